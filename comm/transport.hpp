@@ -1,0 +1,45 @@
+// What a communicator can do: a table of verbs. Strategies are written against it and name no
+// library. Data verbs queue on the stream (on the host they block); `step` names the work for the
+// message when a peer does not arrive.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "longspan/types.hpp"
+
+namespace longspan::comm {
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual Device device() const = 0;
+  virtual std::chrono::milliseconds deadline() const = 0;
+  virtual std::string describe() const = 0;
+
+  /// recv [size, bytes] = each rank's send [bytes]. In place when send == recv + rank * bytes.
+  virtual void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream,
+                          const char* step) = 0;
+  /// recv[p] = send[rank] of rank p; both [size, bytes].
+  virtual void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream,
+                          const char* step) = 0;
+  /// Sends to rank + distance and receives from rank - distance, around the ring.
+  virtual void shift(const void* send, void* recv, std::size_t bytes, int distance, Stream stream,
+                     const char* step) = 0;
+
+  /// Blocks until the stream is done; past the deadline throws a RankError and aborts.
+  virtual void wait(Stream stream, const char* step) = 0;
+
+  /// Control plane: every rank's text, blocking, with the deadline.
+  virtual std::vector<std::string> gather(const std::string& mine, const std::string& step) = 0;
+
+  /// Gives up: tells the peers where possible, frees what is in flight, and makes every later call
+  /// throw.
+  virtual void abort(const std::string& why) noexcept = 0;
+};
+
+}  // namespace longspan::comm

@@ -1,0 +1,38 @@
+// The one macro family: calls into foreign libraries that report errors by value become typed
+// errors that name the call and the place. Foreign types appear only where a macro is used.
+#pragma once
+
+#include <string>
+
+#include "longspan/error.hpp"
+
+namespace longspan {
+
+[[noreturn]] inline void throw_backend(const char* library, const char* call,
+                                       const std::string& found, const char* file, int line) {
+  throw BackendError(std::string(library) + ": " + call + " returned " + found + " at " + file +
+                     ":" + std::to_string(line));
+}
+
+}  // namespace longspan
+
+/// A CUDA runtime call; needs <cuda_runtime_api.h>.
+#define LONGSPAN_CUDA(call)                                                                   \
+  do {                                                                                        \
+    const cudaError_t longspan_status = (call);                                               \
+    if (longspan_status != cudaSuccess)                                                       \
+      ::longspan::throw_backend("CUDA", #call, cudaGetErrorString(longspan_status), __FILE__, \
+                                __LINE__);                                                    \
+  } while (0)
+
+/// An MPI call on a communicator whose error handler is MPI_ERRORS_RETURN; needs <mpi.h>.
+#define LONGSPAN_MPI(call)                                                        \
+  do {                                                                            \
+    const int longspan_status = (call);                                           \
+    if (longspan_status != MPI_SUCCESS) {                                         \
+      char longspan_text[MPI_MAX_ERROR_STRING] = "";                              \
+      int longspan_length = 0;                                                    \
+      MPI_Error_string(longspan_status, longspan_text, &longspan_length);         \
+      ::longspan::throw_backend("MPI", #call, longspan_text, __FILE__, __LINE__); \
+    }                                                                             \
+  } while (0)

@@ -1,0 +1,22 @@
+// The only reader of environment variables. `longspan env` prints the same table.
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+
+namespace longspan {
+
+struct Env {
+  std::chrono::milliseconds deadline{60'000};  // LONGSPAN_DEADLINE_S, seconds; fractions count
+  int threads = 0;                             // LONGSPAN_THREADS; 0: the cores of this process
+
+  /// Throws UsageError for a value that does not parse.
+  static Env read();
+};
+
+/// The variable's value, or nothing when it is not set or empty: for what launchers set (RANK,
+/// OMPI_COMM_WORLD_SIZE ...).
+std::optional<std::string> env_text(const char* name);
+
+}  // namespace longspan

@@ -1,0 +1,70 @@
+// Who computes together. A Communicator is a cheap value over a shared transport: one process alone
+// (self), MPI on processors, NCCL on GPUs. Making one is collective. Interop with communicators
+// that the caller already has is in mpi.hpp and nccl.hpp.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "longspan/types.hpp"
+
+namespace longspan {
+
+namespace comm {
+class Transport;
+}
+
+struct CommOptions {
+  Device device = Device::host;
+  /// Longest wait for a peer at any step; 0 takes LONGSPAN_DEADLINE_S (default 60 s).
+  std::chrono::milliseconds deadline{0};
+};
+
+class Communicator {
+ public:
+  explicit Communicator(std::shared_ptr<comm::Transport> transport);
+
+  int rank() const;
+  int size() const;
+  Device device() const;
+  std::chrono::milliseconds deadline() const;
+
+  /// One line for people: "Open MPI 4.1.4 | 4 ranks, 1 node".
+  std::string describe() const;
+
+  /// Every rank's text, in rank order. Blocks; a missing peer becomes a RankError that names it and
+  /// `step`.
+  std::vector<std::string> gather(const std::string& mine, const std::string& step) const;
+
+  /// Returns when every rank has come here.
+  void barrier(const std::string& step) const { gather("", step); }
+
+  /// Tells the others that this rank gives up, so that they end early with `why` instead of at
+  /// their deadline. Never throws.
+  void abort(const std::string& why) const noexcept;
+
+  comm::Transport& transport() const { return *transport_; }
+
+ private:
+  std::shared_ptr<comm::Transport> transport_;
+};
+
+/// One process alone; needs neither MPI nor NCCL.
+Communicator self(Device device = Device::host);
+
+/// The ranks that the launcher started: mpirun (MPI is initialised here if it is not yet, and
+/// finalised with the last communicator), torchrun or srun (RANK, WORLD_SIZE, MASTER_ADDR ... or
+/// their SLURM_ twins; CUDA only), or, when none of them is found, self(). On CUDA each rank takes
+/// the GPU of its local rank; two ranks on one GPU are refused.
+Communicator from_environment(CommOptions options = {});
+
+using NamedValues = std::vector<std::pair<std::string, std::string>>;
+
+/// Throws a UsageError on every rank if any value differs between ranks; it names the argument, two
+/// differing values and their ranks. Collective.
+void agree(const Communicator& world, const NamedValues& arguments, const std::string& step);
+
+}  // namespace longspan

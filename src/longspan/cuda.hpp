@@ -1,0 +1,12 @@
+// Interop with CUDA: a stream as longspan's opaque Stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "longspan/types.hpp"
+
+namespace longspan {
+
+inline Stream on(cudaStream_t stream) { return {stream}; }
+
+}  // namespace longspan

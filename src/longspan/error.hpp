@@ -1,0 +1,62 @@
+// Typed errors. Every message says what was asked, what was found, and what to do. The library
+// throws them and never exits or prints; the `longspan` command exits with the kind's number.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace longspan {
+
+/// What went wrong; the value is the exit status of the `longspan` command.
+enum class ErrorKind : int {
+  internal = 1,      // a defect of longspan
+  usage = 2,         // options that make no sense, or that differ between ranks
+  input = 3,         // tensors or files that do not fit together or cannot be read or written
+  unsupported = 4,   // asked for by name, and this build, device or strategy cannot do it
+  wrong_result = 5,  // verification found values outside the tolerance
+  rank_failure = 6,  // a rank died or reported an error
+  timeout = 7,       // a rank did not arrive within the deadline
+  backend = 8,       // CUDA, NCCL or MPI reported an error
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& what) : std::runtime_error(what), kind_(kind) {}
+  ErrorKind kind() const noexcept { return kind_; }
+
+ private:
+  ErrorKind kind_;
+};
+
+struct UsageError : Error {
+  explicit UsageError(const std::string& what) : Error(ErrorKind::usage, what) {}
+};
+
+struct InputError : Error {
+  explicit InputError(const std::string& what) : Error(ErrorKind::input, what) {}
+};
+
+struct Unsupported : Error {
+  explicit Unsupported(const std::string& what) : Error(ErrorKind::unsupported, what) {}
+};
+
+struct BackendError : Error {
+  explicit BackendError(const std::string& what) : Error(ErrorKind::backend, what) {}
+};
+
+/// A peer that died (rank_failure) or did not arrive in time (timeout), and the step it missed.
+/// `rank` is -1 where the transport cannot tell which peer it was.
+class RankError : public Error {
+ public:
+  RankError(ErrorKind kind, int rank, std::string step, const std::string& what)
+      : Error(kind, what), rank_(rank), step_(std::move(step)) {}
+  int rank() const noexcept { return rank_; }
+  const std::string& step() const noexcept { return step_; }
+
+ private:
+  int rank_;
+  std::string step_;
+};
+
+}  // namespace longspan

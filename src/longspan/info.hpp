@@ -1,0 +1,26 @@
+// What this build and this machine can do, as rows for people: `longspan info` and `longspan env`.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace longspan {
+
+/// Version, backends, instruction set, MPI, NCCL, GPUs and the links between them.
+std::vector<std::pair<std::string, std::string>> system_info();
+
+/// GPUs that this process can use; 0 in a build without CUDA.
+int gpu_count();
+
+struct EnvironmentVariable {
+  std::string name;
+  std::string value;     // as set, or empty
+  std::string standard;  // what holds when it is not set
+  std::string meaning;
+};
+
+/// Every environment variable that longspan reads.
+std::vector<EnvironmentVariable> environment();
+
+}  // namespace longspan

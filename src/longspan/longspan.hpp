@@ -1,0 +1,17 @@
+// The whole public interface, less the interop headers (mpi.hpp, nccl.hpp, cuda.hpp).
+#pragma once
+
+#include "longspan/attention.hpp"
+#include "longspan/buffer.hpp"
+#include "longspan/communicator.hpp"
+#include "longspan/error.hpp"
+#include "longspan/info.hpp"
+#include "longspan/mask.hpp"
+#include "longspan/order.hpp"
+#include "longspan/score.hpp"
+#include "longspan/shard.hpp"
+#include "longspan/state.hpp"
+#include "longspan/strategy.hpp"
+#include "longspan/tensor.hpp"
+#include "longspan/types.hpp"
+#include "longspan/version.hpp"

@@ -1,0 +1,44 @@
+// Which keys a query sees. Everything is decided by positions in the sequence, never by an index
+// that is local to a rank, a tile or a page, so a shard of the keys sees what the whole would.
+#pragma once
+
+#include <cstdint>
+
+#include "longspan/types.hpp"
+
+namespace longspan {
+
+/// Positions [begin, end).
+struct Interval {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+
+  LONGSPAN_HD bool contains(std::int64_t position) const {
+    return position >= begin && position < end;
+  }
+  LONGSPAN_HD bool empty() const { return begin >= end; }
+};
+
+/// A query at position i of its sequence sees key j iff
+///   0 <= j < kv_len,   causal: j <= i,   window w > 0: i - j < w,   right r >= 0: j - i <= r.
+/// Query rows stand at the end of their sequence: row t of q_len rows has position
+/// kv_len - q_len + t (bottom-right alignment).
+struct Mask {
+  bool causal = false;
+  std::int64_t window = 0;  // keys to the left, the query's own included; 0: no bound.
+                            // The field's (left, right) pair has left = window - 1.
+  std::int64_t right = -1;  // keys to the right; -1: no bound. Causal overrides it.
+
+  LONGSPAN_HD Interval visible(std::int64_t position, std::int64_t kv_len) const {
+    Interval keys{0, kv_len};
+    if (window > 0 && position - window + 1 > 0) keys.begin = position - window + 1;
+    if (causal) {
+      if (position + 1 < keys.end) keys.end = position + 1;
+    } else if (right >= 0 && position + right + 1 < keys.end) {
+      keys.end = position + right + 1;
+    }
+    return keys;
+  }
+};
+
+}  // namespace longspan

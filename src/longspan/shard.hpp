@@ -1,0 +1,153 @@
+// Which keys of a sequence a rank holds, and at which positions of the sequence they stand. A shard
+// is a property of the data, not of a strategy. It is a rule (kind, rank, ranks), so that it holds
+// for each sequence of a batch and for lengths that change from run to run; `ranges` and `listed`
+// carry a table instead and describe one sequence.
+#pragma once
+
+#include <cstdint>
+
+#include "longspan/order.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan {
+
+enum class Layout : std::uint8_t {
+  contiguous,   // rank r holds segments [n r / P, n (r+1) / P) of 128 keys: even to one segment
+  ranges,       // rank r holds positions [table[r], table[r+1])
+  zigzag,       // 2 P chunks; rank r holds chunks r and 2 P - 1 - r (even work under causal)
+  striped,      // rank r holds positions r, r + P, r + 2 P ...
+  interleaved,  // blocks of `block` keys are dealt out in turn; even for a cache that grows
+  listed,       // the rank's local key i stands at position table[i]
+};
+
+constexpr const char* name(Layout layout) {
+  constexpr const char* names[] = {"contiguous", "ranges",      "zigzag",
+                                   "striped",    "interleaved", "listed"};
+  return names[static_cast<int>(layout)];
+}
+
+struct Shard {
+  Layout layout = Layout::contiguous;
+  int rank = 0;
+  int ranks = 1;
+  std::int64_t length = 0;              // keys of the whole sequence; for a batch see Request
+  std::int64_t block = kSegment;        // interleaved: keys in a block
+  const std::int64_t* table = nullptr;  // ranges: [ranks + 1]; listed: [listed]; on the device that
+                                        // computes
+  std::int64_t listed = 0;              // listed: keys on this rank
+
+  static Shard contiguous(std::int64_t length, int rank, int ranks) {
+    return {Layout::contiguous, rank, ranks, length};
+  }
+  static Shard zigzag(std::int64_t length, int rank, int ranks) {
+    return {Layout::zigzag, rank, ranks, length};
+  }
+  static Shard striped(std::int64_t length, int rank, int ranks) {
+    return {Layout::striped, rank, ranks, length};
+  }
+  static Shard interleaved(std::int64_t length, int rank, int ranks,
+                           std::int64_t block = kSegment) {
+    return {Layout::interleaved, rank, ranks, length, block};
+  }
+  /// Positions [table[r], table[r+1]) on rank r; table [ranks + 1] ascends from 0 to length.
+  static Shard ranges(std::int64_t length, int rank, int ranks, const std::int64_t* table) {
+    return {Layout::ranges, rank, ranks, length, kSegment, table};
+  }
+  /// Any positions in any order: local key i stands at positions[i] (device memory on CUDA).
+  static Shard at(std::int64_t length, int rank, int ranks, const std::int64_t* positions,
+                  std::int64_t count) {
+    return {Layout::listed, rank, ranks, length, kSegment, positions, count};
+  }
+
+  /// The same rule seen from another rank. Not for `listed`, whose table is one rank's own.
+  LONGSPAN_HD Shard on(int other) const {
+    Shard shard = *this;
+    shard.rank = other;
+    return shard;
+  }
+
+  /// Keys of a sequence of `kv_len` keys that this rank holds.
+  LONGSPAN_HD std::int64_t local_len(std::int64_t kv_len) const {
+    switch (layout) {
+      case Layout::contiguous:
+        return start(rank + 1, kv_len) - start(rank, kv_len);
+      case Layout::ranges:
+        return table[rank + 1] - table[rank];
+      case Layout::zigzag:
+        return chunk(rank + 1, kv_len) - chunk(rank, kv_len) + chunk(2 * ranks - rank, kv_len) -
+               chunk(2 * ranks - 1 - rank, kv_len);
+      case Layout::striped:
+        return kv_len > rank ? (kv_len - rank + ranks - 1) / ranks : 0;
+      case Layout::interleaved: {
+        const std::int64_t round = block * ranks;
+        const std::int64_t rest = kv_len % round - rank * block;
+        return kv_len / round * block + (rest < 0 ? 0 : rest < block ? rest : block);
+      }
+      default:
+        return listed;
+    }
+  }
+
+  /// Position in the sequence of local key i. Ascends with i, except in `listed`.
+  LONGSPAN_HD std::int64_t position(std::int64_t i, std::int64_t kv_len) const {
+    switch (layout) {
+      case Layout::contiguous:
+        return start(rank, kv_len) + i;
+      case Layout::ranges:
+        return table[rank] + i;
+      case Layout::zigzag: {
+        const std::int64_t first = chunk(rank, kv_len);
+        const std::int64_t size = chunk(rank + 1, kv_len) - first;
+        return i < size ? first + i : chunk(2 * ranks - 1 - rank, kv_len) + i - size;
+      }
+      case Layout::striped:
+        return rank + i * ranks;
+      case Layout::interleaved:
+        return (i / block * ranks + rank) * block + i % block;
+      default:
+        return table[i];
+    }
+  }
+
+  /// The most keys that any rank holds: the size of an equal slot for each rank.
+  std::int64_t max_local_len(std::int64_t kv_len) const {
+    std::int64_t most = 0;
+    for (int r = 0; r < ranks; ++r) {
+      const std::int64_t len = on(r).local_len(kv_len);
+      if (len > most) most = len;
+    }
+    return most;
+  }
+
+  /// True where the cut between ranks is a cut of the fixed order's tree (order.hpp), so that the
+  /// result has the same bits for every such number of ranks.
+  LONGSPAN_HD bool keeps_order() const {
+    const bool cut_at_segments =
+        layout == Layout::contiguous || (layout == Layout::interleaved && block % kSegment == 0);
+    return ranks == 1 ? layout != Layout::listed && layout != Layout::ranges
+                      : cut_at_segments && kVirtualRanks % ranks == 0;
+  }
+
+  /// How this rank folds its segments of a sequence of `kv_len` keys.
+  LONGSPAN_HD SegmentOrder order(std::int64_t kv_len) const {
+    const std::int64_t own = segments_of(local_len(kv_len));
+    const bool aligned = keeps_order();
+    const int leaves = aligned ? kVirtualRanks / ranks : kVirtualRanks;
+    if (layout == Layout::interleaved && block % kSegment == 0)
+      return {true, leaves, 0, own, block / kSegment};
+    if (layout == Layout::contiguous && aligned)
+      return {false, leaves, rank * leaves, segments_of(kv_len), 1};
+    return {false, kVirtualRanks, 0, own, 1};  // exact, and the same bits from run to run
+  }
+
+ private:
+  LONGSPAN_HD std::int64_t start(std::int64_t r, std::int64_t kv_len) const {
+    const std::int64_t key = even_cut(segments_of(kv_len), r, ranks) * kSegment;
+    return key < kv_len ? key : kv_len;
+  }
+  LONGSPAN_HD std::int64_t chunk(std::int64_t c, std::int64_t kv_len) const {
+    return even_cut(kv_len, c, 2 * ranks);
+  }
+};
+
+}  // namespace longspan

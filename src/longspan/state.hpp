@@ -1,0 +1,94 @@
+// The algebra that everything else stands on. A partial attention state of one (query row, head) is
+//
+//     m = max score,   l = sum exp(score - m),   o = sum exp(score - m) * v
+//
+// and two states over disjoint keys merge into the state over their union. Merging is commutative
+// (bitwise: every fma is written out, so no compiler contracts it in another way) and associative
+// within rounding; its identity is the empty state. Scores are in base 2 here (score * log2 e), so
+// that exponentials are exp2; logarithms are natural at every public interface.
+//
+// The law is online softmax (Milakov and Gimelshein, arXiv 1805.02867); as an algebra of states see
+// FlashInfer, arXiv 2501.01005, section 2.2.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "longspan/types.hpp"
+
+namespace longspan {
+
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+/// The two scalars of a state. Empty is `sum == 0` and only that; then max and o are never read.
+struct Stats {
+  float max;  // base 2
+  float sum;
+};
+
+LONGSPAN_HD inline float infinity() { return std::numeric_limits<float>::infinity(); }
+LONGSPAN_HD inline Stats empty_stats() { return {-infinity(), 0.0f}; }
+LONGSPAN_HD inline bool is_empty(Stats s) { return s.sum == 0.0f; }
+
+/// How two states become one: made once per (row, head), then applied to each element of o.
+struct Fold {
+  enum Take : int { first, second, first_high, second_high };
+
+  Stats stats;  // of the merged state
+  float ratio;  // exp2(lower max - higher max); not read when one side is empty
+  Take take;
+
+  /// Element of the merged o. An empty side is skipped by selection: its payload, NaN included,
+  /// does not reach the result.
+  LONGSPAN_HD float operator()(float a, float b) const {
+    switch (take) {
+      case first:
+        return a;
+      case second:
+        return b;
+      case first_high:
+        return ::fmaf(b, ratio, a);
+      default:
+        return ::fmaf(a, ratio, b);
+    }
+  }
+};
+
+/// merge(a, b) on the scalars. A NaN on a side that is not empty stays a NaN in the result.
+LONGSPAN_HD inline Fold fold(Stats a, Stats b) {
+  if (is_empty(a)) return {is_empty(b) ? empty_stats() : b, 0.0f, Fold::second};
+  if (is_empty(b)) return {a, 0.0f, Fold::first};
+  if (a.max >= b.max) {
+    const float ratio = ::exp2f(b.max - a.max);
+    return {{a.max, ::fmaf(b.sum, ratio, a.sum)}, ratio, Fold::first_high};
+  }
+  const float ratio = ::exp2f(a.max - b.max);
+  return {{b.max, ::fmaf(a.sum, ratio, b.sum)}, ratio, Fold::second_high};
+}
+
+/// A learned sink is one extra state (sink, 1, 0): it takes probability and adds no value. It is
+/// merged exactly once, in finish. `sink` is a score in natural units.
+LONGSPAN_HD inline Stats sink_stats(float sink) { return {sink * kLog2E, 1.0f}; }
+
+/// The final division: out = o / sum, lse = max + ln sum (natural). Empty gives 0 and -inf.
+struct Finish {
+  float sum;
+  float lse;  // natural log
+
+  LONGSPAN_HD float operator()(float o) const { return sum == 0.0f ? 0.0f : o / sum; }
+};
+
+LONGSPAN_HD inline Finish finish(Stats s) {
+  return {s.sum, is_empty(s) ? -infinity() : ::fmaf(s.max, kLn2, ::logf(s.sum))};
+}
+
+/// State of a finished (out, lse) pair that comes from elsewhere; its o is `out` itself. An lse of
+/// -inf or +inf means empty (FlashAttention-2 writes +inf). NaN stays NaN unless `nan_is_empty`.
+LONGSPAN_HD inline Stats import_lse(float lse, LogBase base, bool nan_is_empty = false) {
+  if (lse == infinity() || lse == -infinity()) return empty_stats();
+  if (lse != lse && nan_is_empty) return empty_stats();
+  return {base == LogBase::two ? lse : lse * kLog2E, 1.0f};
+}
+
+}  // namespace longspan

@@ -1,0 +1,44 @@
+// The small vocabulary: element types, devices, streams, log bases.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define LONGSPAN_HD __host__ __device__
+#else
+#define LONGSPAN_HD
+#endif
+
+namespace longspan {
+
+/// Element type of a tensor. Arithmetic is fp32 inside, whatever the storage.
+enum class DType : std::uint8_t { fp32, fp16, bf16 };
+
+inline constexpr DType fp32 = DType::fp32;
+inline constexpr DType fp16 = DType::fp16;
+inline constexpr DType bf16 = DType::bf16;
+
+/// Bytes of one element.
+LONGSPAN_HD constexpr std::size_t size_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+
+constexpr const char* name(DType dtype) {
+  return dtype == DType::fp32 ? "fp32" : dtype == DType::fp16 ? "fp16" : "bf16";
+}
+
+/// Where memory lives and kernels run.
+enum class Device : std::uint8_t { host, cuda };
+
+constexpr const char* name(Device device) { return device == Device::host ? "host" : "cuda"; }
+
+/// The queue that work is ordered on: a cudaStream_t on CUDA; on the host work is done at once and
+/// the handle is not read.
+struct Stream {
+  void* handle = nullptr;
+};
+
+/// Base of a log-sum-exp that comes from outside. There is no default on purpose: mixing the two
+/// gives plausible wrong answers.
+enum class LogBase : std::uint8_t { e, two };
+
+}  // namespace longspan

@@ -122,11 +122,11 @@ struct MapParams {
   std::int64_t* map = nullptr;  // [ranks, capacity]
 };
 
-/// to[map[i]] = from[i] for map[i] >= 0; rows of `row_bytes` (a multiple of 16).
+/// to[map[i]] = from[i] for map[i] >= 0; a null map copies. Rows of `row_bytes`, a multiple of 16.
 struct PlaceParams {
   const std::byte* from = nullptr;    // [count, row_bytes]
   std::byte* to = nullptr;            // [any, row_bytes]
-  const std::int64_t* map = nullptr;  // [count]
+  const std::int64_t* map = nullptr;  // [count], or null
   std::int64_t count = 0;
   std::int64_t row_bytes = 0;
 };

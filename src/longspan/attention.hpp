@@ -17,6 +17,7 @@
 #include "longspan/communicator.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/shard.hpp"
+#include "longspan/strategy.hpp"
 #include "longspan/tensor.hpp"
 
 namespace longspan {
@@ -45,6 +46,7 @@ struct Options {
   bool invariant = false;
 
   std::string strategy = "auto";
+  int threads = 0;       // host: 0 takes LONGSPAN_THREADS, or this rank's share of the node's cores
   bool profile = false;  // time the phases of each run; see Attention::phases
 };
 
@@ -65,8 +67,9 @@ struct Request {
   const std::int32_t* kv_len = nullptr;       // [batch] keys of the whole sequences, on all ranks
   const float* sinks = nullptr;               // [heads] learned sinks; optional
 
-  Shard query_shard = {};  // with shard_queries: which rows this rank holds; `length` counts the
-                           // rows of the whole q
+  Shard query_shard = {};  // with shard_queries: which rows of each sequence this rank holds;
+                           // `length` counts the rows of the whole q. A `listed` table has
+                           // max_tokens entries, -1 past the rank's last row
 };
 
 /// Milliseconds of the last run's phases on this rank; valid after wait().
@@ -97,7 +100,7 @@ class Attention {
 
   const Options& options() const;
   const Communicator& world() const;
-  const std::string& strategy() const;
+  const StrategyInfo& strategy() const;
 
   /// Bytes of the workspace on this rank; docs/workspace.md has the formula.
   std::size_t workspace_bytes() const;

@@ -1,0 +1,105 @@
+// Facts about the build and the machine, asked from each library that is part of the build.
+#include "longspan/info.hpp"
+
+#include <fmt/format.h>
+#include <hwy/targets.h>
+
+#include <bit>
+#include <thread>
+
+#include "longspan/version.hpp"
+
+#if defined(LONGSPAN_HAVE_MPI)
+#include <mpi.h>
+#endif
+#if defined(LONGSPAN_HAVE_CUDA)
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+#endif
+
+namespace longspan {
+namespace {
+
+using Rows = std::vector<std::pair<std::string, std::string>>;
+
+/// The best instruction set that the host kernels can use here.
+std::string instruction_set() {
+  const auto targets = static_cast<std::uint64_t>(hwy::SupportedTargets());
+  return hwy::TargetName(static_cast<std::int64_t>(std::uint64_t{1} << std::countr_zero(targets)));
+}
+
+void add_mpi(Rows& rows) {
+#if defined(LONGSPAN_HAVE_MPI)
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+  int length = 0;
+  MPI_Get_library_version(text, &length);
+  const std::string version(text, length);
+  rows.emplace_back("MPI", version.substr(0, version.find_first_of(",\n")));
+#else
+  rows.emplace_back("MPI", "not built in: configure with -DLONGSPAN_MPI=ON");
+#endif
+}
+
+#if defined(LONGSPAN_HAVE_CUDA)
+std::string version_text(int code, int major, int minor) {
+  return fmt::format("{}.{}.{}", code / major, code % major / minor, code % minor);
+}
+
+void add_gpus(Rows& rows) {
+  int runtime = 0, driver = 0, nccl = 0;
+  cudaRuntimeGetVersion(&runtime);
+  cudaDriverGetVersion(&driver);
+  ncclGetVersion(&nccl);
+  rows.emplace_back(
+      "CUDA",
+      fmt::format("runtime {}.{}, driver {}", runtime / 1000, runtime % 1000 / 10,
+                  driver ? fmt::format("{}.{}", driver / 1000, driver % 1000 / 10) : "not found"));
+  rows.emplace_back("NCCL", fmt::format("{} (built with {})", version_text(nccl, 10000, 100),
+                                        version_text(NCCL_VERSION_CODE, 10000, 100)));
+  const int count = gpu_count();
+  rows.emplace_back("GPUs", fmt::to_string(count));
+  for (int g = 0; g < count; ++g) {
+    cudaDeviceProp p{};
+    if (cudaGetDeviceProperties(&p, g) != cudaSuccess) continue;
+    std::string peers;
+    for (int other = 0; other < count; ++other) {
+      int reachable = 0;
+      if (other != g && cudaDeviceCanAccessPeer(&reachable, g, other) == cudaSuccess && reachable)
+        peers += fmt::format(" {}", other);
+    }
+    rows.emplace_back(
+        fmt::format("GPU {}", g),
+        fmt::format("{}, sm_{}{}, {} multiprocessors, {:.0f} GiB, reaches GPUs directly:{}", p.name,
+                    p.major, p.minor, p.multiProcessorCount,
+                    static_cast<double>(p.totalGlobalMem) / (1 << 30),
+                    peers.empty() ? " none" : peers));
+  }
+}
+#else
+void add_gpus(Rows& rows) {
+  rows.emplace_back("CUDA", "not built in: configure with -DLONGSPAN_CUDA=ON");
+}
+#endif
+
+}  // namespace
+
+int gpu_count() {
+#if defined(LONGSPAN_HAVE_CUDA)
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+#else
+  return 0;
+#endif
+}
+
+Rows system_info() {
+  Rows rows{{"longspan", LONGSPAN_VERSION},
+            {"compiler", __VERSION__},
+            {"host",
+             fmt::format("{}, {} cores", instruction_set(), std::thread::hardware_concurrency())}};
+  add_mpi(rows);
+  add_gpus(rows);
+  return rows;
+}
+
+}  // namespace longspan

@@ -1,0 +1,55 @@
+// gather-states: keys stay where they are, and the small partial states travel.
+//
+//     queries (all ranks')  ->  state over my keys  ->  every rank's state  ->  one merge
+//
+// Every rank merges the same states in the same order, so replicated results are bitwise equal.
+#include "src/strategy/job.hpp"
+
+namespace longspan {
+namespace {
+
+/// Brings every rank's query rows here, in the order of the whole q.
+void gather_queries(Job& job) {
+  const kernels::AttendParams& a = job.attend;
+  const std::int64_t slot_bytes = job.row_capacity * job.row_bytes;
+  std::byte* mine = job.gathered + job.query_shard.rank * slot_bytes;
+
+  if (job.query_shard.layout == Layout::listed) {
+    job.comm.all_gather(job.query_shard.table, job.row_map, job.row_capacity * sizeof(std::int64_t),
+                        job.stream, "gather of query positions");
+  } else {
+    job.kernels.map_rows(
+        {job.query_shard, a.batch, job.query_shard.ranks, job.row_capacity, job.row_map},
+        job.stream);
+  }
+  job.kernels.place_rows(
+      {static_cast<const std::byte*>(a.q.data), mine, nullptr, job.own_rows, job.row_bytes},
+      job.stream);
+  job.comm.all_gather(mine, job.gathered, slot_bytes, job.stream, "gather of queries");
+  job.kernels.place_rows({job.gathered, job.ordered, job.row_map,
+                          job.query_shard.ranks * job.row_capacity, job.row_bytes},
+                         job.stream);
+}
+
+}  // namespace
+
+void gather_states(Job& job) {
+  if (job.shard_queries) {
+    job.enter(Phase::exchange);
+    gather_queries(job);
+    job.attend.q.data = job.ordered;
+  }
+
+  job.enter(Phase::attend);
+  job.kernels.attend(job.attend, job.stream);
+
+  job.enter(Phase::exchange);
+  const kernels::StateSlots& states = job.attend.state;
+  job.comm.all_gather(states.data + job.attend.slot * states.slot_bytes(), states.data,
+                      states.slot_bytes(), job.stream, "gather of states");
+
+  job.enter(Phase::merge);
+  job.kernels.merge(job.merge, job.stream);
+}
+
+}  // namespace longspan

@@ -80,7 +80,9 @@ struct Finish {
 };
 
 LONGSPAN_HD inline Finish finish(Stats s) {
-  return {s.sum, is_empty(s) ? -infinity() : ::fmaf(s.max, kLn2, ::logf(s.sum))};
+  if (is_empty(s)) return {0.0f, -infinity()};
+  const bool is_nan = s.max != s.max;  // an imported NaN, which must not end as a number
+  return {is_nan ? s.max : s.sum, ::fmaf(s.max, kLn2, ::logf(s.sum))};
 }
 
 /// State of a finished (out, lse) pair that comes from elsewhere; its o is `out` itself. An lse of

@@ -1,0 +1,20 @@
+# A BLAS with its C interface: BLIS, OpenBLAS or the reference one. Gives CBLAS::cblas.
+include(CheckSymbolExists)
+include(CMakePushCheckState)
+find_path(CBLAS_INCLUDE_DIR cblas.h PATH_SUFFIXES blis openblas)
+find_library(CBLAS_LIBRARY NAMES blis openblas cblas)
+if(CBLAS_INCLUDE_DIR AND CBLAS_LIBRARY)
+  cmake_push_check_state(RESET)
+  set(CMAKE_REQUIRED_INCLUDES ${CBLAS_INCLUDE_DIR})
+  set(CMAKE_REQUIRED_LIBRARIES ${CBLAS_LIBRARY})
+  check_symbol_exists(cblas_sgemm cblas.h CBLAS_HAS_SGEMM)
+  cmake_pop_check_state()
+endif()
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(CBLAS REQUIRED_VARS CBLAS_LIBRARY CBLAS_INCLUDE_DIR
+                                                      CBLAS_HAS_SGEMM)
+if(CBLAS_FOUND AND NOT TARGET CBLAS::cblas)
+  add_library(CBLAS::cblas UNKNOWN IMPORTED)
+  set_target_properties(CBLAS::cblas PROPERTIES IMPORTED_LOCATION ${CBLAS_LIBRARY}
+                                                INTERFACE_INCLUDE_DIRECTORIES ${CBLAS_INCLUDE_DIR})
+endif()

@@ -1,0 +1,12 @@
+# longspan_mpi_test(name target ranks...): one test `name.npN` per rank count, labelled dist. Ranks
+# may outnumber cores, and root may run them, as in a container.
+function(longspan_mpi_test name target)
+  foreach(ranks IN LISTS ARGN)
+    add_test(NAME ${name}.np${ranks}
+             COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} ${MPIEXEC_PREFLAGS}
+                     $<TARGET_FILE:${target}> ${MPIEXEC_POSTFLAGS})
+    set_tests_properties(${name}.np${ranks} PROPERTIES
+      LABELS dist TIMEOUT 120 PROCESSORS ${ranks} SKIP_RETURN_CODE 77
+      ENVIRONMENT "OMPI_MCA_rmaps_base_oversubscribe=1;OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_btl_vader_single_copy_mechanism=none;LONGSPAN_THREADS=1")
+  endforeach()
+endfunction()

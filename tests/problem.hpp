@@ -1,0 +1,148 @@
+// A random attention problem: whole sequences on the host, any rank's share of them, and the exact
+// answer. Values are of order 1 and rounded to the dtype before anybody sees them, so the oracle
+// and the kernels get the same numbers.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "launcher/elements.hpp"
+#include "launcher/oracle.hpp"
+#include "longspan/mask.hpp"
+#include "longspan/shard.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan::testing {
+
+struct Shape {
+  int heads = 4;
+  int kv_heads = 2;
+  int dim = 64;
+  DType dtype = DType::fp32;
+  std::vector<std::int32_t> q_lens{5};
+  std::vector<std::int32_t> kv_lens{300};
+  Mask mask = {};
+  float softcap = 0;
+  bool sinks = false;
+};
+
+class Problem {
+ public:
+  Problem(const Shape& shape, std::uint64_t seed) : shape(shape), random_(seed) {
+    tokens = std::accumulate(shape.q_lens.begin(), shape.q_lens.end(), std::int64_t{0});
+    keys = std::accumulate(shape.kv_lens.begin(), shape.kv_lens.end(), std::int64_t{0});
+    query_start.assign(1, 0);
+    for (std::int32_t len : shape.q_lens) query_start.push_back(query_start.back() + len);
+    q = draw(tokens * shape.heads * shape.dim);
+    k = draw(keys * shape.kv_heads * shape.dim);
+    v = draw(keys * shape.kv_heads * shape.dim);
+    if (shape.sinks) {
+      sinks.resize(shape.heads);
+      for (float& sink : sinks) sink = normal_(random_);
+    }
+  }
+
+  int batch() const { return static_cast<int>(shape.q_lens.size()); }
+
+  /// The rows of `whole` ([keys, kv_heads, dim], sequence after sequence) that the shard's rank
+  /// holds, in its order.
+  std::vector<std::byte> share(const std::vector<std::byte>& whole, const Shard& shard) const {
+    return share(whole, shard, shape.kv_lens, shape.kv_heads);
+  }
+  /// Likewise of q, for sharded queries.
+  std::vector<std::byte> share_rows(const std::vector<std::byte>& whole, const Shard& shard) const {
+    return share(whole, shard, shape.q_lens, shape.heads);
+  }
+
+  /// Exact answer of one (token, head), the token counted over the batch.
+  launcher::Exact exact(std::int64_t token, int head) const {
+    int b = 0;
+    while (token >= query_start[b + 1]) ++b;
+    const std::int64_t kv_len = shape.kv_lens[b];
+    const std::int64_t first =
+        std::accumulate(shape.kv_lens.begin(), shape.kv_lens.begin() + b, std::int64_t{0});
+    const std::int64_t position = kv_len - shape.q_lens[b] + (token - query_start[b]);
+    const int kv_head = head / (shape.heads / shape.kv_heads);
+    Eigen::VectorXd row(shape.dim);
+    for (int d = 0; d < shape.dim; ++d)
+      row[d] = launcher::load(q.data(), shape.dtype, (token * shape.heads + head) * shape.dim + d);
+    std::optional<double> sink;
+    if (shape.sinks) sink = sinks[head];
+    return launcher::attend_exactly(
+        row, matrix(k, first, kv_len, kv_head), matrix(v, first, kv_len, kv_head),
+        shape.mask.visible(position, kv_len), 1.0 / std::sqrt(shape.dim), shape.softcap, sink);
+  }
+
+  /// Largest |out - exact| over one rank's rows: out [rows.size(), heads, dim], where row i is the
+  /// token rows[i]. Also checks empty rows (zeros) and returns infinity on a NaN.
+  double max_error(const std::vector<std::byte>& out, const std::vector<std::int64_t>& rows) const {
+    double worst = 0;
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      for (int h = 0; h < shape.heads; ++h) {
+        const launcher::Exact e = exact(rows[i], h);
+        for (int d = 0; d < shape.dim; ++d) {
+          const double found =
+              launcher::load(out.data(), shape.dtype,
+                             (static_cast<std::int64_t>(i) * shape.heads + h) * shape.dim + d);
+          const double error = std::fabs(found - e.out[d]);
+          if (!(error <= worst)) worst = std::isnan(error) ? HUGE_VAL : error;
+        }
+      }
+    return worst;
+  }
+
+  /// What one rounding to the dtype, and products in it, may cost at this size.
+  double tolerance() const {
+    return shape.dtype == DType::fp32 ? 5e-6 : shape.dtype == DType::fp16 ? 4e-3 : 3e-2;
+  }
+
+  Shape shape;
+  std::int64_t tokens = 0;
+  std::int64_t keys = 0;
+  std::vector<std::int32_t> query_start;
+  std::vector<std::byte> q, k, v;  // [tokens, heads, dim], [keys, kv_heads, dim]
+  std::vector<float> sinks;        // [heads], or none
+
+ private:
+  std::vector<std::byte> draw(std::int64_t count) {
+    std::vector<std::byte> values(count * size_of(shape.dtype));
+    for (std::int64_t i = 0; i < count; ++i)
+      launcher::store(values.data(), shape.dtype, i, normal_(random_));
+    return values;
+  }
+
+  std::vector<std::byte> share(const std::vector<std::byte>& whole, const Shard& shard,
+                               const std::vector<std::int32_t>& lens, int heads) const {
+    const std::size_t row = size_of(shape.dtype) * heads * shape.dim;
+    std::vector<std::byte> part;
+    std::int64_t first = 0;
+    for (std::int32_t len : lens) {
+      for (std::int64_t i = 0; i < shard.local_len(len); ++i) {
+        const std::byte* from = whole.data() + (first + shard.position(i, len)) * row;
+        part.insert(part.end(), from, from + row);
+      }
+      first += len;
+    }
+    return part;
+  }
+
+  launcher::RowMajor matrix(const std::vector<std::byte>& whole, std::int64_t first,
+                            std::int64_t count, int kv_head) const {
+    launcher::RowMajor m(count, shape.dim);
+    for (std::int64_t i = 0; i < count; ++i)
+      for (int d = 0; d < shape.dim; ++d)
+        m(i, d) = launcher::load(whole.data(), shape.dtype,
+                                 ((first + i) * shape.kv_heads + kv_head) * shape.dim + d);
+    return m;
+  }
+
+  std::mt19937_64 random_;
+  std::normal_distribution<float> normal_;
+};
+
+}  // namespace longspan::testing

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Checks the floors: an include line names its floor, and arrows go down only (docs/architecture.md).
+
+    5  examples/ bench/          public headers
+    4  launcher/                 public headers and its own
+    3  src/*.cpp src/strategy/   anything below
+    2  kernels/   comm/          floors 0 and 1 and its own; neither includes the other
+    1  src/check.hpp env.hpp trace.hpp peer_view.hpp
+    0  src/longspan/             std and its own; interop headers may name their library
+
+and three habits that keep the floors clean: strategies name no library, PTX stays in
+kernels/cuda/arch/, and only src/env.cpp reads the environment.
+"""
+
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CODE = {".cpp", ".hpp", ".cu", ".cuh", ".h"}
+FLOOR_1 = {"src/check.hpp", "src/env.hpp", "src/trace.hpp", "src/peer_view.hpp"}
+INTEROP = {"mpi.hpp": {"mpi.h"}, "nccl.hpp": {"nccl.h"}, "dlpack.hpp": {"dlpack/dlpack.h"},
+           "cuda.hpp": {"cuda_runtime_api.h"}}
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+STANDARD = re.compile(r"[a-z_]+")  # <vector>, <cstddef>: a name without a folder or a suffix
+LIBRARY = re.compile(r"cuda|nccl|(\b|_)mpi", re.IGNORECASE)
+ASM = re.compile(r"\basm\b\s*(volatile\b|__volatile__\b)?\s*\(")
+GETENV = re.compile(r"\bgetenv\s*\(")
+
+
+def floor_of(path):
+    """The floor a file stands on, by its name: the part of the tree that it belongs to."""
+    if path.startswith("src/longspan/"):
+        return "public"
+    if path in FLOOR_1 or path.replace(".cpp", ".hpp") in FLOOR_1:
+        return "base"
+    if path.startswith("src/strategy/"):
+        return "strategy"
+    return path.split("/")[0]
+
+
+# What a quoted include may name, besides the public headers, which everyone may.
+MAY_INCLUDE = {
+    "public": set(),
+    "base": {"base"},
+    "kernels": {"base", "kernels"},
+    "comm": {"base", "comm"},
+    "strategy": {"base", "kernels", "comm", "strategy"},
+    "src": {"base", "kernels", "comm", "strategy", "src"},
+    "launcher": {"launcher"},
+    "examples": {"examples"},
+    "bench": {"bench"},
+}
+
+
+def judge(path, line):
+    """Why this line does not belong into this file, or None."""
+    floor = floor_of(path)
+    include = INCLUDE.match(line)
+    if include:
+        bracket, name = include.groups()
+        if bracket == '"':
+            if name.startswith("longspan/"):
+                return None
+            target = floor_of(name)
+            if target not in MAY_INCLUDE:
+                return f'"{name}" does not name its floor'
+            if target not in MAY_INCLUDE[floor]:
+                return f"{floor} may not include {target}"
+        elif name.startswith("longspan/"):
+            return 'own headers are included in quotes' if floor != "examples" else None
+        elif floor == "public" and not STANDARD.fullmatch(name):
+            if name not in INTEROP.get(path.split("/")[-1], ()):
+                return f"a public header includes the standard library only, not <{name}>"
+    if floor == "strategy" and LIBRARY.search(line):
+        return "a strategy names no library"
+    if ASM.search(line) and not path.startswith("kernels/cuda/arch/"):
+        return "PTX stands in kernels/cuda/arch/ only"
+    if GETENV.search(line) and path != "src/env.cpp":
+        return "only src/env.cpp reads the environment"
+    return None
+
+
+# The judge is judged first: (file, line, allowed).
+CASES = [
+    ("src/longspan/state.hpp", "#include <cmath>", True),
+    ("src/longspan/state.hpp", "#include <mpi.h>", False),
+    ("src/longspan/mpi.hpp", "#include <mpi.h>", True),
+    ("src/longspan/state.hpp", '#include "kernels/params.hpp"', False),
+    ("src/trace.hpp", "#include <nvtx3/nvtx3.hpp>", True),
+    ("src/env.hpp", '#include "comm/transport.hpp"', False),
+    ("kernels/host/attend.cpp", '#include "kernels/params.hpp"', True),
+    ("kernels/host/attend.cpp", '#include "src/check.hpp"', True),
+    ("kernels/host/attend.cpp", '#include "comm/transport.hpp"', False),
+    ("kernels/host/attend.cpp", '#include "src/strategy/job.hpp"', False),
+    ("kernels/host/attend.cpp", '#include "params.hpp"', False),
+    ("comm/mpi/mpi.cpp", '#include "kernels/params.hpp"', False),
+    ("comm/mpi/mpi.cpp", "#include <mpi.h>", True),
+    ("src/attention.cpp", '#include "comm/transport.hpp"', True),
+    ("src/attention.cpp", '#include "launcher/oracle.hpp"', False),
+    ("src/strategy/ring.cpp", "// queued behind NCCL", False),
+    ("src/strategy/ring.cpp", "// the compiler simplifies this", True),
+    ("launcher/main.cpp", '#include "kernels/params.hpp"', False),
+    ("launcher/main.cpp", "#include <CLI/CLI.hpp>", True),
+    ("examples/01/main.cpp", '#include "launcher/oracle.hpp"', False),
+    ("examples/01/main.cpp", "#include <longspan/state.hpp>", True),
+    ("bench/merge.cpp", '#include "src/check.hpp"', False),
+    ("kernels/cuda/attend.cuh", '  asm volatile("mma.sync ...");', False),
+    ("kernels/cuda/arch/mma.cuh", '  asm volatile("mma.sync ...");', True),
+    ("comm/mpi/mpi.cpp", 'std::getenv("RANK")', False),
+    ("src/env.cpp", 'std::getenv("RANK")', True),
+]
+
+
+def main():
+    for path, line, allowed in CASES:
+        assert (judge(path, line) is None) == allowed, f"floors.py misjudges {path}: {line}"
+
+    files = sorted(path for folder in ("src", "kernels", "comm", "launcher", "examples", "bench")
+                   for path in (ROOT / folder).rglob("*") if path.suffix in CODE)
+    wrong = 0
+    for path in files:
+        name = path.relative_to(ROOT).as_posix()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            why = judge(name, line)
+            if why:
+                wrong += 1
+                print(f"{name}:{number}: {why}\n    {line.strip()}")
+    print(f"floors: {len(files)} files, {wrong} wrong")
+    return 1 if wrong or not files else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -33,4 +33,11 @@ inline void store(void* data, DType dtype, std::int64_t i, float value) {
   }
 }
 
+/// `value` as the dtype would store it.
+inline float rounded(DType dtype, float value) {
+  std::uint32_t element = 0;
+  store(&element, dtype, 0, value);
+  return static_cast<float>(load(&element, dtype, 0));
+}
+
 }  // namespace longspan::launcher

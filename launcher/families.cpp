@@ -1,0 +1,320 @@
+#include "launcher/families.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <utility>
+
+namespace longspan::launcher {
+namespace {
+
+constexpr DType kDTypes[] = {fp32, fp16, bf16};
+using Random = std::mt19937_64;
+using Lengths = std::vector<std::int32_t>;
+
+int below(Random& random, int n) { return static_cast<int>(random() % n); }
+
+template <class T>
+T one_of(Random& random, std::initializer_list<T> values) {
+  return values.begin()[random() % values.size()];
+}
+
+struct Shape {
+  DType dtype = fp32;
+  int heads = 4, kv_heads = 2, dim = 64;
+  Lengths q_lens{9}, kv_lens{1300};
+};
+
+Problem make(const Sweep& sweep, const Shape& shape, std::uint64_t salt) {
+  Problem p;
+  p.options = {.heads = shape.heads,
+               .kv_heads = shape.kv_heads,
+               .dim = shape.dim,
+               .dtype = shape.dtype,
+               .threads = sweep.threads};
+  p.q_lens = shape.q_lens;
+  p.kv_lens = shape.kv_lens;
+  const std::int64_t keys = p.key_start().back();
+  const std::uint64_t seed = sweep.seed * 1000003 + salt;
+  p.q = generated(seed, 0, shape.dtype, p.tokens(), shape.heads, shape.dim);
+  p.k = generated(seed, 1, shape.dtype, keys, shape.kv_heads, shape.dim);
+  p.v = generated(seed, 2, shape.dtype, keys, shape.kv_heads, shape.dim);
+  return p;
+}
+
+std::vector<float> draw_sinks(const Problem& p, std::uint64_t seed) {
+  const Source source = generated(seed, 3, fp32, 1, p.options.heads, 4);
+  std::vector<float> values(p.options.heads * 4);
+  source.read(0, 0, static_cast<std::int64_t>(values.size()), values.data());
+  values.resize(p.options.heads);
+  return values;
+}
+
+/// The source with NaN in the rows that `spoiled` picks.
+Source with_nan(Source source, std::function<bool(std::int64_t)> spoiled) {
+  const auto read = source.read;
+  const std::size_t size = size_of(source.dtype);
+  source.read = [=](std::int64_t row, std::int64_t first, std::int64_t count, void* to) {
+    if (spoiled(row))
+      std::memset(to, 0xff, count * size);
+    else
+      read(row, first, count, to);
+  };
+  return source;
+}
+
+/// Uneven ranges, some of them empty.
+std::vector<std::int64_t> uneven(Random& random, std::int64_t length, int ranks) {
+  std::vector<std::int64_t> table{0, length};
+  for (int r = 1; r < ranks; ++r)
+    table.push_back(below(random, 3) == 0 ? 0 : static_cast<std::int64_t>(random() % (length + 1)));
+  std::sort(table.begin(), table.end());
+  return table;
+}
+
+/// All positions, shuffled and dealt to ranks at random.
+std::vector<std::vector<std::int64_t>> dealt(Random& random, std::int64_t length, int ranks) {
+  std::vector<std::int64_t> all(length);
+  std::iota(all.begin(), all.end(), std::int64_t{0});
+  std::shuffle(all.begin(), all.end(), random);
+  std::vector<std::vector<std::int64_t>> on(ranks);
+  for (const std::int64_t position : all) on[random() % ranks].push_back(position);
+  return on;
+}
+
+constexpr std::pair<Layout, std::int64_t> kRules[] = {
+    {Layout::contiguous, kSegment},  {Layout::zigzag, kSegment}, {Layout::striped, kSegment},
+    {Layout::interleaved, kSegment}, {Layout::interleaved, 48},  {Layout::interleaved, 512}};
+
+Cut rule(std::pair<Layout, std::int64_t> layout) {
+  Cut cut;
+  cut.layout = layout.first;
+  cut.block = layout.second;
+  return cut;
+}
+
+Shape any_shape(Random& random, DType dtype, int longest) {
+  Shape shape;
+  shape.dtype = dtype;
+  const auto [heads, kv_heads] = one_of<std::pair<int, int>>(
+      random, {{1, 1}, {4, 2}, {6, 1}, {8, 8}, {5, 5}, {8, 2}, {12, 4}});
+  shape.heads = heads;
+  shape.kv_heads = kv_heads;
+  shape.dim = one_of(random, {16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256});
+  shape.q_lens = {one_of(random, {1, 2, 3, 16, 17, 65, 130})};
+  shape.kv_lens = {one_of(random, {1, 2, 127, 128, 129, 256, 300, 1000, longest})};
+  return shape;
+}
+
+Family shapes(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 1);
+  for (DType dtype : kDTypes) {
+    for (int i = 0; i < sweep.pick(4, 12, 40); ++i)
+      family.problems.push_back(
+          make(sweep, any_shape(random, dtype, sweep.pick(2000, 4097, 20001)), 100 + i));
+  }
+  return family;
+}
+
+Family shards(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 2);
+  for (DType dtype : kDTypes) {
+    const Shape shape{.dtype = dtype, .q_lens = {20}, .kv_lens = {sweep.pick(1300, 3001, 20001)}};
+    for (const auto& layout : kRules) {
+      Problem p = make(sweep, shape, 200);
+      p.options.mask.causal = true;
+      p.keys = rule(layout);
+      family.problems.push_back(std::move(p));
+    }
+    for (Layout layout : {Layout::ranges, Layout::listed}) {
+      Problem p = make(sweep, shape, 201);
+      p.options.mask.causal = true;
+      p.keys.layout = layout;
+      p.keys.ranges = uneven(random, shape.kv_lens[0], sweep.ranks);
+      p.keys.listed = dealt(random, shape.kv_lens[0], sweep.ranks);
+      family.problems.push_back(std::move(p));
+    }
+  }
+  return family;
+}
+
+Family masks(const Sweep& sweep) {
+  Family family;
+  const Mask all[] = {
+      {.causal = true}, {.window = 1}, {.window = 100},           {.causal = true, .window = 150},
+      {.right = 0},     {.right = 3},  {.window = 40, .right = 5}};
+  for (DType dtype : kDTypes) {
+    for (const Mask& mask : all) {
+      for (const Lengths& q_lens : {Lengths{7}, Lengths{150}}) {
+        Problem p = make(sweep, {.dtype = dtype, .q_lens = q_lens, .kv_lens = {700}}, 300);
+        p.options.mask = mask;
+        family.problems.push_back(std::move(p));
+      }
+    }
+    // More rows than keys: the first rows stand before the sequence.
+    Problem p = make(sweep, {.dtype = dtype, .q_lens = {90}, .kv_lens = {50}}, 301);
+    p.options.mask.causal = true;
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
+Family scores(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (int kind = 0; kind < 5; ++kind) {
+      Problem p = make(sweep, {.dtype = dtype}, 400);
+      p.options.mask.causal = true;
+      if (kind == 0) p.options.scale = 0.5f;
+      if (kind == 1 || kind == 4) p.options.softcap = 2.0f;
+      if (kind == 2) p.options.softcap = 50.0f;
+      if (kind >= 3) p.sinks = draw_sinks(p, sweep.seed);
+      family.problems.push_back(std::move(p));
+    }
+  }
+  return family;
+}
+
+Family batches(const Sweep& sweep) {
+  Family family;
+  const Lengths q_lens{3, 1, 0, 5, 40, 2}, kv_lens{500, 1, 77, 0, 1000, 129};
+  for (DType dtype : kDTypes) {
+    for (const auto& layout : kRules) {
+      for (bool padded : {false, true}) {
+        Problem p = make(sweep, {.dtype = dtype, .q_lens = q_lens, .kv_lens = kv_lens}, 500);
+        p.options.mask.causal = true;
+        p.keys = rule(layout);
+        if (padded) p.capacity = 1024;
+        family.problems.push_back(std::move(p));
+      }
+    }
+  }
+  return family;
+}
+
+Family sharded_queries(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const auto& layout : kRules) {
+      Problem p = make(sweep, {.dtype = dtype, .q_lens = {600}, .kv_lens = {900}}, 600);
+      p.options.mask.causal = true;
+      p.options.shard_queries = true;
+      p.keys = p.queries = rule(layout);
+      family.problems.push_back(std::move(p));
+    }
+    Problem p =
+        make(sweep, {.dtype = dtype, .q_lens = {30, 1, 150}, .kv_lens = {300, 5, 400}}, 601);
+    p.options.mask.causal = true;
+    p.options.shard_queries = true;
+    p.queries = rule({Layout::striped, kSegment});
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
+Family empties(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const std::int32_t keys : {0, 1, std::max(0, sweep.ranks - 1)}) {
+      for (const auto& layout : kRules) {
+        Problem p = make(sweep, {.dtype = dtype, .q_lens = {3}, .kv_lens = {keys}}, 700);
+        p.keys = rule(layout);
+        family.problems.push_back(std::move(p));
+      }
+    }
+    Problem p = make(sweep, {.dtype = dtype, .q_lens = {3}, .kv_lens = {0}}, 701);
+    p.sinks = draw_sinks(p, sweep.seed);  // a sink alone: out = 0, lse = sink
+    family.problems.push_back(std::move(p));
+    family.problems.push_back(make(sweep, {.dtype = dtype, .q_lens = {0}, .kv_lens = {10}}, 702));
+    for (int full = 0; full < sweep.ranks; ++full) {
+      Problem q = make(sweep, {.dtype = dtype, .q_lens = {3}, .kv_lens = {200}}, 703);
+      q.keys.layout = Layout::ranges;  // one rank holds everything
+      q.keys.ranges.assign(sweep.ranks + 1, 0);
+      std::fill(q.keys.ranges.begin() + full + 1, q.keys.ranges.end(), 200);
+      family.problems.push_back(std::move(q));
+    }
+  }
+  return family;
+}
+
+Family nans(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const auto& layout : kRules) {
+      Problem p = make(sweep, {.dtype = dtype, .q_lens = {12}, .kv_lens = {700}}, 800);
+      p.options.mask = {.causal = true, .window = 90};
+      p.keys = rule(layout);
+      p.q = with_nan(p.q, [](std::int64_t row) { return row == 5; });
+      const std::int64_t unseen = 700 - 12 - 90 + 1;  // keys before every window
+      const auto spoiled = [unseen](std::int64_t key) { return key < unseen; };
+      p.k = with_nan(p.k, spoiled);
+      p.v = with_nan(p.v, spoiled);
+      family.problems.push_back(std::move(p));
+    }
+  }
+  return family;
+}
+
+Family bits(const Sweep& sweep) {
+  Family family{.problems = {}, .same_bits = true};
+  if (kVirtualRanks % sweep.ranks != 0) return family;  // exact, but not bitwise: see docs
+  Lengths lengths{1, 127, 4097, 5000};
+  if (sweep.size == VerifyOptions::Size::full) lengths.push_back(131073);
+  for (DType dtype : kDTypes) {
+    for (const std::int32_t kv : lengths) {
+      for (const std::pair<Layout, std::int64_t>& layout :
+           {std::pair{Layout::contiguous, std::int64_t{kSegment}},
+            {Layout::interleaved, std::int64_t{kSegment}},
+            {Layout::interleaved, std::int64_t{2 * kSegment}}}) {
+        Problem p = make(sweep, {.dtype = dtype, .q_lens = {5}, .kv_lens = {kv}}, 900);
+        p.options.mask.causal = true;
+        p.options.invariant = true;
+        p.keys = rule(layout);
+        family.problems.push_back(std::move(p));
+      }
+    }
+  }
+  return family;
+}
+
+Family everything(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 10);
+  for (int i = 0; i < sweep.pick(12, 40, 300); ++i) {
+    Shape shape = any_shape(random, kDTypes[i % 3], sweep.pick(1500, 3000, 9000));
+    const int batch = 1 + below(random, 3);
+    for (int b = 1; b < batch; ++b) {
+      shape.q_lens.push_back(below(random, 30));
+      shape.kv_lens.push_back(below(random, 700));
+    }
+    Problem p = make(sweep, shape, 1000 + i);
+    p.options.mask.causal = below(random, 2) == 0;
+    if (below(random, 3) == 0) p.options.mask.window = 1 + below(random, 400);
+    if (below(random, 4) == 0) p.options.mask.right = below(random, 100);
+    if (below(random, 3) == 0) p.options.softcap = 5.0f;
+    if (below(random, 3) == 0) p.sinks = draw_sinks(p, i);
+    p.options.shard_queries = below(random, 3) == 0;
+    p.options.invariant = below(random, 2) == 0;
+    p.keys = rule(kRules[below(random, std::size(kRules))]);
+    p.queries = rule(kRules[below(random, std::size(kRules))]);
+    if (below(random, 3) == 0)
+      p.capacity = 1 + *std::max_element(shape.kv_lens.begin(), shape.kv_lens.end());
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
+constexpr FamilyMaker kMakers[] = {
+    {"shapes", shapes},   {"shards", shards},           {"masks", masks},   {"scores", scores},
+    {"batches", batches}, {"queries", sharded_queries}, {"empty", empties}, {"nan", nans},
+    {"same bits", bits},  {"everything", everything}};
+
+}  // namespace
+
+std::span<const FamilyMaker> family_makers() { return kMakers; }
+
+}  // namespace longspan::launcher

@@ -1,0 +1,13 @@
+// `longspan info`, `longspan env` and `longspan run --list-strategies`, as text for rank 0 to
+// print.
+#pragma once
+
+#include <string>
+
+namespace longspan::launcher {
+
+std::string info_text(const std::string& world, bool json);
+std::string environment_text(bool json);
+std::string strategies_text();
+
+}  // namespace longspan::launcher

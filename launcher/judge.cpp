@@ -1,0 +1,197 @@
+#include "launcher/judge.hpp"
+
+#include <Random123/philox.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "launcher/elements.hpp"
+#include "launcher/oracle.hpp"
+#include "launcher/plain.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+constexpr double kNormBound = 2e-6;
+
+/// |a - b|, where two NaNs or two equal infinities agree and one alone is infinitely wrong.
+double distance(double a, double b) {
+  if (a == b || (std::isnan(a) && std::isnan(b))) return 0;
+  const double d = std::abs(a - b);
+  return std::isnan(d) ? std::numeric_limits<double>::infinity() : d;
+}
+
+/// What one rank found: errors are kept, because the bound is known only when all have finished.
+struct Findings {
+  std::vector<double> errors;  // of elements of out
+  double error2 = 0, exact2 = 0, exact_max = 0, plain = 0, lse = 0;
+  std::int64_t wrong_lse = 0;
+
+  void add(const Findings& other) {
+    errors.insert(errors.end(), other.errors.begin(), other.errors.end());
+    error2 += other.error2;
+    exact2 += other.exact2;
+    exact_max = std::max(exact_max, other.exact_max);
+    plain = std::max(plain, other.plain);
+    lse = std::max(lse, other.lse);
+    wrong_lse += other.wrong_lse;
+  }
+};
+
+/// Keys or values of one kv head of one sequence, in order of position.
+RowMajor whole_head(const Source& source, std::int64_t first, std::int64_t count, int head,
+                    int threads) {
+  RowMajor matrix(count, source.dim);
+  parallel_for(count, threads, [&](std::int64_t i) {
+    std::vector<float> row(source.dim);  // room for any dtype
+    source.read(first + i, std::int64_t{head} * source.dim, source.dim, row.data());
+    for (int d = 0; d < source.dim; ++d) matrix(i, d) = load(row.data(), source.dtype, d);
+  });
+  return matrix;
+}
+
+/// One (row, head) of the answer against the oracle.
+Findings compare(const Problem& problem, const Answer& answer, std::size_t i, int head,
+                 const RowMajor& keys, const RowMajor& values, Interval visible) {
+  const Options& o = problem.options;
+  std::vector<float> row(o.dim);
+  problem.q.read(answer.rows[i], std::int64_t{head} * o.dim, o.dim, row.data());
+  Eigen::VectorXd q(o.dim);
+  for (int d = 0; d < o.dim; ++d) q[d] = load(row.data(), o.dtype, d);
+  std::optional<float> sink;
+  if (!problem.sinks.empty()) sink = problem.sinks[head];
+
+  const Exact exact = attend_exactly(q, keys, values, visible, problem.scale(), o.softcap, sink);
+  Eigen::VectorXf plain;
+  if (o.dtype != DType::fp32)
+    plain = attend_plainly(q, keys, values, visible, static_cast<float>(problem.scale()), o.softcap,
+                           sink, o.dtype);
+
+  Findings f;
+  const std::int64_t at = static_cast<std::int64_t>(i) * o.heads + head;
+  for (int d = 0; d < o.dim; ++d) {
+    const double error = distance(load(answer.out.data(), o.dtype, at * o.dim + d), exact.out[d]);
+    f.errors.push_back(error);
+    if (!std::isfinite(exact.out[d])) continue;
+    f.error2 += error * error;
+    f.exact2 += exact.out[d] * exact.out[d];
+    f.exact_max = std::max(f.exact_max, std::abs(exact.out[d]));
+    if (o.dtype != DType::fp32) f.plain = std::max(f.plain, distance(plain[d], exact.out[d]));
+  }
+  f.lse = distance(answer.lse[at], exact.lse);
+  f.wrong_lse = f.lse > kNormBound * std::max(1.0, std::abs(exact.lse));
+  return f;
+}
+
+/// This rank's part of the (kv head, row) pairs.
+Findings examine(const Communicator& world, const Problem& problem, const Answer& answer) {
+  const Options& o = problem.options;
+  const auto rows = static_cast<std::int64_t>(answer.rows.size());
+  const std::int64_t pairs = o.kv_heads * rows;
+  const std::int64_t begin = pairs * world.rank() / world.size();
+  const std::int64_t end = pairs * (world.rank() + 1) / world.size();
+  const auto query_start = problem.query_start();
+  const auto key_start = problem.key_start();
+  const int group = o.heads / o.kv_heads;
+
+  Findings found;
+  for (std::int64_t at = begin; at < end;) {
+    // A stretch of pairs with one kv head and one sequence: its keys are read once.
+    const auto kv_head = static_cast<int>(at / rows);
+    int b = 0;
+    while (answer.rows[at % rows] >= query_start[b + 1]) ++b;
+    std::int64_t stop = at;
+    while (stop < end && stop / rows == kv_head && answer.rows[stop % rows] < query_start[b + 1])
+      ++stop;
+
+    const std::int64_t kv_len = problem.kv_lens[b];
+    const RowMajor keys = whole_head(problem.k, key_start[b], kv_len, kv_head, o.threads);
+    const RowMajor values = whole_head(problem.v, key_start[b], kv_len, kv_head, o.threads);
+    std::vector<Findings> parts((stop - at) * group);
+    parallel_for(static_cast<std::int64_t>(parts.size()), o.threads, [&](std::int64_t p) {
+      const std::int64_t i = (at + p / group) % rows;
+      const std::int64_t position = kv_len - problem.q_lens[b] + answer.rows[i] - query_start[b];
+      parts[p] = compare(problem, answer, i, static_cast<int>(kv_head * group + p % group), keys,
+                         values, o.mask.visible(position, kv_len));
+    });
+    for (const Findings& part : parts) found.add(part);
+    at = stop;
+  }
+  return found;
+}
+
+}  // namespace
+
+std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count,
+                                      std::uint64_t seed) {
+  const std::int64_t tokens = problem.tokens();
+  if (count < 0 || count > tokens) count = tokens;
+  std::set<std::int64_t> rows;
+  const auto start = problem.query_start();
+  for (int b = 0; b < problem.batch(); ++b) {
+    for (const std::int64_t row : {start[b + 1] - 1, start[b]}) {
+      if (problem.q_lens[b] > 0 && static_cast<std::int64_t>(rows.size()) < count) rows.insert(row);
+    }
+  }
+  r123::Philox4x32 philox;
+  const r123::Philox4x32::key_type key{
+      {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)}};
+  constexpr std::uint32_t kStream = 0xffffffff;  // apart from every tensor's
+  for (std::uint32_t i = 0; static_cast<std::int64_t>(rows.size()) < count; ++i) {
+    // Even strata, one draw in each; full ones are filled from the front.
+    std::int64_t row = 0;
+    if (i < count) {
+      const std::int64_t low = tokens * i / count, high = tokens * (i + 1) / count;
+      const auto word = philox({{i, 0, kStream, 0}}, key)[0];
+      row = low + (high > low ? word % (high - low) : 0);
+    } else {
+      row = i - count;
+    }
+    rows.insert(row);
+  }
+  return {rows.begin(), rows.end()};
+}
+
+Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
+                const std::vector<std::int64_t>& rows) {
+  using nlohmann::json;
+  const bool fp32 = problem.options.dtype == DType::fp32;
+  const Findings mine = examine(world, problem, gather_rows(world, problem, answer, rows));
+
+  Findings all;
+  const json sums{mine.error2, mine.exact2, mine.exact_max, mine.plain, mine.lse, mine.wrong_lse};
+  const auto bytes_of = [](const json& value) {  // keeps infinities, which text would not
+    const std::vector<std::uint8_t> bytes = json::to_cbor(value);
+    return std::string(bytes.begin(), bytes.end());
+  };
+  for (const std::string& text : world.gather(bytes_of(sums), "gather of errors")) {
+    const json s = json::from_cbor(text);
+    all.add({{}, s[0], s[1], s[2], s[3], s[4], s[5]});
+  }
+  Judgement j;
+  j.rows = static_cast<std::int64_t>(rows.size());
+  j.plain_error = all.plain;
+  j.bound = fp32 ? kNormBound * all.exact_max : 2 * all.plain;
+  j.relative_error = all.exact2 > 0 ? std::sqrt(all.error2 / all.exact2) : std::sqrt(all.error2);
+  j.lse_error = all.lse;
+
+  double max_error = 0;
+  std::int64_t wrong = mine.wrong_lse;
+  for (const double error : mine.errors) {
+    max_error = std::max(max_error, error);
+    wrong += !(error <= j.bound);
+  }
+  for (const std::string& text :
+       world.gather(bytes_of(json{max_error, wrong}), "gather of wrong elements")) {
+    const json s = json::from_cbor(text);
+    j.max_error = std::max(j.max_error, s[0].get<double>());
+    j.wrong += s[1].get<std::int64_t>();
+  }
+  j.right = j.wrong == 0 && (!fp32 || j.relative_error < kNormBound);
+  return j;
+}
+
+}  // namespace longspan::launcher

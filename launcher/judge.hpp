@@ -1,0 +1,41 @@
+// How good an answer is: sampled rows against the float64 oracle. The ranks share the work by
+// (kv head, row), and every rank gets the same judgement.
+//
+//     16 bits   an element is wrong when |err| > 2 * the largest error that plain attention in the
+//               same dtype makes on the same rows
+//     fp32      wrong when |err| > 2e-6 * the largest |exact| of the rows; and |out - exact| must
+//     be
+//               below 2e-6 |exact| by norm
+//     lse       wrong when |err| > 2e-6 * max(1, |exact|)
+//
+// The bounds are the same for every number of ranks.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "launcher/problem.hpp"
+
+namespace longspan::launcher {
+
+struct Judgement {
+  std::int64_t rows = 0;      // compared, each with all its heads
+  double max_error = 0;       // of an element of out
+  double relative_error = 0;  // |out - exact| / |exact|, over all compared elements
+  double plain_error = 0;     // max_error of plain attention; 0 for fp32
+  double lse_error = 0;       // largest error of an lse
+  double bound = 0;           // of an element's error
+  std::int64_t wrong = 0;     // elements of out and lse beyond their bounds
+  bool right = true;
+};
+
+/// Up to `count` of the problem's rows (-1: all), ascending: the first and last of each sequence
+/// while there is room, the others spread by the seed.
+std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count,
+                                      std::uint64_t seed);
+
+/// Collective.
+Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
+                const std::vector<std::int64_t>& rows);
+
+}  // namespace longspan::launcher

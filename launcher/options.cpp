@@ -1,0 +1,224 @@
+#include "launcher/options.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <CLI/CLI.hpp>
+
+#include "longspan/version.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+constexpr const char* kAbout =
+    "longspan: exact attention over a sequence whose keys and values are sharded across ranks.\n"
+    "Start it alone, or on several ranks with mpirun (torchrun and srun work for GPUs).";
+
+constexpr const char* kFooter = R"(Examples
+  longspan run --kv 65536 --tokens 256 --causal
+      makes its inputs from a seed, runs, and compares 16 rows with a float64 oracle
+  mpirun -np 4 longspan run --q q.npy --k k.npy --v v.npy --causal --out out.npy
+      the same on four ranks and on your own arrays [tokens, heads, dim]
+  mpirun -np 2 longspan run --kv 131072 --tokens 131072 --causal --shard-queries --shard zigzag
+      a context-parallel prefill: queries and keys both sharded, even work under the causal mask
+  mpirun -np 3 longspan verify --quick
+      shapes, shards, masks, batches and dtypes against the oracle, on this many ranks
+
+Exit status
+  0  success                            5  wrong result: outside the tolerance
+  1  a defect of longspan               6  a rank died or gave up
+  2  usage: options that make no sense  7  a rank did not arrive within the deadline
+  3  input: files or tensors            8  CUDA, NCCL or MPI reported an error
+  4  not supported here, by name
+
+`longspan COMMAND --help` lists the options of a command; docs/command.md explains the table.)";
+
+void add_world_options(CLI::App& app, WorldOptions& o) {
+  app.add_option("--backend", o.backend,
+                 "host, cuda, or auto: cuda where every rank has a GPU of its own")
+      ->check(CLI::IsMember({"auto", "host", "cuda"}))
+      ->capture_default_str();
+  app.add_option("--deadline", o.deadline_s,
+                 "Seconds to wait for a rank at any step [LONGSPAN_DEADLINE_S, or else 60]")
+      ->check(CLI::Range(0.001, 1e6));
+  app.add_option("--threads", o.threads, "Host threads of a rank [LONGSPAN_THREADS, or its share]")
+      ->check(CLI::Range(1, 4096));
+  app.add_option("--seed", o.seed, "Seed of generated inputs")->capture_default_str();
+}
+
+void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
+  const std::string files = "Inputs from files (.npy; fp32, fp16, or bf16 stored as V2)";
+  auto* q = app.add_option("--q", o.q, "Queries [tokens, heads, dim]")->group(files);
+  auto* k = app.add_option("--k", o.k, "Keys [keys, kv_heads, dim]")->group(files);
+  auto* v = app.add_option("--v", o.v, "Values, as the keys")->group(files);
+  q->needs(k, v);
+  k->needs(q);
+  v->needs(q);
+  app.add_option("--sinks", o.sinks, "Learned sinks [heads], fp32")->group(files);
+  app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16 [what the files hold, or else fp32]")
+      ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
+      ->group(files);
+
+  const std::string made = "Inputs made from a seed (when no files are given)";
+  constexpr std::int64_t kMost = 2147483647;
+  const auto size = [&](const char* name, auto& value, std::int64_t least, const char* what) {
+    app.add_option(name, value, what)
+        ->check(CLI::Range(least, kMost))
+        ->excludes(q)
+        ->group(made)
+        ->capture_default_str();
+  };
+  size("--kv", o.kv, 0, "Keys of a sequence");
+  size("--tokens", o.tokens, 0, "Query rows of a sequence, the last of it");
+  size("--batch", o.batch, 1, "Sequences");
+  size("--heads", o.heads, 1, "Query heads");
+  size("--kv-heads", o.kv_heads, 1, "Heads of keys and values; divides --heads [--heads]");
+  size("--dim", o.dim, 1, "Of a head: 16 to 256 in steps of 8");
+
+  const std::string attention = "The attention";
+  app.add_flag("--causal", o.mask.causal, "A row sees no key behind its own position")
+      ->group(attention);
+  app.add_option("--window", o.mask.window, "Keys to the left that a row sees, its own included")
+      ->check(CLI::Range(std::int64_t{1}, kMost))
+      ->group(attention);
+  app.add_option("--right", o.mask.right, "Keys to the right that a row sees")
+      ->check(CLI::Range(std::int64_t{0}, kMost))
+      ->group(attention);
+  app.add_option("--scale", o.scale, "Of q.k [1 / sqrt(dim)]")->group(attention);
+  app.add_option("--softcap", o.softcap, "score = softcap tanh(score / softcap)")
+      ->check(CLI::PositiveNumber)
+      ->group(attention);
+
+  const std::string spread = "How it is spread over the ranks";
+  app.add_option("--shard", o.shard, "contiguous, zigzag, striped, interleaved[:block]")
+      ->group(spread)
+      ->capture_default_str();
+  app.add_flag("--shard-queries", o.shard_queries,
+               "Shard queries and result by rows, as the keys; else all ranks hold them whole")
+      ->group(spread);
+  app.add_flag("--invariant", o.invariant, "The same bits for 1, 2, 4 ... 64 ranks on every path")
+      ->group(spread);
+  app.add_option("--strategy", o.strategy, "How states travel; see --list-strategies")
+      ->group(spread)
+      ->capture_default_str();
+
+  const std::string measure = "Measuring and checking";
+  app.add_option("--iterations", o.iterations, "Timed runs")
+      ->check(CLI::Range(1, 1000000))
+      ->group(measure)
+      ->capture_default_str();
+  app.add_option("--warmup", o.warmup, "Runs before them")
+      ->check(CLI::Range(0, 1000000))
+      ->group(measure)
+      ->capture_default_str();
+  app.add_option("--check", check, "Rows to compare with the float64 oracle: a number, or all")
+      ->group(measure)
+      ->capture_default_str();
+  app.add_flag("--digest", o.digest, "Print 64 bits that stand for every bit of the output")
+      ->group(measure);
+
+  const std::string output = "Output (written by rank 0 after success, or not at all)";
+  app.add_option("--out", o.out, "Result [tokens, heads, dim], .npy")->group(output);
+  app.add_option("--lse", o.lse, "Log-sum-exp [tokens, heads], fp32, natural log, .npy")
+      ->group(output);
+  app.add_option("--json", o.json, "The measured record")->group(output);
+}
+
+void read_shard(RunOptions& o) {
+  const std::string rule = o.shard.substr(0, o.shard.find(':'));
+  bool known = false;
+  for (Layout layout : {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved}) {
+    if (rule == name(layout)) o.layout = layout, known = true;
+  }
+  const bool has_block = rule.size() != o.shard.size();
+  const std::string block = has_block ? o.shard.substr(rule.size() + 1) : "128";
+  if (!known || (has_block && o.layout != Layout::interleaved) ||
+      !CLI::detail::lexical_cast(block, o.block) || o.block < 1)
+    throw CLI::ValidationError(
+        "--shard", fmt::format("\"{}\" is none of contiguous, zigzag, striped, interleaved, "
+                               "interleaved:BLOCK with a block of at least 1 key",
+                               o.shard));
+}
+
+void read_check(RunOptions& o, const std::string& check) {
+  if (check == "all") {
+    o.check = -1;
+  } else if (!CLI::detail::lexical_cast(check, o.check) || o.check < 0) {
+    throw CLI::ValidationError("--check",
+                               fmt::format("\"{}\" is neither a number of rows nor all", check));
+  }
+}
+
+NamedValues values_of(const CLI::App& app) {
+  NamedValues values;
+  for (const CLI::Option* option : app.get_options())
+    values.emplace_back(
+        option->get_name(),
+        option->count() == 0 ? "not given" : fmt::format("{}", fmt::join(option->results(), " ")));
+  return values;
+}
+
+}  // namespace
+
+CommandLine parse(int argc, char** argv) {
+  using Action = CommandLine::Action;
+  CommandLine line;
+  CLI::App app(kAbout, "longspan");
+  app.footer(kFooter);
+  app.set_version_flag("--version", "longspan " LONGSPAN_VERSION);
+  app.get_formatter()->column_width(32);
+  app.require_subcommand(0, 1);
+
+  CLI::App* run = app.add_subcommand("run", "One attention: computed, timed, checked, written");
+  bool list_strategies = false;
+  std::string check = "16";
+  add_run_options(*run, line.run, check);
+  run->add_flag("--list-strategies", list_strategies, "Print the table of strategies and end");
+  add_world_options(*run, line.world);
+
+  CLI::App* verify = app.add_subcommand("verify", "A sweep against a float64 oracle");
+  bool quick = false, full = false;
+  auto* quick_flag = verify->add_flag("--quick", quick, "A few seconds");
+  verify->add_flag("--full", full, "Larger shapes and many random problems")->excludes(quick_flag);
+  add_world_options(*verify, line.world);
+
+  CLI::App* info = app.add_subcommand("info", "Version, backends, MPI, NCCL, GPUs, strategies");
+  info->add_flag("--json", line.json, "As JSON");
+  CLI::App* env = app.add_subcommand("env", "The environment variables that longspan reads");
+  env->add_flag("--json", line.json, "As JSON");
+
+  try {
+    app.parse(argc, argv);
+    if (*run) {
+      read_shard(line.run);
+      read_check(line.run, check);
+    }
+  } catch (const CLI::CallForHelp&) {
+    line.text = app.help();
+    return line;
+  } catch (const CLI::CallForVersion&) {
+    line.text = "longspan " LONGSPAN_VERSION "\n";
+    return line;
+  } catch (const CLI::ParseError& error) {
+    line.error = fmt::format("{} (longspan {}--help lists what there is)", error.what(),
+                             *run      ? "run "
+                             : *verify ? "verify "
+                                       : "");
+    return line;
+  }
+
+  if (quick) line.verify.size = VerifyOptions::Size::quick;
+  if (full) line.verify.size = VerifyOptions::Size::full;
+  for (const auto& [command, action] :
+       {std::pair{run, list_strategies ? Action::list_strategies : Action::run},
+        std::pair{verify, Action::verify}, std::pair{info, Action::info},
+        std::pair{env, Action::env}}) {
+    if (!*command) continue;
+    line.action = action;
+    line.command = command->get_name();
+    line.given = values_of(*command);
+  }
+  if (line.action == Action::say) line.text = app.help();
+  return line;
+}
+
+}  // namespace longspan::launcher

@@ -1,0 +1,80 @@
+// The command line as data. Parsing prints nothing and exits nowhere: under mpirun every rank
+// parses, and what to say (once) is decided when the ranks know each other.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "longspan/communicator.hpp"
+#include "longspan/mask.hpp"
+#include "longspan/shard.hpp"
+
+namespace longspan::launcher {
+
+/// Options of every command that computes.
+struct WorldOptions {
+  std::string backend = "auto";  // auto, host, cuda
+  double deadline_s = 0;         // 0: LONGSPAN_DEADLINE_S, or else 60
+  int threads = 0;               // 0: this rank's share of the cores
+  std::uint64_t seed = 0;        // of generated inputs
+
+  std::chrono::milliseconds deadline() const {
+    return std::chrono::milliseconds(static_cast<std::int64_t>(deadline_s * 1000));
+  }
+};
+
+struct RunOptions {
+  // Inputs from files, or (when q is empty) made from a seed.
+  std::string q, k, v, sinks;
+  std::int64_t kv = 16384;    // keys of each sequence
+  std::int64_t tokens = 256;  // query rows of each sequence
+  int batch = 1;
+  int heads = 8;
+  int kv_heads = 0;  // 0: heads
+  int dim = 64;
+  std::string dtype;  // empty: what the files hold; fp32 without files
+
+  // The attention.
+  Mask mask;
+  std::optional<float> scale;
+  float softcap = 0;
+
+  // How it is spread.
+  std::string shard = "contiguous";  // as given
+  Layout layout = Layout::contiguous;
+  std::int64_t block = kSegment;
+  bool shard_queries = false;
+  bool invariant = false;
+  std::string strategy = "auto";
+
+  // Measuring and checking.
+  int iterations = 5;
+  int warmup = 1;
+  std::int64_t check = 16;  // rows compared with float64; -1: all
+  bool digest = false;
+
+  std::string out, lse, json;
+};
+
+struct VerifyOptions {
+  enum class Size { quick, standard, full } size = Size::standard;
+};
+
+struct CommandLine {
+  enum class Action { say, run, verify, info, env, list_strategies } action = Action::say;
+  std::string command;  // its name; empty: none
+  std::string text;     // say: help or the version
+  std::string error;    // say: what is wrong with the command line; exit status usage
+  NamedValues given;    // every option of the command as text: ranks must agree on them
+
+  WorldOptions world;
+  RunOptions run;
+  VerifyOptions verify;
+  bool json = false;  // info, env
+};
+
+CommandLine parse(int argc, char** argv);
+
+}  // namespace longspan::launcher

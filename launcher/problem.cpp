@@ -1,0 +1,279 @@
+#include "launcher/problem.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "launcher/world.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+template <class T>
+Buffer on_device(Device device, const std::vector<T>& values) {
+  Buffer buffer(device, values.size() * sizeof(T));
+  if (!values.empty()) buffer.upload(values.data());
+  return buffer;
+}
+
+/// Device memory that `fill` writes as if it were host memory.
+template <class Fill>
+Buffer filled(Device device, std::size_t bytes, const Fill& fill) {
+  Buffer buffer(device, bytes);
+  if (device == Device::host) {
+    fill(static_cast<std::byte*>(buffer.data()));
+  } else if (bytes > 0) {
+    std::vector<std::byte> staging(bytes);
+    fill(staging.data());
+    buffer.upload(staging.data());
+  }
+  return buffer;
+}
+
+/// All bits set: a NaN in every dtype.
+Buffer poisoned(Device device, std::size_t bytes) {
+  return filled(device, bytes, [&](std::byte* to) {
+    if (bytes > 0) std::memset(to, 0xff, bytes);
+  });
+}
+
+template <class T>
+std::vector<T> starts(const std::vector<std::int32_t>& lengths) {
+  std::vector<T> start(lengths.size() + 1);
+  std::partial_sum(lengths.begin(), lengths.end(), start.begin() + 1, std::plus<T>());
+  return start;
+}
+
+/// The rows of the whole q that a rank holds, in its order.
+std::vector<std::int64_t> rows_on(const Problem& problem, int rank, int ranks) {
+  std::vector<std::int64_t> rows;
+  if (!problem.options.shard_queries) {
+    rows.resize(problem.tokens());
+    std::iota(rows.begin(), rows.end(), std::int64_t{0});
+    return rows;
+  }
+  const auto start = problem.query_start();
+  for (int b = 0; b < problem.batch(); ++b) {
+    const std::int64_t length = problem.q_lens[b];
+    const Shard shard = problem.queries.on(rank, ranks, length);
+    for (std::int64_t i = 0; i < shard.local_len(length); ++i)
+      rows.push_back(start[b] + shard.position(i, length));
+  }
+  return rows;
+}
+
+Options fitted(const Problem& problem, int ranks) {
+  Options options = problem.options;
+  options.max_batch = problem.batch();
+  options.max_tokens = problem.tokens();
+  if (options.shard_queries) {
+    options.max_tokens = 0;
+    for (int rank = 0; rank < ranks; ++rank)
+      options.max_tokens = std::max<std::int64_t>(
+          options.max_tokens, static_cast<std::int64_t>(rows_on(problem, rank, ranks).size()));
+  }
+  return options;
+}
+
+/// The finaliser of splitmix64: every bit of the input moves about half of the output's.
+std::uint64_t mix(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+Shard Cut::on(int rank, int ranks, std::int64_t length) const {
+  if (layout == Layout::ranges) return Shard::ranges(length, rank, ranks, ranges.data());
+  if (layout == Layout::listed)
+    return Shard::at(length, rank, ranks, listed[rank].data(),
+                     static_cast<std::int64_t>(listed[rank].size()));
+  return {layout, rank, ranks, length, block};
+}
+
+std::int64_t Problem::tokens() const {
+  return std::accumulate(q_lens.begin(), q_lens.end(), std::int64_t{0});
+}
+std::vector<std::int32_t> Problem::query_start() const { return starts<std::int32_t>(q_lens); }
+std::vector<std::int64_t> Problem::key_start() const { return starts<std::int64_t>(kv_lens); }
+
+double Problem::scale() const {
+  return options.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.dim)));
+}
+
+double Problem::visible_pairs() const {
+  double pairs = 0;
+  for (int b = 0; b < batch(); ++b) {
+    for (std::int64_t t = 0; t < q_lens[b]; ++t) {
+      const Interval seen = options.mask.visible(kv_lens[b] - q_lens[b] + t, kv_lens[b]);
+      if (!seen.empty()) pairs += static_cast<double>(seen.end - seen.begin);
+    }
+  }
+  return pairs;
+}
+
+Trial::Trial(const Communicator& world, const Problem& problem)
+    : problem_(problem),
+      world_(world),
+      rows_(rows_on(problem, world.rank(), world.size())),
+      layer_(world, fitted(problem, world.size())) {
+  const Options& o = problem.options;
+  const Device device = world.device();
+  const auto own_rows = static_cast<std::int64_t>(rows_.size());
+
+  // Lengths and shards, as the device reads them.
+  const bool one = problem.batch() == 1;
+  shard_ = problem.keys.on(world.rank(), world.size(), problem.kv_lens[0]);
+  if (shard_.layout == Layout::ranges) key_table_ = on_device(device, problem.keys.ranges);
+  if (shard_.layout == Layout::listed)
+    key_table_ = on_device(device, problem.keys.listed[world.rank()]);
+  query_shard_ = problem.queries.on(world.rank(), world.size(), problem.tokens());
+  query_start_ = on_device(device, problem.query_start());
+  kv_len_ = on_device(device, problem.kv_lens);
+  sinks_ = on_device(device, problem.sinks);
+
+  q_ = filled(device, problem.q.row_bytes() * own_rows, [&](std::byte* to) {
+    parallel_for(own_rows, o.threads, [&](std::int64_t i) {
+      problem.q.read(rows_[i], 0, problem.q.row_size(), to + i * problem.q.row_bytes());
+    });
+  });
+  k_ = keys_in_place(problem.k);
+  v_ = keys_in_place(problem.v);
+  out_ = poisoned(device, q_.bytes());
+  lse_ = poisoned(device, own_rows * o.heads * sizeof(float));
+
+  const Tensor packed(
+      nullptr, o.dtype,
+      {static_cast<std::int64_t>(k_.bytes() / problem.k.row_bytes()), o.kv_heads, o.dim}, device);
+  const Tensor padded(nullptr, o.dtype, {problem.batch(), problem.capacity, o.kv_heads, o.dim},
+                      device);
+  request_.k = request_.v = problem.capacity > 0 ? padded : packed;
+  request_.k.data = k_.data();
+  request_.v.data = v_.data();
+  request_.q = Tensor(q_.data(), o.dtype, {own_rows, o.heads, o.dim}, device);
+  request_.out = Tensor(out_.data(), o.dtype, {own_rows, o.heads, o.dim}, device);
+  request_.lse = Tensor(lse_.data(), DType::fp32, {own_rows, o.heads}, device);
+  request_.shard = shard_;
+  if (key_table_.bytes() > 0)
+    request_.shard.table = static_cast<const std::int64_t*>(key_table_.data());
+  request_.batch = problem.batch();
+  if (!one) request_.query_start = static_cast<const std::int32_t*>(query_start_.data());
+  if (!one) request_.kv_len = static_cast<const std::int32_t*>(kv_len_.data());
+  if (!problem.sinks.empty()) request_.sinks = static_cast<const float*>(sinks_.data());
+  if (o.shard_queries) request_.query_shard = query_shard_;
+}
+
+Buffer Trial::keys_in_place(const Source& source) const {
+  const std::size_t row_bytes = source.row_bytes();
+  const auto start = problem_.key_start();
+  std::int64_t packed = 0;
+  for (const std::int64_t length : problem_.kv_lens) packed += shard_.local_len(length);
+  const std::int64_t slots = problem_.capacity > 0 ? problem_.capacity * problem_.batch() : packed;
+
+  return filled(world_.device(), slots * row_bytes, [&](std::byte* to) {
+    if (problem_.capacity > 0) std::memset(to, 0xff, slots * row_bytes);
+    std::int64_t first = 0;
+    for (int b = 0; b < problem_.batch(); ++b) {
+      const std::int64_t length = problem_.kv_lens[b], own = shard_.local_len(length);
+      if (problem_.capacity > 0) first = b * problem_.capacity;
+      parallel_for(own, problem_.options.threads, [&](std::int64_t i) {
+        source.read(start[b] + shard_.position(i, length), 0, source.row_size(),
+                    to + (first + i) * row_bytes);
+      });
+      first += own;
+    }
+  });
+}
+
+void Trial::run() {
+  layer_.run(request_);
+  layer_.wait();
+}
+
+Answer Trial::answer() const {
+  Answer answer{rows_, std::vector<std::byte>(out_.bytes()),
+                std::vector<float>(lse_.bytes() / sizeof(float))};
+  if (!rows_.empty()) {
+    out_.download(answer.out.data());
+    lse_.download(answer.lse.data());
+  }
+  return answer;
+}
+
+Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
+                   const std::vector<std::int64_t>& rows) {
+  const std::size_t row_bytes = problem.q.row_bytes(), lse_bytes = sizeof(float) * problem.q.heads;
+  Answer whole{rows, std::vector<std::byte>(rows.size() * row_bytes),
+               std::vector<float>(rows.size() * problem.q.heads)};
+  const auto place_of = [&](std::int64_t row) -> std::ptrdiff_t {
+    const auto at = std::lower_bound(rows.begin(), rows.end(), row);
+    return at == rows.end() || *at != row ? -1 : at - rows.begin();
+  };
+  const auto place = [&](std::ptrdiff_t at, const void* out, const void* lse) {
+    std::memcpy(whole.out.data() + at * row_bytes, out, row_bytes);
+    std::memcpy(whole.lse.data() + at * problem.q.heads, lse, lse_bytes);
+  };
+
+  std::string mine;  // records: place, out, lse
+  for (std::size_t i = 0; i < answer.rows.size(); ++i) {
+    const std::ptrdiff_t at = place_of(answer.rows[i]);
+    if (at < 0) continue;
+    const std::byte* out = answer.out.data() + i * row_bytes;
+    const float* lse = answer.lse.data() + i * problem.q.heads;
+    if (!problem.options.shard_queries) {
+      place(at, out, lse);
+      continue;
+    }
+    mine.append(reinterpret_cast<const char*>(&at), sizeof at);
+    mine.append(reinterpret_cast<const char*>(out), row_bytes);
+    mine.append(reinterpret_cast<const char*>(lse), lse_bytes);
+  }
+  if (!problem.options.shard_queries) return whole;
+
+  for (const std::string& records : world.gather(mine, "gather of result rows")) {
+    for (std::size_t i = 0; i < records.size();
+         i += sizeof(std::ptrdiff_t) + row_bytes + lse_bytes) {
+      std::ptrdiff_t at;
+      std::memcpy(&at, records.data() + i, sizeof at);
+      const char* out = records.data() + i + sizeof at;
+      place(at, out, out + row_bytes);
+    }
+  }
+  return whole;
+}
+
+std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer) {
+  // A sum over rows, each hashed with its place in the whole: it needs no order of ranks.
+  const std::size_t row_bytes = problem.q.row_bytes();
+  std::vector<std::uint64_t> hashes(answer.rows.size());
+  parallel_for(static_cast<std::int64_t>(hashes.size()), problem.options.threads,
+               [&](std::int64_t i) {
+                 std::uint64_t hash = mix(answer.rows[i] + 1);
+                 for (std::size_t at = 0; at < row_bytes; at += sizeof(std::uint64_t)) {
+                   std::uint64_t word;
+                   std::memcpy(&word, answer.out.data() + i * row_bytes + at, sizeof word);
+                   hash = mix(hash ^ word) + at;
+                 }
+                 hashes[i] = hash;
+               });
+  const std::uint64_t mine = std::accumulate(hashes.begin(), hashes.end(), std::uint64_t{0});
+
+  std::uint64_t sum = 0;
+  const std::vector<std::string> all = world.gather(fmt::to_string(mine), "digest of the result");
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    sum += std::stoull(all[rank]);
+    if (!problem.options.shard_queries && all[rank] != all[0])
+      throw SharedError(ErrorKind::wrong_result,
+                        fmt::format("the results of ranks 0 and {} differ in their bits; with "
+                                    "replicated queries they must be equal: a defect of longspan",
+                                    rank));
+  }
+  return problem.options.shard_queries ? sum : mine;
+}
+
+}  // namespace longspan::launcher

@@ -1,0 +1,83 @@
+// One attention problem on a world of ranks: whole sequences by their sources, this rank's share of
+// them in device memory, the layer, and the rows of the answer that this rank gets.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "launcher/inputs.hpp"
+#include "longspan/longspan.hpp"
+
+namespace longspan::launcher {
+
+/// How a sequence is cut, seen from any rank.
+struct Cut {
+  Layout layout = Layout::contiguous;
+  std::int64_t block = kSegment;                  // interleaved
+  std::vector<std::int64_t> ranges;               // ranges: [ranks + 1]
+  std::vector<std::vector<std::int64_t>> listed;  // listed: positions on each rank
+
+  /// The share of a rank; its table, if any, is this cut's own (in host memory).
+  Shard on(int rank, int ranks, std::int64_t length) const;
+};
+
+struct Problem {
+  Options options;  // max_tokens and max_batch are taken from the lengths
+  std::vector<std::int32_t> q_lens{1}, kv_lens{1};  // of each sequence
+  Source q;                                         // [sum of q_lens, heads, dim]
+  Source k, v;                                      // [sum of kv_lens, kv_heads, dim]
+  std::vector<float> sinks;                         // [heads], or none
+  Cut keys;
+  Cut queries;                // with options.shard_queries
+  std::int64_t capacity = 0;  // > 0: k and v lie in [batch, capacity], NaN behind each sequence
+
+  int batch() const { return static_cast<int>(q_lens.size()); }
+  std::int64_t tokens() const;
+  /// The first row of each sequence and, last, their sum.
+  std::vector<std::int32_t> query_start() const;
+  std::vector<std::int64_t> key_start() const;
+  double scale() const;
+  /// (row, key) pairs that the mask lets through: 4 heads dim of floating point each.
+  double visible_pairs() const;
+};
+
+/// What this rank got.
+struct Answer {
+  std::vector<std::int64_t> rows;  // of the whole q
+  std::vector<std::byte> out;      // [rows, heads, dim] in the problem's dtype
+  std::vector<float> lse;          // [rows, heads]
+};
+
+/// A problem ready to run. Making it is collective.
+class Trial {
+ public:
+  Trial(const Communicator& world, const Problem& problem);
+
+  /// Runs once and waits. Outputs are NaN before the first run.
+  void run();
+  Attention& layer() { return layer_; }
+  Answer answer() const;
+
+ private:
+  Buffer keys_in_place(const Source& source) const;
+
+  const Problem& problem_;
+  Communicator world_;
+  Shard shard_, query_shard_;       // as the device sees them
+  std::vector<std::int64_t> rows_;  // of the whole q, on this rank
+  Attention layer_;
+  Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_;
+  Request request_;
+};
+
+/// The given rows (of the whole q, ascending) on every rank, whoever has them. Collective.
+Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
+                   const std::vector<std::int64_t>& rows);
+
+/// 64 bits that stand for every bit of the whole output, however it is spread over ranks.
+/// Collective; throws a SharedError (wrong_result) where ranks hold different copies.
+std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer);
+
+}  // namespace longspan::launcher

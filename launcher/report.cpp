@@ -1,0 +1,179 @@
+#include "launcher/report.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "longspan/version.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+using nlohmann::ordered_json;
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const std::size_t n = values.size();
+  return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+/// Bytes that each rank sends to every other: its states, and its query rows when they are sharded.
+double slot_bytes(const Problem& problem, const Options& options, int ranks) {
+  const double rows = static_cast<double>(problem.tokens()) * options.heads;
+  const double states = rows * (options.dim + 2) * sizeof(float);
+  const double queries = rows * options.dim * static_cast<double>(size_of(options.dtype)) / ranks;
+  return states + (options.shard_queries ? queries : 0.0);
+}
+
+std::string size_text(std::size_t bytes) {
+  const double value = static_cast<double>(bytes);
+  if (bytes < std::size_t{1} << 20) return fmt::format("{:.1f} KiB", value / (1 << 10));
+  if (bytes < std::size_t{1} << 30) return fmt::format("{:.1f} MiB", value / (1 << 20));
+  return fmt::format("{:.2f} GiB", value / (1 << 30));
+}
+
+}  // namespace
+
+Report measure(const Communicator& world, const Problem& problem, const RunOptions& options,
+               const Attention& layer, const std::vector<Sample>& samples) {
+  const Options& o = layer.options();
+  Report r;
+  r.strategy = layer.strategy().name;
+  r.backend = name(world.device());
+  r.world = world.describe();
+  r.ranks = world.size();
+  r.kv = *std::max_element(problem.kv_lens.begin(), problem.kv_lens.end());
+  r.tokens = problem.q_lens[0];
+  r.batch = problem.batch();
+  r.heads = o.heads;
+  r.kv_heads = o.kv_heads;
+  r.dim = o.dim;
+  r.dtype = name(o.dtype);
+  r.shard = options.shard;
+  r.inputs = options.q.empty() ? problem.q.label : options.q;
+  r.shard_queries = o.shard_queries;
+  r.invariant = o.invariant;
+  r.causal = o.mask.causal;
+  r.window = o.mask.window;
+
+  ordered_json mine{{"workspace", layer.workspace_bytes()}, {"samples", ordered_json::array()}};
+  for (const Sample& s : samples)
+    mine["samples"].push_back({s.time, s.phases.attend, s.phases.exchange, s.phases.merge});
+
+  r.times.assign(samples.size(), 0.0);
+  std::vector<double> exchange(samples.size(), std::numeric_limits<double>::infinity());
+  for (const std::string& text : world.gather(mine.dump(), "gather of times")) {
+    const ordered_json theirs = ordered_json::parse(text);
+    r.workspace_bytes = std::max(r.workspace_bytes, theirs["workspace"].get<std::size_t>());
+    for (std::size_t i = 0; i < samples.size(); ++i) {
+      const auto s = theirs["samples"][i].get<std::vector<double>>();
+      r.times[i] = std::max(r.times[i], s[0]);
+      exchange[i] = std::min(exchange[i], s[2]);
+      r.attend += s[1];
+      r.exchange += s[2];
+      r.merge += s[3];
+    }
+  }
+  const double total = std::max(r.attend + r.exchange + r.merge, 1e-12);
+  r.attend /= total;
+  r.exchange /= total;
+  r.merge /= total;
+  const auto [least, most] = std::minmax_element(r.times.begin(), r.times.end());
+  r.time = {median(r.times), *least, *most};
+  r.tflops = 4.0 * o.heads * o.dim * problem.visible_pairs() / (r.time.median * 1e-3) / 1e12;
+  r.exchange_ms = median(exchange);
+  if (r.ranks > 1 && r.exchange_ms > 0)
+    r.busbw = slot_bytes(problem, o, r.ranks) * (r.ranks - 1) / (r.exchange_ms * 1e-3) / 1e9;
+  return r;
+}
+
+std::string header(const Report& r) {
+  std::string text = fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, r.backend, r.world);
+  text += fmt::format(
+      "# keys {} | queries {} | {}{}{}| {}inputs: {} | workspace {} per rank\n", r.shard,
+      r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
+      r.window > 0 ? fmt::format("window {} ", r.window) : "", r.invariant ? "invariant " : "",
+      r.batch > 1 ? fmt::format("batch {} | ", r.batch) : "", r.inputs,
+      size_text(r.workspace_bytes));
+  text += fmt::format("#{:>14}{:>10}{:>8}{:>6}{:>5}{:>5}{:>6}{:>30}{:>10}{:>24}{:>10}\n", "", "",
+                      "", "", "", "", "", "time (ms)   ", "", "share of time (%)  ", "busbw");
+  text += fmt::format(
+      "#{:>14}{:>10}{:>8}{:>6}{:>5}{:>5}{:>6}{:>10}{:>10}{:>10}{:>10}{:>8}{:>9}{:>7}{:>10}{:>10}"
+      "{:>10}{:>8}\n",
+      "strategy", "kv", "tokens", "heads", "kvh", "dim", "dtype", "median", "min", "max", "TFLOP/s",
+      "attend", "exchange", "merge", "(GB/s)", "max|err|", "rel err", "#wrong");
+  return text;
+}
+
+std::string row(const Report& r) {
+  const auto ms = [](double value) {
+    return fmt::format("{:.{}f}", value, value >= 100 ? 1 : value >= 1 ? 3 : 4);
+  };
+  std::string text = fmt::format(
+      " {:>14}{:>10}{:>8}{:>6}{:>5}{:>5}{:>6}{:>10}{:>10}{:>10}{:>10.4g}{:>8.1f}{:>9.1f}{:>7.1f}"
+      "{:>10.4g}",
+      r.strategy, r.kv, r.tokens, r.heads, r.kv_heads, r.dim, r.dtype, ms(r.time.median),
+      ms(r.time.min), ms(r.time.max), r.tflops, 100 * r.attend, 100 * r.exchange, 100 * r.merge,
+      r.busbw);
+  if (r.judgement) {
+    text += fmt::format("{:>10.1e}{:>10.1e}{:>8}\n", r.judgement->max_error,
+                        r.judgement->relative_error, r.judgement->wrong);
+  } else {
+    text += fmt::format("{:>10}{:>10}{:>8}\n", "-", "-", "-");
+  }
+  if (r.judgement && r.judgement->rows > 0)
+    text += fmt::format("# compared {} of {} rows with float64{}\n", r.judgement->rows,
+                        r.tokens * r.batch,
+                        r.dtype == "fp32" ? ""
+                                          : fmt::format("; plain {} attention is off by {:.1e}",
+                                                        r.dtype, r.judgement->plain_error));
+  if (r.digest) text += fmt::format("# digest {:016x}\n", *r.digest);
+  return text;
+}
+
+ordered_json to_json(const Report& r) {
+  ordered_json json{
+      {"longspan", LONGSPAN_VERSION},
+      {"backend", r.backend},
+      {"world", r.world},
+      {"case",
+       {{"strategy", r.strategy},
+        {"ranks", r.ranks},
+        {"kv_len", r.kv},
+        {"tokens", r.tokens},
+        {"batch", r.batch},
+        {"heads", r.heads},
+        {"kv_heads", r.kv_heads},
+        {"dim", r.dim},
+        {"dtype", r.dtype},
+        {"causal", r.causal},
+        {"window", r.window},
+        {"shard", r.shard},
+        {"shard_queries", r.shard_queries},
+        {"invariant", r.invariant},
+        {"inputs", r.inputs}}},
+      {"workspace_bytes", r.workspace_bytes},
+      {"time_ms", {{"median", r.time.median}, {"min", r.time.min}, {"max", r.time.max}}},
+      {"times_ms", r.times},
+      {"tflops", r.tflops},
+      {"share", {{"attend", r.attend}, {"exchange", r.exchange}, {"merge", r.merge}}},
+      {"exchange_ms", r.exchange_ms},
+      {"busbw_gbs", r.busbw}};
+  if (r.judgement) {
+    const Judgement& j = *r.judgement;
+    json["check"] = {{"rows", j.rows},
+                     {"max_error", j.max_error},
+                     {"relative_error", j.relative_error},
+                     {"plain_error", j.plain_error},
+                     {"lse_error", j.lse_error},
+                     {"bound", j.bound},
+                     {"wrong", j.wrong},
+                     {"right", j.right}};
+  }
+  if (r.digest) json["digest"] = fmt::format("{:016x}", *r.digest);
+  return json;
+}
+
+}  // namespace longspan::launcher

@@ -1,0 +1,60 @@
+// What a run measured, as one record: the table, the JSON and the exit status come from it.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launcher/judge.hpp"
+#include "launcher/options.hpp"
+#include "launcher/problem.hpp"
+
+namespace longspan::launcher {
+
+/// One timed run on one rank, in milliseconds.
+struct Sample {
+  double time = 0;
+  Phases phases;
+};
+
+struct Spread {
+  double median = 0, min = 0, max = 0;
+};
+
+struct Report {
+  // What ran.
+  std::string strategy, backend, world;
+  int ranks = 1;
+  std::int64_t kv = 0, tokens = 0;  // of the longest sequence; of one sequence
+  int batch = 1, heads = 1, kv_heads = 1, dim = 0;
+  std::string dtype, shard, inputs;
+  bool shard_queries = false, invariant = false, causal = false;
+  std::int64_t window = 0;
+  std::size_t workspace_bytes = 0;  // of the rank that needs most
+
+  // How fast.
+  std::vector<double> times;  // ms; of each run, the slowest rank's
+  Spread time;                // ms
+  double tflops = 0;
+  double attend = 0, exchange = 0, merge = 0;  // shares of the time, sum 1
+  double exchange_ms = 0;  // without waiting for late ranks: the shortest of the ranks, median
+  double busbw = 0;        // GB/s
+
+  // How good.
+  std::optional<Judgement> judgement;
+  std::optional<std::uint64_t> digest;
+};
+
+/// Everything but how good. Collective.
+Report measure(const Communicator& world, const Problem& problem, const RunOptions& options,
+               const Attention& layer, const std::vector<Sample>& samples);
+
+/// The lines that begin with '#', and the row.
+std::string header(const Report& report);
+std::string row(const Report& report);
+
+nlohmann::ordered_json to_json(const Report& report);
+
+}  // namespace longspan::launcher

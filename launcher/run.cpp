@@ -1,0 +1,187 @@
+#include "launcher/run.hpp"
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include "launcher/judge.hpp"
+#include "launcher/npy.hpp"
+#include "launcher/problem.hpp"
+#include "launcher/report.hpp"
+#include "launcher/world.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+template <class... Args>
+void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {
+  if (!holds) throw InputError(fmt::format(format, std::forward<Args>(args)...));
+}
+
+void take_files(Problem& problem, const RunOptions& o) {
+  problem.q = from_file(NpyFile(o.q, o.dtype), "--q");
+  problem.k = from_file(NpyFile(o.k, o.dtype), "--k");
+  problem.v = from_file(NpyFile(o.v, o.dtype), "--v");
+  const Source &q = problem.q, &k = problem.k, &v = problem.v;
+  for (const Source* other : {&k, &v})
+    require(other->dtype == q.dtype, "{} is {}, but {} is {}; the types must be equal", q.label,
+            name(q.dtype), other->label, name(other->dtype));
+  require(k.rows == v.rows && k.heads == v.heads && k.dim == v.dim,
+          "{} and {}: keys and values must have one shape", k.label, v.label);
+  require(q.dim == k.dim, "{} and {}: queries and keys must have one dim (the last number)",
+          q.label, k.label);
+  require(q.heads % k.heads == 0,
+          "{} and {}: the {} heads of the queries are not a multiple of the {} kv heads", q.label,
+          k.label, q.heads, k.heads);
+  require(std::max(q.rows, k.rows) <= 2147483647, "{} and {}: at most 2^31 - 1 rows are supported",
+          q.label, k.label);
+  problem.q_lens = {static_cast<std::int32_t>(q.rows)};
+  problem.kv_lens = {static_cast<std::int32_t>(k.rows)};
+}
+
+void make_inputs(Problem& problem, const RunOptions& o, std::uint64_t seed) {
+  const DType dtype = o.dtype == "bf16" ? bf16 : o.dtype == "fp16" ? fp16 : fp32;
+  const int kv_heads = o.kv_heads > 0 ? o.kv_heads : o.heads;
+  problem.q = generated(seed, 0, dtype, o.tokens * o.batch, o.heads, o.dim);
+  problem.k = generated(seed, 1, dtype, o.kv * o.batch, kv_heads, o.dim);
+  problem.v = generated(seed, 2, dtype, o.kv * o.batch, kv_heads, o.dim);
+  problem.q_lens.assign(o.batch, static_cast<std::int32_t>(o.tokens));
+  problem.kv_lens.assign(o.batch, static_cast<std::int32_t>(o.kv));
+}
+
+void take_sinks(Problem& problem, const RunOptions& o) {
+  const NpyFile file(o.sinks, "fp32");
+  require(file.shape() == std::vector<std::int64_t>{problem.q.heads},
+          "{} (--sinks) has shape {}; [{}] was expected, one sink for each head of the queries",
+          o.sinks, file.shape_text(), problem.q.heads);
+  const auto* values = reinterpret_cast<const float*>(file.data());
+  problem.sinks.assign(values, values + problem.q.heads);
+}
+
+Problem make_problem(const RunOptions& o, const WorldOptions& world) {
+  Problem problem;
+  o.q.empty() ? make_inputs(problem, o, world.seed) : take_files(problem, o);
+  if (!o.sinks.empty()) take_sinks(problem, o);
+  problem.keys.layout = problem.queries.layout = o.layout;
+  problem.keys.block = problem.queries.block = o.block;
+  problem.options = {.heads = problem.q.heads,
+                     .kv_heads = problem.k.heads,
+                     .dim = problem.q.dim,
+                     .dtype = problem.q.dtype,
+                     .mask = o.mask,
+                     .scale = o.scale,
+                     .softcap = o.softcap,
+                     .shard_queries = o.shard_queries,
+                     .invariant = o.invariant,
+                     .strategy = o.strategy,
+                     .threads = world.threads,
+                     .profile = true};
+  return problem;
+}
+
+/// The files that rank 0 writes; none on other ranks.
+struct Outputs {
+  std::optional<OutputFile> out, lse, json;
+
+  Outputs(const RunOptions& o, int rank) {
+    if (rank != 0) return;
+    const auto prepare = [](std::optional<OutputFile>& file, const std::string& path) {
+      if (!path.empty()) file.emplace(path);
+    };
+    prepare(out, o.out);
+    prepare(lse, o.lse);
+    prepare(json, o.json);
+  }
+};
+
+std::vector<Sample> time_runs(const Communicator& world, Trial& trial, const RunOptions& o) {
+  for (int i = 0; i < o.warmup; ++i) trial.run();
+  world.barrier("start of the timed runs");
+  std::vector<Sample> samples;
+  for (int i = 0; i < o.iterations; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    trial.run();
+    const std::chrono::duration<double, std::milli> elapsed =
+        std::chrono::steady_clock::now() - begin;
+    // On a GPU the marks on the stream leave out the host's part of launching and waiting.
+    const Phases phases = trial.layer().phases();
+    const bool gpu = world.device() == Device::cuda;
+    samples.push_back({gpu ? phases.total() : elapsed.count(), phases});
+  }
+  return samples;
+}
+
+/// Rank 0 writes the whole result, gathered piece by piece where it is sharded.
+void write_arrays(const Communicator& world, const Problem& problem, const Answer& answer,
+                  const RunOptions& o, Outputs& outputs) {
+  if (o.out.empty() && o.lse.empty()) return;
+  const std::int64_t tokens = problem.tokens();
+  const std::int64_t shape[] = {tokens, problem.q.heads, problem.q.dim};
+  const auto header = [](std::optional<OutputFile>& file, const std::string& text) {
+    if (file) file->write(text.data(), text.size());
+  };
+  together(world, "writing of the result", [&] {
+    header(outputs.out, npy_header(problem.q.dtype, shape));
+    header(outputs.lse, npy_header(DType::fp32, std::span(shape, 2)));
+  });
+  const std::int64_t piece = std::max<std::int64_t>(
+      1, (std::int64_t{64} << 20) / static_cast<std::int64_t>(problem.q.row_bytes()));
+  for (std::int64_t first = 0; first < tokens; first += piece) {
+    std::vector<std::int64_t> rows(std::min(piece, tokens - first));
+    std::iota(rows.begin(), rows.end(), first);
+    const Answer part = gather_rows(world, problem, answer, rows);
+    together(world, "writing of the result", [&] {
+      if (outputs.out) outputs.out->write(part.out.data(), part.out.size());
+      if (outputs.lse) outputs.lse->write(part.lse.data(), part.lse.size() * sizeof(float));
+    });
+  }
+}
+
+}  // namespace
+
+int run(const Communicator& control, const CommandLine& line) {
+  const RunOptions& o = line.run;
+  const int rank = control.rank();
+  std::optional<Problem> problem;
+  std::optional<Outputs> outputs;
+  together(control, "reading of the inputs", [&] { problem = make_problem(o, line.world); });
+  together(control, "opening of the outputs", [&] { outputs.emplace(o, rank); });
+
+  const Communicator world = world_for(control, line.world);
+  std::optional<Trial> trial;
+  together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
+  const std::vector<Sample> samples = time_runs(world, *trial, o);
+  Report report = measure(world, *problem, o, trial->layer(), samples);
+  if (rank == 0) fmt::print("{}", header(report));
+
+  const Answer answer = trial->answer();
+  const std::uint64_t bits = digest(world, *problem, answer);
+  if (o.digest) report.digest = bits;
+  if (o.check != 0)
+    report.judgement =
+        judge(world, *problem, answer, sample_rows(*problem, o.check, line.world.seed));
+  if (rank == 0) fmt::print("{}", row(report));
+  if (report.judgement && !report.judgement->right)
+    throw SharedError(
+        ErrorKind::wrong_result,
+        fmt::format("{} elements are farther from float64 than {:.1e}, relative error {:.1e}; "
+                    "nothing was written",
+                    report.judgement->wrong, report.judgement->bound,
+                    report.judgement->relative_error));
+
+  write_arrays(world, *problem, answer, o, *outputs);
+  together(world, "writing of the outputs", [&] {
+    if (outputs->json) {
+      const std::string text = to_json(report).dump(2) + "\n";
+      outputs->json->write(text.data(), text.size());
+    }
+    for (auto* file : {&outputs->out, &outputs->lse, &outputs->json})
+      if (*file) (*file)->commit();
+  });
+  return 0;
+}
+
+}  // namespace longspan::launcher

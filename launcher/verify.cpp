@@ -1,0 +1,131 @@
+#include "launcher/verify.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "launcher/families.hpp"
+#include "launcher/judge.hpp"
+#include "launcher/problem.hpp"
+#include "launcher/world.hpp"
+#include "longspan/version.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+std::string describe(const Problem& p) {
+  const Options& o = p.options;
+  return fmt::format(
+      "{} heads {}/{} dim {} q {} kv {} keys {}:{}{} causal {} window {} right {} softcap {}{}{}",
+      name(o.dtype), o.heads, o.kv_heads, o.dim, p.q_lens, p.kv_lens, name(p.keys.layout),
+      p.keys.block,
+      o.shard_queries ? fmt::format(" queries {}:{}", name(p.queries.layout), p.queries.block) : "",
+      o.mask.causal, o.mask.window, o.mask.right, o.softcap, p.sinks.empty() ? "" : " sinks",
+      p.capacity ? fmt::format(" capacity {}", p.capacity) : "");
+}
+
+/// What is known of a family after its problems have run.
+struct Verdict {
+  int problems = 0, failed = 0;
+  double fp32 = 0;   // largest relative error by norm of fp32 problems
+  double ratio = 0;  // largest error / plain attention's, of 16-bit problems
+  double max_error = 0, lse_error = 0;
+  std::int64_t wrong = 0;
+  std::string first_failure;
+
+  void add(const Problem& problem, const Judgement& j, bool same_bits) {
+    ++problems;
+    max_error = std::max(max_error, j.max_error);
+    lse_error = std::max(lse_error, j.lse_error);
+    wrong += j.wrong;
+    if (problem.options.dtype == DType::fp32) fp32 = std::max(fp32, j.relative_error);
+    if (j.plain_error > 0) ratio = std::max(ratio, j.max_error / j.plain_error);
+    if (j.right && same_bits) return;
+    if (failed++ > 0) return;
+    first_failure =
+        same_bits
+            ? fmt::format("{} wrong, max|err| {:.1e}, bound {:.1e}, rel err {:.1e}, lse {:.1e}",
+                          j.wrong, j.max_error, j.bound, j.relative_error, j.lse_error)
+            : std::string("other bits than one rank gives");
+    first_failure += ": " + describe(problem);
+  }
+};
+
+/// The digest that one rank alone gives.
+std::uint64_t digest_alone(Device device, Problem problem) {
+  const Communicator alone = self(device);
+  problem.options.shard_queries = false;
+  Trial trial(alone, problem);
+  trial.run();
+  return digest(alone, problem, trial.answer());
+}
+
+Verdict examine(const Communicator& world, const Family& family, std::uint64_t seed) {
+  constexpr std::int64_t kRows = 24;
+  Verdict verdict;
+  for (const Problem& problem : family.problems) {
+    Trial trial(world, problem);
+    trial.run();
+    const Answer answer = trial.answer();
+    const std::uint64_t bits = digest(world, problem, answer);
+    const Judgement j = judge(world, problem, answer, sample_rows(problem, kRows, seed));
+    bool same_bits = true;
+    if (family.same_bits) {
+      const bool mine = digest_alone(world.device(), problem) == bits;
+      for (const std::string& theirs : world.gather(mine ? "same" : "other", "comparison of bits"))
+        same_bits = same_bits && theirs == "same";
+    }
+    verdict.add(problem, j, same_bits);
+  }
+  return verdict;
+}
+
+}  // namespace
+
+int verify(const Communicator& control, const CommandLine& line) {
+  const Communicator world = world_for(control, line.world);
+  const bool speaks = world.rank() == 0;
+  if (speaks) {
+    fmt::print("# longspan {} | {} | {}\n", LONGSPAN_VERSION, name(world.device()),
+               world.describe());
+    fmt::print(
+        "# seed {} | fp32: relative error by norm, bound 2e-6 | 16 bits: largest error over "
+        "plain attention's, bound 2\n",
+        line.world.seed);
+    fmt::print("#{:<15}{:>9}{:>12}{:>12}{:>12}{:>12}{:>9}\n", " family", "problems", "fp32 rel",
+               "16-bit/plain", "max|err|", "lse err", "#wrong");
+    std::fflush(stdout);
+  }
+
+  Verdict total;
+  std::string failures;
+  for (const FamilyMaker& maker : family_makers()) {
+    const Family family = maker.make({world.size(), line.verify.size, line.world.seed,
+                                      line.world.threads, world.device() == Device::cuda});
+    const Verdict v = examine(world, family, line.world.seed);
+    total.problems += v.problems;
+    total.failed += v.failed;
+    if (!v.first_failure.empty())
+      failures += fmt::format("# {}: {}\n", maker.name, v.first_failure);
+    if (!speaks) continue;
+    fmt::print(" {:<15}{:>9}{:>12.1e}{:>12.2f}{:>12.1e}{:>12.1e}{:>9}  {}\n", maker.name,
+               v.problems, v.fp32, v.ratio, v.max_error, v.lse_error, v.wrong,
+               v.failed ? fmt::format("FAIL ({} problems)", v.failed) : "pass");
+    std::fflush(stdout);
+  }
+  if (speaks)
+    fmt::print("{}# {} of {} problems passed\n", failures, total.problems - total.failed,
+               total.problems);
+  if (total.failed > 0)
+    throw SharedError(ErrorKind::wrong_result, fmt::format("verify: {} of {} problems failed",
+                                                           total.failed, total.problems));
+  return 0;
+}
+
+}  // namespace longspan::launcher

@@ -1,0 +1,12 @@
+// `longspan verify`: families of problems against the float64 oracle, on this many ranks.
+#pragma once
+
+#include "launcher/options.hpp"
+#include "longspan/communicator.hpp"
+
+namespace longspan::launcher {
+
+/// Returns the exit status. Collective.
+int verify(const Communicator& control, const CommandLine& line);
+
+}  // namespace longspan::launcher

@@ -1,0 +1,42 @@
+"""Starts `longspan run` and reads the record that it writes."""
+
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import tempfile
+
+import records
+
+MPIRUN = "mpirun --oversubscribe --bind-to none -np {ranks}"
+
+
+def find():
+    """The newest build of the command, or the one on the PATH."""
+    found = sorted(records.ROOT.glob("build*/bin/longspan")) + sorted(
+        records.ROOT.glob("build/*/bin/longspan"))
+    if found:
+        return str(max(found, key=lambda path: path.stat().st_mtime))
+    return shutil.which("longspan")
+
+
+def environment():
+    env = dict(os.environ)
+    if os.geteuid() == 0:  # Open MPI asks twice before it runs as root
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env
+
+
+def run(command, arguments, ranks=1, launcher=MPIRUN):
+    """The JSON record of one `longspan run`; one rank is started without the launcher."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "run.json"
+        start = shlex.split(launcher.format(ranks=ranks)) if ranks > 1 else []
+        line = [*start, command, "run", *map(str, arguments), "--json", str(path)]
+        done = subprocess.run(line, env=environment(), capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{shlex.join(line)}\nended with status {done.returncode}:\n"
+                             f"{done.stdout}{done.stderr}")
+        return json.loads(path.read_text())

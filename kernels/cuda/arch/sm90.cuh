@@ -1,0 +1,255 @@
+// Hopper's own instructions as plain functions: mbarriers, the tensor copy engine (TMA), the
+// warpgroup matrix product (wgmma) and the hand-over of registers between warpgroups. Nothing here
+// knows what attention is. Everything needs the target sm_90a.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace longspan::kernels::sm90 {
+
+__device__ inline std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarriers: a phase completes when all arrivals and all announced bytes are there ---------
+
+struct Barrier {
+  std::uint64_t word;
+
+  __device__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)),
+                 "r"(arrivals));
+  }
+  __device__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this))
+                 : "memory");
+  }
+  /// Arrives, and announces `bytes` that copies will bring before the phase is complete.
+  __device__ void arrive_expecting(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(this)),
+                 "r"(bytes)
+                 : "memory");
+  }
+  /// Waits until the phase of this parity is complete. On a fresh barrier parity 1 is complete.
+  __device__ void wait(std::uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred complete;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+        "@!complete bra again;\n"
+        "}\n" ::"r"(shared_address(this)),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+/// Makes freshly initialised mbarriers visible to the copy engine; a block-wide barrier follows.
+__device__ inline void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+/// Orders this thread's ordinary shared-memory stores before later reads by wgmma and TMA.
+__device__ inline void fence_shared_stores() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- named barriers of the block (0 is __syncthreads) -----------------------------------------
+
+__device__ inline void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- TMA -------------------------------------------------------------------------------------
+
+enum class Keep { first_to_go, last_to_go };  // how L2 should treat what is read
+
+template <Keep kKeep>
+__device__ inline std::uint64_t cache_policy() {
+  std::uint64_t policy;
+  if constexpr (kKeep == Keep::first_to_go)
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  else
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ inline void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/// The map's box at (x, y, z), innermost first, into shared memory; its bytes count on `barrier`.
+/// What lies outside the tensor arrives as zeros.
+__device__ inline void load_box(void* to, const CUtensorMap* map, int x, int y, int z,
+                                Barrier* barrier, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// ---- registers -------------------------------------------------------------------------------
+
+template <int kRegisters>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- arithmetic ------------------------------------------------------------------------------
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- wgmma: D[64, N] += A[64, 16] B[16, N], fp32 accumulators, asynchronous -------------------
+//
+// A thread's share of D (as of a 16-bit A, in pairs) is that of mma.m16n8: of warp w of the four,
+// lane 4 g + t holds in d[4 j + 2 h + e] the element of row 16 w + g + 8 h, column 8 j + 2 t + e.
+
+/// Operands in shared memory lie in the 128-byte swizzle, in panels of 64 elements (128 bytes):
+/// rows of a panel 128 bytes apart, panels `panel_bytes` apart, all aligned to 1024 bytes.
+__device__ inline std::uint64_t operand(const void* tile, int panel_bytes) {
+  constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
+  constexpr std::uint64_t kEightRows = std::uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kEightRows | static_cast<std::uint64_t>(panel_bytes >> 4) << 16 |
+         (shared_address(tile) & 0x3ffff) >> 4;
+}
+/// The operand that starts `bytes` further on.
+__device__ inline std::uint64_t advance(std::uint64_t operand, int bytes) {
+  return operand + (bytes >> 4);
+}
+
+/// Before the first product, and after registers that products read or write were touched.
+__device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+/// Closes a group of products.
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/// Waits until at most kPending groups, the newest, are still running.
+template <int kPending>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+/// Keeps the compiler from moving uses of the registers across this point.
+template <int kCount>
+__device__ inline void pin(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+template <int kColumns>
+struct Product;
+
+// The instruction names each accumulator, so each width is written out. %0 ... are the
+// accumulators; the operands' numbers follow them and are macro arguments.
+#define LONGSPAN_R8_0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define LONGSPAN_R8_1 "%8,%9,%10,%11,%12,%13,%14,%15"
+#define LONGSPAN_R8_2 "%16,%17,%18,%19,%20,%21,%22,%23"
+#define LONGSPAN_R8_3 "%24,%25,%26,%27,%28,%29,%30,%31"
+#define LONGSPAN_R8_4 "%32,%33,%34,%35,%36,%37,%38,%39"
+#define LONGSPAN_R8_5 "%40,%41,%42,%43,%44,%45,%46,%47"
+#define LONGSPAN_R8_6 "%48,%49,%50,%51,%52,%53,%54,%55"
+#define LONGSPAN_R8_7 "%56,%57,%58,%59,%60,%61,%62,%63"
+#define LONGSPAN_R8_8 "%64,%65,%66,%67,%68,%69,%70,%71"
+#define LONGSPAN_R8_9 "%72,%73,%74,%75,%76,%77,%78,%79"
+#define LONGSPAN_R8_10 "%80,%81,%82,%83,%84,%85,%86,%87"
+#define LONGSPAN_R8_11 "%88,%89,%90,%91,%92,%93,%94,%95"
+#define LONGSPAN_R8_12 "%96,%97,%98,%99,%100,%101,%102,%103"
+#define LONGSPAN_R8_13 "%104,%105,%106,%107,%108,%109,%110,%111"
+#define LONGSPAN_R8_14 "%112,%113,%114,%115,%116,%117,%118,%119"
+#define LONGSPAN_R8_15 "%120,%121,%122,%123,%124,%125,%126,%127"
+#define LONGSPAN_R32 LONGSPAN_R8_0 "," LONGSPAN_R8_1 "," LONGSPAN_R8_2 "," LONGSPAN_R8_3
+#define LONGSPAN_R40 LONGSPAN_R32 "," LONGSPAN_R8_4
+#define LONGSPAN_R48 LONGSPAN_R40 "," LONGSPAN_R8_5
+#define LONGSPAN_R64 LONGSPAN_R48 "," LONGSPAN_R8_6 "," LONGSPAN_R8_7
+#define LONGSPAN_R72 LONGSPAN_R64 "," LONGSPAN_R8_8
+#define LONGSPAN_R80 LONGSPAN_R72 "," LONGSPAN_R8_9
+#define LONGSPAN_R88 LONGSPAN_R80 "," LONGSPAN_R8_10
+#define LONGSPAN_R96 LONGSPAN_R88 "," LONGSPAN_R8_11
+#define LONGSPAN_R128 \
+  LONGSPAN_R96 "," LONGSPAN_R8_12 "," LONGSPAN_R8_13 "," LONGSPAN_R8_14 "," LONGSPAN_R8_15
+
+#define LONGSPAN_D8(i)                                                                       \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define LONGSPAN_D32 LONGSPAN_D8(0), LONGSPAN_D8(8), LONGSPAN_D8(16), LONGSPAN_D8(24)
+#define LONGSPAN_D40 LONGSPAN_D32, LONGSPAN_D8(32)
+#define LONGSPAN_D48 LONGSPAN_D40, LONGSPAN_D8(40)
+#define LONGSPAN_D64 LONGSPAN_D48, LONGSPAN_D8(48), LONGSPAN_D8(56)
+#define LONGSPAN_D72 LONGSPAN_D64, LONGSPAN_D8(64)
+#define LONGSPAN_D80 LONGSPAN_D72, LONGSPAN_D8(72)
+#define LONGSPAN_D88 LONGSPAN_D80, LONGSPAN_D8(80)
+#define LONGSPAN_D96 LONGSPAN_D88, LONGSPAN_D8(88)
+#define LONGSPAN_D128 \
+  LONGSPAN_D96, LONGSPAN_D8(96), LONGSPAN_D8(104), LONGSPAN_D8(112), LONGSPAN_D8(120)
+
+#define LONGSPAN_SHARED_A(type, n, registers, outputs, x0, x1, x2, x3)                            \
+  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " x2 ", 0;\n"                               \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers    \
+               "}, " x0 ", " x1 ", keep, 1, 1, 0, " x3 ";\n}\n"                                   \
+               : outputs                                                                         \
+               : "l"(a), "l"(b), "r"(int{add}), "n"(kTransposed))
+#define LONGSPAN_REGISTER_A(type, n, registers, outputs, x0, x1, x2, x3, x4, x5, x6)              \
+  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " x5 ", 0;\n"                               \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers    \
+               "}, {" x0 "," x1 "," x2 "," x3 "}, " x4 ", keep, 1, 1, " x6 ";\n}\n"               \
+               : outputs                                                                         \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{add}), "n"(kTransposed))
+
+// shared: A from shared memory. registers: A from registers. kTransposed: B lies as [16, N] with N
+// innermost (as V does) instead of as [N, 16] (as K does). add = false overwrites D.
+#define LONGSPAN_PRODUCT(n, count, x0, x1, x2, x3, x4, x5, x6)                                   \
+  template <>                                                                                    \
+  struct Product<n> {                                                                            \
+    template <class Element, bool kTransposed>                                                   \
+    __device__ static void shared(float (&d)[count], std::uint64_t a, std::uint64_t b,           \
+                                  bool add) {                                                    \
+      if constexpr (std::is_same_v<Element, __half>)                                             \
+        LONGSPAN_SHARED_A("f16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3);       \
+      else                                                                                       \
+        LONGSPAN_SHARED_A("bf16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3);      \
+    }                                                                                            \
+    template <class Element, bool kTransposed>                                                   \
+    __device__ static void registers(float (&d)[count], const std::uint32_t (&a)[4],             \
+                                     std::uint64_t b, bool add) {                                \
+      if constexpr (std::is_same_v<Element, __half>)                                             \
+        LONGSPAN_REGISTER_A("f16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3, x4,  \
+                            x5, x6);                                                             \
+      else                                                                                       \
+        LONGSPAN_REGISTER_A("bf16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3, x4, \
+                            x5, x6);                                                             \
+    }                                                                                            \
+  };
+
+LONGSPAN_PRODUCT(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+LONGSPAN_PRODUCT(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+LONGSPAN_PRODUCT(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+LONGSPAN_PRODUCT(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+LONGSPAN_PRODUCT(144, 72, "%72", "%73", "%74", "%75", "%76", "%77", "%78")
+LONGSPAN_PRODUCT(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
+LONGSPAN_PRODUCT(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
+LONGSPAN_PRODUCT(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+LONGSPAN_PRODUCT(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+
+#undef LONGSPAN_PRODUCT
+#undef LONGSPAN_REGISTER_A
+#undef LONGSPAN_SHARED_A
+
+}  // namespace longspan::kernels::sm90

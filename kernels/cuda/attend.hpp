@@ -1,0 +1,52 @@
+// The attention kernels of the CUDA backend as their host code sees them: what a kernel needs to be
+// launched, and how a call is cut into launches. An instance file gives the shapes of its kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "kernels/cuda/view.cuh"
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// A compiled kernel (const AttendParams, const Plan), persistent: any grid does all the work.
+struct KernelShape {
+  const void* kernel = nullptr;
+  int threads = 0;
+  int shared_bytes = 0;
+  int tile_rows = 0;            // packed rows that a block takes at a time
+  std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
+};
+
+// One function an instance file. `dim` is rounded up to the next instance.
+KernelShape portable_bf16(int dim, bool invariant);
+KernelShape portable_fp16(int dim, bool invariant);
+KernelShape decode_bf16(int dim, std::int64_t rows);
+KernelShape decode_fp16(int dim, std::int64_t rows);
+KernelShape attend_fp32(int dim);  // for short and long queries
+
+/// The GPU as far as plans depend on it.
+struct Gpu {
+  int multiprocessors = 0;
+};
+
+/// The kernel for the sequences of one kind. Which kernel takes a sequence is decided here, and by
+/// the sequence's own query length: a faster kernel for some GPU joins here.
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths);
+
+/// Can the batch hold sequences of this kind? Lengths may be known on the device only.
+bool may_hold(const AttendParams& p, Lengths lengths);
+
+/// Bytes of scratch that `attend` takes for these params, and the most for any smaller ones.
+std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu);
+std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu);
+
+/// Queues the attention of all sequences.
+void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream);
+
+/// The states of a short sequence's splits -> its rows of p.state.
+void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream);
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,365 @@
+// Attention of long queries with mma.sync: FlashAttention-2's shape for every GPU from sm_80 on.
+//
+//     S = Q K^T,   m' = max(m, max S),   P = exp2(S - m'),   l = l 2^(m - m') + sum P,
+//     O = O 2^(m - m') + P V
+//
+// A block holds 128 packed rows; K and V stream through two stages of shared memory, one barrier a
+// tile. A warp owns 32 rows (16 where dim is large): each fragment of K and V that it reads serves
+// two mma, without which shared memory would be the limit. With kInvariant each segment of 128 keys
+// is folded from scratch and the segments in the fixed order.
+#pragma once
+
+#include "kernels/cuda/attend.hpp"
+#include "kernels/cuda/fold_stack.cuh"
+#include "kernels/cuda/tile.cuh"
+#include "kernels/cuda/view.cuh"
+
+namespace longspan::kernels::cuda {
+
+// ---- traits ---------------------------------------------------------------------------------
+
+template <class T, int kHeadDim>
+struct PortableTraits {
+  using Element = T;
+  static constexpr int kDim = kHeadDim;
+  static constexpr int kRows = 128;
+  static constexpr int kWarps = kDim <= 128 ? 4 : 8;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRowTiles = kRows / 16 / kWarps;  // m16 tiles of a warp
+  static constexpr int kKeys = kDim <= 192 ? 64 : 32;    // in a tile of K or V
+  static constexpr int kKeyTiles = kKeys / 8;            // n8 tiles of S
+  static constexpr int kDimTiles = kDim / 8;             // n8 tiles of O
+  static constexpr int kBlocks = kDim <= 128 ? 2 : 1;    // on a multiprocessor
+
+  static constexpr int kTileBytes = kKeys * kDim * 2;
+  static constexpr int kQueryBytes = kRows * kDim * 2;
+  static constexpr int kPieceBytes = 512;
+  static constexpr int kSharedBytes =
+      kQueryBytes + 4 * kTileBytes + kRows * static_cast<int>(sizeof(Interval)) + kPieceBytes;
+
+  struct RowOf {  // quad = row tile * kDimTiles + dim tile
+    __device__ static constexpr int row(int quad, int i) { return quad / kDimTiles * 2 + i / 2; }
+  };
+  using State = ThreadState<2 * kRowTiles, kRowTiles * kDimTiles, RowOf>;
+};
+
+// ---- steps ----------------------------------------------------------------------------------
+
+/// The next tile of keys and the place of its segment in the fixed order's tree.
+struct KeyTile {
+  std::int64_t first;  // local key; < 0: no tile is left
+  std::int64_t place;
+};
+
+/// What all threads of a block know of its piece of work. It stands in shared memory, since the
+/// accumulators leave no registers for it; thread 0 walks the tiles, a barrier ahead of their use.
+template <bool kInvariant>
+struct Piece {
+  Work work;
+  Sequence sequence;
+  View view;
+  KeyTile next[2];   // by the parity of the tile
+  SegmentWalk walk;  // of thread 0
+
+  /// Thread 0 only. Tiles ascend, or follow the fixed order segment by segment.
+  template <int kKeys>
+  __device__ KeyTile first_tile() {
+    if constexpr (kInvariant) {
+      if (!walk.next()) return {-1, 0};
+      return {walk.segment * kSegment, walk.place};
+    } else {
+      return {view.any.empty() ? -1 : view.any.begin / kKeys * kKeys, 0};
+    }
+  }
+  template <int kKeys>
+  __device__ KeyTile tile_after(KeyTile tile) {
+    tile.first += kKeys;
+    if constexpr (kInvariant) {
+      if (tile.first % kSegment == 0) return first_tile<kKeys>();
+    } else {
+      if (tile.first >= view.any.end) tile.first = -1;
+    }
+    return tile;
+  }
+};
+
+/// S = Q K^T of the warp's rows.
+template <class Traits>
+__device__ inline void multiply_keys(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
+                                     std::uint32_t queries, std::uint32_t keys) {
+  using Layout = Tile<typename Traits::Element, Traits::kDim>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int m = 0; m < Traits::kRowTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < Traits::kKeyTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[m][n][i] = 0.0f;
+
+#pragma unroll
+  for (int k = 0; k < Traits::kDim / 16; ++k) {
+    std::uint32_t a[Traits::kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < Traits::kRowTiles; ++m)
+      arch::load_matrices(
+          a[m], queries + Layout::offset((warp * Traits::kRowTiles + m) * 16 + lane % 16,
+                                         2 * k + lane / 16));
+#pragma unroll
+    for (int n = 0; n < Traits::kKeyTiles; n += 2) {
+      std::uint32_t b[4];
+      arch::load_matrices(
+          b, keys + Layout::offset(n * 8 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+#pragma unroll
+      for (int m = 0; m < Traits::kRowTiles; ++m) {
+        arch::mma<typename Traits::Element>(s[m][n], a[m], b[0], b[1]);
+        arch::mma<typename Traits::Element>(s[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+/// Scores of keys that a row does not see become -inf.
+template <class Traits>
+__device__ inline void mask_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
+                                   const Interval* rows, const View& view, std::int64_t local_len,
+                                   std::int64_t first) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int m = 0; m < Traits::kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Interval row =
+          rows[(warp * Traits::kRowTiles + m) * 16 + half * 8 + lane / 4];
+      const int begin = static_cast<int>(max(row.begin - first, std::int64_t{0}));
+      const int end = static_cast<int>(min(row.end - first, std::int64_t{Traits::kKeys}));
+#pragma unroll
+      for (int n = 0; n < Traits::kKeyTiles; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int key = n * 8 + lane % 4 * 2 + j;
+          bool seen = key >= begin && key < end;
+          if (view.table != nullptr)
+            seen = first + key < local_len && row.contains(view.table[first + key]);
+          if (!seen) s[m][n][half * 2 + j] = -infinity();
+        }
+    }
+}
+
+/// Takes one tile's scores into the rows' maxima and sums, rescales O, and leaves P in s. The sums
+/// stay apart in the four lanes of a row until sum_rows. `scale` is the factor from s to base 2.
+template <class Traits>
+__device__ inline void absorb_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
+                                     typename Traits::State& state, float scale) {
+#pragma unroll
+  for (int m = 0; m < Traits::kRowTiles; ++m) {
+    float ratio[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Stats& row = state.stats[2 * m + half];
+      float top = s[m][0][2 * half];
+#pragma unroll
+      for (int n = 0; n < Traits::kKeyTiles; ++n)
+        top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      top = fmaxf(row.max, __fmul_rn(top, scale));
+      const float from = top == -infinity() ? 0.0f : top;  // nothing visible so far: P = 0
+      ratio[half] = arch::exp2_fast(row.max - from);
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < Traits::kKeyTiles; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& p = s[m][n][2 * half + j];
+          p = arch::exp2_fast(fmaf(p, scale, -from));
+          sum = __fadd_rn(sum, p);
+        }
+      row.max = top;
+      row.sum = fmaf(row.sum, ratio[half], sum);
+    }
+    // Maxima settle early; multiplying by 1 would not change a bit.
+    if (__any_sync(~0u, ratio[0] != 1.0f || ratio[1] != 1.0f)) {
+#pragma unroll
+      for (int n = 0; n < Traits::kDimTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& o = state.o[m * Traits::kDimTiles + n][i];
+          o = __fmul_rn(o, ratio[i / 2]);
+        }
+    }
+  }
+}
+
+/// O += P V of the warp's rows; P is rounded to 16 bits.
+template <class Traits>
+__device__ inline void multiply_values(typename Traits::State& state,
+                                       const float (&p)[Traits::kRowTiles][Traits::kKeyTiles][4],
+                                       std::uint32_t values) {
+  using T = typename Traits::Element;
+  using Layout = Tile<T, Traits::kDim>;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < Traits::kKeys / 16; ++k) {
+    std::uint32_t a[Traits::kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < Traits::kRowTiles; ++m) {
+      a[m][0] = arch::pack<T>(p[m][2 * k][0], p[m][2 * k][1]);
+      a[m][1] = arch::pack<T>(p[m][2 * k][2], p[m][2 * k][3]);
+      a[m][2] = arch::pack<T>(p[m][2 * k + 1][0], p[m][2 * k + 1][1]);
+      a[m][3] = arch::pack<T>(p[m][2 * k + 1][2], p[m][2 * k + 1][3]);
+    }
+#pragma unroll
+    for (int n = 0; n < Traits::kDimTiles; n += 2) {
+      std::uint32_t b[4];
+      arch::load_matrices_transposed(b,
+                                     values + Layout::offset(k * 16 + lane % 16, n + lane / 16));
+#pragma unroll
+      for (int m = 0; m < Traits::kRowTiles; ++m) {
+        arch::mma<T>(state.o[m * Traits::kDimTiles + n], a[m], b[0], b[1]);
+        arch::mma<T>(state.o[m * Traits::kDimTiles + n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+/// The sums of a row, from its four lanes; and what is empty by the definition of the algebra.
+template <class State>
+__device__ inline void sum_rows(State& state) {
+#pragma unroll
+  for (int r = 0; r < State::kRows; ++r) {
+    float& sum = state.stats[r].sum;
+    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
+    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
+  }
+}
+
+template <class Traits>
+__device__ inline void store_rows(const AttendParams& p, const Sequence& sequence,
+                                  const Work& work, const typename Traits::State& state) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int r = 0; r < Traits::State::kRows; ++r) {
+    const int row = (warp * Traits::kRowTiles + r / 2) * 16 + r % 2 * 8 + lane / 4;
+    if (row >= work.rows) continue;
+    const PackedRow at = packed_row(p, work, row);
+    const std::int64_t to = (sequence.first_row + at.token) * p.heads + at.head;
+    if (lane % 4 == 0) p.state.stats(p.slot)[to] = state.stats[r];
+    float* o = p.state.o(p.slot, to);
+#pragma unroll
+    for (int n = 0; n < Traits::kDimTiles; ++n) {
+      if (n * 8 >= p.dim) break;
+      const float* pair = &state.o[r / 2 * Traits::kDimTiles + n][r % 2 * 2];
+      *reinterpret_cast<float2*>(o + n * 8 + lane % 4 * 2) = make_float2(pair[0], pair[1]);
+    }
+  }
+}
+
+// ---- the kernel -----------------------------------------------------------------------------
+
+template <class Traits, bool kInvariant>
+__global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_portable_kernel(
+    const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
+  using T = typename Traits::Element;
+  constexpr int kKeys = Traits::kKeys;
+  static_assert(sizeof(Piece<kInvariant>) <= Traits::kPieceBytes);
+  extern __shared__ __align__(128) std::byte shared[];
+  const std::uint32_t queries = arch::shared_address(shared);
+  const std::uint32_t stages = queries + Traits::kQueryBytes;  // K0 V0 K1 V1
+  Interval* rows = reinterpret_cast<Interval*>(shared + Traits::kQueryBytes +
+                                               4 * Traits::kTileBytes);
+  auto& piece = *reinterpret_cast<Piece<kInvariant>*>(rows + Traits::kRows);
+  // Where every score is the product times a positive scale, the scale joins the exponential's fma.
+  const bool plain = p.score.softcap == 0.0f && p.score.scale > 0.0f;
+  const float scale = plain ? p.score.scale * kLog2E : 1.0f;
+  const auto load = [&](std::int64_t first, int stage) {
+    const std::uint32_t to = stages + stage * 2 * Traits::kTileBytes;
+    load_keys<T, Traits::kDim, kKeys, Traits::kThreads>(to, p.k, piece.work.kv_head, p.dim,
+                                                        piece.sequence, piece.view, first);
+    load_keys<T, Traits::kDim, kKeys, Traits::kThreads>(to + Traits::kTileBytes, p.v,
+                                                        piece.work.kv_head, p.dim, piece.sequence,
+                                                        piece.view, first);
+  };
+
+  for (int index = blockIdx.x; index < plan.works; index += gridDim.x) {
+    __syncthreads();  // the last piece of work is done with shared memory
+    if (threadIdx.x == 0) {
+      piece.work = work_of(p, plan, index);
+      if (piece.work.rows > 0) {
+        piece.sequence = sequence_of(p, piece.work.sequence);
+        piece.view = tile_view(p, piece.sequence, piece.work);
+        if constexpr (kInvariant)
+          piece.walk = SegmentWalk(p.shard.order(piece.sequence.kv_len), piece.view.any, 0, 1);
+        piece.next[0] = piece.template first_tile<kKeys>();
+      }
+    }
+    __syncthreads();
+    if (piece.work.rows == 0) continue;
+    load_queries<T, Traits::kDim, Traits::kRows, Traits::kThreads>(queries, p, piece.sequence,
+                                                                   piece.work);
+    if (threadIdx.x < Traits::kRows) {
+      const int row = min(static_cast<int>(threadIdx.x), piece.work.rows - 1);
+      rows[threadIdx.x] =
+          row_view(p, piece.sequence, packed_row(p, piece.work, row).token);
+    }
+    KeyTile tile = piece.next[0];
+    if (tile.first >= 0) load(tile.first, 0);
+    arch::commit_copies();
+
+    typename Traits::State state;
+    state.clear();
+    FoldStack<typename Traits::State, Traits::kThreads, false> stack(plan.stack, plan.depth);
+    for (int stage = 0; tile.first >= 0; stage ^= 1) {
+      if (threadIdx.x == 0)
+        piece.next[stage ^ 1] = piece.template tile_after<kKeys>(tile);
+      arch::wait_copies<0>();
+      __syncthreads();  // this tile is there, and nobody reads the other stage any more
+      const KeyTile next = piece.next[stage ^ 1];
+      if (next.first >= 0) load(next.first, stage ^ 1);
+      arch::commit_copies();
+
+      const std::uint32_t keys = stages + stage * 2 * Traits::kTileBytes;
+      float s[Traits::kRowTiles][Traits::kKeyTiles][4];
+      multiply_keys<Traits>(s, queries, keys);
+      if (!plain) {
+#pragma unroll
+        for (int m = 0; m < Traits::kRowTiles; ++m)
+#pragma unroll
+          for (int n = 0; n < Traits::kKeyTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[m][n][i] = p.score(s[m][n][i]);
+      }
+      if (!piece.view.full(tile.first, kKeys))
+        mask_scores<Traits>(s, rows, piece.view, piece.sequence.local_len, tile.first);
+      absorb_scores<Traits>(s, state, scale);
+      multiply_values<Traits>(state, s, keys + Traits::kTileBytes);
+
+      const KeyTile done = tile;
+      tile = next;
+      if constexpr (kInvariant) {
+        if (next.first >= 0 && next.place == done.place) continue;
+        sum_rows(state);
+        if (next.first < 0) break;
+        stack.finish_subtree(state, finished_level(done.place, next.place));
+        state.clear();
+      }
+    }
+    if constexpr (kInvariant)
+      stack.fold_all(state);
+    else
+      sum_rows(state);
+    store_rows<Traits>(p, piece.sequence, piece.work, state);
+  }
+}
+
+// ---- launch ---------------------------------------------------------------------------------
+
+template <class T, int kDim, bool kInvariant>
+KernelShape portable_shape() {
+  using Traits = PortableTraits<T, kDim>;
+  using Stack = FoldStack<typename Traits::State, Traits::kThreads, false>;
+  return {reinterpret_cast<const void*>(&attend_portable_kernel<Traits, kInvariant>),
+          Traits::kThreads, Traits::kSharedBytes, Traits::kRows,
+          kInvariant ? Stack::kStateBytes : 0};
+}
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,105 @@
+// Where rows and keys stand when lengths are known on the device only: prefix sums over the batch
+// with a block scan, a block of sequences at a time.
+#include <algorithm>
+#include <cub/block/block_scan.cuh>
+
+#include "kernels/cuda/merge.hpp"
+#include "src/check.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+using Scan = cub::BlockScan<std::int64_t, kThreads>;
+
+/// One block. key_start[b] = keys of the sequences before b.
+__global__ void key_starts_kernel(const __grid_constant__ KeyStartParams p) {
+  __shared__ typename Scan::TempStorage scan;
+  std::int64_t before = 0;
+  for (int first = 0; first < p.batch; first += kThreads) {
+    const int b = first + static_cast<int>(threadIdx.x);
+    std::int64_t start = b < p.batch ? p.shard.local_len(p.kv_len[b]) : 0;
+    std::int64_t total;
+    __syncthreads();
+    Scan(scan).ExclusiveSum(start, start, total);
+    if (b < p.batch) p.key_start[b] = before + start;
+    before += total;
+  }
+}
+
+__global__ void padded_key_starts_kernel(const __grid_constant__ KeyStartParams p) {
+  const int b = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  if (b < p.batch) p.key_start[b] = b * p.capacity;
+}
+
+/// A thread a row of the map, blockIdx.y a rank: finds the sequence that holds the rank's i-th row
+/// among kThreads sequences at a time.
+__global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
+  __shared__ typename Scan::TempStorage scan;
+  __shared__ std::int64_t starts[kThreads + 1];
+  const Shard shard = p.shard.on(static_cast<int>(blockIdx.y));
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  std::int64_t before = 0, row = -1;
+  for (int first = 0; first < p.batch.size; first += kThreads) {
+    const int b = first + static_cast<int>(threadIdx.x);
+    std::int64_t start =
+        b < p.batch.size ? shard.local_len(p.batch.query_len(b, p.shard.length)) : 0;
+    std::int64_t total;
+    __syncthreads();  // the last round is done with `starts` and the scan's memory
+    Scan(scan).ExclusiveSum(start, start, total);
+    starts[threadIdx.x] = before + start;
+    if (threadIdx.x == 0) starts[kThreads] = before + total;
+    __syncthreads();
+    before += total;
+    if (row >= 0 || i < starts[0] || i >= starts[kThreads]) continue;
+    int low = 0, high = kThreads;  // the last sequence that starts at or before row i
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (starts[middle] <= i ? low : high) = middle;
+    }
+    const int sequence = first + low;
+    row = p.batch.first_row(sequence) +
+          shard.position(i - starts[low], p.batch.query_len(sequence, p.shard.length));
+  }
+  if (i < p.capacity) p.map[blockIdx.y * p.capacity + i] = row;
+}
+
+/// threadIdx.y a row, threadIdx.x its 16-byte chunks.
+__global__ void place_rows_kernel(const __grid_constant__ PlaceParams p) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (i >= p.count || p.map[i] < 0) return;
+  const uint4* from = reinterpret_cast<const uint4*>(p.from + i * p.row_bytes);
+  uint4* to = reinterpret_cast<uint4*>(p.to + p.map[i] * p.row_bytes);
+  for (std::int64_t c = threadIdx.x; c < p.row_bytes / 16; c += blockDim.x) to[c] = from[c];
+}
+
+unsigned blocks_for(std::int64_t count, std::int64_t a_block) {
+  return static_cast<unsigned>((count + a_block - 1) / a_block);
+}
+
+}  // namespace
+
+void map_rows(const MapParams& p, cudaStream_t stream) {
+  if (p.capacity == 0) return;
+  const dim3 grid(blocks_for(p.capacity, kThreads), static_cast<unsigned>(p.ranks));
+  map_rows_kernel<<<grid, kThreads, 0, stream>>>(p);
+  LONGSPAN_CUDA(cudaGetLastError());
+}
+
+void place_rows(const PlaceParams& p, cudaStream_t stream) {
+  if (p.count == 0) return;
+  const dim3 block(32, 8);
+  place_rows_kernel<<<blocks_for(p.count, block.y), block, 0, stream>>>(p);
+  LONGSPAN_CUDA(cudaGetLastError());
+}
+
+void key_starts(const KeyStartParams& p, cudaStream_t stream) {
+  if (p.batch == 0) return;
+  if (p.capacity > 0)
+    padded_key_starts_kernel<<<blocks_for(p.batch, kThreads), kThreads, 0, stream>>>(p);
+  else
+    key_starts_kernel<<<1, kThreads, 0, stream>>>(p);
+  LONGSPAN_CUDA(cudaGetLastError());
+}
+
+}  // namespace longspan::kernels::cuda

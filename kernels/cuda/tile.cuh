@@ -1,0 +1,87 @@
+// A tile of 16-bit rows in shared memory. The 16-byte chunks of a row are permuted by XOR with the
+// row's number, so that ldmatrix (eight rows, one chunk each) and cp.async (eight chunks of one
+// row) both touch all 32 banks.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/arch/sm80.cuh"
+#include "kernels/cuda/view.cuh"
+
+namespace longspan::kernels::cuda {
+
+template <class T, int kDim>
+struct Tile {
+  static constexpr int kChunks = kDim / 8;  // 16-byte chunks in a row
+  static constexpr int kRowBytes = kDim * 2;
+
+  /// Permutation of a row. Rows of an odd number of half lines already alternate between two halves
+  /// of the banks, so there the row's next two bits do.
+  __device__ static constexpr int swizzle(int row) {
+    return kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3;
+  }
+  /// Byte offset of a chunk.
+  __device__ static constexpr int offset(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
+  }
+};
+
+/// Queues the copy of kKeys keys of one kv head, from local key `first` on, into a tile. Keys that
+/// no row of the row tile may see, and columns past `dim`, become zeros.
+template <class T, int kDim, int kKeys, int kThreads>
+__device__ inline void load_keys(std::uint32_t tile, const Rows& source, int kv_head, int dim,
+                                 const Sequence& sequence, const View& view, std::int64_t first) {
+  using Layout = Tile<T, kDim>;
+  const T* base = source.at<const T>(sequence.first_key + first, kv_head);
+  const int begin = static_cast<int>(max(view.any.begin - first, std::int64_t{0}));
+  const int end = static_cast<int>(min(view.any.end - first, std::int64_t{kKeys}));
+  const std::int64_t* table = view.table == nullptr ? nullptr : view.table + first;
+  static_assert(kKeys * Layout::kChunks % kThreads == 0);
+  constexpr int kSteps = kKeys * Layout::kChunks / kThreads;
+  constexpr int kStepRows = kThreads / Layout::kChunks;
+  if constexpr (kThreads % Layout::kChunks == 0 && kStepRows % 8 == 0) {
+    // A thread keeps its chunk and its swizzle from step to step: two additions a step.
+    const int chunk = static_cast<int>(threadIdx.x) % Layout::kChunks;
+    int row = static_cast<int>(threadIdx.x) / Layout::kChunks;
+    std::uint32_t to = tile + Layout::offset(row, chunk);
+    const T* from = base + row * source.row_stride + chunk * 8;
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) {
+      bool valid = row >= begin && row < end && chunk * 8 < dim;
+      if (table != nullptr && valid) valid = view.positions.contains(table[row]);
+      arch::copy_async(to, valid ? from : base, valid);
+      row += kStepRows;
+      to += kStepRows * Layout::kRowBytes;
+      from += kStepRows * source.row_stride;
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) {
+      const int index = n * kThreads + static_cast<int>(threadIdx.x);
+      const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
+      bool valid = row >= begin && row < end && chunk * 8 < dim;
+      if (table != nullptr && valid) valid = view.positions.contains(table[row]);
+      const T* from = valid ? base + row * source.row_stride + chunk * 8 : base;
+      arch::copy_async(tile + Layout::offset(row, chunk), from, valid);
+    }
+  }
+}
+
+/// Queues the copy of the row tile's queries, packed rows [first, first + kRows), into a tile. Rows
+/// past the sequence's last, and columns past `dim`, become zeros.
+template <class T, int kDim, int kRows, int kThreads>
+__device__ inline void load_queries(std::uint32_t tile, const AttendParams& p,
+                                    const Sequence& sequence, const Work& work) {
+  using Layout = Tile<T, kDim>;
+  for (int index = static_cast<int>(threadIdx.x); index < kRows * Layout::kChunks;
+       index += kThreads) {
+    const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
+    const bool valid = row < work.rows && chunk * 8 < p.dim;
+    const PackedRow at = packed_row(p, work, row);
+    const T* from = valid ? p.q.at<const T>(sequence.first_row + at.token, at.head) + chunk * 8
+                          : static_cast<const T*>(p.q.data);
+    arch::copy_async(tile + Layout::offset(row, chunk), from, valid);
+  }
+}
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,88 @@
+// Buffer on the host and, in a build with CUDA, on the current GPU.
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "longspan/buffer.hpp"
+#include "longspan/error.hpp"
+
+#if defined(LONGSPAN_HAVE_CUDA)
+#include <cuda_runtime_api.h>
+
+#include "src/check.hpp"
+#endif
+
+namespace longspan {
+namespace {
+
+constexpr std::size_t kAlign = 256;  // bytes; cudaMalloc gives at least this
+
+void* allocate(Device device, std::size_t bytes) {
+  void* data = nullptr;
+  if (device == Device::host) {
+    data = std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
+    if (data == nullptr)
+      throw BackendError("asked for " + std::to_string(bytes) +
+                         " bytes of host memory and there are not so many: use smaller tensors");
+    return data;
+  }
+#if defined(LONGSPAN_HAVE_CUDA)
+  const cudaError_t status = cudaMalloc(&data, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // this error is reported here and is no state of the GPU
+    std::size_t free = 0, total = 0;
+    cudaMemGetInfo(&free, &total);
+    throw BackendError("asked for " + std::to_string(bytes) + " bytes of GPU memory and " +
+                       std::to_string(free) + " are free: use smaller tensors or more ranks");
+  }
+  LONGSPAN_CUDA(status);
+  return data;
+#else
+  throw Unsupported(
+      "memory on cuda: this longspan was built without CUDA: rebuild with -DLONGSPAN_CUDA=ON");
+#endif
+}
+
+void release(Device device, void* data) {
+  if (device == Device::host) std::free(data);
+#if defined(LONGSPAN_HAVE_CUDA)
+  if (device == Device::cuda) cudaFree(data);
+#endif
+}
+
+void copy(Device device, void* to, const void* from, std::size_t bytes) {
+  if (bytes == 0) return;
+  if (device == Device::host) std::memcpy(to, from, bytes);
+#if defined(LONGSPAN_HAVE_CUDA)
+  if (device == Device::cuda) LONGSPAN_CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+#endif
+}
+
+}  // namespace
+
+Buffer::Buffer(Device device, std::size_t bytes) : bytes_(bytes), device_(device) {
+  if (bytes > 0) data_ = allocate(device, bytes);
+}
+
+Buffer::~Buffer() {
+  if (data_ != nullptr) release(device_, data_);
+}
+
+Buffer::Buffer(Buffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      device_(other.device_) {}
+
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(device_, other.device_);
+  return *this;
+}
+
+void Buffer::upload(const void* host) { copy(device_, data_, host, bytes_); }
+
+void Buffer::download(void* host) const { copy(device_, host, data_, bytes_); }
+
+}  // namespace longspan

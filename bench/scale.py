@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""How `longspan run` scales: the same problem on more ranks (strong), and a problem that grows with
+them (weak).
+
+    python3 bench/scale.py                                  on processors, one thread for each rank
+    python3 bench/scale.py --backend cuda --heads 32 --kv-heads 8 --dim 128 --dtype bf16 \\
+        --kv 131072 1048576 --machine h200x4                on GPUs
+    python3 bench/scale.py --tokens kv -- --shard-queries --shard zigzag --causal
+
+    speed        floating point of the visible (row, key) pairs / time
+    speed-up     speed(n ranks) / speed(1 rank): in strong scaling, time(1) / time(n)
+    efficiency   speed-up / n
+
+Prints a table, writes records (bench/results/scale-<machine>.jsonl) and draws docs/scale-<machine>.png
+where matplotlib is installed. What follows `--` goes to `longspan run`.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import records
+
+ROOT = records.ROOT
+
+
+def find_command():
+    found = sorted(ROOT.glob("build*/bin/longspan")) + sorted(ROOT.glob("build/*/bin/longspan"))
+    if found:
+        return str(max(found, key=lambda path: path.stat().st_mtime))
+    return shutil.which("longspan")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--command", default=find_command(), help="path of longspan")
+    parser.add_argument("--launcher", default="mpirun --oversubscribe --bind-to none -np {ranks}",
+                        help="how ranks are started (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--scaling", nargs="+", choices=["strong", "weak"],
+                        default=["strong", "weak"])
+    parser.add_argument("--kv", type=int, nargs="+", default=[16384, 65536],
+                        help="keys; in weak scaling, keys for each rank (default: %(default)s)")
+    parser.add_argument("--tokens", default="64", help="query rows, or kv for as many as keys")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
+    parser.add_argument("--backend", default="host", choices=["host", "cuda"])
+    parser.add_argument("--threads", type=int, default=1, help="of a rank, on processors")
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--machine", help="name for the records (default: cpu; h200x4 and the like)")
+    parser.add_argument("--no-records", action="store_true", help="only print and draw")
+    parser.add_argument("--plot", type=pathlib.Path, help="where the plot goes")
+    parser.add_argument("extra", nargs="*", help="after --: more options for longspan run")
+    args = parser.parse_args()
+    if args.command is None:
+        parser.error("longspan was not found; build it, or give its path with --command")
+    if args.machine is None:
+        if args.backend == "cuda" and not args.no_records:
+            parser.error("give the machine a name with --machine, such as h200x4, for the records")
+        args.machine = "cpu" if args.backend == "host" else "gpu"
+    return args
+
+
+def environment():
+    env = dict(os.environ)
+    if os.geteuid() == 0:  # Open MPI asks twice before it runs as root
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env
+
+
+def measure(args, ranks, kv, tokens):
+    """The record that `longspan run` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "run.json"
+        command = shlex.split(args.launcher.format(ranks=ranks)) + [
+            args.command, "run", "--kv", kv, "--tokens", tokens, "--heads", args.heads,
+            "--kv-heads", args.kv_heads, "--dim", args.dim, "--dtype", args.dtype, "--backend",
+            args.backend, "--iterations", args.iterations, "--check", 4, "--json", path]
+        if args.backend == "host":
+            command += ["--threads", args.threads]
+        command = [str(part) for part in command + args.extra]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(f"{shlex.join(command)}\nended with {done.returncode}:\n{done.stderr}")
+        return json.loads(path.read_text())
+
+
+class Progress:
+    """One line on a terminal; nothing when stderr is a file or a pipe."""
+
+    def __init__(self, total):
+        self.total, self.done, self.shown = total, 0, sys.stderr.isatty()
+        self.dim, self.plain = ("", "") if os.environ.get("NO_COLOR") else ("\033[2m", "\033[0m")
+
+    def say(self, what):
+        if self.shown:
+            sys.stderr.write(f"\r\033[K{self.dim}[{self.done + 1}/{self.total}] {what}{self.plain}")
+            sys.stderr.flush()
+        self.done += 1
+
+    def clear(self):
+        if self.shown:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+
+HEADER = (f"# {'scaling':>8}{'kv':>10}{'tokens':>8}{'ranks':>6}{'time(ms)':>11}{'TFLOP/s':>10}"
+          f"{'speed-up':>10}{'efficiency':>11}{'attend':>8}{'exchange':>9}{'merge':>7}"
+          f"{'busbw':>9}{'max|err|':>10}")
+
+
+def line(row):
+    run, share = row["run"], row["run"]["share"]
+    return (f"  {row['scaling']:>8}{row['kv']:>10}{row['tokens']:>8}{row['ranks']:>6}"
+            f"{run['time_ms']['median']:>11.3f}{run['tflops']:>10.4g}{row['speedup']:>10.2f}"
+            f"{row['efficiency']:>11.2f}{100 * share['attend']:>8.1f}{100 * share['exchange']:>9.1f}"
+            f"{100 * share['merge']:>7.1f}{run['busbw_gbs']:>9.3g}{run['check']['max_error']:>10.1e}")
+
+
+def sweep(args):
+    cases = [(scaling, kv, ranks) for scaling in args.scaling for kv in args.kv
+             for ranks in args.ranks]
+    progress, rows, base = Progress(len(cases)), [], {}
+    for scaling, kv, ranks in cases:
+        total = kv if scaling == "strong" else kv * ranks
+        tokens = total if args.tokens == "kv" else int(args.tokens)
+        progress.say(f"{scaling} scaling, {total} keys on {ranks} ranks")
+        run = measure(args, ranks, total, tokens)
+        speed = run["tflops"]
+        first = base.setdefault((scaling, kv), (ranks, speed, run["time_ms"]["median"]))
+        speedup = speed / first[1]
+        rows.append({"scaling": scaling, "size": kv, "kv": total, "tokens": tokens, "ranks": ranks,
+                     "run": run, "speedup": speedup, "efficiency": speedup * first[0] / ranks,
+                     "base_ms": first[2], "base_ranks": first[0]})
+        progress.clear()
+        if len(rows) == 1:
+            print(f"# {run['world']} | {run['backend']} | heads {args.heads}/{args.kv_heads} "
+                  f"dim {args.dim} {args.dtype}\n{HEADER}")
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def to_records(args, rows):
+    for row in rows:
+        case = {key: row["run"]["case"][key]
+                for key in ("heads", "kv_heads", "dim", "dtype", "batch", "tokens", "kv_len",
+                            "ranks", "strategy", "causal", "shard", "shard_queries")}
+        case |= {"scaling": row["scaling"]}
+        if args.backend == "host":
+            case |= {"threads": args.threads}
+        peer = f"{row['base_ranks']} rank" + ("s" if row["base_ranks"] > 1 else "")
+        yield records.record("scale", case, "us", round(row["run"]["time_ms"]["median"] * 1000, 2),
+                             peer=peer, peer_value=round(row["base_ms"] * 1000, 2),
+                             ratio=round(row["speedup"], 3))
+        yield records.record("scale", case, "efficiency", round(row["efficiency"], 3))
+
+
+def draw(rows, path):
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        print("# no plot: matplotlib is not installed (pip install matplotlib)")
+        return
+    kinds = list(dict.fromkeys(row["scaling"] for row in rows))
+    figure, panels = pyplot.subplots(1, len(kinds) + 1, figsize=(4.2 * (len(kinds) + 1), 3.6),
+                                     constrained_layout=True)
+    ranks = sorted({row["ranks"] for row in rows})
+    for panel, kind in zip(panels, kinds):
+        panel.plot(ranks, [n / ranks[0] for n in ranks], color="0.7", linestyle="--", label="ideal")
+        for size in dict.fromkeys(row["size"] for row in rows):
+            curve = [row for row in rows if row["scaling"] == kind and row["size"] == size]
+            panel.plot([row["ranks"] for row in curve], [row["speedup"] for row in curve],
+                       marker="o", label=f"{size:,} keys" + (" a rank" if kind == "weak" else ""))
+        panel.set(title=f"{kind} scaling", xlabel="ranks", ylabel="speed-up", xticks=ranks)
+        panel.legend(frameon=False)
+
+    largest = [row for row in rows if row["scaling"] == kinds[0] and row["size"] == rows[-1]["size"]]
+    bottom = [0.0] * len(largest)
+    for phase, color in (("attend", "#4477aa"), ("exchange", "#ee6677"), ("merge", "#ccbb44")):
+        heights = [row["run"]["time_ms"]["median"] * row["run"]["share"][phase] for row in largest]
+        panels[-1].bar([str(row["ranks"]) for row in largest], heights, bottom=bottom, color=color,
+                       label=phase)
+        bottom = [low + height for low, height in zip(bottom, heights)]
+    panels[-1].set(title=f"{kinds[0]} scaling, {rows[-1]['size']:,} keys", xlabel="ranks",
+                   ylabel="time (ms)")
+    panels[-1].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(f"# plot: {path}")
+
+
+def main():
+    args = arguments()
+    rows = sweep(args)
+    if not args.no_records:
+        path = records.write("scale", args.machine, to_records(args, rows))
+        print(f"# records: {path.relative_to(ROOT)}")
+    draw(rows, args.plot or ROOT / "docs" / f"scale-{args.machine}.png")
+
+
+if __name__ == "__main__":
+    main()

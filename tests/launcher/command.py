@@ -1,0 +1,89 @@
+"""Starts the longspan command, alone or under mpirun, and keeps what it said."""
+
+import os
+import pathlib
+import subprocess
+import tempfile
+import time
+import unittest
+
+COMMAND = os.environ.get("LONGSPAN_COMMAND", "longspan")
+MPIEXEC = os.environ.get("LONGSPAN_MPIEXEC", "")
+
+# Exit statuses, as in `longspan --help`.
+OK, INTERNAL, USAGE, INPUT, UNSUPPORTED, WRONG_RESULT, RANK_FAILURE, TIMEOUT, BACKEND = range(9)
+
+
+def environment(**extra):
+    """Ranks may outnumber cores, and root may run them, as in a container."""
+    return dict(os.environ) | {"OMPI_ALLOW_RUN_AS_ROOT": "1",
+                               "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                               "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                               "OMPI_MCA_hwloc_base_binding_policy": "none",
+                               "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+                               "LONGSPAN_THREADS": "1"} | extra
+
+
+def line(ranks, *arguments):
+    command = [COMMAND, *map(str, arguments)]
+    return command if ranks == 0 else [MPIEXEC, "-n", str(ranks), *command]
+
+
+def longspan(ranks, *arguments, timeout=120, **env):
+    """`ranks` 0: without mpirun."""
+    return subprocess.run(line(ranks, *arguments), env=environment(**env), timeout=timeout,
+                          capture_output=True, text=True)
+
+
+def each_rank(*argument_lists, folders=(), timeout=120):
+    """One rank for each list of arguments, each in its folder if given."""
+    command = [MPIEXEC]
+    for i, arguments in enumerate(argument_lists):
+        place = ["-wdir", str(folders[i])] if folders else []
+        command += ["-n", "1", *place, os.path.abspath(COMMAND), *map(str, arguments), ":"]
+    return subprocess.run(command[:-1], env=environment(), timeout=timeout, capture_output=True,
+                          text=True)
+
+
+def said(done):
+    """The command's own lines on stderr, without mpirun's."""
+    return [text for text in done.stderr.splitlines() if text.startswith("longspan: ")]
+
+
+class CommandTest(unittest.TestCase):
+    """A folder that is empty at the start of each test."""
+
+    rank_counts = (0, 1, 2) if MPIEXEC else (0,)
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def path(self, name):
+        return self.folder / name
+
+    def ends(self, done, status, *words):
+        """The status, and exactly one line on stderr, which has all the words."""
+        self.assertEqual(done.returncode, status, done.stdout + done.stderr)
+        lines = said(done)
+        if status == OK:
+            self.assertEqual(lines, [])
+            return
+        self.assertEqual(len(lines), 1, done.stderr)
+        for word in words:
+            self.assertIn(str(word), lines[0])
+
+    def needs_mpi(self):
+        if not MPIEXEC:
+            self.skipTest("this build has no MPI")
+
+
+def wait_for(condition, seconds=60):
+    """Polls; True when the condition came to hold."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False

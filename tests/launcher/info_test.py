@@ -1,0 +1,58 @@
+"""What the command says about itself."""
+
+import json
+import re
+import unittest
+
+from command import OK, USAGE, CommandTest, longspan
+
+
+class InfoTest(CommandTest):
+    def test_version(self):
+        done = longspan(0, "--version")
+        self.ends(done, OK)
+        self.assertRegex(done.stdout, r"^longspan \d+\.\d+\.\d+\n$")
+
+    def test_help_lists_every_status(self):
+        for ranks in self.rank_counts:
+            done = longspan(ranks, "--help")
+            self.ends(done, OK)
+            self.assertEqual(done.stdout.count("Exit status"), 1)  # one rank speaks
+            for status in range(9):
+                self.assertRegex(done.stdout, rf"(?m)(^|\s){status}  \w")
+
+    def test_help_of_a_command(self):
+        for command, option in (("run", "--shard-queries"), ("verify", "--full")):
+            done = longspan(0, command, "--help")
+            self.ends(done, OK)
+            self.assertIn(option, done.stdout)
+
+    def test_nothing_asked_is_help(self):
+        self.assertEqual(longspan(0).stdout, longspan(0, "--help").stdout)
+
+    def test_unknown_command(self):
+        self.ends(longspan(0, "dance"), USAGE, "dance")
+
+    def test_info(self):
+        for ranks in self.rank_counts:
+            done = longspan(ranks, "info")
+            self.ends(done, OK)
+            self.assertEqual(len(re.findall(r"(?m)^longspan ", done.stdout)), 1)
+            self.assertIn("gather-states", done.stdout)
+            described = json.loads(longspan(ranks, "info", "--json").stdout)
+            self.assertEqual([s["name"] for s in described["strategies"]][:1], ["gather-states"])
+
+    def test_env(self):
+        text = longspan(0, "env", LONGSPAN_DEADLINE_S="7.5").stdout
+        self.assertRegex(text, r"LONGSPAN_DEADLINE_S\s+7\.5")
+        listed = json.loads(longspan(0, "env", "--json").stdout)
+        self.assertTrue({"name", "value", "standard", "meaning"} <= set(listed[0]))
+
+    def test_list_strategies(self):
+        done = longspan(0, "run", "--list-strategies")
+        self.ends(done, OK)
+        self.assertIn("gather-states", done.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()

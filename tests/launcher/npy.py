@@ -1,0 +1,88 @@
+"""Arrays in .npy files with the standard library alone, and attention on them in float64."""
+
+import math
+import random
+import struct
+
+FORMATS = {"<f4": "f", "<f2": "e", "<V2": "H"}
+
+
+def to_bits(value, code):
+    """A float as it is stored; bfloat16 by rounding to nearest even."""
+    if code != "<V2":
+        return value
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def from_bits(stored, code):
+    return struct.unpack("<f", struct.pack("<I", stored << 16))[0] if code == "<V2" else stored
+
+
+def header(code, shape, fortran=False, version=1):
+    text = f"{{'descr': {code!r}, 'fortran_order': {fortran}, 'shape': {tuple(shape)!r}, }}"
+    size = "<H" if version == 1 else "<I"
+    start = 8 + struct.calcsize(size)
+    text += " " * (-(start + len(text) + 1) % 64) + "\n"
+    return b"\x93NUMPY" + bytes([version, 0]) + struct.pack(size, len(text)) + text.encode()
+
+
+def save(path, shape, values, code="<f4", **options):
+    stored = [to_bits(value, code) for value in values]
+    data = struct.pack(f"<{len(stored)}{FORMATS[code]}", *stored)
+    path.write_bytes(header(code, shape, **options) + data)
+
+
+def load(path):
+    """(code, shape, values)"""
+    raw = path.read_bytes()
+    assert raw[:6] == b"\x93NUMPY"
+    length = struct.unpack("<H", raw[8:10])[0]
+    described = eval(raw[10:10 + length], {}, {})  # written by the command under test
+    assert (10 + length) % 64 == 0 and not described["fortran_order"]
+    code, shape = described["descr"], described["shape"]
+    stored = struct.unpack(f"<{math.prod(shape)}{FORMATS[code]}", raw[10 + length:])
+    return code, shape, [from_bits(value, code) for value in stored]
+
+
+def draw(shape, seed, code="<f4"):
+    """Values of order 1, rounded to what the file will hold."""
+    generator = random.Random(seed)
+    size = FORMATS[code]
+    values = []
+    for _ in range(math.prod(shape)):
+        value = generator.gauss(0, 1)
+        if size != "H":
+            value = struct.unpack(f"<{size}", struct.pack(f"<{size}", value))[0]
+        else:
+            value = from_bits(to_bits(value, code), code)
+        values.append(value)
+    return values
+
+
+def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=0, softcap=0.0,
+              scale=None, sinks=None):
+    """(out, lse) in float64; rows stand at the end of the sequence."""
+    scale = dim ** -0.5 if scale is None else scale
+    out, lse = [], []
+    for t in range(tokens):
+        position = keys - tokens + t
+        first = max(0, position - window + 1) if window else 0
+        last = min(keys, position + 1) if causal else keys
+        for h in range(heads):
+            row = q[(t * heads + h) * dim:(t * heads + h + 1) * dim]
+            places = [(j * kv_heads + h // (heads // kv_heads)) * dim for j in range(first, last)]
+            scores = [scale * math.fsum(a * b for a, b in zip(row, k[p:p + dim])) for p in places]
+            if softcap:
+                scores = [softcap * math.tanh(s / softcap) for s in scores]
+            top = max(scores + ([sinks[h]] if sinks else []), default=-math.inf)
+            if top == -math.inf:
+                out += [0.0] * dim
+                lse.append(-math.inf)
+                continue
+            weights = [math.exp(s - top) for s in scores]
+            total = math.fsum(weights) + (math.exp(sinks[h] - top) if sinks else 0.0)
+            out += [math.fsum(w * v[p + d] for w, p in zip(weights, places)) / total
+                    for d in range(dim)]
+            lse.append(top + math.log(total))
+    return out, lse

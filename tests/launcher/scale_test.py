@@ -1,0 +1,51 @@
+"""bench/scale.py from end to end on a small problem."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import unittest
+
+from command import COMMAND, MPIEXEC, CommandTest, environment
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+import records  # noqa: E402
+
+
+class ScaleTest(CommandTest):
+    def test_table_and_speed_up(self):
+        self.needs_mpi()
+        done = subprocess.run(
+            [sys.executable, ROOT / "bench" / "scale.py", "--command", COMMAND, "--launcher",
+             MPIEXEC + " -n {ranks}", "--ranks", "1", "2", "--kv", "2048", "--tokens", "4",
+             "--iterations", "3", "--no-records", "--plot", self.path("plot.png"), "--",
+             "--causal"],
+            env=environment(), capture_output=True, text=True, timeout=300)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        rows = [text.split() for text in done.stdout.splitlines() if not text.startswith("#")]
+        self.assertEqual([(row[0], row[1], row[3]) for row in rows],
+                         [("strong", "2048", "1"), ("strong", "2048", "2"),
+                          ("weak", "2048", "1"), ("weak", "4096", "2")])
+        self.assertEqual([row[6] for row in rows[::2]], ["1.00", "1.00"])
+        self.assertEqual(done.stderr, "")  # progress is for terminals
+        self.assertTrue(self.path("plot.png").exists() or "matplotlib" in done.stdout)
+
+    def test_records_replace_older_ones(self):
+        one = records.record("scale", {"ranks": 1}, "us", 5.0, peer="1 rank", peer_value=5.0,
+                             ratio=1.0, target=0.9)
+        two = records.record("scale", {"ranks": 2}, "us", 9.0, ratio=0.55, target=0.9)
+        again = records.record("scale", {"ranks": 1}, "us", 4.0, peer="1 rank", peer_value=5.0,
+                               ratio=1.25)
+        path = records.write("scale", "test", [one, two], self.folder)
+        records.write("scale", "test", [again], self.folder)
+        kept = records.read(path)
+        self.assertEqual([r["ours"] for r in kept], [4.0, 9.0])
+        self.assertEqual([r["met"] for r in (one, two, again)], [True, False, True])
+        self.assertEqual(set(json.loads(path.read_text().splitlines()[0])),
+                         {"bench", "case", "metric", "ours", "peer", "peer_value", "ratio",
+                          "target", "met", "date", "commit", "command"})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,6 +1,9 @@
 # longspan_mpi_test(name target ranks...): one test `name.npN` per rank count, labelled dist. Ranks
 # may outnumber cores, and root may run them, as in a container.
 function(longspan_mpi_test name target)
+  if(NOT LONGSPAN_BUILD_TESTS)
+    return()
+  endif()
   foreach(ranks IN LISTS ARGN)
     add_test(NAME ${name}.np${ranks}
              COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} ${MPIEXEC_PREFLAGS}

@@ -10,6 +10,7 @@ namespace longspan {
 struct Env {
   std::chrono::milliseconds deadline{60'000};  // LONGSPAN_DEADLINE_S, seconds; fractions count
   int threads = 0;                             // LONGSPAN_THREADS; 0: the cores of this process
+  int port = 0;                                // LONGSPAN_PORT; 0: MASTER_PORT + 1
 
   /// Throws UsageError for a value that does not parse.
   static Env read();

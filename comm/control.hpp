@@ -1,0 +1,86 @@
+// The control plane: small texts between ranks, for meeting, agreeing and for finding out who is
+// missing. Every wait has a deadline. When it passes, the ranks that still run call the roll: each
+// says at which step it waits and for how long, and whoever stays silent is named. The first
+// verdict goes to all, so that every rank ends with the same error.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/failure.hpp"
+#include "comm/patience.hpp"
+
+namespace longspan::comm {
+
+class Control {
+ public:
+  explicit Control(milliseconds deadline) : deadline_(deadline) {}
+  virtual ~Control() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  milliseconds deadline() const { return deadline_; }
+
+  /// The part of the deadline that a rank spends waiting; the rest is for the roll call.
+  virtual milliseconds patience() const { return deadline_; }
+
+  /// Every rank's text, in rank order.
+  virtual std::vector<std::string> gather(const std::string& mine, const std::string& step) = 0;
+
+  /// Throws when the communicator has failed, when a peer gave up or died, or, after the roll call,
+  /// when a peer's deadline has passed. Never waits otherwise: for loops that wait for something
+  /// else since `waited`.
+  virtual void check(const char* step, milliseconds waited) = 0;
+
+  /// This rank's deadline passed at `step`: calls the roll and throws.
+  [[noreturn]] virtual void timed_out(const char* step, milliseconds waited) = 0;
+
+  /// Ends the communicator with this failure on all ranks that can be reached.
+  virtual void tell(const Failure& failure) noexcept = 0;
+
+  Fate& fate() { return fate_; }
+
+  /// Ends the communicator everywhere and throws.
+  [[noreturn]] void fail(const Failure& failure) {
+    tell(failure);
+    fate_.fail(failure);
+  }
+
+ private:
+  Fate fate_;
+  milliseconds deadline_;
+};
+
+/// What a transport's abort(why) tells: rank `rank` gives up.
+Failure gave_up(int rank, const std::string& why);
+
+/// One process alone.
+std::unique_ptr<Control> self_control(milliseconds deadline);
+
+/// Small messages that never block: what MPI and TCP each provide.
+class Mailbox {
+ public:
+  struct Letter {
+    enum Kind { text, left, died };  // left, died: the last letter that comes from this peer
+    int from = 0;
+    Kind kind = text;
+    std::string body = {};
+  };
+
+  virtual ~Mailbox() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  /// Letters of one sender arrive in the order in which they were posted.
+  virtual void post(int to, const std::string& text) = 0;
+  virtual std::optional<Letter> next() = 0;
+  /// Lets posted letters leave, for at most `limit`. After a failure some may never leave.
+  virtual void flush(milliseconds limit) noexcept = 0;
+  /// The communicator failed: from now on nothing may wait for a peer.
+  virtual void abandon() noexcept {}
+};
+
+std::unique_ptr<Control> mail_control(std::unique_ptr<Mailbox> mailbox, milliseconds deadline);
+
+}  // namespace longspan::comm

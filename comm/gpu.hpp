@@ -1,0 +1,18 @@
+// Communicators whose states live on GPUs. In a build without CUDA both throw Unsupported.
+#pragma once
+
+#include <memory>
+
+#include "comm/control.hpp"
+#include "comm/transport.hpp"
+
+namespace longspan::comm {
+
+/// NCCL among the ranks of `control`, each on the GPU of its local rank, which becomes the calling
+/// thread's current one. Collective. Two ranks on one GPU are refused.
+std::shared_ptr<Transport> gpu_transport(std::unique_ptr<Control> control);
+
+/// One process alone on its current GPU.
+std::shared_ptr<Transport> gpu_self(milliseconds deadline);
+
+}  // namespace longspan::comm

@@ -1,0 +1,22 @@
+// Which ranks share a machine.
+#pragma once
+
+#include <string>
+
+#include "comm/control.hpp"
+
+namespace longspan::comm {
+
+struct Place {
+  int nodes = 1;
+  int local_rank = 0;  // among the ranks of this machine, in rank order
+  int local_size = 1;
+};
+
+/// Collective.
+Place find_place(Control& control);
+
+/// "4 ranks, 1 node".
+std::string describe(int ranks, const Place& place);
+
+}  // namespace longspan::comm

@@ -1,0 +1,55 @@
+// From an MPI communicator to ours: letters over MPI in any case, states over MPI on processors and
+// over NCCL on GPUs.
+#include "comm/mpi/from_mpi.hpp"
+
+#include <fmt/format.h>
+
+#include "comm/environment.hpp"
+#include "comm/gpu.hpp"
+#include "comm/mpi/mailbox.hpp"
+#include "comm/mpi/transport.hpp"
+#include "longspan/mpi.hpp"
+#include "src/check.hpp"
+
+namespace longspan {
+namespace comm {
+namespace {
+
+Communicator connect(MPI_Comm comm, const CommOptions& options,
+                     std::shared_ptr<MpiSession> session) {
+  const milliseconds deadline = deadline_of(options);
+  auto duplicate = std::make_shared<MpiDuplicate>(comm, deadline, std::move(session));
+  auto control = mail_control(std::make_unique<MpiMailbox>(duplicate), deadline);
+  return Communicator(options.device == Device::cuda
+                          ? gpu_transport(std::move(control))
+                          : mpi_transport(std::move(duplicate), std::move(control)));
+}
+
+}  // namespace
+
+Communicator from_mpirun(const CommOptions& options, int size) {
+  auto session = MpiSession::join();
+  int found = 0;
+  LONGSPAN_MPI(MPI_Comm_size(MPI_COMM_WORLD, &found));
+  if (size > 0 && found != size)
+    throw UsageError(fmt::format(
+        "The launcher announces {} ranks, but MPI found {}: the launcher and the MPI library do "
+        "not know each other. Start with the mpirun of this MPI, or with srun --mpi=pmix.",
+        size, found));
+  return connect(MPI_COMM_WORLD, options, std::move(session));
+}
+
+}  // namespace comm
+
+Communicator from_mpi(MPI_Comm comm, CommOptions options) {
+  int initialized = 0, finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  if (!initialized || finalized)
+    throw UsageError(
+        "from_mpi was called while MPI was not running: call MPI_Init before it, or use "
+        "from_environment, which does.");
+  return comm::connect(comm, options, nullptr);
+}
+
+}  // namespace longspan

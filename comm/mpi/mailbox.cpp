@@ -1,0 +1,97 @@
+// Only calls that return at once: a peer that stops in the middle of a letter holds up its own
+// letters and nobody else's. The last letter of a rank is empty: goodbye.
+#include "comm/mpi/mailbox.hpp"
+
+#include "src/check.hpp"
+
+namespace longspan::comm {
+
+MpiMailbox::MpiMailbox(std::shared_ptr<MpiDuplicate> duplicate)
+    : MpiMailbox(duplicate->get(), kLetterTag) {
+  duplicate_ = std::move(duplicate);
+}
+
+MpiMailbox::MpiMailbox(MPI_Comm comm, int tag) : comm_(comm), tag_(tag) {
+  int size = 0;
+  LONGSPAN_MPI(MPI_Comm_rank(comm, &rank_));
+  LONGSPAN_MPI(MPI_Comm_size(comm, &size));
+  coming_.resize(size);
+  present_ = size - 1;
+}
+
+MpiMailbox::~MpiMailbox() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (duplicate_ && !finalized) say_goodbye();
+  // What could not leave stays where MPI may still read it: memory is the price of not waiting.
+  if (finalized || !sweep()) new std::list<Leaving>(std::move(leaving_));
+}
+
+/// Ranks mostly leave together. Whoever has to wait for the others does not free the communicator,
+/// so the wait can be short.
+void MpiMailbox::say_goodbye() try {
+  for (int p = 0; p < size(); ++p)
+    if (p != rank_) post(p, "");
+  for (Patience patient(milliseconds(100)); present_ > 0 && !patient.over(); patient.pause())
+    next();
+  if (present_ > 0) duplicate_->keep();
+} catch (const Error&) {
+  duplicate_->keep();
+}
+
+void MpiMailbox::post(int to, const std::string& text) {
+  sweep();
+  Leaving& letter = leaving_.emplace_back(Leaving{text});
+  LONGSPAN_MPI(MPI_Isend(letter.text.data(), static_cast<int>(text.size()), MPI_BYTE, to, tag_,
+                         comm_, &letter.request));
+}
+
+std::optional<Mailbox::Letter> MpiMailbox::next() {
+  for (int tried = 0; tried < size(); ++tried) {
+    const int peer = next_peer_;
+    next_peer_ = (next_peer_ + 1) % size();
+    if (peer == rank_) continue;
+    Coming& letter = coming_[peer];
+    if (letter.request == MPI_REQUEST_NULL) {
+      int found = 0, bytes = 0;
+      MPI_Message message;
+      MPI_Status status;
+      LONGSPAN_MPI(MPI_Improbe(peer, tag_, comm_, &found, &message, &status));
+      if (!found) continue;
+      LONGSPAN_MPI(MPI_Get_count(&status, MPI_BYTE, &bytes));
+      letter.text.resize(bytes);
+      LONGSPAN_MPI(MPI_Imrecv(letter.text.data(), bytes, MPI_BYTE, &message, &letter.request));
+    }
+    int done = 0;
+    LONGSPAN_MPI(MPI_Test(&letter.request, &done, MPI_STATUS_IGNORE));
+    if (!done) continue;
+    next_peer_ = peer;  // there may be more from this one
+    if (!letter.text.empty()) return Letter{peer, Letter::text, std::move(letter.text)};
+    --present_;
+    return Letter{peer, Letter::left};
+  }
+  return std::nullopt;
+}
+
+bool MpiMailbox::sweep() {
+  for (auto letter = leaving_.begin(); letter != leaving_.end();) {
+    int done = 0;
+    const int status = MPI_Test(&letter->request, &done, MPI_STATUS_IGNORE);
+    letter = done || status != MPI_SUCCESS ? leaving_.erase(letter) : std::next(letter);
+  }
+  return leaving_.empty();
+}
+
+void MpiMailbox::flush(milliseconds limit) noexcept {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  Patience patient(limit);
+  while (!finalized && !sweep() && !patient.over()) patient.pause();
+}
+
+void MpiMailbox::abandon() noexcept {
+  if (duplicate_) duplicate_->failed();
+  duplicate_.reset();
+}
+
+}  // namespace longspan::comm

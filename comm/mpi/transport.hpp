@@ -1,0 +1,16 @@
+// States on processors travel over MPI.
+#pragma once
+
+#include <memory>
+
+#include "comm/control.hpp"
+#include "comm/mpi/session.hpp"
+#include "comm/transport.hpp"
+
+namespace longspan::comm {
+
+/// Collective over `duplicate`, which it shares with the letters of `control`.
+std::shared_ptr<Transport> mpi_transport(std::shared_ptr<MpiDuplicate> duplicate,
+                                         std::unique_ptr<Control> control);
+
+}  // namespace longspan::comm

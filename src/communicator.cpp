@@ -1,0 +1,107 @@
+// The public face of a transport, and the choice of one.
+#include "longspan/communicator.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "comm/environment.hpp"
+#include "comm/gpu.hpp"
+#include "comm/self.hpp"
+#include "comm/tcp_control.hpp"
+#include "comm/wire.hpp"
+#include "longspan/error.hpp"
+#if defined(LONGSPAN_HAVE_MPI)
+#include "comm/mpi/from_mpi.hpp"
+#endif
+
+namespace longspan {
+
+Communicator::Communicator(std::shared_ptr<comm::Transport> transport)
+    : transport_(std::move(transport)) {}
+
+int Communicator::rank() const { return transport_->rank(); }
+int Communicator::size() const { return transport_->size(); }
+Device Communicator::device() const { return transport_->device(); }
+std::chrono::milliseconds Communicator::deadline() const { return transport_->deadline(); }
+std::string Communicator::describe() const { return transport_->describe(); }
+
+std::vector<std::string> Communicator::gather(const std::string& mine,
+                                              const std::string& step) const {
+  return transport_->gather(mine, step);
+}
+
+void Communicator::abort(const std::string& why) const noexcept { transport_->abort(why); }
+
+namespace {
+
+Communicator alone(const CommOptions& options) {
+  const auto deadline = comm::deadline_of(options);
+  if (options.device == Device::cuda) return Communicator(comm::gpu_self(deadline));
+  return Communicator(std::make_shared<comm::SelfTransport>(deadline));
+}
+
+Communicator over_mpi(const CommOptions& options, int size) {
+#if defined(LONGSPAN_HAVE_MPI)
+  return comm::from_mpirun(options, size);
+#else
+  if (size == 1) return alone(options);
+  throw Unsupported(
+      "This process was started by an MPI launcher, but longspan was built without MPI: configure "
+      "with -DLONGSPAN_MPI=ON, or start the ranks with torchrun or srun.");
+#endif
+}
+
+Communicator over_tcp(const CommOptions& options, const comm::Launch& launch) {
+  if (launch.size == 1) return alone(options);
+  if (options.device == Device::host)
+    throw Unsupported(fmt::format(
+        "Device host was asked for among the {} ranks of {}, but states on processors travel over "
+        "MPI: start with mpirun or srun --mpi=pmix, or use device cuda.",
+        launch.size, launch.by == comm::Launcher::torchrun ? "torchrun" : "srun"));
+  return Communicator(comm::gpu_transport(comm::tcp_control(launch, comm::deadline_of(options))));
+}
+
+}  // namespace
+
+Communicator self(Device device) { return alone({.device = device}); }
+
+Communicator from_environment(CommOptions options) {
+  const comm::Launch launch = comm::find_launch();
+  switch (launch.by) {
+    case comm::Launcher::mpirun:
+      return over_mpi(options, launch.size);
+    case comm::Launcher::torchrun:
+    case comm::Launcher::srun:
+      return over_tcp(options, launch);
+    default:
+      return alone(options);
+  }
+}
+
+void agree(const Communicator& world, const NamedValues& arguments, const std::string& step) {
+  std::vector<std::string> mine;
+  for (const auto& [name, value] : arguments) mine.insert(mine.end(), {name, value});
+  const auto packed = world.gather(comm::pack_all(mine), step);
+  const auto first = comm::unpack(packed.front());
+
+  // Every rank compares the same texts with rank 0's, so every rank finds the same difference.
+  for (int r = 1; r < world.size(); ++r) {
+    const auto other = comm::unpack(packed[r]);
+    if (other == first) continue;
+    for (std::size_t i = 0; i < std::min(first.size(), other.size()); i += 2) {
+      if (other[i] != first[i]) break;
+      if (other[i + 1] != first[i + 1])
+        throw UsageError(
+            fmt::format("'{}' differs between ranks at '{}': rank 0 has {}, rank {} has {}. Give "
+                        "every rank the same value.",
+                        first[i], step, first[i + 1], r, other[i + 1]));
+    }
+    throw UsageError(
+        fmt::format("The lists of arguments differ between rank 0 and rank {} at '{}': is every "
+                    "rank of the same longspan version?",
+                    r, step));
+  }
+}
+
+}  // namespace longspan

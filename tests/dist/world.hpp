@@ -1,0 +1,22 @@
+// The ranks of a test under mpirun: a communicator of its own for each test, so that one that fails
+// leaves the next untouched. LONGSPAN_TEST_DEVICE=cuda runs the same tests on GPUs.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "longspan/communicator.hpp"
+#include "longspan/mpi.hpp"
+
+namespace longspan::testing {
+
+inline Device test_device() {
+  const char* name = std::getenv("LONGSPAN_TEST_DEVICE");
+  return name && std::string(name) == "cuda" ? Device::cuda : Device::host;
+}
+
+inline Communicator test_world() { return from_mpi(MPI_COMM_WORLD, {.device = test_device()}); }
+
+}  // namespace longspan::testing

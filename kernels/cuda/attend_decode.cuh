@@ -23,7 +23,7 @@ template <class T, int kHeadDim, int kRowCount>
 struct DecodeTraits {
   using Element = T;
   static constexpr int kDim = kHeadDim;
-  static constexpr int kRows = kRowCount;  // packed rows: 8 or 32
+  static constexpr int kRows = kRowCount;  // packed rows: 8, 16 or 32
   static constexpr int kRowTiles = kRows / 8;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
@@ -48,7 +48,7 @@ struct DecodeTraits {
     }
   };
   using State = ThreadState<2 * kRowTiles, kSlices * kRowTiles, RowOf>;
-  using Stack = FoldStack<State, kThreads, true>;
+  using Stack = FoldStack<State, kThreads, kRows == 8>;
 };
 
 /// Shared memory of a block, in the order of alignment.

@@ -21,7 +21,7 @@ namespace longspan::kernels::sm90 {
 // ---- shapes ----------------------------------------------------------------------------------
 
 template <class Element_, int kDim_, int kConsumers_, int kKeys_, bool kOverlap_ = true,
-          bool kTurns_ = true>
+          bool kTurns_ = true, bool kSkip_ = false>
 struct Tile {
   using Element = Element_;
   static constexpr int kDim = kDim_;
@@ -29,6 +29,8 @@ struct Tile {
   static constexpr int kKeys = kKeys_;            // of one tile
   static constexpr bool kOverlap = kOverlap_;     // next scores before this softmax
   static constexpr bool kTurns = kTurns_;         // consumers take turns at the tensor cores
+
+  static constexpr bool kSkip = kSkip_;
 
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = 2;
@@ -39,6 +41,37 @@ struct Tile {
   // Out of the 64 Ki registers of a multiprocessor.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+};
+
+/// Where a rank's keys of one sequence stand, for positions that ascend; the shard's rule in 32 bits.
+/// Two runs of positions (contiguous, ranges, zigzag), or blocks dealt out in turn.
+struct Places {
+  int start[2], count[2];
+  int block, round;  // block > 0: blocks at start[0], start[0] + round ... below start[1]
+
+  __device__ void find(const Shard& shard, std::int64_t kv_len) {
+    const int keys = static_cast<int>(shard.local_len(kv_len));
+    block = shard.layout == Layout::interleaved ? static_cast<int>(shard.block)
+            : shard.layout == Layout::striped   ? 1
+                                                : 0;
+    round = block * shard.ranks;
+    start[0] = block > 0 ? block * shard.rank : keys > 0 ? static_cast<int>(shard.position(0, kv_len)) : 0;
+    // zigzag's second run begins in the upper half
+    count[0] = shard.layout == Layout::zigzag ? static_cast<int>(shard.before(kv_len / 2, kv_len)) : keys;
+    count[1] = keys - count[0];
+    start[1] = block > 0      ? static_cast<int>(kv_len)
+               : count[1] > 0 ? static_cast<int>(shard.position(count[0], kv_len))
+                              : 0;
+  }
+
+  /// Local keys below `position`.
+  __device__ int before(int position) const {
+    if (block == 0)
+      return min(max(position - start[0], 0), count[0]) + min(max(position - start[1], 0), count[1]);
+    position = min(max(position, 0), start[1]);
+    const int rounds = position / round;
+    return rounds * block + min(max(position - rounds * round - start[0], 0), block);
+  }
 };
 
 /// Local keys [begin, end) of a sequence.
@@ -64,9 +97,10 @@ struct Shared {
   alignas(1024) Element q[T::kConsumers][T::kPanels][64][64];
   alignas(1024) Element k[T::kStages][T::kPanels][T::kKeys][64];
   alignas(1024) Element v[T::kStages][T::kPanels][T::kKeys][64];
+  Places places;
   Item items[2];
   RowKeys rows[2][T::kRows];  // what each row of the item sees
-  Barrier item_full[2], item_empty[2];
+  Barrier item_full[2], item_empty[2], item_wanted;
   Barrier q_full[T::kConsumers], q_empty[T::kConsumers];
   Barrier k_full[T::kStages], k_empty[T::kStages];
   Barrier v_full[T::kStages], v_empty[T::kStages];
@@ -128,34 +162,35 @@ __device__ int find_item(const Call& call, unsigned index, Item& item) {
 }
 
 /// One warp: finds the next item while the others work on this one, and announces it together with
-/// the keys that each of its rows sees.
+/// the keys that each of its rows sees. An item is taken only when the loader wants it: a block with
+/// long work takes nothing that another block could begin earlier.
 template <class T>
 __device__ void schedule(const Call& call, Shared<T>& shared) {
   const AttendParams& params = call.params;
   const int lane = threadIdx.x % 32;
   Turn<2> turn;
-  for (unsigned index = blockIdx.x;; turn.next()) {
+  std::uint32_t wanted = 0;
+  int sequence = -1;
+  for (unsigned index = blockIdx.x; index < call.items; turn.next()) {
     shared.item_empty[turn.stage].wait(turn.parity ^ 1);
     Item& item = shared.items[turn.stage];
-    if (index >= call.items) {
-      if (lane == 0) {
-        item.tiles = -1;
-        shared.item_full[turn.stage].arrive();
-      }
-      return;
-    }
     int b = 0;
-    if (lane == 0) b = find_item<T>(call, index, item);
+    if (lane == 0) {
+      b = find_item<T>(call, index, item);
+      if (b != sequence) shared.places.find(params.shard, params.batch.keys(b, params.shard));
+      sequence = b;
+    }
     b = __shfl_sync(0xffffffff, b, 0);
+    __syncwarp();
     const int query_len = static_cast<int>(params.batch.query_len(b, params.tokens));
-    const std::int64_t kv_len = params.batch.keys(b, params.shard);
+    const int kv_len = static_cast<int>(params.batch.keys(b, params.shard));
     const int rows = max(min(query_len - item.row, T::kRows), 0);
 
     int* const limits = reinterpret_cast<int*>(shared.rows[turn.stage]);
 #pragma unroll 1
     for (int i = lane; i < 2 * rows; i += 32) {
       const Interval keys = params.mask.visible(kv_len - query_len + item.row + i / 2, kv_len);
-      limits[i] = static_cast<int>(params.shard.before(i % 2 ? keys.end : keys.begin, kv_len));
+      limits[i] = shared.places.before(static_cast<int>(i % 2 ? keys.end : keys.begin));
     }
     __syncwarp();
     if (lane == 0) {
@@ -167,9 +202,19 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
         item.tiles = (item.some.end - item.some.begin + T::kKeys - 1) / T::kKeys;
       }
       shared.item_full[turn.stage].arrive();
-      index = call.next ? gridDim.x + atomicAdd(call.next, 1u) : call.items;
+      index = call.items;
+      if (call.next) {
+        shared.item_wanted.wait(wanted);
+        index = gridDim.x + atomicAdd(call.next, 1u);
+      }
+      wanted ^= 1;
     }
     index = __shfl_sync(0xffffffff, index, 0);
+  }
+  if (lane == 0) {
+    shared.item_empty[turn.stage].wait(turn.parity ^ 1);
+    shared.items[turn.stage].tiles = -1;
+    shared.item_full[turn.stage].arrive();
   }
 }
 
@@ -179,6 +224,7 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
 /// consumers.
 template <class T>
 __device__ void load(const Call& call, Shared<T>& shared) {
+  constexpr int kEarly = 3;  // tiles before an item's end to want the next one
   constexpr int kQBytes = 64 * T::kPanels * 128;
   constexpr int kTileBytes = T::kPanels * T::kPanelBytes;
   const std::uint64_t queries_once = cache_policy<Keep::first_to_go>();
@@ -206,6 +252,7 @@ __device__ void load(const Call& call, Shared<T>& shared) {
     int key = item.first_key + item.some.end;
     shared.item_empty[announced.stage].arrive();
     if (tiles < 0) return;
+    if (tiles < kEarly) shared.item_wanted.arrive();
     if (tiles == 0) continue;
 
     const auto load_k = [&](int at) {
@@ -226,6 +273,7 @@ __device__ void load(const Call& call, Shared<T>& shared) {
     }
     q_parity ^= 1;
     for (int tile = 1; tile < tiles; ++tile) {
+      if (tile == tiles + 1 - kEarly) shared.item_wanted.arrive();
       load_k(key - T::kKeys);
       load_v(key);
       key -= T::kKeys;
@@ -239,7 +287,9 @@ __device__ void load(const Call& call, Shared<T>& shared) {
 /// S = Q K^T, asynchronously. q, k: panels of 64 elements of the head's dimension.
 template <class T>
 __device__ void multiply_qk(float (&s)[T::kKeys / 2], const void* q, const void* k) {
-  const std::uint64_t a = operand(q, 64 * 128), b = operand(k, T::kPanelBytes);
+  std::uint64_t a = operand(q, 64 * 128);
+  asm volatile("" : "+l"(a));
+  const std::uint64_t b = operand(k, T::kPanelBytes);
 #pragma unroll
   for (int step = 0; step < T::kDim / 16; ++step)
     Product<T::kKeys>::template shared<typename T::Element, false>(
@@ -340,7 +390,9 @@ __device__ void shrink(float (&o)[kCount], const float (&ratio)[2]) {
 template <class T>
 __device__ void clear_values(typename T::Element (&v)[T::kPanels][T::kKeys][64], int keys,
                              int barrier) {
+#pragma unroll 1
   for (int panel = 0; panel < T::kPanels; ++panel)
+#pragma unroll 1
     for (int i = threadIdx.x % 128; i < keys * 8; i += 128)
       reinterpret_cast<uint4*>(v[panel])[i] = uint4{};
   fence_shared_stores();
@@ -506,9 +558,23 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
       k.next();
       hide_partial();
       rows.softmax(s, c, ratio);
-      round_to<typename T::Element>(p, s);
 
+      // The wait for P V stands at the loop's head: ptxas moves a wait up to the head of its basic
+      // block, and here the softmax lies in the block before.
+      const auto next_weights = [&](bool first_tile) {
+        wgmma_wait<0>();
+        pin(o);
+        if (!first_tile) {
+          release(shared.v_empty[v.stage]);
+          v.next();
+        }
+        round_to<typename T::Element>(p, s);
+        if (!T::kSkip || __any_sync(0xffffffff, ratio[0] != 1.0f || ratio[1] != 1.0f))
+          shrink(o, ratio);
+      };
+#pragma unroll 1
       for (int tile = 1; tile < tiles; ++tile) {
+        next_weights(tile == 1);
         shared.k_full[k.stage].wait(k.parity);
         wait_turn();
         wgmma_begin();
@@ -526,15 +592,10 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
         first -= T::kKeys;
         hide_partial();
         rows.softmax(s, c, ratio);
-        wgmma_wait<0>();
-        pin(o);
-        release(shared.v_empty[v.stage]);
-        v.next();
-        round_to<typename T::Element>(p, s);
-        shrink(o, ratio);
       }
       release(shared.q_empty[group]);
 
+      next_weights(tiles == 1);
       wait_values(first);
       wgmma_begin();
       multiply_pv<T>(o, p, shared.v[v.stage]);
@@ -576,6 +637,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
       shared.item_full[i].init(1);
       shared.item_empty[i].init(kConsumerWarps + 1);
     }
+    shared.item_wanted.init(1);
     for (int i = 0; i < T::kConsumers; ++i) {
       shared.q_full[i].init(1);
       shared.q_empty[i].init(4);

@@ -1,0 +1,380 @@
+// One call of the CUDA kernels as a test sees it: random sequences, dealt out to simulated ranks on
+// one GPU, attended rank by rank into the slots of the gathered states, merged. Outputs are
+// poisoned with NaN first, so a row that nobody writes shows.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/backend.hpp"
+#include "launcher/elements.hpp"
+#include "launcher/oracle.hpp"
+#include "longspan/buffer.hpp"
+
+namespace longspan::test {
+
+#define LONGSPAN_NEEDS_GPU()                                                        \
+  do {                                                                              \
+    int longspan_gpus = 0;                                                          \
+    if (cudaGetDeviceCount(&longspan_gpus) != cudaSuccess || longspan_gpus == 0)    \
+      GTEST_SKIP() << "no GPU: cudaGetDeviceCount found none";                      \
+  } while (0)
+
+/// A typed array on the GPU.
+template <class T>
+struct OnGpu {
+  Buffer buffer;
+  OnGpu() = default;
+  explicit OnGpu(std::size_t count) : buffer(Device::cuda, std::max<std::size_t>(count, 1) * sizeof(T)) {
+    poison();
+  }
+  explicit OnGpu(const std::vector<T>& values) : OnGpu(values.size()) {
+    const std::size_t bytes = values.size() * sizeof(T);
+    EXPECT_EQ(cudaMemcpy(data(), values.data(), bytes, cudaMemcpyDefault), cudaSuccess);
+  }
+  T* data() const { return static_cast<T*>(buffer.data()); }
+  void poison() { EXPECT_EQ(cudaMemset(buffer.data(), 0xff, buffer.bytes()), cudaSuccess); }
+  std::vector<T> values(std::size_t count) const {
+    std::vector<T> host(count);
+    EXPECT_EQ(cudaMemcpy(host.data(), data(), count * sizeof(T), cudaMemcpyDefault), cudaSuccess);
+    return host;
+  }
+};
+
+struct Case {
+  DType dtype = DType::bf16;
+  int heads = 4, kv_heads = 2, dim = 64;
+  std::vector<int> q_lens{8}, kv_lens{300};
+  Mask mask{};
+  float softcap = 0;
+  float scale = 0;  // 0: 1 / sqrt(dim)
+  Layout layout = Layout::contiguous;
+  std::int64_t block = kSegment;
+  int ranks = 1;
+  bool invariant = false;
+  bool sinks = false;
+  bool device_lengths = false;  // lengths from arrays also where one sequence would not need them
+  unsigned seed = 1;
+
+  int batch() const { return static_cast<int>(q_lens.size()); }
+  std::int64_t tokens() const {
+    std::int64_t sum = 0;
+    for (int n : q_lens) sum += n;
+    return sum;
+  }
+  float scale_used() const { return scale != 0 ? scale : 1.0f / std::sqrt(static_cast<float>(dim)); }
+};
+
+inline std::ostream& operator<<(std::ostream& out, const Case& c) {
+  out << name(c.dtype) << " heads " << c.heads << "/" << c.kv_heads << " dim " << c.dim << " q";
+  for (int n : c.q_lens) out << " " << n;
+  out << " kv";
+  for (int n : c.kv_lens) out << " " << n;
+  return out << " causal " << c.mask.causal << " window " << c.mask.window << " right "
+             << c.mask.right << " softcap " << c.softcap << " scale " << c.scale << " "
+             << name(c.layout) << " block " << c.block << " ranks " << c.ranks << " invariant "
+             << c.invariant << " sinks " << c.sinks << " seed " << c.seed;
+}
+
+/// `count` elements of order 1.
+inline std::vector<std::byte> random_elements(DType dtype, std::int64_t count, std::mt19937& rng) {
+  std::vector<std::byte> bytes(static_cast<std::size_t>(count) * size_of(dtype));
+  std::normal_distribution<float> normal;
+  for (std::int64_t i = 0; i < count; ++i) launcher::store(bytes.data(), dtype, i, normal(rng));
+  return bytes;
+}
+
+/// The data of a case: whole sequences on the host.
+struct Data {
+  std::vector<std::byte> q;               // [tokens, heads, dim]
+  std::vector<std::vector<std::byte>> k;  // of each sequence [kv_len, kv_heads, dim]
+  std::vector<std::vector<std::byte>> v;
+  std::vector<float> sinks;                           // [heads]
+  std::vector<std::vector<std::int64_t>> permuted;    // listed: all positions, in random order
+
+  explicit Data(const Case& c) {
+    std::mt19937 rng(c.seed);
+    q = random_elements(c.dtype, c.tokens() * c.heads * c.dim, rng);
+    for (int len : c.kv_lens) {
+      k.push_back(random_elements(c.dtype, std::int64_t{len} * c.kv_heads * c.dim, rng));
+      v.push_back(random_elements(c.dtype, std::int64_t{len} * c.kv_heads * c.dim, rng));
+      permuted.emplace_back(static_cast<std::size_t>(len));
+      for (int i = 0; i < len; ++i) permuted.back()[static_cast<std::size_t>(i)] = i;
+      std::shuffle(permuted.back().begin(), permuted.back().end(), rng);
+    }
+    std::normal_distribution<float> normal;
+    for (int h = 0; h < c.heads; ++h) sinks.push_back(normal(rng));
+  }
+};
+
+struct Result {
+  std::vector<std::byte> out;  // [tokens, heads, dim] of the case's dtype
+  std::vector<float> lse;      // [tokens, heads]
+};
+
+/// Everything on the GPU, ready to run again and again.
+class GpuRun {
+ public:
+  GpuRun(const Case& c, const Data& data) : c_(c), backend_(kernels::cuda_backend()) {
+    const std::int64_t row = std::int64_t{c.kv_heads} * c.dim;
+    q_ = OnGpu<std::byte>(data.q);
+    sinks_ = OnGpu<float>(data.sinks);
+    std::vector<std::int32_t> starts{0};
+    for (int n : c.q_lens) starts.push_back(starts.back() + n);
+    query_start_ = OnGpu<std::int32_t>(starts);
+    kv_len_ = OnGpu<std::int32_t>(std::vector<std::int32_t>(c.kv_lens.begin(), c.kv_lens.end()));
+    for (int rank = 0; rank < c.ranks; ++rank) {
+      // The rank's own keys, sequence after sequence.
+      std::vector<std::byte> k, v;
+      std::vector<std::int64_t> table;
+      Rank on;
+      on.shard = {c.layout, rank, c.ranks, c.batch() == 1 ? c.kv_lens[0] : 0, c.block};
+      std::vector<std::int64_t> cuts;
+      if (c.layout == Layout::ranges) {  // uneven on purpose
+        for (int r = 0; r < c.ranks; ++r) cuts.push_back(c.kv_lens[0] * r * r / (c.ranks * c.ranks));
+        cuts.push_back(c.kv_lens[0]);
+      }
+      for (int b = 0; b < c.batch(); ++b) {
+        Shard host = on.shard;
+        const std::int64_t len = c.kv_lens[static_cast<std::size_t>(b)];
+        std::vector<std::int64_t> positions;
+        if (c.layout == Layout::listed) {
+          const auto& all = data.permuted[static_cast<std::size_t>(b)];
+          positions.assign(all.begin() + len * rank / c.ranks, all.begin() + len * (rank + 1) / c.ranks);
+          table = positions;
+          host.table = table.data();
+          host.listed = on.shard.listed = static_cast<std::int64_t>(table.size());
+        } else {
+          if (c.layout == Layout::ranges) host.table = (table = cuts).data();
+          for (std::int64_t i = 0; i < host.local_len(len); ++i)
+            positions.push_back(host.position(i, len));
+        }
+        const auto append = [&](std::vector<std::byte>& to, const std::vector<std::byte>& from) {
+          const std::size_t bytes = static_cast<std::size_t>(row) * size_of(c.dtype);
+          for (std::int64_t position : positions) {
+            const auto first = from.begin() + position * static_cast<std::int64_t>(bytes);
+            to.insert(to.end(), first, first + static_cast<std::int64_t>(bytes));
+          }
+        };
+        append(k, data.k[static_cast<std::size_t>(b)]);
+        append(v, data.v[static_cast<std::size_t>(b)]);
+      }
+      on.k = OnGpu<std::byte>(k);
+      on.v = OnGpu<std::byte>(v);
+      on.table = OnGpu<std::int64_t>(table);
+      on.key_start = OnGpu<std::int64_t>(static_cast<std::size_t>(c.batch()));
+      if (!table.empty() || c.layout == Layout::listed) on.shard.table = on.table.data();
+      ranks_.push_back(std::move(on));
+    }
+    out_ = OnGpu<std::byte>(static_cast<std::size_t>(c.tokens() * c.heads * c.dim) * size_of(c.dtype));
+    lse_ = OnGpu<float>(static_cast<std::size_t>(c.tokens() * c.heads));
+    states_.rows = c.tokens() * c.heads;
+    states_.dim = c.dim;
+    states_.slots = c.ranks;
+    state_memory_ = OnGpu<std::byte>(static_cast<std::size_t>(states_.slot_bytes() * c.ranks));
+    states_.data = state_memory_.data();
+    scratch_ = OnGpu<std::byte>(backend_->attend_scratch(bounds()));
+  }
+
+  /// Queues key starts, attention of every rank, and the merge.
+  void queue(cudaStream_t stream = nullptr) {
+    for (int rank = 0; rank < c_.ranks; ++rank) {
+      kernels::AttendParams p = params(rank);
+      if (lengths_on_device())
+        backend_->key_starts({.shard = p.shard,
+                              .kv_len = kv_len_.data(),
+                              .batch = c_.batch(),
+                              .key_start = ranks_[static_cast<std::size_t>(rank)].key_start.data()},
+                             {stream});
+      backend_->attend(p, {stream});
+    }
+    kernels::MergeParams m;
+    m.states = states_;
+    m.interleaved = c_.layout == Layout::interleaved;
+    m.heads = c_.heads;
+    m.sinks = c_.sinks ? sinks_.data() : nullptr;
+    m.tokens = c_.tokens();
+    m.dtype = c_.dtype;
+    m.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    m.lse = lse_.data();
+    m.lse_row_stride = c_.heads;
+    m.lse_head_stride = 1;
+    backend_->merge(m, {stream});
+  }
+
+  void poison() {
+    out_.poison();
+    lse_.poison();
+    state_memory_.poison();
+    scratch_.poison();
+  }
+
+  Result result() {
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    return {out_.values(out_.buffer.bytes()),
+            lse_.values(static_cast<std::size_t>(c_.tokens() * c_.heads))};
+  }
+
+  Result run() {
+    poison();
+    queue();
+    return result();
+  }
+
+  OnGpu<std::int32_t>& kv_len() { return kv_len_; }
+  OnGpu<std::int32_t>& query_start() { return query_start_; }
+
+ private:
+  struct Rank {
+    Shard shard;
+    OnGpu<std::byte> k, v;
+    OnGpu<std::int64_t> table, key_start;
+  };
+
+  bool lengths_on_device() const { return c_.batch() > 1 || c_.device_lengths; }
+
+  /// As the layer plans: no arrays and no length.
+  kernels::AttendParams bounds() const {
+    kernels::AttendParams p;
+    p.dtype = c_.dtype;
+    p.tokens = c_.tokens();
+    p.heads = c_.heads;
+    p.kv_heads = c_.kv_heads;
+    p.dim = c_.dim;
+    p.batch.size = c_.batch();
+    p.mask = c_.mask;
+    p.score = {c_.scale_used(), c_.softcap};
+    p.invariant = c_.invariant;
+    return p;
+  }
+
+  kernels::AttendParams params(int rank) {
+    Rank& on = ranks_[static_cast<std::size_t>(rank)];
+    const std::int64_t row = std::int64_t{c_.kv_heads} * c_.dim;
+    kernels::AttendParams p = bounds();
+    p.q = {q_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    p.k = {on.k.data(), row, c_.dim};
+    p.v = {on.v.data(), row, c_.dim};
+    if (lengths_on_device())
+      p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), on.key_start.data()};
+    p.shard = on.shard;
+    p.state = states_;
+    p.slot = rank;
+    p.scratch = scratch_.data();
+    p.scratch_bytes = scratch_.buffer.bytes();
+    return p;
+  }
+
+  Case c_;
+  std::unique_ptr<kernels::Backend> backend_;
+  OnGpu<std::byte> q_, out_, state_memory_, scratch_;
+  OnGpu<float> sinks_, lse_;
+  OnGpu<std::int32_t> query_start_, kv_len_;
+  std::vector<Rank> ranks_;
+  kernels::StateSlots states_;
+};
+
+/// What float64 says, and what a plain computation would have made of it: fp32 scores, softmax
+/// weights and the output rounded to the dtype.
+struct Judgement {
+  double worst = 0;        // max |out - exact|
+  double worst_plain = 0;  // max |plain - exact|
+  double worst_lse = 0;    // max |lse - exact| / (1 + |exact|); infinities must agree
+  double norm = 0;         // |out - exact| / |exact|
+};
+
+/// Compares the rows of every `stride`-th token.
+inline Judgement judge(const Case& c, const Data& data, const Result& result, int stride = 1) {
+  Judgement verdict;
+  const int group = c.heads / c.kv_heads;
+  double difference = 0, size = 0;
+  std::int64_t first_row = 0;
+  for (int b = 0; b < c.batch(); ++b) {
+    const std::int64_t q_len = c.q_lens[static_cast<std::size_t>(b)];
+    const std::int64_t kv_len = c.kv_lens[static_cast<std::size_t>(b)];
+    for (int kv_head = 0; kv_head < c.kv_heads; ++kv_head) {
+      launcher::RowMajor keys(kv_len, c.dim), values(kv_len, c.dim);
+      for (std::int64_t i = 0; i < kv_len; ++i)
+        for (int d = 0; d < c.dim; ++d) {
+          const std::int64_t at = (i * c.kv_heads + kv_head) * c.dim + d;
+          keys(i, d) = launcher::load(data.k[static_cast<std::size_t>(b)].data(), c.dtype, at);
+          values(i, d) = launcher::load(data.v[static_cast<std::size_t>(b)].data(), c.dtype, at);
+        }
+      for (std::int64_t t = 0; t < q_len; t += stride)
+        for (int g = 0; g < group; ++g) {
+          const int head = kv_head * group + g;
+          const std::int64_t row = (first_row + t) * c.heads + head;
+          Eigen::VectorXd q(c.dim);
+          for (int d = 0; d < c.dim; ++d)
+            q[d] = launcher::load(data.q.data(), c.dtype, row * c.dim + d);
+          const Interval seen = c.mask.visible(kv_len - q_len + t, kv_len);
+          std::optional<double> sink;
+          if (c.sinks) sink = data.sinks[static_cast<std::size_t>(head)];
+          const launcher::Exact exact = launcher::attend_exactly(q, keys, values, seen,
+                                                                 c.scale_used(), c.softcap, sink);
+          // Plain: p = softmax rounded, out = sum p v rounded.
+          Eigen::VectorXd plain = Eigen::VectorXd::Zero(c.dim);
+          if (!seen.empty()) {
+            Eigen::ArrayXd s = (keys.middleRows(seen.begin, seen.end - seen.begin) * q).array() *
+                               c.scale_used();
+            if (c.softcap != 0) s = c.softcap * (s / c.softcap).tanh();
+            std::vector<std::byte> rounded(static_cast<std::size_t>(std::max<std::int64_t>(s.size(), c.dim)) * 4);
+            for (Eigen::Index i = 0; i < s.size(); ++i)
+              launcher::store(rounded.data(), c.dtype, i,
+                              static_cast<float>(std::exp(s[i] - exact.lse)));
+            for (Eigen::Index i = 0; i < s.size(); ++i)
+              plain += launcher::load(rounded.data(), c.dtype, i) *
+                       values.row(seen.begin + i).transpose();
+            for (int d = 0; d < c.dim; ++d)
+              launcher::store(rounded.data(), c.dtype, d, static_cast<float>(plain[d]));
+            for (int d = 0; d < c.dim; ++d) plain[d] = launcher::load(rounded.data(), c.dtype, d);
+          }
+          for (int d = 0; d < c.dim; ++d) {
+            const double got = launcher::load(result.out.data(), c.dtype, row * c.dim + d);
+            const double error = std::abs(got - exact.out[d]);
+            verdict.worst = error <= verdict.worst ? verdict.worst : error;  // NaN stays
+            verdict.worst_plain = std::max(verdict.worst_plain, std::abs(plain[d] - exact.out[d]));
+            difference += (got - exact.out[d]) * (got - exact.out[d]);
+            size += exact.out[d] * exact.out[d];
+          }
+          const double lse = result.lse[static_cast<std::size_t>(row)];
+          const double lse_error =
+              lse == exact.lse ? 0.0 : std::abs(lse - exact.lse) / (1 + std::abs(exact.lse));
+          verdict.worst_lse = lse_error <= verdict.worst_lse ? verdict.worst_lse : lse_error;
+        }
+    }
+    first_row += q_len;
+  }
+  verdict.norm = size > 0 ? std::sqrt(difference / size) : std::sqrt(difference);
+  return verdict;
+}
+
+/// The bound of the project: at most twice the error of a plain computation, fp32 by norm.
+inline void expect_exact(const Case& c, const Data& data, const Result& result, int stride = 1) {
+  const Judgement verdict = judge(c, data, result, stride);
+  SCOPED_TRACE(::testing::Message() << c);
+  if (c.dtype == DType::fp32) {
+    EXPECT_LE(verdict.norm, 2e-6);
+  } else {
+    EXPECT_LE(verdict.worst, 2 * verdict.worst_plain);
+  }
+  EXPECT_LE(verdict.worst_lse, 2e-6);
+}
+
+inline void expect_same_bits(const Result& a, const Result& b) {
+  ASSERT_EQ(a.out.size(), b.out.size());
+  EXPECT_EQ(std::memcmp(a.out.data(), b.out.data(), a.out.size()), 0) << "outputs differ";
+  EXPECT_EQ(std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)), 0)
+      << "lse differ";
+}
+
+}  // namespace longspan::test

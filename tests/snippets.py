@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Documentation shows code that is compiled and run, and output that was printed.
+"""Documentation shows code that is compiled and run, output that was printed, figures that were
+measured. In a .md file
 
     <!-- code: examples/02_mpi_host/main.cpp layer -->     lines between // [layer] and // [/layer]
     <!-- output: longspan run --list-strategies -->        what this build's command prints
+    <!-- records: host-cpu -->                             a table of bench/results/host-cpu.jsonl
 
-Each such comment in a .md file is followed by a fenced block, which must be equal to what it names.
-`--write` makes them equal; without it a difference is an error. `--bin DIR` is where the command is;
-without it output blocks are left alone.
+stands before a fenced block (a table ends with <!-- end -->), which must be equal to what the
+comment names. `--write` makes them equal; without it a difference is an error. `--bin DIR` is where
+the command is; without it output blocks are left alone.
 """
 
 import argparse
+import json
 import pathlib
 import re
 import shlex
@@ -19,6 +22,7 @@ import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- (code|output): (.+?) -->\n```\w*\n)(.*?)(```)", re.DOTALL)
+TABLE = re.compile(r"(<!-- (records): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def code(source, name):
@@ -34,6 +38,42 @@ def output(command, folder):
     words = shlex.split(command)
     words[0] = str(folder / words[0])
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def cell(value):
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def records(name):
+    """A table of measured records: what all cases share above it, what differs in its columns."""
+    path = ROOT / "bench" / "results" / f"{name}.jsonl"
+    if not path.exists():
+        return "\nNot measured yet.\n\n"
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    for row in rows:
+        row["case"] = {**row["case"], "metric": row["metric"], "peer": row["peer"]}
+    keys = list(dict.fromkeys(key for row in rows for key in row["case"]))
+    shared = [key for key in keys if len({cell(row["case"].get(key)) for row in rows}) == 1]
+    columns = [key for key in keys if key not in shared]
+    text = "\n" + ", ".join(f"{key} {cell(rows[0]['case'][key])}" for key in shared
+                            if cell(rows[0]["case"][key])) + "\n\n"
+    figures = ["ours", "peer_value", "ratio", "target", "met"]
+    figures = [key for key in figures if any(row[key] is not None for row in rows)]
+    if all(row["target"] is None for row in rows):
+        figures.remove("met")
+    head = [*columns, *(key.replace("peer_value", "theirs") for key in figures)]
+    text += "| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|\n"
+    for row in rows:
+        line = [cell(row["case"].get(key)) for key in columns] + [cell(row[key]) for key in figures]
+        text += "| " + " | ".join(line) + " |\n"
+    commands = dict.fromkeys((row["command"], row["date"], row["commit"]) for row in rows)
+    text += "\nMeasured with:\n\n"
+    text += "".join(f"    {command}    # {date}, {commit}\n" for command, date, commit in commands)
+    return text + "\n"
 
 
 def main():
@@ -54,9 +94,11 @@ def main():
             if kind == "output" and not options.bin:
                 return match.group(0)
             blocks += 1
-            return head + (code(*what.split()) if kind == "code" else output(what, options.bin)) + tail
+            if kind == "code":
+                return head + code(*what.split()) + tail
+            return head + (records(what) if kind == "records" else output(what, options.bin)) + tail
 
-        expected = BLOCK.sub(current, text)
+        expected = TABLE.sub(current, BLOCK.sub(current, text))
         if expected == text:
             continue
         wrong += 1
@@ -64,6 +106,8 @@ def main():
         if options.write:
             path.write_text(expected, encoding="utf-8")
     print(f"snippets: {blocks} blocks, {wrong} files {'rewritten' if options.write else 'out of date'}")
+    if wrong and not options.write:
+        print("python3 tests/snippets.py --write --bin BUILD/bin brings them up to date")
     return 0 if options.write or not wrong else 1
 
 

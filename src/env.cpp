@@ -3,10 +3,10 @@
 #include "src/env.hpp"
 
 #include <fmt/format.h>
+#include <stdlib.h>
 
 #include <charconv>
 #include <cmath>
-#include <cstdlib>
 
 #include "longspan/error.hpp"
 #include "longspan/info.hpp"
@@ -78,9 +78,13 @@ Env Env::read() {
 }
 
 std::optional<std::string> env_text(const char* name) {
-  const char* text = std::getenv(name);
+  const char* text = getenv(name);
   if (!text || !*text) return std::nullopt;
   return text;
+}
+
+void env_default(const char* name, const char* value) {
+  if (!env_text(name)) setenv(name, value, 1);
 }
 
 std::vector<EnvironmentVariable> environment() {

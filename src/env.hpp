@@ -20,4 +20,7 @@ struct Env {
 /// OMPI_COMM_WORLD_SIZE ...).
 std::optional<std::string> env_text(const char* name);
 
+/// Sets the variable for libraries that read it later, where the user has not.
+void env_default(const char* name, const char* value);
+
 }  // namespace longspan

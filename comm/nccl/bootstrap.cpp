@@ -1,0 +1,97 @@
+// How ranks that can talk come to an NCCL communicator: each takes the GPU of its local rank, they
+// compare GPUs (NCCL hangs when two ranks share one), and rank 0's id brings them together.
+#include <fmt/format.h>
+
+#include <cstring>
+
+#include "comm/gpu.hpp"
+#include "comm/hosts.hpp"
+#include "comm/nccl/transport.hpp"
+#include "comm/wire.hpp"
+#include "longspan/info.hpp"
+#include "src/check.hpp"
+#include "src/env.hpp"
+
+namespace longspan::comm {
+namespace {
+
+/// {uuid, name for people} of the current GPU. Instances of one partitioned GPU differ in the uuid.
+std::string describe_gpu(int device) {
+  cudaDeviceProp properties{};
+  char bus[32] = "";
+  LONGSPAN_CUDA(cudaGetDeviceProperties(&properties, device));
+  LONGSPAN_CUDA(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
+  return pack(std::string(properties.uuid.bytes, sizeof properties.uuid.bytes),
+              fmt::format("{} at {}", properties.name, bus));
+}
+
+/// Takes the GPU of the local rank, or finds, on every rank, why that cannot be.
+void take_gpu(Control& control, const Place& place) {
+  const int visible = gpu_count();
+  std::string mine;
+  if (visible > 0) {
+    const int device = place.local_rank % visible;
+    LONGSPAN_CUDA(cudaSetDevice(device));
+    mine = describe_gpu(device);
+  }
+  const auto gpus = control.gather(mine, "compare the GPUs");
+  for (int r = 0; r < control.size(); ++r)
+    if (gpus[r].empty())
+      throw Unsupported(
+          fmt::format("Device cuda was asked for, but rank {} sees no GPU: check nvidia-smi and "
+                      "CUDA_VISIBLE_DEVICES there, or use device host.",
+                      r));
+  for (int r = 0; r < control.size(); ++r)
+    for (int other = 0; other < r; ++other)
+      if (unpack(gpus[r]).at(0) == unpack(gpus[other]).at(0))
+        throw Unsupported(
+            fmt::format("Rank {} and rank {} would share one GPU ({}), which NCCL cannot do: start "
+                        "at most as many ranks on a machine as it has GPUs.",
+                        other, r, unpack(gpus[r]).at(1)));
+}
+
+ncclUniqueId meet(Control& control) {
+  ncclUniqueId id{};
+  std::string mine;
+  if (control.rank() == 0 && ncclGetUniqueId(&id) == ncclSuccess)
+    mine.assign(id.internal, sizeof id.internal);
+  const std::string all = control.gather(mine, "meet for NCCL").front();
+  if (all.size() != sizeof id.internal)
+    throw BackendError(
+        "NCCL: ncclGetUniqueId failed on rank 0; set NCCL_DEBUG=WARN to learn why (often no "
+        "network "
+        "interface that NCCL may use: see NCCL_SOCKET_IFNAME).");
+  std::memcpy(id.internal, all.data(), sizeof id.internal);
+  return id;
+}
+
+}  // namespace
+
+std::shared_ptr<Transport> gpu_transport(std::unique_ptr<Control> control) {
+  // NCCL's multicast fails on machines that do not grant it, and longspan does not need it.
+  env_default("NCCL_NVLS_ENABLE", "0");
+  const Place place = find_place(*control);
+  try {
+    take_gpu(*control, place);
+  } catch (const BackendError& error) {
+    control->tell(gave_up(control->rank(), error.what()));  // this rank's own trouble
+    throw;
+  }
+  const ncclUniqueId id = meet(*control);
+
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  ncclComm_t comm = nullptr;
+  const ncclResult_t result =
+      ncclCommInitRankConfig(&comm, control->size(), id, control->rank(), &config);
+  if (result != ncclSuccess && result != ncclInProgress)
+    control->fail(
+        {ErrorKind::backend, -1, "make the NCCL communicator",
+         fmt::format("NCCL on rank {}: ncclCommInitRankConfig returned {} ({}).", control->rank(),
+                     ncclGetErrorString(result), ncclGetLastError(nullptr))});
+  auto link = std::make_shared<Link>(comm, control->patience());
+  link->settle(*control, "make the NCCL communicator");
+  return nccl_transport(std::move(link), std::move(control), place);
+}
+
+}  // namespace longspan::comm

@@ -1,0 +1,176 @@
+#include "comm/nccl/link.hpp"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "src/check.hpp"
+
+namespace longspan::comm {
+namespace {
+
+constexpr int kSlots = 256;
+
+bool worked(ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; }
+
+}  // namespace
+
+void wait_for_stream(cudaStream_t stream, Patience& patient, const std::function<void()>& look) {
+  for (;;) {
+    const cudaError_t status = cudaStreamQuery(stream);
+    if (status == cudaSuccess) return;
+    if (status != cudaErrorNotReady)
+      throw_backend("CUDA", "cudaStreamQuery", cudaGetErrorString(status), __FILE__, __LINE__);
+    look();
+    patient.pause();
+  }
+}
+
+/// What two threads share. The communicator is null once it was aborted.
+struct Link::Handle {
+  int device = 0;
+  std::mutex mutex;
+  ncclComm_t comm = nullptr;
+  std::vector<cudaEvent_t> ends;  // by slot: recorded behind the work
+
+  ~Handle() {
+    for (cudaEvent_t end : ends) cudaEventDestroy(end);
+  }
+
+  /// Whoever takes the communicator ends it.
+  ncclComm_t take() {
+    const std::lock_guard lock(mutex);
+    return std::exchange(comm, nullptr);
+  }
+};
+
+Link::Link(ncclComm_t comm, milliseconds patience) : handle_(std::make_shared<Handle>()) {
+  handle_->comm = comm;
+  LONGSPAN_CUDA(cudaGetDevice(&handle_->device));
+  handle_->ends.resize(kSlots, nullptr);
+  for (cudaEvent_t& end : handle_->ends)
+    LONGSPAN_CUDA(cudaEventCreateWithFlags(&end, cudaEventDisableTiming));
+  watchdog_ = std::make_unique<Watchdog>(Watchdog::Duties{
+      .deadline = patience,
+      .slots = kSlots,
+      .prepare =
+          [handle = handle_] {
+            cudaSetDevice(handle->device);
+            // Looking at an event must not break a capture that another thread has begun.
+            auto mode = cudaStreamCaptureModeRelaxed;
+            cudaThreadExchangeStreamCaptureMode(&mode);
+          },
+      // An error is an end too: who waits for the stream sees it.
+      .done = [handle = handle_](
+                  int slot) { return cudaEventQuery(handle->ends[slot]) != cudaErrorNotReady; },
+      .abort =
+          [handle = handle_] {
+            if (ncclComm_t doomed = handle->take()) ncclCommAbort(doomed);
+          },
+  });
+}
+
+Link::~Link() {
+  if (aborted_) return;
+  ncclComm_t comm = handle_->take();
+  if (!comm) return;
+  // Finalising waits for what is queued, and a peer may be missing: not for long, then.
+  Patience patient(milliseconds(5000));
+  ncclResult_t result = ncclCommFinalize(comm);
+  while (result == ncclInProgress && !patient.over()) {
+    patient.pause();
+    if (ncclCommGetAsyncError(comm, &result) != ncclSuccess) break;
+  }
+  if (result == ncclSuccess) {
+    ncclCommDestroy(comm);
+    return;
+  }
+  handle_->comm = comm;
+  abort();
+}
+
+void Link::abort() {
+  aborted_ = true;
+  watchdog_->abort();
+}
+
+ncclResult_t Link::state() const {
+  const std::lock_guard lock(handle_->mutex);
+  ncclResult_t state = ncclSuccess;
+  if (handle_->comm) ncclCommGetAsyncError(handle_->comm, &state);
+  return state;
+}
+
+void Link::check(Control& control, const char* step, milliseconds waited) {
+  control.fate().check();
+  if (const auto expired = watchdog_->expired()) control.timed_out(expired->c_str(), waited);
+  const ncclResult_t found = state();
+  if (worked(found)) return;
+  // A peer's end shows as a network error here; the roll call says whose.
+  if (found == ncclRemoteError || found == ncclSystemError) control.timed_out(step, waited);
+  control.fail({ErrorKind::backend, -1, step,
+                fmt::format("NCCL failed at '{}': {} ({}).", step, ncclGetErrorString(found),
+                            ncclGetLastError(nullptr))});
+}
+
+void Link::settle(Control& control, const char* step) try {
+  Patience patient(control.patience());
+  while (state() == ncclInProgress) {
+    control.check(step, patient.waited());
+    if (patient.over()) control.timed_out(step, patient.waited());
+    patient.pause();
+  }
+  check(control, step, patient.waited());
+} catch (...) {
+  abort();
+  throw;
+}
+
+void Link::queue(Control& control, cudaStream_t stream, const char* step, const Call& call) {
+  control.fate().check();
+  ncclResult_t result = ncclSuccess;
+  {
+    const std::lock_guard lock(handle_->mutex);
+    if (handle_->comm) result = call(handle_->comm);
+  }
+  if (!worked(result)) {
+    abort();
+    control.fail({ErrorKind::backend, -1, step,
+                  fmt::format("NCCL refused '{}': {} ({}).", step, ncclGetErrorString(result),
+                              ncclGetLastError(nullptr))});
+  }
+  settle(control, step);
+  watch(stream, step);
+}
+
+void Link::watch(cudaStream_t stream, const char* step) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess) {
+    cudaGetLastError();  // the default stream while another stream is captured
+    return;
+  }
+  if (capture != cudaStreamCaptureStatusNone) return;
+  const auto slot = watchdog_->free_slot();
+  if (!slot) return;
+  LONGSPAN_CUDA(cudaEventRecord(handle_->ends[*slot], stream));
+  watchdog_->watch(*slot, step);
+}
+
+void Link::wait(Control& control, cudaStream_t stream, const char* step) try {
+  control.fate().check();
+  Patience patient(control.patience());
+  wait_for_stream(stream, patient, [&] {
+    control.check(step, patient.waited());
+    check(control, step, patient.waited());
+    if (patient.over()) control.timed_out(step, patient.waited());
+  });
+  check(control, step, patient.waited());  // an abort frees the stream, and that is no success
+} catch (const BackendError& error) {
+  abort();
+  control.fail({ErrorKind::backend, -1, step, error.what()});
+} catch (...) {
+  abort();
+  throw;
+}
+
+}  // namespace longspan::comm

@@ -1,0 +1,58 @@
+// One NCCL communicator, its watchdog, and the ways to wait for it. NCCL is used without blocking
+// calls, so that whoever queues work can also watch the deadline and the control plane. All aborts
+// run on the watchdog's thread: an abort may block behind a kernel that does not end.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/control.hpp"
+#include "comm/watchdog.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan::comm {
+
+inline cudaStream_t cuda(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+/// Polls until the stream is done; `look` is called between polls and may throw.
+void wait_for_stream(cudaStream_t stream, Patience& patient, const std::function<void()>& look);
+
+class Link {
+ public:
+  using Call = std::function<ncclResult_t(ncclComm_t)>;
+
+  /// Owns `comm` (not blocking), which belongs to the calling thread's current GPU.
+  Link(ncclComm_t comm, milliseconds patience);
+  ~Link();
+
+  /// Calls NCCL, waits until NCCL has queued the work, and puts it under watch, unless the stream
+  /// is being captured: then the work runs when the graph does, and who waits for that watches it.
+  void queue(Control& control, cudaStream_t stream, const char* step, const Call& call);
+
+  /// Waits for an NCCL call that has no stream: making the communicator.
+  void settle(Control& control, const char* step);
+
+  void wait(Control& control, cudaStream_t stream, const char* step);
+
+  /// Frees the streams from NCCL's kernels, soon.
+  void abort();
+
+ private:
+  struct Handle;
+  ncclResult_t state() const;
+  /// Throws what the watchdog or NCCL found.
+  void check(Control& control, const char* step, milliseconds waited);
+  void watch(cudaStream_t stream, const char* step);
+
+  std::shared_ptr<Handle> handle_;  // shared with the watchdog's thread
+  std::unique_ptr<Watchdog> watchdog_;
+  bool aborted_ = false;
+};
+
+}  // namespace longspan::comm

@@ -1,0 +1,16 @@
+// The verbs over an NCCL communicator.
+#pragma once
+
+#include <memory>
+
+#include "comm/hosts.hpp"
+#include "comm/nccl/link.hpp"
+#include "comm/transport.hpp"
+
+namespace longspan::comm {
+
+/// Checks that NCCL works between the ranks by a first exchange, which also makes its connections.
+std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
+                                          std::unique_ptr<Control> control, const Place& place);
+
+}  // namespace longspan::comm

@@ -1,0 +1,97 @@
+#include "comm/watchdog.hpp"
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace longspan::comm {
+
+using Clock = std::chrono::steady_clock;
+
+struct Watchdog::State {
+  explicit State(Duties all) : duties(std::move(all)), steps(duties.slots) {}
+
+  Duties duties;
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<std::string> steps;  // a ring: pieces first, first + 1 ... first + count - 1
+  int first = 0;
+  int count = 0;
+  Clock::time_point since{};  // when the oldest piece became the oldest
+  std::optional<std::string> expired;
+  bool abort = false;  // asked for
+  bool stop = false;
+  bool ended = false;  // the thread has
+};
+
+Watchdog::Watchdog(Duties duties) : state_(std::make_shared<State>(std::move(duties))) {
+  // A step's name must not allocate while work is queued.
+  for (std::string& step : state_->steps) step.reserve(64);
+  std::thread([state = state_] { run(state); }).detach();
+}
+
+Watchdog::~Watchdog() {
+  std::unique_lock lock(state_->mutex);
+  state_->stop = true;
+  state_->changed.notify_all();
+  state_->changed.wait_for(lock, std::chrono::seconds(5), [&] { return state_->ended; });
+}
+
+std::optional<int> Watchdog::free_slot() const {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->count == state_->duties.slots) return std::nullopt;
+  return (state_->first + state_->count) % state_->duties.slots;
+}
+
+void Watchdog::watch(int slot, const char* step) {
+  const std::lock_guard lock(state_->mutex);
+  state_->steps[slot].assign(step);
+  if (state_->count++ == 0) state_->since = Clock::now();
+}
+
+std::optional<std::string> Watchdog::expired() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->expired;
+}
+
+void Watchdog::abort() {
+  const std::lock_guard lock(state_->mutex);
+  state_->abort = true;
+  state_->changed.notify_all();
+}
+
+void Watchdog::run(const std::shared_ptr<State>& state) {
+  State& s = *state;
+  if (s.duties.prepare) s.duties.prepare();
+  const auto period = std::clamp(s.duties.deadline / 50, std::chrono::milliseconds(1),
+                                 std::chrono::milliseconds(100));
+  std::unique_lock lock(s.mutex);
+  bool aborted = false;
+  while (!s.stop || (s.abort && !aborted)) {
+    // Who queues work does not wake this thread: that would cost more than looking now and then.
+    s.changed.wait_for(lock, period, [&] { return s.stop || (s.abort && !aborted); });
+    while (!aborted && s.count > 0 && s.duties.done(s.first)) {
+      s.first = (s.first + 1) % s.duties.slots;
+      --s.count;
+      s.since = Clock::now();
+    }
+    if (!aborted && s.count > 0 && Clock::now() - s.since >= s.duties.deadline) {
+      s.expired = s.steps[s.first];
+      s.abort = true;
+    }
+    if (s.abort && !aborted) {
+      aborted = true;
+      lock.unlock();
+      s.duties.abort();
+      lock.lock();
+    }
+  }
+  // The duties hold what belongs to the owner, so they end before the owner hears of the end.
+  s.duties = {};
+  s.ended = true;
+  s.changed.notify_all();
+}
+
+}  // namespace longspan::comm

@@ -20,7 +20,8 @@ double median(std::vector<double> values) {
 }
 
 /// Bytes that each rank sends to every other: its states, and its query rows when they are sharded.
-double slot_bytes(const Problem& problem, const Options& options, int ranks) {
+double slot_bytes(const Problem& problem, int ranks) {
+  const Options& options = problem.options;
   const double rows = static_cast<double>(problem.tokens()) * options.heads;
   const double states = rows * (options.dim + 2) * sizeof(float);
   const double queries = rows * options.dim * static_cast<double>(size_of(options.dtype)) / ranks;
@@ -36,8 +37,8 @@ std::string size_text(std::size_t bytes) {
 
 }  // namespace
 
-Report measure(const Communicator& world, const Problem& problem, const RunOptions& options,
-               const Attention& layer, const std::vector<Sample>& samples) {
+Report describe(const Communicator& world, const Problem& problem, const RunOptions& options,
+                const Attention& layer) {
   const Options& o = layer.options();
   Report r;
   r.strategy = layer.strategy().name;
@@ -57,18 +58,24 @@ Report measure(const Communicator& world, const Problem& problem, const RunOptio
   r.invariant = o.invariant;
   r.causal = o.mask.causal;
   r.window = o.mask.window;
+  for (const std::string& bytes :
+       world.gather(fmt::to_string(layer.workspace_bytes()), "gather of workspace sizes"))
+    r.workspace_bytes = std::max<std::size_t>(r.workspace_bytes, std::stoull(bytes));
+  return r;
+}
 
-  ordered_json mine{{"workspace", layer.workspace_bytes()}, {"samples", ordered_json::array()}};
+void measure(const Communicator& world, const Problem& problem, const std::vector<Sample>& samples,
+             Report& r) {
+  ordered_json mine = ordered_json::array();
   for (const Sample& s : samples)
-    mine["samples"].push_back({s.time, s.phases.attend, s.phases.exchange, s.phases.merge});
+    mine.push_back({s.time, s.phases.attend, s.phases.exchange, s.phases.merge});
 
   r.times.assign(samples.size(), 0.0);
   std::vector<double> exchange(samples.size(), std::numeric_limits<double>::infinity());
   for (const std::string& text : world.gather(mine.dump(), "gather of times")) {
     const ordered_json theirs = ordered_json::parse(text);
-    r.workspace_bytes = std::max(r.workspace_bytes, theirs["workspace"].get<std::size_t>());
     for (std::size_t i = 0; i < samples.size(); ++i) {
-      const auto s = theirs["samples"][i].get<std::vector<double>>();
+      const auto s = theirs[i].get<std::vector<double>>();
       r.times[i] = std::max(r.times[i], s[0]);
       exchange[i] = std::min(exchange[i], s[2]);
       r.attend += s[1];
@@ -82,11 +89,10 @@ Report measure(const Communicator& world, const Problem& problem, const RunOptio
   r.merge /= total;
   const auto [least, most] = std::minmax_element(r.times.begin(), r.times.end());
   r.time = {median(r.times), *least, *most};
-  r.tflops = 4.0 * o.heads * o.dim * problem.visible_pairs() / (r.time.median * 1e-3) / 1e12;
+  r.tflops = 4.0 * r.heads * r.dim * problem.visible_pairs() / (r.time.median * 1e-3) / 1e12;
   r.exchange_ms = median(exchange);
   if (r.ranks > 1 && r.exchange_ms > 0)
-    r.busbw = slot_bytes(problem, o, r.ranks) * (r.ranks - 1) / (r.exchange_ms * 1e-3) / 1e9;
-  return r;
+    r.busbw = slot_bytes(problem, r.ranks) * (r.ranks - 1) / (r.exchange_ms * 1e-3) / 1e9;
 }
 
 std::string header(const Report& r) {

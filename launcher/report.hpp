@@ -47,9 +47,13 @@ struct Report {
   std::optional<std::uint64_t> digest;
 };
 
-/// Everything but how good. Collective.
-Report measure(const Communicator& world, const Problem& problem, const RunOptions& options,
-               const Attention& layer, const std::vector<Sample>& samples);
+/// What runs. Collective.
+Report describe(const Communicator& world, const Problem& problem, const RunOptions& options,
+                const Attention& layer);
+
+/// Adds how fast it was. Collective.
+void measure(const Communicator& world, const Problem& problem, const std::vector<Sample>& samples,
+             Report& report);
 
 /// The lines that begin with '#', and the row.
 std::string header(const Report& report);

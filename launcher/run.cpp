@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <cstdio>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -153,9 +154,10 @@ int run(const Communicator& control, const CommandLine& line) {
   const Communicator world = world_for(control, line.world);
   std::optional<Trial> trial;
   together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
-  const std::vector<Sample> samples = time_runs(world, *trial, o);
-  Report report = measure(world, *problem, o, trial->layer(), samples);
+  Report report = describe(world, *problem, o, trial->layer());
   if (rank == 0) fmt::print("{}", header(report));
+  std::fflush(stdout);
+  measure(world, *problem, time_runs(world, *trial, o), report);
 
   const Answer answer = trial->answer();
   const std::uint64_t bits = digest(world, *problem, answer);

@@ -4,10 +4,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cstring>
-#include <random>
+#include <cstdio>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "launcher/families.hpp"
@@ -98,7 +96,7 @@ int verify(const Communicator& control, const CommandLine& line) {
         "# seed {} | fp32: relative error by norm, bound 2e-6 | 16 bits: largest error over "
         "plain attention's, bound 2\n",
         line.world.seed);
-    fmt::print("#{:<15}{:>9}{:>12}{:>12}{:>12}{:>12}{:>9}\n", " family", "problems", "fp32 rel",
+    fmt::print("#{:<15}{:>9}{:>12}{:>14}{:>12}{:>12}{:>9}\n", " family", "problems", "fp32 rel",
                "16-bit/plain", "max|err|", "lse err", "#wrong");
     std::fflush(stdout);
   }
@@ -114,7 +112,7 @@ int verify(const Communicator& control, const CommandLine& line) {
     if (!v.first_failure.empty())
       failures += fmt::format("# {}: {}\n", maker.name, v.first_failure);
     if (!speaks) continue;
-    fmt::print(" {:<15}{:>9}{:>12.1e}{:>12.2f}{:>12.1e}{:>12.1e}{:>9}  {}\n", maker.name,
+    fmt::print(" {:<15}{:>9}{:>12.1e}{:>14.2f}{:>12.1e}{:>12.1e}{:>9}  {}\n", maker.name,
                v.problems, v.fp32, v.ratio, v.max_error, v.lse_error, v.wrong,
                v.failed ? fmt::format("FAIL ({} problems)", v.failed) : "pass");
     std::fflush(stdout);

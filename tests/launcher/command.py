@@ -15,12 +15,14 @@ OK, INTERNAL, USAGE, INPUT, UNSUPPORTED, WRONG_RESULT, RANK_FAILURE, TIMEOUT, BA
 
 
 def environment(**extra):
-    """Ranks may outnumber cores, and root may run them, as in a container."""
+    """Ranks may outnumber cores, and root may run them, as in a container. After a rank's non-zero
+    exit mpirun waits a second before it kills the others; here they are gone by then."""
     return dict(os.environ) | {"OMPI_ALLOW_RUN_AS_ROOT": "1",
                                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                                "OMPI_MCA_rmaps_base_oversubscribe": "1",
                                "OMPI_MCA_hwloc_base_binding_policy": "none",
                                "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+                               "OMPI_MCA_odls_base_sigkill_timeout": "0",
                                "LONGSPAN_THREADS": "1"} | extra
 
 

@@ -6,8 +6,7 @@ import subprocess
 import time
 import unittest
 
-from command import (RANK_FAILURE, TIMEOUT, CommandTest, environment, line, longspan, said,
-                     wait_for)
+from command import TIMEOUT, CommandTest, environment, line, said, wait_for
 
 ENDLESS = ["run", "--kv", 4096, "--tokens", 16, "--iterations", 1000000, "--check", 0]
 
@@ -35,7 +34,7 @@ class FailureTest(CommandTest):
     def start(self, *extra, mpirun=()):
         self.needs_mpi()
         command = line(3, *ENDLESS, "--out", self.path("out.npy"), *extra)
-        process = subprocess.Popen([command[0], *mpirun, *command[1:]], env=environment(),
+        process = subprocess.Popen([command[0], *mpirun, *command[1:]], env=environment(OMPI_MCA_odls_base_sigkill_timeout="1"),
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.addCleanup(process.kill)
         self.assertTrue(wait_for(lambda: len(ranks_below(process.pid)) == 3))
@@ -71,7 +70,7 @@ class FailureTest(CommandTest):
                 self.assertLess(time.monotonic() - begin, 30)
                 self.assertTrue(said(done), done.stderr)
                 for text in said(done):
-                    self.assertIn(f"rank {victim}", text)
+                    self.assertIn(f"Rank {victim} did not come to", text)
 
     def test_killed_rank_ends_the_job(self):
         process, ranks = self.start("--deadline", 20)
@@ -81,11 +80,10 @@ class FailureTest(CommandTest):
     def test_killed_rank_is_named_by_the_survivors(self):
         process, ranks = self.start("--deadline", 5, mpirun=["--enable-recovery"])
         os.kill(ranks[1], signal.SIGKILL)
-        done = self.end(process, 60)
-        self.assertNotEqual(done.returncode, 0)
-        self.assertTrue(said(done), done.stderr)
+        done = self.end(process, 60)  # mpirun's own status says nothing here
+        self.assertEqual(len(said(done)), 2, done.stderr)
         for text in said(done):
-            self.assertIn("rank 1", text)
+            self.assertIn("Rank 1 ", text)
 
     def test_interrupted_run_writes_nothing(self):
         process, _ = self.start()

@@ -1,0 +1,228 @@
+// One tile of attention, in vectors. Each segment of 128 keys is folded from scratch,
+//
+//     s = score(Q K^T),   m = max s,   p = exp2(s - m),   l = sum p,   o = P V
+//
+// into a state per row, and the states fold in the fixed order. A row has the same bits in every
+// tile: its products are chains (multiply-inl.hpp), its sum of weights has a shape of 16 lanes over
+// the whole segment, and keys that it does not see add exact zeros, or nothing at all.
+#include "kernels/host/targets.hpp"
+// Highway compiles the rest of this file once for each target.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/host/attend_tile.cpp"
+#include "hwy/foreach_target.h"  // first
+//
+#include <algorithm>
+
+#include "hwy/highway.h"
+#include "kernels/host/fold_stack.hpp"
+#include "kernels/host/multiply-inl.hpp"
+#include "kernels/host/pack-inl.hpp"
+#include "kernels/host/simd-inl.hpp"
+#include "kernels/host/tile.hpp"
+#include "kernels/host/visible.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace longspan::kernels::host {
+namespace HWY_NAMESPACE {
+
+constexpr int kLaneSums = 16 / kLanes;  // vectors that hold the 16 lanes of a sum
+
+/// The sum of 16 lanes, halves first: lane i with lane i + 8, and so on.
+HWY_INLINE float sum_lanes(const Vec (&lanes)[kLaneSums]) {
+  const Lanes d;
+  HWY_ALIGN float sums[16];
+  for (int i = 0; i < kLaneSums; ++i) hn::Store(lanes[i], d, sums + i * kLanes);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
+}
+
+/// Scores of a row -> its weights, in place, and its max and sum. `keys` is aligned to 16.
+HWY_INLINE Stats weigh(float* scores, Range keys) {
+  const Lanes d;
+  Vec top = hn::Set(d, -infinity());
+  for (int j = keys.begin; j < keys.end; j += kLanes) top = hn::Max(top, hn::Load(d, scores + j));
+  const float max = hn::GetLane(hn::MaxOfLanes(d, top));
+  // All invisible: weights of exp2(-inf) = 0. A NaN, lost or not by Max, stays in its weight.
+  const Vec shift = hn::Set(d, max == -infinity() ? 0.0f : max);
+  Vec sums[kLaneSums];
+  for (Vec& sum : sums) sum = hn::Zero(d);
+  for (int j = keys.begin; j < keys.end; j += 16) {
+    for (int i = 0; i < kLaneSums; ++i) {
+      float* score = scores + j + i * kLanes;
+      const Vec weight = exp2(hn::Sub(hn::Load(d, score), shift));
+      hn::Store(weight, d, score);
+      sums[i] = hn::Add(sums[i], weight);
+    }
+  }
+  return {max, sum_lanes(sums)};
+}
+
+HWY_INLINE void cap(float* scores, Range keys, float softcap) {
+  const Lanes d;
+  const Vec high = hn::Set(d, softcap * kLog2E);
+  for (int j = keys.begin; j < keys.end; j += kLanes)
+    hn::Store(hn::Mul(high, tanh(hn::Load(d, scores + j))), d, scores + j);
+}
+
+HWY_INLINE bool all_finite(const float* row, int n) {
+  const Lanes d;
+  Vec zero = hn::Zero(d);  // times a finite number: 0; times any other: NaN
+  for (int c = 0; c < n; c += kLanes) zero = hn::MulAdd(hn::LoadU(d, row + c), hn::Zero(d), zero);
+  return hn::AllTrue(d, hn::Eq(zero, hn::Zero(d)));
+}
+
+/// What multiply gives, but keys of weight 0 are left out, so that NaN or infinity in the values of
+/// a key that this row does not see (and another row of the tile does) stays away from it.
+void multiply_seen(const float* weights, const float* v, Range keys, float* o, int columns) {
+  const Lanes d;
+  for (int c = 0; c < columns; c += kLanes) {
+    const float* column = v + c / kPanel * kSegment * kPanel + c % kPanel;
+    Vec sum = hn::Zero(d);
+    for (int j = keys.begin; j < keys.end; ++j)
+      if (weights[j] != 0.0f)
+        sum = hn::MulAdd(hn::Set(d, weights[j]), hn::LoadU(d, column + j * kPanel), sum);
+    hn::StoreU(sum, d, o + c);
+  }
+}
+
+void fold_states(Stats* a_stats, float* a, const Stats* b_stats, const float* b, int rows,
+                 int padded) {
+  for (int r = 0; r < rows; ++r) {
+    const Fold f = fold(a_stats[r], b_stats[r]);
+    a_stats[r] = f.stats;
+    fold_row(f, a + r * padded, b + r * padded, padded);
+  }
+}
+
+template <class T>
+class TileRun {
+ public:
+  TileRun(const AttendParams& params, const Tile& tile, const TileSpace& space)
+      : p_(params),
+        tile_(tile),
+        space_(space),
+        visible_(params, tile),
+        padded_(TileSpace::padded(params.dim)),
+        blocks_((tile.rows + kBlockRows - 1) / kBlockRows) {}
+
+  void operator()() {
+    pack_queries();
+    FoldStack stack;
+    const auto merge = [this](int a, int b) {
+      fold_states(stats(a), o(a, 0), stats(b), o(b, 0), tile_.rows, padded_);
+    };
+    visible_.for_each_segment([&](std::uint64_t index, const Segment& segment) {
+      attend_segment(segment, stack.push(index, merge));
+    });
+    if (stack.finish(merge)) return;
+    std::fill_n(stats(0), tile_.rows, empty_stats());
+    std::fill_n(o(0, 0), tile_.rows * padded_, 0.0f);
+  }
+
+ private:
+  Stats* stats(int level) const { return space_.stats + level * space_.rows; }
+  float* o(int level, int row) const {
+    return space_.o + (std::int64_t{level} * space_.rows + row) * padded_;
+  }
+  float* scores(int row) const { return space_.scores + row * kSegment; }
+  int rows_of(int block) const { return std::min(kBlockRows, tile_.rows - block * kBlockRows); }
+
+  void pack_queries() {
+    const int group = p_.heads / p_.kv_heads;
+    const float factor =
+        p_.score.softcap == 0.0f ? p_.score.scale * kLog2E : p_.score.scale / p_.score.softcap;
+    for (int r = 0; r < tile_.rows; ++r) {
+      const std::int64_t row = tile_.first + r;
+      const T* q =
+          p_.q.at<T>(tile_.sequence.first_row + row / group, tile_.kv_head * group + row % group);
+      pack_query(q, factor, p_.dim, space_.q + r * p_.dim);
+    }
+  }
+
+  void attend_segment(const Segment& segment, int level) {
+    Range seen[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, and by any
+    Range any{kSegment, 0};
+    for (int block = 0; block < blocks_; ++block) {
+      const int row = block * kBlockRows;
+      seen[block] = visible_.keys(segment, row, row + rows_of(block) - 1);
+      if (seen[block].begin == seen[block].end) continue;
+      any = {std::min(any.begin, seen[block].begin), std::max(any.end, seen[block].end)};
+    }
+    const std::int64_t first = tile_.sequence.first_key + segment.first;
+    pack_keys(p_.k.at<T>(first, tile_.kv_head), p_.k.row_stride, aligned(any), segment.keys, p_.dim,
+              space_.k);
+    pack_values(p_.v.at<T>(first, tile_.kv_head), p_.v.row_stride, any, p_.dim, space_.v);
+
+    for (int panel = 0; panel < kSegment; panel += kPanel) {
+      for (int block = 0; block < blocks_; ++block) {
+        const Range keys = aligned(seen[block]);
+        const int begin = std::max(keys.begin, panel), end = std::min(keys.end, panel + kPanel);
+        if (begin >= end) continue;
+        const int row = block * kBlockRows;
+        multiply({space_.q + row * p_.dim, p_.dim},
+                 {space_.k + panel * p_.dim + begin - panel, kPanel}, p_.dim, scores(row) + begin,
+                 kSegment, rows_of(block), end - begin);
+      }
+    }
+    for (int r = 0; r < tile_.rows; ++r) {
+      const Range keys = aligned(seen[r / kBlockRows]);
+      if (p_.score.softcap != 0.0f) cap(scores(r), keys, p_.score.softcap);
+      visible_.hide(segment, r, keys, scores(r));
+      stats(level)[r] = weigh(scores(r), keys);
+    }
+    for (int column = 0; column < padded_; column += kPanel) {
+      for (int block = 0; block < blocks_; ++block) {
+        const Range keys = seen[block];
+        const int row = block * kBlockRows;
+        multiply({scores(row) + keys.begin, kSegment},
+                 {space_.v + column * kSegment + keys.begin * kPanel, kPanel},
+                 keys.end - keys.begin, o(level, row) + column, padded_, rows_of(block),
+                 std::min(kPanel, padded_ - column));
+      }
+    }
+    for (int r = 0; r < tile_.rows; ++r)
+      if (!all_finite(o(level, r), padded_))
+        multiply_seen(scores(r), space_.v, seen[r / kBlockRows], o(level, r), padded_);
+  }
+
+  const AttendParams& p_;
+  const Tile& tile_;
+  const TileSpace& space_;
+  const Visible visible_;
+  const int padded_;
+  const int blocks_;
+};
+
+void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space) {
+  switch (params.dtype) {
+    case DType::fp32:
+      return TileRun<float>(params, tile, space)();
+    case DType::fp16:
+      return TileRun<Half>(params, tile, space)();
+    case DType::bf16:
+      return TileRun<Bfloat16>(params, tile, space)();
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace longspan::kernels::host
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace longspan::kernels::host {
+
+HWY_EXPORT(attend_tile);
+HWY_EXPORT(fold_states);
+
+void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space) {
+  HWY_DYNAMIC_DISPATCH(attend_tile)(params, tile, space);
+}
+
+void fold_states(Stats* a_stats, float* a, const Stats* b_stats, const float* b, int rows,
+                 int padded) {
+  HWY_DYNAMIC_DISPATCH(fold_states)(a_stats, a, b_stats, b, rows, padded);
+}
+
+}  // namespace longspan::kernels::host
+#endif

@@ -1,0 +1,69 @@
+// The host as a device: Highway tiles on a pool of threads that belongs to the backend.
+#include "kernels/backend.hpp"
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/host/host.hpp"
+#include "longspan/error.hpp"
+#include "src/env.hpp"
+
+namespace longspan::kernels {
+namespace {
+
+class HostTimer final : public Timer {
+ public:
+  explicit HostTimer(int marks) : marks_(marks) {}
+  void mark(int index, Stream) override { marks_.at(index) = std::chrono::steady_clock::now(); }
+  double milliseconds(int from, int to) const override {
+    return std::chrono::duration<double, std::milli>(marks_.at(to) - marks_.at(from)).count();
+  }
+
+ private:
+  std::vector<std::chrono::steady_clock::time_point> marks_;
+};
+
+class HostBackend final : public Backend {
+ public:
+  explicit HostBackend(int threads) : pool_(threads) {}
+
+  Device device() const override { return Device::host; }
+
+  void check(const AttendParams& p) const override {
+    if (p.dim < 16 || p.dim > 256 || p.dim % 8 != 0)
+      throw Unsupported("head dim " + std::to_string(p.dim) +
+                        " is not supported: the host kernels take 16 to 256 in steps of 8");
+    if (p.heads < 1 || p.kv_heads < 1 || p.heads % p.kv_heads != 0)
+      throw InputError("heads " + std::to_string(p.heads) + " is not a multiple of kv_heads " +
+                       std::to_string(p.kv_heads) +
+                       ": query head h reads kv head h / (heads / kv_heads)");
+  }
+
+  std::size_t attend_scratch(const AttendParams& bounds) const override {
+    return host::attend_scratch(bounds, pool_.size());
+  }
+  void attend(const AttendParams& p, Stream) const override { host::attend(p, pool_); }
+  void merge(const MergeParams& p, Stream) const override { host::merge(p, pool_); }
+  void map_rows(const MapParams& p, Stream) const override { host::map_rows(p); }
+  void place_rows(const PlaceParams& p, Stream) const override { host::place_rows(p, pool_); }
+  void key_starts(const KeyStartParams& p, Stream) const override { host::key_starts(p); }
+
+  std::unique_ptr<Timer> timer(int marks) const override {
+    return std::make_unique<HostTimer>(marks);
+  }
+
+ private:
+  mutable host::ThreadPool pool_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> host_backend(int threads) {
+  if (threads <= 0) threads = Env::read().threads;
+  if (threads <= 0) threads = static_cast<int>(std::thread::hardware_concurrency());
+  return std::make_unique<HostBackend>(threads > 0 ? threads : 1);
+}
+
+}  // namespace longspan::kernels

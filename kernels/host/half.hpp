@@ -1,0 +1,40 @@
+// The two 16-bit element types, one value at a time: exact to fp32, round to nearest even from it.
+// NaN stays NaN. (Highway 1.0.3 truncates to bfloat16, and its fp16 without F16C has no
+// infinities.)
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace longspan::kernels::host {
+
+struct Half {
+  std::uint16_t bits;
+};
+struct Bfloat16 {
+  std::uint16_t bits;
+};
+
+inline float from_float(float value, const float*) { return value; }
+
+inline Bfloat16 from_float(float value, const Bfloat16*) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+  return {static_cast<std::uint16_t>(value != value ? bits >> 16 | 0x40u : rounded)};
+}
+
+inline Half from_float(float value, const Half*) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  // Normal: rebias the exponent from 127 to 15 and round at bit 13. Overflow carries into infinity.
+  const std::uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+  // Below 2^-14: adding 0.5 lets the adder round to multiples of 2^-24.
+  const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+  const std::uint32_t subnormal = std::bit_cast<std::uint32_t>(shifted) - (126u << 23);
+  std::uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
+  half = magnitude >= (143u << 23) ? 0x7c00u : half;  // 2^16 and above
+  half = magnitude > (255u << 23) ? 0x7e00u : half;   // NaN
+  return {static_cast<std::uint16_t>(sign | half)};
+}
+
+}  // namespace longspan::kernels::host

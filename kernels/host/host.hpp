@@ -1,0 +1,18 @@
+// The host kernels, as backend.cpp composes them. Each does its work before it returns.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/host/thread_pool.hpp"
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::host {
+
+std::size_t attend_scratch(const AttendParams& bounds, int threads);
+void attend(const AttendParams& params, ThreadPool& pool);
+void merge(const MergeParams& params, ThreadPool& pool);
+void map_rows(const MapParams& params);
+void place_rows(const PlaceParams& params, ThreadPool& pool);
+void key_starts(const KeyStartParams& params);
+
+}  // namespace longspan::kernels::host

@@ -1,0 +1,106 @@
+// The states of a row, one slot a rank, fold neighbours first; then the sink, the division, and the
+// one rounding to the output's type.
+//
+//     out = o / l,   lse = m + ln l
+#include "kernels/host/targets.hpp"
+// Highway compiles the rest of this file once for each target.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/host/merge.cpp"
+#include "hwy/foreach_target.h"  // first
+//
+#include <algorithm>
+
+#include "hwy/highway.h"
+#include "kernels/host/fold_stack.hpp"
+#include "kernels/host/host.hpp"
+#include "kernels/host/simd-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace longspan::kernels::host {
+namespace HWY_NAMESPACE {
+
+constexpr int kMostDim = 256;
+constexpr int kLevels = 32;  // of the stack: 2^31 slots
+
+struct RowState {
+  Stats stats[kLevels];
+  HWY_ALIGN float o[kLevels][kMostDim];
+};
+
+/// Leaves the fold of the row's states in level 0.
+void fold_slots(const MergeParams& p, std::int64_t row, RowState& state) {
+  const int dim = p.states.dim;
+  const auto merge = [&](int a, int b) {
+    const Fold f = fold(state.stats[a], state.stats[b]);
+    state.stats[a] = f.stats;
+    fold_row(f, state.o[a], state.o[b], dim);
+  };
+  FoldStack stack;
+  const int places = 1 << log2_ceil(p.states.slots);
+  for (int place = 0; place < places; ++place) {
+    // fold_place reverses bits or does nothing, so it is its own inverse.
+    const int slot = fold_place(place, p.states.slots, p.interleaved);
+    if (slot >= p.states.slots) continue;
+    const int level = stack.push(place, merge);
+    state.stats[level] = p.states.stats(slot)[row];
+    std::copy_n(p.states.o(slot, row), dim, state.o[level]);
+  }
+  stack.finish(merge);
+}
+
+template <class T>
+void finish_row(const MergeParams& p, std::int64_t token, int head, RowState& state) {
+  static constexpr float zeros[kMostDim] = {};
+  const int dim = p.states.dim;
+  if (p.sinks) {
+    const Fold f = fold(state.stats[0], sink_stats(p.sinks[head]));
+    state.stats[0] = f.stats;
+    fold_row(f, state.o[0], zeros, dim);
+  }
+  const Finish result = finish(state.stats[0]);
+  T* out = p.out.at<T>(token, head);
+  for (int c = 0; c < dim; ++c) out[c] = from_float(result(state.o[0][c]), out);
+  if (p.lse) p.lse[token * p.lse_row_stride + head * p.lse_head_stride] = result.lse;
+}
+
+/// Rows [begin, end) of the result, numbered token * heads + head.
+void merge_rows(const MergeParams& p, std::int64_t begin, std::int64_t end) {
+  RowState state;
+  for (std::int64_t i = begin; i < end; ++i) {
+    const std::int64_t token = i / p.heads, from = p.rows ? p.rows[token] : token;
+    const int head = static_cast<int>(i % p.heads);
+    if (from < 0) continue;
+    fold_slots(p, from * p.heads + head, state);
+    switch (p.dtype) {
+      case DType::fp32:
+        finish_row<float>(p, token, head, state);
+        break;
+      case DType::fp16:
+        finish_row<Half>(p, token, head, state);
+        break;
+      case DType::bf16:
+        finish_row<Bfloat16>(p, token, head, state);
+        break;
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace longspan::kernels::host
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace longspan::kernels::host {
+
+HWY_EXPORT(merge_rows);
+
+void merge(const MergeParams& p, ThreadPool& pool) {
+  constexpr std::int64_t kRows = 64;  // of one item
+  const std::int64_t rows = p.tokens * p.heads;
+  pool.run((rows + kRows - 1) / kRows, [&](std::int64_t item, int) {
+    HWY_DYNAMIC_DISPATCH(merge_rows)(p, item * kRows, std::min(rows, (item + 1) * kRows));
+  });
+}
+
+}  // namespace longspan::kernels::host
+#endif

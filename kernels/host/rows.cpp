@@ -1,0 +1,42 @@
+// Where rows stand: the small index kernels of sharded queries and packed keys.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/host/host.hpp"
+
+namespace longspan::kernels::host {
+
+void map_rows(const MapParams& p) {
+  for (int rank = 0; rank < p.ranks; ++rank) {
+    const Shard shard = p.shard.on(rank);
+    std::int64_t* map = p.map + rank * p.capacity;
+    std::int64_t count = 0;
+    for (int b = 0; b < p.batch.size; ++b) {
+      const std::int64_t len = p.batch.query_len(b, p.shard.length);
+      const std::int64_t own = std::min(shard.local_len(len), p.capacity - count);
+      for (std::int64_t i = 0; i < own; ++i)
+        map[count++] = p.batch.first_row(b) + shard.position(i, len);
+    }
+    std::fill(map + count, map + p.capacity, -1);
+  }
+}
+
+void place_rows(const PlaceParams& p, ThreadPool& pool) {
+  constexpr std::int64_t kRows = 64;  // of one item
+  pool.run((p.count + kRows - 1) / kRows, [&](std::int64_t item, int) {
+    const std::int64_t end = std::min(p.count, (item + 1) * kRows);
+    for (std::int64_t i = item * kRows; i < end; ++i)
+      if (p.map[i] >= 0)
+        std::memcpy(p.to + p.map[i] * p.row_bytes, p.from + i * p.row_bytes, p.row_bytes);
+  });
+}
+
+void key_starts(const KeyStartParams& p) {
+  std::int64_t start = 0;
+  for (int b = 0; b < p.batch; ++b) {
+    p.key_start[b] = start;
+    start += p.capacity > 0 ? p.capacity : p.shard.local_len(p.kv_len[b]);
+  }
+}
+
+}  // namespace longspan::kernels::host

@@ -1,0 +1,108 @@
+// The vectors that the host kernels are written in, compiled once for each instruction set
+// (targets.hpp): loads that widen to fp32, exp2 and tanh, and the fold of two states' o.
+#include "kernels/host/targets.hpp"
+
+#if defined(LONGSPAN_HOST_SIMD_INL) == defined(HWY_TARGET_TOGGLE)
+#ifdef LONGSPAN_HOST_SIMD_INL
+#undef LONGSPAN_HOST_SIMD_INL
+#else
+#define LONGSPAN_HOST_SIMD_INL
+#endif
+
+#include <cstdint>
+
+#include "hwy/contrib/math/math-inl.h"
+#include "hwy/highway.h"
+#include "kernels/host/half.hpp"
+#include "longspan/state.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace longspan::kernels::host {
+namespace HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+using Lanes = hn::CappedTag<float, 16>;
+using Lanes8 = hn::CappedTag<float, 8>;  // for dims, which are multiples of 8
+using Vec = hn::Vec<Lanes>;
+inline constexpr int kLanes = hn::MaxLanes(Lanes());
+inline constexpr int kLanes8 = hn::MaxLanes(Lanes8());
+
+template <class D>
+HWY_INLINE hn::Vec<D> load(D d, const float* from) {
+  return hn::LoadU(d, from);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> load(D d, const Bfloat16* from) {
+  const hn::Rebind<std::uint16_t, D> narrow;
+  const hn::RebindToUnsigned<D> wide;
+  const auto bits = hn::LoadU(narrow, reinterpret_cast<const std::uint16_t*>(from));
+  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(wide, bits)));
+}
+
+/// Moves exponent and mantissa into place and multiplies by 2^(127 - 15), which is exact and makes
+/// subnormals normal; then gives infinities and NaNs their exponent back.
+template <class D>
+HWY_INLINE hn::Vec<D> load(D d, const Half* from) {
+  const hn::Rebind<std::uint16_t, D> narrow;
+  const hn::RebindToUnsigned<D> wide;
+  const auto bits =
+      hn::PromoteTo(wide, hn::LoadU(narrow, reinterpret_cast<const std::uint16_t*>(from)));
+  const auto magnitude = hn::And(bits, hn::Set(wide, 0x7fffu));
+  const auto sign = hn::ShiftLeft<16>(hn::Xor(bits, magnitude));
+  const auto value = hn::Mul(hn::BitCast(d, hn::ShiftLeft<13>(magnitude)), hn::Set(d, 0x1p112f));
+  const auto finite = hn::Lt(value, hn::Set(d, 0x1p16f));
+  const auto special = hn::BitCast(d, hn::Or(hn::BitCast(wide, value), hn::Set(wide, 0x7f800000u)));
+  return hn::Or(hn::IfThenElse(finite, value, special), hn::BitCast(d, sign));
+}
+
+/// 2^x for x <= 0, within 1 ulp; exactly 0 below -127, so also at -inf. NaN stays NaN.
+/// x = n + f with |f| <= 1/2 by adding and taking away 1.5 * 2^23, whose low bits then hold n.
+HWY_INLINE Vec exp2(Vec x) {
+  const Lanes d;
+  const hn::RebindToUnsigned<Lanes> bits;
+  const Vec low = hn::Set(d, -127.0f);
+  x = hn::IfThenElse(hn::Lt(x, low), low, x);  // not Max, which may lose a NaN
+  const Vec shifter = hn::Set(d, 0x1.8p23f);
+  const Vec shifted = hn::Add(x, shifter);
+  const Vec f = hn::Sub(x, hn::Sub(shifted, shifter));
+  Vec p = hn::Set(d, 1.5453163e-4f);
+  p = hn::MulAdd(p, f, hn::Set(d, 1.3390863e-3f));
+  p = hn::MulAdd(p, f, hn::Set(d, 9.6180830e-3f));
+  p = hn::MulAdd(p, f, hn::Set(d, 5.5503570e-2f));
+  p = hn::MulAdd(p, f, hn::Set(d, 2.4022651e-1f));
+  p = hn::MulAdd(p, f, hn::Set(d, 6.9314718e-1f));
+  p = hn::MulAdd(p, f, hn::Set(d, 1.0f));
+  const auto exponent = hn::Add(hn::BitCast(bits, shifted), hn::Set(bits, 127u));
+  return hn::Mul(p, hn::BitCast(d, hn::ShiftLeft<23>(exponent)));
+}
+
+HWY_INLINE Vec tanh(Vec x) { return hn::Tanh(Lanes(), x); }
+
+/// Elements [0, n) of a fold: a = fold(a, b). n is a multiple of 8.
+HWY_INLINE void fold_row(const Fold& fold, float* HWY_RESTRICT a, const float* HWY_RESTRICT b,
+                         int n) {
+  if (fold.take == Fold::first) return;
+#if HWY_NATIVE_FMA
+  if (fold.take != Fold::second) {
+    const Lanes8 d;
+    const auto ratio = hn::Set(d, fold.ratio);
+    if (fold.take == Fold::first_high) {
+      for (int c = 0; c < n; c += kLanes8)
+        hn::StoreU(hn::MulAdd(hn::LoadU(d, b + c), ratio, hn::LoadU(d, a + c)), d, a + c);
+    } else {
+      for (int c = 0; c < n; c += kLanes8)
+        hn::StoreU(hn::MulAdd(hn::LoadU(d, a + c), ratio, hn::LoadU(d, b + c)), d, a + c);
+    }
+    return;
+  }
+#endif
+  for (int c = 0; c < n; ++c) a[c] = fold(a[c], b[c]);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace longspan::kernels::host
+HWY_AFTER_NAMESPACE();
+
+#endif  // per target

@@ -1,0 +1,54 @@
+// A few threads that wait for work. The caller works too; items are handed out one at a time, so
+// what an item computes must not depend on who computes it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace longspan::kernels::host {
+
+class ThreadPool {
+ public:
+  /// `threads` counts the caller.
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+
+  int size() const { return static_cast<int>(workers_.size()) + 1; }
+
+  /// work(item, thread) for each item in [0, items), thread in [0, size()); returns when all are
+  /// done. `work` must not throw. One run at a time: other callers wait.
+  template <class Work>
+  void run(std::int64_t items, const Work& work) {
+    run(items, &work, [](const void* context, std::int64_t item, int thread) {
+      (*static_cast<const Work*>(context))(item, thread);
+    });
+  }
+
+ private:
+  using Call = void (*)(const void* context, std::int64_t item, int thread);
+
+  void run(std::int64_t items, const void* context, Call call);
+  void drain(int thread);
+  void serve(int thread);
+
+  std::vector<std::thread> workers_;
+  std::mutex run_mutex_;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable wake_, done_;
+  std::uint64_t run_ = 0;
+  bool open_ = false;  // workers may still join the run
+  bool stop_ = false;
+  int active_ = 0;
+
+  std::int64_t items_ = 0;
+  const void* context_ = nullptr;
+  Call call_ = nullptr;
+  std::atomic<std::int64_t> next_{0};
+};
+
+}  // namespace longspan::kernels::host

@@ -1,0 +1,98 @@
+// A tile: some query rows of one kv head (tokens times the group's heads) on some leaves of the
+// fixed order (order.hpp). It is what one thread computes at a time, with all of its memory in a
+// TileSpace that stays in the core's cache. What a tile holds does not change the bits of a row.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::host {
+
+inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
+inline constexpr int kTileRows = 144;  // most rows of a tile
+inline constexpr int kPanel = 64;      // columns of a packed panel
+inline constexpr int kMaxDim = 256;
+
+/// Keys [begin, end) of one segment.
+struct Range {
+  int begin = 0;
+  int end = 0;
+};
+
+/// One sequence of the batch as this rank sees it.
+struct Sequence {
+  std::int64_t first_row;  // of q
+  std::int64_t query_len;
+  std::int64_t kv_len;  // on all ranks
+  std::int64_t first_key;
+  std::int64_t keys;  // on this rank
+  SegmentOrder order;
+
+  Sequence(const AttendParams& p, int b)
+      : first_row(p.batch.first_row(b)),
+        query_len(p.batch.query_len(b, p.tokens)),
+        kv_len(p.batch.keys(b, p.shard)),
+        first_key(p.batch.first_key(b)),
+        keys(p.shard.local_len(kv_len)),
+        order(p.shard.order(kv_len)) {}
+};
+
+struct Tile {
+  Sequence sequence;
+  int kv_head;
+  std::int64_t first;  // of the sequence's rows of this kv head: token * group + head in the group
+  int rows;
+  int first_leaf, last_leaf;  // leaves [first_leaf, last_leaf)
+};
+
+/// A tile's memory. dim is padded to 16 in o, so that a vector never reads past a row.
+struct TileSpace {
+  int rows = 0;    // capacity
+  int levels = 0;  // of the stack of states
+
+  float* q = nullptr;       // [rows, dim]
+  float* scores = nullptr;  // [rows, 128]; then weights
+  float* k = nullptr;       // [2, dim, 64]
+  float* v = nullptr;       // [dim / 64, 128, 64]
+  float* o = nullptr;       // [levels, rows, padded dim]
+  Stats* stats = nullptr;   // [levels, rows]
+
+  static int padded(int dim) { return (dim + 15) / 16 * 16; }
+
+  static std::size_t fixed_bytes(int dim) {
+    return std::size_t{4} * kSegment * (dim + (dim + kPanel - 1) / kPanel * kPanel);
+  }
+  static std::size_t row_bytes(int dim, int levels) {
+    return std::size_t{4} * (dim + kSegment) + levels * (4 * padded(dim) + sizeof(Stats));
+  }
+  static std::size_t bytes(int dim, int rows, int levels) {
+    return fixed_bytes(dim) + rows * row_bytes(dim, levels);
+  }
+
+  TileSpace(std::byte* memory, int dim, int row_count, int level_count)
+      : rows(row_count), levels(level_count) {
+    float* at = reinterpret_cast<float*>(memory);
+    const auto take = [&](std::int64_t floats) {
+      float* part = at;
+      at += floats;
+      return part;
+    };
+    k = take(std::int64_t{kSegment} * dim);
+    v = take(std::int64_t{kSegment} * ((dim + kPanel - 1) / kPanel * kPanel));
+    scores = take(std::int64_t{rows} * kSegment);
+    o = take(std::int64_t{levels} * rows * padded(dim));
+    q = take(std::int64_t{rows} * dim);
+    stats = reinterpret_cast<Stats*>(at);
+  }
+};
+
+/// Leaves the state of the tile's rows in level 0 of the space.
+void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space);
+
+/// a = fold(a, b) for each of `rows` rows; o is [rows, padded].
+void fold_states(Stats* a_stats, float* a, const Stats* b_stats, const float* b, int rows,
+                 int padded);
+
+}  // namespace longspan::kernels::host

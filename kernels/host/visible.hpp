@@ -1,0 +1,111 @@
+// What the rows of a tile see of this rank's keys. Where positions ascend with the local index, the
+// keys that a row sees are an interval of local keys, and the whole mask is arithmetic on
+// intervals: nothing is computed for segments that no row sees. In a `listed` shard positions come
+// in any order: every segment is visited and every key tested.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <ranges>
+
+#include "kernels/host/tile.hpp"
+
+namespace longspan::kernels::host {
+
+/// Local keys [first, first + keys) of the sequence; keys <= 128.
+struct Segment {
+  std::int64_t first = 0;
+  int keys = 0;
+};
+
+inline Range aligned(Range keys) {
+  if (keys.begin == keys.end) return keys;
+  return {keys.begin / 16 * 16, (keys.end + 15) / 16 * 16};
+}
+
+class Visible {
+ public:
+  Visible(const AttendParams& params, const Tile& tile)
+      : p_(params),
+        tile_(tile),
+        group_(params.heads / params.kv_heads),
+        listed_(params.shard.layout == Layout::listed) {
+    const Interval first = local_keys(0), last = local_keys(tile.rows - 1);
+    any_ = {first.begin, last.end};  // both ends ascend with the row
+    all_ = {last.begin, first.end};
+  }
+
+  /// visit(index, segment) for each segment of the tile's leaves that some row may see, in fold
+  /// order; `index` is the segment's place in the tree over all leaves.
+  template <class Visit>
+  void for_each_segment(Visit&& visit) const {
+    if (any_.empty()) return;
+    const SegmentOrder& order = tile_.sequence.order;
+    for (int leaf = tile_.first_leaf; leaf < tile_.last_leaf; ++leaf) {
+      const auto below = [&](std::int64_t t) {
+        return (order.segment(leaf, t) + 1) * kSegment <= any_.begin;
+      };
+      const auto all = std::views::iota(std::int64_t{0}, order.count(leaf));
+      for (auto t = std::ranges::partition_point(all, below); t != all.end(); ++t) {
+        const std::int64_t first = order.segment(leaf, *t) * kSegment;
+        if (first >= any_.end) break;
+        const std::int64_t keys = std::min<std::int64_t>(kSegment, tile_.sequence.keys - first);
+        visit(static_cast<std::uint64_t>(leaf) << 48 | static_cast<std::uint64_t>(*t),
+              Segment{first, static_cast<int>(keys)});
+      }
+    }
+  }
+
+  /// Hull of the keys of a segment that rows [first_row, last_row] see.
+  Range keys(const Segment& segment, int first_row, int last_row) const {
+    if (full(segment)) return {0, segment.keys};
+    return within(segment, {local_keys(first_row).begin, local_keys(last_row).end});
+  }
+
+  /// Scores of the keys in `range` that the row does not see become -inf.
+  void hide(const Segment& segment, int row, Range range, float* scores) const {
+    if (full(segment) && segment.keys == kSegment) return;
+    const Range own = keys(segment, row, row);
+    std::fill(scores + range.begin, scores + std::max(own.begin, range.begin), -infinity());
+    std::fill(scores + std::min(own.end, range.end), scores + range.end, -infinity());
+    if (!listed_) return;
+    const Interval seen = positions(row);
+    for (int j = own.begin; j < own.end; ++j)
+      if (!seen.contains(p_.shard.table[segment.first + j])) scores[j] = -infinity();
+  }
+
+ private:
+  Interval positions(int row) const {
+    const Sequence& s = tile_.sequence;
+    return p_.mask.visible(s.kv_len - s.query_len + (tile_.first + row) / group_, s.kv_len);
+  }
+
+  /// The hull of them; an empty one may have its end before its begin.
+  Interval local_keys(int row) const {
+    if (listed_) return {0, tile_.sequence.keys};
+    const Interval seen = positions(row);
+    const std::int64_t kv_len = tile_.sequence.kv_len;
+    return {p_.shard.before(seen.begin, kv_len), p_.shard.before(seen.end, kv_len)};
+  }
+
+  bool full(const Segment& s) const {
+    return !listed_ && s.first >= all_.begin && s.first + s.keys <= all_.end;
+  }
+
+  static Range within(const Segment& s, Interval local) {
+    const auto cut = [&](std::int64_t key) {
+      return static_cast<int>(std::clamp<std::int64_t>(key - s.first, 0, s.keys));
+    };
+    const Range range{cut(local.begin), cut(local.end)};
+    return range.begin < range.end ? range : Range{};
+  }
+
+  const AttendParams& p_;
+  const Tile& tile_;
+  int group_;
+  bool listed_;
+  Interval any_;  // local keys that some row sees, and that all see
+  Interval all_;
+};
+
+}  // namespace longspan::kernels::host

@@ -1,0 +1,249 @@
+// The host's attention against float64: shapes, masks, types, layouts, and what must never leak.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "host_problem.hpp"
+#include "longspan/error.hpp"
+
+namespace longspan::tests {
+namespace {
+
+constexpr double kTolerance = 2e-6;  // of fp32 arithmetic, by norm
+
+class HostAttend : public ::testing::Test {
+ protected:
+  std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
+  std::random_device device_;
+
+  void expect_exact(const Shape& shape, const std::vector<Shard>& shards,
+                    const std::vector<float>* sinks = nullptr) {
+    const std::uint32_t seed = device_();
+    Problem problem(shape, seed);
+    const auto error = problem.error(problem.run(*backend_, shards, sinks), sinks);
+    EXPECT_LT(error.out, kTolerance) << "seed " << seed;
+    EXPECT_LT(error.lse, 4e-6) << "seed " << seed;
+  }
+};
+
+std::string describe(const Shape& s) {
+  std::string text = "heads " + std::to_string(s.heads) + "/" + std::to_string(s.kv_heads) +
+                     " dim " + std::to_string(s.dim) + " " + name(s.dtype) + " causal " +
+                     std::to_string(s.mask.causal) + " window " + std::to_string(s.mask.window) +
+                     " right " + std::to_string(s.mask.right) + " softcap " +
+                     std::to_string(s.softcap);
+  for (std::size_t b = 0; b < s.kv_len.size(); ++b)
+    text += " [" + std::to_string(s.query_len[b]) + " on " + std::to_string(s.kv_len[b]) + "]";
+  return text;
+}
+
+TEST_F(HostAttend, EveryDimAndType) {
+  for (int dim = 16; dim <= 256; dim += 8) {
+    for (DType dtype : {fp32, fp16, bf16}) {
+      Shape shape{.dim = dim, .dtype = dtype, .query_len = {7}, .kv_len = {333}};
+      SCOPED_TRACE(describe(shape));
+      expect_exact(shape, {Shard::contiguous(333, 0, 1)});
+    }
+  }
+}
+
+TEST_F(HostAttend, RandomShapes) {
+  std::mt19937 random(device_());
+  const auto draw = [&](int low, int high) {
+    return std::uniform_int_distribution<int>(low, high)(random);
+  };
+  for (int trial = 0; trial < 150; ++trial) {
+    Shape shape;
+    shape.kv_heads = draw(1, 3);
+    shape.heads = shape.kv_heads * draw(1, 5);
+    shape.dim = 8 * draw(2, 32);
+    shape.dtype = static_cast<DType>(draw(0, 2));
+    shape.query_len.clear();
+    shape.kv_len.clear();
+    for (int b = draw(1, 4); b > 0; --b) {
+      shape.query_len.push_back(draw(0, 3) ? draw(0, 9) : draw(0, 250));
+      shape.kv_len.push_back(draw(0, 3) ? draw(0, 700) : draw(0, 5));
+    }
+    shape.mask.causal = draw(0, 1);
+    if (draw(0, 1)) shape.mask.window = draw(1, 300);
+    if (draw(0, 2) == 0) shape.mask.right = draw(0, 200);
+    if (draw(0, 2) == 0) shape.softcap = static_cast<float>(draw(1, 50));
+    std::vector<float> sinks(shape.heads);
+    for (float& sink : sinks) sink = static_cast<float>(draw(-40, 40)) / 10;
+    const int ranks = draw(1, 7);
+    const int block = draw(0, 1) ? 128 * draw(1, 2) : draw(1, 200);
+    const Shard shard = std::vector{Shard::contiguous(0, 0, ranks), Shard::zigzag(0, 0, ranks),
+                                    Shard::striped(0, 0, ranks),
+                                    Shard::interleaved(0, 0, ranks, block)}[draw(0, 3)];
+    SCOPED_TRACE(describe(shape) + " " + name(shard.layout) + " on " + std::to_string(ranks));
+    expect_exact(shape, Problem::on_all(shard), draw(0, 1) ? &sinks : nullptr);
+  }
+}
+
+TEST_F(HostAttend, RangesWithEmptyShards) {
+  const std::vector<std::int64_t> table = {0, 0, 1, 130, 130, 517};
+  for (bool causal : {false, true})
+    expect_exact({.query_len = {40}, .kv_len = {517}, .mask = {.causal = causal, .window = 200}},
+                 Problem::on_all(Shard::ranges(517, 0, 5, table.data())));
+}
+
+TEST_F(HostAttend, ListedInAnyOrder) {
+  std::vector<std::int64_t> positions(700);
+  std::iota(positions.begin(), positions.end(), 0);
+  std::shuffle(positions.begin(), positions.end(), std::mt19937(device_()));
+  const std::vector<Shard> shards = {Shard::at(700, 0, 3, positions.data(), 450),
+                                     Shard::at(700, 1, 3, nullptr, 0),
+                                     Shard::at(700, 2, 3, positions.data() + 450, 250)};
+  for (bool causal : {false, true})
+    expect_exact({.query_len = {100}, .kv_len = {700}, .mask = {.causal = causal, .window = 50}},
+                 shards);
+}
+
+TEST_F(HostAttend, FarShardsAndOneKey) {
+  for (int ranks : {2, 3, 7})
+    for (std::int32_t kv_len : {0, 1, 2, 128, 129}) {
+      Shape shape{.query_len = {3}, .kv_len = {kv_len}, .mask = {.causal = true}};
+      SCOPED_TRACE(describe(shape));
+      for (const Shard& shard : {Shard::contiguous(0, 0, ranks), Shard::zigzag(0, 0, ranks),
+                                 Shard::striped(0, 0, ranks), Shard::interleaved(0, 0, ranks)})
+        expect_exact(shape, Problem::on_all(shard));
+    }
+}
+
+TEST_F(HostAttend, LargeScores) {
+  Problem problem({.dim = 32, .query_len = {4}, .kv_len = {400}}, device_());
+  for (std::int64_t i = 0; i < problem.tokens() * problem.q_stride(); ++i)
+    problem.q.set(i, static_cast<float>(problem.q[i]) * 300.0f);
+  const auto error = problem.error(problem.run(*backend_));
+  EXPECT_LT(error.out, 1e-4);  // scores of order 1000 carry an error of 1000 * 2^-24 each
+  EXPECT_LT(error.lse, 1e-3);
+}
+
+// Where no row of the sequence looks, memory may hold anything.
+TEST_F(HostAttend, UnseenKeysMayBeAnything) {
+  for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
+    Problem problem(
+        {.query_len = {9, 5}, .kv_len = {600, 4}, .mask = {.causal = true, .window = 70}},
+        device_());
+    const Result clean = problem.run(*backend_);
+    // Sequence 0: rows at 591 ... 599 with a window of 70 see from 522 on.
+    for (std::int64_t key = 0; key < 522; ++key)
+      for (std::int64_t c = 0; c < problem.kv_stride(); ++c) {
+        problem.k.set(key * problem.kv_stride() + c, poison);
+        problem.v.set(key * problem.kv_stride() + c, poison);
+      }
+    EXPECT_TRUE(problem.run(*backend_).same_bits(clean));
+    EXPECT_TRUE(problem.run(*backend_, Problem::on_all(Shard::striped(0, 0, 2)))
+                    .same_bits(problem.run(*backend_, Problem::on_all(Shard::striped(0, 0, 2)))));
+  }
+}
+
+// More than the contract asks: a row is clean of every key that it does not see itself.
+TEST_F(HostAttend, KeysOfOtherRowsStayAway) {
+  for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
+    Problem problem({.query_len = {100}, .kv_len = {300}, .mask = {.causal = true}}, device_());
+    const Result clean = problem.run(*backend_);
+    for (std::int64_t c = 0; c < problem.kv_stride(); ++c) {
+      problem.k.set(250 * problem.kv_stride() + c, poison);
+      problem.v.set(250 * problem.kv_stride() + c, poison);
+    }
+    const Result result = problem.run(*backend_);
+    const std::int64_t row = std::int64_t{problem.shape.heads} * problem.shape.dim;
+    for (std::int64_t t = 0; t < 100; ++t) {
+      const bool sees = 200 + t >= 250;
+      for (std::int64_t c = 0; c < row; ++c) {
+        if (sees)
+          EXPECT_FALSE(std::isfinite(result.out[t * row + c])) << t;
+        else
+          EXPECT_EQ(result.out[t * row + c], clean.out[t * row + c]) << t;
+      }
+    }
+  }
+}
+
+TEST_F(HostAttend, NanInAQueryStaysInItsRow) {
+  for (float softcap : {0.0f, 20.0f}) {
+    Problem problem({.heads = 6, .query_len = {50}, .kv_len = {520}, .softcap = softcap},
+                    device_());
+    const Result clean = problem.run(*backend_);
+    const int dim = problem.shape.dim;
+    problem.q.set(17 * problem.q_stride() + 2 * dim + 5, kNan);  // token 17, head 2
+    const Result result = problem.run(*backend_);
+    for (std::int64_t row = 0; row < 50 * 6; ++row) {
+      for (int c = 0; c < dim; ++c) {
+        if (row == 17 * 6 + 2)
+          ASSERT_TRUE(std::isnan(result.out[row * dim + c]));
+        else
+          ASSERT_EQ(result.out[row * dim + c], clean.out[row * dim + c]) << row;
+      }
+      ASSERT_EQ(std::isnan(result.lse[row]), row == 17 * 6 + 2);
+    }
+  }
+}
+
+// A key whose score is -inf is an invisible key; with no other, the row is empty.
+TEST_F(HostAttend, MinusInfinityIsInvisible) {
+  Problem problem({.heads = 2, .kv_heads = 1, .dim = 16, .query_len = {1}, .kv_len = {200}},
+                  device_());
+  for (std::int64_t i = 0; i < 2 * 16; ++i) problem.q.set(i, 1.0f);
+  Problem without = problem;
+  for (std::int64_t key = 0; key < 200; ++key)
+    problem.k.set(key * problem.kv_stride(), -std::numeric_limits<float>::infinity());
+  const Result empty = problem.run(*backend_);
+  for (float out : empty.out) EXPECT_EQ(out, 0.0f);
+  for (float lse : empty.lse) EXPECT_EQ(lse, -std::numeric_limits<float>::infinity());
+
+  // Visible again but for the last 72.
+  for (std::int64_t key = 0; key < 128; ++key)
+    problem.k.set(key * problem.kv_stride(),
+                  static_cast<float>(without.k[key * without.kv_stride()]));
+  without.shape.kv_len = {128};
+  EXPECT_TRUE(problem.run(*backend_).same_bits(without.run(*backend_)));
+}
+
+TEST_F(HostAttend, RowsPastTheBatchAreNotTouched) {
+  Problem problem({.query_len = {3}, .kv_len = {200}}, device_());
+  const std::int64_t rows = (problem.tokens() + 2) * problem.shape.heads;
+  std::vector<std::byte> memory(kernels::StateSlots::bytes(rows, problem.shape.dim),
+                                std::byte{0xff});
+  const kernels::StateSlots state{memory.data(), rows, problem.shape.dim, 1};
+  auto p = problem.params(Shard::contiguous(200, 0, 1), state, 0);
+  p.tokens += 2;
+  p.k = {problem.k.data(), problem.kv_stride(), problem.shape.dim};
+  p.v = {problem.v.data(), problem.kv_stride(), problem.shape.dim};
+  std::vector<std::byte> scratch(backend_->attend_scratch(p) + 256);
+  p.scratch = scratch.data() + (256 - reinterpret_cast<std::uintptr_t>(scratch.data()) % 256);
+  p.scratch_bytes = scratch.size() - 256;
+  backend_->attend(p, {});
+  const std::int64_t written = problem.tokens() * problem.shape.heads;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    EXPECT_EQ(std::isnan(state.stats(0)[row].sum), row >= written);
+    EXPECT_EQ(std::isnan(state.o(0, row)[0]), row >= written);
+  }
+}
+
+TEST_F(HostAttend, RefusesByName) {
+  Problem problem({}, 0);
+  auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);
+  const auto refusal = [&](auto change) {
+    auto changed = p;
+    change(changed);
+    try {
+      backend_->check(changed);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  EXPECT_EQ(refusal([](auto&) {}), "accepted");
+  EXPECT_THAT(refusal([](auto& c) { c.dim = 20; }), ::testing::HasSubstr("dim 20"));
+  EXPECT_THAT(refusal([](auto& c) { c.dim = 8; }), ::testing::HasSubstr("dim 8"));
+  EXPECT_THAT(refusal([](auto& c) { c.dim = 264; }), ::testing::HasSubstr("dim 264"));
+  EXPECT_THAT(refusal([](auto& c) { c.heads = 5; }), ::testing::HasSubstr("kv_heads 2"));
+}
+
+}  // namespace
+}  // namespace longspan::tests

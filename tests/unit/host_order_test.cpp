@@ -1,0 +1,162 @@
+// The host's fixed order: the bits of a row do not depend on the ranks, the threads, the rows
+// beside it, its place, the batch, or the width of a vector.
+#include "kernels/host/targets.hpp"
+//
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include <algorithm>
+#include <string>
+
+#include "host_problem.hpp"
+
+namespace longspan::tests {
+namespace {
+
+Shape few_rows(std::int32_t kv_len) {
+  return {.heads = 2, .kv_heads = 1, .dim = 32, .query_len = {3}, .kv_len = {kv_len}};
+}
+
+class HostOrder : public ::testing::Test {
+ protected:
+  std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
+  std::random_device device_;
+};
+
+TEST_F(HostOrder, SameBitsOnEveryNumberOfRanks) {
+  for (std::int32_t kv_len : {1, 127, 4097, 5000, 131073}) {
+    for (bool causal : {false, true}) {
+      Shape shape = few_rows(kv_len);
+      shape.mask.causal = causal;
+      Problem problem(shape, device_());
+      for (const Shard& rule : {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 1, 128),
+                                Shard::interleaved(0, 0, 1, 256)}) {
+        const Result one = problem.run(*backend_, {rule});
+        EXPECT_LT(problem.error(one).out, 2e-6);
+        for (int ranks : {2, 4, 8, 64}) {
+          Shard shard = rule;
+          shard.ranks = ranks;
+          EXPECT_TRUE(problem.run(*backend_, Problem::on_all(shard)).same_bits(one))
+              << name(rule.layout) << " block " << rule.block << " kv " << kv_len << " ranks "
+              << ranks << " causal " << causal;
+        }
+      }
+    }
+  }
+}
+
+// Otherwise the test above could not fail: another cut of the same keys gives other bits.
+TEST_F(HostOrder, OtherCutsAreExactWithOtherBits) {
+  Problem problem(few_rows(5000), device_());
+  const Result one = problem.run(*backend_);
+  for (int ranks : {3, 7}) {
+    const Result other = problem.run(*backend_, Problem::on_all(Shard::contiguous(0, 0, ranks)));
+    EXPECT_LT(problem.error(other).out, 2e-6);
+    EXPECT_FALSE(other.same_bits(one));
+  }
+}
+
+TEST_F(HostOrder, SameBitsOnEveryNumberOfThreads) {
+  // One token leaves fewer tiles than threads, so that leaves are split; 300 fill many tiles.
+  for (std::int32_t tokens : {1, 300}) {
+    Shape shape{.heads = 6, .kv_heads = 2, .dim = 72, .query_len = {tokens}, .kv_len = {9000}};
+    shape.mask.causal = true;
+    Problem problem(shape, device_());
+    for (const Shard& shard :
+         {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 1), Shard::striped(0, 0, 1)}) {
+      const Result one = problem.run(*kernels::host_backend(1), {shard});
+      for (int threads : {2, 3, 4, 16})
+        EXPECT_TRUE(problem.run(*kernels::host_backend(threads), {shard}).same_bits(one))
+            << name(shard.layout) << " threads " << threads << " tokens " << tokens;
+    }
+  }
+}
+
+/// Rows [first, first + count) of a problem's one sequence, as a problem whose rows stand where
+/// they stood: fewer keys follow them.
+Problem some_rows(const Problem& whole, std::int32_t first, std::int32_t count) {
+  Shape shape = whole.shape;
+  const std::int32_t after = whole.shape.query_len[0] - first - count;
+  shape.query_len = {count};
+  shape.kv_len = {whole.shape.kv_len[0] - after};
+  Problem part(shape, 0);
+  const std::int64_t size = size_of(shape.dtype);
+  std::copy_n(whole.q.bytes.data() + first * part.q_stride() * size, part.q.bytes.size(),
+              part.q.bytes.data());
+  std::copy_n(whole.k.bytes.data(), part.k.bytes.size(), part.k.bytes.data());
+  std::copy_n(whole.v.bytes.data(), part.v.bytes.size(), part.v.bytes.data());
+  return part;
+}
+
+// Interleaved, since its virtual ranks do not move when a sequence grows.
+TEST_F(HostOrder, SameBitsWhateverTheRowsBesideIt) {
+  for (DType dtype : {fp32, bf16}) {
+    Shape shape{.heads = 10, .kv_heads = 2, .dim = 40, .dtype = dtype, .query_len = {217}};
+    shape.kv_len = {3000};
+    shape.mask = {.causal = true, .window = 1700};
+    shape.softcap = dtype == bf16 ? 30.0f : 0.0f;
+    Problem whole(shape, device_());
+    const std::vector<Shard> rule = {Shard::interleaved(0, 0, 1)};
+    const Result all = whole.run(*backend_, rule);
+    for (const auto& [first, count] :
+         std::vector<std::pair<int, int>>{{0, 1}, {5, 7}, {100, 1}, {99, 64}, {216, 1}, {3, 214}}) {
+      Problem part = some_rows(whole, first, count);
+      const Result some = part.run(*backend_, rule);
+      const std::int64_t row = 10 * 40;
+      EXPECT_TRUE(std::equal(some.out.begin(), some.out.end(), all.out.begin() + first * row))
+          << first << " + " << count;
+      EXPECT_TRUE(std::equal(some.lse.begin(), some.lse.end(), all.lse.begin() + first * 10));
+    }
+  }
+}
+
+TEST_F(HostOrder, SameBitsWhateverTheBatch) {
+  Shape shape{.query_len = {4, 0, 130, 1}, .kv_len = {700, 90, 2000, 33}};
+  shape.mask.causal = true;
+  Problem batch(shape, device_());
+  const Result all = batch.run(*backend_);
+  const std::int64_t row = std::int64_t{shape.heads} * shape.dim;
+  for (int b = 0; b < 4; ++b) {
+    Shape alone_shape = shape;
+    alone_shape.query_len = {shape.query_len[b]};
+    alone_shape.kv_len = {shape.kv_len[b]};
+    Problem alone(alone_shape, 0);
+    std::copy_n(batch.q.bytes.data() + batch.query_start[b] * batch.q_stride() * 4,
+                alone.q.bytes.size(), alone.q.bytes.data());
+    const std::int64_t from = batch.key_start[b] * batch.kv_stride() * 4;
+    std::copy_n(batch.k.bytes.data() + from, alone.k.bytes.size(), alone.k.bytes.data());
+    std::copy_n(batch.v.bytes.data() + from, alone.v.bytes.size(), alone.v.bytes.data());
+    const Result one = alone.run(*backend_);
+    EXPECT_TRUE(
+        std::equal(one.out.begin(), one.out.end(), all.out.begin() + batch.query_start[b] * row))
+        << b;
+  }
+}
+
+// Exact on every instruction set; the same bits on those with a fused multiply-add.
+TEST_F(HostOrder, EveryInstructionSet) {
+  Shape shape{.heads = 6, .kv_heads = 3, .dim = 88, .query_len = {50}, .kv_len = {1000}};
+  shape.mask.causal = true;
+  for (float softcap : {0.0f, 20.0f}) {
+    for (DType dtype : {fp32, fp16, bf16}) {
+      shape.softcap = softcap;
+      shape.dtype = dtype;
+      Problem problem(shape, device_());
+      const Result best = problem.run(*backend_);
+      for (std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+        hwy::SetSupportedTargetsForTest(target);
+        hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+        const Result result = problem.run(*backend_);
+        EXPECT_LT(problem.error(result).out, 2e-6) << hwy::TargetName(target);
+        if (target & (HWY_AVX3 | HWY_AVX2)) {
+          EXPECT_TRUE(result.same_bits(best)) << hwy::TargetName(target);
+        }
+      }
+      hwy::SetSupportedTargetsForTest(0);
+      hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace longspan::tests

@@ -33,7 +33,7 @@ std::string first_host(const std::string& list) {
 
 int meeting_port() {
   if (const int port = Env::read().port) return port;
-  if (const auto port = number("MASTER_PORT")) return *port + 1;
+  if (const auto port = number("MASTER_PORT")) return *port < 65535 ? *port + 1 : *port - 1;
   // Any port will do that all ranks of the step compute alike and other steps do not.
   return 20000 +
          (number("SLURM_JOB_ID").value_or(0) * 31 + number("SLURM_STEP_ID").value_or(0)) % 20000;

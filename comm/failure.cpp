@@ -4,7 +4,7 @@
 
 namespace longspan::comm {
 
-void raise(const Failure& failure) {
+void throw_failure(const Failure& failure) {
   if (failure.kind == ErrorKind::backend) throw BackendError(failure.what);
   throw RankError(failure.kind, failure.rank, failure.step, failure.what);
 }

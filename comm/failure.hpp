@@ -17,7 +17,7 @@ struct Failure {
 };
 
 /// A RankError, or a BackendError where the kind says so.
-[[noreturn]] void raise(const Failure& failure);
+[[noreturn]] void throw_failure(const Failure& failure);
 
 std::string to_text(const Failure& failure);
 Failure failure_from(const std::string& text);
@@ -29,13 +29,13 @@ class Fate {
   /// Keeps the first failure and throws it.
   [[noreturn]] void fail(const Failure& failure) {
     note(failure);
-    raise(*first_);
+    throw_failure(*first_);
   }
   void note(const Failure& failure) {
     if (!first_) first_ = failure;
   }
   void check() const {
-    if (first_) raise(*first_);
+    if (first_) throw_failure(*first_);
   }
 
  private:

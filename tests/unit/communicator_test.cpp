@@ -1,0 +1,151 @@
+// What needs one process only: self, the watchdog, the wire, and agreement with oneself.
+#include "longspan/communicator.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "comm/transport.hpp"
+#include "comm/watchdog.hpp"
+#include "comm/wire.hpp"
+#include "longspan/error.hpp"
+
+namespace longspan {
+namespace {
+
+using namespace std::chrono_literals;
+
+TEST(Self, EveryVerbIsACopy) {
+  const Communicator world = self();
+  EXPECT_EQ(world.rank(), 0);
+  EXPECT_EQ(world.size(), 1);
+  EXPECT_EQ(world.device(), Device::host);
+  std::vector<unsigned> send(1000), got;
+  std::mt19937 random(std::random_device{}());
+  for (unsigned& value : send) value = random();
+  const std::size_t bytes = send.size() * sizeof(unsigned);
+
+  got.assign(send.size(), 0xA5A5A5A5u);
+  world.transport().all_gather(send.data(), got.data(), bytes, {}, "test");
+  EXPECT_EQ(got, send);
+  got.assign(send.size(), 0xA5A5A5A5u);
+  world.transport().all_to_all(send.data(), got.data(), bytes, {}, "test");
+  EXPECT_EQ(got, send);
+  got.assign(send.size(), 0xA5A5A5A5u);
+  world.transport().shift(send.data(), got.data(), bytes, -3, {}, "test");
+  EXPECT_EQ(got, send);
+  world.transport().all_gather(got.data(), got.data(), bytes, {}, "in place");
+  EXPECT_EQ(got, send);
+  world.transport().all_gather(nullptr, nullptr, 0, {}, "nothing");
+  world.transport().wait({}, "test");
+  EXPECT_EQ(world.gather("a\0b", "test"), std::vector<std::string>{"a\0b"});
+  world.barrier("test");
+  agree(world, {{"heads", "1"}}, "test");
+}
+
+TEST(Self, AfterAnAbortEveryCallSaysWhy) {
+  const Communicator world = self();
+  world.abort("no more");
+  world.abort("something else");
+  int value = 0;
+  const auto expect_refused = [](const std::function<void()>& call) {
+    try {
+      call();
+      ADD_FAILURE() << "went on";
+    } catch (const RankError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("no more"));
+    }
+  };
+  expect_refused([&] { world.barrier("test"); });
+  expect_refused([&] { world.transport().wait({}, "test"); });
+  expect_refused([&] { world.transport().all_gather(&value, &value, 4, {}, "test"); });
+}
+
+#if !defined(LONGSPAN_HAVE_CUDA)
+TEST(Self, CudaIsRefusedByNameWithoutCuda) { EXPECT_THROW(self(Device::cuda), Unsupported); }
+#endif
+
+TEST(Wire, GivesBackWhatWasPacked) {
+  const std::vector<std::string> texts = {"", "a", std::string("\0:\n12:", 6),
+                                          std::string(100000, 'x'), ""};
+  EXPECT_EQ(comm::unpack(comm::pack_all(texts)), texts);
+  EXPECT_TRUE(comm::unpack("").empty());
+}
+
+TEST(Wire, RefusesDamage) {
+  for (const char* damaged : {"5:abc", "abc", ":", "-1:", "3", "99999999999999999999:a"})
+    EXPECT_THROW(comm::unpack(damaged), Error) << damaged;
+}
+
+/// Slots that the test finishes by hand.
+struct Work {
+  std::array<std::atomic<bool>, 4> done{};
+  std::atomic<int> aborts{0};
+  comm::Watchdog watchdog;
+
+  explicit Work(std::chrono::milliseconds deadline)
+      : watchdog({.deadline = deadline,
+                  .slots = 4,
+                  .prepare = {},
+                  .done = [this](int slot) { return done[slot].load(); },
+                  .abort = [this] { ++aborts; }}) {}
+
+  template <class Condition>
+  static bool comes_true(Condition condition) {
+    for (int i = 0; i < 20000 && !condition(); ++i) std::this_thread::sleep_for(1ms);
+    return condition();
+  }
+};
+
+TEST(Watchdog, NamesTheStepThatDoesNotFinishAndAbortsOnce) {
+  Work work(50ms);
+  for (const char* step : {"first", "second"})
+    work.watchdog.watch(*work.watchdog.free_slot(), step);
+  work.done[0] = true;
+  ASSERT_TRUE(Work::comes_true([&] { return work.watchdog.expired().has_value(); }));
+  EXPECT_EQ(*work.watchdog.expired(), "second");
+  ASSERT_TRUE(Work::comes_true([&] { return work.aborts > 0; }));
+  work.watchdog.abort();
+  std::this_thread::sleep_for(150ms);
+  EXPECT_EQ(work.aborts, 1);
+}
+
+TEST(Watchdog, LeavesFinishedWorkAlone) {
+  Work work(60s);
+  for (int round = 0; round < 20; ++round) {
+    ASSERT_TRUE(Work::comes_true([&] { return work.watchdog.free_slot().has_value(); }));
+    const int slot = *work.watchdog.free_slot();
+    work.done[slot] = true;
+    work.watchdog.watch(slot, "step");
+  }
+  EXPECT_FALSE(work.watchdog.expired());
+  EXPECT_EQ(work.aborts, 0);
+}
+
+TEST(Watchdog, HasNoSlotWhileAllAreTaken) {
+  Work work(60s);
+  for (int i = 0; i < 4; ++i) work.watchdog.watch(*work.watchdog.free_slot(), "step");
+  EXPECT_FALSE(work.watchdog.free_slot());
+  for (auto& done : work.done) done = true;
+  EXPECT_TRUE(Work::comes_true([&] { return work.watchdog.free_slot().has_value(); }));
+}
+
+TEST(Watchdog, AbortsWhenAskedEvenOnTheWayOut) {
+  std::atomic<int> aborts{0};
+  {
+    comm::Watchdog watchdog({.deadline = 60s,
+                             .slots = 1,
+                             .prepare = {},
+                             .done = [](int) { return true; },
+                             .abort = [&] { ++aborts; }});
+    watchdog.abort();
+  }
+  EXPECT_EQ(aborts, 1);
+}
+
+}  // namespace
+}  // namespace longspan

@@ -1,0 +1,185 @@
+// The environment: what is read, what is refused, and that the printed table is the one that is
+// read.
+#include "src/env.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <map>
+
+#include "comm/environment.hpp"
+#include "longspan/error.hpp"
+#include "longspan/info.hpp"
+
+namespace longspan {
+namespace {
+
+using comm::Launch;
+using comm::Launcher;
+using ::testing::HasSubstr;
+
+using Set = std::map<std::string, std::string>;
+
+/// Clears every variable that longspan reads, sets some, and puts all back at the end.
+class Variables {
+ public:
+  explicit Variables(const Set& set) : before_(environment()) {
+    for (const auto& variable : before_) unsetenv(variable.name.c_str());
+    for (const auto& [name, value] : set) setenv(name.c_str(), value.c_str(), 1);
+  }
+  ~Variables() {
+    for (const auto& variable : before_) {
+      if (variable.value.empty())
+        unsetenv(variable.name.c_str());
+      else
+        setenv(variable.name.c_str(), variable.value.c_str(), 1);
+    }
+  }
+
+ private:
+  std::vector<EnvironmentVariable> before_;
+};
+
+TEST(Env, StandardValues) {
+  const Variables none(Set{});
+  const Env env = Env::read();
+  EXPECT_EQ(env.deadline, std::chrono::seconds(60));
+  EXPECT_EQ(env.threads, 0);
+  EXPECT_EQ(env.port, 0);
+}
+
+TEST(Env, ReadsWhatIsSet) {
+  const Variables set(
+      {{"LONGSPAN_DEADLINE_S", "2.5"}, {"LONGSPAN_THREADS", "3"}, {"LONGSPAN_PORT", "4711"}});
+  const Env env = Env::read();
+  EXPECT_EQ(env.deadline, std::chrono::milliseconds(2500));
+  EXPECT_EQ(env.threads, 3);
+  EXPECT_EQ(env.port, 4711);
+}
+
+TEST(Env, EmptyIsNotSet) {
+  const Variables set(Set{{"LONGSPAN_THREADS", ""}});
+  EXPECT_EQ(Env::read().threads, 0);
+  EXPECT_FALSE(env_text("LONGSPAN_THREADS").has_value());
+}
+
+TEST(Env, RefusesWhatDoesNotParseAndSaysWhy) {
+  const std::pair<const char*, const char*> wrong[] = {
+      {"LONGSPAN_DEADLINE_S", "soon"}, {"LONGSPAN_DEADLINE_S", "0"},
+      {"LONGSPAN_DEADLINE_S", "-1"},   {"LONGSPAN_DEADLINE_S", "nan"},
+      {"LONGSPAN_DEADLINE_S", "inf"},  {"LONGSPAN_DEADLINE_S", "5s"},
+      {"LONGSPAN_THREADS", "-1"},      {"LONGSPAN_THREADS", "2.5"},
+      {"LONGSPAN_THREADS", " 2"},      {"LONGSPAN_PORT", "65536"},
+  };
+  for (const auto& [name, value] : wrong) {
+    const Variables set(Set{{name, value}});
+    try {
+      Env::read();
+      ADD_FAILURE() << name << "=" << value << " was taken";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr(name));
+      EXPECT_THAT(error.what(), HasSubstr(value));
+    }
+  }
+}
+
+TEST(Env, TheTableShowsWhatIsSet) {
+  const Variables set(Set{{"LONGSPAN_THREADS", "5"}});
+  bool found = false;
+  for (const auto& variable : environment()) {
+    EXPECT_FALSE(variable.meaning.empty()) << variable.name;
+    if (variable.name != "LONGSPAN_THREADS") continue;
+    found = true;
+    EXPECT_EQ(variable.value, "5");
+  }
+  EXPECT_TRUE(found);
+}
+
+TEST(Env, DefaultsDoNotOverrule) {
+  const Variables set(Set{{"NCCL_NVLS_ENABLE", "1"}});
+  env_default("NCCL_NVLS_ENABLE", "0");
+  EXPECT_EQ(env_text("NCCL_NVLS_ENABLE"), "1");
+  unsetenv("NCCL_NVLS_ENABLE");
+  env_default("NCCL_NVLS_ENABLE", "0");
+  EXPECT_EQ(env_text("NCCL_NVLS_ENABLE"), "0");
+}
+
+Launch launch_of(const Set& set) {
+  const Variables variables(set);
+  return comm::find_launch();
+}
+
+TEST(Launch, NothingSetIsOneProcess) {
+  EXPECT_EQ(launch_of({}).by, Launcher::none);
+  EXPECT_EQ(launch_of({{"RANK", "1"}, {"WORLD_SIZE", "2"}}).by, Launcher::none);
+}
+
+TEST(Launch, Mpirun) {
+  const Launch open_mpi = launch_of({{"OMPI_COMM_WORLD_SIZE", "4"}});
+  EXPECT_EQ(open_mpi.by, Launcher::mpirun);
+  EXPECT_EQ(open_mpi.size, 4);
+  EXPECT_EQ(launch_of({{"PMI_SIZE", "3"}}).size, 3);
+  EXPECT_EQ(launch_of({{"PMIX_RANK", "1"}, {"SLURM_STEP_NUM_TASKS", "8"}}).size, 8);
+}
+
+TEST(Launch, Torchrun) {
+  Set set = {{"RANK", "2"},
+             {"WORLD_SIZE", "4"},
+             {"MASTER_ADDR", "head"},
+             {"MASTER_PORT", "29500"},
+             {"TORCHELASTIC_RUN_ID", "none"}};
+  Launch launch = launch_of(set);
+  EXPECT_EQ(launch.by, Launcher::torchrun);
+  EXPECT_EQ(launch.rank, 2);
+  EXPECT_EQ(launch.size, 4);
+  EXPECT_EQ(launch.address, "head");
+  EXPECT_EQ(launch.port, 29501);
+  set["LONGSPAN_PORT"] = "7000";
+  EXPECT_EQ(launch_of(set).port, 7000);
+
+  set["OMPI_COMM_WORLD_SIZE"] = "2";  // mpirun started torchrun: the inner one counts
+  EXPECT_EQ(launch_of(set).by, Launcher::torchrun);
+  set.erase("TORCHELASTIC_RUN_ID");  // a script under mpirun that set RANK for somebody else
+  EXPECT_EQ(launch_of(set).by, Launcher::mpirun);
+}
+
+TEST(Launch, Srun) {
+  Set set = {{"SLURM_PROCID", "3"},
+             {"SLURM_STEP_NUM_TASKS", "8"},
+             {"SLURM_STEP_NODELIST", "gpu[07-08,11]"},
+             {"SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1"},
+             {"SLURM_JOB_ID", "123"},
+             {"SLURM_STEP_ID", "0"}};
+  const Launch launch = launch_of(set);
+  EXPECT_EQ(launch.by, Launcher::srun);
+  EXPECT_EQ(launch.rank, 3);
+  EXPECT_EQ(launch.size, 8);
+  EXPECT_EQ(launch.address, "gpu07");
+  EXPECT_GE(launch.port, 20000);
+  set["SLURM_PROCID"] = "5";
+  EXPECT_EQ(launch_of(set).port, launch.port);
+  set["SLURM_STEP_ID"] = "1";
+  EXPECT_NE(launch_of(set).port, launch.port);
+
+  for (const auto& [list, first] :
+       Set{{"node1,node2", "node1"}, {"node1", "node1"}, {"n[3,5-9]x", "n3"}}) {
+    set["SLURM_STEP_NODELIST"] = list;
+    EXPECT_EQ(launch_of(set).address, first);
+  }
+  set.erase("SLURM_STEP_NODELIST");
+  EXPECT_EQ(launch_of(set).address, "10.0.0.1");
+  set["MASTER_ADDR"] = "head";
+  EXPECT_EQ(launch_of(set).address, "head");
+  set.erase("SLURM_STEP_NUM_TASKS");  // the batch script itself
+  EXPECT_EQ(launch_of(set).by, Launcher::none);
+}
+
+TEST(Launch, RefusesNumbersThatCannotBe) {
+  EXPECT_THROW(launch_of({{"OMPI_COMM_WORLD_SIZE", "four"}}), UsageError);
+  EXPECT_THROW(launch_of({{"RANK", "4"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "a"}}), UsageError);
+  EXPECT_THROW(launch_of({{"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "2"}}), UsageError);
+}
+
+}  // namespace
+}  // namespace longspan

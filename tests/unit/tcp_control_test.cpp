@@ -1,0 +1,225 @@
+// The control plane over TCP, between forked processes: what a rank finds is what its exit status
+// says.
+#include "comm/tcp_control.hpp"
+
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <functional>
+#include <thread>
+
+#include "longspan/error.hpp"
+
+namespace longspan::comm {
+namespace {
+
+using std::chrono::seconds;
+
+/// A port that was free a moment ago.
+int free_port() {
+  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in here{};
+  here.sin_family = AF_INET;
+  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof here;
+  ::bind(fd, reinterpret_cast<sockaddr*>(&here), length);
+  ::getsockname(fd, reinterpret_cast<sockaddr*>(&here), &length);
+  ::close(fd);
+  return ntohs(here.sin_port);
+}
+
+using Work = std::function<bool(Control&)>;
+
+/// Runs `work` on each rank in a process of its own; returns the ranks' wait statuses. A rank whose
+/// work returns false, or throws what it does not catch, exits with 1.
+std::vector<int> run_ranks(int size, milliseconds deadline, const Work& work) {
+  const int port = free_port();
+  std::vector<pid_t> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    const pid_t pid = fork();
+    if (pid == 0) {
+      alarm(60);  // a rank that hangs is found by its signal
+      int status = 1;
+      try {
+        const Launch launch{Launcher::torchrun, rank, size, "localhost", port};
+        auto control = tcp_control(launch, deadline);
+        if (work(*control)) status = 0;
+      } catch (const std::exception& error) {
+        fprintf(stderr, "rank %d: %s\n", rank, error.what());
+      }
+      _exit(status);
+    }
+    ranks.push_back(pid);
+  }
+  std::vector<int> statuses(size);
+  for (int rank = 0; rank < size; ++rank) {
+    while (true) {
+      const pid_t ended = waitpid(ranks[rank], &statuses[rank], WUNTRACED);
+      if (ended == ranks[rank] && !WIFSTOPPED(statuses[rank])) break;
+      // A stopped rank is left so until all others are done.
+      for (int other = 0; other < size; ++other)
+        if (other != rank) waitpid(ranks[other], &statuses[other], 0);
+      kill(ranks[rank], SIGKILL);
+      waitpid(ranks[rank], &statuses[rank], 0);
+      return statuses;
+    }
+  }
+  return statuses;
+}
+
+void expect_all_well(const std::vector<int>& statuses, int except = -1) {
+  for (int rank = 0; rank < static_cast<int>(statuses.size()); ++rank)
+    if (rank != except) {
+      EXPECT_EQ(statuses[rank], 0) << "rank " << rank;
+    }
+}
+
+bool fails_with(ErrorKind kind, int rank, const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const RankError& error) {
+    if (error.kind() == kind && error.rank() == rank) return true;
+    fprintf(stderr, "unexpected: %s (kind %d, rank %d)\n", error.what(),
+            static_cast<int>(error.kind()), error.rank());
+  }
+  return false;
+}
+
+class Ranks : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Tcp, Ranks, ::testing::Values(1, 2, 3, 7));
+
+TEST_P(Ranks, GatherInRankOrderWithAnyBytes) {
+  expect_all_well(run_ranks(GetParam(), seconds(20), [](Control& control) {
+    for (int round = 0; round < 50; ++round) {
+      const auto text_of = [&](int p) {
+        return std::string(static_cast<std::size_t>(p) * 30000, '\0') + std::to_string(p + round);
+      };
+      const auto texts = control.gather(text_of(control.rank()), "round");
+      for (int p = 0; p < control.size(); ++p)
+        if (texts[p] != text_of(p)) return false;
+    }
+    return true;
+  }));
+}
+
+class Faults : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Tcp, Faults, ::testing::Values(2, 3, 7));
+
+TEST_P(Faults, ADeadRankIsNamedAtOnce) {
+  const int size = GetParam(), victim = size / 2;
+  const auto statuses = run_ranks(size, seconds(50), [&](Control& control) {
+    control.gather("", "meet");
+    if (control.rank() == victim) raise(SIGKILL);
+    return fails_with(ErrorKind::rank_failure, victim, [&] { control.gather("", "after"); }) &&
+           fails_with(ErrorKind::rank_failure, victim, [&] { control.gather("", "later"); });
+  });
+  expect_all_well(statuses, victim);
+  EXPECT_TRUE(WIFSIGNALED(statuses[victim]));
+}
+
+TEST_P(Faults, ADeadRankIsNamedToWhoWaitsForSomethingElse) {
+  const int size = GetParam(), victim = size - 1;
+  const auto statuses = run_ranks(size, seconds(50), [&](Control& control) {
+    control.gather("", "meet");
+    if (control.rank() == victim) raise(SIGKILL);
+    return fails_with(ErrorKind::rank_failure, victim, [&] {
+      for (Patience patient(seconds(40)); !patient.over(); patient.pause())
+        control.check("states", patient.waited());
+    });
+  });
+  expect_all_well(statuses, victim);
+}
+
+TEST_P(Faults, AStoppedRankIsNamedAtTheDeadline) {
+  const int size = GetParam(), victim = size - 1;
+  const auto statuses = run_ranks(size, milliseconds(1500), [&](Control& control) {
+    control.gather("", "meet");
+    if (control.rank() == victim) raise(SIGSTOP);
+    return fails_with(ErrorKind::timeout, victim, [&] { control.gather("", "states"); });
+  });
+  expect_all_well(statuses, victim);
+}
+
+TEST_P(Faults, AStoppedHubIsNamedToo) {
+  const int size = GetParam();
+  const auto statuses = run_ranks(size, milliseconds(1500), [&](Control& control) {
+    control.gather("", "meet");
+    if (control.rank() == 0) raise(SIGSTOP);
+    return fails_with(ErrorKind::timeout, 0, [&] { control.gather("", "states"); });
+  });
+  expect_all_well(statuses, 0);
+}
+
+TEST_P(Faults, WhoGivesUpTellsTheOthersWhy) {
+  const int size = GetParam();
+  expect_all_well(run_ranks(size, seconds(50), [&](Control& control) {
+    control.gather("", "meet");
+    if (control.rank() == 1) {
+      control.tell(gave_up(1, "out of memory"));
+      return true;
+    }
+    try {
+      control.gather("", "states");
+    } catch (const RankError& error) {
+      return error.rank() == 1 &&
+             std::string(error.what()).find("out of memory") != std::string::npos;
+    }
+    return false;
+  }));
+}
+
+TEST_P(Faults, WhoLeavesEarlyIsNamed) {
+  const int size = GetParam(), leaver = size - 1;
+  expect_all_well(run_ranks(size, seconds(50), [&](Control& control) {
+    control.gather("", "meet");
+    if (control.rank() == leaver) return true;
+    return fails_with(ErrorKind::rank_failure, leaver, [&] { control.gather("", "states"); });
+  }));
+}
+
+TEST(Tcp, NobodyThereIsAnErrorWithinTheDeadline) {
+  const Launch launch{Launcher::torchrun, 1, 2, "localhost", free_port()};
+  try {
+    tcp_control(launch, milliseconds(300));
+    FAIL() << "met nobody";
+  } catch (const RankError& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::timeout);
+    EXPECT_EQ(error.rank(), 0);
+  }
+}
+
+TEST(Tcp, ATakenPortIsRefused) {
+  const int port = free_port();
+  const auto first = tcp_control({Launcher::torchrun, 0, 1, "localhost", port}, seconds(5));
+  EXPECT_THROW(tcp_control({Launcher::torchrun, 0, 1, "localhost", port}, seconds(5)), UsageError);
+}
+
+TEST(Tcp, StrangersDoNotDisturb) {
+  const int port = free_port();
+  const Launch zero{Launcher::torchrun, 0, 2, "localhost", port};
+  std::thread other;
+  {
+    auto control = tcp_control(zero, seconds(20));
+    const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in there{};
+    there.sin_family = AF_INET;
+    there.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    there.sin_port = htons(static_cast<std::uint16_t>(port));
+    ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&there), sizeof there), 0);
+    ASSERT_GT(::send(fd, "GET / HTTP/1.1\r\n\r\n", 18, MSG_NOSIGNAL), 0);
+    other = std::thread([port] {
+      auto one = tcp_control({Launcher::torchrun, 1, 2, "localhost", port}, seconds(20));
+      EXPECT_EQ(one->gather("b", "meet"), (std::vector<std::string>{"a", "b"}));
+    });
+    EXPECT_EQ(control->gather("a", "meet"), (std::vector<std::string>{"a", "b"}));
+    ::close(fd);
+  }
+  other.join();
+}
+
+}  // namespace
+}  // namespace longspan::comm

@@ -22,6 +22,13 @@ std::int64_t most_tokens(const AttendParams& p, Lengths lengths) {
   return lengths == Lengths::only_short ? std::min<std::int64_t>(p.tokens, kShortQuery) : p.tokens;
 }
 
+/// Packed rows of a sequence of the kind, were the sequences equal.
+std::int64_t mean_rows(const AttendParams& p, Lengths lengths) {
+  const std::int64_t tokens = (p.tokens + p.batch.size - 1) / p.batch.size;
+  const std::int64_t most = most_tokens(p, lengths);
+  return std::min(tokens, most) * (p.heads / p.kv_heads);
+}
+
 std::int64_t most_keys(const AttendParams& p) {
   return p.batch.kv_len == nullptr ? p.shard.length : kMostKeys;
 }
@@ -58,36 +65,51 @@ struct Launch {
   KernelShape shape;
   Plan plan;
   int blocks = 0;
-  std::size_t bytes = 0;
+  std::size_t bytes = 0;  // of scratch: ticket, stack, parts
 };
+
+/// Row tiles of the batch. One sequence: exactly. Several, with lengths on the device: the smaller
+/// of two upper bounds. `expected`: tiles that will have work, were the sequences equal.
+void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
+  const std::int64_t group = p.heads / p.kv_heads, size = p.batch.size;
+  const auto tiles_of = [&](std::int64_t rows) {
+    return (rows + plan.tile_rows - 1) / plan.tile_rows;
+  };
+  const std::int64_t packed = p.tokens * group / plan.tile_rows + size;
+  const std::int64_t alone = tiles_of(most_tokens(p, plan.lengths) * group);
+  if (plan.lengths == Lengths::only_short && size * alone < packed) {
+    plan.sequence_tiles = static_cast<int>(alone);
+    plan.tiles = static_cast<int>(size * alone);
+  } else {
+    plan.tiles = static_cast<int>(size == 1 ? std::min(alone, packed) : packed);
+  }
+  expected = std::min<std::int64_t>(plan.tiles, size * tiles_of(mean_rows(p, plan.lengths)));
+}
 
 Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   Launch launch{choose_kernel(p, lengths), {}, 0, 0};
   const KernelShape& shape = launch.shape;
   Plan& plan = launch.plan;
   const int resident = resident_blocks(shape, gpu);
-  const std::int64_t rows = most_tokens(p, lengths) * (p.heads / p.kv_heads);
   plan.lengths = lengths;
   plan.tile_rows = shape.tile_rows;
-  std::int64_t works = p.kv_heads;
-  if (lengths == Lengths::only_short) {
-    plan.tiles = static_cast<int>((rows + shape.tile_rows - 1) / shape.tile_rows);
-    works *= std::int64_t{plan.tiles} * p.batch.size;
-    plan.splits = choose_splits(works, resident, most_keys(p));
-    plan.part_tokens = static_cast<int>(most_tokens(p, lengths));
-  } else {
-    plan.tiles = static_cast<int>(rows / shape.tile_rows) + p.batch.size;
-    works *= plan.tiles;
-  }
-  plan.works = static_cast<int>(works * plan.splits);
+  std::int64_t expected = 0;
+  plan_tiles(p, plan, expected);
+  if (lengths == Lengths::only_short)
+    plan.splits = choose_splits(expected * p.kv_heads, resident, most_keys(p));
+  plan.works = plan.tiles * p.kv_heads * plan.splits;
   launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
 
+  if (plan.works > launch.blocks) plan.ticket = reinterpret_cast<int*>(p.scratch);
+  launch.bytes = kAlign;
   plan.depth = fold_depth(most_keys(p));
-  launch.bytes = align(shape.state_bytes * static_cast<std::size_t>(plan.depth * launch.blocks));
-  plan.stack = reinterpret_cast<float*>(p.scratch);
+  plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
+  launch.bytes += align(shape.state_bytes * static_cast<std::size_t>(plan.depth * launch.blocks));
   if (plan.splits > 1) {
-    plan.parts = {p.scratch + launch.bytes,
-                  std::int64_t{p.batch.size} * plan.part_tokens * p.heads, p.dim, plan.splits};
+    const std::int64_t compact = std::int64_t{p.batch.size} * kShortQuery;
+    plan.part_tokens = compact < p.tokens ? kShortQuery : 0;
+    plan.parts = {p.scratch + launch.bytes, std::min(compact, p.tokens) * p.heads, p.dim,
+                  plan.splits};
     launch.bytes += static_cast<std::size_t>(plan.parts.slot_bytes()) * plan.parts.slots;
   }
   return launch;
@@ -95,6 +117,8 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
 
 void queue(const AttendParams& p, Launch& launch, cudaStream_t stream) {
   if (launch.plan.works == 0) return;
+  if (launch.plan.ticket != nullptr)
+    LONGSPAN_CUDA(cudaMemsetAsync(launch.plan.ticket, 0, sizeof(int), stream));
   void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan};
   LONGSPAN_CUDA(cudaLaunchKernel(launch.shape.kernel, dim3(launch.blocks),
                                  dim3(launch.shape.threads), arguments,
@@ -109,7 +133,7 @@ KernelShape choose_kernel(const AttendParams& p, Lengths lengths) {
   const bool bf16 = p.dtype == DType::bf16;
   if (lengths == Lengths::only_long)
     return bf16 ? portable_bf16(p.dim, p.invariant) : portable_fp16(p.dim, p.invariant);
-  const std::int64_t rows = most_tokens(p, lengths) * (p.heads / p.kv_heads);
+  const std::int64_t rows = mean_rows(p, lengths);
   return bf16 ? decode_bf16(p.dim, rows) : decode_fp16(p.dim, rows);
 }
 
@@ -127,25 +151,25 @@ std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu) {
 }
 
 std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
-  const std::int64_t keys = bounds.shard.length > 0 && bounds.batch.kv_len == nullptr
-                                ? bounds.shard.length
-                                : kMostKeys;
-  const auto most = [&](std::int64_t tokens, Lengths lengths) {
-    AttendParams p = bounds;
-    p.tokens = tokens;
-    const KernelShape shape = choose_kernel(p, lengths);
+  const std::int64_t keys =
+      bounds.shard.length > 0 && bounds.batch.kv_len == nullptr ? bounds.shard.length : kMostKeys;
+  const auto most = [&](const KernelShape& shape, bool split) {
     const std::size_t resident = static_cast<std::size_t>(resident_blocks(shape, gpu));
-    std::size_t bytes = align(shape.state_bytes * fold_depth(keys) * resident);
-    if (lengths == Lengths::only_short)  // see choose_splits: at most four pieces a resident block
-      bytes += 4 * resident * static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, p.dim)) +
-               std::size_t{16} * kVirtualRanks;
+    std::size_t bytes = kAlign + align(shape.state_bytes * fold_depth(keys) * resident);
+    if (split)  // see choose_splits: at most four pieces a resident block
+      bytes +=
+          4 * resident * static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, bounds.dim)) +
+          std::size_t{16} * kVirtualRanks;
     return bytes;
   };
-  std::size_t bytes = 0;
-  for (std::int64_t tokens = 1; tokens <= std::min<std::int64_t>(bounds.tokens, kShortQuery);
-       ++tokens)
-    bytes = std::max(bytes, most(tokens, Lengths::only_short));
-  if (bounds.tokens > kShortQuery) bytes = std::max(bytes, most(bounds.tokens, Lengths::only_long));
+  AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
+  few.tokens = 1;
+  many.tokens = std::min<std::int64_t>(bounds.tokens, kShortQuery);
+  many.batch.size = 1;
+  std::size_t bytes = std::max(most(choose_kernel(few, Lengths::only_short), true),
+                               most(choose_kernel(many, Lengths::only_short), true));
+  if (bounds.tokens > kShortQuery)
+    bytes = std::max(bytes, most(choose_kernel(bounds, Lengths::only_long), false));
   return bytes;
 }
 

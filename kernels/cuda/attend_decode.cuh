@@ -30,7 +30,7 @@ struct DecodeTraits {
   static constexpr int kKeys = 64;   // in a chunk
   static constexpr int kChunks = 4;  // of a segment: K K V V
   static constexpr int kStages = kDim <= 64 ? 8 : kDim <= 128 ? 6 : kDim <= 192 ? 4 : 3;
-  static constexpr int kAhead = kStages - 1;                   // chunks under way
+  static constexpr int kAhead = kStages - 1;                         // chunks under way
   static constexpr int kSlices = (kDim / 16 + kWarps - 1) / kWarps;  // m16 slices of dim of a warp
   static_assert(kKeys == 16 * kWarps && kSegment == 2 * kKeys);
 
@@ -40,12 +40,10 @@ struct DecodeTraits {
   static constexpr int kWeightBytes = kRows * kWeightStride * 2;
   static constexpr int kStatsBytes = 2 * kWarps * kRows * 4;
   static constexpr int kSharedBytes = kStages * kChunkBytes + kQueryBytes + kWeightBytes +
-                                      kStatsBytes + kRows * static_cast<int>(sizeof(Interval));
+                                      kStatsBytes + kRows * static_cast<int>(sizeof(Interval)) + 16;
 
   struct RowOf {  // quad = slice * kRowTiles + row tile; rows 2t, 2t + 1 of each row tile
-    __device__ static constexpr int row(int quad, int i) {
-      return quad % kRowTiles * 2 + i % 2;
-    }
+    __device__ static constexpr int row(int quad, int i) { return quad % kRowTiles * 2 + i % 2; }
   };
   using State = ThreadState<2 * kRowTiles, kSlices * kRowTiles, RowOf>;
   using Stack = FoldStack<State, kThreads, kRows == 8>;
@@ -54,12 +52,13 @@ struct DecodeTraits {
 /// Shared memory of a block, in the order of alignment.
 template <class Traits>
 struct DecodeShared {
-  std::uint32_t ring;     // [kStages] chunks
-  std::uint32_t queries;  // tile [kRows, kDim]
+  std::uint32_t ring;                 // [kStages] chunks
+  std::uint32_t queries;              // tile [kRows, kDim]
   typename Traits::Element* weights;  // P [kRows, kWeightStride]
-  float* top;       // [kWarps, kRows] maxima of the warps' keys
-  float* sum;       // [kWarps, kRows]
-  Interval* views;  // [kRows]
+  float* top;                         // [kWarps, kRows] maxima of the warps' keys
+  float* sum;                         // [kWarps, kRows]
+  Interval* views;                    // [kRows]
+  int* index;                         // of the next piece of work
 
   __device__ explicit DecodeShared(std::byte* memory) {
     ring = arch::shared_address(memory);
@@ -70,6 +69,7 @@ struct DecodeShared {
     top = reinterpret_cast<float*>(memory);
     sum = top + Traits::kWarps * Traits::kRows;
     weights = reinterpret_cast<typename Traits::Element*>(sum + Traits::kWarps * Traits::kRows);
+    index = reinterpret_cast<int*>(weights + Traits::kRows * Traits::kWeightStride);
   }
 };
 
@@ -110,8 +110,8 @@ __device__ inline void multiply_chunk_keys(float (&s)[Traits::kRowTiles][4], std
     std::uint32_t a[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      arch::load_matrices(
-          a[half], keys + Layout::offset(warp * 16 + lane % 16, 2 * (k + half) + lane / 16));
+      arch::load_matrices(a[half],
+                          keys + Layout::offset(warp * 16 + lane % 16, 2 * (k + half) + lane / 16));
 #pragma unroll
     for (int n = 0; n < Traits::kRowTiles; ++n) {
       std::uint32_t b[4];  // dims 16 k ... 16 k + 31 of eight rows
@@ -278,18 +278,18 @@ __device__ inline void store_columns(const AttendParams& p, const Plan& plan,
 // ---- the kernel -----------------------------------------------------------------------------
 
 template <class Traits>
-__global__ __launch_bounds__(Traits::kThreads, 2) void attend_decode_kernel(
-    const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
+__global__ __launch_bounds__(Traits::kThreads,
+                             2) void attend_decode_kernel(const __grid_constant__ AttendParams p,
+                                                          const __grid_constant__ Plan plan) {
   using T = typename Traits::Element;
   extern __shared__ __align__(128) std::byte memory[];
   const DecodeShared<Traits> shared(memory);
   const std::uint32_t weights = arch::shared_address(shared.weights);
 
-  for (int index = blockIdx.x; index < plan.works; index += gridDim.x) {
+  for (int index = blockIdx.x; index < plan.works; index = next_work(plan, index, shared.index)) {
     const Work work = work_of(p, plan, index);
     if (work.rows == 0) continue;
     const Sequence sequence = sequence_of(p, work.sequence);
-    const View view = tile_view(p, sequence, work);
     __syncthreads();  // the last piece of work is done with shared memory
     load_queries<T, Traits::kDim, Traits::kRows, Traits::kThreads>(shared.queries, p, sequence,
                                                                    work);
@@ -297,7 +297,9 @@ __global__ __launch_bounds__(Traits::kThreads, 2) void attend_decode_kernel(
       const int row = min(static_cast<int>(threadIdx.x), work.rows - 1);
       shared.views[threadIdx.x] = row_view(p, sequence, packed_row(p, work, row).token);
     }
-
+    __syncthreads();
+    const View view =
+        tile_view(p.shard, sequence, shared.views[0], shared.views[Traits::kRows - 1]);
     SegmentWalk walk(p.shard.order(sequence.kv_len), view.any, work.split, plan.splits);
     SegmentQueue queue(walk);
     int stage = 0;  // of the chunk in work

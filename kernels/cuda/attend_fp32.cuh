@@ -23,20 +23,19 @@ struct Fp32Traits {
   static constexpr int kThreads = 128;
   static constexpr int kHalves = kThreads / 16;
   static constexpr int kRows = 32;
-  static constexpr int kOwn = kRows / kHalves;       // rows of a half warp
-  static constexpr int kKeySteps = kSegment / 16;    // keys of a lane
-  static constexpr int kSliceDims = 32;              // of K, loaded at a time
-  static constexpr int kSliceKeys = 32;              // of V
-  static constexpr int kQueryStride = kDim + 4;      // the pads move rows to other banks
+  static constexpr int kOwn = kRows / kHalves;     // rows of a half warp
+  static constexpr int kKeySteps = kSegment / 16;  // keys of a lane
+  static constexpr int kSliceDims = 32;            // of K, loaded at a time
+  static constexpr int kSliceKeys = 32;            // of V
+  static constexpr int kQueryStride = kDim + 4;    // the pads move rows to other banks
   static constexpr int kSliceStride = kSliceDims + 4;
   static constexpr int kWeightStride = kSegment + 4;
 
-  static constexpr int kSliceFloats = kSegment * kSliceStride > kSliceKeys * kDim
-                                          ? kSegment * kSliceStride
-                                          : kSliceKeys * kDim;
+  static constexpr int kSliceFloats =
+      kSegment * kSliceStride > kSliceKeys* kDim ? kSegment* kSliceStride : kSliceKeys* kDim;
   static constexpr int kSharedBytes =
       4 * (kRows * kQueryStride + kSliceFloats + kRows * kWeightStride) +
-      kRows * static_cast<int>(sizeof(Interval));
+      kRows * static_cast<int>(sizeof(Interval)) + 16;
 
   struct RowOf {  // quad = own row * (kDim / 64) + quad of dims
     __device__ static constexpr int row(int quad, int) { return quad / (kDim / 64); }
@@ -80,12 +79,12 @@ __device__ inline void multiply_slice(float (&s)[Traits::kOwn][Traits::kKeySteps
                                               (half * Traits::kOwn + r) * Traits::kQueryStride + d);
 #pragma unroll
     for (int j = 0; j < Traits::kKeySteps; ++j) {
-      const float4 k = *reinterpret_cast<const float4*>(
-          keys + (lane + 16 * j) * Traits::kSliceStride + d);
+      const float4 k =
+          *reinterpret_cast<const float4*>(keys + (lane + 16 * j) * Traits::kSliceStride + d);
 #pragma unroll
       for (int r = 0; r < Traits::kOwn; ++r)
-        s[r][j] = fmaf(q[r].w, k.w,
-                       fmaf(q[r].z, k.z, fmaf(q[r].y, k.y, fmaf(q[r].x, k.x, s[r][j]))));
+        s[r][j] =
+            fmaf(q[r].w, k.w, fmaf(q[r].z, k.z, fmaf(q[r].y, k.y, fmaf(q[r].x, k.x, s[r][j]))));
     }
   }
 }
@@ -122,8 +121,7 @@ __device__ inline void weigh_rows(float (&s)[Traits::kOwn][Traits::kKeySteps],
       weights[row * Traits::kWeightStride + lane + 16 * j] = weight;
     }
 #pragma unroll
-    for (int step = 1; step < 16; step *= 2)
-      sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
+    for (int step = 1; step < 16; step *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
     state.stats[r] = {top, sum};
   }
   __syncwarp();
@@ -157,9 +155,8 @@ __device__ inline void accumulate_slice(typename Traits::State& state, const flo
 }
 
 template <class Traits>
-__device__ inline void store_fp32(const AttendParams& p, const Plan& plan,
-                                  const Sequence& sequence, const Work& work,
-                                  const typename Traits::State& state) {
+__device__ inline void store_fp32(const AttendParams& p, const Plan& plan, const Sequence& sequence,
+                                  const Work& work, const typename Traits::State& state) {
   const int half = threadIdx.x / 16, lane = threadIdx.x % 16;
   const StateSlots& slots = plan.splits == 1 ? p.state : plan.parts;
   const int slot = plan.splits == 1 ? p.slot : work.split;
@@ -168,9 +165,8 @@ __device__ inline void store_fp32(const AttendParams& p, const Plan& plan,
     const int row = half * Traits::kOwn + r;
     if (row >= work.rows) continue;
     const PackedRow at = packed_row(p, work, row);
-    const std::int64_t to = plan.splits == 1
-                                ? (sequence.first_row + at.token) * p.heads + at.head
-                                : part_row(p, plan, work.sequence, at.token, at.head);
+    const std::int64_t to = plan.splits == 1 ? (sequence.first_row + at.token) * p.heads + at.head
+                                             : part_row(p, plan, work.sequence, at.token, at.head);
     if (lane == 0) slots.stats(slot)[to] = state.stats[r];
 #pragma unroll
     for (int c = 0; c < Traits::kDim / 64; ++c) {
@@ -185,28 +181,29 @@ __device__ inline void store_fp32(const AttendParams& p, const Plan& plan,
 // ---- the kernel -----------------------------------------------------------------------------
 
 template <class Traits>
-__global__ __launch_bounds__(Traits::kThreads, 2) void attend_fp32_kernel(
-    const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
+__global__ __launch_bounds__(Traits::kThreads,
+                             2) void attend_fp32_kernel(const __grid_constant__ AttendParams p,
+                                                        const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) std::byte memory[];
   float* queries = reinterpret_cast<float*>(memory);
   float* slice = queries + Traits::kRows * Traits::kQueryStride;
   float* weights = slice + Traits::kSliceFloats;
   Interval* views = reinterpret_cast<Interval*>(weights + Traits::kRows * Traits::kWeightStride);
 
-  for (int index = blockIdx.x; index < plan.works; index += gridDim.x) {
+  int* next_index = reinterpret_cast<int*>(views + Traits::kRows);
+
+  for (int index = blockIdx.x; index < plan.works; index = next_work(plan, index, next_index)) {
     const Work work = work_of(p, plan, index);
     if (work.rows == 0) continue;
     const Sequence sequence = sequence_of(p, work.sequence);
-    const View view = tile_view(p, sequence, work);
     __syncthreads();  // the last piece of work is done with shared memory
     for (int i = static_cast<int>(threadIdx.x); i < Traits::kRows * Traits::kDim / 4;
          i += Traits::kThreads) {
       const int row = i / (Traits::kDim / 4), d = i % (Traits::kDim / 4) * 4;
       const bool valid = row < work.rows && d < p.dim;
       const PackedRow at = packed_row(p, work, row);
-      const float* from = valid
-                              ? p.q.at<const float>(sequence.first_row + at.token, at.head) + d
-                              : static_cast<const float*>(p.q.data);
+      const float* from = valid ? p.q.at<const float>(sequence.first_row + at.token, at.head) + d
+                                : static_cast<const float*>(p.q.data);
       arch::copy_async(arch::shared_address(queries + row * Traits::kQueryStride + d), from, valid);
     }
     if (threadIdx.x < Traits::kRows) {
@@ -214,6 +211,8 @@ __global__ __launch_bounds__(Traits::kThreads, 2) void attend_fp32_kernel(
       views[threadIdx.x] = row_view(p, sequence, packed_row(p, work, row).token);
     }
 
+    __syncthreads();
+    const View view = tile_view(p.shard, sequence, views[0], views[Traits::kRows - 1]);
     SegmentWalk walk(p.shard.order(sequence.kv_len), view.any, work.split, plan.splits);
     typename Traits::State state;
     state.clear();

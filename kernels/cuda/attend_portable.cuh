@@ -58,6 +58,7 @@ struct Piece {
   Work work;
   Sequence sequence;
   View view;
+  int index;         // of the next piece of work
   KeyTile next[2];   // by the parity of the tile
   SegmentWalk walk;  // of thread 0
 
@@ -101,9 +102,9 @@ __device__ inline void multiply_keys(float (&s)[Traits::kRowTiles][Traits::kKeyT
     std::uint32_t a[Traits::kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < Traits::kRowTiles; ++m)
-      arch::load_matrices(
-          a[m], queries + Layout::offset((warp * Traits::kRowTiles + m) * 16 + lane % 16,
-                                         2 * k + lane / 16));
+      arch::load_matrices(a[m],
+                          queries + Layout::offset((warp * Traits::kRowTiles + m) * 16 + lane % 16,
+                                                   2 * k + lane / 16));
 #pragma unroll
     for (int n = 0; n < Traits::kKeyTiles; n += 2) {
       std::uint32_t b[4];
@@ -128,8 +129,7 @@ __device__ inline void mask_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTil
   for (int m = 0; m < Traits::kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Interval row =
-          rows[(warp * Traits::kRowTiles + m) * 16 + half * 8 + lane / 4];
+      const Interval row = rows[(warp * Traits::kRowTiles + m) * 16 + half * 8 + lane / 4];
       const int begin = static_cast<int>(max(row.begin - first, std::int64_t{0}));
       const int end = static_cast<int>(min(row.end - first, std::int64_t{Traits::kKeys}));
 #pragma unroll
@@ -211,8 +211,7 @@ __device__ inline void multiply_values(typename Traits::State& state,
 #pragma unroll
     for (int n = 0; n < Traits::kDimTiles; n += 2) {
       std::uint32_t b[4];
-      arch::load_matrices_transposed(b,
-                                     values + Layout::offset(k * 16 + lane % 16, n + lane / 16));
+      arch::load_matrices_transposed(b, values + Layout::offset(k * 16 + lane % 16, n + lane / 16));
 #pragma unroll
       for (int m = 0; m < Traits::kRowTiles; ++m) {
         arch::mma<T>(state.o[m * Traits::kDimTiles + n], a[m], b[0], b[1]);
@@ -234,8 +233,8 @@ __device__ inline void sum_rows(State& state) {
 }
 
 template <class Traits>
-__device__ inline void store_rows(const AttendParams& p, const Sequence& sequence,
-                                  const Work& work, const typename Traits::State& state) {
+__device__ inline void store_rows(const AttendParams& p, const Sequence& sequence, const Work& work,
+                                  const typename Traits::State& state) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int r = 0; r < Traits::State::kRows; ++r) {
@@ -265,8 +264,8 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
   extern __shared__ __align__(128) std::byte shared[];
   const std::uint32_t queries = arch::shared_address(shared);
   const std::uint32_t stages = queries + Traits::kQueryBytes;  // K0 V0 K1 V1
-  Interval* rows = reinterpret_cast<Interval*>(shared + Traits::kQueryBytes +
-                                               4 * Traits::kTileBytes);
+  Interval* rows =
+      reinterpret_cast<Interval*>(shared + Traits::kQueryBytes + 4 * Traits::kTileBytes);
   auto& piece = *reinterpret_cast<Piece<kInvariant>*>(rows + Traits::kRows);
   // Where every score is the product times a positive scale, the scale joins the exponential's fma.
   const bool plain = p.score.softcap == 0.0f && p.score.scale > 0.0f;
@@ -275,22 +274,15 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
     const std::uint32_t to = stages + stage * 2 * Traits::kTileBytes;
     load_keys<T, Traits::kDim, kKeys, Traits::kThreads>(to, p.k, piece.work.kv_head, p.dim,
                                                         piece.sequence, piece.view, first);
-    load_keys<T, Traits::kDim, kKeys, Traits::kThreads>(to + Traits::kTileBytes, p.v,
-                                                        piece.work.kv_head, p.dim, piece.sequence,
-                                                        piece.view, first);
+    load_keys<T, Traits::kDim, kKeys, Traits::kThreads>(
+        to + Traits::kTileBytes, p.v, piece.work.kv_head, p.dim, piece.sequence, piece.view, first);
   };
 
-  for (int index = blockIdx.x; index < plan.works; index += gridDim.x) {
+  for (int index = blockIdx.x; index < plan.works; index = next_work(plan, index, &piece.index)) {
     __syncthreads();  // the last piece of work is done with shared memory
     if (threadIdx.x == 0) {
       piece.work = work_of(p, plan, index);
-      if (piece.work.rows > 0) {
-        piece.sequence = sequence_of(p, piece.work.sequence);
-        piece.view = tile_view(p, piece.sequence, piece.work);
-        if constexpr (kInvariant)
-          piece.walk = SegmentWalk(p.shard.order(piece.sequence.kv_len), piece.view.any, 0, 1);
-        piece.next[0] = piece.template first_tile<kKeys>();
-      }
+      piece.sequence = sequence_of(p, piece.work.sequence);
     }
     __syncthreads();
     if (piece.work.rows == 0) continue;
@@ -298,9 +290,16 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
                                                                    piece.work);
     if (threadIdx.x < Traits::kRows) {
       const int row = min(static_cast<int>(threadIdx.x), piece.work.rows - 1);
-      rows[threadIdx.x] =
-          row_view(p, piece.sequence, packed_row(p, piece.work, row).token);
+      rows[threadIdx.x] = row_view(p, piece.sequence, packed_row(p, piece.work, row).token);
     }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      piece.view = tile_view(p.shard, piece.sequence, rows[0], rows[Traits::kRows - 1]);
+      if constexpr (kInvariant)
+        piece.walk = SegmentWalk(p.shard.order(piece.sequence.kv_len), piece.view.any, 0, 1);
+      piece.next[0] = piece.template first_tile<kKeys>();
+    }
+    __syncthreads();
     KeyTile tile = piece.next[0];
     if (tile.first >= 0) load(tile.first, 0);
     arch::commit_copies();
@@ -309,8 +308,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
     state.clear();
     FoldStack<typename Traits::State, Traits::kThreads, false> stack(plan.stack, plan.depth);
     for (int stage = 0; tile.first >= 0; stage ^= 1) {
-      if (threadIdx.x == 0)
-        piece.next[stage ^ 1] = piece.template tile_after<kKeys>(tile);
+      if (threadIdx.x == 0) piece.next[stage ^ 1] = piece.template tile_after<kKeys>(tile);
       arch::wait_copies<0>();
       __syncthreads();  // this tile is there, and nobody reads the other stage any more
       const KeyTile next = piece.next[stage ^ 1];

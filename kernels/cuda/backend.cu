@@ -43,7 +43,8 @@ void check_alignment(const char* name, const Rows& rows, DType dtype) {
   if (reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 && rows.row_stride * bytes % 16 == 0 &&
       rows.head_stride * bytes % 16 == 0)
     return;
-  throw Unsupported(std::string(name) + " has its data or rows at addresses that are not multiples " +
+  throw Unsupported(std::string(name) +
+                    " has its data or rows at addresses that are not multiples " +
                     "of 16 bytes, which the CUDA kernels need: copy it into a dense tensor");
 }
 
@@ -56,8 +57,8 @@ class CudaBackend final : public Backend {
     if (major < 8)
       throw Unsupported("GPU of compute capability " + std::to_string(major) +
                         ".x: the CUDA kernels need 8.0 (Ampere) or later");
-    LONGSPAN_CUDA(cudaDeviceGetAttribute(&gpu_.multiprocessors, cudaDevAttrMultiProcessorCount,
-                                         device));
+    LONGSPAN_CUDA(
+        cudaDeviceGetAttribute(&gpu_.multiprocessors, cudaDevAttrMultiProcessorCount, device));
   }
 
   Device device() const override { return Device::cuda; }

@@ -18,8 +18,8 @@ namespace longspan::kernels::cuda {
 
 /// Bits of a place inside a leaf.
 LONGSPAN_HD inline int leaf_bits(const SegmentOrder& order) {
-  const std::int64_t most = order.interleaved ? order.count(0)
-                                              : (order.total + kVirtualRanks - 1) / kVirtualRanks;
+  const std::int64_t most =
+      order.interleaved ? order.count(0) : (order.total + kVirtualRanks - 1) / kVirtualRanks;
   int bits = 0;
   while ((std::int64_t{1} << bits) < most) ++bits;
   return bits;
@@ -61,9 +61,9 @@ class SegmentWalk {
       if (t < last_ && place < end_) {
         next_ = place + 1;
         segment = !order_.interleaved ? base_ + t
-                  : order_.unit == 1  ? t * order_.leaves + base_
-                                      : (t / order_.unit * order_.leaves + base_) * order_.unit +
-                                           t % order_.unit;
+                  : order_.unit == 1
+                      ? t * order_.leaves + base_
+                      : (t / order_.unit * order_.leaves + base_) * order_.unit + t % order_.unit;
         return true;
       }
       next_ = static_cast<std::int64_t>(leaf + 1) << bits_;

@@ -128,7 +128,7 @@ class FoldStack {
 
   float4* memory_;
   std::uint32_t waiting_ = 0;  // bit k: a state waits on level k
-  State top_;  // the newest that waits, when cached_
+  State top_;                  // the newest that waits, when cached_
   bool cached_ = false;
 };
 

@@ -32,38 +32,32 @@ template <class T, int kDim, int kKeys, int kThreads>
 __device__ inline void load_keys(std::uint32_t tile, const Rows& source, int kv_head, int dim,
                                  const Sequence& sequence, const View& view, std::int64_t first) {
   using Layout = Tile<T, kDim>;
-  const T* base = source.at<const T>(sequence.first_key + first, kv_head);
-  const int begin = static_cast<int>(max(view.any.begin - first, std::int64_t{0}));
-  const int end = static_cast<int>(min(view.any.end - first, std::int64_t{kKeys}));
-  const std::int64_t* table = view.table == nullptr ? nullptr : view.table + first;
-  static_assert(kKeys * Layout::kChunks % kThreads == 0);
-  constexpr int kSteps = kKeys * Layout::kChunks / kThreads;
   constexpr int kStepRows = kThreads / Layout::kChunks;
-  if constexpr (kThreads % Layout::kChunks == 0 && kStepRows % 8 == 0) {
-    // A thread keeps its chunk and its swizzle from step to step: two additions a step.
-    const int chunk = static_cast<int>(threadIdx.x) % Layout::kChunks;
-    int row = static_cast<int>(threadIdx.x) / Layout::kChunks;
-    std::uint32_t to = tile + Layout::offset(row, chunk);
-    const T* from = base + row * source.row_stride + chunk * 8;
+  const T* base = source.at<const T>(sequence.first_key + first, kv_head);
+  if constexpr (kThreads % Layout::kChunks == 0 && kKeys % kStepRows == 0) {
+    if (view.table == nullptr && first >= view.any.begin && first + kKeys <= view.any.end) {
+      // The usual tile: every key is wanted. A thread keeps its chunk from row to row.
+      const int chunk = static_cast<int>(threadIdx.x) % Layout::kChunks;
+      const int row = static_cast<int>(threadIdx.x) / Layout::kChunks;
+      const bool valid = chunk * 8 < dim;
+      const T* from = base + row * source.row_stride + chunk * 8;
+      const std::int64_t step = kStepRows * source.row_stride;
 #pragma unroll
-    for (int n = 0; n < kSteps; ++n) {
-      bool valid = row >= begin && row < end && chunk * 8 < dim;
-      if (table != nullptr && valid) valid = view.positions.contains(table[row]);
-      arch::copy_async(to, valid ? from : base, valid);
-      row += kStepRows;
-      to += kStepRows * Layout::kRowBytes;
-      from += kStepRows * source.row_stride;
+      for (int n = 0; n < kKeys / kStepRows; ++n) {
+        arch::copy_async(tile + Layout::offset(row + n * kStepRows, chunk), from, valid);
+        from += step;
+      }
+      return;
     }
-  } else {
-#pragma unroll
-    for (int n = 0; n < kSteps; ++n) {
-      const int index = n * kThreads + static_cast<int>(threadIdx.x);
-      const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
-      bool valid = row >= begin && row < end && chunk * 8 < dim;
-      if (table != nullptr && valid) valid = view.positions.contains(table[row]);
-      const T* from = valid ? base + row * source.row_stride + chunk * 8 : base;
-      arch::copy_async(tile + Layout::offset(row, chunk), from, valid);
-    }
+  }
+#pragma unroll 1
+  for (int index = static_cast<int>(threadIdx.x); index < kKeys * Layout::kChunks;
+       index += kThreads) {
+    const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
+    bool valid = view.any.contains(first + row) && chunk * 8 < dim;
+    if (view.table != nullptr && valid) valid = view.positions.contains(view.table[first + row]);
+    const T* from = valid ? base + row * source.row_stride + chunk * 8 : base;
+    arch::copy_async(tile + Layout::offset(row, chunk), from, valid);
   }
 }
 

@@ -36,17 +36,19 @@ LONGSPAN_HD inline Sequence sequence_of(const AttendParams& p, int b) {
           p.shard.local_len(kv_len)};
 }
 
-/// How a launch cuts its work: row tiles x splits of the keys x kv heads.
+/// How a launch cuts its work: row tiles x kv heads x splits of the keys.
 struct Plan {
   Lengths lengths = Lengths::only_long;
-  int tile_rows = 1;   // packed rows in a tile
-  int tiles = 1;       // short: in a sequence; long: in the batch, an upper bound
-  int splits = 1;      // a power of two; each takes an aligned part of the fixed order's tree
-  int works = 0;       // pieces of work; some turn out to be empty
-  int depth = 0;       // of the fixed order's stack
+  int tile_rows = 1;       // packed rows in a tile
+  int tiles = 1;           // in the batch; an upper bound
+  int sequence_tiles = 0;  // > 0: tiles of each sequence; 0: they are packed, see first_tile
+  int splits = 1;          // a power of two; each takes an aligned part of the fixed order's tree
+  int works = 0;           // tiles x kv heads x splits; some turn out to be empty
+  int* ticket = nullptr;   // zero at the start: hands out the works past the first of each block
+  int depth = 0;           // of the fixed order's stack
   float* stack = nullptr;  // [blocks, depth, floats of a block]; see FoldStack
-  StateSlots parts;        // splits > 1: [splits] slots of rows part_row(...)
-  int part_tokens = 0;     // rows of a sequence in `parts`, in tokens
+  StateSlots parts;        // splits > 1: [splits] slots of the rows part_row(...)
+  int part_tokens = 0;     // > 0: tokens of a sequence in `parts`; 0: its rows are those of q
 };
 
 /// One thread block's piece.
@@ -58,37 +60,42 @@ struct Work {
   int rows;            // packed rows; 0: nothing to do
 };
 
-/// First tile of sequence b where tiles are numbered over the batch with at most one gap a
+/// First tile of sequence b where tiles are packed over the batch, at most one in vain for each
 /// sequence: it can be had, and searched, without a prefix sum.
 LONGSPAN_HD inline std::int64_t first_tile(const Batch& batch, int b, int group, int tile_rows) {
   return batch.first_row(b) * group / tile_rows + b;
 }
 
+/// The last b in [0, size) for which `starts(b)` <= x, or 0; `starts` ascends.
+template <class Starts>
+LONGSPAN_HD inline int last_start(int size, std::int64_t x, const Starts& starts) {
+  int low = 0, high = size;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (starts(middle) <= x ? low : high) = middle;
+  }
+  return low;
+}
+
 LONGSPAN_HD inline Work work_of(const AttendParams& p, const Plan& plan, int index) {
   const int group = p.heads / p.kv_heads;
-  int tile = index % plan.tiles;
-  int rest = index / plan.tiles;
-  Work work{0, rest % p.kv_heads, 0, 0, 0};
-  rest /= p.kv_heads;
-  if (plan.lengths == Lengths::only_short) {
-    work.split = rest % plan.splits;
-    work.sequence = rest / plan.splits;
+  // Under a causal mask the last tiles are the heaviest, and they go first.
+  int tile = plan.tiles - 1 - index % plan.tiles;
+  const int rest = index / plan.tiles;
+  Work work{0, rest % p.kv_heads, rest / p.kv_heads, 0, 0};
+  if (plan.sequence_tiles > 0) {
+    work.sequence = tile / plan.sequence_tiles;
+    tile %= plan.sequence_tiles;
   } else {
-    tile = plan.tiles - 1 - tile;  // under a causal mask the last tiles are the heaviest
-    int low = 0, high = p.batch.size;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (first_tile(p.batch, middle, group, plan.tile_rows) <= tile ? low : high) = middle;
-    }
-    work.sequence = low;
-    tile -= static_cast<int>(first_tile(p.batch, low, group, plan.tile_rows));
+    const auto starts = [&](int b) { return first_tile(p.batch, b, group, plan.tile_rows); };
+    work.sequence = last_start(p.batch.size, tile, starts);
+    tile -= static_cast<int>(starts(work.sequence));
   }
   const std::int64_t q_len = p.batch.query_len(work.sequence, p.tokens);
   if (tile < 0 || !serves(plan.lengths, q_len)) return work;
   work.first = static_cast<std::int64_t>(tile) * plan.tile_rows;
-  const std::int64_t rest_rows = q_len * group - work.first;
-  work.rows = static_cast<int>(
-      rest_rows < 0 ? 0 : rest_rows < plan.tile_rows ? rest_rows : plan.tile_rows);
+  const std::int64_t left = q_len * group - work.first;
+  work.rows = static_cast<int>(left < 0 ? 0 : left < plan.tile_rows ? left : plan.tile_rows);
   return work;
 }
 
@@ -101,35 +108,14 @@ LONGSPAN_HD inline PackedRow packed_row(const AttendParams& p, const Work& work,
   const unsigned group = static_cast<unsigned>(p.heads / p.kv_heads);
   // 32-bit division: the packed rows of a sequence are counted by `tiles`, an int.
   const unsigned packed = static_cast<unsigned>(work.first + row);
-  return {packed / group, work.kv_head * static_cast<int>(group) + static_cast<int>(packed % group)};
-}
-
-/// Number of this rank's keys that stand at positions below `position`.
-LONGSPAN_HD inline std::int64_t keys_below(const Shard& shard, std::int64_t position,
-                                           std::int64_t kv_len) {
-  if (position <= 0) return 0;
-  if (position > kv_len) position = kv_len;
-  if (shard.layout == Layout::striped || shard.layout == Layout::interleaved)
-    return shard.local_len(position);  // such a shard of a prefix is a prefix of the shard
-  std::int64_t low = 0, high = shard.local_len(kv_len);
-  if (shard.layout == Layout::contiguous || shard.layout == Layout::ranges) {
-    const std::int64_t below = position - shard.position(0, kv_len);
-    return below < low ? low : below > high ? high : below;
-  }
-  while (low < high) {
-    const std::int64_t middle = (low + high) / 2;
-    if (shard.position(middle, kv_len) < position)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
+  return {packed / group,
+          work.kv_head * static_cast<int>(group) + static_cast<int>(packed % group)};
 }
 
 /// What a row tile sees of this rank's keys.
 struct View {
-  Interval any;  // local keys that some row may see; others are not read
-  Interval all;  // local keys that every row sees: no mask is needed there
+  Interval any;                         // local keys that some row may see; others are not read
+  Interval all;                         // local keys that every row sees: no mask is needed there
   const std::int64_t* table = nullptr;  // listed: positions of the local keys
   Interval positions;                   // listed: positions that some row may see
 
@@ -139,27 +125,24 @@ struct View {
   }
 };
 
-/// What packed row `row` sees: local keys, or positions when the shard is listed.
+/// What the row of a token sees: local keys, or positions when the shard is listed.
 LONGSPAN_HD inline Interval row_view(const AttendParams& p, const Sequence& sequence,
                                      std::int64_t token) {
-  const Interval seen =
-      p.mask.visible(sequence.kv_len - sequence.q_len + token, sequence.kv_len);
+  Interval seen = p.mask.visible(sequence.kv_len - sequence.q_len + token, sequence.kv_len);
   if (p.shard.layout == Layout::listed) return seen;
-  return {keys_below(p.shard, seen.begin, sequence.kv_len),
-          keys_below(p.shard, seen.end, sequence.kv_len)};
+  seen.begin = p.shard.before(seen.begin, sequence.kv_len);
+  seen.end = p.shard.before(seen.end, sequence.kv_len);
+  return seen;
 }
 
-/// Bounds of visible intervals ascend with the row's position, so the first and the last token of a
-/// tile give the union and the intersection.
-LONGSPAN_HD inline View tile_view(const AttendParams& p, const Sequence& sequence,
-                                  const Work& work) {
-  const Interval first = row_view(p, sequence, packed_row(p, work, 0).token);
-  const Interval last = row_view(p, sequence, packed_row(p, work, work.rows - 1).token);
+/// Bounds of visible intervals ascend with the row's position, so the views of the first and the
+/// last row of a tile give the union and the intersection.
+LONGSPAN_HD inline View tile_view(const Shard& shard, const Sequence& sequence,
+                                  const Interval& first, const Interval& last) {
   View view;
-  if (p.shard.layout == Layout::listed) {
+  if (shard.layout == Layout::listed) {
     view.any = {0, sequence.local_len};
-    view.all = {0, 0};
-    view.table = p.shard.table;
+    view.table = shard.table;
     view.positions = {first.begin, last.end};
   } else {
     view.any = {first.begin, last.end};
@@ -171,7 +154,21 @@ LONGSPAN_HD inline View tile_view(const AttendParams& p, const Sequence& sequenc
 /// Row of Plan::parts that holds (sequence, token, head).
 LONGSPAN_HD inline std::int64_t part_row(const AttendParams& p, const Plan& plan, int sequence,
                                          std::int64_t token, int head) {
-  return (static_cast<std::int64_t>(sequence) * plan.part_tokens + token) * p.heads + head;
+  const std::int64_t first = plan.part_tokens > 0 ? std::int64_t{sequence} * plan.part_tokens
+                                                  : p.batch.first_row(sequence);
+  return (first + token) * p.heads + head;
 }
+
+#if defined(__CUDACC__)
+/// What a block does after work `index`. All its threads call this; `slot` is in shared memory.
+__device__ inline int next_work(const Plan& plan, int index, int* slot) {
+  const int blocks = static_cast<int>(gridDim.x);
+  if (plan.ticket == nullptr) return index + blocks;
+  __syncthreads();
+  if (threadIdx.x == 0) *slot = blocks + atomicAdd(plan.ticket, 1);
+  __syncthreads();
+  return *slot;
+}
+#endif
 
 }  // namespace longspan::kernels::cuda

@@ -42,16 +42,9 @@ struct Fold {
   /// Element of the merged o. An empty side is skipped by selection: its payload, NaN included,
   /// does not reach the result.
   LONGSPAN_HD float operator()(float a, float b) const {
-    switch (take) {
-      case first:
-        return a;
-      case second:
-        return b;
-      case first_high:
-        return ::fmaf(b, ratio, a);
-      default:
-        return ::fmaf(a, ratio, b);
-    }
+    const bool second_leads = take == second || take == second_high;  // selections, not branches
+    const float high = second_leads ? b : a, low = second_leads ? a : b;
+    return take == first || take == second ? high : ::fmaf(low, ratio, high);
   }
 };
 

@@ -28,9 +28,14 @@ TEST(Bits, RanksShortQueries) {
   for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32})
     for (Layout layout : {Layout::contiguous, Layout::interleaved})
       for (int kv_len : {1, 127, 4097, 5000, 131073})
-        expect_same_bits_on_ranks({.dtype = dtype, .heads = 4, .kv_heads = 1, .dim = 64,
-                                   .q_lens = {kv_len > 100 ? 3 : 1}, .kv_lens = {kv_len},
-                                   .mask = {.causal = true}, .layout = layout,
+        expect_same_bits_on_ranks({.dtype = dtype,
+                                   .heads = 4,
+                                   .kv_heads = 1,
+                                   .dim = 64,
+                                   .q_lens = {kv_len > 100 ? 3 : 1},
+                                   .kv_lens = {kv_len},
+                                   .mask = {.causal = true},
+                                   .layout = layout,
                                    .seed = std::random_device{}()});
 }
 
@@ -40,19 +45,31 @@ TEST(Bits, RanksLongQueriesInvariant) {
     for (Layout layout : {Layout::contiguous, Layout::interleaved})
       for (int kv_len : {1, 127, 4097, 5000, 131073})
         for (std::int64_t window : {0, 3000})
-          expect_same_bits_on_ranks({.dtype = dtype, .heads = 2, .kv_heads = 1, .dim = 64,
-                                     .q_lens = {70}, .kv_lens = {kv_len},
-                                     .mask = {.causal = true, .window = window}, .layout = layout,
-                                     .invariant = true, .seed = std::random_device{}()});
+          expect_same_bits_on_ranks({.dtype = dtype,
+                                     .heads = 2,
+                                     .kv_heads = 1,
+                                     .dim = 64,
+                                     .q_lens = {70},
+                                     .kv_lens = {kv_len},
+                                     .mask = {.causal = true, .window = window},
+                                     .layout = layout,
+                                     .invariant = true,
+                                     .seed = std::random_device{}()});
 }
 
 TEST(Bits, RanksInterleavedByLargerBlocks) {
   LONGSPAN_NEEDS_GPU();
   for (std::int64_t block : {256, 1024})
     for (int q_len : {2, 40})
-      expect_same_bits_on_ranks({.heads = 4, .kv_heads = 2, .dim = 128, .q_lens = {q_len},
-                                 .kv_lens = {30001}, .mask = {.causal = true},
-                                 .layout = Layout::interleaved, .block = block, .invariant = true,
+      expect_same_bits_on_ranks({.heads = 4,
+                                 .kv_heads = 2,
+                                 .dim = 128,
+                                 .q_lens = {q_len},
+                                 .kv_lens = {30001},
+                                 .mask = {.causal = true},
+                                 .layout = Layout::interleaved,
+                                 .block = block,
+                                 .invariant = true,
                                  .seed = std::random_device{}()});
 }
 
@@ -61,8 +78,15 @@ TEST(Bits, BatchComposition) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : {DType::bf16, DType::fp32})
     for (int q_len : {1, 6, 16, 17, 150}) {
-      Case alone{.dtype = dtype, .heads = 10, .kv_heads = 2, .dim = 64, .q_lens = {q_len},
-                 .kv_lens = {3333}, .mask = {.causal = true}, .ranks = 2, .invariant = true,
+      Case alone{.dtype = dtype,
+                 .heads = 10,
+                 .kv_heads = 2,
+                 .dim = 64,
+                 .q_lens = {q_len},
+                 .kv_lens = {3333},
+                 .mask = {.causal = true},
+                 .ranks = 2,
+                 .invariant = true,
                  .seed = std::random_device{}()};
       const Data own(alone);
       const Result expected = GpuRun(alone, own).run();
@@ -86,8 +110,13 @@ TEST(Bits, BatchComposition) {
 TEST(Bits, RunToRun) {
   LONGSPAN_NEEDS_GPU();
   for (int q_len : {1, 500}) {
-    const Case c{.heads = 16, .kv_heads = 4, .dim = 128, .q_lens = {q_len}, .kv_lens = {4000},
-                 .mask = {.causal = true}, .seed = std::random_device{}()};
+    const Case c{.heads = 16,
+                 .kv_heads = 4,
+                 .dim = 128,
+                 .q_lens = {q_len},
+                 .kv_lens = {4000},
+                 .mask = {.causal = true},
+                 .seed = std::random_device{}()};
     const Data data(c);
     GpuRun run(c, data);
     const Result first = run.run();
@@ -99,9 +128,15 @@ TEST(Bits, RunToRun) {
 TEST(Bits, GraphReplayWithOtherLengths) {
   LONGSPAN_NEEDS_GPU();
   for (const bool invariant : {false, true}) {
-    const Case c{.heads = 8, .kv_heads = 2, .dim = 64, .q_lens = {1, 40, 16, 7},
-                 .kv_lens = {5000, 800, 90, 3000}, .mask = {.causal = true}, .ranks = 2,
-                 .invariant = invariant, .seed = std::random_device{}()};
+    const Case c{.heads = 8,
+                 .kv_heads = 2,
+                 .dim = 64,
+                 .q_lens = {1, 40, 16, 7},
+                 .kv_lens = {5000, 800, 90, 3000},
+                 .mask = {.causal = true},
+                 .ranks = 2,
+                 .invariant = invariant,
+                 .seed = std::random_device{}()};
     const Data data(c);
     GpuRun run(c, data);
     cudaStream_t stream;
@@ -146,8 +181,13 @@ TEST(Bits, GraphReplayWithOtherLengths) {
 TEST(Bits, WhereLengthsAreKnown) {
   LONGSPAN_NEEDS_GPU();
   for (int q_len : {1, 12, 60}) {
-    Case c{.heads = 8, .kv_heads = 2, .dim = 128, .q_lens = {q_len}, .kv_lens = {7000},
-           .mask = {.causal = true}, .seed = std::random_device{}()};
+    Case c{.heads = 8,
+           .kv_heads = 2,
+           .dim = 128,
+           .q_lens = {q_len},
+           .kv_lens = {7000},
+           .mask = {.causal = true},
+           .seed = std::random_device{}()};
     const Result known = result_of(c);
     c.device_lengths = true;
     expect_same_bits(known, result_of(c));

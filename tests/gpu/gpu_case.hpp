@@ -22,11 +22,11 @@
 
 namespace longspan::test {
 
-#define LONGSPAN_NEEDS_GPU()                                                        \
-  do {                                                                              \
-    int longspan_gpus = 0;                                                          \
-    if (cudaGetDeviceCount(&longspan_gpus) != cudaSuccess || longspan_gpus == 0)    \
-      GTEST_SKIP() << "no GPU: cudaGetDeviceCount found none";                      \
+#define LONGSPAN_NEEDS_GPU()                                                     \
+  do {                                                                           \
+    int longspan_gpus = 0;                                                       \
+    if (cudaGetDeviceCount(&longspan_gpus) != cudaSuccess || longspan_gpus == 0) \
+      GTEST_SKIP() << "no GPU: cudaGetDeviceCount found none";                   \
   } while (0)
 
 /// A typed array on the GPU.
@@ -34,7 +34,8 @@ template <class T>
 struct OnGpu {
   Buffer buffer;
   OnGpu() = default;
-  explicit OnGpu(std::size_t count) : buffer(Device::cuda, std::max<std::size_t>(count, 1) * sizeof(T)) {
+  explicit OnGpu(std::size_t count)
+      : buffer(Device::cuda, std::max<std::size_t>(count, 1) * sizeof(T)) {
     poison();
   }
   explicit OnGpu(const std::vector<T>& values) : OnGpu(values.size()) {
@@ -71,7 +72,9 @@ struct Case {
     for (int n : q_lens) sum += n;
     return sum;
   }
-  float scale_used() const { return scale != 0 ? scale : 1.0f / std::sqrt(static_cast<float>(dim)); }
+  float scale_used() const {
+    return scale != 0 ? scale : 1.0f / std::sqrt(static_cast<float>(dim));
+  }
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Case& c) {
@@ -98,8 +101,8 @@ struct Data {
   std::vector<std::byte> q;               // [tokens, heads, dim]
   std::vector<std::vector<std::byte>> k;  // of each sequence [kv_len, kv_heads, dim]
   std::vector<std::vector<std::byte>> v;
-  std::vector<float> sinks;                           // [heads]
-  std::vector<std::vector<std::int64_t>> permuted;    // listed: all positions, in random order
+  std::vector<float> sinks;                         // [heads]
+  std::vector<std::vector<std::int64_t>> permuted;  // listed: all positions, in random order
 
   explicit Data(const Case& c) {
     std::mt19937 rng(c.seed);
@@ -140,7 +143,8 @@ class GpuRun {
       on.shard = {c.layout, rank, c.ranks, c.batch() == 1 ? c.kv_lens[0] : 0, c.block};
       std::vector<std::int64_t> cuts;
       if (c.layout == Layout::ranges) {  // uneven on purpose
-        for (int r = 0; r < c.ranks; ++r) cuts.push_back(c.kv_lens[0] * r * r / (c.ranks * c.ranks));
+        for (int r = 0; r < c.ranks; ++r)
+          cuts.push_back(c.kv_lens[0] * r * r / (c.ranks * c.ranks));
         cuts.push_back(c.kv_lens[0]);
       }
       for (int b = 0; b < c.batch(); ++b) {
@@ -149,7 +153,8 @@ class GpuRun {
         std::vector<std::int64_t> positions;
         if (c.layout == Layout::listed) {
           const auto& all = data.permuted[static_cast<std::size_t>(b)];
-          positions.assign(all.begin() + len * rank / c.ranks, all.begin() + len * (rank + 1) / c.ranks);
+          positions.assign(all.begin() + len * rank / c.ranks,
+                           all.begin() + len * (rank + 1) / c.ranks);
           table = positions;
           host.table = table.data();
           host.listed = on.shard.listed = static_cast<std::int64_t>(table.size());
@@ -175,7 +180,8 @@ class GpuRun {
       if (!table.empty() || c.layout == Layout::listed) on.shard.table = on.table.data();
       ranks_.push_back(std::move(on));
     }
-    out_ = OnGpu<std::byte>(static_cast<std::size_t>(c.tokens() * c.heads * c.dim) * size_of(c.dtype));
+    out_ =
+        OnGpu<std::byte>(static_cast<std::size_t>(c.tokens() * c.heads * c.dim) * size_of(c.dtype));
     lse_ = OnGpu<float>(static_cast<std::size_t>(c.tokens() * c.heads));
     states_.rows = c.tokens() * c.heads;
     states_.dim = c.dim;
@@ -319,15 +325,16 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
           const Interval seen = c.mask.visible(kv_len - q_len + t, kv_len);
           std::optional<double> sink;
           if (c.sinks) sink = data.sinks[static_cast<std::size_t>(head)];
-          const launcher::Exact exact = launcher::attend_exactly(q, keys, values, seen,
-                                                                 c.scale_used(), c.softcap, sink);
+          const launcher::Exact exact =
+              launcher::attend_exactly(q, keys, values, seen, c.scale_used(), c.softcap, sink);
           // Plain: p = softmax rounded, out = sum p v rounded.
           Eigen::VectorXd plain = Eigen::VectorXd::Zero(c.dim);
           if (!seen.empty()) {
-            Eigen::ArrayXd s = (keys.middleRows(seen.begin, seen.end - seen.begin) * q).array() *
-                               c.scale_used();
+            Eigen::ArrayXd s =
+                (keys.middleRows(seen.begin, seen.end - seen.begin) * q).array() * c.scale_used();
             if (c.softcap != 0) s = c.softcap * (s / c.softcap).tanh();
-            std::vector<std::byte> rounded(static_cast<std::size_t>(std::max<std::int64_t>(s.size(), c.dim)) * 4);
+            std::vector<std::byte> rounded(
+                static_cast<std::size_t>(std::max<std::int64_t>(s.size(), c.dim)) * 4);
             for (Eigen::Index i = 0; i < s.size(); ++i)
               launcher::store(rounded.data(), c.dtype, i,
                               static_cast<float>(std::exp(s[i] - exact.lse)));

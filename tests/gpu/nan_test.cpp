@@ -19,8 +19,14 @@ TEST(Nan, QueryStaysInItsRow) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)
     for (int q_len : {7, 40}) {
-      const Case c{.dtype = dtype, .heads = 4, .kv_heads = 2, .dim = 64, .q_lens = {q_len},
-                   .kv_lens = {500}, .mask = {.causal = true}, .ranks = 2,
+      const Case c{.dtype = dtype,
+                   .heads = 4,
+                   .kv_heads = 2,
+                   .dim = 64,
+                   .q_lens = {q_len},
+                   .kv_lens = {500},
+                   .mask = {.causal = true},
+                   .ranks = 2,
                    .seed = std::random_device{}()};
       Data data(c);
       const Result clean = GpuRun(c, data).run();
@@ -45,13 +51,21 @@ TEST(Nan, QueryStaysInItsRow) {
 TEST(Nan, UnseenKeysReachNoOutput) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)
-    for (Layout layout : {Layout::contiguous, Layout::striped, Layout::interleaved, Layout::zigzag,
-                          Layout::listed})
+    for (Layout layout :
+         {Layout::contiguous, Layout::striped, Layout::interleaved, Layout::zigzag, Layout::listed})
       for (int q_len : {6, 90})
         for (bool invariant : {false, true}) {
-          const Case c{.dtype = dtype, .heads = 4, .kv_heads = 2, .dim = 64, .q_lens = {q_len},
-                       .kv_lens = {700}, .mask = {.window = 100, .right = 0}, .layout = layout,
-                       .ranks = 2, .invariant = invariant, .seed = std::random_device{}()};
+          const Case c{.dtype = dtype,
+                       .heads = 4,
+                       .kv_heads = 2,
+                       .dim = 64,
+                       .q_lens = {q_len},
+                       .kv_lens = {700},
+                       .mask = {.window = 100, .right = 0},
+                       .layout = layout,
+                       .ranks = 2,
+                       .invariant = invariant,
+                       .seed = std::random_device{}()};
           Data data(c);
           const Result clean = GpuRun(c, data).run();
           const std::int64_t unseen = 700 - q_len - 99;  // the first token's window begins here
@@ -66,8 +80,14 @@ TEST(Nan, KeysPastALengthReachNoOutput) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)
     for (int q_len : {2, 64}) {
-      Case c{.dtype = dtype, .heads = 4, .kv_heads = 2, .dim = 64, .q_lens = {q_len},
-             .kv_lens = {300}, .device_lengths = true, .seed = std::random_device{}()};
+      Case c{.dtype = dtype,
+             .heads = 4,
+             .kv_heads = 2,
+             .dim = 64,
+             .q_lens = {q_len},
+             .kv_lens = {300},
+             .device_lengths = true,
+             .seed = std::random_device{}()};
       Data data(c);
       const Result clean = GpuRun(c, data).run();
       Case longer = c;  // the same keys, and after them slots that hold NaN
@@ -90,8 +110,13 @@ TEST(Nan, MinusInfinityIsInvisible) {
   for (const DType dtype : kTypes)
     for (int q_len : {3, 50})
       for (int lost : {40, 200}) {
-        const Case c{.dtype = dtype, .heads = 2, .kv_heads = 1, .dim = 32, .q_lens = {q_len},
-                     .kv_lens = {200}, .seed = std::random_device{}()};
+        const Case c{.dtype = dtype,
+                     .heads = 2,
+                     .kv_heads = 1,
+                     .dim = 32,
+                     .q_lens = {q_len},
+                     .kv_lens = {200},
+                     .seed = std::random_device{}()};
         Data data(c);
         // Only column 0 matters, and it is positive in every query: k = -inf there scores -inf.
         for (std::int64_t row = 0; row < q_len * c.heads; ++row)
@@ -103,10 +128,12 @@ TEST(Nan, MinusInfinityIsInvisible) {
         Case rest = c;
         rest.kv_lens = {200 - lost};
         Data kept = data;
-        kept.k[0].erase(kept.k[0].begin(), kept.k[0].begin() + static_cast<std::ptrdiff_t>(
-                                               lost * c.dim * static_cast<int>(size_of(dtype))));
-        kept.v[0].erase(kept.v[0].begin(), kept.v[0].begin() + static_cast<std::ptrdiff_t>(
-                                               lost * c.dim * static_cast<int>(size_of(dtype))));
+        kept.k[0].erase(kept.k[0].begin(),
+                        kept.k[0].begin() + static_cast<std::ptrdiff_t>(
+                                                lost * c.dim * static_cast<int>(size_of(dtype))));
+        kept.v[0].erase(kept.v[0].begin(),
+                        kept.v[0].begin() + static_cast<std::ptrdiff_t>(
+                                                lost * c.dim * static_cast<int>(size_of(dtype))));
         expect_exact(rest, kept, result);
       }
 }
@@ -116,7 +143,11 @@ TEST(Nan, NothingVisibleIsZeroAndMinusInfinity) {
   for (const DType dtype : kTypes)
     for (int q_len : {4, 80})
       for (bool sinks : {false, true}) {
-        const Case c{.dtype = dtype, .q_lens = {q_len}, .kv_lens = {0}, .ranks = 4, .sinks = sinks,
+        const Case c{.dtype = dtype,
+                     .q_lens = {q_len},
+                     .kv_lens = {0},
+                     .ranks = 4,
+                     .sinks = sinks,
                      .seed = std::random_device{}()};
         const Data data(c);
         const Result result = GpuRun(c, data).run();

@@ -142,16 +142,21 @@ TEST(Rows, KeyStarts) {
       for (int b = 0; b < batch; ++b) lengths.push_back(static_cast<std::int32_t>(rng()() % 5000));
       const OnGpu<std::int32_t> kv_len(lengths);
       OnGpu<std::int64_t> starts(static_cast<std::size_t>(batch));
-      backend->key_starts({.shard = shard, .kv_len = kv_len.data(), .batch = batch,
-                           .key_start = starts.data()}, {});
+      backend->key_starts(
+          {.shard = shard, .kv_len = kv_len.data(), .batch = batch, .key_start = starts.data()},
+          {});
       const auto got = starts.values(static_cast<std::size_t>(batch));
       std::int64_t expected = 0;
       for (int b = 0; b < batch; ++b) {
         EXPECT_EQ(got[static_cast<std::size_t>(b)], expected);
         expected += shard.local_len(lengths[static_cast<std::size_t>(b)]);
       }
-      backend->key_starts({.shard = shard, .kv_len = kv_len.data(), .capacity = 777, .batch = batch,
-                           .key_start = starts.data()}, {});
+      backend->key_starts({.shard = shard,
+                           .kv_len = kv_len.data(),
+                           .capacity = 777,
+                           .batch = batch,
+                           .key_start = starts.data()},
+                          {});
       EXPECT_EQ(starts.values(static_cast<std::size_t>(batch)).back(), 777 * (batch - 1));
     }
 }
@@ -192,8 +197,8 @@ TEST(Rows, MapAndPlace) {
         for (int rank = 0; rank < ranks; ++rank)
           for (std::int64_t i = 0; i < capacity; ++i) {
             const auto& rows = expected[static_cast<std::size_t>(rank)];
-            const std::int64_t row = i < static_cast<std::int64_t>(rows.size())
-                                         ? rows[static_cast<std::size_t>(i)] : -1;
+            const std::int64_t row =
+                i < static_cast<std::int64_t>(rows.size()) ? rows[static_cast<std::size_t>(i)] : -1;
             ASSERT_EQ(got[static_cast<std::size_t>(rank * capacity + i)], row)
                 << name(rule.layout) << " batch " << batch << " rank " << rank << " of " << ranks;
           }
@@ -203,7 +208,8 @@ TEST(Rows, MapAndPlace) {
         for (std::byte& byte : from) byte = static_cast<std::byte>(rng()());
         const OnGpu<std::byte> source(from);
         OnGpu<std::byte> to(static_cast<std::size_t>(starts.back()) * kRowBytes);
-        backend->place_rows({source.data(), to.data(), map.data(), capacity * ranks, kRowBytes}, {});
+        backend->place_rows({source.data(), to.data(), map.data(), capacity * ranks, kRowBytes},
+                            {});
         const auto placed = to.values(static_cast<std::size_t>(starts.back()) * kRowBytes);
         for (std::size_t i = 0; i < got.size(); ++i) {
           if (got[i] < 0) continue;

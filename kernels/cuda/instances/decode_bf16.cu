@@ -8,7 +8,8 @@ KernelShape decode_bf16(int dim, std::int64_t rows) {
   return for_dim(dim, [&](auto size) {
     constexpr int kDim = decltype(size)::value;
     constexpr int kMany = kDim <= 128 ? 32 : 16;  // as many as registers allow
-    return rows <= 8 ? decode_shape<__nv_bfloat16, kDim, 8>() : decode_shape<__nv_bfloat16, kDim, kMany>();
+    return rows <= 8 ? decode_shape<__nv_bfloat16, kDim, 8>()
+                     : decode_shape<__nv_bfloat16, kDim, kMany>();
   });
 }
 

@@ -7,7 +7,8 @@ namespace longspan::kernels::cuda {
 KernelShape portable_bf16(int dim, bool invariant) {
   return for_dim(dim, [&](auto size) {
     constexpr int kDim = decltype(size)::value;
-    return invariant ? portable_shape<__nv_bfloat16, kDim, true>() : portable_shape<__nv_bfloat16, kDim, false>();
+    return invariant ? portable_shape<__nv_bfloat16, kDim, true>()
+                     : portable_shape<__nv_bfloat16, kDim, false>();
   });
 }
 

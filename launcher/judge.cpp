@@ -65,10 +65,8 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
   if (!problem.sinks.empty()) sink = problem.sinks[head];
 
   const Exact exact = attend_exactly(q, keys, values, visible, problem.scale(), o.softcap, sink);
-  Eigen::VectorXf plain;
-  if (o.dtype != DType::fp32)
-    plain = attend_plainly(q, keys, values, visible, static_cast<float>(problem.scale()), o.softcap,
-                           sink, o.dtype);
+  const Eigen::VectorXf plain = attend_plainly(
+      q, keys, values, visible, static_cast<float>(problem.scale()), o.softcap, sink, o.dtype);
 
   Findings f;
   const std::int64_t at = static_cast<std::int64_t>(i) * o.heads + head;
@@ -79,7 +77,7 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
     f.error2 += error * error;
     f.exact2 += exact.out[d] * exact.out[d];
     f.exact_max = std::max(f.exact_max, std::abs(exact.out[d]));
-    if (o.dtype != DType::fp32) f.plain = std::max(f.plain, distance(plain[d], exact.out[d]));
+    f.plain = std::max(f.plain, distance(plain[d], exact.out[d]));
   }
   f.lse = distance(answer.lse[at], exact.lse);
   f.wrong_lse = f.lse > kNormBound * std::max(1.0, std::abs(exact.lse));
@@ -174,7 +172,7 @@ Judgement judge(const Communicator& world, const Problem& problem, const Answer&
   Judgement j;
   j.rows = static_cast<std::int64_t>(rows.size());
   j.plain_error = all.plain;
-  j.bound = fp32 ? kNormBound * all.exact_max : 2 * all.plain;
+  j.bound = std::max(2 * all.plain, fp32 ? kNormBound * all.exact_max : 0.0);
   j.relative_error = all.exact2 > 0 ? std::sqrt(all.error2 / all.exact2) : std::sqrt(all.error2);
   j.lse_error = all.lse;
 

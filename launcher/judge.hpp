@@ -3,9 +3,8 @@
 //
 //     16 bits   an element is wrong when |err| > 2 * the largest error that plain attention in the
 //               same dtype makes on the same rows
-//     fp32      wrong when |err| > 2e-6 * the largest |exact| of the rows; and |out - exact| must
-//     be
-//               below 2e-6 |exact| by norm
+//     fp32      |out - exact| must be below 2e-6 |exact| by norm; an element is wrong as above, or
+//               where that is more, when |err| > 2e-6 * the largest |exact| of the rows
 //     lse       wrong when |err| > 2e-6 * max(1, |exact|)
 //
 // The bounds are the same for every number of ranks.
@@ -22,7 +21,7 @@ struct Judgement {
   std::int64_t rows = 0;      // compared, each with all its heads
   double max_error = 0;       // of an element of out
   double relative_error = 0;  // |out - exact| / |exact|, over all compared elements
-  double plain_error = 0;     // max_error of plain attention; 0 for fp32
+  double plain_error = 0;     // max_error of plain attention in the same dtype
   double lse_error = 0;       // largest error of an lse
   double bound = 0;           // of an element's error
   std::int64_t wrong = 0;     // elements of out and lse beyond their bounds

@@ -1,5 +1,5 @@
-// The yardstick for 16 bits: attention as frameworks compute it on one device, so that our error is
-// measured against what a user has today. fp32 scores and sums; the probabilities are rounded to
+// The yardstick: attention as frameworks compute it on one device, so that our error is measured
+// against what a user has today. fp32 scores and sums; the probabilities are rounded to
 // the dtype before they meet the values, and the result once more.
 #pragma once
 

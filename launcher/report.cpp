@@ -130,11 +130,10 @@ std::string row(const Report& r) {
     text += fmt::format("{:>10}{:>10}{:>8}\n", "-", "-", "-");
   }
   if (r.judgement && r.judgement->rows > 0)
-    text += fmt::format("# compared {} of {} rows with float64{}\n", r.judgement->rows,
-                        r.tokens * r.batch,
-                        r.dtype == "fp32" ? ""
-                                          : fmt::format("; plain {} attention is off by {:.1e}",
-                                                        r.dtype, r.judgement->plain_error));
+    text += fmt::format(
+        "# compared {} of {} rows with float64; plain {} attention on one device is off by "
+        "{:.1e}\n",
+        r.judgement->rows, r.tokens * r.batch, r.dtype, r.judgement->plain_error);
   if (r.digest) text += fmt::format("# digest {:016x}\n", *r.digest);
   return text;
 }

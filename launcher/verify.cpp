@@ -42,8 +42,10 @@ struct Verdict {
     max_error = std::max(max_error, j.max_error);
     lse_error = std::max(lse_error, j.lse_error);
     wrong += j.wrong;
-    if (problem.options.dtype == DType::fp32) fp32 = std::max(fp32, j.relative_error);
-    if (j.plain_error > 0) ratio = std::max(ratio, j.max_error / j.plain_error);
+    if (problem.options.dtype == DType::fp32)
+      fp32 = std::max(fp32, j.relative_error);
+    else if (j.max_error > 0)
+      ratio = std::max(ratio, j.max_error / j.plain_error);
     if (j.right && same_bits) return;
     if (failed++ > 0) return;
     first_failure =

@@ -10,6 +10,9 @@ import unittest
 COMMAND = os.environ.get("LONGSPAN_COMMAND", "longspan")
 MPIEXEC = os.environ.get("LONGSPAN_MPIEXEC", "")
 
+# mpirun's own files: two mpiruns that start at once in the same folder can hinder each other.
+SESSIONS = tempfile.TemporaryDirectory(prefix="ls")
+
 # Exit statuses, as in `longspan --help`.
 OK, INTERNAL, USAGE, INPUT, UNSUPPORTED, WRONG_RESULT, RANK_FAILURE, TIMEOUT, BACKEND = range(9)
 
@@ -23,6 +26,7 @@ def environment(**extra):
                                "OMPI_MCA_hwloc_base_binding_policy": "none",
                                "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
                                "OMPI_MCA_odls_base_sigkill_timeout": "0",
+                               "OMPI_MCA_orte_tmpdir_base": SESSIONS.name,
                                "LONGSPAN_THREADS": "1"} | extra
 
 

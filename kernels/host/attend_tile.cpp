@@ -27,14 +27,23 @@ namespace HWY_NAMESPACE {
 
 constexpr int kLaneSums = 16 / kLanes;  // vectors that hold the 16 lanes of a sum
 
-/// The sum of 16 lanes, halves first: lane i with lane i + 8, and so on.
-HWY_INLINE float sum_lanes(const Vec (&lanes)[kLaneSums]) {
-  const Lanes d;
-  HWY_ALIGN float sums[16];
-  for (int i = 0; i < kLaneSums; ++i) hn::Store(lanes[i], d, sums + i * kLanes);
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
-  return sums[0];
+/// Upper half on lower half, until one lane is left.
+template <class D>
+HWY_INLINE float sum_halves([[maybe_unused]] D d, hn::Vec<D> lanes) {
+#if HWY_TARGET != HWY_SCALAR
+  if constexpr (hn::MaxLanes(d) > 1) {
+    const hn::Half<D> half;
+    return sum_halves(half, hn::Add(hn::LowerHalf(half, lanes), hn::UpperHalf(half, lanes)));
+  }
+#endif
+  return hn::GetLane(lanes);
+}
+
+/// The sum of 16 lanes in one shape: lane i with lane i + 8, then i + 4, i + 2, i + 1.
+HWY_INLINE float sum_lanes(Vec (&lanes)[kLaneSums]) {
+  for (int half = kLaneSums / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] = hn::Add(lanes[i], lanes[i + half]);
+  return sum_halves(Lanes(), lanes[0]);
 }
 
 /// Scores of a row -> its weights, in place, and its max and sum. `keys` is aligned to 16.

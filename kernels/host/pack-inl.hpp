@@ -13,6 +13,7 @@
 #define LONGSPAN_HOST_PACK_INL
 #endif
 
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "kernels/host/simd-inl.hpp"
 #include "kernels/host/tile.hpp"
@@ -20,6 +21,19 @@
 HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
 namespace HWY_NAMESPACE {
+
+inline constexpr int kRowsAhead = 16;  // of prefetches
+
+/// Rows lie a stride apart, which hides the next ones from the hardware; with few queries the time
+/// is the time of these loads. The address is a number: it may lie past the keys, and nobody reads
+/// it.
+template <class T>
+HWY_INLINE void prefetch_row(const T* k, std::int64_t row, std::int64_t stride, int dim) {
+  constexpr std::uintptr_t kLine = 64;
+  const auto begin = reinterpret_cast<std::uintptr_t>(k) + row * stride * sizeof(T);
+  for (auto at = begin; at < begin + dim * sizeof(T); at += kLine)
+    hwy::Prefetch(reinterpret_cast<const char*>(at));
+}
 
 /// to[c * kPanel + i] = rows[i][c] for c in [0, dim), i in [0, 4).
 template <class T>
@@ -49,7 +63,10 @@ void pack_keys(const T* k, std::int64_t stride, Range keys, int count, int dim, 
   static constexpr T zeros[kMaxDim] = {};
   for (int key = keys.begin; key < keys.end; key += 4) {
     const T* rows[4];
-    for (int i = 0; i < 4; ++i) rows[i] = key + i < count ? k + (key + i) * stride : zeros;
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = key + i < count ? k + (key + i) * stride : zeros;
+      prefetch_row(k, key + i + kRowsAhead, stride, dim);
+    }
     transpose_four(rows, dim, panels + key / kPanel * dim * kPanel + key % kPanel);
   }
 }
@@ -60,6 +77,7 @@ void pack_values(const T* v, std::int64_t stride, Range keys, int dim, float* pa
   for (int key = keys.begin; key < keys.end; ++key) {
     const T* from = v + key * stride;
     float* to = panels + key * kPanel;
+    prefetch_row(v, key + kRowsAhead, stride, dim);
     for (int panel = 0; panel < dim; panel += kPanel, to += kSegment * kPanel) {
       const int columns = dim - panel < kPanel ? dim - panel : kPanel;
       for (int c = 0; c < columns; c += kLanes8) hn::StoreU(load(d, from + panel + c), d, to + c);

@@ -67,9 +67,11 @@ __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
 /// threadIdx.y a row, threadIdx.x its 16-byte chunks.
 __global__ void place_rows_kernel(const __grid_constant__ PlaceParams p) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (i >= p.count || p.map[i] < 0) return;
+  if (i >= p.count) return;
+  const std::int64_t row = p.map != nullptr ? p.map[i] : i;
+  if (row < 0) return;
   const uint4* from = reinterpret_cast<const uint4*>(p.from + i * p.row_bytes);
-  uint4* to = reinterpret_cast<uint4*>(p.to + p.map[i] * p.row_bytes);
+  uint4* to = reinterpret_cast<uint4*>(p.to + row * p.row_bytes);
   for (std::int64_t c = threadIdx.x; c < p.row_bytes / 16; c += blockDim.x) to[c] = from[c];
 }
 

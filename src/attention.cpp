@@ -197,6 +197,7 @@ struct Attention::Impl {
                          (rows.layout != Layout::ranges || world.device() == Device::host);
     job.shard_queries = true;
     job.query_shard = rows;
+    job.own_q = static_cast<const std::byte*>(request.q.data);
     job.own_rows = request.q.shape[0];
     job.row_capacity = counted ? rows.max_local_len(rows.length) : options.max_tokens;
     job.row_bytes = row_bytes();

@@ -33,7 +33,7 @@ struct Shape {
 
 class Problem {
  public:
-  Problem(const Shape& shape, std::uint64_t seed) : shape(shape), random_(seed) {
+  Problem(const Shape& given, std::uint64_t seed) : shape(given), random_(seed) {
     tokens = std::accumulate(shape.q_lens.begin(), shape.q_lens.end(), std::int64_t{0});
     keys = std::accumulate(shape.kv_lens.begin(), shape.kv_lens.end(), std::int64_t{0});
     query_start.assign(1, 0);

@@ -10,7 +10,6 @@ namespace {
 
 /// Brings every rank's query rows here, in the order of the whole q.
 void gather_queries(Job& job) {
-  const kernels::AttendParams& a = job.attend;
   const std::int64_t slot_bytes = job.row_capacity * job.row_bytes;
   std::byte* mine = job.gathered + job.query_shard.rank * slot_bytes;
 
@@ -19,12 +18,10 @@ void gather_queries(Job& job) {
                         job.stream, "gather of query positions");
   } else {
     job.kernels.map_rows(
-        {job.query_shard, a.batch, job.query_shard.ranks, job.row_capacity, job.row_map},
+        {job.query_shard, job.attend.batch, job.query_shard.ranks, job.row_capacity, job.row_map},
         job.stream);
   }
-  job.kernels.place_rows(
-      {static_cast<const std::byte*>(a.q.data), mine, nullptr, job.own_rows, job.row_bytes},
-      job.stream);
+  job.kernels.place_rows({job.own_q, mine, nullptr, job.own_rows, job.row_bytes}, job.stream);
   job.comm.all_gather(mine, job.gathered, slot_bytes, job.stream, "gather of queries");
   job.kernels.place_rows({job.gathered, job.ordered, job.row_map,
                           job.query_shard.ranks * job.row_capacity, job.row_bytes},
@@ -37,7 +34,6 @@ void gather_states(Job& job) {
   if (job.shard_queries) {
     job.enter(Phase::exchange);
     gather_queries(job);
-    job.attend.q.data = job.ordered;
   }
 
   job.enter(Phase::attend);

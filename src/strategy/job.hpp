@@ -22,15 +22,16 @@ struct Job {
   kernels::AttendParams attend;  // state and slot: this rank's place among the gathered states
   kernels::MergeParams merge;    // of all ranks' states into the result
 
-  // With sharded queries: where the ranks' rows are gathered and put in order.
+  // With sharded queries: where the ranks' rows are gathered and put in order for `attend`.
   bool shard_queries = false;
   Shard query_shard;
-  std::int64_t own_rows = 0;        // query rows on this rank
-  std::int64_t row_capacity = 0;    // most on any rank
-  std::int64_t row_bytes = 0;       // [heads, dim] of q
-  std::byte* gathered = nullptr;    // [ranks, row_capacity, row_bytes]
-  std::byte* ordered = nullptr;     // [tokens, row_bytes]
-  std::int64_t* row_map = nullptr;  // [ranks, row_capacity] place of each gathered row
+  const std::byte* own_q = nullptr;  // [own_rows, row_bytes]
+  std::int64_t own_rows = 0;         // query rows on this rank
+  std::int64_t row_capacity = 0;     // most on any rank
+  std::int64_t row_bytes = 0;        // [heads, dim] of q
+  std::byte* gathered = nullptr;     // [ranks, row_capacity, row_bytes]
+  std::byte* ordered = nullptr;      // [tokens, row_bytes]
+  std::int64_t* row_map = nullptr;   // [ranks, row_capacity] place of each gathered row
 
   /// Marks that the stream has come to the start of `phase`.
   std::function<void(Phase)> enter;

@@ -35,7 +35,7 @@ std::vector<std::byte> to_host(const Buffer& buffer, std::size_t bytes) {
   return values;
 }
 
-struct Run {
+struct Result {
   std::vector<std::byte> out;
   std::vector<float> lse;
 };
@@ -55,8 +55,8 @@ Options options_for(const Problem& problem, const Communicator& world) {
 
 /// One run of a fresh layer; outputs are poisoned with NaN bytes first. `rows` of the queries are
 /// this rank's own when they are sharded.
-Run run(const Communicator& world, const Problem& problem, const Shard& shard, Options options,
-        std::optional<Shard> query_shard = std::nullopt) {
+Result run(const Communicator& world, const Problem& problem, const Shard& shard, Options options,
+           std::optional<Shard> query_shard = std::nullopt) {
   const Shape& s = problem.shape;
   const Device device = world.device();
   const std::vector<std::byte> own_q =
@@ -98,7 +98,7 @@ Run run(const Communicator& world, const Problem& problem, const Shard& shard, O
   layer.run(request);
   layer.wait();
 
-  Run result{to_host(out, own_q.size()), std::vector<float>(rows * s.heads)};
+  Result result{to_host(out, own_q.size()), std::vector<float>(rows * s.heads)};
   const std::vector<std::byte> lse_bytes = to_host(lse, result.lse.size() * sizeof(float));
   std::memcpy(result.lse.data(), lse_bytes.data(), lse_bytes.size());
   return result;
@@ -119,7 +119,7 @@ std::vector<std::int64_t> own_rows(const Problem& problem, const Shard& shard) {
   return rows;
 }
 
-void expect_exact(const Problem& problem, const Run& result,
+void expect_exact(const Problem& problem, const Result& result,
                   const std::vector<std::int64_t>& rows) {
   EXPECT_LE(problem.max_error(result.out, rows), problem.tolerance());
   for (std::size_t i = 0; i < rows.size(); ++i)
@@ -256,8 +256,8 @@ TEST(Layer, SameBitsAsOneProcessAlone) {
                        std::to_string(seed));
           const Shard own{layout, world.rank(), world.size(), kv_len};
           const Shard whole{layout, 0, 1, kv_len};
-          const Run shared = run(world, problem, own, options_for(problem, world));
-          const Run single = run(alone, problem, whole, options_for(problem, alone));
+          const Result shared = run(world, problem, own, options_for(problem, world));
+          const Result single = run(alone, problem, whole, options_for(problem, alone));
           if (own.keeps_order()) {
             EXPECT_EQ(shared.out, single.out);
             EXPECT_EQ(shared.lse, single.lse);

@@ -133,7 +133,7 @@ def sweep(args):
     for scaling, kv, ranks in cases:
         total = kv if scaling == "strong" else kv * ranks
         tokens = total if args.tokens == "kv" else int(args.tokens)
-        progress.say(f"{scaling} scaling, {total} keys on {ranks} ranks")
+        progress.say(f"{scaling} scaling, {total} keys, ranks: {ranks}")
         run = measure(args, ranks, total, tokens)
         speed = run["tflops"]
         first = base.setdefault((scaling, kv), (ranks, speed, run["time_ms"]["median"]))
@@ -143,8 +143,8 @@ def sweep(args):
                      "base_ms": first[2], "base_ranks": first[0]})
         progress.clear()
         if len(rows) == 1:
-            print(f"# {run['world']} | {run['backend']} | heads {args.heads}/{args.kv_heads} "
-                  f"dim {args.dim} {args.dtype}\n{HEADER}")
+            print(f"# longspan {run['longspan']} | {run['backend']} | {run['world'].split(' | ')[0]}"
+                  f" | heads {args.heads}/{args.kv_heads} dim {args.dim} {args.dtype}\n{HEADER}")
         print(line(rows[-1]), flush=True)
     return rows
 

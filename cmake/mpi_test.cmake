@@ -1,5 +1,10 @@
 # longspan_mpi_test(name target ranks...): one test `name.npN` per rank count, labelled dist. Ranks
 # may outnumber cores, and root may run them, as in a container.
+set(LONGSPAN_MPI_TEST_ENV
+    OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
+    OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    OMPI_MCA_btl_vader_single_copy_mechanism=none LONGSPAN_THREADS=1)
+
 function(longspan_mpi_test name target)
   if(NOT LONGSPAN_BUILD_TESTS)
     return()
@@ -10,6 +15,6 @@ function(longspan_mpi_test name target)
                      $<TARGET_FILE:${target}> ${MPIEXEC_POSTFLAGS})
     set_tests_properties(${name}.np${ranks} PROPERTIES
       LABELS dist TIMEOUT 120 PROCESSORS ${ranks} SKIP_RETURN_CODE 77
-      ENVIRONMENT "OMPI_MCA_rmaps_base_oversubscribe=1;OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_btl_vader_single_copy_mechanism=none;LONGSPAN_THREADS=1")
+      ENVIRONMENT "${LONGSPAN_MPI_TEST_ENV}")
   endforeach()
 endfunction()

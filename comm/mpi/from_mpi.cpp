@@ -28,7 +28,7 @@ Communicator connect(MPI_Comm comm, const CommOptions& options,
 }  // namespace
 
 Communicator from_mpirun(const CommOptions& options, int size) {
-  auto session = MpiSession::join();
+  auto session = MpiSession::join(deadline_of(options));
   int found = 0;
   LONGSPAN_MPI(MPI_Comm_size(MPI_COMM_WORLD, &found));
   if (size > 0 && found != size)

@@ -1,13 +1,29 @@
 #include "comm/mpi/session.hpp"
 
+#include <functional>
+#include <future>
 #include <mutex>
+#include <thread>
 
 #include "comm/mpi/mailbox.hpp"
 #include "src/check.hpp"
 
 namespace longspan::comm {
 
-std::shared_ptr<MpiSession> MpiSession::join() {
+namespace {
+
+/// Runs what MPI offers only as a blocking call; false when it has not returned by the deadline. It
+/// then goes on, on a thread of its own, until the process ends.
+bool returns_in_time(const std::function<void()>& call, std::chrono::milliseconds deadline) {
+  std::packaged_task<void()> task(call);
+  auto done = task.get_future();
+  std::thread(std::move(task)).detach();
+  return done.wait_for(deadline) == std::future_status::ready;
+}
+
+}  // namespace
+
+std::shared_ptr<MpiSession> MpiSession::join(std::chrono::milliseconds deadline) {
   static std::mutex mutex;
   static std::weak_ptr<MpiSession> running;
   const std::lock_guard lock(mutex);
@@ -21,9 +37,17 @@ std::shared_ptr<MpiSession> MpiSession::join() {
         "MPI was asked for after it was finalised, and it cannot start twice in one process: keep "
         "one communicator alive for as long as more may be made, or call MPI_Init yourself.");
   if (initialized) return nullptr;
-  int level = 0;
-  LONGSPAN_MPI(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &level));
-  auto session = std::make_shared<MpiSession>();
+  const bool came = returns_in_time(
+      [] {
+        int level = 0;
+        MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &level);
+      },
+      deadline);
+  if (!came)
+    throw RankError(ErrorKind::timeout, -1, "start MPI",
+                    "MPI_Init did not return within the deadline: a rank has not started MPI, and "
+                    "MPI does not say which. LONGSPAN_DEADLINE_S sets the deadline.");
+  auto session = std::make_shared<MpiSession>(deadline);
   running = session;
   return session;
 }
@@ -31,7 +55,7 @@ std::shared_ptr<MpiSession> MpiSession::join() {
 MpiSession::~MpiSession() {
   int finalized = 0;
   MPI_Finalized(&finalized);
-  if (!failed_ && !finalized) MPI_Finalize();
+  if (!failed_ && !finalized) returns_in_time([] { MPI_Finalize(); }, deadline_);
 }
 
 MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,

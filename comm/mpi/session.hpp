@@ -13,12 +13,14 @@ namespace longspan::comm {
 /// failed: finalising waits for all ranks, and one of them may be gone.
 class MpiSession {
  public:
+  explicit MpiSession(std::chrono::milliseconds deadline) : deadline_(deadline) {}
   ~MpiSession();
   /// Initialises MPI, or joins the session that is running; null where the caller initialised it.
-  static std::shared_ptr<MpiSession> join();
+  static std::shared_ptr<MpiSession> join(std::chrono::milliseconds deadline);
   void failed() { failed_ = true; }
 
  private:
+  std::chrono::milliseconds deadline_;
   bool failed_ = false;
 };
 

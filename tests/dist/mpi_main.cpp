@@ -10,10 +10,14 @@
 #include <thread>
 #include <vector>
 
+#include "longspan/info.hpp"
+#include "tests/dist/world.hpp"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr int kSkip = 77;  // what CTest takes for skipped
 constexpr int kVerdictTag = 77;
 constexpr auto kLimit = std::chrono::seconds(100);  // longer than any deadline inside a test
 
@@ -91,6 +95,13 @@ int main(int argc, char** argv) {
   int level = 0;
   MPI_Init_thread(&argc, &argv, MPI_THREAD_SERIALIZED, &level);
   testing::InitGoogleTest(&argc, argv);
+  if (longspan::testing::wants_gpus() && longspan::gpu_count() < comm_size()) {
+    if (comm_rank() == 0)
+      std::printf("Skipped: %d ranks want a GPU each, and there are %d.\n", comm_size(),
+                  longspan::gpu_count());
+    MPI_Finalize();
+    return kSkip;
+  }
   auto& listeners = testing::UnitTest::GetInstance()->listeners();
   if (comm_rank() != 0) delete listeners.Release(listeners.default_result_printer());
   listeners.Append(new Verdict);

@@ -12,11 +12,13 @@
 
 namespace longspan::testing {
 
-inline Device test_device() {
+inline bool wants_gpus() {
   const char* name = std::getenv("LONGSPAN_TEST_DEVICE");
-  return name && std::string(name) == "cuda" ? Device::cuda : Device::host;
+  return name && std::string(name) == "cuda";
 }
 
-inline Communicator test_world() { return from_mpi(MPI_COMM_WORLD, {.device = test_device()}); }
+inline Communicator test_world() {
+  return from_mpi(MPI_COMM_WORLD, {.device = wants_gpus() ? Device::cuda : Device::host});
+}
 
 }  // namespace longspan::testing

@@ -145,11 +145,13 @@ TEST_P(Faults, AStoppedRankIsNamedAtTheDeadline) {
 }
 
 TEST_P(Faults, AStoppedHubIsNamedToo) {
-  const int size = GetParam();
-  const auto statuses = run_ranks(size, milliseconds(1500), [&](Control& control) {
-    control.gather("", "meet");
-    if (control.rank() == 0) raise(SIGSTOP);
-    return fails_with(ErrorKind::timeout, 0, [&] { control.gather("", "states"); });
+  const auto statuses = run_ranks(GetParam(), milliseconds(1500), [&](Control& control) {
+    // Rank 0 may stop with letters of the first gather still in the hub.
+    return fails_with(ErrorKind::timeout, 0, [&] {
+      control.gather("", "meet");
+      if (control.rank() == 0) raise(SIGSTOP);
+      control.gather("", "states");
+    });
   });
   expect_all_well(statuses, 0);
 }

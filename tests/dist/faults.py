@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Starts ranks of which one fails, and judges what the others say and how the job ends.
+
+    faults.py MODE --mpirun mpirun --program dist_fault [--ranks 4] [--device host|cuda]
+
+The deadline of the ranks is short; that of this script is long, and passing it means a hang.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+
+DEADLINE_S = 4
+HANG_S = 100
+SKIP = 77
+
+# Mode: exit status of the job, what every survivor must say, and how many must say it. mpirun ends
+# the job when the first rank fails, so a survivor may be ended before it can speak: "some" asks
+# for one at least; under --enable-recovery mpirun leaves them alone, and all must speak.
+MODES = {
+    "stop": (7, r"SAW rank={victim} step=states kind=7: .*Rank {victim} did not come to 'states'"),
+    "stop-ring": (7, r"SAW rank={victim} step=ring kind=7: .*Rank {victim} did not come to 'ring'"),
+    "kill": (137, None),
+    "abort": (None, r"SAW rank={victim} step= kind=6: Rank {victim} gave up: k.npy is truncated"),
+    "skip": (6, r"SAW rank={victim} .*kind=6: Rank {victim} waits at 'the end' while"),
+    "differ": (2, r"ERR kind=2: 'heads' differs .*rank 0 has 32, rank {victim} has 16"),
+    "start": (7, r"SAW rank=-1 step=start MPI kind=7"),
+    "make": (7, r"SAW rank={victim} step=make the communicator kind=7"),
+    "end": (None, None),
+    "share": (4, r"ERR kind=4: Rank 0 and rank 1 would share one GPU"),
+}
+
+
+def run(command, environment):
+    """The exit status and all output; SKIP status stays. A hang is ended and reported as None."""
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        output, _ = job.communicate(timeout=HANG_S)
+        return job.returncode, output
+    except subprocess.TimeoutExpired:
+        job.send_signal(signal.SIGTERM)  # mpirun then ends its ranks, stopped ones too
+        try:
+            output, _ = job.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            output, _ = job.communicate()
+        return None, output
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("--mpirun", required=True)
+    parser.add_argument("--program", required=True)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", default="host")
+    parser.add_argument("--recovery", action="store_true", help="mpirun leaves survivors alone")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of mpirun")
+    options = parser.parse_args()
+
+    victim = options.ranks - 1
+    status, pattern = MODES[options.mode]
+    command = [options.mpirun, *options.flags, "-np", str(options.ranks)]
+    if options.recovery:
+        command.append("--enable-recovery")
+    environment = dict(os.environ, LONGSPAN_DEADLINE_S=str(DEADLINE_S))
+    if options.mode == "share":
+        environment["CUDA_VISIBLE_DEVICES"] = "0"
+    found, output = run([*command, options.program, options.mode, options.device], environment)
+    if found == SKIP:
+        print(output)
+        return SKIP
+
+    wrong = []
+    if found is None:
+        wrong.append(f"the job hung for {HANG_S} s")
+    elif options.recovery:
+        if options.mode == "kill":
+            pattern = r"SAW rank={victim} step=states kind=[67]: .*Rank {victim} "
+    elif status is not None and found != status:
+        wrong.append(f"the job ended with status {found}, not {status}")
+    if pattern:
+        said = len(re.findall(pattern.format(victim=victim), output))
+        wanted = options.ranks - 1 if options.recovery else 1
+        if said < wanted:
+            wrong.append(f"{said} of {options.ranks - 1} survivors said what they saw")
+        others = [line for line in re.findall(r"(?:SAW|ERR) .*", output)
+                  if not re.search(pattern.format(victim=victim), line)
+                  and "ERR kind=3: k.npy" not in line]
+        if others:
+            wrong.append(f"some saw something else: {others}")
+
+    if wrong:
+        print(output)
+    for line in wrong:
+        print("FAILED:", line)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,15 +31,16 @@ same_bits() {
   local ranks digest first=''
   for ranks in "${counts[@]}"; do
     job "$ranks" "$@" --digest
-    [ "$ranks" -ne "${counts[0]}" ] || grep '^#  ' "$work/$ranks"
-    grep -v '^#' "$work/$ranks"
+    [ "$ranks" -ne "${counts[0]}" ] ||
+      sed -n '/^# .*strategy/ s/^#/# ranks/p; t; s/^#    /#          /p' "$work/$ranks"
+    sed -n "/^#/! s/^/$(printf '%6s' "$ranks")/p" "$work/$ranks"
   done
   for ranks in "${counts[@]}"; do
     digest=$(sed -n 's/^# digest //p' "$work/$ranks")
     first=${first:-$digest}
     [ "$digest" = "$first" ] || { printf '\n   %s ranks gave OTHER bits\n' "$ranks"; exit 1; }
   done
-  [ ${#counts[@]} -eq 1 ] || printf '\n   %s ranks (a row each) gave the same bits: digest %s\n' \
+  [ ${#counts[@]} -eq 1 ] || printf '\n   %s ranks gave the same bits: digest %s\n' \
     "$(sed 's/ /, /g; s/, \([0-9]*\)$/ and \1/' <<<"${counts[*]}")" "$first"
 }
 

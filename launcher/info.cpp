@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
+#include <vector>
 
 #include "longspan/info.hpp"
 #include "longspan/strategy.hpp"
@@ -43,11 +45,19 @@ std::string environment_text(bool json) {
           {{"name", v.name}, {"value", v.value}, {"standard", v.standard}, {"meaning", v.meaning}});
     return all.dump(2) + "\n";
   }
-  std::string text =
-      fmt::format("{:<24}{:<12}{:<16}{}\n", "variable", "value", "standard", "meaning");
-  for (const EnvironmentVariable& v : environment())
-    text += fmt::format("{:<24}{:<12}{:<16}{}\n", v.name, v.value.empty() ? "-" : v.value,
-                        v.standard, v.meaning);
+  std::size_t names = 0, values = 0, standards = 0;  // widths of the columns
+  std::vector<EnvironmentVariable> rows{{"variable", "value", "standard", "meaning"}};
+  for (const EnvironmentVariable& v : environment()) rows.push_back(v);
+  for (EnvironmentVariable& v : rows) {
+    if (v.value.empty()) v.value = "-";
+    names = std::max(names, v.name.size());
+    values = std::max(values, v.value.size());
+    standards = std::max(standards, v.standard.size());
+  }
+  std::string text;
+  for (const EnvironmentVariable& v : rows)
+    text += fmt::format("{:<{}}  {:<{}}  {:<{}}  {}\n", v.name, names, v.value, values, v.standard,
+                        standards, v.meaning);
   return text;
 }
 

@@ -47,13 +47,17 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
 
 void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   const std::string files = "Inputs from files (.npy; fp32, fp16, or bf16 stored as V2)";
-  auto* q = app.add_option("--q", o.q, "Queries [tokens, heads, dim]")->group(files);
-  auto* k = app.add_option("--k", o.k, "Keys [keys, kv_heads, dim]")->group(files);
-  auto* v = app.add_option("--v", o.v, "Values, as the keys")->group(files);
+  auto* q =
+      app.add_option("--q", o.q, "Queries [tokens, heads, dim]")->type_name("FILE")->group(files);
+  auto* k =
+      app.add_option("--k", o.k, "Keys [keys, kv_heads, dim]")->type_name("FILE")->group(files);
+  auto* v = app.add_option("--v", o.v, "Values, as the keys")->type_name("FILE")->group(files);
   q->needs(k, v);
   k->needs(q);
   v->needs(q);
-  app.add_option("--sinks", o.sinks, "Learned sinks [heads], fp32")->group(files);
+  app.add_option("--sinks", o.sinks, "Learned sinks [heads], fp32")
+      ->type_name("FILE")
+      ->group(files);
   app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16 [what the files hold, or else fp32]")
       ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
       ->group(files);
@@ -65,7 +69,7 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
         ->check(CLI::Range(least, kMost))
         ->excludes(q)
         ->group(made)
-        ->capture_default_str();
+        ->default_str(value > 0 ? fmt::to_string(value) : "");
   };
   size("--kv", o.kv, 0, "Keys of a sequence");
   size("--tokens", o.tokens, 0, "Query rows of a sequence, the last of it");
@@ -117,10 +121,28 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
       ->group(measure);
 
   const std::string output = "Output (written by rank 0 after success, or not at all)";
-  app.add_option("--out", o.out, "Result [tokens, heads, dim], .npy")->group(output);
-  app.add_option("--lse", o.lse, "Log-sum-exp [tokens, heads], fp32, natural log, .npy")
+  app.add_option("--out", o.out, "Result [tokens, heads, dim], .npy")
+      ->type_name("FILE")
       ->group(output);
-  app.add_option("--json", o.json, "The measured record")->group(output);
+  app.add_option("--lse", o.lse, "Log-sum-exp [tokens, heads], fp32, natural log, .npy")
+      ->type_name("FILE")
+      ->group(output);
+  app.add_option("--json", o.json, "The measured record")->type_name("FILE")->group(output);
+}
+
+/// The help shows what to type and what holds otherwise, not CLI11's types and relations.
+void simplify_help(CLI::App& app) {
+  for (CLI::Option* option : app.get_options()) {
+    const std::string type = option->get_type_name();
+    const std::string kind = type.substr(0, type.find(':'));
+    if (kind.empty()) continue;  // a flag
+    const std::string standard = option->get_default_str();
+    option->option_text((kind == "INT" || kind == "UINT" ? "N"
+                         : kind == "FLOAT"               ? "X"
+                         : kind == "TEXT"                ? "NAME"
+                                                         : kind) +
+                        (standard.empty() ? "" : " [" + standard + "]"));
+  }
 }
 
 void read_shard(RunOptions& o) {
@@ -165,7 +187,7 @@ CommandLine parse(int argc, char** argv) {
   CLI::App app(kAbout, "longspan");
   app.footer(kFooter);
   app.set_version_flag("--version", "longspan " LONGSPAN_VERSION);
-  app.get_formatter()->column_width(32);
+  app.get_formatter()->column_width(30);
   app.require_subcommand(0, 1);
 
   CLI::App* run = app.add_subcommand("run", "One attention: computed, timed, checked, written");
@@ -186,6 +208,8 @@ CommandLine parse(int argc, char** argv) {
   CLI::App* env = app.add_subcommand("env", "The environment variables that longspan reads");
   env->add_flag("--json", line.json, "As JSON");
 
+  simplify_help(*run);
+  simplify_help(*verify);
   try {
     app.parse(argc, argv);
     if (*run) {

@@ -176,6 +176,8 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
 void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream) {
   for (const Lengths lengths : {Lengths::only_short, Lengths::only_long}) {
     if (!may_hold(p, lengths)) continue;
+    // Which kernel takes the sequences of a kind. One with a launch of its own joins here, before
+    // the ones that choose_kernel knows; the choice may depend on the layer and the GPU only.
     Launch launch = make_launch(p, lengths, gpu);
     if (launch.bytes > p.scratch_bytes)
       throw InputError("attend needs " + std::to_string(launch.bytes) +

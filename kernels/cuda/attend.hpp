@@ -32,8 +32,7 @@ struct Gpu {
   int multiprocessors = 0;
 };
 
-/// The kernel for the sequences of one kind. Which kernel takes a sequence is decided here, and by
-/// the sequence's own query length: a faster kernel for some GPU joins here.
+/// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.
 KernelShape choose_kernel(const AttendParams& p, Lengths lengths);
 
 /// Can the batch hold sequences of this kind? Lengths may be known on the device only.

@@ -29,7 +29,11 @@ struct DecodeTraits {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kKeys = 64;   // in a chunk
   static constexpr int kChunks = 4;  // of a segment: K K V V
-  static constexpr int kStages = kDim <= 64 ? 8 : kDim <= 128 ? 6 : kDim <= 192 ? 4 : 3;
+  // As many stages as let two blocks share a multiprocessor of 227 KB.
+  static constexpr int kStages = kDim <= 64    ? 8
+                                 : kDim <= 128 ? (kRows == 8 ? 6 : 5)
+                                 : kDim <= 192 ? 4
+                                               : 3;
   static constexpr int kAhead = kStages - 1;                         // chunks under way
   static constexpr int kSlices = (kDim / 16 + kWarps - 1) / kWarps;  // m16 slices of dim of a warp
   static_assert(kKeys == 16 * kWarps && kSegment == 2 * kKeys);

@@ -3,10 +3,10 @@
 //     S = Q K^T,   m' = max(m, max S),   P = exp2(S - m'),   l = l 2^(m - m') + sum P,
 //     O = O 2^(m - m') + P V
 //
-// A block holds 128 packed rows; K and V stream through two stages of shared memory, one barrier a
-// tile. A warp owns 32 rows (16 where dim is large): each fragment of K and V that it reads serves
-// two mma, without which shared memory would be the limit. With kInvariant each segment of 128 keys
-// is folded from scratch and the segments in the fixed order.
+// A block holds 128 packed rows; K and V stream through shared memory in tiles of 64 keys. A warp
+// owns 32 rows (16 where dim is large): each fragment of K and V that it reads serves two mma,
+// without which shared memory would be the limit. With kInvariant each segment of 128 keys is
+// folded from scratch and the segments in the fixed order.
 #pragma once
 
 #include "kernels/cuda/attend.hpp"
@@ -25,17 +25,21 @@ struct PortableTraits {
   static constexpr int kRows = 128;
   static constexpr int kWarps = kDim <= 128 ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRowTiles = kRows / 16 / kWarps;  // m16 tiles of a warp
-  static constexpr int kKeys = kDim <= 192 ? 64 : 32;    // in a tile of K or V
-  static constexpr int kKeyTiles = kKeys / 8;            // n8 tiles of S
-  static constexpr int kDimTiles = kDim / 8;             // n8 tiles of O
-  static constexpr int kBlocks = kDim <= 128 ? 2 : 1;    // on a multiprocessor
+  static constexpr int kRowTiles = kRows / 16 / kWarps;                 // m16 tiles of a warp
+  static constexpr int kKeys = 64;                                      // in a tile of K or V
+  static constexpr int kKeyTiles = kKeys / 8;                           // n8 tiles of S
+  static constexpr int kDimTiles = kDim / 8;                            // n8 tiles of O
+  static constexpr int kBlocks = kDim <= 64 ? 3 : kDim <= 128 ? 2 : 1;  // on a multiprocessor
+
+  // Two: a tile is loaded while the one before it is in work. One, where two do not fit the 163 KB
+  // of sm_80: V is loaded under Q K^T, and the next K under the softmax and P V.
+  static constexpr int kStages = kDim <= 192 ? 2 : 1;
 
   static constexpr int kTileBytes = kKeys * kDim * 2;
   static constexpr int kQueryBytes = kRows * kDim * 2;
   static constexpr int kPieceBytes = 512;
-  static constexpr int kSharedBytes =
-      kQueryBytes + 4 * kTileBytes + kRows * static_cast<int>(sizeof(Interval)) + kPieceBytes;
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kStages * kTileBytes +
+                                      kRows * static_cast<int>(sizeof(Interval)) + kPieceBytes;
 
   struct RowOf {  // quad = row tile * kDimTiles + dim tile
     __device__ static constexpr int row(int quad, int i) { return quad / kDimTiles * 2 + i / 2; }
@@ -263,22 +267,22 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
   static_assert(sizeof(Piece<kInvariant>) <= Traits::kPieceBytes);
   extern __shared__ __align__(128) std::byte shared[];
   const std::uint32_t queries = arch::shared_address(shared);
-  const std::uint32_t stages = queries + Traits::kQueryBytes;  // K0 V0 K1 V1
-  Interval* rows =
-      reinterpret_cast<Interval*>(shared + Traits::kQueryBytes + 4 * Traits::kTileBytes);
+  const std::uint32_t stages = queries + Traits::kQueryBytes;  // K0 V0 (K1 V1)
+  Interval* rows = reinterpret_cast<Interval*>(shared + Traits::kQueryBytes +
+                                               2 * Traits::kStages * Traits::kTileBytes);
   auto& piece = *reinterpret_cast<Piece<kInvariant>*>(rows + Traits::kRows);
   // Where every score is the product times a positive scale, the scale joins the exponential's fma.
   const bool plain = p.score.softcap == 0.0f && p.score.scale > 0.0f;
   const float scale = plain ? p.score.scale * kLog2E : 1.0f;
-  const auto load = [&](std::int64_t first, int stage) {
-    const std::uint32_t to = stages + stage * 2 * Traits::kTileBytes;
-    load_keys<T, Traits::kDim, kKeys, Traits::kThreads>(to, p.k, piece.work.kv_head, p.dim,
-                                                        piece.sequence, piece.view, first);
-    load_keys<T, Traits::kDim, kKeys, Traits::kThreads>(
-        to + Traits::kTileBytes, p.v, piece.work.kv_head, p.dim, piece.sequence, piece.view, first);
+  const auto load = [&](const Rows& source, const KeyTile& tile, std::uint32_t to) {
+    if (tile.first >= 0)
+      load_keys<T, Traits::kDim, kKeys, Traits::kThreads>(to, source, piece.work.kv_head, p.dim,
+                                                          piece.sequence, piece.view, tile.first);
   };
 
-  for (int index = blockIdx.x; index < plan.works; index = next_work(plan, index, &piece.index)) {
+  // The fast path has a block for each piece of work.
+  for (int index = blockIdx.x; index < plan.works;
+       index = kInvariant ? next_work(plan, index, &piece.index) : plan.works) {
     __syncthreads();  // the last piece of work is done with shared memory
     if (threadIdx.x == 0) {
       piece.work = work_of(p, plan, index);
@@ -301,23 +305,37 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
     }
     __syncthreads();
     KeyTile tile = piece.next[0];
-    if (tile.first >= 0) load(tile.first, 0);
+    load(p.k, tile, stages);
+    if constexpr (Traits::kStages == 2) load(p.v, tile, stages + Traits::kTileBytes);
     arch::commit_copies();
 
     typename Traits::State state;
     state.clear();
     FoldStack<typename Traits::State, Traits::kThreads, false> stack(plan.stack, plan.depth);
-    for (int stage = 0; tile.first >= 0; stage ^= 1) {
-      if (threadIdx.x == 0) piece.next[stage ^ 1] = piece.template tile_after<kKeys>(tile);
+    for (int parity = 0; tile.first >= 0; parity ^= 1) {
+      if (threadIdx.x == 0) piece.next[parity ^ 1] = piece.template tile_after<kKeys>(tile);
       arch::wait_copies<0>();
-      __syncthreads();  // this tile is there, and nobody reads the other stage any more
-      const KeyTile next = piece.next[stage ^ 1];
-      if (next.first >= 0) load(next.first, stage ^ 1);
+      __syncthreads();  // the tile (one stage: its K) is there, and what is loaded now is free
+      const KeyTile next = piece.next[parity ^ 1];
+      const int stage = Traits::kStages == 2 ? parity : 0;
+      const std::uint32_t keys = stages + stage * 2 * Traits::kTileBytes;
+      if constexpr (Traits::kStages == 2) {
+        const std::uint32_t to = stages + (stage ^ 1) * 2 * Traits::kTileBytes;
+        load(p.k, next, to);
+        load(p.v, next, to + Traits::kTileBytes);
+      } else {
+        load(p.v, tile, keys + Traits::kTileBytes);
+      }
       arch::commit_copies();
 
-      const std::uint32_t keys = stages + stage * 2 * Traits::kTileBytes;
       float s[Traits::kRowTiles][Traits::kKeyTiles][4];
       multiply_keys<Traits>(s, queries, keys);
+      if constexpr (Traits::kStages == 1) {
+        arch::wait_copies<0>();
+        __syncthreads();  // V is there, and nobody reads this K any more
+        load(p.k, next, keys);
+        arch::commit_copies();
+      }
       if (!plain) {
 #pragma unroll
         for (int m = 0; m < Traits::kRowTiles; ++m)
@@ -331,13 +349,13 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
       absorb_scores<Traits>(s, state, scale);
       multiply_values<Traits>(state, s, keys + Traits::kTileBytes);
 
-      const KeyTile done = tile;
-      tile = next;
+      const std::int64_t place = tile.place;
+      tile = piece.next[parity ^ 1];
       if constexpr (kInvariant) {
-        if (next.first >= 0 && next.place == done.place) continue;
+        if (tile.first >= 0 && tile.place == place) continue;
         sum_rows(state);
-        if (next.first < 0) break;
-        stack.finish_subtree(state, finished_level(done.place, next.place));
+        if (tile.first < 0) break;
+        stack.finish_subtree(state, finished_level(place, tile.place));
         state.clear();
       }
     }

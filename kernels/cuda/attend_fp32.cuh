@@ -206,6 +206,7 @@ __global__ __launch_bounds__(Traits::kThreads,
                                 : static_cast<const float*>(p.q.data);
       arch::copy_async(arch::shared_address(queries + row * Traits::kQueryStride + d), from, valid);
     }
+    arch::commit_copies();  // also where no segment follows: the next piece waits for them
     if (threadIdx.x < Traits::kRows) {
       const int row = min(static_cast<int>(threadIdx.x), work.rows - 1);
       views[threadIdx.x] = row_view(p, sequence, packed_row(p, work, row).token);

@@ -363,6 +363,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
       stack.fold_all(state);
     else
       sum_rows(state);
+    arch::wait_copies<0>();  // where there was no tile, the queries are still on their way
     store_rows<Traits>(p, piece.sequence, piece.work, state);
   }
 }

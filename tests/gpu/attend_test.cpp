@@ -137,6 +137,30 @@ TEST(Attend, UnevenBatches) {
               2);
 }
 
+/// More pieces of work than a GPU holds blocks, many of them empty: blocks take one after another.
+TEST(Attend, ManySequences) {
+  LONGSPAN_NEEDS_GPU();
+  std::mt19937 rng(fresh_seed());
+  for (const DType dtype : kTypes)
+    for (bool invariant : {false, true}) {
+      Case c{.dtype = dtype,
+             .heads = 8,
+             .kv_heads = 4,
+             .dim = 64,
+             .q_lens = {},
+             .kv_lens = {},
+             .mask = {.causal = true},
+             .ranks = 3,
+             .invariant = invariant,
+             .seed = fresh_seed()};
+      for (int b = 0; b < 400; ++b) {
+        c.q_lens.push_back(static_cast<int>(rng() % 40));
+        c.kv_lens.push_back(static_cast<int>(rng() % 300));
+      }
+      check(c, 7);
+    }
+}
+
 TEST(Attend, MoreQueriesThanKeys) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)

@@ -149,50 +149,59 @@ class TileRun {
     }
   }
 
+  /// Writes the state of one segment to `level`.
   void attend_segment(const Segment& segment, int level) {
-    Range seen[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, and by any
-    Range any{kSegment, 0};
+    Range any{kSegment, 0};  // seen by some row
     for (int block = 0; block < blocks_; ++block) {
       const int row = block * kBlockRows;
-      seen[block] = visible_.keys(segment, row, row + rows_of(block) - 1);
-      if (seen[block].begin == seen[block].end) continue;
-      any = {std::min(any.begin, seen[block].begin), std::max(any.end, seen[block].end)};
+      const Range keys = seen_[block] = visible_.keys(segment, row, row + rows_of(block) - 1);
+      if (keys.begin == keys.end) continue;
+      any = {std::min(any.begin, keys.begin), std::max(any.end, keys.end)};
     }
     const std::int64_t first = tile_.sequence.first_key + segment.first;
     pack_keys(p_.k.at<T>(first, tile_.kv_head), p_.k.row_stride, aligned(any), segment.keys, p_.dim,
               space_.k);
     pack_values(p_.v.at<T>(first, tile_.kv_head), p_.v.row_stride, any, p_.dim, space_.v);
 
-    for (int panel = 0; panel < kSegment; panel += kPanel) {
-      for (int block = 0; block < blocks_; ++block) {
-        const Range keys = aligned(seen[block]);
-        const int begin = std::max(keys.begin, panel), end = std::min(keys.end, panel + kPanel);
-        if (begin >= end) continue;
-        const int row = block * kBlockRows;
-        multiply({space_.q + row * p_.dim, p_.dim},
-                 {space_.k + panel * p_.dim + begin - panel, kPanel}, p_.dim, scores(row) + begin,
-                 kSegment, rows_of(block), end - begin);
-      }
-    }
+    multiply_queries_keys();
     for (int r = 0; r < tile_.rows; ++r) {
-      const Range keys = aligned(seen[r / kBlockRows]);
+      const Range keys = aligned(seen_[r / kBlockRows]);
       if (p_.score.softcap != 0.0f) cap(scores(r), keys, p_.score.softcap);
       visible_.hide(segment, r, keys, scores(r));
       stats(level)[r] = weigh(scores(r), keys);
     }
+    multiply_weights_values(level);
+  }
+
+  // Panels outside, blocks of rows inside: a panel stays in the first-level cache meanwhile.
+
+  void multiply_queries_keys() {
+    for (int panel = 0; panel < kSegment; panel += kPanel) {
+      for (int block = 0; block < blocks_; ++block) {
+        const Range keys = aligned(seen_[block]);
+        const int begin = std::max(keys.begin, panel), end = std::min(keys.end, panel + kPanel);
+        if (begin >= end) continue;
+        const int row = block * kBlockRows;
+        const float* k = space_.k + panel * p_.dim + begin - panel;
+        multiply({space_.q + row * p_.dim, p_.dim}, {k, kPanel}, p_.dim, scores(row) + begin,
+                 kSegment, rows_of(block), end - begin);
+      }
+    }
+  }
+
+  void multiply_weights_values(int level) {
     for (int column = 0; column < padded_; column += kPanel) {
       for (int block = 0; block < blocks_; ++block) {
-        const Range keys = seen[block];
+        const auto [begin, end] = seen_[block];
         const int row = block * kBlockRows;
-        multiply({scores(row) + keys.begin, kSegment},
-                 {space_.v + column * kSegment + keys.begin * kPanel, kPanel},
-                 keys.end - keys.begin, o(level, row) + column, padded_, rows_of(block),
-                 std::min(kPanel, padded_ - column));
+        const float* v = space_.v + column * kSegment + begin * kPanel;
+        multiply({scores(row) + begin, kSegment}, {v, kPanel}, end - begin, o(level, row) + column,
+                 padded_, rows_of(block), std::min(kPanel, padded_ - column));
       }
     }
     for (int r = 0; r < tile_.rows; ++r)
       if (!all_finite(o(level, r), padded_))
-        multiply_seen(scores(r), space_.v, seen[r / kBlockRows], o(level, r), padded_);
+        multiply_seen(scores(r), space_.v, seen_[r / kBlockRows], o(level, r), padded_);
   }
 
   const AttendParams& p_;
@@ -200,7 +209,8 @@ class TileRun {
   const TileSpace& space_;
   const Visible visible_;
   const int padded_;
-  const int blocks_;
+  const int blocks_;                                       // of kBlockRows rows
+  Range seen_[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, of the segment at hand
 };
 
 void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space) {

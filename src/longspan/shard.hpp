@@ -109,6 +109,27 @@ struct Shard {
     }
   }
 
+  /// Local keys that stand below `position`: where positions ascend, the keys of an interval of
+  /// positions are the local keys [before(begin), before(end)). Not for `listed`.
+  LONGSPAN_HD std::int64_t before(std::int64_t position, std::int64_t kv_len) const {
+    if (position <= 0) return 0;
+    if (position > kv_len) position = kv_len;
+    switch (layout) {
+      case Layout::contiguous:
+        return within(position - start(rank, kv_len), local_len(kv_len));
+      case Layout::ranges:
+        return within(position - table[rank], local_len(kv_len));
+      case Layout::zigzag: {
+        const std::int64_t low = chunk(rank, kv_len);
+        const std::int64_t high = chunk(2 * ranks - 1 - rank, kv_len);
+        return within(position - low, chunk(rank + 1, kv_len) - low) +
+               within(position - high, chunk(2 * ranks - rank, kv_len) - high);
+      }
+      default:
+        return local_len(position);
+    }
+  }
+
   /// The most keys that any rank holds: the size of an equal slot for each rank.
   std::int64_t max_local_len(std::int64_t kv_len) const {
     std::int64_t most = 0;
@@ -141,6 +162,9 @@ struct Shard {
   }
 
  private:
+  LONGSPAN_HD static std::int64_t within(std::int64_t n, std::int64_t most) {
+    return n < 0 ? 0 : n < most ? n : most;
+  }
   LONGSPAN_HD std::int64_t start(std::int64_t r, std::int64_t kv_len) const {
     const std::int64_t key = even_cut(segments_of(kv_len), r, ranks) * kSegment;
     return key < kv_len ? key : kv_len;

@@ -113,7 +113,9 @@ TEST(Nccl, EveryVerbOverTheCallersCommunicator) {
   const Communicator first = gpu_world();  // takes this rank's GPU
   ASSERT_EQ(cudaGetDevice(&device), cudaSuccess);
   ncclUniqueId id{};
-  if (rank == 0) ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  if (rank == 0) {
+    ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  }
   MPI_Bcast(&id, sizeof id, MPI_BYTE, 0, MPI_COMM_WORLD);
   ncclComm_t comm = nullptr;
   ASSERT_EQ(ncclCommInitRank(&comm, size, id, rank), ncclSuccess);

@@ -55,7 +55,12 @@ void copy(Device device, void* to, const void* from, std::size_t bytes) {
   if (bytes == 0) return;
   if (device == Device::host) std::memcpy(to, from, bytes);
 #if defined(LONGSPAN_HAVE_CUDA)
-  if (device == Device::cuda) LONGSPAN_CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+  if (device == Device::cuda) {
+    LONGSPAN_CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+    // From pageable memory the call returns before the bytes have arrived, and streams that do not
+    // wait for the default one would overtake them.
+    LONGSPAN_CUDA(cudaStreamSynchronize(nullptr));
+  }
 #endif
 }
 

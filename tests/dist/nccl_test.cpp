@@ -50,9 +50,8 @@ Bytes message(std::uint64_t seed, int from, int to, std::size_t bytes) {
 void append(Bytes& all, const Bytes& part) { all.insert(all.end(), part.begin(), part.end()); }
 
 Buffer on_gpu(const Bytes& bytes) {
-  Buffer buffer(Device::cuda, std::max<std::size_t>(bytes.size(), 1));
-  EXPECT_EQ(cudaMemcpy(buffer.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice),
-            cudaSuccess);
+  Buffer buffer(Device::cuda, bytes.size());
+  buffer.upload(bytes.data());
   return buffer;
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/cuda/attend_sm90.hpp"
 #include "kernels/cuda/fixed_order.cuh"
 #include "src/check.hpp"
 
@@ -178,6 +179,10 @@ void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream) {
     if (!may_hold(p, lengths)) continue;
     // Which kernel takes the sequences of a kind. One with a launch of its own joins here, before
     // the ones that choose_kernel knows; the choice may depend on the layer and the GPU only.
+    if (lengths == Lengths::only_long && sm90::accepts(p)) {
+      sm90::attend(p, {}, kShortQuery + 1, stream);
+      continue;
+    }
     Launch launch = make_launch(p, lengths, gpu);
     if (launch.bytes > p.scratch_bytes)
       throw InputError("attend needs " + std::to_string(launch.bytes) +

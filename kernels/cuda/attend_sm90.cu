@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "longspan/error.hpp"
 #include "src/check.hpp"
 
 namespace longspan::kernels::sm90 {
@@ -18,7 +19,8 @@ auto tensor_map_encoder() {
   LONGSPAN_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                  cudaEnableDefault, &found));
   if (found != cudaDriverEntryPointSuccess)
-    throw BackendError("CUDA: this driver has no cuTensorMapEncodeTiled; it needs version 525 or newer");
+    throw BackendError(
+        "CUDA: this driver has no cuTensorMapEncodeTiled: update it to 525 or newer");
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
@@ -44,19 +46,29 @@ CUtensorMap describe(const Rows& rows, DType dtype, int dim, std::int64_t count,
   return map;
 }
 
-bool fits(const Rows& rows, int heads) {
-  const auto aligned = [](std::int64_t stride) { return stride > 0 && stride % 8 == 0; };
-  return reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 && aligned(rows.row_stride) &&
-         (heads == 1 || aligned(rows.head_stride));
+/// Heads that walk together: their keys and values fit half of L2.
+unsigned section_of(const AttendParams& params, int l2_bytes) {
+  const std::int64_t keys =
+      std::max({params.shard.length, params.tokens / params.batch.size, std::int64_t{1}});
+  const std::int64_t resident =
+      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.dim * 2 * 2));
+  const std::int64_t sections = (params.kv_heads + resident - 1) / resident;
+  const std::int64_t section = (params.kv_heads + sections - 1) / sections;
+  return static_cast<unsigned>(section * (params.heads / params.kv_heads));
 }
 
-}  // namespace
+int attribute(cudaDeviceAttr name) {
+  int device = 0, value = 0;
+  LONGSPAN_CUDA(cudaGetDevice(&device));
+  LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, name, device));
+  return value;
+}
 
 template <class T>
-void launch(const AttendParams& params, const Finished& finished, bool persistent,
+void launch(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
-  // Tiles of keys end at the last visible key, so no copy reaches past the keys and their number
-  // need not be known here.
+  // Tiles of keys end at the last visible key, so no copy reaches past the keys, and their number,
+  // which may be known on the device only, is not needed here.
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
   Call call{};
   call.q = describe(params.q, params.dtype, params.dim, params.tokens, params.heads, 64);
@@ -64,32 +76,62 @@ void launch(const AttendParams& params, const Finished& finished, bool persisten
   call.v = describe(params.v, params.dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
   call.params = params;
   call.finished = finished;
-  call.slots = static_cast<unsigned>(params.batch.query_start
-                                         ? params.tokens / T::kRows + params.batch.size
-                                         : (params.tokens + T::kRows - 1) / T::kRows);
+  call.least_rows = least_rows;
+  const std::int64_t slots = params.batch.query_start ? params.tokens / T::kRows + params.batch.size
+                                                      : (params.tokens + T::kRows - 1) / T::kRows;
+  call.slots = static_cast<unsigned>(slots);
+  call.section = section_of(params, attribute(cudaDevAttrL2CacheSize));
+  call.items = call.slots * static_cast<unsigned>(params.heads);
+  call.next = reinterpret_cast<unsigned*>(params.scratch);
+  LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
 
-  // Heads whose keys and values fit half of L2 walk together.
-  int device = 0, processors = 0, l2_bytes = 0;
-  LONGSPAN_CUDA(cudaGetDevice(&device));
-  LONGSPAN_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  LONGSPAN_CUDA(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device));
-  const int group = params.heads / params.kv_heads;
-  const std::int64_t head_bytes =
-      std::max<std::int64_t>(1, params.shard.length) * params.dim * 2 * 2;
-  const std::int64_t resident = std::max<std::int64_t>(1, l2_bytes / 2 / head_bytes);
-  call.section = static_cast<unsigned>(std::min<std::int64_t>(params.kv_heads, resident) * group);
-  call.items = call.slots * params.heads;
-  if (call.items == 0) return;
-  if (persistent) {
-    call.next = reinterpret_cast<unsigned*>(params.scratch);
-    LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
-  }
   const unsigned blocks =
-      persistent ? std::min(call.items, static_cast<unsigned>(processors)) : call.items;
-  LONGSPAN_CUDA(cudaFuncSetAttribute(
-      attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<T>)));
+      std::min(call.items, static_cast<unsigned>(attribute(cudaDevAttrMultiProcessorCount)));
+  LONGSPAN_CUDA(cudaFuncSetAttribute(attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     sizeof(Shared<T>)));
   attend_kernel<T><<<blocks, T::kThreads, sizeof(Shared<T>), stream>>>(call);
   LONGSPAN_CUDA(cudaGetLastError());
+}
+
+/// The tile for a dim; docs/performance-prefill.md says what each choice gave.
+template <class Element>
+void choose(const AttendParams& params, const Finished& finished, int least_rows,
+            cudaStream_t stream) {
+  const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
+  if (params.dim <= 64) return run(Tile<Element, 64, 3, 128, true>{});
+  if (params.dim <= 80) return run(Tile<Element, 80, 3, 112, true>{});
+  if (params.dim <= 96) return run(Tile<Element, 96, 2, 160>{});
+  if (params.dim <= 128) return run(Tile<Element, 128, 2, 160>{});
+  if (params.dim <= 192) return run(Tile<Element, 192, 2, 112>{});
+  return run(Tile<Element, 256, 2, 80>{});
+}
+
+}  // namespace
+
+bool accepts(const AttendParams& params) {
+#ifdef LONGSPAN_SM90A
+  constexpr std::int64_t kMost = std::int64_t{1} << 30;
+  return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         attribute(cudaDevAttrComputeCapabilityMinor) == 0 && params.dtype != DType::fp32 &&
+         params.dim >= 48 && params.dim <= 256 && params.shard.layout != Layout::listed &&
+         params.score.scale > 0 && params.score.softcap == 0 && !params.invariant &&
+         params.tokens < kMost && params.shard.length < kMost;
+#else
+  (void)params;  // this build holds no code for sm_90a
+  return false;
+#endif
+}
+
+void attend(const AttendParams& params, const Finished& finished, int least_rows,
+            CUstream_st* stream) {
+  if (params.tokens == 0 || params.batch.size == 0) return;
+  if (params.scratch_bytes < kScratchBytes)
+    throw InputError("attend needs " + std::to_string(kScratchBytes) +
+                     " bytes of scratch and was given " + std::to_string(params.scratch_bytes));
+  if (params.dtype == DType::fp16)
+    choose<__half>(params, finished, least_rows, stream);
+  else
+    choose<__nv_bfloat16>(params, finished, least_rows, stream);
 }
 
 }  // namespace longspan::kernels::sm90

@@ -4,9 +4,10 @@
 //     S = Q K^T     P = exp2(c S - m)     O = O ratio + P V          (c = scale log2 e)
 //
 // A block is a warp that finds the work, a warp that loads, and two or three consumer warpgroups of
-// 64 query rows each. Q, K and V stand in shared memory (K and V in a ring of stages); S, P and O stay in registers. A consumer
-// asks for the scores of the next tile before it does the softmax of this one, and the consumers
-// take turns at the tensor cores, so that one multiplies while another exponentiates.
+// 64 query rows each. Q, K and V stand in shared memory (K and V in a ring of stages); S, P and O
+// stay in registers. A consumer asks for the scores of the next tile together with the product of
+// this one's weights and values, so that its softmax runs beside its own products and beside those
+// of the other consumers. Blocks stay and take one piece of work after the other.
 //
 // Key tiles are walked from the last visible key leftwards, each ending where the one before began:
 // no tile reaches past the keys, and under a causal mask only the first tile is cut by the mask.
@@ -16,21 +17,21 @@
 #include "kernels/cuda/attend_sm90.hpp"
 #include "kernels/params.hpp"
 
+#include <climits>
+
 namespace longspan::kernels::sm90 {
 
 // ---- shapes ----------------------------------------------------------------------------------
 
-template <class Element_, int kDim_, int kConsumers_, int kKeys_, bool kOverlap_ = true,
-          bool kTurns_ = true, bool kSkip_ = false>
+/// kDim: a multiple of 16. kTurns: the consumers take turns at the tensor cores instead of finding
+/// their own rhythm.
+template <class Element_, int kDim_, int kConsumers_, int kKeys_, bool kTurns_ = false>
 struct Tile {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kConsumers = kConsumers_;  // warpgroups
-  static constexpr int kKeys = kKeys_;            // of one tile
-  static constexpr bool kOverlap = kOverlap_;     // next scores before this softmax
-  static constexpr bool kTurns = kTurns_;         // consumers take turns at the tensor cores
-
-  static constexpr bool kSkip = kSkip_;
+  static constexpr int kKeys = kKeys_;
+  static constexpr bool kTurns = kTurns_;
 
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = 2;
@@ -39,14 +40,15 @@ struct Tile {
   static constexpr int kThreads = 128 * (kConsumers + 1);
 
   // Out of the 64 Ki registers of a multiprocessor.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 224;
 };
 
-/// Where a rank's keys of one sequence stand, for positions that ascend; the shard's rule in 32 bits.
-/// Two runs of positions (contiguous, ranges, zigzag), or blocks dealt out in turn.
+/// Where a rank's keys of one sequence stand, for positions that ascend; the shard's rule in 32
+/// bits. Two runs of positions (contiguous, ranges, zigzag), or blocks dealt out in turn.
 struct Places {
   int start[2], count[2];
+  int sequence;
   int block, round;  // block > 0: blocks at start[0], start[0] + round ... below start[1]
 
   __device__ void find(const Shard& shard, std::int64_t kv_len) {
@@ -55,9 +57,12 @@ struct Places {
             : shard.layout == Layout::striped   ? 1
                                                 : 0;
     round = block * shard.ranks;
-    start[0] = block > 0 ? block * shard.rank : keys > 0 ? static_cast<int>(shard.position(0, kv_len)) : 0;
+    start[0] = block > 0  ? block * shard.rank
+               : keys > 0 ? static_cast<int>(shard.position(0, kv_len))
+                          : 0;
     // zigzag's second run begins in the upper half
-    count[0] = shard.layout == Layout::zigzag ? static_cast<int>(shard.before(kv_len / 2, kv_len)) : keys;
+    count[0] =
+        shard.layout == Layout::zigzag ? static_cast<int>(shard.before(kv_len / 2, kv_len)) : keys;
     count[1] = keys - count[0];
     start[1] = block > 0      ? static_cast<int>(kv_len)
                : count[1] > 0 ? static_cast<int>(shard.position(count[0], kv_len))
@@ -67,7 +72,8 @@ struct Places {
   /// Local keys below `position`.
   __device__ int before(int position) const {
     if (block == 0)
-      return min(max(position - start[0], 0), count[0]) + min(max(position - start[1], 0), count[1]);
+      return min(max(position - start[0], 0), count[0]) +
+             min(max(position - start[1], 0), count[1]);
     position = min(max(position, 0), start[1]);
     const int rounds = position / round;
     return rounds * block + min(max(position - rounds * round - start[0], 0), block);
@@ -81,14 +87,15 @@ struct RowKeys {
 
 /// The work of one block at one time: a tile of query rows of one sequence and head.
 struct Item {
-  int head;
+  int head, kv_head;
   int first_key;  // of the sequence, in k
   int row;        // of the tile, in its sequence
   int first_row;  // of the tile, in q
   int rows;       // of the tile that exist
   RowKeys some;   // what any row of the tile sees
   RowKeys whole;  // what every row sees
-  int tiles;      // of keys; < 0: no item, the work is done
+  int clear;      // values of local keys below this one may be anything, and are cleared
+  int tiles;      // of keys; 0: the work is done
 };
 
 template <class T>
@@ -113,7 +120,8 @@ struct Call {
   unsigned slots;    // tiles of query rows over the batch, some of them empty
   unsigned section;  // heads walked together, so that their keys and values stay in L2
   unsigned items;    // slots x heads
-  unsigned* next;    // the next item that no block has taken; null: one item a block
+  int least_rows;    // sequences of fewer query rows are not this launch's
+  unsigned* next;    // items beyond the first of each block that are taken
 };
 
 /// A place in a ring of stages and the parity of its barriers.
@@ -148,6 +156,7 @@ __device__ int find_item(const Call& call, unsigned index, Item& item) {
   const unsigned heads = min(call.section, params.heads - first_head);
   const unsigned rest = index % section_items;
   item.head = static_cast<int>(first_head + rest % heads);
+  item.kv_head = item.head / (params.heads / params.kv_heads);
   const int slot = static_cast<int>(call.slots - 1 - rest / heads);
 
   int b = 0;
@@ -161,30 +170,53 @@ __device__ int find_item(const Call& call, unsigned index, Item& item) {
   return b;
 }
 
+/// One warp: rows that see no key on this rank get their empty state, or their finished zeros.
+template <class T>
+__device__ void write_empty(const Call& call, const Item& item) {
+  const AttendParams& params = call.params;
+  const Finished& finished = call.finished;
+  const bool finish = finished.out.data != nullptr;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int row = 0; row < item.rows; ++row) {
+    const std::int64_t token = item.first_row + row, at = token * params.heads + item.head;
+    void* to = params.state.o(params.slot, at);
+    if (finish) to = finished.out.template at<typename T::Element>(token, item.head);
+#pragma unroll 1
+    for (int i = lane; i < params.dim / (finish ? 8 : 4); i += 32) static_cast<uint4*>(to)[i] = {};
+    if (lane > 0) continue;
+    if (!finish)
+      params.state.stats(params.slot)[at] = empty_stats();
+    else if (finished.lse)
+      finished.lse[token * finished.lse_row_stride + item.head * finished.lse_head_stride] =
+          finished.sinks ? finished.sinks[item.head] : -INFINITY;
+  }
+}
+
 /// One warp: finds the next item while the others work on this one, and announces it together with
-/// the keys that each of its rows sees. An item is taken only when the loader wants it: a block with
-/// long work takes nothing that another block could begin earlier.
+/// the keys that each of its rows sees. An item is taken only when the loader wants it: a block
+/// with long work takes nothing that another block could begin earlier.
 template <class T>
 __device__ void schedule(const Call& call, Shared<T>& shared) {
   const AttendParams& params = call.params;
   const int lane = threadIdx.x % 32;
   Turn<2> turn;
-  std::uint32_t wanted = 0;
-  int sequence = -1;
-  for (unsigned index = blockIdx.x; index < call.items; turn.next()) {
+  if (lane == 0) shared.places.sequence = -1;
+  for (unsigned index = blockIdx.x; index < call.items;) {
     shared.item_empty[turn.stage].wait(turn.parity ^ 1);
     Item& item = shared.items[turn.stage];
     int b = 0;
     if (lane == 0) {
       b = find_item<T>(call, index, item);
-      if (b != sequence) shared.places.find(params.shard, params.batch.keys(b, params.shard));
-      sequence = b;
+      if (b != shared.places.sequence)
+        shared.places.find(params.shard, params.batch.keys(b, params.shard));
+      shared.places.sequence = b;
     }
     b = __shfl_sync(0xffffffff, b, 0);
     __syncwarp();
     const int query_len = static_cast<int>(params.batch.query_len(b, params.tokens));
     const int kv_len = static_cast<int>(params.batch.keys(b, params.shard));
-    const int rows = max(min(query_len - item.row, T::kRows), 0);
+    const int rows = query_len < call.least_rows ? 0 : max(min(query_len - item.row, T::kRows), 0);
 
     int* const limits = reinterpret_cast<int*>(shared.rows[turn.stage]);
 #pragma unroll 1
@@ -193,29 +225,33 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
       limits[i] = shared.places.before(static_cast<int>(i % 2 ? keys.end : keys.begin));
     }
     __syncwarp();
+    const int keys = rows > 0 ? limits[2 * rows - 1] - limits[0] : 0;
     if (lane == 0) {
       item.rows = rows;
-      item.tiles = 0;
-      if (rows > 0) {
+      item.tiles = (keys + T::kKeys - 1) / T::kKeys;
+    }
+    __syncwarp();
+    if (keys > 0) {
+      if (lane == 0) {
         item.whole = {limits[2 * rows - 2], limits[1]};
         item.some = {limits[0], limits[2 * rows - 1]};
-        item.tiles = (item.some.end - item.some.begin + T::kKeys - 1) / T::kKeys;
+        // Before the first key of all there is nothing: the copy engine fills in zeros.
+        item.clear = item.first_key + limits[0] > 0 ? limits[0] : INT_MIN;
       }
       shared.item_full[turn.stage].arrive();
-      index = call.items;
-      if (call.next) {
-        shared.item_wanted.wait(wanted);
-        index = gridDim.x + atomicAdd(call.next, 1u);
-      }
-      wanted ^= 1;
+      turn.next();
+    } else {
+      write_empty<T>(call, item);
+    }
+    if (lane == 0) {
+      if (keys > 0) shared.item_wanted.wait(turn.stage ^ 1);  // the stage just announced
+      index = gridDim.x + atomicAdd(call.next, 1u);
     }
     index = __shfl_sync(0xffffffff, index, 0);
   }
-  if (lane == 0) {
-    shared.item_empty[turn.stage].wait(turn.parity ^ 1);
-    shared.items[turn.stage].tiles = -1;
-    shared.item_full[turn.stage].arrive();
-  }
+  shared.item_empty[turn.stage].wait(turn.parity ^ 1);
+  if (lane == 0) shared.items[turn.stage].tiles = 0;
+  shared.item_full[turn.stage].arrive();
 }
 
 // ---- the loader ------------------------------------------------------------------------------
@@ -224,13 +260,10 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
 /// consumers.
 template <class T>
 __device__ void load(const Call& call, Shared<T>& shared) {
-  constexpr int kEarly = 3;  // tiles before an item's end to want the next one
+  constexpr int kEarly = 8;  // tiles before an item's end at which the next one is wanted
   constexpr int kQBytes = 64 * T::kPanels * 128;
   constexpr int kTileBytes = T::kPanels * T::kPanelBytes;
-  const std::uint64_t queries_once = cache_policy<Keep::first_to_go>();
   const std::uint64_t keys_again = cache_policy<Keep::last_to_go>();
-  const int group = call.params.heads / call.params.kv_heads;
-
   Turn<2> announced;
   Turn<T::kStages> k, v;
   std::uint32_t q_parity = 0;
@@ -248,20 +281,21 @@ __device__ void load(const Call& call, Shared<T>& shared) {
   for (;; announced.next()) {
     shared.item_full[announced.stage].wait(announced.parity);
     const Item& item = shared.items[announced.stage];
-    const int tiles = item.tiles, head = item.head, first_row = item.first_row;
+    const int tiles = item.tiles, head = item.head, kv_head = item.kv_head;
+    const int first_row = item.first_row;
     int key = item.first_key + item.some.end;
     shared.item_empty[announced.stage].arrive();
-    if (tiles < 0) return;
+    if (tiles == 0) return;
     if (tiles < kEarly) shared.item_wanted.arrive();
-    if (tiles == 0) continue;
 
     const auto load_k = [&](int at) {
-      load_tile(shared.k, &call.k, shared.k_full, shared.k_empty, k, at, head / group);
+      load_tile(shared.k, &call.k, shared.k_full, shared.k_empty, k, at, kv_head);
     };
     const auto load_v = [&](int at) {
-      load_tile(shared.v, &call.v, shared.v_full, shared.v_empty, v, at, head / group);
+      load_tile(shared.v, &call.v, shared.v_full, shared.v_empty, v, at, kv_head);
     };
     load_k(key -= T::kKeys);
+    const std::uint64_t queries_once = cache_policy<Keep::first_to_go>();
 #pragma unroll
     for (int c = 0; c < T::kConsumers; ++c) {
       shared.q_empty[c].wait(q_parity ^ 1);
@@ -287,9 +321,7 @@ __device__ void load(const Call& call, Shared<T>& shared) {
 /// S = Q K^T, asynchronously. q, k: panels of 64 elements of the head's dimension.
 template <class T>
 __device__ void multiply_qk(float (&s)[T::kKeys / 2], const void* q, const void* k) {
-  std::uint64_t a = operand(q, 64 * 128);
-  asm volatile("" : "+l"(a));
-  const std::uint64_t b = operand(k, T::kPanelBytes);
+  const std::uint64_t a = opaque(operand(q, 64 * 128)), b = operand(k, T::kPanelBytes);
 #pragma unroll
   for (int step = 0; step < T::kDim / 16; ++step)
     Product<T::kKeys>::template shared<typename T::Element, false>(
@@ -325,10 +357,15 @@ __device__ void hide(float (&s)[kCount], int first, const RowKeys* rows, int row
   }
 }
 
-/// The two rows of a thread: their maximum so far, the quad's; and the thread's part of their sum.
+/// The two rows of a thread. Exponentials are taken from an origin, which is a maximum that the row
+/// has seen; it moves only when a score exceeds it by more than kSlack, so that p stays below
+/// 2^kSlack and O is hardly ever rescaled.
 struct Rowwise {
-  float max[2] = {-INFINITY, -INFINITY};  // base 2
-  float sum[2] = {0, 0};
+  static constexpr float kSlack = 8.0f;
+
+  float max[2] = {-INFINITY, -INFINITY};  // of the quad's columns, base 2
+  float origin[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0, 0};  // of this thread's columns
 
   /// s becomes p; gives the ratios by which what came before shrinks.
   template <int kCount>
@@ -339,27 +376,33 @@ struct Rowwise {
 #pragma unroll
       for (int i = 4; i < kCount; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
-      top = fmaxf(max[h], __fmul_rn(top, c));
-      const float origin = top == -INFINITY ? 0.0f : top;  // nothing visible yet
-      ratio[h] = exp2_fast(max[h] - origin);
-      max[h] = top;
+      top = __fmul_rn(fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)), c);
+      max[h] = fmaxf(max[h], top);
+      const float moved = top > origin[h] + kSlack ? top : origin[h];
+      const float from = moved == -INFINITY ? 0.0f : moved;  // nothing visible yet
+      ratio[h] = exp2_fast(origin[h] - from);
+      origin[h] = moved;
 
       float part = 0;
 #pragma unroll
       for (int i = 2 * h; i < kCount; i += 4) {
-        s[i] = exp2_fast(fmaf(s[i], c, -origin));
-        s[i + 1] = exp2_fast(fmaf(s[i + 1], c, -origin));
+        s[i] = exp2_fast(fmaf(s[i], c, -from));
+        s[i + 1] = exp2_fast(fmaf(s[i + 1], c, -from));
         part += s[i] + s[i + 1];
       }
       sum[h] = fmaf(sum[h], ratio[h], part);
     }
   }
 
+  /// Of the whole row, from its origin.
   __device__ Stats stats(int h) const {
     float whole = sum[h] + __shfl_xor_sync(0xffffffff, sum[h], 1);
     whole += __shfl_xor_sync(0xffffffff, whole, 2);
-    return {max[h], whole};
+    return {origin[h], whole};
+  }
+  /// From the origin to the maximum, at which a state stands.
+  __device__ float to_max(int h) const {
+    return max[h] == -INFINITY ? 1.0f : exp2_fast(origin[h] - max[h]);
   }
 };
 
@@ -402,19 +445,22 @@ __device__ void clear_values(typename T::Element (&v)[T::kPanels][T::kKeys][64],
 // ---- what a consumer hands out ---------------------------------------------------------------
 
 template <class T>
-__device__ void write_state(const Call& call, const Item& item, int row, const Stats& stats, int h,
+__device__ void write_state(const Call& call, const Item& item, int row, const Rowwise& rows, int h,
                             const float (&o)[T::kDim / 2]) {
+  const Stats stats = rows.stats(h);
+  if (row >= item.rows) return;
   const StateSlots& state = call.params.state;
   const std::int64_t at =
       static_cast<std::int64_t>(item.first_row + row) * call.params.heads + item.head;
   const int t = threadIdx.x % 4;
-  if (t == 0) state.stats(call.params.slot)[at] = stats;
+  const float factor = rows.to_max(h);
+  if (t == 0) state.stats(call.params.slot)[at] = {rows.max[h], stats.sum * factor};
   float* to = state.o(call.params.slot, at);
 #pragma unroll
   for (int j = 0; j < T::kDim / 8; ++j)
     if (8 * j < call.params.dim)
       *reinterpret_cast<float2*>(to + 8 * j + 2 * t) =
-          float2{o[4 * j + 2 * h], o[4 * j + 2 * h + 1]};
+          float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
 }
 
 /// Four lanes of a quad hold a row's columns in pairs. They swap pairs until each holds eight
@@ -438,9 +484,11 @@ __device__ inline uint4 gather_eight(const std::uint32_t (&w)[4]) {
 }
 
 template <class T>
-__device__ void write_finished(const Call& call, const Item& item, int row, bool exists,
-                               Stats stats, int h, const float (&o)[T::kDim / 2]) {
+__device__ void write_finished(const Call& call, const Item& item, int row, const Rowwise& rows,
+                               int h, const float (&o)[T::kDim / 2]) {
   const Finished& finished = call.finished;
+  const bool exists = row < item.rows;
+  Stats stats = rows.stats(h);
   const std::int64_t at = item.first_row + row;
   float shrunk = 1.0f;
   if (finished.sinks) {
@@ -460,9 +508,10 @@ __device__ void write_finished(const Call& call, const Item& item, int row, bool
   for (int j = 0; j < T::kDim / 8; j += 4) {
     std::uint32_t pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      pairs[i] = pack(o[4 * (j + i) + 2 * h] * factor, o[4 * (j + i) + 2 * h + 1] * factor,
-                      Element{});
+    for (int i = 0; i < 4; ++i) {
+      const int pair = j + i < T::kDim / 8 ? 4 * (j + i) + 2 * h : 0;  // past the last: not stored
+      pairs[i] = pack(o[pair] * factor, o[pair + 1] * factor, Element{});
+    }
     const uint4 eight = gather_eight(pairs);
     const int column = 8 * (j + t);
     if (exists && column < call.params.dim) *reinterpret_cast<uint4*>(to + column) = eight;
@@ -473,10 +522,21 @@ __device__ void write_finished(const Call& call, const Item& item, int row, bool
 
 template <class T>
 __device__ void consume(const Call& call, Shared<T>& shared, int group) {
+  using Element = typename T::Element;
   constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + T::kConsumers;
   const int lane = threadIdx.x % 32;
   const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4;  // and row + 8
   const float c = call.params.score.scale * kLog2E;
+
+  float s[T::kKeys / 2], o[T::kDim / 2], ratio[2];
+  std::uint32_t p[T::kKeys / 16][4];
+  Rowwise rows;
+  RowKeys whole{};    // keys that every row of the tile sees
+  int clear = 0;      // keys of the values below this one are cleared
+  int first = 0;      // local key at which the tile of s begins
+  Turn<2> announced;  // the item
+  Turn<T::kStages> k, v;
+  std::uint32_t q_parity = 0;
 
   const auto release = [&](Barrier& empty) {
     if (lane == 0) empty.arrive();
@@ -489,135 +549,110 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   };
   if (group == T::kConsumers - 1) pass_turn();  // the first consumer begins
 
-  float s[T::kKeys / 2], o[T::kDim / 2], ratio[2];
-  std::uint32_t p[T::kKeys / 16][4];
-  Turn<2> announced;
-  Turn<T::kStages> k, v;
-  std::uint32_t q_parity = 0;
-
-  for (;; announced.next()) {
-    shared.item_full[announced.stage].wait(announced.parity);
-    const Item& item = shared.items[announced.stage];
-    const RowKeys* const row_keys = shared.rows[announced.stage];
-    const int tiles = item.tiles;
-    const RowKeys whole = item.whole;
-    if (tiles < 0) return;
-
-    Rowwise rows;
-#pragma unroll
-    for (int i = 0; i < T::kDim / 2; ++i) o[i] = 0;
-
-    int first = item.some.end;  // local key at which the tile begins
-    const auto hide_partial = [&] {
-      if (first < whole.begin || first + T::kKeys > whole.end) hide(s, first, row_keys, row);
-    };
-    const auto wait_values = [&](int at) {
-      shared.v_full[v.stage].wait(v.parity);
-      const int outside = item.some.begin - at;
-      if (outside > 0 && item.first_key + item.some.begin > 0)
-        clear_values<T>(shared.v[v.stage], outside, kGroupBarrier + group);
-    };
-
-    if (tiles > 0) {
-      shared.q_full[group].wait(q_parity);
-      q_parity ^= 1;
-      if constexpr (!T::kOverlap) {
-        for (int tile = 0; tile < tiles; ++tile) {
-          shared.k_full[k.stage].wait(k.parity);
-          wgmma_begin();
-          multiply_qk<T>(s, shared.q[group], shared.k[k.stage]);
-          wgmma_commit();
-          wgmma_wait<0>();
-          pin(s);
-          release(shared.k_empty[k.stage]);
-          k.next();
-          first -= T::kKeys;
-          hide_partial();
-          rows.softmax(s, c, ratio);
-          round_to<typename T::Element>(p, s);
-          shrink(o, ratio);
-          wait_values(first);
-          wgmma_begin();
-          multiply_pv<T>(o, p, shared.v[v.stage]);
-          wgmma_commit();
-          wgmma_wait<0>();
-          pin(o);
-          release(shared.v_empty[v.stage]);
-          v.next();
-        }
-        release(shared.q_empty[group]);
-      } else {
-      first -= T::kKeys;
-      shared.k_full[k.stage].wait(k.parity);
-      wgmma_begin();
-      multiply_qk<T>(s, shared.q[group], shared.k[k.stage]);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(s);
-      release(shared.k_empty[k.stage]);
-      k.next();
-      hide_partial();
-      rows.softmax(s, c, ratio);
-
-      // The wait for P V stands at the loop's head: ptxas moves a wait up to the head of its basic
-      // block, and here the softmax lies in the block before.
-      const auto next_weights = [&](bool first_tile) {
-        wgmma_wait<0>();
-        pin(o);
-        if (!first_tile) {
-          release(shared.v_empty[v.stage]);
-          v.next();
-        }
-        round_to<typename T::Element>(p, s);
-        if (!T::kSkip || __any_sync(0xffffffff, ratio[0] != 1.0f || ratio[1] != 1.0f))
-          shrink(o, ratio);
-      };
-#pragma unroll 1
-      for (int tile = 1; tile < tiles; ++tile) {
-        next_weights(tile == 1);
-        shared.k_full[k.stage].wait(k.parity);
-        wait_turn();
-        wgmma_begin();
-        multiply_qk<T>(s, shared.q[group], shared.k[k.stage]);
-        wgmma_commit();
-        wait_values(first);
-        wgmma_begin();
-        multiply_pv<T>(o, p, shared.v[v.stage]);
-        wgmma_commit();
-        pass_turn();
-        wgmma_wait<1>();
-        pin(s);
-        release(shared.k_empty[k.stage]);
-        k.next();
-        first -= T::kKeys;
-        hide_partial();
-        rows.softmax(s, c, ratio);
-      }
-      release(shared.q_empty[group]);
-
-      next_weights(tiles == 1);
-      wait_values(first);
-      wgmma_begin();
-      multiply_pv<T>(o, p, shared.v[v.stage]);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(o);
-      release(shared.v_empty[v.stage]);
-      v.next();
-      }
-    }
-
+  const auto wait_keys = [&] { shared.k_full[k.stage].wait(k.parity); };
+  const auto begin_scores = [&] {  // S = Q K^T
+    wgmma_begin();
+    multiply_qk<T>(s, shared.q[group], shared.k[k.stage]);
+    wgmma_commit();
+  };
+  const auto begin_values = [&] {  // O += P V
+    shared.v_full[v.stage].wait(v.parity);
+    if (first < clear) clear_values<T>(shared.v[v.stage], clear - first, kGroupBarrier + group);
+    wgmma_begin();
+    multiply_pv<T>(o, p, shared.v[v.stage]);
+    wgmma_commit();
+  };
+  const auto end_scores = [&](bool last) {  // last: of its item
+    pin(s);
+    release(shared.k_empty[k.stage]);
+    k.next();
+    if (last) release(shared.q_empty[group]);
+  };
+  const auto end_values = [&] {
+    pin(o);
+    release(shared.v_empty[v.stage]);
+    v.next();
+  };
+  const auto softmax = [&] {
+    first -= T::kKeys;
+    if (first < whole.begin || first + T::kKeys > whole.end)
+      hide(s, first, shared.rows[announced.stage], row);
+    rows.softmax(s, c, ratio);
+  };
+  const auto next_weights = [&] {
+    round_to<Element>(p, s);
+    if (__any_sync(0xffffffff, ratio[0] != 1.0f || ratio[1] != 1.0f)) shrink(o, ratio);
+  };
+  const auto write = [&](int stage) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const Stats stats = rows.stats(h);
-      const bool exists = row + 8 * h < item.rows;
       if (call.finished.out.data)
-        write_finished<T>(call, item, row + 8 * h, exists, stats, h, o);
-      else if (exists)
-        write_state<T>(call, item, row + 8 * h, stats, h, o);
+        write_finished<T>(call, shared.items[stage], row + 8 * h, rows, h, o);
+      else
+        write_state<T>(call, shared.items[stage], row + 8 * h, rows, h, o);
     }
-    __syncwarp();
-    release(shared.item_empty[announced.stage]);
+    shared.item_empty[stage].arrive();
+  };
+  const auto begin_item = [&] {
+    const Item& item = shared.items[announced.stage];
+    first = item.some.end;
+    whole = item.whole;
+    clear = item.clear;
+    rows = Rowwise{};
+#pragma unroll
+    for (int i = 0; i < T::kDim / 2; ++i) o[i] = 0;
+  };
+  const auto wait_item = [&] {  // gives its tiles
+    shared.item_full[announced.stage].wait(announced.parity);
+    return shared.items[announced.stage].tiles;
+  };
+
+  int tiles = wait_item();
+  if (tiles == 0) return;
+  shared.q_full[group].wait(q_parity);
+  wait_keys();
+  begin_scores();
+  wgmma_wait<0>();
+  for (;;) {
+    end_scores(tiles == 1);
+    begin_item();
+    softmax();
+#pragma unroll 1
+    for (int tile = 1; tile < tiles; ++tile) {
+      // The wait for P V stands here and not after the softmax: ptxas moves a wait up to the head
+      // of its basic block, and so P V runs beside the softmax, which lies in the block before.
+      wgmma_wait<0>();
+      if (tile > 1) end_values();
+      next_weights();
+      wait_keys();
+      wait_turn();
+      begin_scores();
+      begin_values();
+      pass_turn();
+      wgmma_wait<1>();
+      end_scores(tile + 1 == tiles);
+      softmax();
+    }
+    wgmma_wait<0>();
+    if (tiles > 1) end_values();
+    next_weights();
+
+    // The last values of this item and the first scores of the next run together. After the last
+    // item the scores are of no use, but ptxas wants no branch around them.
+    const int done = announced.stage;
+    announced.next();
+    begin_values();
+    tiles = wait_item();
+    if (tiles > 0) {
+      q_parity ^= 1;
+      shared.q_full[group].wait(q_parity);
+      wait_keys();
+    }
+    begin_scores();
+    wgmma_wait<0>();
+    end_values();
+    write(done);
+    if (tiles == 0) return;
   }
 }
 
@@ -625,6 +660,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_constant__ Call call) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // builds for other GPUs hold an empty kernel that nobody launches
   extern __shared__ __align__(1024) std::byte memory[];
   Shared<T>& shared = *reinterpret_cast<Shared<T>*>(memory);
 
@@ -634,8 +670,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
     prefetch_map(&call.k);
     prefetch_map(&call.v);
     for (int i = 0; i < 2; ++i) {
-      shared.item_full[i].init(1);
-      shared.item_empty[i].init(kConsumerWarps + 1);
+      shared.item_full[i].init(32);
+      shared.item_empty[i].init(128 * T::kConsumers + 1);
     }
     shared.item_wanted.init(1);
     for (int i = 0; i < T::kConsumers; ++i) {
@@ -661,6 +697,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
     take_registers<T::kConsumerRegisters>();
     consume<T>(call, shared, warpgroup - 1);
   }
+#endif
 }
 
 }  // namespace longspan::kernels::sm90

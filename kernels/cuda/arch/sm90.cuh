@@ -26,15 +26,14 @@ struct Barrier {
                  "r"(arrivals));
   }
   __device__ void arrive() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this))
-                 : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
   /// Arrives, and announces `bytes` that copies will bring before the phase is complete.
   __device__ void arrive_expecting(int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(this)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
+        "r"(bytes)
+        : "memory");
   }
   /// Waits until the phase of this parity is complete. On a fresh barrier parity 1 is complete.
   __device__ void wait(std::uint32_t parity) {
@@ -77,9 +76,9 @@ template <Keep kKeep>
 __device__ inline std::uint64_t cache_policy() {
   std::uint64_t policy;
   if constexpr (kKeep == Keep::first_to_go)
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   else
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
@@ -135,6 +134,13 @@ __device__ inline std::uint64_t advance(std::uint64_t operand, int bytes) {
   return operand + (bytes >> 4);
 }
 
+/// The same operand, of which the compiler knows nothing: it cannot work out all its steps before a
+/// loop and hold them in registers.
+__device__ inline std::uint64_t opaque(std::uint64_t operand) {
+  asm volatile("" : "+l"(operand));
+  return operand;
+}
+
 /// Before the first product, and after registers that products read or write were touched.
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 /// Closes a group of products.
@@ -178,7 +184,8 @@ struct Product;
 #define LONGSPAN_R32 LONGSPAN_R8_0 "," LONGSPAN_R8_1 "," LONGSPAN_R8_2 "," LONGSPAN_R8_3
 #define LONGSPAN_R40 LONGSPAN_R32 "," LONGSPAN_R8_4
 #define LONGSPAN_R48 LONGSPAN_R40 "," LONGSPAN_R8_5
-#define LONGSPAN_R64 LONGSPAN_R48 "," LONGSPAN_R8_6 "," LONGSPAN_R8_7
+#define LONGSPAN_R56 LONGSPAN_R48 "," LONGSPAN_R8_6
+#define LONGSPAN_R64 LONGSPAN_R56 "," LONGSPAN_R8_7
 #define LONGSPAN_R72 LONGSPAN_R64 "," LONGSPAN_R8_8
 #define LONGSPAN_R80 LONGSPAN_R72 "," LONGSPAN_R8_9
 #define LONGSPAN_R88 LONGSPAN_R80 "," LONGSPAN_R8_10
@@ -186,13 +193,14 @@ struct Product;
 #define LONGSPAN_R128 \
   LONGSPAN_R96 "," LONGSPAN_R8_12 "," LONGSPAN_R8_13 "," LONGSPAN_R8_14 "," LONGSPAN_R8_15
 
-#define LONGSPAN_D8(i)                                                                       \
+#define LONGSPAN_D8(i)                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define LONGSPAN_D32 LONGSPAN_D8(0), LONGSPAN_D8(8), LONGSPAN_D8(16), LONGSPAN_D8(24)
 #define LONGSPAN_D40 LONGSPAN_D32, LONGSPAN_D8(32)
 #define LONGSPAN_D48 LONGSPAN_D40, LONGSPAN_D8(40)
-#define LONGSPAN_D64 LONGSPAN_D48, LONGSPAN_D8(48), LONGSPAN_D8(56)
+#define LONGSPAN_D56 LONGSPAN_D48, LONGSPAN_D8(48)
+#define LONGSPAN_D64 LONGSPAN_D56, LONGSPAN_D8(56)
 #define LONGSPAN_D72 LONGSPAN_D64, LONGSPAN_D8(64)
 #define LONGSPAN_D80 LONGSPAN_D72, LONGSPAN_D8(72)
 #define LONGSPAN_D88 LONGSPAN_D80, LONGSPAN_D8(80)
@@ -200,51 +208,52 @@ struct Product;
 #define LONGSPAN_D128 \
   LONGSPAN_D96, LONGSPAN_D8(96), LONGSPAN_D8(104), LONGSPAN_D8(112), LONGSPAN_D8(120)
 
-#define LONGSPAN_SHARED_A(type, n, registers, outputs, x0, x1, x2, x3)                            \
-  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " x2 ", 0;\n"                               \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers    \
-               "}, " x0 ", " x1 ", keep, 1, 1, 0, " x3 ";\n}\n"                                   \
-               : outputs                                                                         \
+#define LONGSPAN_SHARED_A(type, n, registers, outputs, x0, x1, x2, x3)                        \
+  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " x2                                   \
+               ", 0;\n"                                                                       \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers \
+               "}, " x0 ", " x1 ", keep, 1, 1, 0, " x3 ";\n}\n"                               \
+               : outputs                                                                      \
                : "l"(a), "l"(b), "r"(int{add}), "n"(kTransposed))
-#define LONGSPAN_REGISTER_A(type, n, registers, outputs, x0, x1, x2, x3, x4, x5, x6)              \
-  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " x5 ", 0;\n"                               \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers    \
-               "}, {" x0 "," x1 "," x2 "," x3 "}, " x4 ", keep, 1, 1, " x6 ";\n}\n"               \
-               : outputs                                                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{add}), "n"(kTransposed))
+#define LONGSPAN_REGISTER_A(type, n, registers, outputs, x0, x1, x2, x3, x4, x5, x6)          \
+  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " x5                                   \
+               ", 0;\n"                                                                       \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers \
+               "}, {" x0 "," x1 "," x2 "," x3 "}, " x4 ", keep, 1, 1, " x6 ";\n}\n"           \
+               : outputs                                                                      \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{add}),           \
+                 "n"(kTransposed))
 
 // shared: A from shared memory. registers: A from registers. kTransposed: B lies as [16, N] with N
 // innermost (as V does) instead of as [N, 16] (as K does). add = false overwrites D.
-#define LONGSPAN_PRODUCT(n, count, x0, x1, x2, x3, x4, x5, x6)                                   \
-  template <>                                                                                    \
-  struct Product<n> {                                                                            \
-    template <class Element, bool kTransposed>                                                   \
-    __device__ static void shared(float (&d)[count], std::uint64_t a, std::uint64_t b,           \
-                                  bool add) {                                                    \
-      if constexpr (std::is_same_v<Element, __half>)                                             \
-        LONGSPAN_SHARED_A("f16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3);       \
-      else                                                                                       \
-        LONGSPAN_SHARED_A("bf16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3);      \
-    }                                                                                            \
-    template <class Element, bool kTransposed>                                                   \
-    __device__ static void registers(float (&d)[count], const std::uint32_t (&a)[4],             \
-                                     std::uint64_t b, bool add) {                                \
-      if constexpr (std::is_same_v<Element, __half>)                                             \
-        LONGSPAN_REGISTER_A("f16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3, x4,  \
-                            x5, x6);                                                             \
-      else                                                                                       \
-        LONGSPAN_REGISTER_A("bf16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3, x4, \
-                            x5, x6);                                                             \
-    }                                                                                            \
+#define LONGSPAN_PRODUCT(n, count, x0, x1, x2, x3, x4, x5, x6)                                     \
+  template <>                                                                                      \
+  struct Product<n> {                                                                              \
+    template <class Element, bool kTransposed>                                                     \
+    __device__ static void shared(float (&d)[count], std::uint64_t a, std::uint64_t b, bool add) { \
+      if constexpr (std::is_same_v<Element, __half>)                                               \
+        LONGSPAN_SHARED_A("f16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3);         \
+      else                                                                                         \
+        LONGSPAN_SHARED_A("bf16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3);        \
+    }                                                                                              \
+    template <class Element, bool kTransposed>                                                     \
+    __device__ static void registers(float (&d)[count], const std::uint32_t (&a)[4],               \
+                                     std::uint64_t b, bool add) {                                  \
+      if constexpr (std::is_same_v<Element, __half>)                                               \
+        LONGSPAN_REGISTER_A("f16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3, x4,    \
+                            x5, x6);                                                               \
+      else                                                                                         \
+        LONGSPAN_REGISTER_A("bf16", n, LONGSPAN_R##count, LONGSPAN_D##count, x0, x1, x2, x3, x4,   \
+                            x5, x6);                                                               \
+    }                                                                                              \
   };
 
 LONGSPAN_PRODUCT(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 LONGSPAN_PRODUCT(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
 LONGSPAN_PRODUCT(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+LONGSPAN_PRODUCT(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62")
 LONGSPAN_PRODUCT(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
-LONGSPAN_PRODUCT(144, 72, "%72", "%73", "%74", "%75", "%76", "%77", "%78")
 LONGSPAN_PRODUCT(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
-LONGSPAN_PRODUCT(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
 LONGSPAN_PRODUCT(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 LONGSPAN_PRODUCT(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 

@@ -1,0 +1,332 @@
+// The Hopper kernel by itself: both of its epilogues against float64, at the edges of its tiles,
+// with NaN in all memory beside the keys, and the same bits from run to run. Each test draws fresh
+// inputs.
+#include "kernels/cuda/attend_sm90.hpp"
+
+#include "tests/gpu/gpu_case.hpp"
+
+namespace longspan::test {
+namespace {
+
+#define LONGSPAN_NEEDS_HOPPER()                                                         \
+  LONGSPAN_NEEDS_GPU();                                                                 \
+  do {                                                                                  \
+    cudaDeviceProp longspan_gpu;                                                        \
+    ASSERT_EQ(cudaGetDeviceProperties(&longspan_gpu, 0), cudaSuccess);                  \
+    if (longspan_gpu.major != 9) GTEST_SKIP() << longspan_gpu.name << " is not Hopper"; \
+  } while (0)
+
+unsigned fresh_seed() { return std::random_device{}(); }
+
+/// One rank that holds all keys: sequences lie apart, with NaN between them and around them.
+class Sm90Run {
+ public:
+  Sm90Run(const Case& c, const Data& data) : c_(c), q_(data.q), sinks_(data.sinks) {
+    constexpr std::int64_t kGap = 7;
+    const std::int64_t row_bytes =
+        std::int64_t{c.kv_heads} * c.dim * static_cast<std::int64_t>(size_of(c.dtype));
+    std::vector<std::byte> k, v;
+    std::vector<std::int64_t> key_start;
+    std::vector<std::int32_t> query_start{0};
+    for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
+      query_start.push_back(query_start.back() + c.q_lens[b]);
+      for (auto* to : {&k, &v}) to->insert(to->end(), kGap * row_bytes, std::byte{0xff});
+      key_start.push_back(static_cast<std::int64_t>(k.size()) / row_bytes);
+      k.insert(k.end(), data.k[b].begin(), data.k[b].end());
+      v.insert(v.end(), data.v[b].begin(), data.v[b].end());
+    }
+    k_ = OnGpu<std::byte>(k);
+    v_ = OnGpu<std::byte>(v);
+    key_start_ = OnGpu<std::int64_t>(key_start);
+    query_start_ = OnGpu<std::int32_t>(query_start);
+    kv_len_ = OnGpu<std::int32_t>(std::vector<std::int32_t>(c.kv_lens.begin(), c.kv_lens.end()));
+    rows_ = c.tokens() * c.heads;
+    out_ = OnGpu<std::byte>(static_cast<std::size_t>(rows_ * c.dim) * size_of(c.dtype));
+    lse_ = OnGpu<float>(static_cast<std::size_t>(rows_));
+    state_ = OnGpu<std::byte>(static_cast<std::size_t>(kernels::StateSlots::bytes(rows_, c.dim)));
+    scratch_ = OnGpu<std::byte>(kernels::sm90::kScratchBytes);
+  }
+
+  kernels::AttendParams params() const {
+    const std::int64_t row = std::int64_t{c_.kv_heads} * c_.dim;
+    kernels::AttendParams p;
+    p.dtype = c_.dtype;
+    p.tokens = c_.tokens();
+    p.heads = c_.heads;
+    p.kv_heads = c_.kv_heads;
+    p.dim = c_.dim;
+    p.q = {q_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    p.k = {k_.data(), row, c_.dim};
+    p.v = {v_.data(), row, c_.dim};
+    p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), key_start_.data()};
+    p.mask = c_.mask;
+    p.score = {c_.scale_used(), c_.softcap};
+    p.invariant = c_.invariant;
+    p.state = {state_.data(), rows_, c_.dim, 1};
+    p.scratch = scratch_.data();
+    p.scratch_bytes = scratch_.buffer.bytes();
+    return p;
+  }
+
+  /// The result as the kernel finishes it.
+  Result finish() {
+    poison();
+    kernels::sm90::Finished finished;
+    finished.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    finished.lse = lse_.data();
+    finished.lse_row_stride = c_.heads;
+    finished.lse_head_stride = 1;
+    finished.sinks = c_.sinks ? sinks_.data() : nullptr;
+    kernels::sm90::attend(params(), finished, 0, nullptr);
+    return result();
+  }
+
+  /// The result out of the state that the kernel writes.
+  Result merge() {
+    poison();
+    kernels::sm90::attend(params(), {}, 0, nullptr);
+    kernels::MergeParams m;
+    m.states = params().state;
+    m.heads = c_.heads;
+    m.sinks = c_.sinks ? sinks_.data() : nullptr;
+    m.tokens = c_.tokens();
+    m.dtype = c_.dtype;
+    m.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    m.lse = lse_.data();
+    m.lse_row_stride = c_.heads;
+    m.lse_head_stride = 1;
+    kernels::cuda_backend()->merge(m, {});
+    return result();
+  }
+
+  std::vector<std::byte> state() const { return state_.values(state_.buffer.bytes()); }
+
+ private:
+  void poison() {
+    out_.poison();
+    lse_.poison();
+    state_.poison();
+    scratch_.poison();
+  }
+  Result result() const {
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    return {out_.values(out_.buffer.bytes()), lse_.values(static_cast<std::size_t>(rows_))};
+  }
+
+  Case c_;
+  std::int64_t rows_ = 0;
+  OnGpu<std::byte> q_, k_, v_, out_, state_, scratch_;
+  OnGpu<float> sinks_, lse_;
+  OnGpu<std::int64_t> key_start_;
+  OnGpu<std::int32_t> query_start_, kv_len_;
+};
+
+/// Every element within what two roundings can do: of the weights before they meet the values, and
+/// of the output. Unlike a comparison of worst errors this never fails by chance, and it is tight:
+/// a key too many or too few shows.
+void expect_within_rounding(const Case& c, const Data& data, const Result& result, int stride) {
+  const double unit = c.dtype == DType::bf16 ? 0x1p-9 : 0x1p-11;        // of one rounding
+  const double smallest = c.dtype == DType::bf16 ? 0x1p-134 : 0x1p-25;  // half the least number
+  constexpr double kSingle = 3e-6;  // of fp32 sums and of the fast exponential, relative
+  SCOPED_TRACE(::testing::Message() << c);
+  std::int64_t first_row = 0;
+  for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
+    const std::int64_t q_len = c.q_lens[b], kv_len = c.kv_lens[b];
+    for (int kv_head = 0; kv_head < c.kv_heads; ++kv_head) {
+      launcher::RowMajor keys(kv_len, c.dim), values(kv_len, c.dim);
+      for (std::int64_t i = 0; i < kv_len; ++i)
+        for (int d = 0; d < c.dim; ++d) {
+          const std::int64_t at = (i * c.kv_heads + kv_head) * c.dim + d;
+          keys(i, d) = launcher::load(data.k[b].data(), c.dtype, at);
+          values(i, d) = launcher::load(data.v[b].data(), c.dtype, at);
+        }
+      const int group = c.heads / c.kv_heads;
+      for (std::int64_t t = 0; t < q_len; t += stride)
+        for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+          const std::int64_t row = (first_row + t) * c.heads + head;
+          Eigen::VectorXd q(c.dim);
+          for (int d = 0; d < c.dim; ++d)
+            q[d] = launcher::load(data.q.data(), c.dtype, row * c.dim + d);
+          const Interval seen = c.mask.visible(kv_len - q_len + t, kv_len);
+          std::optional<double> sink;
+          if (c.sinks) sink = data.sinks[static_cast<std::size_t>(head)];
+          const launcher::Exact exact =
+              launcher::attend_exactly(q, keys, values, seen, c.scale_used(), 0, sink);
+          const double lse = result.lse[static_cast<std::size_t>(row)];
+          if (std::isinf(exact.lse))
+            EXPECT_EQ(lse, exact.lse);
+          else
+            EXPECT_NEAR(lse, exact.lse, 2e-6 * (1 + std::abs(exact.lse))) << "row " << row;
+
+          Eigen::VectorXd moved = Eigen::VectorXd::Zero(c.dim);  // by rounding weights
+          double scores = 0;                                     // the largest, for fp32's rounding
+          if (!seen.empty()) {
+            const auto k = keys.middleRows(seen.begin, seen.end - seen.begin);
+            const auto v = values.middleRows(seen.begin, seen.end - seen.begin);
+            const Eigen::ArrayXd s = (k * q).array() * c.scale_used();
+            scores = s.abs().maxCoeff();
+            const Eigen::VectorXd error =
+                (s - exact.lse).exp() * (unit + kSingle * (1 + scores)) + smallest;
+            moved = v.cwiseAbs().transpose() * error;
+          }
+          for (int d = 0; d < c.dim; ++d) {
+            const double got = launcher::load(result.out.data(), c.dtype, row * c.dim + d);
+            const double bound = moved[d] + (std::abs(exact.out[d]) + moved[d]) * unit +
+                                 kSingle * (1 + scores) * std::abs(exact.out[d]) + smallest;
+            EXPECT_LE(std::abs(got - exact.out[d]), bound) << "row " << row << " column " << d;
+          }
+        }
+    }
+    first_row += q_len;
+  }
+}
+
+void check(const Case& c, int stride = 1) {
+  const Data data(c);
+  Sm90Run run(c, data);
+  ASSERT_TRUE(kernels::sm90::accepts(run.params())) << c;
+  expect_within_rounding(c, data, run.finish(), stride);
+  expect_within_rounding(c, data, run.merge(), stride);
+}
+
+const DType kTypes[] = {DType::bf16, DType::fp16};
+
+TEST(AttendSm90, EveryHeadDim) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const DType dtype : kTypes)
+    for (int dim : {48, 64, 72, 80, 88, 96, 120, 128, 136, 192, 200, 256})
+      check({.dtype = dtype,
+             .heads = 4,
+             .kv_heads = 2,
+             .dim = dim,
+             .q_lens = {130},
+             .kv_lens = {333},
+             .mask = {.causal = true},
+             .seed = fresh_seed()},
+            3);
+}
+
+// Rows come in tiles of 128 and 192, keys in tiles of 80, 112, 128 and 160.
+TEST(AttendSm90, EdgesOfTiles) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (int dim : {64, 80, 128, 192, 256})
+    for (int q_len : {1, 64, 127, 128, 129, 192, 193})
+      for (int kv_len : {1, 79, 80, 112, 127, 128, 129, 160, 161, 321})
+        for (bool causal : {false, true})
+          check({.heads = 1,
+                 .kv_heads = 1,
+                 .dim = dim,
+                 .q_lens = {q_len},
+                 .kv_lens = {kv_len},
+                 .mask = {.causal = causal},
+                 .sinks = kv_len % 2 == 0,
+                 .seed = fresh_seed()},
+                5);
+}
+
+TEST(AttendSm90, EveryMaskInUnevenBatches) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Mask masks[] = {{},
+                        {.causal = true},
+                        {.causal = true, .window = 1},
+                        {.causal = true, .window = 100},
+                        {.window = 64, .right = 0},
+                        {.window = 30, .right = 17},
+                        {.right = 5}};
+  for (int dim : {64, 80, 96, 128, 192, 256})
+    for (const Mask& mask : masks)
+      check({.heads = 3,
+             .kv_heads = 1,
+             .dim = dim,
+             .q_lens = {200, 1, 0, 300, 17, 40},
+             .kv_lens = {200, 500, 30, 64, 900, 0},
+             .mask = mask,
+             .sinks = true,
+             .seed = fresh_seed()},
+            7);
+}
+
+// Scores large enough that rows' origins move again and again.
+TEST(AttendSm90, GrowingScores) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const DType dtype : kTypes)
+    for (float scale : {0.3f, 2.0f, 20.0f})
+      check({.dtype = dtype,
+             .heads = 2,
+             .kv_heads = 1,
+             .dim = 64,
+             .q_lens = {150},
+             .kv_lens = {1500},
+             .scale = scale,
+             .seed = fresh_seed()},
+            11);
+}
+
+TEST(AttendSm90, SameBitsFromRunToRun) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (int dim : {64, 128, 256}) {
+    const Case c{.heads = 8,
+                 .kv_heads = 2,
+                 .dim = dim,
+                 .q_lens = {2000, 700},
+                 .kv_lens = {3000, 700},
+                 .mask = {.causal = true},
+                 .seed = fresh_seed()};
+    const Data data(c);
+    Sm90Run run(c, data);
+    const Result first = run.finish();
+    run.merge();
+    const std::vector<std::byte> state = run.state();
+    for (int again = 0; again < 5; ++again) {
+      const Result next = run.finish();
+      EXPECT_EQ(next.out, first.out) << c;
+      EXPECT_EQ(next.lse, first.lse) << c;
+      run.merge();
+      EXPECT_EQ(run.state(), state) << c;
+    }
+  }
+}
+
+// The rows of a sequence take a kernel by its own length, so a launch leaves the others alone.
+TEST(AttendSm90, ShortSequencesAreNotTouched) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Case c{.dim = 64, .q_lens = {3, 50, 16}, .kv_lens = {90, 90, 90}, .seed = fresh_seed()};
+  const Data data(c);
+  Sm90Run run(c, data);
+  kernels::AttendParams p = run.params();
+  run.merge();
+  OnGpu<std::byte> state(run.state().size());
+  p.state.data = state.data();
+  kernels::sm90::attend(p, {}, 17, nullptr);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  const std::vector<std::byte> all = run.state(), some = state.values(all.size());
+  for (std::int64_t row = 0; row < p.state.rows; ++row) {
+    const std::int64_t token = row / c.heads;
+    const bool taken = token >= 3 && token < 53;
+    for (std::int64_t i = 0; i < 8; ++i)
+      EXPECT_EQ(some[static_cast<std::size_t>(row * 8 + i)],
+                taken ? all[static_cast<std::size_t>(row * 8 + i)] : std::byte{0xff});
+  }
+}
+
+TEST(AttendSm90, AcceptsByName) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Case c{.dim = 64, .q_lens = {20}, .kv_lens = {20}};
+  const Data data(c);
+  const kernels::AttendParams good = Sm90Run(c, data).params();
+  EXPECT_TRUE(kernels::sm90::accepts(good));
+  const auto refuses = [&](auto change) {
+    kernels::AttendParams p = good;
+    change(p);
+    return !kernels::sm90::accepts(p);
+  };
+  EXPECT_TRUE(refuses([](auto& p) { p.dtype = DType::fp32; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.dim = 40; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.score.softcap = 30; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.score.scale = -1; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.invariant = true; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.shard.layout = Layout::listed; }));
+}
+
+}  // namespace
+}  // namespace longspan::test

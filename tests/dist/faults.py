@@ -71,7 +71,8 @@ def main():
     if options.mode == "share":
         environment["CUDA_VISIBLE_DEVICES"] = "0"
     found, output = run([*command, options.program, options.mode, options.device], environment)
-    if found == SKIP:
+    # Under --enable-recovery mpirun's own status is no rank's.
+    if found == SKIP or (found is not None and "Skipped: " in output):
         print(output)
         return SKIP
 

@@ -242,6 +242,7 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
       turn.next();
     } else {
       write_empty<T>(call, item);
+      __syncwarp();  // every lane has read the item before the next takes its place
     }
     if (lane == 0) {
       if (keys > 0) shared.item_wanted.wait(turn.stage ^ 1);  // the stage just announced

@@ -16,32 +16,21 @@ where matplotlib is installed. What follows `--` goes to `longspan run`.
 """
 
 import argparse
-import json
 import os
 import pathlib
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 
+import longspan_command
 import records
 
 ROOT = records.ROOT
 
 
-def find_command():
-    found = sorted(ROOT.glob("build*/bin/longspan")) + sorted(ROOT.glob("build/*/bin/longspan"))
-    if found:
-        return str(max(found, key=lambda path: path.stat().st_mtime))
-    return shutil.which("longspan")
-
-
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", default=find_command(), help="path of longspan")
-    parser.add_argument("--launcher", default="mpirun --oversubscribe --bind-to none -np {ranks}",
+    parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
+    parser.add_argument("--launcher", default=longspan_command.MPIRUN,
                         help="how ranks are started (default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--scaling", nargs="+", choices=["strong", "weak"],
@@ -70,28 +59,14 @@ def arguments():
     return args
 
 
-def environment():
-    env = dict(os.environ)
-    if os.geteuid() == 0:  # Open MPI asks twice before it runs as root
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return env
-
-
 def measure(args, ranks, kv, tokens):
     """The record that `longspan run` writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "run.json"
-        command = shlex.split(args.launcher.format(ranks=ranks)) + [
-            args.command, "run", "--kv", kv, "--tokens", tokens, "--heads", args.heads,
-            "--kv-heads", args.kv_heads, "--dim", args.dim, "--dtype", args.dtype, "--backend",
-            args.backend, "--iterations", args.iterations, "--check", 4, "--json", path]
-        if args.backend == "host":
-            command += ["--threads", args.threads]
-        command = [str(part) for part in command + args.extra]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-        if done.returncode != 0:
-            sys.exit(f"{shlex.join(command)}\nended with {done.returncode}:\n{done.stderr}")
-        return json.loads(path.read_text())
+    options = ["--kv", kv, "--tokens", tokens, "--heads", args.heads, "--kv-heads", args.kv_heads,
+               "--dim", args.dim, "--dtype", args.dtype, "--backend", args.backend, "--iterations",
+               args.iterations, "--check", 4]
+    if args.backend == "host":
+        options += ["--threads", args.threads]
+    return longspan_command.run(args.command, options + args.extra, ranks, args.launcher)
 
 
 class Progress:

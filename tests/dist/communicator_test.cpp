@@ -13,30 +13,15 @@
 #include "longspan/communicator.hpp"
 #include "longspan/error.hpp"
 #include "longspan/mpi.hpp"
+#include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
 
 namespace longspan::testing {
 namespace {
 
-using Bytes = std::vector<unsigned char>;
 using ::testing::HasSubstr;
 
 Communicator host_world() { return from_mpi(MPI_COMM_WORLD); }
-
-std::uint64_t shared_seed(const Communicator& world) {
-  return std::stoull(world.gather(std::to_string(std::random_device{}()), "seed").front());
-}
-
-/// What `from` sends to `to`.
-Bytes message(std::uint64_t seed, int from, int to, std::size_t bytes) {
-  std::seed_seq mix{seed, std::uint64_t(from), std::uint64_t(to), std::uint64_t(bytes)};
-  std::mt19937 random(mix);
-  Bytes text(bytes);
-  for (auto& byte : text) byte = static_cast<unsigned char>(random());
-  return text;
-}
-
-void append(Bytes& all, const Bytes& part) { all.insert(all.end(), part.begin(), part.end()); }
 
 Bytes poison(std::size_t bytes) { return Bytes(bytes, 0xA5); }
 

@@ -7,16 +7,12 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
+#include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/problem.hpp"
 
 namespace longspan::testing {
 namespace {
-
-/// The same fresh seed on every rank.
-std::uint64_t fresh_seed(const Communicator& world) {
-  return std::stoull(world.gather(std::to_string(std::random_device{}()), "seed").front());
-}
 
 /// A vector in the memory of the world's device.
 template <class T>
@@ -162,7 +158,7 @@ std::vector<Shape> shapes() {
 
 TEST(Layer, AgreesWithFloat64InEveryLayout) {
   const Communicator world = test_world();
-  const std::uint64_t seed = fresh_seed(world);
+  const std::uint64_t seed = shared_seed(world);
   for (const Shape& shape : shapes()) {
     const Problem problem(shape, seed);
     const std::int64_t length = shape.kv_lens[0];
@@ -180,7 +176,7 @@ TEST(Layer, AgreesWithFloat64InEveryLayout) {
 
 TEST(Layer, ShardedQueriesGetTheirOwnRows) {
   const Communicator world = test_world();
-  const std::uint64_t seed = fresh_seed(world);
+  const std::uint64_t seed = shared_seed(world);
   for (const Shape& shape : shapes()) {
     const Problem problem(shape, seed);
     for (Layout layout :
@@ -198,7 +194,7 @@ TEST(Layer, ShardedQueriesGetTheirOwnRows) {
 
 TEST(Layer, TakesUnevenRangesAndListedPositions) {
   const Communicator world = test_world();
-  const std::uint64_t seed = fresh_seed(world);
+  const std::uint64_t seed = shared_seed(world);
   const Problem problem({.q_lens = {40}, .kv_lens = {500}, .mask = {.causal = true, .window = 90}},
                         seed);
   std::mt19937_64 random(seed);
@@ -239,7 +235,7 @@ TEST(Layer, TakesUnevenRangesAndListedPositions) {
 
 TEST(Layer, SameBitsAsOneProcessAlone) {
   const Communicator world = test_world(), alone = self(world.device());
-  const std::uint64_t seed = fresh_seed(world);
+  const std::uint64_t seed = shared_seed(world);
   for (std::int32_t kv_len : {1, 127, 4097, 5000, 131073})
     for (DType dtype : {DType::fp32, DType::bf16})
       for (std::int32_t rows : {1, 40}) {

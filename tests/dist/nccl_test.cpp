@@ -16,12 +16,12 @@
 #include "longspan/error.hpp"
 #include "longspan/mpi.hpp"
 #include "longspan/nccl.hpp"
+#include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
 
 namespace longspan::testing {
 namespace {
 
-using Bytes = std::vector<unsigned char>;
 using ::testing::HasSubstr;
 
 Communicator gpu_world(std::chrono::milliseconds deadline = std::chrono::seconds(60)) {
@@ -34,20 +34,6 @@ struct OwnStream {
   OwnStream() { EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess); }
   ~OwnStream() { cudaStreamDestroy(stream); }
 };
-
-std::uint64_t shared_seed(const Communicator& world) {
-  return std::stoull(world.gather(std::to_string(std::random_device{}()), "seed").front());
-}
-
-Bytes message(std::uint64_t seed, int from, int to, std::size_t bytes) {
-  std::seed_seq mix{seed, std::uint64_t(from), std::uint64_t(to), std::uint64_t(bytes)};
-  std::mt19937 random(mix);
-  Bytes text(bytes);
-  for (auto& byte : text) byte = static_cast<unsigned char>(random());
-  return text;
-}
-
-void append(Bytes& all, const Bytes& part) { all.insert(all.end(), part.begin(), part.end()); }
 
 Buffer on_gpu(const Bytes& bytes) {
   Buffer buffer(Device::cuda, bytes.size());

@@ -25,8 +25,10 @@ class MailControl final : public Control {
 
   ~MailControl() override {
     if (fate().failed()) mail_->abandon();
-    mail_->flush(fate().failed() ? milliseconds(200) : deadline());
+    flush();
   }
+
+  void flush() noexcept override { mail_->flush(fate().failed() ? milliseconds(200) : deadline()); }
 
   int rank() const override { return mail_->rank(); }
   int size() const override { return mail_->size(); }

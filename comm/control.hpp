@@ -40,6 +40,10 @@ class Control {
   /// Ends the communicator with this failure on all ranks that can be reached.
   virtual void tell(const Failure& failure) noexcept = 0;
 
+  /// Lets what was written leave. Before anything that waits for a peer in another way: the peer
+  /// may still wait for a letter.
+  virtual void flush() noexcept {}
+
   Fate& fate() { return fate_; }
 
   /// Ends the communicator everywhere and throws.

@@ -5,10 +5,12 @@
 
 #include <chrono>
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "longspan/types.hpp"
+#include "src/peer_view.hpp"
 
 namespace longspan::comm {
 
@@ -30,6 +32,14 @@ class Transport {
   /// Sends to rank + distance and receives from rank - distance, around the ring.
   virtual void shift(const void* send, void* recv, std::size_t bytes, int distance, Stream stream,
                      const char* step) = 0;
+
+  /// Memory of every rank that kernels of all ranks can write, or null on every rank, with the
+  /// reason in `why`. Collective. wait() reports what those kernels find wrong. It ends with the
+  /// last pointer to it.
+  virtual std::shared_ptr<const PeerView> open_windows(std::size_t /*bytes*/, std::string& why) {
+    why = "no kernels of several ranks here";
+    return nullptr;
+  }
 
   /// Blocks until the stream is done; past the deadline throws a RankError and aborts.
   virtual void wait(Stream stream, const char* step) = 0;

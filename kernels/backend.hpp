@@ -6,6 +6,8 @@
 #include <memory>
 #include <string>
 
+#include "kernels/exchange.hpp"
+#include "kernels/gather.hpp"
 #include "kernels/params.hpp"
 #include "longspan/types.hpp"
 
@@ -24,17 +26,44 @@ class Backend {
   virtual ~Backend() = default;
   virtual Device device() const = 0;
 
-  /// Throws Unsupported, by name, for what these kernels cannot do.
+  /// Throws Unsupported, by name, for what these kernels cannot do (features.hpp has the list).
   virtual void check(const AttendParams& params) const = 0;
 
   /// Most scratch that attend needs for up to `tokens` rows in up to `batch` sequences.
   virtual std::size_t attend_scratch(const AttendParams& bounds) const = 0;
 
   virtual void attend(const AttendParams& params, Stream stream) const = 0;
+
+  /// Long queries over pages by way of a copy; false, or no room: not by this way.
+  virtual bool attend_gathered(const GatheredParams&, Stream) const { return false; }
+  virtual std::size_t gather_room(const AttendParams& /*bounds*/) const { return 0; }
+
   virtual void merge(const MergeParams& params, Stream stream) const = 0;
+
+  /// Attend and merge in one, where all keys are on this rank and a kernel can end the rows by
+  /// itself; false: nothing was done, and the caller takes the two steps.
+  virtual bool attend_finished(const AttendParams&, const MergeParams&, Stream) const {
+    return false;
+  }
+
+  /// Exchange of the ranks' states through windows, and their merge, in one kernel.
+  virtual void exchange(const ExchangeParams& params, Stream stream) const;
+  /// Bytes of a window for it; 0: there is no such kernel.
+  virtual std::size_t exchange_window(std::int64_t /*rows*/, int /*dim*/, int /*ranks*/) const {
+    return 0;
+  }
+
   virtual void map_rows(const MapParams& params, Stream stream) const = 0;
   virtual void place_rows(const PlaceParams& params, Stream stream) const = 0;
   virtual void key_starts(const KeyStartParams& params, Stream stream) const = 0;
+
+  // What serving engines ask of one rank. Where there is no kernel yet: Unsupported, by name.
+  virtual void merge_outputs(const MergeOutputsParams& params, Stream stream) const;
+  virtual void export_segments(const ExportSegmentsParams& params, Stream stream) const;
+  virtual void reduce_segments(const ReduceSegmentsParams& params, Stream stream) const;
+  virtual void append(const AppendParams& params, Stream stream) const;
+  virtual void cut_context(const ContextCutParams& params, Stream stream) const;
+  virtual void check_arrays(const CheckParams& params, Stream stream) const;
 
   virtual std::unique_ptr<Timer> timer(int marks) const = 0;
 };

@@ -28,6 +28,45 @@ struct Rows {
   }
 };
 
+/// Keys or values, contiguous or in pages. A key's row of one head lies in chunks of `chunk`
+/// elements: element d stands at
+///     page * page_stride + row * row_stride + head * head_stride
+///     + d / chunk * chunk_stride + d % chunk * dim_stride.
+/// Dense rows: chunk_stride = chunk, dim_stride = 1. K in x-packed pages [pages, kv_heads, dim / x,
+/// page, x]: chunk = x, row_stride = x. V in [pages, kv_heads, dim, page]: dim_stride = page.
+struct KvRows : Rows {
+  std::int64_t page_stride = 0;
+  int chunk = 8;
+  std::int64_t chunk_stride = 8;
+  std::int64_t dim_stride = 1;
+
+  KvRows() = default;
+  LONGSPAN_HD KvRows(void* memory, std::int64_t row, std::int64_t head) : Rows{memory, row, head} {}
+
+  LONGSPAN_HD bool dense() const { return chunk_stride == chunk && dim_stride == 1; }
+  /// Offset of element d in its row, in elements.
+  LONGSPAN_HD std::int64_t column(int d) const {
+    return d / chunk * chunk_stride + d % chunk * dim_stride;
+  }
+};
+
+/// Where the pages of a sequence are: local key i of sequence b lies in row i % page_size of page
+/// table[b * row_stride + i / page_size * column_stride]. Entries that no visible key needs may
+/// hold anything and are not read.
+struct Pages {
+  const std::int32_t* table = nullptr;  // [batch, columns]; null: the keys are contiguous
+  std::int64_t row_stride = 0;
+  std::int64_t column_stride = 1;
+  std::int64_t columns = 0;
+  std::int64_t count = 0;  // pages in the cache, for checks
+  int size = 1;            // keys in a page
+
+  LONGSPAN_HD explicit operator bool() const { return table != nullptr; }
+  LONGSPAN_HD std::int64_t page(int b, std::int64_t local_key) const {
+    return table[b * row_stride + local_key / size * column_stride];
+  }
+};
+
 /// States of `rows` rows in `slots` equal slots, which lie `slot_bytes` apart: one slot per rank,
 /// or per split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32.
 struct StateSlots {
@@ -58,6 +97,8 @@ struct Batch {
   const std::int32_t* query_start = nullptr;  // [size + 1], or null when size is 1
   const std::int32_t* kv_len = nullptr;       // [size], or null when size is 1
   const std::int64_t* key_start = nullptr;    // [size] first local key of each sequence; null: 0
+  const std::uint8_t* causal = nullptr;       // [size] in place of Mask::causal; or null
+  bool skip_decode = false;  // sequences of one query are left out: nothing of theirs is written
 
   LONGSPAN_HD std::int64_t first_row(int b) const { return query_start ? query_start[b] : 0; }
   LONGSPAN_HD std::int64_t query_len(int b, std::int64_t tokens) const {
@@ -67,49 +108,243 @@ struct Batch {
     return kv_len ? kv_len[b] : shard.length;
   }
   LONGSPAN_HD std::int64_t first_key(int b) const { return key_start ? key_start[b] : 0; }
+  LONGSPAN_HD bool skips(std::int64_t query_len) const { return skip_decode && query_len == 1; }
+};
+
+/// A cut of each sequence's local keys into `count` parts, each with a state of its own: part s
+/// goes to slot AttendParams::slot + s. Outside the fixed order: a cut may go through a segment,
+/// which then folds in two halves. count = 0: no cut, one state.
+struct KeyParts {
+  int count = 0;
+  std::int64_t keys = 0;  // in a part; 0: as many tiles of `tile` keys as give `count` parts
+  int tile = 16;
+
+  LONGSPAN_HD explicit operator bool() const { return count > 0; }
+  LONGSPAN_HD std::int64_t size(std::int64_t local_len) const {
+    if (keys > 0) return keys;
+    const std::int64_t round = static_cast<std::int64_t>(count) * tile;
+    return (local_len + round - 1) / round * tile;
+  }
+  /// Local keys of part s.
+  LONGSPAN_HD Interval of(int s, std::int64_t local_len) const {
+    const std::int64_t each = size(local_len), begin = s * each, end = begin + each;
+    return {begin < local_len ? begin : local_len, end < local_len ? end : local_len};
+  }
 };
 
 /// One rank's keys -> one partial state per row (slot `slot` of `state`). Every row of the batch is
-/// written, empty ones as empty states; rows past the last sequence are not touched.
+/// written, empty ones as empty states; rows past the last sequence, and of skipped sequences, are
+/// not touched. Products are of `dtype`: what is stored as fp8 is converted to it (exactly).
 struct AttendParams {
-  DType dtype = DType::fp32;
+  DType dtype = DType::fp32;     // of the products: fp32, fp16 or bf16
+  DType q_dtype = DType::fp32;   // dtype, or fp8
+  DType kv_dtype = DType::fp32;  // dtype, or fp8
   std::int64_t tokens = 0;
   int heads = 1;
   int kv_heads = 1;
   int dim = 0;
 
-  Rows q;  // [tokens, heads, dim]
-  Rows k;  // [keys on this rank, kv_heads, dim]
-  Rows v;  // as k
+  Rows q;    // [tokens, heads, dim]
+  KvRows k;  // [keys on this rank, kv_heads, dim], or pages
+  KvRows v;  // as k
+  Pages pages;
+
+  Scales q_scale;  // with k_scale: factors of every product, ahead of everything else
+  Scales k_scale;
+  Scales v_scale;  // of o, in the state
 
   Batch batch;
   Shard shard;
   Mask mask;
+  Documents documents;  // of the one sequence
   Score score;
-  bool invariant = false;  // keep the fixed order also for long queries
+  Bias bias;
+  bool invariant = false;          // keep the fixed order also for long queries
+  bool tf32 = false;               // fp32 products may be rounded to tf32
+  std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown. Bounds scratch only
+  std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown. Kernels of longer
+                                   // ones are then not launched
 
+  KeyParts parts;
   StateSlots state;
   int slot = 0;
 
   std::byte* scratch = nullptr;  // Backend::attend_scratch bytes
   std::size_t scratch_bytes = 0;
+
+  /// Positions that the query at `position` of sequence b sees.
+  LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {
+    Mask rule = mask;
+    if (batch.causal != nullptr) rule.causal = batch.causal[b] != 0;
+    Interval seen = rule.visible(position, kv_len);
+    if (documents) {
+      const Interval own = documents.around(position);
+      if (own.begin > seen.begin) seen.begin = own.begin;
+      if (own.end < seen.end) seen.end = own.end;
+    }
+    return seen;
+  }
+  /// The score's scale with those of a quantised q and k.
+  LONGSPAN_HD float scale(int kv_head) const {
+    return score.scale * q_scale[kv_head] * k_scale[kv_head];
+  }
+};
+
+/// The last step of a result: out = value / scale, or value * scale.
+struct OutScale {
+  const float* data = nullptr;  // [1]; null: none
+  bool inverse = false;         // multiply
+
+  LONGSPAN_HD float operator()(float value) const {
+    return data == nullptr ? value : inverse ? value * *data : value / *data;
+  }
 };
 
 /// `slots` states of each row -> out and lse. States fold in the order of fold_place, neighbours
-/// first; then the sink; then the one rounding to the output dtype.
+/// first; then the sink; then the scale and the one rounding to the output dtype (fp8 saturates).
 struct MergeParams {
   StateSlots states;
   bool interleaved = false;  // shards are interleaved: see fold_place
   int heads = 1;
-  const float* sinks = nullptr;        // [heads], natural units; or null
+  Floats sinks;                        // [heads], natural units; or null
   const std::int64_t* rows = nullptr;  // [tokens] token of the state for each token of the result,
                                        // < 0: none; null: the same
+  Batch batch;                         // with query_start and without `rows`: rows past the last
+                                       // sequence, and of skipped sequences, are not touched
   std::int64_t tokens = 0;             // of the result
-  DType dtype = DType::fp32;           // of the result
-  Rows out;                            // [tokens, heads, dim]
-  float* lse = nullptr;                // [tokens, heads], natural log; or null
+  DType dtype = DType::fp32;           // of the result; may be fp8
+  OutScale out_scale;
+  Rows out;              // [tokens, heads, dim]
+  float* lse = nullptr;  // [tokens, heads], natural log; or null
   std::int64_t lse_row_stride = 0;
   std::int64_t lse_head_stride = 0;
+};
+
+/// A strided array [tokens, heads] of fp32.
+struct LseView {
+  float* data = nullptr;
+  std::int64_t row_stride = 0;
+  std::int64_t head_stride = 0;
+
+  LONGSPAN_HD float* at(std::int64_t row, std::int64_t head) const {
+    return data + row * row_stride + head * head_stride;
+  }
+};
+
+/// Finished parts [tokens, heads, dim] with their lse -> one. Part n lies n strides behind the
+/// first. Neighbours fold first, as in MergeParams; an lse of +inf or -inf is empty, and the rows
+/// of an empty part are not read.
+struct MergeOutputsParams {
+  int parts = 2;
+  DType in_dtype = DType::fp32;
+  Rows in[2];  // parts == 2: prefix and suffix; else in[0] is the first part
+  LseView in_lse[2];
+  std::int64_t part_stride = 0;      // between parts, in elements; parts > 2
+  std::int64_t lse_part_stride = 0;  // likewise of the lse
+  LogBase base = LogBase::e;         // of every lse, the result's too
+  bool nan_is_empty = false;
+  std::int64_t with_prefix = -1;  // parts == 2: tokens from here on copy the suffix, and their
+                                  // prefix is not read; -1: none
+  std::int64_t tokens = 0;
+  int heads = 1;
+  int dim = 0;
+  DType dtype = DType::fp32;  // of the result: in_dtype, or fp8
+  OutScale out_scale;
+  Rows out;     // may be in[0]
+  LseView lse;  // data null: not wanted; may be in_lse[0]
+};
+
+/// States per segment as serving engines hold them: o [tokens, heads, segments, dim] unnormalised,
+/// max and expsum [tokens, heads, segments], natural units. Dense but for the padded dim.
+struct SegmentView {
+  float* output = nullptr;
+  float* max = nullptr;
+  float* expsum = nullptr;
+  int segments = 1;
+  int padded_dim = 0;  // distance of rows of `output`; at least dim
+};
+
+/// StateSlots [segments] -> SegmentView. Segment 0 takes the sink. Segments past the end of a
+/// sequence (parts.of(s) is empty) are not written; segment 0 always is, for the sink's sake.
+struct ExportSegmentsParams {
+  StateSlots states;
+  KeyParts parts;
+  Batch batch;
+  Shard shard;
+  std::int64_t tokens = 0;
+  int heads = 1;
+  Floats sinks;
+  SegmentView to;
+};
+
+/// SegmentView -> out and lse. Segments past the end of a sequence are not read, and no sink is
+/// added: segment 0 holds it already.
+struct ReduceSegmentsParams {
+  SegmentView from;
+  KeyParts parts;
+  Batch batch;
+  Shard shard;
+  std::int64_t tokens = 0;
+  int heads = 1;
+  int dim = 0;
+  DType dtype = DType::fp32;  // of the result; may be fp8
+  OutScale out_scale;
+  Rows out;
+  LseView lse;
+};
+
+/// New keys and values -> this rank's cache. Row t of the batch goes to slot slots[t] = page *
+/// page_size + row (< 0: nowhere); without `slots`, to where its sequence's shard and page table
+/// put position kv_len - q_len + t, if this rank owns it. Stored as kv_dtype: x / scale, fp8
+/// saturating. Slots must differ.
+struct AppendParams {
+  DType dtype = DType::fp32;     // of the new rows
+  DType kv_dtype = DType::fp32;  // of the cache
+  std::int64_t tokens = 0;
+  int kv_heads = 1;
+  int dim = 0;
+  Rows new_k;  // [tokens, kv_heads, dim]
+  Rows new_v;
+  KvRows k;  // the cache; contiguous (slots count rows), or pages
+  KvRows v;
+  Pages pages;
+  const std::int64_t* slots = nullptr;  // [tokens]; or null
+  Batch batch;                          // without slots
+  Shard shard;                          // without slots
+  Scales k_scale;
+  Scales v_scale;
+};
+
+/// What is wrong with the arrays of a request. `none` is 0.
+enum class Fault : std::int32_t {
+  none,
+  query_start,  // does not start at 0, descends, or ends past the rows
+  kv_len,       // negative
+  too_long,     // a sequence has more keys than the cache or its row of the table holds
+  page,         // an entry that a visible key needs is not a page
+  slot,         // a slot past the cache
+  overlap,      // two rows go to one slot
+  query_len,    // a sequence has more queries than max_query_len
+  qq_width,     // a query is longer than the qq_bias is wide
+};
+
+/// The first fault found: which sequence or token, which column, and the value.
+struct FaultReport {
+  Fault fault = Fault::none;
+  std::int32_t where = 0;
+  std::int64_t column = 0;
+  std::int64_t value = 0;
+};
+
+/// Checks the arrays of an attend (or append) where they lie. `report` keeps the first fault that
+/// it was ever given, so that it can be read later.
+struct CheckParams {
+  AttendParams attend;  // lengths, table, masks; no memory of q, k, v is read
+  bool is_append = false;
+  const std::int64_t* slots = nullptr;  // [tokens] of an append; or null
+  std::int64_t slot_count = 0;          // rows of the cache
+  std::uint32_t* claimed = nullptr;     // [slot_count / 32 + 1] zeros, for overlaps; or null
+  FaultReport* report = nullptr;
 };
 
 /// Where sharded query rows stand in the whole q. Rank p's i-th row of the batch is row
@@ -139,6 +374,14 @@ struct KeyStartParams {
   std::int64_t capacity = 0;             // > 0: keys are [batch, capacity]; start = b * capacity
   int batch = 0;
   std::int64_t* key_start = nullptr;  // [batch]
+};
+
+/// Each sequence cut at its context: ranges[b] = {0, kv_len - q_len, kv_len} (a context below 0 is
+/// 0), the table of a Layout::ranges of two "ranks", the cached keys and the new ones.
+struct ContextCutParams {
+  Batch batch;
+  std::int64_t tokens = 0;
+  std::int64_t* ranges = nullptr;  // [batch, 3]
 };
 
 }  // namespace longspan::kernels

@@ -1,36 +1,20 @@
-// One element of an array whose type is known at run time, as double. Rounding to 16 bits is to
-// nearest even (Eigen's).
+// One element of an array whose type is known at run time, as double. Loading is exact; storing
+// rounds as the library does (longspan/element.hpp).
 #pragma once
 
-#include <Eigen/Core>
 #include <cstdint>
 
+#include "longspan/element.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::launcher {
 
 inline double load(const void* data, DType dtype, std::int64_t i) {
-  switch (dtype) {
-    case DType::fp32:
-      return static_cast<const float*>(data)[i];
-    case DType::fp16:
-      return static_cast<float>(static_cast<const Eigen::half*>(data)[i]);
-    default:
-      return static_cast<float>(static_cast<const Eigen::bfloat16*>(data)[i]);
-  }
+  return load_element(data, dtype, i);
 }
 
 inline void store(void* data, DType dtype, std::int64_t i, float value) {
-  switch (dtype) {
-    case DType::fp32:
-      static_cast<float*>(data)[i] = value;
-      break;
-    case DType::fp16:
-      static_cast<Eigen::half*>(data)[i] = Eigen::half(value);
-      break;
-    default:
-      static_cast<Eigen::bfloat16*>(data)[i] = Eigen::bfloat16(value);
-  }
+  store_element(data, dtype, i, value);
 }
 
 /// `value` as the dtype would store it.

@@ -1,9 +1,12 @@
 #include "launcher/families.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <utility>
 
@@ -308,10 +311,181 @@ Family everything(const Sweep& sweep) {
   return family;
 }
 
+/// Sequences as a server has them: decode, drafts, a chunk of prefill, an idle one.
+Shape serving_shape(DType dtype) {
+  Shape shape;
+  shape.dtype = dtype;
+  shape.q_lens = {1, 6, 40, 0};
+  shape.kv_lens = {500, 133, 300, 70};
+  return shape;
+}
+
+constexpr std::int64_t kDeals[] = {1, 16, 64, kSegment};  // of an interleaved cache
+
+Family paged(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const int page : {1, 8, 16, 32, 64, 128, 256, 544}) {
+      for (const bool x_packed : {false, true}) {
+        Problem p = make(sweep, serving_shape(dtype), 1100 + page);
+        p.options.mask.causal = true;
+        p.cache = {page, x_packed};
+        p.keys = rule({Layout::interleaved, kDeals[family.problems.size() % std::size(kDeals)]});
+        if (family.problems.size() % 5 == 0) p.keys = rule({Layout::contiguous, kSegment});
+        family.problems.push_back(std::move(p));
+      }
+    }
+  }
+  return family;
+}
+
+std::vector<float> draw(std::uint64_t seed, std::uint32_t tensor, std::int64_t count) {
+  const Source source = generated(seed, tensor, fp32, 1, 1, static_cast<int>((count + 3) / 4 * 4));
+  std::vector<float> values(source.dim);
+  source.read(0, 0, source.dim, values.data());
+  values.resize(count);
+  return values;
+}
+
+void take_slopes(Problem& p, Alibi alibi) {
+  p.options.alibi = alibi;
+  for (int h = 0; h < p.options.heads; ++h)
+    p.slopes.push_back(
+        std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(p.options.heads)));
+}
+
+/// A tree of drafts: each hangs on an earlier one, and sees nothing of other branches.
+void take_drafts(Problem& p, std::uint64_t seed) {
+  p.qq_width = *std::max_element(p.q_lens.begin(), p.q_lens.end());
+  p.qq_bias = draw(seed, 5, p.qq_width * p.qq_width);
+  for (std::int64_t t = 1; t < p.qq_width; ++t) {
+    const std::int64_t parent = (t - 1) / 2;
+    for (std::int64_t u = 0; u < t; ++u)
+      if (u > parent || (u < parent && std::isinf(p.qq_bias[parent * p.qq_width + u])))
+        p.qq_bias[t * p.qq_width + u] = -std::numeric_limits<float>::infinity();
+  }
+}
+
+/// q, k and v as fp8, or whichever of them are asked for.
+void quantise(Problem& p, std::optional<DType> q, std::optional<DType> kv, bool per_head,
+              std::uint64_t seed) {
+  const int count = per_head ? p.options.kv_heads : 1;
+  const auto scales = [&](std::uint32_t tensor) {
+    std::vector<float> values = draw(seed, tensor, count);
+    for (float& value : values) value = 0.3f + 0.2f * std::abs(value);
+    return values;
+  };
+  if (q) {
+    p.q_scale = scales(6);
+    p.q = quantised(p.q, *q, p.q_scale);
+    p.options.query_dtype = q;
+  }
+  if (kv) {
+    p.k_scale = scales(7);
+    p.v_scale = scales(8);
+    p.k = quantised(p.k, *kv, p.k_scale);
+    p.v = quantised(p.v, *kv, p.v_scale);
+    p.options.kv_dtype = kv;
+  }
+}
+
+Family biases(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (int kind = 0; kind < 6; ++kind) {
+      Problem p = make(sweep, serving_shape(dtype), 1200 + kind);
+      p.options.mask.causal = kind != 1;
+      if (kind == 0) take_slopes(p, Alibi::context);
+      if (kind == 1) take_slopes(p, Alibi::query);
+      if (kind == 2 || kind == 3) take_drafts(p, sweep.seed + kind);
+      if (kind == 3) take_slopes(p, Alibi::context);
+      if (kind == 4) p.causal = {0, 1, 0, 1};
+      if (kind == 5) {
+        p = make(sweep, {.dtype = dtype, .q_lens = {70}, .kv_lens = {700}}, 1206);
+        p.options.mask.causal = true;
+        p.documents = {0, 100, 640, 641, 700};
+      }
+      for (const auto& layout : {kRules[0], kRules[4]}) {
+        p.keys = rule(layout);
+        family.problems.push_back(p);
+      }
+    }
+  }
+  return family;
+}
+
+Family fp8(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const DType kv : {e4m3, e5m2}) {
+      for (const bool per_head : {false, true}) {
+        for (const bool fp8_q : {false, true}) {
+          Problem p = make(sweep, serving_shape(dtype), 1300);
+          p.options.mask.causal = true;
+          quantise(p, fp8_q ? std::optional(kv) : std::nullopt, kv, per_head, sweep.seed);
+          p.keys = rule({Layout::interleaved, 16});
+          if (fp8_q) p.cache = {32, per_head};
+          family.problems.push_back(std::move(p));
+        }
+      }
+    }
+    if (dtype == fp32) continue;
+    Problem p = make(sweep, serving_shape(dtype), 1301);
+    p.options.out_dtype = e4m3;
+    p.out_scale = 0.04f;
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
+/// A sharded paged cache with everything that can be asked of it, drawn at random.
+Family serving(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 14);
+  const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
+  for (int i = 0; i < sweep.pick(9, 40, 300); ++i) {
+    const DType dtype = kDTypes[i % 3];
+    Shape shape = any_shape(random, dtype, sweep.pick(1500, 3000, 9000));
+    const int batch = 1 + below(random, 4);
+    for (int b = 1; b < batch; ++b) {
+      shape.q_lens.push_back(chance(3) ? 1 : below(random, 30));
+      shape.kv_lens.push_back(shape.q_lens.back() + below(random, 700));
+    }
+    Problem p = make(sweep, shape, 1400 + i);
+    p.options.mask.causal = !chance(3);
+    if (chance(2)) p.options.mask.window = 1 + below(random, 400);
+    if (chance(2)) p.options.softcap = 5.0f;
+    if (chance(2)) p.sinks = draw_sinks(p, i);
+    if (chance(2)) take_slopes(p, chance(2) ? Alibi::context : Alibi::query);
+    if (chance(2)) take_drafts(p, i);
+    if (chance(3))
+      for (int b = 0; b < batch; ++b) p.causal.push_back(chance(2));
+    if (chance(2)) {
+      const bool fp8_q = chance(2);
+      quantise(p, fp8_q ? std::optional(one_of(random, {e4m3, e5m2})) : std::nullopt,
+               one_of(random, {e4m3, e5m2}), chance(2), i);
+    }
+    if (dtype != fp32 && chance(3)) {
+      p.options.out_dtype = e4m3;
+      p.out_scale = 0.04f;
+    }
+    const int page = one_of(random, {0, 1, 8, 16, 64, 544});
+    p.cache = {page, page > 0 && chance(2)};
+    p.options.shard_queries = chance(3);
+    p.options.invariant = chance(2);
+    p.queries = rule(kRules[below(random, std::size(kRules))]);
+    p.keys = rule({Layout::interleaved, kDeals[below(random, std::size(kDeals))]});
+    if (chance(4)) p.keys = rule({Layout::contiguous, kSegment});
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
 constexpr FamilyMaker kMakers[] = {
     {"shapes", shapes},   {"shards", shards},           {"masks", masks},   {"scores", scores},
     {"batches", batches}, {"queries", sharded_queries}, {"empty", empties}, {"nan", nans},
-    {"same bits", bits},  {"everything", everything}};
+    {"same bits", bits},  {"everything", everything},   {"paged", paged},   {"biases", biases},
+    {"fp8", fp8},         {"serving", serving}};
 
 }  // namespace
 

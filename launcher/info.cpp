@@ -37,6 +37,20 @@ std::string info_text(const std::string& world, bool json) {
   return text + fmt::format("{:<12}{}\n\n{}", "world", world, strategies_text());
 }
 
+std::string features_text(bool json) {
+  if (json) {
+    ordered_json all = ordered_json::array();
+    for (const FeatureInfo& f : features())
+      all.push_back({{"name", f.name}, {"meaning", f.meaning}, {"host", f.host}, {"cuda", f.cuda}});
+    return all.dump(2) + "\n";
+  }
+  std::string text = fmt::format("{:<22}{:<6}{:<6}{}\n", "feature", "host", "cuda", "meaning");
+  for (const FeatureInfo& f : features())
+    text += fmt::format("{:<22}{:<6}{:<6}{}\n", f.name, f.host ? "yes" : "no",
+                        f.cuda ? "yes" : "no", f.meaning);
+  return text;
+}
+
 std::string environment_text(bool json) {
   if (json) {
     ordered_json all = ordered_json::array();

@@ -1,5 +1,5 @@
-// `longspan info`, `longspan env` and `longspan run --list-strategies`, as text for rank 0 to
-// print.
+// `longspan info [--features]`, `longspan env` and `longspan run --list-strategies`, as text for
+// rank 0 to print.
 #pragma once
 
 #include <string>
@@ -7,6 +7,7 @@
 namespace longspan::launcher {
 
 std::string info_text(const std::string& world, bool json);
+std::string features_text(bool json);
 std::string environment_text(bool json);
 std::string strategies_text();
 

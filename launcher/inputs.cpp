@@ -36,6 +36,21 @@ Source generated(std::uint64_t seed, std::uint32_t tensor, DType dtype, std::int
   return source;
 }
 
+Source quantised(Source source, DType to, const std::vector<float>& scale) {
+  const auto read = source.read;
+  const DType from = source.dtype;
+  const std::int64_t group = source.row_size() / static_cast<std::int64_t>(scale.size());
+  source.dtype = to;
+  source.read = [=](std::int64_t row, std::int64_t first, std::int64_t count, void* values) {
+    std::vector<float> wide(count);  // room for any dtype
+    read(row, first, count, wide.data());
+    for (std::int64_t i = 0; i < count; ++i)
+      store(values, to, i,
+            static_cast<float>(load(wide.data(), from, i)) / scale[(first + i) / group]);
+  };
+  return source;
+}
+
 Source from_file(const NpyFile& file, const std::string& label) {
   const auto& shape = file.shape();
   if (shape.size() != 3 || shape[1] < 1 || shape[2] < 1 || shape[1] > 65536 || shape[2] > 65536)

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "launcher/npy.hpp"
 #include "longspan/types.hpp"
@@ -33,6 +34,10 @@ struct Source {
 /// global index alone, the same for every number of ranks and on every machine.
 Source generated(std::uint64_t seed, std::uint32_t tensor, DType dtype, std::int64_t rows,
                  int heads, int dim);
+
+/// The source as fp8 stores it: x / scale, rounded. `scale` [1], or one for each of so many equal
+/// groups of its heads.
+Source quantised(Source source, DType to, const std::vector<float>& scale);
 
 /// The tensor in a file; throws InputError where it is not [rows, heads, dim].
 Source from_file(const NpyFile& file, const std::string& label);

@@ -41,37 +41,51 @@ struct Findings {
   }
 };
 
+/// What a stored element of a kv head is multiplied by.
+double factor_of(const std::vector<float>& scale, int kv_head) {
+  return scale.empty() ? 1.0 : scale[scale.size() == 1 ? 0 : kv_head];
+}
+
 /// Keys or values of one kv head of one sequence, in order of position.
-RowMajor whole_head(const Source& source, std::int64_t first, std::int64_t count, int head,
-                    int threads) {
+RowMajor whole_head(const Source& source, const std::vector<float>& scale, std::int64_t first,
+                    std::int64_t count, int head, int threads) {
+  const double factor = factor_of(scale, head);
   RowMajor matrix(count, source.dim);
   parallel_for(count, threads, [&](std::int64_t i) {
     std::vector<float> row(source.dim);  // room for any dtype
     source.read(first + i, std::int64_t{head} * source.dim, source.dim, row.data());
-    for (int d = 0; d < source.dim; ++d) matrix(i, d) = load(row.data(), source.dtype, d);
+    for (int d = 0; d < source.dim; ++d) matrix(i, d) = factor * load(row.data(), source.dtype, d);
   });
   return matrix;
 }
 
-/// One (row, head) of the answer against the oracle.
-Findings compare(const Problem& problem, const Answer& answer, std::size_t i, int head,
-                 const RowMajor& keys, const RowMajor& values, Interval visible) {
+/// Row t of sequence b, row i of the answer, one head: the answer against the oracle.
+Findings compare(const Problem& problem, const Answer& answer, std::size_t i, int b, std::int64_t t,
+                 int head, const RowMajor& keys, const RowMajor& values) {
   const Options& o = problem.options;
+  const DType out_dtype = problem.out_dtype();
+  const double unit = problem.out_scale != 0 ? problem.out_scale : 1.0;
   std::vector<float> row(o.dim);
   problem.q.read(answer.rows[i], std::int64_t{head} * o.dim, o.dim, row.data());
+  const double factor = factor_of(problem.q_scale, head / (o.heads / o.kv_heads));
   Eigen::VectorXd q(o.dim);
-  for (int d = 0; d < o.dim; ++d) q[d] = load(row.data(), o.dtype, d);
+  for (int d = 0; d < o.dim; ++d) q[d] = factor * load(row.data(), problem.q.dtype, d);
   std::optional<float> sink;
   if (!problem.sinks.empty()) sink = problem.sinks[head];
 
-  const Exact exact = attend_exactly(q, keys, values, visible, problem.scale(), o.softcap, sink);
-  const Eigen::VectorXf plain = attend_plainly(
-      q, keys, values, visible, static_cast<float>(problem.scale()), o.softcap, sink, o.dtype);
+  const Interval visible = problem.visible(b, problem.kv_lens[b] - problem.q_lens[b] + t);
+  const std::vector<double> bias = problem.bias(b, t, head);
+  const Exact exact =
+      attend_exactly(q, keys, values, visible, problem.scale(), o.softcap, sink, bias);
+  const Eigen::VectorXf plain =
+      attend_plainly(q, keys, values, visible, static_cast<float>(problem.scale()), o.softcap, sink,
+                     o.dtype, Stored{out_dtype, static_cast<float>(unit)}, bias);
 
   Findings f;
   const std::int64_t at = static_cast<std::int64_t>(i) * o.heads + head;
   for (int d = 0; d < o.dim; ++d) {
-    const double error = distance(load(answer.out.data(), o.dtype, at * o.dim + d), exact.out[d]);
+    const double error =
+        distance(unit * load(answer.out.data(), out_dtype, at * o.dim + d), exact.out[d]);
     f.errors.push_back(error);
     if (!std::isfinite(exact.out[d])) continue;
     f.error2 += error * error;
@@ -106,14 +120,15 @@ Findings examine(const Communicator& world, const Problem& problem, const Answer
       ++stop;
 
     const std::int64_t kv_len = problem.kv_lens[b];
-    const RowMajor keys = whole_head(problem.k, key_start[b], kv_len, kv_head, o.threads);
-    const RowMajor values = whole_head(problem.v, key_start[b], kv_len, kv_head, o.threads);
+    const RowMajor keys =
+        whole_head(problem.k, problem.k_scale, key_start[b], kv_len, kv_head, o.threads);
+    const RowMajor values =
+        whole_head(problem.v, problem.v_scale, key_start[b], kv_len, kv_head, o.threads);
     std::vector<Findings> parts((stop - at) * group);
     parallel_for(static_cast<std::int64_t>(parts.size()), o.threads, [&](std::int64_t p) {
       const std::int64_t i = (at + p / group) % rows;
-      const std::int64_t position = kv_len - problem.q_lens[b] + answer.rows[i] - query_start[b];
-      parts[p] = compare(problem, answer, i, static_cast<int>(kv_head * group + p % group), keys,
-                         values, o.mask.visible(position, kv_len));
+      parts[p] = compare(problem, answer, i, b, answer.rows[i] - query_start[b],
+                         static_cast<int>(kv_head * group + p % group), keys, values);
     });
     for (const Findings& part : parts) found.add(part);
     at = stop;

@@ -47,7 +47,7 @@ int perform(const Communicator& world, const CommandLine& line) {
       text = strategies_text();
       break;
     case Action::info:
-      text = info_text(world.describe(), line.json);
+      text = line.features ? features_text(line.json) : info_text(world.describe(), line.json);
       break;
     case Action::env:
       text = environment_text(line.json);

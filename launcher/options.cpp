@@ -37,6 +37,11 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
                  "host, cuda, or auto: cuda where every rank has a GPU of its own")
       ->check(CLI::IsMember({"auto", "host", "cuda"}))
       ->capture_default_str();
+  app.add_option("--exchange", o.exchange,
+                 "States travel between GPUs by windows, by gather (NCCL), or auto: windows where "
+                 "the GPUs reach each other")
+      ->check(CLI::IsMember({"auto", "windows", "gather"}))
+      ->capture_default_str();
   app.add_option("--deadline", o.deadline_s,
                  "Seconds to wait for a rank at any step [LONGSPAN_DEADLINE_S, or else 60]")
       ->check(CLI::Range(0.001, 1e6));
@@ -204,6 +209,7 @@ CommandLine parse(int argc, char** argv) {
   add_world_options(*verify, line.world);
 
   CLI::App* info = app.add_subcommand("info", "Version, backends, MPI, NCCL, GPUs, strategies");
+  info->add_flag("--features", line.features, "What the kernels of each device can do");
   info->add_flag("--json", line.json, "As JSON");
   CLI::App* env = app.add_subcommand("env", "The environment variables that longspan reads");
   env->add_flag("--json", line.json, "As JSON");

@@ -15,10 +15,11 @@ namespace longspan::launcher {
 
 /// Options of every command that computes.
 struct WorldOptions {
-  std::string backend = "auto";  // auto, host, cuda
-  double deadline_s = 0;         // 0: LONGSPAN_DEADLINE_S, or else 60
-  int threads = 0;               // 0: this rank's share of the cores
-  std::uint64_t seed = 0;        // of generated inputs
+  std::string backend = "auto";   // auto, host, cuda
+  std::string exchange = "auto";  // auto, windows, gather: Options::exchange of every layer
+  double deadline_s = 0;          // 0: LONGSPAN_DEADLINE_S, or else 60
+  int threads = 0;                // 0: this rank's share of the cores
+  std::uint64_t seed = 0;         // of generated inputs
 
   std::chrono::milliseconds deadline() const {
     return std::chrono::milliseconds(static_cast<std::int64_t>(deadline_s * 1000));
@@ -72,7 +73,8 @@ struct CommandLine {
   WorldOptions world;
   RunOptions run;
   VerifyOptions verify;
-  bool json = false;  // info, env
+  bool json = false;      // info, env
+  bool features = false;  // info
 };
 
 CommandLine parse(int argc, char** argv);

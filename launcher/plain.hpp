@@ -6,18 +6,26 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <span>
 
 #include "launcher/elements.hpp"
 #include "launcher/oracle.hpp"
 
 namespace longspan::launcher {
 
-/// Arguments as attend_exactly's.
+/// The type that a result is stored as, and its scale: stored = result / scale.
+struct Stored {
+  DType dtype = DType::fp32;
+  float scale = 1;
+};
+
+/// Arguments as attend_exactly's; `dtype` of the products.
 inline Eigen::VectorXf attend_plainly(const Eigen::VectorXd& q,
                                       const Eigen::Ref<const RowMajor>& keys,
                                       const Eigen::Ref<const RowMajor>& values, Interval visible,
                                       float scale, float softcap, std::optional<float> sink,
-                                      DType dtype) {
+                                      DType dtype, std::optional<Stored> stored = std::nullopt,
+                                      std::span<const double> bias = {}) {
   Eigen::VectorXf out = Eigen::VectorXf::Zero(values.cols());
   if (visible.empty()) return out;
   const Eigen::Index first = visible.begin, count = visible.end - visible.begin;
@@ -27,12 +35,15 @@ inline Eigen::VectorXf attend_plainly(const Eigen::VectorXd& q,
   for (Eigen::Index j = 0; j < count; ++j)
     s[j] = keys.row(first + j).cast<float>().dot(row) * scale;
   if (softcap != 0) s = softcap * (s / softcap).tanh();
+  if (!bias.empty())
+    for (Eigen::Index j = 0; j < count; ++j) s[j] += static_cast<float>(bias[first + j]);
   const float top = sink ? std::max(s.maxCoeff(), *sink) : s.maxCoeff();
   const Eigen::ArrayXf p = (s - top).exp();
   const float sum = p.sum() + (sink ? std::exp(*sink - top) : 0.0f);
   for (Eigen::Index j = 0; j < count; ++j)
     out += rounded(dtype, p[j]) * values.row(first + j).transpose().cast<float>();
-  for (float& element : out) element = rounded(dtype, element / sum);
+  const Stored as = stored.value_or(Stored{dtype});
+  for (float& element : out) element = rounded(as.dtype, element / sum / as.scale) * as.scale;
   return out;
 }
 

@@ -70,6 +70,8 @@ Options fitted(const Problem& problem, int ranks) {
   Options options = problem.options;
   options.max_batch = problem.batch();
   options.max_tokens = problem.tokens();
+  options.max_kv_len = *std::max_element(problem.kv_lens.begin(), problem.kv_lens.end());
+  options.max_query_len = *std::max_element(problem.q_lens.begin(), problem.q_lens.end());
   if (options.shard_queries) {
     options.max_tokens = 0;
     for (int rank = 0; rank < ranks; ++rank)
@@ -77,6 +79,13 @@ Options fitted(const Problem& problem, int ranks) {
           options.max_tokens, static_cast<std::int64_t>(rows_on(problem, rank, ranks).size()));
   }
   return options;
+}
+
+/// Elements in a chunk of x-packed keys: 16 bytes, or less where they do not divide the dim.
+std::int64_t chunk_of(DType dtype, int dim) {
+  int chunk = static_cast<int>(16 / size_of(dtype));
+  while (dim % chunk != 0) chunk /= 2;
+  return chunk;
 }
 
 /// The finaliser of splitmix64: every bit of the input moves about half of the output's.
@@ -110,11 +119,38 @@ double Problem::visible_pairs() const {
   double pairs = 0;
   for (int b = 0; b < batch(); ++b) {
     for (std::int64_t t = 0; t < q_lens[b]; ++t) {
-      const Interval seen = options.mask.visible(kv_lens[b] - q_lens[b] + t, kv_lens[b]);
+      const Interval seen = visible(b, kv_lens[b] - q_lens[b] + t);
       if (!seen.empty()) pairs += static_cast<double>(seen.end - seen.begin);
     }
   }
   return pairs;
+}
+
+Interval Problem::visible(int b, std::int64_t position) const {
+  Mask rule = options.mask;
+  if (!causal.empty()) rule.causal = causal[b] != 0;
+  Interval seen = rule.visible(position, kv_lens[b]);
+  if (documents.empty()) return seen;
+  const auto next = std::upper_bound(documents.begin(), documents.end(), position);
+  if (next == documents.begin() || next == documents.end()) return {position, position};
+  return {std::max(seen.begin, *(next - 1)), std::min(seen.end, *next)};
+}
+
+std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
+  if (slopes.empty() && qq_bias.empty()) return {};
+  std::vector<double> bias(kv_lens[b]);
+  const std::int64_t context = kv_lens[b] - q_lens[b];
+  for (std::int64_t j = 0; j < kv_lens[b]; ++j) {
+    const std::int64_t column = j - context;  // of the new tokens
+    if (!slopes.empty()) {
+      const double distance = static_cast<double>(
+          options.alibi == Alibi::context ? column : -std::abs(context + t - j));
+      bias[j] += slopes[head] * distance;
+    }
+    if (!qq_bias.empty() && column >= 0 && column < qq_width)
+      bias[j] += qq_bias[t * qq_width + column];
+  }
+  return bias;
 }
 
 Trial::Trial(const Communicator& world, const Problem& problem)
@@ -142,21 +178,44 @@ Trial::Trial(const Communicator& world, const Problem& problem)
       problem.q.read(rows_[i], 0, problem.q.row_size(), to + i * problem.q.row_bytes());
     });
   });
-  k_ = keys_in_place(problem.k);
-  v_ = keys_in_place(problem.v);
-  out_ = poisoned(device, q_.bytes());
+  out_ = poisoned(device, own_rows * problem.out_row_bytes());
   lse_ = poisoned(device, own_rows * o.heads * sizeof(float));
 
-  const Tensor packed(
-      nullptr, o.dtype,
-      {static_cast<std::int64_t>(k_.bytes() / problem.k.row_bytes()), o.kv_heads, o.dim}, device);
-  const Tensor padded(nullptr, o.dtype, {problem.batch(), problem.capacity, o.kv_heads, o.dim},
-                      device);
-  request_.k = request_.v = problem.capacity > 0 ? padded : packed;
-  request_.k.data = k_.data();
-  request_.v.data = v_.data();
-  request_.q = Tensor(q_.data(), o.dtype, {own_rows, o.heads, o.dim}, device);
-  request_.out = Tensor(out_.data(), o.dtype, {own_rows, o.heads, o.dim}, device);
+  if (problem.cache) {
+    const std::int64_t page = problem.cache.page;
+    for (const std::int64_t length : problem.kv_lens)
+      columns_ = std::max(columns_, (shard_.local_len(length) + page - 1) / page);
+    columns_ += 1;  // a column that nobody needs
+    // Pages in an order that is nobody's: every third, then the others.
+    pages_ = columns_ * problem.batch() + 2;
+    std::vector<std::int32_t> order(pages_);
+    for (std::int64_t first = 0, i = 0; first < 3; ++first)
+      for (std::int64_t p = first; p < pages_; p += 3) order[i++] = static_cast<std::int32_t>(p);
+    table_.assign(columns_ * problem.batch(), -1);
+    std::size_t next = 0;
+    for (int b = 0; b < problem.batch(); ++b)
+      for (std::int64_t i = 0; i * page < shard_.local_len(problem.kv_lens[b]); ++i)
+        table_[b * columns_ + i] = order[next++];
+    block_table_ = on_device(device, table_);
+    k_ = pages(problem.k, false);
+    v_ = pages(problem.v, true);
+    request_.k = page_view(k_.data(), false);
+    request_.v = page_view(v_.data(), true);
+    request_.block_table = {static_cast<const std::int32_t*>(block_table_.data()), columns_};
+  } else {
+    k_ = keys_in_place(problem.k);
+    v_ = keys_in_place(problem.v);
+    const Tensor packed(
+        nullptr, problem.k.dtype,
+        {static_cast<std::int64_t>(k_.bytes() / problem.k.row_bytes()), o.kv_heads, o.dim}, device);
+    const Tensor padded(nullptr, problem.k.dtype,
+                        {problem.batch(), problem.capacity, o.kv_heads, o.dim}, device);
+    request_.k = request_.v = problem.capacity > 0 ? padded : packed;
+    request_.k.data = k_.data();
+    request_.v.data = v_.data();
+  }
+  request_.q = Tensor(q_.data(), problem.q.dtype, {own_rows, o.heads, o.dim}, device);
+  request_.out = Tensor(out_.data(), problem.out_dtype(), {own_rows, o.heads, o.dim}, device);
   request_.lse = Tensor(lse_.data(), DType::fp32, {own_rows, o.heads}, device);
   request_.shard = shard_;
   if (key_table_.bytes() > 0)
@@ -166,6 +225,70 @@ Trial::Trial(const Communicator& world, const Problem& problem)
   if (!one) request_.kv_len = static_cast<const std::int32_t*>(kv_len_.data());
   if (!problem.sinks.empty()) request_.sinks = static_cast<const float*>(sinks_.data());
   if (o.shard_queries) request_.query_shard = query_shard_;
+  take_features();
+}
+
+void Trial::take_features() {
+  const Problem& p = problem_;
+  const Device device = world_.device();
+  const auto floats = [&](Buffer& buffer, const std::vector<float>& values) {
+    buffer = on_device(device, values);
+    return values.empty() ? nullptr : static_cast<const float*>(buffer.data());
+  };
+  const auto scales = [&](Buffer& buffer, const std::vector<float>& values) {
+    return Scales{floats(buffer, values), values.size() > 1};
+  };
+  request_.slopes = floats(slopes_, p.slopes);
+  request_.qq_bias = {floats(qq_bias_, p.qq_bias), p.qq_width, p.qq_width};
+  request_.q_scale = scales(q_scale_, p.q_scale);
+  request_.k_scale = scales(k_scale_, p.k_scale);
+  request_.v_scale = scales(v_scale_, p.v_scale);
+  if (p.out_scale != 0) request_.out_scale = floats(out_scale_, {p.out_scale});
+  causal_ = on_device(device, p.causal);
+  documents_ = on_device(device, p.documents);
+  if (!p.causal.empty()) request_.causal = static_cast<const std::uint8_t*>(causal_.data());
+  if (!p.documents.empty())
+    request_.documents = {static_cast<const std::int64_t*>(documents_.data()),
+                          static_cast<std::int64_t>(p.documents.size()) - 1};
+}
+
+Tensor Trial::page_view(void* data, bool values) const {
+  const Options& o = problem_.options;
+  const DType dtype = problem_.k.dtype;
+  const Device device = world_.device();
+  const std::int64_t page = problem_.cache.page, x = chunk_of(dtype, o.dim);
+  if (!problem_.cache.x_packed)
+    return Tensor(data, dtype, {pages_, page, o.kv_heads, o.dim}, device);
+  if (values) return Tensor(data, dtype, {pages_, o.kv_heads, o.dim, page}, device);
+  return Tensor(data, dtype, {pages_, o.kv_heads, o.dim / x, page, x}, device);
+}
+
+Buffer Trial::pages(const Source& source, bool values) const {
+  const Options& o = problem_.options;
+  const std::size_t size = size_of(source.dtype);
+  const std::int64_t page = problem_.cache.page, x = chunk_of(source.dtype, o.dim);
+  const auto place = [&](std::int64_t row, std::int64_t head, std::int64_t d) {
+    if (!problem_.cache.x_packed) return (row * o.kv_heads + head) * o.dim + d;
+    if (values) return (head * o.dim + d) * page + row;
+    return ((head * (o.dim / x) + d / x) * page + row) * x + d % x;
+  };
+  const std::size_t page_bytes = page * source.row_bytes();
+  const auto start = problem_.key_start();
+  return filled(world_.device(), pages_ * page_bytes, [&](std::byte* to) {
+    std::memset(to, 0xff, pages_ * page_bytes);
+    for (int b = 0; b < problem_.batch(); ++b) {
+      const std::int64_t length = problem_.kv_lens[b];
+      parallel_for(shard_.local_len(length), o.threads, [&](std::int64_t i) {
+        std::vector<std::byte> row(source.row_bytes());
+        source.read(start[b] + shard_.position(i, length), 0, source.row_size(), row.data());
+        std::byte* const own = to + table_[b * columns_ + i / page] * page_bytes;
+        for (std::int64_t h = 0; h < o.kv_heads; ++h)
+          for (std::int64_t d = 0; d < o.dim; ++d)
+            std::memcpy(own + place(i % page, h, d) * size, row.data() + (h * o.dim + d) * size,
+                        size);
+      });
+    }
+  });
 }
 
 Buffer Trial::keys_in_place(const Source& source) const {
@@ -207,7 +330,8 @@ Answer Trial::answer() const {
 
 Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
                    const std::vector<std::int64_t>& rows) {
-  const std::size_t row_bytes = problem.q.row_bytes(), lse_bytes = sizeof(float) * problem.q.heads;
+  const std::size_t row_bytes = problem.out_row_bytes(),
+                    lse_bytes = sizeof(float) * problem.q.heads;
   Answer whole{rows, std::vector<std::byte>(rows.size() * row_bytes),
                std::vector<float>(rows.size() * problem.q.heads)};
   const auto place_of = [&](std::int64_t row) -> std::ptrdiff_t {
@@ -249,7 +373,7 @@ Answer gather_rows(const Communicator& world, const Problem& problem, const Answ
 
 std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer) {
   // A sum over rows, each hashed with its place in the whole: it needs no order of ranks.
-  const std::size_t row_bytes = problem.q.row_bytes();
+  const std::size_t row_bytes = problem.out_row_bytes();
   std::vector<std::uint64_t> hashes(answer.rows.size());
   parallel_for(static_cast<std::int64_t>(hashes.size()), problem.options.threads,
                [&](std::int64_t i) {

@@ -23,12 +23,28 @@ struct Cut {
   Shard on(int rank, int ranks, std::int64_t length) const;
 };
 
+/// How the keys lie in memory; without pages one after the other.
+struct CacheLayout {
+  int page = 0;           // keys in a page; 0: no pages
+  bool x_packed = false;  // K [pages, kv_heads, dim / x, page, x], V [pages, kv_heads, dim, page]
+
+  explicit operator bool() const { return page > 0; }
+};
+
 struct Problem {
-  Options options;  // max_tokens and max_batch are taken from the lengths
+  Options options;  // max_tokens, max_batch and max_kv_len are taken from the lengths
   std::vector<std::int32_t> q_lens{1}, kv_lens{1};  // of each sequence
   Source q;                                         // [sum of q_lens, heads, dim]
   Source k, v;                                      // [sum of kv_lens, kv_heads, dim]
   std::vector<float> sinks;                         // [heads], or none
+  std::vector<float> slopes;                        // [heads] ALiBi, or none
+  std::vector<float> qq_bias;                       // [qq_width, qq_width], or none
+  std::int64_t qq_width = 0;
+  std::vector<std::uint8_t> causal;     // of each sequence, in place of the mask's; or none
+  std::vector<std::int64_t> documents;  // starts and end in the one sequence; or none
+  std::vector<float> q_scale, k_scale, v_scale;  // [1] or [kv_heads], where sources are fp8
+  float out_scale = 0;                           // out = result / out_scale; 0: none
+  CacheLayout cache;
   Cut keys;
   Cut queries;                // with options.shard_queries
   std::int64_t capacity = 0;  // > 0: k and v lie in [batch, capacity], NaN behind each sequence
@@ -39,6 +55,13 @@ struct Problem {
   std::vector<std::int32_t> query_start() const;
   std::vector<std::int64_t> key_start() const;
   double scale() const;
+  DType out_dtype() const { return options.out_dtype.value_or(options.dtype); }
+  std::size_t out_row_bytes() const {
+    return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * options.dim;
+  }
+  Interval visible(int b, std::int64_t position) const;
+  /// What is added to the scores of row t of sequence b: [kv_len]; empty: nothing.
+  std::vector<double> bias(int b, std::int64_t t, int head) const;
   /// (row, key) pairs that the mask lets through: 4 heads dim of floating point each.
   double visible_pairs() const;
 };
@@ -46,7 +69,7 @@ struct Problem {
 /// What this rank got.
 struct Answer {
   std::vector<std::int64_t> rows;  // of the whole q
-  std::vector<std::byte> out;      // [rows, heads, dim] in the problem's dtype
+  std::vector<std::byte> out;      // [rows, heads, dim] in the problem's out dtype
   std::vector<float> lse;          // [rows, heads]
 };
 
@@ -61,14 +84,20 @@ class Trial {
   Answer answer() const;
 
  private:
+  void take_features();
   Buffer keys_in_place(const Source& source) const;
+  Buffer pages(const Source& source, bool values) const;
+  Tensor page_view(void* data, bool values) const;
 
   const Problem& problem_;
   Communicator world_;
   Shard shard_, query_shard_;       // as the device sees them
   std::vector<std::int64_t> rows_;  // of the whole q, on this rank
   Attention layer_;
-  Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_;
+  Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_, slopes_, qq_bias_,
+      causal_, documents_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_;
+  std::vector<std::int32_t> table_;  // pages of each sequence: [batch, columns_]
+  std::int64_t columns_ = 0, pages_ = 0;
   Request request_;
 };
 

@@ -44,6 +44,7 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.strategy = layer.strategy().name;
   r.backend = name(world.device());
   r.world = world.describe();
+  r.exchange_by = layer.exchange();
   r.ranks = world.size();
   r.kv = *std::max_element(problem.kv_lens.begin(), problem.kv_lens.end());
   r.tokens = problem.q_lens[0];
@@ -98,11 +99,13 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
 std::string header(const Report& r) {
   std::string text = fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, r.backend, r.world);
   text += fmt::format(
-      "# keys {} | queries {} | {}{}{}| {}inputs: {} | workspace {} per rank\n", r.shard,
+      "# keys {} | queries {} | {}{}{}| {}{}inputs: {} | workspace {} per rank\n", r.shard,
       r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
       r.window > 0 ? fmt::format("window {} ", r.window) : "", r.invariant ? "invariant " : "",
-      r.batch > 1 ? fmt::format("batch {} | ", r.batch) : "", r.inputs,
-      size_text(r.workspace_bytes));
+      r.batch > 1 ? fmt::format("batch {} | ", r.batch) : "",
+      r.ranks > 1 && r.backend == name(Device::cuda) ? fmt::format("exchange {} | ", r.exchange_by)
+                                                     : "",
+      r.inputs, size_text(r.workspace_bytes));
   text += fmt::format("#{:>14}{:>10}{:>8}{:>6}{:>5}{:>5}{:>6}{:>30}{:>10}{:>24}{:>10}\n", "", "",
                       "", "", "", "", "", "time (ms)   ", "", "share of time (%)  ", "busbw");
   text += fmt::format(
@@ -143,6 +146,7 @@ ordered_json to_json(const Report& r) {
       {"longspan", LONGSPAN_VERSION},
       {"backend", r.backend},
       {"world", r.world},
+      {"exchange", r.exchange_by},
       {"case",
        {{"strategy", r.strategy},
         {"ranks", r.ranks},

@@ -26,6 +26,7 @@ struct Spread {
 struct Report {
   // What ran.
   std::string strategy, backend, world;
+  std::string exchange_by;  // how states travel, with the reason where it is not by windows
   int ranks = 1;
   std::int64_t kv = 0, tokens = 0;  // of the longest sequence; of one sequence
   int batch = 1, heads = 1, kv_heads = 1, dim = 0;

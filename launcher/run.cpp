@@ -78,6 +78,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                      .shard_queries = o.shard_queries,
                      .invariant = o.invariant,
                      .strategy = o.strategy,
+                     .exchange = world.exchange,
                      .threads = world.threads,
                      .profile = true};
   return problem;

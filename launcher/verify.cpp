@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,15 +18,34 @@
 namespace longspan::launcher {
 namespace {
 
+/// What a serving batch adds, as far as it is there.
+std::string features(const Problem& p) {
+  std::string text;
+  if (p.cache) text += fmt::format(" page {}{}", p.cache.page, p.cache.x_packed ? " x-packed" : "");
+  if (!p.slopes.empty()) text += fmt::format(" ALiBi {}", name(p.options.alibi));
+  if (!p.qq_bias.empty()) text += " qq_bias";
+  if (!p.causal.empty()) text += fmt::format(" causal of each {}", p.causal);
+  if (!p.documents.empty()) text += fmt::format(" documents {}", p.documents);
+  if (!p.q_scale.empty()) text += fmt::format(" q {}", name(p.q.dtype));
+  if (!p.k_scale.empty())
+    text += fmt::format(" kv {} {} scales", name(p.k.dtype), p.k_scale.size());
+  if (p.out_scale != 0) text += fmt::format(" out {}", name(p.out_dtype()));
+  return text;
+}
+
 std::string describe(const Problem& p) {
   const Options& o = p.options;
   return fmt::format(
-      "{} heads {}/{} dim {} q {} kv {} keys {}:{}{} causal {} window {} right {} softcap {}{}{}",
-      name(o.dtype), o.heads, o.kv_heads, o.dim, p.q_lens, p.kv_lens, name(p.keys.layout),
-      p.keys.block,
-      o.shard_queries ? fmt::format(" queries {}:{}", name(p.queries.layout), p.queries.block) : "",
-      o.mask.causal, o.mask.window, o.mask.right, o.softcap, p.sinks.empty() ? "" : " sinks",
-      p.capacity ? fmt::format(" capacity {}", p.capacity) : "");
+             "{} heads {}/{} dim {} q {} kv {} keys {}:{}{} causal {} window {} right {} softcap "
+             "{}{}{}",
+             name(o.dtype), o.heads, o.kv_heads, o.dim, p.q_lens, p.kv_lens, name(p.keys.layout),
+             p.keys.block,
+             o.shard_queries
+                 ? fmt::format(" queries {}:{}", name(p.queries.layout), p.queries.block)
+                 : "",
+             o.mask.causal, o.mask.window, o.mask.right, o.softcap, p.sinks.empty() ? "" : " sinks",
+             p.capacity ? fmt::format(" capacity {}", p.capacity) : "") +
+         features(p);
 }
 
 /// What is known of a family after its problems have run.
@@ -35,6 +55,7 @@ struct Verdict {
   double ratio = 0;  // largest error / plain attention's, of 16-bit problems
   double max_error = 0, lse_error = 0;
   std::int64_t wrong = 0;
+  int windows = 0;  // problems whose states travelled through peer windows
   std::string first_failure;
 
   void add(const Problem& problem, const Judgement& j, bool same_bits) {
@@ -66,15 +87,24 @@ std::uint64_t digest_alone(Device device, Problem problem) {
   return digest(alone, problem, trial.answer());
 }
 
-Verdict examine(const Communicator& world, const Family& family, std::uint64_t seed) {
+/// The exchange that was asked for, as far as the problem can have it: sharded queries are merged
+/// by their own rank alone, so their states are always gathered.
+std::string exchange_for(const Problem& problem, const std::string& asked) {
+  return problem.options.shard_queries && asked == "windows" ? "auto" : asked;
+}
+
+Verdict examine(const Communicator& world, const Family& family, const WorldOptions& options) {
   constexpr std::int64_t kRows = 24;
   Verdict verdict;
-  for (const Problem& problem : family.problems) {
-    Trial trial(world, problem);
-    trial.run();
-    const Answer answer = trial.answer();
+  for (Problem problem : family.problems) {
+    problem.options.exchange = exchange_for(problem, options.exchange);
+    std::optional<Trial> trial;
+    together(world, "making of the layer", [&] { trial.emplace(world, problem); });
+    verdict.windows += trial->layer().exchange() == "windows";
+    trial->run();
+    const Answer answer = trial->answer();
     const std::uint64_t bits = digest(world, problem, answer);
-    const Judgement j = judge(world, problem, answer, sample_rows(problem, kRows, seed));
+    const Judgement j = judge(world, problem, answer, sample_rows(problem, kRows, options.seed));
     bool same_bits = true;
     if (family.same_bits) {
       const bool mine = digest_alone(world.device(), problem) == bits;
@@ -108,8 +138,9 @@ int verify(const Communicator& control, const CommandLine& line) {
   for (const FamilyMaker& maker : family_makers()) {
     const Family family = maker.make({world.size(), line.verify.size, line.world.seed,
                                       line.world.threads, world.device() == Device::cuda});
-    const Verdict v = examine(world, family, line.world.seed);
+    const Verdict v = examine(world, family, line.world);
     total.problems += v.problems;
+    total.windows += v.windows;
     total.failed += v.failed;
     if (!v.first_failure.empty())
       failures += fmt::format("# {}: {}\n", maker.name, v.first_failure);
@@ -119,6 +150,9 @@ int verify(const Communicator& control, const CommandLine& line) {
                v.failed ? fmt::format("FAIL ({} problems)", v.failed) : "pass");
     std::fflush(stdout);
   }
+  if (speaks && world.size() > 1 && world.device() == Device::cuda)
+    fmt::print("# states travelled through peer windows in {} of {} problems\n", total.windows,
+               total.problems);
   if (speaks)
     fmt::print("{}# {} of {} problems passed\n", failures, total.problems - total.failed,
                total.problems);

@@ -18,6 +18,7 @@
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
 #include "src/env.hpp"
+#include "src/faults.hpp"
 #include "src/strategy/table.hpp"
 #include "src/trace.hpp"
 #include "src/validate.hpp"
@@ -52,8 +53,15 @@ void settle(const Communicator& world, const std::string& failure, const std::st
       throw BackendError(fmt::format("{} failed on rank {}: {}", step, rank, all[rank]));
 }
 
-kernels::Rows rows_of(const Tensor& t) {
-  return {t.data, t.stride[t.dims - 3], t.stride[t.dims - 2]};
+/// A hash of what ranks must agree on in a run (FNV-1a); what the options fix was compared already.
+std::uint32_t shape_of(const Request& request) {
+  std::uint32_t hash = 2166136261u;
+  for (const std::int64_t value :
+       {request.q.shape[0], std::int64_t{request.batch}, request.shard.length, request.shard.block,
+        static_cast<std::int64_t>(request.shard.layout), std::int64_t{request.skip_decode}})
+    for (int byte = 0; byte < 8; ++byte)
+      hash = (hash ^ static_cast<std::uint32_t>(value >> (8 * byte) & 0xff)) * 16777619u;
+  return hash;
 }
 
 /// Stream marks at the start of each phase of a run, and the time between them.
@@ -90,8 +98,13 @@ struct Attention::Impl {
   std::unique_ptr<kernels::Backend> kernels;
   std::optional<PhaseClock> clock;
   Buffer memory;
-  Workspace workspace;
+  LayerWorkspace workspace;
   std::size_t scratch_bytes = 0;
+  std::shared_ptr<const PeerView> peers;  // null: states are gathered
+  std::int64_t window_rows = 0;
+  std::string exchange = "gather";
+  FaultBox faults;                     // CUDA with check_arrays
+  std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache once
 
   Impl(const Communicator& communicator, const Options& given)
       : world(communicator), options(given) {
@@ -102,12 +115,16 @@ struct Attention::Impl {
     kernels->check(bounds());
     if (options.profile) clock.emplace(kernels->timer(PhaseClock::kMarks));
     allocate();
+    open_windows();
+    if (options.check_arrays && world.device() == Device::cuda) faults = FaultBox(Device::cuda);
   }
 
   /// The largest run that the options allow.
   kernels::AttendParams bounds() const {
     kernels::AttendParams p;
     p.dtype = options.dtype;
+    p.q_dtype = options.query_dtype.value_or(options.dtype);
+    p.kv_dtype = options.kv_dtype.value_or(options.dtype);
     p.tokens = options.max_tokens * (options.shard_queries ? world.size() : 1);
     p.heads = options.heads;
     p.kv_heads = options.kv_heads;
@@ -118,22 +135,27 @@ struct Attention::Impl {
     p.mask = options.mask;
     p.score.scale = options.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.dim)));
     p.score.softcap = options.softcap;
+    p.bias.alibi = options.alibi;
     p.invariant = options.invariant;
+    p.tf32 = options.tf32;
+    p.max_kv_len = options.max_kv_len;
+    p.max_query_len = options.max_query_len;
     return p;
   }
 
+  /// Of a row of queries.
   std::int64_t row_bytes() const {
     return std::int64_t{options.heads} * options.dim *
-           static_cast<std::int64_t>(size_of(options.dtype));
+           static_cast<std::int64_t>(size_of(options.query_dtype.value_or(options.dtype)));
   }
 
   void allocate() {
     scratch_bytes = kernels->attend_scratch(bounds());
-    const Workspace::Sizes sizes{world.size(),  options.max_tokens,   options.max_batch,
-                                 options.heads, options.dim,          row_bytes(),
-                                 scratch_bytes, options.shard_queries};
+    const LayerWorkspace::Sizes sizes{world.size(),  options.max_tokens,   options.max_batch,
+                                      options.heads, options.dim,          row_bytes(),
+                                      scratch_bytes, options.shard_queries};
     std::size_t bytes = 0;
-    Workspace::lay_out(nullptr, sizes, bytes);
+    LayerWorkspace::lay_out(nullptr, sizes, bytes);
     std::string failure;
     try {
       memory = Buffer(world.device(), bytes);
@@ -141,10 +163,45 @@ struct Attention::Impl {
       failure = error.what();
     }
     settle(world, failure, fmt::format("allocation of {} bytes of workspace", bytes));
-    workspace = Workspace::lay_out(static_cast<std::byte*>(memory.data()), sizes, bytes);
+    workspace = LayerWorkspace::lay_out(static_cast<std::byte*>(memory.data()), sizes, bytes);
   }
 
-  kernels::AttendParams attend_params(const Request& request) const {
+  /// Windows for what decode and chunks exchange; past that, gathering is as fast.
+  void open_windows() {
+    constexpr std::int64_t kMostRows = 16384;
+    std::string why;
+    if (world.size() == 1 || options.exchange == "gather") return;
+    if (options.shard_queries) {
+      why = "queries are sharded";
+    } else {
+      window_rows = std::min(kMostRows, options.max_tokens * options.heads);
+      const std::size_t bytes = kernels->exchange_window(window_rows, options.dim, world.size());
+      if (bytes > 0)
+        peers = world.transport().open_windows(bytes, why);
+      else
+        why = fmt::format("not on the {}", name(world.device()));
+    }
+    if (!peers && options.exchange == "windows")
+      throw Unsupported(
+          fmt::format("exchange \"windows\" was asked for, and cannot be had here: {}. Take "
+                      "\"auto\" or \"gather\".",
+                      why));
+    exchange = peers ? "windows" : fmt::format("gather ({})", why);
+    if (peers && window_rows < options.max_tokens * options.heads)
+      exchange += fmt::format(" (gather past {} states)", window_rows);
+  }
+
+  /// Where the first key of each sequence lies: needed for several in contiguous memory.
+  bool needs_key_start(int batch, const CacheView& cache) const {
+    return batch > 1 && !cache.pages;
+  }
+  void find_key_starts(const Shard& shard, const std::int32_t* kv_len, int batch,
+                       const CacheView& cache, Stream stream) const {
+    if (needs_key_start(batch, cache))
+      kernels->key_starts({shard, kv_len, cache.pitch, batch, workspace.key_start}, stream);
+  }
+
+  kernels::AttendParams attend_params(const Request& request, const CacheView& cache) const {
     kernels::AttendParams p = bounds();
     if (options.shard_queries) {
       p.tokens = request.query_shard.length;
@@ -153,11 +210,20 @@ struct Attention::Impl {
       p.tokens = request.q.shape[0];
       p.q = rows_of(request.q);
     }
-    p.k = rows_of(request.k);
-    p.v = rows_of(request.v);
-    p.batch = {request.batch, request.query_start, request.kv_len,
-               request.batch > 1 ? workspace.key_start : nullptr};
+    p.k = cache.k;
+    p.v = cache.v;
+    p.pages = cache.pages;
+    p.q_scale = request.q_scale;
+    p.k_scale = request.k_scale;
+    p.v_scale = request.v_scale;
+    p.batch = {
+        request.batch,  request.query_start,
+        request.kv_len, needs_key_start(request.batch, cache) ? workspace.key_start : nullptr,
+        request.causal, request.skip_decode};
     p.shard = request.shard;
+    p.documents = request.documents;
+    p.bias.slopes = request.slopes;
+    p.bias.qq = request.qq_bias;
     p.state = {workspace.states, p.tokens * options.heads, options.dim, world.size()};
     p.slot = world.rank();
     p.scratch = workspace.scratch;
@@ -173,23 +239,86 @@ struct Attention::Impl {
     p.heads = options.heads;
     p.sinks = request.sinks;
     p.tokens = request.q.shape[0];
-    p.dtype = options.dtype;
+    p.dtype = options.out_dtype.value_or(options.dtype);
+    p.out_scale = {request.out_scale};
+    if (!options.shard_queries)  // else the map of rows says which there are
+      p.batch = {request.batch, request.query_start, request.kv_len, nullptr,
+                 nullptr,       request.skip_decode};
     p.out = rows_of(request.out);
-    if (request.lse) {
-      p.lse = static_cast<float*>(request.lse.data);
-      p.lse_row_stride = request.lse.stride[0];
-      p.lse_head_stride = request.lse.stride[1];
-    }
+    const kernels::LseView lse = lse_of(request.lse);
+    p.lse = lse.data;
+    p.lse_row_stride = lse.row_stride;
+    p.lse_head_stride = lse.head_stride;
     return p;
   }
 
-  Job job(const Request& request, Stream stream) {
-    Job job{*kernels, world.transport(), stream, attend_params(request), {}};
+  kernels::AppendParams append_params(const Append& tokens, const CacheView& cache) const {
+    kernels::AppendParams p;
+    p.dtype = options.dtype;
+    p.kv_dtype = options.kv_dtype.value_or(options.dtype);
+    p.tokens = tokens.new_k.shape[0];
+    p.kv_heads = options.kv_heads;
+    p.dim = options.dim;
+    p.new_k = rows_of(tokens.new_k);
+    p.new_v = rows_of(tokens.new_v);
+    p.k = cache.k;
+    p.v = cache.v;
+    p.pages = cache.pages;
+    p.batch = {tokens.batch, tokens.query_start, tokens.kv_len,
+               needs_key_start(tokens.batch, cache) ? workspace.key_start : nullptr};
+    p.shard = tokens.shard;
+    p.k_scale = tokens.k_scale;
+    p.v_scale = tokens.v_scale;
+    return p;
+  }
+
+  kernels::CheckParams append_checks(const kernels::AppendParams& append,
+                                     const CacheView& cache) const {
+    kernels::CheckParams p;
+    p.attend = bounds();
+    p.attend.tokens = append.tokens;
+    p.attend.k = append.k;
+    p.attend.v = append.v;
+    p.attend.pages = append.pages;
+    p.attend.batch = append.batch;
+    p.attend.shard = append.shard;
+    p.attend.max_query_len = 0;  // a promise about queries; a longer prompt may be appended
+    p.is_append = true;
+    p.slot_count = cache.keys;
+    return p;
+  }
+
+  /// Checks the arrays where they lie: at once on the host; ahead of the kernels on CUDA, for
+  /// wait() to report, when the options ask for it.
+  void check_arrays(kernels::CheckParams p, Stream stream) {
+    if (world.device() == Device::cuda) {
+      if (!faults) return;
+      p.report = faults.report();
+      kernels->check_arrays(p, stream);
+      return;
+    }
+    kernels::FaultReport found;
+    if (p.is_append) {
+      claimed.assign(static_cast<std::size_t>(p.slot_count / 32 + 1), 0);
+      p.claimed = claimed.data();
+    }
+    p.report = &found;
+    kernels->check_arrays(p, stream);
+    throw_fault(found);
+  }
+
+  Job job(const Request& request, const CacheView& cache, Stream stream) {
+    Job job{*kernels, world.transport(), stream, attend_params(request, cache), {}};
     job.merge = merge_params(request, job.attend.state);
     job.enter = [this, stream](Phase phase) {
       if (clock) clock->mark(phase, stream);
     };
-    if (!options.shard_queries) return job;
+    if (!options.shard_queries) {
+      job.peers = peers.get();
+      job.window_rows = window_rows;
+      job.shape = shape_of(request);
+      return job;
+    }
 
     // One sequence by a rule: every rank knows the most rows that any rank holds.
     const Shard& rows = request.query_shard;
@@ -217,26 +346,36 @@ Attention& Attention::operator=(Attention&&) noexcept = default;
 
 void Attention::run(const Request& request, Stream stream) {
   const trace::Range range("longspan run");
-  check_request(request, impl_->options, impl_->world);
-  Job job = impl_->job(request, stream);
-  impl_->kernels->check(job.attend);
-  if (impl_->clock) impl_->clock->restart();
-  if (request.batch > 1) {
-    const Tensor& k = request.k;
-    const std::int64_t capacity = k.dims == 4 ? k.stride[0] / k.stride[1] : 0;
-    impl_->kernels->key_starts(
-        {request.shard, request.kv_len, capacity, request.batch, impl_->workspace.key_start},
-        stream);
-  }
-  run_of (*impl_->strategy)(job);
+  Impl& layer = *impl_;
+  const CacheView cache = check_request(request, layer.options, layer.world);
+  Job job = layer.job(request, cache, stream);
+  layer.kernels->check(job.attend);
+  if (layer.clock) layer.clock->restart();
+  layer.find_key_starts(request.shard, request.kv_len, request.batch, cache, stream);
+  layer.check_arrays({.attend = job.attend, .slot_count = cache.keys}, stream);
+  run_of (*layer.strategy)(job);
   job.enter(Phase::merge);  // the end of the last phase
 }
 
-void Attention::wait(Stream stream) { impl_->world.transport().wait(stream, "attention"); }
+void Attention::append(const Append& tokens, Stream stream) {
+  const trace::Range range("longspan append");
+  Impl& layer = *impl_;
+  const CacheView cache = check_append(tokens, layer.options, layer.world);
+  layer.find_key_starts(tokens.shard, tokens.kv_len, tokens.batch, cache, stream);
+  const kernels::AppendParams p = layer.append_params(tokens, cache);
+  layer.check_arrays(layer.append_checks(p, cache), stream);
+  layer.kernels->append(p, stream);
+}
+
+void Attention::wait(Stream stream) {
+  impl_->world.transport().wait(stream, "attention");
+  if (impl_->faults) impl_->faults.read();
+}
 
 const Options& Attention::options() const { return impl_->options; }
 const Communicator& Attention::world() const { return impl_->world; }
 const StrategyInfo& Attention::strategy() const { return *impl_->strategy; }
+const std::string& Attention::exchange() const { return impl_->exchange; }
 std::size_t Attention::workspace_bytes() const { return impl_->memory.bytes(); }
 
 Phases Attention::phases() const { return impl_->clock ? impl_->clock->read() : Phases{}; }
@@ -244,9 +383,13 @@ Phases Attention::phases() const { return impl_->clock ? impl_->clock->read() : 
 void attend(const Communicator& world, const Request& request, Options options) {
   const Tensor& q = request.q;
   options.heads = static_cast<int>(q.shape[1]);
-  options.kv_heads = static_cast<int>(request.k.shape[request.k.dims - 2]);
+  const Tensor& k = request.k;
+  options.kv_heads = static_cast<int>(k.shape[k.dims == 5 ? 1 : k.dims - 2]);
   options.dim = static_cast<int>(q.shape[2]);
-  options.dtype = q.dtype;
+  if (!is_fp8(q.dtype)) options.dtype = q.dtype;
+  options.query_dtype = q.dtype;
+  options.kv_dtype = k.dtype;
+  options.out_dtype = request.out.dtype;
   options.max_batch = request.batch;
   options.max_tokens = q.shape[0];
   if (options.shard_queries) {

@@ -7,7 +7,9 @@
 #include <bit>
 #include <thread>
 
+#include "kernels/features.hpp"
 #include "longspan/version.hpp"
+#include "src/peer_view.hpp"
 
 #if defined(LONGSPAN_HAVE_MPI)
 #include <mpi.h>
@@ -45,6 +47,22 @@ std::string version_text(int code, int major, int minor) {
   return fmt::format("{}.{}.{}", code / major, code % major / minor, code % minor);
 }
 
+bool reaches(int gpu, int other) {
+  int yes = 0;
+  return cudaDeviceCanAccessPeer(&yes, gpu, other) == cudaSuccess && yes != 0;
+}
+
+/// How states can travel between the GPUs of this node (Options::exchange).
+std::string exchange_text(int gpus) {
+  for (int g = 0; g < gpus; ++g)
+    for (int other = 0; other < gpus; ++other)
+      if (other != g && !reaches(g, other))
+        return fmt::format("gather where GPU {} and GPU {} take part: they do not reach each other",
+                           g, other);
+  return fmt::format("windows, for up to {} ranks: every GPU reaches every other",
+                     PeerView::kMostRanks);
+}
+
 void add_gpus(Rows& rows) {
   int runtime = 0, driver = 0, nccl = 0;
   cudaRuntimeGetVersion(&runtime);
@@ -62,11 +80,8 @@ void add_gpus(Rows& rows) {
     cudaDeviceProp p{};
     if (cudaGetDeviceProperties(&p, g) != cudaSuccess) continue;
     std::string peers;
-    for (int other = 0; other < count; ++other) {
-      int reachable = 0;
-      if (other != g && cudaDeviceCanAccessPeer(&reachable, g, other) == cudaSuccess && reachable)
-        peers += fmt::format(" {}", other);
-    }
+    for (int other = 0; other < count; ++other)
+      if (other != g && reaches(g, other)) peers += fmt::format(" {}", other);
     rows.emplace_back(
         fmt::format("GPU {}", g),
         fmt::format("{}, sm_{}{}, {} multiprocessors, {:.0f} GiB, reaches GPUs directly:{}", p.name,
@@ -74,6 +89,7 @@ void add_gpus(Rows& rows) {
                     static_cast<double>(p.totalGlobalMem) / (1 << 30),
                     peers.empty() ? " none" : peers));
   }
+  if (count > 1) rows.emplace_back("exchange", exchange_text(count));
 }
 #else
 void add_gpus(Rows& rows) {
@@ -90,6 +106,13 @@ int gpu_count() {
 #else
   return 0;
 #endif
+}
+
+std::vector<FeatureInfo> features() {
+  std::vector<FeatureInfo> rows;
+  for (const kernels::Feature& f : kernels::features())
+    rows.push_back({f.name, f.meaning, f.host, f.cuda});
+  return rows;
 }
 
 Rows system_info() {

@@ -1,4 +1,5 @@
-// One allocation, laid out once when a layer is made; docs/workspace.md has the formula.
+// Memory of a layer (one allocation, laid out once when the layer is made) and of a call of Kernels
+// (the caller's); docs/workspace.md has the formulas.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +9,19 @@
 
 namespace longspan {
 
-struct Workspace {
+/// Hands out the parts of the memory at `base`, each aligned to 256 bytes. A null base only counts.
+struct Parts {
+  std::byte* base = nullptr;
+  std::size_t bytes = 0;
+
+  std::byte* take(std::size_t size) {
+    std::byte* part = base ? base + bytes : nullptr;
+    bytes += (size + 255) / 256 * 256;
+    return part;
+  }
+};
+
+struct LayerWorkspace {
   std::byte* states = nullptr;        // [ranks] slots of StateSlots::bytes(rows, dim)
   std::byte* scratch = nullptr;       // Backend::attend_scratch
   std::int64_t* key_start = nullptr;  // [max_batch]
@@ -27,23 +40,47 @@ struct Workspace {
   };
 
   /// The parts of the memory at `base`; `bytes` becomes what they take. A null base only counts.
-  static Workspace lay_out(std::byte* base, const Sizes& sizes, std::size_t& bytes) {
-    bytes = 0;
-    const auto take = [&](std::size_t size) {
-      std::byte* part = base ? base + bytes : nullptr;
-      bytes += (size + 255) / 256 * 256;
-      return part;
-    };
-    Workspace w;
-    w.states = take(sizes.ranks * kernels::StateSlots::bytes(sizes.rows(), sizes.dim));
-    w.scratch = take(sizes.scratch);
-    w.key_start = reinterpret_cast<std::int64_t*>(take(sizes.max_batch * sizeof(std::int64_t)));
+  static LayerWorkspace lay_out(std::byte* base, const Sizes& sizes, std::size_t& bytes) {
+    Parts parts{base};
+    LayerWorkspace w;
+    w.states = parts.take(sizes.ranks * kernels::StateSlots::bytes(sizes.rows(), sizes.dim));
+    w.scratch = parts.take(sizes.scratch);
+    w.key_start =
+        reinterpret_cast<std::int64_t*>(parts.take(sizes.max_batch * sizeof(std::int64_t)));
     if (sizes.shard_queries) {
       const std::int64_t rows = sizes.ranks * sizes.max_tokens;
-      w.gathered = take(rows * sizes.row_bytes);
-      w.ordered = take(rows * sizes.row_bytes);
-      w.row_map = reinterpret_cast<std::int64_t*>(take(rows * sizeof(std::int64_t)));
+      w.gathered = parts.take(rows * sizes.row_bytes);
+      w.ordered = parts.take(rows * sizes.row_bytes);
+      w.row_map = reinterpret_cast<std::int64_t*>(parts.take(rows * sizeof(std::int64_t)));
     }
+    bytes = parts.bytes;
+    return w;
+  }
+};
+
+struct CallWorkspace {
+  std::byte* states = nullptr;        // [slots] of StateSlots::bytes(rows, dim)
+  std::byte* scratch = nullptr;       // Backend::attend_scratch
+  std::int64_t* ranges = nullptr;     // [batch, 3]: context_attention only
+  std::int64_t* key_start = nullptr;  // [batch]: context_attention only
+  std::byte* room = nullptr;          // Backend::gather_room: context_attention only
+  std::size_t scratch_bytes = 0;
+  std::size_t room_bytes = 0;
+  std::size_t bytes = 0;  // in all
+
+  static CallWorkspace lay_out(void* base, int slots, std::int64_t rows, int dim,
+                               std::size_t scratch, int context_batch, std::size_t room = 0) {
+    Parts parts{static_cast<std::byte*>(base)};
+    CallWorkspace w;
+    w.states = parts.take(slots * kernels::StateSlots::bytes(rows, dim));
+    w.scratch = parts.take(scratch);
+    w.scratch_bytes = scratch;
+    w.ranges =
+        reinterpret_cast<std::int64_t*>(parts.take(context_batch * 3 * sizeof(std::int64_t)));
+    w.key_start = reinterpret_cast<std::int64_t*>(parts.take(context_batch * sizeof(std::int64_t)));
+    w.room = parts.take(room);
+    w.room_bytes = room;
+    w.bytes = parts.bytes;
     return w;
   }
 };

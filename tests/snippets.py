@@ -5,10 +5,11 @@ measured. In a .md file
     <!-- code: examples/02_mpi_host/main.cpp layer -->     lines between // [layer] and // [/layer]
     <!-- output: longspan run --list-strategies -->        what this build's command prints
     <!-- records: host-cpu -->                             a table of bench/results/host-cpu.jsonl
+    <!-- table: longspan info --features --json -->        a table of JSON that this build prints
 
 stands before a fenced block (a table ends with <!-- end -->), which must be equal to what the
 comment names. `--write` makes them equal; without it a difference is an error. `--bin DIR` is where
-the command is; without it output blocks are left alone.
+the command is; without it, what comes from the command is left alone.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- (code|output): (.+?) -->\n```\w*\n)(.*?)(```)", re.DOTALL)
-TABLE = re.compile(r"(<!-- (records): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- (records|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def code(source, name):
@@ -76,6 +77,16 @@ def records(name):
     return text + "\n"
 
 
+def table(command, folder):
+    """A table of the objects that the command prints as JSON, a column for each key."""
+    rows = json.loads(output(command, folder))
+    keys = list(rows[0])
+    text = "\n| " + " | ".join(keys) + " |\n" + "|---" * len(keys) + "|\n"
+    for row in rows:
+        text += "| " + " | ".join(cell(row[key]) for key in keys) + " |\n"
+    return text + "\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
@@ -91,12 +102,14 @@ def main():
         def current(match):
             nonlocal blocks
             head, kind, what, body, tail = match.groups()
-            if kind == "output" and not options.bin:
+            if kind in ("output", "table") and not options.bin:
                 return match.group(0)
             blocks += 1
             if kind == "code":
                 return head + code(*what.split()) + tail
-            return head + (records(what) if kind == "records" else output(what, options.bin)) + tail
+            made = {"records": lambda: records(what), "output": lambda: output(what, options.bin),
+                    "table": lambda: table(what, options.bin)}
+            return head + made[kind]() + tail
 
         expected = TABLE.sub(current, BLOCK.sub(current, text))
         if expected == text:

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <future>
+#include <thread>
 #include <utility>
 
 #include "src/check.hpp"
@@ -11,7 +13,21 @@ namespace {
 
 constexpr int kSlots = 256;
 
+constexpr milliseconds kLongestEnd{5000};
+
 bool worked(ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; }
+
+/// ncclCommDestroy waits until every rank of the node has come to it. Whoever comes much earlier
+/// leaves it to a thread.
+void destroy(ncclComm_t comm, int device) {
+  std::packaged_task<void()> task([comm, device] {
+    cudaSetDevice(device);
+    ncclCommDestroy(comm);
+  });
+  const auto done = task.get_future();
+  std::thread(std::move(task)).detach();
+  done.wait_for(kLongestEnd);
+}
 
 }  // namespace
 
@@ -75,14 +91,14 @@ Link::~Link() {
   ncclComm_t comm = handle_->take();
   if (!comm) return;
   // Finalising waits for what is queued, and a peer may be missing: not for long, then.
-  Patience patient(milliseconds(5000));
+  Patience patient(kLongestEnd);
   ncclResult_t result = ncclCommFinalize(comm);
   while (result == ncclInProgress && !patient.over()) {
     patient.pause();
     if (ncclCommGetAsyncError(comm, &result) != ncclSuccess) break;
   }
   if (result == ncclSuccess) {
-    ncclCommDestroy(comm);
+    destroy(comm, handle_->device);
     return;
   }
   handle_->comm = comm;

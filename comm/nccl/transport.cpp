@@ -4,6 +4,7 @@
 
 #include "comm/controlled.hpp"
 #include "comm/gpu.hpp"
+#include "comm/nccl/windows.hpp"
 #include "comm/self.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/info.hpp"
@@ -45,6 +46,9 @@ class NcclTransport final : public ControlledTransport {
   NcclTransport(std::shared_ptr<Link> link, std::unique_ptr<Control> control, const Place& place)
       : ControlledTransport(std::move(control)), link_(std::move(link)), place_(place) {}
 
+  /// The end of NCCL's communicator waits for the peers.
+  ~NcclTransport() override { control().flush(); }
+
   Device device() const override { return Device::cuda; }
   std::string describe() const override {
     return fmt::format("{} | {} | {}", library_name(), gpu_name(), comm::describe(size(), place_));
@@ -85,18 +89,50 @@ class NcclTransport final : public ControlledTransport {
     });
   }
 
+  std::shared_ptr<const PeerView> open_windows(std::size_t bytes, std::string& why) override {
+    std::shared_ptr<Windows> windows = Windows::open(*this, bytes, why);
+    if (!windows) return nullptr;
+    windows_.push_back(windows);
+    return {windows, &windows->view()};
+  }
+
   void wait(Stream stream, const char* step) override {
-    link_->wait(control(), cuda(stream), step);
+    try {
+      link_->wait(control(), cuda(stream), step);
+      for_windows([&](Windows& windows) { check(windows.report(), step); });
+    } catch (...) {
+      for_windows([](Windows& windows) { windows.abort(); });
+      throw;
+    }
   }
 
   void abort(const std::string& why) noexcept override {
     ControlledTransport::abort(why);
+    for_windows([](Windows& windows) { windows.abort(); });
     link_->abort();
   }
 
  private:
+  template <class Use>
+  void for_windows(const Use& use) {
+    for (const std::weak_ptr<Windows>& one : windows_)
+      if (const std::shared_ptr<Windows> windows = one.lock()) use(*windows);
+  }
+
+  void check(const PeerReport& report, const char* step) {
+    if (report.kind == PeerReport::none) return;
+    if (report.kind == PeerReport::differs)
+      control().fail({ErrorKind::usage, static_cast<int>(report.rank), step,
+                      fmt::format("Rank {} exchanges other states than rank {} at '{}': every rank "
+                                  "must run with the same tokens, batch, shard and options.",
+                                  report.rank, rank(), step)});
+    control().fate().check();
+    control().timed_out(step, control().patience());  // the roll call says who is missing
+  }
+
   std::shared_ptr<Link> link_;
   Place place_;
+  std::vector<std::weak_ptr<Windows>> windows_;
 };
 
 class GpuSelf final : public SelfTransport {

@@ -4,23 +4,36 @@
 #include "kernels/cuda/attend.hpp"
 
 #include <algorithm>
+#include <array>
 #include <string>
 
+#include "kernels/cuda/attend_finished.hpp"
 #include "kernels/cuda/attend_sm90.hpp"
+#include "kernels/cuda/attend_tf32.hpp"
+#include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/fixed_order.cuh"
+#include "kernels/cuda/gather.hpp"
+#include "kernels/cuda/merge.hpp"
 #include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
 
 constexpr std::int64_t kMostKeys = std::int64_t{1} << 31;  // of a sequence whose length is unknown
+constexpr int kLongSplit = 512;  // keys of a split of long queries, at least: a fold costs traffic
 constexpr std::size_t kAlign = 256;
 
 std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
+/// The kinds that one call serves, a launch each.
+std::array<Lengths, 2> kinds(const AttendParams& p) {
+  return {p.batch.skip_decode ? Lengths::short_but_one : Lengths::only_short, Lengths::only_long};
+}
+
 /// Most query tokens of one sequence of the kind.
 std::int64_t most_tokens(const AttendParams& p, Lengths lengths) {
-  return lengths == Lengths::only_short ? std::min<std::int64_t>(p.tokens, kShortQuery) : p.tokens;
+  const std::int64_t most = p.max_query_len > 0 ? std::min(p.tokens, p.max_query_len) : p.tokens;
+  return lengths == Lengths::only_long ? most : std::min<std::int64_t>(most, kShortQuery);
 }
 
 /// Packed rows of a sequence of the kind, were the sequences equal.
@@ -31,7 +44,8 @@ std::int64_t mean_rows(const AttendParams& p, Lengths lengths) {
 }
 
 std::int64_t most_keys(const AttendParams& p) {
-  return p.batch.kv_len == nullptr ? p.shard.length : kMostKeys;
+  if (p.batch.kv_len == nullptr) return p.shard.length;
+  return p.max_kv_len > 0 ? p.max_kv_len : kMostKeys;
 }
 
 /// Thread blocks that the GPU holds at a time.
@@ -45,12 +59,12 @@ int resident_blocks(const KernelShape& shape, const Gpu& gpu) {
 }
 
 /// The power of two that fills the GPU best with `works` pieces each: the smallest within 5 % of
-/// the best.
-int choose_splits(std::int64_t works, int resident, std::int64_t keys) {
+/// the best. Splits of `least` keys or more.
+int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least) {
   int best = 1;
   double best_fill = 0;
   for (int splits = 1; splits <= kVirtualRanks; splits *= 2) {
-    if (splits > 1 && (works * splits > 4 * resident || splits > segments_of(keys))) break;
+    if (splits > 1 && (works * splits > 4 * resident || splits > (keys + least - 1) / least)) break;
     const std::int64_t waves = (works * splits + resident - 1) / resident;
     const double fill =
         static_cast<double>(works * splits) / (static_cast<double>(waves) * resident);
@@ -78,7 +92,7 @@ void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
   };
   const std::int64_t packed = p.tokens * group / plan.tile_rows + size;
   const std::int64_t alone = tiles_of(most_tokens(p, plan.lengths) * group);
-  if (plan.lengths == Lengths::only_short && size * alone < packed) {
+  if (plan.lengths != Lengths::only_long && size * alone < packed) {
     plan.sequence_tiles = static_cast<int>(alone);
     plan.tiles = static_cast<int>(size * alone);
   } else {
@@ -88,7 +102,7 @@ void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
 }
 
 Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
-  Launch launch{choose_kernel(p, lengths), {}, 0, 0};
+  Launch launch{choose_kernel(p, lengths, loader_of(p)), {}, 0, 0};
   const KernelShape& shape = launch.shape;
   Plan& plan = launch.plan;
   const int resident = resident_blocks(shape, gpu);
@@ -96,8 +110,9 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan.tile_rows = shape.tile_rows;
   std::int64_t expected = 0;
   plan_tiles(p, plan, expected);
-  if (lengths == Lengths::only_short)
-    plan.splits = choose_splits(expected * p.kv_heads, resident, most_keys(p));
+  plan.splits = p.parts ? p.parts.count
+                        : choose_splits(expected * p.kv_heads, resident, most_keys(p),
+                                        lengths == Lengths::only_long ? kLongSplit : kSegment);
   plan.works = plan.tiles * p.kv_heads * plan.splits;
   launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
 
@@ -106,17 +121,24 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan.depth = fold_depth(most_keys(p));
   plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
   launch.bytes += align(shape.state_bytes * static_cast<std::size_t>(plan.depth * launch.blocks));
-  if (plan.splits > 1) {
+  if (plan.splits > 1 && !p.parts) {
+    // The rows of all tokens; or of every sequence's most, where short ones are among long ones.
     const std::int64_t compact = std::int64_t{p.batch.size} * kShortQuery;
-    plan.part_tokens = compact < p.tokens ? kShortQuery : 0;
-    plan.parts = {p.scratch + launch.bytes, std::min(compact, p.tokens) * p.heads, p.dim,
-                  plan.splits};
+    plan.part_tokens = lengths != Lengths::only_long && compact < p.tokens ? kShortQuery : 0;
+    const std::int64_t tokens = plan.part_tokens > 0 ? compact : p.tokens;
+    plan.parts = {p.scratch + launch.bytes, tokens * p.heads, p.dim, plan.splits};
     launch.bytes += static_cast<std::size_t>(plan.parts.slot_bytes()) * plan.parts.slots;
   }
   return launch;
 }
 
-void queue(const AttendParams& p, Launch& launch, cudaStream_t stream) {
+/// `finished`: where the rows end when they have no other state; null: their states are written.
+void queue(const AttendParams& p, Launch& launch, const MergeParams* finished,
+           cudaStream_t stream) {
+  if (launch.bytes > p.scratch_bytes)
+    throw InputError("attend needs " + std::to_string(launch.bytes) +
+                     " bytes of scratch and was given " + std::to_string(p.scratch_bytes) +
+                     ": plan for these tokens, sequences and lengths");
   if (launch.plan.works == 0) return;
   if (launch.plan.ticket != nullptr)
     LONGSPAN_CUDA(cudaMemsetAsync(launch.plan.ticket, 0, sizeof(int), stream));
@@ -124,72 +146,150 @@ void queue(const AttendParams& p, Launch& launch, cudaStream_t stream) {
   LONGSPAN_CUDA(cudaLaunchKernel(launch.shape.kernel, dim3(launch.blocks),
                                  dim3(launch.shape.threads), arguments,
                                  static_cast<std::size_t>(launch.shape.shared_bytes), stream));
-  if (launch.plan.splits > 1) fold_parts(p, launch.plan, stream);
+  if (finished != nullptr)
+    fold_parts_finished(p, launch.plan, *finished, stream);
+  else if (launch.plan.splits > 1 && !p.parts)
+    fold_parts(p, launch.plan, stream);
 }
 
 }  // namespace
 
-KernelShape choose_kernel(const AttendParams& p, Lengths lengths) {
-  if (p.dtype == DType::fp32) return attend_fp32(p.dim);
+Loader loader_of(const AttendParams& p) {
+  if (is_fp8(p.kv_dtype)) return Loader::any8;
+  const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.dtype));
+  const auto aligned = [&](const Rows& rows) {
+    return reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 &&
+           rows.row_stride * bytes % 16 == 0 && rows.head_stride * bytes % 16 == 0;
+  };
+  const bool plain = !p.pages && p.k.dense() && p.v.dense() && p.q_dtype == p.dtype && !p.bias &&
+                     !p.q_scale && !p.k_scale && !p.v_scale && aligned(p.q) && aligned(p.k) &&
+                     aligned(p.v);
+  return plain ? Loader::plain : Loader::any16;
+}
+
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader) {
+  if (p.dtype == DType::fp32) return p.tf32 ? attend_fp32_tf32(p.dim) : attend_fp32(p.dim, loader);
   const bool bf16 = p.dtype == DType::bf16;
   if (lengths == Lengths::only_long)
-    return bf16 ? portable_bf16(p.dim, p.invariant) : portable_fp16(p.dim, p.invariant);
+    return bf16 ? portable_bf16(p.dim, p.invariant, loader)
+                : portable_fp16(p.dim, p.invariant, loader);
   const std::int64_t rows = mean_rows(p, lengths);
-  return bf16 ? decode_bf16(p.dim, rows) : decode_fp16(p.dim, rows);
+  return bf16 ? decode_bf16(p.dim, rows, loader) : decode_fp16(p.dim, rows, loader);
 }
 
 bool may_hold(const AttendParams& p, Lengths lengths) {
   if (p.tokens == 0 || p.batch.size == 0) return false;
   if (p.batch.query_start == nullptr) return serves(lengths, p.tokens);
-  return lengths == Lengths::only_short || p.tokens > kShortQuery;
+  return lengths != Lengths::only_long || most_tokens(p, lengths) > kShortQuery;
 }
 
 std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu) {
   std::size_t bytes = 0;
-  for (const Lengths lengths : {Lengths::only_short, Lengths::only_long})
+  for (const Lengths lengths : kinds(p))
     if (may_hold(p, lengths)) bytes = std::max(bytes, make_launch(p, lengths, gpu).bytes);
   return bytes;
 }
 
 std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
-  const std::int64_t keys =
-      bounds.shard.length > 0 && bounds.batch.kv_len == nullptr ? bounds.shard.length : kMostKeys;
-  const auto most = [&](const KernelShape& shape, bool split) {
+  const std::int64_t keys = bounds.shard.length > 0 && bounds.batch.kv_len == nullptr
+                                ? bounds.shard.length
+                            : bounds.max_kv_len > 0 ? bounds.max_kv_len
+                                                    : kMostKeys;
+  std::size_t bytes = 0;
+  const auto most = [&](const KernelShape& shape) {
     const std::size_t resident = static_cast<std::size_t>(resident_blocks(shape, gpu));
-    std::size_t bytes = kAlign + align(shape.state_bytes * fold_depth(keys) * resident);
-    if (split)  // see choose_splits: at most four pieces a resident block
-      bytes +=
-          4 * resident * static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, bounds.dim)) +
-          std::size_t{16} * kVirtualRanks;
-    return bytes;
+    // See choose_splits: at most four pieces a resident block.
+    bytes = std::max(
+        bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
+                   4 * resident *
+                       static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, bounds.dim)) +
+                   std::size_t{16} * kVirtualRanks);
   };
   AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
   few.tokens = 1;
   many.tokens = std::min<std::int64_t>(bounds.tokens, kShortQuery);
   many.batch.size = 1;
-  std::size_t bytes = std::max(most(choose_kernel(few, Lengths::only_short), true),
-                               most(choose_kernel(many, Lengths::only_short), true));
-  if (bounds.tokens > kShortQuery)
-    bytes = std::max(bytes, most(choose_kernel(bounds, Lengths::only_long), false));
+  for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8}) {  // requests differ
+    most(choose_kernel(few, Lengths::only_short, loader));
+    most(choose_kernel(many, Lengths::only_short, loader));
+    if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader));
+  }
   return bytes;
 }
 
+namespace {
+
+/// Queues the attention of the sequences of one kind.
+void attend_kind(const AttendParams& p, Lengths lengths, const Gpu& gpu, cudaStream_t stream) {
+  if (!may_hold(p, lengths)) return;
+  // Which kernel takes the sequences of a kind. One with a launch of its own joins here, before
+  // the ones that choose_kernel knows; the choice may depend on the layer and the GPU only.
+  if (lengths == Lengths::only_long && sm90::accepts(p))
+    return sm90::attend(p, {}, kShortQuery + 1, stream);
+  Launch launch = make_launch(p, lengths, gpu);
+  queue(p, launch, nullptr, stream);
+}
+
+/// All sequences are short and their keys are split: the fold of the splits ends the rows.
+bool decode_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
+                     cudaStream_t stream) {
+  if (p.parts || p.batch.skip_decode || !may_hold(p, Lengths::only_short) ||
+      may_hold(p, Lengths::only_long))
+    return false;
+  Launch launch = make_launch(p, Lengths::only_short, gpu);
+  if (launch.plan.splits == 1) return false;
+  queue(p, launch, &m, stream);
+  return true;
+}
+
+/// The kernel for long queries can write such a result itself.
+bool ends_plainly(const AttendParams& p, const MergeParams& m) {
+  return m.dtype == p.dtype && m.out_scale.data == nullptr && is_aligned<8>(m.out, m.dtype);
+}
+
+sm90::Finished finished_of(const MergeParams& m) {
+  return {m.out, m.lse, m.lse_row_stride, m.lse_head_stride, m.sinks};
+}
+
+}  // namespace
+
 void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream) {
-  for (const Lengths lengths : {Lengths::only_short, Lengths::only_long}) {
-    if (!may_hold(p, lengths)) continue;
-    // Which kernel takes the sequences of a kind. One with a launch of its own joins here, before
-    // the ones that choose_kernel knows; the choice may depend on the layer and the GPU only.
-    if (lengths == Lengths::only_long && sm90::accepts(p)) {
-      sm90::attend(p, {}, kShortQuery + 1, stream);
-      continue;
-    }
-    Launch launch = make_launch(p, lengths, gpu);
-    if (launch.bytes > p.scratch_bytes)
-      throw InputError("attend needs " + std::to_string(launch.bytes) +
-                       " bytes of scratch and was given " + std::to_string(p.scratch_bytes) +
-                       ": plan for these tokens, sequences and lengths");
-    queue(p, launch, stream);
+  for (const Lengths lengths : kinds(p)) attend_kind(p, lengths, gpu, stream);
+}
+
+bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t stream) {
+  MergeParams m = g.merge;
+  m.states.slots = 1;  // short sequences: the keys are in one piece now
+  AttendParams p = g.attend;
+  const bool paged16 = p.pages && p.kv_dtype == p.dtype && p.q_dtype == p.dtype;
+  p.pages = {};
+  p.k = p.v = KvRows(g.room, std::int64_t{p.kv_heads} * p.dim, p.dim);
+  p.batch.skip_decode = false;  // the kernel for long queries leaves short ones out anyway
+  if (!paged16 || gather_capacity(p, g.room_bytes) == 0 || !ends_plainly(p, m) ||
+      !sm90::accepts(p) || !may_hold(p, Lengths::only_long))
+    return false;
+  p = gather_keys(g, stream);
+  if (may_hold(p, Lengths::only_short)) {
+    attend_kind(p, kinds(p)[0], gpu, stream);
+    merge_short(m, kShortQuery, stream);
   }
+  p.batch.skip_decode = false;
+  sm90::attend(p, finished_of(m), kShortQuery + 1, stream);
+  return true;
+}
+
+bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
+                     cudaStream_t stream) {
+  const bool whole = m.states.slots == 1 && m.rows == nullptr && p.shard.ranks == 1;
+  if (!whole) return false;
+  if (decode_finished(p, m, gpu, stream)) return true;
+  if (!ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long)) return false;
+  if (may_hold(p, Lengths::only_short)) {
+    attend_kind(p, Lengths::only_short, gpu, stream);
+    merge_short(m, kShortQuery, stream);
+  }
+  sm90::attend(p, finished_of(m), kShortQuery + 1, stream);
+  return true;
 }
 
 }  // namespace longspan::kernels::cuda

@@ -11,6 +11,14 @@
 
 namespace longspan::kernels::cuda {
 
+/// How an instance reads keys, values and queries.
+enum class Loader : std::uint8_t {
+  plain,  // contiguous dense rows of the products' type, 16 bytes aligned, no bias, no scales
+  any16,  // the rest with keys and values of the products' type: pages, x-packed, any strides
+  any8,   // the rest: fp8 keys and values
+};
+Loader loader_of(const AttendParams& p);
+
 /// A compiled kernel (const AttendParams, const Plan), persistent: any grid does all the work.
 struct KernelShape {
   const void* kernel = nullptr;
@@ -21,11 +29,15 @@ struct KernelShape {
 };
 
 // One function an instance file. `dim` is rounded up to the next instance.
-KernelShape portable_bf16(int dim, bool invariant);
-KernelShape portable_fp16(int dim, bool invariant);
-KernelShape decode_bf16(int dim, std::int64_t rows);
-KernelShape decode_fp16(int dim, std::int64_t rows);
-KernelShape attend_fp32(int dim);  // for short and long queries
+KernelShape portable_bf16(int dim, bool invariant, Loader loader);
+KernelShape portable_fp16(int dim, bool invariant, Loader loader);
+KernelShape portable_bf16_any16(int dim, bool invariant);
+KernelShape portable_bf16_any8(int dim, bool invariant);
+KernelShape portable_fp16_any16(int dim, bool invariant);
+KernelShape portable_fp16_any8(int dim, bool invariant);
+KernelShape decode_bf16(int dim, std::int64_t rows, Loader loader);
+KernelShape decode_fp16(int dim, std::int64_t rows, Loader loader);
+KernelShape attend_fp32(int dim, Loader loader);  // for short and long queries
 
 /// The GPU as far as plans depend on it.
 struct Gpu {
@@ -33,7 +45,7 @@ struct Gpu {
 };
 
 /// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.
-KernelShape choose_kernel(const AttendParams& p, Lengths lengths);
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader);
 
 /// Can the batch hold sequences of this kind? Lengths may be known on the device only.
 bool may_hold(const AttendParams& p, Lengths lengths);
@@ -45,7 +57,7 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu);
 /// Queues the attention of all sequences.
 void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream);
 
-/// The states of a short sequence's splits -> its rows of p.state.
+/// The states of the splits of sequences -> its rows of p.state.
 void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream);
 
 }  // namespace longspan::kernels::cuda

@@ -6,12 +6,14 @@
 // A block holds 128 packed rows; K and V stream through shared memory in tiles of 64 keys. A warp
 // owns 32 rows (16 where dim is large): each fragment of K and V that it reads serves two mma,
 // without which shared memory would be the limit. With kInvariant each segment of 128 keys is
-// folded from scratch and the segments in the fixed order.
+// folded from scratch and the segments in the fixed order. Where the row tiles alone do not fill
+// the GPU, several blocks share the keys of one (Plan::splits).
 #pragma once
 
 #include "kernels/cuda/attend.hpp"
+#include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/fold_stack.cuh"
-#include "kernels/cuda/tile.cuh"
+#include "kernels/cuda/loader.cuh"
 #include "kernels/cuda/view.cuh"
 
 namespace longspan::kernels::cuda {
@@ -38,6 +40,7 @@ struct PortableTraits {
   static constexpr int kTileBytes = kKeys * kDim * 2;
   static constexpr int kQueryBytes = kRows * kDim * 2;
   static constexpr int kPieceBytes = 512;
+  static constexpr int kColumnBytes = 2 * kKeys * 4;  // for biases, by the parity of the tile
   static constexpr int kSharedBytes = kQueryBytes + 2 * kStages * kTileBytes +
                                       kRows * static_cast<int>(sizeof(Interval)) + kPieceBytes;
 
@@ -62,9 +65,28 @@ struct Piece {
   Work work;
   Sequence sequence;
   View view;
+  float scale;       // of its kv head's products
   int index;         // of the next piece of work
   KeyTile next[2];   // by the parity of the tile
-  SegmentWalk walk;  // of thread 0
+  Interval keys;     // fast: its split of the local keys that are seen
+  SegmentWalk walk;  // invariant: of thread 0
+
+  /// Thread 0 only. A fast split is a run of whole tiles.
+  template <int kKeys>
+  __device__ void cut(const AttendParams& p, const TreeCut& cut) {
+    if constexpr (kInvariant) {
+      const SegmentOrder order = p.shard.of(sequence.index).order(sequence.kv_len);
+      walk = SegmentWalk(order, view.any, cut.split, cut.splits);
+    } else {
+      keys = view.any;
+      if (cut.splits == 1 || keys.empty()) return;
+      const std::int64_t tile = keys.begin / kKeys;
+      const std::int64_t tiles = (keys.end + kKeys - 1) / kKeys - tile;
+      const Interval own{(tile + tiles * cut.split / cut.splits) * kKeys,
+                         (tile + tiles * (cut.split + 1) / cut.splits) * kKeys};
+      keys = intersection(keys, own);
+    }
+  }
 
   /// Thread 0 only. Tiles ascend, or follow the fixed order segment by segment.
   template <int kKeys>
@@ -73,7 +95,7 @@ struct Piece {
       if (!walk.next()) return {-1, 0};
       return {walk.segment * kSegment, walk.place};
     } else {
-      return {view.any.empty() ? -1 : view.any.begin / kKeys * kKeys, 0};
+      return {keys.empty() ? -1 : keys.begin / kKeys * kKeys, 0};
     }
   }
   template <int kKeys>
@@ -82,7 +104,7 @@ struct Piece {
     if constexpr (kInvariant) {
       if (tile.first % kSegment == 0) return first_tile<kKeys>();
     } else {
-      if (tile.first >= view.any.end) tile.first = -1;
+      if (tile.first >= keys.end) tile.first = -1;
     }
     return tile;
   }
@@ -126,8 +148,7 @@ __device__ inline void multiply_keys(float (&s)[Traits::kRowTiles][Traits::kKeyT
 /// Scores of keys that a row does not see become -inf.
 template <class Traits>
 __device__ inline void mask_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
-                                   const Interval* rows, const View& view, std::int64_t local_len,
-                                   std::int64_t first) {
+                                   const Interval* rows, const View& view, std::int64_t first) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int m = 0; m < Traits::kRowTiles; ++m)
@@ -142,10 +163,36 @@ __device__ inline void mask_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTil
         for (int j = 0; j < 2; ++j) {
           const int key = n * 8 + lane % 4 * 2 + j;
           bool seen = key >= begin && key < end;
-          if (view.table != nullptr)
-            seen = first + key < local_len && row.contains(view.table[first + key]);
+          if (view.table != nullptr) seen = sees(view, row, first + key);
           if (!seen) s[m][n][half * 2 + j] = -infinity();
         }
+    }
+}
+
+/// ALiBi and qq_bias; `columns`: of the tile's keys.
+template <class Traits>
+__device__ inline void add_bias(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
+                                const AttendParams& p, const Work& work, const int* columns) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int m = 0; m < Traits::kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = (warp * Traits::kRowTiles + m) * 16 + half * 8 + lane / 4;
+      const RowBias bias(p.bias, packed_row(p, work, row));
+#pragma unroll
+      for (int n = 0; n < Traits::kKeyTiles; ++n) {
+        const int2 column = *reinterpret_cast<const int2*>(columns + n * 8 + lane % 4 * 2);
+        float(&pair)[4] = s[m][n];
+        if (p.bias.slopes) {
+          pair[half * 2] = __fadd_rn(pair[half * 2], bias.alibi(column.x));
+          pair[half * 2 + 1] = __fadd_rn(pair[half * 2 + 1], bias.alibi(column.y));
+        }
+        if (p.bias.qq) {
+          pair[half * 2] = RowBias::add(pair[half * 2], bias.qq(column.x));
+          pair[half * 2 + 1] = RowBias::add(pair[half * 2 + 1], bias.qq(column.y));
+        }
+      }
     }
 }
 
@@ -237,17 +284,16 @@ __device__ inline void sum_rows(State& state) {
 }
 
 template <class Traits>
-__device__ inline void store_rows(const AttendParams& p, const Sequence& sequence, const Work& work,
-                                  const typename Traits::State& state) {
+__device__ inline void store_rows(const AttendParams& p, const Plan& plan, const Sequence& sequence,
+                                  const Work& work, const typename Traits::State& state) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int r = 0; r < Traits::State::kRows; ++r) {
     const int row = (warp * Traits::kRowTiles + r / 2) * 16 + r % 2 * 8 + lane / 4;
     if (row >= work.rows) continue;
-    const PackedRow at = packed_row(p, work, row);
-    const std::int64_t to = (sequence.first_row + at.token) * p.heads + at.head;
-    if (lane % 4 == 0) p.state.stats(p.slot)[to] = state.stats[r];
-    float* o = p.state.o(p.slot, to);
+    const Target to = target_of(p, plan, sequence, work, packed_row(p, work, row));
+    if (lane % 4 == 0) to.stats() = state.stats[r];
+    float* o = to.o();
 #pragma unroll
     for (int n = 0; n < Traits::kDimTiles; ++n) {
       if (n * 8 >= p.dim) break;
@@ -259,7 +305,7 @@ __device__ inline void store_rows(const AttendParams& p, const Sequence& sequenc
 
 // ---- the kernel -----------------------------------------------------------------------------
 
-template <class Traits, bool kInvariant>
+template <class Traits, bool kInvariant, Loader kLoader>
 __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_portable_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
   using T = typename Traits::Element;
@@ -271,13 +317,16 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
   Interval* rows = reinterpret_cast<Interval*>(shared + Traits::kQueryBytes +
                                                2 * Traits::kStages * Traits::kTileBytes);
   auto& piece = *reinterpret_cast<Piece<kInvariant>*>(rows + Traits::kRows);
+  [[maybe_unused]] int* columns = reinterpret_cast<int*>(
+      reinterpret_cast<std::byte*>(rows + Traits::kRows) + Traits::kPieceBytes);
   // Where every score is the product times a positive scale, the scale joins the exponential's fma.
-  const bool plain = p.score.softcap == 0.0f && p.score.scale > 0.0f;
-  const float scale = plain ? p.score.scale * kLog2E : 1.0f;
-  const auto load = [&](const Rows& source, const KeyTile& tile, std::uint32_t to) {
+  constexpr bool kGeneral = kLoader != Loader::plain;
+  bool plain = p.score.softcap == 0.0f && p.score.scale > 0.0f;
+  float scale = plain ? p.score.scale * kLog2E : 1.0f;
+  const auto load = [&](const KvRows& source, const KeyTile& tile, std::uint32_t to) {
     if (tile.first >= 0)
-      load_keys<T, Traits::kDim, kKeys, Traits::kThreads>(to, source, piece.work.kv_head, p.dim,
-                                                          piece.sequence, piece.view, tile.first);
+      load_keys<T, Traits::kDim, kKeys, Traits::kThreads, kLoader>(
+          to, source, p, piece.work.kv_head, piece.sequence, piece.view, tile.first);
   };
 
   // The fast path has a block for each piece of work.
@@ -287,23 +336,28 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
     if (threadIdx.x == 0) {
       piece.work = work_of(p, plan, index);
       piece.sequence = sequence_of(p, piece.work.sequence);
+      if constexpr (kGeneral) piece.scale = p.scale(piece.work.kv_head);
     }
     __syncthreads();
     if (piece.work.rows == 0) continue;
-    load_queries<T, Traits::kDim, Traits::kRows, Traits::kThreads>(queries, p, piece.sequence,
-                                                                   piece.work);
+    load_queries<T, Traits::kDim, Traits::kRows, Traits::kThreads, kLoader>(
+        queries, p, piece.sequence, piece.work);
     if (threadIdx.x < Traits::kRows) {
       const int row = min(static_cast<int>(threadIdx.x), piece.work.rows - 1);
-      rows[threadIdx.x] = row_view(p, piece.sequence, packed_row(p, piece.work, row).token);
+      rows[threadIdx.x] =
+          row_view(p, piece.sequence, packed_row(p, piece.work, row).token, piece.work.split);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      piece.view = tile_view(p.shard, piece.sequence, rows[0], rows[Traits::kRows - 1]);
-      if constexpr (kInvariant)
-        piece.walk = SegmentWalk(p.shard.order(piece.sequence.kv_len), piece.view.any, 0, 1);
+      piece.view = tile_view(p, piece.sequence, piece.work.split, rows[0], rows[Traits::kRows - 1]);
+      piece.template cut<kKeys>(p, tree_cut(p, plan, piece.work));
       piece.next[0] = piece.template first_tile<kKeys>();
     }
     __syncthreads();
+    if constexpr (kGeneral) {
+      plain = p.score.softcap == 0.0f && piece.scale > 0.0f && !p.bias;
+      scale = plain ? piece.scale * kLog2E : 1.0f;
+    }
     KeyTile tile = piece.next[0];
     load(p.k, tile, stages);
     if constexpr (Traits::kStages == 2) load(p.v, tile, stages + Traits::kTileBytes);
@@ -313,6 +367,11 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
     state.clear();
     FoldStack<typename Traits::State, Traits::kThreads, false> stack(plan.stack, plan.depth);
     for (int parity = 0; tile.first >= 0; parity ^= 1) {
+      if constexpr (kGeneral) {
+        if (p.bias && threadIdx.x < kKeys)
+          columns[parity * kKeys + threadIdx.x] =
+              key_column(p, piece.sequence, piece.view, tile.first + threadIdx.x);
+      }
       if (threadIdx.x == 0) piece.next[parity ^ 1] = piece.template tile_after<kKeys>(tile);
       arch::wait_copies<0>();
       __syncthreads();  // the tile (one stage: its K) is there, and what is loaded now is free
@@ -337,15 +396,18 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
         arch::commit_copies();
       }
       if (!plain) {
+        const Score score{kGeneral ? piece.scale : p.score.scale, p.score.softcap};
 #pragma unroll
         for (int m = 0; m < Traits::kRowTiles; ++m)
 #pragma unroll
           for (int n = 0; n < Traits::kKeyTiles; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[m][n][i] = p.score(s[m][n][i]);
+            for (int i = 0; i < 4; ++i) s[m][n][i] = score(s[m][n][i]);
+        if constexpr (kGeneral) {
+          if (p.bias) add_bias<Traits>(s, p, piece.work, columns + parity * kKeys);
+        }
       }
-      if (!piece.view.full(tile.first, kKeys))
-        mask_scores<Traits>(s, rows, piece.view, piece.sequence.local_len, tile.first);
+      if (!piece.view.full(tile.first, kKeys)) mask_scores<Traits>(s, rows, piece.view, tile.first);
       absorb_scores<Traits>(s, state, scale);
       multiply_values<Traits>(state, s, keys + Traits::kTileBytes);
 
@@ -354,29 +416,33 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
       if constexpr (kInvariant) {
         if (tile.first >= 0 && tile.place == place) continue;
         sum_rows(state);
+        if constexpr (kGeneral) scale_values(state, p.v_scale, piece.work.kv_head);
         if (tile.first < 0) break;
         stack.finish_subtree(state, finished_level(place, tile.place));
         state.clear();
       }
     }
-    if constexpr (kInvariant)
+    if constexpr (kInvariant) {
       stack.fold_all(state);
-    else
+    } else {
       sum_rows(state);
+      if constexpr (kGeneral) scale_values(state, p.v_scale, piece.work.kv_head);
+    }
     arch::wait_copies<0>();  // where there was no tile, the queries are still on their way
-    store_rows<Traits>(p, piece.sequence, piece.work, state);
+    store_rows<Traits>(p, plan, piece.sequence, piece.work, state);
   }
 }
 
 // ---- launch ---------------------------------------------------------------------------------
 
-template <class T, int kDim, bool kInvariant>
+template <class T, int kDim, bool kInvariant, Loader kLoader>
 KernelShape portable_shape() {
   using Traits = PortableTraits<T, kDim>;
   using Stack = FoldStack<typename Traits::State, Traits::kThreads, false>;
-  return {reinterpret_cast<const void*>(&attend_portable_kernel<Traits, kInvariant>),
-          Traits::kThreads, Traits::kSharedBytes, Traits::kRows,
-          kInvariant ? Stack::kStateBytes : 0};
+  return {reinterpret_cast<const void*>(&attend_portable_kernel<Traits, kInvariant, kLoader>),
+          Traits::kThreads,
+          Traits::kSharedBytes + (kLoader == Loader::plain ? 0 : Traits::kColumnBytes),
+          Traits::kRows, kInvariant ? Stack::kStateBytes : 0};
 }
 
 }  // namespace longspan::kernels::cuda

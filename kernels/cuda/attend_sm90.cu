@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/cuda/attend.hpp"
 #include "longspan/error.hpp"
 #include "src/check.hpp"
 
@@ -114,6 +115,9 @@ bool accepts(const AttendParams& params) {
   return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
          attribute(cudaDevAttrComputeCapabilityMinor) == 0 && params.dtype != DType::fp32 &&
          params.dim >= 48 && params.dim <= 256 && params.shard.layout != Layout::listed &&
+         cuda::loader_of(params) == cuda::Loader::plain && params.batch.causal == nullptr &&
+         !params.batch.skip_decode && !params.documents && !params.parts &&
+         (params.shard.layout != Layout::ranges || params.batch.size == 1) &&
          params.score.scale > 0 && params.score.softcap == 0 && !params.invariant &&
          params.tokens < kMost && params.shard.length < kMost;
 #else

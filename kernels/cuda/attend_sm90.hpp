@@ -17,7 +17,7 @@ struct Finished {
   float* lse = nullptr;  // [tokens, heads], natural log; or null
   std::int64_t lse_row_stride = 0;
   std::int64_t lse_head_stride = 0;
-  const float* sinks = nullptr;  // [heads], natural units; or null
+  Floats sinks;  // [heads], natural units; or null
 };
 
 /// Whether this kernel takes the call on the current GPU: Hopper, 16-bit elements, dims from 48,

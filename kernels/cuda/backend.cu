@@ -3,11 +3,16 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "kernels/cuda/attend.hpp"
+#include "kernels/cuda/attend_finished.hpp"
+#include "kernels/cuda/exchange.hpp"
+#include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
+#include "kernels/features.hpp"
 #include "src/check.hpp"
 
 namespace longspan::kernels {
@@ -37,17 +42,6 @@ class CudaTimer final : public Timer {
   std::vector<cudaEvent_t> events_;
 };
 
-/// The kernels read 16 bytes at a time.
-void check_alignment(const char* name, const Rows& rows, DType dtype) {
-  const std::int64_t bytes = static_cast<std::int64_t>(size_of(dtype));
-  if (reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 && rows.row_stride * bytes % 16 == 0 &&
-      rows.head_stride * bytes % 16 == 0)
-    return;
-  throw Unsupported(std::string(name) +
-                    " has its data or rows at addresses that are not multiples " +
-                    "of 16 bytes, which the CUDA kernels need: copy it into a dense tensor");
-}
-
 class CudaBackend final : public Backend {
  public:
   CudaBackend() {
@@ -67,9 +61,14 @@ class CudaBackend final : public Backend {
     if (p.dim < 16 || p.dim > 256 || p.dim % 8 != 0)
       throw Unsupported("head dim " + std::to_string(p.dim) +
                         ": the CUDA kernels take 16 to 256 in steps of 8");
-    check_alignment("q", p.q, p.dtype);
-    check_alignment("k", p.k, p.dtype);
-    check_alignment("v", p.v, p.dtype);
+    check_features(p, Device::cuda);
+    if (p.bias.qq && is_fp8(p.bias.qq.values.dtype))
+      throw Unsupported(std::string("qq_bias of ") + name(p.bias.qq.values.dtype) +
+                        ": the CUDA kernels take fp32, fp16 and bf16");
+    if (p.bias && std::max(p.shard.length, p.max_kv_len) > std::int64_t{1} << 31)
+      throw Unsupported(
+          "ALiBi or qq_bias with more than 2^31 keys in a sequence: the CUDA kernels " +
+          std::string("hold distances in 32 bits"));
   }
 
   std::size_t attend_scratch(const AttendParams& bounds) const override {
@@ -79,8 +78,25 @@ class CudaBackend final : public Backend {
     check(p);
     cuda::attend(p, gpu_, stream_of(stream));
   }
+  bool attend_finished(const AttendParams& p, const MergeParams& m, Stream stream) const override {
+    check(p);
+    return cuda::attend_finished(p, m, gpu_, stream_of(stream));
+  }
   void merge(const MergeParams& p, Stream stream) const override {
     cuda::merge(p, stream_of(stream));
+  }
+  bool attend_gathered(const GatheredParams& g, Stream stream) const override {
+    check(g.attend);
+    return cuda::attend_gathered(g, gpu_, stream_of(stream));
+  }
+  std::size_t gather_room(const AttendParams& bounds) const override {
+    return cuda::gather_room(bounds);
+  }
+  void exchange(const ExchangeParams& p, Stream stream) const override {
+    cuda::exchange(p, stream_of(stream));
+  }
+  std::size_t exchange_window(std::int64_t rows, int dim, int ranks) const override {
+    return cuda::window_bytes(rows, dim, ranks);
   }
   void map_rows(const MapParams& p, Stream stream) const override {
     cuda::map_rows(p, stream_of(stream));
@@ -90,6 +106,24 @@ class CudaBackend final : public Backend {
   }
   void key_starts(const KeyStartParams& p, Stream stream) const override {
     cuda::key_starts(p, stream_of(stream));
+  }
+  void merge_outputs(const MergeOutputsParams& p, Stream stream) const override {
+    cuda::merge_outputs(p, stream_of(stream));
+  }
+  void export_segments(const ExportSegmentsParams& p, Stream stream) const override {
+    cuda::export_segments(p, stream_of(stream));
+  }
+  void reduce_segments(const ReduceSegmentsParams& p, Stream stream) const override {
+    cuda::reduce_segments(p, stream_of(stream));
+  }
+  void append(const AppendParams& p, Stream stream) const override {
+    cuda::append(p, stream_of(stream));
+  }
+  void cut_context(const ContextCutParams& p, Stream stream) const override {
+    cuda::cut_context(p, stream_of(stream));
+  }
+  void check_arrays(const CheckParams& p, Stream stream) const override {
+    cuda::check_arrays(p, stream_of(stream));
   }
   std::unique_ptr<Timer> timer(int marks) const override {
     return std::make_unique<CudaTimer>(marks);

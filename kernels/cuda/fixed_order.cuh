@@ -14,6 +14,12 @@
 #include "longspan/order.hpp"
 #include "longspan/state.hpp"
 
+#if defined(__CUDACC__)
+#define LONGSPAN_APART __noinline__
+#else
+#define LONGSPAN_APART
+#endif
+
 namespace longspan::kernels::cuda {
 
 /// Bits of a place inside a leaf.
@@ -37,8 +43,9 @@ class SegmentWalk {
   LONGSPAN_HD SegmentWalk(const SegmentOrder& order, const Interval& any, int split, int splits)
       : order_(order), bits_(leaf_bits(order)), leaf_(-1) {
     const std::int64_t size = static_cast<std::int64_t>(order.leaves) << bits_;
-    next_ = size * split / splits;
-    end_ = any.empty() ? next_ : size * (split + 1) / splits;
+    const int shift = log2_ceil(splits);  // a power of two
+    next_ = size * split >> shift;
+    end_ = any.empty() ? next_ : size * (split + 1) >> shift;
     low_ = any.begin / kSegment;
     high_ = segments_of(any.end);
     if (order.interleaved) {
@@ -76,19 +83,33 @@ class SegmentWalk {
     return x < 0 ? 0 : x < most ? x : most;
   }
 
-  /// Visible range [first_, last_) of t in a leaf.
+  /// The visible segments of a leaf: t in [first, last).
+  struct Leaf {
+    std::int64_t base, first, last;
+  };
+
   LONGSPAN_HD void enter(int leaf) {
     leaf_ = leaf;
-    if (order_.interleaved) {
-      base_ = reverse_bits(leaf, log2_ceil(order_.leaves));
-      first_ = low_rounds_ + clamp(low_ - base_ * order_.unit, order_.unit);
-      last_ = high_rounds_ + clamp(high_ - base_ * order_.unit, order_.unit);
-    } else {
-      base_ = order_.begin(leaf);
-      const std::int64_t count = order_.begin(leaf + 1) - base_;
-      first_ = clamp(low_ - base_, count);
-      last_ = clamp(high_ - base_, count);
+    const Leaf entered = enter(order_, leaf, low_, high_, order_.interleaved ? low_rounds_ : 0,
+                               order_.interleaved ? high_rounds_ : 0);
+    base_ = entered.base;
+    first_ = entered.first;
+    last_ = entered.last;
+  }
+
+  /// Not inlined, by value: rare beside the steps in a leaf, and large. What a block runs through
+  /// once it also fetches once, from memory that others stream through.
+  LONGSPAN_HD static LONGSPAN_APART Leaf enter(SegmentOrder order, int leaf, std::int64_t low,
+                                               std::int64_t high, std::int64_t low_rounds,
+                                               std::int64_t high_rounds) {
+    if (order.interleaved) {
+      const std::int64_t base = reverse_bits(leaf, log2_ceil(order.leaves));
+      return {base, low_rounds + clamp(low - base * order.unit, order.unit),
+              high_rounds + clamp(high - base * order.unit, order.unit)};
     }
+    const std::int64_t base = order.begin(leaf);
+    const std::int64_t count = order.begin(leaf + 1) - base;
+    return {base, clamp(low - base, count), clamp(high - base, count)};
   }
 
   SegmentOrder order_;

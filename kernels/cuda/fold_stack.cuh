@@ -49,6 +49,18 @@ struct ThreadState {
   }
 };
 
+/// Multiplies o by the scale of the stored values: that of each segment before it folds, so that
+/// the fixed order's bits do not depend on the cut between ranks.
+template <class State>
+__device__ inline void scale_values(State& state, const Scales& scales, int kv_head) {
+  if (!scales) return;
+  const float scale = scales[kv_head];
+#pragma unroll
+  for (int q = 0; q < State::kQuads; ++q)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state.o[q][i] = __fmul_rn(state.o[q][i], scale);
+}
+
 /// kTopInRegisters: the newest waiting state stays in registers, which halves the traffic; for
 /// small states.
 template <class State, int kThreads, bool kTopInRegisters>

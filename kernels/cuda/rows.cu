@@ -18,7 +18,7 @@ __global__ void key_starts_kernel(const __grid_constant__ KeyStartParams p) {
   std::int64_t before = 0;
   for (int first = 0; first < p.batch; first += kThreads) {
     const int b = first + static_cast<int>(threadIdx.x);
-    std::int64_t start = b < p.batch ? p.shard.local_len(p.kv_len[b]) : 0;
+    std::int64_t start = b < p.batch ? p.shard.of(b).local_len(p.kv_len[b]) : 0;
     std::int64_t total;
     __syncthreads();
     Scan(scan).ExclusiveSum(start, start, total);
@@ -75,6 +75,17 @@ __global__ void place_rows_kernel(const __grid_constant__ PlaceParams p) {
   for (std::int64_t c = threadIdx.x; c < p.row_bytes / 16; c += blockDim.x) to[c] = from[c];
 }
 
+__global__ void cut_context_kernel(const __grid_constant__ ContextCutParams p) {
+  const int b = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  if (b >= p.batch.size) return;
+  const std::int64_t kv_len = p.batch.kv_len[b];
+  const std::int64_t context = kv_len - p.batch.query_len(b, p.tokens);
+  std::int64_t* range = p.ranges + std::int64_t{3} * b;
+  range[0] = 0;
+  range[1] = context > 0 ? context : 0;
+  range[2] = kv_len;
+}
+
 unsigned blocks_for(std::int64_t count, std::int64_t a_block) {
   return static_cast<unsigned>((count + a_block - 1) / a_block);
 }
@@ -101,6 +112,12 @@ void key_starts(const KeyStartParams& p, cudaStream_t stream) {
     padded_key_starts_kernel<<<blocks_for(p.batch, kThreads), kThreads, 0, stream>>>(p);
   else
     key_starts_kernel<<<1, kThreads, 0, stream>>>(p);
+  LONGSPAN_CUDA(cudaGetLastError());
+}
+
+void cut_context(const ContextCutParams& p, cudaStream_t stream) {
+  if (p.batch.size == 0) return;
+  cut_context_kernel<<<blocks_for(p.batch.size, kThreads), kThreads, 0, stream>>>(p);
   LONGSPAN_CUDA(cudaGetLastError());
 }
 

@@ -1,6 +1,6 @@
 // A tile of 16-bit rows in shared memory. The 16-byte chunks of a row are permuted by XOR with the
 // row's number, so that ldmatrix (eight rows, one chunk each) and cp.async (eight chunks of one
-// row) both touch all 32 banks.
+// row) both touch all 32 banks. loader.cuh fills tiles from caches in any layout.
 #pragma once
 
 #include <cstdint>
@@ -26,11 +26,12 @@ struct Tile {
   }
 };
 
-/// Queues the copy of kKeys keys of one kv head, from local key `first` on, into a tile. Keys that
-/// no row of the row tile may see, and columns past `dim`, become zeros.
+/// Queues the copy of kKeys keys of one kv head, from local key `first` on, into a tile: contiguous
+/// dense rows of 16-bit elements, 16 bytes aligned. Keys that no row of the row tile may see, and
+/// columns past `dim`, become zeros.
 template <class T, int kDim, int kKeys, int kThreads>
-__device__ inline void load_keys(std::uint32_t tile, const Rows& source, int kv_head, int dim,
-                                 const Sequence& sequence, const View& view, std::int64_t first) {
+__device__ inline void load_plain(std::uint32_t tile, const Rows& source, int dim, int kv_head,
+                                  const Sequence& sequence, const View& view, std::int64_t first) {
   using Layout = Tile<T, kDim>;
   constexpr int kStepRows = kThreads / Layout::kChunks;
   const T* base = source.at<const T>(sequence.first_key + first, kv_head);
@@ -64,8 +65,8 @@ __device__ inline void load_keys(std::uint32_t tile, const Rows& source, int kv_
 /// Queues the copy of the row tile's queries, packed rows [first, first + kRows), into a tile. Rows
 /// past the sequence's last, and columns past `dim`, become zeros.
 template <class T, int kDim, int kRows, int kThreads>
-__device__ inline void load_queries(std::uint32_t tile, const AttendParams& p,
-                                    const Sequence& sequence, const Work& work) {
+__device__ inline void load_plain_queries(std::uint32_t tile, const AttendParams& p,
+                                          const Sequence& sequence, const Work& work) {
   using Layout = Tile<T, kDim>;
   for (int index = static_cast<int>(threadIdx.x); index < kRows * Layout::kChunks;
        index += kThreads) {

@@ -15,14 +15,17 @@ namespace longspan::kernels::cuda {
 /// Sequences of up to so many query tokens take the decode kernel, whatever the batch around them.
 inline constexpr int kShortQuery = 16;
 
-/// Which sequences of the batch a launch serves; it skips the others.
-enum class Lengths : std::uint8_t { only_short, only_long };
+/// Which sequences of the batch a launch serves; it skips the others. `short_but_one`: the short
+/// ones with sequences of one query left out (Batch::skip_decode).
+enum class Lengths : std::uint8_t { only_short, only_long, short_but_one };
 
 LONGSPAN_HD inline bool serves(Lengths lengths, std::int64_t q_len) {
-  return (q_len <= kShortQuery) == (lengths == Lengths::only_short);
+  if (lengths == Lengths::short_but_one && q_len == 1) return false;
+  return (q_len > kShortQuery) == (lengths == Lengths::only_long);
 }
 
 struct Sequence {
+  int index;               // in the batch
   std::int64_t first_row;  // of q
   std::int64_t q_len;
   std::int64_t kv_len;     // on all ranks
@@ -32,8 +35,8 @@ struct Sequence {
 
 LONGSPAN_HD inline Sequence sequence_of(const AttendParams& p, int b) {
   const std::int64_t kv_len = p.batch.keys(b, p.shard);
-  return {p.batch.first_row(b), p.batch.query_len(b, p.tokens), kv_len, p.batch.first_key(b),
-          p.shard.local_len(kv_len)};
+  return {b,      p.batch.first_row(b), p.batch.query_len(b, p.tokens),
+          kv_len, p.batch.first_key(b), p.shard.of(b).local_len(kv_len)};
 }
 
 /// How a launch cuts its work: row tiles x kv heads x splits of the keys.
@@ -42,12 +45,13 @@ struct Plan {
   int tile_rows = 1;       // packed rows in a tile
   int tiles = 1;           // in the batch; an upper bound
   int sequence_tiles = 0;  // > 0: tiles of each sequence; 0: they are packed, see first_tile
-  int splits = 1;          // a power of two; each takes an aligned part of the fixed order's tree
+  int splits = 1;          // a power of two; each takes an aligned part of the fixed order's tree.
+                           // With AttendParams::parts: their number, a state for each
   int works = 0;           // tiles x kv heads x splits; some turn out to be empty
   int* ticket = nullptr;   // zero at the start: hands out the works past the first of each block
   int depth = 0;           // of the fixed order's stack
   float* stack = nullptr;  // [blocks, depth, floats of a block]; see FoldStack
-  StateSlots parts;        // splits > 1: [splits] slots of the rows part_row(...)
+  StateSlots parts;        // splits of one state: [splits] slots of the rows part_row(...)
   int part_tokens = 0;     // > 0: tokens of a sequence in `parts`; 0: its rows are those of q
 };
 
@@ -125,24 +129,43 @@ struct View {
   }
 };
 
-/// What the row of a token sees: local keys, or positions when the shard is listed.
+LONGSPAN_HD inline Interval intersection(const Interval& a, const Interval& b) {
+  return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
+}
+
+/// What the row of a token sees: local keys, of the part that `split` is where the keys are cut
+/// into parts; or positions, when the shard is listed.
 LONGSPAN_HD inline Interval row_view(const AttendParams& p, const Sequence& sequence,
-                                     std::int64_t token) {
-  Interval seen = p.mask.visible(sequence.kv_len - sequence.q_len + token, sequence.kv_len);
+                                     std::int64_t token, int split) {
+  Interval seen =
+      p.visible(sequence.index, sequence.kv_len - sequence.q_len + token, sequence.kv_len);
+  if (p.documents) {
+    // Rows outside of all documents see nothing. That nothing must not stretch a tile's hull over
+    // keys outside, which nobody sees.
+    const std::int64_t count = p.documents.count;
+    const Interval held =
+        count > 0 ? Interval{p.documents.start[0], p.documents.start[count]} : Interval{0, 0};
+    const auto clamp = [&](std::int64_t x) {
+      return x < held.begin ? held.begin : x < held.end ? x : held.end;
+    };
+    seen = {clamp(seen.begin), clamp(seen.end)};
+  }
   if (p.shard.layout == Layout::listed) return seen;
-  seen.begin = p.shard.before(seen.begin, sequence.kv_len);
-  seen.end = p.shard.before(seen.end, sequence.kv_len);
-  return seen;
+  const Shard shard = p.shard.of(sequence.index);
+  seen.begin = shard.before(seen.begin, sequence.kv_len);
+  seen.end = shard.before(seen.end, sequence.kv_len);
+  return p.parts ? intersection(seen, p.parts.of(split, sequence.local_len)) : seen;
 }
 
 /// Bounds of visible intervals ascend with the row's position, so the views of the first and the
 /// last row of a tile give the union and the intersection.
-LONGSPAN_HD inline View tile_view(const Shard& shard, const Sequence& sequence,
+LONGSPAN_HD inline View tile_view(const AttendParams& p, const Sequence& sequence, int split,
                                   const Interval& first, const Interval& last) {
   View view;
-  if (shard.layout == Layout::listed) {
+  if (p.shard.layout == Layout::listed) {
     view.any = {0, sequence.local_len};
-    view.table = shard.table;
+    if (p.parts) view.any = p.parts.of(split, sequence.local_len);
+    view.table = p.shard.table;
     view.positions = {first.begin, last.end};
   } else {
     view.any = {first.begin, last.end};
@@ -151,12 +174,61 @@ LONGSPAN_HD inline View tile_view(const Shard& shard, const Sequence& sequence,
   return view;
 }
 
+/// Does a row, whose view is `row`, see this local key? For keys that a mask must decide about.
+LONGSPAN_HD inline bool sees(const View& view, const Interval& row, std::int64_t local_key) {
+  return view.table == nullptr
+             ? row.contains(local_key)
+             : view.any.contains(local_key) && row.contains(view.table[local_key]);
+}
+
+/// Where the row of a local key of one head begins in k or v, in elements.
+LONGSPAN_HD inline std::int64_t key_offset(const KvRows& source, const Pages& pages,
+                                           const Sequence& sequence, std::int64_t local_key,
+                                           int kv_head) {
+  const std::int64_t head = kv_head * source.head_stride;
+  if (!pages) return head + (sequence.first_key + local_key) * source.row_stride;
+  return head + pages.page(sequence.index, local_key) * source.page_stride +
+         local_key % pages.size * source.row_stride;
+}
+
+/// The cut of the fixed order's tree that a piece of work takes: parts of the keys are cut by
+/// their views already.
+struct TreeCut {
+  int split, splits;
+};
+LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan, const Work& work) {
+  return p.parts ? TreeCut{0, 1} : TreeCut{work.split, plan.splits};
+}
+
 /// Row of Plan::parts that holds (sequence, token, head).
 LONGSPAN_HD inline std::int64_t part_row(const AttendParams& p, const Plan& plan, int sequence,
                                          std::int64_t token, int head) {
   const std::int64_t first = plan.part_tokens > 0 ? std::int64_t{sequence} * plan.part_tokens
                                                   : p.batch.first_row(sequence);
   return (first + token) * p.heads + head;
+}
+
+/// Where the state of a row goes: the caller's slot, that of the row's part of the keys, or the
+/// slot of a split, which fold_parts then folds.
+struct Target {
+  std::byte* data;  // of the slot
+  std::int64_t rows, row;
+  int dim;
+
+  LONGSPAN_HD Stats& stats() const { return reinterpret_cast<Stats*>(data)[row]; }
+  LONGSPAN_HD float* o() const {
+    return reinterpret_cast<float*>(data + StateSlots::stats_bytes(rows)) + row * dim;
+  }
+};
+LONGSPAN_HD inline Target target_of(const AttendParams& p, const Plan& plan,
+                                    const Sequence& sequence, const Work& work,
+                                    const PackedRow& at) {
+  const bool own = plan.splits == 1 || p.parts;
+  const StateSlots& slots = own ? p.state : plan.parts;
+  const int slot = !own ? work.split : p.parts ? p.slot + work.split : p.slot;
+  const std::int64_t row = own ? (sequence.first_row + at.token) * p.heads + at.head
+                               : part_row(p, plan, sequence.index, at.token, at.head);
+  return {slots.data + slot * slots.slot_bytes(), slots.rows, row, slots.dim};
 }
 
 #if defined(__CUDACC__)

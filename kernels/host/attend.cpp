@@ -78,11 +78,12 @@ class AttendRun {
   }
 
   void operator()(ThreadPool& pool) {
+    if (p_.parts) return attend_key_parts(pool);
     pool.run(tiles() * parts_, [this](std::int64_t item, int thread) {
       const Tile tile = at(item / parts_, static_cast<int>(item % parts_));
       const TileSpace space(spaces_ + thread * layout_.space_bytes, p_.dim, rows_, levels_);
       attend_tile(p_, tile, space);
-      if (parts_ == 1) return store(tile, space.stats, space.o);
+      if (parts_ == 1) return store(tile, p_.slot, space.stats, space.o);
       std::copy_n(space.stats, tile.rows, part_stats(item));
       std::copy_n(space.o, tile.rows * padded_, part_o(item));
     });
@@ -94,14 +95,28 @@ class AttendRun {
         for (std::int64_t a = first; a < first + parts_; a += 2 * distance)
           fold_states(part_stats(a), part_o(a), part_stats(a + distance), part_o(a + distance),
                       tile.rows, padded_);
-      store(tile, part_stats(first), part_o(first));
+      store(tile, p_.slot, part_stats(first), part_o(first));
     });
   }
 
  private:
   std::int64_t tiles() const { return first_tile_[p_.batch.size]; }
 
+  /// The states of parts of the keys are results themselves, one slot each.
+  void attend_key_parts(ThreadPool& pool) {
+    pool.run(tiles() * p_.parts.count, [this](std::int64_t item, int thread) {
+      const int part = static_cast<int>(item % p_.parts.count);
+      Tile tile = at(item / p_.parts.count, 0);
+      tile.keys = p_.parts.of(part, tile.sequence.keys);
+      tile.last_leaf = tile.sequence.order.leaves;
+      const TileSpace space(spaces_ + thread * layout_.space_bytes, p_.dim, rows_, levels_);
+      attend_tile(p_, tile, space);
+      store(tile, p_.slot + part, space.stats, space.o);
+    });
+  }
+
   std::int64_t tiles_per_head(const Sequence& s) const {
+    if (p_.batch.skips(s.query_len)) return 0;
     return (s.query_len * group_ + rows_ - 1) / rows_;
   }
 
@@ -118,7 +133,8 @@ class AttendRun {
             first,
             static_cast<int>(std::min<std::int64_t>(rows_, s.query_len * group_ - first)),
             s.order.leaves * part / parts_,
-            s.order.leaves * (part + 1) / parts_};
+            s.order.leaves * (part + 1) / parts_,
+            {0, s.keys}};
   }
 
   Stats* part_stats(std::int64_t item) const {
@@ -128,12 +144,12 @@ class AttendRun {
     return reinterpret_cast<float*>(part_states_ + item * layout_.part_bytes);
   }
 
-  void store(const Tile& tile, const Stats* stats, const float* o) const {
+  void store(const Tile& tile, int slot, const Stats* stats, const float* o) const {
     for (int r = 0; r < tile.rows; ++r) {
       const std::int64_t token = tile.sequence.first_row + (tile.first + r) / group_;
       const std::int64_t row = token * p_.heads + tile.kv_head * group_ + (tile.first + r) % group_;
-      p_.state.stats(p_.slot)[row] = stats[r];
-      std::copy_n(o + r * padded_, p_.dim, p_.state.o(p_.slot, row));
+      p_.state.stats(slot)[row] = stats[r];
+      std::copy_n(o + r * padded_, p_.dim, p_.state.o(slot, row));
     }
   }
 

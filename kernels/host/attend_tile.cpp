@@ -4,7 +4,8 @@
 //
 // into a state per row, and the states fold in the fixed order. A row has the same bits in every
 // tile: its products are chains (multiply-inl.hpp), its sum of weights has a shape of 16 lanes over
-// the whole segment, and keys that it does not see add exact zeros, or nothing at all.
+// the whole segment, and keys that it does not see add exact zeros, or nothing at all. How keys and
+// values are stored (pages, layout, type) ends where they are packed.
 #include "kernels/host/targets.hpp"
 // Highway compiles the rest of this file once for each target.
 #undef HWY_TARGET_INCLUDE
@@ -14,7 +15,9 @@
 #include <algorithm>
 
 #include "hwy/highway.h"
+#include "kernels/host/bias-inl.hpp"
 #include "kernels/host/fold_stack.hpp"
+#include "kernels/host/key_rows.hpp"
 #include "kernels/host/multiply-inl.hpp"
 #include "kernels/host/pack-inl.hpp"
 #include "kernels/host/simd-inl.hpp"
@@ -104,7 +107,6 @@ void fold_states(Stats* a_stats, float* a, const Stats* b_stats, const float* b,
   }
 }
 
-template <class T>
 class TileRun {
  public:
   TileRun(const AttendParams& params, const Tile& tile, const TileSpace& space)
@@ -112,6 +114,7 @@ class TileRun {
         tile_(tile),
         space_(space),
         visible_(params, tile),
+        bias_(params, tile),
         padded_(TileSpace::padded(params.dim)),
         blocks_((tile.rows + kBlockRows - 1) / kBlockRows) {}
 
@@ -139,14 +142,35 @@ class TileRun {
 
   void pack_queries() {
     const int group = p_.heads / p_.kv_heads;
-    const float factor =
-        p_.score.softcap == 0.0f ? p_.score.scale * kLog2E : p_.score.scale / p_.score.softcap;
-    for (int r = 0; r < tile_.rows; ++r) {
-      const std::int64_t row = tile_.first + r;
-      const T* q =
-          p_.q.at<T>(tile_.sequence.first_row + row / group, tile_.kv_head * group + row % group);
-      pack_query(q, factor, p_.dim, space_.q + r * p_.dim);
+    const float scale = p_.scale(tile_.kv_head);
+    const float factor = p_.score.softcap == 0.0f ? scale * kLog2E : scale / p_.score.softcap;
+    with_type(p_.q_dtype, [&]<class T>(const T*) {
+      for (int r = 0; r < tile_.rows; ++r) {
+        const std::int64_t row = tile_.first + r;
+        const T* q =
+            p_.q.at<T>(tile_.sequence.first_row + row / group, tile_.kv_head * group + row % group);
+        pack_query(q, factor, p_.dim, space_.q + r * p_.dim);
+      }
+    });
+  }
+
+  /// Finds and packs the keys that some row sees.
+  void pack_segment(const Segment& segment, Range any) {
+    rows_.clear();
+    const auto find = [&](int begin, int end) {
+      rows_.find(p_, tile_.sequence, tile_.kv_head, segment.first, begin, end);
+    };
+    if (visible_.listed()) {
+      for (int j = any.begin; j < any.end; ++j)
+        if (visible_.some_row_sees(segment.first + j)) find(j, j + 1);
+    } else {  // and the next ones, for prefetches
+      find(any.begin, static_cast<int>(std::min<std::int64_t>(any.end + kRowsAhead,
+                                                              visible_.end() - segment.first)));
     }
+    with_type(p_.kv_dtype, [&]<class T>(const T*) {
+      pack_keys<T>(p_.k, rows_.k(), aligned(any), p_.dim, space_.k);
+      pack_values<T>(p_.v, rows_.v(), any, p_.dim, space_.v);
+    });
   }
 
   /// Writes the state of one segment to `level`.
@@ -158,15 +182,13 @@ class TileRun {
       if (keys.begin == keys.end) continue;
       any = {std::min(any.begin, keys.begin), std::max(any.end, keys.end)};
     }
-    const std::int64_t first = tile_.sequence.first_key + segment.first;
-    pack_keys(p_.k.at<T>(first, tile_.kv_head), p_.k.row_stride, aligned(any), segment.keys, p_.dim,
-              space_.k);
-    pack_values(p_.v.at<T>(first, tile_.kv_head), p_.v.row_stride, any, p_.dim, space_.v);
-
+    pack_segment(segment, any);
     multiply_queries_keys();
+    if (p_.bias) bias_.start(segment);
     for (int r = 0; r < tile_.rows; ++r) {
       const Range keys = aligned(seen_[r / kBlockRows]);
       if (p_.score.softcap != 0.0f) cap(scores(r), keys, p_.score.softcap);
+      if (p_.bias) bias_.add(r, keys, scores(r));
       visible_.hide(segment, r, keys, scores(r));
       stats(level)[r] = weigh(scores(r), keys);
     }
@@ -202,26 +224,31 @@ class TileRun {
     for (int r = 0; r < tile_.rows; ++r)
       if (!all_finite(o(level, r), padded_))
         multiply_seen(scores(r), space_.v, seen_[r / kBlockRows], o(level, r), padded_);
+    // Here, and not when the state is stored: a rank's state and a virtual rank's then differ in
+    // nothing, so the bits do not depend on the ranks whatever the factor.
+    if (p_.v_scale)
+      for (int r = 0; r < tile_.rows; ++r) multiply_row(p_.v_scale[tile_.kv_head], o(level, r));
+  }
+
+  void multiply_row(float factor, float* row) const {
+    const Lanes d;
+    for (int c = 0; c < padded_; c += kLanes)
+      hn::StoreU(hn::Mul(hn::LoadU(d, row + c), hn::Set(d, factor)), d, row + c);
   }
 
   const AttendParams& p_;
   const Tile& tile_;
   const TileSpace& space_;
   const Visible visible_;
+  KeyRows rows_;
+  SegmentBias bias_;
   const int padded_;
   const int blocks_;                                       // of kBlockRows rows
   Range seen_[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, of the segment at hand
 };
 
 void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space) {
-  switch (params.dtype) {
-    case DType::fp32:
-      return TileRun<float>(params, tile, space)();
-    case DType::fp16:
-      return TileRun<Half>(params, tile, space)();
-    case DType::bf16:
-      return TileRun<Bfloat16>(params, tile, space)();
-  }
+  TileRun(params, tile, space)();
 }
 
 }  // namespace HWY_NAMESPACE

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/features.hpp"
 #include "kernels/host/host.hpp"
 #include "longspan/error.hpp"
 #include "src/env.hpp"
@@ -35,6 +36,7 @@ class HostBackend final : public Backend {
     if (p.dim < 16 || p.dim > 256 || p.dim % 8 != 0)
       throw Unsupported("head dim " + std::to_string(p.dim) +
                         " is not supported: the host kernels take 16 to 256 in steps of 8");
+    check_features(p, Device::host);
     if (p.heads < 1 || p.kv_heads < 1 || p.heads % p.kv_heads != 0)
       throw InputError("heads " + std::to_string(p.heads) + " is not a multiple of kv_heads " +
                        std::to_string(p.kv_heads) +
@@ -49,6 +51,18 @@ class HostBackend final : public Backend {
   void map_rows(const MapParams& p, Stream) const override { host::map_rows(p); }
   void place_rows(const PlaceParams& p, Stream) const override { host::place_rows(p, pool_); }
   void key_starts(const KeyStartParams& p, Stream) const override { host::key_starts(p); }
+  void merge_outputs(const MergeOutputsParams& p, Stream) const override {
+    host::merge_outputs(p, pool_);
+  }
+  void export_segments(const ExportSegmentsParams& p, Stream) const override {
+    host::export_segments(p, pool_);
+  }
+  void reduce_segments(const ReduceSegmentsParams& p, Stream) const override {
+    host::reduce_segments(p, pool_);
+  }
+  void append(const AppendParams& p, Stream) const override { host::append(p, pool_); }
+  void cut_context(const ContextCutParams& p, Stream) const override { host::cut_context(p); }
+  void check_arrays(const CheckParams& p, Stream) const override { host::check_arrays(p); }
 
   std::unique_ptr<Timer> timer(int marks) const override {
     return std::make_unique<HostTimer>(marks);

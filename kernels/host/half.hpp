@@ -1,10 +1,13 @@
-// The two 16-bit element types, one value at a time: exact to fp32, round to nearest even from it.
-// NaN stays NaN. (Highway 1.0.3 truncates to bfloat16, and its fp16 without F16C has no
-// infinities.)
+// The small element types as C++ types, one value at a time: exact to fp32, round to nearest even
+// from it; fp8 saturates. NaN stays NaN. (Highway 1.0.3 truncates to bfloat16, and its fp16 without
+// F16C has no infinities.)
 #pragma once
 
 #include <bit>
 #include <cstdint>
+
+#include "longspan/element.hpp"
+#include "longspan/types.hpp"
 
 namespace longspan::kernels::host {
 
@@ -14,6 +17,29 @@ struct Half {
 struct Bfloat16 {
   std::uint16_t bits;
 };
+struct E4m3 {
+  std::uint8_t bits;
+};
+struct E5m2 {
+  std::uint8_t bits;
+};
+
+/// Calls f(a null T*) with the C++ type of the elements.
+template <class F>
+decltype(auto) with_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::fp32:
+      return f(static_cast<const float*>(nullptr));
+    case DType::fp16:
+      return f(static_cast<const Half*>(nullptr));
+    case DType::bf16:
+      return f(static_cast<const Bfloat16*>(nullptr));
+    case DType::e4m3:
+      return f(static_cast<const E4m3*>(nullptr));
+    default:
+      return f(static_cast<const E5m2*>(nullptr));
+  }
+}
 
 inline float from_float(float value, const float*) { return value; }
 
@@ -35,6 +61,14 @@ inline Half from_float(float value, const Half*) {
   half = magnitude >= (143u << 23) ? 0x7c00u : half;  // 2^16 and above
   half = magnitude > (255u << 23) ? 0x7e00u : half;   // NaN
   return {static_cast<std::uint16_t>(sign | half)};
+}
+
+inline E4m3 from_float(float value, const E4m3*) {
+  return {static_cast<std::uint8_t>(element::narrow<4, 3, true>(value))};
+}
+
+inline E5m2 from_float(float value, const E5m2*) {
+  return {static_cast<std::uint8_t>(element::narrow<5, 2, true>(value))};
 }
 
 }  // namespace longspan::kernels::host

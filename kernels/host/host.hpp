@@ -14,5 +14,11 @@ void merge(const MergeParams& params, ThreadPool& pool);
 void map_rows(const MapParams& params);
 void place_rows(const PlaceParams& params, ThreadPool& pool);
 void key_starts(const KeyStartParams& params);
+void merge_outputs(const MergeOutputsParams& params, ThreadPool& pool);
+void export_segments(const ExportSegmentsParams& params, ThreadPool& pool);
+void reduce_segments(const ReduceSegmentsParams& params, ThreadPool& pool);
+void append(const AppendParams& params, ThreadPool& pool);
+void cut_context(const ContextCutParams& params);
+void check_arrays(const CheckParams& params);
 
 }  // namespace longspan::kernels::host

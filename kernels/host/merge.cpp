@@ -1,7 +1,7 @@
-// The states of a row, one slot a rank, fold neighbours first; then the sink, the division, and the
-// one rounding to the output's type.
+// The states of a row, one slot a rank, fold neighbours first; then the sink, the division, the
+// output's scale, and the one rounding to its type.
 //
-//     out = o / l,   lse = m + ln l
+//     out = o / l (/ scale),   lse = m + ln l
 #include "kernels/host/targets.hpp"
 // Highway compiles the rest of this file once for each target.
 #undef HWY_TARGET_INCLUDE
@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "hwy/highway.h"
+#include "kernels/batch_rows.hpp"
 #include "kernels/host/fold_stack.hpp"
 #include "kernels/host/host.hpp"
 #include "kernels/host/simd-inl.hpp"
@@ -49,6 +50,11 @@ void fold_slots(const MergeParams& p, std::int64_t row, RowState& state) {
 }
 
 template <class T>
+void store_row(const MergeParams& p, std::int64_t token, int head, const float* values) {
+  T* out = p.out.at<T>(token, head);
+  for (int c = 0; c < p.states.dim; ++c) out[c] = from_float(values[c], out);
+}
+
 void finish_row(const MergeParams& p, std::int64_t token, int head, RowState& state) {
   static constexpr float zeros[kMostDim] = {};
   const int dim = p.states.dim;
@@ -58,8 +64,24 @@ void finish_row(const MergeParams& p, std::int64_t token, int head, RowState& st
     fold_row(f, state.o[0], zeros, dim);
   }
   const Finish result = finish(state.stats[0]);
-  T* out = p.out.at<T>(token, head);
-  for (int c = 0; c < dim; ++c) out[c] = from_float(result(state.o[0][c]), out);
+  float* o = state.o[0];
+  for (int c = 0; c < dim; ++c) o[c] = result(o[c]);
+  if (p.out_scale.data != nullptr)
+    for (int c = 0; c < dim; ++c) o[c] = p.out_scale(o[c]);
+  switch (p.dtype) {
+    case DType::fp32:
+      store_row<float>(p, token, head, o);
+      break;
+    case DType::fp16:
+      store_row<Half>(p, token, head, o);
+      break;
+    case DType::bf16:
+      store_row<Bfloat16>(p, token, head, o);
+      break;
+    default:  // fp8
+      for (int c = 0; c < dim; ++c)
+        store_element(p.out.at<std::uint8_t>(token, head), p.dtype, c, o[c]);
+  }
   if (p.lse) p.lse[token * p.lse_row_stride + head * p.lse_head_stride] = result.lse;
 }
 
@@ -69,19 +91,9 @@ void merge_rows(const MergeParams& p, std::int64_t begin, std::int64_t end) {
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t token = i / p.heads, from = p.rows ? p.rows[token] : token;
     const int head = static_cast<int>(i % p.heads);
-    if (from < 0) continue;
+    if (from < 0 || (p.rows == nullptr && !in_batch(p.batch, token))) continue;
     fold_slots(p, from * p.heads + head, state);
-    switch (p.dtype) {
-      case DType::fp32:
-        finish_row<float>(p, token, head, state);
-        break;
-      case DType::fp16:
-        finish_row<Half>(p, token, head, state);
-        break;
-      case DType::bf16:
-        finish_row<Bfloat16>(p, token, head, state);
-        break;
-    }
+    finish_row(p, token, head, state);
   }
 }
 

@@ -13,77 +13,199 @@
 #define LONGSPAN_HOST_PACK_INL
 #endif
 
+#include <algorithm>
+#include <cstddef>
+
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "kernels/host/simd-inl.hpp"
 #include "kernels/host/tile.hpp"
+#include "kernels/params.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
 namespace HWY_NAMESPACE {
 
-inline constexpr int kRowsAhead = 16;  // of prefetches
-
-/// Rows lie a stride apart, which hides the next ones from the hardware; with few queries the time
-/// is the time of these loads. The address is a number: it may lie past the keys, and nobody reads
-/// it.
+/// Rows lie a stride or a page apart, which hides the next ones from the hardware; with few queries
+/// the time is the time of these loads.
 template <class T>
-HWY_INLINE void prefetch_row(const T* k, std::int64_t row, std::int64_t stride, int dim) {
-  constexpr std::uintptr_t kLine = 64;
-  const auto begin = reinterpret_cast<std::uintptr_t>(k) + row * stride * sizeof(T);
-  for (auto at = begin; at < begin + dim * sizeof(T); at += kLine)
-    hwy::Prefetch(reinterpret_cast<const char*>(at));
+HWY_INLINE void prefetch_row(const std::byte* row, int dim) {
+  constexpr int kLine = 64;
+  if (row == nullptr) return;
+  const int bytes = dim * static_cast<int>(sizeof(T));
+  for (int at = 0; at < bytes; at += kLine) hwy::Prefetch(row + at);
 }
 
-/// to[c * kPanel + i] = rows[i][c] for c in [0, dim), i in [0, 4).
+#if HWY_TARGET != HWY_SCALAR
+/// Block b of four lanes goes to row 4 b.
+template <class D>
+HWY_INLINE void store_blocks(D d, hn::Vec<D> v, float* to) {
+  if constexpr (hn::MaxLanes(d) > 4) {
+    const hn::Half<D> half;
+    store_blocks(half, hn::LowerHalf(half, v), to);
+    store_blocks(half, hn::UpperHalf(half, v), to + hn::MaxLanes(half) * kPanel);
+  } else {
+    hn::StoreU(v, d, to);
+  }
+}
+
+/// As many columns of four rows as d has lanes.
+template <class D, class T>
+HWY_INLINE void transpose_lanes(D d, const T* const rows[4], int c, float* HWY_RESTRICT to) {
+  const hn::Repartition<std::uint64_t, D> pairs;
+  const auto a0 = load(d, rows[0] + c), a1 = load(d, rows[1] + c);
+  const auto a2 = load(d, rows[2] + c), a3 = load(d, rows[3] + c);
+  const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(d, a0, a1));
+  const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(d, a0, a1));
+  const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(d, a2, a3));
+  const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(d, a2, a3));
+  store_blocks(d, hn::BitCast(d, hn::InterleaveLower(pairs, low01, low23)), to);
+  store_blocks(d, hn::BitCast(d, hn::InterleaveUpper(pairs, low01, low23)), to + kPanel);
+  store_blocks(d, hn::BitCast(d, hn::InterleaveLower(pairs, high01, high23)), to + 2 * kPanel);
+  store_blocks(d, hn::BitCast(d, hn::InterleaveUpper(pairs, high01, high23)), to + 3 * kPanel);
+}
+#endif
+
+/// to[c * kPanel + i] = rows[i][c] for c in [0, n), i in [0, 4). n is a multiple of 4.
 template <class T>
-HWY_INLINE void transpose_four(const T* const rows[4], int dim, float* HWY_RESTRICT to) {
+HWY_INLINE void transpose_four(const T* const rows[4], int n, float* HWY_RESTRICT to) {
 #if HWY_TARGET == HWY_SCALAR
-  for (int c = 0; c < dim; ++c)
+  for (int c = 0; c < n; ++c)
     for (int i = 0; i < 4; ++i) to[c * kPanel + i] = hn::GetLane(load(Lanes(), rows[i] + c));
 #else
-  const hn::CappedTag<float, 4> d;
-  for (int c = 0; c < dim; c += 4, to += 4 * kPanel) {
-    const auto a0 = load(d, rows[0] + c), a1 = load(d, rows[1] + c);
-    const auto a2 = load(d, rows[2] + c), a3 = load(d, rows[3] + c);
-    const auto low01 = hn::InterleaveLower(d, a0, a1), high01 = hn::InterleaveUpper(d, a0, a1);
-    const auto low23 = hn::InterleaveLower(d, a2, a3), high23 = hn::InterleaveUpper(d, a2, a3);
-    hn::StoreU(hn::ConcatLowerLower(d, low23, low01), d, to);
-    hn::StoreU(hn::ConcatUpperUpper(d, low23, low01), d, to + kPanel);
-    hn::StoreU(hn::ConcatLowerLower(d, high23, high01), d, to + 2 * kPanel);
-    hn::StoreU(hn::ConcatUpperUpper(d, high23, high01), d, to + 3 * kPanel);
-  }
+  int c = 0;
+  for (; c + kLanes <= n; c += kLanes) transpose_lanes(Lanes(), rows, c, to + c * kPanel);
+  for (; c + kLanes8 <= n; c += kLanes8) transpose_lanes(Lanes8(), rows, c, to + c * kPanel);
+  for (; c < n; c += 4) transpose_lanes(hn::CappedTag<float, 4>(), rows, c, to + c * kPanel);
 #endif
 }
 
-/// Keys [begin, end) of a segment at k, `stride` apart; begin and end need not be aligned: what
-/// is packed is, with zeros at and past `count`.
+/// Likewise where chunks lie apart: the line in which each chunk begins, which holds those of the
+/// next keys too.
 template <class T>
-void pack_keys(const T* k, std::int64_t stride, Range keys, int count, int dim, float* panels) {
+HWY_INLINE void prefetch_chunks(const std::byte* row, int chunks, std::int64_t stride) {
+  if (row == nullptr) return;
+  for (int i = 0; i < chunks; ++i) hwy::Prefetch(row + i * stride * static_cast<int>(sizeof(T)));
+}
+
+/// n dense elements as fp32; n is a multiple of 4.
+template <class T>
+HWY_INLINE void widen(const T* from, int n, float* to) {
+  const Lanes d;
+  const Lanes8 d8;
+  const hn::CappedTag<float, 4> d4;
+  int c = 0;
+  for (; c + kLanes <= n; c += kLanes) hn::StoreU(load(d, from + c), d, to + c);
+  for (; c + kLanes8 <= n; c += kLanes8) hn::StoreU(load(d8, from + c), d8, to + c);
+  for (; c < n; c += hn::MaxLanes(d4)) hn::StoreU(load(d4, from + c), d4, to + c);
+}
+
+/// Elements [begin, end) of a row as fp32, wherever its chunks lie; begin is a multiple of kPanel.
+template <class T>
+HWY_INLINE void widen_row(const KvRows& layout, const T* row, int begin, int end, float* to) {
+  if (layout.dense()) return widen(row + begin, end - begin, to);
+  if (layout.dim_stride == 1 && layout.chunk % 4 == 0 && kPanel % layout.chunk == 0) {
+    const T* from = row + layout.column(begin);
+    for (int c = begin; c < end; c += layout.chunk, from += layout.chunk_stride)
+      widen(from, std::min(layout.chunk, end - c), to + c - begin);
+    return;
+  }
+  const hn::CappedTag<float, 1> one;
+  for (int c = begin; c < end; ++c)
+    hn::StoreU(load(one, row + layout.column(c)), one, to + c - begin);
+}
+
+/// Keys [begin, end) of a segment, from the addresses of their rows. `keys` is aligned to 16; where
+/// there is no row there are zeros.
+template <class T>
+void pack_keys(const KvRows& layout, const std::byte* const* rows, Range keys, int dim,
+               float* panels) {
   static constexpr T zeros[kMaxDim] = {};
+  const bool dense = layout.dense();
+  const bool in_fours = dense || (layout.dim_stride == 1 && layout.chunk % 4 == 0);
+  const int chunk = dense ? dim : layout.chunk;
   for (int key = keys.begin; key < keys.end; key += 4) {
-    const T* rows[4];
+    float* to = panels + key / kPanel * dim * kPanel + key % kPanel;
+    const T* four[4];
     for (int i = 0; i < 4; ++i) {
-      rows[i] = key + i < count ? k + (key + i) * stride : zeros;
-      prefetch_row(k, key + i + kRowsAhead, stride, dim);
+      four[i] = rows[key + i] ? reinterpret_cast<const T*>(rows[key + i]) : zeros;
+      if (dense) prefetch_row<T>(rows[key + i + kRowsAhead], dim);
     }
-    transpose_four(rows, dim, panels + key / kPanel * dim * kPanel + key % kPanel);
+    if (in_fours) {
+      if (!dense) prefetch_chunks<T>(rows[key + kRowsAhead], dim / chunk, layout.chunk_stride);
+      for (int c = 0; c < dim; c += chunk) {
+        transpose_four(four, std::min(chunk, dim - c), to + c * kPanel);
+        for (int i = 0; i < 4; ++i)
+          if (four[i] != zeros) four[i] += layout.chunk_stride;
+      }
+    } else {
+      HWY_ALIGN float wide[4][kMaxDim] = {};
+      const float* wide_four[4] = {wide[0], wide[1], wide[2], wide[3]};
+      for (int i = 0; i < 4; ++i)
+        if (four[i] != zeros) widen_row(layout, four[i], 0, dim, wide[i]);
+      transpose_four(wide_four, dim, to);
+    }
   }
 }
 
+/// Values whose keys are neighbours in memory, [dim][keys], are read along the keys: keys [begin,
+/// end), whose first is at `row`.
 template <class T>
-void pack_values(const T* v, std::int64_t stride, Range keys, int dim, float* panels) {
-  const Lanes8 d;
-  for (int key = keys.begin; key < keys.end; ++key) {
-    const T* from = v + key * stride;
-    float* to = panels + key * kPanel;
-    prefetch_row(v, key + kRowsAhead, stride, dim);
-    for (int panel = 0; panel < dim; panel += kPanel, to += kSegment * kPanel) {
-      const int columns = dim - panel < kPanel ? dim - panel : kPanel;
-      for (int c = 0; c < columns; c += kLanes8) hn::StoreU(load(d, from + panel + c), d, to + c);
-      if (columns % 16 != 0)
-        for (int c = columns; c < columns + 8; ++c) to[c] = 0.0f;
+HWY_INLINE void pack_across(const KvRows& layout, const T* row, int begin, int end, int dim,
+                            float* panels) {
+  const int fours = (end - begin) / 4 * 4;
+  const hn::CappedTag<float, 1> one;
+  std::int64_t at = 0;
+  int in_chunk = 0;
+  for (int c = 0; c < dim; c += 4) {
+    float* to = panels + (c / kPanel * kSegment + begin) * kPanel + c % kPanel;
+    const T* columns[4];
+    for (int i = 0; i < 4; ++i) {
+      columns[i] = row + at;
+      at += layout.dim_stride;
+      if (++in_chunk < layout.chunk) continue;
+      at += layout.chunk_stride - layout.chunk * layout.dim_stride;
+      in_chunk = 0;
     }
+    transpose_four(columns, fours, to);
+    for (int j = fours; j < end - begin; ++j)
+      for (int i = 0; i < 4; ++i) hn::StoreU(load(one, columns[i] + j), one, to + j * kPanel + i);
+  }
+}
+
+/// Zeros from `columns` on to the next multiple of 16.
+HWY_INLINE void pad_row(int columns, float* to) {
+  if (columns % 16 != 0) std::fill(to + columns, to + columns + 8, 0.0f);
+}
+
+/// Values of keys [begin, end); zeros where there is no row.
+template <class T>
+void pack_values(const KvRows& layout, const std::byte* const* rows, Range keys, int dim,
+                 float* panels) {
+  const bool across = !layout.dense() && layout.row_stride == 1;
+  const int last = (dim - 1) / kPanel * kPanel;  // first column of the last panel
+  for (int key = keys.begin; key < keys.end;) {
+    int next = key + 1;
+    const T* from = reinterpret_cast<const T*>(rows[key]);
+    if (from != nullptr && across) {
+      while (next < keys.end && rows[next] == rows[key] + (next - key) * sizeof(T)) ++next;
+      if ((next - key) * sizeof(T) <= 64 && next - key >= 8)
+        prefetch_chunks<T>(rows[next], dim, layout.dim_stride);
+      pack_across(layout, from, key, next, dim, panels);
+    } else {
+      if (layout.dense()) prefetch_row<T>(rows[key + kRowsAhead], dim);
+      for (int panel = 0; panel < dim; panel += kPanel) {
+        float* to = panels + (panel / kPanel * kSegment + key) * kPanel;
+        const int columns = std::min(kPanel, dim - panel);
+        if (from == nullptr)
+          std::fill_n(to, columns, 0.0f);
+        else
+          widen_row(layout, from, panel, panel + columns, to);
+      }
+    }
+    for (int j = key; j < next; ++j)
+      pad_row(dim - last, panels + (last / kPanel * kSegment + j) * kPanel);
+    key = next;
   }
 }
 

@@ -1,4 +1,4 @@
-// Where rows stand: the small index kernels of sharded queries and packed keys.
+// Where rows stand: the small index kernels of sharded queries, packed keys and cut contexts.
 #include <algorithm>
 #include <cstring>
 
@@ -36,7 +36,18 @@ void key_starts(const KeyStartParams& p) {
   std::int64_t start = 0;
   for (int b = 0; b < p.batch; ++b) {
     p.key_start[b] = start;
-    start += p.capacity > 0 ? p.capacity : p.shard.local_len(p.kv_len[b]);
+    start += p.capacity > 0 ? p.capacity : p.shard.of(b).local_len(p.kv_len[b]);
+  }
+}
+
+void cut_context(const ContextCutParams& p) {
+  for (int b = 0; b < p.batch.size; ++b) {
+    const std::int64_t kv_len = p.batch.kv_len[b];
+    const std::int64_t context = kv_len - p.batch.query_len(b, p.tokens);
+    std::int64_t* range = p.ranges + std::int64_t{3} * b;
+    range[0] = 0;
+    range[1] = std::max<std::int64_t>(context, 0);
+    range[2] = kv_len;
   }
 }
 

@@ -41,20 +41,52 @@ HWY_INLINE hn::Vec<D> load(D d, const Bfloat16* from) {
   return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(wide, bits)));
 }
 
-/// Moves exponent and mantissa into place and multiplies by 2^(127 - 15), which is exact and makes
-/// subnormals normal; then gives infinities and NaNs their exponent back.
+/// fp16 from its bits. Without an instruction for it: moves exponent and mantissa into place and
+/// multiplies by 2^(127 - 15), which is exact and makes subnormals normal; then gives infinities
+/// and NaNs their exponent back.
 template <class D>
-HWY_INLINE hn::Vec<D> load(D d, const Half* from) {
-  const hn::Rebind<std::uint16_t, D> narrow;
+HWY_INLINE hn::Vec<D> widen_half(D d, hn::Vec<hn::Rebind<std::uint16_t, D>> half) {
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2
+  return hn::PromoteTo(d, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), half));
+#else
   const hn::RebindToUnsigned<D> wide;
-  const auto bits =
-      hn::PromoteTo(wide, hn::LoadU(narrow, reinterpret_cast<const std::uint16_t*>(from)));
+  const auto bits = hn::PromoteTo(wide, half);
   const auto magnitude = hn::And(bits, hn::Set(wide, 0x7fffu));
   const auto sign = hn::ShiftLeft<16>(hn::Xor(bits, magnitude));
   const auto value = hn::Mul(hn::BitCast(d, hn::ShiftLeft<13>(magnitude)), hn::Set(d, 0x1p112f));
   const auto finite = hn::Lt(value, hn::Set(d, 0x1p16f));
   const auto special = hn::BitCast(d, hn::Or(hn::BitCast(wide, value), hn::Set(wide, 0x7f800000u)));
   return hn::Or(hn::IfThenElse(finite, value, special), hn::BitCast(d, sign));
+#endif
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> load(D d, const Half* from) {
+  const hn::Rebind<std::uint16_t, D> half;
+  return widen_half(d, hn::LoadU(half, reinterpret_cast<const std::uint16_t*>(from)));
+}
+
+/// e5m2 is the upper half of an fp16.
+template <class D>
+HWY_INLINE hn::Vec<D> load(D d, const E5m2* from) {
+  const hn::Rebind<std::uint8_t, D> narrow;
+  const hn::Rebind<std::uint16_t, D> half;
+  const auto bits = hn::LoadU(narrow, reinterpret_cast<const std::uint8_t*>(from));
+  return widen_half(d, hn::ShiftLeft<8>(hn::PromoteTo(half, bits)));
+}
+
+/// e4m3 in the place of an fp16 is 2^-8 of its value. The one code that is NaN has all bits set, so
+/// that adding to the lowest carries into the highest bit of the exponent, and there alone.
+template <class D>
+HWY_INLINE hn::Vec<D> load(D d, const E4m3* from) {
+  const hn::Rebind<std::int8_t, D> narrow;
+  const hn::Rebind<std::int16_t, D> half;
+  const auto bits = hn::LoadU(narrow, reinterpret_cast<const std::int8_t*>(from));
+  const auto moved = hn::And(hn::ShiftLeft<7>(hn::PromoteTo(half, bits)),
+                             hn::Set(half, static_cast<std::int16_t>(0xbf80)));
+  const auto carry = hn::And(hn::Add(moved, hn::Set(half, 0x80)), hn::Set(half, 0x4000));
+  const auto whole = hn::BitCast(hn::RebindToUnsigned<decltype(half)>(), hn::Or(moved, carry));
+  return hn::Mul(widen_half(d, whole), hn::Set(d, 0x1p8f));
 }
 
 /// 2^x for x <= 0, within 1 ulp; exactly 0 below -127, so also at -inf. NaN stays NaN.

@@ -14,6 +14,7 @@ inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
 inline constexpr int kTileRows = 144;  // most rows of a tile
 inline constexpr int kPanel = 64;      // columns of a packed panel
 inline constexpr int kMaxDim = 256;
+inline constexpr int kRowsAhead = 16;  // of prefetches of keys
 
 /// Keys [begin, end) of one segment.
 struct Range {
@@ -23,6 +24,8 @@ struct Range {
 
 /// One sequence of the batch as this rank sees it.
 struct Sequence {
+  int index;  // b
+  Shard shard;
   std::int64_t first_row;  // of q
   std::int64_t query_len;
   std::int64_t kv_len;  // on all ranks
@@ -31,12 +34,17 @@ struct Sequence {
   SegmentOrder order;
 
   Sequence(const AttendParams& p, int b)
-      : first_row(p.batch.first_row(b)),
+      : index(b),
+        shard(p.shard.of(b)),
+        first_row(p.batch.first_row(b)),
         query_len(p.batch.query_len(b, p.tokens)),
         kv_len(p.batch.keys(b, p.shard)),
         first_key(p.batch.first_key(b)),
-        keys(p.shard.local_len(kv_len)),
-        order(p.shard.order(kv_len)) {}
+        keys(shard.local_len(kv_len)),
+        order(shard.order(kv_len)) {}
+
+  /// Position of the first query.
+  std::int64_t context_len() const { return kv_len - query_len; }
 };
 
 struct Tile {
@@ -45,6 +53,7 @@ struct Tile {
   std::int64_t first;  // of the sequence's rows of this kv head: token * group + head in the group
   int rows;
   int first_leaf, last_leaf;  // leaves [first_leaf, last_leaf)
+  Interval keys;              // local keys; all of the sequence's, or a part (KeyParts)
 };
 
 /// A tile's memory. dim is padded to 16 in o, so that a vector never reads past a row.

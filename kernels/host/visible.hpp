@@ -29,7 +29,7 @@ class Visible {
       : p_(params),
         tile_(tile),
         group_(params.heads / params.kv_heads),
-        listed_(params.shard.layout == Layout::listed) {
+        listed_(tile.sequence.shard.layout == Layout::listed) {
     const Interval first = local_keys(0), last = local_keys(tile.rows - 1);
     any_ = {first.begin, last.end};  // both ends ascend with the row
     all_ = {last.begin, first.end};
@@ -62,6 +62,16 @@ class Visible {
     return within(segment, {local_keys(first_row).begin, local_keys(last_row).end});
   }
 
+  /// Local keys that some row may see end here.
+  std::int64_t end() const { return any_.end; }
+
+  /// Whether some row sees local key `key` of the hull. In a `listed` shard the hull says little.
+  bool some_row_sees(std::int64_t key) const {
+    return !listed_ || Interval{positions(0).begin, positions(tile_.rows - 1).end}.contains(
+                           tile_.sequence.shard.table[key]);
+  }
+  bool listed() const { return listed_; }
+
   /// Scores of the keys in `range` that the row does not see become -inf.
   void hide(const Segment& segment, int row, Range range, float* scores) const {
     if (full(segment) && segment.keys == kSegment) return;
@@ -71,21 +81,33 @@ class Visible {
     if (!listed_) return;
     const Interval seen = positions(row);
     for (int j = own.begin; j < own.end; ++j)
-      if (!seen.contains(p_.shard.table[segment.first + j])) scores[j] = -infinity();
+      if (!seen.contains(tile_.sequence.shard.table[segment.first + j])) scores[j] = -infinity();
   }
 
  private:
   Interval positions(int row) const {
     const Sequence& s = tile_.sequence;
-    return p_.mask.visible(s.kv_len - s.query_len + (tile_.first + row) / group_, s.kv_len);
+    Interval seen = p_.visible(s.index, s.context_len() + (tile_.first + row) / group_, s.kv_len);
+    if (p_.documents) {
+      // Rows outside of all documents see nothing. That nothing must not stretch the hull of the
+      // rows beside them over keys outside, which nobody sees.
+      const Documents& d = p_.documents;
+      const std::int64_t begin = d.count > 0 ? d.start[0] : 0;
+      const std::int64_t end = d.count > 0 ? d.start[d.count] : 0;
+      seen = {std::clamp(seen.begin, begin, end), std::clamp(seen.end, begin, end)};
+    }
+    return seen;
   }
 
   /// The hull of them; an empty one may have its end before its begin.
   Interval local_keys(int row) const {
-    if (listed_) return {0, tile_.sequence.keys};
+    if (listed_) return tile_.keys;
     const Interval seen = positions(row);
-    const std::int64_t kv_len = tile_.sequence.kv_len;
-    return {p_.shard.before(seen.begin, kv_len), p_.shard.before(seen.end, kv_len)};
+    const Sequence& s = tile_.sequence;
+    const auto cut = [&](std::int64_t position) {
+      return std::clamp(s.shard.before(position, s.kv_len), tile_.keys.begin, tile_.keys.end);
+    };
+    return {cut(seen.begin), cut(seen.end)};
   }
 
   bool full(const Segment& s) const {

@@ -15,7 +15,10 @@
 #include <string>
 
 #include "longspan/communicator.hpp"
+#include "longspan/element.hpp"
+#include "longspan/kv_cache.hpp"
 #include "longspan/mask.hpp"
+#include "longspan/score.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/strategy.hpp"
 #include "longspan/tensor.hpp"
@@ -25,17 +28,25 @@ namespace longspan {
 /// What is fixed when a layer is made. All ranks must give the same values.
 struct Options {
   int heads = 1;
-  int kv_heads = 1;  // divides heads: query head h reads kv head h / (heads / kv_heads)
-  int dim = 64;      // of a head: 16 to 256 in steps of 8
-  DType dtype = DType::bf16;
+  int kv_heads = 1;           // divides heads: query head h reads kv head h / (heads / kv_heads)
+  int dim = 64;               // of a head: 16 to 256 in steps of 8
+  DType dtype = DType::bf16;  // of the products: fp32, fp16 or bf16
+  std::optional<DType> query_dtype = {};  // of q; default dtype, or fp8
+  std::optional<DType> kv_dtype = {};     // of k and v; default dtype, or fp8
+  std::optional<DType> out_dtype = {};    // of out; default dtype, or fp8 with an out_scale
+  bool tf32 = false;                      // CUDA: fp32 products may be rounded to tf32
 
   Mask mask = {};
   std::optional<float> scale = {};  // default 1 / sqrt(dim)
   float softcap = 0.0f;             // 0: off
+  Alibi alibi = Alibi::context;     // what Request::slopes multiply
 
   std::int64_t max_tokens = 1;  // most query rows in one run, over the batch; with shard_queries:
                                 // most on one rank
   int max_batch = 1;            // most sequences in one run
+  std::int64_t max_kv_len = 0;  // no sequence is longer; 0: unknown, which costs workspace
+  std::int64_t max_query_len = 0;  // no sequence has more queries in one run (1: plain decode); 0:
+                                   // unknown, which costs launches of kernels for long ones
 
   /// false: every rank holds all the queries and gets the whole result, bitwise equal on all ranks.
   /// true: every rank holds its own rows of the queries (Request::query_shard) and gets those rows.
@@ -46,8 +57,17 @@ struct Options {
   bool invariant = false;
 
   std::string strategy = "auto";
-  int threads = 0;       // host: 0 takes LONGSPAN_THREADS, or this rank's share of the node's cores
-  bool profile = false;  // time the phases of each run; see Attention::phases
+
+  /// How states travel between GPUs: "windows" (one kernel writes into the peers' memory and
+  /// merges), "gather" (NCCL, then a merge), or "auto": windows where the GPUs reach each other.
+  /// The same bits either way.
+  std::string exchange = "auto";
+
+  int threads = 0;  // host: 0 takes LONGSPAN_THREADS, or this rank's share of the node's cores
+  bool check_arrays = false;  // CUDA: check lengths and block tables on the GPU ahead of the
+                              // kernels (which run nevertheless); wait() throws what was found. For
+                              // debugging. On the host they are always checked, first
+  bool profile = false;       // time the phases of each run; see Attention::phases
 };
 
 /// One run. Tensors and arrays are on the layer's device and must live until the stream has passed
@@ -55,21 +75,50 @@ struct Options {
 struct Request {
   Tensor q;         // [tokens, heads, dim]
   Tensor k;         // [keys, kv_heads, dim], the rank's own keys, sequence after sequence; or
-                    // [batch, capacity, kv_heads, dim], each sequence from the start of its row
+                    // [batch, capacity, kv_heads, dim], each sequence from the start of its row;
+                    // with a block table, the rank's pages (kv_cache.hpp)
   Tensor v;         // as k
   Shard shard;      // which keys of a sequence the rank holds; `length` is used when kv_len is null
-  Tensor out;       // [tokens, heads, dim]; written whole, never read
+  Tensor out;       // [tokens, heads, dim]; never read. Rows of the batch are written whole, others
+                    // not at all
   Tensor lse = {};  // [tokens, heads] fp32, natural log; optional
 
   int batch = 1;
   const std::int32_t* query_start = nullptr;  // [batch + 1] rows of q; null: one sequence. With
                                               // shard_queries: rows of the whole q
   const std::int32_t* kv_len = nullptr;       // [batch] keys of the whole sequences, on all ranks
-  const float* sinks = nullptr;               // [heads] learned sinks; optional
+  BlockTable block_table = {};                // this rank's pages of each sequence; optional
+  Scales q_scale = {}, k_scale = {}, v_scale = {};  // of fp8 tensors, which must have them
+  const float* out_scale = nullptr;                 // [1]: out = result / out_scale; optional
+
+  Floats sinks = {};                     // [heads] learned sinks; optional
+  Floats slopes = {};                    // [heads] ALiBi; optional
+  QqBias qq_bias = {};                   // between the new tokens; optional
+  const std::uint8_t* causal = nullptr;  // [batch] in place of Options::mask.causal; optional
+  Documents documents = {};              // packed in the one sequence; optional
+  bool skip_decode = false;              // sequences of one query are left out, their rows of
+                                         // out and lse untouched
 
   Shard query_shard = {};  // with shard_queries: which rows of each sequence this rank holds;
                            // `length` counts the rows of the whole q. A `listed` table has
                            // max_tokens entries, -1 past the rank's last row
+};
+
+/// New keys and values for the cache: those of positions that this rank holds are written. Token t
+/// of a sequence of q_len new tokens stands at position kv_len - q_len + t, so kv_len counts the
+/// new ones. The cut of a contiguous shard moves as kv_len grows: a cache that grows is
+/// interleaved, or has ranges.
+struct Append {
+  Tensor new_k;  // [tokens, kv_heads, dim], on every rank
+  Tensor new_v;
+  Tensor k;  // the cache, as in Request
+  Tensor v;
+  BlockTable block_table = {};
+  Shard shard;
+  int batch = 1;
+  const std::int32_t* query_start = nullptr;
+  const std::int32_t* kv_len = nullptr;
+  Scales k_scale = {}, v_scale = {};  // fp8 stores x / scale
 };
 
 /// Milliseconds of the last run's phases on this rank; valid after wait().
@@ -94,13 +143,22 @@ class Attention {
   /// before anything is queued, for tensors that do not fit the options.
   void run(const Request& request, Stream stream = {});
 
+  /// Queues the write of new tokens into this rank's cache, like run: nothing is allocated, waited
+  /// for or sent, and it can be captured.
+  void append(const Append& tokens, Stream stream = {});
+
   /// Blocks until the stream is done, at most for the communicator's deadline. The only call that
-  /// blocks; errors that arose after queueing appear here.
+  /// blocks; errors that arose after queueing appear here, InputError with Options::check_arrays
+  /// among them.
   void wait(Stream stream = {});
 
   const Options& options() const;
   const Communicator& world() const;
   const StrategyInfo& strategy() const;
+
+  /// How states travel: "windows", with the number of states past which they are gathered where the
+  /// options allow more, or "gather" with the reason why not by windows.
+  const std::string& exchange() const;
 
   /// Bytes of the workspace on this rank; docs/workspace.md has the formula.
   std::size_t workspace_bytes() const;

@@ -1,4 +1,5 @@
-// What this build and this machine can do, as rows for people: `longspan info` and `longspan env`.
+// What this build and this machine can do, as rows for people: `longspan info [--features]` and
+// `longspan env`.
 #pragma once
 
 #include <string>
@@ -12,6 +13,18 @@ std::vector<std::pair<std::string, std::string>> system_info();
 
 /// GPUs that this process can use; 0 in a build without CUDA.
 int gpu_count();
+
+/// Something that attention can be asked for, and which kernels do it. What they do not do, they
+/// refuse by this name.
+struct FeatureInfo {
+  std::string name;
+  std::string meaning;
+  bool host;
+  bool cuda;
+};
+
+/// Every feature of the kernels' own list.
+std::vector<FeatureInfo> features();
 
 struct EnvironmentVariable {
   std::string name;

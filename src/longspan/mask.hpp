@@ -41,4 +41,26 @@ struct Mask {
   }
 };
 
+/// Documents packed in one sequence: a query sees keys of its own document only. Document d has the
+/// positions [start[d], start[d + 1]); what lies outside of all sees and is seen by nothing.
+struct Documents {
+  const std::int64_t* start = nullptr;  // [count + 1], ascending; null: one document
+  std::int64_t count = 0;
+
+  LONGSPAN_HD explicit operator bool() const { return start != nullptr; }
+
+  LONGSPAN_HD Interval around(std::int64_t position) const {
+    if (count == 0) return {position, position};
+    // Empty, and still in order: what the first and the last row see bounds what all rows see.
+    if (position < start[0]) return {start[0], start[0]};
+    if (position >= start[count]) return {start[count], start[count]};
+    std::int64_t low = 0, high = count;
+    while (high - low > 1) {
+      const std::int64_t middle = (low + high) / 2;
+      (start[middle] <= position ? low : high) = middle;
+    }
+    return {start[low], start[low + 1]};
+  }
+};
+
 }  // namespace longspan

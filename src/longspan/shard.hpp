@@ -1,7 +1,7 @@
 // Which keys of a sequence a rank holds, and at which positions of the sequence they stand. A shard
 // is a property of the data, not of a strategy. It is a rule (kind, rank, ranks), so that it holds
 // for each sequence of a batch and for lengths that change from run to run; `ranges` and `listed`
-// carry a table instead and describe one sequence.
+// carry a table instead: `ranges` one row for each sequence, `listed` one sequence.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,8 @@ struct Shard {
   int ranks = 1;
   std::int64_t length = 0;              // keys of the whole sequence; for a batch see Request
   std::int64_t block = kSegment;        // interleaved: keys in a block
-  const std::int64_t* table = nullptr;  // ranges: [ranks + 1]; listed: [listed]; on the device that
-                                        // computes
+  const std::int64_t* table = nullptr;  // ranges: [batch, ranks + 1]; listed: [listed]; on the
+                                        // device that computes
   std::int64_t listed = 0;              // listed: keys on this rank
 
   static Shard contiguous(std::int64_t length, int rank, int ranks) {
@@ -49,7 +49,8 @@ struct Shard {
                            std::int64_t block = kSegment) {
     return {Layout::interleaved, rank, ranks, length, block};
   }
-  /// Positions [table[r], table[r+1]) on rank r; table [ranks + 1] ascends from 0 to length.
+  /// Positions [table[r], table[r+1]) on rank r; table [ranks + 1] ascends from 0 to length. In a
+  /// batch each sequence has its row: table [batch, ranks + 1].
   static Shard ranges(std::int64_t length, int rank, int ranks, const std::int64_t* table) {
     return {Layout::ranges, rank, ranks, length, kSegment, table};
   }
@@ -66,8 +67,16 @@ struct Shard {
     return shard;
   }
 
+  /// The rule for sequence b of a batch.
+  LONGSPAN_HD Shard of(int b) const {
+    Shard shard = *this;
+    if (layout == Layout::ranges) shard.table += static_cast<std::int64_t>(b) * (ranks + 1);
+    return shard;
+  }
+
   /// Keys of a sequence of `kv_len` keys that this rank holds.
   LONGSPAN_HD std::int64_t local_len(std::int64_t kv_len) const {
+    if (holds_all()) return kv_len;
     switch (layout) {
       case Layout::contiguous:
         return start(rank + 1, kv_len) - start(rank, kv_len);
@@ -114,6 +123,7 @@ struct Shard {
   LONGSPAN_HD std::int64_t before(std::int64_t position, std::int64_t kv_len) const {
     if (position <= 0) return 0;
     if (position > kv_len) position = kv_len;
+    if (holds_all()) return position;
     switch (layout) {
       case Layout::contiguous:
         return within(position - start(rank, kv_len), local_len(kv_len));
@@ -128,6 +138,20 @@ struct Shard {
       default:
         return local_len(position);
     }
+  }
+
+  /// Whether this rank holds the key at `position`, as local key before(position). Not for
+  /// `listed`.
+  LONGSPAN_HD bool owns(std::int64_t position, std::int64_t kv_len) const {
+    return position >= 0 && position < kv_len &&
+           before(position + 1, kv_len) > before(position, kv_len);
+  }
+
+  /// Whether the local keys of a segment, [128 s, 128 s + 128), stand at consecutive positions.
+  LONGSPAN_HD bool consecutive_in_segment() const {
+    return ranks == 1 ? layout != Layout::listed
+                      : layout == Layout::contiguous || layout == Layout::ranges ||
+                            (layout == Layout::interleaved && block % kSegment == 0);
   }
 
   /// The most keys that any rank holds: the size of an equal slot for each rank.
@@ -162,6 +186,11 @@ struct Shard {
   }
 
  private:
+  /// One rank, by a rule: no division is needed to say what it holds, which on a GPU is what a
+  /// piece of work begins with.
+  LONGSPAN_HD bool holds_all() const {
+    return ranks == 1 && layout != Layout::ranges && layout != Layout::listed;
+  }
   LONGSPAN_HD static std::int64_t within(std::int64_t n, std::int64_t most) {
     return n < 0 ? 0 : n < most ? n : most;
   }

@@ -86,4 +86,10 @@ LONGSPAN_HD inline Stats import_lse(float lse, LogBase base, bool nan_is_empty =
   return {base == LogBase::two ? lse : lse * kLog2E, 1.0f};
 }
 
+/// The reverse: what is handed out as the lse of a state. Empty is -inf in both bases.
+LONGSPAN_HD inline float export_lse(Stats s, LogBase base) {
+  if (base == LogBase::e || is_empty(s)) return finish(s).lse;
+  return s.max + ::log2f(s.sum);
+}
+
 }  // namespace longspan

@@ -12,18 +12,25 @@
 
 namespace longspan {
 
-/// Element type of a tensor. Arithmetic is fp32 inside, whatever the storage.
-enum class DType : std::uint8_t { fp32, fp16, bf16 };
+/// Element type of a tensor. Arithmetic is fp32 inside, whatever the storage; the fp8 types are
+/// storage only.
+enum class DType : std::uint8_t { fp32, fp16, bf16, e4m3, e5m2 };
 
 inline constexpr DType fp32 = DType::fp32;
 inline constexpr DType fp16 = DType::fp16;
 inline constexpr DType bf16 = DType::bf16;
+inline constexpr DType e4m3 = DType::e4m3;
+inline constexpr DType e5m2 = DType::e5m2;
 
 /// Bytes of one element.
-LONGSPAN_HD constexpr std::size_t size_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+LONGSPAN_HD constexpr std::size_t size_of(DType dtype) {
+  return dtype == DType::fp32 ? 4 : dtype == DType::fp16 || dtype == DType::bf16 ? 2 : 1;
+}
+LONGSPAN_HD constexpr bool is_fp8(DType dtype) { return size_of(dtype) == 1; }
 
 constexpr const char* name(DType dtype) {
-  return dtype == DType::fp32 ? "fp32" : dtype == DType::fp16 ? "fp16" : "bf16";
+  constexpr const char* names[] = {"fp32", "fp16", "bf16", "e4m3", "e5m2"};
+  return names[static_cast<int>(dtype)];
 }
 
 /// Where memory lives and kernels run.

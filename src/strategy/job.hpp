@@ -33,6 +33,11 @@ struct Job {
   std::byte* ordered = nullptr;      // [tokens, row_bytes]
   std::int64_t* row_map = nullptr;   // [ranks, row_capacity] place of each gathered row
 
+  // Windows of the ranks, where states can travel through them; see kernels/exchange.hpp.
+  const PeerView* peers = nullptr;
+  std::int64_t window_rows = 0;  // most states of an exchange
+  std::uint32_t shape = 0;       // hash of what the ranks must agree on
+
   /// Marks that the stream has come to the start of `phase`.
   std::function<void(Phase)> enter;
 };

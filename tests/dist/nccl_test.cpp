@@ -220,5 +220,17 @@ TEST(Nccl, TheWatchdogFreesAStreamThatNobodyWaitsFor) {
   }
 }
 
+TEST(Nccl, ALongLetterArrivesThoughItsSenderLeaves) {
+  for (int turn = 0; turn < 4; ++turn) {
+    const Communicator world = gpu_world(std::chrono::seconds(20));
+    const std::string mine(std::size_t{3} << 20, static_cast<char>('a' + world.rank()));
+    const auto begin = std::chrono::steady_clock::now();
+    const auto all = world.gather(mine, "long letters");
+    for (int p = 0; p < world.size(); ++p)
+      EXPECT_EQ(all[p], std::string(mine.size(), static_cast<char>('a' + p)));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+  }
+}
+
 }  // namespace
 }  // namespace longspan::testing

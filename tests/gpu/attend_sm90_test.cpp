@@ -50,7 +50,7 @@ class Sm90Run {
   kernels::AttendParams params() const {
     const std::int64_t row = std::int64_t{c_.kv_heads} * c_.dim;
     kernels::AttendParams p;
-    p.dtype = c_.dtype;
+    p.dtype = p.q_dtype = p.kv_dtype = c_.dtype;
     p.tokens = c_.tokens();
     p.heads = c_.heads;
     p.kv_heads = c_.kv_heads;
@@ -120,66 +120,6 @@ class Sm90Run {
   OnGpu<std::int64_t> key_start_;
   OnGpu<std::int32_t> query_start_, kv_len_;
 };
-
-/// Every element within what two roundings can do: of the weights before they meet the values, and
-/// of the output. Unlike a comparison of worst errors this never fails by chance, and it is tight:
-/// a key too many or too few shows.
-void expect_within_rounding(const Case& c, const Data& data, const Result& result, int stride) {
-  const double unit = c.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;        // of one rounding
-  const double smallest = c.dtype == DType::bf16 ? 0x1p-134 : 0x1p-25;  // half the least number
-  constexpr double kSingle = 3e-6;  // of fp32 sums and of the fast exponential, relative
-  SCOPED_TRACE(::testing::Message() << c);
-  std::int64_t first_row = 0;
-  for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
-    const std::int64_t q_len = c.q_lens[b], kv_len = c.kv_lens[b];
-    for (int kv_head = 0; kv_head < c.kv_heads; ++kv_head) {
-      launcher::RowMajor keys(kv_len, c.dim), values(kv_len, c.dim);
-      for (std::int64_t i = 0; i < kv_len; ++i)
-        for (int d = 0; d < c.dim; ++d) {
-          const std::int64_t at = (i * c.kv_heads + kv_head) * c.dim + d;
-          keys(i, d) = launcher::load(data.k[b].data(), c.dtype, at);
-          values(i, d) = launcher::load(data.v[b].data(), c.dtype, at);
-        }
-      const int group = c.heads / c.kv_heads;
-      for (std::int64_t t = 0; t < q_len; t += stride)
-        for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-          const std::int64_t row = (first_row + t) * c.heads + head;
-          Eigen::VectorXd q(c.dim);
-          for (int d = 0; d < c.dim; ++d)
-            q[d] = launcher::load(data.q.data(), c.dtype, row * c.dim + d);
-          const Interval seen = c.mask.visible(kv_len - q_len + t, kv_len);
-          std::optional<double> sink;
-          if (c.sinks) sink = data.sinks[static_cast<std::size_t>(head)];
-          const launcher::Exact exact =
-              launcher::attend_exactly(q, keys, values, seen, c.scale_used(), 0, sink);
-          const double lse = result.lse[static_cast<std::size_t>(row)];
-          if (std::isinf(exact.lse))
-            EXPECT_EQ(lse, exact.lse);
-          else
-            EXPECT_NEAR(lse, exact.lse, 2e-6 * (1 + std::abs(exact.lse))) << "row " << row;
-
-          Eigen::VectorXd moved = Eigen::VectorXd::Zero(c.dim);  // by rounding weights
-          double scores = 0;                                     // the largest, for fp32's rounding
-          if (!seen.empty()) {
-            const auto k = keys.middleRows(seen.begin, seen.end - seen.begin);
-            const auto v = values.middleRows(seen.begin, seen.end - seen.begin);
-            const Eigen::ArrayXd s = (k * q).array() * c.scale_used();
-            scores = s.abs().maxCoeff();
-            const Eigen::VectorXd error =
-                (s - exact.lse).exp() * (unit + kSingle * (1 + scores)) + smallest;
-            moved = v.cwiseAbs().transpose() * error;
-          }
-          for (int d = 0; d < c.dim; ++d) {
-            const double got = launcher::load(result.out.data(), c.dtype, row * c.dim + d);
-            const double bound = moved[d] + (std::abs(exact.out[d]) + moved[d]) * unit +
-                                 kSingle * (1 + scores) * std::abs(exact.out[d]) + smallest;
-            EXPECT_LE(std::abs(got - exact.out[d]), bound) << "row " << row << " column " << d;
-          }
-        }
-    }
-    first_row += q_len;
-  }
-}
 
 void check(const Case& c, int stride = 1) {
   const Data data(c);
@@ -320,12 +260,24 @@ TEST(AttendSm90, AcceptsByName) {
     change(p);
     return !kernels::sm90::accepts(p);
   };
-  EXPECT_TRUE(refuses([](auto& p) { p.dtype = DType::fp32; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.dtype = p.q_dtype = p.kv_dtype = DType::fp32; }));
   EXPECT_TRUE(refuses([](auto& p) { p.dim = 40; }));
   EXPECT_TRUE(refuses([](auto& p) { p.score.softcap = 30; }));
   EXPECT_TRUE(refuses([](auto& p) { p.score.scale = -1; }));
   EXPECT_TRUE(refuses([](auto& p) { p.invariant = true; }));
   EXPECT_TRUE(refuses([](auto& p) { p.shard.layout = Layout::listed; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.pages.table = p.batch.kv_len; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.kv_dtype = DType::e4m3; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.q_dtype = DType::e5m2; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.k.dim_stride = 16; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.v_scale.data = static_cast<float*>(p.q.data); }));
+  EXPECT_TRUE(refuses([](auto& p) { p.bias.slopes = Floats(p.q.data, DType::fp32); }));
+  EXPECT_TRUE(refuses([](auto& p) { p.bias.qq.values = Floats(p.q.data, DType::fp32); }));
+  EXPECT_TRUE(refuses([](auto& p) { p.documents.start = p.batch.key_start; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.batch.causal = static_cast<std::uint8_t*>(p.q.data); }));
+  EXPECT_TRUE(refuses([](auto& p) { p.batch.skip_decode = true; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.parts.count = 4; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.q.row_stride += 1; }));
 }
 
 }  // namespace

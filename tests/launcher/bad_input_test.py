@@ -133,6 +133,21 @@ class BadInputTest(CommandTest):
     def test_unknown_strategy(self):
         self.refused(UNSUPPORTED, "teleport", "gather-states", extra=["--strategy", "teleport"])
 
+    def test_windows_on_processors(self):
+        """Nothing has to travel on one rank; on more, processors have no windows."""
+        asked = ["--backend", "host", "--exchange", "windows"]
+        self.ends(longspan(0, *self.arguments, *asked), OK)
+        self.needs_mpi()
+        self.path("out.npy").unlink()
+        self.ends(longspan(2, *self.arguments, *asked), UNSUPPORTED, "windows", "gather", "host")
+        self.assertFalse(self.path("out.npy").exists())
+        self.ends(longspan(2, "verify", "--quick", *asked), UNSUPPORTED, "windows", "gather")
+
+    def test_unknown_exchange(self):
+        for command in ("run", "verify"):
+            self.refused(USAGE, "--exchange", "pigeon",
+                         arguments=[command, "--exchange", "pigeon"])
+
     def test_usage(self):
         for extra, word in ((["--no-such-option"], "--no-such-option"),
                             (["--check", "many"], "many"), (["--shard", "diagonal"], "diagonal"),

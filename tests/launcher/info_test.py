@@ -22,7 +22,8 @@ class InfoTest(CommandTest):
                 self.assertRegex(done.stdout, rf"(?m)(^|\s){status}  \w")
 
     def test_help_of_a_command(self):
-        for command, option in (("run", "--shard-queries"), ("verify", "--full")):
+        for command, option in (("run", "--shard-queries"), ("verify", "--full"),
+                                ("run", "--exchange"), ("verify", "--exchange")):
             done = longspan(0, command, "--help")
             self.ends(done, OK)
             self.assertIn(option, done.stdout)
@@ -40,7 +41,25 @@ class InfoTest(CommandTest):
             self.assertEqual(len(re.findall(r"(?m)^longspan ", done.stdout)), 1)
             self.assertIn("gather-states", done.stdout)
             described = json.loads(longspan(ranks, "info", "--json").stdout)
+            self.assertEqual("GPU 1" in described, "exchange" in described)
+            if "exchange" in described:
+                self.assertRegex(described["exchange"], "^(windows|gather)")
             self.assertEqual([s["name"] for s in described["strategies"]][:1], ["gather-states"])
+
+    def test_features(self):
+        for ranks in self.rank_counts:
+            done = longspan(ranks, "info", "--features")
+            self.ends(done, OK)
+            self.assertEqual(len(re.findall(r"(?m)^feature .*host +cuda", done.stdout)), 1)
+        listed = json.loads(longspan(0, "info", "--features", "--json").stdout)
+        lines = done.stdout.splitlines()[1:]
+        self.assertEqual(len(lines), len(listed))
+        for line, feature in zip(lines, listed):
+            self.assertEqual(set(feature), {"name", "meaning", "host", "cuda"})
+            yes = {True: "yes", False: "no"}
+            self.assertRegex(line, rf"^{re.escape(feature['name'])} +{yes[feature['host']]} "
+                                   rf"+{yes[feature['cuda']]} +{re.escape(feature['meaning'])}$")
+        self.assertIn("paged", [feature["name"] for feature in listed])
 
     def test_env(self):
         text = longspan(0, "env", LONGSPAN_DEADLINE_S="7.5").stdout

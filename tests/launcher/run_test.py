@@ -144,6 +144,7 @@ class RunTest(CommandTest):
                 report = json.loads(self.path("report.json").read_text())
                 self.assertEqual(report["case"]["ranks"], max(ranks, 1))
                 self.assertEqual(report["case"]["kv_len"], 3000)
+                self.assertRegex(report["exchange"], "^(windows|gather)")
                 self.assertEqual(len(report["times_ms"]), 5)
                 self.assertEqual(report["check"]["rows"], 7)
                 self.assertEqual(report["check"]["wrong"], 0)
@@ -154,6 +155,19 @@ class RunTest(CommandTest):
                 self.assertEqual(rows[0].split()[:7],
                                  ["gather-states", "3000", "7", "4", "2", "32", "fp32"])
                 self.assertIn("# digest " + report["digest"], done.stdout)
+
+    def test_gather_by_name(self):
+        """What was asked for, and the bits that `auto` gives."""
+        digests = set()
+        for exchange in ("auto", "gather"):
+            done = longspan(self.rank_counts[-1], "run", "--kv", 300, "--tokens", 3, "--digest",
+                            "--exchange", exchange, "--json", self.path("report.json"))
+            self.ends(done, OK)
+            report = json.loads(self.path("report.json").read_text())
+            digests.add(report["digest"])
+            if exchange == "gather":
+                self.assertEqual(report["exchange"], "gather")
+        self.assertEqual(len(digests), 1)
 
     def test_batch(self):
         done = longspan(2 if len(self.rank_counts) > 1 else 0, "run", "--kv", 700, "--tokens", 3,

@@ -158,5 +158,62 @@ TEST_F(HostOrder, EveryInstructionSet) {
   }
 }
 
+TEST_F(HostOrder, EveryInstructionSetHasEveryFeature) {
+  Shape shape{.heads = 6, .kv_heads = 3, .dim = 88, .query_len = {50}, .kv_len = {1000}};
+  shape.mask.causal = true;
+  shape.q_dtype = e5m2;
+  shape.scales = shape.qq = true;
+  shape.page = 8;
+  for (DType kv_dtype : {fp16, e4m3, e5m2}) {
+    for (Store store : {Store::rows, Store::x_packed, Store::odd}) {
+      shape.dtype = fp16;
+      shape.kv_dtype = kv_dtype;
+      shape.store = store;
+      shape.alibi = store == Store::rows ? Alibi::query : Alibi::context;
+      Problem problem(shape, device_());
+      const Result best = problem.run(*backend_);
+      for (std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+        hwy::SetSupportedTargetsForTest(target);
+        hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+        const Result result = problem.run(*backend_);
+        EXPECT_LT(problem.error(result).out, 2e-6) << hwy::TargetName(target);
+        if (target & (HWY_AVX3 | HWY_AVX2)) {
+          EXPECT_TRUE(result.same_bits(best)) << hwy::TargetName(target);
+        }
+      }
+      hwy::SetSupportedTargetsForTest(0);
+      hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    }
+  }
+}
+
+// One key has the weight 1, so the result is its value: every code of the 8-bit types.
+TEST_F(HostOrder, EveryInstructionSetReadsEveryFp8Code) {
+  for (DType kv_dtype : {e4m3, e5m2}) {
+    Shape shape{.heads = 1, .kv_heads = 1, .dim = 256, .query_len = {1}, .kv_len = {1}};
+    shape.kv_dtype = kv_dtype;
+    Problem problem(shape, device_());
+    for (int code = 0; code < 256; ++code) problem.v.bytes[code] = static_cast<std::byte>(code);
+    for (int page : {0, 4}) {
+      problem.shape.page = page;
+      problem.shape.store = Store::x_packed;
+      for (std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+        hwy::SetSupportedTargetsForTest(target);
+        hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+        const Result result = problem.run(*backend_);
+        for (int code = 0; code < 256; ++code) {
+          const double value = problem.v[code];
+          if (std::isnan(value))
+            EXPECT_TRUE(std::isnan(result.out[code])) << code;
+          else
+            EXPECT_EQ(result.out[code], value) << hwy::TargetName(target);
+        }
+      }
+      hwy::SetSupportedTargetsForTest(0);
+      hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    }
+  }
+}
+
 }  // namespace
 }  // namespace longspan::tests

@@ -4,32 +4,22 @@
 #pragma once
 
 #include <Eigen/Core>
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <random>
 #include <vector>
 
+#include "host_pages.hpp"
 #include "kernels/backend.hpp"
-#include "launcher/elements.hpp"
 #include "launcher/oracle.hpp"
 
 namespace longspan::tests {
 
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-/// Elements of any type; every byte 0xff, which is a NaN in all of them.
-struct Array {
-  DType dtype = DType::fp32;
-  std::vector<std::byte> bytes;
-
-  Array() = default;
-  Array(DType type, std::int64_t n) : dtype(type), bytes(n * size_of(type), std::byte{0xff}) {}
-  void* data() { return bytes.data(); }
-  double operator[](std::int64_t i) const { return launcher::load(bytes.data(), dtype, i); }
-  void set(std::int64_t i, float value) { launcher::store(bytes.data(), dtype, i, value); }
-};
 
 struct Shape {
   int heads = 4;
@@ -40,6 +30,20 @@ struct Shape {
   std::vector<std::int32_t> kv_len = {300};
   Mask mask = {};
   float softcap = 0;
+
+  std::optional<DType> q_dtype = {};  // as dtype
+  std::optional<DType> kv_dtype = {};
+  int page = 0;  // keys in a page; 0: not paged
+  Store store = Store::rows;
+  bool scales = false;  // of q, k and v
+  bool scales_per_head = false;
+  std::optional<Alibi> alibi = {};
+  bool qq = false;                        // a third of the entries off the diagonal are -inf
+  DType bias_dtype = DType::fp32;         // of slopes and qq
+  std::vector<std::uint8_t> causal = {};  // per sequence
+  std::vector<std::int64_t> documents = {};
+  bool skip_decode = false;
+  kernels::KeyParts parts = {};
 };
 
 struct Result {
@@ -61,13 +65,15 @@ class Problem {
   Problem(Shape s, std::uint32_t seed) : shape(std::move(s)) {
     query_start = starts(shape.query_len);
     key_start = starts(shape.kv_len);
-    q = Array(shape.dtype, tokens() * q_stride());
-    k = Array(shape.dtype, key_start.back() * kv_stride());
+    q = Array(shape.q_dtype.value_or(shape.dtype), tokens() * q_stride());
+    k = Array(shape.kv_dtype.value_or(shape.dtype), key_start.back() * kv_stride());
     v = k;
     std::mt19937 random(seed);
     fill(q, tokens(), q_stride(), shape.heads * shape.dim, random);
     fill(k, key_start.back(), kv_stride(), shape.kv_heads * shape.dim, random);
     fill(v, key_start.back(), kv_stride(), shape.kv_heads * shape.dim, random);
+    draw_scales_and_biases(random);
+    table_seed_ = static_cast<std::uint32_t>(random());
   }
 
   std::int64_t tokens() const { return query_start.back(); }
@@ -80,6 +86,8 @@ class Problem {
   kernels::AttendParams params(const Shard& shard, kernels::StateSlots state, int slot) {
     kernels::AttendParams p;
     p.dtype = shape.dtype;
+    p.q_dtype = q.dtype;
+    p.kv_dtype = k.dtype;
     p.tokens = tokens();
     p.heads = shape.heads;
     p.kv_heads = shape.kv_heads;
@@ -89,27 +97,43 @@ class Problem {
     p.shard = shard;
     p.mask = shape.mask;
     p.score = {scale(), shape.softcap};
+    p.batch.causal = shape.causal.empty() ? nullptr : shape.causal.data();
+    p.batch.skip_decode = shape.skip_decode;
+    if (!shape.documents.empty())
+      p.documents = {shape.documents.data(), std::ssize(shape.documents) - 1};
+    if (shape.scales) {
+      p.q_scale = {q_scale.data(), shape.scales_per_head};
+      p.k_scale = {k_scale.data(), shape.scales_per_head};
+      p.v_scale = {v_scale.data(), shape.scales_per_head};
+    }
+    if (shape.alibi) {
+      p.bias.slopes = {slopes.data(), slopes.dtype};
+      p.bias.alibi = *shape.alibi;
+    }
+    if (shape.qq) p.bias.qq = {{qq.data(), qq.dtype}, qq_width(), qq_width() + kGap};
+    p.parts = shape.parts;
     p.state = state;
     p.slot = slot;
     return p;
   }
 
-  /// The keys that a rank holds, packed sequence after sequence.
-  struct Local {
-    Array k, v;
-    std::vector<std::int64_t> start;
-  };
-  Local local(const Shard& shard) const {
+  /// The keys that a rank holds.
+  Local local(const Shard& rule) const {
+    if (shape.page > 0)
+      return Whole{k, v, kv_stride(), shape.kv_heads, shape.dim, shape.kv_len, key_start, seen()}
+          .paged(rule, shape.page, shape.store, table_seed_);
     Local l;
     std::int64_t count = 0;
-    for (std::int64_t len : shape.kv_len) {
-      l.start.push_back(count);
-      count += shard.local_len(len);
-    }
-    l.k = Array(shape.dtype, count * kv_stride());
-    l.v = l.k;
-    const std::size_t row = kv_stride() * size_of(shape.dtype);
     for (int b = 0; b < batch(); ++b) {
+      l.start.push_back(count);
+      count += rule.of(b).local_len(shape.kv_len[b]);
+    }
+    l.k = Array(k.dtype, count * kv_stride());
+    l.v = l.k;
+    l.k_rows = l.v_rows = {nullptr, kv_stride(), shape.dim};
+    const std::size_t row = kv_stride() * size_of(k.dtype);
+    for (int b = 0; b < batch(); ++b) {
+      const Shard shard = rule.of(b);
       for (std::int64_t i = 0; i < shard.local_len(shape.kv_len[b]); ++i) {
         const std::int64_t at = key_start[b] + shard.position(i, shape.kv_len[b]);
         std::memcpy(l.k.bytes.data() + (l.start[b] + i) * row, k.bytes.data() + at * row, row);
@@ -119,20 +143,19 @@ class Problem {
     return l;
   }
 
-  /// Attends `shards`, one a rank, and merges; fp32 results.
+  /// Attends `shards`, one a rank, and merges; fp32 results. With `slot`, of that slot alone.
   Result run(const kernels::Backend& backend, const std::vector<Shard>& shards,
-             const std::vector<float>* sinks = nullptr) {
+             const std::vector<float>* sinks = nullptr, int slot = -1) {
     const int ranks = static_cast<int>(shards.size());
     const std::int64_t rows = tokens() * shape.heads;
+    const int slots = std::max(1, shape.parts.count);  // of a rank
     const std::int64_t slot_bytes = kernels::StateSlots::bytes(rows, shape.dim);
-    std::vector<std::byte> memory(slot_bytes * ranks, std::byte{0xff});
-    const kernels::StateSlots state{memory.data(), rows, shape.dim, ranks};
+    std::vector<std::byte> memory(slot_bytes * ranks * slots, std::byte{0xff});
+    const kernels::StateSlots state{memory.data(), rows, shape.dim, ranks * slots};
     for (int r = 0; r < ranks; ++r) {
       Local l = local(shards[r]);
-      kernels::AttendParams p = params(shards[r], state, r);
-      p.k = {l.k.data(), kv_stride(), shape.dim};
-      p.v = {l.v.data(), kv_stride(), shape.dim};
-      p.batch.key_start = l.start.data();
+      kernels::AttendParams p = params(shards[r], state, r * slots);
+      l.give(p);
       backend.check(p);
       std::vector<std::byte> scratch(backend.attend_scratch(p) + 256, std::byte{0xff});
       p.scratch = scratch.data() + (256 - reinterpret_cast<std::uintptr_t>(scratch.data()) % 256);
@@ -142,6 +165,7 @@ class Problem {
     Result result{std::vector<float>(rows * shape.dim, kNan), std::vector<float>(rows, kNan)};
     kernels::MergeParams m;
     m.states = state;
+    if (slot >= 0) m.states = {memory.data() + slot * slot_bytes, rows, shape.dim, 1};
     m.interleaved = shards[0].layout == Layout::interleaved;
     m.heads = shape.heads;
     m.sinks = sinks ? sinks->data() : nullptr;
@@ -150,6 +174,10 @@ class Problem {
     m.lse = result.lse.data();
     m.lse_row_stride = shape.heads;
     m.lse_head_stride = 1;
+    if (shape.skip_decode) {
+      m.batch = {batch(), query_start.data(), shape.kv_len.data()};
+      m.batch.skip_decode = true;
+    }
     backend.merge(m, {});
     return result;
   }
@@ -166,7 +194,7 @@ class Problem {
   }
 
   /// Distance from float64, |out - ref| / |ref| over everything, and the worst of lse; infinity
-  /// where an empty row is not exactly 0 and -inf.
+  /// where an empty row is not exactly 0 and -inf, or a skipped one was written.
   struct Error {
     double out = 0, lse = 0;
   };
@@ -176,15 +204,25 @@ class Problem {
     Error e;
     for (int b = 0; b < batch(); ++b) {
       for (int h = 0; h < shape.heads; ++h) {
-        const launcher::RowMajor keys = sequence(k, b, h), values = sequence(v, b, h);
+        const int kv_head = h / (shape.heads / shape.kv_heads);
+        const launcher::RowMajor keys = sequence(k, b, h);
+        const launcher::RowMajor values = sequence(v, b, h) * double{scale_of(v_scale, kv_head)};
+        const double product_scale =
+            double{scale()} * scale_of(q_scale, kv_head) * scale_of(k_scale, kv_head);
         for (std::int64_t t = 0; t < shape.query_len[b]; ++t) {
           const std::int64_t token = query_start[b] + t, row = token * shape.heads + h;
+          if (shape.skip_decode && shape.query_len[b] == 1) {
+            for (int c = 0; c < shape.dim; ++c)
+              if (!std::isnan(result.out[row * shape.dim + c])) e.lse = kInfinity;
+            continue;
+          }
+          Interval seen = visible(b, t);
+          if (only) seen = {std::max(seen.begin, only->begin), std::min(seen.end, only->end)};
           Eigen::VectorXd query(shape.dim);
           for (int c = 0; c < shape.dim; ++c) query[c] = q[token * q_stride() + h * shape.dim + c];
           const launcher::Exact exact = launcher::attend_exactly(
-              query, keys, values,
-              shape.mask.visible(shape.kv_len[b] - shape.query_len[b] + t, shape.kv_len[b]),
-              scale(), shape.softcap, sinks ? std::optional<double>((*sinks)[h]) : std::nullopt);
+              query, keys, values, seen, product_scale, shape.softcap,
+              sinks ? std::optional<double>((*sinks)[h]) : std::nullopt, biases(b, h, t));
           for (int c = 0; c < shape.dim; ++c) {
             const double out = result.out[row * shape.dim + c];
             wrong += (out - exact.out[c]) * (out - exact.out[c]);
@@ -209,8 +247,80 @@ class Problem {
   std::vector<std::int32_t> query_start;  // [batch + 1]
   std::vector<std::int32_t> key_start;    // [batch + 1] of the whole sequences, packed
   Array q, k, v;
+  std::optional<Interval> only;                  // the judge looks at these keys alone
+  std::vector<float> q_scale, k_scale, v_scale;  // [kv_heads]
+  Array slopes;                                  // [heads]
+  Array qq;                                      // [width, width + kGap]
+
+  /// Wider than any query needs.
+  std::int64_t qq_width() const {
+    return *std::max_element(shape.query_len.begin(), shape.query_len.end()) + 3;
+  }
+
+  /// The mask in words of its own.
+  Interval visible(int b, std::int64_t t) const {
+    Mask mask = shape.mask;
+    if (!shape.causal.empty()) mask.causal = shape.causal[b] != 0;
+    const std::int64_t position = shape.kv_len[b] - shape.query_len[b] + t;
+    const Interval seen = mask.visible(position, shape.kv_len[b]);
+    if (shape.documents.empty()) return seen;
+    for (std::size_t d = 0; d + 1 < shape.documents.size(); ++d)
+      if (shape.documents[d] <= position && position < shape.documents[d + 1])
+        return {std::max(seen.begin, shape.documents[d]),
+                std::min(seen.end, shape.documents[d + 1])};
+    return {};
+  }
+
+  /// [batch][kv_len] whether some row sees the key.
+  std::vector<std::vector<bool>> seen() const {
+    std::vector<std::vector<bool>> keys;
+    for (int b = 0; b < batch(); ++b) {
+      keys.emplace_back(shape.kv_len[b]);
+      if (shape.skip_decode && shape.query_len[b] == 1) continue;
+      for (std::int64_t t = 0; t < shape.query_len[b]; ++t) {
+        const Interval own = visible(b, t);
+        for (std::int64_t j = own.begin; j < own.end; ++j) keys[b][j] = true;
+      }
+    }
+    return keys;
+  }
 
  private:
+  float scale_of(const std::vector<float>& scales, int kv_head) const {
+    return shape.scales ? scales[shape.scales_per_head ? kv_head : 0] : 1.0f;
+  }
+
+  /// [kv_len] in natural units, for row t of sequence b; empty where there are none.
+  std::vector<double> biases(int b, int head, std::int64_t t) const {
+    if (!shape.alibi && !shape.qq) return {};
+    std::vector<double> bias(shape.kv_len[b]);
+    const std::int64_t context = shape.kv_len[b] - shape.query_len[b];
+    for (std::int64_t j = 0; j < shape.kv_len[b]; ++j) {
+      if (shape.alibi == Alibi::context) bias[j] += slopes[head] * static_cast<double>(j - context);
+      if (shape.alibi == Alibi::query)
+        bias[j] -= slopes[head] * static_cast<double>(std::abs(context + t - j));
+      if (shape.qq && j >= context && j - context < qq_width())
+        bias[j] += qq[t * (qq_width() + kGap) + j - context];
+    }
+    return bias;
+  }
+
+  void draw_scales_and_biases(std::mt19937& random) {
+    constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+    std::normal_distribution<float> normal;
+    std::uniform_real_distribution<float> factor(0.7f, 1.4f), slope(0.001f, 0.008f);
+    for (auto* scales : {&q_scale, &k_scale, &v_scale})
+      for (int h = 0; h < shape.kv_heads; ++h) scales->push_back(factor(random));
+    slopes = Array(shape.bias_dtype, shape.heads);
+    for (int h = 0; h < shape.heads; ++h) slopes.set(h, slope(random));
+    if (!shape.qq) return;
+    qq = Array(shape.bias_dtype, qq_width() * (qq_width() + kGap));
+    for (std::int64_t i = 0; i < qq_width(); ++i)
+      for (std::int64_t j = 0; j < qq_width(); ++j)
+        qq.set(i * (qq_width() + kGap) + j,
+               i != j && random() % 3 == 0 ? kMinusInfinity : normal(random));
+  }
+
   static std::vector<std::int32_t> starts(const std::vector<std::int32_t>& lengths) {
     std::vector<std::int32_t> start = {0};
     for (std::int32_t n : lengths) start.push_back(start.back() + n);
@@ -231,6 +341,8 @@ class Problem {
         m(i, c) = a[(key_start[b] + i) * kv_stride() + kv_head * shape.dim + c];
     return m;
   }
+
+  std::uint32_t table_seed_ = 0;
 };
 
 }  // namespace longspan::tests

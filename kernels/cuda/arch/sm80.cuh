@@ -36,6 +36,16 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
+/// To shared memory; the address is a multiple of the size.
+__device__ inline void store_shared(std::uint32_t to, const uint4& words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(to), "r"(words.x), "r"(words.y),
+               "r"(words.z), "r"(words.w)
+               : "memory");
+}
+__device__ inline void store_shared(std::uint32_t to, std::uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(to), "r"(word) : "memory");
+}
+
 /// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"

@@ -1,16 +1,12 @@
-// Short bf16 queries.
+// Short bf16 queries, plain rows.
 #include "kernels/cuda/attend_decode.cuh"
-#include "kernels/cuda/instances/dims.hpp"
 
 namespace longspan::kernels::cuda {
 
-KernelShape decode_bf16(int dim, std::int64_t rows) {
-  return for_dim(dim, [&](auto size) {
-    constexpr int kDim = decltype(size)::value;
-    constexpr int kMany = kDim <= 128 ? 32 : 16;  // as many as registers allow
-    return rows <= 8 ? decode_shape<__nv_bfloat16, kDim, 8>()
-                     : decode_shape<__nv_bfloat16, kDim, kMany>();
-  });
+KernelShape decode_bf16(int dim, std::int64_t rows, Loader loader) {
+  if (loader == Loader::any16) return decode_bf16_any16(dim, rows);
+  if (loader == Loader::any8) return decode_bf16_any8(dim, rows);
+  return decode_for<__nv_bfloat16, Loader::plain>(dim, rows);
 }
 
 }  // namespace longspan::kernels::cuda

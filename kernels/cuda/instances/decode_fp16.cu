@@ -1,15 +1,12 @@
-// Short fp16 queries.
+// Short fp16 queries, plain rows.
 #include "kernels/cuda/attend_decode.cuh"
-#include "kernels/cuda/instances/dims.hpp"
 
 namespace longspan::kernels::cuda {
 
-KernelShape decode_fp16(int dim, std::int64_t rows) {
-  return for_dim(dim, [&](auto size) {
-    constexpr int kDim = decltype(size)::value;
-    constexpr int kMany = kDim <= 128 ? 32 : 16;  // as many as registers allow
-    return rows <= 8 ? decode_shape<__half, kDim, 8>() : decode_shape<__half, kDim, kMany>();
-  });
+KernelShape decode_fp16(int dim, std::int64_t rows, Loader loader) {
+  if (loader == Loader::any16) return decode_fp16_any16(dim, rows);
+  if (loader == Loader::any8) return decode_fp16_any8(dim, rows);
+  return decode_for<__half, Loader::plain>(dim, rows);
 }
 
 }  // namespace longspan::kernels::cuda

@@ -17,4 +17,12 @@ auto for_dim(int dim, const Use& use) {
   return use(std::integral_constant<int, 256>{});
 }
 
+/// Fewer instances for the loaders that take anything: they are the largest kernels by far.
+template <class Use>
+auto for_general_dim(int dim, const Use& use) {
+  if (dim <= 64) return use(std::integral_constant<int, 64>{});
+  if (dim <= 128) return use(std::integral_constant<int, 128>{});
+  return use(std::integral_constant<int, 256>{});
+}
+
 }  // namespace longspan::kernels::cuda

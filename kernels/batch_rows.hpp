@@ -1,0 +1,78 @@
+// Which sequence a row of the batch belongs to, and where in a cache it goes, for kernels that go
+// through rows. Host and CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/params.hpp"
+
+namespace longspan::kernels {
+
+/// The sequence of row `token`; -1 when nothing of the row is read or written: it stands past the
+/// last sequence, or its sequence is skipped.
+LONGSPAN_HD inline int sequence_of_row(const Batch& batch, std::int64_t token) {
+  if (batch.query_start == nullptr) return 0;
+  if (token >= batch.query_start[batch.size]) return -1;
+  int low = 0, high = batch.size;  // the last sequence that starts at or before the row
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (batch.query_start[middle] <= token ? low : high) = middle;
+  }
+  return batch.skips(batch.query_start[low + 1] - batch.query_start[low]) ? -1 : low;
+}
+
+/// The same question where the sequence itself does not matter: no search if none is skipped.
+LONGSPAN_HD inline bool in_batch(const Batch& batch, std::int64_t token) {
+  if (batch.query_start == nullptr) return true;
+  return batch.skip_decode ? sequence_of_row(batch, token) >= 0
+                           : token < batch.query_start[batch.size];
+}
+
+/// Segments that hold keys of this rank, of a sequence with `local_len` of them; and always the
+/// first one, which may hold the sink alone.
+LONGSPAN_HD inline int filled_segments(const KeyParts& parts, int segments,
+                                       std::int64_t local_len) {
+  const std::int64_t each = parts ? parts.size(local_len) : 0;
+  const std::int64_t filled = each > 0 ? (local_len + each - 1) / each : 0;
+  const std::int64_t most = parts && parts.count < segments ? parts.count : segments;
+  return static_cast<int>(filled < 1 ? 1 : filled < most ? filled : most);
+}
+
+/// A row of a cache: row `row` of page `page`; row < 0: nowhere.
+struct CacheRow {
+  std::int64_t page = 0;
+  std::int64_t row = -1;
+
+  LONGSPAN_HD std::int64_t offset(const KvRows& cache) const {
+    return page * cache.page_stride + row * cache.row_stride;
+  }
+};
+
+/// Local key that holds the sequence's new row t, or -1 where another rank owns it.
+LONGSPAN_HD inline std::int64_t new_key(const Batch& batch, const Shard& shards, int b,
+                                        std::int64_t t, std::int64_t q_len) {
+  const Shard shard = shards.of(b);
+  const std::int64_t kv_len = batch.keys(b, shards), position = kv_len - q_len + t;
+  return shard.owns(position, kv_len) ? shard.before(position, kv_len) : -1;
+}
+
+/// Where an append puts row `token` of the batch.
+LONGSPAN_HD inline CacheRow cache_row(const AppendParams& p, std::int64_t token) {
+  if (p.slots != nullptr) {
+    const std::int64_t slot = p.slots[token];
+    if (slot < 0) return {};
+    // Slots come without a table: what has no pages has no distance between them.
+    if (p.k.page_stride == 0) return {0, slot};
+    return {slot / p.pages.size, slot % p.pages.size};
+  }
+  const int b = sequence_of_row(p.batch, token);
+  if (b < 0) return {};
+  const std::int64_t t = token - p.batch.first_row(b);
+  const std::int64_t key = new_key(p.batch, p.shard, b, t, p.batch.query_len(b, p.tokens));
+  if (key < 0) return {};
+  if (!p.pages) return {0, p.batch.first_key(b) + key};
+  const std::int64_t page = p.pages.page(b, key);
+  return {page, page < 0 ? -1 : key % p.pages.size};
+}
+
+}  // namespace longspan::kernels

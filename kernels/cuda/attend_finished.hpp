@@ -1,0 +1,15 @@
+// Attention whose rows end where they are computed: no state, no merge.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/attend.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// Queues attend and merge of a single rank's keys where the kernel for long queries can write the
+/// result itself; the short sequences of the batch still go through their states. False: not so.
+bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
+                     cudaStream_t stream);
+
+}  // namespace longspan::kernels::cuda

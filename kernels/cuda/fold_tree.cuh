@@ -1,0 +1,84 @@
+// The states of one row folded in tree order by a thread, for some columns of the row: neighbours
+// first, missing places empty. A binary counter of pieces in registers; groups of places are loaded
+// before they fold, so that their loads overlap.
+#pragma once
+
+#include <type_traits>
+
+#include "longspan/state.hpp"
+
+namespace longspan::kernels::cuda {
+
+inline constexpr int kGroupLevels = 3;  // a thread loads up to 8 places before it folds two
+inline constexpr int kMostLevels = 8;   // up to 256 places
+
+/// kColumns columns of a state.
+template <int kColumns>
+struct Piece {
+  Stats stats;
+  float o[kColumns];
+};
+
+/// newer = merge(older, newer)
+template <int kColumns>
+__device__ void merge_pieces(const Piece<kColumns>& older, Piece<kColumns>& newer) {
+  const Fold fold = longspan::fold(older.stats, newer.stats);
+  newer.stats = fold.stats;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) newer.o[i] = fold(older.o[i], newer.o[i]);
+}
+
+/// The state of the subtree over places [place, place + 2^kLevels); load(place) gives a Piece.
+template <int kLevels, class Load>
+__device__ auto fold_subtree(const Load& load, int place) {
+  if constexpr (kLevels == 0) {
+    return load(place);
+  } else {
+    const auto older = fold_subtree<kLevels - 1>(load, place);
+    auto newer = fold_subtree<kLevels - 1>(load, place + (1 << (kLevels - 1)));
+    merge_pieces(older, newer);
+    return newer;
+  }
+}
+
+/// Adds a group of places to a binary counter: on level k waits the left half of a subtree of
+/// 2^(k+1) groups. What is left in `newest` is the subtree that the group completes.
+template <int kLevel = 0, class Piece>
+__device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newest, int group) {
+  if constexpr (kLevel < kMostLevels - kGroupLevels) {
+    if ((group >> kLevel & 1) == 0) {
+      waiting[kLevel] = newest;
+    } else {
+      merge_pieces(waiting[kLevel], newest);
+      count<kLevel + 1>(waiting, newest, group);
+    }
+  }
+}
+
+/// The root of a tree of `levels` levels; kLevels: the same, or more than kGroupLevels.
+template <int kLevels, class Load>
+__device__ auto fold_tree(const Load& load, int levels) {
+  if constexpr (kLevels <= kGroupLevels) {
+    return fold_subtree<kLevels>(load, 0);
+  } else {
+    using Piece = decltype(load(0));
+    Piece waiting[kMostLevels - kGroupLevels];
+    Piece newest;
+    for (int group = 0; group < 1 << (levels - kGroupLevels); ++group) {
+      newest = fold_subtree<kGroupLevels>(load, group << kGroupLevels);
+      count(waiting, newest, group);
+    }
+    return newest;
+  }
+}
+
+/// use(std::integral_constant) of the number of levels, up to `kMost`.
+template <int kMost, int kLevels = 0, class Use>
+void for_levels(int levels, const Use& use) {
+  if constexpr (kLevels < kMost) {
+    if (levels > kLevels) return for_levels<kMost, kLevels + 1>(levels, use);
+  }
+  use(std::integral_constant<int, kLevels>{});
+}
+
+}  // namespace longspan::kernels::cuda

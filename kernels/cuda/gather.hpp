@@ -1,0 +1,24 @@
+// Keys and values out of pages, together, as host code sees it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/attend.hpp"
+#include "kernels/gather.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// Bytes of GatheredParams::room for calls within these bounds; 0: not by this way.
+std::size_t gather_room(const AttendParams& bounds);
+
+/// False: nothing was done, and the caller takes the way over the pages themselves.
+bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t stream);
+
+/// Keys of each sequence that room of so many bytes has place for.
+std::int64_t gather_capacity(const AttendParams& p, std::size_t room_bytes);
+
+/// Queues the copy: keys [sequences, capacity, kv_heads, dim], values behind them, then the first
+/// key of each sequence, [sequences]. Keys that no row sees are left out.
+AttendParams gather_keys(const GatheredParams& g, cudaStream_t stream);
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,130 @@
+// What must hold of the arrays of a request before a kernel may follow them: one definition, which
+// the host runs with one thread and CUDA with a block for each sequence.
+//
+//     fault        where     column                value
+//     query_start  entry     0                     the entry
+//     kv_len       sequence  0                     the entry
+//     too_long     sequence  keys that fit         keys on this rank, or of all where max_kv_len is
+//                                                  what they do not fit
+//     page         sequence  column of the table   the entry
+//     slot         token     0                     the slot
+//     overlap      token     0                     the slot
+//     query_len    sequence  max_query_len         query tokens
+//     qq_width     sequence  width of the bias     query tokens
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/batch_rows.hpp"
+#include "kernels/params.hpp"
+
+namespace longspan::kernels {
+
+/// What of a request's work one thread does: items `lane`, `lane` + `lanes`, ...
+struct Lane {
+  std::int64_t lane = 0;
+  std::int64_t lanes = 1;
+};
+
+/// Whether the sequence's rows are rows of the request. Only then may anything else of it be read.
+template <class Report>
+LONGSPAN_HD bool check_rows(const AttendParams& p, int b, const Report& report) {
+  const std::int32_t* start = p.batch.query_start;
+  if (start == nullptr) return true;
+  if (b == 0 && start[0] != 0) {
+    report(Fault::query_start, 0, 0, start[0]);
+    return false;
+  }
+  if (start[b + 1] < start[b] || start[b + 1] > p.tokens || start[b] < 0) {
+    report(Fault::query_start, b + 1, 0, start[b + 1]);
+    return false;
+  }
+  return true;
+}
+
+/// Local keys of the sequence that some row of it sees.
+LONGSPAN_HD inline Interval needed_keys(const AttendParams& p, int b) {
+  const Shard shard = p.shard.of(b);
+  const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
+  if (q_len == 0 || p.batch.skips(q_len)) return {};
+  if (shard.layout == Layout::listed) return {0, shard.local_len(kv_len)};
+  const Interval first = p.visible(b, kv_len - q_len, kv_len);
+  const Interval last = p.visible(b, kv_len - 1, kv_len);
+  return {shard.before(first.begin, kv_len), shard.before(last.end, kv_len)};
+}
+
+/// Reports and returns false where the entry for a local key is not a page.
+template <class Report>
+LONGSPAN_HD bool check_page(const Pages& pages, int b, std::int64_t column, const Report& report) {
+  const std::int64_t page = pages.table[b * pages.row_stride + column * pages.column_stride];
+  if (page >= 0 && page < pages.count) return true;
+  report(Fault::page, b, column, page);
+  return false;
+}
+
+/// A row goes to `slot` of the cache. `claim(slot)` tells whether another did before.
+template <class Report, class Claim>
+LONGSPAN_HD void check_slot(const CheckParams& p, std::int64_t token, std::int64_t slot,
+                            const Report& report, const Claim& claim) {
+  if (slot < 0) return;  // nowhere
+  if (p.slot_count > 0 && slot >= p.slot_count)
+    report(Fault::slot, token, 0, slot);
+  else if (p.claimed != nullptr && slot < p.slot_count && claim(slot))
+    report(Fault::overlap, token, 0, slot);
+}
+
+/// The new rows of a sequence, where no slots are given.
+template <class Report, class Claim>
+LONGSPAN_HD void check_new_rows(const CheckParams& check, int b, Lane own, const Report& report,
+                                const Claim& claim) {
+  const AttendParams& p = check.attend;
+  const std::int64_t q_len = p.batch.query_len(b, p.tokens), first_row = p.batch.first_row(b);
+  for (std::int64_t t = own.lane; t < q_len; t += own.lanes) {
+    const std::int64_t key = new_key(p.batch, p.shard, b, t, q_len);
+    if (key < 0) continue;
+    std::int64_t slot = p.batch.first_key(b) + key;
+    if (p.pages) {
+      if (!check_page(p.pages, b, key / p.pages.size, report)) continue;
+      slot = p.pages.page(b, key) * p.pages.size + key % p.pages.size;
+    }
+    check_slot(check, first_row + t, slot, report, claim);
+  }
+}
+
+/// Everything about sequence b but given slots. Every lane may report the same fault.
+template <class Report, class Claim>
+LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const Report& report,
+                                const Claim& claim) {
+  const AttendParams& p = check.attend;
+  if (!check_rows(p, b, report)) return;
+  if (check.is_append && check.slots != nullptr) return;  // nothing else is followed
+  const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
+  if (kv_len < 0) return report(Fault::kv_len, b, 0, kv_len);
+  if (p.max_query_len > 0 && q_len > p.max_query_len)
+    return report(Fault::query_len, b, p.max_query_len, q_len);
+  if (p.bias.qq && q_len > p.bias.qq.width)
+    return report(Fault::qq_width, b, p.bias.qq.width, q_len);
+  if (p.max_kv_len > 0 && kv_len > p.max_kv_len)
+    return report(Fault::too_long, b, p.max_kv_len, kv_len);
+  if (!p.pages && check.slot_count > 0) {
+    const std::int64_t end = p.batch.first_key(b) + p.shard.of(b).local_len(kv_len);
+    if (end > check.slot_count)
+      return report(Fault::too_long, b, check.slot_count - p.batch.first_key(b),
+                    end - p.batch.first_key(b));
+  }
+  if (p.pages) {
+    const std::int64_t local_len = p.shard.of(b).local_len(kv_len);
+    const std::int64_t capacity = p.pages.columns * p.pages.size;
+    if (local_len > capacity) return report(Fault::too_long, b, capacity, local_len);
+  }
+  if (check.is_append) return check_new_rows(check, b, own, report, claim);
+  if (!p.pages) return;
+  const Interval keys = needed_keys(p, b);
+  if (keys.empty()) return;
+  const std::int64_t end = (keys.end - 1) / p.pages.size + 1;
+  for (std::int64_t column = keys.begin / p.pages.size + own.lane; column < end;
+       column += own.lanes)
+    check_page(p.pages, b, column, report);
+}
+
+}  // namespace longspan::kernels

@@ -1,0 +1,58 @@
+#include "kernels/features.hpp"
+
+#include <string>
+
+#include "longspan/error.hpp"
+
+namespace longspan::kernels {
+namespace {
+
+using P = AttendParams;
+
+[[maybe_unused]] constexpr bool kYes = true, kNo = false;
+
+constexpr Feature kFeatures[] = {
+    // name, meaning, host, cuda, asked
+    {"causal", "by global position", kYes, kYes, [](const P& p) { return p.mask.causal; }},
+    {"window", "sliding, to the left and to the right", kYes, kYes,
+     [](const P& p) { return p.mask.window > 0 || p.mask.right >= 0; }},
+    {"causal per sequence", "a flag for each sequence of the batch", kYes, kYes,
+     [](const P& p) { return p.batch.causal != nullptr; }},
+    {"packed documents", "a query sees keys of its own document", kYes, kYes,
+     [](const P& p) { return static_cast<bool>(p.documents); }},
+    {"softcap", "cap * tanh(score / cap)", kYes, kYes,
+     [](const P& p) { return p.score.softcap != 0.0f; }},
+    {"ALiBi", "by context or by query distance, a slope for each head", kYes, kYes,
+     [](const P& p) { return static_cast<bool>(p.bias.slopes); }},
+    {"qq_bias", "between the new tokens, -inf hides", kYes, kYes,
+     [](const P& p) { return static_cast<bool>(p.bias.qq); }},
+    {"paged", "block tables, pages of any size", kYes, kYes,
+     [](const P& p) { return static_cast<bool>(p.pages); }},
+    {"x-packed pages", "K [pages, kv_heads, dim/x, page, x], V [pages, kv_heads, dim, page]", kYes,
+     kYes, [](const P& p) { return !p.k.dense() || !p.v.dense(); }},
+    {"fp8 keys and values", "e4m3 and e5m2, a scale for the tensor or each kv head", kYes, kYes,
+     [](const P& p) { return is_fp8(p.kv_dtype); }},
+    {"fp8 queries", "e4m3 and e5m2 with a scale", kYes, kYes,
+     [](const P& p) { return is_fp8(p.q_dtype); }},
+    {"ranges of a batch", "a table of cuts for each sequence", kYes, kYes,
+     [](const P& p) { return p.shard.layout == Layout::ranges && p.batch.size > 1; }},
+    {"skip decode", "sequences of one query are left out", kYes, kYes,
+     [](const P& p) { return p.batch.skip_decode; }},
+    {"segments handed out", "a state for each part of the keys", kYes, kYes,
+     [](const P& p) { return static_cast<bool>(p.parts); }},
+    // The host's products stay exact, which the option allows.
+    {"tf32", "fp32 products rounded to tf32", kYes, kYes, [](const P& p) { return p.tf32; }},
+};
+
+}  // namespace
+
+std::span<const Feature> features() { return kFeatures; }
+
+void check_features(const AttendParams& p, Device device) {
+  for (const Feature& feature : kFeatures)
+    if (!feature.on(device) && feature.asked(p))
+      throw Unsupported(std::string(feature.name) + " (" + feature.meaning +
+                        ") is not supported on the " + name(device));
+}
+
+}  // namespace longspan::kernels

@@ -1,0 +1,27 @@
+// What attend can do, and where: the one list that backends refuse by, that `longspan info
+// --features` prints, and that the table in the docs is made from.
+#pragma once
+
+#include <span>
+
+#include "kernels/params.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan::kernels {
+
+struct Feature {
+  const char* name;
+  const char* meaning;
+  bool host;
+  bool cuda;
+  bool (*asked)(const AttendParams&);  // do these params need it?
+
+  bool on(Device device) const { return device == Device::host ? host : cuda; }
+};
+
+std::span<const Feature> features();
+
+/// Throws Unsupported, naming the first feature that the params need and the device lacks.
+void check_features(const AttendParams& params, Device device);
+
+}  // namespace longspan::kernels

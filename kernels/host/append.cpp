@@ -1,0 +1,50 @@
+// New keys and values into this rank's cache: row by row to its slot, rounded once to the cache's
+// type.
+//
+//     cache[slot] = x / scale
+#include <cstring>
+
+#include "kernels/batch_rows.hpp"
+#include "kernels/host/host.hpp"
+
+namespace longspan::kernels::host {
+namespace {
+
+struct Tensors {
+  const Rows& from;
+  const KvRows& to;
+  const Scales& scales;
+};
+
+/// Row `token` of the new tensor to the offset `at` (in elements) of the cache.
+void store_row(const AppendParams& p, const Tensors& t, std::int64_t token, std::int64_t at) {
+  const bool plain = p.dtype == p.kv_dtype && !t.scales;
+  const std::size_t size = size_of(p.dtype);
+  for (int head = 0; head < p.kv_heads; ++head) {
+    const std::int64_t from = token * t.from.row_stride + head * t.from.head_stride;
+    const std::int64_t to = at + head * t.to.head_stride;
+    if (plain && t.to.dense()) {
+      std::memcpy(static_cast<std::byte*>(t.to.data) + to * size,
+                  static_cast<const std::byte*>(t.from.data) + from * size, p.dim * size);
+      continue;
+    }
+    const float scale = t.scales[head];
+    for (int d = 0; d < p.dim; ++d) {
+      const float value = load_element(t.from.data, p.dtype, from + d);
+      store_element(t.to.data, p.kv_dtype, to + t.to.column(d), t.scales ? value / scale : value);
+    }
+  }
+}
+
+}  // namespace
+
+void append(const AppendParams& p, ThreadPool& pool) {
+  pool.run(p.tokens, [&](std::int64_t token, int) {
+    const CacheRow row = cache_row(p, token);
+    if (row.row < 0) return;
+    store_row(p, {p.new_k, p.k, p.k_scale}, token, row.offset(p.k));
+    store_row(p, {p.new_v, p.v, p.v_scale}, token, row.offset(p.v));
+  });
+}
+
+}  // namespace longspan::kernels::host

@@ -1,0 +1,140 @@
+// ALiBi and qq_bias of one row of scores, in vectors: the arithmetic of Bias::operator(), so the
+// same bits,
+//
+//     score += (slope * distance + qq[i][j]) * log2 e
+//
+// but a bias of -inf hides its key whatever the score was, NaN included.
+#include "kernels/host/targets.hpp"
+
+#if defined(LONGSPAN_HOST_BIAS_INL) == defined(HWY_TARGET_TOGGLE)
+#ifdef LONGSPAN_HOST_BIAS_INL
+#undef LONGSPAN_HOST_BIAS_INL
+#else
+#define LONGSPAN_HOST_BIAS_INL
+#endif
+
+#include <algorithm>
+#include <limits>
+
+#include "hwy/highway.h"
+#include "kernels/host/simd-inl.hpp"
+#include "kernels/host/tile.hpp"
+#include "kernels/host/visible.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace longspan::kernels::host {
+namespace HWY_NAMESPACE {
+
+class SegmentBias {
+ public:
+  SegmentBias(const AttendParams& params, const Tile& tile) : p_(params), tile_(tile) {
+    const Sequence& s = tile.sequence;
+    in_32_bits_ = s.kv_len + s.query_len <= std::numeric_limits<std::int32_t>::max();
+  }
+
+  /// Where the keys of the segment stand.
+  void start(const Segment& segment) {
+    const Sequence& s = tile_.sequence;
+    segment_ = segment;
+    token_ = -1;
+    consecutive_ = s.shard.consecutive_in_segment();
+    if (!in_32_bits_) return;
+    const std::int64_t first = s.shard.position(segment.first, s.kv_len) - s.context_len();
+    for (int j = 0; j < segment.keys; ++j)
+      column_[j] = static_cast<std::int32_t>(
+          consecutive_ ? first + j
+                       : s.shard.position(segment.first + j, s.kv_len) - s.context_len());
+    std::fill(column_ + segment.keys, column_ + kSegment, column_[segment.keys - 1]);
+  }
+
+  /// Adds to the scores of the tile's row `row`. `keys` is aligned to 16.
+  void add(int row, Range keys, float* scores) {
+    const int group = p_.heads / p_.kv_heads;
+    const std::int64_t token = (tile_.first + row) / group;
+    const int head = static_cast<int>(tile_.kv_head * group + (tile_.first + row) % group);
+    if (!in_32_bits_) return add_each(token, head, keys, scores);
+    if (token != token_) {  // the heads of a group share a row of qq_bias
+      token_ = token;
+      some_qq_ = p_.bias.qq && find_qq(token);
+    }
+    if (!p_.bias.slopes && !some_qq_) return;
+    const float slope = p_.bias.slopes ? p_.bias.slopes[head] : 0.0f;
+    const bool by_query = p_.bias.alibi == Alibi::query;
+    const Lanes d;
+    const hn::RebindToSigned<Lanes> integer;
+    const auto own = hn::Set(integer, static_cast<std::int32_t>(token));
+    for (int j = keys.begin; j < keys.end; j += kLanes) {
+      auto distance = hn::Load(integer, column_ + j);
+      if (by_query) {
+        const auto ahead = hn::Sub(distance, own);
+        distance = hn::Min(ahead, hn::Neg(ahead));
+      }
+      auto bias = hn::Mul(hn::Set(d, slope), hn::ConvertTo(d, distance));
+      if (some_qq_) bias = hn::Add(bias, hn::Load(d, qq_ + j));
+      bias = hn::Mul(bias, hn::Set(d, kLog2E));
+      const auto hidden = hn::Eq(bias, hn::Set(d, -infinity()));
+      const auto sum = hn::Add(hn::Load(d, scores + j), bias);
+      hn::Store(hn::IfThenElse(hidden, bias, sum), d, scores + j);
+    }
+  }
+
+ private:
+  /// The token's row of qq_bias for the keys of the segment; 0 where it has none. False where it
+  /// has none at all.
+  bool find_qq(std::int64_t token) {
+    const QqBias& qq = p_.bias.qq;
+    if (token >= qq.width) return false;
+    const std::int64_t row = token * qq.row_stride;
+    if (!consecutive_) {
+      bool some = false;
+      for (int j = 0; j < kSegment; ++j) {
+        const bool has = column_[j] >= 0 && column_[j] < qq.width;
+        qq_[j] = has ? qq.values[row + column_[j]] : 0.0f;
+        some = some || has;
+      }
+      return some;
+    }
+    const auto key = [&](std::int64_t column) {
+      return static_cast<int>(std::clamp<std::int64_t>(column - column_[0], 0, segment_.keys));
+    };
+    const int begin = key(0), end = key(qq.width);
+    if (begin >= end) return false;
+    std::fill(qq_, qq_ + begin, 0.0f);
+    std::fill(qq_ + end, qq_ + kSegment, 0.0f);
+    with_type(qq.values.dtype, [&]<class T>(const T*) {
+      const T* values = static_cast<const T*>(qq.values.data);
+      const Lanes8 d;
+      int j = begin;
+      for (; j + kLanes8 <= end; j += kLanes8)
+        hn::StoreU(load(d, values + (row + column_[j])), d, qq_ + j);
+      for (; j < end; ++j) qq_[j] = qq.values[row + column_[j]];
+    });
+    return true;
+  }
+
+  /// Positions past 2^31.
+  void add_each(std::int64_t token, int head, Range keys, float* scores) const {
+    const Sequence& s = tile_.sequence;
+    for (int j = keys.begin; j < std::min(keys.end, segment_.keys); ++j) {
+      const std::int64_t position = s.shard.position(segment_.first + j, s.kv_len);
+      const float bias = p_.bias(head, s.context_len() + token, position, s.context_len());
+      scores[j] = bias == -infinity() ? bias : scores[j] + bias;
+    }
+  }
+
+  const AttendParams& p_;
+  const Tile& tile_;
+  bool in_32_bits_ = true;
+  bool consecutive_ = true;
+  bool some_qq_ = false;
+  std::int64_t token_ = -1;  // of qq_
+  Segment segment_;
+  HWY_ALIGN std::int32_t column_[kSegment];  // position of a key - context_len
+  HWY_ALIGN float qq_[kSegment];
+};
+
+}  // namespace HWY_NAMESPACE
+}  // namespace longspan::kernels::host
+HWY_AFTER_NAMESPACE();
+
+#endif  // per target

@@ -1,0 +1,60 @@
+// Where the keys and values of one segment lie: an address for each row, so that what reads them
+// does not know whether the cache is contiguous or in pages, and both give the same bits.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/host/tile.hpp"
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::host {
+
+class KeyRows {
+ public:
+  /// [key of the segment]: element 0 of its row; null: no row of the tile sees it.
+  const std::byte* const* k() const { return k_; }
+  const std::byte* const* v() const { return v_; }
+
+  void clear() {
+    std::fill_n(k_, kSegment + kRowsAhead, nullptr);
+    std::fill_n(v_, kSegment + kRowsAhead, nullptr);
+  }
+
+  /// Finds keys [begin, end) of the segment that starts at local key `first`. Of the block table
+  /// only the entries of these keys are read.
+  void find(const AttendParams& p, const Sequence& s, int kv_head, std::int64_t first, int begin,
+            int end) {
+    if (begin >= end) return;
+    if (!p.pages) return run(p, 0, s.first_key + first + begin, kv_head, begin, end);
+    const std::int32_t* row_of_table = p.pages.table + s.index * p.pages.row_stride;
+    std::int64_t column = (first + begin) / p.pages.size, row = (first + begin) % p.pages.size;
+    for (int j = begin; j < end; ++column, row = 0) {
+      const int next = static_cast<int>(std::min<std::int64_t>(end, j + p.pages.size - row));
+      run(p, row_of_table[column * p.pages.column_stride], row, kv_head, j, next);
+      j = next;
+    }
+  }
+
+ private:
+  /// Keys [begin, end) are rows `row`, row + 1 ... of one page.
+  void run(const AttendParams& p, std::int64_t page, std::int64_t row, int kv_head, int begin,
+           int end) {
+    const auto place = [&](const KvRows& rows, const std::byte** to) {
+      const auto size = static_cast<std::int64_t>(size_of(p.kv_dtype));
+      const std::int64_t step = rows.row_stride * size;
+      const std::byte* at =
+          static_cast<const std::byte*>(rows.data) +
+          (page * rows.page_stride + row * rows.row_stride + kv_head * rows.head_stride) * size;
+      for (int j = begin; j < end; ++j, at += step) to[j] = at;
+    };
+    place(p.k, k_);
+    place(p.v, v_);
+  }
+
+  const std::byte* k_[kSegment + kRowsAhead];
+  const std::byte* v_[kSegment + kRowsAhead];
+};
+
+}  // namespace longspan::kernels::host

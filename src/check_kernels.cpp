@@ -1,0 +1,237 @@
+#include "src/check_kernels.hpp"
+
+#include <fmt/format.h>
+
+#include <limits>
+
+namespace longspan {
+namespace {
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+
+void check_batch(int batch, const std::int32_t* query_start, const std::int32_t* kv_len) {
+  require(batch >= 1, "the batch has {} sequences; it has at least 1", batch);
+  require(batch == 1 || query_start != nullptr, "a batch of {} sequences needs query_start", batch);
+  require(kv_len != nullptr, "kv_len is missing: the length of each sequence, new tokens included");
+}
+
+/// out of the products' type, or fp8 with its scale.
+void check_result(const Tensor& out, const Lse& lse, std::int64_t tokens, std::int64_t heads,
+                  std::int64_t dim, DType dtype, bool has_scale, const char* scale_name,
+                  Device device) {
+  check_rows(out, "out", tokens, heads, dim, out.dtype, device);
+  check_quantised(out.dtype, "out", dtype, has_scale, scale_name);
+  if (lse) check_lse(lse.tensor, "lse", tokens, heads, device);
+}
+
+struct Span {
+  const std::byte* begin;
+  const std::byte* end;
+  bool dense;
+};
+
+Span span_of(const Tensor& t) {
+  std::int64_t last = 0;
+  for (int d = 0; d < t.dims; ++d) last += (t.shape[d] - 1) * t.stride[d];
+  const auto* begin = static_cast<const std::byte*>(t.data);
+  return {begin, begin + (last + 1) * static_cast<std::int64_t>(size_of(t.dtype)),
+          last + 1 == t.size()};
+}
+
+/// A result may be `input` itself where `in_place` says so, and overlaps no input otherwise.
+/// Tensors with gaps may lie in each other's gaps, which is not looked into.
+void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, const char* in_name,
+                   bool in_place) {
+  if (out.size() == 0 || in.size() == 0) return;
+  if (in_place && out.data == in.data && out.dtype == in.dtype && out.stride == in.stride) return;
+  const Span a = span_of(out), b = span_of(in);
+  const bool apart = a.end <= b.begin || b.end <= a.begin;
+  require(apart || !(a.begin == b.begin || (a.dense && b.dense)), "{} overlaps {}: {}", out_name,
+          in_name,
+          in_place ? "it may be the same tensor, with the same type and strides, or lie apart"
+                   : "it must lie apart");
+}
+
+}  // namespace
+
+PagedShape shape_of(const PagedAttention& args) {
+  const Tensor &q = args.q, &k = args.k_cache;
+  require(q.dims == 3, "q is {}; [tokens, heads, dim] is wanted", shape_text(q));
+  require(k.dims == 4 || k.dims == 5,
+          "k_cache is {}; pages are [pages, page, kv_heads, dim], or x-packed [pages, kv_heads, "
+          "dim / x, page, x]",
+          shape_text(k));
+  const std::int64_t heads = q.shape[1], kv_heads = k.shape[k.dims == 5 ? 1 : 2];
+  require(q.shape[0] >= 0 && q.shape[0] <= kMost && heads >= 1 && heads <= kMost && kv_heads >= 1 &&
+              heads % kv_heads == 0,
+          "q is {} and k_cache is {}: heads {} must be a multiple of kv_heads {}", shape_text(q),
+          shape_text(k), heads, kv_heads);
+  const std::int64_t dim = q.shape[2];
+  if (dim < 16 || dim > 256 || dim % 8 != 0)
+    throw Unsupported(
+        fmt::format("head dim {} is not supported: 16 to 256 in steps of 8 are", dim));
+  const DType dtype = is_fp8(q.dtype) ? args.dtype : q.dtype;
+  check_product_dtype(dtype, "dtype");
+  return {dtype, q.shape[0], static_cast<int>(heads), static_cast<int>(kv_heads),
+          static_cast<int>(dim)};
+}
+
+CacheView check_paged(const PagedAttention& args, const PagedShape& shape, bool needs_out,
+                      Device device) {
+  check_batch(args.batch, args.query_start, args.kv_len);
+  check_rows(args.q, "q", -1, shape.heads, shape.dim, args.q.dtype, device);
+  check_quantised(args.q.dtype, "q", shape.dtype, bool{args.q_scale}, "q_scale");
+  require(args.block_table || args.block_table.columns == 0,
+          "block_table has {} columns and no data", args.block_table.columns);
+  check_quantised(args.k_cache.dtype, "k_cache", shape.dtype, bool{args.k_scale}, "k_scale");
+  const CacheView cache = view_pages(args.k_cache, args.v_cache, args.block_table,
+                                     {shape.kv_heads, shape.dim, args.k_cache.dtype, args.batch},
+                                     device, "k_cache", "v_cache");
+  check_quantised(args.v_cache.dtype, "v_cache", shape.dtype, bool{args.v_scale}, "v_scale");
+  require(bool{args.block_table}, "block_table is missing");
+  require(args.max_query_len >= 0, "max_query_len {} is negative; 0 means unknown",
+          args.max_query_len);
+  require(args.max_kv_len >= 0 && args.max_kv_len <= kMost,
+          "max_kv_len {} is not in 0 to 2^31 - 1; 0 means what the table can hold",
+          args.max_kv_len);
+  require(args.mask.window >= 0, "window {} is negative; 0 means no window", args.mask.window);
+  require(args.mask.right >= -1, "right {} is below -1; -1 means no bound", args.mask.right);
+  require(args.softcap >= 0, "softcap {} is negative; 0 means none", args.softcap);
+  require(!args.tf32 || shape.dtype == DType::fp32,
+          "tf32 is a way to make fp32 products; dtype is {}", name(shape.dtype));
+  check_qq_bias(args.qq_bias, args.query_start == nullptr ? shape.tokens : 0);
+  require(!needs_out || args.out.dims > 0, "out is missing");
+  require(args.out.dims > 0 || (!args.lse && args.out_scale == nullptr),
+          "lse and out_scale go with out, which is missing");
+  return cache;
+}
+
+void check_new_keys(const ContextAttention& args, const PagedShape& shape, Device device) {
+  check_rows(args.k, "k", shape.tokens, shape.kv_heads, shape.dim, shape.dtype, device);
+  check_rows(args.v, "v", shape.tokens, shape.kv_heads, shape.dim, shape.dtype, device);
+  require(args.out_scale == nullptr || args.out_scale_inv == nullptr,
+          "out_scale divides and out_scale_inv multiplies; give one of them");
+  check_result(args.out, args.lse, shape.tokens, shape.heads, shape.dim, shape.dtype,
+               args.out_scale != nullptr || args.out_scale_inv != nullptr,
+               "out_scale or out_scale_inv", device);
+}
+
+void check_output(const PagedAttention& args, const PagedShape& shape, Device device) {
+  if (args.out.dims > 0)
+    check_result(args.out, args.lse, shape.tokens, shape.heads, shape.dim, shape.dtype,
+                 args.out_scale != nullptr, "out_scale", device);
+}
+
+void check_segments(const Segments& s, std::int64_t tokens, std::int64_t heads,
+                    std::int64_t least_dim, Device device) {
+  check_tensor(s.output, "segments.output", DType::fp32, device);
+  require(s.output.dims == 4 && s.output.shape[0] == tokens && s.output.shape[1] == heads &&
+              s.output.shape[2] >= 1 && s.output.shape[3] >= least_dim,
+          "segments.output is {}; [{}, {}, segments, at least {}] is wanted", shape_text(s.output),
+          tokens, heads, least_dim);
+  const std::int64_t count = s.output.shape[2], padded = s.output.stride[2];
+  require(s.output.size() == 0 || (s.output.stride[3] == 1 && padded >= s.output.shape[3] &&
+                                   padded <= kMost && s.output.stride[1] == count * padded &&
+                                   s.output.stride[0] == heads * count * padded),
+          "segments.output {} has strides {}, {}, {}, {}: its rows lie one behind the other",
+          shape_text(s.output), s.output.stride[0], s.output.stride[1], s.output.stride[2],
+          s.output.stride[3]);
+  for (const auto& [t, name] :
+       {std::pair{&s.max, "segments.max"}, std::pair{&s.expsum, "segments.expsum"}}) {
+    check_tensor(*t, name, DType::fp32, device);
+    require(t->dims == 3 && t->shape[0] == tokens && t->shape[1] == heads && t->shape[2] == count,
+            "{} is {}; [{}, {}, {}] is wanted", name, shape_text(*t), tokens, heads, count);
+    require(t->size() == 0 ||
+                (t->stride[2] == 1 && t->stride[1] == count && t->stride[0] == heads * count),
+            "{} {} has strides {}, {}, {}; it must be dense", name, shape_text(*t), t->stride[0],
+            t->stride[1], t->stride[2]);
+  }
+  require(s.keys >= 0, "segments have {} keys; 0 means as many tiles as fill them", s.keys);
+  require(s.tile >= 1, "a tile has {} keys; it has at least 1", s.tile);
+}
+
+void check_reduce(const ReduceSegments& args, Device device) {
+  check_batch(args.batch, args.query_start, args.kv_len);
+  require(args.out.dims == 3, "out is {}; [tokens, heads, dim] is wanted", shape_text(args.out));
+  const std::int64_t tokens = args.out.shape[0], heads = args.out.shape[1], dim = args.out.shape[2];
+  check_rows(args.out, "out", -1, heads, dim, args.out.dtype, device);
+  require(!is_fp8(args.out.dtype) || args.out_scale != nullptr,
+          "out is {} and there is no out_scale; give it (1 where none is due)",
+          name(args.out.dtype));
+  if (args.lse) check_lse(args.lse.tensor, "lse", tokens, heads, device);
+  check_segments(args.segments, tokens, heads, dim, device);
+}
+
+void check_merge(const MergeAttnStates& args, Device device) {
+  const Tensor& in = args.prefix_out;
+  require(in.dims == 3, "prefix_out is {}; [tokens, heads, dim] is wanted", shape_text(in));
+  check_product_dtype(in.dtype, "prefix_out");
+  const std::int64_t tokens = in.shape[0], heads = in.shape[1], dim = in.shape[2];
+  check_rows(in, "prefix_out", -1, heads, dim, in.dtype, device);
+  check_rows(args.suffix_out, "suffix_out", tokens, heads, dim, in.dtype, device);
+  check_rows(args.out, "out", tokens, heads, dim, args.out.dtype, device);
+  check_quantised(args.out.dtype, "out", in.dtype, args.output_scale != nullptr, "output_scale");
+  check_lse(args.prefix_lse.tensor, "prefix_lse", tokens, heads, device);
+  check_lse(args.suffix_lse.tensor, "suffix_lse", tokens, heads, device);
+  if (args.out_lse) check_lse(args.out_lse.tensor, "out_lse", tokens, heads, device);
+  require(args.prefill_tokens_with_context.value_or(0) >= 0,
+          "prefill_tokens_with_context is {}; it is a number of tokens",
+          args.prefill_tokens_with_context.value_or(0));
+  check_overlap(args.out, "out", in, "prefix_out", true);
+  check_overlap(args.out, "out", args.suffix_out, "suffix_out", false);
+  if (args.out_lse) {
+    check_overlap(args.out_lse.tensor, "out_lse", args.prefix_lse.tensor, "prefix_lse", true);
+    check_overlap(args.out_lse.tensor, "out_lse", args.suffix_lse.tensor, "suffix_lse", false);
+  }
+}
+
+void check_merge(const MergeStates& args, Device device) {
+  const Tensor &in = args.parts, &lses = args.lses.tensor;
+  check_product_dtype(in.dtype, "parts");
+  check_tensor(in, "parts", in.dtype, device);
+  require(in.dims == 4 && in.shape[0] >= 1 && in.shape[0] <= kMost,
+          "parts is {}; [parts, tokens, heads, dim] of at least one part is wanted",
+          shape_text(in));
+  require(in.stride[3] == 1 || in.size() == 0,
+          "parts has stride {} in its last dimension; it must be 1", in.stride[3]);
+  check_rows(args.out, "out", in.shape[1], in.shape[2], in.shape[3], args.out.dtype, device);
+  check_quantised(args.out.dtype, "out", in.dtype, args.output_scale != nullptr, "output_scale");
+  check_tensor(lses, "lses", DType::fp32, device);
+  require(lses.dims == 3 && lses.shape[0] == in.shape[0] && lses.shape[1] == in.shape[1] &&
+              lses.shape[2] == in.shape[2],
+          "lses is {} (parts, tokens, heads); [{}, {}, {}] is wanted", shape_text(lses),
+          in.shape[0], in.shape[1], in.shape[2]);
+  if (args.out_lse) check_lse(args.out_lse.tensor, "out_lse", in.shape[1], in.shape[2], device);
+  check_overlap(args.out, "out", in, "parts", false);
+  if (args.out_lse) check_overlap(args.out_lse.tensor, "out_lse", lses, "lses", false);
+}
+
+CacheView check_append(const AppendKv& args, Device device) {
+  require(args.k.dims == 3, "k is {}; [tokens, kv_heads, dim] is wanted", shape_text(args.k));
+  check_product_dtype(args.k.dtype, "k");
+  const std::int64_t tokens = args.k.shape[0], kv_heads = args.k.shape[1], dim = args.k.shape[2];
+  check_rows(args.k, "k", -1, kv_heads, dim, args.k.dtype, device);
+  check_rows(args.v, "v", tokens, kv_heads, dim, args.k.dtype, device);
+  check_quantised(args.k_cache.dtype, "k_cache", args.k.dtype, bool{args.k_scale}, "k_scale");
+  check_quantised(args.v_cache.dtype, "v_cache", args.k.dtype, bool{args.v_scale}, "v_scale");
+  require(args.slots != nullptr || tokens == 0, "slots is missing");
+  return view_pages(args.k_cache, args.v_cache, {}, {kv_heads, dim, args.k_cache.dtype, 1}, device,
+                    "k_cache", "v_cache");
+}
+
+void check_workspace(const Workspace& workspace, std::size_t needed) {
+  require(workspace.bytes >= needed && (workspace.data != nullptr || needed == 0),
+          "workspace has {} bytes; this call needs {} (workspace_bytes)",
+          workspace.data == nullptr ? 0 : workspace.bytes, needed);
+  require(reinterpret_cast<std::uintptr_t>(workspace.data) % 256 == 0,
+          "workspace lies at {}; it must be aligned to 256 bytes", workspace.data);
+}
+
+void check_new_lengths(const kernels::Batch& batch, std::int64_t tokens) {
+  for (int b = 0; b < batch.size; ++b)
+    require(batch.query_len(b, tokens) <= batch.kv_len[b],
+            "sequence {} has {} new tokens and kv_len {}, which must count them", b,
+            batch.query_len(b, tokens), batch.kv_len[b]);
+}
+
+}  // namespace longspan

@@ -1,0 +1,213 @@
+// The checks of one run, and of one append.
+#include <fmt/format.h>
+
+#include <limits>
+
+#include "src/validate.hpp"
+
+namespace longspan {
+namespace {
+
+constexpr std::int64_t kMostKeys = std::numeric_limits<std::int32_t>::max();
+
+void check_shard(const Shard& shard, const char* name, int batch, bool ranges_of_batch,
+                 const Communicator& world) {
+  require(shard.rank == world.rank() && shard.ranks == world.size(),
+          "{} describes rank {} of {}; this is rank {} of {}", name, shard.rank, shard.ranks,
+          world.rank(), world.size());
+  require(shard.length >= 0, "{} has length {}", name, shard.length);
+  require(shard.block > 0, "{} has blocks of {} keys; a block has at least 1", name, shard.block);
+  const bool listed = shard.layout == Layout::listed, ranges = shard.layout == Layout::ranges;
+  require((!listed && !ranges) || shard.table != nullptr || (listed && shard.listed == 0),
+          "{} is {} without a table", name, longspan::name(shard.layout));
+  require(batch == 1 || !(listed || (ranges && !ranges_of_batch)),
+          "{} is {}, which describes one sequence; the batch has {}", name,
+          longspan::name(shard.layout), batch);
+}
+
+/// Host only: the table of sequence b.
+void check_table(const Shard& shard, int b, std::int64_t kv_len) {
+  if (shard.layout == Layout::ranges) {
+    require(shard.table[0] == 0 && shard.table[shard.ranks] == kv_len,
+            "the table of ranges of sequence {} runs from {} to {}; the sequence has keys 0 to {}",
+            b, shard.table[0], shard.table[shard.ranks], kv_len);
+    for (int r = 0; r < shard.ranks; ++r)
+      require(shard.table[r] <= shard.table[r + 1],
+              "the table of ranges of sequence {} descends at rank {}", b, r);
+  }
+  if (shard.layout == Layout::listed)
+    for (std::int64_t i = 0; i < shard.listed; ++i)
+      require(shard.table[i] >= 0 && shard.table[i] < kv_len,
+              "listed key {} stands at position {}; the sequence has {} keys", i, shard.table[i],
+              kv_len);
+}
+
+/// Host only.
+void check_documents(const Documents& documents) {
+  for (std::int64_t d = 0; d < documents.count; ++d)
+    require(documents.start[d] <= documents.start[d + 1],
+            "documents descend at document {}: {} to {}", d, documents.start[d],
+            documents.start[d + 1]);
+}
+
+void check_batch(int batch, const std::int32_t* query_start, const std::int32_t* kv_len,
+                 const Options& options) {
+  require(batch >= 1 && batch <= options.max_batch,
+          "the batch has {} sequences; the layer was made for 1 to {}", batch, options.max_batch);
+  require(batch == 1 || (query_start != nullptr && kv_len != nullptr),
+          "a batch of {} sequences needs query_start and kv_len", batch);
+}
+
+CacheView check_cache(const Tensor& k, const Tensor& v, const BlockTable& table, int batch,
+                      const Options& options, Device device) {
+  const CacheShape shape{options.kv_heads, options.dim, options.kv_dtype.value_or(options.dtype),
+                         batch};
+  return table ? view_pages(k, v, table, shape, device, "k", "v")
+               : view_contiguous(k, v, shape, device);
+}
+
+/// What a rule alone tells of the one sequence, when its length is in the shard.
+void check_room(const Shard& shard, const CacheView& cache) {
+  const std::int64_t own = shard.local_len(shard.length);
+  require(own <= cache.room(), "rank {} holds {} of {} keys ({} layout); there is room for {}",
+          shard.rank, own, shard.length, name(shard.layout), cache.room());
+}
+
+/// The features of a request that stand beside its tensors.
+void check_features(const Request& request, const Options& options) {
+  check_qq_bias(request.qq_bias,
+                options.shard_queries || request.query_start != nullptr ? 0 : request.q.shape[0]);
+  require(!request.documents || request.batch == 1,
+          "documents are packed in one sequence; the batch has {}", request.batch);
+  require(!request.documents || request.documents.count >= 0, "there are {} documents",
+          request.documents.count);
+  if (request.skip_decode && options.shard_queries)
+    throw Unsupported(
+        "skip_decode with shard_queries is not supported: a rank cannot leave out rows whose place "
+        "only the others know; give the sequences of several queries only");
+}
+
+std::int64_t check_query_shard(const Request& request, const Options& options,
+                               const Communicator& world) {
+  check_shard(request.query_shard, "query_shard", request.batch, false, world);
+  const std::int64_t rows = request.query_shard.length;
+  require(rows <= options.max_tokens * world.size(),
+          "query_shard has {} rows in all; the layer was made for at most {} on each of {} ranks",
+          rows, options.max_tokens, world.size());
+  require(request.q.stride[1] == options.dim &&
+              request.q.stride[0] == std::int64_t{options.heads} * options.dim,
+          "with shard_queries q must be dense; its strides are {} and {}", request.q.stride[0],
+          request.q.stride[1]);
+  if (request.batch == 1 &&
+      (world.device() == Device::host || request.query_shard.layout != Layout::ranges))
+    require(request.query_shard.local_len(rows) == request.q.shape[0],
+            "query_shard gives rank {} {} of {} rows; q has {}", world.rank(),
+            request.query_shard.local_len(rows), rows, request.q.shape[0]);
+  return rows;
+}
+
+}  // namespace
+
+void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
+                   const CacheView& cache, std::int64_t max_kv_len) {
+  if (batch.query_start != nullptr) {
+    const std::int32_t* start = batch.query_start;
+    require(start[0] == 0, "query_start[0] is {}; it must be 0", start[0]);
+    for (int b = 0; b < batch.size; ++b)
+      require(start[b] <= start[b + 1], "query_start descends at sequence {}: {} to {}", b,
+              start[b], start[b + 1]);
+    require(start[batch.size] <= rows, "query_start ends at row {}; there are {} rows",
+            start[batch.size], rows);
+  }
+  const bool packed = !cache.pages && cache.pitch == 0;
+  std::int64_t packed_keys = 0;
+  for (int b = 0; b < batch.size; ++b) {
+    const std::int64_t kv_len = batch.keys(b, shard);
+    require(kv_len >= 0, "kv_len[{}] is {}; lengths are not negative", b, kv_len);
+    require(max_kv_len == 0 || kv_len <= max_kv_len,
+            "sequence {} has {} keys; at most {} were promised (max_kv_len)", b, kv_len,
+            max_kv_len);
+    const Shard own = shard.of(b);
+    check_table(own, b, kv_len);
+    const std::int64_t local = own.local_len(kv_len);
+    packed_keys += local;
+    require((packed ? packed_keys : local) <= cache.room(),
+            "sequence {} has {} keys, of which rank {} holds {} ({} layout); there is room for {} "
+            "in {}",
+            b, kv_len, own.rank, local, name(own.layout), cache.room(),
+            cache.pages ? "its row of block_table" : "k and v");
+  }
+}
+
+CacheView check_request(const Request& request, const Options& options, const Communicator& world) {
+  const Device device = world.device();
+  check_batch(request.batch, request.query_start, request.kv_len, options);
+
+  const DType q_dtype = options.query_dtype.value_or(options.dtype);
+  const DType kv_dtype = options.kv_dtype.value_or(options.dtype);
+  const DType out_dtype = options.out_dtype.value_or(options.dtype);
+  check_rows(request.q, "q", -1, options.heads, options.dim, q_dtype, device);
+  const std::int64_t own_rows = request.q.shape[0];
+  check_rows(request.out, "out", own_rows, options.heads, options.dim, out_dtype, device);
+  require(own_rows <= options.max_tokens,
+          "q has {} rows; the layer was made for at most {} (max_tokens)", own_rows,
+          options.max_tokens);
+  if (request.lse) check_lse(request.lse, "lse", own_rows, options.heads, device);
+  const CacheView cache =
+      check_cache(request.k, request.v, request.block_table, request.batch, options, device);
+  check_quantised(q_dtype, "q", options.dtype, bool{request.q_scale}, "q_scale");
+  check_quantised(kv_dtype, "k", options.dtype, bool{request.k_scale}, "k_scale");
+  check_quantised(kv_dtype, "v", options.dtype, bool{request.v_scale}, "v_scale");
+  check_quantised(out_dtype, "out", options.dtype, request.out_scale != nullptr, "out_scale");
+  check_shard(request.shard, "shard", request.batch, true, world);
+  require(request.shard.length <= kMostKeys,
+          "the sequence has {} keys; at most 2^31 - 1 are supported", request.shard.length);
+  check_features(request, options);
+  const std::int64_t rows =
+      options.shard_queries ? check_query_shard(request, options, world) : own_rows;
+
+  if (device == Device::host) {
+    check_lengths({request.batch, request.query_start, request.kv_len}, rows, request.shard, cache,
+                  options.max_kv_len);
+    check_documents(request.documents);
+  } else if (request.kv_len == nullptr && request.shard.layout != Layout::ranges) {
+    check_room(request.shard, cache);
+  }
+  return cache;
+}
+
+CacheView check_append(const Append& tokens, const Options& options, const Communicator& world) {
+  const Device device = world.device();
+  check_batch(tokens.batch, tokens.query_start, tokens.kv_len, options);
+  check_rows(tokens.new_k, "new_k", -1, options.kv_heads, options.dim, options.dtype, device);
+  check_rows(tokens.new_v, "new_v", tokens.new_k.shape[0], options.kv_heads, options.dim,
+             options.dtype, device);
+  const CacheView cache =
+      check_cache(tokens.k, tokens.v, tokens.block_table, tokens.batch, options, device);
+  const DType kv_dtype = options.kv_dtype.value_or(options.dtype);
+  check_quantised(kv_dtype, "k", options.dtype, bool{tokens.k_scale}, "k_scale");
+  check_quantised(kv_dtype, "v", options.dtype, bool{tokens.v_scale}, "v_scale");
+  check_shard(tokens.shard, "shard", tokens.batch, true, world);
+  require(tokens.shard.length <= kMostKeys,
+          "the sequence has {} keys; at most 2^31 - 1 are supported", tokens.shard.length);
+  if (tokens.shard.layout == Layout::listed)
+    throw Unsupported(
+        "append to a listed shard is not supported: its table says where the keys that are there "
+        "stand, not where new ones go; write them with Kernels::append_kv");
+  if (device == Device::host) {
+    check_lengths({tokens.batch, tokens.query_start, tokens.kv_len}, tokens.new_k.shape[0],
+                  tokens.shard, cache, options.max_kv_len);
+    const kernels::Batch batch{tokens.batch, tokens.query_start, tokens.kv_len};
+    for (int b = 0; b < batch.size; ++b) {
+      const std::int64_t added = batch.query_len(b, tokens.new_k.shape[0]);
+      require(added <= batch.keys(b, tokens.shard),
+              "sequence {} gets {} new keys and has kv_len {}, which must count them", b, added,
+              batch.keys(b, tokens.shard));
+    }
+  } else if (tokens.kv_len == nullptr && tokens.shard.layout != Layout::ranges) {
+    check_room(tokens.shard, cache);
+  }
+  return cache;
+}
+
+}  // namespace longspan

@@ -1,0 +1,398 @@
+// Kernels: what serving engines call, put together from the backend's pieces.
+//
+//     segmented_attention   attend -> (export) -> merge
+//     context_attention     the sequence cut at its context, as between two ranks: attend the
+//                           cache, attend the new rows, merge
+//     the others            one kernel each
+#include "longspan/kernels.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "comm/transport.hpp"
+#include "kernels/backend.hpp"
+#include "longspan/buffer.hpp"
+#include "longspan/communicator.hpp"
+#include "src/check_kernels.hpp"
+#include "src/faults.hpp"
+#include "src/trace.hpp"
+#include "src/validate.hpp"
+#include "src/workspace.hpp"
+
+namespace longspan {
+namespace {
+
+/// Attention of a call, less what lies in the workspace. A cache with memory is not needed for the
+/// sizes.
+kernels::AttendParams attend_params(const PagedAttention& a, const PagedShape& shape) {
+  kernels::AttendParams p;
+  p.dtype = shape.dtype;
+  p.q_dtype = a.q.dtype;
+  p.kv_dtype = a.k_cache.dtype;
+  p.tokens = shape.tokens;
+  p.heads = shape.heads;
+  p.kv_heads = shape.kv_heads;
+  p.dim = shape.dim;
+  p.q = rows_of(a.q);
+  p.q_scale = a.q_scale;
+  p.k_scale = a.k_scale;
+  p.v_scale = a.v_scale;
+  p.batch = {a.batch, a.query_start, a.kv_len, nullptr, a.causal};
+  p.mask = a.mask;
+  p.score = {a.scale.value_or(1.0f / std::sqrt(static_cast<float>(shape.dim))), a.softcap};
+  p.bias = {a.slopes, a.alibi, a.qq_bias};
+  p.tf32 = a.tf32;
+  const std::int64_t page = a.k_cache.shape[a.k_cache.dims == 5 ? 3 : 1];
+  p.max_query_len = a.max_query_len;
+  p.max_kv_len = a.max_kv_len > 0 ? a.max_kv_len : a.block_table.columns * page;
+  return p;
+}
+
+void set_cache(kernels::AttendParams& p, const CacheView& cache) {
+  p.k = cache.k;
+  p.v = cache.v;
+  p.pages = cache.pages;
+}
+
+/// The parts of a context: the cache as rank 0 of 2, the new rows as rank 1.
+struct ContextParams {
+  kernels::AttendParams cached, fresh;
+};
+
+/// The whole sequences as one rank holds them: cached and new keys together.
+kernels::AttendParams whole_params(kernels::AttendParams cached) {
+  cached.shard = Shard::contiguous(0, 0, 1);
+  return cached;
+}
+
+ContextParams context_params(const ContextAttention& a, const PagedShape& shape,
+                             const std::int64_t* ranges, const std::int64_t* key_start) {
+  ContextParams p;
+  p.cached = attend_params(a, shape);
+  p.cached.batch.skip_decode = a.skip_decode;
+  if (a.max_kv_len == 0)
+    p.cached.max_kv_len += shape.tokens;  // new keys need no place in the table
+  p.cached.shard = Shard::ranges(0, 0, 2, ranges);
+  p.fresh = p.cached;
+  p.fresh.shard.rank = 1;
+  p.fresh.slot = 1;
+  p.fresh.kv_dtype = shape.dtype;
+  p.fresh.k_scale = p.fresh.v_scale = {};
+  p.fresh.batch.key_start = key_start;
+  return p;
+}
+
+void set_new_rows(kernels::AttendParams& p, const ContextAttention& a) {
+  static_cast<kernels::Rows&>(p.k) = rows_of(a.k);
+  static_cast<kernels::Rows&>(p.v) = rows_of(a.v);
+}
+
+kernels::MergeParams merge_params(const PagedAttention& a, const kernels::AttendParams& attended) {
+  kernels::MergeParams p;
+  p.states = attended.state;
+  p.heads = attended.heads;
+  p.sinks = a.sinks;
+  p.batch = attended.batch;
+  p.tokens = attended.tokens;
+  p.dtype = a.out.dtype;
+  p.out_scale = {a.out_scale};
+  p.out = rows_of(a.out);
+  const kernels::LseView lse = lse_of(a.lse.tensor);
+  p.lse = lse.data;
+  p.lse_row_stride = lse.row_stride;
+  p.lse_head_stride = lse.head_stride;
+  return p;
+}
+
+/// What both merges of finished outputs say alike: where the result goes, and how parts are read.
+template <class Args>
+kernels::MergeOutputsParams merged_outputs(const Args& a, LogBase base) {
+  kernels::MergeOutputsParams p;
+  p.base = base;
+  p.nan_is_empty = a.nan_is_empty;
+  p.tokens = a.out.shape[0];
+  p.heads = static_cast<int>(a.out.shape[1]);
+  p.dim = static_cast<int>(a.out.shape[2]);
+  p.dtype = a.out.dtype;
+  p.out_scale = {a.output_scale};
+  p.out = rows_of(a.out);
+  p.lse = lse_of(a.out_lse.tensor);
+  return p;
+}
+
+int count_of(const Segments& s) {
+  return s.output.dims == 4 ? static_cast<int>(std::max<std::int64_t>(s.output.shape[2], 0)) : 0;
+}
+
+kernels::KeyParts parts_of(const Segments& s) { return {count_of(s), s.keys, s.tile}; }
+
+kernels::SegmentView view_of(const Segments& s) {
+  return {static_cast<float*>(s.output.data), static_cast<float*>(s.max.data),
+          static_cast<float*>(s.expsum.data), count_of(s), static_cast<int>(s.output.stride[2])};
+}
+
+kernels::AppendParams append_params(const AppendKv& a, const CacheView& cache) {
+  kernels::AppendParams p;
+  p.dtype = a.k.dtype;
+  p.kv_dtype = a.k_cache.dtype;
+  p.tokens = a.k.shape[0];
+  p.kv_heads = static_cast<int>(a.k.shape[1]);
+  p.dim = static_cast<int>(a.k.shape[2]);
+  p.new_k = rows_of(a.k);
+  p.new_v = rows_of(a.v);
+  p.k = cache.k;
+  p.v = cache.v;
+  p.pages = cache.pages;
+  p.slots = a.slots;
+  p.k_scale = a.k_scale;
+  p.v_scale = a.v_scale;
+  return p;
+}
+
+kernels::CheckParams append_checks(const AppendKv& a, const CacheView& cache) {
+  kernels::CheckParams p;
+  p.attend.tokens = a.k.shape[0];
+  p.attend.pages = cache.pages;
+  p.is_append = true;
+  p.slots = a.slots;
+  p.slot_count = cache.keys;
+  return p;
+}
+
+std::size_t words_of_claims(const CacheView& cache) {
+  return static_cast<std::size_t>(cache.keys / 32 + 1);
+}
+
+}  // namespace
+
+struct Kernels::Impl {
+  Communicator alone;  // waits, with its deadline
+  std::unique_ptr<kernels::Backend> backend;
+  std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache once
+
+  Impl(Device device, int threads)
+      : alone(self(device)),
+        backend(device == Device::cuda ? kernels::cuda_backend() : kernels::host_backend(threads)) {
+  }
+
+  Device device() const { return alone.device(); }
+  bool on_host() const { return device() == Device::host; }
+
+  CallWorkspace lay_out(const SegmentedAttention& a, const PagedShape& shape, void* base) const {
+    kernels::AttendParams p = attend_params(a, shape);
+    p.parts = parts_of(a.segments);
+    return CallWorkspace::lay_out(base, std::max(1, p.parts.count), p.tokens * p.heads, p.dim,
+                                  backend->attend_scratch(p), 0);
+  }
+
+  CallWorkspace lay_out(const ContextAttention& a, const PagedShape& shape, void* base) const {
+    const ContextParams p = context_params(a, shape, nullptr, nullptr);
+    const std::size_t scratch =
+        std::max(backend->attend_scratch(p.cached), backend->attend_scratch(p.fresh));
+    return CallWorkspace::lay_out(base, 2, p.cached.tokens * p.cached.heads, p.cached.dim, scratch,
+                                  a.batch, backend->gather_room(whole_params(p.cached)));
+  }
+
+  template <class Args>
+  CallWorkspace take_workspace(const Args& a, const PagedShape& shape) const {
+    check_workspace(a.workspace, lay_out(a, shape, nullptr).bytes);
+    return lay_out(a, shape, a.workspace.data);
+  }
+
+  /// Checks where the arrays lie, and waits.
+  void check_and_wait(kernels::CheckParams p, Stream stream) const {
+    FaultBox faults(device());
+    p.report = faults.report();
+    backend->check_arrays(p, stream);
+    alone.transport().wait(stream, "check of arrays");
+    faults.read();
+  }
+
+  /// Host: before anything is written.
+  void check_at_once(kernels::CheckParams p) const {
+    kernels::FaultReport found;
+    p.report = &found;
+    backend->check_arrays(p, {});
+    throw_fault(found);
+  }
+
+  void check_sequences(const kernels::AttendParams& p, const CacheView& cache,
+                       std::int64_t max_kv_len) const {
+    check_lengths(p.batch, p.tokens, p.shard, cache, max_kv_len);
+    check_at_once({.attend = p, .slot_count = cache.keys});
+  }
+};
+
+Kernels::Kernels(Device device, int threads) : impl_(std::make_unique<Impl>(device, threads)) {}
+Kernels::~Kernels() = default;
+Kernels::Kernels(Kernels&&) noexcept = default;
+Kernels& Kernels::operator=(Kernels&&) noexcept = default;
+
+void Kernels::merge_attn_states(const MergeAttnStates& a, LogBase base, Stream stream) const {
+  const trace::Range range("longspan merge_attn_states");
+  check_merge(a, impl_->device());
+  kernels::MergeOutputsParams p = merged_outputs(a, base);
+  p.in_dtype = a.prefix_out.dtype;
+  p.in[0] = rows_of(a.prefix_out);
+  p.in[1] = rows_of(a.suffix_out);
+  p.in_lse[0] = lse_of(a.prefix_lse.tensor);
+  p.in_lse[1] = lse_of(a.suffix_lse.tensor);
+  p.with_prefix = a.prefill_tokens_with_context.value_or(-1);
+  impl_->backend->merge_outputs(p, stream);
+}
+
+void Kernels::merge_states(const MergeStates& a, LogBase base, Stream stream) const {
+  const trace::Range range("longspan merge_states");
+  check_merge(a, impl_->device());
+  kernels::MergeOutputsParams p = merged_outputs(a, base);
+  p.parts = static_cast<int>(a.parts.shape[0]);
+  p.in_dtype = a.parts.dtype;
+  p.in[0] = p.in[1] = rows_of(a.parts);
+  p.in_lse[0] = p.in_lse[1] = lse_of(a.lses.tensor);
+  p.part_stride = a.parts.stride[0];
+  p.lse_part_stride = a.lses.tensor.stride[0];
+  if (p.parts == 2) {
+    p.in[1].data = static_cast<std::byte*>(p.in[0].data) +
+                   p.part_stride * static_cast<std::int64_t>(size_of(p.in_dtype));
+    p.in_lse[1].data += p.lse_part_stride;
+  }
+  impl_->backend->merge_outputs(p, stream);
+}
+
+void Kernels::segmented_attention(const SegmentedAttention& a, Stream stream) const {
+  const trace::Range range("longspan segmented_attention");
+  const PagedShape shape = shape_of(a);
+  const bool hand_out = a.segments.output.dims > 0;
+  const CacheView cache = check_paged(a, shape, !hand_out, impl_->device());
+  check_output(a, shape, impl_->device());
+  if (hand_out) check_segments(a.segments, shape.tokens, shape.heads, shape.dim, impl_->device());
+
+  kernels::AttendParams p = attend_params(a, shape);
+  set_cache(p, cache);
+  p.parts = parts_of(a.segments);
+  const CallWorkspace memory = impl_->take_workspace(a, shape);
+  p.state = {memory.states, p.tokens * p.heads, p.dim, std::max(1, p.parts.count)};
+  p.scratch = memory.scratch;
+  p.scratch_bytes = memory.scratch_bytes;
+  impl_->backend->check(p);
+  if (impl_->on_host()) impl_->check_sequences(p, cache, a.max_kv_len);
+
+  const bool whole = !hand_out && a.out.dims > 0;
+  if (whole && impl_->backend->attend_finished(p, merge_params(a, p), stream)) return;
+  impl_->backend->attend(p, stream);
+  if (hand_out)
+    impl_->backend->export_segments(
+        {p.state, p.parts, p.batch, p.shard, p.tokens, p.heads, a.sinks, view_of(a.segments)},
+        stream);
+  if (a.out.dims > 0) impl_->backend->merge(merge_params(a, p), stream);
+}
+
+void Kernels::reduce_segments(const ReduceSegments& a, Stream stream) const {
+  const trace::Range range("longspan reduce_segments");
+  check_reduce(a, impl_->device());
+  kernels::ReduceSegmentsParams p;
+  p.from = view_of(a.segments);
+  p.parts = parts_of(a.segments);
+  p.batch = {a.batch, a.query_start, a.kv_len};
+  p.tokens = a.out.shape[0];
+  p.heads = static_cast<int>(a.out.shape[1]);
+  p.dim = static_cast<int>(a.out.shape[2]);
+  p.dtype = a.out.dtype;
+  p.out_scale = {a.out_scale};
+  p.out = rows_of(a.out);
+  p.lse = lse_of(a.lse.tensor);
+  if (impl_->on_host()) {
+    CacheView any;  // no keys are read
+    any.keys = std::numeric_limits<std::int64_t>::max();
+    check_lengths(p.batch, p.tokens, p.shard, any, 0);
+  }
+  impl_->backend->reduce_segments(p, stream);
+}
+
+void Kernels::context_attention(const ContextAttention& a, Stream stream) const {
+  const trace::Range range("longspan context_attention");
+  const PagedShape shape = shape_of(a);
+  const CacheView cache = check_paged(a, shape, true, impl_->device());
+  check_new_keys(a, shape, impl_->device());
+
+  const CallWorkspace memory = impl_->take_workspace(a, shape);
+  auto [cached, fresh] =
+      context_params(a, shape, memory.ranges, a.batch > 1 ? memory.key_start : nullptr);
+  set_cache(cached, cache);
+  set_new_rows(fresh, a);
+  for (kernels::AttendParams* p : {&cached, &fresh}) {
+    p->state = {memory.states, p->tokens * p->heads, p->dim, 2};
+    p->scratch = memory.scratch;
+    p->scratch_bytes = memory.scratch_bytes;
+    impl_->backend->check(*p);
+  }
+  impl_->backend->cut_context({cached.batch, cached.tokens, memory.ranges}, stream);
+  if (impl_->on_host()) {
+    impl_->check_sequences(cached, cache, a.max_kv_len);
+    check_new_lengths(cached.batch, cached.tokens);
+  }
+
+  kernels::MergeParams merge = merge_params(a, cached);
+  if (a.out_scale_inv != nullptr) merge.out_scale = {a.out_scale_inv, true};
+  const kernels::GatheredParams gathered{whole_params(cached), fresh.k,          fresh.v, merge,
+                                         memory.room,          memory.room_bytes};
+  if (memory.room_bytes > 0 && impl_->backend->attend_gathered(gathered, stream)) return;
+
+  if (a.batch > 1)
+    impl_->backend->key_starts({fresh.shard, a.kv_len, 0, a.batch, memory.key_start}, stream);
+  impl_->backend->attend(cached, stream);
+  impl_->backend->attend(fresh, stream);
+  impl_->backend->merge(merge, stream);
+}
+
+void Kernels::append_kv(const AppendKv& a, Stream stream) const {
+  const trace::Range range("longspan append_kv");
+  const CacheView cache = check_append(a, impl_->device());
+  if (impl_->on_host()) {
+    impl_->claimed.assign(words_of_claims(cache), 0);
+    kernels::CheckParams checks = append_checks(a, cache);
+    checks.claimed = impl_->claimed.data();
+    impl_->check_at_once(checks);
+  }
+  impl_->backend->append(append_params(a, cache), stream);
+}
+
+std::size_t Kernels::workspace_bytes(const SegmentedAttention& a) const {
+  return impl_->lay_out(a, shape_of(a), nullptr).bytes;
+}
+
+std::size_t Kernels::workspace_bytes(const ContextAttention& a) const {
+  return impl_->lay_out(a, shape_of(a), nullptr).bytes;
+}
+
+void Kernels::check(const PagedAttention& a, Stream stream) const {
+  const PagedShape shape = shape_of(a);
+  const CacheView cache = check_paged(a, shape, false, impl_->device());
+  kernels::AttendParams p = attend_params(a, shape);
+  set_cache(p, cache);
+  impl_->check_and_wait({.attend = p, .slot_count = cache.keys}, stream);
+}
+
+void Kernels::check(const ContextAttention& a, Stream stream) const {
+  const PagedShape shape = shape_of(a);
+  const CacheView cache = check_paged(a, shape, false, impl_->device());
+  const CallWorkspace memory = impl_->take_workspace(a, shape);
+  kernels::AttendParams p = context_params(a, shape, memory.ranges, nullptr).cached;
+  set_cache(p, cache);
+  impl_->backend->cut_context({p.batch, p.tokens, memory.ranges}, stream);
+  impl_->check_and_wait({.attend = p, .slot_count = cache.keys}, stream);
+}
+
+void Kernels::check(const AppendKv& a, Stream stream) const {
+  const CacheView cache = check_append(a, impl_->device());
+  kernels::CheckParams checks = append_checks(a, cache);
+  const std::vector<std::uint32_t> none(words_of_claims(cache), 0);
+  Buffer claimed(impl_->device(), none.size() * sizeof(std::uint32_t));
+  claimed.upload(none.data());
+  checks.claimed = static_cast<std::uint32_t*>(claimed.data());
+  impl_->check_and_wait(checks, stream);
+}
+
+}  // namespace longspan

@@ -1,0 +1,79 @@
+// What every call asks of its tensors. Each refusal names the tensor, what is wanted, what was
+// found, and what to do.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "kernels/params.hpp"
+#include "longspan/element.hpp"
+#include "longspan/error.hpp"
+#include "longspan/kv_cache.hpp"
+#include "longspan/tensor.hpp"
+
+namespace longspan {
+
+template <class... Args>
+void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {
+  if (!holds) throw InputError(fmt::format(format, std::forward<Args>(args)...));
+}
+
+std::string shape_text(const Tensor& t);
+
+/// Data, type, device; no negative extents.
+void check_tensor(const Tensor& t, const char* name, DType dtype, Device device);
+
+/// [rows, heads, dim] with a dense last dimension; `rows` < 0: any number.
+void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
+                std::int64_t dim, DType dtype, Device device);
+
+/// [rows, heads] fp32.
+void check_lse(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
+               Device device);
+
+/// fp32, fp16 or bf16.
+void check_product_dtype(DType dtype, const char* name);
+
+/// `dtype`, or an fp8 type with its scale.
+void check_quantised(DType found, const char* name, DType dtype, bool has_scale,
+                     const char* scale_name);
+
+void check_qq_bias(const QqBias& qq, std::int64_t longest_query);
+
+kernels::Rows rows_of(const Tensor& t);
+kernels::LseView lse_of(const Tensor& t);
+
+/// A cache of keys and values as kernels see it.
+struct CacheView {
+  kernels::KvRows k;
+  kernels::KvRows v;
+  kernels::Pages pages;   // size and count also without a table, when the cache is in pages
+  std::int64_t keys = 0;  // rows in all
+  // Contiguous [batch, capacity, ...]; 0 where sequences are packed, or in pages.
+  std::int64_t capacity = 0;  // keys that a sequence has room for
+  std::int64_t pitch = 0;     // keys from the start of one sequence to that of the next
+
+  /// Keys of one sequence that there is room for.
+  std::int64_t room() const {
+    return pages ? pages.columns * pages.size : pitch > 0 ? capacity : keys;
+  }
+};
+
+struct CacheShape {
+  std::int64_t kv_heads, dim;
+  DType dtype;
+  int batch;
+};
+
+/// Contiguous keys: [keys, kv_heads, dim], or [batch, capacity, kv_heads, dim].
+CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& shape, Device device);
+
+/// Pages (kv_cache.hpp), with or without a table. `k_name`: k or k_cache.
+CacheView view_pages(const Tensor& k, const Tensor& v, const BlockTable& table,
+                     const CacheShape& shape, Device device, const char* k_name,
+                     const char* v_name);
+
+}  // namespace longspan

@@ -1,0 +1,264 @@
+// New keys and values into a cache, on every device: the whole cache must have the bits that a
+// plain loop over the definition of its layout gives it, the gaps and untouched rows included.
+#pragma once
+
+#include <numeric>
+
+#include "tests/on_device.hpp"
+
+namespace longspan::tests {
+
+struct AppendCase {
+  enum class Cache { rows, packed, contiguous };
+  Cache cache = Cache::rows;
+  bool slots = true;  // else by the shard and the table
+  DType dtype = DType::bf16, kv_dtype = DType::bf16;
+  int kv_heads = 2, dim = 64, page = 16, pages = 40;
+  int x = 8;       // packed
+  int gap = 0;     // elements between rows, heads and pages
+  int offset = 0;  // elements
+  bool scales = false, per_head = false;
+  Shard shard = {};
+  std::vector<std::int32_t> query_len = {3, 0, 20, 1}, kv_len = {100, 7, 20, 65};
+
+  std::int64_t tokens() const { return std::accumulate(query_len.begin(), query_len.end(), 0); }
+};
+
+inline std::ostream& operator<<(std::ostream& out, const AppendCase& c) {
+  return out << "cache " << static_cast<int>(c.cache) << " slots " << c.slots << " "
+             << name(c.dtype) << " -> " << name(c.kv_dtype) << " dim " << c.dim << " page "
+             << c.page << " x " << c.x << " gap " << c.gap << " offset " << c.offset << " scales "
+             << c.scales << c.per_head << " " << name(c.shard.layout);
+}
+
+class Append : public OnDevice {
+ protected:
+  /// The layout of one tensor of the cache, and how many elements it takes.
+  struct CacheLayout {
+    kernels::KvRows rows;  // without data
+    std::int64_t size;
+  };
+  static CacheLayout layout(const AppendCase& c, bool is_key) {
+    kernels::KvRows r;
+    const std::int64_t row = c.dim + c.gap;
+    if (c.cache == AppendCase::Cache::contiguous) {
+      r.head_stride = row;
+      r.row_stride = c.kv_heads * row;
+      return {r, c.offset + std::int64_t{c.pages} * c.page * r.row_stride};
+    }
+    if (c.cache == AppendCase::Cache::rows) {
+      r.head_stride = row;
+      r.row_stride = c.kv_heads * row;
+      r.page_stride = c.page * r.row_stride + c.gap;
+    } else if (is_key) {  // [pages, kv_heads, dim / x, page, x]
+      r.chunk = c.x;
+      r.chunk_stride = std::int64_t{c.page} * c.x;
+      r.row_stride = c.x;
+      r.head_stride = std::int64_t{c.dim} * c.page + c.gap;
+      r.page_stride = c.kv_heads * r.head_stride;
+    } else {  // [pages, kv_heads, dim, page]
+      r.dim_stride = c.page;
+      r.chunk_stride = std::int64_t{r.chunk} * c.page;
+      r.row_stride = 1;
+      r.head_stride = std::int64_t{c.dim} * c.page + c.gap;
+      r.page_stride = c.kv_heads * r.head_stride;
+    }
+    return {r, c.offset + c.pages * r.page_stride};
+  }
+
+  /// Where element d of a head's row lies, from the shapes.
+  static std::int64_t place(const AppendCase& c, bool is_key, std::int64_t slot, int head, int d) {
+    const std::int64_t page = slot / c.page, row = slot % c.page, width = c.dim + c.gap;
+    if (c.cache == AppendCase::Cache::contiguous)
+      return c.offset + (slot * c.kv_heads + head) * width + d;
+    if (c.cache == AppendCase::Cache::rows)
+      return c.offset + page * (c.page * c.kv_heads * width + c.gap) +
+             (row * c.kv_heads + head) * width + d;
+    const std::int64_t of_head =
+        (page * c.kv_heads + head) * (std::int64_t{c.dim} * c.page + c.gap);
+    return c.offset + of_head +
+           (is_key ? (d / c.x * c.page + row) * c.x + d % c.x : std::int64_t{d} * c.page + row);
+  }
+
+  void expect_right(const AppendCase& c) {
+    const std::int64_t tokens = c.tokens();
+    const int batch = static_cast<int>(c.kv_len.size());
+    const int columns = c.pages / batch;
+    const bool contiguous = c.cache == AppendCase::Cache::contiguous;
+
+    // Slots, or where the position of a row stands on this rank.
+    std::vector<std::int64_t> slots(tokens, -1);
+    std::vector<std::int32_t> table(batch * columns), starts{0};
+    std::vector<std::int64_t> key_start;
+    std::iota(table.begin(), table.end(), 0);
+    std::shuffle(table.begin(), table.end(), random_);
+    for (std::int32_t n : c.query_len) starts.push_back(starts.back() + n);
+    for (int b = 0; b < batch; ++b)
+      key_start.push_back(std::int64_t{b} * (c.pages * c.page / batch));
+    if (c.slots) {
+      std::vector<std::int64_t> all(c.pages * c.page);
+      std::iota(all.begin(), all.end(), 0);
+      std::shuffle(all.begin(), all.end(), random_);
+      for (std::int64_t t = 0; t < tokens; ++t)
+        if (below(5) != 0) slots[t] = all[t];
+    } else {
+      for (int b = 0; b < batch; ++b)
+        for (std::int64_t i = 0; i < c.shard.local_len(c.kv_len[b]); ++i) {
+          const std::int64_t t = c.shard.position(i, c.kv_len[b]) - (c.kv_len[b] - c.query_len[b]);
+          if (t < 0) continue;
+          slots[starts[b] + t] =
+              contiguous ? key_start[b] + i
+                         : std::int64_t{table[b * columns + i / c.page]} * c.page + i % c.page;
+        }
+    }
+
+    // New rows: numbers of every size, past the largest fp8 among them.
+    const std::int64_t width = c.dim + c.gap, row = c.kv_heads * width + c.gap;
+    std::vector<std::byte> fresh[2];
+    std::vector<float> scales[2];
+    for (int n : {0, 1}) {
+      fresh[n].assign((c.offset + tokens * row) * size_of(c.dtype), std::byte{0xff});
+      for (std::int64_t t = 0; t < tokens; ++t)
+        for (int h = 0; h < c.kv_heads; ++h)
+          for (int d = 0; d < c.dim; ++d)
+            store_element(fresh[n].data(), c.dtype, c.offset + t * row + h * width + d,
+                          normal() * std::exp(3 * normal()));
+      for (int h = 0; h < c.kv_heads; ++h) scales[n].push_back(0.1f + std::abs(normal()));
+    }
+
+    kernels::AppendParams p;
+    p.dtype = c.dtype;
+    p.kv_dtype = c.kv_dtype;
+    p.tokens = tokens;
+    p.kv_heads = c.kv_heads;
+    p.dim = c.dim;
+    const auto device_slots = on_device(slots);
+    const auto device_table = on_device(table), query_start = on_device(starts),
+               kv_len = on_device(c.kv_len);
+    const auto device_key_start = on_device(key_start);
+    if (c.slots) {
+      p.slots = device_slots.data();
+    } else {
+      p.batch.size = batch;
+      p.batch.query_start = query_start.data();
+      p.batch.kv_len = kv_len.data();
+      p.shard = c.shard;
+      if (contiguous)
+        p.batch.key_start = device_key_start.data();
+      else
+        p.pages.table = device_table.data();
+    }
+    if (!contiguous) {
+      p.pages.row_stride = p.pages.columns = columns;
+      p.pages.count = c.pages;
+      p.pages.size = c.page;
+    }
+    DeviceArray<std::byte> from[2], cache[2];
+    DeviceArray<float> device_scales[2];
+    for (int n : {0, 1}) {
+      const CacheLayout l = layout(c, n == 0);
+      from[n] = on_device(fresh[n]);
+      cache[n] = poisoned<std::byte>(l.size * size_of(c.kv_dtype));
+      device_scales[n] = on_device(scales[n]);
+      (n == 0 ? p.new_k : p.new_v) = {from[n].data() + c.offset * size_of(c.dtype), row, width};
+      kernels::KvRows& to = n == 0 ? p.k : p.v;
+      to = l.rows;
+      to.data = cache[n].data() + c.offset * size_of(c.kv_dtype);
+      if (c.scales) (n == 0 ? p.k_scale : p.v_scale) = {device_scales[n].data(), c.per_head};
+    }
+    backend().append(p, {});
+
+    for (int n : {0, 1}) {
+      const std::vector<std::byte> got = cache[n].values();
+      std::vector<std::byte> expected(got.size(), std::byte{0xff});
+      for (std::int64_t t = 0; t < tokens; ++t)
+        for (int h = 0; h < c.kv_heads && slots[t] >= 0; ++h)
+          for (int d = 0; d < c.dim; ++d) {
+            float value =
+                load_element(fresh[n].data(), c.dtype, c.offset + t * row + h * width + d);
+            if (c.scales) value /= scales[n][c.per_head ? h : 0];
+            store_element(expected.data(), c.kv_dtype, place(c, n == 0, slots[t], h, d), value);
+          }
+      EXPECT_TRUE(got == expected) << (n == 0 ? "keys of " : "values of ") << c;
+    }
+  }
+};
+
+TEST_F(Append, EveryLayoutAndTypeByTheSlot) {
+  for (auto cache :
+       {AppendCase::Cache::rows, AppendCase::Cache::packed, AppendCase::Cache::contiguous})
+    for (DType dtype : {fp32, fp16, bf16})
+      for (DType kv_dtype : {dtype, e4m3, e5m2})
+        for (int gap : {0, 1, 16})
+          for (int offset : {0, 1}) {
+            AppendCase c;
+            c.cache = cache;
+            c.dtype = dtype;
+            c.kv_dtype = kv_dtype;
+            c.gap = gap;
+            c.offset = offset;
+            c.x = 16 / static_cast<int>(size_of(kv_dtype));
+            expect_right(c);
+          }
+}
+
+TEST_F(Append, AnyPageAndDim) {
+  for (auto cache : {AppendCase::Cache::rows, AppendCase::Cache::packed})
+    for (int page : {1, 8, 16, 32, 544})
+      for (int dim : {16, 24, 80, 128, 256}) {
+        AppendCase c;
+        c.cache = cache;
+        c.page = page;
+        c.pages = page < 8 ? 400 : 60;
+        c.dim = dim;
+        expect_right(c);
+      }
+  for (int dim : {1, 5, 20}) {  // no eight elements together
+    AppendCase c;
+    c.dim = dim;
+    expect_right(c);
+  }
+}
+
+TEST_F(Append, Fp8IsDividedByItsScaleAndSaturates) {
+  for (DType dtype : {fp32, fp16, bf16})
+    for (DType kv_dtype : {e4m3, e5m2})
+      for (bool per_head : {false, true})
+        for (auto cache : {AppendCase::Cache::rows, AppendCase::Cache::packed}) {
+          AppendCase c;
+          c.cache = cache;
+          c.dtype = dtype;
+          c.kv_dtype = kv_dtype;
+          c.scales = true;
+          c.per_head = per_head;
+          c.x = 16;
+          expect_right(c);
+        }
+}
+
+TEST_F(Append, ByTheShardAndTheTable) {
+  for (auto cache :
+       {AppendCase::Cache::rows, AppendCase::Cache::packed, AppendCase::Cache::contiguous})
+    for (int ranks : {1, 2, 3})
+      for (int rank = 0; rank < ranks; ++rank)
+        for (const Shard& shard :
+             {Shard::contiguous(0, rank, ranks), Shard::striped(0, rank, ranks),
+              Shard::interleaved(0, rank, ranks, 16)}) {
+          AppendCase c;
+          c.cache = cache;
+          c.slots = false;
+          c.shard = shard;
+          expect_right(c);
+        }
+}
+
+/// A query longer than its sequence has rows below position 0, which go nowhere.
+TEST_F(Append, RowsBelowPositionZeroGoNowhere) {
+  AppendCase c;
+  c.slots = false;
+  c.query_len = {10, 4};
+  c.kv_len = {6, 4};
+  expect_right(c);
+}
+
+}  // namespace longspan::tests

@@ -1,0 +1,386 @@
+// The exchange through peer windows, one GPU a rank: the same bits as merging all ranks' states on
+// one GPU, for every variant; replays, a soak with random delays, epochs that wrap, and the ends of
+// waits. LONGSPAN_SOAK=1000000 makes the soak long; LONGSPAN_TIME=1 prints a table of times.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "comm/nccl/windows.hpp"
+#include "comm/transport.hpp"
+#include "kernels/backend.hpp"
+#include "kernels/cuda/exchange.hpp"
+#include "kernels/cuda/window_layout.hpp"
+#include "longspan/buffer.hpp"
+#include "tests/dist/message.hpp"
+#include "tests/dist/world.hpp"
+
+namespace longspan::testing {
+namespace {
+
+using kernels::ExchangeParams;
+using kernels::Push;
+using kernels::StateSlots;
+
+constexpr Push kVariants[] = {Push::beside, Push::flags, Push::shares};
+
+void ok(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
+
+struct Case {
+  std::int64_t rows = 32;
+  int heads = 1;
+  int dim = 128;
+  DType dtype = DType::bf16;
+  bool interleaved = false;
+  bool sinks = false;
+};
+
+/// Every rank's states, the same on all ranks; one row in eight is empty and carries NaN.
+std::vector<std::byte> random_states(const Case& c, int ranks, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<std::byte> memory(StateSlots::bytes(c.rows, c.dim) * ranks);
+  const StateSlots slots{memory.data(), c.rows, c.dim, ranks};
+  for (int r = 0; r < ranks; ++r)
+    for (std::int64_t row = 0; row < c.rows; ++row) {
+      const bool empty = random() % 8 == 0;
+      slots.stats(r)[row] = {5 * normal(random), empty ? 0.0f : 1 + std::abs(normal(random))};
+      for (int d = 0; d < c.dim; ++d)
+        slots.o(r, row)[d] = empty ? std::numeric_limits<float>::quiet_NaN() : normal(random);
+    }
+  return memory;
+}
+
+class Exchange : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    world_.emplace(test_world());
+    if (world_->size() < 2) GTEST_SKIP() << "one rank has nobody to exchange with";
+    ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    backend_ = kernels::cuda_backend();
+  }
+  void TearDown() override {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+
+  std::unique_ptr<comm::Windows> open(std::int64_t rows, int dim) {
+    std::string why;
+    auto windows = comm::Windows::open(world_->transport(),
+                                       kernels::cuda::window_bytes(rows, dim, world_->size()), why);
+    if (!windows) std::printf("no windows: %s\n", why.c_str());
+    return windows;
+  }
+
+  static constexpr std::size_t kCanary = 256;
+
+  /// One problem on this GPU: all states, the own slot alone, and two results with canaries.
+  struct Memory {
+    Buffer whole, own, sinks, out, lse, expected_out, expected_lse;
+    std::size_t slot_bytes, out_bytes, lse_bytes;
+  };
+
+  Memory memory_of(const Case& c, std::uint64_t seed) {
+    const int ranks = world_->size(), rank = world_->rank();
+    const auto states = random_states(c, ranks, seed);
+    Memory m;
+    m.slot_bytes = static_cast<std::size_t>(StateSlots::bytes(c.rows, c.dim));
+    m.out_bytes = static_cast<std::size_t>(c.rows * c.dim) * size_of(c.dtype);
+    m.lse_bytes = static_cast<std::size_t>(c.rows) * 4;
+    auto poisoned = [](std::size_t bytes) {
+      Buffer buffer(Device::cuda, bytes);
+      const std::vector<unsigned char> poison(bytes, 0xA5);
+      buffer.upload(poison.data());
+      return buffer;
+    };
+    m.whole = Buffer(Device::cuda, states.size());
+    m.whole.upload(states.data());
+    std::vector<std::byte> alone(states.size(), std::byte{0xff});
+    std::copy_n(states.begin() + rank * m.slot_bytes, m.slot_bytes,
+                alone.begin() + rank * m.slot_bytes);
+    m.own = Buffer(Device::cuda, alone.size());
+    m.own.upload(alone.data());
+    std::vector<float> sinks(c.heads);
+    std::mt19937 random(static_cast<unsigned>(seed));
+    for (float& sink : sinks) sink = std::normal_distribution<float>()(random);
+    m.sinks = Buffer(Device::cuda, sinks.size() * 4);
+    m.sinks.upload(sinks.data());
+    m.out = poisoned(m.out_bytes + 2 * kCanary);
+    m.lse = poisoned(m.lse_bytes + 2 * kCanary);
+    m.expected_out = poisoned(m.out_bytes + 2 * kCanary);
+    m.expected_lse = poisoned(m.lse_bytes + 2 * kCanary);
+    return m;
+  }
+
+  kernels::MergeParams merge_of(const Case& c, const Memory& m, bool expected) {
+    kernels::MergeParams p;
+    p.states = {static_cast<std::byte*>((expected ? m.whole : m.own).data()), c.rows, c.dim,
+                world_->size()};
+    p.interleaved = c.interleaved;
+    p.heads = c.heads;
+    if (c.sinks) p.sinks = static_cast<const float*>(m.sinks.data());
+    p.tokens = c.rows / c.heads;
+    p.dtype = c.dtype;
+    const auto inside = [](const Buffer& b) { return static_cast<std::byte*>(b.data()) + kCanary; };
+    p.out = {inside(expected ? m.expected_out : m.out), std::int64_t{c.heads} * c.dim, c.dim};
+    p.lse = reinterpret_cast<float*>(inside(expected ? m.expected_lse : m.lse));
+    p.lse_row_stride = c.heads;
+    p.lse_head_stride = 1;
+    return p;
+  }
+
+  /// out and lse with their canaries, bit for bit.
+  ::testing::AssertionResult same(const Memory& m) {
+    const auto bytes = [](const Buffer& b) {
+      std::vector<std::byte> copy(b.bytes());
+      b.download(copy.data());
+      return copy;
+    };
+    if (bytes(m.out) != bytes(m.expected_out))
+      return ::testing::AssertionFailure() << "out differs";
+    if (bytes(m.lse) != bytes(m.expected_lse))
+      return ::testing::AssertionFailure() << "lse differs";
+    return ::testing::AssertionSuccess();
+  }
+
+  void check(const Case& c, Push push, comm::Windows& windows, std::int64_t capacity,
+             std::uint64_t seed) {
+    const Memory m = memory_of(c, seed);
+    backend_->merge(merge_of(c, m, true), Stream{stream_});
+    kernels::cuda::exchange(
+        {windows.view(), merge_of(c, m, false), capacity, static_cast<std::uint32_t>(seed), push},
+        stream_);
+    ok(cudaStreamSynchronize(stream_));
+    ASSERT_EQ(windows.report().kind, PeerReport::none) << "rank " << windows.report().rank;
+    EXPECT_TRUE(same(m)) << name(push) << ", rows " << c.rows << ", dim " << c.dim << ", "
+                         << longspan::name(c.dtype) << (c.interleaved ? ", interleaved" : "");
+  }
+
+  std::optional<Communicator> world_;
+  std::unique_ptr<kernels::Backend> backend_;
+  cudaStream_t stream_ = nullptr;
+};
+
+TEST_F(Exchange, BitsOfTheMerge) {
+  const std::uint64_t seed = shared_seed(*world_);
+  std::uint64_t turn = 0;
+  for (int dim : {16, 64, 96, 128, 256}) {
+    constexpr std::int64_t kCapacity = 1100;
+    auto windows = open(kCapacity, dim);
+    ASSERT_TRUE(windows);
+    for (std::int64_t rows : {1, 5, 32, 64, 250, 1024})
+      for (Push push : kVariants)
+        for (bool interleaved : {false, true}) {
+          constexpr DType kTypes[] = {DType::bf16, DType::fp32, DType::fp16, DType::e4m3};
+          ++turn;
+          const int heads = rows % 2 == 0 ? 2 : 1;
+          check({rows, heads, dim, kTypes[turn % 4], interleaved, turn % 3 == 0}, push, *windows,
+                kCapacity, seed + turn);
+        }
+  }
+}
+
+TEST_F(Exchange, ReplaysAdvanceTheEpoch) {
+  const std::uint64_t seed = shared_seed(*world_);
+  const Case c{64, 64, 128, DType::bf16, true, true};
+  auto windows = open(c.rows, c.dim);
+  ASSERT_TRUE(windows);
+  for (Push push : kVariants) {
+    const Memory m = memory_of(c, seed);
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    ok(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    kernels::cuda::exchange({windows->view(), merge_of(c, m, false), c.rows, 1, push}, stream_);
+    ok(cudaStreamEndCapture(stream_, &graph));
+    ok(cudaGraphInstantiate(&exec, graph, 0));
+    for (int turn = 0; turn < 40; ++turn) {
+      const auto states = random_states(c, world_->size(), seed + 100 + turn);
+      ok(cudaMemcpyAsync(m.whole.data(), states.data(), states.size(), cudaMemcpyHostToDevice,
+                         stream_));
+      const std::size_t at = world_->rank() * m.slot_bytes;
+      ok(cudaMemcpyAsync(static_cast<std::byte*>(m.own.data()) + at, states.data() + at,
+                         m.slot_bytes, cudaMemcpyHostToDevice, stream_));
+      ok(cudaMemsetAsync(static_cast<std::byte*>(m.out.data()) + kCanary, 0xA5, m.out_bytes,
+                         stream_));
+      backend_->merge(merge_of(c, m, true), Stream{stream_});
+      ok(cudaGraphLaunch(exec, stream_));
+      ok(cudaStreamSynchronize(stream_));
+      ASSERT_EQ(windows->report().kind, PeerReport::none);
+      ASSERT_TRUE(same(m)) << name(push) << ", replay " << turn;
+    }
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+  }
+}
+
+TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
+  const char* asked = std::getenv("LONGSPAN_SOAK");
+  const long epochs = asked ? std::atol(asked) : 6000;
+  constexpr int kBatch = 100;
+  const std::uint64_t seed = shared_seed(*world_);
+  const Case c{64, 64, 128, DType::bf16, false, false};
+  auto windows = open(c.rows, c.dim);
+  ASSERT_TRUE(windows);
+  // Just before the wrap, as if so many exchanges had been done: the flags say so too.
+  const std::uint32_t start = ~std::uint32_t{0} - static_cast<std::uint32_t>(epochs / 2);
+  const PeerView view = windows->view();
+  const kernels::cuda::WindowLayout layout{c.rows, c.dim, world_->size()};
+  const std::vector<std::uint32_t> flags(static_cast<std::size_t>(layout.flag(2, 0, 0) / 4), start);
+  ok(cudaMemcpy(view.window[view.rank], flags.data(), flags.size() * 4, cudaMemcpyHostToDevice));
+  ok(cudaMemcpy(view.epoch, &start, 4, cudaMemcpyHostToDevice));
+  world_->gather("", "start of the soak");
+
+  const Memory m = memory_of(c, seed);
+  backend_->merge(merge_of(c, m, true), Stream{stream_});
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  ok(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < kBatch; ++i)
+    kernels::cuda::exchange({view, merge_of(c, m, false), c.rows, 1, kVariants[i % 3]}, stream_);
+  ok(cudaStreamEndCapture(stream_, &graph));
+  ok(cudaGraphInstantiate(&exec, graph, 0));
+  std::mt19937 random(std::random_device{}());
+  for (long done = 0; done < epochs; done += kBatch) {
+    if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+    ok(cudaMemsetAsync(static_cast<std::byte*>(m.out.data()) + kCanary, 0xA5, m.out_bytes,
+                       stream_));
+    ok(cudaGraphLaunch(exec, stream_));
+    ok(cudaStreamSynchronize(stream_));
+    ASSERT_EQ(windows->report().kind, PeerReport::none) << "after " << done;
+    if (random() % 8 == 0) {
+      ASSERT_TRUE(same(m)) << "after " << done;
+    }
+  }
+  EXPECT_TRUE(same(m));
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+}
+
+TEST_F(Exchange, RanksThatMeanDifferentThingsAreReported) {
+  for (Push push : kVariants) {
+    const Case c{64, 64, 64, DType::bf16, false, false};
+    auto windows = open(c.rows, c.dim);
+    ASSERT_TRUE(windows);
+    const Memory m = memory_of(c, 1);
+    const std::uint32_t shape = world_->rank() == 0 ? 7 : 8;
+    kernels::cuda::exchange({windows->view(), merge_of(c, m, false), c.rows, shape, push}, stream_);
+    cudaStreamSynchronize(stream_);
+    EXPECT_EQ(windows->report().kind, PeerReport::differs) << name(push);
+    windows->abort();
+  }
+}
+
+TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
+  const auto world =
+      from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = std::chrono::seconds(4)});
+  for (Push push : kVariants) {
+    const Case c{64, 64, 64, DType::bf16, false, false};
+    std::string why;
+    auto windows = comm::Windows::open(
+        world.transport(), kernels::cuda::window_bytes(c.rows, c.dim, world.size()), why);
+    ASSERT_TRUE(windows) << why;
+    const Memory m = memory_of(c, 1);
+    if (world.rank() != 1) {
+      const auto begin = std::chrono::steady_clock::now();
+      kernels::cuda::exchange({windows->view(), merge_of(c, m, false), c.rows, 1, push}, stream_);
+      ok(cudaStreamSynchronize(stream_));
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(4));
+      EXPECT_EQ(windows->report().kind, PeerReport::timeout) << name(push);
+      EXPECT_EQ(windows->report().rank, 1u) << name(push);
+    }
+    world_->gather("", "end of the wait");
+    windows->abort();
+  }
+}
+
+/// Not a test of speed: a table for people, in a graph of 20, after a producer that writes the
+/// state.
+TEST_F(Exchange, Times) {
+  if (std::getenv("LONGSPAN_TIME") == nullptr) GTEST_SKIP() << "LONGSPAN_TIME is not set";
+  constexpr int kChain = 20;
+  for (const auto& [tokens, heads] :
+       {std::pair{1, 32}, {1, 64}, {4, 64}, {16, 32}, {16, 64}, {64, 32}, {64, 64}}) {
+    const Case c{std::int64_t{tokens} * heads, heads, 128, DType::bf16, false, false};
+    auto windows = open(c.rows, c.dim);
+    ASSERT_TRUE(windows);
+    const Memory m = memory_of(c, 1);
+    const std::size_t at = world_->rank() * m.slot_bytes;
+    std::byte* own = static_cast<std::byte*>(m.own.data()) + at;
+    const std::byte* from = static_cast<std::byte*>(m.whole.data()) + at;
+    const auto time = [&](const auto& step) {
+      const auto chain = [&] {
+        for (int i = 0; i < kChain; ++i) {
+          backend_->place_rows(
+              {from, own, nullptr, static_cast<std::int64_t>(m.slot_bytes / 16), 16},
+              Stream{stream_});
+          step();
+        }
+      };
+      chain();
+      cudaStreamSynchronize(stream_);
+      cudaGraph_t graph = nullptr;
+      cudaGraphExec_t exec = nullptr;
+      cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal);
+      chain();
+      cudaStreamEndCapture(stream_, &graph);
+      cudaGraphInstantiate(&exec, graph, 0);
+      cudaEvent_t begin, end;
+      cudaEventCreate(&begin);
+      cudaEventCreate(&end);
+      std::vector<float> times;
+      for (int i = 0; i < 40; ++i) {
+        world_->gather("", "next replay");
+        cudaEventRecord(begin, stream_);
+        cudaGraphLaunch(exec, stream_);
+        cudaEventRecord(end, stream_);
+        cudaStreamSynchronize(stream_);
+        float ms = 0;
+        cudaEventElapsedTime(&ms, begin, end);
+        if (i >= 5) times.push_back(ms * 1000 / kChain);
+      }
+      cudaGraphExecDestroy(exec);
+      cudaGraphDestroy(graph);
+      cudaEventDestroy(begin);
+      cudaEventDestroy(end);
+      std::sort(times.begin(), times.end());
+      double worst = 0;
+      for (const std::string& one : world_->gather(std::to_string(times[times.size() / 2]), "time"))
+        worst = std::max(worst, std::stod(one));
+      return worst;
+    };
+    const double producer = time([] {});
+    std::string line;
+    for (Push push : kVariants) {
+      const kernels::cuda::WindowLayout layout{c.rows, c.dim, world_->size()};
+      if (push == Push::beside && c.rows > layout.beside_rows()) continue;
+      char text[64];
+      std::snprintf(text, sizeof text, " %s %.2f", name(push),
+                    time([&] {
+                      kernels::cuda::exchange(
+                          {windows->view(), merge_of(c, m, false), c.rows, 1, push}, stream_);
+                    }) - producer);
+      line += text;
+    }
+    const double nccl = time([&] {
+      world_->transport().all_gather(own, m.own.data(), m.slot_bytes, Stream{stream_}, "states");
+      backend_->merge(merge_of(c, m, false), Stream{stream_});
+    });
+    EXPECT_EQ(windows->report().kind, PeerReport::none);
+    if (world_->rank() == 0)
+      std::printf("# %2d x %2d, %d ranks, us added to a producer of %.2f:%s, NCCL %.2f\n", tokens,
+                  heads, world_->size(), producer, line.c_str(), nccl - producer);
+  }
+}
+
+}  // namespace
+}  // namespace longspan::testing

@@ -1,0 +1,395 @@
+// Short queries and fp32 with everything that serving asks for, on simulated ranks of one GPU:
+// trees of drafts, shards interleaved by tokens, pages of every size and layout, fp8, ALiBi, parts
+// of the keys. Exact by float64; bitwise where the fixed order promises it. A problem's caches hold
+// NaN, and its tables -1 or garbage, wherever no row may look.
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/gpu/gpu_case.hpp"
+#include "tests/serving_run.hpp"
+
+namespace longspan::testing {
+namespace {
+
+using kernels::AttendParams;
+using kernels::KvRows;
+
+struct Setup {
+  Layout layout = Layout::contiguous;
+  int ranks = 1;
+  std::int64_t block = kSegment;
+  kernels::KeyParts parts = {};  // with one rank
+};
+
+const kernels::Backend& cuda() {
+  static const std::unique_ptr<kernels::Backend> backend = kernels::cuda_backend();
+  return *backend;
+}
+
+/// Keys or values of a cache as kernels see them.
+KvRows kv_rows(const Tensor& t, const Serving& s, bool values) {
+  if (s.page == 0) return {t.data, t.stride[0], t.stride[1]};
+  KvRows rows(t.data, t.stride[s.x_packed ? 3 : 1], t.stride[s.x_packed ? 1 : 2]);
+  rows.page_stride = t.stride[0];
+  if (s.x_packed && values) {  // [pages, kv_heads, dim, page]
+    rows.dim_stride = t.stride[2];
+    rows.chunk_stride = rows.chunk * t.stride[2];
+  } else if (s.x_packed) {  // [pages, kv_heads, dim / x, page, x]
+    rows.chunk = static_cast<int>(t.shape[4]);
+    rows.chunk_stride = t.stride[2];
+  }
+  return rows;
+}
+
+/// Attend on every rank (or for every part of the keys) into its slot, then one merge.
+ServingResult run(const ServingProblem& problem, const Setup& setup) {
+  const Serving& s = problem.shape;
+  const kernels::Backend& backend = cuda();
+  const int slots = setup.parts ? setup.parts.count : setup.ranks;
+  kernels::StateSlots states{nullptr, problem.tokens * s.heads, s.dim, slots};
+  const Buffer memory = poisoned(Device::cuda, states.slot_bytes() * slots);
+  states.data = static_cast<std::byte*>(memory.data());
+  std::vector<std::unique_ptr<ServingArrays>> kept;  // until the stream has passed them
+  std::vector<Buffer> buffers;
+  AttendParams p;
+  for (int rank = 0; rank < setup.ranks; ++rank) {
+    const Shard shard{setup.layout, rank, setup.ranks, s.kv_lens[0], setup.block};
+    kept.push_back(std::make_unique<ServingArrays>(Device::cuda, problem, shard));
+    const ServingArrays& a = *kept.back();
+    std::vector<std::int64_t> key_start(s.batch());
+    for (int b = 1; b < s.batch(); ++b)
+      key_start[b] = key_start[b - 1] + shard.local_len(s.kv_lens[b - 1]);
+    buffers.push_back(on_device(Device::cuda, key_start));
+    p.dtype = s.dtype;
+    p.q_dtype = s.of_q();
+    p.kv_dtype = s.of_kv();
+    p.tokens = problem.tokens;
+    p.heads = s.heads;
+    p.kv_heads = s.kv_heads;
+    p.dim = s.dim;
+    p.q = {a.q.data(), std::int64_t{s.heads} * s.dim, s.dim};
+    p.k = kv_rows(a.k_tensor(), s, false);
+    p.v = kv_rows(a.v_tensor(), s, true);
+    if (s.page > 0)
+      p.pages = {a.block_table().data, a.cache.row_stride, 1,
+                 a.cache.columns,      a.cache.pages,      s.page};
+    p.q_scale = a.scales(problem.q_scale, a.q_scale);
+    p.k_scale = a.scales(problem.k_scale, a.k_scale);
+    p.v_scale = a.scales(problem.v_scale, a.v_scale);
+    p.batch.size = s.batch();
+    p.batch.query_start = ServingArrays::array<std::int32_t>(a.query_start);
+    p.batch.kv_len = ServingArrays::array<std::int32_t>(a.kv_len);
+    p.batch.key_start = ServingArrays::array<std::int64_t>(buffers.back());
+    if (!s.causal.empty()) p.batch.causal = ServingArrays::array<std::uint8_t>(a.causal);
+    p.batch.skip_decode = s.skip_decode;
+    if (!s.documents.empty())
+      p.documents = {ServingArrays::array<std::int64_t>(a.documents),
+                     static_cast<std::int64_t>(s.documents.size()) - 1};
+    p.shard = a.shard;
+    p.mask = s.mask;
+    p.score = {static_cast<float>(s.scale_used()), s.softcap};
+    p.bias.slopes = a.small(s.alibi.has_value(), a.slopes);
+    p.bias.alibi = s.alibi.value_or(Alibi::context);
+    p.bias.qq = a.qq_bias();
+    p.max_kv_len = problem.max_kv_len();
+    p.parts = setup.parts;
+    p.state = states;
+    p.slot = setup.parts ? 0 : rank;
+    buffers.push_back(poisoned(Device::cuda, backend.attend_scratch(p) + 256));
+    p.scratch = static_cast<std::byte*>(buffers.back().data());
+    p.scratch_bytes = buffers.back().bytes();
+    backend.attend(p, {});
+  }
+  const ServingArrays& a = *kept.front();
+  kernels::MergeParams m;
+  m.states = states;
+  m.interleaved = setup.layout == Layout::interleaved && !setup.parts;
+  m.heads = s.heads;
+  m.sinks = a.small(s.sinks, a.sinks);
+  m.batch = p.batch;
+  m.tokens = problem.tokens;
+  m.dtype = s.of_out();
+  m.out = {a.out.data(), std::int64_t{s.heads} * s.dim, s.dim};
+  m.lse = static_cast<float*>(a.lse.data());
+  m.lse_row_stride = s.heads;
+  m.lse_head_stride = 1;
+  backend.merge(m, {});
+  settle(a.out);
+  return a.result();
+}
+
+std::string trace(const Serving& s, const Setup& setup, std::uint64_t seed) {
+  return describe(s) + " | " + name(setup.layout) + " by " + std::to_string(setup.block) + ", " +
+         std::to_string(setup.ranks) + " ranks, parts " + std::to_string(setup.parts.count) +
+         ", seed " + std::to_string(seed);
+}
+
+std::uint64_t fresh_seed() { return std::random_device{}(); }
+
+ServingResult check(const ServingProblem& problem, const Setup& setup, std::uint64_t seed) {
+  SCOPED_TRACE(trace(problem.shape, setup, seed));
+  const ServingResult found = run(problem, setup);
+  const Verdict verdict =
+      judge(problem, found.out, found.lse, problem.all_rows(), problem.tolerance());
+  EXPECT_TRUE(verdict.right()) << verdict.wrong << " of " << verdict.compared
+                               << " wrong: " << verdict.first;
+  return found;
+}
+
+void check(const Serving& s, const Setup& setup = {}) {
+  const std::uint64_t seed = fresh_seed();
+  check(ServingProblem(s, seed), setup, seed);
+}
+
+void expect_same(const ServingResult& a, const ServingResult& b) {
+  ASSERT_EQ(a.out.size(), b.out.size());
+  EXPECT_EQ(std::memcmp(a.out.data(), b.out.data(), a.out.size()), 0) << "outputs differ";
+  EXPECT_EQ(std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)), 0)
+      << "lse differ";
+}
+
+/// What a cache may be stored as for products of a dtype.
+std::vector<DType> stored(DType dtype) { return {dtype, DType::e4m3, DType::e5m2}; }
+
+constexpr DType kTypes[] = {DType::bf16, DType::fp16, DType::fp32};
+
+/// A tree of 2 to 8 draft tokens for each sequence, verified over a sharded cache.
+TEST(DecodeFeatures, TreesOnInterleavedShards) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const std::int64_t block : {1, 16, 128})
+      for (const int ranks : {1, 2, 4})
+        for (const bool alibi : {false, true}) {
+          Serving s{.dtype = dtype, .q_lens = {2, 3, 5, 8}, .kv_lens = {300, 77, 1030, 8}};
+          s.qq_bias = s.sinks = true;
+          if (alibi) s.alibi = Alibi::query;
+          check(s, {Layout::interleaved, ranks, block});
+        }
+}
+
+TEST(DecodeFeatures, SpeculativeRowsHaveTheirOwnCausalBound) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (int q_len = 2; q_len <= 8; ++q_len)
+      for (const Layout layout : {Layout::contiguous, Layout::striped, Layout::zigzag})
+        check({.heads = 6,
+               .kv_heads = 2,
+               .dtype = dtype,
+               .q_lens = {q_len, 1, q_len},
+               .kv_lens = {q_len, 500, 129}},
+              {layout, 2});
+}
+
+TEST(DecodeFeatures, AlignedShardsKeepTheBits) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : stored(dtype))
+      for (const Layout layout : {Layout::contiguous, Layout::interleaved})
+        for (const Alibi alibi : {Alibi::context, Alibi::query}) {
+          const std::uint64_t seed = fresh_seed();
+          Serving s{
+              .dtype = dtype, .kv_dtype = kv, .q_lens = {1, 4, 8}, .kv_lens = {3000, 900, 70}};
+          s.alibi = alibi;
+          s.qq_bias = true;
+          s.mask.window = 2500;
+          const ServingProblem problem(s, seed);
+          const ServingResult one = check(problem, {layout, 1}, seed);
+          for (const int ranks : {2, 4}) {
+            SCOPED_TRACE(trace(s, {layout, ranks}, seed));
+            expect_same(one, run(problem, {layout, ranks}));
+          }
+        }
+}
+
+/// Where a key is stored, and in which layout, is nothing that the arithmetic sees.
+TEST(DecodeFeatures, PagesHaveTheBitsOfContiguousRows) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : stored(dtype))
+      for (const std::vector<std::int32_t>& q_lens : {std::vector{1, 1}, std::vector{3, 16}}) {
+        const std::uint64_t seed = fresh_seed();
+        Serving s{
+            .dim = 128, .dtype = dtype, .kv_dtype = kv, .q_lens = q_lens, .kv_lens = {1500, 333}};
+        s.page = 0;
+        const ServingResult rows = check(ServingProblem(s, seed), {}, seed);
+        for (const int page : {1, 16, 48, 544})
+          for (const bool x_packed : {false, true}) {
+            s.page = page;
+            s.x_packed = x_packed;
+            SCOPED_TRACE(trace(s, {}, seed));
+            expect_same(rows, run(ServingProblem(s, seed), {}));
+          }
+      }
+}
+
+TEST(DecodeFeatures, PageSizesAndLayouts) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : stored(dtype))
+      for (const int page : {1, 8, 16, 32, 64, 128, 256, 544})
+        for (const bool x_packed : {false, true}) {
+          Serving s{.dtype = dtype, .kv_dtype = kv, .q_lens = {1, 7}, .kv_lens = {1200, 333}};
+          s.page = page;
+          s.x_packed = x_packed;
+          s.padding = page == 32 ? 24 : 0;
+          s.per_head_scales = page == 16;
+          check(s, {Layout::interleaved, page == 64 ? 2 : 1, 16});
+        }
+}
+
+TEST(DecodeFeatures, HeadDimsAndGroups) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : {dtype, DType::e4m3}) {
+      for (const int dim : {16, 24, 32, 40, 64, 80, 96, 112, 128, 136, 192, 200, 256})
+        for (const int q_len : {1, 9})
+          check({.heads = 4,
+                 .kv_heads = 2,
+                 .dim = dim,
+                 .dtype = dtype,
+                 .kv_dtype = kv,
+                 .q_lens = {q_len},
+                 .kv_lens = {700}});
+      for (const int group : {1, 2, 5, 7, 16, 64})
+        check({.heads = 2 * group,
+               .kv_heads = 2,
+               .dtype = dtype,
+               .kv_dtype = kv,
+               .q_lens = {1, 3},
+               .kv_lens = {400, 150},
+               .alibi = Alibi::context});
+    }
+}
+
+/// Pages outside the window hold NaN, and their entries of the table are garbage.
+TEST(DecodeFeatures, WindowsOverPages) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : {dtype, DType::e4m3})
+      for (const Mask& mask :
+           {Mask{.causal = true, .window = 1}, Mask{.causal = true, .window = 100},
+            Mask{.window = 64, .right = 3}, Mask{.causal = true, .window = 700}})
+        for (const int ranks : {1, 4})
+          for (const int page : {16, 64}) {
+            Serving s{
+                .dtype = dtype, .kv_dtype = kv, .q_lens = {1, 6, 16}, .kv_lens = {2000, 777, 40}};
+            s.mask = mask;
+            s.page = page;
+            check(s, {Layout::interleaved, ranks, 16});
+          }
+}
+
+TEST(DecodeFeatures, ScoresAndFlags) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const int ranks : {1, 2}) {
+      Serving s{.dtype = dtype, .q_lens = {1, 8, 2}, .kv_lens = {640, 200, 900}};
+      for (const Alibi alibi : {Alibi::context, Alibi::query}) {
+        s.alibi = alibi;
+        s.softcap = alibi == Alibi::query ? 5.0f : 0.0f;
+        s.small_dtype = dtype;
+        check(s, {Layout::contiguous, ranks});
+      }
+      s.alibi = {};
+      s.softcap = 0.001f;  // scores / cap far beyond 88
+      check(s, {Layout::striped, ranks});
+      s.softcap = 0;
+      s.causal = {1, 0, 1};
+      s.q_dtype = DType::e4m3;
+      s.kv_dtype = DType::e5m2;
+      s.per_head_scales = true;
+      check(s, {Layout::contiguous, ranks});
+    }
+}
+
+TEST(DecodeFeatures, DocumentsInOneSequence) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const int ranks : {1, 2})
+      for (const std::vector<std::int64_t>& documents :
+           {std::vector<std::int64_t>{0, 300, 493, 496, 500},
+            std::vector<std::int64_t>{10, 300, 494, 498}}) {
+        Serving s{.dtype = dtype, .q_lens = {12}, .kv_lens = {500}};
+        s.documents = documents;
+        check(s, {Layout::contiguous, ranks});
+      }
+}
+
+/// Rows of sequences of one query keep what they held.
+TEST(DecodeFeatures, DecodeRowsSkipped) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const std::int32_t kv_len : {700, 70000}) {  // one split, and many
+      Serving s{.dtype = dtype, .q_lens = {1, 4, 1, 8}, .kv_lens = {300, kv_len, 20, 9}};
+      s.skip_decode = true;
+      check(s);
+    }
+}
+
+/// A state for each part of the keys; parts past the end are empty states.
+TEST(DecodeFeatures, PartsOfTheKeys) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : {dtype, DType::e4m3})
+      for (const kernels::KeyParts parts :
+           {kernels::KeyParts{.count = 16}, kernels::KeyParts{.count = 5, .tile = 32},
+            kernels::KeyParts{.count = 12, .keys = 100},
+            kernels::KeyParts{.count = 9, .keys = 128}}) {
+        Serving s{.dtype = dtype, .kv_dtype = kv, .q_lens = {1, 3, 1}, .kv_lens = {1100, 260, 5}};
+        s.mask.window = parts.count == 5 ? 150 : 0;
+        s.sinks = s.qq_bias = true;
+        check(s, {.parts = parts});
+      }
+}
+
+/// A sequence alone and among others; the batch may take the other size of row tile.
+TEST(DecodeFeatures, TheBatchAroundChangesNoBit) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : stored(dtype))
+      for (const int q_len : {1, 5, 16}) {
+        const std::uint64_t seed = fresh_seed();
+        Serving s{.dtype = dtype, .kv_dtype = kv, .q_lens = {q_len}, .kv_lens = {5000}};
+        s.alibi = Alibi::query;
+        s.qq_bias = true;
+        const ServingResult alone = check(ServingProblem(s, seed), {}, seed);
+        for (const int other : {1, q_len}) {
+          s.q_lens = {q_len, other, 1, other};
+          s.kv_lens = {5000, 300, 7000, 64};
+          SCOPED_TRACE(trace(s, {}, seed));
+          ServingResult whole = run(ServingProblem(s, seed), {});
+          whole.out.resize(alone.out.size());
+          whole.lse.resize(alone.lse.size());
+          expect_same(alone, whole);
+        }
+      }
+}
+
+TEST(DecodeFeatures, AllTogether) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const int ranks : {1, 2, 4})
+      for (const std::int64_t block : {1, 128}) {
+        Serving s{.heads = 10,
+                  .kv_heads = 2,
+                  .dim = 96,
+                  .dtype = dtype,
+                  .q_dtype = DType::e4m3,
+                  .kv_dtype = DType::e4m3,
+                  .out_dtype = DType::e4m3,
+                  .q_lens = {1, 7, 16, 1},
+                  .kv_lens = {1000, 2100, 16, 0}};
+        s.kv_lens[3] = 1;
+        s.mask.window = 900;
+        s.causal = {1, 1, 0, 1};
+        s.softcap = 20;
+        s.alibi = Alibi::query;
+        s.qq_bias = s.sinks = s.per_head_scales = s.x_packed = true;
+        check(s, {Layout::interleaved, ranks, block});
+      }
+}
+
+}  // namespace
+}  // namespace longspan::testing

@@ -1,0 +1,275 @@
+// Long queries, alone and beside short ones, with everything that serving asks for: each feature
+// alone and all together, on simulated ranks, against float64. decode_features_test has the same
+// for short queries alone. Caches hold NaN, and tables -1 or garbage, wherever no row may look.
+#include "tests/gpu/serving_ranks.hpp"
+
+namespace longspan::testing {
+namespace {
+
+constexpr DType kTypes[] = {DType::bf16, DType::fp16, DType::fp32};
+
+/// What a cache may be stored as for products of a dtype.
+std::vector<DType> stored(DType dtype) { return {dtype, DType::e4m3, DType::e5m2}; }
+
+/// Rows past a tile's 128, a short sequence, one of a single query, and an empty one.
+Serving mixed(DType dtype, DType kv) {
+  return {.dtype = dtype,
+          .kv_dtype = kv,
+          .q_lens = {150, 5, 1, 0, 40},
+          .kv_lens = {700, 130, 333, 20, 41}};
+}
+
+TEST(Features, PageSizesAndLayouts) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : stored(dtype))
+      for (const int page : {1, 8, 16, 32, 64, 128, 256, 544})
+        for (const bool x_packed : {false, true}) {
+          Serving s = mixed(dtype, kv);
+          s.page = page;
+          s.x_packed = x_packed;
+          s.padding = page == 32 ? 24 : 0;
+          s.per_head_scales = page >= 64;
+          check_dealt(s, {.invariant = page % 3 == 1});
+        }
+}
+
+/// Pages a multiple of no vector apart, queries at odd addresses, page sizes that vectors do not
+/// divide: element by element.
+TEST(Features, OddStrides) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : stored(dtype))
+      for (const bool x_packed : {false, true}) {
+        Serving s = mixed(dtype, kv);
+        s.x_packed = x_packed;
+        s.padding = 3;
+        check_dealt(s, {.odd_queries = true});
+        s.q_dtype = DType::e4m3;
+        s.padding = 0;
+        s.page = 12;
+        check_dealt(s, {.odd_queries = true});
+      }
+}
+
+TEST(Features, HeadDims) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : stored(dtype))
+      for (const int dim : {16, 24, 32, 64, 80, 96, 112, 128, 136, 192, 256})
+        for (const bool invariant : {false, true}) {
+          Serving s{.heads = 4,
+                    .kv_heads = 2,
+                    .dim = dim,
+                    .dtype = dtype,
+                    .kv_dtype = kv,
+                    .q_lens = {100},
+                    .kv_lens = {333}};
+          s.x_packed = invariant;
+          check_dealt(s, {.invariant = invariant});
+        }
+}
+
+TEST(Features, Groups) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : {dtype, DType::e4m3})
+      for (const int group : {1, 4, 5, 7, 64}) {
+        Serving s = mixed(dtype, kv);
+        s.heads = 2 * group;
+        s.per_head_scales = s.sinks = true;
+        s.alibi = Alibi::query;
+        check_dealt(s);
+      }
+}
+
+/// Positions of a shard's keys decide about the window, the causal bound, ALiBi and qq_bias.
+TEST(Features, Shards) {
+  LONGSPAN_NEEDS_GPU();
+  struct Cut {
+    Layout layout;
+    std::int64_t block = kSegment;
+  };
+  for (const DType dtype : {DType::bf16, DType::fp32})
+    for (const Cut& cut :
+         {Cut{Layout::contiguous}, Cut{Layout::ranges}, Cut{Layout::zigzag}, Cut{Layout::striped},
+          Cut{Layout::interleaved, 1}, Cut{Layout::interleaved, 16}, Cut{Layout::interleaved, 128}})
+      for (const int ranks : {1, 2, 4})
+        for (const Alibi alibi : {Alibi::context, Alibi::query})
+          for (const int page : {0, 16}) {
+            Serving s = mixed(dtype, dtype);
+            s.page = page;
+            s.mask.window = 400;
+            s.alibi = alibi;
+            s.qq_bias = s.sinks = true;
+            check_dealt(s, {cut.layout, ranks, cut.block, ranks == 4});
+          }
+}
+
+TEST(Features, OneAtATime) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const bool invariant : {false, true}) {
+      const Dealt dealt{.ranks = 2, .invariant = invariant};
+      const Serving plain = mixed(dtype, dtype);
+      check_dealt(plain, dealt);
+      for (const DType q : {DType::e4m3, DType::e5m2})
+        for (const bool per_head : {false, true}) {
+          Serving s = plain;
+          s.q_dtype = q;
+          s.per_head_scales = per_head;
+          check_dealt(s, dealt);
+        }
+      for (const Mask& mask :
+           {Mask{.causal = true, .window = 1}, Mask{.causal = true, .window = 100},
+            Mask{.window = 64, .right = 3}, Mask{}}) {
+        Serving s = plain;
+        s.mask = mask;
+        check_dealt(s, dealt);
+      }
+      Serving s = plain;
+      s.causal = {1, 0, 1, 0, 0};
+      check_dealt(s, dealt);
+      for (const float softcap : {0.001f, 20.0f}) {  // the first: scores / cap far beyond 88
+        s = plain;
+        s.softcap = softcap;
+        check_dealt(s, dealt);
+      }
+      for (const DType small : {DType::fp32, DType::bf16, DType::fp16}) {
+        s = plain;
+        s.small_dtype = small;
+        s.qq_bias = true;
+        check_dealt(s, dealt);
+        s.qq_bias = false;
+        s.alibi = small == DType::bf16 ? Alibi::context : Alibi::query;
+        check_dealt(s, dealt);
+      }
+      s = plain;
+      s.skip_decode = true;
+      check_dealt(s, dealt);
+    }
+}
+
+TEST(Features, Documents) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const int ranks : {1, 2})
+      for (const int q_len : {150, 700})
+        for (const bool causal : {false, true})
+          for (const std::vector<std::int64_t>& documents :
+               {std::vector<std::int64_t>{0, 300, 301, 620, 700},
+                std::vector<std::int64_t>{40, 300, 600, 690}}) {
+            Serving s{.dtype = dtype, .q_lens = {q_len}, .kv_lens = {700}};
+            s.mask.causal = causal;
+            s.documents = documents;
+            s.page = ranks == 1 ? 0 : 16;
+            check_dealt(s, {.ranks = ranks, .invariant = q_len == 700});
+          }
+}
+
+/// A state for each part of the keys; parts past the end are empty states.
+TEST(Features, PartsOfTheKeys) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : {dtype, DType::e4m3})
+      for (const kernels::KeyParts parts :
+           {kernels::KeyParts{.count = 16}, kernels::KeyParts{.count = 5, .tile = 32},
+            kernels::KeyParts{.count = 12, .keys = 100}})
+        for (const bool invariant : {false, true}) {
+          Serving s = mixed(dtype, kv);
+          s.mask.window = parts.count == 5 ? 150 : 0;
+          s.page = parts.count == 16 ? 0 : 16;
+          s.sinks = s.qq_bias = true;
+          check_dealt(s, {.invariant = invariant, .parts = parts});
+        }
+}
+
+/// Few row tiles over many keys: several blocks share the keys of one.
+TEST(Features, SplitsOfTheKeys) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : {dtype, DType::e4m3})
+      for (const int q_len : {17, 60, 200})
+        for (const bool bounded : {false, true})
+          for (const bool invariant : {false, true}) {
+            Serving s{.dim = 128,
+                      .dtype = dtype,
+                      .kv_dtype = kv,
+                      .q_lens = {q_len, 1, 30},
+                      .kv_lens = {9000, 300, 2000}};
+            s.mask.window = q_len == 60 ? 3000 : 0;
+            s.skip_decode = bounded;
+            check_dealt(
+                s, {.ranks = q_len == 200 ? 2 : 1, .invariant = invariant, .bounded = bounded}, 3);
+          }
+}
+
+/// In the fixed order neither pages nor ranks nor splits change a bit.
+TEST(Features, FixedOrderKeepsTheBits) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : stored(dtype))
+      for (const Layout layout : {Layout::contiguous, Layout::interleaved}) {
+        const std::uint64_t seed = std::random_device{}();
+        Serving s{.dtype = dtype, .kv_dtype = kv, .q_lens = {70, 20}, .kv_lens = {5000, 900}};
+        s.alibi = Alibi::query;
+        s.qq_bias = true;
+        s.page = 0;
+        const ServingProblem rows(s, seed);
+        const ServingResult one = check_dealt(rows, {.layout = layout, .invariant = true}, seed, 3);
+        for (const int ranks : {2, 4}) {
+          const Dealt dealt{.layout = layout, .ranks = ranks, .invariant = true};
+          SCOPED_TRACE(trace(s, dealt, seed));
+          expect_same_bits(one, run_dealt(rows, dealt));
+        }
+        for (const int page : {1, 16, 48, 544})
+          for (const bool x_packed : {false, true}) {
+            s.page = page;
+            s.x_packed = x_packed;
+            const Dealt dealt{.layout = layout, .invariant = true, .bounded = false};
+            SCOPED_TRACE(trace(s, dealt, seed));
+            expect_same_bits(one, run_dealt(ServingProblem(s, seed), dealt));
+          }
+      }
+}
+
+TEST(Features, AllTogether) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const DType kv : {DType::e4m3, DType::e5m2})
+      for (const int ranks : {1, 2, 4})
+        for (const std::int64_t block : {0, 1, 16, 128})
+          for (const bool invariant : {false, true}) {
+            Serving s{.heads = 10,
+                      .kv_heads = 2,
+                      .dim = 96,
+                      .dtype = dtype,
+                      .q_dtype = kv,
+                      .kv_dtype = kv,
+                      .out_dtype = DType::e4m3,
+                      .q_lens = {90, 1, 20, 16, 3},
+                      .kv_lens = {1000, 300, 20, 700, 130}};
+            s.mask.window = 600;
+            s.causal = {1, 1, 0, 1, 0};
+            s.softcap = 20;
+            s.alibi = Alibi::query;
+            s.qq_bias = s.sinks = s.per_head_scales = true;
+            s.x_packed = block != 16;
+            s.skip_decode = block == 128;
+            const Layout layout = block == 0 ? Layout::ranges : Layout::interleaved;
+            check_dealt(s, {layout, ranks, block == 0 ? kSegment : block, invariant}, 8);
+          }
+}
+
+/// Elements of the cache are counted in 64 bits.
+TEST(Features, CacheOfMoreThanTwoToThe31Elements) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : {DType::bf16, DType::fp32}) {
+    Serving s{.dtype = dtype, .kv_dtype = DType::e4m3, .q_lens = {40, 1}, .kv_lens = {300, 100}};
+    s.padding = 100'000'000;  // between its 29 pages
+    check_dealt(s);
+  }
+}
+
+}  // namespace
+}  // namespace longspan::testing

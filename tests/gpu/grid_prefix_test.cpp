@@ -1,0 +1,25 @@
+// Chunked prefill on a GPU: the peers' grid in full.
+#include "tests/gpu/gpu_case.hpp"
+#include "tests/grids.hpp"
+
+namespace longspan::testing {
+namespace {
+
+TEST(PrefixGrid, Main) {
+  LONGSPAN_NEEDS_GPU();
+  const Kernels kernels(Device::cuda);
+  run_grid(Device::cuda, prefix_grid(1024), 1, [&](const PrefixCase& c, std::uint64_t seed) {
+    run_prefix(kernels, Device::cuda, c, seed);
+  });
+}
+
+TEST(PrefixGrid, Extras) {
+  LONGSPAN_NEEDS_GPU();
+  const Kernels kernels(Device::cuda);
+  run_grid(Device::cuda, prefix_extras(), 1, [&](const PrefixCase& c, std::uint64_t seed) {
+    run_prefix(kernels, Device::cuda, c, seed);
+  });
+}
+
+}  // namespace
+}  // namespace longspan::testing

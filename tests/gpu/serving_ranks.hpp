@@ -1,0 +1,172 @@
+// A serving problem through the CUDA kernels themselves: every rank (or every part of the keys)
+// attends into a slot of its own on one GPU, then one merge. Everything written is NaN beforehand.
+#pragma once
+
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/gpu/gpu_case.hpp"
+#include "tests/serving_run.hpp"
+
+namespace longspan::testing {
+
+/// How a problem's keys are dealt out, and what else a kernel is told.
+struct Dealt {
+  Layout layout = Layout::contiguous;
+  int ranks = 1;
+  std::int64_t block = kSegment;
+  bool invariant = false;
+  kernels::KeyParts parts = {};  // with one rank
+  bool odd_queries = false;      // q's rows at odd addresses
+  bool bounded = true;           // the longest sequence is known
+};
+
+inline std::string trace(const Serving& s, const Dealt& dealt, std::uint64_t seed) {
+  return describe(s) + " | " + name(dealt.layout) + " by " + std::to_string(dealt.block) + ", " +
+         std::to_string(dealt.ranks) + " ranks, parts " + std::to_string(dealt.parts.count) +
+         (dealt.invariant ? ", invariant" : "") + (dealt.odd_queries ? ", odd queries" : "") +
+         (s.padding != 0 ? ", padding " + std::to_string(s.padding) : "") + ", seed " +
+         std::to_string(seed);
+}
+
+/// Keys or values of a cache as kernels see them.
+inline kernels::KvRows rows_of(const Tensor& t, const Serving& s, bool values) {
+  if (s.page == 0) return {t.data, t.stride[0], t.stride[1]};
+  kernels::KvRows rows(t.data, t.stride[s.x_packed ? 3 : 1], t.stride[s.x_packed ? 1 : 2]);
+  rows.page_stride = t.stride[0];
+  if (s.x_packed && values) {  // [pages, kv_heads, dim, page]
+    rows.dim_stride = t.stride[2];
+    rows.chunk_stride = rows.chunk * t.stride[2];
+  } else if (s.x_packed) {  // [pages, kv_heads, dim / x, page, x]
+    rows.chunk = static_cast<int>(t.shape[4]);
+    rows.chunk_stride = t.stride[2];
+  }
+  return rows;
+}
+
+/// Layout::ranges: cuts of every sequence, uneven on purpose; the last rank has all of the third.
+inline std::vector<std::int64_t> uneven_cuts(const Serving& s, int ranks) {
+  std::vector<std::int64_t> cuts;
+  for (int b = 0; b < s.batch(); ++b)
+    for (int r = 0; r <= ranks; ++r)
+      cuts.push_back(r == ranks         ? s.kv_lens[b]
+                     : r == 0 || b == 2 ? 0
+                                        : s.kv_lens[b] * (2 * r - 1 + b % 2) / (2 * ranks));
+  return cuts;
+}
+
+inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt) {
+  const Serving& s = problem.shape;
+  static const std::unique_ptr<kernels::Backend> backend = kernels::cuda_backend();
+  const int slots = dealt.parts ? dealt.parts.count : dealt.ranks;
+  kernels::StateSlots states{nullptr, problem.tokens * s.heads, s.dim, slots};
+  const Buffer memory = poisoned(Device::cuda, states.slot_bytes() * slots);
+  states.data = static_cast<std::byte*>(memory.data());
+  const std::vector<std::int64_t> cuts =
+      dealt.layout == Layout::ranges ? uneven_cuts(s, dealt.ranks) : std::vector<std::int64_t>{};
+  const std::int64_t row = std::int64_t{s.heads} * s.dim;
+  const std::size_t row_bytes = row * size_of(s.of_q());
+  const std::size_t q_step = row_bytes + (dealt.odd_queries ? size_of(s.of_q()) : 0);
+  std::vector<std::byte> spread(problem.tokens * q_step + 16, std::byte{0xff});
+  for (std::int64_t t = 0; t < problem.tokens; ++t)
+    std::memcpy(spread.data() + t * q_step, problem.q.data() + t * row_bytes, row_bytes);
+  const Buffer q = on_device(Device::cuda, spread);
+
+  std::vector<std::unique_ptr<ServingArrays>> kept;  // until the stream has passed them
+  std::vector<Buffer> buffers;
+  kernels::AttendParams p;
+  for (int rank = 0; rank < dealt.ranks; ++rank) {
+    Shard shard{dealt.layout, rank, dealt.ranks, s.kv_lens[0], dealt.block};
+    if (!cuts.empty()) shard.table = cuts.data();
+    std::vector<std::int64_t> key_start(s.batch());
+    for (int b = 1; b < s.batch(); ++b)
+      key_start[b] = key_start[b - 1] + shard.of(b - 1).local_len(s.kv_lens[b - 1]);
+    buffers.push_back(on_device(Device::cuda, key_start));
+    kept.push_back(std::make_unique<ServingArrays>(Device::cuda, problem, shard, cuts));
+    const ServingArrays& a = *kept.back();
+    p.dtype = s.dtype;
+    p.q_dtype = s.of_q();
+    p.kv_dtype = s.of_kv();
+    p.tokens = problem.tokens;
+    p.heads = s.heads;
+    p.kv_heads = s.kv_heads;
+    p.dim = s.dim;
+    p.q = {q.data(), static_cast<std::int64_t>(q_step / size_of(s.of_q())), s.dim};
+    p.k = rows_of(a.k_tensor(), s, false);
+    p.v = rows_of(a.v_tensor(), s, true);
+    if (s.page > 0)
+      p.pages = {a.block_table().data, a.cache.row_stride, 1,
+                 a.cache.columns,      a.cache.pages,      s.page};
+    p.q_scale = a.scales(problem.q_scale, a.q_scale);
+    p.k_scale = a.scales(problem.k_scale, a.k_scale);
+    p.v_scale = a.scales(problem.v_scale, a.v_scale);
+    p.batch.size = s.batch();
+    p.batch.query_start = ServingArrays::array<std::int32_t>(a.query_start);
+    p.batch.kv_len = ServingArrays::array<std::int32_t>(a.kv_len);
+    p.batch.key_start = ServingArrays::array<std::int64_t>(buffers.back());
+    if (!s.causal.empty()) p.batch.causal = ServingArrays::array<std::uint8_t>(a.causal);
+    p.batch.skip_decode = s.skip_decode;
+    if (!s.documents.empty())
+      p.documents = {ServingArrays::array<std::int64_t>(a.documents),
+                     static_cast<std::int64_t>(s.documents.size()) - 1};
+    p.shard = a.shard;
+    p.mask = s.mask;
+    p.score = {static_cast<float>(s.scale_used()), s.softcap};
+    p.bias.slopes = a.small(s.alibi.has_value(), a.slopes);
+    p.bias.alibi = s.alibi.value_or(Alibi::context);
+    p.bias.qq = a.qq_bias();
+    p.invariant = dealt.invariant;
+    p.max_kv_len = dealt.bounded ? problem.max_kv_len() : 0;
+    p.parts = dealt.parts;
+    p.state = states;
+    p.slot = rank;
+    buffers.push_back(poisoned(Device::cuda, backend->attend_scratch(p)));
+    p.scratch = static_cast<std::byte*>(buffers.back().data());
+    p.scratch_bytes = buffers.back().bytes();
+    backend->attend(p, {});
+  }
+  const ServingArrays& a = *kept.front();
+  kernels::MergeParams m;
+  m.states = states;
+  m.interleaved = dealt.layout == Layout::interleaved && !dealt.parts;
+  m.heads = s.heads;
+  m.sinks = a.small(s.sinks, a.sinks);
+  m.batch = p.batch;
+  m.tokens = problem.tokens;
+  m.dtype = s.of_out();
+  m.out = {a.out.data(), row, s.dim};
+  m.lse = static_cast<float*>(a.lse.data());
+  m.lse_row_stride = s.heads;
+  m.lse_head_stride = 1;
+  backend->merge(m, {});
+  settle(a.out);
+  return a.result();
+}
+
+inline ServingResult check_dealt(const ServingProblem& problem, const Dealt& dealt,
+                                 std::uint64_t seed, std::int64_t sampled) {
+  SCOPED_TRACE(trace(problem.shape, dealt, seed));
+  const ServingResult found = run_dealt(problem, dealt);
+  const Verdict verdict =
+      judge(problem, found.out, found.lse, problem.all_rows(), problem.tolerance(), sampled);
+  EXPECT_TRUE(verdict.right()) << verdict.wrong << " of " << verdict.compared
+                               << " wrong: " << verdict.first;
+  return found;
+}
+
+/// Fresh inputs; about `sampled` rows of each sequence are compared with float64.
+inline void check_dealt(const Serving& s, const Dealt& dealt = {}, std::int64_t sampled = 12) {
+  const std::uint64_t seed = std::random_device{}();
+  check_dealt(ServingProblem(s, seed), dealt, seed, sampled);
+}
+
+inline void expect_same_bits(const ServingResult& a, const ServingResult& b) {
+  ASSERT_EQ(a.out.size(), b.out.size());
+  EXPECT_EQ(std::memcmp(a.out.data(), b.out.data(), a.out.size()), 0) << "outputs differ";
+  EXPECT_EQ(std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)), 0)
+      << "lse differ";
+}
+
+}  // namespace longspan::testing

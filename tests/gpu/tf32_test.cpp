@@ -1,0 +1,259 @@
+// Products of tf32 for fp32 tensors, through the layer, against float64: that the option stays
+// within what its roundings can do, that it does something, and that without it nothing changes.
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/gpu/gpu_case.hpp"
+#include "tests/serving_run.hpp"
+
+namespace longspan::testing {
+namespace {
+
+ServingResult run_option(const ServingProblem& problem, bool tf32, bool invariant = false) {
+  const ServingArrays arrays(Device::cuda, problem, Shard::contiguous(0, 0, 1));
+  Options options = options_for(problem);
+  options.tf32 = tf32;
+  options.invariant = invariant;
+  Attention layer(self(Device::cuda), options);
+  layer.run(arrays.request());
+  layer.wait();
+  return arrays.result();
+}
+
+/// Paged, on one rank; with `segments` their states are handed out and then reduced.
+ServingResult run_segments(const ServingProblem& problem, int segments) {
+  const Serving& s = problem.shape;
+  const Kernels kernels(Device::cuda);
+  const ServingArrays arrays(Device::cuda, problem, Shard::contiguous(0, 0, 1));
+  SegmentedAttention a;
+  arrays.paged(a);
+  a.tf32 = true;
+  a.out = {};
+  a.lse = {};
+  const std::size_t states = arrays.rows.size() * s.heads * segments;
+  const Buffer output = poisoned(Device::cuda, states * s.dim * sizeof(float)),
+               max = poisoned(Device::cuda, states * sizeof(float)),
+               sums = poisoned(Device::cuda, states * sizeof(float));
+  const auto scalars = [&](const Buffer& of) {
+    return Tensor(of.data(), DType::fp32, {arrays.own(), s.heads, segments}, Device::cuda);
+  };
+  a.segments.output =
+      Tensor(output.data(), DType::fp32, {arrays.own(), s.heads, segments, s.dim}, Device::cuda);
+  a.segments.max = scalars(max);
+  a.segments.expsum = scalars(sums);
+  const Buffer workspace = poisoned(Device::cuda, kernels.workspace_bytes(a));
+  a.workspace = {workspace.data(), workspace.bytes()};
+  kernels.segmented_attention(a);
+  ReduceSegments r;
+  r.segments = a.segments;
+  r.out = arrays.out_tensor();
+  r.lse = Lse::tokens_heads(arrays.lse_tensor());
+  r.batch = s.batch();
+  r.query_start = a.query_start;
+  r.kv_len = a.kv_len;
+  kernels.reduce_segments(r);
+  settle(arrays.out);
+  return arrays.result();
+}
+
+struct Distance {
+  double norm = 0;            // |out - exact| / |exact| over all rows
+  std::int64_t compared = 0;  // elements
+};
+
+/// tf32 has 10 bits of mantissa, so rounding to nearest moves a factor by at most u = 2^-11 of
+/// itself and a product by 2 u + u^2, little more than 2^-10. fp32 sums add at most 2^-16 of the
+/// sum of magnitudes. With e the sum of both:
+///
+///     score    |ds_j| <= e |scale| sum_d |q_d k_jd|         (softcap's slope is at most 1)
+///     weight   times e^ds_j, so by at most m_j = expm1(max |ds_j|) of itself
+///     out      sum_j w_j (e^ds_j - 1) (v_j - out) / sum_j w_j e^ds_j   from the scores, since
+///              sum_j w_j (v_j - out) = 0, a sink being a key with value 0 that does not move;
+///              and e sum_j w'_j |v_j| from the products with v
+///     lse      within -log(1 - sum_j w_j m_j)
+///
+/// where w sums to 1. A bias is outside of these products; such cases take the norm alone.
+Distance expect_within_tf32(const ServingProblem& problem, const ServingResult& found,
+                            std::int64_t sampled) {
+  const Serving& s = problem.shape;
+  constexpr double kUnit = 0x1p-11, kProduct = 2 * kUnit + kUnit * kUnit + 0x1p-16;
+  const bool bounded = !s.alibi && !s.qq_bias;
+  const int group = s.heads / s.kv_heads;
+  Distance distance;
+  double difference = 0, size = 0;
+  for (int b = 0; b < s.batch(); ++b)
+    for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head) {
+      const launcher::RowMajor keys = problem.matrix(false, b, kv_head);
+      const launcher::RowMajor values = problem.matrix(true, b, kv_head);
+      const std::int64_t step = std::max<std::int64_t>(1, s.q_lens[b] / sampled);
+      for (std::int64_t t = 0; t < s.q_lens[b]; t += step)
+        for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+          const launcher::Exact exact = problem.exact(b, t, head, keys, values);
+          const std::int64_t row = (problem.query_start[b] + t) * s.heads + head;
+          const Interval seen = problem.visible(b, problem.context(b) + t);
+          const double lse = found.lse[row];
+          if (std::isinf(exact.lse)) {
+            EXPECT_EQ(lse, exact.lse);
+            continue;
+          }
+          Eigen::VectorXd q(s.dim);
+          for (int d = 0; d < s.dim; ++d)
+            q[d] = launcher::load(problem.q.data(), s.of_q(), row * s.dim + d);
+          Eigen::VectorXd moved = Eigen::VectorXd::Zero(s.dim);  // times 1 - moved_weight
+          double moved_weight = 0;
+          for (std::int64_t j = seen.begin; bounded && j < seen.end; ++j) {
+            double score = s.scale_used() * keys.row(j).dot(q);
+            if (s.softcap != 0) score = s.softcap * std::tanh(score / s.softcap);
+            const double weight = std::exp(score - exact.lse);
+            const double m =
+                std::expm1(kProduct * s.scale_used() * keys.row(j).cwiseAbs().dot(q.cwiseAbs()));
+            moved_weight += weight * m;
+            const Eigen::VectorXd v = values.row(j).transpose();
+            moved += weight * m * (v - exact.out).cwiseAbs() +
+                     kProduct * weight * (1 + m) * v.cwiseAbs();
+          }
+          if (bounded) {
+            EXPECT_LE(std::abs(lse - exact.lse),
+                      -std::log1p(-moved_weight) + 0x1p-20 * (1 + std::abs(exact.lse)))
+                << "lse of row " << row;
+          }
+          for (int d = 0; d < s.dim; ++d) {
+            const double out = launcher::load(found.out.data(), s.of_out(), row * s.dim + d);
+            ++distance.compared;
+            difference += (out - exact.out[d]) * (out - exact.out[d]);
+            size += exact.out[d] * exact.out[d];
+            if (bounded) {
+              EXPECT_LE(std::abs(out - exact.out[d]), moved[d] / (1 - moved_weight) + 1e-9)
+                  << "row " << row << " dim " << d << ": " << out << ", exactly " << exact.out[d];
+            }
+          }
+        }
+    }
+  distance.norm = std::sqrt(difference / size);
+  return distance;
+}
+
+/// The roundings of many products are independent, so the whole is nearer than the bound of each
+/// element, which a wrong key could hide under: a rounding's standard deviation is under
+/// 2^-11 / sqrt(3) of a factor, a weight's that of its score (of order 1) and of its product with
+/// v, in all some 2^-11. Twice that is allowed, where one key of a thousand too many is 2^-5.
+/// The lower end is beyond what fp32 products could do.
+void check_tf32(const Serving& s, std::int64_t sampled = 6, int segments = 0) {
+  const std::uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(describe(s) + ", segments " + std::to_string(segments) + ", seed " +
+               std::to_string(seed));
+  const ServingProblem problem(s, seed);
+  const Distance distance = expect_within_tf32(
+      problem, segments > 0 ? run_segments(problem, segments) : run_option(problem, true), sampled);
+  EXPECT_GT(distance.compared, 0);
+  EXPECT_LT(distance.norm, 0x1p-10);
+  EXPECT_GT(distance.norm, 0x1p-16);
+}
+
+/// Short and long queries, one key, a row of no key; one sequence alone and many.
+const std::vector<std::vector<std::int32_t>> kQueries[] = {
+    {{1}, {700}}, {{150}, {700}}, {{1, 5, 33, 16, 1}, {300, 170, 400, 129, 1}}};
+
+TEST(Tf32, DimsRowsAndPages) {
+  LONGSPAN_NEEDS_GPU();
+  for (const int dim : {16, 24, 64, 72, 128, 136, 256})
+    for (const int page : {0, 1, 16, 48})
+      for (const auto& lengths : kQueries)
+        for (const bool causal : {false, true}) {
+          Serving s{.dim = dim, .q_lens = lengths[0], .kv_lens = lengths[1]};
+          s.mask.causal = causal;
+          s.page = page;
+          check_tf32(s);
+        }
+}
+
+TEST(Tf32, Groups) {
+  LONGSPAN_NEEDS_GPU();
+  for (const int group : {1, 3, 8, 40})
+    for (const auto& lengths : kQueries) {
+      Serving s{.heads = 2 * group, .q_lens = lengths[0], .kv_lens = lengths[1]};
+      s.mask.window = 100;
+      check_tf32(s, 4);
+    }
+}
+
+/// Scales of fp8 keys, the packing of pages, softcap, sinks, biases.
+TEST(Tf32, Features) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType kv : {DType::fp32, DType::e4m3, DType::e5m2})
+    for (const bool x_packed : {false, true})
+      for (const bool bias : {false, true})
+        for (const int dim : {64, 96, 256}) {
+          Serving s{.dim = dim, .kv_dtype = kv};
+          s.x_packed = x_packed;
+          s.per_head_scales = s.sinks = true;
+          s.softcap = 20;
+          if (bias) s.alibi = Alibi::query;
+          s.qq_bias = bias;
+          check_tf32(s);
+        }
+}
+
+/// A state for each part of the keys.
+TEST(Tf32, SegmentsHandedOut) {
+  LONGSPAN_NEEDS_GPU();
+  for (const int dim : {64, 128, 256})
+    for (const int segments : {1, 5, 16}) check_tf32({.dim = dim, .sinks = true}, 6, segments);
+}
+
+/// Splits of the keys, and more pieces of work than blocks.
+TEST(Tf32, LongKeysAndManyRows) {
+  LONGSPAN_NEEDS_GPU();
+  for (const int dim : {64, 128, 256}) {
+    check_tf32({.dim = dim, .q_lens = {4}, .kv_lens = {20000}}, 2);
+    check_tf32({.heads = 16, .kv_heads = 4, .dim = dim, .q_lens = {3000}, .kv_lens = {3000}}, 3);
+  }
+}
+
+void expect_same(const ServingResult& a, const ServingResult& b) {
+  EXPECT_EQ(std::memcmp(a.out.data(), b.out.data(), a.out.size()), 0) << "outputs differ";
+  EXPECT_EQ(std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)), 0)
+      << "lse differ";
+}
+
+/// The same bits in every run and in pages of any size; and they are not those of fp32.
+TEST(Tf32, BitsRepeat) {
+  LONGSPAN_NEEDS_GPU();
+  for (const int dim : {24, 64, 128, 256})
+    for (const int q_len : {3, 70}) {
+      const std::uint64_t seed = std::random_device{}();
+      Serving s{.dim = dim, .q_lens = {q_len, 20}, .kv_lens = {5000, 900}};
+      SCOPED_TRACE(describe(s) + ", seed " + std::to_string(seed));
+      s.page = 0;
+      const ServingProblem rows(s, seed);
+      const ServingResult one = run_option(rows, true, true);
+      for (int i = 0; i < 3; ++i) expect_same(one, run_option(rows, true, true));
+      for (const int page : {1, 16, 48}) {
+        s.page = page;
+        expect_same(one, run_option(ServingProblem(s, seed), true, true));
+      }
+      const ServingResult exact = run_option(rows, false, true);
+      EXPECT_NE(std::memcmp(one.out.data(), exact.out.data(), exact.out.size()), 0);
+    }
+}
+
+/// Without the option products are exact.
+TEST(Tf32, OffIsExact) {
+  LONGSPAN_NEEDS_GPU();
+  for (const int dim : {24, 64, 128, 256})
+    for (const int page : {0, 16}) {
+      Serving s{.dim = dim};
+      s.page = page;
+      const ServingProblem problem(s, std::random_device{}());
+      const ServingResult found = run_option(problem, false);
+      const Verdict verdict =
+          judge(problem, found.out, found.lse, problem.all_rows(), problem.tolerance(), 8);
+      EXPECT_TRUE(verdict.right()) << verdict.first;
+    }
+}
+
+}  // namespace
+}  // namespace longspan::testing

@@ -1,0 +1,134 @@
+"""The benchmark scripts from end to end on small problems, with invented peers where a GPU and
+PyTorch would be needed."""
+
+import contextlib
+import io
+import json
+import pathlib
+import sys
+import unittest
+from unittest import mock
+
+from command import COMMAND, CommandTest, environment
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+import host_serving  # noqa: E402
+import prefill_vs_torch  # noqa: E402
+import records  # noqa: E402
+import seeds_vs_longspan  # noqa: E402
+
+
+def start(module, *arguments):
+    """The script's main, in this process; what it printed."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), \
+            mock.patch.object(sys, "argv", [module.__name__, *map(str, arguments)]), \
+            mock.patch.dict("os.environ", environment()):
+        module.main()
+    return said.getvalue()
+
+
+class PrefillTest(CommandTest):
+    def test_table_of_ratios_and_targets(self):
+        with mock.patch.object(prefill_vs_torch, "peer_us", lambda *_: {"cuDNN": 1000.0}):
+            start(prefill_vs_torch, "--command", COMMAND, "--machine", "try", "--backend", "host",
+                  "--shrink", 256, "--dim", 128, "--rounds", 2, "--results", self.folder)
+        rows = records.read(self.path("prefill-try.jsonl"))
+        self.assertEqual(len([r for r in rows if r["peer"] == "cuDNN"]), 12)  # 6 shapes, 2 masks
+        self.assertEqual({r["case"]["kv_heads"] for r in rows if "equal" in r["peer"]}, {8})
+        self.assertTrue(all(r["target"] is not None for r in rows
+                            if r["peer"] == "cuDNN" and r["case"]["heads"] == r["case"]["kv_heads"]))
+
+    def test_targets(self):
+        self.assertEqual([prefill_vs_torch.target(*case) for case in
+                          ((128, 4096, False), (64, 4096, True), (128, 65536, True),
+                           (256, 16384, False), (256, 16384, True))],
+                         [1.0, 1.05, 1.02, 0.95, 1.0])
+
+
+def attention(section, heads, kv_heads, batch, tokens, kv_len, us, **more):
+    """What bench_serving prints for a case."""
+    return {"section": section, "heads": heads, "kv_heads": kv_heads, "dim": 128, "dtype": "bf16",
+            "kv_dtype": "bf16", "batch": batch, "tokens": tokens, "kv_len": kv_len, "page": 16,
+            "layout": "rows", "table": "permuted", "window": 0, "us": us, "min_us": us,
+            "right": True} | more
+
+
+class SeedsTest(CommandTest):
+    """Invented figures of both sides: what they become."""
+
+    SEEDS = [
+        {"kind": "A", "D": 128, "dtype": "bf16", "T": 4096, "H": 32, "ok": True, "graph_us": 80.0,
+         "bytes": 100e6},
+        {"kind": "A", "D": 128, "dtype": "bf16", "T": 256, "H": 16, "ok": True, "graph_us": 3.7,
+         "bytes": 3e6},
+        *({"kind": "B", "Hq": 32, "Hkv": 8, "batch": 1, "ctx": 131072, "tile": tile, "segs": segs,
+           "ok": ok, "both_us": us} for tile, segs, us, ok in
+          ((16, 16, 600.0, True), (32, 64, 140.0, True), (64, 64, 1.0, False))),
+        {"kind": "Bcudnn", "Hq": 32, "Hkv": 8, "batch": 1, "ctx": 131072, "ok": True,
+         "best_us": 127.0},
+        {"kind": "C", "q": 512, "ctx": 8192, "seqs": 1, "key": "seed", "ok": True, "tflops": 63.0},
+        {"kind": "C", "q": 512, "ctx": 8192, "seqs": 1, "key": "cudnnfull", "ok": None,
+         "tflops": 526.0},
+        {"kind": "skip", "label": "a case without time"}]
+
+    def test_records(self):
+        seeds = self.path("seeds_triton.jsonl")
+        seeds.write_text("".join(json.dumps(r) + "\n" for r in self.SEEDS))
+        merges = {"section": "merge", "dtype": "bf16", "dim": 128, "right": True}
+        runs = iter([
+            [{"section": "copy", "us": 1.0, "tb_s": 4.0},
+             merges | {"tokens": 4096, "heads": 32, "us": 25.0, "tb_s": 4.0},
+             merges | {"tokens": 256, "heads": 16, "us": 2.0, "tb_s": 1.5},
+             attention("decode", 32, 8, 1, 1, 131072, 140.0, bytes=560e6, tb_s=4.0)],
+            [attention("chunked", 32, 8, 1, 512, 8704, 10.0, tflop_s=210.0)],
+            [{"section": "copy", "us": 1.0, "tb_s": 4.0},
+             merges | {"tokens": 4096, "heads": 32, "us": 35.0, "tb_s": 100 / 35},
+             merges | {"tokens": 256, "heads": 16, "us": 2.2, "tb_s": 1.4},
+             attention("decode", 32, 8, 1, 1, 131072, 140.0, bytes=560e6, tb_s=4.0)],
+            [attention("chunked", 32, 8, 1, 512, 8704, 10.0, tflop_s=210.0)]])
+        with mock.patch.object(seeds_vs_longspan, "serving", lambda *_: next(runs)):
+            start(seeds_vs_longspan, "--program", "none", "--machine", "try", "--seeds", seeds,
+                  "--results", self.folder)
+
+        def found(bench):
+            rows = records.read(self.path(f"{bench}-try.jsonl"))
+            return {(r["case"]["tokens"], r["metric"], r["peer"]):
+                    (r["ratio"] or r["ours"], r["target"], r["met"]) for r in rows}
+
+        self.assertEqual(found("merge"), {
+            (4096, "TB/s", "copy"): (0.833, 0.85, False),  # 25 and 35 us: 3.33 of 4 TB/s
+            (4096, "TB/s", "seed (as shipped)"): (2.667, None, True),
+            (256, "us", None): (2.1, 2.5, True),
+            (256, "TB/s", "seed (as shipped)"): (1.762, None, True)})
+        self.assertEqual(found("seeds"), {
+            (1, "TB/s", "seed (as shipped)"): (4.286, 1.5, True),
+            (1, "TB/s", "seed (best)"): (1.0, 1.0, True),  # the wrong variant does not count
+            (1, "TB/s", "cuDNN"): (0.907, None, True)})
+        self.assertEqual(found("chunked"), {
+            (512, "TFLOP/s", None): (210.0, 200, True),
+            (512, "TFLOP/s", "seed (as shipped)"): (3.333, None, True)})
+
+    def test_wrong_results_leave_no_record(self):
+        lines = [attention("decode", 32, 8, 1, 1, 64, 1.0, tb_s=1.0) | {"right": right}
+                 for right in (True, False)] + [{"section": "merge", "error": "unsupported"}]
+        program = self.path("program")
+        program.write_text("#!/bin/sh\ncat <<END\n" +
+                           "".join(json.dumps(line) + "\n" for line in lines) + "END\nexit 5\n")
+        program.chmod(0o755)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            self.assertEqual(seeds_vs_longspan.serving(str(program)), lines[:1])
+        self.assertEqual(said.getvalue().count("NOT RIGHT"), 2)
+
+    def test_host_ratio(self):
+        line = attention("plain decode", 32, 8, 1, 1, 32768, 11.0) | {
+            "min_us": 10.0, "plain_min_us": 9.0}
+        with mock.patch.object(seeds_vs_longspan, "serving", lambda *_: [line]):
+            start(host_serving, "--program", "none", "--machine", "try", "--results", self.folder)
+        (r,) = records.read(self.path("seeds-try.jsonl"))
+        self.assertEqual((r["ratio"], r["target"], r["met"]), (0.9, 0.8, True))
+
+
+if __name__ == "__main__":
+    unittest.main()

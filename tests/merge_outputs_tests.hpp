@@ -1,0 +1,303 @@
+// Laws of the merge of finished outputs, on every device. Names say what goes wrong where they do
+// not hold: each of them is a defect that was found in a kernel of this kind.
+#pragma once
+
+#include "tests/outputs_case.hpp"
+
+namespace longspan::tests {
+
+TEST_F(MergeOutputs, BothEmptyGivesZerosAndNotNan) {
+  for (DType in : {fp32, fp16, bf16})
+    for (DType out : {in, e4m3})
+      for (int dim : {24, 128})
+        for (LogBase base : {LogBase::e, LogBase::two}) {
+          OutputsCase c{.tokens = 4, .heads = 1, .dim = dim, .in = in, .out = out, .base = base};
+          const OutputsData data{
+              std::vector<std::byte>(2 * c.size() * size_of(in), std::byte{0xff}),
+              {-kInf, kInf, -kInf, kInf, -kInf, kInf, kInf, -kInf}};
+          const OutputsResult result = merge(c, data);
+          EXPECT_EQ(result.lse, std::vector<float>(4, -kInf));
+          EXPECT_EQ(result.out, std::vector<std::byte>(result.out.size())) << c;  // +0, all bits
+        }
+}
+
+TEST_F(MergeOutputs, AnLseOfPlusInfinityIsEmptyAndItsNanPayloadNotRead) {
+  for (DType in : {fp32, bf16})
+    for (int empty : {0, 1})
+      for (float lse : {kInf, -kInf}) {
+        OutputsCase c{.tokens = 40, .dim = 128, .in = in, .out = in};
+        OutputsData data = make(c, 0);
+        const std::size_t half = data.out.size() / 2;
+        std::fill_n(data.lse.begin() + empty * c.rows(), c.rows(), lse);
+        std::fill_n(data.out.begin() + empty * half, half, std::byte{0xff});
+        const OutputsResult result = merge(c, data);
+        // The other side, bit for bit, and its lse.
+        const std::size_t other = (1 - empty) * half;
+        EXPECT_EQ(std::memcmp(result.out.data(), data.out.data() + other, half), 0) << c;
+        EXPECT_EQ(std::memcmp(result.lse.data(), data.lse.data() + (1 - empty) * c.rows(),
+                              c.rows() * sizeof(float)),
+                  0);
+      }
+}
+
+TEST_F(MergeOutputs, AFiniteScoreOfAnySizeSurvivesAnEmptySide) {
+  for (float lse : {-90.0f, -10000.0f, -1e30f, 1e30f}) {
+    OutputsCase c{.tokens = 1, .heads = 2, .dim = 64};
+    OutputsData data = make(c, 0);
+    data.lse = {lse, -kInf, kInf, lse};
+    const OutputsResult result = merge(c, data);
+    EXPECT_EQ(result.lse, (std::vector<float>{lse, lse}));
+    for (int d = 0; d < c.dim; ++d) {
+      EXPECT_EQ(load_element(result.out.data(), fp32, d), load_element(data.out.data(), fp32, d));
+      EXPECT_EQ(load_element(result.out.data(), fp32, c.dim + d),
+                load_element(data.out.data(), fp32, c.size() + c.dim + d));
+    }
+  }
+}
+
+TEST_F(MergeOutputs, LseOfHeadsByTokensIsNotReadAsTokensByHeads) {
+  for (DType in : {fp32, bf16}) {
+    OutputsCase c{.tokens = 32, .heads = 32, .dim = 64, .in = in, .out = in};
+    const OutputsData data = make(c);
+    const OutputsResult result = merge(c, data);
+    expect_right(c, data, result);
+    OutputsCase turned = c;
+    turned.heads_first = true;
+    OutputsData turned_data = data;
+    for (int n = 0; n < 2; ++n)
+      for (std::int64_t token = 0; token < c.tokens; ++token)
+        for (int head = 0; head < c.heads; ++head)
+          turned_data.lse[n * c.rows() + turned.lse_at(token, head)] =
+              data.lse[n * c.rows() + c.lse_at(token, head)];
+    const OutputsResult same = merge(turned, turned_data);
+    EXPECT_EQ(same.out, result.out);
+    EXPECT_FALSE(merge(turned, data).out == result.out);  // the mix-up shows
+    for (std::int64_t token = 0; token < c.tokens; ++token)
+      for (int head = 0; head < c.heads; ++head)
+        EXPECT_EQ(same.lse[turned.lse_at(token, head)], result.lse[c.lse_at(token, head)]);
+  }
+}
+
+TEST_F(MergeOutputs, BaseTwoIsNotReadAsBaseE) {
+  for (int parts : {2, 5}) {
+    OutputsCase c{.tokens = 50, .parts = parts, .base = LogBase::two};
+    const OutputsData data = make(c);
+    const OutputsResult two = merge(c, data);
+    expect_right(c, data, two);
+    OutputsCase natural = c;
+    natural.base = LogBase::e;
+    EXPECT_FALSE(merge(natural, data).out == two.out);
+    OutputsData same = data;
+    for (float& lse : same.lse) lse *= kLn2;
+    const OutputsResult e = merge(natural, same);
+    expect_right(natural, same, e);
+    for (std::size_t i = 0; i < e.lse.size(); ++i)
+      if (e.lse[i] != -kInf) {
+        EXPECT_NEAR(e.lse[i], two.lse[i] * kLn2, 1e-5);
+      }
+  }
+}
+
+/// A head of dim 192 takes several warps, which once raced for the lse that one of them wrote.
+TEST_F(MergeOutputs, InPlaceOnThePrefixGivesTheSameBits) {
+  for (DType in : {fp32, fp16, bf16})
+    for (int dim : {5, 40, 64, 80, 128, 192, 256, 300})
+      for (bool heads_first : {false, true})
+        for (std::int64_t with_prefix : {-1, 300}) {
+          OutputsCase c{.tokens = 613, .heads = 4, .dim = dim, .in = in, .out = in};
+          c.heads_first = heads_first;
+          c.with_prefix = with_prefix;
+          const OutputsData data = make(c);
+          const OutputsResult apart = merge(c, data);
+          c.in_place = true;
+          EXPECT_TRUE(merge(c, data).same_bits(apart)) << c;
+        }
+}
+
+TEST_F(MergeOutputs, InPlaceOnTheFirstOfManyParts) {
+  for (int parts : {1, 3, 20})
+    for (int dim : {5, 64, 192}) {
+      OutputsCase c{.tokens = 100, .dim = dim, .parts = parts, .in = bf16, .out = bf16};
+      const OutputsData data = make(c);
+      const OutputsResult apart = merge(c, data);
+      c.in_place = true;
+      EXPECT_TRUE(merge(c, data).same_bits(apart)) << c;
+    }
+}
+
+TEST_F(MergeOutputs, InPlaceOfLargeOnes) {
+  for (DType in : {fp32, bf16}) {
+    OutputsCase c{.tokens = 4096, .heads = 16, .dim = 128, .in = in, .out = in};
+    const OutputsData data = make(c);
+    const OutputsResult apart = merge(c, data);
+    for (std::int64_t token = 0; token < c.tokens; token += 16)
+      if (!row_is_right(c, data, apart, token, static_cast<int>(below(c.heads)))) break;
+    c.in_place = true;
+    EXPECT_TRUE(merge(c, data).same_bits(apart)) << c;
+  }
+}
+
+TEST_F(MergeOutputs, TokensPastThePrefixCopyTheSuffixBitForBit) {
+  for (DType in : {fp32, fp16, bf16})
+    for (int dim : {3, 64, 128})
+      for (std::int64_t with_prefix : {0, 1, 5, 9, 20}) {
+        OutputsCase c{.tokens = 9, .dim = dim, .in = in, .out = in, .with_prefix = with_prefix};
+        OutputsData data = make(c, 0);
+        // What is past the prefix must not be read: its lse would win.
+        for (std::int64_t i = std::min(with_prefix, c.tokens) * c.heads; i < c.rows(); ++i)
+          data.lse[i] = 1e6f;
+        const OutputsResult result = merge(c, data);
+        expect_right(c, data, result);
+        const std::size_t row = static_cast<std::size_t>(c.row_stride()) * size_of(in);
+        for (std::int64_t token = with_prefix; token < c.tokens; ++token) {
+          EXPECT_EQ(std::memcmp(&result.out[token * row], &data.out[(c.tokens + token) * row], row),
+                    0);
+          for (int head = 0; head < c.heads; ++head)
+            EXPECT_EQ(result.lse[c.lse_at(token, head)],
+                      data.lse[c.rows() + c.lse_at(token, head)]);
+        }
+      }
+}
+
+/// A prefix that is not there at all: reading it would be a fault.
+TEST_F(MergeOutputs, APrefixOfNoTokensMayBeNull) {
+  for (int dim : {60, 128}) {
+    const OutputsCase c{.tokens = 9, .dim = dim};
+    const OutputsData data = make(c, 0);
+    const auto suffix = on_device(data.out);
+    const auto lse = on_device(data.lse);
+    const auto out = poisoned<float>(static_cast<std::size_t>(c.size()));
+    kernels::MergeOutputsParams p;
+    p.in[1] = {suffix.data(), c.row_stride(), c.head_stride()};
+    p.in_lse[1] = {lse.data(), c.heads, 1};
+    p.with_prefix = 0;
+    p.tokens = c.tokens;
+    p.heads = c.heads;
+    p.dim = c.dim;
+    p.out = {out.data(), c.row_stride(), c.head_stride()};
+    backend().merge_outputs(p, {});
+    EXPECT_EQ(std::memcmp(out.values().data(), data.out.data(), c.size() * sizeof(float)), 0);
+  }
+}
+
+TEST_F(MergeOutputs, NanStaysNanUnlessItIsSaidToBeEmpty) {
+  for (int parts : {2, 3})
+    for (int dim : {12, 128})
+      for (bool nan_is_empty : {false, true}) {
+        OutputsCase c{.tokens = 20, .dim = dim, .parts = parts, .nan_is_empty = nan_is_empty};
+        OutputsData data = make(c);
+        for (float& lse : data.lse)
+          if (below(5) == 0) lse = kNaN;
+        expect_right(c, data, merge(c, data));
+      }
+}
+
+TEST_F(MergeOutputs, AnyDimAnyStrideAnyType) {
+  for (DType in : {fp32, fp16, bf16})
+    for (int dim : {1, 2, 3, 4, 7, 8, 12, 20, 24, 40, 72, 96, 100, 112, 128, 192, 257, 512, 1000})
+      for (int gap : {0, 1, 8})
+        for (int offset : {0, 1}) {
+          OutputsCase c{.tokens = 5, .dim = dim, .in = in, .out = in};
+          c.row_gap = gap;
+          c.head_gap = gap;
+          c.offset = offset;
+          expect_right(c);
+          c.out = e4m3;
+          c.scale = 0.05f;
+          expect_right(c);
+        }
+}
+
+TEST_F(MergeOutputs, WithoutAnLse) {
+  OutputsCase c{.wants_lse = false};
+  expect_right(c);
+  c.dim = 5;
+  expect_right(c);
+}
+
+TEST_F(MergeOutputs, AnyNumberOfParts) {
+  for (int parts : {1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 200})
+    for (DType in : {fp32, fp16, bf16})
+      for (int dim : {5, 24, 128, 256}) {
+        OutputsCase c{.tokens = 3, .dim = dim, .parts = parts, .in = in, .out = in};
+        c.heads_first = parts % 2 == 0;
+        expect_right(c);
+        c.out = e4m3;
+        c.scale = 0.05f;
+        expect_right(c);
+      }
+}
+
+TEST_F(MergeOutputs, PartsThatAreAllEmptyGiveZeros) {
+  OutputsCase c{.tokens = 10, .parts = 6};
+  const OutputsData data = make(c, 10);
+  const OutputsResult result = merge(c, data);
+  EXPECT_EQ(result.lse, std::vector<float>(c.rows(), -kInf));
+  EXPECT_EQ(result.out, std::vector<std::byte>(result.out.size()));
+}
+
+/// The bits of element.hpp, on every kind of number.
+TEST_F(MergeOutputs, Fp8SaturatesAndNanStaysNan) {
+  for (DType out : {e4m3, e5m2})
+    for (DType in : {fp32, bf16})
+      for (bool inverse : {false, true})
+        for (int dim : {128, 100}) {
+          OutputsCase c{.tokens = 300, .heads = 2, .dim = dim, .in = in, .out = out};
+          c.scale = 0.3f;
+          c.inverse = inverse;
+          OutputsData data = make(c, 0);
+          std::fill_n(data.lse.begin(), c.rows(), -kInf);  // the suffix alone: out = value
+          for (std::int64_t i = c.size(); i < 2 * c.size(); ++i) {
+            std::uint32_t bits = random_();
+            if (i % 4 != 0) bits = (bits & 0x807fffffu) | (113u + bits % 26u) << 23;
+            store_element(data.out.data(), in, i, std::bit_cast<float>(bits));
+          }
+          const OutputsResult result = merge(c, data);
+          for (std::int64_t i = 0; i < c.size(); ++i) {
+            const float value = load_element(data.out.data(), in, c.size() + i);
+            std::array<std::byte, 4> expected;
+            store_element(expected.data(), out, 0, inverse ? value * 0.3f : value / 0.3f);
+            if (std::isnan(value))
+              ASSERT_TRUE(std::isnan(load_element(result.out.data(), out, i)));
+            else
+              ASSERT_EQ(static_cast<int>(result.out[i]), static_cast<int>(expected[0]))
+                  << value << " " << c;
+          }
+        }
+}
+
+TEST_F(MergeOutputs, SplitsOfKeysMergeToTheWhole) {
+  // out and lse over random subsets of 64 scores, against all of them.
+  constexpr int kKeys = 64, kDim = 16;
+  for (int parts : {2, 4}) {
+    OutputsCase c{.tokens = 1, .heads = 1, .dim = kDim, .parts = parts};
+    OutputsData data = make(c, 0);
+    std::vector<double> score(kKeys), value(kKeys * kDim);
+    for (double& s : score) s = 4 * normal();
+    for (double& v : value) v = normal();
+    const auto attend = [&](int part, int count) {
+      std::vector<double> o(kDim);
+      double sum = 0;
+      for (int j = part; j < kKeys; j += count) {
+        sum += std::exp(score[j]);
+        for (int d = 0; d < kDim; ++d) o[d] += std::exp(score[j]) * value[j * kDim + d];
+      }
+      for (double& x : o) x /= sum;
+      o.push_back(std::log(sum));
+      return o;
+    };
+    for (int n = 0; n < parts; ++n) {
+      const std::vector<double> o = attend(n, parts);
+      data.lse[n] = static_cast<float>(o[kDim]);
+      for (int d = 0; d < kDim; ++d)
+        store_element(data.out.data(), fp32, n * kDim + d, static_cast<float>(o[d]));
+    }
+    const OutputsResult result = merge(c, data);
+    const std::vector<double> whole = attend(0, 1);
+    EXPECT_NEAR(result.lse[0], whole[kDim], 1e-5);
+    for (int d = 0; d < kDim; ++d)
+      EXPECT_NEAR(load_element(result.out.data(), fp32, d), whole[d], 1e-5);
+  }
+}
+
+}  // namespace longspan::tests

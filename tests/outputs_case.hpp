@@ -1,0 +1,200 @@
+// A merge of finished outputs as its tests see it: parts with gaps between their rows, empty sides
+// with NaN payloads, everything poisoned, and the merge in float64.
+#pragma once
+
+#include <ostream>
+
+#include "tests/on_device.hpp"
+
+namespace longspan::tests {
+
+struct OutputsCase {
+  std::int64_t tokens = 7;
+  int heads = 3, dim = 64, parts = 2;
+  DType in = DType::fp32, out = DType::fp32;
+  LogBase base = LogBase::e;
+  bool nan_is_empty = false;
+  bool heads_first = false;  // layout of every lse
+  bool wants_lse = true;
+  bool in_place = false;
+  std::int64_t with_prefix = -1;
+  std::optional<float> scale;
+  bool inverse = false;
+  int row_gap = 0, head_gap = 0, offset = 0;  // elements
+
+  std::int64_t rows() const { return tokens * heads; }
+  std::int64_t head_stride() const { return dim + head_gap; }
+  std::int64_t row_stride() const { return heads * head_stride() + row_gap; }
+  std::int64_t size() const { return offset + tokens * row_stride(); }  // elements of a part
+  std::int64_t at(std::int64_t token, int head) const {
+    return offset + token * row_stride() + head * head_stride();
+  }
+  std::int64_t lse_at(std::int64_t token, int head) const {
+    return heads_first ? head * tokens + token : token * heads + head;
+  }
+};
+
+inline std::ostream& operator<<(std::ostream& out, const OutputsCase& c) {
+  return out << c.parts << " parts, " << c.tokens << " x " << c.heads << " x " << c.dim << " "
+             << name(c.in) << " -> " << name(c.out) << " base "
+             << (c.base == LogBase::e ? "e" : "2") << " heads first " << c.heads_first
+             << " in place " << c.in_place << " with prefix " << c.with_prefix << " gaps "
+             << c.row_gap << " " << c.head_gap << " offset " << c.offset;
+}
+
+/// [parts, size] elements and [parts, rows] lse, on the host.
+struct OutputsData {
+  std::vector<std::byte> out;
+  std::vector<float> lse;
+};
+
+struct OutputsResult {
+  std::vector<std::byte> out;
+  std::vector<float> lse;
+
+  bool same_bits(const OutputsResult& other) const {
+    return out == other.out && lse.size() == other.lse.size() &&
+           std::memcmp(lse.data(), other.lse.data(), lse.size() * sizeof(float)) == 0;
+  }
+};
+
+/// What the merge of one (token, head) must be: float64, straight from the definition.
+struct ExactOutput {
+  std::vector<double> out, size;  // and the size of what was added
+  double lse = -std::numeric_limits<double>::infinity();
+};
+inline ExactOutput merge_exactly(const OutputsCase& c, const OutputsData& data, std::int64_t token,
+                                 int head) {
+  ExactOutput exact{std::vector<double>(c.dim), std::vector<double>(c.dim)};
+  const double unit = c.base == LogBase::e ? 1.0 : std::log(2.0);
+  std::vector<double> lse(c.parts);
+  double top = -std::numeric_limits<double>::infinity();
+  bool is_nan = false;
+  for (int n = 0; n < c.parts; ++n) {
+    const float given = data.lse[n * c.rows() + c.lse_at(token, head)];
+    lse[n] = given * unit;
+    const bool skipped = c.parts == 2 && n == 0 && c.with_prefix >= 0 && token >= c.with_prefix;
+    if (skipped || std::isinf(given) || (std::isnan(given) && c.nan_is_empty)) lse[n] = -kInf;
+    is_nan = is_nan || std::isnan(lse[n]);
+    top = std::max(top, lse[n]);
+  }
+  double sum = 0;
+  for (int n = 0; n < c.parts; ++n) {
+    if (lse[n] == -kInf) continue;
+    const double weight = std::exp(lse[n] - top);
+    sum += weight;
+    for (int d = 0; d < c.dim; ++d) {
+      const double value =
+          load_element(data.out.data(), c.in, n * c.size() + c.at(token, head) + d);
+      exact.out[d] += weight * value;
+      exact.size[d] += weight * std::abs(value);
+    }
+  }
+  if (sum == 0 && !is_nan) return exact;
+  const double factor = !c.scale ? 1.0 : c.inverse ? *c.scale : 1.0 / *c.scale;
+  for (double& value : exact.out) value *= is_nan ? kNaN : factor / sum;
+  for (double& value : exact.size) value *= factor / sum;
+  exact.lse = is_nan ? kNaN : (top + std::log(sum)) / unit;
+  return exact;
+}
+
+class MergeOutputs : public OnDevice {
+ protected:
+  /// Random parts; of 10 sides one or two are empty, with an lse of +inf or -inf and NaN payloads.
+  OutputsData make(const OutputsCase& c, int empty_in_ten = 2) {
+    OutputsData data{std::vector<std::byte>(c.parts * c.size() * size_of(c.in), std::byte{0xff}),
+                     std::vector<float>(c.parts * c.rows())};
+    for (int n = 0; n < c.parts; ++n)
+      for (std::int64_t token = 0; token < c.tokens; ++token)
+        for (int head = 0; head < c.heads; ++head) {
+          float& lse = data.lse[n * c.rows() + c.lse_at(token, head)];
+          lse = 3 * normal();
+          const bool empty = below(10) < empty_in_ten;
+          if (empty) lse = below(2) == 0 ? kInf : -kInf;
+          if (empty) continue;
+          for (int d = 0; d < c.dim; ++d)
+            store_element(data.out.data(), c.in, n * c.size() + c.at(token, head) + d, normal());
+        }
+    return data;
+  }
+
+  OutputsResult merge(const OutputsCase& c, const OutputsData& data) const {
+    const auto in = on_device(data.out);
+    const auto in_lse = on_device(data.lse);
+    const std::size_t bytes = static_cast<std::size_t>(c.size()) * size_of(c.out);
+    const auto own = poisoned<std::byte>(c.in_place ? 0 : bytes);
+    const auto own_lse = poisoned<float>(static_cast<std::size_t>(c.rows()));
+    const auto scale = on_device(std::vector<float>{c.scale.value_or(1.0f)});
+    kernels::MergeOutputsParams p;
+    p.parts = c.parts;
+    p.in_dtype = c.in;
+    const std::int64_t in_size = static_cast<std::int64_t>(size_of(c.in));
+    const auto lse_view = [&](float* from) {
+      return kernels::LseView{from, c.heads_first ? 1 : c.heads, c.heads_first ? c.tokens : 1};
+    };
+    for (int n = 0; n < std::min(c.parts, 2); ++n) {
+      p.in[n] = {in.data() + (n * c.size() + c.offset) * in_size, c.row_stride(), c.head_stride()};
+      p.in_lse[n] = lse_view(in_lse.data() + n * c.rows());
+    }
+    p.part_stride = c.size();
+    p.lse_part_stride = c.rows();
+    p.base = c.base;
+    p.nan_is_empty = c.nan_is_empty;
+    p.with_prefix = c.with_prefix;
+    p.tokens = c.tokens;
+    p.heads = c.heads;
+    p.dim = c.dim;
+    p.dtype = c.out;
+    if (c.scale) p.out_scale = {scale.data(), c.inverse};
+    p.out = {c.in_place ? p.in[0].data
+                        : own.data() + c.offset * static_cast<std::int64_t>(size_of(c.out)),
+             c.row_stride(), c.head_stride()};
+    if (c.wants_lse) p.lse = c.in_place ? p.in_lse[0] : lse_view(own_lse.data());
+    backend().merge_outputs(p, {});
+    OutputsResult result{c.in_place ? in.values() : own.values(),
+                         c.in_place ? in_lse.values() : own_lse.values()};
+    result.out.resize(bytes);
+    result.lse.resize(static_cast<std::size_t>(c.rows()));
+    return result;
+  }
+
+  /// One (token, head) of a result. False once something is wrong, to stop there.
+  static bool row_is_right(const OutputsCase& c, const OutputsData& data,
+                           const OutputsResult& result, std::int64_t token, int head) {
+    const ExactOutput exact = merge_exactly(c, data, token, head);
+    for (int d = 0; d < c.dim; ++d) {
+      const double got = load_element(result.out.data(), c.out, c.at(token, head) + d);
+      double expected = exact.out[d];
+      if (is_fp8(c.out)) expected = std::clamp(expected, -largest(c.out), largest(c.out));
+      const double allowed = one_rounding(c.out, expected, exact.size[d]);
+      const bool right = std::isnan(expected) ? std::isnan(got)
+                         : std::isinf(exact.lse)
+                             ? got == 0
+                             : std::abs(got - expected) <= allowed;  // false for NaN
+      EXPECT_TRUE(right) << c << ": token " << token << " head " << head << " element " << d
+                         << " is " << got << ", not " << expected;
+      if (!right) return false;
+    }
+    const float lse = result.lse[c.lse_at(token, head)];
+    const bool right = !c.wants_lse            ? std::isnan(lse)
+                       : std::isnan(exact.lse) ? std::isnan(lse)
+                       : std::isinf(exact.lse)
+                           ? lse == exact.lse
+                           : std::abs(lse - exact.lse) <= 1e-6 * (1 + std::abs(exact.lse));
+    EXPECT_TRUE(right) << c << ": lse of token " << token << " head " << head << " is " << lse
+                       << ", not " << exact.lse;
+    return right;
+  }
+
+  void expect_right(const OutputsCase& c, const OutputsData& data, const OutputsResult& result) {
+    for (std::int64_t token = 0; token < c.tokens; ++token)
+      for (int head = 0; head < c.heads; ++head)
+        if (!row_is_right(c, data, result, token, head)) return;
+  }
+  void expect_right(const OutputsCase& c) {
+    const OutputsData data = make(c);
+    expect_right(c, data, merge(c, data));
+  }
+};
+
+}  // namespace longspan::tests

@@ -1,0 +1,430 @@
+// A batch as a serving engine has it: sequences of mixed lengths, keys and values in pages of any
+// layout and any dtype, dealt out to ranks by a shard, and every feature that a score may have. The
+// exact answer is float64 of the values as they are stored, so that quantisation is no error.
+//
+// What no row may see is NaN (keys outside every window, the tails of pages, pages that belong to
+// nobody), and table entries that nobody needs are -1 or garbage.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "launcher/elements.hpp"
+#include "launcher/oracle.hpp"
+#include "longspan/mask.hpp"
+#include "longspan/score.hpp"
+#include "longspan/shard.hpp"
+#include "longspan/tensor.hpp"
+#include "longspan/types.hpp"
+#include "tests/serving.hpp"
+
+namespace longspan::testing {
+
+class ServingProblem {
+ public:
+  ServingProblem(const Serving& given, std::uint64_t seed) : shape(given), seed_(seed) {
+    const Serving& s = shape;
+    query_start.assign(1, 0);
+    key_start.assign(1, 0);
+    for (int b = 0; b < s.batch(); ++b) {
+      query_start.push_back(query_start.back() + s.q_lens[b]);
+      key_start.push_back(key_start.back() + s.kv_lens[b]);
+    }
+    tokens = query_start.back();
+    std::mt19937_64 random(seed);
+    draw_scales(random);
+    draw_small(random);
+    q = quantised(drawn(1, tokens, s.heads), s.of_q(), q_scale, s.heads);
+    raw_k = drawn(2, key_start.back(), s.kv_heads);
+    raw_v = drawn(3, key_start.back(), s.kv_heads);
+    for (int b = 1; b < s.batch(); ++b) {
+      const std::size_t row = size_of(s.dtype) * s.kv_heads * s.dim;
+      const std::int64_t same = std::min<std::int64_t>({s.shared, s.kv_lens[0], s.kv_lens[b]});
+      std::copy_n(raw_k.begin(), same * row, raw_k.begin() + key_start[b] * row);
+      std::copy_n(raw_v.begin(), same * row, raw_v.begin() + key_start[b] * row);
+    }
+    if (s.pool > 0) draw_pool(random);
+    k = quantised(raw_k, s.of_kv(), k_scale, s.kv_heads);
+    v = quantised(raw_v, s.of_kv(), v_scale, s.kv_heads);
+  }
+
+  /// The same sequences when they were shorter: `q_lens` new tokens end at `kv_lens`.
+  ServingProblem step(const std::vector<std::int32_t>& q_lens,
+                      const std::vector<std::int32_t>& kv_lens) const {
+    Serving s = shape;
+    s.q_lens = q_lens;
+    s.kv_lens = kv_lens;
+    ServingProblem early(s, seed_);
+    const auto cut = [&](std::vector<std::byte>& to, const std::vector<std::byte>& from, DType d) {
+      const std::size_t row = size_of(d) * s.kv_heads * s.dim;
+      for (int b = 0; b < s.batch(); ++b)
+        std::copy_n(from.begin() + key_start[b] * row, kv_lens[b] * row,
+                    to.begin() + early.key_start[b] * row);
+    };
+    cut(early.raw_k, raw_k, s.dtype);
+    cut(early.raw_v, raw_v, s.dtype);
+    cut(early.k, k, s.of_kv());
+    cut(early.v, v, s.of_kv());
+    return early;
+  }
+
+  std::int64_t context(int b) const { return shape.kv_lens[b] - shape.q_lens[b]; }
+  std::int64_t max_kv_len() const {
+    return *std::max_element(shape.kv_lens.begin(), shape.kv_lens.end());
+  }
+  std::int64_t max_q_len() const {
+    return *std::max_element(shape.q_lens.begin(), shape.q_lens.end());
+  }
+  bool skipped(int b) const { return shape.skip_decode && shape.q_lens[b] == 1; }
+
+  /// Positions that the query at `position` of sequence b sees.
+  Interval visible(int b, std::int64_t position) const {
+    Mask rule = shape.mask;
+    if (!shape.causal.empty()) rule.causal = shape.causal[b] != 0;
+    Interval seen = rule.visible(position, shape.kv_lens[b]);
+    if (!shape.documents.empty()) {
+      Interval own{position, position};  // outside of all documents: nothing
+      for (std::size_t d = 0; d + 1 < shape.documents.size(); ++d)
+        if (position >= shape.documents[d] && position < shape.documents[d + 1])
+          own = {shape.documents[d], shape.documents[d + 1]};
+      seen = {std::max(seen.begin, own.begin), std::min(seen.end, own.end)};
+    }
+    return seen;
+  }
+
+  /// The new keys or values of every sequence, of `dtype`: rows as q's [tokens, kv_heads, dim].
+  std::vector<std::byte> new_rows(const std::vector<std::byte>& raw) const {
+    const std::size_t row = size_of(shape.dtype) * shape.kv_heads * shape.dim;
+    std::vector<std::byte> rows(tokens * row);
+    for (int b = 0; b < shape.batch(); ++b)
+      for (std::int64_t t = 0; t < shape.q_lens[b]; ++t) {
+        const std::int64_t position = context(b) + t;
+        if (position >= 0)
+          std::copy_n(raw.begin() + (key_start[b] + position) * row, row,
+                      rows.begin() + (query_start[b] + t) * row);
+      }
+    return rows;
+  }
+
+  /// What the shard's rank holds. The shard's table, if any, is on the host. With `until`, a cache
+  /// that has pages for everything but holds the keys below until[b] only.
+  Cache cache(const Shard& shard, const std::vector<std::int64_t>* until = nullptr) const {
+    const Serving& s = shape;
+    Cache c;
+    std::mt19937_64 random(seed_ + 17 * shard.rank + 3);
+    std::vector<std::int64_t> own(s.batch()), first(s.batch() + 1);
+    for (int b = 0; b < s.batch(); ++b) {
+      own[b] = s.separate_new ? context(b) : shard.of(b).local_len(s.kv_lens[b]);
+      first[b + 1] = first[b] + own[b];
+    }
+    const std::int64_t in_page = s.page > 0 ? s.page : 1;
+    if (s.page == 0) {
+      c.pages = first.back();
+    } else {
+      std::int64_t most = 0, used = 0;
+      for (std::int64_t n : own) {
+        most = std::max(most, (n + in_page - 1) / in_page);
+        used += (n + in_page - 1) / in_page;
+      }
+      c.columns = most + 1;
+      c.row_stride = c.columns + 2;
+      c.pages = s.pool > 0 ? s.pool : used + 3;
+      std::vector<std::int32_t> free(c.pages);
+      std::iota(free.begin(), free.end(), 0);
+      std::shuffle(free.begin(), free.end(), random);
+      c.table.resize(s.batch() * c.row_stride);
+      for (std::int32_t& entry : c.table) {
+        constexpr std::int32_t kGarbage[] = {-1, -1, std::numeric_limits<std::int32_t>::max(),
+                                             std::numeric_limits<std::int32_t>::min(), -77};
+        entry = kGarbage[random() % 5];
+      }
+      std::vector<bool> of_first(c.columns);  // pages that sequence 0 needs too
+      for (int b = 0; b < s.batch(); ++b)
+        for (std::int64_t p = 0; p * in_page < own[b]; ++p) {
+          bool needed = s.whole_table, common = b > 0 && !s.whole_table;
+          for (std::int64_t i = p * in_page; i < (p + 1) * in_page; ++i) {
+            const bool here = i < own[b];
+            needed = needed || (here && is_needed(b, place(shard, b, i)));
+            common = common && here && i < own[0] && place(shard, b, i) < s.shared &&
+                     place(shard, b, i) == place(shard, 0, i) && s.shared <= s.kv_lens[0];
+          }
+          if (!needed) continue;
+          if (b == 0) of_first[p] = true;
+          if (s.pool > 0) {
+            c.table[b * c.row_stride + p] = pool_table_[b][p];
+          } else if (common && of_first[p]) {
+            c.table[b * c.row_stride + p] = c.table[p];
+          } else {
+            c.table[b * c.row_stride + p] = free.back();
+            free.pop_back();
+          }
+        }
+    }
+    const std::size_t size = size_of(s.of_kv());
+    const std::int64_t elements = c.pages * page_stride();
+    c.k.assign(elements * size, std::byte{0xff});
+    c.v.assign(elements * size, std::byte{0xff});
+    for (int b = 0; b < s.batch(); ++b)
+      in_parallel(own[b], [&](std::int64_t i) {
+        const std::int64_t position = place(shard, b, i);
+        if (until != nullptr ? position >= (*until)[b] : !s.whole_table && !is_needed(b, position))
+          return;
+        const std::int64_t page =
+            s.page == 0 ? first[b] + i : c.table[b * c.row_stride + i / in_page];
+        const std::int64_t from = (key_start[b] + position) * s.kv_heads * s.dim;
+        for (int h = 0; h < s.kv_heads; ++h)
+          for (int d = 0; d < s.dim; ++d) {
+            const std::int64_t at = from + h * s.dim + d;
+            std::memcpy(&c.k[(page * page_stride() + k_offset(i % in_page, h, d)) * size],
+                        &k[at * size], size);
+            std::memcpy(&c.v[(page * page_stride() + v_offset(i % in_page, h, d)) * size],
+                        &v[at * size], size);
+          }
+      });
+    return c;
+  }
+
+  /// A view of the cache's keys (or values) in `memory`.
+  Tensor view(const Cache& c, void* memory, bool values, Device device) const {
+    const Serving& s = shape;
+    const DType d = s.of_kv();
+    if (s.page == 0) return Tensor(memory, d, {c.pages, s.kv_heads, s.dim}, device);
+    Tensor t;
+    if (!s.x_packed)
+      t = Tensor(memory, d, {c.pages, s.page, s.kv_heads, s.dim}, device);
+    else if (values)
+      t = Tensor(memory, d, {c.pages, s.kv_heads, s.dim, s.page}, device);
+    else
+      t = Tensor(memory, d, {c.pages, s.kv_heads, s.dim / x(), s.page, x()}, device);
+    t.stride[0] = page_stride();
+    return t;
+  }
+
+  /// Keys or values of one head of one sequence as they are meant, in order of position.
+  launcher::RowMajor matrix(bool values, int b, int kv_head) const {
+    const Serving& s = shape;
+    const auto& scale = values ? v_scale : k_scale;
+    const double factor = scale.empty() ? 1.0 : scale[s.per_head_scales ? kv_head : 0];
+    launcher::RowMajor m(s.kv_lens[b], s.dim);
+    for (std::int64_t i = 0; i < s.kv_lens[b]; ++i) {
+      const std::int64_t from = ((key_start[b] + i) * s.kv_heads + kv_head) * s.dim;
+      const bool is_new = s.separate_new && i >= context(b);
+      for (int d = 0; d < s.dim; ++d)
+        m(i, d) = is_new ? launcher::load((values ? raw_v : raw_k).data(), s.dtype, from + d)
+                         : factor * launcher::load((values ? v : k).data(), s.of_kv(), from + d);
+    }
+    return m;
+  }
+
+  /// Exact answer of row t of sequence b; `keys` and `values` from matrix().
+  launcher::Exact exact(int b, std::int64_t t, int head, const launcher::RowMajor& keys,
+                        const launcher::RowMajor& values) const {
+    const Serving& s = shape;
+    const int kv_head = head / (s.heads / s.kv_heads);
+    const std::int64_t position = context(b) + t;
+    const double factor = q_scale.empty() ? 1.0 : q_scale[s.per_head_scales ? kv_head : 0];
+    Eigen::VectorXd row(s.dim);
+    for (int d = 0; d < s.dim; ++d)
+      row[d] = factor * launcher::load(q.data(), s.of_q(),
+                                       ((query_start[b] + t) * s.heads + head) * s.dim + d);
+    std::vector<double> bias;
+    if (s.alibi || s.qq_bias) {
+      bias.assign(s.kv_lens[b], 0.0);
+      for (std::int64_t j = 0; j < s.kv_lens[b]; ++j) {
+        if (s.alibi) {
+          const double slope = launcher::load(slopes.data(), s.small_dtype, head);
+          bias[j] += *s.alibi == Alibi::context
+                         ? slope * static_cast<double>(j - context(b))
+                         : -slope * std::abs(static_cast<double>(position - j));
+        }
+        const std::int64_t column = j - context(b);
+        if (s.qq_bias && column >= 0 && column < qq_width)
+          bias[j] += launcher::load(qq.data(), s.small_dtype, t * qq_stride + column);
+      }
+    }
+    std::optional<double> sink;
+    if (s.sinks) sink = launcher::load(sinks.data(), s.small_dtype, head);
+    return launcher::attend_exactly(row, keys, values, visible(b, position), s.scale_used(),
+                                    s.softcap, sink, bias);
+  }
+
+  std::vector<std::int64_t> all_rows() const {
+    std::vector<std::int64_t> rows(tokens);
+    std::iota(rows.begin(), rows.end(), std::int64_t{0});
+    return rows;
+  }
+
+  /// What rounding products' operands and the result may cost for values of order 1.
+  Tolerance tolerance() const {
+    if (shape.dtype == DType::fp32 && shape.of_out() == DType::fp32) return {5e-6};
+    return {shape.dtype == DType::bf16 ? 3e-2 : 4e-3};
+  }
+
+  Serving shape;
+  std::int64_t tokens = 0;
+  std::vector<std::int32_t> query_start;         // [batch + 1]
+  std::vector<std::int64_t> key_start;           // [batch + 1]
+  std::vector<std::byte> q;                      // [tokens, heads, dim] of q's dtype
+  std::vector<std::byte> raw_k, raw_v;           // [keys, kv_heads, dim] of `dtype`
+  std::vector<std::byte> k, v;                   // the same as the cache stores them
+  std::vector<float> q_scale, k_scale, v_scale;  // [1] or [kv_heads]; or none
+  std::vector<std::byte> sinks, slopes;          // [heads] of small_dtype
+  std::vector<std::byte> qq;                     // [qq_width, qq_stride] of small_dtype
+  std::int64_t qq_width = 0, qq_stride = 0;
+
+  /// Elements between pages; of one key when they are not paged.
+  std::int64_t page_stride() const {
+    const std::int64_t row = std::int64_t{shape.kv_heads} * shape.dim;
+    return shape.page == 0 ? row : row * shape.page + shape.padding;
+  }
+  /// Elements in a chunk of x-packed keys: 16 bytes, or less where they do not divide the dim.
+  int x() const {
+    int chunk = static_cast<int>(16 / size_of(shape.of_kv()));
+    while (shape.dim % chunk != 0) chunk /= 2;
+    return chunk;
+  }
+
+ private:
+  std::int64_t place(const Shard& shard, int b, std::int64_t i) const {
+    return shape.separate_new ? i : shard.of(b).position(i, shape.kv_lens[b]);
+  }
+
+  bool is_needed(int b, std::int64_t key) const {
+    // Both ends of what a row sees ascend with the row, so the first and the last row bound it, and
+    // between them there is no gap.
+    if (shape.q_lens[b] == 0 || skipped(b)) return false;
+    const Interval first = visible(b, context(b)), last = visible(b, shape.kv_lens[b] - 1);
+    for (const Interval& seen : {first, last})
+      if (seen.contains(key)) return true;
+    if (key < first.begin || key >= last.end) return false;
+    for (std::int64_t t = 0; t < shape.q_lens[b]; ++t)
+      if (visible(b, context(b) + t).contains(key)) return true;
+    return false;
+  }
+
+  std::int64_t k_offset(std::int64_t row, int h, int d) const {
+    const Serving& s = shape;
+    if (!s.x_packed) return (row * s.kv_heads + h) * s.dim + d;
+    return ((std::int64_t{h} * (s.dim / x()) + d / x()) * s.page + row) * x() + d % x();
+  }
+  std::int64_t v_offset(std::int64_t row, int h, int d) const {
+    const Serving& s = shape;
+    if (!s.x_packed) return (row * s.kv_heads + h) * s.dim + d;
+    return (std::int64_t{h} * s.dim + d) * s.page + row;
+  }
+
+  /// Values of mean 0 and variance 1, as functions of seed, tensor and index: Irwin and Hall's sum
+  /// of four uniform ones.
+  std::vector<std::byte> drawn(std::uint64_t tensor, std::int64_t rows, int heads) const {
+    const std::int64_t row = std::int64_t{heads} * shape.dim;
+    std::vector<std::byte> values(rows * row * size_of(shape.dtype));
+    in_parallel(rows, [&](std::int64_t r) {
+      for (std::int64_t i = r * row; i < (r + 1) * row; ++i) {
+        std::uint64_t x =
+            (seed_ * 8 + tensor) * 0x9e3779b97f4a7c15u + static_cast<std::uint64_t>(i);
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+        x ^= x >> 31;
+        const auto sum =
+            static_cast<float>((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48));
+        launcher::store(values.data(), shape.dtype, i,
+                        (sum / 65536.0f - 2.0f) * 1.7320508f * shape.magnitude);
+      }
+    });
+    return values;
+  }
+
+  std::vector<std::byte> quantised(const std::vector<std::byte>& values, DType to,
+                                   const std::vector<float>& scale, int heads) const {
+    if (to == shape.dtype) return values;
+    const std::int64_t row = std::int64_t{heads} * shape.dim;
+    const std::int64_t rows = static_cast<std::int64_t>(values.size() / size_of(shape.dtype)) /
+                              std::max<std::int64_t>(1, row);
+    const int group = heads / shape.kv_heads;
+    std::vector<std::byte> stored(rows * row * size_of(to));
+    in_parallel(rows, [&](std::int64_t r) {
+      for (std::int64_t i = 0; i < row; ++i) {
+        const auto kv_head = static_cast<std::size_t>(i / shape.dim / group);
+        const float factor = scale.empty() ? 1.0f : scale[scale.size() == 1 ? 0 : kv_head];
+        launcher::store(
+            stored.data(), to, r * row + i,
+            static_cast<float>(launcher::load(values.data(), shape.dtype, r * row + i)) / factor);
+      }
+    });
+    return stored;
+  }
+
+  /// Pages of a pool, drawn with repetition: what a second sequence (or the same one) finds in a
+  /// page is what the first one left there.
+  void draw_pool(std::mt19937_64& random) {
+    const Serving& s = shape;
+    const std::size_t row = size_of(s.dtype) * s.kv_heads * s.dim;
+    std::vector<std::int64_t> owner(s.pool * s.page, -1);
+    for (int b = 0; b < s.batch(); ++b) {
+      pool_table_.emplace_back();
+      for (std::int64_t i = 0; i < s.kv_lens[b]; ++i) {
+        if (i % s.page == 0)
+          pool_table_.back().push_back(static_cast<std::int32_t>(random() % s.pool));
+        std::int64_t& first = owner[pool_table_.back().back() * s.page + i % s.page];
+        if (first < 0) first = key_start[b] + i;
+        std::memmove(&raw_k[(key_start[b] + i) * row], &raw_k[first * row], row);
+        std::memmove(&raw_v[(key_start[b] + i) * row], &raw_v[first * row], row);
+      }
+    }
+  }
+
+  void draw_scales(std::mt19937_64& random) {
+    const Serving& s = shape;
+    std::uniform_real_distribution<float> factor(0.2f, 0.9f);
+    const auto draw = [&](DType stored, std::vector<float>& to) {
+      if (!is_fp8(stored)) return;
+      to.resize(s.per_head_scales ? s.kv_heads : 1);
+      for (float& scale : to) scale = factor(random) * s.magnitude;
+    };
+    draw(s.of_q(), q_scale);
+    draw(s.of_kv(), k_scale);
+    draw(s.of_kv(), v_scale);
+  }
+
+  void draw_small(std::mt19937_64& random) {
+    const Serving& s = shape;
+    std::normal_distribution<float> normal;
+    sinks.resize(s.heads * size_of(s.small_dtype));
+    slopes.resize(s.heads * size_of(s.small_dtype));
+    for (int h = 0; h < s.heads; ++h) {
+      launcher::store(sinks.data(), s.small_dtype, h, 1.0f + normal(random));
+      launcher::store(slopes.data(), s.small_dtype, h,
+                      std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(s.heads)));
+    }
+    if (!s.qq_bias) return;
+    qq_width = max_q_len() + 2;
+    qq_stride = qq_width + 5;
+    qq.assign(qq_width * qq_stride * size_of(s.small_dtype), std::byte{0xff});  // NaN between rows
+    std::vector<std::int64_t> parent(qq_width);
+    for (std::int64_t t = 0; t < qq_width; ++t) {
+      parent[t] = t == 0 ? -1 : static_cast<std::int64_t>(random() % t);
+      for (std::int64_t u = 0; u < qq_width; ++u) {
+        std::int64_t ancestor = t;
+        while (ancestor > u) ancestor = parent[ancestor];
+        // Drafts of other branches are hidden; what comes later is left to the causal bound.
+        const float bias =
+            u > t || ancestor == u ? normal(random) : -std::numeric_limits<float>::infinity();
+        launcher::store(qq.data(), s.small_dtype, t * qq_stride + u, bias);
+      }
+    }
+  }
+
+  std::uint64_t seed_;
+  std::vector<std::vector<std::int32_t>> pool_table_;  // of each sequence
+};
+
+}  // namespace longspan::testing

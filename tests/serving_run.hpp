@@ -1,0 +1,388 @@
+// A serving problem on a device: through the layer on any number of ranks, through the kernels of
+// one rank by the names that serving engines know, and with many ranks simulated on one device.
+// Outputs, states and workspaces are NaN beforehand.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/backend.hpp"
+#include "longspan/longspan.hpp"
+#include "tests/serving_judge.hpp"
+
+namespace longspan::testing {
+
+/// A vector in the memory of a device; never empty, so that it has an address.
+template <class T>
+Buffer on_device(Device device, const std::vector<T>& values) {
+  Buffer buffer(device, std::max<std::size_t>(16, values.size() * sizeof(T)));
+  if (values.size() * sizeof(T) == buffer.bytes()) {
+    buffer.upload(values.data());
+  } else {
+    std::vector<std::byte> padded(buffer.bytes(), std::byte{0xff});
+    if (!values.empty()) std::memcpy(padded.data(), values.data(), values.size() * sizeof(T));
+    buffer.upload(padded.data());
+  }
+  return buffer;
+}
+
+/// All bits set: a NaN in every dtype.
+inline Buffer poisoned(Device device, std::size_t bytes) {
+  return on_device(device, std::vector<std::byte>(bytes, std::byte{0xff}));
+}
+
+template <class T = std::byte>
+std::vector<T> on_host(const Buffer& buffer, std::size_t count) {
+  std::vector<std::byte> bytes(buffer.bytes());
+  buffer.download(bytes.data());
+  std::vector<T> values(count);
+  if (count > 0) std::memcpy(values.data(), bytes.data(), count * sizeof(T));
+  return values;
+}
+
+struct ServingResult {
+  std::vector<std::byte> out;
+  std::vector<float> lse;
+};
+
+/// The arrays of a problem on a device, with one rank's share of the keys.
+struct ServingArrays {
+  Device device;
+  const ServingProblem& problem;
+  std::vector<std::int64_t> rows;  // tokens that this rank has
+  Cache cache;                     // its host copy; k and v are dropped once they are on the device
+  Shard shard;                     // as the device reads it
+  Buffer q, k, v, table, key_table, query_start, kv_len, causal, sinks, slopes, qq, documents,
+      q_scale, k_scale, v_scale, out_scale, out, lse;
+
+  ServingArrays(Device where, const ServingProblem& p, const Shard& host_shard,
+                const std::vector<std::int64_t>& shard_table = {},
+                std::optional<Shard> query_shard = std::nullopt,
+                const std::vector<std::int64_t>* until = nullptr)
+      : device(where), problem(p), cache(p.cache(host_shard, until)), shard(host_shard) {
+    const Serving& s = p.shape;
+    for (int b = 0; b < s.batch(); ++b) {
+      const std::int64_t own = query_shard ? query_shard->local_len(s.q_lens[b]) : s.q_lens[b];
+      for (std::int64_t i = 0; i < own; ++i)
+        rows.push_back(p.query_start[b] +
+                       (query_shard ? query_shard->position(i, s.q_lens[b]) : i));
+    }
+    const std::size_t row = size_of(s.of_q()) * s.heads * s.dim;
+    std::vector<std::byte> own_q(rows.size() * row);
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      std::memcpy(own_q.data() + i * row, p.q.data() + rows[i] * row, row);
+    q = on_device(device, own_q);
+    k = on_device(device, cache.k);
+    v = on_device(device, cache.v);
+    cache.k = cache.v = {};
+    table = on_device(device, cache.table);
+    key_table = on_device(device, shard_table);
+    if (shard.layout == Layout::ranges || shard.layout == Layout::listed)
+      shard.table = static_cast<const std::int64_t*>(key_table.data());
+    query_start = on_device(device, p.query_start);
+    kv_len = on_device(device, s.kv_lens);
+    causal = on_device(device, s.causal);
+    sinks = on_device(device, p.sinks);
+    slopes = on_device(device, p.slopes);
+    qq = on_device(device, p.qq);
+    documents = on_device(device, s.documents);
+    q_scale = on_device(device, p.q_scale);
+    k_scale = on_device(device, p.k_scale);
+    v_scale = on_device(device, p.v_scale);
+    out_scale = on_device(device, std::vector<float>{s.out_scale});
+    out = poisoned(device, out_bytes());
+    lse = poisoned(device, rows.size() * s.heads * sizeof(float));
+  }
+
+  std::size_t out_bytes() const {
+    const Serving& s = problem.shape;
+    return rows.size() * s.heads * s.dim * size_of(s.of_out());
+  }
+  std::int64_t own() const { return static_cast<std::int64_t>(rows.size()); }
+  Tensor q_tensor() const {
+    const Serving& s = problem.shape;
+    return Tensor(q.data(), s.of_q(), {own(), s.heads, s.dim}, device);
+  }
+  Tensor out_tensor() const {
+    const Serving& s = problem.shape;
+    return Tensor(out.data(), s.of_out(), {own(), s.heads, s.dim}, device);
+  }
+  Tensor lse_tensor() const {
+    return Tensor(lse.data(), DType::fp32, {own(), problem.shape.heads}, device);
+  }
+  Tensor k_tensor() const { return problem.view(cache, k.data(), false, device); }
+  Tensor v_tensor() const { return problem.view(cache, v.data(), true, device); }
+  BlockTable block_table() const {
+    if (problem.shape.page == 0) return {};
+    return {static_cast<const std::int32_t*>(table.data()), cache.columns, cache.row_stride};
+  }
+  template <class T>
+  static const T* array(const Buffer& buffer) {
+    return static_cast<const T*>(buffer.data());
+  }
+  Scales scales(const std::vector<float>& host, const Buffer& buffer) const {
+    if (host.empty()) return {};
+    return {array<float>(buffer), problem.shape.per_head_scales};
+  }
+  Floats small(bool given, const Buffer& buffer) const {
+    return given ? Floats(buffer.data(), problem.shape.small_dtype) : Floats();
+  }
+  QqBias qq_bias() const {
+    if (!problem.shape.qq_bias) return {};
+    return {Floats(qq.data(), problem.shape.small_dtype), problem.qq_width, problem.qq_stride};
+  }
+
+  /// Fields that Request and the kernels' arguments have in common.
+  template <class Arguments>
+  void fill(Arguments& a) const {
+    const Serving& s = problem.shape;
+    a.q = q_tensor();
+    a.out = out_tensor();
+    a.batch = s.batch();
+    a.block_table = block_table();
+    a.query_start = array<std::int32_t>(query_start);
+    a.kv_len = array<std::int32_t>(kv_len);
+    a.q_scale = scales(problem.q_scale, q_scale);
+    a.k_scale = scales(problem.k_scale, k_scale);
+    a.v_scale = scales(problem.v_scale, v_scale);
+    a.sinks = small(s.sinks, sinks);
+    a.slopes = small(s.alibi.has_value(), slopes);
+    a.qq_bias = qq_bias();
+    if (!s.causal.empty()) a.causal = array<std::uint8_t>(causal);
+  }
+
+  Request request() const {
+    const Serving& s = problem.shape;
+    Request r;
+    fill(r);
+    r.k = k_tensor();
+    r.v = v_tensor();
+    r.shard = shard;
+    r.shard.length = s.kv_lens[0];
+    r.lse = lse_tensor();
+    if (s.batch() == 1) {  // one sequence needs no arrays
+      r.query_start = nullptr;
+      r.kv_len = nullptr;
+    }
+    if (s.out_scale != 0) r.out_scale = array<float>(out_scale);
+    if (!s.documents.empty())
+      r.documents = {array<std::int64_t>(documents),
+                     static_cast<std::int64_t>(s.documents.size()) - 1};
+    r.skip_decode = s.skip_decode;
+    return r;
+  }
+
+  /// For segmented_attention and context_attention.
+  void paged(PagedAttention& a) const {
+    const Serving& s = problem.shape;
+    fill(a);
+    a.k_cache = k_tensor();
+    a.v_cache = v_tensor();
+    a.max_kv_len = problem.max_kv_len();
+    a.max_query_len = problem.max_q_len();
+    a.lse = Lse::tokens_heads(lse_tensor());
+    a.dtype = s.dtype;
+    if (s.scale != 0) a.scale = s.scale;
+    a.mask = s.mask;
+    a.softcap = s.softcap;
+    if (s.alibi) a.alibi = *s.alibi;
+  }
+
+  ServingResult result() const {
+    return {on_host(out, out_bytes()), on_host<float>(lse, rows.size() * problem.shape.heads)};
+  }
+};
+
+inline Options options_for(const ServingProblem& problem) {
+  const Serving& s = problem.shape;
+  Options o;
+  o.heads = s.heads;
+  o.kv_heads = s.kv_heads;
+  o.dim = s.dim;
+  o.dtype = s.dtype;
+  o.query_dtype = s.q_dtype;
+  o.kv_dtype = s.kv_dtype;
+  o.out_dtype = s.out_dtype;
+  o.mask = s.mask;
+  if (s.scale != 0) o.scale = s.scale;
+  o.softcap = s.softcap;
+  if (s.alibi) o.alibi = *s.alibi;
+  o.max_tokens = std::max<std::int64_t>(1, problem.tokens);
+  o.max_batch = s.batch();
+  o.max_kv_len = problem.max_kv_len();
+  o.max_query_len = problem.max_q_len();
+  o.check_arrays = true;
+  return o;
+}
+
+/// One run of a fresh layer. Tables of the shards are on the host; `rows` gets the tokens of this
+/// rank's rows.
+inline ServingResult run_layer(const Communicator& world, const ServingProblem& problem,
+                               const Shard& shard,
+                               const std::vector<std::int64_t>& shard_table = {},
+                               std::optional<Shard> query_shard = std::nullopt,
+                               std::vector<std::int64_t>* rows = nullptr, bool invariant = true) {
+  const ServingArrays arrays(world.device(), problem, shard, shard_table, query_shard);
+  Options options = options_for(problem);
+  options.invariant = invariant && world.device() == Device::cuda;
+  if (query_shard) {
+    options.shard_queries = true;
+    options.max_tokens = 1;
+    for (const std::string& n : world.gather(std::to_string(arrays.own()), "rows"))
+      options.max_tokens = std::max<std::int64_t>(options.max_tokens, std::stoll(n));
+  }
+  Attention layer(world, options);
+  Request request = arrays.request();
+  if (query_shard) {
+    request.query_shard = *query_shard;
+    request.query_shard.length = problem.tokens;
+  }
+  layer.run(request);
+  layer.wait();
+  if (rows != nullptr) *rows = arrays.rows;
+  return arrays.result();
+}
+
+/// Waits for what was queued on a device's default stream.
+inline void settle(const Buffer& any) { on_host(any, 1); }
+
+/// Paged decode and short queries on one rank. `segments` > 0: their states are handed out too,
+/// `keys` in each (0: as serving engines cut), and reduce_segments makes the result.
+inline ServingResult run_segmented(const Kernels& kernels, Device device,
+                                   const ServingProblem& problem, int segments = 0,
+                                   std::int64_t keys = 0, int tile = 16) {
+  const Serving& s = problem.shape;
+  const ServingArrays arrays(device, problem, Shard::contiguous(0, 0, 1));
+  SegmentedAttention a;
+  arrays.paged(a);
+  if (s.out_scale != 0) a.out_scale = ServingArrays::array<float>(arrays.out_scale);
+  Buffer output, max, expsum;
+  if (segments > 0) {
+    int padded = 16;
+    while (padded < s.dim) padded *= 2;
+    const std::size_t states = arrays.rows.size() * s.heads * segments;
+    output = poisoned(device, states * padded * sizeof(float));
+    max = poisoned(device, states * sizeof(float));
+    expsum = poisoned(device, states * sizeof(float));
+    a.segments.output =
+        Tensor(output.data(), DType::fp32, {arrays.own(), s.heads, segments, padded}, device);
+    a.segments.max = Tensor(max.data(), DType::fp32, {arrays.own(), s.heads, segments}, device);
+    a.segments.expsum =
+        Tensor(expsum.data(), DType::fp32, {arrays.own(), s.heads, segments}, device);
+    a.segments.keys = keys;
+    a.segments.tile = tile;
+    a.out = {};
+    a.lse = {};
+  }
+  const Buffer workspace = poisoned(device, kernels.workspace_bytes(a));
+  a.workspace = {workspace.data(), workspace.bytes()};
+  kernels.check(a);
+  kernels.segmented_attention(a);
+  if (segments > 0) {
+    ReduceSegments r;
+    r.segments = a.segments;
+    r.out = arrays.out_tensor();
+    r.lse = Lse::tokens_heads(arrays.lse_tensor());
+    if (s.out_scale != 0) r.out_scale = ServingArrays::array<float>(arrays.out_scale);
+    r.batch = s.batch();
+    r.query_start = a.query_start;
+    r.kv_len = a.kv_len;
+    kernels.reduce_segments(r);
+  }
+  settle(arrays.out);
+  return arrays.result();
+}
+
+/// Chunked prefill on one rank; the problem has separate_new.
+inline ServingResult run_context(const Kernels& kernels, Device device,
+                                 const ServingProblem& problem) {
+  const Serving& s = problem.shape;
+  const ServingArrays arrays(device, problem, Shard::contiguous(0, 0, 1));
+  const Buffer new_k = on_device(device, problem.new_rows(problem.raw_k)),
+               new_v = on_device(device, problem.new_rows(problem.raw_v)),
+               inverse = on_device(device, std::vector<float>{1.0f / s.out_scale});
+  ContextAttention a;
+  arrays.paged(a);
+  a.k = Tensor(new_k.data(), s.dtype, {problem.tokens, s.kv_heads, s.dim}, device);
+  a.v = Tensor(new_v.data(), s.dtype, {problem.tokens, s.kv_heads, s.dim}, device);
+  a.skip_decode = s.skip_decode;
+  if (s.out_scale != 0) a.out_scale_inv = ServingArrays::array<float>(inverse);
+  const Buffer workspace = poisoned(device, kernels.workspace_bytes(a));
+  a.workspace = {workspace.data(), workspace.bytes()};
+  kernels.check(a);
+  kernels.context_attention(a);
+  settle(arrays.out);
+  return arrays.result();
+}
+
+/// `ranks` ranks simulated on one device: attend on each share into its slot, then one merge.
+inline ServingResult run_ranks(const kernels::Backend& backend, const ServingProblem& problem,
+                               const std::vector<Shard>& shards) {
+  using namespace kernels;
+  const Serving& s = problem.shape;
+  const Device device = backend.device();
+  const auto ranks = static_cast<int>(shards.size());
+  StateSlots states{nullptr, problem.tokens * s.heads, s.dim, ranks};
+  const Buffer memory = poisoned(device, states.slot_bytes() * ranks);
+  states.data = static_cast<std::byte*>(memory.data());
+  std::vector<std::unique_ptr<ServingArrays>> kept;  // until the stream has passed them
+  std::vector<Buffer> scratches;
+  for (int rank = 0; rank < ranks; ++rank) {
+    kept.push_back(std::make_unique<ServingArrays>(device, problem, shards[rank]));
+    const ServingArrays& a = *kept.back();
+    const Tensor k = a.k_tensor(), v = a.v_tensor();
+    AttendParams p;
+    p.dtype = s.dtype;
+    p.q_dtype = s.of_q();
+    p.kv_dtype = s.of_kv();
+    p.tokens = problem.tokens;
+    p.heads = s.heads;
+    p.kv_heads = s.kv_heads;
+    p.dim = s.dim;
+    p.q = {a.q.data(), std::int64_t{s.heads} * s.dim, s.dim};
+    p.k = KvRows(k.data, k.stride[1], k.stride[2]);  // pages of rows
+    p.v = KvRows(v.data, v.stride[1], v.stride[2]);
+    p.k.page_stride = k.stride[0];
+    p.v.page_stride = v.stride[0];
+    p.pages = {a.block_table().data, a.cache.row_stride, 1, a.cache.columns, a.cache.pages, s.page};
+    p.q_scale = a.scales(problem.q_scale, a.q_scale);
+    p.k_scale = a.scales(problem.k_scale, a.k_scale);
+    p.v_scale = a.scales(problem.v_scale, a.v_scale);
+    p.batch.size = s.batch();
+    p.batch.query_start = ServingArrays::array<std::int32_t>(a.query_start);
+    p.batch.kv_len = ServingArrays::array<std::int32_t>(a.kv_len);
+    p.shard = a.shard;
+    p.mask = s.mask;
+    p.score = {static_cast<float>(s.scale_used()), s.softcap};
+    p.invariant = true;
+    p.max_kv_len = problem.max_kv_len();
+    p.state = states;
+    p.slot = rank;
+    scratches.push_back(poisoned(device, backend.attend_scratch(p) + 256));
+    p.scratch = static_cast<std::byte*>(scratches.back().data());
+    p.scratch_bytes = scratches.back().bytes();
+    backend.check(p);
+    backend.attend(p, {});
+  }
+  const ServingArrays& a = *kept.front();
+  MergeParams m;
+  m.states = states;
+  m.interleaved = shards[0].layout == Layout::interleaved;
+  m.heads = s.heads;
+  m.sinks = a.small(s.sinks, a.sinks);
+  m.tokens = problem.tokens;
+  m.dtype = s.of_out();
+  m.out = {a.out.data(), std::int64_t{s.heads} * s.dim, s.dim};
+  m.lse = static_cast<float*>(a.lse.data());
+  m.lse_row_stride = s.heads;
+  m.lse_head_stride = 1;
+  backend.merge(m, {});
+  settle(a.out);
+  return a.result();
+}
+
+}  // namespace longspan::testing

@@ -1,0 +1,154 @@
+// The protocol of the exchange kernels (kernels/cuda/exchange.cu) on processor threads: ranks that
+// push into each other's windows, flags or lines that carry the epoch, and no barrier anywhere. It
+// shows that two copies of each buffer are enough, and that one is not. The kernels themselves are
+// tried on GPUs by exchange_test.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace longspan {
+namespace {
+
+constexpr int kRanks = 4;
+constexpr int kBlocks = 2;
+constexpr int kWords = 3;  // of a block's data
+
+enum class Way { flags, beside };
+
+/// A window: data by parity, sender, block; flags by sender, block. Relaxed where the kernel's
+/// stores are plain, so that only the release and the acquire order anything.
+struct Window {
+  struct Line {
+    std::atomic<std::uint64_t> bits{0};  // data and epoch in one, as eight bytes of a line
+  };
+  std::atomic<std::uint32_t> data[2][kRanks][kBlocks][kWords];
+  Line line[2][kRanks][kBlocks][kWords];
+  std::atomic<std::uint32_t> flag[kRanks][kBlocks];
+};
+
+/// What rank `rank` says in an exchange.
+std::uint32_t word_of(int rank, int block, int i, std::uint32_t epoch) {
+  return epoch * 2654435761u + static_cast<std::uint32_t>(rank * 1009 + block * 101 + i);
+}
+
+class Model {
+ public:
+  Model(Way way, int copies, std::uint32_t first_epoch)
+      : way_(way), copies_(copies), first_(first_epoch), windows_(kRanks) {
+    for (Window& window : windows_)
+      for (auto& of_rank : window.flag)
+        for (auto& flag : of_rank) flag = first_epoch;
+  }
+
+  /// Wrong words that anybody read in so many exchanges, each way in turn with the other.
+  long run(int exchanges, bool mixed) {
+    std::atomic<long> wrong{0};
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < kRanks; ++rank)
+      ranks.emplace_back([&, rank] {
+        std::mt19937 random(std::random_device{}());
+        for (int e = 0; e < exchanges; ++e) {
+          const auto epoch = first_ + 1 + static_cast<std::uint32_t>(e);
+          const Way way = mixed && e % 2 == 1 ? Way::beside : way_;
+          // Blocks of a kernel run in any order; the next kernel starts when all have ended.
+          std::array<std::thread, kBlocks> blocks;
+          for (int block = 0; block < kBlocks; ++block)
+            blocks[block] = std::thread([&, block, way, epoch, pause = random() % 3] {
+              for (unsigned p = 0; p < pause; ++p) std::this_thread::yield();
+              wrong +=
+                  way == Way::flags ? by_flags(rank, block, epoch) : beside(rank, block, epoch);
+            });
+          for (std::thread& block : blocks) block.join();
+        }
+      });
+    for (std::thread& rank : ranks) rank.join();
+    return wrong;
+  }
+
+ private:
+  unsigned copy_of(std::uint32_t epoch) const { return copies_ == 2 ? epoch & 1u : 0; }
+
+  long by_flags(int rank, int block, std::uint32_t epoch) {
+    for (int to = 0; to < kRanks; ++to) {
+      if (to == rank) continue;
+      for (int i = 0; i < kWords; ++i)
+        windows_[to].data[copy_of(epoch)][rank][block][i].store(word_of(rank, block, i, epoch),
+                                                                std::memory_order_relaxed);
+      windows_[to].flag[rank][block].store(epoch, std::memory_order_release);
+    }
+    long wrong = 0;
+    Window& mine = windows_[rank];
+    for (int from = 0; from < kRanks; ++from) {
+      if (from == rank) continue;
+      while (static_cast<std::int32_t>(mine.flag[from][block].load(std::memory_order_acquire) -
+                                       epoch) < 0)
+        std::this_thread::yield();
+      for (int i = 0; i < kWords; ++i) {
+        if (i == 1) std::this_thread::yield();  // a slow reader
+        wrong += mine.data[copy_of(epoch)][from][block][i].load(std::memory_order_relaxed) !=
+                 word_of(from, block, i, epoch);
+      }
+    }
+    return wrong;
+  }
+
+  long beside(int rank, int block, std::uint32_t epoch) {
+    for (int to = 0; to < kRanks; ++to)
+      for (int i = 0; to != rank && i < kWords; ++i)
+        windows_[to].line[copy_of(epoch)][rank][block][i].bits.store(
+            std::uint64_t{epoch} << 32 | word_of(rank, block, i, epoch), std::memory_order_relaxed);
+    long wrong = 0;
+    for (int from = 0; from < kRanks; ++from)
+      for (int i = 0; from != rank && i < kWords; ++i) {
+        const auto& line = windows_[rank].line[copy_of(epoch)][from][block][i].bits;
+        std::uint64_t bits = line.load(std::memory_order_relaxed);
+        // With one copy the line may be overwritten before it is read: then stop, and count it.
+        for (int looks = 0; bits >> 32 != epoch && looks < kPatience; ++looks) {
+          std::this_thread::yield();
+          bits = line.load(std::memory_order_relaxed);
+        }
+        wrong += bits != (std::uint64_t{epoch} << 32 | word_of(from, block, i, epoch));
+      }
+    return wrong;
+  }
+
+  static constexpr int kPatience = 2000000;
+  const Way way_;
+  const int copies_;
+  const std::uint32_t first_;
+  std::vector<Window> windows_;
+};
+
+TEST(ExchangeProtocol, TwoCopiesAreEnough) {
+  for (const Way way : {Way::flags, Way::beside}) {
+    Model model(way, 2, 0);
+    EXPECT_EQ(model.run(400, false), 0);
+  }
+}
+
+TEST(ExchangeProtocol, WaysMayAlternate) {
+  Model model(Way::flags, 2, 0);
+  EXPECT_EQ(model.run(400, true), 0);
+}
+
+TEST(ExchangeProtocol, EpochsMayWrap) {
+  Model model(Way::flags, 2, ~std::uint32_t{0} - 100);
+  EXPECT_EQ(model.run(200, true), 0);
+}
+
+TEST(ExchangeProtocol, OneCopyIsNotEnough) {
+  long wrong = 0;
+  for (int attempt = 0; attempt < 20 && wrong == 0; ++attempt) {
+    Model model(Way::flags, 1, 0);
+    wrong = model.run(400, false);
+  }
+  EXPECT_GT(wrong, 0);
+}
+
+}  // namespace
+}  // namespace longspan

@@ -1,0 +1,8 @@
+// The ends of a merge of states, on the host.
+#include "tests/merge_states_tests.hpp"
+
+namespace longspan::tests {
+
+std::unique_ptr<kernels::Backend> make_backend() { return kernels::host_backend(2); }
+
+}  // namespace longspan::tests

@@ -1,0 +1,8 @@
+// States per segment, on the host.
+#include "tests/segments_tests.hpp"
+
+namespace longspan::tests {
+
+std::unique_ptr<kernels::Backend> make_backend() { return kernels::host_backend(2); }
+
+}  // namespace longspan::tests

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""One GPU: `longspan run` beside PyTorch's cuDNN and FlashAttention-2 attention, in one run.
+"""Decode on one GPU: `longspan run` beside PyTorch's cuDNN and FlashAttention-2, in one run.
 
     python3 bench/gpu_vs_torch.py --machine h200
 
-Prefill counts 4 heads kv^2 dim operations, half of them when causal; decode counts the bytes of the
-keys and values. Both sides are warmed up and measured in turns; the figure is the median. PyTorch's
-decode is captured in a graph. Records go to bench/results/{prefill,decode}-<machine>.jsonl.
+Counts the bytes of the keys and values. Both sides are warmed up and measured in turns; the figure
+is the median. PyTorch's side is captured in a graph. Records go to
+bench/results/decode-<machine>.jsonl. Prefill has a script of its own, prefill_vs_torch.py.
 """
 
 import argparse
@@ -19,13 +19,9 @@ import longspan_command
 import records
 
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
-# (heads, kv_heads, dim, batch, kv, causal)
-PREFILL = [(16, 16, 128, 1, 16384, False), (16, 16, 128, 1, 16384, True),
-           (32, 8, 128, 1, 16384, True), (32, 32, 64, 1, 16384, False),
-           (32, 32, 64, 1, 16384, True), (8, 8, 256, 1, 16384, False)]
+# (heads, kv_heads, dim, batch, kv)
 DECODE = [(32, 8, 128, 1, 131072), (64, 8, 128, 1, 131072), (32, 8, 128, 8, 32768),
           (32, 8, 128, 32, 4096), (8, 1, 128, 16, 65536)]
-PREFILL_FLOOR_TFLOPS = 300  # bf16, dim 128, 16k, not causal
 DECODE_FLOOR_OF_COPY = 0.6
 
 
@@ -63,83 +59,56 @@ def copy_bandwidth():
     return 2 * source.numel() / elapsed_us(lambda: target.copy_(source), 9) / 1e6
 
 
-def peer_us(heads, kv_heads, dim, batch, kv, tokens, causal, in_graph):
-    q = torch.randn(batch, heads, tokens, dim, device="cuda", dtype=torch.bfloat16)
+def peer_us(heads, kv_heads, dim, batch, kv):
+    q = torch.randn(batch, heads, 1, dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(batch, kv_heads, kv, dim, device="cuda", dtype=torch.bfloat16)
             for _ in range(2))
     times = {}
     for name, backend in PEERS.items():
         def work():
             with sdpa_kernel(backend), torch.no_grad():
-                F.scaled_dot_product_attention(q, k, v, is_causal=causal,
-                                               enable_gqa=heads != kv_heads)
+                F.scaled_dot_product_attention(q, k, v, enable_gqa=heads != kv_heads)
         try:
-            times[name] = elapsed_us(captured(work) if in_graph else work, 15)
+            times[name] = elapsed_us(captured(work), 15)
         except RuntimeError as error:
             print(f"# {name} does not take this case: {str(error).splitlines()[0][:80]}")
     return times
 
 
-def ours_us(command, case, tokens, extra):
+def ours_us(command, case):
     heads, kv_heads, dim, batch, kv = case
     run = longspan_command.run(command, [
         "--backend", "cuda", "--heads", heads, "--kv-heads", kv_heads, "--dim", dim, "--batch",
-        batch, "--kv", kv, "--tokens", tokens, "--dtype", "bf16", "--check", "1", "--iterations",
-        "15", "--warmup", "3", *extra])
+        batch, "--kv", kv, "--tokens", 1, "--dtype", "bf16", "--check", "1", "--iterations",
+        "15", "--warmup", "3"])
     if not run["check"]["right"]:
         raise SystemExit(f"wrong result: {run}")
     return run["time_ms"]["median"] * 1000
 
 
-def compare(args, bench, rows):
-    """Rows of (case, tokens, causal, extra, amount, unit, target of ours); amount / us is the unit."""
-    found = []
-    print(f"# {bench}: longspan beside PyTorch {torch.__version__} on "
-          f"{torch.cuda.get_device_name()}, bf16, median of {args.rounds} rounds")
-    for case, tokens, causal, extra, amount, unit, target in rows:
-        heads, kv_heads, dim, batch, kv = case
-        ours, peers = [], {}
-        for _ in range(args.rounds):  # in turns
-            ours.append(ours_us(args.command, case, tokens, extra))
-            for name, us in peer_us(*case, tokens, causal, bench == "decode").items():
-                peers.setdefault(name, []).append(us)
-            torch.cuda.empty_cache()
-        mine = amount / statistics.median(ours)
-        print(f"{heads:>3}/{kv_heads:<3} dim {dim:<4} batch {batch:<3} kv {kv:<7} "
-              f"{'causal' if causal else 'full':<7}{' '.join(extra[-1:]):<12} longspan "
-              f"{mine:8.2f} {unit}", end="")
-        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": "bf16", "batch": batch,
-                 "tokens": tokens, "kv_len": kv, "ranks": 1, "causal": causal,
-                 "invariant": "--invariant" in extra}
-        if target is not None:
-            found.append(records.record(bench, shape, unit, round(mine, 3), target=target))
-        for name, times in peers.items():
-            theirs = amount / statistics.median(times)
-            print(f" | {name} {theirs:8.2f} (ratio {mine / theirs:.2f})", end="")
-            found.append(records.record(bench, shape, unit, round(mine, 3), peer=name,
-                                        peer_value=round(theirs, 3),
-                                        ratio=round(mine / theirs, 3)))
-        print(flush=True)
-    records.write(bench, args.machine, found, args.results)
-
-
-def prefill_rows():
-    for *case, causal in PREFILL:
-        heads, kv_heads, dim, batch, kv = case
-        flop = 4 * batch * heads * kv * kv * dim * (0.5 if causal else 1)
-        first = (dim, causal, heads) == (128, False, 16)
-        flags = ["--causal"] if causal else []
-        yield case, kv, causal, flags, flop / 1e6, "TFLOP/s", PREFILL_FLOOR_TFLOPS if first else None
-        if heads == 16:
-            yield case, kv, causal, [*flags, "--invariant"], flop / 1e6, "TFLOP/s", None
-
-
-def decode_rows(copy):
-    for case in DECODE:
-        heads, kv_heads, dim, batch, kv = case
-        size = 2 * batch * kv * kv_heads * dim * 2
-        floor = round(DECODE_FLOOR_OF_COPY * copy, 3) if kv * batch >= 131072 else None
-        yield case, 1, False, [], size / 1e6, "TB/s", floor
+def compare(args, case, floor):
+    """Records of one case, our speed with its floor first."""
+    heads, kv_heads, dim, batch, kv = case
+    ours, peers = [], {}
+    for _ in range(args.rounds):  # in turns
+        ours.append(ours_us(args.command, case))
+        for name, us in peer_us(*case).items():
+            peers.setdefault(name, []).append(us)
+        torch.cuda.empty_cache()
+    size = 2 * batch * kv * kv_heads * dim * 2
+    mine = size / statistics.median(ours) / 1e6
+    print(f"{heads:>3}/{kv_heads:<3} dim {dim:<4} batch {batch:<3} kv {kv:<7} longspan "
+          f"{mine:6.2f} TB/s", end="")
+    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": "bf16", "batch": batch,
+             "tokens": 1, "kv_len": kv, "ranks": 1, "causal": False, "invariant": False}
+    found = [records.record("decode", shape, "TB/s", round(mine, 3), target=floor)]
+    for name, times in peers.items():
+        theirs = size / statistics.median(times) / 1e6
+        print(f" | {name} {theirs:6.2f} (ratio {mine / theirs:.2f})", end="")
+        found.append(records.record("decode", shape, "TB/s", round(mine, 3), peer=name,
+                                    peer_value=round(theirs, 3), ratio=round(mine / theirs, 3)))
+    print(flush=True)
+    return found
 
 
 def main():
@@ -149,14 +118,14 @@ def main():
     parser.add_argument("--machine", required=True, help="name for the records, such as h200")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
-    parser.add_argument("--only", choices=["prefill", "decode"])
     args = parser.parse_args()
     copy = copy_bandwidth()
-    print(f"# copy bandwidth {copy:.2f} TB/s (read + written)")
-    if args.only != "decode":
-        compare(args, "prefill", prefill_rows())
-    if args.only != "prefill":
-        compare(args, "decode", decode_rows(copy))
+    print(f"# copy bandwidth {copy:.2f} TB/s (read + written)\n"
+          f"# decode: longspan beside PyTorch {torch.__version__} on "
+          f"{torch.cuda.get_device_name()}, bf16, median of {args.rounds} rounds")
+    for case in DECODE:
+        floor = round(DECODE_FLOOR_OF_COPY * copy, 3)
+        records.write("decode", args.machine, compare(args, case, floor), args.results)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def record(bench, case, metric, ours, *, peer=None, peer_value=None, ratio=None, target=None,
-           command=None):
+           command=None, less_is_better=False):
     """`ratio` is ours against the peer (above 1 is better); `target` is for the ratio, or for
-    `ours` where there is no peer."""
+    `ours` where there is no peer, which must then reach it: from above if `less_is_better`."""
     judged = ours if ratio is None else ratio
+    below = less_is_better and ratio is None
     return {"bench": bench, "case": case, "metric": metric, "ours": ours, "peer": peer,
             "peer_value": peer_value, "ratio": ratio, "target": target,
-            "met": target is None or judged >= target,
+            "met": target is None or (judged <= target if below else judged >= target),
             "date": datetime.date.today().isoformat(), "commit": commit(),
             "command": command or command_line()}
 

@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""Prefill on one GPU: `longspan run` beside PyTorch's cuDNN and FlashAttention-2 attention.
+
+    python3 bench/prefill_vs_torch.py --machine h200
+
+The kernels are measured in turns, round after round over the whole table, so that a chip that is
+limited by power or heat treats all alike: each measurement first keeps the GPU busy for WARM_S with
+the same work, then takes the median of 7 calls or more. A ratio is the median of the rounds' ratios
+(within a round both sides ran within seconds of each other). Operations: 4 heads kv^2 dim, half of
+them when causal. Our time is that of a whole run of the layer on one rank, which waits for each run;
+the peers' calls are queued ahead. With --seconds no round is begun that would end later. Records go to bench/results/prefill-<machine>.jsonl after each round.
+"""
+
+import argparse
+import statistics
+import time
+
+import longspan_command
+import records
+
+WARM_S, MEASURE_S = 0.15, 0.25  # of one side in one round
+LEAST_ITERATIONS = 7
+# (heads, kv_heads, dim, batch, kv, dtype)
+PLAIN = [(16, 16, 128, 4, 4096, "bf16"), (16, 16, 128, 1, 16384, "bf16"),
+         (8, 8, 128, 1, 65536, "bf16"), (32, 32, 64, 4, 4096, "bf16"),
+         (32, 32, 64, 1, 16384, "bf16"), (8, 8, 256, 1, 16384, "bf16"),
+         (16, 16, 128, 1, 16384, "fp16")]
+GROUPED = [(32, 8, 128, 1, 16384, "bf16"), (64, 8, 128, 1, 16384, "bf16")]
+PEERS = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention-2": "FLASH_ATTENTION"}
+EQUAL_HEADS = "longspan, equal heads"
+EQUAL_TARGET = 1.0  # grouped heads are no slower than equal ones
+
+
+def target(dim, kv, causal):
+    """Of our speed against cuDNN's."""
+    if dim == 256:
+        return 1.0 if causal else 0.95
+    return 1.0 if not causal else 1.05 if kv <= 4096 else 1.02
+
+
+def operations(case, causal):
+    heads, _, dim, batch, kv, _ = case
+    return 4 * batch * heads * kv * kv * dim * (0.5 if causal else 1)
+
+
+def counts(case, causal):
+    """Calls to warm up and to measure, at 500 TFLOP/s."""
+    seconds = operations(case, causal) / 500e12
+    return (min(max(3, round(WARM_S / seconds)), 2000),
+            min(max(LEAST_ITERATIONS, round(MEASURE_S / seconds)), 100))
+
+
+def ours_us(args, case, causal, checked, invariant=False):
+    heads, kv_heads, dim, batch, kv, dtype = case
+    warmup, iterations = counts(case, causal)
+    if args.backend == "host":
+        warmup, iterations = 1, 3
+    run = longspan_command.run(args.command, [
+        "--backend", args.backend, "--heads", heads, "--kv-heads", kv_heads, "--dim", dim,
+        "--batch", batch, "--kv", kv, "--tokens", kv, "--dtype", dtype, "--check",
+        4 if checked else 0, "--warmup", warmup, "--iterations", iterations,
+        *(["--causal"] if causal else []), *(["--invariant"] if invariant else [])])
+    if checked and not run["check"]["right"]:
+        raise SystemExit(f"wrong result: {run}")
+    return run["time_ms"]["median"] * 1000
+
+
+def peer_us(case, causal):
+    """Median time of each of PyTorch's kernels that takes the case."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    heads, kv_heads, dim, batch, kv, dtype = case
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    q, k, v = (torch.randn(batch, n, kv, dim, device="cuda", dtype=kind)
+               for n in (heads, kv_heads, kv_heads))
+    warmup, iterations = counts(case, causal)
+    times = {}
+    for name, backend in PEERS.items():
+        with sdpa_kernel(getattr(SDPBackend, backend)), torch.no_grad():
+            def work():
+                F.scaled_dot_product_attention(q, k, v, is_causal=causal,
+                                               enable_gqa=heads != kv_heads)
+            try:
+                work()
+            except RuntimeError as error:
+                print(f"# {name} does not take {case}: {str(error).splitlines()[0][:80]}")
+                continue
+            slow = 2 if name == "FlashAttention-2" else 1  # the same time of warming up
+            for _ in range(max(3, warmup // slow)):
+                work()
+            marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                     for _ in range(max(LEAST_ITERATIONS, iterations // slow))]
+            for begin, end in marks:
+                begin.record()
+                work()
+                end.record()
+            torch.cuda.synchronize()
+            times[name] = statistics.median(b.elapsed_time(e) for b, e in marks) * 1000
+    del q, k, v
+    torch.cuda.empty_cache()
+    return times
+
+
+class Row:
+    """One case: times of each side, one a round."""
+
+    def __init__(self, case, causal, invariant=False):
+        self.case, self.causal, self.invariant = case, causal, invariant
+        self.ours, self.peers = [], {}
+
+    def measure(self, args, number):
+        def ours():
+            self.ours.append(ours_us(args, self.case, self.causal, number == 0, self.invariant))
+
+        def peers():
+            for name, us in peer_us(self.case, self.causal).items():
+                self.peers.setdefault(name, []).append(us)
+            heads, kv_heads, *rest = self.case
+            if heads != kv_heads:
+                equal = (heads, heads, *rest)
+                self.peers.setdefault(EQUAL_HEADS, []).append(
+                    ours_us(args, equal, self.causal, number == 0))
+
+        for side in (ours, peers) if number % 2 == 0 else (peers, ours):
+            side()
+
+    def speed(self, times):
+        return operations(self.case, self.causal) / statistics.median(times) / 1e6
+
+    def target(self, peer):
+        heads, kv_heads, dim, _, kv, _ = self.case
+        if self.invariant:
+            return None
+        if peer == EQUAL_HEADS:
+            return EQUAL_TARGET
+        return target(dim, kv, self.causal) if peer == "cuDNN" and heads == kv_heads else None
+
+    def records(self):
+        heads, kv_heads, dim, batch, kv, dtype = self.case
+        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype, "batch": batch,
+                 "tokens": kv, "kv_len": kv, "ranks": 1, "causal": self.causal,
+                 "invariant": self.invariant}
+        for peer, times in self.peers.items():
+            ratio = statistics.median(t / o for t, o in zip(times, self.ours))
+            yield records.record("prefill", shape, "TFLOP/s", round(self.speed(self.ours), 1),
+                                 peer=peer, peer_value=round(self.speed(times), 1),
+                                 ratio=round(ratio, 3), target=self.target(peer))
+
+    def text(self):
+        heads, kv_heads, dim, batch, kv, dtype = self.case
+        line = (f"{dim:>4} {kv:>6} x {batch} x {f'{heads}/{kv_heads}':<6}{dtype:<5}"
+                f"{'causal' if self.causal else 'full':<7}{'invariant' if self.invariant else '':<10}"
+                f"{self.speed(self.ours):7.1f}")
+        for r in self.records():
+            asked = "" if r["target"] is None else f" of {r['target']:.2f}" + (
+                "" if r["met"] else " NOT MET")
+            line += f" | {r['peer']} {r['peer_value']:.1f} ratio {r['ratio']:.3f}{asked}"
+        spread = max(self.ours) / min(self.ours) - 1
+        return line + f" | rounds {len(self.ours)}, spread of ours {100 * spread:.1f} %"
+
+
+def table(args):
+    cases = [c for c in PLAIN + GROUPED if not args.dim or c[2] in args.dim]
+    cases = [(*c[:4], max(1, c[4] // args.shrink), c[5]) for c in cases]
+    rows = [Row(case, causal) for case in cases for causal in (False, True)]
+    if args.invariant:
+        rows += [Row(case, causal, True) for case in cases[1:2] for causal in (False, True)]
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
+    parser.add_argument("--machine", required=True, help="name for the records, such as h200")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=230, help="begin no round that ends later")
+    parser.add_argument("--dim", type=int, nargs="+", help="only these dims")
+    parser.add_argument("--invariant", action="store_true", help="the fixed order too, one case")
+    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
+    parser.add_argument("--backend", default="cuda", choices=["cuda", "host"], help="for a try")
+    parser.add_argument("--shrink", type=int, default=1, help="for a try: divides the keys")
+    args = parser.parse_args()
+    if not args.command:
+        raise SystemExit("no longspan command: build it, or name it with --command")
+
+    begin, rows = time.monotonic(), table(args)
+    for number in range(args.rounds):
+        spent = time.monotonic() - begin
+        if number and spent * (number + 1) / number > args.seconds:
+            print(f"# {number} of {args.rounds} rounds: {spent:.0f} s are spent")
+            break
+        for row in rows:
+            row.measure(args, number)
+            if number == 0:
+                print("# first round:", row.text(), flush=True)
+        records.write("prefill", args.machine, [r for row in rows for r in row.records()],
+                      args.results)
+    print("# dim, keys x batch x heads: longspan TFLOP/s | peers")
+    for row in rows:
+        print(row.text())
+    missed = [r for row in rows for r in row.records() if not r["met"]]
+    print(f"# {time.monotonic() - begin:.0f} s; {len(missed)} targets not met")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+// How long a call takes. On CUDA the calls are captured in a graph, which is replayed between
+// events, so that what the host does to launch a kernel is not counted; on the host, a steady
+// clock.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "longspan/types.hpp"
+#ifdef LONGSPAN_HAVE_CUDA
+#include <cuda_runtime_api.h>
+
+#include "longspan/cuda.hpp"
+#endif
+
+namespace longspan::bench {
+
+/// Microseconds of one call.
+struct Times {
+  double median = 0, least = 0;
+  double spread = 0;  // the middle half of the times / their median
+  int count = 0;
+
+  static Times of(std::vector<double> us) {
+    std::sort(us.begin(), us.end());
+    const std::size_t n = us.size();
+    return {us[n / 2], us[0], (us[3 * n / 4] - us[n / 4]) / us[n / 2], static_cast<int>(n)};
+  }
+};
+
+/// work(i, stream): the i-th call, i < launches; calls may go to different memory.
+using Work = std::function<void(int, Stream)>;
+
+/// How often: at least `repeats` times, more while they fit in the budget.
+struct Effort {
+  int launches = 10;  // in a graph
+  int repeats = 30;
+  double budget_us = 3e5;
+
+  int count(double one_us) const {
+    return std::clamp(static_cast<int>(budget_us / std::max(one_us, 1.0)), repeats, 1000);
+  }
+};
+
+inline double host_us(const std::function<void()>& work) {
+  const auto begin = std::chrono::steady_clock::now();
+  work();
+  const std::chrono::duration<double, std::micro> elapsed =
+      std::chrono::steady_clock::now() - begin;
+  return elapsed.count();
+}
+
+inline Times host_times(const Work& work, const Effort& effort) {
+  work(0, {});
+  const int count = effort.count(host_us([&] { work(0, {}); }));
+  std::vector<double> us;
+  for (int i = 0; i < count; ++i) us.push_back(host_us([&] { work(i % effort.launches, {}); }));
+  return Times::of(us);
+}
+
+#ifdef LONGSPAN_HAVE_CUDA
+
+inline void cuda_ok(cudaError_t status, const char* what) {
+  if (status != cudaSuccess)
+    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+inline Times cuda_times(const Work& work, const Effort& effort) {
+  cudaStream_t stream;
+  cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making of a stream");
+  work(0, on(stream));
+  cuda_ok(cudaStreamSynchronize(stream), "first call");
+
+  cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  for (int i = 0; i < effort.launches; ++i) work(i, on(stream));
+  cudaGraph_t graph;
+  cuda_ok(cudaStreamEndCapture(stream, &graph), "end of the capture");
+  cudaGraphExec_t replay;
+  cuda_ok(cudaGraphInstantiate(&replay, graph, 0), "making of the graph");
+
+  cudaEvent_t begin, end;
+  cuda_ok(cudaEventCreate(&begin), "making of an event");
+  cuda_ok(cudaEventCreate(&end), "making of an event");
+  const auto replayed_us = [&] {
+    cuda_ok(cudaEventRecord(begin, stream), "event");
+    cuda_ok(cudaGraphLaunch(replay, stream), "replay");
+    cuda_ok(cudaEventRecord(end, stream), "event");
+    cuda_ok(cudaEventSynchronize(end), "replay");
+    float ms = 0;
+    cuda_ok(cudaEventElapsedTime(&ms, begin, end), "time");
+    return ms * 1e3;
+  };
+  for (int i = 0; i < 2; ++i) replayed_us();
+  const int count = effort.count(replayed_us());
+  std::vector<double> us;
+  for (int i = 0; i < count / 5; ++i) replayed_us();
+  for (int i = 0; i < count; ++i) us.push_back(replayed_us() / effort.launches);
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  return Times::of(us);
+}
+
+#endif
+
+inline Times times(Device device, const Work& work, const Effort& effort) {
+#ifdef LONGSPAN_HAVE_CUDA
+  if (device == Device::cuda) return cuda_times(work, effort);
+#else
+  (void)device;
+#endif
+  return host_times(work, effort);
+}
+
+}  // namespace longspan::bench

@@ -193,8 +193,9 @@ class Problem {
     return shards;
   }
 
-  /// Distance from float64, |out - ref| / |ref| over everything, and the worst of lse; infinity
-  /// where an empty row is not exactly 0 and -inf, or a skipped one was written.
+  /// Distance from float64: |out - ref| / |ref| over everything, and the worst |lse - ref| /
+  /// max(1, |ref|); infinity where an empty row is not exactly 0 and -inf, or a skipped one was
+  /// written.
   struct Error {
     double out = 0, lse = 0;
   };
@@ -233,7 +234,7 @@ class Problem {
             if (lse != exact.lse) e.lse = kInfinity;
           } else {
             // Not std::max: a NaN must not pass.
-            const double off = std::abs(lse - exact.lse);
+            const double off = std::abs(lse - exact.lse) / std::max(1.0, std::abs(exact.lse));
             if (!(off <= e.lse)) e.lse = off;
           }
         }

@@ -1,0 +1,126 @@
+// What a block of the Hopper kernel has: the shape of its tiles, the item of work that it is on,
+// its shared memory, and its place in a ring of stages. attend_sm90.cuh has the algorithm.
+#pragma once
+
+#include "kernels/cuda/arch/sm90.cuh"
+#include "kernels/cuda/attend_sm90.hpp"
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::sm90 {
+
+/// kDim: a multiple of 16. kTurns: the consumers take turns at the tensor cores instead of finding
+/// their own rhythm.
+template <class Element_, int kDim_, int kConsumers_, int kKeys_, bool kTurns_ = false>
+struct Tile {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kConsumers = kConsumers_;  // warpgroups
+  static constexpr int kKeys = kKeys_;
+  static constexpr bool kTurns = kTurns_;
+
+  static constexpr int kRows = 64 * kConsumers;
+  static constexpr int kStages = 2;
+  static constexpr int kPanels = (kDim + 63) / 64;  // of 64 elements: the 128-byte swizzle
+  static constexpr int kPanelBytes = kKeys * 128;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+
+  // Out of the 64 Ki registers of a multiprocessor.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 224;
+};
+
+/// Where a rank's keys of one sequence stand, for positions that ascend; the shard's rule in 32
+/// bits. Two runs of positions (contiguous, ranges, zigzag), or blocks dealt out in turn.
+struct Places {
+  int start[2], count[2];
+  int sequence;
+  int block, round;  // block > 0: blocks at start[0], start[0] + round ... below start[1]
+
+  __device__ void find(const Shard& shard, std::int64_t kv_len) {
+    const int keys = static_cast<int>(shard.local_len(kv_len));
+    block = shard.layout == Layout::interleaved ? static_cast<int>(shard.block)
+            : shard.layout == Layout::striped   ? 1
+                                                : 0;
+    round = block * shard.ranks;
+    start[0] = block > 0  ? block * shard.rank
+               : keys > 0 ? static_cast<int>(shard.position(0, kv_len))
+                          : 0;
+    // zigzag's second run begins in the upper half
+    count[0] =
+        shard.layout == Layout::zigzag ? static_cast<int>(shard.before(kv_len / 2, kv_len)) : keys;
+    count[1] = keys - count[0];
+    start[1] = block > 0      ? static_cast<int>(kv_len)
+               : count[1] > 0 ? static_cast<int>(shard.position(count[0], kv_len))
+                              : 0;
+  }
+
+  /// Local keys below `position`.
+  __device__ int before(int position) const {
+    if (block == 0)
+      return min(max(position - start[0], 0), count[0]) +
+             min(max(position - start[1], 0), count[1]);
+    position = min(max(position, 0), start[1]);
+    const int rounds = position / round;
+    return rounds * block + min(max(position - rounds * round - start[0], 0), block);
+  }
+};
+
+/// Local keys [begin, end) of a sequence.
+struct RowKeys {
+  int begin, end;
+};
+
+/// The work of one block at one time: a tile of query rows of one sequence and head.
+struct Item {
+  int head, kv_head;
+  int first_key;  // of the sequence, in k
+  int row;        // of the tile, in its sequence
+  int first_row;  // of the tile, in q
+  int rows;       // of the tile that exist
+  RowKeys some;   // what any row of the tile sees
+  RowKeys whole;  // what every row sees
+  int clear;      // values of local keys below this one may be anything, and are cleared
+  int tiles;      // of keys; 0: the work is done
+};
+
+template <class T>
+struct Shared {
+  using Element = typename T::Element;
+  alignas(1024) Element q[T::kConsumers][T::kPanels][64][64];
+  alignas(1024) Element k[T::kStages][T::kPanels][T::kKeys][64];
+  alignas(1024) Element v[T::kStages][T::kPanels][T::kKeys][64];
+  Places places;
+  Item items[2];
+  RowKeys rows[2][T::kRows];  // what each row of the item sees
+  Barrier item_full[2], item_empty[2], item_wanted;
+  Barrier q_full[T::kConsumers], q_empty[T::kConsumers];
+  Barrier k_full[T::kStages], k_empty[T::kStages];
+  Barrier v_full[T::kStages], v_empty[T::kStages];
+};
+
+struct Call {
+  CUtensorMap q, k, v;  // boxes of [64 rows, 64 elements] and [kKeys keys, 64 elements]
+  AttendParams params;
+  Finished finished;
+  unsigned slots;    // tiles of query rows over the batch, some of them empty
+  unsigned section;  // heads walked together, so that their keys and values stay in L2
+  unsigned items;    // slots x heads
+  int least_rows;    // sequences of fewer query rows are not this launch's
+  unsigned* next;    // items beyond the first of each block that are taken
+};
+
+/// A place in a ring of stages and the parity of its barriers.
+template <int kStages>
+struct Turn {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace longspan::kernels::sm90

@@ -1,0 +1,126 @@
+// The warp of the Hopper kernel that finds the work: which query rows come next, and which keys
+// each of them sees on this rank. An item is a tile of query rows of one sequence and head.
+#pragma once
+
+#include <climits>
+
+#include "kernels/cuda/attend_sm90_block.cuh"
+
+namespace longspan::kernels::sm90 {
+
+/// Sequence b's tiles take the slots from first_slot(b) on; at least as many as it has tiles.
+template <int kRows>
+__device__ int first_slot(const Batch& batch, int b) {
+  return static_cast<int>(batch.first_row(b)) / kRows + b;
+}
+
+/// The index-th item: sections of heads, in each the slots from the last (the longest under a
+/// causal mask) to the first, in each slot the section's heads. Gives its sequence.
+template <class T>
+__device__ int find_item(const Call& call, unsigned index, Item& item) {
+  const AttendParams& params = call.params;
+  const unsigned section_items = call.slots * call.section;
+  const unsigned first_head = index / section_items * call.section;
+  const unsigned heads = min(call.section, params.heads - first_head);
+  const unsigned rest = index % section_items;
+  item.head = static_cast<int>(first_head + rest % heads);
+  item.kv_head = item.head / (params.heads / params.kv_heads);
+  const int slot = static_cast<int>(call.slots - 1 - rest / heads);
+
+  int b = 0;
+  for (int above = params.batch.size; above - b > 1;) {
+    const int middle = (b + above) / 2;
+    (first_slot<T::kRows>(params.batch, middle) <= slot ? b : above) = middle;
+  }
+  item.row = (slot - first_slot<T::kRows>(params.batch, b)) * T::kRows;
+  item.first_row = static_cast<int>(params.batch.first_row(b)) + item.row;
+  item.first_key = static_cast<int>(params.batch.first_key(b));
+  return b;
+}
+
+/// One warp: rows that see no key on this rank get their empty state, or their finished zeros.
+template <class T>
+__device__ void write_empty(const Call& call, const Item& item) {
+  const AttendParams& params = call.params;
+  const Finished& finished = call.finished;
+  const bool finish = finished.out.data != nullptr;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int row = 0; row < item.rows; ++row) {
+    const std::int64_t token = item.first_row + row, at = token * params.heads + item.head;
+    void* to = params.state.o(params.slot, at);
+    if (finish) to = finished.out.template at<typename T::Element>(token, item.head);
+#pragma unroll 1
+    for (int i = lane; i < params.dim / (finish ? 8 : 4); i += 32) static_cast<uint4*>(to)[i] = {};
+    if (lane > 0) continue;
+    if (!finish)
+      params.state.stats(params.slot)[at] = empty_stats();
+    else if (finished.lse)
+      finished.lse[token * finished.lse_row_stride + item.head * finished.lse_head_stride] =
+          finished.sinks ? finished.sinks[item.head] : -INFINITY;
+  }
+}
+
+/// One warp: finds the next item while the others work on this one, and announces it together with
+/// the keys that each of its rows sees. An item is taken only when the loader wants it: a block
+/// with long work takes nothing that another block could begin earlier.
+template <class T>
+__device__ void schedule(const Call& call, Shared<T>& shared) {
+  const AttendParams& params = call.params;
+  const int lane = threadIdx.x % 32;
+  Turn<2> turn;
+  if (lane == 0) shared.places.sequence = -1;
+  for (unsigned index = blockIdx.x; index < call.items;) {
+    shared.item_empty[turn.stage].wait(turn.parity ^ 1);
+    Item& item = shared.items[turn.stage];
+    int b = 0;
+    if (lane == 0) {
+      b = find_item<T>(call, index, item);
+      if (b != shared.places.sequence)
+        shared.places.find(params.shard, params.batch.keys(b, params.shard));
+      shared.places.sequence = b;
+    }
+    b = __shfl_sync(0xffffffff, b, 0);
+    __syncwarp();
+    const int query_len = static_cast<int>(params.batch.query_len(b, params.tokens));
+    const int kv_len = static_cast<int>(params.batch.keys(b, params.shard));
+    const int rows = query_len < call.least_rows ? 0 : max(min(query_len - item.row, T::kRows), 0);
+
+    int* const limits = reinterpret_cast<int*>(shared.rows[turn.stage]);
+#pragma unroll 1
+    for (int i = lane; i < 2 * rows; i += 32) {
+      const Interval keys = params.mask.visible(kv_len - query_len + item.row + i / 2, kv_len);
+      limits[i] = shared.places.before(static_cast<int>(i % 2 ? keys.end : keys.begin));
+    }
+    __syncwarp();
+    const int keys = rows > 0 ? limits[2 * rows - 1] - limits[0] : 0;
+    if (lane == 0) {
+      item.rows = rows;
+      item.tiles = (keys + T::kKeys - 1) / T::kKeys;
+    }
+    __syncwarp();
+    if (keys > 0) {
+      if (lane == 0) {
+        item.whole = {limits[2 * rows - 2], limits[1]};
+        item.some = {limits[0], limits[2 * rows - 1]};
+        // Before the first key of all there is nothing: the copy engine fills in zeros.
+        item.clear = item.first_key + limits[0] > 0 ? limits[0] : INT_MIN;
+      }
+      shared.item_full[turn.stage].arrive();
+      turn.next();
+    } else {
+      write_empty<T>(call, item);
+      __syncwarp();  // every lane has read the item before the next takes its place
+    }
+    if (lane == 0) {
+      if (keys > 0) shared.item_wanted.wait(turn.stage ^ 1);  // the stage just announced
+      index = gridDim.x + atomicAdd(call.next, 1u);
+    }
+    index = __shfl_sync(0xffffffff, index, 0);
+  }
+  shared.item_empty[turn.stage].wait(turn.parity ^ 1);
+  if (lane == 0) shared.items[turn.stage].tiles = 0;
+  shared.item_full[turn.stage].arrive();
+}
+
+}  // namespace longspan::kernels::sm90

@@ -1,0 +1,158 @@
+// The query rows of a consumer thread of the Hopper kernel: their softmax from tile to tile, and at
+// the end their state or their finished result. A thread has two rows, of each 2 columns in 8.
+#pragma once
+
+#include "kernels/cuda/attend_sm90_block.cuh"
+
+namespace longspan::kernels::sm90 {
+
+// ---- softmax ---------------------------------------------------------------------------------
+
+/// The two rows of a thread. Exponentials are taken from an origin, which is a maximum that the row
+/// has seen; it moves only when a score exceeds it by more than kSlack, so that p stays below
+/// 2^kSlack and O is hardly ever rescaled.
+struct Rowwise {
+  static constexpr float kSlack = 8.0f;
+
+  float max[2] = {-INFINITY, -INFINITY};  // of the quad's columns, base 2
+  float origin[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0, 0};  // of this thread's columns
+
+  /// s becomes p; gives the ratios by which what came before shrinks.
+  template <int kCount>
+  __device__ void softmax(float (&s)[kCount], float c, float (&ratio)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+      for (int i = 4; i < kCount; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+      top = __fmul_rn(fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)), c);
+      max[h] = fmaxf(max[h], top);
+      const float moved = top > origin[h] + kSlack ? top : origin[h];
+      const float from = moved == -INFINITY ? 0.0f : moved;  // nothing visible yet
+      ratio[h] = exp2_fast(origin[h] - from);
+      origin[h] = moved;
+
+      float part = 0;
+#pragma unroll
+      for (int i = 2 * h; i < kCount; i += 4) {
+        s[i] = exp2_fast(fmaf(s[i], c, -from));
+        s[i + 1] = exp2_fast(fmaf(s[i + 1], c, -from));
+        part += s[i] + s[i + 1];
+      }
+      sum[h] = fmaf(sum[h], ratio[h], part);
+    }
+  }
+
+  /// Of the whole row, from its origin.
+  __device__ Stats stats(int h) const {
+    float whole = sum[h] + __shfl_xor_sync(0xffffffff, sum[h], 1);
+    whole += __shfl_xor_sync(0xffffffff, whole, 2);
+    return {origin[h], whole};
+  }
+  /// From the origin to the maximum, at which a state stands.
+  __device__ float to_max(int h) const {
+    return max[h] == -INFINITY ? 1.0f : exp2_fast(origin[h] - max[h]);
+  }
+};
+
+__device__ inline std::uint32_t pack(float low, float high, __half) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+__device__ inline std::uint32_t pack(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+
+/// A thread's scores are, in pairs, just what it must hold of P as the next product's operand.
+template <class Element, int kCount>
+__device__ void round_to(std::uint32_t (&p)[kCount / 8][4], const float (&s)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) p[i / 8][i / 2 % 4] = pack(s[i], s[i + 1], Element{});
+}
+
+template <int kCount>
+__device__ void shrink(float (&o)[kCount], const float (&ratio)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) o[i] *= ratio[i / 2 % 2];
+}
+
+// ---- what a consumer hands out ---------------------------------------------------------------
+
+template <class T>
+__device__ void write_state(const Call& call, const Item& item, int row, const Rowwise& rows, int h,
+                            const float (&o)[T::kDim / 2]) {
+  const Stats stats = rows.stats(h);
+  if (row >= item.rows) return;
+  const StateSlots& state = call.params.state;
+  const std::int64_t at =
+      static_cast<std::int64_t>(item.first_row + row) * call.params.heads + item.head;
+  const int t = threadIdx.x % 4;
+  const float factor = rows.to_max(h);
+  if (t == 0) state.stats(call.params.slot)[at] = {rows.max[h], stats.sum * factor};
+  float* to = state.o(call.params.slot, at);
+#pragma unroll
+  for (int j = 0; j < T::kDim / 8; ++j)
+    if (8 * j < call.params.dim)
+      *reinterpret_cast<float2*>(to + 8 * j + 2 * t) =
+          float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
+}
+
+/// Four lanes of a quad hold a row's columns in pairs. They swap pairs until each holds eight
+/// columns in a row, so that every store is 16 bytes.
+__device__ inline uint4 gather_eight(const std::uint32_t (&w)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+  std::uint32_t x[4], y[4];
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const std::uint32_t other = __shfl_xor_sync(0xffffffff, odd ? w[i] : w[i + 1], 1);
+    x[i] = odd ? other : w[i];
+    x[i + 1] = odd ? w[i + 1] : other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t other = __shfl_xor_sync(0xffffffff, high ? x[i] : x[i + 2], 2);
+    y[i] = high ? other : x[i];
+    y[i + 2] = high ? x[i + 2] : other;
+  }
+  return {y[0], y[1], y[2], y[3]};
+}
+
+template <class T>
+__device__ void write_finished(const Call& call, const Item& item, int row, const Rowwise& rows,
+                               int h, const float (&o)[T::kDim / 2]) {
+  const Finished& finished = call.finished;
+  const bool exists = row < item.rows;
+  Stats stats = rows.stats(h);
+  const std::int64_t at = item.first_row + row;
+  float shrunk = 1.0f;
+  if (finished.sinks) {
+    const Fold sunk = fold(stats, sink_stats(finished.sinks[item.head]));
+    shrunk = sunk.take == Fold::second_high ? sunk.ratio : 1.0f;
+    stats = sunk.stats;
+  }
+  const Finish finish = longspan::finish(stats);
+  const float factor = is_empty(stats) ? 0.0f : shrunk / stats.sum;
+  const int t = threadIdx.x % 4;
+  if (exists && t == 0 && finished.lse)
+    finished.lse[at * finished.lse_row_stride + item.head * finished.lse_head_stride] = finish.lse;
+
+  using Element = typename T::Element;
+  Element* to = finished.out.template at<Element>(at, item.head);
+#pragma unroll
+  for (int j = 0; j < T::kDim / 8; j += 4) {
+    std::uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int pair = j + i < T::kDim / 8 ? 4 * (j + i) + 2 * h : 0;  // past the last: not stored
+      pairs[i] = pack(o[pair] * factor, o[pair + 1] * factor, Element{});
+    }
+    const uint4 eight = gather_eight(pairs);
+    const int column = 8 * (j + t);
+    if (exists && column < call.params.dim) *reinterpret_cast<uint4*>(to + column) = eight;
+  }
+}
+
+}  // namespace longspan::kernels::sm90

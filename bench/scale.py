@@ -11,19 +11,16 @@ them (weak).
     speed-up     speed(n ranks) / speed(1 rank): in strong scaling, time(1) / time(n)
     efficiency   speed-up / n
 
-Prints a table, writes records (bench/results/scale-<machine>.jsonl) and draws docs/scale-<machine>.png
-where matplotlib is installed. What follows `--` goes to `longspan run`.
+Prints a table and writes records (bench/results/scale-<machine>.jsonl), from which bench/plot.py
+draws. What follows `--` goes to `longspan run`.
 """
 
 import argparse
 import os
-import pathlib
 import sys
 
 import longspan_command
 import records
-
-ROOT = records.ROOT
 
 
 def arguments():
@@ -46,8 +43,8 @@ def arguments():
     parser.add_argument("--threads", type=int, default=1, help="of a rank, on processors")
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--machine", help="name for the records (default: cpu; h200x4 and the like)")
-    parser.add_argument("--no-records", action="store_true", help="only print and draw")
-    parser.add_argument("--plot", type=pathlib.Path, help="where the plot goes")
+    parser.add_argument("--no-records", action="store_true", help="only print")
+    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
     parser.add_argument("extra", nargs="*", help="after --: more options for longspan run")
     args = parser.parse_args()
     if args.command is None:
@@ -137,51 +134,16 @@ def to_records(args, rows):
                              peer=peer, peer_value=round(row["base_ms"] * 1000, 2),
                              ratio=round(row["speedup"], 3))
         yield records.record("scale", case, "efficiency", round(row["efficiency"], 3))
-
-
-def draw(rows, path):
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        print("# no plot: matplotlib is not installed (pip install matplotlib)")
-        return
-    kinds = list(dict.fromkeys(row["scaling"] for row in rows))
-    figure, panels = pyplot.subplots(1, len(kinds) + 1, figsize=(4.2 * (len(kinds) + 1), 3.6),
-                                     constrained_layout=True)
-    ranks = sorted({row["ranks"] for row in rows})
-    for panel, kind in zip(panels, kinds):
-        panel.plot(ranks, [n / ranks[0] for n in ranks], color="0.7", linestyle="--", label="ideal")
-        for size in dict.fromkeys(row["size"] for row in rows):
-            curve = [row for row in rows if row["scaling"] == kind and row["size"] == size]
-            panel.plot([row["ranks"] for row in curve], [row["speedup"] for row in curve],
-                       marker="o", label=f"{size:,} keys" + (" a rank" if kind == "weak" else ""))
-        panel.set(title=f"{kind} scaling", xlabel="ranks", ylabel="speed-up", xticks=ranks)
-        panel.legend(frameon=False)
-
-    largest = [row for row in rows if row["scaling"] == kinds[0] and row["size"] == rows[-1]["size"]]
-    bottom = [0.0] * len(largest)
-    for phase, color in (("attend", "#4477aa"), ("exchange", "#ee6677"), ("merge", "#ccbb44")):
-        heights = [row["run"]["time_ms"]["median"] * row["run"]["share"][phase] for row in largest]
-        panels[-1].bar([str(row["ranks"]) for row in largest], heights, bottom=bottom, color=color,
-                       label=phase)
-        bottom = [low + height for low, height in zip(bottom, heights)]
-    panels[-1].set(title=f"{kinds[0]} scaling, {rows[-1]['size']:,} keys", xlabel="ranks",
-                   ylabel="time (ms)")
-    panels[-1].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    print(f"# plot: {path}")
+        for phase, share in row["run"]["share"].items():
+            yield records.record("scale", case, f"{phase} share", round(share, 4))
 
 
 def main():
     args = arguments()
     rows = sweep(args)
     if not args.no_records:
-        path = records.write("scale", args.machine, to_records(args, rows))
-        print(f"# records: {path.relative_to(ROOT)}")
-    draw(rows, args.plot or ROOT / "docs" / f"scale-{args.machine}.png")
+        path = records.write("scale", args.machine, to_records(args, rows), args.results)
+        print(f"# records: {path}; plot: python3 bench/plot.py {path.stem}")
 
 
 if __name__ == "__main__":

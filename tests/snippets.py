@@ -4,12 +4,16 @@ measured. In a .md file
 
     <!-- code: examples/02_mpi_host/main.cpp layer -->     lines between // [layer] and // [/layer]
     <!-- output: longspan run --list-strategies -->        what this build's command prints
-    <!-- records: host-cpu -->                             a table of bench/results/host-cpu.jsonl
+    <!-- file: bench/results/demo-cpu.txt -->              a whole file
+    <!-- records: host-cpu dim=64,128 -->                  a table of bench/results/host-cpu.jsonl
     <!-- table: longspan info --features --json -->        a table of JSON that this build prints
+    <!-- range: prefill-h200 ratio peer=cuDNN -->          the least and the greatest of a figure
 
-stands before a fenced block (a table ends with <!-- end -->), which must be equal to what the
-comment names. `--write` makes them equal; without it a difference is an error. `--bin DIR` is where
-the command is; without it, what comes from the command is left alone.
+stands before a fenced block (a table and a range end with <!-- end -->), which must be equal to
+what the comment names. Words with = choose among records. A range stands within a line, since
+Markdown ends a paragraph where a line begins with a comment. `--write` makes them equal; without it a
+difference is an error. `--bin DIR` is where the command is; without it, what comes from the command
+is left alone.
 """
 
 import argparse
@@ -22,8 +26,9 @@ import sys
 import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"(<!-- (code|output): (.+?) -->\n```\w*\n)(.*?)(```)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (code|output|file): (.+?) -->\n```\w*\n)(.*?)(```)", re.DOTALL)
 TABLE = re.compile(r"(<!-- (records|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+RANGE = re.compile(r"(<!-- (range): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def code(source, name):
@@ -49,14 +54,34 @@ def cell(value):
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def records(name):
-    """A table of measured records: what all cases share above it, what differs in its columns."""
+def chosen(name, choices):
+    """The records of a file that KEY=VALUE[,VALUE...] choose, their metric and peer in the case."""
     path = ROOT / "bench" / "results" / f"{name}.jsonl"
-    if not path.exists():
-        return "\nNot measured yet.\n\n"
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     for row in rows:
         row["case"] = {**row["case"], "metric": row["metric"], "peer": row["peer"]}
+    for choice in choices:
+        key, values = choice.split("=", 1)
+        rows = [row for row in rows if cell(row["case"].get(key)) in values.split(",")]
+    if not rows:
+        raise SystemExit(f"{path.relative_to(ROOT)} has no records with {' '.join(choices)}")
+    return rows
+
+
+def span(what):
+    """`NAME FIGURE [KEY=VALUE...]`: from the least to the greatest, as text."""
+    name, figure, *choices = shlex.split(what)
+    values = [row[figure] for row in chosen(name, choices) if row[figure] is not None]
+    ends = [f"{value:.2f}" if value < 2 else f"{value:.1f}" for value in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def records(what):
+    """A table of measured records: what all cases share above it, what differs in its columns."""
+    name, *choices = shlex.split(what)
+    if not (ROOT / "bench" / "results" / f"{name}.jsonl").exists():
+        return "\nNot measured yet.\n\n"
+    rows = chosen(name, choices)
     keys = list(dict.fromkeys(key for row in rows for key in row["case"]))
     shared = [key for key in keys if len({cell(row["case"].get(key)) for row in rows}) == 1]
     columns = [key for key in keys if key not in shared]
@@ -105,13 +130,15 @@ def main():
             if kind in ("output", "table") and not options.bin:
                 return match.group(0)
             blocks += 1
-            if kind == "code":
-                return head + code(*what.split()) + tail
-            made = {"records": lambda: records(what), "output": lambda: output(what, options.bin),
-                    "table": lambda: table(what, options.bin)}
+            made = {"code": lambda: code(*what.split()), "records": lambda: records(what),
+                    "file": lambda: (ROOT / what).read_text(encoding="utf-8"),
+                    "output": lambda: output(what, options.bin),
+                    "table": lambda: table(what, options.bin), "range": lambda: span(what)}
             return head + made[kind]() + tail
 
-        expected = TABLE.sub(current, BLOCK.sub(current, text))
+        if re.search(r"^\s*<!-- range:", text, re.MULTILINE):
+            raise SystemExit(f"{path.relative_to(ROOT)}: a line begins with a range")
+        expected = RANGE.sub(current, TABLE.sub(current, BLOCK.sub(current, text)))
         if expected == text:
             continue
         wrong += 1

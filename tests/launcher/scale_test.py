@@ -19,8 +19,7 @@ class ScaleTest(CommandTest):
         done = subprocess.run(
             [sys.executable, ROOT / "bench" / "scale.py", "--command", COMMAND, "--launcher",
              MPIEXEC + " -n {ranks}", "--ranks", "1", "2", "--kv", "2048", "--tokens", "4",
-             "--iterations", "3", "--no-records", "--plot", self.path("plot.png"), "--",
-             "--causal"],
+             "--iterations", "3", "--results", self.folder, "--", "--causal"],
             env=environment(), capture_output=True, text=True, timeout=300)
         self.assertEqual(done.returncode, 0, done.stderr)
         rows = [text.split() for text in done.stdout.splitlines() if not text.startswith("#")]
@@ -29,7 +28,16 @@ class ScaleTest(CommandTest):
                           ("weak", "2048", "1"), ("weak", "4096", "2")])
         self.assertEqual([row[6] for row in rows[::2]], ["1.00", "1.00"])
         self.assertEqual(done.stderr, "")  # progress is for terminals
-        self.assertTrue(self.path("plot.png").exists() or "matplotlib" in done.stdout)
+        found = {}  # what bench/plot.py draws from
+        for r in records.read(self.path("scale-cpu.jsonl")):
+            found.setdefault((r["case"]["scaling"], r["case"]["ranks"]), {})[r["metric"]] = r["ours"]
+        self.assertEqual(len(found), 4)
+        for row in rows:
+            metrics = found[row[0], int(row[3])]
+            self.assertAlmostEqual(metrics["us"] / 1000, float(row[4]), places=3)
+            self.assertAlmostEqual(metrics["efficiency"], float(row[7]), delta=0.006)
+            for phase, share in zip(("attend", "exchange", "merge"), row[8:11]):
+                self.assertAlmostEqual(100 * metrics[f"{phase} share"], float(share), delta=0.06)
 
     def test_records_replace_older_ones(self):
         one = records.record("scale", {"ranks": 1}, "us", 5.0, peer="1 rank", peer_value=5.0,

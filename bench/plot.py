@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Draws the plots of the documentation from bench/results/*.jsonl, and from nothing else.
+
+    python3 bench/plot.py                     every plot whose records are there
+    python3 bench/plot.py scale-cpu           this one
+    python3 bench/plot.py --out folder        to another place than docs/
+
+Needs matplotlib. Text stays text in the SVG, and the same records give the same bytes. A plot
+carries a digest of its records, by which tests/plots_test.py sees that it is out of date.
+"""
+
+import argparse
+import hashlib
+import pathlib
+import re
+import sys
+
+import figures
+import records
+
+# Plot, the records it shows, who draws it. * is a machine; one of the files is enough.
+PLOTS = [
+    ("scale-*", ["scale-*"], figures.scaling),
+    ("prefill-*", ["prefill-*"], figures.prefill),
+    ("decode-*", ["seeds-*", "decode-*"], figures.decode),
+    ("decode-scaling-*", ["decode-*"], figures.scaling),
+    ("chunked-*", ["chunked-*"], figures.chunked),
+    ("merge-*", ["merge-*"], figures.merge),
+    ("exchange-*", ["exchange-*x2", "exchange-*x4", "exchange-*x8"], figures.exchange),
+]
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "longspan", "figure.constrained_layout.use": True,
+         "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False,
+         "axes.spines.right": False, "legend.frameon": False}
+
+
+def sources(folder=records.RESULTS):
+    """{plot: (its files of records that exist, who draws it)}"""
+    stems, found = sorted(path.stem for path in pathlib.Path(folder).glob("*.jsonl")), {}
+    for plot, patterns, function in PLOTS:
+        for pattern in patterns:
+            for stem in stems:
+                match = re.fullmatch(pattern.replace("*", r"(\w+)"), stem)
+                if match:
+                    files, _ = found.setdefault(plot.replace("*", match.group(1)), ([], function))
+                    files.append(pathlib.Path(folder) / f"{stem}.jsonl")
+    return found
+
+
+def stamp(files):
+    """What a plot says of its records; the bytes of a file are what is hashed."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    return f"bench/plot.py: {' '.join(path.name for path in files)} {digest}"
+
+
+def draw(name, files, function, folder):
+    """The path of the plot; None if the records have nothing that it shows."""
+    import matplotlib
+    matplotlib.use("Agg")
+    with matplotlib.rc_context(STYLE):
+        figure = function({path.stem: records.read(path) for path in files})
+        if figure is None:
+            return None
+        path = pathlib.Path(folder) / f"{name}.svg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": stamp(files)})
+        figure.clear()
+    text = path.read_text(encoding="utf-8")  # without the spaces at the ends of some lines
+    path.write_text("".join(line.rstrip() + "\n" for line in text.splitlines()), encoding="utf-8")
+    return path
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="*", help="plots such as scale-cpu (default: all)")
+    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
+    parser.add_argument("--out", type=pathlib.Path, default=records.ROOT / "docs")
+    args = parser.parse_args()
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        sys.exit("bench/plot.py draws with matplotlib, which is not installed for this Python: "
+                 "python3 -m pip install matplotlib")
+    found = sources(args.results)
+    for name in args.name or found:
+        if name not in found:
+            sys.exit(f"{name}: {args.results} has no records for it; "
+                     f"there are records for {', '.join(found) or 'no plot'}")
+        path = draw(name, *found[name], args.out)
+        if path:
+            print(path)
+        elif args.name:
+            sys.exit(f"{name}: its records have nothing that this plot shows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The plots of the documentation are there and of the records that are there; what bench/figures.py
+draws is what the records say. The drawing itself needs matplotlib."""
+
+import importlib.util
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+import xml.etree.ElementTree
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+import figures  # noqa: E402
+import plot  # noqa: E402
+import records  # noqa: E402
+
+SHAPE = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bf16", "batch": 1, "tokens": 1,
+         "ranks": 1}
+DRAWS = unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
+
+
+def documents():
+    paths = [path for path in ROOT.rglob("*.md")
+             if not path.relative_to(ROOT).parts[0].startswith(("build", "."))]
+    return {path: path.read_text(encoding="utf-8") for path in paths}
+
+
+class Documents(unittest.TestCase):
+    def test_every_picture_exists(self):
+        shown = [(path, name) for path, text in documents().items()
+                 for name in re.findall(r"!\[[^\]]*\]\(([^)#\s]+)\)", text) if "://" not in name]
+        self.assertGreater(len(shown), 2)
+        for path, name in shown:
+            self.assertTrue((path.parent / name).exists(), f"{path.relative_to(ROOT)} shows {name}")
+
+    def test_every_plot_is_of_the_records_that_are_here_and_is_shown(self):
+        found, everything = plot.sources(), "".join(documents().values())
+        plots = [path for path in (ROOT / "docs").glob("*.svg")
+                 if "bench/plot.py" in path.read_text(encoding="utf-8")]
+        self.assertGreater(len(plots), 2)
+        for path in plots:
+            self.assertIn(path.stem, found, "its records are gone")
+            self.assertTrue(plot.stamp(found[path.stem][0]) in path.read_text(encoding="utf-8"),
+                            f"{path.name} is of other records: python3 bench/plot.py {path.stem}")
+            self.assertIn(path.name, everything, "no document shows it")
+
+
+def beside(bench, metric, cases, peers):
+    """Invented records: each case beside each peer, and alone with a target."""
+    rows = []
+    for case in cases:
+        ours = random.uniform(1, 9)
+        rows.append(records.record(bench, SHAPE | case, metric, ours, target=random.uniform(1, 9)))
+        for peer in peers:
+            theirs = random.uniform(1, 9)
+            rows.append(records.record(bench, SHAPE | case, metric, ours, peer=peer,
+                                       peer_value=theirs, ratio=ours / theirs,
+                                       target=random.choice([None, 0.9])))
+    return rows
+
+
+def scales(bench="scale", share=True, keys="kv_len"):
+    rows = []
+    for kind in ("strong", "weak"):
+        for size in (4096, 65536):
+            for ranks in (1, 2, 4):
+                case = SHAPE | {"ranks": ranks, "scaling": kind,
+                                keys: size * ranks if kind == "weak" else size}
+                rows += [records.record(bench, case, "us", random.uniform(50, 90)),
+                         records.record(bench, case, "efficiency", random.uniform(0.3, 1),
+                                        target=random.choice([None, 0.9]))]
+                parts = [random.uniform(0.1, 1) for _ in range(3)]
+                if share:
+                    rows += [records.record(bench, case, f"{phase} share", part / sum(parts))
+                             for phase, part in zip(("attend", "exchange", "merge"), parts)]
+    return rows
+
+
+def exchanges(ranks):
+    shape = SHAPE | {"ranks": ranks}
+    return [records.record("exchange", shape | {"tokens": tokens, "variant": variant}, "us added",
+                           2.0 * tokens, **peer)
+            for tokens, variant in ((1, "beside"), (4, "flags"), (16, "shares"))
+            for peer in ({"target": 1.5 * tokens, "less_is_better": True},
+                         {"peer": "NCCL all_gather + merge", "peer_value": 3.0 * tokens,
+                          "ratio": 1.5})]
+
+
+def invented():
+    masks = [{"causal": causal, "invariant": invariant, "kv_len": kv, "tokens": kv}
+             for causal in (False, True) for invariant in (True, False) for kv in (4096, 16384)]
+    pages = [{"page": 16, "layout": layout, "kv_len": kv, "tokens": 512}
+             for layout in ("rows", "x-packed") for kv in (8704, 33280)]
+    states = [{"tokens": tokens, "dtype": dtype} for dtype in ("bf16", "fp32")
+              for tokens in (256, 4096)]
+    decode = [{"kv_len": kv, "batch": batch} for kv, batch in ((4096, 32), (131072, 1))]
+    return {"scale-cpu": scales(share=False), "scale-h200x4": scales(),
+            "prefill-h200": beside("prefill", "TFLOP/s", masks, ["cuDNN", "FlashAttention-2"]),
+            "decode-h200": beside("decode", "TB/s", decode, ["cuDNN", "FlashAttention-2"]),
+            "decode-h200x8": scales("decode", keys="kv"),
+            "seeds-h200": beside("seeds", "TB/s", [case | {"page": 16} for case in decode],
+                                 ["seed (as shipped)", "seed (best)", "cuDNN"]),
+            "seeds-cpu": beside("seeds", "us", decode, ["longspan, contiguous keys"]),
+            "chunked-h200": beside("chunked", "TFLOP/s", pages, ["cuDNN (two parts)"]),
+            "merge-h200": beside("merge", "TB/s", states, ["copy", "seed (as shipped)"]),
+            "exchange-h200x2": exchanges(2), "exchange-h200x4": exchanges(4)}
+
+
+class InFolder(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def start(self, *arguments, before="pass", seed="0"):
+        """bench/plot.py in a process of its own, over invented records."""
+        script = f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); {before}; " \
+                 "import plot; plot.main()"
+        return subprocess.run(
+            [sys.executable, "-c", script, "--results", self.folder / "results", *arguments],
+            capture_output=True, text=True, timeout=600,
+            env=dict(os.environ) | {"PYTHONHASHSEED": seed, "PYTHONDONTWRITEBYTECODE": "1"})
+
+
+class Plots(InFolder):
+    def setUp(self):
+        super().setUp()
+        for name, rows in invented().items():
+            records.write(*name.split("-"), rows, self.folder / "results")
+
+    def test_says_what_is_missing(self):
+        done = self.start("--out", self.folder, before="sys.modules['matplotlib'] = None")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("pip install matplotlib", done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
+
+    @DRAWS
+    def test_every_plot_and_the_same_bytes_again(self):
+        for out, seed in (("one", "1"), ("two", "2")):
+            done = self.start("--out", self.folder / out, seed=seed)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        drawn = {path.stem: path.read_bytes() for path in (self.folder / "one").iterdir()}
+        self.assertEqual(set(drawn), {"scale-cpu", "scale-h200x4", "prefill-h200", "decode-h200",
+                                      "decode-scaling-h200x8", "chunked-h200", "merge-h200",
+                                      "exchange-h200"})
+        found = plot.sources(self.folder / "results")
+        for name, text in drawn.items():
+            self.assertEqual(text, (self.folder / "two" / f"{name}.svg").read_bytes(), name)
+            root = xml.etree.ElementTree.fromstring(text)
+            words = " ".join("".join(part.itertext()) for part in root.iter() if "text" in part.tag)
+            self.assertIn("processors" if name == "scale-cpu" else "H200", words)
+            self.assertIn(plot.stamp(found[name][0]).encode(), text)
+            self.assertNotIn(b"nan", text)
+
+    @DRAWS
+    def test_names(self):
+        done = self.start("merge-h200", "--out", self.folder / "out")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual([path.name for path in (self.folder / "out").iterdir()],
+                         ["merge-h200.svg"])
+        for name, word in (("merge-moon", "merge-h200"), ("decode-cpu", "nothing")):
+            done = self.start(name, "--out", self.folder / "out")
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(word, done.stderr)
+
+
+def lines(panel, label):
+    return [point for line in panel.lines if line.get_label() == label
+            for point in zip(map(float, line.get_xdata()), map(float, line.get_ydata()))]
+
+
+@DRAWS
+class Figures(unittest.TestCase):
+    """What is drawn, by the numbers in the figure."""
+
+    def panels(self, function, **files):
+        figure = function({name.replace("_", "-"): rows for name, rows in files.items()})
+        return figure.axes
+
+    def test_bars(self):
+        rows = invented()["chunked-h200"]
+        panels = self.panels(figures.chunked, chunked_h200=rows)
+        for panel, layout in zip(panels, ("rows", "x-packed"), strict=True):
+            mine = [r for r in rows if r["case"]["layout"] == layout]
+            pairs = [(mine[i], mine[i + 1]) for i in range(0, len(mine), 2)]
+            self.assertEqual([bar.get_width() for bar in panel.patches],
+                             [speed for alone, peer in pairs
+                              for speed in (peer["ours"], peer["peer_value"])])
+            goals = [max(alone["target"], (peer["target"] or 0) * peer["peer_value"])
+                     for alone, peer in pairs]
+            self.assertEqual([float(mark.get_segments()[0][0][0]) for mark in panel.collections],
+                             goals)
+            self.assertEqual([text.get_text() for text in panel.texts],
+                             [f"{peer['ratio']:.2f}" for _, peer in pairs])
+
+    def test_scaling(self):
+        rows = scales("scale")
+        strong, weak, split = self.panels(figures.scaling, scale_h200x4=rows)
+        for panel, kind, label in ((strong, "strong", "65,536 keys"),
+                                   (weak, "weak", "65,536 keys a rank")):
+            mine = [r for r in rows if r["case"]["scaling"] == kind and r["metric"] == "efficiency"]
+            speed = {ranks: ranks * r["ours"] for r in mine if (ranks := r["case"]["ranks"])
+                     and r["case"]["kv_len"] == (65536 * ranks if kind == "weak" else 65536)}
+            self.assertEqual(lines(panel, label), sorted(speed.items()))
+            self.assertEqual(lines(panel, "target"),
+                             [(r["case"]["ranks"], 0.9 * r["case"]["ranks"]) for r in mine
+                              if r["target"]])
+        value = {(r["case"]["ranks"], r["metric"]): r["ours"] for r in rows
+                 if r["case"]["scaling"] == "strong" and r["case"]["kv_len"] == 65536}
+        times = [value[ranks, "us"] * value[ranks, f"{phase} share"] / 1000
+                 for phase in ("attend", "exchange", "merge") for ranks in (1, 2, 4)]
+        for bar, time in zip(split.patches, times, strict=True):
+            self.assertAlmostEqual(bar.get_height(), time, places=9)  # a sum less a sum
+        self.assertEqual(len(self.panels(figures.scaling, scale_cpu=scales(share=False))), 2)
+
+    def test_exchange(self):
+        panels = self.panels(figures.exchange, exchange_h200x2=exchanges(2),
+                             exchange_h200x4=exchanges(4))
+        self.assertEqual([panel.get_title() for panel in panels], ["2 H200s", "4 H200s"])
+        sizes = [tokens * 32 * 520 / 1000 for tokens in (1, 4, 16)]
+        for panel in panels:
+            self.assertEqual(lines(panel, "NCCL all_gather and merge"),
+                             list(zip(sizes, (3.0, 12.0, 48.0))))
+            self.assertEqual(lines(panel, "longspan, flags"), [(sizes[1], 8.0)])
+            self.assertEqual(lines(panel, "target"), list(zip(sizes, (1.5, 6.0, 24.0))))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -77,6 +77,40 @@ class ServingProblem {
     return early;
   }
 
+  /// Some of the sequences, in this order, as a batch of their own. Not for documents or a pool.
+  ServingProblem pick(const std::vector<int>& sequences) const {
+    ServingProblem some(*this);
+    Serving& s = some.shape;
+    s.q_lens.clear();
+    s.kv_lens.clear();
+    s.causal.clear();
+    some.query_start.assign(1, 0);
+    some.key_start.assign(1, 0);
+    for (auto* data : {&some.q, &some.raw_k, &some.raw_v, &some.k, &some.v}) data->clear();
+    const auto take = [](std::vector<std::byte>& to, const std::vector<std::byte>& from,
+                         std::int64_t first, std::int64_t last, std::size_t row) {
+      to.insert(to.end(), from.begin() + static_cast<std::ptrdiff_t>(first * row),
+                from.begin() + static_cast<std::ptrdiff_t>(last * row));
+    };
+    const std::size_t q_row = size_of(s.of_q()) * s.heads * s.dim,
+                      raw_row = size_of(s.dtype) * s.kv_heads * s.dim,
+                      kv_row = size_of(s.of_kv()) * s.kv_heads * s.dim;
+    for (const int b : sequences) {
+      s.q_lens.push_back(shape.q_lens[b]);
+      s.kv_lens.push_back(shape.kv_lens[b]);
+      if (!shape.causal.empty()) s.causal.push_back(shape.causal[b]);
+      some.query_start.push_back(some.query_start.back() + shape.q_lens[b]);
+      some.key_start.push_back(some.key_start.back() + shape.kv_lens[b]);
+      take(some.q, q, query_start[b], query_start[b + 1], q_row);
+      take(some.raw_k, raw_k, key_start[b], key_start[b + 1], raw_row);
+      take(some.raw_v, raw_v, key_start[b], key_start[b + 1], raw_row);
+      take(some.k, k, key_start[b], key_start[b + 1], kv_row);
+      take(some.v, v, key_start[b], key_start[b + 1], kv_row);
+    }
+    some.tokens = some.query_start.back();
+    return some;
+  }
+
   std::int64_t context(int b) const { return shape.kv_lens[b] - shape.q_lens[b]; }
   std::int64_t max_kv_len() const {
     return *std::max_element(shape.kv_lens.begin(), shape.kv_lens.end());
@@ -181,6 +215,13 @@ class ServingProblem {
         const std::int64_t page =
             s.page == 0 ? first[b] + i : c.table[b * c.row_stride + i / in_page];
         const std::int64_t from = (key_start[b] + position) * s.kv_heads * s.dim;
+        if (!s.x_packed) {  // the heads of a key lie side by side
+          const std::int64_t to = page * page_stride() + k_offset(i % in_page, 0, 0);
+          const std::size_t bytes = size * s.kv_heads * s.dim;
+          std::memcpy(&c.k[to * size], &k[from * size], bytes);
+          std::memcpy(&c.v[to * size], &v[from * size], bytes);
+          return;
+        }
         for (int h = 0; h < s.kv_heads; ++h)
           for (int d = 0; d < s.dim; ++d) {
             const std::int64_t at = from + h * s.dim + d;

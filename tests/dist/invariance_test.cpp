@@ -62,6 +62,7 @@ struct Plan {
   std::int64_t spare = 0;  // by how much the layer is made for more than it is given
   bool unknown = false;    // lengths are not promised at all
   bool replays = false;
+  int threads = 1;  // on the host: they cut the work, which decides who folds what first
 };
 
 /// A pool and what is drawn from it.
@@ -93,6 +94,7 @@ std::string bits_of(const ServingProblem& p, const ServingResult& result, int at
 Options options_for(const ServingProblem& p, const Plan& plan, Device device) {
   Options o = options_for(p);
   o.invariant = device == Device::cuda && p.max_q_len() > kShort;
+  o.threads = plan.threads;
   o.max_tokens += plan.spare;
   o.max_batch += static_cast<int>(plan.spare);
   o.max_kv_len = plan.unknown ? 0 : o.max_kv_len + 100 * plan.spare;
@@ -189,9 +191,9 @@ std::vector<Plan> Invariance::draw_plans() {
   for (int i = 0; i < 2; ++i) {
     std::vector<int> some(2 + below(3));
     for (int& b : some) b = static_cast<int>(below(kPool));
-    plans.push_back({some, 1 + below(90), i == 1});
+    plans.push_back({some, 1 + below(90), i == 1, false, 2 + i});
   }
-  plans.push_back({{static_cast<int>(below(kPool))}, 1 + below(90), one_in(2)});
+  plans.push_back({{static_cast<int>(below(kPool))}, 1 + below(90), one_in(2), false, 4});
   return plans;
 }
 
@@ -208,7 +210,7 @@ void Invariance::expect_bits(const Communicator& world, const ServingProblem& ba
         EXPECT_TRUE(bits_of(batch, results[turn], at) == expected[plan.sequences[at]])
             << "other bits: " << world.size() << " ranks, exchange " << exchange << ", run " << turn
             << ", sequences " << fmt::to_string(fmt::join(plan.sequences, " ")) << ", the one at "
-            << at << ", layer made for " << plan.spare << " more"
+            << at << ", threads " << plan.threads << ", layer made for " << plan.spare << " more"
             << (plan.unknown ? " and lengths unknown" : "");
   }
 }

@@ -1,34 +1,58 @@
-// Ranks of which one fails on purpose: fault MODE DEVICE. The victim is rank size - 1. The others
-// print what the communicator tells them and exit with the kind's status, as the command does.
+// Ranks of which one fails on purpose: fault MODE DEVICE [EXCHANGE [graph]]. The victim is rank
+// size - 1. The others print what the communicator tells them, with the seconds since they began
+// the step at which it fails, and exit with the kind's status, as the command does.
+//
+// Without EXCHANGE the step is a verb of the communicator; with "windows" or "gather" it is a run
+// of a layer whose states travel so, and with "graph" the replay of one.
 //
 //     stop       the victim stops (SIGSTOP) and never comes to the exchange
 //     stop-ring  the same, seen through a ring: not every rank waits for the victim itself
 //     kill       the victim dies (SIGKILL)
+//     kill-late  the same when its own part is queued and the others have not begun theirs
 //     abort      the victim meets an error of its own and tells the others
 //     skip       the victim leaves out one exchange
-//     differ     the victim gives another value for an argument
+//     differ     the victim gives another value for an argument; runs the layer with fewer tokens
+//     length     the victim runs the layer on a sequence of another length
 //     start      the victim stops before MPI is initialised
 //     make       the victim stops before the communicator is made
 //     share      all ranks see one GPU only
 //     end        the victim stops before MPI is finalised
 #include <mpi.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "comm/transport.hpp"
-#include "longspan/buffer.hpp"
-#include "longspan/communicator.hpp"
-#include "longspan/error.hpp"
-#include "longspan/info.hpp"
+#include "longspan/longspan.hpp"
 #include "src/env.hpp"
+#include "tests/dist/replay.hpp"
 
 namespace {
 
 using namespace longspan;
+using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kBytes = 1 << 16;
+constexpr auto kMoment = std::chrono::milliseconds(500);  // in which every rank gets to its wait
+
+/// What was asked for on the command line.
+struct Asked {
+  std::string mode;
+  Device device = Device::host;
+  std::string exchange;  // empty: verbs
+  bool graph = false;
+};
+
+/// Thrown on every rank.
+struct Skipped {
+  std::string why;
+};
+
+Clock::time_point began;
 
 struct Ranks {
   Communicator world;
@@ -50,7 +74,89 @@ struct Ranks {
   }
 };
 
-void run(const std::string& mode, Device device) {
+Buffer zeroed(Device device, std::size_t bytes) {
+  Buffer buffer(device, bytes);
+  buffer.upload(std::vector<std::byte>(bytes).data());
+  return buffer;
+}
+
+/// A layer that verifies a few drafts.
+class Drafts {
+ public:
+  Drafts(const Communicator& world, const Asked& asked)
+      : q_(zeroed(world.device(), kTokens * kHeads * kDim * 2)),
+        out_(zeroed(world.device(), q_.bytes())),
+        keys_(zeroed(world.device(), kKeys * kKvHeads * kDim * 2)),
+        layer_(world, {.heads = kHeads,
+                       .kv_heads = kKvHeads,
+                       .dim = kDim,
+                       .max_tokens = kTokens,
+                       .exchange = asked.exchange == "windows" ? "auto" : asked.exchange}),
+        replay_(world.device(), [this](Stream stream) { queue(stream); }),
+        graph_(asked.graph) {
+    if (asked.exchange == "windows" && !layer_.exchange().starts_with("windows"))
+      throw Skipped{"exchange by windows cannot be had here: " + layer_.exchange()};
+  }
+
+  void run(std::int64_t tokens = kTokens, std::int64_t length = kKeys) {
+    start(tokens, length);
+    layer_.wait(replay_.stream());
+  }
+  void start(std::int64_t tokens = kTokens, std::int64_t length = kKeys) {
+    tokens_ = tokens;
+    length_ = length;
+    if (graph_ && warm_)
+      replay_.again();
+    else
+      replay_.eager();
+    warm_ = true;
+  }
+
+  static constexpr std::int64_t kTokens = 4, kKeys = 5000;
+
+ private:
+  static constexpr int kHeads = 8, kKvHeads = 2, kDim = 64;
+
+  void queue(Stream stream) {
+    const Communicator& world = layer_.world();
+    const auto rows = [&](const Buffer& buffer, std::int64_t count, int heads) {
+      return Tensor(buffer.data(), DType::bf16, {count, heads, kDim}, world.device());
+    };
+    layer_.run({.q = rows(q_, tokens_, kHeads),
+                .k = rows(keys_, kKeys, kKvHeads),
+                .v = rows(keys_, kKeys, kKvHeads),
+                .shard = Shard::contiguous(length_, world.rank(), world.size()),
+                .out = rows(out_, tokens_, kHeads)},
+               stream);
+  }
+
+  Buffer q_, out_, keys_;
+  Attention layer_;
+  std::int64_t tokens_ = kTokens, length_ = kKeys;
+  testing::Replay replay_;
+  bool graph_, warm_ = false;
+};
+
+/// The victim's part in a run that it does take part in; false: it has none.
+bool misbehave(const std::string& mode, Drafts& drafts) {
+  if (mode == "differ") {
+    drafts.run(Drafts::kTokens - 1);
+  } else if (mode == "length") {
+    drafts.run(Drafts::kTokens, Drafts::kKeys - 1);
+  } else if (mode == "kill-late") {
+    drafts.start();
+    std::this_thread::sleep_for(kMoment);  // its kernel has sent, and waits for the others
+    std::raise(SIGKILL);
+  } else {
+    std::this_thread::sleep_for(kMoment);  // then the others are in mid-exchange
+    return false;
+  }
+  return true;
+}
+
+void run(const Asked& asked) {
+  const std::string& mode = asked.mode;
+  const Device device = asked.device;
   const bool last = env_text("OMPI_COMM_WORLD_RANK") && env_text("OMPI_COMM_WORLD_SIZE") &&
                     std::stoi(*env_text("OMPI_COMM_WORLD_RANK")) + 1 ==
                         std::stoi(*env_text("OMPI_COMM_WORLD_SIZE"));
@@ -62,9 +168,17 @@ void run(const std::string& mode, Device device) {
   Ranks ranks(device);
   const bool victim = ranks.world.rank() == ranks.world.size() - 1;
   ranks.exchange("warm up");
-  if (mode == "differ") agree(ranks.world, {{"heads", victim ? "16" : "32"}}, "make the layer");
+  std::optional<Drafts> drafts;
+  if (!asked.exchange.empty()) {
+    drafts.emplace(ranks.world, asked);
+    for (int turn = 0; turn < 3; ++turn) drafts->run();
+  } else if (mode == "differ") {
+    agree(ranks.world, {{"heads", victim ? "16" : "32"}}, "make the layer");
+  }
+  began = Clock::now();
   if (victim) {
     std::fflush(nullptr);
+    if (drafts && misbehave(mode, *drafts)) return ranks.world.barrier("the end");
     if (mode.starts_with("stop")) std::raise(SIGSTOP);
     if (mode == "kill") std::raise(SIGKILL);
     if (mode == "abort") {
@@ -77,7 +191,10 @@ void run(const std::string& mode, Device device) {
       return;
     }
   }
-  if (mode == "stop-ring")
+  if (mode == "kill-late") std::this_thread::sleep_for(3 * kMoment);
+  if (drafts)
+    drafts->run();
+  else if (mode == "stop-ring")
     ranks.ring("ring");
   else
     ranks.exchange("states");
@@ -88,19 +205,27 @@ void run(const std::string& mode, Device device) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string mode = argc > 1 ? argv[1] : "";
-  const Device device = argc > 2 && std::string(argv[2]) == "cuda" ? Device::cuda : Device::host;
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  Asked asked{words.at(0)};
+  if (words.size() > 1 && words[1] == "cuda") asked.device = Device::cuda;
+  if (words.size() > 2) asked.exchange = words[2];
+  asked.graph = words.size() > 3 && words[3] == "graph";
   const int ranks = std::stoi(env_text("OMPI_COMM_WORLD_SIZE").value_or("1"));
-  if (device == Device::cuda && gpu_count() < (mode == "share" ? 1 : ranks)) {
+  if (asked.device == Device::cuda && gpu_count() < (asked.mode == "share" ? 1 : ranks)) {
     std::printf("Skipped: %d ranks want a GPU each, and there are %d.\n", ranks, gpu_count());
     return 77;
   }
   try {
-    run(mode, device);
+    run(asked);
     return 0;
+  } catch (const Skipped& skipped) {
+    std::printf("Skipped: %s\n", skipped.why.c_str());
+    return 77;
   } catch (const RankError& error) {
+    const std::chrono::duration<double> after = Clock::now() - began;
     std::fprintf(stderr, "SAW rank=%d step=%s kind=%d: %s\n", error.rank(), error.step().c_str(),
                  static_cast<int>(error.kind()), error.what());
+    if (began != Clock::time_point{}) std::fprintf(stderr, "AFTER %.1f s\n", after.count());
     return static_cast<int>(error.kind());
   } catch (const Error& error) {
     std::fprintf(stderr, "ERR kind=%d: %s\n", static_cast<int>(error.kind()), error.what());

@@ -2,8 +2,10 @@
 """Starts ranks of which one fails, and judges what the others say and how the job ends.
 
     faults.py MODE --mpirun mpirun --program dist_fault [--ranks 4] [--device host|cuda]
+                   [--exchange windows|gather [--graph]]
 
-The deadline of the ranks is short; that of this script is long, and passing it means a hang.
+The deadline of the ranks is short; that of this script is long, and passing it means a hang. With
+--exchange the failure meets a run of a layer, without it a verb.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import subprocess
 import sys
 
 DEADLINE_S = 4
+LATE_S = 3 * DEADLINE_S  # the machine may have fewer cores than ranks
 HANG_S = 100
 SKIP = 77
 
@@ -31,7 +34,39 @@ MODES = {
     "make": (7, r"SAW rank={victim} step=make the communicator kind=7"),
     "end": (None, None),
     "share": (4, r"ERR kind=4: Rank 0 and rank 1 would share one GPU"),
+    "kill-late": (137, None),
+    "length": (None, None),
 }
+
+# What a run of the layer says instead. Who waits for a stream waits at 'attention'; the step of the
+# verb is known too where a watchdog looks.
+STEP = "(?:attention|gather of states)"
+LAYER = {
+    "stop": (7, rf"SAW rank={{victim}} step={STEP} kind=7: Rank {{victim}} did not come to "
+                rf"'{STEP}' within the deadline of {DEADLINE_S} s"),
+}
+# Every rank but the victim differs from the victim, and the victim from one of them.
+DIFFERS = {
+    "windows": (2, r"SAW rank=\d step=attention kind=2: Rank (?:{victim} exchanges other states than "
+                   r"rank \d|\d exchanges other states than rank {victim}) at 'attention'"),
+    "gather": (6, r"SAW rank=\d step=gather of states kind=6: Rank (?:{victim} sent \S+ bytes at "
+                  r"'gather of states' where rank \d|\d sent \S+ bytes at 'gather of states' where "
+                  r"rank {victim}) expects \d+"),
+}
+
+
+def expected(options):
+    """Status of the job and what survivors say."""
+    status, pattern = MODES[options.mode]
+    if options.exchange:
+        status, pattern = LAYER.get(options.mode, (status, pattern))
+        if options.mode in ("differ", "length"):
+            return DIFFERS[options.exchange]
+    if options.recovery and options.mode in ("kill", "kill-late"):
+        # A rank may die behind its last word, so that the others see it at the next step only.
+        steps = rf"(?:{STEP}|the end)" if options.exchange else "states"
+        pattern = rf"SAW rank={{victim}} step={steps} kind=[67]: .*Rank {{victim}} "
+    return status, pattern
 
 
 def run(command, environment):
@@ -58,19 +93,24 @@ def main():
     parser.add_argument("--program", required=True)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="host")
+    parser.add_argument("--exchange", choices=["windows", "gather"], help="of a layer")
+    parser.add_argument("--graph", action="store_true", help="the layer's runs are replays")
     parser.add_argument("--recovery", action="store_true", help="mpirun leaves survivors alone")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of mpirun")
     options = parser.parse_args()
 
     victim = options.ranks - 1
-    status, pattern = MODES[options.mode]
+    status, pattern = expected(options)
     command = [options.mpirun, *options.flags, "-np", str(options.ranks)]
     if options.recovery:
         command.append("--enable-recovery")
     environment = dict(os.environ, LONGSPAN_DEADLINE_S=str(DEADLINE_S))
     if options.mode == "share":
         environment["CUDA_VISIBLE_DEVICES"] = "0"
-    found, output = run([*command, options.program, options.mode, options.device], environment)
+    words = [options.mode, options.device]
+    if options.exchange:
+        words += [options.exchange, "graph" if options.graph else "eager"]
+    found, output = run([*command, options.program, *words], environment)
     # Under --enable-recovery mpirun's own status is no rank's.
     if found == SKIP or (found is not None and "Skipped: " in output):
         print(output)
@@ -79,10 +119,7 @@ def main():
     wrong = []
     if found is None:
         wrong.append(f"the job hung for {HANG_S} s")
-    elif options.recovery:
-        if options.mode == "kill":
-            pattern = r"SAW rank={victim} step=states kind=[67]: .*Rank {victim} "
-    elif status is not None and found != status:
+    elif not options.recovery and status is not None and found != status:
         wrong.append(f"the job ended with status {found}, not {status}")
     if pattern:
         said = len(re.findall(pattern.format(victim=victim), output))
@@ -94,6 +131,10 @@ def main():
                   and "ERR kind=3: k.npy" not in line]
         if others:
             wrong.append(f"some saw something else: {others}")
+
+    late = [float(s) for s in re.findall(r"AFTER ([0-9.]+) s", output) if float(s) > LATE_S]
+    if late:
+        wrong.append(f"with a deadline of {DEADLINE_S} s some took {late} s to see it")
 
     if wrong:
         print(output)

@@ -64,6 +64,7 @@ struct Case {
   bool invariant = false;
   bool sinks = false;
   bool device_lengths = false;  // lengths from arrays also where one sequence would not need them
+  int q_gap = 0, kv_gap = 0, out_gap = 0;  // elements between rows, NaN
   unsigned seed = 1;
 
   int batch() const { return static_cast<int>(q_lens.size()); }
@@ -85,7 +86,8 @@ inline std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << " causal " << c.mask.causal << " window " << c.mask.window << " right "
              << c.mask.right << " softcap " << c.softcap << " scale " << c.scale << " "
              << name(c.layout) << " block " << c.block << " ranks " << c.ranks << " invariant "
-             << c.invariant << " sinks " << c.sinks << " seed " << c.seed;
+             << c.invariant << " sinks " << c.sinks << " gaps " << c.q_gap << " " << c.kv_gap << " "
+             << c.out_gap << (c.device_lengths ? " device lengths" : "") << " seed " << c.seed;
 }
 
 /// `count` elements of order 1.
@@ -124,12 +126,24 @@ struct Result {
   std::vector<float> lse;      // [tokens, heads]
 };
 
+/// Rows of `row` bytes, `gap` bytes of NaN behind each.
+inline std::vector<std::byte> spread(const std::vector<std::byte>& rows, std::size_t row,
+                                     std::size_t gap) {
+  if (gap == 0) return rows;
+  std::vector<std::byte> wide(rows.size() / row * (row + gap), std::byte{0xff});
+  for (std::size_t i = 0; i < rows.size() / row; ++i)
+    std::copy_n(rows.data() + i * row, row, wide.data() + i * (row + gap));
+  return wide;
+}
+
 /// Everything on the GPU, ready to run again and again.
 class GpuRun {
  public:
   GpuRun(const Case& c, const Data& data) : c_(c), backend_(kernels::cuda_backend()) {
     const std::int64_t row = std::int64_t{c.kv_heads} * c.dim;
-    q_ = OnGpu<std::byte>(data.q);
+    const std::size_t size = size_of(c.dtype),
+                      q_row = static_cast<std::size_t>(std::int64_t{c.heads} * c.dim) * size;
+    q_ = OnGpu<std::byte>(spread(data.q, q_row, static_cast<std::size_t>(c.q_gap) * size));
     sinks_ = OnGpu<float>(data.sinks);
     std::vector<std::int32_t> starts{0};
     for (int n : c.q_lens) starts.push_back(starts.back() + n);
@@ -173,15 +187,16 @@ class GpuRun {
         append(k, data.k[static_cast<std::size_t>(b)]);
         append(v, data.v[static_cast<std::size_t>(b)]);
       }
-      on.k = OnGpu<std::byte>(k);
-      on.v = OnGpu<std::byte>(v);
+      const std::size_t bytes = static_cast<std::size_t>(row) * size,
+                        gap = static_cast<std::size_t>(c.kv_gap) * size;
+      on.k = OnGpu<std::byte>(spread(k, bytes, gap));
+      on.v = OnGpu<std::byte>(spread(v, bytes, gap));
       on.table = OnGpu<std::int64_t>(table);
       on.key_start = OnGpu<std::int64_t>(static_cast<std::size_t>(c.batch()));
       if (!table.empty() || c.layout == Layout::listed) on.shard.table = on.table.data();
       ranks_.push_back(std::move(on));
     }
-    out_ =
-        OnGpu<std::byte>(static_cast<std::size_t>(c.tokens() * c.heads * c.dim) * size_of(c.dtype));
+    out_ = OnGpu<std::byte>(static_cast<std::size_t>(c.tokens() * out_row()) * size);
     lse_ = OnGpu<float>(static_cast<std::size_t>(c.tokens() * c.heads));
     states_.rows = c.tokens() * c.heads;
     states_.dim = c.dim;
@@ -194,27 +209,16 @@ class GpuRun {
   /// Queues key starts, attention of every rank, and the merge.
   void queue(cudaStream_t stream = nullptr) {
     for (int rank = 0; rank < c_.ranks; ++rank) {
-      kernels::AttendParams p = params(rank);
-      if (lengths_on_device())
-        backend_->key_starts({.shard = p.shard,
-                              .kv_len = kv_len_.data(),
-                              .batch = c_.batch(),
-                              .key_start = ranks_[static_cast<std::size_t>(rank)].key_start.data()},
-                             {stream});
-      backend_->attend(p, {stream});
+      find_key_starts(rank, stream);
+      backend_->attend(params(rank), {stream});
     }
-    kernels::MergeParams m;
-    m.states = states_;
-    m.interleaved = c_.layout == Layout::interleaved;
-    m.heads = c_.heads;
-    m.sinks = c_.sinks ? sinks_.data() : nullptr;
-    m.tokens = c_.tokens();
-    m.dtype = c_.dtype;
-    m.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
-    m.lse = lse_.data();
-    m.lse_row_stride = c_.heads;
-    m.lse_head_stride = 1;
-    backend_->merge(m, {stream});
+    backend_->merge(merge_params(), {stream});
+  }
+
+  /// Attend and merge in one, where the backend has a kernel for it; else false, and nothing.
+  bool queue_finished(cudaStream_t stream = nullptr) {
+    find_key_starts(0, stream);
+    return backend_->attend_finished(params(0), merge_params(), {stream});
   }
 
   void poison() {
@@ -226,8 +230,21 @@ class GpuRun {
 
   Result result() {
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    return {out_.values(out_.buffer.bytes()),
-            lse_.values(static_cast<std::size_t>(c_.tokens() * c_.heads))};
+    Result found{out_.values(out_.buffer.bytes()),
+                 lse_.values(static_cast<std::size_t>(c_.tokens() * c_.heads))};
+    if (c_.out_gap == 0) return found;
+    const std::size_t wide = static_cast<std::size_t>(out_row()) * size_of(c_.dtype),
+                      row = wide - static_cast<std::size_t>(c_.out_gap) * size_of(c_.dtype);
+    std::vector<std::byte> rows;
+    for (std::size_t at = 0; at + wide <= found.out.size(); at += wide) {
+      const std::byte* first = found.out.data() + at;
+      rows.insert(rows.end(), first, first + row);
+      EXPECT_TRUE(
+          std::all_of(first + row, first + wide, [](std::byte b) { return b == std::byte{0xff}; }))
+          << "written between rows of the output: " << c_;
+    }
+    found.out = std::move(rows);
+    return found;
   }
 
   Result run() {
@@ -239,6 +256,23 @@ class GpuRun {
   OnGpu<std::int32_t>& kv_len() { return kv_len_; }
   OnGpu<std::int32_t>& query_start() { return query_start_; }
 
+  kernels::AttendParams params(int rank) const {
+    const Rank& on = ranks_[static_cast<std::size_t>(rank)];
+    const std::int64_t row = std::int64_t{c_.kv_heads} * c_.dim + c_.kv_gap;
+    kernels::AttendParams p = bounds();
+    p.q = {q_.data(), std::int64_t{c_.heads} * c_.dim + c_.q_gap, c_.dim};
+    p.k = {on.k.data(), row, c_.dim};
+    p.v = {on.v.data(), row, c_.dim};
+    if (lengths_on_device())
+      p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), on.key_start.data()};
+    p.shard = on.shard;
+    p.state = states_;
+    p.slot = rank;
+    p.scratch = scratch_.data();
+    p.scratch_bytes = scratch_.buffer.bytes();
+    return p;
+  }
+
  private:
   struct Rank {
     Shard shard;
@@ -247,6 +281,16 @@ class GpuRun {
   };
 
   bool lengths_on_device() const { return c_.batch() > 1 || c_.device_lengths; }
+
+  void find_key_starts(int rank, cudaStream_t stream) {
+    const Rank& on = ranks_[static_cast<std::size_t>(rank)];
+    if (lengths_on_device())
+      backend_->key_starts({.shard = on.shard,
+                            .kv_len = kv_len_.data(),
+                            .batch = c_.batch(),
+                            .key_start = on.key_start.data()},
+                           {stream});
+  }
 
   /// As the layer plans: no arrays and no length.
   kernels::AttendParams bounds() const {
@@ -263,22 +307,22 @@ class GpuRun {
     return p;
   }
 
-  kernels::AttendParams params(int rank) {
-    Rank& on = ranks_[static_cast<std::size_t>(rank)];
-    const std::int64_t row = std::int64_t{c_.kv_heads} * c_.dim;
-    kernels::AttendParams p = bounds();
-    p.q = {q_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
-    p.k = {on.k.data(), row, c_.dim};
-    p.v = {on.v.data(), row, c_.dim};
-    if (lengths_on_device())
-      p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), on.key_start.data()};
-    p.shard = on.shard;
-    p.state = states_;
-    p.slot = rank;
-    p.scratch = scratch_.data();
-    p.scratch_bytes = scratch_.buffer.bytes();
-    return p;
+  kernels::MergeParams merge_params() const {
+    kernels::MergeParams m;
+    m.states = states_;
+    m.interleaved = c_.layout == Layout::interleaved;
+    m.heads = c_.heads;
+    m.sinks = c_.sinks ? sinks_.data() : nullptr;
+    m.tokens = c_.tokens();
+    m.dtype = c_.dtype;
+    m.out = {out_.data(), out_row(), c_.dim};
+    m.lse = lse_.data();
+    m.lse_row_stride = c_.heads;
+    m.lse_head_stride = 1;
+    return m;
   }
+
+  std::int64_t out_row() const { return std::int64_t{c_.heads} * c_.dim + c_.out_gap; }
 
   Case c_;
   std::unique_ptr<kernels::Backend> backend_;

@@ -2,153 +2,22 @@
 // trees of drafts, shards interleaved by tokens, pages of every size and layout, fp8, ALiBi, parts
 // of the keys. Exact by float64; bitwise where the fixed order promises it. A problem's caches hold
 // NaN, and its tables -1 or garbage, wherever no row may look.
-#include <memory>
 #include <random>
-#include <string>
 #include <vector>
 
-#include "tests/gpu/gpu_case.hpp"
-#include "tests/serving_run.hpp"
+#include "tests/gpu/serving_ranks.hpp"
 
 namespace longspan::testing {
 namespace {
 
-using kernels::AttendParams;
-using kernels::KvRows;
-
-struct Setup {
-  Layout layout = Layout::contiguous;
-  int ranks = 1;
-  std::int64_t block = kSegment;
-  kernels::KeyParts parts = {};  // with one rank
-};
-
-const kernels::Backend& cuda() {
-  static const std::unique_ptr<kernels::Backend> backend = kernels::cuda_backend();
-  return *backend;
-}
-
-/// Keys or values of a cache as kernels see them.
-KvRows kv_rows(const Tensor& t, const Serving& s, bool values) {
-  if (s.page == 0) return {t.data, t.stride[0], t.stride[1]};
-  KvRows rows(t.data, t.stride[s.x_packed ? 3 : 1], t.stride[s.x_packed ? 1 : 2]);
-  rows.page_stride = t.stride[0];
-  if (s.x_packed && values) {  // [pages, kv_heads, dim, page]
-    rows.dim_stride = t.stride[2];
-    rows.chunk_stride = rows.chunk * t.stride[2];
-  } else if (s.x_packed) {  // [pages, kv_heads, dim / x, page, x]
-    rows.chunk = static_cast<int>(t.shape[4]);
-    rows.chunk_stride = t.stride[2];
-  }
-  return rows;
-}
-
-/// Attend on every rank (or for every part of the keys) into its slot, then one merge.
-ServingResult run(const ServingProblem& problem, const Setup& setup) {
-  const Serving& s = problem.shape;
-  const kernels::Backend& backend = cuda();
-  const int slots = setup.parts ? setup.parts.count : setup.ranks;
-  kernels::StateSlots states{nullptr, problem.tokens * s.heads, s.dim, slots};
-  const Buffer memory = poisoned(Device::cuda, states.slot_bytes() * slots);
-  states.data = static_cast<std::byte*>(memory.data());
-  std::vector<std::unique_ptr<ServingArrays>> kept;  // until the stream has passed them
-  std::vector<Buffer> buffers;
-  AttendParams p;
-  for (int rank = 0; rank < setup.ranks; ++rank) {
-    const Shard shard{setup.layout, rank, setup.ranks, s.kv_lens[0], setup.block};
-    kept.push_back(std::make_unique<ServingArrays>(Device::cuda, problem, shard));
-    const ServingArrays& a = *kept.back();
-    std::vector<std::int64_t> key_start(s.batch());
-    for (int b = 1; b < s.batch(); ++b)
-      key_start[b] = key_start[b - 1] + shard.local_len(s.kv_lens[b - 1]);
-    buffers.push_back(on_device(Device::cuda, key_start));
-    p.dtype = s.dtype;
-    p.q_dtype = s.of_q();
-    p.kv_dtype = s.of_kv();
-    p.tokens = problem.tokens;
-    p.heads = s.heads;
-    p.kv_heads = s.kv_heads;
-    p.dim = s.dim;
-    p.q = {a.q.data(), std::int64_t{s.heads} * s.dim, s.dim};
-    p.k = kv_rows(a.k_tensor(), s, false);
-    p.v = kv_rows(a.v_tensor(), s, true);
-    if (s.page > 0)
-      p.pages = {a.block_table().data, a.cache.row_stride, 1,
-                 a.cache.columns,      a.cache.pages,      s.page};
-    p.q_scale = a.scales(problem.q_scale, a.q_scale);
-    p.k_scale = a.scales(problem.k_scale, a.k_scale);
-    p.v_scale = a.scales(problem.v_scale, a.v_scale);
-    p.batch.size = s.batch();
-    p.batch.query_start = ServingArrays::array<std::int32_t>(a.query_start);
-    p.batch.kv_len = ServingArrays::array<std::int32_t>(a.kv_len);
-    p.batch.key_start = ServingArrays::array<std::int64_t>(buffers.back());
-    if (!s.causal.empty()) p.batch.causal = ServingArrays::array<std::uint8_t>(a.causal);
-    p.batch.skip_decode = s.skip_decode;
-    if (!s.documents.empty())
-      p.documents = {ServingArrays::array<std::int64_t>(a.documents),
-                     static_cast<std::int64_t>(s.documents.size()) - 1};
-    p.shard = a.shard;
-    p.mask = s.mask;
-    p.score = {static_cast<float>(s.scale_used()), s.softcap};
-    p.bias.slopes = a.small(s.alibi.has_value(), a.slopes);
-    p.bias.alibi = s.alibi.value_or(Alibi::context);
-    p.bias.qq = a.qq_bias();
-    p.max_kv_len = problem.max_kv_len();
-    p.parts = setup.parts;
-    p.state = states;
-    p.slot = setup.parts ? 0 : rank;
-    buffers.push_back(poisoned(Device::cuda, backend.attend_scratch(p) + 256));
-    p.scratch = static_cast<std::byte*>(buffers.back().data());
-    p.scratch_bytes = buffers.back().bytes();
-    backend.attend(p, {});
-  }
-  const ServingArrays& a = *kept.front();
-  kernels::MergeParams m;
-  m.states = states;
-  m.interleaved = setup.layout == Layout::interleaved && !setup.parts;
-  m.heads = s.heads;
-  m.sinks = a.small(s.sinks, a.sinks);
-  m.batch = p.batch;
-  m.tokens = problem.tokens;
-  m.dtype = s.of_out();
-  m.out = {a.out.data(), std::int64_t{s.heads} * s.dim, s.dim};
-  m.lse = static_cast<float*>(a.lse.data());
-  m.lse_row_stride = s.heads;
-  m.lse_head_stride = 1;
-  backend.merge(m, {});
-  settle(a.out);
-  return a.result();
-}
-
-std::string trace(const Serving& s, const Setup& setup, std::uint64_t seed) {
-  return describe(s) + " | " + name(setup.layout) + " by " + std::to_string(setup.block) + ", " +
-         std::to_string(setup.ranks) + " ranks, parts " + std::to_string(setup.parts.count) +
-         ", seed " + std::to_string(seed);
-}
-
 std::uint64_t fresh_seed() { return std::random_device{}(); }
 
-ServingResult check(const ServingProblem& problem, const Setup& setup, std::uint64_t seed) {
-  SCOPED_TRACE(trace(problem.shape, setup, seed));
-  const ServingResult found = run(problem, setup);
-  const Verdict verdict =
-      judge(problem, found.out, found.lse, problem.all_rows(), problem.tolerance());
-  EXPECT_TRUE(verdict.right()) << verdict.wrong << " of " << verdict.compared
-                               << " wrong: " << verdict.first;
-  return found;
-}
+constexpr std::int64_t kEveryRow = 0;
 
-void check(const Serving& s, const Setup& setup = {}) {
-  const std::uint64_t seed = fresh_seed();
-  check(ServingProblem(s, seed), setup, seed);
+ServingResult check(const ServingProblem& problem, const Dealt& setup, std::uint64_t seed) {
+  return check_dealt(problem, setup, seed, kEveryRow);
 }
-
-void expect_same(const ServingResult& a, const ServingResult& b) {
-  ASSERT_EQ(a.out.size(), b.out.size());
-  EXPECT_EQ(std::memcmp(a.out.data(), b.out.data(), a.out.size()), 0) << "outputs differ";
-  EXPECT_EQ(std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)), 0)
-      << "lse differ";
-}
+void check(const Serving& s, const Dealt& setup = {}) { check_dealt(s, setup, kEveryRow); }
 
 /// What a cache may be stored as for products of a dtype.
 std::vector<DType> stored(DType dtype) { return {dtype, DType::e4m3, DType::e5m2}; }
@@ -198,7 +67,7 @@ TEST(DecodeFeatures, AlignedShardsKeepTheBits) {
           const ServingResult one = check(problem, {layout, 1}, seed);
           for (const int ranks : {2, 4}) {
             SCOPED_TRACE(trace(s, {layout, ranks}, seed));
-            expect_same(one, run(problem, {layout, ranks}));
+            expect_same_bits(one, run_dealt(problem, {layout, ranks}));
           }
         }
 }
@@ -219,7 +88,7 @@ TEST(DecodeFeatures, PagesHaveTheBitsOfContiguousRows) {
             s.page = page;
             s.x_packed = x_packed;
             SCOPED_TRACE(trace(s, {}, seed));
-            expect_same(rows, run(ServingProblem(s, seed), {}));
+            expect_same_bits(rows, run_dealt(ServingProblem(s, seed), {}));
           }
       }
 }
@@ -359,10 +228,10 @@ TEST(DecodeFeatures, TheBatchAroundChangesNoBit) {
           s.q_lens = {q_len, other, 1, other};
           s.kv_lens = {5000, 300, 7000, 64};
           SCOPED_TRACE(trace(s, {}, seed));
-          ServingResult whole = run(ServingProblem(s, seed), {});
+          ServingResult whole = run_dealt(ServingProblem(s, seed), {});
           whole.out.resize(alone.out.size());
           whole.lse.resize(alone.lse.size());
-          expect_same(alone, whole);
+          expect_same_bits(alone, whole);
         }
       }
 }

@@ -21,13 +21,31 @@ namespace {
 constexpr int kThreads = 256;  // of a block, at most
 constexpr unsigned kLooksBetweenClocks = 64;
 
+// ---- lines: 16 bytes that carry their epoch -----------------------------------------------------
+
+__device__ uint4 line_of(std::uint32_t a, std::uint32_t b, std::uint32_t epoch) {
+  return {a, epoch, b, epoch};
+}
+__device__ uint4 line_of(float a, float b, std::uint32_t epoch) {
+  return line_of(__float_as_uint(a), __float_as_uint(b), epoch);
+}
+__device__ bool arrived(uint4 line, std::uint32_t epoch) {
+  return line.y == epoch && line.w == epoch;
+}
+
+/// Whether what a rank says of its states is there, and is something else than ours.
+__device__ bool differs(const ExchangeParams& p, uint4 header, std::uint32_t epoch) {
+  return arrived(header, epoch) &&
+         (header.x != p.shape || header.z != static_cast<std::uint32_t>(p.merge.states.rows));
+}
+
 // ---- waiting ----------------------------------------------------------------------------------
 
 /// A wait that ends: for data, for the deadline, or for the abort word.
 class BoundedWait {
  public:
-  __device__ BoundedWait(const PeerView& peers, std::uint32_t epoch)
-      : peers_(peers), epoch_(epoch) {}
+  __device__ BoundedWait(const ExchangeParams& params, std::uint32_t epoch)
+      : p_(params), peers_(params.peers), epoch_(epoch) {}
 
   /// Called after a look that found nothing; false: give up. `rank`: who is waited for.
   __device__ bool go_on(int rank) {
@@ -37,7 +55,7 @@ class BoundedWait {
     // One deadline for all waits of an exchange: whoever comes later does not wait again.
     if (arch::load_relaxed(&peers_.report->kind) != PeerReport::none) return false;
     if (arch::load_relaxed(peers_.abort) != 0) return fail(PeerReport::aborted, rank);
-    if (now - start_ > peers_.deadline_ns) return fail(PeerReport::timeout, rank);
+    if (now - start_ > peers_.deadline_ns) return time_out(rank);
     return true;
   }
 
@@ -53,23 +71,24 @@ class BoundedWait {
   }
 
  private:
+  /// Ranks with another number of rows may take another variant, and then wait for what is never
+  /// sent: their headers tell.
+  __device__ bool time_out(int rank) {
+    const WindowLayout layout{p_.capacity, p_.merge.states.dim, peers_.ranks};
+    for (int from = 0; from < peers_.ranks; ++from) {
+      if (from == peers_.rank) continue;
+      const std::byte* header = peers_.window[peers_.rank] + layout.header(epoch_ & 1u, from);
+      if (differs(p_, arch::load_volatile(header), epoch_)) return fail(PeerReport::differs, from);
+    }
+    return fail(PeerReport::timeout, rank);
+  }
+
+  const ExchangeParams& p_;
   const PeerView& peers_;
   std::uint32_t epoch_;
   std::uint64_t start_ = 0;
   unsigned looks_ = 0;
 };
-
-// ---- lines: 16 bytes that carry their epoch -----------------------------------------------------
-
-__device__ uint4 line_of(std::uint32_t a, std::uint32_t b, std::uint32_t epoch) {
-  return {a, epoch, b, epoch};
-}
-__device__ uint4 line_of(float a, float b, std::uint32_t epoch) {
-  return line_of(__float_as_uint(a), __float_as_uint(b), epoch);
-}
-__device__ bool arrived(uint4 line, std::uint32_t epoch) {
-  return line.y == epoch && line.w == epoch;
-}
 
 // ---- one exchange as a block sees it
 // --------------------------------------------------------------
@@ -119,12 +138,11 @@ struct Exchange {
   __device__ void check_header() const {
     const int from = thread();
     if (blockIdx.x != 0 || from >= ranks || from == rank) return;
-    BoundedWait wait(p.peers, epoch);
+    BoundedWait wait(p, epoch);
     for (;;) {
       const uint4 line = arch::load_volatile(window(rank) + layout.header(parity, from));
       if (arrived(line, epoch)) {
-        if (line.x != p.shape || line.z != static_cast<std::uint32_t>(rows()))
-          wait.fail(PeerReport::differs, from);
+        if (differs(p, line, epoch)) wait.fail(PeerReport::differs, from);
         return;
       }
       if (!wait.go_on(from)) return;
@@ -148,7 +166,7 @@ struct Exchange {
     const int from = thread();
     bool good = true;
     if (from < ranks && from != rank) {
-      BoundedWait wait(p.peers, epoch);
+      BoundedWait wait(p, epoch);
       const std::uint32_t* there = flag(rank, stage, from);
       while (good && static_cast<std::int32_t>(arch::acquire(there) - epoch) < 0)
         good = wait.go_on(from);
@@ -237,7 +255,7 @@ __global__ __launch_bounds__(kThreads) void exchange_beside_kernel(
     // All ranks' lines are asked for at once, until all are there.
     constexpr int kSlots = 1 << kLevels;
     Piece<2> pieces[kSlots];
-    BoundedWait wait(p.peers, x.epoch);
+    BoundedWait wait(p, x.epoch);
     bool good = true;
     for (;;) {
       uint4 lines[kSlots][2];

@@ -280,6 +280,32 @@ TEST_F(Exchange, RanksThatMeanDifferentThingsAreReported) {
   }
 }
 
+/// So many more rows that another variant takes them: neither side gets what it waits for, and both
+/// say why.
+TEST_F(Exchange, RanksThatTakeOtherVariantsAreReported) {
+  const auto world =
+      from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = std::chrono::seconds(4)});
+  constexpr std::int64_t kFew = 64, kMany = 2048;
+  constexpr int kDim = 64;
+  ASSERT_NE(kernels::cuda::choose_push(kFew, kDim, world.size()),
+            kernels::cuda::choose_push(kMany, kDim, world.size()));
+  std::string why;
+  auto windows = comm::Windows::open(world.transport(),
+                                     kernels::cuda::window_bytes(kMany, kDim, world.size()), why);
+  ASSERT_TRUE(windows) << why;
+  const Case c{world.rank() == 0 ? kFew : kMany, 64, kDim, DType::bf16, false, false};
+  const Memory m = memory_of(c, 1);
+  kernels::cuda::exchange({windows->view(), merge_of(c, m, false), kMany, 1, Push::automatic},
+                          stream_);
+  ok(cudaStreamSynchronize(stream_));
+  EXPECT_EQ(windows->report().kind, PeerReport::differs);
+  if (world.rank() != 0) {
+    EXPECT_EQ(windows->report().rank, 0u);
+  }
+  world_->gather("", "end of the wait");
+  windows->abort();
+}
+
 TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
   const auto world =
       from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = std::chrono::seconds(4)});

@@ -60,7 +60,7 @@ struct OutputsResult {
 
 /// What the merge of one (token, head) must be: float64, straight from the definition.
 struct ExactOutput {
-  std::vector<double> out, size;  // and the size of what was added
+  std::vector<double> out, size;  // and the size of what was added, see below
   double lse = -std::numeric_limits<double>::infinity();
 };
 inline ExactOutput merge_exactly(const OutputsCase& c, const OutputsData& data, std::int64_t token,
@@ -83,11 +83,14 @@ inline ExactOutput merge_exactly(const OutputsCase& c, const OutputsData& data, 
     if (lse[n] == -kInf) continue;
     const double weight = std::exp(lse[n] - top);
     sum += weight;
+    // fp32 arithmetic rounds both lse to base 2 and then their difference: a weight errs the more,
+    // the farther they are from 0. one_rounding() allows for 10 roundings.
+    const double roundings = 10 + 2 * (std::abs(lse[n]) + std::abs(top));
     for (int d = 0; d < c.dim; ++d) {
       const double value =
           load_element(data.out.data(), c.in, n * c.size() + c.at(token, head) + d);
       exact.out[d] += weight * value;
-      exact.size[d] += weight * std::abs(value);
+      exact.size[d] += weight * std::abs(value) * roundings / 10;
     }
   }
   if (sum == 0 && !is_nan) return exact;

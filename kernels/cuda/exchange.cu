@@ -90,8 +90,7 @@ class BoundedWait {
   unsigned looks_ = 0;
 };
 
-// ---- one exchange as a block sees it
-// --------------------------------------------------------------
+// ---- one exchange as a block sees it -----------------------------------------------------------
 
 struct Exchange {
   const ExchangeParams& p;

@@ -93,11 +93,11 @@ void copy(const Settings& s) {
   if (s.device != Device::cuda) return;
   const std::size_t bytes = std::size_t{1} << (s.tiny ? 20 : 31);
   const Buffer from(s.device, bytes), to(s.device, bytes);
-  cuda_ok(cudaMemset(from.data(), 0x3c, bytes), "memset");
+  launcher::cuda_ok(cudaMemset(from.data(), 0x3c, bytes), "memset");
   const auto work = [&](int, Stream stream) {
-    cuda_ok(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice,
-                            static_cast<cudaStream_t>(stream.handle)),
-            "copy");
+    launcher::cuda_ok(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice,
+                                      static_cast<cudaStream_t>(stream.handle)),
+                      "copy");
   };
   const Times t = times(s.device, work, effort(s, 1));
   print({{"section", "copy"}, {"bytes", 2 * bytes}, {"tb_s", rate(2.0 * bytes, t)}}, t, nullptr,

@@ -6,15 +6,11 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "longspan/types.hpp"
 #ifdef LONGSPAN_HAVE_CUDA
-#include <cuda_runtime_api.h>
-
-#include "longspan/cuda.hpp"
+#include "launcher/graph.hpp"
 #endif
 
 namespace longspan::bench {
@@ -64,46 +60,23 @@ inline Times host_times(const Work& work, const Effort& effort) {
 
 #ifdef LONGSPAN_HAVE_CUDA
 
-inline void cuda_ok(cudaError_t status, const char* what) {
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
-
 inline Times cuda_times(const Work& work, const Effort& effort) {
-  cudaStream_t stream;
-  cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making of a stream");
-  work(0, on(stream));
-  cuda_ok(cudaStreamSynchronize(stream), "first call");
+  const launcher::GpuStream stream;
+  work(0, on(stream.get()));
+  launcher::cuda_ok(cudaStreamSynchronize(stream.get()), "first call");
 
-  cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  for (int i = 0; i < effort.launches; ++i) work(i, on(stream));
-  cudaGraph_t graph;
-  cuda_ok(cudaStreamEndCapture(stream, &graph), "end of the capture");
-  cudaGraphExec_t replay;
-  cuda_ok(cudaGraphInstantiate(&replay, graph, 0), "making of the graph");
-
-  cudaEvent_t begin, end;
-  cuda_ok(cudaEventCreate(&begin), "making of an event");
-  cuda_ok(cudaEventCreate(&end), "making of an event");
+  launcher::Graph graph(stream.get(), [&](Stream capturing) {
+    for (int i = 0; i < effort.launches; ++i) work(i, capturing);
+  });
   const auto replayed_us = [&] {
-    cuda_ok(cudaEventRecord(begin, stream), "event");
-    cuda_ok(cudaGraphLaunch(replay, stream), "replay");
-    cuda_ok(cudaEventRecord(end, stream), "event");
-    cuda_ok(cudaEventSynchronize(end), "replay");
-    float ms = 0;
-    cuda_ok(cudaEventElapsedTime(&ms, begin, end), "time");
-    return ms * 1e3;
+    graph.replay(1);
+    return graph.milliseconds()[0] * 1e3;
   };
   for (int i = 0; i < 2; ++i) replayed_us();
   const int count = effort.count(replayed_us());
   std::vector<double> us;
   for (int i = 0; i < count / 5; ++i) replayed_us();
   for (int i = 0; i < count; ++i) us.push_back(replayed_us() / effort.launches);
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
   return Times::of(us);
 }
 

@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 
+#include "launcher/decode_bench.hpp"
 #include "launcher/info.hpp"
 #include "launcher/options.hpp"
 #include "launcher/run.hpp"
@@ -43,6 +44,8 @@ int perform(const Communicator& world, const CommandLine& line) {
       return run(world, line);
     case Action::verify:
       return verify(world, line);
+    case Action::bench_decode:
+      return bench_decode(world, line);
     case Action::list_strategies:
       text = strategies_text();
       break;

@@ -22,6 +22,8 @@ constexpr const char* kFooter = R"(Examples
       a context-parallel prefill: queries and keys both sharded, even work under the causal mask
   mpirun -np 3 longspan verify --quick
       shapes, shards, masks, batches and dtypes against the oracle, on this many ranks
+  mpirun -np 4 longspan bench decode --kv 131072 1048576
+      the decode step of 32 layers over a sharded cache that grows, and rank 0 doing it alone
 
 Exit status
   0  success                            5  wrong result: outside the tolerance
@@ -135,6 +137,66 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--json", o.json, "The measured record")->type_name("FILE")->group(output);
 }
 
+void add_decode_options(CLI::App& app, DecodeOptions& o) {
+  constexpr std::int64_t kMost = 2147483647;
+  const auto number = [&app](const char* name, auto& value, std::int64_t least, std::int64_t most,
+                             const char* what, const char* group) {
+    return app.add_option(name, value, what)
+        ->check(CLI::Range(least, most))
+        ->group(group)
+        ->capture_default_str();
+  };
+  const char* step = "The step";
+  app.add_option("--kv", o.kv,
+                 "Keys of a sequence before the first step; several give a row of the table each")
+      ->check(CLI::Range(std::int64_t{0}, kMost))
+      ->group(step)
+      ->default_str("131072");
+  app.add_flag("--weak", o.weak, "--kv is for each rank: a sequence has ranks times as many")
+      ->group(step);
+  number("--tokens", o.tokens, 1, 8, "New tokens of each sequence in a step", step);
+  number("--batch", o.batch, 1, 65536, "Sequences", step);
+  number("--heads", o.heads, 1, 65536, "Query heads", step);
+  number("--kv-heads", o.kv_heads, 1, 65536, "Heads of keys and values; divides --heads", step);
+  number("--dim", o.dim, 1, 65536, "Of a head: 16 to 256 in steps of 8", step);
+  app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16")
+      ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
+      ->group(step)
+      ->capture_default_str();
+  app.add_option("--kv-dtype", o.kv_dtype, "Of the cache: --dtype, e4m3 or e5m2 [--dtype]")
+      ->check(CLI::IsMember({"fp32", "fp16", "bf16", "e4m3", "e5m2"}))
+      ->group(step);
+  number("--page", o.page, 0, 65536, "Keys in a page of the cache; 0: no pages", step);
+  number("--layers", o.layers, 1, 4096, "Of the model: each appends and attends once", step);
+  app.add_option("--memory", o.memory_gib,
+                 "GiB for caches of a GPU, or of the host's ranks together; layers share caches "
+                 "in turn where not all fit [by what is free]")
+      ->check(CLI::Range(0.001, 1e6))
+      ->group(step);
+
+  const char* spread = "How it is spread over the ranks";
+  app.add_option("--shard", o.shard,
+                 "interleaved[:block] or striped: what a growing cache can have")
+      ->group(spread)
+      ->capture_default_str();
+  app.add_flag("--invariant", o.invariant, "The same bits for 1, 2, 4 ... 64 ranks on every path")
+      ->group(spread);
+
+  const char* measure = "Measuring and checking";
+  app.add_option("--iterations", o.iterations, "Timed steps [30 on GPUs, 5 on processors]")
+      ->check(CLI::Range(1, 1000000))
+      ->group(measure);
+  number("--warmup", o.warmup, 1, 1000000, "Steps before them", measure);
+  number("--check", o.check, 0, 65536,
+         "Pairs of a sequence and a kv head, in any layer, to compare with float64 before and "
+         "after the timed steps",
+         measure);
+  app.add_flag("--no-alone", o.no_alone,
+               "Leave out the same step on rank 0 alone, which the efficiency compares with")
+      ->group(measure);
+  app.add_option("--json", o.json, "The measured record")->type_name("FILE")->group(measure);
+}
+
 /// The help shows what to type and what holds otherwise, not CLI11's types and relations.
 void simplify_help(CLI::App& app) {
   for (CLI::Option* option : app.get_options()) {
@@ -150,19 +212,35 @@ void simplify_help(CLI::App& app) {
   }
 }
 
-void read_shard(RunOptions& o) {
-  const std::string rule = o.shard.substr(0, o.shard.find(':'));
+/// The parts of --shard; false where it is none of `allowed`.
+bool read_shard(const std::string& shard, std::initializer_list<Layout> allowed, Layout& layout,
+                std::int64_t& block) {
+  const std::string rule = shard.substr(0, shard.find(':'));
   bool known = false;
-  for (Layout layout : {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved}) {
-    if (rule == name(layout)) o.layout = layout, known = true;
+  for (Layout candidate : allowed) {
+    if (rule == name(candidate)) layout = candidate, known = true;
   }
-  const bool has_block = rule.size() != o.shard.size();
-  const std::string block = has_block ? o.shard.substr(rule.size() + 1) : "128";
-  if (!known || (has_block && o.layout != Layout::interleaved) ||
-      !CLI::detail::lexical_cast(block, o.block) || o.block < 1)
+  const bool has_block = rule.size() != shard.size();
+  const std::string text = has_block ? shard.substr(rule.size() + 1) : "128";
+  return known && (!has_block || layout == Layout::interleaved) &&
+         CLI::detail::lexical_cast(text, block) && block >= 1;
+}
+
+void read_shard(RunOptions& o) {
+  if (!read_shard(o.shard,
+                  {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved},
+                  o.layout, o.block))
     throw CLI::ValidationError(
         "--shard", fmt::format("\"{}\" is none of contiguous, zigzag, striped, interleaved, "
                                "interleaved:BLOCK with a block of at least 1 key",
+                               o.shard));
+}
+
+void read_shard(DecodeOptions& o) {
+  if (!read_shard(o.shard, {Layout::striped, Layout::interleaved}, o.layout, o.block))
+    throw CLI::ValidationError(
+        "--shard", fmt::format("\"{}\" is none of striped, interleaved, interleaved:BLOCK with a "
+                               "block of at least 1 key; other cuts move when a sequence grows",
                                o.shard));
 }
 
@@ -208,6 +286,13 @@ CommandLine parse(int argc, char** argv) {
   verify->add_flag("--full", full, "Larger shapes and many random problems")->excludes(quick_flag);
   add_world_options(*verify, line.world);
 
+  CLI::App* bench = app.add_subcommand("bench", "Measures a part of the work; see its commands");
+  bench->require_subcommand(1);
+  CLI::App* decode = bench->add_subcommand(
+      "decode", "The decode step of a sharded cache: append, attend, exchange, merge");
+  add_decode_options(*decode, line.decode);
+  add_world_options(*decode, line.world);
+
   CLI::App* info = app.add_subcommand("info", "Version, backends, MPI, NCCL, GPUs, strategies");
   info->add_flag("--features", line.features, "What the kernels of each device can do");
   info->add_flag("--json", line.json, "As JSON");
@@ -216,12 +301,14 @@ CommandLine parse(int argc, char** argv) {
 
   simplify_help(*run);
   simplify_help(*verify);
+  simplify_help(*decode);
   try {
     app.parse(argc, argv);
     if (*run) {
       read_shard(line.run);
       read_check(line.run, check);
     }
+    if (*decode) read_shard(line.decode);
   } catch (const CLI::CallForHelp&) {
     line.text = app.help();
     return line;
@@ -232,19 +319,22 @@ CommandLine parse(int argc, char** argv) {
     line.error = fmt::format("{} (longspan {}--help lists what there is)", error.what(),
                              *run      ? "run "
                              : *verify ? "verify "
+                             : *decode ? "bench decode "
+                             : *bench  ? "bench "
                                        : "");
     return line;
   }
 
   if (quick) line.verify.size = VerifyOptions::Size::quick;
   if (full) line.verify.size = VerifyOptions::Size::full;
-  for (const auto& [command, action] :
-       {std::pair{run, list_strategies ? Action::list_strategies : Action::run},
-        std::pair{verify, Action::verify}, std::pair{info, Action::info},
-        std::pair{env, Action::env}}) {
+  for (const auto& [command, action, name] :
+       {std::tuple{run, list_strategies ? Action::list_strategies : Action::run, "run"},
+        std::tuple{verify, Action::verify, "verify"},
+        std::tuple{decode, Action::bench_decode, "bench decode"},
+        std::tuple{info, Action::info, "info"}, std::tuple{env, Action::env, "env"}}) {
     if (!*command) continue;
     line.action = action;
-    line.command = command->get_name();
+    line.command = name;
     line.given = values_of(*command);
   }
   if (line.action == Action::say) line.text = app.help();

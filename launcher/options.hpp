@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "longspan/communicator.hpp"
 #include "longspan/mask.hpp"
@@ -63,8 +64,43 @@ struct VerifyOptions {
   enum class Size { quick, standard, full } size = Size::standard;
 };
 
+/// `longspan bench decode`. Lengths are of each sequence before the first step.
+struct DecodeOptions {
+  std::vector<std::int64_t> kv{131072};  // a row of the table for each
+  bool weak = false;                     // kv is for each rank
+  int batch = 1;
+  int tokens = 1;  // new ones of each sequence in a step
+  int heads = 64;
+  int kv_heads = 8;
+  int dim = 128;
+  std::string dtype = "bf16";
+  std::string kv_dtype;  // empty: dtype
+  int page = 0;          // keys in a page; 0: no pages
+  int layers = 32;
+  double memory_gib = 0;  // for the caches of a GPU, or of the host; 0: by what is free
+
+  std::string shard = "interleaved";
+  Layout layout = Layout::interleaved;
+  std::int64_t block = kSegment;
+  bool invariant = false;
+
+  int iterations = 0;     // timed steps; 0: 30 on a GPU, 5 on the host
+  int warmup = 3;         // steps before them
+  int check = 4;          // samples that are compared with float64
+  bool no_alone = false;  // else rank 0 does the whole problem alone, too
+  std::string json;
+};
+
 struct CommandLine {
-  enum class Action { say, run, verify, info, env, list_strategies } action = Action::say;
+  enum class Action {
+    say,
+    run,
+    verify,
+    bench_decode,
+    info,
+    env,
+    list_strategies
+  } action = Action::say;
   std::string command;  // its name; empty: none
   std::string text;     // say: help or the version
   std::string error;    // say: what is wrong with the command line; exit status usage
@@ -73,6 +109,7 @@ struct CommandLine {
   WorldOptions world;
   RunOptions run;
   VerifyOptions verify;
+  DecodeOptions decode;
   bool json = false;      // info, env
   bool features = false;  // info
 };

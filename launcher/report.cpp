@@ -12,13 +12,6 @@ namespace {
 
 using nlohmann::ordered_json;
 
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  const std::size_t n = values.size();
-  return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
-}
-
 /// Bytes that each rank sends to every other: its states, and its query rows when they are sharded.
 double slot_bytes(const Problem& problem, int ranks) {
   const Options& options = problem.options;
@@ -28,6 +21,36 @@ double slot_bytes(const Problem& problem, int ranks) {
   return states + (options.shard_queries ? queries : 0.0);
 }
 
+}  // namespace
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const std::size_t n = values.size();
+  return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+Spread spread_of(const std::vector<double>& values) {
+  if (values.empty()) return {};
+  const auto [least, most] = std::minmax_element(values.begin(), values.end());
+  return {median(values), *least, *most};
+}
+
+ordered_json to_json(const Spread& s) {
+  return {{"median", s.median}, {"min", s.min}, {"max", s.max}};
+}
+
+ordered_json to_json(const Judgement& j) {
+  return {{"rows", j.rows},
+          {"max_error", j.max_error},
+          {"relative_error", j.relative_error},
+          {"plain_error", j.plain_error},
+          {"lse_error", j.lse_error},
+          {"bound", j.bound},
+          {"wrong", j.wrong},
+          {"right", j.right}};
+}
+
 std::string size_text(std::size_t bytes) {
   const double value = static_cast<double>(bytes);
   if (bytes < std::size_t{1} << 20) return fmt::format("{:.1f} KiB", value / (1 << 10));
@@ -35,7 +58,9 @@ std::string size_text(std::size_t bytes) {
   return fmt::format("{:.2f} GiB", value / (1 << 30));
 }
 
-}  // namespace
+std::string ms_text(double ms) {
+  return fmt::format("{:.{}f}", ms, ms >= 100 ? 1 : ms >= 1 ? 3 : 4);
+}
 
 Report describe(const Communicator& world, const Problem& problem, const RunOptions& options,
                 const Attention& layer) {
@@ -88,8 +113,7 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
   r.attend /= total;
   r.exchange /= total;
   r.merge /= total;
-  const auto [least, most] = std::minmax_element(r.times.begin(), r.times.end());
-  r.time = {median(r.times), *least, *most};
+  r.time = spread_of(r.times);
   r.tflops = 4.0 * r.heads * r.dim * problem.visible_pairs() / (r.time.median * 1e-3) / 1e12;
   r.exchange_ms = median(exchange);
   if (r.ranks > 1 && r.exchange_ms > 0)
@@ -117,15 +141,12 @@ std::string header(const Report& r) {
 }
 
 std::string row(const Report& r) {
-  const auto ms = [](double value) {
-    return fmt::format("{:.{}f}", value, value >= 100 ? 1 : value >= 1 ? 3 : 4);
-  };
   std::string text = fmt::format(
       " {:>14}{:>10}{:>8}{:>6}{:>5}{:>5}{:>6}{:>10}{:>10}{:>10}{:>10.4g}{:>8.1f}{:>9.1f}{:>7.1f}"
       "{:>10.4g}",
-      r.strategy, r.kv, r.tokens, r.heads, r.kv_heads, r.dim, r.dtype, ms(r.time.median),
-      ms(r.time.min), ms(r.time.max), r.tflops, 100 * r.attend, 100 * r.exchange, 100 * r.merge,
-      r.busbw);
+      r.strategy, r.kv, r.tokens, r.heads, r.kv_heads, r.dim, r.dtype, ms_text(r.time.median),
+      ms_text(r.time.min), ms_text(r.time.max), r.tflops, 100 * r.attend, 100 * r.exchange,
+      100 * r.merge, r.busbw);
   if (r.judgement) {
     text += fmt::format("{:>10.1e}{:>10.1e}{:>8}\n", r.judgement->max_error,
                         r.judgement->relative_error, r.judgement->wrong);
@@ -142,45 +163,34 @@ std::string row(const Report& r) {
 }
 
 ordered_json to_json(const Report& r) {
-  ordered_json json{
-      {"longspan", LONGSPAN_VERSION},
-      {"backend", r.backend},
-      {"world", r.world},
-      {"exchange", r.exchange_by},
-      {"case",
-       {{"strategy", r.strategy},
-        {"ranks", r.ranks},
-        {"kv_len", r.kv},
-        {"tokens", r.tokens},
-        {"batch", r.batch},
-        {"heads", r.heads},
-        {"kv_heads", r.kv_heads},
-        {"dim", r.dim},
-        {"dtype", r.dtype},
-        {"causal", r.causal},
-        {"window", r.window},
-        {"shard", r.shard},
-        {"shard_queries", r.shard_queries},
-        {"invariant", r.invariant},
-        {"inputs", r.inputs}}},
-      {"workspace_bytes", r.workspace_bytes},
-      {"time_ms", {{"median", r.time.median}, {"min", r.time.min}, {"max", r.time.max}}},
-      {"times_ms", r.times},
-      {"tflops", r.tflops},
-      {"share", {{"attend", r.attend}, {"exchange", r.exchange}, {"merge", r.merge}}},
-      {"exchange_ms", r.exchange_ms},
-      {"busbw_gbs", r.busbw}};
-  if (r.judgement) {
-    const Judgement& j = *r.judgement;
-    json["check"] = {{"rows", j.rows},
-                     {"max_error", j.max_error},
-                     {"relative_error", j.relative_error},
-                     {"plain_error", j.plain_error},
-                     {"lse_error", j.lse_error},
-                     {"bound", j.bound},
-                     {"wrong", j.wrong},
-                     {"right", j.right}};
-  }
+  ordered_json json{{"longspan", LONGSPAN_VERSION},
+                    {"backend", r.backend},
+                    {"world", r.world},
+                    {"exchange", r.exchange_by},
+                    {"case",
+                     {{"strategy", r.strategy},
+                      {"ranks", r.ranks},
+                      {"kv_len", r.kv},
+                      {"tokens", r.tokens},
+                      {"batch", r.batch},
+                      {"heads", r.heads},
+                      {"kv_heads", r.kv_heads},
+                      {"dim", r.dim},
+                      {"dtype", r.dtype},
+                      {"causal", r.causal},
+                      {"window", r.window},
+                      {"shard", r.shard},
+                      {"shard_queries", r.shard_queries},
+                      {"invariant", r.invariant},
+                      {"inputs", r.inputs}}},
+                    {"workspace_bytes", r.workspace_bytes},
+                    {"time_ms", to_json(r.time)},
+                    {"times_ms", r.times},
+                    {"tflops", r.tflops},
+                    {"share", {{"attend", r.attend}, {"exchange", r.exchange}, {"merge", r.merge}}},
+                    {"exchange_ms", r.exchange_ms},
+                    {"busbw_gbs", r.busbw}};
+  if (r.judgement) json["check"] = to_json(*r.judgement);
   if (r.digest) json["digest"] = fmt::format("{:016x}", *r.digest);
   return json;
 }

@@ -23,6 +23,15 @@ struct Spread {
   double median = 0, min = 0, max = 0;
 };
 
+double median(std::vector<double> values);
+Spread spread_of(const std::vector<double>& values);
+nlohmann::ordered_json to_json(const Spread& spread);
+nlohmann::ordered_json to_json(const Judgement& judgement);
+
+/// For tables: "2.00 GiB", and milliseconds with the digits that matter.
+std::string size_text(std::size_t bytes);
+std::string ms_text(double ms);
+
 struct Report {
   // What ran.
   std::string strategy, backend, world;

@@ -3,14 +3,24 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <map>
+#include <optional>
 #include <sstream>
+#include <thread>
 
 #include "longspan/info.hpp"
 
 namespace longspan::launcher {
 namespace {
+
+std::string host_name() {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  return host.data();
+}
 
 Communicator cuda_world(const Communicator& control, const CommOptions& options) {
   std::optional<Communicator> world;
@@ -61,6 +71,51 @@ void together(const Communicator& world, const std::string& step,
   throw SharedError(static_cast<ErrorKind>(kind), message);
 }
 
+void on_first_rank(const Communicator& world, const std::string& step,
+                   const std::function<void(const Pulse& pulse)>& work) {
+  const std::string more = "more";
+  std::optional<Error> failure;
+  if (world.rank() == 0) {
+    auto last = std::chrono::steady_clock::now();
+    const Pulse pulse = [&] {
+      const auto now = std::chrono::steady_clock::now();
+      if (now - last < world.deadline() / 8) return;
+      world.gather(more, step);
+      last = now;
+    };
+    try {
+      work(pulse);
+    } catch (const RankError&) {
+      throw;
+    } catch (const Error& error) {
+      failure.emplace(error.kind(), error.what());
+    } catch (const std::bad_alloc&) {
+      failure.emplace(ErrorKind::backend, "not enough memory");
+    } catch (const std::exception& error) {
+      failure.emplace(ErrorKind::internal, error.what());
+    }
+    world.gather("", step);
+  } else {
+    while (world.gather("", step)[0] == more) continue;
+  }
+  together(world, step, [&] {
+    if (failure) throw *failure;
+  });
+}
+
+int threads_of_a_rank(const Communicator& world, const WorldOptions& options) {
+  if (options.threads > 0) return options.threads;
+  for (const EnvironmentVariable& variable : environment()) {
+    if (variable.name != "LONGSPAN_THREADS") continue;
+    const int threads = std::atoi(variable.value.c_str());  // 0, as in the library: not set
+    if (threads > 0) return threads;
+  }
+  const std::string own = host_name();
+  const auto hosts = world.gather(own, "count of ranks on a node");
+  const auto neighbours = static_cast<int>(std::count(hosts.begin(), hosts.end(), own));
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / neighbours);
+}
+
 Communicator control_world(const WorldOptions& options) {
   try {
     return from_environment({.device = Device::host, .deadline = options.deadline()});
@@ -73,11 +128,9 @@ Communicator control_world(const WorldOptions& options) {
 Communicator world_for(const Communicator& control, const WorldOptions& options) {
   if (options.backend == "host" || control.device() == Device::cuda) return control;
 
-  std::array<char, 256> host{};
-  gethostname(host.data(), host.size() - 1);
   std::map<std::string, int> ranks_on;  // by host and its number of GPUs
   for (const std::string& text :
-       control.gather(fmt::format("{} {}", gpu_count(), host.data()), "count of GPUs"))
+       control.gather(fmt::format("{} {}", gpu_count(), host_name()), "count of GPUs"))
     ++ranks_on[text];
   bool none = false, enough = true;
   for (const auto& [text, ranks] : ranks_on) {

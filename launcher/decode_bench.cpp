@@ -1,0 +1,298 @@
+#include "launcher/decode_bench.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <optional>
+#include <sstream>
+
+#include "launcher/decode_report.hpp"
+#include "launcher/decode_step.hpp"
+#include "launcher/npy.hpp"
+#include "launcher/world.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+DType dtype_named(const std::string& text) {
+  for (DType dtype : {fp32, fp16, bf16, e4m3, e5m2})
+    if (text == name(dtype)) return dtype;
+  throw UsageError(fmt::format("\"{}\" is no element type", text));
+}
+
+struct Settings {
+  DecodeOptions options;
+  WorldOptions world;
+  int threads = 1;
+  int iterations = 1;
+  double memory = 0;  // bytes for caches: of a GPU, or of the host
+
+  /// One step goes ahead of the capture and is checked.
+  std::int64_t steps() const { return std::int64_t{1} + options.warmup + iterations; }
+};
+
+DecodeShape shape_of(const Settings& s, std::int64_t kv) {
+  const DecodeOptions& o = s.options;
+  DecodeShape shape{.options = {.heads = o.heads,
+                                .kv_heads = o.kv_heads,
+                                .dim = o.dim,
+                                .dtype = dtype_named(o.dtype),
+                                .invariant = o.invariant,
+                                .exchange = s.world.exchange,
+                                .threads = s.threads},
+                    .batch = o.batch,
+                    .tokens = o.tokens,
+                    .layers = o.layers,
+                    .page = o.page,
+                    .layout = o.layout,
+                    .block = o.block,
+                    .kv_len = kv,
+                    .steps = s.steps(),
+                    .seed = s.world.seed};
+  if (!o.kv_dtype.empty()) shape.options.kv_dtype = dtype_named(o.kv_dtype);
+  return shape;
+}
+
+void check_lengths(const Settings& s, int ranks) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  for (const std::int64_t kv : s.options.kv) {
+    const std::int64_t last = kv * (s.options.weak ? ranks : 1) + s.steps() * s.options.tokens;
+    if (last > kMost)
+      throw UsageError(
+          fmt::format("--kv {}: a sequence would have {} keys at the end; at most {} are supported",
+                      kv, last, kMost));
+  }
+}
+
+/// --memory, or by what is free where least is: most of a GPU, and half of the host up to 4 GiB.
+double memory_for_caches(const Communicator& world, const DecodeOptions& o) {
+  constexpr double kGiB = 1 << 30;
+  if (o.memory_gib > 0) return o.memory_gib * kGiB;
+  double least = std::numeric_limits<double>::infinity();
+  const std::string mine = fmt::to_string(free_memory(world.device()));
+  for (const std::string& free : world.gather(mine, "look at the free memory"))
+    least = std::min(least, std::stod(free));
+  return world.device() == Device::cuda ? 0.8 * least : std::min(0.5 * least, 4 * kGiB);
+}
+
+/// What one run gave: on every rank the same.
+struct Timed {
+  std::vector<double> times;  // ms; of each step, the slowest rank's
+  double append = 0;          // ms; median, of the slowest rank
+  double own = 0;             // the same, with the attention over own keys
+  Judgement check;
+  std::uint64_t digest = 0;
+  std::size_t workspace_bytes = 0;
+  std::string exchange_by;
+};
+
+/// Element by element the largest of the ranks.
+std::vector<double> largest(const Communicator& world, const std::vector<double>& mine,
+                            const std::string& step) {
+  std::vector<double> most = mine;
+  for (const std::string& text : world.gather(nlohmann::json(mine).dump(), step)) {
+    const auto theirs = nlohmann::json::parse(text).get<std::vector<double>>();
+    for (std::size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], theirs[i]);
+  }
+  return most;
+}
+
+/// The warm-up and the timed steps, with nothing of the host between them unless they outlast the
+/// deadline.
+std::vector<double> repeat(const Communicator& world, const Settings& s, DecodeStep& step,
+                           DecodeStep::Part part, const Pulse& pulse) {
+  const auto replays = step.repeat(part);
+  replays->queue(1);
+  step.wait();
+  const double one = largest(world, replays->milliseconds(), "time of the first step")[0];
+  const double deadline = static_cast<double>(world.deadline().count());
+  const int most = static_cast<int>(std::clamp(deadline / 8 / one, 1.0, 1000.0));
+  std::vector<double> times;
+  for (int left = s.options.warmup - 1 + s.iterations; left > 0; left -= most) {
+    replays->queue(std::min(left, most));
+    step.wait();
+    for (const double ms : replays->milliseconds()) times.push_back(ms);
+    pulse();
+  }
+  times.erase(times.begin(), times.end() - s.iterations);
+  return times;
+}
+
+double median_of_last(std::vector<double> values, int count) {
+  values.erase(values.begin(), values.end() - count);
+  return median(std::move(values));
+}
+
+/// The worse of two judgements of as many rows.
+Judgement worse(const Judgement& a, const Judgement& b) {
+  return {a.rows + b.rows,
+          std::max(a.max_error, b.max_error),
+          std::max(a.relative_error, b.relative_error),
+          std::max(a.plain_error, b.plain_error),
+          std::max(a.lse_error, b.lse_error),
+          std::max(a.bound, b.bound),
+          a.wrong + b.wrong,
+          a.right && b.right};
+}
+
+/// Checks one step, times many, and checks the last of them. `split`: where the time goes, too.
+Timed measure(const Communicator& world, const Settings& s, const DecodeShape& shape, bool split,
+              const Pulse& pulse) {
+  using Part = DecodeStep::Part;
+  std::optional<DecodeStep> step;
+  together(world, "making of the caches", [&] { step.emplace(world, shape, pulse); });
+  Timed t;
+  t.workspace_bytes = step->layer().workspace_bytes();
+  t.exchange_by = step->layer().exchange();
+
+  step->queue(Part::whole, step->stream());
+  step->wait();
+  t.check = step->check(1, s.options.check);
+  pulse();
+  step->restart(1);
+  world.barrier("start of the timed steps");
+  t.times = largest(world, repeat(world, s, *step, Part::whole, pulse), "gather of times");
+  const Judgement last = step->check(s.steps(), s.options.check);
+  t.check = worse(t.check, last);
+  t.digest = step->bits();
+  if (!split) return t;
+
+  std::vector<double> parts;  // appends; with attention over own keys
+  if (world.device() == Device::host) {
+    const DecodeStep::Spent spent = step->spent();
+    parts = {median_of_last(spent.append, s.iterations),
+             median_of_last(spent.attend, s.iterations)};
+    parts[1] += parts[0];
+  } else {
+    for (const Part part : {Part::append, Part::own}) {
+      if (part == Part::own && world.size() == 1) break;
+      step->restart(1);
+      parts.push_back(median(repeat(world, s, *step, part, pulse)));
+    }
+    if (parts.size() == 1) parts.push_back(median(t.times));
+  }
+  parts = largest(world, parts, "gather of the parts of a step");
+  t.append = parts[0];
+  t.own = parts[1];
+  return t;
+}
+
+/// As many caches as fit, for the ranks and for one alone, so that both read memory alike. With all
+/// of them in memory a layer's keys never lie in a GPU's cache from the step before; where they do
+/// not fit, one of them is so large that this holds as well.
+int caches_for(const Settings& s, const DecodeShape& ours, const DecodeShape& alone,
+               const Communicator& world, bool with_alone, std::string& not_alone) {
+  const double share = world.device() == Device::host ? s.memory / world.size() : s.memory;
+  const auto fit = [&](double room, std::size_t bytes) {
+    return static_cast<int>(
+        std::clamp(room / static_cast<double>(bytes), 0.0, 1.0 * s.options.layers));
+  };
+  const int own = std::max(1, fit(share, ours.cache_bytes(world.size())));
+  if (!with_alone) return own;
+  const int whole = fit(s.memory, alone.cache_bytes(1));
+  if (whole > 0) return std::min(own, whole);
+  not_alone = fmt::format("one cache of all {} keys takes {}, and there is room for {} (--memory)",
+                          alone.kv_len, size_text(alone.cache_bytes(1)),
+                          size_text(static_cast<std::size_t>(s.memory)));
+  return own;
+}
+
+void refuse_wrong(const std::optional<Judgement>& check, const char* who) {
+  if (!check || check->right) return;
+  throw Error(
+      ErrorKind::wrong_result,
+      fmt::format("{}{} elements are farther from float64 than {:.1e}, relative error {:.1e}; "
+                  "nothing was written",
+                  who, check->wrong, check->bound, check->relative_error));
+}
+
+/// The step of one rank that has everything, measured on rank 0 while the others wait. Collective.
+Spread time_alone(const Communicator& world, const Settings& s, const DecodeShape& shape) {
+  std::vector<double> times;
+  on_first_rank(world, "measurement of one rank alone", [&](const Pulse& pulse) {
+    const Timed alone = measure(self(world.device()), s, shape, false, pulse);
+    refuse_wrong(alone.check, "on one rank alone ");
+    times = alone.times;
+  });
+  const std::string mine = nlohmann::json(times).dump();
+  return spread_of(nlohmann::json::parse(world.gather(mine, "time of one rank alone")[0])
+                       .get<std::vector<double>>());
+}
+
+DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t kv,
+                      std::string& exchange_by) {
+  const DecodeOptions& o = s.options;
+  const int ranks = world.size();
+  DecodeShape ours = shape_of(s, o.weak ? kv * ranks : kv), alone = shape_of(s, kv);
+  DecodeRow r;
+  r.kv = ours.kv_len;
+  r.alone_kv = alone.kv_len;
+  const bool with_alone = !o.no_alone && ranks > 1;
+  r.caches = caches_for(s, ours, alone, world, with_alone, r.not_alone);
+  ours.caches = alone.caches = r.caches;
+  r.cache_bytes = ours.cache_bytes(ranks);
+
+  const Timed t = measure(world, s, ours, true, [] {});
+  exchange_by = t.exchange_by;
+  r.workspace_bytes = t.workspace_bytes;
+  r.times = t.times;
+  r.time = spread_of(t.times);
+  r.append = t.append;
+  r.attend = std::max(0.0, t.own - t.append);
+  r.exchange = std::max(0.0, r.time.median - t.own);
+  const std::int64_t middle = ours.length_after(1 + o.warmup + s.iterations / 2);
+  const double keys = static_cast<double>(o.batch * ours.shard(0, ranks).max_local_len(middle));
+  r.bandwidth = 2 * keys * static_cast<double>(ours.row_bytes()) * o.layers / r.time.median / 1e6;
+  if (o.check > 0) r.check = t.check;
+  r.digest = t.digest;
+  if (!with_alone || !r.not_alone.empty() || (r.check && !r.check->right)) return r;
+
+  r.alone = time_alone(world, s, alone);
+  r.efficiency = r.alone->median / r.time.median / (o.weak ? 1 : ranks);
+  return r;
+}
+
+}  // namespace
+
+int bench_decode(const Communicator& control, const CommandLine& line) {
+  Settings s{line.decode, line.world};
+  const DecodeOptions& o = s.options;
+  std::optional<OutputFile> json;
+  together(control, "opening of the outputs", [&] {
+    if (control.rank() == 0 && !o.json.empty()) json.emplace(o.json);
+  });
+  const Communicator world = world_for(control, line.world);
+  s.threads = threads_of_a_rank(world, line.world);
+  s.iterations = o.iterations > 0 ? o.iterations : world.device() == Device::cuda ? 30 : 5;
+  together(world, "check of the lengths", [&] { check_lengths(s, world.size()); });
+  s.memory = memory_for_caches(world, o);
+
+  DecodeReport report{.backend = name(world.device()),
+                      .world = world.describe(),
+                      .ranks = world.size(),
+                      .threads = s.threads,
+                      .iterations = s.iterations,
+                      .options = o,
+                      .seed = line.world.seed};
+  for (const std::int64_t kv : o.kv) {
+    report.rows.push_back(measure_row(world, s, kv, report.exchange_by));
+    if (world.rank() == 0) {
+      if (report.rows.size() == 1) fmt::print("{}", header(report));
+      fmt::print("{}", row(report, report.rows.back()));
+      std::fflush(stdout);
+    }
+    together(world, "check of the results", [&] { refuse_wrong(report.rows.back().check, ""); });
+  }
+  together(world, "writing of the outputs", [&] {
+    if (!json) return;
+    const std::string text = to_json(report).dump(2) + "\n";
+    json->write(text.data(), text.size());
+    json->commit();
+  });
+  return 0;
+}
+
+}  // namespace longspan::launcher

@@ -1,0 +1,90 @@
+// The decode step of a model whose cache is sharded over the ranks, ready to be queued:
+//
+//     lengths += tokens                       once
+//     append the new keys and values, attend  for each layer, on its own cache
+//
+// Lengths lie in device memory, so a captured step grows the sequences each time it is replayed.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "launcher/decode_inputs.hpp"
+#include "launcher/judge.hpp"
+#include "launcher/replays.hpp"
+#include "longspan/longspan.hpp"
+
+namespace longspan::launcher {
+
+class DecodeStep {
+ public:
+  enum class Part {
+    whole,
+    append,  // the lengths and the appends
+    own      // these, and attention over this rank's keys alone: nothing travels. CUDA only
+  };
+
+  /// Collective. `pulse` is called now and then while something takes long.
+  DecodeStep(const Communicator& world, const DecodeShape& shape, std::function<void()> pulse);
+
+  /// Queues a step. On the host it is done on return, and spent() says where the time went.
+  void queue(Part part, Stream stream);
+
+  /// The work of queue(part), to be repeated.
+  std::unique_ptr<Replays> repeat(Part part) {
+    return queue_.repeat([this, part](Stream stream) { queue(part, stream); });
+  }
+  Stream stream() const { return queue_.stream(); }
+  void wait() { layer_.wait(stream()); }
+
+  /// As after `done` steps, and outputs are NaN. Nothing may be queued.
+  void restart(std::int64_t done);
+
+  /// Milliseconds of the appends, and of the attention over own keys, of each step since the last
+  /// call. Host only.
+  struct Spent {
+    std::vector<double> append, attend;
+  };
+  Spent spent() { return std::exchange(spent_, {}); }
+
+  /// Judges `samples` of the last step's outputs. Throws a SharedError where the lengths are not
+  /// those after `done` steps, an output is not finite, or ranks have other bits. Collective.
+  Judgement check(std::int64_t done, int samples);
+
+  /// Of the outputs of all layers, when they were last checked.
+  std::uint64_t bits() const { return bits_; }
+  const Attention& layer() const { return layer_; }
+
+ private:
+  struct Memory {
+    std::vector<Buffer> caches;  // [batch, capacity, kv_heads, dim] each, or pages
+    Buffer fresh, scale;
+  };
+  Memory fill_caches(const CacheInputs& inputs);
+  void make_table();
+  void make_requests();
+  void check_lengths(std::int64_t done) const;
+  void check_finite(const Answer& outputs) const;
+  Answer outputs() const;
+
+  DecodeShape shape_;
+  Communicator world_;
+  std::function<void()> pulse_;
+  std::int64_t capacity_;
+  Queue queue_;
+  Attention layer_;
+  std::optional<Attention> own_layer_;  // CUDA and several ranks: for Part::own
+  DecodeInputs inputs_;
+  Memory k_, v_;
+  Buffer table_, query_start_, kv_len_, own_len_, q_, out_, lse_;
+  Lengths lengths_;
+  std::vector<Append> appends_;  // of each layer
+  std::vector<Request> requests_, own_requests_;
+  Spent spent_;
+  std::uint64_t bits_ = 0, checks_ = 0;
+};
+
+}  // namespace longspan::launcher

@@ -1,0 +1,51 @@
+// Lengths that grow, and caches that are filled, on the GPU (growing.hpp says what).
+#include "launcher/growing.hpp"
+
+#include <algorithm>
+
+#include "launcher/graph.hpp"
+
+namespace longspan::launcher::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr std::int64_t kBlocks = 1 << 16;  // many for every GPU
+
+/// A thread takes a sequence.
+__global__ void grow_kernel(const __grid_constant__ Lengths lengths) {
+  const int b = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (b < lengths.batch) lengths.grow(b);
+}
+
+/// A block takes a row of the cache at a time, a thread eight bytes of it.
+__global__ void fill_kernel(const __grid_constant__ Filling f) {
+  using Word = unsigned long long;
+  const std::int64_t words = f.row_bytes / static_cast<std::int64_t>(sizeof(Word));
+  const Word* const block = reinterpret_cast<const Word*>(f.block);
+  Word* const cache = reinterpret_cast<Word*>(f.cache);
+  for (std::int64_t slot = blockIdx.x; slot < f.batch * f.capacity; slot += gridDim.x) {
+    const std::int64_t to = f.target(slot) * words, from = f.source(slot);
+    for (std::int64_t w = threadIdx.x; w < words; w += kThreads)
+      cache[to + w] = from < 0 ? ~Word{0} : block[from * words + w];
+  }
+}
+
+cudaStream_t handle(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+}  // namespace
+
+void grow(const Lengths& lengths, Stream stream) {
+  const auto blocks = static_cast<unsigned>((lengths.batch + kThreads - 1) / kThreads);
+  grow_kernel<<<blocks, kThreads, 0, handle(stream)>>>(lengths);
+  cuda_ok(cudaGetLastError(), "growth of the lengths");
+}
+
+void fill(const Filling& f, Stream stream) {
+  const std::int64_t slots = f.batch * f.capacity;
+  if (slots == 0) return;
+  const auto blocks = static_cast<unsigned>(std::min(slots, kBlocks));
+  fill_kernel<<<blocks, kThreads, 0, handle(stream)>>>(f);
+  cuda_ok(cudaGetLastError(), "filling of a cache");
+}
+
+}  // namespace longspan::launcher::cuda

@@ -1,0 +1,39 @@
+// Device memory with contents, for hosts that have them or can write them.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "longspan/buffer.hpp"
+
+namespace longspan::launcher {
+
+template <class T>
+Buffer on_device(Device device, const std::vector<T>& values) {
+  Buffer buffer(device, values.size() * sizeof(T));
+  if (!values.empty()) buffer.upload(values.data());
+  return buffer;
+}
+
+/// Device memory that `fill` writes as if it were host memory.
+template <class Fill>
+Buffer filled(Device device, std::size_t bytes, const Fill& fill) {
+  Buffer buffer(device, bytes);
+  if (device == Device::host) {
+    fill(static_cast<std::byte*>(buffer.data()));
+  } else if (bytes > 0) {
+    std::vector<std::byte> staging(bytes);
+    fill(staging.data());
+    buffer.upload(staging.data());
+  }
+  return buffer;
+}
+
+/// All bits set: a NaN in every dtype.
+inline Buffer poisoned(Device device, std::size_t bytes) {
+  return filled(device, bytes, [&](std::byte* to) {
+    if (bytes > 0) std::memset(to, 0xff, bytes);
+  });
+}
+
+}  // namespace longspan::launcher

@@ -1,4 +1,4 @@
-"""Starts `longspan run` and reads the record that it writes."""
+"""Starts `longspan run`, or another command that has --json, and reads the record that it writes."""
 
 import json
 import os
@@ -29,12 +29,13 @@ def environment():
     return env
 
 
-def run(command, arguments, ranks=1, launcher=MPIRUN):
-    """The JSON record of one `longspan run`; one rank is started without the launcher."""
+def run(command, arguments, ranks=1, launcher=MPIRUN, what=("run",)):
+    """The JSON record of one `longspan run`, or of what else; one rank is started without the
+    launcher."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "run.json"
         start = shlex.split(launcher.format(ranks=ranks)) if ranks > 1 else []
-        line = [*start, command, "run", *map(str, arguments), "--json", str(path)]
+        line = [*start, command, *what, *map(str, arguments), "--json", str(path)]
         done = subprocess.run(line, env=environment(), capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{shlex.join(line)}\nended with status {done.returncode}:\n"

@@ -17,8 +17,14 @@ sys.path.insert(0, str(ROOT / "bench"))
 import decode  # noqa: E402
 import records  # noqa: E402
 
-SMALL = ["bench", "decode", "--backend", "host", "--heads", 6, "--kv-heads", 2, "--dim", 32,
-         "--layers", 3, "--iterations", 2, "--warmup", 1]
+SMALL = {"--backend": "host", "--heads": 6, "--kv-heads": 2, "--dim": 32, "--layers": 3,
+         "--iterations": 2, "--warmup": 1}
+
+
+def small(*extra):
+    """A command for small sizes, where `extra` does not say otherwise: an option is given once."""
+    rest = [word for item in SMALL.items() if item[0] not in extra for word in item]
+    return ["bench", "decode", *rest, *extra]
 
 
 class BenchDecodeTest(CommandTest):
@@ -26,7 +32,7 @@ class BenchDecodeTest(CommandTest):
 
     def report(self, ranks, *extra):
         """What --json says, and the rows of the table."""
-        done = longspan(ranks, *SMALL, *extra, "--json", self.path("report.json"))
+        done = longspan(ranks, *small(*extra), "--json", self.path("report.json"))
         self.ends(done, OK)
         rows = [text.split() for text in done.stdout.splitlines() if not text.startswith("#")]
         return json.loads(self.path("report.json").read_text()), rows, done.stdout
@@ -114,8 +120,8 @@ class BenchDecodeTest(CommandTest):
     def test_alone_for_longer_than_the_deadline(self):
         """The others wait in pieces."""
         self.needs_mpi()
-        report, _, _ = self.report(2, "--kv", 60000, "--deadline", 1, "--layers", 8, "--memory",
-                                   0.1, "--check", 1, "--iterations", 30)
+        report, _, _ = self.report(2, "--kv", 100000, "--deadline", 2, "--layers", 8, "--memory",
+                                   0.1, "--check", 1, "--iterations", 40)
         self.assertIsNotNone(report["rows"][0]["efficiency"])
 
     def test_nothing_checked(self):
@@ -127,9 +133,10 @@ class BenchDecodeTest(CommandTest):
         for extra, status, words in (
                 (["--shard", "contiguous"], USAGE, ["contiguous", "interleaved"]),
                 (["--shard", "striped:4"], USAGE, ["striped:4"]),
-                (["--tokens", 9], USAGE, ["--tokens"]), (["--kv", -1], USAGE, ["--kv"]),
-                (["--batch", 0], USAGE, ["--batch"]), (["--warmup", 0], USAGE, ["--warmup"]),
-                (["--iterations", 0], USAGE, ["--iterations"]),
+                (["--tokens", 9], USAGE, ["--tokens", "1 to 8"]), (["--kv", -1], USAGE, ["--kv"]),
+                (["--batch", 0], USAGE, ["--batch"]), (["--warmup", 0], USAGE, ["--warmup", "range"]),
+                (["--iterations", 0], USAGE, ["--iterations", "range"]),
+                (["--layers", 2, "--layers", 3], USAGE, ["--layers"]),
                 (["--memory", 0], USAGE, ["--memory"]),
                 (["--kv", 10, 2 ** 31 - 1], USAGE, ["2147483647", "at the end"]),
                 (["--kv-dtype", "fp16"], USAGE, ["kv_dtype fp16"]),
@@ -138,7 +145,7 @@ class BenchDecodeTest(CommandTest):
                 (["--json", self.path("no/report.json")], INPUT, ["cannot be written"])):
             for ranks in (0, 2) if MPIEXEC else (0,):
                 with self.subTest(extra=extra, ranks=ranks):
-                    self.ends(longspan(ranks, *SMALL, *extra), status, *words)
+                    self.ends(longspan(ranks, *small(*extra)), status, *words)
         self.ends(longspan(0, "bench", "decode", "--dim", 20), UNSUPPORTED, "dim 20")
         self.ends(longspan(0, "bench", "decode", "--heads", 3, "--kv-heads", 2), USAGE, "heads 3")
         self.ends(longspan(0, "bench"), USAGE, "subcommand")
@@ -146,8 +153,8 @@ class BenchDecodeTest(CommandTest):
 
     def test_ranks_disagree(self):
         self.needs_mpi()
-        self.ends(each_rank(SMALL + ["--kv", 100], SMALL + ["--kv", 101]), USAGE, "--kv", "rank 1")
-        self.ends(each_rank(SMALL, ["run", "--kv", 100]), USAGE, "bench decode", "run")
+        self.ends(each_rank(small("--kv", 100), small("--kv", 101)), USAGE, "--kv", "rank 1")
+        self.ends(each_rank(small(), ["run", "--kv", 100]), USAGE, "bench decode", "run")
 
 
 class DecodeScriptTest(CommandTest):
@@ -178,16 +185,16 @@ class DecodeScriptTest(CommandTest):
 
     def test_targets(self):
         """Those of 4 GPUs, batch 1, heads 64/8, at 2^k keys and at 2^k + 1."""
-        def of(**more):
+        def of(backend="cuda", **more):
             return decode.target({"ranks": 4, "scaling": "strong", "batch": 1, "tokens": 1,
                                   "heads": 64, "kv_heads": 8, "dim": 128, "dtype": "bf16",
-                                  "kv_dtype": "bf16", "backend": "cuda"} | more)
+                                  "kv_dtype": "bf16", "kv_len": 1 << 20} | more, backend)
 
         self.assertEqual([of(kv_len=n << 17) for n in (1, 4, 8, 32)], [0.75, 0.93, 0.96, 0.985])
         self.assertEqual(of(kv_len=(1 << 20) + 1), 0.96)
         for other in ({"batch": 2}, {"ranks": 2}, {"scaling": "weak"}, {"backend": "host"},
-                      {"kv_len": 4096}):
-            self.assertIsNone(of(**({"kv_len": 1 << 20} | other)), other)
+                      {"kv_len": 4096}, {"kv_dtype": "e4m3"}):
+            self.assertIsNone(of(**other), other)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
+#include <chrono>
 #include <cstdio>
 #include <limits>
 #include <optional>
@@ -27,11 +27,11 @@ struct Settings {
   DecodeOptions options;
   WorldOptions world;
   int threads = 1;
-  int iterations = 1;
-  double memory = 0;  // bytes for caches: of a GPU, or of the host
+  double memory = 0;                      // bytes for caches: of a GPU, or of the host
+  std::chrono::milliseconds deadline{0};  // of the ranks, who may be waiting for one of them
 
   /// One step goes ahead of the capture and is checked.
-  std::int64_t steps() const { return std::int64_t{1} + options.warmup + iterations; }
+  std::int64_t steps() const { return std::int64_t{1} + options.warmup + options.iterations; }
 };
 
 DecodeShape shape_of(const Settings& s, std::int64_t kv) {
@@ -108,16 +108,16 @@ std::vector<double> repeat(const Communicator& world, const Settings& s, DecodeS
   replays->queue(1);
   step.wait();
   const double one = largest(world, replays->milliseconds(), "time of the first step")[0];
-  const double deadline = static_cast<double>(world.deadline().count());
-  const int most = static_cast<int>(std::clamp(deadline / 8 / one, 1.0, 1000.0));
+  const auto deadline = static_cast<double>(std::min(world.deadline(), s.deadline).count());
+  const int most = static_cast<int>(std::clamp(deadline / 4 / one, 1.0, 1000.0));
   std::vector<double> times;
-  for (int left = s.options.warmup - 1 + s.iterations; left > 0; left -= most) {
+  for (int left = s.options.warmup - 1 + s.options.iterations; left > 0; left -= most) {
     replays->queue(std::min(left, most));
     step.wait();
     for (const double ms : replays->milliseconds()) times.push_back(ms);
     pulse();
   }
-  times.erase(times.begin(), times.end() - s.iterations);
+  times.erase(times.begin(), times.end() - s.options.iterations);
   return times;
 }
 
@@ -163,8 +163,8 @@ Timed measure(const Communicator& world, const Settings& s, const DecodeShape& s
   std::vector<double> parts;  // appends; with attention over own keys
   if (world.device() == Device::host) {
     const DecodeStep::Spent spent = step->spent();
-    parts = {median_of_last(spent.append, s.iterations),
-             median_of_last(spent.attend, s.iterations)};
+    parts = {median_of_last(spent.append, s.options.iterations),
+             median_of_last(spent.attend, s.options.iterations)};
     parts[1] += parts[0];
   } else {
     for (const Part part : {Part::append, Part::own}) {
@@ -180,9 +180,9 @@ Timed measure(const Communicator& world, const Settings& s, const DecodeShape& s
   return t;
 }
 
-/// As many caches as fit, for the ranks and for one alone, so that both read memory alike. With all
-/// of them in memory a layer's keys never lie in a GPU's cache from the step before; where they do
-/// not fit, one of them is so large that this holds as well.
+/// As many caches as fit, for the ranks and for one alone, so that both read memory alike. Layers
+/// that share a cache must not find it in a GPU's L2: without --memory they share only where one of
+/// them, on 4 GPUs, is hundreds of MB on each, which is many times an L2.
 int caches_for(const Settings& s, const DecodeShape& ours, const DecodeShape& alone,
                const Communicator& world, bool with_alone, std::string& not_alone) {
   const double share = world.device() == Device::host ? s.memory / world.size() : s.memory;
@@ -243,7 +243,7 @@ DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t
   r.append = t.append;
   r.attend = std::max(0.0, t.own - t.append);
   r.exchange = std::max(0.0, r.time.median - t.own);
-  const std::int64_t middle = ours.length_after(1 + o.warmup + s.iterations / 2);
+  const std::int64_t middle = ours.length_after(1 + o.warmup + s.options.iterations / 2);
   const double keys = static_cast<double>(o.batch * ours.shard(0, ranks).max_local_len(middle));
   r.bandwidth = 2 * keys * static_cast<double>(ours.row_bytes()) * o.layers / r.time.median / 1e6;
   if (o.check > 0) r.check = t.check;
@@ -259,14 +259,18 @@ DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t
 
 int bench_decode(const Communicator& control, const CommandLine& line) {
   Settings s{line.decode, line.world};
-  const DecodeOptions& o = s.options;
+  DecodeOptions& o = s.options;
   std::optional<OutputFile> json;
   together(control, "opening of the outputs", [&] {
     if (control.rank() == 0 && !o.json.empty()) json.emplace(o.json);
   });
   const Communicator world = world_for(control, line.world);
+  s.deadline = world.deadline();
+  const bool gpu = world.device() == Device::cuda;
+  if (o.kv.empty()) o.kv = {gpu ? 131072 : 16384};
+  if (o.layers == 0) o.layers = gpu ? 32 : 4;
+  if (o.iterations == 0) o.iterations = gpu ? 30 : 5;
   s.threads = threads_of_a_rank(world, line.world);
-  s.iterations = o.iterations > 0 ? o.iterations : world.device() == Device::cuda ? 30 : 5;
   together(world, "check of the lengths", [&] { check_lengths(s, world.size()); });
   s.memory = memory_for_caches(world, o);
 
@@ -274,7 +278,6 @@ int bench_decode(const Communicator& control, const CommandLine& line) {
                       .world = world.describe(),
                       .ranks = world.size(),
                       .threads = s.threads,
-                      .iterations = s.iterations,
                       .options = o,
                       .seed = line.world.seed};
   for (const std::int64_t kv : o.kv) {

@@ -95,7 +95,7 @@ ordered_json to_json(const DecodeReport& r) {
                       {"inputs", fmt::format("seed {}", r.seed)}}},
                     {"threads", r.threads},
                     {"warmup", o.warmup},
-                    {"iterations", r.iterations}};
+                    {"iterations", o.iterations}};
   json["rows"] = ordered_json::array();
   for (const DecodeRow& one : r.rows) json["rows"].push_back(to_json(r, one));
   return json;

@@ -38,8 +38,8 @@ struct DecodeRow {
 
 struct DecodeReport {
   std::string backend, world, exchange_by;
-  int ranks = 1, threads = 1, iterations = 1;
-  DecodeOptions options;
+  int ranks = 1, threads = 1;
+  DecodeOptions options;  // with nothing left open
   std::uint64_t seed = 0;
   std::vector<DecodeRow> rows;
 };

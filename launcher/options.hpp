@@ -64,19 +64,20 @@ struct VerifyOptions {
   enum class Size { quick, standard, full } size = Size::standard;
 };
 
-/// `longspan bench decode`. Lengths are of each sequence before the first step.
+/// `longspan bench decode`. Some sizes are smaller on processors unless they are given.
 struct DecodeOptions {
-  std::vector<std::int64_t> kv{131072};  // a row of the table for each
-  bool weak = false;                     // kv is for each rank
+  std::vector<std::int64_t> kv;  // of each sequence before the first step: a row of the table for
+                                 // each; empty: 131072 on GPUs, 16384 on processors
+  bool weak = false;             // kv is for each rank
   int batch = 1;
   int tokens = 1;  // new ones of each sequence in a step
   int heads = 64;
   int kv_heads = 8;
   int dim = 128;
   std::string dtype = "bf16";
-  std::string kv_dtype;  // empty: dtype
-  int page = 0;          // keys in a page; 0: no pages
-  int layers = 32;
+  std::string kv_dtype;   // empty: dtype
+  int page = 0;           // keys in a page; 0: no pages
+  int layers = 0;         // 0: 32 on GPUs, 4 on processors
   double memory_gib = 0;  // for the caches of a GPU, or of the host; 0: by what is free
 
   std::string shard = "interleaved";
@@ -84,7 +85,7 @@ struct DecodeOptions {
   std::int64_t block = kSegment;
   bool invariant = false;
 
-  int iterations = 0;     // timed steps; 0: 30 on a GPU, 5 on the host
+  int iterations = 0;     // timed steps; 0: 30 on GPUs, 5 on processors
   int warmup = 3;         // steps before them
   int check = 4;          // samples that are compared with float64
   bool no_alone = false;  // else rank 0 does the whole problem alone, too

@@ -1,5 +1,5 @@
-"""`longspan bench decode` seen from outside: what it reports, that its results are those of one rank,
-and what it refuses. No time is looked at, only that there is one. And bench/decode.py."""
+"""`longspan bench decode` seen from outside: what it reports, that its results are those of one
+rank, and what it refuses. No time is looked at, only that there is one. And bench/decode.py."""
 
 import contextlib
 import io
@@ -53,7 +53,7 @@ class BenchDecodeTest(CommandTest):
                 for row in report["rows"]:
                     self.assertEqual(len(row["times_ms"]), 2)
                     self.assertEqual(row["caches"], 3)
-                    self.assertEqual(row["check"]["rows"], 8)  # 4 before and 4 after the timed steps
+                    self.assertEqual(row["check"]["rows"], 8)  # 4 before, 4 after the timed ones
                     self.assertEqual(row["check"]["wrong"], 0)
                     self.assertTrue(row["check"]["right"])
                     times = [row["time_ms"]["median"], row["bandwidth_gbs"], row["layer_us"],
@@ -134,7 +134,8 @@ class BenchDecodeTest(CommandTest):
                 (["--shard", "contiguous"], USAGE, ["contiguous", "interleaved"]),
                 (["--shard", "striped:4"], USAGE, ["striped:4"]),
                 (["--tokens", 9], USAGE, ["--tokens", "1 to 8"]), (["--kv", -1], USAGE, ["--kv"]),
-                (["--batch", 0], USAGE, ["--batch"]), (["--warmup", 0], USAGE, ["--warmup", "range"]),
+                (["--batch", 0], USAGE, ["--batch"]),
+                (["--warmup", 0], USAGE, ["--warmup", "range"]),
                 (["--iterations", 0], USAGE, ["--iterations", "range"]),
                 (["--layers", 2, "--layers", 3], USAGE, ["--layers"]),
                 (["--memory", 0], USAGE, ["--memory"]),

@@ -15,7 +15,7 @@ NAMES = {"seed (as shipped)": "Triton kernel as shipped", "seed (best)": "Triton
          "cuDNN (two parts)": "cuDNN on contiguous keys, two parts"}
 VARIANTS = {"beside": "o", "flags": "s", "shares": "^"}
 CURVES = (BLUE, RED, GREEN, PINK, SKY, ORANGE, GREY)
-PHASES = {"attend": BLUE, "exchange": RED, "merge": ORANGE}
+PHASES = {"append": GREEN, "attend": BLUE, "exchange": RED, "merge": ORANGE}
 
 
 def sheet(columns, width, height, **options):
@@ -206,9 +206,9 @@ def exchange(files):
 
 def curve_of(case):
     """What the points of one curve share: in weak scaling the keys of a rank."""
-    keys = case["kv_len"] if "kv_len" in case else case["kv"]
+    keys = case["kv_len"]
     shared = {key: value for key, value in case.items()
-              if key not in ("ranks", "scaling", "kv", "kv_len")}
+              if key not in ("ranks", "scaling", "kv_len")}
     shared["keys"] = keys // case["ranks"] if case["scaling"] == "weak" else keys
     shared["tokens"] = "as keys" if case.get("tokens") == keys else case.get("tokens", 1)
     return shared
@@ -217,7 +217,8 @@ def curve_of(case):
 def scaling(files):
     """Speed-ups are efficiency times ranks, so targets of efficiency can be shown with them."""
     (name, rows), = files.items()
-    rows = [r | {"curve": curve_of(r["case"])} for r in rows if "scaling" in r["case"]]
+    rows = [r | {"curve": curve_of(r["case"])} for r in rows
+            if "scaling" in r["case"] and r["case"].get("kv_len", 0) % 128 != 1]  # n, not n + 1
     points = [r for r in rows if r["metric"] == "efficiency"]
     if not points:
         return None
@@ -239,7 +240,7 @@ def scaling(files):
     case = points[0]["case"]
     texts = {"heads": heads(case), "dim": f"dim {case['dim']}", "dtype": case["dtype"],
              "tokens": f"query rows: {points[0]['curve']['tokens']}"}
-    figure.suptitle(f"{'Decode' if points[0]['bench'] == 'decode' else 'longspan run'} on "
+    figure.suptitle(f"{'Decode' if points[0]['bench'] == 'decode_step' else 'longspan run'} on "
                     f"{machine(name)}: "
                     + ", ".join(text for key, text in texts.items() if key not in varying), size=11)
     return figure
@@ -280,20 +281,21 @@ def speed_ups(panel, kind, points):
 
 def time_split(rows):
     """The first curve of the most keys, a case with the values of its metrics for each number of
-    ranks; empty where the records lack the shares of the phases."""
+    ranks; those whose records lack the shares of the phases are left out."""
     most = max((r["curve"] for r in rows), key=lambda curve: curve["keys"])
     found = {}
     for r in rows:
         if r["curve"] == most:
             point = found.setdefault(r["case"]["ranks"], {"curve": most})
             point |= {"ranks": str(r["case"]["ranks"]), r["metric"]: r["ours"]}
-    return [found[ranks] for ranks in sorted(found)
-            if all(f"{phase} share" in found[ranks] for phase in PHASES)]
+    return [found[ranks] for ranks in sorted(found) if "attend share" in found[ranks]]
 
 
 def stacks(panel, split):
     bottom = [0.0] * len(split)
     for phase, color in PHASES.items():
+        if f"{phase} share" not in split[0]:
+            continue
         heights = [point["us"] * point[f"{phase} share"] / 1000 for point in split]
         panel.bar([point["ranks"] for point in split], heights, bottom=bottom, color=color,
                   label=phase)

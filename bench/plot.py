@@ -23,7 +23,7 @@ PLOTS = [
     ("scale-*", ["scale-*"], figures.scaling),
     ("prefill-*", ["prefill-*"], figures.prefill),
     ("decode-*", ["seeds-*", "decode-*"], figures.decode),
-    ("decode-scaling-*", ["decode-*"], figures.scaling),
+    ("decode_step-*", ["decode_step-*"], figures.scaling),
     ("chunked-*", ["chunked-*"], figures.chunked),
     ("merge-*", ["merge-*"], figures.merge),
     ("exchange-*", ["exchange-*x2", "exchange-*x4", "exchange-*x8"], figures.exchange),

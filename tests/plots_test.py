@@ -63,20 +63,19 @@ def beside(bench, metric, cases, peers):
     return rows
 
 
-def scales(bench="scale", share=True, keys="kv_len"):
+def scales(bench="scale", phases=("attend", "exchange", "merge")):
     rows = []
     for kind in ("strong", "weak"):
         for size in (4096, 65536):
             for ranks in (1, 2, 4):
                 case = SHAPE | {"ranks": ranks, "scaling": kind,
-                                keys: size * ranks if kind == "weak" else size}
+                                "kv_len": size * ranks if kind == "weak" else size}
                 rows += [records.record(bench, case, "us", random.uniform(50, 90)),
                          records.record(bench, case, "efficiency", random.uniform(0.3, 1),
                                         target=random.choice([None, 0.9]))]
-                parts = [random.uniform(0.1, 1) for _ in range(3)]
-                if share:
-                    rows += [records.record(bench, case, f"{phase} share", part / sum(parts))
-                             for phase, part in zip(("attend", "exchange", "merge"), parts)]
+                parts = [random.uniform(0.1, 1) for _ in phases]
+                rows += [records.record(bench, case, f"{phase} share", part / sum(parts))
+                         for phase, part in zip(phases, parts)]
     return rows
 
 
@@ -98,10 +97,10 @@ def invented():
     states = [{"tokens": tokens, "dtype": dtype} for dtype in ("bf16", "fp32")
               for tokens in (256, 4096)]
     decode = [{"kv_len": kv, "batch": batch} for kv, batch in ((4096, 32), (131072, 1))]
-    return {"scale-cpu": scales(share=False), "scale-h200x4": scales(),
+    return {"scale-cpu": scales(phases=()), "scale-h200x4": scales(),
             "prefill-h200": beside("prefill", "TFLOP/s", masks, ["cuDNN", "FlashAttention-2"]),
             "decode-h200": beside("decode", "TB/s", decode, ["cuDNN", "FlashAttention-2"]),
-            "decode-h200x8": scales("decode", keys="kv"),
+            "decode_step-h200x8": scales("decode_step", ("append", "attend", "exchange")),
             "seeds-h200": beside("seeds", "TB/s", [case | {"page": 16} for case in decode],
                                  ["seed (as shipped)", "seed (best)", "cuDNN"]),
             "seeds-cpu": beside("seeds", "us", decode, ["longspan, contiguous keys"]),
@@ -145,7 +144,7 @@ class Plots(InFolder):
             self.assertEqual(done.returncode, 0, done.stderr)
         drawn = {path.stem: path.read_bytes() for path in (self.folder / "one").iterdir()}
         self.assertEqual(set(drawn), {"scale-cpu", "scale-h200x4", "prefill-h200", "decode-h200",
-                                      "decode-scaling-h200x8", "chunked-h200", "merge-h200",
+                                      "decode_step-h200x8", "chunked-h200", "merge-h200",
                                       "exchange-h200"})
         found = plot.sources(self.folder / "results")
         for name, text in drawn.items():
@@ -215,7 +214,7 @@ class Figures(unittest.TestCase):
                  for phase in ("attend", "exchange", "merge") for ranks in (1, 2, 4)]
         for bar, time in zip(split.patches, times, strict=True):
             self.assertAlmostEqual(bar.get_height(), time, places=9)  # a sum less a sum
-        self.assertEqual(len(self.panels(figures.scaling, scale_cpu=scales(share=False))), 2)
+        self.assertEqual(len(self.panels(figures.scaling, scale_cpu=scales(phases=()))), 2)
 
     def test_exchange(self):
         panels = self.panels(figures.exchange, exchange_h200x2=exchanges(2),

@@ -1,5 +1,5 @@
 """`longspan bench decode` seen from outside: what it reports, that its results are those of one
-rank, and what it refuses. No time is looked at, only that there is one. And bench/decode.py."""
+rank, and what it refuses. No time is looked at, only that there is one. And bench/decode_step.py."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from command import (COMMAND, INPUT, MPIEXEC, OK, UNSUPPORTED, USAGE, CommandTes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-import decode  # noqa: E402
+import decode_step  # noqa: E402
 import records  # noqa: E402
 
 SMALL = {"--backend": "host", "--heads": 6, "--kv-heads": 2, "--dim": 32, "--layers": 3,
@@ -162,9 +162,9 @@ class DecodeScriptTest(CommandTest):
     def start(self, *arguments):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), \
-                mock.patch.object(sys, "argv", ["decode", *map(str, arguments)]), \
+                mock.patch.object(sys, "argv", ["decode_step", *map(str, arguments)]), \
                 mock.patch.dict("os.environ", environment()):
-            decode.main()
+            decode_step.main()
         return said.getvalue()
 
     def test_records(self):
@@ -173,23 +173,24 @@ class DecodeScriptTest(CommandTest):
                           "host", "--ranks", 1, 2, "--kv", 256, "--batch", 1, 2, "--scaling",
                           "strong", "weak", "--machine", "try", "--results", self.folder, "--",
                           "--layers", 2, "--iterations", 2, "--warmup", 1)
-        rows = records.read(self.path("decode-try.jsonl"))
+        rows = records.read(self.path("decode_step-try.jsonl"))
         # 2 kinds of scaling, 2 batches, 2 rank counts, kv and kv + 1; efficiency on two ranks only.
-        self.assertEqual(len([r for r in rows if r["metric"] == "us a layer"]), 16)
+        self.assertEqual(len([r for r in rows if r["metric"] == "us"]), 16)
         efficient = [r for r in rows if r["metric"] == "efficiency"]
         self.assertEqual(len(efficient), 8)
         self.assertEqual({r["case"]["ranks"] for r in efficient}, {2})
         strong = [r["case"] for r in efficient if r["case"]["scaling"] == "strong"]
         self.assertEqual({case["kv_len"] for case in strong}, {256, 257})
-        self.assertEqual({r["bench"] for r in rows}, {"decode"})
+        self.assertEqual({r["bench"] for r in rows}, {"decode_step"})
         self.assertEqual(len([text for text in said.splitlines() if not text.startswith("#")]), 16)
 
     def test_targets(self):
         """Those of 4 GPUs, batch 1, heads 64/8, at 2^k keys and at 2^k + 1."""
         def of(backend="cuda", **more):
-            return decode.target({"ranks": 4, "scaling": "strong", "batch": 1, "tokens": 1,
-                                  "heads": 64, "kv_heads": 8, "dim": 128, "dtype": "bf16",
-                                  "kv_dtype": "bf16", "kv_len": 1 << 20} | more, backend)
+            return decode_step.target(
+                {"ranks": 4, "scaling": "strong", "batch": 1, "tokens": 1, "heads": 64,
+                 "kv_heads": 8, "dim": 128, "dtype": "bf16", "kv_dtype": "bf16",
+                 "kv_len": 1 << 20} | more, backend)
 
         self.assertEqual([of(kv_len=n << 17) for n in (1, 4, 8, 32)], [0.75, 0.93, 0.96, 0.985])
         self.assertEqual(of(kv_len=(1 << 20) + 1), 0.96)

@@ -2,16 +2,16 @@
 """The decode step over a sharded cache that grows, by `longspan bench decode`: on each number of
 ranks, beside the same step on one rank alone.
 
-    python3 bench/decode.py --machine h200x4                       the rows that have targets
-    python3 bench/decode.py --machine h200x4 --batch 8 64          larger batches
-    python3 bench/decode.py --machine h200x4 --scaling weak --kv 1048576
-    python3 bench/decode.py --backend host --kv 16384 --ranks 1 2 -- --layers 4    on processors
+    python3 bench/decode_step.py --machine h200x4                       the rows that have targets
+    python3 bench/decode_step.py --machine h200x4 --batch 8 64          larger batches
+    python3 bench/decode_step.py --machine h200x4 --scaling weak --kv 1048576
+    python3 bench/decode_step.py --backend host --kv 16384 --ranks 1 2 -- --layers 4    on processors
 
     efficiency   strong: time(1 rank) / (n time(n ranks)); weak: time(1 rank) / time(n ranks)
 
 Each length is measured as it is and with one key more, which leaves the shards uneven. Times are
 those of one of the model's layers: a step / its layers. Records go to
-bench/results/decode-<machine>.jsonl; what follows `--` goes to the command.
+bench/results/decode_step-<machine>.jsonl; what follows `--` goes to the command.
 """
 
 import argparse
@@ -79,18 +79,18 @@ def to_records(report, row):
     found = []
 
     def add(metric, value, **more):
-        found.append(records.record("decode", case, metric, value, **more))
+        found.append(records.record("decode_step", case, metric, value, **more))
 
     if row["alone"]:
         alone = row["alone"]["time_ms"]["median"] * 1e3 / layers
         speed_up = row["efficiency"] * case["ranks"]
-        add("us a layer", round(row["layer_us"], 2), peer="1 rank", peer_value=round(alone, 2),
+        add("us", round(row["layer_us"], 2), peer="1 rank", peer_value=round(alone, 2),
             ratio=round(speed_up, 3))
         add("efficiency", round(row["efficiency"], 4), target=target(case, report["backend"]))
     else:
-        add("us a layer", round(row["layer_us"], 2))
+        add("us", round(row["layer_us"], 2))
     for part, ms in row["split_ms"].items():
-        add(f"us a layer: {part}", round(ms * 1e3 / layers, 2))
+        add(f"{part} share", round(ms / row["time_ms"]["median"], 4))
     add("GB/s a rank", round(row["bandwidth_gbs"], 1))
     return found
 
@@ -127,7 +127,7 @@ def main():
                 for row in report["rows"]:
                     found = to_records(report, row)
                     print(line(report, row, found), flush=True)
-                    records.write("decode", args.machine, found, args.results)
+                    records.write("decode_step", args.machine, found, args.results)
 
 
 if __name__ == "__main__":

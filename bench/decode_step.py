@@ -35,12 +35,9 @@ def target(case, backend):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
-    parser.add_argument("--launcher", default=longspan_command.MPIRUN,
-                        help="how ranks are started (default: %(default)s)")
+    longspan_command.add_arguments(parser)
     parser.add_argument("--machine", required=True, help="name for the records, such as h200x4")
     parser.add_argument("--backend", default="cuda", choices=["host", "cuda"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--scaling", nargs="+", choices=["strong", "weak"], default=["strong"])
     parser.add_argument("--kv", type=int, nargs="+", default=LENGTHS,
                         help="keys of a sequence; in weak scaling, for each rank")
@@ -50,10 +47,7 @@ def arguments():
                              "out (default: %(default)s)")
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
     parser.add_argument("extra", nargs="*", help="after --: more options for longspan bench decode")
-    args = parser.parse_args()
-    if args.command is None:
-        parser.error("longspan was not found; build it, or give its path with --command")
-    return args
+    return longspan_command.parse(parser)
 
 
 def measure(args, ranks, scaling, batch):

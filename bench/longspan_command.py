@@ -22,6 +22,20 @@ def find():
     return shutil.which("longspan")
 
 
+def add_arguments(parser):
+    parser.add_argument("--command", default=find(), help="path of longspan")
+    parser.add_argument("--launcher", default=MPIRUN,
+                        help="how ranks are started (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+
+
+def parse(parser):
+    args = parser.parse_args()
+    if args.command is None:
+        parser.error("longspan was not found; build it, or give its path with --command")
+    return args
+
+
 def environment():
     env = dict(os.environ)
     if os.geteuid() == 0:  # Open MPI asks twice before it runs as root

@@ -26,10 +26,7 @@ import records
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
-    parser.add_argument("--launcher", default=longspan_command.MPIRUN,
-                        help="how ranks are started (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    longspan_command.add_arguments(parser)
     parser.add_argument("--scaling", nargs="+", choices=["strong", "weak"],
                         default=["strong", "weak"])
     parser.add_argument("--kv", type=int, nargs="+", default=[16384, 65536],
@@ -46,9 +43,7 @@ def arguments():
     parser.add_argument("--no-records", action="store_true", help="only print")
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
     parser.add_argument("extra", nargs="*", help="after --: more options for longspan run")
-    args = parser.parse_args()
-    if args.command is None:
-        parser.error("longspan was not found; build it, or give its path with --command")
+    args = longspan_command.parse(parser)
     if args.machine is None:
         if args.backend == "cuda" and not args.no_records:
             parser.error("give the machine a name with --machine, such as h200x4, for the records")

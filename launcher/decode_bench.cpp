@@ -11,17 +11,13 @@
 
 #include "launcher/decode_report.hpp"
 #include "launcher/decode_step.hpp"
+#include "launcher/elements.hpp"
 #include "launcher/npy.hpp"
 #include "launcher/world.hpp"
+#include "longspan/info.hpp"
 
 namespace longspan::launcher {
 namespace {
-
-DType dtype_named(const std::string& text) {
-  for (DType dtype : {fp32, fp16, bf16, e4m3, e5m2})
-    if (text == name(dtype)) return dtype;
-  throw UsageError(fmt::format("\"{}\" is no element type", text));
-}
 
 struct Settings {
   DecodeOptions options;
@@ -272,7 +268,7 @@ int bench_decode(const Communicator& control, const CommandLine& line) {
   if (o.kv.empty()) o.kv = {gpu ? 131072 : 16384};
   if (o.layers == 0) o.layers = gpu ? 32 : 4;
   if (o.iterations == 0) o.iterations = gpu ? 30 : 5;
-  s.threads = threads_of_a_rank(world, line.world);
+  s.threads = host_threads(world, line.world.threads);
   together(world, "check of the lengths", [&] { check_lengths(s, world.size()); });
   s.memory = memory_for_caches(world, o);
 

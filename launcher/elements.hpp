@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "longspan/element.hpp"
+#include "longspan/error.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::launcher {
@@ -22,6 +24,12 @@ inline float rounded(DType dtype, float value) {
   std::uint32_t element = 0;
   store(&element, dtype, 0, value);
   return static_cast<float>(load(&element, dtype, 0));
+}
+
+inline DType dtype_named(const std::string& text) {
+  for (DType dtype : {fp32, fp16, bf16, e4m3, e5m2})
+    if (text == name(dtype)) return dtype;
+  throw UsageError("\"" + text + "\" is no element type");
 }
 
 }  // namespace longspan::launcher

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "launcher/elements.hpp"
 #include "launcher/judge.hpp"
 #include "launcher/npy.hpp"
 #include "launcher/problem.hpp"
@@ -44,7 +45,7 @@ void take_files(Problem& problem, const RunOptions& o) {
 }
 
 void make_inputs(Problem& problem, const RunOptions& o, std::uint64_t seed) {
-  const DType dtype = o.dtype == "bf16" ? bf16 : o.dtype == "fp16" ? fp16 : fp32;
+  const DType dtype = o.dtype.empty() ? fp32 : dtype_named(o.dtype);
   const int kv_heads = o.kv_heads > 0 ? o.kv_heads : o.heads;
   problem.q = generated(seed, 0, dtype, o.tokens * o.batch, o.heads, o.dim);
   problem.k = generated(seed, 1, dtype, o.kv * o.batch, kv_heads, o.dim);

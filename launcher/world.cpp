@@ -3,24 +3,15 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <map>
 #include <optional>
 #include <sstream>
-#include <thread>
 
 #include "longspan/info.hpp"
 
 namespace longspan::launcher {
 namespace {
-
-std::string host_name() {
-  std::array<char, 256> host{};
-  gethostname(host.data(), host.size() - 1);
-  return host.data();
-}
 
 Communicator cuda_world(const Communicator& control, const CommOptions& options) {
   std::optional<Communicator> world;
@@ -103,19 +94,6 @@ void on_first_rank(const Communicator& world, const std::string& step,
   });
 }
 
-int threads_of_a_rank(const Communicator& world, const WorldOptions& options) {
-  if (options.threads > 0) return options.threads;
-  for (const EnvironmentVariable& variable : environment()) {
-    if (variable.name != "LONGSPAN_THREADS") continue;
-    const int threads = std::atoi(variable.value.c_str());  // 0, as in the library: not set
-    if (threads > 0) return threads;
-  }
-  const std::string own = host_name();
-  const auto hosts = world.gather(own, "count of ranks on a node");
-  const auto neighbours = static_cast<int>(std::count(hosts.begin(), hosts.end(), own));
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / neighbours);
-}
-
 Communicator control_world(const WorldOptions& options) {
   try {
     return from_environment({.device = Device::host, .deadline = options.deadline()});
@@ -128,9 +106,11 @@ Communicator control_world(const WorldOptions& options) {
 Communicator world_for(const Communicator& control, const WorldOptions& options) {
   if (options.backend == "host" || control.device() == Device::cuda) return control;
 
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
   std::map<std::string, int> ranks_on;  // by host and its number of GPUs
   for (const std::string& text :
-       control.gather(fmt::format("{} {}", gpu_count(), host_name()), "count of GPUs"))
+       control.gather(fmt::format("{} {}", gpu_count(), host.data()), "count of GPUs"))
     ++ranks_on[text];
   bool none = false, enough = true;
   for (const auto& [text, ranks] : ranks_on) {

@@ -26,9 +26,6 @@ using Pulse = std::function<void()>;
 void on_first_rank(const Communicator& world, const std::string& step,
                    const std::function<void(const Pulse& pulse)>& work);
 
-/// Host threads of each rank: as asked for, or else its share of the node's cores. Collective.
-int threads_of_a_rank(const Communicator& world, const WorldOptions& options);
-
 /// The ranks before anything is known of them: on the host where the launcher allows it. A bad
 /// option must not cost the start of NCCL.
 Communicator control_world(const WorldOptions& options);

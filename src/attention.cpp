@@ -5,19 +5,17 @@
 #include "longspan/attention.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <thread>
 #include <utility>
 
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
-#include "src/env.hpp"
+#include "longspan/info.hpp"
 #include "src/faults.hpp"
 #include "src/strategy/table.hpp"
 #include "src/trace.hpp"
@@ -27,21 +25,9 @@
 namespace longspan {
 namespace {
 
-/// Cores for each rank of this node, at least 1.
-int share_of_cores(const Communicator& world) {
-  std::array<char, 256> host{};
-  gethostname(host.data(), host.size() - 1);
-  const std::vector<std::string> hosts = world.gather(host.data(), "count of ranks on a node");
-  const auto neighbours = std::count(hosts.begin(), hosts.end(), host.data());
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  return std::max(1, cores / static_cast<int>(std::max<std::ptrdiff_t>(1, neighbours)));
-}
-
 std::unique_ptr<kernels::Backend> make_kernels(const Communicator& world, int threads) {
   if (world.device() == Device::cuda) return kernels::cuda_backend();
-  const int share = share_of_cores(world);
-  if (threads == 0) threads = Env::read().threads;
-  return kernels::host_backend(threads > 0 ? threads : share);
+  return kernels::host_backend(host_threads(world, threads));
 }
 
 /// Makes one rank's failure everybody's: a step that can fail on some ranks only (memory) must not

@@ -3,12 +3,17 @@
 
 #include <fmt/format.h>
 #include <hwy/targets.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <bit>
 #include <thread>
 
 #include "kernels/features.hpp"
+#include "longspan/communicator.hpp"
 #include "longspan/version.hpp"
+#include "src/env.hpp"
 #include "src/peer_view.hpp"
 
 #if defined(LONGSPAN_HAVE_MPI)
@@ -106,6 +111,17 @@ int gpu_count() {
 #else
   return 0;
 #endif
+}
+
+int host_threads(const Communicator& world, int asked) {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  // Always, since ranks may be set up differently.
+  const std::vector<std::string> hosts = world.gather(host.data(), "count of ranks on a node");
+  if (asked == 0) asked = Env::read().threads;
+  if (asked > 0) return asked;
+  const auto neighbours = static_cast<int>(std::count(hosts.begin(), hosts.end(), host.data()));
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / neighbours);
 }
 
 std::vector<FeatureInfo> features() {

@@ -107,10 +107,8 @@ namespace longspan::kernels::host {
 HWY_EXPORT(merge_rows);
 
 void merge(const MergeParams& p, ThreadPool& pool) {
-  constexpr std::int64_t kRows = 64;  // of one item
-  const std::int64_t rows = p.tokens * p.heads;
-  pool.run((rows + kRows - 1) / kRows, [&](std::int64_t item, int) {
-    HWY_DYNAMIC_DISPATCH(merge_rows)(p, item * kRows, std::min(rows, (item + 1) * kRows));
+  pool.run_stretches(p.tokens * p.heads, [&](std::int64_t begin, std::int64_t end) {
+    HWY_DYNAMIC_DISPATCH(merge_rows)(p, begin, end);
   });
 }
 

@@ -22,10 +22,8 @@ void map_rows(const MapParams& p) {
 }
 
 void place_rows(const PlaceParams& p, ThreadPool& pool) {
-  constexpr std::int64_t kRows = 64;  // of one item
-  pool.run((p.count + kRows - 1) / kRows, [&](std::int64_t item, int) {
-    const std::int64_t end = std::min(p.count, (item + 1) * kRows);
-    for (std::int64_t i = item * kRows; i < end; ++i) {
+  pool.run_stretches(p.count, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t to = p.map != nullptr ? p.map[i] : i;
       if (to >= 0) std::memcpy(p.to + to * p.row_bytes, p.from + i * p.row_bytes, p.row_bytes);
     }

@@ -2,6 +2,7 @@
 // what an item computes must not depend on who computes it.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -26,6 +27,14 @@ class ThreadPool {
     run(items, &work, [](const void* context, std::int64_t item, int thread) {
       (*static_cast<const Work*>(context))(item, thread);
     });
+  }
+
+  /// work(begin, end) for stretches of [0, rows).
+  template <class Work>
+  void run_stretches(std::int64_t rows, const Work& work) {
+    constexpr std::int64_t kRows = 64;  // of a stretch
+    run((rows + kRows - 1) / kRows,
+        [&](std::int64_t item, int) { work(item * kRows, std::min(rows, (item + 1) * kRows)); });
   }
 
  private:

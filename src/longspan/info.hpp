@@ -8,11 +8,17 @@
 
 namespace longspan {
 
+class Communicator;
+
 /// Version, backends, instruction set, MPI, NCCL, GPUs and the links between them.
 std::vector<std::pair<std::string, std::string>> system_info();
 
 /// GPUs that this process can use; 0 in a build without CUDA.
 int gpu_count();
+
+/// Host threads of this rank: `asked`, or where that is 0 LONGSPAN_THREADS, or else its share of
+/// the node's cores; at least 1. Collective.
+int host_threads(const Communicator& world, int asked = 0);
 
 /// Something that attention can be asked for, and which kernels do it. What they do not do, they
 /// refuse by this name.

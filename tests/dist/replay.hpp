@@ -3,43 +3,31 @@
 #pragma once
 
 #include <functional>
-#include <stdexcept>
-#include <string>
+#include <optional>
 #include <utility>
 
 #include "longspan/types.hpp"
 #ifdef LONGSPAN_HAVE_CUDA
-#include <cuda_runtime_api.h>
-
-#include "longspan/cuda.hpp"
+#include "launcher/graph.hpp"
 #endif
 
 namespace longspan::testing {
 
 class Replay {
  public:
-  Replay(Device device, std::function<void(Stream)> work)
-      : on_gpu_(device == Device::cuda), work_(std::move(work)) {
+  Replay(Device device, std::function<void(Stream)> work) : work_(std::move(work)) {
 #ifdef LONGSPAN_HAVE_CUDA
-    if (on_gpu_) ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream");
-#endif
-  }
-  Replay(const Replay&) = delete;
-  Replay& operator=(const Replay&) = delete;
-  ~Replay() {
-#ifdef LONGSPAN_HAVE_CUDA
-    if (exec_ != nullptr) cudaGraphExecDestroy(exec_);
-    if (graph_ != nullptr) cudaGraphDestroy(graph_);
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+    if (device == Device::cuda) gpu_.emplace();
+#else
+    (void)device;
 #endif
   }
 
   Stream stream() const {
 #ifdef LONGSPAN_HAVE_CUDA
-    return on(stream_);
-#else
-    return {};
+    if (gpu_) return on(gpu_->get());
 #endif
+    return {};
   }
 
   /// Queues the work itself, behind what the default stream was given.
@@ -52,9 +40,9 @@ class Replay {
   void again() {
     settle();
 #ifdef LONGSPAN_HAVE_CUDA
-    if (on_gpu_) {
-      if (exec_ == nullptr) capture();
-      ok(cudaGraphLaunch(exec_, stream_), "launch of the graph");
+    if (gpu_) {
+      if (!graph_) graph_.emplace(gpu_->get(), work_);
+      graph_->replay(1);
       return;
     }
 #endif
@@ -64,27 +52,14 @@ class Replay {
  private:
   void settle() {
 #ifdef LONGSPAN_HAVE_CUDA
-    if (on_gpu_) ok(cudaDeviceSynchronize(), "copies");
+    if (gpu_) launcher::cuda_ok(cudaDeviceSynchronize(), "end of the copies");
 #endif
   }
 
 #ifdef LONGSPAN_HAVE_CUDA
-  static void ok(cudaError_t status, const char* what) {
-    if (status != cudaSuccess)
-      throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-  }
-  void capture() {
-    ok(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "begin of the capture");
-    work_(stream());
-    ok(cudaStreamEndCapture(stream_, &graph_), "end of the capture");
-    ok(cudaGraphInstantiate(&exec_, graph_, 0), "making of the graph");
-  }
-
-  cudaStream_t stream_ = nullptr;
-  cudaGraph_t graph_ = nullptr;
-  cudaGraphExec_t exec_ = nullptr;
+  std::optional<launcher::GpuStream> gpu_;
+  std::optional<launcher::Graph> graph_;  // goes before its stream
 #endif
-  bool on_gpu_;
   std::function<void(Stream)> work_;
 };
 

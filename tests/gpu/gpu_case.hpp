@@ -366,6 +366,16 @@ inline Eigen::VectorXd attend_plainly(const Case& c, const Eigen::VectorXd& q,
   return (out / sum).cast<double>();
 }
 
+/// One head [kv_len, dim] of a sequence's keys or values.
+inline launcher::RowMajor matrix_of(const Case& c, const std::vector<std::byte>& rows,
+                                    std::int64_t kv_len, int kv_head) {
+  launcher::RowMajor matrix(kv_len, c.dim);
+  for (std::int64_t i = 0; i < kv_len; ++i)
+    for (int d = 0; d < c.dim; ++d)
+      matrix(i, d) = launcher::load(rows.data(), c.dtype, (i * c.kv_heads + kv_head) * c.dim + d);
+  return matrix;
+}
+
 /// Compares the rows of every `stride`-th token.
 inline Judgement judge(const Case& c, const Data& data, const Result& result, int stride = 1) {
   Judgement verdict;
@@ -376,13 +386,10 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
     const std::int64_t q_len = c.q_lens[static_cast<std::size_t>(b)];
     const std::int64_t kv_len = c.kv_lens[static_cast<std::size_t>(b)];
     for (int kv_head = 0; kv_head < c.kv_heads; ++kv_head) {
-      launcher::RowMajor keys(kv_len, c.dim), values(kv_len, c.dim);
-      for (std::int64_t i = 0; i < kv_len; ++i)
-        for (int d = 0; d < c.dim; ++d) {
-          const std::int64_t at = (i * c.kv_heads + kv_head) * c.dim + d;
-          keys(i, d) = launcher::load(data.k[static_cast<std::size_t>(b)].data(), c.dtype, at);
-          values(i, d) = launcher::load(data.v[static_cast<std::size_t>(b)].data(), c.dtype, at);
-        }
+      const launcher::RowMajor keys =
+          matrix_of(c, data.k[static_cast<std::size_t>(b)], kv_len, kv_head);
+      const launcher::RowMajor values =
+          matrix_of(c, data.v[static_cast<std::size_t>(b)], kv_len, kv_head);
       for (std::int64_t t = 0; t < q_len; t += stride)
         for (int g = 0; g < group; ++g) {
           const int head = kv_head * group + g;
@@ -433,13 +440,8 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
   for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
     const std::int64_t q_len = c.q_lens[b], kv_len = c.kv_lens[b];
     for (int kv_head = 0; kv_head < c.kv_heads; ++kv_head) {
-      launcher::RowMajor keys(kv_len, c.dim), values(kv_len, c.dim);
-      for (std::int64_t i = 0; i < kv_len; ++i)
-        for (int d = 0; d < c.dim; ++d) {
-          const std::int64_t at = (i * c.kv_heads + kv_head) * c.dim + d;
-          keys(i, d) = launcher::load(data.k[b].data(), c.dtype, at);
-          values(i, d) = launcher::load(data.v[b].data(), c.dtype, at);
-        }
+      const launcher::RowMajor keys = matrix_of(c, data.k[b], kv_len, kv_head);
+      const launcher::RowMajor values = matrix_of(c, data.v[b], kv_len, kv_head);
       const int group = c.heads / c.kv_heads;
       for (std::int64_t t = 0; t < q_len; t += stride)
         for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {

@@ -19,6 +19,29 @@ Shape few_rows(std::int32_t kv_len) {
 
 class HostOrder : public ::testing::Test {
  protected:
+  /// judge(result, target): the problem on every instruction set that this processor has.
+  template <class Judge>
+  void on_every_instruction_set(Problem& problem, const Judge& judge) {
+    for (std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+      hwy::SetSupportedTargetsForTest(target);
+      hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+      judge(problem.run(*backend_), target);
+    }
+    hwy::SetSupportedTargetsForTest(0);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  }
+
+  /// Exact on each; the same bits on those with a fused multiply-add.
+  void expect_exact_on_every_instruction_set(Problem& problem) {
+    const Result best = problem.run(*backend_);
+    on_every_instruction_set(problem, [&](const Result& result, std::int64_t target) {
+      EXPECT_LT(problem.error(result).out, 2e-6) << hwy::TargetName(target);
+      if (target & (HWY_AVX3 | HWY_AVX2)) {
+        EXPECT_TRUE(result.same_bits(best)) << hwy::TargetName(target);
+      }
+    });
+  }
+
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
   std::random_device device_;
 };
@@ -133,7 +156,6 @@ TEST_F(HostOrder, SameBitsWhateverTheBatch) {
   }
 }
 
-// Exact on every instruction set; the same bits on those with a fused multiply-add.
 TEST_F(HostOrder, EveryInstructionSet) {
   Shape shape{.heads = 6, .kv_heads = 3, .dim = 88, .query_len = {50}, .kv_len = {1000}};
   shape.mask.causal = true;
@@ -142,18 +164,7 @@ TEST_F(HostOrder, EveryInstructionSet) {
       shape.softcap = softcap;
       shape.dtype = dtype;
       Problem problem(shape, device_());
-      const Result best = problem.run(*backend_);
-      for (std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
-        hwy::SetSupportedTargetsForTest(target);
-        hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-        const Result result = problem.run(*backend_);
-        EXPECT_LT(problem.error(result).out, 2e-6) << hwy::TargetName(target);
-        if (target & (HWY_AVX3 | HWY_AVX2)) {
-          EXPECT_TRUE(result.same_bits(best)) << hwy::TargetName(target);
-        }
-      }
-      hwy::SetSupportedTargetsForTest(0);
-      hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+      expect_exact_on_every_instruction_set(problem);
     }
   }
 }
@@ -171,18 +182,7 @@ TEST_F(HostOrder, EveryInstructionSetHasEveryFeature) {
       shape.store = store;
       shape.alibi = store == Store::rows ? Alibi::query : Alibi::context;
       Problem problem(shape, device_());
-      const Result best = problem.run(*backend_);
-      for (std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
-        hwy::SetSupportedTargetsForTest(target);
-        hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-        const Result result = problem.run(*backend_);
-        EXPECT_LT(problem.error(result).out, 2e-6) << hwy::TargetName(target);
-        if (target & (HWY_AVX3 | HWY_AVX2)) {
-          EXPECT_TRUE(result.same_bits(best)) << hwy::TargetName(target);
-        }
-      }
-      hwy::SetSupportedTargetsForTest(0);
-      hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+      expect_exact_on_every_instruction_set(problem);
     }
   }
 }
@@ -197,10 +197,7 @@ TEST_F(HostOrder, EveryInstructionSetReadsEveryFp8Code) {
     for (int page : {0, 4}) {
       problem.shape.page = page;
       problem.shape.store = Store::x_packed;
-      for (std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
-        hwy::SetSupportedTargetsForTest(target);
-        hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-        const Result result = problem.run(*backend_);
+      on_every_instruction_set(problem, [&](const Result& result, std::int64_t target) {
         for (int code = 0; code < 256; ++code) {
           const double value = problem.v[code];
           if (std::isnan(value))
@@ -208,9 +205,7 @@ TEST_F(HostOrder, EveryInstructionSetReadsEveryFp8Code) {
           else
             EXPECT_EQ(result.out[code], value) << hwy::TargetName(target);
         }
-      }
-      hwy::SetSupportedTargetsForTest(0);
-      hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+      });
     }
   }
 }

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Decode on one GPU: `longspan run` beside PyTorch's cuDNN and FlashAttention-2, in one run.
+"""Decode on one GPU beside PyTorch's cuDNN and FlashAttention-2, in one run.
 
-    python3 bench/gpu_vs_torch.py --machine h200
+    python3 bench/gpu_vs_torch.py --machine h200 [--sweep]
 
-Counts the bytes of the keys and values. Both sides are warmed up and measured in turns; the figure
-is the median. PyTorch's side is captured in a graph. Records go to
-bench/results/decode-<machine>.jsonl. Prefill has a script of its own, prefill_vs_torch.py.
+Ours is `bench_serving --section layer`: the layer of one rank on contiguous keys. Both sides are
+captured in graphs of several calls and go over inputs larger than L2; they are measured in turns,
+and a figure is the median of the rounds. Bytes are those of the keys and values. The ceiling is
+PyTorch's sum over 4 GiB in the same run. `--sweep` adds what has no peer: pages, fp8 and several
+new tokens, each beside our own plain time. Records go to bench/results/decode-<machine>.jsonl.
+Prefill has a script of its own, prefill_vs_torch.py.
 """
 
 import argparse
@@ -15,14 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import longspan_command
 import records
+from seeds_vs_longspan import find_program, serving
 
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
-# (heads, kv_heads, dim, batch, kv)
-DECODE = [(32, 8, 128, 1, 131072), (64, 8, 128, 1, 131072), (32, 8, 128, 8, 32768),
-          (32, 8, 128, 32, 4096), (8, 1, 128, 16, 65536)]
-DECODE_FLOOR_OF_COPY = 0.6
+BEYOND_CACHE = 240e6  # bytes; as bench_serving
+# Rows of bench_serving's table: (heads, kv_heads, batch, keys; 0: ragged), speed asked of ours
+# relative to cuDNN's. 1.01 of its time is within the spread between runs and counts as equal.
+EQUAL = 0.99
+ROWS = [((32, 8, 1, 131072), EQUAL), ((64, 8, 1, 131072), EQUAL), ((32, 8, 8, 32768), EQUAL),
+        ((32, 8, 32, 4096), EQUAL), ((8, 1, 16, 65536), 1.01), ((64, 8, 1, 524288), EQUAL),
+        ((32, 8, 1, 1024), EQUAL), ((32, 8, 1, 8192), EQUAL), ((32, 8, 64, 0), None)]
+MOST_US = {(32, 8, 1, 1024): 8.0, (32, 8, 1, 8192): 14.0}
+OF_CEILING = {(32, 8, 64, 0): 0.93}
+DIM = 128
 
 
 def elapsed_us(work, repeat):
@@ -40,15 +49,17 @@ def elapsed_us(work, repeat):
     return statistics.median(times)
 
 
-def captured(work):
-    """The same work as a graph's replay."""
+def captured(work, calls):
+    """work(i) for each call as a graph's replay."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        work()
+        for i in range(calls):
+            work(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        work()
+        for i in range(calls):
+            work(i)
     return graph.replay
 
 
@@ -59,73 +70,115 @@ def copy_bandwidth():
     return 2 * source.numel() / elapsed_us(lambda: target.copy_(source), 9) / 1e6
 
 
-def peer_us(heads, kv_heads, dim, batch, kv):
-    q = torch.randn(batch, heads, 1, dim, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(batch, kv_heads, kv, dim, device="cuda", dtype=torch.bfloat16)
-            for _ in range(2))
+def read_ceiling():
+    """TB/s of a sum over 4 GiB."""
+    source = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
+    return 4 * source.numel() / elapsed_us(lambda: source.sum(), 15) / 1e6
+
+
+def peer_us(heads, kv_heads, batch, kv):
+    size = 2 * batch * kv * kv_heads * DIM * 2
+    copies = max(1, -(-int(BEYOND_CACHE) // size))
+    calls = -(-5 // copies) * copies
+    q = torch.randn(batch, heads, 1, DIM, device="cuda", dtype=torch.bfloat16)
+    k, v = ([torch.randn(batch, kv_heads, kv, DIM, device="cuda", dtype=torch.bfloat16)
+             for _ in range(copies)] for _ in range(2))
     times = {}
     for name, backend in PEERS.items():
-        def work():
+        def work(i):
             with sdpa_kernel(backend), torch.no_grad():
-                F.scaled_dot_product_attention(q, k, v, enable_gqa=heads != kv_heads)
+                F.scaled_dot_product_attention(q, k[i % copies], v[i % copies],
+                                               enable_gqa=heads != kv_heads)
         try:
-            times[name] = elapsed_us(captured(work), 15)
+            times[name] = elapsed_us(captured(work, calls), 25) / calls
         except RuntimeError as error:
             print(f"# {name} does not take this case: {str(error).splitlines()[0][:80]}")
     return times
 
 
-def ours_us(command, case):
-    heads, kv_heads, dim, batch, kv = case
-    run = longspan_command.run(command, [
-        "--backend", "cuda", "--heads", heads, "--kv-heads", kv_heads, "--dim", dim, "--batch",
-        batch, "--kv", kv, "--tokens", 1, "--dtype", "bf16", "--check", "1", "--iterations",
-        "15", "--warmup", "3"])
-    if not run["check"]["right"]:
-        raise SystemExit(f"wrong result: {run}")
-    return run["time_ms"]["median"] * 1000
+def shape_of(line, **more):
+    return {key: line[key] for key in ("heads", "kv_heads", "dim", "dtype", "batch", "tokens")} | {
+        "kv_len": line["kv_len"] or "1 to 32768", "ranks": 1} | more
 
 
-def compare(args, case, floor):
-    """Records of one case, our speed with its floor first."""
-    heads, kv_heads, dim, batch, kv = case
+def compare(args, row, ceiling):
+    """Records of one row: beside the peers, the ceiling, and in microseconds where that is asked."""
+    case, target = ROWS[row]
     ours, peers = [], {}
     for _ in range(args.rounds):  # in turns
-        ours.append(ours_us(args.command, case))
-        for name, us in peer_us(*case).items():
+        ours += serving(args.program, "--section", "layer", "--row", str(row))
+        for name, us in (peer_us(*case) if case[3] else {}).items():
             peers.setdefault(name, []).append(us)
         torch.cuda.empty_cache()
-    size = 2 * batch * kv * kv_heads * dim * 2
-    mine = size / statistics.median(ours) / 1e6
-    print(f"{heads:>3}/{kv_heads:<3} dim {dim:<4} batch {batch:<3} kv {kv:<7} longspan "
-          f"{mine:6.2f} TB/s", end="")
-    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": "bf16", "batch": batch,
-             "tokens": 1, "kv_len": kv, "ranks": 1, "causal": False, "invariant": False}
-    found = [records.record("decode", shape, "TB/s", round(mine, 3), target=floor)]
+    if not ours:
+        return []
+    us = statistics.median(line["us"] for line in ours)
+    size, shape = ours[0]["bytes"], shape_of(ours[0])
+    mine = size / us / 1e6
+    print(f"{case[0]:>3}/{case[1]:<3} batch {case[2]:<3} kv {case[3] or 'ragged':<7} longspan "
+          f"{us:8.2f} us {mine:6.2f} TB/s", end="")
+    found = []
+
+    def add(metric, value, peer=None, theirs=None, **how):
+        ratio = None if theirs is None else round(value / theirs, 3)
+        found.append(records.record("decode", shape, metric, round(value, 3), peer=peer,
+                                    peer_value=None if theirs is None else round(theirs, 3),
+                                    ratio=ratio, **how))
+        print("" if peer is None else f" | {peer} {theirs:6.2f} (ratio {ratio:.3f})", end="")
+
+    if case in MOST_US:
+        add("us", us, target=MOST_US[case], less_is_better=True)
     for name, times in peers.items():
-        theirs = size / statistics.median(times) / 1e6
-        print(f" | {name} {theirs:6.2f} (ratio {mine / theirs:.2f})", end="")
-        found.append(records.record("decode", shape, "TB/s", round(mine, 3), peer=name,
-                                    peer_value=round(theirs, 3), ratio=round(mine / theirs, 3)))
+        add("TB/s", mine, name, size / statistics.median(times) / 1e6,
+            target=target if name == "cuDNN" else None)
+    add("TB/s", mine, "read ceiling", ceiling, target=OF_CEILING.get(case))
     print(flush=True)
+    return found
+
+
+# What has no peer: options of bench_serving beside the plain case, and how fast it has to be
+# relative to it.
+SWEEP = [("decode", ["--page", "16"], 0.97), ("decode", ["--page", "1"], 0.83),
+         ("decode", ["--page", "16", "--kv-dtype", "e4m3"], 1.75),
+         ("layer", ["--tokens", "2"], 0.87), ("layer", ["--tokens", "4"], 0.87),
+         ("layer", ["--tokens", "8"], 0.87)]
+
+
+def sweep(args, row):
+    """The large rows, each beside our plain time in the same minute."""
+    plain = serving(args.program, "--section", "layer", "--row", str(row))
+    found = []
+    for section, options, target in SWEEP:
+        for line in serving(args.program, "--section", section, "--row", str(row), *options):
+            ratio = round(plain[0]["us"] / line["us"], 3)
+            shape = shape_of(line, **{key: line[key] for key in ("kv_dtype", "page", "table")
+                                      if key in line})
+            print(f"{line['heads']:>3}/{line['kv_heads']:<3} {' '.join(options):<28}"
+                  f"{line['us']:8.2f} us beside {plain[0]['us']:.2f}: {ratio:.3f}", flush=True)
+            found.append(records.record("decode", shape, "us", round(line["us"], 3),
+                                        peer="longspan, contiguous keys, 1 token",
+                                        peer_value=round(plain[0]["us"], 3), ratio=ratio,
+                                        target=target))
     return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
+    parser.add_argument("--program", default=find_program(), help="path of bench_serving")
     parser.add_argument("--machine", required=True, help="name for the records, such as h200")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sweep", action="store_true", help="pages, fp8, several tokens too")
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
     args = parser.parse_args()
-    copy = copy_bandwidth()
-    print(f"# copy bandwidth {copy:.2f} TB/s (read + written)\n"
+    ceiling = read_ceiling()
+    print(f"# read ceiling {ceiling:.2f} TB/s\n"
           f"# decode: longspan beside PyTorch {torch.__version__} on "
           f"{torch.cuda.get_device_name()}, bf16, median of {args.rounds} rounds")
-    for case in DECODE:
-        floor = round(DECODE_FLOOR_OF_COPY * copy, 3)
-        records.write("decode", args.machine, compare(args, case, floor), args.results)
+    for row in range(len(ROWS)):
+        records.write("decode", args.machine, compare(args, row, ceiling), args.results)
+    for row in (0, 2) if args.sweep else ():
+        records.write("decode", args.machine, sweep(args, row), args.results)
 
 
 if __name__ == "__main__":

@@ -96,9 +96,10 @@ struct Batch {
   int size = 1;
   const std::int32_t* query_start = nullptr;  // [size + 1], or null when size is 1
   const std::int32_t* kv_len = nullptr;       // [size], or null when size is 1
-  const std::int64_t* key_start = nullptr;    // [size] first local key of each sequence; null: 0
+  const std::int64_t* key_start = nullptr;    // [size] first local key of each sequence; or null
   const std::uint8_t* causal = nullptr;       // [size] in place of Mask::causal; or null
   bool skip_decode = false;  // sequences of one query are left out: nothing of theirs is written
+  std::int64_t key_pitch = 0;  // without key_start: sequence b begins at local key b * key_pitch
 
   LONGSPAN_HD std::int64_t first_row(int b) const { return query_start ? query_start[b] : 0; }
   LONGSPAN_HD std::int64_t query_len(int b, std::int64_t tokens) const {
@@ -107,7 +108,9 @@ struct Batch {
   LONGSPAN_HD std::int64_t keys(int b, const Shard& shard) const {
     return kv_len ? kv_len[b] : shard.length;
   }
-  LONGSPAN_HD std::int64_t first_key(int b) const { return key_start ? key_start[b] : 0; }
+  LONGSPAN_HD std::int64_t first_key(int b) const { 
+    return key_start ? key_start[b] : b * key_pitch;
+  }
   LONGSPAN_HD bool skips(std::int64_t query_len) const { return skip_decode && query_len == 1; }
 };
 
@@ -171,6 +174,8 @@ struct AttendParams {
 
   std::byte* scratch = nullptr;  // Backend::attend_scratch bytes
   std::size_t scratch_bytes = 0;
+  int* ticket = nullptr;  // [1] zero between calls, of one stream at a time; null: part of the
+                          // scratch is cleared for each call, which costs a launch
 
   /// Positions that the query at `position` of sequence b sees.
   LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {

@@ -84,6 +84,7 @@ struct Attention::Impl {
   std::unique_ptr<kernels::Backend> kernels;
   std::optional<PhaseClock> clock;
   Buffer memory;
+  Buffer ticket;  // AttendParams::ticket; CUDA only
   LayerWorkspace workspace;
   std::size_t scratch_bytes = 0;
   std::shared_ptr<const PeerView> peers;  // null: states are gathered
@@ -145,6 +146,11 @@ struct Attention::Impl {
     std::string failure;
     try {
       memory = Buffer(world.device(), bytes);
+      if (world.device() == Device::cuda) {
+        const int zero = 0;
+        ticket = Buffer(world.device(), sizeof zero);
+        ticket.upload(&zero);
+      }
     } catch (const Error& error) {
       failure = error.what();
     }
@@ -177,9 +183,9 @@ struct Attention::Impl {
       exchange += fmt::format(" (gather past {} states)", window_rows);
   }
 
-  /// Where the first key of each sequence lies: needed for several in contiguous memory.
+  /// Where the first key of each sequence lies: needed for several, one after the other.
   bool needs_key_start(int batch, const CacheView& cache) const {
-    return batch > 1 && !cache.pages;
+    return batch > 1 && !cache.pages && cache.pitch == 0;
   }
   void find_key_starts(const Shard& shard, const std::int32_t* kv_len, int batch,
                        const CacheView& cache, Stream stream) const {
@@ -205,7 +211,7 @@ struct Attention::Impl {
     p.batch = {
         request.batch,  request.query_start,
         request.kv_len, needs_key_start(request.batch, cache) ? workspace.key_start : nullptr,
-        request.causal, request.skip_decode};
+        request.causal, request.skip_decode, cache.pages ? 0 : cache.pitch};
     p.shard = request.shard;
     p.documents = request.documents;
     p.bias.slopes = request.slopes;
@@ -214,6 +220,7 @@ struct Attention::Impl {
     p.slot = world.rank();
     p.scratch = workspace.scratch;
     p.scratch_bytes = scratch_bytes;
+    p.ticket = static_cast<int*>(ticket.data());
     return p;
   }
 

@@ -11,6 +11,7 @@
 #include "kernels/cuda/attend_sm90.hpp"
 #include "kernels/cuda/attend_tf32.hpp"
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/decode_boxes.hpp"
 #include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
@@ -58,12 +59,13 @@ int resident_blocks(const KernelShape& shape, const Gpu& gpu) {
   return std::max(blocks, 1) * gpu.multiprocessors;
 }
 
-/// The power of two that fills the GPU best with `works` pieces each: the smallest within 5 % of
-/// the best. Splits of `least` keys or more.
+/// The power of two, up to kMostSplits, that fills the GPU best with `works` pieces each: the
+/// smallest within 5 % of the best. Splits of `least` keys or more. `resident`: pieces that the GPU
+/// takes at a time.
 int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least) {
   int best = 1;
   double best_fill = 0;
-  for (int splits = 1; splits <= kVirtualRanks; splits *= 2) {
+  for (int splits = 1; splits <= kMostSplits; splits *= 2) {
     if (splits > 1 && (works * splits > 4 * resident || splits > (keys + least - 1) / least)) break;
     const std::int64_t waves = (works * splits + resident - 1) / resident;
     const double fill =
@@ -74,6 +76,17 @@ int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least
     }
   }
   return best;
+}
+
+/// The same for pieces that are handed out, where who is faster takes more: two to four for each
+/// place, as long as they stay large beside what a piece costs.
+int choose_shared_splits(std::int64_t works, int resident, std::int64_t keys) {
+  constexpr int kLargePiece = 4 * kSegment;
+  int splits = choose_splits(works, resident, keys, kSegment);
+  while (splits < kMostSplits && works * splits * 2 <= 4 * resident &&
+         keys >= splits * 2 * kLargePiece)
+    splits *= 2;
+  return splits;
 }
 
 struct Launch {
@@ -110,13 +123,24 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan.tile_rows = shape.tile_rows;
   std::int64_t expected = 0;
   plan_tiles(p, plan, expected);
-  plan.splits = p.parts ? p.parts.count
-                        : choose_splits(expected * p.kv_heads, resident, most_keys(p),
-                                        lengths == Lengths::only_long ? kLongSplit : kSegment);
+  const std::int64_t works = expected * p.kv_heads;
+  const int places = resident * shape.teams;
+  if (p.parts)
+    plan.splits = p.parts.count;
+  else if (shape.box_dim > 0)
+    plan.splits = choose_shared_splits(works, places, most_keys(p));
+  else
+    plan.splits = choose_splits(works, places, most_keys(p),
+                                lengths == Lengths::only_long ? kLongSplit : kSegment);
   plan.works = plan.tiles * p.kv_heads * plan.splits;
+  plan.by_tiles = Divisor(static_cast<std::uint32_t>(plan.tiles));
+  plan.by_sequence_tiles = Divisor(static_cast<std::uint32_t>(std::max(plan.sequence_tiles, 1)));
+  plan.by_kv_heads = Divisor(static_cast<std::uint32_t>(p.kv_heads));
+  plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
   launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
 
-  if (plan.works > launch.blocks) plan.ticket = reinterpret_cast<int*>(p.scratch);
+  if (plan.works > launch.blocks * shape.teams)
+    plan.ticket = shape.box_dim > 0 && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
   launch.bytes = kAlign;
   plan.depth = fold_depth(most_keys(p));
   plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
@@ -133,23 +157,26 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
 }
 
 /// `finished`: where the rows end when they have no other state; null: their states are written.
-void queue(const AttendParams& p, Launch& launch, const MergeParams* finished,
+void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, const Gpu& gpu,
            cudaStream_t stream) {
   if (launch.bytes > p.scratch_bytes)
     throw InputError("attend needs " + std::to_string(launch.bytes) +
                      " bytes of scratch and was given " + std::to_string(p.scratch_bytes) +
                      ": plan for these tokens, sequences and lengths");
   if (launch.plan.works == 0) return;
-  if (launch.plan.ticket != nullptr)
+  if (launch.plan.ticket != nullptr && launch.plan.ticket != p.ticket)
     LONGSPAN_CUDA(cudaMemsetAsync(launch.plan.ticket, 0, sizeof(int), stream));
-  void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan};
+  const bool overlaps = launch.shape.box_dim > 0 && gpu.copy_engine;
+  KeyBoxes boxes{};
+  if (launch.shape.box_dim > 0 && gpu.copy_engine) boxes = key_boxes(p, launch.shape.box_dim);
+  void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan, &boxes};
   LONGSPAN_CUDA(cudaLaunchKernel(launch.shape.kernel, dim3(launch.blocks),
                                  dim3(launch.shape.threads), arguments,
                                  static_cast<std::size_t>(launch.shape.shared_bytes), stream));
   if (finished != nullptr)
-    fold_parts_finished(p, launch.plan, *finished, stream);
+    fold_parts_finished(p, launch.plan, *finished, overlaps, stream);
   else if (launch.plan.splits > 1 && !p.parts)
-    fold_parts(p, launch.plan, stream);
+    fold_parts(p, launch.plan, overlaps, stream);
 }
 
 }  // namespace
@@ -201,9 +228,9 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
     // See choose_splits: at most four pieces a resident block.
     bytes = std::max(
         bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
-                   4 * resident *
+                   4 * resident * static_cast<std::size_t>(shape.teams) *
                        static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, bounds.dim)) +
-                   std::size_t{16} * kVirtualRanks);
+                   std::size_t{16} * kMostSplits);
   };
   AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
   few.tokens = 1;
@@ -227,7 +254,7 @@ void attend_kind(const AttendParams& p, Lengths lengths, const Gpu& gpu, cudaStr
   if (lengths == Lengths::only_long && sm90::accepts(p))
     return sm90::attend(p, {}, kShortQuery + 1, stream);
   Launch launch = make_launch(p, lengths, gpu);
-  queue(p, launch, nullptr, stream);
+  queue(p, launch, nullptr, gpu, stream);
 }
 
 /// All sequences are short and their keys are split: the fold of the splits ends the rows.
@@ -238,7 +265,7 @@ bool decode_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
     return false;
   Launch launch = make_launch(p, Lengths::only_short, gpu);
   if (launch.plan.splits == 1) return false;
-  queue(p, launch, &m, stream);
+  queue(p, launch, &m, gpu, stream);
   return true;
 }
 

@@ -19,13 +19,16 @@ enum class Loader : std::uint8_t {
 };
 Loader loader_of(const AttendParams& p);
 
-/// A compiled kernel (const AttendParams, const Plan), persistent: any grid does all the work.
+/// A compiled kernel (const AttendParams, const Plan[, const KeyBoxes]), persistent: any grid does
+/// all the work.
 struct KernelShape {
   const void* kernel = nullptr;
   int threads = 0;
   int shared_bytes = 0;
   int tile_rows = 0;            // packed rows that a block takes at a time
   std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
+  int teams = 1;                // pieces of work that a block takes side by side
+  int box_dim = 0;              // > 0: the kernel takes KeyBoxes, of tiles of this dim
 };
 
 // One function an instance file. `dim` is rounded up to the next instance.
@@ -42,6 +45,7 @@ KernelShape attend_fp32(int dim, Loader loader);  // for short and long queries
 /// The GPU as far as plans depend on it.
 struct Gpu {
   int multiprocessors = 0;
+  bool copy_engine = false;  // TMA: compute capability 9.0 and later
 };
 
 /// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.
@@ -57,7 +61,8 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu);
 /// Queues the attention of all sequences.
 void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream);
 
-/// The states of the splits of sequences -> its rows of p.state.
-void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream);
+/// The states of the splits of sequences -> its rows of p.state. `overlaps`: the kernel that wrote
+/// them lets this one start early.
+void fold_parts(const AttendParams& p, const Plan& plan, bool overlaps, cudaStream_t stream);
 
 }  // namespace longspan::kernels::cuda

@@ -120,7 +120,7 @@ __device__ inline void load_fp32_queries(float* queries, const AttendParams& p,
        i += Traits::kThreads) {
     const int row = i / (Traits::kDim / 4), d = i % (Traits::kDim / 4) * 4;
     const bool valid = row < work.rows && d < p.dim;
-    const PackedRow at = packed_row(p, work, row);
+    const PackedRow at = packed_row(work, row);
     const std::int64_t offset =
         valid ? (sequence.first_row + at.token) * p.q.row_stride + at.head * p.q.head_stride + d
               : std::int64_t{0};
@@ -166,7 +166,7 @@ template <class Traits>
 __device__ inline void add_bias(float (&s)[Traits::kKeySteps], const AttendParams& p,
                                 const Sequence& sequence, const Work& work, int row,
                                 const View& view, std::int64_t first) {
-  const RowBias bias(p.bias, packed_row(p, work, min(row, work.rows - 1)));
+  const RowBias bias(p.bias, packed_row(work, min(row, work.rows - 1)));
 #pragma unroll
   for (int j = 0; j < Traits::kKeySteps; ++j) {
     const int column =
@@ -251,7 +251,7 @@ __device__ inline void store_fp32(const AttendParams& p, const Plan& plan, const
   for (int r = 0; r < Traits::kOwn; ++r) {
     const int row = half * Traits::kOwn + r;
     if (row >= work.rows) continue;
-    const Target to = target_of(p, plan, sequence, work, packed_row(p, work, row));
+    const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
     if (lane == 0) to.stats() = state.stats[r];
 #pragma unroll
     for (int c = 0; c < Traits::kDim / 64; ++c) {
@@ -284,7 +284,7 @@ __global__ __launch_bounds__(Traits::kThreads,
     load_fp32_queries<Traits>(queries, p, sequence, work);
     if (threadIdx.x < Traits::kRows) {
       const int row = min(static_cast<int>(threadIdx.x), work.rows - 1);
-      views[threadIdx.x] = row_view(p, sequence, packed_row(p, work, row).token, work.split);
+      views[threadIdx.x] = row_view(p, sequence, packed_row(work, row).token, work.split);
     }
 
     __syncthreads();

@@ -179,7 +179,7 @@ __device__ inline void add_bias(float (&s)[Traits::kRowTiles][Traits::kKeyTiles]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = (warp * Traits::kRowTiles + m) * 16 + half * 8 + lane / 4;
-      const RowBias bias(p.bias, packed_row(p, work, row));
+      const RowBias bias(p.bias, packed_row(work, row));
 #pragma unroll
       for (int n = 0; n < Traits::kKeyTiles; ++n) {
         const int2 column = *reinterpret_cast<const int2*>(columns + n * 8 + lane % 4 * 2);
@@ -291,7 +291,7 @@ __device__ inline void store_rows(const AttendParams& p, const Plan& plan, const
   for (int r = 0; r < Traits::State::kRows; ++r) {
     const int row = (warp * Traits::kRowTiles + r / 2) * 16 + r % 2 * 8 + lane / 4;
     if (row >= work.rows) continue;
-    const Target to = target_of(p, plan, sequence, work, packed_row(p, work, row));
+    const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
     if (lane % 4 == 0) to.stats() = state.stats[r];
     float* o = to.o();
 #pragma unroll
@@ -345,7 +345,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
     if (threadIdx.x < Traits::kRows) {
       const int row = min(static_cast<int>(threadIdx.x), piece.work.rows - 1);
       rows[threadIdx.x] =
-          row_view(p, piece.sequence, packed_row(p, piece.work, row).token, piece.work.split);
+          row_view(p, piece.sequence, packed_row(piece.work, row).token, piece.work.split);
     }
     __syncthreads();
     if (threadIdx.x == 0) {

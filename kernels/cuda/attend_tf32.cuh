@@ -92,7 +92,7 @@ __device__ inline void weigh_rows_tf32(float (&s)[Traits::kKeyTiles][4], const A
   for (int half = 0; half < 2; ++half) {
     const int row = static_cast<int>(threadIdx.x) / 32 * 16 + half * 8 + g;
     if (p.bias) {
-      const RowBias bias(p.bias, packed_row(p, work, min(row, work.rows - 1)));
+      const RowBias bias(p.bias, packed_row(work, min(row, work.rows - 1)));
 #pragma unroll
       for (int n = 0; n < Traits::kKeyTiles; ++n)
 #pragma unroll
@@ -166,7 +166,7 @@ __device__ inline void store_tf32(const AttendParams& p, const Plan& plan, const
   for (int half = 0; half < 2; ++half) {
     const int row = static_cast<int>(threadIdx.x) / 32 * 16 + half * 8 + g;
     if (row >= work.rows) continue;
-    const Target to = target_of(p, plan, sequence, work, packed_row(p, work, row));
+    const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
     if (t == 0) to.stats() = state.stats[half];
     float* o = to.o() + 2 * t;
 #pragma unroll
@@ -200,7 +200,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_tf32
     load_fp32_queries<Traits>(queries, p, sequence, work);
     if (threadIdx.x < Traits::kRows) {
       const int row = min(static_cast<int>(threadIdx.x), work.rows - 1);
-      views[threadIdx.x] = row_view(p, sequence, packed_row(p, work, row).token, work.split);
+      views[threadIdx.x] = row_view(p, sequence, packed_row(work, row).token, work.split);
     }
     __syncthreads();
     const View view = tile_view(p, sequence, work.split, views[0], views[Traits::kRows - 1]);

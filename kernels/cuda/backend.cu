@@ -53,6 +53,7 @@ class CudaBackend final : public Backend {
                         ".x: the CUDA kernels need 8.0 (Ampere) or later");
     LONGSPAN_CUDA(
         cudaDeviceGetAttribute(&gpu_.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    gpu_.copy_engine = major >= 9;
   }
 
   Device device() const override { return Device::cuda; }

@@ -17,24 +17,21 @@ class DecodeStack {
 
   __device__ DecodeStack(float* stack, int depth) : memory_(stack, depth) {}
 
-  /// As FoldStack::finish_subtree.
-  __device__ void finish_subtree(State& newest, int level) {
+  static constexpr int kAll = 32;  // a level above all
+
+  /// `newest` becomes the state of its subtree of 2^level places and waits there; or, on level
+  /// kAll, of everything since the last such call.
+  __device__ __forceinline__ void fold(State& newest, int level) {
     fold_low(newest, level);
-    if (level >= kLow) return memory_.finish_subtree(newest, level);
+    if (level >= kLow) return memory_.fold(newest, level);
 #pragma unroll
     for (int i = 0; i < kLow; ++i)
       if (i == level) low_[i] = newest;
     waiting_ |= 1u << level;
   }
 
-  /// As FoldStack::fold_all.
-  __device__ void fold_all(State& newest) {
-    fold_low(newest, kLow);
-    memory_.fold_all(newest);
-  }
-
  private:
-  __device__ void fold_low(State& newest, int level) {
+  __device__ __forceinline__ void fold_low(State& newest, int level) {
 #pragma unroll
     for (int i = 0; i < kLow; ++i) {
       if (i >= level || (waiting_ >> i & 1) == 0) continue;

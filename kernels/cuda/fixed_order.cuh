@@ -8,17 +8,12 @@
 // waits on level k for its sibling. Missing places therefore keep the bits.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "kernels/params.hpp"
 #include "longspan/order.hpp"
 #include "longspan/state.hpp"
-
-#if defined(__CUDACC__)
-#define LONGSPAN_APART __noinline__
-#else
-#define LONGSPAN_APART
-#endif
 
 namespace longspan::kernels::cuda {
 
@@ -26,12 +21,12 @@ namespace longspan::kernels::cuda {
 LONGSPAN_HD inline int leaf_bits(const SegmentOrder& order) {
   const std::int64_t most =
       order.interleaved ? order.count(0) : (order.total + kVirtualRanks - 1) / kVirtualRanks;
-  int bits = 0;
-  while ((std::int64_t{1} << bits) < most) ++bits;
-  return bits;
+  return log2_ceil(static_cast<int>(most));  // segments of a leaf: fewer than 2^31
 }
 
-/// The visible segments of one split, in the order of their places.
+/// The visible segments of one split, in the order of their places. On a GPU this stands before the
+/// first key of a piece of work, so it is spared instructions: a leaf that is entered is worked out
+/// once, and steps inside it add one.
 class SegmentWalk {
  public:
   std::int64_t place;    // in the tree
@@ -41,13 +36,15 @@ class SegmentWalk {
 
   /// Part `split` of `splits` of the tree; `any`: the local keys that are visible at all.
   LONGSPAN_HD SegmentWalk(const SegmentOrder& order, const Interval& any, int split, int splits)
-      : order_(order), bits_(leaf_bits(order)), leaf_(-1) {
+      : order_(order), bits_(leaf_bits(order)) {
     const std::int64_t size = static_cast<std::int64_t>(order.leaves) << bits_;
     const int shift = log2_ceil(splits);  // a power of two
     next_ = size * split >> shift;
     end_ = any.empty() ? next_ : size * (split + 1) >> shift;
+    leaf_end_ = next_;
     low_ = any.begin / kSegment;
     high_ = segments_of(any.end);
+    low_rounds_ = high_rounds_ = 0;
     if (order.interleaved) {
       const std::int64_t round = order.unit * order.leaves;
       low_rounds_ = low_ / round * order.unit;
@@ -60,20 +57,18 @@ class SegmentWalk {
   /// Steps to the next visible segment; false at the end.
   LONGSPAN_HD bool next() {
     while (next_ < end_) {
-      const int leaf = static_cast<int>(next_ >> bits_);
-      if (leaf != leaf_) enter(leaf);
-      std::int64_t t = next_ - (static_cast<std::int64_t>(leaf) << bits_);
-      if (t < first_) t = first_;
-      place = (static_cast<std::int64_t>(leaf) << bits_) + t;
-      if (t < last_ && place < end_) {
+      if (next_ >= leaf_end_) enter(static_cast<int>(next_ >> bits_));
+      place = next_ > first_ ? next_ : first_;
+      if (place < last_) {
         next_ = place + 1;
+        const std::int64_t t = place - leaf_begin_;
         segment = !order_.interleaved ? base_ + t
                   : order_.unit == 1
                       ? t * order_.leaves + base_
                       : (t / order_.unit * order_.leaves + base_) * order_.unit + t % order_.unit;
         return true;
       }
-      next_ = static_cast<std::int64_t>(leaf + 1) << bits_;
+      next_ = leaf_end_;
     }
     return false;
   }
@@ -83,50 +78,41 @@ class SegmentWalk {
     return x < 0 ? 0 : x < most ? x : most;
   }
 
-  /// The visible segments of a leaf: t in [first, last).
-  struct Leaf {
-    std::int64_t base, first, last;
-  };
-
   LONGSPAN_HD void enter(int leaf) {
-    leaf_ = leaf;
-    const Leaf entered = enter(order_, leaf, low_, high_, order_.interleaved ? low_rounds_ : 0,
-                               order_.interleaved ? high_rounds_ : 0);
-    base_ = entered.base;
-    first_ = entered.first;
-    last_ = entered.last;
-  }
-
-  /// Not inlined, by value: rare beside the steps in a leaf, and large. What a block runs through
-  /// once it also fetches once, from memory that others stream through.
-  LONGSPAN_HD static LONGSPAN_APART Leaf enter(SegmentOrder order, int leaf, std::int64_t low,
-                                               std::int64_t high, std::int64_t low_rounds,
-                                               std::int64_t high_rounds) {
-    if (order.interleaved) {
-      const std::int64_t base = reverse_bits(leaf, log2_ceil(order.leaves));
-      return {base, low_rounds + clamp(low - base * order.unit, order.unit),
-              high_rounds + clamp(high - base * order.unit, order.unit)};
+    leaf_begin_ = static_cast<std::int64_t>(leaf) << bits_;
+    leaf_end_ = static_cast<std::int64_t>(leaf + 1) << bits_;
+    std::int64_t shift, count;  // of the leaf's visible segments against the rank's
+    if (order_.interleaved) {
+      base_ = reverse_bits(leaf, log2_ceil(order_.leaves));
+      shift = base_ * order_.unit;
+      count = order_.unit;
+    } else {
+      base_ = shift = order_.begin(leaf);
+      count = order_.begin(leaf + 1) - base_;
     }
-    const std::int64_t base = order.begin(leaf);
-    const std::int64_t count = order.begin(leaf + 1) - base;
-    return {base, clamp(low - base, count), clamp(high - base, count)};
+    first_ = leaf_begin_ + low_rounds_ + clamp(low_ - shift, count);
+    last_ = leaf_begin_ + high_rounds_ + clamp(high_ - shift, count);
+    if (last_ > end_) last_ = end_;
   }
 
   SegmentOrder order_;
   int bits_;
-  int leaf_;
-  std::int64_t next_, end_;
+  std::int64_t next_, end_;  // places
   std::int64_t low_, high_;  // visible local segments; interleaved: their rest in a round
   std::int64_t low_rounds_, high_rounds_;  // interleaved
-  std::int64_t base_, first_, last_;       // of the leaf
+  std::int64_t leaf_begin_, leaf_end_;     // places of the leaf
+  std::int64_t first_, last_;              // the visible ones of them
+  std::int64_t base_;                      // contiguous: its first segment; else its number
 };
 
 /// The level on which the subtree of place `from` waits when the walk goes on at place `to`.
 LONGSPAN_HD inline int finished_level(std::int64_t from, std::int64_t to) {
   const std::uint64_t changed = static_cast<std::uint64_t>(from ^ to);
-  int level = 0;
-  while (changed >> level > 1) ++level;
-  return level;
+#if defined(__CUDA_ARCH__)
+  return 63 - __clzll(static_cast<long long>(changed));
+#else
+  return std::bit_width(changed) - 1;
+#endif
 }
 
 /// The most states that wait at a time in the fold of a sequence of up to `keys` keys. In every

@@ -89,6 +89,15 @@ class FoldStack {
     waiting_ |= 1u << level;
   }
 
+  /// finish_subtree; or, on a level of 32 and more, fold_all.
+  __device__ void fold(State& newest, int level) {
+    fold_below(newest, level);
+    if (level >= 32) return;
+    store(newest, __popc(waiting_));
+    waiting_ |= 1u << level;
+    static_assert(!kTopInRegisters);
+  }
+
   /// `newest` becomes the state of everything since the last call.
   __device__ void fold_all(State& newest) { fold_below(newest, 32); }
 

@@ -146,10 +146,10 @@ struct Wanted {
 
 // ---- the three ways -------------------------------------------------------------------------
 
-template <class T, int kDim, int kKeys, int kThreads, bool k8>
+template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
 __device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, const AttendParams& p,
                                    int kv_head, const Sequence& sequence, const Wanted& wanted) {
-  using Layout = Tile<T, kDim>;
+  using Layout = Tile<T, kDim, kPanelRows>;
   constexpr int kLanes = Layout::kChunks <= 4    ? 4
                          : Layout::kChunks <= 8  ? 8
                          : Layout::kChunks <= 16 ? 16
@@ -157,8 +157,9 @@ __device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, con
   constexpr int kStep = kThreads / kLanes, kCount = kKeys / kStep;
   constexpr int kBatch = kCount < 8 ? kCount : 8;  // rows whose addresses are in registers
   static_assert(kKeys % kStep == 0 && kCount % kBatch == 0);
-  const int chunk = static_cast<int>(threadIdx.x) % kLanes;
-  const int row = static_cast<int>(threadIdx.x) / kLanes;
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
+  const int chunk = thread % kLanes;
+  const int row = thread / kLanes;
   if (chunk >= Layout::kChunks) return;
   const bool column_wanted = chunk * 8 < p.dim;
   const std::int64_t column = source.dense() ? chunk * 8 : source.column(chunk * 8);
@@ -197,14 +198,14 @@ __device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, con
 
 /// A thread takes eight keys and two columns at a time. Two groups of keys and 16 pairs of columns
 /// for a warp: whole sectors of memory, and nearly all banks.
-template <class T, int kDim, int kKeys, int kThreads, bool k8>
+template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
 __device__ inline void load_transposed(std::uint32_t tile, const KvRows& source,
                                        const AttendParams& p, int kv_head, const Sequence& sequence,
                                        const Wanted& wanted) {
-  using Layout = Tile<T, kDim>;
+  using Layout = Tile<T, kDim, kPanelRows>;
   const bool e5m2 = p.kv_dtype == DType::e5m2;
 #pragma unroll 1
-  for (int index = static_cast<int>(threadIdx.x); index < kKeys / 8 * (kDim / 2);
+  for (int index = static_cast<int>(threadIdx.x) % kThreads; index < kKeys / 8 * (kDim / 2);
        index += kThreads) {
     const int row = (index / kDim * 2 + index % 2) * 8, d = index / 2 % (kDim / 2) * 2;
     unsigned seen = 0;  // bit j: key row + j is wanted
@@ -261,13 +262,13 @@ __device__ inline uint4 gather_eight(const void* data, bool e5m2, const At& at) 
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-template <class T, int kDim, int kKeys, int kThreads, bool k8>
+template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
 __device__ inline void load_elements(std::uint32_t tile, const KvRows& source,
                                      const AttendParams& p, int kv_head, const Sequence& sequence,
                                      const Wanted& wanted) {
-  using Layout = Tile<T, kDim>;
+  using Layout = Tile<T, kDim, kPanelRows>;
 #pragma unroll 1
-  for (int index = static_cast<int>(threadIdx.x); index < kKeys * Layout::kChunks;
+  for (int index = static_cast<int>(threadIdx.x) % kThreads; index < kKeys * Layout::kChunks;
        index += kThreads) {
     const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
     uint4 eight = make_uint4(0, 0, 0, 0);
@@ -297,7 +298,7 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
     const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
     uint4 eight = make_uint4(0, 0, 0, 0);
     if (row < work.rows && chunk * 8 < p.dim) {
-      const PackedRow at = packed_row(p, work, row);
+      const PackedRow at = packed_row(work, row);
       const std::int64_t offset =
           (sequence.first_row + at.token) * p.q.row_stride + at.head * p.q.head_stride + chunk * 8;
       const bool e5m2 = p.q_dtype == DType::e5m2;
@@ -314,28 +315,47 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
   }
 }
 
+/// Elements `offset` and `offset` + 1 of the queries, as two of T.
+template <class T, Loader kLoader>
+__device__ inline std::uint32_t load_query_pair(const AttendParams& p, std::int64_t offset) {
+  if constexpr (kLoader == Loader::plain) {
+    return *reinterpret_cast<const std::uint32_t*>(static_cast<const T*>(p.q.data) + offset);
+  } else if (p.q_dtype == p.dtype) {
+    const std::uint16_t* halves = static_cast<const std::uint16_t*>(p.q.data) + offset;
+    return halves[0] | static_cast<std::uint32_t>(halves[1]) << 16;
+  } else {
+    const std::uint8_t* bytes = static_cast<const std::uint8_t*>(p.q.data) + offset;
+    return widen_two<T>(bytes[0] | static_cast<std::uint32_t>(bytes[1]) << 8,
+                        p.q_dtype == DType::e5m2);
+  }
+}
+
 // ---- what kernels call ----------------------------------------------------------------------
 
 /// kKeys keys of one kv head, from local key `first` on (a multiple of 8), into a tile of T. Keys
 /// that no row of the row tile may see are not read (nor are their page table entries); they, and
 /// columns past p.dim, become zeros. The tile is there after the next commit_copies, wait_copies
 /// and __syncthreads.
-template <class T, int kDim, int kKeys, int kThreads, Loader kLoader>
+template <class T, int kDim, int kKeys, int kThreads, Loader kLoader, int kPanelRows = 0>
 __device__ inline void load_keys(std::uint32_t tile, const KvRows& source, const AttendParams& p,
                                  int kv_head, const Sequence& sequence, const View& view,
                                  std::int64_t first) {
   if constexpr (kLoader == Loader::plain) {
-    load_plain<T, kDim, kKeys, kThreads>(tile, source, p.dim, kv_head, sequence, view, first);
+    load_plain<T, kDim, kKeys, kThreads, kPanelRows>(tile, source, p.dim, kv_head, sequence, view,
+                                                     first);
   } else {
     constexpr bool k8 = kLoader == Loader::any8;
     const Wanted wanted{view, first};
     const Access access = access_of(source, p.pages, k8 ? 1 : 2);
     if (access == Access::chunks)
-      load_chunks<T, kDim, kKeys, kThreads, k8>(tile, source, p, kv_head, sequence, wanted);
+      load_chunks<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, p, kv_head, sequence,
+                                                            wanted);
     else if (access == Access::keys)
-      load_transposed<T, kDim, kKeys, kThreads, k8>(tile, source, p, kv_head, sequence, wanted);
+      load_transposed<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, p, kv_head, sequence,
+                                                                wanted);
     else
-      load_elements<T, kDim, kKeys, kThreads, k8>(tile, source, p, kv_head, sequence, wanted);
+      load_elements<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, p, kv_head, sequence,
+                                                              wanted);
   }
 }
 

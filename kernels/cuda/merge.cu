@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/batch_rows.hpp"
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/fold_tree.cuh"
@@ -17,8 +18,8 @@ namespace {
 constexpr int kVector = 8;         // elements of a thread
 constexpr int kThreads = 256;      // of a block, at most
 constexpr int kFoldThreads = 512;  // of fold_parts, at most
-constexpr int kFoldLevels = 2;     // a thread of fold_parts folds up to so many levels alone
-static_assert(kFoldThreads / (256 / kVector) << kFoldLevels >= kVirtualRanks);
+constexpr int kFoldLevels = 1;     // a thread of fold_parts folds up to so many levels alone
+static_assert(kFoldThreads / 4 << kFoldLevels >= kMostSplits);
 using StatePiece = Piece<kVector>;
 
 __device__ StatePiece load_piece(const StateSlots& states, int slot, std::int64_t row, int column) {
@@ -86,19 +87,22 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   finish_row(p, token, head, column, state, wide);
 }
 
-/// The splits of short sequences: a block takes one row. There are few rows and many splits, so a
-/// thread (threadIdx.y) loads as few splits as the block allows, 2^kLevels, and folds them alone;
-/// the rest of the tree goes through shared memory. kFinish: to the result `m`.
+/// The splits of short sequences: a block takes some columns (blockIdx.y) of one row. There are few
+/// rows and many splits, so a thread (threadIdx.y) loads as few splits as the block allows,
+/// 2^kLevels, and folds them alone; the rest of the tree goes through shared memory. kFinish: to
+/// the result `m`.
 template <int kLevels, bool kFinish>
 __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
     const __grid_constant__ MergeParams m, bool wide) {
   __shared__ float4 waiting[2][kFoldThreads];
   __shared__ Stats waiting_stats[kFoldThreads];
+  arch::wait_for_kernels_before();
   // The splits' states first: what they are is found out while they are on their way. Rows that no
   // sequence has are scratch of any content, and go no further.
   const unsigned row = blockIdx.x, heads = static_cast<unsigned>(p.heads);
-  const int head = static_cast<int>(row % heads), column = threadIdx.x * kVector;
+  const int head = static_cast<int>(row % heads);
+  const int column = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kVector;
   const Places places{plan.parts, false, log2_ceil(plan.splits), row, column};
   StatePiece state = fold_subtree<kLevels>(places, static_cast<int>(threadIdx.y) << kLevels);
   std::int64_t token = row / heads;  // of the whole batch
@@ -160,18 +164,27 @@ void merge_rows(const MergeParams& p, int most, cudaStream_t stream) {
   LONGSPAN_CUDA(cudaGetLastError());
 }
 
+/// `overlaps`: the kernel before lets this one start.
 template <bool kFinish>
-void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m,
+void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m, bool overlaps,
                  cudaStream_t stream) {
   const bool wide = kFinish && is_aligned<kVector>(m.out, m.dtype);
+  const int vectors = p.dim / kVector, columns = vectors % 4 == 0 ? 4 : vectors % 2 == 0 ? 2 : 1;
   int levels_alone = 0;
-  while ((plan.splits >> levels_alone) * (p.dim / kVector) > kFoldThreads) ++levels_alone;
-  const dim3 block(p.dim / kVector, plan.splits >> levels_alone);
+  while ((plan.splits >> levels_alone) * columns > kFoldThreads) ++levels_alone;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(plan.parts.rows), vectors / columns);
+  config.blockDim = dim3(columns, plan.splits >> levels_alone);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = overlaps ? 1 : 0;
   for_levels<kFoldLevels>(levels_alone, [&](auto levels) {
-    fold_parts_kernel<decltype(levels)::value, kFinish>
-        <<<static_cast<unsigned>(plan.parts.rows), block, 0, stream>>>(p, plan, m, wide);
+    LONGSPAN_CUDA(cudaLaunchKernelEx(&config, fold_parts_kernel<decltype(levels)::value, kFinish>,
+                                     p, plan, m, wide));
   });
-  LONGSPAN_CUDA(cudaGetLastError());
 }
 
 }  // namespace
@@ -182,13 +195,13 @@ void merge_short(const MergeParams& p, int most, cudaStream_t stream) {
   merge_rows(p, most, stream);
 }
 
-void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream) {
-  launch_fold<false>(p, plan, {}, stream);
+void fold_parts(const AttendParams& p, const Plan& plan, bool overlaps, cudaStream_t stream) {
+  launch_fold<false>(p, plan, {}, overlaps, stream);
 }
 
 void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergeParams& m,
-                         cudaStream_t stream) {
-  launch_fold<true>(p, plan, m, stream);
+                         bool overlaps, cudaStream_t stream) {
+  launch_fold<true>(p, plan, m, overlaps, stream);
 }
 
 }  // namespace longspan::kernels::cuda

@@ -10,36 +10,47 @@
 
 namespace longspan::kernels::cuda {
 
-template <class T, int kDim>
+///
+/// kPanelRows > 0: so many rows at a time are cut into panels of 64 columns (32 where dim is no
+/// multiple of 64), one after the other: as the copy engine brings them, which permutes in the same
+/// way.
+template <class T, int kDim, int kPanelRows = 0>
 struct Tile {
-  static constexpr int kChunks = kDim / 8;  // 16-byte chunks in a row
-  static constexpr int kRowBytes = kDim * 2;
+  static constexpr int kChunks = kDim / 8;                  // 16-byte chunks in a row
+  static constexpr int kPeriod = kChunks % 8 == 0 ? 8 : 4;  // chunks that change places
+  static constexpr int kPanels = kPanelRows > 0 ? kChunks / kPeriod : 1;
+  static constexpr int kRowBytes = kDim * 2 / kPanels;
+  static constexpr int kPanelBytes = kPanelRows * kRowBytes;
 
   /// Permutation of a row. Rows of an odd number of half lines already alternate between two halves
   /// of the banks, so there the row's next two bits do.
   __device__ static constexpr int swizzle(int row) {
-    return kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3;
+    return kPeriod == 8 ? row & 7 : (row >> 1) & 3;
   }
   /// Byte offset of a chunk.
   __device__ static constexpr int offset(int row, int chunk) {
-    return row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
+    if constexpr (kPanelRows == 0)
+      return row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
+    else
+      return row / kPanelRows * (kPanelRows * kDim * 2) + chunk / kPeriod * kPanelBytes +
+             row % kPanelRows * kRowBytes + ((chunk % kPeriod ^ swizzle(row)) << 4);
   }
 };
 
 /// Queues the copy of kKeys keys of one kv head, from local key `first` on, into a tile: contiguous
 /// dense rows of 16-bit elements, 16 bytes aligned. Keys that no row of the row tile may see, and
 /// columns past `dim`, become zeros.
-template <class T, int kDim, int kKeys, int kThreads>
+template <class T, int kDim, int kKeys, int kThreads, int kPanelRows = 0>
 __device__ inline void load_plain(std::uint32_t tile, const Rows& source, int dim, int kv_head,
                                   const Sequence& sequence, const View& view, std::int64_t first) {
-  using Layout = Tile<T, kDim>;
+  using Layout = Tile<T, kDim, kPanelRows>;
   constexpr int kStepRows = kThreads / Layout::kChunks;
   const T* base = source.at<const T>(sequence.first_key + first, kv_head);
   if constexpr (kThreads % Layout::kChunks == 0 && kKeys % kStepRows == 0) {
     if (view.table == nullptr && first >= view.any.begin && first + kKeys <= view.any.end) {
       // The usual tile: every key is wanted. A thread keeps its chunk from row to row.
-      const int chunk = static_cast<int>(threadIdx.x) % Layout::kChunks;
-      const int row = static_cast<int>(threadIdx.x) / Layout::kChunks;
+      const int chunk = static_cast<int>(threadIdx.x) % kThreads % Layout::kChunks;
+      const int row = static_cast<int>(threadIdx.x) % kThreads / Layout::kChunks;
       const bool valid = chunk * 8 < dim;
       const T* from = base + row * source.row_stride + chunk * 8;
       const std::int64_t step = kStepRows * source.row_stride;
@@ -52,7 +63,7 @@ __device__ inline void load_plain(std::uint32_t tile, const Rows& source, int di
     }
   }
 #pragma unroll 1
-  for (int index = static_cast<int>(threadIdx.x); index < kKeys * Layout::kChunks;
+  for (int index = static_cast<int>(threadIdx.x) % kThreads; index < kKeys * Layout::kChunks;
        index += kThreads) {
     const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
     bool valid = view.any.contains(first + row) && chunk * 8 < dim;
@@ -72,7 +83,7 @@ __device__ inline void load_plain_queries(std::uint32_t tile, const AttendParams
        index += kThreads) {
     const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
     const bool valid = row < work.rows && chunk * 8 < p.dim;
-    const PackedRow at = packed_row(p, work, row);
+    const PackedRow at = packed_row(work, row);
     const T* from = valid ? p.q.at<const T>(sequence.first_row + at.token, at.head) + chunk * 8
                           : static_cast<const T*>(p.q.data);
     arch::copy_async(tile + Layout::offset(row, chunk), from, valid);

@@ -8,12 +8,16 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/divisor.hpp"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::cuda {
 
 /// Sequences of up to so many query tokens take the decode kernel, whatever the batch around them.
 inline constexpr int kShortQuery = 16;
+
+/// The most splits of a sequence's keys.
+inline constexpr int kMostSplits = 256;
 
 /// Which sequences of the batch a launch serves; it skips the others. `short_but_one`: the short
 /// ones with sequences of one query left out (Batch::skip_decode).
@@ -48,7 +52,9 @@ struct Plan {
   int splits = 1;          // a power of two; each takes an aligned part of the fixed order's tree.
                            // With AttendParams::parts: their number, a state for each
   int works = 0;           // tiles x kv heads x splits; some turn out to be empty
+  Divisor by_tiles, by_sequence_tiles, by_kv_heads, by_group;  // of this plan and its call
   int* ticket = nullptr;   // zero at the start: hands out the works past the first of each block
+                           // (team); decode leaves it zero
   int depth = 0;           // of the fixed order's stack
   float* stack = nullptr;  // [blocks, depth, floats of a block]; see FoldStack
   StateSlots parts;        // splits of one state: [splits] slots of the rows part_row(...)
@@ -62,6 +68,7 @@ struct Work {
   int split;
   std::int64_t first;  // packed row
   int rows;            // packed rows; 0: nothing to do
+  Divisor by_group;    // heads of a kv head
 };
 
 /// First tile of sequence b where tiles are packed over the batch, at most one in vain for each
@@ -82,14 +89,18 @@ LONGSPAN_HD inline int last_start(int size, std::int64_t x, const Starts& starts
 }
 
 LONGSPAN_HD inline Work work_of(const AttendParams& p, const Plan& plan, int index) {
-  const int group = p.heads / p.kv_heads;
-  // Under a causal mask the last tiles are the heaviest, and they go first.
-  int tile = plan.tiles - 1 - index % plan.tiles;
-  const int rest = index / plan.tiles;
-  Work work{0, rest % p.kv_heads, rest / p.kv_heads, 0, 0};
+  const int group = static_cast<int>(plan.by_group.value);
+  // Short queries: the heads of a key together, as they lie together in memory. Long ones: tiles,
+  // so that they share keys in L2, and the heaviest under a causal mask, the last, first.
+  const bool heads_first = plan.lengths != Lengths::only_long;
+  const Divisor& fast = heads_first ? plan.by_kv_heads : plan.by_tiles;
+  const Divisor& slow = heads_first ? plan.by_tiles : plan.by_kv_heads;
+  const int inner = index % fast, rest = index / fast, outer = rest % slow;
+  Work work{0, heads_first ? inner : outer, rest / slow, 0, 0, plan.by_group};
+  int tile = plan.tiles - 1 - (heads_first ? outer : inner);
   if (plan.sequence_tiles > 0) {
-    work.sequence = tile / plan.sequence_tiles;
-    tile %= plan.sequence_tiles;
+    work.sequence = tile / plan.by_sequence_tiles;
+    tile = tile % plan.by_sequence_tiles;
   } else {
     const auto starts = [&](int b) { return first_tile(p.batch, b, group, plan.tile_rows); };
     work.sequence = last_start(p.batch.size, tile, starts);
@@ -108,12 +119,11 @@ struct PackedRow {
   int head;
 };
 
-LONGSPAN_HD inline PackedRow packed_row(const AttendParams& p, const Work& work, int row) {
-  const unsigned group = static_cast<unsigned>(p.heads / p.kv_heads);
-  // 32-bit division: the packed rows of a sequence are counted by `tiles`, an int.
-  const unsigned packed = static_cast<unsigned>(work.first + row);
-  return {packed / group,
-          work.kv_head * static_cast<int>(group) + static_cast<int>(packed % group)};
+LONGSPAN_HD inline PackedRow packed_row(const Work& work, int row) {
+  // The packed rows of a sequence are counted by `tiles`, an int.
+  const int packed = static_cast<int>(work.first) + row, token = packed / work.by_group;
+  const int group = static_cast<int>(work.by_group.value);
+  return {token, work.kv_head * group + packed - token * group};
 }
 
 /// What a row tile sees of this rank's keys.

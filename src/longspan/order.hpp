@@ -28,12 +28,19 @@ inline constexpr int kVirtualRanks = 64;  // whatever the number of real ranks
 
 /// `value` with its low `bits` bits in reverse order.
 LONGSPAN_HD constexpr int reverse_bits(int value, int bits) {
+#if defined(__CUDA_ARCH__)
+  if (!__builtin_is_constant_evaluated())
+    return bits == 0 ? 0 : static_cast<int>(__brev(static_cast<unsigned>(value)) >> (32 - bits));
+#endif
   int reversed = 0;
   for (int b = 0; b < bits; ++b) reversed |= ((value >> b) & 1) << (bits - 1 - b);
   return reversed;
 }
 
 LONGSPAN_HD constexpr int log2_ceil(int n) {
+#if defined(__CUDA_ARCH__)
+  if (!__builtin_is_constant_evaluated()) return n <= 1 ? 0 : 32 - __clz(n - 1);
+#endif
   int bits = 0;
   while ((1 << bits) < n) ++bits;
   return bits;

@@ -76,25 +76,7 @@ struct Shard {
 
   /// Keys of a sequence of `kv_len` keys that this rank holds.
   LONGSPAN_HD std::int64_t local_len(std::int64_t kv_len) const {
-    if (holds_all()) return kv_len;
-    switch (layout) {
-      case Layout::contiguous:
-        return start(rank + 1, kv_len) - start(rank, kv_len);
-      case Layout::ranges:
-        return table[rank + 1] - table[rank];
-      case Layout::zigzag:
-        return chunk(rank + 1, kv_len) - chunk(rank, kv_len) + chunk(2 * ranks - rank, kv_len) -
-               chunk(2 * ranks - 1 - rank, kv_len);
-      case Layout::striped:
-        return kv_len > rank ? (kv_len - rank + ranks - 1) / ranks : 0;
-      case Layout::interleaved: {
-        const std::int64_t round = block * ranks;
-        const std::int64_t rest = kv_len % round - rank * block;
-        return kv_len / round * block + (rest < 0 ? 0 : rest < block ? rest : block);
-      }
-      default:
-        return listed;
-    }
+    return holds_all() ? kv_len : share(*this, kv_len);
   }
 
   /// Position in the sequence of local key i. Ascends with i, except in `listed`.
@@ -123,21 +105,7 @@ struct Shard {
   LONGSPAN_HD std::int64_t before(std::int64_t position, std::int64_t kv_len) const {
     if (position <= 0) return 0;
     if (position > kv_len) position = kv_len;
-    if (holds_all()) return position;
-    switch (layout) {
-      case Layout::contiguous:
-        return within(position - start(rank, kv_len), local_len(kv_len));
-      case Layout::ranges:
-        return within(position - table[rank], local_len(kv_len));
-      case Layout::zigzag: {
-        const std::int64_t low = chunk(rank, kv_len);
-        const std::int64_t high = chunk(2 * ranks - 1 - rank, kv_len);
-        return within(position - low, chunk(rank + 1, kv_len) - low) +
-               within(position - high, chunk(2 * ranks - rank, kv_len) - high);
-      }
-      default:
-        return local_len(position);
-    }
+    return holds_all() ? position : share_before(*this, position, kv_len);
   }
 
   /// Whether this rank holds the key at `position`, as local key before(position). Not for
@@ -190,6 +158,44 @@ struct Shard {
   /// piece of work begins with.
   LONGSPAN_HD bool holds_all() const {
     return ranks == 1 && layout != Layout::ranges && layout != Layout::listed;
+  }
+  /// local_len and before where several ranks share the keys, or a table says who holds what.
+  LONGSPAN_HD_APART static std::int64_t share(Shard s, std::int64_t kv_len) {
+    switch (s.layout) {
+      case Layout::contiguous:
+        return s.start(s.rank + 1, kv_len) - s.start(s.rank, kv_len);
+      case Layout::ranges:
+        return s.table[s.rank + 1] - s.table[s.rank];
+      case Layout::zigzag:
+        return s.chunk(s.rank + 1, kv_len) - s.chunk(s.rank, kv_len) +
+               s.chunk(2 * s.ranks - s.rank, kv_len) - s.chunk(2 * s.ranks - 1 - s.rank, kv_len);
+      case Layout::striped:
+        return kv_len > s.rank ? (kv_len - s.rank + s.ranks - 1) / s.ranks : 0;
+      case Layout::interleaved: {
+        const std::int64_t round = s.block * s.ranks;
+        const std::int64_t rest = kv_len % round - s.rank * s.block;
+        return kv_len / round * s.block + (rest < 0 ? 0 : rest < s.block ? rest : s.block);
+      }
+      default:
+        return s.listed;
+    }
+  }
+  LONGSPAN_HD_APART static std::int64_t share_before(Shard s, std::int64_t position,
+                                                     std::int64_t kv_len) {
+    switch (s.layout) {
+      case Layout::contiguous:
+        return within(position - s.start(s.rank, kv_len), share(s, kv_len));
+      case Layout::ranges:
+        return within(position - s.table[s.rank], share(s, kv_len));
+      case Layout::zigzag: {
+        const std::int64_t low = s.chunk(s.rank, kv_len);
+        const std::int64_t high = s.chunk(2 * s.ranks - 1 - s.rank, kv_len);
+        return within(position - low, s.chunk(s.rank + 1, kv_len) - low) +
+               within(position - high, s.chunk(2 * s.ranks - s.rank, kv_len) - high);
+      }
+      default:
+        return share(s, position);
+    }
   }
   LONGSPAN_HD static std::int64_t within(std::int64_t n, std::int64_t most) {
     return n < 0 ? 0 : n < most ? n : most;

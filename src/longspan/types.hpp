@@ -4,10 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 
+// LONGSPAN_HD_APART: not inlined into kernels. What is rare, or what a kernel runs through once, it
+// also fetches once, from memory that others stream through.
 #if defined(__CUDACC__)
 #define LONGSPAN_HD __host__ __device__
+#define LONGSPAN_HD_APART __host__ __device__ __noinline__
 #else
 #define LONGSPAN_HD
+#define LONGSPAN_HD_APART
 #endif
 
 namespace longspan {

@@ -62,6 +62,14 @@ __device__ inline void load_matrices_transposed(std::uint32_t (&r)[4], std::uint
                : "memory");
 }
 
+/// An 8x8 matrix of 16-bit elements across the warp, transposed: lane 4 g + t gives elements 2t and
+/// 2t + 1 of row g, and gets those of column g.
+__device__ inline std::uint32_t transpose_matrix(std::uint32_t row) {
+  std::uint32_t column;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(column) : "r"(row));
+  return column;
+}
+
 /// c += a b, fp32 accumulation; T is the type of a and b.
 template <class T>
 __device__ inline void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,

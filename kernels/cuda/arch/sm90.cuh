@@ -1,100 +1,23 @@
-// Hopper's own instructions as plain functions: mbarriers, the tensor copy engine (TMA), the
-// warpgroup matrix product (wgmma) and the hand-over of registers between warpgroups. Nothing here
-// knows what attention is. Everything needs the target sm_90a.
+// Hopper's own instructions as plain functions: the warpgroup matrix product (wgmma) and the
+// hand-over of registers between warpgroups. Nothing here knows what attention is. Everything needs
+// the target sm_90a.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/cuda/arch/copy_engine.cuh"
+
 namespace longspan::kernels::sm90 {
 
-__device__ inline std::uint32_t shared_address(const void* pointer) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// ---- mbarriers: a phase completes when all arrivals and all announced bytes are there ---------
-
-struct Barrier {
-  std::uint64_t word;
-
-  __device__ void init(int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)),
-                 "r"(arrivals));
-  }
-  __device__ void arrive() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
-  }
-  /// Arrives, and announces `bytes` that copies will bring before the phase is complete.
-  __device__ void arrive_expecting(int bytes) {
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
-        "r"(bytes)
-        : "memory");
-  }
-  /// Waits until the phase of this parity is complete. On a fresh barrier parity 1 is complete.
-  __device__ void wait(std::uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred complete;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
-        "@!complete bra again;\n"
-        "}\n" ::"r"(shared_address(this)),
-        "r"(parity)
-        : "memory");
-  }
-};
-
-/// Makes freshly initialised mbarriers visible to the copy engine; a block-wide barrier follows.
-__device__ inline void publish_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+using namespace cuda::arch;
 
 /// Orders this thread's ordinary shared-memory stores before later reads by wgmma and TMA.
 __device__ inline void fence_shared_stores() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// ---- named barriers of the block (0 is __syncthreads) -----------------------------------------
-
-__device__ inline void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ inline void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// ---- TMA -------------------------------------------------------------------------------------
-
-enum class Keep { first_to_go, last_to_go };  // how L2 should treat what is read
-
-template <Keep kKeep>
-__device__ inline std::uint64_t cache_policy() {
-  std::uint64_t policy;
-  if constexpr (kKeep == Keep::first_to_go)
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  else
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ inline void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-/// The map's box at (x, y, z), innermost first, into shared memory; its bytes count on `barrier`.
-/// What lies outside the tensor arrives as zeros.
-__device__ inline void load_box(void* to, const CUtensorMap* map, int x, int y, int z,
-                                Barrier* barrier, std::uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
 }
 
 // ---- registers -------------------------------------------------------------------------------
@@ -106,14 +29,6 @@ __device__ inline void give_registers() {
 template <int kRegisters>
 __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// ---- arithmetic ------------------------------------------------------------------------------
-
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // ---- wgmma: D[64, N] += A[64, 16] B[16, N], fp32 accumulators, asynchronous -------------------

@@ -1,0 +1,46 @@
+#include "kernels/cuda/decode_boxes.hpp"
+
+#include "kernels/cuda/tensor_map.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+/// Coordinates are 32-bit. Contiguous rows of at least 128 bytes are fewer than 2^31 on any GPU.
+constexpr std::int64_t kAny = std::int64_t{1} << 31;
+
+int panel_of(int dim) { return dim % 64 == 0 ? 64 : 32; }
+
+bool has_boxes(const AttendParams& p, const KvRows& rows, int dim) {
+  const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.kv_dtype));
+  const auto aligned = [&](std::int64_t stride) { return stride * bytes % 16 == 0 && stride > 0; };
+  if (p.kv_dtype != p.dtype || p.dim % panel_of(dim) != 0 || !rows.dense() ||
+      !aligned(rows.row_stride) || reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0 ||
+      (p.kv_heads > 1 && !aligned(rows.head_stride)))
+    return false;
+  return p.pages ? p.pages.size % kBoxKeys == 0 && aligned(rows.page_stride)
+                 : rows.row_stride * bytes >= 128;
+}
+
+CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim) {
+  const int panel = panel_of(dim);
+  const MapDimension dimensions[] = {
+      {panel, 1, panel},
+      {p.pages ? p.pages.size : kAny, rows.row_stride, kBoxKeys},
+      {p.dim / panel, panel, dim / panel},
+      {p.kv_heads, p.kv_heads > 1 ? rows.head_stride : rows.row_stride, 1},
+      {p.pages ? kAny : 1, p.pages ? rows.page_stride : rows.row_stride, 1}};
+  return tensor_map(rows.data, p.kv_dtype, dimensions);
+}
+
+}  // namespace
+
+KeyBoxes key_boxes(const AttendParams& p, int dim) {
+  KeyBoxes boxes{};
+  boxes.k_valid = has_boxes(p, p.k, dim);
+  boxes.v_valid = has_boxes(p, p.v, dim);
+  if (boxes.k_valid) boxes.k = map_of(p, p.k, dim);
+  if (boxes.v_valid) boxes.v = map_of(p, p.v, dim);
+  return boxes;
+}
+
+}  // namespace longspan::kernels::cuda

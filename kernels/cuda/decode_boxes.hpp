@@ -1,0 +1,23 @@
+// Keys and values as the copy engine of sm_90 and later reads them.
+#pragma once
+
+#include <cuda.h>
+
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::cuda {
+
+inline constexpr int kBoxKeys = 16;
+
+/// [pages, rows, kv_heads, dim] in boxes of [1, kBoxKeys, 1, 64 elements] (32 where the kernel's
+/// dim is no multiple of 64), permuted as Tile permutes. Contiguous keys are one page.
+struct KeyBoxes {
+  CUtensorMap k, v;
+  bool k_valid = false,
+       v_valid = false;  // else their map is not set: the GPU or the layout has none
+};
+
+/// `dim`: of the kernel's instance.
+KeyBoxes key_boxes(const AttendParams& p, int dim);
+
+}  // namespace longspan::kernels::cuda

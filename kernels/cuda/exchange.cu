@@ -1,7 +1,10 @@
-// The three variants of the exchange (kernels/exchange.hpp). A block serves a range of rows, the
-// same range on every rank, so it waits for the blocks of its own number only. Threads of a row
-// stand side by side, so that what a warp writes to a peer is one run of whole lines. States of a
-// row fold in the tree of merge.cu.
+// The three variants of the exchange (kernels/exchange.hpp). A block serves the same rows on every
+// rank, so it waits for the blocks of its own number only. Threads of a row stand side by side, so
+// that what a warp writes to a peer is one run of whole lines. States of a row fold in the tree of
+// merge.cu.
+//
+// Everything that can be known before data is there is found out before it: the host computes where
+// words go (exchange_route.hpp), and rows, sinks and scales are looked up while states travel.
 #include "kernels/cuda/exchange.hpp"
 
 #include <algorithm>
@@ -10,414 +13,410 @@
 #include "kernels/batch_rows.hpp"
 #include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/exchange_wait.cuh"
 #include "kernels/cuda/fold_tree.cuh"
 #include "kernels/cuda/row_end.cuh"
-#include "kernels/cuda/window_layout.hpp"
 #include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;  // of a block, at most
-constexpr unsigned kLooksBetweenClocks = 64;
-
-// ---- lines: 16 bytes that carry their epoch -----------------------------------------------------
-
-__device__ uint4 line_of(std::uint32_t a, std::uint32_t b, std::uint32_t epoch) {
-  return {a, epoch, b, epoch};
-}
-__device__ uint4 line_of(float a, float b, std::uint32_t epoch) {
-  return line_of(__float_as_uint(a), __float_as_uint(b), epoch);
-}
-__device__ bool arrived(uint4 line, std::uint32_t epoch) {
-  return line.y == epoch && line.w == epoch;
-}
-
-/// Whether what a rank says of its states is there, and is something else than ours.
-__device__ bool differs(const ExchangeParams& p, uint4 header, std::uint32_t epoch) {
-  return arrived(header, epoch) &&
-         (header.x != p.shape || header.z != static_cast<std::uint32_t>(p.merge.states.rows));
-}
-
-// ---- waiting ----------------------------------------------------------------------------------
-
-/// A wait that ends: for data, for the deadline, or for the abort word.
-class BoundedWait {
- public:
-  __device__ BoundedWait(const ExchangeParams& params, std::uint32_t epoch)
-      : p_(params), peers_(params.peers), epoch_(epoch) {}
-
-  /// Called after a look that found nothing; false: give up. `rank`: who is waited for.
-  __device__ bool go_on(int rank) {
-    if (++looks_ % kLooksBetweenClocks != 0) return true;
-    const std::uint64_t now = arch::nanoseconds();
-    if (start_ == 0) start_ = now;  // not before: reading the clock takes longer than most waits
-    // One deadline for all waits of an exchange: whoever comes later does not wait again.
-    if (arch::load_relaxed(&peers_.report->kind) != PeerReport::none) return false;
-    if (arch::load_relaxed(peers_.abort) != 0) return fail(PeerReport::aborted, rank);
-    if (now - start_ > peers_.deadline_ns) return time_out(rank);
-    return true;
-  }
-
-  /// The first report of a window stays.
-  __device__ bool fail(PeerReport::Kind kind, int rank) {
-    PeerReport* report = peers_.report;
-    if (atomicCAS_system(&report->kind, PeerReport::none, kind) == PeerReport::none) {
-      report->rank = static_cast<std::uint32_t>(rank);
-      report->epoch = epoch_;
-      __threadfence_system();
-    }
-    return false;
-  }
-
- private:
-  /// Ranks with another number of rows may take another variant, and then wait for what is never
-  /// sent: their headers tell.
-  __device__ bool time_out(int rank) {
-    const WindowLayout layout{p_.capacity, p_.merge.states.dim, peers_.ranks};
-    for (int from = 0; from < peers_.ranks; ++from) {
-      if (from == peers_.rank) continue;
-      const std::byte* header = peers_.window[peers_.rank] + layout.header(epoch_ & 1u, from);
-      if (differs(p_, arch::load_volatile(header), epoch_)) return fail(PeerReport::differs, from);
-    }
-    return fail(PeerReport::timeout, rank);
-  }
-
-  const ExchangeParams& p_;
-  const PeerView& peers_;
-  std::uint32_t epoch_;
-  std::uint64_t start_ = 0;
-  unsigned looks_ = 0;
-};
+constexpr int kFewestThreads = 32;
+constexpr int kBlocks = 128;  // about one for each multiprocessor, as long as there are rows
 
 // ---- one exchange as a block sees it -----------------------------------------------------------
 
-struct Exchange {
-  const ExchangeParams& p;
-  const int rank, ranks;
-  const WindowLayout layout;
+__device__ unsigned thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
+
+/// Rows that a block takes at once, one for each threadIdx.y; `row_step` further on are its next.
+__device__ std::uint32_t first_rows() { return blockIdx.x * blockDim.y; }
+__device__ std::uint32_t row_step() { return gridDim.x * blockDim.y; }
+
+/// Which exchange this is. Made after the loads of the first own rows, which are then on their way
+/// together with the epoch.
+struct Turn {
   std::uint32_t epoch;
-  unsigned parity;
+  std::uint64_t copy;  // from the start of every window
 
-  /// All threads call it. The last block that has read the epoch makes it this exchange's.
-  __device__ explicit Exchange(const ExchangeParams& params)
-      : p(params),
-        rank(params.peers.rank),
-        ranks(params.peers.ranks),
-        layout{params.capacity, params.merge.states.dim, params.peers.ranks},
-        epoch(arch::load_relaxed(params.peers.epoch) + 1),
-        parity(epoch & 1u) {
-    __syncthreads();
-    if (thread() != 0) return;
-    std::uint32_t* started = params.peers.epoch + 1;
-    if (atomicAdd(started, 1u) + 1 < gridDim.x) return;
-    *started = 0;
-    params.peers.epoch[0] = epoch;
+  __device__ Turn(const ExchangeParams& p, const Route& r)
+      : epoch(arch::load_relaxed(p.peers.epoch) + 1),
+        copy(r.copies + std::uint64_t{copy_of(epoch)} * r.copy_bytes) {}
+};
+
+/// The last block that has read the epoch makes it this exchange's. Made after a barrier that all
+/// threads came to with their epoch in hand; the answer is looked at when the kernel ends.
+class Departure {
+ public:
+  __device__ explicit Departure(const ExchangeParams& p) {
+    if (thread() == 0) before_ = atomicAdd(p.peers.epoch + 1, 1u);
+  }
+  __device__ void leave(const ExchangeParams& p, const Turn& turn) const {
+    if (thread() != 0 || before_ + 1 != gridDim.x) return;
+    p.peers.epoch[1] = 0;
+    p.peers.epoch[0] = turn.epoch;
   }
 
-  __device__ static int thread() {
-    return static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
-  }
-  __device__ std::int64_t rows() const { return p.merge.states.rows; }
-  __device__ std::byte* window(int of) const { return p.peers.window[of]; }
-  /// The step-th peer from this rank on, so that ranks do not all write to one.
-  __device__ int peer(int step) const {
-    const int other = rank + step;
-    return other < ranks ? other : other - ranks;
-  }
+ private:
+  unsigned before_ = 0;
+};
 
-  // What the ranks must agree on travels as a line of its own, in block 0.
-
-  __device__ void send_header() const {
-    const int to = thread();
-    if (blockIdx.x == 0 && to < ranks && to != rank)
-      arch::store_volatile(window(to) + layout.header(parity, rank),
-                           line_of(p.shape, static_cast<std::uint32_t>(rows()), epoch));
+/// What the ranks must agree on travels as a line of its own, from block 0 to block 0, a thread for
+/// each peer. It is asked for early and looked at late.
+class Header {
+ public:
+  __device__ Header(const ExchangeParams& p, const Route& r, const Turn& turn)
+      : mine_(blockIdx.x == 0 && thread() < r.peers) {
+    if (!mine_) return;
+    arch::store_volatile(r.window[thread()] + turn.copy + WindowLayout::header(p.peers.rank),
+                         header_of(p, turn.epoch));
+    from_ = r.rank[thread()];
+    at_ = r.own + turn.copy + WindowLayout::header(from_);
   }
-  __device__ void check_header() const {
-    const int from = thread();
-    if (blockIdx.x != 0 || from >= ranks || from == rank) return;
-    BoundedWait wait(p, epoch);
-    for (;;) {
-      const uint4 line = arch::load_volatile(window(rank) + layout.header(parity, from));
-      if (arrived(line, epoch)) {
-        if (differs(p, line, epoch)) wait.fail(PeerReport::differs, from);
-        return;
-      }
-      if (!wait.go_on(from)) return;
+  __device__ void ask() {
+    if (mine_) line_ = arch::load_volatile(at_);
+  }
+  __device__ void check(const ExchangeParams& p, const Turn& turn, BoundedWait& wait) {
+    if (!mine_) return;
+    while (!arrived(line_, turn.epoch)) {
+      if (!wait.go_on(from_)) return;
+      line_ = arch::load_volatile(at_);
     }
+    if (differs(p, line_, turn.epoch)) wait.fail(PeerReport::differs, from_);
   }
 
-  // Flags: block b of a rank tells block b of the others that a stage of its work is there.
+ private:
+  bool mine_;
+  int from_ = 0;
+  const std::byte* at_ = nullptr;
+  uint4 line_ = {};
+};
 
-  __device__ std::uint32_t* flag(int of, int stage, int from) const {
-    return reinterpret_cast<std::uint32_t*>(window(of) +
-                                            layout.flag(stage, from, static_cast<int>(blockIdx.x)));
-  }
-  /// All threads call it.
-  __device__ void announce(int stage) const {
-    __syncthreads();
-    const int to = thread();
-    if (to < ranks && to != rank) arch::release(flag(to, stage, rank), epoch);
-  }
-  /// All threads call it; false: give up.
-  __device__ bool await(int stage) const {
-    const int from = thread();
-    bool good = true;
-    if (from < ranks && from != rank) {
-      BoundedWait wait(p, epoch);
-      const std::uint32_t* there = flag(rank, stage, from);
-      while (good && static_cast<std::int32_t>(arch::acquire(there) - epoch) < 0)
-        good = wait.go_on(from);
-    }
-    return __syncthreads_and(good);
-  }
+// Flags: block b of a rank tells block b of the others that a stage of its work is there.
 
-  // Four columns of a state, in a slot of `capacity` rows: statistics, then o.
+/// All threads call it.
+__device__ void announce(const Route& r, const Turn& turn, int stage) {
+  __syncthreads();
+  if (thread() < r.peers)
+    arch::release(
+        reinterpret_cast<std::uint32_t*>(r.window[thread()] + r.flags[stage]) + blockIdx.x,
+        turn.epoch);
+}
+/// All threads call it; false: give up.
+__device__ bool await(const Route& r, const Turn& turn, int stage, BoundedWait& wait) {
+  bool good = true;
+  if (thread() < r.peers) {
+    const int from = r.rank[thread()];
+    const auto* flag = reinterpret_cast<const std::uint32_t*>(
+        r.own + WindowLayout::flag(stage, from, static_cast<int>(blockIdx.x)));
+    while (good && static_cast<std::int32_t>(arch::acquire(flag) - turn.epoch) < 0)
+      good = wait.go_on(from);
+  }
+  return __syncthreads_and(good);
+}
 
-  __device__ Piece<4> load(const std::byte* slot, std::int64_t capacity, std::int64_t row,
-                           int column) const {
-    const float2 stats = __ldcg(reinterpret_cast<const float2*>(slot) + row);
-    const float4 o = __ldcg(reinterpret_cast<const float4*>(
-        slot + StateSlots::stats_bytes(capacity) + (row * layout.dim + column) * 4));
-    return {{stats.x, stats.y}, {o.x, o.y, o.z, o.w}};
-  }
-  __device__ const std::byte* own_slot() const {
-    return reinterpret_cast<const std::byte*>(p.merge.states.stats(rank));
-  }
-  __device__ Piece<4> own(std::int64_t row, int column) const {
-    return load(own_slot(), rows(), row, column);
-  }
-  __device__ void push(int to, std::int64_t row, int column, const Piece<4>& piece) const {
-    std::byte* slot = window(to) + layout.slot(parity, rank);
-    if (column == 0)
-      reinterpret_cast<float2*>(slot)[row] = make_float2(piece.stats.max, piece.stats.sum);
-    *reinterpret_cast<float4*>(slot + StateSlots::stats_bytes(layout.rows) +
-                               (row * layout.dim + column) * 4) =
-        make_float4(piece.o[0], piece.o[1], piece.o[2], piece.o[3]);
-  }
+// ---- states ------------------------------------------------------------------------------------
 
-  /// The merged state of a row whose parts lie in this rank's window.
-  template <int kLevels>
-  __device__ Piece<4> merged(std::int64_t row, int column) const {
-    return fold_subtree<kLevels>(
-        [&](int place) {
-          const int slot = p.merge.interleaved ? reverse_bits(place, log2_ceil(ranks)) : place;
-          const int from = min(slot, ranks - 1);  // past the last rank: a load without a branch
-          const bool local = from == rank;
-          Piece<4> piece = load(local ? own_slot() : window(rank) + layout.slot(parity, from),
-                                local ? rows() : layout.rows, row, column);
-          if (slot >= ranks) piece.stats = empty_stats();
-          return piece;
-        },
-        0);
+/// Where four columns of a row stand in a slot.
+__device__ std::uint32_t columns_at(const Route& r, std::uint32_t row, unsigned column) {
+  return r.o + row * r.row_bytes + column * 4;
+}
+
+/// Own rows `first` and on of a block. The statistics of all of them are carried by the block's
+/// first threads, so that they go together.
+struct OwnRows {
+  float4 o;
+  float2 stats;
+
+  OwnRows() = default;
+  /// Past the last row: what is not stored.
+  __device__ OwnRows(const Route& r, std::uint32_t first, unsigned column) {
+    const std::uint32_t row = min(first + threadIdx.y, r.rows - 1);
+    const std::uint32_t stats_row = min(first + min(thread(), blockDim.y - 1), r.rows - 1);
+    o = __ldcg(reinterpret_cast<const float4*>(r.own_state + columns_at(r, row, column)));
+    stats = __ldcg(reinterpret_cast<const float2*>(r.own_state) + stats_row);
+  }
+  /// To a slot; rows from `end` on are left out.
+  __device__ void store(const Route& r, std::byte* slot, std::uint32_t first, std::uint32_t end,
+                        unsigned column) const {
+    const std::uint32_t row = first + threadIdx.y, stats_row = first + thread();
+    if (row < end) *reinterpret_cast<float4*>(slot + columns_at(r, row, column)) = o;
+    if (thread() < blockDim.y && stats_row < end)
+      reinterpret_cast<float2*>(slot)[stats_row] = stats;
   }
 };
 
-// ---- the end of a row
-// -----------------------------------------------------------------------------
-
-/// Rounds and stores; rows that are not in the batch are left alone.
-template <int kColumns>
-__device__ void store_row(const MergeParams& m, std::int64_t row, int column,
-                          const float (&values)[kColumns], float lse, bool wide) {
-  const std::int64_t token = row / m.heads;
-  const int head = static_cast<int>(row - token * m.heads);
-  if (!in_batch(m.batch, token)) return;
-  store_result(m, token, head, column, values, lse, wide);
+/// The merged state of a row whose parts are there.
+template <int kLevels>
+__device__ Piece<4> merged(const Route& r, const Turn& turn, std::uint32_t row, unsigned column) {
+  constexpr int kPlaces = 1 << kLevels;
+  Piece<4> pieces[kPlaces];
+#pragma unroll
+  for (int place = 0; place < kPlaces; ++place) {
+    const std::byte* slot =
+        r.place[place] + std::uint64_t{copy_of(turn.epoch)} * r.place_stride[place];
+    const float2 stats = __ldcg(reinterpret_cast<const float2*>(slot) + row);
+    const float4 o = __ldcg(reinterpret_cast<const float4*>(slot + columns_at(r, row, column)));
+    pieces[place] = {{stats.x, stats.y}, {o.x, o.y, o.z, o.w}};
+    if (r.empty_places >> place & 1) pieces[place].stats = empty_stats();
+  }
+  return fold_subtree<kLevels>([&](int place) { return pieces[place]; }, 0);
 }
 
-// ---- flags beside the data
-// ------------------------------------------------------------------------
+/// A row of the result, looked up where this is made: while states are on their way. Rows that are
+/// not in the batch are left alone.
+struct ResultRow {
+  std::uint32_t token;
+  RowEnd end;
+  ResultPlace place;
+  bool is_wanted;
+
+  __device__ ResultRow(const MergeParams& m, const Route& r, std::uint32_t row, unsigned column)
+      : token(r.heads(row)),
+        end(m, static_cast<int>(row - token * m.heads)),
+        place(m, token, static_cast<int>(row - token * m.heads), static_cast<int>(column)),
+        is_wanted(in_batch(m.batch, token)) {}
+
+  template <int kColumns>
+  __device__ void store(const MergeParams& m, const Piece<kColumns>& row, bool wide) const {
+    if (is_wanted) store_result(m, place, row, wide);
+  }
+};
+
+// ---- flags beside the data ---------------------------------------------------------------------
 
 /// A thread carries two columns: a line. Each of them also reads the line of the statistics.
 template <int kLevels>
 __global__ __launch_bounds__(kThreads) void exchange_beside_kernel(
-    const __grid_constant__ ExchangeParams p, bool wide) {
-  Exchange x(p);
-  x.send_header();
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int column = static_cast<int>(threadIdx.x) * 2;
-  if (row < x.rows()) {
-    const StateSlots& states = p.merge.states;
-    const Stats stats = states.stats(x.rank)[row];
-    const float2 o = *reinterpret_cast<const float2*>(states.o(x.rank, row) + column);
-    const std::int64_t stats_at = row * x.layout.beside_row(), at = stats_at + 16 + column * 8;
-    for (int step = 1; step < x.ranks; ++step) {
-      const int to = x.peer(step);
-      std::byte* slot = x.window(to) + x.layout.beside(x.parity, x.rank);
-      arch::store_volatile(slot + at, line_of(o.x, o.y, x.epoch));
-      if (column == 0)
-        arch::store_volatile(slot + stats_at, line_of(stats.max, stats.sum, x.epoch));
+    const __grid_constant__ ExchangeParams p, const __grid_constant__ Route r, bool wide) {
+  constexpr int kPlaces = 1 << kLevels;
+  const unsigned column = threadIdx.x * 2;
+  const std::uint32_t row_lines = r.row_bytes * 2 + 16;
+  const auto load_own = [&](std::uint32_t row) -> Piece<2> {
+    const std::uint32_t from = min(row, r.rows - 1);
+    const float2 o =
+        __ldcg(reinterpret_cast<const float2*>(r.own_state + columns_at(r, from, column)));
+    const float2 stats = __ldcg(reinterpret_cast<const float2*>(r.own_state) + from);
+    return {{stats.x, stats.y}, {o.x, o.y}};
+  };
+  std::uint32_t row = first_rows() + threadIdx.y;
+  Piece<2> own = load_own(row);
+  const Turn turn(p, r);
+  for (std::uint32_t next = row;;) {
+    const uint4 stats_line = line_of(own.stats.max, own.stats.sum, turn.epoch);
+    const uint4 line = line_of(own.o[0], own.o[1], turn.epoch);
+#pragma unroll
+    for (int step = 0; step < kPlaces - 1; ++step) {
+      if (step >= static_cast<int>(r.peers)) break;
+      std::byte* lines = r.window[step] + turn.copy + r.beside + next * row_lines;
+      if (next < r.rows) arch::store_volatile(lines + 16 + column * 8, line);
+      if (next < r.rows && column == 0) arch::store_volatile(lines, stats_line);
     }
+    next += row_step();
+    if (next >= r.rows) break;
+    own = load_own(next);
+  }
+  Header header(p, r, turn);
+  __syncthreads();
+  const Departure departure(p);
+  header.ask();
 
+  BoundedWait wait(p, turn.epoch, r.own + turn.copy);
+  for (; row < r.rows; row += row_step()) {
+    const ResultRow result(p.merge, r, row, column);
+    if (row_step() < r.rows) own = load_own(row);
     // All ranks' lines are asked for at once, until all are there.
-    constexpr int kSlots = 1 << kLevels;
-    Piece<2> pieces[kSlots];
-    BoundedWait wait(p, x.epoch);
+    Piece<2> pieces[kPlaces];
     bool good = true;
     for (;;) {
-      uint4 lines[kSlots][2];
+      uint4 lines[kPlaces][2];
 #pragma unroll
-      for (int slot = 0; slot < kSlots; ++slot) {
-        const std::byte* from =
-            x.window(x.rank) + x.layout.beside(x.parity, min(slot, x.ranks - 1));
-        lines[slot][0] = arch::load_volatile(from + stats_at);
-        lines[slot][1] = arch::load_volatile(from + at);
+      for (int place = 0; place < kPlaces; ++place) {
+        const std::byte* from = r.own + turn.copy + r.place_beside[place] + row * row_lines;
+        lines[place][0] = arch::load_volatile(from);
+        lines[place][1] = arch::load_volatile(from + 16 + column * 8);
       }
       int missing = -1;
 #pragma unroll
-      for (int slot = 0; slot < kSlots; ++slot) {
-        const bool there = arrived(lines[slot][0], x.epoch) && arrived(lines[slot][1], x.epoch);
-        if (!there && slot < x.ranks && slot != x.rank) missing = slot;
-        pieces[slot] = {{__uint_as_float(lines[slot][0].x), __uint_as_float(lines[slot][0].z)},
-                        {__uint_as_float(lines[slot][1].x), __uint_as_float(lines[slot][1].z)}};
-        if (slot == x.rank) pieces[slot] = {stats, {o.x, o.y}};
-        if (slot >= x.ranks) pieces[slot].stats = empty_stats();
+      for (int place = 0; place < kPlaces; ++place) {
+        const bool there =
+            arrived(lines[place][0], turn.epoch) && arrived(lines[place][1], turn.epoch);
+        if (!there && r.peer_places >> place & 1) missing = place;
+        pieces[place] = {{__uint_as_float(lines[place][0].x), __uint_as_float(lines[place][0].z)},
+                         {__uint_as_float(lines[place][1].x), __uint_as_float(lines[place][1].z)}};
+        if (r.own_places >> place & 1) pieces[place] = own;
+        if (r.empty_places >> place & 1) pieces[place].stats = empty_stats();
       }
       if (missing < 0) break;
-      good = wait.go_on(missing);
+      good = wait.go_on(r.place_rank[missing]);
       if (!good) break;
     }
     if (good) {
-      Piece<2> state = fold_subtree<kLevels>(
-          [&](int place) {
-            const Piece<2> straight = pieces[place], crossed = pieces[reverse_bits(place, kLevels)];
-            return p.merge.interleaved ? crossed : straight;
-          },
-          0);
-      const float lse = finish_piece(p.merge, static_cast<int>(row % p.merge.heads), state);
-      store_row(p.merge, row, column, state.o, lse, wide);
+      Piece<2> state = fold_subtree<kLevels>([&](int place) { return pieces[place]; }, 0);
+      result.end.finish(state);
+      result.store(p.merge, state, wide);
     }
   }
-  x.check_header();
+  header.check(p, turn, wait);
+  departure.leave(p, turn);
 }
 
-// ---- data, then a flag
-// ------------------------------------------------------------------------------
-
-/// Rows [first, last) of `rows` are the block's.
-__device__ void block_rows(std::int64_t rows, std::int64_t& first, std::int64_t& last) {
-  first = rows * blockIdx.x / gridDim.x;
-  last = rows * (blockIdx.x + 1) / gridDim.x;
-}
+// ---- data, then a flag -------------------------------------------------------------------------
 
 template <int kLevels>
 __global__ __launch_bounds__(kThreads) void exchange_flags_kernel(
-    const __grid_constant__ ExchangeParams p, bool wide) {
-  Exchange x(p);
-  x.send_header();
-  const int column = static_cast<int>(threadIdx.x) * 4;
-  std::int64_t first, last;
-  block_rows(x.rows(), first, last);
-  for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y) {
-    const Piece<4> own = x.own(row, column);
-    for (int step = 1; step < x.ranks; ++step) x.push(x.peer(step), row, column, own);
+    const __grid_constant__ ExchangeParams p, const __grid_constant__ Route r, bool wide) {
+  const unsigned column = threadIdx.x * 4;
+  std::uint32_t first = first_rows();
+  OwnRows own(r, first, column);
+  const Turn turn(p, r);
+  for (std::uint32_t next = first;;) {
+#pragma unroll
+    for (int step = 0; step < (1 << kLevels) - 1; ++step) {
+      if (step >= static_cast<int>(r.peers)) break;
+      own.store(r, r.window[step] + turn.copy + r.slot, next, r.rows, column);
+    }
+    next += row_step();
+    if (next >= r.rows) break;
+    own = OwnRows(r, next, column);
   }
-  x.announce(0);
-  if (x.await(0)) {
-    for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y) {
-      Piece<4> state = x.merged<kLevels>(row, column);
-      const float lse = finish_piece(p.merge, static_cast<int>(row % p.merge.heads), state);
-      store_row(p.merge, row, column, state.o, lse, wide);
+  Header header(p, r, turn);
+  announce(r, turn, 0);
+  const Departure departure(p);
+  BoundedWait wait(p, turn.epoch, r.own + turn.copy);
+  std::uint32_t row = first + threadIdx.y;
+  ResultRow result(p.merge, r, min(row, r.rows - 1), column);
+  if (await(r, turn, 0, wait)) {
+    header.ask();  // it was sent ahead of the flag
+    while (row < r.rows) {
+      Piece<4> state = merged<kLevels>(r, turn, row, column);
+      result.end.finish(state);
+      result.store(p.merge, state, wide);
+      row += row_step();
+      if (row < r.rows) result = ResultRow(p.merge, r, row, column);
     }
   }
-  x.check_header();
+  header.check(p, turn, wait);
+  departure.leave(p, turn);
 }
 
-// ---- shares
-// -----------------------------------------------------------------------------------------
+// ---- shares ------------------------------------------------------------------------------------
 
-/// Rows of rank r's share that are the block's.
-__device__ void share_rows(std::int64_t rows, int ranks, int r, std::int64_t& first,
-                           std::int64_t& last) {
-  const std::int64_t begin = rows * r / ranks, end = rows * (r + 1) / ranks;
-  block_rows(end - begin, first, last);
-  first += begin;
-  last += begin;
+/// Four elements of a dense `out`, as they lie there.
+__device__ uint4 load_elements(const std::byte* from, DType dtype, std::uint32_t at) {
+  if (dtype == DType::fp32) return __ldcg(reinterpret_cast<const uint4*>(from) + at / 4);
+  if (is_fp8(dtype)) return {__ldcg(reinterpret_cast<const unsigned*>(from) + at / 4), 0, 0, 0};
+  const uint2 two = __ldcg(reinterpret_cast<const uint2*>(from) + at / 4);
+  return {two.x, two.y, 0, 0};
 }
 
+/// The results travel rounded: in the window they lie as in a dense `out`.
 template <int kLevels>
 __global__ __launch_bounds__(kThreads) void exchange_shares_kernel(
-    const __grid_constant__ ExchangeParams p, bool wide) {
-  Exchange x(p);
-  x.send_header();
+    const __grid_constant__ ExchangeParams p, const __grid_constant__ Route r, bool wide) {
+  constexpr int kPeers = (1 << kLevels) - 1;
   const MergeParams& m = p.merge;
-  const int column = static_cast<int>(threadIdx.x) * 4;
-  std::int64_t first, last;
-  for (int step = 1; step < x.ranks; ++step) {
-    share_rows(x.rows(), x.ranks, x.peer(step), first, last);
-    for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y)
-      x.push(x.peer(step), row, column, x.own(row, column));
+  const unsigned column = threadIdx.x * 4;
+  const std::uint32_t dim = r.row_bytes / 4;
+  const auto load_own = [&](OwnRows(&own)[kPeers], std::uint32_t first) {
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step)
+      own[step] = OwnRows(r, r.share_first[step] + first, column);
+  };
+  OwnRows own[kPeers];
+  load_own(own, first_rows());
+  const Turn turn(p, r);
+  for (std::uint32_t next = first_rows();;) {
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step)
+      own[step].store(r, r.window[step] + turn.copy + r.slot, r.share_first[step] + next,
+                      r.share_first[step] + r.share_count[step], column);
+    next += row_step();
+    if (next >= r.share_count_most) break;
+    load_own(own, next);
   }
-  x.announce(0);
-  // The results travel rounded: in the window they lie as in a dense `out`.
-  const std::int64_t lse_at = x.layout.rows * x.layout.dim * 4;
-  bool good = x.await(0);
+  Header header(p, r, turn);
+  announce(r, turn, 0);
+  const Departure departure(p);
+  BoundedWait wait(p, turn.epoch, r.own + turn.copy);
+  const std::uint32_t first = first_rows() + threadIdx.y;
+  std::uint32_t row = r.own_first + first;
+  ResultRow result(m, r, min(row, r.rows - 1), column);
+  bool good = await(r, turn, 0, wait);
   if (good) {
-    share_rows(x.rows(), x.ranks, x.rank, first, last);
-    for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y) {
-      Piece<4> state = x.merged<kLevels>(row, column);
-      const float lse = finish_piece(m, static_cast<int>(row % m.heads), state);
-      for (int step = 1; step < x.ranks; ++step) {
-        std::byte* results = x.window(x.peer(step)) + x.layout.result(x.parity);
-        store_elements(results, m.dtype, row * x.layout.dim + column, state.o);
-        if (column == 0) reinterpret_cast<float*>(results + lse_at)[row] = lse;
+    header.ask();
+    while (row < r.own_first + r.own_count) {
+      Piece<4> state = merged<kLevels>(r, turn, row, column);
+      result.end.finish(state);
+#pragma unroll
+      for (int step = 0; step < kPeers; ++step) {
+        if (step >= static_cast<int>(r.peers)) break;
+        std::byte* to = r.window[step] + turn.copy;
+        store_elements(to + r.result, m.dtype, row * dim + column, state.o);
+        if (column == 0) reinterpret_cast<float*>(to + r.lse)[row] = finish(state.stats).lse;
       }
-      store_row(m, row, column, state.o, lse, wide);
+      result.store(m, state, wide);
+      row += row_step();
+      if (row < r.own_first + r.own_count) result = ResultRow(m, r, row, column);
     }
   }
-  x.announce(1);
-  if (good && x.await(1)) {
-    const std::byte* results = x.window(x.rank) + x.layout.result(x.parity);
-    for (int step = 1; step < x.ranks; ++step) {
-      share_rows(x.rows(), x.ranks, x.peer(step), first, last);
-      for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y) {
-        float values[4];  // rounding what is rounded already changes nothing
-        const std::int64_t at = row * x.layout.dim + column;
-        if (m.dtype == DType::fp32) {
-          const float4 four = __ldcg(reinterpret_cast<const float4*>(results) + at / 4);
-          values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
-        } else if (is_fp8(m.dtype)) {
-          const std::uint32_t four = __ldcg(reinterpret_cast<const unsigned*>(results) + at / 4);
-          for (int i = 0; i < 4; ++i) values[i] = load_element(&four, m.dtype, i);
-        } else {
-          const uint2 four = __ldcg(reinterpret_cast<const uint2*>(results) + at / 4);
-          for (int i = 0; i < 4; ++i) values[i] = load_element(&four, m.dtype, i);
-        }
-        const float lse = __ldcg(reinterpret_cast<const float*>(results + lse_at) + row);
-        store_row(m, row, column, values, lse, wide);
+  announce(r, turn, 1);
+  if (good && await(r, turn, 1, wait)) {
+    const std::byte* results = r.own + turn.copy + r.result;
+    const float* lses = reinterpret_cast<const float*>(r.own + turn.copy + r.lse);
+    for (std::uint32_t i = first; i < r.share_count_most; i += row_step()) {
+      uint4 words[kPeers];
+      float lse[kPeers];
+#pragma unroll
+      for (int step = 0; step < kPeers; ++step) {
+        const std::uint32_t from = min(r.share_first[step] + i, r.rows - 1);
+        words[step] = load_elements(results, m.dtype, from * dim + column);
+        lse[step] = __ldcg(lses + from);
+      }
+#pragma unroll
+      for (int step = 0; step < kPeers; ++step) {
+        if (i >= r.share_count[step]) continue;
+        const std::uint32_t to = r.share_first[step] + i, token = r.heads(to);
+        const int head = static_cast<int>(to - token * m.heads);
+        if (in_batch(m.batch, token))
+          copy_result(m, ResultPlace(m, token, head, static_cast<int>(column)), words[step],
+                      lse[step], wide);
       }
     }
   }
-  x.check_header();
+  header.check(p, turn, wait);
+  departure.leave(p, turn);
 }
 
-// ---- launch
-// -----------------------------------------------------------------------------------------
+// ---- launch ------------------------------------------------------------------------------------
+
+/// Few rows are spread over many multiprocessors, so that each of them has little to read when it
+/// looks for what has come.
+void launch_of(const ExchangeParams& p, int columns, std::int64_t rows, dim3& grid, dim3& block) {
+  const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
+  const int threads = p.merge.states.dim / columns;  // of a row
+  const std::int64_t most = std::max(1, kThreads / threads);
+  const std::int64_t least = std::min<std::int64_t>(most, divide(kFewestThreads, threads));
+  const std::int64_t wanted = p.blocks > 0 ? std::min(p.blocks, kMostBlocks) : kBlocks;
+  const std::int64_t side = std::clamp(divide(rows, wanted), least, most);
+  const std::int64_t cap = p.blocks > 0 ? wanted : kMostBlocks / 2;
+  block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(side));
+  grid = dim3(static_cast<unsigned>(std::min(divide(rows, side), cap)));
+}
 
 template <int kLevels>
 void launch(const ExchangeParams& p, Push push, cudaStream_t stream) {
-  const int columns = push == Push::beside ? 2 : 4, threads = p.merge.states.dim / columns;
-  const std::int64_t rows = p.merge.states.rows;
-  const dim3 block(static_cast<unsigned>(threads),
-                   static_cast<unsigned>(std::max(1, kThreads / threads)));
-  const auto blocks_of = [&](std::int64_t some) { return (some + block.y - 1) / block.y; };
-  const bool wide = push == Push::beside ? is_aligned<2>(p.merge.out, p.merge.dtype)
-                                         : is_aligned<4>(p.merge.out, p.merge.dtype);
-  if (push == Push::beside) {
-    exchange_beside_kernel<kLevels>
-        <<<static_cast<unsigned>(blocks_of(rows)), block, 0, stream>>>(p, wide);
-    return;
-  }
-  const std::int64_t share =
-      push == Push::flags ? rows : (rows + p.peers.ranks - 1) / p.peers.ranks;
-  const auto blocks =
-      static_cast<unsigned>(std::min<std::int64_t>(blocks_of(share), kMostBlocks / 2));
-  if (push == Push::flags)
-    exchange_flags_kernel<kLevels><<<blocks, block, 0, stream>>>(p, wide);
-  else
-    exchange_shares_kernel<kLevels><<<blocks, block, 0, stream>>>(p, wide);
+  const Route route = make_route(p);
+  const bool beside = push == Push::beside;
+  const bool wide = beside ? is_aligned<2>(p.merge.out, p.merge.dtype)
+                           : is_aligned<4>(p.merge.out, p.merge.dtype);
+  const std::int64_t rows = push == Push::shares ? route.share_count_most : route.rows;
+  dim3 grid, block;
+  launch_of(p, beside ? 2 : 4, rows, grid, block);
+  const auto kernel = beside                ? exchange_beside_kernel<kLevels>
+                      : push == Push::flags ? exchange_flags_kernel<kLevels>
+                                            : exchange_shares_kernel<kLevels>;
+  kernel<<<grid, block, 0, stream>>>(p, route, wide);
 }
 
 [[noreturn]] void refuse(const std::string& what) {
@@ -436,9 +435,11 @@ void exchange(const ExchangeParams& p, cudaStream_t stream) {
   if (m.states.rows > p.capacity)
     throw InputError("exchange of " + std::to_string(m.states.rows) +
                      " states; the windows were made for " + std::to_string(p.capacity));
+  const WindowLayout layout{p.capacity, m.states.dim, p.peers.ranks};
+  if (layout.total() >= std::int64_t{1} << 32)  // offsets in a window have 32 bits
+    refuse("windows of " + std::to_string(layout.total()) + " bytes");
   const Push push =
       p.push == Push::automatic ? choose_push(m.states.rows, m.states.dim, p.peers.ranks) : p.push;
-  const WindowLayout layout{p.capacity, m.states.dim, p.peers.ranks};
   if (push == Push::beside && m.states.rows > layout.beside_rows())
     refuse(std::to_string(m.states.rows) + " states with flags beside the data");
   for_levels<3>(log2_ceil(p.peers.ranks), [&](auto levels) {

@@ -52,8 +52,8 @@ struct Places {
 /// The merged state's end: sink, division, scale, rounding.
 __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, int column,
                            StatePiece& state, bool wide) {
-  const float lse = finish_piece(m, head, state);
-  store_result(m, token, head, column, state.o, lse, wide);
+  RowEnd(m, head).finish(state);
+  store_result(m, ResultPlace(m, token, head, column), state, wide);
 }
 
 // ---- kernels: threadIdx.x = eight columns, (blockIdx.x, threadIdx.y) = rows -------------------

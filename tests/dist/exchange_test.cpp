@@ -385,26 +385,37 @@ TEST_F(Exchange, Times) {
       return worst;
     };
     const double producer = time([] {});
-    std::string line;
-    for (Push push : kVariants) {
-      const kernels::cuda::WindowLayout layout{c.rows, c.dim, world_->size()};
-      if (push == Push::beside && c.rows > layout.beside_rows()) continue;
-      char text[64];
-      std::snprintf(text, sizeof text, " %s %.2f", name(push),
-                    time([&] {
-                      kernels::cuda::exchange(
-                          {windows->view(), merge_of(c, m, false), c.rows, 1, push}, stream_);
-                    }) - producer);
-      line += text;
-    }
     const double nccl = time([&] {
       world_->transport().all_gather(own, m.own.data(), m.slot_bytes, Stream{stream_}, "states");
       backend_->merge(merge_of(c, m, false), Stream{stream_});
     });
+    const bool prints = world_->rank() == 0;
+    if (prints)
+      std::printf("# %2d x %2d, %d ranks, us added to a producer of %.2f: NCCL %.2f\n", tokens,
+                  heads, world_->size(), producer, nccl - producer);
+    for (Push push : kVariants) {
+      const kernels::cuda::WindowLayout layout{c.rows, c.dim, world_->size()};
+      if (push == Push::beside && c.rows > layout.beside_rows()) continue;
+      const auto added = [&](int blocks) {
+        return time([&] {
+                 kernels::cuda::exchange(
+                     {windows->view(), merge_of(c, m, false), c.rows, 1, push, blocks}, stream_);
+               }) -
+               producer;
+      };
+      std::string line;
+      for (const int blocks : {0, 16, 32, 64, 128, 256, 512}) {
+        char text[64];
+        const double us = added(blocks);
+        if (blocks == 0)
+          std::snprintf(text, sizeof text, "#   %-7s %6.2f   blocks", name(push), us);
+        else
+          std::snprintf(text, sizeof text, " %d: %.2f", blocks, us);
+        line += text;
+      }
+      if (prints) std::printf("%s\n", line.c_str());
+    }
     EXPECT_EQ(windows->report().kind, PeerReport::none);
-    if (world_->rank() == 0)
-      std::printf("# %2d x %2d, %d ranks, us added to a producer of %.2f:%s, NCCL %.2f\n", tokens,
-                  heads, world_->size(), producer, line.c_str(), nccl - producer);
   }
 }
 

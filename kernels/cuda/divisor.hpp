@@ -1,0 +1,28 @@
+// Division by a number that the host knows: a product and a shift, where a division on the device
+// is a long chain of dependent instructions.
+#pragma once
+
+#include <cstdint>
+
+#include "longspan/types.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// n / d for n < 2^31. With 2^(L-1) < d <= 2^L and m = 2^(31+L) / d + 1, the error of n m /
+/// 2^(31+L) is below n / 2^31 of 1 / d: too little to reach the next whole number.
+struct Divisor {
+  std::uint32_t multiplier;
+  std::uint32_t shift;
+
+  explicit Divisor(std::uint32_t d) {
+    std::uint32_t log2 = 0;
+    while (std::uint64_t{1} << log2 < d) ++log2;
+    shift = 31 + log2;
+    multiplier = static_cast<std::uint32_t>((std::uint64_t{1} << shift) / d + 1);
+  }
+  LONGSPAN_HD std::uint32_t operator()(std::uint32_t n) const {
+    return static_cast<std::uint32_t>(std::uint64_t{n} * multiplier >> shift);
+  }
+};
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,83 @@
+// How the kernels of an exchange wait: lines that carry their epoch, and waits that end.
+#pragma once
+
+#include "kernels/cuda/arch/peer.cuh"
+#include "kernels/cuda/exchange_route.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// 16 bytes that carry their epoch, once in each eight, which memory moves as a whole.
+__device__ inline uint4 line_of(std::uint32_t a, std::uint32_t b, std::uint32_t epoch) {
+  return {a, epoch, b, epoch};
+}
+__device__ inline uint4 line_of(float a, float b, std::uint32_t epoch) {
+  return line_of(__float_as_uint(a), __float_as_uint(b), epoch);
+}
+__device__ inline bool arrived(uint4 line, std::uint32_t epoch) {
+  return line.y == epoch && line.w == epoch;
+}
+
+/// What a rank says of its exchange, as a line.
+__device__ inline uint4 header_of(const ExchangeParams& p, std::uint32_t epoch) {
+  return line_of(p.shape, static_cast<std::uint32_t>(p.merge.states.rows), epoch);
+}
+/// Whether what a rank says is there, and is something else than ours.
+__device__ inline bool differs(const ExchangeParams& p, uint4 header, std::uint32_t epoch) {
+  const uint4 own = header_of(p, epoch);
+  return arrived(header, epoch) && (header.x != own.x || header.z != own.z);
+}
+
+/// A wait that ends: for data, for the deadline, or for the abort word.
+class BoundedWait {
+ public:
+  /// `headers`: [ranks] lines in this rank's window.
+  __device__ BoundedWait(const ExchangeParams& params, std::uint32_t epoch,
+                         const std::byte* headers)
+      : p_(params), peers_(params.peers), headers_(headers), epoch_(epoch) {}
+
+  /// Called after a look that found nothing; false: give up. `rank`: who is waited for.
+  __device__ bool go_on(int rank) {
+    if (++looks_ % kLooksBetweenClocks != 0) return true;
+    const std::uint64_t now = arch::nanoseconds();
+    if (start_ == 0) start_ = now;  // not before: reading the clock takes longer than most waits
+    // One deadline for all waits of an exchange: whoever comes later does not wait again.
+    if (arch::load_relaxed(&peers_.report->kind) != PeerReport::none) return false;
+    if (arch::load_relaxed(peers_.abort) != 0) return fail(PeerReport::aborted, rank);
+    if (now - start_ > peers_.deadline_ns) return time_out(rank);
+    return true;
+  }
+
+  /// The first report of a window stays.
+  __device__ bool fail(PeerReport::Kind kind, int rank) {
+    PeerReport* report = peers_.report;
+    if (atomicCAS_system(&report->kind, PeerReport::none, kind) == PeerReport::none) {
+      report->rank = static_cast<std::uint32_t>(rank);
+      report->epoch = epoch_;
+      __threadfence_system();
+    }
+    return false;
+  }
+
+ private:
+  static constexpr unsigned kLooksBetweenClocks = 64;
+
+  /// Ranks with another number of rows may take another variant, and then wait for what is never
+  /// sent: their headers tell.
+  __device__ bool time_out(int rank) {
+    for (int from = 0; from < peers_.ranks; ++from) {
+      if (from == peers_.rank) continue;
+      const uint4 header = arch::load_volatile(headers_ + WindowLayout::header(from));
+      if (differs(p_, header, epoch_)) return fail(PeerReport::differs, from);
+    }
+    return fail(PeerReport::timeout, rank);
+  }
+
+  const ExchangeParams& p_;
+  const PeerView& peers_;
+  const std::byte* headers_;
+  std::uint32_t epoch_;
+  std::uint64_t start_ = 0;
+  unsigned looks_ = 0;
+};
+
+}  // namespace longspan::kernels::cuda

@@ -30,7 +30,8 @@ struct ExchangeParams {
   std::int64_t capacity = 0;  // rows that the windows were made for
   std::uint32_t shape = 0;    // hash of what ranks must agree on
   Push push = Push::automatic;
-  int blocks = 0;  // 0: by size. To measure others: alike on all ranks
+  int blocks = 0;       // 0: by size. To measure others: alike on all ranks
+  bool overlap = true;  // the kernel may come to its place while the one before it ends
 };
 
 }  // namespace longspan::kernels

@@ -37,11 +37,13 @@ __device__ std::uint32_t row_step() { return gridDim.x * blockDim.y; }
 /// together with the epoch.
 struct Turn {
   std::uint32_t epoch;
-  std::uint64_t copy;  // from the start of every window
+  std::uint32_t index;  // of the copy
+  std::uint64_t copy;   // from the start of every window
 
-  __device__ Turn(const ExchangeParams& p, const Route& r)
-      : epoch(arch::load_relaxed(p.peers.epoch) + 1),
-        copy(r.copies + std::uint64_t{copy_of(epoch)} * r.copy_bytes) {}
+  __device__ explicit Turn(const Route& r)
+      : epoch(next_epoch(arch::load_relaxed(r.epoch))),
+        index(copy_of(epoch)),
+        copy(r.copies + std::uint64_t{index} * r.copy_bytes) {}
 };
 
 /// The last block that has read the epoch makes it this exchange's. Made after a barrier that all
@@ -109,8 +111,7 @@ __device__ bool await(const Route& r, const Turn& turn, int stage, BoundedWait& 
     const int from = r.rank[thread()];
     const auto* flag = reinterpret_cast<const std::uint32_t*>(
         r.own + WindowLayout::flag(stage, from, static_cast<int>(blockIdx.x)));
-    while (good && static_cast<std::int32_t>(arch::acquire(flag) - turn.epoch) < 0)
-      good = wait.go_on(from);
+    while (good && !is_reached(arch::acquire(flag), turn.epoch)) good = wait.go_on(from);
   }
   return __syncthreads_and(good);
 }
@@ -120,6 +121,13 @@ __device__ bool await(const Route& r, const Turn& turn, int stage, BoundedWait& 
 /// Where four columns of a row stand in a slot.
 __device__ std::uint32_t columns_at(const Route& r, std::uint32_t row, unsigned column) {
   return r.o + row * r.row_bytes + column * 4;
+}
+
+/// Waits for attention to have left its states. What is found out ahead of it costs no time: where
+/// the own row stands, and, by a prefetch, where that is in memory.
+__device__ void wait_for_states(const Route& r, std::uint32_t row, unsigned column) {
+  arch::prefetch(r.own_state + columns_at(r, min(row, r.rows - 1), column));
+  arch::wait_for_kernels_before();
 }
 
 /// Own rows `first` and on of a block. The statistics of all of them are carried by the block's
@@ -153,8 +161,7 @@ __device__ Piece<4> merged(const Route& r, const Turn& turn, std::uint32_t row, 
   Piece<4> pieces[kPlaces];
 #pragma unroll
   for (int place = 0; place < kPlaces; ++place) {
-    const std::byte* slot =
-        r.place[place] + std::uint64_t{copy_of(turn.epoch)} * r.place_stride[place];
+    const std::byte* slot = r.place[place] + std::uint64_t{turn.index} * r.place_stride[place];
     const float2 stats = __ldcg(reinterpret_cast<const float2*>(slot) + row);
     const float4 o = __ldcg(reinterpret_cast<const float4*>(slot + columns_at(r, row, column)));
     pieces[place] = {{stats.x, stats.y}, {o.x, o.y, o.z, o.w}};
@@ -187,8 +194,8 @@ struct ResultRow {
 
 /// A thread carries two columns: a line. Each of them also reads the line of the statistics.
 template <int kLevels>
-__global__ __launch_bounds__(kThreads) void exchange_beside_kernel(
-    const __grid_constant__ ExchangeParams p, const __grid_constant__ Route r, bool wide) {
+__global__ __launch_bounds__(kThreads, 2) void exchange_beside_kernel(
+    const __grid_constant__ Route r, const __grid_constant__ ExchangeParams p, bool wide) {
   constexpr int kPlaces = 1 << kLevels;
   const unsigned column = threadIdx.x * 2;
   const std::uint32_t row_lines = r.row_bytes * 2 + 16;
@@ -200,8 +207,9 @@ __global__ __launch_bounds__(kThreads) void exchange_beside_kernel(
     return {{stats.x, stats.y}, {o.x, o.y}};
   };
   std::uint32_t row = first_rows() + threadIdx.y;
+  wait_for_states(r, row, column);
   Piece<2> own = load_own(row);
-  const Turn turn(p, r);
+  const Turn turn(r);
   for (std::uint32_t next = row;;) {
     const uint4 stats_line = line_of(own.stats.max, own.stats.sum, turn.epoch);
     const uint4 line = line_of(own.o[0], own.o[1], turn.epoch);
@@ -264,12 +272,13 @@ __global__ __launch_bounds__(kThreads) void exchange_beside_kernel(
 // ---- data, then a flag -------------------------------------------------------------------------
 
 template <int kLevels>
-__global__ __launch_bounds__(kThreads) void exchange_flags_kernel(
-    const __grid_constant__ ExchangeParams p, const __grid_constant__ Route r, bool wide) {
+__global__ __launch_bounds__(kThreads, 2) void exchange_flags_kernel(
+    const __grid_constant__ Route r, const __grid_constant__ ExchangeParams p, bool wide) {
   const unsigned column = threadIdx.x * 4;
-  std::uint32_t first = first_rows();
+  const std::uint32_t first = first_rows();
+  wait_for_states(r, first + threadIdx.y, column);
   OwnRows own(r, first, column);
-  const Turn turn(p, r);
+  const Turn turn(r);
   for (std::uint32_t next = first;;) {
 #pragma unroll
     for (int step = 0; step < (1 << kLevels) - 1; ++step) {
@@ -312,8 +321,8 @@ __device__ uint4 load_elements(const std::byte* from, DType dtype, std::uint32_t
 
 /// The results travel rounded: in the window they lie as in a dense `out`.
 template <int kLevels>
-__global__ __launch_bounds__(kThreads) void exchange_shares_kernel(
-    const __grid_constant__ ExchangeParams p, const __grid_constant__ Route r, bool wide) {
+__global__ __launch_bounds__(kThreads, 2) void exchange_shares_kernel(
+    const __grid_constant__ Route r, const __grid_constant__ ExchangeParams p, bool wide) {
   constexpr int kPeers = (1 << kLevels) - 1;
   const MergeParams& m = p.merge;
   const unsigned column = threadIdx.x * 4;
@@ -324,8 +333,9 @@ __global__ __launch_bounds__(kThreads) void exchange_shares_kernel(
       own[step] = OwnRows(r, r.share_first[step] + first, column);
   };
   OwnRows own[kPeers];
+  wait_for_states(r, r.share_first[0] + first_rows() + threadIdx.y, column);
   load_own(own, first_rows());
-  const Turn turn(p, r);
+  const Turn turn(r);
   for (std::uint32_t next = first_rows();;) {
 #pragma unroll
     for (int step = 0; step < kPeers; ++step)
@@ -404,19 +414,42 @@ void launch_of(const ExchangeParams& p, int columns, std::int64_t rows, dim3& gr
   grid = dim3(static_cast<unsigned>(std::min(divide(rows, side), cap)));
 }
 
+/// Whether the code that runs here is of the kind that waits for the kernels before it.
+template <auto* kKernel>
+bool can_overlap() {
+  static const bool can = [] {
+    cudaFuncAttributes attributes{};
+    LONGSPAN_CUDA(cudaFuncGetAttributes(&attributes, kKernel));
+    return attributes.ptxVersion >= 90;
+  }();
+  return can;
+}
+
+template <auto* kKernel>
+void launch(const ExchangeParams& p, const Route& route, int columns, std::int64_t rows, bool wide,
+            cudaStream_t stream) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  launch_of(p, columns, rows, config.gridDim, config.blockDim);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = p.overlap && can_overlap<kKernel>() ? 1 : 0;
+  LONGSPAN_CUDA(cudaLaunchKernelEx(&config, kKernel, route, p, wide));
+}
+
 template <int kLevels>
 void launch(const ExchangeParams& p, Push push, cudaStream_t stream) {
   const Route route = make_route(p);
-  const bool beside = push == Push::beside;
-  const bool wide = beside ? is_aligned<2>(p.merge.out, p.merge.dtype)
-                           : is_aligned<4>(p.merge.out, p.merge.dtype);
-  const std::int64_t rows = push == Push::shares ? route.share_count_most : route.rows;
-  dim3 grid, block;
-  launch_of(p, beside ? 2 : 4, rows, grid, block);
-  const auto kernel = beside                ? exchange_beside_kernel<kLevels>
-                      : push == Push::flags ? exchange_flags_kernel<kLevels>
-                                            : exchange_shares_kernel<kLevels>;
-  kernel<<<grid, block, 0, stream>>>(p, route, wide);
+  const Rows& out = p.merge.out;
+  const bool two = is_aligned<2>(out, p.merge.dtype), four = is_aligned<4>(out, p.merge.dtype);
+  if (push == Push::beside)
+    launch<exchange_beside_kernel<kLevels>>(p, route, 2, route.rows, two, stream);
+  else if (push == Push::flags)
+    launch<exchange_flags_kernel<kLevels>>(p, route, 4, route.rows, four, stream);
+  else
+    launch<exchange_shares_kernel<kLevels>>(p, route, 4, route.share_count_most, four, stream);
 }
 
 [[noreturn]] void refuse(const std::string& what) {

@@ -16,19 +16,21 @@ namespace longspan::kernels::cuda {
 struct Route {
   static constexpr int kMostPeers = PeerView::kMostRanks - 1;
 
+  // What a kernel needs until its first store stands together, in few lines of the constant cache,
+  // which has nothing of a new kernel.
   std::uint32_t rows, row_bytes;  // of states; bytes of a row of o
-  std::uint32_t peers;            // ranks - 1
   std::uint32_t o;                // of a slot: where o begins
-  Divisor heads;
-
+  std::uint32_t peers;            // ranks - 1
   const std::byte* own_state;     // this rank's, as attention left it
-  std::byte* own;                 // this rank's window
-  std::byte* window[kMostPeers];  // by step
-  std::uint8_t rank[kMostPeers];  // by step
-  std::uint32_t copies;           // where copy 0 begins
+  const std::uint32_t* epoch;
+  std::uint32_t copies;  // where copy 0 begins
   std::uint32_t copy_bytes;
+  std::uint32_t slot, beside;     // this rank's, in the windows of others
+  std::byte* window[kMostPeers];  // by step
 
-  std::uint32_t slot, beside;  // this rank's, in the windows of others
+  std::byte* own;                 // this rank's window
+  std::uint8_t rank[kMostPeers];  // by step
+  Divisor heads;
   std::uint32_t result, lse;
   std::uint32_t flags[2];  // this rank's of a stage, from the window's start
 
@@ -52,10 +54,11 @@ inline Route make_route(const ExchangeParams& p) {
   const auto small = [](std::int64_t value) { return static_cast<std::uint32_t>(value); };
   Route r{.rows = small(states.rows),
           .row_bytes = small(states.dim * 4),
-          .peers = small(view.ranks - 1),
           .o = small(StateSlots::stats_bytes(states.rows)),
+          .peers = small(view.ranks - 1),
+          .own_state = reinterpret_cast<const std::byte*>(states.stats(view.rank)),
+          .epoch = view.epoch,
           .heads = Divisor(small(p.merge.heads))};
-  r.own_state = reinterpret_cast<const std::byte*>(states.stats(view.rank));
   r.own = view.window[view.rank];
   r.copies = small(layout.copy(0));
   r.copy_bytes = small(layout.copy_bytes());

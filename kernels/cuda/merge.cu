@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/batch_rows.hpp"
+#include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/fold_tree.cuh"
@@ -95,6 +96,7 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
     const __grid_constant__ MergeParams m, bool wide) {
   __shared__ float4 waiting[2][kFoldThreads];
   __shared__ Stats waiting_stats[kFoldThreads];
+  arch::let_next_kernel_start();  // an exchange, which then waits here for the states
   // The splits' states first: what they are is found out while they are on their way. Rows that no
   // sequence has are scratch of any content, and go no further.
   const unsigned row = blockIdx.x, heads = static_cast<unsigned>(p.heads);

@@ -1,8 +1,12 @@
 // Where the parts of an exchange window lie: flags, then copies of everything else, one for each of
 // the exchanges that may be on their way at once.
 //
-// Two copies, by the parity of the epoch, are enough: a rank starts epoch e + 2 only after it has
-// e + 1 of every peer, which a peer sends only when its kernel of epoch e has ended.
+// Exchanges are counted from 1, and after 2^32 - 1 comes 1 again: windows are made of zeros, which
+// are no exchange's, and three divides 2^32 - 1, so that the copies go on in turn.
+//
+// A rank starts epoch e + 2 only after it has e + 1 of every peer, which a peer sends only when its
+// kernel of epoch e has ended. So two copies would do, were it certain that a kernel is over before
+// the next one begins. Three leave room for a kernel that starts while the one before it ends.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +17,17 @@ namespace longspan::kernels::cuda {
 
 inline constexpr int kMostBlocks = 512;
 inline constexpr std::int64_t kMostBesideRows = 4096;  // of the variant `beside`
-inline constexpr std::uint32_t kCopies = 2;
+inline constexpr std::uint32_t kCopies = 3;
+static_assert(~std::uint32_t{0} % kCopies == 0);
 
+LONGSPAN_HD inline std::uint32_t next_epoch(std::uint32_t epoch) {
+  return epoch == ~std::uint32_t{0} ? 1 : epoch + 1;
+}
 LONGSPAN_HD inline std::uint32_t copy_of(std::uint32_t epoch) { return epoch % kCopies; }
+/// Whether a flag says that data of an exchange is there. Nobody is further ahead than by one.
+LONGSPAN_HD inline bool is_reached(std::uint32_t flag, std::uint32_t epoch) {
+  return flag == epoch || flag == next_epoch(epoch);
+}
 
 struct WindowLayout {
   std::int64_t rows;  // capacity

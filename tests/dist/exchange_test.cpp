@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -396,23 +397,20 @@ TEST_F(Exchange, Times) {
     for (Push push : kVariants) {
       const kernels::cuda::WindowLayout layout{c.rows, c.dim, world_->size()};
       if (push == Push::beside && c.rows > layout.beside_rows()) continue;
-      const auto added = [&](int blocks) {
-        return time([&] {
-                 kernels::cuda::exchange(
-                     {windows->view(), merge_of(c, m, false), c.rows, 1, push, blocks}, stream_);
-               }) -
-               producer;
+      const auto added = [&](int blocks, bool overlap) {
+        ExchangeParams p{windows->view(), merge_of(c, m, false), c.rows, 1, push, blocks, overlap};
+        return time([&] { kernels::cuda::exchange(p, stream_); }) - producer;
       };
       std::string line;
-      for (const int blocks : {0, 16, 32, 64, 128, 256, 512}) {
-        char text[64];
-        const double us = added(blocks);
-        if (blocks == 0)
-          std::snprintf(text, sizeof text, "#   %-7s %6.2f   blocks", name(push), us);
-        else
-          std::snprintf(text, sizeof text, " %d: %.2f", blocks, us);
-        line += text;
-      }
+      const auto print = [&](const char* format, const auto&... values) {
+        std::array<char, 64> text{};
+        std::snprintf(text.data(), text.size(), format, values...);
+        line += text.data();
+      };
+      print("#   %-7s %6.2f, after the producer %6.2f, blocks", name(push), added(0, true),
+            added(0, false));
+      for (const int blocks : {16, 32, 64, 128, 256, 512})
+        print(" %d: %.2f", blocks, added(blocks, true));
       if (prints) std::printf("%s\n", line.c_str());
     }
     EXPECT_EQ(windows->report().kind, PeerReport::none);

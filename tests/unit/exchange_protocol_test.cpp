@@ -1,6 +1,6 @@
 // The protocol of the exchange kernels (kernels/cuda/exchange.cu) on processor threads: ranks that
 // push into each other's windows, flags or lines that carry the epoch, and no barrier anywhere. It
-// shows that two copies of each buffer are enough, and that one is not. The kernels themselves are
+// shows that copies of each buffer are enough, and that one is not. The kernels themselves are
 // tried on GPUs by exchange_test.
 #include <gtest/gtest.h>
 
@@ -11,23 +11,29 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/cuda/window_layout.hpp"
+
 namespace longspan {
 namespace {
+
+using kernels::cuda::is_reached;
+using kernels::cuda::next_epoch;
 
 constexpr int kRanks = 4;
 constexpr int kBlocks = 2;
 constexpr int kWords = 3;  // of a block's data
+constexpr int kMostCopies = 3;
 
 enum class Way { flags, beside };
 
-/// A window: data by parity, sender, block; flags by sender, block. Relaxed where the kernel's
+/// A window: data by copy, sender, block; flags by sender, block. Relaxed where the kernel's
 /// stores are plain, so that only the release and the acquire order anything.
 struct Window {
   struct Line {
     std::atomic<std::uint64_t> bits{0};  // data and epoch in one, as eight bytes of a line
   };
-  std::atomic<std::uint32_t> data[2][kRanks][kBlocks][kWords];
-  Line line[2][kRanks][kBlocks][kWords];
+  std::atomic<std::uint32_t> data[kMostCopies][kRanks][kBlocks][kWords];
+  Line line[kMostCopies][kRanks][kBlocks][kWords];
   std::atomic<std::uint32_t> flag[kRanks][kBlocks];
 };
 
@@ -52,8 +58,9 @@ class Model {
     for (int rank = 0; rank < kRanks; ++rank)
       ranks.emplace_back([&, rank] {
         std::mt19937 random(std::random_device{}());
+        std::uint32_t epoch = first_;
         for (int e = 0; e < exchanges; ++e) {
-          const auto epoch = first_ + 1 + static_cast<std::uint32_t>(e);
+          epoch = next_epoch(epoch);
           const Way way = mixed && e % 2 == 1 ? Way::beside : way_;
           // Blocks of a kernel run in any order; the next kernel starts when all have ended.
           std::array<std::thread, kBlocks> blocks;
@@ -71,7 +78,7 @@ class Model {
   }
 
  private:
-  unsigned copy_of(std::uint32_t epoch) const { return copies_ == 2 ? epoch & 1u : 0; }
+  unsigned copy_of(std::uint32_t epoch) const { return epoch % static_cast<unsigned>(copies_); }
 
   long by_flags(int rank, int block, std::uint32_t epoch) {
     for (int to = 0; to < kRanks; ++to) {
@@ -85,8 +92,7 @@ class Model {
     Window& mine = windows_[rank];
     for (int from = 0; from < kRanks; ++from) {
       if (from == rank) continue;
-      while (static_cast<std::int32_t>(mine.flag[from][block].load(std::memory_order_acquire) -
-                                       epoch) < 0)
+      while (!is_reached(mine.flag[from][block].load(std::memory_order_acquire), epoch))
         std::this_thread::yield();
       for (int i = 0; i < kWords; ++i) {
         if (i == 1) std::this_thread::yield();  // a slow reader
@@ -137,7 +143,7 @@ TEST(ExchangeProtocol, WaysMayAlternate) {
 }
 
 TEST(ExchangeProtocol, EpochsMayWrap) {
-  Model model(Way::flags, 2, ~std::uint32_t{0} - 100);
+  Model model(Way::flags, kernels::cuda::kCopies, ~std::uint32_t{0} - 100);
   EXPECT_EQ(model.run(200, true), 0);
 }
 

@@ -2,11 +2,40 @@
 // the one rounding.
 #pragma once
 
+#include "kernels/cuda/arch/divide.cuh"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/fold_tree.cuh"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::cuda {
+
+/// o / sum, or 0 where the sum is 0: the finish of state.hpp. For ordinary numbers the steps, and
+/// so the bits, are those of the compiler's division: an approximate reciprocal, refined once, and
+/// a quotient corrected once. It has a test ahead of each that leads elsewhere for other numbers;
+/// here all columns share the reciprocal and the test.
+template <int kColumns>
+__device__ void divide(float (&o)[kColumns], float sum) {
+  constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
+  bool ordinary = sum >= kLeast && sum <= kMost;
+#pragma unroll
+  for (float one : o) {
+    const float size = fabsf(one);
+    ordinary &= size == 0.0f || (size >= kLeast && size <= kMost);
+  }
+  if (ordinary) {
+    const float approximate = arch::approximate_reciprocal(sum);
+    const float reciprocal = fmaf(approximate, fmaf(approximate, -sum, 1.0f), approximate);
+#pragma unroll
+    for (float& one : o) {
+      const float quotient = one * reciprocal;
+      const float corrected = fmaf(reciprocal, fmaf(quotient, -sum, one), quotient);
+      one = one == 0.0f ? one : corrected;  // the sign of a zero
+    }
+  } else {
+#pragma unroll
+    for (float& one : o) one = sum == 0.0f ? 0.0f : one / sum;
+  }
+}
 
 /// What the end of a row needs beside its state, loaded where this is made: where a state has to be
 /// waited for, ahead of the wait.
@@ -28,9 +57,7 @@ struct RowEnd {
 #pragma unroll
       for (float& o : state.o) o = fold(o, 0.0f);
     }
-    const Finish finished = longspan::finish(state.stats);
-#pragma unroll
-    for (float& o : state.o) o = finished(o);
+    divide(state.o, longspan::finish(state.stats).sum);
     scale.apply(state.o);
   }
 };

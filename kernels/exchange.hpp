@@ -17,10 +17,13 @@ enum class Push : std::uint8_t {
   beside,  // flags beside the data, in every 16 bytes: no fence and no second trip, twice the bytes
   flags,   // data, then one flag for each block
   shares,  // each rank merges its share of the rows and pushes the results: fewest bytes
+  words,   // every word is its own flag: a window at rest is 0, and no word that travels is
+  word_shares,  // both
 };
 
 constexpr const char* name(Push push) {
-  constexpr const char* names[] = {"automatic", "beside", "flags", "shares"};
+  constexpr const char* names[] = {"automatic", "beside", "flags",
+                                   "shares",    "words",  "word-shares"};
   return names[static_cast<int>(push)];
 }
 

@@ -1,4 +1,4 @@
-// The three variants of the exchange (kernels/exchange.hpp). A block serves the same rows on every
+// The variants of the exchange (kernels/exchange.hpp). A block serves the same rows on every
 // rank, so it waits for the blocks of its own number only. Threads of a row stand side by side, so
 // that what a warp writes to a peer is one run of whole lines. States of a row fold in the tree of
 // merge.cu.
@@ -27,11 +27,20 @@ constexpr int kBlocks = 128;  // about one for each multiprocessor, as long as t
 
 // ---- one exchange as a block sees it -----------------------------------------------------------
 
+/// What a kernel is told. The route comes first: see there.
+struct Task {
+  Route route;
+  ExchangeParams params;
+  bool wide;  // results may be stored as many columns at a time as a thread has
+};
+
 __device__ unsigned thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
-/// Rows that a block takes at once, one for each threadIdx.y; `row_step` further on are its next.
-__device__ std::uint32_t first_rows() { return blockIdx.x * blockDim.y; }
-__device__ std::uint32_t row_step() { return gridDim.x * blockDim.y; }
+/// Block 0 compares what the ranks mean; the others carry states, and are counted from 0.
+__device__ unsigned carrier() { return blockIdx.x - 1; }
+/// Rows that a carrier takes at once, one for each threadIdx.y; `row_step` further on are its next.
+__device__ std::uint32_t first_rows() { return carrier() * blockDim.y; }
+__device__ std::uint32_t row_step() { return (gridDim.x - 1) * blockDim.y; }
 
 /// Which exchange this is. Made after the loads of the first own rows, which are then on their way
 /// together with the epoch.
@@ -63,46 +72,35 @@ class Departure {
   unsigned before_ = 0;
 };
 
-/// What the ranks must agree on travels as a line of its own, from block 0 to block 0, a thread for
-/// each peer. It is asked for early and looked at late.
-class Header {
- public:
-  __device__ Header(const ExchangeParams& p, const Route& r, const Turn& turn)
-      : mine_(blockIdx.x == 0 && thread() < r.peers) {
-    if (!mine_) return;
+/// The work of block 0: what the ranks must agree on travels as a line of its own, a thread for
+/// each peer. It is there before the states are, and no carrier has to look for it.
+__device__ void compare_headers(const Route& r, const ExchangeParams& p) {
+  arch::wait_for_kernels_before();
+  const Turn turn(r);
+  if (thread() < r.peers) {
     arch::store_volatile(r.window[thread()] + turn.copy + WindowLayout::header(p.peers.rank),
                          header_of(p, turn.epoch));
-    from_ = r.rank[thread()];
-    at_ = r.own + turn.copy + WindowLayout::header(from_);
-  }
-  __device__ void ask() {
-    if (mine_) line_ = arch::load_volatile(at_);
-  }
-  __device__ void check(const ExchangeParams& p, const Turn& turn, BoundedWait& wait) {
-    if (!mine_) return;
-    while (!arrived(line_, turn.epoch)) {
-      if (!wait.go_on(from_)) return;
-      line_ = arch::load_volatile(at_);
+    const int from = r.rank[thread()];
+    const std::byte* headers = r.own + turn.copy;
+    BoundedWait wait(p, turn.epoch, headers);
+    for (;;) {
+      const uint4 header = arch::load_volatile(headers + WindowLayout::header(from));
+      if (differs(p, header, turn.epoch)) wait.fail(PeerReport::differs, from);
+      if (arrived(header, turn.epoch) || !wait.go_on(from)) break;
     }
-    if (differs(p, line_, turn.epoch)) wait.fail(PeerReport::differs, from_);
   }
+  __syncthreads();
+  Departure(p).leave(p, turn);
+}
 
- private:
-  bool mine_;
-  int from_ = 0;
-  const std::byte* at_ = nullptr;
-  uint4 line_ = {};
-};
-
-// Flags: block b of a rank tells block b of the others that a stage of its work is there.
+// Flags: carrier b of a rank tells carrier b of the others that a stage of its work is there.
 
 /// All threads call it.
 __device__ void announce(const Route& r, const Turn& turn, int stage) {
   __syncthreads();
   if (thread() < r.peers)
-    arch::release(
-        reinterpret_cast<std::uint32_t*>(r.window[thread()] + r.flags[stage]) + blockIdx.x,
-        turn.epoch);
+    arch::release(reinterpret_cast<std::uint32_t*>(r.window[thread()] + r.flags[stage]) + carrier(),
+                  turn.epoch);
 }
 /// All threads call it; false: give up.
 __device__ bool await(const Route& r, const Turn& turn, int stage, BoundedWait& wait) {
@@ -110,7 +108,7 @@ __device__ bool await(const Route& r, const Turn& turn, int stage, BoundedWait& 
   if (thread() < r.peers) {
     const int from = r.rank[thread()];
     const auto* flag = reinterpret_cast<const std::uint32_t*>(
-        r.own + WindowLayout::flag(stage, from, static_cast<int>(blockIdx.x)));
+        r.own + WindowLayout::flag(stage, from, static_cast<int>(carrier())));
     while (good && !is_reached(arch::acquire(flag), turn.epoch)) good = wait.go_on(from);
   }
   return __syncthreads_and(good);
@@ -152,6 +150,17 @@ struct OwnRows {
     if (thread() < blockDim.y && stats_row < end)
       reinterpret_cast<float2*>(slot)[stats_row] = stats;
   }
+  /// To a slot of words.
+  __device__ void send(const Route& r, std::byte* slot, std::uint32_t first, std::uint32_t end,
+                       unsigned column) const {
+    const std::uint32_t row = first + threadIdx.y, stats_row = first + thread();
+    const uint4 four = {__float_as_uint(o.x), __float_as_uint(o.y), __float_as_uint(o.z),
+                        __float_as_uint(o.w)};
+    const uint2 two = {__float_as_uint(stats.x), __float_as_uint(stats.y)};
+    if (row < end) arch::store_volatile(slot + columns_at(r, row, column), sent(four));
+    if (thread() < blockDim.y && stats_row < end)
+      arch::store_volatile(slot + stats_row * 8, sent(two));
+  }
 };
 
 /// The merged state of a row whose parts are there.
@@ -168,6 +177,64 @@ __device__ Piece<4> merged(const Route& r, const Turn& turn, std::uint32_t row, 
     if (r.empty_places >> place & 1) pieces[place].stats = empty_stats();
   }
   return fold_subtree<kLevels>([&](int place) { return pieces[place]; }, 0);
+}
+
+/// The merged state of a row whose words are there, or on their way; false: give up. All ranks'
+/// words are asked for at once, then those that were missing.
+template <int kLevels>
+__device__ bool collect(const Route& r, const Turn& turn, std::uint32_t row, unsigned column,
+                        BoundedWait& wait, Piece<4>& state) {
+  constexpr int kPlaces = 1 << kLevels;
+  uint2 stats[kPlaces] = {};
+  uint4 o[kPlaces] = {};
+  const std::uint32_t o_at = columns_at(r, row, column);
+  for (std::uint32_t missing = (1u << kPlaces) - 1;;) {
+#pragma unroll
+    for (int place = 0; place < kPlaces; ++place) {
+      const std::byte* slot =
+          r.place_words[place] + std::uint64_t{turn.index} * r.place_stride[place];
+      arch::load_volatile_if(missing >> place & 1, slot + row * 8, stats[place]);
+      arch::load_volatile_if(missing >> place & 1, slot + o_at, o[place]);
+    }
+    missing = 0;
+#pragma unroll
+    for (int place = 0; place < kPlaces; ++place)
+      if (!arrived(stats[place]) || !arrived(o[place])) missing |= 1u << place;
+    missing &= r.peer_places;
+    if (missing == 0) break;
+    if (!wait.go_on(r.place_rank[__ffs(missing) - 1])) return false;
+  }
+  state = fold_subtree<kLevels>(
+      [&](int place) {
+        const std::uint32_t inverted = r.peer_places >> place & 1 ? ~0u : 0;
+        const auto value = [&](std::uint32_t word) { return __uint_as_float(word ^ inverted); };
+        Piece<4> piece = {
+            {value(stats[place].x), value(stats[place].y)},
+            {value(o[place].x), value(o[place].y), value(o[place].z), value(o[place].w)}};
+        if (r.empty_places >> place & 1) piece.stats = empty_stats();
+        return piece;
+      },
+      0);
+  return true;
+}
+
+/// Puts rows [first, end) of the peers' slots of words to rest, those of this block. Called by all
+/// threads after a barrier: the threads of a row have all read its statistics.
+template <int kLevels>
+__device__ void rest(const Route& r, const Turn& turn, std::uint32_t first, std::uint32_t end,
+                     unsigned column) {
+  for (; first < end; first += row_step()) {
+    const std::uint32_t row = first + threadIdx.y, stats_row = first + thread();
+#pragma unroll
+    for (int place = 0; place < 1 << kLevels; ++place) {
+      if ((r.peer_places >> place & 1) == 0) continue;
+      std::byte* slot = const_cast<std::byte*>(r.place_words[place]) +
+                        std::uint64_t{turn.index} * r.place_stride[place];
+      if (row < end) *reinterpret_cast<uint4*>(slot + columns_at(r, row, column)) = uint4{};
+      if (thread() < blockDim.y && stats_row < end)
+        reinterpret_cast<uint2*>(slot)[stats_row] = uint2{};
+    }
+  }
 }
 
 /// A row of the result, looked up where this is made: while states are on their way. Rows that are
@@ -194,8 +261,10 @@ struct ResultRow {
 
 /// A thread carries two columns: a line. Each of them also reads the line of the statistics.
 template <int kLevels>
-__global__ __launch_bounds__(kThreads, 2) void exchange_beside_kernel(
-    const __grid_constant__ Route r, const __grid_constant__ ExchangeParams p, bool wide) {
+__global__ __launch_bounds__(kThreads, 2) void beside_kernel(const __grid_constant__ Task task) {
+  const Route& r = task.route;
+  const ExchangeParams& p = task.params;
+  if (blockIdx.x == 0) return compare_headers(r, p);
   constexpr int kPlaces = 1 << kLevels;
   const unsigned column = threadIdx.x * 2;
   const std::uint32_t row_lines = r.row_bytes * 2 + 16;
@@ -224,10 +293,8 @@ __global__ __launch_bounds__(kThreads, 2) void exchange_beside_kernel(
     if (next >= r.rows) break;
     own = load_own(next);
   }
-  Header header(p, r, turn);
   __syncthreads();
   const Departure departure(p);
-  header.ask();
 
   BoundedWait wait(p, turn.epoch, r.own + turn.copy);
   for (; row < r.rows; row += row_step()) {
@@ -262,18 +329,19 @@ __global__ __launch_bounds__(kThreads, 2) void exchange_beside_kernel(
     if (good) {
       Piece<2> state = fold_subtree<kLevels>([&](int place) { return pieces[place]; }, 0);
       result.end.finish(state);
-      result.store(p.merge, state, wide);
+      result.store(p.merge, state, task.wide);
     }
   }
-  header.check(p, turn, wait);
   departure.leave(p, turn);
 }
 
 // ---- data, then a flag -------------------------------------------------------------------------
 
 template <int kLevels>
-__global__ __launch_bounds__(kThreads, 2) void exchange_flags_kernel(
-    const __grid_constant__ Route r, const __grid_constant__ ExchangeParams p, bool wide) {
+__global__ __launch_bounds__(kThreads, 2) void flags_kernel(const __grid_constant__ Task task) {
+  const Route& r = task.route;
+  const ExchangeParams& p = task.params;
+  if (blockIdx.x == 0) return compare_headers(r, p);
   const unsigned column = threadIdx.x * 4;
   const std::uint32_t first = first_rows();
   wait_for_states(r, first + threadIdx.y, column);
@@ -289,23 +357,20 @@ __global__ __launch_bounds__(kThreads, 2) void exchange_flags_kernel(
     if (next >= r.rows) break;
     own = OwnRows(r, next, column);
   }
-  Header header(p, r, turn);
   announce(r, turn, 0);
   const Departure departure(p);
   BoundedWait wait(p, turn.epoch, r.own + turn.copy);
   std::uint32_t row = first + threadIdx.y;
   ResultRow result(p.merge, r, min(row, r.rows - 1), column);
   if (await(r, turn, 0, wait)) {
-    header.ask();  // it was sent ahead of the flag
     while (row < r.rows) {
       Piece<4> state = merged<kLevels>(r, turn, row, column);
       result.end.finish(state);
-      result.store(p.merge, state, wide);
+      result.store(p.merge, state, task.wide);
       row += row_step();
       if (row < r.rows) result = ResultRow(p.merge, r, row, column);
     }
   }
-  header.check(p, turn, wait);
   departure.leave(p, turn);
 }
 
@@ -321,8 +386,10 @@ __device__ uint4 load_elements(const std::byte* from, DType dtype, std::uint32_t
 
 /// The results travel rounded: in the window they lie as in a dense `out`.
 template <int kLevels>
-__global__ __launch_bounds__(kThreads, 2) void exchange_shares_kernel(
-    const __grid_constant__ Route r, const __grid_constant__ ExchangeParams p, bool wide) {
+__global__ __launch_bounds__(kThreads, 2) void shares_kernel(const __grid_constant__ Task task) {
+  const Route& r = task.route;
+  const ExchangeParams& p = task.params;
+  if (blockIdx.x == 0) return compare_headers(r, p);
   constexpr int kPeers = (1 << kLevels) - 1;
   const MergeParams& m = p.merge;
   const unsigned column = threadIdx.x * 4;
@@ -345,7 +412,6 @@ __global__ __launch_bounds__(kThreads, 2) void exchange_shares_kernel(
     if (next >= r.share_count_most) break;
     load_own(own, next);
   }
-  Header header(p, r, turn);
   announce(r, turn, 0);
   const Departure departure(p);
   BoundedWait wait(p, turn.epoch, r.own + turn.copy);
@@ -354,18 +420,23 @@ __global__ __launch_bounds__(kThreads, 2) void exchange_shares_kernel(
   ResultRow result(m, r, min(row, r.rows - 1), column);
   bool good = await(r, turn, 0, wait);
   if (good) {
-    header.ask();
     while (row < r.own_first + r.own_count) {
       Piece<4> state = merged<kLevels>(r, turn, row, column);
       result.end.finish(state);
 #pragma unroll
       for (int step = 0; step < kPeers; ++step) {
         if (step >= static_cast<int>(r.peers)) break;
-        std::byte* to = r.window[step] + turn.copy;
-        store_elements(to + r.result, m.dtype, row * dim + column, state.o);
-        if (column == 0) reinterpret_cast<float*>(to + r.lse)[row] = finish(state.stats).lse;
+        store_elements(r.window[step] + turn.copy + r.result, m.dtype, row * dim + column, state.o);
       }
-      result.store(m, state, wide);
+      if (column == 0) {
+        const float lse = finish(state.stats).lse;
+#pragma unroll
+        for (int step = 0; step < kPeers; ++step) {
+          if (step >= static_cast<int>(r.peers)) break;
+          reinterpret_cast<float*>(r.window[step] + turn.copy + r.lse)[row] = lse;
+        }
+      }
+      result.store(m, state, task.wide);
       row += row_step();
       if (row < r.own_first + r.own_count) result = ResultRow(m, r, row, column);
     }
@@ -388,20 +459,203 @@ __global__ __launch_bounds__(kThreads, 2) void exchange_shares_kernel(
         if (i >= r.share_count[step]) continue;
         const std::uint32_t to = r.share_first[step] + i, token = r.heads(to);
         const int head = static_cast<int>(to - token * m.heads);
-        if (in_batch(m.batch, token))
-          copy_result(m, ResultPlace(m, token, head, static_cast<int>(column)), words[step],
-                      lse[step], wide);
+        if (!in_batch(m.batch, token)) continue;
+        const ResultPlace place(m, token, head, static_cast<int>(column));
+        copy_elements(m, place, words[step], task.wide);
+        if (place.lse != nullptr) *place.lse = lse[step];
       }
     }
   }
-  header.check(p, turn, wait);
+  departure.leave(p, turn);
+}
+
+// ---- words that are their own flags ------------------------------------------------------------
+
+template <int kLevels>
+__global__ __launch_bounds__(kThreads, 2) void words_kernel(const __grid_constant__ Task task) {
+  const Route& r = task.route;
+  const ExchangeParams& p = task.params;
+  if (blockIdx.x == 0) return compare_headers(r, p);
+  const unsigned column = threadIdx.x * 4;
+  const std::uint32_t first = first_rows();
+  wait_for_states(r, first + threadIdx.y, column);
+  OwnRows own(r, first, column);
+  const Turn turn(r);
+  for (std::uint32_t next = first;;) {
+#pragma unroll
+    for (int step = 0; step < (1 << kLevels) - 1; ++step) {
+      if (step >= static_cast<int>(r.peers)) break;
+      own.send(r, r.window[step] + turn.copy + r.words, next, r.rows, column);
+    }
+    next += row_step();
+    if (next >= r.rows) break;
+    own = OwnRows(r, next, column);
+  }
+  __syncthreads();
+  const Departure departure(p);
+  BoundedWait wait(p, turn.epoch, r.own + turn.copy);
+  for (std::uint32_t row = first + threadIdx.y; row < r.rows; row += row_step()) {
+    const ResultRow result(p.merge, r, row, column);
+    Piece<4> state;
+    if (!collect<kLevels>(r, turn, row, column, wait, state)) break;
+    result.end.finish(state);
+    result.store(p.merge, state, task.wide);
+  }
+  __syncthreads();
+  rest<kLevels>(r, turn, first, r.rows, column);
+  departure.leave(p, turn);
+}
+
+/// Four elements of a dense `out` whose words are their own flags.
+__device__ void ask_elements(bool wanted, const std::byte* from, int size, std::uint32_t at,
+                             uint4& words) {
+  if (size == 4) return arch::load_volatile_if(wanted, from + at * 4, words);
+  uint2 two = {words.x, words.y};
+  if (size == 2)
+    arch::load_volatile_if(wanted, from + at * 2, two);
+  else
+    arch::load_volatile_if(wanted, from + at, two.x);
+  words.x = two.x, words.y = two.y;
+}
+__device__ bool elements_arrived(uint4 words, int size) {
+  return size == 4   ? arrived(words)
+         : size == 2 ? arrived(uint2{words.x, words.y})
+                     : arrived(words.x);
+}
+__device__ void send_elements(std::byte* to, int size, std::uint32_t at, uint4 words) {
+  if (size == 4)
+    arch::store_volatile(to + at * 4, sent(words));
+  else if (size == 2)
+    arch::store_volatile(to + at * 2, sent(uint2{words.x, words.y}));
+  else
+    arch::store_volatile(to + at, sent(words.x));
+}
+__device__ void rest_elements(std::byte* at, int size) {
+  if (size == 4)
+    *reinterpret_cast<uint4*>(at) = uint4{};
+  else if (size == 2)
+    *reinterpret_cast<uint2*>(at) = uint2{};
+  else
+    *reinterpret_cast<std::uint32_t*>(at) = 0;
+}
+
+template <int kLevels>
+__global__ __launch_bounds__(kThreads,
+                             2) void word_shares_kernel(const __grid_constant__ Task task) {
+  const Route& r = task.route;
+  const ExchangeParams& p = task.params;
+  if (blockIdx.x == 0) return compare_headers(r, p);
+  constexpr int kPeers = (1 << kLevels) - 1;
+  const MergeParams& m = p.merge;
+  const unsigned column = threadIdx.x * 4;
+  const std::uint32_t dim = r.row_bytes / 4, own_end = r.own_first + r.own_count;
+  const auto load_own = [&](OwnRows(&own)[kPeers], std::uint32_t first) {
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step)
+      own[step] = OwnRows(r, r.share_first[step] + first, column);
+  };
+  OwnRows own[kPeers];
+  wait_for_states(r, r.share_first[0] + first_rows() + threadIdx.y, column);
+  load_own(own, first_rows());
+  const Turn turn(r);
+  for (std::uint32_t next = first_rows();;) {
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step)
+      own[step].send(r, r.window[step] + turn.copy + r.words, r.share_first[step] + next,
+                     r.share_first[step] + r.share_count[step], column);
+    next += row_step();
+    if (next >= r.share_count_most) break;
+    load_own(own, next);
+  }
+  __syncthreads();
+  const Departure departure(p);
+  BoundedWait wait(p, turn.epoch, r.own + turn.copy);
+
+  const int size = static_cast<int>(size_of(m.dtype));
+  bool good = true;
+  for (std::uint32_t row = r.own_first + first_rows() + threadIdx.y; row < own_end && good;
+       row += row_step()) {
+    const ResultRow result(m, r, row, column);
+    Piece<4> state;
+    good = collect<kLevels>(r, turn, row, column, wait, state);
+    if (!good) break;
+    result.end.finish(state);
+    uint4 words = {};
+    store_elements(&words, m.dtype, 0, state.o);
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step) {
+      if (step >= static_cast<int>(r.peers)) break;
+      send_elements(r.window[step] + turn.copy + r.words_result, size, row * dim + column, words);
+    }
+    if (result.is_wanted) copy_elements(m, result.place, words, task.wide);
+    if (column == 0) {  // a long way to the logarithm: after what others wait for
+      const float lse = finish(state.stats).lse;
+#pragma unroll
+      for (int step = 0; step < kPeers; ++step) {
+        if (step >= static_cast<int>(r.peers)) break;
+        arch::store_volatile(r.window[step] + turn.copy + r.words_lse + row * 4,
+                             sent(__float_as_uint(lse)));
+      }
+      if (result.is_wanted && result.place.lse != nullptr) *result.place.lse = lse;
+    }
+  }
+  __syncthreads();
+  rest<kLevels>(r, turn, r.own_first + first_rows(), own_end, column);
+
+  std::byte* results = r.own + turn.copy + r.words_result;
+  std::byte* lses = r.own + turn.copy + r.words_lse;
+  for (std::uint32_t i = first_rows() + threadIdx.y; i < r.share_count_most && good;
+       i += row_step()) {
+    uint4 words[kPeers] = {};
+    std::uint32_t lse[kPeers] = {}, wanted = 0, skipped = 0;
+    ResultPlace places[kPeers];
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step) {
+      if (i >= r.share_count[step]) continue;
+      const std::uint32_t row = r.share_first[step] + i, token = r.heads(row);
+      places[step] =
+          ResultPlace(m, token, static_cast<int>(row - token * m.heads), static_cast<int>(column));
+      wanted |= 1u << step;
+      if (!in_batch(m.batch, token)) skipped |= 1u << step;
+    }
+    for (std::uint32_t missing = wanted; missing != 0;) {
+#pragma unroll
+      for (int step = 0; step < kPeers; ++step) {
+        const std::uint32_t row = r.share_first[step] + i;
+        const bool is_missing = missing >> step & 1;
+        ask_elements(is_missing, results, size, row * dim + column, words[step]);
+        arch::load_volatile_if(is_missing && column == 0, lses + row * 4, lse[step]);
+      }
+#pragma unroll
+      for (int step = 0; step < kPeers; ++step)
+        if (elements_arrived(words[step], size) && (column != 0 || arrived(lse[step])))
+          missing &= ~(1u << step);
+      if (missing == 0) break;
+      good = wait.go_on(r.rank[__ffs(missing) - 1]);
+      if (!good) break;
+    }
+    if (!good) break;
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step) {
+      if ((wanted >> step & 1) == 0) continue;
+      const std::uint32_t row = r.share_first[step] + i;
+      if ((skipped >> step & 1) == 0) {
+        const uint4 values = {~words[step].x, ~words[step].y, ~words[step].z, ~words[step].w};
+        copy_elements(m, places[step], values, task.wide);
+        if (places[step].lse != nullptr) *places[step].lse = __uint_as_float(~lse[step]);
+      }
+      // Nobody else reads these words.
+      rest_elements(results + (row * dim + column) * static_cast<unsigned>(size), size);
+      if (column == 0) *reinterpret_cast<std::uint32_t*>(lses + row * 4) = 0;
+    }
+  }
   departure.leave(p, turn);
 }
 
 // ---- launch ------------------------------------------------------------------------------------
 
-/// Few rows are spread over many multiprocessors, so that each of them has little to read when it
-/// looks for what has come.
+/// Block 0, and the carriers. Few rows are spread over many multiprocessors, so that each of them
+/// has little to read when it looks for what has come.
 void launch_of(const ExchangeParams& p, int columns, std::int64_t rows, dim3& grid, dim3& block) {
   const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   const int threads = p.merge.states.dim / columns;  // of a row
@@ -411,7 +665,7 @@ void launch_of(const ExchangeParams& p, int columns, std::int64_t rows, dim3& gr
   const std::int64_t side = std::clamp(divide(rows, wanted), least, most);
   const std::int64_t cap = p.blocks > 0 ? wanted : kMostBlocks / 2;
   block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(side));
-  grid = dim3(static_cast<unsigned>(std::min(divide(rows, side), cap)));
+  grid = dim3(1 + static_cast<unsigned>(std::min(divide(rows, side), cap)));
 }
 
 /// Whether the code that runs here is of the kind that waits for the kernels before it.
@@ -436,7 +690,7 @@ void launch(const ExchangeParams& p, const Route& route, int columns, std::int64
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = p.overlap && can_overlap<kKernel>() ? 1 : 0;
-  LONGSPAN_CUDA(cudaLaunchKernelEx(&config, kKernel, route, p, wide));
+  LONGSPAN_CUDA(cudaLaunchKernelEx(&config, kKernel, Task{route, p, wide}));
 }
 
 template <int kLevels>
@@ -445,11 +699,15 @@ void launch(const ExchangeParams& p, Push push, cudaStream_t stream) {
   const Rows& out = p.merge.out;
   const bool two = is_aligned<2>(out, p.merge.dtype), four = is_aligned<4>(out, p.merge.dtype);
   if (push == Push::beside)
-    launch<exchange_beside_kernel<kLevels>>(p, route, 2, route.rows, two, stream);
+    launch<beside_kernel<kLevels>>(p, route, 2, route.rows, two, stream);
   else if (push == Push::flags)
-    launch<exchange_flags_kernel<kLevels>>(p, route, 4, route.rows, four, stream);
+    launch<flags_kernel<kLevels>>(p, route, 4, route.rows, four, stream);
+  else if (push == Push::shares)
+    launch<shares_kernel<kLevels>>(p, route, 4, route.share_count_most, four, stream);
+  else if (push == Push::words)
+    launch<words_kernel<kLevels>>(p, route, 4, route.rows, four, stream);
   else
-    launch<exchange_shares_kernel<kLevels>>(p, route, 4, route.share_count_most, four, stream);
+    launch<word_shares_kernel<kLevels>>(p, route, 4, route.share_count_most, four, stream);
 }
 
 [[noreturn]] void refuse(const std::string& what) {

@@ -25,19 +25,20 @@ struct Route {
   const std::uint32_t* epoch;
   std::uint32_t copies;  // where copy 0 begins
   std::uint32_t copy_bytes;
-  std::uint32_t slot, beside;     // this rank's, in the windows of others
-  std::byte* window[kMostPeers];  // by step
+  std::uint32_t slot, words, beside;  // this rank's, in the windows of others
+  std::byte* window[kMostPeers];      // by step
 
   std::byte* own;                 // this rank's window
   std::uint8_t rank[kMostPeers];  // by step
   Divisor heads;
-  std::uint32_t result, lse;
+  std::uint32_t result, lse, words_result, words_lse;
   std::uint32_t flags[2];  // this rank's of a stage, from the window's start
 
   // By place in the tree: the state that folds there.
-  const std::byte* place[PeerView::kMostRanks];      // a slot in copy 0, or in own memory
-  std::uint32_t place_stride[PeerView::kMostRanks];  // to the next copy; 0: own memory
-  std::uint32_t place_beside[PeerView::kMostRanks];  // in a copy
+  const std::byte* place[PeerView::kMostRanks];        // a slot in copy 0, or in own memory
+  const std::byte* place_words[PeerView::kMostRanks];  // the same, of words
+  std::uint32_t place_stride[PeerView::kMostRanks];    // to the next copy; 0: own memory
+  std::uint32_t place_beside[PeerView::kMostRanks];    // in a copy
   std::uint8_t place_rank[PeerView::kMostRanks];
   std::uint32_t peer_places, own_places, empty_places;  // bit sets
 
@@ -63,9 +64,12 @@ inline Route make_route(const ExchangeParams& p) {
   r.copies = small(layout.copy(0));
   r.copy_bytes = small(layout.copy_bytes());
   r.slot = small(layout.slot(view.rank));
+  r.words = small(layout.words(view.rank));
   r.beside = small(layout.beside(view.rank));
   r.result = small(layout.result());
   r.lse = small(layout.result() + p.capacity * states.dim * 4);
+  r.words_result = small(layout.words_result());
+  r.words_lse = small(layout.words_result() + p.capacity * states.dim * 4);
   for (int stage = 0; stage < 2; ++stage) r.flags[stage] = small(layout.flag(stage, view.rank, 0));
 
   const std::uint32_t share = (r.rows + r.peers) / (r.peers + 1);
@@ -89,6 +93,7 @@ inline Route make_route(const ExchangeParams& p) {
     const bool is_peer = slot < view.ranks && slot != view.rank;
     (slot >= view.ranks ? r.empty_places : is_peer ? r.peer_places : r.own_places) |= bit;
     r.place[place] = is_peer ? r.own + layout.copy(0) + layout.slot(slot) : r.own_state;
+    r.place_words[place] = is_peer ? r.own + layout.copy(0) + layout.words(slot) : r.own_state;
     r.place_stride[place] = is_peer ? r.copy_bytes : 0;
     r.place_beside[place] = is_peer ? small(layout.beside(slot)) : 0;
     r.place_rank[place] = static_cast<std::uint8_t>(is_peer ? slot : view.rank);

@@ -1,4 +1,5 @@
-// How the kernels of an exchange wait: lines that carry their epoch, and waits that end.
+// How the kernels of an exchange wait: lines that carry their epoch, words that are their own
+// flags, and waits that end.
 #pragma once
 
 #include "kernels/cuda/arch/peer.cuh"
@@ -15,6 +16,22 @@ __device__ inline uint4 line_of(float a, float b, std::uint32_t epoch) {
 }
 __device__ inline bool arrived(uint4 line, std::uint32_t epoch) {
   return line.y == epoch && line.w == epoch;
+}
+
+// A word travels inverted, and the place where it arrives was 0. The one word that would be 0 is a
+// NaN of ones alone, of which no arithmetic makes one; it goes as another NaN, in fp32 as in the
+// narrower types that may share the word.
+__device__ inline std::uint32_t sent(std::uint32_t word) {
+  return word == ~0u ? 0x80000000u : ~word;
+}
+__device__ inline uint2 sent(uint2 two) { return {sent(two.x), sent(two.y)}; }
+__device__ inline uint4 sent(uint4 four) {
+  return {sent(four.x), sent(four.y), sent(four.z), sent(four.w)};
+}
+__device__ inline bool arrived(std::uint32_t word) { return word != 0; }
+__device__ inline bool arrived(uint2 two) { return min(two.x, two.y) != 0; }
+__device__ inline bool arrived(uint4 four) {
+  return min(min(four.x, four.y), min(four.z, four.w)) != 0;
 }
 
 /// What a rank says of its exchange, as a line.
@@ -62,14 +79,17 @@ class BoundedWait {
   static constexpr unsigned kLooksBetweenClocks = 64;
 
   /// Ranks with another number of rows may take another variant, and then wait for what is never
-  /// sent: their headers tell.
+  /// sent: their headers tell. And a rank that sends nothing because it waits itself has sent its
+  /// header: who has not is the one that did not come.
   __device__ bool time_out(int rank) {
+    int absent = -1;
     for (int from = 0; from < peers_.ranks; ++from) {
       if (from == peers_.rank) continue;
       const uint4 header = arch::load_volatile(headers_ + WindowLayout::header(from));
       if (differs(p_, header, epoch_)) return fail(PeerReport::differs, from);
+      if (absent < 0 && !arrived(header, epoch_)) absent = from;
     }
-    return fail(PeerReport::timeout, rank);
+    return fail(PeerReport::timeout, absent < 0 ? rank : absent);
   }
 
   const ExchangeParams& p_;

@@ -67,6 +67,7 @@ struct ResultPlace {
   std::int64_t at;  // element of out
   float* lse;       // null where this thread writes none
 
+  ResultPlace() = default;
   __device__ ResultPlace(const MergeParams& m, std::int64_t token, int head, int column)
       : at(token * m.out.row_stride + head * m.out.head_stride + column), lse(nullptr) {
     if (m.lse != nullptr && column == 0)
@@ -92,8 +93,8 @@ __device__ void store_result(const MergeParams& m, const ResultPlace& place,
 }
 
 /// Stores four elements that are rounded already, and lie in `words` as in memory.
-__device__ inline void copy_result(const MergeParams& m, const ResultPlace& place, uint4 words,
-                                   float lse, bool wide) {
+__device__ inline void copy_elements(const MergeParams& m, const ResultPlace& place, uint4 words,
+                                     bool wide) {
   const int size = static_cast<int>(size_of(m.dtype));
   std::byte* to = static_cast<std::byte*>(m.out.data) + place.at * size;
   if (wide) {
@@ -117,7 +118,6 @@ __device__ inline void copy_result(const MergeParams& m, const ResultPlace& plac
     for (int i = 0; i < 4; ++i)
       reinterpret_cast<std::uint8_t*>(to)[i] = static_cast<std::uint8_t>(words.x >> (8 * i));
   }
-  if (place.lse != nullptr) *place.lse = lse;
 }
 
 }  // namespace longspan::kernels::cuda

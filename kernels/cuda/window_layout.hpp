@@ -62,9 +62,17 @@ struct WindowLayout {
   }
   // out [rows, dim] in the result's type, then lse [rows]
   LONGSPAN_HD std::int64_t result() const { return slot(ranks); }
-  LONGSPAN_HD std::int64_t copy_bytes() const { return result() + round_up(rows * (dim + 1) * 4); }
+  // The same again, all 0 but for words that are on their way
+  LONGSPAN_HD std::int64_t words(int rank) const {
+    return result() + result_bytes() + slot(rank) - slot(0);
+  }
+  LONGSPAN_HD std::int64_t words_result() const { return words(ranks); }
+  LONGSPAN_HD std::int64_t copy_bytes() const { return words_result() + result_bytes(); }
 
   LONGSPAN_HD std::int64_t total() const { return copy(kCopies); }
+
+ private:
+  LONGSPAN_HD std::int64_t result_bytes() const { return round_up(rows * (dim + 1) * 4); }
 };
 
 }  // namespace longspan::kernels::cuda

@@ -34,7 +34,8 @@ using kernels::ExchangeParams;
 using kernels::Push;
 using kernels::StateSlots;
 
-constexpr Push kVariants[] = {Push::beside, Push::flags, Push::shares};
+constexpr Push kVariants[] = {Push::beside, Push::flags, Push::shares, Push::words,
+                              Push::word_shares};
 
 void ok(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
 
@@ -47,7 +48,16 @@ struct Case {
   bool sinks = false;
 };
 
-/// Every rank's states, the same on all ranks; one row in eight is empty and carries NaN.
+/// The NaN of ones alone: the word that the variants of words cannot send as it is.
+float nan_of_ones() {
+  const std::uint32_t bits = ~std::uint32_t{0};
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/// Every rank's states, the same on all ranks; one row in eight is empty and carries NaN, one in
+/// sixteen has a NaN in it.
 std::vector<std::byte> random_states(const Case& c, int ranks, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
@@ -56,9 +66,10 @@ std::vector<std::byte> random_states(const Case& c, int ranks, std::uint64_t see
   for (int r = 0; r < ranks; ++r)
     for (std::int64_t row = 0; row < c.rows; ++row) {
       const bool empty = random() % 8 == 0;
+      const float nothing = row % 2 == 0 ? std::numeric_limits<float>::quiet_NaN() : nan_of_ones();
       slots.stats(r)[row] = {5 * normal(random), empty ? 0.0f : 1 + std::abs(normal(random))};
-      for (int d = 0; d < c.dim; ++d)
-        slots.o(r, row)[d] = empty ? std::numeric_limits<float>::quiet_NaN() : normal(random);
+      for (int d = 0; d < c.dim; ++d) slots.o(r, row)[d] = empty ? nothing : normal(random);
+      if (random() % 16 == 0) slots.o(r, row)[random() % c.dim] = nan_of_ones();
     }
   return memory;
 }
@@ -247,7 +258,8 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
   cudaGraphExec_t exec = nullptr;
   ok(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
   for (int i = 0; i < kBatch; ++i)
-    kernels::cuda::exchange({view, merge_of(c, m, false), c.rows, 1, kVariants[i % 3]}, stream_);
+    kernels::cuda::exchange(
+        {view, merge_of(c, m, false), c.rows, 1, kVariants[i % std::size(kVariants)]}, stream_);
   ok(cudaStreamEndCapture(stream_, &graph));
   ok(cudaGraphInstantiate(&exec, graph, 0));
   std::mt19937 random(std::random_device{}());
@@ -407,7 +419,7 @@ TEST_F(Exchange, Times) {
         std::snprintf(text.data(), text.size(), format, values...);
         line += text.data();
       };
-      print("#   %-7s %6.2f, after the producer %6.2f, blocks", name(push), added(0, true),
+      print("#   %-11s %6.2f, after the producer %6.2f, blocks", name(push), added(0, true),
             added(0, false));
       for (const int blocks : {16, 32, 64, 128, 256, 512})
         print(" %d: %.2f", blocks, added(blocks, true));

@@ -1,7 +1,7 @@
 // The protocol of the exchange kernels (kernels/cuda/exchange.cu) on processor threads: ranks that
-// push into each other's windows, flags or lines that carry the epoch, and no barrier anywhere. It
-// shows that copies of each buffer are enough, and that one is not. The kernels themselves are
-// tried on GPUs by exchange_test.
+// push into each other's windows, with flags, with lines that carry the epoch or with words that
+// are their own flags, and no barrier anywhere. It shows that copies of each buffer are enough, and
+// that one is not. The kernels themselves are tried on GPUs by exchange_test.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -24,7 +24,8 @@ constexpr int kBlocks = 2;
 constexpr int kWords = 3;  // of a block's data
 constexpr int kMostCopies = 3;
 
-enum class Way { flags, beside };
+enum class Way { flags, beside, words };
+constexpr Way kWays[] = {Way::flags, Way::beside, Way::words};
 
 /// A window: data by copy, sender, block; flags by sender, block. Relaxed where the kernel's
 /// stores are plain, so that only the release and the acquire order anything.
@@ -33,6 +34,7 @@ struct Window {
     std::atomic<std::uint64_t> bits{0};  // data and epoch in one, as eight bytes of a line
   };
   std::atomic<std::uint32_t> data[kMostCopies][kRanks][kBlocks][kWords];
+  std::atomic<std::uint32_t> words[kMostCopies][kRanks][kBlocks][kWords];  // 0 at rest
   Line line[kMostCopies][kRanks][kBlocks][kWords];
   std::atomic<std::uint32_t> flag[kRanks][kBlocks];
 };
@@ -61,14 +63,15 @@ class Model {
         std::uint32_t epoch = first_;
         for (int e = 0; e < exchanges; ++e) {
           epoch = next_epoch(epoch);
-          const Way way = mixed && e % 2 == 1 ? Way::beside : way_;
+          const Way way = mixed ? kWays[e % 3] : way_;
           // Blocks of a kernel run in any order; the next kernel starts when all have ended.
           std::array<std::thread, kBlocks> blocks;
           for (int block = 0; block < kBlocks; ++block)
             blocks[block] = std::thread([&, block, way, epoch, pause = random() % 3] {
               for (unsigned p = 0; p < pause; ++p) std::this_thread::yield();
-              wrong +=
-                  way == Way::flags ? by_flags(rank, block, epoch) : beside(rank, block, epoch);
+              wrong += way == Way::flags    ? by_flags(rank, block, epoch)
+                       : way == Way::beside ? beside(rank, block, epoch)
+                                            : by_words(rank, block, epoch);
             });
           for (std::thread& block : blocks) block.join();
         }
@@ -123,7 +126,32 @@ class Model {
     return wrong;
   }
 
+  /// A word is never 0 on its way; who has read it puts it back to 0.
+  long by_words(int rank, int block, std::uint32_t epoch) {
+    const auto sent = [](std::uint32_t word) { return word == ~0u ? 0x80000000u : ~word; };
+    for (int to = 0; to < kRanks; ++to)
+      for (int i = 0; to != rank && i < kWords; ++i)
+        windows_[to].words[copy_of(epoch)][rank][block][i].store(
+            sent(word_of(rank, block, i, epoch)), std::memory_order_relaxed);
+    long wrong = 0;
+    for (int from = 0; from < kRanks; ++from)
+      for (int i = 0; from != rank && i < kWords; ++i) {
+        auto& word = windows_[rank].words[copy_of(epoch)][from][block][i];
+        std::uint32_t bits = word.load(std::memory_order_relaxed);
+        for (int looks = 0; bits == 0 && looks < kPatience / 10 && !gave_up_; ++looks) {
+          std::this_thread::yield();
+          bits = word.load(std::memory_order_relaxed);
+        }
+        if (bits == 0) gave_up_ = true;  // with one copy: put to rest after the next one had come
+        wrong += bits != sent(word_of(from, block, i, epoch));
+        std::this_thread::yield();  // a slow reader
+        word.store(0, std::memory_order_relaxed);
+      }
+    return wrong;
+  }
+
   static constexpr int kPatience = 2000000;
+  std::atomic<bool> gave_up_{false};
   const Way way_;
   const int copies_;
   const std::uint32_t first_;
@@ -131,7 +159,7 @@ class Model {
 };
 
 TEST(ExchangeProtocol, TwoCopiesAreEnough) {
-  for (const Way way : {Way::flags, Way::beside}) {
+  for (const Way way : kWays) {
     Model model(way, 2, 0);
     EXPECT_EQ(model.run(400, false), 0);
   }
@@ -148,12 +176,14 @@ TEST(ExchangeProtocol, EpochsMayWrap) {
 }
 
 TEST(ExchangeProtocol, OneCopyIsNotEnough) {
-  long wrong = 0;
-  for (int attempt = 0; attempt < 20 && wrong == 0; ++attempt) {
-    Model model(Way::flags, 1, 0);
-    wrong = model.run(400, false);
+  for (const Way way : {Way::flags, Way::words}) {
+    long wrong = 0;
+    for (int attempt = 0; attempt < 20 && wrong == 0; ++attempt) {
+      Model model(way, 1, 0);
+      wrong = model.run(400, false);
+    }
+    EXPECT_GT(wrong, 0);
   }
-  EXPECT_GT(wrong, 0);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "kernels/batch_rows.hpp"
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/exchange_wait.cuh"

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "kernels/batch_rows.hpp"
-#include "kernels/cuda/arch/peer.cuh"
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/fold_tree.cuh"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 
-#include "kernels/cuda/arch/peer.cuh"
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/merge.hpp"
 #include "src/check.hpp"
 

@@ -1,5 +1,4 @@
-// Loads and stores that other GPUs take part in, the clock that bounds the waits for them, and the
-// overlap of a kernel's start with the end of the one before.
+// Loads and stores that other GPUs take part in, and the clock that bounds the waits for them.
 #pragma once
 
 #include <cstdint>
@@ -80,21 +79,6 @@ __device__ inline std::uint64_t nanoseconds() {
   std::uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
-}
-
-/// Lets the kernel that was launched after this one, if it was told that it may, take its place on
-/// multiprocessors once every block of this one has come here. It waits there for what follows.
-__device__ inline void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-/// Waits until the kernels before this one have ended and their writes are seen.
-__device__ inline void wait_for_kernels_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 }  // namespace longspan::kernels::cuda::arch

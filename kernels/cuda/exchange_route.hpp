@@ -25,24 +25,21 @@ struct Route {
   const std::uint32_t* epoch;
   std::uint32_t copies;  // where copy 0 begins
   std::uint32_t copy_bytes;
-  std::uint32_t slot, words, beside;  // this rank's, in the windows of others
-  std::byte* window[kMostPeers];      // by step
+  std::uint32_t slot;             // this rank's, in the windows of others
+  std::byte* window[kMostPeers];  // by step
 
   std::byte* own;                 // this rank's window
   std::uint8_t rank[kMostPeers];  // by step
   Divisor heads;
-  std::uint32_t result, lse, words_result, words_lse;
-  std::uint32_t flags[2];  // this rank's of a stage, from the window's start
+  std::uint32_t result, lse;
 
   // By place in the tree: the state that folds there.
-  const std::byte* place[PeerView::kMostRanks];        // a slot in copy 0, or in own memory
-  const std::byte* place_words[PeerView::kMostRanks];  // the same, of words
-  std::uint32_t place_stride[PeerView::kMostRanks];    // to the next copy; 0: own memory
-  std::uint32_t place_beside[PeerView::kMostRanks];    // in a copy
+  const std::byte* place[PeerView::kMostRanks];      // a slot in copy 0, or in own memory
+  std::uint32_t place_stride[PeerView::kMostRanks];  // to the next copy; 0: own memory
   std::uint8_t place_rank[PeerView::kMostRanks];
-  std::uint32_t peer_places, own_places, empty_places;  // bit sets
+  std::uint32_t peer_places, empty_places;  // bit sets
 
-  // Rows that a rank merges in the variant `shares`: [first, first + count).
+  // Rows that a rank merges in the variant `two_trips`: [first, first + count).
   std::uint32_t share_first[kMostPeers], share_count[kMostPeers];  // by step
   std::uint32_t own_first, own_count;
   std::uint32_t share_count_most;  // of any rank
@@ -64,13 +61,8 @@ inline Route make_route(const ExchangeParams& p) {
   r.copies = small(layout.copy(0));
   r.copy_bytes = small(layout.copy_bytes());
   r.slot = small(layout.slot(view.rank));
-  r.words = small(layout.words(view.rank));
-  r.beside = small(layout.beside(view.rank));
   r.result = small(layout.result());
-  r.lse = small(layout.result() + p.capacity * states.dim * 4);
-  r.words_result = small(layout.words_result());
-  r.words_lse = small(layout.words_result() + p.capacity * states.dim * 4);
-  for (int stage = 0; stage < 2; ++stage) r.flags[stage] = small(layout.flag(stage, view.rank, 0));
+  r.lse = small(layout.lse());
 
   const std::uint32_t share = (r.rows + r.peers) / (r.peers + 1);
   const auto first = [&](int rank) { return std::min(share * small(rank), r.rows); };
@@ -91,11 +83,10 @@ inline Route make_route(const ExchangeParams& p) {
     const int slot = p.merge.interleaved ? reverse_bits(place, levels) : place;
     const std::uint32_t bit = 1u << place;
     const bool is_peer = slot < view.ranks && slot != view.rank;
-    (slot >= view.ranks ? r.empty_places : is_peer ? r.peer_places : r.own_places) |= bit;
+    if (slot >= view.ranks) r.empty_places |= bit;
+    if (is_peer) r.peer_places |= bit;
     r.place[place] = is_peer ? r.own + layout.copy(0) + layout.slot(slot) : r.own_state;
-    r.place_words[place] = is_peer ? r.own + layout.copy(0) + layout.words(slot) : r.own_state;
     r.place_stride[place] = is_peer ? r.copy_bytes : 0;
-    r.place_beside[place] = is_peer ? small(layout.beside(slot)) : 0;
     r.place_rank[place] = static_cast<std::uint8_t>(is_peer ? slot : view.rank);
   }
   return r;

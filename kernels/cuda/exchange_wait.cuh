@@ -1,5 +1,4 @@
-// How the kernels of an exchange wait: lines that carry their epoch, words that are their own
-// flags, and waits that end.
+// How the kernels of an exchange wait, and the lines by which ranks say what they exchange.
 #pragma once
 
 #include "kernels/cuda/arch/peer.cuh"
@@ -7,48 +6,28 @@
 
 namespace longspan::kernels::cuda {
 
-/// 16 bytes that carry their epoch, once in each eight, which memory moves as a whole.
-__device__ inline uint4 line_of(std::uint32_t a, std::uint32_t b, std::uint32_t epoch) {
-  return {a, epoch, b, epoch};
-}
-__device__ inline uint4 line_of(float a, float b, std::uint32_t epoch) {
-  return line_of(__float_as_uint(a), __float_as_uint(b), epoch);
-}
-__device__ inline bool arrived(uint4 line, std::uint32_t epoch) {
-  return line.y == epoch && line.w == epoch;
-}
+/// Of the block.
+__device__ inline unsigned thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
-// A word travels inverted, and the place where it arrives was 0. The one word that would be 0 is a
-// NaN of ones alone, of which no arithmetic makes one; it goes as another NaN, in fp32 as in the
-// narrower types that may share the word.
-__device__ inline std::uint32_t sent(std::uint32_t word) {
-  return word == ~0u ? 0x80000000u : ~word;
-}
-__device__ inline uint2 sent(uint2 two) { return {sent(two.x), sent(two.y)}; }
-__device__ inline uint4 sent(uint4 four) {
-  return {sent(four.x), sent(four.y), sent(four.z), sent(four.w)};
-}
-__device__ inline bool arrived(std::uint32_t word) { return word != 0; }
-__device__ inline bool arrived(uint2 two) { return min(two.x, two.y) != 0; }
-__device__ inline bool arrived(uint4 four) {
-  return min(min(four.x, four.y), min(four.z, four.w)) != 0;
-}
-
-/// What a rank says of its exchange, as a line.
+/// What a rank says of its exchange: 16 bytes that carry their epoch, once in each eight, which
+/// memory moves as a whole.
 __device__ inline uint4 header_of(const ExchangeParams& p, std::uint32_t epoch) {
-  return line_of(p.shape, static_cast<std::uint32_t>(p.merge.states.rows), epoch);
+  return {p.shape, epoch, static_cast<std::uint32_t>(p.merge.states.rows), epoch};
+}
+__device__ inline bool has_arrived(uint4 header, std::uint32_t epoch) {
+  return header.y == epoch && header.w == epoch;
 }
 /// Whether what a rank says is there, and is something else than ours.
 __device__ inline bool differs(const ExchangeParams& p, uint4 header, std::uint32_t epoch) {
   const uint4 own = header_of(p, epoch);
-  return arrived(header, epoch) && (header.x != own.x || header.z != own.z);
+  return has_arrived(header, epoch) && (header.x != own.x || header.z != own.z);
 }
 
 /// A wait that ends: for data, for the deadline, or for the abort word.
 class BoundedWait {
  public:
   /// `headers`: [ranks] lines in this rank's window.
-  __device__ BoundedWait(const ExchangeParams& params, std::uint32_t epoch,
+  __device__ BoundedWait(const ExchangeParams& params, const Route&, std::uint32_t epoch,
                          const std::byte* headers)
       : p_(params), peers_(params.peers), headers_(headers), epoch_(epoch) {}
 
@@ -87,7 +66,7 @@ class BoundedWait {
       if (from == peers_.rank) continue;
       const uint4 header = arch::load_volatile(headers_ + WindowLayout::header(from));
       if (differs(p_, header, epoch_)) return fail(PeerReport::differs, from);
-      if (absent < 0 && !arrived(header, epoch_)) absent = from;
+      if (absent < 0 && !has_arrived(header, epoch_)) absent = from;
     }
     return fail(PeerReport::timeout, absent < 0 ? rank : absent);
   }

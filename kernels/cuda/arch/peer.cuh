@@ -55,15 +55,6 @@ __device__ inline void load_volatile_if(bool wanted, const void* from, std::uint
                : "memory");
 }
 
-/// What this block wrote before (and a barrier) is seen by whoever acquires the value.
-__device__ inline void release(std::uint32_t* flag, std::uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-__device__ inline std::uint32_t acquire(const std::uint32_t* flag) {
-  std::uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
-}
 __device__ inline std::uint32_t load_relaxed(const std::uint32_t* word) {
   std::uint32_t value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");

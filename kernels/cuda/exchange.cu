@@ -4,6 +4,12 @@
 //
 // Everything that can be known before data is there is found out before it: the host computes where
 // words go (exchange_route.hpp), and rows, sinks and scales are looked up while states travel.
+//
+// Nobody waits for who cannot come. A block pushes all states that it has before it waits for any,
+// and a grid is no larger than what the GPU holds at once; so all states are pushed whatever else
+// happens, hence all merges end, hence all results are pushed. The kernel before has all its blocks
+// in place, or done, when those of an exchange come (overlap.cuh), and the kernel after comes when
+// they have gone.
 #include "kernels/cuda/exchange.hpp"
 
 #include <algorithm>
@@ -21,7 +27,7 @@ namespace {
 constexpr int kThreads = 256;  // of a block, at most
 constexpr int kFewestThreads = 32;
 constexpr int kBlocks = 128;  // about one for each multiprocessor, as long as there are rows
-constexpr int kResident = 2;  // blocks of a multiprocessor
+constexpr int kResident = 2;  // blocks that every multiprocessor holds
 
 /// A row of the result, looked up where this is made: while states are on their way. Rows that are
 /// not in the batch are left alone.
@@ -194,6 +200,14 @@ __global__ __launch_bounds__(kThreads,
 
 // ---- launch ------------------------------------------------------------------------------------
 
+/// Blocks that the GPU surely holds at once, when it has nothing else to do.
+std::int64_t resident_blocks() {
+  int device = 0, multiprocessors = 0;
+  LONGSPAN_CUDA(cudaGetDevice(&device));
+  LONGSPAN_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  return std::int64_t{kResident} * multiprocessors;
+}
+
 /// Block 0, and the carriers. Few rows are spread over many multiprocessors, so that each of them
 /// has little to read when it looks for what has come.
 void launch_of(const ExchangeParams& p, std::int64_t rows, dim3& grid, dim3& block) {
@@ -201,7 +215,7 @@ void launch_of(const ExchangeParams& p, std::int64_t rows, dim3& grid, dim3& blo
   const int threads = p.merge.states.dim / 4;  // of a row
   const std::int64_t most = std::max(1, kThreads / threads);
   const std::int64_t least = std::min<std::int64_t>(most, divide(kFewestThreads, threads));
-  const std::int64_t held = 256;
+  const std::int64_t held = std::max<std::int64_t>(1, resident_blocks() - 1);
   const std::int64_t asked = p.blocks > 0 ? std::min<std::int64_t>(p.blocks, held) : 0;
   const std::int64_t side = std::clamp(divide(rows, asked > 0 ? asked : kBlocks), least, most);
   block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(side));

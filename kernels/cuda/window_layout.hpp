@@ -1,5 +1,5 @@
-// Where the parts of an exchange window lie: copies of everything, one for each of the exchanges
-// that may be on their way at once.
+// Where the parts of an exchange window lie: what the rank keeps for itself, then copies of what
+// others write, one for each of the exchanges that may be on their way at once.
 //
 // Exchanges are counted from 1, and after 2^32 - 1 comes 1 again: windows are made of zeros, which
 // are no exchange's, and three divides 2^32 - 1, so that the copies go on in turn.
@@ -24,6 +24,14 @@ LONGSPAN_HD inline std::uint32_t next_epoch(std::uint32_t epoch) {
 }
 LONGSPAN_HD inline std::uint32_t copy_of(std::uint32_t epoch) { return epoch % kCopies; }
 
+/// At the start of a rank's own window, for its own threads that wait long: see BoundedWait.
+struct Watch {
+  std::uint32_t stopped;           // not 0: there is a report, and every wait ends
+  std::uint32_t turns;             // counts on for ever
+  alignas(8) std::uint32_t epoch;  // of the exchange that a wait was first long in,
+  std::uint32_t began;             // and when that was
+};
+
 struct WindowLayout {
   std::int64_t rows;  // capacity
   int dim;
@@ -31,7 +39,9 @@ struct WindowLayout {
 
   static LONGSPAN_HD std::int64_t round_up(std::int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
-  LONGSPAN_HD std::int64_t copy(std::uint32_t index) const { return index * copy_bytes(); }
+  LONGSPAN_HD std::int64_t copy(std::uint32_t index) const {
+    return round_up(sizeof(Watch)) + index * copy_bytes();
+  }
 
   // In a copy:
 

@@ -13,7 +13,8 @@ COLORS = {"longspan": BLUE, "cuDNN": ORANGE, "cuDNN (two parts)": ORANGE, "seed 
           "NCCL all_gather + merge": ORANGE}
 NAMES = {"seed (as shipped)": "Triton kernel as shipped", "seed (best)": "Triton kernel, best tile",
          "cuDNN (two parts)": "cuDNN on contiguous keys, two parts"}
-VARIANTS = {"beside": "o", "flags": "s", "shares": "^"}
+VARIANTS = {"one-trip": "o", "two-trips": "^",  # and of earlier versions:
+            "beside": "v", "flags": "s", "shares": "P"}
 CURVES = (BLUE, RED, GREEN, PINK, SKY, ORANGE, GREY)
 PHASES = {"append": GREEN, "attend": BLUE, "exchange": RED, "merge": ORANGE}
 

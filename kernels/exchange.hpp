@@ -1,7 +1,7 @@
 // Exchange and merge in one kernel: every rank pushes its states into the windows of the others
-// (peer_view.hpp), waits for theirs, folds all in the fixed order and finishes. The variants differ
-// in how a receiver learns that data is there; they give the same bits, which are the bits of
-// all_gather followed by merge.
+// (peer_view.hpp), waits for theirs, folds all in the fixed order and finishes. Every word of four
+// bytes is its own flag: a window at rest is 0, and no word that travels is. The variants differ in
+// what travels; they give the same bits, which are the bits of all_gather followed by merge.
 #pragma once
 
 #include <cstddef>
@@ -14,13 +14,12 @@ namespace longspan::kernels {
 
 enum class Push : std::uint8_t {
   automatic,  // by size
-  beside,  // flags beside the data, in every 16 bytes: no fence and no second trip, twice the bytes
-  flags,   // data, then one flag for each block
-  shares,  // each rank merges its share of the rows and pushes the results: fewest bytes
+  one_trip,   // every state goes to every rank, and every rank merges all rows
+  two_trips,  // states go to the rank that merges their rows, and results come back: fewer bytes
 };
 
 constexpr const char* name(Push push) {
-  constexpr const char* names[] = {"automatic", "beside", "flags", "shares"};
+  constexpr const char* names[] = {"automatic", "one-trip", "two-trips"};
   return names[static_cast<int>(push)];
 }
 
@@ -30,6 +29,8 @@ struct ExchangeParams {
   std::int64_t capacity = 0;  // rows that the windows were made for
   std::uint32_t shape = 0;    // hash of what ranks must agree on
   Push push = Push::automatic;
+  int blocks = 0;       // 0: by size. Others to measure them, as far as the GPU holds them
+  bool overlap = true;  // the kernel may come to its place while the one before it ends
 };
 
 }  // namespace longspan::kernels

@@ -208,10 +208,13 @@ struct Attention::Impl {
     p.q_scale = request.q_scale;
     p.k_scale = request.k_scale;
     p.v_scale = request.v_scale;
-    p.batch = {
-        request.batch,  request.query_start,
-        request.kv_len, needs_key_start(request.batch, cache) ? workspace.key_start : nullptr,
-        request.causal, request.skip_decode, cache.pages ? 0 : cache.pitch};
+    p.batch = {request.batch,
+               request.query_start,
+               request.kv_len,
+               needs_key_start(request.batch, cache) ? workspace.key_start : nullptr,
+               request.causal,
+               request.skip_decode,
+               cache.pages ? 0 : cache.pitch};
     p.shard = request.shard;
     p.documents = request.documents;
     p.bias.slopes = request.slopes;
@@ -259,6 +262,7 @@ struct Attention::Impl {
     p.pages = cache.pages;
     p.batch = {tokens.batch, tokens.query_start, tokens.kv_len,
                needs_key_start(tokens.batch, cache) ? workspace.key_start : nullptr};
+    p.batch.key_pitch = cache.pages ? 0 : cache.pitch;
     p.shard = tokens.shard;
     p.k_scale = tokens.k_scale;
     p.v_scale = tokens.v_scale;

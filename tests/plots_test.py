@@ -83,7 +83,7 @@ def exchanges(ranks):
     shape = SHAPE | {"ranks": ranks}
     return [records.record("exchange", shape | {"tokens": tokens, "variant": variant}, "us added",
                            2.0 * tokens, **peer)
-            for tokens, variant in ((1, "beside"), (4, "flags"), (16, "shares"))
+            for tokens, variant in ((1, "one-trip"), (4, "one-trip"), (16, "two-trips"))
             for peer in ({"target": 1.5 * tokens, "less_is_better": True},
                          {"peer": "NCCL all_gather + merge", "peer_value": 3.0 * tokens,
                           "ratio": 1.5})]
@@ -224,7 +224,7 @@ class Figures(unittest.TestCase):
         for panel in panels:
             self.assertEqual(lines(panel, "NCCL all_gather and merge"),
                              list(zip(sizes, (3.0, 12.0, 48.0))))
-            self.assertEqual(lines(panel, "longspan, flags"), [(sizes[1], 8.0)])
+            self.assertEqual(lines(panel, "longspan, two-trips"), [(sizes[2], 32.0)])
             self.assertEqual(lines(panel, "target"), list(zip(sizes, (1.5, 6.0, 24.0))))
 
 

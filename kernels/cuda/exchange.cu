@@ -1,423 +1,250 @@
-// The three variants of the exchange (kernels/exchange.hpp). A block serves a range of rows, the
-// same range on every rank, so it waits for the blocks of its own number only. Threads of a row
-// stand side by side, so that what a warp writes to a peer is one run of whole lines. States of a
-// row fold in the tree of merge.cu.
+// The exchange (kernels/exchange.hpp) in its two variants. Threads of a row stand side by side, so
+// that what a warp writes to a peer is one run of whole lines. States of a row fold in the tree of
+// merge.cu.
+//
+// Everything that can be known before data is there is found out before it: the host computes where
+// words go (exchange_route.hpp), and rows, sinks and scales are looked up while states travel.
+//
+// Nobody waits for who cannot come. A block pushes all states that it has before it waits for any,
+// and a grid is no larger than what the GPU holds at once; so all states are pushed whatever else
+// happens, hence all merges end, hence all results are pushed. The kernel before has all its blocks
+// in place, or done, when those of an exchange come (overlap.cuh), and the kernel after comes when
+// they have gone.
 #include "kernels/cuda/exchange.hpp"
 
 #include <algorithm>
 #include <string>
 
 #include "kernels/batch_rows.hpp"
-#include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/convert.cuh"
-#include "kernels/cuda/fold_tree.cuh"
+#include "kernels/cuda/exchange_words.cuh"
 #include "kernels/cuda/row_end.cuh"
-#include "kernels/cuda/window_layout.hpp"
 #include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;  // of a block, at most
-constexpr unsigned kLooksBetweenClocks = 64;
+constexpr int kFewestThreads = 32;
+constexpr int kBlocks = 128;  // about one for each multiprocessor, as long as there are rows
+constexpr int kResident = 2;  // blocks that every multiprocessor holds
 
-// ---- lines: 16 bytes that carry their epoch -----------------------------------------------------
+/// A row of the result, looked up where this is made: while states are on their way. Rows that are
+/// not in the batch are left alone.
+struct ResultRow {
+  std::uint32_t token;
+  RowEnd end;
+  ResultPlace place;
+  bool is_wanted;
 
-__device__ uint4 line_of(std::uint32_t a, std::uint32_t b, std::uint32_t epoch) {
-  return {a, epoch, b, epoch};
-}
-__device__ uint4 line_of(float a, float b, std::uint32_t epoch) {
-  return line_of(__float_as_uint(a), __float_as_uint(b), epoch);
-}
-__device__ bool arrived(uint4 line, std::uint32_t epoch) {
-  return line.y == epoch && line.w == epoch;
-}
+  __device__ ResultRow(const MergeParams& m, const Route& r, std::uint32_t row, unsigned column)
+      : token(r.heads(row)),
+        end(m, static_cast<int>(row - token * m.heads)),
+        place(m, token, static_cast<int>(row - token * m.heads), static_cast<int>(column)),
+        is_wanted(in_batch(m.batch, token)) {}
 
-/// Whether what a rank says of its states is there, and is something else than ours.
-__device__ bool differs(const ExchangeParams& p, uint4 header, std::uint32_t epoch) {
-  return arrived(header, epoch) &&
-         (header.x != p.shape || header.z != static_cast<std::uint32_t>(p.merge.states.rows));
-}
-
-// ---- waiting ----------------------------------------------------------------------------------
-
-/// A wait that ends: for data, for the deadline, or for the abort word.
-class BoundedWait {
- public:
-  __device__ BoundedWait(const ExchangeParams& params, std::uint32_t epoch)
-      : p_(params), peers_(params.peers), epoch_(epoch) {}
-
-  /// Called after a look that found nothing; false: give up. `rank`: who is waited for.
-  __device__ bool go_on(int rank) {
-    if (++looks_ % kLooksBetweenClocks != 0) return true;
-    const std::uint64_t now = arch::nanoseconds();
-    if (start_ == 0) start_ = now;  // not before: reading the clock takes longer than most waits
-    // One deadline for all waits of an exchange: whoever comes later does not wait again.
-    if (arch::load_relaxed(&peers_.report->kind) != PeerReport::none) return false;
-    if (arch::load_relaxed(peers_.abort) != 0) return fail(PeerReport::aborted, rank);
-    if (now - start_ > peers_.deadline_ns) return time_out(rank);
-    return true;
-  }
-
-  /// The first report of a window stays.
-  __device__ bool fail(PeerReport::Kind kind, int rank) {
-    PeerReport* report = peers_.report;
-    if (atomicCAS_system(&report->kind, PeerReport::none, kind) == PeerReport::none) {
-      report->rank = static_cast<std::uint32_t>(rank);
-      report->epoch = epoch_;
-      __threadfence_system();
-    }
-    return false;
-  }
-
- private:
-  /// Ranks with another number of rows may take another variant, and then wait for what is never
-  /// sent: their headers tell.
-  __device__ bool time_out(int rank) {
-    const WindowLayout layout{p_.capacity, p_.merge.states.dim, peers_.ranks};
-    for (int from = 0; from < peers_.ranks; ++from) {
-      if (from == peers_.rank) continue;
-      const std::byte* header = peers_.window[peers_.rank] + layout.header(epoch_ & 1u, from);
-      if (differs(p_, arch::load_volatile(header), epoch_)) return fail(PeerReport::differs, from);
-    }
-    return fail(PeerReport::timeout, rank);
-  }
-
-  const ExchangeParams& p_;
-  const PeerView& peers_;
-  std::uint32_t epoch_;
-  std::uint64_t start_ = 0;
-  unsigned looks_ = 0;
-};
-
-// ---- one exchange as a block sees it -----------------------------------------------------------
-
-struct Exchange {
-  const ExchangeParams& p;
-  const int rank, ranks;
-  const WindowLayout layout;
-  std::uint32_t epoch;
-  unsigned parity;
-
-  /// All threads call it. The last block that has read the epoch makes it this exchange's.
-  __device__ explicit Exchange(const ExchangeParams& params)
-      : p(params),
-        rank(params.peers.rank),
-        ranks(params.peers.ranks),
-        layout{params.capacity, params.merge.states.dim, params.peers.ranks},
-        epoch(arch::load_relaxed(params.peers.epoch) + 1),
-        parity(epoch & 1u) {
-    __syncthreads();
-    if (thread() != 0) return;
-    std::uint32_t* started = params.peers.epoch + 1;
-    if (atomicAdd(started, 1u) + 1 < gridDim.x) return;
-    *started = 0;
-    params.peers.epoch[0] = epoch;
-  }
-
-  __device__ static int thread() {
-    return static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
-  }
-  __device__ std::int64_t rows() const { return p.merge.states.rows; }
-  __device__ std::byte* window(int of) const { return p.peers.window[of]; }
-  /// The step-th peer from this rank on, so that ranks do not all write to one.
-  __device__ int peer(int step) const {
-    const int other = rank + step;
-    return other < ranks ? other : other - ranks;
-  }
-
-  // What the ranks must agree on travels as a line of its own, in block 0.
-
-  __device__ void send_header() const {
-    const int to = thread();
-    if (blockIdx.x == 0 && to < ranks && to != rank)
-      arch::store_volatile(window(to) + layout.header(parity, rank),
-                           line_of(p.shape, static_cast<std::uint32_t>(rows()), epoch));
-  }
-  __device__ void check_header() const {
-    const int from = thread();
-    if (blockIdx.x != 0 || from >= ranks || from == rank) return;
-    BoundedWait wait(p, epoch);
-    for (;;) {
-      const uint4 line = arch::load_volatile(window(rank) + layout.header(parity, from));
-      if (arrived(line, epoch)) {
-        if (differs(p, line, epoch)) wait.fail(PeerReport::differs, from);
-        return;
-      }
-      if (!wait.go_on(from)) return;
-    }
-  }
-
-  // Flags: block b of a rank tells block b of the others that a stage of its work is there.
-
-  __device__ std::uint32_t* flag(int of, int stage, int from) const {
-    return reinterpret_cast<std::uint32_t*>(window(of) +
-                                            layout.flag(stage, from, static_cast<int>(blockIdx.x)));
-  }
-  /// All threads call it.
-  __device__ void announce(int stage) const {
-    __syncthreads();
-    const int to = thread();
-    if (to < ranks && to != rank) arch::release(flag(to, stage, rank), epoch);
-  }
-  /// All threads call it; false: give up.
-  __device__ bool await(int stage) const {
-    const int from = thread();
-    bool good = true;
-    if (from < ranks && from != rank) {
-      BoundedWait wait(p, epoch);
-      const std::uint32_t* there = flag(rank, stage, from);
-      while (good && static_cast<std::int32_t>(arch::acquire(there) - epoch) < 0)
-        good = wait.go_on(from);
-    }
-    return __syncthreads_and(good);
-  }
-
-  // Four columns of a state, in a slot of `capacity` rows: statistics, then o.
-
-  __device__ Piece<4> load(const std::byte* slot, std::int64_t capacity, std::int64_t row,
-                           int column) const {
-    const float2 stats = __ldcg(reinterpret_cast<const float2*>(slot) + row);
-    const float4 o = __ldcg(reinterpret_cast<const float4*>(
-        slot + StateSlots::stats_bytes(capacity) + (row * layout.dim + column) * 4));
-    return {{stats.x, stats.y}, {o.x, o.y, o.z, o.w}};
-  }
-  __device__ const std::byte* own_slot() const {
-    return reinterpret_cast<const std::byte*>(p.merge.states.stats(rank));
-  }
-  __device__ Piece<4> own(std::int64_t row, int column) const {
-    return load(own_slot(), rows(), row, column);
-  }
-  __device__ void push(int to, std::int64_t row, int column, const Piece<4>& piece) const {
-    std::byte* slot = window(to) + layout.slot(parity, rank);
-    if (column == 0)
-      reinterpret_cast<float2*>(slot)[row] = make_float2(piece.stats.max, piece.stats.sum);
-    *reinterpret_cast<float4*>(slot + StateSlots::stats_bytes(layout.rows) +
-                               (row * layout.dim + column) * 4) =
-        make_float4(piece.o[0], piece.o[1], piece.o[2], piece.o[3]);
-  }
-
-  /// The merged state of a row whose parts lie in this rank's window.
-  template <int kLevels>
-  __device__ Piece<4> merged(std::int64_t row, int column) const {
-    return fold_subtree<kLevels>(
-        [&](int place) {
-          const int slot = p.merge.interleaved ? reverse_bits(place, log2_ceil(ranks)) : place;
-          const int from = min(slot, ranks - 1);  // past the last rank: a load without a branch
-          const bool local = from == rank;
-          Piece<4> piece = load(local ? own_slot() : window(rank) + layout.slot(parity, from),
-                                local ? rows() : layout.rows, row, column);
-          if (slot >= ranks) piece.stats = empty_stats();
-          return piece;
-        },
-        0);
+  template <int kColumns>
+  __device__ void store(const MergeParams& m, const Piece<kColumns>& row, bool wide) const {
+    if (is_wanted) store_result(m, place, row, wide);
   }
 };
 
-// ---- the end of a row
-// -----------------------------------------------------------------------------
-
-/// Rounds and stores; rows that are not in the batch are left alone.
-template <int kColumns>
-__device__ void store_row(const MergeParams& m, std::int64_t row, int column,
-                          const float (&values)[kColumns], float lse, bool wide) {
-  const std::int64_t token = row / m.heads;
-  const int head = static_cast<int>(row - token * m.heads);
-  if (!in_batch(m.batch, token)) return;
-  store_result(m, token, head, column, values, lse, wide);
-}
-
-// ---- flags beside the data
-// ------------------------------------------------------------------------
-
-/// A thread carries two columns: a line. Each of them also reads the line of the statistics.
 template <int kLevels>
-__global__ __launch_bounds__(kThreads) void exchange_beside_kernel(
-    const __grid_constant__ ExchangeParams p, bool wide) {
-  Exchange x(p);
-  x.send_header();
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int column = static_cast<int>(threadIdx.x) * 2;
-  if (row < x.rows()) {
-    const StateSlots& states = p.merge.states;
-    const Stats stats = states.stats(x.rank)[row];
-    const float2 o = *reinterpret_cast<const float2*>(states.o(x.rank, row) + column);
-    const std::int64_t stats_at = row * x.layout.beside_row(), at = stats_at + 16 + column * 8;
-    for (int step = 1; step < x.ranks; ++step) {
-      const int to = x.peer(step);
-      std::byte* slot = x.window(to) + x.layout.beside(x.parity, x.rank);
-      arch::store_volatile(slot + at, line_of(o.x, o.y, x.epoch));
-      if (column == 0)
-        arch::store_volatile(slot + stats_at, line_of(stats.max, stats.sum, x.epoch));
+__global__ __launch_bounds__(kThreads,
+                             kResident) void one_trip_kernel(const __grid_constant__ Task task) {
+  const Route& r = task.route;
+  const ExchangeParams& p = task.params;
+  if (blockIdx.x == 0) return compare_headers(r, p);
+  const unsigned column = threadIdx.x * 4;
+  const std::uint32_t first = first_rows();
+  wait_for_states(r, first + threadIdx.y, column);
+  OwnRows own(r, first, column);
+  const Turn turn(r);
+  for (std::uint32_t next = first;;) {
+#pragma unroll
+    for (int step = 0; step < (1 << kLevels) - 1; ++step) {
+      if (step >= static_cast<int>(r.peers)) break;
+      own.send(r, r.window[step] + turn.copy + r.slot, next, r.rows, column);
     }
+    next += row_step();
+    if (next >= r.rows) break;
+    own = OwnRows(r, next, column);
+  }
+  __syncthreads();
+  const Departure departure(p);
+  BoundedWait wait(p, r, turn.epoch, r.own + turn.copy);
+  for (std::uint32_t row = first + threadIdx.y; row < r.rows; row += row_step()) {
+    const ResultRow result(p.merge, r, row, column);
+    Piece<4> state;
+    if (!collect<kLevels>(r, turn, row, column, wait, state)) break;
+    result.end.finish(state);
+    result.store(p.merge, state, task.wide);
+  }
+  __syncthreads();
+  rest<kLevels>(r, turn, first, r.rows, column);
+  departure.leave(p, turn);
+}
 
-    // All ranks' lines are asked for at once, until all are there.
-    constexpr int kSlots = 1 << kLevels;
-    Piece<2> pieces[kSlots];
-    BoundedWait wait(p, x.epoch);
-    bool good = true;
-    for (;;) {
-      uint4 lines[kSlots][2];
+template <int kLevels>
+__global__ __launch_bounds__(kThreads,
+                             kResident) void two_trips_kernel(const __grid_constant__ Task task) {
+  const Route& r = task.route;
+  const ExchangeParams& p = task.params;
+  if (blockIdx.x == 0) return compare_headers(r, p);
+  constexpr int kPeers = (1 << kLevels) - 1;
+  const MergeParams& m = p.merge;
+  const unsigned column = threadIdx.x * 4;
+  const std::uint32_t dim = r.row_bytes / 4, own_end = r.own_first + r.own_count;
+  const auto load_own = [&](OwnRows(&own)[kPeers], std::uint32_t first) {
 #pragma unroll
-      for (int slot = 0; slot < kSlots; ++slot) {
-        const std::byte* from =
-            x.window(x.rank) + x.layout.beside(x.parity, min(slot, x.ranks - 1));
-        lines[slot][0] = arch::load_volatile(from + stats_at);
-        lines[slot][1] = arch::load_volatile(from + at);
-      }
-      int missing = -1;
+    for (int step = 0; step < kPeers; ++step)
+      own[step] = OwnRows(r, r.share_first[step] + first, column);
+  };
+  OwnRows own[kPeers];
+  wait_for_states(r, r.share_first[0] + first_rows() + threadIdx.y, column);
+  load_own(own, first_rows());
+  const Turn turn(r);
+  for (std::uint32_t next = first_rows();;) {
 #pragma unroll
-      for (int slot = 0; slot < kSlots; ++slot) {
-        const bool there = arrived(lines[slot][0], x.epoch) && arrived(lines[slot][1], x.epoch);
-        if (!there && slot < x.ranks && slot != x.rank) missing = slot;
-        pieces[slot] = {{__uint_as_float(lines[slot][0].x), __uint_as_float(lines[slot][0].z)},
-                        {__uint_as_float(lines[slot][1].x), __uint_as_float(lines[slot][1].z)}};
-        if (slot == x.rank) pieces[slot] = {stats, {o.x, o.y}};
-        if (slot >= x.ranks) pieces[slot].stats = empty_stats();
+    for (int step = 0; step < kPeers; ++step)
+      own[step].send(r, r.window[step] + turn.copy + r.slot, r.share_first[step] + next,
+                     r.share_first[step] + r.share_count[step], column);
+    next += row_step();
+    if (next >= r.share_count_most) break;
+    load_own(own, next);
+  }
+  __syncthreads();
+  const Departure departure(p);
+  BoundedWait wait(p, r, turn.epoch, r.own + turn.copy);
+
+  const int size = static_cast<int>(size_of(m.dtype));
+  bool good = true;
+  for (std::uint32_t row = r.own_first + first_rows() + threadIdx.y; row < own_end && good;
+       row += row_step()) {
+    const ResultRow result(m, r, row, column);
+    Piece<4> state;
+    good = collect<kLevels>(r, turn, row, column, wait, state);
+    if (!good) break;
+    result.end.finish(state);
+    uint4 words = {};
+    store_elements(&words, m.dtype, 0, state.o);
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step) {
+      if (step >= static_cast<int>(r.peers)) break;
+      send_elements(r.window[step] + turn.copy + r.result, size, row * dim + column, words);
+    }
+    if (result.is_wanted) copy_elements(m, result.place, words, task.wide);
+    if (column == 0) {  // a long way to the logarithm: after what others wait for
+      const float lse = finish(state.stats).lse;
+#pragma unroll
+      for (int step = 0; step < kPeers; ++step) {
+        if (step >= static_cast<int>(r.peers)) break;
+        arch::store_volatile(r.window[step] + turn.copy + r.lse + row * 4,
+                             sent(__float_as_uint(lse)));
       }
-      if (missing < 0) break;
-      good = wait.go_on(missing);
+      if (result.is_wanted && result.place.lse != nullptr) *result.place.lse = lse;
+    }
+  }
+  __syncthreads();
+  rest<kLevels>(r, turn, r.own_first + first_rows(), own_end, column);
+
+  std::byte* results = r.own + turn.copy + r.result;
+  std::byte* lses = r.own + turn.copy + r.lse;
+  for (std::uint32_t i = first_rows() + threadIdx.y; i < r.share_count_most && good;
+       i += row_step()) {
+    uint4 words[kPeers] = {};
+    std::uint32_t lse[kPeers] = {}, wanted = 0, skipped = 0;
+    ResultPlace places[kPeers];
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step) {
+      if (i >= r.share_count[step]) continue;
+      const std::uint32_t row = r.share_first[step] + i, token = r.heads(row);
+      places[step] =
+          ResultPlace(m, token, static_cast<int>(row - token * m.heads), static_cast<int>(column));
+      wanted |= 1u << step;
+      if (!in_batch(m.batch, token)) skipped |= 1u << step;
+    }
+    for (std::uint32_t missing = wanted; missing != 0;) {
+#pragma unroll
+      for (int step = 0; step < kPeers; ++step) {
+        const std::uint32_t row = r.share_first[step] + i;
+        const bool is_missing = missing >> step & 1;
+        ask_elements(is_missing, results, size, row * dim + column, words[step]);
+        arch::load_volatile_if(is_missing && column == 0, lses + row * 4, lse[step]);
+      }
+#pragma unroll
+      for (int step = 0; step < kPeers; ++step)
+        if (elements_have_arrived(words[step], size) && (column != 0 || has_arrived(lse[step])))
+          missing &= ~(1u << step);
+      if (missing == 0) break;
+      good = wait.go_on(r.rank[__ffs(missing) - 1]);
       if (!good) break;
     }
-    if (good) {
-      Piece<2> state = fold_subtree<kLevels>(
-          [&](int place) {
-            const Piece<2> straight = pieces[place], crossed = pieces[reverse_bits(place, kLevels)];
-            return p.merge.interleaved ? crossed : straight;
-          },
-          0);
-      const float lse = finish_piece(p.merge, static_cast<int>(row % p.merge.heads), state);
-      store_row(p.merge, row, column, state.o, lse, wide);
-    }
-  }
-  x.check_header();
-}
-
-// ---- data, then a flag
-// ------------------------------------------------------------------------------
-
-/// Rows [first, last) of `rows` are the block's.
-__device__ void block_rows(std::int64_t rows, std::int64_t& first, std::int64_t& last) {
-  first = rows * blockIdx.x / gridDim.x;
-  last = rows * (blockIdx.x + 1) / gridDim.x;
-}
-
-template <int kLevels>
-__global__ __launch_bounds__(kThreads) void exchange_flags_kernel(
-    const __grid_constant__ ExchangeParams p, bool wide) {
-  Exchange x(p);
-  x.send_header();
-  const int column = static_cast<int>(threadIdx.x) * 4;
-  std::int64_t first, last;
-  block_rows(x.rows(), first, last);
-  for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y) {
-    const Piece<4> own = x.own(row, column);
-    for (int step = 1; step < x.ranks; ++step) x.push(x.peer(step), row, column, own);
-  }
-  x.announce(0);
-  if (x.await(0)) {
-    for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y) {
-      Piece<4> state = x.merged<kLevels>(row, column);
-      const float lse = finish_piece(p.merge, static_cast<int>(row % p.merge.heads), state);
-      store_row(p.merge, row, column, state.o, lse, wide);
-    }
-  }
-  x.check_header();
-}
-
-// ---- shares
-// -----------------------------------------------------------------------------------------
-
-/// Rows of rank r's share that are the block's.
-__device__ void share_rows(std::int64_t rows, int ranks, int r, std::int64_t& first,
-                           std::int64_t& last) {
-  const std::int64_t begin = rows * r / ranks, end = rows * (r + 1) / ranks;
-  block_rows(end - begin, first, last);
-  first += begin;
-  last += begin;
-}
-
-template <int kLevels>
-__global__ __launch_bounds__(kThreads) void exchange_shares_kernel(
-    const __grid_constant__ ExchangeParams p, bool wide) {
-  Exchange x(p);
-  x.send_header();
-  const MergeParams& m = p.merge;
-  const int column = static_cast<int>(threadIdx.x) * 4;
-  std::int64_t first, last;
-  for (int step = 1; step < x.ranks; ++step) {
-    share_rows(x.rows(), x.ranks, x.peer(step), first, last);
-    for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y)
-      x.push(x.peer(step), row, column, x.own(row, column));
-  }
-  x.announce(0);
-  // The results travel rounded: in the window they lie as in a dense `out`.
-  const std::int64_t lse_at = x.layout.rows * x.layout.dim * 4;
-  bool good = x.await(0);
-  if (good) {
-    share_rows(x.rows(), x.ranks, x.rank, first, last);
-    for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y) {
-      Piece<4> state = x.merged<kLevels>(row, column);
-      const float lse = finish_piece(m, static_cast<int>(row % m.heads), state);
-      for (int step = 1; step < x.ranks; ++step) {
-        std::byte* results = x.window(x.peer(step)) + x.layout.result(x.parity);
-        store_elements(results, m.dtype, row * x.layout.dim + column, state.o);
-        if (column == 0) reinterpret_cast<float*>(results + lse_at)[row] = lse;
+    if (!good) break;
+#pragma unroll
+    for (int step = 0; step < kPeers; ++step) {
+      if ((wanted >> step & 1) == 0) continue;
+      const std::uint32_t row = r.share_first[step] + i;
+      if ((skipped >> step & 1) == 0) {
+        const uint4 values = {~words[step].x, ~words[step].y, ~words[step].z, ~words[step].w};
+        copy_elements(m, places[step], values, task.wide);
+        if (places[step].lse != nullptr) *places[step].lse = __uint_as_float(~lse[step]);
       }
-      store_row(m, row, column, state.o, lse, wide);
+      // Nobody else reads these words.
+      rest_elements(results + (row * dim + column) * static_cast<unsigned>(size), size);
+      if (column == 0) *reinterpret_cast<std::uint32_t*>(lses + row * 4) = 0;
     }
   }
-  x.announce(1);
-  if (good && x.await(1)) {
-    const std::byte* results = x.window(x.rank) + x.layout.result(x.parity);
-    for (int step = 1; step < x.ranks; ++step) {
-      share_rows(x.rows(), x.ranks, x.peer(step), first, last);
-      for (std::int64_t row = first + threadIdx.y; row < last; row += blockDim.y) {
-        float values[4];  // rounding what is rounded already changes nothing
-        const std::int64_t at = row * x.layout.dim + column;
-        if (m.dtype == DType::fp32) {
-          const float4 four = __ldcg(reinterpret_cast<const float4*>(results) + at / 4);
-          values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
-        } else if (is_fp8(m.dtype)) {
-          const std::uint32_t four = __ldcg(reinterpret_cast<const unsigned*>(results) + at / 4);
-          for (int i = 0; i < 4; ++i) values[i] = load_element(&four, m.dtype, i);
-        } else {
-          const uint2 four = __ldcg(reinterpret_cast<const uint2*>(results) + at / 4);
-          for (int i = 0; i < 4; ++i) values[i] = load_element(&four, m.dtype, i);
-        }
-        const float lse = __ldcg(reinterpret_cast<const float*>(results + lse_at) + row);
-        store_row(m, row, column, values, lse, wide);
-      }
-    }
-  }
-  x.check_header();
+  departure.leave(p, turn);
 }
 
-// ---- launch
-// -----------------------------------------------------------------------------------------
+// ---- launch ------------------------------------------------------------------------------------
 
-template <int kLevels>
-void launch(const ExchangeParams& p, Push push, cudaStream_t stream) {
-  const int columns = push == Push::beside ? 2 : 4, threads = p.merge.states.dim / columns;
-  const std::int64_t rows = p.merge.states.rows;
-  const dim3 block(static_cast<unsigned>(threads),
-                   static_cast<unsigned>(std::max(1, kThreads / threads)));
-  const auto blocks_of = [&](std::int64_t some) { return (some + block.y - 1) / block.y; };
-  const bool wide = push == Push::beside ? is_aligned<2>(p.merge.out, p.merge.dtype)
-                                         : is_aligned<4>(p.merge.out, p.merge.dtype);
-  if (push == Push::beside) {
-    exchange_beside_kernel<kLevels>
-        <<<static_cast<unsigned>(blocks_of(rows)), block, 0, stream>>>(p, wide);
-    return;
-  }
-  const std::int64_t share =
-      push == Push::flags ? rows : (rows + p.peers.ranks - 1) / p.peers.ranks;
-  const auto blocks =
-      static_cast<unsigned>(std::min<std::int64_t>(blocks_of(share), kMostBlocks / 2));
-  if (push == Push::flags)
-    exchange_flags_kernel<kLevels><<<blocks, block, 0, stream>>>(p, wide);
-  else
-    exchange_shares_kernel<kLevels><<<blocks, block, 0, stream>>>(p, wide);
+/// Blocks that the GPU surely holds at once, when it has nothing else to do.
+std::int64_t resident_blocks() {
+  int device = 0, multiprocessors = 0;
+  LONGSPAN_CUDA(cudaGetDevice(&device));
+  LONGSPAN_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  return std::int64_t{kResident} * multiprocessors;
+}
+
+/// Block 0, and the carriers. Few rows are spread over many multiprocessors, so that each of them
+/// has little to read when it looks for what has come.
+void launch_of(const ExchangeParams& p, std::int64_t rows, dim3& grid, dim3& block) {
+  const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
+  const int threads = p.merge.states.dim / 4;  // of a row
+  const std::int64_t most = std::max(1, kThreads / threads);
+  const std::int64_t least = std::min<std::int64_t>(most, divide(kFewestThreads, threads));
+  const std::int64_t held = std::max<std::int64_t>(1, resident_blocks() - 1);
+  const std::int64_t asked = p.blocks > 0 ? std::min<std::int64_t>(p.blocks, held) : 0;
+  const std::int64_t side = std::clamp(divide(rows, asked > 0 ? asked : kBlocks), least, most);
+  block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(side));
+  grid = dim3(1 + static_cast<unsigned>(std::min(divide(rows, side), asked > 0 ? asked : held)));
+}
+
+/// Whether the code that runs here is of the kind that waits for the kernels before it.
+template <auto* kKernel>
+bool can_overlap() {
+  static const bool can = [] {
+    cudaFuncAttributes attributes{};
+    LONGSPAN_CUDA(cudaFuncGetAttributes(&attributes, kKernel));
+    return attributes.ptxVersion >= 90;
+  }();
+  return can;
+}
+
+template <auto* kKernel>
+void launch(const ExchangeParams& p, const Route& route, std::int64_t rows, cudaStream_t stream) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  launch_of(p, rows, config.gridDim, config.blockDim);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = p.overlap && can_overlap<kKernel>() ? 1 : 0;
+  const bool wide = is_aligned<4>(p.merge.out, p.merge.dtype);
+  LONGSPAN_CUDA(cudaLaunchKernelEx(&config, kKernel, Task{route, p, wide}));
 }
 
 [[noreturn]] void refuse(const std::string& what) {
@@ -436,13 +263,18 @@ void exchange(const ExchangeParams& p, cudaStream_t stream) {
   if (m.states.rows > p.capacity)
     throw InputError("exchange of " + std::to_string(m.states.rows) +
                      " states; the windows were made for " + std::to_string(p.capacity));
+  const WindowLayout layout{p.capacity, m.states.dim, p.peers.ranks};
+  if (layout.total() >= std::int64_t{1} << 32)  // offsets in a window have 32 bits
+    refuse("windows of " + std::to_string(layout.total()) + " bytes");
   const Push push =
       p.push == Push::automatic ? choose_push(m.states.rows, m.states.dim, p.peers.ranks) : p.push;
-  const WindowLayout layout{p.capacity, m.states.dim, p.peers.ranks};
-  if (push == Push::beside && m.states.rows > layout.beside_rows())
-    refuse(std::to_string(m.states.rows) + " states with flags beside the data");
+  const Route route = make_route(p);
   for_levels<3>(log2_ceil(p.peers.ranks), [&](auto levels) {
-    launch<std::max(1, decltype(levels)::value)>(p, push, stream);
+    constexpr int kLevels = std::max(1, decltype(levels)::value);
+    if (push == Push::one_trip)
+      launch<one_trip_kernel<kLevels>>(p, route, route.rows, stream);
+    else
+      launch<two_trips_kernel<kLevels>>(p, route, route.share_count_most, stream);
   });
   LONGSPAN_CUDA(cudaGetLastError());
 }
@@ -451,13 +283,16 @@ std::size_t window_bytes(std::int64_t rows, int dim, int ranks) {
   return static_cast<std::size_t>(WindowLayout{rows, dim, ranks}.total());
 }
 
-// Measured crossovers (docs/performance-exchange.md): flags beside the data double the bytes, and
-// win while latency is all; shares send each state once, and win when bytes are all.
+// On two H200s (docs/performance-exchange.md) the second trip costs 1.15 us, and the bytes and
+// merges that it saves pay for it from 750 KB of states on. For other numbers of ranks this follows
+// from that measurement and from the bytes, and is to be measured: one trip sends (P - 1) s bytes
+// from each rank, two send (P - 1) / P (s + results), results of 16 bits being s / 2, and a MB
+// takes 3.4 us. So what is saved has to be 338 KB: s = 180 KB on 4 ranks, 59 KB on 8.
 Push choose_push(std::int64_t rows, int dim, int ranks) {
-  const std::int64_t state = rows * (dim + 2) * 4;
-  const std::int64_t beside = (ranks <= 2 ? 288 : 64) << 10;
-  if (state <= beside && rows <= kMostBesideRows) return Push::beside;
-  return ranks > 2 && state > (800 << 10) ? Push::shares : Push::flags;
+  const std::int64_t s = rows * (dim + 2) * 4;
+  const std::int64_t saved = s * (ranks - 1) * (2 * ranks - 3) / (2 * ranks);
+  const bool pays = ranks == 2 ? s > 750'000 : saved > 338'000;
+  return pays ? Push::two_trips : Push::one_trip;
 }
 
 }  // namespace longspan::kernels::cuda

@@ -19,13 +19,23 @@ struct Piece {
   float o[kColumns];
 };
 
-/// newer = merge(older, newer)
+/// newer = merge(older, newer). The law of longspan::fold, bit for bit, as selections and not as
+/// branches: merges that do not need each other then go side by side.
 template <int kColumns>
 __device__ void merge_pieces(const Piece<kColumns>& older, Piece<kColumns>& newer) {
-  const Fold fold = longspan::fold(older.stats, newer.stats);
-  newer.stats = fold.stats;
+  const Stats a = older.stats, b = newer.stats;
+  const bool newer_leads = is_empty(a) || (!is_empty(b) && !(a.max >= b.max));
+  const bool alone = is_empty(a) || is_empty(b);  // what leads is the result
+  const Stats high = newer_leads ? b : a, low = newer_leads ? a : b;
+  const float ratio = ::exp2f(low.max - high.max);
+  newer.stats.max = is_empty(high) ? -infinity() : high.max;
+  newer.stats.sum = alone ? high.sum : ::fmaf(low.sum, ratio, high.sum);
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) newer.o[i] = fold(older.o[i], newer.o[i]);
+  for (int i = 0; i < kColumns; ++i) {
+    const float leading = newer_leads ? newer.o[i] : older.o[i];
+    const float other = newer_leads ? older.o[i] : newer.o[i];
+    newer.o[i] = alone ? leading : ::fmaf(other, ratio, leading);
+  }
 }
 
 /// The state of the subtree over places [place, place + 2^kLevels); load(place) gives a Piece.

@@ -2,6 +2,7 @@
 // slots empty. A thread carries eight elements of a row and reads and writes 16 bytes at a time.
 #include "kernels/cuda/merge.hpp"
 
+#include <algorithm>
 #include <string>
 
 #include "kernels/batch_rows.hpp"
@@ -17,8 +18,8 @@ namespace {
 
 constexpr int kVector = 8;         // elements of a thread
 constexpr int kThreads = 256;      // of a block, at most
-constexpr int kFoldThreads = 512;  // of fold_parts, at most
-constexpr int kFoldLevels = 1;     // a thread of fold_parts folds up to so many levels alone
+constexpr int kFoldThreads = 256;  // of fold_parts, at most
+constexpr int kFoldLevels = 3;     // a thread of fold_parts folds up to so many levels alone
 static_assert(kFoldThreads / 4 << kFoldLevels >= kMostSplits);
 using StatePiece = Piece<kVector>;
 
@@ -53,8 +54,8 @@ struct Places {
 /// The merged state's end: sink, division, scale, rounding.
 __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, int column,
                            StatePiece& state, bool wide) {
-  const float lse = finish_piece(m, head, state);
-  store_result(m, token, head, column, state.o, lse, wide);
+  RowEnd(m, head).finish(state);
+  store_result(m, ResultPlace(m, token, head, column), state, wide);
 }
 
 // ---- kernels: threadIdx.x = eight columns, (blockIdx.x, threadIdx.y) = rows -------------------
@@ -87,36 +88,39 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   finish_row(p, token, head, column, state, wide);
 }
 
-/// The splits of short sequences: a block takes some columns (blockIdx.y) of one row. There are few
-/// rows and many splits, so a thread (threadIdx.y) loads as few splits as the block allows,
-/// 2^kLevels, and folds them alone; the rest of the tree goes through shared memory. kFinish: to
-/// the result `m`.
+/// The splits of short sequences: a block takes some columns (blockIdx.y, threadIdx.x) of some rows
+/// (blockIdx.x, threadIdx.z). A thread (threadIdx.y) loads 2^kLevels splits at once and folds them
+/// alone; the rest of the tree goes through shared memory. kFinish: to the result `m`.
 template <int kLevels, bool kFinish>
 __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
     const __grid_constant__ MergeParams m, bool wide) {
   __shared__ float4 waiting[2][kFoldThreads];
   __shared__ Stats waiting_stats[kFoldThreads];
-  arch::wait_for_kernels_before();
-  // The splits' states first: what they are is found out while they are on their way. Rows that no
-  // sequence has are scratch of any content, and go no further.
-  const unsigned row = blockIdx.x, heads = static_cast<unsigned>(p.heads);
+  const unsigned row = blockIdx.x * blockDim.z + threadIdx.z;
+  const unsigned last_row = static_cast<unsigned>(plan.parts.rows) - 1;
+  const unsigned heads = static_cast<unsigned>(p.heads);
   const int head = static_cast<int>(row % heads);
   const int column = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kVector;
-  const Places places{plan.parts, false, log2_ceil(plan.splits), row, column};
+  arch::wait_for_kernels_before();  // the splits
+  arch::let_next_kernel_start();    // an exchange, which then waits here for the states
+  // The splits' states first: what they are is found out while they are on their way. Rows that no
+  // sequence has are scratch of any content, and go no further.
+  const Places places{plan.parts, false, log2_ceil(plan.splits), min(row, last_row), column};
   StatePiece state = fold_subtree<kLevels>(places, static_cast<int>(threadIdx.y) << kLevels);
   std::int64_t token = row / heads;  // of the whole batch
   int sequence;
   if (plan.part_tokens > 0) {
     const unsigned tokens = static_cast<unsigned>(plan.part_tokens);
-    sequence = static_cast<int>(row / heads / tokens);
+    sequence = min(static_cast<int>(row / heads / tokens), p.batch.size - 1);
     token = p.batch.first_row(sequence) + row / heads % tokens;
   } else {
     sequence = last_start(p.batch.size, token, [&](int b) { return p.batch.first_row(b); });
   }
   const std::int64_t q_len = p.batch.query_len(sequence, p.tokens);
-  if (token >= p.batch.first_row(sequence) + q_len || !serves(plan.lengths, q_len)) return;
-  const unsigned self = threadIdx.y * blockDim.x + threadIdx.x;
+  const bool exists =
+      row <= last_row && token < p.batch.first_row(sequence) + q_len && serves(plan.lengths, q_len);
+  const unsigned self = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
   for (unsigned distance = 1; distance < blockDim.y; distance *= 2) {
     const unsigned place = threadIdx.y & (2 * distance - 1);
     if (place == distance) {  // once for each thread: nothing is overwritten
@@ -134,7 +138,7 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
       state = newer;
     }
   }
-  if (threadIdx.y != 0) return;
+  if (threadIdx.y != 0 || !exists) return;
   if constexpr (kFinish) return finish_row(m, token, head, column, state, wide);
   const std::int64_t to = token * p.heads + head;
   if (column == 0) p.state.stats(p.slot)[to] = state.stats;
@@ -169,19 +173,22 @@ template <bool kFinish>
 void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m, bool overlaps,
                  cudaStream_t stream) {
   const bool wide = kFinish && is_aligned<kVector>(m.out, m.dtype);
-  const int vectors = p.dim / kVector, columns = vectors % 4 == 0 ? 4 : vectors % 2 == 0 ? 2 : 1;
-  int levels_alone = 0;
-  while ((plan.splits >> levels_alone) * columns > kFoldThreads) ++levels_alone;
+  const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), rest = plan.splits >> alone;
+  const int vectors = p.dim / kVector;
+  // Few columns a block where the splits fill it, so that few rows keep many multiprocessors busy.
+  const int columns = rest < 8 ? vectors : vectors % 4 == 0 ? 4 : vectors % 2 == 0 ? 2 : 1;
+  const int rows = std::max(1, kFoldThreads / 2 / (columns * rest));
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.parts.rows), vectors / columns);
-  config.blockDim = dim3(columns, plan.splits >> levels_alone);
+  config.gridDim =
+      dim3(static_cast<unsigned>((plan.parts.rows + rows - 1) / rows), vectors / columns);
+  config.blockDim = dim3(columns, rest, rows);
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = overlaps ? 1 : 0;
-  for_levels<kFoldLevels>(levels_alone, [&](auto levels) {
+  for_levels<kFoldLevels>(alone, [&](auto levels) {
     LONGSPAN_CUDA(cudaLaunchKernelEx(&config, fold_parts_kernel<decltype(levels)::value, kFinish>,
                                      p, plan, m, wide));
   });

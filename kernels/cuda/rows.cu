@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/merge.hpp"
 #include "src/check.hpp"
 
@@ -66,6 +67,7 @@ __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
 
 /// threadIdx.y a row, threadIdx.x its 16-byte chunks.
 __global__ void place_rows_kernel(const __grid_constant__ PlaceParams p) {
+  arch::let_next_kernel_start();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (i >= p.count) return;
   const std::int64_t row = p.map != nullptr ? p.map[i] : i;

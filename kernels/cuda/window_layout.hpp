@@ -1,8 +1,13 @@
-// Where the parts of an exchange window lie.
+// Where the parts of an exchange window lie: what the rank keeps for itself, then copies of what
+// others write, one for each of the exchanges that may be on their way at once.
 //
-// Two copies of every buffer, by the parity of the epoch, are enough: a rank starts epoch e + 2
-// only after it has e + 1 of every peer, which a peer sends only when its kernel of epoch e has
-// ended.
+// Exchanges are counted from 1, and after 2^32 - 1 comes 1 again: windows are made of zeros, which
+// are no exchange's, and three divides 2^32 - 1, so that the copies go on in turn.
+//
+// A rank starts epoch e + 2 only after it has e + 1 of every peer, which a peer sends only when its
+// kernel of epoch e has ended, with the words of e put to rest. So two copies would do, were it
+// certain that a kernel is over before the next one begins. Three leave room for a kernel that
+// starts while the one before it ends.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +16,21 @@
 
 namespace longspan::kernels::cuda {
 
-inline constexpr int kMostBlocks = 256;
-inline constexpr std::int64_t kMostBesideRows = 4096;  // of the variant `beside`
-inline constexpr std::uint32_t kMagic = 0x6c6f6e67u;
+inline constexpr std::uint32_t kCopies = 3;
+static_assert(~std::uint32_t{0} % kCopies == 0);
+
+LONGSPAN_HD inline std::uint32_t next_epoch(std::uint32_t epoch) {
+  return epoch == ~std::uint32_t{0} ? 1 : epoch + 1;
+}
+LONGSPAN_HD inline std::uint32_t copy_of(std::uint32_t epoch) { return epoch % kCopies; }
+
+/// At the start of a rank's own window, for its own threads that wait long: see BoundedWait.
+struct Watch {
+  std::uint32_t stopped;           // not 0: there is a report, and every wait ends
+  std::uint32_t turns;             // counts on for ever
+  alignas(8) std::uint32_t epoch;  // of the exchange that a wait was first long in,
+  std::uint32_t began;             // and when that was
+};
 
 struct WindowLayout {
   std::int64_t rows;  // capacity
@@ -22,33 +39,25 @@ struct WindowLayout {
 
   static LONGSPAN_HD std::int64_t round_up(std::int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
-  // [2 stages][ranks][kMostBlocks] flags: the last epoch whose data is there
-  LONGSPAN_HD std::int64_t flag(int stage, int rank, int block) const {
-    return ((stage * PeerView::kMostRanks + rank) * std::int64_t{kMostBlocks} + block) * 4;
+  LONGSPAN_HD std::int64_t copy(std::uint32_t index) const {
+    return round_up(sizeof(Watch)) + index * copy_bytes();
   }
-  // [2 parities][ranks] a line: what the rank exchanges, and the epoch twice
-  LONGSPAN_HD std::int64_t header(unsigned parity, int rank) const {
-    return flag(2, 0, 0) + (parity * PeerView::kMostRanks + rank) * std::int64_t{16};
+
+  // In a copy:
+
+  // [ranks] a line: what the rank exchanges, and the epoch twice
+  LONGSPAN_HD static std::int64_t header(int rank) { return rank * std::int64_t{16}; }
+  // [ranks] the rank's slot as it is in its own memory, for as many rows as the exchange has, in
+  // words that are 0 but while they are on their way
+  LONGSPAN_HD std::int64_t slot(int rank) const {
+    return header(PeerView::kMostRanks) + rank * round_up(StateSlots::bytes(rows, dim));
   }
-  // [2 parities][ranks][rows] a line of statistics, then dim / 2 lines of two elements
-  LONGSPAN_HD std::int64_t beside_row() const { return 16 + dim * std::int64_t{8}; }
-  LONGSPAN_HD std::int64_t beside_rows() const {
-    return rows < kMostBesideRows ? rows : kMostBesideRows;
-  }
-  LONGSPAN_HD std::int64_t beside(unsigned parity, int rank) const {
-    return header(2, 0) + (parity * ranks + rank) * round_up(beside_rows() * beside_row());
-  }
-  // [2 parities][ranks] statistics [rows], then o [rows, dim]
-  LONGSPAN_HD std::int64_t slot_bytes() const { return round_up(StateSlots::bytes(rows, dim)); }
-  LONGSPAN_HD std::int64_t slot(unsigned parity, int rank) const {
-    return beside(2, 0) + (parity * ranks + rank) * slot_bytes();
-  }
-  // [2 parities] out [rows, dim] in the result's type, then lse [rows]
-  LONGSPAN_HD std::int64_t result_bytes() const { return round_up(rows * (dim + 1) * 4); }
-  LONGSPAN_HD std::int64_t result(unsigned parity) const {
-    return slot(2, 0) + parity * result_bytes();
-  }
-  LONGSPAN_HD std::int64_t total() const { return result(2); }
+  // out [rows, dim] in the result's type, then lse [rows], in such words
+  LONGSPAN_HD std::int64_t result() const { return slot(ranks); }
+  LONGSPAN_HD std::int64_t lse() const { return result() + rows * dim * 4; }
+  LONGSPAN_HD std::int64_t copy_bytes() const { return round_up(lse() + rows * 4); }
+
+  LONGSPAN_HD std::int64_t total() const { return copy(kCopies); }
 };
 
 }  // namespace longspan::kernels::cuda

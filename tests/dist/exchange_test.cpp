@@ -1,6 +1,7 @@
 // The exchange through peer windows, one GPU a rank: the same bits as merging all ranks' states on
 // one GPU, for every variant; replays, a soak with random delays, epochs that wrap, and the ends of
-// waits. LONGSPAN_SOAK=1000000 makes the soak long; LONGSPAN_TIME=1 prints a table of times.
+// waits. LONGSPAN_SOAK=1000000 makes the soak long; LONGSPAN_TIME=1 prints a table of times, and
+// LONGSPAN_TIME=blocks the same for several numbers of blocks.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -21,7 +22,7 @@
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "kernels/cuda/exchange.hpp"
-#include "kernels/cuda/window_layout.hpp"
+#include "launcher/graph.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
@@ -33,9 +34,17 @@ using kernels::ExchangeParams;
 using kernels::Push;
 using kernels::StateSlots;
 
-constexpr Push kVariants[] = {Push::beside, Push::flags, Push::shares};
+constexpr Push kVariants[] = {Push::one_trip, Push::two_trips};
 
 void ok(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
+
+using launcher::Graph;
+
+/// One replay, until it is done; the time that the GPU took, in us.
+double replay(Graph& graph) {
+  graph.replay(1);
+  return graph.milliseconds().at(0) * 1000;
+}
 
 struct Case {
   std::int64_t rows = 32;
@@ -46,7 +55,16 @@ struct Case {
   bool sinks = false;
 };
 
-/// Every rank's states, the same on all ranks; one row in eight is empty and carries NaN.
+/// The NaN of ones alone: the word that cannot be sent as it is.
+float nan_of_ones() {
+  const std::uint32_t bits = ~std::uint32_t{0};
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/// Every rank's states, the same on all ranks; one row in eight is empty and carries NaN, one in
+/// sixteen has a NaN in it.
 std::vector<std::byte> random_states(const Case& c, int ranks, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
@@ -55,9 +73,10 @@ std::vector<std::byte> random_states(const Case& c, int ranks, std::uint64_t see
   for (int r = 0; r < ranks; ++r)
     for (std::int64_t row = 0; row < c.rows; ++row) {
       const bool empty = random() % 8 == 0;
+      const float nothing = row % 2 == 0 ? std::numeric_limits<float>::quiet_NaN() : nan_of_ones();
       slots.stats(r)[row] = {5 * normal(random), empty ? 0.0f : 1 + std::abs(normal(random))};
-      for (int d = 0; d < c.dim; ++d)
-        slots.o(r, row)[d] = empty ? std::numeric_limits<float>::quiet_NaN() : normal(random);
+      for (int d = 0; d < c.dim; ++d) slots.o(r, row)[d] = empty ? nothing : normal(random);
+      if (random() % 16 == 0) slots.o(r, row)[random() % c.dim] = nan_of_ones();
     }
   return memory;
 }
@@ -153,17 +172,18 @@ class Exchange : public ::testing::Test {
     return ::testing::AssertionSuccess();
   }
 
-  void check(const Case& c, Push push, comm::Windows& windows, std::int64_t capacity,
+  void check(const Case& c, Push push, int blocks, comm::Windows& windows, std::int64_t capacity,
              std::uint64_t seed) {
     const Memory m = memory_of(c, seed);
     backend_->merge(merge_of(c, m, true), Stream{stream_});
-    kernels::cuda::exchange(
-        {windows.view(), merge_of(c, m, false), capacity, static_cast<std::uint32_t>(seed), push},
-        stream_);
+    kernels::cuda::exchange({windows.view(), merge_of(c, m, false), capacity,
+                             static_cast<std::uint32_t>(seed), push, blocks},
+                            stream_);
     ok(cudaStreamSynchronize(stream_));
     ASSERT_EQ(windows.report().kind, PeerReport::none) << "rank " << windows.report().rank;
-    EXPECT_TRUE(same(m)) << name(push) << ", rows " << c.rows << ", dim " << c.dim << ", "
-                         << longspan::name(c.dtype) << (c.interleaved ? ", interleaved" : "");
+    EXPECT_TRUE(same(m)) << name(push) << ", blocks " << blocks << ", rows " << c.rows << ", dim "
+                         << c.dim << ", " << longspan::name(c.dtype)
+                         << (c.interleaved ? ", interleaved" : "");
   }
 
   std::optional<Communicator> world_;
@@ -184,8 +204,9 @@ TEST_F(Exchange, BitsOfTheMerge) {
           constexpr DType kTypes[] = {DType::bf16, DType::fp32, DType::fp16, DType::e4m3};
           ++turn;
           const int heads = rows % 2 == 0 ? 2 : 1;
-          check({rows, heads, dim, kTypes[turn % 4], interleaved, turn % 3 == 0}, push, *windows,
-                kCapacity, seed + turn);
+          const int blocks = turn % 5 == 0 ? 3 : 0;  // 3: each of them takes rows several times
+          check({rows, heads, dim, kTypes[turn % 4], interleaved, turn % 3 == 0}, push, blocks,
+                *windows, kCapacity, seed + turn);
         }
   }
 }
@@ -197,12 +218,9 @@ TEST_F(Exchange, ReplaysAdvanceTheEpoch) {
   ASSERT_TRUE(windows);
   for (Push push : kVariants) {
     const Memory m = memory_of(c, seed);
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    ok(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    kernels::cuda::exchange({windows->view(), merge_of(c, m, false), c.rows, 1, push}, stream_);
-    ok(cudaStreamEndCapture(stream_, &graph));
-    ok(cudaGraphInstantiate(&exec, graph, 0));
+    Graph graph(stream_, [&](Stream) {
+      kernels::cuda::exchange({windows->view(), merge_of(c, m, false), c.rows, 1, push}, stream_);
+    });
     for (int turn = 0; turn < 40; ++turn) {
       const auto states = random_states(c, world_->size(), seed + 100 + turn);
       ok(cudaMemcpyAsync(m.whole.data(), states.data(), states.size(), cudaMemcpyHostToDevice,
@@ -213,13 +231,10 @@ TEST_F(Exchange, ReplaysAdvanceTheEpoch) {
       ok(cudaMemsetAsync(static_cast<std::byte*>(m.out.data()) + kCanary, 0xA5, m.out_bytes,
                          stream_));
       backend_->merge(merge_of(c, m, true), Stream{stream_});
-      ok(cudaGraphLaunch(exec, stream_));
-      ok(cudaStreamSynchronize(stream_));
+      replay(graph);
       ASSERT_EQ(windows->report().kind, PeerReport::none);
       ASSERT_TRUE(same(m)) << name(push) << ", replay " << turn;
     }
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
   }
 }
 
@@ -231,39 +246,60 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
   const Case c{64, 64, 128, DType::bf16, false, false};
   auto windows = open(c.rows, c.dim);
   ASSERT_TRUE(windows);
-  // Just before the wrap, as if so many exchanges had been done: the flags say so too.
+  // Just before the wrap, as if so many exchanges had been done.
   const std::uint32_t start = ~std::uint32_t{0} - static_cast<std::uint32_t>(epochs / 2);
   const PeerView view = windows->view();
-  const kernels::cuda::WindowLayout layout{c.rows, c.dim, world_->size()};
-  const std::vector<std::uint32_t> flags(static_cast<std::size_t>(layout.flag(2, 0, 0) / 4), start);
-  ok(cudaMemcpy(view.window[view.rank], flags.data(), flags.size() * 4, cudaMemcpyHostToDevice));
   ok(cudaMemcpy(view.epoch, &start, 4, cudaMemcpyHostToDevice));
   world_->gather("", "start of the soak");
 
   const Memory m = memory_of(c, seed);
   backend_->merge(merge_of(c, m, true), Stream{stream_});
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  ok(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < kBatch; ++i)
-    kernels::cuda::exchange({view, merge_of(c, m, false), c.rows, 1, kVariants[i % 3]}, stream_);
-  ok(cudaStreamEndCapture(stream_, &graph));
-  ok(cudaGraphInstantiate(&exec, graph, 0));
+  Graph graph(stream_, [&](Stream) {
+    for (int i = 0; i < kBatch; ++i)
+      kernels::cuda::exchange(
+          {view, merge_of(c, m, false), c.rows, 1, kVariants[i % std::size(kVariants)]}, stream_);
+  });
   std::mt19937 random(std::random_device{}());
   for (long done = 0; done < epochs; done += kBatch) {
     if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
     ok(cudaMemsetAsync(static_cast<std::byte*>(m.out.data()) + kCanary, 0xA5, m.out_bytes,
                        stream_));
-    ok(cudaGraphLaunch(exec, stream_));
-    ok(cudaStreamSynchronize(stream_));
+    replay(graph);
     ASSERT_EQ(windows->report().kind, PeerReport::none) << "after " << done;
     if (random() % 8 == 0) {
       ASSERT_TRUE(same(m)) << "after " << done;
     }
   }
   EXPECT_TRUE(same(m));
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
+}
+
+/// A rank that is late once keeps the others waiting once: their waiting must not make them late,
+/// and then the first one, and so on. Without a producer, and with more rows than find a place at
+/// once. The late rank itself finds all words there, so that its time depends on no other host.
+TEST_F(Exchange, ALateRankIsWaitedForOnce) {
+  constexpr int kChain = 20;
+  const Case c{4096, 64, 128, DType::bf16, false, false};
+  auto windows = open(c.rows, c.dim);
+  ASSERT_TRUE(windows);
+  const Memory m = memory_of(c, 1);
+  for (Push push : kVariants)
+    for (const bool overlap : {false, true}) {
+      const ExchangeParams p{windows->view(), merge_of(c, m, false), c.rows, 1, push, 0, overlap};
+      Graph graph(stream_, [&](Stream) {
+        for (int i = 0; i < kChain; ++i) kernels::cuda::exchange(p, stream_);
+      });
+      double best = std::numeric_limits<double>::infinity();
+      for (int turn = 0; turn < 6; ++turn) {
+        world_->gather("", "next replay");
+        if (world_->rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        const double us = replay(graph);
+        if (turn > 0) best = std::min(best, us);
+      }
+      ASSERT_EQ(windows->report().kind, PeerReport::none);
+      if (world_->rank() == 0) {
+        EXPECT_LT(best / kChain, 100) << "us an exchange, " << name(push);
+      }
+    }
 }
 
 TEST_F(Exchange, RanksThatMeanDifferentThingsAreReported) {
@@ -285,7 +321,7 @@ TEST_F(Exchange, RanksThatMeanDifferentThingsAreReported) {
 TEST_F(Exchange, RanksThatTakeOtherVariantsAreReported) {
   const auto world =
       from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = std::chrono::seconds(4)});
-  constexpr std::int64_t kFew = 64, kMany = 2048;
+  constexpr std::int64_t kFew = 64, kMany = 4096;
   constexpr int kDim = 64;
   ASSERT_NE(kernels::cuda::choose_push(kFew, kDim, world.size()),
             kernels::cuda::choose_push(kMany, kDim, world.size()));
@@ -333,7 +369,11 @@ TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
 /// state.
 TEST_F(Exchange, Times) {
   if (std::getenv("LONGSPAN_TIME") == nullptr) GTEST_SKIP() << "LONGSPAN_TIME is not set";
+  const std::string asked = std::getenv("LONGSPAN_TIME");
   constexpr int kChain = 20;
+  struct Time {
+    double median, most;  // of the replays, on the slowest rank
+  };
   for (const auto& [tokens, heads] :
        {std::pair{1, 32}, {1, 64}, {4, 64}, {16, 32}, {16, 64}, {64, 32}, {64, 64}}) {
     const Case c{std::int64_t{tokens} * heads, heads, 128, DType::bf16, false, false};
@@ -344,7 +384,7 @@ TEST_F(Exchange, Times) {
     std::byte* own = static_cast<std::byte*>(m.own.data()) + at;
     const std::byte* from = static_cast<std::byte*>(m.whole.data()) + at;
     const auto time = [&](const auto& step) {
-      const auto chain = [&] {
+      const auto chain = [&](Stream) {
         for (int i = 0; i < kChain; ++i) {
           backend_->place_rows(
               {from, own, nullptr, static_cast<std::int64_t>(m.slot_bytes / 16), 16},
@@ -352,59 +392,51 @@ TEST_F(Exchange, Times) {
           step();
         }
       };
-      chain();
+      chain(Stream{stream_});
       cudaStreamSynchronize(stream_);
-      cudaGraph_t graph = nullptr;
-      cudaGraphExec_t exec = nullptr;
-      cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal);
-      chain();
-      cudaStreamEndCapture(stream_, &graph);
-      cudaGraphInstantiate(&exec, graph, 0);
-      cudaEvent_t begin, end;
-      cudaEventCreate(&begin);
-      cudaEventCreate(&end);
-      std::vector<float> times;
+      Graph graph(stream_, chain);
+      std::vector<double> times;
       for (int i = 0; i < 40; ++i) {
         world_->gather("", "next replay");
-        cudaEventRecord(begin, stream_);
-        cudaGraphLaunch(exec, stream_);
-        cudaEventRecord(end, stream_);
-        cudaStreamSynchronize(stream_);
-        float ms = 0;
-        cudaEventElapsedTime(&ms, begin, end);
-        if (i >= 5) times.push_back(ms * 1000 / kChain);
+        const double us = replay(graph) / kChain;
+        if (i >= 5) times.push_back(us);
       }
-      cudaGraphExecDestroy(exec);
-      cudaGraphDestroy(graph);
-      cudaEventDestroy(begin);
-      cudaEventDestroy(end);
       std::sort(times.begin(), times.end());
-      double worst = 0;
-      for (const std::string& one : world_->gather(std::to_string(times[times.size() / 2]), "time"))
-        worst = std::max(worst, std::stod(one));
-      return worst;
+      const auto slowest = [&](double one) {
+        double worst = 0;
+        for (const std::string& text : world_->gather(std::to_string(one), "time"))
+          worst = std::max(worst, std::stod(text));
+        return worst;
+      };
+      return Time{slowest(times[times.size() / 2]), slowest(times.back())};
     };
-    const double producer = time([] {});
-    std::string line;
-    for (Push push : kVariants) {
-      const kernels::cuda::WindowLayout layout{c.rows, c.dim, world_->size()};
-      if (push == Push::beside && c.rows > layout.beside_rows()) continue;
-      char text[64];
-      std::snprintf(text, sizeof text, " %s %.2f", name(push),
-                    time([&] {
-                      kernels::cuda::exchange(
-                          {windows->view(), merge_of(c, m, false), c.rows, 1, push}, stream_);
-                    }) - producer);
-      line += text;
-    }
-    const double nccl = time([&] {
+    const Time producer = time([] {});
+    const Time nccl = time([&] {
       world_->transport().all_gather(own, m.own.data(), m.slot_bytes, Stream{stream_}, "states");
       backend_->merge(merge_of(c, m, false), Stream{stream_});
     });
-    EXPECT_EQ(windows->report().kind, PeerReport::none);
     if (world_->rank() == 0)
-      std::printf("# %2d x %2d, %d ranks, us added to a producer of %.2f:%s, NCCL %.2f\n", tokens,
-                  heads, world_->size(), producer, line.c_str(), nccl - producer);
+      std::printf("# %2d x %2d, %d ranks, us added to a producer of %.2f: NCCL %.2f\n", tokens,
+                  heads, world_->size(), producer.median, nccl.median - producer.median);
+    const std::vector<int> numbers =
+        asked == "blocks" ? std::vector{0, 32, 64, 128, 256} : std::vector{0};
+    for (Push push : kVariants)
+      for (const int blocks : numbers) {
+        const auto exchange = [&](bool overlap) {
+          ExchangeParams p{windows->view(), merge_of(c, m, false), c.rows, 1, push, blocks,
+                           overlap};
+          Time t = time([&] { kernels::cuda::exchange(p, stream_); });
+          t.median -= producer.median, t.most -= producer.median;
+          return t;
+        };
+        const Time over = exchange(true), after = exchange(false);
+        if (world_->rank() != 0) continue;
+        std::printf("#   %-9s %6.2f (at most %6.2f), after the producer %6.2f (%6.2f)", name(push),
+                    over.median, over.most, after.median, after.most);
+        if (blocks != 0) std::printf(", blocks %d", blocks);
+        std::printf("\n");
+      }
+    EXPECT_EQ(windows->report().kind, PeerReport::none);
   }
 }
 

@@ -1,34 +1,37 @@
 // The protocol of the exchange kernels (kernels/cuda/exchange.cu) on processor threads: ranks that
-// push into each other's windows, flags or lines that carry the epoch, and no barrier anywhere. It
-// shows that two copies of each buffer are enough, and that one is not. The kernels themselves are
-// tried on GPUs by exchange_test.
+// push words into each other's windows, which are their own flags, in one trip and in two, and no
+// barrier anywhere. It shows that copies of each buffer are enough, and that one is not. The
+// kernels themselves are tried on GPUs by exchange_test.
 #include <gtest/gtest.h>
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "kernels/cuda/window_layout.hpp"
+
 namespace longspan {
 namespace {
+
+using kernels::cuda::next_epoch;
 
 constexpr int kRanks = 4;
 constexpr int kBlocks = 2;
 constexpr int kWords = 3;  // of a block's data
+constexpr int kMostCopies = 3;
 
-enum class Way { flags, beside };
+enum class Way { one_trip, two_trips };
+constexpr Way kWays[] = {Way::one_trip, Way::two_trips};
 
-/// A window: data by parity, sender, block; flags by sender, block. Relaxed where the kernel's
-/// stores are plain, so that only the release and the acquire order anything.
+/// A window: words by copy, sender, block, 0 at rest. All is relaxed, as the kernel's stores are
+/// plain. The header, a word by copy and sender, is what every rank has of every other in each
+/// exchange, whatever else travels.
 struct Window {
-  struct Line {
-    std::atomic<std::uint64_t> bits{0};  // data and epoch in one, as eight bytes of a line
-  };
-  std::atomic<std::uint32_t> data[2][kRanks][kBlocks][kWords];
-  Line line[2][kRanks][kBlocks][kWords];
-  std::atomic<std::uint32_t> flag[kRanks][kBlocks];
+  using Words = std::atomic<std::uint32_t>[kMostCopies][kRanks][kBlocks][kWords];
+  Words states, results;
+  std::atomic<std::uint32_t> header[kMostCopies][kRanks];
 };
 
 /// What rank `rank` says in an exchange.
@@ -38,30 +41,28 @@ std::uint32_t word_of(int rank, int block, int i, std::uint32_t epoch) {
 
 class Model {
  public:
-  Model(Way way, int copies, std::uint32_t first_epoch)
-      : way_(way), copies_(copies), first_(first_epoch), windows_(kRanks) {
-    for (Window& window : windows_)
-      for (auto& of_rank : window.flag)
-        for (auto& flag : of_rank) flag = first_epoch;
-  }
+  Model(int copies, std::uint32_t first_epoch)
+      : copies_(copies), first_(first_epoch), windows_(kRanks) {}
 
-  /// Wrong words that anybody read in so many exchanges, each way in turn with the other.
-  long run(int exchanges, bool mixed) {
+  /// Wrong words that anybody read in so many exchanges, of the given ways in turn.
+  long run(int exchanges, const std::vector<Way>& ways) {
     std::atomic<long> wrong{0};
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < kRanks; ++rank)
       ranks.emplace_back([&, rank] {
         std::mt19937 random(std::random_device{}());
+        std::uint32_t epoch = first_;
         for (int e = 0; e < exchanges; ++e) {
-          const auto epoch = first_ + 1 + static_cast<std::uint32_t>(e);
-          const Way way = mixed && e % 2 == 1 ? Way::beside : way_;
+          epoch = next_epoch(epoch);
+          const Way way = ways[static_cast<std::size_t>(e) % ways.size()];
           // Blocks of a kernel run in any order; the next kernel starts when all have ended.
-          std::array<std::thread, kBlocks> blocks;
+          std::vector<std::thread> blocks;
+          blocks.emplace_back([&, epoch] { headers(rank, epoch); });
           for (int block = 0; block < kBlocks; ++block)
-            blocks[block] = std::thread([&, block, way, epoch, pause = random() % 3] {
+            blocks.emplace_back([&, block, way, epoch, pause = random() % 3] {
               for (unsigned p = 0; p < pause; ++p) std::this_thread::yield();
-              wrong +=
-                  way == Way::flags ? by_flags(rank, block, epoch) : beside(rank, block, epoch);
+              wrong += way == Way::one_trip ? one_trip(rank, block, epoch)
+                                            : two_trips(rank, block, epoch);
             });
           for (std::thread& block : blocks) block.join();
         }
@@ -71,83 +72,108 @@ class Model {
   }
 
  private:
-  unsigned copy_of(std::uint32_t epoch) const { return copies_ == 2 ? epoch & 1u : 0; }
+  unsigned copy_of(std::uint32_t epoch) const { return epoch % static_cast<unsigned>(copies_); }
 
-  long by_flags(int rank, int block, std::uint32_t epoch) {
-    for (int to = 0; to < kRanks; ++to) {
-      if (to == rank) continue;
-      for (int i = 0; i < kWords; ++i)
-        windows_[to].data[copy_of(epoch)][rank][block][i].store(word_of(rank, block, i, epoch),
-                                                                std::memory_order_relaxed);
-      windows_[to].flag[rank][block].store(epoch, std::memory_order_release);
-    }
-    long wrong = 0;
-    Window& mine = windows_[rank];
-    for (int from = 0; from < kRanks; ++from) {
-      if (from == rank) continue;
-      while (static_cast<std::int32_t>(mine.flag[from][block].load(std::memory_order_acquire) -
-                                       epoch) < 0)
-        std::this_thread::yield();
-      for (int i = 0; i < kWords; ++i) {
-        if (i == 1) std::this_thread::yield();  // a slow reader
-        wrong += mine.data[copy_of(epoch)][from][block][i].load(std::memory_order_relaxed) !=
-                 word_of(from, block, i, epoch);
-      }
-    }
-    return wrong;
-  }
+  /// A word is never 0 on its way.
+  static std::uint32_t sent(std::uint32_t word) { return word == ~0u ? 0x80000000u : ~word; }
 
-  long beside(int rank, int block, std::uint32_t epoch) {
+  void headers(int rank, std::uint32_t epoch) {
     for (int to = 0; to < kRanks; ++to)
-      for (int i = 0; to != rank && i < kWords; ++i)
-        windows_[to].line[copy_of(epoch)][rank][block][i].bits.store(
-            std::uint64_t{epoch} << 32 | word_of(rank, block, i, epoch), std::memory_order_relaxed);
-    long wrong = 0;
+      if (to != rank)
+        windows_[to].header[copy_of(epoch)][rank].store(epoch, std::memory_order_relaxed);
     for (int from = 0; from < kRanks; ++from)
-      for (int i = 0; from != rank && i < kWords; ++i) {
-        const auto& line = windows_[rank].line[copy_of(epoch)][from][block][i].bits;
-        std::uint64_t bits = line.load(std::memory_order_relaxed);
-        // With one copy the line may be overwritten before it is read: then stop, and count it.
-        for (int looks = 0; bits >> 32 != epoch && looks < kPatience; ++looks) {
-          std::this_thread::yield();
-          bits = line.load(std::memory_order_relaxed);
-        }
-        wrong += bits != (std::uint64_t{epoch} << 32 | word_of(from, block, i, epoch));
-      }
+      if (from != rank)
+        wait([&] {
+          return windows_[rank].header[copy_of(epoch)][from].load(std::memory_order_relaxed) ==
+                 epoch;
+        });
+  }
+
+  void push(Window::Words& words, int rank, int block, std::uint32_t epoch) {
+    for (int i = 0; i < kWords; ++i)
+      words[copy_of(epoch)][rank][block][i].store(sent(word_of(rank, block, i, epoch)),
+                                                  std::memory_order_relaxed);
+  }
+
+  /// Waits for the words of a rank, and puts them back to rest; how many are wrong.
+  long take(Window::Words& words, int from, int block, std::uint32_t epoch) {
+    long wrong = 0;
+    for (int i = 0; i < kWords; ++i) {
+      auto& word = words[copy_of(epoch)][from][block][i];
+      std::uint32_t bits = 0;
+      // With one copy it may be put to rest after the next one had come.
+      wait([&] { return (bits = word.load(std::memory_order_relaxed)) != 0; });
+      wrong += bits != sent(word_of(from, block, i, epoch));
+      std::this_thread::yield();  // a slow reader
+      word.store(0, std::memory_order_relaxed);
+    }
     return wrong;
   }
 
-  static constexpr int kPatience = 2000000;
-  const Way way_;
+  long one_trip(int rank, int block, std::uint32_t epoch) {
+    long wrong = 0;
+    for (int to = 0; to < kRanks; ++to)
+      if (to != rank) push(windows_[to].states, rank, block, epoch);
+    for (int from = 0; from < kRanks; ++from)
+      if (from != rank) wrong += take(windows_[rank].states, from, block, epoch);
+    return wrong;
+  }
+
+  /// There are rows of the first two ranks only: the others get results and no states.
+  long two_trips(int rank, int block, std::uint32_t epoch) {
+    constexpr int kOwners = 2;
+    long wrong = 0;
+    for (int to = 0; to < kOwners; ++to)
+      if (to != rank) push(windows_[to].states, rank, block, epoch);
+    if (rank < kOwners) {
+      for (int from = 0; from < kRanks; ++from)
+        if (from != rank) wrong += take(windows_[rank].states, from, block, epoch);
+      for (int to = 0; to < kRanks; ++to)
+        if (to != rank) push(windows_[to].results, rank, block, epoch);
+    }
+    for (int from = 0; from < kOwners; ++from)
+      if (from != rank) wrong += take(windows_[rank].results, from, block, epoch);
+    return wrong;
+  }
+
+  /// Until it is there, or somebody's patience has ended.
+  template <class There>
+  void wait(const There& there) {
+    for (int looks = 0; !there(); ++looks) {
+      if (looks == kPatience) gave_up_ = true;
+      if (gave_up_) return;
+      std::this_thread::yield();
+    }
+  }
+
+  static constexpr int kPatience = 200000;
+  std::atomic<bool> gave_up_{false};
   const int copies_;
   const std::uint32_t first_;
   std::vector<Window> windows_;
 };
 
 TEST(ExchangeProtocol, TwoCopiesAreEnough) {
-  for (const Way way : {Way::flags, Way::beside}) {
-    Model model(way, 2, 0);
-    EXPECT_EQ(model.run(400, false), 0);
-  }
+  for (const Way way : kWays) EXPECT_EQ(Model(2, 0).run(400, {way}), 0);
 }
 
 TEST(ExchangeProtocol, WaysMayAlternate) {
-  Model model(Way::flags, 2, 0);
-  EXPECT_EQ(model.run(400, true), 0);
+  EXPECT_EQ(Model(2, 0).run(400, {Way::one_trip, Way::two_trips, Way::two_trips}), 0);
 }
 
 TEST(ExchangeProtocol, EpochsMayWrap) {
-  Model model(Way::flags, 2, ~std::uint32_t{0} - 100);
-  EXPECT_EQ(model.run(200, true), 0);
+  EXPECT_EQ(Model(kernels::cuda::kCopies, ~std::uint32_t{0} - 100)
+                .run(200, {Way::one_trip, Way::two_trips}),
+            0);
 }
 
 TEST(ExchangeProtocol, OneCopyIsNotEnough) {
-  long wrong = 0;
-  for (int attempt = 0; attempt < 20 && wrong == 0; ++attempt) {
-    Model model(Way::flags, 1, 0);
-    wrong = model.run(400, false);
+  for (const Way way : kWays) {
+    long wrong = 0;
+    for (int attempt = 0; attempt < 20 && wrong == 0; ++attempt)
+      wrong = Model(1, 0).run(400, {way});
+    EXPECT_GT(wrong, 0);
   }
-  EXPECT_GT(wrong, 0);
 }
 
 }  // namespace

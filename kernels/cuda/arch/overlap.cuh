@@ -1,4 +1,5 @@
-// The overlap of a kernel's start with the end of the one before (programmatic dependent launch).
+// The overlap of a kernel's start with the end of the one before it (programmatic dependent
+// launch).
 #pragma once
 
 namespace longspan::kernels::cuda::arch {

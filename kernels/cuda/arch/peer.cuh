@@ -21,19 +21,49 @@ __device__ inline uint4 load_volatile(const void* from) {
   return value;
 }
 
-/// What this block wrote before (and a barrier) is seen by whoever acquires the value.
-__device__ inline void release(std::uint32_t* flag, std::uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+/// The same for fewer bytes: each aligned four of them move as a whole.
+__device__ inline void store_volatile(void* to, uint2 value) {
+  asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(value.x), "r"(value.y)
+               : "memory");
 }
-__device__ inline std::uint32_t acquire(const std::uint32_t* flag) {
-  std::uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
+__device__ inline void store_volatile(void* to, std::uint32_t value) {
+  asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
+
+/// Loads that leave `value` alone unless `wanted`: without a branch, so that several are on their
+/// way at once.
+__device__ inline void load_volatile_if(bool wanted, const void* from, uint4& value) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
+      " @p ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)
+      : "l"(from), "r"(std::uint32_t{wanted})
+      : "memory");
+}
+__device__ inline void load_volatile_if(bool wanted, const void* from, uint2& value) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n"
+      " @p ld.volatile.global.v2.u32 {%0, %1}, [%2];\n}"
+      : "+r"(value.x), "+r"(value.y)
+      : "l"(from), "r"(std::uint32_t{wanted})
+      : "memory");
+}
+__device__ inline void load_volatile_if(bool wanted, const void* from, std::uint32_t& value) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.volatile.global.u32 %0, [%1];\n}"
+               : "+r"(value)
+               : "l"(from), "r"(std::uint32_t{wanted})
+               : "memory");
+}
+
 __device__ inline std::uint32_t load_relaxed(const std::uint32_t* word) {
   std::uint32_t value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
+}
+
+/// Brings a line towards the second-level cache; nothing depends on it.
+__device__ inline void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 __device__ inline std::uint64_t nanoseconds() {

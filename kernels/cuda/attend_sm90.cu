@@ -47,6 +47,24 @@ CUtensorMap describe(const Rows& rows, DType dtype, int dim, std::int64_t count,
   return map;
 }
 
+/// What the polynomial of cap_scores is: the best of degree 4 in x^2 to tanh x / x for |x| <= 0.6,
+/// off by 7.3e-8, with the scale in its terms. Where they would leave the range of a float it is
+/// not taken.
+Softcap softcap_of(const Score& score) {
+  if (score.softcap == 0.0f) return {};
+  constexpr double kTerms[] = {0.999999926869, -0.333323099744, 0.13310173658, -0.0521014801156,
+                               0.0154754274878};
+  constexpr double kReach = 0.6, kLeast = 0x1p-13, kMost = 0x1p13;
+  const double scale = static_cast<double>(score.scale) / score.softcap;
+  Softcap cap{static_cast<float>(scale), score.softcap * kLog2E, -1.0f, {}};
+  if (scale < kLeast || scale > kMost) return cap;
+  cap.near = static_cast<float>(kReach / scale);
+  double power = scale;
+  for (int i = 0; i < 5; ++i, power *= scale * scale)
+    cap.terms[i] = static_cast<float>(kTerms[i] * power);
+  return cap;
+}
+
 /// Heads that walk together: their keys and values fit half of L2.
 unsigned section_of(const AttendParams& params, int l2_bytes) {
   const std::int64_t keys =
@@ -68,6 +86,7 @@ int attribute(cudaDeviceAttr name) {
 template <class T>
 void launch(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
+  static_assert(sizeof(Shared<T>) <= 227 * 1024);
   // Tiles of keys end at the last visible key, so no copy reaches past the keys, and their number,
   // which may be known on the device only, is not needed here.
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
@@ -84,6 +103,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   call.section = section_of(params, attribute(cudaDevAttrL2CacheSize));
   call.items = call.slots * static_cast<unsigned>(params.heads);
   call.next = reinterpret_cast<unsigned*>(params.scratch);
+  call.softcap = softcap_of(params.score);
   LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
 
   const unsigned blocks =
@@ -95,16 +115,25 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
 }
 
 /// The tile for a dim; docs/performance-prefill.md says what each choice gave.
+template <class Element, Scores kScores>
+void choose_tile(const AttendParams& params, const Finished& finished, int least_rows,
+                 cudaStream_t stream) {
+  const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
+  if (params.dim <= 64) return run(Tile<Element, 64, 3, 128, true, kScores>{});
+  if (params.dim <= 80) return run(Tile<Element, 80, 3, 112, true, kScores>{});
+  if (params.dim <= 96) return run(Tile<Element, 96, 2, 160, false, kScores>{});
+  if (params.dim <= 128) return run(Tile<Element, 128, 2, 160, false, kScores>{});
+  if (params.dim <= 192) return run(Tile<Element, 192, 2, 112, false, kScores>{});
+  return run(Tile<Element, 256, 2, 80, false, kScores>{});
+}
+
 template <class Element>
 void choose(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
-  const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
-  if (params.dim <= 64) return run(Tile<Element, 64, 3, 128, true>{});
-  if (params.dim <= 80) return run(Tile<Element, 80, 3, 112, true>{});
-  if (params.dim <= 96) return run(Tile<Element, 96, 2, 160>{});
-  if (params.dim <= 128) return run(Tile<Element, 128, 2, 160>{});
-  if (params.dim <= 192) return run(Tile<Element, 192, 2, 112>{});
-  return run(Tile<Element, 256, 2, 80>{});
+  const auto run = params.bias.slopes             ? choose_tile<Element, Scores::any>
+                   : params.score.softcap != 0.0f ? choose_tile<Element, Scores::softcap>
+                                                  : choose_tile<Element, Scores::plain>;
+  run(params, finished, least_rows, stream);
 }
 
 }  // namespace
@@ -112,14 +141,16 @@ void choose(const AttendParams& params, const Finished& finished, int least_rows
 bool accepts(const AttendParams& params) {
 #ifdef LONGSPAN_SM90A
   constexpr std::int64_t kMost = std::int64_t{1} << 30;
+  AttendParams unbiased = params;  // ALiBi has an instance of its own; qq_bias has none
+  unbiased.bias.slopes = {};
   return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
          attribute(cudaDevAttrComputeCapabilityMinor) == 0 && params.dtype != DType::fp32 &&
          params.dim >= 48 && params.dim <= 256 && params.shard.layout != Layout::listed &&
-         cuda::loader_of(params) == cuda::Loader::plain && params.batch.causal == nullptr &&
+         cuda::loader_of(unbiased) == cuda::Loader::plain && params.batch.causal == nullptr &&
          !params.batch.skip_decode && !params.documents && !params.parts &&
          (params.shard.layout != Layout::ranges || params.batch.size == 1) &&
-         params.score.scale > 0 && params.score.softcap == 0 && !params.invariant &&
-         params.tokens < kMost && params.shard.length < kMost;
+         params.score.scale > 0 && !params.invariant && params.tokens < kMost &&
+         params.shard.length < kMost;
 #else
   (void)params;  // this build holds no code for sm_90a
   return false;

@@ -16,6 +16,7 @@
 #include "kernels/cuda/attend_sm90_block.cuh"
 #include "kernels/cuda/attend_sm90_items.cuh"
 #include "kernels/cuda/attend_sm90_rows.cuh"
+#include "kernels/cuda/attend_sm90_scores.cuh"
 
 namespace longspan::kernels::sm90 {
 
@@ -144,7 +145,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + T::kConsumers;
   const int lane = threadIdx.x % 32;
   const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4;  // and row + 8
-  const float c = call.params.score.scale * kLog2E;
+  const float c = softmax_factor<T>(call);
 
   float s[T::kKeys / 2], o[T::kDim / 2], ratio[2];
   std::uint32_t p[T::kKeys / 16][4];
@@ -193,6 +194,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   };
   const auto softmax = [&] {
     first -= T::kKeys;
+    make_scores<T>(s, call, shared, announced.stage, first, row, group, kGroupBarrier + group);
     if (first < whole.begin || first + T::kKeys > whole.end)
       hide(s, first, shared.rows[announced.stage], row);
     rows.softmax(s, c, ratio);
@@ -205,9 +207,9 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (call.finished.out.data)
-        write_finished<T>(call, shared.items[stage], row + 8 * h, rows, h, o);
+        write_finished<T>(call, shared, stage, row + 8 * h, rows, h, o);
       else
-        write_state<T>(call, shared.items[stage], row + 8 * h, rows, h, o);
+        write_state<T>(call, shared, stage, row + 8 * h, rows, h, o);
     }
     shared.item_empty[stage].arrive();
   };

@@ -4,7 +4,7 @@
 
 #include <climits>
 
-#include "kernels/cuda/attend_sm90_block.cuh"
+#include "kernels/cuda/attend_sm90_scores.cuh"
 
 namespace longspan::kernels::sm90 {
 
@@ -105,6 +105,10 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
         item.some = {limits[0], limits[2 * rows - 1]};
         // Before the first key of all there is nothing: the copy engine fills in zeros.
         item.clear = item.first_key + limits[0] > 0 ? limits[0] : INT_MIN;
+        if constexpr (T::kScores == Scores::any)
+          find_alibi(params.bias, params.mask.causal, shared.places, item.head, item.some,
+                     kv_len - query_len + item.row, kv_len - query_len,
+                     shared.alibi.items[turn.stage]);
       }
       shared.item_full[turn.stage].arrive();
       turn.next();

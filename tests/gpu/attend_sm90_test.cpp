@@ -262,7 +262,8 @@ TEST(AttendSm90, AcceptsByName) {
   };
   EXPECT_TRUE(refuses([](auto& p) { p.dtype = p.q_dtype = p.kv_dtype = DType::fp32; }));
   EXPECT_TRUE(refuses([](auto& p) { p.dim = 40; }));
-  EXPECT_TRUE(refuses([](auto& p) { p.score.softcap = 30; }));
+  EXPECT_FALSE(refuses([](auto& p) { p.score.softcap = 30; }));
+  EXPECT_FALSE(refuses([](auto& p) { p.bias.slopes = Floats(p.q.data, DType::fp32); }));
   EXPECT_TRUE(refuses([](auto& p) { p.score.scale = -1; }));
   EXPECT_TRUE(refuses([](auto& p) { p.invariant = true; }));
   EXPECT_TRUE(refuses([](auto& p) { p.shard.layout = Layout::listed; }));
@@ -271,7 +272,6 @@ TEST(AttendSm90, AcceptsByName) {
   EXPECT_TRUE(refuses([](auto& p) { p.q_dtype = DType::e5m2; }));
   EXPECT_TRUE(refuses([](auto& p) { p.k.dim_stride = 16; }));
   EXPECT_TRUE(refuses([](auto& p) { p.v_scale.data = static_cast<float*>(p.q.data); }));
-  EXPECT_TRUE(refuses([](auto& p) { p.bias.slopes = Floats(p.q.data, DType::fp32); }));
   EXPECT_TRUE(refuses([](auto& p) { p.bias.qq.values = Floats(p.q.data, DType::fp32); }));
   EXPECT_TRUE(refuses([](auto& p) { p.documents.start = p.batch.key_start; }));
   EXPECT_TRUE(refuses([](auto& p) { p.batch.causal = static_cast<std::uint8_t*>(p.q.data); }));

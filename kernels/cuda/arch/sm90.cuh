@@ -116,6 +116,13 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+/// Off by one unit in the last place at most; of numbers from 2^-126 to 2^126.
+__device__ inline float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ---- wgmma: D[64, N] += A[64, 16] B[16, N], fp32 accumulators, asynchronous -------------------
 //
 // A thread's share of D (as of a 16-bit A, in pairs) is that of mma.m16n8: of warp w of the four,

@@ -172,10 +172,13 @@ struct AttendParams {
   std::byte* scratch = nullptr;  // Backend::attend_scratch bytes
   std::size_t scratch_bytes = 0;
 
+  LONGSPAN_HD bool is_causal(int b) const {
+    return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;
+  }
   /// Positions that the query at `position` of sequence b sees.
   LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {
     Mask rule = mask;
-    if (batch.causal != nullptr) rule.causal = batch.causal[b] != 0;
+    rule.causal = is_causal(b);
     Interval seen = rule.visible(position, kv_len);
     if (documents) {
       const Interval own = documents.around(position);

@@ -146,9 +146,7 @@ bool accepts(const AttendParams& params) {
   return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
          attribute(cudaDevAttrComputeCapabilityMinor) == 0 && params.dtype != DType::fp32 &&
          params.dim >= 48 && params.dim <= 256 && params.shard.layout != Layout::listed &&
-         cuda::loader_of(unbiased) == cuda::Loader::plain && params.batch.causal == nullptr &&
-         !params.batch.skip_decode && !params.documents && !params.parts &&
-         (params.shard.layout != Layout::ranges || params.batch.size == 1) &&
+         cuda::loader_of(unbiased) == cuda::Loader::plain && !params.parts &&
          params.score.scale > 0 && !params.invariant && params.tokens < kMost &&
          params.shard.length < kMost;
 #else
@@ -163,6 +161,7 @@ void attend(const AttendParams& params, const Finished& finished, int least_rows
   if (params.scratch_bytes < kScratchBytes)
     throw InputError("attend needs " + std::to_string(kScratchBytes) +
                      " bytes of scratch and was given " + std::to_string(params.scratch_bytes));
+  if (params.batch.skip_decode) least_rows = std::max(least_rows, 2);
   if (params.dtype == DType::fp16)
     choose<__half>(params, finished, least_rows, stream);
   else

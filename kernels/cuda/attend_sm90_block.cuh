@@ -44,7 +44,15 @@ struct Places {
   int sequence;
   int block, round;  // block > 0: blocks at start[0], start[0] + round ... below start[1]
 
-  __device__ void find(const Shard& shard, std::int64_t kv_len) {
+  __device__ void find(const Shard& shard, int b, std::int64_t kv_len) {
+    sequence = b;
+    block = round = count[1] = start[1] = 0;
+    if (shard.layout == Layout::ranges) {  // a row of the table for each sequence
+      const std::int64_t* own = shard.table + b * (shard.ranks + std::int64_t{1}) + shard.rank;
+      start[0] = static_cast<int>(own[0]);
+      count[0] = static_cast<int>(own[1] - own[0]);
+      return;
+    }
     const int keys = static_cast<int>(shard.local_len(kv_len));
     block = shard.layout == Layout::interleaved ? static_cast<int>(shard.block)
             : shard.layout == Layout::striped   ? 1

@@ -107,14 +107,13 @@ struct Line {
   __device__ int position(int key) const { return start + key + min(key / run, gaps) * gap; }
 };
 
-/// What ALiBi needs to know of an item: a row whose reference is r adds slope * (j - r) at position
-/// j, or -slope * |j - r|. References lie near the rows, so that what is added is small where it
-/// counts.
+/// What ALiBi needs to know of an item. A row at position i adds slope * (j - i) to its scores, or
+/// -slope * |j - i|: small for the keys that count, which a distance from the first query would not
+/// be. The difference is one number for a row, and is added at its end.
 struct AlibiItem {
   float slope;     // base 2
-  float lift;      // what r instead of the asked distance's origin takes from every score, base 2
-  int reference;   // r of the item's first row
-  bool by_row;     // r moves on with the rows
+  float lift;      // base 2, a row's index in its sequence times this is added at its end
+  int position;    // of the item's first row
   bool two_sided;  // keys stand on both sides of the rows, and both lose
   Line line;
 };

@@ -107,9 +107,8 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
         // Before the first key of all there is nothing: the copy engine fills in zeros.
         item.clear = item.first_key + limits[0] > 0 ? limits[0] : INT_MIN;
         if constexpr (T::kScores == Scores::any)
-          find_alibi(params.bias, params.is_causal(b), shared.places, item.head, item.some,
-                     kv_len - query_len + item.row, kv_len - query_len,
-                     shared.alibi.items[turn.stage]);
+          find_alibi(params.bias, params.is_causal(b), shared.places, item.head,
+                     kv_len - query_len + item.row, shared.alibi.items[turn.stage]);
       }
       shared.item_full[turn.stage].arrive();
       turn.next();

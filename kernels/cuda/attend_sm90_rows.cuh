@@ -93,7 +93,8 @@ __device__ void write_state(const Call& call, const Shared<T>& shared, int stage
   const int t = threadIdx.x % 4;
   const float factor = rows.to_max(h);
   if (t == 0)
-    state.stats(call.params.slot)[at] = {lifted<T>(rows.max[h], shared, stage), stats.sum * factor};
+    state.stats(call.params.slot)[at] = {lifted<T>(rows.max[h], shared, stage, row),
+                                         stats.sum * factor};
   float* to = state.o(call.params.slot, at);
 #pragma unroll
   for (int j = 0; j < T::kDim / 8; ++j)
@@ -129,7 +130,7 @@ __device__ void write_finished(const Call& call, const Shared<T>& shared, int st
   const Finished& finished = call.finished;
   const bool exists = row < item.rows;
   Stats stats = rows.stats(h);
-  stats.max = lifted<T>(stats.max, shared, stage);
+  stats.max = lifted<T>(stats.max, shared, stage, row);
   const std::int64_t at = item.first_row + row;
   float shrunk = 1.0f;
   if (finished.sinks) {

@@ -78,10 +78,10 @@ __device__ void cap_scores(float (&s)[kCount], const Softcap& cap) {
 
 // ---- ALiBi -----------------------------------------------------------------------------------
 
-/// One thread: what an item's consumers must know. `some`: the local keys that its rows see; the
-/// places are those of its sequence, which stand at `rows`, the first row's position, and after.
+/// One thread: what an item's consumers must know. `position`: of its first row; the places are
+/// those of its sequence.
 __device__ inline void find_alibi(const Bias& bias, bool causal, const Places& places, int head,
-                                  RowKeys some, int rows, int context_len, AlibiItem& item) {
+                                  int position, AlibiItem& item) {
   item.slope = bias.slopes[head] * kLog2E;
   Line& line = item.line;
   if (places.block > 0) {
@@ -92,10 +92,9 @@ __device__ inline void find_alibi(const Bias& bias, bool causal, const Places& p
   } else {
     line = {places.start[places.count[0] == 0], INT_MAX, 0, 0};
   }
-  item.by_row = bias.alibi == Alibi::query;
-  item.two_sided = item.by_row && !causal;
-  item.reference = item.by_row ? rows : line.position(some.end - 1);
-  item.lift = item.by_row ? 0.0f : item.slope * static_cast<float>(item.reference - context_len);
+  item.lift = bias.alibi == Alibi::context ? item.slope : 0.0f;
+  item.two_sided = bias.alibi == Alibi::query && !causal;
+  item.position = position;
 }
 
 /// s becomes c s + bias, in base 2, for the tile at local key `first`. `row`: the thread's first
@@ -107,7 +106,8 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiItem& it
   constexpr int kKeys = T::kKeys;
   const Line line = item.line;
   const int t = threadIdx.x % 4;
-  const auto reference = [&](int of_row) { return item.reference + (item.by_row ? of_row : 0); };
+  const int own = item.position + row;
+  const int lowest = item.position + group_row, highest = lowest + 63;
 
   // Keys before the first of all are hidden, and whatever is said of them does not matter.
   int from = line.start + first, step = 1;
@@ -120,15 +120,14 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiItem& it
     from += gaps * line.gap;
     straight = gaps == line.gaps || first + kKeys <= (gaps + 1) * line.run;
   }
-  const bool before = from + step * (kKeys - 1) <= reference(group_row);
-  const bool behind = from >= reference(group_row + 63);
+  const bool before = from + step * (kKeys - 1) <= lowest, behind = from >= highest;
   if (straight && (!item.two_sided || before || behind)) {
     const float slope = item.two_sided && !before ? -item.slope : item.slope;
     const float rise = slope * static_cast<float>(step);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float base = fmaf(slope, static_cast<float>(from - reference(row + 8 * h)),
-                              rise * static_cast<float>(2 * t));
+      const float base =
+          fmaf(slope, static_cast<float>(from - own - 8 * h), rise * static_cast<float>(2 * t));
 #pragma unroll
       for (int i = 2 * h; i < kKeys / 2; i += 4) {
         s[i] = fmaf(s[i], c, fmaf(rise, i / 4 * 8.0f, base));
@@ -147,8 +146,7 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiItem& it
     const int2 pair = *reinterpret_cast<const int2*>(&positions[i / 4 * 8 + 2 * t]);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float distance =
-          static_cast<float>((j % 2 ? pair.y : pair.x) - reference(row + j / 2 * 8));
+      const float distance = static_cast<float>((j % 2 ? pair.y : pair.x) - own - j / 2 * 8);
       s[i + j] = fmaf(s[i + j], c, item.slope * (item.two_sided ? -fabsf(distance) : distance));
     }
   }
@@ -180,10 +178,12 @@ __device__ void make_scores(float (&s)[T::kKeys / 2], const Call& call, Shared<T
   }
 }
 
-/// A row's maximum as it is handed out.
+/// A row's maximum as it is handed out. row: of the item.
 template <class T>
-__device__ float lifted(float max, const Shared<T>& shared, int stage) {
-  if constexpr (T::kScores == Scores::any) max += shared.alibi.items[stage].lift;
+__device__ float lifted(float max, const Shared<T>& shared, int stage, int row) {
+  if constexpr (T::kScores == Scores::any)
+    max = fmaf(shared.alibi.items[stage].lift, static_cast<float>(shared.items[stage].row + row),
+               max);
   return max;
 }
 

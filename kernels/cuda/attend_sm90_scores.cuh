@@ -47,16 +47,19 @@ __device__ inline float tanh_near(float s, const Softcap& cap) {
   return s * p;
 }
 
-/// s becomes tanh(scale s).
+/// s becomes tanh(scale s). Which way it goes, and so its last bits, is decided by what the warp's
+/// rows see, and by nothing that lies beside: what is hidden is 0 here, and of the thread's rows, r
+/// and r + 8, those count that exist. rows: of the item, from r on.
 template <int kCount>
-__device__ void cap_scores(float (&s)[kCount], const Softcap& cap) {
+__device__ void cap_scores(float (&s)[kCount], const Softcap& cap, int rows) {
   constexpr int kPiece = 8;
   static_assert(kCount % kPiece == 0);
   const auto beyond = [&](int begin, int end) {  // for some lane of the warp
-    float most = 0;
+    float most[2] = {0, 0};
 #pragma unroll
-    for (int i = begin; i < end; ++i) most = fmaxf(most, fabsf(s[i]));
-    return __any_sync(0xffffffff, most > cap.near);
+    for (int i = begin; i < end; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], fabsf(s[i]));
+    return __any_sync(0xffffffff,
+                      (rows > 0 && most[0] > cap.near) || (rows > 8 && most[1] > cap.near));
   };
   if (!beyond(0, kCount)) {
 #pragma unroll
@@ -152,30 +155,18 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiItem& it
   }
 }
 
-// ---- the functor -----------------------------------------------------------------------------
+// ---- the instances ---------------------------------------------------------------------------
 
-/// What turns a product into a score, base 2, in the softmax itself: behind make_scores.
 template <class T>
-__device__ float softmax_factor(const Call& call) {
-  if constexpr (T::kScores == Scores::plain) return call.params.score.scale * kLog2E;
-  if constexpr (T::kScores == Scores::softcap) return call.softcap.height;
-  return 1.0f;
+__device__ bool is_capped(const Call& call) {
+  return T::kScores == Scores::softcap ||
+         (T::kScores == Scores::any && call.softcap.height != 0.0f);
 }
 
-/// The products of the tile at local key `first` become what softmax_factor makes scores.
+/// What makes a score, base 2, of a product or of its tanh.
 template <class T>
-__device__ void make_scores(float (&s)[T::kKeys / 2], const Call& call, Shared<T>& shared,
-                            int stage, int first, int row, int group, int barrier) {
-  if constexpr (T::kScores == Scores::softcap) cap_scores(s, call.softcap);
-  if constexpr (T::kScores == Scores::any) {
-    float c = call.params.score.scale * kLog2E;
-    if (call.softcap.height != 0.0f) {
-      cap_scores(s, call.softcap);
-      c = call.softcap.height;
-    }
-    add_alibi<T>(s, c, shared.alibi.items[stage], shared.alibi.positions[group], first, row,
-                 64 * group, barrier);
-  }
+__device__ float score_factor(const Call& call) {
+  return is_capped<T>(call) ? call.softcap.height : call.params.score.scale * kLog2E;
 }
 
 /// A row's maximum as it is handed out. row: of the item.

@@ -9,7 +9,7 @@
 //
 // ALiBi. Where a tile's keys stand in an arithmetic progression (a run of a contiguous or zigzag
 // shard, a block of an interleaved one, any tile of a striped one) what a row adds is one too, and
-// costs two fused operations a score. Other tiles look their positions up.
+// costs three operations a score. Other tiles look their positions up.
 #pragma once
 
 #include <climits>
@@ -126,15 +126,15 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiItem& it
   const bool before = from + step * (kKeys - 1) <= lowest, behind = from >= highest;
   if (straight && (!item.two_sided || before || behind)) {
     const float slope = item.two_sided && !before ? -item.slope : item.slope;
-    const float rise = slope * static_cast<float>(step);
+    const float stride = static_cast<float>(step);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float base =
-          fmaf(slope, static_cast<float>(from - own - 8 * h), rise * static_cast<float>(2 * t));
+      // Distances are whole numbers and come out exact, so a bias is off by a part of its own size.
+      const float distance = static_cast<float>(from + step * 2 * t - own - 8 * h);
 #pragma unroll
       for (int i = 2 * h; i < kKeys / 2; i += 4) {
-        s[i] = fmaf(s[i], c, fmaf(rise, i / 4 * 8.0f, base));
-        s[i + 1] = fmaf(s[i + 1], c, fmaf(rise, i / 4 * 8.0f + 1.0f, base));
+        s[i] = fmaf(s[i], c, slope * fmaf(stride, i / 4 * 8.0f, distance));
+        s[i + 1] = fmaf(s[i + 1], c, slope * fmaf(stride, i / 4 * 8.0f + 1.0f, distance));
       }
     }
     return;

@@ -5,6 +5,7 @@
 
 #include "tests/gpu/gpu_case.hpp"
 #include "tests/gpu/serving_ranks.hpp"
+#include "tests/grids.hpp"
 
 namespace longspan::test {
 namespace {
@@ -382,6 +383,34 @@ TEST(AttendSm90, DocumentsAndLeftOutDecodes) {
         s.skip_decode = causal;
         testing::check_dealt(s, {.ranks = ranks, .on_hopper = true});
       }
+}
+
+// Pages are brought together first; then the sequence's context and its new rows are one.
+TEST(AttendSm90, ChunkedPrefill) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Kernels kernels(Device::cuda);
+  for (const DType dtype : kTypes)
+    for (const std::optional<Alibi> alibi :
+         {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}})
+      for (const float softcap : {0.0f, 10.0f})
+        for (const bool skip : {false, true}) {
+          testing::Serving s{.dim = 96,
+                             .dtype = dtype,
+                             .q_lens = {65, 1, 330, 4, 0},
+                             .kv_lens = {900, 600, 330, 90, 40},
+                             .softcap = softcap,
+                             .alibi = alibi,
+                             .sinks = true,
+                             .skip_decode = skip,
+                             .x_packed = skip,
+                             .separate_new = true};
+          if (softcap != 0) s.causal = {1, 1, 0, 1, 1};
+          const unsigned seed = fresh_seed();
+          SCOPED_TRACE(testing::describe(s) + " seed " + std::to_string(seed));
+          const testing::ServingProblem problem(s, seed);
+          testing::expect_right(problem, testing::run_context(kernels, Device::cuda, problem),
+                                problem.tolerance(), 12);
+        }
 }
 
 TEST(AttendSm90, SameBitsFromRunToRun) {

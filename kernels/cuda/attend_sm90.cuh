@@ -3,6 +3,8 @@
 //
 //     S = Q K^T     P = exp2(c S - m)     O = O ratio + P V          (c = scale log2 e)
 //
+// Softcap and ALiBi change S on its way to P (attend_sm90_scores.cuh), in instances of their own.
+//
 // A block is a warp that finds the work, a warp that loads, and two or three consumer warpgroups of
 // 64 query rows each. Q, K and V stand in shared memory (K and V in a ring of stages); S, P and O
 // stay in registers. A consumer asks for the scores of the next tile together with the product of

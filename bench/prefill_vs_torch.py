@@ -43,23 +43,27 @@ def operations(case, causal):
     return 4 * batch * heads * kv * kv * dim * (0.5 if causal else 1)
 
 
-def counts(case, causal):
+def counts(work):
     """Calls to warm up and to measure, at 500 TFLOP/s."""
-    seconds = operations(case, causal) / 500e12
+    seconds = work / 500e12
     return (min(max(3, round(WARM_S / seconds)), 2000),
             min(max(LEAST_ITERATIONS, round(MEASURE_S / seconds)), 100))
 
 
 def ours_us(args, case, causal, checked, invariant=False):
     heads, kv_heads, dim, batch, kv, dtype = case
-    warmup, iterations = counts(case, causal)
-    if args.backend == "host":
-        warmup, iterations = 1, 3
+    return run_us(args, operations(case, causal), checked, [
+        "--heads", heads, "--kv-heads", kv_heads, "--dim", dim, "--batch", batch, "--kv", kv,
+        "--tokens", kv, "--dtype", dtype, *(["--causal"] if causal else []),
+        *(["--invariant"] if invariant else [])])
+
+
+def run_us(args, work, checked, options):
+    """Median time of `longspan run` with these options, of about `work` operations."""
+    warmup, iterations = counts(work) if args.backend == "cuda" else (1, 3)
     run = longspan_command.run(args.command, [
-        "--backend", args.backend, "--heads", heads, "--kv-heads", kv_heads, "--dim", dim,
-        "--batch", batch, "--kv", kv, "--tokens", kv, "--dtype", dtype, "--check",
-        4 if checked else 0, "--warmup", warmup, "--iterations", iterations,
-        *(["--causal"] if causal else []), *(["--invariant"] if invariant else [])])
+        "--backend", args.backend, "--check", 4 if checked else 0, "--warmup", warmup,
+        "--iterations", iterations, *options])
     if checked and not run["check"]["right"]:
         raise SystemExit(f"wrong result: {run}")
     return run["time_ms"]["median"] * 1000
@@ -75,7 +79,7 @@ def peer_us(case, causal):
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     q, k, v = (torch.randn(batch, n, kv, dim, device="cuda", dtype=kind)
                for n in (heads, kv_heads, kv_heads))
-    warmup, iterations = counts(case, causal)
+    warmup, iterations = counts(operations(case, causal))
     times = {}
     for name, backend in PEERS.items():
         with sdpa_kernel(getattr(SDPBackend, backend)), torch.no_grad():

@@ -177,10 +177,13 @@ struct AttendParams {
   int* ticket = nullptr;  // [1] zero between calls, of one stream at a time; null: part of the
                           // scratch is cleared for each call, which costs a launch
 
+  LONGSPAN_HD bool is_causal(int b) const {
+    return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;
+  }
   /// Positions that the query at `position` of sequence b sees.
   LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {
     Mask rule = mask;
-    if (batch.causal != nullptr) rule.causal = batch.causal[b] != 0;
+    rule.causal = is_causal(b);
     Interval seen = rule.visible(position, kv_len);
     if (documents) {
       const Interval own = documents.around(position);

@@ -72,15 +72,20 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   const std::string made = "Inputs made from a seed (when no files are given)";
   constexpr std::int64_t kMost = 2147483647;
   const auto size = [&](const char* name, auto& value, std::int64_t least, const char* what) {
-    app.add_option(name, value, what)
+    return app.add_option(name, value, what)
         ->check(CLI::Range(least, kMost))
         ->excludes(q)
         ->group(made)
         ->default_str(value > 0 ? fmt::to_string(value) : "");
   };
-  size("--kv", o.kv, 0, "Keys of a sequence");
-  size("--tokens", o.tokens, 0, "Query rows of a sequence, the last of it");
-  size("--batch", o.batch, 1, "Sequences");
+  auto* kv = size("--kv", o.kv, 0, "Keys of a sequence");
+  auto* tokens = size("--tokens", o.tokens, 0, "Query rows of a sequence, the last of it");
+  auto* batch = size("--batch", o.batch, 1, "Sequences");
+  app.add_option("--lengths", o.lengths,
+                 "Keys of each of several sequences, all of them query rows too, packed")
+      ->check(CLI::Range(std::int64_t{0}, kMost))
+      ->excludes(q, kv, tokens, batch)
+      ->group(made);
   size("--heads", o.heads, 1, "Query heads");
   size("--kv-heads", o.kv_heads, 1, "Heads of keys and values; divides --heads [--heads]");
   size("--dim", o.dim, 1, "Of a head: 16 to 256 in steps of 8");
@@ -97,6 +102,11 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--scale", o.scale, "Of q.k [1 / sqrt(dim)]")->group(attention);
   app.add_option("--softcap", o.softcap, "score = softcap tanh(score / softcap)")
       ->check(CLI::PositiveNumber)
+      ->group(attention);
+  app.add_option("--alibi", o.alibi,
+                 "ALiBi by the distance from the first query row (context) or from the row's own "
+                 "(query), with slopes 2^(-8 (h + 1) / heads)")
+      ->check(CLI::IsMember({"context", "query"}))
       ->group(attention);
 
   const std::string spread = "How it is spread over the ranks";

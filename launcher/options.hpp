@@ -33,6 +33,7 @@ struct RunOptions {
   std::int64_t kv = 16384;    // keys of each sequence
   std::int64_t tokens = 256;  // query rows of each sequence
   int batch = 1;
+  std::vector<std::int64_t> lengths;  // keys and query rows of each sequence, in place of these
   int heads = 8;
   int kv_heads = 0;  // 0: heads
   int dim = 64;
@@ -42,6 +43,7 @@ struct RunOptions {
   Mask mask;
   std::optional<float> scale;
   float softcap = 0;
+  std::string alibi;  // context, query; empty: none
 
   // How it is spread.
   std::string shard = "contiguous";  // as given

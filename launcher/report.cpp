@@ -72,7 +72,8 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.exchange_by = layer.exchange();
   r.ranks = world.size();
   r.kv = *std::max_element(problem.kv_lens.begin(), problem.kv_lens.end());
-  r.tokens = problem.q_lens[0];
+  r.tokens = *std::max_element(problem.q_lens.begin(), problem.q_lens.end());
+  r.rows = problem.tokens();
   r.batch = problem.batch();
   r.heads = o.heads;
   r.kv_heads = o.kv_heads;
@@ -84,6 +85,9 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.invariant = o.invariant;
   r.causal = o.mask.causal;
   r.window = o.mask.window;
+  r.softcap = o.softcap;
+  r.alibi = options.alibi;
+  r.lengths = options.lengths;
   for (const std::string& bytes :
        world.gather(fmt::to_string(layer.workspace_bytes()), "gather of workspace sizes"))
     r.workspace_bytes = std::max<std::size_t>(r.workspace_bytes, std::stoull(bytes));
@@ -123,9 +127,11 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
 std::string header(const Report& r) {
   std::string text = fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, r.backend, r.world);
   text += fmt::format(
-      "# keys {} | queries {} | {}{}{}| {}{}inputs: {} | workspace {} per rank\n", r.shard,
+      "# keys {} | queries {} | {}{}{}{}{}| {}{}inputs: {} | workspace {} per rank\n", r.shard,
       r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
-      r.window > 0 ? fmt::format("window {} ", r.window) : "", r.invariant ? "invariant " : "",
+      r.window > 0 ? fmt::format("window {} ", r.window) : "",
+      r.softcap != 0 ? fmt::format("softcap {} ", r.softcap) : "",
+      r.alibi.empty() ? "" : fmt::format("ALiBi {} ", r.alibi), r.invariant ? "invariant " : "",
       r.batch > 1 ? fmt::format("batch {} | ", r.batch) : "",
       r.ranks > 1 && r.backend == name(Device::cuda) ? fmt::format("exchange {} | ", r.exchange_by)
                                                      : "",
@@ -157,7 +163,7 @@ std::string row(const Report& r) {
     text += fmt::format(
         "# compared {} of {} rows with float64; plain {} attention on one device is off by "
         "{:.1e}\n",
-        r.judgement->rows, r.tokens * r.batch, r.dtype, r.judgement->plain_error);
+        r.judgement->rows, r.rows, r.dtype, r.judgement->plain_error);
   if (r.digest) text += fmt::format("# digest {:016x}\n", *r.digest);
   return text;
 }
@@ -179,6 +185,8 @@ ordered_json to_json(const Report& r) {
                       {"dtype", r.dtype},
                       {"causal", r.causal},
                       {"window", r.window},
+                      {"softcap", r.softcap},
+                      {"alibi", r.alibi},
                       {"shard", r.shard},
                       {"shard_queries", r.shard_queries},
                       {"invariant", r.invariant},
@@ -190,6 +198,7 @@ ordered_json to_json(const Report& r) {
                     {"share", {{"attend", r.attend}, {"exchange", r.exchange}, {"merge", r.merge}}},
                     {"exchange_ms", r.exchange_ms},
                     {"busbw_gbs", r.busbw}};
+  if (!r.lengths.empty()) json["case"]["lengths"] = r.lengths;
   if (r.judgement) json["check"] = to_json(*r.judgement);
   if (r.digest) json["digest"] = fmt::format("{:016x}", *r.digest);
   return json;

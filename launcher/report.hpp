@@ -37,12 +37,16 @@ struct Report {
   std::string strategy, backend, world;
   std::string exchange_by;  // how states travel, with the reason where it is not by windows
   int ranks = 1;
-  std::int64_t kv = 0, tokens = 0;  // of the longest sequence; of one sequence
+  std::int64_t kv = 0, tokens = 0;  // most of one sequence
+  std::int64_t rows = 0;            // query rows of the batch
   int batch = 1, heads = 1, kv_heads = 1, dim = 0;
   std::string dtype, shard, inputs;
   bool shard_queries = false, invariant = false, causal = false;
   std::int64_t window = 0;
-  std::size_t workspace_bytes = 0;  // of the rank that needs most
+  float softcap = 0;
+  std::string alibi;                  // empty: none
+  std::vector<std::int64_t> lengths;  // of the sequences, where they were given one by one
+  std::size_t workspace_bytes = 0;    // of the rank that needs most
 
   // How fast.
   std::vector<double> times;  // ms; of each run, the slowest rank's

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <numeric>
 #include <optional>
@@ -47,11 +48,27 @@ void take_files(Problem& problem, const RunOptions& o) {
 void make_inputs(Problem& problem, const RunOptions& o, std::uint64_t seed) {
   const DType dtype = o.dtype.empty() ? fp32 : dtype_named(o.dtype);
   const int kv_heads = o.kv_heads > 0 ? o.kv_heads : o.heads;
-  problem.q = generated(seed, 0, dtype, o.tokens * o.batch, o.heads, o.dim);
-  problem.k = generated(seed, 1, dtype, o.kv * o.batch, kv_heads, o.dim);
-  problem.v = generated(seed, 2, dtype, o.kv * o.batch, kv_heads, o.dim);
-  problem.q_lens.assign(o.batch, static_cast<std::int32_t>(o.tokens));
-  problem.kv_lens.assign(o.batch, static_cast<std::int32_t>(o.kv));
+  if (o.lengths.empty()) {
+    problem.q_lens.assign(o.batch, static_cast<std::int32_t>(o.tokens));
+    problem.kv_lens.assign(o.batch, static_cast<std::int32_t>(o.kv));
+  } else {
+    problem.q_lens.assign(o.lengths.begin(), o.lengths.end());
+    problem.kv_lens = problem.q_lens;
+  }
+  const std::int64_t tokens = problem.tokens(), keys = problem.key_start().back();
+  require(tokens <= 2147483647, "{} query rows in the batch; at most 2^31 - 1 are supported",
+          tokens);
+  problem.q = generated(seed, 0, dtype, tokens, o.heads, o.dim);
+  problem.k = generated(seed, 1, dtype, keys, kv_heads, o.dim);
+  problem.v = generated(seed, 2, dtype, keys, kv_heads, o.dim);
+}
+
+/// As published for a power of two of heads (Press et al., arXiv 2108.12409).
+std::vector<float> published_slopes(int heads) {
+  std::vector<float> slopes;
+  for (int h = 0; h < heads; ++h)
+    slopes.push_back(std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(heads)));
+  return slopes;
 }
 
 void take_sinks(Problem& problem, const RunOptions& o) {
@@ -67,6 +84,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
   Problem problem;
   o.q.empty() ? make_inputs(problem, o, world.seed) : take_files(problem, o);
   if (!o.sinks.empty()) take_sinks(problem, o);
+  if (!o.alibi.empty()) problem.slopes = published_slopes(problem.q.heads);
   problem.keys.layout = problem.queries.layout = o.layout;
   problem.keys.block = problem.queries.block = o.block;
   problem.options = {.heads = problem.q.heads,
@@ -76,6 +94,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                      .mask = o.mask,
                      .scale = o.scale,
                      .softcap = o.softcap,
+                     .alibi = o.alibi == name(Alibi::query) ? Alibi::query : Alibi::context,
                      .shard_queries = o.shard_queries,
                      .invariant = o.invariant,
                      .strategy = o.strategy,

@@ -291,7 +291,6 @@ bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t strea
   const bool paged16 = p.pages && p.kv_dtype == p.dtype && p.q_dtype == p.dtype;
   p.pages = {};
   p.k = p.v = KvRows(g.room, std::int64_t{p.kv_heads} * p.dim, p.dim);
-  p.batch.skip_decode = false;  // the kernel for long queries leaves short ones out anyway
   if (!paged16 || gather_capacity(p, g.room_bytes) == 0 || !ends_plainly(p, m) ||
       !sm90::accepts(p) || !may_hold(p, Lengths::only_long))
     return false;
@@ -300,7 +299,6 @@ bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t strea
     attend_kind(p, kinds(p)[0], gpu, stream);
     merge_short(m, kShortQuery, stream);
   }
-  p.batch.skip_decode = false;
   sm90::attend(p, finished_of(m), kShortQuery + 1, stream);
   return true;
 }
@@ -312,7 +310,7 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
   if (decode_finished(p, m, gpu, stream)) return true;
   if (!ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long)) return false;
   if (may_hold(p, Lengths::only_short)) {
-    attend_kind(p, Lengths::only_short, gpu, stream);
+    attend_kind(p, kinds(p)[0], gpu, stream);
     merge_short(m, kShortQuery, stream);
   }
   sm90::attend(p, finished_of(m), kShortQuery + 1, stream);

@@ -72,7 +72,8 @@ struct DecodeTraits {
     __device__ static constexpr int row(int quad, int i) { return quad % kRowTiles * 2 + i % 2; }
   };
   using State = ThreadState<2 * kRowTiles, kSlices * kRowTiles, RowOf>;
-  // Levels in registers. A register too many is read from memory behind all keys that are under way.
+  // Levels in registers. A register too many is read from memory behind all keys that are under
+  // way.
   static constexpr int kLow = kSlices * kRowTiles > 8 ? 0 : kPlain ? 2 : 1;
   using Stack = DecodeStack<State, kThreads, kLow>;
 

@@ -7,44 +7,19 @@
 #include <string>
 
 #include "kernels/cuda/attend.hpp"
+#include "kernels/cuda/tensor_map.hpp"
 #include "longspan/error.hpp"
 #include "src/check.hpp"
 
 namespace longspan::kernels::sm90 {
 namespace {
 
-/// The driver's function, without linking the driver's library.
-auto tensor_map_encoder() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  LONGSPAN_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                 cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess)
-    throw BackendError(
-        "CUDA: this driver has no cuTensorMapEncodeTiled: update it to 525 or newer");
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-}
-
-/// [count rows, heads, dim] in boxes of [box_rows, 1, 64 elements], 128-byte swizzle.
+/// [count rows, heads, dim] in boxes of [box_rows, 1, 64 elements].
 CUtensorMap describe(const Rows& rows, DType dtype, int dim, std::int64_t count, int heads,
                      int box_rows) {
-  static const auto encode = tensor_map_encoder();
-  const cuuint64_t extents[] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(count),
-                                static_cast<cuuint64_t>(heads)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(rows.row_stride) * 2,
-                                static_cast<cuuint64_t>(rows.head_stride) * 2};
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows), 1};
-  const cuuint32_t steps[] = {1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = encode(
-      &map,
-      dtype == DType::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-      rows.data, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    throw BackendError("CUDA: cuTensorMapEncodeTiled returned " + std::to_string(result));
-  return map;
+  const cuda::MapDimension dimensions[] = {
+      {dim, 1, 64}, {count, rows.row_stride, box_rows}, {heads, rows.head_stride, 1}};
+  return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 /// Heads that walk together: their keys and values fit half of L2.
@@ -68,6 +43,7 @@ int attribute(cudaDeviceAttr name) {
 template <class T>
 void launch(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
+  static_assert(sizeof(Shared<T>) <= 227 * 1024);
   // Tiles of keys end at the last visible key, so no copy reaches past the keys, and their number,
   // which may be known on the device only, is not needed here.
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
@@ -84,6 +60,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   call.section = section_of(params, attribute(cudaDevAttrL2CacheSize));
   call.items = call.slots * static_cast<unsigned>(params.heads);
   call.next = reinterpret_cast<unsigned*>(params.scratch);
+  call.softcap = softcap_of(params.score);
   LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
 
   const unsigned blocks =
@@ -95,16 +72,25 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
 }
 
 /// The tile for a dim; docs/performance-prefill.md says what each choice gave.
+template <class Element, Scores kScores>
+void choose_tile(const AttendParams& params, const Finished& finished, int least_rows,
+                 cudaStream_t stream) {
+  const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
+  if (params.dim <= 64) return run(Tile<Element, 64, 3, 128, true, kScores>{});
+  if (params.dim <= 80) return run(Tile<Element, 80, 3, 112, true, kScores>{});
+  if (params.dim <= 96) return run(Tile<Element, 96, 2, 160, false, kScores>{});
+  if (params.dim <= 128) return run(Tile<Element, 128, 2, 160, false, kScores>{});
+  if (params.dim <= 192) return run(Tile<Element, 192, 2, 112, false, kScores>{});
+  return run(Tile<Element, 256, 2, 80, false, kScores>{});
+}
+
 template <class Element>
 void choose(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
-  const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
-  if (params.dim <= 64) return run(Tile<Element, 64, 3, 128, true>{});
-  if (params.dim <= 80) return run(Tile<Element, 80, 3, 112, true>{});
-  if (params.dim <= 96) return run(Tile<Element, 96, 2, 160>{});
-  if (params.dim <= 128) return run(Tile<Element, 128, 2, 160>{});
-  if (params.dim <= 192) return run(Tile<Element, 192, 2, 112>{});
-  return run(Tile<Element, 256, 2, 80>{});
+  const auto run = params.bias.slopes             ? choose_tile<Element, Scores::any>
+                   : params.score.softcap != 0.0f ? choose_tile<Element, Scores::softcap>
+                                                  : choose_tile<Element, Scores::plain>;
+  run(params, finished, least_rows, stream);
 }
 
 }  // namespace
@@ -112,14 +98,14 @@ void choose(const AttendParams& params, const Finished& finished, int least_rows
 bool accepts(const AttendParams& params) {
 #ifdef LONGSPAN_SM90A
   constexpr std::int64_t kMost = std::int64_t{1} << 30;
+  AttendParams unbiased = params;  // ALiBi has an instance of its own; qq_bias has none
+  unbiased.bias.slopes = {};
   return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
          attribute(cudaDevAttrComputeCapabilityMinor) == 0 && params.dtype != DType::fp32 &&
          params.dim >= 48 && params.dim <= 256 && params.shard.layout != Layout::listed &&
-         cuda::loader_of(params) == cuda::Loader::plain && params.batch.causal == nullptr &&
-         !params.batch.skip_decode && !params.documents && !params.parts &&
-         (params.shard.layout != Layout::ranges || params.batch.size == 1) &&
-         params.score.scale > 0 && params.score.softcap == 0 && !params.invariant &&
-         params.tokens < kMost && params.shard.length < kMost;
+         cuda::loader_of(unbiased) == cuda::Loader::plain && !params.parts &&
+         params.score.scale > 0 && !params.invariant && params.tokens < kMost &&
+         params.shard.length < kMost;
 #else
   (void)params;  // this build holds no code for sm_90a
   return false;
@@ -132,6 +118,7 @@ void attend(const AttendParams& params, const Finished& finished, int least_rows
   if (params.scratch_bytes < kScratchBytes)
     throw InputError("attend needs " + std::to_string(kScratchBytes) +
                      " bytes of scratch and was given " + std::to_string(params.scratch_bytes));
+  if (params.batch.skip_decode) least_rows = std::max(least_rows, 2);
   if (params.dtype == DType::fp16)
     choose<__half>(params, finished, least_rows, stream);
   else

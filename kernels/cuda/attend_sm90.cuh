@@ -3,6 +3,8 @@
 //
 //     S = Q K^T     P = exp2(c S - m)     O = O ratio + P V          (c = scale log2 e)
 //
+// Softcap and ALiBi change S on its way to P (attend_sm90_scores.cuh), in instances of their own.
+//
 // A block is a warp that finds the work, a warp that loads, and two or three consumer warpgroups of
 // 64 query rows each. Q, K and V stand in shared memory (K and V in a ring of stages); S, P and O
 // stay in registers. A consumer asks for the scores of the next tile together with the product of
@@ -16,6 +18,7 @@
 #include "kernels/cuda/attend_sm90_block.cuh"
 #include "kernels/cuda/attend_sm90_items.cuh"
 #include "kernels/cuda/attend_sm90_rows.cuh"
+#include "kernels/cuda/attend_sm90_scores.cuh"
 
 namespace longspan::kernels::sm90 {
 
@@ -105,10 +108,10 @@ __device__ void multiply_pv(float (&o)[T::kDim / 2], const std::uint32_t (&p)[T:
         o, p[step], advance(b, step * 16 * 128), true);
 }
 
-/// Hides the keys of the tile at local key `first` that a row does not see. rows: of the item;
-/// row: the thread's first.
+/// `value` for the keys of the tile at local key `first` that a row does not see. rows: of the
+/// item; row: the thread's first.
 template <int kCount>
-__device__ void hide(float (&s)[kCount], int first, const RowKeys* rows, int row) {
+__device__ void hide(float (&s)[kCount], float value, int first, const RowKeys* rows, int row) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const RowKeys seen = rows[row + 8 * h];
@@ -116,8 +119,8 @@ __device__ void hide(float (&s)[kCount], int first, const RowKeys* rows, int row
     const unsigned count = seen.end - seen.begin;
 #pragma unroll
     for (int i = 2 * h; i < kCount; i += 4) {
-      if (static_cast<unsigned>(column + i / 4 * 8) >= count) s[i] = -INFINITY;
-      if (static_cast<unsigned>(column + i / 4 * 8 + 1) >= count) s[i + 1] = -INFINITY;
+      if (static_cast<unsigned>(column + i / 4 * 8) >= count) s[i] = value;
+      if (static_cast<unsigned>(column + i / 4 * 8 + 1) >= count) s[i + 1] = value;
     }
   }
 }
@@ -144,7 +147,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + T::kConsumers;
   const int lane = threadIdx.x % 32;
   const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4;  // and row + 8
-  const float c = call.params.score.scale * kLog2E;
+  const float c = score_factor<T>(call);
 
   float s[T::kKeys / 2], o[T::kDim / 2], ratio[2];
   std::uint32_t p[T::kKeys / 16][4];
@@ -191,11 +194,21 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     release(shared.v_empty[v.stage]);
     v.next();
   };
+  const auto hide_as = [&](float value) {
+    if (first < whole.begin || first + T::kKeys > whole.end)
+      hide(s, value, first, shared.rows[announced.stage], row);
+  };
   const auto softmax = [&] {
     first -= T::kKeys;
-    if (first < whole.begin || first + T::kKeys > whole.end)
-      hide(s, first, shared.rows[announced.stage], row);
-    rows.softmax(s, c, ratio);
+    if (is_capped<T>(call)) {
+      hide_as(0.0f);
+      cap_scores(s, call.softcap, shared.items[announced.stage].rows - row);
+    }
+    if constexpr (T::kScores == Scores::any)
+      add_alibi<T>(s, c, shared.alibi.items[announced.stage], shared.alibi.positions[group], first,
+                   row, 64 * group, kGroupBarrier + group);
+    hide_as(-INFINITY);
+    rows.softmax(s, T::kScores == Scores::any ? 1.0f : c, ratio);
   };
   const auto next_weights = [&] {
     round_to<Element>(p, s);
@@ -205,9 +218,9 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (call.finished.out.data)
-        write_finished<T>(call, shared.items[stage], row + 8 * h, rows, h, o);
+        write_finished<T>(call, shared, stage, row + 8 * h, rows, h, o);
       else
-        write_state<T>(call, shared.items[stage], row + 8 * h, rows, h, o);
+        write_state<T>(call, shared, stage, row + 8 * h, rows, h, o);
     }
     shared.item_empty[stage].arrive();
   };

@@ -21,8 +21,8 @@ struct Finished {
 };
 
 /// Whether this kernel takes the call on the current GPU: Hopper, 16-bit elements, dims from 48,
-/// layouts whose positions ascend, a positive scale, no softcap, no fixed order, fewer than 2^30
-/// rows and keys. Everything else is the portable kernel's.
+/// layouts whose positions ascend, a positive scale, no pages, no qq_bias, no segments handed out,
+/// no fixed order, fewer than 2^30 rows and keys. Everything else is the portable kernel's.
 bool accepts(const AttendParams& params);
 
 /// Bytes of AttendParams::scratch that attend needs.

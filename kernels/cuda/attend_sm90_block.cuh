@@ -2,21 +2,29 @@
 // its shared memory, and its place in a ring of stages. attend_sm90.cuh has the algorithm.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/arch/sm90.cuh"
 #include "kernels/cuda/attend_sm90.hpp"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::sm90 {
 
+/// What an instance can make of a product: the scaled product alone; capped; or what the call asks
+/// for, ALiBi with or without a cap.
+enum class Scores { plain, softcap, any };
+
 /// kDim: a multiple of 16. kTurns: the consumers take turns at the tensor cores instead of finding
 /// their own rhythm.
-template <class Element_, int kDim_, int kConsumers_, int kKeys_, bool kTurns_ = false>
+template <class Element_, int kDim_, int kConsumers_, int kKeys_, bool kTurns_ = false,
+          Scores kScores_ = Scores::plain>
 struct Tile {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kConsumers = kConsumers_;  // warpgroups
   static constexpr int kKeys = kKeys_;
   static constexpr bool kTurns = kTurns_;
+  static constexpr Scores kScores = kScores_;
 
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = 2;
@@ -36,7 +44,15 @@ struct Places {
   int sequence;
   int block, round;  // block > 0: blocks at start[0], start[0] + round ... below start[1]
 
-  __device__ void find(const Shard& shard, std::int64_t kv_len) {
+  __device__ void find(const Shard& shard, int b, std::int64_t kv_len) {
+    sequence = b;
+    block = round = count[1] = start[1] = 0;
+    if (shard.layout == Layout::ranges) {  // a row of the table for each sequence
+      const std::int64_t* own = shard.table + b * (shard.ranks + std::int64_t{1}) + shard.rank;
+      start[0] = static_cast<int>(own[0]);
+      count[0] = static_cast<int>(own[1] - own[0]);
+      return;
+    }
     const int keys = static_cast<int>(shard.local_len(kv_len));
     block = shard.layout == Layout::interleaved ? static_cast<int>(shard.block)
             : shard.layout == Layout::striped   ? 1
@@ -83,6 +99,33 @@ struct Item {
   int tiles;      // of keys; 0: the work is done
 };
 
+/// The position of each local key of a sequence: runs of `run` keys, `gap` positions between them.
+struct Line {
+  int start, run, gap;
+  int gaps;  // at most so many
+
+  __device__ int position(int key) const { return start + key + min(key / run, gaps) * gap; }
+};
+
+/// What ALiBi needs to know of an item. A row at position i adds slope * (j - i) to its scores, or
+/// -slope * |j - i|: small for the keys that count, which a distance from the first query would not
+/// be. The difference is one number for a row, and is added at its end.
+struct AlibiItem {
+  float slope;     // base 2
+  float lift;      // base 2, a row's index in its sequence times this is added at its end
+  int position;    // of the item's first row
+  bool two_sided;  // keys stand on both sides of the rows, and both lose
+  Line line;
+};
+
+template <int kGroups, int kKeys>
+struct AlibiRoom {
+  AlibiItem items[2];
+  int positions[kGroups][kKeys];  // of a group's tile where they are no arithmetic progression
+};
+
+struct Nothing {};
+
 template <class T>
 struct Shared {
   using Element = typename T::Element;
@@ -96,6 +139,17 @@ struct Shared {
   Barrier q_full[T::kConsumers], q_empty[T::kConsumers];
   Barrier k_full[T::kStages], k_empty[T::kStages];
   Barrier v_full[T::kStages], v_empty[T::kStages];
+  [[no_unique_address]] std::conditional_t<T::kScores == Scores::any,
+                                           AlibiRoom<T::kConsumers, T::kKeys>, Nothing>
+      alibi;
+};
+
+/// A score is height * tanh(scale * product).
+struct Softcap {
+  float scale;
+  float height;    // base 2; 0: no cap
+  float near;      // up to this |product| x, tanh is
+  float terms[5];  // terms[0] x + terms[1] x^3 + ...
 };
 
 struct Call {
@@ -107,6 +161,7 @@ struct Call {
   unsigned items;    // slots x heads
   int least_rows;    // sequences of fewer query rows are not this launch's
   unsigned* next;    // items beyond the first of each block that are taken
+  Softcap softcap;
 };
 
 /// A place in a ring of stages and the parity of its barriers.

@@ -4,7 +4,8 @@
 
 #include <climits>
 
-#include "kernels/cuda/attend_sm90_block.cuh"
+#include "kernels/cuda/attend_sm90_scores.cuh"
+#include "kernels/cuda/view.cuh"
 
 namespace longspan::kernels::sm90 {
 
@@ -77,8 +78,7 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
     if (lane == 0) {
       b = find_item<T>(call, index, item);
       if (b != shared.places.sequence)
-        shared.places.find(params.shard, params.batch.keys(b, params.shard));
-      shared.places.sequence = b;
+        shared.places.find(params.shard, b, params.batch.keys(b, params.shard));
     }
     b = __shfl_sync(0xffffffff, b, 0);
     __syncwarp();
@@ -89,7 +89,8 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
     int* const limits = reinterpret_cast<int*>(shared.rows[turn.stage]);
 #pragma unroll 1
     for (int i = lane; i < 2 * rows; i += 32) {
-      const Interval keys = params.mask.visible(kv_len - query_len + item.row + i / 2, kv_len);
+      const Interval keys =
+          cuda::visible_in_order(params, b, kv_len - query_len + item.row + i / 2, kv_len);
       limits[i] = shared.places.before(static_cast<int>(i % 2 ? keys.end : keys.begin));
     }
     __syncwarp();
@@ -105,6 +106,9 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
         item.some = {limits[0], limits[2 * rows - 1]};
         // Before the first key of all there is nothing: the copy engine fills in zeros.
         item.clear = item.first_key + limits[0] > 0 ? limits[0] : INT_MIN;
+        if constexpr (T::kScores == Scores::any)
+          find_alibi(params.bias, params.is_causal(b), shared.places, item.head,
+                     kv_len - query_len + item.row, shared.alibi.items[turn.stage]);
       }
       shared.item_full[turn.stage].arrive();
       turn.next();

@@ -2,7 +2,7 @@
 // the end their state or their finished result. A thread has two rows, of each 2 columns in 8.
 #pragma once
 
-#include "kernels/cuda/attend_sm90_block.cuh"
+#include "kernels/cuda/attend_sm90_scores.cuh"
 
 namespace longspan::kernels::sm90 {
 
@@ -82,8 +82,9 @@ __device__ void shrink(float (&o)[kCount], const float (&ratio)[2]) {
 // ---- what a consumer hands out ---------------------------------------------------------------
 
 template <class T>
-__device__ void write_state(const Call& call, const Item& item, int row, const Rowwise& rows, int h,
-                            const float (&o)[T::kDim / 2]) {
+__device__ void write_state(const Call& call, const Shared<T>& shared, int stage, int row,
+                            const Rowwise& rows, int h, const float (&o)[T::kDim / 2]) {
+  const Item& item = shared.items[stage];
   const Stats stats = rows.stats(h);
   if (row >= item.rows) return;
   const StateSlots& state = call.params.state;
@@ -91,7 +92,9 @@ __device__ void write_state(const Call& call, const Item& item, int row, const R
       static_cast<std::int64_t>(item.first_row + row) * call.params.heads + item.head;
   const int t = threadIdx.x % 4;
   const float factor = rows.to_max(h);
-  if (t == 0) state.stats(call.params.slot)[at] = {rows.max[h], stats.sum * factor};
+  if (t == 0)
+    state.stats(call.params.slot)[at] = {lifted<T>(rows.max[h], shared, stage, row),
+                                         stats.sum * factor};
   float* to = state.o(call.params.slot, at);
 #pragma unroll
   for (int j = 0; j < T::kDim / 8; ++j)
@@ -121,11 +124,13 @@ __device__ inline uint4 gather_eight(const std::uint32_t (&w)[4]) {
 }
 
 template <class T>
-__device__ void write_finished(const Call& call, const Item& item, int row, const Rowwise& rows,
-                               int h, const float (&o)[T::kDim / 2]) {
+__device__ void write_finished(const Call& call, const Shared<T>& shared, int stage, int row,
+                               const Rowwise& rows, int h, const float (&o)[T::kDim / 2]) {
+  const Item& item = shared.items[stage];
   const Finished& finished = call.finished;
   const bool exists = row < item.rows;
   Stats stats = rows.stats(h);
+  stats.max = lifted<T>(stats.max, shared, stage, row);
   const std::int64_t at = item.first_row + row;
   float shrunk = 1.0f;
   if (finished.sinks) {

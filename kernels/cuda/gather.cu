@@ -136,7 +136,6 @@ std::size_t gather_room(const AttendParams& bounds) {
   contiguous.k = contiguous.v = {};
   contiguous.q = {};
   contiguous.shard = Shard::contiguous(0, 0, 1);
-  contiguous.batch.skip_decode = false;
   if (bounds.max_kv_len == 0 || !may_hold(bounds, Lengths::only_long) || !sm90::accepts(contiguous))
     return 0;
   const std::size_t keys =

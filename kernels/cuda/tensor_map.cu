@@ -24,7 +24,8 @@ auto tensor_map_encoder() {
 
 }  // namespace
 
-CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimension> dimensions) {
+CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimension> dimensions,
+                       CUtensorMapL2promotion promotion) {
   static const auto encode = tensor_map_encoder();
   constexpr std::size_t kMost = 5;
   const std::size_t rank = dimensions.size();
@@ -45,7 +46,7 @@ CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimensi
       encode(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), extents, strides,
              box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              box[0] * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw BackendError("CUDA: cuTensorMapEncodeTiled returned " + std::to_string(result));
   return map;

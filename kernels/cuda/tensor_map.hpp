@@ -19,7 +19,9 @@ struct MapDimension {
 };
 
 /// Elements of 16 bits, or fp8. Rows of a box are permuted in its own width, 128 or 64 bytes: chunk
-/// of 16 bytes XOR row modulo 8, or row / 2 modulo 4. Throws BackendError where the driver refuses.
-CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimension> dimensions);
+/// of 16 bytes XOR row modulo 8, or row / 2 modulo 4. `promotion`: how much of L2's lines a read
+/// brings. Throws BackendError where the driver refuses.
+CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimension> dimensions,
+                       CUtensorMapL2promotion promotion);
 
 }  // namespace longspan::kernels::cuda

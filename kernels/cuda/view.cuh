@@ -143,12 +143,11 @@ LONGSPAN_HD inline Interval intersection(const Interval& a, const Interval& b) {
   return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
 }
 
-/// What the row of a token sees: local keys, of the part that `split` is where the keys are cut
-/// into parts; or positions, when the shard is listed.
-LONGSPAN_HD inline Interval row_view(const AttendParams& p, const Sequence& sequence,
-                                     std::int64_t token, int split) {
-  Interval seen =
-      p.visible(sequence.index, sequence.kv_len - sequence.q_len + token, sequence.kv_len);
+/// Positions that the query at `position` sees, in order also where there are none: what the first
+/// and the last row of a run of rows see bounds what all of them see.
+LONGSPAN_HD inline Interval visible_in_order(const AttendParams& p, int b, std::int64_t position,
+                                             std::int64_t kv_len) {
+  Interval seen = p.visible(b, position, kv_len);
   if (p.documents) {
     // Rows outside of all documents see nothing. That nothing must not stretch a tile's hull over
     // keys outside, which nobody sees.
@@ -160,6 +159,15 @@ LONGSPAN_HD inline Interval row_view(const AttendParams& p, const Sequence& sequ
     };
     seen = {clamp(seen.begin), clamp(seen.end)};
   }
+  return seen;
+}
+
+/// What the row of a token sees: local keys, of the part that `split` is where the keys are cut
+/// into parts; or positions, when the shard is listed.
+LONGSPAN_HD inline Interval row_view(const AttendParams& p, const Sequence& sequence,
+                                     std::int64_t token, int split) {
+  Interval seen = visible_in_order(p, sequence.index, sequence.kv_len - sequence.q_len + token,
+                                   sequence.kv_len);
   if (p.shard.layout == Layout::listed) return seen;
   const Shard shard = p.shard.of(sequence.index);
   seen.begin = shard.before(seen.begin, sequence.kv_len);

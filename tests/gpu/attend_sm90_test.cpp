@@ -4,6 +4,8 @@
 #include "kernels/cuda/attend_sm90.hpp"
 
 #include "tests/gpu/gpu_case.hpp"
+#include "tests/gpu/serving_ranks.hpp"
+#include "tests/grids.hpp"
 
 namespace longspan::test {
 namespace {
@@ -21,7 +23,8 @@ unsigned fresh_seed() { return std::random_device{}(); }
 /// One rank that holds all keys: sequences lie apart, with NaN between them and around them.
 class Sm90Run {
  public:
-  Sm90Run(const Case& c, const Data& data) : c_(c), q_(data.q), sinks_(data.sinks) {
+  Sm90Run(const Case& c, const Data& data)
+      : c_(c), q_(data.q), sinks_(data.sinks), slopes_(data.slopes), causal_(c.causal) {
     constexpr std::int64_t kGap = 7;
     const std::int64_t row_bytes =
         std::int64_t{c.kv_heads} * c.dim * static_cast<std::int64_t>(size_of(c.dtype));
@@ -59,8 +62,10 @@ class Sm90Run {
     p.k = {k_.data(), row, c_.dim};
     p.v = {v_.data(), row, c_.dim};
     p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), key_start_.data()};
+    if (!c_.causal.empty()) p.batch.causal = causal_.data();
     p.mask = c_.mask;
     p.score = {c_.scale_used(), c_.softcap};
+    if (c_.alibi) p.bias = {slopes_.data(), *c_.alibi};
     p.invariant = c_.invariant;
     p.state = {state_.data(), rows_, c_.dim, 1};
     p.scratch = scratch_.data();
@@ -116,7 +121,8 @@ class Sm90Run {
   Case c_;
   std::int64_t rows_ = 0;
   OnGpu<std::byte> q_, k_, v_, out_, state_, scratch_;
-  OnGpu<float> sinks_, lse_;
+  OnGpu<float> sinks_, slopes_, lse_;
+  OnGpu<std::uint8_t> causal_;
   OnGpu<std::int64_t> key_start_;
   OnGpu<std::int32_t> query_start_, kv_len_;
 };
@@ -202,6 +208,211 @@ TEST(AttendSm90, GrowingScores) {
             11);
 }
 
+// Far from the cap, near it on both sides of the kernel's bound, and far beyond; within a tile too.
+TEST(AttendSm90, Softcap) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const DType dtype : kTypes)
+    for (int dim : {64, 72, 96, 128, 192, 256})
+      for (float softcap : {0.001f, 0.5f, 2.0f, 5.0f, 50.0f, 3e4f, 1e9f})
+        check({.dtype = dtype,
+               .heads = 4,
+               .kv_heads = 2,
+               .dim = dim,
+               .q_lens = {130},
+               .kv_lens = {433},
+               .mask = {.causal = softcap != 2.0f, .window = softcap == 5.0f ? 150 : 0},
+               .softcap = softcap,
+               .sinks = dim % 64 == 0,
+               .seed = fresh_seed()},
+              7);
+}
+
+// The lse of a row with few keys shows what a cap costs in precision: there is nothing to average.
+TEST(AttendSm90, SoftcapOfSmallScores) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (float scale : {1e-5f, 0.01f, 0.1f})
+    for (float softcap : {1.0f, 50.0f, 1000.0f})
+      check({.dtype = DType::fp16,
+             .heads = 2,
+             .kv_heads = 1,
+             .dim = 64,
+             .q_lens = {150},
+             .kv_lens = {150},
+             .mask = {.causal = true, .window = 2},
+             .softcap = softcap,
+             .scale = scale,
+             .seed = fresh_seed()});
+}
+
+TEST(AttendSm90, Alibi) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Mask masks[] = {{}, {.causal = true}, {.causal = true, .window = 100}, {.right = 40}};
+  for (const DType dtype : kTypes)
+    for (int dim : {64, 80, 96, 128, 192, 256})
+      for (const Alibi alibi : {Alibi::context, Alibi::query})
+        for (const Mask& mask : masks)
+          for (float softcap : {0.0f, 5.0f})
+            check({.dtype = dtype,
+                   .heads = 6,
+                   .kv_heads = 2,
+                   .dim = dim,
+                   .q_lens = {200, 1, 0, 300, 17, 40},
+                   .kv_lens = {200, 500, 30, 64, 900, 0},
+                   .mask = mask,
+                   .softcap = softcap,
+                   .alibi = alibi,
+                   .sinks = softcap == 0,
+                   .seed = fresh_seed()},
+                  23);
+}
+
+// Distances so large that only a few keys have weight, from a first query far behind the first key.
+TEST(AttendSm90, AlibiOfManyKeys) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const Alibi alibi : {Alibi::context, Alibi::query})
+    for (bool causal : {false, true})
+      check({.heads = 4,
+             .kv_heads = 1,
+             .dim = 128,
+             .q_lens = {300},
+             .kv_lens = {9000},
+             .mask = {.causal = causal},
+             .alibi = alibi,
+             .seed = fresh_seed()},
+            41);
+}
+
+TEST(AttendSm90, CausalFlags) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (int dim : {64, 128})
+    for (const std::optional<Alibi> alibi : {std::optional<Alibi>{}, std::optional{Alibi::query}})
+      check({.heads = 2,
+             .kv_heads = 1,
+             .dim = dim,
+             .q_lens = {200, 140, 0, 1, 70},
+             .kv_lens = {300, 140, 30, 64, 700},
+             .causal = {1, 0, 1, 0, 0},
+             .alibi = alibi,
+             .seed = fresh_seed()},
+            9);
+}
+
+// A NaN that a row sees stays NaN, and the other rows are as if it were not there.
+TEST(AttendSm90, NanStaysNan) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (float softcap : {0.0f, 0.5f, 50.0f})
+    for (const std::optional<Alibi> alibi : {std::optional<Alibi>{}, std::optional{Alibi::query}}) {
+      Case c{.heads = 2,
+             .kv_heads = 1,
+             .dim = 64,
+             .q_lens = {200},
+             .kv_lens = {200},
+             .mask = {.causal = true},
+             .softcap = softcap,
+             .alibi = alibi,
+             .seed = fresh_seed()};
+      SCOPED_TRACE(::testing::Message() << c);
+      Data data(c);
+      const Result clean = Sm90Run(c, data).finish();
+      constexpr int kBad = 150;
+      const auto row = static_cast<std::int64_t>(c.dim * size_of(c.dtype));
+      std::fill_n(data.k[0].begin() + kBad * row, row, std::byte{0xff});
+      const Result found = Sm90Run(c, data).finish();
+      for (std::size_t at = 0; at < found.lse.size(); ++at) {
+        if (at / c.heads < kBad)
+          EXPECT_EQ(found.lse[at], clean.lse[at]) << at;
+        else
+          EXPECT_TRUE(std::isnan(found.lse[at])) << at;
+      }
+    }
+}
+
+// What a rank's shard, a batch and documents decide; NaN wherever no row may look.
+TEST(AttendSm90, Shards) {
+  LONGSPAN_NEEDS_HOPPER();
+  struct Cut {
+    Layout layout;
+    std::int64_t block = kSegment;
+  };
+  for (const Cut& cut :
+       {Cut{Layout::contiguous}, Cut{Layout::ranges}, Cut{Layout::zigzag}, Cut{Layout::striped},
+        Cut{Layout::interleaved, 1}, Cut{Layout::interleaved, 16}, Cut{Layout::interleaved, 128},
+        Cut{Layout::interleaved, 1000}})
+    for (const int ranks : {1, 2, 3})
+      for (const bool causal : {false, true})
+        for (const std::optional<Alibi> alibi :
+             {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}}) {
+          testing::Serving s{.heads = 6,
+                             .dim = ranks == 2 ? 256 : 128,
+                             .dtype = DType::bf16,
+                             .q_lens = {300, 40, 170, 20},
+                             .kv_lens = {3000, 130, 170, 20},
+                             .page = 0};
+          s.mask = {.causal = causal, .window = ranks == 3 ? 700 : 0};
+          s.alibi = alibi;
+          s.softcap = ranks == 2 ? 20.0f : 0.0f;
+          s.sinks = true;
+          testing::check_dealt(
+              s, {.layout = cut.layout, .ranks = ranks, .block = cut.block, .on_hopper = true});
+        }
+}
+
+TEST(AttendSm90, DocumentsAndLeftOutDecodes) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int ranks : {1, 2})
+    for (const std::optional<Alibi> alibi :
+         {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}})
+      for (const bool causal : {false, true}) {
+        for (const std::vector<std::int64_t>& documents :
+             {std::vector<std::int64_t>{0, 300, 301, 620, 700},
+              std::vector<std::int64_t>{40, 300, 600, 690}})
+          for (const int q_len : {150, 700}) {
+            testing::Serving s{
+                .dtype = DType::bf16, .q_lens = {q_len}, .kv_lens = {700}, .page = 0};
+            s.mask.causal = causal;
+            s.alibi = alibi;
+            s.documents = documents;
+            testing::check_dealt(s, {.ranks = ranks, .on_hopper = true});
+          }
+        testing::Serving s{.dtype = DType::bf16,
+                           .q_lens = {150, 1, 40, 5, 1},
+                           .kv_lens = {700, 130, 333, 20, 41},
+                           .causal = {1, 0, 0, 1, 1},
+                           .page = 0};
+        s.alibi = alibi;
+        s.skip_decode = causal;
+        testing::check_dealt(s, {.ranks = ranks, .on_hopper = true});
+      }
+}
+
+// Pages are brought together first; then the sequence's context and its new rows are one.
+TEST(AttendSm90, ChunkedPrefill) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Kernels kernels(Device::cuda);
+  for (const DType dtype : kTypes)
+    for (const std::optional<Alibi> alibi :
+         {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}})
+      for (const float softcap : {0.0f, 10.0f})
+        for (const bool skip : {false, true}) {
+          testing::Serving s{.dim = 96,
+                             .dtype = dtype,
+                             .q_lens = {65, 1, 330, 4, 0},
+                             .kv_lens = {900, 600, 330, 90, 40},
+                             .softcap = softcap,
+                             .alibi = alibi,
+                             .sinks = true,
+                             .skip_decode = skip,
+                             .x_packed = skip,
+                             .separate_new = true};
+          if (softcap != 0) s.causal = {1, 1, 0, 1, 1};
+          const unsigned seed = fresh_seed();
+          SCOPED_TRACE(testing::describe(s) + " seed " + std::to_string(seed));
+          const testing::ServingProblem problem(s, seed);
+          testing::expect_right(problem, testing::run_context(kernels, Device::cuda, problem),
+                                problem.tolerance(), 12);
+        }
+}
+
 TEST(AttendSm90, SameBitsFromRunToRun) {
   LONGSPAN_NEEDS_HOPPER();
   for (int dim : {64, 128, 256}) {
@@ -262,7 +473,8 @@ TEST(AttendSm90, AcceptsByName) {
   };
   EXPECT_TRUE(refuses([](auto& p) { p.dtype = p.q_dtype = p.kv_dtype = DType::fp32; }));
   EXPECT_TRUE(refuses([](auto& p) { p.dim = 40; }));
-  EXPECT_TRUE(refuses([](auto& p) { p.score.softcap = 30; }));
+  EXPECT_FALSE(refuses([](auto& p) { p.score.softcap = 30; }));
+  EXPECT_FALSE(refuses([](auto& p) { p.bias.slopes = Floats(p.q.data, DType::fp32); }));
   EXPECT_TRUE(refuses([](auto& p) { p.score.scale = -1; }));
   EXPECT_TRUE(refuses([](auto& p) { p.invariant = true; }));
   EXPECT_TRUE(refuses([](auto& p) { p.shard.layout = Layout::listed; }));
@@ -271,11 +483,11 @@ TEST(AttendSm90, AcceptsByName) {
   EXPECT_TRUE(refuses([](auto& p) { p.q_dtype = DType::e5m2; }));
   EXPECT_TRUE(refuses([](auto& p) { p.k.dim_stride = 16; }));
   EXPECT_TRUE(refuses([](auto& p) { p.v_scale.data = static_cast<float*>(p.q.data); }));
-  EXPECT_TRUE(refuses([](auto& p) { p.bias.slopes = Floats(p.q.data, DType::fp32); }));
   EXPECT_TRUE(refuses([](auto& p) { p.bias.qq.values = Floats(p.q.data, DType::fp32); }));
-  EXPECT_TRUE(refuses([](auto& p) { p.documents.start = p.batch.key_start; }));
-  EXPECT_TRUE(refuses([](auto& p) { p.batch.causal = static_cast<std::uint8_t*>(p.q.data); }));
-  EXPECT_TRUE(refuses([](auto& p) { p.batch.skip_decode = true; }));
+  EXPECT_FALSE(refuses([](auto& p) { p.documents.start = p.batch.key_start; }));
+  EXPECT_FALSE(refuses([](auto& p) { p.batch.causal = static_cast<std::uint8_t*>(p.q.data); }));
+  EXPECT_FALSE(refuses([](auto& p) { p.batch.skip_decode = true; }));
+  EXPECT_FALSE(refuses([](auto& p) { p.shard.layout = Layout::ranges; }));
   EXPECT_TRUE(refuses([](auto& p) { p.parts.count = 4; }));
   EXPECT_TRUE(refuses([](auto& p) { p.q.row_stride += 1; }));
 }

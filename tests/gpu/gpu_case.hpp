@@ -11,7 +11,9 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -56,7 +58,9 @@ struct Case {
   int heads = 4, kv_heads = 2, dim = 64;
   std::vector<int> q_lens{8}, kv_lens{300};
   Mask mask{};
+  std::vector<std::uint8_t> causal{};  // of each sequence, in place of the mask's; or none
   float softcap = 0;
+  std::optional<Alibi> alibi{};
   float scale = 0;  // 0: 1 / sqrt(dim)
   Layout layout = Layout::contiguous;
   std::int64_t block = kSegment;
@@ -76,6 +80,12 @@ struct Case {
   float scale_used() const {
     return scale != 0 ? scale : 1.0f / std::sqrt(static_cast<float>(dim));
   }
+  /// Positions that row t of sequence b sees.
+  Interval visible(std::size_t b, std::int64_t t) const {
+    Mask rule = mask;
+    if (!causal.empty()) rule.causal = causal[b] != 0;
+    return rule.visible(kv_lens[b] - q_lens[b] + t, kv_lens[b]);
+  }
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Case& c) {
@@ -83,11 +93,14 @@ inline std::ostream& operator<<(std::ostream& out, const Case& c) {
   for (int n : c.q_lens) out << " " << n;
   out << " kv";
   for (int n : c.kv_lens) out << " " << n;
-  return out << " causal " << c.mask.causal << " window " << c.mask.window << " right "
-             << c.mask.right << " softcap " << c.softcap << " scale " << c.scale << " "
-             << name(c.layout) << " block " << c.block << " ranks " << c.ranks << " invariant "
-             << c.invariant << " sinks " << c.sinks << " gaps " << c.q_gap << " " << c.kv_gap << " "
-             << c.out_gap << (c.device_lengths ? " device lengths" : "") << " seed " << c.seed;
+  out << " causal " << c.mask.causal;
+  for (int flag : c.causal) out << "," << flag;
+  if (c.alibi) out << " ALiBi " << name(*c.alibi);
+  return out << " window " << c.mask.window << " right " << c.mask.right << " softcap " << c.softcap
+             << " scale " << c.scale << " " << name(c.layout) << " block " << c.block << " ranks "
+             << c.ranks << " invariant " << c.invariant << " sinks " << c.sinks << " gaps "
+             << c.q_gap << " " << c.kv_gap << " " << c.out_gap
+             << (c.device_lengths ? " device lengths" : "") << " seed " << c.seed;
 }
 
 /// `count` elements of order 1.
@@ -104,6 +117,7 @@ struct Data {
   std::vector<std::vector<std::byte>> k;  // of each sequence [kv_len, kv_heads, dim]
   std::vector<std::vector<std::byte>> v;
   std::vector<float> sinks;                         // [heads]
+  std::vector<float> slopes;                        // [heads], as published
   std::vector<std::vector<std::int64_t>> permuted;  // listed: all positions, in random order
 
   explicit Data(const Case& c) {
@@ -117,7 +131,23 @@ struct Data {
       std::shuffle(permuted.back().begin(), permuted.back().end(), rng);
     }
     std::normal_distribution<float> normal;
-    for (int h = 0; h < c.heads; ++h) sinks.push_back(normal(rng));
+    for (int h = 0; h < c.heads; ++h) {
+      sinks.push_back(normal(rng));
+      slopes.push_back(std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(c.heads)));
+    }
+  }
+
+  /// What ALiBi adds to the scores of row t of sequence b: [kv_len]; or nothing.
+  std::vector<double> bias(const Case& c, std::size_t b, std::int64_t t, int head) const {
+    std::vector<double> bias;
+    if (!c.alibi) return bias;
+    const double slope = slopes[static_cast<std::size_t>(head)];
+    const std::int64_t context = c.kv_lens[b] - c.q_lens[b];
+    for (std::int64_t j = 0; j < c.kv_lens[b]; ++j)
+      bias.push_back(slope * static_cast<double>(*c.alibi == Alibi::context
+                                                     ? j - context
+                                                     : -std::abs(j - context - t)));
+    return bias;
   }
 };
 
@@ -145,6 +175,8 @@ class GpuRun {
                       q_row = static_cast<std::size_t>(std::int64_t{c.heads} * c.dim) * size;
     q_ = OnGpu<std::byte>(spread(data.q, q_row, static_cast<std::size_t>(c.q_gap) * size));
     sinks_ = OnGpu<float>(data.sinks);
+    slopes_ = OnGpu<float>(data.slopes);
+    causal_ = OnGpu<std::uint8_t>(c.causal);
     std::vector<std::int32_t> starts{0};
     for (int n : c.q_lens) starts.push_back(starts.back() + n);
     query_start_ = OnGpu<std::int32_t>(starts);
@@ -155,14 +187,14 @@ class GpuRun {
       std::vector<std::int64_t> table;
       Rank on;
       on.shard = {c.layout, rank, c.ranks, c.batch() == 1 ? c.kv_lens[0] : 0, c.block};
-      std::vector<std::int64_t> cuts;
-      if (c.layout == Layout::ranges) {  // uneven on purpose
-        for (int r = 0; r < c.ranks; ++r)
-          cuts.push_back(c.kv_lens[0] * r * r / (c.ranks * c.ranks));
-        cuts.push_back(c.kv_lens[0]);
-      }
+      if (c.layout == Layout::ranges)
+        for (std::int64_t len : c.kv_lens)
+          for (int r = 0; r <= c.ranks; ++r)  // uneven on purpose
+            table.push_back(len * r * r / (c.ranks * c.ranks));
       for (int b = 0; b < c.batch(); ++b) {
         Shard host = on.shard;
+        host.table = table.data();
+        host = host.of(b);
         const std::int64_t len = c.kv_lens[static_cast<std::size_t>(b)];
         std::vector<std::int64_t> positions;
         if (c.layout == Layout::listed) {
@@ -173,7 +205,6 @@ class GpuRun {
           host.table = table.data();
           host.listed = on.shard.listed = static_cast<std::int64_t>(table.size());
         } else {
-          if (c.layout == Layout::ranges) host.table = (table = cuts).data();
           for (std::int64_t i = 0; i < host.local_len(len); ++i)
             positions.push_back(host.position(i, len));
         }
@@ -265,6 +296,7 @@ class GpuRun {
     p.v = {on.v.data(), row, c_.dim};
     if (lengths_on_device())
       p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), on.key_start.data()};
+    if (!c_.causal.empty()) p.batch.causal = causal_.data();
     p.shard = on.shard;
     p.state = states_;
     p.slot = rank;
@@ -303,6 +335,7 @@ class GpuRun {
     p.batch.size = c_.batch();
     p.mask = c_.mask;
     p.score = {c_.scale_used(), c_.softcap};
+    if (c_.alibi) p.bias = {slopes_.data(), *c_.alibi};
     p.invariant = c_.invariant;
     return p;
   }
@@ -327,7 +360,8 @@ class GpuRun {
   Case c_;
   std::unique_ptr<kernels::Backend> backend_;
   OnGpu<std::byte> q_, out_, state_memory_, scratch_;
-  OnGpu<float> sinks_, lse_;
+  OnGpu<float> sinks_, slopes_, lse_;
+  OnGpu<std::uint8_t> causal_;
   OnGpu<std::int32_t> query_start_, kv_len_;
   std::vector<Rank> ranks_;
   kernels::StateSlots states_;
@@ -341,11 +375,11 @@ struct Judgement {
   double norm_plain = 0;  // |plain - exact| / |exact|
 };
 
-/// One row in fp32.
+/// One row in fp32. bias: of these keys, or nothing.
 inline Eigen::VectorXd attend_plainly(const Case& c, const Eigen::VectorXd& q,
                                       const Eigen::Ref<const launcher::RowMajor>& keys,
                                       const Eigen::Ref<const launcher::RowMajor>& values,
-                                      std::optional<double> sink) {
+                                      std::optional<double> sink, std::span<const double> bias) {
   std::vector<float> scores;
   float top = sink ? static_cast<float>(*sink) : -infinity();
   for (Eigen::Index i = 0; i < keys.rows(); ++i) {
@@ -353,6 +387,7 @@ inline Eigen::VectorXd attend_plainly(const Case& c, const Eigen::VectorXd& q,
     for (int d = 0; d < c.dim; ++d) s += static_cast<float>(q[d]) * static_cast<float>(keys(i, d));
     s *= c.scale_used();
     if (c.softcap != 0) s = c.softcap * std::tanh(s / c.softcap);
+    if (!bias.empty()) s += static_cast<float>(bias[static_cast<std::size_t>(i)]);
     scores.push_back(s);
     top = std::max(top, s);
   }
@@ -397,16 +432,19 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
           Eigen::VectorXd q(c.dim);
           for (int d = 0; d < c.dim; ++d)
             q[d] = launcher::load(data.q.data(), c.dtype, row * c.dim + d);
-          const Interval seen = c.mask.visible(kv_len - q_len + t, kv_len);
+          const Interval seen = c.visible(static_cast<std::size_t>(b), t);
+          const std::vector<double> bias = data.bias(c, static_cast<std::size_t>(b), t, head);
           std::optional<double> sink;
           if (c.sinks) sink = data.sinks[static_cast<std::size_t>(head)];
-          const launcher::Exact exact =
-              launcher::attend_exactly(q, keys, values, seen, c.scale_used(), c.softcap, sink);
+          const launcher::Exact exact = launcher::attend_exactly(
+              q, keys, values, seen, c.scale_used(), c.softcap, sink, bias);
           Eigen::VectorXd plain = Eigen::VectorXd::Zero(c.dim);
           if (!seen.empty()) {
             const auto k = keys.middleRows(seen.begin, seen.end - seen.begin);
             const auto v = values.middleRows(seen.begin, seen.end - seen.begin);
-            plain = attend_plainly(c, q, k, v, sink);
+            const std::span<const double> own =
+                bias.empty() ? std::span<const double>() : std::span(bias).subspan(seen.begin);
+            plain = attend_plainly(c, q, k, v, sink, own);
           }
           for (int d = 0; d < c.dim; ++d) {
             const double got = launcher::load(result.out.data(), c.dtype, row * c.dim + d);
@@ -426,6 +464,10 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
   verdict.norm_plain = std::sqrt(difference_plain / (size > 0 ? size : 1));
   return verdict;
 }
+
+/// A bias is rounded when it is made, when it is added and when the maximum is taken off: relative
+/// to its size, which may be far above that of a score.
+constexpr double kOfBias = 4 * 0x1p-24;
 
 /// Every element within what two roundings can do: of the weights before they meet the values, and
 /// of the output. Unlike a comparison of worst errors this never fails by chance, and it is tight:
@@ -449,11 +491,12 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
           Eigen::VectorXd q(c.dim);
           for (int d = 0; d < c.dim; ++d)
             q[d] = launcher::load(data.q.data(), c.dtype, row * c.dim + d);
-          const Interval seen = c.mask.visible(kv_len - q_len + t, kv_len);
+          const Interval seen = c.visible(b, t);
+          const std::vector<double> bias = data.bias(c, b, t, head);
           std::optional<double> sink;
           if (c.sinks) sink = data.sinks[static_cast<std::size_t>(head)];
-          const launcher::Exact exact =
-              launcher::attend_exactly(q, keys, values, seen, c.scale_used(), c.softcap, sink);
+          const launcher::Exact exact = launcher::attend_exactly(
+              q, keys, values, seen, c.scale_used(), c.softcap, sink, bias);
           const double lse = result.lse[static_cast<std::size_t>(row)];
           if (std::isinf(exact.lse))
             EXPECT_EQ(lse, exact.lse);
@@ -461,21 +504,25 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
             EXPECT_NEAR(lse, exact.lse, 2e-6 * (1 + std::abs(exact.lse))) << "row " << row;
 
           Eigen::VectorXd moved = Eigen::VectorXd::Zero(c.dim);  // by rounding weights
-          double scores = 0;                                     // the largest, for fp32's rounding
+          double single = kSingle;                               // what fp32 may do to a weight
           if (!seen.empty()) {
             const auto k = keys.middleRows(seen.begin, seen.end - seen.begin);
             const auto v = values.middleRows(seen.begin, seen.end - seen.begin);
             Eigen::ArrayXd s = (k * q).array() * c.scale_used();
-            scores = s.abs().maxCoeff();
+            single += kSingle * s.abs().maxCoeff();
             if (c.softcap != 0) s = c.softcap * (s / c.softcap).tanh();
-            const Eigen::VectorXd error =
-                (s - exact.lse).exp() * (unit + kSingle * (1 + scores)) + smallest;
+            if (!bias.empty()) {
+              const Eigen::Map<const Eigen::ArrayXd> added(bias.data() + seen.begin, s.size());
+              single += kOfBias * added.abs().maxCoeff();
+              s += added;
+            }
+            const Eigen::VectorXd error = (s - exact.lse).exp() * (unit + single) + smallest;
             moved = v.cwiseAbs().transpose() * error;
           }
           for (int d = 0; d < c.dim; ++d) {
             const double got = launcher::load(result.out.data(), c.dtype, row * c.dim + d);
             const double bound = moved[d] + (std::abs(exact.out[d]) + moved[d]) * unit +
-                                 kSingle * (1 + scores) * std::abs(exact.out[d]) + smallest;
+                                 single * std::abs(exact.out[d]) + smallest;
             EXPECT_LE(std::abs(got - exact.out[d]), bound) << "row " << row << " column " << d;
           }
         }

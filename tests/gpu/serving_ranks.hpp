@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cuda/attend_sm90.hpp"
 #include "tests/gpu/gpu_case.hpp"
 #include "tests/serving_run.hpp"
 
@@ -21,6 +22,7 @@ struct Dealt {
   kernels::KeyParts parts = {};  // with one rank
   bool odd_queries = false;      // q's rows at odd addresses
   bool bounded = true;           // the longest sequence is known
+  bool on_hopper = false;        // the kernel for long queries on Hopper must take it
 };
 
 inline std::string trace(const Serving& s, const Dealt& dealt, std::uint64_t seed) {
@@ -122,6 +124,9 @@ inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt
     p.parts = dealt.parts;
     p.state = states;
     p.slot = rank;
+    if (dealt.on_hopper) {
+      EXPECT_TRUE(kernels::sm90::accepts(p));
+    }
     buffers.push_back(poisoned(Device::cuda, backend->attend_scratch(p)));
     p.scratch = static_cast<std::byte*>(buffers.back().data());
     p.scratch_bytes = buffers.back().bytes();

@@ -1,8 +1,8 @@
-// Random shapes of prefill and of mixed batches, 2,000 of them: dims, groups, lengths, masks,
-// layouts, ranks and strides as they fall. What the backend chooses (on Hopper the kernel for long
-// queries, wherever it accepts the shape) against float64 on sampled rows, and against the portable
-// kernel, which `invariant` takes, on every row. The same bits from run to run; what no row may see
-// is NaN, and so is every output beforehand.
+// Random shapes of prefill and of mixed batches, 2,000 of them: dims, groups, lengths, masks, caps,
+// ALiBi, layouts, ranks and strides as they fall. What the backend chooses (on Hopper the kernel
+// for long queries, wherever it accepts the shape) against float64 on sampled rows, and against the
+// portable kernel, which `invariant` takes, on every row. The same bits from run to run; what no
+// row may see is NaN, and so is every output beforehand.
 //
 // LONGSPAN_SWEEP=N runs another number of shapes.
 #include <cstdlib>
@@ -68,7 +68,10 @@ Case draw_case(unsigned seed) {
   c.mask.causal = !draw.one_in(3);
   if (draw.one_in(3)) c.mask.window = draw.length(1, 1500);
   if (draw.one_in(4)) c.mask.right = draw.below(40);
-  if (draw.one_in(10)) c.softcap = 5;
+  if (draw.one_in(3)) c.softcap = draw.one_in(2) ? 5.0f : draw.one_in(2) ? 50.0f : 0.5f;
+  if (draw.one_in(3)) c.alibi = draw.one_in(2) ? Alibi::context : Alibi::query;
+  if (draw.one_in(8))
+    for (int b = 0; b < c.batch(); ++b) c.causal.push_back(draw.one_in(2));
   if (draw.one_in(6)) c.scale = draw.one_in(5) ? -0.1f : 0.6f;
   c.sinks = draw.one_in(3);
 
@@ -76,7 +79,7 @@ Case draw_case(unsigned seed) {
   constexpr Layout kLayouts[] = {Layout::contiguous, Layout::contiguous,  Layout::zigzag,
                                  Layout::striped,    Layout::interleaved, Layout::interleaved,
                                  Layout::ranges,     Layout::listed};
-  c.layout = kLayouts[draw.below(c.batch() == 1 ? 8 : 6)];  // tables are of one sequence here
+  c.layout = kLayouts[draw.below(c.batch() == 1 ? 8 : 7)];  // a list is of one sequence
   constexpr std::int64_t kBlocks[] = {1, 16, 80, 128, 256};
   c.block = kBlocks[draw.below(5)];
   c.device_lengths = draw.one_in(2);
@@ -96,7 +99,7 @@ void hide(const Case& c, Data& data) {
   for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
     std::vector<bool> seen(static_cast<std::size_t>(c.kv_lens[b]));
     for (int t = 0; t < c.q_lens[b]; ++t) {
-      const Interval keys = c.mask.visible(c.kv_lens[b] - c.q_lens[b] + t, c.kv_lens[b]);
+      const Interval keys = c.visible(b, t);
       for (std::int64_t key = keys.begin; key < keys.end; ++key)
         seen[static_cast<std::size_t>(key)] = true;
     }
@@ -141,7 +144,8 @@ void expect_alike(const Case& c, const Data& data, const Result& a, const Result
   for (std::size_t s = 0; s < c.q_lens.size(); ++s) {
     const double k = size_of_rows(data.k[s], c.dtype, c.dim).norm;
     const double v = size_of_rows(data.v[s], c.dtype, c.dim).largest;
-    const double single = kSingle * (1 + std::abs(c.scale_used()) * q * k);
+    const double bias = c.alibi ? data.slopes[0] * c.kv_lens[s] : 0.0;  // the largest slope's
+    const double single = kSingle * (1 + std::abs(c.scale_used()) * q * k) + kOfBias * bias;
     const double moved = v * (unit + single + c.kv_lens[s] * smallest);
     std::int64_t wrong = 0;
     std::string first;
@@ -211,7 +215,7 @@ TEST(Sweep, RandomShapes) {
   const int shapes = asked != nullptr ? std::atoi(asked) : kShapes;
   const unsigned seed = std::random_device{}();
   std::cout << "seed " << seed << "\n";
-  int on_hopper = 0, finished = 0;
+  int on_hopper = 0, capped = 0, biased = 0, finished = 0;
   for (int first = 0; first < shapes && !::testing::Test::HasFailure(); first += kAtOnce) {
     std::vector<Shape> some(static_cast<std::size_t>(std::min(kAtOnce, shapes - first)));
     const auto count = static_cast<std::int64_t>(some.size());
@@ -221,16 +225,21 @@ TEST(Sweep, RandomShapes) {
     for (Shape& shape : some) {
       shape.run();
       on_hopper += shape.hopper;
+      capped += shape.hopper && shape.c.softcap != 0;
+      biased += shape.hopper && shape.c.alibi.has_value();
       finished += shape.finished.has_value();
     }
     testing::in_parallel(count, [&](std::int64_t i) { some[static_cast<std::size_t>(i)].judge(); });
   }
-  std::cout << shapes << " shapes, " << on_hopper << " with rows of the Hopper kernel, " << finished
+  std::cout << shapes << " shapes, " << on_hopper << " with rows of the Hopper kernel (" << capped
+            << " capped, " << biased << " with ALiBi), " << finished
             << " attended and merged in one\n";
   cudaDeviceProp gpu;
   ASSERT_EQ(cudaGetDeviceProperties(&gpu, 0), cudaSuccess);
   if (gpu.major == 9 && shapes >= 100) {
     EXPECT_GT(on_hopper, shapes / 3);
+    EXPECT_GT(capped, shapes / 20);
+    EXPECT_GT(biased, shapes / 20);
   }
 }
 

@@ -14,6 +14,7 @@ from command import COMMAND, CommandTest, environment
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import host_serving  # noqa: E402
+import prefill_features  # noqa: E402
 import prefill_vs_torch  # noqa: E402
 import records  # noqa: E402
 import seeds_vs_longspan  # noqa: E402
@@ -45,6 +46,27 @@ class PrefillTest(CommandTest):
                           ((128, 4096, False), (64, 4096, True), (128, 65536, True),
                            (256, 16384, False), (256, 16384, True))],
                          [1.0, 1.05, 1.02, 0.95, 1.0])
+
+
+class FeaturesTest(CommandTest):
+    def test_beside_itself(self):
+        start(prefill_features, "--command", COMMAND, "--machine", "try", "--backend", "host",
+              "--shrink", 256, "--rounds", 1, "--results", self.folder)
+        rows = records.read(self.path("features-try.jsonl"))
+        self.assertEqual(len(rows), 17)
+        self.assertEqual({r["peer"] for r in rows}, {"longspan, plain", "longspan, all keys",
+                                                     "longspan, equal lengths"})
+        self.assertEqual(sorted({r["target"] for r in rows} - {None}), [0.8, 0.85, 0.9])
+        self.assertEqual({r["case"]["softcap"] for r in rows if r["target"] is None}, {2, 50})
+
+    def test_work(self):
+        for window in (0, 1, 7, 20, 30):
+            self.assertEqual(prefill_features.visible_pairs(20, True, window),
+                             sum(min(i + 1, window or 20) for i in range(20)))
+        lengths = prefill_features.uneven(16384)
+        self.assertEqual((len(lengths), min(lengths), max(lengths)), (16, 1, 16384))
+        work = sum(n * n for n in lengths)
+        self.assertLess(abs(sum(n * n for n in prefill_features.equal(lengths)) / work - 1), 0.001)
 
 
 def attention(section, heads, kv_heads, batch, tokens, kv_len, us, **more):

@@ -61,7 +61,7 @@ def draw(shape, seed, code="<f4"):
 
 
 def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=0, softcap=0.0,
-              scale=None, sinks=None):
+              scale=None, sinks=None, alibi=None):
     """(out, lse) in float64; rows stand at the end of the sequence."""
     scale = dim ** -0.5 if scale is None else scale
     out, lse = [], []
@@ -75,6 +75,11 @@ def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=
             scores = [scale * math.fsum(a * b for a, b in zip(row, k[p:p + dim])) for p in places]
             if softcap:
                 scores = [softcap * math.tanh(s / softcap) for s in scores]
+            if alibi:
+                slope = 2.0 ** (-8 * (h + 1) / heads)
+                scores = [s + slope * (j - keys + tokens if alibi == "context"
+                                       else -abs(j - position))
+                          for s, j in zip(scores, range(first, last))]
             top = max(scores + ([sinks[h]] if sinks else []), default=-math.inf)
             if top == -math.inf:
                 out += [0.0] * dim

@@ -5,7 +5,7 @@ import math
 import unittest
 
 import npy
-from command import OK, CommandTest, longspan
+from command import OK, USAGE, CommandTest, longspan
 
 KEYS, TOKENS, HEADS, KV_HEADS, DIM = 150, 5, 4, 2, 16
 
@@ -59,6 +59,9 @@ class RunTest(CommandTest):
                 ([], {}),
                 (["--causal", "--window", 20], {"causal": True, "window": 20}),
                 (["--scale", 0.5, "--softcap", 3], {"scale": 0.5, "softcap": 3.0}),
+                (["--alibi", "context", "--causal", "--softcap", 3],
+                 {"alibi": "context", "causal": True, "softcap": 3.0}),
+                (["--alibi", "query"], {"alibi": "query"}),
                 (["--causal", "--sinks", self.path("extra_sinks.npy")],
                  {"causal": True, "sinks": sinks})):
             with self.subTest(options=options):
@@ -174,6 +177,20 @@ class RunTest(CommandTest):
                         "--batch", 4, "--causal", "--check", "all")
         self.ends(done, OK)
         self.assertIn("12 of 12 rows", done.stdout)
+
+    def test_lengths(self):
+        for ranks in self.rank_counts:
+            with self.subTest(ranks=ranks):
+                done = longspan(ranks, "run", "--lengths", 40, 0, 1, 300, "--causal", "--alibi",
+                                "query", "--check", "all", "--json", self.path("report.json"))
+                self.ends(done, OK)
+                self.assertIn("ALiBi query", done.stdout)
+                report = json.loads(self.path("report.json").read_text())
+                self.assertEqual(report["check"]["rows"], 341)
+                self.assertEqual((report["case"]["lengths"], report["case"]["kv_len"]),
+                                 ([40, 0, 1, 300], 300))
+        done = longspan(0, "run", "--lengths", 40, "--kv", 30)
+        self.ends(done, USAGE)
 
 
 if __name__ == "__main__":

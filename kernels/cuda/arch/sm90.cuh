@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/arch/copy_engine.cuh"
+#include "kernels/cuda/arch/divide.cuh"
 
 namespace longspan::kernels::sm90 {
 

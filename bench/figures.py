@@ -141,7 +141,9 @@ def decode(files):
     """One new token; other dtypes, pages and windows (seeds_vs_longspan.py --sweep) have no peer."""
     common = {"dtype": "bf16", "kv_dtype": "bf16", "tokens": 1, "page": 16, "layout": "rows",
               "table": "permuted", "window": 0, "invariant": False}
-    rows = [r for rows in files.values() for r in rows if r["metric"] == "TB/s"
+    rows = [r for rows in files.values() for r in rows
+            if r["metric"] == "TB/s" and r["peer"] != "read ceiling"
+            and isinstance(r["case"]["kv_len"], int)  # not a batch of uneven lengths
             and all(r["case"].get(key, value) == value for key, value in common.items())]
     return beside({"pages of 16 in random order (cuDNN: contiguous)":
                    [r for r in rows if "page" in r["case"]],

@@ -78,8 +78,9 @@ int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least
   return best;
 }
 
-/// The same for pieces that are handed out, where who is faster takes more: two to four for each
-/// place, as long as they stay large beside what a piece costs.
+/// The same for sequences whose lengths may differ: pieces are handed out, two to four for each
+/// place, as long as they stay large beside what a piece costs. Sequences of one length would gain
+/// from it too, less than a larger fold costs.
 int choose_shared_splits(std::int64_t works, int resident, std::int64_t keys) {
   constexpr int kLargePiece = 4 * kSegment;
   int splits = choose_splits(works, resident, keys, kSegment);
@@ -115,7 +116,8 @@ void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
 }
 
 Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
-  Launch launch{choose_kernel(p, lengths, loader_of(p)), {}, 0, 0};
+  const bool boxes = gpu.copy_engine && come_in_boxes(p);
+  Launch launch{choose_kernel(p, lengths, loader_of(p), boxes), {}, 0, 0};
   const KernelShape& shape = launch.shape;
   Plan& plan = launch.plan;
   const int resident = resident_blocks(shape, gpu);
@@ -127,7 +129,7 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   const int places = resident * shape.teams;
   if (p.parts)
     plan.splits = p.parts.count;
-  else if (shape.box_dim > 0)
+  else if (shape.box_dim > 0 && p.batch.size > 1)
     plan.splits = choose_shared_splits(works, places, most_keys(p));
   else
     plan.splits = choose_splits(works, places, most_keys(p),
@@ -166,7 +168,6 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
   if (launch.plan.works == 0) return;
   if (launch.plan.ticket != nullptr && launch.plan.ticket != p.ticket)
     LONGSPAN_CUDA(cudaMemsetAsync(launch.plan.ticket, 0, sizeof(int), stream));
-  const bool overlaps = launch.shape.box_dim > 0 && gpu.copy_engine;
   KeyBoxes boxes{};
   if (launch.shape.box_dim > 0 && gpu.copy_engine) boxes = key_boxes(p, launch.shape.box_dim);
   void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan, &boxes};
@@ -174,9 +175,9 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
                                  dim3(launch.shape.threads), arguments,
                                  static_cast<std::size_t>(launch.shape.shared_bytes), stream));
   if (finished != nullptr)
-    fold_parts_finished(p, launch.plan, *finished, overlaps, stream);
+    fold_parts_finished(p, launch.plan, *finished, stream);
   else if (launch.plan.splits > 1 && !p.parts)
-    fold_parts(p, launch.plan, overlaps, stream);
+    fold_parts(p, launch.plan, stream);
 }
 
 }  // namespace
@@ -194,13 +195,16 @@ Loader loader_of(const AttendParams& p) {
   return plain ? Loader::plain : Loader::any16;
 }
 
-KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader) {
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, bool boxes) {
   if (p.dtype == DType::fp32) return p.tf32 ? attend_fp32_tf32(p.dim) : attend_fp32(p.dim, loader);
   const bool bf16 = p.dtype == DType::bf16;
   if (lengths == Lengths::only_long)
     return bf16 ? portable_bf16(p.dim, p.invariant, loader)
                 : portable_fp16(p.dim, p.invariant, loader);
-  const std::int64_t rows = mean_rows(p, lengths);
+  // A team shares what it costs to load by any other way, and is taken for few rows too then.
+  constexpr std::int64_t kTeamRows = 32;
+  const bool alone = boxes || loader != Loader::plain;
+  const std::int64_t rows = alone ? mean_rows(p, lengths) : kTeamRows;
   return bf16 ? decode_bf16(p.dim, rows, loader) : decode_fp16(p.dim, rows, loader);
 }
 
@@ -237,9 +241,11 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
   many.tokens = std::min<std::int64_t>(bounds.tokens, kShortQuery);
   many.batch.size = 1;
   for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8}) {  // requests differ
-    most(choose_kernel(few, Lengths::only_short, loader));
-    most(choose_kernel(many, Lengths::only_short, loader));
-    if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader));
+    for (const bool boxes : {true, false}) {
+      most(choose_kernel(few, Lengths::only_short, loader, boxes));
+      most(choose_kernel(many, Lengths::only_short, loader, boxes));
+    }
+    if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader, true));
   }
   return bytes;
 }

@@ -49,7 +49,8 @@ struct Gpu {
 };
 
 /// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.
-KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader);
+/// `boxes`: keys and values can come by the copy engine.
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, bool boxes);
 
 /// Can the batch hold sequences of this kind? Lengths may be known on the device only.
 bool may_hold(const AttendParams& p, Lengths lengths);
@@ -61,8 +62,7 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu);
 /// Queues the attention of all sequences.
 void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream);
 
-/// The states of the splits of sequences -> its rows of p.state. `overlaps`: the kernel that wrote
-/// them lets this one start early.
-void fold_parts(const AttendParams& p, const Plan& plan, bool overlaps, cudaStream_t stream);
+/// The states of the splits of sequences -> its rows of p.state.
+void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream);
 
 }  // namespace longspan::kernels::cuda

@@ -14,7 +14,6 @@
 // bit. decode_stream.cuh loads, decode_pages.cuh finds pages.
 #pragma once
 
-#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/decode_stack.cuh"
@@ -314,7 +313,6 @@ __global__ __launch_bounds__(Traits::kThreads,
                                                           const __grid_constant__ Plan plan,
                                                           const __grid_constant__ KeyBoxes boxes) {
   extern __shared__ __align__(1024) std::byte memory[];
-  arch::let_next_kernel_start();  // the fold of the splits
   constexpr int kRing = Traits::kStages * Traits::kStageBytes;
   const int team = static_cast<int>(threadIdx.x) / Traits::kTeamThreads;
   const int first_row = static_cast<int>(threadIdx.x) / 32 % Traits::kTeam * Traits::kWarpRows;

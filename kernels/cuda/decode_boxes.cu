@@ -35,6 +35,10 @@ CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim) {
 
 }  // namespace
 
+bool come_in_boxes(const AttendParams& p) {
+  return has_boxes(p, p.k, p.dim) && has_boxes(p, p.v, p.dim);
+}
+
 KeyBoxes key_boxes(const AttendParams& p, int dim) {
   KeyBoxes boxes{};
   boxes.k_valid = has_boxes(p, p.k, dim);

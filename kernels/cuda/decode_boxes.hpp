@@ -17,6 +17,9 @@ struct KeyBoxes {
        v_valid = false;  // else their map is not set: the GPU or the layout has none
 };
 
+/// Whether both have a layout for it, on a GPU that has one.
+bool come_in_boxes(const AttendParams& p);
+
 /// `dim`: of the kernel's instance.
 KeyBoxes key_boxes(const AttendParams& p, int dim);
 

@@ -102,8 +102,7 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   const unsigned heads = static_cast<unsigned>(p.heads);
   const int head = static_cast<int>(row % heads);
   const int column = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kVector;
-  arch::wait_for_kernels_before();  // the splits
-  arch::let_next_kernel_start();    // an exchange, which then waits here for the states
+  arch::let_next_kernel_start();  // an exchange, which then waits here for the states
   // The splits' states first: what they are is found out while they are on their way. Rows that no
   // sequence has are scratch of any content, and go no further.
   const Places places{plan.parts, false, log2_ceil(plan.splits), min(row, last_row), column};
@@ -168,9 +167,8 @@ void merge_rows(const MergeParams& p, int most, cudaStream_t stream) {
   LONGSPAN_CUDA(cudaGetLastError());
 }
 
-/// `overlaps`: the kernel before lets this one start.
 template <bool kFinish>
-void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m, bool overlaps,
+void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m,
                  cudaStream_t stream) {
   const bool wide = kFinish && is_aligned<kVector>(m.out, m.dtype);
   const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), rest = plan.splits >> alone;
@@ -178,20 +176,12 @@ void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m, 
   // Few columns a block where the splits fill it, so that few rows keep many multiprocessors busy.
   const int columns = rest < 8 ? vectors : vectors % 4 == 0 ? 4 : vectors % 2 == 0 ? 2 : 1;
   const int rows = std::max(1, kFoldThreads / 2 / (columns * rest));
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>((plan.parts.rows + rows - 1) / rows), vectors / columns);
-  config.blockDim = dim3(columns, rest, rows);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = overlaps ? 1 : 0;
+  const dim3 grid(static_cast<unsigned>((plan.parts.rows + rows - 1) / rows), vectors / columns);
   for_levels<kFoldLevels>(alone, [&](auto levels) {
-    LONGSPAN_CUDA(cudaLaunchKernelEx(&config, fold_parts_kernel<decltype(levels)::value, kFinish>,
-                                     p, plan, m, wide));
+    fold_parts_kernel<decltype(levels)::value, kFinish>
+        <<<grid, dim3(columns, rest, rows), 0, stream>>>(p, plan, m, wide);
   });
+  LONGSPAN_CUDA(cudaGetLastError());
 }
 
 }  // namespace
@@ -202,13 +192,13 @@ void merge_short(const MergeParams& p, int most, cudaStream_t stream) {
   merge_rows(p, most, stream);
 }
 
-void fold_parts(const AttendParams& p, const Plan& plan, bool overlaps, cudaStream_t stream) {
-  launch_fold<false>(p, plan, {}, overlaps, stream);
+void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream) {
+  launch_fold<false>(p, plan, {}, stream);
 }
 
 void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergeParams& m,
-                         bool overlaps, cudaStream_t stream) {
-  launch_fold<true>(p, plan, m, overlaps, stream);
+                         cudaStream_t stream) {
+  launch_fold<true>(p, plan, m, stream);
 }
 
 }  // namespace longspan::kernels::cuda

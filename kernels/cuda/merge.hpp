@@ -14,9 +14,9 @@ void merge(const MergeParams& params, cudaStream_t stream);
 void merge_short(const MergeParams& params, int most, cudaStream_t stream);
 
 /// fold_parts and merge in one, where the result needs no other state: the splits of short
-/// sequences -> their rows of the result. `overlaps`: see fold_parts.
+/// sequences -> their rows of the result.
 void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergeParams& m,
-                         bool overlaps, cudaStream_t stream);
+                         cudaStream_t stream);
 void map_rows(const MapParams& params, cudaStream_t stream);
 void place_rows(const PlaceParams& params, cudaStream_t stream);
 void key_starts(const KeyStartParams& params, cudaStream_t stream);

@@ -352,6 +352,7 @@ class GpuRun {
     m.lse = lse_.data();
     m.lse_row_stride = c_.heads;
     m.lse_head_stride = 1;
+    m.batch = params(0).batch;
     return m;
   }
 

@@ -98,7 +98,7 @@ struct Batch {
   const std::int32_t* kv_len = nullptr;       // [size], or null when size is 1
   const std::int64_t* key_start = nullptr;    // [size] first local key of each sequence; or null
   const std::uint8_t* causal = nullptr;       // [size] in place of Mask::causal; or null
-  bool skip_decode = false;  // sequences of one query are left out: nothing of theirs is written
+  bool skip_decode = false;    // sequences of one query are left out: nothing of theirs is written
   std::int64_t key_pitch = 0;  // without key_start: sequence b begins at local key b * key_pitch
 
   LONGSPAN_HD std::int64_t first_row(int b) const { return query_start ? query_start[b] : 0; }
@@ -108,7 +108,7 @@ struct Batch {
   LONGSPAN_HD std::int64_t keys(int b, const Shard& shard) const {
     return kv_len ? kv_len[b] : shard.length;
   }
-  LONGSPAN_HD std::int64_t first_key(int b) const { 
+  LONGSPAN_HD std::int64_t first_key(int b) const {
     return key_start ? key_start[b] : b * key_pitch;
   }
   LONGSPAN_HD bool skips(std::int64_t query_len) const { return skip_decode && query_len == 1; }

@@ -10,6 +10,7 @@
 #include <array>
 #include <cmath>
 #include <utility>
+#include <vector>
 
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
@@ -147,9 +148,9 @@ struct Attention::Impl {
     try {
       memory = Buffer(world.device(), bytes);
       if (world.device() == Device::cuda) {
-        const int zero = 0;
-        ticket = Buffer(world.device(), sizeof zero);
-        ticket.upload(&zero);
+        const std::vector<int> zeros(1 + 8192);
+        ticket = Buffer(world.device(), zeros.size() * sizeof zeros[0]);
+        ticket.upload(zeros.data());
       }
     } catch (const Error& error) {
       failure = error.what();

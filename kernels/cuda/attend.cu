@@ -12,6 +12,7 @@
 #include "kernels/cuda/attend_tf32.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/decode_boxes.hpp"
+#include "kernels/cuda/decode_finish.cuh"
 #include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
@@ -23,6 +24,7 @@ namespace {
 constexpr std::int64_t kMostKeys = std::int64_t{1} << 31;  // of a sequence whose length is unknown
 constexpr int kLongSplit = 512;  // keys of a split of long queries, at least: a fold costs traffic
 constexpr std::size_t kAlign = 256;
+constexpr int kMostPieces = 8192;
 
 std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -79,11 +81,10 @@ int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least
 }
 
 /// The same for sequences whose lengths may differ: pieces are handed out, two to four for each
-/// place, as long as they stay large beside what a piece costs. Sequences of one length would gain
-/// from it too, less than a larger fold costs.
-int choose_shared_splits(std::int64_t works, int resident, std::int64_t keys) {
-  constexpr int kLargePiece = 4 * kSegment;
-  int splits = choose_splits(works, resident, keys, kSegment);
+/// place, as long as they stay large beside what a piece costs.
+int choose_shared_splits(std::int64_t works, int resident, std::int64_t keys, int least) {
+  const int kLargePiece = 4 * least;
+  int splits = choose_splits(works, resident, keys, least);
   while (splits < kMostSplits && works * splits * 2 <= 4 * resident &&
          keys >= splits * 2 * kLargePiece)
     splits *= 2;
@@ -94,7 +95,8 @@ struct Launch {
   KernelShape shape;
   Plan plan;
   int blocks = 0;
-  std::size_t bytes = 0;  // of scratch: ticket, stack, parts
+  int* arrivals = nullptr;  // DecodeEnd::arrivals
+  std::size_t bytes = 0;    // of scratch: counters, stack, parts
 };
 
 /// Row tiles of the batch. One sequence: exactly. Several, with lengths on the device: the smaller
@@ -126,14 +128,18 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   std::int64_t expected = 0;
   plan_tiles(p, plan, expected);
   const std::int64_t works = expected * p.kv_heads;
-  const int places = resident * shape.teams;
+  const bool decodes = shape.box_dim > 0;
+  const int least = kSegment * shape.teams;
   if (p.parts)
     plan.splits = p.parts.count;
-  else if (shape.box_dim > 0 && p.batch.size > 1)
-    plan.splits = choose_shared_splits(works, places, most_keys(p));
+  else if (decodes && p.batch.size > 1)
+    plan.splits = choose_shared_splits(works, resident, most_keys(p), least);
   else
-    plan.splits = choose_splits(works, places, most_keys(p),
-                                lengths == Lengths::only_long ? kLongSplit : kSegment);
+    plan.splits = choose_splits(works, resident, most_keys(p),
+                                lengths == Lengths::only_long ? kLongSplit : least);
+  if (const char* e = getenv("LS_SPLITS")) if (decodes && !p.parts) plan.splits = atoi(e);
+  while (decodes && plan.splits > 1 && !p.parts && plan.tiles * p.kv_heads * plan.splits > kMostPieces)
+    plan.splits /= 2;
   plan.works = plan.tiles * p.kv_heads * plan.splits;
   plan.by_tiles = Divisor(static_cast<std::uint32_t>(plan.tiles));
   plan.by_sequence_tiles = Divisor(static_cast<std::uint32_t>(std::max(plan.sequence_tiles, 1)));
@@ -141,9 +147,10 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
   launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
 
-  if (plan.works > launch.blocks * shape.teams)
-    plan.ticket = shape.box_dim > 0 && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
-  launch.bytes = kAlign;
+  int* counters = decodes && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
+  if (plan.works > launch.blocks) plan.ticket = counters;
+  if (decodes && plan.splits > 1 && !p.parts) launch.arrivals = counters + 1;
+  launch.bytes = align(sizeof(int) * (1 + (decodes ? kMostPieces : 0)));
   plan.depth = fold_depth(most_keys(p));
   plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
   launch.bytes += align(shape.state_bytes * static_cast<std::size_t>(plan.depth * launch.blocks));
@@ -166,14 +173,25 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
                      " bytes of scratch and was given " + std::to_string(p.scratch_bytes) +
                      ": plan for these tokens, sequences and lengths");
   if (launch.plan.works == 0) return;
-  if (launch.plan.ticket != nullptr && launch.plan.ticket != p.ticket)
-    LONGSPAN_CUDA(cudaMemsetAsync(launch.plan.ticket, 0, sizeof(int), stream));
+  if ((launch.plan.ticket != nullptr || launch.arrivals != nullptr) && !(launch.shape.box_dim > 0 && p.ticket))
+    LONGSPAN_CUDA(cudaMemsetAsync(
+        p.scratch, 0, sizeof(int) * (launch.arrivals != nullptr ? 1 + launch.plan.works : 1), stream));
   KeyBoxes boxes{};
-  if (launch.shape.box_dim > 0 && gpu.copy_engine) boxes = key_boxes(p, launch.shape.box_dim);
-  void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan, &boxes};
+  DecodeEnd end;
+  if (launch.shape.box_dim > 0) {
+    if (gpu.copy_engine) boxes = key_boxes(p, launch.shape.box_dim);
+    end.arrivals = launch.arrivals;
+    end.finish = finished != nullptr;
+    if (end.finish) {
+      end.merge = *finished;
+      end.wide = is_aligned<8>(finished->out, finished->dtype);
+    }
+  }
+  void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan, &boxes, &end};
   LONGSPAN_CUDA(cudaLaunchKernel(launch.shape.kernel, dim3(launch.blocks),
                                  dim3(launch.shape.threads), arguments,
                                  static_cast<std::size_t>(launch.shape.shared_bytes), stream));
+  if (launch.shape.box_dim > 0) return;  // it ends its rows itself
   if (finished != nullptr)
     fold_parts_finished(p, launch.plan, *finished, stream);
   else if (launch.plan.splits > 1 && !p.parts)
@@ -232,9 +250,9 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
     // See choose_splits: at most four pieces a resident block.
     bytes = std::max(
         bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
-                   4 * resident * static_cast<std::size_t>(shape.teams) *
+                   4 * resident *
                        static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, bounds.dim)) +
-                   std::size_t{16} * kMostSplits);
+                   std::size_t{16} * kMostSplits + sizeof(int) * kMostPieces);
   };
   AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
   few.tokens = 1;
@@ -270,7 +288,7 @@ bool decode_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
       may_hold(p, Lengths::only_long))
     return false;
   Launch launch = make_launch(p, Lengths::only_short, gpu);
-  if (launch.plan.splits == 1) return false;
+  if (launch.plan.splits == 1 && launch.shape.box_dim == 0) return false;
   queue(p, launch, &m, gpu, stream);
   return true;
 }

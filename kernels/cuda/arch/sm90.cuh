@@ -16,11 +16,6 @@ namespace longspan::kernels::sm90 {
 
 using namespace cuda::arch;
 
-/// Orders this thread's ordinary shared-memory stores before later reads by wgmma and TMA.
-__device__ inline void fence_shared_stores() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // ---- registers -------------------------------------------------------------------------------
 
 template <int kRegisters>

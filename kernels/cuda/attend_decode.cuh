@@ -120,52 +120,57 @@ struct DecodeRows {
   int first;               // of the warp's
 };
 
+/// What is rare stands apart, so that the loop over segments stays near: a tile's scores of a cap...
+__device__ __noinline__ inline float4 cap_apart(float4 s, Score score) {
+  return make_float4(score(s.x), score(s.y), score(s.z), score(s.w));
+}
+/// ... and of keys that not every row sees. Keys `key` and `key` + 8 of rows a and b.
+__device__ __noinline__ inline float4 mask_apart(float4 s, const View& view, const Interval& a,
+                                                 const Interval& b, std::int64_t key) {
+  const float hidden = -infinity();
+  return make_float4(sees(view, a, key) ? s.x : hidden, sees(view, b, key) ? s.y : hidden,
+                     sees(view, a, key + 8) ? s.z : hidden, sees(view, b, key + 8) ? s.w : hidden);
+}
+
 /// Products -> scores in base 2; -inf where the row does not see the key.
 template <class Traits>
 __device__ __forceinline__ void score_segment(float (&s)[Traits::kTiles][4], const AttendParams& p,
                                               const DecodeRows<Traits>& rows, std::int64_t index) {
-  const int lane = threadIdx.x % 32;
-  const View view = rows.piece.view;
+  const int lane = threadIdx.x % 32, row = rows.first + lane % 4 * 2;  // and row + 1
+  const View& view = rows.piece.view;
   const std::int64_t first = index * kSegment;
-  const auto row_of = [&](int j) { return rows.first + lane % 4 * 2 + j; };
-  const auto key_of = [&](int tile, int half) {
-    return first + tile * Traits::kTile + half * 8 + lane / 4;
+  const auto all = [&](const auto& of) {
+#pragma unroll
+    for (int tile = 0; tile < Traits::kTiles; ++tile) {
+      const float4 x = of(make_float4(s[tile][0], s[tile][1], s[tile][2], s[tile][3]), tile);
+      s[tile][0] = x.x, s[tile][1] = x.y, s[tile][2] = x.z, s[tile][3] = x.w;
+    }
   };
   Score score = p.score;
   if constexpr (!Traits::kPlain) score.scale = rows.piece.score_scale;
-  const auto all = [&](const auto& of) {
-#pragma unroll
-    for (int tile = 0; tile < Traits::kTiles; ++tile)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[tile][i] = of(s[tile][i]);
-  };
-  if (score.softcap == 0.0f) {  // once, not for each
+  if (score.softcap == 0.0f) {
     const float scale = score.scale * kLog2E;
-    all([&](float product) { return product * scale; });
+    all([&](float4 x, int) {
+      return make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale);
+    });
   } else {
-    all(score);
+    all([&](float4 x, int) { return cap_apart(x, score); });
   }
-  if (!view.full(first, kSegment)) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const Interval row = rows.views[row_of(j)];
-#pragma unroll
-      for (int tile = 0; tile < Traits::kTiles; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (!sees(view, row, key_of(tile, half))) s[tile][half * 2 + j] = -infinity();
-    }
-  }
+  const auto key_of = [&](int tile) { return first + tile * Traits::kTile + lane / 4; };
+  if (!view.full(first, kSegment))
+    all([&](float4 x, int tile) {
+      return mask_apart(x, view, rows.views[row], rows.views[row + 1], key_of(tile));
+    });
   if constexpr (!Traits::kPlain) {
     if (!p.bias) return;
 #pragma unroll
     for (int tile = 0; tile < Traits::kTiles; ++tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int column = key_column(p, rows.piece.sequence, view, key_of(tile, half));
+        const int column = key_column(p, rows.piece.sequence, view, key_of(tile) + 8 * half);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const RowBias bias(p.bias, rows.rows[row_of(j)]);
+          const RowBias bias(p.bias, rows.rows[row + j]);
           float& x = s[tile][half * 2 + j];
           x = RowBias::add(x, bias.alibi(column) + bias.qq(column));
         }
@@ -230,56 +235,54 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Plan& plan,
   const DecodeOffsets<Traits> key_offset(lane % 16, lane / 16);
   const DecodeOffsets<Traits> value_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   DecodeStream<Traits> stream(p, boxes, shared);
+  DecodeQueries<Traits> queries;
+  typename Traits::State state;
+  int node = -1;  // in work, of kGroupNodes; < 0: none of the piece
+  Stack stack(plan.stack, plan.depth);
   for (;;) {
-    DecodeSegment segment = stream.take();
+    const DecodeSegment segment = stream.take();
     if (segment.piece < 0) return;
-    const int place = segment.piece;
-    const DecodePiece& piece = shared.piece[place];
-    DecodeQueries<Traits> queries;
-    queries.load(p, piece.sequence, piece.work, first_row);
-    const DecodeRows<Traits> rows{piece, shared.views[place], shared.rows[place], first_row};
-#pragma unroll 1
-    for (int turn = 0; turn < Traits::kGroupNodes; ++turn) {
-      if (turn > 0) segment = stream.take();
-      const int node = turn == 0 ? group : Traits::kNodes - 1 - group;
-      // The node's own rows are free until its end.
-      Stack stack(plan.stack, plan.depth, shared.o[shared.row_of(node)]);
-      typename Traits::State state;
-      for (;;) {
-        state.clear();
-        if (segment.index >= 0) {
-          float s[Traits::kTiles][4];
-#pragma unroll
-          for (int step = 0; step < Traits::kSteps; ++step) {
-            const int stage = step * Traits::kStepStages;
-            stream.acquire(stage);
-            multiply_keys<Traits>(s + step * Traits::kStepTiles, stream, stage, key_offset, queries);
-            stream.release(stage);
-          }
-          score_segment<Traits>(s, p, rows, segment.index);
-          std::uint32_t weights[Traits::kTiles][2];
-          weigh_segment<Traits>(s, weights, state.stats);
-#pragma unroll
-          for (int step = 0; step < Traits::kSteps; ++step) {
-            const int stage = Traits::kKeyStages + step * Traits::kStepStages;
-            stream.acquire(stage);
-            multiply_values<Traits>(state, stream, stage, value_offset,
-                                    weights + step * Traits::kStepTiles);
-            stream.release(stage);
-          }
-          if constexpr (!Traits::kPlain)
-            if (p.v_scale) scale_state(state, piece.value_scale);
-          stack.fold(state, segment.level);
-        }
-        stream.end_segment();
-        if (segment.level == Stack::kAll) break;
-        segment = stream.take();
-      }
-      decode::keep_node<Traits>(shared, node, state);
+    const DecodePiece& piece = shared.piece[segment.piece];
+    if (node < 0) {
+      node = 0;
+      queries.load(p, piece.sequence, piece.work, first_row);
     }
+    const int row = shared.row_of(node == 0 ? group : Traits::kNodes - 1 - group);
+    state.clear();
+    if (segment.index >= 0) {
+      float s[Traits::kTiles][4];
+#pragma unroll
+      for (int step = 0; step < Traits::kSteps; ++step) {
+        const int stage = step * Traits::kStepStages;
+        stream.acquire(stage);
+        multiply_keys<Traits>(s + step * Traits::kStepTiles, stream, stage, key_offset, queries);
+        stream.release(stage);
+      }
+      const DecodeRows<Traits> rows{piece, shared.views[segment.piece], shared.rows[segment.piece],
+                                    first_row};
+      score_segment<Traits>(s, p, rows, segment.index);
+      std::uint32_t weights[Traits::kTiles][2];
+      weigh_segment<Traits>(s, weights, state.stats);
+#pragma unroll
+      for (int step = 0; step < Traits::kSteps; ++step) {
+        const int stage = Traits::kKeyStages + step * Traits::kStepStages;
+        stream.acquire(stage);
+        multiply_values<Traits>(state, stream, stage, value_offset,
+                                weights + step * Traits::kStepTiles);
+        stream.release(stage);
+      }
+      if constexpr (!Traits::kPlain)
+        if (p.v_scale) scale_state(state, piece.value_scale);
+      stack.fold(state, segment.level, shared.o[row]);  // the node's own rows are free until its end
+    }
+    stream.end_segment();
+    if (segment.level != Stack::kAll) continue;
+    decode::keep_node<Traits>(shared, row, state);
+    if (++node < Traits::kGroupNodes) continue;
+    node = -1;
     decode::finish_piece<Traits>(p, plan, end, shared, piece);
     sync_consumers<Traits>();
-    if (lane == 0) shared.piece_empty[place].arrive();
+    if (lane == 0) shared.piece_empty[segment.piece].arrive();
   }
 }
 

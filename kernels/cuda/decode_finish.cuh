@@ -9,6 +9,7 @@
 // sample: write, fence, count; whoever counts last, fences and reads.
 #pragma once
 
+#include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/decode_block.cuh"
 #include "kernels/cuda/fold_tree.cuh"
 #include "kernels/cuda/row_end.cuh"
@@ -28,50 +29,36 @@ namespace decode {
 inline constexpr int kColumns = 8;  // of a thread
 using Columns = Piece<kColumns>;
 
-__device__ inline void set(Columns& x, const float4& low, const float4& high) {
-  const float o[kColumns] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) x.o[i] = o[i];
-}
-
 __device__ inline void store(float* o, const Columns& x) {
   float4* to = reinterpret_cast<float4*>(o);
   to[0] = make_float4(x.o[0], x.o[1], x.o[2], x.o[3]);
   to[1] = make_float4(x.o[4], x.o[5], x.o[6], x.o[7]);
 }
 
-/// What other blocks wrote: not from the nearest cache.
-__device__ inline Columns load_written(const Stats* stats, const float* o) {
-  Columns x;
-  const float2 scalars = __ldcg(reinterpret_cast<const float2*>(stats));
-  x.stats = {scalars.x, scalars.y};
-  const float4* from = reinterpret_cast<const float4*>(o);
-  set(x, __ldcg(from), __ldcg(from + 1));
-  return x;
-}
+/// States of one row, `stats_stride` and `stride` bytes apart: in shared memory, or in scratch.
+struct Source {
+  const std::byte* stats;
+  const std::byte* o;
+  std::int64_t stats_stride, stride;
 
-template <class Traits>
-__device__ inline Columns load_shared(const DecodeShared<Traits>& shared, int state, int column) {
-  Columns x;
-  x.stats = shared.stats[state];
-  const float4* from = reinterpret_cast<const float4*>(&shared.o[state][column]);
-  set(x, from[0], from[1]);
-  return x;
-}
+  /// What other blocks wrote, too: not from the nearest cache.
+  __device__ __forceinline__ Columns load(int i) const {
+    Columns x;
+    const float2 scalars = arch::load_fresh2(stats + i * stats_stride);
+    x.stats = {scalars.x, scalars.y};
+    const float4 low = arch::load_fresh4(o + i * stride);
+    const float4 high = arch::load_fresh4(o + i * stride + sizeof low);
+    x.o[0] = low.x, x.o[1] = low.y, x.o[2] = low.z, x.o[3] = low.w;
+    x.o[4] = high.x, x.o[5] = high.y, x.o[6] = high.z, x.o[7] = high.w;
+    return x;
+  }
+};
 
+/// The warp's rows of a node, `first` and what follows, from registers.
 template <class Traits>
-__device__ inline void store_shared(DecodeShared<Traits>& shared, int state, int column,
-                                    const Columns& x) {
-  if (column == 0) shared.stats[state] = x.stats;
-  store(&shared.o[state][column], x);
-}
-
-/// The warp's rows of a node, from registers.
-template <class Traits>
-__device__ __forceinline__ void keep_node(DecodeShared<Traits>& shared, int node,
+__device__ __forceinline__ void keep_node(DecodeShared<Traits>& shared, int first,
                                           const typename Traits::State& state) {
   const int lane = threadIdx.x % 32;
-  const int first = DecodeShared<Traits>::row_of(node);
   __syncwarp();  // other lanes' waiting states were read
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -137,67 +124,73 @@ __device__ __forceinline__ void for_columns(int rows, int dim, int count, const 
   }
 }
 
-/// The states of all nodes are in shared memory -> the rows' states, or results.
+/// The states of all nodes are in shared memory -> the rows' states, or results. One loop for all
+/// that folds here, of up to eight states at a time, so that the code is short: it is read from
+/// memory where nothing else is left to do.
 template <class Traits>
 __device__ __forceinline__ void finish_piece(const AttendParams& p, const Plan& plan,
                                              const DecodeEnd& end, DecodeShared<Traits>& shared,
                                              const DecodePiece& piece) {
-  constexpr int kEight = 3;  // levels that a thread folds at a time
+  constexpr int kEight = 3;                                // levels of a fold of eight
   constexpr int kStates = Traits::kNodes * Traits::kRows;  // that shared memory holds
   const Work work = piece.work;
-  const int splits = piece.splits, rows = work.rows;
-  const bool split = splits > 1 && !p.parts;
-  sync_consumers<Traits>();
-  for_columns<Traits>(rows, p.dim, 1, [&](int row, int column, int) {
-    Columns x = fold_subtree<log2_ceil(Traits::kNodes)>(
-        [&](int node) { return load_shared(shared, node * Traits::kRows + row, column); }, 0);
-    const TileRow at(p, plan, piece, row);
-    if (!split) return end_row(p, end, p.slot + (p.parts ? work.split : 0), at, column, x);
-    if (column == 0) plan.parts.stats(work.split)[at.part] = x.stats;
-    store(plan.parts.o(work.split, at.part) + column, x);
-  });
-  if (!split) return;
-  // Pieces `distance` apart fold, so many that their eighths fit into shared memory.
+  const int rows = work.rows, splits = p.parts ? 1 : piece.splits;
+  // Pieces that fold at a time: their eighths must fit into shared memory, and fold at once.
   int most = 8;
-  while (2 * most / 8 * rows <= kStates && most < splits) most *= 2;
-  int* arrivals = end.arrivals + piece.arrivals;
-  for (int distance = 1, level = 0; distance < splits; ++level) {
-    const int first = work.split & ~(distance * most - 1);
-    const int count = min(most, (splits - first) / distance);  // powers of two
-    if (!comes_last(shared, arrivals + first + level, count)) return;
-    const int parts = max(count / 8, 1);
-    const bool is_end = distance * count == splits;
-    for_columns<Traits>(rows, p.dim, parts, [&](int row, int column, int part) {
+  while (most < 64 && most < splits && most / 4 * rows <= kStates) most *= 2;
+  int first = work.split, distance = 1;  // of the pieces in the state at hand
+  int count = Traits::kNodes, level = 0;
+  bool in_shared = true;
+  sync_consumers<Traits>();
+  for (;;) {
+    const int eighths = (count + 7) / 8;
+    const bool is_whole = eighths == 1, is_end = is_whole && distance >= splits;
+    const int stride = in_shared && level == 0 ? Traits::kRows : rows;  // of states in shared memory
+    for_columns<Traits>(rows, p.dim, eighths, [&](int row, int column, int eighth) {
       const TileRow at(p, plan, piece, row);
-      const Columns x = fold_subtree<kEight>(
+      Source from;
+      if (in_shared) {
+        from = {reinterpret_cast<const std::byte*>(&shared.stats[eighth * 8 * stride + row]),
+                reinterpret_cast<const std::byte*>(&shared.o[eighth * 8 * stride + row][column]),
+                stride * static_cast<int>(sizeof(Stats)),
+                stride * static_cast<int>(sizeof shared.o[0])};
+      } else {
+        const int slot = first + eighth * 8 * distance / count;
+        from = {reinterpret_cast<const std::byte*>(plan.parts.stats(slot) + at.part),
+                reinterpret_cast<const std::byte*>(plan.parts.o(slot, at.part) + column),
+                plan.parts.slot_bytes() * (distance / count),
+                plan.parts.slot_bytes() * (distance / count)};
+      }
+      const int here = min(count - eighth * 8, 8);
+      Columns x = fold_subtree<kEight>(
           [&](int i) {
-            const int slot = first + (part * 8 + min(i, count - 1)) * distance;
-            Columns one = load_written(plan.parts.stats(slot) + at.part,
-                                       plan.parts.o(slot, at.part) + column);
-            if (i >= count) one.stats = empty_stats();
+            Columns one = from.load(min(i, here - 1));
+            if (i >= here) one.stats = empty_stats();
             return one;
           },
           0);
-      store_shared(shared, part * rows + row, column, x);
-    });
-    for (int half = 1; half < parts; half *= 2) {
-      sync_consumers<Traits>();
-      for_columns<Traits>(rows, p.dim, parts / (2 * half), [&](int row, int column, int pair) {
-        const int older = 2 * half * pair * rows + row;
-        Columns x = load_shared(shared, older + half * rows, column);
-        merge_pieces(load_shared(shared, older, column), x);
-        store_shared(shared, older, column, x);
-      });
-    }
-    sync_consumers<Traits>();
-    for_columns<Traits>(rows, p.dim, 1, [&](int row, int column, int) {
-      Columns x = load_shared(shared, row, column);
-      const TileRow at(p, plan, piece, row);
-      if (is_end) return end_row(p, end, p.slot, at, column, x);
+      if (is_end) return end_row(p, end, p.slot + (p.parts ? work.split : 0), at, column, x);
+      if (!is_whole) {
+        const int state = eighth * rows + row;
+        if (column == 0) shared.stats[state] = x.stats;
+        return store(&shared.o[state][column], x);
+      }
       if (column == 0) plan.parts.stats(first)[at.part] = x.stats;
       store(plan.parts.o(first, at.part) + column, x);
     });
+    if (is_end) return;
+    if (!is_whole) {
+      sync_consumers<Traits>();
+      in_shared = true;
+      count = eighths;
+      continue;
+    }
+    first &= ~(distance * most - 1);
+    count = min(most, (splits - first) / distance);
+    if (!comes_last(shared, end.arrivals + piece.arrivals + first + level, count)) return;
+    in_shared = false;
     distance *= count;
+    ++level;
   }
 }
 

@@ -16,17 +16,17 @@ class DecodeStack {
   static constexpr int kLowBytes = 32 * 16 * State::kQuads;  // of a warp
   static constexpr int kAll = 32;                            // a level above all
 
-  /// `low`: kLowBytes of shared memory, the warp's own.
-  __device__ __forceinline__ DecodeStack(float* stack, int depth, void* low)
-      : memory_(stack, depth), low_(static_cast<float4*>(low) + threadIdx.x % 32) {}
+  __device__ __forceinline__ DecodeStack(float* stack, int depth) : memory_(stack, depth) {}
 
   /// `newest` becomes the state of its subtree of 2^level places and waits there; or, on level
-  /// kAll, of everything since the last such call.
-  __device__ __forceinline__ void fold(State& newest, int level) {
+  /// kAll, of everything since the last such call. `shared`: kLowBytes of shared memory, the warp's own
+  /// until then.
+  __device__ __forceinline__ void fold(State& newest, int level, void* shared) {
+    float4* low = static_cast<float4*>(shared) + threadIdx.x % 32;
     if (level == 0) {
 #pragma unroll
       for (int q = 0; q < State::kQuads; ++q)
-        low_[32 * q] =
+        low[32 * q] =
             make_float4(newest.o[q][0], newest.o[q][1], newest.o[q][2], newest.o[q][3]);
 #pragma unroll
       for (int r = 0; r < State::kRows; ++r) low_stats_[r] = newest.stats[r];
@@ -35,14 +35,13 @@ class DecodeStack {
     }
     if (waits_) {
       waits_ = false;
-      newest.merge([&](int q) { return low_[32 * q]; }, [&](int r) { return low_stats_[r]; });
+      newest.merge([&](int q) { return low[32 * q]; }, [&](int r) { return low_stats_[r]; });
     }
     memory_.fold(newest, level);
   }
 
  private:
   Memory memory_;
-  float4* low_;  // in shared memory
   Stats low_stats_[State::kRows];
   bool waits_ = false;  // on level 0
 };

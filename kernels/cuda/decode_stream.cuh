@@ -12,23 +12,43 @@
 
 namespace longspan::kernels::cuda {
 
-/// A stage that is not all wanted, or whose layout is none of the usual ones. Not inlined, as it is
-/// rare; by value, as parameters of a kernel that a function takes by reference are read from
-/// memory.
+/// What loads stage `slot` of a group's ring with the keys from `first` on of the segment at `at`.
 template <class Traits>
-__device__ __noinline__ void load_plain_apart(std::uint32_t stage, Rows source, int dim,
-                                              const DecodePiece& piece, std::int64_t first,
-                                              arch::Barrier& full) {
-  load_plain<typename Traits::Element, Traits::kDim, Traits::kStageKeys, 32 * Traits::kTeam,
-             Traits::kTile>(stage, source, dim, piece.work.kv_head, piece.sequence, piece.view,
-                            first);
-  arch::arrive_with_copies(full);
+struct DecodeLoad {
+  /// By the copy engine: one lane, the warp's tile of the stage. Not inlined, as it stands behind
+  /// every step.
+  __device__ __noinline__ static void box(DecodeShared<Traits>& shared, const CUtensorMap* map,
+                                          int group, int at, int slot, int first) {
 #if __CUDA_ARCH__ >= 900
-  arch::fence_shared_stores();  // the copy engine may be the next to write here
+    const DecodeSegment& segment = shared.segment[group][at];
+    arch::Barrier& full = shared.stage_full[group][slot];
+    const int warp = static_cast<int>(threadIdx.x) / 32 % Traits::kTeam;
+    full.arrive_expecting(Traits::kTileBytes);
+    arch::load_box(arch::shared_address(shared.stage[group][slot]) + warp * Traits::kTileBytes, map,
+                   0, segment.row + first + warp * Traits::kTile, 0,
+                   shared.piece[segment.piece].work.kv_head, 0, &full);
 #endif
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) full.arrive();
-}
+  }
+
+  /// A stage that is not all wanted, or whose layout is none of the usual ones: by all lanes. Rows
+  /// by value, as parameters of a kernel that a function takes by reference are read from memory.
+  __device__ __noinline__ static void copies(DecodeShared<Traits>& shared, Rows source, int dim,
+                                             int group, int at, int slot, int first) {
+    const DecodeSegment& segment = shared.segment[group][at];
+    const DecodePiece& piece = shared.piece[segment.piece];
+    arch::Barrier& full = shared.stage_full[group][slot];
+    load_plain<typename Traits::Element, Traits::kDim, Traits::kStageKeys, 32 * Traits::kTeam,
+               Traits::kTile>(arch::shared_address(shared.stage[group][slot]), source, dim,
+                              piece.work.kv_head, piece.sequence, piece.view,
+                              segment.index * kSegment + first);
+    arch::arrive_with_copies(full);
+#if __CUDA_ARCH__ >= 900
+    arch::fence_shared_stores();  // the copy engine may be the next to write here
+#endif
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) full.arrive();
+  }
+};
 
 template <class Traits>
 class DecodeStream {
@@ -52,7 +72,7 @@ class DecodeStream {
     }
     wait_for(work_);
     open(work_.at);
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) load(stage);
     return shared_.segment[group_][work_.at];
   }
@@ -60,7 +80,7 @@ class DecodeStream {
   /// The segment's work is done.
   __device__ __forceinline__ void end_segment() {
     __syncwarp();
-    if (lane_ == 0) shared_.segment_empty[group_][work_.at].arrive();
+    if (threadIdx.x % 32 == 0) shared_.segment_empty[group_][work_.at].arrive();
     work_.next();
   }
 
@@ -106,43 +126,34 @@ class DecodeStream {
       found = open(turn.at);
       ends = shared_.segment[group_][turn.at].piece < 0;
     }
-    exists_ = found;
+    if (!found) exists_ = by_box_k_ = by_box_v_ = false;
   }
 
   /// Puts a segment into load; false: it has no keys.
   __device__ __forceinline__ bool open(int at) {
     load_ = at;
-    return exists_ = shared_.segment[group_][at].index >= 0;
+    const DecodeSegment& segment = shared_.segment[group_][at];
+    exists_ = segment.index >= 0;
+    by_box_k_ = exists_ && segment.whole && boxes_.k_valid;
+    by_box_v_ = exists_ && segment.whole && boxes_.v_valid;
+    return exists_;
   }
 
   /// Queues a stage of the segment in load.
   __device__ __forceinline__ void load(int stage) {
-    if (!exists_) return;
-    const DecodeSegment& segment = shared_.segment[group_][load_];
-    const DecodePiece& piece = shared_.piece[segment.piece];
-    arch::Barrier& full = shared_.stage_full[group_][stage % kStages];
-    const std::uint32_t to = ring_ + stage % kStages * Traits::kStageBytes;
     const bool keys = stage < Traits::kKeyStages;
-    const int first = stage % Traits::kKeyStages * Traits::kStageKeys;
-    if (segment.whole && (keys ? boxes_.k_valid : boxes_.v_valid)) {
-#if __CUDA_ARCH__ >= 900
-      if (lane_ == 0) {
-        const int warp = static_cast<int>(threadIdx.x) / 32 % Traits::kTeam;
-        full.arrive_expecting(Traits::kTileBytes);
-        arch::load_box(to + warp * Traits::kTileBytes, keys ? &boxes_.k : &boxes_.v, 0,
-                       segment.row + first + warp * Traits::kTile, 0, piece.work.kv_head, 0, &full);
-      }
-#endif
-      return;
+    const int slot = stage % kStages, first = stage % Traits::kKeyStages * Traits::kStageKeys;
+    if (keys ? by_box_k_ : by_box_v_) {
+      if (threadIdx.x % 32 == 0)
+        DecodeLoad<Traits>::box(shared_, keys ? &boxes_.k : &boxes_.v, group_, load_, slot, first);
+    } else if (exists_) {
+      DecodeLoad<Traits>::copies(shared_, keys ? p_.k : p_.v, p_.dim, group_, load_, slot, first);
     }
-    load_plain_apart<Traits>(to, keys ? p_.k : p_.v, p_.dim, piece,
-                             segment.index * kSegment + first, full);
   }
 
   const AttendParams& p_;
   const KeyBoxes& boxes_;
   Shared& shared_;
-  const int lane_ = static_cast<int>(threadIdx.x) % 32;
   const int group_;
   const std::uint32_t ring_;
   Turn<Shared::kSegments> work_;  // place of what is in work
@@ -150,6 +161,7 @@ class DecodeStream {
   std::uint32_t parity_ = 0;      // of the first stages of the segment in work
   int load_ = 0;                  // place of what is in load
   bool exists_ = false;           // it has keys, which are wanted
+  bool by_box_k_ = false, by_box_v_ = false;  // the copy engine brings them
 };
 
 }  // namespace longspan::kernels::cuda

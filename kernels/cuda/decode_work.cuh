@@ -11,33 +11,44 @@
 
 namespace longspan::kernels::cuda {
 
+/// A row's view where it takes more than the sequence's length. Apart, so that it does not stand
+/// between the start and the first key of the others.
+__device__ __noinline__ inline Interval row_view_apart(const AttendParams& p, Sequence sequence,
+                                                       std::int64_t token, int split) {
+  return row_view(p, sequence, token, split);
+}
+
 template <class Traits>
 class DecodeFinder {
-  using T = typename Traits::Element;
   using Shared = DecodeShared<Traits>;
 
  public:
-  /// Takes the first piece. Barriers are not used yet.
   __device__ __forceinline__ DecodeFinder(const AttendParams& p, const Plan& plan, Shared& shared)
-      : p_(p), plan_(plan), shared_(shared) {
-    take();
-  }
+      : p_(p), plan_(plan), shared_(shared) {}
 
-  /// Everything; after the barriers have been made.
+  /// Everything. A turn of the loop does a little of all that can be done, and each part of it stands
+  /// once in the code, which comes from memory at the start.
   __device__ __forceinline__ void run() {
     bool guides = lane_ < Traits::kGroups;
     while (__any_sync(~0u, guides)) {
-      __syncwarp();  // the piece is written
-      if (guides && shared_.segment_empty[lane_][segments_.at].test(segments_.parity ^ 1) &&
-          (found_ || enter() || done_)) {
-        const DecodeSegment next = next_segment();
-        shared_.segment[lane_][segments_.at] = next;
-        shared_.segment_full[lane_][segments_.at].arrive();
-        segments_.next();
-        guides = next.piece >= 0;
-      }
-      // Another piece, as soon as a group is in the last one known.
+      // A piece is taken as soon as a group is in the last one known.
       if (!done_ && __any_sync(~0u, guides && entered_ == taken_) && has_room()) take();
+      __syncwarp();  // the piece is written
+      if (!guides) continue;
+      if (is_found_ && !is_known_) {
+        known_ = walk_.segment;
+        known_place_ = walk_.place;
+        is_known_ = true;
+        is_found_ = false;
+      }
+      const bool idle = !walks_ && !is_known_ && !is_new_;
+      if (idle && (node_ > 0 || entered_ < taken_)) enter();
+      if (walks_ && !is_found_) is_found_ = walks_ = walk_.next();
+      // A segment's level is known with the next one. A node may have none; nor the group a node.
+      const bool ends = done_ && !is_new_ && node_ == 0 && entered_ == taken_;
+      if ((is_known_ ? is_found_ || !walks_ : !walks_ && (is_new_ || ends)) &&
+          shared_.segment_empty[lane_][segments_.at].test(segments_.parity ^ 1))
+        guides = say();
     }
   }
 
@@ -86,7 +97,7 @@ class DecodeFinder {
     Interval seen{0, sequence.local_len};
     if (!sees_all) {
       const PackedRow at = packed_row(work, min(lane_, work.rows - 1));
-      seen = row_view(p_, sequence, at.token, work.split);
+      seen = row_view_apart(p_, sequence, at.token, work.split);
     }
     if (lane_ < Traits::kRows) {
       shared_.views[pieces_.at][lane_] = seen;
@@ -131,12 +142,9 @@ class DecodeFinder {
 
   // ---- guides ---------------------------------------------------------------------------------
 
-  /// Goes to the group's next node; false: no piece is known that has one.
-  __device__ __forceinline__ bool enter() {
-    if (node_ == 0) {
-      if (entered_ == taken_) return false;
-      piece_ = piece_ + 1 < Shared::kPieces ? piece_ + 1 : 0;
-    }
+  /// Goes to the group's next node.
+  __device__ __forceinline__ void enter() {
+    if (node_ == 0) piece_ = piece_ + 1 < Shared::kPieces ? piece_ + 1 : 0;
     const DecodePiece& piece = shared_.piece[piece_];
     const Work& work = piece.work;
     const TreeCut cut = p_.parts ? TreeCut{0, 1} : TreeCut{work.split, piece.splits};
@@ -144,35 +152,33 @@ class DecodeFinder {
     const int node = node_ == 0 ? lane_ : Traits::kNodes - 1 - lane_;
     walk_ = SegmentWalk(p_.shard.of(work.sequence).order(piece.sequence.kv_len), piece.view.any,
                         cut.split * Traits::kNodes + node, cut.splits * Traits::kNodes);
-    found_ = walk_.next();
-    is_new_ = true;
+    walks_ = is_new_ = true;
     if (++node_ == Traits::kGroupNodes) {
       node_ = 0;
       ++entered_;
     }
-    return true;
   }
 
-  /// The segment that was found, or that there is none in this node, or at all.
-  __device__ __forceinline__ DecodeSegment next_segment() {
-    constexpr std::int16_t kAll = Traits::Stack::kAll;
-    DecodeSegment segment{-1, 0, kAll, static_cast<std::int8_t>(piece_), false};
-    if (is_new_) {
-      is_new_ = false;
-      if (!found_) return segment;
-    } else if (!found_) {
+  /// The known segment; or that there is none in this node; or, false, that there is nothing further.
+  __device__ __forceinline__ bool say() {
+    DecodeSegment segment{-1, 0, Traits::Stack::kAll, static_cast<std::int8_t>(piece_), false};
+    if (is_known_) {
+      const DecodePiece& piece = shared_.piece[piece_];
+      const std::int64_t first = known_ * kSegment;
+      segment.index = known_;
+      segment.row = static_cast<std::int32_t>(piece.sequence.first_key + first);
+      segment.whole = piece.view.table == nullptr && first >= piece.view.any.begin &&
+                      first + kSegment <= piece.view.any.end;
+      if (is_found_)
+        segment.level = static_cast<std::int16_t>(finished_level(known_place_, walk_.place));
+    } else if (!is_new_) {
       segment.piece = -1;
-      return segment;
     }
-    const DecodePiece& piece = shared_.piece[piece_];
-    const std::int64_t place = walk_.place, first = walk_.segment * kSegment;
-    segment.index = walk_.segment;
-    segment.row = static_cast<std::int32_t>(piece.sequence.first_key + first);
-    segment.whole = piece.view.table == nullptr && first >= piece.view.any.begin &&
-                    first + kSegment <= piece.view.any.end;
-    found_ = walk_.next();
-    if (found_) segment.level = static_cast<std::int16_t>(finished_level(place, walk_.place));
-    return segment;
+    shared_.segment[lane_][segments_.at] = segment;
+    shared_.segment_full[lane_][segments_.at].arrive();
+    segments_.next();
+    is_known_ = is_new_ = false;
+    return segment.piece >= 0;
   }
 
   const AttendParams& p_;
@@ -192,8 +198,11 @@ class DecodeFinder {
   int piece_ = Shared::kPieces - 1;  // place of the last that was entered
   int node_ = 0;                     // the next of the group's nodes in it
   SegmentWalk walk_;                 // over the node that was entered last
-  bool is_new_ = false;              // nothing was said of it
-  bool found_ = false;               // walk_ stands on a segment that was not said
+  bool walks_ = false;               // it has not ended
+  bool is_found_ = false;            // it stands on a segment that is not the known one
+  bool is_new_ = false;              // nothing was said of the node
+  bool is_known_ = false;            // the segment that is said next
+  std::int64_t known_ = 0, known_place_ = 0;
   Turn<Shared::kSegments> segments_;
 };
 

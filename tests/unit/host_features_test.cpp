@@ -448,5 +448,19 @@ TEST_F(HostFeatures, Tf32ChangesNothing) {
   EXPECT_NO_THROW(backend_->check(p));
 }
 
+// Weights rounded to e4m3 are nothing that the host does, and it says so.
+TEST_F(HostFeatures, Fp8ProductsAreRefused) {
+  Problem problem({}, device_());
+  auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);
+  p.fp8_products = true;
+  try {
+    backend_->check(p);
+    FAIL() << "taken";
+  } catch (const Unsupported& refusal) {
+    EXPECT_NE(std::string(refusal.what()).find("fp8 products"), std::string::npos);
+    EXPECT_NE(std::string(refusal.what()).find("on the host"), std::string::npos);
+  }
+}
+
 }  // namespace
 }  // namespace longspan::tests

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "host_problem.hpp"
+#include "longspan/error.hpp"
 
 namespace longspan::tests {
 namespace {

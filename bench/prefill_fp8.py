@@ -163,7 +163,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
     parser.add_argument("--machine", required=True, help="name for the records, such as h200")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of speed; 0: accuracy alone")
     parser.add_argument("--seconds", type=float, default=200, help="begin no round that ends later")
     parser.add_argument("--no-accuracy", action="store_true", help="speed alone")
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
@@ -175,7 +175,7 @@ def main():
 
     if not args.no_accuracy:
         measure_accuracy(args)
-    begin, all_groups = time.monotonic(), groups(args)
+    begin, all_groups, found = time.monotonic(), groups(args), []
     for number in range(args.rounds):
         spent = time.monotonic() - begin
         if number and spent * (number + 1) / number > args.seconds:

@@ -62,8 +62,9 @@ __device__ void multiply_transposed(float (&o)[T::kColumns / 2],
 /// [kColumns][128], both in the swizzle. Of each 16 keys those of a thread's scores lie together.
 template <class T>
 __device__ void transpose_tile(const void* from, void* to) {
-  constexpr int kChunks = T::kDim / 16;                      // of 16 columns
-  constexpr int kBatch = kChunks / 2 < 4 ? kChunks / 2 : 4;  // chunks under way in a warp
+  constexpr int kChunks = T::kDim / 16;  // of 16 columns
+  // Chunks under way in a warp, as registers allow.
+  constexpr int kBatch = kChunks / 2 < 4 || T::kProducerRegisters < 56 ? 2 : 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 2;
 
   // After ldmatrix, lane 4 g + t has columns 2 g and 2 g + 1 of keys 2t and 2t + 1 in one word. The
@@ -116,7 +117,7 @@ __device__ void transpose(Shared<T>& shared) {
   }
 
   Turn<2> announced;
-  Turn<T::kStages> from, to;
+  Turn<T::kStages> at;  // of both rings: a tile has the same stage in each
   for (;; announced.next()) {
     shared.item_full[announced.stage].wait(announced.parity);
     const Item& item = shared.items[announced.stage];
@@ -127,19 +128,18 @@ __device__ void transpose(Shared<T>& shared) {
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       first -= T::kKeys;
-      stored.full[from.stage].wait(from.parity);
+      stored.full[at.stage].wait(at.parity);
       if (first < clear)
-        clear_keys<T, T::kTransposers>(stored.v[from.stage], clear - first, kBarrier);
-      shared.v_empty[to.stage].wait(to.parity ^ 1);
-      transpose_tile<T>(stored.v[from.stage], shared.v[to.stage]);
+        clear_keys<T, T::kTransposers>(stored.v[at.stage], clear - first, kBarrier);
+      shared.v_empty[at.stage].wait(at.parity ^ 1);
+      transpose_tile<T>(stored.v[at.stage], shared.v[at.stage]);
       fence_shared_stores();
       __syncwarp();
       if (lane == 0) {
-        stored.empty[from.stage].arrive();
-        shared.v_full[to.stage].arrive();
+        stored.empty[at.stage].arrive();
+        shared.v_full[at.stage].arrive();
       }
-      from.next();
-      to.next();
+      at.next();
     }
   }
 }

@@ -137,7 +137,8 @@ struct KeyParts {
 
 /// One rank's keys -> one partial state per row (slot `slot` of `state`). Every row of the batch is
 /// written, empty ones as empty states; rows past the last sequence, and of skipped sequences, are
-/// not touched. Products are of `dtype`: what is stored as fp8 is converted to it (exactly).
+/// not touched. Products are of `dtype`: what is stored as fp8 is converted to it (exactly), unless
+/// fp8_products allows otherwise.
 struct AttendParams {
   DType dtype = DType::fp32;     // of the products: fp32, fp16 or bf16
   DType q_dtype = DType::fp32;   // dtype, or fp8
@@ -164,6 +165,8 @@ struct AttendParams {
   Bias bias;
   bool invariant = false;          // keep the fixed order also for long queries
   bool tf32 = false;               // fp32 products may be rounded to tf32
+  bool fp8_products = false;       // e4m3 q, k and v may be multiplied as they are, weights rounded
+                                   // to e4m3; scales are then positive
   std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown. Bounds scratch only
   std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown. Kernels of longer
                                    // ones are then not launched

@@ -125,6 +125,7 @@ struct Attention::Impl {
     p.bias.alibi = options.alibi;
     p.invariant = options.invariant;
     p.tf32 = options.tf32;
+    p.fp8_products = options.fp8_products;
     p.max_kv_len = options.max_kv_len;
     p.max_query_len = options.max_query_len;
     return p;

@@ -50,7 +50,7 @@ __device__ void write_empty(const Call& call, const Item& item) {
   for (int row = 0; row < item.rows; ++row) {
     const std::int64_t token = item.first_row + row, at = token * params.heads + item.head;
     void* to = params.state.o(params.slot, at);
-    if (finish) to = finished.out.template at<typename T::Element>(token, item.head);
+    if (finish) to = finished.out.template at<typename T::Result>(token, item.head);
 #pragma unroll 1
     for (int i = lane; i < params.dim / (finish ? 8 : 4); i += 32) static_cast<uint4*>(to)[i] = {};
     if (lane > 0) continue;
@@ -109,6 +109,12 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
         if constexpr (T::kScores == Scores::any)
           find_alibi(params.bias, params.is_causal(b), shared.places, item.head,
                      kv_len - query_len + item.row, shared.alibi.items[turn.stage]);
+        if constexpr (T::kEightBits) {
+          // A scale that is not positive would turn the order of scores: NaN says so.
+          const float factor = params.scale(item.kv_head) * kLog2E;
+          shared.stored.score_factor[turn.stage] = factor > 0.0f ? factor : NAN;
+          shared.stored.value_factor[turn.stage] = params.v_scale[item.kv_head];
+        }
       }
       shared.item_full[turn.stage].arrive();
       turn.next();

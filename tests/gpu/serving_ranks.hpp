@@ -23,12 +23,14 @@ struct Dealt {
   bool odd_queries = false;      // q's rows at odd addresses
   bool bounded = true;           // the longest sequence is known
   bool on_hopper = false;        // the kernel for long queries on Hopper must take it
+  bool fp8_products = false;
 };
 
 inline std::string trace(const Serving& s, const Dealt& dealt, std::uint64_t seed) {
   return describe(s) + " | " + name(dealt.layout) + " by " + std::to_string(dealt.block) + ", " +
          std::to_string(dealt.ranks) + " ranks, parts " + std::to_string(dealt.parts.count) +
          (dealt.invariant ? ", invariant" : "") + (dealt.odd_queries ? ", odd queries" : "") +
+         (dealt.fp8_products ? ", fp8 products" : "") +
          (s.padding != 0 ? ", padding " + std::to_string(s.padding) : "") + ", seed " +
          std::to_string(seed);
 }
@@ -120,6 +122,7 @@ inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt
     p.bias.alibi = s.alibi.value_or(Alibi::context);
     p.bias.qq = a.qq_bias();
     p.invariant = dealt.invariant;
+    p.fp8_products = dealt.fp8_products;
     p.max_kv_len = dealt.bounded ? problem.max_kv_len() : 0;
     p.parts = dealt.parts;
     p.state = states;

@@ -3,7 +3,6 @@
 //     bench_serving                          on the GPU: copy, merge, decode, chunked
 //     bench_serving --device host            the same on processors: bring patience, or --tiny
 //     bench_serving --section layer          decode of the layer on contiguous keys, on the GPU
-//     bench_serving --section chain          parts of the keys: state in, or slots and a merge
 //     bench_serving --device host --section plain
 //                                            paged attention beside the layer on contiguous keys
 //
@@ -19,7 +18,6 @@
 #include <string>
 #include <vector>
 
-#include "bench/chain.hpp"
 #include "bench/data.hpp"
 #include "bench/paged.hpp"
 #include "bench/timing.hpp"
@@ -492,54 +490,6 @@ void beside_plain(const Settings& s, const Kernels& kernels) {
   }
 }
 
-// ---- parts of the keys --------------------------------------------------------------------------
-
-constexpr ChainRow kChain[] = {{4096, 16384, 4}, {4096, 65536, 16}, {16384, 65536, 4},
-                               {512, 32768, 2},  {512, 32768, 8},   {16, 131072, 4}};
-
-/// The ways take turns, so that a chip that slows down slows all of them. A way's ratio is the
-/// median over the rounds of the merge's time against its own.
-void chain(const Settings& s, ChainRow row) {
-  if (s.tiny) row = {row.tokens / 32 + 1, row.keys / 64, row.parts};
-  const Chain problem(s.device, s.threads, row);
-  constexpr Way kWays[] = {Way::merge, Way::chain, Way::whole};
-  constexpr int kRounds = 5;
-  std::vector<Times> found[3];
-  Judge judges[3];
-  for (int round = 0; round < (s.tiny ? 1 : kRounds); ++round)
-    for (const Way way : kWays) {
-      const auto at = static_cast<std::size_t>(way);
-      found[at].push_back(times(
-          s.device, [&](int, Stream stream) { problem(way, stream); }, effort(s, 1)));
-      if (round == 0) judges[at] = problem.judge();
-    }
-  const auto of = [&](Way way) { return found[static_cast<std::size_t>(way)]; };
-  for (const Way way : kWays) {
-    std::vector<Times> rounds = of(way);
-    std::vector<double> ratios;
-    for (std::size_t i = 0; i < rounds.size(); ++i)
-      ratios.push_back(of(Way::merge)[i].median / rounds[i].median);
-    std::sort(ratios.begin(), ratios.end());
-    std::sort(rounds.begin(), rounds.end(),
-              [](const Times& a, const Times& b) { return a.median < b.median; });
-    const Times& t = rounds[rounds.size() / 2];
-    print({{"section", "chain"},
-           {"way", name(way)},
-           {"heads", Chain::kHeads},
-           {"kv_heads", Chain::kKvHeads},
-           {"dim", Chain::kDim},
-           {"dtype", "bf16"},
-           {"batch", 1},
-           {"tokens", row.tokens},
-           {"kv_len", row.keys},
-           {"parts", row.parts},
-           {"operations", problem.operations()},
-           {"tflop_s", rate(problem.operations(), t)},
-           {"ratio", ratios[ratios.size() / 2]}},
-          t, &judges[static_cast<std::size_t>(way)], bf16);
-  }
-}
-
 // ---- the command line ---------------------------------------------------------------------------
 
 int run(int argc, char** argv) {
@@ -548,8 +498,8 @@ int run(int argc, char** argv) {
   std::vector<std::string> layouts = {"rows"};
   CLI::App app("Times the serving kernels; a line of JSON for each case.");
   app.add_option("--device", device, "cuda or host")->check(CLI::IsMember({"cuda", "host"}));
-  app.add_option("--section", s.sections, "copy, merge, decode, chunked [all]; layer; chain; plain")
-      ->check(CLI::IsMember({"copy", "merge", "decode", "chunked", "layer", "chain", "plain"}));
+  app.add_option("--section", s.sections, "copy, merge, decode, chunked [all]; layer; plain")
+      ->check(CLI::IsMember({"copy", "merge", "decode", "chunked", "layer", "plain"}));
   app.add_option("--row", s.rows, "Only these rows of the tables, from 0");
   app.add_option("--layout", layouts, "Of pages: rows, x-packed")
       ->check(CLI::IsMember({"rows", "x-packed"}));
@@ -584,9 +534,6 @@ int run(int argc, char** argv) {
       over_caches(s, "chunked", kChunk, [&](const ChunkRow& row, int page, PageLayout layout) {
         chunked(s, kernels, row, page, layout);
       });
-    if (section == "chain")
-      for (std::size_t r = 0; r < std::size(kChain); ++r)
-        if (s.takes(r)) attempt({{"section", "chain"}, {"row", r}}, [&] { chain(s, kChain[r]); });
     if (section == "plain") beside_plain(s, kernels);
   }
   return all_right ? 0 : kWrongResult;

@@ -139,6 +139,13 @@ struct KeyParts {
 /// written, empty ones as empty states; rows past the last sequence, and of skipped sequences, are
 /// not touched. Products are of `dtype`: what is stored as fp8 is converted to it (exactly), unless
 /// fp8_products allows otherwise.
+///
+/// With `resume` the rows begin from the states that stand in their slot, and what they end with is
+/// merge(that state, the state over this call's keys). A row whose state is empty begins afresh,
+/// whatever its max and o are; a row that sees no key keeps its state (an empty one stays empty,
+/// and its max and o may stay as they are). The keys of the two must differ; nobody checks that.
+/// The state that comes in stands outside of the fixed order's tree (order.hpp): with it bits
+/// depend on where the caller cuts the keys into calls, `invariant` or not.
 struct AttendParams {
   DType dtype = DType::fp32;     // of the products: fp32, fp16 or bf16
   DType q_dtype = DType::fp32;   // dtype, or fp8
@@ -174,6 +181,7 @@ struct AttendParams {
   KeyParts parts;
   StateSlots state;
   int slot = 0;
+  bool resume = false;  // rows begin from the states in `slot` (parts: each from its own slot's)
 
   std::byte* scratch = nullptr;  // Backend::attend_scratch bytes
   std::size_t scratch_bytes = 0;

@@ -29,6 +29,7 @@ struct KernelShape {
   std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
   int teams = 1;                // pieces of work that a block takes side by side
   int box_dim = 0;              // > 0: the kernel takes KeyBoxes, of tiles of this dim
+  bool resumes = false;         // rows begin from the states at their targets, where asked
 };
 
 // One function an instance file. `dim` is rounded up to the next instance.

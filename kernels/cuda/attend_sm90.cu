@@ -129,8 +129,9 @@ void choose_e4m3(const AttendParams& params, const Finished& finished, int least
 bool is_plain_e4m3(const AttendParams& params) {
   const auto aligned = [](const Rows& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
   return params.q_dtype == DType::e4m3 && params.kv_dtype == DType::e4m3 && params.dim % 16 == 0 &&
-         params.score.softcap == 0.0f && !params.bias && !params.pages && params.k.dense() &&
-         params.v.dense() && aligned(params.q) && aligned(params.k) && aligned(params.v);
+         params.score.softcap == 0.0f && !params.bias && !params.pages && !params.resume &&
+         params.k.dense() && params.v.dense() && aligned(params.q) && aligned(params.k) &&
+         aligned(params.v);
 }
 
 }  // namespace

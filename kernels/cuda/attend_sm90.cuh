@@ -234,6 +234,14 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     if constexpr (T::kEightBits) c = shared.stored.score_factor[announced.stage];
 #pragma unroll
     for (int i = 0; i < T::kColumns / 2; ++i) o[i] = 0;
+    if constexpr (!T::kEightBits) {
+      if (call.params.resume) {  // its loads are on their way during the first softmax
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          read_state<T>(call, shared, announced.stage, row + 8 * h, rows, h, o);
+        __syncwarp();  // rows part ways at an empty state
+      }
+    }
   };
   const auto wait_item = [&] {  // gives its tiles
     shared.item_full[announced.stage].wait(announced.parity);

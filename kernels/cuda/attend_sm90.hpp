@@ -34,7 +34,8 @@ bool accepts(const AttendParams& params);
 inline constexpr std::size_t kScratchBytes = 16;
 
 /// Queues the kernel for the sequences of at least `least_rows` query rows; rows of the others are
-/// not touched. Writes the state, or, with finished.out, the finished result.
+/// not touched. Writes the state, or, with finished.out, the finished result; with params.resume
+/// both begin from the states in params.slot.
 void attend(const AttendParams& params, const Finished& finished, int least_rows,
             CUstream_st* stream);
 

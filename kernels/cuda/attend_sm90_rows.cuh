@@ -1,5 +1,6 @@
-// The query rows of a consumer thread of the Hopper kernel: their softmax from tile to tile, and at
-// the end their state or their finished result. A thread has two rows, of each 2 columns in 8.
+// The query rows of a consumer thread of the Hopper kernel: the state that they may begin from,
+// their softmax from tile to tile, and at the end their state or their finished result. A thread
+// has two rows, of each 2 columns in 8.
 #pragma once
 
 #include "kernels/cuda/attend_sm90_scores.cuh"
@@ -78,7 +79,33 @@ __device__ void shrink(float (&o)[kCount], const float (&ratio)[2]) {
   for (int i = 0; i < kCount; ++i) o[i] *= ratio[i / 2 % 2];
 }
 
-// ---- what a consumer hands out ---------------------------------------------------------------
+// ---- what a consumer takes in and hands out --------------------------------------------------
+
+/// An empty state becomes the one that stands at the row, if that is none. Its maximum is the row's
+/// origin, and its sum one thread's of the four. Reads just what this thread writes in write_state,
+/// and max and sum, which the first of the four writes there.
+template <class T>
+__device__ void read_state(const Call& call, const Shared<T>& shared, int stage, int row,
+                           Rowwise& rows, int h, float (&o)[T::kDim / 2]) {
+  const Item& item = shared.items[stage];
+  if (row >= item.rows) return;
+  const StateSlots& state = call.params.state;
+  const std::int64_t at =
+      static_cast<std::int64_t>(item.first_row + row) * call.params.heads + item.head;
+  const Stats stats = state.stats(call.params.slot)[at];
+  if (is_empty(stats)) return;
+  const int t = threadIdx.x % 4;
+  rows.max[h] = rows.origin[h] = lowered<T>(stats.max, shared, stage, row);
+  rows.sum[h] = t == 0 ? stats.sum : 0.0f;
+  const float* from = state.o(call.params.slot, at);
+#pragma unroll
+  for (int j = 0; j < T::kDim / 8; ++j)
+    if (8 * j < call.params.dim) {
+      const float2 pair = *reinterpret_cast<const float2*>(from + 8 * j + 2 * t);
+      o[4 * j + 2 * h] = pair.x;
+      o[4 * j + 2 * h + 1] = pair.y;
+    }
+}
 
 /// What makes O of a row, beside what makes its sum: the scale of quantised values, and, where
 /// weights were rounded to e4m3, that O is of the rounded weights and the sum of the exact ones.

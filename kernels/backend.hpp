@@ -29,9 +29,20 @@ class Backend {
   /// Throws Unsupported, by name, for what these kernels cannot do (features.hpp has the list).
   virtual void check(const AttendParams& params) const = 0;
 
-  /// Most scratch that attend needs for up to `tokens` rows in up to `batch` sequences.
+  /// Most scratch that attend needs for up to `tokens` rows in up to `batch` sequences. Calls that
+  /// resume need bounds that do: on CUDA, short or split queries then take a slot of states more.
   virtual std::size_t attend_scratch(const AttendParams& bounds) const = 0;
 
+  /// Keys of this rank -> the partial states in params.state; see AttendParams. Steps of a ring, or
+  /// chunks of the keys, that are given to one slot one after the other, all but the first with
+  /// `resume`, leave there the state over all of them, and no merge between them is needed:
+  ///
+  ///     for (p.resume = false; next_keys(p); p.resume = true) backend.attend(p, stream);
+  ///
+  /// State: max and sum [tokens, heads] in base 2, o [tokens, heads, dim] unnormalised, fp32. A
+  /// chunk is a shard of the sequence (ranges of it, another rank's share), so that masks go by
+  /// global positions. Throws Unsupported as check does, and InputError for too little scratch;
+  /// nothing is written then.
   virtual void attend(const AttendParams& params, Stream stream) const = 0;
 
   /// Long queries over pages by way of a copy; false, or no room: not by this way.
@@ -41,7 +52,10 @@ class Backend {
   virtual void merge(const MergeParams& params, Stream stream) const = 0;
 
   /// Attend and merge in one, where all keys are on this rank and a kernel can end the rows by
-  /// itself; false: nothing was done, and the caller takes the two steps.
+  /// itself; false: nothing was done, and the caller takes the two steps. With `resume` the keys of
+  /// this call are the last ones, whosever the others were, and the merge is of the one slot
+  /// (merge.states: params.slot alone): out = finish(merge(state in the slot, this call's), sink).
+  /// The slot may be written or not.
   virtual bool attend_finished(const AttendParams&, const MergeParams&, Stream) const {
     return false;
   }

@@ -9,7 +9,7 @@ namespace {
 
 using P = AttendParams;
 
-[[maybe_unused]] constexpr bool kYes = true, kNo = false;
+constexpr bool kYes = true, kNo = false;
 
 constexpr Feature kFeatures[] = {
     // name, meaning, host, cuda, asked
@@ -40,8 +40,12 @@ constexpr Feature kFeatures[] = {
      [](const P& p) { return p.batch.skip_decode; }},
     {"segments handed out", "a state for each part of the keys", kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.parts); }},
+    {"state in", "rows begin from a previous state", kYes, kYes,
+     [](const P& p) { return p.resume; }},
     // The host's products stay exact, which the option allows.
     {"tf32", "fp32 products rounded to tf32", kYes, kYes, [](const P& p) { return p.tf32; }},
+    {"fp8 products", "e4m3 queries, keys and values multiplied as they are; on Hopper", kNo, kYes,
+     [](const P& p) { return p.fp8_products; }},
 };
 
 }  // namespace

@@ -135,9 +135,20 @@ struct KeyParts {
   }
 };
 
+/// Counters of pieces of work that are handed out, and of those that are done.
+inline constexpr int kAttendCounters = 1 + 8192;
+
 /// One rank's keys -> one partial state per row (slot `slot` of `state`). Every row of the batch is
 /// written, empty ones as empty states; rows past the last sequence, and of skipped sequences, are
-/// not touched. Products are of `dtype`: what is stored as fp8 is converted to it (exactly).
+/// not touched. Products are of `dtype`: what is stored as fp8 is converted to it (exactly), unless
+/// fp8_products allows otherwise.
+///
+/// With `resume` the rows begin from the states that stand in their slot, and what they end with is
+/// merge(that state, the state over this call's keys). A row whose state is empty begins afresh,
+/// whatever its max and o are; a row that sees no key keeps its state (an empty one stays empty,
+/// and its max and o may stay as they are). The keys of the two must differ; nobody checks that.
+/// The state that comes in stands outside of the fixed order's tree (order.hpp): with it bits
+/// depend on where the caller cuts the keys into calls, `invariant` or not.
 struct AttendParams {
   DType dtype = DType::fp32;     // of the products: fp32, fp16 or bf16
   DType q_dtype = DType::fp32;   // dtype, or fp8
@@ -164,6 +175,8 @@ struct AttendParams {
   Bias bias;
   bool invariant = false;          // keep the fixed order also for long queries
   bool tf32 = false;               // fp32 products may be rounded to tf32
+  bool fp8_products = false;       // e4m3 q, k and v may be multiplied as they are, weights rounded
+                                   // to e4m3; scales are then positive
   std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown. Bounds scratch only
   std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown. Kernels of longer
                                    // ones are then not launched
@@ -171,11 +184,12 @@ struct AttendParams {
   KeyParts parts;
   StateSlots state;
   int slot = 0;
+  bool resume = false;  // rows begin from the states in `slot` (parts: each from its own slot's)
 
   std::byte* scratch = nullptr;  // Backend::attend_scratch bytes
   std::size_t scratch_bytes = 0;
-  int* ticket = nullptr;  // [1] zero between calls, of one stream at a time; null: part of the
-                          // scratch is cleared for each call, which costs a launch
+  int* counters = nullptr;  // [kAttendCounters] zeros between calls, of one stream at a time; null:
+                            // part of the scratch is cleared for each call, which costs a launch
 
   LONGSPAN_HD bool is_causal(int b) const {
     return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;

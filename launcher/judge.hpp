@@ -7,6 +7,10 @@
 //               where that is more, when |err| > 2e-6 * the largest |exact| of the rows
 //     lse       wrong when |err| > 2e-6 * max(1, |exact|)
 //
+// With fp8_products plain attention rounds its probabilities to e4m3, and the bound of an lse is
+// 2^-8 max(1, |exact|): the tensor cores keep some 14 bits of a sum of products of e4m3, so a score
+// of order 1 is off by some 2^-9.
+//
 // The bounds are the same for every number of ranks.
 #pragma once
 

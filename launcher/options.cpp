@@ -68,6 +68,11 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16 [what the files hold, or else fp32]")
       ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
       ->group(files);
+  app.add_option("--qkv-dtype", o.qkv_dtype,
+                 "e4m3 or e5m2: q, k and v are rounded to it and stored so, with scales of 1 "
+                 "[--dtype]")
+      ->check(CLI::IsMember({"e4m3", "e5m2"}))
+      ->group(files);
 
   const std::string made = "Inputs made from a seed (when no files are given)";
   constexpr std::int64_t kMost = 2147483647;
@@ -107,6 +112,10 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
                  "ALiBi by the distance from the first query row (context) or from the row's own "
                  "(query), with slopes 2^(-8 (h + 1) / heads)")
       ->check(CLI::IsMember({"context", "query"}))
+      ->group(attention);
+
+  app.add_flag("--fp8-products", o.fp8_products,
+               "Hopper: products of e4m3, weights rounded to it; with --qkv-dtype e4m3")
       ->group(attention);
 
   const std::string spread = "How it is spread over the ranks";

@@ -37,13 +37,15 @@ struct RunOptions {
   int heads = 8;
   int kv_heads = 0;  // 0: heads
   int dim = 64;
-  std::string dtype;  // empty: what the files hold; fp32 without files
+  std::string dtype;      // empty: what the files hold; fp32 without files
+  std::string qkv_dtype;  // fp8: as what q, k and v are stored, with scales of 1; empty: dtype
 
   // The attention.
   Mask mask;
   std::optional<float> scale;
   float softcap = 0;
   std::string alibi;  // context, query; empty: none
+  bool fp8_products = false;
 
   // How it is spread.
   std::string shard = "contiguous";  // as given

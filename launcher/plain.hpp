@@ -19,7 +19,8 @@ struct Stored {
   float scale = 1;
 };
 
-/// Arguments as attend_exactly's; `dtype` of the products.
+/// Arguments as attend_exactly's; `dtype` of the probabilities. e4m3 has few small numbers, so
+/// there the largest probability is 256.
 inline Eigen::VectorXf attend_plainly(const Eigen::VectorXd& q,
                                       const Eigen::Ref<const RowMajor>& keys,
                                       const Eigen::Ref<const RowMajor>& values, Interval visible,
@@ -40,8 +41,10 @@ inline Eigen::VectorXf attend_plainly(const Eigen::VectorXd& q,
   const float top = sink ? std::max(s.maxCoeff(), *sink) : s.maxCoeff();
   const Eigen::ArrayXf p = (s - top).exp();
   const float sum = p.sum() + (sink ? std::exp(*sink - top) : 0.0f);
+  const float top_weight = dtype == DType::e4m3 ? 256.0f : 1.0f;
   for (Eigen::Index j = 0; j < count; ++j)
-    out += rounded(dtype, p[j]) * values.row(first + j).transpose().cast<float>();
+    out += rounded(dtype, p[j] * top_weight) / top_weight *
+           values.row(first + j).transpose().cast<float>();
   const Stored as = stored.value_or(Stored{dtype});
   for (float& element : out) element = rounded(as.dtype, element / sum / as.scale) * as.scale;
   return out;

@@ -17,7 +17,7 @@ double slot_bytes(const Problem& problem, int ranks) {
   const Options& options = problem.options;
   const double rows = static_cast<double>(problem.tokens()) * options.heads;
   const double states = rows * (options.dim + 2) * sizeof(float);
-  const double queries = rows * options.dim * static_cast<double>(size_of(options.dtype)) / ranks;
+  const double queries = rows * options.dim * static_cast<double>(size_of(problem.q.dtype)) / ranks;
   return states + (options.shard_queries ? queries : 0.0);
 }
 
@@ -79,6 +79,8 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.kv_heads = o.kv_heads;
   r.dim = o.dim;
   r.dtype = name(o.dtype);
+  r.qkv_dtype = name(problem.q.dtype);
+  r.fp8_products = o.fp8_products;
   r.shard = options.shard;
   r.inputs = options.q.empty() ? problem.q.label : options.q;
   r.shard_queries = o.shard_queries;
@@ -127,11 +129,13 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
 std::string header(const Report& r) {
   std::string text = fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, r.backend, r.world);
   text += fmt::format(
-      "# keys {} | queries {} | {}{}{}{}{}| {}{}inputs: {} | workspace {} per rank\n", r.shard,
+      "# keys {} | queries {} | {}{}{}{}{}{}{}| {}{}inputs: {} | workspace {} per rank\n", r.shard,
       r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
       r.window > 0 ? fmt::format("window {} ", r.window) : "",
       r.softcap != 0 ? fmt::format("softcap {} ", r.softcap) : "",
       r.alibi.empty() ? "" : fmt::format("ALiBi {} ", r.alibi), r.invariant ? "invariant " : "",
+      r.qkv_dtype != r.dtype ? fmt::format("q, k, v in {} ", r.qkv_dtype) : "",
+      r.fp8_products ? "products of e4m3 " : "",
       r.batch > 1 ? fmt::format("batch {} | ", r.batch) : "",
       r.ranks > 1 && r.backend == name(Device::cuda) ? fmt::format("exchange {} | ", r.exchange_by)
                                                      : "",
@@ -183,6 +187,8 @@ ordered_json to_json(const Report& r) {
                       {"kv_heads", r.kv_heads},
                       {"dim", r.dim},
                       {"dtype", r.dtype},
+                      {"qkv_dtype", r.qkv_dtype},
+                      {"fp8_products", r.fp8_products},
                       {"causal", r.causal},
                       {"window", r.window},
                       {"softcap", r.softcap},

@@ -40,7 +40,8 @@ struct Report {
   std::int64_t kv = 0, tokens = 0;  // most of one sequence
   std::int64_t rows = 0;            // query rows of the batch
   int batch = 1, heads = 1, kv_heads = 1, dim = 0;
-  std::string dtype, shard, inputs;
+  std::string dtype, qkv_dtype, shard, inputs;
+  bool fp8_products = false;
   bool shard_queries = false, invariant = false, causal = false;
   std::int64_t window = 0;
   float softcap = 0;

@@ -80,6 +80,14 @@ void take_sinks(Problem& problem, const RunOptions& o) {
   problem.sinks.assign(values, values + problem.q.heads);
 }
 
+/// The inputs as fp8 holds them, which is what the oracle sees too.
+void store_as(Problem& problem, DType dtype) {
+  for (Source* source : {&problem.q, &problem.k, &problem.v})
+    *source = quantised(*source, dtype, {1.0f});
+  problem.q_scale = problem.k_scale = problem.v_scale = {1.0f};
+  problem.options.query_dtype = problem.options.kv_dtype = dtype;
+}
+
 Problem make_problem(const RunOptions& o, const WorldOptions& world) {
   Problem problem;
   o.q.empty() ? make_inputs(problem, o, world.seed) : take_files(problem, o);
@@ -91,6 +99,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                      .kv_heads = problem.k.heads,
                      .dim = problem.q.dim,
                      .dtype = problem.q.dtype,
+                     .fp8_products = o.fp8_products,
                      .mask = o.mask,
                      .scale = o.scale,
                      .softcap = o.softcap,
@@ -101,6 +110,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                      .exchange = world.exchange,
                      .threads = world.threads,
                      .profile = true};
+  if (!o.qkv_dtype.empty()) store_as(problem, dtype_named(o.qkv_dtype));
   return problem;
 }
 
@@ -146,11 +156,11 @@ void write_arrays(const Communicator& world, const Problem& problem, const Answe
     if (file) file->write(text.data(), text.size());
   };
   together(world, "writing of the result", [&] {
-    header(outputs.out, npy_header(problem.q.dtype, shape));
+    header(outputs.out, npy_header(problem.out_dtype(), shape));
     header(outputs.lse, npy_header(DType::fp32, std::span(shape, 2)));
   });
   const std::int64_t piece = std::max<std::int64_t>(
-      1, (std::int64_t{64} << 20) / static_cast<std::int64_t>(problem.q.row_bytes()));
+      1, (std::int64_t{64} << 20) / static_cast<std::int64_t>(problem.out_row_bytes()));
   for (std::int64_t first = 0; first < tokens; first += piece) {
     std::vector<std::int64_t> rows(std::min(piece, tokens - first));
     std::iota(rows.begin(), rows.end(), first);

@@ -85,7 +85,7 @@ struct Attention::Impl {
   std::unique_ptr<kernels::Backend> kernels;
   std::optional<PhaseClock> clock;
   Buffer memory;
-  Buffer ticket;  // AttendParams::ticket; CUDA only
+  Buffer counters;  // AttendParams::counters; CUDA only
   LayerWorkspace workspace;
   std::size_t scratch_bytes = 0;
   std::shared_ptr<const PeerView> peers;  // null: states are gathered
@@ -126,6 +126,7 @@ struct Attention::Impl {
     p.bias.alibi = options.alibi;
     p.invariant = options.invariant;
     p.tf32 = options.tf32;
+    p.fp8_products = options.fp8_products;
     p.max_kv_len = options.max_kv_len;
     p.max_query_len = options.max_query_len;
     return p;
@@ -148,9 +149,9 @@ struct Attention::Impl {
     try {
       memory = Buffer(world.device(), bytes);
       if (world.device() == Device::cuda) {
-        const std::vector<int> zeros(1 + 8192);
-        ticket = Buffer(world.device(), zeros.size() * sizeof zeros[0]);
-        ticket.upload(zeros.data());
+        const std::vector<int> zeros(kernels::kAttendCounters);
+        counters = Buffer(world.device(), zeros.size() * sizeof zeros[0]);
+        counters.upload(zeros.data());
       }
     } catch (const Error& error) {
       failure = error.what();
@@ -224,7 +225,7 @@ struct Attention::Impl {
     p.slot = world.rank();
     p.scratch = workspace.scratch;
     p.scratch_bytes = scratch_bytes;
-    p.ticket = static_cast<int*>(ticket.data());
+    p.counters = static_cast<int*>(counters.data());
     return p;
   }
 

@@ -10,6 +10,34 @@
 
 namespace longspan {
 
+namespace {
+
+/// What no call with these options could have.
+void check_fp8_products(const Options& o) {
+  const DType q = o.query_dtype.value_or(o.dtype), kv = o.kv_dtype.value_or(o.dtype);
+  if (q != DType::e4m3 || kv != DType::e4m3)
+    throw UsageError(fmt::format(
+        "fp8_products multiplies e4m3 by e4m3; query_dtype is {} and kv_dtype is {}: give both as "
+        "e4m3, or leave fp8_products off",
+        name(q), name(kv)));
+  if (o.dtype == DType::fp32)
+    throw UsageError(
+        "fp8_products with dtype fp32: take bf16 or fp16, of which what is not multiplied as e4m3 "
+        "is, and in which results are by default");
+  if (o.invariant)
+    throw UsageError(
+        "fp8_products with invariant: products of e4m3 have no fixed order; leave one of them off");
+  if (o.dim < 48 || o.dim % 16 != 0)
+    throw Unsupported(fmt::format(
+        "fp8_products with head dim {}: 48 to 256 in steps of 16 are supported; leave it off",
+        o.dim));
+  if (o.softcap != 0)
+    throw Unsupported(fmt::format(
+        "fp8_products with softcap {} is not supported; leave one of them off", o.softcap));
+}
+
+}  // namespace
+
 void check_options(const Options& o) {
   const auto usage = [](bool holds, const std::string& what) {
     if (!holds) throw UsageError(what);
@@ -39,6 +67,7 @@ void check_options(const Options& o) {
                       name(o.dtype)));
   usage(!o.tf32 || o.dtype == DType::fp32,
         fmt::format("tf32 is a way to make fp32 products; dtype is {}", name(o.dtype)));
+  if (o.fp8_products) check_fp8_products(o);
   usage(o.max_query_len >= 0,
         fmt::format("max_query_len {} is negative; 0 means unknown", o.max_query_len));
   usage(o.max_kv_len >= 0 && o.max_kv_len <= std::numeric_limits<std::int32_t>::max(),
@@ -61,6 +90,7 @@ NamedValues describe(const Options& o) {
           {"kv_dtype", name(o.kv_dtype.value_or(o.dtype))},
           {"out_dtype", name(o.out_dtype.value_or(o.dtype))},
           {"tf32", o.tf32 ? "true" : "false"},
+          {"fp8_products", o.fp8_products ? "true" : "false"},
           {"causal", o.mask.causal ? "true" : "false"},
           {"window", fmt::to_string(o.mask.window)},
           {"right", fmt::to_string(o.mask.right)},

@@ -16,6 +16,7 @@
 #include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
+#include "kernels/cuda/resume.hpp"
 #include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
@@ -24,7 +25,7 @@ namespace {
 constexpr std::int64_t kMostKeys = std::int64_t{1} << 31;  // of a sequence whose length is unknown
 constexpr int kLongSplit = 512;  // keys of a split of long queries, at least: a fold costs traffic
 constexpr std::size_t kAlign = 256;
-constexpr int kMostPieces = 8192;
+constexpr int kMostPieces = kAttendCounters - 1;  // that are counted
 
 std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -129,7 +130,7 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan_tiles(p, plan, expected);
   const std::int64_t works = expected * p.kv_heads;
   const bool decodes = shape.box_dim > 0;
-  const int least = kSegment * shape.teams;
+  const int least = kSegment * shape.groups;
   if (p.parts)
     plan.splits = p.parts.count;
   else if (decodes && p.batch.size > 1)
@@ -137,8 +138,10 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   else
     plan.splits = choose_splits(works, resident, most_keys(p),
                                 lengths == Lengths::only_long ? kLongSplit : least);
-  if (const char* e = getenv("LS_SPLITS")) if (decodes && !p.parts) plan.splits = atoi(e);
-  while (decodes && plan.splits > 1 && !p.parts && plan.tiles * p.kv_heads * plan.splits > kMostPieces)
+  if (const char* e = getenv("LS_SPLITS"))
+    if (decodes && !p.parts) plan.splits = atoi(e);
+  while (decodes && plan.splits > 1 && !p.parts &&
+         plan.tiles * p.kv_heads * plan.splits > kMostPieces)
     plan.splits /= 2;
   plan.works = plan.tiles * p.kv_heads * plan.splits;
   plan.by_tiles = Divisor(static_cast<std::uint32_t>(plan.tiles));
@@ -147,10 +150,10 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
   launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
 
-  int* counters = decodes && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
+  int* counters = decodes && p.counters ? p.counters : reinterpret_cast<int*>(p.scratch);
   if (plan.works > launch.blocks) plan.ticket = counters;
   if (decodes && plan.splits > 1 && !p.parts) launch.arrivals = counters + 1;
-  launch.bytes = align(sizeof(int) * (1 + (decodes ? kMostPieces : 0)));
+  launch.bytes = align(sizeof(int) * (decodes ? kAttendCounters : 1));
   plan.depth = fold_depth(most_keys(p));
   plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
   launch.bytes += align(shape.state_bytes * static_cast<std::size_t>(plan.depth * launch.blocks));
@@ -165,17 +168,22 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   return launch;
 }
 
+void check_scratch(std::size_t needed, std::size_t given) {
+  if (needed > given)
+    throw InputError("attend needs " + std::to_string(needed) + " bytes of scratch and was given " +
+                     std::to_string(given) + ": plan for these tokens, sequences and lengths");
+}
+
 /// `finished`: where the rows end when they have no other state; null: their states are written.
 void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, const Gpu& gpu,
            cudaStream_t stream) {
-  if (launch.bytes > p.scratch_bytes)
-    throw InputError("attend needs " + std::to_string(launch.bytes) +
-                     " bytes of scratch and was given " + std::to_string(p.scratch_bytes) +
-                     ": plan for these tokens, sequences and lengths");
+  check_scratch(launch.bytes, p.scratch_bytes);
   if (launch.plan.works == 0) return;
-  if ((launch.plan.ticket != nullptr || launch.arrivals != nullptr) && !(launch.shape.box_dim > 0 && p.ticket))
+  if ((launch.plan.ticket != nullptr || launch.arrivals != nullptr) &&
+      !(launch.shape.box_dim > 0 && p.counters))
     LONGSPAN_CUDA(cudaMemsetAsync(
-        p.scratch, 0, sizeof(int) * (launch.arrivals != nullptr ? 1 + launch.plan.works : 1), stream));
+        p.scratch, 0, sizeof(int) * (launch.arrivals != nullptr ? 1 + launch.plan.works : 1),
+        stream));
   KeyBoxes boxes{};
   DecodeEnd end;
   if (launch.shape.box_dim > 0) {
@@ -196,6 +204,20 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
     fold_parts_finished(p, launch.plan, *finished, stream);
   else if (launch.plan.splits > 1 && !p.parts)
     fold_parts(p, launch.plan, stream);
+}
+
+/// The kernel for long queries that has a launch of its own takes them.
+bool is_hoppers(const AttendParams& p, Lengths lengths) {
+  return lengths == Lengths::only_long && sm90::accepts(p);
+}
+
+/// Bytes of the states that go aside ahead of this launch's scratch, where its rows begin from a
+/// state and its kernel cannot: decode kernels, and splits, which another kernel folds.
+std::size_t bytes_aside(const AttendParams& p, const Launch& launch) {
+  const bool alone = launch.plan.splits == 1 || p.parts;
+  if (!p.resume || (launch.shape.resumes && alone)) return 0;
+  const StateSlots aside = states_aside(p, nullptr);
+  return align(static_cast<std::size_t>(aside.slot_bytes()) * aside.slots);
 }
 
 }  // namespace
@@ -235,7 +257,11 @@ bool may_hold(const AttendParams& p, Lengths lengths) {
 std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu) {
   std::size_t bytes = 0;
   for (const Lengths lengths : kinds(p))
-    if (may_hold(p, lengths)) bytes = std::max(bytes, make_launch(p, lengths, gpu).bytes);
+    if (may_hold(p, lengths)) {
+      const Launch launch = make_launch(p, lengths, gpu);
+      const std::size_t aside = is_hoppers(p, lengths) ? 0 : bytes_aside(p, launch);
+      bytes = std::max(bytes, aside + launch.bytes);
+    }
   return bytes;
 }
 
@@ -245,14 +271,20 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
                             : bounds.max_kv_len > 0 ? bounds.max_kv_len
                                                     : kMostKeys;
   std::size_t bytes = 0;
+  // Tokens whose states may go aside: sequences that are short or split. Among several sequences
+  // they may stand anywhere; a single one is short as a whole, or split as a whole.
+  std::int64_t aside_tokens = bounds.batch.size > 1 ? bounds.tokens : kShortQuery;
   const auto most = [&](const KernelShape& shape) {
     const std::size_t resident = static_cast<std::size_t>(resident_blocks(shape, gpu));
+    // See choose_splits: two splits of a row are at most four pieces a resident block.
+    const std::int64_t split_rows = std::int64_t{2} * resident_blocks(shape, gpu) * shape.tile_rows;
+    aside_tokens = std::max(aside_tokens, split_rows / bounds.heads);
     // See choose_splits: at most four pieces a resident block.
     bytes = std::max(
         bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
                    4 * resident *
                        static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, bounds.dim)) +
-                   std::size_t{16} * kMostSplits + sizeof(int) * kMostPieces);
+                   std::size_t{16} * kMostSplits + sizeof(int) * kAttendCounters);
   };
   AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
   few.tokens = 1;
@@ -265,7 +297,11 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
     }
     if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader, true));
   }
-  return bytes;
+  if (!bounds.resume) return bytes;
+  AttendParams aside = bounds;
+  aside.tokens = std::min(bounds.tokens, aside_tokens);
+  const StateSlots states = states_aside(aside, nullptr);
+  return bytes + align(static_cast<std::size_t>(states.slot_bytes()) * states.slots);
 }
 
 namespace {
@@ -275,16 +311,27 @@ void attend_kind(const AttendParams& p, Lengths lengths, const Gpu& gpu, cudaStr
   if (!may_hold(p, lengths)) return;
   // Which kernel takes the sequences of a kind. One with a launch of its own joins here, before
   // the ones that choose_kernel knows; the choice may depend on the layer and the GPU only.
-  if (lengths == Lengths::only_long && sm90::accepts(p))
-    return sm90::attend(p, {}, kShortQuery + 1, stream);
+  if (is_hoppers(p, lengths)) return sm90::attend(p, {}, kShortQuery + 1, stream);
   Launch launch = make_launch(p, lengths, gpu);
-  queue(p, launch, nullptr, gpu, stream);
+  const std::size_t aside = bytes_aside(p, launch);
+  if (aside == 0) return queue(p, launch, nullptr, gpu, stream);
+
+  check_scratch(aside + launch.bytes, p.scratch_bytes);
+  AttendParams own = p;
+  own.resume = false;
+  own.state = states_aside(p, p.scratch);
+  own.slot = 0;
+  own.scratch = p.scratch + aside;
+  own.scratch_bytes = p.scratch_bytes - aside;
+  launch = make_launch(own, lengths, gpu);
+  queue(own, launch, nullptr, gpu, stream);
+  fold_onto(p, lengths, own.state, stream);
 }
 
 /// All sequences are short and their keys are split: the fold of the splits ends the rows.
 bool decode_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                      cudaStream_t stream) {
-  if (p.parts || p.batch.skip_decode || !may_hold(p, Lengths::only_short) ||
+  if (p.resume || p.parts || p.batch.skip_decode || !may_hold(p, Lengths::only_short) ||
       may_hold(p, Lengths::only_long))
     return false;
   Launch launch = make_launch(p, Lengths::only_short, gpu);
@@ -329,7 +376,9 @@ bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t strea
 
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                      cudaStream_t stream) {
-  const bool whole = m.states.slots == 1 && m.rows == nullptr && p.shard.ranks == 1;
+  // Rows that begin from a state have the other ranks' keys in it.
+  const bool all_keys = p.shard.ranks == 1 || p.resume;
+  const bool whole = m.states.slots == 1 && m.rows == nullptr && all_keys;
   if (!whole) return false;
   if (decode_finished(p, m, gpu, stream)) return true;
   if (!ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long)) return false;

@@ -115,12 +115,13 @@ __device__ __forceinline__ void multiply_values(typename Traits::State& state,
 template <class Traits>
 struct DecodeRows {
   const DecodePiece& piece;
-  const Interval* views;   // [kRows] of the piece
-  const PackedRow* rows;   // [kRows], for biases
-  int first;               // of the warp's
+  const Interval* views;  // [kRows] of the piece
+  const PackedRow* rows;  // [kRows], for biases
+  int first;              // of the warp's
 };
 
-/// What is rare stands apart, so that the loop over segments stays near: a tile's scores of a cap...
+/// What is rare stands apart, so that the loop over segments stays near: a tile's scores of a
+/// cap...
 __device__ __noinline__ inline float4 cap_apart(float4 s, Score score) {
   return make_float4(score(s.x), score(s.y), score(s.z), score(s.w));
 }
@@ -273,7 +274,8 @@ __device__ __forceinline__ void consume(const AttendParams& p, const Plan& plan,
       }
       if constexpr (!Traits::kPlain)
         if (p.v_scale) scale_state(state, piece.value_scale);
-      stack.fold(state, segment.level, shared.o[row]);  // the node's own rows are free until its end
+      stack.fold(state, segment.level,
+                 shared.o[row]);  // the node's own rows are free until its end
     }
     stream.end_segment();
     if (segment.level != Stack::kAll) continue;
@@ -313,12 +315,10 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_deco
 template <class T, int kDim, int kGroups, Loader kLoader>
 KernelShape decode_shape() {
   using Traits = DecodeTraits<T, kDim, kGroups, kLoader>;
-  KernelShape shape{reinterpret_cast<const void*>(&attend_decode_kernel<Traits>),
-                    Traits::kThreads,
-                    static_cast<int>(sizeof(DecodeShared<Traits>)),
-                    Traits::kRows,
+  KernelShape shape{reinterpret_cast<const void*>(&attend_decode_kernel<Traits>), Traits::kThreads,
+                    static_cast<int>(sizeof(DecodeShared<Traits>)), Traits::kRows,
                     Traits::Stack::kStateBytes};
-  shape.teams = Traits::kGroups;
+  shape.groups = Traits::kGroups;
   shape.box_dim = Traits::kDim;
   return shape;
 }

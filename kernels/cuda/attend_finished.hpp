@@ -8,7 +8,8 @@
 namespace longspan::kernels::cuda {
 
 /// Queues attend and merge of a single rank's keys where the kernel for long queries can write the
-/// result itself; the short sequences of the batch still go through their states. False: not so.
+/// result itself; the short sequences of the batch still go through their states. Rows that begin
+/// from a state (p.resume) end likewise, whatever share of the keys these are. False: not so.
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                      cudaStream_t stream);
 

@@ -15,6 +15,7 @@
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/fold_stack.cuh"
+#include "kernels/cuda/store_state.cuh"
 #include "kernels/cuda/view.cuh"
 
 namespace longspan::kernels::cuda {
@@ -252,12 +253,12 @@ __device__ inline void store_fp32(const AttendParams& p, const Plan& plan, const
     const int row = half * Traits::kOwn + r;
     if (row >= work.rows) continue;
     const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
-    if (lane == 0) to.stats() = state.stats[r];
+    const RowStore<16> store(p, to, state.stats[r]);
 #pragma unroll
     for (int c = 0; c < Traits::kDim / 64; ++c) {
       const float(&o)[4] = state.o[r * (Traits::kDim / 64) + c];
       const int d = c * 64 + lane * 4;
-      if (d < p.dim) *reinterpret_cast<float4*>(to.o() + d) = make_float4(o[0], o[1], o[2], o[3]);
+      if (d < p.dim) store(d, make_float4(o[0], o[1], o[2], o[3]));
     }
   }
 }
@@ -334,8 +335,10 @@ KernelShape attend_fp32_any(int dim);  // the instances that are not plain
 template <int kDim, bool kPlain>
 KernelShape fp32_shape() {
   using Traits = Fp32Traits<kDim, kPlain>;
-  return {reinterpret_cast<const void*>(&attend_fp32_kernel<Traits>), Traits::kThreads,
-          Traits::kSharedBytes, Traits::kRows, Traits::Stack::kStateBytes};
+  KernelShape shape{reinterpret_cast<const void*>(&attend_fp32_kernel<Traits>), Traits::kThreads,
+                    Traits::kSharedBytes, Traits::kRows, Traits::Stack::kStateBytes};
+  shape.resumes = true;
+  return shape;
 }
 
 }  // namespace longspan::kernels::cuda

@@ -14,6 +14,7 @@
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/fold_stack.cuh"
 #include "kernels/cuda/loader.cuh"
+#include "kernels/cuda/store_state.cuh"
 #include "kernels/cuda/view.cuh"
 
 namespace longspan::kernels::cuda {
@@ -292,13 +293,12 @@ __device__ inline void store_rows(const AttendParams& p, const Plan& plan, const
     const int row = (warp * Traits::kRowTiles + r / 2) * 16 + r % 2 * 8 + lane / 4;
     if (row >= work.rows) continue;
     const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
-    if (lane % 4 == 0) to.stats() = state.stats[r];
-    float* o = to.o();
+    const RowStore<4> store(p, to, state.stats[r]);
 #pragma unroll
     for (int n = 0; n < Traits::kDimTiles; ++n) {
       if (n * 8 >= p.dim) break;
       const float* pair = &state.o[r / 2 * Traits::kDimTiles + n][r % 2 * 2];
-      *reinterpret_cast<float2*>(o + n * 8 + lane % 4 * 2) = make_float2(pair[0], pair[1]);
+      store(n * 8 + lane % 4 * 2, make_float2(pair[0], pair[1]));
     }
   }
 }
@@ -439,10 +439,13 @@ template <class T, int kDim, bool kInvariant, Loader kLoader>
 KernelShape portable_shape() {
   using Traits = PortableTraits<T, kDim>;
   using Stack = FoldStack<typename Traits::State, Traits::kThreads, false>;
-  return {reinterpret_cast<const void*>(&attend_portable_kernel<Traits, kInvariant, kLoader>),
-          Traits::kThreads,
-          Traits::kSharedBytes + (kLoader == Loader::plain ? 0 : Traits::kColumnBytes),
-          Traits::kRows, kInvariant ? Stack::kStateBytes : 0};
+  KernelShape shape{
+      reinterpret_cast<const void*>(&attend_portable_kernel<Traits, kInvariant, kLoader>),
+      Traits::kThreads,
+      Traits::kSharedBytes + (kLoader == Loader::plain ? 0 : Traits::kColumnBytes), Traits::kRows,
+      kInvariant ? Stack::kStateBytes : 0};
+  shape.resumes = true;
+  return shape;
 }
 
 }  // namespace longspan::kernels::cuda

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/cuda/attend.hpp"
+#include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/tensor_map.hpp"
 #include "longspan/error.hpp"
 #include "src/check.hpp"
@@ -14,11 +15,12 @@
 namespace longspan::kernels::sm90 {
 namespace {
 
-/// [count rows, heads, dim] in boxes of [box_rows, 1, 64 elements].
+/// [count rows, heads, dim] in boxes of [box_rows, 1, 128 bytes].
 CUtensorMap describe(const Rows& rows, DType dtype, int dim, std::int64_t count, int heads,
                      int box_rows) {
+  const int panel = 128 / static_cast<int>(size_of(dtype));
   const cuda::MapDimension dimensions[] = {
-      {dim, 1, 64}, {count, rows.row_stride, box_rows}, {heads, rows.head_stride, 1}};
+      {dim, 1, panel}, {count, rows.row_stride, box_rows}, {heads, rows.head_stride, 1}};
   return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
@@ -44,8 +46,9 @@ Softcap softcap_of(const Score& score) {
 unsigned section_of(const AttendParams& params, int l2_bytes) {
   const std::int64_t keys =
       std::max({params.shard.length, params.tokens / params.batch.size, std::int64_t{1}});
+  const auto bytes = static_cast<std::int64_t>(size_of(params.kv_dtype));
   const std::int64_t resident =
-      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.dim * 2 * 2));
+      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.dim * 2 * bytes));
   const std::int64_t sections = (params.kv_heads + resident - 1) / resident;
   const std::int64_t section = (params.kv_heads + sections - 1) / sections;
   return static_cast<unsigned>(section * (params.heads / params.kv_heads));
@@ -66,9 +69,9 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   // which may be known on the device only, is not needed here.
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
   Call call{};
-  call.q = describe(params.q, params.dtype, params.dim, params.tokens, params.heads, 64);
-  call.k = describe(params.k, params.dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
-  call.v = describe(params.v, params.dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
+  call.q = describe(params.q, params.q_dtype, params.dim, params.tokens, params.heads, 64);
+  call.k = describe(params.k, params.kv_dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
+  call.v = describe(params.v, params.kv_dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
   call.params = params;
   call.finished = finished;
   call.least_rows = least_rows;
@@ -111,23 +114,47 @@ void choose(const AttendParams& params, const Finished& finished, int least_rows
   run(params, finished, least_rows, stream);
 }
 
+/// Products of e4m3. Tiles take the registers that those of 16 bits do.
+template <class Result>
+void choose_e4m3(const AttendParams& params, const Finished& finished, int least_rows,
+                 cudaStream_t stream) {
+  using E4m3 = __nv_fp8_e4m3;
+  const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
+  if (params.dim <= 64) return run(Tile<E4m3, 64, 3, 128, true, Scores::plain, Result>{});
+  if (params.dim <= 128) return run(Tile<E4m3, 128, 2, 192, false, Scores::plain, Result>{});
+  return run(Tile<E4m3, 256, 2, 96, false, Scores::plain, Result>{});
+}
+
+/// What the option needs of a call besides.
+bool is_plain_e4m3(const AttendParams& params) {
+  const auto aligned = [](const Rows& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
+  return params.q_dtype == DType::e4m3 && params.kv_dtype == DType::e4m3 && params.dim % 16 == 0 &&
+         params.score.softcap == 0.0f && !params.bias && !params.pages && !params.resume &&
+         params.k.dense() && params.v.dense() && aligned(params.q) && aligned(params.k) &&
+         aligned(params.v);
+}
+
 }  // namespace
 
-bool accepts(const AttendParams& params) {
+bool runs_here() {
 #ifdef LONGSPAN_SM90A
+  return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+#else
+  return false;  // this build holds no code for sm_90a
+#endif
+}
+
+bool accepts(const AttendParams& params) {
   constexpr std::int64_t kMost = std::int64_t{1} << 30;
   AttendParams unbiased = params;  // ALiBi has an instance of its own; qq_bias has none
   unbiased.bias.slopes = {};
-  return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         attribute(cudaDevAttrComputeCapabilityMinor) == 0 && params.dtype != DType::fp32 &&
-         params.dim >= 48 && params.dim <= 256 && params.shard.layout != Layout::listed &&
-         cuda::loader_of(unbiased) == cuda::Loader::plain && !params.parts &&
-         params.score.scale > 0 && !params.invariant && params.tokens < kMost &&
+  return runs_here() && params.dtype != DType::fp32 && params.dim >= 48 && params.dim <= 256 &&
+         params.shard.layout != Layout::listed &&
+         (params.fp8_products ? is_plain_e4m3(params)
+                              : cuda::loader_of(unbiased) == cuda::Loader::plain) &&
+         !params.parts && params.score.scale > 0 && !params.invariant && params.tokens < kMost &&
          params.shard.length < kMost;
-#else
-  (void)params;  // this build holds no code for sm_90a
-  return false;
-#endif
 }
 
 void attend(const AttendParams& params, const Finished& finished, int least_rows,
@@ -137,10 +164,10 @@ void attend(const AttendParams& params, const Finished& finished, int least_rows
     throw InputError("attend needs " + std::to_string(kScratchBytes) +
                      " bytes of scratch and was given " + std::to_string(params.scratch_bytes));
   if (params.batch.skip_decode) least_rows = std::max(least_rows, 2);
-  if (params.dtype == DType::fp16)
-    choose<__half>(params, finished, least_rows, stream);
-  else
-    choose<__nv_bfloat16>(params, finished, least_rows, stream);
+  const bool fp16 = params.dtype == DType::fp16;
+  const auto run = params.fp8_products ? (fp16 ? choose_e4m3<__half> : choose_e4m3<__nv_bfloat16>)
+                                       : (fp16 ? choose<__half> : choose<__nv_bfloat16>);
+  run(params, finished, least_rows, stream);
 }
 
 }  // namespace longspan::kernels::sm90

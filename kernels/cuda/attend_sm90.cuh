@@ -4,6 +4,7 @@
 //     S = Q K^T     P = exp2(c S - m)     O = O ratio + P V          (c = scale log2 e)
 //
 // Softcap and ALiBi change S on its way to P (attend_sm90_scores.cuh), in instances of their own.
+// So are products of e4m3 (attend_sm90_fp8.cuh), in which two warps more turn the values over.
 //
 // A block is a warp that finds the work, a warp that loads, and two or three consumer warpgroups of
 // 64 query rows each. Q, K and V stand in shared memory (K and V in a ring of stages); S, P and O
@@ -16,6 +17,7 @@
 #pragma once
 
 #include "kernels/cuda/attend_sm90_block.cuh"
+#include "kernels/cuda/attend_sm90_fp8.cuh"
 #include "kernels/cuda/attend_sm90_items.cuh"
 #include "kernels/cuda/attend_sm90_rows.cuh"
 #include "kernels/cuda/attend_sm90_scores.cuh"
@@ -41,8 +43,8 @@ __device__ void load(const Call& call, Shared<T>& shared) {
     full[turn.stage].arrive_expecting(kTileBytes);
 #pragma unroll
     for (int panel = 0; panel < T::kPanels; ++panel)
-      load_box(stages[turn.stage][panel], map, panel * 64, key, kv_head, &full[turn.stage],
-               keys_again);
+      load_box(stages[turn.stage][panel], map, panel * T::kPanelElements, key, kv_head,
+               &full[turn.stage], keys_again);
     turn.next();
   };
 
@@ -60,7 +62,11 @@ __device__ void load(const Call& call, Shared<T>& shared) {
       load_tile(shared.k, &call.k, shared.k_full, shared.k_empty, k, at, kv_head);
     };
     const auto load_v = [&](int at) {
-      load_tile(shared.v, &call.v, shared.v_full, shared.v_empty, v, at, kv_head);
+      if constexpr (T::kEightBits)
+        load_tile(shared.stored.v, &call.v, shared.stored.full, shared.stored.empty, v, at,
+                  kv_head);
+      else
+        load_tile(shared.v, &call.v, shared.v_full, shared.v_empty, v, at, kv_head);
     };
     load_k(key -= T::kKeys);
     const std::uint64_t queries_once = cache_policy<Keep::first_to_go>();
@@ -70,7 +76,7 @@ __device__ void load(const Call& call, Shared<T>& shared) {
       shared.q_full[c].arrive_expecting(kQBytes);
 #pragma unroll
       for (int panel = 0; panel < T::kPanels; ++panel)
-        load_box(shared.q[c][panel], &call.q, panel * 64, first_row + 64 * c, head,
+        load_box(shared.q[c][panel], &call.q, panel * T::kPanelElements, first_row + 64 * c, head,
                  &shared.q_full[c], queries_once);
     }
     q_parity ^= 1;
@@ -86,12 +92,12 @@ __device__ void load(const Call& call, Shared<T>& shared) {
 
 // ---- the consumers' steps --------------------------------------------------------------------
 
-/// S = Q K^T, asynchronously. q, k: panels of 64 elements of the head's dimension.
+/// S = Q K^T, asynchronously. q, k: panels of 128 bytes of the head's dimension.
 template <class T>
 __device__ void multiply_qk(float (&s)[T::kKeys / 2], const void* q, const void* k) {
   const std::uint64_t a = opaque(operand(q, 64 * 128)), b = operand(k, T::kPanelBytes);
 #pragma unroll
-  for (int step = 0; step < T::kDim / 16; ++step)
+  for (int step = 0; step < T::kDim / T::kStep; ++step)
     Product<T::kKeys>::template shared<typename T::Element, false>(
         s, advance(a, step / 4 * 64 * 128 + step % 4 * 32),
         advance(b, step / 4 * T::kPanelBytes + step % 4 * 32), step > 0);
@@ -125,20 +131,6 @@ __device__ void hide(float (&s)[kCount], float value, int first, const RowKeys* 
   }
 }
 
-/// Zeros in the first `keys` keys of a tile of values: memory that no row may see can hold NaN, and
-/// 0 NaN is NaN. Both consumers write the same zeros.
-template <class T>
-__device__ void clear_values(typename T::Element (&v)[T::kPanels][T::kKeys][64], int keys,
-                             int barrier) {
-#pragma unroll 1
-  for (int panel = 0; panel < T::kPanels; ++panel)
-#pragma unroll 1
-    for (int i = threadIdx.x % 128; i < keys * 8; i += 128)
-      reinterpret_cast<uint4*>(v[panel])[i] = uint4{};
-  fence_shared_stores();
-  named_sync(barrier, 128);
-}
-
 // ---- a consumer ------------------------------------------------------------------------------
 
 template <class T>
@@ -147,11 +139,11 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + T::kConsumers;
   const int lane = threadIdx.x % 32;
   const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4;  // and row + 8
-  const float c = score_factor<T>(call);
+  float c = score_factor<T>(call);
 
-  float s[T::kKeys / 2], o[T::kDim / 2], ratio[2];
-  std::uint32_t p[T::kKeys / 16][4];
-  Rowwise rows;
+  float s[T::kKeys / 2], o[T::kColumns / 2], ratio[2];
+  std::uint32_t p[T::kKeys / T::kStep][4];
+  Rowwise<T> rows;
   RowKeys whole{};    // keys that every row of the tile sees
   int clear = 0;      // keys of the values below this one are cleared
   int first = 0;      // local key at which the tile of s begins
@@ -178,9 +170,15 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   };
   const auto begin_values = [&] {  // O += P V
     shared.v_full[v.stage].wait(v.parity);
-    if (first < clear) clear_values<T>(shared.v[v.stage], clear - first, kGroupBarrier + group);
-    wgmma_begin();
-    multiply_pv<T>(o, p, shared.v[v.stage]);
+    if constexpr (T::kEightBits) {
+      wgmma_begin();
+      multiply_transposed<T>(o, p, shared.v[v.stage]);
+    } else {
+      if (first < clear)  // every consumer writes the same zeros
+        clear_keys<T, 128>(shared.v[v.stage], clear - first, kGroupBarrier + group);
+      wgmma_begin();
+      multiply_pv<T>(o, p, shared.v[v.stage]);
+    }
     wgmma_commit();
   };
   const auto end_scores = [&](bool last) {  // last: of its item
@@ -211,7 +209,10 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     rows.softmax(s, T::kScores == Scores::any ? 1.0f : c, ratio);
   };
   const auto next_weights = [&] {
-    round_to<Element>(p, s);
+    if constexpr (T::kEightBits)
+      round_to_e4m3(p, s);
+    else
+      round_to<Element>(p, s);
     if (__any_sync(0xffffffff, ratio[0] != 1.0f || ratio[1] != 1.0f)) shrink(o, ratio);
   };
   const auto write = [&](int stage) {
@@ -229,9 +230,18 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     first = item.some.end;
     whole = item.whole;
     clear = item.clear;
-    rows = Rowwise{};
+    rows = {};
+    if constexpr (T::kEightBits) c = shared.stored.score_factor[announced.stage];
 #pragma unroll
-    for (int i = 0; i < T::kDim / 2; ++i) o[i] = 0;
+    for (int i = 0; i < T::kColumns / 2; ++i) o[i] = 0;
+    if constexpr (!T::kEightBits) {
+      if (call.params.resume) {  // its loads are on their way during the first softmax
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          read_state<T>(call, shared, announced.stage, row + 8 * h, rows, h, o);
+        __syncwarp();  // rows part ways at an empty state
+      }
+    }
   };
   const auto wait_item = [&] {  // gives its tiles
     shared.item_full[announced.stage].wait(announced.parity);
@@ -302,7 +312,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
     prefetch_map(&call.v);
     for (int i = 0; i < 2; ++i) {
       shared.item_full[i].init(32);
-      shared.item_empty[i].init(128 * T::kConsumers + 1);
+      shared.item_empty[i].init(128 * T::kConsumers + 1 + T::kTransposers);
     }
     shared.item_wanted.init(1);
     for (int i = 0; i < T::kConsumers; ++i) {
@@ -312,8 +322,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
     for (int i = 0; i < T::kStages; ++i) {
       shared.k_full[i].init(1);
       shared.k_empty[i].init(kConsumerWarps);
-      shared.v_full[i].init(1);
+      shared.v_full[i].init(T::kEightBits ? T::kTransposers / 32 : 1);
       shared.v_empty[i].init(kConsumerWarps);
+      if constexpr (T::kEightBits) {
+        shared.stored.full[i].init(1);
+        shared.stored.empty[i].init(T::kTransposers / 32);
+      }
     }
     publish_barriers();
   }
@@ -324,6 +338,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
     give_registers<T::kProducerRegisters>();
     if (threadIdx.x / 32 == 1) schedule<T>(call, shared);
     if (threadIdx.x == 0) load<T>(call, shared);
+    if constexpr (T::kEightBits)
+      if (threadIdx.x >= 128 - T::kTransposers) transpose<T>(shared);
   } else {
     take_registers<T::kConsumerRegisters>();
     consume<T>(call, shared, warpgroup - 1);

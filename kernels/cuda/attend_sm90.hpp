@@ -20,16 +20,22 @@ struct Finished {
   Floats sinks;  // [heads], natural units; or null
 };
 
+/// Whether this build and the current GPU have the kernel.
+bool runs_here();
+
 /// Whether this kernel takes the call on the current GPU: Hopper, 16-bit elements, dims from 48,
 /// layouts whose positions ascend, a positive scale, no pages, no qq_bias, no segments handed out,
-/// no fixed order, fewer than 2^30 rows and keys. Everything else is the portable kernel's.
+/// no fixed order, fewer than 2^30 rows and keys. With fp8_products: e4m3 in rows at multiples of
+/// 16 bytes, dims a multiple of 16, no softcap and no ALiBi. Everything else is the portable
+/// kernel's.
 bool accepts(const AttendParams& params);
 
 /// Bytes of AttendParams::scratch that attend needs.
 inline constexpr std::size_t kScratchBytes = 16;
 
 /// Queues the kernel for the sequences of at least `least_rows` query rows; rows of the others are
-/// not touched. Writes the state, or, with finished.out, the finished result.
+/// not touched. Writes the state, or, with finished.out, the finished result; with params.resume
+/// both begin from the states in params.slot.
 void attend(const AttendParams& params, const Finished& finished, int least_rows,
             CUstream_st* stream);
 

@@ -14,27 +14,42 @@ namespace longspan::kernels::sm90 {
 /// for, ALiBi with or without a cap.
 enum class Scores { plain, softcap, any };
 
-/// kDim: a multiple of 16. kTurns: the consumers take turns at the tensor cores instead of finding
-/// their own rhythm.
+/// kDim: a multiple of 16, for e4m3 of 32. kTurns: the consumers take turns at the tensor cores
+/// instead of finding their own rhythm. Result: the type of a finished output.
 template <class Element_, int kDim_, int kConsumers_, int kKeys_, bool kTurns_ = false,
-          Scores kScores_ = Scores::plain>
+          Scores kScores_ = Scores::plain, class Result_ = Element_>
 struct Tile {
   using Element = Element_;
+  using Result = Result_;
   static constexpr int kDim = kDim_;
   static constexpr int kConsumers = kConsumers_;  // warpgroups
   static constexpr int kKeys = kKeys_;
   static constexpr bool kTurns = kTurns_;
   static constexpr Scores kScores = kScores_;
+  static constexpr bool kEightBits = sizeof(Element) == 1;  // attend_sm90_fp8.cuh
 
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = 2;
-  static constexpr int kPanels = (kDim + 63) / 64;  // of 64 elements: the 128-byte swizzle
+  // Panels of 128 bytes: the swizzle.
+  static constexpr int kPanelElements = 128 / static_cast<int>(sizeof(Element));
+  static constexpr int kPanels = (kDim + kPanelElements - 1) / kPanelElements;
   static constexpr int kPanelBytes = kKeys * 128;
+  static constexpr int kStep = 32 / static_cast<int>(sizeof(Element));  // elements of a product
   static constexpr int kThreads = 128 * (kConsumers + 1);
 
+  // Values as the product takes them: [keys, dim] as they came, or e4m3 [columns of O, keys].
+  static constexpr int kColumns = kDim + (kEightBits ? 8 : 0);
+  static constexpr int kValuePanels = kEightBits ? (kKeys + 127) / 128 : kPanels;
+  static constexpr int kValueRows = kEightBits ? kColumns : kKeys;
+  static constexpr int kTransposers = kEightBits ? 64 : 0;  // threads
+
+  // Weights are taken from an origin kLift below a maximum, and stay below 2^kSlack.
+  static constexpr float kLift = kEightBits ? 8.0f : 0.0f;
+  static constexpr float kSlack = kEightBits ? 8.75f : 8.0f;
+
   // Out of the 64 Ki registers of a multiprocessor.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 224;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kColumns > 256 ? 40 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kColumns > 256 ? 232 : 224;
 };
 
 /// Where a rank's keys of one sequence stand, for positions that ascend; the shard's rule in 32
@@ -124,14 +139,24 @@ struct AlibiRoom {
   int positions[kGroups][kKeys];  // of a group's tile where they are no arithmetic progression
 };
 
-struct Nothing {};
+/// What e4m3 needs besides: values as the copy engine brings them, and the factors of the items.
+template <class T>
+struct StoredValues {
+  alignas(1024) typename T::Element v[T::kStages][T::kPanels][T::kKeys][T::kPanelElements];
+  Barrier full[T::kStages], empty[T::kStages];
+  float score_factor[2];  // base 2, of a product
+  float value_factor[2];  // of O
+};
+
+struct NoAlibi {};
+struct NoStoredValues {};
 
 template <class T>
 struct Shared {
   using Element = typename T::Element;
-  alignas(1024) Element q[T::kConsumers][T::kPanels][64][64];
-  alignas(1024) Element k[T::kStages][T::kPanels][T::kKeys][64];
-  alignas(1024) Element v[T::kStages][T::kPanels][T::kKeys][64];
+  alignas(1024) Element q[T::kConsumers][T::kPanels][64][T::kPanelElements];
+  alignas(1024) Element k[T::kStages][T::kPanels][T::kKeys][T::kPanelElements];
+  alignas(1024) Element v[T::kStages][T::kValuePanels][T::kValueRows][T::kPanelElements];
   Places places;
   Item items[2];
   RowKeys rows[2][T::kRows];  // what each row of the item sees
@@ -140,8 +165,9 @@ struct Shared {
   Barrier k_full[T::kStages], k_empty[T::kStages];
   Barrier v_full[T::kStages], v_empty[T::kStages];
   [[no_unique_address]] std::conditional_t<T::kScores == Scores::any,
-                                           AlibiRoom<T::kConsumers, T::kKeys>, Nothing>
+                                           AlibiRoom<T::kConsumers, T::kKeys>, NoAlibi>
       alibi;
+  [[no_unique_address]] std::conditional_t<T::kEightBits, StoredValues<T>, NoStoredValues> stored;
 };
 
 /// A score is height * tanh(scale * product).
@@ -153,7 +179,7 @@ struct Softcap {
 };
 
 struct Call {
-  CUtensorMap q, k, v;  // boxes of [64 rows, 64 elements] and [kKeys keys, 64 elements]
+  CUtensorMap q, k, v;  // boxes of [64 rows, 128 bytes] and [kKeys keys, 128 bytes]
   AttendParams params;
   Finished finished;
   unsigned slots;    // tiles of query rows over the batch, some of them empty
@@ -177,5 +203,19 @@ struct Turn {
     }
   }
 };
+
+/// Zeros in the first `keys` keys of a tile of values: memory that no row may see can hold NaN, and
+/// 0 NaN is NaN. By kThreads threads, which share the barrier.
+template <class T, int kThreads>
+__device__ void clear_keys(typename T::Element (&v)[T::kPanels][T::kKeys][T::kPanelElements],
+                           int keys, int barrier) {
+#pragma unroll 1
+  for (int panel = 0; panel < T::kPanels; ++panel)
+#pragma unroll 1
+    for (int i = threadIdx.x % kThreads; i < keys * 8; i += kThreads)
+      reinterpret_cast<uint4*>(v[panel])[i] = uint4{};
+  fence_shared_stores();
+  named_sync(barrier, kThreads);
+}
 
 }  // namespace longspan::kernels::sm90

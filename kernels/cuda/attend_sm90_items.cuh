@@ -39,18 +39,20 @@ __device__ int find_item(const Call& call, unsigned index, Item& item) {
   return b;
 }
 
-/// One warp: rows that see no key on this rank get their empty state, or their finished zeros.
+/// One warp: rows that see no key on this rank get their empty state, or their finished zeros; or
+/// they keep the state that they began from. (Such rows do not end here.)
 template <class T>
 __device__ void write_empty(const Call& call, const Item& item) {
   const AttendParams& params = call.params;
   const Finished& finished = call.finished;
   const bool finish = finished.out.data != nullptr;
   const int lane = threadIdx.x % 32;
+  if (params.resume) return;
 #pragma unroll 1
   for (int row = 0; row < item.rows; ++row) {
     const std::int64_t token = item.first_row + row, at = token * params.heads + item.head;
     void* to = params.state.o(params.slot, at);
-    if (finish) to = finished.out.template at<typename T::Element>(token, item.head);
+    if (finish) to = finished.out.template at<typename T::Result>(token, item.head);
 #pragma unroll 1
     for (int i = lane; i < params.dim / (finish ? 8 : 4); i += 32) static_cast<uint4*>(to)[i] = {};
     if (lane > 0) continue;
@@ -95,20 +97,32 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
     }
     __syncwarp();
     const int keys = rows > 0 ? limits[2 * rows - 1] - limits[0] : 0;
+    // Rows that see no key, begin from a state and end finished go through the consumers like all
+    // others. Their one tile stands before the first key of all, where the copy engine reads no
+    // memory and fills in zeros, and every row hides it.
+    const bool passes = keys <= 0 && rows > 0 && params.resume && call.finished.out.data;
+    const bool busy = keys > 0 || passes;
     if (lane == 0) {
       item.rows = rows;
-      item.tiles = (keys + T::kKeys - 1) / T::kKeys;
+      item.tiles = passes ? 1 : (keys + T::kKeys - 1) / T::kKeys;
     }
     __syncwarp();
-    if (keys > 0) {
+    if (busy) {
       if (lane == 0) {
         item.whole = {limits[2 * rows - 2], limits[1]};
         item.some = {limits[0], limits[2 * rows - 1]};
+        if (passes) item.some.begin = item.some.end = -item.first_key;
         // Before the first key of all there is nothing: the copy engine fills in zeros.
-        item.clear = item.first_key + limits[0] > 0 ? limits[0] : INT_MIN;
+        item.clear = item.first_key + limits[0] > 0 && !passes ? limits[0] : INT_MIN;
         if constexpr (T::kScores == Scores::any)
           find_alibi(params.bias, params.is_causal(b), shared.places, item.head,
                      kv_len - query_len + item.row, shared.alibi.items[turn.stage]);
+        if constexpr (T::kEightBits) {
+          // A scale that is not positive would turn the order of scores: NaN says so.
+          const float factor = params.scale(item.kv_head) * kLog2E;
+          shared.stored.score_factor[turn.stage] = factor > 0.0f ? factor : NAN;
+          shared.stored.value_factor[turn.stage] = params.v_scale[item.kv_head];
+        }
       }
       shared.item_full[turn.stage].arrive();
       turn.next();
@@ -117,7 +131,7 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
       __syncwarp();  // every lane has read the item before the next takes its place
     }
     if (lane == 0) {
-      if (keys > 0) shared.item_wanted.wait(turn.stage ^ 1);  // the stage just announced
+      if (busy) shared.item_wanted.wait(turn.stage ^ 1);  // the stage just announced
       index = gridDim.x + atomicAdd(call.next, 1u);
     }
     index = __shfl_sync(0xffffffff, index, 0);

@@ -1,5 +1,6 @@
-// The query rows of a consumer thread of the Hopper kernel: their softmax from tile to tile, and at
-// the end their state or their finished result. A thread has two rows, of each 2 columns in 8.
+// The query rows of a consumer thread of the Hopper kernel: the state that they may begin from,
+// their softmax from tile to tile, and at the end their state or their finished result. A thread
+// has two rows, of each 2 columns in 8.
 #pragma once
 
 #include "kernels/cuda/attend_sm90_scores.cuh"
@@ -8,12 +9,11 @@ namespace longspan::kernels::sm90 {
 
 // ---- softmax ---------------------------------------------------------------------------------
 
-/// The two rows of a thread. Exponentials are taken from an origin, which is a maximum that the row
-/// has seen; it moves only when a score exceeds it by more than kSlack, so that p stays below
-/// 2^kSlack and O is hardly ever rescaled.
+/// The two rows of a thread. Exponentials are taken from an origin, which lies kLift below a
+/// maximum that the row has seen; it moves only when a score exceeds it by more than kSlack, so
+/// that p stays below 2^kSlack and O is hardly ever rescaled.
+template <class T>
 struct Rowwise {
-  static constexpr float kSlack = 8.0f;
-
   float max[2] = {-INFINITY, -INFINITY};  // of the quad's columns, base 2
   float origin[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0, 0};  // of this thread's columns
@@ -29,7 +29,7 @@ struct Rowwise {
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
       top = __fmul_rn(fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)), c);
       max[h] = fmaxf(max[h], top);
-      const float moved = top > origin[h] + kSlack ? top : origin[h];
+      const float moved = top > origin[h] + T::kSlack ? top - T::kLift : origin[h];
       const float from = moved == -INFINITY ? 0.0f : moved;  // nothing visible yet
       ratio[h] = exp2_fast(origin[h] - from);
       origin[h] = moved;
@@ -79,11 +79,51 @@ __device__ void shrink(float (&o)[kCount], const float (&ratio)[2]) {
   for (int i = 0; i < kCount; ++i) o[i] *= ratio[i / 2 % 2];
 }
 
-// ---- what a consumer hands out ---------------------------------------------------------------
+// ---- what a consumer takes in and hands out --------------------------------------------------
+
+/// An empty state becomes the one that stands at the row, if that is none. Its maximum is the row's
+/// origin, and its sum one thread's of the four. Reads just what this thread writes in write_state,
+/// and max and sum, which the first of the four writes there.
+template <class T>
+__device__ void read_state(const Call& call, const Shared<T>& shared, int stage, int row,
+                           Rowwise<T>& rows, int h, float (&o)[T::kDim / 2]) {
+  const Item& item = shared.items[stage];
+  if (row >= item.rows) return;
+  const StateSlots& state = call.params.state;
+  const std::int64_t at =
+      static_cast<std::int64_t>(item.first_row + row) * call.params.heads + item.head;
+  const Stats stats = state.stats(call.params.slot)[at];
+  if (is_empty(stats)) return;
+  const int t = threadIdx.x % 4;
+  rows.max[h] = rows.origin[h] = lowered<T>(stats.max, shared, stage, row);
+  rows.sum[h] = t == 0 ? stats.sum : 0.0f;
+  const float* from = state.o(call.params.slot, at);
+#pragma unroll
+  for (int j = 0; j < T::kDim / 8; ++j)
+    if (8 * j < call.params.dim) {
+      const float2 pair = *reinterpret_cast<const float2*>(from + 8 * j + 2 * t);
+      o[4 * j + 2 * h] = pair.x;
+      o[4 * j + 2 * h + 1] = pair.y;
+    }
+}
+
+/// What makes O of a row, beside what makes its sum: the scale of quantised values, and, where
+/// weights were rounded to e4m3, that O is of the rounded weights and the sum of the exact ones.
+/// sum: the row's.
+template <class T>
+__device__ float value_factor(const Shared<T>& shared, int stage, float sum, int h,
+                              const float (&o)[T::kColumns / 2]) {
+  if constexpr (T::kEightBits) {
+    const float rounded = o[T::kDim / 2 + 2 * h];
+    return shared.stored.value_factor[stage] * (rounded == 0.0f ? 1.0f : sum / rounded);
+  } else {
+    return 1.0f;
+  }
+}
 
 template <class T>
 __device__ void write_state(const Call& call, const Shared<T>& shared, int stage, int row,
-                            const Rowwise& rows, int h, const float (&o)[T::kDim / 2]) {
+                            const Rowwise<T>& rows, int h, const float (&o)[T::kColumns / 2]) {
   const Item& item = shared.items[stage];
   const Stats stats = rows.stats(h);
   if (row >= item.rows) return;
@@ -95,12 +135,13 @@ __device__ void write_state(const Call& call, const Shared<T>& shared, int stage
   if (t == 0)
     state.stats(call.params.slot)[at] = {lifted<T>(rows.max[h], shared, stage, row),
                                          stats.sum * factor};
+  const float of_o = factor * value_factor<T>(shared, stage, stats.sum, h, o);
   float* to = state.o(call.params.slot, at);
 #pragma unroll
   for (int j = 0; j < T::kDim / 8; ++j)
     if (8 * j < call.params.dim)
       *reinterpret_cast<float2*>(to + 8 * j + 2 * t) =
-          float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
+          float2{o[4 * j + 2 * h] * of_o, o[4 * j + 2 * h + 1] * of_o};
 }
 
 /// Four lanes of a quad hold a row's columns in pairs. They swap pairs until each holds eight
@@ -125,11 +166,12 @@ __device__ inline uint4 gather_eight(const std::uint32_t (&w)[4]) {
 
 template <class T>
 __device__ void write_finished(const Call& call, const Shared<T>& shared, int stage, int row,
-                               const Rowwise& rows, int h, const float (&o)[T::kDim / 2]) {
+                               const Rowwise<T>& rows, int h, const float (&o)[T::kColumns / 2]) {
   const Item& item = shared.items[stage];
   const Finished& finished = call.finished;
   const bool exists = row < item.rows;
   Stats stats = rows.stats(h);
+  const float of_o = value_factor<T>(shared, stage, stats.sum, h, o);
   stats.max = lifted<T>(stats.max, shared, stage, row);
   const std::int64_t at = item.first_row + row;
   float shrunk = 1.0f;
@@ -139,20 +181,20 @@ __device__ void write_finished(const Call& call, const Shared<T>& shared, int st
     stats = sunk.stats;
   }
   const Finish finish = longspan::finish(stats);
-  const float factor = is_empty(stats) ? 0.0f : shrunk / stats.sum;
+  const float factor = is_empty(stats) ? 0.0f : of_o * shrunk / stats.sum;
   const int t = threadIdx.x % 4;
   if (exists && t == 0 && finished.lse)
     finished.lse[at * finished.lse_row_stride + item.head * finished.lse_head_stride] = finish.lse;
 
-  using Element = typename T::Element;
-  Element* to = finished.out.template at<Element>(at, item.head);
+  using Result = typename T::Result;
+  Result* to = finished.out.template at<Result>(at, item.head);
 #pragma unroll
   for (int j = 0; j < T::kDim / 8; j += 4) {
     std::uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int pair = j + i < T::kDim / 8 ? 4 * (j + i) + 2 * h : 0;  // past the last: not stored
-      pairs[i] = pack(o[pair] * factor, o[pair + 1] * factor, Element{});
+      pairs[i] = pack(o[pair] * factor, o[pair + 1] * factor, Result{});
     }
     const uint4 eight = gather_eight(pairs);
     const int column = 8 * (j + t);

@@ -178,4 +178,14 @@ __device__ float lifted(float max, const Shared<T>& shared, int stage, int row) 
   return max;
 }
 
+/// The reverse, for a maximum that comes in. The product is exact, and so is the small difference
+/// of two large numbers: what rounding the lifted maximum cost is all that is lost.
+template <class T>
+__device__ float lowered(float max, const Shared<T>& shared, int stage, int row) {
+  if constexpr (T::kScores == Scores::any)
+    max = fmaf(-shared.alibi.items[stage].lift, static_cast<float>(shared.items[stage].row + row),
+               max);
+  return max;
+}
+
 }  // namespace longspan::kernels::sm90

@@ -16,6 +16,7 @@
 #include "kernels/cuda/attend_tf32.hpp"
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/fold_stack.cuh"
+#include "kernels/cuda/store_state.cuh"
 #include "kernels/cuda/view.cuh"
 
 namespace longspan::kernels::cuda {
@@ -167,13 +168,11 @@ __device__ inline void store_tf32(const AttendParams& p, const Plan& plan, const
     const int row = static_cast<int>(threadIdx.x) / 32 * 16 + half * 8 + g;
     if (row >= work.rows) continue;
     const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
-    if (t == 0) to.stats() = state.stats[half];
-    float* o = to.o() + 2 * t;
+    const RowStore<4> store(p, to, state.stats[half]);
 #pragma unroll
     for (int n = 0; n < Traits::kDimTiles; ++n) {
       if (n * 8 >= p.dim) break;
-      *reinterpret_cast<float2*>(o + n * 8) =
-          make_float2(state.o[n][2 * half], state.o[n][2 * half + 1]);
+      store(n * 8 + 2 * t, make_float2(state.o[n][2 * half], state.o[n][2 * half + 1]));
     }
   }
 }
@@ -251,8 +250,10 @@ template <int kDim>
 KernelShape tf32_shape() {
   using Traits = Tf32Traits<kDim>;
   static_assert(Traits::kThreads == kSegment, "a thread gives the column of a key");
-  return {reinterpret_cast<const void*>(&attend_tf32_kernel<Traits>), Traits::kThreads,
-          Traits::kSharedBytes, Traits::kRows, Traits::Stack::kStateBytes};
+  KernelShape shape{reinterpret_cast<const void*>(&attend_tf32_kernel<Traits>), Traits::kThreads,
+                    Traits::kSharedBytes, Traits::kRows, Traits::Stack::kStateBytes};
+  shape.resumes = true;
+  return shape;
 }
 
 }  // namespace longspan::kernels::cuda

@@ -9,6 +9,7 @@
 
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/attend_finished.hpp"
+#include "kernels/cuda/attend_sm90.hpp"
 #include "kernels/cuda/exchange.hpp"
 #include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
@@ -63,6 +64,12 @@ class CudaBackend final : public Backend {
       throw Unsupported("head dim " + std::to_string(p.dim) +
                         ": the CUDA kernels take 16 to 256 in steps of 8");
     check_features(p, Device::cuda);
+    if (p.fp8_products && !sm90::runs_here())
+      throw Unsupported(
+          "fp8_products: this GPU, or this build, has no kernel for it; it needs compute "
+          "capability "
+          "9.0 and a build with LONGSPAN_CUDA_ARCHITECTURES=90a. Leave it off to have e4m3 "
+          "widened");
     if (p.bias.qq && is_fp8(p.bias.qq.values.dtype))
       throw Unsupported(std::string("qq_bias of ") + name(p.bias.qq.values.dtype) +
                         ": the CUDA kernels take fp32, fp16 and bf16");

@@ -32,23 +32,23 @@ struct DecodeTraits {
   static constexpr int kWarps = 4;  // consumers
   static constexpr int kConsumers = 32 * kWarps;
   static constexpr int kThreads = kConsumers + 32;
-  static constexpr int kGroups = kGroupCount;       // each reads its own keys: 1, 2 or 4
-  static constexpr int kTeam = kWarps / kGroups;    // warps of a group: they share its keys
-  static constexpr int kWarpRows = 8;               // packed rows of a warp
-  static constexpr int kRows = kWarpRows * kTeam;   // and of a piece
+  static constexpr int kGroups = kGroupCount;      // each reads its own keys: 1, 2 or 4
+  static constexpr int kTeam = kWarps / kGroups;   // warps of a group: they share its keys
+  static constexpr int kWarpRows = 8;              // packed rows of a warp
+  static constexpr int kRows = kWarpRows * kTeam;  // and of a piece
   static constexpr int kNodes = kGroups == 1 ? 1 : kDim <= 128 ? 2 * kGroups : kGroups;
   static constexpr int kGroupNodes = kNodes / kGroups;
 
   static constexpr int kTile = kBoxKeys;           // keys of a product
   static constexpr int kTiles = kSegment / kTile;  // of a segment
   static constexpr int kTileBytes = kTile * kDim * 2;
-  using Layout = Tile<T, kDim, kTile>;     // of each tile of a stage
+  using Layout = Tile<T, kDim, kTile>;  // of each tile of a stage
   static constexpr int kStageTiles = kTeam;
   static constexpr int kStageKeys = kTile * kStageTiles;
   static constexpr int kStageBytes = kStageTiles * kTileBytes;
   static constexpr int kKeyStages = kTiles / kStageTiles;
   static constexpr int kSegmentStages = 2 * kKeyStages;  // keys, then values
-  static constexpr int kBlocks = kDim <= 128 ? 2 : 1;  // that share a multiprocessor
+  static constexpr int kBlocks = kDim <= 128 ? 2 : 1;    // that share a multiprocessor
   // 128 KB under way in a multiprocessor are enough; more of them made every read slower.
   static constexpr int kFits = 128 * 1024 / kBlocks / kGroups / kStageBytes;
   static constexpr int kStages = kFits < kSegmentStages ? kFits : kSegmentStages;
@@ -57,7 +57,7 @@ struct DecodeTraits {
   static constexpr int kStepStages = kStageTiles == 1 && kStages >= 4 ? 2 : 1;
   static constexpr int kStepTiles = kStageTiles * kStepStages;
   static constexpr int kPair = kStepTiles < 2 ? 1 : 2;  // tiles whose products interleave
-  static constexpr int kSteps = kTiles / kStepTiles;  // of the keys, and of the values
+  static constexpr int kSteps = kTiles / kStepTiles;    // of the keys, and of the values
 
   static constexpr int kSlices = kDim / 16;  // of dim, a product each
   static_assert(kDim % 16 == 0 && kTiles % kStepTiles == 0);
@@ -71,7 +71,7 @@ struct DecodeTraits {
 
 /// What is known of a piece of work.
 struct DecodePiece {
-  Work work;  // rows == 0: there is no further piece
+  Work work;     // rows == 0: there is no further piece
   int splits;    // of its row tile: at most Plan::splits
   int arrivals;  // where they are counted, in DecodeEnd::arrivals
   Sequence sequence;

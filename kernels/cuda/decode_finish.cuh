@@ -5,8 +5,8 @@
 //     pieces of a row tile  in scratch; whoever comes last, by a counter, folds them. More than a
 //                           block holds at a time fold in groups, and then the groups
 //
-// Neighbours fold first throughout, in one tree. The counting is that of NVIDIA's threadFenceReduction
-// sample: write, fence, count; whoever counts last, fences and reads.
+// Neighbours fold first throughout, in one tree. The counting is that of NVIDIA's
+// threadFenceReduction sample: write, fence, count; whoever counts last, fences and reads.
 #pragma once
 
 #include "kernels/cuda/arch/peer.cuh"
@@ -145,7 +145,8 @@ __device__ __forceinline__ void finish_piece(const AttendParams& p, const Plan& 
   for (;;) {
     const int eighths = (count + 7) / 8;
     const bool is_whole = eighths == 1, is_end = is_whole && distance >= splits;
-    const int stride = in_shared && level == 0 ? Traits::kRows : rows;  // of states in shared memory
+    const int stride =
+        in_shared && level == 0 ? Traits::kRows : rows;  // of states in shared memory
     for_columns<Traits>(rows, p.dim, eighths, [&](int row, int column, int eighth) {
       const TileRow at(p, plan, piece, row);
       Source from;

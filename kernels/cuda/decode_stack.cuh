@@ -19,15 +19,14 @@ class DecodeStack {
   __device__ __forceinline__ DecodeStack(float* stack, int depth) : memory_(stack, depth) {}
 
   /// `newest` becomes the state of its subtree of 2^level places and waits there; or, on level
-  /// kAll, of everything since the last such call. `shared`: kLowBytes of shared memory, the warp's own
-  /// until then.
+  /// kAll, of everything since the last such call. `shared`: kLowBytes of shared memory, the warp's
+  /// own until then.
   __device__ __forceinline__ void fold(State& newest, int level, void* shared) {
     float4* low = static_cast<float4*>(shared) + threadIdx.x % 32;
     if (level == 0) {
 #pragma unroll
       for (int q = 0; q < State::kQuads; ++q)
-        low[32 * q] =
-            make_float4(newest.o[q][0], newest.o[q][1], newest.o[q][2], newest.o[q][3]);
+        low[32 * q] = make_float4(newest.o[q][0], newest.o[q][1], newest.o[q][2], newest.o[q][3]);
 #pragma unroll
       for (int r = 0; r < State::kRows; ++r) low_stats_[r] = newest.stats[r];
       waits_ = true;

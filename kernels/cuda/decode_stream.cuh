@@ -156,11 +156,11 @@ class DecodeStream {
   Shared& shared_;
   const int group_;
   const std::uint32_t ring_;
-  Turn<Shared::kSegments> work_;  // place of what is in work
-  int ahead_ = 0;                 // how many places further what is in load stands
-  std::uint32_t parity_ = 0;      // of the first stages of the segment in work
-  int load_ = 0;                  // place of what is in load
-  bool exists_ = false;           // it has keys, which are wanted
+  Turn<Shared::kSegments> work_;              // place of what is in work
+  int ahead_ = 0;                             // how many places further what is in load stands
+  std::uint32_t parity_ = 0;                  // of the first stages of the segment in work
+  int load_ = 0;                              // place of what is in load
+  bool exists_ = false;                       // it has keys, which are wanted
   bool by_box_k_ = false, by_box_v_ = false;  // the copy engine brings them
 };
 

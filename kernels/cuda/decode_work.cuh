@@ -26,8 +26,8 @@ class DecodeFinder {
   __device__ __forceinline__ DecodeFinder(const AttendParams& p, const Plan& plan, Shared& shared)
       : p_(p), plan_(plan), shared_(shared) {}
 
-  /// Everything. A turn of the loop does a little of all that can be done, and each part of it stands
-  /// once in the code, which comes from memory at the start.
+  /// Everything. A turn of the loop does a little of all that can be done, and each part of it
+  /// stands once in the code, which comes from memory at the start.
   __device__ __forceinline__ void run() {
     bool guides = lane_ < Traits::kGroups;
     while (__any_sync(~0u, guides)) {
@@ -92,8 +92,8 @@ class DecodeFinder {
   __device__ __forceinline__ void describe(DecodePiece& piece, const Work& work,
                                            const Sequence& sequence) {
     // One query without a window sees every key, and that need not be worked out.
-    const bool sees_all = sequence.q_len == 1 && p_.mask.window == 0 && !p_.documents && !p_.parts &&
-                          p_.shard.layout != Layout::listed;
+    const bool sees_all = sequence.q_len == 1 && p_.mask.window == 0 && !p_.documents &&
+                          !p_.parts && p_.shard.layout != Layout::listed;
     Interval seen{0, sequence.local_len};
     if (!sees_all) {
       const PackedRow at = packed_row(work, min(lane_, work.rows - 1));
@@ -135,8 +135,9 @@ class DecodeFinder {
     // Each block draws once for each of its pieces and once for none: after the last draw of all,
     // the counter is zero again.
     if (plan_.ticket != nullptr && lane_ == 0)
-      ticket_ = blocks + static_cast<int>(atomicInc(reinterpret_cast<unsigned*>(plan_.ticket),
-                                                    static_cast<unsigned>(plan_.works + blocks - 1)));
+      ticket_ =
+          blocks + static_cast<int>(atomicInc(reinterpret_cast<unsigned*>(plan_.ticket),
+                                              static_cast<unsigned>(plan_.works + blocks - 1)));
     return index_;
   }
 
@@ -159,7 +160,8 @@ class DecodeFinder {
     }
   }
 
-  /// The known segment; or that there is none in this node; or, false, that there is nothing further.
+  /// The known segment; or that there is none in this node; or, false, that there is nothing
+  /// further.
   __device__ __forceinline__ bool say() {
     DecodeSegment segment{-1, 0, Traits::Stack::kAll, static_cast<std::int8_t>(piece_), false};
     if (is_known_) {

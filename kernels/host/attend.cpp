@@ -144,12 +144,22 @@ class AttendRun {
     return reinterpret_cast<float*>(part_states_ + item * layout_.part_bytes);
   }
 
+  /// To the rows' slot; with `resume`, onto what stands there.
   void store(const Tile& tile, int slot, const Stats* stats, const float* o) const {
     for (int r = 0; r < tile.rows; ++r) {
       const std::int64_t token = tile.sequence.first_row + (tile.first + r) / group_;
       const std::int64_t row = token * p_.heads + tile.kv_head * group_ + (tile.first + r) % group_;
-      p_.state.stats(slot)[row] = stats[r];
-      std::copy_n(o + r * padded_, p_.dim, p_.state.o(slot, row));
+      Stats& to_stats = p_.state.stats(slot)[row];
+      float* to = p_.state.o(slot, row);
+      const float* from = o + r * padded_;
+      if (p_.resume) {
+        const Fold f = fold(to_stats, stats[r]);
+        to_stats = f.stats;
+        for (int d = 0; d < p_.dim; ++d) to[d] = f(to[d], from[d]);
+      } else {
+        to_stats = stats[r];
+        std::copy_n(from, p_.dim, to);
+      }
     }
   }
 

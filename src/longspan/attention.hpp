@@ -35,6 +35,9 @@ struct Options {
   std::optional<DType> kv_dtype = {};     // of k and v; default dtype, or fp8
   std::optional<DType> out_dtype = {};    // of out; default dtype, or fp8 with an out_scale
   bool tf32 = false;                      // CUDA: fp32 products may be rounded to tf32
+  bool fp8_products = false;  // Hopper: long e4m3 queries may be multiplied with e4m3 keys and
+                              // values as they are, weights rounded to e4m3 (docs/features.md).
+                              // Faster, some percent of error; scales must be positive
 
   Mask mask = {};
   std::optional<float> scale = {};  // default 1 / sqrt(dim)

@@ -2,6 +2,9 @@
 // attends into a slot of its own on one GPU, then one merge. Everything written is NaN beforehand.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <random>
 #include <string>
@@ -23,12 +26,21 @@ struct Dealt {
   bool odd_queries = false;      // q's rows at odd addresses
   bool bounded = true;           // the longest sequence is known
   bool on_hopper = false;        // the kernel for long queries on Hopper must take it
+  bool fp8_products = false;
+  bool chain = false;        // one slot: each rank's keys go on from the state of those before
+  bool empty_first = false;  // chain: the first rank's too, from empty states
+  bool finished = false;     // chain: the last rank's end the rows, where a kernel can (and on
+                             // Hopper it must)
+  bool narrow = false;       // chain: scratch that holds no states aside
+  bool tf32 = false;
 };
 
 inline std::string trace(const Serving& s, const Dealt& dealt, std::uint64_t seed) {
   return describe(s) + " | " + name(dealt.layout) + " by " + std::to_string(dealt.block) + ", " +
          std::to_string(dealt.ranks) + " ranks, parts " + std::to_string(dealt.parts.count) +
-         (dealt.invariant ? ", invariant" : "") + (dealt.odd_queries ? ", odd queries" : "") +
+         (dealt.chain ? ", in a chain" : "") + (dealt.empty_first ? " from empty states" : "") +
+         (dealt.finished ? " to the result" : "") + (dealt.invariant ? ", invariant" : "") +
+         (dealt.odd_queries ? ", odd queries" : "") + (dealt.fp8_products ? ", fp8 products" : "") +
          (s.padding != 0 ? ", padding " + std::to_string(s.padding) : "") + ", seed " +
          std::to_string(seed);
 }
@@ -59,13 +71,47 @@ inline std::vector<std::int64_t> uneven_cuts(const Serving& s, int ranks) {
   return cuts;
 }
 
+/// NaN in what nobody may read: max and o of empty states. With `all`, every state becomes empty.
+inline void poison_empty(kernels::StateSlots states, Buffer& memory, bool all = false) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  std::vector<std::byte> host(memory.bytes());
+  memory.download(host.data());
+  states.data = host.data();
+  for (int slot = 0; slot < states.slots; ++slot)
+    for (std::int64_t row = 0; row < states.rows; ++row) {
+      Stats& stats = states.stats(slot)[row];
+      if (all) stats.sum = 0.0f;
+      if (!is_empty(stats)) continue;
+      stats.max = kNan;
+      std::fill_n(states.o(slot, row), states.dim, kNan);
+    }
+  memory.upload(host.data());
+}
+
+/// The states of sequences that are left out hold what they held.
+inline void expect_left_out(const ServingProblem& problem, kernels::StateSlots states,
+                            const Buffer& memory, bool were_empty) {
+  std::vector<std::byte> host(memory.bytes());
+  memory.download(host.data());
+  states.data = host.data();
+  for (int b = 0; b < problem.shape.batch(); ++b)
+    for (int head = 0; problem.skipped(b) && head < problem.shape.heads; ++head) {
+      const std::int64_t row = problem.query_start[b] * problem.shape.heads + head;
+      const Stats stats = states.stats(0)[row];
+      EXPECT_TRUE(std::isnan(stats.max)) << "state of row " << row << " was written";
+      EXPECT_TRUE(were_empty ? is_empty(stats) : std::isnan(stats.sum)) << row;
+      for (int d = 0; d < states.dim; ++d) EXPECT_TRUE(std::isnan(states.o(0, row)[d])) << row;
+    }
+}
+
 inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt) {
   const Serving& s = problem.shape;
   static const std::unique_ptr<kernels::Backend> backend = kernels::cuda_backend();
-  const int slots = dealt.parts ? dealt.parts.count : dealt.ranks;
+  const int slots = dealt.parts ? dealt.parts.count : dealt.chain ? 1 : dealt.ranks;
   kernels::StateSlots states{nullptr, problem.tokens * s.heads, s.dim, slots};
-  const Buffer memory = poisoned(Device::cuda, states.slot_bytes() * slots);
+  Buffer memory = poisoned(Device::cuda, states.slot_bytes() * slots);
   states.data = static_cast<std::byte*>(memory.data());
+  if (dealt.empty_first) poison_empty(states, memory, true);
   const std::vector<std::int64_t> cuts =
       dealt.layout == Layout::ranges ? uneven_cuts(s, dealt.ranks) : std::vector<std::int64_t>{};
   const std::int64_t row = std::int64_t{s.heads} * s.dim;
@@ -120,17 +166,23 @@ inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt
     p.bias.alibi = s.alibi.value_or(Alibi::context);
     p.bias.qq = a.qq_bias();
     p.invariant = dealt.invariant;
+    p.fp8_products = dealt.fp8_products;
+    p.tf32 = dealt.tf32;
     p.max_kv_len = dealt.bounded ? problem.max_kv_len() : 0;
     p.parts = dealt.parts;
     p.state = states;
-    p.slot = rank;
+    p.slot = dealt.chain ? 0 : rank;
+    p.resume = dealt.chain && (rank > 0 || dealt.empty_first);
     if (dealt.on_hopper) {
       EXPECT_TRUE(kernels::sm90::accepts(p));
     }
     buffers.push_back(poisoned(Device::cuda, backend->attend_scratch(p)));
     p.scratch = static_cast<std::byte*>(buffers.back().data());
     p.scratch_bytes = buffers.back().bytes();
+    if (dealt.narrow && p.resume) p.scratch_bytes = states.slot_bytes() - 1;
+    if (dealt.chain && dealt.finished && rank + 1 == dealt.ranks) break;  // below
     backend->attend(p, {});
+    if (dealt.chain) poison_empty(states, memory);
   }
   const ServingArrays& a = *kept.front();
   kernels::MergeParams m;
@@ -145,7 +197,14 @@ inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt
   m.lse = static_cast<float*>(a.lse.data());
   m.lse_row_stride = s.heads;
   m.lse_head_stride = 1;
-  backend->merge(m, {});
+  bool ended = false;
+  if (dealt.chain && dealt.finished) {
+    ended = backend->attend_finished(p, m, {});
+    EXPECT_TRUE(ended || !dealt.on_hopper);
+    if (!ended) backend->attend(p, {});
+  }
+  if (!ended) backend->merge(m, {});
+  if (dealt.chain) expect_left_out(problem, states, memory, dealt.empty_first);
   settle(a.out);
   return a.result();
 }

@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import host_serving  # noqa: E402
 import prefill_features  # noqa: E402
+import prefill_fp8  # noqa: E402
 import prefill_vs_torch  # noqa: E402
 import records  # noqa: E402
 import seeds_vs_longspan  # noqa: E402
@@ -67,6 +68,17 @@ class FeaturesTest(CommandTest):
         self.assertEqual((len(lengths), min(lengths), max(lengths)), (16, 1, 16384))
         work = sum(n * n for n in lengths)
         self.assertLess(abs(sum(n * n for n in prefill_features.equal(lengths)) / work - 1), 0.001)
+
+
+class Fp8Test(CommandTest):
+    def test_beside_bf16(self):
+        start(prefill_fp8, "--command", COMMAND, "--machine", "try", "--backend", "host",
+              "--shrink", 256, "--rounds", 1, "--no-accuracy", "--results", self.folder)
+        rows = records.read(self.path("fp8-try.jsonl"))
+        self.assertEqual(len(rows), 8)
+        self.assertEqual({(r["target"], r["peer"]) for r in rows}, {(1.3, "longspan, bf16")})
+        self.assertEqual({r["case"]["qkv_dtype"] for r in rows}, {"e4m3"})
+        self.assertEqual({r["case"]["fp8_products"] for r in rows}, {False})  # not on processors
 
 
 def attention(section, heads, kv_heads, batch, tokens, kv_len, us, **more):

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "host_problem.hpp"
+#include "longspan/error.hpp"
 
 namespace longspan::tests {
 namespace {
@@ -446,6 +447,20 @@ TEST_F(HostFeatures, Tf32ChangesNothing) {
   auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);
   p.tf32 = p.invariant = true;
   EXPECT_NO_THROW(backend_->check(p));
+}
+
+// Weights rounded to e4m3 are nothing that the host does, and it says so.
+TEST_F(HostFeatures, Fp8ProductsAreRefused) {
+  Problem problem({}, device_());
+  auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);
+  p.fp8_products = true;
+  try {
+    backend_->check(p);
+    FAIL() << "taken";
+  } catch (const Unsupported& refusal) {
+    EXPECT_NE(std::string(refusal.what()).find("fp8 products"), std::string::npos);
+    EXPECT_NE(std::string(refusal.what()).find("on the host"), std::string::npos);
+  }
 }
 
 }  // namespace

@@ -154,21 +154,59 @@ class Problem {
     const std::int64_t slot_bytes = kernels::StateSlots::bytes(rows, shape.dim);
     std::vector<std::byte> memory(slot_bytes * ranks * slots, std::byte{0xff});
     const kernels::StateSlots state{memory.data(), rows, shape.dim, ranks * slots};
-    for (int r = 0; r < ranks; ++r) {
-      Local l = local(shards[r]);
-      kernels::AttendParams p = params(shards[r], state, r * slots);
-      l.give(p);
-      backend.check(p);
-      std::vector<std::byte> scratch(backend.attend_scratch(p) + 256, std::byte{0xff});
-      p.scratch = scratch.data() + (256 - reinterpret_cast<std::uintptr_t>(scratch.data()) % 256);
-      p.scratch_bytes = scratch.size() - 256;
-      backend.attend(p, {});
+    for (int r = 0; r < ranks; ++r) attend(backend, params(shards[r], state, r * slots));
+    kernels::StateSlots merged = state;
+    if (slot >= 0) merged = {memory.data() + slot * slot_bytes, rows, shape.dim, 1};
+    return merge(backend, merged, shards[0].layout == Layout::interleaved, sinks);
+  }
+
+  /// The shards in a chain, each from the state of those before: a slot for each part of the keys,
+  /// and no merge but over the parts. `empty_first`: the first shard begins from empty states.
+  /// Between the shards, max and o of empty states become NaN.
+  Result run_chain(const kernels::Backend& backend, const std::vector<Shard>& shards,
+                   const std::vector<float>* sinks = nullptr, bool empty_first = false) {
+    const std::int64_t rows = tokens() * shape.heads;
+    const int slots = std::max(1, shape.parts.count);
+    std::vector<std::byte> memory(kernels::StateSlots::bytes(rows, shape.dim) * slots,
+                                  std::byte{0xff});
+    const kernels::StateSlots state{memory.data(), rows, shape.dim, slots};
+    bool resume = empty_first;
+    if (empty_first)
+      for (int s = 0; s < slots; ++s) std::fill_n(state.stats(s), rows, Stats{kNan, 0.0f});
+    for (const Shard& shard : shards) {
+      kernels::AttendParams p = params(shard, state, 0);
+      p.resume = resume;
+      attend(backend, p);
+      resume = true;
+      for (int s = 0; s < slots; ++s)
+        for (std::int64_t row = 0; row < rows; ++row)
+          if (is_empty(state.stats(s)[row])) {
+            state.stats(s)[row].max = kNan;
+            std::fill_n(state.o(s, row), shape.dim, kNan);
+          }
     }
+    return merge(backend, state, false, sinks);
+  }
+
+  /// Keys as `p.shard` holds them, and scratch of any content.
+  void attend(const kernels::Backend& backend, kernels::AttendParams p) {
+    Local l = local(p.shard);
+    l.give(p);
+    backend.check(p);
+    std::vector<std::byte> scratch(backend.attend_scratch(p) + 256, std::byte{0xff});
+    p.scratch = scratch.data() + (256 - reinterpret_cast<std::uintptr_t>(scratch.data()) % 256);
+    p.scratch_bytes = scratch.size() - 256;
+    backend.attend(p, {});
+  }
+
+  /// Over poisoned results.
+  Result merge(const kernels::Backend& backend, const kernels::StateSlots& state, bool interleaved,
+               const std::vector<float>* sinks) const {
+    const std::int64_t rows = state.rows;
     Result result{std::vector<float>(rows * shape.dim, kNan), std::vector<float>(rows, kNan)};
     kernels::MergeParams m;
     m.states = state;
-    if (slot >= 0) m.states = {memory.data() + slot * slot_bytes, rows, shape.dim, 1};
-    m.interleaved = shards[0].layout == Layout::interleaved;
+    m.interleaved = interleaved;
     m.heads = shape.heads;
     m.sinks = sinks ? sinks->data() : nullptr;
     m.tokens = tokens();

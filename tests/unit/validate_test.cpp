@@ -57,6 +57,30 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("kv_dtype fp16: it is dtype (fp32) or fp8", [](Options& o) { o.kv_dtype = fp16; });
   refuse("out_dtype bf16: it is dtype (fp32) or fp8", [](Options& o) { o.out_dtype = bf16; });
   refuse("tf32 is a way to make fp32 products", [](Options& o) { o.dtype = bf16, o.tf32 = true; });
+  const auto fp8 = [](Options& o) {
+    o.dtype = bf16, o.query_dtype = o.kv_dtype = e4m3, o.dim = 64, o.fp8_products = true;
+  };
+  Options taken = options();
+  fp8(taken);
+  check_options(taken);
+  refuse("query_dtype is bf16 and kv_dtype is e4m3: give both as e4m3",
+         [&](Options& o) { fp8(o), o.query_dtype = {}; });
+  refuse("query_dtype is e4m3 and kv_dtype is e5m2: give both as e4m3",
+         [&](Options& o) { fp8(o), o.kv_dtype = e5m2; });
+  refuse("fp8_products with dtype fp32: take bf16", [&](Options& o) { fp8(o), o.dtype = fp32; });
+  refuse("fp8_products with invariant", [&](Options& o) { fp8(o), o.invariant = true; });
+  for (const int dim : {16, 32, 40, 56, 72, 200}) {
+    Options o = taken;
+    o.dim = dim;
+    expect_refused<Unsupported>("in steps of 16 are supported", [&] { check_options(o); });
+  }
+  for (const int dim : {48, 64, 80, 128, 192, 256}) {
+    Options o = taken;
+    o.dim = dim;
+    EXPECT_NO_THROW(check_options(o)) << dim;
+  }
+  taken.softcap = 30;
+  expect_refused<Unsupported>("fp8_products with softcap 30", [&] { check_options(taken); });
   refuse("max_kv_len -1", [](Options& o) { o.max_kv_len = -1; });
   refuse("max_query_len -1", [](Options& o) { o.max_query_len = -1; });
   refuse("exchange \"pigeon\" is none of auto, windows, gather",
@@ -76,6 +100,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"kv_dtype", [](Options& o) { o.kv_dtype = e5m2; }},
       {"out_dtype", [](Options& o) { o.out_dtype = e4m3; }},
       {"tf32", [](Options& o) { o.tf32 = true; }},
+      {"fp8_products", [](Options& o) { o.fp8_products = true; }},
       {"causal", [](Options& o) { o.mask.causal = false; }},
       {"window", [](Options& o) { o.mask.window = 3; }},
       {"right", [](Options& o) { o.mask.right = 3; }},

@@ -1,0 +1,147 @@
+// What the Hopper kernel does besides where q, k and v are e4m3 and are multiplied as they are
+// (AttendParams::fp8_products): twice the speed of the tensor cores.
+//
+// Values. The tensor cores take 8-bit operands only with the summed index innermost, so P V wants
+// the keys of a column of V side by side. Two warps of the loader's warpgroup transpose each tile
+// between the copy engine and the consumers, in pieces of 32 keys x 16 columns: ldmatrix transposes
+// pairs of bytes, a byte permutation takes the pairs apart, stmatrix stores.
+//
+// Order of keys. A consumer's thread holds of 16 scores of a row those of keys 2t, 2t + 1, 8 + 2t,
+// 8 + 2t + 1, where the product wants 4t ... 4t + 3 of its operand P. So P's keys are renamed
+// rather than moved: the transposed values have their keys in the same order, which is the one that
+// the permutation of bytes gives by itself.
+//
+// Weights. e4m3 has 3 bits behind its leading one, from 2^-6 to 448, and fixed steps of 2^-9 below.
+// Origins lie 2^8 below a maximum (Tile::kLift), so that a weight of 2^-14 of a row's largest still
+// has its 3 bits, and what is below 2^-18 is lost. The row's sum, hence its lse, is of weights as
+// they were before rounding. O is divided by the sum of rounded ones: where few keys have all the
+// weight, or all values have something in common, the rounding cancels. That sum is a column more
+// of O, made by the same product from a column of ones, so that what the tensor cores lose in
+// adding (they keep some 14 bits of a sum) is lost in both alike.
+#pragma once
+
+#include "kernels/cuda/attend_sm90_block.cuh"
+
+namespace longspan::kernels::sm90 {
+
+/// A thread's scores are what it must hold of P as the next product's operand, but for the order of
+/// keys: see above.
+template <int kCount>
+__device__ void round_to_e4m3(std::uint32_t (&p)[kCount / 16][4], const float (&s)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 8)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      p[i / 16][i / 8 % 2 * 2 + h] =
+          pack_e4m3(s[i + 2 * h], s[i + 2 * h + 1], s[i + 4 + 2 * h], s[i + 4 + 2 * h + 1]);
+}
+
+/// O += P V, asynchronously; v transposed.
+template <class T>
+__device__ void multiply_transposed(float (&o)[T::kColumns / 2],
+                                    const std::uint32_t (&p)[T::kKeys / 32][4], const void* v) {
+  using Element = typename T::Element;
+  constexpr int kPanelBytes = T::kColumns * 128, kHalf = 128;
+  const std::uint64_t b = operand(v, kPanelBytes);
+#pragma unroll
+  for (int step = 0; step < T::kKeys / 32; ++step) {
+    const std::uint64_t at = advance(b, step / 4 * kPanelBytes + step % 4 * 32);
+    if constexpr (T::kColumns <= 256) {
+      Product<T::kColumns>::template registers<Element, false>(o, p[step], at, true);
+    } else {  // more columns than one product has
+      Product<kHalf>::template registers<Element, false>(reinterpret_cast<float(&)[kHalf / 2]>(o),
+                                                         p[step], at, true);
+      Product<T::kColumns - kHalf>::template registers<Element, false>(
+          reinterpret_cast<float(&)[(T::kColumns - kHalf) / 2]>(o[kHalf / 2]), p[step],
+          advance(at, kHalf * 128), true);
+    }
+  }
+}
+
+/// Two warps: the tile `from` [panels of 128 columns][kKeys][128] -> `to` [panels of 128 keys]
+/// [kColumns][128], both in the swizzle. Of each 16 keys those of a thread's scores lie together.
+template <class T>
+__device__ void transpose_tile(const void* from, void* to) {
+  constexpr int kChunks = T::kDim / 16;  // of 16 columns
+  // Chunks under way in a warp, as registers allow.
+  constexpr int kBatch = kChunks / 2 < 4 || T::kProducerRegisters < 56 ? 2 : 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 2;
+
+  // After ldmatrix, lane 4 g + t has columns 2 g and 2 g + 1 of keys 2t and 2t + 1 in one word. The
+  // rows of a matrix to store come from the 8 groups g. They are even columns of the lower groups
+  // and odd ones of the upper, or the reverse: then they lie in 8 different places of the swizzle.
+  const bool upper = lane >= 16;
+  const unsigned first = upper ? 0x7531 : 0x6420, second = upper ? 0x6420 : 0x7531;
+  // Lane l addresses row l % 8 of matrix l / 8: matrices (first, second) of 16 keys, then of 16
+  // more.
+  const int matrix = lane / 8, row = 2 * (lane % 8) + (matrix % 2 ^ lane % 8 / 4);
+  const std::uint32_t load = shared_address(from) + lane * 128;
+  const std::uint32_t store = shared_address(to) + row * 128;
+
+#pragma unroll 1
+  for (int keys = 0; keys < T::kKeys / 32; ++keys) {
+    const std::uint32_t load_keys = load + keys * 32 * 128;
+    const std::uint32_t store_keys =
+        store + keys / 4 * T::kColumns * 128 + ((keys % 4 * 2 + matrix / 2) ^ row % 8) * 16;
+#pragma unroll 1
+    for (int chunk = kBatch * warp; chunk < kChunks; chunk += 2 * kBatch) {
+      std::uint32_t pairs[kBatch][4];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        load_matrices_transposed(pairs[i], load_keys + (chunk + i) / 8 * T::kPanelBytes +
+                                               (((chunk + i) % 8) ^ lane % 8) * 16);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const std::uint32_t(&pair)[4] = pairs[i];
+        const std::uint32_t columns[4] = {
+            __byte_perm(pair[0], pair[1], first), __byte_perm(pair[0], pair[1], second),
+            __byte_perm(pair[2], pair[3], first), __byte_perm(pair[2], pair[3], second)};
+        store_matrices(store_keys + (chunk + i) * 16 * 128, columns);
+      }
+    }
+  }
+}
+
+/// The transposing warps: follow the loader from item to item and tile to tile.
+template <class T>
+__device__ void transpose(Shared<T>& shared) {
+  constexpr int kBarrier = 1 + 2 * T::kConsumers;  // behind the consumers'
+  constexpr unsigned kOnes = 0x38383838;           // of e4m3
+  StoredValues<T>& stored = shared.stored;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = 0; i < T::kStages * T::kValuePanels; ++i) {
+    auto& panel = shared.v[i / T::kValuePanels][i % T::kValuePanels];
+    reinterpret_cast<uint4*>(panel[T::kDim])[threadIdx.x % T::kTransposers] =
+        uint4{kOnes, kOnes, kOnes, kOnes};
+  }
+
+  Turn<2> announced;
+  Turn<T::kStages> at;  // of both rings: a tile has the same stage in each
+  for (;; announced.next()) {
+    shared.item_full[announced.stage].wait(announced.parity);
+    const Item& item = shared.items[announced.stage];
+    const int tiles = item.tiles, clear = item.clear;
+    int first = item.some.end;
+    shared.item_empty[announced.stage].arrive();
+    if (tiles == 0) return;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      first -= T::kKeys;
+      stored.full[at.stage].wait(at.parity);
+      if (first < clear)
+        clear_keys<T, T::kTransposers>(stored.v[at.stage], clear - first, kBarrier);
+      shared.v_empty[at.stage].wait(at.parity ^ 1);
+      transpose_tile<T>(stored.v[at.stage], shared.v[at.stage]);
+      fence_shared_stores();
+      __syncwarp();
+      if (lane == 0) {
+        stored.empty[at.stage].arrive();
+        shared.v_full[at.stage].arrive();
+      }
+      at.next();
+    }
+  }
+}
+
+}  // namespace longspan::kernels::sm90

@@ -1,0 +1,492 @@
+// Products of e4m3 on Hopper against float64 of the inputs as they are stored. Two kinds of inputs:
+// such that no rounding of the kernel loses anything, so that a wrong place or a wrong key shows;
+// and random ones, whose error must be what rounding the weights to e4m3 makes of it. And what the
+// option does not touch: the path that widens e4m3 keeps its bits.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/gpu/serving_ranks.hpp"
+
+namespace longspan::testing {
+namespace {
+
+#define LONGSPAN_NEEDS_HOPPER()                                                         \
+  LONGSPAN_NEEDS_GPU();                                                                 \
+  do {                                                                                  \
+    cudaDeviceProp longspan_gpu;                                                        \
+    ASSERT_EQ(cudaGetDeviceProperties(&longspan_gpu, 0), cudaSuccess);                  \
+    if (longspan_gpu.major != 9) GTEST_SKIP() << longspan_gpu.name << " is not Hopper"; \
+  } while (0)
+
+std::uint64_t fresh_seed() { return std::random_device{}(); }
+
+/// Everything in e4m3, one key after the other.
+Serving in_e4m3(Serving s) {
+  if (s.dtype == DType::fp32) s.dtype = DType::bf16;
+  s.q_dtype = s.kv_dtype = DType::e4m3;
+  s.page = 0;
+  return s;
+}
+
+void set(std::vector<std::byte>& elements, std::size_t i, float value) {
+  launcher::store(elements.data(), DType::e4m3, static_cast<std::int64_t>(i), value);
+  ASSERT_EQ(launcher::load(elements.data(), DType::e4m3, static_cast<std::int64_t>(i)), value);
+}
+
+/// Scores of -2 to 2 in base 2, so that weights are powers of two, and values of -2 to 2: all sums
+/// are whole numbers of few bits. Scales are powers of two, another for each head. A tensor core
+/// keeps 14 bits of a sum; the sum of weights has 12 or fewer up to 1,000 keys.
+ServingProblem exact_problem(Serving s, std::uint64_t seed) {
+  s = in_e4m3(s);
+  s.scale = kLn2;
+  s.per_head_scales = true;
+  ServingProblem p(s, seed);
+  std::mt19937_64 random(seed);
+  const auto sign = [&] { return random() % 2 ? 1.0f : -1.0f; };
+  for (auto* scales : {&p.q_scale, &p.k_scale, &p.v_scale})
+    for (float& scale : *scales) scale = std::exp2(static_cast<float>(random() % 7) - 3);
+  const auto dim = static_cast<std::size_t>(s.dim);
+  const auto head = [&](std::size_t i, int heads) {
+    return i / dim % static_cast<unsigned>(heads);
+  };
+  const auto group = static_cast<unsigned>(s.heads / s.kv_heads);
+  for (std::size_t i = 0; i < p.q.size(); ++i)
+    set(p.q, i, sign() / p.q_scale[head(i, s.heads) / group]);
+  std::fill(p.k.begin(), p.k.end(), std::byte{});
+  for (std::size_t row = 0; row < p.k.size(); row += dim)
+    for (int one = 0; one < 2; ++one)
+      set(p.k, row + random() % dim, sign() / p.k_scale[head(row, s.kv_heads)]);
+  for (std::size_t i = 0; i < p.v.size(); ++i)
+    set(p.v, i, (static_cast<float>(random() % 5) - 2) / p.v_scale[head(i, s.kv_heads)]);
+  return p;
+}
+
+/// One rank, through the layer: the kernel finishes the rows itself.
+ServingResult run_option(const ServingProblem& problem, bool fp8_products) {
+  const ServingArrays arrays(Device::cuda, problem, Shard::contiguous(0, 0, 1));
+  Options options = options_for(problem);
+  options.fp8_products = fp8_products;
+  Attention layer(self(Device::cuda), options);
+  layer.run(arrays.request());
+  layer.wait();
+  return arrays.result();
+}
+
+void expect_exact(const ServingProblem& problem, const ServingResult& found, std::int64_t sampled) {
+  const Tolerance tolerance{2e-5, problem.shape.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11, 2e-6};
+  const Verdict verdict =
+      judge(problem, found.out, found.lse, problem.all_rows(), tolerance, sampled);
+  EXPECT_TRUE(verdict.right()) << verdict.wrong << " of " << verdict.compared
+                               << " wrong: " << verdict.first;
+}
+
+/// Both ends of the kernel: states, merged, and finished rows. Finished ones have one rank.
+void check_exact(const Serving& s, Dealt dealt = {}, std::int64_t sampled = 12) {
+  const std::uint64_t seed = fresh_seed();
+  SCOPED_TRACE(trace(s, dealt, seed));
+  const ServingProblem problem = exact_problem(s, seed);
+  dealt.fp8_products = dealt.on_hopper = true;
+  expect_exact(problem, run_dealt(problem, dealt), sampled);
+  if (dealt.ranks == 1) expect_exact(problem, run_option(problem, true), sampled);
+}
+
+TEST(AttendSm90Fp8, EveryHeadDim) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const DType dtype : {DType::bf16, DType::fp16})
+    for (int dim = 48; dim <= 256; dim += 16)
+      for (const bool causal : {false, true})
+        check_exact({.heads = 4,
+                     .kv_heads = 2,
+                     .dim = dim,
+                     .dtype = dtype,
+                     .q_lens = {130},
+                     .kv_lens = {433},
+                     .mask = {.causal = causal}});
+}
+
+// Rows come in tiles of 128 and 192, keys in tiles of 96, 128 and 192, of which 32 are a step.
+TEST(AttendSm90Fp8, EdgesOfTiles) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int dim : {64, 128, 256})
+    for (const int q_len : {17, 64, 127, 128, 129, 192, 193})
+      for (const int kv_len : {1, 2, 16, 17, 31, 32, 33, 95, 96, 97, 128, 129, 191, 192, 193, 385})
+        for (const bool causal : {false, true})
+          check_exact({.heads = 1,
+                       .kv_heads = 1,
+                       .dim = dim,
+                       .dtype = DType::fp16,
+                       .q_lens = {q_len},
+                       .kv_lens = {kv_len},
+                       .mask = {.causal = causal},
+                       .sinks = kv_len % 2 == 0},
+                      {}, 8);
+}
+
+TEST(AttendSm90Fp8, EveryMaskInUnevenBatches) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Mask masks[] = {{},
+                        {.causal = true},
+                        {.causal = true, .window = 1},
+                        {.causal = true, .window = 100},
+                        {.window = 64, .right = 0},
+                        {.window = 30, .right = 17},
+                        {.right = 5}};
+  for (const int dim : {64, 128, 256})
+    for (const Mask& mask : masks)
+      check_exact({.heads = 6,
+                   .kv_heads = 2,
+                   .dim = dim,
+                   .dtype = DType::fp16,
+                   .q_lens = {200, 20, 300, 17, 40, 1000},
+                   .kv_lens = {200, 500, 64, 900, 30, 1000},
+                   .mask = mask,
+                   .sinks = true});
+}
+
+// What no row may see is NaN, before a window too, where values are cleared.
+TEST(AttendSm90Fp8, Shards) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const Dealt& cut : {Dealt{.layout = Layout::contiguous}, Dealt{.layout = Layout::ranges},
+                           Dealt{.layout = Layout::zigzag}, Dealt{.layout = Layout::striped},
+                           Dealt{.layout = Layout::interleaved, .block = 1},
+                           Dealt{.layout = Layout::interleaved, .block = 128}})
+    for (const int ranks : {1, 2, 3})
+      for (const int window : {0, 150})
+        for (const int dim : {64, 128, 256}) {
+          Dealt dealt = cut;
+          dealt.ranks = ranks;
+          check_exact({.heads = 6,
+                       .kv_heads = 2,
+                       .dim = dim,
+                       .dtype = DType::bf16,
+                       .q_lens = {300, 40, 170, 20},
+                       .kv_lens = {1000, 130, 170, 20},
+                       .mask = {.causal = true, .window = window},
+                       .sinks = true},
+                      dealt);
+        }
+}
+
+TEST(AttendSm90Fp8, FlagsAndDocuments) {
+  LONGSPAN_NEEDS_HOPPER();
+  check_exact({.heads = 2,
+               .kv_heads = 1,
+               .dim = 128,
+               .dtype = DType::fp16,
+               .q_lens = {200, 140, 70},
+               .kv_lens = {300, 140, 700},
+               .causal = {1, 0, 0}});
+  for (const bool causal : {false, true}) {
+    Serving s{.dim = 64, .dtype = DType::fp16, .q_lens = {700}, .kv_lens = {700}};
+    s.mask.causal = causal;
+    s.documents = {40, 300, 301, 620, 690};
+    check_exact(s);
+  }
+}
+
+// ---- random inputs ---------------------------------------------------------------------------
+
+/// What a result's rows are off by, and that no element is off by more than the roundings can do:
+///
+///     weight   e4m3 has 3 bits behind its leading one: to nearest, 2^-4 of itself; and in its
+///     fixed
+///              steps half of 2^-9, where the row's largest weight is 2^8 or more
+///     score    a tensor core adds 32 products and the sum so far in one step, and cuts each of the
+///              33 at 2^-13 of the largest: at most 33 2^-13 sum_d |q_d k_d| in each of dim / 32
+///              steps
+///     out      sum_j w_j m_j |v_j - out| from the weights, which are divided by the sum of what
+///     they
+///              became; and 33 2^-13 of sum_j w_j |v_j| and of |out| in each of the steps over keys
+///
+/// These are worst cases, far from what happens; the norm below is near to it.
+struct Distance {
+  double norm = 0;  // |out - exact| / |exact|
+  double lse = 0;   // root of the mean square
+  std::int64_t compared = 0;
+};
+
+Distance distance_of(const ServingProblem& problem, const ServingResult& found,
+                     std::int64_t sampled) {
+  const Serving& s = problem.shape;
+  constexpr double kRounding = 0x1p-4, kLost = 0x1p-18, kCut = 33 * 0x1p-13;
+  const double unit = s.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
+  const int group = s.heads / s.kv_heads;
+  Distance distance;
+  double difference = 0, size = 0, lse_error = 0;
+  std::int64_t rows = 0;
+  for (int b = 0; b < s.batch(); ++b)
+    for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head) {
+      const launcher::RowMajor keys = problem.matrix(false, b, kv_head);
+      const launcher::RowMajor values = problem.matrix(true, b, kv_head);
+      const std::int64_t step = std::max<std::int64_t>(1, s.q_lens[b] / sampled);
+      for (std::int64_t t = 0; t < s.q_lens[b]; t += step)
+        for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+          const launcher::Exact exact = problem.exact(b, t, head, keys, values);
+          const std::int64_t row = (problem.query_start[b] + t) * s.heads + head;
+          const Interval seen = problem.visible(b, problem.context(b) + t);
+          const double lse = found.lse[row];
+          if (std::isinf(exact.lse)) {
+            EXPECT_EQ(lse, exact.lse);
+            continue;
+          }
+          const double factor =
+              problem.q_scale.empty() ? 1.0 : problem.q_scale[s.per_head_scales ? kv_head : 0];
+          Eigen::VectorXd q(s.dim);
+          for (int d = 0; d < s.dim; ++d)
+            q[d] = factor * launcher::load(problem.q.data(), s.of_q(), row * s.dim + d);
+          const auto steps = static_cast<double>((seen.end - seen.begin) / 32 + 8);
+          const double cut_score = kCut * (s.dim + 31) / 32 * s.scale_used();
+          double most = 0;
+          for (std::int64_t j = seen.begin; j < seen.end; ++j)
+            most = std::max(most, std::exp(s.scale_used() * keys.row(j).dot(q) - exact.lse));
+          Eigen::VectorXd moved = Eigen::VectorXd::Zero(s.dim), sizes = moved;
+          double moved_score = 0, moved_weight = 0;
+          for (std::int64_t j = seen.begin; j < seen.end; ++j) {
+            const double weight = std::exp(s.scale_used() * keys.row(j).dot(q) - exact.lse);
+            const double m =
+                std::expm1(cut_score * keys.row(j).cwiseAbs().dot(q.cwiseAbs()) + 0x1p-16);
+            const double e = weight * m + std::max(kRounding * weight * (1 + m), kLost * most);
+            const Eigen::VectorXd v = values.row(j).transpose();
+            moved_score += weight * m;
+            moved_weight += e;
+            moved += e * (v - exact.out).cwiseAbs();
+            sizes += weight * v.cwiseAbs();
+          }
+          EXPECT_LE(std::abs(lse - exact.lse),
+                    -std::log1p(-std::min(moved_score, 0.99)) + 0x1p-18 * (1 + std::abs(exact.lse)))
+              << "lse of row " << row;
+          lse_error += (lse - exact.lse) * (lse - exact.lse);
+          ++rows;
+          const double rest = 1 - std::min(moved_weight + kCut * steps, 0.99);
+          for (int d = 0; d < s.dim; ++d) {
+            const double out = launcher::load(found.out.data(), s.of_out(), row * s.dim + d);
+            const double of_sums = kCut * steps * (sizes[d] + std::abs(exact.out[d]));
+            const double bound = (moved[d] + of_sums) / rest;
+            ++distance.compared;
+            difference += (out - exact.out[d]) * (out - exact.out[d]);
+            size += exact.out[d] * exact.out[d];
+            EXPECT_LE(std::abs(out - exact.out[d]),
+                      bound + unit * (std::abs(exact.out[d]) + bound) + 1e-6)
+                << "row " << row << " dim " << d << ": " << out << ", exactly " << exact.out[d];
+          }
+        }
+    }
+  distance.norm = std::sqrt(difference / size);
+  distance.lse = std::sqrt(lse_error / static_cast<double>(std::max<std::int64_t>(rows, 1)));
+  return distance;
+}
+
+/// Of a rounding to nearest with 3 bits behind the leading one the standard deviation is 2^-3 /
+/// sqrt(12) of the power of two below, and 0.027 of the number on average over numbers. Where
+/// values have the mean 0, a sum of so many weighted values and its error grow alike, so by norm a
+/// result is off by 0.027, less where few keys count; twice that is allowed. The lower end is
+/// beyond what weights of 16 bits could do.
+constexpr double kMostNorm = 2 * 0.027, kLeastNorm = 0.005;
+
+void check_random(const Serving& given, Dealt dealt = {}, std::int64_t sampled = 12) {
+  const Serving s = in_e4m3(given);
+  const std::uint64_t seed = fresh_seed();
+  SCOPED_TRACE(trace(s, dealt, seed));
+  const ServingProblem problem(s, seed);
+  dealt.fp8_products = dealt.on_hopper = true;
+  std::vector<ServingResult> results{run_dealt(problem, dealt)};
+  if (dealt.ranks == 1) results.push_back(run_option(problem, true));
+  for (const ServingResult& found : results) {
+    const Distance distance = distance_of(problem, found, sampled);
+    EXPECT_GT(distance.compared, 0);
+    EXPECT_LT(distance.norm, kMostNorm);
+    EXPECT_GT(distance.norm, kLeastNorm);
+    // Scores of order 1 are off by some 2^-9 (a unit of 2^-13 of sums of 16 to 32, some times), and
+    // a lse by an average of that.
+    EXPECT_LT(distance.lse, 0x1p-8);
+  }
+}
+
+TEST(AttendSm90Fp8, RandomInputs) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const DType dtype : {DType::bf16, DType::fp16})
+    for (const int dim : {64, 80, 128, 256})
+      for (const bool causal : {false, true})
+        for (const bool per_head : {false, true}) {
+          Serving s{.heads = 4,
+                    .kv_heads = 2,
+                    .dim = dim,
+                    .dtype = dtype,
+                    .q_lens = {300, 40, 130},
+                    .kv_lens = {333, 1500, 700}};
+          s.mask.causal = causal;
+          s.per_head_scales = per_head;
+          s.sinks = causal;
+          check_random(s);
+        }
+}
+
+TEST(AttendSm90Fp8, RandomInputsOnRanks) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int dim : {64, 128, 256})
+    for (const int ranks : {2, 3})
+      check_random({.dim = dim, .q_lens = {300, 100}, .kv_lens = {900, 3000}},
+                   {.layout = Layout::interleaved, .ranks = ranks});
+}
+
+// Large scores: few keys have all the weight, and origins move from tile to tile. Sums of q and k
+// reach 64, of which a tensor core cuts 2^-7 from each addend: in 8 steps of 33, in any direction,
+// a score of scale 1 is off by 0.1 or less, and where two keys share the weight, the result by a
+// quarter of that times their values' difference, beside the rounding of the weights.
+TEST(AttendSm90Fp8, GrowingScores) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int dim : {64, 128, 256})
+    for (const float scale : {0.3f, 1.0f}) {
+      const Serving s = in_e4m3({.heads = 2,
+                                 .kv_heads = 1,
+                                 .dim = dim,
+                                 .q_lens = {150},
+                                 .kv_lens = {1500},
+                                 .scale = scale});
+      const std::uint64_t seed = fresh_seed();
+      SCOPED_TRACE(trace(s, {}, seed));
+      const ServingProblem problem(s, seed);
+      EXPECT_LT(distance_of(problem, run_option(problem, true), 12).norm, 0.1);
+    }
+}
+
+// What values have in common does not feel the rounding of weights, because O is divided by the sum
+// of the rounded ones. Of 4 visible keys whose values are 8 give or take 1, the sum of exact
+// weights would leave 0.027 / 2 of error.
+TEST(AttendSm90Fp8, RoundingCancelsInWhatValuesShare) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int dim : {64, 128, 256}) {
+    Serving s = in_e4m3({.dim = dim, .q_lens = {300}, .kv_lens = {300}});
+    s.mask = {.causal = true, .window = 4};
+    const std::uint64_t seed = fresh_seed();
+    SCOPED_TRACE(trace(s, {}, seed));
+    ServingProblem problem(s, seed);
+    std::mt19937_64 random(seed);
+    for (std::size_t i = 0; i < problem.v.size(); ++i)
+      set(problem.v, i, 7 + static_cast<float>(random() % 3));
+    EXPECT_LT(distance_of(problem, run_option(problem, true), 40).norm, 0.006);
+  }
+}
+
+// A NaN that a row sees stays NaN, and the other rows are as if it were not there.
+TEST(AttendSm90Fp8, NanStaysNan) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int dim : {64, 128, 256}) {
+    const Serving s =
+        in_e4m3({.heads = 2, .kv_heads = 1, .dim = dim, .q_lens = {200}, .kv_lens = {200}});
+    ServingProblem problem(s, fresh_seed());
+    const ServingResult clean = run_option(problem, true);
+    constexpr std::size_t kBad = 150;
+    std::fill_n(problem.k.begin() + kBad * dim, dim, std::byte{0xff});
+    const ServingResult found = run_option(problem, true);
+    for (std::size_t at = 0; at < found.lse.size(); ++at) {
+      if (at / 2 < kBad)
+        EXPECT_EQ(found.lse[at], clean.lse[at]) << at;
+      else
+        EXPECT_TRUE(std::isnan(found.lse[at])) << at;
+    }
+  }
+}
+
+// The order of scores would turn, so it is no number.
+TEST(AttendSm90Fp8, ScalesThatAreNotPositiveGiveNan) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const float bad : {0.0f, -1.0f}) {
+    ServingProblem problem(in_e4m3({.dim = 64, .q_lens = {100}, .kv_lens = {300}}), fresh_seed());
+    problem.k_scale.assign(problem.k_scale.size(), bad);
+    for (const float lse : run_option(problem, true).lse) EXPECT_TRUE(std::isnan(lse));
+  }
+}
+
+TEST(AttendSm90Fp8, BitsRepeat) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int dim : {64, 128, 256}) {
+    const ServingProblem problem(
+        in_e4m3({.dim = dim, .q_lens = {3000, 300}, .kv_lens = {3000, 2000}}), fresh_seed());
+    const ServingResult first = run_option(problem, true);
+    for (int i = 0; i < 5; ++i) expect_same_bits(first, run_option(problem, true));
+  }
+}
+
+// ---- what the option leaves alone --------------------------------------------------------------
+
+bool same_bits(const ServingResult& a, const ServingResult& b) {
+  return a.out == b.out &&
+         std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)) == 0;
+}
+
+/// Off: the bits of the same numbers widened beforehand, in the kernel that widens. Few enough keys
+/// for one split, and queries at odd addresses, so that 16 bits take that kernel too.
+TEST(AttendSm90Fp8, OffIsTheWideningPath) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const DType dtype : {DType::bf16, DType::fp16})
+    for (const int dim : {64, 128, 256}) {
+      const Serving s =
+          in_e4m3({.dim = dim, .dtype = dtype, .q_lens = {100, 40}, .kv_lens = {400, 333}});
+      const std::uint64_t seed = fresh_seed();
+      SCOPED_TRACE(trace(s, {}, seed));
+      ServingProblem problem(s, seed);
+      for (auto* scales : {&problem.q_scale, &problem.k_scale, &problem.v_scale})
+        scales->assign(scales->size(), 1.0f);
+      Serving wide = s;
+      wide.q_dtype = wide.kv_dtype = {};
+      ServingProblem widened(wide, seed);
+      const auto widen = [&](std::vector<std::byte>& to, const std::vector<std::byte>& from) {
+        ASSERT_EQ(to.size(), 2 * from.size());
+        for (std::size_t i = 0; i < from.size(); ++i) {
+          const auto at = static_cast<std::int64_t>(i);
+          launcher::store(to.data(), dtype, at,
+                          static_cast<float>(launcher::load(from.data(), DType::e4m3, at)));
+        }
+      };
+      widen(widened.q, problem.q);
+      widen(widened.k, problem.k);
+      widen(widened.v, problem.v);
+      const ServingResult off = run_dealt(problem, {});
+      expect_same_bits(off, run_dealt(widened, {.odd_queries = true}));
+      EXPECT_FALSE(same_bits(off, run_dealt(problem, {.fp8_products = true})));
+    }
+}
+
+/// On, where it does not apply: pages, short queries, ALiBi, qq_bias.
+TEST(AttendSm90Fp8, WhatItDoesNotTakeKeepsItsBits) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int dim : {64, 128, 256}) {
+    Serving paged = in_e4m3({.dim = dim, .q_lens = {100, 5}, .kv_lens = {400, 333}});
+    paged.page = 16;
+    const Serving few = in_e4m3({.dim = dim, .q_lens = {16, 1, 5}, .kv_lens = {400, 3000, 333}});
+    Serving alibi = in_e4m3({.dim = dim, .q_lens = {100}, .kv_lens = {400}});
+    alibi.alibi = Alibi::query;
+    Serving drafts = in_e4m3({.dim = dim, .q_lens = {40}, .kv_lens = {400}});
+    drafts.qq_bias = true;
+    for (const Serving& s : {paged, few, alibi, drafts}) {
+      const std::uint64_t seed = fresh_seed();
+      SCOPED_TRACE(trace(s, {}, seed));
+      const ServingProblem problem(s, seed);
+      expect_same_bits(run_option(problem, false), run_option(problem, true));
+    }
+  }
+}
+
+/// In one batch long queries take it and short ones do not.
+TEST(AttendSm90Fp8, ShortQueriesAmongLongOnesKeepTheirBits) {
+  LONGSPAN_NEEDS_HOPPER();
+  const ServingProblem problem(
+      in_e4m3({.dim = 128, .q_lens = {5, 100, 1}, .kv_lens = {300, 400, 500}}), fresh_seed());
+  const ServingResult off = run_option(problem, false), on = run_option(problem, true);
+  const std::size_t row = std::size_t{2} * 128 * static_cast<std::size_t>(problem.shape.heads);
+  const auto same = [&](std::size_t from, std::size_t to) {
+    return std::equal(off.out.begin() + from * row, off.out.begin() + to * row,
+                      on.out.begin() + from * row);
+  };
+  EXPECT_TRUE(same(0, 5));
+  EXPECT_FALSE(same(5, 105));
+  EXPECT_TRUE(same(105, 106));
+}
+
+}  // namespace
+}  // namespace longspan::testing

@@ -81,13 +81,14 @@ int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least
   return best;
 }
 
-/// The same for sequences whose lengths may differ: pieces are handed out, two to four for each
-/// place, as long as they stay large beside what a piece costs.
-int choose_shared_splits(std::int64_t works, int resident, std::int64_t keys, int least) {
-  const int kLargePiece = 4 * least;
+/// The same for a kernel that hands pieces out to whoever is free and folds them itself: as many as
+/// stay large beside what a piece costs, so that slower multiprocessors take fewer, and sequences
+/// of different lengths leave nobody without work. `least`: as above.
+int choose_pieces(const AttendParams& p, std::int64_t works, int resident, int least) {
+  const std::int64_t keys = most_keys(p), large = (p.batch.size > 1 ? 4 : 8) * least;
+  const std::int64_t most = keys == kMostKeys ? 4 * resident : kMostPieces;
   int splits = choose_splits(works, resident, keys, least);
-  while (splits < kMostSplits && works * splits * 2 <= 4 * resident &&
-         keys >= splits * 2 * kLargePiece)
+  while (splits < kMostSplits && 2 * works * splits <= most && keys >= 2 * splits * large)
     splits *= 2;
   return splits;
 }
@@ -133,8 +134,8 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   const int least = kSegment * shape.groups;
   if (p.parts)
     plan.splits = p.parts.count;
-  else if (decodes && p.batch.size > 1)
-    plan.splits = choose_shared_splits(works, resident, most_keys(p), least);
+  else if (decodes)
+    plan.splits = choose_pieces(p, works, resident, least);
   else
     plan.splits = choose_splits(works, resident, most_keys(p),
                                 lengths == Lengths::only_long ? kLongSplit : least);
@@ -196,9 +197,18 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
     }
   }
   void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan, &boxes, &end};
-  LONGSPAN_CUDA(cudaLaunchKernel(launch.shape.kernel, dim3(launch.blocks),
-                                 dim3(launch.shape.threads), arguments,
-                                 static_cast<std::size_t>(launch.shape.shared_bytes), stream));
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(launch.blocks);
+  config.blockDim = dim3(launch.shape.threads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(launch.shape.shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs =
+      launch.shape.box_dim > 0 && !getenv("LS_NOPDL") ? 1 : 0;  // decode waits by itself
+  LONGSPAN_CUDA(cudaLaunchKernelExC(&config, launch.shape.kernel, arguments));
   if (launch.shape.box_dim > 0) return;  // it ends its rows itself
   if (finished != nullptr)
     fold_parts_finished(p, launch.plan, *finished, stream);
@@ -279,12 +289,17 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
     // See choose_splits: two splits of a row are at most four pieces a resident block.
     const std::int64_t split_rows = std::int64_t{2} * resident_blocks(shape, gpu) * shape.tile_rows;
     aside_tokens = std::max(aside_tokens, split_rows / bounds.heads);
-    // See choose_splits: at most four pieces a resident block.
-    bytes = std::max(
-        bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
-                   4 * resident *
-                       static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, bounds.dim)) +
-                   std::size_t{16} * kMostSplits + sizeof(int) * kAttendCounters);
+    // See choose_splits and choose_pieces.
+    const std::size_t pieces =
+        std::max<std::size_t>(4 * resident, shape.box_dim > 0 ? kMostPieces : 0);
+    const std::size_t rows =
+        std::min<std::size_t>(pieces * static_cast<std::size_t>(shape.tile_rows),
+                              static_cast<std::size_t>(bounds.tokens) *
+                                  static_cast<std::size_t>(bounds.heads) * kMostSplits);
+    bytes = std::max(bytes, sizeof(int) * kAttendCounters + kAlign +
+                                align(shape.state_bytes * fold_depth(keys) * resident) +
+                                rows * static_cast<std::size_t>(StateSlots::bytes(1, bounds.dim)) +
+                                std::size_t{16} * kMostSplits);
   };
   AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
   few.tokens = 1;

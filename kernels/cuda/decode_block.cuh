@@ -98,9 +98,9 @@ struct DecodeShared {
   alignas(16) float o[Traits::kNodes * Traits::kRows][kStride];  // states of the nodes
   Stats stats[Traits::kNodes * Traits::kRows];
   static_assert(sizeof(float) * Traits::kWarpRows * kStride >= Traits::Stack::kLowBytes);
-  DecodePiece piece[kPieces];
-  Interval views[kPieces][Traits::kRows];
-  PackedRow rows[kPieces][Traits::kPlain ? 1 : Traits::kRows];  // for biases
+  DecodePiece piece[kPieces + 1];  // the last: of the rehearsal, see attend_decode.cuh
+  Interval views[kPieces + 1][Traits::kRows];
+  PackedRow rows[kPieces + 1][Traits::kPlain ? 1 : Traits::kRows];  // for biases
   DecodeSegment segment[Traits::kGroups][kSegments];
   arch::Barrier stage_full[Traits::kGroups][Traits::kStages];
   arch::Barrier segment_full[Traits::kGroups][kSegments], segment_empty[Traits::kGroups][kSegments];
@@ -121,6 +121,13 @@ struct DecodeShared {
     }
     if (thread < kPieces) piece_empty[thread].init(Traits::kWarps);
     arch::publish_barriers();
+    if (thread == 0) {  // the rehearsal's: one row, which sees the first segment
+      DecodePiece& none = piece[kPieces];
+      none = {};
+      none.work.rows = 1;
+      none.splits = 1;
+      none.view.any = none.view.all = {0, kSegment};
+    }
   }
 };
 

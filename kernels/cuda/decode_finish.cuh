@@ -87,12 +87,14 @@ struct TileRow {
 };
 
 __device__ __forceinline__ void end_row(const AttendParams& p, const DecodeEnd& end, int slot,
-                                        const TileRow& row, int column, Columns& x) {
+                                        const TileRow& row, int column, Columns& x, bool is_real) {
   if (end.finish) {
     RowEnd(end.merge, row.head).finish(x);
-    store_result(end.merge, ResultPlace(end.merge, row.token, row.head, column), x, end.wide);
+    if (is_real)
+      store_result(end.merge, ResultPlace(end.merge, row.token, row.head, column), x, end.wide);
     return;
   }
+  if (!is_real) return;
   const std::int64_t to = row.token * p.heads + row.head;
   if (column == 0) p.state.stats(slot)[to] = x.stats;
   store(p.state.o(slot, to) + column, x);
@@ -124,13 +126,14 @@ __device__ __forceinline__ void for_columns(int rows, int dim, int count, const 
   }
 }
 
-/// The states of all nodes are in shared memory -> the rows' states, or results. One loop for all
+/// The states of all nodes are in shared memory -> the rows' states, or results; stored where it is
+/// real. One loop for all
 /// that folds here, of up to eight states at a time, so that the code is short: it is read from
 /// memory where nothing else is left to do.
 template <class Traits>
 __device__ __forceinline__ void finish_piece(const AttendParams& p, const Plan& plan,
                                              const DecodeEnd& end, DecodeShared<Traits>& shared,
-                                             const DecodePiece& piece) {
+                                             const DecodePiece& piece, bool is_real) {
   constexpr int kEight = 3;                                // levels of a fold of eight
   constexpr int kStates = Traits::kNodes * Traits::kRows;  // that shared memory holds
   const Work work = piece.work;
@@ -170,7 +173,8 @@ __device__ __forceinline__ void finish_piece(const AttendParams& p, const Plan& 
             return one;
           },
           0);
-      if (is_end) return end_row(p, end, p.slot + (p.parts ? work.split : 0), at, column, x);
+      if (is_end)
+        return end_row(p, end, p.slot + (p.parts ? work.split : 0), at, column, x, is_real);
       if (!is_whole) {
         const int state = eighth * rows + row;
         if (column == 0) shared.stats[state] = x.stats;

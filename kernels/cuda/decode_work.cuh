@@ -21,6 +21,7 @@ __device__ __noinline__ inline Interval row_view_apart(const AttendParams& p, Se
 template <class Traits>
 class DecodeFinder {
   using Shared = DecodeShared<Traits>;
+  static constexpr unsigned kRestNs = 400;  // a segment takes some 15 us
 
  public:
   __device__ __forceinline__ DecodeFinder(const AttendParams& p, const Plan& plan, Shared& shared)
@@ -31,24 +32,35 @@ class DecodeFinder {
   __device__ __forceinline__ void run() {
     bool guides = lane_ < Traits::kGroups;
     while (__any_sync(~0u, guides)) {
+      bool rests = true;  // nothing could be done; a loop that looks all the time is in others' way
       // A piece is taken as soon as a group is in the last one known.
-      if (!done_ && __any_sync(~0u, guides && entered_ == taken_) && has_room()) take();
-      __syncwarp();  // the piece is written
-      if (!guides) continue;
-      if (is_found_ && !is_known_) {
-        known_ = walk_.segment;
-        known_place_ = walk_.place;
-        is_known_ = true;
-        is_found_ = false;
+      if (!done_ && __any_sync(~0u, guides && entered_ == taken_) && has_room()) {
+        take();
+        rests = false;
       }
-      const bool idle = !walks_ && !is_known_ && !is_new_;
-      if (idle && (node_ > 0 || entered_ < taken_)) enter();
-      if (walks_ && !is_found_) is_found_ = walks_ = walk_.next();
-      // A segment's level is known with the next one. A node may have none; nor the group a node.
-      const bool ends = done_ && !is_new_ && node_ == 0 && entered_ == taken_;
-      if ((is_known_ ? is_found_ || !walks_ : !walks_ && (is_new_ || ends)) &&
-          shared_.segment_empty[lane_][segments_.at].test(segments_.parity ^ 1))
-        guides = say();
+      __syncwarp();  // the piece is written
+      if (guides) {
+        if (is_found_ && !is_known_) {
+          known_ = walk_.segment;
+          known_place_ = walk_.place;
+          is_known_ = true;
+          is_found_ = rests = false;
+        }
+        const bool idle = !walks_ && !is_known_ && !is_new_;
+        if (idle && (node_ > 0 || entered_ < taken_)) {
+          enter();
+          rests = false;
+        }
+        if (walks_ && !is_found_) is_found_ = walks_ = walk_.next();
+        // A segment's level is known with the next one. A node may have none; nor the group a node.
+        const bool ends = done_ && !is_new_ && node_ == 0 && entered_ == taken_;
+        if ((is_known_ ? is_found_ || !walks_ : !walks_ && (is_new_ || ends)) &&
+            shared_.segment_empty[lane_][segments_.at].test(segments_.parity ^ 1)) {
+          guides = say();
+          rests = false;
+        }
+      }
+      if (__all_sync(~0u, rests)) __nanosleep(kRestNs);
     }
   }
 

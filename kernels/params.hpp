@@ -135,9 +135,6 @@ struct KeyParts {
   }
 };
 
-/// Counters of pieces of work that are handed out, and of those that are done.
-inline constexpr int kAttendCounters = 1 + 8192;
-
 /// One rank's keys -> one partial state per row (slot `slot` of `state`). Every row of the batch is
 /// written, empty ones as empty states; rows past the last sequence, and of skipped sequences, are
 /// not touched. Products are of `dtype`: what is stored as fp8 is converted to it (exactly), unless
@@ -188,8 +185,8 @@ struct AttendParams {
 
   std::byte* scratch = nullptr;  // Backend::attend_scratch bytes
   std::size_t scratch_bytes = 0;
-  int* counters = nullptr;  // [kAttendCounters] zeros between calls, of one stream at a time; null:
-                            // part of the scratch is cleared for each call, which costs a launch
+  int* ticket = nullptr;  // [1] zero between calls, of one stream at a time; null: part of the
+                          // scratch is cleared for each call, which costs a launch
 
   LONGSPAN_HD bool is_causal(int b) const {
     return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;

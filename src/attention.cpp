@@ -10,7 +10,6 @@
 #include <array>
 #include <cmath>
 #include <utility>
-#include <vector>
 
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
@@ -85,7 +84,7 @@ struct Attention::Impl {
   std::unique_ptr<kernels::Backend> kernels;
   std::optional<PhaseClock> clock;
   Buffer memory;
-  Buffer counters;  // AttendParams::counters; CUDA only
+  Buffer ticket;  // AttendParams::ticket; CUDA only
   LayerWorkspace workspace;
   std::size_t scratch_bytes = 0;
   std::shared_ptr<const PeerView> peers;  // null: states are gathered
@@ -149,9 +148,9 @@ struct Attention::Impl {
     try {
       memory = Buffer(world.device(), bytes);
       if (world.device() == Device::cuda) {
-        const std::vector<int> zeros(kernels::kAttendCounters);
-        counters = Buffer(world.device(), zeros.size() * sizeof zeros[0]);
-        counters.upload(zeros.data());
+        const int zero = 0;
+        ticket = Buffer(world.device(), sizeof zero);
+        ticket.upload(&zero);
       }
     } catch (const Error& error) {
       failure = error.what();
@@ -225,7 +224,7 @@ struct Attention::Impl {
     p.slot = world.rank();
     p.scratch = workspace.scratch;
     p.scratch_bytes = scratch_bytes;
-    p.counters = static_cast<int*>(counters.data());
+    p.ticket = static_cast<int*>(ticket.data());
     return p;
   }
 

@@ -12,10 +12,10 @@
 #include "kernels/cuda/attend_tf32.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/decode_boxes.hpp"
-#include "kernels/cuda/decode_finish.cuh"
 #include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
+#include "kernels/cuda/overlap.hpp"
 #include "kernels/cuda/resume.hpp"
 #include "src/check.hpp"
 
@@ -25,7 +25,6 @@ namespace {
 constexpr std::int64_t kMostKeys = std::int64_t{1} << 31;  // of a sequence whose length is unknown
 constexpr int kLongSplit = 512;  // keys of a split of long queries, at least: a fold costs traffic
 constexpr std::size_t kAlign = 256;
-constexpr int kMostPieces = kAttendCounters - 1;  // that are counted
 
 std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -81,14 +80,14 @@ int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least
   return best;
 }
 
-/// The same for a kernel that hands pieces out to whoever is free and folds them itself: as many as
-/// stay large beside what a piece costs, so that slower multiprocessors take fewer, and sequences
-/// of different lengths leave nobody without work. `least`: as above.
-int choose_pieces(const AttendParams& p, std::int64_t works, int resident, int least) {
-  const std::int64_t keys = most_keys(p), large = (p.batch.size > 1 ? 4 : 8) * least;
-  const std::int64_t most = keys == kMostKeys ? 4 * resident : kMostPieces;
-  int splits = choose_splits(works, resident, keys, least);
-  while (splits < kMostSplits && 2 * works * splits <= most && keys >= 2 * splits * large)
+/// The same for sequences whose lengths may differ: pieces are handed out, two to four for each
+/// place, as long as they stay large beside what a piece costs. Sequences of one length would gain
+/// from it too, less than a larger fold costs.
+int choose_shared_splits(std::int64_t works, int resident, std::int64_t keys) {
+  constexpr int kLargePiece = 4 * kSegment;
+  int splits = choose_splits(works, resident, keys, kSegment);
+  while (splits < kMostSplits && works * splits * 2 <= 4 * resident &&
+         keys >= splits * 2 * kLargePiece)
     splits *= 2;
   return splits;
 }
@@ -97,8 +96,7 @@ struct Launch {
   KernelShape shape;
   Plan plan;
   int blocks = 0;
-  int* arrivals = nullptr;  // DecodeEnd::arrivals
-  std::size_t bytes = 0;    // of scratch: counters, stack, parts
+  std::size_t bytes = 0;  // of scratch: ticket, stack, parts
 };
 
 /// Row tiles of the batch. One sequence: exactly. Several, with lengths on the device: the smaller
@@ -130,20 +128,14 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   std::int64_t expected = 0;
   plan_tiles(p, plan, expected);
   const std::int64_t works = expected * p.kv_heads;
-  const bool decodes = shape.box_dim > 0;
-  const int least = kSegment * shape.groups;
+  const int places = resident * shape.teams;
   if (p.parts)
     plan.splits = p.parts.count;
-  else if (decodes)
-    plan.splits = choose_pieces(p, works, resident, least);
+  else if (shape.box_dim > 0 && p.batch.size > 1)
+    plan.splits = choose_shared_splits(works, places, most_keys(p));
   else
-    plan.splits = choose_splits(works, resident, most_keys(p),
-                                lengths == Lengths::only_long ? kLongSplit : least);
-  if (const char* e = getenv("LS_SPLITS"))
-    if (decodes && !p.parts) plan.splits = atoi(e);
-  while (decodes && plan.splits > 1 && !p.parts &&
-         plan.tiles * p.kv_heads * plan.splits > kMostPieces)
-    plan.splits /= 2;
+    plan.splits = choose_splits(works, places, most_keys(p),
+                                lengths == Lengths::only_long ? kLongSplit : kSegment);
   plan.works = plan.tiles * p.kv_heads * plan.splits;
   plan.by_tiles = Divisor(static_cast<std::uint32_t>(plan.tiles));
   plan.by_sequence_tiles = Divisor(static_cast<std::uint32_t>(std::max(plan.sequence_tiles, 1)));
@@ -151,10 +143,9 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
   launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
 
-  int* counters = decodes && p.counters ? p.counters : reinterpret_cast<int*>(p.scratch);
-  if (plan.works > launch.blocks) plan.ticket = counters;
-  if (decodes && plan.splits > 1 && !p.parts) launch.arrivals = counters + 1;
-  launch.bytes = align(sizeof(int) * (decodes ? kAttendCounters : 1));
+  if (plan.works > launch.blocks * shape.teams)
+    plan.ticket = shape.box_dim > 0 && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
+  launch.bytes = kAlign;
   plan.depth = fold_depth(most_keys(p));
   plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
   launch.bytes += align(shape.state_bytes * static_cast<std::size_t>(plan.depth * launch.blocks));
@@ -180,36 +171,20 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
            cudaStream_t stream) {
   check_scratch(launch.bytes, p.scratch_bytes);
   if (launch.plan.works == 0) return;
-  if ((launch.plan.ticket != nullptr || launch.arrivals != nullptr) &&
-      !(launch.shape.box_dim > 0 && p.counters))
-    LONGSPAN_CUDA(cudaMemsetAsync(
-        p.scratch, 0, sizeof(int) * (launch.arrivals != nullptr ? 1 + launch.plan.works : 1),
-        stream));
+  if (launch.plan.ticket != nullptr && launch.plan.ticket != p.ticket)
+    LONGSPAN_CUDA(cudaMemsetAsync(launch.plan.ticket, 0, sizeof(int), stream));
   KeyBoxes boxes{};
-  DecodeEnd end;
-  if (launch.shape.box_dim > 0) {
-    if (gpu.copy_engine) boxes = key_boxes(p, launch.shape.box_dim);
-    end.arrivals = launch.arrivals;
-    end.finish = finished != nullptr;
-    if (end.finish) {
-      end.merge = *finished;
-      end.wide = is_aligned<8>(finished->out, finished->dtype);
-    }
-  }
-  void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan, &boxes, &end};
+  if (launch.shape.box_dim > 0 && gpu.copy_engine) boxes = key_boxes(p, launch.shape.box_dim);
+  void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan, &boxes};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);
   config.blockDim = dim3(launch.shape.threads);
   config.dynamicSmemBytes = static_cast<std::size_t>(launch.shape.shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute overlap = overlap_attribute();
   config.attrs = &overlap;
-  config.numAttrs =
-      launch.shape.box_dim > 0 && !getenv("LS_NOPDL") ? 1 : 0;  // decode waits by itself
+  config.numAttrs = launch.shape.box_dim > 0 && can_overlap(launch.shape.kernel) ? 1 : 0;
   LONGSPAN_CUDA(cudaLaunchKernelExC(&config, launch.shape.kernel, arguments));
-  if (launch.shape.box_dim > 0) return;  // it ends its rows itself
   if (finished != nullptr)
     fold_parts_finished(p, launch.plan, *finished, stream);
   else if (launch.plan.splits > 1 && !p.parts)
@@ -289,17 +264,12 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
     // See choose_splits: two splits of a row are at most four pieces a resident block.
     const std::int64_t split_rows = std::int64_t{2} * resident_blocks(shape, gpu) * shape.tile_rows;
     aside_tokens = std::max(aside_tokens, split_rows / bounds.heads);
-    // See choose_splits and choose_pieces.
-    const std::size_t pieces =
-        std::max<std::size_t>(4 * resident, shape.box_dim > 0 ? kMostPieces : 0);
-    const std::size_t rows =
-        std::min<std::size_t>(pieces * static_cast<std::size_t>(shape.tile_rows),
-                              static_cast<std::size_t>(bounds.tokens) *
-                                  static_cast<std::size_t>(bounds.heads) * kMostSplits);
-    bytes = std::max(bytes, sizeof(int) * kAttendCounters + kAlign +
-                                align(shape.state_bytes * fold_depth(keys) * resident) +
-                                rows * static_cast<std::size_t>(StateSlots::bytes(1, bounds.dim)) +
-                                std::size_t{16} * kMostSplits);
+    // See choose_splits: at most four pieces a resident block.
+    bytes = std::max(
+        bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
+                   4 * resident * static_cast<std::size_t>(shape.teams) *
+                       static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, bounds.dim)) +
+                   std::size_t{16} * kMostSplits);
   };
   AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
   few.tokens = 1;
@@ -350,7 +320,7 @@ bool decode_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
       may_hold(p, Lengths::only_long))
     return false;
   Launch launch = make_launch(p, Lengths::only_short, gpu);
-  if (launch.plan.splits == 1 && launch.shape.box_dim == 0) return false;
+  if (launch.plan.splits == 1) return false;
   queue(p, launch, &m, gpu, stream);
   return true;
 }

@@ -27,9 +27,10 @@ struct KernelShape {
   int shared_bytes = 0;
   int tile_rows = 0;            // packed rows that a block takes at a time
   std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
-  int groups = 1;               // parts of its keys that a block takes side by side
-  int box_dim = 0;              // > 0: the kernel takes KeyBoxes, of tiles of this dim
-  bool resumes = false;         // rows begin from the states at their targets, where asked
+  int teams = 1;                // pieces of work that a block takes side by side
+  int box_dim = 0;       // > 0: the kernel takes KeyBoxes, of tiles of this dim, and waits for
+                         // the kernels before it by itself (overlap.hpp)
+  bool resumes = false;  // rows begin from the states at their targets, where asked
 };
 
 // One function an instance file. `dim` is rounded up to the next instance.

@@ -16,7 +16,7 @@
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/decode_block_pages.cuh"
-#include "kernels/cuda/decode_block_stack.cuh"
+#include "kernels/cuda/decode_stack.cuh"
 #include "kernels/cuda/fold_stack.cuh"
 #include "kernels/cuda/instances/dims.hpp"
 #include "kernels/cuda/loader.cuh"

@@ -1,167 +1,355 @@
-// The load side of a consumer of the decode kernel: the stages of its group's ring. A segment's
-// stages are its keys, then its values; as soon as one was read, it takes the stage of the ring's
-// length later. Segments, nodes and pieces follow each other in the ring without a gap.
+// The load side of the decode kernel: a team of warps takes one piece of work after the other, and
+// the keys and values of all of them stream through the team's own ring of stages. Pieces follow
+// each other without a gap: the ring does not know where one ends.
 //
-// Where all keys of a segment are wanted and rows are dense, the copy engine (decode_boxes.hpp)
-// brings a tile of 16 keys by one instruction; all else comes by cp.async. A stage's barrier counts
-// both. Each warp of a team loads its own part of a stage.
+// Three segments are known at a time, so that nothing is waited for where it is needed:
+//
+//     in work    the kernel multiplies it, stage by stage
+//     in load    its keys and values are being queued; the one in work, or the next
+//     ahead      found; if it is paged, its entries of the block table are on their way
+//
+// Stages of a segment: its keys, then its values. Where all keys of a segment are wanted and rows
+// are dense, the copy engine (decode_boxes.hpp) brings a tile of 16 keys by one instruction; all
+// else comes by cp.async, or through registers. A stage's barrier counts both. The team's threads
+// meet once a stage; where a team is a warp, that is no barrier.
 #pragma once
 
-#include "kernels/cuda/decode_block.cuh"
+#include "kernels/cuda/arch/copy_engine.cuh"
+#include "kernels/cuda/attend.hpp"
+#include "kernels/cuda/decode_boxes.hpp"
+#include "kernels/cuda/decode_pages.cuh"
+#include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/loader.cuh"
+#include "kernels/cuda/view.cuh"
 
 namespace longspan::kernels::cuda {
 
-/// What loads stage `slot` of a group's ring with the keys from `first` on of the segment at `at`.
-template <class Traits>
-struct DecodeLoad {
-  /// By the copy engine: one lane, the warp's tile of the stage. Not inlined, as it stands behind
-  /// every step.
-  __device__ __noinline__ static void box(DecodeShared<Traits>& shared, const CUtensorMap* map,
-                                          int group, int at, int slot, int first) {
-#if __CUDA_ARCH__ >= 900
-    const DecodeSegment& segment = shared.segment[group][at];
-    arch::Barrier& full = shared.stage_full[group][slot];
-    const int warp = static_cast<int>(threadIdx.x) / 32 % Traits::kTeam;
-    full.arrive_expecting(Traits::kTileBytes);
-    arch::load_box(arch::shared_address(shared.stage[group][slot]) + warp * Traits::kTileBytes, map,
-                   0, segment.row + first + warp * Traits::kTile, 0,
-                   shared.piece[segment.piece].work.kv_head, 0, &full);
-#endif
-  }
+/// A segment of a piece of work.
+struct DecodeSegment {
+  std::int64_t place = 0;   // in the tree
+  std::int64_t index = -1;  // local; < 0: none
+  int piece = 0;            // slot in TeamShared::piece
 
-  /// A stage that is not all wanted, or whose layout is none of the usual ones: by all lanes. Rows
-  /// by value, as parameters of a kernel that a function takes by reference are read from memory.
-  __device__ __noinline__ static void copies(DecodeShared<Traits>& shared, Rows source, int dim,
-                                             int group, int at, int slot, int first) {
-    const DecodeSegment& segment = shared.segment[group][at];
-    const DecodePiece& piece = shared.piece[segment.piece];
-    arch::Barrier& full = shared.stage_full[group][slot];
-    load_plain<typename Traits::Element, Traits::kDim, Traits::kStageKeys, 32 * Traits::kTeam,
-               Traits::kTile>(arch::shared_address(shared.stage[group][slot]), source, dim,
-                              piece.work.kv_head, piece.sequence, piece.view,
-                              segment.index * kSegment + first);
-    arch::arrive_with_copies(full);
-#if __CUDA_ARCH__ >= 900
-    arch::fence_shared_stores();  // the copy engine may be the next to write here
-#endif
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) full.arrive();
-  }
+  __device__ explicit operator bool() const { return index >= 0; }
 };
+
+/// What is known of a piece of work.
+struct DecodePiece {
+  Work work;
+  Sequence sequence;
+  View view;
+  float score_scale, value_scale;  // of the kv head; not set where the loader is plain
+};
+
+/// Shared memory of a team, beside its ring.
+template <class Traits>
+struct alignas(16) TeamShared {
+  static constexpr int kPieces = 3;  // as many segments are known at a time
+  DecodePiece piece[kPieces];
+  Interval views[kPieces][Traits::kRows];
+  PackedRow rows[kPieces][Traits::kPlain ? 1 : Traits::kRows];  // for biases
+  KeyPlace places[Traits::kPaged ? kSegment : 1];               // of the segment in load
+  arch::Barrier ready[Traits::kStages];
+  SegmentWalk walk;     // of the piece ahead; thread 0's
+  DecodeSegment ahead;  // where it stands
+  int ticket;
+};
+
+/// A barrier of the team.
+template <class Traits>
+__device__ inline void sync_team() {
+  if constexpr (Traits::kTeam == 1)
+    __syncwarp();
+  else if constexpr (Traits::kTeams == 1)
+    __syncthreads();
+  else
+    arch::named_sync(1 + static_cast<int>(threadIdx.x) / Traits::kTeamThreads,
+                     Traits::kTeamThreads);
+}
+
+/// A stage that is not all wanted, or whose layout is none of the usual ones. Not inlined, as it is
+/// rare; the plain loader's by value, as parameters of a kernel that a function takes by reference
+/// are read from memory.
+template <class Traits>
+__device__ __noinline__ void load_plain_apart(std::uint32_t tile, Rows source, int dim,
+                                              const DecodePiece& piece, std::int64_t first) {
+  load_plain<typename Traits::Element, Traits::kDim, Traits::kStageKeys, Traits::kTeamThreads,
+             Traits::kTile>(tile, source, dim, piece.work.kv_head, piece.sequence, piece.view,
+                            first);
+}
+template <class Traits>
+__device__ __noinline__ void load_stage_apart(std::uint32_t tile, const KvRows& source,
+                                              const AttendParams& p, const DecodePiece& piece,
+                                              std::int64_t first) {
+  load_keys<typename Traits::Element, Traits::kDim, Traits::kStageKeys, Traits::kTeamThreads,
+            Traits::kLoader, Traits::kTile>(tile, source, p, piece.work.kv_head, piece.sequence,
+                                            piece.view, first);
+}
+
+/// An empty state for each row of a piece that sees no key.
+template <class Traits>
+__device__ inline void store_empty(const AttendParams& p, const Plan& plan,
+                                   const Sequence& sequence, const Work& work, int thread) {
+#pragma unroll 1
+  for (int row = 0; row < work.rows; ++row) {
+    const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
+    if (thread == 0) to.stats() = empty_stats();
+#pragma unroll 1
+    for (int d = thread; d < p.dim; d += Traits::kTeamThreads) to.o()[d] = 0.0f;
+  }
+}
+
+/// Fills the slot with a piece of work and puts shared.ahead on its first segment. False: it has
+/// none. Inlined, large as it is: parameters of a kernel that a function takes by reference are
+/// read from memory, one slow load after the other, before the first key can be asked for.
+template <class Traits>
+__device__ __forceinline__ bool take_piece(const AttendParams& p, const Plan& plan,
+                                           TeamShared<Traits>& shared, int slot, int index) {
+  const int thread = static_cast<int>(threadIdx.x) % Traits::kTeamThreads;
+  const Work work = work_of(p, plan, index);
+  if (work.rows == 0) return false;
+  const Sequence sequence = sequence_of(p, work.sequence);
+  // One query without a window sees every key, and that need not be worked out.
+  const bool sees_all = sequence.q_len == 1 && p.mask.window == 0 && !p.documents && !p.parts &&
+                        p.shard.layout != Layout::listed;
+  if (thread < Traits::kRows) {
+    const PackedRow at = packed_row(work, min(thread, work.rows - 1));
+    shared.views[slot][thread] =
+        sees_all ? Interval{0, sequence.local_len} : row_view(p, sequence, at.token, work.split);
+    if constexpr (!Traits::kPlain) shared.rows[slot][thread] = at;
+  }
+  sync_team<Traits>();
+  if (thread == 0) {
+    DecodePiece& piece = shared.piece[slot];
+    piece.work = work;
+    piece.sequence = sequence;
+    piece.view = tile_view(p, sequence, work.split, shared.views[slot][0],
+                           shared.views[slot][work.rows - 1]);
+    if constexpr (!Traits::kPlain) {
+      piece.score_scale = p.scale(work.kv_head);
+      piece.value_scale = p.v_scale[work.kv_head];
+    }
+    const TreeCut cut = tree_cut(p, plan, work);
+    SegmentWalk walk(p.shard.of(work.sequence).order(sequence.kv_len), piece.view.any, cut.split,
+                     cut.splits);
+    const bool found = walk.next();
+    shared.ahead = {walk.place, found ? walk.segment : -1, slot};
+    shared.walk = walk;
+  }
+  sync_team<Traits>();
+  if (shared.ahead) return true;
+  store_empty<Traits>(p, plan, sequence, work, thread);
+  return false;
+}
 
 template <class Traits>
 class DecodeStream {
-  using Shared = DecodeShared<Traits>;
-  static constexpr int kStages = Traits::kStages;
+  using T = typename Traits::Element;
+  using Layout = typename Traits::Layout;
+  using Shared = TeamShared<Traits>;
+  static constexpr int kAhead = Traits::kStages - 1;  // stages under way
+  static constexpr int kKeysOfThread = kSegment / Traits::kTeamThreads;
+  static_assert(kAhead >= 1 && kAhead <= Traits::kSegmentStages);
 
  public:
-  __device__ __forceinline__ DecodeStream(const AttendParams& p, const KeyBoxes& boxes,
-                                          Shared& shared)
-      : p_(p),
-        boxes_(boxes),
-        shared_(shared),
-        group_(static_cast<int>(threadIdx.x) / 32 / Traits::kTeam),
-        ring_(arch::shared_address(shared.stage[group_])) {}
-
-  /// What to do next. If none of its stages is under way yet, the first ones are queued.
-  __device__ __forceinline__ DecodeSegment take() {
-    if (ahead_ > 0) {
-      --ahead_;
-      return shared_.segment[group_][work_.at];
-    }
-    wait_for(work_);
-    open(work_.at);
-#pragma unroll 1
-    for (int stage = 0; stage < kStages; ++stage) load(stage);
-    return shared_.segment[group_][work_.at];
-  }
-
-  /// The segment's work is done.
-  __device__ __forceinline__ void end_segment() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) shared_.segment_empty[group_][work_.at].arrive();
-    work_.next();
-  }
-
-  /// Waits for a step's stages, `stage` and what follows, of the segment in work.
-  __device__ __forceinline__ void acquire(int stage) {
-#pragma unroll
-    for (int i = 0; i < Traits::kStepStages; ++i)
-      shared_.stage_full[group_][(stage + i) % kStages].wait(parity_ ^ (stage / kStages & 1));
-  }
-  /// Where tile `i` of a step is.
-  __device__ __forceinline__ std::uint32_t tile(int stage, int i) const {
-    return ring_ + (stage + i / Traits::kStageTiles) % kStages * Traits::kStageBytes +
-           i % Traits::kStageTiles * Traits::kTileBytes;
-  }
-  /// They were read, and take the next loads.
-  __device__ __forceinline__ void release(int stage) {
+  /// Starts the first loads.
+  __device__ DecodeStream(const AttendParams& p, const Plan& plan, const KeyBoxes& boxes,
+                          Shared& shared, std::uint32_t ring)
+      : p_(p), plan_(plan), boxes_(boxes), shared_(shared), ring_(ring) {
+    thread_ = static_cast<int>(threadIdx.x) % Traits::kTeamThreads;
+    if (thread_ < Traits::kStages) shared.ready[thread_].init(Traits::kTeamThreads);
+    arch::publish_barriers();
+    if (thread_ == 0) shared.ahead.index = -1;
     sync_team<Traits>();
-#pragma unroll
-    for (int i = 0; i < Traits::kStepStages; ++i) {
-      const int next = stage + i + kStages;
-      if (next == Traits::kSegmentStages) look_ahead();
-      load(next % Traits::kSegmentStages);
+    if constexpr (Traits::kPaged) {
+      by_place_k_ = !boxes.k_valid && looks_ahead<Traits>(p, p.k);
+      by_place_v_ = !boxes.v_valid && looks_ahead<Traits>(p, p.v);
     }
-    if (stage + Traits::kStepStages == Traits::kSegmentStages)
-      parity_ ^= Traits::kSegmentStages / kStages & 1;
+    free_ = kAhead;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {  // the first loads do not wait for the second segment
+      if (i == 1) {
+        sync_team<Traits>();  // everyone has read where the first one is
+        take_over();
+#pragma unroll
+        for (int stage = 0; stage < kAhead; ++stage) load(stage, stage);
+      }
+      find_next();
+    }
+  }
+
+  /// Before a segment's stages: the one in work. After them: the next one.
+  __device__ const DecodeSegment& segment() const { return load_; }
+
+  /// Waits for a stage (known at compile time) of the segment in work and gives its tile. The stage
+  /// before it is free now and takes the next load.
+  __device__ __forceinline__ std::uint32_t advance(int stage) {
+    const int slot = free_ + 1 < Traits::kStages ? free_ + 1 : 0;
+    shared_.ready[slot].wait(phase_);
+    sync_team<Traits>();
+    if (stage + kAhead == Traits::kSegmentStages) {
+      take_over();
+      find_next();
+    }
+    load((stage + kAhead) % Traits::kSegmentStages, free_);
+    free_ = slot;
+    if (slot + 1 == Traits::kStages) phase_ ^= 1;
+    return ring_ + slot * Traits::kStageBytes;
   }
 
  private:
-  __device__ __forceinline__ void wait_for(const Turn<Shared::kSegments>& turn) {
-    shared_.segment_full[group_][turn.at].wait(turn.parity);
-  }
-
-  /// The next segment that has keys comes into load, if it is known early enough.
-  __device__ __forceinline__ void look_ahead() {
-    Turn<Shared::kSegments> turn = work_;
-    bool found = false, ends = false;
-#pragma unroll 1
-    for (int i = 1; i < Shared::kSegments && !found && !ends; ++i) {
-      turn.next();
-      if (i <= ahead_) continue;
-      wait_for(turn);
-      ahead_ = i;
-      found = open(turn.at);
-      ends = shared_.segment[group_][turn.at].piece < 0;
+  /// The segment ahead comes into load.
+  __device__ __forceinline__ void take_over() {
+    load_ = ahead_;
+    box_row_ = box_row_ahead_;
+    box_page_ = box_page_ahead_;
+    if constexpr (Traits::kPaged) {
+      if (by_place_k_ || by_place_v_) {
+#pragma unroll
+        for (int i = 0; i < kKeysOfThread; ++i)
+          shared_.places[i * Traits::kTeamThreads + thread_] = place_[i];
+        sync_team<Traits>();
+      }
     }
-    if (!found) exists_ = by_box_k_ = by_box_v_ = false;
+    exists_ = static_cast<bool>(load_);
+    if (exists_) {
+      const DecodePiece& piece = shared_.piece[load_.piece];
+      const std::int64_t first = load_.index * kSegment;
+      const bool whole = piece.view.table == nullptr && first >= piece.view.any.begin &&
+                         first + kSegment <= piece.view.any.end;
+      by_box_k_ = whole && boxes_.k_valid;
+      by_box_v_ = whole && boxes_.v_valid;
+    }
   }
 
-  /// Puts a segment into load; false: it has no keys.
-  __device__ __forceinline__ bool open(int at) {
-    load_ = at;
-    const DecodeSegment& segment = shared_.segment[group_][at];
-    exists_ = segment.index >= 0;
-    by_box_k_ = exists_ && segment.whole && boxes_.k_valid;
-    by_box_v_ = exists_ && segment.whole && boxes_.v_valid;
-    return exists_;
+  /// Another segment is found: of the same piece, or the first of another.
+  __device__ __forceinline__ void find_next() {
+    if (thread_ == 0 && shared_.ahead) {
+      SegmentWalk& walk = shared_.walk;
+      const bool found = walk.next();
+      shared_.ahead.place = walk.place;
+      shared_.ahead.index = found ? walk.segment : -1;
+    }
+    sync_team<Traits>();
+    if (!shared_.ahead && !done_) {
+      const int slot = slot_ + 1 < Shared::kPieces ? slot_ + 1 : 0;
+      bool found = false;
+      while (!found && !done_) {
+        const int index = draw();
+        done_ = index >= plan_.works;
+        if (!done_) found = take_piece<Traits>(p_, plan_, shared_, slot, index);
+      }
+      slot_ = slot;
+    }
+    ahead_ = shared_.ahead;
+    if (ahead_) look_up();
   }
 
-  /// Queues a stage of the segment in load.
-  __device__ __forceinline__ void load(int stage) {
+  /// Where the keys of the segment ahead are.
+  __device__ __forceinline__ void look_up() {
+    const DecodePiece& piece = shared_.piece[ahead_.piece];
+    const int tile = static_cast<int>(threadIdx.x) % Traits::kTiles;
+    if (Traits::kPaged && p_.pages) {
+      if (boxes_.k_valid || boxes_.v_valid) {
+        const KeyPlace place =
+            find_place(p_, piece.sequence, piece.view, ahead_.index, tile * Traits::kTile);
+        box_row_ahead_ = place.row;
+        box_page_ahead_ = place.page;
+      }
+      if (by_place_k_ || by_place_v_)
+#pragma unroll
+        for (int i = 0; i < kKeysOfThread; ++i)
+          place_[i] = find_place(p_, piece.sequence, piece.view, ahead_.index,
+                                 i * Traits::kTeamThreads + thread_);
+    } else {
+      box_row_ahead_ =
+          static_cast<std::int32_t>(piece.sequence.first_key + ahead_.index * kSegment) +
+          tile * Traits::kTile;
+      box_page_ahead_ = 0;
+    }
+  }
+
+  /// The team's own first; then whatever comes next for whoever is free. A ticket is drawn one
+  /// piece early, so that nobody waits for it.
+  __device__ __forceinline__ int draw() {
+    const int teams = static_cast<int>(gridDim.x) * Traits::kTeams;
+    int index;
+    if (index_ < 0) {
+      index_ = static_cast<int>(threadIdx.x) / Traits::kTeamThreads * static_cast<int>(gridDim.x) +
+               static_cast<int>(blockIdx.x);
+      index = index_;
+    } else if (plan_.ticket == nullptr) {
+      index = index_ += teams;
+    } else if constexpr (Traits::kTeam == 1) {
+      index = __shfl_sync(~0u, ticket_, 0);
+    } else {
+      sync_team<Traits>();  // the last ticket was read
+      if (thread_ == 0) shared_.ticket = ticket_;
+      sync_team<Traits>();
+      index = shared_.ticket;
+    }
+    // Each team draws once for each of its pieces and once for none: after the last draw of all,
+    // the counter is zero again.
+    if (plan_.ticket != nullptr && thread_ == 0)
+      ticket_ = teams + static_cast<int>(atomicInc(reinterpret_cast<unsigned*>(plan_.ticket),
+                                                   static_cast<unsigned>(plan_.works + teams - 1)));
+    return index;
+  }
+
+  /// Queues a stage of the segment in load into a slot of the ring.
+  __device__ __forceinline__ void load(int stage, int slot) {
+    if (!exists_) return;
+    arch::Barrier& ready = shared_.ready[slot];
+    const std::uint32_t tile = ring_ + slot * Traits::kStageBytes;
     const bool keys = stage < Traits::kKeyStages;
-    const int slot = stage % kStages, first = stage % Traits::kKeyStages * Traits::kStageKeys;
-    if (keys ? by_box_k_ : by_box_v_) {
-      if (threadIdx.x % 32 == 0)
-        DecodeLoad<Traits>::box(shared_, keys ? &boxes_.k : &boxes_.v, group_, load_, slot, first);
-    } else if (exists_) {
-      DecodeLoad<Traits>::copies(shared_, keys ? p_.k : p_.v, p_.dim, group_, load_, slot, first);
-    }
+    stage %= Traits::kKeyStages;
+    if (keys ? by_box_k_ : by_box_v_)
+      return load_box(tile, keys ? &boxes_.k : &boxes_.v, stage, ready);
+    const DecodePiece& piece = shared_.piece[load_.piece];
+    const KvRows& source = keys ? p_.k : p_.v;
+    const int first = stage * Traits::kStageKeys;
+    if (Traits::kPaged && (keys ? by_place_k_ : by_place_v_))
+      load_places<Traits>(tile, source, p_.dim, piece.work.kv_head, thread_,
+                          shared_.places + first);
+    else if constexpr (Traits::kPlain)
+      load_plain_apart<Traits>(tile, source, p_.dim, piece, load_.index * kSegment + first);
+    else
+      load_stage_apart<Traits>(tile, source, p_, piece, load_.index * kSegment + first);
+    arch::arrive_behind_copies(ready);
+  }
+
+  /// By the copy engine: each warp asks for its own tile of the stage, by the lane whose number is
+  /// the tile's in the segment.
+  __device__ __forceinline__ void load_box(std::uint32_t tile, const CUtensorMap* map, int stage,
+                                           arch::Barrier& ready) {
+#if __CUDA_ARCH__ >= 900
+    const int warp = thread_ / 32, lane = thread_ % 32;
+    if (lane != stage * Traits::kStageTiles + warp) return ready.arrive();
+    ready.arrive_expecting(Traits::kTileBytes);
+    arch::load_box(tile + warp * Traits::kTileBytes, map, 0, box_row_, 0,
+                   shared_.piece[load_.piece].work.kv_head, box_page_, &ready);
+#endif
   }
 
   const AttendParams& p_;
+  const Plan& plan_;
   const KeyBoxes& boxes_;
   Shared& shared_;
-  const int group_;
   const std::uint32_t ring_;
-  Turn<Shared::kSegments> work_;              // place of what is in work
-  int ahead_ = 0;                             // how many places further what is in load stands
-  std::uint32_t parity_ = 0;                  // of the first stages of the segment in work
-  int load_ = 0;                              // place of what is in load
-  bool exists_ = false;                       // it has keys, which are wanted
-  bool by_box_k_ = false, by_box_v_ = false;  // the copy engine brings them
+  int thread_;  // of the team
+  int free_;    // slot of the ring that is filled next; the one before the next in work
+  std::uint32_t phase_ = 0;  // of the barrier of the next in work
+  int index_ = -1;           // of the last piece that was not drawn
+  int ticket_ = 0;           // of thread 0: the next one that was
+  int slot_ = 0;             // in TeamShared::piece of the piece ahead
+  bool done_ = false;        // no piece is left
+  DecodeSegment load_, ahead_;
+  bool exists_ = false;                           // the segment in load does
+  bool by_box_k_ = false, by_box_v_ = false;      // the copy engine brings them
+  bool by_place_k_ = false, by_place_v_ = false;  // else they come by the places of their keys
+  std::int32_t box_row_ = 0, box_page_ = 0;       // lane i: of tile i of the segment in load
+  std::int32_t box_row_ahead_ = 0, box_page_ahead_ = 0;
+  KeyPlace place_[Traits::kPaged ? kKeysOfThread : 1];  // of the segment ahead
 };
 
 }  // namespace longspan::kernels::cuda

@@ -18,6 +18,7 @@
 #include "kernels/batch_rows.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/exchange_words.cuh"
+#include "kernels/cuda/overlap.hpp"
 #include "kernels/cuda/row_end.cuh"
 #include "src/check.hpp"
 
@@ -222,27 +223,15 @@ void launch_of(const ExchangeParams& p, std::int64_t rows, dim3& grid, dim3& blo
   grid = dim3(1 + static_cast<unsigned>(std::min(divide(rows, side), asked > 0 ? asked : held)));
 }
 
-/// Whether the code that runs here is of the kind that waits for the kernels before it.
-template <auto* kKernel>
-bool can_overlap() {
-  static const bool can = [] {
-    cudaFuncAttributes attributes{};
-    LONGSPAN_CUDA(cudaFuncGetAttributes(&attributes, kKernel));
-    return attributes.ptxVersion >= 90;
-  }();
-  return can;
-}
-
 template <auto* kKernel>
 void launch(const ExchangeParams& p, const Route& route, std::int64_t rows, cudaStream_t stream) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  static const bool overlaps = can_overlap(reinterpret_cast<const void*>(kKernel));
+  cudaLaunchAttribute overlap = overlap_attribute();
   cudaLaunchConfig_t config{};
   launch_of(p, rows, config.gridDim, config.blockDim);
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = p.overlap && can_overlap<kKernel>() ? 1 : 0;
+  config.numAttrs = p.overlap && overlaps ? 1 : 0;
   const bool wide = is_aligned<4>(p.merge.out, p.merge.dtype);
   LONGSPAN_CUDA(cudaLaunchKernelEx(&config, kKernel, Task{route, p, wide}));
 }

@@ -28,20 +28,6 @@ struct Barrier {
         "r"(bytes)
         : "memory");
   }
-  /// Whether the phase of this parity is complete. On a fresh barrier parity 1 is.
-  __device__ bool test(std::uint32_t parity) {
-    std::uint32_t complete;
-    asm volatile(
-        "{\n"
-        ".reg .pred complete;\n"
-        "mbarrier.test_wait.parity.shared.b64 complete, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, complete;\n"
-        "}\n"
-        : "=r"(complete)
-        : "r"(shared_address(this)), "r"(parity)
-        : "memory");
-    return complete != 0;
-  }
   /// Waits until the phase of this parity is complete. On a fresh barrier parity 1 is complete.
   __device__ void wait(std::uint32_t parity) {
     asm volatile(
@@ -60,10 +46,9 @@ struct Barrier {
   }
 };
 
-/// One arrival more for this phase, which comes when the copies (copy_async) that this thread has
-/// queued so far are there.
-__device__ inline void arrive_with_copies(Barrier& barrier) {
-  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&barrier))
+/// Arrives when the copies (copy_async) that this thread has queued so far are there.
+__device__ inline void arrive_behind_copies(Barrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier))
                : "memory");
 }
 
@@ -96,12 +81,6 @@ __device__ inline std::uint64_t cache_policy() {
   else
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
-}
-
-/// Orders this thread's ordinary accesses to shared memory before later ones by the copy engine and
-/// by wgmma.
-__device__ inline void fence_shared_stores() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ inline void prefetch_map(const CUtensorMap* map) {

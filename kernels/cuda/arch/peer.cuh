@@ -61,20 +61,6 @@ __device__ inline std::uint32_t load_relaxed(const std::uint32_t* word) {
   return value;
 }
 
-/// What another block may have written: not from the first-level cache. Of any memory.
-__device__ inline float4 load_fresh4(const void* from) {
-  float4 x;
-  asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "l"(from));
-  return x;
-}
-__device__ inline float2 load_fresh2(const void* from) {
-  float2 x;
-  asm volatile("ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from));
-  return x;
-}
-
 /// Brings a line towards the second-level cache; nothing depends on it.
 __device__ inline void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

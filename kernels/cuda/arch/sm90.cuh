@@ -17,6 +17,11 @@ namespace longspan::kernels::sm90 {
 
 using namespace cuda::arch;
 
+/// Orders this thread's ordinary shared-memory stores before later reads by wgmma and TMA.
+__device__ inline void fence_shared_stores() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- bytes and matrices ----------------------------------------------------------------------
 
 /// Four floats to e4m3, rounded to the nearest, saturating; x0 in the lowest byte.

@@ -86,7 +86,7 @@ __device__ void shrink(float (&o)[kCount], const float (&ratio)[2]) {
 /// and max and sum, which the first of the four writes there.
 template <class T>
 __device__ void read_state(const Call& call, const Shared<T>& shared, int stage, int row,
-                           Rowwise& rows, int h, float (&o)[T::kDim / 2]) {
+                           Rowwise<T>& rows, int h, float (&o)[T::kDim / 2]) {
   const Item& item = shared.items[stage];
   if (row >= item.rows) return;
   const StateSlots& state = call.params.state;

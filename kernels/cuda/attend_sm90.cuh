@@ -192,21 +192,54 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     release(shared.v_empty[v.stage]);
     v.next();
   };
+  const auto is_cut = [&] { return first < whole.begin || first + T::kKeys > whole.end; };
   const auto hide_as = [&](float value) {
-    if (first < whole.begin || first + T::kKeys > whole.end)
-      hide(s, value, first, shared.rows[announced.stage], row);
+    if (is_cut()) hide(s, value, first, shared.rows[announced.stage], row);
+  };
+  const auto cap_in_place = [&](int existing) {
+    hide_as(0.0f);
+    cap_scores(s, call.softcap, existing);
   };
   const auto softmax = [&] {
     first -= T::kKeys;
-    if (is_capped<T>(call)) {
-      hide_as(0.0f);
-      cap_scores(s, call.softcap, shared.items[announced.stage].rows - row);
+    if constexpr (T::kScores == Scores::plain) {
+      hide_as(-INFINITY);
+      rows.softmax(s, c, ratio);
+    } else {
+      const Softcap& cap = call.softcap;
+      const int existing = shared.items[announced.stage].rows - row;
+      if constexpr (T::kScores == Scores::softcap) {
+        float top[2];
+        const int form = uniform(is_cut()) ? 3 : find_form(s, cap, existing, top);
+        if (form == 0) return rows.softmax_below(s, top, Polynomial<3>{cap.third}, ratio);
+        if (form == 1) return rows.softmax_below(s, top, Polynomial<5>{cap.fifth}, ratio);
+        if (form == 2) return rows.softmax_below(s, top, Quotient{cap}, ratio);
+        cap_in_place(existing);
+        hide_as(-INFINITY);
+        rows.softmax(s, c, ratio);
+      } else {
+        float factor = c;
+        if (is_capped<T>(call)) {
+          const int form = uniform(is_cut()) ? 3 : find_form(s, cap, existing);
+          if (form < 3) factor = 1.0f;
+          if (form == 0)
+            scale_by(s, Polynomial<3>{cap.third});
+          else if (form == 1)
+            scale_by(s, Polynomial<5>{cap.fifth});
+          else if (form == 2)
+            scale_by(s, Quotient{cap});
+          else
+            cap_in_place(existing);
+        }
+        const AlibiItem& item = shared.alibi.items[announced.stage];
+        const AlibiTile tile = find_tile<T>(item, first, 64 * group);
+        float less = 0;
+        add_alibi<T>(s, factor, item, tile, shared.alibi.positions[group], first, row,
+                     kGroupBarrier + group, less);
+        hide_as(-INFINITY);
+        rows.softmax_less(s, less, tile.below, ratio);
+      }
     }
-    if constexpr (T::kScores == Scores::any)
-      add_alibi<T>(s, c, shared.alibi.items[announced.stage], shared.alibi.positions[group], first,
-                   row, 64 * group, kGroupBarrier + group);
-    hide_as(-INFINITY);
-    rows.softmax(s, T::kScores == Scores::any ? 1.0f : c, ratio);
   };
   const auto next_weights = [&] {
     if constexpr (T::kEightBits)

@@ -210,23 +210,25 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
       const int existing = shared.items[announced.stage].rows - row;
       if constexpr (T::kScores == Scores::softcap) {
         float top[2];
-        const int form = uniform(is_cut()) ? 3 : find_form(s, cap, existing, top);
-        if (form == 0) return rows.softmax_below(s, top, Polynomial<3>{cap.third}, ratio);
-        if (form == 1) return rows.softmax_below(s, top, Polynomial<5>{cap.fifth}, ratio);
-        if (form == 2) return rows.softmax_below(s, top, Quotient{cap}, ratio);
+        const unsigned most = uniform(is_cut()) ? UINT_MAX : find_most(s, existing, top);
+        if (reaches(cap, 0, most))
+          return rows.softmax_below(s, top, Polynomial<3>{cap.third}, ratio);
+        if (reaches(cap, 1, most))
+          return rows.softmax_below(s, top, Polynomial<5>{cap.fifth}, ratio);
+        if (reaches(cap, 2, most)) return rows.softmax_below(s, top, Quotient{cap}, ratio);
         cap_in_place(existing);
         hide_as(-INFINITY);
         rows.softmax(s, c, ratio);
       } else {
         float factor = c;
         if (is_capped<T>(call)) {
-          const int form = uniform(is_cut()) ? 3 : find_form(s, cap, existing);
-          if (form < 3) factor = 1.0f;
-          if (form == 0)
+          const unsigned most = uniform(is_cut()) ? UINT_MAX : find_most(s, existing);
+          if (reaches(cap, 2, most)) factor = 1.0f;
+          if (reaches(cap, 0, most))
             scale_by(s, Polynomial<3>{cap.third});
-          else if (form == 1)
+          else if (reaches(cap, 1, most))
             scale_by(s, Polynomial<5>{cap.fifth});
-          else if (form == 2)
+          else if (reaches(cap, 2, most))
             scale_by(s, Quotient{cap});
           else
             cap_in_place(existing);

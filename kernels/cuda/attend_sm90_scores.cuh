@@ -194,40 +194,33 @@ __device__ void scale_by(float (&s)[kCount], const Factor& factor) {
   for (int i = 0; i < kCount; ++i) s[i] *= factor(s[i]);
 }
 
-/// The form that does for all scores of the warp's tile: an index of cap.reach, or beyond it.
-/// `own`: the bits of the largest magnitude of this thread's scores of each row; rows: as for
-/// cap_scores. NaN is beyond everything.
-__device__ inline int form_of(const int (&own)[2], const Softcap& cap, int rows) {
-  const unsigned most =
-      __reduce_max_sync(0xffffffff, static_cast<unsigned>(max(rows > 0 ? own[0] : 0,  //
-                                                              rows > 8 ? own[1] : 0)));
-  int form = 0;
-#pragma unroll
-  for (int i = 0; i < 3; ++i) form += most > static_cast<unsigned>(__float_as_int(cap.reach[i]));
-  return form;
+/// The largest magnitude in the warp's tile, as its bits; NaN is beyond all numbers. `own`: of this
+/// thread's scores of each row; rows: as for cap_scores.
+__device__ inline unsigned most_of_warp(const int (&own)[2], int rows) {
+  const int most = max(rows > 0 ? own[0] : 0, rows > 8 ? own[1] : 0);
+  return __reduce_max_sync(0xffffffff, static_cast<unsigned>(most));
 }
 
-/// Of a tile that no mask cuts.
+/// The same of a tile that no mask cuts.
 template <int kCount>
-__device__ int find_form(const float (&s)[kCount], const Softcap& cap, int rows) {
+__device__ unsigned find_most(const float (&s)[kCount], int rows) {
   int own[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     own[h] = max(pick_own<Most>(s, h), pick_own<MostBelow>(s, h) & INT_MAX);
-  return form_of(own, cap, rows);
+  return most_of_warp(own, rows);
 }
 
-/// The same: the form, and where it is not the last one the largest product of
-/// each row.
+/// The same, with the largest product of each row; if there is NaN, whatever that is.
 template <int kCount>
-__device__ int find_form(const float (&s)[kCount], const Softcap& cap, int rows, float (&top)[2]) {
+__device__ unsigned find_most(const float (&s)[kCount], int rows, float (&top)[2]) {
   int found[2], own[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     found[h] = pick_own<Most>(s, h);
     own[h] = max(found[h], pick_own<MostBelow>(s, h) & INT_MAX);
   }
-  const int form = form_of(own, cap, rows);
+  const unsigned most = most_of_warp(own, rows);
 #pragma unroll
   for (int h = 0; h < 2; ++h) found[h] = pick_of_quad<Most>(found[h]);
   if (__any_sync(0xffffffff, (found[0] | found[1]) < 0)) {  // all of a row below 0
@@ -239,7 +232,12 @@ __device__ int find_form(const float (&s)[kCount], const Softcap& cap, int rows,
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) top[h] = __int_as_float(found[h]);
-  return form;
+  return most;
+}
+
+/// Whether form i of the cap does for magnitudes up to `most`.
+__device__ inline bool reaches(const Softcap& cap, int i, unsigned most) {
+  return most <= static_cast<unsigned>(__float_as_int(cap.reach[i]));
 }
 
 // ---- ALiBi -----------------------------------------------------------------------------------

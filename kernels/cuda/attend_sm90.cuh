@@ -200,6 +200,11 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     hide_as(0.0f);
     cap_scores(s, call.softcap, existing);
   };
+  [[maybe_unused]] AlibiTile bias{};
+  const auto find_bias = [&] {  // of the next tile, while its products are on their way
+    if constexpr (T::kScores == Scores::any)
+      bias = find_tile<T>(shared.alibi.items[announced.stage], first - T::kKeys, 64 * group);
+  };
   const auto softmax = [&] {
     first -= T::kKeys;
     if constexpr (T::kScores == Scores::plain) {
@@ -233,13 +238,11 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
           else
             cap_in_place(existing);
         }
-        const AlibiItem& item = shared.alibi.items[announced.stage];
-        const AlibiTile tile = find_tile<T>(item, first, 64 * group);
         float less = 0;
-        add_alibi<T>(s, factor, item, tile, shared.alibi.positions[group], first, row,
-                     kGroupBarrier + group, less);
+        add_alibi<T>(s, factor, shared.alibi.items[announced.stage], bias,
+                     shared.alibi.positions[group], first, row, kGroupBarrier + group, less);
         hide_as(-INFINITY);
-        rows.softmax_less(s, less, tile.below, ratio);
+        rows.softmax_less(s, less, bias.below, ratio);
       }
     }
   };
@@ -292,6 +295,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   for (;;) {
     end_scores(tiles == 1);
     begin_item();
+    find_bias();
     softmax();
 #pragma unroll 1
     for (int tile = 1; tile < tiles; ++tile) {
@@ -300,6 +304,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
       wgmma_wait<0>();
       if (tile > 1) end_values();
       next_weights();
+      find_bias();
       wait_keys();
       wait_turn();
       begin_scores();

@@ -304,12 +304,12 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
       wgmma_wait<0>();
       if (tile > 1) end_values();
       next_weights();
-      find_bias();
       wait_keys();
       wait_turn();
       begin_scores();
       begin_values();
       pass_turn();
+      find_bias();
       wgmma_wait<1>();
       end_scores(tile + 1 == tiles);
       softmax();

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "kernels/cuda/attend.hpp"
@@ -24,21 +25,50 @@ CUtensorMap describe(const Rows& rows, DType dtype, int dim, std::int64_t count,
   return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-/// What the polynomial of cap_scores is: the best of degree 4 in x^2 to tanh x / x for |x| <= 0.6,
-/// off by 7.3e-8, with the scale in its terms. Where they would leave the range of a float it is
-/// not taken.
+/// terms[i] x^(2 i + from) for x of `scale`, times `height`. Whether all are floats of full
+/// precision.
+template <std::size_t kCount>
+bool scale_terms(const double (&terms)[kCount], double scale, double height, int from,
+                 float (&scaled)[kCount]) {
+  bool sound = true;
+  for (std::size_t i = 0; i < kCount; ++i) {
+    scaled[i] =
+        static_cast<float>(terms[i] * height * std::pow(scale, from + 2 * static_cast<int>(i)));
+    sound = sound && std::isnormal(scaled[i]);
+  }
+  return sound;
+}
+
+/// The best polynomials of degrees 2 and 4 in x^2 to tanh x / x for |x| <= 0.1875 and 0.6, off by
+/// 7.2e-8 and 7.3e-8, and the best quotient of degrees 2 and 3 for |x| <= 2.5, off by 5.6e-8; with
+/// the scale in their terms, and but for cap_scores the height. Where terms would leave the range
+/// of a float none is taken: with no reach and no terms, 0 is 0.
 Softcap softcap_of(const Score& score) {
   if (score.softcap == 0.0f) return {};
-  constexpr double kTerms[] = {0.999999926869, -0.333323099744, 0.13310173658, -0.0521014801156,
+  constexpr double kThird[] = {0.999999928359, -0.333296594329, 0.130532899459};
+  constexpr double kFifth[] = {0.999999926869, -0.333323099744, 0.13310173658, -0.0521014801156,
                                0.0154754274878};
-  constexpr double kReach = 0.6, kLeast = 0x1p-13, kMost = 0x1p13;
+  constexpr double kAbove[] = {1.00000005637, 0.121009651363, 0.0019967517962};
+  constexpr double kBelow[] = {0.454343579389, 0.0201102043483, 9.33304386806e-5};
+  constexpr double kReach[] = {0.1875, 0.6, 2.5};
+  constexpr double kLeast = 0x1p-13, kMost = 0x1p13;
   const double scale = static_cast<double>(score.scale) / score.softcap;
-  Softcap cap{static_cast<float>(scale), score.softcap * kLog2E, -1.0f, {}};
+  const double height = static_cast<double>(score.softcap) * kLog2E;
+  Softcap cap{};
+  cap.scale = static_cast<float>(scale);
+  cap.height = static_cast<float>(height);
+  cap.near = -1.0f;
   if (scale < kLeast || scale > kMost) return cap;
-  cap.near = static_cast<float>(kReach / scale);
-  double power = scale;
-  for (int i = 0; i < 5; ++i, power *= scale * scale)
-    cap.terms[i] = static_cast<float>(kTerms[i] * power);
+  if (scale_terms(kFifth, scale, 1.0, 1, cap.terms))
+    cap.near = static_cast<float>(kReach[1] / scale);
+  Softcap formed = cap;
+  if (scale_terms(kThird, scale, height, 1, formed.third) &&
+      scale_terms(kFifth, scale, height, 1, formed.fifth) &&
+      scale_terms(kAbove, scale, height, 1, formed.above) &&
+      scale_terms(kBelow, scale, 1.0, 2, formed.below)) {
+    for (int i = 0; i < 3; ++i) formed.reach[i] = static_cast<float>(kReach[i] / scale);
+    return formed;
+  }
   return cap;
 }
 

@@ -192,21 +192,59 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     release(shared.v_empty[v.stage]);
     v.next();
   };
+  const auto is_cut = [&] { return first < whole.begin || first + T::kKeys > whole.end; };
   const auto hide_as = [&](float value) {
-    if (first < whole.begin || first + T::kKeys > whole.end)
-      hide(s, value, first, shared.rows[announced.stage], row);
+    if (is_cut()) hide(s, value, first, shared.rows[announced.stage], row);
+  };
+  const auto cap_in_place = [&](int existing) {
+    hide_as(0.0f);
+    cap_scores(s, call.softcap, existing);
+  };
+  [[maybe_unused]] AlibiTile bias{};
+  const auto find_bias = [&] {  // of the next tile, while its products are on their way
+    if constexpr (T::kScores == Scores::any)
+      bias = find_tile<T>(shared.alibi.items[announced.stage], first - T::kKeys, 64 * group);
   };
   const auto softmax = [&] {
     first -= T::kKeys;
-    if (is_capped<T>(call)) {
-      hide_as(0.0f);
-      cap_scores(s, call.softcap, shared.items[announced.stage].rows - row);
+    if constexpr (T::kScores == Scores::plain) {
+      hide_as(-INFINITY);
+      rows.softmax(s, c, ratio);
+    } else {
+      const Softcap& cap = call.softcap;
+      const int existing = shared.items[announced.stage].rows - row;
+      if constexpr (T::kScores == Scores::softcap) {
+        float top[2];
+        const unsigned most = uniform(is_cut()) ? UINT_MAX : find_most(s, existing, top);
+        if (reaches(cap, 0, most))
+          return rows.softmax_below(s, top, Polynomial<3>{cap.third}, ratio);
+        if (reaches(cap, 1, most))
+          return rows.softmax_below(s, top, Polynomial<5>{cap.fifth}, ratio);
+        if (reaches(cap, 2, most)) return rows.softmax_below(s, top, Quotient{cap}, ratio);
+        cap_in_place(existing);
+        hide_as(-INFINITY);
+        rows.softmax(s, c, ratio);
+      } else {
+        float factor = c;
+        if (is_capped<T>(call)) {
+          const unsigned most = uniform(is_cut()) ? UINT_MAX : find_most(s, existing);
+          if (reaches(cap, 2, most)) factor = 1.0f;
+          if (reaches(cap, 0, most))
+            scale_by(s, Polynomial<3>{cap.third});
+          else if (reaches(cap, 1, most))
+            scale_by(s, Polynomial<5>{cap.fifth});
+          else if (reaches(cap, 2, most))
+            scale_by(s, Quotient{cap});
+          else
+            cap_in_place(existing);
+        }
+        float less = 0;
+        add_alibi<T>(s, factor, shared.alibi.items[announced.stage], bias,
+                     shared.alibi.positions[group], first, row, kGroupBarrier + group, less);
+        hide_as(-INFINITY);
+        rows.softmax_less(s, less, bias.below, ratio);
+      }
     }
-    if constexpr (T::kScores == Scores::any)
-      add_alibi<T>(s, c, shared.alibi.items[announced.stage], shared.alibi.positions[group], first,
-                   row, 64 * group, kGroupBarrier + group);
-    hide_as(-INFINITY);
-    rows.softmax(s, T::kScores == Scores::any ? 1.0f : c, ratio);
   };
   const auto next_weights = [&] {
     if constexpr (T::kEightBits)
@@ -257,6 +295,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   for (;;) {
     end_scores(tiles == 1);
     begin_item();
+    find_bias();
     softmax();
 #pragma unroll 1
     for (int tile = 1; tile < tiles; ++tile) {
@@ -270,6 +309,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
       begin_scores();
       begin_values();
       pass_turn();
+      find_bias();
       wgmma_wait<1>();
       end_scores(tile + 1 == tiles);
       softmax();

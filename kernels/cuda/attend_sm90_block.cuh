@@ -170,12 +170,17 @@ struct Shared {
   [[no_unique_address]] std::conditional_t<T::kEightBits, StoredValues<T>, NoStoredValues> stored;
 };
 
-/// A score is height * tanh(scale * product).
+/// A score is height * tanh(scale * product). Forms of it by how far from 0 they reach.
 struct Softcap {
   float scale;
   float height;    // base 2; 0: no cap
   float near;      // up to this |product| x, tanh is
   float terms[5];  // terms[0] x + terms[1] x^3 + ...
+  float reach[3];  // up to these |product| x, scores are
+  float third[3];  // third[0] x + third[1] x^3 + ...
+  float fifth[5];  // fifth[0] x + fifth[1] x^3 + ...
+  float above[3];  // (above[0] x + above[1] x^3 + ...) /
+  float below[3];  // (1 + below[0] x^2 + below[1] x^4 + ...)
 };
 
 struct Call {

@@ -18,6 +18,30 @@ struct Rowwise {
   float origin[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0, 0};  // of this thread's columns
 
+  /// Row h meets a tile whose largest score, base 2, is `top`. Gives the origin of its exponentials
+  /// and the ratio by which what came before shrinks.
+  __device__ float meet(int h, float top, float& ratio) {
+    max[h] = fmaxf(max[h], top);
+    const float moved = top > origin[h] + T::kSlack ? top - T::kLift : origin[h];
+    const float from = moved == -INFINITY ? 0.0f : moved;  // nothing visible yet
+    ratio = exp2_fast(origin[h] - from);
+    origin[h] = moved;
+    return from;
+  }
+
+  /// s of row h becomes p: exp2(s factor(s) - from).
+  template <int kCount, class Factor>
+  __device__ void weigh(float (&s)[kCount], int h, const Factor& factor, float from, float ratio) {
+    float part = 0;
+#pragma unroll
+    for (int i = 2 * h; i < kCount; i += 4) {
+      s[i] = exp2_fast(fmaf(s[i], factor(s[i]), -from));
+      s[i + 1] = exp2_fast(fmaf(s[i + 1], factor(s[i + 1]), -from));
+      part += s[i] + s[i + 1];
+    }
+    sum[h] = fmaf(sum[h], ratio, part);
+  }
+
   /// s becomes p; gives the ratios by which what came before shrinks.
   template <int kCount>
   __device__ void softmax(float (&s)[kCount], float c, float (&ratio)[2]) {
@@ -28,20 +52,33 @@ struct Rowwise {
       for (int i = 4; i < kCount; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
       top = __fmul_rn(fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)), c);
-      max[h] = fmaxf(max[h], top);
-      const float moved = top > origin[h] + T::kSlack ? top - T::kLift : origin[h];
-      const float from = moved == -INFINITY ? 0.0f : moved;  // nothing visible yet
-      ratio[h] = exp2_fast(origin[h] - from);
-      origin[h] = moved;
+      const float from = meet(h, top, ratio[h]);
+      weigh(s, h, Constant{c}, from, ratio[h]);
+    }
+  }
 
-      float part = 0;
+  /// The same for products whose largest are known.
+  template <int kCount, class Factor>
+  __device__ void softmax_below(float (&s)[kCount], const float (&top)[2], const Factor& factor,
+                                float (&ratio)[2]) {
 #pragma unroll
-      for (int i = 2 * h; i < kCount; i += 4) {
-        s[i] = exp2_fast(fmaf(s[i], c, -from));
-        s[i + 1] = exp2_fast(fmaf(s[i + 1], c, -from));
-        part += s[i] + s[i + 1];
-      }
-      sum[h] = fmaf(sum[h], ratio[h], part);
+    for (int h = 0; h < 2; ++h) {
+      const float from = meet(h, top[h] * factor(top[h]), ratio[h]);
+      weigh(s, h, factor, from, ratio[h]);
+    }
+  }
+
+  /// The same for scores in base 2, of which those of the second row are too high by `less`. below:
+  /// as for find_tops.
+  template <int kCount>
+  __device__ void softmax_less(float (&s)[kCount], float less, bool below, float (&ratio)[2]) {
+    float top[2];
+    find_tops(s, below, top);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float high = h == 0 ? 0.0f : less;
+      const float from = meet(h, top[h] - high, ratio[h]);
+      weigh(s, h, Constant{1.0f}, from + high, ratio[h]);
     }
   }
 

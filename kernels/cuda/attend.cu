@@ -25,6 +25,8 @@ namespace {
 constexpr std::int64_t kMostKeys = std::int64_t{1} << 31;  // of a sequence whose length is unknown
 constexpr int kLongSplit = 512;  // keys of a split of long queries, at least: a fold costs traffic
 constexpr std::size_t kAlign = 256;
+constexpr int kPieces = 4;        // for each place on the GPU, at most
+constexpr int kSharedPieces = 8;  // the same where lengths may differ
 
 std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -68,7 +70,8 @@ int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least
   int best = 1;
   double best_fill = 0;
   for (int splits = 1; splits <= kMostSplits; splits *= 2) {
-    if (splits > 1 && (works * splits > 4 * resident || splits > (keys + least - 1) / least)) break;
+    if (splits > 1 && (works * splits > kPieces * resident || splits > (keys + least - 1) / least))
+      break;
     const std::int64_t waves = (works * splits + resident - 1) / resident;
     const double fill =
         static_cast<double>(works * splits) / (static_cast<double>(waves) * resident);
@@ -80,13 +83,13 @@ int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least
   return best;
 }
 
-/// The same for sequences whose lengths may differ: pieces are handed out, two to four for each
+/// The same for sequences whose lengths may differ: pieces are handed out, more of them for each
 /// place, as long as they stay large beside what a piece costs. Sequences of one length would gain
 /// from it too, less than a larger fold costs.
 int choose_shared_splits(std::int64_t works, int resident, std::int64_t keys) {
   constexpr int kLargePiece = 4 * kSegment;
   int splits = choose_splits(works, resident, keys, kSegment);
-  while (splits < kMostSplits && works * splits * 2 <= 4 * resident &&
+  while (splits < kMostSplits && works * splits * 2 <= kSharedPieces * resident &&
          keys >= splits * 2 * kLargePiece)
     splits *= 2;
   return splits;
@@ -261,15 +264,15 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
   std::int64_t aside_tokens = bounds.batch.size > 1 ? bounds.tokens : kShortQuery;
   const auto most = [&](const KernelShape& shape) {
     const std::size_t resident = static_cast<std::size_t>(resident_blocks(shape, gpu));
-    // See choose_splits: two splits of a row are at most four pieces a resident block.
-    const std::int64_t split_rows = std::int64_t{2} * resident_blocks(shape, gpu) * shape.tile_rows;
-    aside_tokens = std::max(aside_tokens, split_rows / bounds.heads);
-    // See choose_splits: at most four pieces a resident block.
-    bytes = std::max(
-        bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
-                   4 * resident * static_cast<std::size_t>(shape.teams) *
-                       static_cast<std::size_t>(StateSlots::bytes(shape.tile_rows, bounds.dim)) +
-                   std::size_t{16} * kMostSplits);
+    const std::size_t pieces = (bounds.batch.size > 1 ? kSharedPieces : kPieces) * resident *
+                               static_cast<std::size_t>(shape.teams);
+    // A row that is split has two pieces at least.
+    const std::size_t split_rows = pieces / 2 * static_cast<std::size_t>(shape.tile_rows);
+    aside_tokens = std::max(aside_tokens, static_cast<std::int64_t>(split_rows) / bounds.heads);
+    bytes = std::max(bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
+                                pieces * static_cast<std::size_t>(
+                                             StateSlots::bytes(shape.tile_rows, bounds.dim)) +
+                                std::size_t{16} * kMostSplits);
   };
   AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
   few.tokens = 1;

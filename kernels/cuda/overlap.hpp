@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/cuda/convert.cuh"
+#include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 

@@ -272,15 +272,15 @@ std::size_t window_bytes(std::int64_t rows, int dim, int ranks) {
   return static_cast<std::size_t>(WindowLayout{rows, dim, ranks}.total());
 }
 
-// On two H200s (docs/performance-exchange.md) the second trip costs 1.15 us, and the bytes and
-// merges that it saves pay for it from 750 KB of states on. For other numbers of ranks this follows
-// from that measurement and from the bytes, and is to be measured: one trip sends (P - 1) s bytes
-// from each rank, two send (P - 1) / P (s + results), results of 16 bits being s / 2, and a MB
-// takes 3.4 us. So what is saved has to be 338 KB: s = 180 KB on 4 ranks, 59 KB on 8.
+// On two H200s (docs/performance-exchange.md) the bytes and merges that the second trip saves pay
+// for it from 750 KB of states on; on four between 266 and 532 KB, by the slopes from 325 KB. For
+// other numbers of ranks this follows from four and from the bytes, and is to be measured: one trip
+// sends (P - 1) s bytes from each rank, two send (P - 1) / P (s + results), results of 16 bits being
+// s / 2. So what is saved has to be 610 KB: s = 106 KB on 8 ranks.
 Push choose_push(std::int64_t rows, int dim, int ranks) {
   const std::int64_t s = rows * (dim + 2) * 4;
   const std::int64_t saved = s * (ranks - 1) * (2 * ranks - 3) / (2 * ranks);
-  const bool pays = ranks == 2 ? s > 750'000 : saved > 338'000;
+  const bool pays = ranks == 2 ? s > 750'000 : saved > 610'000;
   return pays ? Push::two_trips : Push::one_trip;
 }
 

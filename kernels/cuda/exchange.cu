@@ -275,8 +275,8 @@ std::size_t window_bytes(std::int64_t rows, int dim, int ranks) {
 // On two H200s (docs/performance-exchange.md) the bytes and merges that the second trip saves pay
 // for it from 750 KB of states on; on four between 266 and 532 KB, by the slopes from 325 KB. For
 // other numbers of ranks this follows from four and from the bytes, and is to be measured: one trip
-// sends (P - 1) s bytes from each rank, two send (P - 1) / P (s + results), results of 16 bits being
-// s / 2. So what is saved has to be 610 KB: s = 106 KB on 8 ranks.
+// sends (P - 1) s bytes from each rank, two send (P - 1) / P (s + results), results of 16 bits
+// being s / 2. So what is saved has to be 610 KB: s = 106 KB on 8 ranks.
 Push choose_push(std::int64_t rows, int dim, int ranks) {
   const std::int64_t s = rows * (dim + 2) * 4;
   const std::int64_t saved = s * (ranks - 1) * (2 * ranks - 3) / (2 * ranks);

@@ -304,9 +304,18 @@ class ServingProblem {
     return rows;
   }
 
-  /// What rounding products' operands and the result may cost for values of order 1.
+  /// What rounding products' operands and the result may cost for values of order 1. A score is
+  /// rounded in proportion to its size, and its weight errs by as much: ALiBi by columns raises the
+  /// scores that count by up to slope x q_len, and values are 4 or less.
   Tolerance tolerance() const {
-    if (shape.dtype == DType::fp32 && shape.of_out() == DType::fp32) return {5e-6};
+    if (shape.dtype == DType::fp32 && shape.of_out() == DType::fp32) {
+      double raised = 0;
+      if (shape.alibi && *shape.alibi == Alibi::context)
+        for (int head = 0; head < shape.heads; ++head)
+          raised = std::max(raised, launcher::load(slopes.data(), shape.small_dtype, head) *
+                                        static_cast<double>(*std::ranges::max_element(shape.q_lens)));
+      return {5e-6 + 4 * raised * std::ldexp(1.0, -24)};
+    }
     return {shape.dtype == DType::bf16 ? 3e-2 : 4e-3};
   }
 

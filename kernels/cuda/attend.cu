@@ -53,14 +53,28 @@ std::int64_t most_keys(const AttendParams& p) {
   return p.max_kv_len > 0 ? p.max_kv_len : kMostKeys;
 }
 
-/// Thread blocks that the GPU holds at a time.
-int resident_blocks(const KernelShape& shape, const Gpu& gpu) {
-  LONGSPAN_CUDA(cudaFuncSetAttribute(shape.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     shape.shared_bytes));
+/// How many thread blocks the GPU holds at a time, and what each takes.
+struct Residence {
+  int blocks;        // of the GPU
+  int shared_bytes;  // of a block: what the kernel needs, and what is left over for its stack
+};
+
+Residence residence(const KernelShape& shape, const Gpu& gpu) {
+  const auto allow = [&](int bytes) {
+    LONGSPAN_CUDA(
+        cudaFuncSetAttribute(shape.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  };
+  allow(shape.shared_bytes);
   int blocks = 0;
   LONGSPAN_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
       &blocks, shape.kernel, shape.threads, static_cast<std::size_t>(shape.shared_bytes)));
-  return std::max(blocks, 1) * gpu.multiprocessors;
+  blocks = std::max(blocks, 1);
+  int bytes = shape.shared_bytes;
+  const int level = static_cast<int>(shape.state_bytes);
+  const int room = std::min(gpu.shared_bytes / blocks - gpu.block_own_bytes, gpu.block_bytes);
+  for (int i = 0; i < shape.near_levels && bytes + level <= room; ++i) bytes += level;
+  if (bytes > shape.shared_bytes) allow(bytes);
+  return {blocks * gpu.multiprocessors, bytes};
 }
 
 /// The power of two, up to kMostSplits, that fills the GPU best with `works` pieces each: the
@@ -99,6 +113,7 @@ struct Launch {
   KernelShape shape;
   Plan plan;
   int blocks = 0;
+  int shared_bytes = 0;   // of a block
   std::size_t bytes = 0;  // of scratch: ticket, stack, parts
 };
 
@@ -122,10 +137,11 @@ void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
 
 Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   const bool boxes = gpu.copy_engine && come_in_boxes(p);
-  Launch launch{choose_kernel(p, lengths, loader_of(p), boxes), {}, 0, 0};
+  Launch launch{choose_kernel(p, lengths, loader_of(p), boxes)};
   const KernelShape& shape = launch.shape;
   Plan& plan = launch.plan;
-  const int resident = resident_blocks(shape, gpu);
+  const auto [resident, shared_bytes] = residence(shape, gpu);
+  launch.shared_bytes = shared_bytes;
   plan.lengths = lengths;
   plan.tile_rows = shape.tile_rows;
   std::int64_t expected = 0;
@@ -182,7 +198,7 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);
   config.blockDim = dim3(launch.shape.threads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(launch.shape.shared_bytes);
+  config.dynamicSmemBytes = static_cast<std::size_t>(launch.shared_bytes);
   config.stream = stream;
   cudaLaunchAttribute overlap = overlap_attribute();
   config.attrs = &overlap;
@@ -233,6 +249,8 @@ KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader,
   constexpr std::int64_t kTeamRows = 32;
   const bool alone = boxes || loader != Loader::plain;
   const std::int64_t rows = alone ? mean_rows(p, lengths) : kTeamRows;
+  if (loader == Loader::any8)
+    return p.kv_dtype == DType::e5m2 ? decode_e5m2(p.dim, rows) : decode_e4m3(p.dim, rows);
   return bf16 ? decode_bf16(p.dim, rows, loader) : decode_fp16(p.dim, rows, loader);
 }
 
@@ -263,7 +281,7 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
   // they may stand anywhere; a single one is short as a whole, or split as a whole.
   std::int64_t aside_tokens = bounds.batch.size > 1 ? bounds.tokens : kShortQuery;
   const auto most = [&](const KernelShape& shape) {
-    const std::size_t resident = static_cast<std::size_t>(resident_blocks(shape, gpu));
+    const std::size_t resident = static_cast<std::size_t>(residence(shape, gpu).blocks);
     const std::size_t pieces = (bounds.batch.size > 1 ? kSharedPieces : kPieces) * resident *
                                static_cast<std::size_t>(shape.teams);
     // A row that is split has two pieces at least.

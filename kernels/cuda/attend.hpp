@@ -28,8 +28,10 @@ struct KernelShape {
   int tile_rows = 0;            // packed rows that a block takes at a time
   std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
   int teams = 1;                // pieces of work that a block takes side by side
-  int box_dim = 0;       // > 0: the kernel takes KeyBoxes, of tiles of this dim, and waits for
-                         // the kernels before it by itself (overlap.hpp)
+  int box_dim = 0;      // > 0: the kernel takes KeyBoxes, of tiles of this dim, and waits for
+                        // the kernels before it by itself (overlap.hpp)
+  int near_levels = 0;  // states on a block's stack that are worth a place in shared memory, behind
+                        // shared_bytes; it takes as many as it is given
   bool resumes = false;  // rows begin from the states at their targets, where asked
 };
 
@@ -42,12 +44,17 @@ KernelShape portable_fp16_any16(int dim, bool invariant);
 KernelShape portable_fp16_any8(int dim, bool invariant);
 KernelShape decode_bf16(int dim, std::int64_t rows, Loader loader);
 KernelShape decode_fp16(int dim, std::int64_t rows, Loader loader);
+KernelShape decode_e4m3(int dim, std::int64_t rows);  // of keys and values
+KernelShape decode_e5m2(int dim, std::int64_t rows);
 KernelShape attend_fp32(int dim, Loader loader);  // for short and long queries
 
 /// The GPU as far as plans depend on it.
 struct Gpu {
   int multiprocessors = 0;
   bool copy_engine = false;  // TMA: compute capability 9.0 and later
+  int shared_bytes = 0;      // shared memory of a multiprocessor
+  int block_bytes = 0;       // of which a block may have
+  int block_own_bytes = 0;   // of each block, beside what it asks for
 };
 
 /// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.

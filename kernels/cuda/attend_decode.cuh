@@ -11,12 +11,15 @@
 //
 // A segment's state is small; segments fold in the fixed order, always. A team takes an aligned
 // part of the order's tree (a split), so the number of splits fills the GPU and never changes a
-// bit. decode_stream.cuh loads, decode_pages.cuh finds pages.
+// bit. decode_stream.cuh loads, decode_operands.cuh multiplies, decode_pages.cuh finds pages.
+//
+// Contiguous 16-bit rows, and fp8 ones of any layout.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/bias.cuh"
+#include "kernels/cuda/decode_operands.cuh"
 #include "kernels/cuda/decode_stack.cuh"
 #include "kernels/cuda/decode_stream.cuh"
 #include "kernels/cuda/fold_stack.cuh"
@@ -28,12 +31,15 @@ namespace longspan::kernels::cuda {
 
 // ---- traits ---------------------------------------------------------------------------------
 
-template <class T, int kHeadDim, int kTeamWarps, int kRowTileCount, Loader kKeyLoader>
+/// `Stored`: of keys and values, as they lie in shared memory. fp8 becomes fp16 where a fragment is
+/// loaded: both of its kinds are subsets of fp16.
+template <class Stored, int kHeadDim, int kTeamWarps, int kRowTileCount>
 struct DecodeTraits {
-  using Element = T;
-  static constexpr Loader kLoader = kKeyLoader;
-  static constexpr bool kPlain = kLoader == Loader::plain;  // no pages, no scales, no bias
-  static constexpr bool kPaged = kLoader == Loader::any16;  // looks pages up ahead
+  static constexpr bool kFp8 = sizeof(Stored) == 1;
+  static constexpr bool kE5M2 = std::is_same_v<Stored, __nv_fp8_e5m2>;
+  static constexpr bool kPlain = !kFp8;                      // no pages, no scales, no bias
+  static constexpr bool kPaged = kFp8;                       // looks pages up ahead
+  using Element = std::conditional_t<kFp8, __half, Stored>;  // of the products
   static constexpr int kDim = kHeadDim;
 
   static constexpr int kWarps = 4;
@@ -45,15 +51,17 @@ struct DecodeTraits {
   static constexpr int kWarpRows = 8 * kRowTiles;
   static constexpr int kRows = kWarpRows * kTeam;
 
-  static constexpr int kTile = kBoxKeys;           // keys of a product
-  static constexpr int kTiles = kSegment / kTile;  // of a segment
-  static constexpr int kStageTiles = kTeam;        // of a stage: one of each warp
-  static constexpr int kTileBytes = kTile * kDim * 2;
+  static constexpr int kTile = kBoxKeys;                         // keys of a product
+  static constexpr int kTiles = kSegment / kTile;                // of a segment
+  static constexpr int kWarpTiles = kFp8 && kTeam == 1 ? 2 : 1;  // of a stage that a warp asks for
+  static constexpr int kStageTiles = kWarpTiles * kTeam;
+  static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(Stored));
+  static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageKeys = kTile * kStageTiles;
   static constexpr int kKeyStages = kSegment / kStageKeys;
   static constexpr int kSegmentStages = 2 * kKeyStages;  // keys, then values
-  static constexpr int kStageBytes = kStageKeys * kDim * 2;
-  using Layout = Tile<T, kDim, kTile>;  // of each tile of a stage
+  static constexpr int kStageBytes = kStageKeys * kRowBytes;
+  using Layout = Tile<__half, kRowBytes / 2, kTile>;  // of each tile of a stage, in 16-bit columns
   // Two blocks share a multiprocessor. 64 KB a block are enough under way, and no more than one
   // segment; more of them made every read slower.
   static constexpr int kFits = 64 * 1024 / kTeams / kStageBytes;
@@ -62,7 +70,10 @@ struct DecodeTraits {
                                                               : kFits;
 
   // Lanes that load a row, 16 bytes each: a power of two, of which some may have nothing to do.
-  static constexpr int kLanes = kDim <= 32 ? 4 : kDim <= 64 ? 8 : kDim <= 128 ? 16 : 32;
+  static constexpr int kLanes = kRowBytes <= 64    ? 4
+                                : kRowBytes <= 128 ? 8
+                                : kRowBytes <= 256 ? 16
+                                                   : 32;
   static constexpr int kStepRows = kTeamThreads / kLanes;
 
   static constexpr int kSlices = kDim / 16;  // of dim, a product each
@@ -76,6 +87,7 @@ struct DecodeTraits {
   // way.
   static constexpr int kLow = kSlices * kRowTiles > 8 ? 0 : kPlain ? 2 : 1;
   using Stack = DecodeStack<State, kThreads, kLow>;
+  static constexpr int kNearLevels = 2;  // with them splits of 16 segments need no memory
 
   using Shared = TeamShared<DecodeTraits>;
   static constexpr int kSharedBytes =
@@ -84,96 +96,39 @@ struct DecodeTraits {
 
 // ---- steps ----------------------------------------------------------------------------------
 
-/// The rows of a warp as the products' second factor: for each 16 columns two registers.
+/// Of a segment: s[tile][row tile][2 half + j] is key 16 tile + 8 half + lane / 4, row 2t + j.
 template <class Traits>
-struct DecodeQueries {
-  std::uint32_t word[Traits::kRowTiles][Traits::kSlices][2];
+struct Scores {
+  float s[Traits::kTiles][Traits::kRowTiles][4];
+};
 
-  __device__ void load(const AttendParams& p, const Sequence& sequence, const Work& work,
-                       int first_row) {
-    using T = typename Traits::Element;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < Traits::kRowTiles; ++n) {
-      const int row = first_row + n * 8 + lane / 4;
-      const bool valid = row < work.rows;
-      const PackedRow at = packed_row(work, valid ? row : 0);
-      const std::int64_t from = (sequence.first_row + at.token) * p.q.row_stride +
-                                static_cast<std::int64_t>(at.head) * p.q.head_stride;
-#pragma unroll
-      for (int slice = 0; slice < Traits::kSlices; ++slice)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int d = slice * 16 + half * 8 + lane % 4 * 2;
-          word[n][slice][half] =
-              valid && d < p.dim ? load_query_pair<T, Traits::kLoader>(p, from + d) : 0u;
-        }
+/// ALiBi and qq_bias. Not inlined, as it is rare and large.
+template <class Traits>
+__device__ __noinline__ void add_biases(Scores<Traits>& scores, const AttendParams& p,
+                                        const DecodePiece& piece, const PackedRow* rows,
+                                        std::int64_t first) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int tile = 0; tile < Traits::kTiles; ++tile)
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const std::int64_t key = first + tile * Traits::kTile + half * 8 + lane / 4;
+      const int column = key_column(p, piece.sequence, piece.view, key);
+#pragma unroll 1
+      for (int i = 0; i < 2 * Traits::kRowTiles; ++i) {
+        const RowBias bias(p.bias, rows[i / 2 * 8 + lane % 4 * 2 + i % 2]);
+        float& x = scores.s[tile][i / 2][half * 2 + i % 2];
+        x = RowBias::add(x, bias.alibi(column) + bias.qq(column));
+      }
     }
-  }
-};
-
-/// Offsets of the 16-byte columns that a lane gives to ldmatrix. All of a tile's rows lie a
-/// multiple of 16 rows into their stage, so the offsets inside a tile depend on the lane alone;
-/// they repeat after kPeriod products, a panel.
-template <class Traits>
-struct DecodeOffsets {
-  using Layout = typename Traits::Layout;
-  static constexpr int kPeriod = Layout::kPeriod / 2;
-  std::uint32_t column[kPeriod];
-
-  __device__ DecodeOffsets(int row, int half) {
-#pragma unroll
-    for (int i = 0; i < kPeriod; ++i)
-      column[i] = static_cast<std::uint32_t>(Layout::offset(row, 2 * i + half));
-  }
-  /// Of product `slice`.
-  __device__ std::uint32_t operator()(int slice) const {
-    return column[slice % kPeriod] + slice / kPeriod * Layout::kPanelBytes;
-  }
-};
-
-/// s = K Q^T for 16 keys and the warp's rows.
-template <class Traits>
-__device__ __forceinline__ void multiply_keys(float (&s)[Traits::kRowTiles][4], std::uint32_t keys,
-                                              const DecodeOffsets<Traits>& offset,
-                                              const DecodeQueries<Traits>& queries) {
-  using T = typename Traits::Element;
-#pragma unroll
-  for (int n = 0; n < Traits::kRowTiles; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] = 0.0f;
-#pragma unroll
-  for (int slice = 0; slice < Traits::kSlices; ++slice) {
-    std::uint32_t a[4];
-    arch::load_matrices(a, keys + offset(slice));
-#pragma unroll
-    for (int n = 0; n < Traits::kRowTiles; ++n)
-      arch::mma<T>(s[n], a, queries.word[n][slice][0], queries.word[n][slice][1]);
-  }
-}
-
-/// O^T += V^T P^T for 16 keys.
-template <class Traits>
-__device__ __forceinline__ void multiply_values(
-    typename Traits::State& state, std::uint32_t values, const DecodeOffsets<Traits>& offset,
-    const std::uint32_t (&weights)[Traits::kRowTiles][2]) {
-  using T = typename Traits::Element;
-#pragma unroll
-  for (int slice = 0; slice < Traits::kSlices; ++slice) {
-    std::uint32_t a[4];
-    arch::load_matrices_transposed(a, values + offset(slice));
-#pragma unroll
-    for (int n = 0; n < Traits::kRowTiles; ++n)
-      arch::mma<T>(state.o[slice * Traits::kRowTiles + n], a, weights[n][0], weights[n][1]);
-  }
 }
 
 /// Products -> scores in base 2; -inf where the row does not see the key. `first_row`: of the warp.
 template <class Traits>
-__device__ __forceinline__ void score_segment(float (&s)[Traits::kTiles][Traits::kRowTiles][4],
-                                              const AttendParams& p,
+__device__ __forceinline__ void score_segment(Scores<Traits>& scores, const AttendParams& p,
                                               const typename Traits::Shared& shared,
-                                              const DecodeSegment& segment, int first_row) {
+                                              const DecodeSegment& segment,
+                                              const DecodeQueries<Traits>& queries, int first_row) {
   const int lane = threadIdx.x % 32;
   const DecodePiece& piece = shared.piece[segment.piece];
   const View view = piece.view;
@@ -184,19 +139,26 @@ __device__ __forceinline__ void score_segment(float (&s)[Traits::kTiles][Traits:
   };
   Score score = p.score;
   if constexpr (!Traits::kPlain) score.scale = piece.score_scale;
+  auto& s = scores.s;
   const auto all = [&](const auto& of) {
 #pragma unroll
     for (int tile = 0; tile < Traits::kTiles; ++tile)
 #pragma unroll
       for (int n = 0; n < Traits::kRowTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[tile][n][i] = of(s[tile][n][i]);
+        for (int i = 0; i < 4; ++i) {
+          float& x = s[tile][n][i];
+          if constexpr (Traits::kFp8)
+            x = of(x, queries.undo[n][i % 2]);
+          else
+            x = of(x, 1.0f);
+        }
   };
   if (score.softcap == 0.0f) {  // once, not for each
     const float scale = score.scale * kLog2E;
-    all([&](float product) { return product * scale; });
+    all([&](float product, float undo) { return product * (scale * undo); });
   } else {
-    all(score);
+    all([&](float product, float undo) { return score(product * undo); });
   }
   if (!view.full(first, kSegment)) {
 #pragma unroll
@@ -213,20 +175,9 @@ __device__ __forceinline__ void score_segment(float (&s)[Traits::kTiles][Traits:
   }
   if constexpr (!Traits::kPlain) {
     if (!p.bias) return;
-#pragma unroll
-    for (int tile = 0; tile < Traits::kTiles; ++tile)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int column = key_column(p, piece.sequence, view, key_of(tile, half));
-#pragma unroll
-        for (int n = 0; n < Traits::kRowTiles; ++n)
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const RowBias bias(p.bias, shared.rows[segment.piece][row_of(n, j)]);
-            float& x = s[tile][n][half * 2 + j];
-            x = RowBias::add(x, bias.alibi(column) + bias.qq(column));
-          }
-      }
+    Scores<Traits> biased = scores;  // the original stays in registers
+    add_biases(biased, p, piece, shared.rows[segment.piece] + first_row, first);
+    scores = biased;
   }
 }
 
@@ -234,9 +185,9 @@ __device__ __forceinline__ void score_segment(float (&s)[Traits::kTiles][Traits:
 /// keys of every fourth tile, then over the lanes, then over the four, in one order.
 template <class Traits>
 __device__ __forceinline__ void weigh_segment(
-    float (&s)[Traits::kTiles][Traits::kRowTiles][4],
-    std::uint32_t (&weights)[Traits::kTiles][Traits::kRowTiles][2],
+    Scores<Traits>& scores, std::uint32_t (&weights)[Traits::kTiles][Traits::kRowTiles][2],
     Stats (&stats)[2 * Traits::kRowTiles]) {
+  auto& s = scores.s;
 #pragma unroll
   for (int n = 0; n < Traits::kRowTiles; ++n) {
 #pragma unroll
@@ -301,12 +252,12 @@ __device__ __forceinline__ void store_rows(const AttendParams& p, const Plan& pl
       if (row >= work.rows) continue;
       const Target to = target_of(p, plan, piece.sequence, work, packed_row(work, row));
       if (lane < 4) to.stats() = state.stats[2 * n + j];
-      float* o = to.o() + lane / 4;
+      float* o = to.o();
 #pragma unroll
       for (int slice = 0; slice < Traits::kSlices; ++slice)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int d = slice * 16 + half * 8;
+          const int d = slice * 16 + result_column<Traits>(half);
           if (d < p.dim) o[d] = state.o[slice * Traits::kRowTiles + n][half * 2 + j];
         }
     }
@@ -325,13 +276,16 @@ __global__ __launch_bounds__(Traits::kThreads,
   const int first_row = static_cast<int>(threadIdx.x) / 32 % Traits::kTeam * Traits::kWarpRows;
   auto& shared = reinterpret_cast<typename Traits::Shared*>(memory + Traits::kTeams * kRing)[team];
 
-  const int lane = threadIdx.x % 32;
-  const DecodeOffsets<Traits> key_offset(lane % 16, lane / 16);
-  const DecodeOffsets<Traits> value_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  using Offsets = DecodeOffsets<Traits>;
+  const Offsets key_offset = Offsets::keys_first();
+  const Offsets value_offset = Traits::kFp8 ? Offsets::keys_first() : Offsets::columns_first();
 
   arch::wait_for_kernels_before();
   DecodeStream<Traits> stream(p, plan, boxes, shared, arch::shared_address(memory) + team * kRing);
-  typename Traits::Stack stack(plan.stack, plan.depth);
+  constexpr int kStack = Traits::kSharedBytes;  // behind it, what the launch adds
+  const int near_levels =
+      (arch::dynamic_shared_bytes() - kStack) / static_cast<int>(Traits::Stack::kStateBytes);
+  typename Traits::Stack stack(memory + kStack, near_levels, plan.stack, plan.depth);
   DecodeQueries<Traits> queries;
   int piece = -1;  // whose queries these are
   while (stream.segment()) {
@@ -340,20 +294,20 @@ __global__ __launch_bounds__(Traits::kThreads,
       piece = segment.piece;
       queries.load(p, shared.piece[piece].sequence, shared.piece[piece].work, first_row);
     }
-    float s[Traits::kTiles][Traits::kRowTiles][4];
+    Scores<Traits> scores;
 #pragma unroll
     for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
       const std::uint32_t keys = stream.advance(stage);
 #pragma unroll
       for (int tile = 0; tile < Traits::kStageTiles; ++tile)
-        multiply_keys<Traits>(s[stage * Traits::kStageTiles + tile],
+        multiply_keys<Traits>(scores.s[stage * Traits::kStageTiles + tile],
                               keys + tile * Traits::kTileBytes, key_offset, queries);
     }
-    score_segment<Traits>(s, p, shared, segment, first_row);
+    score_segment<Traits>(scores, p, shared, segment, queries, first_row);
     std::uint32_t weights[Traits::kTiles][Traits::kRowTiles][2];
     typename Traits::State state;
     state.clear();
-    weigh_segment<Traits>(s, weights, state.stats);
+    weigh_segment<Traits>(scores, weights, state.stats);
 #pragma unroll
     for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
       const std::uint32_t values = stream.advance(Traits::kKeyStages + stage);
@@ -371,36 +325,35 @@ __global__ __launch_bounds__(Traits::kThreads,
   }
 }
 
-template <class T, int kDim, int kTeam, int kRowTiles, Loader kLoader>
+template <class Stored, int kDim, int kTeam, int kRowTiles>
 KernelShape decode_shape() {
-  using Traits = DecodeTraits<T, kDim, kTeam, kRowTiles, kLoader>;
+  using Traits = DecodeTraits<Stored, kDim, kTeam, kRowTiles>;
   return {reinterpret_cast<const void*>(&attend_decode_kernel<Traits>),
           Traits::kThreads,
           Traits::kSharedBytes,
           Traits::kRows,
           Traits::Stack::kStateBytes,
           Traits::kTeams,
-          Traits::kDim};
+          Traits::kDim,
+          Traits::kNearLevels};
 }
 
 /// The instance for sequences of about `rows` packed rows.
-template <class T, Loader kLoader>
+template <class Stored>
 KernelShape decode_for(int dim, std::int64_t rows) {
   const auto shape = [&](auto size) {
     constexpr int kDim = decltype(size)::value;
-    if (rows <= 8) return decode_shape<T, kDim, 1, 1, kLoader>();
-    return decode_shape<T, kDim, 4, 1, kLoader>();
+    if (rows <= 8) return decode_shape<Stored, kDim, 1, 1>();
+    return decode_shape<Stored, kDim, 4, 1>();
   };
-  if constexpr (kLoader == Loader::plain)
+  if constexpr (sizeof(Stored) == 2)
     return for_dim(dim, shape);
   else
     return for_general_dim(dim, shape);
 }
 
-// The instances that are not plain, one file each.
+// The instances that attend_decode_block.cuh has, one file each.
 KernelShape decode_bf16_any16(int dim, std::int64_t rows);
-KernelShape decode_bf16_any8(int dim, std::int64_t rows);
 KernelShape decode_fp16_any16(int dim, std::int64_t rows);
-KernelShape decode_fp16_any8(int dim, std::int64_t rows);
 
 }  // namespace longspan::kernels::cuda

@@ -466,7 +466,7 @@ __global__ __launch_bounds__(Traits::kThreads,
 
     typename Traits::State state;
     state.clear();
-    typename Traits::Stack stack(plan.stack, plan.depth);
+    typename Traits::Stack stack(nullptr, 0, plan.stack, plan.depth);
     while (queue.entry[0].segment >= 0) {
       const std::int64_t first = queue.entry[0].segment * kSegment;
       float s[2][Traits::kRowTiles][4] = {};

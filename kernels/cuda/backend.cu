@@ -52,8 +52,13 @@ class CudaBackend final : public Backend {
     if (major < 8)
       throw Unsupported("GPU of compute capability " + std::to_string(major) +
                         ".x: the CUDA kernels need 8.0 (Ampere) or later");
-    LONGSPAN_CUDA(
-        cudaDeviceGetAttribute(&gpu_.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    const auto ask = [&](int& value, cudaDeviceAttr attribute) {
+      LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
+    };
+    ask(gpu_.multiprocessors, cudaDevAttrMultiProcessorCount);
+    ask(gpu_.shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    ask(gpu_.block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    ask(gpu_.block_own_bytes, cudaDevAttrReservedSharedMemoryPerBlock);
     gpu_.copy_engine = major >= 9;
   }
 

@@ -8,12 +8,15 @@ namespace {
 /// Coordinates are 32-bit. Contiguous rows of at least 128 bytes are fewer than 2^31 on any GPU.
 constexpr std::int64_t kAny = std::int64_t{1} << 31;
 
-int panel_of(int dim) { return dim % 64 == 0 ? 64 : 32; }
+/// Elements of `bytes` each: 128 bytes, or 64 where the dim is no multiple of them.
+int panel_of(int dim, std::int64_t bytes) {
+  return static_cast<int>((dim * bytes % 128 == 0 ? 128 : 64) / bytes);
+}
 
 bool has_boxes(const AttendParams& p, const KvRows& rows, int dim) {
   const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.kv_dtype));
   const auto aligned = [&](std::int64_t stride) { return stride * bytes % 16 == 0 && stride > 0; };
-  if (p.kv_dtype != p.dtype || p.dim % panel_of(dim) != 0 || !rows.dense() ||
+  if ((p.kv_dtype != p.dtype && bytes != 1) || p.dim % panel_of(dim, bytes) != 0 || !rows.dense() ||
       !aligned(rows.row_stride) || reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0 ||
       (p.kv_heads > 1 && !aligned(rows.head_stride)))
     return false;
@@ -22,7 +25,7 @@ bool has_boxes(const AttendParams& p, const KvRows& rows, int dim) {
 }
 
 CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim) {
-  const int panel = panel_of(dim);
+  const int panel = panel_of(dim, static_cast<std::int64_t>(size_of(p.kv_dtype)));
   const MapDimension dimensions[] = {
       {panel, 1, panel},
       {p.pages ? p.pages.size : kAny, rows.row_stride, kBoxKeys},

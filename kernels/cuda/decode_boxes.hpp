@@ -9,8 +9,8 @@ namespace longspan::kernels::cuda {
 
 inline constexpr int kBoxKeys = 16;
 
-/// [pages, rows, kv_heads, dim] in boxes of [1, kBoxKeys, 1, 64 elements] (32 where the kernel's
-/// dim is no multiple of 64), permuted as Tile permutes. Contiguous keys are one page.
+/// [pages, rows, kv_heads, dim] in boxes of [1, kBoxKeys, 1, 128 bytes] (64 where the kernel's rows
+/// are no multiple of 128), permuted as Tile permutes. Contiguous keys are one page.
 struct KeyBoxes {
   CUtensorMap k, v;
   bool k_valid = false,

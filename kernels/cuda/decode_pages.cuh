@@ -30,29 +30,20 @@ __device__ inline KeyPlace find_place(const AttendParams& p, const Sequence& seq
           static_cast<std::int32_t>(key - column * size)};
 }
 
-/// Whether places are looked up ahead for these rows: where cp.async can take them.
-template <class Traits>
-__device__ inline bool looks_ahead(const AttendParams& p, const KvRows& source) {
-  if constexpr (Traits::kPaged) {
-    return p.pages && access_of(source, p.pages, 2) == Access::chunks;
-  } else {
-    return false;
-  }
-}
-
-/// Queues the copy of a stage's keys of one kv head, whose places are known, into a tile.
+/// Queues the copy of a stage's fp8 keys of one kv head, whose places are known, into a tile, 16
+/// bytes at a time.
 template <class Traits>
 __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int dim, int kv_head,
                                    int thread, const KeyPlace* places) {
-  using T = typename Traits::Element;
   using Layout = typename Traits::Layout;
   constexpr int kStep = Traits::kStepRows;
   const int chunk = thread % Traits::kLanes;  // from row to row
   const int first = thread / Traits::kLanes;
-  if (chunk >= Layout::kChunks) return;
-  const bool column_wanted = chunk * 8 < dim;
-  const T* base = static_cast<const T*>(source.data) + kv_head * source.head_stride +
-                  (source.dense() ? chunk * 8 : source.column(chunk * 8));
+  static_assert(Traits::kFp8 && Traits::kLanes == Layout::kChunks);
+  const int bytes = max(0, min(16, dim - chunk * 16));
+  const std::uint8_t* base = static_cast<const std::uint8_t*>(source.data) +
+                             kv_head * source.head_stride +
+                             (source.dense() ? chunk * 16 : source.column(chunk * 16));
   const std::uint64_t page_stride = source.page_stride, row_stride = source.row_stride;
   // All places are read before the first copy: the copies keep their order with other accesses, and
   // each would wait for its own place in turn.
@@ -63,7 +54,7 @@ __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int
     KeyPlace place[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) place[i] = places[first + (n + i) * kStep];
-    const T* from[kBatch];  // not read where the page is < 0
+    const std::uint8_t* from[kBatch];  // not read where the page is < 0
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       // Unsigned, as products of 32 by 64 bits are then the cheapest.
@@ -73,8 +64,8 @@ __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
-      arch::copy_async(tile + Layout::offset(first + (n + i) * kStep, chunk), from[i],
-                       place[i].page >= 0 && column_wanted);
+      arch::copy_async<16>(tile + Layout::offset(first + (n + i) * kStep, chunk), from[i],
+                           place[i].page >= 0 ? bytes : 0);
   }
 }
 

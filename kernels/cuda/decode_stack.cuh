@@ -1,7 +1,8 @@
-// The fixed order's stack of the decode kernel. States that wait on the lowest kLow levels stay in
-// registers, each level in its own, and only the rest is in memory (FoldStack): a read from memory
-// waits behind all the keys that are under way, and drains the ring. Of the folds of a full tree,
-// one in 2^kLow reads memory. The lowest level folds first in both, so the order is the same.
+// The fixed order's stack of the decode kernels. States that wait on the lowest kLow levels stay in
+// registers, each level in its own; the next ones in shared memory, as many as the launch has room
+// for; and only the rest is in memory: a read from memory waits behind all the keys that are under
+// way, and drains the ring. Of the folds of a full tree, one in 2^(levels before it) reads memory.
+// The lowest level folds first in all of them, so the order is the same.
 #pragma once
 
 #include "kernels/cuda/fold_stack.cuh"
@@ -10,12 +11,17 @@ namespace longspan::kernels::cuda {
 
 template <class State, int kThreads, int kLow>
 class DecodeStack {
-  using Memory = FoldStack<State, kThreads, false>;
-
  public:
-  static constexpr std::size_t kStateBytes = Memory::kStateBytes;
+  /// Bytes of one state of one thread block, in shared memory as in memory.
+  static constexpr std::size_t kStateBytes = std::size_t{16} * State::kVectors * kThreads;
 
-  __device__ DecodeStack(float* stack, int depth) : memory_(stack, depth) {}
+  /// near: [near_levels] states of the block in shared memory; stack: [gridDim.x, depth] of them in
+  /// memory, a slot for every level.
+  __device__ DecodeStack(void* near, int near_levels, float* stack, int depth)
+      : near_(static_cast<float4*>(near) + threadIdx.x),
+        far_(reinterpret_cast<float4*>(stack) +
+             static_cast<std::int64_t>(blockIdx.x) * depth * kLevel + threadIdx.x),
+        near_levels_(near_levels) {}
 
   static constexpr int kAll = 32;  // a level above all
 
@@ -23,30 +29,47 @@ class DecodeStack {
   /// kAll, of everything since the last such call.
   __device__ __forceinline__ void fold(State& newest, int level) {
     fold_low(newest, level);
-    if (level >= kLow) return memory_.fold(newest, level);
+    if (level > kLow) fold_rest(newest, level);
+    if (level == kAll) return;
+    waiting_ |= 1u << level;
+    if (level >= kLow) return store_state<kThreads>(at(level), newest);
 #pragma unroll
     for (int i = 0; i < kLow; ++i)
       if (i == level) low_[i] = newest;
-    waiting_ |= 1u << level;
   }
 
  private:
+  static constexpr int kLevel = State::kVectors * kThreads;  // float4 of a level
+
+  __device__ float4* at(int level) const {
+    const int i = level - kLow;
+    return i < near_levels_ ? near_ + i * kLevel
+                            : far_ + static_cast<std::int64_t>(i - near_levels_) * kLevel;
+  }
+
   __device__ __forceinline__ void fold_low(State& newest, int level) {
 #pragma unroll
     for (int i = 0; i < kLow; ++i) {
       if (i >= level || (waiting_ >> i & 1) == 0) continue;
       waiting_ &= ~(1u << i);
-      newest.merge(
-          [&](int q) {
-            const auto& o = low_[i].o[q];
-            return make_float4(o[0], o[1], o[2], o[3]);
-          },
-          [&](int r) { return low_[i].stats[r]; });
+      newest.merge([&](int q) { return low_[i].quad(q); }, [&](int r) { return low_[i].stats[r]; });
     }
   }
 
-  Memory memory_;
-  std::uint32_t waiting_ = 0;  // bit k: low_[k] waits
+  __device__ __forceinline__ void fold_rest(State& newest, int level) {
+#pragma unroll 1
+    while (waiting_ != 0) {
+      const int lowest = __ffs(static_cast<int>(waiting_)) - 1;
+      if (lowest >= level) return;
+      waiting_ &= waiting_ - 1;
+      merge_state<kThreads>(at(lowest), newest);
+    }
+  }
+
+  float4* near_;
+  float4* far_;
+  int near_levels_;
+  std::uint32_t waiting_ = 0;  // bit k: a state waits on level k
   State low_[kLow > 0 ? kLow : 1];
 };
 

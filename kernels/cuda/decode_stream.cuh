@@ -10,13 +10,16 @@
 //
 // Stages of a segment: its keys, then its values. Where all keys of a segment are wanted and rows
 // are dense, the copy engine (decode_boxes.hpp) brings a tile of 16 keys by one instruction; all
-// else comes by cp.async, or through registers. A stage's barrier counts both. The team's threads
-// meet once a stage; where a team is a warp, that is no barrier.
+// else comes by cp.async, or through registers. A stage's barrier counts both; one lane arrives for
+// each tile, as 32 arrivals would queue up behind each other. The team's threads
+// meet once a stage; where a team is a warp, that is no barrier. Keys and values stay in a stage as
+// they are stored.
 #pragma once
 
 #include "kernels/cuda/arch/copy_engine.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/decode_boxes.hpp"
+#include "kernels/cuda/decode_bytes.cuh"
 #include "kernels/cuda/decode_pages.cuh"
 #include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/loader.cuh"
@@ -78,12 +81,17 @@ __device__ __noinline__ void load_plain_apart(std::uint32_t tile, Rows source, i
                             first);
 }
 template <class Traits>
-__device__ __noinline__ void load_stage_apart(std::uint32_t tile, const KvRows& source,
+__device__ __noinline__ void load_bytes_apart(std::uint32_t tile, const KvRows& source,
                                               const AttendParams& p, const DecodePiece& piece,
-                                              std::int64_t first) {
-  load_keys<typename Traits::Element, Traits::kDim, Traits::kStageKeys, Traits::kTeamThreads,
-            Traits::kLoader, Traits::kTile>(tile, source, p, piece.work.kv_head, piece.sequence,
-                                            piece.view, first);
+                                              std::int64_t first, int thread) {
+  load_bytes<Traits>(tile, source, p, piece.work.kv_head, piece.sequence, piece.view, first,
+                     thread);
+}
+
+template <class Traits>
+__device__ __noinline__ void load_places_apart(std::uint32_t tile, const KvRows& source, int dim,
+                                               int kv_head, int thread, const KeyPlace* places) {
+  load_places<Traits>(tile, source, dim, kv_head, thread, places);
 }
 
 /// An empty state for each row of a piece that sees no key.
@@ -157,13 +165,13 @@ class DecodeStream {
                           Shared& shared, std::uint32_t ring)
       : p_(p), plan_(plan), boxes_(boxes), shared_(shared), ring_(ring) {
     thread_ = static_cast<int>(threadIdx.x) % Traits::kTeamThreads;
-    if (thread_ < Traits::kStages) shared.ready[thread_].init(Traits::kTeamThreads);
+    if (thread_ < Traits::kStages) shared.ready[thread_].init(Traits::kStageTiles);
     arch::publish_barriers();
     if (thread_ == 0) shared.ahead.index = -1;
     sync_team<Traits>();
     if constexpr (Traits::kPaged) {
-      by_place_k_ = !boxes.k_valid && looks_ahead<Traits>(p, p.k);
-      by_place_v_ = !boxes.v_valid && looks_ahead<Traits>(p, p.v);
+      by_place_k_ = !boxes.k_valid && p.pages && in_sixteens(p.k, p.pages);
+      by_place_v_ = !boxes.v_valid && p.pages && in_sixteens(p.v, p.pages);
     }
     free_ = kAhead;
 #pragma unroll 1
@@ -308,25 +316,28 @@ class DecodeStream {
     const DecodePiece& piece = shared_.piece[load_.piece];
     const KvRows& source = keys ? p_.k : p_.v;
     const int first = stage * Traits::kStageKeys;
-    if (Traits::kPaged && (keys ? by_place_k_ : by_place_v_))
-      load_places<Traits>(tile, source, p_.dim, piece.work.kv_head, thread_,
-                          shared_.places + first);
-    else if constexpr (Traits::kPlain)
+    if constexpr (Traits::kPlain)
       load_plain_apart<Traits>(tile, source, p_.dim, piece, load_.index * kSegment + first);
+    else if (keys ? by_place_k_ : by_place_v_)
+      load_places_apart<Traits>(tile, source, p_.dim, piece.work.kv_head, thread_,
+                                shared_.places + first);
     else
-      load_stage_apart<Traits>(tile, source, p_, piece, load_.index * kSegment + first);
-    arch::arrive_behind_copies(ready);
+      load_bytes_apart<Traits>(tile, source, p_, piece, load_.index * kSegment + first, thread_);
+    arch::expect_copies(ready);
+    __syncwarp();  // the phase is open until all copies are announced
+    if (thread_ % 32 < Traits::kWarpTiles) ready.arrive();
   }
 
-  /// By the copy engine: each warp asks for its own tile of the stage, by the lane whose number is
-  /// the tile's in the segment.
+  /// By the copy engine: each warp asks for its own tiles of the stage, by the lanes whose numbers
+  /// are the tiles' in the segment.
   __device__ __forceinline__ void load_box(std::uint32_t tile, const CUtensorMap* map, int stage,
                                            arch::Barrier& ready) {
 #if __CUDA_ARCH__ >= 900
     const int warp = thread_ / 32, lane = thread_ % 32;
-    if (lane != stage * Traits::kStageTiles + warp) return ready.arrive();
+    const int of_stage = lane - stage * Traits::kStageTiles;
+    if (of_stage / Traits::kWarpTiles != warp || of_stage < 0) return;
     ready.arrive_expecting(Traits::kTileBytes);
-    arch::load_box(tile + warp * Traits::kTileBytes, map, 0, box_row_, 0,
+    arch::load_box(tile + of_stage * Traits::kTileBytes, map, 0, box_row_, 0,
                    shared_.piece[load_.piece].work.kv_head, box_page_, &ready);
 #endif
   }

@@ -29,6 +29,8 @@ struct ThreadState {
       for (int i = 0; i < 4; ++i) o[q][i] = 0.0f;
   }
 
+  __device__ float4 quad(int q) const { return make_float4(o[q][0], o[q][1], o[q][2], o[q][3]); }
+
   /// this = merge(stored, this), quad by quad: `quad(q)` gives the stored state's elements and
   /// `row(r)` its scalars.
   template <class Quad, class Row>
@@ -48,6 +50,31 @@ struct ThreadState {
     }
   }
 };
+
+/// A thread's part of a state to its place: vectors kThreads apart.
+template <int kThreads, class State>
+__device__ inline void store_state(float4* to, const State& state) {
+#pragma unroll
+  for (int r = 0; r < State::kRows; r += 2) {
+    const Stats second = r + 1 < State::kRows ? state.stats[r + 1] : empty_stats();
+    to[(r / 2) * kThreads] =
+        make_float4(state.stats[r].max, state.stats[r].sum, second.max, second.sum);
+  }
+  to += (State::kRows + 1) / 2 * kThreads;
+#pragma unroll
+  for (int q = 0; q < State::kQuads; ++q) to[q * kThreads] = state.quad(q);
+}
+
+/// newest = merge(what store_state left there, newest).
+template <int kThreads, class State>
+__device__ inline void merge_state(const float4* from, State& newest) {
+  const float4* quads = from + (State::kRows + 1) / 2 * kThreads;
+  newest.merge([&](int q) { return quads[q * kThreads]; },
+               [&](int r) {
+                 const float4 pair = from[(r / 2) * kThreads];
+                 return r % 2 == 0 ? Stats{pair.x, pair.y} : Stats{pair.z, pair.w};
+               });
+}
 
 /// Multiplies o by the scale of the stored values: that of each segment before it folds, so that
 /// the fixed order's bits do not depend on the cut between ranks.
@@ -80,22 +107,13 @@ class FoldStack {
     fold_below(newest, level);
     const int depth = __popc(waiting_);
     if constexpr (kTopInRegisters) {
-      if (cached_) store(top_, depth - 1);
+      if (cached_) store_state<kThreads>(at(depth - 1), top_);
       top_ = newest;
       cached_ = true;
     } else {
-      store(newest, depth);
+      store_state<kThreads>(at(depth), newest);
     }
     waiting_ |= 1u << level;
-  }
-
-  /// finish_subtree; or, on a level of 32 and more, fold_all.
-  __device__ void fold(State& newest, int level) {
-    fold_below(newest, level);
-    if (level >= 32) return;
-    store(newest, __popc(waiting_));
-    waiting_ |= 1u << level;
-    static_assert(!kTopInRegisters);
   }
 
   /// `newest` becomes the state of everything since the last call.
@@ -108,43 +126,16 @@ class FoldStack {
       if (lowest >= level) return;
       waiting_ &= waiting_ - 1;
       if (kTopInRegisters && cached_) {
-        newest.merge([&](int q) { return quad_of(top_, q); }, [&](int r) { return top_.stats[r]; });
+        newest.merge([&](int q) { return top_.quad(q); }, [&](int r) { return top_.stats[r]; });
         cached_ = false;
       } else {
-        load_and_merge(newest, __popc(waiting_));
+        merge_state<kThreads>(at(__popc(waiting_)), newest);
       }
     }
   }
 
-  __device__ static float4 quad_of(const State& state, int q) {
-    return make_float4(state.o[q][0], state.o[q][1], state.o[q][2], state.o[q][3]);
-  }
-
   __device__ float4* at(int depth) const {
     return memory_ + static_cast<std::int64_t>(depth) * State::kVectors * kThreads;
-  }
-
-  __device__ void store(const State& state, int depth) const {
-    float4* to = at(depth);
-#pragma unroll
-    for (int r = 0; r < State::kRows; r += 2) {
-      const Stats second = r + 1 < State::kRows ? state.stats[r + 1] : empty_stats();
-      to[(r / 2) * kThreads] =
-          make_float4(state.stats[r].max, state.stats[r].sum, second.max, second.sum);
-    }
-    to += (State::kRows + 1) / 2 * kThreads;
-#pragma unroll
-    for (int q = 0; q < State::kQuads; ++q) to[q * kThreads] = quad_of(state, q);
-  }
-
-  __device__ void load_and_merge(State& newest, int depth) const {
-    const float4* from = at(depth);
-    const float4* quads = from + (State::kRows + 1) / 2 * kThreads;
-    newest.merge([&](int q) { return quads[q * kThreads]; },
-                 [&](int r) {
-                   const float4 pair = from[(r / 2) * kThreads];
-                   return r % 2 == 0 ? Stats{pair.x, pair.y} : Stats{pair.z, pair.w};
-                 });
   }
 
   float4* memory_;

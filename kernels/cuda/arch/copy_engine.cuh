@@ -46,9 +46,10 @@ struct Barrier {
   }
 };
 
-/// Arrives when the copies (copy_async) that this thread has queued so far are there.
-__device__ inline void arrive_behind_copies(Barrier& barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier))
+/// Adds an arrival to the current phase, which comes when the copies (copy_async) that this thread
+/// has queued so far are there.
+__device__ inline void expect_copies(Barrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&barrier))
                : "memory");
 }
 

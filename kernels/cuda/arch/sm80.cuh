@@ -20,12 +20,23 @@ __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// 16 bytes from global to shared memory, asynchronously; zeros, and no read, where not `valid`.
+/// From global to shared memory, asynchronously: the first `bytes` of kBytes (8 or 16), and zeros
+/// behind them.
+template <int kBytes>
+__device__ inline void copy_async(std::uint32_t to, const void* from, int bytes) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),
+                 "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+  }
+}
+
+/// 16 bytes; zeros, and no read, where not `valid`.
 __device__ inline void copy_async(std::uint32_t to, const void* from, bool valid) {
-  const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),
-               "r"(bytes)
-               : "memory");
+  copy_async<16>(to, from, valid ? 16 : 0);
 }
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
@@ -99,6 +110,13 @@ __device__ inline std::uint32_t pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
   }
   return packed;
+}
+
+/// Bytes of shared memory that the launch asked for.
+__device__ inline int dynamic_shared_bytes() {
+  int bytes;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+  return bytes;
 }
 
 /// 2^x to 2 ulp; exp2(-inf) = 0, NaN stays NaN.

@@ -1,12 +1,11 @@
-// Short bf16 queries, plain rows.
+// Short bf16 queries over keys and values of the same type.
 #include "kernels/cuda/attend_decode.cuh"
 
 namespace longspan::kernels::cuda {
 
 KernelShape decode_bf16(int dim, std::int64_t rows, Loader loader) {
   if (loader == Loader::any16) return decode_bf16_any16(dim, rows);
-  if (loader == Loader::any8) return decode_bf16_any8(dim, rows);
-  return decode_for<__nv_bfloat16, Loader::plain>(dim, rows);
+  return decode_for<__nv_bfloat16>(dim, rows);
 }
 
 }  // namespace longspan::kernels::cuda

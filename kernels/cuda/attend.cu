@@ -193,7 +193,8 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
   if (launch.plan.ticket != nullptr && launch.plan.ticket != p.ticket)
     LONGSPAN_CUDA(cudaMemsetAsync(launch.plan.ticket, 0, sizeof(int), stream));
   KeyBoxes boxes{};
-  if (launch.shape.box_dim > 0 && gpu.copy_engine) boxes = key_boxes(p, launch.shape.box_dim);
+  if (launch.shape.box_dim > 0 && gpu.copy_engine)
+    boxes = key_boxes(p, launch.shape.box_dim, launch.shape.box_keys);
   void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan, &boxes};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);

@@ -32,6 +32,7 @@ struct KernelShape {
                         // the kernels before it by itself (overlap.hpp)
   int near_levels = 0;  // states on a block's stack that are worth a place in shared memory, behind
                         // shared_bytes; it takes as many as it is given
+  int box_keys = 0;     // most keys of a box
   bool resumes = false;  // rows begin from the states at their targets, where asked
 };
 

@@ -62,9 +62,9 @@ struct DecodeTraits {
   static constexpr int kSegmentStages = 2 * kKeyStages;  // keys, then values
   static constexpr int kStageBytes = kStageKeys * kRowBytes;
   using Layout = Tile<__half, kRowBytes / 2, kTile>;  // of each tile of a stage, in 16-bit columns
-  // Two blocks share a multiprocessor. 64 KB a block are enough under way, and no more than one
-  // segment; more of them made every read slower.
-  static constexpr int kFits = 64 * 1024 / kTeams / kStageBytes;
+  // Two blocks share a multiprocessor. 48 KB a block are enough under way, and no more than one
+  // segment; what is left holds states that wait (kNearLevels).
+  static constexpr int kFits = 48 * 1024 / kTeams / kStageBytes;
   static constexpr int kStages = kFits < 3                    ? 3
                                  : kFits > kSegmentStages + 1 ? kSegmentStages + 1
                                                               : kFits;
@@ -100,6 +100,45 @@ struct DecodeTraits {
 template <class Traits>
 struct Scores {
   float s[Traits::kTiles][Traits::kRowTiles][4];
+};
+
+/// A lane's own way of passing numbers from one loop over tiles to the next: shared memory, as
+/// registers cannot be indexed. Scores, then weights in their place.
+template <class Traits>
+class Passage {
+ public:
+  __device__ explicit Passage(typename Traits::Shared& shared)
+      : slot_(shared.passage[threadIdx.x / 32 % Traits::kTeam][0] + threadIdx.x % 32) {}
+
+  __device__ void put_scores(int tile, const float (&s)[Traits::kRowTiles][4]) {
+#pragma unroll
+    for (int n = 0; n < Traits::kRowTiles; ++n)
+      at(tile, n) = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+  }
+  __device__ void get_scores(Scores<Traits>& scores) {
+#pragma unroll
+    for (int tile = 0; tile < Traits::kTiles; ++tile)
+#pragma unroll
+      for (int n = 0; n < Traits::kRowTiles; ++n) {
+        const float4 four = at(tile, n);
+        float(&s)[4] = scores.s[tile][n];
+        s[0] = four.x, s[1] = four.y, s[2] = four.z, s[3] = four.w;
+      }
+  }
+  __device__ void put_weights(int tile, int n, std::uint32_t low, std::uint32_t high) {
+    *reinterpret_cast<uint2*>(&at(tile, n)) = make_uint2(low, high);
+  }
+  __device__ void get_weights(int tile, std::uint32_t (&weights)[Traits::kRowTiles][2]) {
+#pragma unroll
+    for (int n = 0; n < Traits::kRowTiles; ++n) {
+      const uint2 two = *reinterpret_cast<const uint2*>(&at(tile, n));
+      weights[n][0] = two.x, weights[n][1] = two.y;
+    }
+  }
+
+ private:
+  __device__ float4& at(int tile, int n) { return slot_[(tile * Traits::kRowTiles + n) * 32]; }
+  float4* slot_;
 };
 
 /// ALiBi and qq_bias. Not inlined, as it is rare and large.
@@ -184,9 +223,8 @@ __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const Atte
 /// Scores -> P^T as the products' second factor, and the segment's maxima and sums: over a lane's
 /// keys of every fourth tile, then over the lanes, then over the four, in one order.
 template <class Traits>
-__device__ __forceinline__ void weigh_segment(
-    Scores<Traits>& scores, std::uint32_t (&weights)[Traits::kTiles][Traits::kRowTiles][2],
-    Stats (&stats)[2 * Traits::kRowTiles]) {
+__device__ __forceinline__ void weigh_segment(Scores<Traits>& scores, Passage<Traits>& passage,
+                                              Stats (&stats)[2 * Traits::kRowTiles]) {
   auto& s = scores.s;
 #pragma unroll
   for (int n = 0; n < Traits::kRowTiles; ++n) {
@@ -220,11 +258,13 @@ __device__ __forceinline__ void weigh_segment(
       stats[2 * n + j] = {top, whole};
     }
 #pragma unroll
-    for (int tile = 0; tile < Traits::kTiles; ++tile)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        weights[tile][n][half] = arch::transpose_matrix(
+    for (int tile = 0; tile < Traits::kTiles; ++tile) {
+      const auto weights = [&](int half) {
+        return arch::transpose_matrix(
             arch::pack<typename Traits::Element>(s[tile][n][half * 2], s[tile][n][half * 2 + 1]));
+      };
+      passage.put_weights(tile, n, weights(0), weights(1));
+    }
   }
 }
 
@@ -287,6 +327,7 @@ __global__ __launch_bounds__(Traits::kThreads,
       (arch::dynamic_shared_bytes() - kStack) / static_cast<int>(Traits::Stack::kStateBytes);
   typename Traits::Stack stack(memory + kStack, near_levels, plan.stack, plan.depth);
   DecodeQueries<Traits> queries;
+  Passage<Traits> passage(shared);
   int piece = -1;  // whose queries these are
   while (stream.segment()) {
     const DecodeSegment segment = stream.segment();
@@ -294,27 +335,35 @@ __global__ __launch_bounds__(Traits::kThreads,
       piece = segment.piece;
       queries.load(p, shared.piece[piece].sequence, shared.piece[piece].work, first_row);
     }
-    Scores<Traits> scores;
-#pragma unroll
+    // Loops over stages are not unrolled: code that has to be fetched costs more than what passes
+    // through shared memory in its place.
+#pragma unroll 1
     for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
-      const std::uint32_t keys = stream.advance(stage);
+      const std::uint32_t keys = stream.template advance<0, Traits::kKeyStages>(stage);
 #pragma unroll
-      for (int tile = 0; tile < Traits::kStageTiles; ++tile)
-        multiply_keys<Traits>(scores.s[stage * Traits::kStageTiles + tile],
-                              keys + tile * Traits::kTileBytes, key_offset, queries);
+      for (int tile = 0; tile < Traits::kStageTiles; ++tile) {
+        float s[Traits::kRowTiles][4];
+        multiply_keys<Traits>(s, keys + tile * Traits::kTileBytes, key_offset, queries);
+        passage.put_scores(stage * Traits::kStageTiles + tile, s);
+      }
     }
+    Scores<Traits> scores;
+    passage.get_scores(scores);
     score_segment<Traits>(scores, p, shared, segment, queries, first_row);
-    std::uint32_t weights[Traits::kTiles][Traits::kRowTiles][2];
     typename Traits::State state;
     state.clear();
-    weigh_segment<Traits>(scores, weights, state.stats);
-#pragma unroll
+    weigh_segment<Traits>(scores, passage, state.stats);
+#pragma unroll 1
     for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
-      const std::uint32_t values = stream.advance(Traits::kKeyStages + stage);
+      const std::uint32_t values =
+          stream.template advance<Traits::kKeyStages, Traits::kSegmentStages>(Traits::kKeyStages +
+                                                                              stage);
 #pragma unroll
-      for (int tile = 0; tile < Traits::kStageTiles; ++tile)
-        multiply_values<Traits>(state, values + tile * Traits::kTileBytes, value_offset,
-                                weights[stage * Traits::kStageTiles + tile]);
+      for (int tile = 0; tile < Traits::kStageTiles; ++tile) {
+        std::uint32_t weights[Traits::kRowTiles][2];
+        passage.get_weights(stage * Traits::kStageTiles + tile, weights);
+        multiply_values<Traits>(state, values + tile * Traits::kTileBytes, value_offset, weights);
+      }
     }
     if constexpr (!Traits::kPlain)
       if (p.v_scale) scale_state(state, shared.piece[segment.piece].value_scale);
@@ -335,7 +384,8 @@ KernelShape decode_shape() {
           Traits::Stack::kStateBytes,
           Traits::kTeams,
           Traits::kDim,
-          Traits::kNearLevels};
+          Traits::kNearLevels,
+          Traits::kWarpTiles * Traits::kTile};
 }
 
 /// The instance for sequences of about `rows` packed rows.

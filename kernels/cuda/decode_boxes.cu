@@ -24,11 +24,11 @@ bool has_boxes(const AttendParams& p, const KvRows& rows, int dim) {
                  : rows.row_stride * bytes >= 128;
 }
 
-CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim) {
+CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim, int keys) {
   const int panel = panel_of(dim, static_cast<std::int64_t>(size_of(p.kv_dtype)));
   const MapDimension dimensions[] = {
       {panel, 1, panel},
-      {p.pages ? p.pages.size : kAny, rows.row_stride, kBoxKeys},
+      {p.pages ? p.pages.size : kAny, rows.row_stride, keys},
       {p.dim / panel, panel, dim / panel},
       {p.kv_heads, p.kv_heads > 1 ? rows.head_stride : rows.row_stride, 1},
       {p.pages ? kAny : 1, p.pages ? rows.page_stride : rows.row_stride, 1}};
@@ -42,12 +42,14 @@ bool come_in_boxes(const AttendParams& p) {
   return has_boxes(p, p.k, p.dim) && has_boxes(p, p.v, p.dim);
 }
 
-KeyBoxes key_boxes(const AttendParams& p, int dim) {
+KeyBoxes key_boxes(const AttendParams& p, int dim, int most) {
   KeyBoxes boxes{};
+  const bool one_panel = dim <= panel_of(dim, static_cast<std::int64_t>(size_of(p.kv_dtype)));
+  if (one_panel && (!p.pages || p.pages.size % most == 0)) boxes.keys = most;
   boxes.k_valid = has_boxes(p, p.k, dim);
   boxes.v_valid = has_boxes(p, p.v, dim);
-  if (boxes.k_valid) boxes.k = map_of(p, p.k, dim);
-  if (boxes.v_valid) boxes.v = map_of(p, p.v, dim);
+  if (boxes.k_valid) boxes.k = map_of(p, p.k, dim, boxes.keys);
+  if (boxes.v_valid) boxes.v = map_of(p, p.v, dim, boxes.keys);
   return boxes;
 }
 

@@ -153,8 +153,12 @@ struct DecodeOffsets {
 /// The four fp8 numbers of a register as fp16: the first two, the other two.
 template <class Traits>
 __device__ __forceinline__ void widen(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+  arch::widen_fp8<Traits::kE5M2>(four, low, high);
+#else
   low = widen_two<__half>(four & 0xffff, Traits::kE5M2);
   high = widen_two<__half>(four >> 16, Traits::kE5M2);
+#endif
 }
 
 /// s = K Q^T for 16 keys and the warp's rows.

@@ -11,7 +11,7 @@
 // Stages of a segment: its keys, then its values. Where all keys of a segment are wanted and rows
 // are dense, the copy engine (decode_boxes.hpp) brings a tile of 16 keys by one instruction; all
 // else comes by cp.async, or through registers. A stage's barrier counts both; one lane arrives for
-// each tile, as 32 arrivals would queue up behind each other. The team's threads
+// each warp, as 32 arrivals would queue up behind each other. The team's threads
 // meet once a stage; where a team is a warp, that is no barrier. Keys and values stay in a stage as
 // they are stored.
 #pragma once
@@ -48,6 +48,7 @@ struct DecodePiece {
 template <class Traits>
 struct alignas(16) TeamShared {
   static constexpr int kPieces = 3;  // as many segments are known at a time
+  float4 passage[Traits::kTeam][Traits::kTiles * Traits::kRowTiles][32];  // see Passage
   DecodePiece piece[kPieces];
   Interval views[kPieces][Traits::kRows];
   PackedRow rows[kPieces][Traits::kPlain ? 1 : Traits::kRows];  // for biases
@@ -165,7 +166,7 @@ class DecodeStream {
                           Shared& shared, std::uint32_t ring)
       : p_(p), plan_(plan), boxes_(boxes), shared_(shared), ring_(ring) {
     thread_ = static_cast<int>(threadIdx.x) % Traits::kTeamThreads;
-    if (thread_ < Traits::kStages) shared.ready[thread_].init(Traits::kStageTiles);
+    if (thread_ < Traits::kStages) shared.ready[thread_].init(Traits::kTeam);
     arch::publish_barriers();
     if (thread_ == 0) shared.ahead.index = -1;
     sync_team<Traits>();
@@ -173,13 +174,14 @@ class DecodeStream {
       by_place_k_ = !boxes.k_valid && p.pages && in_sixteens(p.k, p.pages);
       by_place_v_ = !boxes.v_valid && p.pages && in_sixteens(p.v, p.pages);
     }
+    box_lanes_ = Traits::kWarpTiles * kBoxKeys / boxes.keys;
     free_ = kAhead;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {  // the first loads do not wait for the second segment
       if (i == 1) {
         sync_team<Traits>();  // everyone has read where the first one is
         take_over();
-#pragma unroll
+#pragma unroll 1
         for (int stage = 0; stage < kAhead; ++stage) load(stage, stage);
       }
       find_next();
@@ -189,17 +191,22 @@ class DecodeStream {
   /// Before a segment's stages: the one in work. After them: the next one.
   __device__ const DecodeSegment& segment() const { return load_; }
 
-  /// Waits for a stage (known at compile time) of the segment in work and gives its tile. The stage
+  /// Waits for a stage (one of [kFirst, kEnd)) of the segment in work and gives its tile. The stage
   /// before it is free now and takes the next load.
+  template <int kFirst, int kEnd>
   __device__ __forceinline__ std::uint32_t advance(int stage) {
+    constexpr int kTurn = Traits::kSegmentStages - kAhead;  // where loads reach the next segment
     const int slot = free_ + 1 < Traits::kStages ? free_ + 1 : 0;
     shared_.ready[slot].wait(phase_);
     sync_team<Traits>();
-    if (stage + kAhead == Traits::kSegmentStages) {
-      take_over();
-      find_next();
+    if constexpr (kTurn >= kFirst && kTurn < kEnd) {
+      if (stage == kTurn) {
+        take_over();
+        find_next();
+      }
     }
-    load((stage + kAhead) % Traits::kSegmentStages, free_);
+    const int next = stage < kTurn ? stage + kAhead : stage - kTurn;
+    load(next, free_);
     free_ = slot;
     if (slot + 1 == Traits::kStages) phase_ ^= 1;
     return ring_ + slot * Traits::kStageBytes;
@@ -325,19 +332,19 @@ class DecodeStream {
       load_bytes_apart<Traits>(tile, source, p_, piece, load_.index * kSegment + first, thread_);
     arch::expect_copies(ready);
     __syncwarp();  // the phase is open until all copies are announced
-    if (thread_ % 32 < Traits::kWarpTiles) ready.arrive();
+    if (thread_ % 32 == 0) ready.arrive();
   }
 
   /// By the copy engine: each warp asks for its own tiles of the stage, by the lanes whose numbers
-  /// are the tiles' in the segment.
+  /// are the tiles' in the segment. Boxes of two tiles bring them at once.
   __device__ __forceinline__ void load_box(std::uint32_t tile, const CUtensorMap* map, int stage,
                                            arch::Barrier& ready) {
 #if __CUDA_ARCH__ >= 900
     const int warp = thread_ / 32, lane = thread_ % 32;
-    const int of_stage = lane - stage * Traits::kStageTiles;
-    if (of_stage / Traits::kWarpTiles != warp || of_stage < 0) return;
-    ready.arrive_expecting(Traits::kTileBytes);
-    arch::load_box(tile + of_stage * Traits::kTileBytes, map, 0, box_row_, 0,
+    const int first = warp * Traits::kWarpTiles, mine = lane - stage * Traits::kStageTiles - first;
+    if (mine < 0 || mine >= box_lanes_) return;
+    if (mine == 0) ready.arrive_expecting(Traits::kWarpTiles * Traits::kTileBytes);
+    arch::load_box(tile + (first + mine) * Traits::kTileBytes, map, 0, box_row_, 0,
                    shared_.piece[load_.piece].work.kv_head, box_page_, &ready);
 #endif
   }
@@ -357,6 +364,7 @@ class DecodeStream {
   DecodeSegment load_, ahead_;
   bool exists_ = false;                           // the segment in load does
   bool by_box_k_ = false, by_box_v_ = false;      // the copy engine brings them
+  int box_lanes_;                                 // of a warp, that ask for a stage
   bool by_place_k_ = false, by_place_v_ = false;  // else they come by the places of their keys
   std::int32_t box_row_ = 0, box_page_ = 0;       // lane i: of tile i of the segment in load
   std::int32_t box_row_ahead_ = 0, box_page_ahead_ = 0;

@@ -112,6 +112,23 @@ __device__ inline std::uint32_t pack(float low, float high) {
   return packed;
 }
 
+#if __CUDA_ARCH__ >= 890
+/// Four fp8 numbers to fp16, exactly: the first two, the other two.
+template <bool kE5M2>
+__device__ inline void widen_fp8(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
+  if constexpr (kE5M2)
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
+        "cvt.rn.f16x2.e5m2x2 %0, l;\ncvt.rn.f16x2.e5m2x2 %1, h;\n}\n"
+        : "=r"(low), "=r"(high)
+        : "r"(four));
+  else
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}\n"
+        : "=r"(low), "=r"(high)
+        : "r"(four));
+}
+#endif
+
 /// Bytes of shared memory that the launch asked for.
 __device__ inline int dynamic_shared_bytes() {
   int bytes;

@@ -14,14 +14,6 @@
 namespace longspan::testing {
 namespace {
 
-#define LONGSPAN_NEEDS_HOPPER()                                                         \
-  LONGSPAN_NEEDS_GPU();                                                                 \
-  do {                                                                                  \
-    cudaDeviceProp longspan_gpu;                                                        \
-    ASSERT_EQ(cudaGetDeviceProperties(&longspan_gpu, 0), cudaSuccess);                  \
-    if (longspan_gpu.major != 9) GTEST_SKIP() << longspan_gpu.name << " is not Hopper"; \
-  } while (0)
-
 std::uint64_t fresh_seed() { return std::random_device{}(); }
 
 /// Everything in e4m3, one key after the other.

@@ -10,14 +10,6 @@
 namespace longspan::test {
 namespace {
 
-#define LONGSPAN_NEEDS_HOPPER()                                                         \
-  LONGSPAN_NEEDS_GPU();                                                                 \
-  do {                                                                                  \
-    cudaDeviceProp longspan_gpu;                                                        \
-    ASSERT_EQ(cudaGetDeviceProperties(&longspan_gpu, 0), cudaSuccess);                  \
-    if (longspan_gpu.major != 9) GTEST_SKIP() << longspan_gpu.name << " is not Hopper"; \
-  } while (0)
-
 unsigned fresh_seed() { return std::random_device{}(); }
 
 /// One rank that holds all keys: sequences lie apart, with NaN between them and around them.

@@ -31,6 +31,14 @@ namespace longspan::test {
       GTEST_SKIP() << "no GPU: cudaGetDeviceCount found none";                   \
   } while (0)
 
+#define LONGSPAN_NEEDS_HOPPER()                                                         \
+  LONGSPAN_NEEDS_GPU();                                                                 \
+  do {                                                                                  \
+    cudaDeviceProp longspan_gpu;                                                        \
+    ASSERT_EQ(cudaGetDeviceProperties(&longspan_gpu, 0), cudaSuccess);                  \
+    if (longspan_gpu.major != 9) GTEST_SKIP() << longspan_gpu.name << " is not Hopper"; \
+  } while (0)
+
 /// A typed array on the GPU.
 template <class T>
 struct OnGpu {

@@ -14,8 +14,6 @@
 namespace longspan::testing {
 namespace {
 
-std::uint64_t fresh_seed() { return std::random_device{}(); }
-
 /// Everything in e4m3, one key after the other.
 Serving in_e4m3(Serving s) {
   if (s.dtype == DType::fp32) s.dtype = DType::bf16;

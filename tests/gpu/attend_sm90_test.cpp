@@ -10,8 +10,6 @@
 namespace longspan::test {
 namespace {
 
-unsigned fresh_seed() { return std::random_device{}(); }
-
 /// One rank that holds all keys: sequences lie apart, with NaN between them and around them.
 class Sm90Run {
  public:

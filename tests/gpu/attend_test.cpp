@@ -11,8 +11,6 @@ void check(const Case& c, int stride = 1) {
   expect_exact(c, data, run.run(), stride);
 }
 
-unsigned fresh_seed() { return std::random_device{}(); }
-
 const DType kTypes[] = {DType::bf16, DType::fp16, DType::fp32};
 
 TEST(Attend, EveryHeadDim) {

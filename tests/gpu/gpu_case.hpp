@@ -21,8 +21,11 @@
 #include "launcher/elements.hpp"
 #include "launcher/oracle.hpp"
 #include "longspan/buffer.hpp"
+#include "tests/fresh_seed.hpp"
 
 namespace longspan::test {
+
+using testing::fresh_seed;
 
 #define LONGSPAN_NEEDS_GPU()                                                     \
   do {                                                                           \

@@ -2,7 +2,6 @@
 // within what its roundings can do, that it does something, and that without it nothing changes.
 #include <cmath>
 #include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -142,7 +141,7 @@ Distance expect_within_tf32(const ServingProblem& problem, const ServingResult& 
 /// v, in all some 2^-11. Twice that is allowed, where one key of a thousand too many is 2^-5.
 /// The lower end is beyond what fp32 products could do.
 void check_tf32(const Serving& s, std::int64_t sampled = 6, int segments = 0) {
-  const std::uint64_t seed = std::random_device{}();
+  const std::uint64_t seed = fresh_seed();
   SCOPED_TRACE(describe(s) + ", segments " + std::to_string(segments) + ", seed " +
                std::to_string(seed));
   const ServingProblem problem(s, seed);
@@ -224,7 +223,7 @@ TEST(Tf32, BitsRepeat) {
   LONGSPAN_NEEDS_GPU();
   for (const int dim : {24, 64, 128, 256})
     for (const int q_len : {3, 70}) {
-      const std::uint64_t seed = std::random_device{}();
+      const std::uint64_t seed = fresh_seed();
       Serving s{.dim = dim, .q_lens = {q_len, 20}, .kv_lens = {5000, 900}};
       SCOPED_TRACE(describe(s) + ", seed " + std::to_string(seed));
       s.page = 0;
@@ -247,7 +246,7 @@ TEST(Tf32, OffIsExact) {
     for (const int page : {0, 16}) {
       Serving s{.dim = dim};
       s.page = page;
-      const ServingProblem problem(s, std::random_device{}());
+      const ServingProblem problem(s, fresh_seed());
       const ServingResult found = run_option(problem, false);
       const Verdict verdict =
           judge(problem, found.out, found.lse, problem.all_rows(), problem.tolerance(), 8);

@@ -118,15 +118,8 @@ TEST(AttendSm90Fp8, EdgesOfTiles) {
 
 TEST(AttendSm90Fp8, EveryMaskInUnevenBatches) {
   LONGSPAN_NEEDS_HOPPER();
-  const Mask masks[] = {{},
-                        {.causal = true},
-                        {.causal = true, .window = 1},
-                        {.causal = true, .window = 100},
-                        {.window = 64, .right = 0},
-                        {.window = 30, .right = 17},
-                        {.right = 5}};
   for (const int dim : {64, 128, 256})
-    for (const Mask& mask : masks)
+    for (const Mask& mask : test::kMasks)
       check_exact({.heads = 6,
                    .kv_heads = 2,
                    .dim = dim,

@@ -202,15 +202,8 @@ TEST(AttendSm90, EdgesOfTiles) {
 
 TEST(AttendSm90, EveryMaskInUnevenBatches) {
   LONGSPAN_NEEDS_HOPPER();
-  const Mask masks[] = {{},
-                        {.causal = true},
-                        {.causal = true, .window = 1},
-                        {.causal = true, .window = 100},
-                        {.window = 64, .right = 0},
-                        {.window = 30, .right = 17},
-                        {.right = 5}};
   for (int dim : {64, 80, 96, 128, 192, 256})
-    for (const Mask& mask : masks)
+    for (const Mask& mask : kMasks)
       check({.heads = 3,
              .kv_heads = 1,
              .dim = dim,

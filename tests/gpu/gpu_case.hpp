@@ -64,6 +64,15 @@ struct OnGpu {
   }
 };
 
+/// Bounds on no side, on either, and on both; to the right at the query itself and behind it.
+inline constexpr Mask kMasks[] = {{},
+                                  {.causal = true},
+                                  {.causal = true, .window = 1},
+                                  {.causal = true, .window = 100},
+                                  {.window = 64, .right = 0},
+                                  {.window = 30, .right = 17},
+                                  {.right = 5}};
+
 struct Case {
   DType dtype = DType::bf16;
   int heads = 4, kv_heads = 2, dim = 64;

@@ -76,15 +76,10 @@ TEST(StateIn, HopperEveryMaskAndLayout) {
     Layout layout;
     std::int64_t block = kSegment;
   };
-  const Mask masks[] = {{},
-                        {.causal = true},
-                        {.causal = true, .window = 1},
-                        {.causal = true, .window = 150},
-                        {.window = 30, .right = 17}};
   for (const Cut& cut :
        {Cut{Layout::contiguous}, Cut{Layout::ranges}, Cut{Layout::zigzag}, Cut{Layout::striped},
         Cut{Layout::interleaved, 16}, Cut{Layout::interleaved, 128}})
-    for (const Mask& mask : masks)
+    for (const Mask& mask : test::kMasks)
       for (const int dim : {64, 128}) {
         Serving s{.heads = 3,
                   .kv_heads = 1,

@@ -58,11 +58,6 @@ ServingResult run_segments(const ServingProblem& problem, int segments) {
   return arrays.result();
 }
 
-struct Distance {
-  double norm = 0;            // |out - exact| / |exact| over all rows
-  std::int64_t compared = 0;  // elements
-};
-
 /// tf32 has 10 bits of mantissa, so rounding to nearest moves a factor by at most u = 2^-11 of
 /// itself and a product by 2 u + u^2, little more than 2^-10. fp32 sums add at most 2^-16 of the
 /// sum of magnitudes. With e the sum of both:
@@ -80,58 +75,40 @@ Distance expect_within_tf32(const ServingProblem& problem, const ServingResult& 
   const Serving& s = problem.shape;
   constexpr double kUnit = 0x1p-11, kProduct = 2 * kUnit + kUnit * kUnit + 0x1p-16;
   const bool bounded = !s.alibi && !s.qq_bias;
-  const int group = s.heads / s.kv_heads;
   Distance distance;
-  double difference = 0, size = 0;
-  for (int b = 0; b < s.batch(); ++b)
-    for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head) {
-      const launcher::RowMajor keys = problem.matrix(false, b, kv_head);
-      const launcher::RowMajor values = problem.matrix(true, b, kv_head);
-      const std::int64_t step = std::max<std::int64_t>(1, s.q_lens[b] / sampled);
-      for (std::int64_t t = 0; t < s.q_lens[b]; t += step)
-        for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-          const launcher::Exact exact = problem.exact(b, t, head, keys, values);
-          const std::int64_t row = (problem.query_start[b] + t) * s.heads + head;
-          const Interval seen = problem.visible(b, problem.context(b) + t);
-          const double lse = found.lse[row];
-          if (std::isinf(exact.lse)) {
-            EXPECT_EQ(lse, exact.lse);
-            continue;
-          }
-          Eigen::VectorXd q(s.dim);
-          for (int d = 0; d < s.dim; ++d)
-            q[d] = launcher::load(problem.q.data(), s.of_q(), row * s.dim + d);
-          Eigen::VectorXd moved = Eigen::VectorXd::Zero(s.dim);  // times 1 - moved_weight
-          double moved_weight = 0;
-          for (std::int64_t j = seen.begin; bounded && j < seen.end; ++j) {
-            double score = s.scale_used() * keys.row(j).dot(q);
-            if (s.softcap != 0) score = s.softcap * std::tanh(score / s.softcap);
-            const double weight = std::exp(score - exact.lse);
-            const double m =
-                std::expm1(kProduct * s.scale_used() * keys.row(j).cwiseAbs().dot(q.cwiseAbs()));
-            moved_weight += weight * m;
-            const Eigen::VectorXd v = values.row(j).transpose();
-            moved += weight * m * (v - exact.out).cwiseAbs() +
-                     kProduct * weight * (1 + m) * v.cwiseAbs();
-          }
-          if (bounded) {
-            EXPECT_LE(std::abs(lse - exact.lse),
-                      -std::log1p(-moved_weight) + 0x1p-20 * (1 + std::abs(exact.lse)))
-                << "lse of row " << row;
-          }
-          for (int d = 0; d < s.dim; ++d) {
-            const double out = launcher::load(found.out.data(), s.of_out(), row * s.dim + d);
-            ++distance.compared;
-            difference += (out - exact.out[d]) * (out - exact.out[d]);
-            size += exact.out[d] * exact.out[d];
-            if (bounded) {
-              EXPECT_LE(std::abs(out - exact.out[d]), moved[d] / (1 - moved_weight) + 1e-9)
-                  << "row " << row << " dim " << d << ": " << out << ", exactly " << exact.out[d];
-            }
-          }
-        }
+  for_sampled_rows(problem, sampled, [&](const SampledRow& row) {
+    const launcher::Exact& exact = row.exact;
+    const double lse = found.lse[row.at];
+    if (std::isinf(exact.lse)) {
+      EXPECT_EQ(lse, exact.lse);
+      return;
     }
-  distance.norm = std::sqrt(difference / size);
+    Eigen::VectorXd moved = Eigen::VectorXd::Zero(s.dim);  // times 1 - moved_weight
+    double moved_weight = 0;
+    for (std::int64_t j = row.seen.begin; bounded && j < row.seen.end; ++j) {
+      double score = s.scale_used() * row.keys.row(j).dot(row.q);
+      if (s.softcap != 0) score = s.softcap * std::tanh(score / s.softcap);
+      const double weight = std::exp(score - exact.lse);
+      const double m =
+          std::expm1(kProduct * s.scale_used() * row.keys.row(j).cwiseAbs().dot(row.q.cwiseAbs()));
+      moved_weight += weight * m;
+      const Eigen::VectorXd v = row.values.row(j).transpose();
+      moved += weight * m * (v - exact.out).cwiseAbs() + kProduct * weight * (1 + m) * v.cwiseAbs();
+    }
+    if (bounded) {
+      EXPECT_LE(std::abs(lse - exact.lse),
+                -std::log1p(-moved_weight) + 0x1p-20 * (1 + std::abs(exact.lse)))
+          << "lse of row " << row.at;
+    }
+    for (int d = 0; d < s.dim; ++d) {
+      const double out = launcher::load(found.out.data(), s.of_out(), row.at * s.dim + d);
+      distance.add(out, exact.out[d]);
+      if (bounded) {
+        EXPECT_LE(std::abs(out - exact.out[d]), moved[d] / (1 - moved_weight) + 1e-9)
+            << "row " << row.at << " dim " << d << ": " << out << ", exactly " << exact.out[d];
+      }
+    }
+  });
   return distance;
 }
 
@@ -148,8 +125,8 @@ void check_tf32(const Serving& s, std::int64_t sampled = 6, int segments = 0) {
   const Distance distance = expect_within_tf32(
       problem, segments > 0 ? run_segments(problem, segments) : run_option(problem, true), sampled);
   EXPECT_GT(distance.compared, 0);
-  EXPECT_LT(distance.norm, 0x1p-10);
-  EXPECT_GT(distance.norm, 0x1p-16);
+  EXPECT_LT(distance.norm(), 0x1p-10);
+  EXPECT_GT(distance.norm(), 0x1p-16);
 }
 
 /// Short and long queries, one key, a row of no key; one sequence alone and many.

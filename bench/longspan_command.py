@@ -22,8 +22,12 @@ def find():
     return shutil.which("longspan")
 
 
-def add_arguments(parser):
+def add_command(parser):
     parser.add_argument("--command", default=find(), help="path of longspan")
+
+
+def add_arguments(parser):
+    add_command(parser)
     parser.add_argument("--launcher", default=MPIRUN,
                         help="how ranks are started (default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])

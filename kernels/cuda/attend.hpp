@@ -28,9 +28,9 @@ struct KernelShape {
   int tile_rows = 0;            // packed rows that a block takes at a time
   std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
   int teams = 1;                // pieces of work that a block takes side by side
-  int box_dim = 0;       // > 0: the kernel takes KeyBoxes, of tiles of this dim, and waits for
-                         // the kernels before it by itself (overlap.hpp)
-  bool resumes = false;  // rows begin from the states at their targets, where asked
+  int box_dim = 0;              // > 0: the kernel takes KeyBoxes, of tiles of this dim, and waits
+                                // for the kernels before it by itself (overlap.hpp)
+  bool resumes = false;         // rows begin from the states at their targets, where asked
 };
 
 // One function an instance file. `dim` is rounded up to the next instance.
@@ -48,6 +48,7 @@ KernelShape attend_fp32(int dim, Loader loader);  // for short and long queries
 struct Gpu {
   int multiprocessors = 0;
   bool copy_engine = false;  // TMA: compute capability 9.0 and later
+  bool overlap = false;      // kernels that take KeyBoxes were built to wait by themselves
 };
 
 /// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.

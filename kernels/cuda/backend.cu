@@ -13,6 +13,7 @@
 #include "kernels/cuda/exchange.hpp"
 #include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
+#include "kernels/cuda/overlap.hpp"
 #include "kernels/features.hpp"
 #include "src/check.hpp"
 
@@ -55,6 +56,9 @@ class CudaBackend final : public Backend {
     LONGSPAN_CUDA(
         cudaDeviceGetAttribute(&gpu_.multiprocessors, cudaDevAttrMultiProcessorCount, device));
     gpu_.copy_engine = major >= 9;
+    // All kernels are built for the same architectures, so one of decode speaks for the others.
+    gpu_.overlap = gpu_.copy_engine &&
+                   cuda::can_overlap(cuda::decode_bf16(128, 1, cuda::Loader::plain).kernel);
   }
 
   Device device() const override { return Device::cuda; }

@@ -5,8 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/gpu/gpu_case.hpp"
-#include "tests/serving_run.hpp"
+#include "tests/gpu/serving_ranks.hpp"
 
 namespace longspan::testing {
 namespace {
@@ -189,12 +188,6 @@ TEST(Tf32, LongKeysAndManyRows) {
   }
 }
 
-void expect_same(const ServingResult& a, const ServingResult& b) {
-  EXPECT_EQ(std::memcmp(a.out.data(), b.out.data(), a.out.size()), 0) << "outputs differ";
-  EXPECT_EQ(std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)), 0)
-      << "lse differ";
-}
-
 /// The same bits in every run and in pages of any size; and they are not those of fp32.
 TEST(Tf32, BitsRepeat) {
   LONGSPAN_NEEDS_GPU();
@@ -206,10 +199,10 @@ TEST(Tf32, BitsRepeat) {
       s.page = 0;
       const ServingProblem rows(s, seed);
       const ServingResult one = run_option(rows, true, true);
-      for (int i = 0; i < 3; ++i) expect_same(one, run_option(rows, true, true));
+      for (int i = 0; i < 3; ++i) expect_same_bits(one, run_option(rows, true, true));
       for (const int page : {1, 16, 48}) {
         s.page = page;
-        expect_same(one, run_option(ServingProblem(s, seed), true, true));
+        expect_same_bits(one, run_option(ServingProblem(s, seed), true, true));
       }
       const ServingResult exact = run_option(rows, false, true);
       EXPECT_NE(std::memcmp(one.out.data(), exact.out.data(), exact.out.size()), 0);

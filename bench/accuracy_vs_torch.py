@@ -57,12 +57,12 @@ def attention(q, k, v, causal):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
+    longspan_command.add_command(parser)
     parser.add_argument("--backend", choices=["host", "cuda"], required=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--machine", required=True, help="name for the records")
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
-    args = parser.parse_args()
+    args = longspan_command.parse(parser)
     device = "cuda" if args.backend == "cuda" else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -4,8 +4,9 @@
     python3 bench/chain.py --machine h200
 
 Both, and one call over all keys, take turns in one process: the test program gpu_chain_times_test,
-since a state in is asked of a backend and of no public call. The ratio is the median over the rounds of the merge's time against the chain's; a sample of every
-result is held against float64. Records go to bench/results/chain-<machine>.jsonl.
+since a state in is asked of a backend and of no public call. The ratio is the median over the
+rounds of the merge's time against the chain's; a sample of every result is held against float64.
+Records go to bench/results/chain-<machine>.jsonl.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import json
 import os
 import subprocess
 
+import longspan_command
 import records
 
+PROGRAM = "tests/gpu/gpu_chain_times_test"
 PEER = "slots and a merge"
 TARGET = 1.0  # of the speed with a merge
 
@@ -36,12 +39,6 @@ def to_records(lines):
                              target=TARGET if line["way"] == "chain" else None)
 
 
-def find_program():
-    found = sorted(records.ROOT.glob("build*/tests/gpu/gpu_chain_times_test")) + sorted(
-        records.ROOT.glob("build/*/tests/gpu/gpu_chain_times_test"))
-    return str(found[0]) if found else None
-
-
 def measure(program):
     """The lines of JSON whose results are right; the others are told."""
     done = subprocess.run([program, "--gtest_filter=Chain.Times"], capture_output=True, text=True,
@@ -58,7 +55,8 @@ def measure(program):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", default=find_program(), help="path of gpu_chain_times_test")
+    parser.add_argument("--program", default=longspan_command.newest(PROGRAM),
+                        help="path of gpu_chain_times_test")
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--results", default=records.RESULTS)
     args = parser.parse_args()

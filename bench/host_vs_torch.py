@@ -69,16 +69,14 @@ def compare(args, dim, kv, tokens, causal, target):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", default=longspan_command.find(), help="the longspan command")
+    longspan_command.add_command(parser)
     parser.add_argument("--machine", default="cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=2, help="timed runs of a side in a round")
     parser.add_argument("--most-keys", type=int, default=1 << 20, help="leave longer cases out")
     parser.add_argument("--results", default=records.RESULTS)
-    args = parser.parse_args()
-    if not args.command:
-        raise SystemExit("no longspan command: build it, or name it with --command")
+    args = longspan_command.parse(parser)
     torch.set_num_threads(args.threads)
 
     print(f"# longspan beside PyTorch {torch.__version__}: {HEADS} heads, fp32, {args.threads} "

@@ -13,17 +13,23 @@ import records
 MPIRUN = "mpirun --oversubscribe --bind-to none -np {ranks}"
 
 
+def newest(path):
+    """A program by its path in a build folder: of the newest build, or None."""
+    found = [*records.ROOT.glob(f"build*/{path}"), *records.ROOT.glob(f"build/*/{path}")]
+    return str(max(found, key=lambda file: file.stat().st_mtime)) if found else None
+
+
 def find():
     """The newest build of the command, or the one on the PATH."""
-    found = sorted(records.ROOT.glob("build*/bin/longspan")) + sorted(
-        records.ROOT.glob("build/*/bin/longspan"))
-    if found:
-        return str(max(found, key=lambda path: path.stat().st_mtime))
-    return shutil.which("longspan")
+    return newest("bin/longspan") or shutil.which("longspan")
+
+
+def add_command(parser):
+    parser.add_argument("--command", default=find(), help="path of longspan")
 
 
 def add_arguments(parser):
-    parser.add_argument("--command", default=find(), help="path of longspan")
+    add_command(parser)
     parser.add_argument("--launcher", default=MPIRUN,
                         help="how ranks are started (default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])

@@ -4,7 +4,7 @@
     python3 bench/prefill_features.py --machine h200
 
 A group is one case without and with features. Its runs take turns, round after round, each warmed up
-with its own work (see prefill_vs_torch.py); a ratio of speeds is the median of the rounds' ratios.
+with its own work (see rounds.py); a ratio of speeds is the median of the rounds' ratios.
 Operations are 4 heads dim for each pair of a row and a key that it sees, so a window that took just
 its share of the time of all keys would have the ratio 1, and so would a packed batch of uneven
 lengths that ran like equal ones of the same work. The inputs' scores are of order 1: a cap of 50 is
@@ -14,11 +14,10 @@ round.
 
 import argparse
 import statistics
-import time
 
 import longspan_command
-import prefill_vs_torch
 import records
+import rounds
 
 FEATURE_TARGET = 0.85  # softcap and ALiBi, of the plain speed
 WINDOW_TARGET = 0.8    # a time within 1.25 of the share of the pairs
@@ -60,7 +59,7 @@ class Run:
             self.options += [f"--{name}", value]
 
     def measure(self, args, checked):
-        self.times.append(prefill_vs_torch.run_us(args, self.work, checked, self.options))
+        self.times.append(rounds.run_us(args, self.work, checked, self.options))
 
     def speeds(self):
         return [self.work / us / 1e6 for us in self.times]
@@ -69,8 +68,8 @@ class Run:
 class Group:
     """The first run is what the others are held against."""
 
-    def __init__(self, name, runs):
-        self.name, self.runs = name, runs
+    def __init__(self, name, runs, bench="features"):
+        self.name, self.runs, self.bench = name, runs, bench
 
     def measure(self, args, number):
         for run in self.runs if number % 2 == 0 else reversed(self.runs):
@@ -80,10 +79,13 @@ class Group:
         plain, *others = self.runs
         for run in others:
             ratio = statistics.median(a / b for a, b in zip(run.speeds(), plain.speeds()))
-            yield records.record("features", run.shape, "TFLOP/s",
+            yield records.record(self.bench, run.shape, "TFLOP/s",
                                  round(statistics.median(run.speeds()), 1), peer=self.name,
                                  peer_value=round(statistics.median(plain.speeds()), 1),
                                  ratio=round(ratio, 3), target=run.target)
+
+    def lines(self):
+        return [text(record) for record in self.records()]
 
 
 def uneven(most):
@@ -139,35 +141,10 @@ def text(record):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
-    parser.add_argument("--machine", required=True, help="name for the records, such as h200")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=230, help="begin no round that ends later")
-    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
-    parser.add_argument("--backend", default="cuda", choices=["cuda", "host"], help="for a try")
-    parser.add_argument("--shrink", type=int, default=1, help="for a try: divides the keys")
-    args = parser.parse_args()
-    if not args.command:
-        raise SystemExit("no longspan command: build it, or name it with --command")
-
-    begin, all_groups = time.monotonic(), groups(args.shrink)
-    for number in range(args.rounds):
-        spent = time.monotonic() - begin
-        if number and spent * (number + 1) / number > args.seconds:
-            print(f"# {number} of {args.rounds} rounds: {spent:.0f} s are spent")
-            break
-        for group in all_groups:
-            group.measure(args, number)
-            if number == 0:
-                for record in group.records():
-                    print("# first round:", text(record), flush=True)
-        found = [r for group in all_groups for r in group.records()]
-        records.write("features", args.machine, found, args.results)
-    print("# longspan TFLOP/s | without the feature")
-    for record in found:
-        print(text(record))
-    missed = [r for r in found if not r["met"]]
-    print(f"# {time.monotonic() - begin:.0f} s; {len(missed)} targets not met")
+    rounds.add_arguments(parser, 3, 230)
+    args = longspan_command.parse(parser)
+    rounds.take_turns(args, "features", groups(args.shrink),
+                      "# longspan TFLOP/s | without the feature")
 
 
 if __name__ == "__main__":

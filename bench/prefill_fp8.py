@@ -21,13 +21,12 @@ Records go to bench/results/fp8-<machine>.jsonl. Without numpy the accuracy is l
 
 import argparse
 import pathlib
-import statistics
 import tempfile
-import time
 
 import longspan_command
 import prefill_features
 import records
+import rounds
 
 TARGET = 1.3  # of the speed of bf16
 GROUPED = (32, 8, 128, 16384)
@@ -57,17 +56,8 @@ def groups(args):
         case = (*heads_and_dim, max(2, kv // args.shrink))
         for causal in (False, True):
             found.append(prefill_features.Group("longspan, bf16", [
-                Run(case, causal, args), Run(case, causal, args, "e4m3")]))
+                Run(case, causal, args), Run(case, causal, args, "e4m3")], "fp8"))
     return found
-
-
-def speeds(group):
-    plain, fp8 = group.runs
-    ratio = statistics.median(a / b for a, b in zip(fp8.speeds(), plain.speeds()))
-    return records.record("fp8", fp8.shape, "TFLOP/s", round(statistics.median(fp8.speeds()), 1),
-                          peer=group.name,
-                          peer_value=round(statistics.median(plain.speeds()), 1),
-                          ratio=round(ratio, 3), target=TARGET)
 
 
 def in_e4m3(numpy, values):
@@ -165,37 +155,12 @@ def measure_accuracy(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
-    parser.add_argument("--machine", required=True, help="name for the records, such as h200")
-    parser.add_argument("--rounds", type=int, default=5, help="of speed; 0: accuracy alone")
-    parser.add_argument("--seconds", type=float, default=200, help="begin no round that ends later")
+    rounds.add_arguments(parser, 5, 200, "of speed; 0: accuracy alone")
     parser.add_argument("--no-accuracy", action="store_true", help="speed alone")
-    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
-    parser.add_argument("--backend", default="cuda", choices=["cuda", "host"], help="for a try")
-    parser.add_argument("--shrink", type=int, default=1, help="for a try: divides the keys")
-    args = parser.parse_args()
-    if not args.command:
-        raise SystemExit("no longspan command: build it, or name it with --command")
-
+    args = longspan_command.parse(parser)
     if not args.no_accuracy:
         measure_accuracy(args)
-    begin, all_groups, found = time.monotonic(), groups(args), []
-    for number in range(args.rounds):
-        spent = time.monotonic() - begin
-        if number and spent * (number + 1) / number > args.seconds:
-            print(f"# {number} of {args.rounds} rounds: {spent:.0f} s are spent")
-            break
-        for group in all_groups:
-            group.measure(args, number)
-            if number == 0:
-                print("# first round:", prefill_features.text(speeds(group)), flush=True)
-        found = [speeds(group) for group in all_groups]
-        records.write("fp8", args.machine, found, args.results)
-    print("# longspan TFLOP/s, e4m3 | bf16")
-    for record in found:
-        print(prefill_features.text(record))
-    missed = [r for r in found if not r["met"]]
-    print(f"# {time.monotonic() - begin:.0f} s; {len(missed)} targets not met")
+    rounds.take_turns(args, "fp8", groups(args), "# longspan TFLOP/s, e4m3 | bf16")
 
 
 if __name__ == "__main__":

@@ -4,22 +4,21 @@
     python3 bench/prefill_vs_torch.py --machine h200
 
 The kernels are measured in turns, round after round over the whole table, so that a chip that is
-limited by power or heat treats all alike: each measurement first keeps the GPU busy for WARM_S with
-the same work, then takes the median of 7 calls or more. A ratio is the median of the rounds' ratios
-(within a round both sides ran within seconds of each other). Operations: 4 heads kv^2 dim, half of
-them when causal. Our time is that of a whole run of the layer on one rank, which waits for each run;
-the peers' calls are queued ahead. With --seconds no round is begun that would end later. Records go to bench/results/prefill-<machine>.jsonl after each round.
+limited by power or heat treats all alike: each measurement first keeps the GPU busy for
+rounds.WARM_S with the same work, then takes the median of 7 calls or more. A ratio is the median of
+the rounds' ratios (within a round both sides ran within seconds of each other). Operations: 4 heads
+kv^2 dim, half of them when causal. Our time is that of a whole run of the layer on one rank, which
+waits for each run; the peers' calls are queued ahead. With --seconds no round is begun that would
+end later. Records go to bench/results/prefill-<machine>.jsonl after each round.
 """
 
 import argparse
 import statistics
-import time
 
 import longspan_command
 import records
+import rounds
 
-WARM_S, MEASURE_S = 0.15, 0.25  # of one side in one round
-LEAST_ITERATIONS = 7
 # (heads, kv_heads, dim, batch, kv, dtype)
 PLAIN = [(16, 16, 128, 4, 4096, "bf16"), (16, 16, 128, 1, 16384, "bf16"),
          (8, 8, 128, 1, 65536, "bf16"), (32, 32, 64, 4, 4096, "bf16"),
@@ -43,30 +42,12 @@ def operations(case, causal):
     return 4 * batch * heads * kv * kv * dim * (0.5 if causal else 1)
 
 
-def counts(work):
-    """Calls to warm up and to measure, at 500 TFLOP/s."""
-    seconds = work / 500e12
-    return (min(max(3, round(WARM_S / seconds)), 2000),
-            min(max(LEAST_ITERATIONS, round(MEASURE_S / seconds)), 100))
-
-
 def ours_us(args, case, causal, checked, invariant=False):
     heads, kv_heads, dim, batch, kv, dtype = case
-    return run_us(args, operations(case, causal), checked, [
+    return rounds.run_us(args, operations(case, causal), checked, [
         "--heads", heads, "--kv-heads", kv_heads, "--dim", dim, "--batch", batch, "--kv", kv,
         "--tokens", kv, "--dtype", dtype, *(["--causal"] if causal else []),
         *(["--invariant"] if invariant else [])])
-
-
-def run_us(args, work, checked, options):
-    """Median time of `longspan run` with these options, of about `work` operations."""
-    warmup, iterations = counts(work) if args.backend == "cuda" else (1, 3)
-    run = longspan_command.run(args.command, [
-        "--backend", args.backend, "--check", 4 if checked else 0, "--warmup", warmup,
-        "--iterations", iterations, *options])
-    if checked and not run["check"]["right"]:
-        raise SystemExit(f"wrong result: {run}")
-    return run["time_ms"]["median"] * 1000
 
 
 def peer_us(case, causal):
@@ -79,7 +60,7 @@ def peer_us(case, causal):
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     q, k, v = (torch.randn(batch, n, kv, dim, device="cuda", dtype=kind)
                for n in (heads, kv_heads, kv_heads))
-    warmup, iterations = counts(operations(case, causal))
+    warmup, iterations = rounds.counts(operations(case, causal))
     times = {}
     for name, backend in PEERS.items():
         with sdpa_kernel(getattr(SDPBackend, backend)), torch.no_grad():
@@ -152,7 +133,7 @@ class Row:
                                  peer=peer, peer_value=round(self.speed(times), 1),
                                  ratio=round(ratio, 3), target=self.target(peer))
 
-    def text(self):
+    def lines(self):
         heads, kv_heads, dim, batch, kv, dtype = self.case
         line = (f"{dim:>4} {kv:>6} x {batch} x {f'{heads}/{kv_heads}':<6}{dtype:<5}"
                 f"{'causal' if self.causal else 'full':<7}{'invariant' if self.invariant else '':<10}"
@@ -162,7 +143,7 @@ class Row:
                 "" if r["met"] else " NOT MET")
             line += f" | {r['peer']} {r['peer_value']:.1f} ratio {r['ratio']:.3f}{asked}"
         spread = max(self.ours) / min(self.ours) - 1
-        return line + f" | rounds {len(self.ours)}, spread of ours {100 * spread:.1f} %"
+        return [line + f" | rounds {len(self.ours)}, spread of ours {100 * spread:.1f} %"]
 
 
 def table(args):
@@ -177,36 +158,12 @@ def table(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", default=longspan_command.find(), help="path of longspan")
-    parser.add_argument("--machine", required=True, help="name for the records, such as h200")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=230, help="begin no round that ends later")
+    rounds.add_arguments(parser, 3, 230)
     parser.add_argument("--dim", type=int, nargs="+", help="only these dims")
     parser.add_argument("--invariant", action="store_true", help="the fixed order too, one case")
-    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
-    parser.add_argument("--backend", default="cuda", choices=["cuda", "host"], help="for a try")
-    parser.add_argument("--shrink", type=int, default=1, help="for a try: divides the keys")
-    args = parser.parse_args()
-    if not args.command:
-        raise SystemExit("no longspan command: build it, or name it with --command")
-
-    begin, rows = time.monotonic(), table(args)
-    for number in range(args.rounds):
-        spent = time.monotonic() - begin
-        if number and spent * (number + 1) / number > args.seconds:
-            print(f"# {number} of {args.rounds} rounds: {spent:.0f} s are spent")
-            break
-        for row in rows:
-            row.measure(args, number)
-            if number == 0:
-                print("# first round:", row.text(), flush=True)
-        records.write("prefill", args.machine, [r for row in rows for r in row.records()],
-                      args.results)
-    print("# dim, keys x batch x heads: longspan TFLOP/s | peers")
-    for row in rows:
-        print(row.text())
-    missed = [r for row in rows for r in row.records() if not r["met"]]
-    print(f"# {time.monotonic() - begin:.0f} s; {len(missed)} targets not met")
+    args = longspan_command.parse(parser)
+    rounds.take_turns(args, "prefill", table(args),
+                      "# dim, keys x batch x heads: longspan TFLOP/s | peers")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 
+import longspan_command
 import records
 
 MERGE_OF_COPY = 0.85  # from 4,096 tokens x 32 heads on
@@ -200,9 +201,7 @@ def compare(runs, seeds, sweep):
 
 
 def find_program():
-    found = sorted(records.ROOT.glob("build*/bin/bench_serving")) + sorted(
-        records.ROOT.glob("build/*/bin/bench_serving"))
-    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else None
+    return longspan_command.newest("bin/bench_serving")
 
 
 def main():

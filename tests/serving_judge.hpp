@@ -1,6 +1,7 @@
 // A serving problem's result against float64.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -99,5 +100,45 @@ inline Verdict judge(const ServingProblem& p, const std::vector<std::byte>& out,
   }
   return all;
 }
+
+/// A row of one head, and what it attends to, as they are meant.
+struct SampledRow {
+  std::int64_t at;  // of out and lse, both [tokens, heads]
+  Eigen::VectorXd q;
+  const launcher::RowMajor& keys;  // of the whole sequence
+  const launcher::RowMajor& values;
+  Interval seen;
+  launcher::Exact exact;
+};
+
+/// f(const SampledRow&) for about `sampled` rows of each sequence, in every head.
+template <class F>
+void for_sampled_rows(const ServingProblem& p, std::int64_t sampled, const F& f) {
+  const Serving& s = p.shape;
+  const int group = s.heads / s.kv_heads;
+  for (int b = 0; b < s.batch(); ++b)
+    for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head) {
+      const launcher::RowMajor keys = p.matrix(false, b, kv_head);
+      const launcher::RowMajor values = p.matrix(true, b, kv_head);
+      const std::int64_t step = std::max<std::int64_t>(1, s.q_lens[b] / sampled);
+      for (std::int64_t t = 0; t < s.q_lens[b]; t += step)
+        for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
+          f(SampledRow{(p.query_start[b] + t) * s.heads + head, p.query(b, t, head), keys, values,
+                       p.visible(b, p.context(b) + t), p.exact(b, t, head, keys, values)});
+    }
+}
+
+/// How far elements are from exact ones, by norm.
+struct Distance {
+  double difference = 0, size = 0;  // squares
+  std::int64_t compared = 0;
+
+  void add(double found, double exact) {
+    difference += (found - exact) * (found - exact);
+    size += exact * exact;
+    ++compared;
+  }
+  double norm() const { return std::sqrt(difference / size); }
+};
 
 }  // namespace longspan::testing

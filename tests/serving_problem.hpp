@@ -266,17 +266,23 @@ class ServingProblem {
     return m;
   }
 
-  /// Exact answer of row t of sequence b; `keys` and `values` from matrix().
-  launcher::Exact exact(int b, std::int64_t t, int head, const launcher::RowMajor& keys,
-                        const launcher::RowMajor& values) const {
+  /// Row t of sequence b as it is meant.
+  Eigen::VectorXd query(int b, std::int64_t t, int head) const {
     const Serving& s = shape;
     const int kv_head = head / (s.heads / s.kv_heads);
-    const std::int64_t position = context(b) + t;
     const double factor = q_scale.empty() ? 1.0 : q_scale[s.per_head_scales ? kv_head : 0];
     Eigen::VectorXd row(s.dim);
     for (int d = 0; d < s.dim; ++d)
       row[d] = factor * launcher::load(q.data(), s.of_q(),
                                        ((query_start[b] + t) * s.heads + head) * s.dim + d);
+    return row;
+  }
+
+  /// Exact answer of row t of sequence b; `keys` and `values` from matrix().
+  launcher::Exact exact(int b, std::int64_t t, int head, const launcher::RowMajor& keys,
+                        const launcher::RowMajor& values) const {
+    const Serving& s = shape;
+    const std::int64_t position = context(b) + t;
     std::vector<double> bias;
     if (s.alibi || s.qq_bias) {
       bias.assign(s.kv_lens[b], 0.0);
@@ -294,8 +300,8 @@ class ServingProblem {
     }
     std::optional<double> sink;
     if (s.sinks) sink = launcher::load(sinks.data(), s.small_dtype, head);
-    return launcher::attend_exactly(row, keys, values, visible(b, position), s.scale_used(),
-                                    s.softcap, sink, bias);
+    return launcher::attend_exactly(query(b, t, head), keys, values, visible(b, position),
+                                    s.scale_used(), s.softcap, sink, bias);
   }
 
   std::vector<std::int64_t> all_rows() const {

@@ -203,7 +203,7 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
   config.stream = stream;
   cudaLaunchAttribute overlap = overlap_attribute();
   config.attrs = &overlap;
-  config.numAttrs = launch.shape.box_dim > 0 && can_overlap(launch.shape.kernel) ? 1 : 0;
+  config.numAttrs = launch.shape.box_dim > 0 && gpu.overlap ? 1 : 0;
   LONGSPAN_CUDA(cudaLaunchKernelExC(&config, launch.shape.kernel, arguments));
   if (finished != nullptr)
     fold_parts_finished(p, launch.plan, *finished, stream);

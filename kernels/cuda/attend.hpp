@@ -28,12 +28,12 @@ struct KernelShape {
   int tile_rows = 0;            // packed rows that a block takes at a time
   std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
   int teams = 1;                // pieces of work that a block takes side by side
-  int box_dim = 0;      // > 0: the kernel takes KeyBoxes, of tiles of this dim, and waits for
-                        // the kernels before it by itself (overlap.hpp)
-  int near_levels = 0;  // states on a block's stack that are worth a place in shared memory, behind
-                        // shared_bytes; it takes as many as it is given
-  int box_keys = 0;     // most keys of a box
-  bool resumes = false;  // rows begin from the states at their targets, where asked
+  int box_dim = 0;              // > 0: the kernel takes KeyBoxes, of tiles of this dim, and waits
+                                // for the kernels before it by itself (overlap.hpp)
+  int near_levels = 0;          // states on a block's stack that are worth a place in shared
+                                // memory, behind shared_bytes; it takes as many as it is given
+  int box_keys = 0;             // most keys of a box
+  bool resumes = false;         // rows begin from the states at their targets, where asked
 };
 
 // One function an instance file. `dim` is rounded up to the next instance.
@@ -56,6 +56,7 @@ struct Gpu {
   int shared_bytes = 0;      // shared memory of a multiprocessor
   int block_bytes = 0;       // of which a block may have
   int block_own_bytes = 0;   // of each block, beside what it asks for
+  bool overlap = false;      // kernels that take KeyBoxes were built to wait by themselves
 };
 
 /// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.

@@ -13,6 +13,7 @@
 #include "kernels/cuda/exchange.hpp"
 #include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
+#include "kernels/cuda/overlap.hpp"
 #include "kernels/features.hpp"
 #include "src/check.hpp"
 
@@ -60,6 +61,9 @@ class CudaBackend final : public Backend {
     ask(gpu_.block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     ask(gpu_.block_own_bytes, cudaDevAttrReservedSharedMemoryPerBlock);
     gpu_.copy_engine = major >= 9;
+    // All kernels are built for the same architectures, so one of decode speaks for the others.
+    gpu_.overlap = gpu_.copy_engine &&
+                   cuda::can_overlap(cuda::decode_bf16(128, 1, cuda::Loader::plain).kernel);
   }
 
   Device device() const override { return Device::cuda; }

@@ -14,16 +14,6 @@
 namespace longspan::testing {
 namespace {
 
-#define LONGSPAN_NEEDS_HOPPER()                                                         \
-  LONGSPAN_NEEDS_GPU();                                                                 \
-  do {                                                                                  \
-    cudaDeviceProp longspan_gpu;                                                        \
-    ASSERT_EQ(cudaGetDeviceProperties(&longspan_gpu, 0), cudaSuccess);                  \
-    if (longspan_gpu.major != 9) GTEST_SKIP() << longspan_gpu.name << " is not Hopper"; \
-  } while (0)
-
-std::uint64_t fresh_seed() { return std::random_device{}(); }
-
 /// Everything in e4m3, one key after the other.
 Serving in_e4m3(Serving s) {
   if (s.dtype == DType::fp32) s.dtype = DType::bf16;
@@ -128,15 +118,8 @@ TEST(AttendSm90Fp8, EdgesOfTiles) {
 
 TEST(AttendSm90Fp8, EveryMaskInUnevenBatches) {
   LONGSPAN_NEEDS_HOPPER();
-  const Mask masks[] = {{},
-                        {.causal = true},
-                        {.causal = true, .window = 1},
-                        {.causal = true, .window = 100},
-                        {.window = 64, .right = 0},
-                        {.window = 30, .right = 17},
-                        {.right = 5}};
   for (const int dim : {64, 128, 256})
-    for (const Mask& mask : masks)
+    for (const Mask& mask : test::kMasks)
       check_exact({.heads = 6,
                    .kv_heads = 2,
                    .dim = dim,
@@ -193,91 +176,72 @@ TEST(AttendSm90Fp8, FlagsAndDocuments) {
 /// What a result's rows are off by, and that no element is off by more than the roundings can do:
 ///
 ///     weight   e4m3 has 3 bits behind its leading one: to nearest, 2^-4 of itself; and in its
-///     fixed
-///              steps half of 2^-9, where the row's largest weight is 2^8 or more
+///              fixed steps half of 2^-9, where the row's largest weight is 2^8 or more
 ///     score    a tensor core adds 32 products and the sum so far in one step, and cuts each of the
 ///              33 at 2^-13 of the largest: at most 33 2^-13 sum_d |q_d k_d| in each of dim / 32
 ///              steps
 ///     out      sum_j w_j m_j |v_j - out| from the weights, which are divided by the sum of what
-///     they
-///              became; and 33 2^-13 of sum_j w_j |v_j| and of |out| in each of the steps over keys
+///              they became; and 33 2^-13 of sum_j w_j |v_j| and of |out| in each of the steps over
+///              keys
 ///
 /// These are worst cases, far from what happens; the norm below is near to it.
-struct Distance {
-  double norm = 0;  // |out - exact| / |exact|
-  double lse = 0;   // root of the mean square
-  std::int64_t compared = 0;
+struct Distances {
+  Distance out;
+  double lse = 0;  // root of the mean square
 };
 
-Distance distance_of(const ServingProblem& problem, const ServingResult& found,
-                     std::int64_t sampled) {
+Distances distances_of(const ServingProblem& problem, const ServingResult& found,
+                       std::int64_t sampled) {
   const Serving& s = problem.shape;
   constexpr double kRounding = 0x1p-4, kLost = 0x1p-18, kCut = 33 * 0x1p-13;
   const double unit = s.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
-  const int group = s.heads / s.kv_heads;
-  Distance distance;
-  double difference = 0, size = 0, lse_error = 0;
+  Distances distances;
+  double lse_error = 0;
   std::int64_t rows = 0;
-  for (int b = 0; b < s.batch(); ++b)
-    for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head) {
-      const launcher::RowMajor keys = problem.matrix(false, b, kv_head);
-      const launcher::RowMajor values = problem.matrix(true, b, kv_head);
-      const std::int64_t step = std::max<std::int64_t>(1, s.q_lens[b] / sampled);
-      for (std::int64_t t = 0; t < s.q_lens[b]; t += step)
-        for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-          const launcher::Exact exact = problem.exact(b, t, head, keys, values);
-          const std::int64_t row = (problem.query_start[b] + t) * s.heads + head;
-          const Interval seen = problem.visible(b, problem.context(b) + t);
-          const double lse = found.lse[row];
-          if (std::isinf(exact.lse)) {
-            EXPECT_EQ(lse, exact.lse);
-            continue;
-          }
-          const double factor =
-              problem.q_scale.empty() ? 1.0 : problem.q_scale[s.per_head_scales ? kv_head : 0];
-          Eigen::VectorXd q(s.dim);
-          for (int d = 0; d < s.dim; ++d)
-            q[d] = factor * launcher::load(problem.q.data(), s.of_q(), row * s.dim + d);
-          const auto steps = static_cast<double>((seen.end - seen.begin) / 32 + 8);
-          const double cut_score = kCut * (s.dim + 31) / 32 * s.scale_used();
-          double most = 0;
-          for (std::int64_t j = seen.begin; j < seen.end; ++j)
-            most = std::max(most, std::exp(s.scale_used() * keys.row(j).dot(q) - exact.lse));
-          Eigen::VectorXd moved = Eigen::VectorXd::Zero(s.dim), sizes = moved;
-          double moved_score = 0, moved_weight = 0;
-          for (std::int64_t j = seen.begin; j < seen.end; ++j) {
-            const double weight = std::exp(s.scale_used() * keys.row(j).dot(q) - exact.lse);
-            const double m =
-                std::expm1(cut_score * keys.row(j).cwiseAbs().dot(q.cwiseAbs()) + 0x1p-16);
-            const double e = weight * m + std::max(kRounding * weight * (1 + m), kLost * most);
-            const Eigen::VectorXd v = values.row(j).transpose();
-            moved_score += weight * m;
-            moved_weight += e;
-            moved += e * (v - exact.out).cwiseAbs();
-            sizes += weight * v.cwiseAbs();
-          }
-          EXPECT_LE(std::abs(lse - exact.lse),
-                    -std::log1p(-std::min(moved_score, 0.99)) + 0x1p-18 * (1 + std::abs(exact.lse)))
-              << "lse of row " << row;
-          lse_error += (lse - exact.lse) * (lse - exact.lse);
-          ++rows;
-          const double rest = 1 - std::min(moved_weight + kCut * steps, 0.99);
-          for (int d = 0; d < s.dim; ++d) {
-            const double out = launcher::load(found.out.data(), s.of_out(), row * s.dim + d);
-            const double of_sums = kCut * steps * (sizes[d] + std::abs(exact.out[d]));
-            const double bound = (moved[d] + of_sums) / rest;
-            ++distance.compared;
-            difference += (out - exact.out[d]) * (out - exact.out[d]);
-            size += exact.out[d] * exact.out[d];
-            EXPECT_LE(std::abs(out - exact.out[d]),
-                      bound + unit * (std::abs(exact.out[d]) + bound) + 1e-6)
-                << "row " << row << " dim " << d << ": " << out << ", exactly " << exact.out[d];
-          }
-        }
+  for_sampled_rows(problem, sampled, [&](const SampledRow& row) {
+    const launcher::Exact& exact = row.exact;
+    const Interval seen = row.seen;
+    const double lse = found.lse[row.at];
+    if (std::isinf(exact.lse)) {
+      EXPECT_EQ(lse, exact.lse);
+      return;
     }
-  distance.norm = std::sqrt(difference / size);
-  distance.lse = std::sqrt(lse_error / static_cast<double>(std::max<std::int64_t>(rows, 1)));
-  return distance;
+    const auto steps = static_cast<double>((seen.end - seen.begin) / 32 + 8);
+    const double cut_score = kCut * (s.dim + 31) / 32 * s.scale_used();
+    double most = 0;
+    for (std::int64_t j = seen.begin; j < seen.end; ++j)
+      most = std::max(most, std::exp(s.scale_used() * row.keys.row(j).dot(row.q) - exact.lse));
+    Eigen::VectorXd moved = Eigen::VectorXd::Zero(s.dim), sizes = moved;
+    double moved_score = 0, moved_weight = 0;
+    for (std::int64_t j = seen.begin; j < seen.end; ++j) {
+      const double weight = std::exp(s.scale_used() * row.keys.row(j).dot(row.q) - exact.lse);
+      const double m =
+          std::expm1(cut_score * row.keys.row(j).cwiseAbs().dot(row.q.cwiseAbs()) + 0x1p-16);
+      const double e = weight * m + std::max(kRounding * weight * (1 + m), kLost * most);
+      const Eigen::VectorXd v = row.values.row(j).transpose();
+      moved_score += weight * m;
+      moved_weight += e;
+      moved += e * (v - exact.out).cwiseAbs();
+      sizes += weight * v.cwiseAbs();
+    }
+    EXPECT_LE(std::abs(lse - exact.lse),
+              -std::log1p(-std::min(moved_score, 0.99)) + 0x1p-18 * (1 + std::abs(exact.lse)))
+        << "lse of row " << row.at;
+    lse_error += (lse - exact.lse) * (lse - exact.lse);
+    ++rows;
+    const double rest = 1 - std::min(moved_weight + kCut * steps, 0.99);
+    for (int d = 0; d < s.dim; ++d) {
+      const double out = launcher::load(found.out.data(), s.of_out(), row.at * s.dim + d);
+      const double of_sums = kCut * steps * (sizes[d] + std::abs(exact.out[d]));
+      const double bound = (moved[d] + of_sums) / rest;
+      distances.out.add(out, exact.out[d]);
+      EXPECT_LE(std::abs(out - exact.out[d]),
+                bound + unit * (std::abs(exact.out[d]) + bound) + 1e-6)
+          << "row " << row.at << " dim " << d << ": " << out << ", exactly " << exact.out[d];
+    }
+  });
+  distances.lse = std::sqrt(lse_error / static_cast<double>(std::max<std::int64_t>(rows, 1)));
+  return distances;
 }
 
 /// Of a rounding to nearest with 3 bits behind the leading one the standard deviation is 2^-3 /
@@ -296,13 +260,13 @@ void check_random(const Serving& given, Dealt dealt = {}, std::int64_t sampled =
   std::vector<ServingResult> results{run_dealt(problem, dealt)};
   if (dealt.ranks == 1) results.push_back(run_option(problem, true));
   for (const ServingResult& found : results) {
-    const Distance distance = distance_of(problem, found, sampled);
-    EXPECT_GT(distance.compared, 0);
-    EXPECT_LT(distance.norm, kMostNorm);
-    EXPECT_GT(distance.norm, kLeastNorm);
+    const Distances distances = distances_of(problem, found, sampled);
+    EXPECT_GT(distances.out.compared, 0);
+    EXPECT_LT(distances.out.norm(), kMostNorm);
+    EXPECT_GT(distances.out.norm(), kLeastNorm);
     // Scores of order 1 are off by some 2^-9 (a unit of 2^-13 of sums of 16 to 32, some times), and
     // a lse by an average of that.
-    EXPECT_LT(distance.lse, 0x1p-8);
+    EXPECT_LT(distances.lse, 0x1p-8);
   }
 }
 
@@ -350,7 +314,7 @@ TEST(AttendSm90Fp8, GrowingScores) {
       const std::uint64_t seed = fresh_seed();
       SCOPED_TRACE(trace(s, {}, seed));
       const ServingProblem problem(s, seed);
-      EXPECT_LT(distance_of(problem, run_option(problem, true), 12).norm, 0.1);
+      EXPECT_LT(distances_of(problem, run_option(problem, true), 12).out.norm(), 0.1);
     }
 }
 
@@ -368,7 +332,7 @@ TEST(AttendSm90Fp8, RoundingCancelsInWhatValuesShare) {
     std::mt19937_64 random(seed);
     for (std::size_t i = 0; i < problem.v.size(); ++i)
       set(problem.v, i, 7 + static_cast<float>(random() % 3));
-    EXPECT_LT(distance_of(problem, run_option(problem, true), 40).norm, 0.006);
+    EXPECT_LT(distances_of(problem, run_option(problem, true), 40).out.norm(), 0.006);
   }
 }
 

@@ -36,7 +36,7 @@ TEST(Bits, RanksShortQueries) {
                                    .kv_lens = {kv_len},
                                    .mask = {.causal = true},
                                    .layout = layout,
-                                   .seed = std::random_device{}()});
+                                   .seed = fresh_seed()});
 }
 
 TEST(Bits, RanksLongQueriesInvariant) {
@@ -54,7 +54,7 @@ TEST(Bits, RanksLongQueriesInvariant) {
                                      .mask = {.causal = true, .window = window},
                                      .layout = layout,
                                      .invariant = true,
-                                     .seed = std::random_device{}()});
+                                     .seed = fresh_seed()});
 }
 
 TEST(Bits, RanksInterleavedByLargerBlocks) {
@@ -70,7 +70,7 @@ TEST(Bits, RanksInterleavedByLargerBlocks) {
                                  .layout = Layout::interleaved,
                                  .block = block,
                                  .invariant = true,
-                                 .seed = std::random_device{}()});
+                                 .seed = fresh_seed()});
 }
 
 /// A sequence alone and among others: the rows of a short and of a long invariant sequence.
@@ -87,7 +87,7 @@ TEST(Bits, BatchComposition) {
                  .mask = {.causal = true},
                  .ranks = 2,
                  .invariant = true,
-                 .seed = std::random_device{}()};
+                 .seed = fresh_seed()};
       const Data own(alone);
       const Result expected = GpuRun(alone, own).run();
       Case batch = alone;
@@ -116,7 +116,7 @@ TEST(Bits, RunToRun) {
                  .q_lens = {q_len},
                  .kv_lens = {4000},
                  .mask = {.causal = true},
-                 .seed = std::random_device{}()};
+                 .seed = fresh_seed()};
     const Data data(c);
     GpuRun run(c, data);
     const Result first = run.run();
@@ -136,7 +136,7 @@ TEST(Bits, GraphReplayWithOtherLengths) {
                  .mask = {.causal = true},
                  .ranks = 2,
                  .invariant = invariant,
-                 .seed = std::random_device{}()};
+                 .seed = fresh_seed()};
     const Data data(c);
     GpuRun run(c, data);
     cudaStream_t stream;
@@ -190,7 +190,7 @@ TEST(Bits, WhereLengthsAreKnown) {
            .kv_lens = {7000},
            .mask = {.causal = true},
            .invariant = q_len > 16,
-           .seed = std::random_device{}()};
+           .seed = fresh_seed()};
     const Result known = result_of(c);
     c.device_lengths = true;
     expect_same_bits(known, result_of(c));

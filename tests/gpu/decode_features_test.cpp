@@ -2,15 +2,12 @@
 // trees of drafts, shards interleaved by tokens, pages of every size and layout, fp8, ALiBi, parts
 // of the keys. Exact by float64; bitwise where the fixed order promises it. A problem's caches hold
 // NaN, and its tables -1 or garbage, wherever no row may look.
-#include <random>
 #include <vector>
 
 #include "tests/gpu/serving_ranks.hpp"
 
 namespace longspan::testing {
 namespace {
-
-std::uint64_t fresh_seed() { return std::random_device{}(); }
 
 constexpr std::int64_t kEveryRow = 0;
 

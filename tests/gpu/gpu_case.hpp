@@ -21,14 +21,26 @@
 #include "launcher/elements.hpp"
 #include "launcher/oracle.hpp"
 #include "longspan/buffer.hpp"
+#include "tests/fresh_seed.hpp"
+#include "tests/rounding.hpp"
 
 namespace longspan::test {
+
+using testing::fresh_seed;
 
 #define LONGSPAN_NEEDS_GPU()                                                     \
   do {                                                                           \
     int longspan_gpus = 0;                                                       \
     if (cudaGetDeviceCount(&longspan_gpus) != cudaSuccess || longspan_gpus == 0) \
       GTEST_SKIP() << "no GPU: cudaGetDeviceCount found none";                   \
+  } while (0)
+
+#define LONGSPAN_NEEDS_HOPPER()                                                         \
+  LONGSPAN_NEEDS_GPU();                                                                 \
+  do {                                                                                  \
+    cudaDeviceProp longspan_gpu;                                                        \
+    ASSERT_EQ(cudaGetDeviceProperties(&longspan_gpu, 0), cudaSuccess);                  \
+    if (longspan_gpu.major != 9) GTEST_SKIP() << longspan_gpu.name << " is not Hopper"; \
   } while (0)
 
 /// A typed array on the GPU.
@@ -52,6 +64,15 @@ struct OnGpu {
     return host;
   }
 };
+
+/// Bounds on no side, on either, and on both; to the right at the query itself and behind it.
+inline constexpr Mask kMasks[] = {{},
+                                  {.causal = true},
+                                  {.causal = true, .window = 1},
+                                  {.causal = true, .window = 100},
+                                  {.window = 64, .right = 0},
+                                  {.window = 30, .right = 17},
+                                  {.right = 5}};
 
 struct Case {
   DType dtype = DType::bf16;
@@ -466,18 +487,26 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
   return verdict;
 }
 
+/// The GPU's, without what is behind the point.
+inline int compute_capability() {
+  int major = 0;
+  EXPECT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
+  return major;
+}
+
 /// A bias is rounded when it is made, when it is added and when the maximum is taken off: relative
 /// to its size, which may be far above that of a score.
 constexpr double kOfBias = 4 * 0x1p-24;
 
 /// Every element within what two roundings can do: of the weights before they meet the values, and
-/// of the output. Unlike a comparison of worst errors this never fails by chance, and it is tight:
-/// a key too many or too few shows.
+/// of the output; every lse within lse_bound. Unlike a comparison of worst errors this never fails
+/// by chance, and it is tight: a key too many or too few shows.
 inline void expect_within_rounding(const Case& c, const Data& data, const Result& result,
                                    int stride = 1) {
   const double unit = c.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;        // of one rounding
   const double smallest = c.dtype == DType::bf16 ? 0x1p-134 : 0x1p-25;  // half the least number
   constexpr double kSingle = 3e-6;  // of fp32 sums and of the fast exponential, relative
+  const testing::TensorCore core = testing::TensorCore::of(compute_capability());
   SCOPED_TRACE(::testing::Message() << c);
   std::int64_t first_row = 0;
   for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
@@ -499,27 +528,35 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
           const launcher::Exact exact = launcher::attend_exactly(
               q, keys, values, seen, c.scale_used(), c.softcap, sink, bias);
           const double lse = result.lse[static_cast<std::size_t>(row)];
-          if (std::isinf(exact.lse))
-            EXPECT_EQ(lse, exact.lse);
-          else
-            EXPECT_NEAR(lse, exact.lse, 2e-6 * (1 + std::abs(exact.lse))) << "row " << row;
-
+          double lse_off = 4 * 0x1p-24 * std::abs(exact.lse);    // a sink alone, to base 2 and back
           Eigen::VectorXd moved = Eigen::VectorXd::Zero(c.dim);  // by rounding weights
           double single = kSingle;                               // what fp32 may do to a weight
           if (!seen.empty()) {
             const auto k = keys.middleRows(seen.begin, seen.end - seen.begin);
             const auto v = values.middleRows(seen.begin, seen.end - seen.begin);
+            const std::span<const double> own =
+                bias.empty() ? std::span<const double>() : std::span(bias).subspan(seen.begin);
+            const double lift =
+                c.alibi == Alibi::context
+                    ? data.slopes[static_cast<std::size_t>(head)] * static_cast<double>(t)
+                    : 0.0;
+            lse_off =
+                testing::lse_bound(core, q, k, c.scale_used(), c.softcap, own, lift, exact.lse);
             Eigen::ArrayXd s = (k * q).array() * c.scale_used();
             single += kSingle * s.abs().maxCoeff();
             if (c.softcap != 0) s = c.softcap * (s / c.softcap).tanh();
             if (!bias.empty()) {
-              const Eigen::Map<const Eigen::ArrayXd> added(bias.data() + seen.begin, s.size());
+              const Eigen::Map<const Eigen::ArrayXd> added(own.data(), s.size());
               single += kOfBias * added.abs().maxCoeff();
               s += added;
             }
             const Eigen::VectorXd error = (s - exact.lse).exp() * (unit + single) + smallest;
             moved = v.cwiseAbs().transpose() * error;
           }
+          if (std::isinf(exact.lse))
+            EXPECT_EQ(lse, exact.lse);
+          else
+            EXPECT_NEAR(lse, exact.lse, lse_off) << "row " << row;
           for (int d = 0; d < c.dim; ++d) {
             const double got = launcher::load(result.out.data(), c.dtype, row * c.dim + d);
             const double bound = moved[d] + (std::abs(exact.out[d]) + moved[d]) * unit +

@@ -7,7 +7,7 @@ namespace longspan::test {
 namespace {
 
 std::mt19937& rng() {
-  static std::mt19937 generator(std::random_device{}());
+  static std::mt19937 generator(fresh_seed());
   return generator;
 }
 

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -222,7 +221,7 @@ inline ServingResult check_dealt(const ServingProblem& problem, const Dealt& dea
 
 /// Fresh inputs; about `sampled` rows of each sequence are compared with float64.
 inline void check_dealt(const Serving& s, const Dealt& dealt = {}, std::int64_t sampled = 12) {
-  const std::uint64_t seed = std::random_device{}();
+  const std::uint64_t seed = fresh_seed();
   check_dealt(ServingProblem(s, seed), dealt, seed, sampled);
 }
 

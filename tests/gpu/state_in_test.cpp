@@ -1,7 +1,6 @@
 // State in: keys in a chain of calls that share a slot, each beginning from the state of those
 // before, against float64 and against as many slots and a merge. Payloads of empty states are NaN,
 // and so is everything that nobody has written. Each test draws fresh inputs.
-#include <random>
 #include <vector>
 
 #include "longspan/error.hpp"
@@ -35,7 +34,7 @@ void expect_same_lse(const ServingResult& a, const ServingResult& b) {
 /// A chain, from nothing and from empty states, to a state and to the result; with `folds`, of two
 /// ranks at most, it must have the bits of a slot each and a merge.
 void check_chain(const Serving& s, Dealt dealt, bool folds = false, std::int64_t sampled = 9) {
-  const std::uint64_t seed = std::random_device{}();
+  const std::uint64_t seed = fresh_seed();
   const ServingProblem problem(s, seed);
   dealt.chain = false;
   const bool slot_each = !dealt.parts || dealt.ranks == 1;
@@ -77,15 +76,10 @@ TEST(StateIn, HopperEveryMaskAndLayout) {
     Layout layout;
     std::int64_t block = kSegment;
   };
-  const Mask masks[] = {{},
-                        {.causal = true},
-                        {.causal = true, .window = 1},
-                        {.causal = true, .window = 150},
-                        {.window = 30, .right = 17}};
   for (const Cut& cut :
        {Cut{Layout::contiguous}, Cut{Layout::ranges}, Cut{Layout::zigzag}, Cut{Layout::striped},
         Cut{Layout::interleaved, 16}, Cut{Layout::interleaved, 128}})
-    for (const Mask& mask : masks)
+    for (const Mask& mask : test::kMasks)
       for (const int dim : {64, 128}) {
         Serving s{.heads = 3,
                   .kv_heads = 1,
@@ -230,7 +224,7 @@ TEST(StateIn, Tf32) {
     for (const std::vector<std::int32_t>& q_lens :
          {std::vector<std::int32_t>{130, 1, 20}, std::vector<std::int32_t>{2, 2, 2}}) {
       Serving s{.dim = dim, .q_lens = q_lens, .kv_lens = {300, 3000, 1500}};
-      const std::uint64_t seed = std::random_device{}();
+      const std::uint64_t seed = fresh_seed();
       const ServingProblem problem(s, seed);
       SCOPED_TRACE(describe(s) + " seed " + std::to_string(seed));
       const ServingResult merged = run_dealt(problem, {.ranks = 2, .tf32 = true});

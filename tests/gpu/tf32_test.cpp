@@ -2,12 +2,10 @@
 // within what its roundings can do, that it does something, and that without it nothing changes.
 #include <cmath>
 #include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "tests/gpu/gpu_case.hpp"
-#include "tests/serving_run.hpp"
+#include "tests/gpu/serving_ranks.hpp"
 
 namespace longspan::testing {
 namespace {
@@ -59,11 +57,6 @@ ServingResult run_segments(const ServingProblem& problem, int segments) {
   return arrays.result();
 }
 
-struct Distance {
-  double norm = 0;            // |out - exact| / |exact| over all rows
-  std::int64_t compared = 0;  // elements
-};
-
 /// tf32 has 10 bits of mantissa, so rounding to nearest moves a factor by at most u = 2^-11 of
 /// itself and a product by 2 u + u^2, little more than 2^-10. fp32 sums add at most 2^-16 of the
 /// sum of magnitudes. With e the sum of both:
@@ -81,58 +74,40 @@ Distance expect_within_tf32(const ServingProblem& problem, const ServingResult& 
   const Serving& s = problem.shape;
   constexpr double kUnit = 0x1p-11, kProduct = 2 * kUnit + kUnit * kUnit + 0x1p-16;
   const bool bounded = !s.alibi && !s.qq_bias;
-  const int group = s.heads / s.kv_heads;
   Distance distance;
-  double difference = 0, size = 0;
-  for (int b = 0; b < s.batch(); ++b)
-    for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head) {
-      const launcher::RowMajor keys = problem.matrix(false, b, kv_head);
-      const launcher::RowMajor values = problem.matrix(true, b, kv_head);
-      const std::int64_t step = std::max<std::int64_t>(1, s.q_lens[b] / sampled);
-      for (std::int64_t t = 0; t < s.q_lens[b]; t += step)
-        for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-          const launcher::Exact exact = problem.exact(b, t, head, keys, values);
-          const std::int64_t row = (problem.query_start[b] + t) * s.heads + head;
-          const Interval seen = problem.visible(b, problem.context(b) + t);
-          const double lse = found.lse[row];
-          if (std::isinf(exact.lse)) {
-            EXPECT_EQ(lse, exact.lse);
-            continue;
-          }
-          Eigen::VectorXd q(s.dim);
-          for (int d = 0; d < s.dim; ++d)
-            q[d] = launcher::load(problem.q.data(), s.of_q(), row * s.dim + d);
-          Eigen::VectorXd moved = Eigen::VectorXd::Zero(s.dim);  // times 1 - moved_weight
-          double moved_weight = 0;
-          for (std::int64_t j = seen.begin; bounded && j < seen.end; ++j) {
-            double score = s.scale_used() * keys.row(j).dot(q);
-            if (s.softcap != 0) score = s.softcap * std::tanh(score / s.softcap);
-            const double weight = std::exp(score - exact.lse);
-            const double m =
-                std::expm1(kProduct * s.scale_used() * keys.row(j).cwiseAbs().dot(q.cwiseAbs()));
-            moved_weight += weight * m;
-            const Eigen::VectorXd v = values.row(j).transpose();
-            moved += weight * m * (v - exact.out).cwiseAbs() +
-                     kProduct * weight * (1 + m) * v.cwiseAbs();
-          }
-          if (bounded) {
-            EXPECT_LE(std::abs(lse - exact.lse),
-                      -std::log1p(-moved_weight) + 0x1p-20 * (1 + std::abs(exact.lse)))
-                << "lse of row " << row;
-          }
-          for (int d = 0; d < s.dim; ++d) {
-            const double out = launcher::load(found.out.data(), s.of_out(), row * s.dim + d);
-            ++distance.compared;
-            difference += (out - exact.out[d]) * (out - exact.out[d]);
-            size += exact.out[d] * exact.out[d];
-            if (bounded) {
-              EXPECT_LE(std::abs(out - exact.out[d]), moved[d] / (1 - moved_weight) + 1e-9)
-                  << "row " << row << " dim " << d << ": " << out << ", exactly " << exact.out[d];
-            }
-          }
-        }
+  for_sampled_rows(problem, sampled, [&](const SampledRow& row) {
+    const launcher::Exact& exact = row.exact;
+    const double lse = found.lse[row.at];
+    if (std::isinf(exact.lse)) {
+      EXPECT_EQ(lse, exact.lse);
+      return;
     }
-  distance.norm = std::sqrt(difference / size);
+    Eigen::VectorXd moved = Eigen::VectorXd::Zero(s.dim);  // times 1 - moved_weight
+    double moved_weight = 0;
+    for (std::int64_t j = row.seen.begin; bounded && j < row.seen.end; ++j) {
+      double score = s.scale_used() * row.keys.row(j).dot(row.q);
+      if (s.softcap != 0) score = s.softcap * std::tanh(score / s.softcap);
+      const double weight = std::exp(score - exact.lse);
+      const double m =
+          std::expm1(kProduct * s.scale_used() * row.keys.row(j).cwiseAbs().dot(row.q.cwiseAbs()));
+      moved_weight += weight * m;
+      const Eigen::VectorXd v = row.values.row(j).transpose();
+      moved += weight * m * (v - exact.out).cwiseAbs() + kProduct * weight * (1 + m) * v.cwiseAbs();
+    }
+    if (bounded) {
+      EXPECT_LE(std::abs(lse - exact.lse),
+                -std::log1p(-moved_weight) + 0x1p-20 * (1 + std::abs(exact.lse)))
+          << "lse of row " << row.at;
+    }
+    for (int d = 0; d < s.dim; ++d) {
+      const double out = launcher::load(found.out.data(), s.of_out(), row.at * s.dim + d);
+      distance.add(out, exact.out[d]);
+      if (bounded) {
+        EXPECT_LE(std::abs(out - exact.out[d]), moved[d] / (1 - moved_weight) + 1e-9)
+            << "row " << row.at << " dim " << d << ": " << out << ", exactly " << exact.out[d];
+      }
+    }
+  });
   return distance;
 }
 
@@ -142,15 +117,15 @@ Distance expect_within_tf32(const ServingProblem& problem, const ServingResult& 
 /// v, in all some 2^-11. Twice that is allowed, where one key of a thousand too many is 2^-5.
 /// The lower end is beyond what fp32 products could do.
 void check_tf32(const Serving& s, std::int64_t sampled = 6, int segments = 0) {
-  const std::uint64_t seed = std::random_device{}();
+  const std::uint64_t seed = fresh_seed();
   SCOPED_TRACE(describe(s) + ", segments " + std::to_string(segments) + ", seed " +
                std::to_string(seed));
   const ServingProblem problem(s, seed);
   const Distance distance = expect_within_tf32(
       problem, segments > 0 ? run_segments(problem, segments) : run_option(problem, true), sampled);
   EXPECT_GT(distance.compared, 0);
-  EXPECT_LT(distance.norm, 0x1p-10);
-  EXPECT_GT(distance.norm, 0x1p-16);
+  EXPECT_LT(distance.norm(), 0x1p-10);
+  EXPECT_GT(distance.norm(), 0x1p-16);
 }
 
 /// Short and long queries, one key, a row of no key; one sequence alone and many.
@@ -213,27 +188,21 @@ TEST(Tf32, LongKeysAndManyRows) {
   }
 }
 
-void expect_same(const ServingResult& a, const ServingResult& b) {
-  EXPECT_EQ(std::memcmp(a.out.data(), b.out.data(), a.out.size()), 0) << "outputs differ";
-  EXPECT_EQ(std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)), 0)
-      << "lse differ";
-}
-
 /// The same bits in every run and in pages of any size; and they are not those of fp32.
 TEST(Tf32, BitsRepeat) {
   LONGSPAN_NEEDS_GPU();
   for (const int dim : {24, 64, 128, 256})
     for (const int q_len : {3, 70}) {
-      const std::uint64_t seed = std::random_device{}();
+      const std::uint64_t seed = fresh_seed();
       Serving s{.dim = dim, .q_lens = {q_len, 20}, .kv_lens = {5000, 900}};
       SCOPED_TRACE(describe(s) + ", seed " + std::to_string(seed));
       s.page = 0;
       const ServingProblem rows(s, seed);
       const ServingResult one = run_option(rows, true, true);
-      for (int i = 0; i < 3; ++i) expect_same(one, run_option(rows, true, true));
+      for (int i = 0; i < 3; ++i) expect_same_bits(one, run_option(rows, true, true));
       for (const int page : {1, 16, 48}) {
         s.page = page;
-        expect_same(one, run_option(ServingProblem(s, seed), true, true));
+        expect_same_bits(one, run_option(ServingProblem(s, seed), true, true));
       }
       const ServingResult exact = run_option(rows, false, true);
       EXPECT_NE(std::memcmp(one.out.data(), exact.out.data(), exact.out.size()), 0);
@@ -247,7 +216,7 @@ TEST(Tf32, OffIsExact) {
     for (const int page : {0, 16}) {
       Serving s{.dim = dim};
       s.page = page;
-      const ServingProblem problem(s, std::random_device{}());
+      const ServingProblem problem(s, fresh_seed());
       const ServingResult found = run_option(problem, false);
       const Verdict verdict =
           judge(problem, found.out, found.lse, problem.all_rows(), problem.tolerance(), 8);

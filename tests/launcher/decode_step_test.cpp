@@ -5,15 +5,15 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <random>
 
 #include "launcher/memory.hpp"
 #include "launcher/world.hpp"
+#include "tests/fresh_seed.hpp"
 
 namespace longspan::launcher {
 namespace {
 
-std::uint64_t fresh_seed() { return std::random_device{}(); }
+using testing::fresh_seed;
 
 DecodeShape small(std::uint64_t seed) {
   return {.options = {.heads = 6, .kv_heads = 2, .dim = 24, .dtype = fp32, .threads = 1},

@@ -1,0 +1,128 @@
+// One call of the Hopper kernel by itself, and its judgement by float64.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/cuda/attend_sm90.hpp"
+#include "tests/gpu/gpu_case.hpp"
+
+namespace longspan::test {
+
+/// One rank that holds all keys: sequences lie apart, with NaN between them and around them.
+class Sm90Run {
+ public:
+  Sm90Run(const Case& c, const Data& data)
+      : c_(c), q_(data.q), sinks_(data.sinks), slopes_(data.slopes), causal_(c.causal) {
+    constexpr std::int64_t kGap = 7;
+    const std::int64_t row_bytes =
+        std::int64_t{c.kv_heads} * c.dim * static_cast<std::int64_t>(size_of(c.dtype));
+    std::vector<std::byte> k, v;
+    std::vector<std::int64_t> key_start;
+    std::vector<std::int32_t> query_start{0};
+    for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
+      query_start.push_back(query_start.back() + c.q_lens[b]);
+      for (auto* to : {&k, &v}) to->insert(to->end(), kGap * row_bytes, std::byte{0xff});
+      key_start.push_back(static_cast<std::int64_t>(k.size()) / row_bytes);
+      k.insert(k.end(), data.k[b].begin(), data.k[b].end());
+      v.insert(v.end(), data.v[b].begin(), data.v[b].end());
+    }
+    k_ = OnGpu<std::byte>(k);
+    v_ = OnGpu<std::byte>(v);
+    key_start_ = OnGpu<std::int64_t>(key_start);
+    query_start_ = OnGpu<std::int32_t>(query_start);
+    kv_len_ = OnGpu<std::int32_t>(std::vector<std::int32_t>(c.kv_lens.begin(), c.kv_lens.end()));
+    rows_ = c.tokens() * c.heads;
+    out_ = OnGpu<std::byte>(static_cast<std::size_t>(rows_ * c.dim) * size_of(c.dtype));
+    lse_ = OnGpu<float>(static_cast<std::size_t>(rows_));
+    state_ = OnGpu<std::byte>(static_cast<std::size_t>(kernels::StateSlots::bytes(rows_, c.dim)));
+    scratch_ = OnGpu<std::byte>(kernels::sm90::kScratchBytes);
+  }
+
+  kernels::AttendParams params() const {
+    const std::int64_t row = std::int64_t{c_.kv_heads} * c_.dim;
+    kernels::AttendParams p;
+    p.dtype = p.q_dtype = p.kv_dtype = c_.dtype;
+    p.tokens = c_.tokens();
+    p.heads = c_.heads;
+    p.kv_heads = c_.kv_heads;
+    p.dim = c_.dim;
+    p.q = {q_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    p.k = {k_.data(), row, c_.dim};
+    p.v = {v_.data(), row, c_.dim};
+    p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), key_start_.data()};
+    if (!c_.causal.empty()) p.batch.causal = causal_.data();
+    p.mask = c_.mask;
+    p.score = {c_.scale_used(), c_.softcap};
+    if (c_.alibi) p.bias = {slopes_.data(), *c_.alibi};
+    p.invariant = c_.invariant;
+    p.state = {state_.data(), rows_, c_.dim, 1};
+    p.scratch = scratch_.data();
+    p.scratch_bytes = scratch_.buffer.bytes();
+    return p;
+  }
+
+  /// The result as the kernel finishes it.
+  Result finish() {
+    poison();
+    kernels::sm90::Finished finished;
+    finished.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    finished.lse = lse_.data();
+    finished.lse_row_stride = c_.heads;
+    finished.lse_head_stride = 1;
+    finished.sinks = c_.sinks ? sinks_.data() : nullptr;
+    kernels::sm90::attend(params(), finished, 0, nullptr);
+    return result();
+  }
+
+  /// The result out of the state that the kernel writes.
+  Result merge() {
+    poison();
+    kernels::sm90::attend(params(), {}, 0, nullptr);
+    kernels::MergeParams m;
+    m.states = params().state;
+    m.heads = c_.heads;
+    m.sinks = c_.sinks ? sinks_.data() : nullptr;
+    m.tokens = c_.tokens();
+    m.dtype = c_.dtype;
+    m.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    m.lse = lse_.data();
+    m.lse_row_stride = c_.heads;
+    m.lse_head_stride = 1;
+    kernels::cuda_backend()->merge(m, {});
+    return result();
+  }
+
+  std::vector<std::byte> state() const { return state_.values(state_.buffer.bytes()); }
+
+ private:
+  void poison() {
+    out_.poison();
+    lse_.poison();
+    state_.poison();
+    scratch_.poison();
+  }
+  Result result() const {
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    return {out_.values(out_.buffer.bytes()), lse_.values(static_cast<std::size_t>(rows_))};
+  }
+
+  Case c_;
+  std::int64_t rows_ = 0;
+  OnGpu<std::byte> q_, k_, v_, out_, state_, scratch_;
+  OnGpu<float> sinks_, slopes_, lse_;
+  OnGpu<std::uint8_t> causal_;
+  OnGpu<std::int64_t> key_start_;
+  OnGpu<std::int32_t> query_start_, kv_len_;
+};
+
+inline void check(const Case& c, const Data& data, int stride) {
+  Sm90Run run(c, data);
+  ASSERT_TRUE(kernels::sm90::accepts(run.params())) << c;
+  expect_within_rounding(c, data, run.finish(), stride);
+  expect_within_rounding(c, data, run.merge(), stride);
+}
+
+inline void check(const Case& c, int stride = 1) { check(c, Data(c), stride); }
+
+}  // namespace longspan::test

@@ -21,6 +21,7 @@
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/exchange.hpp"
 #include "kernels/cuda/exchange_words.cuh"
+#include "kernels/cuda/fold_slots.cuh"
 #include "kernels/cuda/overlap.hpp"
 #include "kernels/cuda/view.cuh"
 #include "src/check.hpp"
@@ -30,8 +31,7 @@ namespace {
 
 constexpr int kThreads = 512;  // of a block, at most
 constexpr int kFewestThreads = 32;
-constexpr int kAloneLevels =
-    3;  // of the tree, that a thread folds by itself where there are enough
+constexpr int kAloneLevels = 3;  // of the tree, that a thread folds with its loads all at once
 
 /// Plan::parts, as far as its rows are read. Offsets within a slot have 32 bits, like those in a
 /// window.
@@ -64,9 +64,9 @@ __device__ std::uint32_t row_of_parts(const Parts& parts, const Route& r, const 
          token * parts.heads;
 }
 
-/// Four columns of the splits of a row that this thread folds alone, from `first` on.
+/// Four columns of those splits of a row that this thread folds alone.
 struct PartLoad {
-  const std::byte* stats;
+  const std::byte* stats;  // of the first
   const std::byte* o;
   std::uint64_t slot_bytes;
 
@@ -77,30 +77,6 @@ struct PartLoad {
     const std::byte* first = parts.slots + (std::uint64_t{threadIdx.z} << alone) * slot_bytes;
     stats = first + row * 8;
     o = first + parts.o + row * r.row_bytes + column * 4;
-  }
-
-  /// Splits [place, place + 2^kGroup), folded. All have to be asked for before the first is looked
-  /// at. The compiler would rather save registers, and then one trip to the second-level cache
-  /// follows another; but it keeps the order of volatile loads, and what is looked at first is
-  /// asked for last.
-  template <int kGroup>
-  __device__ Piece<4> fold(int place) const {
-    constexpr int kCount = 1 << kGroup;
-    uint2 two[kCount];
-    uint4 four[kCount];
-#pragma unroll
-    for (int i = kCount; i-- > 0;)
-      four[i] = arch::load_volatile(o + static_cast<std::uint64_t>(place + i) * slot_bytes);
-#pragma unroll
-    for (int i = kCount; i-- > 0;)
-      two[i] = arch::load_volatile_two(stats + static_cast<std::uint64_t>(place + i) * slot_bytes);
-    return fold_subtree<kGroup>(
-        [&](int i) {
-          return Piece<4>{{__uint_as_float(two[i].x), __uint_as_float(two[i].y)},
-                          {__uint_as_float(four[i].x), __uint_as_float(four[i].y),
-                           __uint_as_float(four[i].z), __uint_as_float(four[i].w)}};
-        },
-        0);
   }
 };
 
@@ -115,7 +91,10 @@ struct Waiting {
 template <int kAlone>
 __device__ Piece<4> fold_planes(const PartLoad& load, int levels, Waiting& waiting) {
   constexpr int kGroup = std::min(kAlone, kAloneLevels);
-  const auto group_of = [&](int index) { return load.fold<kGroup>(index << kGroup); };
+  const auto group_of = [&](int index) {
+    const std::uint64_t at = (static_cast<std::uint64_t>(index) << kGroup) * load.slot_bytes;
+    return fold_slots<kGroup>(load.stats + at, load.o + at, load.slot_bytes);
+  };
   const int alone = levels - (__ffs(static_cast<int>(blockDim.z)) - 1);
   Piece<4> state = kAlone > kGroup ? fold_groups(group_of, alone - kGroup) : group_of(0);
   const unsigned self = thread();
@@ -169,18 +148,17 @@ __global__ __launch_bounds__(kThreads,
   const Parts& parts = task.parts;
   const unsigned column = threadIdx.x * 4;
   const std::uint32_t first = first_rows();
-  const auto row_at = [&](std::uint32_t rows) { return min(rows + threadIdx.y, r.rows - 1); };
-  // What is found out ahead of the wait costs no time: where the splits are, as far as that needs
-  // no lengths; and which exchange this is. The one before has ended: attention waited for it, and
-  // this kernel comes after every block of attention has gone.
-  PartLoad load(parts, r, parts.tokens == 0 ? row_at(first) : 0, column);
+  const auto load_of = [&](std::uint32_t rows) {
+    const std::uint32_t row = min(rows + threadIdx.y, r.rows - 1);
+    return PartLoad(parts, r, row_of_parts(parts, r, p.merge.batch, row), column);
+  };
+  // What is found out ahead of the wait costs no time: where the splits are, and which exchange
+  // this is. Lengths are there and the exchange before has ended: attention waited for them before
+  // it let this kernel come.
+  const PartLoad load = load_of(first);
   arch::prefetch(load.o);
   const Turn turn(r);
   arch::wait_for_kernels_before();
-  const auto load_of = [&](std::uint32_t rows) {
-    return PartLoad(parts, r, row_of_parts(parts, r, p.merge.batch, row_at(rows)), column);
-  };
-  if (parts.tokens != 0) load = load_of(first);
   Piece<4> state = fold_planes<kAlone>(load, parts.levels, waiting);
   for (std::uint32_t next = first;;) {
     send_rows<kLevels>(r, turn, next, column, state);

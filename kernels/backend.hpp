@@ -62,6 +62,12 @@ class Backend {
 
   /// Exchange of the ranks' states through windows, and their merge, in one kernel.
   virtual void exchange(const ExchangeParams& params, Stream stream) const;
+  /// Attend and exchange, with the states pushed by the kernel that makes them of their pieces;
+  /// false: nothing was done, and the caller takes the two steps. Ranks of one exchange may differ
+  /// in that: what travels is the same. The rank's slot may be written or not.
+  virtual bool attend_exchanged(const AttendParams&, const ExchangeParams&, Stream) const {
+    return false;
+  }
   /// Bytes of a window for it; 0: there is no such kernel.
   virtual std::size_t exchange_window(std::int64_t /*rows*/, int /*dim*/, int /*ranks*/) const {
     return 0;

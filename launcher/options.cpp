@@ -41,8 +41,8 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
       ->capture_default_str();
   app.add_option("--exchange", o.exchange,
                  "States travel between GPUs by windows, by gather (NCCL), or auto: windows where "
-                 "the GPUs reach each other")
-      ->check(CLI::IsMember({"auto", "windows", "gather"}))
+                 "the GPUs reach each other. windows-apart: never from the kernel that makes them")
+      ->check(CLI::IsMember({"auto", "windows", "windows-apart", "gather"}))
       ->capture_default_str();
   app.add_option("--deadline", o.deadline_s,
                  "Seconds to wait for a rank at any step [LONGSPAN_DEADLINE_S, or else 60]")

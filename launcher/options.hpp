@@ -17,7 +17,7 @@ namespace longspan::launcher {
 /// Options of every command that computes.
 struct WorldOptions {
   std::string backend = "auto";   // auto, host, cuda
-  std::string exchange = "auto";  // auto, windows, gather: Options::exchange of every layer
+  std::string exchange = "auto";  // Options::exchange of every layer
   double deadline_s = 0;          // 0: LONGSPAN_DEADLINE_S, or else 60
   int threads = 0;                // 0: this rank's share of the cores
   std::uint64_t seed = 0;         // of generated inputs

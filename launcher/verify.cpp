@@ -90,7 +90,7 @@ std::uint64_t digest_alone(Device device, Problem problem) {
 /// The exchange that was asked for, as far as the problem can have it: sharded queries are merged
 /// by their own rank alone, so their states are always gathered.
 std::string exchange_for(const Problem& problem, const std::string& asked) {
-  return problem.options.shard_queries && asked == "windows" ? "auto" : asked;
+  return problem.options.shard_queries && asked.starts_with("windows") ? "auto" : asked;
 }
 
 Verdict examine(const Communicator& world, const Family& family, const WorldOptions& options) {
@@ -100,7 +100,8 @@ Verdict examine(const Communicator& world, const Family& family, const WorldOpti
     problem.options.exchange = exchange_for(problem, options.exchange);
     std::optional<Trial> trial;
     together(world, "making of the layer", [&] { trial.emplace(world, problem); });
-    verdict.windows += trial->layer().exchange() == "windows";
+    verdict.windows +=
+        trial->layer().exchange() == "windows" || trial->layer().exchange() == "windows-apart";
     trial->run();
     const Answer answer = trial->answer();
     const std::uint64_t bits = digest(world, problem, answer);

@@ -174,12 +174,14 @@ struct Attention::Impl {
       else
         why = fmt::format("not on the {}", name(world.device()));
     }
-    if (!peers && options.exchange == "windows")
+    if (!peers && options.exchange != "auto")
       throw Unsupported(
-          fmt::format("exchange \"windows\" was asked for, and cannot be had here: {}. Take "
+          fmt::format("exchange \"{}\" was asked for, and cannot be had here: {}. Take "
                       "\"auto\" or \"gather\".",
-                      why));
-    exchange = peers ? "windows" : fmt::format("gather ({})", why);
+                      options.exchange, why));
+    exchange = !peers                       ? fmt::format("gather ({})", why)
+               : options.exchange == "auto" ? "windows"
+                                            : options.exchange;
     if (peers && window_rows < options.max_tokens * options.heads)
       exchange += fmt::format(" (gather past {} states)", window_rows);
   }
@@ -314,6 +316,7 @@ struct Attention::Impl {
     if (!options.shard_queries) {
       job.peers = peers.get();
       job.window_rows = window_rows;
+      job.apart = options.exchange == "windows-apart" || clock.has_value();  // phases to tell
       job.shape = shape_of(request);
       return job;
     }

@@ -64,8 +64,9 @@ std::string exchange_text(int gpus) {
       if (other != g && !reaches(g, other))
         return fmt::format("gather where GPU {} and GPU {} take part: they do not reach each other",
                            g, other);
-  return fmt::format("windows, for up to {} ranks: every GPU reaches every other",
-                     PeerView::kMostRanks);
+  return fmt::format(
+      "windows, for up to {} ranks: every GPU reaches every other; decode pushes from its epilogue",
+      PeerView::kMostRanks);
 }
 
 void add_gpus(Rows& rows) {

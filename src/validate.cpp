@@ -50,8 +50,9 @@ void check_options(const Options& o) {
         fmt::format("head dim {} is not supported: 16 to 256 in steps of 8 are", o.dim));
   usage(o.max_tokens >= 0 && o.max_tokens <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_tokens {} is not in 0 to 2^31 - 1", o.max_tokens));
-  usage(o.exchange == "auto" || o.exchange == "windows" || o.exchange == "gather",
-        fmt::format("exchange \"{}\" is none of auto, windows, gather", o.exchange));
+  usage(o.exchange == "auto" || o.exchange == "windows" || o.exchange == "windows-apart" ||
+            o.exchange == "gather",
+        fmt::format("exchange \"{}\" is none of auto, windows, windows-apart, gather", o.exchange));
   usage(o.max_batch >= 1, fmt::format("max_batch {} is below 1", o.max_batch));
   usage(o.mask.window >= 0, fmt::format("window {} is negative; 0 means no window", o.mask.window));
   usage(o.mask.right >= -1, fmt::format("right {} is below -1; -1 means no bound", o.mask.right));

@@ -12,6 +12,7 @@
 #include "kernels/cuda/attend_tf32.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/decode_boxes.hpp"
+#include "kernels/cuda/exchange.hpp"
 #include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
@@ -185,9 +186,8 @@ void check_scratch(std::size_t needed, std::size_t given) {
                      std::to_string(given) + ": plan for these tokens, sequences and lengths");
 }
 
-/// `finished`: where the rows end when they have no other state; null: their states are written.
-void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, const Gpu& gpu,
-           cudaStream_t stream) {
+/// The attention alone: splits stay as they are.
+void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStream_t stream) {
   check_scratch(launch.bytes, p.scratch_bytes);
   if (launch.plan.works == 0) return;
   if (launch.plan.ticket != nullptr && launch.plan.ticket != p.ticket)
@@ -205,6 +205,13 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
   config.attrs = &overlap;
   config.numAttrs = launch.shape.box_dim > 0 && gpu.overlap ? 1 : 0;
   LONGSPAN_CUDA(cudaLaunchKernelExC(&config, launch.shape.kernel, arguments));
+}
+
+/// `finished`: where the rows end when they have no other state; null: their states are written.
+void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, const Gpu& gpu,
+           cudaStream_t stream) {
+  queue_splits(p, launch, gpu, stream);
+  if (launch.plan.works == 0) return;
   if (finished != nullptr)
     fold_parts_finished(p, launch.plan, *finished, stream);
   else if (launch.plan.splits > 1 && !p.parts)
@@ -335,12 +342,16 @@ void attend_kind(const AttendParams& p, Lengths lengths, const Gpu& gpu, cudaStr
   fold_onto(p, lengths, own.state, stream);
 }
 
+/// All sequences are short, and each of their rows has one state, of this call's keys.
+bool is_plain_decode(const AttendParams& p) {
+  return !p.resume && !p.parts && !p.batch.skip_decode && may_hold(p, Lengths::only_short) &&
+         !may_hold(p, Lengths::only_long);
+}
+
 /// All sequences are short and their keys are split: the fold of the splits ends the rows.
 bool decode_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                      cudaStream_t stream) {
-  if (p.resume || p.parts || p.batch.skip_decode || !may_hold(p, Lengths::only_short) ||
-      may_hold(p, Lengths::only_long))
-    return false;
+  if (!is_plain_decode(p)) return false;
   Launch launch = make_launch(p, Lengths::only_short, gpu);
   if (launch.plan.splits == 1) return false;
   queue(p, launch, &m, gpu, stream);
@@ -394,6 +405,18 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
     merge_short(m, kShortQuery, stream);
   }
   sm90::attend(p, finished_of(m), kShortQuery + 1, stream);
+  return true;
+}
+
+bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu& gpu,
+                      cudaStream_t stream) {
+  if (!is_plain_decode(p) || e.merge.states.rows != p.tokens * p.heads ||
+      push_of(e) != Push::one_trip)
+    return false;
+  Launch launch = make_launch(p, Lengths::only_short, gpu);
+  if (launch.plan.splits == 1) return false;
+  queue_splits(p, launch, gpu, stream);
+  exchange_parts(launch.plan, e, stream);
   return true;
 }
 

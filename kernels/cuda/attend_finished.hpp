@@ -1,9 +1,11 @@
-// Attention whose rows end where they are computed: no state, no merge.
+// Attention whose rows end where they are computed, with no state and no merge; or go to the other
+// ranks from there.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/attend.hpp"
+#include "kernels/exchange.hpp"
 
 namespace longspan::kernels::cuda {
 
@@ -12,5 +14,10 @@ namespace longspan::kernels::cuda {
 /// from a state (p.resume) end likewise, whatever share of the keys these are. False: not so.
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                      cudaStream_t stream);
+
+/// Queues attend and exchange where all sequences are short, their keys are split and one trip is
+/// what the size asks for: the fold of the splits then pushes the states. False: not so.
+bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu& gpu,
+                      cudaStream_t stream);
 
 }  // namespace longspan::kernels::cuda

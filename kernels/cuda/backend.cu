@@ -99,6 +99,11 @@ class CudaBackend final : public Backend {
     check(p);
     return cuda::attend_finished(p, m, gpu_, stream_of(stream));
   }
+  bool attend_exchanged(const AttendParams& p, const ExchangeParams& e,
+                        Stream stream) const override {
+    check(p);
+    return cuda::attend_exchanged(p, e, gpu_, stream_of(stream));
+  }
   void merge(const MergeParams& p, Stream stream) const override {
     cuda::merge(p, stream_of(stream));
   }

@@ -15,11 +15,9 @@
 #include <algorithm>
 #include <string>
 
-#include "kernels/batch_rows.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/exchange_words.cuh"
 #include "kernels/cuda/overlap.hpp"
-#include "kernels/cuda/row_end.cuh"
 #include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
@@ -29,26 +27,6 @@ constexpr int kThreads = 256;  // of a block, at most
 constexpr int kFewestThreads = 32;
 constexpr int kBlocks = 128;  // about one for each multiprocessor, as long as there are rows
 constexpr int kResident = 2;  // blocks that every multiprocessor holds
-
-/// A row of the result, looked up where this is made: while states are on their way. Rows that are
-/// not in the batch are left alone.
-struct ResultRow {
-  std::uint32_t token;
-  RowEnd end;
-  ResultPlace place;
-  bool is_wanted;
-
-  __device__ ResultRow(const MergeParams& m, const Route& r, std::uint32_t row, unsigned column)
-      : token(r.heads(row)),
-        end(m, static_cast<int>(row - token * m.heads)),
-        place(m, token, static_cast<int>(row - token * m.heads), static_cast<int>(column)),
-        is_wanted(in_batch(m.batch, token)) {}
-
-  template <int kColumns>
-  __device__ void store(const MergeParams& m, const Piece<kColumns>& row, bool wide) const {
-    if (is_wanted) store_result(m, place, row, wide);
-  }
-};
 
 template <int kLevels>
 __global__ __launch_bounds__(kThreads,
@@ -82,7 +60,7 @@ __global__ __launch_bounds__(kThreads,
     result.store(p.merge, state, task.wide);
   }
   __syncthreads();
-  rest<kLevels>(r, turn, first, r.rows, column);
+  rest<kLevels>(r, turn, first, r.rows, row_step(), column);
   departure.leave(p, turn);
 }
 
@@ -147,7 +125,7 @@ __global__ __launch_bounds__(kThreads,
     }
   }
   __syncthreads();
-  rest<kLevels>(r, turn, r.own_first + first_rows(), own_end, column);
+  rest<kLevels>(r, turn, r.own_first + first_rows(), own_end, row_step(), column);
 
   std::byte* results = r.own + turn.copy + r.result;
   std::byte* lses = r.own + turn.copy + r.lse;
@@ -242,9 +220,8 @@ void launch(const ExchangeParams& p, const Route& route, std::int64_t rows, cuda
 
 }  // namespace
 
-void exchange(const ExchangeParams& p, cudaStream_t stream) {
+Push push_of(const ExchangeParams& p) {
   const MergeParams& m = p.merge;
-  if (m.states.rows == 0) return;
   if (p.peers.ranks > PeerView::kMostRanks) refuse(std::to_string(p.peers.ranks) + " ranks");
   if (m.states.dim % 8 != 0 || m.states.dim > 256)
     refuse("head dim " + std::to_string(m.states.dim));
@@ -255,8 +232,13 @@ void exchange(const ExchangeParams& p, cudaStream_t stream) {
   const WindowLayout layout{p.capacity, m.states.dim, p.peers.ranks};
   if (layout.total() >= std::int64_t{1} << 32)  // offsets in a window have 32 bits
     refuse("windows of " + std::to_string(layout.total()) + " bytes");
-  const Push push =
-      p.push == Push::automatic ? choose_push(m.states.rows, m.states.dim, p.peers.ranks) : p.push;
+  return p.push == Push::automatic ? choose_push(m.states.rows, m.states.dim, p.peers.ranks)
+                                   : p.push;
+}
+
+void exchange(const ExchangeParams& p, cudaStream_t stream) {
+  if (p.merge.states.rows == 0) return;
+  const Push push = push_of(p);
   const Route route = make_route(p);
   for_levels<3>(log2_ceil(p.peers.ranks), [&](auto levels) {
     constexpr int kLevels = std::max(1, decltype(levels)::value);

@@ -7,7 +7,17 @@
 
 namespace longspan::kernels::cuda {
 
+struct Plan;
+
 void exchange(const ExchangeParams& p, cudaStream_t stream);
+
+/// The same, of states that are still in pieces, the splits of a launch of short queries alone
+/// (Plan::parts): they fold on the way. The variant has to be one-trip. What travels is what
+/// `exchange` sends, so that ranks need not take the same of the two.
+void exchange_parts(const Plan& plan, const ExchangeParams& p, cudaStream_t stream);
+
+/// The variant that runs. Throws for what cannot be exchanged.
+Push push_of(const ExchangeParams& p);
 
 /// Bytes of a window for exchanges of up to `rows` states.
 std::size_t window_bytes(std::int64_t rows, int dim, int ranks);

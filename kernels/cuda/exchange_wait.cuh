@@ -6,8 +6,12 @@
 
 namespace longspan::kernels::cuda {
 
-/// Of the block.
-__device__ inline unsigned thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
+/// Of the block's plane threadIdx.z, and of the block. Where the splits of the own states fold
+/// ahead of an exchange a block has several planes (exchange_parts.cu), else one.
+__device__ inline unsigned plane_thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
+__device__ inline unsigned thread() {
+  return threadIdx.z * blockDim.y * blockDim.x + plane_thread();
+}
 
 /// What a rank says of its exchange: 16 bytes that carry their epoch, once in each eight, which
 /// memory moves as a whole.
@@ -43,7 +47,7 @@ class BoundedWait {
     if (++looks_ % kLooks != 0) return true;
     if (arch::load_relaxed(&watch_.stopped) != 0) return false;
     if (static_cast<int>(thread() % 32) != __ffs(__activemask()) - 1) return true;
-    const unsigned warps = gridDim.x * ((blockDim.x * blockDim.y + 31) / 32);
+    const unsigned warps = gridDim.x * ((blockDim.x * blockDim.y * blockDim.z + 31) / 32);
     return atomicAdd(&watch_.turns, 1u) % warps != 0 || look_up(rank);
   }
 

@@ -3,8 +3,10 @@
 // as a whole.
 #pragma once
 
+#include "kernels/batch_rows.hpp"
 #include "kernels/cuda/exchange_turn.cuh"
 #include "kernels/cuda/fold_tree.cuh"
+#include "kernels/cuda/row_end.cuh"
 
 namespace longspan::kernels::cuda {
 
@@ -104,26 +106,47 @@ __device__ bool collect(const Route& r, const Turn& turn, std::uint32_t row, uns
   return true;
 }
 
-/// Puts rows [first, end) of the peers' slots to rest, those of this block. Called by all
-/// threads after a barrier: the threads of a row have all read its statistics.
+/// Puts rows of the peers' slots to rest: those that this plane takes at `first`, and `step`
+/// further on, up to `end`. Called by all threads after a barrier: the threads of a row have all
+/// read its statistics.
 template <int kLevels>
 __device__ void rest(const Route& r, const Turn& turn, std::uint32_t first, std::uint32_t end,
-                     unsigned column) {
-  for (; first < end; first += row_step()) {
-    const std::uint32_t row = first + threadIdx.y, stats_row = first + thread();
+                     std::uint32_t step, unsigned column) {
+  for (; first < end; first += step) {
+    const std::uint32_t row = first + threadIdx.y, stats_row = first + plane_thread();
 #pragma unroll
     for (int place = 0; place < 1 << kLevels; ++place) {
       if ((r.peer_places >> place & 1) == 0) continue;
       std::byte* slot = const_cast<std::byte*>(r.place[place]) +
                         std::uint64_t{turn.index} * r.place_stride[place];
       if (row < end) *reinterpret_cast<uint4*>(slot + columns_at(r, row, column)) = uint4{};
-      if (thread() < blockDim.y && stats_row < end)
+      if (plane_thread() < blockDim.y && stats_row < end)
         reinterpret_cast<uint2*>(slot)[stats_row] = uint2{};
     }
   }
 }
 
 // ---- results -----------------------------------------------------------------------------------
+
+/// A row of the result, looked up where this is made: while states are on their way. Rows that are
+/// not in the batch are left alone.
+struct ResultRow {
+  std::uint32_t token;
+  RowEnd end;
+  ResultPlace place;
+  bool is_wanted;
+
+  __device__ ResultRow(const MergeParams& m, const Route& r, std::uint32_t row, unsigned column)
+      : token(r.heads(row)),
+        end(m, static_cast<int>(row - token * m.heads)),
+        place(m, token, static_cast<int>(row - token * m.heads), static_cast<int>(column)),
+        is_wanted(in_batch(m.batch, token)) {}
+
+  template <int kColumns>
+  __device__ void store(const MergeParams& m, const Piece<kColumns>& row, bool wide) const {
+    if (is_wanted) store_result(m, place, row, wide);
+  }
+};
 
 /// Four elements of a dense `out` in a window.
 __device__ inline void ask_elements(bool wanted, const std::byte* from, int size, std::uint32_t at,

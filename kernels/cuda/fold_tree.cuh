@@ -65,20 +65,28 @@ __device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newes
   }
 }
 
+/// The root of a tree over 2^levels groups of places; group(i) gives a group's Piece.
+template <class Group>
+__device__ auto fold_groups(const Group& group, int levels) {
+  using Piece = decltype(group(0));
+  Piece waiting[kMostLevels - kGroupLevels];
+  Piece newest;
+  for (int index = 0; index < 1 << levels; ++index) {
+    newest = group(index);
+    count(waiting, newest, index);
+  }
+  return newest;
+}
+
 /// The root of a tree of `levels` levels; kLevels: the same, or more than kGroupLevels.
 template <int kLevels, class Load>
 __device__ auto fold_tree(const Load& load, int levels) {
   if constexpr (kLevels <= kGroupLevels) {
     return fold_subtree<kLevels>(load, 0);
   } else {
-    using Piece = decltype(load(0));
-    Piece waiting[kMostLevels - kGroupLevels];
-    Piece newest;
-    for (int group = 0; group < 1 << (levels - kGroupLevels); ++group) {
-      newest = fold_subtree<kGroupLevels>(load, group << kGroupLevels);
-      count(waiting, newest, group);
-    }
-    return newest;
+    return fold_groups(
+        [&](int group) { return fold_subtree<kGroupLevels>(load, group << kGroupLevels); },
+        levels - kGroupLevels);
   }
 }
 

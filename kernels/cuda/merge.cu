@@ -1,5 +1,6 @@
 // States of one row, from ranks or from splits, folded in tree order: neighbours first, missing
-// slots empty. A thread carries eight elements of a row and reads and writes 16 bytes at a time.
+// slots empty. A thread carries eight elements of a row of ranks' states and four of splits', and
+// reads 16 bytes at a time.
 #include "kernels/cuda/merge.hpp"
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/convert.cuh"
-#include "kernels/cuda/fold_tree.cuh"
+#include "kernels/cuda/fold_slots.cuh"
 #include "kernels/cuda/row_end.cuh"
 #include "src/check.hpp"
 
@@ -20,7 +21,8 @@ constexpr int kVector = 8;         // elements of a thread
 constexpr int kThreads = 256;      // of a block, at most
 constexpr int kFoldThreads = 256;  // of fold_parts, at most
 constexpr int kFoldLevels = 3;     // a thread of fold_parts folds up to so many levels alone
-static_assert(kFoldThreads / 4 << kFoldLevels >= kMostSplits);
+constexpr int kFoldVector = 4;     // elements of a thread of fold_parts
+static_assert(kFoldThreads / 8 << kFoldLevels >= kMostSplits);
 using StatePiece = Piece<kVector>;
 
 __device__ StatePiece load_piece(const StateSlots& states, int slot, std::int64_t row, int column) {
@@ -52,13 +54,14 @@ struct Places {
 };
 
 /// The merged state's end: sink, division, scale, rounding.
+template <int kColumns>
 __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, int column,
-                           StatePiece& state, bool wide) {
+                           Piece<kColumns>& state, bool wide) {
   RowEnd(m, head).finish(state);
   store_result(m, ResultPlace(m, token, head, column), state, wide);
 }
 
-// ---- kernels: threadIdx.x = eight columns, (blockIdx.x, threadIdx.y) = rows -------------------
+// ---- kernels: threadIdx.x = columns, (blockIdx.x, threadIdx.y) = rows --------------------------
 
 /// `most` > 0: tokens count up to so many of each sequence, and longer sequences are left out.
 template <int kLevels>
@@ -95,18 +98,22 @@ template <int kLevels, bool kFinish>
 __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
     const __grid_constant__ MergeParams m, bool wide) {
-  __shared__ float4 waiting[2][kFoldThreads];
+  __shared__ float4 waiting[kFoldThreads];
   __shared__ Stats waiting_stats[kFoldThreads];
   const unsigned row = blockIdx.x * blockDim.z + threadIdx.z;
   const unsigned last_row = static_cast<unsigned>(plan.parts.rows) - 1;
   const unsigned heads = static_cast<unsigned>(p.heads);
   const int head = static_cast<int>(row % heads);
-  const int column = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kVector;
+  const int column = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kFoldVector;
   arch::let_next_kernel_start();  // an exchange, which then waits here for the states
-  // The splits' states first: what they are is found out while they are on their way. Rows that no
-  // sequence has are scratch of any content, and go no further.
-  const Places places{plan.parts, false, log2_ceil(plan.splits), min(row, last_row), column};
-  StatePiece state = fold_subtree<kLevels>(places, static_cast<int>(threadIdx.y) << kLevels);
+  // The splits' states first. Rows that no sequence has are scratch of any content, and go no
+  // further.
+  const StateSlots& parts = plan.parts;
+  const int first = static_cast<int>(threadIdx.y) << kLevels;
+  const Stats* stats = parts.stats(first) + min(row, last_row);
+  const float* from = parts.o(first, min(row, last_row)) + column;
+  Piece<kFoldVector> state =
+      fold_slots<kLevels>(stats, from, static_cast<std::uint64_t>(parts.slot_bytes()));
   std::int64_t token = row / heads;  // of the whole batch
   int sequence;
   if (plan.part_tokens > 0) {
@@ -123,16 +130,14 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   for (unsigned distance = 1; distance < blockDim.y; distance *= 2) {
     const unsigned place = threadIdx.y & (2 * distance - 1);
     if (place == distance) {  // once for each thread: nothing is overwritten
-      waiting[0][self] = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
-      waiting[1][self] = make_float4(state.o[4], state.o[5], state.o[6], state.o[7]);
+      waiting[self] = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
       waiting_stats[self] = state.stats;
     }
     __syncthreads();
     if (place == 0) {
       const unsigned from = self + distance * blockDim.x;
-      const float4 low = waiting[0][from], high = waiting[1][from];
-      StatePiece newer{waiting_stats[from],
-                       {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+      const float4 four = waiting[from];
+      Piece<kFoldVector> newer{waiting_stats[from], {four.x, four.y, four.z, four.w}};
       merge_pieces(state, newer);
       state = newer;
     }
@@ -142,8 +147,7 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   const std::int64_t to = token * p.heads + head;
   if (column == 0) p.state.stats(p.slot)[to] = state.stats;
   float4* o = reinterpret_cast<float4*>(p.state.o(p.slot, to) + column);
-  o[0] = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
-  o[1] = make_float4(state.o[4], state.o[5], state.o[6], state.o[7]);
+  *o = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
 }
 
 dim3 block_of(int dim) { return dim3(dim / kVector, kThreads / (dim / kVector)); }
@@ -170,11 +174,11 @@ void merge_rows(const MergeParams& p, int most, cudaStream_t stream) {
 template <bool kFinish>
 void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m,
                  cudaStream_t stream) {
-  const bool wide = kFinish && is_aligned<kVector>(m.out, m.dtype);
+  const bool wide = kFinish && is_aligned<kFoldVector>(m.out, m.dtype);
   const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), rest = plan.splits >> alone;
-  const int vectors = p.dim / kVector;
+  const int vectors = p.dim / kFoldVector;
   // Few columns a block where the splits fill it, so that few rows keep many multiprocessors busy.
-  const int columns = rest < 8 ? vectors : vectors % 4 == 0 ? 4 : vectors % 2 == 0 ? 2 : 1;
+  const int columns = rest < 8 ? vectors : vectors % 8 == 0 ? 8 : vectors % 4 == 0 ? 4 : 2;
   const int rows = std::max(1, kFoldThreads / 2 / (columns * rest));
   const dim3 grid(static_cast<unsigned>((plan.parts.rows + rows - 1) / rows), vectors / columns);
   for_levels<kFoldLevels>(alone, [&](auto levels) {

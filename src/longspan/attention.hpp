@@ -62,8 +62,9 @@ struct Options {
   std::string strategy = "auto";
 
   /// How states travel between GPUs: "windows" (one kernel writes into the peers' memory and
-  /// merges), "gather" (NCCL, then a merge), or "auto": windows where the GPUs reach each other.
-  /// The same bits either way.
+  /// merges; for short queries it is the one that ends the attention, too), "windows-apart" (always
+  /// a kernel of its own), "gather" (NCCL, then a merge), or "auto": windows where the GPUs reach
+  /// each other. The same bits every way.
   std::string exchange = "auto";
 
   int threads = 0;  // host: 0 takes LONGSPAN_THREADS, or this rank's share of the node's cores
@@ -159,8 +160,9 @@ class Attention {
   const Communicator& world() const;
   const StrategyInfo& strategy() const;
 
-  /// How states travel: "windows", with the number of states past which they are gathered where the
-  /// options allow more, or "gather" with the reason why not by windows.
+  /// How states travel: "windows" (or "windows-apart", where that was asked for), with the number
+  /// of states past which they are gathered where the options allow more, or "gather" with the
+  /// reason why not by windows.
   const std::string& exchange() const;
 
   /// Bytes of the workspace on this rank; docs/workspace.md has the formula.

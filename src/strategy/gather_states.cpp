@@ -39,14 +39,18 @@ void gather_states(Job& job) {
   job.enter(Phase::attend);
   const bool alone = job.comm.size() == 1;  // then no state has to travel
   if (alone && job.kernels.attend_finished(job.attend, job.merge, job.stream)) return;
+  const kernels::StateSlots& states = job.attend.state;
+  if (job.peers != nullptr && states.rows <= job.window_rows) {  // alike on every rank
+    const kernels::ExchangeParams exchange{*job.peers, job.merge, job.window_rows, job.shape};
+    if (!job.apart && job.kernels.attend_exchanged(job.attend, exchange, job.stream)) return;
+    job.kernels.attend(job.attend, job.stream);
+    job.enter(Phase::exchange);
+    job.kernels.exchange(exchange, job.stream);
+    return;
+  }
   job.kernels.attend(job.attend, job.stream);
 
   job.enter(Phase::exchange);
-  const kernels::StateSlots& states = job.attend.state;
-  if (job.peers != nullptr && states.rows <= job.window_rows) {  // alike on every rank
-    job.kernels.exchange({*job.peers, job.merge, job.window_rows, job.shape}, job.stream);
-    return;
-  }
   job.comm.all_gather(states.data + job.attend.slot * states.slot_bytes(), states.data,
                       states.slot_bytes(), job.stream, "gather of states");
 

@@ -36,6 +36,7 @@ struct Job {
   // Windows of the ranks, where states can travel through them; see kernels/exchange.hpp.
   const PeerView* peers = nullptr;
   std::int64_t window_rows = 0;  // most states of an exchange
+  bool apart = false;            // attention and exchange in kernels of their own
   std::uint32_t shape = 0;       // hash of what the ranks must agree on
 
   /// Marks that the stream has come to the start of `phase`.

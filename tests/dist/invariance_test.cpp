@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -136,6 +137,7 @@ class Invariance : public ::testing::Test {
   Serving draw(int turn, std::int32_t least, std::int32_t most, bool fp8);
   std::vector<Plan> draw_plans();
   void check_deal(const Subject& subject, const Deal& deal);
+  bool by_windows(const Communicator& world);
   std::vector<std::string> each_alone(const Communicator& world, const Subject& subject,
                                       const Deal& deal);
   void expect_bits(const Communicator& world, const ServingProblem& batch, const Plan& plan,
@@ -145,6 +147,7 @@ class Invariance : public ::testing::Test {
   const Communicator world_ = test_world();
   const Communicator alone_ = self(world_.device());
   const FirstRanks two_{2}, four_{4};
+  std::map<int, bool> by_windows_;  // by ranks
   const std::uint64_t seed_ = shared_seed(world_);
   std::mt19937_64 random_{seed_};  // alike on every rank
 };
@@ -197,12 +200,24 @@ std::vector<Plan> Invariance::draw_plans() {
   return plans;
 }
 
+/// Whether states can travel by windows there.
+bool Invariance::by_windows(const Communicator& world) {
+  const auto [found, is_new] = by_windows_.try_emplace(world.size());
+  if (is_new)
+    found->second =
+        Attention(world, {.heads = 1, .kv_heads = 1, .dim = 64}).exchange().starts_with("windows");
+  return found->second;
+}
+
 void Invariance::expect_bits(const Communicator& world, const ServingProblem& batch,
                              const Plan& plan, const Deal& deal,
                              const std::vector<std::string>& expected) {
-  // Both ways that states travel between GPUs; where there are no windows they are the same.
+  // The ways that states travel between GPUs; where there are no windows they are the same.
   std::vector<std::string> exchanges{"auto"};
-  if (world.device() == Device::cuda && world.size() > 1) exchanges.emplace_back("gather");
+  if (world.device() == Device::cuda && world.size() > 1) {
+    exchanges.emplace_back("gather");
+    if (by_windows(world)) exchanges.emplace_back("windows-apart");
+  }
   for (const std::string& exchange : exchanges) {
     const std::vector<ServingResult> results = run(world, batch, plan, deal, exchange);
     for (std::size_t turn = 0; turn < results.size(); ++turn)

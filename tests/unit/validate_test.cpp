@@ -83,7 +83,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
   expect_refused<Unsupported>("fp8_products with softcap 30", [&] { check_options(taken); });
   refuse("max_kv_len -1", [](Options& o) { o.max_kv_len = -1; });
   refuse("max_query_len -1", [](Options& o) { o.max_query_len = -1; });
-  refuse("exchange \"pigeon\" is none of auto, windows, gather",
+  refuse("exchange \"pigeon\" is none of auto, windows, windows-apart, gather",
          [](Options& o) { o.exchange = "pigeon"; });
   refuse("softcap -1", [](Options& o) { o.softcap = -1; });
   Options o{.heads = 1, .kv_heads = 1, .dim = 24, .query_dtype = e4m3, .shard_queries = true};

@@ -21,6 +21,15 @@ __device__ inline uint4 load_volatile(const void* from) {
   return value;
 }
 
+__device__ inline uint2 load_volatile_two(const void* from) {
+  uint2 value;
+  asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+
 /// The same for fewer bytes: each aligned four of them move as a whole.
 __device__ inline void store_volatile(void* to, uint2 value) {
   asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(value.x), "r"(value.y)

@@ -1,0 +1,38 @@
+// States of one row that lie in neighbouring slots, loaded and folded by a thread, for four
+// columns.
+//
+// All have to be asked for before the first is looked at. The compiler would rather save registers,
+// and then one trip to the second-level cache follows another: for eight states that was four or
+// five. But it keeps volatile loads in their order, and what is looked at first is asked for last.
+// Volatile loads pass the first-level cache by; with four columns side by side nobody misses it.
+#pragma once
+
+#include "kernels/cuda/arch/peer.cuh"
+#include "kernels/cuda/fold_tree.cuh"
+
+namespace longspan::kernels::cuda {
+
+/// The root of the tree over 2^kLevels slots, `slot_bytes` apart. `stats`, `o`: of the row in the
+/// first of them; o from the first column on.
+template <int kLevels>
+__device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t slot_bytes) {
+  constexpr int kCount = 1 << kLevels;
+  uint2 two[kCount];
+  uint4 four[kCount];
+  const auto in_slot = [&](const void* first, int i) {
+    return static_cast<const std::byte*>(first) + static_cast<unsigned>(i) * slot_bytes;
+  };
+#pragma unroll
+  for (int i = kCount; i-- > 0;) four[i] = arch::load_volatile(in_slot(o, i));
+#pragma unroll
+  for (int i = kCount; i-- > 0;) two[i] = arch::load_volatile_two(in_slot(stats, i));
+  return fold_subtree<kLevels>(
+      [&](int i) {
+        return Piece<4>{{__uint_as_float(two[i].x), __uint_as_float(two[i].y)},
+                        {__uint_as_float(four[i].x), __uint_as_float(four[i].y),
+                         __uint_as_float(four[i].z), __uint_as_float(four[i].w)}};
+      },
+      0);
+}
+
+}  // namespace longspan::kernels::cuda

@@ -4,7 +4,8 @@
 //     S = Q K^T     P = exp2(c S - m)     O = O ratio + P V          (c = scale log2 e)
 //
 // Softcap and ALiBi change S on its way to P (attend_sm90_scores.cuh), in instances of their own.
-// So are products of e4m3 (attend_sm90_fp8.cuh), in which two warps more turn the values over.
+// So are products of e4m3 (attend_sm90_fp8.cuh), in which two warps more turn the values over and
+// consumers take other steps.
 //
 // A block is a warp that finds the work, a warp that loads, and two or three consumer warpgroups of
 // 64 query rows each. Q, K and V stand in shared memory (K and V in a ring of stages); S, P and O
@@ -92,17 +93,6 @@ __device__ void load(const Call& call, Shared<T>& shared) {
 
 // ---- the consumers' steps --------------------------------------------------------------------
 
-/// S = Q K^T, asynchronously. q, k: panels of 128 bytes of the head's dimension.
-template <class T>
-__device__ void multiply_qk(float (&s)[T::kKeys / 2], const void* q, const void* k) {
-  const std::uint64_t a = opaque(operand(q, 64 * 128)), b = operand(k, T::kPanelBytes);
-#pragma unroll
-  for (int step = 0; step < T::kDim / T::kStep; ++step)
-    Product<T::kKeys>::template shared<typename T::Element, false>(
-        s, advance(a, step / 4 * 64 * 128 + step % 4 * 32),
-        advance(b, step / 4 * T::kPanelBytes + step % 4 * 32), step > 0);
-}
-
 /// O += P V, asynchronously.
 template <class T>
 __device__ void multiply_pv(float (&o)[T::kDim / 2], const std::uint32_t (&p)[T::kKeys / 16][4],
@@ -114,23 +104,6 @@ __device__ void multiply_pv(float (&o)[T::kDim / 2], const std::uint32_t (&p)[T:
         o, p[step], advance(b, step * 16 * 128), true);
 }
 
-/// `value` for the keys of the tile at local key `first` that a row does not see. rows: of the
-/// item; row: the thread's first.
-template <int kCount>
-__device__ void hide(float (&s)[kCount], float value, int first, const RowKeys* rows, int row) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const RowKeys seen = rows[row + 8 * h];
-    const int column = first + 2 * static_cast<int>(threadIdx.x % 4) - seen.begin;
-    const unsigned count = seen.end - seen.begin;
-#pragma unroll
-    for (int i = 2 * h; i < kCount; i += 4) {
-      if (static_cast<unsigned>(column + i / 4 * 8) >= count) s[i] = value;
-      if (static_cast<unsigned>(column + i / 4 * 8 + 1) >= count) s[i + 1] = value;
-    }
-  }
-}
-
 // ---- a consumer ------------------------------------------------------------------------------
 
 template <class T>
@@ -139,9 +112,9 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + T::kConsumers;
   const int lane = threadIdx.x % 32;
   const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4;  // and row + 8
-  float c = score_factor<T>(call);
+  const float c = score_factor<T>(call);
 
-  float s[T::kKeys / 2], o[T::kColumns / 2], ratio[2];
+  float s[T::kKeys / 2], o[T::kDim / 2], ratio[2];
   std::uint32_t p[T::kKeys / T::kStep][4];
   Rowwise<T> rows;
   RowKeys whole{};    // keys that every row of the tile sees
@@ -170,15 +143,10 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   };
   const auto begin_values = [&] {  // O += P V
     shared.v_full[v.stage].wait(v.parity);
-    if constexpr (T::kEightBits) {
-      wgmma_begin();
-      multiply_transposed<T>(o, p, shared.v[v.stage]);
-    } else {
-      if (first < clear)  // every consumer writes the same zeros
-        clear_keys<T, 128>(shared.v[v.stage], clear - first, kGroupBarrier + group);
-      wgmma_begin();
-      multiply_pv<T>(o, p, shared.v[v.stage]);
-    }
+    if (first < clear)  // every consumer writes the same zeros
+      clear_keys<T, 128>(shared.v[v.stage], clear - first, kGroupBarrier + group);
+    wgmma_begin();
+    multiply_pv<T>(o, p, shared.v[v.stage]);
     wgmma_commit();
   };
   const auto end_scores = [&](bool last) {  // last: of its item
@@ -247,10 +215,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     }
   };
   const auto next_weights = [&] {
-    if constexpr (T::kEightBits)
-      round_to_e4m3(p, s);
-    else
-      round_to<Element>(p, s);
+    round_to<Element>(p, s);
     if (__any_sync(0xffffffff, ratio[0] != 1.0f || ratio[1] != 1.0f)) shrink(o, ratio);
   };
   const auto write = [&](int stage) {
@@ -269,16 +234,13 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     whole = item.whole;
     clear = item.clear;
     rows = {};
-    if constexpr (T::kEightBits) c = shared.stored.score_factor[announced.stage];
 #pragma unroll
-    for (int i = 0; i < T::kColumns / 2; ++i) o[i] = 0;
-    if constexpr (!T::kEightBits) {
-      if (call.params.resume) {  // its loads are on their way during the first softmax
+    for (int i = 0; i < T::kDim / 2; ++i) o[i] = 0;
+    if (call.params.resume) {  // its loads are on their way during the first softmax
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          read_state<T>(call, shared, announced.stage, row + 8 * h, rows, h, o);
-        __syncwarp();  // rows part ways at an empty state
-      }
+      for (int h = 0; h < 2; ++h)
+        read_state<T>(call, shared, announced.stage, row + 8 * h, rows, h, o);
+      __syncwarp();  // rows part ways at an empty state
     }
   };
   const auto wait_item = [&] {  // gives its tiles
@@ -382,7 +344,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
       if (threadIdx.x >= 128 - T::kTransposers) transpose<T>(shared);
   } else {
     take_registers<T::kConsumerRegisters>();
-    consume<T>(call, shared, warpgroup - 1);
+    if constexpr (T::kEightBits)
+      consume_e4m3<T>(call, shared, warpgroup - 1);
+    else
+      consume<T>(call, shared, warpgroup - 1);
   }
 #endif
 }

@@ -7,6 +7,36 @@
 
 namespace longspan::kernels::sm90 {
 
+// ---- a tile of scores ----------------------------------------------------------------------
+
+/// S = Q K^T, asynchronously. q, k: panels of 128 bytes of the head's dimension.
+template <class T>
+__device__ void multiply_qk(float (&s)[T::kKeys / 2], const void* q, const void* k) {
+  const std::uint64_t a = opaque(operand(q, 64 * 128)), b = operand(k, T::kPanelBytes);
+#pragma unroll
+  for (int step = 0; step < T::kDim / T::kStep; ++step)
+    Product<T::kKeys>::template shared<typename T::Element, false>(
+        s, advance(a, step / 4 * 64 * 128 + step % 4 * 32),
+        advance(b, step / 4 * T::kPanelBytes + step % 4 * 32), step > 0);
+}
+
+/// `value` for the keys of the tile at local key `first` that a row does not see. rows: of the
+/// item; row: the thread's first.
+template <int kCount>
+__device__ void hide(float (&s)[kCount], float value, int first, const RowKeys* rows, int row) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const RowKeys seen = rows[row + 8 * h];
+    const int column = first + 2 * static_cast<int>(threadIdx.x % 4) - seen.begin;
+    const unsigned count = seen.end - seen.begin;
+#pragma unroll
+    for (int i = 2 * h; i < kCount; i += 4) {
+      if (static_cast<unsigned>(column + i / 4 * 8) >= count) s[i] = value;
+      if (static_cast<unsigned>(column + i / 4 * 8 + 1) >= count) s[i + 1] = value;
+    }
+  }
+}
+
 // ---- softmax ---------------------------------------------------------------------------------
 
 /// The two rows of a thread. Exponentials are taken from an origin, which lies kLift below a

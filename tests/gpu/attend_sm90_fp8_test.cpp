@@ -29,7 +29,7 @@ void set(std::vector<std::byte>& elements, std::size_t i, float value) {
 
 /// Scores of -2 to 2 in base 2, so that weights are powers of two, and values of -2 to 2: all sums
 /// are whole numbers of few bits. Scales are powers of two, another for each head. A tensor core
-/// keeps 14 bits of a sum; the sum of weights has 12 or fewer up to 1,000 keys.
+/// keeps 14 bits of a sum; sums of weights of at most 512 keys have 13 or fewer.
 ServingProblem exact_problem(Serving s, std::uint64_t seed) {
   s = in_e4m3(s);
   s.scale = kLn2;
@@ -98,12 +98,14 @@ TEST(AttendSm90Fp8, EveryHeadDim) {
                      .mask = {.causal = causal}});
 }
 
-// Rows come in tiles of 128 and 192, keys in tiles of 96, 128 and 192, of which 32 are a step.
+// Rows come in tiles of 128, keys in tiles of 96, 128 and 192, of which 32 are a step; sums begin
+// anew every 384 or 512 keys, or with each tile.
 TEST(AttendSm90Fp8, EdgesOfTiles) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int dim : {64, 128, 256})
     for (const int q_len : {17, 64, 127, 128, 129, 192, 193})
-      for (const int kv_len : {1, 2, 16, 17, 31, 32, 33, 95, 96, 97, 128, 129, 191, 192, 193, 385})
+      for (const int kv_len : {1,   2,   16,  17,  31,  32,  33,  95,  96,  97,
+                               128, 129, 191, 192, 193, 384, 385, 512, 513, 1100})
         for (const bool causal : {false, true})
           check_exact({.heads = 1,
                        .kv_heads = 1,
@@ -175,14 +177,14 @@ TEST(AttendSm90Fp8, FlagsAndDocuments) {
 
 /// What a result's rows are off by, and that no element is off by more than the roundings can do:
 ///
-///     weight   e4m3 has 3 bits behind its leading one: to nearest, 2^-4 of itself; and in its
-///              fixed steps half of 2^-9, where the row's largest weight is 2^8 or more
+///     weight   e4m3 has 3 bits behind its leading one: to nearest, 2^-4 of itself; in fixed steps
+///              half of 2^-9, where the row's largest weight is 2^8 or more
 ///     score    a tensor core adds 32 products and the sum so far in one step, and cuts each of the
 ///              33 at 2^-13 of the largest: at most 33 2^-13 sum_d |q_d k_d| in each of dim / 32
 ///              steps
 ///     out      sum_j w_j m_j |v_j - out| from the weights, which are divided by the sum of what
-///              they became; and 33 2^-13 of sum_j w_j |v_j| and of |out| in each of the steps over
-///              keys
+///              they became; and of each sum of at most 512 keys, in its 16 steps, 33 2^-13 of its
+///              own sum_j w_j |v_j| and of |out|: together as much of the whole, however many keys
 ///
 /// These are worst cases, far from what happens; the norm below is near to it.
 struct Distances {
@@ -194,6 +196,7 @@ Distances distances_of(const ServingProblem& problem, const ServingResult& found
                        std::int64_t sampled) {
   const Serving& s = problem.shape;
   constexpr double kRounding = 0x1p-4, kLost = 0x1p-18, kCut = 33 * 0x1p-13;
+  constexpr double kSteps = 512 / 32;
   const double unit = s.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
   Distances distances;
   double lse_error = 0;
@@ -206,7 +209,6 @@ Distances distances_of(const ServingProblem& problem, const ServingResult& found
       EXPECT_EQ(lse, exact.lse);
       return;
     }
-    const auto steps = static_cast<double>((seen.end - seen.begin) / 32 + 8);
     const double cut_score = kCut * (s.dim + 31) / 32 * s.scale_used();
     double most = 0;
     for (std::int64_t j = seen.begin; j < seen.end; ++j)
@@ -229,10 +231,10 @@ Distances distances_of(const ServingProblem& problem, const ServingResult& found
         << "lse of row " << row.at;
     lse_error += (lse - exact.lse) * (lse - exact.lse);
     ++rows;
-    const double rest = 1 - std::min(moved_weight + kCut * steps, 0.99);
+    const double rest = 1 - std::min(moved_weight + kCut * kSteps, 0.99);
     for (int d = 0; d < s.dim; ++d) {
       const double out = launcher::load(found.out.data(), s.of_out(), row.at * s.dim + d);
-      const double of_sums = kCut * steps * (sizes[d] + std::abs(exact.out[d]));
+      const double of_sums = kCut * kSteps * (sizes[d] + std::abs(exact.out[d]));
       const double bound = (moved[d] + of_sums) / rest;
       distances.out.add(out, exact.out[d]);
       EXPECT_LE(std::abs(out - exact.out[d]),
@@ -295,6 +297,47 @@ TEST(AttendSm90Fp8, RandomInputsOnRanks) {
     for (const int ranks : {2, 3})
       check_random({.dim = dim, .q_lens = {300, 100}, .kv_lens = {900, 3000}},
                    {.layout = Layout::interleaved, .ranks = ranks});
+}
+
+// Over 16,384 keys a sum of weights grows until a tensor core cuts most of an addend away: with one
+// sum for all of them the norm is 0.33. Sums of at most 512 keys leave what rounding the weights
+// makes of it, as for few keys.
+TEST(AttendSm90Fp8, ManyKeysAreAsGoodAsFew) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int dim : {64, 128, 256})
+    check_random({.heads = 1,
+                  .kv_heads = 1,
+                  .dim = dim,
+                  .dtype = DType::fp16,
+                  .q_lens = {100},
+                  .kv_lens = {16384}},
+                 {}, 8);
+}
+
+// Values that are 1 give or take 1/4, with weights that are nearly equal: the rounding of weights
+// cancels, and what sums cut is left. The i-th addend of a sum of n is cut at 2^-13 of the sum or
+// lower, by half of that on average: n 2^-15 of a sum of n equal ones, 2^-6 for 512.
+TEST(AttendSm90Fp8, ManyValuesAlike) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int dim : {64, 128, 256})
+    for (const int kv_len : {4096, 16384}) {
+      const Serving s = in_e4m3({.heads = 1,
+                                 .kv_heads = 1,
+                                 .dim = dim,
+                                 .dtype = DType::fp16,
+                                 .q_lens = {100},
+                                 .kv_lens = {kv_len},
+                                 .scale = 0.125f / std::sqrt(static_cast<float>(dim))});
+      const std::uint64_t seed = fresh_seed();
+      SCOPED_TRACE(trace(s, {}, seed));
+      ServingProblem problem(s, seed);
+      std::mt19937_64 random(seed);
+      std::normal_distribution<float> normal(1.0f, 0.25f);
+      for (std::size_t i = 0; i < problem.v.size(); ++i)
+        launcher::store(problem.v.data(), DType::e4m3, static_cast<std::int64_t>(i),
+                        normal(random));
+      EXPECT_LT(distances_of(problem, run_option(problem, true), 8).out.norm(), 0x1p-6);
+    }
 }
 
 // Large scores: few keys have all the weight, and origins move from tile to tile. Sums of q and k

@@ -3,6 +3,7 @@
 //
 //     cache[slot] = x / scale
 #include "kernels/batch_rows.hpp"
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/merge.hpp"
 #include "src/check.hpp"
@@ -63,6 +64,7 @@ __device__ void copy_row(const AppendParams& p, const Copy& copy, std::int64_t t
 /// blockIdx.x = a new row, blockIdx.y = 0: keys, 1: values.
 __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant__ AppendParams p,
                                                           bool wide_k, bool wide_v) {
+  arch::let_next_kernel_start();  // attention, which waits for the cache
   const std::int64_t token = blockIdx.x;
   const CacheRow row = cache_row(p, token);
   if (row.row < 0) return;

@@ -1,6 +1,6 @@
-// Attention of short queries over pages, fp8 and odd layouts: a block's four warps share a segment.
-// Contiguous rows have a faster kernel, attend_decode.cuh. Keys are the long side of every
-// product, so that a group's few rows waste nothing:
+// Attention of short queries over 16-bit pages and odd layouts: a block's four warps share a
+// segment. Contiguous rows and fp8 have a faster kernel, attend_decode.cuh. Keys are the long side
+// of every product, so that a group's few rows waste nothing:
 //
 //     S^T = K Q^T   (a warp: 16 keys of each chunk, all rows)
 //     O^T = V^T P^T (a warp: its slices of dim, all keys and rows)

@@ -2,6 +2,7 @@
 // trees of drafts, shards interleaved by tokens, pages of every size and layout, fp8, ALiBi, parts
 // of the keys. Exact by float64; bitwise where the fixed order promises it. A problem's caches hold
 // NaN, and its tables -1 or garbage, wherever no row may look.
+#include <cmath>
 #include <vector>
 
 #include "tests/gpu/serving_ranks.hpp"
@@ -103,6 +104,55 @@ TEST(DecodeFeatures, PageSizesAndLayouts) {
           s.per_head_scales = page == 16;
           check(s, {Layout::interleaved, page == 64 ? 2 : 1, 16});
         }
+}
+
+/// More pieces of work than a GPU has places, so that each has many segments and its states wait on
+/// many levels: in registers, in shared memory, in memory.
+TEST(DecodeFeatures, ManySegmentsToAPiece) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : {DType::bf16, DType::fp16})
+    for (const DType kv : stored(dtype))
+      for (const int dim : {64, 256})
+        check({.heads = 64,
+               .kv_heads = 64,
+               .dim = dim,
+               .dtype = dtype,
+               .kv_dtype = kv,
+               .q_lens = {1, 1, 1, 1},
+               .kv_lens = {20000, 16513, 9000, 12800}});
+}
+
+/// Queries become fp16 beside fp8 keys, with a power of two of their own: a power of two on the
+/// queries and its inverse on the scale change no bit, far beyond the range of fp16. Rows of very
+/// different sizes do not disturb each other.
+TEST(DecodeFeatures, Fp8KeysTakeQueriesOfAnySize) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType kv : {DType::e4m3, DType::e5m2}) {
+    Serving s{.dtype = DType::bf16, .kv_dtype = kv, .q_lens = {1, 3}, .kv_lens = {700, 300}};
+    s.scale = 0.125f;
+    const std::uint64_t seed = fresh_seed();
+    ServingProblem problem(s, seed);
+    const ServingResult usual = check(problem, {}, seed);
+    const auto count = static_cast<std::int64_t>(problem.q.size() / size_of(DType::bf16));
+    const auto times = [&](std::int64_t i, float factor) {
+      launcher::store(
+          problem.q.data(), DType::bf16, i,
+          static_cast<float>(launcher::load(problem.q.data(), DType::bf16, i)) * factor);
+    };
+    for (const int power : {60, -120}) {
+      for (std::int64_t i = 0; i < count; ++i) times(i, std::ldexp(1.0f, power));
+      problem.shape.scale = std::ldexp(problem.shape.scale, -power);
+      SCOPED_TRACE(trace(s, {}, seed));
+      expect_same_bits(usual, run_dealt(problem, {}));
+    }
+    // By now 2^-60: back to order 1, and every second row 2^40 times as large as the others.
+    problem.shape.scale = 0.125f;
+    for (std::int64_t i = 0; i < count; ++i)
+      times(i, std::ldexp(1.0f, i / s.dim % 2 == 0 ? 60 : 100));
+    const ServingResult mixed = run_dealt(problem, {});
+    for (std::size_t row = 0; row < usual.lse.size(); row += 2)
+      EXPECT_EQ(mixed.lse[row], usual.lse[row]) << row;
+  }
 }
 
 TEST(DecodeFeatures, HeadDimsAndGroups) {

@@ -51,11 +51,12 @@ struct DecodeTraits {
   static constexpr int kWarpRows = 8 * kRowTiles;
   static constexpr int kRows = kWarpRows * kTeam;
 
-  static constexpr int kTile = kBoxKeys;                         // keys of a product
-  static constexpr int kTiles = kSegment / kTile;                // of a segment
-  static constexpr int kWarpTiles = kFp8 && kTeam == 1 ? 2 : 1;  // of a stage that a warp asks for
-  static constexpr int kStageTiles = kWarpTiles * kTeam;
+  static constexpr int kTile = kBoxKeys;           // keys of a product
+  static constexpr int kTiles = kSegment / kTile;  // of a segment
   static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(Stored));
+  static constexpr int kWarpTiles =  // of a stage that a warp asks for
+      kTeam == 1 && kRowBytes <= 128 ? 2 : 1;
+  static constexpr int kStageTiles = kWarpTiles * kTeam;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageKeys = kTile * kStageTiles;
   static constexpr int kKeyStages = kSegment / kStageKeys;
@@ -65,7 +66,8 @@ struct DecodeTraits {
   // Two blocks share a multiprocessor. 48 KB a block are enough under way, and no more than one
   // segment; what is left holds states that wait (kNearLevels).
   static constexpr int kFits = 48 * 1024 / kTeams / kStageBytes;
-  static constexpr int kStages = kFits < 3                    ? 3
+  static constexpr bool kThreeFit = 3 * kTeams * kStageBytes <= 88 * 1024;
+  static constexpr int kStages = kFits < 3                    ? (kThreeFit ? 3 : 2)
                                  : kFits > kSegmentStages + 1 ? kSegmentStages + 1
                                                               : kFits;
 

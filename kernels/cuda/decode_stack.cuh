@@ -16,7 +16,7 @@ class DecodeStack {
   static constexpr std::size_t kStateBytes = std::size_t{16} * State::kVectors * kThreads;
 
   /// near: [near_levels] states of the block in shared memory; stack: [gridDim.x, depth] of them in
-  /// memory, a slot for every level.
+  /// memory, `depth` being the most that wait at a time.
   __device__ DecodeStack(void* near, int near_levels, float* stack, int depth)
       : near_(static_cast<float4*>(near) + threadIdx.x),
         far_(reinterpret_cast<float4*>(stack) +
@@ -31,8 +31,8 @@ class DecodeStack {
     fold_low(newest, level);
     if (level > kLow) fold_rest(newest, level);
     if (level == kAll) return;
+    if (level >= kLow) store_state<kThreads>(at(level), newest);
     waiting_ |= 1u << level;
-    if (level >= kLow) return store_state<kThreads>(at(level), newest);
 #pragma unroll
     for (int i = 0; i < kLow; ++i)
       if (i == level) low_[i] = newest;
@@ -41,10 +41,12 @@ class DecodeStack {
  private:
   static constexpr int kLevel = State::kVectors * kThreads;  // float4 of a level
 
+  /// Levels of sparse trees are more than `depth`, states that wait are not: in memory a state's
+  /// place is the number of those above it.
   __device__ float4* at(int level) const {
     const int i = level - kLow;
     return i < near_levels_ ? near_ + i * kLevel
-                            : far_ + static_cast<std::int64_t>(i - near_levels_) * kLevel;
+                            : far_ + std::int64_t{__popc(waiting_ >> level >> 1)} * kLevel;
   }
 
   __device__ __forceinline__ void fold_low(State& newest, int level) {

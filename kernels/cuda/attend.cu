@@ -54,6 +54,11 @@ std::int64_t most_keys(const AttendParams& p) {
   return p.max_kv_len > 0 ? p.max_kv_len : kMostKeys;
 }
 
+/// The same on one rank, were they dealt evenly.
+std::int64_t most_local_keys(const AttendParams& p) {
+  return (most_keys(p) + p.shard.ranks - 1) / p.shard.ranks;
+}
+
 /// How many thread blocks the GPU holds at a time, and what each takes.
 struct Residence {
   int blocks;        // of the GPU
@@ -152,9 +157,9 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   if (p.parts)
     plan.splits = p.parts.count;
   else if (shape.box_dim > 0 && p.batch.size > 1)
-    plan.splits = choose_shared_splits(works, places, most_keys(p));
+    plan.splits = choose_shared_splits(works, places, most_local_keys(p));
   else
-    plan.splits = choose_splits(works, places, most_keys(p),
+    plan.splits = choose_splits(works, places, most_local_keys(p),
                                 lengths == Lengths::only_long ? kLongSplit : kSegment);
   plan.works = plan.tiles * p.kv_heads * plan.splits;
   plan.by_tiles = Divisor(static_cast<std::uint32_t>(plan.tiles));

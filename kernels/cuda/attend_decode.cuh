@@ -12,8 +12,6 @@
 // A segment's state is small; segments fold in the fixed order, always. A team takes an aligned
 // part of the order's tree (a split), so the number of splits fills the GPU and never changes a
 // bit. decode_stream.cuh loads, decode_operands.cuh multiplies, decode_pages.cuh finds pages.
-//
-// Contiguous 16-bit rows, and fp8 ones of any layout.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
@@ -33,13 +31,13 @@ namespace longspan::kernels::cuda {
 
 /// `Stored`: of keys and values, as they lie in shared memory. fp8 becomes fp16 where a fragment is
 /// loaded: both of its kinds are subsets of fp16.
-template <class Stored, int kHeadDim, int kTeamWarps, int kRowTileCount>
+template <class Stored, int kHeadDim, int kTeamWarps, int kRowTileCount, Loader kKeyLoader>
 struct DecodeTraits {
-  static constexpr bool kFp8 = sizeof(Stored) == 1;
+  static constexpr bool kFp8 = kKeyLoader == Loader::any8;
+  static_assert(kFp8 == (sizeof(Stored) == 1));
   static constexpr bool kE5M2 = std::is_same_v<Stored, __nv_fp8_e5m2>;
-  static constexpr bool kPlain = !kFp8;                      // no pages, no scales, no bias
-  static constexpr bool kPaged = kFp8;                       // looks pages up ahead
-  using Element = std::conditional_t<kFp8, __half, Stored>;  // of the products
+  static constexpr bool kPlain = kKeyLoader == Loader::plain;  // no pages, no scales, no bias
+  using Element = std::conditional_t<kFp8, __half, Stored>;    // of the products
   static constexpr int kDim = kHeadDim;
 
   static constexpr int kWarps = 4;
@@ -239,8 +237,7 @@ __device__ __forceinline__ void weigh_segment(Scores<Traits>& scores, Passage<Tr
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
       const float from = top == -infinity() ? 0.0f : top;  // nothing visible: P = 0
-      // In the order of attend_decode_block.cuh, whose four warps have every fourth tile each:
-      // pages have the bits of contiguous rows.
+      // Four sums, so that additions need not wait for each other.
       constexpr int kApart = 4;
       float sum[kApart] = {};
 #pragma unroll
@@ -376,9 +373,9 @@ __global__ __launch_bounds__(Traits::kThreads,
   }
 }
 
-template <class Stored, int kDim, int kTeam, int kRowTiles>
+template <class Stored, int kDim, int kTeam, int kRowTiles, Loader kLoader>
 KernelShape decode_shape() {
-  using Traits = DecodeTraits<Stored, kDim, kTeam, kRowTiles>;
+  using Traits = DecodeTraits<Stored, kDim, kTeam, kRowTiles, kLoader>;
   return {reinterpret_cast<const void*>(&attend_decode_kernel<Traits>),
           Traits::kThreads,
           Traits::kSharedBytes,
@@ -391,20 +388,20 @@ KernelShape decode_shape() {
 }
 
 /// The instance for sequences of about `rows` packed rows.
-template <class Stored>
+template <class Stored, Loader kLoader>
 KernelShape decode_for(int dim, std::int64_t rows) {
   const auto shape = [&](auto size) {
     constexpr int kDim = decltype(size)::value;
-    if (rows <= 8) return decode_shape<Stored, kDim, 1, 1>();
-    return decode_shape<Stored, kDim, 4, 1>();
+    if (rows <= 8) return decode_shape<Stored, kDim, 1, 1, kLoader>();
+    return decode_shape<Stored, kDim, 4, 1, kLoader>();
   };
-  if constexpr (sizeof(Stored) == 2)
+  if constexpr (kLoader == Loader::plain)
     return for_dim(dim, shape);
   else
     return for_general_dim(dim, shape);
 }
 
-// The instances that attend_decode_block.cuh has, one file each.
+// The instances for pages, scales and biases, one file each.
 KernelShape decode_bf16_any16(int dim, std::int64_t rows);
 KernelShape decode_fp16_any16(int dim, std::int64_t rows);
 

@@ -52,20 +52,20 @@ struct DecodeQueries {
       if constexpr (Traits::kFp8)
         load_scaled(p, n, from, valid);
       else
-        load_plain(p, n, from, valid);
+        load_16(p, n, from, valid);
     }
   }
 
  private:
-  __device__ void load_plain(const AttendParams& p, int n, std::int64_t from, bool valid) {
-    const auto* data = static_cast<const typename Traits::Element*>(p.q.data) + from;
+  __device__ void load_16(const AttendParams& p, int n, std::int64_t from, bool valid) {
+    using T = typename Traits::Element;
+    constexpr Loader kLoader = Traits::kPlain ? Loader::plain : Loader::any16;
 #pragma unroll
     for (int slice = 0; slice < Traits::kSlices; ++slice)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int d = slice * 16 + slice_column<Traits>(half);
-        word[n][slice][half] =
-            valid && d < p.dim ? *reinterpret_cast<const std::uint32_t*>(data + d) : 0u;
+        word[n][slice][half] = valid && d < p.dim ? load_query_pair<T, kLoader>(p, from + d) : 0u;
       }
   }
 
@@ -161,20 +161,18 @@ __device__ __forceinline__ void widen(std::uint32_t four, std::uint32_t& low, st
 #endif
 }
 
-/// s = K Q^T for 16 keys and the warp's rows.
+/// s = K Q^T for 16 keys and the warp's rows: of even and of odd slices a sum each, as products
+/// wait for the sum that they add to.
 template <class Traits>
 __device__ __forceinline__ void multiply_keys(float (&s)[Traits::kRowTiles][4], std::uint32_t keys,
                                               const DecodeOffsets<Traits>& offset,
                                               const DecodeQueries<Traits>& queries) {
   using T = typename Traits::Element;
-#pragma unroll
-  for (int n = 0; n < Traits::kRowTiles; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] = 0.0f;
+  float sums[2][Traits::kRowTiles][4] = {};
   const auto multiply = [&](int slice, const std::uint32_t(&a)[4]) {
 #pragma unroll
     for (int n = 0; n < Traits::kRowTiles; ++n)
-      arch::mma<T>(s[n], a, queries.word[n][slice][0], queries.word[n][slice][1]);
+      arch::mma<T>(sums[slice % 2][n], a, queries.word[n][slice][0], queries.word[n][slice][1]);
   };
 #pragma unroll
   for (int load = 0; load < Traits::kRowBytes / 32; ++load) {
@@ -192,6 +190,10 @@ __device__ __forceinline__ void multiply_keys(float (&s)[Traits::kRowTiles][4], 
       }
     }
   }
+#pragma unroll
+  for (int n = 0; n < Traits::kRowTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = __fadd_rn(sums[0][n][i], sums[1][n][i]);
 }
 
 /// O^T += V^T P^T for 16 keys.

@@ -30,8 +30,8 @@ __device__ inline KeyPlace find_place(const AttendParams& p, const Sequence& seq
           static_cast<std::int32_t>(key - column * size)};
 }
 
-/// Queues the copy of a stage's fp8 keys of one kv head, whose places are known, into a tile, 16
-/// bytes at a time.
+/// Queues the copy of a stage's keys of one kv head, whose places are known, into a tile, 16 bytes
+/// at a time.
 template <class Traits>
 __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int dim, int kv_head,
                                    int thread, const KeyPlace* places) {
@@ -39,12 +39,14 @@ __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int
   constexpr int kStep = Traits::kStepRows;
   const int chunk = thread % Traits::kLanes;  // from row to row
   const int first = thread / Traits::kLanes;
-  static_assert(Traits::kFp8 && Traits::kLanes == Layout::kChunks);
-  const int bytes = max(0, min(16, dim - chunk * 16));
+  static_assert(Traits::kLanes == Layout::kChunks);
+  constexpr int kSize = Traits::kRowBytes / Traits::kDim, kEach = 16 / kSize;
+  const int bytes = max(0, min(16, (dim - chunk * kEach) * kSize));
+  const std::int64_t column = source.dense() ? chunk * kEach : source.column(chunk * kEach);
   const std::uint8_t* base = static_cast<const std::uint8_t*>(source.data) +
-                             kv_head * source.head_stride +
-                             (source.dense() ? chunk * 16 : source.column(chunk * 16));
-  const std::uint64_t page_stride = source.page_stride, row_stride = source.row_stride;
+                             (kv_head * source.head_stride + column) * kSize;
+  const std::uint64_t page_stride = source.page_stride * kSize,
+                      row_stride = source.row_stride * kSize;
   // All places are read before the first copy: the copies keep their order with other accesses, and
   // each would wait for its own place in turn.
   constexpr int kCount = Traits::kStageKeys / kStep;

@@ -52,7 +52,7 @@ struct alignas(16) TeamShared {
   DecodePiece piece[kPieces];
   Interval views[kPieces][Traits::kRows];
   PackedRow rows[kPieces][Traits::kPlain ? 1 : Traits::kRows];  // for biases
-  KeyPlace places[Traits::kPaged ? kSegment : 1];               // of the segment in load
+  KeyPlace places[!Traits::kPlain ? kSegment : 1];              // of the segment in load
   arch::Barrier ready[Traits::kStages];
   SegmentWalk walk;     // of the piece ahead; thread 0's
   DecodeSegment ahead;  // where it stands
@@ -82,11 +82,22 @@ __device__ __noinline__ void load_plain_apart(std::uint32_t tile, Rows source, i
                             first);
 }
 template <class Traits>
-__device__ __noinline__ void load_bytes_apart(std::uint32_t tile, const KvRows& source,
-                                              const AttendParams& p, const DecodePiece& piece,
-                                              std::int64_t first, int thread) {
-  load_bytes<Traits>(tile, source, p, piece.work.kv_head, piece.sequence, piece.view, first,
-                     thread);
+__device__ __noinline__ void load_any_apart(std::uint32_t tile, const KvRows& source,
+                                            const AttendParams& p, const DecodePiece& piece,
+                                            std::int64_t first, int thread) {
+  if constexpr (Traits::kFp8)
+    load_bytes<Traits>(tile, source, p, piece.work.kv_head, piece.sequence, piece.view, first,
+                       thread);
+  else
+    load_keys<typename Traits::Element, Traits::kDim, Traits::kStageKeys, Traits::kTeamThreads,
+              Loader::any16, Traits::kTile>(tile, source, p, piece.work.kv_head, piece.sequence,
+                                            piece.view, first);
+}
+/// Whether keys of pages can be copied from where they were found, 16 bytes at a time.
+template <class Traits>
+__device__ inline bool come_by_places(const KvRows& source, const Pages& pages) {
+  if (!pages) return false;
+  return Traits::kFp8 ? in_sixteens(source, pages) : access_of(source, pages, 2) == Access::chunks;
 }
 
 template <class Traits>
@@ -170,9 +181,9 @@ class DecodeStream {
     arch::publish_barriers();
     if (thread_ == 0) shared.ahead.index = -1;
     sync_team<Traits>();
-    if constexpr (Traits::kPaged) {
-      by_place_k_ = !boxes.k_valid && p.pages && in_sixteens(p.k, p.pages);
-      by_place_v_ = !boxes.v_valid && p.pages && in_sixteens(p.v, p.pages);
+    if constexpr (!Traits::kPlain) {
+      by_place_k_ = !boxes.k_valid && come_by_places<Traits>(p.k, p.pages);
+      by_place_v_ = !boxes.v_valid && come_by_places<Traits>(p.v, p.pages);
     }
     box_lanes_ = Traits::kWarpTiles * kBoxKeys / boxes.keys;
     free_ = kAhead;
@@ -218,7 +229,7 @@ class DecodeStream {
     load_ = ahead_;
     box_row_ = box_row_ahead_;
     box_page_ = box_page_ahead_;
-    if constexpr (Traits::kPaged) {
+    if constexpr (!Traits::kPlain) {
       if (by_place_k_ || by_place_v_) {
 #pragma unroll
         for (int i = 0; i < kKeysOfThread; ++i)
@@ -264,7 +275,7 @@ class DecodeStream {
   __device__ __forceinline__ void look_up() {
     const DecodePiece& piece = shared_.piece[ahead_.piece];
     const int tile = static_cast<int>(threadIdx.x) % Traits::kTiles;
-    if (Traits::kPaged && p_.pages) {
+    if (!Traits::kPlain && p_.pages) {
       if (boxes_.k_valid || boxes_.v_valid) {
         const KeyPlace place =
             find_place(p_, piece.sequence, piece.view, ahead_.index, tile * Traits::kTile);
@@ -329,7 +340,7 @@ class DecodeStream {
       load_places_apart<Traits>(tile, source, p_.dim, piece.work.kv_head, thread_,
                                 shared_.places + first);
     else
-      load_bytes_apart<Traits>(tile, source, p_, piece, load_.index * kSegment + first, thread_);
+      load_any_apart<Traits>(tile, source, p_, piece, load_.index * kSegment + first, thread_);
     arch::expect_copies(ready);
     __syncwarp();  // the phase is open until all copies are announced
     if (thread_ % 32 == 0) ready.arrive();
@@ -368,7 +379,7 @@ class DecodeStream {
   bool by_place_k_ = false, by_place_v_ = false;  // else they come by the places of their keys
   std::int32_t box_row_ = 0, box_page_ = 0;       // lane i: of tile i of the segment in load
   std::int32_t box_row_ahead_ = 0, box_page_ahead_ = 0;
-  KeyPlace place_[Traits::kPaged ? kKeysOfThread : 1];  // of the segment ahead
+  KeyPlace place_[!Traits::kPlain ? kKeysOfThread : 1];  // of the segment ahead
 };
 
 }  // namespace longspan::kernels::cuda

@@ -17,16 +17,19 @@
 
 namespace longspan::kernels::cuda {
 
-/// Bits of a place inside a leaf.
+/// Bits of a place inside a leaf. In 32 bits, as 64-bit divisions are long.
 LONGSPAN_HD inline int leaf_bits(const SegmentOrder& order) {
-  const std::int64_t most =
-      order.interleaved ? order.count(0) : (order.total + kVirtualRanks - 1) / kVirtualRanks;
-  return log2_ceil(static_cast<int>(most));  // segments of a leaf: fewer than 2^31
+  const unsigned total = static_cast<unsigned>(order.total);
+  if (!order.interleaved)
+    return log2_ceil(static_cast<int>((total + kVirtualRanks - 1) / kVirtualRanks));
+  const unsigned unit = static_cast<unsigned>(order.unit);
+  const unsigned round = unit * static_cast<unsigned>(order.leaves), rest = total % round;
+  return log2_ceil(static_cast<int>(total / round * unit + (rest < unit ? rest : unit)));
 }
 
 /// The visible segments of one split, in the order of their places. On a GPU this stands before the
 /// first key of a piece of work, so it is spared instructions: a leaf that is entered is worked out
-/// once, and steps inside it add one.
+/// once, steps inside it add one, and segments and places are counted in 32 bits (2^38 keys).
 class SegmentWalk {
  public:
   std::int64_t place;    // in the tree
@@ -39,17 +42,18 @@ class SegmentWalk {
       : order_(order), bits_(leaf_bits(order)) {
     const std::int64_t size = static_cast<std::int64_t>(order.leaves) << bits_;
     const int shift = log2_ceil(splits);  // a power of two
-    next_ = size * split >> shift;
-    end_ = any.empty() ? next_ : size * (split + 1) >> shift;
+    next_ = static_cast<int>(size * split >> shift);
+    end_ = any.empty() ? next_ : static_cast<int>(size * (split + 1) >> shift);
     leaf_end_ = next_;
-    low_ = any.begin / kSegment;
-    high_ = segments_of(any.end);
+    low_ = static_cast<int>(any.begin / kSegment);
+    high_ = static_cast<int>(segments_of(any.end));
+    unit_ = static_cast<int>(order.unit);
     low_rounds_ = high_rounds_ = 0;
     if (order.interleaved) {
-      const std::int64_t round = order.unit * order.leaves;
-      low_rounds_ = low_ / round * order.unit;
+      const int round = unit_ * order.leaves;
+      low_rounds_ = low_ / round * unit_;
       low_ %= round;
-      high_rounds_ = high_ / round * order.unit;
+      high_rounds_ = high_ / round * unit_;
       high_ %= round;
     }
   }
@@ -57,15 +61,15 @@ class SegmentWalk {
   /// Steps to the next visible segment; false at the end.
   LONGSPAN_HD bool next() {
     while (next_ < end_) {
-      if (next_ >= leaf_end_) enter(static_cast<int>(next_ >> bits_));
-      place = next_ > first_ ? next_ : first_;
-      if (place < last_) {
-        next_ = place + 1;
-        const std::int64_t t = place - leaf_begin_;
+      if (next_ >= leaf_end_) enter(next_ >> bits_);
+      const int at = next_ > first_ ? next_ : first_;
+      if (at < last_) {
+        next_ = at + 1;
+        const int t = at - leaf_begin_;
+        place = at;
         segment = !order_.interleaved ? base_ + t
-                  : order_.unit == 1
-                      ? t * order_.leaves + base_
-                      : (t / order_.unit * order_.leaves + base_) * order_.unit + t % order_.unit;
+                  : unit_ == 1        ? t * order_.leaves + base_
+                                      : (t / unit_ * order_.leaves + base_) * unit_ + t % unit_;
         return true;
       }
       next_ = leaf_end_;
@@ -74,21 +78,19 @@ class SegmentWalk {
   }
 
  private:
-  LONGSPAN_HD static std::int64_t clamp(std::int64_t x, std::int64_t most) {
-    return x < 0 ? 0 : x < most ? x : most;
-  }
+  LONGSPAN_HD static int clamp(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 
   LONGSPAN_HD void enter(int leaf) {
-    leaf_begin_ = static_cast<std::int64_t>(leaf) << bits_;
-    leaf_end_ = static_cast<std::int64_t>(leaf + 1) << bits_;
-    std::int64_t shift, count;  // of the leaf's visible segments against the rank's
+    leaf_begin_ = leaf << bits_;
+    leaf_end_ = (leaf + 1) << bits_;
+    int shift, count;  // of the leaf's visible segments against the rank's
     if (order_.interleaved) {
       base_ = reverse_bits(leaf, log2_ceil(order_.leaves));
-      shift = base_ * order_.unit;
-      count = order_.unit;
+      shift = base_ * unit_;
+      count = unit_;
     } else {
-      base_ = shift = order_.begin(leaf);
-      count = order_.begin(leaf + 1) - base_;
+      base_ = shift = static_cast<int>(order_.begin(leaf));
+      count = static_cast<int>(order_.begin(leaf + 1)) - base_;
     }
     first_ = leaf_begin_ + low_rounds_ + clamp(low_ - shift, count);
     last_ = leaf_begin_ + high_rounds_ + clamp(high_ - shift, count);
@@ -96,13 +98,13 @@ class SegmentWalk {
   }
 
   SegmentOrder order_;
-  int bits_;
-  std::int64_t next_, end_;  // places
-  std::int64_t low_, high_;  // visible local segments; interleaved: their rest in a round
-  std::int64_t low_rounds_, high_rounds_;  // interleaved
-  std::int64_t leaf_begin_, leaf_end_;     // places of the leaf
-  std::int64_t first_, last_;              // the visible ones of them
-  std::int64_t base_;                      // contiguous: its first segment; else its number
+  int bits_, unit_;
+  int next_, end_;                // places
+  int low_, high_;                // visible local segments; interleaved: their rest in a round
+  int low_rounds_, high_rounds_;  // interleaved
+  int leaf_begin_, leaf_end_;     // places of the leaf
+  int first_, last_;              // the visible ones of them
+  int base_;                      // contiguous: its first segment; else its number
 };
 
 /// The level on which the subtree of place `from` waits when the walk goes on at place `to`.

@@ -48,8 +48,8 @@ struct Tile {
   static constexpr float kSlack = kEightBits ? 8.75f : 8.0f;
 
   // Out of the 64 Ki registers of a multiprocessor.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 224;
+  static constexpr int kProducerRegisters = kConsumers == 3 && !kEightBits ? 32 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kEightBits ? 152 : 160;
 };
 
 /// Where a rank's keys of one sequence stand, for positions that ascend; the shard's rule in 32

@@ -63,8 +63,7 @@ __device__ void multiply_transposed(float (&sums)[kCount / 2],
 template <class T>
 __device__ void transpose_tile(const void* from, void* to) {
   constexpr int kChunks = T::kDim / 16;  // of 16 columns
-  // Chunks under way in a warp, as registers allow.
-  constexpr int kBatch = kChunks / 2 < 4 || T::kProducerRegisters < 56 ? 2 : 4;
+  constexpr int kBatch = kChunks / 2 < 4 ? 2 : 4;  // chunks under way in a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 2;
 
   // After ldmatrix, lane 4 g + t has columns 2 g and 2 g + 1 of keys 2t and 2t + 1 in one word. The

@@ -62,7 +62,7 @@ __device__ void multiply_transposed(float (&sums)[kCount / 2],
 /// [kColumns][128], both in the swizzle. Of each 16 keys those of a thread's scores lie together.
 template <class T>
 __device__ void transpose_tile(const void* from, void* to) {
-  constexpr int kChunks = T::kDim / 16;  // of 16 columns
+  constexpr int kChunks = T::kDim / 16;            // of 16 columns
   constexpr int kBatch = kChunks / 2 < 4 ? 2 : 4;  // chunks under way in a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 2;
 

@@ -144,14 +144,14 @@ void choose(const AttendParams& params, const Finished& finished, int least_rows
   run(params, finished, least_rows, stream);
 }
 
-/// Products of e4m3. Up to dim 128 tiles leave registers for sums beside O and the scores.
+/// Products of e4m3. Up to dim 128 a tile has more keys than O has columns.
 template <class Result>
 void choose_e4m3(const AttendParams& params, const Finished& finished, int least_rows,
                  cudaStream_t stream) {
   using E4m3 = __nv_fp8_e4m3;
   const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
-  if (params.dim <= 64) return run(Tile<E4m3, 64, 2, 192, false, Scores::plain, Result>{});
-  if (params.dim <= 128) return run(Tile<E4m3, 128, 2, 128, false, Scores::plain, Result>{});
+  if (params.dim <= 64) return run(Tile<E4m3, 64, 3, 128, true, Scores::plain, Result>{});
+  if (params.dim <= 128) return run(Tile<E4m3, 128, 2, 192, false, Scores::plain, Result>{});
   return run(Tile<E4m3, 256, 2, 96, false, Scores::plain, Result>{});
 }
 

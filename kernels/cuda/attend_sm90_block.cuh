@@ -43,20 +43,13 @@ struct Tile {
   static constexpr int kValueRows = kEightBits ? kColumns : kKeys;
   static constexpr int kTransposers = kEightBits ? 64 : 0;  // threads
 
-  // Sums of weighted values of e4m3 begin anew every so many tiles. They have registers of their
-  // own, or take those of the scores, and then have so many columns at a time.
-  static constexpr bool kSumsApart = kDim <= 128;
-  static constexpr int kSumTiles = kSumsApart ? 512 / kKeys : 1;
-  static constexpr int kSumColumns = kSumsApart ? kColumns : kColumns / 3;
-
   // Weights are taken from an origin kLift below a maximum, and stay below 2^kSlack.
   static constexpr float kLift = kEightBits ? 8.0f : 0.0f;
   static constexpr float kSlack = kEightBits ? 8.75f : 8.0f;
 
   // Out of the 64 Ki registers of a multiprocessor.
-  static constexpr bool kMostToConsumers = kEightBits && kDim == 128;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMostToConsumers ? 40 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMostToConsumers ? 232 : 224;
+  static constexpr int kProducerRegisters = kConsumers == 3 && !kEightBits ? 32 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kEightBits ? 152 : 160;
 };
 
 /// Where a rank's keys of one sequence stand, for positions that ascend; the shard's rule in 32

@@ -21,10 +21,11 @@
 // Sums. Of what a tensor core adds to a sum it cuts what lies 13 bits below the sum's leading one.
 // A sum of weights grows with the number of keys, one of weighted values of either sign with its
 // root; so over many keys all lose, and the column of ones most: over 16,384 keys a quarter. So
-// sums begin anew every 512 keys or sooner, and what they had come to is added to O in fp32.
-// O takes as many registers as the sums. Where there are not enough for both and for the scores,
-// sums take the scores' registers, in pieces of O's columns; then no product runs beside a
-// consumer's own softmax, only beside the other's.
+// each tile has sums of its own, which O takes in in fp32 with the multiply-add that rescales it.
+//
+// Registers. Sums take those of the scores, which are weights by then; where O has more columns
+// than a tile has keys, in pieces of columns. So products run beside the softmax of the other
+// consumers, never beside a consumer's own.
 #pragma once
 
 #include <utility>
@@ -45,27 +46,24 @@ __device__ void round_to_e4m3(std::uint32_t (&p)[kCount / 16][4], const float (&
           pack_e4m3(s[i + 2 * h], s[i + 2 * h + 1], s[i + 4 + 2 * h], s[i + 4 + 2 * h + 1]);
 }
 
-/// sum (+)= P V, asynchronously, of kCount columns from kFrom on; v transposed. afresh: `sum` is
-/// overwritten.
+/// sums = P V, asynchronously, of kCount columns from kFrom on; v transposed.
 template <class T, int kFrom, int kCount>
-__device__ void multiply_transposed(float (&sum)[kCount / 2],
-                                    const std::uint32_t (&p)[T::kKeys / 32][4], const void* v,
-                                    bool afresh) {
+__device__ void multiply_transposed(float (&sums)[kCount / 2],
+                                    const std::uint32_t (&p)[T::kKeys / 32][4], const void* v) {
   constexpr int kPanelBytes = T::kColumns * 128;
   const std::uint64_t b = advance(operand(v, kPanelBytes), kFrom * 128);
 #pragma unroll
   for (int step = 0; step < T::kKeys / 32; ++step)
     Product<kCount>::template registers<typename T::Element, false>(
-        sum, p[step], advance(b, step / 4 * kPanelBytes + step % 4 * 32), step > 0 || !afresh);
+        sums, p[step], advance(b, step / 4 * kPanelBytes + step % 4 * 32), step > 0);
 }
 
 /// Two warps: the tile `from` [panels of 128 columns][kKeys][128] -> `to` [panels of 128 keys]
 /// [kColumns][128], both in the swizzle. Of each 16 keys those of a thread's scores lie together.
 template <class T>
 __device__ void transpose_tile(const void* from, void* to) {
-  constexpr int kChunks = T::kDim / 16;  // of 16 columns
-  // Chunks under way in a warp, as registers allow.
-  constexpr int kBatch = kChunks / 2 < 4 || T::kProducerRegisters < 56 ? 2 : 4;
+  constexpr int kChunks = T::kDim / 16;            // of 16 columns
+  constexpr int kBatch = kChunks / 2 < 4 ? 2 : 4;  // chunks under way in a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 2;
 
   // After ldmatrix, lane 4 g + t has columns 2 g and 2 g + 1 of keys 2t and 2t + 1 in one word. The
@@ -147,22 +145,20 @@ __device__ void transpose(Shared<T>& shared) {
 
 // ---- a consumer ------------------------------------------------------------------------------
 
-/// As `consume` for 16 bits, of plain scores, but for where products of values go.
+/// As `consume` for 16 bits, of plain scores, but one step after the other: the softmax of a tile,
+/// its sums, the next tile's scores.
 template <class T>
 __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
   constexpr int kTurnBarrier = 1;
+  constexpr int kPieces = (T::kColumns + T::kKeys - 1) / T::kKeys;
+  constexpr int kPieceColumns = T::kColumns / kPieces, kSums = kPieceColumns / 2;
+  static_assert(kPieceColumns * kPieces == T::kColumns && kPieceColumns % 8 == 0);
   const int lane = threadIdx.x % 32;
   const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4;  // and row + 8
   float c = 0;
 
-  // The scores, and behind them or in their place the sums.
-  constexpr int kScores = T::kKeys / 2, kSums = T::kSumColumns / 2;
-  static_assert(kSums <= kScores || T::kSumsApart);
-  float room[kScores + (T::kSumsApart ? kSums : 0)];
-  float(&s)[kScores] = reinterpret_cast<float(&)[kScores]>(room);
-  float(&sums)[kSums] = reinterpret_cast<float(&)[kSums]>(room[T::kSumsApart ? kScores : 0]);
-  float o[T::kColumns / 2], ratio[2];
-  [[maybe_unused]] int summed = 0;  // tiles in sums of their own registers
+  float s[T::kKeys / 2], o[T::kColumns / 2], ratio[2];
+  float(&sums)[kSums] = reinterpret_cast<float(&)[kSums]>(s);
   std::uint32_t p[T::kKeys / T::kStep][4];
   Rowwise<T> rows;
   RowKeys whole{};    // keys that every row of the tile sees
@@ -183,7 +179,6 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
   if (group == T::kConsumers - 1) pass_turn();  // the first consumer begins
 
   const auto wait_keys = [&] { shared.k_full[k.stage].wait(k.parity); };
-  const auto wait_values = [&] { shared.v_full[v.stage].wait(v.parity); };
   const auto begin_scores = [&] {  // S = Q K^T
     wgmma_begin();
     multiply_qk<T>(s, shared.q[group], shared.k[k.stage]);
@@ -195,67 +190,34 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
     k.next();
     if (last) release(shared.q_empty[group]);
   };
-  const auto release_values = [&] {
-    release(shared.v_empty[v.stage]);
-    v.next();
-  };
   const auto softmax = [&] {
     first -= T::kKeys;
     if (first < whole.begin || first + T::kKeys > whole.end)
       hide(s, -INFINITY, first, shared.rows[announced.stage], row);
     rows.softmax(s, c, ratio);
   };
-
-  const auto begin_sums = [&]<int kFrom>(bool afresh) {  // sums (+)= P V, columns from kFrom on
+  const auto add_piece = [&]<int kFrom>() {  // columns from kFrom on
     wgmma_begin();
-    multiply_transposed<T, kFrom, T::kSumColumns>(sums, p, shared.v[v.stage], afresh);
+    multiply_transposed<T, kFrom, kPieceColumns>(sums, p, shared.v[v.stage]);
     wgmma_commit();
-  };
-
-  // With registers of their own, sums run on under one origin. When it moves, or enough tiles are
-  // in them, O takes them in.
-  const auto add_sums = [&] {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) o[i] += sums[i];
-    summed = 0;
-  };
-  const auto next_weights = [&] {
-    round_to_e4m3(p, s);
-    const bool moved = __any_sync(0xffffffff, ratio[0] != 1.0f || ratio[1] != 1.0f);
-    if (moved || summed == T::kSumTiles) {
-      add_sums();
-      if (moved) shrink(o, ratio);
-    }
-  };
-  const auto begin_values = [&] {
-    wait_values();
-    begin_sums.template operator()<0>(summed == 0);
-    ++summed;
-  };
-  const auto end_values = [&] {
-    pin(sums);
-    release_values();
-  };
-
-  // In the scores' place they are of one tile, and of some columns.
-  const auto add_columns = [&]<int kFrom>() {
-    begin_sums.template operator()<kFrom>(true);
     wgmma_wait<0>();
     pin(sums);
-    if (kFrom + T::kSumColumns == T::kColumns) release_values();
+    if (kFrom + kPieceColumns == T::kColumns) {
+      release(shared.v_empty[v.stage]);
+      v.next();
+    }
 #pragma unroll
     for (int i = 0; i < kSums; ++i)
       o[kFrom / 2 + i] = fmaf(o[kFrom / 2 + i], ratio[i / 2 % 2], sums[i]);
   };
   const auto add_values = [&] {  // O = O ratio + P V
     round_to_e4m3(p, s);
-    wait_values();
-    [&]<int... kPieces>(std::integer_sequence<int, kPieces...>) {
-      (add_columns.template operator()<kPieces * T::kSumColumns>(), ...);
+    shared.v_full[v.stage].wait(v.parity);
+    [&]<int... kPiece>(std::integer_sequence<int, kPiece...>) {
+      (add_piece.template operator()<kPiece * kPieceColumns>(), ...);
     }
-    (std::make_integer_sequence<int, T::kColumns / T::kSumColumns>{});
+    (std::make_integer_sequence<int, kPieces>{});
   };
-
   const auto write = [&](int stage) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -274,10 +236,6 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
     c = shared.stored.score_factor[announced.stage];
 #pragma unroll
     for (int i = 0; i < T::kColumns / 2; ++i) o[i] = 0;
-    if constexpr (T::kSumsApart) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[i] = 0;
-    }
   };
   const auto wait_item = [&] {  // gives its tiles
     shared.item_full[announced.stage].wait(announced.parity);
@@ -296,36 +254,19 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
     softmax();
 #pragma unroll 1
     for (int tile = 1; tile < tiles; ++tile) {
-      if constexpr (T::kSumsApart) {
-        wgmma_wait<0>();  // here and not after the softmax: see `consume`
-        if (tile > 1) end_values();
-        next_weights();
-        wait_keys();
-        wait_turn();
-        begin_scores();
-        begin_values();
-        pass_turn();
-        wgmma_wait<1>();
-      } else {
-        add_values();
-        wait_keys();
-        begin_scores();
-        wgmma_wait<0>();
-      }
+      wait_turn();
+      add_values();
+      wait_keys();
+      begin_scores();
+      pass_turn();
+      wgmma_wait<0>();
       end_scores(tile + 1 == tiles);
       softmax();
     }
-    if constexpr (T::kSumsApart) {
-      wgmma_wait<0>();
-      if (tiles > 1) end_values();
-      next_weights();
-      begin_values();
-    } else {
-      add_values();
-    }
+    add_values();
 
-    // The first scores of the next item run beside the last values of this one or its end. After
-    // the last item they are of no use, but ptxas wants no branch around them.
+    // The first scores of the next item run beside the end of this one. After the last item they
+    // are of no use, but ptxas wants no branch around them.
     const int done = announced.stage;
     announced.next();
     tiles = wait_item();
@@ -335,13 +276,8 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
       wait_keys();
     }
     begin_scores();
-    if constexpr (T::kSumsApart) {
-      wgmma_wait<0>();
-      end_values();
-      add_sums();
-    }
     write(done);
-    if constexpr (!T::kSumsApart) wgmma_wait<0>();
+    wgmma_wait<0>();
     if (tiles == 0) return;
   }
 }

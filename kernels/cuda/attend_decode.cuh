@@ -61,9 +61,10 @@ struct DecodeTraits {
   static constexpr int kSegmentStages = 2 * kKeyStages;  // keys, then values
   static constexpr int kStageBytes = kStageKeys * kRowBytes;
   using Layout = Tile<__half, kRowBytes / 2, kTile>;  // of each tile of a stage, in 16-bit columns
-  // Two blocks share a multiprocessor. 48 KB a block are enough under way, and no more than one
-  // segment; what is left holds states that wait (kNearLevels).
-  static constexpr int kFits = 48 * 1024 / kTeams / kStageBytes;
+  // Two blocks share a multiprocessor. 48 KB a block are enough under way, 64 where the warps of a
+  // team wait for each other, and no more than one segment; what is left holds states that wait
+  // (kNearLevels).
+  static constexpr int kFits = (kTeam == 1 ? 48 : 64) * 1024 / kTeams / kStageBytes;
   static constexpr bool kThreeFit = 3 * kTeams * kStageBytes <= 88 * 1024;
   static constexpr int kStages = kFits < 3                    ? (kThreeFit ? 3 : 2)
                                  : kFits > kSegmentStages + 1 ? kSegmentStages + 1

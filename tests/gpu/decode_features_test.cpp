@@ -106,20 +106,22 @@ TEST(DecodeFeatures, PageSizesAndLayouts) {
         }
 }
 
-/// More pieces of work than a GPU has places, so that each has many segments and its states wait on
-/// many levels: in registers, in shared memory, in memory.
+/// Two parts of many segments each are a piece of work each, whose states wait on many levels: in
+/// registers, in shared memory, in memory.
 TEST(DecodeFeatures, ManySegmentsToAPiece) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : {DType::bf16, DType::fp16})
     for (const DType kv : stored(dtype))
-      for (const int dim : {64, 256})
-        check({.heads = 64,
-               .kv_heads = 64,
-               .dim = dim,
-               .dtype = dtype,
-               .kv_dtype = kv,
-               .q_lens = {1, 1, 1, 1},
-               .kv_lens = {20000, 16513, 9000, 12800}});
+      for (const int dim : {64, 128, 256})
+        for (const int q_len : {1, 5})
+          check({.heads = 4,
+                 .kv_heads = 1,
+                 .dim = dim,
+                 .dtype = dtype,
+                 .kv_dtype = kv,
+                 .q_lens = {q_len, q_len},
+                 .kv_lens = {20000, 9001}},
+                {.parts = {.count = 2}});
 }
 
 /// Queries become fp16 beside fp8 keys, with a power of two of their own: a power of two on the

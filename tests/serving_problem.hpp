@@ -318,8 +318,9 @@ class ServingProblem {
       double raised = 0;
       if (shape.alibi && *shape.alibi == Alibi::context)
         for (int head = 0; head < shape.heads; ++head)
-          raised = std::max(raised, launcher::load(slopes.data(), shape.small_dtype, head) *
-                                        static_cast<double>(*std::ranges::max_element(shape.q_lens)));
+          raised =
+              std::max(raised, launcher::load(slopes.data(), shape.small_dtype, head) *
+                                   static_cast<double>(*std::ranges::max_element(shape.q_lens)));
       return {5e-6 + 4 * raised * std::ldexp(1.0, -24)};
     }
     return {shape.dtype == DType::bf16 ? 3e-2 : 4e-3};

@@ -18,14 +18,12 @@
 #include <thread>
 #include <vector>
 
-#include "comm/nccl/windows.hpp"
-#include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "kernels/cuda/exchange.hpp"
 #include "launcher/graph.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/message.hpp"
-#include "tests/dist/world.hpp"
+#include "tests/dist/on_windows.hpp"
 
 namespace longspan::testing {
 namespace {
@@ -36,15 +34,7 @@ using kernels::StateSlots;
 
 constexpr Push kVariants[] = {Push::one_trip, Push::two_trips};
 
-void ok(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
-
 using launcher::Graph;
-
-/// One replay, until it is done; the time that the GPU took, in us.
-double replay(Graph& graph) {
-  graph.replay(1);
-  return graph.milliseconds().at(0) * 1000;
-}
 
 struct Case {
   std::int64_t rows = 32;
@@ -81,26 +71,8 @@ std::vector<std::byte> random_states(const Case& c, int ranks, std::uint64_t see
   return memory;
 }
 
-class Exchange : public ::testing::Test {
+class Exchange : public OnWindows {
  protected:
-  void SetUp() override {
-    world_.emplace(test_world());
-    if (world_->size() < 2) GTEST_SKIP() << "one rank has nobody to exchange with";
-    ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    backend_ = kernels::cuda_backend();
-  }
-  void TearDown() override {
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
-  }
-
-  std::unique_ptr<comm::Windows> open(std::int64_t rows, int dim) {
-    std::string why;
-    auto windows = comm::Windows::open(world_->transport(),
-                                       kernels::cuda::window_bytes(rows, dim, world_->size()), why);
-    if (!windows) std::printf("no windows: %s\n", why.c_str());
-    return windows;
-  }
-
   static constexpr std::size_t kCanary = 256;
 
   /// One problem on this GPU: all states, the own slot alone, and two results with canaries.
@@ -185,10 +157,6 @@ class Exchange : public ::testing::Test {
                          << c.dim << ", " << longspan::name(c.dtype)
                          << (c.interleaved ? ", interleaved" : "");
   }
-
-  std::optional<Communicator> world_;
-  std::unique_ptr<kernels::Backend> backend_;
-  cudaStream_t stream_ = nullptr;
 };
 
 TEST_F(Exchange, BitsOfTheMerge) {
@@ -196,7 +164,7 @@ TEST_F(Exchange, BitsOfTheMerge) {
   std::uint64_t turn = 0;
   for (int dim : {16, 64, 96, 128, 256}) {
     constexpr std::int64_t kCapacity = 1100;
-    auto windows = open(kCapacity, dim);
+    auto windows = open(*world_, kCapacity, dim);
     ASSERT_TRUE(windows);
     for (std::int64_t rows : {1, 5, 32, 64, 250, 1024})
       for (Push push : kVariants)
@@ -214,7 +182,7 @@ TEST_F(Exchange, BitsOfTheMerge) {
 TEST_F(Exchange, ReplaysAdvanceTheEpoch) {
   const std::uint64_t seed = shared_seed(*world_);
   const Case c{64, 64, 128, DType::bf16, true, true};
-  auto windows = open(c.rows, c.dim);
+  auto windows = open(*world_, c.rows, c.dim);
   ASSERT_TRUE(windows);
   for (Push push : kVariants) {
     const Memory m = memory_of(c, seed);
@@ -244,7 +212,7 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
   constexpr int kBatch = 100;
   const std::uint64_t seed = shared_seed(*world_);
   const Case c{64, 64, 128, DType::bf16, false, false};
-  auto windows = open(c.rows, c.dim);
+  auto windows = open(*world_, c.rows, c.dim);
   ASSERT_TRUE(windows);
   // Just before the wrap, as if so many exchanges had been done.
   const std::uint32_t start = ~std::uint32_t{0} - static_cast<std::uint32_t>(epochs / 2);
@@ -279,7 +247,7 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
 TEST_F(Exchange, ALateRankIsWaitedForOnce) {
   constexpr int kChain = 20;
   const Case c{4096, 64, 128, DType::bf16, false, false};
-  auto windows = open(c.rows, c.dim);
+  auto windows = open(*world_, c.rows, c.dim);
   ASSERT_TRUE(windows);
   const Memory m = memory_of(c, 1);
   for (Push push : kVariants)
@@ -305,7 +273,7 @@ TEST_F(Exchange, ALateRankIsWaitedForOnce) {
 TEST_F(Exchange, RanksThatMeanDifferentThingsAreReported) {
   for (Push push : kVariants) {
     const Case c{64, 64, 64, DType::bf16, false, false};
-    auto windows = open(c.rows, c.dim);
+    auto windows = open(*world_, c.rows, c.dim);
     ASSERT_TRUE(windows);
     const Memory m = memory_of(c, 1);
     const std::uint32_t shape = world_->rank() == 0 ? 7 : 8;
@@ -377,7 +345,7 @@ TEST_F(Exchange, Times) {
   for (const auto& [tokens, heads] :
        {std::pair{1, 32}, {1, 64}, {4, 64}, {16, 32}, {16, 64}, {64, 32}, {64, 64}}) {
     const Case c{std::int64_t{tokens} * heads, heads, 128, DType::bf16, false, false};
-    auto windows = open(c.rows, c.dim);
+    auto windows = open(*world_, c.rows, c.dim);
     ASSERT_TRUE(windows);
     const Memory m = memory_of(c, 1);
     const std::size_t at = world_->rank() * m.slot_bytes;

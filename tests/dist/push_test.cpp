@@ -19,14 +19,12 @@
 #include <thread>
 #include <vector>
 
-#include "comm/nccl/windows.hpp"
-#include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "kernels/cuda/exchange.hpp"
 #include "launcher/graph.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/message.hpp"
-#include "tests/dist/world.hpp"
+#include "tests/dist/on_windows.hpp"
 
 namespace longspan::testing {
 namespace {
@@ -37,14 +35,6 @@ using kernels::KvRows;
 using kernels::MergeParams;
 using kernels::Push;
 using launcher::Graph;
-
-void ok(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
-
-/// One replay, until it is done; the time that the GPU took, in us.
-double replay(Graph& graph) {
-  graph.replay(1);
-  return graph.milliseconds().at(0) * 1000;
-}
 
 Buffer on_gpu(const void* bytes, std::size_t count) {
   Buffer buffer(Device::cuda, count);
@@ -186,26 +176,8 @@ class Step {
   AttendParams attend_;
 };
 
-class PushTest : public ::testing::Test {
+class PushTest : public OnWindows {
  protected:
-  void SetUp() override {
-    world_.emplace(test_world());
-    if (world_->size() < 2) GTEST_SKIP() << "one rank has nobody to push to";
-    ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    backend_ = kernels::cuda_backend();
-  }
-  void TearDown() override {
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
-  }
-
-  std::unique_ptr<comm::Windows> open(const Communicator& world, std::int64_t rows, int dim) {
-    std::string why;
-    auto windows = comm::Windows::open(world.transport(),
-                                       kernels::cuda::window_bytes(rows, dim, world.size()), why);
-    if (!windows) std::printf("no windows: %s\n", why.c_str());
-    return windows;
-  }
-
   Step step_of(const Case& c, std::uint64_t seed) {
     Step step(c, world_->rank(), world_->size(), seed);
     step.take_scratch(*backend_);
@@ -218,10 +190,6 @@ class PushTest : public ::testing::Test {
   }
 
   void check(const Case& c, std::uint64_t seed);
-
-  std::optional<Communicator> world_;
-  std::unique_ptr<kernels::Backend> backend_;
-  cudaStream_t stream_ = nullptr;
 };
 
 /// In kernels of their own, then pushed, with many blocks and with few, and what the first left

@@ -1,0 +1,55 @@
+// What tests of the exchange between GPUs start with: ranks, a stream, windows, replays of a graph.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "comm/nccl/windows.hpp"
+#include "comm/transport.hpp"
+#include "kernels/backend.hpp"
+#include "kernels/cuda/exchange.hpp"
+#include "launcher/graph.hpp"
+#include "tests/dist/world.hpp"
+
+namespace longspan::testing {
+
+inline void ok(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
+
+/// One replay, until it is done; the time that the GPU took, in us.
+inline double replay(launcher::Graph& graph) {
+  graph.replay(1);
+  return graph.milliseconds().at(0) * 1000;
+}
+
+class OnWindows : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    world_.emplace(test_world());
+    if (world_->size() < 2) GTEST_SKIP() << "one rank has nobody to exchange with";
+    ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    backend_ = kernels::cuda_backend();
+  }
+  void TearDown() override {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+
+  /// Null, and why it is, on standard output, where these GPUs have no windows.
+  std::unique_ptr<comm::Windows> open(const Communicator& world, std::int64_t rows, int dim) {
+    std::string why;
+    auto windows = comm::Windows::open(world.transport(),
+                                       kernels::cuda::window_bytes(rows, dim, world.size()), why);
+    if (!windows) std::printf("no windows: %s\n", why.c_str());
+    return windows;
+  }
+
+  std::optional<Communicator> world_;
+  std::unique_ptr<kernels::Backend> backend_;
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace longspan::testing

@@ -8,12 +8,11 @@
 //     in load    its keys and values are being queued; the one in work, or the next
 //     ahead      found; if it is paged, its entries of the block table are on their way
 //
-// Stages of a segment: its keys, then its values. Where all keys of a segment are wanted and rows
-// are dense, the copy engine (decode_boxes.hpp) brings a tile of 16 keys by one instruction; all
-// else comes by cp.async, or through registers. A stage's barrier counts both; one lane arrives for
-// each warp, as 32 arrivals would queue up behind each other. The team's threads
-// meet once a stage; where a team is a warp, that is no barrier. Keys and values stay in a stage as
-// they are stored.
+// Stages of a segment: its keys, then its values, as they are stored. Where all keys of a segment
+// are wanted and rows are dense, the copy engine (decode_boxes.hpp) brings one or two tiles of 16
+// keys by one instruction; all else comes by cp.async, or through registers. A stage's barrier
+// counts both, and an arrival of each warp. The team's threads meet once a stage; where a team is a
+// warp, that is no barrier.
 #pragma once
 
 #include "kernels/cuda/arch/copy_engine.cuh"
@@ -93,6 +92,7 @@ __device__ __noinline__ void load_any_apart(std::uint32_t tile, const KvRows& so
               Loader::any16, Traits::kTile>(tile, source, p, piece.work.kv_head, piece.sequence,
                                             piece.view, first);
 }
+
 /// Whether keys of pages can be copied from where they were found, 16 bytes at a time.
 template <class Traits>
 __device__ inline bool come_by_places(const KvRows& source, const Pages& pages) {

@@ -80,16 +80,10 @@ struct PartLoad {
   }
 };
 
-/// Shared memory of a block: what waits for the other half of its subtree.
-struct Waiting {
-  float4 o[kThreads];
-  Stats stats[kThreads];
-};
-
 /// The state of the row whose splits `load` gives, in plane 0. All threads call this, with a
 /// barrier between calls. kAlone > kAloneLevels: that many, or more.
 template <int kAlone>
-__device__ Piece<4> fold_planes(const PartLoad& load, int levels, Waiting& waiting) {
+__device__ Piece<4> fold_planes(const PartLoad& load, int levels, Waiting<kThreads>& waiting) {
   constexpr int kGroup = std::min(kAlone, kAloneLevels);
   const auto group_of = [&](int index) {
     const std::uint64_t at = (static_cast<std::uint64_t>(index) << kGroup) * load.slot_bytes;
@@ -97,22 +91,7 @@ __device__ Piece<4> fold_planes(const PartLoad& load, int levels, Waiting& waiti
   };
   const int alone = levels - (__ffs(static_cast<int>(blockDim.z)) - 1);
   Piece<4> state = kAlone > kGroup ? fold_groups(group_of, alone - kGroup) : group_of(0);
-  const unsigned self = thread();
-  for (unsigned distance = 1; distance < blockDim.z; distance *= 2) {
-    const unsigned place = threadIdx.z & (2 * distance - 1);
-    if (place == distance) {  // once for each thread: nothing is overwritten
-      waiting.o[self] = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
-      waiting.stats[self] = state.stats;
-    }
-    __syncthreads();
-    if (place == 0) {
-      const unsigned from = self + distance * blockDim.y * blockDim.x;
-      const float4 four = waiting.o[from];
-      Piece<4> newer{waiting.stats[from], {four.x, four.y, four.z, four.w}};
-      merge_pieces(state, newer);
-      state = newer;
-    }
-  }
+  fold_threads(state, waiting, threadIdx.z, blockDim.z, thread(), blockDim.y * blockDim.x);
   return state;
 }
 
@@ -141,7 +120,7 @@ __device__ void send_rows(const Route& r, const Turn& turn, std::uint32_t first,
 template <int kAlone, int kLevels>
 __global__ __launch_bounds__(kThreads,
                              1) void exchange_parts_kernel(const __grid_constant__ PartsTask task) {
-  __shared__ Waiting waiting;
+  __shared__ Waiting<kThreads> waiting;
   const Route& r = task.route;
   const ExchangeParams& p = task.params;
   if (blockIdx.x == 0) return compare_headers(r, p);

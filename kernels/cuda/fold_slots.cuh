@@ -1,10 +1,11 @@
-// States of one row that lie in neighbouring slots, loaded and folded by a thread, for four
-// columns.
+// States of one row that lie in slots, for four columns: neighbouring slots loaded and folded by a
+// thread, and what threads have folded through shared memory.
 //
-// All have to be asked for before the first is looked at. The compiler would rather save registers,
-// and then one trip to the second-level cache follows another: for eight states that was four or
-// five. But it keeps volatile loads in their order, and what is looked at first is asked for last.
-// Volatile loads pass the first-level cache by; with four columns side by side nobody misses it.
+// All of a thread's have to be asked for before the first is looked at. The compiler would rather
+// save registers, and then one trip to the second-level cache follows another: for eight states
+// that was four or five. But it keeps volatile loads in their order, and what is looked at first is
+// asked for last. Volatile loads pass the first-level cache by; with four columns side by side
+// nobody misses it.
 #pragma once
 
 #include "kernels/cuda/arch/peer.cuh"
@@ -33,6 +34,36 @@ __device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t s
                          __uint_as_float(four[i].z), __uint_as_float(four[i].w)}};
       },
       0);
+}
+
+/// Shared memory of a block: what waits for the other half of its subtree.
+template <int kThreads>
+struct Waiting {
+  float4 o[kThreads];
+  Stats stats[kThreads];
+};
+
+/// The root of the tree over the states of `count` threads, a power of two, in the first of them.
+/// `index`: of this one among them; `self`: of this one in the block, where neighbours are `stride`
+/// apart. All threads of the block call this, with a barrier between calls.
+template <int kThreads>
+__device__ void fold_threads(Piece<4>& state, Waiting<kThreads>& waiting, unsigned index,
+                             unsigned count, unsigned self, unsigned stride) {
+  for (unsigned distance = 1; distance < count; distance *= 2) {
+    const unsigned place = index & (2 * distance - 1);
+    if (place == distance) {  // once for each thread: nothing is overwritten
+      waiting.o[self] = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
+      waiting.stats[self] = state.stats;
+    }
+    __syncthreads();
+    if (place == 0) {
+      const unsigned from = self + distance * stride;
+      const float4 four = waiting.o[from];
+      Piece<4> newer{waiting.stats[from], {four.x, four.y, four.z, four.w}};
+      merge_pieces(state, newer);
+      state = newer;
+    }
+  }
 }
 
 }  // namespace longspan::kernels::cuda

@@ -98,8 +98,7 @@ template <int kLevels, bool kFinish>
 __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
     const __grid_constant__ MergeParams m, bool wide) {
-  __shared__ float4 waiting[kFoldThreads];
-  __shared__ Stats waiting_stats[kFoldThreads];
+  __shared__ Waiting<kFoldThreads> waiting;
   const unsigned row = blockIdx.x * blockDim.z + threadIdx.z;
   const unsigned last_row = static_cast<unsigned>(plan.parts.rows) - 1;
   const unsigned heads = static_cast<unsigned>(p.heads);
@@ -127,21 +126,7 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   const bool exists =
       row <= last_row && token < p.batch.first_row(sequence) + q_len && serves(plan.lengths, q_len);
   const unsigned self = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
-  for (unsigned distance = 1; distance < blockDim.y; distance *= 2) {
-    const unsigned place = threadIdx.y & (2 * distance - 1);
-    if (place == distance) {  // once for each thread: nothing is overwritten
-      waiting[self] = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
-      waiting_stats[self] = state.stats;
-    }
-    __syncthreads();
-    if (place == 0) {
-      const unsigned from = self + distance * blockDim.x;
-      const float4 four = waiting[from];
-      Piece<kFoldVector> newer{waiting_stats[from], {four.x, four.y, four.z, four.w}};
-      merge_pieces(state, newer);
-      state = newer;
-    }
-  }
+  fold_threads(state, waiting, threadIdx.y, blockDim.y, self, blockDim.x);
   if (threadIdx.y != 0 || !exists) return;
   if constexpr (kFinish) return finish_row(m, token, head, column, state, wide);
   const std::int64_t to = token * p.heads + head;

@@ -421,7 +421,7 @@ bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu&
   Launch launch = make_launch(p, Lengths::only_short, gpu);
   if (launch.plan.splits == 1) return false;
   queue_splits(p, launch, gpu, stream);
-  exchange_parts(launch.plan, e, stream);
+  exchange_parts(launch.plan, e, gpu.multiprocessors, stream);
   return true;
 }
 

@@ -203,15 +203,10 @@ void launch_of(const ExchangeParams& p, std::int64_t rows, dim3& grid, dim3& blo
 
 template <auto* kKernel>
 void launch(const ExchangeParams& p, const Route& route, std::int64_t rows, cudaStream_t stream) {
-  static const bool overlaps = can_overlap(reinterpret_cast<const void*>(kKernel));
-  cudaLaunchAttribute overlap = overlap_attribute();
-  cudaLaunchConfig_t config{};
-  launch_of(p, rows, config.gridDim, config.blockDim);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = p.overlap && overlaps ? 1 : 0;
+  dim3 grid, block;
+  launch_of(p, rows, grid, block);
   const bool wide = is_aligned<4>(p.merge.out, p.merge.dtype);
-  LONGSPAN_CUDA(cudaLaunchKernelEx(&config, kKernel, Task{route, p, wide}));
+  launch_overlapping<kKernel>(Task{route, p, wide}, grid, block, p.overlap, stream);
 }
 
 [[noreturn]] void refuse(const std::string& what) {

@@ -13,8 +13,10 @@ void exchange(const ExchangeParams& p, cudaStream_t stream);
 
 /// The same, of states that are still in pieces, the splits of a launch of short queries alone
 /// (Plan::parts): they fold on the way. The variant has to be one-trip. What travels is what
-/// `exchange` sends, so that ranks need not take the same of the two.
-void exchange_parts(const Plan& plan, const ExchangeParams& p, cudaStream_t stream);
+/// `exchange` sends, so that ranks need not take the same of the two. `multiprocessors`: of this
+/// GPU.
+void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocessors,
+                    cudaStream_t stream);
 
 /// The variant that runs. Throws for what cannot be exchanged.
 Push push_of(const ExchangeParams& p);

@@ -165,16 +165,9 @@ __global__ __launch_bounds__(kThreads,
 
 // ---- launch ------------------------------------------------------------------------------------
 
-int multiprocessors() {
-  int device = 0, count = 0;
-  LONGSPAN_CUDA(cudaGetDevice(&device));
-  LONGSPAN_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
 /// Block 0, and the carriers: as few rows each as there are multiprocessors for. Gives the levels
 /// that a thread folds alone.
-int launch_of(const ExchangeParams& p, int levels, dim3& grid, dim3& block) {
+int launch_of(const ExchangeParams& p, int levels, int multiprocessors, dim3& grid, dim3& block) {
   const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   const int columns = p.merge.states.dim / 4;
   int alone = std::min(levels, kAloneLevels);
@@ -182,7 +175,7 @@ int launch_of(const ExchangeParams& p, int levels, dim3& grid, dim3& block) {
   const int planes = 1 << (levels - alone), threads = columns * planes;  // of a row
   const std::int64_t rows = p.merge.states.rows, most = kThreads / threads;
   const std::int64_t least = std::min<std::int64_t>(most, divide(kFewestThreads, threads));
-  const std::int64_t held = std::max(1, multiprocessors() - 1);
+  const std::int64_t held = std::max(1, multiprocessors - 1);
   const std::int64_t carriers = p.blocks > 0 ? std::min<std::int64_t>(p.blocks, held) : held;
   const std::int64_t side = std::clamp(divide(rows, carriers), least, most);
   block = dim3(static_cast<unsigned>(columns), static_cast<unsigned>(side),
@@ -191,22 +184,10 @@ int launch_of(const ExchangeParams& p, int levels, dim3& grid, dim3& block) {
   return alone;
 }
 
-template <auto* kKernel>
-void launch(const PartsTask& task, dim3 grid, dim3 block, cudaStream_t stream) {
-  static const bool overlaps = can_overlap(reinterpret_cast<const void*>(kKernel));
-  cudaLaunchAttribute overlap = overlap_attribute();
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = task.params.overlap && overlaps ? 1 : 0;
-  LONGSPAN_CUDA(cudaLaunchKernelEx(&config, kKernel, task));
-}
-
 }  // namespace
 
-void exchange_parts(const Plan& plan, const ExchangeParams& p, cudaStream_t stream) {
+void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocessors,
+                    cudaStream_t stream) {
   const StateSlots& slots = plan.parts;
   const auto small = [](std::int64_t value) { return static_cast<std::uint32_t>(value); };
   const Parts parts{slots.data,
@@ -217,12 +198,13 @@ void exchange_parts(const Plan& plan, const ExchangeParams& p, cudaStream_t stre
                     log2_ceil(plan.splits)};
   const PartsTask task{parts, make_route(p), p, is_aligned<4>(p.merge.out, p.merge.dtype)};
   dim3 grid, block;
-  const int alone = launch_of(p, parts.levels, grid, block);
+  const int alone = launch_of(p, parts.levels, multiprocessors, grid, block);
   for_levels<kAloneLevels + 1>(alone, [&](auto alone_levels) {
     for_levels<3>(log2_ceil(p.peers.ranks), [&](auto levels) {
       constexpr int kAlone = std::max(1, decltype(alone_levels)::value);
       constexpr int kLevels = std::max(1, decltype(levels)::value);
-      launch<exchange_parts_kernel<kAlone, kLevels>>(task, grid, block, stream);
+      launch_overlapping<exchange_parts_kernel<kAlone, kLevels>>(task, grid, block, p.overlap,
+                                                                 stream);
     });
   });
   LONGSPAN_CUDA(cudaGetLastError());

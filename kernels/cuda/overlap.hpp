@@ -22,4 +22,18 @@ inline cudaLaunchAttribute overlap_attribute() {
   return overlap;
 }
 
+/// Launches kKernel(task); its start overlaps the kernel before where `wanted` and its code can.
+template <auto* kKernel, class Task>
+void launch_overlapping(const Task& task, dim3 grid, dim3 block, bool wanted, cudaStream_t stream) {
+  static const bool overlaps = can_overlap(reinterpret_cast<const void*>(kKernel));
+  cudaLaunchAttribute overlap = overlap_attribute();
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = wanted && overlaps ? 1 : 0;
+  LONGSPAN_CUDA(cudaLaunchKernelEx(&config, kKernel, task));
+}
+
 }  // namespace longspan::kernels::cuda

@@ -66,20 +66,18 @@ struct Residence {
 };
 
 Residence residence(const KernelShape& shape, const Gpu& gpu) {
-  const auto allow = [&](int bytes) {
-    LONGSPAN_CUDA(
-        cudaFuncSetAttribute(shape.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  };
-  allow(shape.shared_bytes);
+  const int level = static_cast<int>(shape.state_bytes);
+  const int most = shape.shared_bytes + shape.near_levels * level;
+  const int allowed = std::max(shape.shared_bytes, std::min(most, gpu.block_bytes));
+  LONGSPAN_CUDA(
+      cudaFuncSetAttribute(shape.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, allowed));
   int blocks = 0;
   LONGSPAN_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
       &blocks, shape.kernel, shape.threads, static_cast<std::size_t>(shape.shared_bytes)));
   blocks = std::max(blocks, 1);
+  const int room = std::min(gpu.shared_bytes / blocks - gpu.block_own_bytes, allowed);
   int bytes = shape.shared_bytes;
-  const int level = static_cast<int>(shape.state_bytes);
-  const int room = std::min(gpu.shared_bytes / blocks - gpu.block_own_bytes, gpu.block_bytes);
   for (int i = 0; i < shape.near_levels && bytes + level <= room; ++i) bytes += level;
-  if (bytes > shape.shared_bytes) allow(bytes);
   return {blocks * gpu.multiprocessors, bytes};
 }
 

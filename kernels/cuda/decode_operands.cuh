@@ -100,8 +100,7 @@ struct DecodeQueries {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    constexpr int kLargest = 14,
-                  kSmallest = -100;  // exponents: of fp16; so that both factors exist
+    constexpr int kLargest = 14, kSmallest = -100;  // exponents: of fp16; of what has both factors
     int exponent = (__float_as_int(largest) >> 23) - 127;
     if (exponent > 127 || largest == 0.0f) exponent = kLargest;  // infinite, or all zeros
     exponent = max(exponent, kSmallest);
@@ -114,8 +113,7 @@ struct DecodeQueries {
         word[n][slice][half] =
             arch::pack<__half>(values[slice][half][0] * factor, values[slice][half][1] * factor);
 #pragma unroll
-    for (int j = 0; j < 2;
-         ++j)  // a row of the queries is four lanes', a column of the scores eight
+    for (int j = 0; j < 2; ++j)  // of a row's four lanes, to the eight of its column of scores
       undo[n][j] = __shfl_sync(~0u, back, (threadIdx.x % 4 * 2 + j) * 4);
   }
 };

@@ -338,10 +338,6 @@ TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
 TEST_F(Exchange, Times) {
   if (std::getenv("LONGSPAN_TIME") == nullptr) GTEST_SKIP() << "LONGSPAN_TIME is not set";
   const std::string asked = std::getenv("LONGSPAN_TIME");
-  constexpr int kChain = 20;
-  struct Time {
-    double median, most;  // of the replays, on the slowest rank
-  };
   for (const auto& [tokens, heads] :
        {std::pair{1, 32}, {1, 64}, {4, 64}, {16, 32}, {16, 64}, {64, 32}, {64, 64}}) {
     const Case c{std::int64_t{tokens} * heads, heads, 128, DType::bf16, false, false};
@@ -352,31 +348,11 @@ TEST_F(Exchange, Times) {
     std::byte* own = static_cast<std::byte*>(m.own.data()) + at;
     const std::byte* from = static_cast<std::byte*>(m.whole.data()) + at;
     const auto time = [&](const auto& step) {
-      const auto chain = [&](Stream) {
-        for (int i = 0; i < kChain; ++i) {
-          backend_->place_rows(
-              {from, own, nullptr, static_cast<std::int64_t>(m.slot_bytes / 16), 16},
-              Stream{stream_});
-          step();
-        }
-      };
-      chain(Stream{stream_});
-      cudaStreamSynchronize(stream_);
-      Graph graph(stream_, chain);
-      std::vector<double> times;
-      for (int i = 0; i < 40; ++i) {
-        world_->gather("", "next replay");
-        const double us = replay(graph) / kChain;
-        if (i >= 5) times.push_back(us);
-      }
-      std::sort(times.begin(), times.end());
-      const auto slowest = [&](double one) {
-        double worst = 0;
-        for (const std::string& text : world_->gather(std::to_string(one), "time"))
-          worst = std::max(worst, std::stod(text));
-        return worst;
-      };
-      return Time{slowest(times[times.size() / 2]), slowest(times.back())};
+      return time_of([&](Stream on) {
+        backend_->place_rows({from, own, nullptr, static_cast<std::int64_t>(m.slot_bytes / 16), 16},
+                             on);
+        step();
+      });
     };
     const Time producer = time([] {});
     const Time nccl = time([&] {

@@ -4,10 +4,12 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "comm/nccl/windows.hpp"
 #include "comm/transport.hpp"
@@ -25,6 +27,11 @@ inline double replay(launcher::Graph& graph) {
   graph.replay(1);
   return graph.milliseconds().at(0) * 1000;
 }
+
+/// Of replays, in us, on the slowest rank.
+struct Time {
+  double median, most;
+};
 
 class OnWindows : public ::testing::Test {
  protected:
@@ -45,6 +52,32 @@ class OnWindows : public ::testing::Test {
                                        kernels::cuda::window_bytes(rows, dim, world.size()), why);
     if (!windows) std::printf("no windows: %s\n", why.c_str());
     return windows;
+  }
+
+  /// work(stream), one of 20 in a graph whose replays all ranks begin together.
+  template <class Work>
+  Time time_of(const Work& work) {
+    constexpr int kChain = 20;
+    const auto chain = [&](Stream on) {
+      for (int i = 0; i < kChain; ++i) work(on);
+    };
+    chain(Stream{stream_});
+    cudaStreamSynchronize(stream_);
+    launcher::Graph graph(stream_, chain);
+    std::vector<double> times;
+    for (int i = 0; i < 40; ++i) {
+      world_->gather("", "next replay");
+      const double us = replay(graph) / kChain;
+      if (i >= 5) times.push_back(us);
+    }
+    std::sort(times.begin(), times.end());
+    const auto slowest = [&](double one) {
+      double worst = 0;
+      for (const std::string& text : world_->gather(std::to_string(one), "time"))
+        worst = std::max(worst, std::stod(text));
+      return worst;
+    };
+    return {slowest(times[times.size() / 2]), slowest(times.back())};
   }
 
   std::optional<Communicator> world_;

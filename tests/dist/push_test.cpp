@@ -372,7 +372,6 @@ TEST_F(PushTest, ARankThatDoesNotComeEndsTheWait) {
 /// the step of one GPU that has n keys: what the other ranks add to it.
 TEST_F(PushTest, Times) {
   if (std::getenv("LONGSPAN_TIME") == nullptr) GTEST_SKIP() << "LONGSPAN_TIME is not set";
-  constexpr int kChain = 20;
   struct Row {
     int tokens, heads;
     std::int32_t keys;
@@ -391,26 +390,7 @@ TEST_F(PushTest, Times) {
     auto windows = open(*world_, step.rows(), c.dim);
     ASSERT_TRUE(windows);
     const Step::Result result = step.result();
-    const auto time = [&](const auto& work) {
-      const auto chain = [&](Stream on) {
-        for (int i = 0; i < kChain; ++i) work(on);
-      };
-      chain(Stream{stream_});
-      cudaStreamSynchronize(stream_);
-      Graph graph(stream_, chain);
-      std::vector<double> times;
-      for (int i = 0; i < 40; ++i) {
-        world_->gather("", "next replay");
-        const double us = replay(graph) / kChain;
-        if (i >= 5) times.push_back(us);
-      }
-      std::sort(times.begin(), times.end());
-      double worst = 0;
-      for (const std::string& text :
-           world_->gather(std::to_string(times[times.size() / 2]), "time"))
-        worst = std::max(worst, std::stod(text));
-      return worst;
-    };
+    const auto time = [&](const auto& work) { return time_of(work).median; };
     const double one = time([&](Stream on) {
       if (!backend_->attend_finished(alone.attend(), alone.merge(result), on)) {
         backend_->attend(alone.attend(), on);

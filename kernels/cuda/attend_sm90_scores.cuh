@@ -284,7 +284,7 @@ __device__ AlibiTile find_tile(const AlibiItem& item, int first, int group_row) 
   bool straight = true;
   tile.from = line.start + first;
   if (uniform(line.gap != 0)) {
-    if (uniform(line.run == 1)) {
+    if (uniform(line.run == 1 && line.gaps == INT_MAX)) {
       step = 1 + line.gap;
       tile.from = line.start + first * step;
     } else {

@@ -222,5 +222,26 @@ TEST(AttendSm90Scores, AlibiFarFromTheRows) {
           }
 }
 
+// Shards so small that a rank's first run of positions is one key, and its other is far from it.
+TEST(AttendSm90Scores, AlibiOnShardsOfFewKeys) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (int dim : {64, 128, 208})
+    for (const Alibi alibi : {Alibi::context, Alibi::query})
+      for (const Layout layout : {Layout::zigzag, Layout::striped, Layout::interleaved})
+        for (int ranks : {2, 4})
+          for (bool causal : {false, true})
+            check({.heads = 3,
+                   .kv_heads = 1,
+                   .dim = dim,
+                   .q_lens = {20, 30, 98, 40, 25},
+                   .kv_lens = {10, 5, 98, 17, 1},
+                   .mask = {.causal = causal},
+                   .alibi = alibi,
+                   .layout = layout,
+                   .ranks = ranks,
+                   .seed = fresh_seed()},
+                  5);
+}
+
 }  // namespace
 }  // namespace longspan::test

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <string>
 
 #include "kernels/cuda/attend_finished.hpp"
@@ -12,6 +13,7 @@
 #include "kernels/cuda/attend_tf32.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/decode_boxes.hpp"
+#include "kernels/cuda/decode_order.cuh"
 #include "kernels/cuda/exchange.hpp"
 #include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/gather.hpp"
@@ -81,20 +83,68 @@ Residence residence(const KernelShape& shape, const Gpu& gpu) {
   return {blocks * gpu.multiprocessors, bytes};
 }
 
-/// The power of two, up to kMostSplits, that fills the GPU best with `works` pieces each: the
-/// smallest within 5 % of the best. Splits of `least` keys or more. `resident`: pieces that the GPU
-/// takes at a time.
-int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least) {
+/// Part of the time of a segment that is left when hardly anyone else is at work. Short queries
+/// share the memory: half of the places nearly read as fast as all of them.
+constexpr double kAloneShort = 0.55, kAloneLong = 1.0;
+
+/// A rank's part of the fixed order's tree for the longest sequence, in segments.
+struct Tree {
+  double alone;
+  std::int64_t segments;
+  std::int64_t leaves, leaf_places = 1;  // places: a power of two, up to half of them empty
+
+  /// How long `works` x `splits` pieces take, in the order of split_of, with `resident` at work at
+  /// a time: 1 is a segment in each place. Leaves differ by few segments.
+  double time(std::int64_t works, std::int64_t splits, std::int64_t resident) const {
+    std::int64_t whole = (segments + splits - 1) / splits, rest = 0;  // segments of pieces
+    std::int64_t wholes = works * splits, rests = 0;                  // so many of them
+    if (splits > leaves) {
+      const std::int64_t each = segments / leaves;
+      whole = std::max<std::int64_t>(1, leaf_places * leaves / splits);
+      rest = each % whole;
+      wholes = works * leaves * (each / whole);
+      rests = rest > 0 ? works * leaves : 0;
+    }
+    const auto spent = [&](std::int64_t count, std::int64_t active) {
+      const double busy = static_cast<double>(active) / static_cast<double>(resident);
+      return static_cast<double>(count) * std::max(busy, alone);
+    };
+    double sum = 0;
+    while (wholes + rests > 0) {  // waves
+      const std::int64_t a = std::min(wholes, resident), b = std::min(rests, resident - a);
+      const std::int64_t together = b > 0 ? rest : 0;
+      sum += spent(together, a + b);
+      if (a > 0) sum += spent(whole - together, a);
+      wholes -= a;
+      rests -= b;
+    }
+    return sum;
+  }
+};
+
+Tree tree_of(const AttendParams& p, Lengths lengths) {
+  const std::int64_t segments = segments_of(most_local_keys(p));
+  const bool by_table = p.shard.layout == Layout::ranges || p.shard.layout == Layout::listed;
+  const bool is_long = lengths == Lengths::only_long;
+  const double alone = is_long ? kAloneLong : kAloneShort;
+  if (by_table || (is_long && !p.invariant)) return {alone, segments, kMostSplits};  // no leaf cut
+  const SegmentOrder order = p.shard.order(most_keys(p));
+  return {alone, segments, order.leaves, std::int64_t{1} << leaf_bits(order)};
+}
+
+/// The power of two, up to kMostSplits, with which `works` pieces each take the least time: the
+/// smallest within 5 % of it. Splits of `least` keys or more. `resident`: pieces that the GPU takes
+/// at a time.
+int choose_splits(std::int64_t works, int resident, const Tree& tree, int least) {
   int best = 1;
-  double best_fill = 0;
+  double best_time = std::numeric_limits<double>::infinity();
   for (int splits = 1; splits <= kMostSplits; splits *= 2) {
-    if (splits > 1 && (works * splits > kPieces * resident || splits > (keys + least - 1) / least))
+    if (splits > 1 && (works * splits > kPieces * resident ||
+                       (splits - 1) * std::int64_t{least} >= tree.segments * kSegment))
       break;
-    const std::int64_t waves = (works * splits + resident - 1) / resident;
-    const double fill =
-        static_cast<double>(works * splits) / (static_cast<double>(waves) * resident);
-    if (fill > best_fill * 1.05) {
-      best_fill = fill;
+    const double time = tree.time(works, splits, resident);
+    if (time * 1.05 < best_time) {
+      best_time = time;
       best = splits;
     }
   }
@@ -102,15 +152,31 @@ int choose_splits(std::int64_t works, int resident, std::int64_t keys, int least
 }
 
 /// The same for sequences whose lengths may differ: pieces are handed out, more of them for each
-/// place, as long as they stay large beside what a piece costs. Sequences of one length would gain
-/// from it too, less than a larger fold costs.
-int choose_shared_splits(std::int64_t works, int resident, std::int64_t keys) {
-  constexpr int kLargePiece = 4 * kSegment;
-  int splits = choose_splits(works, resident, keys, kSegment);
+/// place, as long as they stay large beside what a piece costs.
+int choose_shared_splits(std::int64_t works, int resident, const Tree& tree) {
+  constexpr int kLargePiece = 4;  // segments
+  int splits = choose_splits(works, resident, tree, kSegment);
   while (splits < kMostSplits && works * splits * 2 <= kSharedPieces * resident &&
-         keys >= splits * 2 * kLargePiece)
+         tree.segments >= splits * 2 * kLargePiece)
     splits *= 2;
   return splits;
+}
+
+/// Leaves of the tree that are cut into several splits each have their first ones taken first.
+void order_splits(const Tree& tree, Plan& plan) {
+  if (plan.splits <= tree.leaves) return;
+  plan.split_leaves = log2_ceil(static_cast<int>(tree.leaves));
+  plan.leaf_splits = log2_ceil(plan.splits) - plan.split_leaves;
+}
+
+/// Pieces beyond those that places begin with come by the lengths of their sequences.
+void order_sequences(const AttendParams& p, int places, Plan& plan) {
+  const bool are_tiles = plan.sequence_tiles == 1 && plan.tiles == p.batch.size;
+  if (!are_tiles || p.batch.kv_len == nullptr || p.batch.size > kMostSorted) return;
+  const int turn = plan.tiles * p.kv_heads, first = places / turn;
+  if (p.parts || first >= plan.splits) return;
+  plan.by_length = first * turn;
+  plan.by_late_works = Divisor(static_cast<std::uint32_t>((plan.splits - first) * p.kv_heads));
 }
 
 struct Launch {
@@ -152,21 +218,27 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan_tiles(p, plan, expected);
   const std::int64_t works = expected * p.kv_heads;
   const int places = resident * shape.teams;
-  if (p.parts)
+  // Sequences of one call may differ in length, and pieces are handed out. A single one has pieces
+  // of one size, each place takes as many, and those without keys come last.
+  const bool shared = shape.box_dim > 0 && p.batch.size > 1;
+  if (p.parts) {
     plan.splits = p.parts.count;
-  else if (shape.box_dim > 0 && p.batch.size > 1)
-    plan.splits = choose_shared_splits(works, places, most_local_keys(p));
-  else
-    plan.splits = choose_splits(works, places, most_local_keys(p),
-                                lengths == Lengths::only_long ? kLongSplit : kSegment);
+  } else {
+    const Tree tree = tree_of(p, lengths);
+    plan.splits = shared ? choose_shared_splits(works, places, tree)
+                         : choose_splits(works, places, tree,
+                                         lengths == Lengths::only_long ? kLongSplit : kSegment);
+    order_splits(tree, plan);
+  }
   plan.works = plan.tiles * p.kv_heads * plan.splits;
   plan.by_tiles = Divisor(static_cast<std::uint32_t>(plan.tiles));
   plan.by_sequence_tiles = Divisor(static_cast<std::uint32_t>(std::max(plan.sequence_tiles, 1)));
   plan.by_kv_heads = Divisor(static_cast<std::uint32_t>(p.kv_heads));
   plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
+  if (shared) order_sequences(p, places, plan);
   launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
 
-  if (plan.works > launch.blocks * shape.teams)
+  if (plan.works > launch.blocks * shape.teams && (shared || shape.box_dim == 0))
     plan.ticket = shape.box_dim > 0 && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
   launch.bytes = kAlign;
   plan.depth = fold_depth(most_keys(p));

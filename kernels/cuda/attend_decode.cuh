@@ -328,13 +328,14 @@ __global__ __launch_bounds__(Traits::kThreads,
   typename Traits::Stack stack(memory + kStack, near_levels, plan.stack, plan.depth);
   DecodeQueries<Traits> queries;
   Passage<Traits> passage(shared);
-  int piece = -1;  // whose queries these are
-  while (stream.segment()) {
+  const auto load_queries = [&](const DecodeSegment& of) {
+    queries.load(p, shared.piece[of.piece].sequence, shared.piece[of.piece].work, first_row);
+  };
+  bool first = true;
+  while (stream.begin()) {
     const DecodeSegment segment = stream.segment();
-    if (segment.piece != piece) {
-      piece = segment.piece;
-      queries.load(p, shared.piece[piece].sequence, shared.piece[piece].work, first_row);
-    }
+    if (first) load_queries(segment);
+    first = false;
     // Loops over stages are not unrolled: code that has to be fetched costs more than what passes
     // through shared memory in its place.
 #pragma unroll 1
@@ -353,6 +354,10 @@ __global__ __launch_bounds__(Traits::kThreads,
     typename Traits::State state;
     state.clear();
     weigh_segment<Traits>(scores, passage, state.stats);
+    // Queries of another piece come while values are multiplied: a read waits behind all keys.
+    const DecodeSegment& upcoming = stream.next_segment();
+    if (upcoming && upcoming.piece != segment.piece) load_queries(upcoming);
+    stream.pass_middle();
 #pragma unroll 1
     for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
       const std::uint32_t values =
@@ -394,6 +399,7 @@ KernelShape decode_for(int dim, std::int64_t rows) {
   const auto shape = [&](auto size) {
     constexpr int kDim = decltype(size)::value;
     if (rows <= 8) return decode_shape<Stored, kDim, 1, 1, kLoader>();
+    if (rows <= 16) return decode_shape<Stored, kDim, 2, 1, kLoader>();
     return decode_shape<Stored, kDim, 4, 1, kLoader>();
   };
   if constexpr (kLoader == Loader::plain)

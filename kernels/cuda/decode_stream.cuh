@@ -8,7 +8,7 @@
 //     in load    its keys and values are being queued; the one in work, or the next
 //     ahead      found; if it is paged, its entries of the block table are on their way
 //
-// Stages of a segment: its keys, then its values, as they are stored. Where all keys of a segment
+// Stages of a segment: its keys, then its values, as they are stored. Where all keys of a stage
 // are wanted and rows are dense, the copy engine (decode_boxes.hpp) brings one or two tiles of 16
 // keys by one instruction; all else comes by cp.async, or through registers. A stage's barrier
 // counts both, and an arrival of each warp. The team's threads meet once a stage; where a team is a
@@ -19,6 +19,7 @@
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/decode_boxes.hpp"
 #include "kernels/cuda/decode_bytes.cuh"
+#include "kernels/cuda/decode_order.cuh"
 #include "kernels/cuda/decode_pages.cuh"
 #include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/loader.cuh"
@@ -56,6 +57,7 @@ struct alignas(16) TeamShared {
   SegmentWalk walk;     // of the piece ahead; thread 0's
   DecodeSegment ahead;  // where it stands
   int ticket;
+  SequenceOrder order;
 };
 
 /// A barrier of the team.
@@ -167,19 +169,24 @@ class DecodeStream {
   using T = typename Traits::Element;
   using Layout = typename Traits::Layout;
   using Shared = TeamShared<Traits>;
-  static constexpr int kAhead = Traits::kStages - 1;  // stages under way
+  static constexpr int kAhead = Traits::kStages - 1;             // stages under way
+  static constexpr int kTurn = Traits::kSegmentStages - kAhead;  // loads reach the next segment
+  // Places of keys take a read of memory, and are asked for half a segment before they are needed.
+  static constexpr bool kFindsBetween = kTurn < Traits::kKeyStages;
   static constexpr int kKeysOfThread = kSegment / Traits::kTeamThreads;
   static_assert(kAhead >= 1 && kAhead <= Traits::kSegmentStages);
 
  public:
-  /// Starts the first loads.
   __device__ DecodeStream(const AttendParams& p, const Plan& plan, const KeyBoxes& boxes,
                           Shared& shared, std::uint32_t ring)
       : p_(p), plan_(plan), boxes_(boxes), shared_(shared), ring_(ring) {
     thread_ = static_cast<int>(threadIdx.x) % Traits::kTeamThreads;
     if (thread_ < Traits::kStages) shared.ready[thread_].init(Traits::kTeam);
     arch::publish_barriers();
-    if (thread_ == 0) shared.ahead.index = -1;
+    if (thread_ == 0) {
+      shared.ahead.index = -1;
+      shared.order.size = 0;
+    }
     sync_team<Traits>();
     if constexpr (!Traits::kPlain) {
       by_place_k_ = !boxes.k_valid && come_by_places<Traits>(p.k, p.pages);
@@ -187,37 +194,45 @@ class DecodeStream {
     }
     box_lanes_ = Traits::kWarpTiles * kBoxKeys / boxes.keys;
     free_ = kAhead;
+  }
+
+  /// The next segment's work begins; false: there is none. Finding a segment is long code, which
+  /// costs most when it is fetched: it stands once, and the first call runs it as all others do.
+  __device__ __forceinline__ bool begin() {
+    if (!kFindsBetween || !started_) {
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {  // the first loads do not wait for the second segment
-      if (i == 1) {
+      for (;;) {
+        find_next();
+        if (started_) break;
+        started_ = true;
         sync_team<Traits>();  // everyone has read where the first one is
         take_over();
 #pragma unroll 1
         for (int stage = 0; stage < kAhead; ++stage) load(stage, stage);
       }
-      find_next();
     }
+    return static_cast<bool>(load_);
+  }
+  /// Comes between a segment's keys and its values.
+  __device__ __forceinline__ void pass_middle() {
+    if constexpr (kFindsBetween) find_next();
   }
 
   /// Before a segment's stages: the one in work. After them: the next one.
   __device__ const DecodeSegment& segment() const { return load_; }
+  /// Between the keys and the values of the one in work: the next one.
+  __device__ const DecodeSegment& next_segment() const { return kFindsBetween ? load_ : ahead_; }
 
   /// Waits for a stage (one of [kFirst, kEnd)) of the segment in work and gives its tile. The stage
   /// before it is free now and takes the next load.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ std::uint32_t advance(int stage) {
-    constexpr int kTurn = Traits::kSegmentStages - kAhead;  // where loads reach the next segment
     const int slot = free_ + 1 < Traits::kStages ? free_ + 1 : 0;
     shared_.ready[slot].wait(phase_);
     sync_team<Traits>();
-    if constexpr (kTurn >= kFirst && kTurn < kEnd) {
-      if (stage == kTurn) {
-        take_over();
-        find_next();
-      }
-    }
-    const int next = stage < kTurn ? stage + kAhead : stage - kTurn;
-    load(next, free_);
+    constexpr bool kTurns = kTurn >= kFirst && kTurn < kEnd;
+    if (kTurns && stage == kTurn) take_over();
+    load(stage < kTurn ? stage + kAhead : stage - kTurn, free_);
     free_ = slot;
     if (slot + 1 == Traits::kStages) phase_ ^= 1;
     return ring_ + slot * Traits::kStageBytes;
@@ -241,10 +256,13 @@ class DecodeStream {
     if (exists_) {
       const DecodePiece& piece = shared_.piece[load_.piece];
       const std::int64_t first = load_.index * kSegment;
-      const bool whole = piece.view.table == nullptr && first >= piece.view.any.begin &&
-                         first + kSegment <= piece.view.any.end;
-      by_box_k_ = whole && boxes_.k_valid;
-      by_box_v_ = whole && boxes_.v_valid;
+      const Interval wanted = piece.view.any;
+      int whole = 0;  // stages
+      if (piece.view.table == nullptr && first >= wanted.begin)
+        whole =
+            static_cast<int>(min(wanted.end - first, std::int64_t{kSegment})) / Traits::kStageKeys;
+      by_box_k_ = boxes_.k_valid ? whole : 0;
+      by_box_v_ = boxes_.v_valid ? whole : 0;
     }
   }
 
@@ -263,12 +281,21 @@ class DecodeStream {
       while (!found && !done_) {
         const int index = draw();
         done_ = index >= plan_.works;
-        if (!done_) found = take_piece<Traits>(p_, plan_, shared_, slot, index);
+        if (!done_) found = take_piece<Traits>(p_, plan_, shared_, slot, number_of(index));
       }
       slot_ = slot;
     }
     ahead_ = shared_.ahead;
     if (ahead_) look_up();
+  }
+
+  /// Of the piece that comes `index`th.
+  __device__ __forceinline__ int number_of(int index) {
+    if (index < plan_.by_length) return index;
+    if (shared_.order.size == 0)
+      sort_sequences(shared_.order, p_.batch.kv_len, p_.batch.size, thread_, Traits::kTeamThreads,
+                     [] { sync_team<Traits>(); });
+    return sorted_work(plan_, shared_.order, index);
   }
 
   /// Where the keys of the segment ahead are.
@@ -329,7 +356,7 @@ class DecodeStream {
     const std::uint32_t tile = ring_ + slot * Traits::kStageBytes;
     const bool keys = stage < Traits::kKeyStages;
     stage %= Traits::kKeyStages;
-    if (keys ? by_box_k_ : by_box_v_)
+    if (stage < (keys ? by_box_k_ : by_box_v_))
       return load_box(tile, keys ? &boxes_.k : &boxes_.v, stage, ready);
     const DecodePiece& piece = shared_.piece[load_.piece];
     const KvRows& source = keys ? p_.k : p_.v;
@@ -372,9 +399,10 @@ class DecodeStream {
   int ticket_ = 0;           // of thread 0: the next one that was
   int slot_ = 0;             // in TeamShared::piece of the piece ahead
   bool done_ = false;        // no piece is left
+  bool started_ = false;     // the first loads are under way
   DecodeSegment load_, ahead_;
   bool exists_ = false;                           // the segment in load does
-  bool by_box_k_ = false, by_box_v_ = false;      // the copy engine brings them
+  int by_box_k_ = 0, by_box_v_ = 0;               // its first stages that the copy engine brings
   int box_lanes_;                                 // of a warp, that ask for a stage
   bool by_place_k_ = false, by_place_v_ = false;  // else they come by the places of their keys
   std::int32_t box_row_ = 0, box_page_ = 0;       // lane i: of tile i of the segment in load

@@ -43,6 +43,8 @@ LONGSPAN_HD inline Sequence sequence_of(const AttendParams& p, int b) {
           kv_len, p.batch.first_key(b), p.shard.of(b).local_len(kv_len)};
 }
 
+inline constexpr int kNever = 0x7fffffff;
+
 /// How a launch cuts its work: row tiles x kv heads x splits of the keys.
 struct Plan {
   Lengths lengths = Lengths::only_long;
@@ -51,8 +53,13 @@ struct Plan {
   int sequence_tiles = 0;  // > 0: tiles of each sequence; 0: they are packed, see first_tile
   int splits = 1;          // a power of two; each takes an aligned part of the fixed order's tree.
                            // With AttendParams::parts: their number, a state for each
+  int split_leaves = 0;    // log2 of the order's leaves where each is cut into several splits; or 0
+  int leaf_splits = 0;     // log2 of the splits of a leaf
   int works = 0;           // tiles x kv heads x splits; some turn out to be empty
+  int by_length = kNever;  // works from here on come by sequences, the longest first: see
+                           // decode_order.cuh. Tiles are sequences then
   Divisor by_tiles, by_sequence_tiles, by_kv_heads, by_group;  // of this plan and its call
+  Divisor by_late_works;   // of the works from by_length on those of one sequence
   int* ticket = nullptr;   // zero at the start: hands out the works past the first of each block
                            // (team); decode leaves it zero
   int depth = 0;           // of the fixed order's stack
@@ -88,6 +95,23 @@ LONGSPAN_HD inline int last_start(int size, std::int64_t x, const Starts& starts
   return low;
 }
 
+/// The same where sequences may well be of one length: `guess` is looked at first, which spares a
+/// chain of loads.
+template <class Starts>
+LONGSPAN_HD inline int last_start(int size, std::int64_t x, int guess, const Starts& starts) {
+  const int next = guess + 1 < size ? guess + 1 : guess;
+  const std::int64_t first = starts(guess), after = starts(next);
+  if (first <= x && (next == guess || x < after)) return guess;
+  return last_start(size, x, starts);
+}
+
+/// The split that comes `turn`th: the first of every leaf, then the second. Where the order's tree
+/// is half empty, as beyond a power of two, the splits without keys come last.
+LONGSPAN_HD inline int split_of(const Plan& plan, int turn) {
+  const int leaf = turn & ((1 << plan.split_leaves) - 1);
+  return leaf << plan.leaf_splits | turn >> plan.split_leaves;
+}
+
 LONGSPAN_HD inline Work work_of(const AttendParams& p, const Plan& plan, int index) {
   const int group = static_cast<int>(plan.by_group.value);
   // Short queries: the heads of a key together, as they lie together in memory. Long ones: tiles,
@@ -96,7 +120,8 @@ LONGSPAN_HD inline Work work_of(const AttendParams& p, const Plan& plan, int ind
   const Divisor& fast = heads_first ? plan.by_kv_heads : plan.by_tiles;
   const Divisor& slow = heads_first ? plan.by_tiles : plan.by_kv_heads;
   const int inner = index % fast, rest = index / fast, outer = rest % slow;
-  Work work{0, heads_first ? inner : outer, rest / slow, 0, 0, plan.by_group};
+  const int split = split_of(plan, rest / slow);
+  Work work{0, heads_first ? inner : outer, split, 0, 0, plan.by_group};
   int tile = plan.tiles - 1 - (heads_first ? outer : inner);
   if (plan.sequence_tiles > 0) {
     work.sequence = tile / plan.by_sequence_tiles;

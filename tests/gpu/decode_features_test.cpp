@@ -3,6 +3,7 @@
 // of the keys. Exact by float64; bitwise where the fixed order promises it. A problem's caches hold
 // NaN, and its tables -1 or garbage, wherever no row may look.
 #include <cmath>
+#include <random>
 #include <vector>
 
 #include "tests/gpu/serving_ranks.hpp"
@@ -283,6 +284,51 @@ TEST(DecodeFeatures, TheBatchAroundChangesNoBit) {
           expect_same_bits(alone, whole);
         }
       }
+}
+
+/// More pieces than a GPU has places for: they are handed out, and long sequences' first.
+TEST(DecodeFeatures, ManySequencesOfDifferentLengths) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType kv : stored(DType::bf16))
+    for (const int batch : {40, 128, 150}) {
+      const std::uint64_t seed = fresh_seed();
+      std::mt19937 random(static_cast<unsigned>(seed));
+      Serving s{.heads = 16, .kv_heads = 8, .dim = 64, .dtype = DType::bf16, .kv_dtype = kv};
+      s.q_lens.clear();
+      s.kv_lens.clear();
+      for (int b = 0; b < batch; ++b) {
+        const double log2 = std::uniform_real_distribution<double>(0, 11.5)(random);
+        s.q_lens.push_back(1 + b % 2);
+        s.kv_lens.push_back(b % 7 == 0 ? 1000 : 2 + static_cast<int>(std::exp2(log2)));
+      }
+      const ServingProblem problem(s, seed);
+      const ServingResult one = check(problem, {Layout::interleaved, 1}, seed);
+      SCOPED_TRACE(trace(s, {Layout::interleaved, 2}, seed));
+      expect_same_bits(one, run_dealt(problem, {Layout::interleaved, 2}));
+    }
+}
+
+/// Beyond a power of two half of the tree's places are empty, and pieces are cut finer.
+TEST(DecodeFeatures, LengthsAroundAPowerOfTwo) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType kv : stored(DType::bf16))
+    for (const int more : {-kSegment, 0, 1, 130, 5000}) {
+      Serving s{.heads = 16,
+                .kv_heads = 8,
+                .dtype = DType::bf16,
+                .kv_dtype = kv,
+                .q_lens = {1},
+                .kv_lens = {16384 + more}};
+      const std::uint64_t seed = fresh_seed();
+      const ServingProblem problem(s, seed);
+      for (const Layout layout : {Layout::contiguous, Layout::interleaved}) {
+        const ServingResult one = check(problem, {layout, 1}, seed);
+        for (const int ranks : {2, 4}) {
+          SCOPED_TRACE(trace(s, {layout, ranks}, seed));
+          expect_same_bits(one, run_dealt(problem, {layout, ranks}));
+        }
+      }
+    }
 }
 
 TEST(DecodeFeatures, AllTogether) {

@@ -150,9 +150,9 @@ void choose_e4m3(const AttendParams& params, const Finished& finished, int least
                  cudaStream_t stream) {
   using E4m3 = __nv_fp8_e4m3;
   const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
-  if (params.dim <= 64) return run(Tile<E4m3, 64, 3, 128, true, Scores::plain, Result>{});
-  if (params.dim <= 128) return run(Tile<E4m3, 128, 2, 192, false, Scores::plain, Result>{});
-  return run(Tile<E4m3, 256, 2, 96, false, Scores::plain, Result>{});
+  if (params.dim <= 64) return run(Tile<E4m3, 64, 3, 160, true, Scores::plain, Result>{});
+  if (params.dim <= 128) return run(Tile<E4m3, 128, 2, 192, true, Scores::plain, Result>{});
+  return run(Tile<E4m3, 256, 2, 128, true, Scores::plain, Result>{});
 }
 
 /// What the option needs of a call besides.

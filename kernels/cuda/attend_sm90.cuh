@@ -36,16 +36,16 @@ __device__ void load(const Call& call, Shared<T>& shared) {
   constexpr int kTileBytes = T::kPanels * T::kPanelBytes;
   const std::uint64_t keys_again = cache_policy<Keep::last_to_go>();
   Turn<2> announced;
-  Turn<T::kStages> k, v;
+  Turn<T::kStages> k;
+  Turn<T::kEightBits ? 1 : T::kStages> v;
   std::uint32_t q_parity = 0;
-  const auto load_tile = [&](auto& stages, const CUtensorMap* map, Barrier* full, Barrier* empty,
-                             Turn<T::kStages>& turn, int key, int kv_head) {
-    empty[turn.stage].wait(turn.parity ^ 1);
-    full[turn.stage].arrive_expecting(kTileBytes);
+  const auto load_tile = [&](auto& tile, const CUtensorMap* map, Barrier& full, Barrier& empty,
+                             auto& turn, int key, int kv_head) {
+    empty.wait(turn.parity ^ 1);
+    full.arrive_expecting(kTileBytes);
 #pragma unroll
     for (int panel = 0; panel < T::kPanels; ++panel)
-      load_box(stages[turn.stage][panel], map, panel * T::kPanelElements, key, kv_head,
-               &full[turn.stage], keys_again);
+      load_box(tile[panel], map, panel * T::kPanelElements, key, kv_head, &full, keys_again);
     turn.next();
   };
 
@@ -60,14 +60,16 @@ __device__ void load(const Call& call, Shared<T>& shared) {
     if (tiles < kEarly) shared.item_wanted.arrive();
 
     const auto load_k = [&](int at) {
-      load_tile(shared.k, &call.k, shared.k_full, shared.k_empty, k, at, kv_head);
+      load_tile(shared.k[k.stage], &call.k, shared.k_full[k.stage], shared.k_empty[k.stage], k, at,
+                kv_head);
     };
     const auto load_v = [&](int at) {
       if constexpr (T::kEightBits)
         load_tile(shared.stored.v, &call.v, shared.stored.full, shared.stored.empty, v, at,
                   kv_head);
       else
-        load_tile(shared.v, &call.v, shared.v_full, shared.v_empty, v, at, kv_head);
+        load_tile(shared.v[v.stage], &call.v, shared.v_full[v.stage], shared.v_empty[v.stage], v,
+                  at, kv_head);
     };
     load_k(key -= T::kKeys);
     const std::uint64_t queries_once = cache_policy<Keep::first_to_go>();
@@ -326,10 +328,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
       shared.k_empty[i].init(kConsumerWarps);
       shared.v_full[i].init(T::kEightBits ? T::kTransposers / 32 : 1);
       shared.v_empty[i].init(kConsumerWarps);
-      if constexpr (T::kEightBits) {
-        shared.stored.full[i].init(1);
-        shared.stored.empty[i].init(T::kTransposers / 32);
-      }
+    }
+    if constexpr (T::kEightBits) {
+      shared.stored.full.init(1);
+      shared.stored.empty.init(T::kTransposers / 32);
     }
     publish_barriers();
   }

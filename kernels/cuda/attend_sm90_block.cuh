@@ -50,6 +50,9 @@ struct Tile {
   // Out of the 64 Ki registers of a multiprocessor.
   static constexpr int kProducerRegisters = kConsumers == 3 && !kEightBits ? 32 : 56;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kEightBits ? 152 : 160;
+  // More than a thread has at the launch, on average, would never be handed out, and be waited for.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 };
 
 /// Where a rank's keys of one sequence stand, for positions that ascend; the shard's rule in 32
@@ -140,10 +143,12 @@ struct AlibiRoom {
 };
 
 /// What e4m3 needs besides: values as the copy engine brings them, and the factors of the items.
+/// One tile of values and no ring: it is free again once it is transposed, long before the
+/// consumers are done with it, and a second would cost a tile of 256 columns a quarter of its keys.
 template <class T>
 struct StoredValues {
-  alignas(1024) typename T::Element v[T::kStages][T::kPanels][T::kKeys][T::kPanelElements];
-  Barrier full[T::kStages], empty[T::kStages];
+  alignas(1024) typename T::Element v[T::kPanels][T::kKeys][T::kPanelElements];
+  Barrier full, empty;
   float score_factor[2];  // base 2, of a product
   float value_factor[2];  // of O
 };

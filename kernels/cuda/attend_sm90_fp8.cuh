@@ -26,6 +26,11 @@
 // Registers. Sums take those of the scores, which are weights by then; where O has more columns
 // than a tile has keys, in pieces of columns. So products run beside the softmax of the other
 // consumers, never beside a consumer's own.
+//
+// Turns. Consumers wait for the same tiles, which brings them to the same step, and then products
+// run beside no softmax at all. So they take turns at the tensor cores (Tile::kTurns): a turn is a
+// tile's sums and the next tile's scores, and all that needs no tensor core, the rounding of
+// weights included, stands outside of it.
 #pragma once
 
 #include <utility>
@@ -116,7 +121,8 @@ __device__ void transpose(Shared<T>& shared) {
   }
 
   Turn<2> announced;
-  Turn<T::kStages> at;  // of both rings: a tile has the same stage in each
+  Turn<T::kStages> at;
+  std::uint32_t stored_parity = 0;
   for (;; announced.next()) {
     shared.item_full[announced.stage].wait(announced.parity);
     const Item& item = shared.items[announced.stage];
@@ -127,15 +133,15 @@ __device__ void transpose(Shared<T>& shared) {
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       first -= T::kKeys;
-      stored.full[at.stage].wait(at.parity);
-      if (first < clear)
-        clear_keys<T, T::kTransposers>(stored.v[at.stage], clear - first, kBarrier);
+      stored.full.wait(stored_parity);
+      stored_parity ^= 1;
+      if (first < clear) clear_keys<T, T::kTransposers>(stored.v, clear - first, kBarrier);
       shared.v_empty[at.stage].wait(at.parity ^ 1);
-      transpose_tile<T>(stored.v[at.stage], shared.v[at.stage]);
+      transpose_tile<T>(stored.v, shared.v[at.stage]);
       fence_shared_stores();
       __syncwarp();
       if (lane == 0) {
-        stored.empty[at.stage].arrive();
+        stored.empty.arrive();
         shared.v_full[at.stage].arrive();
       }
       at.next();
@@ -170,11 +176,14 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
   const auto release = [&](Barrier& empty) {
     if (lane == 0) empty.arrive();
   };
+  // Where ptxas knows how the number comes about, it serialises products (C7511) for some forms of
+  // it, others for each tile.
+  const int next_turn = opaque(kTurnBarrier + (group + 1) % T::kConsumers);
   const auto wait_turn = [&] {
     if (T::kTurns) named_sync(kTurnBarrier + group, 256);
   };
   const auto pass_turn = [&] {
-    if (T::kTurns) named_arrive(kTurnBarrier + (group + 1) % T::kConsumers, 256);
+    if (T::kTurns) named_arrive(next_turn, 256);
   };
   if (group == T::kConsumers - 1) pass_turn();  // the first consumer begins
 
@@ -190,11 +199,16 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
     k.next();
     if (last) release(shared.q_empty[group]);
   };
+  // Maxima by whole numbers, three scores at a time: few rows have all their scores below 0. And
+  // weights are rounded as they come, so that conversions run beside exponentials.
   const auto softmax = [&] {
     first -= T::kKeys;
     if (first < whole.begin || first + T::kKeys > whole.end)
       hide(s, -INFINITY, first, shared.rows[announced.stage], row);
-    rows.softmax(s, c, ratio);
+    float top[2];
+    find_tops(s, false, top);
+    rows.softmax_below(s, top, Constant{c}, ratio);
+    round_to_e4m3(p, s);
   };
   const auto add_piece = [&]<int kFrom>() {  // columns from kFrom on
     wgmma_begin();
@@ -211,7 +225,6 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
       o[kFrom / 2 + i] = fmaf(o[kFrom / 2 + i], ratio[i / 2 % 2], sums[i]);
   };
   const auto add_values = [&] {  // O = O ratio + P V
-    round_to_e4m3(p, s);
     shared.v_full[v.stage].wait(v.parity);
     [&]<int... kPiece>(std::integer_sequence<int, kPiece...>) {
       (add_piece.template operator()<kPiece * kPieceColumns>(), ...);

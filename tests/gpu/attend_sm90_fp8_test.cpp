@@ -98,13 +98,13 @@ TEST(AttendSm90Fp8, EveryHeadDim) {
                      .mask = {.causal = causal}});
 }
 
-// Rows come in tiles of 128 and 192, keys in tiles of 96, 128 and 192, of which 32 are a step.
+// Rows come in tiles of 128 and 192, keys in tiles of 128, 160 and 192, of which 32 are a step.
 TEST(AttendSm90Fp8, EdgesOfTiles) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int dim : {64, 128, 256})
     for (const int q_len : {17, 64, 127, 128, 129, 192, 193})
-      for (const int kv_len : {1,   2,   16,  17,  31,  32,  33,  95,  96,  97,
-                               128, 129, 191, 192, 193, 384, 385, 512, 513, 1100})
+      for (const int kv_len : {1,   2,   16,  17,  31,  32,  33,  127, 128, 129, 159, 160,
+                               161, 191, 192, 193, 320, 321, 384, 385, 512, 513, 1100})
         for (const bool causal : {false, true})
           check_exact({.heads = 1,
                        .kv_heads = 1,

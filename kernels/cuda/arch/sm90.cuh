@@ -101,6 +101,12 @@ __device__ inline void pin(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+/// The same number, but the compiler does not know how it came about.
+__device__ inline int opaque(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 template <int kColumns>
 struct Product;
 

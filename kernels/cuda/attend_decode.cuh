@@ -5,13 +5,13 @@
 //     O^T += V^T P^T  P^T is S^T's fragment transposed in registers
 //
 // A warp does all of this for its own rows and meets nobody: no barrier stands between a key and
-// its value, and the warps of a multiprocessor hide each other's latencies. Up to eight rows
-// (sixteen where registers allow) are one warp's; more rows are a team's, whose warps share the
-// keys.
+// its value, and the warps of a multiprocessor hide each other's latencies. Up to eight rows are
+// one warp's; more rows are a team's, whose warps share the keys.
 //
 // A segment's state is small; segments fold in the fixed order, always. A team takes an aligned
 // part of the order's tree (a split), so the number of splits fills the GPU and never changes a
-// bit. decode_stream.cuh loads, decode_operands.cuh multiplies, decode_pages.cuh finds pages.
+// bit. decode_stream.cuh loads, decode_operands.cuh multiplies, decode_pages.cuh finds pages,
+// decode_order.cuh says which sequence comes next.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"

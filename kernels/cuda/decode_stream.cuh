@@ -9,10 +9,10 @@
 //     ahead      found; if it is paged, its entries of the block table are on their way
 //
 // Stages of a segment: its keys, then its values, as they are stored. Where all keys of a stage
-// are wanted and rows are dense, the copy engine (decode_boxes.hpp) brings one or two tiles of 16
-// keys by one instruction; all else comes by cp.async, or through registers. A stage's barrier
-// counts both, and an arrival of each warp. The team's threads meet once a stage; where a team is a
-// warp, that is no barrier.
+// are wanted, or none, and rows are dense, the copy engine (decode_boxes.hpp) brings one or two
+// tiles of 16 keys by one instruction; all else comes by cp.async, or through registers. A stage's
+// barrier counts both, and an arrival of each warp. The team's threads meet once a stage; where a
+// team is a warp, that is no barrier.
 #pragma once
 
 #include "kernels/cuda/arch/copy_engine.cuh"
@@ -257,12 +257,13 @@ class DecodeStream {
       const DecodePiece& piece = shared_.piece[load_.piece];
       const std::int64_t first = load_.index * kSegment;
       const Interval wanted = piece.view.any;
-      int whole = 0;  // stages
-      if (piece.view.table == nullptr && first >= wanted.begin)
-        whole =
-            static_cast<int>(min(wanted.end - first, std::int64_t{kSegment})) / Traits::kStageKeys;
-      by_box_k_ = boxes_.k_valid ? whole : 0;
-      by_box_v_ = boxes_.v_valid ? whole : 0;
+      apart_ = 0;
+      aparts_ = Traits::kKeyStages;
+      if (piece.view.table == nullptr && first >= wanted.begin) {
+        const int seen = static_cast<int>(min(wanted.end - first, std::int64_t{kSegment}));
+        apart_ = seen / Traits::kStageKeys;
+        aparts_ = seen % Traits::kStageKeys > 0;
+      }
     }
   }
 
@@ -315,9 +316,11 @@ class DecodeStream {
           place_[i] = find_place(p_, piece.sequence, piece.view, ahead_.index,
                                  i * Traits::kTeamThreads + thread_);
     } else {
-      box_row_ahead_ =
-          static_cast<std::int32_t>(piece.sequence.first_key + ahead_.index * kSegment) +
-          tile * Traits::kTile;
+      const std::int64_t key = ahead_.index * kSegment + tile * Traits::kTile;
+      constexpr int kNowhere = -2 * kBoxKeys;  // the copy engine fills in zeros
+      box_row_ahead_ = key < piece.view.any.end
+                           ? static_cast<std::int32_t>(piece.sequence.first_key + key)
+                           : kNowhere;
       box_page_ahead_ = 0;
     }
   }
@@ -356,7 +359,8 @@ class DecodeStream {
     const std::uint32_t tile = ring_ + slot * Traits::kStageBytes;
     const bool keys = stage < Traits::kKeyStages;
     stage %= Traits::kKeyStages;
-    if (stage < (keys ? by_box_k_ : by_box_v_))
+    if ((keys ? boxes_.k_valid : boxes_.v_valid) &&
+        static_cast<unsigned>(stage - apart_) >= static_cast<unsigned>(aparts_))
       return load_box(tile, keys ? &boxes_.k : &boxes_.v, stage, ready);
     const DecodePiece& piece = shared_.piece[load_.piece];
     const KvRows& source = keys ? p_.k : p_.v;
@@ -402,7 +406,7 @@ class DecodeStream {
   bool started_ = false;     // the first loads are under way
   DecodeSegment load_, ahead_;
   bool exists_ = false;                           // the segment in load does
-  int by_box_k_ = 0, by_box_v_ = 0;               // its first stages that the copy engine brings
+  int apart_ = 0, aparts_ = 0;                    // its first stage not by box, and how many
   int box_lanes_;                                 // of a warp, that ask for a stage
   bool by_place_k_ = false, by_place_v_ = false;  // else they come by the places of their keys
   std::int32_t box_row_ = 0, box_page_ = 0;       // lane i: of tile i of the segment in load

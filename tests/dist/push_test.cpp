@@ -219,14 +219,16 @@ void PushTest::check(const Case& c, std::uint64_t seed) {
   }
 }
 
-/// From 2 splits of a row's keys to as many as there can be.
+/// From 2 splits of a rank's keys to as many as there can be.
 TEST_F(PushTest, BitsOfKernelsOfTheirOwn) {
   const std::uint64_t seed = shared_seed(*world_);
+  const int ranks = world_->size();
   int turn = 0;
   for (int dim : {16, 24, 64, 80, 128, 256})
     for (std::int32_t keys : {256, 512, 1000, 2048, 9000, 40000}) {
       const Layout layout = ++turn % 2 == 0 ? Layout::contiguous : Layout::interleaved;
-      check({.kv_lens = {keys}, .dim = dim, .layout = layout, .sinks = turn % 3 == 0}, seed + turn);
+      check({.kv_lens = {keys * ranks}, .dim = dim, .layout = layout, .sinks = turn % 3 == 0},
+            seed + turn);
     }
 }
 

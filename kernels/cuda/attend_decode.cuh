@@ -18,6 +18,7 @@
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/decode_operands.cuh"
+#include "kernels/cuda/decode_passage.cuh"
 #include "kernels/cuda/decode_stack.cuh"
 #include "kernels/cuda/decode_stream.cuh"
 #include "kernels/cuda/fold_stack.cuh"
@@ -96,51 +97,6 @@ struct DecodeTraits {
 };
 
 // ---- steps ----------------------------------------------------------------------------------
-
-/// Of a segment: s[tile][row tile][2 half + j] is key 16 tile + 8 half + lane / 4, row 2t + j.
-template <class Traits>
-struct Scores {
-  float s[Traits::kTiles][Traits::kRowTiles][4];
-};
-
-/// A lane's own way of passing numbers from one loop over tiles to the next: shared memory, as
-/// registers cannot be indexed. Scores, then weights in their place.
-template <class Traits>
-class Passage {
- public:
-  __device__ explicit Passage(typename Traits::Shared& shared)
-      : slot_(shared.passage[threadIdx.x / 32 % Traits::kTeam][0] + threadIdx.x % 32) {}
-
-  __device__ void put_scores(int tile, const float (&s)[Traits::kRowTiles][4]) {
-#pragma unroll
-    for (int n = 0; n < Traits::kRowTiles; ++n)
-      at(tile, n) = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
-  }
-  __device__ void get_scores(Scores<Traits>& scores) {
-#pragma unroll
-    for (int tile = 0; tile < Traits::kTiles; ++tile)
-#pragma unroll
-      for (int n = 0; n < Traits::kRowTiles; ++n) {
-        const float4 four = at(tile, n);
-        float(&s)[4] = scores.s[tile][n];
-        s[0] = four.x, s[1] = four.y, s[2] = four.z, s[3] = four.w;
-      }
-  }
-  __device__ void put_weights(int tile, int n, std::uint32_t low, std::uint32_t high) {
-    *reinterpret_cast<uint2*>(&at(tile, n)) = make_uint2(low, high);
-  }
-  __device__ void get_weights(int tile, std::uint32_t (&weights)[Traits::kRowTiles][2]) {
-#pragma unroll
-    for (int n = 0; n < Traits::kRowTiles; ++n) {
-      const uint2 two = *reinterpret_cast<const uint2*>(&at(tile, n));
-      weights[n][0] = two.x, weights[n][1] = two.y;
-    }
-  }
-
- private:
-  __device__ float4& at(int tile, int n) { return slot_[(tile * Traits::kRowTiles + n) * 32]; }
-  float4* slot_;
-};
 
 /// ALiBi and qq_bias. Not inlined, as it is rare and large.
 template <class Traits>
@@ -399,7 +355,8 @@ KernelShape decode_for(int dim, std::int64_t rows) {
   const auto shape = [&](auto size) {
     constexpr int kDim = decltype(size)::value;
     if (rows <= 8) return decode_shape<Stored, kDim, 1, 1, kLoader>();
-    if (rows <= 16) return decode_shape<Stored, kDim, 2, 1, kLoader>();
+    if constexpr (kDim <= 128)  // what larger ones would gain is not worth their code
+      if (rows <= 16) return decode_shape<Stored, kDim, 2, 1, kLoader>();
     return decode_shape<Stored, kDim, 4, 1, kLoader>();
   };
   if constexpr (kLoader == Loader::plain)

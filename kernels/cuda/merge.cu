@@ -120,9 +120,7 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
     sequence = min(static_cast<int>(row / heads / tokens), p.batch.size - 1);
     token = p.batch.first_row(sequence) + row / heads % tokens;
   } else {
-    const unsigned tokens = static_cast<unsigned>((p.tokens + p.batch.size - 1) / p.batch.size);
-    const int guess = min(static_cast<int>(row / heads / tokens), p.batch.size - 1);
-    sequence = last_start(p.batch.size, token, guess, [&](int b) { return p.batch.first_row(b); });
+    sequence = last_start(p.batch.size, token, [&](int b) { return p.batch.first_row(b); });
   }
   const std::int64_t q_len = p.batch.query_len(sequence, p.tokens);
   const bool exists =

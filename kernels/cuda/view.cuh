@@ -95,16 +95,6 @@ LONGSPAN_HD inline int last_start(int size, std::int64_t x, const Starts& starts
   return low;
 }
 
-/// The same where sequences may well be of one length: `guess` is looked at first, which spares a
-/// chain of loads.
-template <class Starts>
-LONGSPAN_HD inline int last_start(int size, std::int64_t x, int guess, const Starts& starts) {
-  const int next = guess + 1 < size ? guess + 1 : guess;
-  const std::int64_t first = starts(guess), after = starts(next);
-  if (first <= x && (next == guess || x < after)) return guess;
-  return last_start(size, x, starts);
-}
-
 /// The split that comes `turn`th: the first of every leaf, then the second. Where the order's tree
 /// is half empty, as beyond a power of two, the splits without keys come last.
 LONGSPAN_HD inline int split_of(const Plan& plan, int turn) {

@@ -155,6 +155,7 @@ __device__ void transpose(Shared<T>& shared) {
 /// its sums, the next tile's scores.
 template <class T>
 __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
+  static_assert(T::kTurns);
   constexpr int kTurnBarrier = 1;
   constexpr int kPieces = (T::kColumns + T::kKeys - 1) / T::kKeys;
   constexpr int kPieceColumns = T::kColumns / kPieces, kSums = kPieceColumns / 2;
@@ -179,12 +180,8 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
   // Where ptxas knows how the number comes about, it serialises products (C7511) for some forms of
   // it, others for each tile.
   const int next_turn = opaque(kTurnBarrier + (group + 1) % T::kConsumers);
-  const auto wait_turn = [&] {
-    if (T::kTurns) named_sync(kTurnBarrier + group, 256);
-  };
-  const auto pass_turn = [&] {
-    if (T::kTurns) named_arrive(next_turn, 256);
-  };
+  const auto wait_turn = [&] { named_sync(kTurnBarrier + group, 256); };
+  const auto pass_turn = [&] { named_arrive(next_turn, 256); };
   if (group == T::kConsumers - 1) pass_turn();  // the first consumer begins
 
   const auto wait_keys = [&] { shared.k_full[k.stage].wait(k.parity); };

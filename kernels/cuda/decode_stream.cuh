@@ -197,7 +197,7 @@ class DecodeStream {
   }
 
   /// The next segment's work begins; false: there is none. Finding a segment is long code, which
-  /// costs most when it is fetched: it stands once, and the first call runs it as all others do.
+  /// costs most when it is fetched: it stands once, for the first call too, unless kFindsBetween.
   __device__ __forceinline__ bool begin() {
     if (!kFindsBetween || !started_) {
 #pragma unroll 1

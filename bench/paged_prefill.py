@@ -25,20 +25,24 @@ LAYOUTS = ["rows", "x-packed"]
 
 
 class Contiguous(prefill_features.Run):
+    target = None
+
     def __init__(self, batch, tokens, kv):
-        super().__init__((HEADS, KV_HEADS, DIM, kv), True, [kv])
+        self.times = []
         self.work = 4 * HEADS * DIM * batch * (tokens * (kv - tokens) + tokens * (tokens + 1) // 2)
-        self.shape = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "dtype": "bf16",
-                      "batch": batch, "tokens": tokens, "kv_len": kv, "ranks": 1}
         self.options = ["--heads", HEADS, "--kv-heads", KV_HEADS, "--dim", DIM, "--dtype", "bf16",
                         "--batch", batch, "--tokens", tokens, "--kv", kv, "--causal"]
 
 
 class Paged(Contiguous):
+    target = TARGET
+
     def __init__(self, row, page, layout):
-        super().__init__(*ROWS[row])
-        self.target = TARGET
-        self.shape |= {"page": page, "layout": layout}
+        batch, tokens, kv = ROWS[row]
+        super().__init__(batch, tokens, kv)
+        self.shape = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "dtype": "bf16",
+                      "batch": batch, "tokens": tokens, "kv_len": kv, "ranks": 1, "page": page,
+                      "layout": layout}
         self.asked = ["--section", "chunked", "--row", str(row), "--page", str(page),
                       "--layout", layout]
 

@@ -45,6 +45,10 @@ class Backend {
   /// nothing is written then.
   virtual void attend(const AttendParams& params, Stream stream) const = 0;
 
+  /// Whether a call with these new_k and new_v writes them into the cache itself; else append does,
+  /// ahead of a call without them.
+  virtual bool writes_new_keys(const AttendParams&) const { return false; }
+
   /// Long queries over pages by way of a copy; false, or no room: not by this way.
   virtual bool attend_gathered(const GatheredParams&, Stream) const { return false; }
   virtual std::size_t gather_room(const AttendParams& /*bounds*/) const { return 0; }
@@ -68,6 +72,9 @@ class Backend {
   virtual bool attend_exchanged(const AttendParams&, const ExchangeParams&, Stream) const {
     return false;
   }
+  /// Whether attend_exchanged is for calls like this one, on all ranks alike (though some may have
+  /// too few keys for it): ExchangeParams::pushed.
+  virtual bool is_decode(const AttendParams&) const { return false; }
   /// Bytes of a window for it; 0: there is no such kernel.
   virtual std::size_t exchange_window(std::int64_t /*rows*/, int /*dim*/, int /*ranks*/) const {
     return 0;

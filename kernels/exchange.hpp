@@ -31,6 +31,7 @@ struct ExchangeParams {
   Push push = Push::automatic;
   int blocks = 0;       // 0: by size. Others to measure them, as far as the GPU holds them
   bool overlap = true;  // the kernel may come to its place while the one before it ends
+  bool pushed = false;  // by attention where it can; of all ranks alike, as `automatic` looks at it
 };
 
 }  // namespace longspan::kernels

@@ -159,6 +159,8 @@ struct AttendParams {
   KvRows k;  // [keys on this rank, kv_heads, dim], or pages
   KvRows v;  // as k
   Pages pages;
+  Rows new_k;  // [tokens, kv_heads, dim], where Backend::writes_new_keys: k and v do not have the
+  Rows new_v;  // last q_len keys of each sequence yet, and the kernel writes them there; or null
 
   Scales q_scale;  // with k_scale: factors of every product, ahead of everything else
   Scales k_scale;

@@ -155,13 +155,19 @@ void DecodeStep::make_requests() {
                     .query_start = append.query_start,
                     .kv_len = append.kv_len,
                     .block_table = append.block_table,
+                    .new_k = device == Device::cuda ? append.new_k : Tensor(),
+                    .new_v = device == Device::cuda ? append.new_v : Tensor(),
                     .k_scale = append.k_scale,
                     .v_scale = append.v_scale};
     appends_.push_back(append);
     requests_.push_back(request);
-    request.shard = {};
-    request.kv_len = lengths_.own;
+    if (own_layer_) {  // its keys end where they do: new ones go behind them on every rank
+      request.shard = Shard::interleaved(0, 0, 1);
+      request.kv_len = lengths_.own;
+    }
     own_requests_.push_back(request);
+    request.new_k = request.new_v = {};
+    read_requests_.push_back(request);
   }
 }
 
@@ -172,10 +178,12 @@ void DecodeStep::queue(Part part, Stream stream) {
   grow(world_.device(), lengths_, stream);
   for (int layer = 0; layer < shape_.layers; ++layer) {
     const auto begin = Clock::now();
-    layer_.append(appends_[layer], stream);
+    if (host || part == Part::append) layer_.append(appends_[layer], stream);
     append_ms += std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+    Attention& own = own_layer_ ? *own_layer_ : layer_;
     if (part == Part::whole) layer_.run(requests_[layer], stream);
-    if (part == Part::own) own_layer_->run(own_requests_[layer], stream);
+    if (part == Part::own) own.run(own_requests_[layer], stream);
+    if (part == Part::read) own.run(read_requests_[layer], stream);
     if (!host) continue;
     attend_ms += layer_.phases().attend;
     pulse_();

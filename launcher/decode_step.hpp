@@ -24,7 +24,8 @@ class DecodeStep {
   enum class Part {
     whole,
     append,  // the lengths and the appends
-    own      // these, and attention over this rank's keys alone: nothing travels. CUDA only
+    own,     // CUDA: as whole, over this rank's keys alone: nothing travels
+    read     // CUDA: the same, with nothing appended
   };
 
   /// Collective. `pulse` is called now and then while something takes long.
@@ -76,13 +77,13 @@ class DecodeStep {
   std::int64_t capacity_;
   Queue queue_;
   Attention layer_;
-  std::optional<Attention> own_layer_;  // CUDA and several ranks: for Part::own
+  std::optional<Attention> own_layer_;  // CUDA and several ranks: for Part::own and read
   DecodeInputs inputs_;
   Memory k_, v_;
   Buffer table_, query_start_, kv_len_, own_len_, q_, out_, lse_;
   Lengths lengths_;
   std::vector<Append> appends_;  // of each layer
-  std::vector<Request> requests_, own_requests_;
+  std::vector<Request> requests_, own_requests_, read_requests_;
   Spent spent_;
   std::uint64_t bits_ = 0, checks_ = 0;
 };

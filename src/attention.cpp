@@ -307,6 +307,18 @@ struct Attention::Impl {
     throw_fault(found);
   }
 
+  /// By the attention kernel itself where it can: a launch less.
+  void bring_new_keys(kernels::AttendParams& attend, const Append& tokens, const CacheView& cache,
+                      Stream stream) {
+    const kernels::AppendParams p = append_params(tokens, cache);
+    check_arrays(append_checks(p, cache), stream);
+    attend.new_k = p.new_k;
+    attend.new_v = p.new_v;
+    if (kernels->writes_new_keys(attend)) return;
+    attend.new_k = attend.new_v = {};
+    kernels->append(p, stream);
+  }
+
   Job job(const Request& request, const CacheView& cache, Stream stream) {
     Job job{*kernels, world.transport(), stream, attend_params(request, cache), {}};
     job.merge = merge_params(request, job.attend.state);
@@ -354,6 +366,7 @@ void Attention::run(const Request& request, Stream stream) {
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(request.shard, request.kv_len, request.batch, cache, stream);
   layer.check_arrays({.attend = job.attend, .slot_count = cache.keys}, stream);
+  if (request.new_k) layer.bring_new_keys(job.attend, append_of(request), cache, stream);
   run_of (*layer.strategy)(job);
   job.enter(Phase::merge);  // the end of the last phase
 }

@@ -139,6 +139,20 @@ void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& 
   }
 }
 
+Append append_of(const Request& request) {
+  return {.new_k = request.new_k,
+          .new_v = request.new_v,
+          .k = request.k,
+          .v = request.v,
+          .block_table = request.block_table,
+          .shard = request.shard,
+          .batch = request.batch,
+          .query_start = request.query_start,
+          .kv_len = request.kv_len,
+          .k_scale = request.k_scale,
+          .v_scale = request.v_scale};
+}
+
 CacheView check_request(const Request& request, const Options& options, const Communicator& world) {
   const Device device = world.device();
   check_batch(request.batch, request.query_start, request.kv_len, options);
@@ -165,6 +179,12 @@ CacheView check_request(const Request& request, const Options& options, const Co
   check_features(request, options);
   const std::int64_t rows =
       options.shard_queries ? check_query_shard(request, options, world) : own_rows;
+
+  if (request.new_k || request.new_v) {
+    check_append(append_of(request), options, world);
+    require(request.new_k.shape[0] == rows, "new_k has {} rows; there are {} of q",
+            request.new_k.shape[0], rows);
+  }
 
   if (device == Device::host) {
     check_lengths({request.batch, request.query_start, request.kv_len}, rows, request.shard, cache,

@@ -16,6 +16,8 @@ void check_options(const Options& options);
 /// as kernels see it. On the host lengths and shards are checked too; on a GPU they are not in
 /// reach. What lies in block tables is left to Backend::check_arrays.
 CacheView check_request(const Request& request, const Options& options, const Communicator& world);
+/// Request::new_k and new_v with the cache they belong to.
+Append append_of(const Request& request);
 CacheView check_append(const Append& tokens, const Options& options, const Communicator& world);
 
 /// Host only: query_start and the lengths of a batch whose keys lie in `cache` as `shard` says.

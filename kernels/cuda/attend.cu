@@ -20,16 +20,13 @@
 #include "kernels/cuda/merge.hpp"
 #include "kernels/cuda/overlap.hpp"
 #include "kernels/cuda/resume.hpp"
+#include "kernels/cuda/splits.hpp"
 #include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
 
-constexpr std::int64_t kMostKeys = std::int64_t{1} << 31;  // of a sequence whose length is unknown
-constexpr int kLongSplit = 512;  // keys of a split of long queries, at least: a fold costs traffic
 constexpr std::size_t kAlign = 256;
-constexpr int kPieces = 4;        // for each place on the GPU, at most
-constexpr int kSharedPieces = 8;  // the same where lengths may differ
 
 std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -49,16 +46,6 @@ std::int64_t mean_rows(const AttendParams& p, Lengths lengths) {
   const std::int64_t tokens = (p.tokens + p.batch.size - 1) / p.batch.size;
   const std::int64_t most = most_tokens(p, lengths);
   return std::min(tokens, most) * (p.heads / p.kv_heads);
-}
-
-std::int64_t most_keys(const AttendParams& p) {
-  if (p.batch.kv_len == nullptr) return p.shard.length;
-  return p.max_kv_len > 0 ? p.max_kv_len : kMostKeys;
-}
-
-/// The same on one rank, were they dealt evenly.
-std::int64_t most_local_keys(const AttendParams& p) {
-  return (most_keys(p) + p.shard.ranks - 1) / p.shard.ranks;
 }
 
 /// How many thread blocks the GPU holds at a time, and what each takes.
@@ -81,92 +68,6 @@ Residence residence(const KernelShape& shape, const Gpu& gpu) {
   int bytes = shape.shared_bytes;
   for (int i = 0; i < shape.near_levels && bytes + level <= room; ++i) bytes += level;
   return {blocks * gpu.multiprocessors, bytes};
-}
-
-/// Part of the time of a segment that is left when hardly anyone else is at work. Short queries
-/// share the memory: half of the places nearly read as fast as all of them.
-constexpr double kAloneShort = 0.55, kAloneLong = 1.0;
-
-/// A rank's part of the fixed order's tree for the longest sequence, in segments.
-struct Tree {
-  double alone;
-  std::int64_t segments;
-  std::int64_t leaves, leaf_places = 1;  // places: a power of two, up to half of them empty
-
-  /// How long `works` x `splits` pieces take, in the order of split_of, with `resident` at work at
-  /// a time: 1 is a segment in each place. Leaves differ by few segments.
-  double time(std::int64_t works, std::int64_t splits, std::int64_t resident) const {
-    std::int64_t whole = (segments + splits - 1) / splits, rest = 0;  // segments of pieces
-    std::int64_t wholes = works * splits, rests = 0;                  // so many of them
-    if (splits > leaves) {
-      const std::int64_t each = segments / leaves;
-      whole = std::max<std::int64_t>(1, leaf_places * leaves / splits);
-      rest = each % whole;
-      wholes = works * leaves * (each / whole);
-      rests = rest > 0 ? works * leaves : 0;
-    }
-    const auto spent = [&](std::int64_t count, std::int64_t active) {
-      const double busy = static_cast<double>(active) / static_cast<double>(resident);
-      return static_cast<double>(count) * std::max(busy, alone);
-    };
-    double sum = 0;
-    while (wholes + rests > 0) {  // waves
-      const std::int64_t a = std::min(wholes, resident), b = std::min(rests, resident - a);
-      const std::int64_t together = b > 0 ? rest : 0;
-      sum += spent(together, a + b);
-      if (a > 0) sum += spent(whole - together, a);
-      wholes -= a;
-      rests -= b;
-    }
-    return sum;
-  }
-};
-
-Tree tree_of(const AttendParams& p, Lengths lengths) {
-  const std::int64_t segments = segments_of(most_local_keys(p));
-  const bool by_table = p.shard.layout == Layout::ranges || p.shard.layout == Layout::listed;
-  const bool is_long = lengths == Lengths::only_long;
-  const double alone = is_long ? kAloneLong : kAloneShort;
-  if (by_table || (is_long && !p.invariant)) return {alone, segments, kMostSplits};  // no leaf cut
-  const SegmentOrder order = p.shard.order(most_keys(p));
-  return {alone, segments, order.leaves, std::int64_t{1} << leaf_bits(order)};
-}
-
-/// The power of two, up to kMostSplits, with which `works` pieces each take the least time: the
-/// smallest within 5 % of it. Splits of `least` keys or more. `resident`: pieces that the GPU takes
-/// at a time.
-int choose_splits(std::int64_t works, int resident, const Tree& tree, int least) {
-  int best = 1;
-  double best_time = std::numeric_limits<double>::infinity();
-  for (int splits = 1; splits <= kMostSplits; splits *= 2) {
-    if (splits > 1 && (works * splits > kPieces * resident ||
-                       (splits - 1) * std::int64_t{least} >= tree.segments * kSegment))
-      break;
-    const double time = tree.time(works, splits, resident);
-    if (time * 1.05 < best_time) {
-      best_time = time;
-      best = splits;
-    }
-  }
-  return best;
-}
-
-/// The same for sequences whose lengths may differ: pieces are handed out, more of them for each
-/// place, as long as they stay large beside what a piece costs.
-int choose_shared_splits(std::int64_t works, int resident, const Tree& tree) {
-  constexpr int kLargePiece = 4;  // segments
-  int splits = choose_splits(works, resident, tree, kSegment);
-  while (splits < kMostSplits && works * splits * 2 <= kSharedPieces * resident &&
-         tree.segments >= splits * 2 * kLargePiece)
-    splits *= 2;
-  return splits;
-}
-
-/// Leaves of the tree that are cut into several splits each have their first ones taken first.
-void order_splits(const Tree& tree, Plan& plan) {
-  if (plan.splits <= tree.leaves) return;
-  plan.split_leaves = log2_ceil(static_cast<int>(tree.leaves));
-  plan.leaf_splits = log2_ceil(plan.splits) - plan.split_leaves;
 }
 
 /// Pieces beyond those that places begin with come by the lengths of their sequences.
@@ -218,28 +119,19 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan_tiles(p, plan, expected);
   const std::int64_t works = expected * p.kv_heads;
   const int places = resident * shape.teams;
-  // Sequences of one call may differ in length, and pieces are handed out. A single one has pieces
-  // of one size, each place takes as many, and those without keys come last.
-  const bool shared = shape.box_dim > 0 && p.batch.size > 1;
-  if (p.parts) {
-    plan.splits = p.parts.count;
-  } else {
-    const Tree tree = tree_of(p, lengths);
-    plan.splits = shared ? choose_shared_splits(works, places, tree)
-                         : choose_splits(works, places, tree,
-                                         lengths == Lengths::only_long ? kLongSplit : kSegment);
-    order_splits(tree, plan);
-  }
-  plan.works = plan.tiles * p.kv_heads * plan.splits;
   plan.by_tiles = Divisor(static_cast<std::uint32_t>(plan.tiles));
   plan.by_sequence_tiles = Divisor(static_cast<std::uint32_t>(std::max(plan.sequence_tiles, 1)));
   plan.by_kv_heads = Divisor(static_cast<std::uint32_t>(p.kv_heads));
   plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
+  const bool decodes = shape.box_dim > 0, shared = decodes && p.batch.size > 1;
+  if (plan_splits(p, works, places, decodes, plan))
+    plan.numbers.taken = reinterpret_cast<SplitsTaken*>(p.scratch + kAlign / 2);
+  plan.works = plan.tiles * p.kv_heads * plan.splits;
   if (shared) order_sequences(p, places, plan);
   launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
 
-  if (plan.works > launch.blocks * shape.teams && (shared || shape.box_dim == 0))
-    plan.ticket = shape.box_dim > 0 && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
+  if (plan.works > launch.blocks * shape.teams && (shared || !decodes))
+    plan.ticket = decodes && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
   launch.bytes = kAlign;
   plan.depth = fold_depth(most_keys(p));
   plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
@@ -417,20 +309,23 @@ void attend_kind(const AttendParams& p, Lengths lengths, const Gpu& gpu, cudaStr
   fold_onto(p, lengths, own.state, stream);
 }
 
-/// All sequences are short, and each of their rows has one state, of this call's keys.
-bool is_plain_decode(const AttendParams& p) {
-  return !p.resume && !p.parts && !p.batch.skip_decode && may_hold(p, Lengths::only_short) &&
-         !may_hold(p, Lengths::only_long);
-}
-
-/// All sequences are short and their keys are split: the fold of the splits ends the rows.
-bool decode_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
-                     cudaStream_t stream) {
-  if (!is_plain_decode(p)) return false;
-  Launch launch = make_launch(p, Lengths::only_short, gpu);
+/// The fold of the splits ends the rows of a kind; false: their keys are not split.
+bool queue_finished(const AttendParams& p, Lengths lengths, const MergeParams& m, const Gpu& gpu,
+                    cudaStream_t stream) {
+  Launch launch = make_launch(p, lengths, gpu);
   if (launch.plan.splits == 1) return false;
   queue(p, launch, &m, gpu, stream);
   return true;
+}
+
+/// The short sequences that a batch may have beside long ones, to the rows of the result.
+void finish_short(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
+                  cudaStream_t stream) {
+  if (!may_hold(p, Lengths::only_short)) return;
+  const Lengths lengths = kinds(p)[0];
+  if (!p.resume && !p.parts && queue_finished(p, lengths, m, gpu, stream)) return;
+  attend_kind(p, lengths, gpu, stream);
+  merge_short(m, kShortQuery, stream);
 }
 
 /// The kernel for long queries can write such a result itself.
@@ -459,12 +354,21 @@ bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t strea
       !sm90::accepts(p) || !may_hold(p, Lengths::only_long))
     return false;
   p = gather_keys(g, stream);
-  if (may_hold(p, Lengths::only_short)) {
-    attend_kind(p, kinds(p)[0], gpu, stream);
-    merge_short(m, kShortQuery, stream);
-  }
+  finish_short(p, m, gpu, stream);
   sm90::attend(p, finished_of(m), kShortQuery + 1, stream);
   return true;
+}
+
+bool is_decode(const AttendParams& p) {
+  return !p.resume && !p.parts && !p.batch.skip_decode && may_hold(p, Lengths::only_short) &&
+         !may_hold(p, Lengths::only_long);
+}
+
+bool writes_new_keys(const AttendParams& p) {
+  // Each of these is seen by a row of its own sequence, so some piece of work comes by.
+  return is_decode(p) && p.dtype != DType::fp32 && loader_of(p) == Loader::plain && !p.documents &&
+         p.shard.layout != Layout::listed && is_aligned<8>(p.new_k, p.dtype) &&
+         is_aligned<8>(p.new_v, p.dtype);
 }
 
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
@@ -473,20 +377,16 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
   const bool all_keys = p.shard.ranks == 1 || p.resume;
   const bool whole = m.states.slots == 1 && m.rows == nullptr && all_keys;
   if (!whole) return false;
-  if (decode_finished(p, m, gpu, stream)) return true;
+  if (is_decode(p) && queue_finished(p, Lengths::only_short, m, gpu, stream)) return true;
   if (!ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long)) return false;
-  if (may_hold(p, Lengths::only_short)) {
-    attend_kind(p, kinds(p)[0], gpu, stream);
-    merge_short(m, kShortQuery, stream);
-  }
+  finish_short(p, m, gpu, stream);
   sm90::attend(p, finished_of(m), kShortQuery + 1, stream);
   return true;
 }
 
 bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu& gpu,
                       cudaStream_t stream) {
-  if (!is_plain_decode(p) || e.merge.states.rows != p.tokens * p.heads ||
-      push_of(e) != Push::one_trip)
+  if (!is_decode(p) || e.merge.states.rows != p.tokens * p.heads || push_of(e) != Push::one_trip)
     return false;
   Launch launch = make_launch(p, Lengths::only_short, gpu);
   if (launch.plan.splits == 1) return false;

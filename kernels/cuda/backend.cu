@@ -99,6 +99,8 @@ class CudaBackend final : public Backend {
     check(p);
     return cuda::attend_finished(p, m, gpu_, stream_of(stream));
   }
+  bool is_decode(const AttendParams& p) const override { return cuda::is_decode(p); }
+  bool writes_new_keys(const AttendParams& p) const override { return cuda::writes_new_keys(p); }
   bool attend_exchanged(const AttendParams& p, const ExchangeParams& e,
                         Stream stream) const override {
     check(p);

@@ -56,6 +56,7 @@ struct alignas(16) TeamShared {
   arch::Barrier ready[Traits::kStages];
   SegmentWalk walk;     // of the piece ahead; thread 0's
   DecodeSegment ahead;  // where it stands
+  int works;            // so many have keys, where that is known; else all
   int ticket;
   SequenceOrder order;
 };
@@ -108,6 +109,35 @@ __device__ __noinline__ void load_places_apart(std::uint32_t tile, const KvRows&
   load_places<Traits>(tile, source, dim, kv_head, thread, places);
 }
 
+/// New keys of a segment, which begins at local key `first`, and their values into the cache. Every
+/// piece of work over these keys writes them ahead of its own reads, and all write the same.
+template <class Traits>
+__device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodePiece& piece,
+                                            std::int64_t first, int thread) {
+  using Element = typename Traits::Element;
+  constexpr int kVector = 8;
+  const Sequence& sequence = piece.sequence;
+  const Shard shard = p.shard.of(sequence.index);
+  const int head = piece.work.kv_head;
+  const std::int64_t end = min(first + kSegment, sequence.local_len);
+  for (std::int64_t key = max(first, sequence.local_len - sequence.q_len); key < end; ++key) {
+    const std::int64_t token =
+        shard.position(key, sequence.kv_len) - (sequence.kv_len - sequence.q_len);
+    if (token < 0) continue;
+    const std::int64_t from = sequence.first_row + token, to = sequence.first_key + key;
+    const auto copy = [&](const Rows& rows, const KvRows& cache, int d) {
+      *reinterpret_cast<uint4*>(cache.at<Element>(to, head) + d) =
+          *reinterpret_cast<const uint4*>(rows.at<const Element>(from, head) + d);
+    };
+    for (int d = thread * kVector; d < p.dim; d += Traits::kTeamThreads * kVector) {
+      copy(p.new_k, p.k, d);
+      copy(p.new_v, p.v, d);
+    }
+  }
+  arch::publish_to_copy_engine();
+  sync_team<Traits>();
+}
+
 /// An empty state for each row of a piece that sees no key.
 template <class Traits>
 __device__ inline void store_empty(const AttendParams& p, const Plan& plan,
@@ -129,8 +159,8 @@ __device__ __forceinline__ bool take_piece(const AttendParams& p, const Plan& pl
                                            TeamShared<Traits>& shared, int slot, int index) {
   const int thread = static_cast<int>(threadIdx.x) % Traits::kTeamThreads;
   const Work work = work_of(p, plan, index);
+  const Sequence sequence = sequence_of(p, work.sequence);  // its lengths come with the query's
   if (work.rows == 0) return false;
-  const Sequence sequence = sequence_of(p, work.sequence);
   // One query without a window sees every key, and that need not be worked out.
   const bool sees_all = sequence.q_len == 1 && p.mask.window == 0 && !p.documents && !p.parts &&
                         p.shard.layout != Layout::listed;
@@ -151,16 +181,26 @@ __device__ __forceinline__ bool take_piece(const AttendParams& p, const Plan& pl
       piece.score_scale = p.scale(work.kv_head);
       piece.value_scale = p.v_scale[work.kv_head];
     }
-    const TreeCut cut = tree_cut(p, plan, work);
-    SegmentWalk walk(p.shard.of(work.sequence).order(sequence.kv_len), piece.view.any, cut.split,
-                     cut.splits);
-    const bool found = walk.next();
+    const SegmentOrder order = p.shard.of(work.sequence).order(sequence.kv_len);
+    const SplitNumbers& numbers = plan.numbers;
+    int leaf_splits = numbers.leaf_splits;
+    if (numbers.taken != nullptr) {
+      const int turn = index / plan.by_kv_heads / plan.by_tiles;
+      const SplitsTaken taken = splits_taken(order, numbers);
+      leaf_splits = taken.leaf_splits;
+      shared.works = taken.turns * static_cast<int>(plan.by_tiles.value * plan.by_kv_heads.value);
+      piece.work.split = numbers.split(turn, leaf_splits);
+      if (turn == 0 && work.kv_head == 0) *numbers.taken = taken;
+    }
+    const TreeCut cut = tree_cut(p, plan, piece.work, leaf_splits);
+    SegmentWalk walk(order, piece.view.any, cut.split, cut.splits);
+    const bool found = index < shared.works && walk.next();
     shared.ahead = {walk.place, found ? walk.segment : -1, slot};
     shared.walk = walk;
   }
   sync_team<Traits>();
   if (shared.ahead) return true;
-  store_empty<Traits>(p, plan, sequence, work, thread);
+  if (index < shared.works) store_empty<Traits>(p, plan, sequence, shared.piece[slot].work, thread);
   return false;
 }
 
@@ -185,6 +225,7 @@ class DecodeStream {
     arch::publish_barriers();
     if (thread_ == 0) {
       shared.ahead.index = -1;
+      shared.works = plan.works;
       shared.order.size = 0;
     }
     sync_team<Traits>();
@@ -257,6 +298,11 @@ class DecodeStream {
       const DecodePiece& piece = shared_.piece[load_.piece];
       const std::int64_t first = load_.index * kSegment;
       const Interval wanted = piece.view.any;
+      if constexpr (Traits::kPlain) {
+        const Sequence& sequence = piece.sequence;
+        if (p_.new_k.data != nullptr && first + kSegment > sequence.local_len - sequence.q_len)
+          write_new_keys<Traits>(p_, piece, first, thread_);
+      }
       apart_ = 0;
       aparts_ = Traits::kKeyStages;
       if (piece.view.table == nullptr && first >= wanted.begin) {
@@ -281,7 +327,7 @@ class DecodeStream {
       bool found = false;
       while (!found && !done_) {
         const int index = draw();
-        done_ = index >= plan_.works;
+        done_ = index >= shared_.works;
         if (!done_) found = take_piece<Traits>(p_, plan_, shared_, slot, number_of(index));
       }
       slot_ = slot;

@@ -227,8 +227,8 @@ Push push_of(const ExchangeParams& p) {
   const WindowLayout layout{p.capacity, m.states.dim, p.peers.ranks};
   if (layout.total() >= std::int64_t{1} << 32)  // offsets in a window have 32 bits
     refuse("windows of " + std::to_string(layout.total()) + " bytes");
-  return p.push == Push::automatic ? choose_push(m.states.rows, m.states.dim, p.peers.ranks)
-                                   : p.push;
+  if (p.push != Push::automatic) return p.push;
+  return choose_push(m.states.rows, m.states.dim, p.peers.ranks, p.pushed);
 }
 
 void exchange(const ExchangeParams& p, cudaStream_t stream) {
@@ -253,11 +253,12 @@ std::size_t window_bytes(std::int64_t rows, int dim, int ranks) {
 // for it from 750 KB of states on; on four between 266 and 532 KB, by the slopes from 325 KB. For
 // other numbers of ranks this follows from four and from the bytes, and is to be measured: one trip
 // sends (P - 1) s bytes from each rank, two send (P - 1) / P (s + results), results of 16 bits
-// being s / 2. So what is saved has to be 610 KB: s = 106 KB on 8 ranks.
-Push choose_push(std::int64_t rows, int dim, int ranks) {
+// being s / 2. So what is saved has to be 610 KB: s = 106 KB on 8 ranks. States that attention
+// pushes itself take one trip, and at 532 KB on four that is still faster, by 2 us.
+Push choose_push(std::int64_t rows, int dim, int ranks, bool pushed) {
   const std::int64_t s = rows * (dim + 2) * 4;
   const std::int64_t saved = s * (ranks - 1) * (2 * ranks - 3) / (2 * ranks);
-  const bool pays = ranks == 2 ? s > 750'000 : saved > 610'000;
+  const bool pays = ranks == 2 ? s > 750'000 : saved > (pushed ? 1'150'000 : 610'000);
   return pays ? Push::two_trips : Push::one_trip;
 }
 

@@ -24,7 +24,7 @@ Push push_of(const ExchangeParams& p);
 /// Bytes of a window for exchanges of up to `rows` states.
 std::size_t window_bytes(std::int64_t rows, int dim, int ranks);
 
-/// The variant that `automatic` stands for.
-Push choose_push(std::int64_t rows, int dim, int ranks);
+/// The variant that `automatic` stands for; `pushed`: ExchangeParams.
+Push choose_push(std::int64_t rows, int dim, int ranks, bool pushed = false);
 
 }  // namespace longspan::kernels::cuda

@@ -42,6 +42,7 @@ struct Parts {
   std::uint32_t tokens;  // of a sequence; 0: its rows are those of the states
   std::uint32_t heads;
   int levels;  // of the tree over the splits
+  SplitNumbers numbers;
 };
 
 struct PartsTask {
@@ -83,13 +84,18 @@ struct PartLoad {
 /// The state of the row whose splits `load` gives, in plane 0. All threads call this, with a
 /// barrier between calls. kAlone > kAloneLevels: that many, or more.
 template <int kAlone>
-__device__ Piece<4> fold_planes(const PartLoad& load, int levels, Waiting<kThreads>& waiting) {
+__device__ Piece<4> fold_planes(const PartLoad& load, const Parts& parts,
+                                Waiting<kThreads>& waiting) {
   constexpr int kGroup = std::min(kAlone, kAloneLevels);
+  const int alone = parts.levels - (__ffs(static_cast<int>(blockDim.z)) - 1);
+  const int first = static_cast<int>(threadIdx.z) << alone;
+  const TakenSplits taken(parts.numbers);
   const auto group_of = [&](int index) {
-    const std::uint64_t at = (static_cast<std::uint64_t>(index) << kGroup) * load.slot_bytes;
-    return fold_slots<kGroup>(load.stats + at, load.o + at, load.slot_bytes);
+    const int in_plane = index << kGroup;
+    const std::uint64_t at = static_cast<unsigned>(in_plane) * load.slot_bytes;
+    return fold_slots<kGroup>(load.stats + at, load.o + at, load.slot_bytes,
+                              [&](int i) { return taken.hold(first + in_plane + i); });
   };
-  const int alone = levels - (__ffs(static_cast<int>(blockDim.z)) - 1);
   Piece<4> state = kAlone > kGroup ? fold_groups(group_of, alone - kGroup) : group_of(0);
   fold_threads(state, waiting, threadIdx.z, blockDim.z, thread(), blockDim.y * blockDim.x);
   return state;
@@ -138,13 +144,13 @@ __global__ __launch_bounds__(kThreads,
   arch::prefetch(load.o);
   const Turn turn(r);
   arch::wait_for_kernels_before();
-  Piece<4> state = fold_planes<kAlone>(load, parts.levels, waiting);
+  Piece<4> state = fold_planes<kAlone>(load, parts, waiting);
   for (std::uint32_t next = first;;) {
     send_rows<kLevels>(r, turn, next, column, state);
     next += row_step();
     if (next >= r.rows) break;
     __syncthreads();
-    state = fold_planes<kAlone>(load_of(next), parts.levels, waiting);
+    state = fold_planes<kAlone>(load_of(next), parts, waiting);
   }
   __syncthreads();  // the own states are seen, and every thread has its epoch
   const Departure departure(p);
@@ -195,7 +201,8 @@ void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocesso
                     small(StateSlots::stats_bytes(slots.rows)),
                     small(plan.part_tokens),
                     small(p.merge.heads),
-                    log2_ceil(plan.splits)};
+                    log2_ceil(plan.splits),
+                    plan.numbers};
   const PartsTask task{parts, make_route(p), p, is_aligned<4>(p.merge.out, p.merge.dtype)};
   dim3 grid, block;
   const int alone = launch_of(p, parts.levels, multiprocessors, grid, block);

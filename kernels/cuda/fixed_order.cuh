@@ -17,14 +17,18 @@
 
 namespace longspan::kernels::cuda {
 
-/// Bits of a place inside a leaf. In 32 bits, as 64-bit divisions are long.
-LONGSPAN_HD inline int leaf_bits(const SegmentOrder& order) {
+/// The most segments that a leaf has. In 32 bits, as 64-bit divisions are long.
+LONGSPAN_HD inline int most_of_leaf(const SegmentOrder& order) {
   const unsigned total = static_cast<unsigned>(order.total);
-  if (!order.interleaved)
-    return log2_ceil(static_cast<int>((total + kVirtualRanks - 1) / kVirtualRanks));
+  if (!order.interleaved) return static_cast<int>((total + kVirtualRanks - 1) / kVirtualRanks);
   const unsigned unit = static_cast<unsigned>(order.unit);
   const unsigned round = unit * static_cast<unsigned>(order.leaves), rest = total % round;
-  return log2_ceil(static_cast<int>(total / round * unit + (rest < unit ? rest : unit)));
+  return static_cast<int>(total / round * unit + (rest < unit ? rest : unit));
+}
+
+/// Bits of a place inside a leaf.
+LONGSPAN_HD inline int leaf_bits(const SegmentOrder& order) {
+  return log2_ceil(most_of_leaf(order));
 }
 
 /// The visible segments of one split, in the order of their places. On a GPU this stands before the

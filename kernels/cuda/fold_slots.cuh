@@ -10,13 +10,15 @@
 
 #include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/fold_tree.cuh"
+#include "kernels/cuda/view.cuh"
 
 namespace longspan::kernels::cuda {
 
 /// The root of the tree over 2^kLevels slots, `slot_bytes` apart. `stats`, `o`: of the row in the
-/// first of them; o from the first column on.
-template <int kLevels>
-__device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t slot_bytes) {
+/// first of them; o from the first column on. holds(i): false where the ith slot was not written.
+template <int kLevels, class Holds>
+__device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t slot_bytes,
+                               const Holds& holds) {
   constexpr int kCount = 1 << kLevels;
   uint2 two[kCount];
   uint4 four[kCount];
@@ -29,12 +31,30 @@ __device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t s
   for (int i = kCount; i-- > 0;) two[i] = arch::load_volatile_two(in_slot(stats, i));
   return fold_subtree<kLevels>(
       [&](int i) {
-        return Piece<4>{{__uint_as_float(two[i].x), __uint_as_float(two[i].y)},
+        const Stats stored{__uint_as_float(two[i].x), __uint_as_float(two[i].y)};
+        return Piece<4>{holds(i) ? stored : empty_stats(),
                         {__uint_as_float(four[i].x), __uint_as_float(four[i].y),
                          __uint_as_float(four[i].z), __uint_as_float(four[i].w)}};
       },
       0);
 }
+
+/// Which splits of a plan the kernel before has written.
+class TakenSplits {
+ public:
+  __device__ explicit TakenSplits(const SplitNumbers& numbers)
+      : numbers_(numbers), all_(numbers.taken == nullptr) {
+    if (all_) return;
+    const uint2 words = arch::load_volatile_two(numbers.taken);
+    taken_ = {static_cast<int>(words.x), static_cast<int>(words.y)};
+  }
+  __device__ bool hold(int split) const { return all_ || numbers_.holds(taken_, split); }
+
+ private:
+  const SplitNumbers& numbers_;
+  bool all_;
+  SplitsTaken taken_;
+};
 
 /// Shared memory of a block: what waits for the other half of its subtree.
 template <int kThreads>

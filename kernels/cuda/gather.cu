@@ -1,11 +1,16 @@
 // The copy of keys and values out of pages of any layout into rows side by side. A block takes 64
-// keys of one head; 16 bytes a thread where the layout has them in a row, a transposition through
-// shared memory where a page holds the keys of one column side by side.
+// keys of some heads: their rows are found once, then a thread copies four times 16 bytes, all of
+// which it asks for at once, where the layout has them in a row. Where a page holds the keys of one
+// column side by side, they are transposed through shared memory.
 #include "kernels/cuda/gather.hpp"
 
 #include <algorithm>
 
+#include "kernels/cuda/access.hpp"
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/attend_sm90.hpp"
+#include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/divisor.hpp"
 #include "kernels/faults.hpp"
 #include "src/check.hpp"
 
@@ -15,108 +20,139 @@ namespace {
 constexpr int kKeys = 64;  // of a block
 constexpr int kThreads = 256;
 constexpr int kVector = 8;  // elements of 16 bytes
+constexpr int kAtOnce = 4;  // vectors that a thread asks for at once
 constexpr int kMostDim = 256;
+constexpr unsigned kBlocksOfGpu = 1024;  // more are of no use: a block keeps 16 KB under way
 constexpr std::size_t kMostRoom = std::size_t{4} << 30;
 
 using Bits = std::uint16_t;  // of an element
 
-struct Call {
-  AttendParams p;
-  Rows fresh[2];
-  Bits* to[2];  // [sequences, capacity, kv_heads, dim]
-  std::int64_t capacity;
-  std::int64_t* key_start;
+/// Keys, or values.
+struct Copy {
+  KvRows source;
+  Access access;
+  Rows fresh;
+  bool fresh_whole;  // can be read 16 bytes at a time
+  Bits* to;          // [sequences, capacity, kv_heads, dim]
 };
 
-enum class Way { rows, columns, elements };
+struct Call {
+  AttendParams p;
+  Copy copies[2];
+  std::int64_t capacity;
+  std::int64_t* key_start;
+  int* ticket;
+  Divisor by_page, by_chunks;  // keys of a page; vectors of a row
+};
 
-/// How 16 bytes at a time can be read.
-__device__ Way way_of(const KvRows& source, const Pages& pages) {
-  const auto whole = [](std::int64_t elements) { return elements % kVector == 0; };
-  const bool aligned = reinterpret_cast<std::uintptr_t>(source.data) % 16 == 0 &&
-                       whole(source.page_stride) && whole(source.head_stride);
-  const bool one = pages.size == 1;  // then rows of a page have no distance
-  if (aligned && source.dim_stride == 1 && whole(source.chunk) && whole(source.chunk_stride) &&
-      (one || whole(source.row_stride)))
-    return Way::rows;
-  if (aligned && source.row_stride == 1 && whole(pages.size) && whole(source.dim_stride) &&
-      whole(source.chunk_stride))
-    return Way::columns;
-  return Way::elements;
-}
-
-__device__ uint4 load_elements(const Bits* from, std::int64_t step) {
-  Bits e[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) e[i] = from[i * step];
+/// A vector of element(0), element(1) ...
+template <class Element>
+__device__ uint4 pack(const Element& element) {
   uint4 packed;
   std::uint32_t* words = reinterpret_cast<std::uint32_t*>(&packed);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = e[2 * i] | static_cast<std::uint32_t>(e[2 * i + 1]) << 16;
+  for (int i = 0; i < kVector / 2; ++i)
+    words[i] = element(2 * i) | static_cast<std::uint32_t>(element(2 * i + 1)) << 16;
   return packed;
 }
 
+/// The keys [first + begin, first + end) of one sequence; from `in_pages` on they are fresh.
+struct Block {
+  std::int64_t first;
+  int begin, end, in_pages;
+};
+
+/// Pages hold whole groups of keys side by side: the block's share of them to rows of `tile`.
+__device__ void transpose(Bits (*tile)[kMostDim + kVector], const Bits* const* rows,
+                          const KvRows& source, std::int64_t of_head, const Block& block, int dim) {
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < kKeys / kVector * dim; i += kThreads) {
+    const int group = i % (kKeys / kVector) * kVector, d = i / (kKeys / kVector);
+    if (group + kVector <= block.begin || group >= block.in_pages) continue;
+    const int found = max(group, block.begin);
+    const uint4 eight =
+        *reinterpret_cast<const uint4*>(rows[found] - (found - group) + of_head + source.column(d));
+    const Bits* bits = reinterpret_cast<const Bits*>(&eight);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) tile[group + j][d] = bits[j];
+  }
+}
+
+/// blockIdx.x = 64 keys, blockIdx.y = a head and every gridDim.y-th after it, blockIdx.z = a
+/// sequence's keys or values.
 __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant__ Call call) {
-  __shared__ alignas(16) Bits tile[kKeys][kMostDim + kVector];
+  extern __shared__ __align__(16) std::byte memory[];  // for Access::keys
+  __shared__ const Bits* rows[kKeys];                  // of a key of head 0
+  arch::let_next_kernel_start();  // attention of short sequences, which then waits for the copy
+  const auto tile = reinterpret_cast<Bits(*)[kMostDim + kVector]>(memory);
   const AttendParams& p = call.p;
-  const int b = static_cast<int>(blockIdx.z / 2), which = static_cast<int>(blockIdx.z % 2);
-  const int head = static_cast<int>(blockIdx.y), chunks = p.dim / kVector;
-  if (blockIdx.x == 0 && blockIdx.y == 0 && which == 0 && threadIdx.x == 0)
+  const int b = static_cast<int>(blockIdx.z / 2), own = static_cast<int>(threadIdx.x);
+  const Copy& copy = call.copies[blockIdx.z % 2];
+  const KvRows& source = copy.source;
+  if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z % 2 == 0 && own == 0) {
     call.key_start[b] = b * call.capacity;
+    if (b == 0) *call.ticket = 0;
+  }
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
-  const Rows& fresh = call.fresh[which];
   const std::int64_t context =
-      fresh.data == nullptr ? kv_len : max(kv_len - q_len, std::int64_t{0});
+      copy.fresh.data == nullptr ? kv_len : max(kv_len - q_len, std::int64_t{0});
   const Interval needed = needed_keys(p, b);
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kKeys;
-  const std::int64_t begin = max(first, needed.begin);
-  const std::int64_t end = min(min(first + kKeys, needed.end), call.capacity);
-  if (begin >= end) return;
-
-  const KvRows& source = which == 0 ? p.k : p.v;
-  const Bits* data = static_cast<const Bits*>(source.data);
-  Bits* to = call.to[which] + (b * call.capacity * p.kv_heads + head) * p.dim;
-  const auto place = [&](std::int64_t key) { return to + key * p.kv_heads * p.dim; };
-  const auto row = [&](std::int64_t key) {
-    return data + p.pages.page(b, key) * source.page_stride +
-           key % p.pages.size * source.row_stride + head * source.head_stride;
+  const auto here = [&](std::int64_t key) {
+    return static_cast<int>(min(max(key - first, std::int64_t{0}), std::int64_t{kKeys}));
   };
-  const Way way = way_of(source, p.pages);
+  const Block block{first, here(needed.begin), here(min(needed.end, call.capacity)), here(context)};
+  if (block.begin >= block.end) return;
 
-  if (way == Way::columns && begin < context) {
-    const std::int64_t last = min(end, context);
-    for (int i = static_cast<int>(threadIdx.x); i < kKeys / kVector * p.dim; i += kThreads) {
-      const int group = i % (kKeys / kVector), d = i / (kKeys / kVector);
-      const std::int64_t key = first + group * kVector;  // pages hold whole groups
-      if (key + kVector <= begin || key >= last) continue;
-      const uint4 eight = *reinterpret_cast<const uint4*>(row(key) + source.column(d));
-      const Bits* bits = reinterpret_cast<const Bits*>(&eight);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) tile[group * kVector + j][d] = bits[j];
-    }
-    __syncthreads();
-  }
-
-  const bool fresh_whole = reinterpret_cast<std::uintptr_t>(fresh.data) % 16 == 0 &&
-                           fresh.row_stride % kVector == 0 && fresh.head_stride % kVector == 0;
-  for (int i = static_cast<int>(threadIdx.x); i < kKeys * chunks; i += kThreads) {
-    const std::int64_t key = first + i / chunks;
-    const int d = i % chunks * kVector;
-    if (key < begin || key >= end) continue;
-    uint4 eight;
-    if (key >= context) {
-      const Bits* from = fresh.at<const Bits>(p.batch.first_row(b) + key - context, head) + d;
-      eight = fresh_whole ? *reinterpret_cast<const uint4*>(from) : load_elements(from, 1);
-    } else if (way == Way::rows) {
-      eight = *reinterpret_cast<const uint4*>(row(key) + source.column(d));
-    } else if (way == Way::columns) {
-      eight = *reinterpret_cast<const uint4*>(&tile[key - first][d]);
+  if (own >= block.begin && own < block.end) {
+    const int key = static_cast<int>(first) + own;
+    if (own < block.in_pages) {
+      const std::int64_t page =
+          p.pages.table[b * p.pages.row_stride + key / call.by_page * p.pages.column_stride];
+      rows[own] = source.at<const Bits>(key % call.by_page, 0) + page * source.page_stride;
     } else {
-      Bits e[kVector];
-      for (int j = 0; j < kVector; ++j) e[j] = row(key)[source.column(d + j)];
-      eight = load_elements(e, 1);
+      rows[own] = copy.fresh.at<const Bits>(p.batch.first_row(b) + key - context, 0);
     }
-    *reinterpret_cast<uint4*>(place(key) + d) = eight;
+  }
+  __syncthreads();
+
+  const int chunks = p.dim / kVector;
+  for (int head = static_cast<int>(blockIdx.y); head < p.kv_heads;
+       head += static_cast<int>(gridDim.y)) {
+    const std::int64_t of_head = head * source.head_stride;
+    if (copy.access == Access::keys) {
+      __syncthreads();  // the last head's was read
+      transpose(tile, rows, source, of_head, block, p.dim);
+      __syncthreads();
+    }
+    const auto load = [&](int key, int d) {
+      if (key >= block.in_pages) {
+        const Bits* from = rows[key] + head * copy.fresh.head_stride + d;
+        return copy.fresh_whole ? *reinterpret_cast<const uint4*>(from)
+                                : pack([&](int i) { return from[i]; });
+      }
+      const Bits* row = rows[key] + of_head;
+      if (copy.access == Access::chunks)
+        return *reinterpret_cast<const uint4*>(row + source.column(d));
+      if (copy.access == Access::keys) return *reinterpret_cast<const uint4*>(&tile[key][d]);
+      return pack([&](int i) { return row[source.column(d + i)]; });
+    };
+    Bits* const to = copy.to + ((b * call.capacity + first) * p.kv_heads + head) * p.dim;
+    for (int i = own; i < kKeys * chunks; i += kAtOnce * kThreads) {
+      uint4 vectors[kAtOnce];
+      const auto at = [&](int j, const auto& use) {
+        const int vector = i + j * kThreads, key = vector / call.by_chunks;
+        if (key >= block.begin && key < block.end) use(key, (vector - key * chunks) * kVector);
+      };
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) at(j, [&](int key, int d) { vectors[j] = load(key, d); });
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        at(j, [&](int key, int d) {
+          *reinterpret_cast<uint4*>(to + static_cast<std::int64_t>(key) * p.kv_heads * p.dim + d) =
+              vectors[j];
+        });
+    }
   }
 }
 
@@ -124,8 +160,9 @@ std::int64_t bytes_of_key(const AttendParams& p) {
   return std::int64_t{2} * p.kv_heads * p.dim * static_cast<std::int64_t>(sizeof(Bits));
 }
 
+/// Of the first keys and, behind them, the ticket.
 std::size_t table_bytes(const AttendParams& p) {
-  return (static_cast<std::size_t>(p.batch.size) * sizeof(std::int64_t) + 255) / 256 * 256;
+  return (static_cast<std::size_t>(p.batch.size + 1) * sizeof(std::int64_t) + 255) / 256 * 256;
 }
 
 }  // namespace
@@ -152,21 +189,35 @@ std::int64_t gather_capacity(const AttendParams& p, std::size_t room_bytes) {
 
 AttendParams gather_keys(const GatheredParams& g, cudaStream_t stream) {
   AttendParams p = g.attend;
-  Call call{p, {g.new_k, g.new_v}, {}, gather_capacity(p, g.room_bytes), nullptr};
+  Call call{.p = p,
+            .capacity = gather_capacity(p, g.room_bytes),
+            .by_page = Divisor(static_cast<std::uint32_t>(p.pages.size)),
+            .by_chunks = Divisor(static_cast<std::uint32_t>(p.dim / kVector))};
   const std::int64_t half = p.batch.size * call.capacity * bytes_of_key(p) / 2;
-  call.to[0] = reinterpret_cast<Bits*>(g.room);
-  call.to[1] = reinterpret_cast<Bits*>(g.room + half);
+  const auto copy_of = [&](const KvRows& source, const Rows& fresh, std::byte* to) {
+    return Copy{source, access_of(source, p.pages, sizeof(Bits)), fresh,
+                is_aligned<kVector>(fresh, p.dtype), reinterpret_cast<Bits*>(to)};
+  };
+  call.copies[0] = copy_of(p.k, g.new_k, g.room);
+  call.copies[1] = copy_of(p.v, g.new_v, g.room + half);
   call.key_start = reinterpret_cast<std::int64_t*>(g.room + 2 * half);
-  const dim3 grid(static_cast<unsigned>((call.capacity + kKeys - 1) / kKeys),
-                  static_cast<unsigned>(p.kv_heads), static_cast<unsigned>(2 * p.batch.size));
-  gather_kernel<<<grid, kThreads, 0, stream>>>(call);
+  call.ticket = reinterpret_cast<int*>(call.key_start + p.batch.size);
+  const auto blocks = static_cast<unsigned>((call.capacity + kKeys - 1) / kKeys);
+  const auto halves = static_cast<unsigned>(2 * p.batch.size);
+  const unsigned heads = std::min((kBlocksOfGpu + blocks * halves - 1) / (blocks * halves),
+                                  static_cast<unsigned>(p.kv_heads));
+  const bool transposes =
+      call.copies[0].access == Access::keys || call.copies[1].access == Access::keys;
+  const std::size_t tile = transposes ? sizeof(Bits) * kKeys * (kMostDim + kVector) : 0;
+  gather_kernel<<<dim3(blocks, heads, halves), kThreads, tile, stream>>>(call);
   LONGSPAN_CUDA(cudaGetLastError());
 
   const std::int64_t row = std::int64_t{p.kv_heads} * p.dim;
-  p.k = KvRows(call.to[0], row, p.dim);
-  p.v = KvRows(call.to[1], row, p.dim);
+  p.k = KvRows(call.copies[0].to, row, p.dim);
+  p.v = KvRows(call.copies[1].to, row, p.dim);
   p.pages = {};
   p.batch.key_start = call.key_start;
+  p.ticket = call.ticket;
   return p;
 }
 

@@ -18,7 +18,8 @@ bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t strea
 std::int64_t gather_capacity(const AttendParams& p, std::size_t room_bytes);
 
 /// Queues the copy: keys [sequences, capacity, kv_heads, dim], values behind them, then the first
-/// key of each sequence, [sequences]. Keys that no row sees are left out.
+/// key of each sequence, [sequences], and a ticket that is zero. Keys that no row sees are left
+/// out.
 AttendParams gather_keys(const GatheredParams& g, cudaStream_t stream);
 
 }  // namespace longspan::kernels::cuda

@@ -4,7 +4,8 @@
 //
 //     chunks    eight elements of a row lie together: 16-bit ones by cp.async, fp8 by registers
 //     keys      eight keys lie together (V in [pages, kv_heads, dim, page]): transposed in
-//     registers elements  anything else, one by one
+//               registers
+//     elements  anything else, one by one
 //
 // fp8 becomes T on its way, exactly: both of its kinds are subsets of fp16 and of bf16.
 #pragma once
@@ -13,6 +14,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/access.hpp"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/tile.cuh"
 
@@ -57,30 +59,6 @@ __device__ inline uint4 widen_eight(uint2 eight, bool e5m2) {
 }
 
 // ---- where things are -----------------------------------------------------------------------
-
-enum class Access : std::uint8_t { chunks, keys, elements };
-
-/// Addresses that are multiples of 8 elements.
-__device__ inline bool aligned_to_eight(const void* data, int bytes, std::int64_t strides) {
-  return (static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data)) & (8 * bytes - 1)) ==
-             0 &&
-         (strides & 7) == 0;
-}
-
-/// How rows of `source`, of elements of `bytes`, may be read.
-__device__ inline Access access_of(const KvRows& source, const Pages& pages, int bytes) {
-  const std::int64_t outer = source.head_stride | (pages ? source.page_stride : 0);
-  const std::int64_t row = pages && pages.size == 1 ? 0 : source.row_stride;
-  if (source.dim_stride == 1 && source.chunk % 8 == 0 &&
-      aligned_to_eight(source.data, bytes, outer | row | source.chunk_stride))
-    return Access::chunks;
-  const std::int64_t inner =
-      source.dim_stride | (source.dense() || source.chunk >= 256 ? 0 : source.chunk_stride);
-  if (pages && pages.size % 8 == 0 && source.row_stride == 1 &&
-      aligned_to_eight(source.data, bytes, outer | inner))
-    return Access::keys;
-  return Access::elements;
-}
 
 /// The rows of keys `step` apart: where each begins in k or v, in elements, without a division for
 /// each. The table is read where a row is asked for.

@@ -105,23 +105,27 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   const int head = static_cast<int>(row % heads);
   const int column = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kFoldVector;
   arch::let_next_kernel_start();  // an exchange, which then waits here for the states
+  const unsigned of_sequence = static_cast<unsigned>(plan.part_tokens);
+  int sequence = 0;
+  if (of_sequence > 0) {  // among long sequences, where most rows are nobody's
+    sequence = min(static_cast<int>(row / heads / of_sequence), p.batch.size - 1);
+    if (!__syncthreads_or(serves(plan.lengths, p.batch.query_len(sequence, p.tokens)))) return;
+  }
   // The splits' states first. Rows that no sequence has are scratch of any content, and go no
   // further.
   const StateSlots& parts = plan.parts;
   const int first = static_cast<int>(threadIdx.y) << kLevels;
   const Stats* stats = parts.stats(first) + min(row, last_row);
   const float* from = parts.o(first, min(row, last_row)) + column;
+  const TakenSplits taken(plan.numbers);
   Piece<kFoldVector> state =
-      fold_slots<kLevels>(stats, from, static_cast<std::uint64_t>(parts.slot_bytes()));
+      fold_slots<kLevels>(stats, from, static_cast<std::uint64_t>(parts.slot_bytes()),
+                          [&](int i) { return taken.hold(first + i); });
   std::int64_t token = row / heads;  // of the whole batch
-  int sequence;
-  if (plan.part_tokens > 0) {
-    const unsigned tokens = static_cast<unsigned>(plan.part_tokens);
-    sequence = min(static_cast<int>(row / heads / tokens), p.batch.size - 1);
-    token = p.batch.first_row(sequence) + row / heads % tokens;
-  } else {
+  if (of_sequence > 0)
+    token = p.batch.first_row(sequence) + token % of_sequence;
+  else
     sequence = last_start(p.batch.size, token, [&](int b) { return p.batch.first_row(b); });
-  }
   const std::int64_t q_len = p.batch.query_len(sequence, p.tokens);
   const bool exists =
       row <= last_row && token < p.batch.first_row(sequence) + q_len && serves(plan.lengths, q_len);

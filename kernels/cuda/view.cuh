@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/divisor.hpp"
+#include "kernels/cuda/fixed_order.cuh"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::cuda {
@@ -45,6 +46,46 @@ LONGSPAN_HD inline Sequence sequence_of(const AttendParams& p, int b) {
 
 inline constexpr int kNever = 0x7fffffff;
 
+/// Which of a plan's splits a kernel took, where the length of one sequence decides.
+struct alignas(8) SplitsTaken {
+  int leaf_splits;  // log2 of the splits of a leaf; SplitNumbers::leaf_splits at most
+  int turns;        // of SplitNumbers::split that have keys. Other splits are not written
+};
+
+/// How full a tree of 2^levels places is with `total` segments: 0 for half and less, 15 for whole.
+inline constexpr int kFills = 16;
+LONGSPAN_HD inline int fill_of(int total, int levels) {
+  const int of_32 = static_cast<int>(std::int64_t{total} * 2 * kFills >> levels) - kFills;
+  return of_32 < 0 ? 0 : of_32 < kFills ? of_32 : kFills - 1;
+}
+
+/// How the splits of a plan are numbered.
+struct SplitNumbers {
+  int leaves = 0;         // log2 of the order's leaves where each is cut into several splits; or 0
+  int leaf_splits = 0;    // log2 of the splits of a leaf
+  bool reversed = false;  // leaves with more segments than others come first in reversed bits
+  SplitsTaken* taken = nullptr;  // null: all are; else decode chooses, and says so here
+  std::uint64_t worth = 0;  // then, of 4 bits each: leaf_splits that a tree is worth that is half
+                            // full (fill_of), 1/32 more ... full
+
+  /// The split that comes `turn`th where leaves have 2^few splits each: the first of every leaf,
+  /// then the second. Where the order's tree is half empty, as beyond a power of two, the splits
+  /// without keys come last.
+  LONGSPAN_HD int split(int turn, int few) const {
+    const int place = turn & ((1 << leaves) - 1);
+    const int leaf = reversed ? reverse_bits(place, leaves) : place;
+    return leaf << leaf_splits | turn >> leaves << (leaf_splits - few);
+  }
+
+  LONGSPAN_HD bool holds(const SplitsTaken& all, int split) const {
+    const int leaf = split >> leaf_splits, skipped = leaf_splits - all.leaf_splits;
+    const int of_leaf = split & ((1 << leaf_splits) - 1);
+    const int place = reversed ? reverse_bits(leaf, leaves) : leaf;
+    return (of_leaf & ((1 << skipped) - 1)) == 0 &&
+           (of_leaf >> skipped << leaves | place) < all.turns;
+  }
+};
+
 /// How a launch cuts its work: row tiles x kv heads x splits of the keys.
 struct Plan {
   Lengths lengths = Lengths::only_long;
@@ -53,8 +94,7 @@ struct Plan {
   int sequence_tiles = 0;  // > 0: tiles of each sequence; 0: they are packed, see first_tile
   int splits = 1;          // a power of two; each takes an aligned part of the fixed order's tree.
                            // With AttendParams::parts: their number, a state for each
-  int split_leaves = 0;    // log2 of the order's leaves where each is cut into several splits; or 0
-  int leaf_splits = 0;     // log2 of the splits of a leaf
+  SplitNumbers numbers;    // of them
   int works = 0;           // tiles x kv heads x splits; some turn out to be empty
   int by_length = kNever;  // works from here on come by sequences, the longest first: see
                            // decode_order.cuh. Tiles are sequences then
@@ -95,11 +135,20 @@ LONGSPAN_HD inline int last_start(int size, std::int64_t x, const Starts& starts
   return low;
 }
 
-/// The split that comes `turn`th: the first of every leaf, then the second. Where the order's tree
-/// is half empty, as beyond a power of two, the splits without keys come last.
-LONGSPAN_HD inline int split_of(const Plan& plan, int turn) {
-  const int leaf = turn & ((1 << plan.split_leaves) - 1);
-  return leaf << plan.leaf_splits | turn >> plan.split_leaves;
+/// What a sequence in this order takes of the splits.
+LONGSPAN_HD inline SplitsTaken splits_taken(const SegmentOrder& order,
+                                            const SplitNumbers& numbers) {
+  const int total = static_cast<int>(order.total), most = most_of_leaf(order);
+  const int bits = log2_ceil(most), filled = fill_of(total, bits + numbers.leaves);
+  const int worth = static_cast<int>(numbers.worth >> 4 * filled) & 15;
+  const int leaf_splits = worth < bits ? worth : bits;
+  const int places = bits - leaf_splits;       // log2 of those of a split
+  if (order.interleaved && order.unit == 1) {  // one leaf after the other has a segment more
+    const int round = numbers.leaves + places, rest = total & ((1 << round) - 1);
+    const int last = 1 << numbers.leaves;
+    return {leaf_splits, (total >> round << numbers.leaves) + (rest < last ? rest : last)};
+  }
+  return {leaf_splits, (most + (1 << places) - 1) >> places << numbers.leaves};
 }
 
 LONGSPAN_HD inline Work work_of(const AttendParams& p, const Plan& plan, int index) {
@@ -110,7 +159,7 @@ LONGSPAN_HD inline Work work_of(const AttendParams& p, const Plan& plan, int ind
   const Divisor& fast = heads_first ? plan.by_kv_heads : plan.by_tiles;
   const Divisor& slow = heads_first ? plan.by_tiles : plan.by_kv_heads;
   const int inner = index % fast, rest = index / fast, outer = rest % slow;
-  const int split = split_of(plan, rest / slow);
+  const int split = plan.numbers.split(rest / slow, plan.numbers.leaf_splits);
   Work work{0, heads_first ? inner : outer, split, 0, 0, plan.by_group};
   int tile = plan.tiles - 1 - (heads_first ? outer : inner);
   if (plan.sequence_tiles > 0) {
@@ -225,12 +274,17 @@ LONGSPAN_HD inline std::int64_t key_offset(const KvRows& source, const Pages& pa
 }
 
 /// The cut of the fixed order's tree that a piece of work takes: parts of the keys are cut by
-/// their views already.
+/// their views already. `leaf_splits`: of SplitsTaken.
 struct TreeCut {
   int split, splits;
 };
+LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan, const Work& work,
+                                    int leaf_splits) {
+  const int skipped = plan.numbers.leaf_splits - leaf_splits;
+  return p.parts ? TreeCut{0, 1} : TreeCut{work.split >> skipped, plan.splits >> skipped};
+}
 LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan, const Work& work) {
-  return p.parts ? TreeCut{0, 1} : TreeCut{work.split, plan.splits};
+  return tree_cut(p, plan, work, plan.numbers.leaf_splits);
 }
 
 /// Row of Plan::parts that holds (sequence, token, head).

@@ -92,6 +92,9 @@ struct Request {
                                               // shard_queries: rows of the whole q
   const std::int32_t* kv_len = nullptr;       // [batch] keys of the whole sequences, on all ranks
   BlockTable block_table = {};                // this rank's pages of each sequence; optional
+  Tensor new_k = {}, new_v = {};  // [tokens, kv_heads, dim] the keys of these rows of q (with
+                                  // shard_queries: of the whole q), on every rank: append and run
+                                  // in one. Optional: k and v have them already
   Scales q_scale = {}, k_scale = {}, v_scale = {};  // of fp8 tensors, which must have them
   const float* out_scale = nullptr;                 // [1]: out = result / out_scale; optional
 

@@ -41,8 +41,9 @@ void gather_states(Job& job) {
   if (alone && job.kernels.attend_finished(job.attend, job.merge, job.stream)) return;
   const kernels::StateSlots& states = job.attend.state;
   if (job.peers != nullptr && states.rows <= job.window_rows) {  // alike on every rank
-    const kernels::ExchangeParams exchange{*job.peers, job.merge, job.window_rows, job.shape};
-    if (!job.apart && job.kernels.attend_exchanged(job.attend, exchange, job.stream)) return;
+    kernels::ExchangeParams exchange{*job.peers, job.merge, job.window_rows, job.shape};
+    exchange.pushed = !job.apart && job.kernels.is_decode(job.attend);
+    if (exchange.pushed && job.kernels.attend_exchanged(job.attend, exchange, job.stream)) return;
     job.kernels.attend(job.attend, job.stream);
     job.enter(Phase::exchange);
     job.kernels.exchange(exchange, job.stream);

@@ -219,6 +219,28 @@ void PushTest::check(const Case& c, std::uint64_t seed) {
   }
 }
 
+/// By size, states that attention pushes take one trip where kernels of their own take two.
+TEST_F(PushTest, OneTripForLonger) {
+  Case c{.q_lens = std::vector<std::int32_t>(16, 1),
+         .kv_lens = std::vector<std::int32_t>(16, 4096 * world_->size()),
+         .heads = 64,
+         .kv_heads = 8};
+  Step step = step_of(c, shared_seed(*world_));
+  auto windows = open(*world_, step.rows(), c.dim);
+  ASSERT_TRUE(windows);
+  const Step::Result expected = step.result(), found = step.result();
+  ExchangeParams e{windows->view(), step.merge(expected), step.rows(), 1};
+  apart(step, e);
+  ok(cudaStreamSynchronize(stream_));
+  e.merge = step.merge(found);
+  e.pushed = true;
+  EXPECT_TRUE(backend_->is_decode(step.attend()));
+  ASSERT_TRUE(backend_->attend_exchanged(step.attend(), e, Stream{stream_}));
+  ok(cudaStreamSynchronize(stream_));
+  ASSERT_EQ(windows->report().kind, PeerReport::none) << "rank " << windows->report().rank;
+  EXPECT_TRUE(found.bits() == expected.bits());
+}
+
 /// From 2 splits of a rank's keys to as many as there can be.
 TEST_F(PushTest, BitsOfKernelsOfTheirOwn) {
   const std::uint64_t seed = shared_seed(*world_);

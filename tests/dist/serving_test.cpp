@@ -64,7 +64,16 @@ constexpr Deal kDeals[] = {{Layout::contiguous, kSegment},  {Layout::interleaved
 class OnRanks : public ::testing::Test {
  protected:
   void check(const Serving& shape, int only = -1);
-  void grow(Serving shape, std::int64_t block);
+  struct Growth {
+    std::vector<std::int32_t> q_lens, kv_lens;
+  };
+  void grow(Serving shape, std::int64_t block, bool at_once = false,
+            const std::vector<Growth>& steps = kGrowth);
+  inline static const std::vector<Growth> kGrowth{{{37, 20, 129}, {37, 20, 129}},
+                                                  {{64, 1, 100}, {101, 21, 229}},
+                                                  {{1, 1, 1}, {102, 22, 230}},
+                                                  {{1, 1, 2}, {103, 23, 232}},
+                                                  {{4, 5, 1}, {107, 28, 233}}};
 
   const Communicator world = test_world();
   const std::uint64_t seed = shared_seed(world);
@@ -298,31 +307,27 @@ TEST_F(OnRanks, ShardedQueries) {
   }
 }
 
-/// A cache from nothing: chunks of prefill, decode, drafts, each appended and attended.
-void OnRanks::grow(Serving shape, std::int64_t block) {
+/// A cache from nothing: chunks of prefill, decode, drafts, each appended and attended; `at_once`:
+/// in one call, short steps by a layer that knows that they are.
+void OnRanks::grow(Serving shape, std::int64_t block, bool at_once,
+                   const std::vector<Growth>& steps) {
   SCOPED_TRACE(describe(shape) + " | interleaved by " + std::to_string(block) + " seed " +
                std::to_string(seed));
   shape.whole_table = true;
-  shape.q_lens = {4, 5, 1};
-  shape.kv_lens = {107, 28, 233};
+  shape.q_lens = steps.back().q_lens;
+  shape.kv_lens = steps.back().kv_lens;
   const ServingProblem last(shape, seed);
   const Shard shard{Layout::interleaved, world.rank(), world.size(), shape.kv_lens[0], block};
-  const std::vector<std::int64_t> none(3, 0);
+  const std::vector<std::int64_t> none(shape.batch(), 0);
   const ServingArrays cache(world.device(), last, shard, {}, std::nullopt, &none);
 
   Options options = options_for(last);
-  options.max_tokens = options.max_query_len = 200;
+  options.max_tokens = options.max_query_len = 500;
   options.invariant = world.device() == Device::cuda;
   Attention layer(world, options);
-  struct Step {
-    std::vector<std::int32_t> q_lens, kv_lens;
-  };
-  const Step steps[] = {{{37, 20, 129}, {37, 20, 129}},
-                        {{64, 1, 100}, {101, 21, 229}},
-                        {{1, 1, 1}, {102, 22, 230}},
-                        {{1, 1, 2}, {103, 23, 232}},
-                        {{4, 5, 1}, {107, 28, 233}}};
-  for (const Step& step : steps) {
+  options.max_query_len = 16;
+  Attention short_layer(world, options);
+  for (const Growth& step : steps) {
     const ServingProblem now = last.step(step.q_lens, step.kv_lens);
     const ServingArrays arrays(world.device(), now, shard);
     const Buffer new_k = on_device(world.device(), now.new_rows(now.raw_k)),
@@ -349,9 +354,16 @@ void OnRanks::grow(Serving shape, std::int64_t block) {
     append.kv_len = request.kv_len;
     append.k_scale = request.k_scale;
     append.v_scale = request.v_scale;
-    layer.append(append);
-    layer.run(request);
-    layer.wait();
+    if (at_once) {
+      request.new_k = append.new_k;
+      request.new_v = append.new_v;
+    } else {
+      layer.append(append);
+    }
+    const bool is_short = *std::max_element(step.q_lens.begin(), step.q_lens.end()) <= 16;
+    Attention& runs = at_once && is_short ? short_layer : layer;
+    runs.run(request);
+    runs.wait();
     const ServingResult result = arrays.result();
     expect_right(now, result, now.all_rows());
     expect_same_on_all_ranks(world, result);
@@ -365,6 +377,22 @@ void OnRanks::grow(Serving shape, std::int64_t block) {
 TEST_F(OnRanks, GrowingCache) {
   for (std::int64_t block : {1, 16, 128}) grow({}, block);
   grow({.dtype = DType::bf16, .page = 64}, 16);
+}
+/// Run and append in one: what kernels of their own write, and what attention does on its way.
+TEST_F(OnRanks, GrowingCacheInOneCall) {
+  const std::vector<Growth> alone{{{129}, {129}}, {{100}, {229}}, {{1}, {230}},   {{2}, {232}},
+                                  {{9}, {241}},   {{15}, {256}},  {{1}, {257}},   {{1}, {258}},
+                                  {{16}, {274}},  {{5}, {279}},   {{500}, {779}}, {{3}, {782}}};
+  // Processors append first, whatever the dim.
+  const bool cuda = world.device() == Device::cuda;
+  const std::vector<int> dims = cuda ? std::vector{64, 80, 128, 256} : std::vector{64};
+  for (const DType dtype : {DType::fp32, DType::fp16, DType::bf16})
+    for (std::int64_t block : {1, 16, 128, 256})
+      for (const int dim : dims) grow({.dim = dim, .dtype = dtype, .page = 0}, block, true, alone);
+  grow({.heads = 16, .kv_heads = 1, .dim = 128, .dtype = DType::bf16, .page = 0}, 128, true, alone);
+  grow({.dtype = DType::bf16, .page = 0}, 128, false, alone);
+  grow({.dtype = DType::bf16, .page = 64}, 16, true);
+  grow({.dtype = DType::bf16, .kv_dtype = DType::e4m3}, 1, true);
 }
 TEST_F(OnRanks, GrowingCacheInXPackedPages) {
   grow({.dtype = DType::bf16, .page = 16, .x_packed = true}, 16);

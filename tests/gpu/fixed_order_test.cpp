@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cuda/view.cuh"
 #include "longspan/shard.hpp"
 
 namespace longspan::kernels::cuda {
@@ -58,15 +59,19 @@ std::string expected_of(const SegmentOrder& order, std::int64_t low, std::int64_
   return tree_of(roots, 0, log2_ceil(order.leaves));
 }
 
+/// The layouts in turn.
+Shard draw_shard(std::mt19937& rng, int trial, std::int64_t length, int rank, int ranks) {
+  return trial % 3 == 0   ? Shard::interleaved(length, rank, ranks, kSegment << rng() % 4)
+         : trial % 3 == 1 ? Shard::contiguous(length, rank, ranks)
+                          : Shard::striped(length, rank, ranks);
+}
+
 TEST(FixedOrder, WalkAndStackMakeTheTree) {
   std::mt19937 rng(std::random_device{}());
   for (int trial = 0; trial < 2000; ++trial) {
     const int ranks = 1 << rng() % 7, rank = static_cast<int>(rng()) & (ranks - 1);
     const std::int64_t length = static_cast<std::int64_t>(rng() % (trial % 2 ? 3000 : 60000));
-    const Shard shard = trial % 3 == 0
-                            ? Shard::interleaved(length, rank, ranks, kSegment << rng() % 4)
-                        : trial % 3 == 1 ? Shard::contiguous(length, rank, ranks)
-                                         : Shard::striped(length, rank, ranks);
+    const Shard shard = draw_shard(rng, trial, length, rank, ranks);
     const SegmentOrder order = shard.order(length);
     const std::int64_t own = shard.local_len(length);
     Interval any{0, own};
@@ -90,6 +95,67 @@ TEST(FixedOrder, WalkAndStackMakeTheTree) {
       EXPECT_EQ(tree_of(parts, 0, log2_ceil(splits)), expected) << splits << " splits";
     }
   }
+}
+
+/// The splits that a length is worth: each turn one of its own, all segments in them, and folded by
+/// their numbers they make the tree.
+TEST(FixedOrder, TakenSplitsMakeTheTree) {
+  std::mt19937 rng(std::random_device{}());
+  for (int trial = 0; trial < 2000; ++trial) {
+    const int ranks = 1 << rng() % 6, rank = static_cast<int>(rng()) & (ranks - 1);
+    const std::int64_t length = static_cast<std::int64_t>(rng() % (trial % 2 ? 3000 : 300000));
+    const Shard shard = draw_shard(rng, trial, length, rank, ranks);
+    const SegmentOrder order = shard.order(length);
+    Plan plan;
+    plan.numbers.leaves = log2_ceil(order.leaves);
+    plan.numbers.leaf_splits = 1 + static_cast<int>(rng() % 4);
+    plan.numbers.reversed = shard.layout == Layout::interleaved;
+    plan.splits = 1 << (plan.numbers.leaves + plan.numbers.leaf_splits);
+    for (int fill = 0; fill < kFills; ++fill)
+      plan.numbers.worth |= (rng() % (plan.numbers.leaf_splits + 1)) << 4 * fill;
+    SCOPED_TRACE("length " + std::to_string(length) + ", rank " + std::to_string(rank) + " of " +
+                 std::to_string(ranks) + ", " + name(shard.layout));
+
+    const SplitsTaken taken = splits_taken(order, plan.numbers);
+    ASSERT_LE(taken.leaf_splits, plan.numbers.leaf_splits);
+    const Interval all{0, shard.local_len(length)};
+    std::map<std::int64_t, std::string> roots;
+    int depth = 0;
+    for (int turn = 0; turn < taken.turns; ++turn) {
+      const Work work{0, 0, plan.numbers.split(turn, taken.leaf_splits), 0, 1, {}};
+      ASSERT_LT(work.split, plan.splits);
+      EXPECT_TRUE(plan.numbers.holds(taken, work.split));
+      EXPECT_FALSE(roots.contains(work.split));
+      const TreeCut cut = tree_cut({}, plan, work, taken.leaf_splits);
+      roots[work.split] = fold_of(SegmentWalk(order, all, cut.split, cut.splits), &depth);
+    }
+    int held = 0;
+    for (int split = 0; split < plan.splits; ++split) held += plan.numbers.holds(taken, split);
+    EXPECT_EQ(held, taken.turns);
+    std::erase_if(roots, [](const auto& root) { return root.second.empty(); });
+    EXPECT_EQ(tree_of(roots, 0, log2_ceil(plan.splits)),
+              fold_of(SegmentWalk(order, all, 0, 1), &depth));
+  }
+}
+
+/// Splits without keys are neither taken nor, where one leaf after the other has a segment more,
+/// counted.
+TEST(FixedOrder, SplitsBeyondTheLastKeyAreLeft) {
+  SplitNumbers numbers{4, 4, true, nullptr};  // 16 leaves, as on the first of four ranks
+  // Half full: 16 splits of a leaf; a sixteenth more, and beyond: 8.
+  numbers.worth = 0x3333'3333'3333'3334;
+  const auto taken = [&](std::int64_t segments) {
+    return splits_taken({true, 16, 0, segments, 1}, numbers);
+  };
+  EXPECT_EQ(taken(256).leaf_splits, 3);
+  EXPECT_EQ(taken(256).turns, 128);
+  EXPECT_EQ(taken(257).leaf_splits, 4);  // of a tree of 512: the same two segments
+  EXPECT_EQ(taken(257).turns, 129);
+  EXPECT_EQ(taken(272).leaf_splits, 3);
+  EXPECT_EQ(taken(272).turns, 80);  // 64 of four segments, 16 of one
+  EXPECT_EQ(taken(1).turns, 1);
+  EXPECT_EQ(taken(0).turns, 0);
+  EXPECT_EQ(splits_taken({false, 64, 0, 257, 1}, {6, 2, false, nullptr, 0}).turns, 64);
 }
 
 }  // namespace

@@ -53,6 +53,14 @@ __device__ inline void expect_copies(Barrier& barrier) {
                : "memory");
 }
 
+/// What this thread has written to global memory is seen by the copy engine too, once the threads
+/// have met.
+__device__ inline void publish_to_copy_engine() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
 /// Makes freshly initialised mbarriers visible to the copy engine, where there is one; a barrier of
 /// the threads that use them follows.
 __device__ inline void publish_barriers() {

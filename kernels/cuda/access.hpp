@@ -1,0 +1,35 @@
+// What of a cache lies together, so that it can be read many bytes at a time. Host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// Eight elements of a row; one element of eight keys (V in [pages, kv_heads, dim, page]); neither.
+enum class Access : std::uint8_t { chunks, keys, elements };
+
+/// Addresses that are multiples of 8 elements.
+LONGSPAN_HD inline bool aligned_to_eight(const void* data, int bytes, std::int64_t strides) {
+  return (static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data)) & (8 * bytes - 1)) ==
+             0 &&
+         (strides & 7) == 0;
+}
+
+/// How rows of `source`, of elements of `bytes`, may be read.
+LONGSPAN_HD inline Access access_of(const KvRows& source, const Pages& pages, int bytes) {
+  const std::int64_t outer = source.head_stride | (pages ? source.page_stride : 0);
+  const std::int64_t row = pages && pages.size == 1 ? 0 : source.row_stride;
+  if (source.dim_stride == 1 && source.chunk % 8 == 0 &&
+      aligned_to_eight(source.data, bytes, outer | row | source.chunk_stride))
+    return Access::chunks;
+  const std::int64_t inner =
+      source.dim_stride | (source.dense() || source.chunk >= 256 ? 0 : source.chunk_stride);
+  if (pages && pages.size % 8 == 0 && source.row_stride == 1 &&
+      aligned_to_eight(source.data, bytes, outer | inner))
+    return Access::keys;
+  return Access::elements;
+}
+
+}  // namespace longspan::kernels::cuda

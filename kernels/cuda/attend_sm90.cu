@@ -7,6 +7,7 @@
 #include <cmath>
 #include <string>
 
+#include "kernels/cuda/access.hpp"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/tensor_map.hpp"
@@ -100,8 +101,12 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
   Call call{};
   call.q = describe(params.q, params.q_dtype, params.dim, params.tokens, params.heads, 64);
-  call.k = describe(params.k, params.kv_dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
-  call.v = describe(params.v, params.kv_dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
+  if (params.pages) {
+    call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
+  } else {
+    call.k = describe(params.k, params.kv_dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
+    call.v = describe(params.v, params.kv_dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
+  }
   call.params = params;
   call.finished = finished;
   call.least_rows = least_rows;
@@ -110,9 +115,12 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   call.slots = static_cast<unsigned>(slots);
   call.section = section_of(params, attribute(cudaDevAttrL2CacheSize));
   call.items = call.slots * static_cast<unsigned>(params.heads);
-  call.next = reinterpret_cast<unsigned*>(params.scratch);
+  call.next = reinterpret_cast<unsigned*>(params.ticket);
   call.softcap = softcap_of(params.score);
-  LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
+  if (call.next == nullptr) {
+    call.next = reinterpret_cast<unsigned*>(params.scratch);
+    LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
+  }
 
   const unsigned blocks =
       std::min(call.items, static_cast<unsigned>(attribute(cudaDevAttrMultiProcessorCount)));
@@ -155,6 +163,15 @@ void choose_e4m3(const AttendParams& params, const Finished& finished, int least
   return run(Tile<E4m3, 256, 2, 128, true, Scores::plain, Result>{});
 }
 
+/// Pages that load_pages can read, by tiles that have it (Tile::kPages).
+bool is_in_chunks(const AttendParams& params) {
+  const auto chunks = [&](const KvRows& rows) {
+    return rows.dense() && cuda::access_of(rows, params.pages, 2) == cuda::Access::chunks;
+  };
+  return params.dim > 80 && params.dim <= 192 && !params.fp8_products &&
+         params.kv_dtype == params.dtype && chunks(params.k) && chunks(params.v);
+}
+
 /// What the option needs of a call besides.
 bool is_plain_e4m3(const AttendParams& params) {
   const auto aligned = [](const Rows& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
@@ -179,6 +196,12 @@ bool accepts(const AttendParams& params) {
   constexpr std::int64_t kMost = std::int64_t{1} << 30;
   AttendParams unbiased = params;  // ALiBi has an instance of its own; qq_bias has none
   unbiased.bias.slopes = {};
+  if (params.pages) {
+    if (!is_in_chunks(params)) return false;
+    unbiased.pages = {};
+    unbiased.k = unbiased.v =
+        KvRows(nullptr, std::int64_t{params.kv_heads} * params.dim, params.dim);
+  }
   return runs_here() && params.dtype != DType::fp32 && params.dim >= 48 && params.dim <= 256 &&
          params.shard.layout != Layout::listed &&
          (params.fp8_products ? is_plain_e4m3(params)

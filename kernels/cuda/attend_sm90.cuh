@@ -7,11 +7,12 @@
 // So are products of e4m3 (attend_sm90_fp8.cuh), in which two warps more turn the values over and
 // consumers take other steps.
 //
-// A block is a warp that finds the work, a warp that loads, and two or three consumer warpgroups of
-// 64 query rows each. Q, K and V stand in shared memory (K and V in a ring of stages); S, P and O
-// stay in registers. A consumer asks for the scores of the next tile together with the product of
-// this one's weights and values, so that its softmax runs beside its own products and beside those
-// of the other consumers. Blocks stay and take one piece of work after the other.
+// A block is a warp that finds the work, a warp that loads (three where keys lie in pages:
+// attend_sm90_pages.cuh), and two or three consumer warpgroups of 64 query rows each. Q, K and V
+// stand in shared memory (K and V in a ring of stages); S, P and O stay in registers. A consumer
+// asks for the scores of the next tile together with the product of this one's weights and values,
+// so that its softmax runs beside its own products and beside those of the other consumers. Blocks
+// stay and take one piece of work after the other.
 //
 // Key tiles are walked from the last visible key leftwards, each ending where the one before began:
 // no tile reaches past the keys, and under a causal mask only the first tile is cut by the mask.
@@ -20,6 +21,7 @@
 #include "kernels/cuda/attend_sm90_block.cuh"
 #include "kernels/cuda/attend_sm90_fp8.cuh"
 #include "kernels/cuda/attend_sm90_items.cuh"
+#include "kernels/cuda/attend_sm90_pages.cuh"
 #include "kernels/cuda/attend_sm90_rows.cuh"
 #include "kernels/cuda/attend_sm90_scores.cuh"
 
@@ -31,8 +33,6 @@ namespace longspan::kernels::sm90 {
 /// consumers.
 template <class T>
 __device__ void load(const Call& call, Shared<T>& shared) {
-  constexpr int kEarly = 8;  // tiles before an item's end at which the next one is wanted
-  constexpr int kQBytes = 64 * T::kPanels * 128;
   constexpr int kTileBytes = T::kPanels * T::kPanelBytes;
   const std::uint64_t keys_again = cache_policy<Keep::last_to_go>();
   Turn<2> announced;
@@ -57,7 +57,7 @@ __device__ void load(const Call& call, Shared<T>& shared) {
     int key = item.first_key + item.some.end;
     shared.item_empty[announced.stage].arrive();
     if (tiles == 0) return;
-    if (tiles < kEarly) shared.item_wanted.arrive();
+    if (tiles < kWantedEarly) shared.item_wanted.arrive();
 
     const auto load_k = [&](int at) {
       load_tile(shared.k[k.stage], &call.k, shared.k_full[k.stage], shared.k_empty[k.stage], k, at,
@@ -72,19 +72,10 @@ __device__ void load(const Call& call, Shared<T>& shared) {
                   at, kv_head);
     };
     load_k(key -= T::kKeys);
-    const std::uint64_t queries_once = cache_policy<Keep::first_to_go>();
-#pragma unroll
-    for (int c = 0; c < T::kConsumers; ++c) {
-      shared.q_empty[c].wait(q_parity ^ 1);
-      shared.q_full[c].arrive_expecting(kQBytes);
-#pragma unroll
-      for (int panel = 0; panel < T::kPanels; ++panel)
-        load_box(shared.q[c][panel], &call.q, panel * T::kPanelElements, first_row + 64 * c, head,
-                 &shared.q_full[c], queries_once);
-    }
+    load_queries(call, shared, first_row, head, q_parity);
     q_parity ^= 1;
     for (int tile = 1; tile < tiles; ++tile) {
-      if (tile == tiles + 1 - kEarly) shared.item_wanted.arrive();
+      if (tile == tiles + 1 - kWantedEarly) shared.item_wanted.arrive();
       load_k(key - T::kKeys);
       load_v(key);
       key -= T::kKeys;
@@ -312,11 +303,14 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * T::kConsumers;
     prefetch_map(&call.q);
-    prefetch_map(&call.k);
-    prefetch_map(&call.v);
+    if (!has_pages<T>(call)) {
+      prefetch_map(&call.k);
+      prefetch_map(&call.v);
+    }
     for (int i = 0; i < 2; ++i) {
       shared.item_full[i].init(32);
-      shared.item_empty[i].init(128 * T::kConsumers + 1 + T::kTransposers);
+      const int loaders = has_pages<T>(call) ? kPageWarps + 1 : 1;
+      shared.item_empty[i].init(128 * T::kConsumers + loaders + T::kTransposers);
     }
     shared.item_wanted.init(1);
     for (int i = 0; i < T::kConsumers; ++i) {
@@ -328,6 +322,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
       shared.k_empty[i].init(kConsumerWarps);
       shared.v_full[i].init(T::kEightBits ? T::kTransposers / 32 : 1);
       shared.v_empty[i].init(kConsumerWarps);
+      if constexpr (T::kPages) {
+        shared.landed.k[i].init(kPageWarps);
+        shared.landed.v[i].init(kPageWarps);
+      }
     }
     if constexpr (T::kEightBits) {
       shared.stored.full.init(1);
@@ -340,8 +338,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     give_registers<T::kProducerRegisters>();
-    if (threadIdx.x / 32 == 1) schedule<T>(call, shared);
-    if (threadIdx.x == 0) load<T>(call, shared);
+    if (threadIdx.x / 32 == 1)
+      schedule<T>(call, shared);
+    else if (threadIdx.x == 0 && !has_pages<T>(call))
+      load<T>(call, shared);
+    if constexpr (T::kPages)
+      if (threadIdx.x / 32 != 1 && has_pages<T>(call)) load_pages<T>(call, shared);
     if constexpr (T::kEightBits)
       if (threadIdx.x >= 128 - T::kTransposers) transpose<T>(shared);
   } else {

@@ -24,10 +24,10 @@ struct Finished {
 bool runs_here();
 
 /// Whether this kernel takes the call on the current GPU: Hopper, 16-bit elements, dims from 48,
-/// layouts whose positions ascend, a positive scale, no pages, no qq_bias, no segments handed out,
-/// no fixed order, fewer than 2^30 rows and keys. With fp8_products: e4m3 in rows at multiples of
-/// 16 bytes, dims a multiple of 16, no softcap and no ALiBi. Everything else is the portable
-/// kernel's.
+/// layouts whose positions ascend, a positive scale, no qq_bias, no segments handed out, no fixed
+/// order, fewer than 2^30 rows and keys; pages for dims from 81 to 192, where the elements of a row
+/// lie together. With fp8_products: e4m3 in rows at multiples of 16 bytes, dims a multiple of
+/// 16, no softcap and no ALiBi. Everything else is the portable kernel's.
 bool accepts(const AttendParams& params);
 
 /// Bytes of AttendParams::scratch that attend needs.

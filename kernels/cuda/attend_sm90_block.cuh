@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/arch/sm90.cuh"
 #include "kernels/cuda/attend_sm90.hpp"
+#include "kernels/cuda/divisor.hpp"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::sm90 {
@@ -43,13 +44,20 @@ struct Tile {
   static constexpr int kValueRows = kEightBits ? kColumns : kKeys;
   static constexpr int kTransposers = kEightBits ? 64 : 0;  // threads
 
+  // Warps that find rows in pages need registers, of which three consumers, or two with wide rows
+  // of O, leave too few.
+  static constexpr bool kPages = kConsumers == 2 && kDim <= 192 && !kEightBits;
+
   // Weights are taken from an origin kLift below a maximum, and stay below 2^kSlack.
   static constexpr float kLift = kEightBits ? 8.0f : 0.0f;
   static constexpr float kSlack = kEightBits ? 8.75f : 8.0f;
 
   // Out of the 64 Ki registers of a multiprocessor.
-  static constexpr int kProducerRegisters = kConsumers == 3 && !kEightBits ? 32 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kEightBits ? 152 : 160;
+  static constexpr int kProducerRegisters = kPages ? 72 : kConsumers == 3 && !kEightBits ? 32 : 56;
+  static constexpr int kConsumerRegisters = kPages            ? 216
+                                            : kConsumers == 2 ? 224
+                                            : kEightBits      ? 152
+                                                              : 160;
   // More than a thread has at the launch, on average, would never be handed out, and be waited for.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * (65536 / kThreads / 8 * 8));
@@ -106,6 +114,7 @@ struct RowKeys {
 
 /// The work of one block at one time: a tile of query rows of one sequence and head.
 struct Item {
+  int sequence;
   int head, kv_head;
   int first_key;  // of the sequence, in k
   int row;        // of the tile, in its sequence
@@ -153,6 +162,13 @@ struct StoredValues {
   float value_factor[2];  // of O
 };
 
+/// Tiles that were copied out of pages, and are not fenced yet.
+template <int kStages>
+struct Landed {
+  Barrier k[kStages], v[kStages];
+};
+
+struct NoLanded {};
 struct NoAlibi {};
 struct NoStoredValues {};
 
@@ -173,6 +189,7 @@ struct Shared {
                                            AlibiRoom<T::kConsumers, T::kKeys>, NoAlibi>
       alibi;
   [[no_unique_address]] std::conditional_t<T::kEightBits, StoredValues<T>, NoStoredValues> stored;
+  [[no_unique_address]] std::conditional_t<T::kPages, Landed<T::kStages>, NoLanded> landed;
 };
 
 /// A score is height * tanh(scale * product). Forms of it by how far from 0 they reach.
@@ -198,7 +215,14 @@ struct Call {
   int least_rows;    // sequences of fewer query rows are not this launch's
   unsigned* next;    // items beyond the first of each block that are taken
   Softcap softcap;
+  cuda::Divisor by_page;  // keys of a page
 };
+
+/// Whether keys and values come out of pages.
+template <class T>
+__device__ bool has_pages(const Call& call) {
+  return T::kPages && call.params.pages;
+}
 
 /// A place in a ring of stages and the parity of its barriers.
 template <int kStages>
@@ -213,6 +237,26 @@ struct Turn {
     }
   }
 };
+
+/// Tiles before an item's end at which the next one is wanted.
+inline constexpr int kWantedEarly = 8;
+
+/// One thread: the item's queries, as soon as its consumers are done with those before.
+template <class T>
+__device__ void load_queries(const Call& call, Shared<T>& shared, int first_row, int head,
+                             std::uint32_t parity) {
+  constexpr int kBytes = 64 * T::kPanels * 128;
+  const std::uint64_t once = cache_policy<Keep::first_to_go>();
+#pragma unroll
+  for (int c = 0; c < T::kConsumers; ++c) {
+    shared.q_empty[c].wait(parity ^ 1);
+    shared.q_full[c].arrive_expecting(kBytes);
+#pragma unroll
+    for (int panel = 0; panel < T::kPanels; ++panel)
+      load_box(shared.q[c][panel], &call.q, panel * T::kPanelElements, first_row + 64 * c, head,
+               &shared.q_full[c], once);
+  }
+}
 
 /// Zeros in the first `keys` keys of a tile of values: memory that no row may see can hold NaN, and
 /// 0 NaN is NaN. By kThreads threads, which share the barrier.

@@ -109,11 +109,14 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
     __syncwarp();
     if (busy) {
       if (lane == 0) {
+        item.sequence = b;
         item.whole = {limits[2 * rows - 2], limits[1]};
         item.some = {limits[0], limits[2 * rows - 1]};
         if (passes) item.some.begin = item.some.end = -item.first_key;
         // Before the first key of all there is nothing: the copy engine fills in zeros.
-        item.clear = item.first_key + limits[0] > 0 && !passes ? limits[0] : INT_MIN;
+        // Nor, out of pages, before the first visible one.
+        item.clear =
+            item.first_key + limits[0] > 0 && !passes && !has_pages<T>(call) ? limits[0] : INT_MIN;
         if constexpr (T::kScores == Scores::any)
           find_alibi(params.bias, params.is_causal(b), shared.places, item.head,
                      kv_len - query_len + item.row, shared.alibi.items[turn.stage]);
@@ -132,7 +135,8 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
     }
     if (lane == 0) {
       if (busy) shared.item_wanted.wait(turn.stage ^ 1);  // the stage just announced
-      index = gridDim.x + atomicAdd(call.next, 1u);
+      // An item, one draw: after the last of all draws the counter is zero again.
+      index = gridDim.x + atomicInc(call.next, call.items - 1);
     }
     index = __shfl_sync(0xffffffff, index, 0);
   }

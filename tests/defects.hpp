@@ -29,45 +29,6 @@ inline void set_scores(ServingProblem& problem, double score) {
   set_all(problem.raw_k, s.dtype, score < 0 ? -root : root);
 }
 
-struct HandedOut {
-  std::vector<float> output, max, expsum;
-  ServingResult reduced;
-};
-
-/// segmented_attention with its states on the host, and what reduce_segments makes of them.
-inline HandedOut hand_out(const ServingProblem& problem, int segments, std::int64_t keys) {
-  const Serving& s = problem.shape;
-  const Kernels kernels(kDevice);
-  const ServingArrays arrays(kDevice, problem, Shard::contiguous(0, 0, 1));
-  const std::size_t states = arrays.rows.size() * s.heads * segments;
-  const Buffer output = poisoned(kDevice, states * s.dim * sizeof(float)),
-               max = poisoned(kDevice, states * sizeof(float)),
-               expsum = poisoned(kDevice, states * sizeof(float));
-  SegmentedAttention a;
-  arrays.paged(a);
-  a.out = {};
-  a.lse = {};
-  a.segments.output =
-      Tensor(output.data(), DType::fp32, {arrays.own(), s.heads, segments, s.dim}, kDevice);
-  a.segments.max = Tensor(max.data(), DType::fp32, {arrays.own(), s.heads, segments}, kDevice);
-  a.segments.expsum =
-      Tensor(expsum.data(), DType::fp32, {arrays.own(), s.heads, segments}, kDevice);
-  a.segments.keys = keys;
-  const Buffer workspace = poisoned(kDevice, kernels.workspace_bytes(a));
-  a.workspace = {workspace.data(), workspace.bytes()};
-  kernels.segmented_attention(a);
-  ReduceSegments r;
-  r.segments = a.segments;
-  r.out = arrays.out_tensor();
-  r.lse = Lse::tokens_heads(arrays.lse_tensor());
-  r.batch = s.batch();
-  r.query_start = a.query_start;
-  r.kv_len = a.kv_len;
-  kernels.reduce_segments(r);
-  return {on_host<float>(output, states * s.dim), on_host<float>(max, states),
-          on_host<float>(expsum, states), arrays.result()};
-}
-
 inline void expect_exact(const ServingProblem& problem, const ServingResult& result,
                          Tolerance tolerance) {
   expect_right(problem, result, tolerance, 0);
@@ -80,13 +41,15 @@ TEST(Defects, ASegmentEmptiedByTheWindowReportsMinusInfinity) {
   s.mask.window = 100;
   ServingProblem problem(s, 21);
   set_scores(problem, -200);
-  const HandedOut found = hand_out(problem, 8, 64);
+  HandedOut found;
+  const ServingResult reduced =
+      run_segmented(Kernels(kDevice), kDevice, problem, {.segments = 8, .keys = 64, .to = &found});
   for (std::size_t row = 0; row < 8; ++row)
     for (int segment = 0; segment < 3; ++segment) {  // keys 0 to 191: out of both windows
       EXPECT_EQ(found.max[row * 8 + segment], -std::numeric_limits<float>::infinity());
       EXPECT_EQ(found.expsum[row * 8 + segment], 0.0f);
     }
-  expect_exact(problem, found.reduced, {1e-5});
+  expect_exact(problem, reduced, {1e-5});
   expect_exact(problem, run_ranks(backend(), problem, dealt(problem, 4, 16)), {1e-5});
 }
 
@@ -103,7 +66,8 @@ TEST(Defects, ScoresFarBelowAnyFiniteStandInForMinusInfinity) {
       set_scores(problem, -32768);  // q = 64, k = -64: exact in every dtype
       const Tolerance tolerance{dtype == DType::fp32 ? 1e-5 : 3e-2};
       expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem), tolerance);
-      expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, 4), tolerance);
+      expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, {.segments = 4}),
+                   tolerance);
       expect_exact(problem, run_ranks(backend(), problem, dealt(problem, 4, 1)), tolerance);
     }
 }
@@ -115,7 +79,8 @@ TEST(Defects, KeysHiddenByBiasAloneAreNotSeen) {
   s.qq_bias = true;
   const ServingProblem problem(s, 23);
   for (int segments : {0, 3, 16})
-    expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, segments), {5e-6});
+    expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, {.segments = segments}),
+                 {5e-6});
 }
 
 TEST(Defects, ASinkCountsOnceOverAllRanksAndSegments) {
@@ -127,14 +92,17 @@ TEST(Defects, ASinkCountsOnceOverAllRanksAndSegments) {
   for (int ranks : {1, 2, 4})
     expect_exact(problem, run_ranks(backend(), problem, dealt(problem, ranks, 16)), {5e-6});
   for (int segments : {0, 1, 7, 16})
-    expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, segments), {5e-6});
+    expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, {.segments = segments}),
+                 {5e-6});
 }
 
 TEST(Defects, SegmentsPastTheEndAreNeitherWrittenNorRead) {
   LONGSPAN_NEEDS_DEVICE();
   const ServingProblem problem(
       {.heads = 4, .kv_heads = 2, .dim = 64, .q_lens = {1, 1}, .kv_lens = {100, 30}}, 25);
-  const HandedOut found = hand_out(problem, 8, 32);  // 4 segments and 1; the others stay NaN
+  HandedOut found;  // 4 segments and 1; the others stay NaN
+  const ServingResult reduced =
+      run_segmented(Kernels(kDevice), kDevice, problem, {.segments = 8, .keys = 32, .to = &found});
   for (int row = 0; row < 8; ++row)
     for (int segment = 0; segment < 8; ++segment) {
       const bool has_keys = segment < (row < 4 ? 4 : 1);
@@ -142,7 +110,7 @@ TEST(Defects, SegmentsPastTheEndAreNeitherWrittenNorRead) {
       EXPECT_EQ(std::isnan(found.expsum[row * 8 + segment]), !has_keys);
       EXPECT_EQ(std::isnan(found.output[(row * 8 + segment) * 64]), !has_keys);
     }
-  expect_exact(problem, found.reduced, {5e-6});
+  expect_exact(problem, reduced, {5e-6});
 }
 
 TEST(Defects, SoftcapFarAboveItsCapDoesNotOverflow) {
@@ -177,7 +145,8 @@ TEST(Defects, StaleNaNInPagesOutsideTheWindowStaysThere) {
         const ServingProblem problem(s, 27);
         const Tolerance tolerance = problem.tolerance();
         expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem), tolerance);
-        expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, 5), tolerance);
+        expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, {.segments = 5}),
+                     tolerance);
         expect_exact(problem, run_ranks(backend(), problem, dealt(problem, 4, 16)), tolerance);
       }
 }

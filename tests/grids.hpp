@@ -85,7 +85,7 @@ inline void run_unified(const Kernels& kernels, Device device, const UnifiedCase
                         std::uint64_t seed) {
   const ServingProblem problem(c.shape, seed);
   SCOPED_TRACE(describe(c.shape) + " segments " + std::to_string(c.segments));
-  expect_right(problem, run_segmented(kernels, device, problem, c.segments),
+  expect_right(problem, run_segmented(kernels, device, problem, {.segments = c.segments}),
                unified_tolerance(c.shape), 8);
 }
 

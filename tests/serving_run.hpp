@@ -250,21 +250,37 @@ inline ServingResult run_layer(const Communicator& world, const ServingProblem& 
 /// Waits for what was queued on a device's default stream.
 inline void settle(const Buffer& any) { on_host(any, 1); }
 
-/// Paged decode and short queries on one rank. `segments` > 0: their states are handed out too,
+/// States of segments that were handed out: [tokens, heads, segments, dim] and [tokens, heads,
+/// segments].
+struct HandedOut {
+  std::vector<float> output, max, expsum;
+};
+
+/// How run_segmented runs. `segments` > 0: their states are handed out (to `to`, if that is given),
 /// `keys` in each (0: as serving engines cut), and reduce_segments makes the result.
+struct Segmented {
+  int segments = 0;
+  std::int64_t keys = 0;
+  int tile = 16;
+  bool tf32 = false;
+  HandedOut* to = nullptr;
+};
+
+/// Paged decode and short queries on one rank.
 inline ServingResult run_segmented(const Kernels& kernels, Device device,
-                                   const ServingProblem& problem, int segments = 0,
-                                   std::int64_t keys = 0, int tile = 16) {
+                                   const ServingProblem& problem, const Segmented& how = {}) {
   const Serving& s = problem.shape;
   const ServingArrays arrays(device, problem, Shard::contiguous(0, 0, 1));
   SegmentedAttention a;
   arrays.paged(a);
+  a.tf32 = how.tf32;
   if (s.out_scale != 0) a.out_scale = ServingArrays::array<float>(arrays.out_scale);
+  const int segments = how.segments;
+  const std::size_t states = arrays.rows.size() * s.heads * segments;
+  int padded = 16;
+  while (padded < s.dim) padded *= 2;
   Buffer output, max, expsum;
   if (segments > 0) {
-    int padded = 16;
-    while (padded < s.dim) padded *= 2;
-    const std::size_t states = arrays.rows.size() * s.heads * segments;
     output = poisoned(device, states * padded * sizeof(float));
     max = poisoned(device, states * sizeof(float));
     expsum = poisoned(device, states * sizeof(float));
@@ -273,8 +289,8 @@ inline ServingResult run_segmented(const Kernels& kernels, Device device,
     a.segments.max = Tensor(max.data(), DType::fp32, {arrays.own(), s.heads, segments}, device);
     a.segments.expsum =
         Tensor(expsum.data(), DType::fp32, {arrays.own(), s.heads, segments}, device);
-    a.segments.keys = keys;
-    a.segments.tile = tile;
+    a.segments.keys = how.keys;
+    a.segments.tile = how.tile;
     a.out = {};
     a.lse = {};
   }
@@ -294,6 +310,9 @@ inline ServingResult run_segmented(const Kernels& kernels, Device device,
     kernels.reduce_segments(r);
   }
   settle(arrays.out);
+  if (how.to != nullptr)
+    *how.to = {on_host<float>(output, states * padded), on_host<float>(max, states),
+               on_host<float>(expsum, states)};
   return arrays.result();
 }
 

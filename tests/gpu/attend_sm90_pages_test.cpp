@@ -6,6 +6,8 @@
 namespace longspan::testing {
 namespace {
 
+using test::Cut;
+
 constexpr DType kTypes[] = {DType::bf16, DType::fp16};
 
 /// Rows past a tile's 128 and keys past several tiles, a short sequence, one of a single query, an
@@ -60,10 +62,6 @@ TEST(AttendSm90Pages, Scores) {
 /// Every rank's pages hold its own share of the keys.
 TEST(AttendSm90Pages, Shards) {
   LONGSPAN_NEEDS_HOPPER();
-  struct Cut {
-    Layout layout;
-    std::int64_t block;
-  };
   for (const int page : {16, 40})
     for (const int ranks : {2, 4})
       for (const Cut& cut : {Cut{Layout::contiguous, 128}, Cut{Layout::interleaved, 128},

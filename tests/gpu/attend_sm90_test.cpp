@@ -106,10 +106,6 @@ TEST(AttendSm90, NanStaysNan) {
 // What a rank's shard, a batch and documents decide; NaN wherever no row may look.
 TEST(AttendSm90, Shards) {
   LONGSPAN_NEEDS_HOPPER();
-  struct Cut {
-    Layout layout;
-    std::int64_t block = kSegment;
-  };
   for (const Cut& cut :
        {Cut{Layout::contiguous}, Cut{Layout::ranges}, Cut{Layout::zigzag}, Cut{Layout::striped},
         Cut{Layout::interleaved, 1}, Cut{Layout::interleaved, 16}, Cut{Layout::interleaved, 128},

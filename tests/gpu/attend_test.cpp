@@ -1,6 +1,6 @@
 // The CUDA kernels against float64, over what multiplies: head dims, groups, dtypes, masks, layouts
 // with simulated ranks, and batches of uneven lengths. Each test draws fresh inputs.
-#include "tests/gpu/gpu_case.hpp"
+#include "tests/gpu/gpu_judge.hpp"
 
 namespace longspan::test {
 namespace {
@@ -81,10 +81,6 @@ TEST(Attend, ScaleAndSoftcap) {
 
 TEST(Attend, EveryLayoutOnRanks) {
   LONGSPAN_NEEDS_GPU();
-  struct Cut {
-    Layout layout;
-    std::int64_t block = kSegment;
-  };
   const Cut cuts[] = {{Layout::contiguous},       {Layout::ranges},
                       {Layout::zigzag},           {Layout::striped},
                       {Layout::interleaved, 128}, {Layout::interleaved, 16},

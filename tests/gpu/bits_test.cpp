@@ -1,6 +1,6 @@
 // Bits: the same for 1, 2, 4 ranks of one layout, in any batch, at any place in it, eagerly and in
 // a replayed graph, and from run to run.
-#include "tests/gpu/gpu_case.hpp"
+#include "tests/gpu/gpu_judge.hpp"
 
 namespace longspan::test {
 namespace {

@@ -19,7 +19,7 @@
 #include "bench/timing.hpp"
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
-#include "tests/gpu/gpu_case.hpp"
+#include "tests/gpu/gpu_judge.hpp"
 
 namespace longspan::test {
 namespace {

@@ -6,6 +6,8 @@
 namespace longspan::testing {
 namespace {
 
+using test::Cut;
+
 constexpr DType kTypes[] = {DType::bf16, DType::fp16, DType::fp32};
 
 /// What a cache may be stored as for products of a dtype.
@@ -86,10 +88,6 @@ TEST(Features, Groups) {
 /// Positions of a shard's keys decide about the window, the causal bound, ALiBi and qq_bias.
 TEST(Features, Shards) {
   LONGSPAN_NEEDS_GPU();
-  struct Cut {
-    Layout layout;
-    std::int64_t block = kSegment;
-  };
   for (const DType dtype : {DType::bf16, DType::fp32})
     for (const Cut& cut :
          {Cut{Layout::contiguous}, Cut{Layout::ranges}, Cut{Layout::zigzag}, Cut{Layout::striped},

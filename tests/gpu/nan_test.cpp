@@ -1,6 +1,6 @@
 // Empty is a value, and NaN stays where it belongs: a NaN query in its own row, NaN or infinity in
 // keys that nobody may see in no row at all.
-#include "tests/gpu/gpu_case.hpp"
+#include "tests/gpu/gpu_judge.hpp"
 
 namespace longspan::test {
 namespace {

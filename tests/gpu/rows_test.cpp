@@ -1,5 +1,7 @@
 // merge, map_rows, place_rows and key_starts against the same laws on the host, bit for bit where
 // the law fixes the bits; and the refusals of the backend.
+#include <cstring>
+
 #include "longspan/error.hpp"
 #include "tests/gpu/gpu_case.hpp"
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "kernels/cuda/attend_sm90.hpp"
-#include "tests/gpu/gpu_case.hpp"
+#include "tests/gpu/gpu_judge.hpp"
 #include "tests/serving_run.hpp"
 
 namespace longspan::testing {

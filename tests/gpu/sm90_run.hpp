@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels/cuda/attend_sm90.hpp"
-#include "tests/gpu/gpu_case.hpp"
+#include "tests/gpu/gpu_judge.hpp"
 
 namespace longspan::test {
 

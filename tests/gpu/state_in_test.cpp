@@ -9,6 +9,8 @@
 namespace longspan::testing {
 namespace {
 
+using test::Cut;
+
 /// Kernels that fold as the merge does give its bits. On Hopper a row's weights are taken from the
 /// maximum so far, so that only what is not rounded to 16 bits, the lse, is the same.
 constexpr double kSameLse = 5e-6;
@@ -72,10 +74,6 @@ TEST(StateIn, HopperEveryDim) {
 // queries than keys, whose first rows see nothing.
 TEST(StateIn, HopperEveryMaskAndLayout) {
   LONGSPAN_NEEDS_GPU();
-  struct Cut {
-    Layout layout;
-    std::int64_t block = kSegment;
-  };
   for (const Cut& cut :
        {Cut{Layout::contiguous}, Cut{Layout::ranges}, Cut{Layout::zigzag}, Cut{Layout::striped},
         Cut{Layout::interleaved, 16}, Cut{Layout::interleaved, 128}})

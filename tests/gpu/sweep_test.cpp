@@ -9,7 +9,7 @@
 #include <iostream>
 
 #include "kernels/cuda/attend_sm90.hpp"
-#include "tests/gpu/gpu_case.hpp"
+#include "tests/gpu/gpu_judge.hpp"
 #include "tests/serving.hpp"
 
 namespace longspan::test {

@@ -21,42 +21,6 @@ ServingResult run_option(const ServingProblem& problem, bool tf32, bool invarian
   return arrays.result();
 }
 
-/// Paged, on one rank; with `segments` their states are handed out and then reduced.
-ServingResult run_segments(const ServingProblem& problem, int segments) {
-  const Serving& s = problem.shape;
-  const Kernels kernels(Device::cuda);
-  const ServingArrays arrays(Device::cuda, problem, Shard::contiguous(0, 0, 1));
-  SegmentedAttention a;
-  arrays.paged(a);
-  a.tf32 = true;
-  a.out = {};
-  a.lse = {};
-  const std::size_t states = arrays.rows.size() * s.heads * segments;
-  const Buffer output = poisoned(Device::cuda, states * s.dim * sizeof(float)),
-               max = poisoned(Device::cuda, states * sizeof(float)),
-               sums = poisoned(Device::cuda, states * sizeof(float));
-  const auto scalars = [&](const Buffer& of) {
-    return Tensor(of.data(), DType::fp32, {arrays.own(), s.heads, segments}, Device::cuda);
-  };
-  a.segments.output =
-      Tensor(output.data(), DType::fp32, {arrays.own(), s.heads, segments, s.dim}, Device::cuda);
-  a.segments.max = scalars(max);
-  a.segments.expsum = scalars(sums);
-  const Buffer workspace = poisoned(Device::cuda, kernels.workspace_bytes(a));
-  a.workspace = {workspace.data(), workspace.bytes()};
-  kernels.segmented_attention(a);
-  ReduceSegments r;
-  r.segments = a.segments;
-  r.out = arrays.out_tensor();
-  r.lse = Lse::tokens_heads(arrays.lse_tensor());
-  r.batch = s.batch();
-  r.query_start = a.query_start;
-  r.kv_len = a.kv_len;
-  kernels.reduce_segments(r);
-  settle(arrays.out);
-  return arrays.result();
-}
-
 /// tf32 has 10 bits of mantissa, so rounding to nearest moves a factor by at most u = 2^-11 of
 /// itself and a product by 2 u + u^2, little more than 2^-10. fp32 sums add at most 2^-16 of the
 /// sum of magnitudes. With e the sum of both:
@@ -121,8 +85,12 @@ void check_tf32(const Serving& s, std::int64_t sampled = 6, int segments = 0) {
   SCOPED_TRACE(describe(s) + ", segments " + std::to_string(segments) + ", seed " +
                std::to_string(seed));
   const ServingProblem problem(s, seed);
-  const Distance distance = expect_within_tf32(
-      problem, segments > 0 ? run_segments(problem, segments) : run_option(problem, true), sampled);
+  const Distance distance =
+      expect_within_tf32(problem,
+                         segments > 0 ? run_segmented(Kernels(Device::cuda), Device::cuda, problem,
+                                                      {.segments = segments, .tf32 = true})
+                                      : run_option(problem, true),
+                         sampled);
   EXPECT_GT(distance.compared, 0);
   EXPECT_LT(distance.norm(), 0x1p-10);
   EXPECT_GT(distance.norm(), 0x1p-16);

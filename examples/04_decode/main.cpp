@@ -2,8 +2,9 @@
 // ranks.
 //
 // The cache is interleaved: blocks of 128 keys are dealt out in turn, so that it stays even while
-// it grows. At each step the rank whose turn it is appends the new key and value; every rank holds
-// the query and gets the result. The layer is made once, and running it allocates nothing.
+// it grows. Every rank holds the new query, key and value and gets the result; the rank whose turn
+// it is writes the key and the value into its part of the cache. The layer is made once, and
+// running it allocates nothing.
 #include <mpi.h>
 
 #include <cmath>
@@ -37,39 +38,19 @@ struct Token {
   }
 };
 
-/// One rank's part of the cache: [capacity, kv_heads, dim], filled from the front.
-class Cache {
- public:
-  Cache(int rank, int ranks) : rank_(rank), ranks_(ranks) {
-    capacity_ = shard(kMaxLen).max_local_len(kMaxLen);
-    k_.resize(capacity_ * kRow, NAN);
-    v_.resize(capacity_ * kRow, NAN);
-  }
+Tensor rows(std::vector<float>& data, std::int64_t count, int heads) {
+  return Tensor(data.data(), fp32, {count, heads, kDim});
+}
 
-  Shard shard(std::int64_t len) const { return Shard::interleaved(len, rank_, ranks_); }
-
-  /// Appends the key and value of the token at position `len`, if they belong to this rank.
-  void append(std::int64_t len, const Token& token) {
-    const std::int64_t slot = shard(len).local_len(len);
-    if (shard(len + 1).local_len(len + 1) == slot) return;  // another rank's turn
-    std::memcpy(&k_[slot * kRow], token.k.data(), kRow * sizeof(float));
-    std::memcpy(&v_[slot * kRow], token.v.data(), kRow * sizeof(float));
-  }
-
-  Tensor keys() { return Tensor(k_.data(), fp32, {1, capacity_, kKvHeads, kDim}); }
-  Tensor values() { return Tensor(v_.data(), fp32, {1, capacity_, kKvHeads, kDim}); }
-
- private:
-  int rank_, ranks_;
-  std::int64_t capacity_;
-  std::vector<float> k_, v_;
-};
-
-/// A communicator, its cache and its layer, which give one step's result.
+/// A communicator, its layer, and its rank's part of the cache, which is filled from the front.
 class Decoder {
  public:
   explicit Decoder(const longspan::Communicator& world)
-      : cache_(world.rank(), world.size()),
+      : rank_(world.rank()),
+        ranks_(world.size()),
+        capacity_(shard(kMaxLen).max_local_len(kMaxLen)),
+        k_(capacity_ * kRow, NAN),
+        v_(capacity_ * kRow, NAN),
         layer_(world, {.heads = kHeads,
                        .kv_heads = kKvHeads,
                        .dim = kDim,
@@ -77,42 +58,57 @@ class Decoder {
                        .mask = {.causal = true},
                        .max_tokens = 1}) {}
 
-  void append(std::int64_t len, const Token& token) { cache_.append(len, token); }
-
   // [step]
+  /// The keys and values of `count` tokens, the first ones of the sequence.
+  void fill(std::int64_t count, std::vector<float>& k, std::vector<float>& v) {
+    layer_.append({.new_k = rows(k, count, kKvHeads),
+                   .new_v = rows(v, count, kKvHeads),
+                   .k = rows(k_, capacity_, kKvHeads),
+                   .v = rows(v_, capacity_, kKvHeads),
+                   .shard = shard(count)});
+    layer_.wait();
+  }
+
   /// The new token is the last of `len`: it attends to all of them, itself included.
   std::vector<float> step(std::int64_t len, Token& token) {
     std::vector<float> out(kHeads * kDim, NAN);
-    layer_.run({.q = Tensor(token.q.data(), fp32, {1, kHeads, kDim}),
-                .k = cache_.keys(),
-                .v = cache_.values(),
-                .shard = cache_.shard(len),
-                .out = Tensor(out.data(), fp32, {1, kHeads, kDim})});
+    layer_.run({.q = rows(token.q, 1, kHeads),
+                .k = rows(k_, capacity_, kKvHeads),
+                .v = rows(v_, capacity_, kKvHeads),
+                .shard = shard(len),
+                .out = rows(out, 1, kHeads),
+                .new_k = rows(token.k, 1, kKvHeads),
+                .new_v = rows(token.v, 1, kKvHeads)});
     layer_.wait();
     return out;
   }
   // [/step]
 
  private:
-  Cache cache_;
+  Shard shard(std::int64_t len) const { return Shard::interleaved(len, rank_, ranks_); }
+
+  int rank_, ranks_;
+  std::int64_t capacity_;
+  std::vector<float> k_, v_;
   longspan::Attention layer_;
 };
 
 int run() {
   const longspan::Communicator world = longspan::from_mpi(MPI_COMM_WORLD);
   Decoder sharded(world), alone(longspan::self());
+  std::vector<float> k, v;
   for (std::int64_t i = 0; i < kPrompt; ++i) {
     const Token token(i);
-    sharded.append(i, token);
-    alone.append(i, token);
+    k.insert(k.end(), token.k.begin(), token.k.end());
+    v.insert(v.end(), token.v.begin(), token.v.end());
   }
+  sharded.fill(kPrompt, k, v);
+  alone.fill(kPrompt, k, v);
 
   int same = 0;
   double worst = 0;
   for (std::int64_t len = kPrompt; len < kMaxLen; ++len) {
     Token token(len);
-    sharded.append(len, token);
-    alone.append(len, token);
     const std::vector<float> a = sharded.step(len + 1, token), b = alone.step(len + 1, token);
     same += std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
     for (std::size_t i = 0; i < a.size(); ++i)

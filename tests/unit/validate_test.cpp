@@ -177,8 +177,10 @@ void refuse_run(const char* text, const std::function<void(Request&, Paged&)>& c
   Paged p;
   Request r = p.request();
   change(r, p);
+  const std::vector<float> before = p.k;
   expect_refused<E>(text, [&] { layer.run(r); });
   for (float value : p.out) ASSERT_TRUE(std::isnan(value)) << text;
+  EXPECT_EQ(p.k, before) << text;
 }
 
 TEST(Validate, RunsOverAPagedCache) {
@@ -322,6 +324,41 @@ TEST(Validate, Appends) {
   for (std::size_t i = 0; i < p.k.size(); i += kKvHeads * kDim) written += p.k[i] == 1.0f;
   EXPECT_EQ(written, kTokens);
   EXPECT_EQ(p.k[(3 * kPage) * kKvHeads * kDim], 1.0f);  // position 32 of sequence 1
+}
+
+TEST(Validate, NewKeysOfARun) {
+  const auto refuse = [](const char* text, const std::function<void(Request&, Paged&)>& change) {
+    refuse_run(text, [&](Request& r, Paged& p) {
+      r.new_k = p.append().new_k;
+      r.new_v = p.append().new_v;
+      change(r, p);
+    });
+  };
+  refuse("new_v is [4, 2, 32]; [3, 2, 32]", [](Request& r, Paged&) { r.new_k.shape[0] = 3; });
+  refuse("new_k has 3 rows; there are 4 of q",
+         [](Request& r, Paged& p) { r.new_k.shape[0] = r.new_v.shape[0] = p.query_start[2] = 3; });
+  refuse("new_v [] has no data", [](Request& r, Paged&) { r.new_v = {}; });
+  refuse("new_k [] has no data", [](Request& r, Paged&) { r.new_k = {}; });
+  refuse("new_k is [4, 2, 16]", [](Request& r, Paged&) { r.new_k.shape[2] = 16; });
+  refuse("sequence 1 gets 3 new keys and has kv_len 2",
+         [](Request&, Paged& p) { p.kv_len[1] = 2; });
+  refuse("slots must differ", [](Request&, Paged& p) { p.table[5] = 2, p.kv_len[1] = 21; });
+  refuse("block_table[1][2] is -1", [](Request&, Paged& p) { p.table[6] = -1; });
+  // What is wrong with the rest of the run is found before anything is written.
+  refuse("qq_bias has width 0", [](Request& r, Paged& p) { r.qq_bias = {p.qq.data(), 0, 3}; });
+
+  Attention layer(self(), options());
+  Paged apart, together;
+  layer.append(apart.append());
+  layer.run(apart.request());
+  Request r = together.request();
+  r.new_k = together.append().new_k;
+  r.new_v = together.append().new_v;
+  layer.run(r);
+  EXPECT_EQ(together.k, apart.k);
+  EXPECT_EQ(together.v, apart.v);
+  EXPECT_EQ(together.out, apart.out);
+  EXPECT_NE(together.out[0], 0.25f);
 }
 
 }  // namespace

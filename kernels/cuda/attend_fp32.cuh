@@ -47,7 +47,7 @@ struct Fp32Traits {
     __device__ static constexpr int row(int quad, int) { return quad / (kDim / 64); }
   };
   using State = ThreadState<kOwn, kOwn * kDim / 64, RowOf>;
-  using Stack = FoldStack<State, kThreads, false>;
+  using Stack = FoldStack<State, kThreads>;
 };
 
 // ---- steps ----------------------------------------------------------------------------------

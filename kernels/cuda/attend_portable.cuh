@@ -365,7 +365,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
 
     typename Traits::State state;
     state.clear();
-    FoldStack<typename Traits::State, Traits::kThreads, false> stack(plan.stack, plan.depth);
+    FoldStack<typename Traits::State, Traits::kThreads> stack(plan.stack, plan.depth);
     for (int parity = 0; tile.first >= 0; parity ^= 1) {
       if constexpr (kGeneral) {
         if (p.bias && threadIdx.x < kKeys)
@@ -438,7 +438,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
 template <class T, int kDim, bool kInvariant, Loader kLoader>
 KernelShape portable_shape() {
   using Traits = PortableTraits<T, kDim>;
-  using Stack = FoldStack<typename Traits::State, Traits::kThreads, false>;
+  using Stack = FoldStack<typename Traits::State, Traits::kThreads>;
   KernelShape shape{
       reinterpret_cast<const void*>(&attend_portable_kernel<Traits, kInvariant, kLoader>),
       Traits::kThreads,

@@ -50,7 +50,7 @@ struct Tf32Traits {
     __device__ static constexpr int row(int, int i) { return i / 2; }
   };
   using State = ThreadState<2, kDimTiles, RowOf>;
-  using Stack = FoldStack<State, kThreads, false>;
+  using Stack = FoldStack<State, kThreads>;
 };
 
 // ---- steps ----------------------------------------------------------------------------------

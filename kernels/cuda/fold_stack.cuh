@@ -88,9 +88,7 @@ __device__ inline void scale_values(State& state, const Scales& scales, int kv_h
     for (int i = 0; i < 4; ++i) state.o[q][i] = __fmul_rn(state.o[q][i], scale);
 }
 
-/// kTopInRegisters: the newest waiting state stays in registers, which halves the traffic; for
-/// small states.
-template <class State, int kThreads, bool kTopInRegisters>
+template <class State, int kThreads>
 class FoldStack {
  public:
   /// Bytes of one state of one thread block.
@@ -105,14 +103,7 @@ class FoldStack {
   /// `newest` becomes the state of its subtree of 2^level places and waits there.
   __device__ void finish_subtree(State& newest, int level) {
     fold_below(newest, level);
-    const int depth = __popc(waiting_);
-    if constexpr (kTopInRegisters) {
-      if (cached_) store_state<kThreads>(at(depth - 1), top_);
-      top_ = newest;
-      cached_ = true;
-    } else {
-      store_state<kThreads>(at(depth), newest);
-    }
+    store_state<kThreads>(at(__popc(waiting_)), newest);
     waiting_ |= 1u << level;
   }
 
@@ -125,12 +116,7 @@ class FoldStack {
       const int lowest = __ffs(static_cast<int>(waiting_)) - 1;  // the newest that waits
       if (lowest >= level) return;
       waiting_ &= waiting_ - 1;
-      if (kTopInRegisters && cached_) {
-        newest.merge([&](int q) { return top_.quad(q); }, [&](int r) { return top_.stats[r]; });
-        cached_ = false;
-      } else {
-        merge_state<kThreads>(at(__popc(waiting_)), newest);
-      }
+      merge_state<kThreads>(at(__popc(waiting_)), newest);
     }
   }
 
@@ -140,8 +126,6 @@ class FoldStack {
 
   float4* memory_;
   std::uint32_t waiting_ = 0;  // bit k: a state waits on level k
-  State top_;                  // the newest that waits, when cached_
-  bool cached_ = false;
 };
 
 }  // namespace longspan::kernels::cuda

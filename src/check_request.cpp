@@ -73,6 +73,26 @@ void check_room(const Shard& shard, const CacheView& cache) {
           shard.rank, own, shard.length, name(shard.layout), cache.room());
 }
 
+/// New keys and values, and where they can go.
+void check_new_rows(const Tensor& new_k, const Tensor& new_v, const Shard& shard,
+                    const Options& options, Device device) {
+  check_rows(new_k, "new_k", -1, options.kv_heads, options.dim, options.dtype, device);
+  check_rows(new_v, "new_v", new_k.shape[0], options.kv_heads, options.dim, options.dtype, device);
+  if (shard.layout == Layout::listed)
+    throw Unsupported(
+        "append to a listed shard is not supported: its table says where the keys that are there "
+        "stand, not where new ones go; write them with Kernels::append_kv");
+}
+
+/// Lengths count the new keys; `rows` of them in all.
+void check_growth(const kernels::Batch& batch, std::int64_t rows, const Shard& shard) {
+  for (int b = 0; b < batch.size; ++b) {
+    const std::int64_t added = batch.query_len(b, rows), keys = batch.keys(b, shard);
+    require(added <= keys, "sequence {} gets {} new keys and has kv_len {}, which must count them",
+            b, added, keys);
+  }
+}
+
 /// The features of a request that stand beside its tensors.
 void check_features(const Request& request, const Options& options) {
   check_qq_bias(request.qq_bias,
@@ -180,15 +200,17 @@ CacheView check_request(const Request& request, const Options& options, const Co
   const std::int64_t rows =
       options.shard_queries ? check_query_shard(request, options, world) : own_rows;
 
-  if (request.new_k || request.new_v) {
-    check_append(append_of(request), options, world);
+  const bool grows = request.new_k || request.new_v;
+  if (grows) {
+    check_new_rows(request.new_k, request.new_v, request.shard, options, device);
     require(request.new_k.shape[0] == rows, "new_k has {} rows; there are {} of q",
             request.new_k.shape[0], rows);
   }
 
   if (device == Device::host) {
-    check_lengths({request.batch, request.query_start, request.kv_len}, rows, request.shard, cache,
-                  options.max_kv_len);
+    const kernels::Batch batch{request.batch, request.query_start, request.kv_len};
+    check_lengths(batch, rows, request.shard, cache, options.max_kv_len);
+    if (grows) check_growth(batch, rows, request.shard);
     check_documents(request.documents);
   } else if (request.kv_len == nullptr && request.shard.layout != Layout::ranges) {
     check_room(request.shard, cache);
@@ -199,9 +221,7 @@ CacheView check_request(const Request& request, const Options& options, const Co
 CacheView check_append(const Append& tokens, const Options& options, const Communicator& world) {
   const Device device = world.device();
   check_batch(tokens.batch, tokens.query_start, tokens.kv_len, options);
-  check_rows(tokens.new_k, "new_k", -1, options.kv_heads, options.dim, options.dtype, device);
-  check_rows(tokens.new_v, "new_v", tokens.new_k.shape[0], options.kv_heads, options.dim,
-             options.dtype, device);
+  check_new_rows(tokens.new_k, tokens.new_v, tokens.shard, options, device);
   const CacheView cache =
       check_cache(tokens.k, tokens.v, tokens.block_table, tokens.batch, options, device);
   const DType kv_dtype = options.kv_dtype.value_or(options.dtype);
@@ -210,20 +230,10 @@ CacheView check_append(const Append& tokens, const Options& options, const Commu
   check_shard(tokens.shard, "shard", tokens.batch, true, world);
   require(tokens.shard.length <= kMostKeys,
           "the sequence has {} keys; at most 2^31 - 1 are supported", tokens.shard.length);
-  if (tokens.shard.layout == Layout::listed)
-    throw Unsupported(
-        "append to a listed shard is not supported: its table says where the keys that are there "
-        "stand, not where new ones go; write them with Kernels::append_kv");
   if (device == Device::host) {
-    check_lengths({tokens.batch, tokens.query_start, tokens.kv_len}, tokens.new_k.shape[0],
-                  tokens.shard, cache, options.max_kv_len);
     const kernels::Batch batch{tokens.batch, tokens.query_start, tokens.kv_len};
-    for (int b = 0; b < batch.size; ++b) {
-      const std::int64_t added = batch.query_len(b, tokens.new_k.shape[0]);
-      require(added <= batch.keys(b, tokens.shard),
-              "sequence {} gets {} new keys and has kv_len {}, which must count them", b, added,
-              batch.keys(b, tokens.shard));
-    }
+    check_lengths(batch, tokens.new_k.shape[0], tokens.shard, cache, options.max_kv_len);
+    check_growth(batch, tokens.new_k.shape[0], tokens.shard);
   } else if (tokens.kv_len == nullptr && tokens.shard.layout != Layout::ranges) {
     check_room(tokens.shard, cache);
   }

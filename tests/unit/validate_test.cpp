@@ -344,6 +344,11 @@ TEST(Validate, NewKeysOfARun) {
          [](Request&, Paged& p) { p.kv_len[1] = 2; });
   refuse("slots must differ", [](Request&, Paged& p) { p.table[5] = 2, p.kv_len[1] = 21; });
   refuse("block_table[1][2] is -1", [](Request&, Paged& p) { p.table[6] = -1; });
+  refuse_run<Unsupported>("append to a listed shard", [](Request& r, Paged& p) {
+    r.batch = 1, r.query_start = nullptr;
+    r.shard = Shard::at(33, 0, 1, p.numbers.data(), 4);
+    r.new_k = p.append().new_k, r.new_v = p.append().new_v;
+  });
   // What is wrong with the rest of the run is found before anything is written.
   refuse("qq_bias has width 0", [](Request& r, Paged& p) { r.qq_bias = {p.qq.data(), 0, 3}; });
 

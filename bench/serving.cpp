@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kWrongResult = 5;
 
-bool every_right = true;
+bool all_right = true;  // so far
 
 }  // namespace
 
@@ -37,7 +37,7 @@ void print(Json line, const Times& t, const Judge* judge, DType dtype) {
   if (judge != nullptr) {
     line["right"] = judge->right(dtype);
     line["relative_error"] = judge->relative();
-    every_right = every_right && judge->right(dtype);
+    all_right = all_right && judge->right(dtype);
   }
   std::printf("%s\n", line.dump().c_str());
   std::fflush(stdout);
@@ -51,11 +51,9 @@ void attempt(const Json& about, const std::function<void()>& one) {
     line["error"] = error.what();
     std::printf("%s\n", line.dump().c_str());
     std::fflush(stdout);
-    every_right = false;
+    all_right = false;
   }
 }
-
-bool all_right() { return every_right; }
 
 namespace {
 
@@ -95,7 +93,7 @@ int run(int argc, char** argv) {
     if (section == "layer") layer(s);
     if (section == "plain") beside_plain(s, kernels);
   }
-  return all_right() ? 0 : kWrongResult;
+  return all_right ? 0 : kWrongResult;
 }
 
 }  // namespace

@@ -51,9 +51,6 @@ void print(Json line, const Times& t, const Judge* judge, DType dtype);
 /// One case; what it throws is one line, with what the case is about, and costs that case only.
 void attempt(const Json& about, const std::function<void()>& one);
 
-/// Whether every case so far was right.
-bool all_right();
-
 /// In units of 1e12 a second.
 inline double rate(double amount, const Times& t) { return amount / t.median / 1e6; }
 

@@ -106,6 +106,20 @@ struct Case {
   float scale_used() const {
     return scale != 0 ? scale : 1.0f / std::sqrt(static_cast<float>(dim));
   }
+  /// Without arrays, and so without lengths and a bias.
+  kernels::AttendParams params() const {
+    kernels::AttendParams p;
+    p.dtype = p.q_dtype = p.kv_dtype = dtype;
+    p.tokens = tokens();
+    p.heads = heads;
+    p.kv_heads = kv_heads;
+    p.dim = dim;
+    p.batch.size = batch();
+    p.mask = mask;
+    p.score = {scale_used(), softcap};
+    p.invariant = invariant;
+    return p;
+  }
   /// Positions that row t of sequence b sees.
   Interval visible(std::size_t b, std::int64_t t) const {
     Mask rule = mask;

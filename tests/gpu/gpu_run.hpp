@@ -184,17 +184,8 @@ class GpuRun {
 
   /// As the layer plans: no arrays and no length.
   kernels::AttendParams bounds() const {
-    kernels::AttendParams p;
-    p.dtype = p.q_dtype = p.kv_dtype = c_.dtype;
-    p.tokens = c_.tokens();
-    p.heads = c_.heads;
-    p.kv_heads = c_.kv_heads;
-    p.dim = c_.dim;
-    p.batch.size = c_.batch();
-    p.mask = c_.mask;
-    p.score = {c_.scale_used(), c_.softcap};
+    kernels::AttendParams p = c_.params();
     if (c_.alibi) p.bias = {slopes_.data(), *c_.alibi};
-    p.invariant = c_.invariant;
     return p;
   }
 

@@ -41,21 +41,13 @@ class Sm90Run {
 
   kernels::AttendParams params() const {
     const std::int64_t row = std::int64_t{c_.kv_heads} * c_.dim;
-    kernels::AttendParams p;
-    p.dtype = p.q_dtype = p.kv_dtype = c_.dtype;
-    p.tokens = c_.tokens();
-    p.heads = c_.heads;
-    p.kv_heads = c_.kv_heads;
-    p.dim = c_.dim;
+    kernels::AttendParams p = c_.params();
     p.q = {q_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
     p.k = {k_.data(), row, c_.dim};
     p.v = {v_.data(), row, c_.dim};
     p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), key_start_.data()};
     if (!c_.causal.empty()) p.batch.causal = causal_.data();
-    p.mask = c_.mask;
-    p.score = {c_.scale_used(), c_.softcap};
     if (c_.alibi) p.bias = {slopes_.data(), *c_.alibi};
-    p.invariant = c_.invariant;
     p.state = {state_.data(), rows_, c_.dim, 1};
     p.scratch = scratch_.data();
     p.scratch_bytes = scratch_.buffer.bytes();

@@ -107,8 +107,7 @@ void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
 }
 
 Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
-  const bool boxes = gpu.copy_engine && come_in_boxes(p);
-  Launch launch{choose_kernel(p, lengths, loader_of(p), boxes)};
+  Launch launch{choose_kernel(p, lengths, loader_of(p))};
   const KernelShape& shape = launch.shape;
   Plan& plan = launch.plan;
   const auto [resident, shared_bytes] = residence(shape, gpu);
@@ -118,19 +117,18 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   std::int64_t expected = 0;
   plan_tiles(p, plan, expected);
   const std::int64_t works = expected * p.kv_heads;
-  const int places = resident * shape.teams;
   plan.by_tiles = Divisor(static_cast<std::uint32_t>(plan.tiles));
   plan.by_sequence_tiles = Divisor(static_cast<std::uint32_t>(std::max(plan.sequence_tiles, 1)));
   plan.by_kv_heads = Divisor(static_cast<std::uint32_t>(p.kv_heads));
   plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
   const bool decodes = shape.box_dim > 0, shared = decodes && p.batch.size > 1;
-  if (plan_splits(p, works, places, decodes, plan))
+  if (plan_splits(p, works, resident, decodes, plan))
     plan.numbers.taken = reinterpret_cast<SplitsTaken*>(p.scratch + kAlign / 2);
   plan.works = plan.tiles * p.kv_heads * plan.splits;
-  if (shared) order_sequences(p, places, plan);
+  if (shared) order_sequences(p, resident, plan);
   launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
 
-  if (plan.works > launch.blocks * shape.teams && (shared || !decodes))
+  if (plan.works > launch.blocks && (shared || !decodes))
     plan.ticket = decodes && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
   launch.bytes = kAlign;
   plan.depth = fold_depth(most_keys(p));
@@ -214,16 +212,13 @@ Loader loader_of(const AttendParams& p) {
   return plain ? Loader::plain : Loader::any16;
 }
 
-KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, bool boxes) {
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader) {
   if (p.dtype == DType::fp32) return p.tf32 ? attend_fp32_tf32(p.dim) : attend_fp32(p.dim, loader);
   const bool bf16 = p.dtype == DType::bf16;
   if (lengths == Lengths::only_long)
     return bf16 ? portable_bf16(p.dim, p.invariant, loader)
                 : portable_fp16(p.dim, p.invariant, loader);
-  // A team shares what it costs to load by any other way, and is taken for few rows too then.
-  constexpr std::int64_t kTeamRows = 32;
-  const bool alone = boxes || loader != Loader::plain;
-  const std::int64_t rows = alone ? mean_rows(p, lengths) : kTeamRows;
+  const std::int64_t rows = mean_rows(p, lengths);
   if (loader == Loader::any8)
     return p.kv_dtype == DType::e5m2 ? decode_e5m2(p.dim, rows) : decode_e4m3(p.dim, rows);
   return bf16 ? decode_bf16(p.dim, rows, loader) : decode_fp16(p.dim, rows, loader);
@@ -257,8 +252,7 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
   std::int64_t aside_tokens = bounds.batch.size > 1 ? bounds.tokens : kShortQuery;
   const auto most = [&](const KernelShape& shape) {
     const std::size_t resident = static_cast<std::size_t>(residence(shape, gpu).blocks);
-    const std::size_t pieces = (bounds.batch.size > 1 ? kSharedPieces : kPieces) * resident *
-                               static_cast<std::size_t>(shape.teams);
+    const std::size_t pieces = (bounds.batch.size > 1 ? kSharedPieces : kPieces) * resident;
     // A row that is split has two pieces at least.
     const std::size_t split_rows = pieces / 2 * static_cast<std::size_t>(shape.tile_rows);
     aside_tokens = std::max(aside_tokens, static_cast<std::int64_t>(split_rows) / bounds.heads);
@@ -272,11 +266,9 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
   many.tokens = std::min<std::int64_t>(bounds.tokens, kShortQuery);
   many.batch.size = 1;
   for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8}) {  // requests differ
-    for (const bool boxes : {true, false}) {
-      most(choose_kernel(few, Lengths::only_short, loader, boxes));
-      most(choose_kernel(many, Lengths::only_short, loader, boxes));
-    }
-    if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader, true));
+    most(choose_kernel(few, Lengths::only_short, loader));
+    most(choose_kernel(many, Lengths::only_short, loader));
+    if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader));
   }
   if (!bounds.resume) return bytes;
   AttendParams aside = bounds;

@@ -27,7 +27,6 @@ struct KernelShape {
   int shared_bytes = 0;
   int tile_rows = 0;            // packed rows that a block takes at a time
   std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
-  int teams = 1;                // pieces of work that a block takes side by side
   int box_dim = 0;              // > 0: the kernel takes KeyBoxes, of tiles of this dim, and waits
                                 // for the kernels before it by itself (overlap.hpp)
   int near_levels = 0;          // states on a block's stack that are worth a place in shared
@@ -60,8 +59,7 @@ struct Gpu {
 };
 
 /// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.
-/// `boxes`: keys and values can come by the copy engine.
-KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, bool boxes);
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader);
 
 /// Can the batch hold sequences of this kind? Lengths may be known on the device only.
 bool may_hold(const AttendParams& p, Lengths lengths);

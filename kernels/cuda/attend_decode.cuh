@@ -4,21 +4,22 @@
 //     S^T = K Q^T     16 keys x 8 rows at a time, a segment of 128 keys in registers
 //     O^T += V^T P^T  P^T is S^T's fragment transposed in registers
 //
-// A warp does all of this for its own rows and meets nobody: no barrier stands between a key and
-// its value, and the warps of a multiprocessor hide each other's latencies. Up to eight rows are
-// one warp's; more rows are a team's, whose warps share the keys.
+// One warp of a thread block finds work, one or two load; four multiply, and share a segment: each
+// takes a quarter of its keys for all rows, says its maxima and its weights to the others, and then
+// takes a quarter of the values' columns. So a segment is a short chain of work, and all rows of a
+// group, and several new tokens, cost one read.
 //
-// A segment's state is small; segments fold in the fixed order, always. A team takes an aligned
+// A segment's state is small; segments fold in the fixed order, always. A block takes an aligned
 // part of the order's tree (a split), so the number of splits fills the GPU and never changes a
-// bit. decode_stream.cuh loads, decode_operands.cuh multiplies, decode_pages.cuh finds pages,
-// decode_order.cuh says which sequence comes next.
+// bit. decode_stream.cuh loads, decode_operands.cuh multiplies, decode_parts.cuh is what warps say
+// to each other, decode_pages.cuh finds pages, decode_order.cuh says which sequence comes next.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/decode_operands.cuh"
-#include "kernels/cuda/decode_passage.cuh"
+#include "kernels/cuda/decode_parts.cuh"
 #include "kernels/cuda/decode_stack.cuh"
 #include "kernels/cuda/decode_stream.cuh"
 #include "kernels/cuda/fold_stack.cuh"
@@ -32,7 +33,7 @@ namespace longspan::kernels::cuda {
 
 /// `Stored`: of keys and values, as they lie in shared memory. fp8 becomes fp16 where a fragment is
 /// loaded: both of its kinds are subsets of fp16.
-template <class Stored, int kHeadDim, int kTeamWarps, int kRowTileCount, Loader kKeyLoader>
+template <class Stored, int kHeadDim, int kRowTileCount, Loader kKeyLoader>
 struct DecodeTraits {
   static constexpr bool kFp8 = kKeyLoader == Loader::any8;
   static_assert(kFp8 == (sizeof(Stored) == 1));
@@ -41,34 +42,30 @@ struct DecodeTraits {
   using Element = std::conditional_t<kFp8, __half, Stored>;    // of the products
   static constexpr int kDim = kHeadDim;
 
-  static constexpr int kWarps = 4;
+  static constexpr int kWarps = 4;  // that multiply
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kTeam = kTeamWarps;  // warps that share keys: 1, 2 or 4
-  static constexpr int kTeamThreads = 32 * kTeam;
-  static constexpr int kTeams = kWarps / kTeam;
-  static constexpr int kRowTiles = kRowTileCount;  // of a warp, eight packed rows each
-  static constexpr int kWarpRows = 8 * kRowTiles;
-  static constexpr int kRows = kWarpRows * kTeam;
+  static constexpr int kLoaders = kPlain || kRowTileCount > 2 ? 32 : 128;  // threads that load
+  static constexpr int kBlockThreads = kThreads + kLoaders + 32;           // and a warp that finds
+  static constexpr int kRowTiles = kRowTileCount;                          // eight packed rows each
+  static constexpr int kRows = 8 * kRowTiles;
 
   static constexpr int kTile = kBoxKeys;           // keys of a product
-  static constexpr int kTiles = kSegment / kTile;  // of a segment
+  static constexpr int kTiles = kSegment / kTile;  // of a segment: warps multiply them in turn
+  static constexpr int kOwnTiles = kTiles / kWarps;
   static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(Stored));
-  static constexpr int kWarpTiles =  // of a stage that a warp asks for
-      kTeam == 1 && kRowBytes <= 128 ? 2 : 1;
-  static constexpr int kStageTiles = kWarpTiles * kTeam;
+  static constexpr int kStageTiles = kRowBytes <= 128 ? 8 : 4;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageKeys = kTile * kStageTiles;
   static constexpr int kKeyStages = kSegment / kStageKeys;
   static constexpr int kSegmentStages = 2 * kKeyStages;  // keys, then values
   static constexpr int kStageBytes = kStageKeys * kRowBytes;
   using Layout = Tile<__half, kRowBytes / 2, kTile>;  // of each tile of a stage, in 16-bit columns
-  // Two blocks share a multiprocessor. 48 KB a block are enough under way, 64 where the warps of a
-  // team wait for each other, and no more than one segment; what is left holds states that wait
-  // (kNearLevels).
-  static constexpr int kFits = (kTeam == 1 ? 48 : 64) * 1024 / kTeams / kStageBytes;
-  static constexpr bool kThreeFit = 3 * kTeams * kStageBytes <= 88 * 1024;
+  // Two blocks share a multiprocessor. 64 KB a block are enough under way; what is left holds
+  // states that wait (kNearLevels), which are large where rows are many.
+  static constexpr int kFits = (kRowTiles == 4 ? 48 : 64) * 1024 / kStageBytes;
+  static constexpr bool kThreeFit = 3 * kStageBytes <= 80 * 1024;
   static constexpr int kStages = kFits < 3                    ? (kThreeFit ? 3 : 2)
-                                 : kFits > kSegmentStages + 1 ? kSegmentStages + 1
+                                 : kFits > 2 * kSegmentStages ? 2 * kSegmentStages
                                                               : kFits;
 
   // Lanes that load a row, 16 bytes each: a power of two, of which some may have nothing to do.
@@ -76,24 +73,27 @@ struct DecodeTraits {
                                 : kRowBytes <= 128 ? 8
                                 : kRowBytes <= 256 ? 16
                                                    : 32;
-  static constexpr int kStepRows = kTeamThreads / kLanes;
+  static constexpr int kStepRows = kLoaders / kLanes;
 
   static constexpr int kSlices = kDim / 16;  // of dim, a product each
   static_assert(kDim % 16 == 0 && kStageKeys % kStepRows == 0);
+  static constexpr int kLoads = kRowBytes / 32;  // fragments of a tile's values, which warps take
+  static constexpr int kOwnLoads = (kLoads + kWarps - 1) / kWarps;  // in turn
+  static constexpr int kLoadSlices = kSlices / kLoads;
+  static constexpr int kOwnSlices = kOwnLoads * kLoadSlices;
 
-  struct RowOf {  // quad = slice * kRowTiles + row tile; rows 2t, 2t + 1 of each row tile
+  struct RowOf {  // quad = own slice * kRowTiles + row tile; rows 2t, 2t + 1 of each row tile
     __device__ static constexpr int row(int quad, int i) { return quad % kRowTiles * 2 + i % 2; }
   };
-  using State = ThreadState<2 * kRowTiles, kSlices * kRowTiles, RowOf>;
+  using State = ThreadState<2 * kRowTiles, kOwnSlices * kRowTiles, RowOf>;
   // Levels in registers. A register too many is read from memory behind all keys that are under
   // way.
-  static constexpr int kLow = kSlices * kRowTiles > 8 ? 0 : kPlain ? 2 : 1;
+  static constexpr int kLow = State::kVectors <= 5 ? 2 : kRowTiles <= 2 ? 1 : 0;
   using Stack = DecodeStack<State, kThreads, kLow>;
-  static constexpr int kNearLevels = 2;  // with them splits of 16 segments need no memory
+  static constexpr int kNearLevels = 3;  // with them splits of 32 segments need no memory
 
-  using Shared = TeamShared<DecodeTraits>;
-  static constexpr int kSharedBytes =
-      kTeams * (kStages * kStageBytes + static_cast<int>(sizeof(Shared)));
+  using Shared = DecodeShared<DecodeTraits>;
+  static constexpr int kSharedBytes = kStages * kStageBytes + static_cast<int>(sizeof(Shared));
 };
 
 // ---- steps ----------------------------------------------------------------------------------
@@ -105,50 +105,47 @@ __device__ __noinline__ void add_biases(Scores<Traits>& scores, const AttendPara
                                         std::int64_t first) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int tile = 0; tile < Traits::kTiles; ++tile)
+  for (int own = 0; own < Traits::kOwnTiles; ++own)
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const std::int64_t key = first + tile * Traits::kTile + half * 8 + lane / 4;
+      const std::int64_t key = first + key_of_segment<Traits>(own, half);
       const int column = key_column(p, piece.sequence, piece.view, key);
 #pragma unroll 1
       for (int i = 0; i < 2 * Traits::kRowTiles; ++i) {
         const RowBias bias(p.bias, rows[i / 2 * 8 + lane % 4 * 2 + i % 2]);
-        float& x = scores.s[tile][i / 2][half * 2 + i % 2];
+        float& x = scores.s[own][i / 2][half * 2 + i % 2];
         x = RowBias::add(x, bias.alibi(column) + bias.qq(column));
       }
     }
 }
 
-/// Products -> scores in base 2; -inf where the row does not see the key. `first_row`: of the warp.
+/// Products -> scores in base 2; -inf where the row does not see the key. `first`: key of the
+/// segment; `slot`: of the piece.
 template <class Traits>
 __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const AttendParams& p,
-                                              const typename Traits::Shared& shared,
-                                              const DecodeSegment& segment,
-                                              const DecodeQueries<Traits>& queries, int first_row) {
+                                              const typename Traits::Shared& shared, int slot,
+                                              std::int64_t first) {
   const int lane = threadIdx.x % 32;
-  const DecodePiece& piece = shared.piece[segment.piece];
+  const DecodePiece& piece = shared.piece[slot];
   const View view = piece.view;
-  const std::int64_t first = segment.index * kSegment;
-  const auto row_of = [&](int n, int j) { return first_row + n * 8 + lane % 4 * 2 + j; };
-  const auto key_of = [&](int tile, int half) {
-    return first + tile * Traits::kTile + half * 8 + lane / 4;
-  };
+  const auto row_of = [&](int n, int j) { return n * 8 + lane % 4 * 2 + j; };
   Score score = p.score;
   if constexpr (!Traits::kPlain) score.scale = piece.score_scale;
   auto& s = scores.s;
   const auto all = [&](const auto& of) {
 #pragma unroll
-    for (int tile = 0; tile < Traits::kTiles; ++tile)
+    for (int n = 0; n < Traits::kRowTiles; ++n)
 #pragma unroll
-      for (int n = 0; n < Traits::kRowTiles; ++n)
+      for (int j = 0; j < 2; ++j) {
+        const float undo = Traits::kFp8 ? shared.queries[slot].undo[row_of(n, j)] : 1.0f;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& x = s[tile][n][i];
-          if constexpr (Traits::kFp8)
-            x = of(x, queries.undo[n][i % 2]);
-          else
-            x = of(x, 1.0f);
-        }
+        for (int own = 0; own < Traits::kOwnTiles; ++own)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& x = s[own][n][half * 2 + j];
+            x = of(x, undo);
+          }
+      }
   };
   if (score.softcap == 0.0f) {  // once, not for each
     const float scale = score.scale * kLog2E;
@@ -161,67 +158,83 @@ __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const Atte
     for (int n = 0; n < Traits::kRowTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const Interval row = shared.views[segment.piece][row_of(n, j)];
+        const Interval row = shared.views[slot][row_of(n, j)];
 #pragma unroll
-        for (int tile = 0; tile < Traits::kTiles; ++tile)
+        for (int own = 0; own < Traits::kOwnTiles; ++own)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            if (!sees(view, row, key_of(tile, half))) s[tile][n][half * 2 + j] = -infinity();
+            if (!sees(view, row, first + key_of_segment<Traits>(own, half)))
+              s[own][n][half * 2 + j] = -infinity();
       }
   }
   if constexpr (!Traits::kPlain) {
     if (!p.bias) return;
     Scores<Traits> biased = scores;  // the original stays in registers
-    add_biases(biased, p, piece, shared.rows[segment.piece] + first_row, first);
+    add_biases(biased, p, piece, shared.rows[slot], first);
     scores = biased;
   }
 }
 
-/// Scores -> P^T as the products' second factor, and the segment's maxima and sums: over a lane's
-/// keys of every fourth tile, then over the lanes, then over the four, in one order.
+/// Scores -> P^T as the products' second factor for all warps, and the segment's maxima and sums:
+/// of each tile over a lane's keys and then over the lanes, of tiles four apart, of neighbours: in
+/// one order, however many warps there are.
 template <class Traits>
-__device__ __forceinline__ void weigh_segment(Scores<Traits>& scores, Passage<Traits>& passage,
+__device__ __forceinline__ void weigh_segment(Scores<Traits>& scores, SegmentParts<Traits>& parts,
                                               Stats (&stats)[2 * Traits::kRowTiles]) {
   auto& s = scores.s;
+  float own[Traits::kRowTiles][2], whole[Traits::kRowTiles][2];
 #pragma unroll
-  for (int n = 0; n < Traits::kRowTiles; ++n) {
+  for (int n = 0; n < Traits::kRowTiles; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       float top = -infinity();
 #pragma unroll
-      for (int tile = 0; tile < Traits::kTiles; ++tile)
+      for (int tile = 0; tile < Traits::kOwnTiles; ++tile)
         top = fmaxf(top, fmaxf(s[tile][n][j], s[tile][n][2 + j]));
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+      own[n][j] = top;
+    }
+  parts.put(parts.tops, own);
+  parts.meet();
+  parts.get(parts.tops, whole, [](float one, float other) { return fmaxf(one, other); });
+#pragma unroll
+  for (int n = 0; n < Traits::kRowTiles; ++n) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float top = whole[n][j];
+      stats[2 * n + j].max = top;
       const float from = top == -infinity() ? 0.0f : top;  // nothing visible: P = 0
-      // Four sums, so that additions need not wait for each other.
-      constexpr int kApart = 4;
-      float sum[kApart] = {};
+      float sums[Traits::kOwnTiles];
 #pragma unroll
-      for (int tile = 0; tile < Traits::kTiles; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float& x = s[tile][n][half * 2 + j];
-          x = arch::exp2_fast(__fadd_rn(x, -from));
-          sum[tile % kApart] = __fadd_rn(sum[tile % kApart], x);
-        }
-#pragma unroll
-      for (float& part : sum)
+      for (int tile = 0; tile < Traits::kOwnTiles; ++tile) {
+        float(&four)[4] = s[tile][n];
+        four[j] = arch::exp2_fast(__fadd_rn(four[j], -from));
+        four[2 + j] = arch::exp2_fast(__fadd_rn(four[2 + j], -from));
+        sums[tile] = __fadd_rn(four[j], four[2 + j]);
 #pragma unroll
         for (int step = 4; step < 32; step *= 2)
-          part = __fadd_rn(part, __shfl_xor_sync(~0u, part, step));
-      const float whole = __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
-      stats[2 * n + j] = {top, whole};
+          sums[tile] = __fadd_rn(sums[tile], __shfl_xor_sync(~0u, sums[tile], step));
+      }
+      own[n][j] = Traits::kOwnTiles == 1 ? sums[0] : __fadd_rn(sums[0], sums[1]);
     }
 #pragma unroll
-    for (int tile = 0; tile < Traits::kTiles; ++tile) {
+    for (int tile = 0; tile < Traits::kOwnTiles; ++tile) {
       const auto weights = [&](int half) {
         return arch::transpose_matrix(
             arch::pack<typename Traits::Element>(s[tile][n][half * 2], s[tile][n][half * 2 + 1]));
       };
-      passage.put_weights(tile, n, weights(0), weights(1));
+      parts.weights[own_tile<Traits>(tile)][n][threadIdx.x % 32] =
+          make_uint2(weights(0), weights(1));
     }
   }
+  parts.put(parts.sums, own);
+  parts.meet();
+  parts.get(parts.sums, whole, [](float one, float other) { return __fadd_rn(one, other); });
+#pragma unroll
+  for (int n = 0; n < Traits::kRowTiles; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) stats[2 * n + j].sum = whole[n][j];
 }
 
 /// As scale_values, by a scale that is at hand.
@@ -233,10 +246,10 @@ __device__ inline void scale_state(State& state, float scale) {
     for (float& o : quad) o = __fmul_rn(o, scale);
 }
 
-/// The warp's rows of a finished piece.
+/// The rows of a finished piece: of each the warp's own columns.
 template <class Traits>
 __device__ __forceinline__ void store_rows(const AttendParams& p, const Plan& plan,
-                                           const DecodePiece& piece, int first_row,
+                                           const DecodePiece& piece,
                                            const typename Traits::State& state) {
   const int lane = threadIdx.x % 32;
   const Work work = piece.work;
@@ -244,109 +257,119 @@ __device__ __forceinline__ void store_rows(const AttendParams& p, const Plan& pl
   for (int n = 0; n < Traits::kRowTiles; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int row = first_row + n * 8 + lane % 4 * 2 + j;
+      const int row = n * 8 + lane % 4 * 2 + j;
       if (row >= work.rows) continue;
       const Target to = target_of(p, plan, piece.sequence, work, packed_row(work, row));
-      if (lane < 4) to.stats() = state.stats[2 * n + j];
+      if (threadIdx.x < 4) to.stats() = state.stats[2 * n + j];
       float* o = to.o();
 #pragma unroll
-      for (int slice = 0; slice < Traits::kSlices; ++slice)
+      for (int own = 0; own < Traits::kOwnSlices; ++own)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int d = slice * 16 + result_column<Traits>(half);
-          if (d < p.dim) o[d] = state.o[slice * Traits::kRowTiles + n][half * 2 + j];
+          const int d = own_slice<Traits>(own) * 16 + result_column<Traits>(half);
+          if (d < p.dim) o[d] = state.o[own * Traits::kRowTiles + n][half * 2 + j];
         }
     }
 }
 
 // ---- the kernel -----------------------------------------------------------------------------
 
+/// The warps that multiply, segment by segment until there is none.
 template <class Traits>
-__global__ __launch_bounds__(Traits::kThreads,
+__device__ __forceinline__ void multiply_segments(const AttendParams& p, const Plan& plan,
+                                                  typename Traits::Shared& shared,
+                                                  std::uint32_t ring,
+                                                  typename Traits::Stack& stack) {
+  const KeyFragments<Traits> key_fragments;
+  const ValueFragments<Traits> value_fragments;
+  DecodeReader<Traits> reader(shared, ring);
+  RingPlace<Traits::Shared::kPieces> pieces;  // the one in work
+  bool first = true;                          // segment of it
+  for (int known = 0;; known = known + 1 < Traits::Shared::kSegments ? known + 1 : 0) {
+    std::uint32_t stage = reader.wait();
+    const DecodeSegment segment = shared.segments[known];
+    if (!segment) break;
+    const int piece = pieces.slot;
+    if (first) shared.has_queries[piece].wait(pieces.parity);
+    Scores<Traits> scores;
+    // Loops over stages are not unrolled: code that has to be fetched costs more.
+#pragma unroll 1
+    for (int i = 0; i < Traits::kKeyStages; ++i) {
+      if (i > 0) stage = reader.wait();
+#pragma unroll
+      for (int first_tile = 0; first_tile < Traits::kStageTiles; first_tile += Traits::kWarps) {
+        const int tile =
+            first_tile + own_tile<Traits>(0) - i * Traits::kStageTiles % Traits::kWarps;
+        if (Traits::kWarps > Traits::kStageTiles &&
+            static_cast<unsigned>(tile) >= Traits::kStageTiles)
+          continue;
+        float s[Traits::kRowTiles][4];
+        multiply_keys<Traits>(s, stage + tile * Traits::kTileBytes, key_fragments,
+                              shared.queries[piece]);
+        scores.push(s);
+      }
+      reader.release();
+    }
+    score_segment<Traits>(scores, p, shared, piece, segment.index * kSegment);
+    typename Traits::State state;
+    state.clear();
+    weigh_segment<Traits>(scores, shared.parts, state.stats);
+    int level = 0;
+#pragma unroll 1
+    for (int i = 0; i < Traits::kKeyStages; ++i) {
+      stage = reader.wait();
+      level = shared.levels[known];
+#pragma unroll
+      for (int tile = 0; tile < Traits::kStageTiles; ++tile)
+        multiply_values<Traits>(state, stage + tile * Traits::kTileBytes, value_fragments,
+                                shared.parts.weights[i * Traits::kStageTiles + tile]);
+      reader.release();
+    }
+    if constexpr (!Traits::kPlain)
+      if (p.v_scale) scale_state(state, shared.piece[piece].value_scale);
+    stack.fold(state, level);
+    first = level == Traits::Stack::kAll;
+    if (!first) continue;
+    store_rows<Traits>(p, plan, shared.piece[piece], state);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.done[piece].arrive();
+    pieces.step();
+  }
+}
+
+template <class Traits>
+__global__ __launch_bounds__(Traits::kBlockThreads,
                              2) void attend_decode_kernel(const __grid_constant__ AttendParams p,
                                                           const __grid_constant__ Plan plan,
                                                           const __grid_constant__ KeyBoxes boxes) {
   extern __shared__ __align__(1024) std::byte memory[];
+  const std::uint32_t ring = arch::shared_address(memory);
   constexpr int kRing = Traits::kStages * Traits::kStageBytes;
-  const int team = static_cast<int>(threadIdx.x) / Traits::kTeamThreads;
-  const int first_row = static_cast<int>(threadIdx.x) / 32 % Traits::kTeam * Traits::kWarpRows;
-  auto& shared = reinterpret_cast<typename Traits::Shared*>(memory + Traits::kTeams * kRing)[team];
-
-  using Offsets = DecodeOffsets<Traits>;
-  const Offsets key_offset = Offsets::keys_first();
-  const Offsets value_offset = Traits::kFp8 ? Offsets::keys_first() : Offsets::columns_first();
-
+  auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory + kRing);
+  shared.init();
+  __syncthreads();
   arch::wait_for_kernels_before();
-  DecodeStream<Traits> stream(p, plan, boxes, shared, arch::shared_address(memory) + team * kRing);
+  constexpr unsigned kFinder = Traits::kThreads + Traits::kLoaders;
+  if (threadIdx.x >= kFinder) return DecodeFinder<Traits>(p, plan, shared).run();
+  if (threadIdx.x >= Traits::kThreads) return DecodeLoader<Traits>(p, boxes, shared, ring).run();
   constexpr int kStack = Traits::kSharedBytes;  // behind it, what the launch adds
   const int near_levels =
       (arch::dynamic_shared_bytes() - kStack) / static_cast<int>(Traits::Stack::kStateBytes);
   typename Traits::Stack stack(memory + kStack, near_levels, plan.stack, plan.depth);
-  DecodeQueries<Traits> queries;
-  Passage<Traits> passage(shared);
-  const auto load_queries = [&](const DecodeSegment& of) {
-    queries.load(p, shared.piece[of.piece].sequence, shared.piece[of.piece].work, first_row);
-  };
-  bool first = true;
-  while (stream.begin()) {
-    const DecodeSegment segment = stream.segment();
-    if (first) load_queries(segment);
-    first = false;
-    // Loops over stages are not unrolled: code that has to be fetched costs more than what passes
-    // through shared memory in its place.
-#pragma unroll 1
-    for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
-      const std::uint32_t keys = stream.template advance<0, Traits::kKeyStages>(stage);
-#pragma unroll
-      for (int tile = 0; tile < Traits::kStageTiles; ++tile) {
-        float s[Traits::kRowTiles][4];
-        multiply_keys<Traits>(s, keys + tile * Traits::kTileBytes, key_offset, queries);
-        passage.put_scores(stage * Traits::kStageTiles + tile, s);
-      }
-    }
-    Scores<Traits> scores;
-    passage.get_scores(scores);
-    score_segment<Traits>(scores, p, shared, segment, queries, first_row);
-    typename Traits::State state;
-    state.clear();
-    weigh_segment<Traits>(scores, passage, state.stats);
-    // Queries of another piece come while values are multiplied: a read waits behind all keys.
-    const DecodeSegment& upcoming = stream.next_segment();
-    if (upcoming && upcoming.piece != segment.piece) load_queries(upcoming);
-    stream.pass_middle();
-#pragma unroll 1
-    for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
-      const std::uint32_t values =
-          stream.template advance<Traits::kKeyStages, Traits::kSegmentStages>(Traits::kKeyStages +
-                                                                              stage);
-#pragma unroll
-      for (int tile = 0; tile < Traits::kStageTiles; ++tile) {
-        std::uint32_t weights[Traits::kRowTiles][2];
-        passage.get_weights(stage * Traits::kStageTiles + tile, weights);
-        multiply_values<Traits>(state, values + tile * Traits::kTileBytes, value_offset, weights);
-      }
-    }
-    if constexpr (!Traits::kPlain)
-      if (p.v_scale) scale_state(state, shared.piece[segment.piece].value_scale);
-    const DecodeSegment& next = stream.segment();
-    const bool last = !next || next.piece != segment.piece;
-    stack.fold(state, last ? stack.kAll : finished_level(segment.place, next.place));
-    if (last) store_rows<Traits>(p, plan, shared.piece[segment.piece], first_row, state);
-  }
+  multiply_segments<Traits>(p, plan, shared, ring, stack);
 }
 
-template <class Stored, int kDim, int kTeam, int kRowTiles, Loader kLoader>
+template <class Stored, int kDim, int kRowTiles, Loader kLoader>
 KernelShape decode_shape() {
-  using Traits = DecodeTraits<Stored, kDim, kTeam, kRowTiles, kLoader>;
+  using Traits = DecodeTraits<Stored, kDim, kRowTiles, kLoader>;
   return {reinterpret_cast<const void*>(&attend_decode_kernel<Traits>),
-          Traits::kThreads,
+          Traits::kBlockThreads,
           Traits::kSharedBytes,
           Traits::kRows,
           Traits::Stack::kStateBytes,
-          Traits::kTeams,
           Traits::kDim,
           Traits::kNearLevels,
-          Traits::kWarpTiles * Traits::kTile};
+          Traits::kStageKeys};
 }
 
 /// The instance for sequences of about `rows` packed rows.
@@ -354,10 +377,10 @@ template <class Stored, Loader kLoader>
 KernelShape decode_for(int dim, std::int64_t rows) {
   const auto shape = [&](auto size) {
     constexpr int kDim = decltype(size)::value;
-    if (rows <= 8) return decode_shape<Stored, kDim, 1, 1, kLoader>();
+    if (rows <= 8) return decode_shape<Stored, kDim, 1, kLoader>();
     if constexpr (kDim <= 128)  // what larger ones would gain is not worth their code
-      if (rows <= 16) return decode_shape<Stored, kDim, 2, 1, kLoader>();
-    return decode_shape<Stored, kDim, 4, 1, kLoader>();
+      if (rows <= 16) return decode_shape<Stored, kDim, 2, kLoader>();
+    return decode_shape<Stored, kDim, 4, kLoader>();
   };
   if constexpr (kLoader == Loader::plain)
     return for_dim(dim, shape);

@@ -38,14 +38,11 @@ CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim, int keys)
 
 }  // namespace
 
-bool come_in_boxes(const AttendParams& p) {
-  return has_boxes(p, p.k, p.dim) && has_boxes(p, p.v, p.dim);
-}
-
 KeyBoxes key_boxes(const AttendParams& p, int dim, int most) {
   KeyBoxes boxes{};
   const bool one_panel = dim <= panel_of(dim, static_cast<std::int64_t>(size_of(p.kv_dtype)));
-  if (one_panel && (!p.pages || p.pages.size % most == 0)) boxes.keys = most;
+  if (one_panel)
+    for (boxes.keys = most; p.pages && p.pages.size % boxes.keys != 0;) boxes.keys /= 2;
   boxes.k_valid = has_boxes(p, p.k, dim);
   boxes.v_valid = has_boxes(p, p.v, dim);
   if (boxes.k_valid) boxes.k = map_of(p, p.k, dim, boxes.keys);

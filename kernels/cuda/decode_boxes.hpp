@@ -19,9 +19,6 @@ struct KeyBoxes {
   int keys = kBoxKeys;   // of a box
 };
 
-/// Whether both have a layout for it, on a GPU that has one.
-bool come_in_boxes(const AttendParams& p);
-
 /// `dim`: of the kernel's instance. `most`: keys of a box that the kernel can take, a multiple of
 /// kBoxKeys; boxes have fewer where pages have, and where rows are several panels.
 KeyBoxes key_boxes(const AttendParams& p, int dim, int most);

@@ -24,16 +24,16 @@ __device__ inline void copy_bytes(std::uint32_t tile, const KvRows& source, cons
                                   int thread) {
   using Layout = typename Traits::Layout;
   constexpr int kUnits = Traits::kRowBytes / kBytes;
-  constexpr int kCount = Traits::kStageKeys * kUnits / Traits::kTeamThreads;
+  constexpr int kCount = Traits::kStageKeys * kUnits / Traits::kLoaders;
   constexpr int kBatch = kCount < 4 ? kCount : 4;
-  static_assert(Traits::kStageKeys * kUnits % Traits::kTeamThreads == 0 && kCount % kBatch == 0);
+  static_assert(Traits::kStageKeys * kUnits % Traits::kLoaders == 0 && kCount % kBatch == 0);
   const std::uint8_t* data = static_cast<const std::uint8_t*>(source.data);
 #pragma unroll 1
   for (int n = 0; n < kCount; n += kBatch) {
     std::int64_t offset[kBatch];  // < 0: zeros
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int index = (n + i) * Traits::kTeamThreads + thread;
+      const int index = (n + i) * Traits::kLoaders + thread;
       const int row = index / kUnits, d = index % kUnits * kBytes;
       offset[i] = d < p.dim && wanted(row)
                       ? KeyWalk(p, source, sequence, kv_head, wanted.first + row, 1).offset() +
@@ -42,7 +42,7 @@ __device__ inline void copy_bytes(std::uint32_t tile, const KvRows& source, cons
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int index = (n + i) * Traits::kTeamThreads + thread;
+      const int index = (n + i) * Traits::kLoaders + thread;
       const int row = index / kUnits, d = index % kUnits * kBytes;
       arch::copy_async<kBytes>(tile + Layout::offset(row, d / 16) + d % 16,
                                data + max(offset[i], std::int64_t{0}),
@@ -60,7 +60,7 @@ __device__ inline void transpose_bytes(std::uint32_t tile, const KvRows& source,
   constexpr int kFours = Traits::kDim / 4;
   const std::uint8_t* data = static_cast<const std::uint8_t*>(source.data);
 #pragma unroll 1
-  for (int index = thread; index < Traits::kStageKeys / 8 * kFours; index += Traits::kTeamThreads) {
+  for (int index = thread; index < Traits::kStageKeys / 8 * kFours; index += Traits::kLoaders) {
     const int row = index / kFours * 8, d = index % kFours * 4;
     unsigned seen = 0;  // bit j: key row + j is wanted
     if (d < p.dim)
@@ -96,7 +96,7 @@ __device__ inline void gather_bytes(std::uint32_t tile, const KvRows& source, co
   constexpr int kFours = Traits::kDim / 4;
   const std::uint8_t* data = static_cast<const std::uint8_t*>(source.data);
 #pragma unroll 1
-  for (int index = thread; index < Traits::kStageKeys * kFours; index += Traits::kTeamThreads) {
+  for (int index = thread; index < Traits::kStageKeys * kFours; index += Traits::kLoaders) {
     const int row = index / kFours, d = index % kFours * 4;
     std::uint32_t four = 0;
     if (d < p.dim && wanted(row)) {
@@ -110,7 +110,7 @@ __device__ inline void gather_bytes(std::uint32_t tile, const KvRows& source, co
   }
 }
 
-/// A stage's keys of one kv head, from local key `first` on, by the team's threads. Keys that no
+/// A stage's keys of one kv head, from local key `first` on, by the loading warp. Keys that no
 /// row of the row tile may see are not read (nor are their page table entries); they, and columns
 /// past p.dim, become zeros.
 template <class Traits>

@@ -30,73 +30,99 @@ __device__ inline int result_column(int half) {
   return Traits::kFp8 ? g * 2 + half : half * 8 + g;
 }
 
-/// The rows of a warp as the products' second factor: for each 16 columns two registers.
+/// The slice of dim that is a warp's `own`th of the values.
+template <class Traits>
+__device__ inline int own_slice(int own) {
+  const int load = own / Traits::kLoadSlices * Traits::kWarps + static_cast<int>(threadIdx.x) / 32;
+  return load * Traits::kLoadSlices + own % Traits::kLoadSlices;
+}
+
+/// The rows as the products' second factor: for each 16 columns two registers of a lane, in shared
+/// memory.
 template <class Traits>
 struct DecodeQueries {
-  std::uint32_t word[Traits::kRowTiles][Traits::kSlices][2];
+  uint2 word[Traits::kSlices][Traits::kRowTiles][32];
   // fp8: the queries are fp16, each row times a power of two that brings its largest element close
   // to the largest fp16. So bf16's range loses nothing that fp32 sums would have kept. This undoes
-  // it, for rows 2t and 2t + 1 of each row tile.
-  float undo[Traits::kRowTiles][2];
+  // it.
+  float undo[Traits::kFp8 ? Traits::kRows : 1];
 
-  __device__ void load(const AttendParams& p, const Sequence& sequence, const Work& work,
-                       int first_row) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
+  /// Of a piece, by a warp.
+  template <class Piece>
+  __device__ __forceinline__ void load(const AttendParams& p, const Piece& piece) {
+#pragma unroll 1
     for (int n = 0; n < Traits::kRowTiles; ++n) {
-      const int row = first_row + n * 8 + lane / 4;
-      const bool valid = row < work.rows;
-      const PackedRow at = packed_row(work, valid ? row : 0);
-      const std::int64_t from = (sequence.first_row + at.token) * p.q.row_stride +
-                                static_cast<std::int64_t>(at.head) * p.q.head_stride;
-      if constexpr (Traits::kFp8)
-        load_scaled(p, n, from, valid);
-      else
-        load_16(p, n, from, valid);
+      Words raw;
+      load_tile(p, piece.sequence.first_row, piece.work, n, raw);
+      store_tile(p, n, raw);
     }
   }
 
  private:
-  __device__ void load_16(const AttendParams& p, int n, std::int64_t from, bool valid) {
-    using T = typename Traits::Element;
-    constexpr Loader kLoader = Traits::kPlain ? Loader::plain : Loader::any16;
+  using Words = std::uint32_t[Traits::kSlices][2];
+
+  __device__ __forceinline__ static void load_tile(const AttendParams& p, std::int64_t first_row,
+                                                   const Work& work, int n, Words& raw) {
+    const int row = n * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+    const bool valid = row < work.rows;
+    const PackedRow at = packed_row(work, valid ? row : 0);
+    const std::int64_t from = (first_row + at.token) * p.q.row_stride +
+                              static_cast<std::int64_t>(at.head) * p.q.head_stride;
 #pragma unroll
     for (int slice = 0; slice < Traits::kSlices; ++slice)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int d = slice * 16 + slice_column<Traits>(half);
-        word[n][slice][half] = valid && d < p.dim ? load_query_pair<T, kLoader>(p, from + d) : 0u;
+        raw[slice][half] = valid && d < p.dim ? two_of(p, from + d) : 0u;
       }
   }
+  /// Two elements of the queries, as they are stored.
+  __device__ __forceinline__ static std::uint32_t two_of(const AttendParams& p, std::int64_t at) {
+    if constexpr (Traits::kPlain) {
+      return *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(p.q.data) +
+                                                     at);
+    } else if (!is_fp8(p.q_dtype)) {
+      const std::uint16_t* halves = static_cast<const std::uint16_t*>(p.q.data) + at;
+      return halves[0] | static_cast<std::uint32_t>(halves[1]) << 16;
+    } else {
+      const std::uint8_t* bytes = static_cast<const std::uint8_t*>(p.q.data) + at;
+      return bytes[0] | static_cast<std::uint32_t>(bytes[1]) << 8;
+    }
+  }
 
-  __device__ void load_scaled(const AttendParams& p, int n, std::int64_t from, bool valid) {
-    float values[Traits::kSlices][2][2], largest = 0.0f;
-    const auto all = [&](const auto& of) {
+  __device__ __forceinline__ void store_tile(const AttendParams& p, int n, const Words& raw) {
+    using T = typename Traits::Element;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if constexpr (Traits::kFp8) {
+      store_scaled(p, n, raw);
+    } else {
+      const bool widens = !Traits::kPlain && is_fp8(p.q_dtype), e5m2 = p.q_dtype == DType::e5m2;
+      const auto two = [&](std::uint32_t raw) { return widens ? widen_two<T>(raw, e5m2) : raw; };
 #pragma unroll
       for (int slice = 0; slice < Traits::kSlices; ++slice)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            of(values[slice][half][i], slice * 16 + slice_column<Traits>(half) + i);
-    };
-    const bool is_bf16 = p.q_dtype == DType::bf16, is_e5m2 = p.q_dtype == DType::e5m2;
-    if (is_fp8(p.q_dtype)) {
-      const std::uint8_t* data = static_cast<const std::uint8_t*>(p.q.data) + from;
-      all([&](float& value, int d) {
-        const std::uint32_t half =
-            valid && d < p.dim ? widen_two<__half>(data[d], is_e5m2) & 0xffff : 0u;
-        value = __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
-      });
-    } else {
-      const unsigned short* data = static_cast<const unsigned short*>(p.q.data) + from;
-      all([&](float& value, int d) {
-        const unsigned short bits = valid && d < p.dim ? data[d] : 0;
-        value = is_bf16 ? __uint_as_float(std::uint32_t{bits} << 16)
-                        : __half2float(__ushort_as_half(bits));
-      });
+        word[slice][n][lane] = make_uint2(two(raw[slice][0]), two(raw[slice][1]));
     }
-    all([&](float value, int) { largest = fmaxf(largest, fabsf(value)); });
+  }
+
+  __device__ __forceinline__ void store_scaled(const AttendParams& p, int n, const Words& raw) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const bool is_bf16 = p.q_dtype == DType::bf16, is_e5m2 = p.q_dtype == DType::e5m2;
+    const auto one = [&](std::uint32_t bits) {
+      return is_bf16 ? __uint_as_float(bits << 16)
+                     : __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+    };
+    float values[Traits::kSlices][2][2], largest = 0.0f;
+#pragma unroll
+    for (int slice = 0; slice < Traits::kSlices; ++slice)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        std::uint32_t bits = raw[slice][half];
+        if (is_fp8(p.q_dtype)) bits = widen_two<__half>(bits, is_e5m2);
+        values[slice][half][0] = one(bits & 0xffff);
+        values[slice][half][1] = one(bits >> 16);
+        largest =
+            fmaxf(largest, fmaxf(fabsf(values[slice][half][0]), fabsf(values[slice][half][1])));
+      }
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
@@ -106,46 +132,63 @@ struct DecodeQueries {
     exponent = max(exponent, kSmallest);
     const float factor = __int_as_float((kLargest - exponent + 127) << 23);
     const float back = __int_as_float((exponent - kLargest + 127) << 23);
+    const auto two = [&](const float(&of)[2]) {
+      return arch::pack<__half>(of[0] * factor, of[1] * factor);
+    };
 #pragma unroll
     for (int slice = 0; slice < Traits::kSlices; ++slice)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        word[n][slice][half] =
-            arch::pack<__half>(values[slice][half][0] * factor, values[slice][half][1] * factor);
-#pragma unroll
-    for (int j = 0; j < 2; ++j)  // of a row's four lanes, to the eight of its column of scores
-      undo[n][j] = __shfl_sync(~0u, back, (threadIdx.x % 4 * 2 + j) * 4);
+      word[slice][n][lane] = make_uint2(two(values[slice][0]), two(values[slice][1]));
+    if (lane % 4 == 0) undo[n * 8 + lane / 4] = back;
   }
 };
 
-/// Offsets of the 16-byte columns that a lane gives to ldmatrix. All of a tile's rows lie a
-/// multiple of 16 rows into their stage, so the offsets inside a tile depend on the lane alone;
-/// they repeat after kPeriod loads, a panel.
+/// Where a lane's 16-byte columns of a tile of keys are, which it gives to ldmatrix. All of a
+/// tile's rows lie a multiple of 16 rows into their stage, so offsets inside a tile depend on the
+/// lane alone; they repeat after kPeriod loads, a panel.
 template <class Traits>
-struct DecodeOffsets {
-  using Layout = typename Traits::Layout;
-  static constexpr int kPeriod = Layout::kPeriod / 2;
-  std::uint32_t column[kPeriod];
-
-  __device__ DecodeOffsets(int row, int half) {
+class KeyFragments {
+ public:
+  /// Of matrices: keys 0 to 7, keys 8 to 15, the same of the next 16 bytes.
+  __device__ KeyFragments() {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kPeriod; ++i)
-      column[i] = static_cast<std::uint32_t>(Layout::offset(row, 2 * i + half));
+      column_[i] = static_cast<std::uint32_t>(Layout::offset(lane % 16, 2 * i + lane / 16));
   }
   /// Of load `i`, of 32 bytes of each key.
   __device__ std::uint32_t operator()(int i) const {
-    return column[i % kPeriod] + i / kPeriod * Layout::kPanelBytes;
+    return column_[i % kPeriod] + i / kPeriod * Layout::kPanelBytes;
   }
-  /// Of matrices: keys 0 to 7, keys 8 to 15, the same of the next 16 bytes.
-  __device__ static DecodeOffsets keys_first() {
-    const int lane = threadIdx.x % 32;
-    return {lane % 16, lane / 16};
+
+ private:
+  using Layout = typename Traits::Layout;
+  static constexpr int kPeriod = Layout::kPeriod / 2;
+  std::uint32_t column_[kPeriod];
+};
+
+/// The same of a tile of values, of the loads that are the warp's.
+template <class Traits>
+class ValueFragments {
+ public:
+  /// Of matrices: keys 0 to 7, their next 16 bytes, the same of keys 8 to 15; for fp8 as of keys.
+  __device__ ValueFragments() {
+    const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    const int row = Traits::kFp8 ? lane % 16 : lane % 8 + lane / 16 * 8;
+    const int half = Traits::kFp8 ? lane / 16 : lane / 8 % 2;
+#pragma unroll
+    for (int own = 0; own < Traits::kOwnLoads; ++own)
+      column_[own] = static_cast<std::uint32_t>(
+          Traits::Layout::offset(row, 2 * (warp + own * Traits::kWarps) + half));
   }
-  /// Of matrices: keys 0 to 7, their next 16 bytes, the same of keys 8 to 15.
-  __device__ static DecodeOffsets columns_first() {
-    const int lane = threadIdx.x % 32;
-    return {lane % 8 + lane / 16 * 8, lane / 8 % 2};
+  __device__ std::uint32_t operator()(int own) const { return column_[own]; }
+  /// Whether the warp has such a load.
+  __device__ static bool has(int own) {
+    return Traits::kLoads % Traits::kWarps == 0 ||
+           static_cast<int>(threadIdx.x) / 32 + own * Traits::kWarps < Traits::kLoads;
   }
+
+ private:
+  std::uint32_t column_[Traits::kOwnLoads];
 };
 
 /// The four fp8 numbers of a register as fp16: the first two, the other two.
@@ -159,21 +202,23 @@ __device__ __forceinline__ void widen(std::uint32_t four, std::uint32_t& low, st
 #endif
 }
 
-/// s = K Q^T for 16 keys and the warp's rows: of even and of odd slices a sum each, as products
-/// wait for the sum that they add to.
+/// s = K Q^T for 16 keys and all rows: of even and of odd slices a sum each, as products wait for
+/// the sum that they add to.
 template <class Traits>
 __device__ __forceinline__ void multiply_keys(float (&s)[Traits::kRowTiles][4], std::uint32_t keys,
-                                              const DecodeOffsets<Traits>& offset,
+                                              const KeyFragments<Traits>& offset,
                                               const DecodeQueries<Traits>& queries) {
   using T = typename Traits::Element;
   float sums[2][Traits::kRowTiles][4] = {};
   const auto multiply = [&](int slice, const std::uint32_t(&a)[4]) {
 #pragma unroll
-    for (int n = 0; n < Traits::kRowTiles; ++n)
-      arch::mma<T>(sums[slice % 2][n], a, queries.word[n][slice][0], queries.word[n][slice][1]);
+    for (int n = 0; n < Traits::kRowTiles; ++n) {
+      const uint2 b = queries.word[slice][n][threadIdx.x % 32];
+      arch::mma<T>(sums[slice % 2][n], a, b.x, b.y);
+    }
   };
 #pragma unroll
-  for (int load = 0; load < Traits::kRowBytes / 32; ++load) {
+  for (int load = 0; load < Traits::kLoads; ++load) {
     std::uint32_t a[4];
     arch::load_matrices(a, keys + offset(load));
     if constexpr (!Traits::kFp8) {
@@ -194,19 +239,23 @@ __device__ __forceinline__ void multiply_keys(float (&s)[Traits::kRowTiles][4], 
     for (int i = 0; i < 4; ++i) s[n][i] = __fadd_rn(sums[0][n][i], sums[1][n][i]);
 }
 
-/// O^T += V^T P^T for 16 keys.
+/// O^T += V^T P^T for 16 keys: the warp's own columns of the values.
 template <class Traits>
-__device__ __forceinline__ void multiply_values(
-    typename Traits::State& state, std::uint32_t values, const DecodeOffsets<Traits>& offset,
-    const std::uint32_t (&weights)[Traits::kRowTiles][2]) {
+__device__ __forceinline__ void multiply_values(typename Traits::State& state, std::uint32_t values,
+                                                const ValueFragments<Traits>& offset,
+                                                const uint2 (&weights)[Traits::kRowTiles][32]) {
   using T = typename Traits::Element;
-  const auto multiply = [&](int slice, const std::uint32_t(&a)[4]) {
+  uint2 b[Traits::kRowTiles];
+#pragma unroll
+  for (int n = 0; n < Traits::kRowTiles; ++n) b[n] = weights[n][threadIdx.x % 32];
+  const auto multiply = [&](int own, const std::uint32_t(&a)[4]) {
 #pragma unroll
     for (int n = 0; n < Traits::kRowTiles; ++n)
-      arch::mma<T>(state.o[slice * Traits::kRowTiles + n], a, weights[n][0], weights[n][1]);
+      arch::mma<T>(state.o[own * Traits::kRowTiles + n], a, b[n].x, b[n].y);
   };
 #pragma unroll
-  for (int load = 0; load < Traits::kRowBytes / 32; ++load) {
+  for (int load = 0; load < Traits::kOwnLoads; ++load) {
+    if (!offset.has(load)) break;
     std::uint32_t a[4];
     arch::load_matrices_transposed(a, values + offset(load));
     if constexpr (!Traits::kFp8) {

@@ -1,5 +1,5 @@
 // In which order the pieces of a batch are handed out. At the end all wait for the last piece, so
-// none of a long sequence should be begun late. Lengths are on the device: a team sorts the
+// none of a long sequence should be begun late. Lengths are on the device: a block sorts the
 // sequences when it first needs their order, beside keys that are under way. The pieces that places
 // begin with (below Plan::by_length) come as they are numbered.
 #pragma once
@@ -10,7 +10,7 @@ namespace longspan::kernels::cuda {
 
 inline constexpr int kMostSorted = 128;  // sequences
 
-/// Shared memory of a team.
+/// Shared memory of a block.
 struct SequenceOrder {
   int size;  // 0: not sorted yet
   std::int32_t lengths[kMostSorted];

@@ -1,5 +1,5 @@
-// Pages in the decode kernel. The threads of a team look up the keys of a segment in the block
-// table and pass the places to the copies through shared memory.
+// Pages in the decode kernel. The loading warp looks up the keys of a segment in the block
+// table and passes the places to the copies through shared memory.
 //
 // Under full load a read takes as long as the copies that are queued before it, so a lookup is
 // begun a whole segment before its first copy (decode_stream.cuh): no one ever waits for it.
@@ -31,7 +31,7 @@ __device__ inline KeyPlace find_place(const AttendParams& p, const Sequence& seq
 }
 
 /// Queues the copy of a stage's keys of one kv head, whose places are known, into a tile, 16 bytes
-/// at a time.
+/// at a time. Pages and rows of them are less than 4 GiB apart.
 template <class Traits>
 __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int dim, int kv_head,
                                    int thread, const KeyPlace* places) {
@@ -45,8 +45,14 @@ __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int
   const std::int64_t column = source.dense() ? chunk * kEach : source.column(chunk * kEach);
   const std::uint8_t* base = static_cast<const std::uint8_t*>(source.data) +
                              (kv_head * source.head_stride + column) * kSize;
-  const std::uint64_t page_stride = source.page_stride * kSize,
-                      row_stride = source.row_stride * kSize;
+  const auto page_stride = static_cast<std::uint32_t>(source.page_stride * kSize);
+  const auto row_stride = static_cast<std::uint32_t>(source.row_stride * kSize);
+  // Rows eight apart are permuted alike, so their offsets differ by a constant.
+  constexpr int kAlike = kStep < 8 ? 8 / kStep : 1;
+  std::uint32_t to[kAlike];
+#pragma unroll
+  for (int i = 0; i < kAlike; ++i)
+    to[i] = tile + static_cast<std::uint32_t>(Layout::offset(first + i * kStep, chunk));
   // All places are read before the first copy: the copies keep their order with other accesses, and
   // each would wait for its own place in turn.
   constexpr int kCount = Traits::kStageKeys / kStep;
@@ -56,18 +62,17 @@ __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int
     KeyPlace place[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) place[i] = places[first + (n + i) * kStep];
-    const std::uint8_t* from[kBatch];  // not read where the page is < 0
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      // Unsigned, as products of 32 by 64 bits are then the cheapest.
-      const unsigned page = place[i].page < 0 ? 0u : static_cast<unsigned>(place[i].page);
-      const unsigned row = static_cast<unsigned>(place[i].row);
-      from[i] = base + (page * page_stride + row * row_stride);
+      const int step = n + i;
+      const auto page = static_cast<std::uint32_t>(place[i].page);  // < 0: not read
+      const std::uint8_t* from =
+          base + std::uint64_t{page} * page_stride +
+          std::uint64_t{static_cast<std::uint32_t>(place[i].row)} * row_stride;
+      arch::copy_async<16>(to[step % kAlike] + static_cast<std::uint32_t>(Layout::offset(
+                                                   step / kAlike * kAlike * kStep, 0)),
+                           place[i].page >= 0 ? from : base, place[i].page >= 0 ? bytes : 0);
     }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      arch::copy_async<16>(tile + Layout::offset(first + (n + i) * kStep, chunk), from[i],
-                           place[i].page >= 0 ? bytes : 0);
   }
 }
 

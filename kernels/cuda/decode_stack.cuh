@@ -2,7 +2,8 @@
 // registers, each level in its own; the next ones in shared memory, as many as the launch has room
 // for; and only the rest is in memory: a read from memory waits behind all the keys that are under
 // way, and drains the ring. Of the folds of a full tree, one in 2^(levels before it) reads memory.
-// The lowest level folds first in all of them, so the order is the same.
+// The lowest level folds first in all of them, so the order is the same. Rows 2t and 2t + 1 of each
+// row tile are those of all lanes of t: what is not in registers holds their scalars once a warp.
 #pragma once
 
 #include "kernels/cuda/fold_stack.cuh"
@@ -11,16 +12,21 @@ namespace longspan::kernels::cuda {
 
 template <class State, int kThreads, int kLow>
 class DecodeStack {
+  static constexpr int kLanesOfRow = 8;
+  static constexpr int kPairs = State::kRows / 2;
+  static_assert(State::kRows % 2 == 0);
+
  public:
   /// Bytes of one state of one thread block, in shared memory as in memory.
-  static constexpr std::size_t kStateBytes = std::size_t{16} * State::kVectors * kThreads;
+  static constexpr std::size_t kStateBytes =
+      std::size_t{16} * (State::kQuads * kThreads + kPairs * kThreads / kLanesOfRow);
 
   /// near: [near_levels] states of the block in shared memory; stack: [gridDim.x, depth] of them in
   /// memory, `depth` being the most that wait at a time.
   __device__ DecodeStack(void* near, int near_levels, float* stack, int depth)
-      : near_(static_cast<float4*>(near) + threadIdx.x),
+      : near_(static_cast<float4*>(near)),
         far_(reinterpret_cast<float4*>(stack) +
-             static_cast<std::int64_t>(blockIdx.x) * depth * kLevel + threadIdx.x),
+             static_cast<std::int64_t>(blockIdx.x) * depth * kLevel),
         near_levels_(near_levels) {}
 
   static constexpr int kAll = 32;  // a level above all
@@ -31,7 +37,7 @@ class DecodeStack {
     fold_low(newest, level);
     if (level > kLow) fold_rest(newest, level);
     if (level == kAll) return;
-    if (level >= kLow) store_state<kThreads>(at(level), newest);
+    if (level >= kLow) store(at(level), newest);
     waiting_ |= 1u << level;
 #pragma unroll
     for (int i = 0; i < kLow; ++i)
@@ -39,7 +45,24 @@ class DecodeStack {
   }
 
  private:
-  static constexpr int kLevel = State::kVectors * kThreads;  // float4 of a level
+  static constexpr int kLevel = static_cast<int>(kStateBytes / 16);  // float4 of a level
+
+  /// Of a level, this thread's elements; of its rows, the scalars.
+  __device__ static float4& quad(float4* level, int q) { return level[q * kThreads + threadIdx.x]; }
+  __device__ static float4& pair(float4* level, int i) {
+    const int lanes = static_cast<int>(threadIdx.x) / 32 * 4 + static_cast<int>(threadIdx.x) % 4;
+    return level[State::kQuads * kThreads + i * (kThreads / kLanesOfRow) + lanes];
+  }
+  __device__ __forceinline__ static void store(float4* level, const State& state) {
+#pragma unroll
+    for (int q = 0; q < State::kQuads; ++q) quad(level, q) = state.quad(q);
+    if (threadIdx.x % 32 >= 4) return;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const Stats &one = state.stats[2 * i], &other = state.stats[2 * i + 1];
+      pair(level, i) = make_float4(one.max, one.sum, other.max, other.sum);
+    }
+  }
 
   /// Levels of sparse trees are more than `depth`, states that wait are not: in memory a state's
   /// place is the number of those above it.
@@ -64,7 +87,13 @@ class DecodeStack {
       const int lowest = __ffs(static_cast<int>(waiting_)) - 1;
       if (lowest >= level) return;
       waiting_ &= waiting_ - 1;
-      merge_state<kThreads>(at(lowest), newest);
+      float4* level_of = at(lowest);
+      __syncwarp();  // the scalars were written by other lanes
+      newest.merge([&](int q) { return quad(level_of, q); },
+                   [&](int row) {
+                     const float4 two = pair(level_of, row / 2);
+                     return row % 2 == 0 ? Stats{two.x, two.y} : Stats{two.z, two.w};
+                   });
     }
   }
 

@@ -35,18 +35,23 @@ struct ThreadState {
   /// `row(r)` its scalars.
   template <class Quad, class Row>
   __device__ void merge(const Quad& quad, const Row& row) {
-    Fold folds[kRows];
+    // Two rows after two, as a quad is of no more: few numbers are at hand at a time.
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      folds[r] = fold(row(r), stats[r]);
-      stats[r] = folds[r].stats;
-    }
+    for (int r = 0; r < kRows; r += 2) {
+      Fold folds[2];
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      const float4 stored = quad(q);
-      const float older[4] = {stored.x, stored.y, stored.z, stored.w};
+      for (int i = 0; i < 2 && r + i < kRows; ++i) {
+        folds[i] = fold(row(r + i), stats[r + i]);
+        stats[r + i] = folds[i].stats;
+      }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) o[q][i] = folds[RowOf::row(q, i)](older[i], o[q][i]);
+      for (int q = 0; q < kQuads; ++q) {
+        if (RowOf::row(q, 0) / 2 != r / 2) continue;
+        const float4 stored = quad(q);
+        const float older[4] = {stored.x, stored.y, stored.z, stored.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[q][i] = folds[RowOf::row(q, i) % 2](older[i], o[q][i]);
+      }
     }
   }
 };

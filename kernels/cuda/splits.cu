@@ -87,13 +87,13 @@ int choose_splits(std::int64_t works, int resident, const Tree& tree, int least)
   return best;
 }
 
-/// The same for sequences whose lengths may differ: pieces are handed out, more of them for each
-/// place, as long as they stay large beside what a piece costs.
-int choose_shared_splits(std::int64_t works, int resident, const Tree& tree) {
-  constexpr int kLargePiece = 4;  // segments
+/// The same for several sequences: pieces are handed out, up to `pieces` of them for each place, of
+/// `large` segments at least: so much that what a piece costs is little beside it.
+int choose_shared_splits(std::int64_t works, int resident, const Tree& tree, int pieces,
+                         int large) {
   int splits = choose_splits(works, resident, tree, kSegment);
-  while (splits < kMostSplits && works * splits * 2 <= kSharedPieces * resident &&
-         tree.segments >= splits * 2 * kLargePiece)
+  while (splits < kMostSplits && works * splits * 2 <= pieces * resident &&
+         tree.segments >= splits * 2 * large)
     splits *= 2;
   return splits;
 }
@@ -141,6 +141,20 @@ void take_splits(int splits, const Tree& tree, const Shard& shard, Plan& plan) {
   plan.numbers.reversed = shard.layout == Layout::interleaved;
 }
 
+/// Of several sequences. Where their lengths are about equal, few large pieces are best; where they
+/// differ, pieces of the long ones are what all others wait for. Lengths are on the device.
+bool plan_shared_splits(std::int64_t works, int places, const Tree& tree, Plan& plan) {
+  constexpr int kEvenPieces = 2, kLargeEven = 16, kLargeUneven = 4;
+  const int few = choose_shared_splits(works, places, tree, kEvenPieces, kLargeEven);
+  const int many = choose_shared_splits(works, places, tree, kSharedPieces, kLargeUneven);
+  plan.splits = std::max(few, many);
+  plan.numbers = {};
+  plan.numbers.leaves = log2_ceil(few);
+  plan.numbers.leaf_splits = log2_ceil(plan.splits) - plan.numbers.leaves;
+  plan.numbers.where_uneven = plan.numbers.leaf_splits > 0;
+  return plan.numbers.where_uneven;
+}
+
 }  // namespace
 
 std::int64_t most_keys(const AttendParams& p) {
@@ -155,14 +169,12 @@ bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool dec
   }
   const Tree tree = tree_of(p, plan.lengths);
   const auto take = [&](int splits) { take_splits(splits, tree, p.shard, plan); };
-  // Sequences of one call may differ in length, and pieces are handed out. A single one has pieces
-  // of one size, and each place takes as many.
-  const bool differ = decodes && p.batch.size > 1;
-  const int most = decodes && !differ ? most_splits(works, places, tree) : 0;
+  // A single sequence has pieces of one size, and each place takes as many.
+  if (decodes && p.batch.size > 1) return plan_shared_splits(works, places, tree, plan);
+  const int most = decodes ? most_splits(works, places, tree) : 0;
   if (most == 0) {
     const int least = plan.lengths == Lengths::only_long ? kLongSplit : kSegment;
-    take(differ ? choose_shared_splits(works, places, tree)
-                : choose_splits(works, places, tree, least));
+    take(choose_splits(works, places, tree, least));
     return false;
   }
   take(most);

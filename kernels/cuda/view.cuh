@@ -46,7 +46,7 @@ LONGSPAN_HD inline Sequence sequence_of(const AttendParams& p, int b) {
 
 inline constexpr int kNever = 0x7fffffff;
 
-/// Which of a plan's splits a kernel took, where the length of one sequence decides.
+/// Which of a plan's splits a kernel took, where lengths decide.
 struct alignas(8) SplitsTaken {
   int leaf_splits;  // log2 of the splits of a leaf; SplitNumbers::leaf_splits at most
   int turns;        // of SplitNumbers::split that have keys. Other splits are not written
@@ -61,12 +61,15 @@ LONGSPAN_HD inline int fill_of(int total, int levels) {
 
 /// How the splits of a plan are numbered.
 struct SplitNumbers {
-  int leaves = 0;         // log2 of the order's leaves where each is cut into several splits; or 0
+  int leaves = 0;         // log2 of the order's leaves where each is cut into several splits; or of
+                          // other equal parts of its tree
   int leaf_splits = 0;    // log2 of the splits of a leaf
   bool reversed = false;  // leaves with more segments than others come first in reversed bits
   SplitsTaken* taken = nullptr;  // null: all are; else decode chooses, and says so here
-  std::uint64_t worth = 0;  // then, of 4 bits each: leaf_splits that a tree is worth that is half
-                            // full (fill_of), 1/32 more ... full
+  bool where_uneven =
+      false;                // then: leaves are cut where the lengths of the sequences differ. Else:
+  std::uint64_t worth = 0;  // of 4 bits each, leaf_splits that a tree is worth that is half full
+                            // (fill_of), 1/32 more ... full
 
   /// The split that comes `turn`th where leaves have 2^few splits each: the first of every leaf,
   /// then the second. Where the order's tree is half empty, as beyond a power of two, the splits
@@ -75,6 +78,11 @@ struct SplitNumbers {
     const int place = turn & ((1 << leaves) - 1);
     const int leaf = reversed ? reverse_bits(place, leaves) : place;
     return leaf << leaf_splits | turn >> leaves << (leaf_splits - few);
+  }
+
+  /// Every leaf as it is, or cut.
+  LONGSPAN_HD SplitsTaken all_of(bool cut) const {
+    return {cut ? leaf_splits : 0, 1 << (leaves + (cut ? leaf_splits : 0))};
   }
 
   LONGSPAN_HD bool holds(const SplitsTaken& all, int split) const {
@@ -100,8 +108,8 @@ struct Plan {
                            // decode_order.cuh. Tiles are sequences then
   Divisor by_tiles, by_sequence_tiles, by_kv_heads, by_group;  // of this plan and its call
   Divisor by_late_works;   // of the works from by_length on those of one sequence
-  int* ticket = nullptr;   // zero at the start: hands out the works past the first of each block
-                           // (team); decode leaves it zero
+  int* ticket = nullptr;   // zero at the start: hands out the works past the first of each block;
+                           // decode leaves it zero
   int depth = 0;           // of the fixed order's stack
   float* stack = nullptr;  // [blocks, depth, floats of a block]; see FoldStack
   StateSlots parts;        // splits of one state: [splits] slots of the rows part_row(...)

@@ -103,7 +103,9 @@ inline void expect_left_out(const ServingProblem& problem, kernels::StateSlots s
     }
 }
 
-inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt) {
+/// `on_hopper`: set where the kernel for long queries on Hopper takes a rank's.
+inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt,
+                               bool* on_hopper = nullptr) {
   const Serving& s = problem.shape;
   static const std::unique_ptr<kernels::Backend> backend = kernels::cuda_backend();
   const int slots = dealt.parts ? dealt.parts.count : dealt.chain ? 1 : dealt.ranks;
@@ -175,6 +177,7 @@ inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt
     if (dealt.on_hopper) {
       EXPECT_TRUE(kernels::sm90::accepts(p));
     }
+    if (on_hopper != nullptr) *on_hopper |= kernels::sm90::accepts(p);
     buffers.push_back(poisoned(Device::cuda, backend->attend_scratch(p)));
     p.scratch = static_cast<std::byte*>(buffers.back().data());
     p.scratch_bytes = buffers.back().bytes();

@@ -47,16 +47,22 @@ __device__ inline void load_plain(std::uint32_t tile, const Rows& source, int di
   constexpr int kStepRows = kThreads / Layout::kChunks;
   const T* base = source.at<const T>(sequence.first_key + first, kv_head);
   if constexpr (kThreads % Layout::kChunks == 0 && kKeys % kStepRows == 0) {
-    if (view.table == nullptr && first >= view.any.begin && first + kKeys <= view.any.end) {
-      // The usual tile: every key is wanted. A thread keeps its chunk from row to row.
+    if (view.table == nullptr) {
+      // The usual tile: a run of keys is wanted. A thread keeps its chunk from row to row.
       const int chunk = static_cast<int>(threadIdx.x) % kThreads % Layout::kChunks;
       const int row = static_cast<int>(threadIdx.x) % kThreads / Layout::kChunks;
-      const bool valid = chunk * 8 < dim;
+      const auto in_tile = [&](std::int64_t key) {
+        return static_cast<int>(min(max(key - first, std::int64_t{0}), std::int64_t{kKeys}));
+      };
+      const int begin = in_tile(view.any.begin);
+      const int end = chunk * 8 < dim ? in_tile(view.any.end) : 0;
       const T* from = base + row * source.row_stride + chunk * 8;
       const std::int64_t step = kStepRows * source.row_stride;
-#pragma unroll
+#pragma unroll 8
       for (int n = 0; n < kKeys / kStepRows; ++n) {
-        arch::copy_async(tile + Layout::offset(row + n * kStepRows, chunk), from, valid);
+        const int at = row + n * kStepRows;
+        const bool valid = at >= begin && at < end;
+        arch::copy_async(tile + Layout::offset(at, chunk), valid ? from : base, valid);
         from += step;
       }
       return;

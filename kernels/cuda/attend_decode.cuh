@@ -4,7 +4,7 @@
 //     S^T = K Q^T     16 keys x 8 rows at a time, a segment of 128 keys in registers
 //     O^T += V^T P^T  P^T is S^T's fragment transposed in registers
 //
-// One warp of a thread block finds work, one or two load; four multiply, and share a segment: each
+// One warp of a thread block finds work, others load; four multiply, and share a segment: each
 // takes a quarter of its keys for all rows, says its maxima and its weights to the others, and then
 // takes a quarter of the values' columns. So a segment is a short chain of work, and all rows of a
 // group, and several new tokens, cost one read.
@@ -44,16 +44,17 @@ struct DecodeTraits {
 
   static constexpr int kWarps = 4;  // that multiply
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kLoaders = kPlain || kRowTileCount > 2 ? 32 : 128;  // threads that load
-  static constexpr int kBlockThreads = kThreads + kLoaders + 32;           // and a warp that finds
-  static constexpr int kRowTiles = kRowTileCount;                          // eight packed rows each
+  // Threads that load: where keys may come one by one, more than the copy engine needs.
+  static constexpr int kLoaders = kPlain || kRowTileCount > 2 ? 32 : kFp8 ? 64 : 128;
+  static constexpr int kBlockThreads = kThreads + kLoaders + 32;  // and a warp that finds
+  static constexpr int kRowTiles = kRowTileCount;                 // eight packed rows each
   static constexpr int kRows = 8 * kRowTiles;
 
   static constexpr int kTile = kBoxKeys;           // keys of a product
   static constexpr int kTiles = kSegment / kTile;  // of a segment: warps multiply them in turn
   static constexpr int kOwnTiles = kTiles / kWarps;
   static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(Stored));
-  static constexpr int kStageTiles = kRowBytes <= 128 ? 8 : 4;
+  static constexpr int kStageTiles = kRowBytes <= 128 ? 2 * kWarps : kWarps;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageKeys = kTile * kStageTiles;
   static constexpr int kKeyStages = kSegment / kStageKeys;
@@ -90,7 +91,7 @@ struct DecodeTraits {
   // way.
   static constexpr int kLow = State::kVectors <= 5 ? 2 : kRowTiles <= 2 ? 1 : 0;
   using Stack = DecodeStack<State, kThreads, kLow>;
-  static constexpr int kNearLevels = 3;  // with them splits of 32 segments need no memory
+  static constexpr int kNearLevels = 3;  // with eight rows, splits of 32 segments need no memory
 
   using Shared = DecodeShared<DecodeTraits>;
   static constexpr int kSharedBytes = kStages * kStageBytes + static_cast<int>(sizeof(Shared));
@@ -176,8 +177,8 @@ __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const Atte
 }
 
 /// Scores -> P^T as the products' second factor for all warps, and the segment's maxima and sums:
-/// of each tile over a lane's keys and then over the lanes, of tiles four apart, of neighbours: in
-/// one order, however many warps there are.
+/// of each tile over a lane's keys and then over the lanes, of a warp's tiles, of the warps: in one
+/// order.
 template <class Traits>
 __device__ __forceinline__ void weigh_segment(Scores<Traits>& scores, SegmentParts<Traits>& parts,
                                               Stats (&stats)[2 * Traits::kRowTiles]) {
@@ -297,14 +298,9 @@ __device__ __forceinline__ void multiply_segments(const AttendParams& p, const P
     for (int i = 0; i < Traits::kKeyStages; ++i) {
       if (i > 0) stage = reader.wait();
 #pragma unroll
-      for (int first_tile = 0; first_tile < Traits::kStageTiles; first_tile += Traits::kWarps) {
-        const int tile =
-            first_tile + own_tile<Traits>(0) - i * Traits::kStageTiles % Traits::kWarps;
-        if (Traits::kWarps > Traits::kStageTiles &&
-            static_cast<unsigned>(tile) >= Traits::kStageTiles)
-          continue;
+      for (int own = 0; own < Traits::kStageTiles / Traits::kWarps; ++own) {
         float s[Traits::kRowTiles][4];
-        multiply_keys<Traits>(s, stage + tile * Traits::kTileBytes, key_fragments,
+        multiply_keys<Traits>(s, stage + own_tile<Traits>(own) * Traits::kTileBytes, key_fragments,
                               shared.queries[piece]);
         scores.push(s);
       }

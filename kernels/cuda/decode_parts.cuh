@@ -57,11 +57,10 @@ struct SegmentParts {
     for (int n = 0; n < Traits::kRowTiles; ++n)
       parts[threadIdx.x / 32][n][lane] = make_float2(own[n][0], own[n][1]);
   }
-  /// All warps' numbers of these rows, made one: those of warps four apart first.
+  /// All warps' numbers of these rows, made one.
   template <class Join>
   __device__ static void get(const OfWarps& parts, float (&whole)[Traits::kRowTiles][2],
                              const Join& join) {
-    constexpr int kApart = 4;
 #pragma unroll
     for (int n = 0; n < Traits::kRowTiles; ++n) {
       float2 of[Traits::kWarps];
@@ -70,9 +69,7 @@ struct SegmentParts {
       const auto two = [&](const float2& one, const float2& other) {
         return make_float2(join(one.x, other.x), join(one.y, other.y));
       };
-      if constexpr (Traits::kWarps > kApart)
-#pragma unroll
-        for (int i = 0; i < kApart; ++i) of[i] = two(of[i], of[i + kApart]);
+      static_assert(Traits::kWarps == 4);
       const float2 one = two(two(of[0], of[1]), two(of[2], of[3]));
       whole[n][0] = one.x, whole[n][1] = one.y;
     }

@@ -1,7 +1,7 @@
 // The load side of the decode kernel. A warp of its own finds one piece of work after the other;
-// another one, or two, sends the keys and values of all of them through a ring of stages to the
-// warps that multiply. Pieces follow each other without a gap: finding one is long, but it is
-// ahead, and the ring does not know where a piece ends.
+// others send the keys and values of all of them through a ring of stages to the warps that
+// multiply. Pieces follow each other without a gap: finding one is long, but it is ahead, and the
+// ring does not know where a piece ends.
 //
 // Stages of a segment: its keys, then its values, as they are stored. Where all keys of a stage
 // are wanted, or none, and rows are dense, the copy engine (decode_boxes.hpp) brings tiles of 16
@@ -490,11 +490,7 @@ class DecodeLoader {
   /// Queues the stages of keys (first = 0) or of values of the segment in load.
   __device__ __forceinline__ void queue(int first) {
 #pragma unroll 1
-    for (int stage = 0; stage < Traits::kKeyStages; ++stage) {
-      wait_free();
-      load(stage, first == 0);
-      at_.step();
-    }
+    for (int stage = 0; stage < Traits::kKeyStages; ++stage, at_.step()) load(stage, first == 0);
   }
   __device__ __forceinline__ void wait_free() { shared_.free[at_.slot].wait(at_.parity ^ 1); }
 
@@ -505,6 +501,7 @@ class DecodeLoader {
     if ((keys ? boxes_.k_valid : boxes_.v_valid) &&
         static_cast<unsigned>(stage - apart_) >= static_cast<unsigned>(aparts_))
       return load_box(tile, keys ? &boxes_.k : &boxes_.v, stage, full);
+    wait_free();
     const DecodePiece& piece = shared_.piece[pieces_.slot];
     const KvRows& source = keys ? p_.k : p_.v;
     const int first = stage * Traits::kStageKeys;
@@ -521,11 +518,13 @@ class DecodeLoader {
   }
 
   /// By the copy engine: boxes are asked for by the lanes whose numbers are those of their first
-  /// tiles in the segment.
+  /// tiles in the segment. Other warps do not wait: the stage may be full and free again before a
+  /// late one looks.
   __device__ __forceinline__ void load_box(std::uint32_t tile, const CUtensorMap* map, int stage,
                                            arch::Barrier& full) {
 #if __CUDA_ARCH__ >= 900
     if (thread_ >= 32) return;
+    wait_free();
     if (thread_ == 0) full.arrive_expecting(Traits::kStageBytes);
     __syncwarp();
     const int of_stage = thread_ - stage * Traits::kStageTiles;

@@ -18,7 +18,7 @@ std::int64_t most_keys(const AttendParams& p);
 
 /// Plan::splits and their numbers. `works`: tiles x kv heads; `places`: of pieces at work at a
 /// time; `decodes`: by the kernel for short queries. True: the kernel chooses among them by the
-/// length, and wants SplitNumbers::taken.
+/// lengths, and wants SplitNumbers::taken.
 bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool decodes, Plan& plan);
 
 }  // namespace longspan::kernels::cuda

@@ -97,8 +97,30 @@ TEST(FixedOrder, WalkAndStackMakeTheTree) {
   }
 }
 
-/// The splits that a length is worth: each turn one of its own, all segments in them, and folded by
+/// Each turn takes a split of its own, those that are held, all segments are in them, and folded by
 /// their numbers they make the tree.
+void expect_tree_of(const Plan& plan, const SplitsTaken& taken, const SegmentOrder& order,
+                    const Interval& all) {
+  ASSERT_LE(taken.leaf_splits, plan.numbers.leaf_splits);
+  std::map<std::int64_t, std::string> roots;
+  int depth = 0;
+  for (int turn = 0; turn < taken.turns; ++turn) {
+    const Work work{0, 0, plan.numbers.split(turn, taken.leaf_splits), 0, 1, {}};
+    ASSERT_LT(work.split, plan.splits);
+    EXPECT_TRUE(plan.numbers.holds(taken, work.split));
+    EXPECT_FALSE(roots.contains(work.split));
+    const TreeCut cut = tree_cut({}, plan, work, taken.leaf_splits);
+    roots[work.split] = fold_of(SegmentWalk(order, all, cut.split, cut.splits), &depth);
+  }
+  int held = 0;
+  for (int split = 0; split < plan.splits; ++split) held += plan.numbers.holds(taken, split);
+  EXPECT_EQ(held, taken.turns);
+  std::erase_if(roots, [](const auto& root) { return root.second.empty(); });
+  EXPECT_EQ(tree_of(roots, 0, log2_ceil(plan.splits)),
+            fold_of(SegmentWalk(order, all, 0, 1), &depth));
+}
+
+/// Those that the length of one sequence is worth, and those of several sequences, cut or not.
 TEST(FixedOrder, TakenSplitsMakeTheTree) {
   std::mt19937 rng(std::random_device{}());
   for (int trial = 0; trial < 2000; ++trial) {
@@ -106,35 +128,24 @@ TEST(FixedOrder, TakenSplitsMakeTheTree) {
     const std::int64_t length = static_cast<std::int64_t>(rng() % (trial % 2 ? 3000 : 300000));
     const Shard shard = draw_shard(rng, trial, length, rank, ranks);
     const SegmentOrder order = shard.order(length);
-    Plan plan;
-    plan.numbers.leaves = log2_ceil(order.leaves);
-    plan.numbers.leaf_splits = 1 + static_cast<int>(rng() % 4);
-    plan.numbers.reversed = shard.layout == Layout::interleaved;
-    plan.splits = 1 << (plan.numbers.leaves + plan.numbers.leaf_splits);
+    const Interval all{0, shard.local_len(length)};
+    Plan one;
+    one.numbers.leaves = log2_ceil(order.leaves);
+    one.numbers.leaf_splits = 1 + static_cast<int>(rng() % 4);
+    one.numbers.reversed = shard.layout == Layout::interleaved;
+    one.splits = 1 << (one.numbers.leaves + one.numbers.leaf_splits);
     for (int fill = 0; fill < kFills; ++fill)
-      plan.numbers.worth |= (rng() % (plan.numbers.leaf_splits + 1)) << 4 * fill;
+      one.numbers.worth |= (rng() % (one.numbers.leaf_splits + 1)) << 4 * fill;
     SCOPED_TRACE("length " + std::to_string(length) + ", rank " + std::to_string(rank) + " of " +
                  std::to_string(ranks) + ", " + name(shard.layout));
+    expect_tree_of(one, splits_taken(order, one.numbers), order, all);
 
-    const SplitsTaken taken = splits_taken(order, plan.numbers);
-    ASSERT_LE(taken.leaf_splits, plan.numbers.leaf_splits);
-    const Interval all{0, shard.local_len(length)};
-    std::map<std::int64_t, std::string> roots;
-    int depth = 0;
-    for (int turn = 0; turn < taken.turns; ++turn) {
-      const Work work{0, 0, plan.numbers.split(turn, taken.leaf_splits), 0, 1, {}};
-      ASSERT_LT(work.split, plan.splits);
-      EXPECT_TRUE(plan.numbers.holds(taken, work.split));
-      EXPECT_FALSE(roots.contains(work.split));
-      const TreeCut cut = tree_cut({}, plan, work, taken.leaf_splits);
-      roots[work.split] = fold_of(SegmentWalk(order, all, cut.split, cut.splits), &depth);
-    }
-    int held = 0;
-    for (int split = 0; split < plan.splits; ++split) held += plan.numbers.holds(taken, split);
-    EXPECT_EQ(held, taken.turns);
-    std::erase_if(roots, [](const auto& root) { return root.second.empty(); });
-    EXPECT_EQ(tree_of(roots, 0, log2_ceil(plan.splits)),
-              fold_of(SegmentWalk(order, all, 0, 1), &depth));
+    Plan several;
+    several.numbers.leaves = static_cast<int>(rng() % 5);
+    several.numbers.leaf_splits = 1 + static_cast<int>(rng() % 3);
+    several.splits = 1 << (several.numbers.leaves + several.numbers.leaf_splits);
+    for (const bool cut : {false, true})
+      expect_tree_of(several, several.numbers.all_of(cut), order, all);
   }
 }
 

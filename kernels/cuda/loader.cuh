@@ -293,21 +293,6 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
   }
 }
 
-/// Elements `offset` and `offset` + 1 of the queries, as two of T.
-template <class T, Loader kLoader>
-__device__ inline std::uint32_t load_query_pair(const AttendParams& p, std::int64_t offset) {
-  if constexpr (kLoader == Loader::plain) {
-    return *reinterpret_cast<const std::uint32_t*>(static_cast<const T*>(p.q.data) + offset);
-  } else if (p.q_dtype == p.dtype) {
-    const std::uint16_t* halves = static_cast<const std::uint16_t*>(p.q.data) + offset;
-    return halves[0] | static_cast<std::uint32_t>(halves[1]) << 16;
-  } else {
-    const std::uint8_t* bytes = static_cast<const std::uint8_t*>(p.q.data) + offset;
-    return widen_two<T>(bytes[0] | static_cast<std::uint32_t>(bytes[1]) << 8,
-                        p.q_dtype == DType::e5m2);
-  }
-}
-
 // ---- what kernels call ----------------------------------------------------------------------
 
 /// kKeys keys of one kv head, from local key `first` on (a multiple of 8), into a tile of T. Keys

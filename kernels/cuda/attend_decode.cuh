@@ -11,17 +11,20 @@
 //
 // A segment's state is small; segments fold in the fixed order, always. A block takes an aligned
 // part of the order's tree (a split), so the number of splits fills the GPU and never changes a
-// bit. decode_stream.cuh loads, decode_operands.cuh multiplies, decode_parts.cuh is what warps say
-// to each other, decode_pages.cuh finds pages, decode_order.cuh says which sequence comes next.
+// bit. decode_finder.cuh finds, in the order of decode_order.cuh, decode_loader.cuh loads,
+// decode_operands.cuh multiplies; decode_shared.cuh is what all of them share, decode_parts.cuh
+// what the warps that multiply say to each other.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/bias.cuh"
+#include "kernels/cuda/decode_finder.cuh"
+#include "kernels/cuda/decode_loader.cuh"
 #include "kernels/cuda/decode_operands.cuh"
 #include "kernels/cuda/decode_parts.cuh"
+#include "kernels/cuda/decode_shared.cuh"
 #include "kernels/cuda/decode_stack.cuh"
-#include "kernels/cuda/decode_stream.cuh"
 #include "kernels/cuda/fold_stack.cuh"
 #include "kernels/cuda/instances/dims.hpp"
 #include "kernels/cuda/loader.cuh"

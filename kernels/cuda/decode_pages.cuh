@@ -2,7 +2,7 @@
 // table and passes the places to the copies through shared memory.
 //
 // Under full load a read takes as long as the copies that are queued before it, so a lookup is
-// begun a whole segment before its first copy (decode_stream.cuh): no one ever waits for it.
+// begun a whole segment before its first copy (decode_loader.cuh): no one ever waits for it.
 #pragma once
 
 #include "kernels/cuda/loader.cuh"

@@ -1,0 +1,114 @@
+// What the warps of a block of the decode kernel share: the one that finds pieces of work
+// (decode_finder.cuh), those that load (decode_loader.cuh) and those that multiply
+// (attend_decode.cuh). Each of them goes round a ring, of pieces or of stages, and a barrier in
+// each place of it says that the place may be read, or filled again.
+#pragma once
+
+#include "kernels/cuda/arch/copy_engine.cuh"
+#include "kernels/cuda/decode_operands.cuh"
+#include "kernels/cuda/decode_order.cuh"
+#include "kernels/cuda/decode_pages.cuh"
+#include "kernels/cuda/decode_parts.cuh"
+#include "kernels/cuda/fixed_order.cuh"
+#include "kernels/cuda/view.cuh"
+
+namespace longspan::kernels::cuda {
+
+/// A segment of a piece of work.
+struct DecodeSegment {
+  std::int64_t place = 0;   // in the tree
+  std::int64_t index = -1;  // local; < 0: none
+
+  __device__ explicit operator bool() const { return index >= 0; }
+};
+
+/// What is known of a piece of work.
+struct DecodePiece {
+  Work work;
+  Sequence sequence;
+  View view;
+  float score_scale, value_scale;  // of the kv head; not set where the loader is plain
+};
+
+/// Shared memory beside the ring.
+template <class Traits>
+struct alignas(16) DecodeShared {
+  // Pieces that somebody may look at: of the one whose state is stored, and those that are found.
+  static constexpr int kPieces = sizeof(DecodeQueries<Traits>) > 8 * 1024 ? 2 : 3;
+  // Segments: of the one whose state is stored, of up to two in the ring, of the one ahead.
+  static constexpr int kSegments = 4;
+  static_assert(Traits::kStages <= 2 * Traits::kSegmentStages);
+
+  DecodeQueries<Traits> queries[kPieces];
+  SegmentParts<Traits> parts;
+  DecodePiece piece[kPieces];
+  Interval views[kPieces][Traits::kRows];
+  PackedRow rows[kPieces][Traits::kPlain ? 1 : Traits::kRows];  // for biases
+  SegmentWalk walk[kPieces];                                    // from its first segment on
+  DecodeSegment first[kPieces];                                 // that segment; none: all is done
+  arch::Barrier found[kPieces], has_queries[kPieces], done[kPieces];
+
+  arch::Barrier full[Traits::kStages], free[Traits::kStages];
+  DecodeSegment segments[kSegments];  // there when the first stage of its keys is
+  int levels[kSegments];              // where its state waits, for DecodeStack; with its values
+
+  KeyPlace places[!Traits::kPlain ? kSegment : 1];  // the loading warps': of the segment in load
+  DecodeSegment ahead;
+  SequenceOrder order;  // the finding warp's
+  bool uneven;          // lengths differ
+  int works;            // so many have keys, where that is known; else all
+
+  __device__ void init() {
+    if (threadIdx.x < Traits::kStages) {
+      full[threadIdx.x].init(1);
+      free[threadIdx.x].init(Traits::kWarps);
+    }
+    if (threadIdx.x < kPieces) {
+      found[threadIdx.x].init(1);
+      has_queries[threadIdx.x].init(1);
+      done[threadIdx.x].init(Traits::kWarps);
+    }
+    arch::publish_barriers();
+  }
+};
+
+/// A place in a ring of kSlots, and the parity of its barriers in this round.
+template <int kSlots>
+struct RingPlace {
+  int slot = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void step() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// The ring of stages, as the warps that multiply go round it.
+template <class Traits>
+class DecodeReader {
+ public:
+  __device__ DecodeReader(typename Traits::Shared& shared, std::uint32_t ring)
+      : shared_(shared), ring_(ring) {}
+
+  /// Waits for the stage; its address.
+  __device__ __forceinline__ std::uint32_t wait() {
+    shared_.full[at_.slot].wait(at_.parity);
+    return ring_ + at_.slot * Traits::kStageBytes;
+  }
+  /// The warp has read the stage.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared_.free[at_.slot].arrive();
+    at_.step();
+  }
+
+ private:
+  typename Traits::Shared& shared_;
+  const std::uint32_t ring_;
+  RingPlace<Traits::kStages> at_;
+};
+
+}  // namespace longspan::kernels::cuda

@@ -121,11 +121,11 @@ class DecodeLoader {
           shared_.levels[known_] =
               ends ? Traits::Stack::kAll : finished_level(load_.place, ahead_.place);
         known_ = known_ + 1 < Shared::kSegments ? known_ + 1 : 0;
-        queue(Traits::kKeyStages);
+        queue(false);
       }
-      if (ends && !take_piece_found()) break;
+      if (ends && !next_piece()) break;
       take_over();
-      queue(0);
+      queue(true);
     }
     // A stage without keys, of no segment, ends it.
     if (thread_ == 0) shared_.segments[known_] = {};
@@ -180,7 +180,7 @@ class DecodeLoader {
   }
 
   /// Ahead comes the first segment of the next piece; false: there is none.
-  __device__ __forceinline__ bool take_piece_found() {
+  __device__ __forceinline__ bool next_piece() {
     if (load_) pieces_.step();
     shared_.found[pieces_.slot].wait(pieces_.parity);
     ahead_ = shared_.first[pieces_.slot];
@@ -214,10 +214,10 @@ class DecodeLoader {
     }
   }
 
-  /// Queues the stages of keys (first = 0) or of values of the segment in load.
-  __device__ __forceinline__ void queue(int first) {
+  /// Queues the stages of the keys, or of the values, of the segment in load.
+  __device__ __forceinline__ void queue(bool keys) {
 #pragma unroll 1
-    for (int stage = 0; stage < Traits::kKeyStages; ++stage, at_.step()) load(stage, first == 0);
+    for (int stage = 0; stage < Traits::kKeyStages; ++stage, at_.step()) load(stage, keys);
   }
   __device__ __forceinline__ void wait_free() { shared_.free[at_.slot].wait(at_.parity ^ 1); }
 

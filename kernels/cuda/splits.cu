@@ -87,11 +87,10 @@ int choose_splits(std::int64_t works, int resident, const Tree& tree, int least)
   return best;
 }
 
-/// The same for several sequences: pieces are handed out, up to `pieces` of them for each place, of
-/// `large` segments at least: so much that what a piece costs is little beside it.
-int choose_shared_splits(std::int64_t works, int resident, const Tree& tree, int pieces,
-                         int large) {
-  int splits = choose_splits(works, resident, tree, kSegment);
+/// More of them, for pieces that are handed out: up to `pieces` for each place, of `large` segments
+/// at least, so much that what a piece costs is little beside it.
+int cut_further(int splits, std::int64_t works, int resident, const Tree& tree, int pieces,
+                int large) {
   while (splits < kMostSplits && works * splits * 2 <= pieces * resident &&
          tree.segments >= splits * 2 * large)
     splits *= 2;
@@ -145,9 +144,9 @@ void take_splits(int splits, const Tree& tree, const Shard& shard, Plan& plan) {
 /// differ, pieces of the long ones are what all others wait for. Lengths are on the device.
 bool plan_shared_splits(std::int64_t works, int places, const Tree& tree, Plan& plan) {
   constexpr int kEvenPieces = 2, kLargeEven = 16, kLargeUneven = 4;
-  const int few = choose_shared_splits(works, places, tree, kEvenPieces, kLargeEven);
-  const int many = choose_shared_splits(works, places, tree, kSharedPieces, kLargeUneven);
-  plan.splits = std::max(few, many);
+  const int least = choose_splits(works, places, tree, kSegment);
+  const int few = cut_further(least, works, places, tree, kEvenPieces, kLargeEven);
+  plan.splits = cut_further(few, works, places, tree, kSharedPieces, kLargeUneven);
   plan.numbers = {};
   plan.numbers.leaves = log2_ceil(few);
   plan.numbers.leaf_splits = log2_ceil(plan.splits) - plan.numbers.leaves;

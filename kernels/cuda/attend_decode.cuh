@@ -289,9 +289,9 @@ __device__ __forceinline__ void multiply_segments(const AttendParams& p, const P
   DecodeReader<Traits> reader(shared, ring);
   RingPlace<Traits::Shared::kPieces> pieces;  // the one in work
   bool first = true;                          // segment of it
-  for (int known = 0;; known = known + 1 < Traits::Shared::kSegments ? known + 1 : 0) {
+  for (RingPlace<Traits::Shared::kSegments> known;; known.step()) {
     std::uint32_t stage = reader.wait();
-    const DecodeSegment segment = shared.segments[known];
+    const DecodeSegment segment = shared.segments[known.slot];
     if (!segment) break;
     const int piece = pieces.slot;
     if (first) shared.has_queries[piece].wait(pieces.parity);
@@ -317,7 +317,7 @@ __device__ __forceinline__ void multiply_segments(const AttendParams& p, const P
 #pragma unroll 1
     for (int i = 0; i < Traits::kKeyStages; ++i) {
       stage = reader.wait();
-      level = shared.levels[known];
+      level = shared.levels[known.slot];
 #pragma unroll
       for (int tile = 0; tile < Traits::kStageTiles; ++tile)
         multiply_values<Traits>(state, stage + tile * Traits::kTileBytes, value_fragments,

@@ -100,10 +100,9 @@ class DecodeFinder {
 
   /// Until there is none, which is said too.
   __device__ __forceinline__ void run() {
-    bool found = true;
-    for (RingPlace<Shared::kPieces> to; found; to.step()) {
+    for (RingPlace<Shared::kPieces> to;; to.step()) {
       shared_.done[to.slot].wait(to.parity ^ 1);
-      found = find(to.slot);
+      const bool found = find(to.slot);
       if (thread_ == 0) {
         if (!found) shared_.first[to.slot] = {};
         shared_.found[to.slot].arrive();

@@ -118,9 +118,9 @@ class DecodeLoader {
       const bool ends = !load_ || !step();
       if (load_) {
         if (thread_ == 0)
-          shared_.levels[known_] =
+          shared_.levels[known_.slot] =
               ends ? Traits::Stack::kAll : finished_level(load_.place, ahead_.place);
-        known_ = known_ + 1 < Shared::kSegments ? known_ + 1 : 0;
+        known_.step();
         queue(false);
       }
       if (ends && !next_piece()) break;
@@ -128,7 +128,7 @@ class DecodeLoader {
       queue(true);
     }
     // A stage without keys, of no segment, ends it.
-    if (thread_ == 0) shared_.segments[known_] = {};
+    if (thread_ == 0) shared_.segments[known_.slot] = {};
     sync_loaders<Traits>();
     wait_free();
     if (thread_ == 0) shared_.full[at_.slot].arrive();
@@ -140,7 +140,7 @@ class DecodeLoader {
     load_ = ahead_;
     box_row_ = box_row_ahead_;
     box_page_ = box_page_ahead_;
-    if (thread_ == 0) shared_.segments[known_] = load_;
+    if (thread_ == 0) shared_.segments[known_.slot] = load_;
     if constexpr (!Traits::kPlain) {
       if (by_place_k_ || by_place_v_) {
 #pragma unroll
@@ -206,7 +206,7 @@ class DecodeLoader {
                                  i * Traits::kLoaders + thread_);
     } else {
       const std::int64_t key = ahead_.index * kSegment + tile * Traits::kTile;
-      constexpr int kNowhere = -8 * kBoxKeys;  // the copy engine fills in zeros
+      constexpr int kNowhere = -kSegment;  // the copy engine fills in zeros
       box_row_ahead_ = key < piece.view.any.end
                            ? static_cast<std::int32_t>(piece.sequence.first_key + key)
                            : kNowhere;
@@ -268,9 +268,9 @@ class DecodeLoader {
   Shared& shared_;
   const std::uint32_t ring_;
   const int thread_ = static_cast<int>(threadIdx.x) - Traits::kThreads;
-  RingPlace<Traits::kStages> at_;      // the stage that is filled next
-  RingPlace<Shared::kPieces> pieces_;  // the piece of the segment ahead
-  int known_ = 0;                      // in DecodeShared::segments: the one in load
+  RingPlace<Traits::kStages> at_;       // the stage that is filled next
+  RingPlace<Shared::kPieces> pieces_;   // the piece of the segment ahead
+  RingPlace<Shared::kSegments> known_;  // in DecodeShared::segments: the one in load
   DecodeSegment load_, ahead_;
   int apart_ = 0, aparts_ = 0;                    // its first stage not by box, and how many
   bool by_place_k_ = false, by_place_v_ = false;  // else they come by the places of their keys

@@ -97,7 +97,7 @@ struct DecodeQueries {
       store_scaled(p, n, raw);
     } else {
       const bool widens = !Traits::kPlain && is_fp8(p.q_dtype), e5m2 = p.q_dtype == DType::e5m2;
-      const auto two = [&](std::uint32_t raw) { return widens ? widen_two<T>(raw, e5m2) : raw; };
+      const auto two = [&](std::uint32_t bits) { return widens ? widen_two<T>(bits, e5m2) : bits; };
 #pragma unroll
       for (int slice = 0; slice < Traits::kSlices; ++slice)
         word[slice][n][lane] = make_uint2(two(raw[slice][0]), two(raw[slice][1]));

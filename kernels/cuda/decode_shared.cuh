@@ -72,7 +72,7 @@ struct alignas(16) DecodeShared {
   }
 };
 
-/// A place in a ring of kSlots, and the parity of its barriers in this round.
+/// A place in a ring of kSlots, and the parity of its barriers, if it has any, in this round.
 template <int kSlots>
 struct RingPlace {
   int slot = 0;

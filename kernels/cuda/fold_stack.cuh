@@ -35,7 +35,7 @@ struct ThreadState {
   /// `row(r)` its scalars.
   template <class Quad, class Row>
   __device__ void merge(const Quad& quad, const Row& row) {
-    // Two rows after two, as a quad is of no more: few numbers are at hand at a time.
+    // Two rows at a time, as a quad is of no more: few numbers are at hand then.
 #pragma unroll
     for (int r = 0; r < kRows; r += 2) {
       Fold folds[2];

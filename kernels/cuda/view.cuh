@@ -65,11 +65,10 @@ struct SplitNumbers {
                           // other equal parts of its tree
   int leaf_splits = 0;    // log2 of the splits of a leaf
   bool reversed = false;  // leaves with more segments than others come first in reversed bits
-  SplitsTaken* taken = nullptr;  // null: all are; else decode chooses, and says so here
-  bool where_uneven =
-      false;                // then: leaves are cut where the lengths of the sequences differ. Else:
-  std::uint64_t worth = 0;  // of 4 bits each, leaf_splits that a tree is worth that is half full
-                            // (fill_of), 1/32 more ... full
+  SplitsTaken* taken = nullptr;  // null: all are; else decode chooses, and says so here: by
+  bool where_uneven = false;     // whether the lengths of several sequences differ; or, of one, by
+  std::uint64_t worth = 0;       // leaf_splits, 4 bits each, that a tree is worth that is half full
+                                 // (fill_of), 1/32 more ... full
 
   /// The split that comes `turn`th where leaves have 2^few splits each: the first of every leaf,
   /// then the second. Where the order's tree is half empty, as beyond a power of two, the splits

@@ -80,6 +80,15 @@ void order_sequences(const AttendParams& p, int places, Plan& plan) {
   plan.by_late_works = Divisor(static_cast<std::uint32_t>((plan.splits - first) * p.kv_heads));
 }
 
+/// Plan::known.
+bool is_known(const AttendParams& p, const Plan& plan) {
+  const Batch& batch = p.batch;
+  const bool lengths = batch.kv_len == nullptr && batch.query_start == nullptr &&
+                       batch.key_start == nullptr && p.shard.table == nullptr;
+  return lengths && batch.causal == nullptr && !p.documents && !p.q_scale && !p.k_scale &&
+         !p.v_scale && plan.ticket == nullptr && plan.numbers.taken == nullptr;
+}
+
 struct Launch {
   KernelShape shape;
   Plan plan;
@@ -130,6 +139,7 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
 
   if (plan.works > launch.blocks && (shared || !decodes))
     plan.ticket = decodes && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
+  plan.known = is_known(p, plan);
   launch.bytes = kAlign;
   plan.depth = fold_depth(most_keys(p));
   plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);

@@ -123,60 +123,82 @@ __device__ __noinline__ void add_biases(Scores<Traits>& scores, const AttendPara
     }
 }
 
+/// Products -> scores in base 2. `undo`: DecodeQueries::undo.
+template <class Traits>
+__device__ __forceinline__ void scale_scores(Scores<Traits>& scores, float scale,
+                                             const float* undo) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < Traits::kRowTiles; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float factor = Traits::kFp8 ? scale * undo[n * 8 + lane % 4 * 2 + j] : scale;
+#pragma unroll
+      for (int own = 0; own < Traits::kOwnTiles; ++own)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) scores.s[own][n][half * 2 + j] *= factor;
+    }
+}
+
+/// The same where they are capped. Not inlined, as it is rare and large, and so is what masks a
+/// segment: the loop over segments has to be fetched all the time.
+template <class Traits>
+__device__ __noinline__ void cap_scores(Scores<Traits>& scores, Score score, const float* undo) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int own = 0; own < Traits::kOwnTiles; ++own)
+#pragma unroll
+    for (int n = 0; n < Traits::kRowTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = scores.s[own][n][i];
+        x = score(Traits::kFp8 ? x * undo[n * 8 + lane % 4 * 2 + i % 2] : x);
+      }
+}
+
+/// -inf where a row does not see the key. `rows`: what each sees; `first`: key of the segment.
+template <class Traits>
+__device__ __noinline__ void mask_scores(Scores<Traits>& scores, const View& view,
+                                         const Interval* rows, std::int64_t first) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < Traits::kRowTiles; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const Interval row = rows[n * 8 + lane % 4 * 2 + j];
+#pragma unroll
+      for (int own = 0; own < Traits::kOwnTiles; ++own)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (!sees(view, row, first + key_of_segment<Traits>(own, half)))
+            scores.s[own][n][half * 2 + j] = -infinity();
+    }
+}
+
 /// Products -> scores in base 2; -inf where the row does not see the key. `first`: key of the
 /// segment; `slot`: of the piece.
 template <class Traits>
 __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const AttendParams& p,
                                               const typename Traits::Shared& shared, int slot,
                                               std::int64_t first) {
-  const int lane = threadIdx.x % 32;
   const DecodePiece& piece = shared.piece[slot];
-  const View view = piece.view;
-  const auto row_of = [&](int n, int j) { return n * 8 + lane % 4 * 2 + j; };
   Score score = p.score;
   if constexpr (!Traits::kPlain) score.scale = piece.score_scale;
-  auto& s = scores.s;
-  const auto all = [&](const auto& of) {
-#pragma unroll
-    for (int n = 0; n < Traits::kRowTiles; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float undo = Traits::kFp8 ? shared.queries[slot].undo[row_of(n, j)] : 1.0f;
-#pragma unroll
-        for (int own = 0; own < Traits::kOwnTiles; ++own)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float& x = s[own][n][half * 2 + j];
-            x = of(x, undo);
-          }
-      }
+  // What functions change is a copy: the original stays in registers.
+  const auto apart = [&](const auto& change) {
+    Scores<Traits> changed = scores;
+    change(changed);
+    scores = changed;
   };
-  if (score.softcap == 0.0f) {  // once, not for each
-    const float scale = score.scale * kLog2E;
-    all([&](float product, float undo) { return product * (scale * undo); });
-  } else {
-    all([&](float product, float undo) { return score(product * undo); });
-  }
-  if (!view.full(first, kSegment)) {
-#pragma unroll
-    for (int n = 0; n < Traits::kRowTiles; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const Interval row = shared.views[slot][row_of(n, j)];
-#pragma unroll
-        for (int own = 0; own < Traits::kOwnTiles; ++own)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (!sees(view, row, first + key_of_segment<Traits>(own, half)))
-              s[own][n][half * 2 + j] = -infinity();
-      }
-  }
-  if constexpr (!Traits::kPlain) {
-    if (!p.bias) return;
-    Scores<Traits> biased = scores;  // the original stays in registers
-    add_biases(biased, p, piece, shared.rows[slot], first);
-    scores = biased;
-  }
+  const float* undo = shared.queries[slot].undo;
+  if (score.softcap == 0.0f)
+    scale_scores<Traits>(scores, score.scale * kLog2E, undo);  // one factor for all of a row
+  else
+    apart([&](auto& all) { cap_scores<Traits>(all, score, undo); });
+  if (!piece.view.full(first, kSegment))
+    apart([&](auto& all) { mask_scores<Traits>(all, piece.view, shared.views[slot], first); });
+  if constexpr (!Traits::kPlain)
+    if (p.bias) apart([&](auto& all) { add_biases(all, p, piece, shared.rows[slot], first); });
 }
 
 /// Scores -> P^T as the products' second factor for all warps, and the segment's maxima and sums:
@@ -347,10 +369,10 @@ __global__ __launch_bounds__(Traits::kBlockThreads,
   auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory + kRing);
   shared.init();
   __syncthreads();
-  arch::wait_for_kernels_before();
   constexpr unsigned kFinder = Traits::kThreads + Traits::kLoaders;
   if (threadIdx.x >= kFinder) return DecodeFinder<Traits>(p, plan, shared).run();
   if (threadIdx.x >= Traits::kThreads) return DecodeLoader<Traits>(p, boxes, shared, ring).run();
+  arch::wait_for_kernels_before();
   constexpr int kStack = Traits::kSharedBytes;  // behind it, what the launch adds
   const int near_levels =
       (arch::dynamic_shared_bytes() - kStack) / static_cast<int>(Traits::Stack::kStateBytes);

@@ -1,8 +1,11 @@
 // The warp of the decode kernel that finds one piece of work after the other, ahead of those that
 // load it, and brings its queries. Finding a piece is long: lengths are read, the row tile's view
-// is worked out, and the tree's part with it.
+// is worked out, and the tree's part with it. A block comes to its place about a microsecond before
+// the kernels before it have ended, and uses it: it waits for them where it first reads memory,
+// which is late where the lengths are parameters.
 #pragma once
 
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/decode_shared.cuh"
 
 namespace longspan::kernels::cuda {
@@ -34,6 +37,7 @@ __device__ __forceinline__ bool take_piece(const AttendParams& p, const Plan& pl
   const int thread = static_cast<int>(threadIdx.x) % 32;
   static_assert(Traits::kRows <= 32);
   const Work work = work_of(p, plan, index);
+  if (!plan.known) arch::wait_for_kernels_before();
   const Sequence sequence = sequence_of(p, work.sequence);  // its lengths come with the query's
   if (work.rows == 0) return false;
   // One query without a window sees every key, and that need not be worked out.
@@ -76,6 +80,7 @@ __device__ __forceinline__ bool take_piece(const AttendParams& p, const Plan& pl
   }
   __syncwarp();
   if (shared.first[slot]) return true;
+  arch::wait_for_kernels_before();
   if (index < shared.works) store_empty<Traits>(p, plan, sequence, shared.piece[slot].work, thread);
   return false;
 }
@@ -88,6 +93,8 @@ class DecodeFinder {
  public:
   __device__ DecodeFinder(const AttendParams& p, const Plan& plan, Shared& shared)
       : p_(p), plan_(plan), shared_(shared) {
+    if (p.batch.query_start != nullptr || plan.numbers.where_uneven || plan.ticket != nullptr)
+      arch::wait_for_kernels_before();
     const bool uneven = plan.numbers.where_uneven && lengths_differ();
     if (thread_ == 0) {
       shared.uneven = uneven;
@@ -108,6 +115,7 @@ class DecodeFinder {
         shared_.found[to.slot].arrive();
       }
       if (!found) return;
+      arch::wait_for_kernels_before();
       shared_.queries[to.slot].load(p_, shared_.piece[to.slot]);
       __syncwarp();
       if (thread_ == 0) shared_.has_queries[to.slot].arrive();

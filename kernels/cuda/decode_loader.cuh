@@ -12,6 +12,7 @@
 // values are queued.
 #pragma once
 
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/decode_boxes.hpp"
 #include "kernels/cuda/decode_bytes.cuh"
 #include "kernels/cuda/decode_shared.cuh"
@@ -108,6 +109,10 @@ class DecodeLoader {
       by_place_k_ = !boxes.k_valid && come_by_places<Traits>(p.k, p.pages);
       by_place_v_ = !boxes.v_valid && come_by_places<Traits>(p.v, p.pages);
     }
+#if __CUDA_ARCH__ >= 900
+    if (thread_ == 0 && boxes.k_valid) arch::prefetch_map(&boxes.k);
+    if (thread_ == 0 && boxes.v_valid) arch::prefetch_map(&boxes.v);
+#endif
   }
 
   /// All segments of all pieces. Each part stands once in the code, for the first segment too: code
@@ -183,6 +188,7 @@ class DecodeLoader {
   __device__ __forceinline__ bool next_piece() {
     if (load_) pieces_.step();
     shared_.found[pieces_.slot].wait(pieces_.parity);
+    arch::wait_for_kernels_before();
     ahead_ = shared_.first[pieces_.slot];
     if (ahead_) look_up();
     return static_cast<bool>(ahead_);

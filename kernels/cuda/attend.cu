@@ -130,6 +130,7 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan.by_sequence_tiles = Divisor(static_cast<std::uint32_t>(std::max(plan.sequence_tiles, 1)));
   plan.by_kv_heads = Divisor(static_cast<std::uint32_t>(p.kv_heads));
   plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
+  plan.by_page = Divisor(static_cast<std::uint32_t>(p.pages.size));
   const bool decodes = shape.box_dim > 0, shared = decodes && p.batch.size > 1;
   if (plan_splits(p, works, resident, decodes, plan))
     plan.numbers.taken = reinterpret_cast<SplitsTaken*>(p.scratch + kAlign / 2);

@@ -317,6 +317,7 @@ __device__ __forceinline__ void multiply_segments(const AttendParams& p, const P
     if (!segment) break;
     const int piece = pieces.slot;
     if (first) shared.has_queries[piece].wait(pieces.parity);
+    const int level = shared.levels[known.slot];
     Scores<Traits> scores;
     // Loops over stages are not unrolled: code that has to be fetched costs more.
 #pragma unroll 1
@@ -331,15 +332,13 @@ __device__ __forceinline__ void multiply_segments(const AttendParams& p, const P
       }
       reader.release();
     }
-    score_segment<Traits>(scores, p, shared, piece, segment.index * kSegment);
+    score_segment<Traits>(scores, p, shared, piece, std::int64_t{segment.index} * kSegment);
     typename Traits::State state;
     state.clear();
     weigh_segment<Traits>(scores, shared.parts, state.stats);
-    int level = 0;
 #pragma unroll 1
     for (int i = 0; i < Traits::kKeyStages; ++i) {
       stage = reader.wait();
-      level = shared.levels[known.slot];
 #pragma unroll
       for (int tile = 0; tile < Traits::kStageTiles; ++tile)
         multiply_values<Traits>(state, stage + tile * Traits::kTileBytes, value_fragments,
@@ -370,7 +369,7 @@ __global__ __launch_bounds__(Traits::kBlockThreads,
   shared.init();
   __syncthreads();
   constexpr unsigned kFinder = Traits::kThreads + Traits::kLoaders;
-  if (threadIdx.x >= kFinder) return DecodeFinder<Traits>(p, plan, shared).run();
+  if (threadIdx.x >= kFinder) return DecodeFinder<Traits>(p, plan, boxes, shared).run();
   if (threadIdx.x >= Traits::kThreads) return DecodeLoader<Traits>(p, boxes, shared, ring).run();
   arch::wait_for_kernels_before();
   constexpr int kStack = Traits::kSharedBytes;  // behind it, what the launch adds

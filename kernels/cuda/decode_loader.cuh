@@ -1,15 +1,11 @@
-// The warps of the decode kernel that load. The keys and values of all pieces of work stream
-// through a ring of stages to the warps that multiply. Pieces follow each other without a gap: the
-// ring does not know where one ends.
+// The warps of the decode kernel that load. The keys and values of all segments that the finder
+// says stream through a ring of stages to the warps that multiply. Pieces of work follow each other
+// without a gap: the ring does not know where one ends.
 //
 // Stages of a segment: its keys, then its values, as they are stored. Where all keys of a stage
 // are wanted, or none, and rows are dense, the copy engine (decode_boxes.hpp) brings tiles of 16
 // keys, or several, by one instruction; all else comes by cp.async, or through registers. A stage's
 // barrier `full` counts both; on `free` each warp that multiplies says that it has read it.
-//
-// Under full load a read from memory takes as long as the copies that are queued before it. So the
-// entries of the block table of the segment after the one in load are on their way while that one's
-// values are queued.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
@@ -52,14 +48,6 @@ __device__ __noinline__ void load_any_apart(std::uint32_t tile, const KvRows& so
                                             piece.view, first);
 }
 
-/// Whether keys of pages can be copied from where they were found, 16 bytes at a time.
-template <class Traits>
-__device__ inline bool come_by_places(const KvRows& source, const Pages& pages) {
-  constexpr int kBytes = Traits::kFp8 ? 1 : 2;
-  if (!pages || ((source.page_stride | source.row_stride) * kBytes) >> 32 != 0) return false;
-  return Traits::kFp8 ? in_sixteens(source, pages) : access_of(source, pages, 2) == Access::chunks;
-}
-
 template <class Traits>
 __device__ __noinline__ void load_places_apart(std::uint32_t tile, const KvRows& source, int dim,
                                                int kv_head, int thread, const KeyPlace* places) {
@@ -99,7 +87,6 @@ __device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeP
 template <class Traits>
 class DecodeLoader {
   using Shared = typename Traits::Shared;
-  static constexpr int kKeysOfThread = kSegment / Traits::kLoaders;
 
  public:
   __device__ DecodeLoader(const AttendParams& p, const KeyBoxes& boxes, Shared& shared,
@@ -113,110 +100,43 @@ class DecodeLoader {
     if (thread_ == 0 && boxes.k_valid) arch::prefetch_map(&boxes.k);
     if (thread_ == 0 && boxes.v_valid) arch::prefetch_map(&boxes.v);
 #endif
+    arch::wait_for_kernels_before();
   }
 
-  /// All segments of all pieces. Each part stands once in the code, for the first segment too: code
-  /// costs most when it is fetched.
+  /// All segments of all pieces.
   __device__ __forceinline__ void run() {
+    RingPlace<Shared::kAhead> ahead;
 #pragma unroll 1
-    for (;;) {
-      const bool ends = !load_ || !step();
-      if (load_) {
-        if (thread_ == 0)
-          shared_.levels[known_.slot] =
-              ends ? Traits::Stack::kAll : finished_level(load_.place, ahead_.place);
-        known_.step();
-        queue(false);
-      }
-      if (ends && !next_piece()) break;
-      take_over();
+    for (RingPlace<Shared::kSegments> known;; known.step(), ahead.step()) {
+      shared_.known[ahead.slot].wait(ahead.parity);
+      load_ = shared_.segments[known.slot];
+      sync_loaders<Traits>();
+      if (!load_) break;
+      places_ = shared_.places[ahead.slot];
+      const KeyPlace first = places_[thread_ % Traits::kTiles * Shared::kPlaces / Traits::kTiles];
+      box_row_ = first.row;
+      box_page_ = first.page;
+      write_new();
       queue(true);
+      sync_loaders<Traits>();  // none is a round of the ring ahead of the others
+      queue(false);
+      __syncwarp();
+      if (thread_ % 32 == 0) shared_.loaded[ahead.slot].arrive();
     }
     // A stage without keys, of no segment, ends it.
-    if (thread_ == 0) shared_.segments[known_.slot] = {};
-    sync_loaders<Traits>();
     wait_free();
     if (thread_ == 0) shared_.full[at_.slot].arrive();
   }
 
  private:
-  /// The segment ahead comes into load.
-  __device__ __forceinline__ void take_over() {
-    load_ = ahead_;
-    box_row_ = box_row_ahead_;
-    box_page_ = box_page_ahead_;
-    if (thread_ == 0) shared_.segments[known_.slot] = load_;
-    if constexpr (!Traits::kPlain) {
-      if (by_place_k_ || by_place_v_) {
-#pragma unroll
-        for (int i = 0; i < kKeysOfThread; ++i)
-          shared_.places[i * Traits::kLoaders + thread_] = place_[i];
-      }
-    }
-    sync_loaders<Traits>();
-    const DecodePiece& piece = shared_.piece[pieces_.slot];
-    const std::int64_t first = load_.index * kSegment;
-    const Interval wanted = piece.view.any;
+  __device__ __forceinline__ void write_new() {
     if constexpr (Traits::kPlain) {
+      if (p_.new_k.data == nullptr) return;
+      const DecodePiece& piece = shared_.piece[load_.piece];
       const Sequence& sequence = piece.sequence;
-      if (p_.new_k.data != nullptr && first + kSegment > sequence.local_len - sequence.q_len)
+      const std::int64_t first = std::int64_t{load_.index} * kSegment;
+      if (first + kSegment > sequence.local_len - sequence.q_len)
         write_new_keys<Traits>(p_, piece, first, thread_);
-    }
-    apart_ = 0;
-    aparts_ = Traits::kKeyStages;
-    if (piece.view.table == nullptr && first >= wanted.begin) {
-      const int seen = static_cast<int>(min(wanted.end - first, std::int64_t{kSegment}));
-      apart_ = seen / Traits::kStageKeys;
-      aparts_ = seen % Traits::kStageKeys > 0;
-    }
-  }
-
-  /// Ahead comes the next segment of the piece; false: it has no more.
-  __device__ __forceinline__ bool step() {
-    if (thread_ == 0) {
-      SegmentWalk& walk = shared_.walk[pieces_.slot];
-      const bool found = walk.next();
-      shared_.ahead = {walk.place, found ? walk.segment : -1};
-    }
-    sync_loaders<Traits>();
-    ahead_ = shared_.ahead;
-    if (ahead_) look_up();
-    return static_cast<bool>(ahead_);
-  }
-
-  /// Ahead comes the first segment of the next piece; false: there is none.
-  __device__ __forceinline__ bool next_piece() {
-    if (load_) pieces_.step();
-    shared_.found[pieces_.slot].wait(pieces_.parity);
-    arch::wait_for_kernels_before();
-    ahead_ = shared_.first[pieces_.slot];
-    if (ahead_) look_up();
-    return static_cast<bool>(ahead_);
-  }
-
-  /// Where the keys of the segment ahead are.
-  __device__ __forceinline__ void look_up() {
-    const DecodePiece& piece = shared_.piece[pieces_.slot];
-    const int tile = thread_ % Traits::kTiles;
-    if (!Traits::kPlain && p_.pages) {
-      if (boxes_.k_valid || boxes_.v_valid) {
-        const KeyPlace place =
-            find_place(p_, piece.sequence, piece.view, ahead_.index, tile * Traits::kTile);
-        box_row_ahead_ = place.row;
-        box_page_ahead_ = place.page;
-      }
-      if (by_place_k_ || by_place_v_)
-#pragma unroll
-        for (int i = 0; i < kKeysOfThread; ++i)
-          place_[i] = find_place(p_, piece.sequence, piece.view, ahead_.index,
-                                 i * Traits::kLoaders + thread_);
-    } else {
-      const std::int64_t key = ahead_.index * kSegment + tile * Traits::kTile;
-      constexpr int kNowhere = -kSegment;  // the copy engine fills in zeros
-      box_row_ahead_ = key < piece.view.any.end
-                           ? static_cast<std::int32_t>(piece.sequence.first_key + key)
-                           : kNowhere;
-      box_page_ahead_ = 0;
     }
   }
 
@@ -232,19 +152,19 @@ class DecodeLoader {
     arch::Barrier& full = shared_.full[at_.slot];
     const std::uint32_t tile = ring_ + at_.slot * Traits::kStageBytes;
     if ((keys ? boxes_.k_valid : boxes_.v_valid) &&
-        static_cast<unsigned>(stage - apart_) >= static_cast<unsigned>(aparts_))
+        static_cast<unsigned>(stage - load_.apart) >= static_cast<unsigned>(load_.aparts))
       return load_box(tile, keys ? &boxes_.k : &boxes_.v, stage, full);
     wait_free();
-    const DecodePiece& piece = shared_.piece[pieces_.slot];
+    const DecodePiece& piece = shared_.piece[load_.piece];
     const KvRows& source = keys ? p_.k : p_.v;
     const int first = stage * Traits::kStageKeys;
+    const std::int64_t key = std::int64_t{load_.index} * kSegment + first;
     if constexpr (Traits::kPlain)
-      load_plain_apart<Traits>(tile, source, p_.dim, piece, load_.index * kSegment + first);
+      load_plain_apart<Traits>(tile, source, p_.dim, piece, key);
     else if (keys ? by_place_k_ : by_place_v_)
-      load_places_apart<Traits>(tile, source, p_.dim, piece.work.kv_head, thread_,
-                                shared_.places + first);
+      load_places_apart<Traits>(tile, source, p_.dim, piece.work.kv_head, thread_, places_ + first);
     else
-      load_any_apart<Traits>(tile, source, p_, piece, load_.index * kSegment + first, thread_);
+      load_any_apart<Traits>(tile, source, p_, piece, key, thread_);
     arch::expect_copies(full);
     sync_loaders<Traits>();  // the phase is open until all copies are announced
     if (thread_ == 0) full.arrive();
@@ -265,7 +185,7 @@ class DecodeLoader {
         of_stage * kBoxKeys % boxes_.keys != 0)
       return;
     arch::load_box(tile + of_stage * Traits::kTileBytes, map, 0, box_row_, 0,
-                   shared_.piece[pieces_.slot].work.kv_head, box_page_, &full);
+                   shared_.piece[load_.piece].work.kv_head, box_page_, &full);
 #endif
   }
 
@@ -274,15 +194,11 @@ class DecodeLoader {
   Shared& shared_;
   const std::uint32_t ring_;
   const int thread_ = static_cast<int>(threadIdx.x) - Traits::kThreads;
-  RingPlace<Traits::kStages> at_;       // the stage that is filled next
-  RingPlace<Shared::kPieces> pieces_;   // the piece of the segment ahead
-  RingPlace<Shared::kSegments> known_;  // in DecodeShared::segments: the one in load
-  DecodeSegment load_, ahead_;
-  int apart_ = 0, aparts_ = 0;                    // its first stage not by box, and how many
-  bool by_place_k_ = false, by_place_v_ = false;  // else they come by the places of their keys
-  std::int32_t box_row_ = 0, box_page_ = 0;       // lane i: of tile i of the segment in load
-  std::int32_t box_row_ahead_ = 0, box_page_ahead_ = 0;
-  KeyPlace place_[!Traits::kPlain ? kKeysOfThread : 1];  // of the segment ahead
+  RingPlace<Traits::kStages> at_;                 // the stage that is filled next
+  DecodeSegment load_;                            // the segment in load
+  const KeyPlace* places_;                        // of its keys
+  bool by_place_k_ = false, by_place_v_ = false;  // keys, values come by these
+  std::int32_t box_row_, box_page_;               // lane i: of its tile i
 };
 
 }  // namespace longspan::kernels::cuda

@@ -47,35 +47,43 @@ struct DecodeQueries {
   // it.
   float undo[Traits::kFp8 ? Traits::kRows : 1];
 
-  /// Of a piece, by a warp.
+  using Words = std::uint32_t[Traits::kSlices][2];  // of a row tile as they are stored, by lane
+
+  /// A warp reads a row tile of a piece of work.
   template <class Piece>
-  __device__ __forceinline__ void load(const AttendParams& p, const Piece& piece) {
-#pragma unroll 1
-    for (int n = 0; n < Traits::kRowTiles; ++n) {
-      Words raw;
-      load_tile(p, piece.sequence.first_row, piece.work, n, raw);
-      store_tile(p, n, raw);
-    }
-  }
-
- private:
-  using Words = std::uint32_t[Traits::kSlices][2];
-
-  __device__ __forceinline__ static void load_tile(const AttendParams& p, std::int64_t first_row,
-                                                   const Work& work, int n, Words& raw) {
+  __device__ __forceinline__ static void ask(const AttendParams& p, const Piece& piece, int n,
+                                             Words& words) {
+    const Work& work = piece.work;
     const int row = n * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
     const bool valid = row < work.rows;
     const PackedRow at = packed_row(work, valid ? row : 0);
-    const std::int64_t from = (first_row + at.token) * p.q.row_stride +
+    const std::int64_t from = (piece.sequence.first_row + at.token) * p.q.row_stride +
                               static_cast<std::int64_t>(at.head) * p.q.head_stride;
 #pragma unroll
     for (int slice = 0; slice < Traits::kSlices; ++slice)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int d = slice * 16 + slice_column<Traits>(half);
-        raw[slice][half] = valid && d < p.dim ? two_of(p, from + d) : 0u;
+        words[slice][half] = valid && d < p.dim ? two_of(p, from + d) : 0u;
       }
   }
+
+  /// And makes it the products' factor.
+  __device__ __forceinline__ void put(const AttendParams& p, int n, const Words& words) {
+    using T = typename Traits::Element;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if constexpr (Traits::kFp8) {
+      put_scaled(p, n, words);
+    } else {
+      const bool widens = !Traits::kPlain && is_fp8(p.q_dtype), e5m2 = p.q_dtype == DType::e5m2;
+      const auto two = [&](std::uint32_t bits) { return widens ? widen_two<T>(bits, e5m2) : bits; };
+#pragma unroll
+      for (int slice = 0; slice < Traits::kSlices; ++slice)
+        word[slice][n][lane] = make_uint2(two(words[slice][0]), two(words[slice][1]));
+    }
+  }
+
+ private:
   /// Two elements of the queries, as they are stored.
   __device__ __forceinline__ static std::uint32_t two_of(const AttendParams& p, std::int64_t at) {
     if constexpr (Traits::kPlain) {
@@ -90,21 +98,7 @@ struct DecodeQueries {
     }
   }
 
-  __device__ __forceinline__ void store_tile(const AttendParams& p, int n, const Words& raw) {
-    using T = typename Traits::Element;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    if constexpr (Traits::kFp8) {
-      store_scaled(p, n, raw);
-    } else {
-      const bool widens = !Traits::kPlain && is_fp8(p.q_dtype), e5m2 = p.q_dtype == DType::e5m2;
-      const auto two = [&](std::uint32_t bits) { return widens ? widen_two<T>(bits, e5m2) : bits; };
-#pragma unroll
-      for (int slice = 0; slice < Traits::kSlices; ++slice)
-        word[slice][n][lane] = make_uint2(two(raw[slice][0]), two(raw[slice][1]));
-    }
-  }
-
-  __device__ __forceinline__ void store_scaled(const AttendParams& p, int n, const Words& raw) {
+  __device__ __forceinline__ void put_scaled(const AttendParams& p, int n, const Words& words) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const bool is_bf16 = p.q_dtype == DType::bf16, is_e5m2 = p.q_dtype == DType::e5m2;
     const auto one = [&](std::uint32_t bits) {
@@ -116,7 +110,7 @@ struct DecodeQueries {
     for (int slice = 0; slice < Traits::kSlices; ++slice)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        std::uint32_t bits = raw[slice][half];
+        std::uint32_t bits = words[slice][half];
         if (is_fp8(p.q_dtype)) bits = widen_two<__half>(bits, is_e5m2);
         values[slice][half][0] = one(bits & 0xffff);
         values[slice][half][1] = one(bits >> 16);

@@ -1,10 +1,11 @@
-// Pages in the decode kernel. The loading warp looks up the keys of a segment in the block
-// table and passes the places to the copies through shared memory.
+// Pages in the decode kernel. The finding warp looks up the keys of a segment in the block table,
+// for the warps that load.
 //
-// Under full load a read takes as long as the copies that are queued before it, so a lookup is
-// begun a whole segment before its first copy (decode_loader.cuh): no one ever waits for it.
+// Under full load a read takes as long as the copies that are queued before it. So entries of the
+// table are copied into shared memory too, some segments ahead, and no one waits for them.
 #pragma once
 
+#include "kernels/cuda/decode_bytes.cuh"
 #include "kernels/cuda/loader.cuh"
 #include "kernels/cuda/view.cuh"
 
@@ -16,18 +17,29 @@ struct KeyPlace {
   std::int32_t row;
 };
 
-/// The place of a segment's key; no table is read for segments < 0, and for keys that no row sees.
-__device__ inline KeyPlace find_place(const AttendParams& p, const Sequence& sequence,
-                                      const View& view, std::int64_t segment, int key_of_segment) {
-  const std::int64_t key = segment * kSegment + key_of_segment;
-  bool wanted = segment >= 0 && view.any.contains(key);
-  if (view.table != nullptr && wanted) wanted = view.positions.contains(view.table[key]);
-  if (!wanted) return {-1, 0};
-  const bool narrow = key >> 32 == 0;  // a 32-bit division is a fifth of a 64-bit one
-  const unsigned size = static_cast<unsigned>(p.pages.size);
-  const std::int64_t column = narrow ? static_cast<unsigned>(key) / size : key / size;
-  return {p.pages.table[sequence.index * p.pages.row_stride + column * p.pages.column_stride],
-          static_cast<std::int32_t>(key - column * size)};
+/// Whether some row sees the local key.
+__device__ inline bool is_wanted(const View& view, std::int64_t key) {
+  return view.any.contains(key) &&
+         (view.table == nullptr || view.positions.contains(view.table[key]));
+}
+
+/// Queues the look-up of the place of a local key that is wanted.
+__device__ inline void find_place(KeyPlace& place, const Pages& pages, const Divisor& by_page,
+                                  int sequence, std::int64_t key) {
+  const bool narrow = key >> 31 == 0;  // as a rule: a division of 64 bits is long
+  const std::int64_t column = narrow ? static_cast<int>(key) / by_page : key / pages.size;
+  place.row = static_cast<std::int32_t>(key - column * pages.size);
+  const std::int64_t entry = sequence * pages.row_stride + column * pages.column_stride;
+  arch::copy_async<4>(arch::shared_address(&place.page), pages.table + entry, 4);
+}
+
+/// Whether keys of pages can be copied from where they were found, 16 bytes at a time.
+template <class Traits>
+__device__ inline bool come_by_places(const KvRows& source, const Pages& pages) {
+  constexpr int kBytes = Traits::kFp8 ? 1 : 2;
+  if (Traits::kPlain || !pages || ((source.page_stride | source.row_stride) * kBytes) >> 32 != 0)
+    return false;
+  return Traits::kFp8 ? in_sixteens(source, pages) : access_of(source, pages, 2) == Access::chunks;
 }
 
 /// Queues the copy of a stage's keys of one kv head, whose places are known, into a tile, 16 bytes

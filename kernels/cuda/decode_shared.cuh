@@ -1,7 +1,7 @@
-// What the warps of a block of the decode kernel share: the one that finds pieces of work
-// (decode_finder.cuh), those that load (decode_loader.cuh) and those that multiply
-// (attend_decode.cuh). Each of them goes round a ring, of pieces or of stages, and a barrier in
-// each place of it says that the place may be read, or filled again.
+// What the warps of a block of the decode kernel share: the one that finds pieces of work and says
+// which segments they have (decode_finder.cuh), those that load (decode_loader.cuh) and those that
+// multiply (attend_decode.cuh). Each of them goes round rings, of pieces, of segments or of stages,
+// and a barrier in each place of one says that the place may be read, or filled again.
 #pragma once
 
 #include "kernels/cuda/arch/copy_engine.cuh"
@@ -16,8 +16,10 @@ namespace longspan::kernels::cuda {
 
 /// A segment of a piece of work.
 struct DecodeSegment {
-  std::int64_t place = 0;   // in the tree
-  std::int64_t index = -1;  // local; < 0: none
+  std::int32_t index;         // local; < 0: none, all is done
+  std::int16_t piece;         // its slot
+  std::int8_t apart, aparts;  // of the stages of its keys, and of its values, the first that does
+                              // not come by box, and how many do not
 
   __device__ explicit operator bool() const { return index >= 0; }
 };
@@ -35,28 +37,28 @@ template <class Traits>
 struct alignas(16) DecodeShared {
   // Pieces that somebody may look at: of the one whose state is stored, and those that are found.
   static constexpr int kPieces = sizeof(DecodeQueries<Traits>) > 8 * 1024 ? 2 : 3;
-  // Segments: of the one whose state is stored, of up to two in the ring, of the one ahead.
-  static constexpr int kSegments = 4;
-  static_assert(Traits::kStages <= 2 * Traits::kSegmentStages);
+  // Segments ahead of the one in load, and that one; those that are multiplied are up to two
+  // behind it.
+  static constexpr int kAhead = 4, kSegments = 8;
+  static_assert(Traits::kStages <= 2 * Traits::kSegmentStages && kAhead + 2 < kSegments);
+  // Of a segment, keys that are looked up.
+  static constexpr int kPlaces = Traits::kPlain ? Traits::kTiles : kSegment;
 
   DecodeQueries<Traits> queries[kPieces];
   SegmentParts<Traits> parts;
   DecodePiece piece[kPieces];
   Interval views[kPieces][Traits::kRows];
   PackedRow rows[kPieces][Traits::kPlain ? 1 : Traits::kRows];  // for biases
-  SegmentWalk walk[kPieces];                                    // from its first segment on
-  DecodeSegment first[kPieces];                                 // that segment; none: all is done
-  arch::Barrier found[kPieces], has_queries[kPieces], done[kPieces];
+  arch::Barrier has_queries[kPieces], done[kPieces];
+
+  DecodeSegment segments[kSegments];
+  int levels[kSegments];  // on which their states wait, for DecodeStack; of the first of a piece
+                          // there when its queries are
+  KeyPlace places[kAhead][kPlaces];
+  arch::Barrier known[kAhead], loaded[kAhead];
 
   arch::Barrier full[Traits::kStages], free[Traits::kStages];
-  DecodeSegment segments[kSegments];  // there when the first stage of its keys is
-  int levels[kSegments];              // where its state waits, for DecodeStack; with its values
-
-  KeyPlace places[!Traits::kPlain ? kSegment : 1];  // the loading warps': of the segment in load
-  DecodeSegment ahead;
   SequenceOrder order;  // the finding warp's
-  bool uneven;          // lengths differ
-  int works;            // so many have keys, where that is known; else all
 
   __device__ void init() {
     if (threadIdx.x < Traits::kStages) {
@@ -64,9 +66,12 @@ struct alignas(16) DecodeShared {
       free[threadIdx.x].init(Traits::kWarps);
     }
     if (threadIdx.x < kPieces) {
-      found[threadIdx.x].init(1);
       has_queries[threadIdx.x].init(1);
       done[threadIdx.x].init(Traits::kWarps);
+    }
+    if (threadIdx.x < kAhead) {
+      known[threadIdx.x].init(1);
+      loaded[threadIdx.x].init(Traits::kLoaders / 32);
     }
     arch::publish_barriers();
   }

@@ -76,13 +76,27 @@ class SegmentWalk {
                                       : (t / unit_ * order_.leaves + base_) * unit_ + t % unit_;
         return true;
       }
-      next_ = leaf_end_;
+      next_ = first_ < last_ || order_.interleaved ? leaf_end_ : beyond_nothing();
     }
     return false;
   }
 
  private:
   LONGSPAN_HD static int clamp(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
+
+  /// Contiguous, from a leaf of which nothing is visible: the place at which the leaf of the next
+  /// visible segment begins. A short sequence leaves most leaves empty, and a window most unseen.
+  LONGSPAN_HD int beyond_nothing() const {
+    const int stop = static_cast<int>(order_.begin((leaf_begin_ >> bits_) + 1));
+    const int next = stop > low_ ? stop : low_;  // segment
+    if (next >= high_) return end_;
+    const unsigned total = static_cast<unsigned>(order_.total);
+    if (total > 1u << 24) return leaf_end_;  // the product below has 32 bits
+    const auto cut = static_cast<unsigned>(even_cut(order_.total, order_.first, kVirtualRanks));
+    const unsigned count = static_cast<unsigned>(next) + cut + 1;
+    const unsigned leaf = (count * kVirtualRanks - 1) / total;  // the first with a cut >= count
+    return (static_cast<int>(leaf) - order_.first) << bits_;
+  }
 
   LONGSPAN_HD void enter(int leaf) {
     leaf_begin_ = leaf << bits_;

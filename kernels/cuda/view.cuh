@@ -107,6 +107,7 @@ struct Plan {
                            // decode_order.cuh. Tiles are sequences then
   Divisor by_tiles, by_sequence_tiles, by_kv_heads, by_group;  // of this plan and its call
   Divisor by_late_works;   // of the works from by_length on those of one sequence
+  Divisor by_page;         // of keys
   bool known = false;      // lengths, and all else that finding work needs, are parameters
   int* ticket = nullptr;   // zero at the start: hands out the works past the first of each block;
                            // decode leaves it zero

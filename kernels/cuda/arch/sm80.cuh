@@ -20,8 +20,8 @@ __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// From global to shared memory, asynchronously: the first `bytes` of kBytes (8 or 16), and zeros
-/// behind them.
+/// From global to shared memory, asynchronously: the first `bytes` of kBytes (4, 8 or 16), and
+/// zeros behind them.
 template <int kBytes>
 __device__ inline void copy_async(std::uint32_t to, const void* from, int bytes) {
   if constexpr (kBytes == 16) {
@@ -29,7 +29,8 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, int bytes)
                  "r"(bytes)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(to), "l"(from), "r"(bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from),
+                 "n"(kBytes), "r"(bytes)
                  : "memory");
   }
 }

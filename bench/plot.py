@@ -11,6 +11,7 @@ carries a digest of its records, by which tests/plots_test.py sees that it is ou
 
 import argparse
 import hashlib
+import importlib.util
 import pathlib
 import re
 import sys
@@ -76,9 +77,7 @@ def main():
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
     parser.add_argument("--out", type=pathlib.Path, default=records.ROOT / "docs")
     args = parser.parse_args()
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         sys.exit("bench/plot.py draws with matplotlib, which is not installed for this Python: "
                  "python3 -m pip install matplotlib")
     found = sources(args.results)

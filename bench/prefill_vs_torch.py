@@ -13,6 +13,7 @@ end later. Records go to bench/results/prefill-<machine>.jsonl after each round.
 """
 
 import argparse
+import functools
 import statistics
 
 import longspan_command
@@ -64,9 +65,8 @@ def peer_us(case, causal):
     times = {}
     for name, backend in PEERS.items():
         with sdpa_kernel(getattr(SDPBackend, backend)), torch.no_grad():
-            def work():
-                F.scaled_dot_product_attention(q, k, v, is_causal=causal,
-                                               enable_gqa=heads != kv_heads)
+            work = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal,
+                                     enable_gqa=heads != kv_heads)
             try:
                 work()
             except RuntimeError as error:
@@ -76,14 +76,14 @@ def peer_us(case, causal):
             for _ in range(max(3, warmup // slow)):
                 work()
             marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-                     for _ in range(max(LEAST_ITERATIONS, iterations // slow))]
+                     for _ in range(max(rounds.LEAST_ITERATIONS, iterations // slow))]
             for begin, end in marks:
                 begin.record()
                 work()
                 end.record()
             torch.cuda.synchronize()
             times[name] = statistics.median(b.elapsed_time(e) for b, e in marks) * 1000
-    del q, k, v
+    del q, k, v, work
     torch.cuda.empty_cache()
     return times
 

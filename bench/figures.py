@@ -179,9 +179,11 @@ def merge(files):
 
 
 def exchange(files):
-    """us added against KB of states; a marker says which variant ran."""
+    """us added against KB of states; a marker says which variant ran. Pushed steps, whose peer is
+    another, are left to the tables."""
     figure, panels = sheet(len(files), 1 + 3.9 * len(files), 3.9, sharey=True)
     for panel, (name, rows) in zip(panels, files.items()):
+        rows = [r for r in rows if r["metric"] == "us added"]
         size = {str(r["case"]): 4 * (r["case"]["dim"] + 2) * r["case"]["tokens"]
                 * r["case"]["heads"] / 1000 for r in rows}
         rows = sorted(rows, key=lambda r: size[str(r["case"])])

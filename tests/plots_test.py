@@ -86,7 +86,10 @@ def exchanges(ranks):
             for tokens, variant in ((1, "one-trip"), (4, "one-trip"), (16, "two-trips"))
             for peer in ({"target": 1.5 * tokens, "less_is_better": True},
                          {"peer": "NCCL all_gather + merge", "peer_value": 3.0 * tokens,
-                          "ratio": 1.5})]
+                          "ratio": 1.5})
+            ] + [records.record("exchange", shape | {"tokens": 4, "variant": "pushed"},
+                                "us added to the step of one GPU", 5.0,
+                                peer="kernels of their own", peer_value=7.0, ratio=1.4)]
 
 
 def invented():

@@ -122,6 +122,7 @@ class DecodeFinder {
         piece.value_scale = p_.v_scale[work.kv_head];
       }
     }
+    __syncwarp();  // all have read the views, which a next piece in the slot would overwrite
     if (index >= works_) return false;
     if (walk_.next()) return true;
     arch::wait_for_kernels_before();

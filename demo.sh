@@ -3,7 +3,7 @@
 # sharded across ranks, on this machine's GPUs where the build has CUDA, or else on its processors.
 set -euo pipefail
 cd "$(dirname "$0")"
-source ./setup.sh
+source ./setup.sh longspan_command # what the demo runs, and no more
 
 longspan=$build/bin/longspan
 work=$(mktemp -d)

@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Installs what is missing (packages of Debian or Ubuntu), configures and builds. test.sh and
-# demo.sh begin with it; a second run finds nothing to do. Switches, all from the environment:
+# Installs what is missing (packages of Debian or Ubuntu), configures, and builds what this machine
+# can use: the CUDA part where a GPU is seen, for its architecture alone, or else processors only.
+# test.sh and demo.sh begin with it; a second run finds nothing to do. Arguments: the targets to
+# build (default: all). Switches, all from the environment:
 #
 #   LONGSPAN_BUILD_DIR=DIR    where to build (default: build/default)
-#   LONGSPAN_CUDA=ON|OFF      default AUTO: the CUDA part is built where nvcc is found
+#   LONGSPAN_CUDA=ON|OFF      build the CUDA part where no GPU is seen too, or nowhere (default: AUTO)
+#   LONGSPAN_CUDA_ARCHITECTURES=LIST   for these ("80-real;90a-real"), which is a wish for CUDA too;
+#                             default: for the GPUs seen, or where there is none for those of
+#                             CMakeLists.txt
 #   LONGSPAN_SKIP_INSTALL=1   install nothing: what the build needs is here already
 #   LONGSPAN_SKIP_SETUP=1     install and build nothing: DIR was built beforehand, maybe elsewhere
+#   LONGSPAN_DRY_RUN=1        say what would be installed and run, and end
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-build=${LONGSPAN_BUILD_DIR:-build/default}
+build=${LONGSPAN_BUILD_DIR:-build/default} dry=${LONGSPAN_DRY_RUN:-}
 
 # Package, the command that shows it is there (or -), what it is.
 packages='
@@ -31,6 +37,8 @@ libblis-dev         -        BLIS: matrix products of an example'
 
 say() { printf 'longspan: %s\n' "$*"; }
 fail() { say "$*" >&2; exit 1; }
+step() { if [ -n "$dry" ]; then say "would run: $*"; else "$@"; fi; }
+is_older() { [ "$1" != "$2" ] && [ "$(printf '%s\n' "$@" | sort -V | head -n 1)" = "$1" ]; }
 
 is_here() { # package, command
   if [ "$2" != - ]; then command -v "$2" >/dev/null; return; fi
@@ -43,6 +51,7 @@ install_missing() {
     [ -z "$package" ] || is_here "$package" "$probe" || missing+=("$package")
   done <<<"$packages"
   [ ${#missing[@]} -gt 0 ] || return 0
+  if [ -n "$dry" ]; then say "would install ${missing[*]}"; return; fi
 
   say "installing ${missing[*]}"
   command -v apt-get >/dev/null ||
@@ -66,15 +75,30 @@ install_missing() {
     'set LONGSPAN_SKIP_INSTALL=1.'
 }
 
-build_all() {
+source cmake/choose_cuda.sh # choose_cuda
+
+build_targets() {
   local found options=()
-  found=$(cmake --version | sed -n '1s/[^0-9]*//p')
-  [ "$(printf '3.25\n%s\n' "$found" | sort -V | head -n 1)" = 3.25 ] ||
-    fail "CMake is $found and 3.25 is needed; python3 -m pip install cmake gets a newer one"
+  if [ -z "$dry" ]; then
+    found=$(cmake --version | sed -n '1s/[^0-9]*//p')
+    ! is_older "$found" 3.25 ||
+      fail "CMake is $found and 3.25 is needed; python3 -m pip install cmake gets a newer one"
+  fi
   ! command -v ccache >/dev/null ||
     options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
-  cmake --preset default -B "$build" -DLONGSPAN_CUDA="${LONGSPAN_CUDA:-AUTO}" "${options[@]}"
-  cmake --build "$build"
+  choose_cuda
+  if [ -n "$architectures" ]; then
+    options+=("-DLONGSPAN_CUDA_ARCHITECTURES=$architectures")
+  else
+    options+=(-ULONGSPAN_CUDA_ARCHITECTURES) # what an earlier run asked for
+  fi
+  step cmake --preset default -B "$build" -DLONGSPAN_CUDA="$cuda" "${options[@]}"
+  if [ "$cuda" = AUTO ] && [ -z "$dry" ] && ! grep -q '^LONGSPAN_HAS_CUDA:.*=ON$' "$build/CMakeCache.txt"
+  then
+    say 'the CUDA part is left out, for the reason above: the GPUs stay unused. LONGSPAN_CUDA=ON'
+    say 'makes that an error.'
+  fi
+  step cmake --build "$build" --target "$@"
 }
 
 # A folder that was built elsewhere and carried here names its old place in the lists of tests.
@@ -89,13 +113,12 @@ settle_in() {
     -exec sed -i "s|$old_build|$here|g; s|$old_source|$PWD|g" {} +
 }
 
-# Open MPI lets root start ranks only when told twice; containers deny it the copy across processes.
-if [ "$(id -u)" -eq 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
-export OMPI_MCA_btl_vader_single_copy_mechanism=none
+source ./env.sh # what Open MPI must be told
 
 if [ -n "${LONGSPAN_SKIP_SETUP:-}" ]; then
   settle_in
 else
   [ -n "${LONGSPAN_SKIP_INSTALL:-}" ] || install_missing
-  build_all
+  build_targets "${@:-all}"
+  [ -z "$dry" ] || exit 0
 fi

@@ -3,9 +3,10 @@
 # reason, where there is none. Arguments go to ctest: ./test.sh -L unit, ./test.sh -R shard.
 set -euo pipefail
 cd "$(dirname "$0")"
-source ./setup.sh
+source ./setup.sh all
 
 without=()
 [ -z "${LONGSPAN_SKIP_SETUP:-}" ] || without=(-LE packaging) # these build, so they need a set-up
-ctest --test-dir "$build" --no-tests=error --output-on-failure --parallel "$(nproc)" \
+# Twice the cores: many tests wait, for ranks that start, that are stopped, or that are dead.
+ctest --test-dir "$build" --no-tests=error --output-on-failure --parallel "$((2 * $(nproc)))" \
   "${without[@]}" "$@"

@@ -4,7 +4,7 @@
     python3 bench/accuracy_vs_torch.py --backend host --ranks 1 2 4 --machine cpu
 
 The bound is the same for every rank count: at most twice PyTorch's error; fp32 under 2e-6 by norm.
-Records go to bench/results/accuracy-<machine>.jsonl.
+Records go to accuracy-<machine>.jsonl.
 """
 
 import argparse
@@ -61,11 +61,14 @@ def main():
     parser.add_argument("--backend", choices=["host", "cuda"], required=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--machine", required=True, help="name for the records")
-    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
+    records.add_arguments(parser)
     args = longspan_command.parse(parser)
     device = "cuda" if args.backend == "cuda" else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
 
+    machine = None
+    if args.backend == "host":
+        machine = records.host_machine(args.command, pytorch=torch.__version__)
     found, failed = [], 0
     print("# dtype tokens    kv heads  dim causal ranks  max|err|  PyTorch's  rel err  bound")
     for name, dtype in DTYPES.items():
@@ -93,7 +96,8 @@ def main():
                         "tokens": tokens, "kv_len": kv, "ranks": ranks, "causal": causal}
                 found.append(records.record(
                     "accuracy", case, "max error", error, peer="PyTorch", peer_value=peer,
-                    ratio=round(peer / error, 3) if error else None, target=0.5))
+                    ratio=round(peer / error, 3) if error else None, target=0.5,
+                    machine=machine))
                 print(f"  {name:>5}{tokens:>7}{kv:>6}{heads:>6}{dim:>5}{str(causal):>7}{ranks:>6}"
                       f"{error:>10.2e}{peer:>11.2e}{relative:>9.1e}  {'met' if good else 'MISSED'}",
                       flush=True)

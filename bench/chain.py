@@ -6,7 +6,7 @@
 Both, and one call over all keys, take turns in one process: the test program gpu_chain_times_test,
 since a state in is asked of a backend and of no public call. The ratio is the median over the
 rounds of the merge's time against the chain's; a sample of every result is held against float64.
-Records go to bench/results/chain-<machine>.jsonl.
+Records go to chain-<machine>.jsonl.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main():
     parser.add_argument("--program", default=longspan_command.newest(PROGRAM),
                         help="path of gpu_chain_times_test")
     parser.add_argument("--machine", default="h200")
-    parser.add_argument("--results", default=records.RESULTS)
+    records.add_arguments(parser)
     args = parser.parse_args()
     if not args.program:
         raise SystemExit("no gpu_chain_times_test: build it with CUDA, or name it with --program")

@@ -11,7 +11,7 @@ ranks, beside the same step on one rank alone.
 
 Each length is measured as it is and with one key more, which leaves the shards uneven. Times are
 those of one of the model's layers: a step / its layers. Records go to
-bench/results/decode_step-<machine>.jsonl; what follows `--` goes to the command.
+decode_step-<machine>.jsonl; what follows `--` goes to the command.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def arguments():
     parser.add_argument("--most-keys", type=int, default=1 << 23,
                         help="lengths times batch beyond this (one rank must hold them) are left "
                              "out (default: %(default)s)")
-    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
+    records.add_arguments(parser)
     parser.add_argument("extra", nargs="*", help="after --: more options for longspan bench decode")
     return longspan_command.parse(parser)
 
@@ -61,7 +61,7 @@ def measure(args, ranks, scaling, batch):
     return longspan_command.run(args.command, options, ranks, args.launcher, ("bench", "decode"))
 
 
-def to_records(report, row):
+def to_records(report, row, machine=None):
     """A layer's time beside one rank's, the efficiency, and where the time goes."""
     case = {key: report["case"][key]
             for key in ("heads", "kv_heads", "dim", "dtype", "kv_dtype", "batch", "tokens", "page",
@@ -73,7 +73,8 @@ def to_records(report, row):
     found = []
 
     def add(metric, value, **more):
-        found.append(records.record("decode_step", case, metric, value, **more))
+        found.append(records.record("decode_step", case, metric, value, machine=machine,
+                                    **more))
 
     if row["alone"]:
         alone = row["alone"]["time_ms"]["median"] * 1e3 / layers
@@ -107,6 +108,7 @@ def line(report, row, found):
 
 def main():
     args = arguments()
+    machine = records.host_machine(args.command) if args.backend == "host" else None
     said = False
     for scaling in args.scaling:
         for batch in args.batch:
@@ -119,7 +121,7 @@ def main():
                           f"{report['world']}\n{HEADER}")
                     said = True
                 for row in report["rows"]:
-                    found = to_records(report, row)
+                    found = to_records(report, row, machine)
                     print(line(report, row, found), flush=True)
                     records.write("decode_step", args.machine, found, args.results)
 

@@ -7,7 +7,7 @@ Ours is `bench_serving --section layer`: the layer of one rank on contiguous key
 captured in graphs of several calls and go over inputs larger than L2; they are measured in turns,
 and a figure is the median of the rounds. Bytes are those of the keys and values. The ceiling is
 PyTorch's sum over 4 GiB in the same run. `--sweep` adds what has no peer: pages, fp8 and several
-new tokens, each beside our own plain time. Records go to bench/results/decode-<machine>.jsonl.
+new tokens, each beside our own plain time. Records go to decode-<machine>.jsonl.
 Prefill has a script of its own, prefill_vs_torch.py.
 """
 
@@ -169,7 +169,7 @@ def main():
     parser.add_argument("--machine", required=True, help="name for the records, such as h200")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sweep", action="store_true", help="pages, fp8, several tokens too")
-    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
+    records.add_arguments(parser)
     args = parser.parse_args()
     ceiling = read_ceiling()
     print(f"# read ceiling {ceiling:.2f} TB/s\n"

@@ -5,12 +5,13 @@ contiguous keys of the product's type, for the same work in one process, in turn
     python3 bench/host_serving.py
 
 A ratio is the best time of the layer against the best of ours; bench_serving also holds a sample of
-every result against float64. Records go to bench/results/{seeds,chunked}-<machine>.jsonl (segmented
+every result against float64. Records go to {seeds,chunked}-<machine>.jsonl (segmented
 decode and chunked prefill).
 """
 
 import argparse
 
+import longspan_command
 import records
 import seeds_vs_longspan
 
@@ -19,12 +20,13 @@ PEER = "longspan, contiguous keys"
 BENCH = {"plain decode": "seeds", "plain chunked": "chunked"}
 
 
-def to_record(line):
+def to_record(line, machine=None):
     case = {key: line[key] for key in ("heads", "kv_heads", "dim", "dtype", "kv_dtype", "batch",
                                        "tokens", "kv_len", "page", "layout")} | {"ranks": 1}
     return records.record(BENCH[line["section"]], case, "us", round(line["min_us"], 1), peer=PEER,
                           peer_value=round(line["plain_min_us"], 1),
-                          ratio=round(line["plain_min_us"] / line["min_us"], 3), target=TARGET)
+                          ratio=round(line["plain_min_us"] / line["min_us"], 3), target=TARGET,
+                          machine=machine)
 
 
 def main():
@@ -35,13 +37,14 @@ def main():
     parser.add_argument("--machine", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a try")
-    parser.add_argument("--results", default=records.RESULTS)
+    records.add_arguments(parser)
     args = parser.parse_args()
     if not args.program:
         raise SystemExit("no bench_serving: configure with -DLONGSPAN_BUILD_BENCH=ON and build it, "
                          "or name it with --program")
 
-    found = [to_record(line) for line in seeds_vs_longspan.serving(
+    machine = records.host_machine(longspan_command.find())
+    found = [to_record(line, machine) for line in seeds_vs_longspan.serving(
         args.program, "--device", "host", "--section", "plain", "--threads", str(args.threads),
         *(["--tiny"] if args.tiny else []))]
     print("# us, best of each side in turns: ours, the layer on contiguous keys, ratio")

@@ -7,7 +7,7 @@
 Both sides have the same cores and are measured in turns; a side's figure is the median over the
 rounds of its best time in a round, so that other work on the machine weighs little. Prefill counts
 4 heads kv^2 dim operations, half of them when causal.
-Records go to bench/results/host-<machine>.jsonl.
+Records go to host-<machine>.jsonl.
 """
 
 import argparse
@@ -50,6 +50,14 @@ def longspan_seconds(command, dim, kv, tokens, causal, iterations, threads):
     return run["time_ms"]["min"] / 1000
 
 
+def math_library():
+    """Of PyTorch's matrix products, as its own configuration names it, with the version."""
+    lines = [line.strip(" -") for line in torch.__config__.show().splitlines()]
+    named = [line for line in lines
+             if line.startswith(("Intel(R)", "OpenBLAS", "oneDNN"))]
+    return "; ".join(named) or "not named"
+
+
 def compare(args, dim, kv, tokens, causal, target):
     ours, theirs = [], []
     for _ in range(args.rounds):
@@ -63,7 +71,8 @@ def compare(args, dim, kv, tokens, causal, target):
     case = {"heads": HEADS, "kv_heads": HEADS, "dim": dim, "dtype": "fp32", "batch": 1,
             "tokens": tokens, "kv_len": kv, "ranks": 1, "threads": args.threads, "causal": causal}
     return records.record("host", case, "TFLOP/s", round(mine, 4), peer="PyTorch",
-                          peer_value=round(peer, 4), ratio=round(mine / peer, 3), target=target)
+                          peer_value=round(peer, 4), ratio=round(mine / peer, 3), target=target,
+                          machine=args.host)
 
 
 def main():
@@ -75,9 +84,14 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=2, help="timed runs of a side in a round")
     parser.add_argument("--most-keys", type=int, default=1 << 20, help="leave longer cases out")
-    parser.add_argument("--results", default=records.RESULTS)
+    records.add_arguments(parser)
     args = longspan_command.parse(parser)
     torch.set_num_threads(args.threads)
+    args.host = records.host_machine(
+        args.command, pytorch=torch.__version__, pytorch_math=math_library(),
+        pytorch_simd=torch.backends.cpu.get_cpu_capability())
+    print(f"# {args.host['cpu']}, {args.host['cores']} cores, {args.host['simd']}; PyTorch "
+          f"{torch.__version__}, {args.host['pytorch_simd']}, {args.host['pytorch_math']}")
 
     print(f"# longspan beside PyTorch {torch.__version__}: {HEADS} heads, fp32, {args.threads} "
           f"threads, median of {args.rounds} rounds\n"

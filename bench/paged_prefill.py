@@ -6,7 +6,7 @@ is permuted, beside `longspan run` over contiguous keys, for the same new tokens
 
 Cases are those of chunked prefill (bench/seeds_vs_longspan.py). Both sides take turns (rounds.py),
 each with its own warm-up; a ratio is the median of the rounds' ratios. Records go to
-bench/results/paged-<machine>.jsonl.
+paged-<machine>.jsonl.
 """
 
 import argparse

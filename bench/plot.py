@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Draws the plots of the documentation from bench/results/*.jsonl, and from nothing else.
+"""Draws the plots of the documentation from bench/results/*.jsonl, and from nothing else; or those
+of other records, beside them.
 
-    python3 bench/plot.py                     every plot whose records are there
-    python3 bench/plot.py scale-cpu           this one
-    python3 bench/plot.py --out folder        to another place than docs/
+    python3 bench/plot.py                                    every plot whose records are there
+    python3 bench/plot.py scale-cpu                          this one
+    python3 bench/plot.py scale-cpu --results build/results  of your own records, to build/results
+    python3 bench/plot.py --out folder                       to another place
 
 Needs matplotlib. Text stays text in the SVG, and the same records give the same bytes. A plot
 carries a digest of its records, by which tests/plots_test.py sees that it is out of date.
@@ -75,8 +77,12 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="*", help="plots such as scale-cpu (default: all)")
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
-    parser.add_argument("--out", type=pathlib.Path, default=records.ROOT / "docs")
+    parser.add_argument("--out", type=pathlib.Path, help="folder of the plots (default: docs for "
+                        "the records of the documentation, else the folder of the records)")
     args = parser.parse_args()
+    if args.out is None:
+        ours = pathlib.Path(args.results).resolve() == records.RESULTS.resolve()
+        args.out = records.ROOT / "docs" if ours else pathlib.Path(args.results)
     if importlib.util.find_spec("matplotlib") is None:
         sys.exit("bench/plot.py draws with matplotlib, which is not installed for this Python: "
                  "python3 -m pip install matplotlib")

@@ -8,7 +8,7 @@ with its own work (see rounds.py); a ratio of speeds is the median of the rounds
 Operations are 4 heads dim for each pair of a row and a key that it sees, so a window that took just
 its share of the time of all keys would have the ratio 1, and so would a packed batch of uneven
 lengths that ran like equal ones of the same work. The inputs' scores are of order 1: a cap of 50 is
-never near, a cap of 2 nearly always. Records go to bench/results/features-<machine>.jsonl after each
+never near, a cap of 2 nearly always. Records go to features-<machine>.jsonl after each
 round.
 """
 

@@ -16,7 +16,7 @@ and all of them as `by_head`. Kinds of inputs:
     values in common   v is 1 with normal numbers times 1/4 added, scores are small: what a sum that
                        keeps few bits loses over many keys shows here
 
-Records go to bench/results/fp8-<machine>.jsonl. Without numpy the accuracy is left out.
+Records go to fp8-<machine>.jsonl. Without numpy the accuracy is left out.
 """
 
 import argparse

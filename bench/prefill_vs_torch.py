@@ -9,7 +9,7 @@ rounds.WARM_S with the same work, then takes the median of 7 calls or more. A ra
 the rounds' ratios (within a round both sides ran within seconds of each other). Operations: 4 heads
 kv^2 dim, half of them when causal. Our time is that of a whole run of the layer on one rank, which
 waits for each run; the peers' calls are queued ahead. With --seconds no round is begun that would
-end later. Records go to bench/results/prefill-<machine>.jsonl after each round.
+end later. Records go to prefill-<machine>.jsonl after each round.
 """
 
 import argparse

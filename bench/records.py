@@ -1,35 +1,48 @@
-"""Measured records: one JSON line per case in bench/results/<bench>-<machine>.jsonl.
+"""Measured records: one JSON line per case in <bench>-<machine>.jsonl.
 
-The README's and the docs' figures are generated from these files and from nothing else, so a record
-says what was measured, against what, and the command that measured it. A later measurement of the
-same case takes the place of the earlier one; a target that is not met stays, with met false.
+Whoever measures gets the records in a folder of their own, build/results. Those in bench/results are
+the project's: the README's and the docs' figures are generated from them and from nothing else, and
+`--results bench/results` writes there. A record says what was measured, against what, on which
+machine, and the command that measured it. A later measurement of the same case takes the place of
+the earlier one; a target that is not met stays, with met false.
 """
 
 import datetime
 import json
+import os
 import pathlib
+import platform
 import shlex
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
+RESULTS = ROOT / "bench" / "results"  # the project's
+OWN_RESULTS = ROOT / "build" / "results"
+
+
+def add_arguments(parser):
+    parser.add_argument("--results", default=OWN_RESULTS,
+                        help="folder of the records (default: build/results; the project's own, "
+                             "which the documentation shows, are in bench/results)")
 
 
 def record(bench, case, metric, ours, *, peer=None, peer_value=None, ratio=None, target=None,
-           command=None, less_is_better=False):
+           command=None, less_is_better=False, machine=None):
     """`ratio` is ours against the peer (above 1 is better); `target` is for the ratio, or for
-    `ours` where there is no peer, which must then reach it: from above if `less_is_better`."""
+    `ours` where there is no peer, which must then reach it: from above if `less_is_better`.
+    `machine` is what host_machine() says, where processors were measured."""
     judged = ours if ratio is None else ratio
     below = less_is_better and ratio is None
-    return {"bench": bench, "case": case, "metric": metric, "ours": ours, "peer": peer,
+    made = {"bench": bench, "case": case, "metric": metric, "ours": ours, "peer": peer,
             "peer_value": peer_value, "ratio": ratio, "target": target,
             "met": target is None or (judged <= target if below else judged >= target),
             "date": datetime.date.today().isoformat(), "commit": commit(),
             "command": command or command_line()}
+    return made | {"machine": machine} if machine else made
 
 
-def write(bench, machine, records, folder=RESULTS):
+def write(bench, machine, records, folder=OWN_RESULTS):
     """Puts the records into the file, each in the place of an older one of the same case."""
     path = pathlib.Path(folder) / f"{bench}-{machine}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,6 +62,30 @@ def read(path):
 
 def key(r):
     return json.dumps([r["bench"], r["case"], r["metric"], r["peer"]], sort_keys=True)
+
+
+def host_machine(command=None, **libraries):
+    """The processor that a figure holds for: its name, the cores that this process may use, memory,
+    the instruction set that `longspan info` names, and versions of libraries by name."""
+    model = platform.processor() or platform.machine()
+    memory = None
+    try:
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+        for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                memory = round(int(line.split()[1]) / 2 ** 20, 1)
+    except OSError:
+        pass
+    machine = {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_gib": memory}
+    if command:
+        said = subprocess.run([command, "info", "--json"], check=True, capture_output=True, text=True)
+        info = json.loads(said.stdout)
+        machine |= {"simd": info["host"].split(",")[0], "longspan": info["longspan"],
+                    "compiler": info["compiler"]}
+    return machine | libraries
 
 
 def commit():

@@ -16,7 +16,7 @@ def add_arguments(parser, rounds, seconds, of_rounds=None):
     parser.add_argument("--rounds", type=int, default=rounds, help=of_rounds)
     parser.add_argument("--seconds", type=float, default=seconds,
                         help="begin no round that ends later")
-    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
+    records.add_arguments(parser)
     parser.add_argument("--backend", default="cuda", choices=["cuda", "host"], help="for a try")
     parser.add_argument("--shrink", type=int, default=1, help="for a try: divides the keys")
 

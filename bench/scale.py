@@ -11,8 +11,8 @@ them (weak).
     speed-up     speed(n ranks) / speed(1 rank): in strong scaling, time(1) / time(n)
     efficiency   speed-up / n
 
-Prints a table and writes records (bench/results/scale-<machine>.jsonl), from which bench/plot.py
-draws. What follows `--` goes to `longspan run`.
+Prints a table and writes records (scale-<machine>.jsonl in build/results, or where --results says),
+from which bench/plot.py draws. What follows `--` goes to `longspan run`.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def arguments():
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--machine", help="name for the records (default: cpu; h200x4 and the like)")
     parser.add_argument("--no-records", action="store_true", help="only print")
-    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
+    records.add_arguments(parser)
     parser.add_argument("extra", nargs="*", help="after --: more options for longspan run")
     args = longspan_command.parse(parser)
     if args.machine is None:
@@ -117,6 +117,7 @@ def sweep(args):
 
 
 def to_records(args, rows):
+    machine = records.host_machine(args.command) if args.backend == "host" else None
     for row in rows:
         case = {key: row["run"]["case"][key]
                 for key in ("heads", "kv_heads", "dim", "dtype", "batch", "tokens", "kv_len",
@@ -127,10 +128,12 @@ def to_records(args, rows):
         peer = f"{row['base_ranks']} rank" + ("s" if row["base_ranks"] > 1 else "")
         yield records.record("scale", case, "us", round(row["run"]["time_ms"]["median"] * 1000, 2),
                              peer=peer, peer_value=round(row["base_ms"] * 1000, 2),
-                             ratio=round(row["speedup"], 3))
-        yield records.record("scale", case, "efficiency", round(row["efficiency"], 3))
+                             ratio=round(row["speedup"], 3), machine=machine)
+        yield records.record("scale", case, "efficiency", round(row["efficiency"], 3),
+                             machine=machine)
         for phase, share in row["run"]["share"].items():
-            yield records.record("scale", case, f"{phase} share", round(share, 4))
+            yield records.record("scale", case, f"{phase} share", round(share, 4),
+                                 machine=machine)
 
 
 def main():
@@ -138,7 +141,7 @@ def main():
     rows = sweep(args)
     if not args.no_records:
         path = records.write("scale", args.machine, to_records(args, rows), args.results)
-        print(f"# records: {path}; plot: python3 bench/plot.py {path.stem}")
+        print(f"# records: {path}; plot: python3 bench/plot.py {path.stem} --results {path.parent}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ contiguous keys. A result that is wrong, or a case that fails, is told and leave
     seeds     segmented decode, TB/s of keys and values
     chunked   chunked prefill over pages of 16, TFLOP/s
 
-Records go to bench/results/{merge,seeds,chunked}-<machine>.jsonl. `--sweep` adds decode over other
+Records go to {merge,seeds,chunked}-<machine>.jsonl. `--sweep` adds decode over other
 pages, fp8, several new tokens and a window (no peer).
 """
 
@@ -215,7 +215,7 @@ def main():
     parser.add_argument("--sweep", action="store_true", help="decode over other caches too")
     parser.add_argument("--device", default="cuda", choices=["cuda", "host"], help="for a try")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a try")
-    parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
+    records.add_arguments(parser)
     args = parser.parse_args()
     if not args.program:
         raise SystemExit("no bench_serving: configure with -DLONGSPAN_BUILD_BENCH=ON and build it, "

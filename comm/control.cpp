@@ -1,6 +1,8 @@
 // The control plane over a mailbox. A letter's first byte says what it is:
 //     g step text      this rank's part of a gather
-//     w waited step    my deadline passed here; I still run (the roll call)
+//     w waited step layer run description
+//                      I wait here and still run (the roll call), and this is what I mean by the
+//                      run that the roll is called for
 //     f failure        the communicator has ended, and why
 #include "comm/control.hpp"
 
@@ -8,6 +10,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <limits>
 
 #include "comm/wire.hpp"
 
@@ -72,15 +75,14 @@ class MailControl final : public Control {
   }
 
   [[noreturn]] void timed_out(const char* step, milliseconds waited) override {
-    peers_[rank()].waits = Waits{step, waited};
-    post_all('w', pack(std::to_string(waited.count()), std::string(step)));
-    Patience patient(grace());
-    while (!patient.over() && count_silent() > 0) {
-      take();
-      fate().check();
-      patient.pause();
-    }
+    call_roll(step, waited, run());
     fail(verdict(step));
+  }
+
+  [[noreturn]] void disagree(RunName run, const Failure& otherwise) override {
+    if (!run) fail(otherwise);
+    call_roll(otherwise.step.c_str(), milliseconds(0), run);
+    fail(disagreement(otherwise.step).value_or(otherwise));
   }
 
   void tell(const Failure& failure) noexcept override try {
@@ -96,10 +98,16 @@ class MailControl final : public Control {
   struct Waits {
     std::string step;
     milliseconds waited;
+    RunName run = {};
+    std::vector<std::string> means = {};  // names and values of the run, in turn
+  };
+  struct Gathered {
+    std::string step;
+    std::string text;
   };
   struct Peer {
-    std::deque<std::string> gathered;  // letters of gathers that have not been opened
-    bool counted = false;              // in the gather that runs now
+    std::deque<Gathered> gathered;  // letters of gathers that have not been opened
+    bool counted = false;           // in the gather that runs now
     bool gone = false;
     bool left = false;  // gone, but it said so
     std::optional<Waits> waits;
@@ -119,26 +127,91 @@ class MailControl final : public Control {
   void take() {
     while (auto letter = mail_->next()) {
       Peer& peer = peers_[letter->from];
+      if (letter->kind == Mailbox::Letter::damaged) fail(damaged(letter->from, letter->body));
       if (letter->kind != Mailbox::Letter::text) {
         peer.gone = true;
         peer.left = letter->kind == Mailbox::Letter::left;
         continue;
       }
-      const std::string body = letter->body.substr(1);
-      switch (letter->body.front()) {
-        case 'g':
-          peer.gathered.push_back(body);
-          break;
-        case 'w': {
-          const auto parts = unpack(body);
-          peer.waits = Waits{parts.at(1), milliseconds(std::stoll(parts.at(0)))};
-          break;
-        }
-        case 'f':
-          fate().note(failure_from(body));
-          break;
+      try {
+        hear(peer, letter->body);
+      } catch (const Error& error) {
+        fail(damaged(letter->from, error.what()));
       }
     }
+  }
+
+  /// Says where this rank waits and what it means by `run`, and hears what the others say, until
+  /// everyone has spoken, two are found to differ, or the time for it is over.
+  void call_roll(const char* step, milliseconds waited, RunName run) {
+    for (const Peer& peer : peers_)
+      if (peer.waits && peer.waits->run) run = peer.waits->run;  // it is asked for already
+    Waits own{step, waited, run};
+    for (const auto& [name, value] : describe(run))
+      own.means.insert(own.means.end(), {name, value});
+    post_all('w', pack(std::to_string(waited.count()), own.step, std::to_string(run.layer),
+                       std::to_string(run.run), pack_all(own.means)));
+    peers_[rank()].waits = std::move(own);
+    Patience patient(grace());
+    while (!patient.over() && count_silent() > 0 && !disagreement(step)) {
+      take();
+      fate().check();
+      patient.pause();
+    }
+  }
+
+  /// Two ranks that mean different things by the same run; nothing while none are known.
+  std::optional<Failure> disagreement(const std::string& step) const {
+    for (int p = 0; p < size(); ++p)
+      for (int q = p + 1; q < size(); ++q)
+        if (const auto text = difference(p, q, step))
+          return Failure{ErrorKind::usage, q, step, *text};
+    return std::nullopt;
+  }
+  std::optional<std::string> difference(int p, int q, const std::string& step) const {
+    const auto &one = peers_[p].waits, &other = peers_[q].waits;
+    const bool known =
+        one && other && one->run == other->run && !one->means.empty() && !other->means.empty();
+    return known ? comm::difference(one->means, p, other->means, q, step) : std::nullopt;
+  }
+
+  /// Throws an internal Error for what no rank of this version writes.
+  void hear(Peer& peer, const std::string& letter) {
+    if (letter.empty()) throw_damage();
+    const std::string body = letter.substr(1);
+    switch (letter.front()) {
+      case 'g': {
+        auto parts = unpack(body, 2);
+        peer.gathered.push_back({std::move(parts[0]), std::move(parts[1])});
+        break;
+      }
+      case 'w': {
+        const auto parts = unpack(body, 5);
+        constexpr long long kMost = 1'000'000'000'000;  // milliseconds: beyond any deadline
+        const auto number = [](const std::string& text) {
+          return static_cast<std::uint32_t>(
+              number_from(text, 0, std::numeric_limits<std::uint32_t>::max()));
+        };
+        peer.waits = Waits{parts[1],
+                           milliseconds(number_from(parts[0], 0, kMost)),
+                           {number(parts[2]), number(parts[3])},
+                           unpack(parts[4])};
+        break;
+      }
+      case 'f': {
+        const Failure failure = failure_from(body);
+        if (failure.rank >= size()) throw_damage();
+        fate().note(failure);
+        break;
+      }
+      default:
+        throw_damage();
+    }
+  }
+
+  static Failure damaged(int from, const std::string& why) {
+    return {ErrorKind::rank_failure, from, "",
+            fmt::format("What rank {} sent cannot be read: {}", from, why)};
   }
 
   /// The roll is called by whoever is first; everyone who hears it answers.
@@ -148,14 +221,14 @@ class MailControl final : public Control {
   }
 
   std::string open(int p, const std::string& step) {
-    const auto parts = unpack(peers_[p].gathered.front());
+    const Gathered letter = std::move(peers_[p].gathered.front());
     peers_[p].gathered.pop_front();
     peers_[p].counted = true;
-    if (parts.at(0) != step)
+    if (letter.step != step)
       fail({ErrorKind::rank_failure, p, step,
-            fmt::format("Rank {} came to '{}' while rank {} was at '{}': {}", p, parts.at(0),
+            fmt::format("Rank {} came to '{}' while rank {} was at '{}': {}", p, letter.step,
                         rank(), step, kSameOrder)});
-    return parts.at(1);
+    return letter.text;
   }
 
   Failure departure(int p, const std::string& step) const {
@@ -171,6 +244,7 @@ class MailControl final : public Control {
 
   /// Who is to blame, from what the roll call heard. Every rank that heard the same says the same.
   Failure verdict(const std::string& step) const {
+    if (const auto found = disagreement(step)) return *found;
     const auto find = [&](auto wrong) {
       const auto peer = std::find_if(peers_.begin(), peers_.end(), wrong);
       return peer == peers_.end() ? -1 : static_cast<int>(peer - peers_.begin());
@@ -249,6 +323,24 @@ class SelfControl final : public Control {
 };
 
 }  // namespace
+
+std::optional<std::string> difference(const std::vector<std::string>& one, int rank_of_one,
+                                      const std::vector<std::string>& other, int rank_of_other,
+                                      const std::string& step) {
+  if (one == other) return std::nullopt;
+  for (std::size_t i = 0; i + 1 < std::min(one.size(), other.size()); i += 2) {
+    if (other[i] != one[i]) break;
+    if (other[i + 1] != one[i + 1])
+      return fmt::format(
+          "'{}' differs between ranks at '{}': rank {} has {}, rank {} has {}. Give "
+          "every rank the same value.",
+          one[i], step, rank_of_one, one[i + 1], rank_of_other, other[i + 1]);
+  }
+  return fmt::format(
+      "The lists of arguments differ between rank {} and rank {} at '{}': is every "
+      "rank of the same longspan version?",
+      rank_of_one, rank_of_other, step);
+}
 
 Failure gave_up(int rank, const std::string& why) {
   return {ErrorKind::rank_failure, rank, "", fmt::format("Rank {} gave up: {}", rank, why)};

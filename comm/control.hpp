@@ -5,11 +5,14 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "comm/agreement.hpp"
 #include "comm/failure.hpp"
 #include "comm/patience.hpp"
 
@@ -37,6 +40,20 @@ class Control {
   /// This rank's deadline passed at `step`: calls the roll and throws.
   [[noreturn]] virtual void timed_out(const char* step, milliseconds waited) = 0;
 
+  /// Ranks mean different things by `run`: calls the roll, which finds the field and throws
+  /// UsageError. Throws `otherwise` where no description says what differs.
+  [[noreturn]] virtual void disagree(RunName, const Failure& otherwise) { fail(otherwise); }
+
+  /// The number of a new layer, whose log the roll call may ask for as long as it lives.
+  std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) {
+    std::erase_if(logs_, [](const auto& entry) { return entry.second.expired(); });
+    logs_[++layers_] = log;
+    return layers_;
+  }
+  /// From here on this rank is in `run`.
+  void begin(RunName run) { run_ = run; }
+  RunName run() const { return run_; }
+
   /// Ends the communicator with this failure on all ranks that can be reached.
   virtual void tell(const Failure& failure) noexcept = 0;
 
@@ -52,10 +69,26 @@ class Control {
     fate_.fail(failure);
   }
 
+ protected:
+  /// What this rank means by `run`; empty where it does not know it (any longer).
+  NamedValues describe(RunName run) const {
+    const auto found = logs_.find(run.layer);
+    const auto log = found == logs_.end() ? nullptr : found->second.lock();
+    return log ? log->describe(run.run) : NamedValues{};
+  }
+
  private:
   Fate fate_;
   milliseconds deadline_;
+  RunName run_;
+  std::uint32_t layers_ = 0;
+  std::map<std::uint32_t, std::weak_ptr<const RunLog>> logs_;
 };
+
+/// How two ranks' lists of names and values (in turn) differ; nothing where they are alike.
+std::optional<std::string> difference(const std::vector<std::string>& one, int rank_of_one,
+                                      const std::vector<std::string>& other, int rank_of_other,
+                                      const std::string& step);
 
 /// What a transport's abort(why) tells: rank `rank` gives up.
 Failure gave_up(int rank, const std::string& why);
@@ -67,7 +100,9 @@ std::unique_ptr<Control> self_control(milliseconds deadline);
 class Mailbox {
  public:
   struct Letter {
-    enum Kind { text, left, died };  // left, died: the last letter that comes from this peer
+    /// left, died: the last letter that comes from this peer. damaged: what came from there cannot
+    /// be read, and `body` says why.
+    enum Kind { text, left, died, damaged };
     int from = 0;
     Kind kind = text;
     std::string body = {};

@@ -20,7 +20,24 @@ class ControlledTransport : public Transport {
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
     return control_->gather(mine, step);
   }
-  void abort(const std::string& why) noexcept override { control_->tell(gave_up(rank(), why)); }
+  void check(const char*) override { control_->fate().check(); }
+  void abort(const std::string& why) noexcept override try {
+    control_->tell(gave_up(rank(), why));
+  } catch (...) {  // no memory for the reason: the end itself takes none
+    control_->tell({ErrorKind::rank_failure, rank(), {}, {}});
+  }
+
+  std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) override {
+    return control_->enlist(log);
+  }
+  void begin(RunName run) override { control_->begin(run); }
+  void disagree(RunName run, int other, const char* step) override {
+    control_->disagree(
+        run, {ErrorKind::usage, other, step,
+              "Rank " + std::to_string(other) + " runs another attention than rank " +
+                  std::to_string(rank()) + " at '" + step +
+                  "': every rank must run with the same tokens, batch, shard and options."});
+  }
 
  protected:
   Control& control() { return *control_; }

@@ -1,12 +1,18 @@
 #include "comm/failure.hpp"
 
+#include <charconv>
+#include <exception>
+
 #include "comm/wire.hpp"
 
 namespace longspan::comm {
 
 void throw_failure(const Failure& failure) {
-  if (failure.kind == ErrorKind::backend) throw BackendError(failure.what);
-  throw RankError(failure.kind, failure.rank, failure.step, failure.what);
+  const char* lost = "The communicator has ended, and there was no memory to keep the reason.";
+  const std::string what = failure.what.empty() ? lost : failure.what;
+  if (failure.kind == ErrorKind::backend) throw BackendError(what);
+  if (failure.kind == ErrorKind::usage) throw UsageError(what);
+  throw RankError(failure.kind, failure.rank, failure.step, what);
 }
 
 std::string to_text(const Failure& failure) {
@@ -14,10 +20,34 @@ std::string to_text(const Failure& failure) {
               failure.step, failure.what);
 }
 
+long long number_from(const std::string& text, long long low, long long high) {
+  long long value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end || value < low || value > high) throw_damage();
+  return value;
+}
+
 Failure failure_from(const std::string& text) {
-  const auto parts = unpack(text);
-  return {static_cast<ErrorKind>(std::stoi(parts.at(0))), std::stoi(parts.at(1)), parts.at(2),
-          parts.at(3)};
+  const auto parts = unpack(text, 4);
+  const auto kind = number_from(parts[0], static_cast<int>(ErrorKind::internal),
+                                static_cast<int>(ErrorKind::backend));
+  const auto rank = number_from(parts[1], -1, 1 << 30);
+  return {static_cast<ErrorKind>(kind), static_cast<int>(rank), parts[2], parts[3]};
+}
+
+void Fate::note(const Failure& failure) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (failed_.load(std::memory_order_relaxed)) return;
+  first_.kind = failure.kind;
+  first_.rank = failure.rank;
+  try {
+    first_.step = failure.step;
+    first_.what = failure.what;
+  } catch (const std::exception&) {
+    first_.what.clear();
+  }
+  failed_.store(true, std::memory_order_release);
 }
 
 }  // namespace longspan::comm

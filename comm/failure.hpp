@@ -2,7 +2,8 @@
 // other ranks are told it, so that all of them end with the same error.
 #pragma once
 
-#include <optional>
+#include <atomic>
+#include <mutex>
 #include <string>
 
 #include "longspan/error.hpp"
@@ -16,30 +17,36 @@ struct Failure {
   std::string what;
 };
 
-/// A RankError, or a BackendError where the kind says so.
+/// A RankError, or a BackendError or UsageError where the kind says so.
 [[noreturn]] void throw_failure(const Failure& failure);
 
 std::string to_text(const Failure& failure);
+/// Throws an internal Error for a text that to_text did not write.
 Failure failure_from(const std::string& text);
 
+/// The whole of `text` as a number in [low, high]; throws an internal Error for anything else.
+long long number_from(const std::string& text, long long low, long long high);
+
+/// Any thread may look, and the first of those that meet a failure is kept.
 class Fate {
  public:
-  bool failed() const { return first_.has_value(); }
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
 
   /// Keeps the first failure and throws it.
   [[noreturn]] void fail(const Failure& failure) {
     note(failure);
-    throw_failure(*first_);
+    throw_failure(first_);
   }
-  void note(const Failure& failure) {
-    if (!first_) first_ = failure;
-  }
+  /// Takes no memory where there is none: then the words are lost, and the failure is not.
+  void note(const Failure& failure) noexcept;
   void check() const {
-    if (first_) throw_failure(*first_);
+    if (failed()) throw_failure(first_);
   }
 
  private:
-  std::optional<Failure> first_;
+  std::mutex mutex_;
+  std::atomic<bool> failed_{false};
+  Failure first_;  // never written after failed_ is set
 };
 
 }  // namespace longspan::comm

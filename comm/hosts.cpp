@@ -9,7 +9,12 @@
 namespace longspan::comm {
 namespace {
 
-/// Name and boot of this machine: cloned machines may share a name, but not a boot.
+std::string count(int n, const char* noun) {
+  return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
+}
+
+}  // namespace
+
 std::string this_host() {
   char name[256] = "";
   gethostname(name, sizeof name - 1);
@@ -17,12 +22,6 @@ std::string this_host() {
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   return std::string(name) + " " + boot;
 }
-
-std::string count(int n, const char* noun) {
-  return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
-}
-
-}  // namespace
 
 Place find_place(Control& control) {
   const auto hosts = control.gather(this_host(), "find the machines");

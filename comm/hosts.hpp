@@ -13,6 +13,10 @@ struct Place {
   int local_size = 1;
 };
 
+/// Name and boot of this machine: cloned machines, and containers, may share a name, but not a
+/// boot.
+std::string this_host();
+
 /// Collective.
 Place find_place(Control& control);
 

@@ -13,8 +13,8 @@ class SelfTransport : public ControlledTransport {
   Device device() const override { return Device::host; }
   std::string describe() const override { return "1 rank"; }
 
-  void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream,
-                  const char*) override {
+  void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream, const char*,
+                  std::uint64_t*) override {
     move(send, recv, bytes, stream);
   }
   void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream,

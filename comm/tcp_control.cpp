@@ -1,16 +1,17 @@
 #include "comm/tcp_control.hpp"
 
 #include <fmt/format.h>
-#include <netdb.h>
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstring>
 
+#include "comm/tcp_address.hpp"
+#include "comm/tcp_hello.hpp"
 #include "comm/tcp_hub.hpp"
-#include "comm/wire.hpp"
-#include "longspan/version.hpp"
-#include "src/env.hpp"
+#include "longspan/error.hpp"
 
 namespace longspan::comm {
 namespace {
@@ -22,12 +23,21 @@ class TcpMailbox final : public Mailbox {
       : hub_(std::move(hub)), frames_(std::move(frames)), rank_(rank), size_(size) {}
 
   ~TcpMailbox() override {
-    frames_.push({Frame::left});
+    try {
+      frames_.push({Frame::left});
+    } catch (...) {  // no memory for a goodbye: the others hear that the connection ended
+    }
     flush(milliseconds(500));
     frames_.finish();
     // Closing with letters unread would reset the connection and lose what was just sent.
-    for (Patience patient(milliseconds(500)); frames_.open() && !patient.over(); patient.pause())
-      frames_.read();
+    for (Patience patient(milliseconds(500)); frames_.open() && !patient.over(); patient.pause()) {
+      try {
+        frames_.read();
+      } catch (...) {
+        break;
+      }
+      frames_.discard();
+    }
   }
 
   int rank() const override { return rank_; }
@@ -41,15 +51,12 @@ class TcpMailbox final : public Mailbox {
   std::optional<Letter> next() override {
     frames_.write();
     frames_.read();
-    while (auto frame = frames_.next()) {
-      if (frame->kind == Frame::hello) continue;
-      const int from = static_cast<int>(frame->peer);
-      if (frame->kind == Frame::text) return Letter{from, Letter::text, std::move(frame->body)};
-      if (from == 0) heard_end_of_0_ = true;
-      return Letter{from, frame->kind == Frame::left ? Letter::left : Letter::died};
-    }
+    if (auto frame = frames_.next()) return letter_of(std::move(*frame));
     if (frames_.open() || heard_end_of_0_) return std::nullopt;
     heard_end_of_0_ = true;
+    if (!frames_.damage().empty()) return damaged(frames_.damage());
+    if (const std::string why = hub_ ? hub_->trouble() : ""; !why.empty())
+      return damaged("the thread for letters between ranks ended (" + why + ")");
     return Letter{0, Letter::died};  // the hub ended without a word, and rank 0 with it
   }
 
@@ -64,6 +71,27 @@ class TcpMailbox final : public Mailbox {
   }
 
  private:
+  Letter letter_of(Frame frame) {
+    if (frame.kind == Frame::refused) return damaged(printable(frame.body));
+    const bool known =
+        frame.kind == Frame::text || frame.kind == Frame::left || frame.kind == Frame::died;
+    if (!known || frame.peer >= static_cast<std::uint32_t>(size_))
+      return damaged(fmt::format("a frame of kind {} from rank {}",
+                                 static_cast<std::uint32_t>(frame.kind), frame.peer));
+    const int from = static_cast<int>(frame.peer);
+    if (frame.kind == Frame::text) return Letter{from, Letter::text, std::move(frame.body)};
+    if (from == 0) heard_end_of_0_ = true;
+    return Letter{from, frame.kind == Frame::left ? Letter::left : Letter::died};
+  }
+
+  /// What comes through the hub is rank 0's to answer for.
+  Letter damaged(const std::string& why) {
+    heard_end_of_0_ = true;
+    frames_.close();
+    frames_.discard();
+    return Letter{0, Letter::damaged, why};
+  }
+
   std::unique_ptr<Hub> hub_;  // ends last: it passes on this rank's goodbye
   Frames frames_;
   int rank_;
@@ -71,60 +99,99 @@ class TcpMailbox final : public Mailbox {
   bool heard_end_of_0_ = false;
 };
 
-/// One attempt to connect and to be welcomed; nothing when it failed.
-std::optional<Frames> try_meet(const Launch& launch, const std::string& key,
-                               const Patience& patient) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  if (getaddrinfo(launch.address.c_str(), std::to_string(launch.port).c_str(), &hints, &found) != 0)
-    return std::nullopt;
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
+using Clock = Patience::Clock;
 
-  for (const addrinfo* to = all.get(); to; to = to->ai_next) {
-    const int fd = ::socket(to->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0) continue;
-    Frames frames{Fd(fd)};
-    ::connect(fd, to->ai_addr, to->ai_addrlen);
-    pollfd connecting{fd, POLLOUT, 0};
-    ::poll(&connecting, 1, 1000);
-    int error = 0;
-    socklen_t length = sizeof error;
-    getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
-    if (error != 0 || !(connecting.revents & POLLOUT)) continue;
+milliseconds until(Clock::time_point end) {
+  return std::max(std::chrono::duration_cast<milliseconds>(end - Clock::now()), milliseconds(0));
+}
 
-    frames.push({Frame::hello, static_cast<std::uint32_t>(launch.rank), key});
-    for (Patience welcome(milliseconds(5000)); frames.open(); welcome.pause()) {
-      frames.write();
-      frames.read();
-      if (const auto frame = frames.next(); frame && frame->kind == Frame::hello) return frames;
-      if (welcome.over() || patient.over()) break;
+/// One attempt to connect and to be welcomed; nothing, and why, when it failed. Throws UsageError
+/// when rank 0 says no.
+std::optional<Frames> try_meet(const Address& address, const Launch& launch,
+                               const std::string& hello, Clock::time_point end, std::string& why) {
+  Fd fd(::socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  int error = errno;
+  if (fd) {
+    error = ::connect(fd.get(), address.get(), address.length) == 0 ? 0 : errno;
+    if (error == EINPROGRESS) {
+      pollfd connecting{fd.get(), POLLOUT, 0};
+      const auto longest = std::min(until(end), milliseconds(1000));
+      ::poll(&connecting, 1, static_cast<int>(longest.count()));
+      socklen_t length = sizeof error;
+      getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+      if (error == 0 && !(connecting.revents & POLLOUT)) error = ETIMEDOUT;
     }
   }
+  if (error != 0) {
+    why = std::strerror(error);
+    return std::nullopt;
+  }
+
+  Frames frames(std::move(fd), kMostHello);
+  frames.push({Frame::hello, static_cast<std::uint32_t>(launch.rank), hello});
+  Patience patient(std::min(until(end), milliseconds(Hub::kStay)));
+  for (; !patient.over(); patient.pause()) {
+    frames.write();
+    frames.read();
+    const auto frame = frames.next();
+    if (!frame) {
+      if (frames.open()) continue;
+      why = frames.damage().empty() ? "it hung up" : "it sends " + frames.damage();
+      return std::nullopt;
+    }
+    if (frame->kind == Frame::refused)
+      throw UsageError(fmt::format("Rank 0 at {}:{} refused rank {}: {}", launch.address,
+                                   launch.port, launch.rank, printable(frame->body)));
+    // Anything else comes from somebody else, or from this very socket: a port of this machine that
+    // nobody listens on can be connected to itself.
+    if (frame->kind != Frame::welcome || frame->peer != static_cast<std::uint32_t>(launch.rank)) {
+      why = "it sends what no rank 0 sends";
+      return std::nullopt;
+    }
+    frames.take_up_to(kMostText);
+    frames.push({Frame::seated});
+    frames.write();
+    return frames;
+  }
+  why = "it takes connections, but does not answer";
   return std::nullopt;
+}
+
+Frames meet(const Launch& launch, const std::string& hello, milliseconds deadline) {
+  std::string why;
+  bool resolved = false;
+  const auto end = Clock::now() + deadline;
+  for (Patience patient(deadline); !patient.over(); patient.pause()) {
+    // Names may come late: a cluster makes them while its machines start.
+    const std::vector<Address> addresses = resolve(launch.address, launch.port, why);
+    resolved = !addresses.empty();
+    for (const Address& address : addresses)
+      if (auto frames = try_meet(address, launch, hello, end, why)) return std::move(*frames);
+  }
+  if (!resolved)
+    throw UsageError(
+        fmt::format("Rank {} is to meet rank 0 at '{}', which cannot be resolved ({}): set "
+                    "MASTER_ADDR to the name or the address of rank 0's machine.",
+                    launch.rank, launch.address, why));
+  throw RankError(
+      ErrorKind::timeout, 0, "meet rank 0",
+      fmt::format("Rank 0 did not answer at {}:{} within the deadline of {:g} s ({}). Set "
+                  "MASTER_ADDR to rank 0's machine and LONGSPAN_PORT to a free port there.",
+                  launch.address, launch.port, deadline.count() / 1000.0, why));
 }
 
 }  // namespace
 
 std::unique_ptr<Control> tcp_control(const Launch& launch, milliseconds deadline) {
-  const std::string key = pack(std::string(LONGSPAN_VERSION), std::to_string(launch.size),
-                               env_text("TORCHELASTIC_RUN_ID").value_or(""));
+  const Hello hello = hello_of(launch);
   std::unique_ptr<Hub> hub;
   std::optional<Frames> frames;
   if (launch.rank == 0) {
-    const bool local = launch.address == "localhost" || launch.address.starts_with("127.");
-    hub = std::make_unique<Hub>(launch.port, local, launch.size, key);
+    hub = std::make_unique<Hub>(listen_at(launch.address, launch.port), hello);
     hub->set_linger(deadline);
-    frames.emplace(hub->take_own_end());
+    frames.emplace(hub->take_own_end(), kMostText);
   } else {
-    for (Patience patient(deadline); !frames; patient.pause()) {
-      frames = try_meet(launch, key, patient);
-      if (!frames && patient.over())
-        throw RankError(
-            ErrorKind::timeout, 0, "meet rank 0",
-            fmt::format("Rank 0 did not answer at {}:{} within the deadline of {:g} s. Set "
-                        "MASTER_ADDR to rank 0's machine and LONGSPAN_PORT to a free port there.",
-                        launch.address, launch.port, deadline.count() / 1000.0));
-    }
+    frames.emplace(meet(launch, to_text(hello), deadline));
   }
   return mail_control(
       std::make_unique<TcpMailbox>(std::move(*frames), std::move(hub), launch.rank, launch.size),

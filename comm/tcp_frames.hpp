@@ -1,6 +1,9 @@
-// Frames on a TCP connection: a header of fixed size, then the bytes. Nothing here blocks.
+// Frames on a TCP connection: a header of fixed size, then the bytes. Nothing here blocks, and what
+// a connection may leave in memory is bounded: a frame is refused by its header, and no more is
+// read than one frame of the largest size that is taken at present.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -27,35 +30,61 @@ class Fd {
 };
 
 struct Frame {
-  enum Kind : std::uint32_t { hello, text, left, died };
+  enum Kind : std::uint32_t {
+    hello,    // to the hub: who I am
+    welcome,  // from the hub: you have a seat
+    seated,   // to the hub: I heard it; from now on my end is the end of this rank
+    refused,  // from the hub, the last one: why there is no seat, or no longer
+    text,
+    left,
+    died
+  };
   Kind kind = text;
   std::uint32_t peer = 0;  // to whom on the way to the hub, from whom on the way back
   std::string body = {};
 };
 
+/// The largest bodies: of strangers, and of ranks.
+inline constexpr std::size_t kMostHello = 4096;
+inline constexpr std::size_t kMostText = std::size_t{1} << 30;
+
 /// One connection. Closed from the other side, it still gives the frames that came before.
 class Frames {
  public:
-  explicit Frames(Fd fd);
+  Frames(Fd fd, std::size_t most);
   int fd() const { return fd_.get(); }
   bool open() const { return open_; }
-  bool wants_to_write() const { return open_ && !out_.empty(); }
+  bool wants_to_write() const { return open_ && sent_ < out_.size(); }
+  /// What came that is no frame, and ended the connection; empty: nothing.
+  const std::string& damage() const { return damage_; }
+  /// The largest body that is taken from now on.
+  void take_up_to(std::size_t most) { most_ = most; }
 
+  /// Throws UsageError for a body that no connection takes.
   void push(const Frame& frame);
   std::optional<Frame> next();
 
-  /// Moves what the connection takes and gives now.
+  /// Moves what the connection takes and gives now, a bounded part of it.
   void write();
   void read();
+  /// Forgets what has been read.
+  void discard();
   /// No more will be written.
   void finish();
   void close() { open_ = false; }
 
  private:
+  std::size_t held() const { return in_.size() - taken_; }
+  std::nullopt_t damaged(std::string why);
+
   Fd fd_;
+  std::size_t most_;
   bool open_ = true;
-  std::string in_;
-  std::string out_;
+  std::string damage_;
+  std::string in_;  // what was read, from taken_ on
+  std::size_t taken_ = 0;
+  std::string out_;  // what is to be written, from sent_ on
+  std::size_t sent_ = 0;
 };
 
 }  // namespace longspan::comm

@@ -1,7 +1,6 @@
 #include "comm/tcp_hub.hpp"
 
 #include <fmt/format.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -10,139 +9,213 @@
 #include <cstring>
 #include <list>
 #include <optional>
-#include <vector>
 
 #include "comm/patience.hpp"
+#include "comm/threads.hpp"
 #include "longspan/error.hpp"
 
 namespace longspan::comm {
 namespace {
 
-/// One socket for IPv6 and IPv4 alike, or none.
-Fd try_listen_6(int port) {
-  Fd fd(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  const int on = 1, off = 0;
-  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-  sockaddr_in6 here{};
-  here.sin6_family = AF_INET6;
-  here.sin6_addr = in6addr_any;
-  here.sin6_port = htons(static_cast<std::uint16_t>(port));
-  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&here), sizeof here) != 0 ||
-      ::listen(fd.get(), 1024) != 0)
-    return Fd();
-  return fd;
-}
-
-Fd listen_on(int port, bool local) {
-  if (!local)
-    if (Fd fd = try_listen_6(port)) return fd;
-  Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  const int on = 1;
-  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  sockaddr_in here{};
-  here.sin_family = AF_INET;
-  here.sin_addr.s_addr = htonl(local ? INADDR_LOOPBACK : INADDR_ANY);
-  here.sin_port = htons(static_cast<std::uint16_t>(port));
-  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&here), sizeof here) != 0 ||
-      ::listen(fd.get(), 1024) != 0)
-    throw UsageError(
-        fmt::format("Rank 0 could not listen on port {} ({}): set LONGSPAN_PORT to a free one, the "
-                    "same on all ranks.",
-                    port, std::strerror(errno)));
-  return fd;
-}
+using Clock = Patience::Clock;
 
 /// What the thread works on.
-struct Office {
+class Office {
+ public:
+  explicit Office(const Hello& ours) : ours_(ours), ranks_(ours.size), unseated_(ours.size) {}
+
+  /// Rank 0, which need not say who it is.
+  void admit_own(Fd fd) {
+    Guest& guest = guests_.emplace_back(Frames(std::move(fd), kMostText));
+    guest.rank = 0;
+    seat(guest);
+  }
+
+  void admit(Fd fd) {
+    const auto waits = [](const Guest& guest) { return guest.state != Guest::seated; };
+    if (std::count_if(guests_.begin(), guests_.end(), waits) >= unseated_ + Hub::kStrangers)
+      // The oldest: who says hello at once is gone from here at once.
+      drop(std::find_if(guests_.begin(), guests_.end(), waits));
+    guests_.emplace_back(Frames(std::move(fd), kMostHello));
+  }
+
+  /// Moves all that can move now.
+  void serve() {
+    for (auto guest = guests_.begin(); guest != guests_.end();) {
+      guest->frames.read();
+      listen(*guest);
+      const bool over = guest->state != Guest::seated && Clock::now() - guest->since > Hub::kStay;
+      guest = guest->frames.open() && !over ? std::next(guest) : drop(guest);
+    }
+    for (Guest& guest : guests_) {
+      guest.frames.write();
+      if (guest.state == Guest::refused && !guest.frames.wants_to_write()) guest.frames.finish();
+    }
+  }
+
+  void poll(std::vector<pollfd>& polled) const {
+    for (const Guest& guest : guests_)
+      polled.push_back({guest.frames.fd(),
+                        static_cast<short>(POLLIN | (guest.frames.wants_to_write() ? POLLOUT : 0)),
+                        0});
+  }
+
+  bool has_ranks() const {
+    return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.guest; });
+  }
+
+ private:
   struct Guest {
+    explicit Guest(Frames all) : frames(std::move(all)) {}
     Frames frames;
-    int rank = -1;  // until it has said hello
+    int rank = -1;
+    enum State { stranger, welcomed, seated, refused } state = stranger;
     bool left = false;
+    Clock::time_point since = Clock::now();
   };
+  using Guests = std::list<Guest>;
   struct Rank {
-    Guest* guest = nullptr;
-    std::vector<Frame> kept;  // for a rank that has not come yet
+    Guest* guest = nullptr;   // welcomed or seated
+    std::vector<Frame> kept;  // for a rank that has no seat yet
     bool gone = false;
   };
 
-  std::list<Guest> guests;
-  std::vector<Rank> ranks;
-  std::string key;
-
   void deliver(int to, const Frame& frame) {
-    Rank& rank = ranks[to];
-    if (rank.guest)
+    Rank& rank = ranks_[to];
+    if (rank.guest && rank.guest->state == Guest::seated)
       rank.guest->frames.push(frame);
     else if (!rank.gone)
       rank.kept.push_back(frame);
   }
 
-  void seat(Guest& guest, int rank) {
-    guest.rank = rank;
-    ranks[rank].guest = &guest;
-    guest.frames.push({Frame::hello, static_cast<std::uint32_t>(rank)});
-    for (const Frame& frame : ranks[rank].kept) guest.frames.push(frame);
-    ranks[rank].kept.clear();
+  /// Handles what came. A stranger that hung up behind its hello gets nothing for it.
+  void listen(Guest& guest) {
+    if (guest.state == Guest::stranger && !guest.frames.open()) return;
+    while (guest.state != Guest::refused) {
+      const auto frame = guest.frames.next();
+      if (!frame) return;
+      if (!handle(guest, *frame)) return guest.frames.close();
+    }
+    guest.frames.discard();
   }
 
-  void handle(Guest& guest, const Frame& frame) {
-    if (guest.rank < 0) {
-      const bool known = frame.kind == Frame::hello && frame.body == key &&
-                         frame.peer < ranks.size() && !ranks[frame.peer].guest &&
-                         !ranks[frame.peer].gone;
-      if (known)
-        seat(guest, static_cast<int>(frame.peer));
-      else
-        guest.frames.close();
-    } else if (frame.kind == Frame::left) {
-      guest.left = true;
-    } else if (frame.kind == Frame::text && frame.peer < ranks.size()) {
-      deliver(static_cast<int>(frame.peer),
-              {Frame::text, static_cast<std::uint32_t>(guest.rank), frame.body});
+  /// False for what no rank sends; the end of the connection is all the answer.
+  bool handle(Guest& guest, const Frame& frame) {
+    switch (guest.state) {
+      case Guest::stranger:
+        return frame.kind == Frame::hello && greet(guest, frame.body);
+      case Guest::welcomed:
+        if (frame.kind == Frame::seated) seat(guest);
+        return frame.kind == Frame::seated;
+      case Guest::seated:
+        if (frame.kind == Frame::left) {
+          guest.left = true;
+          return true;
+        }
+        if (frame.kind != Frame::text || frame.peer >= ranks_.size()) return false;
+        deliver(static_cast<int>(frame.peer),
+                {Frame::text, static_cast<std::uint32_t>(guest.rank), frame.body});
+        return true;
+      default:
+        return false;
     }
   }
 
-  void part(Guest& guest) {
-    if (guest.rank < 0) return;
-    ranks[guest.rank].guest = nullptr;
-    ranks[guest.rank].gone = true;
-    for (int r = 0; r < static_cast<int>(ranks.size()); ++r)
-      deliver(r, {guest.left ? Frame::left : Frame::died, static_cast<std::uint32_t>(guest.rank)});
-  }
-
-  bool has_ranks() const {
-    return std::any_of(ranks.begin(), ranks.end(), [](const Rank& rank) { return rank.guest; });
-  }
-
-  /// Moves all that can move now.
-  void serve() {
-    for (auto guest = guests.begin(); guest != guests.end();) {
-      guest->frames.read();
-      while (auto frame = guest->frames.next()) handle(*guest, *frame);
-      if (guest->frames.open()) {
-        ++guest;
-      } else {
-        part(*guest);
-        guest = guests.erase(guest);
-      }
+  bool greet(Guest& guest, const std::string& body) {
+    Hello hello;
+    try {
+      hello = hello_from(body);
+    } catch (const Error&) {
+      return false;
     }
-    for (Guest& guest : guests) guest.frames.write();
+    if (const auto why = objection(ours_, hello)) return refuse(guest, *why);
+    Rank& rank = ranks_[hello.rank];
+    if (rank.gone)
+      return refuse(
+          guest,
+          fmt::format("Rank {} was here and has left, and a rank cannot come back.", hello.rank));
+    if (rank.guest && rank.guest->state == Guest::seated)
+      return refuse(
+          guest, fmt::format("Rank {} is here already: two processes have that rank.", hello.rank));
+    // A rank that has not heard that it is welcome may have given up that connection.
+    if (rank.guest)
+      refuse(*rank.guest, fmt::format("Rank {} came again on another connection.", hello.rank));
+    guest.rank = hello.rank;
+    guest.state = Guest::welcomed;
+    rank.guest = &guest;
+    guest.frames.push({Frame::welcome, static_cast<std::uint32_t>(hello.rank)});
+    return true;
   }
+
+  void seat(Guest& guest) {
+    guest.state = Guest::seated;
+    guest.frames.take_up_to(kMostText);
+    --unseated_;
+    Rank& rank = ranks_[guest.rank];
+    rank.guest = &guest;
+    for (const Frame& frame : rank.kept) guest.frames.push(frame);
+    rank.kept.clear();
+  }
+
+  bool refuse(Guest& guest, const std::string& why) {
+    if (guest.rank >= 0) ranks_[guest.rank].guest = nullptr;
+    guest.rank = -1;
+    guest.state = Guest::refused;
+    guest.since = Clock::now();
+    guest.frames.push({Frame::refused, 0, why});
+    return true;
+  }
+
+  Guests::iterator drop(Guests::iterator guest) {
+    const int rank = guest->rank;
+    const bool seated = guest->state == Guest::seated, left = guest->left;
+    guest = guests_.erase(guest);
+    if (rank < 0) return guest;
+    ranks_[rank].guest = nullptr;
+    ranks_[rank].gone = seated;
+    if (seated)
+      for (int r = 0; r < static_cast<int>(ranks_.size()); ++r)
+        deliver(r, {left ? Frame::left : Frame::died, static_cast<std::uint32_t>(rank)});
+    return guest;
+  }
+
+  Hello ours_;
+  Guests guests_;
+  std::vector<Rank> ranks_;
+  int unseated_;  // ranks without a seat
 };
+
+/// Whoever waits at the doors, but not all at once: who was let in first may speak first.
+void open_doors(const std::vector<Fd>& listeners, Office& office) {
+  for (const Fd& listener : listeners)
+    for (int came = 0; came < Hub::kStrangers; ++came) {
+      Fd guest(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (!guest) {
+        const bool none = errno == EAGAIN || errno == EWOULDBLOCK || errno == ECONNABORTED;
+        // Out of file descriptors, perhaps: who waits at the door must not keep this thread busy.
+        if (!none) std::this_thread::sleep_for(milliseconds(20));
+        break;
+      }
+      office.admit(std::move(guest));
+    }
+}
 
 }  // namespace
 
-Hub::Hub(int port, bool local, int size, const std::string& key) {
-  Fd listener = listen_on(port, local);
+Hub::Hub(std::vector<Fd> listeners, const Hello& ours) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
     throw BackendError(fmt::format("socketpair failed: {}.", std::strerror(errno)));
   own_ = Fd(ends[0]);
-  thread_ =
-      std::thread([this, size, key, listener = std::move(listener), first = Fd(ends[1])]() mutable {
-        run(std::move(listener), std::move(first), size, key);
-      });
+  thread_ = start_thread("letters between ranks", [this, ours, listeners = std::move(listeners),
+                                                   first = Fd(ends[1])]() mutable {
+    try {
+      run(listeners, std::move(first), ours);
+    } catch (const std::exception& error) {  // no memory: the end of all connections says it
+      const std::lock_guard lock(mutex_);
+      trouble_.assign(error.what(), std::min<std::size_t>(std::strlen(error.what()), 15));
+    }
+  });
 }
 
 Hub::~Hub() {
@@ -150,28 +223,28 @@ Hub::~Hub() {
   thread_.join();
 }
 
-void Hub::run(Fd listener, Fd first, int size, const std::string& key) {
-  Office office;
-  office.ranks.resize(size);
-  office.key = key;
-  office.seat(office.guests.emplace_back(Office::Guest{Frames(std::move(first))}), 0);
+std::string Hub::trouble() const {
+  const std::lock_guard lock(mutex_);
+  return trouble_;
+}
 
-  std::optional<Patience::Clock::time_point> closing_since;
+void Hub::run(const std::vector<Fd>& listeners, Fd first, const Hello& ours) {
+  Office office(ours);
+  office.admit_own(std::move(first));
+
+  std::optional<Clock::time_point> closing_since;
   std::vector<pollfd> polled;
   for (;;) {
-    polled.assign(1, {listener.get(), POLLIN, 0});
-    for (const Office::Guest& guest : office.guests)
-      polled.push_back({guest.frames.fd(),
-                        static_cast<short>(POLLIN | (guest.frames.wants_to_write() ? POLLOUT : 0)),
-                        0});
+    polled.clear();
+    for (const Fd& listener : listeners) polled.push_back({listener.get(), POLLIN, 0});
+    office.poll(polled);
     ::poll(polled.data(), polled.size(), 20);
 
-    while (Fd guest{::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC)})
-      office.guests.emplace_back(Office::Guest{Frames(std::move(guest))});
+    open_doors(listeners, office);
     office.serve();
 
     if (!closing_) continue;
-    const auto now = Patience::Clock::now();
+    const auto now = Clock::now();
     if (!closing_since) closing_since = now;
     if (!office.has_ranks() || now - *closing_since >= milliseconds(linger_ms_)) return;
   }

@@ -6,6 +6,8 @@
 #include <thread>
 #include <vector>
 
+#include "comm/threads.hpp"
+
 namespace longspan::comm {
 
 using Clock = std::chrono::steady_clock;
@@ -20,7 +22,8 @@ struct Watchdog::State {
   int first = 0;
   int count = 0;
   Clock::time_point since{};  // when the oldest piece became the oldest
-  std::optional<std::string> expired;
+  std::string expired;        // the step whose time is over
+  bool has_expired = false;
   bool abort = false;  // asked for
   bool stop = false;
   bool ended = false;  // the thread has
@@ -29,7 +32,7 @@ struct Watchdog::State {
 Watchdog::Watchdog(Duties duties) : state_(std::make_shared<State>(std::move(duties))) {
   // A step's name must not allocate while work is queued.
   for (std::string& step : state_->steps) step.reserve(64);
-  std::thread([state = state_] { run(state); }).detach();
+  start_thread("the watch over queued work", [state = state_] { run(state); }).detach();
 }
 
 Watchdog::~Watchdog() {
@@ -53,7 +56,7 @@ void Watchdog::watch(int slot, const char* step) {
 
 std::optional<std::string> Watchdog::expired() const {
   const std::lock_guard lock(state_->mutex);
-  return state_->expired;
+  return state_->has_expired ? std::optional(state_->expired) : std::nullopt;
 }
 
 void Watchdog::abort() {
@@ -78,8 +81,8 @@ void Watchdog::run(const std::shared_ptr<State>& state) {
       s.since = Clock::now();
     }
     if (!aborted && s.count > 0 && Clock::now() - s.since >= s.duties.deadline) {
-      s.expired = s.steps[s.first];
-      s.abort = true;
+      if (!s.has_expired) s.expired.swap(s.steps[s.first]);  // a copy might find no memory
+      s.has_expired = s.abort = true;
     }
     if (s.abort && !aborted) {
       aborted = true;

@@ -22,6 +22,7 @@ class Watchdog {
     std::function<void()> abort;    // called at most once, on the watchdog's thread; may block
   };
 
+  /// Throws BackendError where no thread can be started.
   explicit Watchdog(Duties duties);
   /// Waits for a running abort a few seconds at most, then leaves it to itself.
   ~Watchdog();

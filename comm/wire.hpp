@@ -2,6 +2,7 @@
 // any bytes may travel. The control plane sends nothing else.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,7 +28,12 @@ inline std::string pack_all(const std::vector<std::string>& texts) {
   return packed;
 }
 
-/// Throws an internal Error for bytes that pack did not write.
+/// An internal Error: bytes that pack did not write.
+[[noreturn]] void throw_damage();
+
+/// Throws it for such bytes.
 std::vector<std::string> unpack(std::string_view packed);
+/// Likewise for another number of texts.
+std::vector<std::string> unpack(std::string_view packed, std::size_t count);
 
 }  // namespace longspan::comm

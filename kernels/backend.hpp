@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "kernels/digest.hpp"
 #include "kernels/exchange.hpp"
 #include "kernels/gather.hpp"
 #include "kernels/params.hpp"
@@ -79,6 +80,13 @@ class Backend {
   virtual std::size_t exchange_window(std::int64_t /*rows*/, int /*dim*/, int /*ranks*/) const {
     return 0;
   }
+
+  /// The digest of small arrays, where they lie.
+  virtual void digest(const DigestParams& params, Stream stream) const = 0;
+  /// What this rank says of its run, for the other ranks to compare (RunHeaders).
+  virtual void say(const SayParams& params, Stream stream) const = 0;
+  /// Zeroed memory that the host and the kernels both see.
+  virtual std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const = 0;
 
   virtual void map_rows(const MapParams& params, Stream stream) const = 0;
   virtual void place_rows(const PlaceParams& params, Stream stream) const = 0;

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/digest.hpp"
 #include "kernels/params.hpp"
 #include "src/peer_view.hpp"
 
@@ -27,11 +28,13 @@ struct ExchangeParams {
   PeerView peers;
   MergeParams merge;  // states: [ranks] slots, of which this rank's own is filled; rows null
   std::int64_t capacity = 0;  // rows that the windows were made for
-  std::uint32_t shape = 0;    // hash of what ranks must agree on
+  std::uint64_t hash = 0;     // of what the ranks must mean alike (SayParams)
   Push push = Push::automatic;
   int blocks = 0;       // 0: by size. Others to measure them, as far as the GPU holds them
   bool overlap = true;  // the kernel may come to its place while the one before it ends
   bool pushed = false;  // by attention where it can; of all ranks alike, as `automatic` looks at it
+  std::uint32_t run = 0;                    // comm::RunName::run, for the report
+  const std::uint64_t* contents = nullptr;  // SayParams
 };
 
 }  // namespace longspan::kernels

@@ -11,6 +11,7 @@
 //     overlap      token     0                     the slot
 //     query_len    sequence  max_query_len         query tokens
 //     qq_width     sequence  width of the bias     query tokens
+//     segments     sequence  keys that fit         keys on this rank
 #pragma once
 
 #include <cstdint>
@@ -67,7 +68,7 @@ template <class Report, class Claim>
 LONGSPAN_HD void check_slot(const CheckParams& p, std::int64_t token, std::int64_t slot,
                             const Report& report, const Claim& claim) {
   if (slot < 0) return;  // nowhere
-  if (p.slot_count > 0 && slot >= p.slot_count)
+  if (p.slot_count >= 0 && slot >= p.slot_count)
     report(Fault::slot, token, 0, slot);
   else if (p.claimed != nullptr && slot < p.slot_count && claim(slot))
     report(Fault::overlap, token, 0, slot);
@@ -106,7 +107,12 @@ LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const
     return report(Fault::qq_width, b, p.bias.qq.width, q_len);
   if (p.max_kv_len > 0 && kv_len > p.max_kv_len)
     return report(Fault::too_long, b, p.max_kv_len, kv_len);
-  if (!p.pages && check.slot_count > 0) {
+  if (p.parts && p.parts.keys > 0) {
+    const std::int64_t local_len = p.shard.of(b).local_len(kv_len);
+    if (p.parts.keys < local_len && p.parts.keys * p.parts.count < local_len)
+      return report(Fault::segments, b, p.parts.keys * p.parts.count, local_len);
+  }
+  if (!p.pages && check.slot_count >= 0) {
     const std::int64_t end = p.batch.first_key(b) + p.shard.of(b).local_len(kv_len);
     if (end > check.slot_count)
       return report(Fault::too_long, b, check.slot_count - p.batch.first_key(b),

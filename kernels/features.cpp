@@ -11,41 +11,45 @@ using P = AttendParams;
 
 constexpr bool kYes = true, kNo = false;
 
+// What asks for a feature: `Attention`, `Kernels`, or a strategy that calls a backend.
+constexpr const char *kBoth = "layer, calls", *kLayer = "layer", *kCalls = "calls",
+                     *kBackend = nullptr;
+
 constexpr Feature kFeatures[] = {
-    // name, meaning, host, cuda, asked
-    {"causal", "by global position", kYes, kYes, [](const P& p) { return p.mask.causal; }},
-    {"window", "sliding, to the left and to the right", kYes, kYes,
+    // name, meaning, by, host, cuda, asked
+    {"causal", "by global position", kBoth, kYes, kYes, [](const P& p) { return p.mask.causal; }},
+    {"window", "sliding, to the left and to the right", kBoth, kYes, kYes,
      [](const P& p) { return p.mask.window > 0 || p.mask.right >= 0; }},
-    {"causal per sequence", "a flag for each sequence of the batch", kYes, kYes,
+    {"causal per sequence", "a flag for each sequence of the batch", kBoth, kYes, kYes,
      [](const P& p) { return p.batch.causal != nullptr; }},
-    {"packed documents", "a query sees keys of its own document", kYes, kYes,
+    {"packed documents", "a query sees keys of its own document", kLayer, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.documents); }},
-    {"softcap", "cap * tanh(score / cap)", kYes, kYes,
+    {"softcap", "cap * tanh(score / cap)", kBoth, kYes, kYes,
      [](const P& p) { return p.score.softcap != 0.0f; }},
-    {"ALiBi", "by context or by query distance, a slope for each head", kYes, kYes,
+    {"ALiBi", "by context or by query distance, a slope for each head", kBoth, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.bias.slopes); }},
-    {"qq_bias", "between the new tokens, -inf hides", kYes, kYes,
+    {"qq_bias", "between the new tokens, -inf hides", kBoth, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.bias.qq); }},
-    {"paged", "block tables, pages of any size", kYes, kYes,
+    {"paged", "block tables, pages of any size", kBoth, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.pages); }},
-    {"x-packed pages", "K [pages, kv_heads, dim/x, page, x], V [pages, kv_heads, dim, page]", kYes,
-     kYes, [](const P& p) { return !p.k.dense() || !p.v.dense(); }},
-    {"fp8 keys and values", "e4m3 and e5m2, a scale for the tensor or each kv head", kYes, kYes,
-     [](const P& p) { return is_fp8(p.kv_dtype); }},
-    {"fp8 queries", "e4m3 and e5m2 with a scale", kYes, kYes,
+    {"x-packed pages", "K [pages, kv_heads, dim/x, page, x], V [pages, kv_heads, dim, page]", kBoth,
+     kYes, kYes, [](const P& p) { return !p.k.dense() || !p.v.dense(); }},
+    {"fp8 keys and values", "e4m3 and e5m2, a scale for the tensor or each kv head", kBoth, kYes,
+     kYes, [](const P& p) { return is_fp8(p.kv_dtype); }},
+    {"fp8 queries", "e4m3 and e5m2 with a scale", kBoth, kYes, kYes,
      [](const P& p) { return is_fp8(p.q_dtype); }},
-    {"ranges of a batch", "a table of cuts for each sequence", kYes, kYes,
+    {"ranges of a batch", "a table of cuts for each sequence", kLayer, kYes, kYes,
      [](const P& p) { return p.shard.layout == Layout::ranges && p.batch.size > 1; }},
-    {"skip decode", "sequences of one query are left out", kYes, kYes,
+    {"skip decode", "sequences of one query are left out", kBoth, kYes, kYes,
      [](const P& p) { return p.batch.skip_decode; }},
-    {"segments handed out", "a state for each part of the keys", kYes, kYes,
+    {"segments handed out", "a state for each part of the keys", kCalls, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.parts); }},
-    {"state in", "rows begin from a previous state", kYes, kYes,
+    {"state in", "rows begin from a previous state", kBackend, kYes, kYes,
      [](const P& p) { return p.resume; }},
     // The host's products stay exact, which the option allows.
-    {"tf32", "fp32 products rounded to tf32", kYes, kYes, [](const P& p) { return p.tf32; }},
-    {"fp8 products", "e4m3 queries, keys and values multiplied as they are; on Hopper", kNo, kYes,
-     [](const P& p) { return p.fp8_products; }},
+    {"tf32", "fp32 products rounded to tf32", kBoth, kYes, kYes, [](const P& p) { return p.tf32; }},
+    {"fp8 products", "e4m3 queries, keys and values multiplied as they are; on Hopper", kLayer, kNo,
+     kYes, [](const P& p) { return p.fp8_products; }},
 };
 
 }  // namespace

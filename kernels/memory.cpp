@@ -1,6 +1,7 @@
 // Buffer on the host and, in a build with CUDA, on the current GPU.
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -21,7 +22,8 @@ constexpr std::size_t kAlign = 256;  // bytes; cudaMalloc gives at least this
 void* allocate(Device device, std::size_t bytes) {
   void* data = nullptr;
   if (device == Device::host) {
-    data = std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
+    if (bytes <= std::numeric_limits<std::size_t>::max() - kAlign)  // else rounding up gives 0
+      data = std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
     if (data == nullptr)
       throw BackendError("asked for " + std::to_string(bytes) +
                          " bytes of host memory and there are not so many: use smaller tensors");
@@ -32,11 +34,11 @@ void* allocate(Device device, std::size_t bytes) {
   if (status == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // this error is reported here and is no state of the GPU
     std::size_t free = 0, total = 0;
-    cudaMemGetInfo(&free, &total);
+    static_cast<void>(LONGSPAN_CUDA_WORKED(cudaMemGetInfo(&free, &total)));
     throw BackendError("asked for " + std::to_string(bytes) + " bytes of GPU memory and " +
                        std::to_string(free) + " are free: use smaller tensors or more ranks");
   }
-  LONGSPAN_CUDA(status);
+  LONGSPAN_CUDA_STATUS(status, "cudaMalloc");
   return data;
 #else
   throw Unsupported(
@@ -47,8 +49,13 @@ void* allocate(Device device, std::size_t bytes) {
 void release(Device device, void* data) {
   if (device == Device::host) std::free(data);
 #if defined(LONGSPAN_HAVE_CUDA)
-  if (device == Device::cuda) cudaFree(data);
+  if (device == Device::cuda) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaFree(data)));
 #endif
+}
+
+void check_host(const void* host, std::size_t bytes) {
+  if (host == nullptr && bytes > 0)
+    throw InputError("host memory for a copy of " + std::to_string(bytes) + " bytes is null");
 }
 
 void copy(Device device, void* to, const void* from, std::size_t bytes) {
@@ -86,8 +93,14 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   return *this;
 }
 
-void Buffer::upload(const void* host) { copy(device_, data_, host, bytes_); }
+void Buffer::upload(const void* host) {
+  check_host(host, bytes_);
+  copy(device_, data_, host, bytes_);
+}
 
-void Buffer::download(void* host) const { copy(device_, host, data_, bytes_); }
+void Buffer::download(void* host) const {
+  check_host(host, bytes_);
+  copy(device_, host, data_, bytes_);
+}
 
 }  // namespace longspan

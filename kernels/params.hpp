@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "longspan/mask.hpp"
 #include "longspan/score.hpp"
@@ -221,6 +222,27 @@ struct OutScale {
   }
 };
 
+/// What every rank says of its run (digest.hpp), gathered beside the states of the run. Where one
+/// says another thing than this rank, the states are of different runs: a merge then writes no
+/// result, and reports it.
+struct RunHeaders {
+  const std::uint64_t* said = nullptr;  // [ranks]; null: nothing is compared
+  int rank = 0;
+  int ranks = 1;
+  std::uint32_t run = 0;            // comm::RunName::run
+  std::uint64_t* report = nullptr;  // [1] seen by the host: see `reported`; 0: all is well
+
+  LONGSPAN_HD int differing() const {
+    for (int p = 0; p < ranks; ++p)
+      if (said[p] != said[rank]) return p;
+    return -1;
+  }
+  /// One word, so that who reads it reads all of it: the run, and 1 + the rank that differs.
+  LONGSPAN_HD static std::uint64_t reported(std::uint32_t run, int differs) {
+    return std::uint64_t{run} << 32 | static_cast<std::uint32_t>(differs + 1);
+  }
+};
+
 /// `slots` states of each row -> out and lse. States fold in the order of fold_place, neighbours
 /// first; then the sink; then the scale and the one rounding to the output dtype (fp8 saturates).
 struct MergeParams {
@@ -239,6 +261,7 @@ struct MergeParams {
   float* lse = nullptr;  // [tokens, heads], natural log; or null
   std::int64_t lse_row_stride = 0;
   std::int64_t lse_head_stride = 0;
+  RunHeaders headers;  // of states that were gathered
 };
 
 /// A strided array [tokens, heads] of fp32.
@@ -254,11 +277,15 @@ struct LseView {
 
 /// Finished parts [tokens, heads, dim] with their lse -> one. Part n lies n strides behind the
 /// first. Neighbours fold first, as in MergeParams; an lse of +inf or -inf is empty, and the rows
-/// of an empty part are not read.
+/// of an empty part are not read. The merge of finite values is finite, however large they are:
+/// where a sum leaves fp32, its terms are scaled before they are added (merge_scaled.hpp).
 struct MergeOutputsParams {
   int parts = 2;
-  DType in_dtype = DType::fp32;
-  Rows in[2];  // parts == 2: prefix and suffix; else in[0] is the first part
+  Rows in[2];  // parts == 2: prefix and suffix; else in[0] is the first part, and what follows here
+               // of two is [0] for all
+  DType in_dtype[2] = {DType::fp32, DType::fp32};  // may be fp8
+  const float* in_scale[2] = {nullptr, nullptr};   // parts == 2: [1] each; else [0] is [parts]. A
+                                                   // stored x stands for x * scale; null: 1
   LseView in_lse[2];
   std::int64_t part_stride = 0;      // between parts, in elements; parts > 2
   std::int64_t lse_part_stride = 0;  // likewise of the lse
@@ -269,10 +296,33 @@ struct MergeOutputsParams {
   std::int64_t tokens = 0;
   int heads = 1;
   int dim = 0;
-  DType dtype = DType::fp32;  // of the result: in_dtype, or fp8
+  DType dtype = DType::fp32;  // of the result; may be fp8
   OutScale out_scale;
   Rows out;     // may be in[0]
   LseView lse;  // data null: not wanted; may be in_lse[0]
+
+  /// Which of two parts, or the first of many.
+  LONGSPAN_HD int side(int part) const { return parts == 2 ? part : 0; }
+  LONGSPAN_HD DType dtype_of(int part) const { return in_dtype[side(part)]; }
+  LONGSPAN_HD float scale_of(int part) const {
+    const float* scale = in_scale[side(part)];
+    return scale == nullptr ? 1.0f : scale[parts == 2 ? 0 : part];
+  }
+  /// Whether part `part` of a token is merged: a suffix alone has no prefix.
+  LONGSPAN_HD bool is_there(int part, std::int64_t token) const {
+    return part < parts && !(parts == 2 && part == 0 && with_prefix >= 0 && token >= with_prefix);
+  }
+  LONGSPAN_HD float lse_of(int part, std::int64_t token, int head) const {
+    return parts == 2 ? *in_lse[part].at(token, head)
+                      : in_lse[0].at(token, head)[part * lse_part_stride];
+  }
+  LONGSPAN_HD const std::byte* row_of(int part, std::int64_t token, int head) const {
+    const Rows& rows = in[side(part)];
+    const std::int64_t first =
+        token * rows.row_stride + head * rows.head_stride + (parts == 2 ? 0 : part * part_stride);
+    return static_cast<const std::byte*>(rows.data) +
+           first * static_cast<std::int64_t>(size_of(dtype_of(part)));
+  }
 };
 
 /// States per segment as serving engines hold them: o [tokens, heads, segments, dim] unnormalised,
@@ -284,6 +334,13 @@ struct SegmentView {
   int segments = 1;
   int padded_dim = 0;  // distance of rows of `output`; at least dim
 };
+
+/// What `max` and `expsum` of a segment say, in base 2. A max of -inf is an empty segment, whatever
+/// its sum: engines leave 1 there where a window left no key. So is a sum of 0, whatever its max.
+LONGSPAN_HD inline Stats segment_stats(float max, float expsum) {
+  if (max == -infinity() || expsum == 0.0f) return empty_stats();
+  return {max * kLog2E, expsum};
+}
 
 /// StateSlots [segments] -> SegmentView. Segment 0 takes the sink. Segments past the end of a
 /// sequence (parts.of(s) is empty) are not written; segment 0 always is, for the sink's sake.
@@ -347,6 +404,7 @@ enum class Fault : std::int32_t {
   overlap,      // two rows go to one slot
   query_len,    // a sequence has more queries than max_query_len
   qq_width,     // a query is longer than the qq_bias is wide
+  segments,     // segments of a given size do not hold all keys of a sequence
 };
 
 /// The first fault found: which sequence or token, which column, and the value.
@@ -363,7 +421,7 @@ struct CheckParams {
   AttendParams attend;  // lengths, table, masks; no memory of q, k, v is read
   bool is_append = false;
   const std::int64_t* slots = nullptr;  // [tokens] of an append; or null
-  std::int64_t slot_count = 0;          // rows of the cache
+  std::int64_t slot_count = -1;         // rows of the cache; -1: unknown
   std::uint32_t* claimed = nullptr;     // [slot_count / 32 + 1] zeros, for overlaps; or null
   FaultReport* report = nullptr;
 };
@@ -378,14 +436,27 @@ struct MapParams {
   std::int64_t* map = nullptr;  // [ranks, capacity]
 };
 
-/// to[map[i]] = from[i] for map[i] >= 0; a null map copies. Rows of `row_bytes`, a multiple of 16.
+/// to[map[i]] = from[i] where map[i] is one of `places`; a null map copies. Rows of any size, at
+/// any address.
 struct PlaceParams {
   const std::byte* from = nullptr;    // [count, row_bytes]
   std::byte* to = nullptr;            // [any, row_bytes]
   const std::int64_t* map = nullptr;  // [count], or null
   std::int64_t count = 0;
   std::int64_t row_bytes = 0;
+  // Rows of `to`, where the map came from other ranks and may hold anything.
+  std::int64_t places = std::numeric_limits<std::int64_t>::max();
 };
+
+/// The widest word, up to 16 bytes, that divides the rows and the addresses that they begin at.
+inline int place_word(const PlaceParams& p) {
+  const std::uintptr_t all = reinterpret_cast<std::uintptr_t>(p.from) |
+                             reinterpret_cast<std::uintptr_t>(p.to) |
+                             static_cast<std::uintptr_t>(p.row_bytes);
+  for (int word = 16; word > 1; word /= 2)
+    if (all % static_cast<std::uintptr_t>(word) == 0) return word;
+  return 1;
+}
 
 /// First local key of each sequence when the rank's keys are packed: an exclusive prefix sum of
 /// shard.local_len(kv_len[b]).

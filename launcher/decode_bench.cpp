@@ -11,8 +11,10 @@
 
 #include "launcher/decode_report.hpp"
 #include "launcher/decode_step.hpp"
+#include "launcher/demand.hpp"
 #include "launcher/elements.hpp"
-#include "launcher/npy.hpp"
+#include "launcher/output_file.hpp"
+#include "launcher/speech.hpp"
 #include "launcher/world.hpp"
 #include "longspan/info.hpp"
 
@@ -122,18 +124,6 @@ double median_of_last(std::vector<double> values, int count) {
   return median(std::move(values));
 }
 
-/// The worse of two judgements of as many rows.
-Judgement worse(const Judgement& a, const Judgement& b) {
-  return {a.rows + b.rows,
-          std::max(a.max_error, b.max_error),
-          std::max(a.relative_error, b.relative_error),
-          std::max(a.plain_error, b.plain_error),
-          std::max(a.lse_error, b.lse_error),
-          std::max(a.bound, b.bound),
-          a.wrong + b.wrong,
-          a.right && b.right};
-}
-
 /// Checks one step, times many, and checks the last of them. `split`: where the time goes, too.
 Timed measure(const Communicator& world, const Settings& s, const DecodeShape& shape, bool split,
               const Pulse& pulse) {
@@ -185,27 +175,24 @@ Timed measure(const Communicator& world, const Settings& s, const DecodeShape& s
 int caches_for(const Settings& s, const DecodeShape& ours, const DecodeShape& alone,
                const Communicator& world, bool with_alone, std::string& not_alone) {
   const double share = world.device() == Device::host ? s.memory / world.size() : s.memory;
-  const auto fit = [&](double room, std::size_t bytes) {
-    return static_cast<int>(
-        std::clamp(room / static_cast<double>(bytes), 0.0, 1.0 * s.options.layers));
+  const auto fit = [&](double room, double bytes) {
+    return static_cast<int>(std::clamp(room / bytes, 0.0, 1.0 * s.options.layers));
   };
-  const int own = std::max(1, fit(share, ours.cache_bytes(world.size())));
+  const int own = std::max(1, fit(share, ours.bytes_of_cache(world.size())));
   if (!with_alone) return own;
-  const int whole = fit(s.memory, alone.cache_bytes(1));
+  const int whole = fit(s.memory, alone.bytes_of_cache(1));
   if (whole > 0) return std::min(own, whole);
-  not_alone = fmt::format("one cache of all {} keys takes {}, and there is room for {} (--memory)",
-                          alone.kv_len, size_text(alone.cache_bytes(1)),
-                          size_text(static_cast<std::size_t>(s.memory)));
+  not_alone =
+      fmt::format("one cache of all {} keys takes {}, and there is room for {} (--memory)",
+                  alone.kv_len, size_text(static_cast<std::size_t>(alone.bytes_of_cache(1))),
+                  size_text(static_cast<std::size_t>(s.memory)));
   return own;
 }
 
 void refuse_wrong(const std::optional<Judgement>& check, const char* who) {
   if (!check || check->right) return;
-  throw Error(
-      ErrorKind::wrong_result,
-      fmt::format("{}{} elements are farther from float64 than {:.1e}, relative error {:.1e}; "
-                  "nothing was written",
-                  who, check->wrong, check->bound, check->relative_error));
+  throw Error(ErrorKind::wrong_result,
+              fmt::format("{}{}; nothing was written", who, complaint(*check)));
 }
 
 /// The step of one rank that has everything, measured on rank 0 while the others wait. Collective.
@@ -232,6 +219,7 @@ DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t
   const bool with_alone = !o.no_alone && ranks > 1;
   r.caches = caches_for(s, ours, alone, world, with_alone, r.not_alone);
   ours.caches = alone.caches = r.caches;
+  require_memory(world, demand_of(world, ours));
   r.cache_bytes = ours.cache_bytes(ranks);
 
   const Timed t = measure(world, s, ours, true, [] {});
@@ -273,6 +261,9 @@ int bench_decode(const Communicator& control, const CommandLine& line) {
   together(world, "check of the lengths", [&] { check_lengths(s, world.size()); });
   s.memory = memory_for_caches(world, o);
 
+  // What goes to standard output by --json has it alone.
+  std::FILE* const table = json && json->is_standard_output() ? stderr : stdout;
+
   DecodeReport report{.backend = name(world.device()),
                       .world = world.describe(),
                       .ranks = world.size(),
@@ -282,9 +273,8 @@ int bench_decode(const Communicator& control, const CommandLine& line) {
   for (const std::int64_t kv : o.kv) {
     report.rows.push_back(measure_row(world, s, kv, report.exchange_by));
     if (world.rank() == 0) {
-      if (report.rows.size() == 1) fmt::print("{}", header(report));
-      fmt::print("{}", row(report, report.rows.back()));
-      std::fflush(stdout);
+      if (report.rows.size() == 1) say(header(report), table);
+      say(row(report, report.rows.back()), table);
     }
     together(world, "check of the results", [&] { refuse_wrong(report.rows.back().check, ""); });
   }

@@ -40,6 +40,10 @@ struct DecodeShape {
   std::size_t cache_bytes(int ranks) const {
     return 2 * static_cast<std::size_t>(batch * capacity(ranks)) * row_bytes();
   }
+  /// The same as a figure, which no size overflows.
+  double bytes_of_cache(int ranks) const {
+    return 2.0 * batch * static_cast<double>(capacity(ranks)) * static_cast<double>(row_bytes());
+  }
   /// The options of a layer that runs this.
   Options fitted() const;
 };

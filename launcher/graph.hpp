@@ -18,9 +18,11 @@
 
 namespace longspan::launcher {
 
+/// What is thrown does not stay the runtime's last error.
 inline void cuda_ok(cudaError_t status, const char* what) {
-  if (status != cudaSuccess)
-    throw BackendError(std::string(what) + " failed: " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());
+  throw BackendError(std::string(what) + " failed: " + cudaGetErrorString(status));
 }
 
 class GpuStream {
@@ -47,7 +49,10 @@ class Graph {
     try {
       work(on(stream));
     } catch (...) {
-      if (cudaStreamEndCapture(stream, &graph) == cudaSuccess) cudaGraphDestroy(graph);
+      if (cudaStreamEndCapture(stream, &graph) == cudaSuccess)
+        cudaGraphDestroy(graph);
+      else
+        static_cast<void>(cudaGetLastError());  // the capture had failed before
       throw;
     }
     cuda_ok(cudaStreamEndCapture(stream, &graph), "end of a capture");

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 
-#include "launcher/graph.hpp"
+#include "kernels/cuda/launch.hpp"
 
 namespace longspan::launcher::cuda {
 namespace {
+
+using kernels::cuda::launch_kernel;
 
 constexpr int kThreads = 128;
 constexpr std::int64_t kBlocks = 1 << 16;  // many for every GPU
@@ -36,16 +38,14 @@ cudaStream_t handle(Stream stream) { return static_cast<cudaStream_t>(stream.han
 
 void grow(const Lengths& lengths, Stream stream) {
   const auto blocks = static_cast<unsigned>((lengths.batch + kThreads - 1) / kThreads);
-  grow_kernel<<<blocks, kThreads, 0, handle(stream)>>>(lengths);
-  cuda_ok(cudaGetLastError(), "growth of the lengths");
+  launch_kernel(grow_kernel, {blocks, kThreads, handle(stream)}, lengths);
 }
 
 void fill(const Filling& f, Stream stream) {
   const std::int64_t slots = f.batch * f.capacity;
   if (slots == 0) return;
   const auto blocks = static_cast<unsigned>(std::min(slots, kBlocks));
-  fill_kernel<<<blocks, kThreads, 0, handle(stream)>>>(f);
-  cuda_ok(cudaGetLastError(), "filling of a cache");
+  launch_kernel(fill_kernel, {blocks, kThreads, handle(stream)}, f);
 }
 
 }  // namespace longspan::launcher::cuda

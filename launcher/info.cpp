@@ -41,13 +41,18 @@ std::string features_text(bool json) {
   if (json) {
     ordered_json all = ordered_json::array();
     for (const FeatureInfo& f : features())
-      all.push_back({{"name", f.name}, {"meaning", f.meaning}, {"host", f.host}, {"cuda", f.cuda}});
+      all.push_back({{"name", f.name},
+                     {"meaning", f.meaning},
+                     {"asked of", f.by},
+                     {"host", f.host},
+                     {"cuda", f.cuda}});
     return all.dump(2) + "\n";
   }
-  std::string text = fmt::format("{:<22}{:<6}{:<6}{}\n", "feature", "host", "cuda", "meaning");
+  std::string text =
+      fmt::format("{:<22}{:<6}{:<6}{:<14}{}\n", "feature", "host", "cuda", "asked of", "meaning");
   for (const FeatureInfo& f : features())
-    text += fmt::format("{:<22}{:<6}{:<6}{}\n", f.name, f.host ? "yes" : "no",
-                        f.cuda ? "yes" : "no", f.meaning);
+    text += fmt::format("{:<22}{:<6}{:<6}{:<14}{}\n", f.name, f.host ? "yes" : "no",
+                        f.cuda ? "yes" : "no", f.by, f.meaning);
   return text;
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -66,7 +67,7 @@ Source from_file(const NpyFile& file, const std::string& label) {
   source.read = [file, row_bytes](std::int64_t row, std::int64_t first, std::int64_t count,
                                   void* to) {
     const std::size_t size = size_of(file.dtype());
-    std::memcpy(to, file.data() + row * row_bytes + first * size, count * size);
+    file.read(row * row_bytes + first * size, count * size, to);
   };
   return source;
 }
@@ -84,8 +85,14 @@ void parallel_for(std::int64_t count, int threads, const std::function<void(std:
     }
   };
   std::vector<std::thread> others;
-  for (int t = 1; t < threads; ++t) others.emplace_back(work, t);
+  others.reserve(threads);
+  int started = 1;
+  try {
+    for (; started < threads; ++started) others.emplace_back(work, started);
+  } catch (const std::system_error&) {  // no memory or no right to more threads: this one does it
+  }
   work(0);
+  for (int t = started; t < threads; ++t) work(t);
   for (std::thread& thread : others) thread.join();
   for (const std::exception_ptr& failure : failures)
     if (failure) std::rethrow_exception(failure);

@@ -11,12 +11,15 @@
 #include "launcher/elements.hpp"
 #include "launcher/oracle.hpp"
 #include "launcher/plain.hpp"
+#include "launcher/rounding.hpp"
+#include "launcher/world.hpp"
 
 namespace longspan::launcher {
 namespace {
 
 constexpr double kNormBound = 2e-6;
 constexpr double kFp8LseBound = 0x1p-8;
+constexpr double kScoreUnit = 0x1p-23, kFp8ScoreUnit = 0x1p-13;  // rounding_of's
 
 /// |a - b|, where two NaNs or two equal infinities agree and one alone is infinitely wrong.
 double distance(double a, double b) {
@@ -27,17 +30,20 @@ double distance(double a, double b) {
 
 /// What one rank found: errors are kept, because the bound is known only when all have finished.
 struct Findings {
-  std::vector<double> errors;  // of elements of out
-  double error2 = 0, exact2 = 0, exact_max = 0, plain = 0, lse = 0;
+  std::vector<Farthest> errors;  // of elements of out, with the bounds of their rows
+  double error2 = 0, exact2 = 0, bound2 = 0, exact_max = 0, plain = 0, lse = 0;
+  Farthest farthest_lse;
   std::int64_t wrong_lse = 0;
 
   void add(const Findings& other) {
     errors.insert(errors.end(), other.errors.begin(), other.errors.end());
     error2 += other.error2;
     exact2 += other.exact2;
+    bound2 += other.bound2;
     exact_max = std::max(exact_max, other.exact_max);
     plain = std::max(plain, other.plain);
     lse = std::max(lse, other.lse);
+    farthest_lse.add(other.farthest_lse);
     wrong_lse += other.wrong_lse;
   }
 };
@@ -81,22 +87,26 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
   const Eigen::VectorXf plain = attend_plainly(
       q, keys, values, visible, static_cast<float>(problem.scale()), o.softcap, sink,
       o.fp8_products ? DType::e4m3 : o.dtype, Stored{out_dtype, static_cast<float>(unit)}, bias);
+  const Rounding rounding = rounding_of(q, keys, values, visible, problem.scale(), o.softcap, bias,
+                                        exact, o.fp8_products ? kFp8ScoreUnit : kScoreUnit);
 
   Findings f;
   const std::int64_t at = static_cast<std::int64_t>(i) * o.heads + head;
   for (int d = 0; d < o.dim; ++d) {
     const double error =
         distance(unit * load(answer.out.data(), out_dtype, at * o.dim + d), exact.out[d]);
-    f.errors.push_back(error);
+    f.errors.push_back({error, rounding.out[d]});
     if (!std::isfinite(exact.out[d])) continue;
     f.error2 += error * error;
     f.exact2 += exact.out[d] * exact.out[d];
+    f.bound2 += rounding.out[d] * rounding.out[d];
     f.exact_max = std::max(f.exact_max, std::abs(exact.out[d]));
     f.plain = std::max(f.plain, distance(plain[d], exact.out[d]));
   }
+  const double base = o.fp8_products ? kFp8LseBound : kNormBound;
   f.lse = distance(answer.lse[at], exact.lse);
-  f.wrong_lse =
-      f.lse > (o.fp8_products ? kFp8LseBound : kNormBound) * std::max(1.0, std::abs(exact.lse));
+  f.farthest_lse = {f.lse, std::max(base * std::max(1.0, std::abs(exact.lse)), rounding.lse)};
+  f.wrong_lse = f.lse > f.farthest_lse.bound;
   return f;
 }
 
@@ -174,39 +184,102 @@ Judgement judge(const Communicator& world, const Problem& problem, const Answer&
                 const std::vector<std::int64_t>& rows) {
   using nlohmann::json;
   const bool fp32 = problem.options.dtype == DType::fp32;
-  const Findings mine = examine(world, problem, gather_rows(world, problem, answer, rows));
+  const Answer whole = gather_rows(world, problem, answer, rows);
+  Findings mine;
+  together(world, "comparison with float64", [&] { mine = examine(world, problem, whole); });
 
   Findings all;
-  const json sums{mine.error2, mine.exact2, mine.exact_max, mine.plain, mine.lse, mine.wrong_lse};
+  const json sums{mine.error2,
+                  mine.exact2,
+                  mine.bound2,
+                  mine.exact_max,
+                  mine.plain,
+                  mine.lse,
+                  mine.wrong_lse,
+                  mine.farthest_lse.error,
+                  mine.farthest_lse.bound};
   const auto bytes_of = [](const json& value) {  // keeps infinities, which text would not
     const std::vector<std::uint8_t> bytes = json::to_cbor(value);
     return std::string(bytes.begin(), bytes.end());
   };
   for (const std::string& text : world.gather(bytes_of(sums), "gather of errors")) {
     const json s = json::from_cbor(text);
-    all.add({{}, s[0], s[1], s[2], s[3], s[4], s[5]});
+    all.add({{}, s[0], s[1], s[2], s[3], s[4], s[5], {s[7], s[8]}, s[6]});
   }
   Judgement j;
   j.rows = static_cast<std::int64_t>(rows.size());
   j.plain_error = all.plain;
   j.bound = std::max(2 * all.plain, fp32 ? kNormBound * all.exact_max : 0.0);
-  j.relative_error = all.exact2 > 0 ? std::sqrt(all.error2 / all.exact2) : std::sqrt(all.error2);
+  const double norm = all.exact2 > 0 ? std::sqrt(all.exact2) : 1;
+  j.relative_error = std::sqrt(all.error2) / norm;
+  if (fp32) j.relative_bound = std::max(kNormBound, std::sqrt(all.bound2) / norm);
   j.lse_error = all.lse;
+  j.lse = all.farthest_lse;
+  j.wrong_lse = all.wrong_lse;
 
   double max_error = 0;
-  std::int64_t wrong = mine.wrong_lse;
-  for (const double error : mine.errors) {
+  Farthest farthest;
+  std::int64_t wrong = 0;
+  for (const auto& [error, bound] : mine.errors) {
+    const Farthest one{error, std::max(j.bound, bound)};
     max_error = std::max(max_error, error);
-    wrong += !(error <= j.bound);
+    farthest.add(one);
+    wrong += !(one.error <= one.bound);
   }
-  for (const std::string& text :
-       world.gather(bytes_of(json{max_error, wrong}), "gather of wrong elements")) {
+  const json found{max_error, wrong, farthest.error, farthest.bound};
+  for (const std::string& text : world.gather(bytes_of(found), "gather of wrong elements")) {
     const json s = json::from_cbor(text);
     j.max_error = std::max(j.max_error, s[0].get<double>());
-    j.wrong += s[1].get<std::int64_t>();
+    j.wrong_elements += s[1].get<std::int64_t>();
+    j.element.add({s[2], s[3]});
   }
-  j.right = j.wrong == 0 && (!fp32 || j.relative_error < kNormBound);
+  j.wrong = j.wrong_elements + j.wrong_lse;
+  j.right = j.wrong == 0 && (!fp32 || j.relative_error <= j.relative_bound);
   return j;
+}
+
+void Farthest::add(const Farthest& other) {
+  // error / bound by cross products: a bound may be 0, and an error infinite.
+  const double mine = error * other.bound, theirs = other.error * bound;
+  if (theirs > mine || (theirs == mine && other.error > error) || !std::isfinite(other.error))
+    *this = other;
+}
+
+Judgement worse(const Judgement& a, const Judgement& b) {
+  Judgement j = a;
+  j.rows += b.rows;
+  j.max_error = std::max(a.max_error, b.max_error);
+  if (b.relative_error * a.relative_bound > a.relative_error * b.relative_bound)
+    j.relative_bound = b.relative_bound;
+  j.relative_error = std::max(a.relative_error, b.relative_error);
+  j.plain_error = std::max(a.plain_error, b.plain_error);
+  j.lse_error = std::max(a.lse_error, b.lse_error);
+  j.bound = std::max(a.bound, b.bound);
+  j.element.add(b.element);
+  j.lse.add(b.lse);
+  j.wrong_elements += b.wrong_elements;
+  j.wrong_lse += b.wrong_lse;
+  j.wrong += b.wrong;
+  j.right = a.right && b.right;
+  return j;
+}
+
+std::string complaint(const Judgement& j) {
+  std::string text;
+  const auto add = [&text](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
+  if (j.wrong_elements > 0)
+    add(
+        fmt::format("{} elements are farther from float64 than they may be (one by {:.1e}, bound "
+                    "{:.1e})",
+                    j.wrong_elements, j.element.error, j.element.bound));
+  if (j.wrong_lse > 0)
+    add(fmt::format(
+        "{} lse are farther from float64 than they may be (one by {:.1e}, bound {:.1e})",
+        j.wrong_lse, j.lse.error, j.lse.bound));
+  if (j.relative_bound > 0 && !(j.relative_error <= j.relative_bound))
+    add(fmt::format("the relative error is {:.1e}, bound {:.1e}", j.relative_error,
+                    j.relative_bound));
+  return text;
 }
 
 }  // namespace longspan::launcher

@@ -1,11 +1,13 @@
 // How good an answer is: sampled rows against the float64 oracle. The ranks share the work by
-// (kv head, row), and every rank gets the same judgement.
+// (kv head, row), and every rank gets the same judgement. An error is right up to the largest of
 //
-//     16 bits   an element is wrong when |err| > 2 * the largest error that plain attention in the
-//               same dtype makes on the same rows
-//     fp32      |out - exact| must be below 2e-6 |exact| by norm; an element is wrong as above, or
-//               where that is more, when |err| > 2e-6 * the largest |exact| of the rows
-//     lse       wrong when |err| > 2e-6 * max(1, |exact|)
+//     any dtype   what rounding in fp32 may do to this row with these scores (rounding.hpp): it is
+//                 large only where large scores, of which none has all the weight, amplify it
+//     16 bits     2 * the largest error that plain attention in the same dtype makes on the rows
+//     fp32        the same, or 2e-6 * the largest |exact| of the rows
+//     lse         2e-6 * max(1, |exact|)
+//
+// and in fp32 |out - exact| by norm up to the larger of 2e-6 |exact| and the norm of the first.
 //
 // With fp8_products plain attention rounds its probabilities to e4m3, and the bound of an lse is
 // 2^-8 max(1, |exact|): the tensor cores keep some 14 bits of a sum of products of e4m3, so a score
@@ -15,20 +17,30 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "launcher/problem.hpp"
 
 namespace longspan::launcher {
 
+/// What is farthest beyond its bound, or nearest to it: the largest error / bound.
+struct Farthest {
+  double error = 0, bound = 0;
+  void add(const Farthest& other);
+};
+
 struct Judgement {
   std::int64_t rows = 0;      // compared, each with all its heads
   double max_error = 0;       // of an element of out
   double relative_error = 0;  // |out - exact| / |exact|, over all compared elements
+  double relative_bound = 0;  // of it; 0: there is none
   double plain_error = 0;     // max_error of plain attention in the same dtype
   double lse_error = 0;       // largest error of an lse
-  double bound = 0;           // of an element's error
-  std::int64_t wrong = 0;     // elements of out and lse beyond their bounds
+  double bound = 0;           // of an element's error, where scores amplify nothing
+  Farthest element, lse;
+  std::int64_t wrong_elements = 0, wrong_lse = 0;  // beyond their bounds
+  std::int64_t wrong = 0;                          // both
   bool right = true;
 };
 
@@ -40,5 +52,11 @@ std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count
 /// Collective.
 Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
                 const std::vector<std::int64_t>& rows);
+
+/// The worse of two judgements of other rows.
+Judgement worse(const Judgement& a, const Judgement& b);
+
+/// What is wrong, in figures.
+std::string complaint(const Judgement& judgement);
 
 }  // namespace longspan::launcher

@@ -4,18 +4,22 @@
 // finalised. At once, when only this rank knows: it says why, tells the others, and leaves without
 // finalising, so that no dead or stopped rank is waited for.
 #include <fmt/format.h>
+#include <sys/time.h>
 
+#include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <new>
 #include <string>
-#include <thread>
 
 #include "launcher/decode_bench.hpp"
 #include "launcher/info.hpp"
 #include "launcher/options.hpp"
+#include "launcher/output_file.hpp"
 #include "launcher/run.hpp"
+#include "launcher/speech.hpp"
 #include "launcher/verify.hpp"
 #include "launcher/world.hpp"
 #include "longspan/communicator.hpp"
@@ -58,31 +62,47 @@ int perform(const Communicator& world, const CommandLine& line) {
     case Action::say:
       break;
   }
-  if (world.rank() == 0) fmt::print("{}", text);
+  if (world.rank() == 0) say(text);
   return 0;
 }
 
-[[noreturn]] void leave_at_once(ErrorKind kind) {
-  std::fflush(stdout);
-  std::fflush(stderr);
-  std::_Exit(static_cast<int>(kind));
+/// Ends without waiting for anybody; what was being written goes with it. Only what a signal
+/// handler may call.
+[[noreturn]] void leave_at_once(int status) {
+  remove_unfinished();
+  std::_Exit(status);
 }
 
 /// Ends the process if the orderly end (MPI_Finalize waits for every rank) outlasts the deadline.
+/// By a signal: a thread for it may not start where memory is short.
 void limit_the_end(std::chrono::milliseconds deadline) {
-  std::thread([deadline] {
-    std::this_thread::sleep_for(deadline);
-    leave_at_once(ErrorKind::timeout);
-  }).detach();
+  std::fflush(nullptr);
+  std::signal(SIGALRM, [](int) { std::_Exit(static_cast<int>(ErrorKind::timeout)); });
+  itimerval limit{};
+  limit.it_value.tv_sec = deadline.count() / 1000;
+  limit.it_value.tv_usec = deadline.count() % 1000 * 1000;
+  setitimer(ITIMER_REAL, &limit, nullptr);
+}
+
+/// A file that is being written goes when a signal ends the process.
+void clean_up_on_signals() {
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
+    if (std::signal(number, SIG_IGN) == SIG_IGN) continue;  // as nohup wants it
+    std::signal(number, [](int received) {
+      remove_unfinished();
+      std::signal(received, SIG_DFL);
+      std::raise(received);
+    });
+  }
 }
 
 /// For what only this rank knows.
 [[noreturn]] void fail(const Communicator* world, ErrorKind kind, const char* what) {
   std::fflush(stdout);
-  fmt::print(stderr, "longspan: {}{}\n",
-             world ? fmt::format("rank {}: ", world->rank()) : std::string(), what);
+  complain(
+      fmt::format("longspan: {}{}", world ? fmt::format("rank {}: ", world->rank()) : "", what));
   if (world) world->abort(what);
-  leave_at_once(kind);
+  leave_at_once(static_cast<int>(kind));
 }
 
 /// Runs `work`; an error that is not shared ends the process.
@@ -107,7 +127,7 @@ int conduct(const Communicator& world, const CommandLine& line) {
     status = or_fail(&world, [&] { return perform(world, line); });
   } catch (const SharedError& error) {
     std::fflush(stdout);
-    if (world.rank() == 0) fmt::print(stderr, "longspan: {}\n", error.what());
+    if (world.rank() == 0) complain(fmt::format("longspan: {}", error.what()));
     status = static_cast<int>(error.kind());
   }
   or_fail(&world, [&] { world.barrier("the end"); });
@@ -120,7 +140,10 @@ int conduct(const Communicator& world, const CommandLine& line) {
 
 int main(int argc, char** argv) {
   using namespace longspan::launcher;
-  const CommandLine line = parse(argc, argv);
-  const longspan::Communicator world = or_fail(nullptr, [&] { return control_world(line.world); });
-  return conduct(world, line);
+  settle_streams();
+  clean_up_on_signals();
+  return or_fail(nullptr, [&] {
+    const CommandLine line = parse(argc, argv);
+    return conduct(control_world(line.world), line);
+  });
 }

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,7 +10,7 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
-#include <limits>
+#include <memory>
 #include <string_view>
 #include <utility>
 
@@ -38,24 +37,33 @@ std::string_view value_of(std::string_view header, std::string_view key, const s
   return header;
 }
 
+/// The numbers of a tuple such as (40, 2, 16), (3,) or ().
 std::vector<std::int64_t> read_shape(std::string_view text, const std::string& path) {
-  const std::size_t end = text.find(')');
-  if (text.empty() || text.front() != '(' || end == text.npos)
-    refuse(path, "its .npy header has no readable shape");
   std::vector<std::int64_t> shape;
-  const char* last = text.data() + end;
-  for (const char* at = text.data() + 1; at < last;) {
-    if (*at == ' ' || *at == ',') {
-      ++at;
-      continue;
-    }
-    std::int64_t extent = 0;
-    const auto [next, status] = std::from_chars(at, last, extent);
-    if (status != std::errc{} || extent < 0) refuse(path, "its .npy header has no readable shape");
+  const auto skip = [&text](char wanted) {
+    text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
+    const bool there = text.starts_with(wanted);
+    if (there) text.remove_prefix(1);
+    return there;
+  };
+  bool readable = skip('(');
+  for (bool comma = true; readable && !skip(')'); comma = skip(',')) {
+    std::int64_t extent = -1;
+    const auto [next, status] = std::from_chars(text.data(), text.data() + text.size(), extent);
+    readable = comma && status == std::errc{} && extent >= 0;
+    if (readable) text.remove_prefix(static_cast<std::size_t>(next - text.data()));
     shape.push_back(extent);
-    at = next;
   }
+  if (!readable) refuse(path, "its .npy header has no readable shape");
   return shape;
+}
+
+/// False where the header says False; True, and all else that stands there, is refused.
+void refuse_fortran_order(std::string_view text, const std::string& path) {
+  const std::string_view word = text.substr(0, text.find_first_of(" ,}\n"));
+  if (word == "True") refuse(path, "is in Fortran order; save it with numpy.ascontiguousarray");
+  if (word != "False")
+    refuse(path, "its .npy header has no readable fortran_order: neither True nor False");
 }
 
 DType read_dtype(std::string_view text, const std::string& asked, const std::string& path) {
@@ -85,44 +93,56 @@ DType read_dtype(std::string_view text, const std::string& asked, const std::str
   return found;
 }
 
-std::shared_ptr<const std::byte> map_file(const std::string& path, std::size_t& bytes) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+/// A regular file, open for reading. Nothing else: a pipe would be waited for, and cannot be read
+/// from the middle.
+int open_file(const std::string& path, std::size_t& bytes) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (descriptor < 0) refuse(path, "cannot be opened: {}", std::strerror(errno));
   struct stat status {};
   const bool regular = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
   bytes = regular ? static_cast<std::size_t>(status.st_size) : 0;
-  void* memory = MAP_FAILED;
-  if (bytes > 0) memory = ::mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
-  const int error = errno;
+  if (regular && bytes > 0) return descriptor;
   ::close(descriptor);
   if (!regular) refuse(path, "is not a regular file");
-  if (bytes == 0) refuse(path, "is empty; a .npy file was expected");
-  if (memory == MAP_FAILED) refuse(path, "cannot be mapped: {}", std::strerror(error));
-  return {static_cast<const std::byte*>(memory),
-          [bytes](const std::byte* data) { ::munmap(const_cast<std::byte*>(data), bytes); }};
+  refuse(path, "is empty; a .npy file was expected");
 }
 
 }  // namespace
 
+struct NpyFile::Descriptor {
+  explicit Descriptor(int opened) : number(opened) {}
+  ~Descriptor() { ::close(number); }
+  Descriptor(const Descriptor&) = delete;
+  int number;
+};
+
 NpyFile::NpyFile(const std::string& path, const std::string& dtype) : path_(path) {
   std::size_t bytes = 0;
-  map_ = map_file(path, bytes);
-  const std::string_view file(reinterpret_cast<const char*>(map_.get()), bytes);
-  if (!file.starts_with(kMagic)) refuse(path, "is not a .npy file");
-  const int version = file.size() > 6 ? file[6] : 0;
+  file_ = std::make_shared<const Descriptor>(open_file(path, bytes));
+  const auto text = [&](std::size_t first, std::size_t count) {
+    std::string part(count, '\0');
+    read_bytes(first, count, part.data());
+    return part;
+  };
+  const std::string preamble = text(0, std::min<std::size_t>(bytes, 12));
+  if (!preamble.starts_with(kMagic)) refuse(path, "is not a .npy file");
+  const int version = preamble.size() > 6 ? preamble[6] : 0;
   if (version < 1 || version > 3) refuse(path, "is .npy format {}; 1 to 3 are read", version);
 
   // magic, two bytes of version, the header's length in 2 bytes (format 1) or 4, the header
   const std::size_t start = version == 1 ? 10 : 12;
   if (bytes < start) refuse(path, "is truncated: it ends inside its header");
   std::size_t length = 0;
-  for (std::size_t i = start; i-- > 8;) length = length << 8 | static_cast<unsigned char>(file[i]);
+  for (std::size_t i = start; i-- > 8;)
+    length = length << 8 | static_cast<unsigned char>(preamble[i]);
   if (bytes - start < length) refuse(path, "is truncated: it ends inside its header");
-  const std::string_view header = file.substr(start, length);
+  constexpr std::size_t kMost = 1 << 20;  // NumPy writes some 100 bytes
+  if (length > kMost)
+    refuse(path, "its .npy header has {} bytes; at most {} are read", length, kMost);
+  const std::string header = text(start, length);
 
   dtype_ = read_dtype(value_of(header, "descr", path), dtype, path);
-  if (!value_of(header, "fortran_order", path).starts_with("False"))
-    refuse(path, "is in Fortran order; save it with numpy.ascontiguousarray");
+  refuse_fortran_order(value_of(header, "fortran_order", path), path);
   shape_ = read_shape(value_of(header, "shape", path), path);
 
   std::int64_t promised = static_cast<std::int64_t>(size_of(dtype_));
@@ -133,7 +153,20 @@ NpyFile::NpyFile(const std::string& path, const std::string& dtype) : path_(path
   if (found < static_cast<std::size_t>(promised))
     refuse(path, "is truncated: {} of {} take {} bytes, the file holds {}", shape_text(),
            name(dtype_), promised, found);
-  data_ = map_.get() + start + length;
+  data_ = start + length;
+}
+
+void NpyFile::read_bytes(std::size_t first, std::size_t count, void* to) const {
+  auto* at = static_cast<char*>(to);
+  while (count > 0) {
+    const ssize_t got = ::pread(file_->number, at, count, static_cast<off_t>(first));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) refuse(path_, "cannot be read: {}", std::strerror(errno));
+    if (got == 0) refuse(path_, "was truncated while it was read");
+    at += got;
+    first += static_cast<std::size_t>(got);
+    count -= static_cast<std::size_t>(got);
+  }
 }
 
 std::string NpyFile::shape_text() const { return fmt::format("[{}]", fmt::join(shape_, ", ")); }
@@ -149,58 +182,6 @@ std::string npy_header(DType dtype, std::span<const std::int64_t> shape) {
   std::string header(kMagic);
   header += {'\1', '\0', static_cast<char>(text.size() & 255), static_cast<char>(text.size() >> 8)};
   return header + text;
-}
-
-OutputFile::OutputFile(std::string path) : path_(std::move(path)) {
-  struct stat status {};
-  if (::stat(path_.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
-    throw InputError(fmt::format("{}: exists and is not a regular file; name another", path_));
-  open();  // Made and removed at once: a rank that is killed later leaves nothing behind.
-  ::close(std::exchange(descriptor_, -1));
-  ::unlink(temporary_.c_str());
-}
-
-OutputFile::OutputFile(OutputFile&& other) noexcept
-    : path_(std::move(other.path_)),
-      temporary_(std::move(other.temporary_)),
-      descriptor_(std::exchange(other.descriptor_, -1)) {}
-
-OutputFile::~OutputFile() {
-  if (descriptor_ < 0) return;
-  ::close(descriptor_);
-  ::unlink(temporary_.c_str());
-}
-
-void OutputFile::fail(const std::string& doing) const {
-  throw InputError(fmt::format("{}: cannot be {}: {}", path_, doing, std::strerror(errno)));
-}
-
-void OutputFile::open() {
-  temporary_ = fmt::format("{}.{}.part", path_, ::getpid());
-  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (descriptor_ < 0) fail("written");
-}
-
-void OutputFile::write(const void* data, std::size_t bytes) {
-  if (descriptor_ < 0) open();
-  const auto* at = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t written = ::write(descriptor_, at, bytes);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) fail("written");
-    at += written;
-    bytes -= static_cast<std::size_t>(written);
-  }
-}
-
-void OutputFile::commit() {
-  if (::close(std::exchange(descriptor_, -1)) != 0 ||
-      ::rename(temporary_.c_str(), path_.c_str()) != 0) {
-    const int error = errno;
-    ::unlink(temporary_.c_str());
-    errno = error;
-    fail("written");
-  }
 }
 
 }  // namespace longspan::launcher

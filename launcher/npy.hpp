@@ -1,5 +1,5 @@
-// NumPy's .npy files: read through a memory map, so that a rank touches only its own shard, and
-// written beside the target and renamed, so that a failure leaves nothing behind. Format 1 to 3;
+// NumPy's .npy files. A rank reads only the rows of its own shard, by read calls and not through a
+// memory map, in which a file that somebody truncates would kill the process. Format 1 to 3;
 // numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 #pragma once
 
@@ -25,39 +25,24 @@ class NpyFile {
   DType dtype() const { return dtype_; }
   const std::vector<std::int64_t>& shape() const { return shape_; }
   std::string shape_text() const;
-  const std::byte* data() const { return data_; }
+
+  /// Copies `count` bytes of the array, from byte `first` of it, to `to`. Threads may read at once.
+  void read(std::size_t first, std::size_t count, void* to) const {
+    read_bytes(data_ + first, count, to);
+  }
 
  private:
+  void read_bytes(std::size_t first, std::size_t count, void* to) const;
+
   std::string path_;
   DType dtype_ = DType::fp32;
   std::vector<std::int64_t> shape_;
-  std::shared_ptr<const std::byte> map_;  // unmapped with the last copy
-  const std::byte* data_ = nullptr;
+  struct Descriptor;
+  std::shared_ptr<const Descriptor> file_;  // closed with the last copy
+  std::size_t data_ = 0;                    // where the array begins in the file
 };
 
 /// The header of a .npy file, padded so that the data starts at a multiple of 64 bytes.
 std::string npy_header(DType dtype, std::span<const std::int64_t> shape);
-
-/// A file that appears whole or not at all.
-class OutputFile {
- public:
-  /// Throws InputError when `path` cannot be written; creates nothing that lasts.
-  explicit OutputFile(std::string path);
-  ~OutputFile();
-  OutputFile(OutputFile&& other) noexcept;
-  OutputFile& operator=(OutputFile&&) = delete;
-
-  void write(const void* data, std::size_t bytes);
-  /// All that was written takes its name.
-  void commit();
-
- private:
-  void open();
-  [[noreturn]] void fail(const std::string& doing) const;
-
-  std::string path_;
-  std::string temporary_;
-  int descriptor_ = -1;
-};
 
 }  // namespace longspan::launcher

@@ -3,36 +3,68 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <CLI/CLI.hpp>
+#include <limits>
+#include <memory>
 
+#include "launcher/help.hpp"
+#include "launcher/numbers.hpp"
 #include "longspan/version.hpp"
 
 namespace longspan::launcher {
 namespace {
 
 constexpr const char* kAbout =
-    "longspan: exact attention over a sequence whose keys and values are sharded across ranks.\n"
-    "Start it alone, or on several ranks with mpirun (torchrun and srun work for GPUs).";
+    "longspan: exact attention over a sequence whose keys and values are sharded\n"
+    "across ranks. Start it alone, or on several ranks with mpirun (torchrun and\n"
+    "srun work for GPUs).";
+
+constexpr std::int64_t kMost = 2147483647;  // of keys, of rows
+constexpr int kMostHeads = 65536;
+
+constexpr const char* kStatus = R"(Exit status
+  0  success                            5  wrong result: outside the tolerance
+  1  a defect of longspan               6  a rank died or gave up
+  2  usage: options that make no sense  7  a rank did not arrive in time
+  3  input: files or tensors            8  CUDA, NCCL or MPI reported an error
+  4  not supported here, by name
+)";
 
 constexpr const char* kFooter = R"(Examples
   longspan run --kv 65536 --tokens 256 --causal
-      makes its inputs from a seed, runs, and compares 16 rows with a float64 oracle
+  mpirun -np 3 longspan verify --quick
+  mpirun -np 4 longspan bench decode
+
+)";
+
+constexpr const char* kMore = R"(
+`longspan COMMAND --help` lists the options of a command and its examples;
+docs/command.md explains the table.)";
+
+constexpr const char* kRunFooter = R"(Examples
+  longspan run --kv 65536 --tokens 256 --causal
+      makes its inputs from a seed, runs, and compares 16 rows with a float64
+      oracle
   mpirun -np 4 longspan run --q q.npy --k k.npy --v v.npy --causal --out out.npy
       the same on four ranks and on your own arrays [tokens, heads, dim]
-  mpirun -np 2 longspan run --kv 131072 --tokens 131072 --causal --shard-queries --shard zigzag
-      a context-parallel prefill: queries and keys both sharded, even work under the causal mask
-  mpirun -np 3 longspan verify --quick
-      shapes, shards, masks, batches and dtypes against the oracle, on this many ranks
-  mpirun -np 4 longspan bench decode --kv 131072 1048576
-      the decode step of 32 layers over a sharded cache that grows, and rank 0 doing it alone
+  mpirun -np 2 longspan run --kv 16384 --tokens 16384 --causal \
+      --shard-queries --shard zigzag
+      a context-parallel prefill: queries and keys both sharded, even work under
+      the causal mask
 
-Exit status
-  0  success                            5  wrong result: outside the tolerance
-  1  a defect of longspan               6  a rank died or gave up
-  2  usage: options that make no sense  7  a rank did not arrive within the deadline
-  3  input: files or tensors            8  CUDA, NCCL or MPI reported an error
-  4  not supported here, by name
+`longspan --help` lists the exit statuses; docs/command.md explains the table.)";
 
-`longspan COMMAND --help` lists the options of a command; docs/command.md explains the table.)";
+constexpr const char* kVerifyFooter = R"(Examples
+  longspan verify --quick
+      shapes, shards, masks, batches and dtypes against the oracle
+  mpirun -np 3 longspan verify --seed 7
+      other draws, on three ranks)";
+
+constexpr const char* kDecodeFooter = R"(Examples
+  mpirun -np 4 longspan bench decode
+      the decode step of a model (32 layers on GPUs, 4 on processors) over a
+      sharded cache that grows, and rank 0 doing it alone
+  mpirun -np 2 longspan bench decode --kv 8192 16384 --batch 2
+      two lengths, two sequences)";
 
 void add_world_options(CLI::App& app, WorldOptions& o) {
   app.add_option("--backend", o.backend,
@@ -46,23 +78,33 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
       ->capture_default_str();
   app.add_option("--deadline", o.deadline_s,
                  "Seconds to wait for a rank at any step [LONGSPAN_DEADLINE_S, or else 60]")
-      ->check(CLI::Range(0.001, 1e6));
+      ->check(finite(0.001, 1e6));
   app.add_option("--threads", o.threads, "Host threads of a rank [LONGSPAN_THREADS, or its share]")
-      ->check(CLI::Range(1, 4096));
-  app.add_option("--seed", o.seed, "Seed of generated inputs")->capture_default_str();
+      ->transform(whole(1, 4096));
+  app.add_option("--seed", o.seed, "Seed of generated inputs")
+      ->transform(whole(std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max()))
+      ->capture_default_str();
 }
 
 void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   const std::string files = "Inputs from files (.npy; fp32, fp16, or bf16 stored as V2)";
-  auto* q =
-      app.add_option("--q", o.q, "Queries [tokens, heads, dim]")->type_name("FILE")->group(files);
-  auto* k =
-      app.add_option("--k", o.k, "Keys [keys, kv_heads, dim]")->type_name("FILE")->group(files);
-  auto* v = app.add_option("--v", o.v, "Values, as the keys")->type_name("FILE")->group(files);
+  auto* q = app.add_option("--q", o.q, "Queries [tokens, heads, dim]")
+                ->check(file_name())
+                ->type_name("FILE")
+                ->group(files);
+  auto* k = app.add_option("--k", o.k, "Keys [keys, kv_heads, dim]")
+                ->check(file_name())
+                ->type_name("FILE")
+                ->group(files);
+  auto* v = app.add_option("--v", o.v, "Values, as the keys")
+                ->check(file_name())
+                ->type_name("FILE")
+                ->group(files);
   q->needs(k, v);
   k->needs(q);
   v->needs(q);
   app.add_option("--sinks", o.sinks, "Learned sinks [heads], fp32")
+      ->check(file_name())
       ->type_name("FILE")
       ->group(files);
   app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16 [what the files hold, or else fp32]")
@@ -75,10 +117,10 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
       ->group(files);
 
   const std::string made = "Inputs made from a seed (when no files are given)";
-  constexpr std::int64_t kMost = 2147483647;
-  const auto size = [&](const char* name, auto& value, std::int64_t least, const char* what) {
+  const auto size = [&](const char* name, auto& value, std::int64_t least, const char* what,
+                        std::int64_t most = kMost) {
     return app.add_option(name, value, what)
-        ->check(CLI::Range(least, kMost))
+        ->transform(whole(least, most))
         ->excludes(q)
         ->group(made)
         ->default_str(value > 0 ? fmt::to_string(value) : "");
@@ -88,25 +130,29 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   auto* batch = size("--batch", o.batch, 1, "Sequences");
   app.add_option("--lengths", o.lengths,
                  "Keys of each of several sequences, all of them query rows too, packed")
-      ->check(CLI::Range(std::int64_t{0}, kMost))
+      ->transform(whole(std::int64_t{0}, kMost))
       ->excludes(q, kv, tokens, batch)
       ->group(made);
-  size("--heads", o.heads, 1, "Query heads");
-  size("--kv-heads", o.kv_heads, 1, "Heads of keys and values; divides --heads [--heads]");
-  size("--dim", o.dim, 1, "Of a head: 16 to 256 in steps of 8");
+  size("--heads", o.heads, 1, "Query heads", kMostHeads);
+  size("--kv-heads", o.kv_heads, 1, "Heads of keys and values; divides --heads [--heads]",
+       kMostHeads);
+  size("--dim", o.dim, 1, "Of a head: 16 to 256 in steps of 8", kMostHeads);
 
   const std::string attention = "The attention";
   app.add_flag("--causal", o.mask.causal, "A row sees no key behind its own position")
       ->group(attention);
   app.add_option("--window", o.mask.window, "Keys to the left that a row sees, its own included")
-      ->check(CLI::Range(std::int64_t{1}, kMost))
+      ->transform(whole(std::int64_t{1}, kMost))
       ->group(attention);
   app.add_option("--right", o.mask.right, "Keys to the right that a row sees")
-      ->check(CLI::Range(std::int64_t{0}, kMost))
+      ->transform(whole(std::int64_t{0}, kMost))
       ->group(attention);
-  app.add_option("--scale", o.scale, "Of q.k [1 / sqrt(dim)]")->group(attention);
-  app.add_option("--softcap", o.softcap, "score = softcap tanh(score / softcap)")
-      ->check(CLI::PositiveNumber)
+  app.add_option("--scale", o.scale, "Of q.k [1 / sqrt(dim)]")
+      ->check(single_precision(false))
+      ->group(attention);
+  app.add_option("--softcap", o.softcap,
+                 "score = softcap tanh(score / softcap), for a softcap above 0 [none]")
+      ->check(single_precision(true))
       ->group(attention);
   app.add_option("--alibi", o.alibi,
                  "ALiBi by the distance from the first query row (context) or from the row's own "
@@ -133,35 +179,43 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
 
   const std::string measure = "Measuring and checking";
   app.add_option("--iterations", o.iterations, "Timed runs")
-      ->check(CLI::Range(1, 1000000))
+      ->transform(whole(1, 1000000))
       ->group(measure)
       ->capture_default_str();
   app.add_option("--warmup", o.warmup, "Runs before them")
-      ->check(CLI::Range(0, 1000000))
+      ->transform(whole(0, 1000000))
       ->group(measure)
       ->capture_default_str();
-  app.add_option("--check", check, "Rows to compare with the float64 oracle: a number, or all")
+  app.add_option("--check", check, "Rows to compare with the float64 oracle: a number, all, or off")
       ->group(measure)
       ->capture_default_str();
+  app.add_flag("--write-anyway", o.write_anyway,
+               "Write the outputs even where the comparison finds the result wrong; the exit "
+               "status is 5 all the same")
+      ->group(measure);
   app.add_flag("--digest", o.digest, "Print 64 bits that stand for every bit of the output")
       ->group(measure);
 
   const std::string output = "Output (written by rank 0 after success, or not at all)";
   app.add_option("--out", o.out, "Result [tokens, heads, dim], .npy")
+      ->check(file_name())
       ->type_name("FILE")
       ->group(output);
   app.add_option("--lse", o.lse, "Log-sum-exp [tokens, heads], fp32, natural log, .npy")
+      ->check(file_name())
       ->type_name("FILE")
       ->group(output);
-  app.add_option("--json", o.json, "The measured record")->type_name("FILE")->group(output);
+  app.add_option("--json", o.json, "The measured record")
+      ->check(file_name())
+      ->type_name("FILE")
+      ->group(output);
 }
 
 void add_decode_options(CLI::App& app, DecodeOptions& o) {
-  constexpr std::int64_t kMost = 2147483647;
   const auto number = [&app](const char* name, auto& value, std::int64_t least, std::int64_t most,
                              const char* what, const char* group) {
     return app.add_option(name, value, what)
-        ->check(CLI::Range(least, most))
+        ->transform(whole(least, most))
         ->group(group)
         ->capture_default_str();
   };
@@ -169,7 +223,7 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   app.add_option("--kv", o.kv,
                  "Keys of a sequence before the first step; several give a row of the table each "
                  "[131072 on GPUs, 16384 on processors]")
-      ->check(CLI::Range(std::int64_t{0}, kMost))
+      ->transform(whole(std::int64_t{0}, kMost))
       ->group(step);
   app.add_flag("--weak", o.weak, "--kv is for each rank: a sequence has ranks times as many")
       ->group(step);
@@ -188,12 +242,12 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   number("--page", o.page, 0, 65536, "Keys in a page of the cache; 0: no pages", step);
   app.add_option("--layers", o.layers,
                  "Of the model: each appends and attends once [32 on GPUs, 4 on processors]")
-      ->check(CLI::Range(1, 4096))
+      ->transform(whole(1, 4096))
       ->group(step);
   app.add_option("--memory", o.memory_gib,
                  "GiB for caches of a GPU, or of the host's ranks together; layers share caches "
                  "in turn where not all fit [by what is free]")
-      ->check(CLI::Range(0.001, 1e6))
+      ->check(finite(0.001, 1e6))
       ->group(step);
 
   const char* spread = "How it is spread over the ranks";
@@ -206,7 +260,7 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
 
   const char* measure = "Measuring and checking";
   app.add_option("--iterations", o.iterations, "Timed steps [30 on GPUs, 5 on processors]")
-      ->check(CLI::Range(1, 1000000))
+      ->transform(whole(1, 1000000))
       ->group(measure);
   number("--warmup", o.warmup, 1, 1000000, "Steps before them", measure);
   number("--check", o.check, 0, 65536,
@@ -216,7 +270,10 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   app.add_flag("--no-alone", o.no_alone,
                "Leave out the same step on rank 0 alone, which the efficiency compares with")
       ->group(measure);
-  app.add_option("--json", o.json, "The measured record")->type_name("FILE")->group(measure);
+  app.add_option("--json", o.json, "The measured record")
+      ->check(file_name())
+      ->type_name("FILE")
+      ->group(measure);
 }
 
 /// The help shows what to type and what holds otherwise, not CLI11's types and relations.
@@ -244,8 +301,8 @@ bool read_shard(const std::string& shard, std::initializer_list<Layout> allowed,
   }
   const bool has_block = rule.size() != shard.size();
   const std::string text = has_block ? shard.substr(rule.size() + 1) : "128";
-  return known && (!has_block || layout == Layout::interleaved) &&
-         CLI::detail::lexical_cast(text, block) && block >= 1;
+  return known && (!has_block || layout == Layout::interleaved) && read_number(text, block) &&
+         block >= 1 && block <= kMost;
 }
 
 void read_shard(RunOptions& o) {
@@ -253,25 +310,36 @@ void read_shard(RunOptions& o) {
                   {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved},
                   o.layout, o.block))
     throw CLI::ValidationError(
-        "--shard", fmt::format("\"{}\" is none of contiguous, zigzag, striped, interleaved, "
-                               "interleaved:BLOCK with a block of at least 1 key",
-                               o.shard));
+        "--shard", fmt::format("{} is none of contiguous, zigzag, striped, interleaved, "
+                               "interleaved:BLOCK with a block of 1 to {} keys",
+                               in_quotes(o.shard), kMost));
 }
 
 void read_shard(DecodeOptions& o) {
   if (!read_shard(o.shard, {Layout::striped, Layout::interleaved}, o.layout, o.block))
     throw CLI::ValidationError(
-        "--shard", fmt::format("\"{}\" is none of striped, interleaved, interleaved:BLOCK with a "
-                               "block of at least 1 key; other cuts move when a sequence grows",
-                               o.shard));
+        "--shard", fmt::format("{} is none of striped, interleaved, interleaved:BLOCK with a "
+                               "block of 1 to {} keys; other cuts move when a sequence grows",
+                               in_quotes(o.shard), kMost));
 }
 
 void read_check(RunOptions& o, const std::string& check) {
   if (check == "all") {
     o.check = -1;
-  } else if (!CLI::detail::lexical_cast(check, o.check) || o.check < 0) {
-    throw CLI::ValidationError("--check",
-                               fmt::format("\"{}\" is neither a number of rows nor all", check));
+  } else if (check == "off") {
+    o.check = 0;
+  } else if (!read_number(check, o.check) || o.check < 0) {
+    throw CLI::ValidationError(
+        "--check", fmt::format("{} is neither a number of rows nor all nor off", in_quotes(check)));
+  }
+}
+
+/// CLI11 would take the next argument for the value of `--out=`.
+void refuse_empty_values(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument.starts_with("--") && argument.find('=') == argument.size() - 1)
+      throw CLI::ValidationError(argument, "nothing stands behind the =; is a variable not set?");
   }
 }
 
@@ -290,9 +358,8 @@ CommandLine parse(int argc, char** argv) {
   using Action = CommandLine::Action;
   CommandLine line;
   CLI::App app(kAbout, "longspan");
-  app.footer(kFooter);
+  app.formatter(std::make_shared<Help>());
   app.set_version_flag("--version", "longspan " LONGSPAN_VERSION);
-  app.get_formatter()->column_width(30);
   app.require_subcommand(0, 1);
 
   CLI::App* run = app.add_subcommand("run", "One attention: computed, timed, checked, written");
@@ -321,10 +388,16 @@ CommandLine parse(int argc, char** argv) {
   CLI::App* env = app.add_subcommand("env", "The environment variables that longspan reads");
   env->add_flag("--json", line.json, "As JSON");
 
+  app.footer(std::string(kFooter) + kStatus + kMore);
+  run->footer(kRunFooter);
+  verify->footer(kVerifyFooter);
+  decode->footer(kDecodeFooter);
+
   simplify_help(*run);
   simplify_help(*verify);
   simplify_help(*decode);
   try {
+    refuse_empty_values(argc, argv);
     app.parse(argc, argv);
     if (*run) {
       read_shard(line.run);

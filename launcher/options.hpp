@@ -58,7 +58,8 @@ struct RunOptions {
   // Measuring and checking.
   int iterations = 5;
   int warmup = 1;
-  std::int64_t check = 16;  // rows compared with float64; -1: all
+  std::int64_t check = 16;    // rows compared with float64; -1: all
+  bool write_anyway = false;  // outputs that the check finds wrong, too
   bool digest = false;
 
   std::string out, lse, json;

@@ -1,5 +1,7 @@
 #include "launcher/replays.hpp"
 
+#include "launcher/demand.hpp"
+
 #include <unistd.h>
 
 #include <chrono>
@@ -90,8 +92,9 @@ std::size_t free_memory(Device device) {
 #else
   (void)device;
 #endif
-  return static_cast<std::size_t>(sysconf(_SC_AVPHYS_PAGES)) *
-         static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const double free =
+      static_cast<double>(sysconf(_SC_AVPHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  return static_cast<std::size_t>(std::min(free, available_memory()));
 }
 
 }  // namespace longspan::launcher

@@ -44,6 +44,7 @@ ordered_json to_json(const Judgement& j) {
   return {{"rows", j.rows},
           {"max_error", j.max_error},
           {"relative_error", j.relative_error},
+          {"relative_bound", j.relative_bound},
           {"plain_error", j.plain_error},
           {"lse_error", j.lse_error},
           {"bound", j.bound},

@@ -7,13 +7,18 @@
 #include <cstdio>
 #include <numeric>
 #include <optional>
+#include <tuple>
 #include <utility>
+#include <vector>
 
+#include "launcher/demand.hpp"
 #include "launcher/elements.hpp"
 #include "launcher/judge.hpp"
 #include "launcher/npy.hpp"
+#include "launcher/output_file.hpp"
 #include "launcher/problem.hpp"
 #include "launcher/report.hpp"
+#include "launcher/speech.hpp"
 #include "launcher/world.hpp"
 
 namespace longspan::launcher {
@@ -48,6 +53,9 @@ void take_files(Problem& problem, const RunOptions& o) {
 void make_inputs(Problem& problem, const RunOptions& o, std::uint64_t seed) {
   const DType dtype = o.dtype.empty() ? fp32 : dtype_named(o.dtype);
   const int kv_heads = o.kv_heads > 0 ? o.kv_heads : o.heads;
+  require(o.lengths.size() > 0 || o.tokens <= 2147483647 / o.batch,
+          "{} sequences of {} query rows; at most 2^31 - 1 rows are supported", o.batch, o.tokens);
+  require_memory_for_batch(o.batch);
   if (o.lengths.empty()) {
     problem.q_lens.assign(o.batch, static_cast<std::int32_t>(o.tokens));
     problem.kv_lens.assign(o.batch, static_cast<std::int32_t>(o.kv));
@@ -76,8 +84,8 @@ void take_sinks(Problem& problem, const RunOptions& o) {
   require(file.shape() == std::vector<std::int64_t>{problem.q.heads},
           "{} (--sinks) has shape {}; [{}] was expected, one sink for each head of the queries",
           o.sinks, file.shape_text(), problem.q.heads);
-  const auto* values = reinterpret_cast<const float*>(file.data());
-  problem.sinks.assign(values, values + problem.q.heads);
+  problem.sinks.resize(problem.q.heads);
+  file.read(0, problem.sinks.size() * sizeof(float), problem.sinks.data());
 }
 
 /// The inputs as fp8 holds them, which is what the oracle sees too.
@@ -114,12 +122,40 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
   return problem;
 }
 
+/// Two outputs in one file would leave one of them, and an output in the place of an input would
+/// take what it was made from. By what the names stand for: links lead to the same file.
+void refuse_equal_files(const RunOptions& o) {
+  std::vector<std::tuple<const char*, std::string, std::string>> seen;  // option, name, file
+  const auto add = [&](const char* option, const std::string& path, bool output) {
+    const std::string file = path.empty() ? std::string() : identity(path);
+    if (file.empty()) return;
+    for (const auto& [other_option, other_path, other] : seen)
+      if (output && other == file)
+        throw UsageError(fmt::format("{} {} and {} {} are the same file; name another",
+                                     other_option, other_path, option, path));
+    seen.emplace_back(option, path, file);
+  };
+  add("--q", o.q, false);
+  add("--k", o.k, false);
+  add("--v", o.v, false);
+  add("--sinks", o.sinks, false);
+  add("--out", o.out, true);
+  add("--lse", o.lse, true);
+  add("--json", o.json, true);
+}
+
 /// The files that rank 0 writes; none on other ranks.
 struct Outputs {
   std::optional<OutputFile> out, lse, json;
 
+  bool take_standard_output() const {
+    return (out && out->is_standard_output()) || (lse && lse->is_standard_output()) ||
+           (json && json->is_standard_output());
+  }
+
   Outputs(const RunOptions& o, int rank) {
     if (rank != 0) return;
+    refuse_equal_files(o);
     const auto prepare = [](std::optional<OutputFile>& file, const std::string& path) {
       if (!path.empty()) file.emplace(path);
     };
@@ -182,12 +218,15 @@ int run(const Communicator& control, const CommandLine& line) {
   together(control, "reading of the inputs", [&] { problem = make_problem(o, line.world); });
   together(control, "opening of the outputs", [&] { outputs.emplace(o, rank); });
 
+  // What goes to standard output, by --out /dev/stdout, has it alone.
+  std::FILE* const table = outputs->take_standard_output() ? stderr : stdout;
+
   const Communicator world = world_for(control, line.world);
+  require_memory(world, demand_of(world, *problem, o.check));
   std::optional<Trial> trial;
   together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
   Report report = describe(world, *problem, o, trial->layer());
-  if (rank == 0) fmt::print("{}", header(report));
-  std::fflush(stdout);
+  if (rank == 0) say(header(report), table);
   measure(world, *problem, time_runs(world, *trial, o), report);
 
   const Answer answer = trial->answer();
@@ -196,14 +235,13 @@ int run(const Communicator& control, const CommandLine& line) {
   if (o.check != 0)
     report.judgement =
         judge(world, *problem, answer, sample_rows(*problem, o.check, line.world.seed));
-  if (rank == 0) fmt::print("{}", row(report));
-  if (report.judgement && !report.judgement->right)
-    throw SharedError(
-        ErrorKind::wrong_result,
-        fmt::format("{} elements are farther from float64 than {:.1e}, relative error {:.1e}; "
-                    "nothing was written",
-                    report.judgement->wrong, report.judgement->bound,
-                    report.judgement->relative_error));
+  if (rank == 0) say(row(report), table);
+  const bool wrong = report.judgement && !report.judgement->right;
+  if (wrong && !o.write_anyway)
+    throw SharedError(ErrorKind::wrong_result,
+                      fmt::format("{}; nothing was written (--write-anyway does, --check off does "
+                                  "not look)",
+                                  complaint(*report.judgement)));
 
   write_arrays(world, *problem, answer, o, *outputs);
   together(world, "writing of the outputs", [&] {
@@ -214,6 +252,10 @@ int run(const Communicator& control, const CommandLine& line) {
     for (auto* file : {&outputs->out, &outputs->lse, &outputs->json})
       if (*file) (*file)->commit();
   });
+  if (wrong)
+    throw SharedError(
+        ErrorKind::wrong_result,
+        fmt::format("{}; it was written, as --write-anyway asks", complaint(*report.judgement)));
   return 0;
 }
 

@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,6 +11,7 @@
 #include "launcher/families.hpp"
 #include "launcher/judge.hpp"
 #include "launcher/problem.hpp"
+#include "launcher/speech.hpp"
 #include "launcher/world.hpp"
 #include "longspan/version.hpp"
 
@@ -69,11 +69,7 @@ struct Verdict {
       ratio = std::max(ratio, j.max_error / j.plain_error);
     if (j.right && same_bits) return;
     if (failed++ > 0) return;
-    first_failure =
-        same_bits
-            ? fmt::format("{} wrong, max|err| {:.1e}, bound {:.1e}, rel err {:.1e}, lse {:.1e}",
-                          j.wrong, j.max_error, j.bound, j.relative_error, j.lse_error)
-            : std::string("other bits than one rank gives");
+    first_failure = same_bits ? complaint(j) : std::string("other bits than one rank gives");
     first_failure += ": " + describe(problem);
   }
 };
@@ -123,15 +119,14 @@ int verify(const Communicator& control, const CommandLine& line) {
   const Communicator world = world_for(control, line.world);
   const bool speaks = world.rank() == 0;
   if (speaks) {
-    fmt::print("# longspan {} | {} | {}\n", LONGSPAN_VERSION, name(world.device()),
-               world.describe());
-    fmt::print(
+    say(fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, name(world.device()),
+                    world.describe()));
+    say(fmt::format(
         "# seed {} | fp32: relative error by norm, bound 2e-6 | 16 bits: largest error over "
-        "plain attention's, bound 2\n",
-        line.world.seed);
-    fmt::print("#{:<15}{:>9}{:>12}{:>14}{:>12}{:>12}{:>9}\n", " family", "problems", "fp32 rel",
-               "16-bit/plain", "max|err|", "lse err", "#wrong");
-    std::fflush(stdout);
+        "plain attention's, bound 2 | more where large scores amplify rounding\n",
+        line.world.seed));
+    say(fmt::format("#{:<15}{:>9}{:>12}{:>14}{:>12}{:>12}{:>9}\n", " family", "problems",
+                    "fp32 rel", "16-bit/plain", "max|err|", "lse err", "#wrong"));
   }
 
   Verdict total;
@@ -146,17 +141,16 @@ int verify(const Communicator& control, const CommandLine& line) {
     if (!v.first_failure.empty())
       failures += fmt::format("# {}: {}\n", maker.name, v.first_failure);
     if (!speaks) continue;
-    fmt::print(" {:<15}{:>9}{:>12.1e}{:>14.2f}{:>12.1e}{:>12.1e}{:>9}  {}\n", maker.name,
-               v.problems, v.fp32, v.ratio, v.max_error, v.lse_error, v.wrong,
-               v.failed ? fmt::format("FAIL ({} problems)", v.failed) : "pass");
-    std::fflush(stdout);
+    say(fmt::format(" {:<15}{:>9}{:>12.1e}{:>14.2f}{:>12.1e}{:>12.1e}{:>9}  {}\n", maker.name,
+                    v.problems, v.fp32, v.ratio, v.max_error, v.lse_error, v.wrong,
+                    v.failed ? fmt::format("FAIL ({} problems)", v.failed) : "pass"));
   }
   if (speaks && world.size() > 1 && world.device() == Device::cuda)
-    fmt::print("# states travelled through peer windows in {} of {} problems\n", total.windows,
-               total.problems);
+    say(fmt::format("# states travelled through peer windows in {} of {} problems\n", total.windows,
+                    total.problems));
   if (speaks)
-    fmt::print("{}# {} of {} problems passed\n", failures, total.problems - total.failed,
-               total.problems);
+    say(fmt::format("{}# {} of {} problems passed\n", failures, total.problems - total.failed,
+                    total.problems));
   if (total.failed > 0)
     throw SharedError(ErrorKind::wrong_result, fmt::format("verify: {} of {} problems failed",
                                                            total.failed, total.problems));

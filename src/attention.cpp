@@ -9,13 +9,16 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
 #include "longspan/info.hpp"
+#include "src/agreement.hpp"
 #include "src/faults.hpp"
 #include "src/strategy/table.hpp"
 #include "src/trace.hpp"
@@ -39,15 +42,14 @@ void settle(const Communicator& world, const std::string& failure, const std::st
       throw BackendError(fmt::format("{} failed on rank {}: {}", step, rank, all[rank]));
 }
 
-/// A hash of what ranks must agree on in a run (FNV-1a); what the options fix was compared already.
-std::uint32_t shape_of(const Request& request) {
-  std::uint32_t hash = 2166136261u;
-  for (const std::int64_t value :
-       {request.q.shape[0], std::int64_t{request.batch}, request.shard.length, request.shard.block,
-        static_cast<std::int64_t>(request.shard.layout), std::int64_t{request.skip_decode}})
-    for (int byte = 0; byte < 8; ++byte)
-      hash = (hash ^ static_cast<std::uint32_t>(value >> (8 * byte) & 0xff)) * 16777619u;
-  return hash;
+/// Keeps memory until the process ends. A receive whose sender stopped in the middle of it cannot
+/// be called back, and MPI goes on writing when the sender goes on, after the run has failed and
+/// the layer is gone.
+void keep_for_good(Buffer memory) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<Buffer>;  // never ends, so neither does what it holds
+  const std::lock_guard lock(mutex);
+  kept->push_back(std::move(memory));
 }
 
 /// Stream marks at the start of each phase of a run, and the time between them.
@@ -90,13 +92,17 @@ struct Attention::Impl {
   std::shared_ptr<const PeerView> peers;  // null: states are gathered
   std::int64_t window_rows = 0;
   std::string exchange = "gather";
-  FaultBox faults;                     // CUDA with check_arrays
+  FaultBox faults;  // CUDA with check_arrays
+  // With several ranks: what they mean by the last runs, and what a merge found to differ.
+  std::shared_ptr<RunHistory> history;
+  std::uint32_t number = 0;               // of this layer among those of the communicator
+  std::shared_ptr<std::uint64_t> report;  // [1] RunHeaders::reported
   std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache once
 
   Impl(const Communicator& communicator, const Options& given)
       : world(communicator), options(given) {
     agree(world, describe(options), "making of the layer");
-    check_options(options);
+    check_options(options, world.size());
     strategy = &choose_strategy(options, world.size());
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());
@@ -104,6 +110,62 @@ struct Attention::Impl {
     allocate();
     open_windows();
     if (options.check_arrays && world.device() == Device::cuda) faults = FaultBox(Device::cuda);
+  }
+
+  ~Impl() {
+    if (world.size() == 1 || world.device() != Device::host) return;
+    try {
+      world.transport().check("end of the layer");
+    } catch (...) {
+      try {
+        keep_for_good(std::move(memory));
+      } catch (...) {  // no memory for the list: the vector was not touched, and the buffer ends
+      }
+    }
+  }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  /// The contents of small arrays are compared too where that costs no look at GPU memory, or was
+  /// asked for.
+  bool compares_contents() const { return world.device() == Device::host || options.check_arrays; }
+
+  /// Memory that kernels report to, and the place of this layer in the roll call.
+  void keep_history() {
+    if (world.size() == 1) return;
+    const auto words = [&](std::size_t count) {
+      const auto bytes = kernels->shared_memory(count * sizeof(std::uint64_t));
+      return std::shared_ptr<std::uint64_t>(bytes, reinterpret_cast<std::uint64_t*>(bytes.get()));
+    };
+    report = words(1);
+    constexpr std::size_t kWords = RunHistory::kRuns * (kernels::DigestParams::kMostArrays + 1);
+    history = std::make_shared<RunHistory>(compares_contents() ? words(kWords) : nullptr);
+  }
+
+  /// Names the run to the transport, and says what this rank means by it.
+  void begin(Job& job, const Request& request) const {
+    if (!history) return;
+    const RunDescription description(request, options, world.device() == Device::host);
+    const std::uint32_t run = history->add(description);
+    world.transport().begin({number, run});
+    job.say = {description.hash(), nullptr, workspace.said + world.rank()};
+    if (std::uint64_t* words = history->words(run)) {
+      const kernels::DigestParams arrays = description.arrays(words);
+      kernels->digest(arrays, job.stream);
+      job.say.contents = words + arrays.count;
+    }
+    job.said = workspace.said;
+    job.merge.headers = {workspace.said, world.rank(), world.size(), run, report.get()};
+  }
+
+  /// Throws what a merge of gathered states found to differ.
+  void look_at_report() const {
+    if (!report) return;
+    const std::uint64_t found = *static_cast<const volatile std::uint64_t*>(report.get());
+    if (found == 0) return;
+    const auto run = static_cast<std::uint32_t>(found >> 32);
+    world.transport().disagree({number, run}, static_cast<int>(found & 0xffffffffu) - 1,
+                               "attention");
   }
 
   /// The largest run that the options allow.
@@ -147,15 +209,17 @@ struct Attention::Impl {
     std::string failure;
     try {
       memory = Buffer(world.device(), bytes);
+      keep_history();
       if (world.device() == Device::cuda) {
         const int zero = 0;
         ticket = Buffer(world.device(), sizeof zero);
         ticket.upload(&zero);
       }
-    } catch (const Error& error) {
-      failure = error.what();
+    } catch (const std::exception& error) {
+      failure = fmt::format("{} bytes: {}", bytes, error.what());
     }
-    settle(world, failure, fmt::format("allocation of {} bytes of workspace", bytes));
+    settle(world, failure, "allocation of the workspace");
+    if (history) number = world.transport().enlist(history);
     workspace = LayerWorkspace::lay_out(static_cast<std::byte*>(memory.data()), sizes, bytes);
   }
 
@@ -170,7 +234,7 @@ struct Attention::Impl {
       window_rows = std::min(kMostRows, options.max_tokens * options.heads);
       const std::size_t bytes = kernels->exchange_window(window_rows, options.dim, world.size());
       if (bytes > 0)
-        peers = world.transport().open_windows(bytes, why);
+        peers = world.transport().open_windows(number, bytes, why);
       else
         why = fmt::format("not on the {}", name(world.device()));
     }
@@ -188,7 +252,7 @@ struct Attention::Impl {
 
   /// Where the first key of each sequence lies: needed for several, one after the other.
   bool needs_key_start(int batch, const CacheView& cache) const {
-    return batch > 1 && !cache.pages && cache.pitch == 0;
+    return batch > 1 && cache.packed;
   }
   void find_key_starts(const Shard& shard, const std::int32_t* kv_len, int batch,
                        const CacheView& cache, Stream stream) const {
@@ -328,8 +392,8 @@ struct Attention::Impl {
     if (!options.shard_queries) {
       job.peers = peers.get();
       job.window_rows = window_rows;
-      job.apart = options.exchange == "windows-apart" || clock.has_value();  // phases to tell
-      job.shape = shape_of(request);
+      job.apart = options.exchange == "windows-apart";
+      job.timed = clock.has_value();
       return job;
     }
 
@@ -361,8 +425,10 @@ void Attention::run(const Request& request, Stream stream) {
   const trace::Range range("longspan run");
   Impl& layer = *impl_;
   const CacheView cache = check_request(request, layer.options, layer.world);
+  layer.look_at_report();
   Job job = layer.job(request, cache, stream);
   layer.kernels->check(job.attend);
+  layer.begin(job, request);
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(request.shard, request.kv_len, request.batch, cache, stream);
   layer.check_arrays({.attend = job.attend, .slot_count = cache.keys}, stream);
@@ -383,6 +449,7 @@ void Attention::append(const Append& tokens, Stream stream) {
 
 void Attention::wait(Stream stream) {
   impl_->world.transport().wait(stream, "attention");
+  impl_->look_at_report();
   if (impl_->faults) impl_->faults.read();
 }
 
@@ -395,6 +462,7 @@ std::size_t Attention::workspace_bytes() const { return impl_->memory.bytes(); }
 Phases Attention::phases() const { return impl_->clock ? impl_->clock->read() : Phases{}; }
 
 void attend(const Communicator& world, const Request& request, Options options) {
+  check_one_call(request);
   const Tensor& q = request.q;
   options.heads = static_cast<int>(q.shape[1]);
   const Tensor& k = request.k;
@@ -411,7 +479,7 @@ void attend(const Communicator& world, const Request& request, Options options) 
     for (const std::string& rows : world.gather(std::to_string(q.shape[0]), "count of query rows"))
       options.max_tokens = std::max<std::int64_t>(options.max_tokens, std::stoll(rows));
   }
-  agree(world, describe(request, options.shard_queries), "attend");
+  agree(world, RunDescription(request, options, false).text(nullptr), "attend");
   Attention layer(world, options);
   layer.run(request);
   layer.wait();

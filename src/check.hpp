@@ -16,14 +16,26 @@ namespace longspan {
 
 }  // namespace longspan
 
-/// A CUDA runtime call; needs <cuda_runtime_api.h>.
-#define LONGSPAN_CUDA(call)                                                                   \
-  do {                                                                                        \
-    const cudaError_t longspan_status = (call);                                               \
-    if (longspan_status != cudaSuccess)                                                       \
-      ::longspan::throw_backend("CUDA", #call, cudaGetErrorString(longspan_status), __FILE__, \
-                                __LINE__);                                                    \
+/// A CUDA runtime call; needs <cuda_runtime_api.h>. The runtime keeps a thread's last error beside
+/// what a call returns. What is thrown is taken from there, so that whoever catches it and goes on
+/// leaves nothing for the next one who looks.
+#define LONGSPAN_CUDA(call) LONGSPAN_CUDA_STATUS(call, #call)
+
+/// The same of what a call named `name` returned before.
+#define LONGSPAN_CUDA_STATUS(status, name)                                                   \
+  do {                                                                                       \
+    const cudaError_t longspan_status = (status);                                            \
+    if (longspan_status != cudaSuccess) {                                                    \
+      static_cast<void>(cudaGetLastError());                                                 \
+      ::longspan::throw_backend("CUDA", name, cudaGetErrorString(longspan_status), __FILE__, \
+                                __LINE__);                                                   \
+    }                                                                                        \
   } while (0)
+
+/// Whether a CUDA runtime call worked, for whoever goes on where it did not, as destructors do.
+/// Nothing is left behind either.
+#define LONGSPAN_CUDA_WORKED(call) \
+  ((call) == cudaSuccess || (static_cast<void>(cudaGetLastError()), false))
 
 /// An MPI call on a communicator whose error handler is MPI_ERRORS_RETURN; needs <mpi.h>.
 #define LONGSPAN_MPI(call)                                                        \

@@ -2,7 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <initializer_list>
 #include <limits>
+
+#include "src/validate.hpp"
 
 namespace longspan {
 namespace {
@@ -24,32 +27,41 @@ void check_result(const Tensor& out, const Lse& lse, std::int64_t tokens, std::i
   if (lse) check_lse(lse.tensor, "lse", tokens, heads, device);
 }
 
-struct Span {
-  const std::byte* begin;
-  const std::byte* end;
-  bool dense;
-};
-
-Span span_of(const Tensor& t) {
-  std::int64_t last = 0;
-  for (int d = 0; d < t.dims; ++d) last += (t.shape[d] - 1) * t.stride[d];
-  const auto* begin = static_cast<const std::byte*>(t.data);
-  return {begin, begin + (last + 1) * static_cast<std::int64_t>(size_of(t.dtype)),
-          last + 1 == t.size()};
+/// Extents that a kernel counts in 32 bits, of which there is at least one.
+void check_counts(const Tensor& t, const char* name, int first) {
+  for (int d = first; d < t.dims; ++d)
+    require(t.shape[d] >= 1 && t.shape[d] <= kMost,
+            "{} is {}: dimension {} has {} elements; 1 to 2^31 - 1 are possible", name,
+            shape_text(t), d, t.shape[d]);
 }
 
-/// A result may be `input` itself where `in_place` says so, and overlaps no input otherwise.
-/// Tensors with gaps may lie in each other's gaps, which is not looked into.
-void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, const char* in_name,
-                   bool in_place) {
-  if (out.size() == 0 || in.size() == 0) return;
-  if (in_place && out.data == in.data && out.dtype == in.dtype && out.stride == in.stride) return;
-  const Span a = span_of(out), b = span_of(in);
-  const bool apart = a.end <= b.begin || b.end <= a.begin;
-  require(apart || !(a.begin == b.begin || (a.dense && b.dense)), "{} overlaps {}: {}", out_name,
-          in_name,
-          in_place ? "it may be the same tensor, with the same type and strides, or lie apart"
-                   : "it must lie apart");
+/// A part of a merge: any type, fp8 with its scale.
+void check_part_type(const Tensor& t, const char* name, bool has_scale, const char* scale_name) {
+  require(t.dtype <= DType::e5m2, "{} has a type of number {}, which is none", name,
+          static_cast<int>(t.dtype));
+  require(!is_fp8(t.dtype) || has_scale,
+          "{} is {} and there is no {}; give it (1 where none is due)", name,
+          longspan::name(t.dtype), scale_name);
+}
+
+void refuse_input(const std::string& what) { throw InputError(what); }
+
+/// Host only: factors of a call that lie in its memory.
+void check_factor(const float* factor, const char* name, bool divides, Device device) {
+  if (device == Device::host) check_scales({factor}, name, 1, divides);
+}
+
+/// out and lse are written, and are nothing that the call reads.
+void check_results(const Tensor& out, const Lse& lse,
+                   std::initializer_list<std::pair<const Tensor*, const char*>> inputs) {
+  if (out.dims == 0) return;
+  check_written(out, "out");
+  if (lse) check_written(lse.tensor, "lse");
+  if (lse) check_overlap(lse.tensor, "lse", out, "out");
+  for (const auto& [in, name] : inputs) {
+    check_overlap(out, "out", *in, name);
+    if (lse) check_overlap(lse.tensor, "lse", *in, name);
+  }
 }
 
 }  // namespace
@@ -89,17 +101,22 @@ CacheView check_paged(const PagedAttention& args, const PagedShape& shape, bool 
                                      device, "k_cache", "v_cache");
   check_quantised(args.v_cache.dtype, "v_cache", shape.dtype, bool{args.v_scale}, "v_scale");
   require(bool{args.block_table}, "block_table is missing");
-  require(args.max_query_len >= 0, "max_query_len {} is negative; 0 means unknown",
-          args.max_query_len);
+  require(args.max_query_len >= 0 && args.max_query_len <= kMost,
+          "max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown", args.max_query_len);
   require(args.max_kv_len >= 0 && args.max_kv_len <= kMost,
           "max_kv_len {} is not in 0 to 2^31 - 1; 0 means what the table can hold",
           args.max_kv_len);
-  require(args.mask.window >= 0, "window {} is negative; 0 means no window", args.mask.window);
-  require(args.mask.right >= -1, "right {} is below -1; -1 means no bound", args.mask.right);
-  require(args.softcap >= 0, "softcap {} is negative; 0 means none", args.softcap);
+  check_mask(args.mask, refuse_input);
+  check_score(args.scale, args.softcap, refuse_input);
   require(!args.tf32 || shape.dtype == DType::fp32,
           "tf32 is a way to make fp32 products; dtype is {}", name(shape.dtype));
   check_qq_bias(args.qq_bias, args.query_start == nullptr ? shape.tokens : 0);
+  if (device == Device::host) {
+    check_scales(args.q_scale, "q_scale", shape.kv_heads, false);
+    check_scales(args.k_scale, "k_scale", shape.kv_heads, false);
+    check_scales(args.v_scale, "v_scale", shape.kv_heads, false);
+    check_scales({args.out_scale}, "out_scale", 1, true);
+  }
   require(!needs_out || args.out.dims > 0, "out is missing");
   require(args.out.dims > 0 || (!args.lse && args.out_scale == nullptr),
           "lse and out_scale go with out, which is missing");
@@ -114,19 +131,29 @@ void check_new_keys(const ContextAttention& args, const PagedShape& shape, Devic
   check_result(args.out, args.lse, shape.tokens, shape.heads, shape.dim, shape.dtype,
                args.out_scale != nullptr || args.out_scale_inv != nullptr,
                "out_scale or out_scale_inv", device);
+  check_factor(args.out_scale_inv, "out_scale_inv", false, device);
+  check_results(args.out, args.lse,
+                {{&args.q, "q"},
+                 {&args.k, "k"},
+                 {&args.v, "v"},
+                 {&args.k_cache, "k_cache"},
+                 {&args.v_cache, "v_cache"}});
 }
 
 void check_output(const PagedAttention& args, const PagedShape& shape, Device device) {
-  if (args.out.dims > 0)
-    check_result(args.out, args.lse, shape.tokens, shape.heads, shape.dim, shape.dtype,
-                 args.out_scale != nullptr, "out_scale", device);
+  if (args.out.dims == 0) return;
+  check_result(args.out, args.lse, shape.tokens, shape.heads, shape.dim, shape.dtype,
+               args.out_scale != nullptr, "out_scale", device);
+  check_results(args.out, args.lse,
+                {{&args.q, "q"}, {&args.k_cache, "k_cache"}, {&args.v_cache, "v_cache"}});
 }
 
 void check_segments(const Segments& s, std::int64_t tokens, std::int64_t heads,
                     std::int64_t least_dim, Device device) {
   check_tensor(s.output, "segments.output", DType::fp32, device);
   require(s.output.dims == 4 && s.output.shape[0] == tokens && s.output.shape[1] == heads &&
-              s.output.shape[2] >= 1 && s.output.shape[3] >= least_dim,
+              s.output.shape[2] >= 1 && s.output.shape[2] <= kMost &&
+              s.output.shape[3] >= least_dim,
           "segments.output is {}; [{}, {}, segments, at least {}] is wanted", shape_text(s.output),
           tokens, heads, least_dim);
   const std::int64_t count = s.output.shape[2], padded = s.output.stride[2];
@@ -147,6 +174,10 @@ void check_segments(const Segments& s, std::int64_t tokens, std::int64_t heads,
             t->stride[1], t->stride[2]);
   }
   require(s.keys >= 0, "segments have {} keys; 0 means as many tiles as fill them", s.keys);
+  require(s.keys <= kMost, "segments have {} keys; at most 2^31 - 1 are possible", s.keys);
+  check_overlap(s.max, "segments.max", s.output, "segments.output");
+  check_overlap(s.expsum, "segments.expsum", s.output, "segments.output");
+  check_overlap(s.expsum, "segments.expsum", s.max, "segments.max");
   require(s.tile >= 1, "a tile has {} keys; it has at least 1", s.tile);
 }
 
@@ -154,69 +185,124 @@ void check_reduce(const ReduceSegments& args, Device device) {
   check_batch(args.batch, args.query_start, args.kv_len);
   require(args.out.dims == 3, "out is {}; [tokens, heads, dim] is wanted", shape_text(args.out));
   const std::int64_t tokens = args.out.shape[0], heads = args.out.shape[1], dim = args.out.shape[2];
+  check_counts(args.out, "out", 1);
   check_rows(args.out, "out", -1, heads, dim, args.out.dtype, device);
+  check_factor(args.out_scale, "out_scale", true, device);
   require(!is_fp8(args.out.dtype) || args.out_scale != nullptr,
           "out is {} and there is no out_scale; give it (1 where none is due)",
           name(args.out.dtype));
   if (args.lse) check_lse(args.lse.tensor, "lse", tokens, heads, device);
   check_segments(args.segments, tokens, heads, dim, device);
+  check_results(args.out, args.lse,
+                {{&args.segments.output, "segments.output"},
+                 {&args.segments.max, "segments.max"},
+                 {&args.segments.expsum, "segments.expsum"}});
 }
 
 void check_merge(const MergeAttnStates& args, Device device) {
-  const Tensor& in = args.prefix_out;
-  require(in.dims == 3, "prefix_out is {}; [tokens, heads, dim] is wanted", shape_text(in));
-  check_product_dtype(in.dtype, "prefix_out");
-  const std::int64_t tokens = in.shape[0], heads = in.shape[1], dim = in.shape[2];
-  check_rows(in, "prefix_out", -1, heads, dim, in.dtype, device);
-  check_rows(args.suffix_out, "suffix_out", tokens, heads, dim, in.dtype, device);
-  check_rows(args.out, "out", tokens, heads, dim, args.out.dtype, device);
-  check_quantised(args.out.dtype, "out", in.dtype, args.output_scale != nullptr, "output_scale");
+  const Tensor &prefix = args.prefix_out, &suffix = args.suffix_out, &out = args.out;
+  require(prefix.dims == 3, "prefix_out is {}; [tokens, heads, dim] is wanted", shape_text(prefix));
+  const std::int64_t tokens = prefix.shape[0], heads = prefix.shape[1], dim = prefix.shape[2];
+  check_part_type(prefix, "prefix_out", args.prefix_scale != nullptr, "prefix_scale");
+  check_part_type(suffix, "suffix_out", args.suffix_scale != nullptr, "suffix_scale");
+  check_part_type(out, "out", args.output_scale != nullptr, "output_scale");
+  check_counts(prefix, "prefix_out", 1);
+  check_rows(prefix, "prefix_out", -1, heads, dim, prefix.dtype, device);
+  check_rows(suffix, "suffix_out", tokens, heads, dim, suffix.dtype, device);
+  check_rows(out, "out", tokens, heads, dim, out.dtype, device);
   check_lse(args.prefix_lse.tensor, "prefix_lse", tokens, heads, device);
   check_lse(args.suffix_lse.tensor, "suffix_lse", tokens, heads, device);
   if (args.out_lse) check_lse(args.out_lse.tensor, "out_lse", tokens, heads, device);
   require(args.prefill_tokens_with_context.value_or(0) >= 0,
           "prefill_tokens_with_context is {}; it is a number of tokens",
           args.prefill_tokens_with_context.value_or(0));
-  check_overlap(args.out, "out", in, "prefix_out", true);
-  check_overlap(args.out, "out", args.suffix_out, "suffix_out", false);
+  check_factor(args.prefix_scale, "prefix_scale", false, device);
+  check_factor(args.suffix_scale, "suffix_scale", false, device);
+  check_factor(args.output_scale, "output_scale", true, device);
+  check_written(out, "out");
+  check_overlap(out, "out", prefix, "prefix_out", true);
+  check_overlap(out, "out", suffix, "suffix_out");
+  check_overlap(out, "out", args.prefix_lse.tensor, "prefix_lse");
+  check_overlap(out, "out", args.suffix_lse.tensor, "suffix_lse");
   if (args.out_lse) {
-    check_overlap(args.out_lse.tensor, "out_lse", args.prefix_lse.tensor, "prefix_lse", true);
-    check_overlap(args.out_lse.tensor, "out_lse", args.suffix_lse.tensor, "suffix_lse", false);
+    const Tensor& lse = args.out_lse.tensor;
+    check_written(lse, "out_lse");
+    check_overlap(lse, "out_lse", args.prefix_lse.tensor, "prefix_lse", true);
+    check_overlap(lse, "out_lse", args.suffix_lse.tensor, "suffix_lse");
+    check_overlap(lse, "out_lse", out, "out");
+    check_overlap(lse, "out_lse", prefix, "prefix_out");
+    check_overlap(lse, "out_lse", suffix, "suffix_out");
   }
 }
 
 void check_merge(const MergeStates& args, Device device) {
-  const Tensor &in = args.parts, &lses = args.lses.tensor;
-  check_product_dtype(in.dtype, "parts");
+  const Tensor &in = args.parts, &lses = args.lses.tensor, &out = args.out;
+  check_part_type(in, "parts", args.part_scales != nullptr, "part_scales");
+  check_part_type(out, "out", args.output_scale != nullptr, "output_scale");
   check_tensor(in, "parts", in.dtype, device);
   require(in.dims == 4 && in.shape[0] >= 1 && in.shape[0] <= kMost,
           "parts is {}; [parts, tokens, heads, dim] of at least one part is wanted",
           shape_text(in));
+  check_counts(in, "parts", 2);
   require(in.stride[3] == 1 || in.size() == 0,
           "parts has stride {} in its last dimension; it must be 1", in.stride[3]);
-  check_rows(args.out, "out", in.shape[1], in.shape[2], in.shape[3], args.out.dtype, device);
-  check_quantised(args.out.dtype, "out", in.dtype, args.output_scale != nullptr, "output_scale");
+  check_rows(out, "out", in.shape[1], in.shape[2], in.shape[3], out.dtype, device);
   check_tensor(lses, "lses", DType::fp32, device);
   require(lses.dims == 3 && lses.shape[0] == in.shape[0] && lses.shape[1] == in.shape[1] &&
               lses.shape[2] == in.shape[2],
           "lses is {} (parts, tokens, heads); [{}, {}, {}] is wanted", shape_text(lses),
           in.shape[0], in.shape[1], in.shape[2]);
   if (args.out_lse) check_lse(args.out_lse.tensor, "out_lse", in.shape[1], in.shape[2], device);
-  check_overlap(args.out, "out", in, "parts", false);
-  if (args.out_lse) check_overlap(args.out_lse.tensor, "out_lse", lses, "lses", false);
+  for (std::int64_t part = 0; args.part_scales != nullptr && part < in.shape[0]; ++part)
+    check_factor(args.part_scales + part, "part_scales", false, device);
+  check_factor(args.output_scale, "output_scale", true, device);
+  check_written(out, "out");
+  check_overlap(out, "out", in, "parts");
+  check_overlap(out, "out", lses, "lses");
+  if (args.out_lse) {
+    check_written(args.out_lse.tensor, "out_lse");
+    check_overlap(args.out_lse.tensor, "out_lse", lses, "lses");
+    check_overlap(args.out_lse.tensor, "out_lse", in, "parts");
+    check_overlap(args.out_lse.tensor, "out_lse", out, "out");
+  }
 }
 
 CacheView check_append(const AppendKv& args, Device device) {
   require(args.k.dims == 3, "k is {}; [tokens, kv_heads, dim] is wanted", shape_text(args.k));
   check_product_dtype(args.k.dtype, "k");
   const std::int64_t tokens = args.k.shape[0], kv_heads = args.k.shape[1], dim = args.k.shape[2];
+  check_counts(args.k, "k", 1);
   check_rows(args.k, "k", -1, kv_heads, dim, args.k.dtype, device);
   check_rows(args.v, "v", tokens, kv_heads, dim, args.k.dtype, device);
   check_quantised(args.k_cache.dtype, "k_cache", args.k.dtype, bool{args.k_scale}, "k_scale");
   check_quantised(args.v_cache.dtype, "v_cache", args.k.dtype, bool{args.v_scale}, "v_scale");
   require(args.slots != nullptr || tokens == 0, "slots is missing");
-  return view_pages(args.k_cache, args.v_cache, {}, {kv_heads, dim, args.k_cache.dtype, 1}, device,
-                    "k_cache", "v_cache");
+  require(tokens <= kMost, "k is {}: {} tokens; 0 to 2^31 - 1 are possible", shape_text(args.k),
+          tokens);
+  const CacheView cache =
+      view_pages(args.k_cache, args.v_cache, {}, {kv_heads, dim, args.k_cache.dtype, 1}, device,
+                 "k_cache", "v_cache");
+  check_written_cache(args.k_cache, "k_cache", args.v_cache, "v_cache");
+  for (const auto& [to, name] :
+       {std::pair{&args.k_cache, "k_cache"}, std::pair{&args.v_cache, "v_cache"}}) {
+    check_overlap(*to, name, args.k, "k");
+    check_overlap(*to, name, args.v, "v");
+  }
+  if (device == Device::host) {
+    check_scales(args.k_scale, "k_scale", static_cast<int>(kv_heads), true);
+    check_scales(args.v_scale, "v_scale", static_cast<int>(kv_heads), true);
+  }
+  return cache;
+}
+
+void check_sizes(const PagedAttention& args, const PagedShape& shape, std::int64_t slots) {
+  require(args.batch >= 1, "the batch has {} sequences; it has at least 1", args.batch);
+  const double bytes =
+      static_cast<double>(shape.tokens) * shape.heads * (4.0 * shape.dim + 8) * slots;
+  require(bytes < 0x1p48,
+          "q is {} and there are {} segments: their states take {:.3g} bytes; give less in one "
+          "call",
+          shape_text(args.q), slots, bytes);
 }
 
 void check_workspace(const Workspace& workspace, std::size_t needed) {

@@ -17,6 +17,9 @@ struct PagedShape {
 /// Reads shapes and types only. InputError where they have none of the known forms.
 PagedShape shape_of(const PagedAttention& args);
 
+/// What the workspace of a call depends on; `slots`: states of each row.
+void check_sizes(const PagedAttention& args, const PagedShape& shape, std::int64_t slots);
+
 CacheView check_paged(const PagedAttention& args, const PagedShape& shape, bool needs_out,
                       Device device);
 /// out and lse, where out is given.

@@ -15,8 +15,12 @@ void check_shard(const Shard& shard, const char* name, int batch, bool ranges_of
   require(shard.rank == world.rank() && shard.ranks == world.size(),
           "{} describes rank {} of {}; this is rank {} of {}", name, shard.rank, shard.ranks,
           world.rank(), world.size());
+  require(shard.layout <= Layout::listed, "{} has a layout of number {}, which is none", name,
+          static_cast<int>(shard.layout));
   require(shard.length >= 0, "{} has length {}", name, shard.length);
-  require(shard.block > 0, "{} has blocks of {} keys; a block has at least 1", name, shard.block);
+  require(shard.block > 0 && shard.block <= kMostKeys,
+          "{} has blocks of {} keys; a block has 1 to 2^31 - 1", name, shard.block);
+  require(shard.listed >= 0, "{} lists {} keys; a count is not negative", name, shard.listed);
   const bool listed = shard.layout == Layout::listed, ranges = shard.layout == Layout::ranges;
   require((!listed && !ranges) || shard.table != nullptr || (listed && shard.listed == 0),
           "{} is {} without a table", name, longspan::name(shard.layout));
@@ -93,6 +97,39 @@ void check_growth(const kernels::Batch& batch, std::int64_t rows, const Shard& s
   }
 }
 
+/// What a run writes, and that it is nothing that the run reads.
+void check_results(const Request& r, bool grows) {
+  check_written(r.out, "out");
+  if (r.lse) check_written(r.lse, "lse");
+  if (r.lse) check_overlap(r.lse, "lse", r.out, "out");
+  for (const auto& [in, name] : {std::pair{&r.q, "q"}, std::pair{&r.k, "k"}, std::pair{&r.v, "v"},
+                                 std::pair{&r.new_k, "new_k"}, std::pair{&r.new_v, "new_v"}}) {
+    if (!*in) continue;
+    check_overlap(r.out, "out", *in, name);
+    if (r.lse) check_overlap(r.lse, "lse", *in, name);
+  }
+  if (!grows) return;
+  check_overlap(r.k, "k", r.q, "q");
+  check_overlap(r.v, "v", r.q, "q");
+}
+
+/// A cache that grows: its keys and values are written.
+void check_grown(const Tensor& k, const Tensor& v, const Tensor& new_k, const Tensor& new_v) {
+  check_written_cache(k, "k", v, "v");
+  for (const auto& [to, name] : {std::pair{&k, "k"}, std::pair{&v, "v"}}) {
+    check_overlap(*to, name, new_k, "new_k");
+    check_overlap(*to, name, new_v, "new_v");
+  }
+}
+
+/// Host only: what the factors of a call hold.
+void check_factors(const Request& r, int kv_heads) {
+  check_scales(r.q_scale, "q_scale", kv_heads, false);
+  check_scales(r.k_scale, "k_scale", kv_heads, bool{r.new_k});
+  check_scales(r.v_scale, "v_scale", kv_heads, bool{r.new_k});
+  check_scales({r.out_scale}, "out_scale", 1, true);
+}
+
 /// The features of a request that stand beside its tensors.
 void check_features(const Request& request, const Options& options) {
   check_qq_bias(request.qq_bias,
@@ -139,7 +176,6 @@ void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& 
     require(start[batch.size] <= rows, "query_start ends at row {}; there are {} rows",
             start[batch.size], rows);
   }
-  const bool packed = !cache.pages && cache.pitch == 0;
   std::int64_t packed_keys = 0;
   for (int b = 0; b < batch.size; ++b) {
     const std::int64_t kv_len = batch.keys(b, shard);
@@ -151,12 +187,40 @@ void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& 
     check_table(own, b, kv_len);
     const std::int64_t local = own.local_len(kv_len);
     packed_keys += local;
-    require((packed ? packed_keys : local) <= cache.room(),
+    require((cache.packed ? packed_keys : local) <= cache.room(),
             "sequence {} has {} keys, of which rank {} holds {} ({} layout); there is room for {} "
             "in {}",
             b, kv_len, own.rank, local, name(own.layout), cache.room(),
             cache.pages ? "its row of block_table" : "k and v");
   }
+}
+
+void check_one_call(const Request& request) {
+  const Tensor &q = request.q, &k = request.k;
+  require(q.dims == 3, "q is {}; [tokens, heads, dim] is wanted", shape_text(q));
+  require(k.dims >= 3 && k.dims <= 5,
+          "k is {}; [keys, kv_heads, dim] is wanted, or [batch, capacity, kv_heads, dim], or pages "
+          "with a block_table",
+          shape_text(k));
+  const std::int64_t kv_heads = k.shape[k.dims == 5 ? 1 : k.dims - 2];
+  const auto is_count = [](std::int64_t n) {
+    return n >= 1 && n <= std::numeric_limits<std::int32_t>::max();
+  };
+  require(is_count(q.shape[1]), "q is {}: {} heads; there is at least 1", shape_text(q),
+          q.shape[1]);
+  require(is_count(q.shape[2]), "q is {}: a head dim of {}; it is at least 1", shape_text(q),
+          q.shape[2]);
+  require(is_count(kv_heads), "k is {}: {} kv_heads; there is at least 1", shape_text(k), kv_heads);
+  require(q.shape[1] % kv_heads == 0,
+          "q is {} and k is {}: heads {} must be a multiple of kv_heads {}", shape_text(q),
+          shape_text(k), q.shape[1], kv_heads);
+  require(request.batch >= 1, "the batch has {} sequences; it has at least 1", request.batch);
+  for (const auto& [t, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, std::pair{&request.v, "v"},
+                                std::pair{&request.out, "out"}})
+    require(t->dtype <= DType::e5m2, "{} has a type of number {}, which is none", name,
+            static_cast<int>(t->dtype));
+  require(q.shape[0] >= 0 && q.shape[0] <= kMostKeys, "q is {}: {} rows; there are 0 to 2^31 - 1",
+          shape_text(q), q.shape[0]);
 }
 
 Append append_of(const Request& request) {
@@ -205,13 +269,16 @@ CacheView check_request(const Request& request, const Options& options, const Co
     check_new_rows(request.new_k, request.new_v, request.shard, options, device);
     require(request.new_k.shape[0] == rows, "new_k has {} rows; there are {} of q",
             request.new_k.shape[0], rows);
+    check_grown(request.k, request.v, request.new_k, request.new_v);
   }
+  check_results(request, grows);
 
   if (device == Device::host) {
     const kernels::Batch batch{request.batch, request.query_start, request.kv_len};
     check_lengths(batch, rows, request.shard, cache, options.max_kv_len);
     if (grows) check_growth(batch, rows, request.shard);
     check_documents(request.documents);
+    check_factors(request, options.kv_heads);
   } else if (request.kv_len == nullptr && request.shard.layout != Layout::ranges) {
     check_room(request.shard, cache);
   }
@@ -227,6 +294,7 @@ CacheView check_append(const Append& tokens, const Options& options, const Commu
   const DType kv_dtype = options.kv_dtype.value_or(options.dtype);
   check_quantised(kv_dtype, "k", options.dtype, bool{tokens.k_scale}, "k_scale");
   check_quantised(kv_dtype, "v", options.dtype, bool{tokens.v_scale}, "v_scale");
+  check_grown(tokens.k, tokens.v, tokens.new_k, tokens.new_v);
   check_shard(tokens.shard, "shard", tokens.batch, true, world);
   require(tokens.shard.length <= kMostKeys,
           "the sequence has {} keys; at most 2^31 - 1 are supported", tokens.shard.length);
@@ -234,6 +302,8 @@ CacheView check_append(const Append& tokens, const Options& options, const Commu
     const kernels::Batch batch{tokens.batch, tokens.query_start, tokens.kv_len};
     check_lengths(batch, tokens.new_k.shape[0], tokens.shard, cache, options.max_kv_len);
     check_growth(batch, tokens.new_k.shape[0], tokens.shard);
+    check_scales(tokens.k_scale, "k_scale", options.kv_heads, true);
+    check_scales(tokens.v_scale, "v_scale", options.kv_heads, true);
   } else if (tokens.kv_len == nullptr && tokens.shard.layout != Layout::ranges) {
     check_room(tokens.shard, cache);
   }

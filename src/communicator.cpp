@@ -3,8 +3,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-
+#include "comm/control.hpp"
 #include "comm/environment.hpp"
 #include "comm/gpu.hpp"
 #include "comm/self.hpp"
@@ -86,22 +85,9 @@ void agree(const Communicator& world, const NamedValues& arguments, const std::s
   const auto first = comm::unpack(packed.front());
 
   // Every rank compares the same texts with rank 0's, so every rank finds the same difference.
-  for (int r = 1; r < world.size(); ++r) {
-    const auto other = comm::unpack(packed[r]);
-    if (other == first) continue;
-    for (std::size_t i = 0; i < std::min(first.size(), other.size()); i += 2) {
-      if (other[i] != first[i]) break;
-      if (other[i + 1] != first[i + 1])
-        throw UsageError(
-            fmt::format("'{}' differs between ranks at '{}': rank 0 has {}, rank {} has {}. Give "
-                        "every rank the same value.",
-                        first[i], step, first[i + 1], r, other[i + 1]));
-    }
-    throw UsageError(
-        fmt::format("The lists of arguments differ between rank 0 and rank {} at '{}': is every "
-                    "rank of the same longspan version?",
-                    r, step));
-  }
+  for (int r = 1; r < world.size(); ++r)
+    if (const auto text = comm::difference(first, 0, comm::unpack(packed[r]), r, step))
+      throw UsageError(*text);
 }
 
 }  // namespace longspan

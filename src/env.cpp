@@ -45,10 +45,20 @@ void read_port(const char* name, const std::string& text, Env& env) {
   env.port = number(name, text, 0, 65535, "a port from 0 to 65535");
 }
 
+void read_secret(const char* name, const std::string& text, Env& env) {
+  constexpr std::size_t kMost = 1024;
+  if (text.size() > kMost)  // and not what it is
+    throw UsageError(
+        fmt::format("{} was set to {} bytes, but it takes at most {}.", name, text.size(), kMost));
+  env.secret = text;
+}
+
 constexpr Row kRows[] = {
     {"LONGSPAN_DEADLINE_S", "60", "longest wait for another rank, in seconds", read_deadline},
     {"LONGSPAN_THREADS", "0", "host threads; 0: the cores of this process", read_threads},
     {"LONGSPAN_PORT", "MASTER_PORT + 1", "port of rank 0 when ranks meet without MPI", read_port},
+    {"LONGSPAN_SECRET", "not set", "who meets rank 0 without MPI must have the same; not shown",
+     read_secret},
     {"NCCL_NVLS_ENABLE", "0", "NCCL's multicast; longspan sets 0 where it is not set"},
     {"OMPI_COMM_WORLD_SIZE", "", "set by mpirun of Open MPI: use MPI"},
     {"PMI_SIZE", "", "set by mpiexec of MPICH: use MPI"},
@@ -89,8 +99,11 @@ void env_default(const char* name, const char* value) {
 
 std::vector<EnvironmentVariable> environment() {
   std::vector<EnvironmentVariable> variables;
-  for (const Row& row : kRows)
-    variables.push_back({row.name, env_text(row.name).value_or(""), row.standard, row.meaning});
+  for (const Row& row : kRows) {
+    std::string value = env_text(row.name).value_or("");
+    if (row.read == read_secret) value = value.empty() ? "not set" : "set";
+    variables.push_back({row.name, value, row.standard, row.meaning});
+  }
   return variables;
 }
 

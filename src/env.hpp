@@ -11,6 +11,7 @@ struct Env {
   std::chrono::milliseconds deadline{60'000};  // LONGSPAN_DEADLINE_S, seconds; fractions count
   int threads = 0;                             // LONGSPAN_THREADS; 0: the cores of this process
   int port = 0;                                // LONGSPAN_PORT; 0: MASTER_PORT + 1
+  std::string secret;                          // LONGSPAN_SECRET; never printed
 
   /// Throws UsageError for a value that does not parse.
   static Env read();

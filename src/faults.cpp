@@ -40,6 +40,11 @@ std::string text_of(const kernels::FaultReport& r) {
           "sequence {} has {} query rows; qq_bias is wide enough for {}: it must be as wide as the "
           "longest query",
           r.where, r.value, r.column);
+    case Fault::segments:
+      return fmt::format(
+          "sequence {} has {} keys and its segments hold {}: give more segments, or more keys in "
+          "each (0 keys: as many as it takes)",
+          r.where, r.value, r.column);
     default:
       return fmt::format("fault {} at {}, {}, {}", static_cast<int>(r.fault), r.where, r.column,
                          r.value);

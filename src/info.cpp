@@ -13,6 +13,7 @@
 #include "kernels/features.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/version.hpp"
+#include "src/check.hpp"
 #include "src/env.hpp"
 #include "src/peer_view.hpp"
 
@@ -54,7 +55,7 @@ std::string version_text(int code, int major, int minor) {
 
 bool reaches(int gpu, int other) {
   int yes = 0;
-  return cudaDeviceCanAccessPeer(&yes, gpu, other) == cudaSuccess && yes != 0;
+  return LONGSPAN_CUDA_WORKED(cudaDeviceCanAccessPeer(&yes, gpu, other)) && yes != 0;
 }
 
 /// How states can travel between the GPUs of this node (Options::exchange).
@@ -84,7 +85,7 @@ void add_gpus(Rows& rows) {
   rows.emplace_back("GPUs", fmt::to_string(count));
   for (int g = 0; g < count; ++g) {
     cudaDeviceProp p{};
-    if (cudaGetDeviceProperties(&p, g) != cudaSuccess) continue;
+    if (!LONGSPAN_CUDA_WORKED(cudaGetDeviceProperties(&p, g))) continue;
     std::string peers;
     for (int other = 0; other < count; ++other)
       if (other != g && reaches(g, other)) peers += fmt::format(" {}", other);
@@ -108,7 +109,7 @@ void add_gpus(Rows& rows) {
 int gpu_count() {
 #if defined(LONGSPAN_HAVE_CUDA)
   int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+  return LONGSPAN_CUDA_WORKED(cudaGetDeviceCount(&count)) ? count : 0;
 #else
   return 0;
 #endif
@@ -128,7 +129,7 @@ int host_threads(const Communicator& world, int asked) {
 std::vector<FeatureInfo> features() {
   std::vector<FeatureInfo> rows;
   for (const kernels::Feature& f : kernels::features())
-    rows.push_back({f.name, f.meaning, f.host, f.cuda});
+    if (f.by != nullptr) rows.push_back({f.name, f.meaning, f.by, f.host, f.cuda});
   return rows;
 }
 

@@ -6,15 +6,19 @@
 //     the others            one kernel each
 #include "longspan/kernels.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <mutex>
 #include <vector>
 
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/communicator.hpp"
+#include "longspan/error.hpp"
 #include "src/check_kernels.hpp"
 #include "src/faults.hpp"
 #include "src/trace.hpp"
@@ -23,6 +27,14 @@
 
 namespace longspan {
 namespace {
+
+/// Keys that a row of the block table has room for.
+std::int64_t most_keys(const PagedAttention& a) {
+  static constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t page = a.k_cache.shape[a.k_cache.dims == 5 ? 3 : 1];
+  const auto in_range = [](std::int64_t n) { return std::clamp<std::int64_t>(n, 0, kMost); };
+  return in_range(in_range(a.block_table.columns) * in_range(page));
+}
 
 /// Attention of a call, less what lies in the workspace. A cache with memory is not needed for the
 /// sizes.
@@ -44,9 +56,8 @@ kernels::AttendParams attend_params(const PagedAttention& a, const PagedShape& s
   p.score = {a.scale.value_or(1.0f / std::sqrt(static_cast<float>(shape.dim))), a.softcap};
   p.bias = {a.slopes, a.alibi, a.qq_bias};
   p.tf32 = a.tf32;
-  const std::int64_t page = a.k_cache.shape[a.k_cache.dims == 5 ? 3 : 1];
   p.max_query_len = a.max_query_len;
-  p.max_kv_len = a.max_kv_len > 0 ? a.max_kv_len : a.block_table.columns * page;
+  p.max_kv_len = a.max_kv_len > 0 ? a.max_kv_len : most_keys(a);
   return p;
 }
 
@@ -123,7 +134,10 @@ kernels::MergeOutputsParams merged_outputs(const Args& a, LogBase base) {
 }
 
 int count_of(const Segments& s) {
-  return s.output.dims == 4 ? static_cast<int>(std::max<std::int64_t>(s.output.shape[2], 0)) : 0;
+  constexpr std::int64_t kMost = std::numeric_limits<int>::max();
+  return s.output.dims == 4
+             ? static_cast<int>(std::clamp<std::int64_t>(s.output.shape[2], 0, kMost))
+             : 0;
 }
 
 kernels::KeyParts parts_of(const Segments& s) { return {count_of(s), s.keys, s.tile}; }
@@ -161,6 +175,22 @@ kernels::CheckParams append_checks(const AppendKv& a, const CacheView& cache) {
   return p;
 }
 
+kernels::CheckParams reduce_checks(const ReduceSegments& a) {
+  kernels::CheckParams p;
+  p.attend.tokens = a.out.shape[0];
+  p.attend.batch = {a.batch, a.query_start, a.kv_len};
+  p.attend.parts = parts_of(a.segments);
+  return p;
+}
+
+/// Host only: starts and lengths, before anything is counted by them; no keys are read.
+void check_batch_lengths(const kernels::Batch& batch, std::int64_t tokens) {
+  CacheView any;
+  any.packed = true;
+  any.keys = std::numeric_limits<std::int64_t>::max();
+  check_lengths(batch, tokens, {}, any, 0);
+}
+
 std::size_t words_of_claims(const CacheView& cache) {
   return static_cast<std::size_t>(cache.keys / 32 + 1);
 }
@@ -170,17 +200,21 @@ std::size_t words_of_claims(const CacheView& cache) {
 struct Kernels::Impl {
   Communicator alone;  // waits, with its deadline
   std::unique_ptr<kernels::Backend> backend;
+  std::mutex claims;                   // calls are const, and may come from several threads
   std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache once
 
   Impl(Device device, int threads)
       : alone(self(device)),
         backend(device == Device::cuda ? kernels::cuda_backend() : kernels::host_backend(threads)) {
+    if (threads < 0)
+      throw UsageError(fmt::format("threads {} is negative; 0 means by itself", threads));
   }
 
   Device device() const { return alone.device(); }
   bool on_host() const { return device() == Device::host; }
 
   CallWorkspace lay_out(const SegmentedAttention& a, const PagedShape& shape, void* base) const {
+    check_sizes(a, shape, std::max(1, count_of(a.segments)));
     kernels::AttendParams p = attend_params(a, shape);
     p.parts = parts_of(a.segments);
     return CallWorkspace::lay_out(base, std::max(1, p.parts.count), p.tokens * p.heads, p.dim,
@@ -188,6 +222,7 @@ struct Kernels::Impl {
   }
 
   CallWorkspace lay_out(const ContextAttention& a, const PagedShape& shape, void* base) const {
+    check_sizes(a, shape, 2);
     const ContextParams p = context_params(a, shape, nullptr, nullptr);
     const std::size_t scratch =
         std::max(backend->attend_scratch(p.cached), backend->attend_scratch(p.fresh));
@@ -234,7 +269,10 @@ void Kernels::merge_attn_states(const MergeAttnStates& a, LogBase base, Stream s
   const trace::Range range("longspan merge_attn_states");
   check_merge(a, impl_->device());
   kernels::MergeOutputsParams p = merged_outputs(a, base);
-  p.in_dtype = a.prefix_out.dtype;
+  p.in_dtype[0] = a.prefix_out.dtype;
+  p.in_dtype[1] = a.suffix_out.dtype;
+  p.in_scale[0] = a.prefix_scale;
+  p.in_scale[1] = a.suffix_scale;
   p.in[0] = rows_of(a.prefix_out);
   p.in[1] = rows_of(a.suffix_out);
   p.in_lse[0] = lse_of(a.prefix_lse.tensor);
@@ -248,15 +286,17 @@ void Kernels::merge_states(const MergeStates& a, LogBase base, Stream stream) co
   check_merge(a, impl_->device());
   kernels::MergeOutputsParams p = merged_outputs(a, base);
   p.parts = static_cast<int>(a.parts.shape[0]);
-  p.in_dtype = a.parts.dtype;
+  p.in_dtype[0] = p.in_dtype[1] = a.parts.dtype;
+  p.in_scale[0] = p.in_scale[1] = a.part_scales;
   p.in[0] = p.in[1] = rows_of(a.parts);
   p.in_lse[0] = p.in_lse[1] = lse_of(a.lses.tensor);
   p.part_stride = a.parts.stride[0];
   p.lse_part_stride = a.lses.tensor.stride[0];
   if (p.parts == 2) {
     p.in[1].data = static_cast<std::byte*>(p.in[0].data) +
-                   p.part_stride * static_cast<std::int64_t>(size_of(p.in_dtype));
+                   p.part_stride * static_cast<std::int64_t>(size_of(a.parts.dtype));
     p.in_lse[1].data += p.lse_part_stride;
+    if (a.part_scales != nullptr) ++p.in_scale[1];
   }
   impl_->backend->merge_outputs(p, stream);
 }
@@ -304,9 +344,8 @@ void Kernels::reduce_segments(const ReduceSegments& a, Stream stream) const {
   p.out = rows_of(a.out);
   p.lse = lse_of(a.lse.tensor);
   if (impl_->on_host()) {
-    CacheView any;  // no keys are read
-    any.keys = std::numeric_limits<std::int64_t>::max();
-    check_lengths(p.batch, p.tokens, p.shard, any, 0);
+    check_batch_lengths(p.batch, p.tokens);
+    impl_->check_at_once(reduce_checks(a));
   }
   impl_->backend->reduce_segments(p, stream);
 }
@@ -328,6 +367,7 @@ void Kernels::context_attention(const ContextAttention& a, Stream stream) const 
     p->scratch_bytes = memory.scratch_bytes;
     impl_->backend->check(*p);
   }
+  if (impl_->on_host()) check_batch_lengths(cached.batch, cached.tokens);
   impl_->backend->cut_context({cached.batch, cached.tokens, memory.ranges}, stream);
   if (impl_->on_host()) {
     impl_->check_sequences(cached, cache, a.max_kv_len);
@@ -351,6 +391,7 @@ void Kernels::append_kv(const AppendKv& a, Stream stream) const {
   const trace::Range range("longspan append_kv");
   const CacheView cache = check_append(a, impl_->device());
   if (impl_->on_host()) {
+    const std::lock_guard lock(impl_->claims);
     impl_->claimed.assign(words_of_claims(cache), 0);
     kernels::CheckParams checks = append_checks(a, cache);
     checks.claimed = impl_->claimed.data();
@@ -375,12 +416,29 @@ void Kernels::check(const PagedAttention& a, Stream stream) const {
   impl_->check_and_wait({.attend = p, .slot_count = cache.keys}, stream);
 }
 
+void Kernels::check(const SegmentedAttention& a, Stream stream) const {
+  const PagedShape shape = shape_of(a);
+  const CacheView cache = check_paged(a, shape, false, impl_->device());
+  if (a.segments.output.dims > 0)
+    check_segments(a.segments, shape.tokens, shape.heads, shape.dim, impl_->device());
+  kernels::AttendParams p = attend_params(a, shape);
+  set_cache(p, cache);
+  p.parts = parts_of(a.segments);
+  impl_->check_and_wait({.attend = p, .slot_count = cache.keys}, stream);
+}
+
+void Kernels::check(const ReduceSegments& a, Stream stream) const {
+  check_reduce(a, impl_->device());
+  impl_->check_and_wait(reduce_checks(a), stream);
+}
+
 void Kernels::check(const ContextAttention& a, Stream stream) const {
   const PagedShape shape = shape_of(a);
   const CacheView cache = check_paged(a, shape, false, impl_->device());
   const CallWorkspace memory = impl_->take_workspace(a, shape);
   kernels::AttendParams p = context_params(a, shape, memory.ranges, nullptr).cached;
   set_cache(p, cache);
+  if (impl_->on_host()) check_batch_lengths(p.batch, p.tokens);
   impl_->backend->cut_context({p.batch, p.tokens, memory.ranges}, stream);
   impl_->check_and_wait({.attend = p, .slot_count = cache.keys}, stream);
 }

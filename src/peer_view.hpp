@@ -5,7 +5,7 @@
 // Every rank has a window of equal size, zeroed when it was made, which all ranks of the node can
 // write. Exchanges are counted by `epoch`, in device memory, so that a replayed graph goes on
 // counting. No wait is without end: a kernel that waits past the deadline, or sees the abort word,
-// writes a report and returns.
+// writes a report and returns. A layer has its own windows, and so its own epoch and report.
 #pragma once
 
 #include <cstddef>
@@ -13,13 +13,21 @@
 
 namespace longspan {
 
-/// What an exchange kernel found wrong; `kind` none while all is well.
+/// What an exchange kernel found wrong; `kind` none while all is well. It travels as one word of 64
+/// bits, 0 for none, so that whoever sees that there is a report sees all of it.
 struct PeerReport {
-  enum Kind : std::uint32_t { none, timeout, aborted, differs };
-  std::uint32_t kind;
-  std::uint32_t rank;  // the rank that did not arrive, or that differs
-  std::uint32_t epoch;
-  std::uint32_t unused;
+  enum Kind : std::uint8_t { none, timeout, aborted, differs };
+  Kind kind = none;
+  std::uint32_t rank = 0;  // the rank that did not arrive, or that differs; below 2^24
+  std::uint32_t run = 0;   // of the layer: comm::RunName::run
+
+  constexpr std::uint64_t word() const {
+    return std::uint64_t{run} << 32 | std::uint64_t{rank} << 8 | kind;
+  }
+  static constexpr PeerReport of(std::uint64_t word) {
+    return {static_cast<Kind>(word & 0xff), static_cast<std::uint32_t>(word) >> 8,
+            static_cast<std::uint32_t>(word >> 32)};
+  }
 };
 
 struct PeerView {
@@ -29,10 +37,10 @@ struct PeerView {
   int ranks = 1;
   std::byte* window[kMostRanks] = {};  // [ranks], `bytes` each; [rank] is this rank's own
   std::size_t bytes = 0;
-  std::uint32_t* epoch = nullptr;  // [2] device: exchanges done, blocks done of the one at hand
-  std::uint32_t* abort = nullptr;  // [1] seen by host and device: not 0 stops every wait
-  PeerReport* report = nullptr;    // [1] seen by host and device
-  std::uint64_t deadline_ns = 0;   // of one exchange
+  std::uint32_t* epoch = nullptr;   // [2] device: exchanges done, blocks done of the one at hand
+  std::uint32_t* abort = nullptr;   // [1] seen by host and device: not 0 stops every wait
+  std::uint64_t* report = nullptr;  // [1] seen by host and device: PeerReport::word, the first
+  std::uint64_t deadline_ns = 0;    // of one exchange
 
   explicit operator bool() const { return epoch != nullptr; }
 };

@@ -2,24 +2,126 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <limits>
 #include <span>
 
 namespace longspan {
 
 std::string shape_text(const Tensor& t) {
+  if (t.dims < 0 || t.dims > Tensor::kMaxDims) return fmt::format("of {} dimensions", t.dims);
   return fmt::format("[{}]", fmt::join(std::span(t.shape.data(), t.dims), ", "));
 }
 
+namespace {
+
+/// Memory from the first element of a tensor to behind its last one.
+struct Span {
+  const std::byte* begin;
+  const std::byte* end;
+  bool dense;
+};
+
+Span span_of(const Tensor& t) {
+  std::int64_t last = 0;
+  for (int d = 0; d < t.dims; ++d) last += (t.shape[d] - 1) * t.stride[d];
+  const auto* begin = static_cast<const std::byte*>(t.data);
+  return {begin, begin + (last + 1) * static_cast<std::int64_t>(size_of(t.dtype)),
+          last + 1 == t.size()};
+}
+
+/// Elements, and places from the first element to the last, in bytes: neither may leave 63 bits.
+void check_extent(const Tensor& t, const char* name) {
+  std::int64_t count = static_cast<std::int64_t>(size_of(t.dtype)), reach = count;
+  bool fits = true, any = true;
+  for (int d = 0; d < t.dims; ++d) any = any && t.shape[d] > 0;
+  for (int d = 0; any && d < t.dims; ++d) {
+    std::int64_t step = 0;
+    fits = fits && !__builtin_mul_overflow(count, t.shape[d], &count) &&
+           !__builtin_mul_overflow(t.shape[d] - 1, t.stride[d], &step) &&
+           !__builtin_mul_overflow(step, static_cast<std::int64_t>(size_of(t.dtype)), &step) &&
+           !__builtin_add_overflow(reach, step, &reach);
+  }
+  require(fits, "{} {} with strides [{}] spans more than 2^63 bytes", name, shape_text(t),
+          fmt::join(std::span(t.stride.data(), t.dims), ", "));
+}
+
+}  // namespace
+
 void check_tensor(const Tensor& t, const char* name, DType dtype, Device device) {
+  require(t.dims >= 0 && t.dims <= Tensor::kMaxDims, "{} has {} dimensions; it has at most {}",
+          name, t.dims, Tensor::kMaxDims);
   for (int d = 0; d < t.dims; ++d)
     require(t.shape[d] >= 0, "{} {} has a negative extent", name, shape_text(t));
+  constexpr std::int64_t kMostStride = std::int64_t{1} << 56;  // also where no element is reached
+  for (int d = 0; d < t.dims; ++d) {
+    require(t.stride[d] >= 0, "{} {} has stride {} in dimension {}; strides are not negative", name,
+            shape_text(t), t.stride[d], d);
+    require(t.stride[d] <= kMostStride,
+            "{} {} has stride {} in dimension {}; at most 2^56 is taken", name, shape_text(t),
+            t.stride[d], d);
+  }
+  require(t.dtype <= DType::e5m2, "{} has a type of number {}, which is none", name,
+          static_cast<int>(t.dtype));
+  check_extent(t, name);
   require(t.data != nullptr || (t.dims > 0 && t.size() == 0), "{} {} has no data", name,
           shape_text(t));
+  require(reinterpret_cast<std::uintptr_t>(t.data) % size_of(t.dtype) == 0,
+          "{} {} lies at {}, which is not aligned to its elements of {} bytes", name, shape_text(t),
+          t.data, size_of(t.dtype));
   require(t.dtype == dtype, "{} is {}; {} is wanted", name, longspan::name(t.dtype),
           longspan::name(dtype));
   require(t.device == device, "{} is on the {}; the work is done on the {}", name,
           longspan::name(t.device), longspan::name(device));
+}
+
+void check_written(const Tensor& t, const char* name) {
+  if (t.size() == 0) return;
+  std::array<int, Tensor::kMaxDims> order{};
+  int count = 0;
+  for (int d = 0; d < t.dims; ++d) {
+    if (t.shape[d] <= 1) continue;
+    int at = count++;
+    for (; at > 0 && t.stride[order[at - 1]] > t.stride[d]; --at) order[at] = order[at - 1];
+    order[at] = d;
+  }
+  std::int64_t reach = 0;  // from the first to the last element of the smaller dimensions
+  for (int i = 0; i < count; ++i) {
+    const int d = order[i];
+    require(t.stride[d] > reach,
+            "{} {} with strides [{}] is written, and its elements overlap: stride {} of dimension "
+            "{} steps over {} elements that the smaller strides reach",
+            name, shape_text(t), fmt::join(std::span(t.stride.data(), t.dims), ", "), t.stride[d],
+            d, reach + 1);
+    reach += (t.shape[d] - 1) * t.stride[d];
+  }
+}
+
+void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, const char* in_name,
+                   bool in_place) {
+  if (out.size() == 0 || in.size() == 0) return;
+  const auto same_strides = [&] {
+    for (int d = 0; d < out.dims; ++d)
+      if (out.shape[d] > 1 && out.stride[d] != in.stride[d]) return false;
+    return out.dims == in.dims;
+  };
+  if (in_place && out.data == in.data && out.dtype == in.dtype && same_strides()) return;
+  const Span a = span_of(out), b = span_of(in);
+  const bool apart = a.end <= b.begin || b.end <= a.begin;
+  require(apart || !(a.begin == b.begin || (a.dense && b.dense)), "{} overlaps {}: {}", out_name,
+          in_name,
+          in_place ? "it may be the same tensor, with the same type and strides, or lie apart"
+                   : "it must lie apart");
+}
+
+void check_scales(const Scales& scales, const char* name, int kv_heads, bool divides) {
+  if (!scales) return;
+  for (int h = 0; h < (scales.per_head ? kv_heads : 1); ++h)
+    require(std::isfinite(scales[h]) && !(divides && scales[h] == 0.0f),
+            "{}[{}] is {}; a scale is a finite number{}", name, h, scales[h],
+            divides ? ", and not 0 where it divides" : "");
 }
 
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
@@ -56,6 +158,10 @@ void check_qq_bias(const QqBias& qq, std::int64_t longest_query) {
   if (!qq) return;
   require(qq.width >= 1, "qq_bias has width {}; it is a matrix [width, width] of at least 1",
           qq.width);
+  constexpr std::int64_t kMost = std::int64_t{1} << 40;
+  require(qq.width <= kMost && qq.row_stride <= kMost,
+          "qq_bias has width {} and a row stride of {}; at most 2^40 are supported", qq.width,
+          qq.row_stride);
   require(qq.row_stride >= qq.width,
           "qq_bias has rows of {} entries and a row stride of {}; the stride is at least the width",
           qq.width, qq.row_stride);
@@ -103,9 +209,19 @@ kernels::KvRows packed_values(const Tensor& t) {
   return rows;
 }
 
+bool same_shape(const Tensor& a, const Tensor& b) {
+  return a.dims == b.dims && std::equal(a.shape.begin(), a.shape.begin() + a.dims, b.shape.begin());
+}
+
 kernels::Pages view_table(const BlockTable& table) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (!table) return {};
-  require(table.columns >= 0, "block_table has {} columns", table.columns);
+  require(table.columns >= 0 && table.columns <= kMost,
+          "block_table has {} columns; 0 to 2^31 - 1 are possible", table.columns);
+  require(table.row_stride >= 0 && table.row_stride <= kMost << 10 && table.column_stride >= 0 &&
+              table.column_stride <= kMost << 10,
+          "block_table has strides {} and {}; they are 0 to 2^41", table.row_stride,
+          table.column_stride);
   return {table.data, table.row_stride != 0 ? table.row_stride : table.columns, table.column_stride,
           table.columns};
 }
@@ -131,23 +247,28 @@ CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& sh
             "keys; make the cache dense",
             name, t->stride[0], t->stride[1]);
   }
-  require(k.dims == v.dims && k.shape == v.shape, "k is {} and v is {}; they must have one shape",
-          shape_text(k), shape_text(v));
+  require(same_shape(k, v), "k is {} and v is {}; they must have one shape", shape_text(k),
+          shape_text(v));
   CacheView view;
   static_cast<kernels::Rows&>(view.k) = rows_of(k);
   static_cast<kernels::Rows&>(view.v) = rows_of(v);
-  view.keys = k.shape[0];
-  if (k.dims == 4 && k.size() > 0) {
+  view.packed = k.dims == 3;
+  view.keys = view.packed ? k.shape[0] : 0;
+  if (!view.packed && k.size() > 0) {
     view.capacity = k.shape[1];
     view.pitch = k.stride[0] / k.stride[1];
     view.keys = (k.shape[0] - 1) * view.pitch + k.shape[1];
     require(v.stride[0] / v.stride[1] == view.pitch,
             "k has {} keys from one sequence to the next and v {}; they must be alike", view.pitch,
             v.stride[0] / v.stride[1]);
-  } else if (k.dims == 4) {
-    view.keys = 0;
   }
   return view;
+}
+
+void check_written_cache(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name) {
+  check_written(k, k_name);
+  check_written(v, v_name);
+  check_overlap(v, v_name, k, k_name);
 }
 
 CacheView view_pages(const Tensor& k, const Tensor& v, const BlockTable& table,
@@ -174,8 +295,8 @@ CacheView view_pages(const Tensor& k, const Tensor& v, const BlockTable& table,
     require(k.dims == 4 && k.shape[2] == shape.kv_heads && k.shape[3] == shape.dim,
             "{} is {}; pages are [pages, page, {}, {}], or x-packed [pages, {}, {} / x, page, x]",
             k_name, shape_text(k), shape.kv_heads, shape.dim, shape.kv_heads, shape.dim);
-    require(v.dims == 4 && v.shape == k.shape, "{} is {} and {} is {}; they must have one shape",
-            k_name, shape_text(k), v_name, shape_text(v));
+    require(same_shape(k, v), "{} is {} and {} is {}; they must have one shape", k_name,
+            shape_text(k), v_name, shape_text(v));
     page = k.shape[1];
     view.k = page_rows(k);
     view.v = page_rows(v);

@@ -23,8 +23,21 @@ void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {
 
 std::string shape_text(const Tensor& t);
 
-/// Data, type, device; no negative extents.
+/// Data, type, device; a known type, at most Tensor::kMaxDims dimensions, no negative extents or
+/// strides, and no more elements than 63 bits address.
 void check_tensor(const Tensor& t, const char* name, DType dtype, Device device);
+
+/// What is written: no element has two indices. Asked is what every usual layout has: with the
+/// strides in order, each steps over all that the smaller ones reach.
+void check_written(const Tensor& t, const char* name);
+
+/// A result may be `in` itself where `in_place` says so, and overlaps no input otherwise. Tensors
+/// with gaps may lie in each other's gaps, which is not looked into.
+void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, const char* in_name,
+                   bool in_place = false);
+
+/// Host only: factors of a quantised tensor are finite; those that divide are not 0.
+void check_scales(const Scales& scales, const char* name, int kv_heads, bool divides);
 
 /// [rows, heads, dim] with a dense last dimension; `rows` < 0: any number.
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
@@ -52,13 +65,15 @@ struct CacheView {
   kernels::KvRows v;
   kernels::Pages pages;   // size and count also without a table, when the cache is in pages
   std::int64_t keys = 0;  // rows in all
+  bool packed = false;    // contiguous, sequence after sequence
   // Contiguous [batch, capacity, ...]; 0 where sequences are packed, or in pages.
   std::int64_t capacity = 0;  // keys that a sequence has room for
-  std::int64_t pitch = 0;     // keys from the start of one sequence to that of the next
+  std::int64_t pitch = 0;     // keys from the start of one sequence to that of the next; 0 where
+                              // all sequences share the same keys (a batch stride of 0)
 
   /// Keys of one sequence that there is room for.
   std::int64_t room() const {
-    return pages ? pages.columns * pages.size : pitch > 0 ? capacity : keys;
+    return pages ? pages.columns * pages.size : packed ? keys : capacity;
   }
 };
 
@@ -70,6 +85,10 @@ struct CacheShape {
 
 /// Contiguous keys: [keys, kv_heads, dim], or [batch, capacity, kv_heads, dim].
 CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& shape, Device device);
+
+/// A cache that is written: k and v overlap neither themselves, nor each other, nor (contiguous
+/// [batch, capacity, ...]) one sequence the next.
+void check_written_cache(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name);
 
 /// Pages (kv_cache.hpp), with or without a table. `k_name`: k or k_cache.
 CacheView view_pages(const Tensor& k, const Tensor& v, const BlockTable& table,

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -38,7 +39,25 @@ void check_fp8_products(const Options& o) {
 
 }  // namespace
 
-void check_options(const Options& o) {
+void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (mask.window < 0) refuse(fmt::format("window {} is negative; 0 means no window", mask.window));
+  if (mask.window > kMost)
+    refuse(fmt::format("window {} is beyond 2^31 - 1; 0 means no window", mask.window));
+  if (mask.right < -1) refuse(fmt::format("right {} is below -1; -1 means no bound", mask.right));
+  if (mask.right > kMost)
+    refuse(fmt::format("right {} is beyond 2^31 - 1; -1 means no bound", mask.right));
+}
+
+void check_score(std::optional<float> scale, float softcap, void (*refuse)(const std::string&)) {
+  if (scale && !std::isfinite(*scale))
+    refuse(fmt::format("scale is {}; it is a finite number, or not given: 1 / sqrt(dim)", *scale));
+  if (softcap < 0) refuse(fmt::format("softcap {} is negative; 0 means none", softcap));
+  if (!std::isfinite(softcap))
+    refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", softcap));
+}
+
+void check_options(const Options& o, int ranks) {
   const auto usage = [](bool holds, const std::string& what) {
     if (!holds) throw UsageError(what);
   };
@@ -54,8 +73,9 @@ void check_options(const Options& o) {
             o.exchange == "gather",
         fmt::format("exchange \"{}\" is none of auto, windows, windows-apart, gather", o.exchange));
   usage(o.max_batch >= 1, fmt::format("max_batch {} is below 1", o.max_batch));
-  usage(o.mask.window >= 0, fmt::format("window {} is negative; 0 means no window", o.mask.window));
-  usage(o.mask.right >= -1, fmt::format("right {} is below -1; -1 means no bound", o.mask.right));
+  const auto refuse = [](const std::string& what) { throw UsageError(what); };
+  check_mask(o.mask, refuse);
+  check_score(o.scale, o.softcap, refuse);
   usage(!is_fp8(o.dtype),
         fmt::format("dtype {}: products are of fp32, fp16 or bf16; fp8 is given as query_dtype, "
                     "kv_dtype or out_dtype",
@@ -63,22 +83,26 @@ void check_options(const Options& o) {
   for (const auto& [given, what] :
        {std::pair{o.query_dtype, "query_dtype"}, std::pair{o.kv_dtype, "kv_dtype"},
         std::pair{o.out_dtype, "out_dtype"}})
-    usage(!given || *given == o.dtype || is_fp8(*given),
+    usage(!given || *given == o.dtype || *given == DType::e4m3 || *given == DType::e5m2,
           fmt::format("{} {}: it is dtype ({}) or fp8", what, name(given.value_or(o.dtype)),
                       name(o.dtype)));
   usage(!o.tf32 || o.dtype == DType::fp32,
         fmt::format("tf32 is a way to make fp32 products; dtype is {}", name(o.dtype)));
   if (o.fp8_products) check_fp8_products(o);
-  usage(o.max_query_len >= 0,
-        fmt::format("max_query_len {} is negative; 0 means unknown", o.max_query_len));
+  usage(o.max_query_len >= 0 && o.max_query_len <= std::numeric_limits<std::int32_t>::max(),
+        fmt::format("max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.max_query_len));
+  usage(o.alibi == Alibi::context || o.alibi == Alibi::query,
+        fmt::format("alibi of number {} is none of context, query", static_cast<int>(o.alibi)));
   usage(o.max_kv_len >= 0 && o.max_kv_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_kv_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.max_kv_len));
-  if (o.shard_queries && o.heads * o.dim * size_of(o.query_dtype.value_or(o.dtype)) % 16 != 0)
-    throw Unsupported(fmt::format(
-        "shard_queries with {} heads of dim {} in {}: rows of queries travel in multiples of 16 "
-        "bytes; use queries in {}",
-        o.heads, o.dim, name(o.query_dtype.value_or(o.dtype)), name(o.dtype)));
-  usage(o.softcap >= 0, fmt::format("softcap {} is negative; 0 means none", o.softcap));
+  // The states of one run on one rank, in numbers that cannot overflow. A machine has less than
+  // 2^48 bytes, which leaves every sum of sizes far inside 63 bits.
+  const double rows = static_cast<double>(o.max_tokens) * o.heads * (o.shard_queries ? ranks : 1);
+  const double bytes = rows * (4.0 * o.dim + 8) * ranks;
+  usage(bytes < 0x1p48,
+        fmt::format("max_tokens {} with heads {} and dim {} on {} ranks: the states of such a run "
+                    "take {:.3g} bytes on each rank; give the most rows of one run",
+                    o.max_tokens, o.heads, o.dim, ranks, bytes));
   usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
 }
 
@@ -107,20 +131,6 @@ NamedValues describe(const Options& o) {
           {"check_arrays", o.check_arrays ? "true" : "false"},
           {"strategy", o.strategy},
           {"exchange", o.exchange}};
-}
-
-NamedValues describe(const Request& request, bool shard_queries) {
-  const auto place = [](const Shard& shard) {
-    return fmt::format("{} {}", name(shard.layout), shard.length);
-  };
-  NamedValues values{{"shard", place(request.shard)},
-                     {"block", fmt::to_string(request.shard.block)},
-                     {"batch", fmt::to_string(request.batch)},
-                     {"block_table", request.block_table ? "given" : "not given"},
-                     {"skip_decode", request.skip_decode ? "true" : "false"}};
-  values.emplace_back(
-      "queries", shard_queries ? place(request.query_shard) : fmt::to_string(request.q.shape[0]));
-  return values;
 }
 
 }  // namespace longspan

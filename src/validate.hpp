@@ -3,14 +3,24 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 
 #include "longspan/attention.hpp"
 #include "src/tensor_checks.hpp"
 
 namespace longspan {
 
-/// UsageError for options that make no sense; Unsupported for what longspan cannot do.
-void check_options(const Options& options);
+/// UsageError for options that make no sense, or sizes that no memory of `ranks` ranks holds;
+/// Unsupported for what longspan cannot do.
+void check_options(const Options& options, int ranks = 1);
+
+/// What a mask, and the numbers of a score, must be; `refuse` throws the caller's kind of error.
+void check_mask(const Mask& mask, void (*refuse)(const std::string&));
+void check_score(std::optional<float> scale, float softcap, void (*refuse)(const std::string&));
+
+/// InputError for a request of attend() that does not say what options to make of it.
+void check_one_call(const Request& request);
 
 /// InputError for tensors and arrays that do not fit the options or each other; the rank's cache,
 /// as kernels see it. On the host lengths and shards are checked too; on a GPU they are not in
@@ -25,10 +35,8 @@ CacheView check_append(const Append& tokens, const Options& options, const Commu
 void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
                    const CacheView& cache, std::int64_t max_kv_len);
 
-/// Every option as text, for agree().
+/// Every option that ranks must give alike, as text, for agree(). agreement.hpp has the same of a
+/// run, and the list of what need not be alike.
 NamedValues describe(const Options& options);
-
-/// What the ranks' requests must have in common, likewise.
-NamedValues describe(const Request& request, bool shard_queries);
 
 }  // namespace longspan

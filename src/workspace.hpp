@@ -25,6 +25,7 @@ struct LayerWorkspace {
   std::byte* states = nullptr;        // [ranks] slots of StateSlots::bytes(rows, dim)
   std::byte* scratch = nullptr;       // Backend::attend_scratch
   std::int64_t* key_start = nullptr;  // [max_batch]
+  std::uint64_t* said = nullptr;      // [ranks] what each says of its run (RunHeaders)
   // With sharded queries only:
   std::byte* gathered = nullptr;    // [ranks, max_tokens, row_bytes]
   std::byte* ordered = nullptr;     // [ranks * max_tokens, row_bytes]
@@ -47,6 +48,7 @@ struct LayerWorkspace {
     w.scratch = parts.take(sizes.scratch);
     w.key_start =
         reinterpret_cast<std::int64_t*>(parts.take(sizes.max_batch * sizeof(std::int64_t)));
+    w.said = reinterpret_cast<std::uint64_t*>(parts.take(sizes.ranks * sizeof(std::uint64_t)));
     if (sizes.shard_queries) {
       const std::int64_t rows = sizes.ranks * sizes.max_tokens;
       w.gathered = parts.take(rows * sizes.row_bytes);

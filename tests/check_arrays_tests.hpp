@@ -121,6 +121,30 @@ TEST_F(CheckArrays, MoreKeysThanTheMemoryHoldsOrWerePromised) {
   expect_fault(r, Fault::too_long, 0, 99, 100);
 }
 
+TEST_F(CheckArrays, ACacheWithoutRows) {
+  Request r;
+  r.table.clear();
+  r.slot_count = 0;
+  expect_fault(r, Fault::too_long, 0, 0, 100);
+  r.is_append = true;
+  r.slots = {-1, -1, -1, 0, -1, -1, -1, -1};
+  expect_fault(r, Fault::slot, 3, 0, 0);
+}
+
+TEST_F(CheckArrays, SegmentsThatDoNotHoldASequence) {
+  Request r;
+  r.attend.parts = {2, 50, 16};
+  expect_none(r);
+  r.attend.parts.keys = 49;
+  expect_fault(r, Fault::segments, 0, 98, 100);
+  r.kv_len = {98, 16, 99};
+  expect_fault(r, Fault::segments, 2, 98, 99);
+  r.attend.parts = {1, 0, 16};  // as many tiles as it takes
+  expect_none(r);
+  r.attend.parts = {1, 0x7fffffff, 16};
+  expect_none(r);
+}
+
 TEST_F(CheckArrays, APageThatIsNone) {
   for (std::int32_t page : {-1, 40, 1 << 30}) {
     Request r;

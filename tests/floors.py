@@ -8,8 +8,9 @@
     1  src/check.hpp env.hpp trace.hpp peer_view.hpp
     0  src/longspan/             std and its own; interop headers may name their library
 
-and three habits that keep the floors clean: strategies name no library, PTX stays in
-kernels/cuda/arch/, and only src/env.cpp reads the environment.
+and four habits that keep the floors clean: strategies name no library, PTX stays in
+kernels/cuda/arch/, kernels start by kernels/cuda/launch.hpp, and only src/env.cpp reads the
+environment.
 """
 
 import pathlib
@@ -22,12 +23,16 @@ FLOOR_1 = {"src/check.hpp", "src/env.hpp", "src/trace.hpp", "src/peer_view.hpp"}
 INTEROP = {"mpi.hpp": {"mpi.h"}, "nccl.hpp": {"nccl.h"}, "dlpack.hpp": {"dlpack/dlpack.h"},
            "cuda.hpp": {"cuda_runtime_api.h"}}
 
+# Whoever has a kernel starts it in one way.
+FOR_ALL_KERNELS = {"kernels/cuda/launch.hpp"}
+
 FOREIGN = {"hwy"}  # Highway wants quotes: it includes its own files again and again
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 STANDARD = re.compile(r"[a-z_]+")  # <vector>, <cstddef>: a name without a folder or a suffix
 LIBRARY = re.compile(r"cuda|nccl|(\b|_)mpi", re.IGNORECASE)
 ASM = re.compile(r"\basm\b\s*(volatile\b|__volatile__\b)?\s*\(")
+TRIPLE = re.compile(r"<<<")
 GETENV = re.compile(r"\bgetenv\s*\(")
 
 
@@ -70,6 +75,8 @@ def judge(path, line):
                 return None
             if target not in MAY_INCLUDE:
                 return f'"{name}" does not name its floor'
+            if name in FOR_ALL_KERNELS and path.endswith(".cu"):
+                return None
             if target not in MAY_INCLUDE[floor]:
                 return f"{floor} may not include {target}"
         elif name.startswith("longspan/"):
@@ -79,6 +86,8 @@ def judge(path, line):
                 return f"a public header includes the standard library only, not <{name}>"
     if floor == "strategy" and LIBRARY.search(line):
         return "a strategy names no library"
+    if TRIPLE.search(line):
+        return "kernels start by kernels/cuda/launch.hpp"
     if ASM.search(line) and not path.startswith("kernels/cuda/arch/"):
         return "PTX stands in kernels/cuda/arch/ only"
     if GETENV.search(line) and path != "src/env.cpp":
@@ -108,6 +117,11 @@ CASES = [
     ("src/strategy/ring.cpp", "// the compiler simplifies this", True),
     ("launcher/main.cpp", '#include "kernels/params.hpp"', False),
     ("launcher/main.cpp", "#include <CLI/CLI.hpp>", True),
+    ("launcher/main.cpp", '#include "kernels/cuda/launch.hpp"', False),
+    ("launcher/growing.cu", '#include "kernels/cuda/launch.hpp"', True),
+    ("launcher/growing.cu", '#include "kernels/params.hpp"', False),
+    ("kernels/cuda/rows.cu", "  map_rows_kernel<<<grid, kThreads, 0, stream>>>(p);", False),
+    ("kernels/cuda/rows.cu", "  launch_kernel(map_rows_kernel, {grid, kThreads, stream}, p);", True),
     ("examples/01/main.cpp", '#include "launcher/oracle.hpp"', False),
     ("examples/01/main.cpp", "#include <longspan/state.hpp>", True),
     ("bench/merge.cpp", '#include "src/check.hpp"', False),

@@ -76,7 +76,7 @@ inline kernels::MergeOutputsParams grid_params(const GridCase& c, void* prefix, 
                                                float* lse, void* out, float* out_lse,
                                                const float* scale) {
   kernels::MergeOutputsParams p;
-  p.in_dtype = c.dtype;
+  p.in_dtype[0] = p.in_dtype[1] = c.dtype;
   const std::int64_t row = std::int64_t{c.heads} * c.dim;
   p.in[0] = {prefix, row, c.dim};
   p.in[1] = {suffix, row, c.dim};

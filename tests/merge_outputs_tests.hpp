@@ -208,6 +208,106 @@ TEST_F(MergeOutputs, AnyDimAnyStrideAnyType) {
         }
 }
 
+/// fp32 parts into 16 bits or fp8, a prefix of one type and a suffix of another, fp8 parts.
+TEST_F(MergeOutputs, PartsAndResultOfAnyType) {
+  const DType all[] = {fp32, fp16, bf16, e4m3, e5m2};
+  for (DType prefix : all)
+    for (DType suffix : all)
+      for (DType out : all)
+        for (int dim : {5, 24, 128, 300}) {
+          OutputsCase c{.tokens = 9, .dim = dim, .in = prefix, .out = out};
+          c.suffix = suffix;
+          c.part_scales = {is_fp8(prefix) ? 0.37f : 1.0f, is_fp8(suffix) ? 2.5f : 1.0f};
+          if (is_fp8(out)) c.scale = 0.05f;
+          c.row_gap = dim == 24 ? 8 : dim == 128 ? 1 : 0;
+          c.with_prefix = dim == 300 ? 4 : -1;
+          c.base = dim == 5 ? LogBase::two : LogBase::e;
+          expect_right(c);
+        }
+}
+
+TEST_F(MergeOutputs, ManyPartsOfAnyTypeIntoAnyType) {
+  for (int parts : {1, 3, 8, 20})
+    for (DType in : {fp32, bf16, e4m3, e5m2})
+      for (DType out : {fp32, fp16, e4m3})
+        for (int dim : {5, 64}) {
+          OutputsCase c{.tokens = 6, .dim = dim, .parts = parts, .in = in, .out = out};
+          for (int n = 0; is_fp8(in) && n < parts; ++n)
+            c.part_scales.push_back(0.1f + static_cast<float>(n));
+          if (is_fp8(out)) c.scale = 0.05f;
+          expect_right(c);
+        }
+}
+
+/// The type that a part travels in is not the merge's business: widened by hand, the same bits.
+TEST_F(MergeOutputs, APartOfAnotherTypeCountsAsItsValues) {
+  for (DType suffix : {fp16, bf16, e4m3}) {
+    OutputsCase c{.tokens = 30, .dim = 64, .suffix = suffix};
+    const OutputsData data = make(c);
+    OutputsCase wide = c;
+    wide.suffix = fp32;
+    OutputsData same{std::vector<std::byte>(wide.part_at(2), std::byte{0xff}), data.lse};
+    for (int n : {0, 1})
+      for (std::int64_t i = 0; i < c.size(); ++i) same.set(wide, n, i, data.value(c, n, i));
+    EXPECT_TRUE(merge(c, data).same_bits(merge(wide, same))) << c;
+  }
+}
+
+/// 3e38 and 3e38 have a mean, though no sum.
+TEST_F(MergeOutputs, TheMergeOfFiniteValuesIsFinite) {
+  const float most = std::numeric_limits<float>::max();
+  for (DType in : {fp32, bf16})
+    for (DType out : {in, fp32, bf16})
+      for (int parts : {1, 2, 3, 8, 100})
+        for (int dim : {5, 128}) {
+          OutputsCase c{.tokens = 40, .heads = 2, .dim = dim, .parts = parts, .in = in, .out = out};
+          OutputsData data = make(c, 0);
+          const float large = in == fp32 ? most : std::bit_cast<float>(0x7f7f0000u);
+          for (int n = 0; n < parts; ++n)
+            for (std::int64_t token = 0; token < c.tokens; ++token)
+              for (int head = 0; head < c.heads; ++head) {
+                if (token < 10) data.lse[n * c.rows() + c.lse_at(token, head)] = 1.5f;
+                for (int d = 0; d < dim; d += 1 + static_cast<int>(below(3))) {
+                  const float sign = token % 2 == 0 || below(2) == 0 ? 1.0f : -1.0f;
+                  data.set(c, n, c.at(token, head) + d, sign * large);
+                }
+              }
+          const OutputsResult result = merge(c, data);
+          for (std::int64_t token = 0; token < c.tokens; ++token)
+            for (int head = 0; head < c.heads; ++head) {
+              const ExactOutput exact = merge_exactly(c, data, token, head);
+              for (int d = 0; d < dim; ++d) {
+                const float value = load_element(result.out.data(), out, c.at(token, head) + d);
+                // One rounding to bf16 may carry past its largest number.
+                if (out == bf16 && in == fp32 && std::isinf(value))
+                  ASSERT_GT(std::abs(exact.out[d]), 0.99 * most);
+                else  // false for an infinity or NaN
+                  ASSERT_NEAR(value, exact.out[d], one_rounding(out, exact.out[d], exact.size[d]))
+                      << c << " token " << token;
+              }
+            }
+        }
+}
+
+TEST_F(MergeOutputs, AnInfinityAmongTheValuesStaysOne) {
+  for (int parts : {2, 5})
+    for (int dim : {5, 128}) {
+      OutputsCase c{.tokens = 4, .dim = dim, .parts = parts};
+      OutputsData data = make(c, 0);
+      data.set(c, 1, c.at(2, 1) + 3, kInf);
+      data.set(c, 0, c.at(2, 1) + 4, -kInf);
+      const OutputsResult result = merge(c, data);
+      for (std::int64_t i = 0; i < c.size(); ++i) {
+        const float value = load_element(result.out.data(), fp32, i);
+        const float expected = i == c.at(2, 1) + 3 ? kInf : i == c.at(2, 1) + 4 ? -kInf : 0.0f;
+        if (expected == 0.0f)
+          ASSERT_TRUE(std::isfinite(value)) << i;
+        else
+          ASSERT_EQ(value, expected) << i;
+      }
+    }
+}
+
 TEST_F(MergeOutputs, WithoutAnLse) {
   OutputsCase c{.wants_lse = false};
   expect_right(c);

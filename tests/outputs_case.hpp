@@ -12,6 +12,8 @@ struct OutputsCase {
   std::int64_t tokens = 7;
   int heads = 3, dim = 64, parts = 2;
   DType in = DType::fp32, out = DType::fp32;
+  std::optional<DType> suffix = {};     // of the second of two parts; as `in` where not given
+  std::vector<float> part_scales = {};  // a stored x stands for x * scale; empty: none
   LogBase base = LogBase::e;
   bool nan_is_empty = false;
   bool heads_first = false;  // layout of every lse
@@ -23,6 +25,18 @@ struct OutputsCase {
   int row_gap = 0, head_gap = 0, offset = 0;  // elements
 
   std::int64_t rows() const { return tokens * heads; }
+  DType type(int part) const { return part == 1 && parts == 2 ? suffix.value_or(in) : in; }
+  float part_scale(int part) const { return part_scales.empty() ? 1.0f : part_scales[part]; }
+  /// Bytes ahead of a part; of all parts for part == parts.
+  std::int64_t part_at(int part) const {
+    std::int64_t bytes = 0;
+    for (int n = 0; n < part; ++n) {
+      bytes += size() * static_cast<std::int64_t>(size_of(type(n)));
+      const auto next = static_cast<std::int64_t>(n + 1 < parts ? size_of(type(n + 1)) : 1);
+      bytes = (bytes + next - 1) / next * next;
+    }
+    return bytes;
+  }
   std::int64_t head_stride() const { return dim + head_gap; }
   std::int64_t row_stride() const { return heads * head_stride() + row_gap; }
   std::int64_t size() const { return offset + tokens * row_stride(); }  // elements of a part
@@ -36,8 +50,8 @@ struct OutputsCase {
 
 inline std::ostream& operator<<(std::ostream& out, const OutputsCase& c) {
   return out << c.parts << " parts, " << c.tokens << " x " << c.heads << " x " << c.dim << " "
-             << name(c.in) << " -> " << name(c.out) << " base "
-             << (c.base == LogBase::e ? "e" : "2") << " heads first " << c.heads_first
+             << name(c.in) << " " << (c.suffix ? name(*c.suffix) : "") << " -> " << name(c.out)
+             << " base " << (c.base == LogBase::e ? "e" : "2") << " heads first " << c.heads_first
              << " in place " << c.in_place << " with prefix " << c.with_prefix << " gaps "
              << c.row_gap << " " << c.head_gap << " offset " << c.offset;
 }
@@ -46,6 +60,13 @@ inline std::ostream& operator<<(std::ostream& out, const OutputsCase& c) {
 struct OutputsData {
   std::vector<std::byte> out;
   std::vector<float> lse;
+
+  float value(const OutputsCase& c, int part, std::int64_t at) const {
+    return load_element(out.data() + c.part_at(part), c.type(part), at) * c.part_scale(part);
+  }
+  void set(const OutputsCase& c, int part, std::int64_t at, float value) {
+    store_element(out.data() + c.part_at(part), c.type(part), at, value);
+  }
 };
 
 struct OutputsResult {
@@ -87,8 +108,7 @@ inline ExactOutput merge_exactly(const OutputsCase& c, const OutputsData& data, 
     // the farther they are from 0. one_rounding() allows for 10 roundings.
     const double roundings = 10 + 2 * (std::abs(lse[n]) + std::abs(top));
     for (int d = 0; d < c.dim; ++d) {
-      const double value =
-          load_element(data.out.data(), c.in, n * c.size() + c.at(token, head) + d);
+      const double value = data.value(c, n, c.at(token, head) + d);
       exact.out[d] += weight * value;
       exact.size[d] += weight * std::abs(value) * roundings / 10;
     }
@@ -105,7 +125,7 @@ class MergeOutputs : public OnDevice {
  protected:
   /// Random parts; of 10 sides one or two are empty, with an lse of +inf or -inf and NaN payloads.
   OutputsData make(const OutputsCase& c, int empty_in_ten = 2) {
-    OutputsData data{std::vector<std::byte>(c.parts * c.size() * size_of(c.in), std::byte{0xff}),
+    OutputsData data{std::vector<std::byte>(c.part_at(c.parts), std::byte{0xff}),
                      std::vector<float>(c.parts * c.rows())};
     for (int n = 0; n < c.parts; ++n)
       for (std::int64_t token = 0; token < c.tokens; ++token)
@@ -115,8 +135,7 @@ class MergeOutputs : public OnDevice {
           const bool empty = below(10) < empty_in_ten;
           if (empty) lse = below(2) == 0 ? kInf : -kInf;
           if (empty) continue;
-          for (int d = 0; d < c.dim; ++d)
-            store_element(data.out.data(), c.in, n * c.size() + c.at(token, head) + d, normal());
+          for (int d = 0; d < c.dim; ++d) data.set(c, n, c.at(token, head) + d, normal());
         }
     return data;
   }
@@ -130,13 +149,17 @@ class MergeOutputs : public OnDevice {
     const auto scale = on_device(std::vector<float>{c.scale.value_or(1.0f)});
     kernels::MergeOutputsParams p;
     p.parts = c.parts;
-    p.in_dtype = c.in;
-    const std::int64_t in_size = static_cast<std::int64_t>(size_of(c.in));
+    const auto part_scales = on_device(c.part_scales);
+    for (int n : {0, 1}) {
+      p.in_dtype[n] = c.type(n);
+      if (!c.part_scales.empty()) p.in_scale[n] = part_scales.data() + (c.parts == 2 ? n : 0);
+    }
     const auto lse_view = [&](float* from) {
       return kernels::LseView{from, c.heads_first ? 1 : c.heads, c.heads_first ? c.tokens : 1};
     };
     for (int n = 0; n < std::min(c.parts, 2); ++n) {
-      p.in[n] = {in.data() + (n * c.size() + c.offset) * in_size, c.row_stride(), c.head_stride()};
+      const std::int64_t ahead = c.offset * static_cast<std::int64_t>(size_of(c.type(n)));
+      p.in[n] = {in.data() + c.part_at(n) + ahead, c.row_stride(), c.head_stride()};
       p.in_lse[n] = lse_view(in_lse.data() + n * c.rows());
     }
     p.part_stride = c.size();

@@ -357,6 +357,44 @@ TEST_F(Segments, AnEmptySegmentOfAnyMaxHidesNothing) {
   }
 }
 
+/// Engines write a max of -inf beside a sum of 1 where a window left a segment no key, and the
+/// output of such a segment as it comes. One segment is left, the first, the last or another.
+TEST_F(Segments, AMaxOfMinusInfinityIsEmptyWhateverTheSum) {
+  for (float sum : {1.0f, 0.5f, 0.0f, kNaN})
+    for (int left : {0, 2, 3, -1})
+      for (float payload : {0.0f, kNaN, kInf}) {
+        SegmentsCase c;
+        c.kv_len = {300, 256, 1000};
+        Run run;
+        make(c, run);
+        export_states(c, run);
+        for (std::int64_t row = 0; row < c.rows(); ++row)
+          for (int s = 0; s < c.segments; ++s) {
+            if (!c.is_there(row / c.heads, s)) continue;
+            const std::int64_t at = row * c.segments + s;
+            float* output = run.output.data() + at * c.padded_dim;
+            run.max[at] = s == left ? normal() : -kInf;
+            run.expsum[at] = s == left ? 2.0f : sum;
+            for (int d = 0; d < c.dim; ++d) output[d] = s == left ? normal() : payload;
+          }
+        reduce(c, run);
+        for (std::int64_t token = 0; token < c.tokens() - c.rows_past; ++token)
+          for (int h = 0; h < c.heads; ++h) {
+            const std::int64_t row = token * c.heads + h, at = row * c.segments + left;
+            const bool some = left >= 0;
+            const float lse = run.lse[h * c.tokens() + token];
+            if (some)
+              ASSERT_NEAR(lse, run.max[at] + std::log(2.0), 1e-6) << left;
+            else
+              ASSERT_EQ(lse, -kInf);
+            for (int d = 0; d < c.dim; ++d)
+              ASSERT_EQ(load_element(run.out.data(), fp32, row * c.dim + d),
+                        some ? run.output[at * c.padded_dim + d] / 2 : 0.0f)
+                  << "left " << left << " sum " << sum << " payload " << payload;
+          }
+      }
+}
+
 TEST_F(Segments, NanInASegmentStaysNan) {
   SegmentsCase c;
   Run run;

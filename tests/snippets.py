@@ -2,7 +2,8 @@
 """Documentation shows code that is compiled and run, output that was printed, figures that were
 measured. In a .md file
 
-    <!-- code: examples/02_mpi_host/main.cpp layer -->     lines between // [layer] and // [/layer]
+    <!-- code: examples/02_mpi_host/main.cpp layer -->     lines between // [layer] and // [/layer];
+                                                           several names: one part after the other
     <!-- output: longspan run --list-strategies -->        what this build's command prints
     <!-- file: bench/results/demo-cpu.txt -->              a whole file
     <!-- records: host-cpu dim=64,128 -->                  a table of bench/results/host-cpu.jsonl
@@ -31,8 +32,12 @@ TABLE = re.compile(r"(<!-- (records|table): (.+?) -->\n)(.*?)(<!-- end -->)", re
 RANGE = re.compile(r"(<!-- (range): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 
-def code(source, name):
+def code(source, *names):
     """The lines of a source file between the marks // [name] and // [/name], unindented."""
+    return "\n".join(part(source, name) for name in names)
+
+
+def part(source, name):
     text = (ROOT / source).read_text(encoding="utf-8")
     match = re.search(rf"^ *// \[{name}\]\n(.*?)^ *// \[/{name}\]\n", text, re.DOTALL | re.MULTILINE)
     if not match:
@@ -99,7 +104,23 @@ def records(what):
     commands = dict.fromkeys((row["command"], row["date"], row["commit"]) for row in rows)
     text += "\nMeasured with:\n\n"
     text += "".join(f"    {command}    # {date}, {commit}\n" for command, date, commit in commands)
+    machines = dict.fromkeys(described(row["machine"]) for row in rows if row.get("machine"))
+    text += "".join(f"\nOn {machine}.\n" for machine in machines)
     return text + "\n"
+
+
+def described(machine):
+    """What a record says of its processor, as a sentence's end."""
+    text = f"{machine['cpu']}, {machine['cores']} cores"
+    if machine.get("memory_gib"):
+        text += f", {machine['memory_gib']} GiB"
+    if machine.get("simd"):
+        text += f"; longspan {machine['longspan']} with {machine['simd']}"
+    if machine.get("pytorch"):
+        text += f"; PyTorch {machine['pytorch']}"
+        if machine.get("pytorch_simd"):
+            text += f" with {machine['pytorch_simd']} ({machine['pytorch_math']})"
+    return text
 
 
 def table(command, folder):

@@ -29,6 +29,7 @@ Communicator connect(MPI_Comm comm, const CommOptions& options,
 
 Communicator from_mpirun(const CommOptions& options, int size) {
   auto session = MpiSession::join(deadline_of(options));
+  if (!session) check_thread_level();  // the caller initialised MPI
   int found = 0;
   LONGSPAN_MPI(MPI_Comm_size(MPI_COMM_WORLD, &found));
   if (size > 0 && found != size)
@@ -47,8 +48,9 @@ Communicator from_mpi(MPI_Comm comm, CommOptions options) {
   MPI_Finalized(&finalized);
   if (!initialized || finalized)
     throw UsageError(
-        "from_mpi was called while MPI was not running: call MPI_Init before it, or use "
+        "from_mpi was called while MPI was not running: call MPI_Init_thread before it, or use "
         "from_environment, which does.");
+  comm::check_thread_level();
   return comm::connect(comm, options, nullptr);
 }
 

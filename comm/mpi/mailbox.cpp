@@ -2,6 +2,11 @@
 // letters and nobody else's. The last letter of a rank is empty: goodbye.
 #include "comm/mpi/mailbox.hpp"
 
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <climits>
+
 #include "src/check.hpp"
 
 namespace longspan::comm {
@@ -11,37 +16,46 @@ MpiMailbox::MpiMailbox(std::shared_ptr<MpiDuplicate> duplicate)
   duplicate_ = std::move(duplicate);
 }
 
-MpiMailbox::MpiMailbox(MPI_Comm comm, int tag) : comm_(comm), tag_(tag) {
-  int size = 0;
+MpiMailbox::MpiMailbox(MPI_Comm comm, int tag)
+    : comm_(comm), tag_(tag), letters_(std::make_unique<Letters>()) {
   LONGSPAN_MPI(MPI_Comm_rank(comm, &rank_));
-  LONGSPAN_MPI(MPI_Comm_size(comm, &size));
-  coming_.resize(size);
-  present_ = size - 1;
+  LONGSPAN_MPI(MPI_Comm_size(comm, &size_));
+  letters_->coming.resize(size_);
+  present_ = size_ - 1;
 }
 
 MpiMailbox::~MpiMailbox() {
   int finalized = 0;
   MPI_Finalized(&finalized);
   if (duplicate_ && !finalized) say_goodbye();
-  // What could not leave stays where MPI may still read it: memory is the price of not waiting.
-  if (finalized || !sweep()) new std::list<Leaving>(std::move(leaving_));
+  // What MPI may still read or write stays where it is: memory is the price of not waiting.
+  if (!finalized && (!sweep() || receives())) letters_.release();
+}
+
+bool MpiMailbox::receives() const {
+  return std::any_of(letters_->coming.begin(), letters_->coming.end(),
+                     [](const Moving& letter) { return letter.request != MPI_REQUEST_NULL; });
 }
 
 /// Ranks mostly leave together. Whoever has to wait for the others does not free the communicator,
 /// so the wait can be short.
-void MpiMailbox::say_goodbye() try {
+void MpiMailbox::say_goodbye() noexcept try {
   for (int p = 0; p < size(); ++p)
     if (p != rank_) post(p, "");
   for (Patience patient(milliseconds(100)); present_ > 0 && !patient.over(); patient.pause())
     next();
   if (present_ > 0) duplicate_->keep();
-} catch (const Error&) {
+} catch (...) {  // MPI's errors, or no memory for a letter
   duplicate_->keep();
 }
 
 void MpiMailbox::post(int to, const std::string& text) {
+  if (text.size() > INT_MAX)
+    throw UsageError(fmt::format(
+        "A text of {} bytes was given to a gather, but texts between ranks have at most {} bytes.",
+        text.size(), INT_MAX));
   sweep();
-  Leaving& letter = leaving_.emplace_back(Leaving{text});
+  Moving& letter = letters_->leaving.emplace_back(Moving{text});
   LONGSPAN_MPI(MPI_Isend(letter.text.data(), static_cast<int>(text.size()), MPI_BYTE, to, tag_,
                          comm_, &letter.request));
 }
@@ -51,7 +65,7 @@ std::optional<Mailbox::Letter> MpiMailbox::next() {
     const int peer = next_peer_;
     next_peer_ = (next_peer_ + 1) % size();
     if (peer == rank_) continue;
-    Coming& letter = coming_[peer];
+    Moving& letter = letters_->coming[peer];
     if (letter.request == MPI_REQUEST_NULL) {
       int found = 0, bytes = 0;
       MPI_Message message;
@@ -73,13 +87,16 @@ std::optional<Mailbox::Letter> MpiMailbox::next() {
   return std::nullopt;
 }
 
-bool MpiMailbox::sweep() {
-  for (auto letter = leaving_.begin(); letter != leaving_.end();) {
+bool MpiMailbox::sweep() noexcept {
+  std::list<Moving>& leaving = letters_->leaving;
+  for (auto letter = leaving.begin(); letter != leaving.end();) {
     int done = 0;
-    const int status = MPI_Test(&letter->request, &done, MPI_STATUS_IGNORE);
-    letter = done || status != MPI_SUCCESS ? leaving_.erase(letter) : std::next(letter);
+    MPI_Test(&letter->request, &done, MPI_STATUS_IGNORE);
+    // A request that failed is done with as well: MPI has then taken its handle back.
+    const bool over = done || letter->request == MPI_REQUEST_NULL;
+    letter = over ? leaving.erase(letter) : std::next(letter);
   }
-  return leaving_.empty();
+  return leaving.empty();
 }
 
 void MpiMailbox::flush(milliseconds limit) noexcept {

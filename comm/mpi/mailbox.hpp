@@ -25,32 +25,34 @@ class MpiMailbox final : public Mailbox {
   ~MpiMailbox() override;
 
   int rank() const override { return rank_; }
-  int size() const override { return static_cast<int>(coming_.size()); }
+  int size() const override { return size_; }
   void post(int to, const std::string& text) override;
   std::optional<Letter> next() override;
   void flush(milliseconds limit) noexcept override;
   void abandon() noexcept override;
 
  private:
-  struct Leaving {
+  /// A letter on its way: MPI reads or writes the text where it lies.
+  struct Moving {
     std::string text;
     MPI_Request request = MPI_REQUEST_NULL;
   };
-  struct Coming {
-    std::string text;
-    MPI_Request request = MPI_REQUEST_NULL;
+  struct Letters {
+    std::list<Moving> leaving;   // a list, so that none of them moves
+    std::vector<Moving> coming;  // one from each peer at a time, so that order is kept
   };
 
   /// Drops what has been sent; true when nothing remains.
-  bool sweep();
-  void say_goodbye();
+  bool sweep() noexcept;
+  bool receives() const;
+  void say_goodbye() noexcept;
 
   std::shared_ptr<MpiDuplicate> duplicate_;
   MPI_Comm comm_;
   int tag_;
   int rank_ = 0;
-  std::list<Leaving> leaving_;  // a list: MPI reads the text where it lies
-  std::vector<Coming> coming_;  // one from each peer at a time, so that order is kept
+  int size_ = 0;
+  std::unique_ptr<Letters> letters_;  // outlives this where MPI is not done with them
   int next_peer_ = 0;
   int present_ = 0;  // peers that have not said goodbye
 };

@@ -1,27 +1,84 @@
 #include "comm/mpi/session.hpp"
 
-#include <functional>
-#include <future>
+#include <fmt/format.h>
+
+#include <condition_variable>
 #include <mutex>
-#include <thread>
 
 #include "comm/mpi/mailbox.hpp"
+#include "comm/threads.hpp"
 #include "src/check.hpp"
 
 namespace longspan::comm {
-
 namespace {
 
-/// Runs what MPI offers only as a blocking call; false when it has not returned by the deadline. It
-/// then goes on, on a thread of its own, until the process ends.
-bool returns_in_time(const std::function<void()>& call, std::chrono::milliseconds deadline) {
-  std::packaged_task<void()> task(call);
-  auto done = task.get_future();
-  std::thread(std::move(task)).detach();
-  return done.wait_for(deadline) == std::future_status::ready;
+const char* level_name(int level) {
+  switch (level) {
+    case MPI_THREAD_SINGLE:
+      return "MPI_THREAD_SINGLE";
+    case MPI_THREAD_FUNNELED:
+      return "MPI_THREAD_FUNNELED";
+    case MPI_THREAD_SERIALIZED:
+      return "MPI_THREAD_SERIALIZED";
+    case MPI_THREAD_MULTIPLE:
+      return "MPI_THREAD_MULTIPLE";
+    default:
+      return "no level that MPI names";
+  }
 }
 
 }  // namespace
+
+/// Between the thread and the session. It says where it is, the session where it may go.
+struct MpiSession::Shared {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int status = MPI_SUCCESS;  // of MPI_Init_thread
+  int level = MPI_THREAD_SINGLE;
+  bool started = false;
+  bool finalize = false;  // asked for
+  bool leave = false;     // asked for: MPI stays as it is
+  bool ended = false;
+};
+
+void MpiSession::live(Shared& shared) {
+  int level = MPI_THREAD_SINGLE;
+  const int status = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &level);
+  std::unique_lock lock(shared.mutex);
+  shared.status = status;
+  shared.level = level;
+  shared.started = true;
+  shared.changed.notify_all();
+  shared.changed.wait(lock, [&] { return shared.finalize || shared.leave; });
+  if (shared.finalize) {
+    lock.unlock();
+    MPI_Finalize();
+    lock.lock();
+  }
+  shared.ended = true;
+  shared.changed.notify_all();
+}
+
+MpiSession::MpiSession(std::chrono::milliseconds deadline)
+    : deadline_(deadline), shared_(std::make_shared<Shared>()) {
+  start_thread("MPI", [shared = shared_] { live(*shared); }).detach();
+  std::unique_lock lock(shared_->mutex);
+  if (!shared_->changed.wait_for(lock, deadline, [&] { return shared_->started; })) {
+    shared_->leave = true;
+    throw RankError(ErrorKind::timeout, -1, "start MPI",
+                    "MPI_Init did not return within the deadline: a rank has not started MPI, and "
+                    "MPI does not say which. LONGSPAN_DEADLINE_S sets the deadline.");
+  }
+}
+
+MpiSession::~MpiSession() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  std::unique_lock lock(shared_->mutex);
+  (failed_ || finalized ? shared_->leave : shared_->finalize) = true;
+  shared_->changed.notify_all();
+  shared_->changed.wait_for(lock, deadline_, [&] { return shared_->ended; });
+}
 
 std::shared_ptr<MpiSession> MpiSession::join(std::chrono::milliseconds deadline) {
   static std::mutex mutex;
@@ -35,27 +92,37 @@ std::shared_ptr<MpiSession> MpiSession::join(std::chrono::milliseconds deadline)
   if (finalized)
     throw UsageError(
         "MPI was asked for after it was finalised, and it cannot start twice in one process: keep "
-        "one communicator alive for as long as more may be made, or call MPI_Init yourself.");
+        "one communicator alive for as long as more may be made, or call MPI_Init_thread "
+        "yourself.");
   if (initialized) return nullptr;
-  const bool came = returns_in_time(
-      [] {
-        int level = 0;
-        MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &level);
-      },
-      deadline);
-  if (!came)
-    throw RankError(ErrorKind::timeout, -1, "start MPI",
-                    "MPI_Init did not return within the deadline: a rank has not started MPI, and "
-                    "MPI does not say which. LONGSPAN_DEADLINE_S sets the deadline.");
   auto session = std::make_shared<MpiSession>(deadline);
+  LONGSPAN_MPI(session->shared_->status);
+  if (session->shared_->level < MPI_THREAD_SERIALIZED)
+    throw Unsupported(fmt::format(
+        "MPI was started for MPI_THREAD_SERIALIZED, which longspan needs, but this MPI library "
+        "gives {}: use one that was built for threads.",
+        level_name(session->shared_->level)));
   running = session;
   return session;
 }
 
-MpiSession::~MpiSession() {
-  int finalized = 0;
-  MPI_Finalized(&finalized);
-  if (!failed_ && !finalized) returns_in_time([] { MPI_Finalize(); }, deadline_);
+void check_thread_level() {
+  int provided = MPI_THREAD_SINGLE, main = 0;
+  LONGSPAN_MPI(MPI_Query_thread(&provided));
+  LONGSPAN_MPI(MPI_Is_thread_main(&main));
+  check_thread_level(provided, main != 0);
+}
+
+void check_thread_level(int provided, bool on_main_thread) {
+  const int wanted = on_main_thread ? MPI_THREAD_FUNNELED : MPI_THREAD_SERIALIZED;
+  if (provided >= wanted) return;
+  throw UsageError(fmt::format(
+      "MPI was initialised for {}, but longspan {}: call MPI_Init_thread with {} or more in place "
+      "of MPI_Init, and look at what it provides.",
+      level_name(provided),
+      on_main_thread ? "computes on threads of its own besides the one that calls MPI"
+                     : "was called on another thread than the one that initialised MPI",
+      level_name(wanted)));
 }
 
 MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
@@ -75,8 +142,17 @@ MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
     }
   };
   MPI_Request request = MPI_REQUEST_NULL;
-  LONGSPAN_MPI(MPI_Comm_idup(comm, &comm_, &request));
-  complete(request);
+  // MPI writes the duplicate when all ranks have come, which may be after this rank has given up:
+  // then its place must still be there.
+  auto place = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
+  LONGSPAN_MPI(MPI_Comm_idup(comm, place.get(), &request));
+  try {
+    complete(request);
+  } catch (...) {
+    place.release();
+    throw;
+  }
+  comm_ = *place;
   // Open MPI 4.1 can crash on a letter that overtakes the birth of its communicator, so nobody
   // writes before everybody has it.
   LONGSPAN_MPI(MPI_Ibarrier(comm, &request));

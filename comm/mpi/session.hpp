@@ -10,19 +10,34 @@
 namespace longspan::comm {
 
 /// Finalises MPI when the last communicator that came from the environment goes, unless one of them
-/// failed: finalising waits for all ranks, and one of them may be gone.
+/// failed: finalising waits for all ranks, and one of them may be gone. MPI wants to be finalised
+/// by the thread that initialised it, and either call may block past any deadline, so both run on
+/// one thread that lives as long: at the end none has to be started, which may fail.
 class MpiSession {
  public:
-  explicit MpiSession(std::chrono::milliseconds deadline) : deadline_(deadline) {}
-  ~MpiSession();
   /// Initialises MPI, or joins the session that is running; null where the caller initialised it.
   static std::shared_ptr<MpiSession> join(std::chrono::milliseconds deadline);
+
+  /// Use join.
+  explicit MpiSession(std::chrono::milliseconds deadline);
+  ~MpiSession();
   void failed() { failed_ = true; }
 
  private:
+  struct Shared;
+  static void live(Shared& shared);
+
   std::chrono::milliseconds deadline_;
   bool failed_ = false;
+  std::shared_ptr<Shared> shared_;  // with the thread, which is left behind where MPI blocks
 };
+
+/// Throws UsageError where MPI was initialised for fewer threads than longspan's use of it takes:
+/// longspan computes on threads of its own, and the calling thread calls MPI.
+void check_thread_level();
+
+/// The decision, for tests.
+void check_thread_level(int provided, bool on_main_thread);
 
 class MpiDuplicate {
  public:

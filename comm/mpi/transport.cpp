@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cstring>
+#include <memory>
 #include <sstream>
 
 #include "comm/controlled.hpp"
@@ -54,24 +55,39 @@ class MpiTransport final : public ControlledTransport {
     return library_name() + " | " + comm::describe(size(), place_);
   }
 
-  void all_gather(const void* send, void* recv, std::size_t bytes, Stream,
-                  const char* step) override {
+  /// What MPI still reads stays where it is.
+  ~MpiTransport() override {
+    if (!requests_.empty() && !completes(milliseconds(0))) staged_.release();
+  }
+
+  void all_gather(const void* send, void* recv, std::size_t bytes, Stream, const char* step,
+                  std::uint64_t* said) override {
     control().fate().check();
-    for (int p = 0; p < size(); ++p)
-      if (p != rank()) receive(at(recv, p * bytes), bytes, p);
-    for (int p = 0; p < size(); ++p)
-      if (p != rank()) this->send(send, bytes, p);
+    const std::byte* staged = stage(send, bytes, said ? said[rank()] : 0);
+    for (int p = 0; p < size(); ++p) {
+      if (p == rank()) continue;
+      if (said) receive(said + p, sizeof *said, p);
+      receive(at(recv, p * bytes), bytes, p);
+    }
+    for (int p = 0; p < size(); ++p) {
+      if (p == rank()) continue;
+      if (said) this->send(at(staged, bytes), sizeof *said, p);
+      this->send(staged, bytes, p);
+    }
     keep(send, at(recv, rank() * bytes), bytes);
     finish(step);
+    for (int p = 0; said && p < size(); ++p)
+      if (said[p] != said[rank()]) disagree(control().run(), p, step);
   }
 
   void all_to_all(const void* send, void* recv, std::size_t bytes, Stream,
                   const char* step) override {
     control().fate().check();
+    const std::byte* staged = stage(send, bytes * size());
     for (int p = 0; p < size(); ++p)
       if (p != rank()) receive(at(recv, p * bytes), bytes, p);
     for (int p = 0; p < size(); ++p)
-      if (p != rank()) this->send(at(send, p * bytes), bytes, p);
+      if (p != rank()) this->send(at(staged, p * bytes), bytes, p);
     keep(at(send, rank() * bytes), at(recv, rank() * bytes), bytes);
     finish(step);
   }
@@ -81,8 +97,9 @@ class MpiTransport final : public ControlledTransport {
     control().fate().check();
     const int ahead = (distance % size() + size()) % size();
     if (ahead == 0) return keep(send, recv, bytes);
+    const std::byte* staged = stage(send, bytes);
     receive(recv, bytes, (rank() - ahead + size()) % size());
-    this->send(send, bytes, (rank() + ahead) % size());
+    this->send(staged, bytes, (rank() + ahead) % size());
     finish(step);
   }
 
@@ -97,6 +114,21 @@ class MpiTransport final : public ControlledTransport {
 
   static void keep(const void* from, void* to, std::size_t bytes) {
     if (from != to && bytes > 0) std::memcpy(to, from, bytes);
+  }
+
+  /// The same bytes in memory of this transport, and behind them a word. A send to a rank that has
+  /// stopped cannot be called back, and MPI may read it as long as it is open, long after the
+  /// caller freed what was sent.
+  const std::byte* stage(const void* from, std::size_t bytes, std::uint64_t word = 0) {
+    const std::size_t needed = bytes + sizeof word;
+    if (needed > staged_bytes_) {
+      staged_bytes_ = 0;
+      staged_ = std::make_unique_for_overwrite<std::byte[]>(needed);
+      staged_bytes_ = needed;
+    }
+    keep(from, staged_.get(), bytes);
+    std::memcpy(staged_.get() + bytes, &word, sizeof word);
+    return staged_.get();
   }
 
   /// Calls queue(offset, bytes) for each piece; nothing at all is one empty piece, so that a peer
@@ -161,7 +193,8 @@ class MpiTransport final : public ControlledTransport {
     int kind = MPI_SUCCESS;
     if (error != MPI_SUCCESS) MPI_Error_class(error, &kind);
     if (error == MPI_SUCCESS || kind == MPI_ERR_TRUNCATE)
-      control().fail(
+      control().disagree(
+          control().run(),
           {ErrorKind::rank_failure, part.peer, step,
            fmt::format("Rank {} sent {} bytes at '{}' where rank {} expects {}: every "
                        "rank must make the same calls with the same sizes.",
@@ -173,20 +206,40 @@ class MpiTransport final : public ControlledTransport {
                     fmt::format("Rank {} was lost at '{}'. MPI says: {}", part.peer, step, text)});
   }
 
-  /// After a failure: what can be called back is, and the rest is left to MPI.
+  /// After a failure nothing may be written to the caller's memory any more: receives are called
+  /// back. One that was already coming in cannot be, and is waited for, as are the sends, for a
+  /// moment. What is open then belongs to a rank that stopped in the middle of it, and stays with
+  /// MPI: the requests are never given to others, nor is what they read.
   void drop() noexcept {
-    for (std::size_t i = 0; i < requests_.size(); ++i) {
-      if (requests_[i] == MPI_REQUEST_NULL) continue;
-      if (parts_[i].receives) MPI_Cancel(&requests_[i]);
-      MPI_Request_free(&requests_[i]);
-    }
-    requests_.clear();
+    for (std::size_t i = 0; i < requests_.size(); ++i)
+      if (requests_[i] != MPI_REQUEST_NULL && parts_[i].receives) MPI_Cancel(&requests_[i]);
+    if (completes(milliseconds(200))) requests_.clear();
     parts_.clear();
+    // An error of another kind (no memory) loses the exchange too, and with it the communicator.
+    if (!control().fate().failed()) abort("it met an error in an exchange; its own output says it");
+  }
+
+  /// Whether MPI is done with all requests, after `limit` at most.
+  bool completes(milliseconds limit) noexcept {
+    int finalized = 0, all = 0;
+    MPI_Finalized(&finalized);
+    for (Patience patient(limit); !finalized && !all; patient.pause()) {
+      all = 1;
+      for (MPI_Request& request : requests_) {
+        int done = 0;
+        if (request != MPI_REQUEST_NULL) MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+        if (request != MPI_REQUEST_NULL) all = 0;
+      }
+      if (patient.over()) break;
+    }
+    return all || finalized;
   }
 
   std::shared_ptr<MpiDuplicate> duplicate_;
   Place place_;
-  std::vector<MPI_Request> requests_;  // of the verb that runs, and what each of them is
+  std::unique_ptr<std::byte[]> staged_;  // what is sent
+  std::size_t staged_bytes_ = 0;
+  std::vector<MPI_Request> requests_;  // of the verb that runs or failed, and what each of them is
   std::vector<Part> parts_;
   std::vector<MPI_Status> statuses_;
   std::vector<int> done_;

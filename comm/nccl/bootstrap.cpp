@@ -84,12 +84,20 @@ std::shared_ptr<Transport> gpu_transport(std::unique_ptr<Control> control) {
   ncclComm_t comm = nullptr;
   const ncclResult_t result =
       ncclCommInitRankConfig(&comm, control->size(), id, control->rank(), &config);
-  if (result != ncclSuccess && result != ncclInProgress)
+  if (result != ncclSuccess && result != ncclInProgress) {
+    if (comm != nullptr) ncclCommAbort(comm);
     control->fail(
         {ErrorKind::backend, -1, "make the NCCL communicator",
          fmt::format("NCCL on rank {}: ncclCommInitRankConfig returned {} ({}).", control->rank(),
                      ncclGetErrorString(result), ncclGetLastError(nullptr))});
-  auto link = std::make_shared<Link>(comm, control->patience());
+  }
+  std::shared_ptr<Link> link;
+  try {
+    link = std::make_shared<Link>(comm, control->patience());
+  } catch (const BackendError& error) {
+    control->tell(gave_up(control->rank(), error.what()));
+    throw;
+  }
   link->settle(*control, "make the NCCL communicator");
   return nccl_transport(std::move(link), std::move(control), place);
 }

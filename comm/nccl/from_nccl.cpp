@@ -8,10 +8,13 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
+#include <system_error>
 #include <thread>
 
 #include "comm/environment.hpp"
 #include "comm/nccl/transport.hpp"
+#include "comm/threads.hpp"
+#include "comm/wire.hpp"
 #include "longspan/buffer.hpp"
 #include "src/check.hpp"
 #include "src/env.hpp"
@@ -28,7 +31,7 @@ class NcclControl final : public Control {
   }
   ~NcclControl() override {
     // A stream with stuck work would block its own end.
-    if (!fate().failed()) cudaStreamDestroy(stream_);
+    if (!fate().failed()) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaStreamDestroy(stream_)));
   }
 
   int rank() const override { return rank_; }
@@ -55,6 +58,24 @@ class NcclControl final : public Control {
                  fmt::format("A rank did not come to '{}' within the deadline of {:g} s; over NCCL "
                              "alone it has no name. LONGSPAN_DEADLINE_S sets the deadline.",
                              step, deadline().count() / 1000.0)});
+  }
+
+  /// Every rank sees it, so all of them come here, and can tell each other over NCCL what they
+  /// mean.
+  [[noreturn]] void disagree(RunName run, const Failure& otherwise) override {
+    if (!run) fail(otherwise);
+    std::vector<std::string> mine;
+    for (const auto& [name, value] : describe(run)) mine.insert(mine.end(), {name, value});
+    std::vector<std::string> packed;
+    try {
+      packed = gather(pack_all(mine), "comparison of the runs");
+    } catch (const Error&) {
+      fail(otherwise);  // it did not come to that
+    }
+    for (int p = 1; p < size_; ++p)
+      if (const auto text = difference(unpack(packed[0]), 0, unpack(packed[p]), p, otherwise.step))
+        fail({ErrorKind::usage, p, otherwise.step, *text});
+    fail(otherwise);
   }
 
   void tell(const Failure& failure) noexcept override { fate().note(failure); }
@@ -94,11 +115,12 @@ ncclComm_t split(ncclComm_t comm, int rank, milliseconds deadline) {
     std::mutex mutex;
     std::condition_variable changed;
     bool done = false;
+    bool nobody_waits = false;
     ncclComm_t child = nullptr;
     ncclResult_t result = ncclSuccess;
   };
   auto shared = std::make_shared<Shared>();
-  std::thread([=] {
+  const auto make = [=] {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     config.splitShare = 0;
@@ -113,14 +135,18 @@ ncclComm_t split(ncclComm_t comm, int rank, milliseconds deadline) {
     shared->result = result;
     shared->done = true;
     shared->changed.notify_all();
-  }).detach();
+    if (shared->nobody_waits && child != nullptr) ncclCommAbort(child);
+  };
+  start_thread("a split of the NCCL communicator", make).detach();
 
   std::unique_lock lock(shared->mutex);
   const std::string step = "make the communicator";
-  if (!shared->changed.wait_for(lock, deadline, [&] { return shared->done; }))
+  if (!shared->changed.wait_for(lock, deadline, [&] { return shared->done; })) {
+    shared->nobody_waits = true;
     throw RankError(ErrorKind::timeout, -1, step,
                     "A rank did not come to '" + step +
                         "' within the deadline; over NCCL alone it has no name.");
+  }
   if (shared->result != ncclSuccess)
     throw BackendError(fmt::format("NCCL: ncclCommSplit returned {} ({}).",
                                    ncclGetErrorString(shared->result), ncclGetLastError(nullptr)));

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <future>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -18,15 +19,20 @@ constexpr milliseconds kLongestEnd{5000};
 bool worked(ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; }
 
 /// ncclCommDestroy waits until every rank of the node has come to it. Whoever comes much earlier
-/// leaves it to a thread.
-void destroy(ncclComm_t comm, int device) {
-  std::packaged_task<void()> task([comm, device] {
-    cudaSetDevice(device);
-    ncclCommDestroy(comm);
+/// leaves it to a thread. True: they all came.
+bool destroy(ncclComm_t comm, int device) {
+  std::packaged_task<bool()> task([comm, device] {
+    static_cast<void>(LONGSPAN_CUDA_WORKED(cudaSetDevice(device)));
+    return ncclCommDestroy(comm) == ncclSuccess;
   });
-  const auto done = task.get_future();
-  std::thread(std::move(task)).detach();
-  done.wait_for(kLongestEnd);
+  auto done = task.get_future();
+  try {
+    std::thread(std::move(task)).detach();
+  } catch (const std::system_error&) {  // no thread is to be had, and waiting here has no end
+    ncclCommAbort(comm);
+    return false;
+  }
+  return done.wait_for(kLongestEnd) == std::future_status::ready && done.get();
 }
 
 }  // namespace
@@ -34,9 +40,12 @@ void destroy(ncclComm_t comm, int device) {
 void wait_for_stream(cudaStream_t stream, Patience& patient, const std::function<void()>& look) {
   for (;;) {
     const cudaError_t status = cudaStreamQuery(stream);
-    if (status == cudaSuccess) return;
-    if (status != cudaErrorNotReady)
-      throw_backend("CUDA", "cudaStreamQuery", cudaGetErrorString(status), __FILE__, __LINE__);
+    if (status != cudaErrorNotReady) {
+      LONGSPAN_CUDA_STATUS(status, "cudaStreamQuery");
+      return;
+    }
+    // Not an error, but it may stand there as the last one.
+    if (cudaPeekAtLastError() == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
     look();
     patient.pause();
   }
@@ -50,7 +59,8 @@ struct Link::Handle {
   std::vector<cudaEvent_t> ends;  // by slot: recorded behind the work
 
   ~Handle() {
-    for (cudaEvent_t end : ends) cudaEventDestroy(end);
+    for (cudaEvent_t end : ends)
+      if (end != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaEventDestroy(end)));
   }
 
   /// Whoever takes the communicator ends it.
@@ -60,7 +70,7 @@ struct Link::Handle {
   }
 };
 
-Link::Link(ncclComm_t comm, milliseconds patience) : handle_(std::make_shared<Handle>()) {
+Link::Link(ncclComm_t comm, milliseconds patience) try : handle_(std::make_shared<Handle>()) {
   handle_->comm = comm;
   LONGSPAN_CUDA(cudaGetDevice(&handle_->device));
   handle_->ends.resize(kSlots, nullptr);
@@ -71,10 +81,10 @@ Link::Link(ncclComm_t comm, milliseconds patience) : handle_(std::make_shared<Ha
       .slots = kSlots,
       .prepare =
           [handle = handle_] {
-            cudaSetDevice(handle->device);
+            static_cast<void>(LONGSPAN_CUDA_WORKED(cudaSetDevice(handle->device)));
             // Looking at an event must not break a capture that another thread has begun.
             auto mode = cudaStreamCaptureModeRelaxed;
-            cudaThreadExchangeStreamCaptureMode(&mode);
+            static_cast<void>(LONGSPAN_CUDA_WORKED(cudaThreadExchangeStreamCaptureMode(&mode)));
           },
       // An error is an end too: who waits for the stream sees it.
       .done = [handle = handle_](
@@ -84,12 +94,16 @@ Link::Link(ncclComm_t comm, milliseconds patience) : handle_(std::make_shared<Ha
             if (ncclComm_t doomed = handle->take()) ncclCommAbort(doomed);
           },
   });
+} catch (...) {
+  ncclCommAbort(comm);  // it was ours from the start
 }
 
-Link::~Link() {
-  if (aborted_) return;
+Link::~Link() { end(); }
+
+bool Link::end() noexcept try {
+  if (aborted_) return false;
   ncclComm_t comm = handle_->take();
-  if (!comm) return;
+  if (!comm) return false;
   // Finalising waits for what is queued, and a peer may be missing: not for long, then.
   Patience patient(kLongestEnd);
   ncclResult_t result = ncclCommFinalize(comm);
@@ -97,12 +111,12 @@ Link::~Link() {
     patient.pause();
     if (ncclCommGetAsyncError(comm, &result) != ncclSuccess) break;
   }
-  if (result == ncclSuccess) {
-    destroy(comm, handle_->device);
-    return;
-  }
+  if (result == ncclSuccess) return destroy(comm, handle_->device);
   handle_->comm = comm;
   abort();
+  return false;
+} catch (...) {  // of a lock or of memory: the process ends the communicator
+  return false;
 }
 
 void Link::abort() {
@@ -161,10 +175,8 @@ void Link::queue(Control& control, cudaStream_t stream, const char* step, const 
 
 void Link::watch(cudaStream_t stream, const char* step) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess) {
-    cudaGetLastError();  // the default stream while another stream is captured
-    return;
-  }
+  // It fails for the default stream while another stream is captured.
+  if (!LONGSPAN_CUDA_WORKED(cudaStreamIsCapturing(stream, &capture))) return;
   if (capture != cudaStreamCaptureStatusNone) return;
   const auto slot = watchdog_->free_slot();
   if (!slot) return;

@@ -43,6 +43,10 @@ class Link {
   /// Frees the streams from NCCL's kernels, soon.
   void abort();
 
+  /// Ends the communicator, within seconds. True: every rank of the node has come to this, as
+  /// ncclCommDestroy waits for them; false: it is not known, or it was ended before.
+  bool end() noexcept;
+
  private:
   struct Handle;
   ncclResult_t state() const;

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <type_traits>
+
 #include "comm/controlled.hpp"
 #include "comm/gpu.hpp"
 #include "comm/nccl/windows.hpp"
@@ -46,24 +48,36 @@ class NcclTransport final : public ControlledTransport {
   NcclTransport(std::shared_ptr<Link> link, std::unique_ptr<Control> control, const Place& place)
       : ControlledTransport(std::move(control)), link_(std::move(link)), place_(place) {}
 
-  /// The end of NCCL's communicator waits for the peers.
-  ~NcclTransport() override { control().flush(); }
+  /// The end of NCCL's communicator waits for the peers, and says that all have closed the windows.
+  /// A rank that has not does not come to it.
+  ~NcclTransport() override {
+    control().flush();
+    if (windows_->failed()) link_->abort();
+    windows_->end(link_->end());
+  }
 
   Device device() const override { return Device::cuda; }
   std::string describe() const override {
     return fmt::format("{} | {} | {}", library_name(), gpu_name(), comm::describe(size(), place_));
   }
 
-  void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream,
-                  const char* step) override {
-    link_->queue(control(), cuda(stream), step, [&](ncclComm_t comm) {
-      return ncclAllGather(send, recv, bytes, ncclInt8, comm, cuda(stream));
+  void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
+                  std::uint64_t* said) override {
+    queue(stream, step, [&](ncclComm_t comm) {
+      const auto gather = [&] {
+        return ncclAllGather(send, recv, bytes, ncclInt8, comm, cuda(stream));
+      };
+      if (!said) return gather();
+      ncclGroupStart();  // both in one launch
+      ncclAllGather(said + rank(), said, sizeof *said, ncclInt8, comm, cuda(stream));
+      gather();
+      return ncclGroupEnd();  // an error of any call in the group comes out here
     });
   }
 
   void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream,
                   const char* step) override {
-    link_->queue(control(), cuda(stream), step, [&](ncclComm_t comm) {
+    queue(stream, step, [&](ncclComm_t comm) {
       ncclGroupStart();
       for (int p = 0; p < size(); ++p) {
         const auto at = static_cast<std::size_t>(p) * bytes;
@@ -81,7 +95,7 @@ class NcclTransport final : public ControlledTransport {
       control().fate().check();
       return copy_on(stream, send, recv, bytes);
     }
-    link_->queue(control(), cuda(stream), step, [&](ncclComm_t comm) {
+    queue(stream, step, [&](ncclComm_t comm) {
       ncclGroupStart();
       ncclSend(send, bytes, ncclInt8, (rank() + ahead) % size(), comm, cuda(stream));
       ncclRecv(recv, bytes, ncclInt8, (rank() - ahead + size()) % size(), comm, cuda(stream));
@@ -89,50 +103,73 @@ class NcclTransport final : public ControlledTransport {
     });
   }
 
-  std::shared_ptr<const PeerView> open_windows(std::size_t bytes, std::string& why) override {
-    std::shared_ptr<Windows> windows = Windows::open(*this, bytes, why);
+  std::shared_ptr<const PeerView> open_windows(std::uint32_t layer, std::size_t bytes,
+                                               std::string& why) override {
+    const std::shared_ptr<Windows> windows = Windows::open(*this, bytes, why, windows_);
     if (!windows) return nullptr;
-    windows_.push_back(windows);
+    windows->serve(layer);
     return {windows, &windows->view()};
   }
 
+  std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
+    return or_abort([&] { return ControlledTransport::gather(mine, step); });
+  }
+
+  void check(const char* step) override {
+    or_abort([&] {
+      control().fate().check();
+      check_reports(step);
+    });
+  }
+
   void wait(Stream stream, const char* step) override {
-    try {
+    or_abort([&] {
       link_->wait(control(), cuda(stream), step);
-      for_windows([&](Windows& windows) { check(windows.report(), step); });
-    } catch (...) {
-      for_windows([](Windows& windows) { windows.abort(); });
-      throw;
-    }
+      check_reports(step);
+    });
   }
 
   void abort(const std::string& why) noexcept override {
     ControlledTransport::abort(why);
-    for_windows([](Windows& windows) { windows.abort(); });
+    windows_->abort();
     link_->abort();
   }
 
  private:
-  template <class Use>
-  void for_windows(const Use& use) {
-    for (const std::weak_ptr<Windows>& one : windows_)
-      if (const std::shared_ptr<Windows> windows = one.lock()) use(*windows);
+  /// Whatever ends the communicator frees kernels that wait in windows, and keeps their memory.
+  template <class Work>
+  std::invoke_result_t<const Work&> or_abort(const Work& work) {
+    try {
+      return work();
+    } catch (...) {
+      windows_->abort();
+      throw;
+    }
   }
 
-  void check(const PeerReport& report, const char* step) {
+  void queue(Stream stream, const char* step, const Link::Call& call) {
+    or_abort([&] { link_->queue(control(), cuda(stream), step, call); });
+  }
+
+  /// An exchange that went wrong in one layer ends the communicator for all: whose it was is said.
+  void check_reports(const char* step) {
+    PeerReport report;
+    std::uint32_t layer = 0;
+    windows_->for_each([&](const Windows& windows) {
+      if (report.kind != PeerReport::none) return;
+      report = windows.report();
+      layer = windows.layer();
+    });
     if (report.kind == PeerReport::none) return;
     if (report.kind == PeerReport::differs)
-      control().fail({ErrorKind::usage, static_cast<int>(report.rank), step,
-                      fmt::format("Rank {} exchanges other states than rank {} at '{}': every rank "
-                                  "must run with the same tokens, batch, shard and options.",
-                                  report.rank, rank(), step)});
+      disagree({layer, report.run}, static_cast<int>(report.rank), step);
     control().fate().check();
     control().timed_out(step, control().patience());  // the roll call says who is missing
   }
 
   std::shared_ptr<Link> link_;
   Place place_;
-  std::vector<std::weak_ptr<Windows>> windows_;
+  std::shared_ptr<WindowSet> windows_ = std::make_shared<WindowSet>();
 };
 
 class GpuSelf final : public SelfTransport {
@@ -161,7 +198,7 @@ std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
                                           std::unique_ptr<Control> control, const Place& place) {
   auto transport = std::make_shared<NcclTransport>(std::move(link), std::move(control), place);
   const Buffer first(Device::cuda, 16), all(Device::cuda, 16 * transport->size());
-  transport->all_gather(first.data(), all.data(), 16, {}, "first exchange");
+  transport->all_gather(first.data(), all.data(), 16, {}, "first exchange", nullptr);
   transport->wait({}, "first exchange");
   return transport;
 }

@@ -2,11 +2,14 @@
 
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
-#include <vector>
+#include <functional>
+#include <random>
+#include <utility>
 
 #include "comm/hosts.hpp"
 #include "comm/wire.hpp"
@@ -21,125 +24,300 @@ constexpr double kKernelShare = 0.5;
 
 /// What the device and the host both see.
 struct Shared {
-  PeerReport report;
+  std::uint64_t report;
   std::uint32_t abort;
 };
 
-std::string bus_of_current_gpu() {
-  int device = 0;
+/// The GPU of the windows is the thread's current one, for a while.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    if (LONGSPAN_CUDA_WORKED(cudaGetDevice(&before_)) && before_ != device)
+      moved_ = LONGSPAN_CUDA_WORKED(cudaSetDevice(device));
+  }
+  ~OnDevice() {
+    if (moved_) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaSetDevice(before_)));
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool moved_ = false;
+};
+
+std::string bus_of(int device) {
   std::array<char, 32> bus{};
-  LONGSPAN_CUDA(cudaGetDevice(&device));
   LONGSPAN_CUDA(cudaDeviceGetPCIBusId(bus.data(), bus.size(), device));
   return bus.data();
 }
 
-/// Why this GPU cannot write the memory of the GPU at `bus`; empty if it can.
-std::string obstacle(const std::string& bus) {
-  int own = 0, other = 0, reaches = 0;
-  LONGSPAN_CUDA(cudaGetDevice(&own));
-  if (cudaDeviceGetByPCIBusId(&other, bus.c_str()) != cudaSuccess) {
-    cudaGetLastError();
-    return fmt::format("the GPU at {} is not visible to every process of the node", bus);
-  }
+/// Throws where GPU `own` cannot write the memory of the GPU at `bus`.
+void check_reach(int own, const std::string& bus) {
+  int other = 0, reaches = 0;
+  if (!LONGSPAN_CUDA_WORKED(cudaDeviceGetByPCIBusId(&other, bus.c_str())))
+    throw Unsupported(
+        fmt::format("the GPU at {} is not visible to every process of the node", bus));
   LONGSPAN_CUDA(cudaDeviceCanAccessPeer(&reaches, own, other));
-  return reaches ? "" : fmt::format("no peer access to the GPU at {}", bus);
+  if (!reaches) throw Unsupported(fmt::format("no peer access to the GPU at {}", bus));
+}
+
+/// What `step` throws; empty: it worked.
+std::string failure_of(const std::function<void()>& step) {
+  try {
+    step();
+    return {};
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+/// The first rank's that failed. All ranks hear the same texts, and so say the same.
+std::string first_failure(const std::vector<std::string>& failures) {
+  for (std::size_t p = 0; p < failures.size(); ++p)
+    if (!failures[p].empty()) return fmt::format("rank {}: {}", p, failures[p]);
+  return {};
+}
+
+std::vector<std::string> part(const std::vector<std::string>& texts, std::size_t index) {
+  std::vector<std::string> parts;
+  for (const std::string& text : texts) parts.push_back(unpack(text).at(index));
+  return parts;
+}
+
+std::uint64_t fresh_nonce() {
+  std::random_device random;
+  return std::uint64_t{random()} << 32 | random();
+}
+
+template <class T>
+std::string bytes_of(const T& value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+
+template <class T>
+T from_bytes(const std::string& bytes) {
+  if (bytes.size() != sizeof(T))
+    throw Error(ErrorKind::internal,
+                fmt::format("a rank sent {} bytes where {} were due", bytes.size(), sizeof(T)));
+  T value;
+  std::memcpy(&value, bytes.data(), sizeof value);
+  return value;
+}
+
+/// The nonce stands behind the window, at a place of its own: a window is 0 at rest.
+std::size_t place_of_nonce(std::size_t bytes) { return (bytes + 7) / 8 * 8; }
+
+void free_memory(void* memory) noexcept {
+  if (memory != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaFree(memory)));
 }
 
 }  // namespace
 
-std::unique_ptr<Windows> Windows::open(Transport& world, std::size_t bytes, std::string& why) {
+// ---- the set -----------------------------------------------------------------------------------
+
+void WindowSet::abort() noexcept {
+  const std::lock_guard lock(mutex_);
+  failed_ = true;
+  for (Windows* windows : open_) windows->abort();
+}
+
+bool WindowSet::failed() const {
+  const std::lock_guard lock(mutex_);
+  return failed_;
+}
+
+void WindowSet::end(bool together) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (together && !failed_)
+    for (const Remains& left : remains_) free_memory(left.memory);
+  remains_.clear();
+}
+
+std::string WindowSet::closed() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::uint32_t> numbers;
+  for (const Remains& left : remains_) numbers.push_back(left.number);
+  return fmt::format("{}", fmt::join(numbers, ","));
+}
+
+void WindowSet::free_what_all_closed(const std::vector<std::string>& closed) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (failed_) return;
+  const auto has = [](const std::string& numbers, std::uint32_t number) {
+    return fmt::format(",{},", numbers).find(fmt::format(",{},", number)) != std::string::npos;
+  };
+  std::erase_if(remains_, [&](const Remains& left) {
+    const bool by_all = std::all_of(closed.begin(), closed.end(), [&](const std::string& numbers) {
+      return has(numbers, left.number);
+    });
+    if (by_all) free_memory(left.memory);
+    return by_all;
+  });
+}
+
+// ---- opening -----------------------------------------------------------------------------------
+
+Windows::Windows(std::shared_ptr<WindowSet> set) : set_(std::move(set)) {
+  const std::lock_guard lock(set_->mutex_);
+  number_ = ++set_->opened_;
+  set_->open_.push_back(this);
+}
+
+/// This rank's window and, behind it, what the others know it by.
+void Windows::allocate(std::uint64_t nonce) {
+  const std::size_t place = place_of_nonce(view_.bytes);
+  std::byte*& own = view_.window[view_.rank];
+  LONGSPAN_CUDA(cudaMalloc(reinterpret_cast<void**>(&own), place + sizeof nonce));
+  LONGSPAN_CUDA(cudaMemset(own, 0, place));
+  LONGSPAN_CUDA(cudaMemcpy(own + place, &nonce, sizeof nonce, cudaMemcpyDefault));
+  LONGSPAN_CUDA(cudaDeviceSynchronize());
+}
+
+/// A handle may be opened and lead elsewhere, as between containers that see other GPUs under the
+/// same names: the nonce shows whose memory it is.
+void Windows::map(int rank, const std::string& handle, std::uint64_t nonce) {
+  void* mapped = nullptr;
+  LONGSPAN_CUDA(cudaIpcOpenMemHandle(&mapped, from_bytes<cudaIpcMemHandle_t>(handle),
+                                     cudaIpcMemLazyEnablePeerAccess));
+  view_.window[rank] = static_cast<std::byte*>(mapped);
+  std::uint64_t found = 0;
+  LONGSPAN_CUDA(cudaMemcpy(&found, view_.window[rank] + place_of_nonce(view_.bytes), sizeof found,
+                           cudaMemcpyDefault));
+  if (found != nonce)
+    throw Unsupported(fmt::format("what is mapped as the window of rank {} is other memory", rank));
+}
+
+/// What the kernels need besides windows: the epoch, and words that the host sees too.
+void Windows::make_words() {
+  Shared* shared = nullptr;
+  LONGSPAN_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&shared), sizeof(Shared),
+                              cudaHostAllocPortable | cudaHostAllocMapped));
+  *shared = {};
+  report_ = &shared->report;
+  abort_ = &shared->abort;
+  constexpr std::size_t kEpochBytes = 2 * sizeof(std::uint32_t);
+  LONGSPAN_CUDA(cudaMalloc(reinterpret_cast<void**>(&view_.epoch), kEpochBytes));
+  LONGSPAN_CUDA(cudaMemset(view_.epoch, 0, kEpochBytes));
+  LONGSPAN_CUDA(cudaDeviceSynchronize());
+  Shared* seen = nullptr;
+  LONGSPAN_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&seen), shared, 0));
+  view_.report = &seen->report;
+  view_.abort = &seen->abort;
+}
+
+// Whatever fails on a rank travels with the next thing that the ranks say to each other, and all of
+// them go the same way.
+std::unique_ptr<Windows> Windows::open(Transport& world, std::size_t bytes, std::string& why,
+                                       std::shared_ptr<WindowSet> set) {
   why.clear();
   const int ranks = world.size(), rank = world.rank();
   if (ranks < 2 || ranks > PeerView::kMostRanks) {
     why = fmt::format("{} ranks; windows serve 2 to {}", ranks, PeerView::kMostRanks);
     return nullptr;
   }
-  std::array<char, 256> host{};
-  gethostname(host.data(), host.size() - 1);
+  std::unique_ptr<Windows> windows(new Windows(set));
+  PeerView& view = windows->view_;
+  view.rank = rank;
+  view.ranks = ranks;
+  view.bytes = bytes;
+  view.deadline_ns = static_cast<std::uint64_t>(kKernelShare * 1e6 *
+                                                static_cast<double>(world.deadline().count()));
+
+  std::string bus;
+  std::string failure = failure_of([&] {
+    LONGSPAN_CUDA(cudaGetDevice(&windows->device_));
+    bus = bus_of(windows->device_);
+  });
   const auto places =
-      world.gather(pack(host.data(), bus_of_current_gpu()), "where the windows would be");
-
-  std::unique_ptr<Windows> windows(new Windows);
-  std::string failure;
-  std::byte* own = nullptr;
-  cudaIpcMemHandle_t handle{};
-  try {
-    for (int p = 0; p < ranks && failure.empty(); ++p) {
-      const auto place = unpack(places[p]);
-      if (place.at(0) != host.data())
-        failure = fmt::format("rank {} is on another node", p);
-      else if (p != rank)
-        failure = obstacle(place.at(1));
-    }
-    if (failure.empty()) {
-      LONGSPAN_CUDA(cudaMalloc(reinterpret_cast<void**>(&own), bytes));
-      LONGSPAN_CUDA(cudaMemset(own, 0, bytes));
-      LONGSPAN_CUDA(cudaDeviceSynchronize());
-      LONGSPAN_CUDA(cudaIpcGetMemHandle(&handle, own));
-    }
-  } catch (const Error& error) {
-    failure = error.what();
-  }
-  windows->view_.rank = rank;
-  windows->view_.ranks = ranks;
-  windows->view_.bytes = bytes;
-  windows->view_.window[rank] = own;
-
-  // From here on every rank does the same, whatever failed where.
-  const std::string bits(reinterpret_cast<const char*>(&handle), sizeof handle);
-  const auto handles = world.gather(pack(failure, bits), "handles of the windows");
-  for (int p = 0; p < ranks; ++p)
-    if (const auto text = unpack(handles[p]).at(0); !text.empty() && why.empty())
-      why = fmt::format("rank {}: {}", p, text);
-  if (why.empty()) {
-    try {
-      for (int p = 0; p < ranks; ++p) {
-        if (p == rank) continue;
-        const std::string peer = unpack(handles[p]).at(1);
-        std::memcpy(&handle, peer.data(), sizeof handle);
-        void* mapped = nullptr;
-        LONGSPAN_CUDA(cudaIpcOpenMemHandle(&mapped, handle, cudaIpcMemLazyEnablePeerAccess));
-        windows->view_.window[p] = static_cast<std::byte*>(mapped);
-      }
-      Shared* shared = nullptr;
-      LONGSPAN_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&shared), sizeof(Shared),
-                                  cudaHostAllocPortable | cudaHostAllocMapped));
-      std::memset(static_cast<void*>(shared), 0, sizeof(Shared));
-      windows->report_ = &shared->report;
-      windows->abort_ = &shared->abort;
-      LONGSPAN_CUDA(
-          cudaMalloc(reinterpret_cast<void**>(&windows->view_.epoch), 2 * sizeof(std::uint32_t)));
-      LONGSPAN_CUDA(cudaMemset(windows->view_.epoch, 0, 2 * sizeof(std::uint32_t)));
-      LONGSPAN_CUDA(cudaDeviceSynchronize());
-      Shared* seen = nullptr;
-      LONGSPAN_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&seen), shared, 0));
-      windows->view_.report = &seen->report;
-      windows->view_.abort = &seen->abort;
-    } catch (const Error& error) {
-      failure = error.what();
-    }
-    const auto opened = world.gather(failure, "opening of the windows");
-    for (int p = 0; p < ranks; ++p)
-      if (!opened[p].empty() && why.empty()) why = fmt::format("rank {}: {}", p, opened[p]);
-  }
-  windows->view_.deadline_ns = static_cast<std::uint64_t>(
-      kKernelShare * 1e6 * static_cast<double>(world.deadline().count()));
+      world.gather(pack(failure, this_host(), bus, set->closed()), "where the windows would be");
+  set->free_what_all_closed(part(places, 3));
+  why = first_failure(part(places, 0));
+  const auto hosts = part(places, 1), buses = part(places, 2);
+  for (int p = 0; p < ranks && why.empty(); ++p)
+    if (hosts[p] != hosts[0]) why = fmt::format("rank {} is on another node than rank 0", p);
   if (!why.empty()) return nullptr;
-  return windows;
+
+  cudaIpcMemHandle_t handle{};
+  const std::uint64_t nonce = fresh_nonce();
+  failure = failure_of([&] {
+    for (int p = 0; p < ranks; ++p)
+      if (p != rank) check_reach(windows->device_, buses[p]);
+    windows->allocate(nonce);
+    LONGSPAN_CUDA(cudaIpcGetMemHandle(&handle, view.window[rank]));
+  });
+  windows->shared_ = failure.empty();
+  const auto told =
+      world.gather(pack(failure, bytes_of(handle), bytes_of(nonce)), "handles of the windows");
+  why = first_failure(part(told, 0));
+  if (!why.empty()) {
+    windows->shared_ = false;  // nobody opens what it was given
+    return nullptr;
+  }
+
+  const auto handles = part(told, 1), nonces = part(told, 2);
+  failure = failure_of([&] {
+    for (int p = 0; p < ranks; ++p)
+      if (p != rank) windows->map(p, handles[p], from_bytes<std::uint64_t>(nonces[p]));
+    windows->make_words();
+  });
+  why = first_failure(world.gather(failure, "opening of the windows"));
+  if (why.empty()) return windows;
+  windows.reset();
+  set->free_what_all_closed(world.gather(set->closed(), "closing of the windows"));
+  return nullptr;
 }
 
-Windows::~Windows() {
-  if (aborted_) return;  // a peer may still write here: the process keeps the memory
-  for (int p = 0; p < view_.ranks; ++p)
-    if (p != view_.rank && view_.window[p] != nullptr) cudaIpcCloseMemHandle(view_.window[p]);
-  cudaFree(view_.window[view_.rank]);
-  cudaFree(view_.epoch);
-  if (report_ != nullptr) cudaFreeHost(report_);
+// ---- the end -----------------------------------------------------------------------------------
+
+PeerReport Windows::report() const {
+  if (report_ == nullptr) return {};
+  return PeerReport::of(std::atomic_ref(*report_).load(std::memory_order_acquire));
 }
 
 void Windows::abort() noexcept {
   aborted_ = true;
-  if (abort_ != nullptr) *static_cast<volatile std::uint32_t*>(abort_) = 1;
+  if (abort_ != nullptr) std::atomic_ref(*abort_).store(1, std::memory_order_release);
+}
+
+/// The GPU's work is done, and no exchange went wrong, also where nobody has asked yet.
+bool Windows::is_quiet() const noexcept {
+  return LONGSPAN_CUDA_WORKED(cudaDeviceSynchronize()) && report().kind == PeerReport::none;
+}
+
+bool Windows::close_mappings() noexcept {
+  bool all = true;
+  for (int p = 0; p < view_.ranks; ++p)
+    if (p != view_.rank && view_.window[p] != nullptr)
+      all = LONGSPAN_CUDA_WORKED(cudaIpcCloseMemHandle(view_.window[p])) && all;
+  return all;
+}
+
+Windows::~Windows() {
+  bool keep = aborted_;
+  {
+    const std::lock_guard lock(set_->mutex_);
+    std::erase(set_->open_, this);
+    keep = keep || set_->failed_;
+  }
+  const OnDevice on(device_);
+  if (keep || !is_quiet()) {  // a peer may still write, and this rank's mappings stay too
+    abort();
+    const std::lock_guard lock(set_->mutex_);
+    set_->failed_ = true;
+    return;
+  }
+  std::byte* const own = view_.window[view_.rank];
+  const bool closed = close_mappings();
+  free_memory(view_.epoch);
+  if (report_ != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaFreeHost(report_)));
+  if (!shared_) free_memory(own);
+  if (!shared_ || !closed) return;  // what is not closed nobody is told to be
+  try {
+    const std::lock_guard lock(set_->mutex_);
+    set_->remains_.push_back({number_, own});
+  } catch (...) {  // no memory for the note: the process keeps what it is of
+  }
 }
 
 }  // namespace longspan::comm

@@ -2,18 +2,21 @@
 //
 // Every rank holds its own part of the keys and values and all of the queries. Each gets the whole
 // result, bitwise equal on all ranks, and equal to what one process alone computes.
+// [includes]
 #include <mpi.h>
 
-#include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <random>
 #include <vector>
 
 #include <longspan/longspan.hpp>
 #include <longspan/mpi.hpp>
+// [/includes]
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
 
 namespace {
 
@@ -97,7 +100,8 @@ int run() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
+  int level = 0;  // longspan computes on threads of its own and refuses to run on less than this
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
   int status = EXIT_FAILURE;
   try {
     status = run();

@@ -143,7 +143,8 @@ int run() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
+  int level = 0;  // longspan computes on threads of its own and refuses to run on less than this
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
   int status = EXIT_FAILURE;
   try {
     status = run();

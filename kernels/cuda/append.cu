@@ -5,8 +5,8 @@
 #include "kernels/batch_rows.hpp"
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/launch.hpp"
 #include "kernels/cuda/merge.hpp"
-#include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -92,9 +92,8 @@ bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to) {
 void append(const AppendParams& p, cudaStream_t stream) {
   if (p.tokens == 0) return;
   const dim3 grid(static_cast<unsigned>(p.tokens), 2);
-  append_kernel<<<grid, kThreads, 0, stream>>>(p, is_wide(p, p.new_k, p.k),
-                                               is_wide(p, p.new_v, p.v));
-  LONGSPAN_CUDA(cudaGetLastError());
+  launch_kernel(append_kernel, {grid, kThreads, stream}, p, is_wide(p, p.new_k, p.k),
+                is_wide(p, p.new_v, p.v));
 }
 
 }  // namespace longspan::kernels::cuda

@@ -17,8 +17,8 @@
 #include "kernels/cuda/exchange.hpp"
 #include "kernels/cuda/fixed_order.cuh"
 #include "kernels/cuda/gather.hpp"
+#include "kernels/cuda/launch.hpp"
 #include "kernels/cuda/merge.hpp"
-#include "kernels/cuda/overlap.hpp"
 #include "kernels/cuda/resume.hpp"
 #include "kernels/cuda/splits.hpp"
 #include "src/check.hpp"
@@ -59,10 +59,10 @@ Residence residence(const KernelShape& shape, const Gpu& gpu) {
   const int most = shape.shared_bytes + shape.near_levels * level;
   const int allowed = std::max(shape.shared_bytes, std::min(most, gpu.block_bytes));
   LONGSPAN_CUDA(
-      cudaFuncSetAttribute(shape.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, allowed));
+      cudaFuncSetAttribute(shape.kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, allowed));
   int blocks = 0;
   LONGSPAN_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      &blocks, shape.kernel, shape.threads, static_cast<std::size_t>(shape.shared_bytes)));
+      &blocks, shape.kernel(), shape.threads, static_cast<std::size_t>(shape.shared_bytes)));
   blocks = std::max(blocks, 1);
   const int room = std::min(gpu.shared_bytes / blocks - gpu.block_own_bytes, allowed);
   int bytes = shape.shared_bytes;
@@ -116,7 +116,7 @@ void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
 }
 
 Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
-  Launch launch{choose_kernel(p, lengths, loader_of(p))};
+  Launch launch{choose_kernel(p, lengths, loader_of(p), gpu)};
   const KernelShape& shape = launch.shape;
   Plan& plan = launch.plan;
   const auto [resident, shared_bytes] = residence(shape, gpu);
@@ -131,7 +131,7 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan.by_kv_heads = Divisor(static_cast<std::uint32_t>(p.kv_heads));
   plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
   plan.by_page = Divisor(static_cast<std::uint32_t>(p.pages.size));
-  const bool decodes = shape.box_dim > 0, shared = decodes && p.batch.size > 1;
+  const bool decodes = shape.decode != nullptr, shared = decodes && p.batch.size > 1;
   if (plan_splits(p, works, resident, decodes, plan))
     plan.numbers.taken = reinterpret_cast<SplitsTaken*>(p.scratch + kAlign / 2);
   plan.works = plan.tiles * p.kv_heads * plan.splits;
@@ -168,19 +168,14 @@ void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStr
   if (launch.plan.works == 0) return;
   if (launch.plan.ticket != nullptr && launch.plan.ticket != p.ticket)
     LONGSPAN_CUDA(cudaMemsetAsync(launch.plan.ticket, 0, sizeof(int), stream));
+  const KernelShape& shape = launch.shape;
+  LaunchConfig how{dim3(launch.blocks), dim3(shape.threads), stream,
+                   static_cast<std::size_t>(launch.shared_bytes)};
+  if (shape.decode == nullptr) return launch_kernel(shape.tiled, how, p, launch.plan);
   KeyBoxes boxes{};
-  if (launch.shape.box_dim > 0 && gpu.copy_engine)
-    boxes = key_boxes(p, launch.shape.box_dim, launch.shape.box_keys);
-  void* arguments[] = {const_cast<AttendParams*>(&p), &launch.plan, &boxes};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(launch.blocks);
-  config.blockDim = dim3(launch.shape.threads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(launch.shared_bytes);
-  config.stream = stream;
-  cudaLaunchAttribute overlap = overlap_attribute();
-  config.attrs = &overlap;
-  config.numAttrs = launch.shape.box_dim > 0 && gpu.overlap ? 1 : 0;
-  LONGSPAN_CUDA(cudaLaunchKernelExC(&config, launch.shape.kernel, arguments));
+  if (gpu.sm90_code) boxes = key_boxes(p, shape.box_dim, shape.box_keys);
+  how.overlaps = gpu.sm90_code;
+  launch_kernel(shape.decode, how, p, launch.plan, boxes);
 }
 
 /// `finished`: where the rows end when they have no other state; null: their states are written.
@@ -223,16 +218,43 @@ Loader loader_of(const AttendParams& p) {
   return plain ? Loader::plain : Loader::any16;
 }
 
-KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader) {
-  if (p.dtype == DType::fp32) return p.tf32 ? attend_fp32_tf32(p.dim) : attend_fp32(p.dim, loader);
-  const bool bf16 = p.dtype == DType::bf16;
-  if (lengths == Lengths::only_long)
-    return bf16 ? portable_bf16(p.dim, p.invariant, loader)
-                : portable_fp16(p.dim, p.invariant, loader);
-  const std::int64_t rows = mean_rows(p, lengths);
-  if (loader == Loader::any8)
-    return p.kv_dtype == DType::e5m2 ? decode_e5m2(p.dim, rows) : decode_e4m3(p.dim, rows);
-  return bf16 ? decode_bf16(p.dim, rows, loader) : decode_fp16(p.dim, rows, loader);
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, const Gpu& gpu) {
+  const bool is_fp32 = p.dtype == DType::fp32, bf16 = p.dtype == DType::bf16;
+  const Family family = is_fp32                         ? (p.tf32 ? Family::tf32 : Family::fp32)
+                        : lengths == Lengths::only_long ? Family::portable
+                                                        : Family::decode;
+  // Of fp32 the loader that takes anything takes fp8 too, and of tf32 there is no other.
+  const bool takes_any = family == Family::tf32 || (is_fp32 && loader != Loader::plain);
+  const Instance* found = fitting_instance(family, takes_any ? Loader::any16 : loader, p.dim,
+                                           mean_rows(p, lengths), gpu.block_bytes);
+  if (found == nullptr)
+    throw Unsupported("head dim " + std::to_string(p.dim) +
+                      ": a thread block of this GPU may have " + std::to_string(gpu.block_bytes) +
+                      " bytes of shared memory, and no " + name(family) +
+                      " kernel for that dim needs so few: use a smaller head dim, " +
+                      "another GPU, or device host");
+  switch (found->family) {
+    case Family::fp32:
+      return attend_fp32(p.dim, found->loader);
+    case Family::tf32:
+      return attend_fp32_tf32(p.dim);
+    case Family::portable:
+      return bf16 ? portable_bf16(p.dim, p.invariant, loader)
+                  : portable_fp16(p.dim, p.invariant, loader);
+    default:
+      if (loader == Loader::any8)
+        return p.kv_dtype == DType::e5m2 ? decode_e5m2(p.dim, found->rows)
+                                         : decode_e4m3(p.dim, found->rows);
+      return bf16 ? decode_bf16(p.dim, found->rows, loader)
+                  : decode_fp16(p.dim, found->rows, loader);
+  }
+}
+
+void check_fits(const AttendParams& p, const Gpu& gpu) {
+  if (gpu.block_bytes >= kEnoughBytes || p.batch.size == 0) return;
+  for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8})
+    for (const Lengths lengths : {Lengths::only_short, Lengths::only_long})
+      choose_kernel(p, lengths, loader, gpu);
 }
 
 bool may_hold(const AttendParams& p, Lengths lengths) {
@@ -277,9 +299,9 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
   many.tokens = std::min<std::int64_t>(bounds.tokens, kShortQuery);
   many.batch.size = 1;
   for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8}) {  // requests differ
-    most(choose_kernel(few, Lengths::only_short, loader));
-    most(choose_kernel(many, Lengths::only_short, loader));
-    if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader));
+    most(choose_kernel(few, Lengths::only_short, loader, gpu));
+    most(choose_kernel(many, Lengths::only_short, loader, gpu));
+    if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader, gpu));
   }
   if (!bounds.resume) return bytes;
   AttendParams aside = bounds;

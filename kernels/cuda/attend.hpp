@@ -6,33 +6,33 @@
 
 #include <cstddef>
 
+#include "kernels/cuda/decode_boxes.hpp"
+#include "kernels/cuda/instances.hpp"
 #include "kernels/cuda/view.cuh"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::cuda {
 
-/// How an instance reads keys, values and queries.
-enum class Loader : std::uint8_t {
-  plain,  // contiguous dense rows of the products' type, 16 bytes aligned, no bias, no scales
-  any16,  // the rest with keys and values of the products' type: pages, x-packed, any strides
-  any8,   // the rest: fp8 keys and values
-};
 Loader loader_of(const AttendParams& p);
 
-/// A compiled kernel (const AttendParams, const Plan[, const KeyBoxes]), persistent: any grid does
-/// all the work.
+/// A compiled kernel, persistent: any grid does all the work. It is one of two kinds.
 struct KernelShape {
-  const void* kernel = nullptr;
+  /// Of short queries. It waits for the kernels before it by itself (overlap.hpp).
+  void (*decode)(AttendParams, Plan, KeyBoxes) = nullptr;
+  void (*tiled)(AttendParams, Plan) = nullptr;
   int threads = 0;
   int shared_bytes = 0;
   int tile_rows = 0;            // packed rows that a block takes at a time
   std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
-  int box_dim = 0;              // > 0: the kernel takes KeyBoxes, of tiles of this dim, and waits
-                                // for the kernels before it by itself (overlap.hpp)
+  int box_dim = 0;              // of the tiles of KeyBoxes
   int near_levels = 0;          // states on a block's stack that are worth a place in shared
                                 // memory, behind shared_bytes; it takes as many as it is given
   int box_keys = 0;             // most keys of a box
   bool resumes = false;         // rows begin from the states at their targets, where asked
+
+  const void* kernel() const {
+    return decode ? reinterpret_cast<const void*>(decode) : reinterpret_cast<const void*>(tiled);
+  }
 };
 
 // One function an instance file. `dim` is rounded up to the next instance.
@@ -51,15 +51,18 @@ KernelShape attend_fp32(int dim, Loader loader);  // for short and long queries
 /// The GPU as far as plans depend on it.
 struct Gpu {
   int multiprocessors = 0;
-  bool copy_engine = false;  // TMA: compute capability 9.0 and later
-  int shared_bytes = 0;      // shared memory of a multiprocessor
-  int block_bytes = 0;       // of which a block may have
-  int block_own_bytes = 0;   // of each block, beside what it asks for
-  bool overlap = false;      // kernels that take KeyBoxes were built to wait by themselves
+  int shared_bytes = 0;     // shared memory of a multiprocessor
+  int block_bytes = 0;      // of which a block may have
+  int block_own_bytes = 0;  // of each block, beside what it asks for
+  bool sm90_code = false;   // the code of the decode kernels is_code_of_sm90 (code.hpp)
 };
 
 /// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.
-KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader);
+/// Throws Unsupported, by name, where none fits the GPU's shared memory.
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, const Gpu& gpu);
+
+/// Throws what choose_kernel would for any sequences of these params.
+void check_fits(const AttendParams& p, const Gpu& gpu);
 
 /// Can the batch hold sequences of this kind? Lengths may be known on the device only.
 bool may_hold(const AttendParams& p, Lengths lengths);

@@ -382,14 +382,15 @@ __global__ __launch_bounds__(Traits::kBlockThreads,
 template <class Stored, int kDim, int kRowTiles, Loader kLoader>
 KernelShape decode_shape() {
   using Traits = DecodeTraits<Stored, kDim, kRowTiles, kLoader>;
-  return {reinterpret_cast<const void*>(&attend_decode_kernel<Traits>),
-          Traits::kBlockThreads,
-          Traits::kSharedBytes,
-          Traits::kRows,
-          Traits::Stack::kStateBytes,
-          Traits::kDim,
-          Traits::kNearLevels,
-          Traits::kStageKeys};
+  static_assert(Traits::kSharedBytes == bytes_of(Family::decode, kLoader, kDim, Traits::kRows));
+  return {.decode = attend_decode_kernel<Traits>,
+          .threads = Traits::kBlockThreads,
+          .shared_bytes = Traits::kSharedBytes,
+          .tile_rows = Traits::kRows,
+          .state_bytes = Traits::Stack::kStateBytes,
+          .box_dim = Traits::kDim,
+          .near_levels = Traits::kNearLevels,
+          .box_keys = Traits::kStageKeys};
 }
 
 /// The instance for sequences of about `rows` packed rows.

@@ -335,10 +335,14 @@ KernelShape attend_fp32_any(int dim);  // the instances that are not plain
 template <int kDim, bool kPlain>
 KernelShape fp32_shape() {
   using Traits = Fp32Traits<kDim, kPlain>;
-  KernelShape shape{reinterpret_cast<const void*>(&attend_fp32_kernel<Traits>), Traits::kThreads,
-                    Traits::kSharedBytes, Traits::kRows, Traits::Stack::kStateBytes};
-  shape.resumes = true;
-  return shape;
+  constexpr Loader kLoader = kPlain ? Loader::plain : Loader::any16;
+  static_assert(Traits::kSharedBytes == bytes_of(Family::fp32, kLoader, kDim, Traits::kRows));
+  return {.tiled = attend_fp32_kernel<Traits>,
+          .threads = Traits::kThreads,
+          .shared_bytes = Traits::kSharedBytes,
+          .tile_rows = Traits::kRows,
+          .state_bytes = Traits::Stack::kStateBytes,
+          .resumes = true};
 }
 
 }  // namespace longspan::kernels::cuda

@@ -439,13 +439,15 @@ template <class T, int kDim, bool kInvariant, Loader kLoader>
 KernelShape portable_shape() {
   using Traits = PortableTraits<T, kDim>;
   using Stack = FoldStack<typename Traits::State, Traits::kThreads>;
-  KernelShape shape{
-      reinterpret_cast<const void*>(&attend_portable_kernel<Traits, kInvariant, kLoader>),
-      Traits::kThreads,
-      Traits::kSharedBytes + (kLoader == Loader::plain ? 0 : Traits::kColumnBytes), Traits::kRows,
-      kInvariant ? Stack::kStateBytes : 0};
-  shape.resumes = true;
-  return shape;
+  constexpr int kBytes =
+      Traits::kSharedBytes + (kLoader == Loader::plain ? 0 : Traits::kColumnBytes);
+  static_assert(kBytes == bytes_of(Family::portable, kLoader, kDim, Traits::kRows));
+  return {.tiled = attend_portable_kernel<Traits, kInvariant, kLoader>,
+          .threads = Traits::kThreads,
+          .shared_bytes = kBytes,
+          .tile_rows = Traits::kRows,
+          .state_bytes = kInvariant ? Stack::kStateBytes : 0,
+          .resumes = true};
 }
 
 }  // namespace longspan::kernels::cuda

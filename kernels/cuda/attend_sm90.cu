@@ -10,6 +10,8 @@
 #include "kernels/cuda/access.hpp"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/launch.hpp"
+#include "kernels/cuda/overlap.hpp"
 #include "kernels/cuda/tensor_map.hpp"
 #include "longspan/error.hpp"
 #include "src/check.hpp"
@@ -95,7 +97,11 @@ int attribute(cudaDeviceAttr name) {
 template <class T>
 void launch(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
-  static_assert(sizeof(Shared<T>) <= 227 * 1024);
+  constexpr bool kE4m3 = T::kEightBits, kMost = kE4m3 || T::kScores == Scores::any;
+  constexpr int kBytes =
+      cuda::bytes_of(kE4m3 ? cuda::Family::hopper_e4m3 : cuda::Family::hopper,
+                     kE4m3 ? cuda::Loader::any8 : cuda::Loader::any16, T::kDim, T::kRows);
+  static_assert(kMost ? sizeof(Shared<T>) == kBytes : sizeof(Shared<T>) <= kBytes);
   // Tiles of keys end at the last visible key, so no copy reaches past the keys, and their number,
   // which may be known on the device only, is not needed here.
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
@@ -126,8 +132,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
       std::min(call.items, static_cast<unsigned>(attribute(cudaDevAttrMultiProcessorCount)));
   LONGSPAN_CUDA(cudaFuncSetAttribute(attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      sizeof(Shared<T>)));
-  attend_kernel<T><<<blocks, T::kThreads, sizeof(Shared<T>), stream>>>(call);
-  LONGSPAN_CUDA(cudaGetLastError());
+  cuda::launch_kernel(attend_kernel<T>, {blocks, T::kThreads, stream, sizeof(Shared<T>)}, call);
 }
 
 /// The tile for a dim; docs/performance-prefill.md says what each choice gave.
@@ -185,11 +190,20 @@ bool is_plain_e4m3(const AttendParams& params) {
 
 bool runs_here() {
 #ifdef LONGSPAN_SM90A
-  return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+  constexpr bool kBuilt = true;
 #else
-  return false;  // this build holds no code for sm_90a
+  constexpr bool kBuilt = false;  // this build holds no code for sm_90a
 #endif
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+  const int minor = attribute(cudaDevAttrComputeCapabilityMinor);
+  const auto ptx_version = [] {  // asked for once: it is the same on all GPUs of this capability
+    using Some = Tile<__half, 64, 3, 128, true, Scores::plain>;
+    static const int found =
+        cuda::ptx_version_of(reinterpret_cast<const void*>(attend_kernel<Some>));
+    return found;
+  };
+  const bool may_be = cuda::is_hoppers_code(kBuilt, major, minor, 90);
+  return may_be && cuda::is_hoppers_code(kBuilt, major, minor, ptx_version());
 }
 
 bool accepts(const AttendParams& params) {

@@ -250,10 +250,13 @@ template <int kDim>
 KernelShape tf32_shape() {
   using Traits = Tf32Traits<kDim>;
   static_assert(Traits::kThreads == kSegment, "a thread gives the column of a key");
-  KernelShape shape{reinterpret_cast<const void*>(&attend_tf32_kernel<Traits>), Traits::kThreads,
-                    Traits::kSharedBytes, Traits::kRows, Traits::Stack::kStateBytes};
-  shape.resumes = true;
-  return shape;
+  static_assert(Traits::kSharedBytes == bytes_of(Family::tf32, Loader::any16, kDim, Traits::kRows));
+  return {.tiled = attend_tf32_kernel<Traits>,
+          .threads = Traits::kThreads,
+          .shared_bytes = Traits::kSharedBytes,
+          .tile_rows = Traits::kRows,
+          .state_bytes = Traits::Stack::kStateBytes,
+          .resumes = true};
 }
 
 }  // namespace longspan::kernels::cuda

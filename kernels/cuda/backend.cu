@@ -4,12 +4,14 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/attend_finished.hpp"
 #include "kernels/cuda/attend_sm90.hpp"
+#include "kernels/cuda/digest.hpp"
 #include "kernels/cuda/exchange.hpp"
 #include "kernels/cuda/gather.hpp"
 #include "kernels/cuda/merge.hpp"
@@ -25,11 +27,14 @@ cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.
 class CudaTimer final : public Timer {
  public:
   explicit CudaTimer(int marks) : events_(static_cast<std::size_t>(marks)) {
-    for (cudaEvent_t& event : events_) LONGSPAN_CUDA(cudaEventCreate(&event));
+    try {
+      for (cudaEvent_t& event : events_) LONGSPAN_CUDA(cudaEventCreate(&event));
+    } catch (...) {
+      end();
+      throw;
+    }
   }
-  ~CudaTimer() override {
-    for (cudaEvent_t event : events_) cudaEventDestroy(event);
-  }
+  ~CudaTimer() override { end(); }
   void mark(int index, Stream stream) override {
     LONGSPAN_CUDA(cudaEventRecord(events_.at(static_cast<std::size_t>(index)), stream_of(stream)));
   }
@@ -41,6 +46,11 @@ class CudaTimer final : public Timer {
   }
 
  private:
+  void end() {
+    for (cudaEvent_t event : events_)
+      if (event != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaEventDestroy(event)));
+  }
+
   std::vector<cudaEvent_t> events_;
 };
 
@@ -60,10 +70,9 @@ class CudaBackend final : public Backend {
     ask(gpu_.shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     ask(gpu_.block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     ask(gpu_.block_own_bytes, cudaDevAttrReservedSharedMemoryPerBlock);
-    gpu_.copy_engine = major >= 9;
     // All kernels are built for the same architectures, so one of decode speaks for the others.
-    gpu_.overlap = gpu_.copy_engine &&
-                   cuda::can_overlap(cuda::decode_bf16(128, 1, cuda::Loader::plain).kernel);
+    gpu_.sm90_code = cuda::is_code_of_sm90(
+        cuda::ptx_version_of(cuda::decode_bf16(128, 1, cuda::Loader::plain).kernel()));
   }
 
   Device device() const override { return Device::cuda; }
@@ -73,6 +82,7 @@ class CudaBackend final : public Backend {
       throw Unsupported("head dim " + std::to_string(p.dim) +
                         ": the CUDA kernels take 16 to 256 in steps of 8");
     check_features(p, Device::cuda);
+    cuda::check_fits(p, gpu_);
     if (p.fp8_products && !sm90::runs_here())
       throw Unsupported(
           "fp8_products: this GPU, or this build, has no kernel for it; it needs compute "
@@ -121,6 +131,16 @@ class CudaBackend final : public Backend {
   }
   std::size_t exchange_window(std::int64_t rows, int dim, int ranks) const override {
     return cuda::window_bytes(rows, dim, ranks);
+  }
+  void digest(const DigestParams& p, Stream stream) const override {
+    cuda::digest(p, stream_of(stream));
+  }
+  void say(const SayParams& p, Stream stream) const override { cuda::say(p, stream_of(stream)); }
+  std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const override {
+    void* memory = nullptr;  // host and device know it by one address
+    LONGSPAN_CUDA(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped));
+    std::memset(memory, 0, bytes);
+    return {static_cast<std::byte*>(memory), [](std::byte* data) { cudaFreeHost(data); }};
   }
   void map_rows(const MapParams& p, Stream stream) const override {
     cuda::map_rows(p, stream_of(stream));

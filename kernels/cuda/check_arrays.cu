@@ -2,9 +2,9 @@
 // given slot. The first fault of all is kept, across launches too, until the host takes it away.
 #include <algorithm>
 
+#include "kernels/cuda/launch.hpp"
 #include "kernels/cuda/merge.hpp"
 #include "kernels/faults.hpp"
-#include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -52,13 +52,12 @@ __global__ __launch_bounds__(kThreads) void check_slots_kernel(
 }  // namespace
 
 void check_arrays(const CheckParams& p, cudaStream_t stream) {
-  const int blocks = std::min(p.attend.batch.size, 65536);
-  if (blocks > 0) check_sequences_kernel<<<blocks, kThreads, 0, stream>>>(p);
+  const auto blocks = static_cast<unsigned>(std::min(p.attend.batch.size, 65536));
+  if (blocks > 0) launch_kernel(check_sequences_kernel, {blocks, kThreads, stream}, p);
   if (p.is_append && p.slots != nullptr && p.attend.tokens > 0) {
     const std::int64_t slot_blocks = (p.attend.tokens + kThreads - 1) / kThreads;
-    check_slots_kernel<<<static_cast<unsigned>(slot_blocks), kThreads, 0, stream>>>(p);
+    launch_kernel(check_slots_kernel, {static_cast<unsigned>(slot_blocks), kThreads, stream}, p);
   }
-  LONGSPAN_CUDA(cudaGetLastError());
 }
 
 }  // namespace longspan::kernels::cuda

@@ -242,7 +242,6 @@ void exchange(const ExchangeParams& p, cudaStream_t stream) {
     else
       launch<two_trips_kernel<kLevels>>(p, route, route.share_count_most, stream);
   });
-  LONGSPAN_CUDA(cudaGetLastError());
 }
 
 std::size_t window_bytes(std::int64_t rows, int dim, int ranks) {

@@ -24,7 +24,6 @@
 #include "kernels/cuda/fold_slots.cuh"
 #include "kernels/cuda/overlap.hpp"
 #include "kernels/cuda/view.cuh"
-#include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -214,7 +213,6 @@ void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocesso
                                                                  stream);
     });
   });
-  LONGSPAN_CUDA(cudaGetLastError());
 }
 
 }  // namespace longspan::kernels::cuda

@@ -16,7 +16,8 @@ __device__ inline unsigned thread() {
 /// What a rank says of its exchange: 16 bytes that carry their epoch, once in each eight, which
 /// memory moves as a whole.
 __device__ inline uint4 header_of(const ExchangeParams& p, std::uint32_t epoch) {
-  return {p.shape, epoch, static_cast<std::uint32_t>(p.merge.states.rows), epoch};
+  const std::uint64_t word = said(p.hash, p.contents);
+  return {static_cast<std::uint32_t>(word), epoch, static_cast<std::uint32_t>(word >> 32), epoch};
 }
 __device__ inline bool has_arrived(uint4 header, std::uint32_t epoch) {
   return header.y == epoch && header.w == epoch;
@@ -53,12 +54,10 @@ class BoundedWait {
 
   /// The first report of a window stays.
   __device__ bool fail(PeerReport::Kind kind, int rank) {
-    PeerReport* report = p_.peers.report;
-    if (atomicCAS_system(&report->kind, PeerReport::none, kind) == PeerReport::none) {
-      report->rank = static_cast<std::uint32_t>(rank);
-      report->epoch = epoch_;
-      __threadfence_system();
-    }
+    using Word = unsigned long long;
+    const PeerReport report{kind, static_cast<std::uint32_t>(rank), p_.run};
+    const Word nothing = PeerReport{}.word();
+    atomicCAS_system(reinterpret_cast<Word*>(p_.peers.report), nothing, Word{report.word()});
     watch_.stopped = 1;
     return false;
   }

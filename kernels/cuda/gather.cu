@@ -11,8 +11,8 @@
 #include "kernels/cuda/attend_sm90.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/divisor.hpp"
+#include "kernels/cuda/launch.hpp"
 #include "kernels/faults.hpp"
-#include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -209,8 +209,7 @@ AttendParams gather_keys(const GatheredParams& g, cudaStream_t stream) {
   const bool transposes =
       call.copies[0].access == Access::keys || call.copies[1].access == Access::keys;
   const std::size_t tile = transposes ? sizeof(Bits) * kKeys * (kMostDim + kVector) : 0;
-  gather_kernel<<<dim3(blocks, heads, halves), kThreads, tile, stream>>>(call);
-  LONGSPAN_CUDA(cudaGetLastError());
+  launch_kernel(gather_kernel, {dim3(blocks, heads, halves), kThreads, stream, tile}, call);
 
   const std::int64_t row = std::int64_t{p.kv_heads} * p.dim;
   p.k = KvRows(call.copies[0].to, row, p.dim);

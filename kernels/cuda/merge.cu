@@ -11,8 +11,8 @@
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/fold_slots.cuh"
+#include "kernels/cuda/launch.hpp"
 #include "kernels/cuda/row_end.cuh"
-#include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -61,12 +61,26 @@ __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, i
   store_result(m, ResultPlace(m, token, head, column), state, wide);
 }
 
+/// Whether the gathered states are of different runs. Nothing may be written then.
+__device__ bool are_of_different_runs(const RunHeaders& headers) {
+  if (headers.said == nullptr) return false;
+  const int other = headers.differing();
+  if (other < 0) return false;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
+    *static_cast<volatile std::uint64_t*>(headers.report) =
+        RunHeaders::reported(headers.run, other);
+    __threadfence_system();
+  }
+  return true;
+}
+
 // ---- kernels: threadIdx.x = columns, (blockIdx.x, threadIdx.y) = rows --------------------------
 
 /// `most` > 0: tokens count up to so many of each sequence, and longer sequences are left out.
 template <int kLevels>
 __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeParams p,
                                                          bool wide, int most) {
+  if (are_of_different_runs(p.headers)) return;
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   std::int64_t token = row / p.heads;
   const int head = static_cast<int>(row - token * p.heads), column = threadIdx.x * kVector;
@@ -154,10 +168,9 @@ void merge_rows(const MergeParams& p, int most, cudaStream_t stream) {
   const dim3 block = block_of(p.states.dim);
   const std::int64_t tokens = most > 0 ? std::int64_t{p.batch.size} * most : p.tokens;
   for_levels<kGroupLevels + 1>(log2_ceil(p.states.slots), [&](auto levels) {
-    merge_kernel<decltype(levels)::value>
-        <<<grid_of(tokens * p.heads, block), block, 0, stream>>>(p, wide, most);
+    launch_kernel(merge_kernel<decltype(levels)::value>,
+                  {grid_of(tokens * p.heads, block), block, stream}, p, wide, most);
   });
-  LONGSPAN_CUDA(cudaGetLastError());
 }
 
 template <bool kFinish>
@@ -171,10 +184,9 @@ void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m,
   const int rows = std::max(1, kFoldThreads / 2 / (columns * rest));
   const dim3 grid(static_cast<unsigned>((plan.parts.rows + rows - 1) / rows), vectors / columns);
   for_levels<kFoldLevels>(alone, [&](auto levels) {
-    fold_parts_kernel<decltype(levels)::value, kFinish>
-        <<<grid, dim3(columns, rest, rows), 0, stream>>>(p, plan, m, wide);
+    launch_kernel(fold_parts_kernel<decltype(levels)::value, kFinish>,
+                  {grid, dim3(columns, rest, rows), stream}, p, plan, m, wide);
   });
-  LONGSPAN_CUDA(cudaGetLastError());
 }
 
 }  // namespace

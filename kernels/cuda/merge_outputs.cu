@@ -6,23 +6,57 @@
 // for two of them. That kernel is all memory: a thread takes 16 bytes of a row once or twice, has
 // every load of both sides on its way before it uses one, and writes them once. What the 16 bytes
 // do not fit (any dim, any stride) and any other number of parts take the tree of states, a few
-// lines below.
+// lines below; so do parts of different types, of fp8, or of another type than the result, in
+// instances that learn the types when they run.
+//
+// A sum of finite terms that leaves fp32 is taken again with its terms scaled (merge_scaled): rare,
+// so that all else pays for noticing it alone.
 #include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/fold_tree.cuh"
+#include "kernels/cuda/launch.hpp"
 #include "kernels/cuda/merge.hpp"
-#include "src/check.hpp"
+#include "kernels/merge_scaled.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;  // of a block, at most
 
+template <int kCount>
+__device__ bool all_finite(const float (&values)[kCount]) {
+  float check = 0.0f;  // NaN as soon as one is not
+#pragma unroll
+  for (const float value : values) check = fmaf(value, 0.0f, check);
+  return check == 0.0f;
+}
+
+/// Elements that are no finite numbers, again. Rare, hence a loop that is not unrolled, over a
+/// copy, so that the values themselves stay in registers; and no call, around which a kernel would
+/// have fewer of them for its loads.
+template <int kCount>
+__device__ __forceinline__ void mend_overflow(const MergeOutputsParams& p, std::int64_t token,
+                                              int head, int column, float (&values)[kCount]) {
+  float mended[kCount];
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) mended[c] = values[c];
+#pragma unroll 1
+  for (int c = 0; c < kCount; ++c)
+    if (!isfinite(mended[c])) mended[c] = merge_scaled(p, token, head, column + c);
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) values[c] = mended[c];
+}
+
 /// Bits of two zeros or of one, +0 or -0, in a word of an input type.
 template <class T>
 constexpr std::uint32_t kMinusZero = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
+
+/// fp16 has no elements so large that the sum of two would leave fp32.
+template <class T>
+constexpr bool kCanOverflow = !std::is_same_v<T, __half>;
 
 /// 16 bytes of a row.
 template <class T>
@@ -104,6 +138,21 @@ struct RowMerge {
   }
 };
 
+/// mend_overflow for 16 bytes of a row that has two sides, as a call with copies of what it takes:
+/// here registers are short, and what is rare must not take some.
+template <class T>
+__device__ __noinline__ void mend_apart(RowMerge merge, const T* prefix, const T* suffix,
+                                        float* values) {
+  for (int c = 0; c < Words<T>::kCount; ++c) {
+    if (isfinite(values[c])) continue;
+    const float first = static_cast<float>(prefix[c]), second = static_cast<float>(suffix[c]);
+    const float high = merge.suffix_leads ? second : first;
+    const float low = merge.suffix_leads ? first : second;
+    values[c] = from_merge_unit(fmaf(low * kMergeUnit, merge.fold.ratio, high * kMergeUnit) *
+                                merge.inverse);
+  }
+}
+
 template <class T, int kVectors>
 __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_kernel(
     const __grid_constant__ MergeOutputsParams p, bool writes_read_lse) {
@@ -138,6 +187,15 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
   for (int i = 0; i < kVectors; ++i) {
     float values[kCount];
     merge.apply(prefix[i], suffix[i], values);
+    if (kCanOverflow<T> && !merge.one_side && !all_finite(values)) {
+      float mended[kCount];
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) mended[c] = values[c];
+      mend_apart(merge, p.in[0].at<const T>(token, head) + column + i * step,
+                 p.in[1].at<const T>(token, head) + column + i * step, mended);
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) values[c] = mended[c];
+    }
     scale.apply(values);
     if (is_fp8(p.dtype))
       store_as_fp8(static_cast<std::uint8_t*>(p.out.data) + at + i * step, values, p.dtype);
@@ -154,6 +212,36 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
 
 // ---- any: threadIdx.x, in steps of the block = columns; (blockIdx.x, threadIdx.y) = rows --------
 
+/// Stands for element types that are known when the kernel runs.
+struct AnyType {};
+
+/// kColumns elements from `from` on, which is aligned to access_bytes.
+template <class T, int kColumns>
+__device__ void load_as(const void* from, float (&values)[kColumns]) {
+  union {
+    T elements[kColumns];
+    Chunk<static_cast<int>(sizeof(T)) * kColumns> chunk;
+  } loaded;
+  loaded.chunk = *static_cast<const decltype(loaded.chunk)*>(from);
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) values[c] = static_cast<float>(loaded.elements[c]);
+}
+template <int kColumns>
+__device__ void load_any(const void* from, DType dtype, float (&values)[kColumns]) {
+  switch (dtype) {
+    case DType::fp32:
+      return load_as<float>(from, values);
+    case DType::fp16:
+      return load_as<__half>(from, values);
+    case DType::bf16:
+      return load_as<__nv_bfloat16>(from, values);
+    case DType::e4m3:
+      return load_as<__nv_fp8_e4m3>(from, values);
+    default:
+      return load_as<__nv_fp8_e5m2>(from, values);
+  }
+}
+
 /// kColumns columns of each part of a row.
 template <class T, int kColumns>
 struct PartColumns {
@@ -162,37 +250,42 @@ struct PartColumns {
   int head;
   int column;
 
-  __device__ bool is_there(int part) const {
-    if (p.parts == 2 && part == 0) return p.with_prefix < 0 || token < p.with_prefix;
-    return part < p.parts;
-  }
   /// As it came; -inf for a part that is not there.
   __device__ float lse(int part) const {
-    if (!is_there(part)) return -infinity();
-    return p.parts == 2 ? *p.in_lse[part].at(token, head)
-                        : p.in_lse[0].at(token, head)[part * p.lse_part_stride];
+    return p.is_there(part, token) ? p.lse_of(part, token, head) : -infinity();
   }
   __device__ Stats stats(int part) const { return import_lse(lse(part), p.base, p.nan_is_empty); }
 
   __device__ Piece<kColumns> operator()(int part) const {
     Piece<kColumns> piece{stats(part), {}};
-    if (!is_there(part)) return piece;  // an empty part is loaded with the others, and not used
-    const T* from = (p.parts == 2 ? p.in[part].at<const T>(token, head)
-                                  : p.in[0].at<const T>(token, head) + part * p.part_stride) +
-                    column;
-    if constexpr (kColumns == 1) {
-      piece.o[0] = static_cast<float>(*from);
+    // An empty part is loaded with the others, and not used.
+    if (!p.is_there(part, token)) return piece;
+    if constexpr (std::is_same_v<T, AnyType>) {
+      const DType dtype = p.dtype_of(part);
+      load_any(p.row_of(part, token, head) + column * static_cast<int>(size_of(dtype)), dtype,
+               piece.o);
+      const float factor = p.scale_of(part);
+#pragma unroll
+      for (float& o : piece.o) o *= factor;
+      return piece;
     } else {
-      constexpr int kCount = Words<T>::kCount;
+      const T* from = (p.parts == 2 ? p.in[part].at<const T>(token, head)
+                                    : p.in[0].at<const T>(token, head) + part * p.part_stride) +
+                      column;
+      if constexpr (kColumns == 1) {
+        piece.o[0] = static_cast<float>(*from);
+      } else {
+        constexpr int kCount = Words<T>::kCount;
 #pragma unroll
-      for (int first = 0; first < kColumns; first += kCount) {
-        float values[kCount];
-        load_words(from + first).get(values);
+        for (int first = 0; first < kColumns; first += kCount) {
+          float values[kCount];
+          load_words(from + first).get(values);
 #pragma unroll
-        for (int c = 0; c < kCount; ++c) piece.o[first + c] = values[c];
+          for (int c = 0; c < kCount; ++c) piece.o[first + c] = values[c];
+        }
       }
+      return piece;
     }
-    return piece;
   }
 };
 
@@ -208,13 +301,18 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
   for (int column = static_cast<int>(threadIdx.x) * kColumns; live && column < p.dim;
        column += step) {
     const PartColumns<T, kColumns> parts{p, token, head, column};
-    Piece<kColumns> piece = fold_tree<kLevels>(parts, log2_ceil(p.parts));
+    int levels = log2_ceil(p.parts);
+    if (std::is_same_v<T, AnyType> && kLevels > kGroupLevels) levels = max(levels, kGroupLevels);
+    Piece<kColumns> piece = fold_tree<kLevels>(parts, levels);
     const Finish finished = finish(piece.stats);
 #pragma unroll
     for (float& o : piece.o) o = finished(o);
+    if (kCanOverflow<T> && !all_finite(piece.o)) mend_overflow(p, token, head, column, piece.o);
     scale.apply(piece.o);
     const std::int64_t at = token * p.out.row_stride + head * p.out.head_stride + column;
-    if (is_fp8(p.dtype))
+    if constexpr (std::is_same_v<T, AnyType>)
+      store_elements(p.out.data, p.dtype, at, piece.o);
+    else if (is_fp8(p.dtype))
       store_as_fp8(static_cast<std::uint8_t*>(p.out.data) + at, piece.o, p.dtype);
     else
       store_as(static_cast<T*>(p.out.data) + at, piece.o);
@@ -237,8 +335,10 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
 // ---- launch ------------------------------------------------------------------------------------
 
 template <class Use>
-void for_type(DType dtype, const Use& use) {
-  if (dtype == DType::fp32)
+void for_type(DType dtype, bool plain, const Use& use) {
+  if (!plain)
+    use(AnyType());
+  else if (dtype == DType::fp32)
     use(float());
   else if (dtype == DType::fp16)
     use(__half());
@@ -246,16 +346,87 @@ void for_type(DType dtype, const Use& use) {
     use(__nv_bfloat16());
 }
 
-template <class T, int kColumns>
+/// Whether the types of all parts, and that of the result but for fp8, are one that has instances
+/// of its own, with nothing to multiply.
+bool is_plain(const MergeOutputsParams& p) {
+  const DType dtype = p.in_dtype[0];
+  return !is_fp8(dtype) && p.in_scale[0] == nullptr && p.in_scale[1] == nullptr &&
+         (p.parts != 2 || p.in_dtype[1] == dtype) && (p.dtype == dtype || is_fp8(p.dtype));
+}
+
+template <int kColumns>
 bool fits(const MergeOutputsParams& p) {
-  const std::int64_t vector = 16 / static_cast<std::int64_t>(sizeof(T));
+  const std::int64_t vector =
+      access_bytes<kColumns>(p.in_dtype[0]) / static_cast<std::int64_t>(size_of(p.in_dtype[0]));
   return p.dim % kColumns == 0 && p.dim / kColumns <= kThreads &&
-         is_aligned<kColumns>(p.in[0], p.in_dtype) && is_aligned<kColumns>(p.out, p.dtype) &&
-         (p.parts == 2 ? is_aligned<kColumns>(p.in[1], p.in_dtype) : p.part_stride % vector == 0);
+         is_aligned<kColumns>(p.in[0], p.in_dtype[0]) && is_aligned<kColumns>(p.out, p.dtype) &&
+         (p.parts == 2 ? is_aligned<kColumns>(p.in[1], p.in_dtype[1])
+                       : p.part_stride % vector == 0);
 }
 
 unsigned blocks_for(std::int64_t rows, std::int64_t a_block) {
   return static_cast<unsigned>((rows + a_block - 1) / a_block);
+}
+
+/// Two parts whose rows are whole vectors of 16 bytes; else false.
+template <class T>
+bool launch_two(const MergeOutputsParams& p, std::int64_t rows, bool writes_read_lse,
+                cudaStream_t stream) {
+  constexpr int kCount = Words<T>::kCount;
+  if (p.parts != 2 || !fits<kCount>(p)) return false;
+  const int vectors = p.dim / kCount;
+  // Two vectors a thread share what is done once for a row, and keep more loads in flight; but
+  // only where there is work enough to fill the GPU.
+  const bool two = vectors % 2 == 0 && rows * vectors >= std::int64_t{1} << 19;
+  const int columns = two ? vectors / 2 : vectors;
+  const dim3 block(columns, kThreads / columns);
+  const unsigned blocks = blocks_for(rows, block.y);
+  if (two)
+    launch_kernel(merge_two_kernel<T, 2>, {blocks, block, stream}, p, writes_read_lse);
+  else
+    launch_kernel(merge_two_kernel<T, 1>, {blocks, block, stream}, p, writes_read_lse);
+  return true;
+}
+
+/// use(std::integral_constant) of the levels of an instance that takes `levels`. Types that have
+/// instances of their own have one for each number of levels up to kGroupLevels where rows are
+/// whole vectors, fewer where they are not; AnyType has one for two parts and one for all others.
+template <class T, int kColumns, class Use>
+void for_tree(int levels, const Use& use) {
+  if constexpr (std::is_same_v<T, AnyType>) {
+    if (levels == 1)
+      use(std::integral_constant<int, 1>());
+    else
+      use(std::integral_constant<int, kGroupLevels + 1>());
+  } else if constexpr (kColumns > 1) {
+    for_levels<kGroupLevels + 1>(levels, use);
+  } else if (levels == 1) {
+    use(std::integral_constant<int, 1>());
+  } else if (levels <= kGroupLevels) {
+    use(std::integral_constant<int, kGroupLevels>());
+  } else {
+    use(std::integral_constant<int, kGroupLevels + 1>());
+  }
+}
+
+template <class T>
+void launch_parts(const MergeOutputsParams& p, std::int64_t rows, bool writes_read_lse,
+                  cudaStream_t stream) {
+  const int levels = log2_ceil(p.parts);
+  const bool wide = fits<8>(p);
+  const int columns = wide ? p.dim / 8 : std::min(p.dim, kThreads);
+  const dim3 block(columns, kThreads / columns);
+  const unsigned blocks = blocks_for(rows, block.y);
+  if (wide)
+    for_tree<T, 8>(levels, [&](auto tree) {
+      launch_kernel(merge_parts_kernel<T, 8, decltype(tree)::value>, {blocks, block, stream}, p,
+                    writes_read_lse);
+    });
+  else
+    for_tree<T, 1>(levels, [&](auto tree) {
+      launch_kernel(merge_parts_kernel<T, 1, decltype(tree)::value>, {blocks, block, stream}, p,
+                    writes_read_lse);
+    });
 }
 
 /// Fewer rows than 2^31.
@@ -263,43 +434,13 @@ void launch(const MergeOutputsParams& p, cudaStream_t stream) {
   const std::int64_t rows = p.tokens * p.heads;
   const bool writes_read_lse =
       p.lse.data != nullptr && (p.lse.data == p.in_lse[0].data || p.lse.data == p.in_lse[1].data);
-  for_type(p.in_dtype, [&](auto element) {
+  for_type(p.in_dtype[0], is_plain(p), [&](auto element) {
     using T = decltype(element);
-    constexpr int kCount = Words<T>::kCount;
-    if (p.parts == 2 && fits<T, kCount>(p)) {
-      const int vectors = p.dim / kCount;
-      // Two vectors a thread share what is done once for a row, and keep more loads in flight; but
-      // only where there is work enough to fill the GPU.
-      const bool two = vectors % 2 == 0 && rows * vectors >= std::int64_t{1} << 19;
-      const int columns = two ? vectors / 2 : vectors;
-      const dim3 block(columns, kThreads / columns);
-      const unsigned blocks = blocks_for(rows, block.y);
-      if (two)
-        merge_two_kernel<T, 2><<<blocks, block, 0, stream>>>(p, writes_read_lse);
-      else
-        merge_two_kernel<T, 1><<<blocks, block, 0, stream>>>(p, writes_read_lse);
-      return;
+    if constexpr (!std::is_same_v<T, AnyType>) {
+      if (launch_two<T>(p, rows, writes_read_lse, stream)) return;
     }
-    const int levels = log2_ceil(p.parts);
-    if (fits<T, 8>(p)) {
-      const dim3 block(p.dim / 8, kThreads / (p.dim / 8));
-      for_levels<kGroupLevels + 1>(levels, [&](auto tree) {
-        merge_parts_kernel<T, 8, decltype(tree)::value>
-            <<<blocks_for(rows, block.y), block, 0, stream>>>(p, writes_read_lse);
-      });
-      return;
-    }
-    const int columns = std::min(p.dim, kThreads);
-    const dim3 block(columns, kThreads / columns);
-    const unsigned blocks = blocks_for(rows, block.y);
-    if (levels == 1)
-      merge_parts_kernel<T, 1, 1><<<blocks, block, 0, stream>>>(p, writes_read_lse);
-    else if (levels <= kGroupLevels)
-      merge_parts_kernel<T, 1, kGroupLevels><<<blocks, block, 0, stream>>>(p, writes_read_lse);
-    else
-      merge_parts_kernel<T, 1, kGroupLevels + 1><<<blocks, block, 0, stream>>>(p, writes_read_lse);
+    launch_parts<T>(p, rows, writes_read_lse, stream);
   });
-  LONGSPAN_CUDA(cudaGetLastError());
 }
 
 void skip_tokens(Rows& rows, DType dtype, std::int64_t tokens) {
@@ -322,7 +463,7 @@ void merge_outputs(const MergeOutputsParams& whole, cudaStream_t stream) {
     skip_tokens(p.out, p.dtype, first);
     if (p.lse.data != nullptr) p.lse.data += first * p.lse.row_stride;
     for (int side = 0; side < (p.parts == 2 ? 2 : 1); ++side) {
-      skip_tokens(p.in[side], p.in_dtype, first);
+      skip_tokens(p.in[side], p.in_dtype[side], first);
       p.in_lse[side].data += first * p.in_lse[side].row_stride;
     }
     if (p.with_prefix >= 0) p.with_prefix = std::max<std::int64_t>(p.with_prefix - first, 0);

@@ -1,7 +1,7 @@
 #include "kernels/cuda/resume.hpp"
 
 #include "kernels/batch_rows.hpp"
-#include "src/check.hpp"
+#include "kernels/cuda/launch.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -37,8 +37,7 @@ void fold_onto(const AttendParams& p, Lengths lengths, const StateSlots& aside,
                cudaStream_t stream) {
   const dim3 block(p.dim / kVector, kThreads / (p.dim / kVector));
   const dim3 grid(static_cast<unsigned>((aside.rows + block.y - 1) / block.y), aside.slots);
-  fold_onto_kernel<<<grid, block, 0, stream>>>(p, aside, lengths);
-  LONGSPAN_CUDA(cudaGetLastError());
+  launch_kernel(fold_onto_kernel, {grid, block, stream}, p, aside, lengths);
 }
 
 }  // namespace longspan::kernels::cuda

@@ -4,8 +4,8 @@
 #include <cub/block/block_scan.cuh>
 
 #include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/launch.hpp"
 #include "kernels/cuda/merge.hpp"
-#include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -65,16 +65,18 @@ __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
   if (i < p.capacity) p.map[blockIdx.y * p.capacity + i] = row;
 }
 
-/// threadIdx.y a row, threadIdx.x its 16-byte chunks.
+/// threadIdx.y a row, threadIdx.x its words. `Word` divides rows and addresses.
+template <class Word>
 __global__ void place_rows_kernel(const __grid_constant__ PlaceParams p) {
   arch::let_next_kernel_start();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (i >= p.count) return;
   const std::int64_t row = p.map != nullptr ? p.map[i] : i;
-  if (row < 0) return;
-  const uint4* from = reinterpret_cast<const uint4*>(p.from + i * p.row_bytes);
-  uint4* to = reinterpret_cast<uint4*>(p.to + row * p.row_bytes);
-  for (std::int64_t c = threadIdx.x; c < p.row_bytes / 16; c += blockDim.x) to[c] = from[c];
+  if (row < 0 || row >= p.places) return;
+  const Word* from = reinterpret_cast<const Word*>(p.from + i * p.row_bytes);
+  Word* to = reinterpret_cast<Word*>(p.to + row * p.row_bytes);
+  const std::int64_t words = p.row_bytes / static_cast<std::int64_t>(sizeof(Word));
+  for (std::int64_t c = threadIdx.x; c < words; c += blockDim.x) to[c] = from[c];
 }
 
 __global__ void cut_context_kernel(const __grid_constant__ ContextCutParams p) {
@@ -97,30 +99,42 @@ unsigned blocks_for(std::int64_t count, std::int64_t a_block) {
 void map_rows(const MapParams& p, cudaStream_t stream) {
   if (p.capacity == 0) return;
   const dim3 grid(blocks_for(p.capacity, kThreads), static_cast<unsigned>(p.ranks));
-  map_rows_kernel<<<grid, kThreads, 0, stream>>>(p);
-  LONGSPAN_CUDA(cudaGetLastError());
+  launch_kernel(map_rows_kernel, {grid, kThreads, stream}, p);
 }
 
 void place_rows(const PlaceParams& p, cudaStream_t stream) {
-  if (p.count == 0) return;
+  if (p.count == 0 || p.row_bytes == 0) return;
   const dim3 block(32, 8);
-  place_rows_kernel<<<blocks_for(p.count, block.y), block, 0, stream>>>(p);
-  LONGSPAN_CUDA(cudaGetLastError());
+  const LaunchConfig how{blocks_for(p.count, block.y), block, stream};
+  switch (place_word(p)) {
+    case 16:
+      launch_kernel(place_rows_kernel<uint4>, how, p);
+      break;
+    case 8:
+      launch_kernel(place_rows_kernel<uint2>, how, p);
+      break;
+    case 4:
+      launch_kernel(place_rows_kernel<std::uint32_t>, how, p);
+      break;
+    case 2:
+      launch_kernel(place_rows_kernel<std::uint16_t>, how, p);
+      break;
+    default:
+      launch_kernel(place_rows_kernel<std::uint8_t>, how, p);
+  }
 }
 
 void key_starts(const KeyStartParams& p, cudaStream_t stream) {
   if (p.batch == 0) return;
   if (p.capacity > 0)
-    padded_key_starts_kernel<<<blocks_for(p.batch, kThreads), kThreads, 0, stream>>>(p);
+    launch_kernel(padded_key_starts_kernel, {blocks_for(p.batch, kThreads), kThreads, stream}, p);
   else
-    key_starts_kernel<<<1, kThreads, 0, stream>>>(p);
-  LONGSPAN_CUDA(cudaGetLastError());
+    launch_kernel(key_starts_kernel, {1, kThreads, stream}, p);
 }
 
 void cut_context(const ContextCutParams& p, cudaStream_t stream) {
   if (p.batch.size == 0) return;
-  cut_context_kernel<<<blocks_for(p.batch.size, kThreads), kThreads, 0, stream>>>(p);
-  LONGSPAN_CUDA(cudaGetLastError());
+  launch_kernel(cut_context_kernel, {blocks_for(p.batch.size, kThreads), kThreads, stream}, p);
 }
 
 }  // namespace longspan::kernels::cuda

@@ -8,8 +8,8 @@
 
 #include "kernels/batch_rows.hpp"
 #include "kernels/cuda/convert.cuh"
+#include "kernels/cuda/launch.hpp"
 #include "kernels/cuda/merge.hpp"
-#include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -90,11 +90,9 @@ __global__ __launch_bounds__(kThreads) void reduce_kernel(
   if (local_len < 0) return;
   const LoadedScale scale(p.out_scale);
   const int filled = filled_segments(p.parts, p.from.segments, local_len);
-  // An empty segment has no max, whatever stands there.
   const auto stats_of = [&](int s) {
     const std::int64_t at = row * p.from.segments + s;
-    const Stats stats{p.from.max[at] * kLog2E, p.from.expsum[at]};
-    return is_empty(stats) ? empty_stats() : stats;
+    return segment_stats(p.from.max[at], p.from.expsum[at]);
   };
   const int self = static_cast<int>(threadIdx.x);
   float max = -infinity();
@@ -164,9 +162,9 @@ void export_segments(const ExportSegmentsParams& p, cudaStream_t stream) {
   if (count == 0) return;
   const int columns = p.states.dim / kVector;
   const dim3 block(columns, kThreads / columns);
-  export_kernel<<<static_cast<unsigned>((count + block.y - 1) / block.y), block, 0, stream>>>(
-      p, is_aligned_to_16(p.to));
-  LONGSPAN_CUDA(cudaGetLastError());
+  launch_kernel(export_kernel,
+                {static_cast<unsigned>((count + block.y - 1) / block.y), block, stream}, p,
+                is_aligned_to_16(p.to));
 }
 
 void reduce_segments(const ReduceSegmentsParams& p, cudaStream_t stream) {
@@ -177,10 +175,10 @@ void reduce_segments(const ReduceSegmentsParams& p, cudaStream_t stream) {
   const int columns = wide ? p.dim / kVector : p.dim;
   const int groups = std::max(1, std::min(kThreads / columns, p.from.segments));
   if (wide)
-    reduce_kernel<kVector><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(p, groups);
+    launch_kernel(reduce_kernel<kVector>, {static_cast<unsigned>(rows), kThreads, stream}, p,
+                  groups);
   else
-    reduce_kernel<1><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(p, groups);
-  LONGSPAN_CUDA(cudaGetLastError());
+    launch_kernel(reduce_kernel<1>, {static_cast<unsigned>(rows), kThreads, stream}, p, groups);
 }
 
 }  // namespace longspan::kernels::cuda

@@ -2,6 +2,7 @@
 #include "kernels/backend.hpp"
 
 #include <chrono>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -48,6 +49,11 @@ class HostBackend final : public Backend {
   }
   void attend(const AttendParams& p, Stream) const override { host::attend(p, pool_); }
   void merge(const MergeParams& p, Stream) const override { host::merge(p, pool_); }
+  void digest(const DigestParams& p, Stream) const override { host::digest(p); }
+  void say(const SayParams& p, Stream) const override { *p.said = said(p.hash, p.contents); }
+  std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const override {
+    return std::shared_ptr<std::byte>(new std::byte[bytes](), std::default_delete<std::byte[]>());
+  }
   void map_rows(const MapParams& p, Stream) const override { host::map_rows(p); }
   void place_rows(const PlaceParams& p, Stream) const override { host::place_rows(p, pool_); }
   void key_starts(const KeyStartParams& p, Stream) const override { host::key_starts(p); }

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "kernels/digest.hpp"
 #include "kernels/host/thread_pool.hpp"
 #include "kernels/params.hpp"
 
@@ -20,5 +21,6 @@ void reduce_segments(const ReduceSegmentsParams& params, ThreadPool& pool);
 void append(const AppendParams& params, ThreadPool& pool);
 void cut_context(const ContextCutParams& params);
 void check_arrays(const CheckParams& params);
+void digest(const DigestParams& params);
 
 }  // namespace longspan::kernels::host

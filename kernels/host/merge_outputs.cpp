@@ -8,11 +8,13 @@
 #include "hwy/foreach_target.h"  // first
 //
 #include <algorithm>
+#include <cmath>
 
 #include "hwy/highway.h"
 #include "kernels/host/fold_stack.hpp"
 #include "kernels/host/host.hpp"
 #include "kernels/host/simd-inl.hpp"
+#include "kernels/merge_scaled.hpp"
 #include "longspan/element.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -27,33 +29,61 @@ struct PartStack {
   HWY_ALIGN float o[kLevels][kBlock];
 };
 
-float lse_of(const MergeOutputsParams& p, int part, std::int64_t token, int head) {
-  return p.parts == 2 ? *p.in_lse[part].at(token, head)
-                      : p.in_lse[0].at(token, head)[part * p.lse_part_stride];
-}
-
 template <class T>
-const T* row_of(const MergeOutputsParams& p, int part, std::int64_t token, int head) {
-  return p.parts == 2 ? p.in[part].at<const T>(token, head)
-                      : p.in[0].at<const T>(token, head) + part * p.part_stride;
-}
-
-/// Columns [first, first + n) of a row as fp32, then zeros up to a multiple of 8.
-template <class T>
-void load_columns(const T* from, int n, float* to) {
-  constexpr DType dtype = sizeof(T) == 4            ? DType::fp32
-                          : std::is_same_v<T, Half> ? DType::fp16
-                                                    : DType::bf16;
+void widen(const void* row, int first, int n, float* to, DType dtype) {
+  const T* from = static_cast<const T*>(row) + first;
   const Lanes8 d;
   int c = 0;
   for (; c + kLanes8 <= n; c += kLanes8) hn::StoreU(load(d, from + c), d, to + c);
   for (; c < n; ++c) to[c] = load_element(from, dtype, c);
-  for (; c % 8 != 0; ++c) to[c] = 0.0f;
+}
+
+/// Columns [first, first + n) of a row as fp32, times `factor`, then zeros up to a multiple of 8.
+void load_columns(const void* row, DType dtype, int first, int n, float factor, float* to) {
+  switch (dtype) {
+    case DType::fp32:
+      widen<float>(row, first, n, to, dtype);
+      break;
+    case DType::fp16:
+      widen<Half>(row, first, n, to, dtype);
+      break;
+    case DType::bf16:
+      widen<Bfloat16>(row, first, n, to, dtype);
+      break;
+    case DType::e4m3:
+      widen<E4m3>(row, first, n, to, dtype);
+      break;
+    default:
+      widen<E5m2>(row, first, n, to, dtype);
+  }
+  if (factor != 1.0f)
+    for (int c = 0; c < n; ++c) to[c] *= factor;
+  for (int c = n; c % 8 != 0; ++c) to[c] = 0.0f;
+}
+
+template <class T>
+void narrow(const float* values, int n, T* to) {
+  for (int c = 0; c < n; ++c) to[c] = from_float(values[c], to);
+}
+
+void store_columns(const MergeOutputsParams& p, std::int64_t token, int head, int first,
+                   const float* values, int n) {
+  switch (p.dtype) {
+    case DType::fp32:
+      return narrow(values, n, p.out.at<float>(token, head) + first);
+    case DType::fp16:
+      return narrow(values, n, p.out.at<Half>(token, head) + first);
+    case DType::bf16:
+      return narrow(values, n, p.out.at<Bfloat16>(token, head) + first);
+    case DType::e4m3:
+      return narrow(values, n, p.out.at<E4m3>(token, head) + first);
+    default:
+      return narrow(values, n, p.out.at<E5m2>(token, head) + first);
+  }
 }
 
 /// Leaves the fold of the parts that are not empty in level 0; `only` is the lse of the last of
 /// them. Returns how many they are.
-template <class T>
 int fold_parts(const MergeOutputsParams& p, std::int64_t token, int head, int first, int columns,
                PartStack& state, float& only) {
   const int padded = (columns + 7) / 8 * 8;
@@ -62,16 +92,17 @@ int fold_parts(const MergeOutputsParams& p, std::int64_t token, int head, int fi
     state.stats[a] = f.stats;
     fold_row(f, state.o[a], state.o[b], padded);
   };
-  const bool skips_prefix = p.parts == 2 && p.with_prefix >= 0 && token >= p.with_prefix;
   FoldStack stack;
   int filled = 0;
-  for (int part = skips_prefix ? 1 : 0; part < p.parts; ++part) {
-    const float lse = lse_of(p, part, token, head);
+  for (int part = 0; part < p.parts; ++part) {
+    if (!p.is_there(part, token)) continue;
+    const float lse = p.lse_of(part, token, head);
     const Stats stats = import_lse(lse, p.base, p.nan_is_empty);
     if (is_empty(stats)) continue;
     const int level = stack.push(static_cast<std::uint64_t>(part), merge);
     state.stats[level] = stats;
-    load_columns(row_of<T>(p, part, token, head) + first, columns, state.o[level]);
+    load_columns(p.row_of(part, token, head), p.dtype_of(part), first, columns, p.scale_of(part),
+                 state.o[level]);
     only = lse;
     ++filled;
   }
@@ -82,26 +113,28 @@ int fold_parts(const MergeOutputsParams& p, std::int64_t token, int head, int fi
   return filled;
 }
 
-template <class T>
+bool all_finite(const float* values, int n) {
+  float sum = 0.0f;  // NaN as soon as one is not
+  for (int c = 0; c < n; ++c) sum += values[c] * 0.0f;
+  return sum == 0.0f;
+}
+
 void merge_row(const MergeOutputsParams& p, std::int64_t token, int head, PartStack& state) {
   float lse = 0.0f, only = 0.0f;
   for (int first = 0; first < p.dim; first += kBlock) {
     const int columns = std::min(kBlock, p.dim - first);
-    const int filled = fold_parts<T>(p, token, head, first, columns, state, only);
+    const int filled = fold_parts(p, token, head, first, columns, state, only);
     const Finish result = finish(state.stats[0]);
-    float* o = state.o[0];
-    for (int c = 0; c < columns; ++c) o[c] = result(o[c]);
-    if (p.out_scale.data != nullptr)
-      for (int c = 0; c < columns; ++c) o[c] = p.out_scale(o[c]);
-    if (is_fp8(p.dtype)) {
-      std::uint8_t* out = p.out.at<std::uint8_t>(token, head) + first;
-      for (int c = 0; c < columns; ++c) store_element(out, p.dtype, c, o[c]);
-    } else {
-      T* out = p.out.at<T>(token, head) + first;
-      for (int c = 0; c < columns; ++c) out[c] = from_float(o[c], out);
-    }
     // One part alone hands on its lse as it came.
     lse = filled == 1 ? only : export_lse(state.stats[0], p.base);
+    float* o = state.o[0];
+    for (int c = 0; c < columns; ++c) o[c] = result(o[c]);
+    if (!all_finite(o, columns))
+      for (int c = 0; c < columns; ++c)
+        if (!std::isfinite(o[c])) o[c] = merge_scaled(p, token, head, first + c);
+    if (p.out_scale.data != nullptr)
+      for (int c = 0; c < columns; ++c) o[c] = p.out_scale(o[c]);
+    store_columns(p, token, head, first, o, columns);
   }
   // Last, since it may lie where the prefix's was read.
   if (p.lse.data != nullptr) *p.lse.at(token, head) = lse;
@@ -110,20 +143,8 @@ void merge_row(const MergeOutputsParams& p, std::int64_t token, int head, PartSt
 /// Rows [begin, end) of the result, numbered token * heads + head.
 void merge_output_rows(const MergeOutputsParams& p, std::int64_t begin, std::int64_t end) {
   PartStack state;
-  for (std::int64_t i = begin; i < end; ++i) {
-    const std::int64_t token = i / p.heads;
-    const int head = static_cast<int>(i % p.heads);
-    switch (p.in_dtype) {
-      case DType::fp32:
-        merge_row<float>(p, token, head, state);
-        break;
-      case DType::fp16:
-        merge_row<Half>(p, token, head, state);
-        break;
-      default:
-        merge_row<Bfloat16>(p, token, head, state);
-    }
-  }
+  for (std::int64_t i = begin; i < end; ++i)
+    merge_row(p, i / p.heads, static_cast<int>(i % p.heads), state);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -25,7 +25,8 @@ void place_rows(const PlaceParams& p, ThreadPool& pool) {
   pool.run_stretches(p.count, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t to = p.map != nullptr ? p.map[i] : i;
-      if (to >= 0) std::memcpy(p.to + to * p.row_bytes, p.from + i * p.row_bytes, p.row_bytes);
+      if (to >= 0 && to < p.places)
+        std::memcpy(p.to + to * p.row_bytes, p.from + i * p.row_bytes, p.row_bytes);
     }
   });
 }

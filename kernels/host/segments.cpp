@@ -43,7 +43,7 @@ void reduce_row(const ReduceSegmentsParams& p, std::int64_t row, int filled) {
     Stats stats = empty_stats();
     float o[kColumns] = {};
     for (int s = 0; s < filled; ++s) {
-      const Stats next{p.from.max[at + s] * kLog2E, p.from.expsum[at + s]};
+      const Stats next = segment_stats(p.from.max[at + s], p.from.expsum[at + s]);
       if (is_empty(next)) continue;
       const Fold f = fold(stats, next);
       const float* from = p.from.output + (at + s) * p.from.padded_dim + first;

@@ -3,21 +3,32 @@
 // more threads than cores.
 #include "kernels/host/thread_pool.hpp"
 
+#include <exception>
+
 namespace longspan::kernels::host {
 
 ThreadPool::ThreadPool(int threads) {
-  for (int thread = 1; thread < threads; ++thread)
-    workers_.emplace_back([this, thread] { serve(thread); });
+  try {
+    for (int thread = 1; thread < threads; ++thread)
+      workers_.emplace_back([this, thread] { serve(thread); });
+  } catch (const std::exception&) {
+    // The system starts no more threads, or has no memory for one. The number is a matter of speed
+    // alone, so the pool makes do with half of those that started: what fills a process to its
+    // limit leaves no room for the work itself.
+    dismiss(workers_.size() / 2);
+  }
 }
 
-ThreadPool::~ThreadPool() {
+void ThreadPool::dismiss(std::size_t keep) {
   {
     const std::lock_guard lock(mutex_);
-    stop_ = true;
+    most_ = static_cast<int>(keep);
   }
   wake_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
+  for (; workers_.size() > keep; workers_.pop_back()) workers_.back().join();
 }
+
+ThreadPool::~ThreadPool() { dismiss(0); }
 
 void ThreadPool::run(std::int64_t items, const void* context, Call call) {
   if (workers_.empty() || items == 1) {
@@ -50,8 +61,8 @@ void ThreadPool::serve(int thread) {
   std::uint64_t seen = 0;
   std::unique_lock lock(mutex_);
   while (true) {
-    wake_.wait(lock, [&] { return stop_ || (open_ && run_ != seen); });
-    if (stop_) return;
+    wake_.wait(lock, [&] { return thread > most_ || (open_ && run_ != seen); });
+    if (thread > most_) return;
     seen = run_;
     ++active_;
     lock.unlock();

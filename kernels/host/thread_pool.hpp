@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -14,7 +16,7 @@ namespace longspan::kernels::host {
 
 class ThreadPool {
  public:
-  /// `threads` counts the caller.
+  /// `threads` counts the caller. Fewer where the system starts no more: see size().
   explicit ThreadPool(int threads);
   ~ThreadPool();
 
@@ -41,6 +43,7 @@ class ThreadPool {
   using Call = void (*)(const void* context, std::int64_t item, int thread);
 
   void run(std::int64_t items, const void* context, Call call);
+  void dismiss(std::size_t keep);  // all workers but the first `keep`
   void drain(int thread);
   void serve(int thread);
 
@@ -50,8 +53,8 @@ class ThreadPool {
   std::mutex mutex_;  // guards what follows
   std::condition_variable wake_, done_;
   std::uint64_t run_ = 0;
-  bool open_ = false;  // workers may still join the run
-  bool stop_ = false;
+  bool open_ = false;                           // workers may still join the run
+  int most_ = std::numeric_limits<int>::max();  // workers of higher numbers leave
   int active_ = 0;
 
   std::int64_t items_ = 0;

@@ -74,8 +74,11 @@ struct Options {
   bool profile = false;       // time the phases of each run; see Attention::phases
 };
 
-/// One run. Tensors and arrays are on the layer's device and must live until the stream has passed
-/// them. Lengths and tables are read on the stream, so a captured graph replays with new ones.
+/// One run. Ranks give the same but for what is their own: keys, values, pages, the strides of q,
+/// and where the result goes (docs/architecture.md has the list); wait(), or on processors run(),
+/// throws a UsageError on every rank where they do not. Tensors and arrays are on the layer's
+/// device and must live until the stream has passed them. Lengths and tables are read on the
+/// stream, so a captured graph replays with new ones.
 struct Request {
   Tensor q;         // [tokens, heads, dim]
   Tensor k;         // [keys, kv_heads, dim], the rank's own keys, sequence after sequence; or
@@ -147,7 +150,8 @@ class Attention {
 
   /// Queues the work on `stream` and returns: no allocation, no synchronisation, and it can be
   /// captured in a CUDA graph. On the host the work is done when it returns. Throws InputError,
-  /// before anything is queued, for tensors that do not fit the options.
+  /// before anything is queued, for tensors that do not fit the options; UsageError for what ranks
+  /// give differently, where that is seen at once, or from the run before.
   void run(const Request& request, Stream stream = {});
 
   /// Queues the write of new tokens into this rank's cache, like run: nothing is allocated, waited

@@ -22,7 +22,7 @@ class Buffer {
   std::size_t bytes() const { return bytes_; }
   Device device() const { return device_; }
 
-  /// Blocking copies of bytes() from and to host memory.
+  /// Blocking copies of bytes() from and to host memory. InputError for a null pointer.
   void upload(const void* host);
   void download(void* host) const;
 

@@ -25,16 +25,17 @@ int host_threads(const Communicator& world, int asked = 0);
 struct FeatureInfo {
   std::string name;
   std::string meaning;
+  std::string by;  // what can be asked for it: "layer" (Attention), "calls" (Kernels), or both
   bool host;
   bool cuda;
 };
 
-/// Every feature of the kernels' own list.
+/// Every feature of the kernels' own list that a public call can ask for.
 std::vector<FeatureInfo> features();
 
 struct EnvironmentVariable {
   std::string name;
-  std::string value;     // as set, or empty
+  std::string value;     // as set, or empty; of a secret whether it is set
   std::string standard;  // what holds when it is not set
   std::string meaning;
 };

@@ -34,7 +34,7 @@ struct Lse {
   static Lse tokens_heads(Tensor t) { return {t}; }
   static Lse heads_tokens(Tensor t) {
     const int d = t.dims;
-    if (d >= 2) {
+    if (d >= 2 && d <= Tensor::kMaxDims) {
       std::swap(t.shape[d - 2], t.shape[d - 1]);
       std::swap(t.stride[d - 2], t.stride[d - 1]);
     }
@@ -50,21 +50,27 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
-/// out = the merge of the partial results over a prefix and a suffix of the keys.
+/// out = the merge of the partial results over a prefix and a suffix of the keys. Each of the three
+/// is of any type; an fp8 part stands for x * its scale, which it must have. Terms are fp32 and are
+/// scaled before they are added, so that finite parts have a finite merge, with one rounding at the
+/// end: fp16 and bf16 overflow to infinity there, fp8 saturates. InputError for shapes, devices and
+/// strides that do not fit, a missing scale, and an `out` that overlaps itself or an input.
 struct MergeAttnStates {
   Tensor out;         // [tokens, heads, dim]; may be prefix_out itself, and overlaps nothing else
   Lse out_lse = {};   // optional; may be prefix_lse itself
   Tensor prefix_out;  // [tokens, heads, dim]
   Lse prefix_lse;
-  Tensor suffix_out;
+  Tensor suffix_out;  // [tokens, heads, dim]
   Lse suffix_lse;
   std::optional<std::int64_t> prefill_tokens_with_context = {};  // tokens from here on copy the
                                                                  // suffix and its lse
   const float* output_scale = nullptr;  // [1], out = result / scale; fp8 needs it
   bool nan_is_empty = false;            // a NaN lse counts as empty; else it stays NaN
+  const float* prefix_scale = nullptr;  // [1], a stored x stands for x * scale; fp8 needs it
+  const float* suffix_scale = nullptr;  // likewise
 };
 
-/// out = the merge of any number of partial results, neighbours first.
+/// out = the merge of any number of partial results, neighbours first. Types and errors as above.
 struct MergeStates {
   Tensor out;        // [tokens, heads, dim]
   Lse out_lse = {};  // optional
@@ -72,6 +78,7 @@ struct MergeStates {
   Lse lses;          // [parts, tokens, heads], or [parts, heads, tokens]
   const float* output_scale = nullptr;
   bool nan_is_empty = false;
+  const float* part_scales = nullptr;  // [parts], one for each part; fp8 needs it
 };
 
 /// What decode and prefill over a paged cache have in common. Meanings as in Request
@@ -108,8 +115,9 @@ struct PagedAttention {
 struct Segments {
   Tensor output;          // [tokens, heads, segments, padded dim]
   Tensor max, expsum;     // [tokens, heads, segments]
-  std::int64_t keys = 0;  // in a segment; 0: as serving engines cut, ceil(kv_len / (segments *
-  int tile = 16;          // tile)) tiles in each segment
+  std::int64_t keys = 0;  // in a segment; segments * keys hold every sequence. 0: as serving
+                          // engines cut, ceil(kv_len / (segments * tile)) tiles in each segment
+  int tile = 16;
 };
 
 /// Decode and short queries over a paged cache. Without `segments` the keys are cut as fills the
@@ -149,7 +157,8 @@ struct AppendKv {
 
 class Kernels {
  public:
-  /// `threads`: on the host; 0 takes LONGSPAN_THREADS, or else all cores. On CUDA: the current GPU.
+  /// `threads`: on the host, at most; 0 takes LONGSPAN_THREADS, or else all cores. On CUDA: the
+  /// current GPU. UsageError for a negative number.
   explicit Kernels(Device device, int threads = 0);
   ~Kernels();
   Kernels(Kernels&&) noexcept;
@@ -169,9 +178,12 @@ class Kernels {
   std::size_t workspace_bytes(const SegmentedAttention& args) const;
   std::size_t workspace_bytes(const ContextAttention& args) const;
 
-  /// Checks lengths, block table and slots where they lie, and waits: InputError names the first
-  /// fault. On the host every call does this by itself.
+  /// Checks lengths, block table and slots where they lie, and that segments of a given size hold
+  /// every sequence, and waits: InputError names the first fault. On the host every call does this
+  /// by itself.
   void check(const PagedAttention& args, Stream stream = {}) const;
+  void check(const SegmentedAttention& args, Stream stream = {}) const;
+  void check(const ReduceSegments& args, Stream stream = {}) const;
   void check(const ContextAttention& args, Stream stream = {}) const;  // uses its workspace
   void check(const AppendKv& args, Stream stream = {}) const;
 

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
+#include "longspan/error.hpp"
 #include "longspan/order.hpp"
 #include "longspan/types.hpp"
 
@@ -23,7 +25,7 @@ enum class Layout : std::uint8_t {
 constexpr const char* name(Layout layout) {
   constexpr const char* names[] = {"contiguous", "ranges",      "zigzag",
                                    "striped",    "interleaved", "listed"};
-  return names[static_cast<int>(layout)];
+  return layout <= Layout::listed ? names[static_cast<int>(layout)] : "no layout";
 }
 
 struct Shard {
@@ -36,28 +38,49 @@ struct Shard {
                                         // device that computes
   std::int64_t listed = 0;              // listed: keys on this rank
 
+  // InputError for a rank that is none of `ranks`, a negative length or count, a block without
+  // keys.
   static Shard contiguous(std::int64_t length, int rank, int ranks) {
-    return {Layout::contiguous, rank, ranks, length};
+    return checked({Layout::contiguous, rank, ranks, length});
   }
   static Shard zigzag(std::int64_t length, int rank, int ranks) {
-    return {Layout::zigzag, rank, ranks, length};
+    return checked({Layout::zigzag, rank, ranks, length});
   }
   static Shard striped(std::int64_t length, int rank, int ranks) {
-    return {Layout::striped, rank, ranks, length};
+    return checked({Layout::striped, rank, ranks, length});
   }
   static Shard interleaved(std::int64_t length, int rank, int ranks,
                            std::int64_t block = kSegment) {
-    return {Layout::interleaved, rank, ranks, length, block};
+    return checked({Layout::interleaved, rank, ranks, length, block});
   }
   /// Positions [table[r], table[r+1]) on rank r; table [ranks + 1] ascends from 0 to length. In a
   /// batch each sequence has its row: table [batch, ranks + 1].
   static Shard ranges(std::int64_t length, int rank, int ranks, const std::int64_t* table) {
-    return {Layout::ranges, rank, ranks, length, kSegment, table};
+    return checked({Layout::ranges, rank, ranks, length, kSegment, table});
   }
   /// Any positions in any order: local key i stands at positions[i] (device memory on CUDA).
   static Shard at(std::int64_t length, int rank, int ranks, const std::int64_t* positions,
                   std::int64_t count) {
-    return {Layout::listed, rank, ranks, length, kSegment, positions, count};
+    return checked({Layout::listed, rank, ranks, length, kSegment, positions, count});
+  }
+
+  /// What must hold of a shard before it is asked for anything. InputError names what does not.
+  static Shard checked(const Shard& shard) {
+    const auto refuse = [](bool holds, const char* what, std::int64_t found, const char* wanted) {
+      if (!holds)
+        throw InputError(std::string("a shard has ") + what + " " + std::to_string(found) + "; " +
+                         wanted);
+    };
+    refuse(shard.layout <= Layout::listed, "a layout of number", static_cast<int>(shard.layout),
+           "see Layout");
+    refuse(shard.ranks >= 1 && shard.ranks <= 1 << 20, "ranks", shard.ranks, "they are 1 to 2^20");
+    refuse(shard.rank >= 0 && shard.rank < shard.ranks, "rank", shard.rank,
+           "it is at least 0 and below the number of ranks");
+    constexpr std::int64_t kMost = std::int64_t{1} << 41;  // so that no product leaves 63 bits
+    refuse(shard.length >= 0 && shard.length <= kMost, "length", shard.length, "it is 0 to 2^41");
+    refuse(shard.block >= 1 && shard.block <= kMost, "block", shard.block, "it is 1 to 2^41");
+    refuse(shard.listed >= 0, "a count of listed keys of", shard.listed, "it is at least 0");
+    return shard;
   }
 
   /// The same rule seen from another rank. Not for `listed`, whose table is one rank's own.
@@ -124,6 +147,7 @@ struct Shard {
 
   /// The most keys that any rank holds: the size of an equal slot for each rank.
   std::int64_t max_local_len(std::int64_t kv_len) const {
+    checked(*this);
     std::int64_t most = 0;
     for (int r = 0; r < ranks; ++r) {
       const std::int64_t len = on(r).local_len(kv_len);

@@ -4,7 +4,10 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
+#include <string>
 
+#include "longspan/error.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan {
@@ -21,10 +24,12 @@ struct Tensor {
 
   Tensor() = default;
 
-  /// A dense row-major view.
+  /// A dense row-major view. InputError for more than kMaxDims extents, a negative one, or more
+  /// elements than 63 bits count.
   Tensor(void* memory, DType type, std::initializer_list<std::int64_t> extents,
          Device where = Device::host)
       : data(memory), dtype(type), device(where), dims(static_cast<int>(extents.size())) {
+    check_extents(extents);
     int d = 0;
     for (std::int64_t extent : extents) shape[d++] = extent;
     std::int64_t step = 1;
@@ -40,6 +45,23 @@ struct Tensor {
     std::int64_t n = dims == 0 ? 0 : 1;
     for (int d = 0; d < dims; ++d) n *= shape[d];
     return n;
+  }
+
+ private:
+  static void check_extents(std::initializer_list<std::int64_t> extents) {
+    if (extents.size() > kMaxDims)
+      throw InputError("a tensor was asked for with " + std::to_string(extents.size()) +
+                       " dimensions; it has at most " + std::to_string(kMaxDims));
+    std::int64_t left = std::numeric_limits<std::int64_t>::max();  // for the extents to come
+    for (const std::int64_t extent : extents) {
+      if (extent < 0)
+        throw InputError("a tensor was asked for with an extent of " + std::to_string(extent) +
+                         "; extents are not negative");
+      if (extent > left)
+        throw InputError("a tensor was asked for with more than 2^63 elements; an extent is " +
+                         std::to_string(extent));
+      if (extent > 0) left /= extent;
+    }
   }
 };
 

@@ -34,7 +34,7 @@ LONGSPAN_HD constexpr bool is_fp8(DType dtype) { return size_of(dtype) == 1; }
 
 constexpr const char* name(DType dtype) {
   constexpr const char* names[] = {"fp32", "fp16", "bf16", "e4m3", "e5m2"};
-  return names[static_cast<int>(dtype)];
+  return dtype <= DType::e5m2 ? names[static_cast<int>(dtype)] : "no type";
 }
 
 /// Where memory lives and kernels run.

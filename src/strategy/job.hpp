@@ -36,8 +36,14 @@ struct Job {
   // Windows of the ranks, where states can travel through them; see kernels/exchange.hpp.
   const PeerView* peers = nullptr;
   std::int64_t window_rows = 0;  // most states of an exchange
-  bool apart = false;            // attention and exchange in kernels of their own
-  std::uint32_t shape = 0;       // hash of what the ranks must agree on
+  // What travels must not depend on what a rank alone was asked for: `apart` is of all ranks alike,
+  // `timed` is not.
+  bool apart = false;  // attention and exchange in kernels of their own
+  bool timed = false;  // the same on this rank, so that each phase has its time
+
+  // What this rank says of its run: `say` writes it to said[rank], and it travels with the data.
+  kernels::SayParams say;
+  std::uint64_t* said = nullptr;  // [ranks]
 
   /// Marks that the stream has come to the start of `phase`.
   std::function<void(Phase)> enter;

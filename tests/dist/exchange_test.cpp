@@ -333,6 +333,30 @@ TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
   }
 }
 
+/// Layers that end one rank after the other: memory is freed, and not before all have closed it.
+TEST_F(Exchange, LayersThatEndLeaveNoMemory) {
+  constexpr std::size_t kWindow = std::size_t{64} << 20;
+  const auto free_bytes = [] {
+    std::size_t free = 0, total = 0;
+    ok(cudaMemGetInfo(&free, &total));
+    return free;
+  };
+  std::size_t before = 0;
+  for (int turn = 0; turn < 12; ++turn) {
+    std::string why;
+    auto layer = world_->transport().open_windows(1, kWindow, why);
+    ASSERT_TRUE(layer) << why;
+    if (turn == 2) before = free_bytes();
+    const int first = turn % world_->size();
+    if (world_->rank() == first) layer.reset();
+    world_->gather("", "the others still have it mapped");
+    if (!layer) continue;
+    ok(cudaMemset(layer->window[first] + kWindow / 2, 0, 4096));
+    ok(cudaDeviceSynchronize());
+  }
+  EXPECT_LE(before, free_bytes() + 2 * kWindow);
+}
+
 /// Not a test of speed: a table for people, in a graph of 20, after a producer that writes the
 /// state.
 TEST_F(Exchange, Times) {

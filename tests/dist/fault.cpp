@@ -17,11 +17,15 @@
 //     make       the victim stops before the communicator is made
 //     share      all ranks see one GPU only
 //     end        the victim stops before MPI is finalised
+//     single     every rank has initialised MPI for a single thread
+//     crowded    the victim cannot start a thread when it comes to MPI
+//     crowded-end  no rank can start a thread any more once the communicator is made
 #include <mpi.h>
 
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -30,6 +34,7 @@
 #include "longspan/longspan.hpp"
 #include "src/env.hpp"
 #include "tests/dist/replay.hpp"
+#include "tests/no_threads.hpp"
 
 namespace {
 
@@ -162,10 +167,15 @@ void run(const Asked& asked) {
                         std::stoi(*env_text("OMPI_COMM_WORLD_SIZE"));
   if (mode == "start" && last) std::raise(SIGSTOP);
   if (mode == "make") {
-    MPI_Init(nullptr, nullptr);
+    int level = 0;
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
     if (last) std::raise(SIGSTOP);
   }
+  if (mode == "single") MPI_Init(nullptr, nullptr);
+  std::optional<testing::NoThreads> none;
+  if (mode == "crowded" && last) none.emplace();
   Ranks ranks(device);
+  if (mode == "crowded-end") none.emplace();
   const bool victim = ranks.world.rank() == ranks.world.size() - 1;
   ranks.exchange("warm up");
   std::optional<Drafts> drafts;

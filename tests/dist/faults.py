@@ -33,6 +33,9 @@ MODES = {
     "start": (7, r"SAW rank=-1 step=start MPI kind=7"),
     "make": (7, r"SAW rank={victim} step=make the communicator kind=7"),
     "end": (None, None),
+    "single": (2, r"ERR kind=2: MPI was initialised for MPI_THREAD_SINGLE, .*MPI_THREAD_FUNNELED"),
+    "crowded": (8, r"ERR kind=8: No thread could be started for MPI"),
+    "crowded-end": (0, None),
     "share": (4, r"ERR kind=4: Rank 0 and rank 1 would share one GPU"),
     "kill-late": (137, None),
     "length": (None, None),
@@ -45,13 +48,12 @@ LAYER = {
     "stop": (7, rf"SAW rank={{victim}} step={STEP} kind=7: Rank {{victim}} did not come to "
                 rf"'{STEP}' within the deadline of {DEADLINE_S} s"),
 }
-# Every rank but the victim differs from the victim, and the victim from one of them.
+# Every rank says the same: the field, both values, and the ranks.
 DIFFERS = {
-    "windows": (2, r"SAW rank=\d step=attention kind=2: Rank (?:{victim} exchanges other states than "
-                   r"rank \d|\d exchanges other states than rank {victim}) at 'attention'"),
-    "gather": (6, r"SAW rank=\d step=gather of states kind=6: Rank (?:{victim} sent \S+ bytes at "
-                  r"'gather of states' where rank \d|\d sent \S+ bytes at 'gather of states' where "
-                  r"rank {victim}) expects \d+"),
+    "differ": r"ERR kind=2: 'rows of q' differs between ranks at '{step}': rank 0 has 4, "
+              r"rank {victim} has 3",
+    "length": r"ERR kind=2: 'shard.length' differs between ranks at '{step}': rank 0 has 5000, "
+              r"rank {victim} has 4999",
 }
 
 
@@ -60,8 +62,8 @@ def expected(options):
     status, pattern = MODES[options.mode]
     if options.exchange:
         status, pattern = LAYER.get(options.mode, (status, pattern))
-        if options.mode in ("differ", "length"):
-            return DIFFERS[options.exchange]
+        if options.mode in DIFFERS:
+            return 2, DIFFERS[options.mode].replace("{step}", STEP)
     if options.recovery and options.mode in ("kill", "kill-late"):
         # A rank may die behind its last word, so that the others see it at the next step only.
         steps = rf"(?:{STEP}|the end)" if options.exchange else "states"

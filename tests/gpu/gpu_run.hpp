@@ -101,8 +101,9 @@ class GpuRun {
       find_key_starts(rank, stream);
       backend_->attend(params(rank), {stream});
     }
-    backend_->merge(merge_params(), {stream});
+    queue_merge(stream);
   }
+  void queue_merge(cudaStream_t stream = nullptr) { backend_->merge(merge_params(), {stream}); }
 
   /// Attend and merge in one, where the backend has a kernel for it; else false, and nothing.
   bool queue_finished(cudaStream_t stream = nullptr) {

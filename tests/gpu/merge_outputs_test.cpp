@@ -37,7 +37,7 @@ TEST_F(MergeOutputs, OffsetsOfMoreThan32Bits) {
       parts[side].push_back(std::move(row));
     }
   kernels::MergeOutputsParams p;
-  p.in_dtype = p.dtype = bf16;
+  p.in_dtype[0] = p.in_dtype[1] = p.dtype = bf16;
   p.in[0] = {prefix.data(), kRow, kDim};
   p.in[1] = {suffix.data(), kRow, kDim};
   p.in_lse[0] = {lse.data(), 1, kTokens};

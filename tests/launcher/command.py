@@ -41,11 +41,12 @@ def longspan(ranks, *arguments, timeout=120, **env):
                           capture_output=True, text=True)
 
 
-def each_rank(*argument_lists, folders=(), timeout=120):
-    """One rank for each list of arguments, each in its folder if given."""
+def each_rank(*argument_lists, folders=(), variables=(), timeout=120):
+    """One rank for each list of arguments, each in its folder, and with NAME=VALUE, if given."""
     command = [MPIEXEC]
     for i, arguments in enumerate(argument_lists):
         place = ["-wdir", str(folders[i])] if folders else []
+        place += ["-x", variables[i]] if variables else []
         command += ["-n", "1", *place, os.path.abspath(COMMAND), *map(str, arguments), ":"]
     return subprocess.run(command[:-1], env=environment(), timeout=timeout, capture_output=True,
                           text=True)
@@ -85,11 +86,11 @@ class CommandTest(unittest.TestCase):
             self.skipTest("this build has no MPI")
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=60, pause=0.05):
     """Polls; True when the condition came to hold."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
             return True
-        time.sleep(0.05)
+        time.sleep(pause)
     return False

@@ -55,11 +55,15 @@ class InfoTest(CommandTest):
         lines = done.stdout.splitlines()[1:]
         self.assertEqual(len(lines), len(listed))
         for line, feature in zip(lines, listed):
-            self.assertEqual(set(feature), {"name", "meaning", "host", "cuda"})
+            self.assertEqual(set(feature), {"name", "meaning", "asked of", "host", "cuda"})
+            self.assertIn(feature["asked of"], ("layer", "calls", "layer, calls"))
             yes = {True: "yes", False: "no"}
             self.assertRegex(line, rf"^{re.escape(feature['name'])} +{yes[feature['host']]} "
-                                   rf"+{yes[feature['cuda']]} +{re.escape(feature['meaning'])}$")
-        self.assertIn("paged", [feature["name"] for feature in listed])
+                                   rf"+{yes[feature['cuda']]} +{feature['asked of']} "
+                                   rf"+{re.escape(feature['meaning'])}$")
+        names = [feature["name"] for feature in listed]
+        self.assertIn("paged", names)
+        self.assertNotIn("state in", names)  # a backend's; no public call asks for it
 
     def test_env(self):
         text = longspan(0, "env", LONGSPAN_DEADLINE_S="7.5").stdout

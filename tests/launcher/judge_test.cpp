@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <set>
@@ -18,15 +19,15 @@ namespace {
 
 constexpr int kHeads = 4, kKvHeads = 2, kDim = 16, kTokens = 6, kKeys = 50;
 
-Problem make_problem(DType dtype) {
+Problem make_problem(DType dtype, std::uint64_t seed = 7) {
   Problem p;
   p.options = {
       .heads = kHeads, .kv_heads = kKvHeads, .dim = kDim, .dtype = dtype, .mask = {.causal = true}};
   p.q_lens = {kTokens};
   p.kv_lens = {kKeys};
-  p.q = generated(7, 0, dtype, kTokens, kHeads, kDim);
-  p.k = generated(7, 1, dtype, kKeys, kKvHeads, kDim);
-  p.v = generated(7, 2, dtype, kKeys, kKvHeads, kDim);
+  p.q = generated(seed, 0, dtype, kTokens, kHeads, kDim);
+  p.k = generated(seed, 1, dtype, kKeys, kKvHeads, kDim);
+  p.v = generated(seed, 2, dtype, kKeys, kKvHeads, kDim);
   return p;
 }
 
@@ -38,8 +39,11 @@ Eigen::VectorXd row_of(const Source& source, std::int64_t row, int head) {
   return values;
 }
 
-/// The exact answer, rounded once.
-Answer answer_of(const Problem& p) {
+using Row = std::function<Eigen::VectorXd(const Eigen::VectorXd& q, const RowMajor& k,
+                                          const RowMajor& v, Interval seen, double& lse)>;
+
+/// What `attend` makes of each row and head, rounded once. The lse is exact unless it says so.
+Answer answer_by(const Problem& p, const Row& attend) {
   Answer a;
   a.rows.resize(kTokens);
   std::iota(a.rows.begin(), a.rows.end(), std::int64_t{0});
@@ -52,15 +56,50 @@ Answer answer_of(const Problem& p) {
         k.row(j) = row_of(p.k, j, h / 2);
         v.row(j) = row_of(p.v, j, h / 2);
       }
-      const Exact exact = attend_exactly(
-          row_of(p.q, t, h), k, v, p.options.mask.visible(kKeys - kTokens + t, kKeys), p.scale());
+      const Interval seen = p.options.mask.visible(kKeys - kTokens + t, kKeys);
+      const Eigen::VectorXd q = row_of(p.q, t, h);
+      double lse = attend_exactly(q, k, v, seen, p.scale()).lse;
+      const Eigen::VectorXd out = attend(q, k, v, seen, lse);
       for (int d = 0; d < kDim; ++d)
         store(a.out.data(), p.options.dtype, (t * kHeads + h) * kDim + d,
-              static_cast<float>(exact.out[d]));
-      a.lse[t * kHeads + h] = static_cast<float>(exact.lse);
+              static_cast<float>(out[d]));
+      a.lse[t * kHeads + h] = static_cast<float>(lse);
     }
   }
   return a;
+}
+
+/// The exact answer, at a scale that is off by the factor.
+Answer answer_of(const Problem& p, double factor = 1) {
+  return answer_by(p, [&](const auto& q, const auto& k, const auto& v, Interval seen, double&) {
+    return attend_exactly(q, k, v, seen, factor * p.scale()).out;
+  });
+}
+
+/// In fp32, with sums from the first to the last element, as a simple kernel has them.
+Answer serial_answer_of(const Problem& p) {
+  return answer_by(p, [&](const auto& q, const auto& k, const auto& v, Interval seen, double& lse) {
+    std::vector<float> weights;
+    float top = -std::numeric_limits<float>::infinity();
+    for (auto j = seen.begin; j < seen.end; ++j) {
+      float sum = 0;
+      for (int d = 0; d < kDim; ++d) sum += static_cast<float>(q[d]) * static_cast<float>(k(j, d));
+      weights.push_back(sum * static_cast<float>(p.scale()));
+      top = std::max(top, weights.back());
+    }
+    std::vector<float> out(kDim);
+    float total = 0;
+    for (std::size_t j = 0; j < weights.size(); ++j) {
+      const float weight = std::exp(weights[j] - top);
+      total += weight;
+      for (int d = 0; d < kDim; ++d)
+        out[d] += weight * static_cast<float>(v(seen.begin + static_cast<std::int64_t>(j), d));
+    }
+    lse = top + std::log(total);
+    Eigen::VectorXd result(kDim);
+    for (int d = 0; d < kDim; ++d) result[d] = out[d] / total;
+    return result;
+  });
 }
 
 Judgement judge_all(const Problem& p, const Answer& a) {
@@ -129,6 +168,89 @@ TEST_P(JudgeTest, DigestKnowsEveryBitAndPlace) {
   std::swap(answer_.rows[0], answer_.rows[1]);
   EXPECT_NE(digest(alone, problem_, answer_), before);
 }
+
+/// Scores from hundredths to millions, of inputs of order 1: what is amplified is allowed, and
+/// nothing else is.
+class ScaleTest : public JudgeTest {
+ protected:
+  static constexpr float kScales[] = {0.01f, 0.1f, 1.0f, 4.0f, 10.0f, 100.0f, 1e3f, 1e4f, 1e6f};
+};
+
+TEST_P(ScaleTest, FindsRightWhatFp32CanDo) {
+  for (std::uint64_t seed = 0; seed < 8; ++seed) {
+    for (const float scale : kScales) {
+      problem_ = make_problem(GetParam(), seed);
+      problem_.options.scale = scale;
+      const Judgement j = judge_all(problem_, serial_answer_of(problem_));
+      EXPECT_TRUE(j.right) << "scale " << scale << ": " << complaint(j);
+      EXPECT_EQ(complaint(j), "");
+    }
+  }
+}
+
+TEST_P(ScaleTest, FindsOneElementWrongAtAnyScale) {
+  const float small = GetParam() == fp32 ? 2e-3f : 5e-2f;
+  for (const float scale : kScales) {
+    problem_.options.scale = scale;
+    for (const int element : {0, 3 * kHeads * kDim + 5, kTokens * kHeads * kDim - 1}) {
+      answer_ = serial_answer_of(problem_);
+      add(element, small);
+      const Judgement j = judge_all(problem_, answer_);
+      EXPECT_FALSE(j.right) << scale;
+      EXPECT_EQ(j.wrong_elements, 1) << scale;
+      EXPECT_NE(complaint(j).find("1 elements are farther"), std::string::npos) << complaint(j);
+      EXPECT_GT(j.element.error, j.element.bound);
+    }
+  }
+}
+
+TEST_P(ScaleTest, FindsAnLseWrongAtAnyScale) {
+  for (const float scale : kScales) {
+    problem_.options.scale = scale;
+    answer_ = serial_answer_of(problem_);
+    answer_.lse[9] += 1e-4f * std::max(1.0f, scale);
+    const Judgement j = judge_all(problem_, answer_);
+    EXPECT_FALSE(j.right) << scale;
+    EXPECT_EQ(j.wrong_lse, 1) << scale;
+    EXPECT_NE(complaint(j).find("1 lse are farther"), std::string::npos) << complaint(j);
+  }
+}
+
+TEST(Scale, FindsScoresThatAreALittleOff) {
+  for (const float scale : {0.1f, 1.0f, 4.0f, 10.0f}) {
+    Problem p = make_problem(fp32);
+    p.options.scale = scale;
+    EXPECT_TRUE(judge_all(p, answer_of(p)).right);
+    for (const double factor : {1 + 1e-4, 1 - 1e-4})
+      EXPECT_FALSE(judge_all(p, answer_of(p, factor)).right) << scale << " " << factor;
+  }
+}
+
+TEST(Scale, FindsAKeyThatIsLeftOut) {
+  for (const float scale : {0.01f, 1.0f, 10.0f, 1e3f, 1e6f}) {
+    Problem p = make_problem(fp32);
+    p.options.scale = scale;
+    const Answer without =
+        answer_by(p, [&](const auto& q, const auto& k, auto v, Interval seen, double&) {
+          // The heaviest key loses its value, as if it were not there.
+          Eigen::Index heaviest = 0;
+          (k.topRows(seen.end) * q).maxCoeff(&heaviest);
+          v.row(heaviest).setZero();
+          return attend_exactly(q, k, v, seen, p.scale()).out;
+        });
+    EXPECT_FALSE(judge_all(p, without).right) << scale;
+  }
+}
+
+TEST(Scale, OrdinaryScoresAreHeldToTheOldBounds) {
+  Problem p = make_problem(fp32);
+  const Judgement j = judge_all(p, serial_answer_of(p));
+  EXPECT_EQ(j.relative_bound, 2e-6);
+  EXPECT_EQ(j.element.bound, j.bound);
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, ScaleTest, ::testing::Values(fp32, fp16, bf16),
+                         [](const auto& param) { return std::string(name(param.param)); });
 
 INSTANTIATE_TEST_SUITE_P(DTypes, JudgeTest, ::testing::Values(fp32, fp16, bf16),
                          [](const auto& param) { return std::string(name(param.param)); });

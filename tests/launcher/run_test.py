@@ -5,7 +5,7 @@ import math
 import unittest
 
 import npy
-from command import OK, USAGE, CommandTest, longspan
+from command import OK, USAGE, CommandTest, each_rank, longspan
 
 KEYS, TOKENS, HEADS, KV_HEADS, DIM = 150, 5, 4, 2, 16
 
@@ -171,6 +171,21 @@ class RunTest(CommandTest):
             if exchange == "gather":
                 self.assertEqual(report["exchange"], "gather")
         self.assertEqual(len(digests), 1)
+
+    def test_ranks_with_other_numbers_of_threads(self):
+        """Ranks of unlike nodes: only their scratch differs. The bits do not."""
+        self.needs_mpi()
+        for extra in ([], ["--shard-queries"]):
+            base = ["run", "--kv", 5000, "--tokens", 64, "--causal", "--digest", *extra]
+            digests = set()
+            for threads in ((1, 1), (1, 2), (3, 1)):
+                done = each_rank(base, base, variables=[f"LONGSPAN_THREADS={n}" for n in threads])
+                self.ends(done, OK)
+                digests.add(done.stdout.split("# digest ")[1])
+            self.assertEqual(len(digests), 1)
+        base = ["bench", "decode", "--kv", 500, "--layers", 2, "--heads", 4, "--kv-heads", 2]
+        self.ends(each_rank(base, base, base, variables=[f"LONGSPAN_THREADS={n}" for n in (2, 1, 1)]),
+                  OK)
 
     def test_batch(self):
         done = longspan(2 if len(self.rank_counts) > 1 else 0, "run", "--kv", 700, "--tokens", 3,

@@ -30,6 +30,7 @@ class ScaleTest(CommandTest):
         self.assertEqual(done.stderr, "")  # progress is for terminals
         found = {}  # what bench/plot.py draws from
         for r in records.read(self.path("scale-cpu.jsonl")):
+            self.assertTrue(r["machine"]["cpu"])
             found.setdefault((r["case"]["scaling"], r["case"]["ranks"]), {})[r["metric"]] = r["ours"]
         self.assertEqual(len(found), 4)
         for row in rows:
@@ -51,9 +52,24 @@ class ScaleTest(CommandTest):
         kept = records.read(path)
         self.assertEqual([r["ours"] for r in kept], [4.0, 9.0])
         self.assertEqual([r["met"] for r in (one, two, again)], [True, False, True])
-        self.assertEqual(set(json.loads(path.read_text().splitlines()[0])),
-                         {"bench", "case", "metric", "ours", "peer", "peer_value", "ratio",
-                          "target", "met", "date", "commit", "command"})
+        keys = {"bench", "case", "metric", "ours", "peer", "peer_value", "ratio", "target", "met",
+                "date", "commit", "command"}
+        self.assertEqual(set(json.loads(path.read_text().splitlines()[0])), keys)
+        machine = records.host_machine(COMMAND, pytorch="2.9.0")
+        named = records.record("scale", {"ranks": 1}, "us", 5.0, machine=machine)
+        self.assertEqual(set(named), keys | {"machine"})
+        self.assertEqual(set(machine), {"cpu", "cores", "memory_gib", "simd", "longspan",
+                                        "compiler", "pytorch"})
+        self.assertTrue(all(machine.values()), machine)
+
+    def test_records_go_to_a_folder_of_the_user(self):
+        """Of every script: the project's records are written when they are named, and only then."""
+        self.assertNotEqual(records.OWN_RESULTS, records.RESULTS)
+        ignored = subprocess.run(["git", "-C", ROOT, "check-ignore", "-q", records.OWN_RESULTS])
+        self.assertIn(ignored.returncode, (0, 128))  # 128: no repository
+        for script in (ROOT / "bench").glob("*.py"):
+            if script.name not in ("records.py", "plot.py"):
+                self.assertNotIn("RESULTS", script.read_text(encoding="utf-8"), script)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@
 #include "comm/watchdog.hpp"
 #include "comm/wire.hpp"
 #include "longspan/error.hpp"
+#include "tests/no_threads.hpp"
 
 namespace longspan {
 namespace {
@@ -145,6 +146,21 @@ TEST(Watchdog, AbortsWhenAskedEvenOnTheWayOut) {
     watchdog.abort();
   }
   EXPECT_EQ(aborts, 1);
+}
+
+TEST(Watchdog, WithoutAThreadIsATypedError) {
+  const auto make = [] {
+    comm::Watchdog watchdog({.deadline = 60s,
+                             .slots = 1,
+                             .prepare = {},
+                             .done = [](int) { return true; },
+                             .abort = [] {}});
+  };
+  {
+    const testing::NoThreads none;
+    EXPECT_THROW(make(), BackendError);
+  }
+  make();
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include <map>
+#include <optional>
 
 #include "comm/environment.hpp"
 #include "longspan/error.hpp"
@@ -24,21 +25,24 @@ using Set = std::map<std::string, std::string>;
 /// Clears every variable that longspan reads, sets some, and puts all back at the end.
 class Variables {
  public:
-  explicit Variables(const Set& set) : before_(environment()) {
-    for (const auto& variable : before_) unsetenv(variable.name.c_str());
+  explicit Variables(const Set& set) {
+    for (const auto& variable : environment()) {
+      before_[variable.name] = env_text(variable.name.c_str());
+      unsetenv(variable.name.c_str());
+    }
     for (const auto& [name, value] : set) setenv(name.c_str(), value.c_str(), 1);
   }
   ~Variables() {
-    for (const auto& variable : before_) {
-      if (variable.value.empty())
-        unsetenv(variable.name.c_str());
+    for (const auto& [name, value] : before_) {
+      if (value)
+        setenv(name.c_str(), value->c_str(), 1);
       else
-        setenv(variable.name.c_str(), variable.value.c_str(), 1);
+        unsetenv(name.c_str());
     }
   }
 
  private:
-  std::vector<EnvironmentVariable> before_;
+  std::map<std::string, std::optional<std::string>> before_;
 };
 
 TEST(Env, StandardValues) {
@@ -94,6 +98,29 @@ TEST(Env, TheTableShowsWhatIsSet) {
     EXPECT_EQ(variable.value, "5");
   }
   EXPECT_TRUE(found);
+}
+
+TEST(Env, ASecretIsReadAndNeverShown) {
+  for (const char* secret : {"", "open sesame"}) {
+    const Variables set(Set{{"LONGSPAN_SECRET", secret}});
+    EXPECT_EQ(Env::read().secret, secret);
+    bool found = false;
+    for (const auto& variable : environment()) {
+      if (variable.name != "LONGSPAN_SECRET") continue;
+      found = true;
+      EXPECT_EQ(variable.value, *secret ? "set" : "not set");
+    }
+    EXPECT_TRUE(found);
+  }
+  const std::string long_one(2000, 'x');
+  const Variables set(Set{{"LONGSPAN_SECRET", long_one}});
+  try {
+    Env::read();
+    ADD_FAILURE() << "was taken";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("2000 bytes"));
+    EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("xx")));
+  }
 }
 
 TEST(Env, DefaultsDoNotOverrule) {
@@ -175,7 +202,61 @@ TEST(Launch, Srun) {
   EXPECT_EQ(launch_of(set).by, Launcher::none);
 }
 
+TEST(Launch, JobIdsOfAnySizeChooseAPort) {
+  Set set = {{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NODELIST", "n"}};
+  std::map<int, int> ports;
+  for (const char* job : {"69273666", "69273667", "70000000", "2147483647", "2147483648",
+                          "4294967295", "18446744073709551615"}) {
+    set["SLURM_JOB_ID"] = job;
+    for (const char* step : {"0", "1", "4294967290"}) {
+      set["SLURM_STEP_ID"] = step;
+      const int port = launch_of(set).port;
+      EXPECT_GE(port, 20000) << job << "." << step;
+      EXPECT_LT(port, 40000) << job << "." << step;
+      EXPECT_EQ(launch_of(set).port, port);
+      ++ports[port];
+    }
+  }
+  EXPECT_GT(ports.size(), 15u);      // some may fall together
+  set["SLURM_JOB_ID"] = "69273667";  // times 31 it is beyond an int
+  set["SLURM_STEP_ID"] = "2";
+  EXPECT_EQ(launch_of(set).port, 20000 + (69273667LL * 31 + 2) % 20000);
+}
+
+TEST(Launch, RefusesPortsThatCannotBe) {
+  Set set = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}};
+  for (const char* port : {"0", "65536", "99999999999", "-1", "http"}) {
+    set["MASTER_PORT"] = port;
+    try {
+      launch_of(set);
+      ADD_FAILURE() << port << " was taken";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("MASTER_PORT"));
+      EXPECT_THAT(error.what(), HasSubstr(port));
+    }
+  }
+  set["MASTER_PORT"] = "65535";
+  EXPECT_EQ(launch_of(set).port, 65534);
+}
+
+TEST(Launch, RefusesDeadlinesThatOverflow) {
+  using std::chrono::milliseconds;
+  const Variables none(Set{});
+  const auto deadline_of = [](milliseconds asked) {
+    return comm::deadline_of({.deadline = asked});
+  };
+  EXPECT_EQ(deadline_of(milliseconds(0)), std::chrono::seconds(60));
+  EXPECT_EQ(deadline_of(milliseconds(7)), milliseconds(7));
+  EXPECT_EQ(deadline_of(milliseconds(1'000'000'000)), milliseconds(1'000'000'000));
+  for (const milliseconds asked :
+       {milliseconds(-1), milliseconds(1'000'000'001), milliseconds::max(), milliseconds::min()})
+    EXPECT_THROW(deadline_of(asked), UsageError) << asked.count();
+}
+
 TEST(Launch, RefusesNumbersThatCannotBe) {
+  for (const char* size : {"0", "-4", "2147483648", "1000001"})
+    EXPECT_THROW(launch_of({{"RANK", "0"}, {"WORLD_SIZE", size}, {"MASTER_ADDR", "a"}}), UsageError)
+        << size;
   EXPECT_THROW(launch_of({{"OMPI_COMM_WORLD_SIZE", "four"}}), UsageError);
   EXPECT_THROW(launch_of({{"RANK", "4"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "a"}}), UsageError);
   EXPECT_THROW(launch_of({{"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "2"}}), UsageError);

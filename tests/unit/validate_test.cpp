@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <set>
 #include <string>
 #include <vector>
@@ -86,8 +87,40 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("exchange \"pigeon\" is none of auto, windows, windows-apart, gather",
          [](Options& o) { o.exchange = "pigeon"; });
   refuse("softcap -1", [](Options& o) { o.softcap = -1; });
-  Options o{.heads = 1, .kv_heads = 1, .dim = 24, .query_dtype = e4m3, .shard_queries = true};
-  expect_refused<Unsupported>("multiples of 16 bytes", [&] { check_options(o); });
+  refuse("softcap is nan; it is a finite number", [](Options& o) { o.softcap = NAN; });
+  refuse("softcap is inf", [](Options& o) { o.softcap = INFINITY; });
+  refuse("scale is nan; it is a finite number", [](Options& o) { o.scale = NAN; });
+  refuse("scale is -inf", [](Options& o) { o.scale = -INFINITY; });
+  refuse("window -1", [](Options& o) { o.mask.window = -1; });
+  refuse("window 9223372036854775807 is beyond", [](Options& o) { o.mask.window = INT64_MAX; });
+  refuse("right -2", [](Options& o) { o.mask.right = -2; });
+  refuse("right 9223372036854775807 is beyond", [](Options& o) { o.mask.right = INT64_MAX; });
+  refuse("max_query_len 9223372036854775807", [](Options& o) { o.max_query_len = INT64_MAX; });
+  refuse("max_tokens 9223372036854775807", [](Options& o) { o.max_tokens = INT64_MAX; });
+  refuse("max_batch 0", [](Options& o) { o.max_batch = 0; });
+  refuse("heads 0", [](Options& o) { o.heads = 0; });
+  refuse("kv_heads 0", [](Options& o) { o.kv_heads = 0; });
+  refuse("query_dtype no type", [](Options& o) { o.query_dtype = static_cast<DType>(9); });
+  refuse("alibi of number 7", [](Options& o) { o.alibi = static_cast<Alibi>(7); });
+  refuse("threads -1", [](Options& o) { o.threads = -1; });
+  // No rank has so much memory, and no size of it may wrap.
+  refuse("the states of such a run take", [](Options& o) {
+    o.heads = o.kv_heads = std::numeric_limits<int>::max(), o.max_tokens = 1 << 30;
+  });
+  Options large = options();
+  large.max_tokens = std::numeric_limits<std::int32_t>::max(), large.shard_queries = true;
+  expect_refused<UsageError>("on 1000 ranks", [&] { check_options(large, 1000); });
+}
+
+/// Rows of queries of any size travel.
+TEST(Validate, ShardedQueriesOfAnySize) {
+  for (int heads : {1, 3, 5})
+    for (int dim : {16, 24, 40})
+      for (DType dtype : {e4m3, e5m2, bf16}) {
+        Options o{.heads = heads, .kv_heads = 1, .dim = dim, .shard_queries = true};
+        o.query_dtype = dtype;
+        EXPECT_NO_THROW(check_options(o, 3));
+      }
 }
 
 TEST(Validate, RanksCompareEveryOption) {

@@ -1,0 +1,142 @@
+#include "comm/tcp_address.hpp"
+
+#include <fmt/format.h>
+#include <netdb.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "longspan/error.hpp"
+
+namespace longspan::comm {
+namespace {
+
+constexpr int kBacklog = 1024;
+
+/// A socket that listens there, or none, with the reason in `error`.
+Fd try_listen(const Address& address, bool both_families, int& error) {
+  Fd fd(::socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const int on = 1, only_6 = both_families ? 0 : 1;
+  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (address.family == AF_INET6)
+    setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &only_6, sizeof only_6);
+  if (fd && ::bind(fd.get(), address.get(), address.length) == 0 &&
+      ::listen(fd.get(), kBacklog) == 0)
+    return fd;
+  error = errno;
+  return Fd();
+}
+
+/// This machine does not have that address, or not that family of them.
+bool is_elsewhere(int error) { return error == EADDRNOTAVAIL || error == EAFNOSUPPORT; }
+
+[[noreturn]] void refuse(const std::string& where, int port, int error) {
+  throw UsageError(
+      fmt::format("Rank 0 could not listen on port {} of {} ({}): set LONGSPAN_PORT to a free one, "
+                  "the same on all ranks.",
+                  port, where, std::strerror(error)));
+}
+
+Address any(int family, int port) {
+  Address address{family, 0, {}};
+  if (family == AF_INET6) {
+    auto& in6 = reinterpret_cast<sockaddr_in6&>(address.storage);
+    in6.sin6_family = AF_INET6;
+    in6.sin6_addr = in6addr_any;
+    in6.sin6_port = htons(static_cast<std::uint16_t>(port));
+    address.length = sizeof in6;
+  } else {
+    auto& in = reinterpret_cast<sockaddr_in&>(address.storage);
+    in.sin_family = AF_INET;
+    in.sin_addr.s_addr = htonl(INADDR_ANY);
+    in.sin_port = htons(static_cast<std::uint16_t>(port));
+    address.length = sizeof in;
+  }
+  return address;
+}
+
+/// One socket for IPv6 and IPv4 alike, or for IPv4 where there is no other.
+std::vector<Fd> listen_everywhere(int port) {
+  std::vector<Fd> sockets;
+  int error = 0;
+  for (const int family : {AF_INET6, AF_INET}) {
+    Fd fd = try_listen(any(family, port), true, error);
+    if (!fd) continue;
+    sockets.push_back(std::move(fd));
+    return sockets;
+  }
+  refuse("all addresses", port, error);
+}
+
+/// A name that stands for the same address on every machine, loopback or not.
+bool same_everywhere(const std::string& host) {
+  if (host == "localhost") return true;
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_flags = AI_NUMERICHOST;
+  if (getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) return false;
+  freeaddrinfo(found);
+  return true;
+}
+
+}  // namespace
+
+bool Address::loopback() const {
+  if (family == AF_INET) {
+    const auto& in = reinterpret_cast<const sockaddr_in&>(storage);
+    return ntohl(in.sin_addr.s_addr) >> 24 == 127;
+  }
+  return family == AF_INET6 &&
+         IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(storage).sin6_addr);
+}
+
+std::vector<Address> resolve(const std::string& host, int port, std::string& why) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  const int status = host.empty()
+                         ? EAI_NONAME
+                         : getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  if (status != 0) {
+    why = status == EAI_SYSTEM ? std::strerror(errno) : gai_strerror(status);
+    return {};
+  }
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
+  std::vector<Address> addresses;
+  for (const addrinfo* one = all.get(); one; one = one->ai_next) {
+    Address address{one->ai_family, one->ai_addrlen, {}};
+    std::memcpy(&address.storage, one->ai_addr, one->ai_addrlen);
+    const bool known = std::any_of(addresses.begin(), addresses.end(), [&](const Address& other) {
+      return std::memcmp(&other.storage, &address.storage, sizeof address.storage) == 0;
+    });
+    if (!known) addresses.push_back(address);  // /etc/hosts may say it twice
+  }
+  return addresses;
+}
+
+std::vector<Fd> listen_at(const std::string& host, int port) {
+  std::string why;
+  const std::vector<Address> addresses = resolve(host, port, why);
+  if (addresses.empty())
+    throw UsageError(
+        fmt::format("Rank 0 was to listen at '{}', which cannot be resolved on this machine ({}): "
+                    "set MASTER_ADDR to the name or the address of rank 0's machine.",
+                    host, why));
+  const bool own_loopback =
+      !same_everywhere(host) && std::any_of(addresses.begin(), addresses.end(),
+                                            [](const Address& a) { return a.loopback(); });
+  if (own_loopback) return listen_everywhere(port);
+
+  std::vector<Fd> sockets;
+  for (const Address& address : addresses) {
+    int error = 0;
+    if (Fd fd = try_listen(address, false, error))
+      sockets.push_back(std::move(fd));
+    else if (!is_elsewhere(error))
+      refuse(host, port, error);
+  }
+  return sockets.empty() ? listen_everywhere(port) : std::move(sockets);
+}
+
+}  // namespace longspan::comm

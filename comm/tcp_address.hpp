@@ -1,0 +1,34 @@
+// Where rank 0 listens and the others go: the addresses that a name stands for.
+//
+// Rank 0 listens on the addresses of the name alone, as far as they are this machine's. It listens
+// on all of the machine's where the name says nothing about which one the others see: when none of
+// them is this machine's (a port that is forwarded, a container), or when a machine's name stands
+// for its own loopback, as Debian writes it into /etc/hosts.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <string>
+#include <vector>
+
+#include "comm/tcp_frames.hpp"
+
+namespace longspan::comm {
+
+struct Address {
+  int family = 0;
+  socklen_t length = 0;
+  sockaddr_storage storage{};
+
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+  bool loopback() const;
+};
+
+/// What `host` stands for, or nothing, with the resolver's words in `why`.
+std::vector<Address> resolve(const std::string& host, int port, std::string& why);
+
+/// Sockets that listen. Throws UsageError for a name that stands for nothing and for a port that is
+/// taken.
+std::vector<Fd> listen_at(const std::string& host, int port);
+
+}  // namespace longspan::comm

@@ -1,0 +1,90 @@
+#include "comm/tcp_hello.hpp"
+
+#include <fmt/format.h>
+
+#include <climits>
+#include <cstddef>
+
+#include "comm/failure.hpp"
+#include "comm/tcp_frames.hpp"
+#include "comm/wire.hpp"
+#include "longspan/error.hpp"
+#include "longspan/version.hpp"
+#include "src/env.hpp"
+
+namespace longspan::comm {
+namespace {
+
+constexpr std::size_t kMostPrinted = 500;
+
+/// In a time that does not tell how much of it is right.
+bool same_secret(const std::string& ours, const std::string& theirs) {
+  unsigned differs = ours.size() != theirs.size();
+  for (std::size_t i = 0; i < theirs.size(); ++i) {
+    const char own = ours.empty() ? '\0' : ours[i % ours.size()];
+    differs |= static_cast<unsigned char>(own) ^ static_cast<unsigned char>(theirs[i]);
+  }
+  return differs == 0;
+}
+
+std::string name_of_run() {
+  if (const auto id = env_text("TORCHELASTIC_RUN_ID")) return "torchrun " + *id;
+  const auto job = env_text("SLURM_JOB_ID"), step = env_text("SLURM_STEP_ID");
+  if (job) return "srun " + *job + "." + step.value_or("");
+  return "";
+}
+
+}  // namespace
+
+Hello hello_of(const Launch& launch) {
+  Hello hello{LONGSPAN_VERSION, name_of_run(), Env::read().secret, launch.rank, launch.size};
+  if (const std::size_t bytes = to_text(hello).size(); bytes > kMostHello)
+    throw UsageError(
+        fmt::format("The names that the launcher gave to this run and LONGSPAN_SECRET take {} "
+                    "bytes together, and {} are the most: make them shorter.",
+                    bytes, kMostHello));
+  return hello;
+}
+
+std::string to_text(const Hello& hello) {
+  return pack(hello.version, hello.run, hello.secret, std::to_string(hello.rank),
+              std::to_string(hello.size));
+}
+
+Hello hello_from(const std::string& text) {
+  auto parts = unpack(text, 5);
+  return {std::move(parts[0]), std::move(parts[1]), std::move(parts[2]),
+          static_cast<int>(number_from(parts[3], 0, INT_MAX)),
+          static_cast<int>(number_from(parts[4], 0, INT_MAX))};
+}
+
+std::optional<std::string> objection(const Hello& ours, const Hello& hello) {
+  if (!same_secret(ours.secret, hello.secret))
+    return fmt::format("LONGSPAN_SECRET differs: {} on rank 0, {} on rank {}.",
+                       ours.secret.empty() ? "not set" : "set",
+                       hello.secret.empty()  ? "not set"
+                       : ours.secret.empty() ? "set"
+                                             : "another",
+                       hello.rank);
+  const auto differs = [&](const char* what, const std::string& own, const std::string& theirs) {
+    return fmt::format("{} differs: '{}' on rank 0, '{}' on rank {}.", what, printable(own),
+                       printable(theirs), hello.rank);
+  };
+  if (hello.version != ours.version)
+    return differs("The version of longspan", ours.version, hello.version);
+  if (hello.run != ours.run) return differs("The run", ours.run, hello.run);
+  if (hello.size != ours.size)
+    return differs("The number of ranks", std::to_string(ours.size), std::to_string(hello.size));
+  if (hello.rank >= ours.size)
+    return fmt::format("There is no rank {} among {} ranks.", hello.rank, ours.size);
+  return std::nullopt;
+}
+
+std::string printable(const std::string& text) {
+  std::string clean = text.substr(0, kMostPrinted);
+  for (char& c : clean)
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  return clean;
+}
+
+}  // namespace longspan::comm

@@ -1,0 +1,13 @@
+// The kernels by which ranks compare what they mean, as host code sees them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/digest.hpp"
+
+namespace longspan::kernels::cuda {
+
+void digest(const DigestParams& params, cudaStream_t stream);
+void say(const SayParams& params, cudaStream_t stream);
+
+}  // namespace longspan::kernels::cuda

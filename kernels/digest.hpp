@@ -1,0 +1,73 @@
+// A digest of small arrays where they lie, so that ranks can compare contents that the host does
+// not read. The digest of an array is a sum over its elements of a mix of value and place: any
+// order of summing gives the same word, so a block of threads computes what one thread does.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "longspan/types.hpp"
+
+namespace longspan::kernels {
+
+/// `rows` rows of `columns` elements of `unit` bytes (1, 2, 4 or 8), `pitch` elements apart. An
+/// array that was not given has no data and no elements.
+struct DigestArray {
+  const void* data = nullptr;
+  std::int64_t columns = 0;
+  std::int64_t rows = 1;
+  std::int64_t pitch = 0;
+  int unit = 4;
+
+  /// Elements. Without a sign, so that extents which nobody has checked yet overflow in no way.
+  LONGSPAN_HD std::int64_t size() const {
+    const std::uint64_t all =
+        static_cast<std::uint64_t>(rows) * static_cast<std::uint64_t>(columns);
+    return data == nullptr ? 0 : static_cast<std::int64_t>(all);
+  }
+  /// The bits of element i.
+  LONGSPAN_HD std::uint64_t bits(std::int64_t i) const {
+    std::uint64_t value = 0;
+    const std::int64_t at = i / columns * pitch + i % columns;
+    memcpy(&value, static_cast<const std::byte*>(data) + at * unit, unit);
+    return value;
+  }
+};
+
+struct DigestParams {
+  static constexpr int kMostArrays = 16;
+  DigestArray arrays[kMostArrays] = {};
+  int count = 0;
+  std::uint64_t* words = nullptr;  // [count + 1]: the digest of each array, then of all of them
+};
+
+/// The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+/// generators).
+LONGSPAN_HD constexpr std::uint64_t mix(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+/// What element i of an array adds to the array's digest.
+LONGSPAN_HD constexpr std::uint64_t mixed_element(std::int64_t i, std::uint64_t bits) {
+  return mix(mix(bits + 1) + 0x9e3779b97f4a7c15u * static_cast<std::uint64_t>(i + 1));
+}
+/// What array n adds to the digest of all.
+LONGSPAN_HD constexpr std::uint64_t mixed_array(int n, std::uint64_t digest) {
+  return mixed_element(n, digest);
+}
+
+/// Says for this rank what its run is: said = hash, with the contents of arrays mixed in.
+struct SayParams {
+  std::uint64_t hash = 0;
+  const std::uint64_t* contents = nullptr;  // [1] the digest of all arrays; null: none
+  std::uint64_t* said = nullptr;            // [1]
+};
+
+LONGSPAN_HD constexpr std::uint64_t said(std::uint64_t hash, const std::uint64_t* contents) {
+  return contents == nullptr ? hash : mix(hash ^ *contents);
+}
+
+}  // namespace longspan::kernels

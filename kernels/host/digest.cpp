@@ -1,0 +1,20 @@
+// The digest of small arrays (kernels/digest.hpp), element after element.
+#include "kernels/digest.hpp"
+
+#include "kernels/host/host.hpp"
+
+namespace longspan::kernels::host {
+
+void digest(const DigestParams& p) {
+  std::uint64_t all = 0;
+  for (int n = 0; n < p.count; ++n) {
+    const DigestArray& array = p.arrays[n];
+    std::uint64_t sum = 0;
+    for (std::int64_t i = 0; i < array.size(); ++i) sum += mixed_element(i, array.bits(i));
+    p.words[n] = sum;
+    all += mixed_array(n, sum);
+  }
+  p.words[p.count] = all;
+}
+
+}  // namespace longspan::kernels::host

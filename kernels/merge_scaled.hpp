@@ -1,0 +1,40 @@
+// One element of a merge whose sum leaves fp32 though all its terms are finite: 3e38 and 3e38 have
+// a mean, but no sum. The terms are scaled before they are added, the mean is scaled back. Host and
+// CUDA come here for such elements alone, so that all others keep their bits and their speed.
+#pragma once
+
+#include "kernels/params.hpp"
+
+namespace longspan::kernels {
+
+/// A term's unit: 2^32 of the largest numbers have a sum in it.
+inline constexpr float kMergeUnit = 0x1p-32f;
+
+/// A mean of terms in that unit. It is no larger than they are: what a rounding carries past the
+/// largest number is that number.
+LONGSPAN_HD inline float from_merge_unit(float mean) {
+  constexpr float kMost = 0x1.fffffep127f * kMergeUnit;
+  if (mean > kMost && mean < infinity()) mean = kMost;
+  if (mean < -kMost && mean > -infinity()) mean = -kMost;
+  return mean * (1.0f / kMergeUnit);
+}
+
+/// Element `column` of the merge of a row, ahead of the result's scale. An infinity among the terms
+/// stays one, as does a NaN.
+LONGSPAN_HD inline float merge_scaled(const MergeOutputsParams& p, std::int64_t token, int head,
+                                      int column) {
+  Stats stats = empty_stats();
+  float o = 0.0f;
+  for (int part = 0; part < p.parts; ++part) {
+    if (!p.is_there(part, token)) continue;
+    const Stats next = import_lse(p.lse_of(part, token, head), p.base, p.nan_is_empty);
+    if (is_empty(next)) continue;
+    const float value = load_element(p.row_of(part, token, head), p.dtype_of(part), column);
+    const Fold f = fold(stats, next);
+    o = f(o, value * kMergeUnit * p.scale_of(part));
+    stats = f.stats;
+  }
+  return from_merge_unit(finish(stats)(o));
+}
+
+}  // namespace longspan::kernels

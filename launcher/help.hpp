@@ -1,0 +1,15 @@
+// How the command's help looks: two columns, and no line longer than a terminal of 80 columns.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+
+namespace longspan::launcher {
+
+class Help : public CLI::Formatter {
+ public:
+  std::string make_option(const CLI::Option* option, bool positional) const override;
+  std::string make_subcommand(const CLI::App* command) const override;
+};
+
+}  // namespace longspan::launcher

@@ -1,0 +1,78 @@
+// What an option may be given, read strictly: the whole text, in decimal, and nothing that is not a
+// number. CLI11 alone takes nan and inf for numbers, 010 for 8, and -1 for the largest seed.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+
+namespace longspan::launcher {
+
+/// What was given, short enough for one line.
+inline std::string in_quotes(const std::string& text) {
+  constexpr std::size_t kMost = 60;
+  return text.size() <= kMost ? '"' + text + '"' : '"' + text.substr(0, kMost) + "...\"";
+}
+
+/// The whole of `text` as a number; false where it is none, or none that a T can hold.
+template <class T>
+bool read_number(std::string_view text, T& value) {
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  return error == std::errc() && stop == end;
+}
+
+/// A whole number. It is handed on without leading zeros, which CLI11 takes for base 8.
+template <class T>
+CLI::Validator whole(T least, T most) {
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        T value{};
+        if (!read_number(text, value) || value < least || value > most)
+          return fmt::format("{} is not a whole number from {} to {}", in_quotes(text), least,
+                             most);
+        text = fmt::to_string(value);
+        return {};
+      },
+      "");
+}
+
+/// A finite number from `least` to `most`.
+inline CLI::Validator finite(double least, double most) {
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        double value = 0;
+        if (read_number(text, value) && value >= least && value <= most) return {};
+        return fmt::format("{} is not a number from {} to {}", in_quotes(text), least, most);
+      },
+      "");
+}
+
+/// What an fp32 can hold: not so large that it becomes infinite, nor so small that it becomes 0.
+inline CLI::Validator single_precision(bool positive) {
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        float value = 0;
+        if (read_number(text, value) && std::isfinite(value) && (!positive || value > 0)) return {};
+        return fmt::format("{} is not a {}number that fp32 can hold", in_quotes(text),
+                           positive ? "positive " : "finite ");
+      },
+      "");
+}
+
+/// The name of a file. An empty one comes from a shell variable that is not set.
+inline CLI::Validator file_name() {
+  return CLI::Validator(
+      [](std::string& text) -> std::string {
+        return text.empty() ? "the name of the file is empty; is a variable not set?" : "";
+      },
+      "");
+}
+
+}  // namespace longspan::launcher

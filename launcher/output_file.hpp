@@ -1,0 +1,55 @@
+// A file that appears whole or not at all: written where it has no name (or, on file systems that
+// want one, under another name beside the target), and given its name at the end. Links are
+// followed, and a file that was there keeps its mode and its owner. Devices, pipes and
+// /dev/stdout are written as such, from the first byte on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace longspan::launcher {
+
+/// What stands behind a name, links followed: equal texts mean one file. Empty where that is
+/// nothing, or a character device, which several may write to.
+std::string identity(const std::string& path);
+
+class OutputFile {
+ public:
+  /// Throws InputError when `path` cannot be written; creates nothing that lasts. `unnamed`: while
+  /// it is written the file has no name, where the file system can do that.
+  explicit OutputFile(std::string path, bool unnamed = true);
+  ~OutputFile();
+  OutputFile(OutputFile&& other) noexcept;
+  OutputFile& operator=(OutputFile&&) = delete;
+
+  const std::string& path() const { return path_; }
+  bool is_standard_output() const { return stream_ == 1; }
+
+  void write(const void* data, std::size_t bytes);
+  /// All that was written takes its name.
+  void commit();
+
+ private:
+  void look_at_target();
+  void open_stream();
+  void open();
+  void close();
+  [[noreturn]] void fail(const std::string& why) const;
+  [[noreturn]] void fail_with_errno() const;
+
+  std::string path_;    // as given
+  std::string target_;  // where its links end
+  std::string temporary_;
+  int stream_ = -1;      // one of this process's descriptors, by /dev/stdout or /dev/fd
+  bool direct_ = false;  // a device, a pipe or a stream
+  bool unnamed_ = true;
+  bool exists_ = false;
+  unsigned mode_ = 0, owner_ = 0, group_ = 0;  // of the file that is there
+  int descriptor_ = -1;
+};
+
+/// Removes what is being written under temporary names. Only what a signal handler may call.
+void remove_unfinished() noexcept;
+
+}  // namespace longspan::launcher

@@ -1,0 +1,39 @@
+#include "launcher/speech.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "longspan/error.hpp"
+
+namespace longspan::launcher {
+
+void settle_streams() {
+  for (int number : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(number, F_GETFD) >= 0) continue;
+    // The lowest free number is this one. Standard output is opened for reading: what is written
+    // there must fail, as it does where it is closed.
+    (void)!::open("/dev/null", number == STDERR_FILENO ? O_WRONLY : O_RDONLY);
+  }
+  std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);
+}
+
+void say(std::string_view text, std::FILE* to) {
+  errno = 0;
+  if (std::fwrite(text.data(), 1, text.size(), to) == text.size() && std::fflush(to) == 0) return;
+  throw InputError(fmt::format("standard {} cannot be written: {}",
+                               to == stdout ? "output" : "error", std::strerror(errno)));
+}
+
+void complain(const std::string& text) noexcept {
+  std::fputs(text.c_str(), stderr);
+  std::fputc('\n', stderr);
+  std::fflush(stderr);
+}
+
+}  // namespace longspan::launcher

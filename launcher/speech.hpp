@@ -1,0 +1,21 @@
+// What the command says. Standard output may be a full disk, a pipe that nobody reads any more, or
+// closed: saying something there can fail, and then the command must not end with success.
+#pragma once
+
+#include <cstdio>
+#include <string>
+#include <string_view>
+
+namespace longspan::launcher {
+
+/// Gives the three standard streams a place each where the caller has closed them, so that no file
+/// that is opened later takes the number, and makes failed writes errors instead of signals.
+void settle_streams();
+
+/// Writes and flushes; throws InputError where that fails.
+void say(std::string_view text, std::FILE* to = stdout);
+
+/// One line on stderr. If nobody can hear it, the exit status is all there is.
+void complain(const std::string& text) noexcept;
+
+}  // namespace longspan::launcher

@@ -1,0 +1,99 @@
+// What ranks must mean alike in a run of a layer (design contract 8): one walk over the fields of a
+// Request makes the hash that travels with the data and the texts of the error, so that neither can
+// know a field that the other does not. What the options fix is compared once, when the layer is
+// made (validate.hpp); what may differ between ranks is the written list below.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "comm/agreement.hpp"
+#include "kernels/digest.hpp"
+#include "longspan/attention.hpp"
+
+namespace longspan {
+
+/// A field of Options or Request that ranks need not give alike, and why.
+struct OwnField {
+  const char* name;
+  const char* why;
+};
+std::span<const OwnField> own_fields();
+
+/// One run as a rank was asked for it.
+class RunDescription {
+ public:
+  RunDescription() = default;
+  /// `reads_arrays`: the arrays lie in memory of this processor, and their first values are kept
+  /// for the texts. The extents of arrays must have been checked.
+  RunDescription(const Request& request, const Options& options, bool reads_arrays);
+
+  /// Of all but the contents of arrays.
+  std::uint64_t hash() const;
+  /// The arrays whose contents are to be alike too, for Backend::digest.
+  kernels::DigestParams arrays(std::uint64_t* words) const;
+  /// Names and values. `words`: what Backend::digest found, or null where it was not asked.
+  NamedValues text(const std::uint64_t* words) const;
+
+ private:
+  enum class Kind : std::uint8_t { number, yes_no, given, layout, dtype };
+  struct Value {
+    const char* name;
+    std::int64_t value;
+    Kind kind;
+  };
+  struct Array {
+    static constexpr int kShown = 6;
+    const char* name;
+    kernels::DigestArray where;
+    char type;  // i: signed, u: unsigned, or f: floats of `dtype`
+    DType dtype;
+    std::array<std::uint64_t, kShown> first;  // bits
+    int shown;
+  };
+
+  void number(const char* name, std::int64_t value, Kind kind = Kind::number);
+  void array(const char* name, const kernels::DigestArray& where, char type,
+             DType dtype = DType::fp32);
+  struct ShardNames {
+    const char *layout, *block, *length, *table;
+  };
+  void shard(const ShardNames& names, const Shard& shard, bool has_length, std::int64_t batch);
+  std::string text_of(const Value& value) const;
+  std::string text_of(const Array& array, const std::uint64_t* word) const;
+
+  static constexpr int kMostValues = 40;
+  std::array<Value, kMostValues> values_{};
+  int count_ = 0;
+  std::array<Array, kernels::DigestParams::kMostArrays> arrays_{};
+  int array_count_ = 0;
+  bool reads_arrays_ = false;
+};
+
+/// The last runs of a layer, for the roll call. A run that is captured in a graph keeps its entry
+/// for as many further runs as the log holds.
+class RunHistory final : public comm::RunLog {
+ public:
+  static constexpr std::uint32_t kRuns = 64;
+
+  /// `words` [kRuns, kMostArrays + 1]: where Backend::digest leaves what it finds, in memory that
+  /// the host reads; null: contents are not compared.
+  explicit RunHistory(std::shared_ptr<std::uint64_t> words) : words_(std::move(words)) {}
+
+  /// Keeps the description as the next run, whose number it returns.
+  std::uint32_t add(const RunDescription& description);
+  /// The run's place for digests, or null.
+  std::uint64_t* words(std::uint32_t run) const;
+
+  NamedValues describe(std::uint32_t run) const override;
+
+ private:
+  std::shared_ptr<std::uint64_t> words_;
+  std::array<RunDescription, kRuns> runs_;
+  std::uint32_t last_ = 0;
+};
+
+}  // namespace longspan

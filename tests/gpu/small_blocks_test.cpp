@@ -1,0 +1,116 @@
+// Attention on a GPU whose thread blocks may have 99 KB of shared memory, as 8.6, 8.9 and 12.0 give
+// them: any GPU, told so. Instances that need more have to be replaced by ones that fit
+// (kernels/cuda/instances.hpp), with results that are as exact.
+#include "kernels/cuda/attend.hpp"
+#include "kernels/cuda/overlap.hpp"
+#include "longspan/error.hpp"
+#include "tests/gpu/gpu_judge.hpp"
+
+namespace longspan::test {
+namespace {
+
+namespace cuda = kernels::cuda;
+
+cuda::Gpu gpu_with(int block_bytes) {
+  cuda::Gpu gpu;
+  const auto ask = [](cudaDeviceAttr attribute) {
+    int value = 0;
+    EXPECT_EQ(cudaDeviceGetAttribute(&value, attribute, 0), cudaSuccess);
+    return value;
+  };
+  gpu.multiprocessors = ask(cudaDevAttrMultiProcessorCount);
+  gpu.shared_bytes = ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  gpu.block_own_bytes = ask(cudaDevAttrReservedSharedMemoryPerBlock);
+  gpu.block_bytes = block_bytes;
+  gpu.sm90_code = cuda::is_code_of_sm90(
+      cuda::ptx_version_of(cuda::decode_bf16(128, 1, cuda::Loader::plain).kernel()));
+  return gpu;
+}
+
+void check_small(const Case& c, bool tf32 = false, cuda::Gpu gpu = gpu_with(99 * 1024)) {
+  SCOPED_TRACE(::testing::Message() << c << " tf32 " << tf32);
+  const Data data(c);
+  GpuRun run(c, data);
+  run.poison();
+  for (int rank = 0; rank < c.ranks; ++rank) {
+    kernels::AttendParams p = run.params(rank);
+    p.tf32 = tf32;
+    cuda::check_fits(p, gpu);
+    const OnGpu<std::byte> scratch(cuda::scratch_bytes(p, gpu));
+    EXPECT_LE(scratch.buffer.bytes(), std::max<std::size_t>(cuda::scratch_bound(p, gpu), 1));
+    p.scratch = scratch.data();
+    p.scratch_bytes = scratch.buffer.bytes();
+    cuda::attend(p, gpu, nullptr);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  }
+  run.queue_merge();
+  expect_exact(c, data, run.result());
+}
+
+TEST(SmallBlocks, EveryHeadDim) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32})
+    for (const int dim : {128, 136, 192, 200, 256})
+      for (const int q_len : {1, 3, 16, 40, 150})
+        for (const bool invariant : {true, false})  // Hopper's own kernel takes long ones if not
+          check_small({.dtype = dtype,
+                       .heads = 6,
+                       .kv_heads = 2,
+                       .dim = dim,
+                       .q_lens = {q_len},
+                       .kv_lens = {700},
+                       .mask = {.causal = true},
+                       .ranks = 2,
+                       .invariant = invariant,
+                       .seed = fresh_seed()});
+}
+
+TEST(SmallBlocks, Tf32TakesTrueFp32) {
+  LONGSPAN_NEEDS_GPU();
+  for (const int q_len : {3, 40})
+    check_small({.dtype = DType::fp32,
+                 .dim = 256,
+                 .q_lens = {q_len},
+                 .kv_lens = {333},
+                 .mask = {.causal = true},
+                 .seed = fresh_seed()},
+                true);
+}
+
+/// What the host has to do with code that was compiled for 8.0: no boxes, no overlap.
+TEST(SmallBlocks, DecodeWithoutTheCopyEngine) {
+  LONGSPAN_NEEDS_GPU();
+  int most = 0;
+  ASSERT_EQ(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), cudaSuccess);
+  cuda::Gpu gpu = gpu_with(most);
+  gpu.sm90_code = false;
+  for (const DType dtype : {DType::bf16, DType::fp16})
+    for (const int dim : {64, 128, 256})
+      for (const int q_len : {1, 4})
+        check_small({.dtype = dtype,
+                     .heads = 8,
+                     .kv_heads = 2,
+                     .dim = dim,
+                     .q_lens = {q_len},
+                     .kv_lens = {3000},
+                     .mask = {.causal = true},
+                     .ranks = 2,
+                     .seed = fresh_seed()},
+                    false, gpu);
+}
+
+TEST(SmallBlocks, WhereNothingFitsTheGpuIsRefusedByName) {
+  LONGSPAN_NEEDS_GPU();
+  kernels::AttendParams p = Case{.dim = 256, .q_lens = {40}}.params();
+  try {
+    cuda::check_fits(p, gpu_with(64 * 1024));
+    ADD_FAILURE() << "nothing was refused";
+  } catch (const Unsupported& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("head dim 256"), std::string::npos) << text;
+    EXPECT_NE(text.find("65536 bytes of shared memory"), std::string::npos) << text;
+  }
+}
+
+}  // namespace
+}  // namespace longspan::test

@@ -1,0 +1,158 @@
+"""What setup.sh would install, configure and build on machines that this one is not: its tools are
+stand-ins, first on the PATH, that write down how they were called."""
+
+import glob
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SMI = 'case "$*" in *compute_cap*) printf "%s" ;; -L) echo "GPU 0: a GPU" ;; esac'
+NVCC = """case "$*" in
+  --version) echo "Cuda compilation tools, release {release}, V{release}.88" ;;
+  --list-gpu-arch) printf 'compute_%s\\n' {known} ;;
+esac"""
+NEWEST = NVCC.format(release="13.0", known="75 80 86 87 89 90 100 103 110 120 121")
+NO_GPU = not glob.glob("/dev/nvidia[0-9]*") and not os.path.exists("/usr/lib/wsl/lib/nvidia-smi")
+
+
+class SetupTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.tools = pathlib.Path(folder.name)
+        self.log = self.tools / "log"
+        self.log.touch()
+        self.tool("nvidia-smi", "exit 9")  # as where there is a driver and no GPU
+        self.tool("dpkg-query", "echo installed")
+
+    def tool(self, name, script):
+        path = self.tools / name
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+
+    def gpus(self, *capabilities):
+        self.tool("nvidia-smi", SMI % "".join(f"{c}\\n" for c in capabilities))
+
+    def sh(self, script="./setup.sh", **switches):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("LONGSPAN_", "CUDA"))}
+        env |= {"PATH": f"{self.tools}:/usr/bin:/bin", "CUDA_PATH": "/nowhere", "LOG": str(self.log)}
+        return subprocess.run(["bash", script], cwd=ROOT, env=env | switches, text=True,
+                              stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+
+    def dry(self, script="./setup.sh", **switches):
+        """(LONGSPAN_CUDA, architectures, targets) of the commands that would run, and all lines."""
+        done = self.sh(script, LONGSPAN_DRY_RUN="1", **switches)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        cuda = re.search(r"would run: cmake .*-DLONGSPAN_CUDA=(\w+)", done.stdout)[1]
+        named = re.search(r"would run: cmake .*-DLONGSPAN_CUDA_ARCHITECTURES=(\S+)", done.stdout)
+        standard = re.search(r"would run: cmake .*-ULONGSPAN_CUDA_ARCHITECTURES", done.stdout)
+        self.assertNotEqual(bool(named), bool(standard), done.stdout)
+        targets = re.search(r"would run: cmake --build \S+ --target (.*)", done.stdout)[1]
+        return (cuda, named[1] if named else "", targets), done.stdout
+
+    @unittest.skipUnless(NO_GPU, "a GPU is here")
+    def test_without_a_gpu_processors_only(self):
+        for nvcc in (False, True):
+            if nvcc:
+                self.tool("nvcc", NEWEST)
+            built, said = self.dry()
+            self.assertEqual(built, ("OFF", "", "all"))
+            self.assertIn("no NVIDIA GPU is seen: building for processors only", said)
+            self.assertIn("LONGSPAN_CUDA=ON", said)
+            self.assertIn("LONGSPAN_CUDA_ARCHITECTURES", said)
+
+    @unittest.skipUnless(NO_GPU, "a GPU is here")
+    def test_cuda_can_be_asked_for_without_a_gpu(self):
+        self.tool("nvcc", NEWEST)
+        self.assertEqual(self.dry(LONGSPAN_CUDA="ON")[0], ("ON", "", "all"))
+        self.assertEqual(self.dry(LONGSPAN_CUDA_ARCHITECTURES="80-real;90a-real")[0],
+                         ("ON", "80-real;90a-real", "all"))
+
+    def test_a_gpu_gets_its_own_architecture(self):
+        self.tool("nvcc", NEWEST)
+        for capabilities, names in ((["8.0"], "80-real"), (["8.6"], "86-real"),
+                                    (["8.9"], "89-real"), (["9.0"], "90a-real"),
+                                    (["10.0"], "100-real"), (["10.3"], "103-real"),
+                                    (["12.0"], "120-real"), (["12.1"], "121-real"),
+                                    (["9.0", "9.0", "10.0", "8.0"], "80-real;90a-real;100-real"),
+                                    (["7.5", "8.9"], "89-real")):
+            self.gpus(*capabilities)
+            built, said = self.dry()
+            self.assertEqual(built, ("AUTO", names, "all"), capabilities)
+            self.assertIn(f"building the CUDA part for {names} ", said)
+
+    def test_a_gpu_that_nvcc_does_not_know(self):
+        self.tool("nvcc", NVCC.format(release="12.8", known="80 86 89 90 100 120"))
+        for capability, name in (("10.3", "100-real"), ("12.1", "120-real"), ("8.7", "86-real"),
+                                 ("11.0", "100-virtual"), ("13.0", "120-virtual")):
+            self.gpus(capability)
+            self.assertEqual(self.dry()[0], ("AUTO", name, "all"), capability)
+
+    def test_a_gpu_that_nothing_describes_gets_all_architectures(self):
+        self.tool("nvcc", NEWEST)
+        self.gpus()
+        self.assertEqual(self.dry()[0], ("AUTO", "", "all"))
+
+    def test_a_gpu_that_cannot_be_built_for(self):
+        self.gpus("9.0")
+        said = self.dry()[1]
+        if not os.path.exists("/usr/bin/nvcc"):
+            self.assertIn("nvcc was not found", said)
+        self.tool("nvcc", NVCC.format(release="11.8", known="80 90"))
+        built, said = self.dry()
+        self.assertEqual(built, ("OFF", "", "all"))
+        self.assertRegex(said, r"compute capability 9\.0\), but .*nvcc is 11\.8, and 12\.5 is needed")
+        self.tool("nvcc", NEWEST)
+        self.gpus("7.5")
+        built, said = self.dry()
+        self.assertEqual(built, ("OFF", "", "all"))
+        self.assertIn("8.0 is the oldest", said)
+
+    def test_the_switches_come_first(self):
+        self.tool("nvcc", NEWEST)
+        self.gpus("9.0")
+        self.assertEqual(self.dry(LONGSPAN_CUDA="OFF")[0], ("OFF", "", "all"))
+        self.assertEqual(self.dry(LONGSPAN_CUDA="ON")[0], ("ON", "90a-real", "all"))
+        self.assertEqual(self.dry(LONGSPAN_CUDA_ARCHITECTURES="100")[0], ("ON", "100", "all"))
+        self.assertIn("-B elsewhere", self.dry(LONGSPAN_BUILD_DIR="elsewhere")[1])
+        wrong = self.sh(LONGSPAN_DRY_RUN="1", LONGSPAN_CUDA="maybe")
+        self.assertEqual(wrong.returncode, 1)
+        self.assertIn("LONGSPAN_CUDA is maybe", wrong.stderr)
+
+    def test_the_demo_builds_the_command_alone(self):
+        self.assertEqual(self.dry("./demo.sh")[0][2], "longspan_command")
+        self.assertEqual(self.dry("./test.sh")[0][2], "all")
+
+    def test_root_installs_what_is_missing_and_others_by_sudo(self):
+        self.tool("dpkg-query", '[ "${!#}" = libfmt-dev ] || echo installed')
+        self.tool("apt-get", 'echo "$*" >>"$LOG"; [[ $* != *libfmt-dev* ]] || exit 100')
+        self.tool("sudo", 'echo "sudo $*" >>"$LOG"')
+        self.tool("cmake", 'echo "cmake $*" >>"$LOG"; echo cmake version 3.25.1')
+        self.assertIn("would install libfmt-dev", self.dry()[1])
+        self.assertEqual(self.log.read_text(), "")
+        for user, prefix in ((0, ""), (1000, "sudo env DEBIAN_FRONTEND=noninteractive apt-get ")):
+            self.tool("id", f"echo {user}")
+            done = self.sh(LONGSPAN_CUDA="OFF")
+            called = self.log.read_text().splitlines()
+            self.log.write_text("")
+            self.assertTrue(called[0].startswith(prefix) and called[0].endswith("update"), called)
+            self.assertTrue(called[1].startswith(prefix), called)
+            self.assertRegex(called[1], "install -y --no-install-recommends libfmt-dev$")
+            if user == 0:  # its apt-get fails: the package is named, and nothing is built
+                self.assertEqual(done.returncode, 1)
+                self.assertIn("cannot install libfmt-dev (fmt: text)", done.stderr)
+                self.assertNotIn("cmake", "".join(called))
+            else:
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertEqual(called[-1], "cmake --build build/default --target all")
+        self.tool("dpkg-query", "echo installed")
+        self.dry()
+        self.assertEqual(self.log.read_text(), "")
+
+
+if __name__ == "__main__":
+    unittest.main()

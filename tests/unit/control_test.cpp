@@ -1,0 +1,193 @@
+// The control plane against a mailbox that gives it anything at all: what no rank writes is a typed
+// error that names the sender, and the communicator has ended. And the end itself: the first of
+// many failures is kept, whoever looks.
+#include "comm/control.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <deque>
+#include <random>
+#include <thread>
+
+#include "comm/wire.hpp"
+#include "longspan/error.hpp"
+#include "tests/fresh_seed.hpp"
+
+namespace longspan::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::HasSubstr;
+using Letter = Mailbox::Letter;
+
+/// Rank 0 of three, whose letters the test writes.
+class Written final : public Mailbox {
+ public:
+  explicit Written(std::deque<Letter> letters) : letters_(std::move(letters)) {}
+  int rank() const override { return 0; }
+  int size() const override { return 3; }
+  void post(int, const std::string&) override {}
+  std::optional<Letter> next() override {
+    if (letters_.empty()) return std::nullopt;
+    Letter letter = letters_.front();
+    letters_.pop_front();
+    return letter;
+  }
+  void flush(milliseconds) noexcept override {}
+
+ private:
+  std::deque<Letter> letters_;
+};
+
+std::unique_ptr<Control> control_with(std::deque<Letter> letters, milliseconds deadline = 60s) {
+  return mail_control(std::make_unique<Written>(std::move(letters)), deadline);
+}
+
+void expect_damage(const Letter& letter) {
+  const auto control = control_with({letter});
+  try {
+    control->gather("", "meet");
+    ADD_FAILURE() << "went on";
+  } catch (const RankError& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
+    EXPECT_EQ(error.rank(), letter.from);
+    EXPECT_THAT(error.what(), HasSubstr("rank 2"));
+  }
+  EXPECT_TRUE(control->fate().failed());
+}
+
+TEST(Letters, OfThisVersionAreUnderstood) {
+  const auto control = control_with({{1, Letter::text, "g" + pack(std::string("meet"), "one")},
+                                     {2, Letter::text, "g" + pack(std::string("meet"), "two")}});
+  EXPECT_EQ(control->gather("zero", "meet"), (std::vector<std::string>{"zero", "one", "two"}));
+}
+
+/// What rank `from` says at a roll call: it waits at "states", in a run of layer 1 with so many
+/// tokens.
+Letter roll(int from, int run, int tokens) {
+  return {from, Letter::text,
+          "w" + pack(std::string("0"), std::string("states"), std::string("1"), std::to_string(run),
+                     pack(std::string("tokens"), std::to_string(tokens)))};
+}
+
+const Failure kOtherwise{ErrorKind::rank_failure, 1, "states", "Rank 1 sent less."};
+
+TEST(RollCall, NamesWhatTwoRanksMeanDifferentlyByOneRun) {
+  // This rank's own log does not reach back so far.
+  const auto control = control_with({roll(1, 5, 4), roll(2, 5, 3)});
+  try {
+    control->disagree({1, 5}, kOtherwise);
+    ADD_FAILURE() << "went on";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("'tokens' differs between ranks at 'states': rank 1 has 4, "
+                                        "rank 2 has 3."));
+  }
+  EXPECT_TRUE(control->fate().failed());
+}
+
+TEST(RollCall, ComparesNoRanksInDifferentRuns) {
+  const auto control = control_with({roll(1, 5, 4), roll(2, 6, 3)}, 200ms);
+  EXPECT_THROW(control->disagree({1, 5}, kOtherwise), RankError);
+}
+
+TEST(RollCall, HeardWhileOneWaitsNamesTheFieldToo) {
+  const auto control = control_with({roll(1, 5, 4), roll(2, 5, 3)});
+  EXPECT_THROW(control->gather("", "states"), UsageError);
+}
+
+TEST(Letters, ThatNoRankWritesAreErrorsByName) {
+  const std::string step = "meet";
+  for (const std::string& body : {
+           std::string(),                           // nothing at all
+           std::string("x"),                        // no such kind
+           std::string("g"),                        // no step
+           "g" + pack(step),                        // no text
+           "g" + pack(step, step, step),            // one too many
+           std::string("g5:abc"),                   // cut
+           std::string("g99999999999999999999:a"),  // a length beyond 64 bits
+           "w" + pack(std::string("soon"), step),   // no number
+           "w" + pack(std::string(), step),         //
+           "w" + pack(std::string("-1"), step),     // waited less than nothing
+           "w" + pack(std::string(30, '9'), step),  // beyond 64 bits
+           "w" + pack(std::string("1")),            // no step
+           "f" + pack(step),                        // a failure of one word
+           "f" + pack(std::string("seven"), std::string("1"), step, step),
+           "f" + pack(std::string("99"), std::string("1"), step, step),  // no such kind of error
+           "f" + pack(std::string("7"), std::string("3"), step, step),   // no such rank
+           "f" + pack(std::string("7"), std::string("-2"), step, step),
+       }) {
+    SCOPED_TRACE(body);
+    expect_damage({2, Letter::text, body});
+  }
+  expect_damage({2, Letter::damaged, "a frame of kind 77"});
+}
+
+TEST(Letters, AtRandomEndInTypedErrors) {
+  const unsigned seed = testing::fresh_seed();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  for (int round = 0; round < 3000; ++round) {
+    std::deque<Letter> letters;
+    for (std::uint64_t count = random() % 4; count > 0; --count) {
+      std::string body;
+      if (random() % 4) body += "gwf"[random() % 3];
+      for (std::uint64_t parts = random() % 6; parts > 0; --parts) {
+        std::string part(random() % 12, '\0');
+        for (char& c : part) c = static_cast<char>(random() % 3 ? '0' + random() % 10 : random());
+        random() % 8 ? pack_into(body, part) : void(body += part);
+      }
+      letters.push_back({static_cast<int>(1 + random() % 2), Letter::text, body});
+    }
+    const auto control = control_with(std::move(letters), 1ms);
+    EXPECT_THROW(control->gather("", "meet"), RankError);  // a timeout at the least
+  }
+}
+
+TEST(Failures, TravelAsTexts) {
+  const Failure failure{ErrorKind::timeout, 3, "a step", "what 1:2 happened\n"};
+  const Failure back = failure_from(to_text(failure));
+  EXPECT_EQ(back.kind, failure.kind);
+  EXPECT_EQ(back.rank, failure.rank);
+  EXPECT_EQ(back.step, failure.step);
+  EXPECT_EQ(back.what, failure.what);
+}
+
+TEST(Failures, TheFirstIsKeptWhoeverLooks) {
+  for (int round = 0; round < 200; ++round) {
+    Fate fate;
+    std::atomic<bool> start{false};
+    std::vector<std::string> seen(4);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+      threads.emplace_back([&, i] {
+        while (!start) std::this_thread::yield();
+        try {
+          if (i % 2) fate.check();  // may be too early
+          fate.fail({ErrorKind::rank_failure, i, "step", "rank " + std::to_string(i) + " failed"});
+        } catch (const RankError& error) {
+          seen[i] = error.what();
+        }
+      });
+    start = true;
+    for (std::thread& thread : threads) thread.join();
+    for (const std::string& what : seen) EXPECT_EQ(what, seen[0]);
+    EXPECT_THROW(fate.check(), RankError);
+  }
+}
+
+TEST(Failures, WithoutWordsAreErrorsToo) {
+  Fate fate;
+  fate.note({ErrorKind::rank_failure, 1, {}, {}});
+  try {
+    fate.check();
+    FAIL() << "went on";
+  } catch (const RankError& error) {
+    EXPECT_EQ(error.rank(), 1);
+    EXPECT_STRNE(error.what(), "");
+  }
+}
+
+}  // namespace
+}  // namespace longspan::comm

@@ -1,0 +1,103 @@
+// The shared memory of every instance of the attention kernels against what GPUs give a thread
+// block. 8.6, 8.9 and 12.0 give 99 KB, and head dims above 128 had no instance that fits: making a
+// layer ended with a bare CUDA error.
+#include "kernels/cuda/instances.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+namespace longspan::kernels::cuda {
+namespace {
+
+constexpr int kSmall = 99 * 1024, kAmpere = 163 * 1024, kHopper = 227 * 1024;
+
+constexpr bool is_of_hopper(Family family) {
+  return family == Family::hopper || family == Family::hopper_e4m3;
+}
+
+constexpr bool all_fit() {
+  return std::all_of(std::begin(kInstances), std::end(kInstances), [](const Instance& i) {
+    return i.bytes <= (is_of_hopper(i.family) ? kHopper : kAmpere);
+  });
+}
+static_assert(all_fit(), "an instance fits no GPU that it is for");
+static_assert(kEnoughBytes == kAmpere);
+
+/// What choose_kernel may ask for, and what it gets.
+template <class Look>
+void for_all(const Look& look) {
+  for (const Family family : {Family::decode, Family::portable, Family::fp32, Family::tf32})
+    for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8}) {
+      if (family == Family::tf32 && loader != Loader::any16) continue;
+      if (family == Family::fp32 && loader == Loader::any8) continue;
+      for (int dim = 16; dim <= 256; dim += 8)
+        for (const std::int64_t rows : {1, 8, 9, 16, 17, 32, 33, 2048}) {
+          SCOPED_TRACE(std::string(name(family)) + " " + std::to_string(static_cast<int>(loader)) +
+                       " dim " + std::to_string(dim) + " rows " + std::to_string(rows));
+          look(family, loader, dim, rows);
+        }
+    }
+}
+
+TEST(Instances, EveryCallHasOneThatFitsEveryGpu) {
+  for (const int block : {kSmall, kAmpere, kHopper})
+    for_all([&](Family family, Loader loader, int dim, std::int64_t rows) {
+      const Instance* found = fitting_instance(family, loader, dim, rows, block);
+      ASSERT_NE(found, nullptr) << "in " << block;
+      EXPECT_LE(found->bytes, block);
+      EXPECT_GE(found->dim, dim);
+      // Decode alone writes new keys, whatever the GPU; fp32 that is not plain reads anything.
+      EXPECT_EQ(found->family == Family::decode, family == Family::decode);
+      EXPECT_TRUE(found->loader == loader ||
+                  (found->family == Family::fp32 && found->loader == Loader::any16));
+    });
+}
+
+TEST(Instances, AreTheFirstChoiceWhereTheyFit) {
+  for (const int block : {kAmpere, kHopper})
+    for_all([&](Family family, Loader loader, int dim, std::int64_t rows) {
+      EXPECT_EQ(fitting_instance(family, loader, dim, rows, block),
+                instance_of(family, loader, dim, rows));
+    });
+  for_all([&](Family family, Loader loader, int dim, std::int64_t rows) {
+    if (dim > 128) return;
+    EXPECT_EQ(fitting_instance(family, loader, dim, rows, kSmall),
+              instance_of(family, loader, dim, rows));
+  });
+}
+
+TEST(Instances, LargeHeadDimsTakeAnotherInSmallBlocks) {
+  for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8})
+    for (const int dim : {136, 192, 200, 256}) {
+      SCOPED_TRACE(dim);
+      const Instance* portable = instance_of(Family::portable, loader, dim, 2048);
+      EXPECT_GT(portable->bytes, kSmall);
+      const Instance* found = fitting_instance(Family::portable, loader, dim, 2048, kSmall);
+      EXPECT_EQ(found, instance_of(Family::fp32, Loader::any16, 256, 2048));
+      const Instance* decode = fitting_instance(Family::decode, loader, dim, 32, kSmall);
+      EXPECT_EQ(decode->rows, loader == Loader::any8 ? 32 : 8);
+    }
+  EXPECT_EQ(fitting_instance(Family::tf32, Loader::any16, 256, 2048, kSmall)->family, Family::fp32);
+}
+
+TEST(Instances, WhereNoneFitsThereIsNone) {
+  constexpr int kTuring = 64 * 1024;
+  EXPECT_EQ(fitting_instance(Family::portable, Loader::plain, 256, 2048, kTuring), nullptr);
+  EXPECT_EQ(fitting_instance(Family::decode, Loader::plain, 256, 1, kTuring), nullptr);
+  EXPECT_NE(fitting_instance(Family::portable, Loader::plain, 128, 2048, kTuring), nullptr);
+  EXPECT_EQ(instance_of(Family::portable, Loader::plain, 264, 2048), nullptr);
+}
+
+TEST(Instances, AreInOrder) {
+  for (std::size_t i = 1; i < std::size(kInstances); ++i) {
+    const Instance &a = kInstances[i - 1], &b = kInstances[i];
+    if (a.family != b.family || a.loader != b.loader) continue;
+    EXPECT_LT(a.dim * 1000 + a.rows, b.dim * 1000 + b.rows) << i;
+  }
+}
+
+}  // namespace
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,317 @@
+// Class Kernels: what it refuses, by name and with nothing written.
+#include <cstdint>
+
+#include "tests/unit/kernels_problem.hpp"
+
+namespace longspan {
+namespace {
+
+/// What every attention over a paged cache refuses.
+template <class Args>
+std::vector<Change<Args>> paged_refusals() {
+  return {
+      {"q is [4, 4]; [tokens, heads, dim] is wanted", [](Args& a, Problem&) { a.q.dims = 2; }},
+      {"q has stride 2 in its last dimension", [](Args& a, Problem&) { a.q.stride[2] = 2; }},
+      {"q is on the cuda", [](Args& a, Problem&) { a.q.device = Device::cuda; }},
+      {"q [4, 4, 32] has no data", [](Args& a, Problem&) { a.q.data = nullptr; }},
+      {"heads 3 must be a multiple of kv_heads 2", [](Args& a, Problem&) { a.q.shape[1] = 3; }},
+      {"q is e4m3 and there is no q_scale",
+       [](Args& a, Problem&) { a.q.dtype = e4m3, a.dtype = fp32; }},
+      {"dtype is e5m2; fp32, fp16 or bf16",
+       [](Args& a, Problem&) { a.q.dtype = e4m3, a.dtype = e5m2; }},
+      {"k_cache is [9, 16, 2]; pages are", [](Args& a, Problem&) { a.k_cache.dims = 3; }},
+      {"k_cache is bf16; fp32, or fp8", [](Args& a, Problem&) { a.k_cache.dtype = bf16; }},
+      {"k_cache is e5m2 and there is no k_scale",
+       [](Args& a, Problem&) { a.k_cache.dtype = a.v_cache.dtype = e5m2; }},
+      {"v_cache is e4m3 and there is no v_scale",
+       [](Args& a, Problem& p) {
+         a.k_cache.dtype = a.v_cache.dtype = e4m3;
+         a.k_scale = {p.one.data()};
+       }},
+      {"v_cache is e4m3; fp32 is wanted", [](Args& a, Problem&) { a.v_cache.dtype = e4m3; }},
+      {"they must have one shape", [](Args& a, Problem&) { a.v_cache.shape[0] = 8; }},
+      {"in x-packed pages",
+       [](Args& a, Problem& p) {
+         a.k_cache = Tensor(p.k_cache.data(), fp32, {kPages, kKvHeads, 5, kPage, 8});
+       }},
+      {"beside x-packed keys",
+       [](Args& a, Problem& p) {
+         a.k_cache = Tensor(p.k_cache.data(), fp32, {kPages, kKvHeads, kDim / 8, kPage, 8});
+       }},
+      {"block_table is missing", [](Args& a, Problem&) { a.block_table = {}; }},
+      {"block_table[1][2] is 9, which is no page", [](Args&, Problem& p) { p.table[6] = kPages; }},
+      {"block_table[0][0] is -1, which is no page", [](Args&, Problem& p) { p.table[0] = -1; }},
+      {"there is room for 64 in its row of block_table",
+       [](Args&, Problem& p) { p.kv_len[1] = 80; }},
+      {"kv_len[0] is -1", [](Args&, Problem& p) { p.kv_len[0] = -1; }},
+      {"kv_len is missing", [](Args& a, Problem&) { a.kv_len = nullptr; }},
+      {"needs query_start", [](Args& a, Problem&) { a.query_start = nullptr; }},
+      {"query_start[0] is 1", [](Args&, Problem& p) { p.query_start[0] = 1; }},
+      {"query_start descends", [](Args&, Problem& p) { p.query_start[1] = 5; }},
+      {"query_start ends at row 5", [](Args&, Problem& p) { p.query_start[2] = 5; }},
+      {"the batch has 0 sequences", [](Args& a, Problem&) { a.batch = 0; }},
+      {"at most 30 were promised", [](Args& a, Problem&) { a.max_kv_len = 30; }},
+      {"window -1 is negative", [](Args& a, Problem&) { a.mask.window = -1; }},
+      {"right -2 is below -1", [](Args& a, Problem&) { a.mask.right = -2; }},
+      {"softcap -1 is negative", [](Args& a, Problem&) { a.softcap = -1; }},
+      {"softcap is nan; it is a finite number", [](Args& a, Problem&) { a.softcap = NAN; }},
+      {"softcap is inf", [](Args& a, Problem&) { a.softcap = INFINITY; }},
+      {"scale is nan; it is a finite number", [](Args& a, Problem&) { a.scale = NAN; }},
+      {"scale is inf", [](Args& a, Problem&) { a.scale = INFINITY; }},
+      {"window 9223372036854775807 is beyond",
+       [](Args& a, Problem&) { a.mask.window = INT64_MAX; }},
+      {"right 9223372036854775807 is beyond", [](Args& a, Problem&) { a.mask.right = INT64_MAX; }},
+      {"k_scale[1] is nan",
+       [](Args& a, Problem& p) {
+         a.k_scale = {p.kv_scales.data(), true}, p.kv_scales[1] = NAN;
+       }},
+      {"out_scale[0] is 0", [](Args& a, Problem& p) { a.out_scale = p.one.data(), p.one[0] = 0; }},
+      {"max_query_len 4294967296",
+       [](Args& a, Problem&) { a.max_query_len = std::int64_t{1} << 32; }},
+      {"block_table has -1 columns", [](Args& a, Problem&) { a.block_table.columns = -1; }},
+      {"block_table has strides -4", [](Args& a, Problem&) { a.block_table.row_stride = -4; }},
+      {"out [4, 4, 32] with strides [0, 32, 1] is written, and its elements overlap",
+       [](Args& a, Problem&) { a.out.stride[0] = 0; }},
+      {"lse [4, 4] with strides [4, 0] is written",
+       [](Args& a, Problem&) { a.lse.tensor.stride[1] = 0; }},
+      {"out overlaps q", [](Args& a, Problem&) { a.out = a.q; }},
+      {"out overlaps k_cache", [](Args& a, Problem& p) { a.out = p.rows(p.k_cache, kHeads); }},
+      {"lse overlaps v_cache", [](Args& a, Problem& p) { a.lse.tensor.data = p.v_cache.data(); }},
+      {"lse overlaps out", [](Args& a, Problem& p) { a.lse.tensor.data = p.out.data(); }},
+      {"tf32 is a way to make fp32 products",
+       [](Args& a, Problem&) {
+         a.tf32 = true;
+         a.q.dtype = bf16;
+         a.k_cache.dtype = a.v_cache.dtype = bf16;
+       }},
+      {"qq_bias has width 0",
+       [](Args& a, Problem& p) {
+         a.qq_bias = {p.qq.data(), 0, 3};
+       }},
+      {"a row stride of 0",
+       [](Args& a, Problem& p) {
+         a.qq_bias = {p.qq.data(), 3, 0};
+       }},
+      {"sequence 1 has 3 query rows; qq_bias is wide enough for 2",
+       [](Args& a, Problem& p) {
+         a.qq_bias = {p.qq.data(), 2, 3};
+       }},
+      {"out is [4, 4, 31]", [](Args& a, Problem&) { a.out.shape[2] = 31; }},
+      {"out is bf16; fp32, or fp8", [](Args& a, Problem&) { a.out.dtype = bf16; }},
+      {"out is e4m3 and there is no out_scale", [](Args& a, Problem&) { a.out.dtype = e4m3; }},
+      {"lse is [4, 3]", [](Args& a, Problem&) { a.lse.tensor.shape[1] = 3; }},
+      {"lse is fp16", [](Args& a, Problem&) { a.lse.tensor.dtype = fp16; }},
+      {"workspace has 0 bytes", [](Args& a, Problem&) { a.workspace = {}; }},
+      {"this call needs", [](Args& a, Problem&) { a.workspace.bytes -= 1; }},
+      {"aligned to 256 bytes",
+       [](Args& a, Problem&) {
+         a.workspace.data = static_cast<std::byte*>(a.workspace.data) + 64;
+       }},
+  };
+}
+
+template <class Args>
+std::vector<Change<Args>> operator+(std::vector<Change<Args>> a, std::vector<Change<Args>> b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+TEST(KernelsRefusals, SegmentedAttentionRefusesByName) {
+  using A = SegmentedAttention;
+  const auto call = [](const Kernels& k, const A& a) { k.segmented_attention(a); };
+  refuse_all<InputError, A>(
+      paged_refusals<A>() +
+          std::vector<Change<A>>{{"out is missing", [](A& a, Problem&) { a.out = {}; }}},
+      [](Problem& p) { return p.segmented(); }, call);
+  refuse_all<Unsupported, A>(
+      {{"head dim 12", [](A& a, Problem&) { a.q.shape[2] = 12; }}},
+      [](Problem& p) { return p.segmented(); }, call);
+  refuse_all<InputError, A>(
+      {
+          {"segments.output is [4, 4, 3, 31]; [4, 4, segments, at least 32]",
+           [](A& a, Problem&) { a.segments.output.shape[3] = 31; }},
+          {"its rows lie one behind the other",
+           [](A& a, Problem&) { a.segments.output.stride[1] += 8; }},
+          {"segments.max is [4, 4, 2]; [4, 4, 3]",
+           [](A& a, Problem&) { a.segments.max.shape[2] = 2; }},
+          {"segments.expsum [] has no data", [](A& a, Problem&) { a.segments.expsum = {}; }},
+          {"segments.max is fp16", [](A& a, Problem&) { a.segments.max.dtype = fp16; }},
+          {"a tile has 0 keys", [](A& a, Problem&) { a.segments.tile = 0; }},
+          {"segments have -1 keys", [](A& a, Problem&) { a.segments.keys = -1; }},
+          {"sequence 1 has 33 keys and its segments hold 30",
+           [](A& a, Problem&) { a.segments.keys = 10; }},
+          {"lse and out_scale go with out", [](A& a, Problem&) { a.out = {}; }},
+      },
+      [](Problem& p) { return p.handed_out(); }, call);
+}
+
+TEST(KernelsRefusals, ContextAttentionRefusesByName) {
+  using A = ContextAttention;
+  const auto fit = [](Problem& p) { return p.context(); };
+  const auto call = [](const Kernels& k, const A& a) { k.context_attention(a); };
+  std::vector<Change<A>> changes = paged_refusals<A>();
+  std::erase_if(changes, [](const Change<A>& change) {  // the new tokens need no room in the cache
+    return std::string(change.text).find("[1][2]") != std::string::npos;
+  });
+  refuse_all<InputError, A>(
+      changes +
+          std::vector<Change<A>>{
+              {"out is missing", [](A& a, Problem&) { a.out = {}, a.lse = {}; }},
+              {"k is [4, 4, 32]; [4, 2, 32]", [](A& a, Problem& p) { a.k = p.rows(p.q, kHeads); }},
+              {"v is bf16; fp32 is wanted", [](A& a, Problem&) { a.v.dtype = bf16; }},
+              {"give one of them",
+               [](A& a, Problem& p) { a.out_scale = a.out_scale_inv = p.one.data(); }},
+              {"block_table[1][1] is 77", [](A&, Problem& p) { p.table[5] = 77; }},
+              {"has 3 new tokens and kv_len 2, which must count them",
+               [](A&, Problem& p) { p.kv_len[1] = 2; }},
+          },
+      fit, call);
+}
+
+TEST(KernelsRefusals, ReduceSegmentsRefusesByName) {
+  using A = ReduceSegments;
+  refuse_all<InputError, A>(
+      {
+          {"out is e5m2 and there is no out_scale", [](A& a, Problem&) { a.out.dtype = e5m2; }},
+          {"kv_len is missing", [](A& a, Problem&) { a.kv_len = nullptr; }},
+          {"needs query_start", [](A& a, Problem&) { a.query_start = nullptr; }},
+          {"segments.output is [4, 4, 3, 40]; [4, 4, segments, at least 48]",
+           [](A& a, Problem&) { a.out.shape[2] = 48; }},
+          {"segments.max [4, 4, 3] has strides",
+           [](A& a, Problem&) { a.segments.max.stride[1] = 4; }},
+          {"kv_len[1] is -5", [](A&, Problem& p) { p.kv_len[1] = -5; }},
+          {"lse is [5, 4]", [](A& a, Problem&) { a.lse.tensor.shape[0] = 5; }},
+          {"sequence 1 has 33 keys and its segments hold 30",
+           [](A& a, Problem&) { a.segments.keys = 10; }},
+          {"out is [4, 0, 32]: dimension 1 has 0 elements",
+           [](A& a, Problem&) { a.out.shape[1] = 0; }},
+          {"lse overlaps out", [](A& a, Problem&) { a.lse.tensor.data = a.out.data; }},
+      },
+      [](Problem& p) { return p.reduce(); },
+      [](const Kernels& k, const A& a) { k.reduce_segments(a); });
+}
+
+TEST(KernelsRefusals, AppendRefusesByNameAndWritesNothing) {
+  using A = AppendKv;
+  Problem before;
+  const std::vector<Change<A>> changes{
+      {"slots[2] is 144, past the end", [](A&, Problem& p) { p.slots[2] = kPages * kPage; }},
+      {"token 2 goes to slot 3, which another token has too",
+       [](A&, Problem& p) { p.slots[2] = 3; }},
+      {"slots is missing", [](A& a, Problem&) { a.slots = nullptr; }},
+      {"k is [4, 2]; [tokens, kv_heads, dim]", [](A& a, Problem&) { a.k.dims = 2; }},
+      {"v is [3, 2, 32]; [4, 2, 32]", [](A& a, Problem&) { a.v.shape[0] = 3; }},
+      {"k is e4m3; fp32, fp16 or bf16", [](A& a, Problem&) { a.k.dtype = e4m3; }},
+      {"k_cache is bf16; fp32, or fp8", [](A& a, Problem&) { a.k_cache.dtype = bf16; }},
+      {"k_cache is e4m3 and there is no k_scale",
+       [](A& a, Problem&) { a.k_cache.dtype = a.v_cache.dtype = e4m3; }},
+      {"pages are", [](A& a, Problem&) { a.k_cache.shape[3] = 16; }},
+      {"k is [4, 2, 0]: dimension 2 has 0", [](A& a, Problem&) { a.k.shape[2] = 0; }},
+      {"slots[0] is 115, past the end",
+       [](A& a, Problem&) { a.k_cache.shape[0] = a.v_cache.shape[0] = 0; }},
+      {"k_cache [9, 16, 2, 32] with strides [1024, 0, 32, 1] is written",
+       [](A& a, Problem&) { a.k_cache.stride[1] = 0; }},
+      {"v_cache overlaps k_cache", [](A& a, Problem&) { a.v_cache = a.k_cache; }},
+      {"k_cache overlaps k", [](A& a, Problem& p) { a.k = p.rows(p.k_cache, kKvHeads); }},
+      {"v_scale[0] is 0; a scale is a finite number, and not 0",
+       [](A& a, Problem& p) { a.v_scale = {p.one.data()}, p.one[0] = 0; }},
+  };
+  for (const Change<A>& change : changes) {
+    Problem p;
+    A a = p.append();
+    change.apply(a, p);
+    expect_refused<InputError>(
+        p, [&] { p.kernels.append_kv(a); }, change.text);
+    EXPECT_EQ(p.k_cache, before.k_cache);
+    EXPECT_EQ(p.v_cache, before.v_cache);
+  }
+}
+
+TEST(KernelsRefusals, MergeRefusesByName) {
+  using A = MergeAttnStates;
+  std::vector<float> a_lse(kTokens * kHeads), b_lse = a_lse;
+  const auto lse = [](std::vector<float>& data) {
+    return Lse::heads_tokens(Tensor(data.data(), fp32, {kHeads, kTokens}));
+  };
+  const auto fit = [&](Problem& p) {
+    return A{.out = p.rows(p.out, kHeads),
+             .out_lse = lse(p.lse),
+             .prefix_out = p.rows(p.q, kHeads),
+             .prefix_lse = lse(a_lse),
+             .suffix_out = p.rows(p.k_cache, kHeads),
+             .suffix_lse = lse(b_lse)};
+  };
+  refuse_all<InputError, A>(
+      {
+          {"prefix_out is [4, 4]", [](A& a, Problem&) { a.prefix_out.dims = 2; }},
+          {"prefix_out is e4m3 and there is no prefix_scale",
+           [](A& a, Problem&) { a.prefix_out.dtype = e4m3; }},
+          {"suffix_out is e5m2 and there is no suffix_scale",
+           [](A& a, Problem&) { a.suffix_out.dtype = e5m2; }},
+          {"suffix_out has a type of number 9, which is none",
+           [](A& a, Problem&) { a.suffix_out.dtype = static_cast<DType>(9); }},
+          {"prefix_scale[0] is nan; a scale is a finite number",
+           [](A& a, Problem& p) { a.prefix_scale = p.one.data(), p.one[0] = NAN; }},
+          {"output_scale[0] is 0; a scale is a finite number, and not 0",
+           [](A& a, Problem& p) { a.output_scale = p.one.data(), p.one[0] = 0; }},
+          {"is written, and its elements overlap: stride 0 of dimension 0",
+           [](A& a, Problem&) { a.out.stride[0] = 0; }},
+          {"has stride -128 in dimension 0; strides are not negative",
+           [](A& a, Problem&) { a.suffix_out.stride[0] = -128; }},
+          {"prefix_out is [4, 0, 32]: dimension 1 has 0 elements",
+           [](A& a, Problem&) { a.prefix_out.shape[1] = 0; }},
+          {"prefix_out is [4, 4, 0]: dimension 2 has 0 elements",
+           [](A& a, Problem&) { a.prefix_out.shape[2] = 0; }},
+          {"is not aligned to its elements",
+           [](A& a, Problem&) {
+             a.prefix_out.data = static_cast<std::byte*>(a.prefix_out.data) + 2;
+           }},
+          {"suffix_out is [3, 4, 32]", [](A& a, Problem&) { a.suffix_out.shape[0] = 3; }},
+          {"out is [4, 4, 16]", [](A& a, Problem&) { a.out.shape[2] = 16; }},
+          {"out is e4m3 and there is no output_scale", [](A& a, Problem&) { a.out.dtype = e4m3; }},
+          {"out has stride 2", [](A& a, Problem&) { a.out.stride[2] = 2; }},
+          {"prefix_lse is fp16", [](A& a, Problem&) { a.prefix_lse.tensor.dtype = fp16; }},
+          {"suffix_lse [] has no data", [](A& a, Problem&) { a.suffix_lse = {}; }},
+          {"out_lse is [4, 3]", [](A& a, Problem&) { a.out_lse.tensor.shape[1] = 3; }},
+          {"prefill_tokens_with_context is -1",
+           [](A& a, Problem&) { a.prefill_tokens_with_context = -1; }},
+          {"out overlaps suffix_out: it must lie apart",
+           [](A& a, Problem&) { a.out = a.suffix_out; }},
+          {"out overlaps prefix_out: it may be the same tensor",
+           [](A& a, Problem& p) { a.out = a.prefix_out, a.prefix_out.data = p.q.data() + 1; }},
+          {"out overlaps prefix_out: it may be the same tensor",
+           [](A& a, Problem& p) {
+             a.out = a.prefix_out, a.out.dtype = e4m3, a.output_scale = p.one.data();
+           }},
+          {"out_lse overlaps suffix_lse", [](A& a, Problem&) { a.out_lse = a.suffix_lse; }},
+      },
+      fit, [](const Kernels& k, const A& a) { k.merge_attn_states(a, LogBase::e); });
+}
+
+TEST(KernelsRefusals, MergeStatesRefusesByName) {
+  using A = MergeStates;
+  std::vector<float> parts_lse(3 * kTokens * kHeads);
+  refuse_all<InputError, A>(
+      {
+          {"parts is [3, 4, 4]; [parts, tokens, heads, dim]",
+           [](A& a, Problem&) { a.parts.dims = 3; }},
+          {"of at least one part", [](A& a, Problem&) { a.parts.shape[0] = 0; }},
+          {"lses is [2, 4, 4]", [](A& a, Problem&) { a.lses.tensor.shape[0] = 2; }},
+          {"out is [5, 4, 32]", [](A& a, Problem&) { a.out.shape[0] = 5; }},
+          {"out is e5m2 and there is no output_scale", [](A& a, Problem&) { a.out.dtype = e5m2; }},
+          {"parts is e4m3 and there is no part_scales",
+           [](A& a, Problem&) { a.parts.dtype = e4m3; }},
+          {"part_scales[0] is inf",
+           [](A& a, Problem& p) { a.part_scales = p.kv_scales.data(), p.kv_scales[2] = INFINITY; }},
+          {"out overlaps parts", [](A& a, Problem& p) { a.out = p.rows(p.k_cache, kHeads); }},
+      },
+      [&](Problem& p) {
+        return A{.out = p.rows(p.out, kHeads),
+                 .parts = Tensor(p.k_cache.data(), fp32, {3, kTokens, kHeads, kDim}),
+                 .lses = Lse::tokens_heads(Tensor(parts_lse.data(), fp32, {3, kTokens, kHeads}))};
+      },
+      [](const Kernels& k, const A& a) { k.merge_states(a, LogBase::two); });
+}
+
+}  // namespace
+}  // namespace longspan

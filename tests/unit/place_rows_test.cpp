@@ -1,0 +1,8 @@
+// Rows to their places, on the host.
+#include "tests/place_rows_tests.hpp"
+
+namespace longspan::tests {
+
+std::unique_ptr<kernels::Backend> make_backend() { return kernels::host_backend(2); }
+
+}  // namespace longspan::tests

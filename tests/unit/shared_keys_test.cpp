@@ -1,0 +1,8 @@
+// Sequences that share their keys, on the host.
+#include "tests/shared_keys_tests.hpp"
+
+namespace longspan::tests {
+
+std::unique_ptr<kernels::Backend> make_backend() { return kernels::host_backend(2); }
+
+}  // namespace longspan::tests

@@ -142,7 +142,8 @@ class MailControl final : public Control {
   }
 
   /// Says where this rank waits and what it means by `run`, and hears what the others say, until
-  /// everyone has spoken, two are found to differ, or the time for it is over.
+  /// everyone has spoken or the time for it is over. A rank that stopped at the first difference
+  /// might name another pair than its peers do: only who heard the same says the same.
   void call_roll(const char* step, milliseconds waited, RunName run) {
     for (const Peer& peer : peers_)
       if (peer.waits && peer.waits->run) run = peer.waits->run;  // it is asked for already
@@ -153,7 +154,7 @@ class MailControl final : public Control {
                        std::to_string(run.run), pack_all(own.means)));
     peers_[rank()].waits = std::move(own);
     Patience patient(grace());
-    while (!patient.over() && count_silent() > 0 && !disagreement(step)) {
+    while (!patient.over() && count_silent() > 0) {
       take();
       fate().check();
       patient.pause();

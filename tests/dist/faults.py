@@ -48,12 +48,13 @@ LAYER = {
     "stop": (7, rf"SAW rank={{victim}} step={STEP} kind=7: Rank {{victim}} did not come to "
                 rf"'{STEP}' within the deadline of {DEADLINE_S} s"),
 }
-# Every rank says the same: the field, both values, and the ranks.
+# Every rank says the same: the field, both values, and the ranks. The first of the two is the lowest
+# rank that has come to this run: one that is late has nothing to say of it yet.
 DIFFERS = {
-    "differ": r"ERR kind=2: 'rows of q' differs between ranks at '{step}': rank 0 has 4, "
-              r"rank {victim} has 3",
-    "length": r"ERR kind=2: 'shard.length' differs between ranks at '{step}': rank 0 has 5000, "
-              r"rank {victim} has 4999",
+    "differ": r"ERR kind=2: ('rows of q' differs) between ranks at '{step}'(: rank [0-2] has 4, "
+              r"rank {victim} has 3)",
+    "length": r"ERR kind=2: ('shard.length' differs) between ranks at '{step}'"
+              r"(: rank [0-2] has 5000, rank {victim} has 4999)",
 }
 
 
@@ -124,7 +125,8 @@ def main():
     elif not options.recovery and status is not None and found != status:
         wrong.append(f"the job ended with status {found}, not {status}")
     if pattern:
-        said = len(re.findall(pattern.format(victim=victim), output))
+        lines = re.findall(pattern.format(victim=victim), output)
+        said = len(lines)
         wanted = options.ranks - 1 if options.recovery else 1
         if said < wanted:
             wrong.append(f"{said} of {options.ranks - 1} survivors said what they saw")
@@ -133,6 +135,8 @@ def main():
                   and "ERR kind=3: k.npy" not in line]
         if others:
             wrong.append(f"some saw something else: {others}")
+        if options.exchange and options.mode in DIFFERS and len(set(lines)) > 1:
+            wrong.append(f"ranks say different things: {sorted(set(lines))}")
 
     late = [float(s) for s in re.findall(r"AFTER ([0-9.]+) s", output) if float(s) > LATE_S]
     if late:

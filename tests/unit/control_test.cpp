@@ -22,27 +22,30 @@ using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 using Letter = Mailbox::Letter;
 
-/// Rank 0 of three, whose letters the test writes.
+/// Rank 0, whose letters the test writes. Nothing comes in place of one that is from rank 0.
 class Written final : public Mailbox {
  public:
-  explicit Written(std::deque<Letter> letters) : letters_(std::move(letters)) {}
+  Written(std::deque<Letter> letters, int size) : letters_(std::move(letters)), size_(size) {}
   int rank() const override { return 0; }
-  int size() const override { return 3; }
+  int size() const override { return size_; }
   void post(int, const std::string&) override {}
   std::optional<Letter> next() override {
     if (letters_.empty()) return std::nullopt;
     Letter letter = letters_.front();
     letters_.pop_front();
+    if (letter.from == 0) return std::nullopt;
     return letter;
   }
   void flush(milliseconds) noexcept override {}
 
  private:
   std::deque<Letter> letters_;
+  int size_;
 };
 
-std::unique_ptr<Control> control_with(std::deque<Letter> letters, milliseconds deadline = 60s) {
-  return mail_control(std::make_unique<Written>(std::move(letters)), deadline);
+std::unique_ptr<Control> control_with(std::deque<Letter> letters, milliseconds deadline = 60s,
+                                      int size = 3) {
+  return mail_control(std::make_unique<Written>(std::move(letters), size), deadline);
 }
 
 void expect_damage(const Letter& letter) {
@@ -85,6 +88,17 @@ TEST(RollCall, NamesWhatTwoRanksMeanDifferentlyByOneRun) {
                                         "rank 2 has 3."));
   }
   EXPECT_TRUE(control->fate().failed());
+}
+
+TEST(RollCall, HearsEveryoneBeforeItNamesWho) {
+  const auto control =
+      control_with({roll(2, 5, 4), roll(3, 5, 3), Letter{.from = 0}, roll(1, 5, 4)}, 60s, 4);
+  try {
+    control->disagree({1, 5}, kOtherwise);
+    ADD_FAILURE() << "went on";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("rank 1 has 4, rank 3 has 3."));
+  }
 }
 
 TEST(RollCall, ComparesNoRanksInDifferentRuns) {

@@ -51,6 +51,9 @@ extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 inline constexpr int warpSize = 32;
 
+// nvcc has these in the global namespace.
+using std::isfinite, std::isinf, std::isnan;
+
 // ---- blocks and warps --------------------------------------------------------------------------
 
 namespace longspan::simulated::builtins {

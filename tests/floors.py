@@ -8,9 +8,9 @@
     1  src/check.hpp env.hpp trace.hpp peer_view.hpp
     0  src/longspan/             std and its own; interop headers may name their library
 
-and four habits that keep the floors clean: strategies name no library, PTX stays in
-kernels/cuda/arch/, kernels start by kernels/cuda/launch.hpp, and only src/env.cpp reads the
-environment.
+and five habits that keep the floors clean: strategies name no library, PTX stays in
+kernels/cuda/arch/, as does what only nvcc understands, kernels start by kernels/cuda/launch.hpp,
+and only src/env.cpp reads the environment.
 """
 
 import pathlib
@@ -26,6 +26,9 @@ INTEROP = {"mpi.hpp": {"mpi.h"}, "nccl.hpp": {"nccl.h"}, "dlpack.hpp": {"dlpack/
 # Whoever has a kernel starts it in one way.
 FOR_ALL_KERNELS = {"kernels/cuda/launch.hpp"}
 
+# The simulator's fibers change stacks by instructions of the processor.
+FIBERS = {"kernels/simulated/fiber.cpp"}
+
 FOREIGN = {"hwy"}  # Highway wants quotes: it includes its own files again and again
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
@@ -33,6 +36,10 @@ STANDARD = re.compile(r"[a-z_]+")  # <vector>, <cstddef>: a name without a folde
 LIBRARY = re.compile(r"cuda|nccl|(\b|_)mpi", re.IGNORECASE)
 ASM = re.compile(r"\basm\b\s*(volatile\b|__volatile__\b)?\s*\(")
 TRIPLE = re.compile(r"<<<")
+# Kernels choose by `if constexpr` (arch/target.cuh) and ask arch/shared.cuh for memory, so that other
+# compilers take them as they are. Which kernels a build holds is decided on the host.
+NVCC = re.compile(r"\b__CUDA_ARCH|\b__CUDACC__|\b__shared__\b|"
+                  r"^\s*#\s*(if|elif)(?!def LONGSPAN_SM90A$)")
 GETENV = re.compile(r"\bgetenv\s*\(")
 
 
@@ -88,8 +95,11 @@ def judge(path, line):
         return "a strategy names no library"
     if TRIPLE.search(line):
         return "kernels start by kernels/cuda/launch.hpp"
-    if ASM.search(line) and not path.startswith("kernels/cuda/arch/"):
+    if ASM.search(line) and not path.startswith("kernels/cuda/arch/") and path not in FIBERS:
         return "PTX stands in kernels/cuda/arch/ only"
+    if (path.startswith("kernels/cuda/") and not path.startswith("kernels/cuda/arch/")
+            and NVCC.search(line.split("//")[0].rstrip())):
+        return "what only nvcc understands stands in kernels/cuda/arch/ only"
     if GETENV.search(line) and path != "src/env.cpp":
         return "only src/env.cpp reads the environment"
     return None
@@ -129,6 +139,19 @@ CASES = [
     ("launcher/graph.hpp", '#include "bench/timing.hpp"', False),
     ("kernels/cuda/attend.cuh", '  asm volatile("mma.sync ...");', False),
     ("kernels/cuda/arch/mma.cuh", '  asm volatile("mma.sync ...");', True),
+    ("kernels/cuda/rows.cu", "  __shared__ int sum;", False),
+    ("kernels/cuda/rows.cu", "  extern __shared__ std::byte memory[];", False),
+    ("kernels/cuda/loader.cuh", "  if constexpr (__CUDA_ARCH__ >= 890)", False),
+    ("kernels/cuda/loader.cuh", "#if SOMETHING", False),
+    ("kernels/cuda/loader.cuh", "  # elif SOMETHING", False),
+    ("kernels/cuda/loader.cuh", "#ifdef LONGSPAN_LOADER", False),
+    ("kernels/cuda/view.cuh", "#if defined(__CUDACC__)", False),
+    ("kernels/cuda/attend_sm90.cuh", "constexpr bool k = __CUDA_ARCH_FEAT_SM90_ALL;", False),
+    ("kernels/cuda/attend_sm90.cu", "#ifdef LONGSPAN_SM90A", True),
+    ("kernels/cuda/code.hpp", "// Device code decides by __CUDA_ARCH__, and the host too.", True),
+    ("kernels/cuda/arch/target.cuh", "#if defined(__CUDA_ARCH__)", True),
+    ("kernels/cuda/arch/shared.cuh", "  __shared__ T variable;", True),
+    ("kernels/memory.cpp", "#if defined(LONGSPAN_HAVE_CUDA)", True),
     ("comm/mpi/mpi.cpp", 'std::getenv("RANK")', False),
     ("src/env.cpp", 'std::getenv("RANK")', True),
 ]

@@ -1,10 +1,19 @@
 // Seeds of tests that draw new inputs in every run; a test names its seed where it fails.
 #pragma once
 
+#include <optional>
 #include <random>
 
 namespace longspan::testing {
 
-inline unsigned fresh_seed() { return std::random_device{}(); }
+/// Where it is set, seeds follow from it: whoever runs a test again has the same inputs.
+inline std::optional<std::mt19937>& repeated_seeds() {
+  static std::optional<std::mt19937> seeds;
+  return seeds;
+}
+
+inline unsigned fresh_seed() {
+  return repeated_seeds() ? (*repeated_seeds())() : std::random_device{}();
+}
 
 }  // namespace longspan::testing

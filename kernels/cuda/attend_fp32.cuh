@@ -11,10 +11,12 @@
 // scales, biases), so that plain tensors pay for nothing else.
 #pragma once
 
+#include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/arch/sm80.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/fold_stack.cuh"
+#include "kernels/cuda/next_work.cuh"
 #include "kernels/cuda/store_state.cuh"
 #include "kernels/cuda/view.cuh"
 
@@ -269,7 +271,7 @@ template <class Traits>
 __global__ __launch_bounds__(Traits::kThreads,
                              2) void attend_fp32_kernel(const __grid_constant__ AttendParams p,
                                                         const __grid_constant__ Plan plan) {
-  extern __shared__ __align__(128) std::byte memory[];
+  std::byte* const memory = arch::dynamic_shared<128>();
   float* queries = reinterpret_cast<float*>(memory);
   float* slice = queries + Traits::kRows * Traits::kQueryStride;
   float* weights = slice + Traits::kSliceFloats;

@@ -10,10 +10,12 @@
 // the GPU, several blocks share the keys of one (Plan::splits).
 #pragma once
 
+#include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/fold_stack.cuh"
 #include "kernels/cuda/loader.cuh"
+#include "kernels/cuda/next_work.cuh"
 #include "kernels/cuda/store_state.cuh"
 #include "kernels/cuda/view.cuh"
 
@@ -311,7 +313,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
   using T = typename Traits::Element;
   constexpr int kKeys = Traits::kKeys;
   static_assert(sizeof(Piece<kInvariant>) <= Traits::kPieceBytes);
-  extern __shared__ __align__(128) std::byte shared[];
+  std::byte* const shared = arch::dynamic_shared<128>();
   const std::uint32_t queries = arch::shared_address(shared);
   const std::uint32_t stages = queries + Traits::kQueryBytes;  // K0 V0 (K1 V1)
   Interval* rows = reinterpret_cast<Interval*>(shared + Traits::kQueryBytes +

@@ -18,6 +18,8 @@
 // no tile reaches past the keys, and under a causal mask only the first tile is cut by the mask.
 #pragma once
 
+#include "kernels/cuda/arch/shared.cuh"
+#include "kernels/cuda/arch/target.cuh"
 #include "kernels/cuda/attend_sm90_block.cuh"
 #include "kernels/cuda/attend_sm90_fp8.cuh"
 #include "kernels/cuda/attend_sm90_items.cuh"
@@ -296,64 +298,64 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_constant__ Call call) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // builds for other GPUs hold an empty kernel that nobody launches
-  extern __shared__ __align__(1024) std::byte memory[];
-  Shared<T>& shared = *reinterpret_cast<Shared<T>*>(memory);
+  // Builds for other GPUs hold an empty kernel that nobody launches.
+  if constexpr (kHasWgmma) {
+    Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic_shared<1024>());
 
-  if (threadIdx.x == 0) {
-    constexpr int kConsumerWarps = 4 * T::kConsumers;
-    prefetch_map(&call.q);
-    if (!has_pages<T>(call)) {
-      prefetch_map(&call.k);
-      prefetch_map(&call.v);
-    }
-    for (int i = 0; i < 2; ++i) {
-      shared.item_full[i].init(32);
-      const int loaders = has_pages<T>(call) ? kPageWarps + 1 : 1;
-      shared.item_empty[i].init(128 * T::kConsumers + loaders + T::kTransposers);
-    }
-    shared.item_wanted.init(1);
-    for (int i = 0; i < T::kConsumers; ++i) {
-      shared.q_full[i].init(1);
-      shared.q_empty[i].init(4);
-    }
-    for (int i = 0; i < T::kStages; ++i) {
-      shared.k_full[i].init(1);
-      shared.k_empty[i].init(kConsumerWarps);
-      shared.v_full[i].init(T::kEightBits ? T::kTransposers / 32 : 1);
-      shared.v_empty[i].init(kConsumerWarps);
-      if constexpr (T::kPages) {
-        shared.landed.k[i].init(kPageWarps);
-        shared.landed.v[i].init(kPageWarps);
+    if (threadIdx.x == 0) {
+      constexpr int kConsumerWarps = 4 * T::kConsumers;
+      prefetch_map(&call.q);
+      if (!has_pages<T>(call)) {
+        prefetch_map(&call.k);
+        prefetch_map(&call.v);
       }
+      for (int i = 0; i < 2; ++i) {
+        shared.item_full[i].init(32);
+        const int loaders = has_pages<T>(call) ? kPageWarps + 1 : 1;
+        shared.item_empty[i].init(128 * T::kConsumers + loaders + T::kTransposers);
+      }
+      shared.item_wanted.init(1);
+      for (int i = 0; i < T::kConsumers; ++i) {
+        shared.q_full[i].init(1);
+        shared.q_empty[i].init(4);
+      }
+      for (int i = 0; i < T::kStages; ++i) {
+        shared.k_full[i].init(1);
+        shared.k_empty[i].init(kConsumerWarps);
+        shared.v_full[i].init(T::kEightBits ? T::kTransposers / 32 : 1);
+        shared.v_empty[i].init(kConsumerWarps);
+        if constexpr (T::kPages) {
+          shared.landed.k[i].init(kPageWarps);
+          shared.landed.v[i].init(kPageWarps);
+        }
+      }
+      if constexpr (T::kEightBits) {
+        shared.stored.full.init(1);
+        shared.stored.empty.init(T::kTransposers / 32);
+      }
+      publish_barriers();
     }
-    if constexpr (T::kEightBits) {
-      shared.stored.full.init(1);
-      shared.stored.empty.init(T::kTransposers / 32);
-    }
-    publish_barriers();
-  }
-  __syncthreads();
+    __syncthreads();
 
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup == 0) {
-    give_registers<T::kProducerRegisters>();
-    if (threadIdx.x / 32 == 1)
-      schedule<T>(call, shared);
-    else if (threadIdx.x == 0 && !has_pages<T>(call))
-      load<T>(call, shared);
-    if constexpr (T::kPages)
-      if (threadIdx.x / 32 != 1 && has_pages<T>(call)) load_pages<T>(call, shared);
-    if constexpr (T::kEightBits)
-      if (threadIdx.x >= 128 - T::kTransposers) transpose<T>(shared);
-  } else {
-    take_registers<T::kConsumerRegisters>();
-    if constexpr (T::kEightBits)
-      consume_e4m3<T>(call, shared, warpgroup - 1);
-    else
-      consume<T>(call, shared, warpgroup - 1);
+    const int warpgroup = threadIdx.x / 128;
+    if (warpgroup == 0) {
+      give_registers<T::kProducerRegisters>();
+      if (threadIdx.x / 32 == 1)
+        schedule<T>(call, shared);
+      else if (threadIdx.x == 0 && !has_pages<T>(call))
+        load<T>(call, shared);
+      if constexpr (T::kPages)
+        if (threadIdx.x / 32 != 1 && has_pages<T>(call)) load_pages<T>(call, shared);
+      if constexpr (T::kEightBits)
+        if (threadIdx.x >= 128 - T::kTransposers) transpose<T>(shared);
+    } else {
+      take_registers<T::kConsumerRegisters>();
+      if constexpr (T::kEightBits)
+        consume_e4m3<T>(call, shared, warpgroup - 1);
+      else
+        consume<T>(call, shared, warpgroup - 1);
+    }
   }
-#endif
 }
 
 }  // namespace longspan::kernels::sm90

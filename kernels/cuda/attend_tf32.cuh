@@ -10,12 +10,14 @@
 // take pages of any layout, fp8, scales and biases.
 #pragma once
 
+#include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/arch/sm80.cuh"
 #include "kernels/cuda/arch/tf32.cuh"
 #include "kernels/cuda/attend_fp32.cuh"
 #include "kernels/cuda/attend_tf32.hpp"
 #include "kernels/cuda/bias.cuh"
 #include "kernels/cuda/fold_stack.cuh"
+#include "kernels/cuda/next_work.cuh"
 #include "kernels/cuda/store_state.cuh"
 #include "kernels/cuda/view.cuh"
 
@@ -182,7 +184,7 @@ __device__ inline void store_tf32(const AttendParams& p, const Plan& plan, const
 template <class Traits>
 __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_tf32_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
-  extern __shared__ __align__(128) std::byte memory[];
+  std::byte* const memory = arch::dynamic_shared<128>();
   float* queries = reinterpret_cast<float*>(memory);
   float* slice = queries + Traits::kRows * Traits::kQueryStride;
   int* columns = reinterpret_cast<int*>(slice + Traits::kSliceFloats);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/target.cuh"
 #include "kernels/cuda/decode_boxes.hpp"
 #include "kernels/cuda/decode_bytes.cuh"
 #include "kernels/cuda/decode_shared.cuh"
@@ -96,10 +97,10 @@ class DecodeLoader {
       by_place_k_ = !boxes.k_valid && come_by_places<Traits>(p.k, p.pages);
       by_place_v_ = !boxes.v_valid && come_by_places<Traits>(p.v, p.pages);
     }
-#if __CUDA_ARCH__ >= 900
-    if (thread_ == 0 && boxes.k_valid) arch::prefetch_map(&boxes.k);
-    if (thread_ == 0 && boxes.v_valid) arch::prefetch_map(&boxes.v);
-#endif
+    if constexpr (arch::kTarget >= 900) {
+      if (thread_ == 0 && boxes.k_valid) arch::prefetch_map(&boxes.k);
+      if (thread_ == 0 && boxes.v_valid) arch::prefetch_map(&boxes.v);
+    }
     arch::wait_for_kernels_before();
   }
 
@@ -175,18 +176,18 @@ class DecodeLoader {
   /// late one looks.
   __device__ __forceinline__ void load_box(std::uint32_t tile, const CUtensorMap* map, int stage,
                                            arch::Barrier& full) {
-#if __CUDA_ARCH__ >= 900
-    if (thread_ >= 32) return;
-    wait_free();
-    if (thread_ == 0) full.arrive_expecting(Traits::kStageBytes);
-    __syncwarp();
-    const int of_stage = thread_ - stage * Traits::kStageTiles;
-    if (static_cast<unsigned>(of_stage) >= Traits::kStageTiles ||
-        of_stage * kBoxKeys % boxes_.keys != 0)
-      return;
-    arch::load_box(tile + of_stage * Traits::kTileBytes, map, 0, box_row_, 0,
-                   shared_.piece[load_.piece].work.kv_head, box_page_, &full);
-#endif
+    if constexpr (arch::kTarget >= 900) {
+      if (thread_ >= 32) return;
+      wait_free();
+      if (thread_ == 0) full.arrive_expecting(Traits::kStageBytes);
+      __syncwarp();
+      const int of_stage = thread_ - stage * Traits::kStageTiles;
+      if (static_cast<unsigned>(of_stage) >= Traits::kStageTiles ||
+          of_stage * kBoxKeys % boxes_.keys != 0)
+        return;
+      arch::load_box(tile + of_stage * Traits::kTileBytes, map, 0, box_row_, 0,
+                     shared_.piece[load_.piece].work.kv_head, box_page_, &full);
+    }
   }
 
   const AttendParams& p_;

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/arch/sm80.cuh"
+#include "kernels/cuda/arch/target.cuh"
 #include "kernels/cuda/loader.cuh"
 #include "kernels/cuda/view.cuh"
 
@@ -188,12 +189,12 @@ class ValueFragments {
 /// The four fp8 numbers of a register as fp16: the first two, the other two.
 template <class Traits>
 __device__ __forceinline__ void widen(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
-#if __CUDA_ARCH__ >= 890
-  arch::widen_fp8<Traits::kE5M2>(four, low, high);
-#else
-  low = widen_two<__half>(four & 0xffff, Traits::kE5M2);
-  high = widen_two<__half>(four >> 16, Traits::kE5M2);
-#endif
+  if constexpr (arch::kTarget >= 890) {
+    arch::widen_fp8<Traits::kE5M2>(four, low, high);
+  } else {
+    low = widen_two<__half>(four & 0xffff, Traits::kE5M2);
+    high = widen_two<__half>(four >> 16, Traits::kE5M2);
+  }
 }
 
 /// s = K Q^T for 16 keys and all rows: of even and of odd slices a sum each, as products wait for

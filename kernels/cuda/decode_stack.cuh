@@ -56,6 +56,10 @@ class DecodeStack {
   __device__ __forceinline__ static void store(float4* level, const State& state) {
 #pragma unroll
     for (int q = 0; q < State::kQuads; ++q) quad(level, q) = state.quad(q);
+    // The place was another state's, whose scalars all lanes have read and four now overwrite: in
+    // memory that of the state that this call folded last, as it has as many above it; in shared
+    // memory one that an earlier call folded.
+    __syncwarp();
     if (threadIdx.x % 32 >= 4) return;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {

@@ -1,6 +1,7 @@
 // The digest of small arrays (kernels/digest.hpp) in one block, and what a rank says of its run.
 #include "kernels/cuda/digest.hpp"
 
+#include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/launch.hpp"
 
 namespace longspan::kernels::cuda {
@@ -9,7 +10,7 @@ namespace {
 constexpr int kThreads = 256;
 
 __global__ __launch_bounds__(kThreads) void digest_kernel(const __grid_constant__ DigestParams p) {
-  __shared__ unsigned long long sum;
+  auto& sum = arch::shared_variable<unsigned long long>();
   std::uint64_t all = 0;
   for (int n = 0; n < p.count; ++n) {
     if (threadIdx.x == 0) sum = 0;

@@ -18,6 +18,7 @@
 // first look for the peers' words.
 #include <algorithm>
 
+#include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/exchange.hpp"
 #include "kernels/cuda/exchange_words.cuh"
@@ -125,7 +126,7 @@ __device__ void send_rows(const Route& r, const Turn& turn, std::uint32_t first,
 template <int kAlone, int kLevels>
 __global__ __launch_bounds__(kThreads,
                              1) void exchange_parts_kernel(const __grid_constant__ PartsTask task) {
-  __shared__ Waiting<kThreads> waiting;
+  auto& waiting = arch::shared_variable<Waiting<kThreads>>();
   const Route& r = task.route;
   const ExchangeParams& p = task.params;
   if (blockIdx.x == 0) return compare_headers(r, p);

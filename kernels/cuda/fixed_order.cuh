@@ -8,9 +8,9 @@
 // waits on level k for its sibling. Missing places therefore keep the bits.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
+#include "kernels/cuda/arch/bits.cuh"
 #include "kernels/params.hpp"
 #include "longspan/order.hpp"
 #include "longspan/state.hpp"
@@ -127,12 +127,7 @@ class SegmentWalk {
 
 /// The level on which the subtree of place `from` waits when the walk goes on at place `to`.
 LONGSPAN_HD inline int finished_level(std::int64_t from, std::int64_t to) {
-  const std::uint64_t changed = static_cast<std::uint64_t>(from ^ to);
-#if defined(__CUDA_ARCH__)
-  return 63 - __clzll(static_cast<long long>(changed));
-#else
-  return std::bit_width(changed) - 1;
-#endif
+  return arch::highest_bit(static_cast<std::uint64_t>(from ^ to));
 }
 
 /// The most states that wait at a time in the fold of a sequence of up to `keys` keys. In every

@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/access.hpp"
 #include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/attend_sm90.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/divisor.hpp"
@@ -81,10 +82,10 @@ __device__ void transpose(Bits (*tile)[kMostDim + kVector], const Bits* const* r
 /// blockIdx.x = 64 keys, blockIdx.y = a head and every gridDim.y-th after it, blockIdx.z = a
 /// sequence's keys or values.
 __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant__ Call call) {
-  extern __shared__ __align__(16) std::byte memory[];  // for Access::keys
-  __shared__ const Bits* rows[kKeys];                  // of a key of head 0
+  auto& rows = arch::shared_variable<const Bits* [kKeys]>();  // of a key of head 0
   arch::let_next_kernel_start();  // attention of short sequences, which then waits for the copy
-  const auto tile = reinterpret_cast<Bits(*)[kMostDim + kVector]>(memory);
+  const auto tile = reinterpret_cast<Bits(*)[kMostDim + kVector]>(
+      arch::dynamic_shared<16>());  // for Access::keys
   const AttendParams& p = call.p;
   const int b = static_cast<int>(blockIdx.z / 2), own = static_cast<int>(threadIdx.x);
   const Copy& copy = call.copies[blockIdx.z % 2];

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/access.hpp"
+#include "kernels/cuda/arch/target.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/tile.cuh"
 
@@ -26,22 +27,23 @@ namespace longspan::kernels::cuda {
 template <class T>
 __device__ inline std::uint32_t widen_two(std::uint32_t two, bool e5m2) {
   std::uint32_t halves;
-#if __CUDA_ARCH__ >= 890
-  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two),
-                                                     e5m2 ? __NV_E5M2 : __NV_E4M3);
-  halves = static_cast<std::uint32_t>(raw.x) | static_cast<std::uint32_t>(raw.y) << 16;
-#else
-  halves = __byte_perm(two, 0, 0x1404);  // e5m2: the upper byte of a half
-  if (!e5m2) {
-    const std::uint32_t sign = halves & 0x80008000u, magnitude = halves >> 1 & 0x3f803f80u;
-    const __half2_raw raw{static_cast<unsigned short>(magnitude),
-                          static_cast<unsigned short>(magnitude >> 16)};
-    const __half2_raw scaled =
-        __hmul2(__half2(raw), __half2half2(__ushort_as_half(0x5c00)));  // 256
-    halves = sign | static_cast<std::uint32_t>(scaled.x) |
-             static_cast<std::uint32_t>(scaled.y) << 16 | __vcmpeq2(magnitude, 0x3f803f80u);  // NaN
+  if constexpr (arch::kTarget >= 890) {
+    const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two),
+                                                       e5m2 ? __NV_E5M2 : __NV_E4M3);
+    halves = static_cast<std::uint32_t>(raw.x) | static_cast<std::uint32_t>(raw.y) << 16;
+  } else {
+    halves = __byte_perm(two, 0, 0x1404);  // e5m2: the upper byte of a half
+    if (!e5m2) {
+      const std::uint32_t sign = halves & 0x80008000u, magnitude = halves >> 1 & 0x3f803f80u;
+      const __half2_raw raw{static_cast<unsigned short>(magnitude),
+                            static_cast<unsigned short>(magnitude >> 16)};
+      const __half2_raw scaled =
+          __hmul2(__half2(raw), __half2half2(__ushort_as_half(0x5c00)));  // 256
+      halves = sign | static_cast<std::uint32_t>(scaled.x) |
+               static_cast<std::uint32_t>(scaled.y) << 16 |
+               __vcmpeq2(magnitude, 0x3f803f80u);  // NaN
+    }
   }
-#endif
   if constexpr (std::is_same_v<T, __half>) {
     return halves;
   } else {

@@ -8,6 +8,7 @@
 
 #include "kernels/batch_rows.hpp"
 #include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/fold_slots.cuh"
@@ -112,7 +113,7 @@ template <int kLevels, bool kFinish>
 __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
     const __grid_constant__ MergeParams m, bool wide) {
-  __shared__ Waiting<kFoldThreads> waiting;
+  auto& waiting = arch::shared_variable<Waiting<kFoldThreads>>();
   const unsigned row = blockIdx.x * blockDim.z + threadIdx.z;
   const unsigned last_row = static_cast<unsigned>(plan.parts.rows) - 1;
   const unsigned heads = static_cast<unsigned>(p.heads);

@@ -4,6 +4,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/launch.hpp"
 #include "kernels/cuda/merge.hpp"
 
@@ -15,7 +16,7 @@ using Scan = cub::BlockScan<std::int64_t, kThreads>;
 
 /// One block. key_start[b] = keys of the sequences before b.
 __global__ void key_starts_kernel(const __grid_constant__ KeyStartParams p) {
-  __shared__ typename Scan::TempStorage scan;
+  auto& scan = arch::shared_variable<Scan::TempStorage>();
   std::int64_t before = 0;
   for (int first = 0; first < p.batch; first += kThreads) {
     const int b = first + static_cast<int>(threadIdx.x);
@@ -36,8 +37,8 @@ __global__ void padded_key_starts_kernel(const __grid_constant__ KeyStartParams 
 /// A thread a row of the map, blockIdx.y a rank: finds the sequence that holds the rank's i-th row
 /// among kThreads sequences at a time.
 __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
-  __shared__ typename Scan::TempStorage scan;
-  __shared__ std::int64_t starts[kThreads + 1];
+  auto& scan = arch::shared_variable<Scan::TempStorage>();
+  auto& starts = arch::shared_variable<std::int64_t[kThreads + 1]>();
   const Shard shard = p.shard.on(static_cast<int>(blockIdx.y));
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   std::int64_t before = 0, row = -1;

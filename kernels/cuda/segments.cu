@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "kernels/batch_rows.hpp"
+#include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/launch.hpp"
 #include "kernels/cuda/merge.hpp"
@@ -82,8 +83,8 @@ __device__ float greater(float a, float b) { return a > b || a != a ? a : b; }
 template <int kCount>
 __global__ __launch_bounds__(kThreads) void reduce_kernel(
     const __grid_constant__ ReduceSegmentsParams p, int groups) {
-  __shared__ float shared[kThreads / 32];
-  __shared__ float sums[kThreads][kCount];
+  auto& shared = arch::shared_variable<float[kThreads / 32]>();
+  auto& sums = arch::shared_variable<float[kThreads][kCount]>();
   const std::int64_t row = blockIdx.x, token = row / p.heads;
   const int head = static_cast<int>(row - token * p.heads);
   const std::int64_t local_len = local_len_of(p.batch, p.shard, token);

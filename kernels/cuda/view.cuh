@@ -327,16 +327,4 @@ LONGSPAN_HD inline Target target_of(const AttendParams& p, const Plan& plan,
   return {slots.data + slot * slots.slot_bytes(), slots.rows, row, slots.dim};
 }
 
-#if defined(__CUDACC__)
-/// What a block does after work `index`. All its threads call this; `slot` is in shared memory.
-__device__ inline int next_work(const Plan& plan, int index, int* slot) {
-  const int blocks = static_cast<int>(gridDim.x);
-  if (plan.ticket == nullptr) return index + blocks;
-  __syncthreads();
-  if (threadIdx.x == 0) *slot = blocks + atomicAdd(plan.ticket, 1);
-  __syncthreads();
-  return *slot;
-}
-#endif
-
 }  // namespace longspan::kernels::cuda

@@ -69,9 +69,8 @@ void engine_writes(void* to, std::size_t bytes);
 
 /// A product of this warp's on the tensor cores (wgmma), run at its group's commit or later, at the
 /// latest when the warp waits for the group. All lanes call it together; the accumulators of the
-/// lanes are poison meanwhile. `run` gets what each lane has brought; the last lane's copy of it is
-/// kept.
-using Product = std::function<void(void* const (&lanes)[32])>;
+/// lanes are poison meanwhile, so `run` gets them beside what each lane has brought.
+using Product = std::function<void(void* const (&lanes)[32], float* const (&sums)[32])>;
 void begin_products(Site site);
 void queue_product(void* data, std::size_t bytes, float* accumulators, int count, Product run,
                    Site site);

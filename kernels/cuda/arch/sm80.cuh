@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/cuda/arch/target.cuh"
+
 namespace longspan::kernels::cuda::arch {
 
 /// Address in the shared window, as ldmatrix and cp.async want it.
@@ -113,11 +115,13 @@ __device__ inline std::uint32_t pack(float low, float high) {
   return packed;
 }
 
-#if __CUDA_ARCH__ >= 890
-/// Four fp8 numbers to fp16, exactly: the first two, the other two.
+/// Four fp8 numbers to fp16, exactly: the first two, the other two. An instruction of sm_89 and
+/// later: code for others may name this, and does not come here.
 template <bool kE5M2>
 __device__ inline void widen_fp8(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
-  if constexpr (kE5M2)
+  if constexpr (kTarget < 890)
+    __trap();
+  else if constexpr (kE5M2)
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
         "cvt.rn.f16x2.e5m2x2 %0, l;\ncvt.rn.f16x2.e5m2x2 %1, h;\n}\n"
         : "=r"(low), "=r"(high)
@@ -128,7 +132,6 @@ __device__ inline void widen_fp8(std::uint32_t four, std::uint32_t& low, std::ui
         : "=r"(low), "=r"(high)
         : "r"(four));
 }
-#endif
 
 /// Bytes of shared memory that the launch asked for.
 __device__ inline int dynamic_shared_bytes() {

@@ -1,0 +1,171 @@
+#include "kernels/simulated/fiber.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <deque>
+#include <new>
+#include <vector>
+
+#include "kernels/simulated/race_detector.hpp"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#define LONGSPAN_ASAN(x) x
+#else
+#define LONGSPAN_ASAN(x)
+#endif
+
+#if !defined(__x86_64__)
+#error \
+    "the simulator switches stacks with instructions of x86-64: add this processor's in fiber.cpp"
+#endif
+
+// Saves what a call preserves on the stack that ends, and takes it from the one that goes on.
+extern "C" void longspan_switch_stack(void** from, void* to);
+asm(R"(
+.text
+.globl longspan_switch_stack
+.hidden longspan_switch_stack
+.type longspan_switch_stack,@function
+longspan_switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size longspan_switch_stack,.-longspan_switch_stack
+)");
+
+namespace longspan::simulated {
+namespace {
+
+// Room for the largest frames of kernels, several times over: unused pages cost nothing.
+constexpr std::size_t kStackBytes = std::size_t{512} << 10;
+
+std::vector<char*>& free_stacks() {
+  static std::vector<char*> stacks;
+  return stacks;
+}
+// Of ThreadSanitizer, which has 8,128 at most. Accesses of one context are never found to race with
+// each other, so the one that has been free for longest is taken, and new ones as long as there
+// are.
+constexpr int kMostContexts = 6000;
+[[maybe_unused]] int contexts_made = 0;
+[[maybe_unused]] std::deque<void*>& free_contexts() {
+  static std::deque<void*> contexts;
+  return contexts;
+}
+
+char* take_stack() {
+  if (!free_stacks().empty()) {
+    char* stack = free_stacks().back();
+    free_stacks().pop_back();
+    return stack;
+  }
+  void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  mprotect(memory, static_cast<std::size_t>(sysconf(_SC_PAGESIZE)), PROT_NONE);
+  return static_cast<char*>(memory);
+}
+
+[[maybe_unused]] void* take_context() {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  if (free_contexts().empty() || contexts_made < kMostContexts) {
+    ++contexts_made;
+    return __tsan_create_fiber(0);
+  }
+  void* context = free_contexts().front();
+  free_contexts().pop_front();
+  // What it knew as another does not matter: it was over before this one begins.
+  void* const before = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(context, 0);
+  __tsan_switch_to_fiber(before, 1);
+  return context;
+#else
+  return nullptr;
+#endif
+}
+
+void* scheduler_pointer = nullptr;
+[[maybe_unused]] void* scheduler_context = nullptr;
+[[maybe_unused]] void* scheduler_fake_stack = nullptr;
+[[maybe_unused]] const void* scheduler_bottom = nullptr;
+[[maybe_unused]] std::size_t scheduler_size = 0;
+
+}  // namespace
+
+Fiber::~Fiber() { end(); }
+
+void Fiber::begin(Entry entry) {
+  stack_ = take_stack();
+  void** top = reinterpret_cast<void**>(stack_ + kStackBytes);
+  *--top = nullptr;  // where entry would return to
+  *--top = reinterpret_cast<void*>(entry);
+  for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
+  stack_pointer_ = top;
+#ifdef LONGSPAN_SIMULATED_TSAN
+  context_ = take_context();
+#endif
+}
+
+void Fiber::end() {
+  if (stack_ == nullptr) return;
+  LONGSPAN_ASAN(ASAN_UNPOISON_MEMORY_REGION(stack_, kStackBytes));
+  free_stacks().push_back(stack_);
+  stack_ = nullptr;
+#ifdef LONGSPAN_SIMULATED_TSAN
+  free_contexts().push_back(context_);
+  context_ = nullptr;
+#endif
+}
+
+void Fiber::enter() {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  scheduler_context = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(context_, 1);
+#endif
+  LONGSPAN_ASAN(__sanitizer_start_switch_fiber(&scheduler_fake_stack, stack_, kStackBytes));
+  longspan_switch_stack(&scheduler_pointer, stack_pointer_);
+  LONGSPAN_ASAN(__sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr));
+}
+
+void Fiber::leave([[maybe_unused]] bool for_good) {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  __tsan_switch_to_fiber(scheduler_context, 1);
+#endif
+  LONGSPAN_ASAN(__sanitizer_start_switch_fiber(for_good ? nullptr : &fake_stack_, scheduler_bottom,
+                                               scheduler_size));
+  longspan_switch_stack(&stack_pointer_, scheduler_pointer);
+  LONGSPAN_ASAN(__sanitizer_finish_switch_fiber(fake_stack_, &scheduler_bottom, &scheduler_size));
+}
+
+void Fiber::arrive() {
+  LONGSPAN_ASAN(__sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size));
+}
+
+void Agent::begin() {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  if (context_ == nullptr) context_ = take_context();
+#endif
+}
+Agent::~Agent() {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  if (context_ != nullptr) free_contexts().push_back(context_);
+#endif
+}
+
+}  // namespace longspan::simulated

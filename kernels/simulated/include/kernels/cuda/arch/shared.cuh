@@ -1,0 +1,28 @@
+// A block's shared memory in the simulator: what the launch asked for, and variables of kernels.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/simulated/thread.hpp"
+
+namespace longspan::kernels::cuda::arch {
+
+/// The beginning of the block's dynamic shared memory, at a multiple of kAlign bytes.
+template <int kAlign>
+std::byte* dynamic_shared(simulated::Site site = simulated::Site::current()) {
+  std::byte* const memory = simulated::dynamic_shared();
+  if (reinterpret_cast<std::uintptr_t>(memory) % kAlign != 0)
+    simulated::fail("dynamic shared memory is not aligned as the kernel wants it", site);
+  return memory;
+}
+
+/// A variable of the block, of any content at first. Whoever asks for the same T and kId gets the
+/// same one.
+template <class T, int kId = 0>
+T& shared_variable() {
+  static const char kKey = 0;
+  return *static_cast<T*>(simulated::static_shared(&kKey, sizeof(T), alignof(T)));
+}
+
+}  // namespace longspan::kernels::cuda::arch

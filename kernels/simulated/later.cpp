@@ -1,0 +1,385 @@
+// What happens later than it was asked for: copies of threads and of the copy engine, products of
+// the tensor cores, and words on their way to other GPUs. Each waits here until a schedule lets it
+// happen, or until somebody waits for it; the places that it will write are poison meanwhile.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/simulated/state.hpp"
+
+namespace longspan::simulated {
+namespace {
+
+std::vector<Lane*> copying;      // with copies under way
+std::vector<Warp*> multiplying;  // with groups that are committed
+std::vector<std::unique_ptr<EngineCopy>> engine_copies;
+
+struct Word {
+  void* to;
+  std::uint64_t value;
+  int bytes;
+  const Block* block;
+  const Grid* grid;
+};
+std::vector<Word> words;  // in the order in which they were sent
+
+void poison(void* to, std::size_t bytes) { std::memset(to, 0xff, bytes); }
+
+template <class T>
+void remove(std::vector<T*>& list, T* what) {
+  list.erase(std::remove(list.begin(), list.end(), what), list.end());
+}
+
+// ---- copies of threads -------------------------------------------------------------------------
+
+void queue_copy(Copy copy) {
+  Lane& lane = *current;
+  if (lane.copies.empty()) copying.push_back(&lane);
+  copy.number = ++lane.queued;
+  lane.copies.push_back(copy);
+  lane.copies_queued.release();
+  if (schedule().land >= 1) land_one();
+}
+
+void land(Lane& lane, std::size_t which) {
+  const Copy copy = lane.copies[which];
+  lane.copies.erase(lane.copies.begin() + static_cast<std::ptrdiff_t>(which));
+  if (lane.copies.empty()) remove(copying, &lane);
+  MBarrier* const barrier =
+      copy.barrier ? &mbarrier_at(*lane.warp->block, copy.barrier, copy.site) : nullptr;
+  lane.copier.act([&] {
+    lane.copies_queued.acquire();
+    if (barrier != nullptr) {
+      barrier->order[barrier->phase & 1].release();
+    } else {
+      note_read(copy.from, static_cast<std::size_t>(copy.bytes));
+      note_write(copy.to, static_cast<std::size_t>(copy.size));
+    }
+    lane.copies_landed.release();
+  });
+  if (barrier != nullptr) return arrive_at(*barrier, 1, 0, 0, copy.site);
+  std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes));
+  std::memset(copy.to + copy.bytes, 0, static_cast<std::size_t>(copy.size - copy.bytes));
+}
+
+/// Some copy of the lane; an arrival only when all before it have landed.
+void land_some(Lane& lane) {
+  std::size_t which = 0;
+  if (lane.copies.front().barrier == nullptr) {
+    std::size_t plain = 1;  // of those before the first arrival
+    while (plain < lane.copies.size() && lane.copies[plain].barrier == nullptr) ++plain;
+    which = pick(static_cast<unsigned>(plain));
+  }
+  land(lane, which);
+}
+
+// ---- products ----------------------------------------------------------------------------------
+
+void write_back(Warp& warp, Accumulators& sums) {
+  for (std::size_t l = 0; l < 32; ++l)
+    std::memcpy(sums.registers[l], &sums.values[l * static_cast<std::size_t>(sums.count)],
+                static_cast<std::size_t>(sums.count) * sizeof(float));
+  warp.accumulators.erase(std::find_if(warp.accumulators.begin(), warp.accumulators.end(),
+                                       [&](const auto& each) { return each.get() == &sums; }));
+}
+
+void execute_group(Warp& warp) {
+  std::vector<QueuedProduct> group = std::move(warp.groups.front());
+  warp.groups.pop_front();
+  if (warp.groups.empty()) remove(multiplying, &warp);
+  for (QueuedProduct& product : group) {
+    void* lanes[32];
+    for (std::size_t l = 0; l < 32; ++l) lanes[l] = product.data.data() + l * product.bytes;
+    Accumulators& sums = *product.accumulators;
+    float* values[32];
+    for (std::size_t l = 0; l < 32; ++l)
+      values[l] = &sums.values[l * static_cast<std::size_t>(sums.count)];
+    warp.proxy.act([&] {
+      product.run(lanes, values);
+      warp.products_done.release();
+    });
+    if (--sums.pending == 0) write_back(warp, sums);
+  }
+}
+
+// ---- the copy engine ---------------------------------------------------------------------------
+
+void land_engine_copy(std::size_t which) {
+  const std::unique_ptr<EngineCopy> copy = std::move(engine_copies[which]);
+  engine_copies.erase(engine_copies.begin() + static_cast<std::ptrdiff_t>(which));
+  Block& block = *copy->warp->block;
+  --block.engine_copies;
+  MBarrier& barrier = mbarrier_at(block, copy->barrier, copy->site);
+  copy->warp->engine.act([&] {
+    copy->queued.acquire();
+    current_engine_warp() = copy->warp;
+    copy->land();
+    current_engine_warp() = nullptr;
+    barrier.order[barrier.phase & 1].release();
+    barrier.proxy_order[barrier.phase & 1].release();
+  });
+  arrive_at(barrier, 0, 0, copy->bytes, copy->site);
+}
+
+// ---- words -------------------------------------------------------------------------------------
+
+void deliver(std::size_t which) {
+  // Of one address the first that was sent arrives first.
+  for (std::size_t i = 0; i < which; ++i)
+    if (words[i].to == words[which].to) which = i;
+  const Word word = words[which];
+  words.erase(words.begin() + static_cast<std::ptrdiff_t>(which));
+  if (word.bytes == 8)
+    __atomic_store_n(static_cast<std::uint64_t*>(word.to), word.value, __ATOMIC_RELAXED);
+  else
+    __atomic_store_n(static_cast<std::uint32_t*>(word.to), static_cast<std::uint32_t>(word.value),
+                     __ATOMIC_RELAXED);
+  note_progress();
+}
+
+}  // namespace
+
+Warp*& current_engine_warp() {
+  static Warp* warp = nullptr;
+  return warp;
+}
+
+bool land_one() {
+  const std::size_t all = copying.size() + multiplying.size() + engine_copies.size();
+  if (all == 0) return false;
+  std::size_t which = pick(static_cast<unsigned>(all));
+  note_progress();
+  if (which < copying.size())
+    land_some(*copying[which]);
+  else if ((which -= copying.size()) < multiplying.size())
+    execute_group(*multiplying[which]);
+  else
+    land_engine_copy(which - multiplying.size());
+  return true;
+}
+
+bool deliver_one() {
+  if (words.empty()) return false;
+  deliver(pick(static_cast<unsigned>(words.size())));
+  return true;
+}
+void deliver_all(const Grid* of) {
+  for (std::size_t i = 0; i < words.size();)
+    if (of == nullptr || words[i].grid == of) {
+      deliver(i);
+      i = 0;
+    } else {
+      ++i;
+    }
+}
+void deliver_words() { deliver_all(nullptr); }
+
+void finish_copies(Block& block) {
+  if (block.engine_copies > 0) {
+    Site site = {};
+    for (const auto& copy : engine_copies)
+      if (copy->warp->block == &block) site = copy->site;
+    fail("a block ended while the copy engine was writing to its shared memory", site);
+  }
+  for (Lane& lane : block.lanes)
+    while (!lane.copies.empty()) land_some(lane);
+  for (Warp& warp : block.warps)
+    if (!warp.groups.empty() || !warp.open.empty())
+      fail("a warp ended while its products were under way (no wgmma.wait_group)");
+}
+
+// ---- instructions ------------------------------------------------------------------------------
+
+void copy_async(std::uint32_t to, const void* from, int size, int bytes, Site site) {
+  may_yield(site);
+  const Quiet quiet;
+  std::byte* const place = shared_pointer(to, size, size, "cp.async", site);
+  if (bytes < 0 || bytes > size) fail("cp.async of more bytes than it has room for", site);
+  if (bytes > 0 && reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(size) != 0)
+    fail("cp.async from an address that is no multiple of its size", site);
+  poison(place, static_cast<std::size_t>(size));
+  queue_copy({.to = place,
+              .from = static_cast<const std::byte*>(from),
+              .size = size,
+              .bytes = bytes,
+              .site = site});
+}
+void commit_copies() {
+  const Quiet quiet;
+  current->groups.push_back(current->queued);
+}
+void wait_copies(int pending, Site) {
+  const Quiet quiet;
+  Lane& lane = *current;
+  while (lane.groups.size() > static_cast<std::size_t>(pending)) {
+    while (!lane.copies.empty() && lane.copies.front().number <= lane.groups.front()) {
+      std::size_t mine = 1;  // of this group and those before
+      while (mine < lane.copies.size() && lane.copies[mine].number <= lane.groups.front() &&
+             lane.copies[mine].barrier == nullptr)
+        ++mine;
+      land(lane, lane.copies.front().barrier ? 0 : pick(static_cast<unsigned>(mine)));
+    }
+    lane.groups.erase(lane.groups.begin());
+  }
+  lane.copies_landed.acquire();
+}
+void barrier_expect_copies(void* word, Site site) {
+  may_yield(site);
+  const Quiet quiet;
+  MBarrier& barrier = mbarrier_at(*current->warp->block, word, site);
+  ++barrier.pending;
+  queue_copy({.barrier = word, .site = site});
+}
+
+void copy_by_engine(std::uint32_t to, int bytes, void* barrier, std::function<void()> land,
+                    Site site) {
+  may_yield(site);
+  const Quiet quiet;
+  Warp& warp = *current->warp;
+  auto copy = std::make_unique<EngineCopy>();
+  copy->warp = &warp;
+  copy->to = shared_pointer(to, bytes, 16, "cp.async.bulk", site);
+  copy->bytes = bytes;
+  copy->barrier = barrier;
+  copy->land = std::move(land);
+  copy->site = site;
+  mbarrier_at(*warp.block, barrier, site);
+  poison(copy->to, static_cast<std::size_t>(bytes));
+  copy->queued.release();
+  ++warp.block->engine_copies;
+  engine_copies.push_back(std::move(copy));
+  if (schedule().land >= 1) land_one();
+}
+void engine_reads(const void* from, std::size_t bytes) {
+  // What the copy engine reads was written for its proxy, or is of a kernel before.
+  if (kDetectsRaces) current_engine_warp()->proxy.act([&] { note_read(from, bytes); });
+}
+void engine_writes(void* to, std::size_t bytes) { note_write(to, bytes); }
+
+void begin_products(Site site) {
+  meet_all(
+      "wgmma.fence", nullptr, [](void* const(&)[32], unsigned) { current->warp->may_queue = true; },
+      site);
+}
+
+void queue_product(void* data, std::size_t bytes, float* accumulators, int count, Product run,
+                   Site site) {
+  struct Share {
+    void* data;
+    std::size_t bytes;
+    float* registers;
+    int count;
+    Product* run;
+    Site site;
+  } share{data, bytes, accumulators, count, &run, site};
+  meet_all(
+      "wgmma.mma_async", &share,
+      [](void* const(&lanes)[32], unsigned) {
+        Warp& warp = *current->warp;
+        const Share& first = *static_cast<Share*>(lanes[0]);
+        if (!warp.may_queue)
+          fail("wgmma without wgmma.fence since its registers were handed back", first.site);
+        QueuedProduct product;
+        product.bytes = first.bytes;
+        product.data.resize(32 * first.bytes);
+        product.run = std::move(*first.run);
+        for (const auto& each : warp.accumulators)
+          if (each->registers[0] == first.registers) product.accumulators = each.get();
+        if (product.accumulators == nullptr) {
+          warp.accumulators.push_back(std::make_unique<Accumulators>());
+          Accumulators& sums = *(product.accumulators = warp.accumulators.back().get());
+          sums.count = first.count;
+          sums.values.resize(32 * static_cast<std::size_t>(first.count));
+          for (std::size_t l = 0; l < 32; ++l) {
+            const auto size = static_cast<std::size_t>(first.count) * sizeof(float);
+            sums.registers[l] = static_cast<Share*>(lanes[l])->registers;
+            std::memcpy(&sums.values[l * static_cast<std::size_t>(first.count)], sums.registers[l],
+                        size);
+            poison(sums.registers[l], size);
+          }
+        }
+        if (product.accumulators->count != first.count)
+          fail("wgmma adds to registers of which others are under way", first.site);
+        ++product.accumulators->pending;
+        for (std::size_t l = 0; l < 32; ++l)
+          std::memcpy(product.data.data() + l * first.bytes, static_cast<Share*>(lanes[l])->data,
+                      first.bytes);
+        warp.open.push_back(std::move(product));
+      },
+      site);
+}
+
+void commit_products(Site site) {
+  meet_all(
+      "wgmma.commit_group", nullptr,
+      [](void* const(&)[32], unsigned) {
+        Warp& warp = *current->warp;
+        if (warp.groups.empty()) multiplying.push_back(&warp);
+        warp.groups.push_back(std::move(warp.open));
+        warp.open.clear();
+        if (schedule().land >= 1) execute_group(warp);
+      },
+      site);
+}
+
+void wait_products(int pending, Site site) {
+  meet_all(
+      "wgmma.wait_group", &pending,
+      [](void* const(&lanes)[32], unsigned) {
+        Warp& warp = *current->warp;
+        const auto most = static_cast<std::size_t>(*static_cast<int*>(lanes[0]));
+        while (warp.groups.size() > most) execute_group(warp);
+        warp.may_queue = false;
+      },
+      site);
+  current->warp->products_done.acquire();
+}
+void product_reads(const void* from, std::size_t bytes) { note_read(from, bytes); }
+
+void fence_shared_proxy(Site) {
+  Warp& warp = *current->warp;
+  warp.fenced.release();
+  warp.proxy.acquire(warp.fenced);
+}
+void fence_global_proxy(Site site) { fence_shared_proxy(site); }
+
+// ---- words -------------------------------------------------------------------------------------
+
+void send_word(void* to, std::uint64_t value, int bytes, Site site) {
+  may_yield(site);
+  const Quiet quiet;
+  if (reinterpret_cast<std::uintptr_t>(to) % static_cast<unsigned>(bytes) != 0)
+    fail("a store to an address that is no multiple of its size", site);
+  const Block* block = current->warp->block;
+  words.push_back({to, value, bytes, block, block->grid.get()});
+  if (schedule().deliver >= 1) deliver(words.size() - 1);
+}
+std::uint64_t fetch_word(const void* from, int bytes, Site site) {
+  // Whoever looks again and again waits for somebody.
+  if (++current->fetches % 16 == 0)
+    spin(site);
+  else
+    may_yield(site);
+  const Quiet quiet;
+  if (reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(bytes) != 0)
+    fail("a load from an address that is no multiple of its size", site);
+  const Block* block = current->warp->block;
+  const auto* const at = static_cast<const std::byte*>(from);
+  for (std::size_t i = 0; i < words.size();) {
+    const auto* const sent = static_cast<const std::byte*>(words[i].to);
+    if (words[i].block == block && sent < at + bytes && at < sent + words[i].bytes) {
+      deliver(i);
+      i = 0;
+    } else {
+      ++i;
+    }
+  }
+  return bytes == 8 ? __atomic_load_n(static_cast<const std::uint64_t*>(from), __ATOMIC_RELAXED)
+                    : __atomic_load_n(static_cast<const std::uint32_t*>(from), __ATOMIC_RELAXED);
+}
+void fence_words(Site site) {
+  may_yield(site);
+  const Quiet quiet;
+  deliver_all(current->warp->block->grid.get());
+}
+
+}  // namespace longspan::simulated

@@ -1,0 +1,192 @@
+// What the machine is made of, for its own files.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/simulated/fiber.hpp"
+#include "kernels/simulated/race_detector.hpp"
+#include "kernels/simulated/thread.hpp"
+
+namespace longspan::simulated {
+
+struct Block;
+struct Warp;
+
+/// An asynchronous copy of a thread (cp.async), or, with a barrier, the arrival that follows those
+/// before it.
+struct Copy {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  int size = 0, bytes = 0;
+  void* barrier = nullptr;
+  std::uint64_t number = 0;  // of those that the thread has queued
+  Site site = {};
+};
+
+/// A CUDA thread.
+struct Lane {
+  enum class State : std::uint8_t { ready, waiting, ended };
+
+  uint3 index{};
+  int number = 0;  // in its warp
+  Warp* warp = nullptr;
+  Fiber fiber;
+  State state = State::ready;
+  const char* what = "start";
+  Site site = {};
+  unsigned fetches = 0;
+
+  std::vector<Copy> copies;           // under way
+  std::vector<std::uint64_t> groups;  // committed and not waited for: the copies up to here
+  std::uint64_t queued = 0;           // copies so far
+  Agent copier;
+  Order copies_queued, copies_landed;
+};
+
+struct Meeting {
+  unsigned mask = 0, arrived = 0;
+  const char* what = nullptr;
+  Complete complete = nullptr;
+  void* data[32] = {};
+  Order order[2], proxy_order[2];
+  unsigned turn = 0;
+  bool orders_memory = false;
+};
+
+/// The registers of a warp that products add to, while products are under way.
+struct Accumulators {
+  std::array<float*, 32> registers{};
+  int count = 0;
+  std::vector<float> values;  // [32, count]
+  int pending = 0;
+};
+struct QueuedProduct {
+  std::vector<std::byte> data;  // [32] of what the lanes have brought
+  std::size_t bytes = 0;
+  Accumulators* accumulators = nullptr;
+  Product run;
+};
+
+struct Warp {
+  Block* block = nullptr;
+  int number = 0;
+  Lane* lanes[32] = {};
+  unsigned alive = 0, ready = 0;
+  int place = -1;  // among the warps that are ready
+  bool spins = false;
+  std::uint64_t priority = 0;
+  std::vector<std::unique_ptr<Meeting>> meetings;
+
+  std::deque<std::unique_ptr<Accumulators>> accumulators;
+  std::vector<QueuedProduct> open;                // not committed
+  std::deque<std::vector<QueuedProduct>> groups;  // committed
+  bool may_queue = false;                         // wgmma.fence was there
+  Agent proxy, engine;  // accesses by the asynchronous proxy: reads; the copy engine's writes
+  Order fenced, products_done;
+};
+
+struct NamedBarrier {
+  int arrived = 0, expected = 0;
+  bool any = false, result[2] = {};
+  unsigned turn = 0;
+  Order order[2], proxy_order[2];
+  std::vector<Lane*> waiting;
+};
+
+struct MBarrier {
+  int expected = 0, pending = 0, bytes = 0;
+  unsigned phase = 0;
+  Order order[2], proxy_order[2];
+  std::vector<Lane*> waiting;
+  Site site = {};
+};
+
+struct EngineCopy {
+  Warp* warp = nullptr;
+  std::byte* to = nullptr;
+  int bytes = 0;
+  void* barrier = nullptr;
+  std::function<void()> land;
+  Order queued;
+  Site site = {};
+};
+
+struct Block {
+  std::shared_ptr<Grid> grid;
+  uint3 index{};
+  int multiprocessor = 0;
+  std::vector<Lane> lanes;
+  std::vector<Warp> warps;
+  int live = 0;
+  NamedBarrier barriers[16];
+  std::map<void*, MBarrier> mbarriers;
+  std::byte* shared = nullptr;  // dynamic, then the block's own variables
+  std::byte* own_variables = nullptr;
+  std::size_t own_bytes = 0;
+  std::map<const void*, void*> variables;
+  bool lets_next_start = false;
+  int engine_copies = 0;
+
+  explicit Block(std::size_t threads) : lanes(threads), warps((threads + 31) / 32) {}
+};
+
+class Grid {
+ public:
+  Kernel kernel;
+  int device = 0;
+  GridHandle before;
+  std::vector<unsigned> order;  // in which its blocks begin
+  std::size_t next = 0;
+  unsigned blocks = 0, ended = 0, released = 0;
+  std::vector<Lane*> waiting_for_end;  // of kernels that overlap this one
+  Order done;
+};
+
+/// How a schedule chooses.
+struct Schedule {
+  enum class Policy { in_order, random, priorities };
+  Policy policy = Policy::in_order;
+  double yield = 0;    // before what others can see
+  double land = 1;     // of a copy, at each slice; 1: at once
+  double burst = 0;    // that more of them land together
+  double deliver = 1;  // of a word to another GPU, at each slice; 1: at once
+  double change = 0;   // of priorities, at each slice
+  bool shuffled_blocks = false, shuffled_lanes = false;
+};
+const Schedule& schedule();
+/// The scheduler forgets what it chose before.
+void begin_turns();
+
+/// The thread that runs; null: the scheduler.
+extern Lane* current;
+
+/// `current` waits at `what` until somebody calls wake.
+void wait_here(const char* what, Site site);
+void wake(Lane& lane);
+/// Another warp goes on, if the schedule says so; `current` stays ready.
+void leave_warp(const char* what, Site site, bool spins);
+
+// ---- later.cpp ---------------------------------------------------------------------------------
+
+/// Lets something that is under way happen; false: nothing is.
+bool land_one();
+/// The same of words to other GPUs.
+bool deliver_one();
+void deliver_all(const Grid* of);
+/// What is under way for a block that has ended.
+void finish_copies(Block& block);
+/// The block's mbarrier in this word.
+MBarrier& mbarrier_at(Block& block, void* word, Site site);
+/// Counts arrivals, bytes that are announced, and bytes that have landed.
+void arrive_at(MBarrier& barrier, int arrivals, int announced, int landed, Site site);
+/// Something moved that others may have waited for.
+void note_progress();
+/// Whose copy the copy engine makes.
+Warp*& current_engine_warp();
+
+}  // namespace longspan::simulated

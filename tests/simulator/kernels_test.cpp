@@ -1,0 +1,298 @@
+// Small cases of every attention kernel, a schedule each: few enough that hundreds run in a second
+// or two, and chosen so that every barrier of a kernel matters in one of them. tests/simulate.py
+// runs them under many schedules, and tests/simulator/mutation.py under each of its mutants.
+#include "kernels/simulated/machine.hpp"
+#include "tests/gpu/serving_ranks.hpp"
+#include "tests/gpu/sm90_run.hpp"
+
+namespace longspan::testing {
+namespace {
+
+using test::Case;
+using test::Data;
+using test::GpuRun;
+
+struct Named {
+  const char* name;
+  Case c;
+};
+void PrintTo(const Named& named, std::ostream* out) { *out << named.name; }
+struct Served {
+  const char* name;
+  Serving s;
+  Dealt dealt = {};
+};
+void PrintTo(const Served& served, std::ostream* out) { *out << served.name; }
+
+template <class T>
+std::string name_of(const ::testing::TestParamInfo<T>& info) {
+  return info.param.name;
+}
+
+/// Attend by ranks into slots, then merge.
+class Attend : public ::testing::TestWithParam<Named> {};
+TEST_P(Attend, AsFloat64) {
+  Case c = GetParam().c;
+  c.seed = fresh_seed();
+  const Data data(c);
+  GpuRun run(c, data);
+  expect_exact(c, data, run.run());
+}
+
+constexpr DType kBf16 = DType::bf16, kFp16 = DType::fp16, kFp32 = DType::fp32;
+
+const Named kDecode[] = {
+    {"one_row", {.dtype = kBf16, .heads = 1, .kv_heads = 1, .q_lens = {1}, .kv_lens = {300}}},
+    {"two_tokens",
+     {.dtype = kBf16,
+      .heads = 4,
+      .kv_heads = 1,
+      .q_lens = {2},
+      .kv_lens = {300},
+      .mask = {.causal = true}}},
+    {"several_segments",
+     {.dtype = kFp16,
+      .heads = 4,
+      .kv_heads = 2,
+      .q_lens = {5},
+      .kv_lens = {1111},
+      .mask = {.causal = true}}},
+    {"window_of_dim_128",
+     {.dtype = kBf16,
+      .heads = 2,
+      .kv_heads = 1,
+      .dim = 128,
+      .q_lens = {3},
+      .kv_lens = {900},
+      .mask = {.causal = true, .window = 200}}},
+    {"dim_256",
+     {.dtype = kBf16, .heads = 2, .kv_heads = 1, .dim = 256, .q_lens = {1}, .kv_lens = {700}}},
+    // More sequences than places, most of them short, some without a key.
+    {"more_pieces_than_places",
+     {.dtype = kBf16,
+      .heads = 4,
+      .kv_heads = 1,
+      .q_lens = {2, 3, 1, 2, 4, 2, 3, 2, 2, 5, 1, 1, 2, 1},
+      .kv_lens = {700, 3, 900, 2, 300, 130, 1000, 5, 260, 40, 1, 129, 128, 257},
+      .mask = {.causal = true},
+      .ranks = 3}},
+    {"striped",
+     {.dtype = kFp16,
+      .heads = 4,
+      .kv_heads = 2,
+      .q_lens = {4, 1},
+      .kv_lens = {513, 200},
+      .mask = {.causal = true},
+      .layout = Layout::striped,
+      .ranks = 2,
+      .sinks = true}},
+};
+INSTANTIATE_TEST_SUITE_P(Decode, Attend, ::testing::ValuesIn(kDecode), name_of<Named>);
+
+const Named kPortable[] = {
+    {"causal",
+     {.dtype = kBf16,
+      .heads = 1,
+      .kv_heads = 1,
+      .q_lens = {32},
+      .kv_lens = {300},
+      .mask = {.causal = true},
+      .invariant = true}},
+    {"groups_of_dim_128",
+     {.dtype = kFp16,
+      .heads = 4,
+      .kv_heads = 2,
+      .dim = 128,
+      .q_lens = {40, 20},
+      .kv_lens = {200, 20},
+      .mask = {.causal = true},
+      .invariant = true}},
+    {"window_of_dim_256",
+     {.dtype = kBf16,
+      .heads = 1,
+      .kv_heads = 1,
+      .dim = 256,
+      .q_lens = {70},
+      .kv_lens = {300},
+      .mask = {.causal = true, .window = 100},
+      .invariant = true}},
+    {"listed",
+     {.dtype = kBf16,
+      .heads = 2,
+      .kv_heads = 1,
+      .q_lens = {33},
+      .kv_lens = {260},
+      .mask = {.causal = true},
+      .layout = Layout::listed,
+      .ranks = 2,
+      .invariant = true}},
+    {"gaps",
+     {.dtype = kBf16,
+      .heads = 2,
+      .kv_heads = 2,
+      .dim = 72,
+      .q_lens = {20},
+      .kv_lens = {150},
+      .invariant = true,
+      .q_gap = 8,
+      .kv_gap = 8}},
+};
+INSTANTIATE_TEST_SUITE_P(Portable, Attend, ::testing::ValuesIn(kPortable), name_of<Named>);
+
+const Named kSingle[] = {
+    {"row", {.dtype = kFp32, .heads = 2, .kv_heads = 1, .q_lens = {1}, .kv_lens = {300}}},
+    {"causal_of_dim_128",
+     {.dtype = kFp32,
+      .heads = 2,
+      .kv_heads = 1,
+      .dim = 128,
+      .q_lens = {24},
+      .kv_lens = {300},
+      .mask = {.causal = true}}},
+    {"zigzag",
+     {.dtype = kFp32,
+      .heads = 2,
+      .kv_heads = 2,
+      .q_lens = {20, 3},
+      .kv_lens = {280, 100},
+      .mask = {.causal = true},
+      .layout = Layout::zigzag,
+      .ranks = 2}},
+};
+INSTANTIATE_TEST_SUITE_P(Single, Attend, ::testing::ValuesIn(kSingle), name_of<Named>);
+
+/// The kernel for long queries on Hopper, to the result and to a state.
+class Hopper : public ::testing::TestWithParam<Named> {};
+TEST_P(Hopper, AsFloat64) {
+  LONGSPAN_NEEDS_HOPPER();
+  Case c = GetParam().c;
+  c.seed = fresh_seed();
+  test::check(c);
+}
+const Named kHopper[] = {
+    {"causal",
+     {.dtype = kBf16,
+      .heads = 1,
+      .kv_heads = 1,
+      .q_lens = {70},
+      .kv_lens = {300},
+      .mask = {.causal = true}}},
+    {"dim_128",
+     {.dtype = kFp16,
+      .heads = 2,
+      .kv_heads = 1,
+      .dim = 128,
+      .q_lens = {50, 90},
+      .kv_lens = {400, 90},
+      .mask = {.causal = true},
+      .sinks = true}},
+    {"window_of_dim_96",
+     {.dtype = kBf16,
+      .heads = 1,
+      .kv_heads = 1,
+      .dim = 96,
+      .q_lens = {140},
+      .kv_lens = {500},
+      .mask = {.causal = true, .window = 150}}},
+    {"softcap_of_dim_256",
+     {.dtype = kBf16,
+      .heads = 1,
+      .kv_heads = 1,
+      .dim = 256,
+      .q_lens = {30},
+      .kv_lens = {330},
+      .softcap = 20}},
+    {"alibi",
+     {.dtype = kBf16,
+      .heads = 2,
+      .kv_heads = 2,
+      .q_lens = {66},
+      .kv_lens = {270},
+      .mask = {.causal = true},
+      .alibi = Alibi::context}},
+    {"short_keys",
+     {.dtype = kBf16, .heads = 1, .kv_heads = 1, .q_lens = {20, 30, 1}, .kv_lens = {20, 1, 0}}},
+};
+INSTANTIATE_TEST_SUITE_P(All, Hopper, ::testing::ValuesIn(kHopper), name_of<Named>);
+
+/// Pages, fp8, biases, chains.
+class Serve : public ::testing::TestWithParam<Served> {};
+TEST_P(Serve, AsFloat64) {
+  const Served& p = GetParam();
+  if (p.dealt.on_hopper || p.dealt.fp8_products) LONGSPAN_NEEDS_HOPPER();
+  check_dealt(p.s, p.dealt, 0);
+}
+const Served kServed[] = {
+    {"decode_pages_of_16",
+     {.heads = 4, .kv_heads = 2, .dtype = kBf16, .q_lens = {1, 2}, .kv_lens = {300, 140}}},
+    {"decode_pages_of_1",
+     {.heads = 2, .kv_heads = 1, .dtype = kFp16, .q_lens = {3}, .kv_lens = {260}, .page = 1}},
+    {"decode_packed_pages",
+     {.heads = 2,
+      .kv_heads = 1,
+      .dtype = kBf16,
+      .q_lens = {2},
+      .kv_lens = {200},
+      .x_packed = true}},
+    {"decode_e4m3",
+     {.heads = 4,
+      .kv_heads = 1,
+      .dtype = kBf16,
+      .kv_dtype = DType::e4m3,
+      .q_lens = {1, 4},
+      .kv_lens = {600, 130}}},
+    {"decode_e5m2_of_dim_128",
+     {.heads = 2,
+      .kv_heads = 2,
+      .dim = 128,
+      .dtype = kFp16,
+      .kv_dtype = DType::e5m2,
+      .q_lens = {2},
+      .kv_lens = {300},
+      .page = 0}},
+    {"decode_draft_tree",
+     {.heads = 2,
+      .kv_heads = 1,
+      .dtype = kBf16,
+      .q_lens = {4, 3},
+      .kv_lens = {200, 90},
+      .qq_bias = true,
+      .sinks = true},
+     {Layout::interleaved, 2, 16}},
+    {"portable_pages",
+     {.heads = 2, .kv_heads = 1, .dtype = kBf16, .q_lens = {40}, .kv_lens = {170}},
+     {.invariant = true}},
+    {"portable_e4m3",
+     {.heads = 2,
+      .kv_heads = 1,
+      .dtype = kBf16,
+      .kv_dtype = DType::e4m3,
+      .q_lens = {33},
+      .kv_lens = {200}},
+     {.invariant = true}},
+    {"single_pages", {.heads = 2, .kv_heads = 1, .q_lens = {20, 2}, .kv_lens = {150, 40}}},
+    {"tf32", {.heads = 2, .kv_heads = 1, .q_lens = {40}, .kv_lens = {200}}, {.tf32 = true}},
+    {"decode_chain",
+     {.heads = 2, .kv_heads = 1, .dtype = kBf16, .q_lens = {3}, .kv_lens = {400}, .page = 0},
+     {.ranks = 2, .chain = true}},
+    {"hopper_pages",
+     {.heads = 2, .kv_heads = 1, .dtype = kBf16, .q_lens = {50, 3}, .kv_lens = {300, 140}},
+     {.on_hopper = true}},
+    {"hopper_e4m3",
+     {.heads = 2,
+      .kv_heads = 1,
+      .dtype = kBf16,
+      .q_dtype = DType::e4m3,
+      .kv_dtype = DType::e4m3,
+      .q_lens = {40},
+      .kv_lens = {300},
+      .page = 0},
+     {.on_hopper = true, .fp8_products = true}},
+    {"hopper_chain",
+     {.heads = 1, .kv_heads = 1, .dtype = kBf16, .q_lens = {40}, .kv_lens = {300}, .page = 0},
+     {.ranks = 2, .on_hopper = true, .chain = true, .finished = true}},
+};
+INSTANTIATE_TEST_SUITE_P(All, Serve, ::testing::ValuesIn(kServed), name_of<Served>);
+
+}  // namespace
+}  // namespace longspan::testing

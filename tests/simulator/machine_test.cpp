@@ -1,0 +1,295 @@
+// The simulator itself: what it allows, what it finds, and that a seed says all. Kernels here are
+// small and wrong on purpose; each names what is wrong with it.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "kernels/cuda/arch/copy_engine.cuh"
+#include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/shared.cuh"
+#include "kernels/cuda/arch/sm80.cuh"
+#include "kernels/cuda/launch.hpp"
+#include "kernels/simulated/machine.hpp"
+
+namespace longspan::simulated {
+namespace {
+
+using kernels::cuda::launch_kernel;
+using kernels::cuda::LaunchConfig;
+namespace arch = kernels::cuda::arch;
+
+/// Numbers in the memory of a GPU.
+class Numbers {
+ public:
+  explicit Numbers(std::size_t count) : count_(count) {
+    EXPECT_EQ(cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(int)), cudaSuccess);
+    EXPECT_EQ(cudaMemset(data_, 0, count * sizeof(int)), cudaSuccess);
+  }
+  ~Numbers() { cudaFree(data_); }
+  int* data() const { return data_; }
+  std::vector<int> read() const {
+    std::vector<int> all(count_);
+    EXPECT_EQ(cudaMemcpy(all.data(), data_, count_ * sizeof(int), cudaMemcpyDefault), cudaSuccess);
+    return all;
+  }
+
+ private:
+  std::size_t count_;
+  int* data_ = nullptr;
+};
+
+template <class... P>
+void run(void (*kernel)(P...), const LaunchConfig& how, const std::type_identity_t<P>&... p) {
+  launch_kernel(kernel, how, p...);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+}
+
+/// In how many of so many schedules `wrong` is true.
+template <class Wrong>
+int found_in(int schedules, const Wrong& wrong) {
+  const std::uint64_t own = schedule_seed();
+  int found = 0;
+  for (int i = 0; i < schedules; ++i) {
+    begin_schedule(own + 1000 + static_cast<std::uint64_t>(i));
+    found += wrong();
+  }
+  begin_schedule(own);
+  return found;
+}
+
+// ---- warps -------------------------------------------------------------------------------------
+
+/// Every lane gets its left neighbour's number by shared memory.
+template <bool kMeets>
+__global__ void neighbour_kernel(int* out) {
+  int(&numbers)[32] = arch::shared_variable<int[32]>();
+  const int lane = static_cast<int>(threadIdx.x);
+  numbers[lane] = lane;
+  __syncwarp();
+  const int left = numbers[(lane + 31) % 32];
+  if constexpr (kMeets) __syncwarp();
+  numbers[lane] = 100 + left;  // who reads it as 100 or more was too late
+  out[lane] = left;
+}
+template <bool kMeets>
+bool is_wrong_neighbour() {
+  Numbers out(32);
+  run(neighbour_kernel<kMeets>, {1, 32}, out.data());
+  for (int lane = 0; lane < 32; ++lane)
+    if (out.read()[static_cast<std::size_t>(lane)] != (lane + 31) % 32) return true;
+  return false;
+}
+TEST(Warp, ReadsBeforeItOverwritesOnlyBehindASyncwarp) {
+  EXPECT_GT(found_in(20, is_wrong_neighbour<false>), 5);
+  EXPECT_EQ(found_in(20, is_wrong_neighbour<true>), 0);
+}
+
+__global__ void sums_kernel(int* out) {
+  int sum = static_cast<int>(threadIdx.x);
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  const int half = threadIdx.x < 16 ? __shfl_sync(0xffff, static_cast<int>(threadIdx.x), 3) : 0;
+  out[threadIdx.x] = sum + 1000 * half;
+}
+TEST(Warp, ShufflesOfAllLanesAndOfSome) {
+  Numbers out(32);
+  run(sums_kernel, {1, 32}, out.data());
+  for (int lane = 0; lane < 32; ++lane)
+    EXPECT_EQ(out.read()[static_cast<std::size_t>(lane)], 496 + (lane < 16 ? 3000 : 0));
+}
+
+__global__ void apart_kernel(int* out) {
+  if (threadIdx.x == 3)
+    out[0] = __shfl_sync(~0u, 1, 0);
+  else
+    out[0] = __any_sync(~0u, 1);
+}
+__global__ void outside_kernel(int* out) {
+  if (threadIdx.x < 8) out[threadIdx.x] = __shfl_sync(0xffu, 1, 9);
+}
+__global__ void left_out_kernel(int* out) { out[threadIdx.x] = __shfl_sync(0xffu, 1, 0); }
+TEST(WarpDeathTest, LanesAtDifferentInstructions) {
+  Numbers out(32);
+  EXPECT_DEATH(run(apart_kernel, {1, 32}, out.data()), "lanes of a warp are at .*machine_test.cpp");
+  EXPECT_DEATH(run(outside_kernel, {1, 32}, out.data()), "not in (its|the) mask");
+  EXPECT_DEATH(run(left_out_kernel, {1, 32}, out.data()), "mask leaves out");
+}
+
+// ---- blocks ------------------------------------------------------------------------------------
+
+template <bool kMeets>
+__global__ void turn_kernel(int* out) {
+  int* numbers = reinterpret_cast<int*>(arch::dynamic_shared<16>());
+  numbers[threadIdx.x] = static_cast<int>(threadIdx.x);
+  if constexpr (kMeets) __syncthreads();
+  out[threadIdx.x] = numbers[blockDim.x - 1 - threadIdx.x];
+}
+template <bool kMeets>
+bool is_wrong_turn() {
+  Numbers out(128);
+  run(turn_kernel<kMeets>, {1, 128, nullptr, 512}, out.data());
+  for (int i = 0; i < 128; ++i)
+    if (out.read()[static_cast<std::size_t>(i)] != 127 - i) return true;
+  return false;
+}
+TEST(Block, SeesWhatOthersWroteOnlyBehindABarrier) {
+  EXPECT_EQ(found_in(20, is_wrong_turn<false>), 20);
+  EXPECT_EQ(found_in(20, is_wrong_turn<true>), 0);
+}
+
+__global__ void stuck_kernel(int* out) {
+  if (threadIdx.x >= 32) arch::named_sync(1, 96);
+  out[threadIdx.x] = 1;
+}
+__global__ void counts_kernel(int* out) {
+  arch::named_sync(1, threadIdx.x < 32 ? 64 : 96);
+  out[threadIdx.x] = 1;
+}
+TEST(BlockDeathTest, DeadlocksNameWhereWarpsStand) {
+  Numbers out(96);
+  EXPECT_DEATH(run(stuck_kernel, {1, 96}, out.data()),
+               "nothing can go on.*(\n.*)*stuck_kernel.*warp 2.*machine_test.cpp");
+  EXPECT_DEATH(run(counts_kernel, {1, 96}, out.data()), "others came for");
+}
+
+__global__ void beyond_kernel(int* out) {
+  const std::uint32_t at = arch::shared_address(arch::dynamic_shared<16>());
+  arch::store_shared(at + 512, 1u);
+  out[0] = 1;
+}
+TEST(BlockDeathTest, SharedMemoryHasABound) {
+  Numbers out(1);
+  EXPECT_DEATH(run(beyond_kernel, {1, 32, nullptr, 512}, out.data()), "out of bounds");
+}
+
+// ---- copies ------------------------------------------------------------------------------------
+
+template <bool kWaits>
+__global__ void copy_kernel(int* out, const int* in) {
+  int* numbers = reinterpret_cast<int*>(arch::dynamic_shared<16>());
+  const int i = static_cast<int>(threadIdx.x);
+  arch::copy_async(arch::shared_address(numbers + 4 * i), in + 4 * i, true);
+  arch::commit_copies();
+  if constexpr (kWaits) arch::wait_copies<0>();
+  for (int k = 0; k < 4; ++k) out[4 * i + k] = numbers[4 * i + k];
+}
+template <bool kWaits>
+bool is_wrong_copy() {
+  Numbers in(128), out(128);
+  run(copy_kernel<kWaits>, {1, 32, nullptr, 512}, out.data(), in.data());
+  return out.read() != in.read();
+}
+TEST(Copies, AreReadBehindTheirWaitOnly) {
+  EXPECT_GT(found_in(20, is_wrong_copy<false>), 10);
+  EXPECT_EQ(found_in(20, is_wrong_copy<true>), 0);
+}
+
+/// A producer warp and a consumer, a stage each way.
+template <bool kWaitsForRoom>
+__global__ void ring_kernel(int* out, const int* in, int rounds) {
+  int* stage = reinterpret_cast<int*>(arch::dynamic_shared<128>());
+  auto* barriers = reinterpret_cast<arch::Barrier*>(stage + 128);
+  if (threadIdx.x == 0) {
+    barriers[0].init(32);  // full: an arrival of each lane, behind its copies
+    barriers[1].init(32);  // empty
+  }
+  __syncthreads();
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int round = 0; round < rounds; ++round) {
+    const std::uint32_t parity = static_cast<std::uint32_t>(round) & 1;
+    if (threadIdx.x < 32) {
+      if constexpr (kWaitsForRoom) barriers[1].wait(parity ^ 1);
+      arch::copy_async(arch::shared_address(stage + 4 * lane), in + 128 * round + 4 * lane, true);
+      arch::expect_copies(barriers[0]);
+      barriers[0].arrive();
+    } else {
+      barriers[0].wait(parity);
+      const int other = 4 * ((lane + 1) % 32);
+      for (int k = 0; k < 4; ++k) out[128 * round + other + k] = stage[other + k];
+      barriers[1].arrive();
+    }
+  }
+}
+template <bool kWaitsForRoom>
+bool is_wrong_ring() {
+  constexpr int kRounds = 6;
+  Numbers in(128 * kRounds), out(128 * kRounds);
+  std::vector<int> numbers(128 * kRounds);
+  for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<int>(i);
+  cudaMemcpy(in.data(), numbers.data(), numbers.size() * sizeof(int), cudaMemcpyDefault);
+  run(ring_kernel<kWaitsForRoom>, {1, 64, nullptr, 1024}, out.data(), in.data(), kRounds);
+  return out.read() != numbers;
+}
+TEST(MBarrier, HandsStagesToAndFro) { EXPECT_EQ(found_in(40, is_wrong_ring<true>), 0); }
+
+__global__ void too_many_kernel(int* out) {
+  arch::Barrier& barrier = arch::shared_variable<arch::Barrier>();
+  if (threadIdx.x == 0) barrier.init(2);
+  __syncthreads();
+  if (threadIdx.x == 0) barrier.arrive_expecting(64);  // bytes that nobody brings
+  barrier.arrive();
+  out[0] = 1;
+}
+__global__ void fresh_kernel(int* out) {
+  arch::Barrier& barrier = arch::shared_variable<arch::Barrier>();
+  barrier.arrive();
+  out[0] = 1;
+}
+TEST(MBarrierDeathTest, Misuse) {
+  Numbers out(1);
+  EXPECT_DEATH(run(too_many_kernel, {1, 32}, out.data()), "more arrivals at an mbarrier");
+  EXPECT_DEATH(run(fresh_kernel, {1, 32}, out.data()), "not initialised");
+}
+
+// ---- kernels -----------------------------------------------------------------------------------
+
+__global__ void first_kernel(int* data) {
+  arch::let_next_kernel_start();
+  for (int i = 0; i < 50; ++i) __syncthreads();
+  data[threadIdx.x] = 7;
+}
+template <bool kWaits>
+__global__ void second_kernel(int* out, const int* data) {
+  if constexpr (kWaits) arch::wait_for_kernels_before();
+  out[threadIdx.x] = data[threadIdx.x];
+}
+template <bool kWaits>
+bool is_wrong_overlap() {
+  Numbers data(64), out(64);
+  LaunchConfig how{1, 64};
+  cudaStream_t stream;
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  how.stream = stream;
+  launch_kernel(first_kernel, how, data.data());
+  how.overlaps = true;
+  launch_kernel(second_kernel<kWaits>, how, out.data(), data.data());
+  cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  return out.read() != std::vector<int>(64, 7);
+}
+TEST(Kernels, OverlapAndWaitForEachOther) {
+  EXPECT_GT(found_in(20, is_wrong_overlap<false>), 5);
+  EXPECT_EQ(found_in(20, is_wrong_overlap<true>), 0);
+}
+
+__global__ void order_kernel(int* out) {
+  const int turn = atomicAdd(out, 1);
+  out[1 + turn] = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+}
+TEST(Schedules, ASeedSaysAll) {
+  const auto order = [](std::uint64_t seed) {
+    begin_schedule(seed);
+    Numbers out(1 + 4 * 64);
+    run(order_kernel, {4, 64}, out.data());
+    return out.read();
+  };
+  const std::uint64_t own = schedule_seed();
+  for (std::uint64_t seed = 2; seed < 12; ++seed) EXPECT_EQ(order(seed), order(seed));
+  int different = 0;
+  for (std::uint64_t seed = 2; seed < 12; ++seed) different += order(seed) != order(seed + 1);
+  EXPECT_GT(different, 4);
+  begin_schedule(own);
+}
+
+}  // namespace
+}  // namespace longspan::simulated

@@ -1,0 +1,38 @@
+// Linked into every test of a simulated build: each test is a schedule of its own, and so are its
+// inputs. The first of a program is that of LONGSPAN_SIMULATED_SEED, and with --gtest_repeat each
+// repetition takes the next; a test that fails says which was its own.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+
+#include "kernels/simulated/machine.hpp"
+#include "tests/fresh_seed.hpp"
+
+namespace longspan::testing {
+namespace {
+
+class Schedules final : public ::testing::EmptyTestEventListener {
+  void OnTestIterationStart(const ::testing::UnitTest&, int iteration) override {
+    if (iteration == 0) first_ = simulated::schedule_seed();
+    seed_ = first_ + static_cast<std::uint64_t>(iteration);
+  }
+  void OnTestStart(const ::testing::TestInfo&) override {
+    simulated::begin_schedule(seed_);
+    repeated_seeds().emplace(static_cast<unsigned>(seed_));
+  }
+  void OnTestEnd(const ::testing::TestInfo& test) override {
+    if (test.result()->Failed())
+      std::printf("This schedule again: LONGSPAN_SIMULATED_SEED=%llu --gtest_filter=%s.%s\n",
+                  static_cast<unsigned long long>(seed_), test.test_suite_name(), test.name());
+  }
+
+  std::uint64_t first_ = 0, seed_ = 0;
+};
+
+const bool kListens = [] {
+  ::testing::UnitTest::GetInstance()->listeners().Append(new Schedules);
+  return true;
+}();
+
+}  // namespace
+}  // namespace longspan::testing

@@ -70,6 +70,8 @@ void Operations::finish(const OperationPtr& operation) {
   operation->ended_at_ = nanoseconds();
   operation->poll_ = nullptr;
   operation->overlapped_ = nullptr;
+  // What it did may hold what holds it, as a communicator does.
+  operation->work_ = nullptr;
   for (const OperationPtr& follower : std::exchange(operation->followers_, {}))
     if (--follower->unmet_ == 0) make_ready(follower);
 }
@@ -85,7 +87,6 @@ bool Operations::collect() {
       continue;
     }
     const OperationPtr ended = take(running_, i);
-    deliver_words();  // what a kernel sent has arrived when it counts as done
     finish(ended);
     ended->grid_ = nullptr;
     any = true;
@@ -116,6 +117,7 @@ bool Operations::begin_one(bool at_once) {
 
 bool Operations::poll_one(std::size_t index) {
   const OperationPtr operation = polled_[index];
+  order_kernels_before_host();  // what it sends was written before
   const Progress progress = operation->poll_();
   if (progress == Progress::none) return false;
   if (progress == Progress::ended) {

@@ -41,6 +41,7 @@ class Operation {
  public:
   explicit Operation(WorkPtr work) : work_(std::move(work)) {}
   bool is_done() const { return state_ == State::done; }
+  /// Until it is done.
   const Work& work() const { return *work_; }
   /// On the machine's clock.
   std::uint64_t ended_at() const { return ended_at_; }

@@ -16,7 +16,25 @@ constexpr unsigned kMostStepsOfQuery = 64;
 constexpr auto kTurn = 1ms;  // of the thread that lets the GPUs go on
 
 bool has_other_processes = false;
-bool is_over = false;  // main has ended: statics are about to go
+bool is_over = false;           // main has ended, and what is static is about to go
+std::thread::id ending_thread;  // that ends the process
+
+/// The machine is not used any more when the process ends, by whichever thread.
+void end_with_the_process() {
+  [[maybe_unused]] static const int once = std::atexit([] {
+    const Lock lock(machine_mutex());
+    is_over = true;
+    ending_thread = std::this_thread::get_id();
+  });
+}
+
+/// True: this thread ends the process and need not wait. Others wait for their end.
+bool is_past_the_end(Lock& lock) {
+  if (!is_over) return false;
+  if (std::this_thread::get_id() == ending_thread) return true;
+  lock.unlock();
+  for (;;) std::this_thread::sleep_for(1h);
+}
 
 /// Naps that get longer, for who waits for another thread or process.
 class Naps {
@@ -39,7 +57,9 @@ void let_others_in(Lock& lock) {
 
 void wait(Lock& lock, const std::function<bool()>& until, bool for_others) {
   Naps naps;
+  end_with_the_process();
   for (unsigned steps = 1; !until(); ++steps) {
+    if (is_past_the_end(lock)) return;
     if (operations().step()) {
       naps.begin_again();
       let_others_in(lock);
@@ -75,14 +95,15 @@ void wait(Lock& lock, const std::function<bool()>& until) { wait(lock, until, fa
 void wait_for_others(Lock& lock, const std::function<bool()>& until) { wait(lock, until, true); }
 
 void go_on_a_little(const std::function<bool()>& until) {
-  for (unsigned left = pick(kMostStepsOfQuery) + 1; left > 0 && !until(); --left) {
+  unsigned left = pick(kMostStepsOfQuery) + 1;
+  do {
     if (operations().step()) continue;
     // Nobody else could move a kernel that stands, though who asks might ask for ever.
     if (!until() && operations().runs_kernels() && !has_other_processes &&
         !operations().waits_for_others())
       report_standstill();
     break;
-  }
+  } while (--left > 0 && !until());
   if (until()) order_kernels_before_host();
 }
 
@@ -90,11 +111,8 @@ void meet_other_processes() {
   if (has_other_processes) return;
   has_other_processes = true;
   use_host_clock();
+  end_with_the_process();
   std::thread(let_gpus_go_on).detach();
-  std::atexit([] {
-    const Lock lock(machine_mutex());
-    is_over = true;
-  });
 }
 
 }  // namespace longspan::simulated

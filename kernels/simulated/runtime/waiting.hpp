@@ -15,7 +15,7 @@ void wait(Lock& lock, const std::function<bool()>& until);
 /// The same for what does not depend on this process's GPUs alone: other ranks have to come.
 void wait_for_others(Lock& lock, const std::function<bool()>& until);
 
-/// What a query lets happen: a little.
+/// What a query lets happen: a little, also where what it asks about is so already.
 void go_on_a_little(const std::function<bool()>& until);
 
 /// Other processes take part from now on. Clocks have to agree, and the GPUs go on also while the

@@ -29,8 +29,6 @@ set(LONGSPAN_SIMULATED_SANITIZE "" CACHE STRING "Of kernels alone: thread, for r
 set(LONGSPAN_HAVE_CUDA ON)
 
 add_library(longspan_simulated INTERFACE)
-target_include_directories(longspan_simulated BEFORE INTERFACE
-  ${PROJECT_SOURCE_DIR}/kernels/simulated/include)
 target_include_directories(longspan_simulated SYSTEM INTERFACE
   ${LONGSPAN_CUDA_HEADERS} ${LONGSPAN_NCCL_HEADERS})
 target_compile_definitions(longspan_simulated INTERFACE
@@ -40,10 +38,13 @@ if(LONGSPAN_SIMULATED_SANITIZE STREQUAL "thread")
   target_link_options(longspan_simulated INTERFACE -fsanitize=thread)
 endif()
 
-# Files with kernels in them: what nvcc does by itself is asked for here. Warnings are nvcc's to
-# give; and -O1 compiles in a third of the time that the fastest code takes.
-function(longspan_simulate)
-  set(options -x c++ -include kernels/simulated/builtins.hpp -I${PROJECT_SOURCE_DIR} -w -O1 -g1
+# longspan_simulate(target files...): files with kernels in them, for which what nvcc does by itself
+# is asked for here. Warnings are nvcc's to give; and -O1 compiles in a third of the time that the
+# fastest code takes.
+function(longspan_simulate target)
+  target_include_directories(${target} BEFORE PRIVATE
+    ${PROJECT_SOURCE_DIR}/kernels/simulated/include ${PROJECT_SOURCE_DIR})
+  set(options -x c++ -include ${PROJECT_SOURCE_DIR}/kernels/simulated/builtins.hpp -w -O1 -g1
               -march=native -ffp-contract=off -Wno-psabi)
   if(LONGSPAN_SIMULATED_SANITIZE)
     list(APPEND options -fsanitize=${LONGSPAN_SIMULATED_SANITIZE})

@@ -139,7 +139,6 @@ void load_box(std::uint32_t to, const CUtensorMap* map, std::span<const int> pla
   // The address decides on the permutation, which repeats after eight rows of its span.
   const int align = (known.swizzle_mask + 16) * 8;
   std::byte* const pointer = shared_pointer(to, bytes, align, kWhat, site);
-  may_yield(site);
   const Box box(known, place, to, pointer);
   copy_by_engine(
       to, bytes, barrier, [box] { box.land(); }, site);

@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
+#include <math.h>  // isfinite and its like without std::
 
 #include <algorithm>
 #include <bit>
@@ -50,6 +51,9 @@
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 inline constexpr int warpSize = 32;
+
+// nvcc has these in the global namespace.
+using std::isfinite, std::isinf, std::isnan;
 
 // ---- blocks and warps --------------------------------------------------------------------------
 
@@ -396,3 +400,11 @@ auto min(A a, B b) { return longspan::simulated::builtins::least(a, b); }
 template <class A, class B>
 requires std::is_arithmetic_v<A> && std::is_arithmetic_v<B>
 auto max(A a, B b) { return longspan::simulated::builtins::most(a, b); }
+
+// ---- the runtime -------------------------------------------------------------------------------
+
+/// As cuda_runtime.h has it for nvcc: of kernels, which are templates as a rule.
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
+  return ::cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}

@@ -340,7 +340,6 @@ struct WgmmaShare {
   Number number;
   int columns, warp;  // of its four
   bool transposed, add, has_registers;
-  float* d;
   std::uint32_t registers[4];
   std::uint64_t a, b;
   SharedOperand a_place, b_place;  // of lane 0
@@ -360,15 +359,13 @@ void widen_panels(const SharedOperand& b, int columns) {
       }
 }
 
-void multiply_warpgroup(void* const (&lanes)[kWarp]) {
+void multiply_warpgroup(void* const (&lanes)[kWarp], float* const (&d)[kWarp]) {
   const auto& first = *static_cast<const WgmmaShare*>(lanes[0]);
-  float* d[kWarp];
   for (int l = 0; l < kWarp; ++l) {
     const auto& share = *static_cast<const WgmmaShare*>(lanes[l]);
     if (share.b != first.b || share.add != first.add ||
         (!first.has_registers && share.a != first.a))
       fail("wgmma: lane " + std::to_string(l) + " brings other operands than lane 0", share.site);
-    d[l] = share.d;
     if (first.has_registers) gather_a(l, share.registers);
   }
   if (!first.has_registers)
@@ -437,11 +434,18 @@ void multiply_later(Number number, int columns, bool transposed, float* d,
   const unsigned threads = blockDim.x * blockDim.y * blockDim.z, warp = thread / kWarp;
   if (properties().major != 9) fail("wgmma is an instruction of sm_90 alone", site);
   if ((warp / 4 + 1) * 4 * kWarp > threads) fail("wgmma: this warp is of no whole warpgroup", site);
-  WgmmaShare share{number,     columns, static_cast<int>(warp % 4),
-                   transposed, add,     registers != nullptr,
-                   d,          {},      a,
-                   b,          {},      {},
-                   site};
+  WgmmaShare share = {.number = number,
+                      .columns = columns,
+                      .warp = static_cast<int>(warp % 4),
+                      .transposed = transposed,
+                      .add = add,
+                      .has_registers = registers != nullptr,
+                      .registers = {},
+                      .a = a,
+                      .b = b,
+                      .a_place = {},
+                      .b_place = {},
+                      .site = site};
   if (registers != nullptr) std::copy_n(registers, 4, share.registers);
   if (lane() == 0) {
     if (registers == nullptr)

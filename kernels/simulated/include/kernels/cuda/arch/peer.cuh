@@ -22,7 +22,6 @@ template <class Word, int kCount>
 void store(void* to, const Word (&words)[kCount], simulated::Site site) {
   check(to, sizeof(words), "st.volatile", site);
   for (int i = 0; i < kCount; ++i) {
-    simulated::may_yield(site);
     simulated::send_word(static_cast<Word*>(to) + i, words[i], sizeof(Word), site);
   }
 }
@@ -30,7 +29,6 @@ template <class Word, int kCount>
 void load(const void* from, Word (&words)[kCount], const char* what, simulated::Site site) {
   check(from, sizeof(words), what, site);
   for (int i = 0; i < kCount; ++i) {
-    simulated::may_yield(site);
     words[i] = static_cast<Word>(
         simulated::fetch_word(static_cast<const Word*>(from) + i, sizeof(Word), site));
   }

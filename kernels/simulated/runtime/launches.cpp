@@ -1,0 +1,132 @@
+#include "kernels/simulated/runtime/launches.hpp"
+
+#include <cuda.h>
+#include <cxxabi.h>
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "kernels/simulated/runtime/streams.hpp"
+
+extern "C" CUresult simulated_encode_tiled(
+    CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
+    const cuuint64_t* extents, const cuuint64_t* strides, const cuuint32_t* box,
+    const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+    CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill);
+
+namespace longspan::simulated {
+namespace {
+
+constexpr int kOrdinaryShared = 48 << 10;
+constexpr unsigned kMostThreads = 1024;
+
+/// Dynamic shared memory that a kernel was allowed; as long as the mutex is held.
+int& allowed_shared(const void* kernel) {
+  static auto* const all = new std::map<const void*, int>;
+  return all->try_emplace(kernel, kOrdinaryShared).first->second;
+}
+
+bool fits(dim3 grid, dim3 block) {
+  const auto within = [](unsigned value, unsigned most) { return value >= 1 && value <= most; };
+  return within(grid.x, 0x7fffffff) && within(grid.y, 65535) && within(grid.z, 65535) &&
+         within(block.x, kMostThreads) && within(block.y, kMostThreads) && within(block.z, 64) &&
+         static_cast<std::size_t>(block.x) * block.y * block.z <= kMostThreads;
+}
+
+int architecture() { return properties().major * 10 + properties().minor; }
+
+}  // namespace
+
+const char* name_of_kernel(const void* address, const char* file, unsigned line) {
+  std::string name;
+  Dl_info found{};
+  if (dladdr(address, &found) != 0 && found.dli_saddr == address && found.dli_sname != nullptr) {
+    int status = 0;
+    char* const readable = abi::__cxa_demangle(found.dli_sname, nullptr, nullptr, &status);
+    name = std::string(readable != nullptr ? readable : found.dli_sname) + ", launched at ";
+    std::free(readable);
+  } else {
+    name = "the kernel launched at ";
+  }
+  const std::string_view path(file);
+  name += path.substr(path.rfind('/') + 1);
+  name += ":" + std::to_string(line);
+  static std::mutex mutex;
+  static auto* const names = new std::set<std::string>;
+  const std::lock_guard lock(mutex);
+  return names->insert(std::move(name)).first->c_str();
+}
+
+cudaError_t queue_kernel(Kernel kernel, const void* address, cudaStream_t handle, bool overlaps) {
+  return call("cudaLaunchKernelExC", [&](Lock&) {
+    Stream* const stream = find_stream(handle);
+    if (stream == nullptr || stream->device != current_device())
+      return cudaErrorInvalidResourceHandle;
+    if (!fits(kernel.grid, kernel.block)) return cudaErrorInvalidConfiguration;
+    if (kernel.shared_bytes > static_cast<std::size_t>(allowed_shared(address)))
+      return cudaErrorInvalidValue;
+    return submit(*stream, {.kernel = std::move(kernel), .overlaps = overlaps});
+  });
+}
+
+}  // namespace longspan::simulated
+
+using namespace longspan::simulated;
+
+extern "C" {
+
+/// What is compiled for processors has no registers or sizes to tell.
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  return call("cudaFuncGetAttributes", [&](Lock&) {
+    if (attributes == nullptr) return cudaErrorInvalidValue;
+    if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
+    *attributes = {};
+    attributes->ptxVersion = attributes->binaryVersion = architecture();
+    attributes->maxThreadsPerBlock = kMostThreads;
+    attributes->maxDynamicSharedSizeBytes = allowed_shared(kernel);
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute name, int value) {
+  return call("cudaFuncSetAttribute", [&](Lock&) {
+    if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
+    if (name == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
+    if (name != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 ||
+        value > properties().block_shared_bytes)
+      return cudaErrorInvalidValue;
+    allowed_shared(kernel) = value;
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* kernel,
+                                                          int threads, size_t shared_bytes) {
+  return call("cudaOccupancyMaxActiveBlocksPerMultiprocessor", [&](Lock&) {
+    if (blocks == nullptr || threads <= 0) return cudaErrorInvalidValue;
+    if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
+    *blocks = threads > static_cast<int>(kMostThreads) ? 0 : resident_blocks(threads, shared_bytes);
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  return call("cudaGetDriverEntryPointByVersion", [&](Lock&) {
+    if (symbol == nullptr || function == nullptr) return cudaErrorInvalidValue;
+    const bool known = std::string_view(symbol) == "cuTensorMapEncodeTiled";
+    *function = known ? reinterpret_cast<void*>(&simulated_encode_tiled) : nullptr;
+    if (result != nullptr)
+      *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return cudaSuccess;
+  });
+}
+
+}  // extern "C"

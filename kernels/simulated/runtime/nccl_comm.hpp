@@ -1,0 +1,71 @@
+// A rank's side of a communicator. All of it is called with the machine's mutex held.
+#pragma once
+
+#include <nccl.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/simulated/runtime/calls.hpp"
+#include "kernels/simulated/runtime/nccl_transfer.hpp"
+
+namespace longspan::simulated {
+
+class Comm : public std::enable_shared_from_this<Comm> {
+ public:
+  /// Null where there is no memory for it. It is in progress until all ranks have come.
+  static std::shared_ptr<Comm> make(const std::string& name, int rank, int size, bool blocking);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  int device() const { return device_; }
+  bool is_blocking() const { return is_blocking_; }
+
+  /// How it stands: in progress, an error, or success. What was put off is queued by it.
+  ncclResult_t state();
+
+  /// Queues what moves these pieces behind what the stream, and this communicator, have to do. One
+  /// that does not block may put it off until it is asked how it stands.
+  ncclResult_t queue(std::vector<Piece> pieces, cudaStream_t stream);
+
+  /// Begins a split, whose result is in progress until all ranks have come to it; null: no part of
+  /// it (NCCL_SPLIT_NOCOLOR).
+  ncclResult_t split(int color, int key, bool blocking, std::shared_ptr<Comm>& child);
+
+  void finalize();
+  bool is_idle() const { return last_ == nullptr || last_->is_done(); }
+  void leave() { segment_->leave(Segment::State::left); }
+  bool have_all_left() const { return segment_->have_all_left(); }
+  bool has_lost_a_rank() { return segment_->has_lost_a_rank(); }
+  void abort();
+
+ private:
+  Comm() = default;
+  bool is_made();
+  void look_for_split();
+  ncclResult_t queue_now(const std::vector<Piece>& pieces, cudaStream_t stream);
+  Progress go_on(Transfer& transfer);
+
+  std::shared_ptr<Segment> segment_;  // null: what a split makes, which is not there yet
+  int rank_ = 0, size_ = 0, device_ = 0;
+  bool is_blocking_ = true, is_made_ = false, is_aborted_ = false, is_finalized_ = false;
+  ncclResult_t error_ = ncclSuccess;
+  OperationPtr last_;  // operations of a communicator come one after the other, in every stream
+  std::vector<std::function<ncclResult_t()>> put_off_;
+
+  struct Split {
+    std::uint32_t number;
+    Segment::Said said;
+    std::shared_ptr<Comm> child;
+  };
+  std::shared_ptr<Comm> parent_;  // of which it will be a split
+  std::uint32_t splits_ = 0;
+  std::vector<Split> splitting_;
+};
+
+/// Text about the last error of this process.
+std::string& nccl_error_text();
+
+}  // namespace longspan::simulated

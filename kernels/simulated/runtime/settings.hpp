@@ -1,0 +1,21 @@
+// What the environment says about the simulated GPUs.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace longspan::simulated {
+
+struct Settings {
+  std::vector<int> gpus;         // those this process sees, by their place on the node
+  int gpus_of_node = 1;          // LONGSPAN_SIMULATED_GPUS, or the ranks on this host
+  std::size_t memory_bytes = 0;  // of each GPU: LONGSPAN_SIMULATED_MEMORY_MB
+  std::string fail_call;         // LONGSPAN_SIMULATED_FAIL_CALL=name:N, of which the name
+  int fail_number = 0;           // and N; 0: no call fails
+};
+
+/// As the environment was at the first call.
+const Settings& settings();
+
+}  // namespace longspan::simulated

@@ -88,7 +88,10 @@ void remove_ready(Warp& warp) {
 }
 
 int choose_lane(const Warp& warp) {
-  if (!schedule().shuffled_lanes) return __builtin_ctz(warp.ready);
+  if (!schedule().shuffled_lanes) {  // the next one: a lane that waits in a loop holds up no other
+    const unsigned behind = warp.ready & ~((2u << warp.last_lane) - 1);
+    return __builtin_ctz(behind != 0 ? behind : warp.ready);
+  }
   unsigned skip = pick(static_cast<unsigned>(__builtin_popcount(warp.ready)));
   unsigned rest = warp.ready;
   while (skip-- > 0) rest &= rest - 1;
@@ -104,8 +107,9 @@ Warp* choose_warp() {
     });
   }
   if (schedule().policy == Policy::random) return ready[pick(static_cast<unsigned>(ready.size()))];
-  // In order: the one that was made ready longest ago comes to the front sooner or later.
-  return ready[++turn % ready.size()];
+  return *std::min_element(ready.begin(), ready.end(), [](const Warp* a, const Warp* b) {
+    return a->last_turn < b->last_turn;
+  });
 }
 
 void end_lane(Lane& lane);
@@ -125,6 +129,7 @@ void entry() {
 void run_lane(Warp& warp) {
   Lane& lane = *warp.lanes[choose_lane(warp)];
   warp.ready &= ~(1u << lane.number);
+  warp.last_lane = lane.number;
   current = &lane;
   threadIdx = lane.index;
   lane.fiber.enter();
@@ -133,6 +138,7 @@ void run_lane(Warp& warp) {
 
 void run_warp(Warp& warp) {
   last = &warp;
+  warp.last_turn = ++turn;
   blockIdx = warp.block->index;
   blockDim = warp.block->grid->kernel.block;
   gridDim = warp.block->grid->kernel.grid;

@@ -133,10 +133,19 @@ void widen_b(int columns) {
 /// c + a b in fp32: the products of a step first, so that the sum so far is rounded once.
 template <int kCount>
 void add_rounded(Floats (&c)[4], const Row* a, const Floats* b) {
-  Floats sums[4] = {};
-  for (int k = 0; k < kCount; ++k)
-    for (int i = 0; i < 4; ++i) sums[i] += a[i][k] * b[k];
-  for (int i = 0; i < 4; ++i) c[i] += sums[i];
+  Floats s0 = {}, s1 = {}, s2 = {}, s3 = {};  // by name: g++ keeps these in registers
+#pragma GCC unroll 8
+  for (int k = 0; k < kCount; ++k) {
+    const Floats factor = b[k];
+    s0 += a[0][k] * factor;
+    s1 += a[1][k] * factor;
+    s2 += a[2][k] * factor;
+    s3 += a[3][k] * factor;
+  }
+  c[0] += s0;
+  c[1] += s1;
+  c[2] += s2;
+  c[3] += s3;
 }
 
 /// c + a b in steps of kGroup products: all addends are cut to multiples of 2^(e - kKept), e the

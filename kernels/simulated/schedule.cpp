@@ -37,6 +37,11 @@ std::uint64_t schedule_seed() {
   return seed_now;
 }
 
+bool exact_tensor_cores() {
+  static const bool exact = env_text("LONGSPAN_SIMULATED_EXACT").has_value();
+  return exact;
+}
+
 void begin_schedule(std::uint64_t seed) {
   seed_now = seed == 0 ? 1 : seed;
   now = {};

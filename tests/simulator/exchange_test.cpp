@@ -34,6 +34,7 @@ class Memory {
     void* memory = nullptr;
     EXPECT_EQ(cudaMalloc(&memory, count * sizeof(T)), cudaSuccess);
     EXPECT_EQ(cudaMemset(memory, fill, count * sizeof(T)), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     data_.reset(static_cast<T*>(memory));
   }
   T* get() const { return data_.get(); }
@@ -130,6 +131,7 @@ class Ranks {
     Memory<float> lse(static_cast<std::size_t>(p_.rows));
     whole.write(states.data(), 0, states.size());
     kernels::cuda_backend()->merge(merge_of(whole.get(), out.get(), lse.get()), Stream{});
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     expected_out_ = out.read(), expected_lse_ = lse.read();
   }
   void queue(int rank) {
@@ -285,11 +287,12 @@ constexpr Problem kProblems[] = {
     {.ranks = 4, .rows = 40, .dim = 128, .dtype = DType::fp16, .blocks = 3, .overlap = false},
     {.ranks = 8, .rows = 9, .dim = 16, .push = Push::two_trips},
 };
-INSTANTIATE_TEST_SUITE_P(All, Exchange, ::testing::ValuesIn(kProblems), [](const auto& info) {
-  const Problem& p = info.param;
+std::string name_of(const ::testing::TestParamInfo<Problem>& tested) {
+  const Problem& p = tested.param;
   return "ranks" + std::to_string(p.ranks) + "_rows" + std::to_string(p.rows) + "_dim" +
          std::to_string(p.dim) + (p.push == Push::two_trips ? "_two_trips" : "_one_trip");
-});
+}
+INSTANTIATE_TEST_SUITE_P(All, Exchange, ::testing::ValuesIn(kProblems), name_of);
 
 }  // namespace
 }  // namespace longspan::testing

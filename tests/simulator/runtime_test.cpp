@@ -35,10 +35,11 @@ void add(int* sum, int value) {
   for (int i = 0; i < 5; ++i) may_yield(Site::current());
   *sum = before + value;
 }
-/// to = 10 to + value, so that the order is seen.
+/// to = 10 to + value, so that the order is seen. Atomically, for streams that do not wait.
 void append(int* to, int value) {
   for (int i = 0; i < 5; ++i) may_yield(Site::current());
-  *to = *to * 10 + value;
+  const std::atomic_ref word(*to);
+  word = word * 10 + value;
 }
 void wait_for(const std::atomic<int>* word, int value) {
   while (*word != value) spin(Site::current());

@@ -13,14 +13,6 @@
 #include "kernels/simulated/runtime/launches.hpp"
 #include "src/check.hpp"
 
-#if !defined(__CUDACC__)
-/// The toolkit's headers have these for its own compiler only.
-template <class... Parameters>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribute name, int value) {
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), name, value);
-}
-#endif
-
 namespace longspan::kernels::cuda {
 
 /// Where and how a kernel runs.

@@ -334,6 +334,15 @@ void watch() {
   });
 }
 
+/// Copies land, and of the words on their way as many arrive as bring the end near.
+bool let_something_happen() {
+  if (land_one()) return true;
+  bool any = false;
+  for (std::size_t count = 1 + words_on_their_way() / 16; count > 0 && deliver_one(); --count)
+    any = true;
+  return any;
+}
+
 }  // namespace
 
 void fail(const std::string& what, Site site) {
@@ -445,12 +454,13 @@ bool run_slice() {
   } else {
     ran = land_one() || deliver_one();
   }
-  // Where all that could run only waits in loops, words arrive, and then time passes.
-  if (moved || (!last || !last->spins)) {
+  // Where all that could run only waits in loops, words arrive, and then time passes. Who gave up
+  // its turn between two looks may wait in a loop as well as not.
+  if (moved || !last)
     idle_slices = 0;
-  } else if (++idle_slices > 4 * ready.size() && !land_one() && !deliver_one() && !hosts_clock) {
+  else if (last->spins && ++idle_slices > 4 * ready.size() && !let_something_happen() &&
+           !hosts_clock)
     clock_now += 1'000'000;
-  }
   inside = false;
   kernels.release();
   return ran;

@@ -179,6 +179,7 @@ bool land_one();
 /// The same of words to other GPUs.
 bool deliver_one();
 void deliver_all(const Grid* of);
+std::size_t words_on_their_way();
 /// What is under way for a block that has ended.
 void finish_copies(Block& block);
 /// The block's mbarrier in this word.

@@ -363,7 +363,7 @@ __global__ __launch_bounds__(Traits::kBlockThreads,
                              2) void attend_decode_kernel(const __grid_constant__ AttendParams p,
                                                           const __grid_constant__ Plan plan,
                                                           const __grid_constant__ KeyBoxes boxes) {
-  std::byte* const memory = arch::dynamic_shared<1024>();
+  std::byte* const memory = arch::shared_by_1024;
   const std::uint32_t ring = arch::shared_address(memory);
   constexpr int kRing = Traits::kStages * Traits::kStageBytes;
   auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory + kRing);

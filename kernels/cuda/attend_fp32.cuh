@@ -271,7 +271,7 @@ template <class Traits>
 __global__ __launch_bounds__(Traits::kThreads,
                              2) void attend_fp32_kernel(const __grid_constant__ AttendParams p,
                                                         const __grid_constant__ Plan plan) {
-  std::byte* const memory = arch::dynamic_shared<128>();
+  std::byte* const memory = arch::shared_by_128;
   float* queries = reinterpret_cast<float*>(memory);
   float* slice = queries + Traits::kRows * Traits::kQueryStride;
   float* weights = slice + Traits::kSliceFloats;

@@ -313,7 +313,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
   using T = typename Traits::Element;
   constexpr int kKeys = Traits::kKeys;
   static_assert(sizeof(Piece<kInvariant>) <= Traits::kPieceBytes);
-  std::byte* const shared = arch::dynamic_shared<128>();
+  std::byte* const shared = arch::shared_by_128;
   const std::uint32_t queries = arch::shared_address(shared);
   const std::uint32_t stages = queries + Traits::kQueryBytes;  // K0 V0 (K1 V1)
   Interval* rows = reinterpret_cast<Interval*>(shared + Traits::kQueryBytes +

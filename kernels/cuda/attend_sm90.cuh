@@ -300,7 +300,8 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_constant__ Call call) {
   // Builds for other GPUs hold an empty kernel that nobody launches.
   if constexpr (kHasWgmma) {
-    Shared<T>& shared = *reinterpret_cast<Shared<T>*>(dynamic_shared<1024>());
+    std::byte* const memory = shared_by_1024;
+    Shared<T>& shared = *reinterpret_cast<Shared<T>*>(memory);
 
     if (threadIdx.x == 0) {
       constexpr int kConsumerWarps = 4 * T::kConsumers;

@@ -184,7 +184,7 @@ __device__ inline void store_tf32(const AttendParams& p, const Plan& plan, const
 template <class Traits>
 __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_tf32_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
-  std::byte* const memory = arch::dynamic_shared<128>();
+  std::byte* const memory = arch::shared_by_128;
   float* queries = reinterpret_cast<float*>(memory);
   float* slice = queries + Traits::kRows * Traits::kQueryStride;
   int* columns = reinterpret_cast<int*>(slice + Traits::kSliceFloats);

@@ -82,10 +82,10 @@ __device__ void transpose(Bits (*tile)[kMostDim + kVector], const Bits* const* r
 /// blockIdx.x = 64 keys, blockIdx.y = a head and every gridDim.y-th after it, blockIdx.z = a
 /// sequence's keys or values.
 __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant__ Call call) {
+  std::byte* const memory = arch::shared_by_16;               // for Access::keys
   auto& rows = arch::shared_variable<const Bits* [kKeys]>();  // of a key of head 0
   arch::let_next_kernel_start();  // attention of short sequences, which then waits for the copy
-  const auto tile = reinterpret_cast<Bits(*)[kMostDim + kVector]>(
-      arch::dynamic_shared<16>());  // for Access::keys
+  const auto tile = reinterpret_cast<Bits(*)[kMostDim + kVector]>(memory);
   const AttendParams& p = call.p;
   const int b = static_cast<int>(blockIdx.z / 2), own = static_cast<int>(threadIdx.x);
   const Copy& copy = call.copies[blockIdx.z % 2];

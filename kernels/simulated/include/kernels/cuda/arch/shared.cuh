@@ -17,6 +17,15 @@ std::byte* dynamic_shared(simulated::Site site = simulated::Site::current()) {
   return memory;
 }
 
+/// The same where a kernel names it: for pointers to std::byte.
+template <int kAlign>
+struct DynamicShared {
+  operator std::byte*() const { return dynamic_shared<kAlign>(); }
+};
+inline constexpr DynamicShared<16> shared_by_16;
+inline constexpr DynamicShared<128> shared_by_128;
+inline constexpr DynamicShared<1024> shared_by_1024;
+
 /// A variable of the block, of any content at first. Whoever asks for the same T and kId gets the
 /// same one.
 template <class T, int kId = 0>

@@ -3,6 +3,7 @@
 // happen, or until somebody waits for it; the places that it will write are poison meanwhile.
 #include <algorithm>
 #include <cstring>
+#include <unordered_map>
 
 #include "kernels/simulated/state.hpp"
 
@@ -20,7 +21,13 @@ struct Word {
   const Block* block;
   const Grid* grid;
 };
-std::vector<Word> words;  // in the order in which they were sent
+/// On their way to the same eight bytes, in the order in which they were sent.
+struct Sent {
+  std::uintptr_t place;
+  std::deque<Word> words;
+};
+std::vector<Sent> sent;                                  // none of them empty
+std::unordered_map<std::uintptr_t, std::size_t> places;  // in `sent`
 
 void poison(void* to, std::size_t bytes) { std::memset(to, 0xff, bytes); }
 
@@ -122,18 +129,37 @@ void land_engine_copy(std::size_t which) {
 
 // ---- words -------------------------------------------------------------------------------------
 
-void deliver(std::size_t which) {
-  // Of one address the first that was sent arrives first.
-  for (std::size_t i = 0; i < which; ++i)
-    if (words[i].to == words[which].to) which = i;
-  const Word word = words[which];
-  words.erase(words.begin() + static_cast<std::ptrdiff_t>(which));
+std::uintptr_t place_of(const void* address) {
+  return reinterpret_cast<std::uintptr_t>(address) / 8;
+}
+
+/// The first of those on their way to one place; false: it was the last.
+bool deliver(std::size_t which) {
+  const Word word = sent[which].words.front();
+  sent[which].words.pop_front();
   if (word.bytes == 8)
     __atomic_store_n(static_cast<std::uint64_t*>(word.to), word.value, __ATOMIC_RELAXED);
   else
     __atomic_store_n(static_cast<std::uint32_t*>(word.to), static_cast<std::uint32_t>(word.value),
                      __ATOMIC_RELAXED);
   note_progress();
+  if (!sent[which].words.empty()) return true;
+  places.erase(sent[which].place);
+  if (which + 1 < sent.size()) {
+    sent[which] = std::move(sent.back());
+    places[sent[which].place] = which;
+  }
+  sent.pop_back();
+  return false;
+}
+
+/// Those of this place up to the last that `is_wanted`.
+template <class Wanted>
+void deliver_up_to(std::size_t which, const Wanted& is_wanted) {
+  const std::deque<Word>& words = sent[which].words;
+  std::size_t count = words.size();
+  while (count > 0 && !is_wanted(words[count - 1])) --count;
+  for (; count > 0; --count) deliver(which);
 }
 
 }  // namespace
@@ -158,19 +184,16 @@ bool land_one() {
 }
 
 bool deliver_one() {
-  if (words.empty()) return false;
-  deliver(pick(static_cast<unsigned>(words.size())));
+  if (sent.empty()) return false;
+  deliver(pick(static_cast<unsigned>(sent.size())));
   return true;
 }
 void deliver_all(const Grid* of) {
-  for (std::size_t i = 0; i < words.size();)
-    if (of == nullptr || words[i].grid == of) {
-      deliver(i);
-      i = 0;
-    } else {
-      ++i;
-    }
+  // From the end, whose place a later one takes when it is empty.
+  for (std::size_t which = sent.size(); which-- > 0;)
+    deliver_up_to(which, [&](const Word& word) { return of == nullptr || word.grid == of; });
 }
+std::size_t words_on_their_way() { return sent.size(); }
 void deliver_words() { deliver_all(nullptr); }
 
 void finish_copies(Block& block) {
@@ -350,8 +373,11 @@ void send_word(void* to, std::uint64_t value, int bytes, Site site) {
   if (reinterpret_cast<std::uintptr_t>(to) % static_cast<unsigned>(bytes) != 0)
     fail("a store to an address that is no multiple of its size", site);
   const Block* block = current->warp->block;
-  words.push_back({to, value, bytes, block, block->grid.get()});
-  if (schedule().deliver >= 1) deliver(words.size() - 1);
+  const auto [place, is_new] = places.try_emplace(place_of(to), sent.size());
+  if (is_new) sent.push_back({place->first, {}});
+  const std::size_t which = place->second;
+  sent[which].words.push_back({to, value, bytes, block, block->grid.get()});
+  if (schedule().deliver >= 1) deliver(which);
 }
 std::uint64_t fetch_word(const void* from, int bytes, Site site) {
   // Whoever looks again and again waits for somebody.
@@ -363,16 +389,8 @@ std::uint64_t fetch_word(const void* from, int bytes, Site site) {
   if (reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(bytes) != 0)
     fail("a load from an address that is no multiple of its size", site);
   const Block* block = current->warp->block;
-  const auto* const at = static_cast<const std::byte*>(from);
-  for (std::size_t i = 0; i < words.size();) {
-    const auto* const sent = static_cast<const std::byte*>(words[i].to);
-    if (words[i].block == block && sent < at + bytes && at < sent + words[i].bytes) {
-      deliver(i);
-      i = 0;
-    } else {
-      ++i;
-    }
-  }
+  if (const auto place = places.find(place_of(from)); place != places.end())
+    deliver_up_to(place->second, [&](const Word& word) { return word.block == block; });
   return bytes == 8 ? __atomic_load_n(static_cast<const std::uint64_t*>(from), __ATOMIC_RELAXED)
                     : __atomic_load_n(static_cast<const std::uint32_t*>(from), __ATOMIC_RELAXED);
 }

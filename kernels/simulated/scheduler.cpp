@@ -88,7 +88,10 @@ void remove_ready(Warp& warp) {
 }
 
 int choose_lane(const Warp& warp) {
-  if (!schedule().shuffled_lanes) return __builtin_ctz(warp.ready);
+  if (!schedule().shuffled_lanes) {  // the next one: a lane that waits in a loop holds up no other
+    const unsigned behind = warp.ready & ~((2u << warp.last_lane) - 1);
+    return __builtin_ctz(behind != 0 ? behind : warp.ready);
+  }
   unsigned skip = pick(static_cast<unsigned>(__builtin_popcount(warp.ready)));
   unsigned rest = warp.ready;
   while (skip-- > 0) rest &= rest - 1;
@@ -104,8 +107,9 @@ Warp* choose_warp() {
     });
   }
   if (schedule().policy == Policy::random) return ready[pick(static_cast<unsigned>(ready.size()))];
-  // In order: the one that was made ready longest ago comes to the front sooner or later.
-  return ready[++turn % ready.size()];
+  return *std::min_element(ready.begin(), ready.end(), [](const Warp* a, const Warp* b) {
+    return a->last_turn < b->last_turn;
+  });
 }
 
 void end_lane(Lane& lane);
@@ -125,6 +129,7 @@ void entry() {
 void run_lane(Warp& warp) {
   Lane& lane = *warp.lanes[choose_lane(warp)];
   warp.ready &= ~(1u << lane.number);
+  warp.last_lane = lane.number;
   current = &lane;
   threadIdx = lane.index;
   lane.fiber.enter();
@@ -133,6 +138,7 @@ void run_lane(Warp& warp) {
 
 void run_warp(Warp& warp) {
   last = &warp;
+  warp.last_turn = ++turn;
   blockIdx = warp.block->index;
   blockDim = warp.block->grid->kernel.block;
   gridDim = warp.block->grid->kernel.grid;
@@ -328,6 +334,15 @@ void watch() {
   });
 }
 
+/// Copies land, and of the words on their way as many arrive as bring the end near.
+bool let_something_happen() {
+  if (land_one()) return true;
+  bool any = false;
+  for (std::size_t count = 1 + words_on_their_way() / 16; count > 0 && deliver_one(); --count)
+    any = true;
+  return any;
+}
+
 }  // namespace
 
 void fail(const std::string& what, Site site) {
@@ -439,12 +454,13 @@ bool run_slice() {
   } else {
     ran = land_one() || deliver_one();
   }
-  // Where all that could run only waits in loops, words arrive, and then time passes.
-  if (moved || (!last || !last->spins)) {
+  // Where all that could run only waits in loops, words arrive, and then time passes. Who gave up
+  // its turn between two looks may wait in a loop as well as not.
+  if (moved || !last)
     idle_slices = 0;
-  } else if (++idle_slices > 4 * ready.size() && !land_one() && !deliver_one() && !hosts_clock) {
+  else if (last->spins && ++idle_slices > 4 * ready.size() && !let_something_happen() &&
+           !hosts_clock)
     clock_now += 1'000'000;
-  }
   inside = false;
   kernels.release();
   return ran;

@@ -78,8 +78,9 @@ struct Warp {
   Lane* lanes[32] = {};
   unsigned alive = 0, ready = 0;
   int place = -1;  // among the warps that are ready
+  int last_lane = 31;  // that ran
   bool spins = false;
-  std::uint64_t priority = 0;
+  std::uint64_t priority = 0, last_turn = 0;
   std::vector<std::unique_ptr<Meeting>> meetings;
 
   std::deque<std::unique_ptr<Accumulators>> accumulators;
@@ -178,6 +179,7 @@ bool land_one();
 /// The same of words to other GPUs.
 bool deliver_one();
 void deliver_all(const Grid* of);
+std::size_t words_on_their_way();
 /// What is under way for a block that has ended.
 void finish_copies(Block& block);
 /// The block's mbarrier in this word.

@@ -13,6 +13,12 @@
 
 #include "kernels/simulated/builtins.hpp"
 
+// g++ 12 makes of the places that a loop reads and writes one number, counted from a null pointer,
+// where one is four times the other, and then loses what was written.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-ivopts")
+#endif
+
 namespace longspan::simulated {
 namespace {
 
@@ -93,10 +99,11 @@ void transpose(Floats (&m)[8]) {
 // ---- a product ---------------------------------------------------------------------------------
 
 // One thread at a time is in the machine, and no product waits in the middle.
+using Row = float[kMostProducts];  // of a
 struct Factors {
   alignas(32) std::byte a_bytes[kRows][kRowBytes];
   alignas(32) std::byte b_bytes[kMostColumns][kRowBytes];  // where K is innermost
-  alignas(32) float a[kRows][kMostProducts];
+  Floats a[kRows][kMostProducts / kLanes];
   Floats b[kMostColumns / kLanes][kMostProducts];  // eight columns of each k
 };
 Factors factors;
@@ -105,10 +112,9 @@ template <Number kNumber>
 void widen_a() {
   constexpr int kCount = kElements<kNumber>;
   for (int row = 0; row < kRows; ++row)
-    for (int k = 0; k < kCount; k += kLanes) {
-      const Floats eight = widen_eight<kNumber>(factors.a_bytes[row] + k * kRowBytes / kCount);
-      std::memcpy(&factors.a[row][k], &eight, sizeof(eight));
-    }
+    for (int k = 0; k < kCount; k += kLanes)
+      factors.a[row][k / kLanes] =
+          widen_eight<kNumber>(factors.a_bytes[row] + k * kRowBytes / kCount);
 }
 
 template <Number kNumber>
@@ -126,11 +132,20 @@ void widen_b(int columns) {
 
 /// c + a b in fp32: the products of a step first, so that the sum so far is rounded once.
 template <int kCount>
-void add_rounded(Floats (&c)[4], const float (*a)[kMostProducts], const Floats* b) {
-  Floats sums[4] = {};
-  for (int k = 0; k < kCount; ++k)
-    for (int i = 0; i < 4; ++i) sums[i] += a[i][k] * b[k];
-  for (int i = 0; i < 4; ++i) c[i] += sums[i];
+void add_rounded(Floats (&c)[4], const Row* a, const Floats* b) {
+  Floats s0 = {}, s1 = {}, s2 = {}, s3 = {};  // by name: g++ keeps these in registers
+#pragma GCC unroll 8
+  for (int k = 0; k < kCount; ++k) {
+    const Floats factor = b[k];
+    s0 += a[0][k] * factor;
+    s1 += a[1][k] * factor;
+    s2 += a[2][k] * factor;
+    s3 += a[3][k] * factor;
+  }
+  c[0] += s0;
+  c[1] += s1;
+  c[2] += s2;
+  c[3] += s3;
 }
 
 /// c + a b in steps of kGroup products: all addends are cut to multiples of 2^(e - kKept), e the
@@ -171,7 +186,7 @@ Floats add_cut(Floats c, const float* a, const Floats* b) {
 }
 
 template <Number kNumber>
-void add_products(Floats (&c)[4], const float (*a)[kMostProducts], const Floats* b) {
+void add_products(Floats (&c)[4], const Row* a, const Floats* b) {
   constexpr int kCount = kElements<kNumber>;
   if (!exact_tensor_cores()) return add_rounded<kCount>(c, a, b);
   const bool is_new = properties().major >= 9;
@@ -197,7 +212,7 @@ void add_to(float* const (&d)[kWarp], int columns, bool add) {
       if (add)
         for (int i = 0; i < 16; ++i)
           std::memcpy(reinterpret_cast<float*>(c) + 2 * i, lanes[i] + at, 8);
-      add_products<kNumber>(c, &factors.a[row], factors.b[j]);
+      add_products<kNumber>(c, reinterpret_cast<const Row*>(factors.a[row]), factors.b[j]);
       for (int i = 0; i < 16; ++i)
         std::memcpy(lanes[i] + at, reinterpret_cast<float*>(c) + 2 * i, 8);
     }

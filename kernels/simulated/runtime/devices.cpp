@@ -83,6 +83,9 @@ bool attribute_of(cudaDeviceAttr name, int device, int& value) {
     case cudaDevAttrReservedSharedMemoryPerBlock:
       value = own.own_shared_bytes;
       return true;
+    case cudaDevAttrL2CacheSize:
+      value = 4 << 20;
+      return true;
     case cudaDevAttrPciBusId:
       value = bus_of(device);
       return true;

@@ -24,20 +24,22 @@ class Transfer {
   Progress go_on();
 
  private:
-  /// Ahead of each piece its length travels: the two sides must mean the same.
+  /// Ahead of each piece its length travels. Where the two sides do not mean the same, the one that
+  /// wants less gets that much, and the other one waits.
   struct Part {
     Piece piece;
     std::uint64_t announced = 0;
     std::size_t done = 0;  // bytes, the length's included
+    bool is_stuck = false;
   };
   using Parts = std::deque<Part>;
   bool send(int to, Part& part);
   bool receive(int from, Part& part);
+  bool has_ended(int peer, Part& part);
 
   std::shared_ptr<Segment> segment_;
   int rank_;
   std::vector<Parts> going_, coming_;  // by rank
-  bool is_stuck_ = false;
 };
 
 }  // namespace longspan::simulated

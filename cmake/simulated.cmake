@@ -34,7 +34,6 @@ target_include_directories(longspan_simulated SYSTEM INTERFACE
 target_compile_definitions(longspan_simulated INTERFACE
   LONGSPAN_SIMULATED LONGSPAN_SIMULATED_ARCH=${LONGSPAN_SIMULATED_ARCH})
 if(LONGSPAN_SIMULATED_SANITIZE STREQUAL "thread")
-  target_compile_definitions(longspan_simulated INTERFACE LONGSPAN_SIMULATED_TSAN)
   target_link_options(longspan_simulated INTERFACE -fsanitize=thread)
 endif()
 

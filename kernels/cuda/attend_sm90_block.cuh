@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/arch/sm90.cuh"
+#include "kernels/cuda/arch/store_same.cuh"
 #include "kernels/cuda/attend_sm90.hpp"
 #include "kernels/cuda/divisor.hpp"
 #include "kernels/params.hpp"
@@ -267,7 +268,7 @@ __device__ void clear_keys(typename T::Element (&v)[T::kPanels][T::kKeys][T::kPa
   for (int panel = 0; panel < T::kPanels; ++panel)
 #pragma unroll 1
     for (int i = threadIdx.x % kThreads; i < keys * 8; i += kThreads)
-      reinterpret_cast<uint4*>(v[panel])[i] = uint4{};
+      store_same(reinterpret_cast<uint4*>(v[panel])[i], uint4{});
   fence_shared_stores();
   named_sync(barrier, kThreads);
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/store_same.cuh"
 #include "kernels/cuda/decode_boxes.hpp"
 #include "kernels/cuda/decode_shared.cuh"
 
@@ -104,7 +105,7 @@ class DecodeFinder {
       leaf_splits = taken.leaf_splits;
       works_ = works_of(plan_, taken);
       work.split = numbers.split(turn, leaf_splits);
-      if (turn == 0 && work.kv_head == 0 && thread_ == 0) *numbers.taken = taken;
+      if (turn == 0 && work.kv_head == 0 && thread_ == 0) arch::store_same(*numbers.taken, taken);
     }
     const TreeCut cut = tree_cut(p_, plan_, work, leaf_splits);
     walk_ = SegmentWalk(order, view_.any, cut.split, cut.splits);

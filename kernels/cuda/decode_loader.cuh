@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/store_same.cuh"
 #include "kernels/cuda/arch/target.cuh"
 #include "kernels/cuda/decode_boxes.hpp"
 #include "kernels/cuda/decode_bytes.cuh"
@@ -72,8 +73,8 @@ __device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeP
     if (token < 0) continue;
     const std::int64_t from = sequence.first_row + token, to = sequence.first_key + key;
     const auto copy = [&](const Rows& rows, const KvRows& cache, int d) {
-      *reinterpret_cast<uint4*>(cache.at<Element>(to, head) + d) =
-          *reinterpret_cast<const uint4*>(rows.at<const Element>(from, head) + d);
+      arch::store_same(*reinterpret_cast<uint4*>(cache.at<Element>(to, head) + d),
+                       *reinterpret_cast<const uint4*>(rows.at<const Element>(from, head) + d));
     };
     for (int d = thread * kVector; d < p.dim; d += Traits::kLoaders * kVector) {
       copy(p.new_k, p.k, d);

@@ -40,8 +40,8 @@ class Departure {
   }
   __device__ void leave(const ExchangeParams& p, const Turn& turn) const {
     if (thread() != 0 || before_ + 1 != gridDim.x) return;
-    p.peers.epoch[1] = 0;
-    p.peers.epoch[0] = turn.epoch;
+    arch::store_relaxed(p.peers.epoch + 1, 0);
+    arch::store_relaxed(p.peers.epoch, turn.epoch);
   }
 
  private:

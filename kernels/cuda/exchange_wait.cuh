@@ -58,7 +58,7 @@ class BoundedWait {
     const PeerReport report{kind, static_cast<std::uint32_t>(rank), p_.run};
     const Word nothing = PeerReport{}.word();
     atomicCAS_system(reinterpret_cast<Word*>(p_.peers.report), nothing, Word{report.word()});
-    watch_.stopped = 1;
+    arch::store_relaxed(&watch_.stopped, 1);
     return false;
   }
 

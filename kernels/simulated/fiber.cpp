@@ -53,7 +53,9 @@ namespace longspan::simulated {
 namespace {
 
 // Room for the largest frames of kernels, several times over: unused pages cost nothing.
-constexpr std::size_t kStackBytes = std::size_t{512} << 10;
+constexpr std::size_t kStackBytes = std::size_t{256} << 10;
+
+std::size_t page_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
 std::vector<char*>& free_stacks() {
   static std::vector<char*> stacks;
@@ -73,12 +75,13 @@ char* take_stack() {
   if (!free_stacks().empty()) {
     char* stack = free_stacks().back();
     free_stacks().pop_back();
+    forget_accesses(stack + page_bytes(), kStackBytes - page_bytes());
     return stack;
   }
   void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
-  mprotect(memory, static_cast<std::size_t>(sysconf(_SC_PAGESIZE)), PROT_NONE);
+  mprotect(memory, page_bytes(), PROT_NONE);
   return static_cast<char*>(memory);
 }
 
@@ -107,6 +110,13 @@ void* scheduler_pointer = nullptr;
 [[maybe_unused]] std::size_t scheduler_size = 0;
 
 }  // namespace
+
+void forget_accesses([[maybe_unused]] void* memory, [[maybe_unused]] std::size_t bytes) {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  mmap(memory, bytes, PROT_READ | PROT_WRITE,
+       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+#endif
+}
 
 Fiber::~Fiber() { end(); }
 

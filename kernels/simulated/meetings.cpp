@@ -57,6 +57,11 @@ std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const cha
 
 std::byte* dynamic_shared() { return current->warp->block->shared; }
 
+void store_quietly(void* to, const void* from, std::size_t bytes) {
+  const Quiet quiet;
+  std::memcpy(to, from, bytes);
+}
+
 void* static_shared(const void* key, std::size_t bytes, std::size_t align) {
   const Quiet quiet;
   Block& block = *current->warp->block;

@@ -94,6 +94,10 @@ inline void note_write([[maybe_unused]] void* to, [[maybe_unused]] std::size_t b
 #endif
 }
 
+/// Memory that begins anew, as another's: who had it before has nothing to do with who has it now.
+/// Whole pages; their contents are lost.
+void forget_accesses(void* memory, std::size_t bytes);
+
 /// While it lives accesses are the machine's own, and nobody's.
 class Quiet {
  public:

@@ -153,6 +153,7 @@ std::byte* take_arena() {
   if (!arenas.empty()) {
     std::byte* arena = arenas.back();
     arenas.pop_back();
+    forget_accesses(arena, kArena);
     return arena;
   }
   void* memory = mmap(nullptr, kArena, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

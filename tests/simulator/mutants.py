@@ -723,7 +723,7 @@ MUTANTS = [
     Mutant("exchange-epoch-uncounted", "kernels/cuda/exchange_turn.cuh", "exchange",
            "Blocks that have read the epoch are not counted anew: the next "
            "exchange never advances it.",
-           old="    p.peers.epoch[1] = 0;\n",
+           old="    arch::store_relaxed(p.peers.epoch + 1, 0);\n",
            new=""),
     Mutant("exchange-one-copy", "kernels/cuda/window_layout.hpp", "exchange",
            "A peer's next words arrive where this rank has not put the last ones "

@@ -70,6 +70,11 @@ __device__ inline std::uint32_t load_relaxed(const std::uint32_t* word) {
   return value;
 }
 
+/// For words of this GPU's memory that its other threads look at meanwhile.
+__device__ inline void store_relaxed(std::uint32_t* word, std::uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 /// Brings a line towards the second-level cache; nothing depends on it.
 __device__ inline void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

@@ -83,6 +83,12 @@ inline void load_volatile_if(bool wanted, const void* from, std::uint32_t& value
   value = words[0];
 }
 
+inline void store_relaxed(std::uint32_t* word, std::uint32_t value,
+                          simulated::Site site = simulated::Site::current()) {
+  peer::check(word, 4, "st.relaxed", site);
+  simulated::may_yield(site);
+  simulated::store_quietly(word, &value, sizeof(value));
+}
 inline std::uint32_t load_relaxed(const std::uint32_t* word,
                                   simulated::Site site = simulated::Site::current()) {
   std::uint32_t words[1];

@@ -1,0 +1,16 @@
+// Stores that several threads make, in the simulator: no race with each other, nor with reads,
+// which get the same from whichever comes first.
+#pragma once
+
+#include <cstring>
+
+#include "kernels/simulated/thread.hpp"
+
+namespace longspan::kernels::cuda::arch {
+
+template <class T>
+inline void store_same(T& to, const T& value) {
+  simulated::store_quietly(&to, &value, sizeof(T));
+}
+
+}  // namespace longspan::kernels::cuda::arch

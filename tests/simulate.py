@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Runs the CUDA kernels in the simulator under many schedules (docs/testing.md).
+
+    tests/simulate.py [--schedules N | --hours H] [--build build/simulated] [--tests REGEX]
+                      [--seed S] [--jobs J] [--all]
+
+Every case of the programs of tests/simulator, and with --all also of tests/gpu, runs under N
+schedules (default: 50), or under as many as fit into H hours. Schedules are numbered, and so are
+inputs: a case that fails is named with the number that repeats it exactly. Without --seed the first
+number is a fresh one. The exit status is 0 where nothing failed.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# What is wrong on purpose, or has no schedules, is for ctest alone.
+PROGRAMS = ["tests/simulator/simulator_kernels_test", "tests/simulator/simulator_exchange_test"]
+CHUNK = 25  # schedules of a process
+LIMIT_S = 900  # of a process, which only a hang reaches
+
+
+def environment(seed):
+    found = dict(os.environ, LONGSPAN_SIMULATED_SEED=str(seed))
+    found.setdefault("LONGSPAN_SIMULATED_GPUS", "8")
+    found.setdefault("TSAN_OPTIONS", "halt_on_error=1:exitcode=66:history_size=4")
+    return found
+
+
+def command(program, *options):
+    """ThreadSanitizer wants addresses where it expects them."""
+    return ["setarch", "-R", str(program), *options]
+
+
+def cases_of(program):
+    """The cases of a program; those that are wrong on purpose end by themselves."""
+    listed = subprocess.run(command(program, "--gtest_list_tests"), env=environment(1), text=True,
+                            stdout=subprocess.PIPE, check=True).stdout
+    cases, suite = [], ""
+    for line in listed.splitlines():
+        name = line.split("#")[0].rstrip()
+        if not line.startswith(" "):
+            suite = name if name.endswith(".") else ""
+        elif suite:
+            cases.append(suite + name.strip())
+    return cases
+
+
+def run(program, case, seed, count):
+    """Schedules seed .. seed + count - 1. Gives how many ran, and of the first failure its seed and
+    what it printed."""
+    try:
+        job = subprocess.run(
+            command(program, f"--gtest_filter={case}", f"--gtest_repeat={count}",
+                    "--gtest_break_on_failure=0", "--gtest_throw_on_failure=0"),
+            env=environment(seed), text=True, errors="replace", stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=LIMIT_S)
+        output, status = job.stdout, job.returncode
+    except subprocess.TimeoutExpired as hang:
+        output = (hang.stdout or b"").decode(errors="replace") + f"\nhung for {LIMIT_S} s\n"
+        status = None
+    done = output.count("Global test environment tear-down")
+    if status == 0:
+        return count, None, ""
+    named = re.search(r"This schedule again: LONGSPAN_SIMULATED_SEED=(\d+)", output)
+    failed = int(named.group(1)) if named else seed + done
+    return failed - seed + 1, failed, output
+
+
+class Tally:
+    """What ran, and what failed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.ran = collections.Counter()
+        self.failed = collections.defaultdict(list)
+
+    def add(self, program, case, ran, failed, output):
+        self.ran[program, case] += ran
+        if failed is None:
+            return
+        self.failed[program, case].append(failed)
+        if len(self.failed[program, case]) > 3:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = self.folder / f"{program.name}-{re.sub('[^A-Za-z0-9]+', '_', case)}-{failed}.log"
+        log.write_text(output)
+        print(f"FAILED: {program.name} {case}\n  again: LONGSPAN_SIMULATED_SEED={failed} "
+              f"{program} --gtest_filter={case}\n  what it printed: {log}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build" / "simulated")
+    parser.add_argument("--schedules", type=int, default=50)
+    parser.add_argument("--hours", type=float)
+    parser.add_argument("--tests", default="", help="a regular expression of names of cases")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2, 1 << 32))
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--all", action="store_true", help="the programs of tests/gpu too")
+    options = parser.parse_args()
+
+    programs = [options.build / name for name in PROGRAMS]
+    if options.all:
+        programs += sorted(p for p in (options.build / "tests" / "gpu").glob("gpu_*_test"))
+    missing = [str(p) for p in programs if not p.exists()]
+    if missing:
+        sys.exit(f"{', '.join(missing)}: not built. cmake --preset simulated && "
+                 f"cmake --build {options.build} --target gpu_tests")
+    work = [(program, case) for program in programs for case in cases_of(program)
+            if re.search(options.tests, case)]
+    if not work:
+        sys.exit(f"no case has a name with '{options.tests}'")
+    began = time.monotonic()
+    ends = began + 3600 * options.hours if options.hours else None
+    print(f"{len(work)} cases, schedules from {options.seed} on", flush=True)
+
+    tally = Tally(options.build / "simulate")
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        first = options.seed
+        while True:
+            left = options.schedules - (first - options.seed)
+            count = CHUNK if ends else min(CHUNK, left)
+            if count <= 0 or (ends and time.monotonic() > ends):
+                break
+
+            def chunk(item, first=first, count=count):
+                seed, end = first, first + count
+                while seed < end and (ends is None or time.monotonic() < ends):
+                    ran, failed, output = run(*item, seed, end - seed)
+                    tally.add(*item, ran, failed, output)
+                    seed += ran
+            list(pool.map(chunk, work))
+            first += count
+
+    total, failures = sum(tally.ran.values()), sum(map(len, tally.failed.values()))
+    least = min(tally.ran[item] for item in work)
+    print(f"{total} schedules of {len(work)} cases, at least {least} of each, in "
+          f"{time.monotonic() - began:.0f} s: {failures} failed")
+    for (program, case), seeds in sorted(tally.failed.items()):
+        print(f"  {program.name} {case}: {len(seeds)} of {tally.ran[program, case]}, "
+              f"seeds {', '.join(map(str, seeds[:5]))}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Shows that the simulator finds defects: each mutant of mutants.py is compiled, and the cases of
+its kernels run under schedules until one fails; what none finds then runs under ThreadSanitizer.
+
+    tests/simulator/mutation.py [--family F ...] [--names REGEX] [--schedules N] [--out FILE]
+
+Needs build/simulated, and build/simulated-tsan for the second half. A mutated file stands in a
+folder of its own that comes first among the include paths, so that the tree stays as it is; only
+the instances that the cases use are compiled anew. Writes one line of JSON for each mutant.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import mutants  # noqa: E402
+
+ROOT = mutants.ROOT
+CUDA = "kernels/cuda/"
+KERNELS, EXCHANGE = "simulator_kernels_test", "simulator_exchange_test"
+
+# Of a family: what is compiled anew, the program, and its cases.
+FAMILIES = {
+    "decode": (["instances/decode_bf16.cu", "instances/decode_bf16_any16.cu"], KERNELS,
+               "Decode/*:*Serve*decode_pages_of_16:*Serve*decode_packed*:*Serve*decode_draft*"),
+    "portable": (["instances/portable_bf16.cu", "instances/portable_bf16_any16.cu"], KERNELS,
+                 "Portable/*:*Serve*portable_pages"),
+    "fp32": (["instances/fp32.cu", "instances/fp32_any.cu"], KERNELS, "Single/*:*Serve*single*"),
+    "tf32": (["instances/fp32_tf32.cu"], "gpu_tf32_test", "*"),
+    "hopper": (["attend_sm90.cu"], KERNELS, "*Hopper*:*Serve*hopper*"),
+    "exchange": (["exchange.cu", "exchange_parts.cu", "backend.cu"], EXCHANGE, "*"),
+    "merge": (["merge.cu"], KERNELS, "Decode/*:Single/*"),
+}
+# Where the file says more than the family.
+FILES = {
+    "append.cu": (["append.cu"], "gpu_append_test", "*"),
+    "check_arrays.cu": (["check_arrays.cu"], "gpu_check_arrays_test", "*"),
+    "gather.cu": (["gather.cu"], "gpu_attend_sm90_pages_test", "*"),
+    "merge_outputs.cu": (["merge_outputs.cu"], "gpu_merge_outputs_test", "*"),
+    "resume.cu": (["resume.cu"], "gpu_state_in_test", "*"),
+    "store_state.cuh": (["instances/portable_bf16.cu", "instances/fp32.cu"], "gpu_state_in_test",
+                        "*"),
+    "rows.cu": (["rows.cu"], "gpu_rows_test", "*"),
+    "segments.cu": (["segments.cu"], "gpu_segments_test", "*"),
+    "view.cuh": (["instances/decode_bf16.cu", "splits.cu", "merge.cu"], KERNELS, "Decode/*"),
+}
+
+
+def plan_of(mutant):
+    return FILES.get(pathlib.Path(mutant.file).name) or FAMILIES.get(mutant.family)
+
+
+class Build:
+    def __init__(self, folder):
+        self.folder = folder
+        commands = json.loads((folder / "compile_commands.json").read_text())
+        self.compile = {pathlib.Path(c["file"]).relative_to(ROOT).as_posix(): c for c in commands
+                        if "/longspan.dir/" in c["command"]}
+
+    def program(self, name):
+        return self.folder / "tests" / ("gpu" if name.startswith("gpu_") else "simulator") / name
+
+    def objects(self, mutant, sources, overlay):
+        """Compiles the sources against the mutated file; None where that does not compile."""
+        mutated = overlay / mutant.file
+        mutated.parent.mkdir(parents=True, exist_ok=True)
+        mutated.write_text(mutants.apply(mutant, (ROOT / mutant.file).read_text()))
+        made = []
+        for source in sources:
+            name = CUDA + source
+            command = self.compile[name]
+            at = mutated if name == mutant.file else ROOT / name
+            words = [w for w in shlex.split(command["command"]) if w != "ccache"]
+            made.append(overlay / (source.replace("/", "_") + ".o"))
+            words[words.index("-o") + 1] = str(made[-1])
+            words[words.index("-c") + 1] = str(at)
+            words.insert(1, f"-I{overlay}")
+            done = subprocess.run(words, cwd=command["directory"], capture_output=True, text=True)
+            if done.returncode != 0:
+                print(done.stderr[-2000:])
+                return None
+        return made
+
+    def link(self, name, objects, to):
+        """The program with these objects ahead of the library's own."""
+        target = self.program(name).relative_to(self.folder).as_posix()
+        command = subprocess.run(["ninja", "-t", "commands", "-s", target], cwd=self.folder,
+                                 capture_output=True, text=True, check=True).stdout.strip()
+        command = command.removeprefix(": && ").removesuffix(" && :")
+        words = shlex.split(command)
+        at = words.index("-o") + 1
+        words[at] = str(to)
+        words[at + 1:at + 1] = map(str, objects)
+        subprocess.run(words, cwd=self.folder, check=True, capture_output=True)
+
+
+def how(output):
+    """What found it, by what was printed."""
+    if "ThreadSanitizer" in output:
+        return "race detector"
+    if "nothing can go on" in output:
+        return "deadlock"
+    report = re.search(r"longspan's simulator: (.*)", output)
+    if report:
+        return "misuse: " + re.sub(r"\d+", "N", report.group(1))[:60]
+    return "result" if "Failure" in output else "crash"
+
+
+def schedules_until_found(program, cases, seed, count, limit_s):
+    """(schedules, what found it), or (schedules that ran, None)."""
+    environment = {"LONGSPAN_SIMULATED_SEED": str(seed), "LONGSPAN_SIMULATED_GPUS": "8",
+                   "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:history_size=4"}
+    command = ["env", *[f"{k}={v}" for k, v in environment.items()], "setarch", "-R", str(program),
+               f"--gtest_filter={cases}", f"--gtest_repeat={count}"]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                           errors="replace")
+    ends, lines, ran, found = time.monotonic() + limit_s, [], 0, False
+    for line in job.stdout:
+        lines = (lines + [line])[-400:]
+        ran += "Global test environment set-up" in line
+        found = "This schedule again" in line or "SUMMARY: ThreadSanitizer" in line
+        if found or time.monotonic() > ends:
+            break
+    job.kill()
+    rest = job.communicate()[0] or ""
+    text = "".join(lines) + rest
+    if found or (job.returncode not in (0, -9) and ran > 0):
+        return max(ran, 1), how(text)
+    return ran, None
+
+
+def judge(mutant, builds, options):
+    plan = plan_of(mutant)
+    result = {"name": mutant.name, "family": mutant.family, "breaks": mutant.breaks}
+    if plan is None:
+        return result | {"found": None, "why": "no case of the simulator's runs this kernel"}
+    sources, program, cases = plan
+    if mutant.file.endswith(".cu") and mutant.file.removeprefix(CUDA) not in sources:
+        sources = [*sources, mutant.file.removeprefix(CUDA)]
+    for build, count in zip(builds, (options.schedules, 4)):
+        if not build.program(program).exists():
+            continue
+        overlay = options.work / mutant.name / build.folder.name
+        objects = build.objects(mutant, sources, overlay)
+        if objects is None:
+            return result | {"found": None, "why": "does not compile"}
+        build.link(program, objects, overlay / "program")
+        ran, found = schedules_until_found(overlay / "program", cases, options.seed, count,
+                                           options.limit)
+        result[build.folder.name] = ran
+        for path in (*objects, overlay / "program"):
+            path.unlink()
+        if found:
+            return result | {"found": found, "schedules": ran}
+    return result | {"found": None}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--family", nargs="*")
+    parser.add_argument("--names", default="")
+    parser.add_argument("--schedules", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--limit", type=float, default=150, help="seconds for a mutant's cases")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "mutation.jsonl")
+    parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build" / "mutants")
+    options = parser.parse_args()
+    builds = [Build(folder) for folder in (ROOT / "build" / "simulated",
+                                           ROOT / "build" / "simulated-tsan")
+              if (folder / "compile_commands.json").exists()]
+    if not builds:
+        sys.exit("there is no build/simulated: cmake --preset simulated, and build gpu_tests")
+    with options.out.open("a") as out:
+        for mutant in mutants.MUTANTS:
+            if options.family and mutant.family not in options.family:
+                continue
+            if not re.search(options.names, mutant.name):
+                continue
+            began = time.monotonic()
+            result = judge(mutant, builds, options)
+            print(f"{time.monotonic() - began:5.0f} s  {mutant.name}: "
+                  f"{result['found'] or 'NOT FOUND ' + result.get('why', '')} "
+                  f"({result.get('schedules', '-')})", flush=True)
+            out.write(json.dumps(result) + "\n")
+            out.flush()
+
+
+if __name__ == "__main__":
+    main()

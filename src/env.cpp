@@ -93,6 +93,8 @@ std::optional<std::string> env_text(const char* name) {
   return text;
 }
 
+bool env_is_set(const char* name) { return getenv(name) != nullptr; }
+
 void env_default(const char* name, const char* value) {
   if (!env_text(name)) setenv(name, value, 1);
 }

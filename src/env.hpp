@@ -21,6 +21,9 @@ struct Env {
 /// OMPI_COMM_WORLD_SIZE ...).
 std::optional<std::string> env_text(const char* name);
 
+/// Set, if only to nothing: an empty CUDA_VISIBLE_DEVICES hides every GPU.
+bool env_is_set(const char* name);
+
 /// Sets the variable for libraries that read it later, where the user has not.
 void env_default(const char* name, const char* value);
 

@@ -4,8 +4,9 @@
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <string_view>
+
+#include "src/env.hpp"
 
 namespace longspan::simulated {
 namespace {
@@ -17,10 +18,7 @@ constexpr std::size_t kStandardMemoryMb = 4096;
 constexpr const char* kRanksOfHost[] = {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
                                         "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"};
 
-std::string_view text_of(const char* name) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? std::string_view() : std::string_view(text);
-}
+std::string text_of(const char* name) { return env_text(name).value_or(""); }
 
 /// A whole number that is not below `least`; otherwise `standard`.
 template <class T>
@@ -35,12 +33,12 @@ T number(std::string_view text, T least, T standard) {
 /// asked for would look like a success.
 template <class T>
 T own_number(const char* name, T least, T standard) {
-  const std::string_view text = text_of(name);
+  const std::string text = text_of(name);
   if (text.empty()) return standard;
   const T value = number<T>(text, least, least - 1);
   if (value < least) {
-    std::fprintf(stderr, "%s='%s' is no whole number from %lld on\n", name,
-                 std::string(text).c_str(), static_cast<long long>(least));
+    std::fprintf(stderr, "%s='%s' is no whole number from %lld on\n", name, text.c_str(),
+                 static_cast<long long>(least));
     std::exit(2);
   }
   return value;
@@ -59,11 +57,12 @@ int count_gpus() {
 /// is not seen, as with CUDA.
 std::vector<int> visible(int gpus) {
   std::vector<int> seen;
-  if (std::getenv("CUDA_VISIBLE_DEVICES") == nullptr) {
+  if (!env_is_set("CUDA_VISIBLE_DEVICES")) {
     for (int g = 0; g < gpus; ++g) seen.push_back(g);
     return seen;
   }
-  std::string_view rest = text_of("CUDA_VISIBLE_DEVICES");
+  const std::string text = text_of("CUDA_VISIBLE_DEVICES");
+  std::string_view rest = text;
   while (!rest.empty()) {
     const std::size_t comma = std::min(rest.find(','), rest.size());
     const int gpu = number(rest.substr(0, comma), 0, -1);
@@ -82,13 +81,13 @@ Settings read() {
   read.memory_bytes = static_cast<std::size_t>(own_number<long long>("LONGSPAN_SIMULATED_MEMORY_MB",
                                                                      1, kStandardMemoryMb))
                       << 20;
-  const std::string_view fail = text_of("LONGSPAN_SIMULATED_FAIL_CALL");
+  const std::string fail = text_of("LONGSPAN_SIMULATED_FAIL_CALL");
   const std::size_t colon = fail.rfind(':');
   if (!fail.empty()) {
-    if (colon != std::string_view::npos) read.fail_number = number(fail.substr(colon + 1), 1, 0);
+    if (colon != std::string::npos)
+      read.fail_number = number(std::string_view(fail).substr(colon + 1), 1, 0);
     if (read.fail_number == 0) {
-      std::fprintf(stderr, "LONGSPAN_SIMULATED_FAIL_CALL='%s' is not NAME:N\n",
-                   std::string(fail).c_str());
+      std::fprintf(stderr, "LONGSPAN_SIMULATED_FAIL_CALL='%s' is not NAME:N\n", fail.c_str());
       std::exit(2);
     }
     read.fail_call = fail.substr(0, colon);

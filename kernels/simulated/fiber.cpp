@@ -57,27 +57,25 @@ constexpr std::size_t kStackBytes = std::size_t{256} << 10;
 
 std::size_t page_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
-std::vector<char*>& free_stacks() {
-  static std::vector<char*> stacks;
+/// Under ThreadSanitizer a stack stays with the context that has written to it, so that it is never
+/// another's. What a barrier costs grows with the number of contexts, so they are used again: the
+/// one that has been free for longest, since accesses of one are never found to race.
+struct Stack {
+  char* memory = nullptr;
+  void* context = nullptr;
+};
+[[maybe_unused]] constexpr std::size_t kMostContexts = 1500;
+[[maybe_unused]] std::size_t contexts_made = 0;
+std::deque<Stack>& free_stacks() {
+  static std::deque<Stack> stacks;
   return stacks;
 }
-// Of ThreadSanitizer, which has 8,128 at most. Accesses of one context are never found to race with
-// each other, so the one that has been free for longest is taken, and new ones as long as there
-// are.
-constexpr int kMostContexts = 6000;
-[[maybe_unused]] int contexts_made = 0;
 [[maybe_unused]] std::deque<void*>& free_contexts() {
   static std::deque<void*> contexts;
   return contexts;
 }
 
-char* take_stack() {
-  if (!free_stacks().empty()) {
-    char* stack = free_stacks().back();
-    free_stacks().pop_back();
-    forget_accesses(stack + page_bytes(), kStackBytes - page_bytes());
-    return stack;
-  }
+char* make_stack() {
   void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -85,21 +83,38 @@ char* take_stack() {
   return static_cast<char*>(memory);
 }
 
-[[maybe_unused]] void* take_context() {
 #ifdef LONGSPAN_SIMULATED_TSAN
-  if (free_contexts().empty() || contexts_made < kMostContexts) {
-    ++contexts_made;
-    return __tsan_create_fiber(0);
-  }
-  void* context = free_contexts().front();
-  free_contexts().pop_front();
-  // What it knew as another does not matter: it was over before this one begins.
+void* make_context() {
+  ++contexts_made;
+  return __tsan_create_fiber(0);
+}
+/// What it knew as another does not matter: that one was over before this one begins.
+void begin_anew(void* context) {
   void* const before = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(context, 0);
   __tsan_switch_to_fiber(before, 1);
+}
+void* take_context() {
+  if (free_contexts().empty() || contexts_made < kMostContexts) return make_context();
+  void* const context = free_contexts().front();
+  free_contexts().pop_front();
+  begin_anew(context);
   return context;
+}
+#endif
+
+Stack take_stack() {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  if (free_stacks().empty() || contexts_made < kMostContexts) return {make_stack(), make_context()};
+  const Stack stack = free_stacks().front();
+  free_stacks().pop_front();
+  begin_anew(stack.context);
+  return stack;
 #else
-  return nullptr;
+  if (free_stacks().empty()) return {make_stack(), nullptr};
+  const Stack stack = free_stacks().back();  // what was used last is in the caches
+  free_stacks().pop_back();
+  return stack;
 #endif
 }
 
@@ -121,26 +136,22 @@ void forget_accesses([[maybe_unused]] void* memory, [[maybe_unused]] std::size_t
 Fiber::~Fiber() { end(); }
 
 void Fiber::begin(Entry entry) {
-  stack_ = take_stack();
+  const Stack stack = take_stack();
+  stack_ = stack.memory;
+  context_ = stack.context;
   void** top = reinterpret_cast<void**>(stack_ + kStackBytes);
   *--top = nullptr;  // where entry would return to
   *--top = reinterpret_cast<void*>(entry);
   for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
   stack_pointer_ = top;
-#ifdef LONGSPAN_SIMULATED_TSAN
-  context_ = take_context();
-#endif
 }
 
 void Fiber::end() {
   if (stack_ == nullptr) return;
   LONGSPAN_ASAN(ASAN_UNPOISON_MEMORY_REGION(stack_, kStackBytes));
-  free_stacks().push_back(stack_);
+  free_stacks().push_back({stack_, context_});
   stack_ = nullptr;
-#ifdef LONGSPAN_SIMULATED_TSAN
-  free_contexts().push_back(context_);
   context_ = nullptr;
-#endif
 }
 
 void Fiber::enter() {

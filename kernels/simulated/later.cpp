@@ -29,6 +29,26 @@ struct Sent {
 std::vector<Sent> sent;                                  // none of them empty
 std::unordered_map<std::uintptr_t, std::size_t> places;  // in `sent`
 
+/// What something that happens now reads and writes, which its agent is said to do when it is over:
+/// until then all accesses are the machine's own.
+struct Access {
+  void* where;
+  std::size_t bytes;
+};
+std::vector<Access> reads, writes;
+
+void note_reads(Agent& agent) {
+  if constexpr (kDetectsRaces)
+    agent.act([] {
+      for (const Access& access : reads) note_read(access.where, access.bytes);
+    });
+  reads.clear();
+}
+void note_writes() {
+  for (const Access& access : writes) note_write(access.where, access.bytes);
+  writes.clear();
+}
+
 void poison(void* to, std::size_t bytes) { std::memset(to, 0xff, bytes); }
 
 template <class T>
@@ -100,10 +120,9 @@ void execute_group(Warp& warp) {
     float* values[32];
     for (std::size_t l = 0; l < 32; ++l)
       values[l] = &sums.values[l * static_cast<std::size_t>(sums.count)];
-    warp.proxy.act([&] {
-      product.run(lanes, values);
-      warp.products_done.release();
-    });
+    product.run(lanes, values);
+    note_reads(warp.proxy);
+    warp.proxy.release(warp.products_done);
     if (--sums.pending == 0) write_back(warp, sums);
   }
 }
@@ -116,11 +135,11 @@ void land_engine_copy(std::size_t which) {
   Block& block = *copy->warp->block;
   --block.engine_copies;
   MBarrier& barrier = mbarrier_at(block, copy->barrier, copy->site);
+  copy->land();
+  note_reads(copy->warp->proxy);  // it was written for the copy engine, or by a kernel before
   copy->warp->engine.act([&] {
     copy->queued.acquire();
-    current_engine_warp() = copy->warp;
-    copy->land();
-    current_engine_warp() = nullptr;
+    note_writes();
     barrier.order[barrier.phase & 1].release();
     barrier.proxy_order[barrier.phase & 1].release();
   });
@@ -163,11 +182,6 @@ void deliver_up_to(std::size_t which, const Wanted& is_wanted) {
 }
 
 }  // namespace
-
-Warp*& current_engine_warp() {
-  static Warp* warp = nullptr;
-  return warp;
-}
 
 bool land_one() {
   const std::size_t all = copying.size() + multiplying.size() + engine_copies.size();
@@ -272,11 +286,10 @@ void copy_by_engine(std::uint32_t to, int bytes, void* barrier, std::function<vo
   engine_copies.push_back(std::move(copy));
   if (schedule().land >= 1) land_one();
 }
-void engine_reads(const void* from, std::size_t bytes) {
-  // What the copy engine reads was written for its proxy, or is of a kernel before.
-  if (kDetectsRaces) current_engine_warp()->proxy.act([&] { note_read(from, bytes); });
+void engine_reads(const void* from, std::size_t bytes) { product_reads(from, bytes); }
+void engine_writes(void* to, std::size_t bytes) {
+  if constexpr (kDetectsRaces) writes.push_back({to, bytes});
 }
-void engine_writes(void* to, std::size_t bytes) { note_write(to, bytes); }
 
 void begin_products(Site site) {
   meet_all(
@@ -356,7 +369,9 @@ void wait_products(int pending, Site site) {
       site);
   current->warp->products_done.acquire();
 }
-void product_reads(const void* from, std::size_t bytes) { note_read(from, bytes); }
+void product_reads(const void* from, std::size_t bytes) {
+  if constexpr (kDetectsRaces) reads.push_back({const_cast<void*>(from), bytes});
+}
 
 void fence_shared_proxy(Site) {
   Warp& warp = *current->warp;

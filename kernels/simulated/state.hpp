@@ -188,7 +188,5 @@ MBarrier& mbarrier_at(Block& block, void* word, Site site);
 void arrive_at(MBarrier& barrier, int arrivals, int announced, int landed, Site site);
 /// Something moved that others may have waited for.
 void note_progress();
-/// Whose copy the copy engine makes.
-Warp*& current_engine_warp();
 
 }  // namespace longspan::simulated

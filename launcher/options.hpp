@@ -16,7 +16,7 @@ namespace longspan::launcher {
 
 /// Options of every command that computes.
 struct WorldOptions {
-  std::string backend = "auto";   // auto, host, cuda
+  std::string backend = "auto";   // auto, host, cuda; simulated: cuda, in a build that simulates
   std::string exchange = "auto";  // Options::exchange of every layer
   double deadline_s = 0;          // 0: LONGSPAN_DEADLINE_S, or else 60
   int threads = 0;                // 0: this rank's share of the cores

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "launcher/memory.hpp"
+#include "launcher/nans.hpp"
 #include "launcher/world.hpp"
 
 namespace longspan::launcher {
@@ -297,6 +298,7 @@ Answer Trial::answer() const {
   if (!rows_.empty()) {
     out_.download(answer.out.data());
     lse_.download(answer.lse.data());
+    unite_nans(answer.out, layer_.options().out_dtype.value_or(layer_.options().dtype));
   }
   return answer;
 }

@@ -124,8 +124,9 @@ Communicator world_for(const Communicator& control, const WorldOptions& options)
 #if defined(LONGSPAN_HAVE_CUDA)
   if (none)
     throw SharedError(ErrorKind::unsupported,
-                      "--backend cuda was asked for, and no GPU was found; use --backend host, or "
-                      "see `longspan info`");
+                      fmt::format("--backend {} was asked for, and no GPU was found; use --backend "
+                                  "host, or see `longspan info`",
+                                  options.backend));
 #else
   throw SharedError(ErrorKind::unsupported,
                     "--backend cuda was asked for, and this build has no CUDA; use --backend host, "

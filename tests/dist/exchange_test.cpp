@@ -21,9 +21,11 @@
 #include "kernels/backend.hpp"
 #include "kernels/cuda/exchange.hpp"
 #include "launcher/graph.hpp"
+#include "launcher/nans.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/message.hpp"
 #include "tests/dist/on_windows.hpp"
+#include "tests/simulated.hpp"
 
 namespace longspan::testing {
 namespace {
@@ -79,6 +81,7 @@ class Exchange : public OnWindows {
   struct Memory {
     Buffer whole, own, sinks, out, lse, expected_out, expected_lse;
     std::size_t slot_bytes, out_bytes, lse_bytes;
+    DType dtype;
   };
 
   Memory memory_of(const Case& c, std::uint64_t seed) {
@@ -88,6 +91,7 @@ class Exchange : public OnWindows {
     m.slot_bytes = static_cast<std::size_t>(StateSlots::bytes(c.rows, c.dim));
     m.out_bytes = static_cast<std::size_t>(c.rows * c.dim) * size_of(c.dtype);
     m.lse_bytes = static_cast<std::size_t>(c.rows) * 4;
+    m.dtype = c.dtype;
     auto poisoned = [](std::size_t bytes) {
       Buffer buffer(Device::cuda, bytes);
       const std::vector<unsigned char> poison(bytes, 0xA5);
@@ -132,14 +136,15 @@ class Exchange : public OnWindows {
 
   /// out and lse with their canaries, bit for bit.
   ::testing::AssertionResult same(const Memory& m) {
-    const auto bytes = [](const Buffer& b) {
+    const auto bytes = [](const Buffer& b, DType dtype) {
       std::vector<std::byte> copy(b.bytes());
       b.download(copy.data());
+      launcher::unite_nans(copy, dtype);
       return copy;
     };
-    if (bytes(m.out) != bytes(m.expected_out))
+    if (bytes(m.out, m.dtype) != bytes(m.expected_out, m.dtype))
       return ::testing::AssertionFailure() << "out differs";
-    if (bytes(m.lse) != bytes(m.expected_lse))
+    if (bytes(m.lse, DType::fp32) != bytes(m.expected_lse, DType::fp32))
       return ::testing::AssertionFailure() << "lse differs";
     return ::testing::AssertionSuccess();
   }
@@ -208,8 +213,8 @@ TEST_F(Exchange, ReplaysAdvanceTheEpoch) {
 
 TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
   const char* asked = std::getenv("LONGSPAN_SOAK");
-  const long epochs = asked ? std::atol(asked) : 6000;
-  constexpr int kBatch = 100;
+  const long epochs = asked ? std::atol(asked) : kSimulated ? 200 : 6000;
+  constexpr int kBatch = kSimulated ? 20 : 100;
   const std::uint64_t seed = shared_seed(*world_);
   const Case c{64, 64, 128, DType::bf16, false, false};
   auto windows = open(*world_, c.rows, c.dim);
@@ -245,6 +250,7 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
 /// and then the first one, and so on. Without a producer, and with more rows than find a place at
 /// once. The late rank itself finds all words there, so that its time depends on no other host.
 TEST_F(Exchange, ALateRankIsWaitedForOnce) {
+  if (kSimulated) GTEST_SKIP() << "it judges times";
   constexpr int kChain = 20;
   const Case c{4096, 64, 128, DType::bf16, false, false};
   auto windows = open(*world_, c.rows, c.dim);
@@ -299,7 +305,9 @@ TEST_F(Exchange, RanksThatTakeOtherVariantsAreReported) {
   ASSERT_TRUE(windows) << why;
   const Case c{world.rank() == 0 ? kFew : kMany, 64, kDim, DType::bf16, false, false};
   const Memory m = memory_of(c, 1);
-  kernels::cuda::exchange({windows->view(), merge_of(c, m, false), kMany, 1, Push::automatic},
+  // What ranks mean by an exchange, as a layer says it, holds the number of rows.
+  const auto hash = static_cast<std::uint64_t>(c.rows);
+  kernels::cuda::exchange({windows->view(), merge_of(c, m, false), kMany, hash, Push::automatic},
                           stream_);
   ok(cudaStreamSynchronize(stream_));
   EXPECT_EQ(windows->report().kind, PeerReport::differs);

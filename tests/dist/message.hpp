@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "longspan/communicator.hpp"
+#include "tests/fresh_seed.hpp"
 
 namespace longspan::testing {
 
@@ -14,7 +15,7 @@ using Bytes = std::vector<unsigned char>;
 
 /// A fresh seed, the same on every rank.
 inline std::uint64_t shared_seed(const Communicator& world) {
-  return std::stoull(world.gather(std::to_string(std::random_device{}()), "seed").front());
+  return std::stoull(world.gather(std::to_string(fresh_seed()), "seed").front());
 }
 
 /// What `from` sends to `to`.

@@ -1,0 +1,44 @@
+// What a GPU's arithmetic gives wherever the result is NaN is one NaN. That of x86 hands on the
+// sign and the payload of an operand, of the one that the compiler happens to name first: where
+// GPUs are simulated, ranks that did the same have other bits there, and all NaN are made one
+// before bits are compared.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "longspan/types.hpp"
+
+namespace longspan::launcher {
+
+template <class Word>
+void unite_nans(std::vector<std::byte>& elements, Word infinity) {
+  const Word magnitude = static_cast<Word>(~Word{0}) >> 1;
+  for (std::size_t at = 0; at + sizeof(Word) <= elements.size(); at += sizeof(Word)) {
+    Word word;
+    std::memcpy(&word, &elements[at], sizeof word);
+    if ((word & magnitude) > infinity) std::memcpy(&elements[at], &magnitude, sizeof word);
+  }
+}
+
+/// Nothing in a build for real GPUs: whoever compares compares every bit there.
+inline void unite_nans([[maybe_unused]] std::vector<std::byte>& elements,
+                       [[maybe_unused]] DType dtype) {
+#if defined(LONGSPAN_SIMULATED)
+  switch (dtype) {
+    case DType::fp32:
+      return unite_nans<std::uint32_t>(elements, 0x7f800000);
+    case DType::bf16:
+      return unite_nans<std::uint16_t>(elements, 0x7f80);
+    case DType::fp16:
+      return unite_nans<std::uint16_t>(elements, 0x7c00);
+    case DType::e5m2:
+      return unite_nans<std::uint8_t>(elements, 0x7c);
+    case DType::e4m3:  // has no infinity
+      return unite_nans<std::uint8_t>(elements, 0x7e);
+  }
+#endif
+}
+
+}  // namespace longspan::launcher

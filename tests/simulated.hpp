@@ -1,0 +1,13 @@
+// Whether the GPUs of this build are simulated (docs/testing.md). They compute a million times
+// slower than real ones: tests do less there, and judge no times.
+#pragma once
+
+namespace longspan::testing {
+
+#if defined(LONGSPAN_SIMULATED)
+inline constexpr bool kSimulated = true;
+#else
+inline constexpr bool kSimulated = false;
+#endif
+
+}  // namespace longspan::testing

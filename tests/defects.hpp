@@ -142,6 +142,7 @@ TEST(Defects, StaleNaNInPagesOutsideTheWindowStaysThere) {
         s.kv_lens = {700, 333, 257};
         s.mask.window = window;
         s.page = page;
+        if (kDevice == Device::cuda && is_left_out(3 * work_of(s))) continue;
         const ServingProblem problem(s, 27);
         const Tolerance tolerance = problem.tolerance();
         expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem), tolerance);

@@ -35,6 +35,7 @@ template <class Case, class Run>
 void run_grid(Device device, const std::vector<Case>& cases, std::size_t every, const Run& run) {
   const std::size_t step = step_of_grid(device, every);
   for (std::size_t i = 0; i < cases.size(); i += step) {
+    if (device == Device::cuda && is_left_out(3 * work_of(cases[i].shape))) continue;
     SCOPED_TRACE("case " + std::to_string(i) + " of " + std::to_string(cases.size()));
     run(cases[i], 1000 + i);
     if (::testing::Test::HasFailure()) break;  // one is enough to read
@@ -148,12 +149,12 @@ struct PrefixCase {
 /// variants, windows or ALiBi, ten sequences of random lengths of which the last one decodes.
 /// Inputs of +-1e-3 under the peers' tolerance, where the answer is nearly the mean of the values,
 /// and of order 1 under ours.
-inline std::vector<PrefixCase> prefix_grid(std::int32_t longest) {
+inline std::vector<PrefixCase> prefix_grid(std::int32_t longest, int heads = 64) {
   std::vector<PrefixCase> cases;
   std::mt19937 random(7);
   for (bool alibi : {false, true})
     for (bool small : {true, false})
-      for (int kv_heads : {64, 1})
+      for (int kv_heads : {heads, 1})
         for (int dim : {24, 128})
           for (std::int64_t window : {0, 16, 2048}) {
             if (alibi && window != 0) continue;
@@ -161,7 +162,7 @@ inline std::vector<PrefixCase> prefix_grid(std::int32_t longest) {
                  {std::optional<DType>(), std::optional<DType>(DType::e4m3),
                   std::optional<DType>(DType::e5m2)})
               for (bool skip : {false, true}) {
-                Serving s{.heads = 64, .kv_heads = kv_heads, .dim = dim, .dtype = DType::fp16};
+                Serving s{.heads = heads, .kv_heads = kv_heads, .dim = dim, .dtype = DType::fp16};
                 s.kv_dtype = kv;
                 s.q_lens.clear();
                 s.kv_lens.clear();

@@ -107,6 +107,7 @@ TEST_F(MergeOutputs, InPlaceOnThePrefixGivesTheSameBits) {
           OutputsCase c{.tokens = 613, .heads = 4, .dim = dim, .in = in, .out = in};
           c.heads_first = heads_first;
           c.with_prefix = with_prefix;
+          if (is_left_out(2 * c.size())) continue;
           const OutputsData data = make(c);
           const OutputsResult apart = merge(c, data);
           c.in_place = true;
@@ -127,7 +128,8 @@ TEST_F(MergeOutputs, InPlaceOnTheFirstOfManyParts) {
 
 TEST_F(MergeOutputs, InPlaceOfLargeOnes) {
   for (DType in : {fp32, bf16}) {
-    OutputsCase c{.tokens = 4096, .heads = 16, .dim = 128, .in = in, .out = in};
+    OutputsCase c{
+        .tokens = reduced<std::int64_t>(4096, 400), .heads = 16, .dim = 128, .in = in, .out = in};
     const OutputsData data = make(c);
     const OutputsResult apart = merge(c, data);
     for (std::int64_t token = 0; token < c.tokens; token += 16)
@@ -261,6 +263,7 @@ TEST_F(MergeOutputs, TheMergeOfFiniteValuesIsFinite) {
       for (int parts : {1, 2, 3, 8, 100})
         for (int dim : {5, 128}) {
           OutputsCase c{.tokens = 40, .heads = 2, .dim = dim, .parts = parts, .in = in, .out = out};
+          if (is_left_out(parts * c.size())) continue;
           OutputsData data = make(c, 0);
           const float large = in == fp32 ? most : std::bit_cast<float>(0x7f7f0000u);
           for (int n = 0; n < parts; ++n)
@@ -320,6 +323,7 @@ TEST_F(MergeOutputs, AnyNumberOfParts) {
     for (DType in : {fp32, fp16, bf16})
       for (int dim : {5, 24, 128, 256}) {
         OutputsCase c{.tokens = 3, .dim = dim, .parts = parts, .in = in, .out = in};
+        if (is_left_out(2 * parts * c.size())) continue;
         c.heads_first = parts % 2 == 0;
         expect_right(c);
         c.out = e4m3;

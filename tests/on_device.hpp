@@ -19,6 +19,8 @@
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/element.hpp"
+#include "tests/fresh_seed.hpp"
+#include "tests/reduced.hpp"
 
 namespace longspan::tests {
 
@@ -65,7 +67,7 @@ class OnDevice : public ::testing::Test {
   void SetUp() override {
     backend_ = make_backend();
     if (backend_ == nullptr) GTEST_SKIP() << "no GPU: cudaGetDeviceCount found none";
-    seed_ = std::random_device{}();
+    seed_ = testing::fresh_seed();
     random_.seed(seed_);
   }
   void TearDown() override {
@@ -73,6 +75,15 @@ class OnDevice : public ::testing::Test {
   }
   const kernels::Backend& backend() const { return *backend_; }
   Device device() const { return backend_->device(); }
+  /// Whether a simulator leaves out a case of so many elements, of all parts together.
+  bool is_left_out(std::int64_t elements) const {
+    return device() == Device::cuda &&
+           testing::is_left_out(1 + 2e-4 * static_cast<double>(elements));
+  }
+  template <class T>
+  T reduced(T full, T small) const {
+    return device() == Device::cuda ? testing::reduced(full, small) : full;
+  }
   float normal() { return std::normal_distribution<float>()(random_); }
   std::int64_t below(std::int64_t n) {
     return std::uniform_int_distribution<std::int64_t>(0, n - 1)(random_);

@@ -12,9 +12,15 @@
 
 #include "kernels/backend.hpp"
 #include "longspan/longspan.hpp"
+#include "tests/reduced.hpp"
 #include "tests/serving_judge.hpp"
 
 namespace longspan::testing {
+
+/// Of one call, for is_left_out().
+inline double work_of(const Serving& s, int ranks = 1) {
+  return work_of_attention(s.q_lens, s.kv_lens, s.heads, s.kv_heads, s.dim, ranks);
+}
 
 /// A vector in the memory of a device; never empty, so that it has an address.
 template <class T>

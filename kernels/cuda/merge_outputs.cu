@@ -305,8 +305,15 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
     if (std::is_same_v<T, AnyType> && kLevels > kGroupLevels) levels = max(levels, kGroupLevels);
     Piece<kColumns> piece = fold_tree<kLevels>(parts, levels);
     const Finish finished = finish(piece.stats);
+    if constexpr (std::is_same_v<T, AnyType> && kLevels == 1) {
+      // As merge_two_kernel rounds, so that the type of a part changes no bit.
+      const float inverse = 1.0f / finished.sum;
 #pragma unroll
-    for (float& o : piece.o) o = finished(o);
+      for (float& o : piece.o) o = finished.sum == 0.0f ? 0.0f : o * inverse;
+    } else {
+#pragma unroll
+      for (float& o : piece.o) o = finished(o);
+    }
     if (kCanOverflow<T> && !all_finite(piece.o)) mend_overflow(p, token, head, column, piece.o);
     scale.apply(piece.o);
     const std::int64_t at = token * p.out.row_stride + head * p.out.head_stride + column;

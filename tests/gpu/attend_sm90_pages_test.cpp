@@ -13,11 +13,16 @@ constexpr DType kTypes[] = {DType::bf16, DType::fp16};
 /// Rows past a tile's 128 and keys past several tiles, a short sequence, one of a single query, an
 /// empty one, and more queries than keys.
 Serving mixed(DType dtype, int dim, int page) {
-  return {.dim = dim,
-          .dtype = dtype,
-          .q_lens = {300, 5, 1, 0, 140, 60},
-          .kv_lens = {1500, 130, 333, 20, 141, 40},
-          .page = page};
+  Serving s{.dim = dim,
+            .dtype = dtype,
+            .q_lens = {300, 5, 1, 0, 140, 60},
+            .kv_lens = {1500, 130, 333, 20, 141, 40},
+            .page = page};
+  if (reduction()) {
+    s.heads = 4, s.kv_heads = 1;
+    s.q_lens[0] = 150, s.kv_lens[0] = 500;
+  }
+  return s;
 }
 
 TEST(AttendSm90Pages, PageSizes) {

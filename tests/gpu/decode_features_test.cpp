@@ -59,6 +59,7 @@ TEST(DecodeFeatures, AlignedShardsKeepTheBits) {
           const std::uint64_t seed = fresh_seed();
           Serving s{
               .dtype = dtype, .kv_dtype = kv, .q_lens = {1, 4, 8}, .kv_lens = {3000, 900, 70}};
+          if (is_left_out(4 * work_of(s, 2))) continue;
           s.alibi = alibi;
           s.qq_bias = true;
           s.mask.window = 2500;
@@ -80,6 +81,8 @@ TEST(DecodeFeatures, PagesHaveTheBitsOfContiguousRows) {
         const std::uint64_t seed = fresh_seed();
         Serving s{
             .dim = 128, .dtype = dtype, .kv_dtype = kv, .q_lens = q_lens, .kv_lens = {1500, 333}};
+        if (reduction()) s.heads = 4, s.kv_lens[0] = 700;
+        if (is_left_out(10 * work_of(s))) continue;
         s.page = 0;
         const ServingResult rows = check(ServingProblem(s, seed), {}, seed);
         for (const int page : {1, 16, 48, 544})
@@ -121,7 +124,7 @@ TEST(DecodeFeatures, ManySegmentsToAPiece) {
                  .dtype = dtype,
                  .kv_dtype = kv,
                  .q_lens = {q_len, q_len},
-                 .kv_lens = {20000, 9001}},
+                 .kv_lens = {reduced(20000, 5000), reduced(9001, 2001)}},
                 {.parts = {.count = 2}});
 }
 
@@ -133,6 +136,7 @@ TEST(DecodeFeatures, Fp8KeysTakeQueriesOfAnySize) {
   for (const DType kv : {DType::e4m3, DType::e5m2}) {
     Serving s{.dtype = DType::bf16, .kv_dtype = kv, .q_lens = {1, 3}, .kv_lens = {700, 300}};
     s.scale = 0.125f;
+    if (is_left_out(5 * work_of(s))) continue;
     const std::uint64_t seed = fresh_seed();
     ServingProblem problem(s, seed);
     const ServingResult usual = check(problem, {}, seed);
@@ -240,7 +244,7 @@ TEST(DecodeFeatures, DocumentsInOneSequence) {
 TEST(DecodeFeatures, DecodeRowsSkipped) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)
-    for (const std::int32_t kv_len : {700, 70000}) {  // one split, and many
+    for (const std::int32_t kv_len : {700, reduced(70000, 4000)}) {  // one split, and many
       Serving s{.dtype = dtype, .q_lens = {1, 4, 1, 8}, .kv_lens = {300, kv_len, 20, 9}};
       s.skip_decode = true;
       check(s);
@@ -270,13 +274,15 @@ TEST(DecodeFeatures, TheBatchAroundChangesNoBit) {
     for (const DType kv : stored(dtype))
       for (const int q_len : {1, 5, 16}) {
         const std::uint64_t seed = fresh_seed();
-        Serving s{.dtype = dtype, .kv_dtype = kv, .q_lens = {q_len}, .kv_lens = {5000}};
+        const int length = reduced(5000, 1300);
+        Serving s{.dtype = dtype, .kv_dtype = kv, .q_lens = {q_len}, .kv_lens = {length}};
+        if (is_left_out(6 * work_of(s))) continue;
         s.alibi = Alibi::query;
         s.qq_bias = true;
         const ServingResult alone = check(ServingProblem(s, seed), {}, seed);
         for (const int other : {1, q_len}) {
           s.q_lens = {q_len, other, 1, other};
-          s.kv_lens = {5000, 300, 7000, 64};
+          s.kv_lens = {length, 300, reduced(7000, 1700), 64};
           SCOPED_TRACE(trace(s, {}, seed));
           ServingResult whole = run_dealt(ServingProblem(s, seed), {});
           whole.out.resize(alone.out.size());
@@ -290,7 +296,7 @@ TEST(DecodeFeatures, TheBatchAroundChangesNoBit) {
 TEST(DecodeFeatures, ManySequencesOfDifferentLengths) {
   LONGSPAN_NEEDS_GPU();
   for (const DType kv : stored(DType::bf16))
-    for (const int batch : {40, 128, 150}) {
+    for (const int batch : {reduced(40, 10), reduced(128, 20), reduced(150, 30)}) {
       const std::uint64_t seed = fresh_seed();
       std::mt19937 random(static_cast<unsigned>(seed));
       Serving s{.heads = 16, .kv_heads = 8, .dim = 64, .dtype = DType::bf16, .kv_dtype = kv};
@@ -301,6 +307,8 @@ TEST(DecodeFeatures, ManySequencesOfDifferentLengths) {
         s.q_lens.push_back(1 + b % 2);
         s.kv_lens.push_back(b % 7 == 0 ? 1000 : 2 + static_cast<int>(std::exp2(log2)));
       }
+      if (reduction()) s.heads = 4, s.kv_heads = 2;
+      if (is_left_out(3 * work_of(s))) continue;
       const ServingProblem problem(s, seed);
       const ServingResult one = check(problem, {Layout::interleaved, 1}, seed);
       SCOPED_TRACE(trace(s, {Layout::interleaved, 2}, seed));
@@ -318,7 +326,9 @@ TEST(DecodeFeatures, LengthsAroundAPowerOfTwo) {
                 .dtype = DType::bf16,
                 .kv_dtype = kv,
                 .q_lens = {1},
-                .kv_lens = {16384 + more}};
+                .kv_lens = {reduced(16384, 2048) + more}};
+      if (reduction()) s.heads = 4, s.kv_heads = 2;
+      if (is_left_out(8 * work_of(s))) continue;
       const std::uint64_t seed = fresh_seed();
       const ServingProblem problem(s, seed);
       for (const Layout layout : {Layout::contiguous, Layout::interleaved}) {

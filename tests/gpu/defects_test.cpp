@@ -20,6 +20,7 @@ namespace {
 
 TEST(Defects, ACacheOfMoreThan2To31Elements) {
   LONGSPAN_NEEDS_GPU();
+  LONGSPAN_NEEDS_MORE_THAN_A_SIMULATOR("caches of 9 GB");
   for (DType dtype : {DType::bf16, DType::e4m3})
     for (bool x_packed : {false, true})
       check_large_cache(dtype, x_packed, [](std::byte* to, const std::vector<std::byte>& from) {

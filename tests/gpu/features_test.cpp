@@ -17,8 +17,8 @@ std::vector<DType> stored(DType dtype) { return {dtype, DType::e4m3, DType::e5m2
 Serving mixed(DType dtype, DType kv) {
   return {.dtype = dtype,
           .kv_dtype = kv,
-          .q_lens = {150, 5, 1, 0, 40},
-          .kv_lens = {700, 130, 333, 20, 41}};
+          .q_lens = {reduced(150, 50), 5, 1, 0, 40},
+          .kv_lens = {reduced(700, 300), 130, 333, 20, 41}};
 }
 
 TEST(Features, PageSizesAndLayouts) {
@@ -194,7 +194,7 @@ TEST(Features, SplitsOfTheKeys) {
                       .dtype = dtype,
                       .kv_dtype = kv,
                       .q_lens = {q_len, 1, 30},
-                      .kv_lens = {9000, 300, 2000}};
+                      .kv_lens = {reduced(9000, 1100), 300, reduced(2000, 500)}};
             s.mask.window = q_len == 60 ? 3000 : 0;
             s.skip_decode = bounded;
             check_dealt(
@@ -209,7 +209,12 @@ TEST(Features, FixedOrderKeepsTheBits) {
     for (const DType kv : stored(dtype))
       for (const Layout layout : {Layout::contiguous, Layout::interleaved}) {
         const std::uint64_t seed = fresh_seed();
-        Serving s{.dtype = dtype, .kv_dtype = kv, .q_lens = {70, 20}, .kv_lens = {5000, 900}};
+        Serving s{.dtype = dtype,
+                  .kv_dtype = kv,
+                  .q_lens = {70, 20},
+                  .kv_lens = {reduced(5000, 700), reduced(900, 300)}};
+        if (reduction()) s.heads = 2, s.kv_heads = 1;
+        if (is_left_out(11 * work_of(s))) continue;
         s.alibi = Alibi::query;
         s.qq_bias = true;
         s.page = 0;
@@ -245,8 +250,8 @@ TEST(Features, AllTogether) {
                       .q_dtype = kv,
                       .kv_dtype = kv,
                       .out_dtype = DType::e4m3,
-                      .q_lens = {90, 1, 20, 16, 3},
-                      .kv_lens = {1000, 300, 20, 700, 130}};
+                      .q_lens = {reduced(90, 40), 1, 20, 16, 3},
+                      .kv_lens = {reduced(1000, 300), 300, 20, reduced(700, 200), 130}};
             s.mask.window = 600;
             s.causal = {1, 1, 0, 1, 0};
             s.softcap = 20;
@@ -262,6 +267,7 @@ TEST(Features, AllTogether) {
 /// Elements of the cache are counted in 64 bits.
 TEST(Features, CacheOfMoreThanTwoToThe31Elements) {
   LONGSPAN_NEEDS_GPU();
+  LONGSPAN_NEEDS_MORE_THAN_A_SIMULATOR("caches of 6 GB and 12 GB, each copied several times");
   for (const DType dtype : {DType::bf16, DType::fp32}) {
     Serving s{.dtype = dtype, .kv_dtype = DType::e4m3, .q_lens = {40, 1}, .kv_lens = {300, 100}};
     s.padding = 100'000'000;  // between its 29 pages

@@ -15,10 +15,14 @@
 #include "launcher/elements.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/fresh_seed.hpp"
+#include "tests/reduced.hpp"
 
 namespace longspan::test {
 
 using testing::fresh_seed;
+using testing::is_left_out;
+using testing::kOnHopper;
+using testing::reduced;
 
 #define LONGSPAN_NEEDS_GPU()                                                     \
   do {                                                                           \
@@ -141,6 +145,11 @@ inline std::ostream& operator<<(std::ostream& out, const Case& c) {
              << c.ranks << " invariant " << c.invariant << " sinks " << c.sinks << " gaps "
              << c.q_gap << " " << c.kv_gap << " " << c.out_gap
              << (c.device_lengths ? " device lengths" : "") << " seed " << c.seed;
+}
+
+/// Of one run on all ranks, for is_left_out().
+inline double work_of(const Case& c) {
+  return testing::work_of_attention(c.q_lens, c.kv_lens, c.heads, c.kv_heads, c.dim, c.ranks);
 }
 
 /// `count` elements of order 1.

@@ -8,9 +8,9 @@ namespace {
 TEST(PrefixGrid, Main) {
   LONGSPAN_NEEDS_GPU();
   const Kernels kernels(Device::cuda);
-  run_grid(Device::cuda, prefix_grid(1024), 1, [&](const PrefixCase& c, std::uint64_t seed) {
-    run_prefix(kernels, Device::cuda, c, seed);
-  });
+  run_grid(
+      Device::cuda, prefix_grid(reduced(1024, 48), reduced(64, 8)), 1,
+      [&](const PrefixCase& c, std::uint64_t seed) { run_prefix(kernels, Device::cuda, c, seed); });
 }
 
 TEST(PrefixGrid, Extras) {

@@ -18,7 +18,8 @@ TEST(UnifiedGrid, ManyPages) {  // 32768 pages of 16 keys, drawn with repetition
   const Kernels kernels(Device::cuda);
   for (std::size_t i : {0, 130, 270}) {
     UnifiedCase c = unified_grid()[i];
-    c.shape.pool = 32768;
+    if (is_left_out(work_of(c.shape))) continue;
+    c.shape.pool = reduced(32768, 600);
     run_unified(kernels, Device::cuda, c, 5000 + i);
   }
 }

@@ -22,8 +22,10 @@ class MergeGrid : public OnDevice {
   /// Parts start at random multiples of `step` elements: of one, they are not aligned to 16 bytes.
   void run(const GridCase& c, std::int64_t step, const std::vector<std::byte>& pool,
            const OnGpu<std::byte>& gpu_pool, OnGpu<std::byte>& out, const OnGpu<float>& scale) {
-    const std::size_t prefix = below(kMostElements / step) * step * size_of(c.dtype);
-    const std::size_t suffix = below(kMostElements / step) * step * size_of(c.dtype);
+    const std::int64_t places =
+        static_cast<std::int64_t>(pool.size() / size_of(c.dtype)) / 2 / step;
+    const std::size_t prefix = below(places) * step * size_of(c.dtype);
+    const std::size_t suffix = below(places) * step * size_of(c.dtype);
     const std::vector<float> lse = grid_lse(c, random_);
     const OnGpu<float> gpu_lse(lse), out_lse(static_cast<std::size_t>(c.rows()));
     const std::size_t bytes = static_cast<std::size_t>(c.size()) * size_of(c.out());
@@ -41,23 +43,26 @@ class MergeGrid : public OnDevice {
 };
 
 TEST_F(MergeGrid, EveryCaseAgainstFloat64) {
-  constexpr std::int64_t kPool = 2 * kMostElements;
+  // In the simulator those of up to a hundredth of the largest one's elements.
+  const std::int64_t most = testing::reduced(kMostElements, kMostElements / 100);
   const std::vector<GridCase> grid = merge_grid();
   const OnGpu<float> scale(std::vector<float>{GridCase::kScale});
-  OnGpu<std::byte> out(kMostElements * sizeof(float));
+  OnGpu<std::byte> out(static_cast<std::size_t>(most) * sizeof(float));
   int count = 0;
   for (DType dtype : {fp32, fp16, bf16}) {
-    const std::vector<std::byte> pool = grid_pool(dtype, kPool, random_);
+    const std::vector<std::byte> pool = grid_pool(dtype, 2 * most, random_);
     const OnGpu<std::byte> gpu_pool(pool);
     for (const GridCase& c : grid) {
-      if (c.dtype != dtype) continue;
+      if (c.dtype != dtype || c.size() > most || is_left_out(2 * c.size())) continue;
       run(c, 8, pool, gpu_pool, out, scale);
       if (c.tokens == 613) run(c, 1, pool, gpu_pool, out, scale);
       if (HasFatalFailure()) return;
       ++count;
     }
   }
-  EXPECT_EQ(count, 2592);
+  if (!testing::reduction()) {
+    EXPECT_EQ(count, 2592);
+  }
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ TEST(Nan, QueryStaysInItsRow) {
                    .mask = {.causal = true},
                    .ranks = 2,
                    .seed = fresh_seed()};
+      if (is_left_out(2 * work_of(c))) continue;
       Data data(c);
       const Result clean = GpuRun(c, data).run();
       const std::int64_t bad = 3 * c.heads + 2;  // token 3, head 2
@@ -66,6 +67,7 @@ TEST(Nan, UnseenKeysReachNoOutput) {
                        .ranks = 2,
                        .invariant = invariant,
                        .seed = fresh_seed()};
+          if (is_left_out(2 * work_of(c))) continue;
           Data data(c);
           const Result clean = GpuRun(c, data).run();
           const std::int64_t unseen = 700 - q_len - 99;  // the first token's window begins here
@@ -88,6 +90,7 @@ TEST(Nan, KeysPastALengthReachNoOutput) {
              .kv_lens = {300},
              .device_lengths = true,
              .seed = fresh_seed()};
+      if (is_left_out(2 * work_of(c))) continue;
       Data data(c);
       const Result clean = GpuRun(c, data).run();
       Case longer = c;  // the same keys, and after them slots that hold NaN
@@ -117,6 +120,7 @@ TEST(Nan, MinusInfinityIsInvisible) {
                      .q_lens = {q_len},
                      .kv_lens = {200},
                      .seed = fresh_seed()};
+        if (is_left_out(work_of(c))) continue;
         Data data(c);
         // Only column 0 matters, and it is positive in every query: k = -inf there scores -inf.
         for (std::int64_t row = 0; row < q_len * c.heads; ++row)
@@ -149,6 +153,7 @@ TEST(Nan, NothingVisibleIsZeroAndMinusInfinity) {
                      .ranks = 4,
                      .sinks = sinks,
                      .seed = fresh_seed()};
+        if (is_left_out(work_of(c))) continue;
         const Data data(c);
         const Result result = GpuRun(c, data).run();
         for (std::int64_t i = 0; i < c.tokens() * c.heads * c.dim; ++i)

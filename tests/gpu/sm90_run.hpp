@@ -115,6 +115,8 @@ inline void check(const Case& c, const Data& data, int stride) {
   expect_within_rounding(c, data, run.merge(), stride);
 }
 
-inline void check(const Case& c, int stride = 1) { check(c, Data(c), stride); }
+inline void check(const Case& c, int stride = 1) {
+  if (!is_left_out(2 * kOnHopper * work_of(c))) check(c, Data(c), stride);
+}
 
 }  // namespace longspan::test

@@ -28,6 +28,7 @@ cuda::Gpu gpu_with(int block_bytes) {
 }
 
 void check_small(const Case& c, bool tf32 = false, cuda::Gpu gpu = gpu_with(99 * 1024)) {
+  if (is_left_out(work_of(c))) return;
   SCOPED_TRACE(::testing::Message() << c << " tf32 " << tf32);
   const Data data(c);
   GpuRun run(c, data);
@@ -92,7 +93,7 @@ TEST(SmallBlocks, DecodeWithoutTheCopyEngine) {
                      .kv_heads = 2,
                      .dim = dim,
                      .q_lens = {q_len},
-                     .kv_lens = {3000},
+                     .kv_lens = {reduced(3000, 1000)},
                      .mask = {.causal = true},
                      .ranks = 2,
                      .seed = fresh_seed()},

@@ -37,6 +37,7 @@ void expect_same_lse(const ServingResult& a, const ServingResult& b) {
 /// ranks at most, it must have the bits of a slot each and a merge, unless Hopper's kernel takes
 /// it.
 void check_chain(const Serving& s, Dealt dealt, bool folds = false, std::int64_t sampled = 9) {
+  if (is_left_out((dealt.on_hopper ? kOnHopper : 2) * 6 * work_of(s, dealt.ranks))) return;
   const std::uint64_t seed = fresh_seed();
   const ServingProblem problem(s, seed);
   dealt.chain = false;
@@ -64,7 +65,8 @@ TEST(StateIn, HopperEveryDim) {
   for (const DType dtype : kTypes)
     for (const int dim : {48, 64, 72, 80, 96, 104, 128, 168, 192, 256})
       for (const bool causal : {false, true}) {
-        Serving s{.heads = 4, .dim = dim, .dtype = dtype, .q_lens = {210}, .kv_lens = {900}};
+        const int q_len = reduced(210, 70), kv_len = reduced(900, 300);
+        Serving s{.heads = 4, .dim = dim, .dtype = dtype, .q_lens = {q_len}, .kv_lens = {kv_len}};
         s.page = 0;
         s.mask = {.causal = causal};
         s.sinks = dim % 64 == 0;
@@ -85,8 +87,8 @@ TEST(StateIn, HopperEveryMaskAndLayout) {
                   .kv_heads = 1,
                   .dim = dim,
                   .dtype = DType::bf16,
-                  .q_lens = {300, 40, 1, 170, 3, 400},
-                  .kv_lens = {1500, 130, 700, 170, 90, 64}};
+                  .q_lens = {reduced(300, 60), 40, 1, reduced(170, 50), 3, reduced(400, 80)},
+                  .kv_lens = {reduced(1500, 300), 130, 700, reduced(170, 50), 90, 64}};
         s.page = 0;
         s.mask = mask;
         s.sinks = true;
@@ -106,8 +108,8 @@ TEST(StateIn, HopperScoresAndBatches) {
         for (const bool skip : {false, true}) {
           Serving s{.dim = dim,
                     .dtype = DType::fp16,
-                    .q_lens = {250, 1, 0, 140, 17, 1},
-                    .kv_lens = {900, 130, 40, 140, 333, 41},
+                    .q_lens = {reduced(250, 35), 1, 0, reduced(140, 40), 17, 1},
+                    .kv_lens = {reduced(900, 150), 130, 40, reduced(140, 40), 333, 41},
                     .causal = {1, 0, 1, 0, 1, 1}};
           s.page = 0;
           s.alibi = alibi;
@@ -124,6 +126,7 @@ TEST(StateIn, HopperDocuments) {
        {std::vector<std::int64_t>{0, 300, 301, 620, 700},
         std::vector<std::int64_t>{40, 300, 600, 690}}) {
     Serving s{.dim = 128, .dtype = DType::bf16, .q_lens = {700}, .kv_lens = {700}};
+    if (reduction()) s.heads = s.kv_heads = 1;
     s.page = 0;
     s.documents = documents;
     check_chain(s, {.ranks = 4, .on_hopper = on_hopper()});
@@ -135,7 +138,8 @@ TEST(StateIn, HopperLargeScores) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)
     for (const float scale : {0.5f, 3.0f}) {
-      Serving s{.heads = 2, .dim = 64, .dtype = dtype, .q_lens = {150}, .kv_lens = {1500}};
+      Serving s{
+          .heads = 2, .dim = 64, .dtype = dtype, .q_lens = {150}, .kv_lens = {reduced(1500, 400)}};
       s.page = 0;
       s.scale = scale;
       s.mask = {};
@@ -152,8 +156,9 @@ TEST(StateIn, PortableLongQueries) {
         for (const int page : {0, 16}) {
           Serving s{.dim = dim,
                     .dtype = dtype,
-                    .q_lens = {130, 20, 1, 60},
-                    .kv_lens = {700, 2500, 60, 60}};
+                    .q_lens = {reduced(130, 40), 20, 1, reduced(60, 40)},
+                    .kv_lens = {reduced(700, 200), reduced(2500, 600), 60, 60}};
+          if (reduction()) s.heads = 2, s.kv_heads = 1;
           s.page = page;
           s.sinks = true;
           s.mask = {.causal = true, .window = invariant ? 200 : 0};
@@ -171,8 +176,8 @@ TEST(StateIn, PortableEveryInput) {
         Serving s{.dim = 96,
                   .dtype = DType::bf16,
                   .kv_dtype = kv,
-                  .q_lens = {90, 1, 5, 300},
-                  .kv_lens = {400, 1300, 170, 320}};
+                  .q_lens = {reduced(90, 40), 1, 5, reduced(300, 50)},
+                  .kv_lens = {reduced(400, 200), reduced(1300, 300), 170, reduced(320, 70)}};
         s.x_packed = x_packed;
         s.skip_decode = skip;
         s.qq_bias = !skip;
@@ -189,8 +194,9 @@ TEST(StateIn, ShortQueries) {
     for (const int page : {0, 16})
       for (const int q_len : {1, 4, 16})
         for (const std::vector<std::int32_t>& kv_lens :
-             {std::vector<std::int32_t>{20000}, std::vector<std::int32_t>{100},
-              std::vector<std::int32_t>{3000, 17, 1, 900, 2100}}) {
+             {std::vector<std::int32_t>{reduced(20000, 2000)}, std::vector<std::int32_t>{100},
+              std::vector<std::int32_t>{reduced(3000, 600), 17, 1, reduced(900, 300),
+                                        reduced(2100, 400)}}) {
           Serving s{.dim = 128, .dtype = dtype, .kv_lens = kv_lens};
           s.q_lens.assign(kv_lens.size(), q_len);
           s.page = page;
@@ -199,8 +205,8 @@ TEST(StateIn, ShortQueries) {
           check_chain(s, {.layout = Layout::interleaved, .ranks = 2, .block = 128}, true);
         }
   Serving many{.dim = 64, .dtype = DType::bf16};
-  many.q_lens.assign(500, 1);
-  many.kv_lens.assign(500, 40);
+  many.q_lens.assign(reduced(500, 30), 1);
+  many.kv_lens.assign(many.q_lens.size(), 40);
   check_chain(many, {.ranks = 2}, true, 2);
 }
 
@@ -209,7 +215,9 @@ TEST(StateIn, Fp32) {
   for (const int dim : {16, 64, 128, 200, 256})
     for (const bool paged : {false, true})
       for (const int ranks : {2, 4}) {
-        Serving s{.dim = dim, .q_lens = {130, 1, 20, 0}, .kv_lens = {300, 3000, 1500, 7}};
+        Serving s{.dim = dim,
+                  .q_lens = {reduced(130, 30), 1, 20, 0},
+                  .kv_lens = {reduced(300, 150), reduced(3000, 500), reduced(1500, 200), 7}};
         s.page = paged ? 16 : 0;
         s.sinks = paged;
         s.softcap = dim == 64 ? 5.0f : 0.0f;
@@ -223,7 +231,9 @@ TEST(StateIn, Tf32) {
   for (const int dim : {64, 128, 256})
     for (const std::vector<std::int32_t>& q_lens :
          {std::vector<std::int32_t>{130, 1, 20}, std::vector<std::int32_t>{2, 2, 2}}) {
-      Serving s{.dim = dim, .q_lens = q_lens, .kv_lens = {300, 3000, 1500}};
+      Serving s{
+          .dim = dim, .q_lens = q_lens, .kv_lens = {300, reduced(3000, 700), reduced(1500, 500)}};
+      if (is_left_out(3 * work_of(s, 2))) continue;
       const std::uint64_t seed = fresh_seed();
       const ServingProblem problem(s, seed);
       SCOPED_TRACE(describe(s) + " seed " + std::to_string(seed));
@@ -240,7 +250,8 @@ TEST(StateIn, Parts) {
   for (const DType dtype : {DType::bf16, DType::fp32})
     for (const int count : {1, 3, 8})
       for (const int ranks : {1, 2}) {
-        const Serving s{.dim = 64, .dtype = dtype, .q_lens = {70, 3}, .kv_lens = {900, 400}};
+        const int kv_len = reduced(900, 300);
+        const Serving s{.dim = 64, .dtype = dtype, .q_lens = {70, 3}, .kv_lens = {kv_len, 400}};
         check_chain(s, {.ranks = ranks, .parts = {.count = count}}, ranks == 1);
       }
 }

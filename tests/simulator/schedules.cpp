@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <cstdlib>
 
 #include "kernels/simulated/machine.hpp"
 #include "tests/fresh_seed.hpp"
+#include "tests/reduced.hpp"
 
 namespace longspan::testing {
 namespace {
@@ -19,14 +21,18 @@ class Schedules final : public ::testing::EmptyTestEventListener {
   void OnTestStart(const ::testing::TestInfo&) override {
     simulated::begin_schedule(seed_);
     repeated_seeds().emplace(static_cast<unsigned>(seed_));
+    if (!full_) reduction().emplace(seed_);
   }
   void OnTestEnd(const ::testing::TestInfo& test) override {
+    if (reduction() && reduction()->left_out_all() && !test.result()->Skipped())
+      ADD_FAILURE() << "all cases are too large for the simulator: give the test a reduced() size";
     if (test.result()->Failed())
       std::printf("This schedule again: LONGSPAN_SIMULATED_SEED=%llu --gtest_filter=%s.%s\n",
                   static_cast<unsigned long long>(seed_), test.test_suite_name(), test.name());
   }
 
   std::uint64_t first_ = 0, seed_ = 0;
+  const bool full_ = std::getenv("LONGSPAN_FULL_GRID") != nullptr;
 };
 
 const bool kListens = [] {

@@ -77,7 +77,7 @@ struct Warp {
   int number = 0;
   Lane* lanes[32] = {};
   unsigned alive = 0, ready = 0;
-  int place = -1;  // among the warps that are ready
+  int place = -1;      // among the warps that are ready
   int last_lane = 31;  // that ran
   bool spins = false;
   std::uint64_t priority = 0, last_turn = 0;

@@ -266,7 +266,7 @@ bool is_wrong_overlap() {
   launch_kernel(second_kernel<kWaits>, how, out.data(), data.data());
   cudaStreamSynchronize(stream);
   cudaStreamDestroy(stream);
-return out.read() != std::vector<int>(64, 7);
+  return out.read() != std::vector<int>(64, 7);
 }
 TEST(Kernels, OverlapAndWaitForEachOther) {
   EXPECT_GT(found_in(20, is_wrong_overlap<false>), 5);

@@ -125,6 +125,7 @@ TEST_F(CheckArrays, ACacheWithoutRows) {
   Request r;
   r.table.clear();
   r.slot_count = 0;
+  r.kv_len = {100, 0, 0};  // of several faults any is reported
   expect_fault(r, Fault::too_long, 0, 0, 100);
   r.is_append = true;
   r.slots = {-1, -1, -1, 0, -1, -1, -1, -1};

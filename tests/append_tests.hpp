@@ -160,11 +160,12 @@ class Append : public OnDevice {
       from[n] = on_device(fresh[n]);
       cache[n] = poisoned<std::byte>(l.size * size_of(c.kv_dtype));
       device_scales[n] = on_device(scales[n]);
-      (n == 0 ? p.new_k : p.new_v) = {from[n].data() + c.offset * size_of(c.dtype), row, width};
+      (n == 0 ? p.new_k : p.new_v) =
+          kernels::Rows{from[n].data() + c.offset * size_of(c.dtype), row, width};
       kernels::KvRows& to = n == 0 ? p.k : p.v;
       to = l.rows;
       to.data = cache[n].data() + c.offset * size_of(c.kv_dtype);
-      if (c.scales) (n == 0 ? p.k_scale : p.v_scale) = {device_scales[n].data(), c.per_head};
+      if (c.scales) (n == 0 ? p.k_scale : p.v_scale) = Scales{device_scales[n].data(), c.per_head};
     }
     backend().append(p, {});
 

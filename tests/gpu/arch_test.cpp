@@ -199,7 +199,7 @@ TEST(Arch, ExponentialAndReciprocal) {
   double worst = 0;
   for (std::size_t i = 0; i < count; ++i)
     worst = std::max(worst, units_off(y[i], std::exp2(static_cast<double>(x[i]))));
-  EXPECT_LE(worst, 2);
+  EXPECT_LE(worst, 2.5);  // 2 from the correctly rounded result
   EXPECT_EQ(y[count], kInf);
   EXPECT_EQ(y[count + 1], 0.0f);
   EXPECT_TRUE(std::isnan(y[count + 2]));

@@ -10,11 +10,12 @@
 
 namespace longspan::kernels::cuda::arch {
 
-/// x rounded to tf32's 10 bits of mantissa, ties away from zero.
+/// x rounded to tf32's 10 bits of mantissa, ties away from zero. The instruction cuts a NaN off as
+/// any bits, and one with nothing above the cut (0x7f800001) would become an infinity.
 __device__ inline std::uint32_t to_tf32(float x) {
   std::uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(x));
-  return bits;
+  return x == x ? bits : 0x7fffffffu;
 }
 
 /// c += a b for factors from to_tf32, fp32 accumulation.

@@ -212,9 +212,9 @@ TEST(Features, FixedOrderKeepsTheBits) {
         Serving s{.dtype = dtype,
                   .kv_dtype = kv,
                   .q_lens = {70, 20},
-                  .kv_lens = {reduced(5000, 700), reduced(900, 300)}};
+                  .kv_lens = {reduced(5000, 400), reduced(900, 150)}};
         if (reduction()) s.heads = 2, s.kv_heads = 1;
-        if (is_left_out(11 * work_of(s))) continue;
+        if (is_left_out(30 * work_of(s))) continue;
         s.alibi = Alibi::query;
         s.qq_bias = true;
         s.page = 0;

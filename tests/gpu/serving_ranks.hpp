@@ -239,7 +239,7 @@ inline ServingResult check_dealt(const ServingProblem& problem, const Dealt& dea
 
 /// Fresh inputs; about `sampled` rows of each sequence are compared with float64.
 inline void check_dealt(const Serving& s, const Dealt& dealt = {}, std::int64_t sampled = 12) {
-  if (is_left_out((dealt.on_hopper ? kOnHopper : 2) * work_of(s, dealt.ranks))) return;
+  if (is_left_out((dealt.on_hopper ? kOnHopper : 3) * work_of(s, dealt.ranks))) return;
   const std::uint64_t seed = fresh_seed();
   check_dealt(ServingProblem(s, seed), dealt, seed, sampled);
 }

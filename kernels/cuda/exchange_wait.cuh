@@ -71,14 +71,14 @@ class BoundedWait {
   __device__ bool look_up(int rank) {
     if (arch::load_relaxed(p_.peers.abort) != 0) return fail(PeerReport::aborted, rank);
     const auto now = static_cast<std::uint32_t>(arch::nanoseconds() >> kTickBits);
-    uint2 first{};  // epoch and beginning move as one
-    arch::load_volatile_if(true, &watch_.epoch, first);
-    if (first.x != epoch_) {
-      arch::store_volatile(&watch_.epoch, uint2{epoch_, now});
+    const std::uint64_t first = arch::load_whole(&watch_.began);
+    if (static_cast<std::uint32_t>(first) != epoch_) {
+      arch::store_whole(&watch_.began, epoch_ | std::uint64_t{now} << 32);
       return true;
     }
     // Below 0 where another multiprocessor's clock, or a later look, was a tick ahead.
-    const std::int64_t ticks = static_cast<std::int32_t>(now - first.y);
+    const std::int64_t ticks =
+        static_cast<std::int32_t>(now - static_cast<std::uint32_t>(first >> 32));
     return ticks <= static_cast<std::int64_t>(p_.peers.deadline_ns >> kTickBits) || time_out(rank);
   }
 

@@ -26,10 +26,9 @@ LONGSPAN_HD inline std::uint32_t copy_of(std::uint32_t epoch) { return epoch % k
 
 /// At the start of a rank's own window, for its own threads that wait long: see BoundedWait.
 struct Watch {
-  std::uint32_t stopped;           // not 0: there is a report, and every wait ends
-  std::uint32_t turns;             // counts on for ever
-  alignas(8) std::uint32_t epoch;  // of the exchange that a wait was first long in,
-  std::uint32_t began;             // and when that was
+  std::uint32_t stopped;  // not 0: there is a report, and every wait ends
+  std::uint32_t turns;    // counts on for ever
+  std::uint64_t began;    // when a wait was first long, above the epoch that it was in
 };
 
 struct WindowLayout {

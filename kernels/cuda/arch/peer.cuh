@@ -39,6 +39,16 @@ __device__ inline void store_volatile(void* to, std::uint32_t value) {
   asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+/// Eight bytes that move as a whole: an access to one word of 64 bits, unlike one to two of 32.
+__device__ inline void store_whole(std::uint64_t* to, std::uint64_t value) {
+  asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ inline std::uint64_t load_whole(const std::uint64_t* from) {
+  std::uint64_t value;
+  asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 /// Loads that leave `value` alone unless `wanted`: without a branch, so that several are on their
 /// way at once.
 __device__ inline void load_volatile_if(bool wanted, const void* from, uint4& value) {

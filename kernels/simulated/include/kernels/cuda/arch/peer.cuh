@@ -66,6 +66,18 @@ inline void store_volatile(void* to, std::uint32_t value,
   peer::store(to, words, site);
 }
 
+inline void store_whole(std::uint64_t* to, std::uint64_t value,
+                        simulated::Site site = simulated::Site::current()) {
+  const std::uint64_t words[1] = {value};
+  peer::store(to, words, site);
+}
+inline std::uint64_t load_whole(const std::uint64_t* from,
+                                simulated::Site site = simulated::Site::current()) {
+  std::uint64_t words[1];
+  peer::load(from, words, "ld.volatile", site);
+  return words[0];
+}
+
 /// Loads that leave `value` alone unless `wanted`.
 inline void load_volatile_if(bool wanted, const void* from, uint4& value,
                              simulated::Site site = simulated::Site::current()) {

@@ -2,7 +2,7 @@
 """Shows that the simulator finds defects: each mutant of mutants.py is compiled, and the cases of
 its kernels run under schedules until one fails; what none finds then runs under ThreadSanitizer.
 
-    tests/simulator/mutation.py [--family F ...] [--names REGEX] [--schedules N] [--out FILE]
+    tests/simulator/mutation.py [--family F ...] [--names REGEX] [--schedules N] [--jobs J] [--out FILE]
 
 Needs build/simulated, and build/simulated-tsan for the second half. A mutated file stands in a
 folder of its own that comes first among the include paths, so that the tree stays as it is; only
@@ -10,6 +10,7 @@ the instances that the cases use are compiled anew. Writes one line of JSON for 
 """
 
 import argparse
+import concurrent.futures
 import json
 import pathlib
 import re
@@ -168,6 +169,7 @@ def main():
     parser.add_argument("--schedules", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--limit", type=float, default=150, help="seconds for a mutant's cases")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "mutation.jsonl")
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build" / "mutants")
     options = parser.parse_args()
@@ -176,17 +178,19 @@ def main():
               if (folder / "compile_commands.json").exists()]
     if not builds:
         sys.exit("there is no build/simulated: cmake --preset simulated, and build gpu_tests")
-    with options.out.open("a") as out:
-        for mutant in mutants.MUTANTS:
-            if options.family and mutant.family not in options.family:
-                continue
-            if not re.search(options.names, mutant.name):
-                continue
+    chosen = [m for m in mutants.MUTANTS
+              if (not options.family or m.family in options.family)
+              and re.search(options.names, m.name)]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a") as out, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        def one(mutant):
             began = time.monotonic()
             result = judge(mutant, builds, options)
             print(f"{time.monotonic() - began:5.0f} s  {mutant.name}: "
                   f"{result['found'] or 'NOT FOUND ' + result.get('why', '')} "
                   f"({result.get('schedules', '-')})", flush=True)
+            return result
+        for result in pool.map(one, chosen):
             out.write(json.dumps(result) + "\n")
             out.flush()
 

@@ -136,6 +136,23 @@ const Named kPortable[] = {
       .invariant = true,
       .q_gap = 8,
       .kv_gap = 8}},
+    {"alibi",
+     {.dtype = kBf16,
+      .heads = 1,
+      .kv_heads = 1,
+      .q_lens = {40},
+      .kv_lens = {300},
+      .mask = {.causal = true},
+      .alibi = Alibi::query,
+      .invariant = true}},
+    {"more_pieces_than_places",
+     {.dtype = kBf16,
+      .heads = 4,
+      .kv_heads = 4,
+      .q_lens = {20, 140, 1, 30},
+      .kv_lens = {40, 150, 60, 90},
+      .mask = {.causal = true},
+      .invariant = true}},
 };
 INSTANTIATE_TEST_SUITE_P(Portable, Attend, ::testing::ValuesIn(kPortable), name_of<Named>);
 
@@ -212,6 +229,12 @@ const Named kHopper[] = {
       .alibi = Alibi::context}},
     {"short_keys",
      {.dtype = kBf16, .heads = 1, .kv_heads = 1, .q_lens = {20, 30, 1}, .kv_lens = {20, 1, 0}}},
+    {"no_keys",  // items that nobody works on, one after the other
+     {.dtype = kBf16,
+      .heads = 4,
+      .kv_heads = 1,
+      .q_lens = {20, 30, 9, 70, 40},
+      .kv_lens = {0, 30, 0, 0, 0}}},
 };
 INSTANTIATE_TEST_SUITE_P(All, Hopper, ::testing::ValuesIn(kHopper), name_of<Named>);
 
@@ -259,6 +282,22 @@ const Served kServed[] = {
       .qq_bias = true,
       .sinks = true},
      {Layout::interleaved, 2, 16}},
+    // One piece of many segments: rings go round, and states wait on every level.
+    {"decode_long_piece",
+     {.heads = 2, .kv_heads = 1, .dtype = kBf16, .q_lens = {2}, .kv_lens = {2200}, .page = 0},
+     {.parts = {.count = 1}}},
+    {"decode_long_piece_of_32_rows",
+     {.heads = 16,
+      .kv_heads = 1,
+      .dim = 256,
+      .dtype = kBf16,
+      .q_lens = {2},
+      .kv_lens = {1200},
+      .page = 0},
+     {.parts = {.count = 1}}},
+    {"decode_long_piece_of_pages",
+     {.heads = 2, .kv_heads = 1, .dtype = kBf16, .q_lens = {2}, .kv_lens = {1300}, .page = 1},
+     {.parts = {.count = 1}}},
     {"portable_pages",
      {.heads = 2, .kv_heads = 1, .dtype = kBf16, .q_lens = {40}, .kv_lens = {170}},
      {.invariant = true}},
@@ -292,11 +331,155 @@ const Served kServed[] = {
       .kv_lens = {300},
       .page = 0},
      {.on_hopper = true, .fp8_products = true}},
+    {"hopper_e4m3_of_many_keys",
+     {.heads = 1,
+      .kv_heads = 1,
+      .dtype = kBf16,
+      .q_dtype = DType::e4m3,
+      .kv_dtype = DType::e4m3,
+      .q_lens = {40},
+      .kv_lens = {1400},
+      .page = 0},
+     {.on_hopper = true, .fp8_products = true}},
+    {"hopper_alibi_of_interleaved_keys",
+     {.heads = 2,
+      .kv_heads = 1,
+      .dtype = kBf16,
+      .q_lens = {70},
+      .kv_lens = {700},
+      .alibi = Alibi::query,
+      .page = 0},
+     {.layout = Layout::interleaved, .ranks = 2, .block = 16, .on_hopper = true}},
     {"hopper_chain",
      {.heads = 1, .kv_heads = 1, .dtype = kBf16, .q_lens = {40}, .kv_lens = {300}, .page = 0},
      {.ranks = 2, .on_hopper = true, .chain = true, .finished = true}},
 };
 INSTANTIATE_TEST_SUITE_P(All, Serve, ::testing::ValuesIn(kServed), name_of<Served>);
+
+/// Calls whose small arrays the kernel right before them writes, which lets them start early, as a
+/// growing cache's are; and then once more, with what the first call leaves in the counter.
+class Behind : public ::testing::TestWithParam<Named> {};
+TEST_P(Behind, AKernelThatWritesWhatIsRead) {
+  Case c = GetParam().c;
+  c.seed = fresh_seed();
+  const int longest = *std::max_element(c.q_lens.begin(), c.q_lens.end());
+  if (longest > 16) LONGSPAN_NEEDS_HOPPER();  // the kernels for short queries take no more
+  const Data data(c);
+  GpuRun run(c, data);
+  const auto backend = kernels::cuda_backend();
+  kernels::AttendParams p = run.params(0);
+  p.max_query_len = longest;
+
+  // Lengths, where queries begin, the counter: 16 places each, of wrong numbers until they are
+  // written.
+  constexpr std::size_t kPlaces = 16;
+  std::vector<std::int32_t> right(3 * kPlaces, 0);
+  std::copy(c.kv_lens.begin(), c.kv_lens.end(), right.begin());
+  for (std::size_t b = 0; b < c.q_lens.size(); ++b)
+    right[kPlaces + b + 1] = right[kPlaces + b] + c.q_lens[b];
+  const test::OnGpu<std::int32_t> from(right), to(std::vector<std::int32_t>(right.size(), 3));
+  p.batch.kv_len = to.data();
+  if (c.batch() > 1) p.batch.query_start = to.data() + kPlaces;
+  p.ticket = to.data() + 2 * kPlaces;
+  const test::OnGpu<std::byte> scratch(backend->attend_scratch(p));
+  p.scratch = scratch.data();
+  p.scratch_bytes = scratch.buffer.bytes();
+  if (c.batch() > 1)
+    backend->key_starts({.shard = p.shard,
+                         .kv_len = run.kv_len().data(),
+                         .batch = c.batch(),
+                         .key_start = const_cast<std::int64_t*>(p.batch.key_start)},
+                        {});
+  for (const bool again : {false, true}) {
+    SCOPED_TRACE(again ? "again" : "behind the kernel");
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    run.poison();
+    if (!again)
+      backend->place_rows({.from = reinterpret_cast<const std::byte*>(from.data()),
+                           .to = reinterpret_cast<std::byte*>(to.data()),
+                           .count = 12,
+                           .row_bytes = 16},
+                          {});
+    backend->attend(p, {});
+    run.queue_merge();
+    expect_exact(c, data, run.result());
+  }
+  EXPECT_EQ(to.values(right.size()), right) << "the counter is not zero between calls";
+}
+const Named kBehind[] = {
+    {"decode_of_one_sequence",
+     {.dtype = kBf16, .heads = 2, .kv_heads = 1, .q_lens = {2}, .kv_lens = {700}}},
+    // Lengths so uneven that pieces come in their order.
+    {"decode_of_uneven_lengths",
+     {.dtype = kBf16,
+      .heads = 2,
+      .kv_heads = 1,
+      .q_lens = {1, 1, 1, 1, 1, 1, 1},
+      .kv_lens = {1100, 130, 300, 0, 257, 64, 1030}}},
+    {"hopper_of_more_items_than_places",
+     {.dtype = kBf16,
+      .heads = 4,
+      .kv_heads = 2,
+      .q_lens = {20, 70},
+      .kv_lens = {90, 100},
+      .mask = {.causal = true}}},
+};
+INSTANTIATE_TEST_SUITE_P(All, Behind, ::testing::ValuesIn(kBehind), name_of<Named>);
+
+/// Decode that writes the keys of its own queries into the cache on its way.
+TEST(NewKeys, AreInTheCacheAndSeen) {
+  // The last stage of one sequence is whole and comes by box, that of the other is not.
+  Case c{.dtype = kBf16,
+         .heads = 4,
+         .kv_heads = 2,
+         .q_lens = {1, 2},
+         .kv_lens = {384, 301},
+         .mask = {.causal = true},
+         .seed = fresh_seed()};
+  const Data data(c);
+  GpuRun run(c, data);
+  const auto backend = kernels::cuda_backend();
+  run.poison();
+  backend->key_starts({.shard = run.params(0).shard,
+                       .kv_len = run.kv_len().data(),
+                       .batch = c.batch(),
+                       .key_start = const_cast<std::int64_t*>(run.params(0).batch.key_start)},
+                      {});
+  const std::size_t row = static_cast<std::size_t>(c.kv_heads * c.dim) * size_of(c.dtype);
+  const kernels::AttendParams old = run.params(0);
+  std::vector<std::byte> new_rows[2];  // keys, values
+  std::vector<std::byte*> cached[2];   // where each of them belongs
+  for (const bool is_value : {false, true}) {
+    auto* cache = static_cast<std::byte*>(const_cast<void*>((is_value ? old.v : old.k).data));
+    std::size_t first = 0;
+    for (std::size_t b = 0; b < c.kv_lens.size(); ++b) {
+      const auto length = static_cast<std::size_t>(c.kv_lens[b]);
+      const std::vector<std::byte>& from = (is_value ? data.v : data.k)[b];
+      for (std::size_t key = length - static_cast<std::size_t>(c.q_lens[b]); key < length; ++key) {
+        new_rows[is_value].insert(new_rows[is_value].end(), from.begin() + key * row,
+                                  from.begin() + (key + 1) * row);
+        cached[is_value].push_back(cache + (first + key) * row);
+        EXPECT_EQ(cudaMemset(cached[is_value].back(), 0xff, row), cudaSuccess);
+      }
+      first += length;
+    }
+  }
+  const test::OnGpu<std::byte> new_k(new_rows[0]), new_v(new_rows[1]);
+  kernels::AttendParams p = old;
+  p.new_k = {new_k.data(), std::int64_t{c.kv_heads} * c.dim, c.dim};
+  p.new_v = {new_v.data(), std::int64_t{c.kv_heads} * c.dim, c.dim};
+  ASSERT_TRUE(backend->writes_new_keys(p));
+  backend->attend(p, {});
+  run.queue_merge();
+  expect_exact(c, data, run.result());
+  for (const bool is_value : {false, true})
+    for (std::size_t t = 0; t < cached[is_value].size(); ++t) {
+      std::vector<std::byte> found(row);
+      EXPECT_EQ(cudaMemcpy(found.data(), cached[is_value][t], row, cudaMemcpyDefault), cudaSuccess);
+      EXPECT_TRUE(std::equal(found.begin(), found.end(), new_rows[is_value].begin() + t * row))
+          << (is_value ? "value" : "key") << " of row " << t;
+    }
+}
 
 }  // namespace
 }  // namespace longspan::testing

@@ -29,12 +29,13 @@ KERNELS, EXCHANGE = "simulator_kernels_test", "simulator_exchange_test"
 # Of a family: what is compiled anew, the program, and its cases.
 FAMILIES = {
     "decode": (["instances/decode_bf16.cu", "instances/decode_bf16_any16.cu"], KERNELS,
-               "Decode/*:*Serve*decode_pages_of_16:*Serve*decode_packed*:*Serve*decode_draft*"),
+               "Decode/*:*Serve*decode_pages_of_16:*Serve*decode_packed*:*Serve*decode_draft*:"
+               "*Serve*decode_long*:*Behind*decode*:NewKeys*"),
     "portable": (["instances/portable_bf16.cu", "instances/portable_bf16_any16.cu"], KERNELS,
                  "Portable/*:*Serve*portable_pages"),
     "fp32": (["instances/fp32.cu", "instances/fp32_any.cu"], KERNELS, "Single/*:*Serve*single*"),
     "tf32": (["instances/fp32_tf32.cu"], "gpu_tf32_test", "*"),
-    "hopper": (["attend_sm90.cu"], KERNELS, "*Hopper*:*Serve*hopper*"),
+    "hopper": (["attend_sm90.cu"], KERNELS, "*Hopper*:*Serve*hopper*:*Behind*hopper*"),
     "exchange": (["exchange.cu", "exchange_parts.cu", "backend.cu"], EXCHANGE, "*"),
     "merge": (["merge.cu"], KERNELS, "Decode/*:Single/*"),
 }

@@ -25,6 +25,7 @@ import mutants  # noqa: E402
 ROOT = mutants.ROOT
 CUDA = "kernels/cuda/"
 KERNELS, EXCHANGE = "simulator_kernels_test", "simulator_exchange_test"
+SMALL = "simulator_small_kernels_test"
 
 # Of a family: what is compiled anew, the program, and its cases.
 FAMILIES = {
@@ -41,8 +42,10 @@ FAMILIES = {
 # Where the file says more than the family.
 FILES = {
     "append.cu": (["append.cu"], "gpu_append_test", "*"),
-    "check_arrays.cu": (["check_arrays.cu"], "gpu_check_arrays_test", "*"),
-    "gather.cu": (["gather.cu"], "gpu_attend_sm90_pages_test", "*"),
+    "check_arrays.cu": (["check_arrays.cu"], SMALL, "CheckSlots*"),
+    "digest.cu": (["digest.cu"], SMALL, "Digest*"),
+    "fold_tree.cuh": (["merge.cu"], "gpu_merge_states_test", "*Sinks*"),
+    "gather.cu": (["gather.cu"], SMALL, "*Gather*"),
     "merge_outputs.cu": (["merge_outputs.cu"], "gpu_merge_outputs_test", "*"),
     "resume.cu": (["resume.cu"], "gpu_state_in_test", "*"),
     "store_state.cuh": (["instances/portable_bf16.cu", "instances/fp32.cu"], "gpu_state_in_test",

@@ -68,7 +68,7 @@ def run(program, case, seed, count):
     except subprocess.TimeoutExpired as hang:
         output = (hang.stdout or b"").decode(errors="replace") + f"\nhung for {LIMIT_S} s\n"
         status = None
-    done = output.count("Global test environment tear-down")
+    done = len(re.findall(r"^\[==========\] \d+ tests? from .* ran\.", output, re.MULTILINE))
     if status == 0:
         return count, None, ""
     named = re.search(r"This schedule again: LONGSPAN_SIMULATED_SEED=(\d+)", output)

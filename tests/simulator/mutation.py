@@ -127,7 +127,7 @@ def schedules_until_found(program, cases, seed, count, limit_s):
     ends, lines, ran, found = time.monotonic() + limit_s, [], 0, False
     for line in job.stdout:
         lines = (lines + [line])[-400:]
-        ran += "Global test environment set-up" in line
+        ran += line.startswith("[==========] Running")  # once for each repetition
         found = "This schedule again" in line or "SUMMARY: ThreadSanitizer" in line
         if found or time.monotonic() > ends:
             break

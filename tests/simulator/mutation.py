@@ -145,6 +145,8 @@ def judge(mutant, builds, options):
     if plan is None:
         return result | {"found": None, "why": "no case of the simulator's runs this kernel"}
     sources, program, cases = plan
+    if not any(build.program(program).exists() for build in builds):
+        return result | {"found": None, "why": f"{program} is not built"}
     if mutant.file.endswith(".cu") and mutant.file.removeprefix(CUDA) not in sources:
         sources = [*sources, mutant.file.removeprefix(CUDA)]
     for build, count in zip(builds, (options.schedules, 4)):

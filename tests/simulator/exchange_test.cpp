@@ -14,9 +14,10 @@
 #include <vector>
 
 #include "kernels/backend.hpp"
+#include "kernels/cuda/attend.hpp"
 #include "kernels/cuda/exchange.hpp"
 #include "kernels/simulated/machine.hpp"
-#include "tests/fresh_seed.hpp"
+#include "tests/gpu/gpu_judge.hpp"
 
 namespace longspan::testing {
 namespace {
@@ -68,12 +69,12 @@ struct Problem {
   std::size_t out_bytes() const { return static_cast<std::size_t>(rows * dim) * size_of(dtype); }
 };
 
-std::vector<std::byte> random_states(const Problem& p, unsigned seed) {
+std::vector<std::byte> random_states(const Problem& p, int count, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
-  std::vector<std::byte> memory(p.slot_bytes() * static_cast<std::size_t>(p.ranks));
-  const StateSlots slots{memory.data(), p.rows, p.dim, p.ranks};
-  for (int r = 0; r < p.ranks; ++r)
+  std::vector<std::byte> memory(p.slot_bytes() * static_cast<std::size_t>(count));
+  const StateSlots slots{memory.data(), p.rows, p.dim, count};
+  for (int r = 0; r < count; ++r)
     for (std::int64_t row = 0; row < p.rows; ++row) {
       const bool empty = random() % 8 == 0;
       slots.stats(r)[row] = {5 * normal(random), empty ? 0.0f : 1 + std::abs(normal(random))};
@@ -124,18 +125,40 @@ class Ranks {
   /// New states, and their merge on one GPU.
   void fill(unsigned seed) {
     EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
-    const auto states = random_states(p_, seed);
+    const auto states = random_states(p_, p_.ranks, seed);
     const std::size_t slot = p_.slot_bytes();
     for (int r = 0; r < p_.ranks; ++r) {
       const auto at = static_cast<std::size_t>(r) * slot;
       own_[static_cast<std::size_t>(r)]->write(states.data() + at, at, slot);
     }
-    Memory<std::byte> whole(states.size()), out(p_.out_bytes());
-    Memory<float> lse(static_cast<std::size_t>(p_.rows));
+    Memory<std::byte> whole(states.size());
     whole.write(states.data(), 0, states.size());
-    kernels::cuda_backend()->merge(merge_of(whole.get(), out.get(), lse.get()), Stream{});
+    expect_merged(whole.get());
+  }
+  /// The results are to be those of merging all these states on one GPU.
+  void expect_merged(std::byte* states) {
+    EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+    Memory<std::byte> out(p_.out_bytes());
+    Memory<float> lse(static_cast<std::size_t>(p_.rows));
+    kernels::cuda_backend()->merge(merge_of(states, out.get(), lse.get()), Stream{});
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    expected_out_ = out.read(), expected_lse_ = lse.read();
+    expect(out.read(), lse.read());
+  }
+  void expect(std::vector<std::byte> out, std::vector<float> lse) {
+    expected_out_ = std::move(out), expected_lse_ = std::move(lse);
+  }
+  cudaStream_t stream(int rank) const { return streams_[static_cast<std::size_t>(rank)]; }
+  /// Queues that nothing is left of what the rank has computed.
+  void forget(int rank) {
+    EXPECT_EQ(cudaSetDevice(rank), cudaSuccess);
+    const auto at = static_cast<std::size_t>(rank);
+    const auto ranks = static_cast<std::size_t>(p_.ranks), rows = static_cast<std::size_t>(p_.rows);
+    const auto fill = [&](void* memory, std::size_t bytes) {
+      EXPECT_EQ(cudaMemsetAsync(memory, 0xff, bytes, streams_[at]), cudaSuccess);
+    };
+    fill(own_[at]->get(), p_.slot_bytes() * ranks);
+    fill(out_[at]->get(), p_.out_bytes());
+    fill(lse_[at]->get(), rows * sizeof(float));
   }
   void queue(int rank) {
     EXPECT_EQ(cudaSetDevice(rank), cudaSuccess);
@@ -190,7 +213,7 @@ class Ranks {
     e.peers.deadline_ns = deadline_ns;
     e.merge = merge_of(own_[at]->get(), out_[at]->get(), lse_[at]->get());
     e.capacity = p_.rows;
-    e.hash = 1;
+    e.hash = 0x1234'5678'9abc'def1;  // each half of a header says something
     e.push = p_.push;
     e.blocks = p_.blocks;
     e.overlap = p_.overlap;
@@ -215,6 +238,153 @@ void link(Ranks& ranks, int count) {
 }
 
 class Exchange : public ::testing::TestWithParam<Problem> {};
+
+/// The exchange may come to its place while the kernel before it still writes the states.
+struct Attended {
+  const char* name;
+  test::Case c;
+  bool pushed = false;  // the exchange itself folds the splits
+};
+void PrintTo(const Attended& attended, std::ostream* out) { *out << attended.name; }
+class ExchangeOfAttention : public ::testing::TestWithParam<Attended> {};
+
+TEST_P(ExchangeOfAttention, BitsOfOneGpu) {
+  test::Case c = GetParam().c;
+  c.seed = fresh_seed();
+  const test::Data data(c);
+  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+  test::GpuRun run(c, data);
+  const test::Result result = run.run();
+  test::expect_exact(c, data, result);
+
+  const Problem p{.ranks = c.ranks,
+                  .rows = c.tokens() * c.heads,
+                  .heads = c.heads,
+                  .dim = c.dim,
+                  .dtype = c.dtype};
+  Ranks ranks(p);
+  link(ranks, c.ranks);
+  ranks.expect(result.out, result.lse);
+  const auto backend = kernels::cuda_backend();
+  std::vector<std::unique_ptr<Memory<std::byte>>> scratches;
+  for (int r = 0; r < c.ranks; ++r) {
+    EXPECT_EQ(cudaSetDevice(r), cudaSuccess);
+    scratches.push_back(std::make_unique<Memory<std::byte>>(run.params(r).scratch_bytes));
+  }
+  for (int turn = 0; turn < 2; ++turn) {
+    for (int r = 0; r < c.ranks; ++r) {
+      ranks.forget(r);
+      kernels::AttendParams attend = run.params(r);
+      attend.state = ranks[r].merge.states;
+      attend.scratch = scratches[static_cast<std::size_t>(r)]->get();
+      EXPECT_EQ(cudaMemsetAsync(attend.scratch, 0xff, attend.scratch_bytes, ranks.stream(r)),
+                cudaSuccess);
+      if (GetParam().pushed) {
+        EXPECT_TRUE(backend->attend_exchanged(attend, ranks[r], {ranks.stream(r)}));
+      } else {
+        backend->attend(attend, {ranks.stream(r)});
+        ranks.queue(r);
+      }
+    }
+    for (int r = 0; r < c.ranks; ++r) ranks.finish(r);
+    ranks.expect_results();
+    if (HasFailure()) return;
+  }
+}
+
+const Attended kAttended[] = {
+    {"folded", {.heads = 4, .kv_heads = 1, .q_lens = {2}, .kv_lens = {1500}, .ranks = 2}},
+    {"pushed", {.heads = 4, .kv_heads = 1, .q_lens = {2}, .kv_lens = {1500}, .ranks = 2}, true},
+    {"pushed_by_three",
+     {.heads = 6, .kv_heads = 1, .q_lens = {3}, .kv_lens = {1200}, .ranks = 3},
+     true},
+};
+std::string name_of_attended(const ::testing::TestParamInfo<Attended>& tested) {
+  return tested.param.name;
+}
+INSTANTIATE_TEST_SUITE_P(All, ExchangeOfAttention, ::testing::ValuesIn(kAttended),
+                         name_of_attended);
+
+/// The exchange that folds splits ahead, of as many as no small problem has: planes of threads fold
+/// them together, and a block takes rows several times. The kernel before it writes the last split,
+/// and lets it come to its place meanwhile.
+struct Split {
+  Problem problem;
+  int splits = 16;
+};
+class ExchangeOfSplits : public ::testing::TestWithParam<Split> {};
+
+/// States of `count` splits in memory of their own.
+struct Parts {
+  Memory<std::byte> memory;
+  kernels::cuda::Plan plan;
+
+  Parts(const Problem& p, int count) : memory(p.slot_bytes() * static_cast<std::size_t>(count)) {
+    plan.lengths = kernels::cuda::Lengths::only_short;
+    plan.splits = count;
+    plan.parts = {memory.get(), p.rows, p.dim, count};
+  }
+};
+
+TEST_P(ExchangeOfSplits, BitsOfOneGpu) {
+  const auto& [p, splits] = GetParam();
+  const unsigned seed = fresh_seed();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  Ranks ranks(p);
+  link(ranks, p.ranks);
+  const auto count = static_cast<std::size_t>(p.ranks);
+  Memory<std::byte> whole(p.slot_bytes() * count);
+  std::vector<std::unique_ptr<Parts>> parts, halves;  // of each rank's states, and of a last split
+  for (int r = 0; r < p.ranks; ++r) {
+    EXPECT_EQ(cudaSetDevice(r), cudaSuccess);
+    parts.push_back(std::make_unique<Parts>(p, splits));
+    halves.push_back(std::make_unique<Parts>(p, 2));
+  }
+  kernels::AttendParams attend;
+  attend.tokens = p.rows / p.heads;
+  attend.heads = p.heads;
+  attend.dim = p.dim;
+  attend.batch.size = 1;
+  const auto fold = [&](const Parts& from, const StateSlots& to, int slot, cudaStream_t stream) {
+    attend.state = to;
+    attend.slot = slot;
+    kernels::cuda::fold_parts(attend, from.plan, stream);
+  };
+  for (unsigned turn = 0; turn < 2; ++turn) {
+    EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+    for (std::size_t r = 0; r < count; ++r) {
+      const auto states = random_states(p, splits + 1, seed + turn * 16 + static_cast<unsigned>(r));
+      const std::size_t first = static_cast<std::size_t>(splits - 1) * p.slot_bytes();
+      parts[r]->memory.write(states.data(), 0, first);
+      halves[r]->memory.write(states.data() + first, 0, 2 * p.slot_bytes());
+      fold(*halves[r], parts[r]->plan.parts, splits - 1, nullptr);
+      fold(*parts[r], {whole.get(), p.rows, p.dim, p.ranks}, static_cast<int>(r), nullptr);
+    }
+    ranks.expect_merged(whole.get());
+    for (int r = 0; r < p.ranks; ++r) {
+      const Parts& own = *parts[static_cast<std::size_t>(r)];
+      ranks.forget(r);
+      std::byte* last = own.memory.get() + static_cast<std::size_t>(splits - 1) * p.slot_bytes();
+      EXPECT_EQ(cudaMemsetAsync(last, 0xff, p.slot_bytes(), ranks.stream(r)), cudaSuccess);
+      fold(*halves[static_cast<std::size_t>(r)], own.plan.parts, splits - 1, ranks.stream(r));
+      kernels::cuda::exchange_parts(own.plan, ranks[r], 3, ranks.stream(r));
+    }
+    for (int r = 0; r < p.ranks; ++r) ranks.finish(r);
+    ranks.expect_results();
+    if (HasFailure()) return;
+  }
+}
+
+constexpr Split kSplits[] = {
+    {{.ranks = 2, .rows = 20, .heads = 2, .dim = 64}, 4},
+    {{.ranks = 2, .rows = 20, .heads = 4, .dim = 64, .dtype = DType::bf16, .blocks = 1}, 16},
+    {{.ranks = 3, .rows = 6, .heads = 2, .dim = 256}, 32},
+    {{.ranks = 2, .rows = 2, .heads = 2, .dim = 128, .dtype = DType::fp16}, 256},
+};
+std::string name_of_split(const ::testing::TestParamInfo<Split>& tested) {
+  return "splits" + std::to_string(tested.param.splits);
+}
+INSTANTIATE_TEST_SUITE_P(All, ExchangeOfSplits, ::testing::ValuesIn(kSplits), name_of_split);
 
 TEST_P(Exchange, BitsOfTheMergeOverManyEpochs) {
   const Problem p = GetParam();

@@ -86,6 +86,27 @@ const Named kDecode[] = {
       .layout = Layout::striped,
       .ranks = 2,
       .sinks = true}},
+    // Lengths on the device decide how many of the planned splits are taken.
+    {"equal_lengths",
+     {.dtype = kBf16, .heads = 2, .kv_heads = 1, .q_lens = {1, 1}, .kv_lens = {700, 700}}},
+    {"length_on_the_device",
+     {.dtype = kBf16,
+      .heads = 2,
+      .kv_heads = 1,
+      .q_lens = {2},
+      .kv_lens = {400},
+      .mask = {.causal = true},
+      .device_lengths = true}},
+    // Some ranks have four segments, a leaf each, and others a fifth.
+    {"interleaved_with_a_rest",
+     {.dtype = kBf16,
+      .heads = 2,
+      .kv_heads = 1,
+      .q_lens = {1},
+      .kv_lens = {16 * 4 * 128 + 300},
+      .layout = Layout::interleaved,
+      .ranks = 16,
+      .device_lengths = true}},
 };
 INSTANTIATE_TEST_SUITE_P(Decode, Attend, ::testing::ValuesIn(kDecode), name_of<Named>);
 

@@ -25,6 +25,7 @@ import mutants  # noqa: E402
 ROOT = mutants.ROOT
 CUDA = "kernels/cuda/"
 KERNELS, EXCHANGE = "simulator_kernels_test", "simulator_exchange_test"
+SMALL = "simulator_small_kernels_test"
 
 # Of a family: what is compiled anew, the program, and its cases.
 FAMILIES = {
@@ -42,8 +43,10 @@ FAMILIES = {
 # Where the file says more than the family.
 FILES = {
     "append.cu": (["append.cu"], "gpu_append_test", "*"),
-    "check_arrays.cu": (["check_arrays.cu"], "gpu_check_arrays_test", "*"),
-    "gather.cu": (["gather.cu"], "gpu_attend_sm90_pages_test", "*"),
+    "check_arrays.cu": (["check_arrays.cu"], SMALL, "CheckSlots*"),
+    "digest.cu": (["digest.cu"], SMALL, "Digest*"),
+    "fold_tree.cuh": (["merge.cu"], "gpu_merge_states_test", "*Sinks*"),
+    "gather.cu": (["gather.cu"], SMALL, "*Gather*"),
     "merge_outputs.cu": (["merge_outputs.cu"], "gpu_merge_outputs_test", "*"),
     "resume.cu": (["resume.cu"], "gpu_state_in_test", "*"),
     "store_state.cuh": (["instances/portable_bf16.cu", "instances/fp32.cu"], "gpu_state_in_test",
@@ -125,7 +128,7 @@ def schedules_until_found(program, cases, seed, count, limit_s):
     ends, lines, ran, found = time.monotonic() + limit_s, [], 0, False
     for line in job.stdout:
         lines = (lines + [line])[-400:]
-        ran += "Global test environment set-up" in line
+        ran += line.startswith("[==========] Running")  # once for each repetition
         found = "This schedule again" in line or "SUMMARY: ThreadSanitizer" in line
         if found or time.monotonic() > ends:
             break
@@ -143,6 +146,8 @@ def judge(mutant, builds, options):
     if plan is None:
         return result | {"found": None, "why": "no case of the simulator's runs this kernel"}
     sources, program, cases = plan
+    if not any(build.program(program).exists() for build in builds):
+        return result | {"found": None, "why": f"{program} is not built"}
     if mutant.file.endswith(".cu") and mutant.file.removeprefix(CUDA) not in sources:
         sources = [*sources, mutant.file.removeprefix(CUDA)]
     for build, count in zip(builds, (options.schedules, 4)):

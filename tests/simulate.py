@@ -2,7 +2,7 @@
 """Runs the CUDA kernels in the simulator under many schedules (docs/testing.md).
 
     tests/simulate.py [--schedules N | --hours H] [--build build/simulated] [--tests REGEX]
-                      [--seed S] [--jobs J] [--all]
+                      [--seed S] [--jobs J] [--all] [--together]
 
 Every case of the programs of tests/simulator, and with --all also of tests/gpu, runs under N
 schedules (default: 50), or under as many as fit into H hours. Schedules are numbered, and so are
@@ -55,12 +55,12 @@ def cases_of(program):
     return cases
 
 
-def run(program, case, seed, count):
-    """Schedules seed .. seed + count - 1. Gives how many ran, and of the first failure its seed and
-    what it printed."""
+def run(program, cases, seed, count):
+    """Schedules seed .. seed + count - 1. Gives how many ran, and of the first failure its seed,
+    the case, and what was printed."""
     try:
         job = subprocess.run(
-            command(program, f"--gtest_filter={case}", f"--gtest_repeat={count}",
+            command(program, f"--gtest_filter={cases}", f"--gtest_repeat={count}",
                     "--gtest_break_on_failure=0", "--gtest_throw_on_failure=0"),
             env=environment(seed), text=True, errors="replace", stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, timeout=LIMIT_S)
@@ -70,10 +70,13 @@ def run(program, case, seed, count):
         status = None
     done = len(re.findall(r"^\[==========\] \d+ tests? from .* ran\.", output, re.MULTILINE))
     if status == 0:
-        return count, None, ""
+        return count, None, cases, ""
     named = re.search(r"This schedule again: LONGSPAN_SIMULATED_SEED=(\d+)", output)
     failed = int(named.group(1)) if named else seed + done
-    return failed - seed + 1, failed, output
+    begun = re.findall(r"^\[ RUN      \] (\S+)", output, re.MULTILINE)
+    case = re.search(r"This schedule again: .*--gtest_filter=(\S+)", output)
+    case = case.group(1) if case else begun[-1] if begun else cases
+    return failed - seed + 1, failed, case, output
 
 
 class Tally:
@@ -84,8 +87,8 @@ class Tally:
         self.ran = collections.Counter()
         self.failed = collections.defaultdict(list)
 
-    def add(self, program, case, ran, failed, output):
-        self.ran[program, case] += ran
+    def add(self, program, cases, ran, failed, case, output):
+        self.ran[program, cases] += ran
         if failed is None:
             return
         self.failed[program, case].append(failed)
@@ -107,6 +110,8 @@ def main():
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2, 1 << 32))
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--all", action="store_true", help="the programs of tests/gpu too")
+    parser.add_argument("--together", action="store_true",
+                        help="all cases of a program in one process")
     options = parser.parse_args()
 
     programs = [options.build / name for name in PROGRAMS]
@@ -120,9 +125,13 @@ def main():
             if re.search(options.tests, case)]
     if not work:
         sys.exit(f"no case has a name with '{options.tests}'")
+    cases = len(work)
+    if options.together:
+        work = [(program, ":".join(case for p, case in work if p == program))
+                for program in dict.fromkeys(p for p, _ in work)]
     began = time.monotonic()
     ends = began + 3600 * options.hours if options.hours else None
-    print(f"{len(work)} cases, schedules from {options.seed} on", flush=True)
+    print(f"{cases} cases, schedules from {options.seed} on", flush=True)
 
     tally = Tally(options.build / "simulate")
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
@@ -136,19 +145,19 @@ def main():
             def chunk(item, first=first, count=count):
                 seed, end = first, first + count
                 while seed < end and (ends is None or time.monotonic() < ends):
-                    ran, failed, output = run(*item, seed, end - seed)
-                    tally.add(*item, ran, failed, output)
+                    ran, *outcome = run(*item, seed, end - seed)
+                    tally.add(*item, ran, *outcome)
                     seed += ran
             list(pool.map(chunk, work))
             first += count
 
-    total, failures = sum(tally.ran.values()), sum(map(len, tally.failed.values()))
+    total = sum(ran * (names.count(":") + 1) for (_, names), ran in tally.ran.items())
+    failures = sum(map(len, tally.failed.values()))
     least = min(tally.ran[item] for item in work)
-    print(f"{total} schedules of {len(work)} cases, at least {least} of each, in "
+    print(f"{total} schedules of {cases} cases, at least {least} of each, in "
           f"{time.monotonic() - began:.0f} s: {failures} failed")
     for (program, case), seeds in sorted(tally.failed.items()):
-        print(f"  {program.name} {case}: {len(seeds)} of {tally.ran[program, case]}, "
-              f"seeds {', '.join(map(str, seeds[:5]))}")
+        print(f"  {program.name} {case}: {len(seeds)}, seeds {', '.join(map(str, seeds[:5]))}")
     return 1 if failures else 0
 
 

@@ -36,6 +36,9 @@ struct Access {
   std::size_t bytes;
 };
 std::vector<Access> reads, writes;
+/// Whose products, or copies, read now.
+const Warp* reader = nullptr;
+Site reader_site;
 
 void note_reads(Agent& agent) {
   if constexpr (kDetectsRaces)
@@ -120,6 +123,8 @@ void execute_group(Warp& warp) {
     float* values[32];
     for (std::size_t l = 0; l < 32; ++l)
       values[l] = &sums.values[l * static_cast<std::size_t>(sums.count)];
+    reader = &warp;
+    reader_site = product.site;
     product.run(lanes, values);
     note_reads(warp.proxy);
     warp.proxy.release(warp.products_done);
@@ -135,6 +140,8 @@ void land_engine_copy(std::size_t which) {
   Block& block = *copy->warp->block;
   --block.engine_copies;
   MBarrier& barrier = mbarrier_at(block, copy->barrier, copy->site);
+  reader = copy->warp;
+  reader_site = copy->site;
   copy->land();
   note_reads(copy->warp->proxy);  // it was written for the copy engine, or by a kernel before
   copy->warp->engine.act([&] {
@@ -318,6 +325,7 @@ void queue_product(void* data, std::size_t bytes, float* accumulators, int count
         product.bytes = first.bytes;
         product.data.resize(32 * first.bytes);
         product.run = std::move(*first.run);
+        product.site = first.site;
         for (const auto& each : warp.accumulators)
           if (each->registers[0] == first.registers) product.accumulators = each.get();
         if (product.accumulators == nullptr) {
@@ -370,6 +378,13 @@ void wait_products(int pending, Site site) {
   current->warp->products_done.acquire();
 }
 void product_reads(const void* from, std::size_t bytes) {
+  // Stores in quiet are no accesses to ThreadSanitizer. A warp's own have to be fenced at least.
+  const auto* const begin = static_cast<const std::byte*>(from);
+  for (const Unfenced& store : reader->unfenced)
+    if (store.place < begin + bytes && begin < static_cast<std::byte*>(store.place) + store.bytes)
+      fail("the asynchronous proxy reads what its own warp has stored, and not fenced "
+           "(fence.proxy.async)",
+           reader_site);
   if constexpr (kDetectsRaces) reads.push_back({const_cast<void*>(from), bytes});
 }
 
@@ -377,6 +392,7 @@ void fence_shared_proxy(Site) {
   Warp& warp = *current->warp;
   warp.fenced.release();
   warp.proxy.acquire(warp.fenced);
+  std::erase_if(warp.unfenced, [](const Unfenced& store) { return store.by == current; });
 }
 void fence_global_proxy(Site site) { fence_shared_proxy(site); }
 

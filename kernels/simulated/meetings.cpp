@@ -57,9 +57,10 @@ std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const cha
 
 std::byte* dynamic_shared() { return current->warp->block->shared; }
 
-void store_quietly(void* to, const void* from, std::size_t bytes) {
+void store_quietly(void* to, const void* from, std::size_t bytes, bool has_proxies) {
   const Quiet quiet;
   std::memcpy(to, from, bytes);
+  if (has_proxies) current->warp->unfenced.push_back({to, bytes, current});
 }
 
 void* static_shared(const void* key, std::size_t bytes, std::size_t align) {

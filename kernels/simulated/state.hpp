@@ -70,6 +70,14 @@ struct QueuedProduct {
   std::size_t bytes = 0;
   Accumulators* accumulators = nullptr;
   Product run;
+  Site site = {};
+};
+
+/// What a thread has stored in quiet, and no fence has made known to the asynchronous proxy yet.
+struct Unfenced {
+  void* place;
+  std::size_t bytes;
+  const Lane* by;
 };
 
 struct Warp {
@@ -89,6 +97,7 @@ struct Warp {
   bool may_queue = false;                         // wgmma.fence was there
   Agent proxy, engine;  // accesses by the asynchronous proxy: reads; the copy engine's writes
   Order fenced, products_done;
+  std::vector<Unfenced> unfenced;
 };
 
 struct NamedBarrier {

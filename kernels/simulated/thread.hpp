@@ -25,8 +25,9 @@ std::uint32_t shared_address(const void* pointer, Site site);
 std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const char* what, Site site);
 /// The beginning of the block's dynamic shared memory.
 std::byte* dynamic_shared();
-/// A store that no race detector looks at.
-void store_quietly(void* to, const void* from, std::size_t bytes);
+/// A store that no race detector looks at. `has_proxies`: the thread has to fence it before copies
+/// of the copy engine and products of its own warp read it.
+void store_quietly(void* to, const void* from, std::size_t bytes, bool has_proxies = false);
 /// The block's own variable of this name, for as long as it lives. `key`: one for each variable.
 void* static_shared(const void* key, std::size_t bytes, std::size_t align);
 

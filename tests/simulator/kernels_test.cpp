@@ -362,9 +362,11 @@ const Served kServed[] = {
       .kv_lens = {1400},
       .page = 0},
      {.on_hopper = true, .fp8_products = true}},
+    // Of a dim whose consumers take no turns at the tensor cores, which would keep warps together.
     {"hopper_alibi_of_interleaved_keys",
      {.heads = 2,
       .kv_heads = 1,
+      .dim = 96,
       .dtype = kBf16,
       .q_lens = {70},
       .kv_lens = {700},

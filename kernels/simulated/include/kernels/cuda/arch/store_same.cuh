@@ -4,13 +4,14 @@
 
 #include <cstring>
 
+#include "kernels/cuda/arch/target.cuh"
 #include "kernels/simulated/thread.hpp"
 
 namespace longspan::kernels::cuda::arch {
 
 template <class T>
 inline void store_same(T& to, const T& value) {
-  simulated::store_quietly(&to, &value, sizeof(T));
+  simulated::store_quietly(&to, &value, sizeof(T), kTarget >= 900);
 }
 
 }  // namespace longspan::kernels::cuda::arch

@@ -382,9 +382,10 @@ void product_reads(const void* from, std::size_t bytes) {
   const auto* const begin = static_cast<const std::byte*>(from);
   for (const Unfenced& store : reader->unfenced)
     if (store.place < begin + bytes && begin < static_cast<std::byte*>(store.place) + store.bytes)
-      fail("the asynchronous proxy reads what its own warp has stored, and not fenced "
-           "(fence.proxy.async)",
-           reader_site);
+      fail(
+          "the asynchronous proxy reads what its own warp has stored, and not fenced "
+          "(fence.proxy.async)",
+          reader_site);
   if constexpr (kDetectsRaces) reads.push_back({const_cast<void*>(from), bytes});
 }
 

@@ -3,14 +3,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "kernels/cuda/arch/copy_engine.cuh"
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/arch/sm80.cuh"
+#include "kernels/cuda/arch/store_same.cuh"
 #include "kernels/cuda/launch.hpp"
 #include "kernels/simulated/machine.hpp"
+#include "kernels/simulated/thread.hpp"
 
 namespace longspan::simulated {
 namespace {
@@ -183,6 +186,38 @@ bool is_wrong_copy() {
 TEST(Copies, AreReadBehindTheirWaitOnly) {
   EXPECT_GT(found_in(20, is_wrong_copy<false>), 10);
   EXPECT_EQ(found_in(20, is_wrong_copy<true>), 0);
+}
+
+/// The copy engine brings what the warp has just stored.
+template <bool kFences>
+__global__ void publish_kernel(int* out, int* numbers) {
+  int* const stage = reinterpret_cast<int*>(arch::dynamic_shared<128>());
+  auto& barrier = *reinterpret_cast<arch::Barrier*>(stage + 32);
+  if (threadIdx.x == 0) barrier.init(1);
+  arch::store_same(numbers[threadIdx.x], 5);
+  if constexpr (kFences) arch::publish_to_copy_engine();
+  __syncwarp();
+  if (threadIdx.x == 0) {
+    barrier.arrive_expecting(128);
+    copy_by_engine(
+        arch::shared_address(stage), 128, &barrier,
+        [=] {
+          engine_reads(numbers, 128);
+          std::copy_n(numbers, 32, stage);
+        },
+        Site::current());
+  }
+  __syncwarp();
+  barrier.wait(0);
+  out[threadIdx.x] = stage[threadIdx.x];
+}
+TEST(CopiesDeathTest, OfWhatIsNotFenced) {
+  Numbers numbers(32), out(32);
+  run(publish_kernel<true>, {1, 32, nullptr, 256}, out.data(), numbers.data());
+  EXPECT_EQ(out.read(), std::vector<int>(32, 5));
+  if (arch::kTarget >= 900)
+    EXPECT_DEATH(run(publish_kernel<false>, {1, 32, nullptr, 256}, out.data(), numbers.data()),
+                 "its own warp has stored, and not fenced");
 }
 
 /// A producer warp and a consumer, a stage each way.

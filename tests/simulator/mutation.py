@@ -2,7 +2,9 @@
 """Shows that the simulator finds defects: each mutant of mutants.py is compiled, and the cases of
 its kernels run under schedules until one fails; what none finds then runs under ThreadSanitizer.
 
-    tests/simulator/mutation.py [--family F ...] [--names REGEX] [--schedules N] [--jobs J] [--out FILE]
+    tests/simulator/mutation.py [--family F ...] [--names REGEX] [--schedules N] [--jobs J]
+                                [--out FILE]
+    tests/simulator/mutation.py --table FILE
 
 Needs build/simulated, and build/simulated-tsan for the second half. A mutated file stands in a
 folder of its own that comes first among the include paths, so that the tree stays as it is; only
@@ -26,6 +28,7 @@ ROOT = mutants.ROOT
 CUDA = "kernels/cuda/"
 KERNELS, EXCHANGE = "simulator_kernels_test", "simulator_exchange_test"
 SMALL = "simulator_small_kernels_test"
+LONGEST = 60  # characters of a report
 
 # Of a family: what is compiled anew, the program, and its cases.
 FAMILIES = {
@@ -113,7 +116,7 @@ def how(output):
         return "deadlock"
     report = re.search(r"longspan's simulator: (.*)", output)
     if report:
-        return "misuse: " + re.sub(r"\d+", "N", report.group(1))[:60]
+        return "misuse: " + re.sub(r"\d+", "N", report.group(1))[:LONGEST]
     return "result" if "Failure" in output else "crash"
 
 
@@ -168,6 +171,33 @@ def judge(mutant, builds, options):
     return result | {"found": None}
 
 
+def check_unmutated(chosen, builds, options):
+    """What fails by itself finds nothing."""
+    for program, cases in sorted({plan_of(m)[1:] for m in chosen if plan_of(m)}):
+        path = builds[0].program(program)
+        if not path.exists():
+            continue
+        _, found = schedules_until_found(path, cases, options.seed, options.schedules, 20)
+        if found:
+            sys.exit(f"{path} --gtest_filter={cases} fails without a mutant: {found}")
+
+
+def table(results):
+    """Markdown of what a run wrote."""
+    lines = ["| mutant | what goes wrong | found by | schedules |", "|---|---|---|---|"]
+    for result in results:
+        by, count = result["found"], str(result.get("schedules", ""))
+        if by is None:
+            by = "not found" + (": " + result["why"] if "why" in result else "")
+        elif by == "race detector":
+            by, count = "ThreadSanitizer", f"{count}, and {result['simulated']} without it"
+        if len(by) == len("misuse: ") + LONGEST:  # cut off where it was written
+            by = by.rsplit(" ", 1)[0] + " …"
+        breaks = result["breaks"].rstrip(".").replace("|", "\\|")
+        lines.append(f"| `{result['name']}` | {breaks} | {by} | {count} |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--family", nargs="*")
@@ -178,7 +208,11 @@ def main():
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "mutation.jsonl")
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build" / "mutants")
+    parser.add_argument("--table", type=pathlib.Path,
+                        help="run nothing: print the table of this file, as in docs/mutants.md")
     options = parser.parse_args()
+    if options.table:
+        return print(table(map(json.loads, options.table.read_text().splitlines())))
     builds = [Build(folder) for folder in (ROOT / "build" / "simulated",
                                            ROOT / "build" / "simulated-tsan")
               if (folder / "compile_commands.json").exists()]
@@ -187,6 +221,7 @@ def main():
     chosen = [m for m in mutants.MUTANTS
               if (not options.family or m.family in options.family)
               and re.search(options.names, m.name)]
+    check_unmutated(chosen, builds, options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("a") as out, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         def one(mutant):

@@ -18,7 +18,7 @@ std::string strategies_text() {
                                  "result a rank gets", "bytes received per rank");
   for (const StrategyInfo& s : strategies())
     text += fmt::format("{:<16}{:<28}{:<28}{}\n", s.name, s.queries, s.result, s.received);
-  return text + "P ranks, T query rows\n";
+  return text + "P ranks, T query rows, S keys, b bytes of a key's element\n";
 }
 
 std::string info_text(const std::string& world, bool json) {

@@ -123,7 +123,7 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
   r.time = spread_of(r.times);
   r.tflops = 4.0 * r.heads * r.dim * problem.visible_pairs() / (r.time.median * 1e-3) / 1e12;
   r.exchange_ms = median(exchange);
-  if (r.ranks > 1 && r.exchange_ms > 0)
+  if (r.ranks > 1 && r.exchange_ms > 0 && r.strategy == "gather-states")  // others move no states
     r.busbw = slot_bytes(problem, r.ranks) * (r.ranks - 1) / (r.exchange_ms * 1e-3) / 1e9;
 }
 

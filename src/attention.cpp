@@ -1,7 +1,7 @@
-// The layer: checks, lays out the workspace, and hands each run to its strategy.
+// The layer: checks, gives the strategy its memory, and hands each run to it.
 //
-//     make:  options -> agree between ranks -> kernels, workspace
-//     run:   request -> check -> Job -> strategy          (nothing allocated, nothing waited for)
+//     make:  options -> agree between ranks -> kernels, strategy, memory
+//     run:   request -> check -> Run -> strategy          (nothing allocated, nothing waited for)
 #include "longspan/attention.hpp"
 
 #include <fmt/format.h>
@@ -20,10 +20,9 @@
 #include "longspan/info.hpp"
 #include "src/agreement.hpp"
 #include "src/faults.hpp"
-#include "src/strategy/table.hpp"
+#include "src/strategy/strategy.hpp"
 #include "src/trace.hpp"
 #include "src/validate.hpp"
-#include "src/workspace.hpp"
 
 namespace longspan {
 namespace {
@@ -82,16 +81,15 @@ class PhaseClock {
 struct Attention::Impl {
   Communicator world;
   Options options;
-  const StrategyInfo* strategy = nullptr;
+  const StrategyInfo* info = nullptr;
   std::unique_ptr<kernels::Backend> kernels;
   std::optional<PhaseClock> clock;
   Buffer memory;
-  Buffer ticket;  // AttendParams::ticket; CUDA only
-  LayerWorkspace workspace;
-  std::size_t scratch_bytes = 0;
-  std::shared_ptr<const PeerView> peers;  // null: states are gathered
-  std::int64_t window_rows = 0;
-  std::string exchange = "gather";
+  std::int64_t* key_start = nullptr;  // [max_batch]
+  std::uint64_t* said = nullptr;      // [ranks] what each says of its run (RunHeaders)
+  Buffer ticket;                      // AttendParams::ticket; CUDA only
+  std::unique_ptr<Strategy> strategy;
+  std::string exchange;
   FaultBox faults;  // CUDA with check_arrays
   // With several ranks: what they mean by the last runs, and what a merge found to differ.
   std::shared_ptr<RunHistory> history;
@@ -103,12 +101,14 @@ struct Attention::Impl {
       : world(communicator), options(given) {
     agree(world, describe(options), "making of the layer");
     check_options(options, world.size());
-    strategy = &choose_strategy(options, world.size());
+    info = &choose_strategy(options, world.size());
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());
     if (options.profile) clock.emplace(kernels->timer(PhaseClock::kMarks));
+    strategy = entry_of(*info).make({options, *kernels, world.transport(), bounds()});
     allocate();
-    open_windows();
+    strategy->open(number);
+    exchange = strategy->exchange();
     if (options.check_arrays && world.device() == Device::cuda) faults = FaultBox(Device::cuda);
   }
 
@@ -143,19 +143,19 @@ struct Attention::Impl {
   }
 
   /// Names the run to the transport, and says what this rank means by it.
-  void begin(Job& job, const Request& request) const {
+  void begin(Run& run, const Request& request) const {
     if (!history) return;
     const RunDescription description(request, options, world.device() == Device::host);
-    const std::uint32_t run = history->add(description);
-    world.transport().begin({number, run});
-    job.say = {description.hash(), nullptr, workspace.said + world.rank()};
-    if (std::uint64_t* words = history->words(run)) {
+    const std::uint32_t of_run = history->add(description);
+    world.transport().begin({number, of_run});
+    run.say = {description.hash(), nullptr, said + world.rank()};
+    if (std::uint64_t* words = history->words(of_run)) {
       const kernels::DigestParams arrays = description.arrays(words);
-      kernels->digest(arrays, job.stream);
-      job.say.contents = words + arrays.count;
+      kernels->digest(arrays, run.stream);
+      run.say.contents = words + arrays.count;
     }
-    job.said = workspace.said;
-    job.merge.headers = {workspace.said, world.rank(), world.size(), run, report.get()};
+    run.said = said;
+    run.merge.headers = {said, world.rank(), world.size(), of_run, report.get()};
   }
 
   /// Throws what a merge of gathered states found to differ.
@@ -193,22 +193,18 @@ struct Attention::Impl {
     return p;
   }
 
-  /// Of a row of queries.
-  std::int64_t row_bytes() const {
-    return std::int64_t{options.heads} * options.dim *
-           static_cast<std::int64_t>(size_of(options.query_dtype.value_or(options.dtype)));
+  void lay_out(Parts& parts) {
+    strategy->lay_out(parts);
+    key_start = parts.take_array<std::int64_t>(static_cast<std::size_t>(options.max_batch));
+    said = parts.take_array<std::uint64_t>(static_cast<std::size_t>(world.size()));
   }
 
   void allocate() {
-    scratch_bytes = kernels->attend_scratch(bounds());
-    const LayerWorkspace::Sizes sizes{world.size(),  options.max_tokens,   options.max_batch,
-                                      options.heads, options.dim,          row_bytes(),
-                                      scratch_bytes, options.shard_queries};
-    std::size_t bytes = 0;
-    LayerWorkspace::lay_out(nullptr, sizes, bytes);
+    Parts count;
+    lay_out(count);
     std::string failure;
     try {
-      memory = Buffer(world.device(), bytes);
+      memory = Buffer(world.device(), count.bytes);
       keep_history();
       if (world.device() == Device::cuda) {
         const int zero = 0;
@@ -216,38 +212,12 @@ struct Attention::Impl {
         ticket.upload(&zero);
       }
     } catch (const std::exception& error) {
-      failure = fmt::format("{} bytes: {}", bytes, error.what());
+      failure = fmt::format("{} bytes: {}", count.bytes, error.what());
     }
     settle(world, failure, "allocation of the workspace");
     if (history) number = world.transport().enlist(history);
-    workspace = LayerWorkspace::lay_out(static_cast<std::byte*>(memory.data()), sizes, bytes);
-  }
-
-  /// Windows for what decode and chunks exchange; past that, gathering is as fast.
-  void open_windows() {
-    constexpr std::int64_t kMostRows = 16384;
-    std::string why;
-    if (world.size() == 1 || options.exchange == "gather") return;
-    if (options.shard_queries) {
-      why = "queries are sharded";
-    } else {
-      window_rows = std::min(kMostRows, options.max_tokens * options.heads);
-      const std::size_t bytes = kernels->exchange_window(window_rows, options.dim, world.size());
-      if (bytes > 0)
-        peers = world.transport().open_windows(number, bytes, why);
-      else
-        why = fmt::format("not on the {}", name(world.device()));
-    }
-    if (!peers && options.exchange != "auto")
-      throw Unsupported(
-          fmt::format("exchange \"{}\" was asked for, and cannot be had here: {}. Take "
-                      "\"auto\" or \"gather\".",
-                      options.exchange, why));
-    exchange = !peers                       ? fmt::format("gather ({})", why)
-               : options.exchange == "auto" ? "windows"
-                                            : options.exchange;
-    if (peers && window_rows < options.max_tokens * options.heads)
-      exchange += fmt::format(" (gather past {} states)", window_rows);
+    Parts parts{static_cast<std::byte*>(memory.data())};
+    lay_out(parts);
   }
 
   /// Where the first key of each sequence lies: needed for several, one after the other.
@@ -257,18 +227,13 @@ struct Attention::Impl {
   void find_key_starts(const Shard& shard, const std::int32_t* kv_len, int batch,
                        const CacheView& cache, Stream stream) const {
     if (needs_key_start(batch, cache))
-      kernels->key_starts({shard, kv_len, cache.pitch, batch, workspace.key_start}, stream);
+      kernels->key_starts({shard, kv_len, cache.pitch, batch, key_start}, stream);
   }
 
   kernels::AttendParams attend_params(const Request& request, const CacheView& cache) const {
     kernels::AttendParams p = bounds();
-    if (options.shard_queries) {
-      p.tokens = request.query_shard.length;
-      p.q = {workspace.ordered, std::int64_t{options.heads} * options.dim, options.dim};
-    } else {
-      p.tokens = request.q.shape[0];
-      p.q = rows_of(request.q);
-    }
+    p.tokens = options.shard_queries ? request.query_shard.length : request.q.shape[0];
+    if (!options.shard_queries) p.q = rows_of(request.q);
     p.k = cache.k;
     p.v = cache.v;
     p.pages = cache.pages;
@@ -278,7 +243,7 @@ struct Attention::Impl {
     p.batch = {request.batch,
                request.query_start,
                request.kv_len,
-               needs_key_start(request.batch, cache) ? workspace.key_start : nullptr,
+               needs_key_start(request.batch, cache) ? key_start : nullptr,
                request.causal,
                request.skip_decode,
                cache.pages ? 0 : cache.pitch};
@@ -286,19 +251,12 @@ struct Attention::Impl {
     p.documents = request.documents;
     p.bias.slopes = request.slopes;
     p.bias.qq = request.qq_bias;
-    p.state = {workspace.states, p.tokens * options.heads, options.dim, world.size()};
-    p.slot = world.rank();
-    p.scratch = workspace.scratch;
-    p.scratch_bytes = scratch_bytes;
     p.ticket = static_cast<int*>(ticket.data());
     return p;
   }
 
-  kernels::MergeParams merge_params(const Request& request,
-                                    const kernels::StateSlots& states) const {
+  kernels::MergeParams merge_params(const Request& request) const {
     kernels::MergeParams p;
-    p.states = states;
-    p.interleaved = request.shard.layout == Layout::interleaved;
     p.heads = options.heads;
     p.sinks = request.sinks;
     p.tokens = request.q.shape[0];
@@ -328,7 +286,7 @@ struct Attention::Impl {
     p.v = cache.v;
     p.pages = cache.pages;
     p.batch = {tokens.batch, tokens.query_start, tokens.kv_len,
-               needs_key_start(tokens.batch, cache) ? workspace.key_start : nullptr};
+               needs_key_start(tokens.batch, cache) ? key_start : nullptr};
     p.batch.key_pitch = cache.pages ? 0 : cache.pitch;
     p.shard = tokens.shard;
     p.k_scale = tokens.k_scale;
@@ -383,35 +341,17 @@ struct Attention::Impl {
     kernels->append(p, stream);
   }
 
-  Job job(const Request& request, const CacheView& cache, Stream stream) {
-    Job job{*kernels, world.transport(), stream, attend_params(request, cache), {}};
-    job.merge = merge_params(request, job.attend.state);
-    job.enter = [this, stream](Phase phase) {
-      if (clock) clock->mark(phase, stream);
-    };
-    if (!options.shard_queries) {
-      job.peers = peers.get();
-      job.window_rows = window_rows;
-      job.apart = options.exchange == "windows-apart";
-      job.timed = clock.has_value();
-      return job;
-    }
-
-    // One sequence by a rule: every rank knows the most rows that any rank holds.
-    const Shard& rows = request.query_shard;
-    const bool counted = request.batch == 1 && rows.layout != Layout::listed &&
-                         (rows.layout != Layout::ranges || world.device() == Device::host);
-    job.shard_queries = true;
-    job.query_shard = rows;
-    job.own_q = static_cast<const std::byte*>(request.q.data);
-    job.own_rows = request.q.shape[0];
-    job.row_capacity = counted ? rows.max_local_len(rows.length) : options.max_tokens;
-    job.row_bytes = row_bytes();
-    job.gathered = workspace.gathered;
-    job.ordered = workspace.ordered;
-    job.row_map = workspace.row_map;
-    job.merge.rows = workspace.row_map + world.rank() * job.row_capacity;
-    return job;
+  Run make_run(const Request& request, const CacheView& cache, Stream stream) {
+    Run run{.request = request,
+            .stream = stream,
+            .attend = attend_params(request, cache),
+            .merge = merge_params(request),
+            .timed = clock.has_value(),
+            .enter = [this, stream](Phase phase) {
+              if (clock) clock->mark(phase, stream);
+            }};
+    strategy->prepare(run);
+    return run;
   }
 };
 
@@ -426,15 +366,15 @@ void Attention::run(const Request& request, Stream stream) {
   Impl& layer = *impl_;
   const CacheView cache = check_request(request, layer.options, layer.world);
   layer.look_at_report();
-  Job job = layer.job(request, cache, stream);
-  layer.kernels->check(job.attend);
-  layer.begin(job, request);
+  Run run = layer.make_run(request, cache, stream);
+  layer.kernels->check(run.attend);
+  layer.begin(run, request);
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(request.shard, request.kv_len, request.batch, cache, stream);
-  layer.check_arrays({.attend = job.attend, .slot_count = cache.keys}, stream);
-  if (request.new_k) layer.bring_new_keys(job.attend, append_of(request), cache, stream);
-  run_of (*layer.strategy)(job);
-  job.enter(Phase::merge);  // the end of the last phase
+  layer.check_arrays({.attend = run.attend, .slot_count = cache.keys}, stream);
+  if (request.new_k) layer.bring_new_keys(run.attend, append_of(request), cache, stream);
+  layer.strategy->queue(run);
+  run.enter(Phase::merge);  // the end of the last phase
 }
 
 void Attention::append(const Append& tokens, Stream stream) {
@@ -455,7 +395,7 @@ void Attention::wait(Stream stream) {
 
 const Options& Attention::options() const { return impl_->options; }
 const Communicator& Attention::world() const { return impl_->world; }
-const StrategyInfo& Attention::strategy() const { return *impl_->strategy; }
+const StrategyInfo& Attention::strategy() const { return *impl_->info; }
 const std::string& Attention::exchange() const { return impl_->exchange; }
 std::size_t Attention::workspace_bytes() const { return impl_->memory.bytes(); }
 

@@ -3,74 +3,182 @@
 //     queries (all ranks')  ->  state over my keys  ->  every rank's state  ->  one merge
 //
 // Every rank merges the same states in the same order, so replicated results are bitwise equal.
-#include "src/strategy/job.hpp"
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "longspan/error.hpp"
+#include "src/strategy/strategy.hpp"
 
 namespace longspan {
 namespace {
 
-/// Gathers what each rank says of its run beside the data.
-void gather(Job& job, const void* send, void* recv, std::int64_t bytes, const char* step) {
-  job.comm.all_gather(send, recv, static_cast<std::size_t>(bytes), job.stream, step, job.said);
-}
+class GatherStates final : public Strategy {
+ public:
+  explicit GatherStates(const Layer& layer) : layer_(layer) {}
 
-/// Brings every rank's query rows here, in the order of the whole q.
-void gather_queries(Job& job) {
-  const std::int64_t slot_bytes = job.row_capacity * job.row_bytes;
-  std::byte* mine = job.gathered + job.query_shard.rank * slot_bytes;
-
-  if (job.query_shard.layout == Layout::listed) {
-    gather(job, job.query_shard.table, job.row_map, job.row_capacity * 8,
-           "gather of query positions");
-  } else {
-    job.kernels.map_rows(
-        {job.query_shard, job.attend.batch, job.query_shard.ranks, job.row_capacity, job.row_map},
-        job.stream);
+  void lay_out(Parts& memory) override {
+    const kernels::AttendParams& bounds = layer_.bounds;
+    const auto ranks = static_cast<std::size_t>(layer_.comm.size());
+    states_ = memory.take(ranks * static_cast<std::size_t>(kernels::StateSlots::bytes(
+                                      bounds.tokens * bounds.heads, bounds.dim)));
+    scratch_bytes_ = layer_.kernels.attend_scratch(bounds);
+    scratch_ = memory.take(scratch_bytes_);
+    if (!layer_.options.shard_queries) return;
+    const auto rows = static_cast<std::size_t>(bounds.tokens);
+    gathered_ = memory.take(rows * static_cast<std::size_t>(row_bytes()));
+    ordered_ = memory.take(rows * static_cast<std::size_t>(row_bytes()));
+    row_map_ = memory.take_array<std::int64_t>(rows);
   }
-  job.kernels.place_rows({job.own_q, mine, nullptr, job.own_rows, job.row_bytes}, job.stream);
-  gather(job, mine, job.gathered, slot_bytes, "gather of queries");
-  job.kernels.place_rows(
-      {job.gathered, job.ordered, job.row_map, job.query_shard.ranks * job.row_capacity,
-       job.row_bytes, job.attend.tokens},
-      job.stream);
-}
+
+  /// Windows for what decode and chunks exchange; past that, gathering is as fast.
+  void open(std::uint32_t layer) override {
+    constexpr std::int64_t kMostRows = 16384;
+    const Options& options = layer_.options;
+    const std::int64_t most = options.max_tokens * options.heads;
+    std::string why;
+    if (layer_.comm.size() == 1 || options.exchange == "gather") return;
+    if (options.shard_queries) {
+      why = "queries are sharded";
+    } else {
+      window_rows_ = std::min(kMostRows, most);
+      const std::size_t bytes =
+          layer_.kernels.exchange_window(window_rows_, options.dim, layer_.comm.size());
+      if (bytes > 0)
+        peers_ = layer_.comm.open_windows(layer, bytes, why);
+      else
+        why = fmt::format("not on the {}", name(layer_.kernels.device()));
+    }
+    if (!peers_ && options.exchange != "auto")
+      throw Unsupported(
+          fmt::format("exchange \"{}\" was asked for, and cannot be had here: {}. Take "
+                      "\"auto\" or \"gather\".",
+                      options.exchange, why));
+    exchange_ = !peers_                      ? fmt::format("gather ({})", why)
+                : options.exchange == "auto" ? "windows"
+                                             : options.exchange;
+    if (peers_ && window_rows_ < most)
+      exchange_ += fmt::format(" (gather past {} states)", window_rows_);
+  }
+
+  std::string exchange() const override { return exchange_; }
+
+  void prepare(Run& run) const override {
+    const kernels::AttendParams& bounds = layer_.bounds;
+    run.attend.scratch = scratch_;
+    run.attend.scratch_bytes = scratch_bytes_;
+    run.attend.state = {states_, run.attend.tokens * bounds.heads, bounds.dim, layer_.comm.size()};
+    run.attend.slot = layer_.comm.rank();
+    run.merge.states = run.attend.state;
+    run.merge.interleaved = run.request.shard.layout == Layout::interleaved;
+    if (!layer_.options.shard_queries) return;
+    run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.dim, bounds.dim};
+    run.merge.rows = row_map_ + layer_.comm.rank() * row_capacity(run);
+  }
+
+  void queue(Run& run) const override {
+    const kernels::Backend& kernels = layer_.kernels;
+    const bool alone = layer_.comm.size() == 1;  // then no state has to travel
+    const kernels::StateSlots& states = run.attend.state;
+    const bool by_windows = peers_ != nullptr && states.rows <= window_rows_;
+    if (!alone && !by_windows) kernels.say(run.say, run.stream);
+    if (layer_.options.shard_queries) {
+      run.enter(Phase::exchange);
+      gather_queries(run);
+    }
+
+    run.enter(Phase::attend);
+    if (alone && kernels.attend_finished(run.attend, run.merge, run.stream)) return;
+    if (by_windows) return exchange_by_windows(run);
+    kernels.attend(run.attend, run.stream);
+
+    run.enter(Phase::exchange);
+    gather(run, states.data + run.attend.slot * states.slot_bytes(), states.data,
+           states.slot_bytes(), "gather of states");
+
+    run.enter(Phase::merge);
+    kernels.merge(run.merge, run.stream);
+  }
+
+ private:
+  void exchange_by_windows(Run& run) const {
+    const kernels::Backend& kernels = layer_.kernels;
+    layer_.comm.check("attention");  // no verb does; the step is that of Attention::wait
+    kernels::ExchangeParams exchange{*peers_, run.merge, window_rows_};
+    exchange.hash = run.say.hash;
+    exchange.contents = run.say.contents;
+    exchange.run = run.merge.headers.run;
+    // What travels follows from what all ranks were asked alike, and not from `timed`.
+    exchange.pushed = layer_.options.exchange != "windows-apart" && kernels.is_decode(run.attend);
+    if (exchange.pushed && !run.timed && kernels.attend_exchanged(run.attend, exchange, run.stream))
+      return;
+    kernels.attend(run.attend, run.stream);
+    run.enter(Phase::exchange);
+    kernels.exchange(exchange, run.stream);
+  }
+
+  /// Gathers what each rank says of its run beside the data.
+  void gather(Run& run, const void* send, void* recv, std::int64_t bytes, const char* step) const {
+    layer_.comm.all_gather(send, recv, static_cast<std::size_t>(bytes), run.stream, step, run.said);
+  }
+
+  /// Brings every rank's query rows here, in the order of the whole q.
+  void gather_queries(Run& run) const {
+    const Shard& rows = run.request.query_shard;
+    const std::int64_t capacity = row_capacity(run), slot_bytes = capacity * row_bytes();
+    std::byte* mine = gathered_ + rows.rank * slot_bytes;
+
+    if (rows.layout == Layout::listed)
+      gather(run, rows.table, row_map_, capacity * 8, "gather of query positions");
+    else
+      layer_.kernels.map_rows({rows, run.attend.batch, rows.ranks, capacity, row_map_}, run.stream);
+    layer_.kernels.place_rows({static_cast<const std::byte*>(run.request.q.data), mine, nullptr,
+                               run.request.q.shape[0], row_bytes()},
+                              run.stream);
+    gather(run, mine, gathered_, slot_bytes, "gather of queries");
+    layer_.kernels.place_rows(
+        {gathered_, ordered_, row_map_, rows.ranks * capacity, row_bytes(), run.attend.tokens},
+        run.stream);
+  }
+
+  /// Most query rows of any rank, as far as every rank knows it: of one sequence by a rule.
+  std::int64_t row_capacity(const Run& run) const {
+    const Shard& rows = run.request.query_shard;
+    const bool counted = run.request.batch == 1 && rows.layout != Layout::listed &&
+                         (rows.layout != Layout::ranges || layer_.kernels.device() == Device::host);
+    return counted ? rows.max_local_len(rows.length) : layer_.options.max_tokens;
+  }
+
+  /// Of a row of queries, [heads, dim].
+  std::int64_t row_bytes() const {
+    return std::int64_t{layer_.bounds.heads} * layer_.bounds.dim *
+           static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
+  }
+
+  const Layer layer_;
+  std::byte* states_ = nullptr;   // [ranks] slots of the most rows
+  std::byte* scratch_ = nullptr;  // Backend::attend_scratch
+  std::size_t scratch_bytes_ = 0;
+  // With sharded queries only:
+  std::byte* gathered_ = nullptr;    // [ranks, row_capacity, row_bytes]
+  std::byte* ordered_ = nullptr;     // [tokens, row_bytes]
+  std::int64_t* row_map_ = nullptr;  // [ranks, row_capacity] place of each gathered row
+
+  std::shared_ptr<const PeerView> peers_;  // null: states are gathered
+  std::int64_t window_rows_ = 0;           // most states that go by windows
+  std::string exchange_ = "gather";
+};
 
 }  // namespace
 
-void gather_states(Job& job) {
-  const bool alone = job.comm.size() == 1;  // then no state has to travel
-  const kernels::StateSlots& states = job.attend.state;
-  const bool by_windows = job.peers != nullptr && states.rows <= job.window_rows;
-  if (!alone && !by_windows) job.kernels.say(job.say, job.stream);
-  if (job.shard_queries) {
-    job.enter(Phase::exchange);
-    gather_queries(job);
-  }
-
-  job.enter(Phase::attend);
-  if (alone && job.kernels.attend_finished(job.attend, job.merge, job.stream)) return;
-  if (by_windows) {
-    job.comm.check("attention");  // no verb does; the step is that of Attention::wait
-    kernels::ExchangeParams exchange{*job.peers, job.merge, job.window_rows};
-    exchange.hash = job.say.hash;
-    exchange.contents = job.say.contents;
-    exchange.run = job.merge.headers.run;
-    exchange.pushed = !job.apart && job.kernels.is_decode(job.attend);
-    if (exchange.pushed && !job.timed &&
-        job.kernels.attend_exchanged(job.attend, exchange, job.stream))
-      return;
-    job.kernels.attend(job.attend, job.stream);
-    job.enter(Phase::exchange);
-    job.kernels.exchange(exchange, job.stream);
-    return;
-  }
-  job.kernels.attend(job.attend, job.stream);
-
-  job.enter(Phase::exchange);
-  gather(job, states.data + job.attend.slot * states.slot_bytes(), states.data, states.slot_bytes(),
-         "gather of states");
-
-  job.enter(Phase::merge);
-  job.kernels.merge(job.merge, job.stream);
+StrategyEntry gather_states() {
+  return {.info = {"gather-states", "all rows, or its own rows", "all rows, or its own rows",
+                   "(P-1) T heads 4 (dim + 2)"},
+          .preference = 1,
+          .refusal = [](const Options&, int) { return std::string(); },
+          .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+            return std::make_unique<GatherStates>(layer);
+          }};
 }
 
 }  // namespace longspan

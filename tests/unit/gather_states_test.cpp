@@ -8,7 +8,7 @@
 #include "comm/self.hpp"
 #include "kernels/backend.hpp"
 #include "longspan/error.hpp"
-#include "src/strategy/job.hpp"
+#include "src/strategy/strategy.hpp"
 
 namespace longspan {
 namespace {
@@ -32,6 +32,7 @@ class Notes final : public kernels::Backend {
   }
   void exchange(const kernels::ExchangeParams& e, Stream) const override { exchanges.push_back(e); }
   void merge(const kernels::MergeParams&, Stream) const override { ++merges; }
+  std::size_t exchange_window(std::int64_t, int, int) const override { return 1; }
   void digest(const kernels::DigestParams&, Stream) const override {}
   void say(const kernels::SayParams&, Stream) const override { ++says; }
   std::shared_ptr<std::byte> shared_memory(std::size_t) const override { return nullptr; }
@@ -48,6 +49,9 @@ class OneOfTwo final : public comm::SelfTransport {
   int size() const override { return 2; }
   int gathers = 0;
   std::uint64_t* said = nullptr;
+  std::shared_ptr<const PeerView> open_windows(std::uint32_t, std::size_t, std::string&) override {
+    return std::make_shared<PeerView>();
+  }
   void all_gather(const void*, void*, std::size_t, Stream, const char*,
                   std::uint64_t* words) override {
     ++gathers;
@@ -55,26 +59,38 @@ class OneOfTwo final : public comm::SelfTransport {
   }
 };
 
-Job job_of(const Notes& notes, OneOfTwo& world, const PeerView* peers) {
-  Job job{notes, world, {}, {}, {}};
-  job.attend.tokens = 2;
-  job.attend.state = {nullptr, 2, 64, 2};
-  job.merge.states = job.attend.state;
-  job.peers = peers;
-  job.window_rows = 16;
-  job.say.hash = 42;
-  job.enter = [](Phase) {};
-  return job;
-}
-
-TEST(GatherStates, ARankThatTimesItsPhasesSendsWhatTheOthersSend) {
+/// A layer of gather-states that moves nothing, and a run of it.
+class GatherStatesTest : public ::testing::Test {
+ protected:
   Notes notes;
   OneOfTwo world;
-  const PeerView peers;
-  Job plain = job_of(notes, world, &peers), timed = job_of(notes, world, &peers);
-  timed.timed = true;
-  gather_states(plain);
-  gather_states(timed);
+  Options options{.dtype = DType::fp32, .max_tokens = 2};
+
+  std::unique_ptr<Strategy> layer() {
+    kernels::AttendParams bounds;
+    bounds.tokens = options.max_tokens;
+    bounds.dim = options.dim;
+    const StrategyInfo& info = choose_strategy(options, world.size());
+    auto made = entry_of(info).make({options, notes, world, bounds});
+    made->open(0);
+    return made;
+  }
+  void run(const Strategy& layer, std::int64_t tokens = 2, bool timed = false,
+           std::uint64_t* said = nullptr) {
+    const Request request;
+    longspan::Run own{.request = request, .timed = timed, .enter = [](Phase) {}};
+    own.attend.tokens = tokens;
+    own.say.hash = 42;
+    own.said = said;
+    layer.prepare(own);
+    layer.queue(own);
+  }
+};
+
+TEST_F(GatherStatesTest, ARankThatTimesItsPhasesSendsWhatTheOthersSend) {
+  const auto states = layer();
+  run(*states);
+  run(*states, 2, true);
   EXPECT_EQ(notes.pushes, 1) << "with times, attention and exchange are kernels of their own";
   ASSERT_EQ(notes.exchanges.size(), 2u);
   for (const kernels::ExchangeParams& exchange : notes.exchanges) {
@@ -83,53 +99,40 @@ TEST(GatherStates, ARankThatTimesItsPhasesSendsWhatTheOthersSend) {
   }
 }
 
-TEST(GatherStates, AllRanksTakeKernelsApartTogether) {
-  Notes notes;
-  OneOfTwo world;
-  const PeerView peers;
-  Job job = job_of(notes, world, &peers);
-  job.apart = true;
-  gather_states(job);
+TEST_F(GatherStatesTest, AllRanksTakeKernelsApartTogether) {
+  options.exchange = "windows-apart";
+  run(*layer());
   ASSERT_EQ(notes.exchanges.size(), 1u);
   EXPECT_EQ(notes.pushes, 0);
   EXPECT_FALSE(notes.exchanges[0].pushed);
 }
 
-TEST(GatherStates, WhatIsGatheredCarriesWhatTheRankMeans) {
-  Notes notes;
-  OneOfTwo world;
+TEST_F(GatherStatesTest, WhatIsGatheredCarriesWhatTheRankMeans) {
+  options.exchange = "gather";
   std::uint64_t words[2] = {};
-  Job job = job_of(notes, world, nullptr);
-  job.said = words;
-  gather_states(job);
+  run(*layer(), 2, false, words);
   EXPECT_EQ(notes.says, 1);
   EXPECT_EQ(world.gathers, 1);
   EXPECT_EQ(world.said, words);
   EXPECT_EQ(notes.merges, 1);
 }
 
-TEST(GatherStates, TakesWindowsWhereTheStatesFit) {
-  Notes notes;
-  OneOfTwo world;
-  const PeerView peers;
-  Job job = job_of(notes, world, &peers);
-  job.window_rows = job.attend.state.rows - 1;
-  gather_states(job);
+TEST_F(GatherStatesTest, TakesWindowsWhereTheStatesFit) {
+  options.max_tokens = 16385;
+  const auto states = layer();
+  EXPECT_EQ(states->exchange(), "windows (gather past 16384 states)");
+  run(*states, 16385);
   EXPECT_TRUE(notes.exchanges.empty());
   EXPECT_EQ(world.gathers, 1);
-  job.window_rows = job.attend.state.rows;
-  gather_states(job);
+  run(*states, 16384);
   EXPECT_EQ(notes.exchanges.size(), 1u);
   EXPECT_EQ(world.gathers, 1);
 }
 
-TEST(GatherStates, QueuesNoExchangeOnACommunicatorThatHasFailed) {
-  Notes notes;
-  OneOfTwo world;
-  const PeerView peers;
-  Job job = job_of(notes, world, &peers);
+TEST_F(GatherStatesTest, QueuesNoExchangeOnACommunicatorThatHasFailed) {
+  const auto states = layer();
   world.abort("k.npy is truncated");
-  EXPECT_THROW(gather_states(job), RankError);
+  EXPECT_THROW(run(*states), RankError);
   EXPECT_TRUE(notes.exchanges.empty());
   EXPECT_EQ(notes.pushes, 0);
 }

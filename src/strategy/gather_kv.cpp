@@ -1,0 +1,154 @@
+// gather-kv: keys and values travel, and every rank attends to all of them.
+//
+//     my keys and values  ->  every rank's, in the order of the sequence  ->  one attention
+//
+// Every rank does the whole work and has the bits of one rank alone. This is the plainest strategy:
+// nothing overlaps, and the work is not shared.
+#include <fmt/format.h>
+
+#include "longspan/error.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+namespace {
+
+/// Keys of one rank beyond an even share, at most: a block of an interleaved shard, for one.
+constexpr std::int64_t kUneven = 512;
+
+std::int64_t share(std::int64_t keys, int ranks) { return (keys + ranks - 1) / ranks + kUneven; }
+
+class GatherKv final : public Strategy {
+ public:
+  explicit GatherKv(const Layer& layer) : layer_(layer) {
+    layer_.bounds.shard.rank = 0;  // of the attention, which has all keys
+    layer_.bounds.shard.ranks = 1;
+  }
+
+  void lay_out(Parts& memory) override {
+    const kernels::AttendParams& bounds = layer_.bounds;
+    state_ = memory.take(static_cast<std::size_t>(
+        kernels::StateSlots::bytes(bounds.tokens * bounds.heads, bounds.dim)));
+    scratch_bytes_ = layer_.kernels.attend_scratch(bounds);
+    scratch_ = memory.take(scratch_bytes_);
+    if (layer_.comm.size() == 1) return;
+    const auto most = static_cast<std::size_t>(bounds.max_kv_len);
+    const auto rows =
+        static_cast<std::size_t>(layer_.comm.size() * share(bounds.max_kv_len, layer_.comm.size()));
+    gathered_ = memory.take(rows * static_cast<std::size_t>(row_bytes()));
+    for (std::byte*& ordered : ordered_)
+      ordered = memory.take(most * static_cast<std::size_t>(row_bytes()));
+    row_map_ = memory.take_array<std::int64_t>(rows);
+  }
+
+  std::string exchange() const override { return "gather"; }
+
+  void prepare(Run& run) const override {
+    run.attend.scratch = scratch_;
+    run.attend.scratch_bytes = scratch_bytes_;
+    run.attend.state = {state_, run.attend.tokens * layer_.bounds.heads, layer_.bounds.dim, 1};
+    run.merge.states = run.attend.state;
+    if (layer_.comm.size() > 1) check(run);
+  }
+
+  void queue(Run& run) const override {
+    const kernels::Backend& kernels = layer_.kernels;
+    if (layer_.comm.size() == 1) {
+      run.enter(Phase::attend);
+      if (kernels.attend_finished(run.attend, run.merge, run.stream)) return;
+    } else {
+      kernels.say(run.say, run.stream);
+      run.enter(Phase::exchange);
+      gather_keys(run);
+      run.enter(Phase::attend);
+    }
+    kernels.attend(run.attend, run.stream);
+    run.enter(Phase::merge);
+    kernels.merge(run.merge, run.stream);  // it also compares what the ranks have said
+  }
+
+ private:
+  /// What is the same on all ranks, so that all of them refuse.
+  void check(const Run& run) const {
+    const Request& request = run.request;
+    const Shard& shard = request.shard;
+    const auto refuse = [](const std::string& what) {
+      throw Unsupported("strategy gather-kv does not take " + what + "; gather-states does");
+    };
+    if (request.batch > 1) refuse(fmt::format("a batch of {} sequences", request.batch));
+    if (request.kv_len != nullptr) refuse("kv_len: it takes the length of the shard");
+    if (request.block_table) refuse("block tables");
+    if (request.new_k) refuse("new_k: append first");
+    if (shard.layout == Layout::listed ||
+        (shard.layout == Layout::ranges && layer_.kernels.device() != Device::host))
+      refuse(fmt::format("{} shards", name(shard.layout)));
+    const std::int64_t most = shard.max_local_len(shard.length);
+    if (shard.length > layer_.bounds.max_kv_len ||
+        most > share(layer_.bounds.max_kv_len, layer_.comm.size()))
+      refuse(
+          fmt::format("{} keys of which one rank has {}, in a layer that was made for {} "
+                      "(max_kv_len), up to {} of them beyond an even share",
+                      shard.length, most, layer_.bounds.max_kv_len, kUneven));
+    for (const kernels::KvRows* rows : {&run.attend.k, &run.attend.v})
+      if (rows->head_stride != layer_.bounds.dim || rows->row_stride != row_elements())
+        refuse("keys or values with gaps between their rows");
+  }
+
+  void gather_keys(Run& run) const {
+    const kernels::Backend& kernels = layer_.kernels;
+    const Shard& shard = run.request.shard;
+    const std::int64_t capacity = shard.max_local_len(shard.length), bytes = row_bytes();
+    const kernels::Batch whole;  // one sequence, of the shard's length
+    kernels.map_rows({shard, whole, shard.ranks, capacity, row_map_}, run.stream);
+    std::byte* const mine = gathered_ + shard.rank * capacity * bytes;
+    kernels::KvRows* const sources[] = {&run.attend.k, &run.attend.v};
+    for (int i = 0; i < 2; ++i) {
+      kernels.place_rows({static_cast<const std::byte*>(sources[i]->data), mine, nullptr,
+                          shard.local_len(shard.length), bytes},
+                         run.stream);
+      layer_.comm.all_gather(mine, gathered_, static_cast<std::size_t>(capacity * bytes),
+                             run.stream, i == 0 ? "gather of keys" : "gather of values", run.said);
+      kernels.place_rows(
+          {gathered_, ordered_[i], row_map_, shard.ranks * capacity, bytes, shard.length},
+          run.stream);
+      *sources[i] = {ordered_[i], row_elements(), layer_.bounds.dim};
+    }
+    run.attend.shard = {.length = shard.length};
+  }
+
+  std::int64_t row_elements() const {
+    return std::int64_t{layer_.bounds.kv_heads} * layer_.bounds.dim;
+  }
+  std::int64_t row_bytes() const {
+    return row_elements() * static_cast<std::int64_t>(size_of(layer_.bounds.kv_dtype));
+  }
+
+  Layer layer_;
+  std::byte* state_ = nullptr;    // one slot
+  std::byte* scratch_ = nullptr;  // Backend::attend_scratch
+  std::size_t scratch_bytes_ = 0;
+  std::byte* gathered_ = nullptr;    // [ranks, capacity, row_bytes] of keys, then of values
+  std::byte* ordered_[2] = {};       // keys, values: [max_kv_len, row_bytes]
+  std::int64_t* row_map_ = nullptr;  // [ranks, capacity] place of each gathered row
+};
+
+std::string refusal(const Options& options, int ranks) {
+  if (ranks == 1) return "";
+  if (options.shard_queries) return "it does not take shard_queries";
+  if (options.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
+  if (options.exchange != "auto" && options.exchange != "gather")
+    return fmt::format("it gathers keys, and does not take exchange \"{}\"", options.exchange);
+  return "";
+}
+
+}  // namespace
+
+StrategyEntry gather_kv() {
+  return {.info = {"gather-kv", "all rows", "all rows", "(P-1)/P S kv_heads 2 dim b"},
+          .preference = 2,
+          .refusal = refusal,
+          .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+            return std::make_unique<GatherKv>(layer);
+          }};
+}
+
+}  // namespace longspan

@@ -1,0 +1,86 @@
+// A strategy decides what travels between ranks: states, queries, or keys. Each is a class in a
+// file of its own in this folder, src/strategy/<name>.cpp, which ends with the function of that
+// name that the registry (src/strategies.cpp) finds by itself. Strategies are the same for every
+// backend and name no library.
+//
+//     make:  lay_out (twice: to count, then for good) -> open
+//     run:   prepare -> queue                              (nothing allocated, nothing waited for)
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "comm/transport.hpp"
+#include "kernels/backend.hpp"
+#include "kernels/params.hpp"
+#include "longspan/attention.hpp"
+#include "longspan/strategy.hpp"
+#include "src/parts.hpp"
+
+namespace longspan {
+
+/// Where the time goes, in the order of a run.
+enum class Phase : int { attend, exchange, merge };
+
+/// A layer as its strategy sees it. All of it outlives the strategy.
+struct Layer {
+  const Options& options;
+  const kernels::Backend& kernels;
+  comm::Transport& comm;
+  kernels::AttendParams bounds;  // the largest run that the options allow
+};
+
+/// One run, whose request was checked.
+struct Run {
+  const Request& request;
+  Stream stream;
+
+  kernels::AttendParams attend;  // this rank's keys. prepare() says where queries are that travel,
+                                 // and where the state goes
+  kernels::MergeParams merge;    // into the result. prepare() says of which states
+
+  // What this rank says of its run: kernels' `say` writes it to said[rank], and it travels with the
+  // data.
+  kernels::SayParams say;
+  std::uint64_t* said = nullptr;  // [ranks]
+
+  bool timed = false;  // on this rank, and maybe on no other: what travels must not depend on it
+  std::function<void(Phase)> enter;  // marks that the stream has come to the start of a phase
+};
+
+class Strategy {
+ public:
+  virtual ~Strategy() = default;
+
+  /// Takes its parts of the layer's memory. Called twice: first to count, with a null base.
+  virtual void lay_out(Parts& memory) = 0;
+
+  /// What it needs of the communicator, when all ranks have their memory. Collective. `layer`: the
+  /// layer's number among those of the communicator. Throws Unsupported, on all ranks alike.
+  virtual void open(std::uint32_t /*layer*/) {}
+
+  /// How data travels: Attention::exchange.
+  virtual std::string exchange() const = 0;
+
+  /// Says in `run` where its states are. Queues nothing. Throws Unsupported for a run that it
+  /// cannot take, by what all ranks give alike.
+  virtual void prepare(Run& run) const = 0;
+
+  /// Queues the run. The result is written whole, on every rank.
+  virtual void queue(Run& run) const = 0;
+};
+
+/// What the registry has of a strategy.
+struct StrategyEntry {
+  StrategyInfo info;
+  int preference;  // "auto" takes the lowest among those that accept
+  /// Why it cannot serve layers of such options on so many ranks; empty: it can.
+  std::string (*refusal)(const Options& options, int ranks);
+  std::unique_ptr<Strategy> (*make)(const Layer& layer);
+};
+
+/// The entry behind a row of strategies().
+const StrategyEntry& entry_of(const StrategyInfo& info);
+
+}  // namespace longspan

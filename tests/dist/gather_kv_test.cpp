@@ -1,0 +1,144 @@
+// gather-kv on every rank count: against float64, the bits of one process alone, and what it
+// refuses.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "longspan/longspan.hpp"
+#include "tests/dist/layer_run.hpp"
+#include "tests/dist/message.hpp"
+#include "tests/dist/world.hpp"
+
+namespace longspan::testing {
+namespace {
+
+Options gathered_options(const Problem& problem, const Communicator& world) {
+  Options options = options_for(problem, world);
+  options.strategy = "gather-kv";
+  options.max_kv_len = problem.shape.kv_lens[0] + 1;
+  return options;
+}
+
+TEST(GatherKv, AgreesWithFloat64InEveryLayoutAndHasTheBitsOfOneProcess) {
+  const Communicator world = test_world(), alone = self(world.device());
+  const std::uint64_t seed = shared_seed(world);
+  for (const Shape& shape : shapes()) {
+    if (shape.kv_lens.size() > 1) continue;
+    const Problem problem(shape, seed);
+    const std::int64_t length = shape.kv_lens[0];
+    const Result single = run(alone, problem, {.length = length}, gathered_options(problem, alone));
+    for (Layout layout : {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved})
+      for (std::int64_t block : {16, 128}) {
+        SCOPED_TRACE(std::string(name(layout)) + " kv " + std::to_string(length) + " dim " +
+                     std::to_string(shape.dim) + " seed " + std::to_string(seed));
+        const Shard shard{layout, world.rank(), world.size(), length, block};
+        const Result found = run(world, problem, shard, gathered_options(problem, world));
+        expect_exact(problem, found, all_rows(problem));
+        if (world.size() >
+            1) {  // alone nothing travels, and an interleaved shard has its own order
+          EXPECT_EQ(found.out, single.out);
+          EXPECT_EQ(found.lse, single.lse);
+        }
+        if (layout != Layout::interleaved) break;
+      }
+  }
+}
+
+TEST(GatherKv, SaysWhatItIs) {
+  const Communicator world = test_world();
+  const Attention layer(world, {.dtype = DType::fp32, .max_kv_len = 10, .strategy = "gather-kv"});
+  EXPECT_STREQ(layer.strategy().name, "gather-kv");
+  EXPECT_EQ(layer.exchange(), "gather");
+  const Attention plain(world, {.dtype = DType::fp32, .max_kv_len = 10});
+  EXPECT_STREQ(plain.strategy().name, "gather-states");
+}
+
+TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
+  const Communicator world = test_world();
+  if (world.size() == 1) GTEST_SKIP() << "alone no key has to travel";
+  const Options good{.dtype = DType::fp32, .max_kv_len = 10, .strategy = "gather-kv"};
+  const auto refused = [&](Options options, const char* word) {
+    try {
+      Attention(world, options);
+      FAIL() << "made a layer, in spite of " << word;
+    } catch (const Unsupported& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("gather-states"));
+    }
+  };
+  Options bad = good;
+  bad.max_kv_len = 0;
+  refused(bad, "max_kv_len");
+  bad = good;
+  bad.shard_queries = true;
+  refused(bad, "shard_queries");
+  bad = good;
+  bad.exchange = "windows";
+  refused(bad, "windows");
+}
+
+TEST(GatherKv, RefusesRunsByNameOnEveryRankAndGoesOn) {
+  const Communicator world = test_world();
+  if (world.size() == 1) GTEST_SKIP() << "alone no key has to travel";
+  const Device device = world.device();
+  Attention layer(world, {.dim = 16,
+                          .dtype = DType::fp32,
+                          .max_tokens = 4,
+                          .max_batch = 2,
+                          .max_kv_len = 5000,
+                          .strategy = "gather-kv"});
+  const std::vector<float> zeros(5000 * 16, 0.0f);
+  const Buffer q = to_device(world, zeros), k = to_device(world, zeros),
+               v = to_device(world, zeros), new_k = to_device(world, zeros),
+               new_v = to_device(world, zeros), out = to_device(world, zeros),
+               lengths = to_device(world, std::vector<std::int32_t>{10, 10});
+  const auto tensor = [&](const Buffer& memory, std::int64_t rows) {
+    return Tensor(memory.data(), DType::fp32, {rows, 1, 16}, device);
+  };
+  const Request good{.q = tensor(q, 4),
+                     .k = tensor(k, 5000),
+                     .v = tensor(v, 5000),
+                     .shard = Shard::contiguous(10, world.rank(), world.size()),
+                     .out = tensor(out, 4)};
+  const auto refused = [&](auto change, const char* word) {
+    Request request = good;
+    change(request);
+    try {
+      layer.run(request);
+      FAIL() << "ran, in spite of " << word;
+    } catch (const Unsupported& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("gather-states"));
+    }
+  };
+  refused([&](Request& r) { r.kv_len = static_cast<const std::int32_t*>(lengths.data()); },
+          "kv_len");
+  refused(
+      [&](Request& r) {
+        r.new_k = tensor(new_k, 4);
+        r.new_v = tensor(new_v, 4);
+      },
+      "new_k");
+  refused([&](Request& r) { r.shard = Shard::interleaved(5000, world.rank(), world.size(), 4096); },
+          "even share");
+  layer.run(good);
+  layer.wait();
+}
+
+TEST(GatherKv, ComparesWhatRanksMean) {
+  const Communicator world = test_world();
+  if (world.size() == 1) GTEST_SKIP() << "one rank cannot disagree";
+  const Problem problem({.q_lens = {3}, .kv_lens = {100}}, shared_seed(world));
+  Shard shard = Shard::contiguous(100, world.rank(), world.size());
+  if (world.rank() == world.size() - 1) shard.layout = Layout::striped;
+  try {
+    run(world, problem, shard, gathered_options(problem, world));
+    FAIL() << "ranks disagreed and nobody said so";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("layout"));
+  }
+}
+
+}  // namespace
+}  // namespace longspan::testing

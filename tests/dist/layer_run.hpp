@@ -1,0 +1,161 @@
+// One run of a fresh layer by every rank of a test, and its judgement by float64.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "longspan/longspan.hpp"
+#include "tests/problem.hpp"
+
+namespace longspan::testing {
+
+/// A vector in the memory of the world's device.
+template <class T>
+Buffer to_device(const Communicator& world, const std::vector<T>& values) {
+  Buffer buffer(world.device(), std::max<std::size_t>(16, values.size() * sizeof(T)));
+  std::vector<std::byte> padded(buffer.bytes());
+  if (!values.empty()) std::memcpy(padded.data(), values.data(), values.size() * sizeof(T));
+  buffer.upload(padded.data());
+  return buffer;
+}
+
+inline std::vector<std::byte> to_host(const Buffer& buffer, std::size_t bytes) {
+  std::vector<std::byte> values(buffer.bytes());
+  buffer.download(values.data());
+  values.resize(bytes);
+  return values;
+}
+
+struct Result {
+  std::vector<std::byte> out;
+  std::vector<float> lse;
+};
+
+inline Options options_for(const Problem& problem, const Communicator& world) {
+  const Shape& s = problem.shape;
+  return {.heads = s.heads,
+          .kv_heads = s.kv_heads,
+          .dim = s.dim,
+          .dtype = s.dtype,
+          .mask = s.mask,
+          .softcap = s.softcap,
+          .max_tokens = problem.tokens,
+          .max_batch = problem.batch(),
+          .invariant = world.device() == Device::cuda};
+}
+
+/// One run of a fresh layer; outputs are poisoned with NaN bytes first. `rows` of the queries are
+/// this rank's own when they are sharded.
+inline Result run(const Communicator& world, const Problem& problem, const Shard& shard,
+                  Options options, std::optional<Shard> query_shard = std::nullopt) {
+  const Shape& s = problem.shape;
+  const Device device = world.device();
+  const std::vector<std::byte> own_q =
+      query_shard ? problem.share_rows(problem.q, *query_shard) : problem.q;
+  const std::int64_t rows = static_cast<std::int64_t>(own_q.size()) /
+                            static_cast<std::int64_t>(size_of(s.dtype) * s.heads * s.dim);
+  const std::vector<std::byte> own_k = problem.share(problem.k, shard);
+  const std::int64_t keys = static_cast<std::int64_t>(own_k.size()) /
+                            static_cast<std::int64_t>(size_of(s.dtype) * s.kv_heads * s.dim);
+  if (query_shard) {
+    options.shard_queries = true;
+    std::int64_t most = 0;
+    for (const std::string& n : world.gather(std::to_string(rows), "rows"))
+      most = std::max<std::int64_t>(most, std::stoll(n));
+    options.max_tokens = most;
+  }
+
+  const Buffer q = to_device(world, own_q), k = to_device(world, own_k),
+               v = to_device(world, problem.share(problem.v, shard)),
+               start = to_device(world, problem.query_start), lens = to_device(world, s.kv_lens),
+               sinks = to_device(world, problem.sinks),
+               out = to_device(world, std::vector<std::byte>(own_q.size(), std::byte{0xff})),
+               lse = to_device(world, std::vector<float>(rows * s.heads, NAN));
+
+  Attention layer(world, options);
+  Request request{.q = Tensor(q.data(), s.dtype, {rows, s.heads, s.dim}, device),
+                  .k = Tensor(k.data(), s.dtype, {keys, s.kv_heads, s.dim}, device),
+                  .v = Tensor(v.data(), s.dtype, {keys, s.kv_heads, s.dim}, device),
+                  .shard = shard,
+                  .out = Tensor(out.data(), s.dtype, {rows, s.heads, s.dim}, device),
+                  .lse = Tensor(lse.data(), DType::fp32, {rows, s.heads}, device)};
+  request.batch = problem.batch();
+  if (problem.batch() > 1) {
+    request.query_start = static_cast<const std::int32_t*>(start.data());
+    request.kv_len = static_cast<const std::int32_t*>(lens.data());
+  }
+  if (s.sinks) request.sinks = static_cast<const float*>(sinks.data());
+  if (query_shard) request.query_shard = *query_shard;
+  layer.run(request);
+  layer.wait();
+
+  Result result{to_host(out, own_q.size()), std::vector<float>(rows * s.heads)};
+  const std::vector<std::byte> lse_bytes = to_host(lse, result.lse.size() * sizeof(float));
+  std::memcpy(result.lse.data(), lse_bytes.data(), lse_bytes.size());
+  return result;
+}
+
+inline std::vector<std::int64_t> all_rows(const Problem& problem) {
+  std::vector<std::int64_t> rows(problem.tokens);
+  std::iota(rows.begin(), rows.end(), 0);
+  return rows;
+}
+
+/// Token of each of this rank's rows, sequence after sequence.
+inline std::vector<std::int64_t> own_rows(const Problem& problem, const Shard& shard) {
+  std::vector<std::int64_t> rows;
+  for (int b = 0; b < problem.batch(); ++b)
+    for (std::int64_t i = 0; i < shard.local_len(problem.shape.q_lens[b]); ++i)
+      rows.push_back(problem.query_start[b] + shard.position(i, problem.shape.q_lens[b]));
+  return rows;
+}
+
+inline void expect_exact(const Problem& problem, const Result& result,
+                         const std::vector<std::int64_t>& rows) {
+  EXPECT_LE(problem.max_error(result.out, rows), problem.tolerance());
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    for (int h = 0; h < problem.shape.heads; ++h) {
+      const double expected = problem.exact(rows[i], h).lse;
+      const float found = result.lse[i * problem.shape.heads + h];
+      if (std::isinf(expected)) {
+        EXPECT_EQ(found, expected);
+      } else {
+        EXPECT_NEAR(found, expected, problem.shape.dtype == DType::fp32 ? 1e-5 : 2e-2);
+      }
+    }
+}
+
+inline std::vector<Shape> shapes() {
+  return {
+      {.mask = {.causal = true}},
+      {.heads = 6, .kv_heads = 1, .dim = 80, .q_lens = {3}, .kv_lens = {1000}},
+      {.dtype = DType::bf16, .q_lens = {130}, .kv_lens = {700}, .mask = {.causal = true}},
+      {.dtype = DType::fp16, .q_lens = {9}, .kv_lens = {513}, .mask = {.window = 100, .right = 7}},
+      {.q_lens = {7}, .kv_lens = {2}, .mask = {.causal = true}},  // more queries than keys
+      {.q_lens = {4}, .kv_lens = {0}},                            // no keys at all
+      {.q_lens = {2}, .kv_lens = {1}, .sinks = true},
+      {.dim = 128,
+       .q_lens = {20},
+       .kv_lens = {900},
+       .mask = {.causal = true, .window = 200},
+       .softcap = 20.0f,
+       .sinks = true},
+      {.q_lens = {1, 0, 17, 40}, .kv_lens = {333, 50, 0, 40}, .mask = {.causal = true}},
+      {.heads = 5,
+       .kv_heads = 5,
+       .dim = 24,
+       .dtype = DType::bf16,
+       .q_lens = {1, 1, 1},
+       .kv_lens = {1, 600, 129},
+       .sinks = true},
+  };
+}
+
+}  // namespace longspan::testing

@@ -36,7 +36,7 @@ struct Access {
   std::size_t bytes;
 };
 std::vector<Access> reads, writes;
-/// Whose products, or copies, read now.
+/// The warp whose products or copies read now, and the instruction that queued them.
 const Warp* reader = nullptr;
 Site reader_site;
 

@@ -73,7 +73,7 @@ struct QueuedProduct {
   Site site = {};
 };
 
-/// What a thread has stored in quiet, and no fence has made known to the asynchronous proxy yet.
+/// A store by store_quietly that no fence of its thread has made known to the asynchronous proxy.
 struct Unfenced {
   void* place;
   std::size_t bytes;

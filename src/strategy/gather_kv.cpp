@@ -22,13 +22,13 @@ class GatherKv final : public Strategy {
   explicit GatherKv(const Layer& layer) : layer_(layer) {
     layer_.bounds.shard.rank = 0;  // of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
+    scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
   }
 
   void lay_out(Parts& memory) override {
     const kernels::AttendParams& bounds = layer_.bounds;
     state_ = memory.take(static_cast<std::size_t>(
         kernels::StateSlots::bytes(bounds.tokens * bounds.heads, bounds.dim)));
-    scratch_bytes_ = layer_.kernels.attend_scratch(bounds);
     scratch_ = memory.take(scratch_bytes_);
     if (layer_.comm.size() == 1) return;
     const auto most = static_cast<std::size_t>(bounds.max_kv_len);
@@ -67,7 +67,8 @@ class GatherKv final : public Strategy {
   }
 
  private:
-  /// What is the same on all ranks, so that all of them refuse.
+  /// All but the last holds for every rank alike, so that all of them refuse. A rank whose own rows
+  /// have gaps refuses alone, as it does for any tensor that does not fit; the others miss it.
   void check(const Run& run) const {
     const Request& request = run.request;
     const Shard& shard = request.shard;

@@ -15,14 +15,14 @@ namespace {
 
 class GatherStates final : public Strategy {
  public:
-  explicit GatherStates(const Layer& layer) : layer_(layer) {}
+  explicit GatherStates(const Layer& layer)
+      : layer_(layer), scratch_bytes_(layer.kernels.attend_scratch(layer.bounds)) {}
 
   void lay_out(Parts& memory) override {
     const kernels::AttendParams& bounds = layer_.bounds;
     const auto ranks = static_cast<std::size_t>(layer_.comm.size());
     states_ = memory.take(ranks * static_cast<std::size_t>(kernels::StateSlots::bytes(
                                       bounds.tokens * bounds.heads, bounds.dim)));
-    scratch_bytes_ = layer_.kernels.attend_scratch(bounds);
     scratch_ = memory.take(scratch_bytes_);
     if (!layer_.options.shard_queries) return;
     const auto rows = static_cast<std::size_t>(bounds.tokens);
@@ -156,9 +156,9 @@ class GatherStates final : public Strategy {
   }
 
   const Layer layer_;
+  const std::size_t scratch_bytes_;
   std::byte* states_ = nullptr;   // [ranks] slots of the most rows
   std::byte* scratch_ = nullptr;  // Backend::attend_scratch
-  std::size_t scratch_bytes_ = 0;
   // With sharded queries only:
   std::byte* gathered_ = nullptr;    // [ranks, row_capacity, row_bytes]
   std::byte* ordered_ = nullptr;     // [tokens, row_bytes]

@@ -56,15 +56,16 @@ class Strategy {
   /// Takes its parts of the layer's memory. Called twice: first to count, with a null base.
   virtual void lay_out(Parts& memory) = 0;
 
-  /// What it needs of the communicator, when all ranks have their memory. Collective. `layer`: the
-  /// layer's number among those of the communicator. Throws Unsupported, on all ranks alike.
+  /// Opens what the strategy needs of the communicator, once all ranks have their memory.
+  /// Collective. `layer` is the layer's number among those of the communicator. Throws Unsupported,
+  /// on all ranks alike.
   virtual void open(std::uint32_t /*layer*/) {}
 
-  /// How data travels: Attention::exchange.
+  /// The text that Attention::exchange returns: how data travels.
   virtual std::string exchange() const = 0;
 
-  /// Says in `run` where its states are. Queues nothing. Throws Unsupported for a run that it
-  /// cannot take, by what all ranks give alike.
+  /// Fills in where the states of `run` are, and queues nothing. Throws Unsupported for a run that
+  /// the strategy cannot take.
   virtual void prepare(Run& run) const = 0;
 
   /// Queues the run. The result is written whole, on every rank.

@@ -35,8 +35,8 @@ TEST(GatherKv, AgreesWithFloat64InEveryLayoutAndHasTheBitsOfOneProcess) {
         const Shard shard{layout, world.rank(), world.size(), length, block};
         const Result found = run(world, problem, shard, gathered_options(problem, world));
         expect_exact(problem, found, all_rows(problem));
-        if (world.size() >
-            1) {  // alone nothing travels, and an interleaved shard has its own order
+        // Alone nothing travels, and an interleaved shard has an order of its own.
+        if (world.size() > 1) {
           EXPECT_EQ(found.out, single.out);
           EXPECT_EQ(found.lse, single.lse);
         }

@@ -95,6 +95,17 @@ class GpuRun {
     scratch_ = OnGpu<std::byte>(backend_->attend_scratch(bounds()));
   }
 
+  /// Queues where each sequence's keys of a rank begin, which attention reads.
+  void find_key_starts(int rank, cudaStream_t stream = nullptr) {
+    const Rank& on = ranks_[static_cast<std::size_t>(rank)];
+    if (lengths_on_device())
+      backend_->key_starts({.shard = on.shard,
+                            .kv_len = kv_len_.data(),
+                            .batch = c_.batch(),
+                            .key_start = on.key_start.data()},
+                           {stream});
+  }
+
   /// Queues key starts, attention of every rank, and the merge.
   void queue(cudaStream_t stream = nullptr) {
     for (int rank = 0; rank < c_.ranks; ++rank) {
@@ -172,16 +183,6 @@ class GpuRun {
   };
 
   bool lengths_on_device() const { return c_.batch() > 1 || c_.device_lengths; }
-
-  void find_key_starts(int rank, cudaStream_t stream) {
-    const Rank& on = ranks_[static_cast<std::size_t>(rank)];
-    if (lengths_on_device())
-      backend_->key_starts({.shard = on.shard,
-                            .kv_len = kv_len_.data(),
-                            .batch = c_.batch(),
-                            .key_start = on.key_start.data()},
-                           {stream});
-  }
 
   /// As the layer plans: no arrays and no length.
   kernels::AttendParams bounds() const {

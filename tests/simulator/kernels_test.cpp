@@ -407,12 +407,7 @@ TEST_P(Behind, AKernelThatWritesWhatIsRead) {
   const test::OnGpu<std::byte> scratch(backend->attend_scratch(p));
   p.scratch = scratch.data();
   p.scratch_bytes = scratch.buffer.bytes();
-  if (c.batch() > 1)
-    backend->key_starts({.shard = p.shard,
-                         .kv_len = run.kv_len().data(),
-                         .batch = c.batch(),
-                         .key_start = const_cast<std::int64_t*>(p.batch.key_start)},
-                        {});
+  run.find_key_starts(0);
   for (const bool again : {false, true}) {
     SCOPED_TRACE(again ? "again" : "behind the kernel");
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -463,11 +458,7 @@ TEST(NewKeys, AreInTheCacheAndSeen) {
   GpuRun run(c, data);
   const auto backend = kernels::cuda_backend();
   run.poison();
-  backend->key_starts({.shard = run.params(0).shard,
-                       .kv_len = run.kv_len().data(),
-                       .batch = c.batch(),
-                       .key_start = const_cast<std::int64_t*>(run.params(0).batch.key_start)},
-                      {});
+  run.find_key_starts(0);
   const std::size_t row = static_cast<std::size_t>(c.kv_heads * c.dim) * size_of(c.dtype);
   const kernels::AttendParams old = run.params(0);
   std::vector<std::byte> new_rows[2];  // keys, values

@@ -212,7 +212,8 @@ def main():
                         help="run nothing: print the table of this file, as in docs/mutants.md")
     options = parser.parse_args()
     if options.table:
-        return print(table(map(json.loads, options.table.read_text().splitlines())))
+        print(table(map(json.loads, options.table.read_text().splitlines())))
+        return
     builds = [Build(folder) for folder in (ROOT / "build" / "simulated",
                                            ROOT / "build" / "simulated-tsan")
               if (folder / "compile_commands.json").exists()]

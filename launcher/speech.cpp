@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -30,10 +31,12 @@ void say(std::string_view text, std::FILE* to) {
                                to == stdout ? "output" : "error", std::strerror(errno)));
 }
 
-void complain(const std::string& text) noexcept {
-  std::fputs(text.c_str(), stderr);
-  std::fputc('\n', stderr);
-  std::fflush(stderr);
+void complain(std::string_view text) noexcept {
+  // One call writes the line and its end: ranks share the stream, and what another rank says must
+  // not come between the two.
+  char end = '\n';
+  const iovec parts[] = {{const_cast<char*>(text.data()), text.size()}, {&end, 1}};
+  (void)!::writev(STDERR_FILENO, parts, 2);
 }
 
 }  // namespace longspan::launcher

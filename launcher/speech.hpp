@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdio>
-#include <string>
 #include <string_view>
 
 namespace longspan::launcher {
@@ -15,7 +14,7 @@ void settle_streams();
 /// Writes and flushes; throws InputError where that fails.
 void say(std::string_view text, std::FILE* to = stdout);
 
-/// One line on stderr. If nobody can hear it, the exit status is all there is.
-void complain(const std::string& text) noexcept;
+/// One line on stderr, in one write. If nobody can hear it, the exit status is all there is.
+void complain(std::string_view text) noexcept;
 
 }  // namespace longspan::launcher

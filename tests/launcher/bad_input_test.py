@@ -1,10 +1,13 @@
 """Bad input: one clear line, the right status on every rank count, and nothing written."""
 
 import os
+import socket
+import subprocess
 import unittest
 
 import npy
-from command import INPUT, OK, UNSUPPORTED, USAGE, CommandTest, each_rank, longspan
+from command import (INPUT, OK, UNSUPPORTED, USAGE, CommandTest, each_rank, environment, line,
+                     longspan)
 
 SHAPE = (40, 2, 16)
 
@@ -29,6 +32,20 @@ class BadInputTest(CommandTest):
 
     def test_the_arguments_are_good(self):
         self.ends(longspan(0, *self.arguments), OK)
+
+    def test_a_complaint_is_one_write(self):
+        """Ranks share stderr, so that a line in two writes can be torn by another rank's."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            for arguments in (["run", "--kv", "-1"], ["run", "--k", self.path("none.npy")]):
+                done = subprocess.run(line(0, *arguments), env=environment(), stderr=theirs,
+                                      stdout=subprocess.DEVNULL, timeout=60, check=False)
+                self.assertNotEqual(done.returncode, OK)
+                written = ours.recv(1 << 16)
+                self.assertTrue(written.startswith(b"longspan: "), written)
+                self.assertTrue(written.endswith(b"\n"), written)
+                with self.assertRaises(BlockingIOError):
+                    ours.recv(1, socket.MSG_DONTWAIT)
 
     def test_missing_file(self):
         self.path("k.npy").unlink()

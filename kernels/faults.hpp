@@ -49,8 +49,8 @@ LONGSPAN_HD inline Interval needed_keys(const AttendParams& p, int b) {
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
   if (q_len == 0 || p.batch.skips(q_len)) return {};
   if (shard.layout == Layout::listed) return {0, shard.local_len(kv_len)};
-  const Interval first = p.visible(b, kv_len - q_len, kv_len);
-  const Interval last = p.visible(b, kv_len - 1, kv_len);
+  const Interval first = p.visible(b, p.query_position(b, 0, kv_len), kv_len);
+  const Interval last = p.visible(b, p.query_position(b, q_len - 1, kv_len), kv_len);
   return {shard.before(first.begin, kv_len), shard.before(last.end, kv_len)};
 }
 
@@ -103,8 +103,8 @@ LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const
   if (kv_len < 0) return report(Fault::kv_len, b, 0, kv_len);
   if (p.max_query_len > 0 && q_len > p.max_query_len)
     return report(Fault::query_len, b, p.max_query_len, q_len);
-  if (p.bias.qq && q_len > p.bias.qq.width)
-    return report(Fault::qq_width, b, p.bias.qq.width, q_len);
+  if (p.bias.qq && p.whole_query_len(b) > p.bias.qq.width)
+    return report(Fault::qq_width, b, p.bias.qq.width, p.whole_query_len(b));
   if (p.max_kv_len > 0 && kv_len > p.max_kv_len)
     return report(Fault::too_long, b, p.max_kv_len, kv_len);
   if (p.parts && p.parts.keys > 0) {

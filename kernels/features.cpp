@@ -40,6 +40,10 @@ constexpr Feature kFeatures[] = {
      [](const P& p) { return is_fp8(p.q_dtype); }},
     {"ranges of a batch", "a table of cuts for each sequence", kLayer, kYes, kYes,
      [](const P& p) { return p.shard.layout == Layout::ranges && p.batch.size > 1; }},
+    {"sharded queries", "a rank attends to its own rows of each sequence", kLayer, kYes, kYes,
+     [](const P& p) { return p.queries.ranks > 1; }},
+    {"listed queries", "rows of a sequence that do not ascend", kBackend, kNo, kNo,
+     [](const P& p) { return p.queries.layout == Layout::listed; }},
     {"skip decode", "sequences of one query are left out", kBoth, kYes, kYes,
      [](const P& p) { return p.batch.skip_decode; }},
     {"segments handed out", "a state for each part of the keys", kCalls, kYes, kYes,
@@ -61,6 +65,10 @@ void check_features(const AttendParams& p, Device device) {
     if (!feature.on(device) && feature.asked(p))
       throw Unsupported(std::string(feature.name) + " (" + feature.meaning +
                         ") is not supported on the " + name(device));
+  if (p.queries.ranks > 1 && p.batch.skip_decode)
+    throw Unsupported(
+        "skip_decode with sharded queries is not supported: a sequence of several queries may have "
+        "one row here");
 }
 
 }  // namespace longspan::kernels

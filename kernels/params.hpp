@@ -101,6 +101,9 @@ struct Batch {
   const std::uint8_t* causal = nullptr;       // [size] in place of Mask::causal; or null
   bool skip_decode = false;    // sequences of one query are left out: nothing of theirs is written
   std::int64_t key_pitch = 0;  // without key_start: sequence b begins at local key b * key_pitch
+  // [size + 1] rows of the queries on all ranks, where AttendParams::queries says that this rank
+  // has a share of each sequence's; or null when size is 1
+  const std::int32_t* whole_query_start = nullptr;
 
   LONGSPAN_HD std::int64_t first_row(int b) const { return query_start ? query_start[b] : 0; }
   LONGSPAN_HD std::int64_t query_len(int b, std::int64_t tokens) const {
@@ -141,6 +144,9 @@ struct KeyParts {
 /// not touched. Products are of `dtype`: what is stored as fp8 is converted to it (exactly), unless
 /// fp8_products allows otherwise.
 ///
+/// A rank may have a share of the query rows (`queries`), as it has of the keys: masks and biases
+/// go by where a row stands in its sequence, which query_position says and nothing else.
+///
 /// With `resume` the rows begin from the states that stand in their slot, and what they end with is
 /// merge(that state, the state over this call's keys). A row whose state is empty begins afresh,
 /// whatever its max and o are; a row that sees no key keeps its state (an empty one stays empty,
@@ -169,6 +175,9 @@ struct AttendParams {
 
   Batch batch;
   Shard shard;
+  Shard queries;  // which of a sequence's query rows the rank has; one rank: all. `length` counts
+                  // the rows of the one sequence on all ranks, without whole_query_start. Not
+                  // `listed`: the rows of a tile ascend
   Mask mask;
   Documents documents;  // of the one sequence
   Score score;
@@ -194,6 +203,20 @@ struct AttendParams {
   LONGSPAN_HD bool is_causal(int b) const {
     return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;
   }
+  /// Query rows of sequence b on all ranks. They are the last positions of the sequence.
+  LONGSPAN_HD std::int64_t whole_query_len(int b) const {
+    if (queries.ranks == 1) return batch.query_len(b, tokens);
+    const std::int32_t* start = batch.whole_query_start;
+    return start != nullptr ? start[b + 1] - start[b] : queries.length;
+  }
+  /// Which of them the rank's row `token` of sequence b is. Ascends with `token`.
+  LONGSPAN_HD std::int64_t query_index(int b, std::int64_t token) const {
+    return queries.ranks == 1 ? token : shared_index(queries.of(b), token, whole_query_len(b));
+  }
+  /// Where the rank's row `token` of sequence b stands in the sequence.
+  LONGSPAN_HD std::int64_t query_position(int b, std::int64_t token, std::int64_t kv_len) const {
+    return kv_len - whole_query_len(b) + query_index(b, token);
+  }
   /// Positions that the query at `position` of sequence b sees.
   LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {
     Mask rule = mask;
@@ -209,6 +232,12 @@ struct AttendParams {
   /// The score's scale with those of a quantised q and k.
   LONGSPAN_HD float scale(int kv_head) const {
     return score.scale * q_scale[kv_head] * k_scale[kv_head];
+  }
+
+ private:
+  LONGSPAN_HD_APART static std::int64_t shared_index(Shard rows, std::int64_t token,
+                                                     std::int64_t whole) {
+    return rows.position(token, whole);
   }
 };
 

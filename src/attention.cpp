@@ -174,7 +174,7 @@ struct Attention::Impl {
     p.dtype = options.dtype;
     p.q_dtype = options.query_dtype.value_or(options.dtype);
     p.kv_dtype = options.kv_dtype.value_or(options.dtype);
-    p.tokens = options.max_tokens * (options.shard_queries ? world.size() : 1);
+    p.tokens = options.max_tokens;
     p.heads = options.heads;
     p.kv_heads = options.kv_heads;
     p.dim = options.dim;
@@ -232,8 +232,8 @@ struct Attention::Impl {
 
   kernels::AttendParams attend_params(const Request& request, const CacheView& cache) const {
     kernels::AttendParams p = bounds();
-    p.tokens = options.shard_queries ? request.query_shard.length : request.q.shape[0];
-    if (!options.shard_queries) p.q = rows_of(request.q);
+    p.tokens = request.q.shape[0];
+    p.q = rows_of(request.q);
     p.k = cache.k;
     p.v = cache.v;
     p.pages = cache.pages;
@@ -247,6 +247,10 @@ struct Attention::Impl {
                request.causal,
                request.skip_decode,
                cache.pages ? 0 : cache.pitch};
+    if (options.shard_queries) {
+      p.queries = request.query_shard;
+      std::swap(p.batch.query_start, p.batch.whole_query_start);
+    }
     p.shard = request.shard;
     p.documents = request.documents;
     p.bias.slopes = request.slopes;

@@ -121,6 +121,31 @@ TEST_F(CheckArrays, MoreKeysThanTheMemoryHoldsOrWerePromised) {
   expect_fault(r, Fault::too_long, 0, 99, 100);
 }
 
+/// A rank with rows 25 to 74 of 100: what they see says which pages it needs, and what all rows are
+/// how wide a bias must be.
+TEST_F(CheckArrays, AShareOfTheRows) {
+  Request r;
+  r.tokens = 50;
+  r.query_start = {0, 50};
+  r.kv_len = {100};
+  r.attend.queries = Shard::zigzag(100, 1, 2);
+  r.attend.mask = {.causal = true, .window = 5};
+  expect_none(r);
+  for (const int column : {0, 5, 6, 7}) r.table[column] = -1;  // of keys below 16, and from 80 on
+  expect_none(r);
+  r.table[4] = -1;
+  expect_fault(r, Fault::page, 0, 4, -1);
+  r.table[4] = 1;
+  r.table[1] = 99;
+  expect_fault(r, Fault::page, 0, 1, 99);
+  r.table[1] = 1;
+  const auto values = on_device(std::vector<float>(1));
+  r.attend.bias.qq = {values.data(), 99, 99};
+  expect_fault(r, Fault::qq_width, 0, 99, 100);
+  r.attend.bias.qq.width = 100;
+  expect_none(r);
+}
+
 TEST_F(CheckArrays, ACacheWithoutRows) {
   Request r;
   r.table.clear();

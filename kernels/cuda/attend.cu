@@ -375,8 +375,8 @@ bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t strea
   const bool paged16 = p.pages && p.kv_dtype == p.dtype && p.q_dtype == p.dtype;
   p.pages = {};
   p.k = p.v = KvRows(g.room, std::int64_t{p.kv_heads} * p.dim, p.dim);
-  if (!paged16 || gather_capacity(p, g.room_bytes) == 0 || !ends_plainly(p, m) ||
-      !sm90::accepts(p) || !may_hold(p, Lengths::only_long))
+  if (!paged16 || p.queries.ranks > 1 || gather_capacity(p, g.room_bytes) == 0 ||
+      !ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long))
     return false;
   p = gather_keys(g, stream);
   finish_short(p, m, gpu, stream);
@@ -391,9 +391,9 @@ bool is_decode(const AttendParams& p) {
 
 bool writes_new_keys(const AttendParams& p) {
   // Each of these is seen by a row of its own sequence, so some piece of work comes by.
-  return is_decode(p) && p.dtype != DType::fp32 && loader_of(p) == Loader::plain && !p.documents &&
-         p.shard.layout != Layout::listed && is_aligned<8>(p.new_k, p.dtype) &&
-         is_aligned<8>(p.new_v, p.dtype);
+  return is_decode(p) && p.queries.ranks == 1 && p.dtype != DType::fp32 &&
+         loader_of(p) == Loader::plain && !p.documents && p.shard.layout != Layout::listed &&
+         is_aligned<8>(p.new_k, p.dtype) && is_aligned<8>(p.new_v, p.dtype);
 }
 
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,

@@ -106,7 +106,7 @@ struct DecodeTraits {
 /// ALiBi and qq_bias. Not inlined, as it is rare and large.
 template <class Traits>
 __device__ __noinline__ void add_biases(Scores<Traits>& scores, const AttendParams& p,
-                                        const DecodePiece& piece, const PackedRow* rows,
+                                        const DecodePiece& piece, const QueryRow* rows,
                                         std::int64_t first) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1

@@ -169,7 +169,8 @@ template <class Traits>
 __device__ inline void add_bias(float (&s)[Traits::kKeySteps], const AttendParams& p,
                                 const Sequence& sequence, const Work& work, int row,
                                 const View& view, std::int64_t first) {
-  const RowBias bias(p.bias, packed_row(work, min(row, work.rows - 1)));
+  const PackedRow at = packed_row(work, min(row, work.rows - 1));
+  const RowBias bias(p.bias, query_row(p, work.sequence, at));
 #pragma unroll
   for (int j = 0; j < Traits::kKeySteps; ++j) {
     const int column =

@@ -182,7 +182,8 @@ __device__ inline void add_bias(float (&s)[Traits::kRowTiles][Traits::kKeyTiles]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = (warp * Traits::kRowTiles + m) * 16 + half * 8 + lane / 4;
-      const RowBias bias(p.bias, packed_row(work, row));
+      const PackedRow at = packed_row(work, min(row, work.rows - 1));
+      const RowBias bias(p.bias, query_row(p, work.sequence, at));
 #pragma unroll
       for (int n = 0; n < Traits::kKeyTiles; ++n) {
         const int2 column = *reinterpret_cast<const int2*>(columns + n * 8 + lane % 4 * 2);

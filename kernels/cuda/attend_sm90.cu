@@ -216,8 +216,12 @@ bool accepts(const AttendParams& params) {
     unbiased.k = unbiased.v =
         KvRows(nullptr, std::int64_t{params.kv_heads} * params.dim, params.dim);
   }
-  return runs_here() && params.dtype != DType::fp32 && params.dim >= 48 && params.dim <= 256 &&
-         params.shard.layout != Layout::listed &&
+  // ALiBi counts on rows of a tile that stand one after the other.
+  const bool rows_follow = params.queries.ranks == 1 ||
+                           params.queries.layout == Layout::contiguous ||
+                           params.queries.layout == Layout::ranges;
+  return runs_here() && (rows_follow || !params.bias.slopes) && params.dtype != DType::fp32 &&
+         params.dim >= 48 && params.dim <= 256 && params.shard.layout != Layout::listed &&
          (params.fp8_products ? is_plain_e4m3(params)
                               : cuda::loader_of(unbiased) == cuda::Loader::plain) &&
          !params.parts && params.score.scale > 0 && !params.invariant && params.tokens < kMost &&

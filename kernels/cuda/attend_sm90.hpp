@@ -24,7 +24,8 @@ struct Finished {
 bool runs_here();
 
 /// Whether this kernel takes the call on the current GPU: Hopper, 16-bit elements, dims from 48,
-/// layouts whose positions ascend, a positive scale, no qq_bias, no segments handed out, no fixed
+/// layouts whose positions ascend, a positive scale, ALiBi where a rank's query rows follow on each
+/// other, no qq_bias, no segments handed out, no fixed
 /// order, fewer than 2^30 rows and keys; pages for dims from 81 to 192, where the elements of a row
 /// lie together. With fp8_products: e4m3 in rows at multiples of 16 bytes, dims a multiple of
 /// 16, no softcap and no ALiBi. Everything else is the portable kernel's.

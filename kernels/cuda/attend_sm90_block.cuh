@@ -140,8 +140,9 @@ struct Line {
 /// be. The difference is one number for a row, and is added at its end.
 struct AlibiItem {
   float slope;     // base 2
-  float lift;      // base 2, a row's index in its sequence times this is added at its end
-  int position;    // of the item's first row
+  float lift;      // base 2, a row's index among the queries times this is added at its end
+  int index;       // of the item's first row; those of its others follow
+  int position;    // of that row
   bool two_sided;  // keys stand on both sides of the rows, and both lose
   Line line;
 };

@@ -86,13 +86,14 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
     __syncwarp();
     const int query_len = static_cast<int>(params.batch.query_len(b, params.tokens));
     const int kv_len = static_cast<int>(params.batch.keys(b, params.shard));
+    const int context_len = kv_len - static_cast<int>(params.whole_query_len(b));
     const int rows = query_len < call.least_rows ? 0 : max(min(query_len - item.row, T::kRows), 0);
 
     int* const limits = reinterpret_cast<int*>(shared.rows[turn.stage]);
 #pragma unroll 1
     for (int i = lane; i < 2 * rows; i += 32) {
-      const Interval keys =
-          cuda::visible_in_order(params, b, kv_len - query_len + item.row + i / 2, kv_len);
+      const std::int64_t position = context_len + params.query_index(b, item.row + i / 2);
+      const Interval keys = cuda::visible_in_order(params, b, position, kv_len);
       limits[i] = shared.places.before(static_cast<int>(i % 2 ? keys.end : keys.begin));
     }
     __syncwarp();
@@ -118,8 +119,9 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
         item.clear =
             item.first_key + limits[0] > 0 && !passes && !has_pages<T>(call) ? limits[0] : INT_MIN;
         if constexpr (T::kScores == Scores::any)
-          find_alibi(params.bias, params.is_causal(b), shared.places, item.head,
-                     kv_len - query_len + item.row, shared.alibi.items[turn.stage]);
+          find_alibi(params.bias, params.is_causal(b), shared.places, item.head, context_len,
+                     static_cast<int>(params.query_index(b, item.row)),
+                     shared.alibi.items[turn.stage]);
         if constexpr (T::kEightBits) {
           // A scale that is not positive would turn the order of scores: NaN says so.
           const float factor = params.scale(item.kv_head) * kLog2E;

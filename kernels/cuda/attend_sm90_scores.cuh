@@ -242,10 +242,10 @@ __device__ inline bool reaches(const Softcap& cap, int i, unsigned most) {
 
 // ---- ALiBi -----------------------------------------------------------------------------------
 
-/// One thread: what an item's consumers must know. `position`: of its first row; the places are
-/// those of its sequence.
+/// One thread: what an item's consumers must know. `index`: of its first row among the queries of
+/// its sequence, whose places these are.
 __device__ inline void find_alibi(const Bias& bias, bool causal, const Places& places, int head,
-                                  int position, AlibiItem& item) {
+                                  int context_len, int index, AlibiItem& item) {
   item.slope = bias.slopes[head] * kLog2E;
   Line& line = item.line;
   if (places.block > 0) {
@@ -258,7 +258,8 @@ __device__ inline void find_alibi(const Bias& bias, bool causal, const Places& p
   }
   item.lift = bias.alibi == Alibi::context ? item.slope : 0.0f;
   item.two_sided = bias.alibi == Alibi::query && !causal;
-  item.position = position;
+  item.index = index;
+  item.position = context_len + index;
 }
 
 /// How the tile at hand gets its bias. Distances are counted from a thread's own row.
@@ -391,8 +392,8 @@ __device__ float score_factor(const Call& call) {
 template <class T>
 __device__ float lifted(float max, const Shared<T>& shared, int stage, int row) {
   if constexpr (T::kScores == Scores::any)
-    max = fmaf(shared.alibi.items[stage].lift, static_cast<float>(shared.items[stage].row + row),
-               max);
+    max = fmaf(shared.alibi.items[stage].lift,
+               static_cast<float>(shared.alibi.items[stage].index + row), max);
   return max;
 }
 
@@ -401,8 +402,8 @@ __device__ float lifted(float max, const Shared<T>& shared, int stage, int row) 
 template <class T>
 __device__ float lowered(float max, const Shared<T>& shared, int stage, int row) {
   if constexpr (T::kScores == Scores::any)
-    max = fmaf(-shared.alibi.items[stage].lift, static_cast<float>(shared.items[stage].row + row),
-               max);
+    max = fmaf(-shared.alibi.items[stage].lift,
+               static_cast<float>(shared.alibi.items[stage].index + row), max);
   return max;
 }
 

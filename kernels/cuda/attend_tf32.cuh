@@ -95,7 +95,8 @@ __device__ inline void weigh_rows_tf32(float (&s)[Traits::kKeyTiles][4], const A
   for (int half = 0; half < 2; ++half) {
     const int row = static_cast<int>(threadIdx.x) / 32 * 16 + half * 8 + g;
     if (p.bias) {
-      const RowBias bias(p.bias, packed_row(work, min(row, work.rows - 1)));
+      const PackedRow at = packed_row(work, min(row, work.rows - 1));
+      const RowBias bias(p.bias, query_row(p, work.sequence, at));
 #pragma unroll
       for (int n = 0; n < Traits::kKeyTiles; ++n)
 #pragma unroll

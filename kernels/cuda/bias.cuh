@@ -17,19 +17,29 @@ __device__ inline int key_column(const AttendParams& p, const Sequence& sequence
                                  std::int64_t local_key) {
   if (!view.any.contains(local_key)) return 0;
   const std::int64_t position = p.shard.of(sequence.index).position(local_key, sequence.kv_len);
-  return static_cast<int>(position - (sequence.kv_len - sequence.q_len));
+  return static_cast<int>(position - sequence.context_len);
+}
+
+/// A row of the sequence's queries on all ranks.
+struct QueryRow {
+  std::int64_t index;
+  int head;
+};
+
+__device__ inline QueryRow query_row(const AttendParams& p, int sequence, const PackedRow& row) {
+  return {p.query_index(sequence, row.token), row.head};
 }
 
 /// What a row adds to its scores, which are in base 2.
 class RowBias {
  public:
-  __device__ RowBias(const Bias& bias, const PackedRow& row)
+  __device__ RowBias(const Bias& bias, const QueryRow& row)
       : bias_(bias),
-        token_(static_cast<int>(row.token)),
+        index_(static_cast<int>(row.index)),
         slope_(bias.slopes ? bias.slopes[row.head] * kLog2E : 0.0f) {}
 
   __device__ float alibi(int column) const {
-    const int ahead = column - token_;
+    const int ahead = column - index_;
     const int distance = bias_.alibi == Alibi::context ? column : ahead > 0 ? -ahead : ahead;
     return slope_ * static_cast<float>(distance);
   }
@@ -37,8 +47,8 @@ class RowBias {
   /// 0 beside the matrix. No switch over types: this stands in unrolled loops.
   __device__ float qq(int column) const {
     const QqBias& qq = bias_.qq;
-    if (column < 0 || column >= qq.width || token_ >= qq.width) return 0.0f;
-    const std::int64_t at = token_ * qq.row_stride + column;
+    if (column < 0 || column >= qq.width || index_ >= qq.width) return 0.0f;
+    const std::int64_t at = index_ * qq.row_stride + column;
     if (qq.values.dtype == DType::fp32)
       return static_cast<const float*>(qq.values.data)[at] * kLog2E;
     const unsigned short bits = static_cast<const unsigned short*>(qq.values.data)[at];
@@ -54,7 +64,7 @@ class RowBias {
 
  private:
   const Bias& bias_;
-  int token_;
+  int index_;
   float slope_;
 };
 

@@ -84,13 +84,13 @@ class DecodeFinder {
     const Sequence sequence = sequence_of(p_, work.sequence);  // its lengths come with the query's
     if (work.rows == 0) return false;
     // One query without a window sees every key, and that need not be worked out.
-    const bool sees_all = sequence.q_len == 1 && p_.mask.window == 0 && !p_.documents &&
-                          !p_.parts && p_.shard.layout != Layout::listed;
+    const bool sees_all = sequence.kv_len - sequence.context_len == 1 && p_.mask.window == 0 &&
+                          !p_.documents && !p_.parts && p_.shard.layout != Layout::listed;
     if (thread_ < Traits::kRows) {
       const PackedRow at = packed_row(work, min(thread_, work.rows - 1));
       shared_.views[slot][thread_] =
           sees_all ? Interval{0, sequence.local_len} : row_view(p_, sequence, at.token, work.split);
-      if constexpr (!Traits::kPlain) shared_.rows[slot][thread_] = at;
+      if constexpr (!Traits::kPlain) shared_.rows[slot][thread_] = query_row(p_, work.sequence, at);
     }
     __syncwarp();
     view_ = tile_view(p_, sequence, work.split, shared_.views[slot][0],

@@ -56,6 +56,11 @@ __device__ __noinline__ void load_places_apart(std::uint32_t tile, const KvRows&
   load_places<Traits>(tile, source, dim, kv_head, thread, places);
 }
 
+/// New keys are this rank's last ones: none stands before this local key.
+__device__ inline std::int64_t first_new_key(const Sequence& sequence) {
+  return sequence.local_len - (sequence.kv_len - sequence.context_len);
+}
+
 /// New keys of a segment, which begins at local key `first`, and their values into the cache. Every
 /// piece of work over these keys writes them ahead of its own reads, and all write the same.
 template <class Traits>
@@ -67,9 +72,8 @@ __device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeP
   const Shard shard = p.shard.of(sequence.index);
   const int head = piece.work.kv_head;
   const std::int64_t end = min(first + kSegment, sequence.local_len);
-  for (std::int64_t key = max(first, sequence.local_len - sequence.q_len); key < end; ++key) {
-    const std::int64_t token =
-        shard.position(key, sequence.kv_len) - (sequence.kv_len - sequence.q_len);
+  for (std::int64_t key = max(first, first_new_key(sequence)); key < end; ++key) {
+    const std::int64_t token = shard.position(key, sequence.kv_len) - sequence.context_len;
     if (token < 0) continue;
     const std::int64_t from = sequence.first_row + token, to = sequence.first_key + key;
     const auto copy = [&](const Rows& rows, const KvRows& cache, int d) {
@@ -137,7 +141,7 @@ class DecodeLoader {
       const DecodePiece& piece = shared_.piece[load_.piece];
       const Sequence& sequence = piece.sequence;
       const std::int64_t first = std::int64_t{load_.index} * kSegment;
-      if (first + kSegment > sequence.local_len - sequence.q_len)
+      if (first + kSegment > first_new_key(sequence))
         write_new_keys<Traits>(p_, piece, first, thread_);
     }
   }

@@ -48,7 +48,7 @@ struct alignas(16) DecodeShared {
   SegmentParts<Traits> parts;
   DecodePiece piece[kPieces];
   Interval views[kPieces][Traits::kRows];
-  PackedRow rows[kPieces][Traits::kPlain ? 1 : Traits::kRows];  // for biases
+  QueryRow rows[kPieces][Traits::kPlain ? 1 : Traits::kRows];  // for biases
   arch::Barrier has_queries[kPieces], done[kPieces];
 
   DecodeSegment segments[kSegments];

@@ -30,17 +30,17 @@ LONGSPAN_HD inline bool serves(Lengths lengths, std::int64_t q_len) {
 }
 
 struct Sequence {
-  int index;               // in the batch
-  std::int64_t first_row;  // of q
-  std::int64_t q_len;
-  std::int64_t kv_len;     // on all ranks
-  std::int64_t first_key;  // of k and v
-  std::int64_t local_len;  // keys on this rank
+  int index;                 // in the batch
+  std::int64_t first_row;    // of q
+  std::int64_t context_len;  // position of its first query, on whatever rank
+  std::int64_t kv_len;       // on all ranks
+  std::int64_t first_key;    // of k and v
+  std::int64_t local_len;    // keys on this rank
 };
 
 LONGSPAN_HD inline Sequence sequence_of(const AttendParams& p, int b) {
   const std::int64_t kv_len = p.batch.keys(b, p.shard);
-  return {b,      p.batch.first_row(b), p.batch.query_len(b, p.tokens),
+  return {b,      p.batch.first_row(b), kv_len - p.whole_query_len(b),
           kv_len, p.batch.first_key(b), p.shard.of(b).local_len(kv_len)};
 }
 
@@ -188,7 +188,7 @@ LONGSPAN_HD inline Work work_of(const AttendParams& p, const Plan& plan, int ind
 }
 
 struct PackedRow {
-  std::int64_t token;  // of the sequence
+  std::int64_t token;  // of the sequence's on this rank
   int head;
 };
 
@@ -239,8 +239,8 @@ LONGSPAN_HD inline Interval visible_in_order(const AttendParams& p, int b, std::
 /// into parts; or positions, when the shard is listed.
 LONGSPAN_HD inline Interval row_view(const AttendParams& p, const Sequence& sequence,
                                      std::int64_t token, int split) {
-  Interval seen = visible_in_order(p, sequence.index, sequence.kv_len - sequence.q_len + token,
-                                   sequence.kv_len);
+  const std::int64_t position = sequence.context_len + p.query_index(sequence.index, token);
+  Interval seen = visible_in_order(p, sequence.index, position, sequence.kv_len);
   if (p.shard.layout == Layout::listed) return seen;
   const Shard shard = p.shard.of(sequence.index);
   seen.begin = shard.before(seen.begin, sequence.kv_len);

@@ -29,40 +29,39 @@ class SegmentBias {
  public:
   SegmentBias(const AttendParams& params, const Tile& tile) : p_(params), tile_(tile) {
     const Sequence& s = tile.sequence;
-    in_32_bits_ = s.kv_len + s.query_len <= std::numeric_limits<std::int32_t>::max();
+    in_32_bits_ = 2 * s.kv_len - s.context_len <= std::numeric_limits<std::int32_t>::max();
   }
 
   /// Where the keys of the segment stand.
   void start(const Segment& segment) {
     const Sequence& s = tile_.sequence;
     segment_ = segment;
-    token_ = -1;
+    index_ = -1;
     consecutive_ = s.shard.consecutive_in_segment();
     if (!in_32_bits_) return;
-    const std::int64_t first = s.shard.position(segment.first, s.kv_len) - s.context_len();
+    const std::int64_t first = s.shard.position(segment.first, s.kv_len) - s.context_len;
     for (int j = 0; j < segment.keys; ++j)
       column_[j] = static_cast<std::int32_t>(
-          consecutive_ ? first + j
-                       : s.shard.position(segment.first + j, s.kv_len) - s.context_len());
+          consecutive_ ? first + j : s.shard.position(segment.first + j, s.kv_len) - s.context_len);
     std::fill(column_ + segment.keys, column_ + kSegment, column_[segment.keys - 1]);
   }
 
   /// Adds to the scores of the tile's row `row`. `keys` is aligned to 16.
   void add(int row, Range keys, float* scores) {
     const int group = p_.heads / p_.kv_heads;
-    const std::int64_t token = (tile_.first + row) / group;
+    const std::int64_t index = p_.query_index(tile_.sequence.index, (tile_.first + row) / group);
     const int head = static_cast<int>(tile_.kv_head * group + (tile_.first + row) % group);
-    if (!in_32_bits_) return add_each(token, head, keys, scores);
-    if (token != token_) {  // the heads of a group share a row of qq_bias
-      token_ = token;
-      some_qq_ = p_.bias.qq && find_qq(token);
+    if (!in_32_bits_) return add_each(index, head, keys, scores);
+    if (index != index_) {  // the heads of a group share a row of qq_bias
+      index_ = index;
+      some_qq_ = p_.bias.qq && find_qq(index);
     }
     if (!p_.bias.slopes && !some_qq_) return;
     const float slope = p_.bias.slopes ? p_.bias.slopes[head] : 0.0f;
     const bool by_query = p_.bias.alibi == Alibi::query;
     const Lanes d;
     const hn::RebindToSigned<Lanes> integer;
-    const auto own = hn::Set(integer, static_cast<std::int32_t>(token));
+    const auto own = hn::Set(integer, static_cast<std::int32_t>(index));
     for (int j = keys.begin; j < keys.end; j += kLanes) {
       auto distance = hn::Load(integer, column_ + j);
       if (by_query) {
@@ -79,12 +78,12 @@ class SegmentBias {
   }
 
  private:
-  /// The token's row of qq_bias for the keys of the segment; 0 where it has none. False where it
+  /// The query's row of qq_bias for the keys of the segment; 0 where it has none. False where it
   /// has none at all.
-  bool find_qq(std::int64_t token) {
+  bool find_qq(std::int64_t index) {
     const QqBias& qq = p_.bias.qq;
-    if (token >= qq.width) return false;
-    const std::int64_t row = token * qq.row_stride;
+    if (index >= qq.width) return false;
+    const std::int64_t row = index * qq.row_stride;
     if (!consecutive_) {
       bool some = false;
       for (int j = 0; j < kSegment; ++j) {
@@ -113,11 +112,11 @@ class SegmentBias {
   }
 
   /// Positions past 2^31.
-  void add_each(std::int64_t token, int head, Range keys, float* scores) const {
+  void add_each(std::int64_t index, int head, Range keys, float* scores) const {
     const Sequence& s = tile_.sequence;
     for (int j = keys.begin; j < std::min(keys.end, segment_.keys); ++j) {
       const std::int64_t position = s.shard.position(segment_.first + j, s.kv_len);
-      const float bias = p_.bias(head, s.context_len() + token, position, s.context_len());
+      const float bias = p_.bias(head, s.context_len + index, position, s.context_len);
       scores[j] = bias == -infinity() ? bias : scores[j] + bias;
     }
   }
@@ -127,7 +126,7 @@ class SegmentBias {
   bool in_32_bits_ = true;
   bool consecutive_ = true;
   bool some_qq_ = false;
-  std::int64_t token_ = -1;  // of qq_
+  std::int64_t index_ = -1;  // among the sequence's queries, of qq_
   Segment segment_;
   HWY_ALIGN std::int32_t column_[kSegment];  // position of a key - context_len
   HWY_ALIGN float qq_[kSegment];

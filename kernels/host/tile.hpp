@@ -26,9 +26,10 @@ struct Range {
 struct Sequence {
   int index;  // b
   Shard shard;
-  std::int64_t first_row;  // of q
-  std::int64_t query_len;
-  std::int64_t kv_len;  // on all ranks
+  std::int64_t first_row;    // of q
+  std::int64_t query_len;    // on this rank
+  std::int64_t context_len;  // position of its first query, on whatever rank
+  std::int64_t kv_len;       // on all ranks
   std::int64_t first_key;
   std::int64_t keys;  // on this rank
   SegmentOrder order;
@@ -38,13 +39,11 @@ struct Sequence {
         shard(p.shard.of(b)),
         first_row(p.batch.first_row(b)),
         query_len(p.batch.query_len(b, p.tokens)),
+        context_len(p.batch.keys(b, p.shard) - p.whole_query_len(b)),
         kv_len(p.batch.keys(b, p.shard)),
         first_key(p.batch.first_key(b)),
         keys(shard.local_len(kv_len)),
         order(shard.order(kv_len)) {}
-
-  /// Position of the first query.
-  std::int64_t context_len() const { return kv_len - query_len; }
 };
 
 struct Tile {

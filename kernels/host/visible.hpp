@@ -87,7 +87,8 @@ class Visible {
  private:
   Interval positions(int row) const {
     const Sequence& s = tile_.sequence;
-    Interval seen = p_.visible(s.index, s.context_len() + (tile_.first + row) / group_, s.kv_len);
+    const std::int64_t token = (tile_.first + row) / group_;
+    Interval seen = p_.visible(s.index, p_.query_position(s.index, token, s.kv_len), s.kv_len);
     if (p_.documents) {
       // Rows outside of all documents see nothing. That nothing must not stretch the hull of the
       // rows beside them over keys outside, which nobody sees.

@@ -21,8 +21,8 @@ struct Interval {
 
 /// A query at position i of its sequence sees key j iff
 ///   0 <= j < kv_len,   causal: j <= i,   window w > 0: i - j < w,   right r >= 0: j - i <= r.
-/// Query rows stand at the end of their sequence: row t of q_len rows has position
-/// kv_len - q_len + t (bottom-right alignment).
+/// A sequence's query rows are its last positions: row t of q_len rows, counted over all ranks, has
+/// position kv_len - q_len + t (bottom-right alignment).
 struct Mask {
   bool causal = false;
   std::int64_t window = 0;  // keys to the left, the query's own included; 0: no bound.

@@ -2,8 +2,8 @@
 //
 //     my keys and values  ->  every rank's, in the order of the sequence  ->  one attention
 //
-// Every rank does the whole work and has the bits of one rank alone. This is the plainest strategy:
-// nothing overlaps, and the work is not shared.
+// A rank attends with its own rows of the queries, which shares the work, or with all of them, and
+// has the bits of one rank alone. This is the plainest strategy: nothing overlaps.
 #include <fmt/format.h>
 
 #include "longspan/error.hpp"
@@ -47,6 +47,7 @@ class GatherKv final : public Strategy {
     run.attend.scratch_bytes = scratch_bytes_;
     run.attend.state = {state_, run.attend.tokens * layer_.bounds.heads, layer_.bounds.dim, 1};
     run.merge.states = run.attend.state;
+    if (run.attend.queries.layout == Layout::listed) refuse("listed query rows");
     if (layer_.comm.size() > 1) check(run);
   }
 
@@ -72,9 +73,6 @@ class GatherKv final : public Strategy {
   void check(const Run& run) const {
     const Request& request = run.request;
     const Shard& shard = request.shard;
-    const auto refuse = [](const std::string& what) {
-      throw Unsupported("strategy gather-kv does not take " + what + "; gather-states does");
-    };
     if (request.batch > 1) refuse(fmt::format("a batch of {} sequences", request.batch));
     if (request.kv_len != nullptr) refuse("kv_len: it takes the length of the shard");
     if (request.block_table) refuse("block tables");
@@ -92,6 +90,10 @@ class GatherKv final : public Strategy {
     for (const kernels::KvRows* rows : {&run.attend.k, &run.attend.v})
       if (rows->head_stride != layer_.bounds.dim || rows->row_stride != row_elements())
         refuse("keys or values with gaps between their rows");
+  }
+
+  [[noreturn]] static void refuse(const std::string& what) {
+    throw Unsupported("strategy gather-kv does not take " + what + "; gather-states does");
   }
 
   void gather_keys(Run& run) const {
@@ -134,7 +136,6 @@ class GatherKv final : public Strategy {
 
 std::string refusal(const Options& options, int ranks) {
   if (ranks == 1) return "";
-  if (options.shard_queries) return "it does not take shard_queries";
   if (options.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
   if (options.exchange != "auto" && options.exchange != "gather")
     return fmt::format("it gathers keys, and does not take exchange \"{}\"", options.exchange);
@@ -144,7 +145,8 @@ std::string refusal(const Options& options, int ranks) {
 }  // namespace
 
 StrategyEntry gather_kv() {
-  return {.info = {"gather-kv", "all rows", "all rows", "(P-1)/P S kv_heads 2 dim b"},
+  return {.info = {"gather-kv", "all rows, or its own rows", "all rows, or its own rows",
+                   "(P-1)/P S kv_heads 2 dim b"},
           .preference = 2,
           .refusal = refusal,
           .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {

@@ -15,8 +15,10 @@ namespace {
 
 class GatherStates final : public Strategy {
  public:
-  explicit GatherStates(const Layer& layer)
-      : layer_(layer), scratch_bytes_(layer.kernels.attend_scratch(layer.bounds)) {}
+  explicit GatherStates(const Layer& layer) : layer_(layer) {
+    if (layer_.options.shard_queries) layer_.bounds.tokens *= layer_.comm.size();
+    scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
+  }
 
   void lay_out(Parts& memory) override {
     const kernels::AttendParams& bounds = layer_.bounds;
@@ -65,15 +67,20 @@ class GatherStates final : public Strategy {
 
   void prepare(Run& run) const override {
     const kernels::AttendParams& bounds = layer_.bounds;
+    if (layer_.options.shard_queries) {  // all ranks' rows, once they are gathered
+      run.attend.tokens = run.request.query_shard.length;
+      run.attend.batch.query_start = run.attend.batch.whole_query_start;
+      run.attend.batch.whole_query_start = nullptr;
+      run.attend.queries = {};
+      run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.dim, bounds.dim};
+      run.merge.rows = row_map_ + layer_.comm.rank() * row_capacity(run);
+    }
     run.attend.scratch = scratch_;
     run.attend.scratch_bytes = scratch_bytes_;
     run.attend.state = {states_, run.attend.tokens * bounds.heads, bounds.dim, layer_.comm.size()};
     run.attend.slot = layer_.comm.rank();
     run.merge.states = run.attend.state;
     run.merge.interleaved = run.request.shard.layout == Layout::interleaved;
-    if (!layer_.options.shard_queries) return;
-    run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.dim, bounds.dim};
-    run.merge.rows = row_map_ + layer_.comm.rank() * row_capacity(run);
   }
 
   void queue(Run& run) const override {
@@ -155,8 +162,8 @@ class GatherStates final : public Strategy {
            static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
   }
 
-  const Layer layer_;
-  const std::size_t scratch_bytes_;
+  Layer layer_;
+  std::size_t scratch_bytes_ = 0;
   std::byte* states_ = nullptr;   // [ranks] slots of the most rows
   std::byte* scratch_ = nullptr;  // Backend::attend_scratch
   // With sharded queries only:

@@ -28,7 +28,7 @@ struct Layer {
   const Options& options;
   const kernels::Backend& kernels;
   comm::Transport& comm;
-  kernels::AttendParams bounds;  // the largest run that the options allow
+  kernels::AttendParams bounds;  // the largest run that the options allow, of the rank's own rows
 };
 
 /// One run, whose request was checked.
@@ -36,9 +36,10 @@ struct Run {
   const Request& request;
   Stream stream;
 
-  kernels::AttendParams attend;  // this rank's keys. prepare() says where queries are that travel,
-                                 // and where the state goes
-  kernels::MergeParams merge;    // into the result. prepare() says of which states
+  // This rank's query rows and keys. With shard_queries only the starts of all ranks' rows are
+  // known. prepare() says where queries are that travel, and where the state goes.
+  kernels::AttendParams attend;
+  kernels::MergeParams merge;  // into the result. prepare() says of which states
 
   // What this rank says of its run: kernels' `say` writes it to said[rank], and it travels with the
   // data.

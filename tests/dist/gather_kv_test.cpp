@@ -45,6 +45,46 @@ TEST(GatherKv, AgreesWithFloat64InEveryLayoutAndHasTheBitsOfOneProcess) {
   }
 }
 
+/// Ends of the ranks' ranges: the first rank has more than its share.
+std::vector<std::int64_t> uneven_ranges(std::int64_t length, int ranks) {
+  std::vector<std::int64_t> table{0};
+  for (int r = 1; r <= ranks; ++r)
+    table.push_back(r == ranks ? length : std::min(length, length / 2 + r));
+  return table;
+}
+
+/// Every rank attends with its own rows of the queries alone: masks and biases go by where a row
+/// stands in the sequence, and not by its number on the rank.
+TEST(GatherKv, AttendsWithItsOwnRowsWhereTheyStand) {
+  const Communicator world = test_world(), alone = self(world.device());
+  const std::uint64_t seed = shared_seed(world);
+  for (const Shape& shape : shapes()) {
+    if (shape.kv_lens.size() > 1) continue;
+    const Problem problem(shape, seed);
+    const std::int64_t length = shape.kv_lens[0], rows = shape.q_lens[0];
+    const Result single = run(alone, problem, {.length = length}, gathered_options(problem, alone));
+    const std::vector<std::int64_t> ranges = uneven_ranges(rows, world.size());
+    for (Layout layout :
+         {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved, Layout::ranges})
+      for (std::int64_t block : {3, 16}) {
+        if (layout == Layout::ranges && world.device() != Device::host) break;  // the table is here
+        SCOPED_TRACE(std::string(name(layout)) + " rows " + std::to_string(rows) + " kv " +
+                     std::to_string(length) + " dim " + std::to_string(shape.dim) + " seed " +
+                     std::to_string(seed));
+        const Shard keys = Shard::zigzag(length, world.rank(), world.size());
+        const Shard queries{layout,       world.rank(),
+                            world.size(), rows,
+                            block,        layout == Layout::ranges ? ranges.data() : nullptr};
+        const Result found = run(world, problem, keys, gathered_options(problem, world), queries);
+        expect_exact(problem, found, own_rows(problem, queries));
+        if (world.device() == Device::host) {  // a GPU takes few rows by another kernel
+          EXPECT_EQ(found.out, problem.share_rows(single.out, queries));
+        }
+        if (layout != Layout::interleaved) break;
+      }
+  }
+}
+
 TEST(GatherKv, SaysWhatItIs) {
   const Communicator world = test_world();
   const Attention layer(world, {.dtype = DType::fp32, .max_kv_len = 10, .strategy = "gather-kv"});
@@ -70,9 +110,6 @@ TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
   Options bad = good;
   bad.max_kv_len = 0;
   refused(bad, "max_kv_len");
-  bad = good;
-  bad.shard_queries = true;
-  refused(bad, "shard_queries");
   bad = good;
   bad.exchange = "windows";
   refused(bad, "windows");

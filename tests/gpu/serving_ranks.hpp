@@ -15,6 +15,13 @@
 
 namespace longspan::testing {
 
+/// How the query rows of each sequence are dealt out.
+struct QueryCut {
+  Layout layout = Layout::contiguous;
+  int ranks = 1;
+  std::int64_t block = kSegment;
+};
+
 /// How a problem's keys are dealt out, and what else a kernel is told.
 struct Dealt {
   Layout layout = Layout::contiguous;
@@ -32,6 +39,7 @@ struct Dealt {
                              // Hopper it must)
   bool narrow = false;       // chain: scratch that holds no states aside
   bool tf32 = false;
+  QueryCut queries = {};  // each share attends by itself to the keys of all ranks
 };
 
 inline std::string trace(const Serving& s, const Dealt& dealt, std::uint64_t seed) {
@@ -39,6 +47,10 @@ inline std::string trace(const Serving& s, const Dealt& dealt, std::uint64_t see
          std::to_string(dealt.ranks) + " ranks, parts " + std::to_string(dealt.parts.count) +
          (dealt.chain ? ", in a chain" : "") + (dealt.empty_first ? " from empty states" : "") +
          (dealt.finished ? " to the result" : "") + (dealt.invariant ? ", invariant" : "") +
+         (dealt.queries.ranks > 1 ? std::string(", rows ") + name(dealt.queries.layout) + " by " +
+                                        std::to_string(dealt.queries.block) + " on " +
+                                        std::to_string(dealt.queries.ranks)
+                                  : std::string()) +
          (dealt.odd_queries ? ", odd queries" : "") + (dealt.fp8_products ? ", fp8 products" : "") +
          (s.padding != 0 ? ", padding " + std::to_string(s.padding) : "") + ", seed " +
          std::to_string(seed);
@@ -60,13 +72,14 @@ inline kernels::KvRows rows_of(const Tensor& t, const Serving& s, bool values) {
 }
 
 /// Layout::ranges: cuts of every sequence, uneven on purpose; the last rank has all of the third.
-inline std::vector<std::int64_t> uneven_cuts(const Serving& s, int ranks) {
+template <class Lengths>
+std::vector<std::int64_t> uneven_cuts(const Lengths& lengths, int ranks) {
   std::vector<std::int64_t> cuts;
-  for (int b = 0; b < s.batch(); ++b)
+  for (int b = 0; b < static_cast<int>(lengths.size()); ++b)
     for (int r = 0; r <= ranks; ++r)
-      cuts.push_back(r == ranks         ? s.kv_lens[b]
+      cuts.push_back(r == ranks         ? lengths[b]
                      : r == 0 || b == 2 ? 0
-                                        : s.kv_lens[b] * (2 * r - 1 + b % 2) / (2 * ranks));
+                                        : lengths[b] * (2 * r - 1 + b % 2) / (2 * ranks));
   return cuts;
 }
 
@@ -103,25 +116,53 @@ inline void expect_left_out(const ServingProblem& problem, kernels::StateSlots s
     }
 }
 
-/// `on_hopper`: set where the kernel for long queries on Hopper takes a rank's.
-inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt,
-                               bool* on_hopper = nullptr) {
+/// The query rows of one rank: sequence after sequence, in its order.
+struct QueryShare {
+  Shard shard;
+  std::vector<std::int64_t> cuts;   // Layout::ranges
+  std::vector<std::int64_t> rows;   // of the whole q
+  std::vector<std::int32_t> start;  // [batch + 1] of its own
+};
+
+inline QueryShare query_share(const ServingProblem& problem, const QueryCut& cut, int rank) {
   const Serving& s = problem.shape;
+  QueryShare share{{cut.layout, rank, cut.ranks, s.q_lens[0], cut.block}, {}, {}, {0}};
+  if (cut.layout == Layout::ranges) share.cuts = uneven_cuts(s.q_lens, cut.ranks);
+  if (!share.cuts.empty()) share.shard.table = share.cuts.data();
+  for (int b = 0; b < s.batch(); ++b) {
+    const Shard own = share.shard.of(b);
+    for (std::int64_t t = 0; t < own.local_len(s.q_lens[b]); ++t)
+      share.rows.push_back(problem.query_start[b] + own.position(t, s.q_lens[b]));
+    share.start.push_back(static_cast<std::int32_t>(share.rows.size()));
+  }
+  return share;
+}
+
+/// The rows of one share of the queries, over the keys of all ranks; in their own order. Results
+/// have room for all rows of the problem. `on_hopper`: set where the kernel for long queries on
+/// Hopper takes a rank's.
+inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt,
+                               const QueryShare& share, bool* on_hopper = nullptr) {
+  const Serving& s = problem.shape;
+  const auto tokens = static_cast<std::int64_t>(share.rows.size());
   static const std::unique_ptr<kernels::Backend> backend = kernels::cuda_backend();
   const int slots = dealt.parts ? dealt.parts.count : dealt.chain ? 1 : dealt.ranks;
-  kernels::StateSlots states{nullptr, problem.tokens * s.heads, s.dim, slots};
+  kernels::StateSlots states{nullptr, tokens * s.heads, s.dim, slots};
   Buffer memory = poisoned(Device::cuda, states.slot_bytes() * slots);
   states.data = static_cast<std::byte*>(memory.data());
   if (dealt.empty_first) poison_empty(states, memory, true);
-  const std::vector<std::int64_t> cuts =
-      dealt.layout == Layout::ranges ? uneven_cuts(s, dealt.ranks) : std::vector<std::int64_t>{};
+  const std::vector<std::int64_t> cuts = dealt.layout == Layout::ranges
+                                             ? uneven_cuts(s.kv_lens, dealt.ranks)
+                                             : std::vector<std::int64_t>{};
   const std::int64_t row = std::int64_t{s.heads} * s.dim;
   const std::size_t row_bytes = row * size_of(s.of_q());
   const std::size_t q_step = row_bytes + (dealt.odd_queries ? size_of(s.of_q()) : 0);
-  std::vector<std::byte> spread(problem.tokens * q_step + 16, std::byte{0xff});
-  for (std::int64_t t = 0; t < problem.tokens; ++t)
-    std::memcpy(spread.data() + t * q_step, problem.q.data() + t * row_bytes, row_bytes);
-  const Buffer q = on_device(Device::cuda, spread);
+  std::vector<std::byte> spread(tokens * q_step + 16, std::byte{0xff});
+  for (std::int64_t t = 0; t < tokens; ++t)
+    std::memcpy(spread.data() + t * q_step, problem.q.data() + share.rows[t] * row_bytes,
+                row_bytes);
+  const Buffer q = on_device(Device::cuda, spread), start = on_device(Device::cuda, share.start),
+               query_cuts = on_device(Device::cuda, share.cuts);
 
   std::vector<std::unique_ptr<ServingArrays>> kept;  // until the stream has passed them
   std::vector<Buffer> buffers;
@@ -138,7 +179,7 @@ inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt
     p.dtype = s.dtype;
     p.q_dtype = s.of_q();
     p.kv_dtype = s.of_kv();
-    p.tokens = problem.tokens;
+    p.tokens = tokens;
     p.heads = s.heads;
     p.kv_heads = s.kv_heads;
     p.dim = s.dim;
@@ -152,7 +193,12 @@ inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt
     p.k_scale = a.scales(problem.k_scale, a.k_scale);
     p.v_scale = a.scales(problem.v_scale, a.v_scale);
     p.batch.size = s.batch();
-    p.batch.query_start = ServingArrays::array<std::int32_t>(a.query_start);
+    p.batch.query_start = ServingArrays::array<std::int32_t>(start);
+    if (share.shard.ranks > 1) {
+      p.queries = share.shard;
+      p.queries.table = ServingArrays::array<std::int64_t>(query_cuts);
+      p.batch.whole_query_start = ServingArrays::array<std::int32_t>(a.query_start);
+    }
     p.batch.kv_len = ServingArrays::array<std::int32_t>(a.kv_len);
     p.batch.key_start = ServingArrays::array<std::int64_t>(buffers.back());
     if (!s.causal.empty()) p.batch.causal = ServingArrays::array<std::uint8_t>(a.causal);
@@ -193,7 +239,7 @@ inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt
   m.heads = s.heads;
   m.sinks = a.small(s.sinks, a.sinks);
   m.batch = p.batch;
-  m.tokens = problem.tokens;
+  m.tokens = tokens;
   m.dtype = s.of_out();
   m.out = {a.out.data(), row, s.dim};
   m.lse = static_cast<float*>(a.lse.data());
@@ -209,6 +255,26 @@ inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt
   if (dealt.chain) expect_left_out(problem, states, memory, dealt.empty_first);
   settle(a.out);
   return a.result();
+}
+
+/// Every share of the queries, and their rows brought together.
+inline ServingResult run_dealt(const ServingProblem& problem, const Dealt& dealt,
+                               bool* on_hopper = nullptr) {
+  ServingResult whole;
+  for (int rank = 0; rank < dealt.queries.ranks; ++rank) {
+    const QueryShare share = query_share(problem, dealt.queries, rank);
+    const ServingResult own = run_share(problem, dealt, share, on_hopper);
+    if (dealt.queries.ranks == 1) return own;
+    if (rank == 0) whole = own;
+    const std::size_t out_row = own.out.size() / problem.tokens,
+                      lse_row = own.lse.size() / problem.tokens;
+    for (std::size_t t = 0; t < share.rows.size(); ++t) {
+      const auto to = static_cast<std::size_t>(share.rows[t]);
+      std::copy_n(own.out.data() + t * out_row, out_row, whole.out.data() + to * out_row);
+      std::copy_n(own.lse.data() + t * lse_row, lse_row, whole.lse.data() + to * lse_row);
+    }
+  }
+  return whole;
 }
 
 inline void expect_same_bits(const ServingResult& a, const ServingResult& b) {

@@ -97,6 +97,30 @@ void check_tf32(const Serving& s, std::int64_t sampled = 6, int segments = 0) {
   EXPECT_GT(distance.norm(), 0x1p-16);
 }
 
+/// A rank's share of the query rows.
+TEST(Tf32, SharesOfTheRows) {
+  LONGSPAN_NEEDS_GPU();
+  for (const QueryCut& rows : {QueryCut{Layout::zigzag, 2}, QueryCut{Layout::striped, 3},
+                               QueryCut{Layout::interleaved, 2, 16}})
+    for (const std::optional<Alibi> alibi : {std::optional<Alibi>{}, std::optional{Alibi::query}}) {
+      Serving s{.heads = 4,
+                .kv_heads = 2,
+                .dim = 64,
+                .dtype = DType::fp32,
+                .q_lens = {90, 6},
+                .kv_lens = {300, 200}};
+      s.alibi = alibi;
+      if (is_left_out(4 * work_of(s))) continue;
+      const std::uint64_t seed = fresh_seed();
+      const Dealt dealt{.tf32 = true, .queries = rows};
+      SCOPED_TRACE(trace(s, dealt, seed));
+      const ServingProblem problem(s, seed);
+      const Distance distance = expect_within_tf32(problem, run_dealt(problem, dealt), 12);
+      EXPECT_LT(distance.norm(), 0x1p-10);
+      EXPECT_GT(distance.norm(), 0x1p-16);
+    }
+}
+
 /// Short and long queries, one key, a row of no key; one sequence alone and many.
 const std::vector<std::vector<std::int32_t>> kQueries[] = {
     {{1}, {700}}, {{150}, {700}}, {{1, 5, 33, 16, 1}, {300, 170, 400, 129, 1}}};

@@ -848,6 +848,27 @@ MUTANTS = [
            "taken.",
            old="(rest < last ? rest : last)",
            new="(rest < last ? 0 : last)"),
+    # ---- where query rows stand ----------------------------------------------------------------
+    Mutant("position-by-local-row", "kernels/params.hpp", "other",
+           "A row of a share stands where its number on the rank says.",
+           old="queries.ranks == 1 ? token : shared_index(",
+           new="queries.ranks > 0 ? token : shared_index("),
+    Mutant("position-by-local-length", "kernels/params.hpp", "other",
+           "The rows of a share end at the last position of the sequence.",
+           old="    if (queries.ranks == 1) return batch.query_len(b, tokens);\n",
+           new="    if (queries.ranks > 0) return batch.query_len(b, tokens);\n"),
+    Mutant("decode-one-row-is-the-last", "kernels/cuda/decode_finder.cuh", "decode",
+           "The one row of a share sees every key, as the one query of a sequence does.",
+           old="sequence.kv_len - sequence.context_len == 1",
+           new="p_.batch.query_len(sequence.index, p_.tokens) == 1"),
+    Mutant("bias-by-local-row", "kernels/cuda/bias.cuh", "portable",
+           "Biases of a share count from its own first row.",
+           old="return {p.query_index(sequence, row.token), row.head};",
+           new="return {row.token, row.head};"),
+    Mutant("hopper-alibi-by-local-row", "kernels/cuda/attend_sm90_items.cuh", "hopper",
+           "Distances of ALiBi count from the share's own first row.",
+           old="static_cast<int>(params.query_index(b, item.row))",
+           new="item.row"),
 ]
 
 

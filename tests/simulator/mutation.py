@@ -34,9 +34,9 @@ LONGEST = 60  # characters of a report
 FAMILIES = {
     "decode": (["instances/decode_bf16.cu", "instances/decode_bf16_any16.cu"], KERNELS,
                "Decode/*:*Serve*decode_pages_of_16:*Serve*decode_packed*:*Serve*decode_draft*:"
-               "*Serve*decode_long*:*Behind*decode*:NewKeys*"),
+               "*Serve*decode_long*:*Serve*decode_shares*:*Behind*decode*:NewKeys*"),
     "portable": (["instances/portable_bf16.cu", "instances/portable_bf16_any16.cu"], KERNELS,
-                 "Portable/*:*Serve*portable_pages"),
+                 "Portable/*:*Serve*portable_pages*"),
     "fp32": (["instances/fp32.cu", "instances/fp32_any.cu"], KERNELS, "Single/*:*Serve*single*"),
     "tf32": (["instances/fp32_tf32.cu"], "gpu_tf32_test", "*"),
     "hopper": (["attend_sm90.cu"], KERNELS, "*Hopper*:*Serve*hopper*:*Behind*hopper*"),
@@ -51,6 +51,9 @@ FILES = {
     "fold_tree.cuh": (["merge.cu"], "gpu_merge_states_test", "*Sinks*"),
     "gather.cu": (["gather.cu"], SMALL, "*Gather*"),
     "merge_outputs.cu": (["merge_outputs.cu"], "gpu_merge_outputs_test", "*"),
+    "params.hpp": (["instances/decode_bf16.cu", "instances/decode_bf16_any16.cu",
+                    "instances/portable_bf16_any16.cu", "attend_sm90.cu"], KERNELS,
+                   "*Serve*shares*"),
     "resume.cu": (["resume.cu"], "gpu_state_in_test", "*"),
     "store_state.cuh": (["instances/portable_bf16.cu", "instances/fp32.cu"], "gpu_state_in_test",
                         "*"),

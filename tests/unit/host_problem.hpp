@@ -160,6 +160,50 @@ class Problem {
     return merge(backend, merged, shards[0].layout == Layout::interleaved, sinks);
   }
 
+  /// The same by shares of the query rows: each share of `queries` attends by itself to the keys
+  /// of all ranks.
+  Result run_by_rows(const kernels::Backend& backend, const std::vector<Shard>& shards,
+                     const Shard& queries, const std::vector<float>* sinks = nullptr) {
+    const std::int64_t row = std::int64_t{shape.heads} * shape.dim;
+    Result whole{std::vector<float>(tokens() * row, kNan),
+                 std::vector<float>(tokens() * shape.heads, kNan)};
+    for (const Shard& share : on_all(queries)) {
+      std::vector<std::int64_t> own;  // rows of the whole q
+      std::vector<std::int32_t> start{0};
+      for (int b = 0; b < batch(); ++b) {
+        for (std::int64_t t = 0; t < share.of(b).local_len(shape.query_len[b]); ++t)
+          own.push_back(query_start[b] + share.of(b).position(t, shape.query_len[b]));
+        start.push_back(static_cast<std::int32_t>(own.size()));
+      }
+      const auto count = static_cast<std::int64_t>(own.size());
+      Array share_q(q.dtype, count * q_stride());
+      const std::size_t bytes = q_stride() * size_of(q.dtype);
+      for (std::int64_t t = 0; t < count; ++t)
+        std::memcpy(share_q.bytes.data() + t * bytes, q.bytes.data() + own[t] * bytes, bytes);
+      const int ranks = static_cast<int>(shards.size());
+      std::vector<std::byte> memory(
+          kernels::StateSlots::bytes(count * shape.heads, shape.dim) * ranks, std::byte{0xff});
+      const kernels::StateSlots state{memory.data(), count * shape.heads, shape.dim, ranks};
+      for (int r = 0; r < ranks; ++r) {
+        kernels::AttendParams p = params(shards[r], state, r);
+        p.tokens = count;
+        p.q.data = share_q.data();
+        p.batch.query_start = start.data();
+        p.batch.whole_query_start = query_start.data();
+        p.queries = share;
+        attend(backend, p);
+      }
+      const Result part =
+          merge(backend, state, shards[0].layout == Layout::interleaved, sinks, count);
+      for (std::int64_t t = 0; t < count; ++t) {
+        std::copy_n(part.out.begin() + t * row, row, whole.out.begin() + own[t] * row);
+        std::copy_n(part.lse.begin() + t * shape.heads, shape.heads,
+                    whole.lse.begin() + own[t] * shape.heads);
+      }
+    }
+    return whole;
+  }
+
   /// The shards in a chain, each from the state of those before: a slot for each part of the keys,
   /// and no merge but over the parts. `empty_first`: the first shard begins from empty states.
   /// Between the shards, max and o of empty states become NaN.
@@ -201,7 +245,7 @@ class Problem {
 
   /// Over poisoned results.
   Result merge(const kernels::Backend& backend, const kernels::StateSlots& state, bool interleaved,
-               const std::vector<float>* sinks) const {
+               const std::vector<float>* sinks, std::optional<std::int64_t> count = {}) const {
     const std::int64_t rows = state.rows;
     Result result{std::vector<float>(rows * shape.dim, kNan), std::vector<float>(rows, kNan)};
     kernels::MergeParams m;
@@ -209,7 +253,7 @@ class Problem {
     m.interleaved = interleaved;
     m.heads = shape.heads;
     m.sinks = sinks ? sinks->data() : nullptr;
-    m.tokens = tokens();
+    m.tokens = count.value_or(tokens());
     m.out = {result.out.data(), std::int64_t{shape.heads} * shape.dim, shape.dim};
     m.lse = result.lse.data();
     m.lse_row_stride = shape.heads;

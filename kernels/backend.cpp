@@ -1,31 +1,29 @@
-// What a backend has no kernel for, it refuses by name.
+// What backends do alike.
 #include "kernels/backend.hpp"
+
+#include <string>
 
 #include "longspan/error.hpp"
 
 namespace longspan::kernels {
-namespace {
 
-[[noreturn]] void refuse(const Backend& backend, const char* what) {
-  throw Unsupported(std::string(what) + " is not supported on the " + name(backend.device()));
+void AttentionKernels::exchange(const ExchangeParams&, Stream) const {
+  throw Unsupported(std::string("exchange by windows is not supported on the ") + name(device()));
 }
 
-}  // namespace
+void AttentionKernels::queue(const Epilogue& epilogue, Stream stream,
+                             const EpilogueBegins& begins) const {
+  if (begins && !std::holds_alternative<StateEpilogue>(epilogue)) begins();
+  if (const auto* result = std::get_if<MergeParams>(&epilogue)) merge(*result, stream);
+  if (const auto* states = std::get_if<ExchangeParams>(&epilogue)) exchange(*states, stream);
+}
 
-void Backend::exchange(const ExchangeParams&, Stream) const {
-  refuse(*this, "exchange by windows");
+void attend_context_by_states(const Backend& backend, const ContextParams& p, Stream stream) {
+  if (p.key_start != nullptr)
+    backend.key_starts({p.fresh.shard, p.fresh.batch.kv_len, 0, p.fresh.batch.size, p.key_start},
+                       stream);
+  backend.attend(p.cached, stream);
+  backend.attend(p.fresh, p.merge, stream);
 }
-void Backend::merge_outputs(const MergeOutputsParams&, Stream) const {
-  refuse(*this, "merge of finished outputs");
-}
-void Backend::export_segments(const ExportSegmentsParams&, Stream) const {
-  refuse(*this, "hand-out of segments");
-}
-void Backend::reduce_segments(const ReduceSegmentsParams&, Stream) const {
-  refuse(*this, "reduce_segments");
-}
-void Backend::append(const AppendParams&, Stream) const { refuse(*this, "append"); }
-void Backend::cut_context(const ContextCutParams&, Stream) const { refuse(*this, "cut_context"); }
-void Backend::check_arrays(const CheckParams&, Stream) const { refuse(*this, "check_arrays"); }
 
 }  // namespace longspan::kernels

@@ -6,9 +6,10 @@
 #include <memory>
 #include <string>
 
+#include "kernels/context.hpp"
 #include "kernels/digest.hpp"
+#include "kernels/epilogue.hpp"
 #include "kernels/exchange.hpp"
-#include "kernels/gather.hpp"
 #include "kernels/params.hpp"
 #include "longspan/types.hpp"
 
@@ -22,9 +23,10 @@ class Timer {
   virtual double milliseconds(int from, int to) const = 0;  // once the stream has passed both
 };
 
-class Backend {
+/// What a strategy computes with.
+class AttentionKernels {
  public:
-  virtual ~Backend() = default;
+  virtual ~AttentionKernels() = default;
   virtual Device device() const = 0;
 
   /// Throws Unsupported, by name, for what these kernels cannot do (features.hpp has the list).
@@ -34,48 +36,29 @@ class Backend {
   /// resume need bounds that do: on CUDA, short or split queries then take a slot of states more.
   virtual std::size_t attend_scratch(const AttendParams& bounds) const = 0;
 
-  /// Keys of this rank -> the partial states in params.state; see AttendParams. Steps of a ring, or
-  /// chunks of the keys, that are given to one slot one after the other, all but the first with
-  /// `resume`, leave there the state over all of them, and no merge between them is needed:
+  /// Keys of this rank -> one partial state per row, and what `epilogue` makes of it; see
+  /// AttendParams. New keys and values, where they are given, are written into the cache first.
+  /// Steps of a ring, or chunks of the keys, that are given to one slot one after the other, all
+  /// but the first with `resume`, leave there the state over all of them, and no merge between them
+  /// is needed:
   ///
-  ///     for (p.resume = false; next_keys(p); p.resume = true) backend.attend(p, stream);
+  ///     for (p.resume = false; next_keys(p); p.resume = true) kernels.attend(p, stream);
   ///
   /// State: max and sum [tokens, heads] in base 2, o [tokens, heads, dim] unnormalised, fp32. A
   /// chunk is a shard of the sequence (ranges of it, another rank's share), so that masks go by
-  /// global positions. Throws Unsupported as check does, and InputError for too little scratch;
-  /// nothing is written then.
-  virtual void attend(const AttendParams& params, Stream stream) const = 0;
-
-  /// Whether a call with these new_k and new_v writes them into the cache itself; else append does,
-  /// ahead of a call without them.
-  virtual bool writes_new_keys(const AttendParams&) const { return false; }
-
-  /// Long queries over pages by way of a copy; false, or no room: not by this way.
-  virtual bool attend_gathered(const GatheredParams&, Stream) const { return false; }
-  virtual std::size_t gather_room(const AttendParams& /*bounds*/) const { return 0; }
+  /// global positions. True: one kernel did both. Throws Unsupported as check does, and InputError
+  /// for too little scratch; nothing is written then.
+  virtual bool attend(const AttendParams& params, const Epilogue& epilogue, Stream stream,
+                      const EpilogueBegins& begins = {}) const = 0;
+  void attend(const AttendParams& params, Stream stream) const {
+    attend(params, StateEpilogue{}, stream);
+  }
 
   virtual void merge(const MergeParams& params, Stream stream) const = 0;
 
-  /// Attend and merge in one, where all keys are on this rank and a kernel can end the rows by
-  /// itself; false: nothing was done, and the caller takes the two steps. With `resume` the keys of
-  /// this call are the last ones, whosever the others were, and the merge is of the one slot
-  /// (merge.states: params.slot alone): out = finish(merge(state in the slot, this call's), sink).
-  /// The slot may be written or not.
-  virtual bool attend_finished(const AttendParams&, const MergeParams&, Stream) const {
-    return false;
-  }
-
-  /// Exchange of the ranks' states through windows, and their merge, in one kernel.
+  /// Exchange of the ranks' states through windows, and their merge, in one kernel. Unsupported
+  /// where exchange_window is 0.
   virtual void exchange(const ExchangeParams& params, Stream stream) const;
-  /// Attend and exchange, with the states pushed by the kernel that makes them of their pieces;
-  /// false: nothing was done, and the caller takes the two steps. Ranks of one exchange may differ
-  /// in that: what travels is the same. The rank's slot may be written or not.
-  virtual bool attend_exchanged(const AttendParams&, const ExchangeParams&, Stream) const {
-    return false;
-  }
-  /// Whether attend_exchanged is for calls like this one, on all ranks alike (though some may have
-  /// too few keys for it): ExchangeParams::pushed.
-  virtual bool is_decode(const AttendParams&) const { return false; }
   /// Bytes of a window for it; 0: there is no such kernel.
   virtual std::size_t exchange_window(std::int64_t /*rows*/, int /*dim*/, int /*ranks*/) const {
     return 0;
@@ -88,19 +71,42 @@ class Backend {
   /// Zeroed memory that the host and the kernels both see.
   virtual std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const = 0;
 
+  virtual std::unique_ptr<Timer> timer(int marks) const = 0;
+
+ protected:
+  /// The epilogue as a kernel of its own.
+  void queue(const Epilogue& epilogue, Stream stream, const EpilogueBegins& begins) const;
+};
+
+/// Rows that travel, and where they stand.
+class RowKernels {
+ public:
+  virtual ~RowKernels() = default;
   virtual void map_rows(const MapParams& params, Stream stream) const = 0;
   virtual void place_rows(const PlaceParams& params, Stream stream) const = 0;
   virtual void key_starts(const KeyStartParams& params, Stream stream) const = 0;
+};
 
-  // What serving engines ask of one rank. Where there is no kernel yet: Unsupported, by name.
-  virtual void merge_outputs(const MergeOutputsParams& params, Stream stream) const;
-  virtual void export_segments(const ExportSegmentsParams& params, Stream stream) const;
-  virtual void reduce_segments(const ReduceSegmentsParams& params, Stream stream) const;
-  virtual void append(const AppendParams& params, Stream stream) const;
-  virtual void cut_context(const ContextCutParams& params, Stream stream) const;
-  virtual void check_arrays(const CheckParams& params, Stream stream) const;
+/// What serving engines ask of one rank, and a layer of its cache.
+class ServingKernels {
+ public:
+  virtual ~ServingKernels() = default;
+  virtual void append(const AppendParams& params, Stream stream) const = 0;
+  virtual void check_arrays(const CheckParams& params, Stream stream) const = 0;
 
-  virtual std::unique_ptr<Timer> timer(int marks) const = 0;
+  virtual void attend_context(const ContextParams& params, Stream stream) const = 0;
+  virtual void cut_context(const ContextCutParams& params, Stream stream) const = 0;
+  /// Memory with which attend_context is faster for calls within these bounds of the cached part.
+  virtual std::size_t context_room(const AttendParams& /*bounds*/) const { return 0; }
+
+  virtual void merge_outputs(const MergeOutputsParams& params, Stream stream) const = 0;
+  virtual void export_segments(const ExportSegmentsParams& params, Stream stream) const = 0;
+  virtual void reduce_segments(const ReduceSegmentsParams& params, Stream stream) const = 0;
+};
+
+class Backend : public AttentionKernels, public RowKernels, public ServingKernels {
+ public:
+  ~Backend() override = default;
 };
 
 /// `threads`: 0 takes LONGSPAN_THREADS, or else the cores that this process may use.

@@ -30,10 +30,12 @@ struct ExchangeParams {
   std::int64_t capacity = 0;  // rows that the windows were made for
   std::uint64_t hash = 0;     // of what the ranks must mean alike (SayParams)
   Push push = Push::automatic;
-  int blocks = 0;       // 0: by size. Others to measure them, as far as the GPU holds them
-  bool overlap = true;  // the kernel may come to its place while the one before it ends
-  bool pushed = false;  // by attention where it can; of all ranks alike, as `automatic` looks at it
-  std::uint32_t run = 0;                    // comm::RunName::run, for the report
+  int blocks = 0;         // 0: by size. Others to measure them, as far as the GPU holds them
+  bool overlap = true;    // the kernel may come to its place while the one before it ends
+  bool apart = false;     // attention does not push; of all ranks alike
+  bool pushed = false;    // by attention where it can; of all ranks alike, as `automatic` looks at
+                          // it. AttentionKernels::attend sets it
+  std::uint32_t run = 0;  // comm::RunName::run, for the report
   const std::uint64_t* contents = nullptr;  // SayParams
 };
 

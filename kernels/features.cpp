@@ -65,6 +65,11 @@ void check_features(const AttendParams& p, Device device) {
     if (!feature.on(device) && feature.asked(p))
       throw Unsupported(std::string(feature.name) + " (" + feature.meaning +
                         ") is not supported on the " + name(device));
+  if (p.queries.ranks > 1 && p.new_k.data != nullptr)
+    throw Unsupported(
+        "new keys with sharded queries are not supported: those of the other ranks' rows are "
+        "missing; "
+        "append first");
   if (p.queries.ranks > 1 && p.batch.skip_decode)
     throw Unsupported(
         "skip_decode with sharded queries is not supported: a sequence of several queries may have "

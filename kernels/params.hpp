@@ -166,8 +166,8 @@ struct AttendParams {
   KvRows k;  // [keys on this rank, kv_heads, dim], or pages
   KvRows v;  // as k
   Pages pages;
-  Rows new_k;  // [tokens, kv_heads, dim], where Backend::writes_new_keys: k and v do not have the
-  Rows new_v;  // last q_len keys of each sequence yet, and the kernel writes them there; or null
+  Rows new_k;  // [tokens, kv_heads, dim] of `dtype`: the keys of these rows, which k and v do not
+  Rows new_v;  // have yet and get here, ahead of the attention; or null
 
   Scales q_scale;  // with k_scale: factors of every product, ahead of everything else
   Scales k_scale;
@@ -195,7 +195,7 @@ struct AttendParams {
   int slot = 0;
   bool resume = false;  // rows begin from the states in `slot` (parts: each from its own slot's)
 
-  std::byte* scratch = nullptr;  // Backend::attend_scratch bytes
+  std::byte* scratch = nullptr;  // AttentionKernels::attend_scratch bytes
   std::size_t scratch_bytes = 0;
   int* ticket = nullptr;  // [1] zero between calls, of one stream at a time; null: part of the
                           // scratch is cleared for each call, which costs a launch
@@ -211,7 +211,7 @@ struct AttendParams {
   }
   /// Which of them the rank's row `token` of sequence b is. Ascends with `token`.
   LONGSPAN_HD std::int64_t query_index(int b, std::int64_t token) const {
-    return queries.ranks == 1 ? token : shared_index(queries.of(b), token, whole_query_len(b));
+    return queries.ranks == 1 ? token : sharded_query_index(*this, b, token);
   }
   /// Where the rank's row `token` of sequence b stands in the sequence.
   LONGSPAN_HD std::int64_t query_position(int b, std::int64_t token, std::int64_t kv_len) const {
@@ -235,9 +235,10 @@ struct AttendParams {
   }
 
  private:
-  LONGSPAN_HD_APART static std::int64_t shared_index(Shard rows, std::int64_t token,
-                                                     std::int64_t whole) {
-    return rows.position(token, whole);
+  // By reference, so that few registers are taken where it is called.
+  LONGSPAN_HD_APART static std::int64_t sharded_query_index(const AttendParams& p, int b,
+                                                            std::int64_t token) {
+    return p.queries.of(b).position(token, p.whole_query_len(b));
   }
 };
 
@@ -421,6 +422,26 @@ struct AppendParams {
   Scales k_scale;
   Scales v_scale;
 };
+
+/// The new keys and values of an attention, as an append of their own.
+inline AppendParams append_of(const AttendParams& p) {
+  AppendParams append;
+  append.dtype = p.dtype;
+  append.kv_dtype = p.kv_dtype;
+  append.tokens = p.tokens;
+  append.kv_heads = p.kv_heads;
+  append.dim = p.dim;
+  append.new_k = p.new_k;
+  append.new_v = p.new_v;
+  append.k = p.k;
+  append.v = p.v;
+  append.pages = p.pages;
+  append.batch = p.batch;
+  append.shard = p.shard;
+  append.k_scale = p.k_scale;
+  append.v_scale = p.v_scale;
+  return append;
+}
 
 /// What is wrong with the arrays of a request. `none` is 0.
 enum class Fault : std::int32_t {

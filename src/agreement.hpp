@@ -33,9 +33,10 @@ class RunDescription {
 
   /// Of all but the contents of arrays.
   std::uint64_t hash() const;
-  /// The arrays whose contents are to be alike too, for Backend::digest.
+  /// The arrays whose contents are to be alike too, for AttentionKernels::digest.
   kernels::DigestParams arrays(std::uint64_t* words) const;
-  /// Names and values. `words`: what Backend::digest found, or null where it was not asked.
+  /// Names and values. `words`: what AttentionKernels::digest found, or null where it was not
+  /// asked.
   NamedValues text(const std::uint64_t* words) const;
 
  private:
@@ -79,8 +80,8 @@ class RunHistory final : public comm::RunLog {
  public:
   static constexpr std::uint32_t kRuns = 64;
 
-  /// `words` [kRuns, kMostArrays + 1]: where Backend::digest leaves what it finds, in memory that
-  /// the host reads; null: contents are not compared.
+  /// `words` [kRuns, kMostArrays + 1]: where AttentionKernels::digest leaves what it finds, in
+  /// memory that the host reads; null: contents are not compared.
   explicit RunHistory(std::shared_ptr<std::uint64_t> words) : words_(std::move(words)) {}
 
   /// Keeps the description as the next run, whose number it returns.

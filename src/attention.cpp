@@ -105,7 +105,7 @@ struct Attention::Impl {
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());
     if (options.profile) clock.emplace(kernels->timer(PhaseClock::kMarks));
-    strategy = entry_of(*info).make({options, *kernels, world.transport(), bounds()});
+    strategy = entry_of(*info).make({options, *kernels, *kernels, world.transport(), bounds()});
     allocate();
     strategy->open(number);
     exchange = strategy->exchange();
@@ -333,16 +333,13 @@ struct Attention::Impl {
     throw_fault(found);
   }
 
-  /// By the attention kernel itself where it can: a launch less.
-  void bring_new_keys(kernels::AttendParams& attend, const Append& tokens, const CacheView& cache,
-                      Stream stream) {
+  /// Attention writes them into the cache.
+  void give_new_keys(kernels::AttendParams& attend, const Append& tokens, const CacheView& cache,
+                     Stream stream) {
     const kernels::AppendParams p = append_params(tokens, cache);
     check_arrays(append_checks(p, cache), stream);
     attend.new_k = p.new_k;
     attend.new_v = p.new_v;
-    if (kernels->writes_new_keys(attend)) return;
-    attend.new_k = attend.new_v = {};
-    kernels->append(p, stream);
   }
 
   Run make_run(const Request& request, const CacheView& cache, Stream stream) {
@@ -376,7 +373,7 @@ void Attention::run(const Request& request, Stream stream) {
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(request.shard, request.kv_len, request.batch, cache, stream);
   layer.check_arrays({.attend = run.attend, .slot_count = cache.keys}, stream);
-  if (request.new_k) layer.bring_new_keys(run.attend, append_of(request), cache, stream);
+  if (request.new_k) layer.give_new_keys(run.attend, append_of(request), cache, stream);
   layer.strategy->queue(run);
   run.enter(Phase::merge);  // the end of the last phase
 }

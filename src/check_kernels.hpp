@@ -1,5 +1,5 @@
 // What must hold before a call of Kernels runs. Nothing here reads memory of the device: what lies
-// in arrays is checked by check_lengths (host) and Backend::check_arrays.
+// in arrays is checked by check_lengths (host) and ServingKernels::check_arrays.
 #pragma once
 
 #include "longspan/kernels.hpp"

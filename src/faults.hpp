@@ -1,5 +1,5 @@
 // What a check of arrays found, as a typed error. The check itself is a kernel
-// (Backend::check_arrays), because the arrays lie where the kernels run.
+// (ServingKernels::check_arrays), because the arrays lie where the kernels run.
 #pragma once
 
 #include "kernels/params.hpp"

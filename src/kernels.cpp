@@ -68,19 +68,10 @@ void set_cache(kernels::AttendParams& p, const CacheView& cache) {
 }
 
 /// The parts of a context: the cache as rank 0 of 2, the new rows as rank 1.
-struct ContextParams {
-  kernels::AttendParams cached, fresh;
-};
-
-/// The whole sequences as one rank holds them: cached and new keys together.
-kernels::AttendParams whole_params(kernels::AttendParams cached) {
-  cached.shard = Shard::contiguous(0, 0, 1);
-  return cached;
-}
-
-ContextParams context_params(const ContextAttention& a, const PagedShape& shape,
-                             const std::int64_t* ranges, const std::int64_t* key_start) {
-  ContextParams p;
+kernels::ContextParams context_params(const ContextAttention& a, const PagedShape& shape,
+                                      const std::int64_t* ranges, std::int64_t* key_start) {
+  kernels::ContextParams p;
+  p.key_start = key_start;
   p.cached = attend_params(a, shape);
   p.cached.batch.skip_decode = a.skip_decode;
   if (a.max_kv_len == 0)
@@ -223,11 +214,11 @@ struct Kernels::Impl {
 
   CallWorkspace lay_out(const ContextAttention& a, const PagedShape& shape, void* base) const {
     check_sizes(a, shape, 2);
-    const ContextParams p = context_params(a, shape, nullptr, nullptr);
+    const kernels::ContextParams p = context_params(a, shape, nullptr, nullptr);
     const std::size_t scratch =
         std::max(backend->attend_scratch(p.cached), backend->attend_scratch(p.fresh));
     return CallWorkspace::lay_out(base, 2, p.cached.tokens * p.cached.heads, p.cached.dim, scratch,
-                                  a.batch, backend->gather_room(whole_params(p.cached)));
+                                  a.batch, backend->context_room(p.cached));
   }
 
   template <class Args>
@@ -319,14 +310,17 @@ void Kernels::segmented_attention(const SegmentedAttention& a, Stream stream) co
   impl_->backend->check(p);
   if (impl_->on_host()) impl_->check_sequences(p, cache, a.max_kv_len);
 
-  const bool whole = !hand_out && a.out.dims > 0;
-  if (whole && impl_->backend->attend_finished(p, merge_params(a, p), stream)) return;
+  const bool finish = a.out.dims > 0;
+  if (!hand_out && finish) {
+    impl_->backend->attend(p, merge_params(a, p), stream);
+    return;
+  }
   impl_->backend->attend(p, stream);
   if (hand_out)
     impl_->backend->export_segments(
         {p.state, p.parts, p.batch, p.shard, p.tokens, p.heads, a.sinks, view_of(a.segments)},
         stream);
-  if (a.out.dims > 0) impl_->backend->merge(merge_params(a, p), stream);
+  if (finish) impl_->backend->merge(merge_params(a, p), stream);
 }
 
 void Kernels::reduce_segments(const ReduceSegments& a, Stream stream) const {
@@ -357,8 +351,9 @@ void Kernels::context_attention(const ContextAttention& a, Stream stream) const 
   check_new_keys(a, shape, impl_->device());
 
   const CallWorkspace memory = impl_->take_workspace(a, shape);
-  auto [cached, fresh] =
+  kernels::ContextParams context =
       context_params(a, shape, memory.ranges, a.batch > 1 ? memory.key_start : nullptr);
+  kernels::AttendParams &cached = context.cached, &fresh = context.fresh;
   set_cache(cached, cache);
   set_new_rows(fresh, a);
   for (kernels::AttendParams* p : {&cached, &fresh}) {
@@ -374,17 +369,11 @@ void Kernels::context_attention(const ContextAttention& a, Stream stream) const 
     check_new_lengths(cached.batch, cached.tokens);
   }
 
-  kernels::MergeParams merge = merge_params(a, cached);
-  if (a.out_scale_inv != nullptr) merge.out_scale = {a.out_scale_inv, true};
-  const kernels::GatheredParams gathered{whole_params(cached), fresh.k,          fresh.v, merge,
-                                         memory.room,          memory.room_bytes};
-  if (memory.room_bytes > 0 && impl_->backend->attend_gathered(gathered, stream)) return;
-
-  if (a.batch > 1)
-    impl_->backend->key_starts({fresh.shard, a.kv_len, 0, a.batch, memory.key_start}, stream);
-  impl_->backend->attend(cached, stream);
-  impl_->backend->attend(fresh, stream);
-  impl_->backend->merge(merge, stream);
+  context.merge = merge_params(a, cached);
+  if (a.out_scale_inv != nullptr) context.merge.out_scale = {a.out_scale_inv, true};
+  context.room = memory.room;
+  context.room_bytes = memory.room_bytes;
+  impl_->backend->attend_context(context, stream);
 }
 
 void Kernels::append_kv(const AppendKv& a, Stream stream) const {

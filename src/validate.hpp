@@ -24,7 +24,7 @@ void check_one_call(const Request& request);
 
 /// InputError for tensors and arrays that do not fit the options or each other; the rank's cache,
 /// as kernels see it. On the host lengths and shards are checked too; on a GPU they are not in
-/// reach. What lies in block tables is left to Backend::check_arrays.
+/// reach. What lies in block tables is left to ServingKernels::check_arrays.
 CacheView check_request(const Request& request, const Options& options, const Communicator& world);
 /// Request::new_k and new_v with the cache they belong to.
 Append append_of(const Request& request);

@@ -11,10 +11,10 @@ namespace longspan {
 
 struct CallWorkspace {
   std::byte* states = nullptr;        // [slots] of StateSlots::bytes(rows, dim)
-  std::byte* scratch = nullptr;       // Backend::attend_scratch
+  std::byte* scratch = nullptr;       // AttentionKernels::attend_scratch
   std::int64_t* ranges = nullptr;     // [batch, 3]: context_attention only
   std::int64_t* key_start = nullptr;  // [batch]: context_attention only
-  std::byte* room = nullptr;          // Backend::gather_room: context_attention only
+  std::byte* room = nullptr;          // ServingKernels::context_room: context_attention only
   std::size_t scratch_bytes = 0;
   std::size_t room_bytes = 0;
   std::size_t bytes = 0;  // in all

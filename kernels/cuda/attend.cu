@@ -401,7 +401,7 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
   // Rows that begin from a state have the other ranks' keys in it.
   const bool all_keys = p.shard.ranks == 1 || p.resume;
   const bool whole = m.states.slots == 1 && m.rows == nullptr && all_keys;
-  if (!whole) return false;
+  if (!whole || m.headers.said != nullptr) return false;  // a merge compares headers
   if (is_decode(p) && queue_finished(p, Lengths::only_short, m, gpu, stream)) return true;
   if (!ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long)) return false;
   finish_short(p, m, gpu, stream);

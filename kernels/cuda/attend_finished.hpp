@@ -20,10 +20,12 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
 bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu& gpu,
                       cudaStream_t stream);
 
-/// Backend::writes_new_keys: decode does, over rows that lie together.
+/// Whether a call with these new_k and new_v writes them into the cache itself: decode does, over
+/// rows that lie together.
 bool writes_new_keys(const AttendParams& p);
 
-/// Backend::is_decode: all sequences are short, and each of their rows has one state, of this
+/// Whether attend_exchanged is for calls like this one, on all ranks alike, though some may have
+/// too few keys for it: all sequences are short, and each of their rows has one state, of this
 /// call's keys.
 bool is_decode(const AttendParams& p);
 

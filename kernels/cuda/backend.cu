@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "kernels/cuda/attend.hpp"
@@ -101,30 +102,25 @@ class CudaBackend final : public Backend {
   std::size_t attend_scratch(const AttendParams& bounds) const override {
     return cuda::scratch_bound(bounds, gpu_);
   }
-  void attend(const AttendParams& p, Stream stream) const override {
-    check(p);
+  using AttentionKernels::attend;
+  bool attend(const AttendParams& params, const Epilogue& given, Stream stream,
+              const EpilogueBegins& begins) const override {
+    check(params);
+    AttendParams p = params;
+    if (p.new_k.data != nullptr && !cuda::writes_new_keys(p)) {
+      append(append_of(p), stream);
+      p.new_k = p.new_v = {};
+    }
+    Epilogue epilogue = given;
+    if (auto* exchange = std::get_if<ExchangeParams>(&epilogue))
+      exchange->pushed = !exchange->apart && cuda::is_decode(p);
+    if (attend_to_the_end(p, epilogue, stream, bool{begins})) return true;
     cuda::attend(p, gpu_, stream_of(stream));
-  }
-  bool attend_finished(const AttendParams& p, const MergeParams& m, Stream stream) const override {
-    check(p);
-    return cuda::attend_finished(p, m, gpu_, stream_of(stream));
-  }
-  bool is_decode(const AttendParams& p) const override { return cuda::is_decode(p); }
-  bool writes_new_keys(const AttendParams& p) const override { return cuda::writes_new_keys(p); }
-  bool attend_exchanged(const AttendParams& p, const ExchangeParams& e,
-                        Stream stream) const override {
-    check(p);
-    return cuda::attend_exchanged(p, e, gpu_, stream_of(stream));
+    queue(epilogue, stream, begins);
+    return false;
   }
   void merge(const MergeParams& p, Stream stream) const override {
     cuda::merge(p, stream_of(stream));
-  }
-  bool attend_gathered(const GatheredParams& g, Stream stream) const override {
-    check(g.attend);
-    return cuda::attend_gathered(g, gpu_, stream_of(stream));
-  }
-  std::size_t gather_room(const AttendParams& bounds) const override {
-    return cuda::gather_room(bounds);
   }
   void exchange(const ExchangeParams& p, Stream stream) const override {
     cuda::exchange(p, stream_of(stream));
@@ -163,6 +159,16 @@ class CudaBackend final : public Backend {
   void append(const AppendParams& p, Stream stream) const override {
     cuda::append(p, stream_of(stream));
   }
+  void attend_context(const ContextParams& p, Stream stream) const override {
+    const cuda::GatheredParams gathered{whole(p.cached), p.fresh.k, p.fresh.v,
+                                        p.merge,         p.room,    p.room_bytes};
+    check(gathered.attend);
+    if (p.room_bytes > 0 && cuda::attend_gathered(gathered, gpu_, stream_of(stream))) return;
+    attend_context_by_states(*this, p, stream);
+  }
+  std::size_t context_room(const AttendParams& bounds) const override {
+    return cuda::gather_room(whole(bounds));
+  }
   void cut_context(const ContextCutParams& p, Stream stream) const override {
     cuda::cut_context(p, stream_of(stream));
   }
@@ -174,6 +180,23 @@ class CudaBackend final : public Backend {
   }
 
  private:
+  /// Attention and epilogue in one kernel; false: nothing was done. `timed`: an exchange then is a
+  /// kernel of its own.
+  bool attend_to_the_end(const AttendParams& p, const Epilogue& epilogue, Stream stream,
+                         bool timed) const {
+    if (const auto* result = std::get_if<MergeParams>(&epilogue))
+      return cuda::attend_finished(p, *result, gpu_, stream_of(stream));
+    const auto* exchange = std::get_if<ExchangeParams>(&epilogue);
+    return exchange != nullptr && !exchange->apart && !timed &&
+           cuda::attend_exchanged(p, *exchange, gpu_, stream_of(stream));
+  }
+
+  /// The whole sequences as one rank holds them: cached and new keys together.
+  static AttendParams whole(AttendParams cached) {
+    cached.shard = Shard::contiguous(0, 0, 1);
+    return cached;
+  }
+
   cuda::Gpu gpu_;
 };
 

@@ -4,9 +4,21 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/attend.hpp"
-#include "kernels/gather.hpp"
+#include "kernels/params.hpp"
 
 namespace longspan::kernels::cuda {
+
+/// Attention of long queries over pages, by way of a copy: the keys and values of each sequence are
+/// brought together first, and the fastest kernel for contiguous keys does the rest. The copy is a
+/// few percent of the work where queries are many.
+struct GatheredParams {
+  AttendParams attend;  // over pages, on one rank that holds all keys
+  Rows new_k;           // [tokens, kv_heads, dim] the last q_len keys of each sequence, which the
+  Rows new_v;           // pages then need not hold; null: all are in the pages
+  MergeParams merge;    // out and lse; no state is read
+  std::byte* room = nullptr;  // gather_room bytes
+  std::size_t room_bytes = 0;
+};
 
 /// Bytes of GatheredParams::room for calls within these bounds; 0: not by this way.
 std::size_t gather_room(const AttendParams& bounds);

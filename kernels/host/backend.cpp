@@ -47,7 +47,14 @@ class HostBackend final : public Backend {
   std::size_t attend_scratch(const AttendParams& bounds) const override {
     return host::attend_scratch(bounds, pool_.size());
   }
-  void attend(const AttendParams& p, Stream) const override { host::attend(p, pool_); }
+  using AttentionKernels::attend;
+  bool attend(const AttendParams& p, const Epilogue& epilogue, Stream stream,
+              const EpilogueBegins& begins) const override {
+    if (p.new_k.data != nullptr) append(append_of(p), stream);
+    host::attend(p, pool_);
+    queue(epilogue, stream, begins);
+    return false;
+  }
   void merge(const MergeParams& p, Stream) const override { host::merge(p, pool_); }
   void digest(const DigestParams& p, Stream) const override { host::digest(p); }
   void say(const SayParams& p, Stream) const override { *p.said = said(p.hash, p.contents); }
@@ -67,6 +74,9 @@ class HostBackend final : public Backend {
     host::reduce_segments(p, pool_);
   }
   void append(const AppendParams& p, Stream) const override { host::append(p, pool_); }
+  void attend_context(const ContextParams& p, Stream stream) const override {
+    attend_context_by_states(*this, p, stream);
+  }
   void cut_context(const ContextCutParams& p, Stream) const override { host::cut_context(p); }
   void check_arrays(const CheckParams& p, Stream) const override { host::check_arrays(p); }
 

@@ -52,19 +52,15 @@ class GatherKv final : public Strategy {
   }
 
   void queue(Run& run) const override {
-    const kernels::Backend& kernels = layer_.kernels;
-    if (layer_.comm.size() == 1) {
-      run.enter(Phase::attend);
-      if (kernels.attend_finished(run.attend, run.merge, run.stream)) return;
-    } else {
-      kernels.say(run.say, run.stream);
+    if (layer_.comm.size() > 1) {
+      layer_.kernels.say(run.say, run.stream);
       run.enter(Phase::exchange);
       gather_keys(run);
-      run.enter(Phase::attend);
     }
-    kernels.attend(run.attend, run.stream);
-    run.enter(Phase::merge);
-    kernels.merge(run.merge, run.stream);  // it also compares what the ranks have said
+    run.enter(Phase::attend);
+    kernels::EpilogueBegins begins;
+    if (run.timed) begins = [&run] { run.enter(Phase::merge); };
+    layer_.kernels.attend(run.attend, run.merge, run.stream, begins);
   }
 
  private:
@@ -97,7 +93,7 @@ class GatherKv final : public Strategy {
   }
 
   void gather_keys(Run& run) const {
-    const kernels::Backend& kernels = layer_.kernels;
+    const kernels::RowKernels& kernels = layer_.rows;
     const Shard& shard = run.request.shard;
     const std::int64_t capacity = shard.max_local_len(shard.length), bytes = row_bytes();
     const kernels::Batch whole;  // one sequence, of the shard's length
@@ -127,7 +123,7 @@ class GatherKv final : public Strategy {
 
   Layer layer_;
   std::byte* state_ = nullptr;    // one slot
-  std::byte* scratch_ = nullptr;  // Backend::attend_scratch
+  std::byte* scratch_ = nullptr;  // AttentionKernels::attend_scratch
   std::size_t scratch_bytes_ = 0;
   std::byte* gathered_ = nullptr;    // [ranks, capacity, row_bytes] of keys, then of values
   std::byte* ordered_[2] = {};       // keys, values: [max_kv_len, row_bytes]

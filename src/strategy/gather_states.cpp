@@ -84,7 +84,7 @@ class GatherStates final : public Strategy {
   }
 
   void queue(Run& run) const override {
-    const kernels::Backend& kernels = layer_.kernels;
+    const kernels::AttentionKernels& kernels = layer_.kernels;
     const bool alone = layer_.comm.size() == 1;  // then no state has to travel
     const kernels::StateSlots& states = run.attend.state;
     const bool by_windows = peers_ != nullptr && states.rows <= window_rows_;
@@ -95,8 +95,8 @@ class GatherStates final : public Strategy {
     }
 
     run.enter(Phase::attend);
-    if (alone && kernels.attend_finished(run.attend, run.merge, run.stream)) return;
-    if (by_windows) return exchange_by_windows(run);
+    if (alone) return attend_to(run, run.merge, Phase::merge);
+    if (by_windows) return attend_to(run, exchange_of(run), Phase::exchange);
     kernels.attend(run.attend, run.stream);
 
     run.enter(Phase::exchange);
@@ -108,20 +108,21 @@ class GatherStates final : public Strategy {
   }
 
  private:
-  void exchange_by_windows(Run& run) const {
-    const kernels::Backend& kernels = layer_.kernels;
+  /// Attention, and the phase that ends it.
+  void attend_to(Run& run, const kernels::Epilogue& epilogue, Phase last) const {
+    kernels::EpilogueBegins begins;
+    if (run.timed) begins = [&run, last] { run.enter(last); };
+    layer_.kernels.attend(run.attend, epilogue, run.stream, begins);
+  }
+
+  kernels::ExchangeParams exchange_of(const Run& run) const {
     layer_.comm.check("attention");  // no verb does; the step is that of Attention::wait
     kernels::ExchangeParams exchange{*peers_, run.merge, window_rows_};
     exchange.hash = run.say.hash;
     exchange.contents = run.say.contents;
     exchange.run = run.merge.headers.run;
-    // What travels follows from what all ranks were asked alike, and not from `timed`.
-    exchange.pushed = layer_.options.exchange != "windows-apart" && kernels.is_decode(run.attend);
-    if (exchange.pushed && !run.timed && kernels.attend_exchanged(run.attend, exchange, run.stream))
-      return;
-    kernels.attend(run.attend, run.stream);
-    run.enter(Phase::exchange);
-    kernels.exchange(exchange, run.stream);
+    exchange.apart = layer_.options.exchange == "windows-apart";
+    return exchange;
   }
 
   /// Gathers what each rank says of its run beside the data.
@@ -138,12 +139,12 @@ class GatherStates final : public Strategy {
     if (rows.layout == Layout::listed)
       gather(run, rows.table, row_map_, capacity * 8, "gather of query positions");
     else
-      layer_.kernels.map_rows({rows, run.attend.batch, rows.ranks, capacity, row_map_}, run.stream);
-    layer_.kernels.place_rows({static_cast<const std::byte*>(run.request.q.data), mine, nullptr,
-                               run.request.q.shape[0], row_bytes()},
-                              run.stream);
+      layer_.rows.map_rows({rows, run.attend.batch, rows.ranks, capacity, row_map_}, run.stream);
+    layer_.rows.place_rows({static_cast<const std::byte*>(run.request.q.data), mine, nullptr,
+                            run.request.q.shape[0], row_bytes()},
+                           run.stream);
     gather(run, mine, gathered_, slot_bytes, "gather of queries");
-    layer_.kernels.place_rows(
+    layer_.rows.place_rows(
         {gathered_, ordered_, row_map_, rows.ranks * capacity, row_bytes(), run.attend.tokens},
         run.stream);
   }
@@ -165,7 +166,7 @@ class GatherStates final : public Strategy {
   Layer layer_;
   std::size_t scratch_bytes_ = 0;
   std::byte* states_ = nullptr;   // [ranks] slots of the most rows
-  std::byte* scratch_ = nullptr;  // Backend::attend_scratch
+  std::byte* scratch_ = nullptr;  // AttentionKernels::attend_scratch
   // With sharded queries only:
   std::byte* gathered_ = nullptr;    // [ranks, row_capacity, row_bytes]
   std::byte* ordered_ = nullptr;     // [tokens, row_bytes]

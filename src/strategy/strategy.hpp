@@ -26,7 +26,8 @@ enum class Phase : int { attend, exchange, merge };
 /// A layer as its strategy sees it. All of it outlives the strategy.
 struct Layer {
   const Options& options;
-  const kernels::Backend& kernels;
+  const kernels::AttentionKernels& kernels;
+  const kernels::RowKernels& rows;
   comm::Transport& comm;
   kernels::AttendParams bounds;  // the largest run that the options allow, of the rank's own rows
 };

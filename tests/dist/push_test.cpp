@@ -1,7 +1,8 @@
-// States that are pushed by the kernel that folds them (Backend::attend_exchanged), one GPU a rank:
-// the bits of attention and exchange in kernels of their own, also where some ranks take the one
-// and some the other; replays with random delays, and the ends of waits. LONGSPAN_SOAK=1000000
-// makes the soak long; LONGSPAN_TIME=1 prints what several GPUs add to the step of one.
+// States that are pushed by the kernel that folds them (an exchange as the epilogue of attention),
+// one GPU a rank: the bits of attention and exchange in kernels of their own, also where some ranks
+// take the one and some the other; replays with random delays, and the ends of waits.
+// LONGSPAN_SOAK=1000000 makes the soak long; LONGSPAN_TIME=1 prints what several GPUs add to the
+// step of one.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "kernels/backend.hpp"
+#include "kernels/cuda/attend_finished.hpp"
 #include "kernels/cuda/exchange.hpp"
 #include "launcher/graph.hpp"
 #include "longspan/buffer.hpp"
@@ -213,10 +215,10 @@ void PushTest::check(const Case& c, std::uint64_t seed) {
     const Step::Result found = step.result();
     poison(step.states);
     step.take_scratch(*backend_);
-    ASSERT_TRUE(backend_->attend_exchanged(
-        step.attend(),
-        {windows->view(), step.merge(found), step.rows(), shape, Push::one_trip, blocks},
-        Stream{stream_}));
+    ASSERT_TRUE(backend_->attend(step.attend(),
+                                 ExchangeParams{windows->view(), step.merge(found), step.rows(),
+                                                shape, Push::one_trip, blocks},
+                                 Stream{stream_}));
     ok(cudaStreamSynchronize(stream_));
     ASSERT_EQ(windows->report().kind, PeerReport::none) << "rank " << windows->report().rank;
     EXPECT_TRUE(found.bits() == expected.bits())
@@ -239,9 +241,8 @@ TEST_F(PushTest, OneTripForLonger) {
   apart(step, e);
   ok(cudaStreamSynchronize(stream_));
   e.merge = step.merge(found);
-  e.pushed = true;
-  EXPECT_TRUE(backend_->is_decode(step.attend()));
-  ASSERT_TRUE(backend_->attend_exchanged(step.attend(), e, Stream{stream_}));
+  EXPECT_TRUE(kernels::cuda::is_decode(step.attend()));
+  ASSERT_TRUE(backend_->attend(step.attend(), e, Stream{stream_}));
   ok(cudaStreamSynchronize(stream_));
   ASSERT_EQ(windows->report().kind, PeerReport::none) << "rank " << windows->report().rank;
   EXPECT_TRUE(found.bits() == expected.bits());
@@ -297,21 +298,29 @@ TEST_F(PushTest, LeavesTheRestToOtherKernels) {
   Step step = step_of(c, 1);
   auto windows = open(*world_, step.rows(), c.dim);
   ASSERT_TRUE(windows);
-  const Step::Result untouched = step.result();
-  const std::vector<std::byte> before = untouched.bits();
-  const auto pushes = [&](Push push, const auto& change) {
+  const auto is_decode = [&](const auto& change) {
     AttendParams p = step.attend();
     change(p);
-    return backend_->attend_exchanged(
-        p, {windows->view(), step.merge(untouched), step.rows(), 1, push}, Stream{stream_});
+    return kernels::cuda::is_decode(p);
   };
-  EXPECT_FALSE(pushes(Push::two_trips, [](AttendParams&) {}));
-  EXPECT_FALSE(pushes(Push::one_trip, [](AttendParams& p) { p.resume = true; }));
-  EXPECT_FALSE(pushes(Push::one_trip, [](AttendParams& p) { p.parts.count = 2; }));
-  EXPECT_FALSE(pushes(Push::one_trip, [](AttendParams& p) { p.batch.skip_decode = true; }));
-  EXPECT_FALSE(pushes(Push::one_trip, [](AttendParams& p) { p.shard.length = 100; }));  // no splits
-  ok(cudaStreamSynchronize(stream_));
-  EXPECT_TRUE(untouched.bits() == before);
+  EXPECT_TRUE(is_decode([](AttendParams&) {}));
+  EXPECT_FALSE(is_decode([](AttendParams& p) { p.resume = true; }));
+  EXPECT_FALSE(is_decode([](AttendParams& p) { p.parts.count = 2; }));
+  EXPECT_FALSE(is_decode([](AttendParams& p) { p.batch.skip_decode = true; }));
+  for (const bool splits : {true, false}) {
+    const Step::Result expected = step.result(), found = step.result();
+    AttendParams p = step.attend();
+    if (!splits) p.shard.length = 100;
+    ExchangeParams e{windows->view(), step.merge(expected), step.rows(), 1,
+                     splits ? Push::two_trips : Push::one_trip};
+    backend_->attend(p, Stream{stream_});
+    backend_->exchange(e, Stream{stream_});
+    e.merge = step.merge(found);
+    EXPECT_FALSE(backend_->attend(p, e, Stream{stream_}));
+    ok(cudaStreamSynchronize(stream_));
+    EXPECT_EQ(windows->report().kind, PeerReport::none);
+    EXPECT_TRUE(found.bits() == expected.bits()) << splits;
+  }
 }
 
 /// Ranks take the one and the other in turn, no two neighbours the same; two steps with other
@@ -330,8 +339,9 @@ TEST_F(PushTest, SoakWithDelaysAndRanksThatDiffer) {
   const PeerView view = windows->view();
   for (int i = 0; i < 2; ++i) {
     apart(steps[i], {view, steps[i].merge(expected[i]), steps[i].rows(), 1, Push::one_trip});
-    ASSERT_TRUE(backend_->attend_exchanged(
-        steps[i].attend(), {view, steps[i].merge(found[i]), steps[i].rows(), 1, Push::one_trip},
+    ASSERT_TRUE(backend_->attend(
+        steps[i].attend(),
+        ExchangeParams{view, steps[i].merge(found[i]), steps[i].rows(), 1, Push::one_trip},
         Stream{stream_}));
   }
   ok(cudaStreamSynchronize(stream_));
@@ -348,7 +358,7 @@ TEST_F(PushTest, SoakWithDelaysAndRanksThatDiffer) {
       if ((i / 2 + world_->rank()) % 2 == 0)
         apart(step, e);
       else
-        backend_->attend_exchanged(step.attend(), e, on);
+        backend_->attend(step.attend(), e, on);
     }
   });
   std::mt19937 random(std::random_device{}());
@@ -371,8 +381,9 @@ TEST_F(PushTest, RanksThatMeanDifferentThingsAreReported) {
   ASSERT_TRUE(windows);
   const Step::Result result = step.result();
   const std::uint32_t shape = world_->rank() == 0 ? 7 : 8;
-  ASSERT_TRUE(backend_->attend_exchanged(
-      step.attend(), {windows->view(), step.merge(result), step.rows(), shape, Push::one_trip},
+  ASSERT_TRUE(backend_->attend(
+      step.attend(),
+      ExchangeParams{windows->view(), step.merge(result), step.rows(), shape, Push::one_trip},
       Stream{stream_}));
   ok(cudaStreamSynchronize(stream_));
   EXPECT_EQ(windows->report().kind, PeerReport::differs);
@@ -391,8 +402,9 @@ TEST_F(PushTest, ARankThatDoesNotComeEndsTheWait) {
   const Step::Result result = step.result();
   if (world.rank() != 1) {
     const auto begin = std::chrono::steady_clock::now();
-    ASSERT_TRUE(backend_->attend_exchanged(
-        step.attend(), {windows->view(), step.merge(result), step.rows(), 1, Push::one_trip},
+    ASSERT_TRUE(backend_->attend(
+        step.attend(),
+        ExchangeParams{windows->view(), step.merge(result), step.rows(), 1, Push::one_trip},
         Stream{stream_}));
     ok(cudaStreamSynchronize(stream_));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(4));
@@ -426,12 +438,8 @@ TEST_F(PushTest, Times) {
     ASSERT_TRUE(windows);
     const Step::Result result = step.result();
     const auto time = [&](const auto& work) { return time_of(work).median; };
-    const double one = time([&](Stream on) {
-      if (!backend_->attend_finished(alone.attend(), alone.merge(result), on)) {
-        backend_->attend(alone.attend(), on);
-        backend_->merge(alone.merge(result), on);
-      }
-    });
+    const double one =
+        time([&](Stream on) { backend_->attend(alone.attend(), alone.merge(result), on); });
     const auto exchange = [&](Push push, bool overlap = true) {
       return ExchangeParams{windows->view(), step.merge(result), step.rows(), 1, push, 0, overlap};
     };
@@ -439,8 +447,7 @@ TEST_F(PushTest, Times) {
     bool pushed_so = true;
     const auto pushed = [&](bool overlap) {
       return time([&](Stream on) {
-        pushed_so &=
-            backend_->attend_exchanged(step.attend(), exchange(Push::one_trip, overlap), on);
+        pushed_so &= backend_->attend(step.attend(), exchange(Push::one_trip, overlap), on);
       });
     };
     const double over = pushed(true), after = pushed(false);

@@ -134,10 +134,7 @@ class Chain {
   }
 
   void finish(const kernels::AttendParams& p, Stream stream) const {
-    const kernels::MergeParams m = result_of(1);
-    if (backend_->attend_finished(p, m, stream)) return;
-    backend_->attend(p, stream);
-    backend_->merge(m, stream);
+    backend_->attend(p, result_of(1), stream);
   }
 
   ChainRow row_;

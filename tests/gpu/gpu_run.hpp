@@ -116,10 +116,10 @@ class GpuRun {
   }
   void queue_merge(cudaStream_t stream = nullptr) { backend_->merge(merge_params(), {stream}); }
 
-  /// Attend and merge in one, where the backend has a kernel for it; else false, and nothing.
+  /// Attend and merge in one call. True: one kernel did both.
   bool queue_finished(cudaStream_t stream = nullptr) {
     find_key_starts(0, stream);
-    return backend_->attend_finished(params(0), merge_params(), {stream});
+    return backend_->attend(params(0), merge_params(), {stream});
   }
 
   void poison() {

@@ -182,6 +182,10 @@ TEST(QueryShards, WhatIsRefused) {
   p.batch.skip_decode = true;
   EXPECT_THAT(message(), ::testing::HasSubstr("skip_decode with sharded queries"));
   p.batch.skip_decode = false;
+  float new_key = 0;
+  p.new_k.data = &new_key;
+  EXPECT_THAT(message(), ::testing::HasSubstr("new keys with sharded queries"));
+  p.new_k.data = nullptr;
   p.queries.layout = Layout::listed;
   EXPECT_THAT(message(), ::testing::HasSubstr("listed queries"));
 }

@@ -245,13 +245,12 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
   m.lse = static_cast<float*>(a.lse.data());
   m.lse_row_stride = s.heads;
   m.lse_head_stride = 1;
-  bool ended = false;
   if (dealt.chain && dealt.finished) {
-    ended = backend->attend_finished(p, m, {});
-    EXPECT_TRUE(ended || !dealt.on_hopper);
-    if (!ended) backend->attend(p, {});
+    const bool by_one_kernel = backend->attend(p, m, {});
+    EXPECT_TRUE(by_one_kernel || !dealt.on_hopper);
+  } else {
+    backend->merge(m, {});
   }
-  if (!ended) backend->merge(m, {});
   if (dealt.chain) expect_left_out(problem, states, memory, dealt.empty_first);
   settle(a.out);
   return a.result();

@@ -280,7 +280,7 @@ TEST_P(ExchangeOfAttention, BitsOfOneGpu) {
       EXPECT_EQ(cudaMemsetAsync(attend.scratch, 0xff, attend.scratch_bytes, ranks.stream(r)),
                 cudaSuccess);
       if (GetParam().pushed) {
-        EXPECT_TRUE(backend->attend_exchanged(attend, ranks[r], {ranks.stream(r)}));
+        EXPECT_TRUE(backend->attend(attend, ranks[r], {ranks.stream(r)}));
       } else {
         backend->attend(attend, {ranks.stream(r)});
         ranks.queue(r);

@@ -1,6 +1,7 @@
 // Small cases of every attention kernel, a schedule each: few enough that hundreds run in a second
 // or two, and chosen so that every barrier of a kernel matters in one of them. tests/simulate.py
 // runs them under many schedules, and tests/simulator/mutation.py under each of its mutants.
+#include "kernels/cuda/attend_finished.hpp"
 #include "kernels/simulated/machine.hpp"
 #include "tests/gpu/serving_ranks.hpp"
 #include "tests/gpu/sm90_run.hpp"
@@ -524,7 +525,7 @@ TEST(NewKeys, AreInTheCacheAndSeen) {
   kernels::AttendParams p = old;
   p.new_k = {new_k.data(), std::int64_t{c.kv_heads} * c.dim, c.dim};
   p.new_v = {new_v.data(), std::int64_t{c.kv_heads} * c.dim, c.dim};
-  ASSERT_TRUE(backend->writes_new_keys(p));
+  ASSERT_TRUE(kernels::cuda::writes_new_keys(p));
   backend->attend(p, {});
   run.queue_merge();
   expect_exact(c, data, run.result());

@@ -851,8 +851,8 @@ MUTANTS = [
     # ---- where query rows stand ----------------------------------------------------------------
     Mutant("position-by-local-row", "kernels/params.hpp", "other",
            "A row of a share stands where its number on the rank says.",
-           old="queries.ranks == 1 ? token : shared_index(",
-           new="queries.ranks > 0 ? token : shared_index("),
+           old="queries.ranks == 1 ? token : sharded",
+           new="queries.ranks > 0 ? token : sharded"),
     Mutant("position-by-local-length", "kernels/params.hpp", "other",
            "The rows of a share end at the last position of the sequence.",
            old="    if (queries.ranks == 1) return batch.query_len(b, tokens);\n",

@@ -116,7 +116,7 @@ TEST_P(Gather, CopiesWhatIsSeen) {
   const std::size_t half = static_cast<std::size_t>(s.batch() * capacity) * row_bytes;
   const Buffer room = poisoned(Device::cuda, 2 * half + 256);
 
-  kernels::GatheredParams g;
+  kernels::cuda::GatheredParams g;
   kernels::AttendParams& p = g.attend;
   p.dtype = p.q_dtype = p.kv_dtype = s.dtype;
   p.tokens = problem.tokens;

@@ -14,7 +14,7 @@ namespace longspan {
 namespace {
 
 /// Kernels that only note what they are asked for.
-class Notes final : public kernels::Backend {
+class Notes final : public kernels::AttentionKernels, public kernels::RowKernels {
  public:
   mutable std::vector<kernels::ExchangeParams> exchanges;
   mutable int pushes = 0, says = 0, merges = 0;
@@ -22,11 +22,14 @@ class Notes final : public kernels::Backend {
   Device device() const override { return Device::host; }
   void check(const kernels::AttendParams&) const override {}
   std::size_t attend_scratch(const kernels::AttendParams&) const override { return 0; }
-  void attend(const kernels::AttendParams&, Stream) const override {}
-  bool is_decode(const kernels::AttendParams&) const override { return true; }
-  bool attend_exchanged(const kernels::AttendParams&, const kernels::ExchangeParams& e,
-                        Stream) const override {
-    exchanges.push_back(e);
+  bool attend(const kernels::AttendParams&, const kernels::Epilogue& epilogue, Stream stream,
+              const kernels::EpilogueBegins& begins) const override {
+    const auto* e = std::get_if<kernels::ExchangeParams>(&epilogue);
+    if (e == nullptr || e->apart || begins) {
+      queue(epilogue, stream, begins);
+      return false;
+    }
+    exchanges.push_back(*e);
     ++pushes;
     return true;
   }
@@ -71,7 +74,7 @@ class GatherStatesTest : public ::testing::Test {
     bounds.tokens = options.max_tokens;
     bounds.dim = options.dim;
     const StrategyInfo& info = choose_strategy(options, world.size());
-    auto made = entry_of(info).make({options, notes, world, bounds});
+    auto made = entry_of(info).make({options, notes, notes, world, bounds});
     made->open(0);
     return made;
   }
@@ -94,7 +97,7 @@ TEST_F(GatherStatesTest, ARankThatTimesItsPhasesSendsWhatTheOthersSend) {
   EXPECT_EQ(notes.pushes, 1) << "with times, attention and exchange are kernels of their own";
   ASSERT_EQ(notes.exchanges.size(), 2u);
   for (const kernels::ExchangeParams& exchange : notes.exchanges) {
-    EXPECT_TRUE(exchange.pushed) << "the variant follows from this";
+    EXPECT_FALSE(exchange.apart) << "the variant follows from this";
     EXPECT_EQ(exchange.hash, 42u);
   }
 }
@@ -104,7 +107,7 @@ TEST_F(GatherStatesTest, AllRanksTakeKernelsApartTogether) {
   run(*layer());
   ASSERT_EQ(notes.exchanges.size(), 1u);
   EXPECT_EQ(notes.pushes, 0);
-  EXPECT_FALSE(notes.exchanges[0].pushed);
+  EXPECT_TRUE(notes.exchanges[0].apart);
 }
 
 TEST_F(GatherStatesTest, WhatIsGatheredCarriesWhatTheRankMeans) {

@@ -29,7 +29,7 @@ struct Lane {
 
 /// Whether the sequence's rows are rows of the request. Only then may anything else of it be read.
 template <class Report>
-LONGSPAN_HD bool check_rows(const AttendParams& p, int b, const Report& report) {
+LONGSPAN_HD bool check_rows(const Geometry& p, int b, const Report& report) {
   const std::int32_t* start = p.batch.query_start;
   if (start == nullptr) return true;
   if (b == 0 && start[0] != 0) {
@@ -44,7 +44,7 @@ LONGSPAN_HD bool check_rows(const AttendParams& p, int b, const Report& report) 
 }
 
 /// Local keys of the sequence that some row of it sees.
-LONGSPAN_HD inline Interval needed_keys(const AttendParams& p, int b) {
+LONGSPAN_HD inline Interval needed_keys(const Geometry& p, int b) {
   const Shard shard = p.shard.of(b);
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
   if (q_len == 0 || p.batch.skips(q_len)) return {};
@@ -78,15 +78,15 @@ LONGSPAN_HD void check_slot(const CheckParams& p, std::int64_t token, std::int64
 template <class Report, class Claim>
 LONGSPAN_HD void check_new_rows(const CheckParams& check, int b, Lane own, const Report& report,
                                 const Claim& claim) {
-  const AttendParams& p = check.attend;
+  const Geometry& p = check.geometry;
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), first_row = p.batch.first_row(b);
   for (std::int64_t t = own.lane; t < q_len; t += own.lanes) {
     const std::int64_t key = new_key(p.batch, p.shard, b, t, q_len);
     if (key < 0) continue;
     std::int64_t slot = p.batch.first_key(b) + key;
-    if (p.pages) {
-      if (!check_page(p.pages, b, key / p.pages.size, report)) continue;
-      slot = p.pages.page(b, key) * p.pages.size + key % p.pages.size;
+    if (check.pages) {
+      if (!check_page(check.pages, b, key / check.pages.size, report)) continue;
+      slot = check.pages.page(b, key) * check.pages.size + key % check.pages.size;
     }
     check_slot(check, first_row + t, slot, report, claim);
   }
@@ -96,7 +96,7 @@ LONGSPAN_HD void check_new_rows(const CheckParams& check, int b, Lane own, const
 template <class Report, class Claim>
 LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const Report& report,
                                 const Claim& claim) {
-  const AttendParams& p = check.attend;
+  const Geometry& p = check.geometry;
   if (!check_rows(p, b, report)) return;
   if (check.is_append && check.slots != nullptr) return;  // nothing else is followed
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
@@ -107,30 +107,30 @@ LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const
     return report(Fault::qq_width, b, p.bias.qq.width, p.whole_query_len(b));
   if (p.max_kv_len > 0 && kv_len > p.max_kv_len)
     return report(Fault::too_long, b, p.max_kv_len, kv_len);
-  if (p.parts && p.parts.keys > 0) {
+  if (check.parts && check.parts.keys > 0) {
     const std::int64_t local_len = p.shard.of(b).local_len(kv_len);
-    if (p.parts.keys < local_len && p.parts.keys * p.parts.count < local_len)
-      return report(Fault::segments, b, p.parts.keys * p.parts.count, local_len);
+    if (check.parts.keys < local_len && check.parts.keys * check.parts.count < local_len)
+      return report(Fault::segments, b, check.parts.keys * check.parts.count, local_len);
   }
-  if (!p.pages && check.slot_count >= 0) {
+  if (!check.pages && check.slot_count >= 0) {
     const std::int64_t end = p.batch.first_key(b) + p.shard.of(b).local_len(kv_len);
     if (end > check.slot_count)
       return report(Fault::too_long, b, check.slot_count - p.batch.first_key(b),
                     end - p.batch.first_key(b));
   }
-  if (p.pages) {
+  if (check.pages) {
     const std::int64_t local_len = p.shard.of(b).local_len(kv_len);
-    const std::int64_t capacity = p.pages.columns * p.pages.size;
+    const std::int64_t capacity = check.pages.columns * check.pages.size;
     if (local_len > capacity) return report(Fault::too_long, b, capacity, local_len);
   }
   if (check.is_append) return check_new_rows(check, b, own, report, claim);
-  if (!p.pages) return;
+  if (!check.pages) return;
   const Interval keys = needed_keys(p, b);
   if (keys.empty()) return;
-  const std::int64_t end = (keys.end - 1) / p.pages.size + 1;
-  for (std::int64_t column = keys.begin / p.pages.size + own.lane; column < end;
+  const std::int64_t end = (keys.end - 1) / check.pages.size + 1;
+  for (std::int64_t column = keys.begin / check.pages.size + own.lane; column < end;
        column += own.lanes)
-    check_page(p.pages, b, column, report);
+    check_page(check.pages, b, column, report);
 }
 
 }  // namespace longspan::kernels

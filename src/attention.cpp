@@ -301,14 +301,12 @@ struct Attention::Impl {
   kernels::CheckParams append_checks(const kernels::AppendParams& append,
                                      const CacheView& cache) const {
     kernels::CheckParams p;
-    p.attend = bounds();
-    p.attend.tokens = append.tokens;
-    p.attend.k = append.k;
-    p.attend.v = append.v;
-    p.attend.pages = append.pages;
-    p.attend.batch = append.batch;
-    p.attend.shard = append.shard;
-    p.attend.max_query_len = 0;  // a promise about queries; a longer prompt may be appended
+    p.geometry = bounds();
+    p.geometry.tokens = append.tokens;
+    p.geometry.batch = append.batch;
+    p.geometry.shard = append.shard;
+    p.pages = append.pages;
+    p.geometry.max_query_len = 0;  // a promise about queries; a longer prompt may be appended
     p.is_append = true;
     p.slot_count = cache.keys;
     return p;
@@ -372,7 +370,7 @@ void Attention::run(const Request& request, Stream stream) {
   layer.begin(run, request);
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(request.shard, request.kv_len, request.batch, cache, stream);
-  layer.check_arrays({.attend = run.attend, .slot_count = cache.keys}, stream);
+  layer.check_arrays(checks_of(run.attend, cache.keys), stream);
   if (request.new_k) layer.give_new_keys(run.attend, append_of(request), cache, stream);
   layer.strategy->queue(run);
   run.enter(Phase::merge);  // the end of the last phase

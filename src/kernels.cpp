@@ -158,8 +158,8 @@ kernels::AppendParams append_params(const AppendKv& a, const CacheView& cache) {
 
 kernels::CheckParams append_checks(const AppendKv& a, const CacheView& cache) {
   kernels::CheckParams p;
-  p.attend.tokens = a.k.shape[0];
-  p.attend.pages = cache.pages;
+  p.geometry.tokens = a.k.shape[0];
+  p.pages = cache.pages;
   p.is_append = true;
   p.slots = a.slots;
   p.slot_count = cache.keys;
@@ -168,9 +168,9 @@ kernels::CheckParams append_checks(const AppendKv& a, const CacheView& cache) {
 
 kernels::CheckParams reduce_checks(const ReduceSegments& a) {
   kernels::CheckParams p;
-  p.attend.tokens = a.out.shape[0];
-  p.attend.batch = {a.batch, a.query_start, a.kv_len};
-  p.attend.parts = parts_of(a.segments);
+  p.geometry.tokens = a.out.shape[0];
+  p.geometry.batch = {a.batch, a.query_start, a.kv_len};
+  p.parts = parts_of(a.segments);
   return p;
 }
 
@@ -247,7 +247,7 @@ struct Kernels::Impl {
   void check_sequences(const kernels::AttendParams& p, const CacheView& cache,
                        std::int64_t max_kv_len) const {
     check_lengths(p.batch, p.tokens, p.shard, cache, max_kv_len);
-    check_at_once({.attend = p, .slot_count = cache.keys});
+    check_at_once(checks_of(p, cache.keys));
   }
 };
 
@@ -402,7 +402,7 @@ void Kernels::check(const PagedAttention& a, Stream stream) const {
   const CacheView cache = check_paged(a, shape, false, impl_->device());
   kernels::AttendParams p = attend_params(a, shape);
   set_cache(p, cache);
-  impl_->check_and_wait({.attend = p, .slot_count = cache.keys}, stream);
+  impl_->check_and_wait(checks_of(p, cache.keys), stream);
 }
 
 void Kernels::check(const SegmentedAttention& a, Stream stream) const {
@@ -413,7 +413,7 @@ void Kernels::check(const SegmentedAttention& a, Stream stream) const {
   kernels::AttendParams p = attend_params(a, shape);
   set_cache(p, cache);
   p.parts = parts_of(a.segments);
-  impl_->check_and_wait({.attend = p, .slot_count = cache.keys}, stream);
+  impl_->check_and_wait(checks_of(p, cache.keys), stream);
 }
 
 void Kernels::check(const ReduceSegments& a, Stream stream) const {
@@ -429,7 +429,7 @@ void Kernels::check(const ContextAttention& a, Stream stream) const {
   set_cache(p, cache);
   if (impl_->on_host()) check_batch_lengths(p.batch, p.tokens);
   impl_->backend->cut_context({p.batch, p.tokens, memory.ranges}, stream);
-  impl_->check_and_wait({.attend = p, .slot_count = cache.keys}, stream);
+  impl_->check_and_wait(checks_of(p, cache.keys), stream);
 }
 
 void Kernels::check(const AppendKv& a, Stream stream) const {

@@ -31,18 +31,18 @@ constexpr std::size_t kAlign = 256;
 std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 /// The kinds that one call serves, a launch each.
-std::array<Lengths, 2> kinds(const AttendParams& p) {
+std::array<Lengths, 2> kinds(const Geometry& p) {
   return {p.batch.skip_decode ? Lengths::short_but_one : Lengths::only_short, Lengths::only_long};
 }
 
 /// Most query tokens of one sequence of the kind.
-std::int64_t most_tokens(const AttendParams& p, Lengths lengths) {
+std::int64_t most_tokens(const Geometry& p, Lengths lengths) {
   const std::int64_t most = p.max_query_len > 0 ? std::min(p.tokens, p.max_query_len) : p.tokens;
   return lengths == Lengths::only_long ? most : std::min<std::int64_t>(most, kShortQuery);
 }
 
 /// Packed rows of a sequence of the kind, were the sequences equal.
-std::int64_t mean_rows(const AttendParams& p, Lengths lengths) {
+std::int64_t mean_rows(const Geometry& p, Lengths lengths) {
   const std::int64_t tokens = (p.tokens + p.batch.size - 1) / p.batch.size;
   const std::int64_t most = most_tokens(p, lengths);
   return std::min(tokens, most) * (p.heads / p.kv_heads);
@@ -257,7 +257,7 @@ void check_fits(const AttendParams& p, const Gpu& gpu) {
       choose_kernel(p, lengths, loader, gpu);
 }
 
-bool may_hold(const AttendParams& p, Lengths lengths) {
+bool may_hold(const Geometry& p, Lengths lengths) {
   if (p.tokens == 0 || p.batch.size == 0) return false;
   if (p.batch.query_start == nullptr) return serves(lengths, p.tokens);
   return lengths != Lengths::only_long || most_tokens(p, lengths) > kShortQuery;

@@ -65,7 +65,7 @@ KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader,
 void check_fits(const AttendParams& p, const Gpu& gpu);
 
 /// Can the batch hold sequences of this kind? Lengths may be known on the device only.
-bool may_hold(const AttendParams& p, Lengths lengths);
+bool may_hold(const Geometry& p, Lengths lengths);
 
 /// Bytes of scratch that `attend` takes for these params, and the most for any smaller ones.
 std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu);

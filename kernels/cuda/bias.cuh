@@ -13,7 +13,7 @@ namespace longspan::kernels::cuda {
 
 /// Of a local key of the sequence; any number for keys that nobody may see. Sequences with a bias
 /// have fewer than 2^31 keys.
-__device__ inline int key_column(const AttendParams& p, const Sequence& sequence, const View& view,
+__device__ inline int key_column(const Geometry& p, const Sequence& sequence, const View& view,
                                  std::int64_t local_key) {
   if (!view.any.contains(local_key)) return 0;
   const std::int64_t position = p.shard.of(sequence.index).position(local_key, sequence.kv_len);
@@ -26,7 +26,7 @@ struct QueryRow {
   int head;
 };
 
-__device__ inline QueryRow query_row(const AttendParams& p, int sequence, const PackedRow& row) {
+__device__ inline QueryRow query_row(const Geometry& p, int sequence, const PackedRow& row) {
   return {p.query_index(sequence, row.token), row.head};
 }
 

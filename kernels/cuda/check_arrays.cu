@@ -37,7 +37,7 @@ struct Claim {
 
 __global__ __launch_bounds__(kThreads) void check_sequences_kernel(
     const __grid_constant__ CheckParams p) {
-  for (int b = static_cast<int>(blockIdx.x); b < p.attend.batch.size;
+  for (int b = static_cast<int>(blockIdx.x); b < p.geometry.batch.size;
        b += static_cast<int>(gridDim.x))
     check_sequence(p, b, {threadIdx.x, kThreads}, Reporter{p.report}, Claim{p.claimed});
 }
@@ -45,17 +45,17 @@ __global__ __launch_bounds__(kThreads) void check_sequences_kernel(
 __global__ __launch_bounds__(kThreads) void check_slots_kernel(
     const __grid_constant__ CheckParams p) {
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (token < p.attend.tokens)
+  if (token < p.geometry.tokens)
     check_slot(p, token, p.slots[token], Reporter{p.report}, Claim{p.claimed});
 }
 
 }  // namespace
 
 void check_arrays(const CheckParams& p, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(std::min(p.attend.batch.size, 65536));
+  const auto blocks = static_cast<unsigned>(std::min(p.geometry.batch.size, 65536));
   if (blocks > 0) launch_kernel(check_sequences_kernel, {blocks, kThreads, stream}, p);
-  if (p.is_append && p.slots != nullptr && p.attend.tokens > 0) {
-    const std::int64_t slot_blocks = (p.attend.tokens + kThreads - 1) / kThreads;
+  if (p.is_append && p.slots != nullptr && p.geometry.tokens > 0) {
+    const std::int64_t slot_blocks = (p.geometry.tokens + kThreads - 1) / kThreads;
     launch_kernel(check_slots_kernel, {static_cast<unsigned>(slot_blocks), kThreads, stream}, p);
   }
 }

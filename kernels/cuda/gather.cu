@@ -38,7 +38,8 @@ struct Copy {
 };
 
 struct Call {
-  AttendParams p;
+  Geometry p;
+  Pages pages;
   Copy copies[2];
   std::int64_t capacity;
   std::int64_t* key_start;
@@ -86,7 +87,7 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant_
   auto& rows = arch::shared_variable<const Bits* [kKeys]>();  // of a key of head 0
   arch::let_next_kernel_start();  // attention of short sequences, which then waits for the copy
   const auto tile = reinterpret_cast<Bits(*)[kMostDim + kVector]>(memory);
-  const AttendParams& p = call.p;
+  const Geometry& p = call.p;
   const int b = static_cast<int>(blockIdx.z / 2), own = static_cast<int>(threadIdx.x);
   const Copy& copy = call.copies[blockIdx.z % 2];
   const KvRows& source = copy.source;
@@ -109,7 +110,8 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant_
     const int key = static_cast<int>(first) + own;
     if (own < block.in_pages) {
       const std::int64_t page =
-          p.pages.table[b * p.pages.row_stride + key / call.by_page * p.pages.column_stride];
+          call.pages
+              .table[b * call.pages.row_stride + key / call.by_page * call.pages.column_stride];
       rows[own] = source.at<const Bits>(key % call.by_page, 0) + page * source.page_stride;
     } else {
       rows[own] = copy.fresh.at<const Bits>(p.batch.first_row(b) + key - context, 0);
@@ -157,12 +159,12 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant_
   }
 }
 
-std::int64_t bytes_of_key(const AttendParams& p) {
+std::int64_t bytes_of_key(const Geometry& p) {
   return std::int64_t{2} * p.kv_heads * p.dim * static_cast<std::int64_t>(sizeof(Bits));
 }
 
 /// Of the first keys and, behind them, the ticket.
-std::size_t table_bytes(const AttendParams& p) {
+std::size_t table_bytes(const Geometry& p) {
   return (static_cast<std::size_t>(p.batch.size + 1) * sizeof(std::int64_t) + 255) / 256 * 256;
 }
 
@@ -183,7 +185,7 @@ std::size_t gather_room(const AttendParams& bounds) {
   return bytes > kMostRoom ? 0 : bytes + table_bytes(bounds);
 }
 
-std::int64_t gather_capacity(const AttendParams& p, std::size_t room_bytes) {
+std::int64_t gather_capacity(const Geometry& p, std::size_t room_bytes) {
   if (room_bytes <= table_bytes(p)) return 0;
   return static_cast<std::int64_t>(room_bytes - table_bytes(p)) / (p.batch.size * bytes_of_key(p));
 }
@@ -191,6 +193,7 @@ std::int64_t gather_capacity(const AttendParams& p, std::size_t room_bytes) {
 AttendParams gather_keys(const GatheredParams& g, cudaStream_t stream) {
   AttendParams p = g.attend;
   Call call{.p = p,
+            .pages = p.pages,
             .capacity = gather_capacity(p, g.room_bytes),
             .by_page = Divisor(static_cast<std::uint32_t>(p.pages.size)),
             .by_chunks = Divisor(static_cast<std::uint32_t>(p.dim / kVector))};

@@ -27,7 +27,7 @@ std::size_t gather_room(const AttendParams& bounds);
 bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t stream);
 
 /// Keys of each sequence that room of so many bytes has place for.
-std::int64_t gather_capacity(const AttendParams& p, std::size_t room_bytes);
+std::int64_t gather_capacity(const Geometry& p, std::size_t room_bytes);
 
 /// Queues the copy: keys [sequences, capacity, kv_heads, dim], values behind them, then the first
 /// key of each sequence, [sequences], and a ticket that is zero. Keys that no row sees are left

@@ -38,7 +38,7 @@ struct Sequence {
   std::int64_t local_len;    // keys on this rank
 };
 
-LONGSPAN_HD inline Sequence sequence_of(const AttendParams& p, int b) {
+LONGSPAN_HD inline Sequence sequence_of(const Geometry& p, int b) {
   const std::int64_t kv_len = p.batch.keys(b, p.shard);
   return {b,      p.batch.first_row(b), kv_len - p.whole_query_len(b),
           kv_len, p.batch.first_key(b), p.shard.of(b).local_len(kv_len)};
@@ -160,7 +160,7 @@ LONGSPAN_HD inline SplitsTaken splits_taken(const SegmentOrder& order,
   return {leaf_splits, (most + (1 << places) - 1) >> places << numbers.leaves};
 }
 
-LONGSPAN_HD inline Work work_of(const AttendParams& p, const Plan& plan, int index) {
+LONGSPAN_HD inline Work work_of(const Geometry& p, const Plan& plan, int index) {
   const int group = static_cast<int>(plan.by_group.value);
   // Short queries: the heads of a key together, as they lie together in memory. Long ones: tiles,
   // so that they share keys in L2, and the heaviest under a causal mask, the last, first.
@@ -218,7 +218,7 @@ LONGSPAN_HD inline Interval intersection(const Interval& a, const Interval& b) {
 
 /// Positions that the query at `position` sees, in order also where there are none: what the first
 /// and the last row of a run of rows see bounds what all of them see.
-LONGSPAN_HD inline Interval visible_in_order(const AttendParams& p, int b, std::int64_t position,
+LONGSPAN_HD inline Interval visible_in_order(const Geometry& p, int b, std::int64_t position,
                                              std::int64_t kv_len) {
   Interval seen = p.visible(b, position, kv_len);
   if (p.documents) {
@@ -297,7 +297,7 @@ LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan, con
 }
 
 /// Row of Plan::parts that holds (sequence, token, head).
-LONGSPAN_HD inline std::int64_t part_row(const AttendParams& p, const Plan& plan, int sequence,
+LONGSPAN_HD inline std::int64_t part_row(const Geometry& p, const Plan& plan, int sequence,
                                          std::int64_t token, int head) {
   const std::int64_t first = plan.part_tokens > 0 ? std::int64_t{sequence} * plan.part_tokens
                                                   : p.batch.first_row(sequence);

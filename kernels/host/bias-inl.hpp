@@ -27,7 +27,7 @@ namespace HWY_NAMESPACE {
 
 class SegmentBias {
  public:
-  SegmentBias(const AttendParams& params, const Tile& tile) : p_(params), tile_(tile) {
+  SegmentBias(const Geometry& params, const Tile& tile) : p_(params), tile_(tile) {
     const Sequence& s = tile.sequence;
     in_32_bits_ = 2 * s.kv_len - s.context_len <= std::numeric_limits<std::int32_t>::max();
   }
@@ -121,7 +121,7 @@ class SegmentBias {
     }
   }
 
-  const AttendParams& p_;
+  const Geometry& p_;
   const Tile& tile_;
   bool in_32_bits_ = true;
   bool consecutive_ = true;

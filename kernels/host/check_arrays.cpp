@@ -17,10 +17,10 @@ void check_arrays(const CheckParams& p) {
     word |= bit;
     return taken;
   };
-  const AttendParams& attend = p.attend;
-  for (int b = 0; b < attend.batch.size; ++b) check_sequence(p, b, {}, report, claim);
+  const Geometry& geometry = p.geometry;
+  for (int b = 0; b < geometry.batch.size; ++b) check_sequence(p, b, {}, report, claim);
   if (p.is_append && p.slots != nullptr)
-    for (std::int64_t token = 0; token < attend.tokens; ++token)
+    for (std::int64_t token = 0; token < geometry.tokens; ++token)
       check_slot(p, token, p.slots[token], report, claim);
 }
 

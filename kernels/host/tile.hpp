@@ -34,7 +34,7 @@ struct Sequence {
   std::int64_t keys;  // on this rank
   SegmentOrder order;
 
-  Sequence(const AttendParams& p, int b)
+  Sequence(const Geometry& p, int b)
       : index(b),
         shard(p.shard.of(b)),
         first_row(p.batch.first_row(b)),

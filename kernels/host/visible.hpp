@@ -25,7 +25,7 @@ inline Range aligned(Range keys) {
 
 class Visible {
  public:
-  Visible(const AttendParams& params, const Tile& tile)
+  Visible(const Geometry& params, const Tile& tile)
       : p_(params),
         tile_(tile),
         group_(params.heads / params.kv_heads),
@@ -123,7 +123,7 @@ class Visible {
     return range.begin < range.end ? range : Range{};
   }
 
-  const AttendParams& p_;
+  const Geometry& p_;
   const Tile& tile_;
   int group_;
   bool listed_;

@@ -849,11 +849,11 @@ MUTANTS = [
            old="(rest < last ? rest : last)",
            new="(rest < last ? 0 : last)"),
     # ---- where query rows stand ----------------------------------------------------------------
-    Mutant("position-by-local-row", "kernels/params.hpp", "other",
+    Mutant("position-by-local-row", "kernels/geometry.hpp", "other",
            "A row of a share stands where its number on the rank says.",
            old="queries.ranks == 1 ? token : sharded",
            new="queries.ranks > 0 ? token : sharded"),
-    Mutant("position-by-local-length", "kernels/params.hpp", "other",
+    Mutant("position-by-local-length", "kernels/geometry.hpp", "other",
            "The rows of a share end at the last position of the sequence.",
            old="    if (queries.ranks == 1) return batch.query_len(b, tokens);\n",
            new="    if (queries.ranks > 0) return batch.query_len(b, tokens);\n"),

@@ -74,8 +74,8 @@ TEST(CheckSlots, EachIsClaimedOnce) {
                  claimed = on_device(Device::cuda, std::vector<std::uint32_t>(kSlots / 32 + 1)),
                  report = on_device(Device::cuda, std::vector<kernels::FaultReport>(1));
     kernels::CheckParams p;
-    p.attend.tokens = kTokens;
-    p.attend.shard.length = kTokens;
+    p.geometry.tokens = kTokens;
+    p.geometry.shard.length = kTokens;
     p.is_append = true;
     p.slots = data_of<std::int64_t>(at);
     p.slot_count = kSlots;

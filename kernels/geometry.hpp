@@ -1,0 +1,106 @@
+// What is attended to, without where anything lies: sizes and types, the sequences of a batch,
+// which rank holds which of their rows and keys, and what makes a score. Where a query row stands
+// in its sequence is said here, once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "longspan/mask.hpp"
+#include "longspan/score.hpp"
+#include "longspan/shard.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan::kernels {
+
+/// The sequences of a batch. Null arrays describe the one sequence of `shard.length` keys.
+struct Batch {
+  int size = 1;
+  const std::int32_t* query_start = nullptr;  // [size + 1], or null when size is 1
+  const std::int32_t* kv_len = nullptr;       // [size], or null when size is 1
+  const std::int64_t* key_start = nullptr;    // [size] first local key of each sequence; or null
+  const std::uint8_t* causal = nullptr;       // [size] in place of Mask::causal; or null
+  bool skip_decode = false;    // sequences of one query are left out: nothing of theirs is written
+  std::int64_t key_pitch = 0;  // without key_start: sequence b begins at local key b * key_pitch
+  // [size + 1] rows of the queries on all ranks, where AttendParams::queries says that this rank
+  // has a share of each sequence's; or null when size is 1
+  const std::int32_t* whole_query_start = nullptr;
+
+  LONGSPAN_HD std::int64_t first_row(int b) const { return query_start ? query_start[b] : 0; }
+  LONGSPAN_HD std::int64_t query_len(int b, std::int64_t tokens) const {
+    return query_start ? query_start[b + 1] - query_start[b] : tokens;
+  }
+  LONGSPAN_HD std::int64_t keys(int b, const Shard& shard) const {
+    return kv_len ? kv_len[b] : shard.length;
+  }
+  LONGSPAN_HD std::int64_t first_key(int b) const {
+    return key_start ? key_start[b] : b * key_pitch;
+  }
+  LONGSPAN_HD bool skips(std::int64_t query_len) const { return skip_decode && query_len == 1; }
+};
+
+struct Geometry {
+  DType dtype = DType::fp32;     // of the products: fp32, fp16 or bf16
+  DType q_dtype = DType::fp32;   // dtype, or fp8
+  DType kv_dtype = DType::fp32;  // dtype, or fp8
+  std::int64_t tokens = 0;       // query rows on this rank
+  int heads = 1;
+  int kv_heads = 1;
+  int dim = 0;
+
+  Batch batch;
+  Shard shard;
+  Shard queries;  // which of a sequence's query rows the rank has; one rank: all. `length` counts
+                  // the rows of the one sequence on all ranks, without whole_query_start. Not
+                  // `listed`: the rows of a tile ascend
+  Mask mask;
+  Documents documents;  // of the one sequence
+  Score score;
+  Bias bias;
+  bool invariant = false;          // keep the fixed order also for long queries
+  bool tf32 = false;               // fp32 products may be rounded to tf32
+  bool fp8_products = false;       // e4m3 q, k and v may be multiplied as they are, weights rounded
+                                   // to e4m3; scales are then positive
+  std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown. Bounds scratch only
+  std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown. Kernels of longer
+                                   // ones are then not launched
+
+  LONGSPAN_HD bool is_causal(int b) const {
+    return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;
+  }
+  /// Query rows of sequence b on all ranks. They are the last positions of the sequence.
+  LONGSPAN_HD std::int64_t whole_query_len(int b) const {
+    if (queries.ranks == 1) return batch.query_len(b, tokens);
+    const std::int32_t* start = batch.whole_query_start;
+    return start != nullptr ? start[b + 1] - start[b] : queries.length;
+  }
+  /// Which of them the rank's row `token` of sequence b is. Ascends with `token`.
+  LONGSPAN_HD std::int64_t query_index(int b, std::int64_t token) const {
+    return queries.ranks == 1 ? token : sharded_query_index(*this, b, token);
+  }
+  /// Where the rank's row `token` of sequence b stands in the sequence.
+  LONGSPAN_HD std::int64_t query_position(int b, std::int64_t token, std::int64_t kv_len) const {
+    return kv_len - whole_query_len(b) + query_index(b, token);
+  }
+  /// Positions that the query at `position` of sequence b sees.
+  LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {
+    Mask rule = mask;
+    rule.causal = is_causal(b);
+    Interval seen = rule.visible(position, kv_len);
+    if (documents) {
+      const Interval own = documents.around(position);
+      if (own.begin > seen.begin) seen.begin = own.begin;
+      if (own.end < seen.end) seen.end = own.end;
+    }
+    return seen;
+  }
+
+ private:
+  // By reference, so that few registers are taken where it is called.
+  LONGSPAN_HD_APART static std::int64_t sharded_query_index(const Geometry& g, int b,
+                                                            std::int64_t token) {
+    return g.queries.of(b).position(token, g.whole_query_len(b));
+  }
+};
+
+}  // namespace longspan::kernels

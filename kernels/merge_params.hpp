@@ -1,0 +1,164 @@
+// What the kernels that fold states, or finished parts, into a result are told.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/attend_params.hpp"
+#include "kernels/geometry.hpp"
+#include "kernels/tensors.hpp"
+#include "longspan/element.hpp"
+#include "longspan/state.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan::kernels {
+
+/// The last step of a result: out = value / scale, or value * scale.
+struct OutScale {
+  const float* data = nullptr;  // [1]; null: none
+  bool inverse = false;         // multiply
+
+  LONGSPAN_HD float operator()(float value) const {
+    return data == nullptr ? value : inverse ? value * *data : value / *data;
+  }
+};
+
+/// What every rank says of its run (digest.hpp), gathered beside the states of the run. Where one
+/// says another thing than this rank, the states are of different runs: a merge then writes no
+/// result, and reports it.
+struct RunHeaders {
+  const std::uint64_t* said = nullptr;  // [ranks]; null: nothing is compared
+  int rank = 0;
+  int ranks = 1;
+  std::uint32_t run = 0;            // comm::RunName::run
+  std::uint64_t* report = nullptr;  // [1] seen by the host: see `reported`; 0: all is well
+
+  LONGSPAN_HD int differing() const {
+    for (int p = 0; p < ranks; ++p)
+      if (said[p] != said[rank]) return p;
+    return -1;
+  }
+  /// One word, so that who reads it reads all of it: the run, and 1 + the rank that differs.
+  LONGSPAN_HD static std::uint64_t reported(std::uint32_t run, int differs) {
+    return std::uint64_t{run} << 32 | static_cast<std::uint32_t>(differs + 1);
+  }
+};
+
+/// `slots` states of each row -> out and lse. States fold in the order of fold_place, neighbours
+/// first; then the sink; then the scale and the one rounding to the output dtype (fp8 saturates).
+struct MergeParams {
+  StateSlots states;
+  bool interleaved = false;  // shards are interleaved: see fold_place
+  int heads = 1;
+  Floats sinks;                        // [heads], natural units; or null
+  const std::int64_t* rows = nullptr;  // [tokens] token of the state for each token of the result,
+                                       // < 0: none; null: the same
+  Batch batch;                         // with query_start and without `rows`: rows past the last
+                                       // sequence, and of skipped sequences, are not touched
+  std::int64_t tokens = 0;             // of the result
+  DType dtype = DType::fp32;           // of the result; may be fp8
+  OutScale out_scale;
+  Rows out;              // [tokens, heads, dim]
+  float* lse = nullptr;  // [tokens, heads], natural log; or null
+  std::int64_t lse_row_stride = 0;
+  std::int64_t lse_head_stride = 0;
+  RunHeaders headers;  // of states that were gathered
+};
+
+/// Finished parts [tokens, heads, dim] with their lse -> one. Part n lies n strides behind the
+/// first. Neighbours fold first, as in MergeParams; an lse of +inf or -inf is empty, and the rows
+/// of an empty part are not read. The merge of finite values is finite, however large they are:
+/// where a sum leaves fp32, its terms are scaled before they are added (merge_scaled.hpp).
+struct MergeOutputsParams {
+  int parts = 2;
+  Rows in[2];  // parts == 2: prefix and suffix; else in[0] is the first part, and what follows here
+               // of two is [0] for all
+  DType in_dtype[2] = {DType::fp32, DType::fp32};  // may be fp8
+  const float* in_scale[2] = {nullptr, nullptr};   // parts == 2: [1] each; else [0] is [parts]. A
+                                                   // stored x stands for x * scale; null: 1
+  LseView in_lse[2];
+  std::int64_t part_stride = 0;      // between parts, in elements; parts > 2
+  std::int64_t lse_part_stride = 0;  // likewise of the lse
+  LogBase base = LogBase::e;         // of every lse, the result's too
+  bool nan_is_empty = false;
+  std::int64_t with_prefix = -1;  // parts == 2: tokens from here on copy the suffix, and their
+                                  // prefix is not read; -1: none
+  std::int64_t tokens = 0;
+  int heads = 1;
+  int dim = 0;
+  DType dtype = DType::fp32;  // of the result; may be fp8
+  OutScale out_scale;
+  Rows out;     // may be in[0]
+  LseView lse;  // data null: not wanted; may be in_lse[0]
+
+  /// Which of two parts, or the first of many.
+  LONGSPAN_HD int side(int part) const { return parts == 2 ? part : 0; }
+  LONGSPAN_HD DType dtype_of(int part) const { return in_dtype[side(part)]; }
+  LONGSPAN_HD float scale_of(int part) const {
+    const float* scale = in_scale[side(part)];
+    return scale == nullptr ? 1.0f : scale[parts == 2 ? 0 : part];
+  }
+  /// Whether part `part` of a token is merged: a suffix alone has no prefix.
+  LONGSPAN_HD bool is_there(int part, std::int64_t token) const {
+    return part < parts && !(parts == 2 && part == 0 && with_prefix >= 0 && token >= with_prefix);
+  }
+  LONGSPAN_HD float lse_of(int part, std::int64_t token, int head) const {
+    return parts == 2 ? *in_lse[part].at(token, head)
+                      : in_lse[0].at(token, head)[part * lse_part_stride];
+  }
+  LONGSPAN_HD const std::byte* row_of(int part, std::int64_t token, int head) const {
+    const Rows& rows = in[side(part)];
+    const std::int64_t first =
+        token * rows.row_stride + head * rows.head_stride + (parts == 2 ? 0 : part * part_stride);
+    return static_cast<const std::byte*>(rows.data) +
+           first * static_cast<std::int64_t>(size_of(dtype_of(part)));
+  }
+};
+
+/// States per segment as serving engines hold them: o [tokens, heads, segments, dim] unnormalised,
+/// max and expsum [tokens, heads, segments], natural units. Dense but for the padded dim.
+struct SegmentView {
+  float* output = nullptr;
+  float* max = nullptr;
+  float* expsum = nullptr;
+  int segments = 1;
+  int padded_dim = 0;  // distance of rows of `output`; at least dim
+};
+
+/// What `max` and `expsum` of a segment say, in base 2. A max of -inf is an empty segment, whatever
+/// its sum: engines leave 1 there where a window left no key. So is a sum of 0, whatever its max.
+LONGSPAN_HD inline Stats segment_stats(float max, float expsum) {
+  if (max == -infinity() || expsum == 0.0f) return empty_stats();
+  return {max * kLog2E, expsum};
+}
+
+/// StateSlots [segments] -> SegmentView. Segment 0 takes the sink. Segments past the end of a
+/// sequence (parts.of(s) is empty) are not written; segment 0 always is, for the sink's sake.
+struct ExportSegmentsParams {
+  StateSlots states;
+  KeyParts parts;
+  Batch batch;
+  Shard shard;
+  std::int64_t tokens = 0;
+  int heads = 1;
+  Floats sinks;
+  SegmentView to;
+};
+
+/// SegmentView -> out and lse. Segments past the end of a sequence are not read, and no sink is
+/// added: segment 0 holds it already.
+struct ReduceSegmentsParams {
+  SegmentView from;
+  KeyParts parts;
+  Batch batch;
+  Shard shard;
+  std::int64_t tokens = 0;
+  int heads = 1;
+  int dim = 0;
+  DType dtype = DType::fp32;  // of the result; may be fp8
+  OutScale out_scale;
+  Rows out;
+  LseView lse;
+};
+
+}  // namespace longspan::kernels

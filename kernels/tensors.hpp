@@ -1,0 +1,102 @@
+// Tensors as a kernel sees them: plain data, an address and strides. Host and CUDA kernels take the
+// same structs.
+//
+// Names: tokens = query rows over the batch, heads, kv_heads, dim, kv_len, ranks; group = heads /
+// kv_heads. A "row" of a state is one (token, head), numbered token * heads + head.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "longspan/state.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan::kernels {
+
+/// A tensor [n, heads, dim] whose innermost dimension is dense. Strides in elements.
+struct Rows {
+  void* data = nullptr;
+  std::int64_t row_stride = 0;
+  std::int64_t head_stride = 0;
+
+  template <class T>
+  LONGSPAN_HD T* at(std::int64_t row, std::int64_t head) const {
+    return static_cast<T*>(data) + row * row_stride + head * head_stride;
+  }
+};
+
+/// Keys or values, contiguous or in pages. A key's row of one head lies in chunks of `chunk`
+/// elements: element d stands at
+///     page * page_stride + row * row_stride + head * head_stride
+///     + d / chunk * chunk_stride + d % chunk * dim_stride.
+/// Dense rows: chunk_stride = chunk, dim_stride = 1. K in x-packed pages [pages, kv_heads, dim / x,
+/// page, x]: chunk = x, row_stride = x. V in [pages, kv_heads, dim, page]: dim_stride = page.
+struct KvRows : Rows {
+  std::int64_t page_stride = 0;
+  int chunk = 8;
+  std::int64_t chunk_stride = 8;
+  std::int64_t dim_stride = 1;
+
+  KvRows() = default;
+  LONGSPAN_HD KvRows(void* memory, std::int64_t row, std::int64_t head) : Rows{memory, row, head} {}
+
+  LONGSPAN_HD bool dense() const { return chunk_stride == chunk && dim_stride == 1; }
+  /// Offset of element d in its row, in elements.
+  LONGSPAN_HD std::int64_t column(int d) const {
+    return d / chunk * chunk_stride + d % chunk * dim_stride;
+  }
+};
+
+/// Where the pages of a sequence are: local key i of sequence b lies in row i % page_size of page
+/// table[b * row_stride + i / page_size * column_stride]. Entries that no visible key needs may
+/// hold anything and are not read.
+struct Pages {
+  const std::int32_t* table = nullptr;  // [batch, columns]; null: the keys are contiguous
+  std::int64_t row_stride = 0;
+  std::int64_t column_stride = 1;
+  std::int64_t columns = 0;
+  std::int64_t count = 0;  // pages in the cache, for checks
+  int size = 1;            // keys in a page
+
+  LONGSPAN_HD explicit operator bool() const { return table != nullptr; }
+  LONGSPAN_HD std::int64_t page(int b, std::int64_t local_key) const {
+    return table[b * row_stride + local_key / size * column_stride];
+  }
+};
+
+/// States of `rows` rows in `slots` equal slots, which lie `slot_bytes` apart: one slot per rank,
+/// or per split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32.
+struct StateSlots {
+  std::byte* data = nullptr;
+  std::int64_t rows = 0;
+  int dim = 0;
+  int slots = 1;
+
+  LONGSPAN_HD static std::int64_t stats_bytes(std::int64_t rows) {
+    return (rows * 8 + 15) / 16 * 16;
+  }
+  LONGSPAN_HD static std::int64_t bytes(std::int64_t rows, int dim) {
+    return stats_bytes(rows) + rows * dim * 4;
+  }
+  LONGSPAN_HD std::int64_t slot_bytes() const { return bytes(rows, dim); }
+  LONGSPAN_HD Stats* stats(int slot) const {
+    return reinterpret_cast<Stats*>(data + slot * slot_bytes());
+  }
+  LONGSPAN_HD float* o(int slot) const {
+    return reinterpret_cast<float*>(data + slot * slot_bytes() + stats_bytes(rows));
+  }
+  LONGSPAN_HD float* o(int slot, std::int64_t row) const { return o(slot) + row * dim; }
+};
+
+/// A strided array [tokens, heads] of fp32.
+struct LseView {
+  float* data = nullptr;
+  std::int64_t row_stride = 0;
+  std::int64_t head_stride = 0;
+
+  LONGSPAN_HD float* at(std::int64_t row, std::int64_t head) const {
+    return data + row * row_stride + head * head_stride;
+  }
+};
+
+}  // namespace longspan::kernels

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/launch.hpp"
+#include "kernels/cuda/common/launch.hpp"
 
 namespace longspan::launcher::cuda {
 namespace {

@@ -9,7 +9,7 @@
     0  src/longspan/             std and its own; interop headers may name their library
 
 and five habits that keep the floors clean: strategies name no library, PTX stays in
-kernels/cuda/arch/, as does what only nvcc understands, kernels start by kernels/cuda/launch.hpp,
+kernels/cuda/arch/, as does what only nvcc understands, kernels start by kernels/cuda/common/launch.hpp,
 and only src/env.cpp reads the environment.
 """
 
@@ -24,7 +24,7 @@ INTEROP = {"mpi.hpp": {"mpi.h"}, "nccl.hpp": {"nccl.h"}, "dlpack.hpp": {"dlpack/
            "cuda.hpp": {"cuda_runtime_api.h"}}
 
 # Whoever has a kernel starts it in one way.
-FOR_ALL_KERNELS = {"kernels/cuda/launch.hpp"}
+FOR_ALL_KERNELS = {"kernels/cuda/common/launch.hpp"}
 
 # The simulator's fibers change stacks by instructions of the processor.
 FIBERS = {"kernels/simulated/fiber.cpp"}
@@ -94,7 +94,7 @@ def judge(path, line):
     if floor == "strategy" and LIBRARY.search(line):
         return "a strategy names no library"
     if TRIPLE.search(line):
-        return "kernels start by kernels/cuda/launch.hpp"
+        return "kernels start by kernels/cuda/common/launch.hpp"
     if ASM.search(line) and not path.startswith("kernels/cuda/arch/") and path not in FIBERS:
         return "PTX stands in kernels/cuda/arch/ only"
     if (path.startswith("kernels/cuda/") and not path.startswith("kernels/cuda/arch/")
@@ -127,11 +127,11 @@ CASES = [
     ("src/strategy/ring.cpp", "// the compiler simplifies this", True),
     ("launcher/main.cpp", '#include "kernels/params.hpp"', False),
     ("launcher/main.cpp", "#include <CLI/CLI.hpp>", True),
-    ("launcher/main.cpp", '#include "kernels/cuda/launch.hpp"', False),
-    ("launcher/growing.cu", '#include "kernels/cuda/launch.hpp"', True),
+    ("launcher/main.cpp", '#include "kernels/cuda/common/launch.hpp"', False),
+    ("launcher/growing.cu", '#include "kernels/cuda/common/launch.hpp"', True),
     ("launcher/growing.cu", '#include "kernels/params.hpp"', False),
-    ("kernels/cuda/rows.cu", "  map_rows_kernel<<<grid, kThreads, 0, stream>>>(p);", False),
-    ("kernels/cuda/rows.cu", "  launch_kernel(map_rows_kernel, {grid, kThreads, stream}, p);", True),
+    ("kernels/cuda/cache/rows.cu", "  map_rows_kernel<<<grid, kThreads, 0, stream>>>(p);", False),
+    ("kernels/cuda/cache/rows.cu", "  launch_kernel(map_rows_kernel, {grid, kThreads, stream}, p);", True),
     ("examples/01/main.cpp", '#include "launcher/oracle.hpp"', False),
     ("examples/01/main.cpp", "#include <longspan/state.hpp>", True),
     ("bench/merge.cpp", '#include "src/check.hpp"', False),
@@ -139,16 +139,16 @@ CASES = [
     ("launcher/graph.hpp", '#include "bench/timing.hpp"', False),
     ("kernels/cuda/attend.cuh", '  asm volatile("mma.sync ...");', False),
     ("kernels/cuda/arch/mma.cuh", '  asm volatile("mma.sync ...");', True),
-    ("kernels/cuda/rows.cu", "  __shared__ int sum;", False),
-    ("kernels/cuda/rows.cu", "  extern __shared__ std::byte memory[];", False),
-    ("kernels/cuda/loader.cuh", "  if constexpr (__CUDA_ARCH__ >= 890)", False),
-    ("kernels/cuda/loader.cuh", "#if SOMETHING", False),
-    ("kernels/cuda/loader.cuh", "  # elif SOMETHING", False),
-    ("kernels/cuda/loader.cuh", "#ifdef LONGSPAN_LOADER", False),
-    ("kernels/cuda/view.cuh", "#if defined(__CUDACC__)", False),
-    ("kernels/cuda/attend_sm90.cuh", "constexpr bool k = __CUDA_ARCH_FEAT_SM90_ALL;", False),
-    ("kernels/cuda/attend_sm90.cu", "#ifdef LONGSPAN_SM90A", True),
-    ("kernels/cuda/code.hpp", "// Device code decides by __CUDA_ARCH__, and the host too.", True),
+    ("kernels/cuda/cache/rows.cu", "  __shared__ int sum;", False),
+    ("kernels/cuda/cache/rows.cu", "  extern __shared__ std::byte memory[];", False),
+    ("kernels/cuda/common/loader.cuh", "  if constexpr (__CUDA_ARCH__ >= 890)", False),
+    ("kernels/cuda/common/loader.cuh", "#if SOMETHING", False),
+    ("kernels/cuda/common/loader.cuh", "  # elif SOMETHING", False),
+    ("kernels/cuda/common/loader.cuh", "#ifdef LONGSPAN_LOADER", False),
+    ("kernels/cuda/common/view.cuh", "#if defined(__CUDACC__)", False),
+    ("kernels/cuda/hopper/attend_sm90.cuh", "constexpr bool k = __CUDA_ARCH_FEAT_SM90_ALL;", False),
+    ("kernels/cuda/hopper/attend_sm90.cu", "#ifdef LONGSPAN_SM90A", True),
+    ("kernels/cuda/common/code.hpp", "// Device code decides by __CUDA_ARCH__, and the host too.", True),
     ("kernels/cuda/arch/target.cuh", "#if defined(__CUDA_ARCH__)", True),
     ("kernels/cuda/arch/shared.cuh", "  __shared__ T variable;", True),
     ("kernels/memory.cpp", "#if defined(LONGSPAN_HAVE_CUDA)", True),

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "kernels/backend.hpp"
-#include "kernels/cuda/exchange.hpp"
+#include "kernels/cuda/exchange/exchange.hpp"
 #include "launcher/graph.hpp"
 #include "launcher/nans.hpp"
 #include "longspan/buffer.hpp"

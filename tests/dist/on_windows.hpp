@@ -14,7 +14,7 @@
 #include "comm/nccl/windows.hpp"
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
-#include "kernels/cuda/exchange.hpp"
+#include "kernels/cuda/exchange/exchange.hpp"
 #include "launcher/graph.hpp"
 #include "tests/dist/world.hpp"
 

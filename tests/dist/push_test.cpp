@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "kernels/backend.hpp"
-#include "kernels/cuda/attend_finished.hpp"
-#include "kernels/cuda/exchange.hpp"
+#include "kernels/cuda/dispatch/attend_finished.hpp"
+#include "kernels/cuda/exchange/exchange.hpp"
 #include "launcher/graph.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/message.hpp"

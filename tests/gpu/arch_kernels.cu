@@ -16,7 +16,7 @@
 #include "kernels/cuda/arch/sm90.cuh"
 #include "kernels/cuda/arch/target.cuh"
 #include "kernels/cuda/arch/tf32.cuh"
-#include "kernels/cuda/launch.hpp"
+#include "kernels/cuda/common/launch.hpp"
 
 namespace longspan::test::arch_kernels {
 namespace {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/tensor_map.hpp"
+#include "kernels/cuda/common/tensor_map.hpp"
 #include "tests/gpu/arch_kernels.hpp"
 #include "tests/gpu/gpu_case.hpp"
 #include "tests/rounding.hpp"

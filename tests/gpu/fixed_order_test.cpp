@@ -1,6 +1,6 @@
 // The walk of the CUDA kernels against the order of longspan/order.hpp, on the host: it visits what
 // is visible, in the order of places, and the stack's rule folds it into the order's tree.
-#include "kernels/cuda/fixed_order.cuh"
+#include "kernels/cuda/common/fixed_order.cuh"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/view.cuh"
+#include "kernels/cuda/common/view.cuh"
 #include "longspan/shard.hpp"
 
 namespace longspan::kernels::cuda {

@@ -1,5 +1,5 @@
 // Errors that were caught, and errors of the caller's own, do not end the next run: launches report
-// their own status (kernels/cuda/launch.hpp), and what is thrown does not stay behind.
+// their own status (kernels/cuda/common/launch.hpp), and what is thrown does not stay behind.
 #include "longspan/error.hpp"
 #include "tests/gpu/gpu_judge.hpp"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/cuda/attend_sm90.hpp"
+#include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "tests/gpu/gpu_judge.hpp"
 
 namespace longspan::test {

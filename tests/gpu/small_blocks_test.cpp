@@ -1,8 +1,8 @@
 // Attention on a GPU whose thread blocks may have 99 KB of shared memory, as 8.6, 8.9 and 12.0 give
 // them: any GPU, told so. Instances that need more have to be replaced by ones that fit
-// (kernels/cuda/instances.hpp), with results that are as exact.
-#include "kernels/cuda/attend.hpp"
-#include "kernels/cuda/overlap.hpp"
+// (kernels/cuda/dispatch/instances.hpp), with results that are as exact.
+#include "kernels/cuda/common/overlap.hpp"
+#include "kernels/cuda/dispatch/attend.hpp"
 #include "longspan/error.hpp"
 #include "tests/gpu/gpu_judge.hpp"
 

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <iostream>
 
-#include "kernels/cuda/attend_sm90.hpp"
+#include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "tests/gpu/gpu_judge.hpp"
 #include "tests/serving.hpp"
 

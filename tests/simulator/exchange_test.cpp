@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "kernels/backend.hpp"
-#include "kernels/cuda/attend.hpp"
-#include "kernels/cuda/exchange.hpp"
+#include "kernels/cuda/dispatch/attend.hpp"
+#include "kernels/cuda/exchange/exchange.hpp"
 #include "kernels/simulated/machine.hpp"
 #include "tests/gpu/gpu_judge.hpp"
 

@@ -1,7 +1,7 @@
 // Small cases of every attention kernel, a schedule each: few enough that hundreds run in a second
 // or two, and chosen so that every barrier of a kernel matters in one of them. tests/simulate.py
 // runs them under many schedules, and tests/simulator/mutation.py under each of its mutants.
-#include "kernels/cuda/attend_finished.hpp"
+#include "kernels/cuda/dispatch/attend_finished.hpp"
 #include "kernels/simulated/machine.hpp"
 #include "tests/gpu/serving_ranks.hpp"
 #include "tests/gpu/sm90_run.hpp"

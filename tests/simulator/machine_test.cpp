@@ -11,7 +11,7 @@
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/arch/sm80.cuh"
 #include "kernels/cuda/arch/store_same.cuh"
-#include "kernels/cuda/launch.hpp"
+#include "kernels/cuda/common/launch.hpp"
 #include "kernels/simulated/machine.hpp"
 #include "kernels/simulated/thread.hpp"
 

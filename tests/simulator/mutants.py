@@ -31,46 +31,46 @@ Mutant = collections.namedtuple("Mutant", "name file family breaks old new")
 
 MUTANTS = [
     # ---- decode --------------------------------------------------------------------------------
-    Mutant("decode-finder-views-overwritten", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-finder-views-overwritten", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "A lane writes a next piece's views into the slot while others still "
            "read the last one's.",
            old="    __syncwarp();  // all have read the views, which a next piece in the "
                "slot would overwrite\n"
                "    if (index >= works_)",
            new="    if (index >= works_)"),
-    Mutant("decode-finder-views-unwritten", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-finder-views-unwritten", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "Lanes read the first and the last row's view before those lanes have "
            "written them.",
            old="    __syncwarp();\n"
                "    view_ = tile_view(",
            new="    view_ = tile_view("),
-    Mutant("decode-finder-slot-in-work", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-finder-slot-in-work", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "A piece is found into a slot whose last piece is still multiplied and "
            "stored.",
            old="      shared_.done[to.slot].wait(to.parity ^ 1);\n",
            new=""),
-    Mutant("decode-finder-slot-parity", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-finder-slot-parity", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "The finder waits for the end of a piece that it has not said yet: "
            "nothing moves.",
            old="shared_.done[to.slot].wait(to.parity ^ 1);",
            new="shared_.done[to.slot].wait(to.parity);"),
-    Mutant("decode-places-in-load", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-places-in-load", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "Places of a segment overwrite those of the one four before it, which "
            "may be in load.",
            old="    shared_.loaded[ahead_.slot].wait(ahead_.parity ^ 1);\n",
            new=""),
-    Mutant("decode-places-on-their-way", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-places-on-their-way", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "A segment is known before its entries of the block table have come.",
            old="    if (!Traits::kPlain && p_.pages) "
                "arch::expect_copies(shared_.known[ahead_.slot]);\n",
            new=""),
-    Mutant("decode-places-of-other-lanes", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-places-of-other-lanes", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "A segment is known before all lanes have written, or announced, their "
            "keys' places.",
            old="    __syncwarp();\n"
                "    if (thread_ == 0) shared_.known[ahead_.slot].arrive();",
            new="    if (thread_ == 0) shared_.known[ahead_.slot].arrive();"),
-    Mutant("decode-segment-said-late", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-segment-said-late", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "The loaders are told of a segment before it stands in the ring.",
            old="    if (thread_ == 0) shared_.segments[known_.slot] = segment;\n"
                "    if (!Traits::kPlain && p_.pages) "
@@ -82,7 +82,7 @@ MUTANTS = [
                "    __syncwarp();\n"
                "    if (thread_ == 0) shared_.known[ahead_.slot].arrive();\n"
                "    if (thread_ == 0) shared_.segments[known_.slot] = segment;\n"),
-    Mutant("decode-level-said-late", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-level-said-late", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "The level of a segment is written after the segment was said: it may "
            "be multiplied by then.",
            old="      if (thread_ == 0) shared_.levels[known_.slot] = level_of(place, "
@@ -91,80 +91,80 @@ MUTANTS = [
            new="      const int said = known_.slot;\n"
                "      say(slot, index);\n"
                "      if (thread_ == 0) shared_.levels[said] = level_of(place, more);\n"),
-    Mutant("decode-queries-of-other-lanes", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-queries-of-other-lanes", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "Queries are announced by a lane while others still write theirs.",
            old="    __syncwarp();\n"
                "    if (thread_ == 0) shared_.has_queries[slot].arrive();",
            new="    if (thread_ == 0) shared_.has_queries[slot].arrive();"),
-    Mutant("decode-lengths-early", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-lengths-early", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "Lengths are read, and the splits taken are written, while the kernel "
            "before may still run.",
            old="    if (!plan_.known) arch::wait_for_kernels_before();\n",
            new=""),
-    Mutant("decode-ticket-early", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-ticket-early", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "A piece is drawn before the kernel before, which sets the ticket to "
            "zero, has ended.",
            old="    if (p.batch.query_start != nullptr || plan.numbers.where_uneven || "
                "plan.ticket != nullptr)\n"
                "      arch::wait_for_kernels_before();\n",
            new=""),
-    Mutant("decode-ticket-left", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-ticket-left", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "The counter is not zero again after the last draw, and the next kernel "
            "starts from there.",
            old="static_cast<unsigned>(works_ + blocks - 1)",
            new="static_cast<unsigned>(works_ + blocks)"),
-    Mutant("decode-order-unset", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-order-unset", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "Lanes ask whether the sequences are sorted before lane 0 has said that "
            "they are not.",
            old="    if (thread_ == 0) shared.order.size = 0;\n"
                "    __syncwarp();\n",
            new="    if (thread_ == 0) shared.order.size = 0;\n"),
-    Mutant("decode-order-lengths-unwritten", "kernels/cuda/decode_order.cuh", "decode",
+    Mutant("decode-order-lengths-unwritten", "kernels/cuda/decode/decode_order.cuh", "decode",
            "Places are counted among lengths that other lanes have not written "
            "yet.",
            old="order.lengths[b] = lengths[b];\n"
                "  sync();\n",
            new="order.lengths[b] = lengths[b];\n"),
-    Mutant("decode-order-unsorted", "kernels/cuda/decode_order.cuh", "decode",
+    Mutant("decode-order-unsorted", "kernels/cuda/decode/decode_order.cuh", "decode",
            "A lane looks a sequence up that another has not sorted in yet.",
            old="  if (thread == 0) order.size = size;\n"
                "  sync();\n",
            new="  if (thread == 0) order.size = size;\n"),
-    Mutant("decode-ring-parity", "kernels/cuda/decode_shared.cuh", "decode",
+    Mutant("decode-ring-parity", "kernels/cuda/decode/decode_shared.cuh", "decode",
            "Places of a ring keep their parity in the next round.",
            old="      slot = 0;\n"
                "      parity ^= 1;\n",
            new="      slot = 0;\n"),
-    Mutant("decode-free-count", "kernels/cuda/decode_shared.cuh", "decode",
+    Mutant("decode-free-count", "kernels/cuda/decode/decode_shared.cuh", "decode",
            "A stage is free as soon as one of four warps has read it.",
            old="free[threadIdx.x].init(Traits::kWarps);",
            new="free[threadIdx.x].init(1);"),
-    Mutant("decode-done-count", "kernels/cuda/decode_shared.cuh", "decode",
+    Mutant("decode-done-count", "kernels/cuda/decode/decode_shared.cuh", "decode",
            "A piece's slot is free as soon as one of four warps has stored its "
            "columns.",
            old="done[threadIdx.x].init(Traits::kWarps);",
            new="done[threadIdx.x].init(1);"),
-    Mutant("decode-loaded-count", "kernels/cuda/decode_shared.cuh", "decode",
+    Mutant("decode-loaded-count", "kernels/cuda/decode/decode_shared.cuh", "decode",
            "Places of keys are free as soon as one of the warps that load has used "
            "them.",
            old="loaded[threadIdx.x].init(Traits::kLoaders / 32);",
            new="loaded[threadIdx.x].init(1);"),
-    Mutant("decode-stage-unawaited", "kernels/cuda/decode_shared.cuh", "decode",
+    Mutant("decode-stage-unawaited", "kernels/cuda/decode/decode_shared.cuh", "decode",
            "A stage is read before it is full.",
            old="    shared_.full[at_.slot].wait(at_.parity);\n",
            new=""),
-    Mutant("decode-copies-unannounced", "kernels/cuda/decode_loader.cuh", "decode",
+    Mutant("decode-copies-unannounced", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "A stage is full while copies into it are on their way.",
            old="    arch::expect_copies(full);\n"
                "    sync_loaders",
            new="    sync_loaders"),
-    Mutant("decode-phase-closed-early", "kernels/cuda/decode_loader.cuh", "decode",
+    Mutant("decode-phase-closed-early", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "A stage's phase may be complete before other warps have announced "
            "their copies.",
            old="    sync_loaders<Traits>();  // the phase is open until all copies are "
                "announced\n",
            new=""),
-    Mutant("decode-loaded-before-values", "kernels/cuda/decode_loader.cuh", "decode",
+    Mutant("decode-loaded-before-values", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "Places are given back before the segment's values were loaded from "
            "there.",
            old="      queue(false);\n"
@@ -173,85 +173,85 @@ MUTANTS = [
            new="      __syncwarp();\n"
                "      if (thread_ % 32 == 0) shared_.loaded[ahead.slot].arrive();\n"
                "      queue(false);\n"),
-    Mutant("decode-stage-overwritten", "kernels/cuda/decode_loader.cuh", "decode",
+    Mutant("decode-stage-overwritten", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "Stages are filled again while the warps that multiply read them.",
            old="void wait_free() { shared_.free[at_.slot].wait(at_.parity ^ 1); }",
            new="void wait_free() {}"),
-    Mutant("decode-free-parity", "kernels/cuda/decode_loader.cuh", "decode",
+    Mutant("decode-free-parity", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "The loaders wait for a round that was not filled yet: nothing moves.",
            old="void wait_free() { shared_.free[at_.slot].wait(at_.parity ^ 1); }",
            new="void wait_free() { shared_.free[at_.slot].wait(at_.parity); }"),
-    Mutant("decode-box-overwrites", "kernels/cuda/decode_loader.cuh", "decode",
+    Mutant("decode-box-overwrites", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "Only the copy engine does not wait for its stage to be free.",
            old="      wait_free();\n"
                "      if (thread_ == 0) full.arrive_expecting",
            new="      if (thread_ == 0) full.arrive_expecting"),
-    Mutant("decode-box-bytes", "kernels/cuda/decode_loader.cuh", "decode",
+    Mutant("decode-box-bytes", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "A stage is full with half of its bytes.",
            old="full.arrive_expecting(Traits::kStageBytes);",
            new="full.arrive_expecting(Traits::kStageBytes / 2);"),
-    Mutant("decode-new-keys-unfenced", "kernels/cuda/decode_loader.cuh", "decode",
+    Mutant("decode-new-keys-unfenced", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "The copy engine reads new keys that are not published to it.",
            old="  arch::publish_to_copy_engine();\n",
            new=""),
-    Mutant("decode-new-keys-of-other-lanes", "kernels/cuda/decode_loader.cuh", "decode",
+    Mutant("decode-new-keys-of-other-lanes", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "A lane copies new keys into a stage that other lanes have not written "
            "yet.",
            old="  arch::publish_to_copy_engine();\n"
                "  sync_loaders<Traits>();\n",
            new="  arch::publish_to_copy_engine();\n"),
-    Mutant("decode-barriers-uninitialised", "kernels/cuda/attend_decode.cuh", "decode",
+    Mutant("decode-barriers-uninitialised", "kernels/cuda/decode/attend_decode.cuh", "decode",
            "Warps use barriers that other threads have not initialised yet.",
            old="  shared.init();\n"
                "  __syncthreads();\n",
            new="  shared.init();\n"),
-    Mutant("decode-queries-unawaited", "kernels/cuda/attend_decode.cuh", "decode",
+    Mutant("decode-queries-unawaited", "kernels/cuda/decode/attend_decode.cuh", "decode",
            "The first segment of a piece is multiplied before its queries are "
            "there.",
            old="    if (first) shared.has_queries[piece].wait(pieces.parity);\n",
            new=""),
-    Mutant("decode-tops-unmet", "kernels/cuda/attend_decode.cuh", "decode",
+    Mutant("decode-tops-unmet", "kernels/cuda/decode/attend_decode.cuh", "decode",
            "Maxima of other warps are read before they are written.",
            old="  parts.put(parts.tops, own);\n"
                "  parts.meet();\n",
            new="  parts.put(parts.tops, own);\n"),
-    Mutant("decode-weights-unmet", "kernels/cuda/attend_decode.cuh", "decode",
+    Mutant("decode-weights-unmet", "kernels/cuda/decode/attend_decode.cuh", "decode",
            "Sums and weights of other warps are read before they are written.",
            old="  parts.put(parts.sums, own);\n"
                "  parts.meet();\n",
            new="  parts.put(parts.sums, own);\n"),
-    Mutant("decode-done-before-stored", "kernels/cuda/attend_decode.cuh", "decode",
+    Mutant("decode-done-before-stored", "kernels/cuda/decode/attend_decode.cuh", "decode",
            "A slot is given back while other lanes still read in it where their "
            "rows go.",
            old="    __syncwarp();\n"
                "    if (threadIdx.x % 32 == 0) shared.done[piece].arrive();",
            new="    if (threadIdx.x % 32 == 0) shared.done[piece].arrive();"),
-    Mutant("decode-parts-barrier-count", "kernels/cuda/decode_parts.cuh", "decode",
+    Mutant("decode-parts-barrier-count", "kernels/cuda/decode/decode_parts.cuh", "decode",
            "Two of the four warps open the barrier between parts and their "
            "readers.",
            old="arch::named_sync(1, Traits::kThreads);",
            new="arch::named_sync(1, Traits::kThreads / 2);"),
-    Mutant("decode-parts-barrier-id", "kernels/cuda/decode_parts.cuh", "decode",
+    Mutant("decode-parts-barrier-id", "kernels/cuda/decode/decode_parts.cuh", "decode",
            "The warps that multiply meet at the barrier of those that load.",
            old="arch::named_sync(1, Traits::kThreads);",
            new="arch::named_sync(2, Traits::kThreads);"),
-    Mutant("decode-stack-overwritten", "kernels/cuda/decode_stack.cuh", "decode",
+    Mutant("decode-stack-overwritten", "kernels/cuda/decode/decode_stack.cuh", "decode",
            "Four lanes overwrite the scalars of a state in memory that other lanes "
            "may not have read.",
            old="    __syncwarp();\n"
                "    if (threadIdx.x % 32 >= 4) return;",
            new="    if (threadIdx.x % 32 >= 4) return;"),
-    Mutant("decode-stack-place", "kernels/cuda/decode_stack.cuh", "decode",
+    Mutant("decode-stack-place", "kernels/cuda/decode/decode_stack.cuh", "decode",
            "The states of two levels that wait in shared memory have one place.",
            old="near_ + i * kLevel",
            new="near_ + i / 2 * kLevel"),
     # ---- portable, fp32, tf32 ------------------------------------------------------------------
-    Mutant("portable-piece-unwritten", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-piece-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Threads read the piece of work before thread 0 has written it.",
            old="    __syncthreads();\n"
                "    if (piece.work.rows == 0) continue;",
            new="    if (piece.work.rows == 0) continue;"),
-    Mutant("portable-rows-unwritten", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-rows-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Thread 0 reads the last row's view before another thread has written "
            "it.",
            old="    __syncthreads();\n"
@@ -259,7 +259,7 @@ MUTANTS = [
                "      piece.view =",
            new="    if (threadIdx.x == 0) {\n"
                "      piece.view ="),
-    Mutant("portable-view-unwritten", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-view-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Threads read the view and the first tile before thread 0 has written "
            "them.",
            old="    }\n"
@@ -269,34 +269,34 @@ MUTANTS = [
            new="    }\n"
                "    if constexpr (kGeneral) {\n"
                "      plain ="),
-    Mutant("portable-tile-on-its-way", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-tile-on-its-way", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "A tile is multiplied before its copies have come.",
            old="      arch::wait_copies<0>();\n"
                "      __syncthreads();  // the tile",
            new="      __syncthreads();  // the tile"),
-    Mutant("portable-tile-unmet", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-tile-unmet", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "A tile is read before other threads' copies have come, and the last "
            "one overwritten early.",
            old="      __syncthreads();  // the tile (one stage: its K) is there, and what "
                "is loaded now is free\n",
            new=""),
-    Mutant("portable-values-on-their-way", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-values-on-their-way", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "With one stage: values are multiplied while the newest group of copies "
            "is on its way.",
            old="        arch::wait_copies<0>();\n"
                "        __syncthreads();  // V is there",
            new="        arch::wait_copies<1>();\n"
                "        __syncthreads();  // V is there"),
-    Mutant("portable-keys-overwritten", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-keys-overwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "With one stage: the next keys overwrite those that other warps still "
            "multiply.",
            old="        __syncthreads();  // V is there, and nobody reads this K any more\n",
            new=""),
-    Mutant("portable-stage", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-stage", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "The next tile goes into the stage that is in work.",
            old="stages + (stage ^ 1) * 2 * Traits::kTileBytes",
            new="stages + stage * 2 * Traits::kTileBytes"),
-    Mutant("portable-next-late", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-next-late", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Thread 0 says the next tile behind the barrier after which all read "
            "it.",
            old="      if (threadIdx.x == 0) piece.next[parity ^ 1] = piece.template "
@@ -309,7 +309,7 @@ MUTANTS = [
                "is loaded now is free\n"
                "      if (threadIdx.x == 0) piece.next[parity ^ 1] = piece.template "
                "tile_after<kKeys>(tile);\n"),
-    Mutant("portable-columns-parity", "kernels/cuda/attend_portable.cuh", "portable",
+    Mutant("portable-columns-parity", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "A tile's columns overwrite the last tile's, which other warps may "
            "still add.",
            old="          columns[parity * kKeys + threadIdx.x] =\n"
@@ -320,23 +320,23 @@ MUTANTS = [
                "              key_column(p, piece.sequence, piece.view, tile.first + "
                "threadIdx.x);\n"
                "      }"),
-    Mutant("plain-tail-guard", "kernels/cuda/tile.cuh", "portable",
+    Mutant("plain-tail-guard", "kernels/cuda/common/tile.cuh", "portable",
            "Keys behind the last that any row sees are read, and may lie outside "
            "of the cache.",
            old="const bool valid = at >= begin && at < end;",
            new="const bool valid = at >= begin && (at < end || chunk * 8 < dim);"),
-    Mutant("next-work-slot-reused", "kernels/cuda/next_work.cuh", "fp32",
+    Mutant("next-work-slot-reused", "kernels/cuda/common/next_work.cuh", "fp32",
            "Thread 0 draws the next piece while others still read the last one's "
            "number.",
            old="  __syncthreads();\n"
                "  if (threadIdx.x == 0) *slot =",
            new="  if (threadIdx.x == 0) *slot ="),
-    Mutant("next-work-unwritten", "kernels/cuda/next_work.cuh", "portable",
+    Mutant("next-work-unwritten", "kernels/cuda/common/next_work.cuh", "portable",
            "Threads read the number of the next piece before it is drawn.",
            old="  __syncthreads();\n"
                "  return *slot;",
            new="  return *slot;"),
-    Mutant("fp32-views-unwritten", "kernels/cuda/attend_fp32.cuh", "fp32",
+    Mutant("fp32-views-unwritten", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "Threads read the first and the last row's view before they are "
            "written.",
            old="    }\n"
@@ -346,44 +346,44 @@ MUTANTS = [
            new="    }\n"
                "\n"
                "    const View view = tile_view("),
-    Mutant("fp32-keys-overwrite", "kernels/cuda/attend_fp32.cuh", "fp32",
+    Mutant("fp32-keys-overwrite", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "A slice of keys overwrites the slice that other warps still multiply.",
            old="        __syncthreads();\n"
                "        load_fp32<Traits, Traits::kSliceDims, kSegment>(",
            new="        load_fp32<Traits, Traits::kSliceDims, kSegment>("),
-    Mutant("fp32-keys-on-their-way", "kernels/cuda/attend_fp32.cuh", "fp32",
+    Mutant("fp32-keys-on-their-way", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "A slice of keys is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
                "        __syncthreads();\n"
                "        multiply_slice<Traits>(",
            new="        __syncthreads();\n"
                "        multiply_slice<Traits>("),
-    Mutant("fp32-keys-unmet", "kernels/cuda/attend_fp32.cuh", "fp32",
+    Mutant("fp32-keys-unmet", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "A slice of keys is multiplied before other threads' copies have come.",
            old="        __syncthreads();\n"
                "        multiply_slice<Traits>(",
            new="        multiply_slice<Traits>("),
-    Mutant("fp32-slice-uncommitted", "kernels/cuda/attend_fp32.cuh", "fp32",
+    Mutant("fp32-slice-uncommitted", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "A slice's copies belong to no group, and nobody waits for them.",
            old="    arch::copy_async(arch::shared_address(place), from, valid);\n"
                "  }\n"
                "  arch::commit_copies();\n",
            new="    arch::copy_async(arch::shared_address(place), from, valid);\n"
                "  }\n"),
-    Mutant("fp32-values-overwrite", "kernels/cuda/attend_fp32.cuh", "fp32",
+    Mutant("fp32-values-overwrite", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "A slice of values overwrites the slice that other warps still "
            "multiply.",
            old="        __syncthreads();\n"
                "        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>(",
            new="        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>("),
-    Mutant("fp32-values-on-their-way", "kernels/cuda/attend_fp32.cuh", "fp32",
+    Mutant("fp32-values-on-their-way", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "A slice of values is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
                "        __syncthreads();\n"
                "        accumulate_slice<Traits>(",
            new="        __syncthreads();\n"
                "        accumulate_slice<Traits>("),
-    Mutant("tf32-views-unwritten", "kernels/cuda/attend_tf32.cuh", "tf32",
+    Mutant("tf32-views-unwritten", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
            "Threads read the first and the last row's view before they are "
            "written.",
            old="    }\n"
@@ -391,12 +391,12 @@ MUTANTS = [
                "    const View view = tile_view(",
            new="    }\n"
                "    const View view = tile_view("),
-    Mutant("tf32-keys-overwrite", "kernels/cuda/attend_tf32.cuh", "tf32",
+    Mutant("tf32-keys-overwrite", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
            "A slice of keys overwrites the slice that other warps still multiply.",
            old="        __syncthreads();\n"
                "        load_fp32<Traits, Traits::kSliceDims, kSegment>(",
            new="        load_fp32<Traits, Traits::kSliceDims, kSegment>("),
-    Mutant("tf32-keys-unmet", "kernels/cuda/attend_tf32.cuh", "tf32",
+    Mutant("tf32-keys-unmet", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
            "A slice of keys is multiplied before other threads' copies have come.",
            old="        arch::wait_copies<0>();\n"
                "        __syncthreads();\n"
@@ -405,106 +405,106 @@ MUTANTS = [
            new="        arch::wait_copies<0>();\n"
                "        if (busy)\n"
                "          multiply_slice_tf32"),
-    Mutant("tf32-values-overwrite", "kernels/cuda/attend_tf32.cuh", "tf32",
+    Mutant("tf32-values-overwrite", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
            "A slice of values overwrites the slice that other warps still "
            "multiply.",
            old="        __syncthreads();\n"
                "        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>(",
            new="        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>("),
-    Mutant("tf32-values-on-their-way", "kernels/cuda/attend_tf32.cuh", "tf32",
+    Mutant("tf32-values-on-their-way", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
            "A slice of values is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
                "        __syncthreads();\n"
                "        if (busy) accumulate_slice_tf32<Traits>(",
            new="        __syncthreads();\n"
                "        if (busy) accumulate_slice_tf32<Traits>("),
-    Mutant("fp32-values-unmet", "kernels/cuda/attend_fp32.cuh", "fp32",
+    Mutant("fp32-values-unmet", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "A slice of values is multiplied before other threads' copies have "
            "come.",
            old="        __syncthreads();\n"
                "        accumulate_slice<Traits>(",
            new="        accumulate_slice<Traits>("),
-    Mutant("resume-stats-overwritten", "kernels/cuda/store_state.cuh", "other",
+    Mutant("resume-stats-overwritten", "kernels/cuda/common/store_state.cuh", "other",
            "One lane overwrites a row's statistics before the others have folded "
            "with them.",
            old="      __syncwarp(kMask << threadIdx.x % 32 / kLanes * kLanes);  // all have "
                "read what one writes\n",
            new="      (void)kMask;\n"),
-    Mutant("resume-fold-stats-overwritten", "kernels/cuda/resume.cu", "other",
+    Mutant("resume-fold-stats-overwritten", "kernels/cuda/combine/resume.cu", "other",
            "One thread overwrites a row's statistics before the others have folded "
            "with them.",
            old="  __syncthreads();  // every thread of a row has read its stats\n",
            new=""),
     # ---- Hopper --------------------------------------------------------------------------------
-    Mutant("hopper-barriers-uninitialised", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-barriers-uninitialised", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "Warpgroups use barriers before thread 0 has initialised them.",
            old="    __syncthreads();\n"
                "\n"
                "    const int warpgroup",
            new="    const int warpgroup"),
-    Mutant("hopper-item-empty-count", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-item-empty-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "An item is given back without the loader having read it, and later "
            "rounds begin early.",
            old="init(128 * T::kConsumers + loaders + T::kTransposers)",
            new="init(128 * T::kConsumers + loaders - 1 + T::kTransposers)"),
-    Mutant("hopper-k-empty-count", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-k-empty-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "A tile of keys is free as soon as one of the consumers is done with "
            "it.",
            old="shared.k_empty[i].init(kConsumerWarps);",
            new="shared.k_empty[i].init(4);"),
-    Mutant("hopper-v-empty-count", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-v-empty-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "A tile of values is free as soon as one of the consumers is done with "
            "it.",
            old="shared.v_empty[i].init(kConsumerWarps);",
            new="shared.v_empty[i].init(4);"),
-    Mutant("hopper-q-empty-count", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-q-empty-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "A consumer's queries are overwritten as soon as one of its four warps "
            "is done with them.",
            old="shared.q_empty[i].init(4);",
            new="shared.q_empty[i].init(1);"),
-    Mutant("hopper-tile-bytes", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-tile-bytes", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "A tile is full with half of its bytes.",
            old="full.arrive_expecting(kTileBytes);",
            new="full.arrive_expecting(kTileBytes / 2);"),
-    Mutant("hopper-tile-overwritten", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-tile-overwritten", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "The loader fills tiles that consumers still multiply.",
            old="    empty.wait(turn.parity ^ 1);\n",
            new=""),
-    Mutant("hopper-keys-unawaited", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-keys-unawaited", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "Scores are begun before the tile of keys is there.",
            old="[&] { shared.k_full[k.stage].wait(k.parity); }",
            new="[&] {}"),
-    Mutant("hopper-values-unawaited", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-values-unawaited", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "Values are multiplied before their tile is there.",
            old="    shared.v_full[v.stage].wait(v.parity);\n",
            new=""),
-    Mutant("hopper-queries-parity", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-queries-parity", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "A consumer takes the last item's queries for the next one's.",
            old="      q_parity ^= 1;\n"
                "      shared.q_full[group].wait(q_parity);\n",
            new="      shared.q_full[group].wait(q_parity);\n"),
-    Mutant("hopper-scores-pending", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-scores-pending", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "The softmax reads scores whose product may still run.",
            old="      wgmma_wait<1>();\n",
            new="      wgmma_wait<2>();\n"),
-    Mutant("hopper-values-pending", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-values-pending", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "Weights and values are given up while their product may still run.",
            old="      wgmma_wait<0>();\n"
                "      if (tile > 1) end_values();",
            new="      wgmma_wait<1>();\n"
                "      if (tile > 1) end_values();"),
-    Mutant("hopper-values-uncommitted", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-values-uncommitted", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "The product of weights and values belongs to no group that is waited "
            "for.",
            old="    multiply_pv<T>(o, p, shared.v[v.stage]);\n"
                "    wgmma_commit();\n",
            new="    multiply_pv<T>(o, p, shared.v[v.stage]);\n"),
-    Mutant("hopper-products-unfenced", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-products-unfenced", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "O is rescaled in registers and then multiplied onto without a fence.",
            old="    wgmma_begin();\n"
                "    multiply_pv<T>",
            new="    multiply_pv<T>"),
-    Mutant("hopper-item-given-back-early", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-item-given-back-early", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "A consumer gives an item back and then reads in it where its rows go.",
            old="  const auto write = [&](int stage) {\n"
                "#pragma unroll\n"
@@ -524,40 +524,40 @@ MUTANTS = [
                "      else\n"
                "        write_state<T>(call, shared, stage, row + 8 * h, rows, h, o);\n"
                "    }\n"),
-    Mutant("hopper-query-bytes", "kernels/cuda/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-query-bytes", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "Queries are there with half of their bytes.",
            old="shared.q_full[c].arrive_expecting(kBytes);",
            new="shared.q_full[c].arrive_expecting(kBytes / 2);"),
-    Mutant("hopper-queries-overwritten", "kernels/cuda/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-queries-overwritten", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "The next item's queries overwrite those that a consumer still "
            "multiplies.",
            old="    shared.q_empty[c].wait(parity ^ 1);\n",
            new=""),
-    Mutant("hopper-cleared-unfenced", "kernels/cuda/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-cleared-unfenced", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "The tensor cores read values whose zeros are not published to them.",
            old="  fence_shared_stores();\n",
            new=""),
-    Mutant("hopper-cleared-unmet", "kernels/cuda/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-cleared-unmet", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "Values are multiplied before other threads have cleared theirs.",
            old="  named_sync(barrier, kThreads);\n",
            new=""),
-    Mutant("hopper-ring-parity", "kernels/cuda/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-ring-parity", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "Stages keep their parity in the next round.",
            old="      stage = 0;\n"
                "      parity ^= 1;\n",
            new="      stage = 0;\n"),
-    Mutant("hopper-item-of-lane-0", "kernels/cuda/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-item-of-lane-0", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
            "Lanes read the item and the places of its keys before lane 0 has "
            "written them.",
            old="    b = __shfl_sync(0xffffffff, b, 0);\n"
                "    __syncwarp();\n",
            new="    b = __shfl_sync(0xffffffff, b, 0);\n"),
-    Mutant("hopper-limits-of-other-lanes", "kernels/cuda/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-limits-of-other-lanes", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
            "Limits of the last row are read before another lane has written them.",
            old="    __syncwarp();\n"
                "    const int keys = rows > 0",
            new="    const int keys = rows > 0"),
-    Mutant("hopper-empty-item-unwritten", "kernels/cuda/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-empty-item-unwritten", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
            "Lanes write empty rows by a number of rows that lane 0 has not written "
            "yet.",
            old="    __syncwarp();\n"
@@ -565,97 +565,97 @@ MUTANTS = [
                "      if (lane == 0) {",
            new="    if (busy) {\n"
                "      if (lane == 0) {"),
-    Mutant("hopper-empty-item-overwritten", "kernels/cuda/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-empty-item-overwritten", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
            "The next item takes the place of an empty one that other lanes still "
            "read.",
            old="      __syncwarp();  // every lane has read the item before the next takes "
                "its place\n",
            new=""),
-    Mutant("hopper-item-in-work", "kernels/cuda/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-item-in-work", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
            "An item is announced into a place that consumers still read.",
            old="    shared.item_empty[turn.stage].wait(turn.parity ^ 1);\n"
                "    Item& item",
            new="    Item& item"),
-    Mutant("hopper-ticket-left", "kernels/cuda/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-ticket-left", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
            "Items are counted on past the last, and a counter that is kept makes "
            "the next launch skip some.",
            old="atomicInc(call.next, call.items - 1)",
            new="atomicInc(call.next, call.items)"),
-    Mutant("hopper-positions-overwritten", "kernels/cuda/attend_sm90_scores.cuh", "hopper",
+    Mutant("hopper-positions-overwritten", "kernels/cuda/hopper/attend_sm90_scores.cuh", "hopper",
            "Positions of a tile overwrite those that other warps still read.",
            old="  named_sync(barrier, 128);  // the tile before is through with its "
                "positions\n",
            new=""),
-    Mutant("hopper-positions-unwritten", "kernels/cuda/attend_sm90_scores.cuh", "hopper",
+    Mutant("hopper-positions-unwritten", "kernels/cuda/hopper/attend_sm90_scores.cuh", "hopper",
            "Positions are read before other threads have written them.",
            old="  named_sync(barrier, 128);\n"
                "#pragma unroll",
            new="#pragma unroll"),
-    Mutant("hopper-page-copies-unannounced", "kernels/cuda/attend_sm90_pages.cuh", "hopper",
+    Mutant("hopper-page-copies-unannounced", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "A tile out of pages is handed over while copies into it are on their "
            "way.",
            old="    expect_copies(landed);\n",
            new=""),
-    Mutant("hopper-page-phase-closed-early", "kernels/cuda/attend_sm90_pages.cuh", "hopper",
+    Mutant("hopper-page-phase-closed-early", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "A tile's phase may be complete before other lanes have announced their "
            "copies.",
            old="    __syncwarp();  // the phase is open until all copies are announced\n",
            new=""),
-    Mutant("hopper-page-unfenced", "kernels/cuda/attend_sm90_pages.cuh", "hopper",
+    Mutant("hopper-page-unfenced", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "The tensor cores read copied tiles that are not published to them.",
            old="  fence_shared_stores();\n",
            new=""),
-    Mutant("hopper-page-unawaited", "kernels/cuda/attend_sm90_pages.cuh", "hopper",
+    Mutant("hopper-page-unawaited", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "A tile out of pages is handed over before it has landed.",
            old="  landed.wait(parity);\n",
            new=""),
-    Mutant("hopper-page-keys-overwritten", "kernels/cuda/attend_sm90_pages.cuh", "hopper",
+    Mutant("hopper-page-keys-overwritten", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "Keys out of pages overwrite a tile that consumers still multiply.",
            old="        shared.k_empty[stage].wait(parity_of(done + tile) ^ 1);\n",
            new=""),
-    Mutant("hopper-page-values-parity", "kernels/cuda/attend_sm90_pages.cuh", "hopper",
+    Mutant("hopper-page-values-parity", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "Values out of pages wait for the consumers of a tile that is not "
            "loaded yet: nothing moves.",
            old="shared.v_empty[stage].wait(parity_of(done + tile - 1) ^ 1);",
            new="shared.v_empty[stage].wait(parity_of(done + tile - 1));"),
-    Mutant("hopper-page-landed-count", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-page-landed-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "A tile out of pages has landed with the copies of one of two warps.",
            old="shared.landed.k[i].init(kPageWarps);",
            new="shared.landed.k[i].init(1);"),
-    Mutant("hopper-fp8-unfenced", "kernels/cuda/attend_sm90_fp8.cuh", "hopper",
+    Mutant("hopper-fp8-unfenced", "kernels/cuda/hopper/attend_sm90_fp8.cuh", "hopper",
            "The tensor cores read transposed values that are not published to "
            "them.",
            old="      fence_shared_stores();\n",
            new=""),
-    Mutant("hopper-fp8-stored-unawaited", "kernels/cuda/attend_sm90_fp8.cuh", "hopper",
+    Mutant("hopper-fp8-stored-unawaited", "kernels/cuda/hopper/attend_sm90_fp8.cuh", "hopper",
            "Values are transposed before the copy engine has brought them.",
            old="      stored.full.wait(stored_parity);\n",
            new=""),
-    Mutant("hopper-fp8-stored-parity", "kernels/cuda/attend_sm90_fp8.cuh", "hopper",
+    Mutant("hopper-fp8-stored-parity", "kernels/cuda/hopper/attend_sm90_fp8.cuh", "hopper",
            "Every second tile of values is transposed without waiting for it.",
            old="      stored_parity ^= 1;\n",
            new=""),
-    Mutant("hopper-fp8-values-overwritten", "kernels/cuda/attend_sm90_fp8.cuh", "hopper",
+    Mutant("hopper-fp8-values-overwritten", "kernels/cuda/hopper/attend_sm90_fp8.cuh", "hopper",
            "Transposed values overwrite those that consumers still multiply.",
            old="      shared.v_empty[at.stage].wait(at.parity ^ 1);\n",
            new=""),
-    Mutant("hopper-fp8-sums-pending", "kernels/cuda/attend_sm90_fp8.cuh", "hopper",
+    Mutant("hopper-fp8-sums-pending", "kernels/cuda/hopper/attend_sm90_fp8.cuh", "hopper",
            "O takes in sums whose product may still run.",
            old="    wgmma_wait<0>();\n"
                "    pin(sums);",
            new="    wgmma_wait<1>();\n"
                "    pin(sums);"),
-    Mutant("hopper-fp8-full-count", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-fp8-full-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "Values are there when one of the two transposing warps is done.",
            old="T::kEightBits ? T::kTransposers / 32 : 1",
            new="1"),
-    Mutant("hopper-fp8-stored-count", "kernels/cuda/attend_sm90.cuh", "hopper",
+    Mutant("hopper-fp8-stored-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
            "The copy engine overwrites values that the second transposing warp "
            "still reads.",
            old="shared.stored.empty.init(T::kTransposers / 32);",
            new="shared.stored.empty.init(1);"),
     # ---- the exchange --------------------------------------------------------------------------
-    Mutant("exchange-departs-early", "kernels/cuda/exchange.cu", "exchange",
+    Mutant("exchange-departs-early", "kernels/cuda/exchange/exchange.cu", "exchange",
            "A block is counted out before all its threads have read the epoch.",
            old="  __syncthreads();\n"
                "  const Departure departure(p);\n"
@@ -664,186 +664,186 @@ MUTANTS = [
            new="  const Departure departure(p);\n"
                "  BoundedWait wait(p, r, turn.epoch, r.own + turn.copy);\n"
                "  for ("),
-    Mutant("exchange-rests-early", "kernels/cuda/exchange.cu", "exchange",
+    Mutant("exchange-rests-early", "kernels/cuda/exchange/exchange.cu", "exchange",
            "A row's statistics are put to rest before all of its threads have read "
            "them.",
            old="  __syncthreads();\n"
                "  rest<kLevels>(r, turn, first, r.rows, row_step(), column);",
            new="  rest<kLevels>(r, turn, first, r.rows, row_step(), column);"),
-    Mutant("exchange-two-trips-rests-early", "kernels/cuda/exchange.cu", "exchange",
+    Mutant("exchange-two-trips-rests-early", "kernels/cuda/exchange/exchange.cu", "exchange",
            "The same in two trips.",
            old="  __syncthreads();\n"
                "  rest<kLevels>(r, turn, r.own_first",
            new="  rest<kLevels>(r, turn, r.own_first"),
-    Mutant("exchange-not-rested", "kernels/cuda/exchange.cu", "exchange",
+    Mutant("exchange-not-rested", "kernels/cuda/exchange/exchange.cu", "exchange",
            "Words of this exchange are taken for those of a later one in the same "
            "copy.",
            old="  rest<kLevels>(r, turn, first, r.rows, row_step(), column);\n",
            new=""),
-    Mutant("exchange-results-not-rested", "kernels/cuda/exchange.cu", "exchange",
+    Mutant("exchange-results-not-rested", "kernels/cuda/exchange/exchange.cu", "exchange",
            "Results of this exchange are taken for those of a later one in the "
            "same copy.",
            old="      rest_elements(results + (row * dim + column) * "
                "static_cast<unsigned>(size), size);\n",
            new=""),
-    Mutant("exchange-lse-unawaited", "kernels/cuda/exchange.cu", "exchange",
+    Mutant("exchange-lse-unawaited", "kernels/cuda/exchange/exchange.cu", "exchange",
            "A row's lse is stored before it has come.",
            old="(column != 0 || has_arrived(lse[step]))",
            new="true"),
-    Mutant("exchange-sends-early", "kernels/cuda/exchange_words.cuh", "exchange",
+    Mutant("exchange-sends-early", "kernels/cuda/exchange/exchange_words.cuh", "exchange",
            "States are sent before the kernel before has written them.",
            old="  arch::wait_for_kernels_before();\n",
            new=""),
-    Mutant("exchange-part-arrived", "kernels/cuda/exchange_words.cuh", "exchange",
+    Mutant("exchange-part-arrived", "kernels/cuda/exchange/exchange_words.cuh", "exchange",
            "Sixteen bytes are taken as soon as the first four have come.",
            old="return min(min(four.x, four.y), min(four.z, four.w)) != 0;",
            new="return four.x != 0;"),
-    Mutant("exchange-stats-unawaited", "kernels/cuda/exchange_words.cuh", "exchange",
+    Mutant("exchange-stats-unawaited", "kernels/cuda/exchange/exchange_words.cuh", "exchange",
            "Columns are folded before the row's statistics have come.",
            old="if (!has_arrived(stats[place]) || !has_arrived(o[place]))",
            new="if (!has_arrived(o[place]))"),
-    Mutant("exchange-columns-unawaited", "kernels/cuda/exchange_words.cuh", "exchange",
+    Mutant("exchange-columns-unawaited", "kernels/cuda/exchange/exchange_words.cuh", "exchange",
            "A row is folded as soon as its statistics have come.",
            old="if (!has_arrived(stats[place]) || !has_arrived(o[place]))",
            new="if (!has_arrived(stats[place]))"),
-    Mutant("exchange-send-tail", "kernels/cuda/exchange_words.cuh", "exchange",
+    Mutant("exchange-send-tail", "kernels/cuda/exchange/exchange_words.cuh", "exchange",
            "Rows behind the last are sent too, over what follows in the peer's "
            "window.",
            old="if (row < end) arch::store_volatile(slot",
            new="arch::store_volatile(slot"),
-    Mutant("exchange-header-half", "kernels/cuda/exchange_wait.cuh", "exchange",
+    Mutant("exchange-header-half", "kernels/cuda/exchange/exchange_wait.cuh", "exchange",
            "A header is compared when half of it has come.",
            old="return header.y == epoch && header.w == epoch;",
            new="return header.y == epoch;"),
-    Mutant("exchange-epoch-early", "kernels/cuda/exchange_turn.cuh", "exchange",
+    Mutant("exchange-epoch-early", "kernels/cuda/exchange/exchange_turn.cuh", "exchange",
            "The first block that leaves makes the epoch this exchange's: others "
            "may read it after.",
            old="before_ + 1 != gridDim.x",
            new="before_ != 0"),
-    Mutant("exchange-epoch-uncounted", "kernels/cuda/exchange_turn.cuh", "exchange",
+    Mutant("exchange-epoch-uncounted", "kernels/cuda/exchange/exchange_turn.cuh", "exchange",
            "Blocks that have read the epoch are not counted anew: the next "
            "exchange never advances it.",
            old="    arch::store_relaxed(p.peers.epoch + 1, 0);\n",
            new=""),
-    Mutant("exchange-one-copy", "kernels/cuda/window_layout.hpp", "exchange",
+    Mutant("exchange-one-copy", "kernels/cuda/exchange/window_layout.hpp", "exchange",
            "A peer's next words arrive where this rank has not put the last ones "
            "to rest.",
            old="kCopies = 3;",
            new="kCopies = 1;"),
-    Mutant("exchange-parts-waiting-overwritten", "kernels/cuda/exchange_parts.cu", "exchange",
+    Mutant("exchange-parts-waiting-overwritten", "kernels/cuda/exchange/exchange_parts.cu", "exchange",
            "The next rows' states overwrite those that wait to be folded.",
            old="    __syncthreads();\n"
                "    state = fold_planes",
            new="    state = fold_planes"),
-    Mutant("exchange-parts-own-unwritten", "kernels/cuda/exchange_parts.cu", "exchange",
+    Mutant("exchange-parts-own-unwritten", "kernels/cuda/exchange/exchange_parts.cu", "exchange",
            "A plane merges own states that plane 0 has not stored yet; and the "
            "block departs early.",
            old="  __syncthreads();  // the own states are seen, and every thread has its "
                "epoch\n",
            new=""),
-    Mutant("exchange-parts-early", "kernels/cuda/exchange_parts.cu", "exchange",
+    Mutant("exchange-parts-early", "kernels/cuda/exchange/exchange_parts.cu", "exchange",
            "Splits are folded before attention has ended and its writes are seen.",
            old="  arch::wait_for_kernels_before();\n",
            new=""),
-    Mutant("exchange-parts-rests-early", "kernels/cuda/exchange_parts.cu", "exchange",
+    Mutant("exchange-parts-rests-early", "kernels/cuda/exchange/exchange_parts.cu", "exchange",
            "A row's statistics are put to rest before all of its threads have read "
            "them.",
            old="  __syncthreads();\n"
                "  rest<kLevels>(r, turn, plane_first",
            new="  rest<kLevels>(r, turn, plane_first"),
     # ---- merges and all else -------------------------------------------------------------------
-    Mutant("merge-threads-unmet", "kernels/cuda/fold_slots.cuh", "merge",
+    Mutant("merge-threads-unmet", "kernels/cuda/combine/fold_slots.cuh", "merge",
            "A thread folds with a neighbour's state before that is written.",
            old="    __syncthreads();\n"
                "    if (place == 0) {",
            new="    if (place == 0) {"),
-    Mutant("merge-unwritten-splits", "kernels/cuda/merge.cu", "merge",
+    Mutant("merge-unwritten-splits", "kernels/cuda/combine/merge.cu", "merge",
            "Splits that attention did not take, and did not write, are folded too.",
            old="[&](int i) { return taken.hold(first + i); }",
            new="[](int) { return true; }"),
-    Mutant("merge-two-lse-overwritten", "kernels/cuda/merge_outputs.cu", "merge",
+    Mutant("merge-two-lse-overwritten", "kernels/cuda/combine/merge_outputs.cu", "merge",
            "One thread overwrites a row's lse before the others have read it.",
            old="  if (writes_read_lse) __syncthreads();\n"
                "  if (!live) return;",
            new="  if (!live) return;"),
-    Mutant("merge-parts-lse-overwritten", "kernels/cuda/merge_outputs.cu", "merge",
+    Mutant("merge-parts-lse-overwritten", "kernels/cuda/combine/merge_outputs.cu", "merge",
            "The same for any number of parts.",
            old="  if (writes_read_lse) __syncthreads();\n"
                "  if (live && threadIdx.x == 0",
            new="  if (live && threadIdx.x == 0"),
-    Mutant("merge-tree-group", "kernels/cuda/fold_tree.cuh", "merge",
+    Mutant("merge-tree-group", "kernels/cuda/combine/fold_tree.cuh", "merge",
            "Groups fold with a half of their subtree that is not there yet.",
            old="if ((group >> kLevel & 1) == 0)",
            new="if ((group >> kLevel & 1) != 0)"),
-    Mutant("segments-shared-reused", "kernels/cuda/segments.cu", "other",
+    Mutant("segments-shared-reused", "kernels/cuda/combine/segments.cu", "other",
            "A block's sum overwrites its maximum before all threads have read "
            "that.",
            old="  __syncthreads();  // the last use of `shared` is over\n",
            new=""),
-    Mutant("segments-shared-unwritten", "kernels/cuda/segments.cu", "other",
+    Mutant("segments-shared-unwritten", "kernels/cuda/combine/segments.cu", "other",
            "A thread combines what other warps have not written yet.",
            old="  __syncthreads();\n"
                "  value = shared[0];",
            new="  value = shared[0];"),
-    Mutant("segments-sums-unwritten", "kernels/cuda/segments.cu", "other",
+    Mutant("segments-sums-unwritten", "kernels/cuda/combine/segments.cu", "other",
            "A group adds columns that other groups have not written yet.",
            old="    __syncthreads();\n"
                "    if (group == 0 && column < p.dim) {",
            new="    if (group == 0 && column < p.dim) {"),
-    Mutant("gather-rows-unwritten", "kernels/cuda/gather.cu", "other",
+    Mutant("gather-rows-unwritten", "kernels/cuda/cache/gather.cu", "other",
            "Keys are copied by rows that other threads have not found yet.",
            old="  __syncthreads();\n"
                "\n"
                "  const int chunks",
            new="  const int chunks"),
-    Mutant("gather-tile-overwritten", "kernels/cuda/gather.cu", "other",
+    Mutant("gather-tile-overwritten", "kernels/cuda/cache/gather.cu", "other",
            "The next head's keys are transposed over those that other threads "
            "still copy.",
            old="      __syncthreads();  // the last head's was read\n",
            new=""),
-    Mutant("gather-tile-unwritten", "kernels/cuda/gather.cu", "other",
+    Mutant("gather-tile-unwritten", "kernels/cuda/cache/gather.cu", "other",
            "Keys are copied out of a tile that other threads still transpose into.",
            old="      transpose(tile, rows, source, of_head, block, p.dim);\n"
                "      __syncthreads();\n",
            new="      transpose(tile, rows, source, of_head, block, p.dim);\n"),
-    Mutant("gather-tail-guard", "kernels/cuda/gather.cu", "other",
+    Mutant("gather-tail-guard", "kernels/cuda/cache/gather.cu", "other",
            "Keys behind the last that is wanted are copied, by rows that nobody "
            "found.",
            old="if (key >= block.begin && key < block.end) use",
            new="if (key >= block.begin && key < kKeys) use"),
-    Mutant("gather-ticket-left", "kernels/cuda/gather.cu", "other",
+    Mutant("gather-ticket-left", "kernels/cuda/cache/gather.cu", "other",
            "The ticket of the attention behind the copy is not set to zero.",
            old="    if (b == 0) *call.ticket = 0;\n",
            new=""),
-    Mutant("rows-starts-unwritten", "kernels/cuda/rows.cu", "other",
+    Mutant("rows-starts-unwritten", "kernels/cuda/cache/rows.cu", "other",
            "Starts of sequences are searched before other threads have written "
            "them.",
            old="    if (threadIdx.x == 0) starts[kThreads] = before + total;\n"
                "    __syncthreads();\n",
            new="    if (threadIdx.x == 0) starts[kThreads] = before + total;\n"),
-    Mutant("digest-sum-unset", "kernels/cuda/digest.cu", "other",
+    Mutant("digest-sum-unset", "kernels/cuda/cache/digest.cu", "other",
            "Threads add to a sum that thread 0 has not set to zero yet.",
            old="    if (threadIdx.x == 0) sum = 0;\n"
                "    __syncthreads();\n",
            new="    if (threadIdx.x == 0) sum = 0;\n"),
-    Mutant("digest-sum-unfinished", "kernels/cuda/digest.cu", "other",
+    Mutant("digest-sum-unfinished", "kernels/cuda/cache/digest.cu", "other",
            "Thread 0 takes the sum before all threads have added to it.",
            old="    __syncthreads();\n"
                "    if (threadIdx.x == 0) {\n"
                "      p.words[n]",
            new="    if (threadIdx.x == 0) {\n"
                "      p.words[n]"),
-    Mutant("append-rows-of-others", "kernels/cuda/append.cu", "other",
+    Mutant("append-rows-of-others", "kernels/cuda/cache/append.cu", "other",
            "Rows that are not this rank's are written too, ahead of the cache.",
            old="  if (row.row < 0) return;\n",
            new=""),
-    Mutant("claim-not-atomic", "kernels/cuda/check_arrays.cu", "other",
+    Mutant("claim-not-atomic", "kernels/cuda/cache/check_arrays.cu", "other",
            "Two threads claim a slot at once and both, or another claim, are lost.",
            old="return (atomicOr(claimed + slot / 32, bit) & bit) != 0;",
            new="const std::uint32_t before = claimed[slot / 32];\n"
                "    claimed[slot / 32] = before | bit;\n"
                "    return (before & bit) != 0;"),
-    Mutant("splits-rest-forgotten", "kernels/cuda/view.cuh", "other",
+    Mutant("splits-rest-forgotten", "kernels/cuda/common/view.cuh", "other",
            "Splits that have keys only because leaves differ by a segment are not "
            "taken.",
            old="(rest < last ? rest : last)",
@@ -857,15 +857,15 @@ MUTANTS = [
            "The rows of a share end at the last position of the sequence.",
            old="    if (queries.ranks == 1) return batch.query_len(b, tokens);\n",
            new="    if (queries.ranks > 0) return batch.query_len(b, tokens);\n"),
-    Mutant("decode-one-row-is-the-last", "kernels/cuda/decode_finder.cuh", "decode",
+    Mutant("decode-one-row-is-the-last", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "The one row of a share sees every key, as the one query of a sequence does.",
            old="sequence.kv_len - sequence.context_len == 1",
            new="p_.batch.query_len(sequence.index, p_.tokens) == 1"),
-    Mutant("bias-by-local-row", "kernels/cuda/bias.cuh", "portable",
+    Mutant("bias-by-local-row", "kernels/cuda/common/bias.cuh", "portable",
            "Biases of a share count from its own first row.",
            old="return {p.query_index(sequence, row.token), row.head};",
            new="return {row.token, row.head};"),
-    Mutant("hopper-alibi-by-local-row", "kernels/cuda/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-alibi-by-local-row", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
            "Distances of ALiBi count from the share's own first row.",
            old="static_cast<int>(params.query_index(b, item.row))",
            new="item.row"),

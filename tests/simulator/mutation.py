@@ -30,36 +30,39 @@ KERNELS, EXCHANGE = "simulator_kernels_test", "simulator_exchange_test"
 SMALL = "simulator_small_kernels_test"
 LONGEST = 60  # characters of a report
 
+DECODE = ["decode/instances/decode_bf16.cu", "decode/instances/decode_bf16_any16.cu"]
+PORTABLE = ["portable/instances/portable_bf16.cu", "portable/instances/portable_bf16_any16.cu"]
+SINGLE = ["portable/instances/fp32.cu", "portable/instances/fp32_any.cu"]
+HOPPER = ["hopper/attend_sm90.cu"]
+MERGE = ["combine/merge.cu"]
+
 # Of a family: what is compiled anew, the program, and its cases.
 FAMILIES = {
-    "decode": (["instances/decode_bf16.cu", "instances/decode_bf16_any16.cu"], KERNELS,
+    "decode": (DECODE, KERNELS,
                "Decode/*:*Serve*decode_pages_of_16:*Serve*decode_packed*:*Serve*decode_draft*:"
                "*Serve*decode_long*:*Serve*decode_shares*:*Behind*decode*:NewKeys*"),
-    "portable": (["instances/portable_bf16.cu", "instances/portable_bf16_any16.cu"], KERNELS,
-                 "Portable/*:*Serve*portable_pages*"),
-    "fp32": (["instances/fp32.cu", "instances/fp32_any.cu"], KERNELS, "Single/*:*Serve*single*"),
-    "tf32": (["instances/fp32_tf32.cu"], "gpu_tf32_test", "*"),
-    "hopper": (["attend_sm90.cu"], KERNELS, "*Hopper*:*Serve*hopper*:*Behind*hopper*"),
-    "exchange": (["exchange.cu", "exchange_parts.cu", "backend.cu"], EXCHANGE, "*"),
-    "merge": (["merge.cu"], KERNELS, "Decode/*:Single/*"),
+    "portable": (PORTABLE, KERNELS, "Portable/*:*Serve*portable_pages*"),
+    "fp32": (SINGLE, KERNELS, "Single/*:*Serve*single*"),
+    "tf32": (["portable/instances/fp32_tf32.cu"], "gpu_tf32_test", "*"),
+    "hopper": (HOPPER, KERNELS, "*Hopper*:*Serve*hopper*:*Behind*hopper*"),
+    "exchange": (["exchange/exchange.cu", "exchange/exchange_parts.cu", "dispatch/backend.cu"],
+                 EXCHANGE, "*"),
+    "merge": (MERGE, KERNELS, "Decode/*:Single/*"),
 }
 # Where the file says more than the family.
 FILES = {
-    "append.cu": (["append.cu"], "gpu_append_test", "*"),
-    "check_arrays.cu": (["check_arrays.cu"], SMALL, "CheckSlots*"),
-    "digest.cu": (["digest.cu"], SMALL, "Digest*"),
-    "fold_tree.cuh": (["merge.cu"], "gpu_merge_states_test", "*Sinks*"),
-    "gather.cu": (["gather.cu"], SMALL, "*Gather*"),
-    "geometry.hpp": (["instances/decode_bf16.cu", "instances/decode_bf16_any16.cu",
-                      "instances/portable_bf16_any16.cu", "attend_sm90.cu"], KERNELS,
-                     "*Serve*shares*"),
-    "merge_outputs.cu": (["merge_outputs.cu"], "gpu_merge_outputs_test", "*"),
-    "resume.cu": (["resume.cu"], "gpu_state_in_test", "*"),
-    "store_state.cuh": (["instances/portable_bf16.cu", "instances/fp32.cu"], "gpu_state_in_test",
-                        "*"),
-    "rows.cu": (["rows.cu"], "gpu_rows_test", "*"),
-    "segments.cu": (["segments.cu"], "gpu_segments_test", "*"),
-    "view.cuh": (["instances/decode_bf16.cu", "splits.cu", "merge.cu"], KERNELS, "Decode/*"),
+    "append.cu": (["cache/append.cu"], "gpu_append_test", "*"),
+    "check_arrays.cu": (["cache/check_arrays.cu"], SMALL, "CheckSlots*"),
+    "digest.cu": (["cache/digest.cu"], SMALL, "Digest*"),
+    "fold_tree.cuh": (MERGE, "gpu_merge_states_test", "*Sinks*"),
+    "gather.cu": (["cache/gather.cu"], SMALL, "*Gather*"),
+    "geometry.hpp": (DECODE + PORTABLE[1:] + HOPPER, KERNELS, "*Serve*shares*"),
+    "merge_outputs.cu": (["combine/merge_outputs.cu"], "gpu_merge_outputs_test", "*"),
+    "resume.cu": (["combine/resume.cu"], "gpu_state_in_test", "*"),
+    "rows.cu": (["cache/rows.cu"], "gpu_rows_test", "*"),
+    "segments.cu": (["combine/segments.cu"], "gpu_segments_test", "*"),
+    "store_state.cuh": (PORTABLE[:1] + SINGLE[:1], "gpu_state_in_test", "*"),
+    "view.cuh": (DECODE[:1] + ["combine/splits.cu"] + MERGE, KERNELS, "Decode/*"),
 }
 
 

@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/simulated/include/kernels/cuda/launch.hpp"
+#include "kernels/simulated/include/kernels/cuda/common/launch.hpp"
 #include "kernels/simulated/thread.hpp"
 
 namespace longspan::simulated {

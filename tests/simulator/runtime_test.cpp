@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/simulated/include/kernels/cuda/launch.hpp"
+#include "kernels/simulated/include/kernels/cuda/common/launch.hpp"
 #include "kernels/simulated/runtime/faults.hpp"
 #include "kernels/simulated/runtime/memory.hpp"
 #include "kernels/simulated/thread.hpp"

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/cuda/gather.hpp"
+#include "kernels/cuda/cache/gather.hpp"
 #include "kernels/digest.hpp"
 #include "kernels/faults.hpp"
 #include "tests/gpu/serving_ranks.hpp"

@@ -1,5 +1,5 @@
 // A stand-in for the header of CUDA's runtime: what comm/nccl/, kernels/memory.cpp and
-// kernels/cuda/launch.hpp ask of it, on a processor. GPUs are numbers, their memory is the
+// kernels/cuda/common/launch.hpp ask of it, on a processor. GPUs are numbers, their memory is the
 // process's, and the ranks of a test are threads. gpus.hpp says how calls are made to fail, and
 // what is alive. Names are CUDA's own; they have the linkage of C++, and so meet no real runtime.
 #pragma once

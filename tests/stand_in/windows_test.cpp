@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "comm/wire.hpp"
-#include "kernels/cuda/launch.hpp"
+#include "kernels/cuda/common/launch.hpp"
 #include "longspan/error.hpp"
 #include "tests/stand_in/gpus.hpp"
 #include "tests/stand_in/ranks.hpp"

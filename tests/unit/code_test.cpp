@@ -1,6 +1,6 @@
 // What host code asks of a kernel follows what its code was compiled for, not the GPU: on a GPU of
 // 9.0 that runs code of 8.0, decode waited for ever for bytes that nobody had asked for.
-#include "kernels/cuda/code.hpp"
+#include "kernels/cuda/common/code.hpp"
 
 #include <gtest/gtest.h>
 

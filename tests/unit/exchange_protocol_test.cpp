@@ -1,7 +1,7 @@
-// The protocol of the exchange kernels (kernels/cuda/exchange.cu) on processor threads: ranks that
-// push words into each other's windows, which are their own flags, in one trip and in two, and no
-// barrier anywhere. It shows that copies of each buffer are enough, and that one is not. The
-// kernels themselves are tried on GPUs by exchange_test.
+// The protocol of the exchange kernels (kernels/cuda/exchange/exchange.cu) on processor threads:
+// ranks that push words into each other's windows, which are their own flags, in one trip and in
+// two, and no barrier anywhere. It shows that copies of each buffer are enough, and that one is
+// not. The kernels themselves are tried on GPUs by exchange_test.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/cuda/window_layout.hpp"
+#include "kernels/cuda/exchange/window_layout.hpp"
 
 namespace longspan {
 namespace {

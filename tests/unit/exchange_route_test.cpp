@@ -1,6 +1,6 @@
 // What the host works out for the kernels of an exchange: division by a product, who stands where
 // in the tree, and which rows are whose.
-#include "kernels/cuda/exchange_route.hpp"
+#include "kernels/cuda/exchange/exchange_route.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,7 +1,7 @@
 // The shared memory of every instance of the attention kernels against what GPUs give a thread
 // block. 8.6, 8.9 and 12.0 give 99 KB, and head dims above 128 had no instance that fits: making a
 // layer ended with a bare CUDA error.
-#include "kernels/cuda/instances.hpp"
+#include "kernels/cuda/dispatch/instances.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,99 @@
+// New keys and values into this rank's cache. A block takes a row of one tensor, a thread eight
+// elements of it where eight lie together on both sides, else one.
+//
+//     cache[slot] = x / scale
+#include "kernels/batch_rows.hpp"
+#include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/combine/merge.hpp"
+#include "kernels/cuda/common/convert.cuh"
+#include "kernels/cuda/common/launch.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVector = 8;
+
+/// One of the two tensors.
+struct Copy {
+  Rows from;
+  KvRows to;
+  Scales scales;
+};
+
+/// kVector elements of any type, aligned to an access. For fp32 two chunks.
+__device__ void load_vector(const void* data, DType dtype, std::int64_t at,
+                            float (&values)[kVector]) {
+  alignas(16) uint4 chunks[2];
+  const std::byte* from = static_cast<const std::byte*>(data) + at * size_of(dtype);
+  if (dtype == DType::fp32) {
+    chunks[0] = reinterpret_cast<const uint4*>(from)[0];
+    chunks[1] = reinterpret_cast<const uint4*>(from)[1];
+  } else if (!is_fp8(dtype)) {
+    chunks[0] = *reinterpret_cast<const uint4*>(from);
+  } else {
+    const uint2 half = *reinterpret_cast<const uint2*>(from);
+    chunks[0] = {half.x, half.y, 0, 0};
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) values[i] = load_element(chunks, dtype, i);
+}
+
+template <int kCount>
+__device__ void copy_row(const AppendParams& p, const Copy& copy, std::int64_t token,
+                         std::int64_t at) {
+  const int pieces = p.dim / kCount;
+  for (int i = static_cast<int>(threadIdx.x); i < p.kv_heads * pieces; i += kThreads) {
+    const int head = i / pieces, column = (i - head * pieces) * kCount;
+    const std::int64_t from = token * copy.from.row_stride + head * copy.from.head_stride + column;
+    const std::int64_t to = at + head * copy.to.head_stride + copy.to.column(column);
+    float values[kCount];
+    if constexpr (kCount == 1)
+      values[0] = load_element(copy.from.data, p.dtype, from);
+    else
+      load_vector(copy.from.data, p.dtype, from, values);
+    if (copy.scales) {
+      const float scale = copy.scales[head];
+#pragma unroll
+      for (float& value : values) value /= scale;
+    }
+    store_elements(copy.to.data, p.kv_dtype, to, values);
+  }
+}
+
+/// blockIdx.x = a new row, blockIdx.y = 0: keys, 1: values.
+__global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant__ AppendParams p,
+                                                          bool wide_k, bool wide_v) {
+  arch::let_next_kernel_start();  // attention, which waits for the cache
+  const std::int64_t token = blockIdx.x;
+  const CacheRow row = cache_row(p, token);
+  if (row.row < 0) return;
+  const bool is_key = blockIdx.y == 0;
+  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale} : Copy{p.new_v, p.v, p.v_scale};
+  if (is_key ? wide_k : wide_v)
+    copy_row<kVector>(p, copy, token, row.offset(copy.to));
+  else
+    copy_row<1>(p, copy, token, row.offset(copy.to));
+}
+
+/// Whether eight elements lie together, and aligned, at both ends.
+bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to) {
+  const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.kv_dtype));
+  const int access = access_bytes<kVector>(p.kv_dtype);
+  const bool together = to.dense() ? true
+                                   : to.dim_stride == 1 && to.chunk % kVector == 0 &&
+                                         to.chunk_stride * bytes % access == 0;
+  return p.dim % kVector == 0 && together && is_aligned<kVector>(from, p.dtype) &&
+         is_aligned<kVector>(to, p.kv_dtype) && to.page_stride * bytes % access == 0;
+}
+
+}  // namespace
+
+void append(const AppendParams& p, cudaStream_t stream) {
+  if (p.tokens == 0) return;
+  const dim3 grid(static_cast<unsigned>(p.tokens), 2);
+  launch_kernel(append_kernel, {grid, kThreads, stream}, p, is_wide(p, p.new_k, p.k),
+                is_wide(p, p.new_v, p.v));
+}
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,89 @@
+// States of one row that lie in slots, for four columns: neighbouring slots loaded and folded by a
+// thread, and what threads have folded through shared memory.
+//
+// All of a thread's have to be asked for before the first is looked at. The compiler would rather
+// save registers, and then one trip to the second-level cache follows another: for eight states
+// that was four or five. But it keeps volatile loads in their order, and what is looked at first is
+// asked for last. Volatile loads pass the first-level cache by; with four columns side by side
+// nobody misses it.
+#pragma once
+
+#include "kernels/cuda/arch/peer.cuh"
+#include "kernels/cuda/combine/fold_tree.cuh"
+#include "kernels/cuda/common/view.cuh"
+
+namespace longspan::kernels::cuda {
+
+/// The root of the tree over 2^kLevels slots, `slot_bytes` apart. `stats`, `o`: of the row in the
+/// first of them; o from the first column on. holds(i): false where the ith slot was not written.
+template <int kLevels, class Holds>
+__device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t slot_bytes,
+                               const Holds& holds) {
+  constexpr int kCount = 1 << kLevels;
+  uint2 two[kCount];
+  uint4 four[kCount];
+  const auto in_slot = [&](const void* first, int i) {
+    return static_cast<const std::byte*>(first) + static_cast<unsigned>(i) * slot_bytes;
+  };
+#pragma unroll
+  for (int i = kCount; i-- > 0;) four[i] = arch::load_volatile(in_slot(o, i));
+#pragma unroll
+  for (int i = kCount; i-- > 0;) two[i] = arch::load_volatile_two(in_slot(stats, i));
+  return fold_subtree<kLevels>(
+      [&](int i) {
+        const Stats stored{__uint_as_float(two[i].x), __uint_as_float(two[i].y)};
+        return Piece<4>{holds(i) ? stored : empty_stats(),
+                        {__uint_as_float(four[i].x), __uint_as_float(four[i].y),
+                         __uint_as_float(four[i].z), __uint_as_float(four[i].w)}};
+      },
+      0);
+}
+
+/// Which splits of a plan the kernel before has written.
+class TakenSplits {
+ public:
+  __device__ explicit TakenSplits(const SplitNumbers& numbers)
+      : numbers_(numbers), all_(numbers.taken == nullptr) {
+    if (all_) return;
+    const uint2 words = arch::load_volatile_two(numbers.taken);
+    taken_ = {static_cast<int>(words.x), static_cast<int>(words.y)};
+  }
+  __device__ bool hold(int split) const { return all_ || numbers_.holds(taken_, split); }
+
+ private:
+  const SplitNumbers& numbers_;
+  bool all_;
+  SplitsTaken taken_;
+};
+
+/// Shared memory of a block: what waits for the other half of its subtree.
+template <int kThreads>
+struct Waiting {
+  float4 o[kThreads];
+  Stats stats[kThreads];
+};
+
+/// The root of the tree over the states of `count` threads, a power of two, in the first of them.
+/// `index`: of this one among them; `self`: of this one in the block, where neighbours are `stride`
+/// apart. All threads of the block call this, with a barrier between calls.
+template <int kThreads>
+__device__ void fold_threads(Piece<4>& state, Waiting<kThreads>& waiting, unsigned index,
+                             unsigned count, unsigned self, unsigned stride) {
+  for (unsigned distance = 1; distance < count; distance *= 2) {
+    const unsigned place = index & (2 * distance - 1);
+    if (place == distance) {  // once for each thread: nothing is overwritten
+      waiting.o[self] = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
+      waiting.stats[self] = state.stats;
+    }
+    __syncthreads();
+    if (place == 0) {
+      const unsigned from = self + distance * stride;
+      const float4 four = waiting.o[from];
+      Piece<4> newer{waiting.stats[from], {four.x, four.y, four.z, four.w}};
+      merge_pieces(state, newer);
+      state = newer;
+    }
+  }
+}
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,210 @@
+// States of one row, from ranks or from splits, folded in tree order: neighbours first, missing
+// slots empty. A thread carries eight elements of a row of ranks' states and four of splits', and
+// reads 16 bytes at a time.
+#include "kernels/cuda/combine/merge.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/batch_rows.hpp"
+#include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/shared.cuh"
+#include "kernels/cuda/combine/fold_slots.cuh"
+#include "kernels/cuda/combine/row_end.cuh"
+#include "kernels/cuda/common/convert.cuh"
+#include "kernels/cuda/common/launch.hpp"
+#include "kernels/cuda/dispatch/attend.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+constexpr int kVector = 8;         // elements of a thread
+constexpr int kThreads = 256;      // of a block, at most
+constexpr int kFoldThreads = 256;  // of fold_parts, at most
+constexpr int kFoldLevels = 3;     // a thread of fold_parts folds up to so many levels alone
+constexpr int kFoldVector = 4;     // elements of a thread of fold_parts
+static_assert(kFoldThreads / 8 << kFoldLevels >= kMostSplits);
+using StatePiece = Piece<kVector>;
+
+__device__ StatePiece load_piece(const StateSlots& states, int slot, std::int64_t row, int column) {
+  StatePiece piece;
+  piece.stats = states.stats(slot)[row];
+  const float4* from = reinterpret_cast<const float4*>(states.o(slot, row) + column);
+  const float4 low = from[0], high = from[1];
+  const float o[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) piece.o[i] = o[i];
+  return piece;
+}
+
+/// The places of a row's slots in the tree.
+struct Places {
+  const StateSlots& states;
+  bool interleaved;
+  int levels;  // of the tree
+  std::int64_t row;
+  int column;
+
+  __device__ StatePiece operator()(int place) const {
+    const int slot = interleaved ? reverse_bits(place, levels) : place;
+    // Past the last slot: an empty state, after a load that needs no branch.
+    StatePiece piece = load_piece(states, min(slot, states.slots - 1), row, column);
+    if (slot >= states.slots) piece.stats = empty_stats();
+    return piece;
+  }
+};
+
+/// The merged state's end: sink, division, scale, rounding.
+template <int kColumns>
+__device__ void finish_row(const MergeParams& m, std::int64_t token, int head, int column,
+                           Piece<kColumns>& state, bool wide) {
+  RowEnd(m, head).finish(state);
+  store_result(m, ResultPlace(m, token, head, column), state, wide);
+}
+
+/// Whether the gathered states are of different runs. Nothing may be written then.
+__device__ bool are_of_different_runs(const RunHeaders& headers) {
+  if (headers.said == nullptr) return false;
+  const int other = headers.differing();
+  if (other < 0) return false;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
+    *static_cast<volatile std::uint64_t*>(headers.report) =
+        RunHeaders::reported(headers.run, other);
+    __threadfence_system();
+  }
+  return true;
+}
+
+// ---- kernels: threadIdx.x = columns, (blockIdx.x, threadIdx.y) = rows --------------------------
+
+/// `most` > 0: tokens count up to so many of each sequence, and longer sequences are left out.
+template <int kLevels>
+__global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeParams p,
+                                                         bool wide, int most) {
+  if (are_of_different_runs(p.headers)) return;
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  std::int64_t token = row / p.heads;
+  const int head = static_cast<int>(row - token * p.heads), column = threadIdx.x * kVector;
+  if (most > 0) {
+    const std::int64_t sequence = token / most;
+    if (sequence >= p.batch.size) return;
+    const int b = static_cast<int>(sequence);
+    const std::int64_t q_len = p.batch.query_len(b, p.tokens), t = token - sequence * most;
+    if (q_len > most || t >= q_len || p.batch.skips(q_len)) return;
+    token = p.batch.first_row(b) + t;
+  }
+  if (token >= p.tokens) return;
+  std::int64_t from = token;
+  if (p.rows != nullptr)
+    from = p.rows[token];
+  else if (!in_batch(p.batch, token))
+    return;
+  if (from < 0) return;  // no row of this rank
+  const int levels = log2_ceil(p.states.slots);
+  StatePiece state = fold_tree<kLevels>(
+      Places{p.states, p.interleaved, levels, from * p.heads + head, column}, levels);
+  finish_row(p, token, head, column, state, wide);
+}
+
+/// The splits of short sequences: a block takes some columns (blockIdx.y, threadIdx.x) of some rows
+/// (blockIdx.x, threadIdx.z). A thread (threadIdx.y) loads 2^kLevels splits at once and folds them
+/// alone; the rest of the tree goes through shared memory. kFinish: to the result `m`.
+template <int kLevels, bool kFinish>
+__global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
+    const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
+    const __grid_constant__ MergeParams m, bool wide) {
+  auto& waiting = arch::shared_variable<Waiting<kFoldThreads>>();
+  const unsigned row = blockIdx.x * blockDim.z + threadIdx.z;
+  const unsigned last_row = static_cast<unsigned>(plan.parts.rows) - 1;
+  const unsigned heads = static_cast<unsigned>(p.heads);
+  const int head = static_cast<int>(row % heads);
+  const int column = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kFoldVector;
+  arch::let_next_kernel_start();  // an exchange, which then waits here for the states
+  const unsigned of_sequence = static_cast<unsigned>(plan.part_tokens);
+  int sequence = 0;
+  if (of_sequence > 0) {  // among long sequences, where most rows are nobody's
+    sequence = min(static_cast<int>(row / heads / of_sequence), p.batch.size - 1);
+    if (!__syncthreads_or(serves(plan.lengths, p.batch.query_len(sequence, p.tokens)))) return;
+  }
+  // The splits' states first. Rows that no sequence has are scratch of any content, and go no
+  // further.
+  const StateSlots& parts = plan.parts;
+  const int first = static_cast<int>(threadIdx.y) << kLevels;
+  const Stats* stats = parts.stats(first) + min(row, last_row);
+  const float* from = parts.o(first, min(row, last_row)) + column;
+  const TakenSplits taken(plan.numbers);
+  Piece<kFoldVector> state =
+      fold_slots<kLevels>(stats, from, static_cast<std::uint64_t>(parts.slot_bytes()),
+                          [&](int i) { return taken.hold(first + i); });
+  std::int64_t token = row / heads;  // of the whole batch
+  if (of_sequence > 0)
+    token = p.batch.first_row(sequence) + token % of_sequence;
+  else
+    sequence = last_start(p.batch.size, token, [&](int b) { return p.batch.first_row(b); });
+  const std::int64_t q_len = p.batch.query_len(sequence, p.tokens);
+  const bool exists =
+      row <= last_row && token < p.batch.first_row(sequence) + q_len && serves(plan.lengths, q_len);
+  const unsigned self = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  fold_threads(state, waiting, threadIdx.y, blockDim.y, self, blockDim.x);
+  if (threadIdx.y != 0 || !exists) return;
+  if constexpr (kFinish) return finish_row(m, token, head, column, state, wide);
+  const std::int64_t to = token * p.heads + head;
+  if (column == 0) p.state.stats(p.slot)[to] = state.stats;
+  float4* o = reinterpret_cast<float4*>(p.state.o(p.slot, to) + column);
+  *o = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
+}
+
+dim3 block_of(int dim) { return dim3(dim / kVector, kThreads / (dim / kVector)); }
+
+dim3 grid_of(std::int64_t rows, dim3 block) {
+  return dim3(static_cast<unsigned>((rows + block.y - 1) / block.y));
+}
+
+void merge_rows(const MergeParams& p, int most, cudaStream_t stream) {
+  if (p.tokens == 0) return;
+  if (p.states.slots > 1 << kMostLevels)
+    throw Unsupported("merge of " + std::to_string(p.states.slots) + " states of a row: at most " +
+                      std::to_string(1 << kMostLevels) + " on CUDA");
+  const bool wide = is_aligned<kVector>(p.out, p.dtype);
+  const dim3 block = block_of(p.states.dim);
+  const std::int64_t tokens = most > 0 ? std::int64_t{p.batch.size} * most : p.tokens;
+  for_levels<kGroupLevels + 1>(log2_ceil(p.states.slots), [&](auto levels) {
+    launch_kernel(merge_kernel<decltype(levels)::value>,
+                  {grid_of(tokens * p.heads, block), block, stream}, p, wide, most);
+  });
+}
+
+template <bool kFinish>
+void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m,
+                 cudaStream_t stream) {
+  const bool wide = kFinish && is_aligned<kFoldVector>(m.out, m.dtype);
+  const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), rest = plan.splits >> alone;
+  const int vectors = p.dim / kFoldVector;
+  // Few columns a block where the splits fill it, so that few rows keep many multiprocessors busy.
+  const int columns = rest < 8 ? vectors : vectors % 8 == 0 ? 8 : vectors % 4 == 0 ? 4 : 2;
+  const int rows = std::max(1, kFoldThreads / 2 / (columns * rest));
+  const dim3 grid(static_cast<unsigned>((plan.parts.rows + rows - 1) / rows), vectors / columns);
+  for_levels<kFoldLevels>(alone, [&](auto levels) {
+    launch_kernel(fold_parts_kernel<decltype(levels)::value, kFinish>,
+                  {grid, dim3(columns, rest, rows), stream}, p, plan, m, wide);
+  });
+}
+
+}  // namespace
+
+void merge(const MergeParams& p, cudaStream_t stream) { merge_rows(p, 0, stream); }
+
+void merge_short(const MergeParams& p, int most, cudaStream_t stream) {
+  merge_rows(p, most, stream);
+}
+
+void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream) {
+  launch_fold<false>(p, plan, {}, stream);
+}
+
+void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergeParams& m,
+                         cudaStream_t stream) {
+  launch_fold<true>(p, plan, m, stream);
+}
+
+}  // namespace longspan::kernels::cuda

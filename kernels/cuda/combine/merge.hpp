@@ -1,0 +1,30 @@
+// The kernels around attention, as host code sees them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/dispatch/attend.hpp"
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::cuda {
+
+void merge(const MergeParams& params, cudaStream_t stream);
+
+/// The same for the sequences of up to `most` queries only; rows of the others are not touched.
+void merge_short(const MergeParams& params, int most, cudaStream_t stream);
+
+/// fold_parts and merge in one, where the result needs no other state: the splits of short
+/// sequences -> their rows of the result.
+void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergeParams& m,
+                         cudaStream_t stream);
+void map_rows(const MapParams& params, cudaStream_t stream);
+void place_rows(const PlaceParams& params, cudaStream_t stream);
+void key_starts(const KeyStartParams& params, cudaStream_t stream);
+void merge_outputs(const MergeOutputsParams& params, cudaStream_t stream);
+void export_segments(const ExportSegmentsParams& params, cudaStream_t stream);
+void reduce_segments(const ReduceSegmentsParams& params, cudaStream_t stream);
+void append(const AppendParams& params, cudaStream_t stream);
+void cut_context(const ContextCutParams& params, cudaStream_t stream);
+void check_arrays(const CheckParams& params, cudaStream_t stream);
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,123 @@
+// How a merged row ends on CUDA, once for every kernel that ends one: sink, division, scale, then
+// the one rounding.
+#pragma once
+
+#include "kernels/cuda/arch/divide.cuh"
+#include "kernels/cuda/combine/fold_tree.cuh"
+#include "kernels/cuda/common/convert.cuh"
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// o / sum, or 0 where the sum is 0: the finish of state.hpp. For ordinary numbers the steps, and
+/// so the bits, are those of the compiler's division: an approximate reciprocal, refined once, and
+/// a quotient corrected once. It has a test ahead of each that leads elsewhere for other numbers;
+/// here all columns share the reciprocal and the test.
+template <int kColumns>
+__device__ void divide(float (&o)[kColumns], float sum) {
+  constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
+  bool ordinary = sum >= kLeast && sum <= kMost;
+#pragma unroll
+  for (float one : o) {
+    const float size = fabsf(one);
+    ordinary &= size == 0.0f || (size >= kLeast && size <= kMost);
+  }
+  if (ordinary) {
+    const float approximate = arch::approximate_reciprocal(sum);
+    const float reciprocal = fmaf(approximate, fmaf(approximate, -sum, 1.0f), approximate);
+#pragma unroll
+    for (float& one : o) {
+      const float quotient = one * reciprocal;
+      const float corrected = fmaf(reciprocal, fmaf(quotient, -sum, one), quotient);
+      one = one == 0.0f ? one : corrected;  // the sign of a zero
+    }
+  } else {
+#pragma unroll
+    for (float& one : o) one = sum == 0.0f ? 0.0f : one / sum;
+  }
+}
+
+/// What the end of a row needs beside its state, loaded where this is made: where a state has to be
+/// waited for, ahead of the wait.
+struct RowEnd {
+  bool has_sink;
+  Stats sink;
+  LoadedScale scale;
+
+  __device__ RowEnd(const MergeParams& m, int head) : has_sink(m.sinks), scale(m.out_scale) {
+    if (has_sink) sink = sink_stats(m.sinks[head]);
+  }
+
+  /// The state's columns become the result's, in place, and its statistics the last ones.
+  template <int kColumns>
+  __device__ void finish(Piece<kColumns>& state) const {
+    if (has_sink) {
+      const Fold fold = longspan::fold(state.stats, sink);
+      state.stats = fold.stats;
+#pragma unroll
+      for (float& o : state.o) o = fold(o, 0.0f);
+    }
+    divide(state.o, longspan::finish(state.stats).sum);
+    scale.apply(state.o);
+  }
+};
+
+/// Where a row's columns from `column` on go.
+struct ResultPlace {
+  std::int64_t at;  // element of out
+  float* lse;       // null where this thread writes none
+
+  ResultPlace() = default;
+  __device__ ResultPlace(const MergeParams& m, std::int64_t token, int head, int column)
+      : at(token * m.out.row_stride + head * m.out.head_stride + column), lse(nullptr) {
+    if (m.lse != nullptr && column == 0)
+      lse = m.lse + token * m.lse_row_stride + head * m.lse_head_stride;
+  }
+};
+
+/// Rounds and stores a finished row; `wide`: the place is aligned for kColumns elements at a time.
+/// The logarithm comes after the columns, and where it is wanted.
+template <int kColumns>
+__device__ void store_result(const MergeParams& m, const ResultPlace& place,
+                             const Piece<kColumns>& row, bool wide) {
+  if (wide) {
+    store_elements(m.out.data, m.dtype, place.at, row.o);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const float one[1] = {row.o[i]};
+      store_elements(m.out.data, m.dtype, place.at + i, one);
+    }
+  }
+  if (place.lse != nullptr) *place.lse = longspan::finish(row.stats).lse;
+}
+
+/// Stores four elements that are rounded already, and lie in `words` as in memory.
+__device__ inline void copy_elements(const MergeParams& m, const ResultPlace& place, uint4 words,
+                                     bool wide) {
+  const int size = static_cast<int>(size_of(m.dtype));
+  std::byte* to = static_cast<std::byte*>(m.out.data) + place.at * size;
+  if (wide) {
+    if (size == 4)
+      *reinterpret_cast<uint4*>(to) = words;
+    else if (size == 2)
+      *reinterpret_cast<uint2*>(to) = make_uint2(words.x, words.y);
+    else
+      *reinterpret_cast<std::uint32_t*>(to) = words.x;
+  } else if (size == 4) {
+    auto* elements = reinterpret_cast<std::uint32_t*>(to);
+    elements[0] = words.x, elements[1] = words.y, elements[2] = words.z, elements[3] = words.w;
+  } else if (size == 2) {
+    auto* elements = reinterpret_cast<std::uint16_t*>(to);
+    elements[0] = static_cast<std::uint16_t>(words.x);
+    elements[1] = static_cast<std::uint16_t>(words.x >> 16);
+    elements[2] = static_cast<std::uint16_t>(words.y);
+    elements[3] = static_cast<std::uint16_t>(words.y >> 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      reinterpret_cast<std::uint8_t*>(to)[i] = static_cast<std::uint8_t>(words.x >> (8 * i));
+  }
+}
+
+}  // namespace longspan::kernels::cuda

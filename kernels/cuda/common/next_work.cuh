@@ -1,0 +1,18 @@
+// Which piece of work a block takes after another (view.cuh).
+#pragma once
+
+#include "kernels/cuda/common/view.cuh"
+
+namespace longspan::kernels::cuda {
+
+/// What a block does after work `index`. All its threads call this; `slot` is in shared memory.
+__device__ inline int next_work(const Plan& plan, int index, int* slot) {
+  const int blocks = static_cast<int>(gridDim.x);
+  if (plan.ticket == nullptr) return index + blocks;
+  __syncthreads();
+  if (threadIdx.x == 0) *slot = blocks + atomicAdd(plan.ticket, 1);
+  __syncthreads();
+  return *slot;
+}
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,28 @@
+// Launches whose start overlaps the end of the kernel before (arch/overlap.cuh): on the host's
+// side.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/common/code.hpp"
+#include "kernels/cuda/common/launch.hpp"
+#include "src/check.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// What the code of a kernel that runs here was compiled for.
+inline int ptx_version_of(const void* kernel) {
+  cudaFuncAttributes attributes{};
+  LONGSPAN_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+  return attributes.ptxVersion;
+}
+
+/// Launches kKernel(task); its start overlaps the kernel before where `wanted` and its code can.
+template <auto* kKernel, class Task>
+void launch_overlapping(const Task& task, dim3 grid, dim3 block, bool wanted, cudaStream_t stream) {
+  static const bool overlaps =
+      is_code_of_sm90(ptx_version_of(reinterpret_cast<const void*>(kKernel)));
+  launch_kernel(kKernel, {grid, block, stream, 0, wanted && overlaps}, task);
+}
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,55 @@
+#include "kernels/cuda/common/tensor_map.hpp"
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "longspan/error.hpp"
+#include "src/check.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+/// The driver's function, without linking the driver's library.
+auto tensor_map_encoder() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  LONGSPAN_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                 cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess)
+    throw BackendError(
+        "CUDA: this driver has no cuTensorMapEncodeTiled: update it to 525 or newer");
+  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+}
+
+}  // namespace
+
+CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimension> dimensions,
+                       CUtensorMapL2promotion promotion) {
+  static const auto encode = tensor_map_encoder();
+  constexpr std::size_t kMost = 5;
+  const std::size_t rank = dimensions.size();
+  const cuuint64_t bytes = static_cast<cuuint64_t>(size_of(dtype));
+  cuuint64_t extents[kMost] = {}, strides[kMost] = {};
+  cuuint32_t box[kMost] = {}, steps[kMost] = {};
+  for (std::size_t i = 0; i < rank; ++i) {
+    extents[i] = static_cast<cuuint64_t>(dimensions[i].extent);
+    box[i] = static_cast<cuuint32_t>(dimensions[i].box);
+    steps[i] = 1;
+    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(dimensions[i].stride) * bytes;
+  }
+  const CUtensorMapDataType type = dtype == DType::fp16   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                   : dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                          : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), extents, strides,
+             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             box[0] * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    throw BackendError("CUDA: cuTensorMapEncodeTiled returned " + std::to_string(result));
+  return map;
+}
+
+}  // namespace longspan::kernels::cuda

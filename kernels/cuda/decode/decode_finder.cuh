@@ -1,0 +1,275 @@
+// The warp of the decode kernel that finds one piece of work after the other, brings its queries
+// and says segment by segment what to load, some segments ahead. Finding a piece is long: lengths
+// are read, the row tile's view is worked out, and the tree's part with it. A block comes to its
+// place about a microsecond before the kernels before it have ended, and uses it: it waits for them
+// where it first reads memory, which is late where the lengths are parameters.
+#pragma once
+
+#include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/store_same.cuh"
+#include "kernels/cuda/decode/decode_boxes.hpp"
+#include "kernels/cuda/decode/decode_shared.cuh"
+
+namespace longspan::kernels::cuda {
+
+/// An empty state for each row of a piece that sees no key.
+template <class Traits>
+__device__ inline void store_empty(const AttendParams& p, const Plan& plan,
+                                   const Sequence& sequence, const Work& work, int thread) {
+#pragma unroll 1
+  for (int row = 0; row < work.rows; ++row) {
+    const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
+    if (thread == 0) to.stats() = empty_stats();
+#pragma unroll 1
+    for (int d = thread; d < p.dim; d += 32) to.o()[d] = 0.0f;
+  }
+}
+
+/// So many pieces come before those that have no keys.
+__device__ inline int works_of(const Plan& plan, const SplitsTaken& taken) {
+  return taken.turns * static_cast<int>(plan.by_tiles.value * plan.by_kv_heads.value);
+}
+
+/// The warp that finds pieces of work.
+template <class Traits>
+class DecodeFinder {
+  using Shared = typename Traits::Shared;
+
+ public:
+  __device__ DecodeFinder(const AttendParams& p, const Plan& plan, const KeyBoxes& boxes,
+                          Shared& shared)
+      : p_(p), plan_(plan), shared_(shared), works_(plan.works) {
+    if (p.batch.query_start != nullptr || plan.numbers.where_uneven || plan.ticket != nullptr)
+      arch::wait_for_kernels_before();
+    if (plan.numbers.where_uneven) {
+      uneven_ = lengths_differ();
+      works_ = works_of(plan, plan.numbers.all_of(uneven_));
+    }
+    all_places_ = (!boxes.k_valid && come_by_places<Traits>(p.k, p.pages)) ||
+                  (!boxes.v_valid && come_by_places<Traits>(p.v, p.pages));
+    if (thread_ == 0) shared.order.size = 0;
+    __syncwarp();
+  }
+
+  /// Until there is none, which is said too.
+  __device__ __forceinline__ void run() {
+    for (RingPlace<Shared::kPieces> to;; to.step()) {
+      shared_.done[to.slot].wait(to.parity ^ 1);
+      const bool found = find(to.slot);
+      arch::wait_for_kernels_before();
+      if (!found) break;
+      say_segments(to.slot);
+    }
+    say(0, -1);
+  }
+
+ private:
+  /// The next piece that has a segment.
+  __device__ __forceinline__ bool find(int slot) {
+#pragma unroll 1
+    for (;;) {
+      const int index = draw();
+      if (index >= works_) return false;
+      if (take(slot, number_of(index))) return true;
+    }
+  }
+
+  /// Fills the slot with a piece of work, and stands at its first segment. False: it has none.
+  /// Inlined, large as it is: parameters of a kernel that a function takes by reference are read
+  /// from memory, one slow load after the other, before the first key can be asked for.
+  __device__ __forceinline__ bool take(int slot, int index) {
+    static_assert(Traits::kRows <= 32);
+    Work work = work_of(p_, plan_, index);
+    if (!plan_.known) arch::wait_for_kernels_before();
+    const Sequence sequence = sequence_of(p_, work.sequence);  // its lengths come with the query's
+    if (work.rows == 0) return false;
+    // One query without a window sees every key, and that need not be worked out.
+    const bool sees_all = sequence.kv_len - sequence.context_len == 1 && p_.mask.window == 0 &&
+                          !p_.documents && !p_.parts && p_.shard.layout != Layout::listed;
+    if (thread_ < Traits::kRows) {
+      const PackedRow at = packed_row(work, min(thread_, work.rows - 1));
+      shared_.views[slot][thread_] =
+          sees_all ? Interval{0, sequence.local_len} : row_view(p_, sequence, at.token, work.split);
+      if constexpr (!Traits::kPlain) shared_.rows[slot][thread_] = query_row(p_, work.sequence, at);
+    }
+    __syncwarp();
+    view_ = tile_view(p_, sequence, work.split, shared_.views[slot][0],
+                      shared_.views[slot][work.rows - 1]);
+    const SegmentOrder order = p_.shard.of(work.sequence).order(sequence.kv_len);
+    const SplitNumbers& numbers = plan_.numbers;
+    int leaf_splits = numbers.leaf_splits;
+    if (numbers.taken != nullptr) {
+      const int turn = index / plan_.by_kv_heads / plan_.by_tiles;
+      const SplitsTaken taken =
+          numbers.where_uneven ? numbers.all_of(uneven_) : splits_taken(order, numbers);
+      leaf_splits = taken.leaf_splits;
+      works_ = works_of(plan_, taken);
+      work.split = numbers.split(turn, leaf_splits);
+      if (turn == 0 && work.kv_head == 0 && thread_ == 0) arch::store_same(*numbers.taken, taken);
+    }
+    const TreeCut cut = tree_cut(p_, plan_, work, leaf_splits);
+    walk_ = SegmentWalk(order, view_.any, cut.split, cut.splits);
+    sequence_ = sequence.index;
+    first_key_ = sequence.first_key;
+    first_whole_ = static_cast<int>(segments_of(view_.any.begin));
+    last_whole_ = view_.table != nullptr ? 0 : static_cast<int>(view_.any.end / kSegment);
+    if (thread_ == 0) {
+      DecodePiece& piece = shared_.piece[slot];
+      piece.work = work;
+      piece.sequence = sequence;
+      piece.view = view_;
+      if constexpr (!Traits::kPlain) {
+        piece.score_scale = p_.scale(work.kv_head);
+        piece.value_scale = p_.v_scale[work.kv_head];
+      }
+    }
+    __syncwarp();  // all have read the views, which a next piece in the slot would overwrite
+    if (index >= works_) return false;
+    if (walk_.next()) return true;
+    arch::wait_for_kernels_before();
+    store_empty<Traits>(p_, plan_, sequence, work, thread_);
+    return false;
+  }
+
+  /// All segments of the piece in the slot, and its queries. What is wanted first is said first:
+  /// the level of the first segment comes with the queries.
+  __device__ __forceinline__ void say_segments(int slot) {
+    DecodeQueries<Traits>& queries = shared_.queries[slot];
+    const DecodePiece& piece = shared_.piece[slot];
+    const int first = known_.slot;
+    std::int64_t place = walk_.place;
+    say(slot, static_cast<int>(walk_.segment));
+    typename DecodeQueries<Traits>::Words words;
+    queries.ask(p_, piece, 0, words);
+    bool more = walk_.next();
+    if (thread_ == 0) shared_.levels[first] = level_of(place, more);
+    queries.put(p_, 0, words);
+#pragma unroll 1
+    for (int n = 1; n < Traits::kRowTiles; ++n) {
+      queries.ask(p_, piece, n, words);
+      queries.put(p_, n, words);
+    }
+    __syncwarp();
+    if (thread_ == 0) shared_.has_queries[slot].arrive();
+#pragma unroll 1
+    while (more) {
+      const int index = static_cast<int>(walk_.segment);
+      place = walk_.place;
+      more = walk_.next();
+      if (thread_ == 0) shared_.levels[known_.slot] = level_of(place, more);
+      say(slot, index);
+    }
+  }
+
+  /// Of a segment behind which the walk has taken a step, or ended.
+  __device__ __forceinline__ int level_of(std::int64_t place, bool more) const {
+    return more ? finished_level(place, walk_.place) : Traits::Stack::kAll;
+  }
+
+  /// A segment, and where its keys are; or, index < 0, that there is none.
+  __device__ __forceinline__ void say(int slot, int index) {
+    shared_.loaded[ahead_.slot].wait(ahead_.parity ^ 1);
+    DecodeSegment segment{index, static_cast<std::int16_t>(slot), 0, 0};
+    if (segment) {
+      const std::int64_t first = std::int64_t{index} * kSegment;
+      const bool whole = index >= first_whole_ && index < last_whole_;
+      look_up(shared_.places[ahead_.slot], first, whole);
+      if (!whole) {
+        segment.aparts = Traits::kKeyStages;
+        if (view_.table == nullptr && first >= view_.any.begin) {
+          const int seen = static_cast<int>(min(view_.any.end - first, std::int64_t{kSegment}));
+          segment.apart = static_cast<std::int8_t>(seen / Traits::kStageKeys);
+          segment.aparts = seen % Traits::kStageKeys > 0;
+        }
+      }
+    }
+    if (thread_ == 0) shared_.segments[known_.slot] = segment;
+    if (!Traits::kPlain && p_.pages) arch::expect_copies(shared_.known[ahead_.slot]);
+    __syncwarp();
+    if (thread_ == 0) shared_.known[ahead_.slot].arrive();
+    ahead_.step();
+    known_.step();
+  }
+
+  /// Queues the look-up of the keys of the segment that begins at local key `first`: of those that
+  /// boxes begin with, or of all. `whole`: all are wanted.
+  __device__ __forceinline__ void look_up(KeyPlace (&places)[Shared::kPlaces], std::int64_t first,
+                                          bool whole) {
+    if (!Traits::kPlain && p_.pages) {
+      const int step = all_places_ ? 1 : Traits::kTile;
+#pragma unroll 1
+      for (int key = thread_ * step; key < kSegment; key += 32 * step) {
+        if (whole || is_wanted(view_, first + key))
+          find_place(places[key], p_.pages, plan_.by_page, sequence_, first + key);
+        else
+          places[key] = {-1, 0};
+      }
+    } else if (thread_ < Traits::kTiles) {
+      const std::int64_t key = first + thread_ * Traits::kTile;
+      constexpr int kNowhere = -kSegment;  // the copy engine fills in zeros
+      places[thread_ * Shared::kPlaces / Traits::kTiles] = {
+          0, key < view_.any.end ? static_cast<std::int32_t>(first_key_ + key) : kNowhere};
+    }
+  }
+
+  /// By more than an eighth.
+  __device__ __forceinline__ bool lengths_differ() const {
+    int least = kNever, most = 0;
+#pragma unroll 1
+    for (int b = thread_; b < p_.batch.size; b += 32) {
+      const int length = p_.batch.kv_len[b];
+      least = min(least, length);
+      most = max(most, length);
+    }
+    least = __reduce_min_sync(~0u, least);
+    most = __reduce_max_sync(~0u, most);
+    return least < most - most / 8;
+  }
+
+  /// Of the piece that comes `index`th.
+  __device__ __forceinline__ int number_of(int index) {
+    if (index < plan_.by_length || (plan_.numbers.where_uneven && !uneven_)) return index;
+    if (shared_.order.size == 0)
+      sort_sequences(shared_.order, p_.batch.kv_len, p_.batch.size, thread_, 32,
+                     [] { __syncwarp(); });
+    return sorted_work(plan_, shared_.order, index);
+  }
+
+  /// The block's own first; then whatever comes next for whoever is free. A ticket is drawn one
+  /// piece early, so that nobody waits for it.
+  __device__ __forceinline__ int draw() {
+    const int blocks = static_cast<int>(gridDim.x);
+    int index;
+    if (index_ < 0)
+      index = index_ = static_cast<int>(blockIdx.x);
+    else if (plan_.ticket == nullptr)
+      index = index_ += blocks;
+    else
+      index = __shfl_sync(~0u, ticket_, 0);
+    // Each block draws once for each of its pieces and once for none: after the last draw of all,
+    // the counter is zero again.
+    if (plan_.ticket != nullptr && thread_ == 0)
+      ticket_ = blocks + static_cast<int>(atomicInc(reinterpret_cast<unsigned*>(plan_.ticket),
+                                                    static_cast<unsigned>(works_ + blocks - 1)));
+    return index;
+  }
+
+  const AttendParams& p_;
+  const Plan& plan_;
+  Shared& shared_;
+  RingPlace<Shared::kAhead> ahead_;     // of the segment that is said next, in the ring of what is
+  RingPlace<Shared::kSegments> known_;  // to be loaded, and in that of all that are in work
+  SegmentWalk walk_;                    // of the piece that is found
+  View view_;
+  int first_whole_ = 0, last_whole_ = 0;  // segments from here to there are wanted whole
+  std::int64_t first_key_ = 0;
+  int sequence_ = 0;
+  int works_;            // so many have keys, where that is known; else all
+  bool uneven_ = false;  // lengths differ
+  bool all_places_;      // keys come one by one
+  const int thread_ = static_cast<int>(threadIdx.x) % 32;
+  int index_ = -1;  // of the last piece that was not drawn
+  int ticket_ = 0;  // of thread 0: the next one that was
+};
+
+}  // namespace longspan::kernels::cuda

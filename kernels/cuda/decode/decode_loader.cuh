@@ -1,0 +1,210 @@
+// The warps of the decode kernel that load. The keys and values of all segments that the finder
+// says stream through a ring of stages to the warps that multiply. Pieces of work follow each other
+// without a gap: the ring does not know where one ends.
+//
+// Stages of a segment: its keys, then its values, as they are stored. Where all keys of a stage
+// are wanted, or none, and rows are dense, the copy engine (decode_boxes.hpp) brings tiles of 16
+// keys, or several, by one instruction; all else comes by cp.async, or through registers. A stage's
+// barrier `full` counts both; on `free` each warp that multiplies says that it has read it.
+#pragma once
+
+#include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/arch/store_same.cuh"
+#include "kernels/cuda/arch/target.cuh"
+#include "kernels/cuda/common/loader.cuh"
+#include "kernels/cuda/decode/decode_boxes.hpp"
+#include "kernels/cuda/decode/decode_bytes.cuh"
+#include "kernels/cuda/decode/decode_shared.cuh"
+
+namespace longspan::kernels::cuda {
+
+/// A barrier of the warps that load.
+template <class Traits>
+__device__ __forceinline__ void sync_loaders() {
+  if constexpr (Traits::kLoaders == 32)
+    __syncwarp();
+  else
+    arch::named_sync(2, Traits::kLoaders);
+}
+
+/// A stage that is not all wanted, or whose layout is none of the usual ones. Not inlined, as it is
+/// rare; the plain loader's by value, as parameters of a kernel that a function takes by reference
+/// are read from memory.
+template <class Traits>
+__device__ __noinline__ void load_plain_apart(std::uint32_t tile, Rows source, int dim,
+                                              const DecodePiece& piece, std::int64_t first) {
+  load_plain<typename Traits::Element, Traits::kDim, Traits::kStageKeys, Traits::kLoaders,
+             Traits::kTile>(tile, source, dim, piece.work.kv_head, piece.sequence, piece.view,
+                            first);
+}
+template <class Traits>
+__device__ __noinline__ void load_any_apart(std::uint32_t tile, const KvRows& source,
+                                            const AttendParams& p, const DecodePiece& piece,
+                                            std::int64_t first, int thread) {
+  if constexpr (Traits::kFp8)
+    load_bytes<Traits>(tile, source, p, piece.work.kv_head, piece.sequence, piece.view, first,
+                       thread);
+  else
+    load_keys<typename Traits::Element, Traits::kDim, Traits::kStageKeys, Traits::kLoaders,
+              Loader::any16, Traits::kTile>(tile, source, p, piece.work.kv_head, piece.sequence,
+                                            piece.view, first);
+}
+
+template <class Traits>
+__device__ __noinline__ void load_places_apart(std::uint32_t tile, const KvRows& source, int dim,
+                                               int kv_head, int thread, const KeyPlace* places) {
+  load_places<Traits>(tile, source, dim, kv_head, thread, places);
+}
+
+/// New keys are this rank's last ones: none stands before this local key.
+__device__ inline std::int64_t first_new_key(const Sequence& sequence) {
+  return sequence.local_len - (sequence.kv_len - sequence.context_len);
+}
+
+/// New keys of a segment, which begins at local key `first`, and their values into the cache. Every
+/// piece of work over these keys writes them ahead of its own reads, and all write the same.
+template <class Traits>
+__device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodePiece& piece,
+                                            std::int64_t first, int thread) {
+  using Element = typename Traits::Element;
+  constexpr int kVector = 8;
+  const Sequence& sequence = piece.sequence;
+  const Shard shard = p.shard.of(sequence.index);
+  const int head = piece.work.kv_head;
+  const std::int64_t end = min(first + kSegment, sequence.local_len);
+  for (std::int64_t key = max(first, first_new_key(sequence)); key < end; ++key) {
+    const std::int64_t token = shard.position(key, sequence.kv_len) - sequence.context_len;
+    if (token < 0) continue;
+    const std::int64_t from = sequence.first_row + token, to = sequence.first_key + key;
+    const auto copy = [&](const Rows& rows, const KvRows& cache, int d) {
+      arch::store_same(*reinterpret_cast<uint4*>(cache.at<Element>(to, head) + d),
+                       *reinterpret_cast<const uint4*>(rows.at<const Element>(from, head) + d));
+    };
+    for (int d = thread * kVector; d < p.dim; d += Traits::kLoaders * kVector) {
+      copy(p.new_k, p.k, d);
+      copy(p.new_v, p.v, d);
+    }
+  }
+  arch::publish_to_copy_engine();
+  sync_loaders<Traits>();
+}
+
+/// The warps that load.
+template <class Traits>
+class DecodeLoader {
+  using Shared = typename Traits::Shared;
+
+ public:
+  __device__ DecodeLoader(const AttendParams& p, const KeyBoxes& boxes, Shared& shared,
+                          std::uint32_t ring)
+      : p_(p), boxes_(boxes), shared_(shared), ring_(ring) {
+    if constexpr (!Traits::kPlain) {
+      by_place_k_ = !boxes.k_valid && come_by_places<Traits>(p.k, p.pages);
+      by_place_v_ = !boxes.v_valid && come_by_places<Traits>(p.v, p.pages);
+    }
+    if constexpr (arch::kTarget >= 900) {
+      if (thread_ == 0 && boxes.k_valid) arch::prefetch_map(&boxes.k);
+      if (thread_ == 0 && boxes.v_valid) arch::prefetch_map(&boxes.v);
+    }
+    arch::wait_for_kernels_before();
+  }
+
+  /// All segments of all pieces.
+  __device__ __forceinline__ void run() {
+    RingPlace<Shared::kAhead> ahead;
+#pragma unroll 1
+    for (RingPlace<Shared::kSegments> known;; known.step(), ahead.step()) {
+      shared_.known[ahead.slot].wait(ahead.parity);
+      load_ = shared_.segments[known.slot];
+      sync_loaders<Traits>();
+      if (!load_) break;
+      places_ = shared_.places[ahead.slot];
+      const KeyPlace first = places_[thread_ % Traits::kTiles * Shared::kPlaces / Traits::kTiles];
+      box_row_ = first.row;
+      box_page_ = first.page;
+      write_new();
+      queue(true);
+      sync_loaders<Traits>();  // none is a round of the ring ahead of the others
+      queue(false);
+      __syncwarp();
+      if (thread_ % 32 == 0) shared_.loaded[ahead.slot].arrive();
+    }
+    // A stage without keys, of no segment, ends it.
+    wait_free();
+    if (thread_ == 0) shared_.full[at_.slot].arrive();
+  }
+
+ private:
+  __device__ __forceinline__ void write_new() {
+    if constexpr (Traits::kPlain) {
+      if (p_.new_k.data == nullptr) return;
+      const DecodePiece& piece = shared_.piece[load_.piece];
+      const Sequence& sequence = piece.sequence;
+      const std::int64_t first = std::int64_t{load_.index} * kSegment;
+      if (first + kSegment > first_new_key(sequence))
+        write_new_keys<Traits>(p_, piece, first, thread_);
+    }
+  }
+
+  /// Queues the stages of the keys, or of the values, of the segment in load.
+  __device__ __forceinline__ void queue(bool keys) {
+#pragma unroll 1
+    for (int stage = 0; stage < Traits::kKeyStages; ++stage, at_.step()) load(stage, keys);
+  }
+  __device__ __forceinline__ void wait_free() { shared_.free[at_.slot].wait(at_.parity ^ 1); }
+
+  /// A stage of the segment's keys or values into the slot.
+  __device__ __forceinline__ void load(int stage, bool keys) {
+    arch::Barrier& full = shared_.full[at_.slot];
+    const std::uint32_t tile = ring_ + at_.slot * Traits::kStageBytes;
+    if ((keys ? boxes_.k_valid : boxes_.v_valid) &&
+        static_cast<unsigned>(stage - load_.apart) >= static_cast<unsigned>(load_.aparts))
+      return load_box(tile, keys ? &boxes_.k : &boxes_.v, stage, full);
+    wait_free();
+    const DecodePiece& piece = shared_.piece[load_.piece];
+    const KvRows& source = keys ? p_.k : p_.v;
+    const int first = stage * Traits::kStageKeys;
+    const std::int64_t key = std::int64_t{load_.index} * kSegment + first;
+    if constexpr (Traits::kPlain)
+      load_plain_apart<Traits>(tile, source, p_.dim, piece, key);
+    else if (keys ? by_place_k_ : by_place_v_)
+      load_places_apart<Traits>(tile, source, p_.dim, piece.work.kv_head, thread_, places_ + first);
+    else
+      load_any_apart<Traits>(tile, source, p_, piece, key, thread_);
+    arch::expect_copies(full);
+    sync_loaders<Traits>();  // the phase is open until all copies are announced
+    if (thread_ == 0) full.arrive();
+  }
+
+  /// By the copy engine: boxes are asked for by the lanes whose numbers are those of their first
+  /// tiles in the segment. Other warps do not wait: the stage may be full and free again before a
+  /// late one looks.
+  __device__ __forceinline__ void load_box(std::uint32_t tile, const CUtensorMap* map, int stage,
+                                           arch::Barrier& full) {
+    if constexpr (arch::kTarget >= 900) {
+      if (thread_ >= 32) return;
+      wait_free();
+      if (thread_ == 0) full.arrive_expecting(Traits::kStageBytes);
+      __syncwarp();
+      const int of_stage = thread_ - stage * Traits::kStageTiles;
+      if (static_cast<unsigned>(of_stage) >= Traits::kStageTiles ||
+          of_stage * kBoxKeys % boxes_.keys != 0)
+        return;
+      arch::load_box(tile + of_stage * Traits::kTileBytes, map, 0, box_row_, 0,
+                     shared_.piece[load_.piece].work.kv_head, box_page_, &full);
+    }
+  }
+
+  const AttendParams& p_;
+  const KeyBoxes& boxes_;
+  Shared& shared_;
+  const std::uint32_t ring_;
+  const int thread_ = static_cast<int>(threadIdx.x) - Traits::kThreads;
+  RingPlace<Traits::kStages> at_;                 // the stage that is filled next
+  DecodeSegment load_;                            // the segment in load
+  const KeyPlace* places_;                        // of its keys
+  bool by_place_k_ = false, by_place_v_ = false;  // keys, values come by these
+  std::int32_t box_row_, box_page_;               // lane i: of its tile i
+};
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,423 @@
+// How a call of attend becomes launches: short and long sequences take different kernels, each
+// launch serves its own kind and skips the other, and nothing needs to be known of lengths that
+// are still on the device.
+#include "kernels/cuda/dispatch/attend.hpp"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <string>
+
+#include "kernels/cuda/cache/gather.hpp"
+#include "kernels/cuda/combine/merge.hpp"
+#include "kernels/cuda/combine/resume.hpp"
+#include "kernels/cuda/combine/splits.hpp"
+#include "kernels/cuda/common/convert.cuh"
+#include "kernels/cuda/common/fixed_order.cuh"
+#include "kernels/cuda/common/launch.hpp"
+#include "kernels/cuda/decode/decode_boxes.hpp"
+#include "kernels/cuda/decode/decode_order.cuh"
+#include "kernels/cuda/dispatch/attend_finished.hpp"
+#include "kernels/cuda/exchange/exchange.hpp"
+#include "kernels/cuda/hopper/attend_sm90.hpp"
+#include "kernels/cuda/portable/attend_tf32.hpp"
+#include "src/check.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+constexpr std::size_t kAlign = 256;
+
+std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+/// The kinds that one call serves, a launch each.
+std::array<Lengths, 2> kinds(const Geometry& p) {
+  return {p.batch.skip_decode ? Lengths::short_but_one : Lengths::only_short, Lengths::only_long};
+}
+
+/// Most query tokens of one sequence of the kind.
+std::int64_t most_tokens(const Geometry& p, Lengths lengths) {
+  const std::int64_t most = p.max_query_len > 0 ? std::min(p.tokens, p.max_query_len) : p.tokens;
+  return lengths == Lengths::only_long ? most : std::min<std::int64_t>(most, kShortQuery);
+}
+
+/// Packed rows of a sequence of the kind, were the sequences equal.
+std::int64_t mean_rows(const Geometry& p, Lengths lengths) {
+  const std::int64_t tokens = (p.tokens + p.batch.size - 1) / p.batch.size;
+  const std::int64_t most = most_tokens(p, lengths);
+  return std::min(tokens, most) * (p.heads / p.kv_heads);
+}
+
+/// How many thread blocks the GPU holds at a time, and what each takes.
+struct Residence {
+  int blocks;        // of the GPU
+  int shared_bytes;  // of a block: what the kernel needs, and what is left over for its stack
+};
+
+Residence residence(const KernelShape& shape, const Gpu& gpu) {
+  const int level = static_cast<int>(shape.state_bytes);
+  const int most = shape.shared_bytes + shape.near_levels * level;
+  const int allowed = std::max(shape.shared_bytes, std::min(most, gpu.block_bytes));
+  LONGSPAN_CUDA(
+      cudaFuncSetAttribute(shape.kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, allowed));
+  int blocks = 0;
+  LONGSPAN_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      &blocks, shape.kernel(), shape.threads, static_cast<std::size_t>(shape.shared_bytes)));
+  blocks = std::max(blocks, 1);
+  const int room = std::min(gpu.shared_bytes / blocks - gpu.block_own_bytes, allowed);
+  int bytes = shape.shared_bytes;
+  for (int i = 0; i < shape.near_levels && bytes + level <= room; ++i) bytes += level;
+  return {blocks * gpu.multiprocessors, bytes};
+}
+
+/// Pieces beyond those that places begin with come by the lengths of their sequences.
+void order_sequences(const AttendParams& p, int places, Plan& plan) {
+  const bool are_tiles = plan.sequence_tiles == 1 && plan.tiles == p.batch.size;
+  if (!are_tiles || p.batch.kv_len == nullptr || p.batch.size > kMostSorted) return;
+  const int turn = plan.tiles * p.kv_heads, first = places / turn;
+  if (p.parts || first >= plan.splits) return;
+  plan.by_length = first * turn;
+  plan.by_late_works = Divisor(static_cast<std::uint32_t>((plan.splits - first) * p.kv_heads));
+}
+
+/// Plan::known.
+bool is_known(const AttendParams& p, const Plan& plan) {
+  const Batch& batch = p.batch;
+  const bool lengths = batch.kv_len == nullptr && batch.query_start == nullptr &&
+                       batch.key_start == nullptr && p.shard.table == nullptr;
+  return lengths && batch.causal == nullptr && !p.documents && !p.q_scale && !p.k_scale &&
+         !p.v_scale && plan.ticket == nullptr && plan.numbers.taken == nullptr;
+}
+
+struct Launch {
+  KernelShape shape;
+  Plan plan;
+  int blocks = 0;
+  int shared_bytes = 0;   // of a block
+  std::size_t bytes = 0;  // of scratch: ticket, stack, parts
+};
+
+/// Row tiles of the batch. One sequence: exactly. Several, with lengths on the device: the smaller
+/// of two upper bounds. `expected`: tiles that will have work, were the sequences equal.
+void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
+  const std::int64_t group = p.heads / p.kv_heads, size = p.batch.size;
+  const auto tiles_of = [&](std::int64_t rows) {
+    return (rows + plan.tile_rows - 1) / plan.tile_rows;
+  };
+  const std::int64_t packed = p.tokens * group / plan.tile_rows + size;
+  const std::int64_t alone = tiles_of(most_tokens(p, plan.lengths) * group);
+  if (plan.lengths != Lengths::only_long && size * alone < packed) {
+    plan.sequence_tiles = static_cast<int>(alone);
+    plan.tiles = static_cast<int>(size * alone);
+  } else {
+    plan.tiles = static_cast<int>(size == 1 ? std::min(alone, packed) : packed);
+  }
+  expected = std::min<std::int64_t>(plan.tiles, size * tiles_of(mean_rows(p, plan.lengths)));
+}
+
+Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
+  Launch launch{choose_kernel(p, lengths, loader_of(p), gpu)};
+  const KernelShape& shape = launch.shape;
+  Plan& plan = launch.plan;
+  const auto [resident, shared_bytes] = residence(shape, gpu);
+  launch.shared_bytes = shared_bytes;
+  plan.lengths = lengths;
+  plan.tile_rows = shape.tile_rows;
+  std::int64_t expected = 0;
+  plan_tiles(p, plan, expected);
+  const std::int64_t works = expected * p.kv_heads;
+  plan.by_tiles = Divisor(static_cast<std::uint32_t>(plan.tiles));
+  plan.by_sequence_tiles = Divisor(static_cast<std::uint32_t>(std::max(plan.sequence_tiles, 1)));
+  plan.by_kv_heads = Divisor(static_cast<std::uint32_t>(p.kv_heads));
+  plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
+  plan.by_page = Divisor(static_cast<std::uint32_t>(p.pages.size));
+  const bool decodes = shape.decode != nullptr, shared = decodes && p.batch.size > 1;
+  if (plan_splits(p, works, resident, decodes, plan))
+    plan.numbers.taken = reinterpret_cast<SplitsTaken*>(p.scratch + kAlign / 2);
+  plan.works = plan.tiles * p.kv_heads * plan.splits;
+  if (shared) order_sequences(p, resident, plan);
+  launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
+
+  if (plan.works > launch.blocks && (shared || !decodes))
+    plan.ticket = decodes && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);
+  plan.known = is_known(p, plan);
+  launch.bytes = kAlign;
+  plan.depth = fold_depth(most_keys(p));
+  plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
+  launch.bytes += align(shape.state_bytes * static_cast<std::size_t>(plan.depth * launch.blocks));
+  if (plan.splits > 1 && !p.parts) {
+    // The rows of all tokens; or of every sequence's most, where short ones are among long ones.
+    const std::int64_t compact = std::int64_t{p.batch.size} * kShortQuery;
+    plan.part_tokens = lengths != Lengths::only_long && compact < p.tokens ? kShortQuery : 0;
+    const std::int64_t tokens = plan.part_tokens > 0 ? compact : p.tokens;
+    plan.parts = {p.scratch + launch.bytes, tokens * p.heads, p.dim, plan.splits};
+    launch.bytes += static_cast<std::size_t>(plan.parts.slot_bytes()) * plan.parts.slots;
+  }
+  return launch;
+}
+
+void check_scratch(std::size_t needed, std::size_t given) {
+  if (needed > given)
+    throw InputError("attend needs " + std::to_string(needed) + " bytes of scratch and was given " +
+                     std::to_string(given) + ": plan for these tokens, sequences and lengths");
+}
+
+/// The attention alone: splits stay as they are.
+void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStream_t stream) {
+  check_scratch(launch.bytes, p.scratch_bytes);
+  if (launch.plan.works == 0) return;
+  if (launch.plan.ticket != nullptr && launch.plan.ticket != p.ticket)
+    LONGSPAN_CUDA(cudaMemsetAsync(launch.plan.ticket, 0, sizeof(int), stream));
+  const KernelShape& shape = launch.shape;
+  LaunchConfig how{dim3(launch.blocks), dim3(shape.threads), stream,
+                   static_cast<std::size_t>(launch.shared_bytes)};
+  if (shape.decode == nullptr) return launch_kernel(shape.tiled, how, p, launch.plan);
+  KeyBoxes boxes{};
+  if (gpu.sm90_code) boxes = key_boxes(p, shape.box_dim, shape.box_keys);
+  how.overlaps = gpu.sm90_code;
+  launch_kernel(shape.decode, how, p, launch.plan, boxes);
+}
+
+/// `finished`: where the rows end when they have no other state; null: their states are written.
+void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, const Gpu& gpu,
+           cudaStream_t stream) {
+  queue_splits(p, launch, gpu, stream);
+  if (launch.plan.works == 0) return;
+  if (finished != nullptr)
+    fold_parts_finished(p, launch.plan, *finished, stream);
+  else if (launch.plan.splits > 1 && !p.parts)
+    fold_parts(p, launch.plan, stream);
+}
+
+/// The kernel for long queries that has a launch of its own takes them.
+bool is_hoppers(const AttendParams& p, Lengths lengths) {
+  return lengths == Lengths::only_long && sm90::accepts(p);
+}
+
+/// Bytes of the states that go aside ahead of this launch's scratch, where its rows begin from a
+/// state and its kernel cannot: decode kernels, and splits, which another kernel folds.
+std::size_t bytes_aside(const AttendParams& p, const Launch& launch) {
+  const bool alone = launch.plan.splits == 1 || p.parts;
+  if (!p.resume || (launch.shape.resumes && alone)) return 0;
+  const StateSlots aside = states_aside(p, nullptr);
+  return align(static_cast<std::size_t>(aside.slot_bytes()) * aside.slots);
+}
+
+}  // namespace
+
+Loader loader_of(const AttendParams& p) {
+  if (is_fp8(p.kv_dtype)) return Loader::any8;
+  const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.dtype));
+  const auto aligned = [&](const Rows& rows) {
+    return reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 &&
+           rows.row_stride * bytes % 16 == 0 && rows.head_stride * bytes % 16 == 0;
+  };
+  const bool plain = !p.pages && p.k.dense() && p.v.dense() && p.q_dtype == p.dtype && !p.bias &&
+                     !p.q_scale && !p.k_scale && !p.v_scale && aligned(p.q) && aligned(p.k) &&
+                     aligned(p.v);
+  return plain ? Loader::plain : Loader::any16;
+}
+
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, const Gpu& gpu) {
+  const bool is_fp32 = p.dtype == DType::fp32, bf16 = p.dtype == DType::bf16;
+  const Family family = is_fp32                         ? (p.tf32 ? Family::tf32 : Family::fp32)
+                        : lengths == Lengths::only_long ? Family::portable
+                                                        : Family::decode;
+  // Of fp32 the loader that takes anything takes fp8 too, and of tf32 there is no other.
+  const bool takes_any = family == Family::tf32 || (is_fp32 && loader != Loader::plain);
+  const Instance* found = fitting_instance(family, takes_any ? Loader::any16 : loader, p.dim,
+                                           mean_rows(p, lengths), gpu.block_bytes);
+  if (found == nullptr)
+    throw Unsupported("head dim " + std::to_string(p.dim) +
+                      ": a thread block of this GPU may have " + std::to_string(gpu.block_bytes) +
+                      " bytes of shared memory, and no " + name(family) +
+                      " kernel for that dim needs so few: use a smaller head dim, " +
+                      "another GPU, or device host");
+  switch (found->family) {
+    case Family::fp32:
+      return attend_fp32(p.dim, found->loader);
+    case Family::tf32:
+      return attend_fp32_tf32(p.dim);
+    case Family::portable:
+      return bf16 ? portable_bf16(p.dim, p.invariant, loader)
+                  : portable_fp16(p.dim, p.invariant, loader);
+    default:
+      if (loader == Loader::any8)
+        return p.kv_dtype == DType::e5m2 ? decode_e5m2(p.dim, found->rows)
+                                         : decode_e4m3(p.dim, found->rows);
+      return bf16 ? decode_bf16(p.dim, found->rows, loader)
+                  : decode_fp16(p.dim, found->rows, loader);
+  }
+}
+
+void check_fits(const AttendParams& p, const Gpu& gpu) {
+  if (gpu.block_bytes >= kEnoughBytes || p.batch.size == 0) return;
+  for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8})
+    for (const Lengths lengths : {Lengths::only_short, Lengths::only_long})
+      choose_kernel(p, lengths, loader, gpu);
+}
+
+bool may_hold(const Geometry& p, Lengths lengths) {
+  if (p.tokens == 0 || p.batch.size == 0) return false;
+  if (p.batch.query_start == nullptr) return serves(lengths, p.tokens);
+  return lengths != Lengths::only_long || most_tokens(p, lengths) > kShortQuery;
+}
+
+std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu) {
+  std::size_t bytes = 0;
+  for (const Lengths lengths : kinds(p))
+    if (may_hold(p, lengths)) {
+      const Launch launch = make_launch(p, lengths, gpu);
+      const std::size_t aside = is_hoppers(p, lengths) ? 0 : bytes_aside(p, launch);
+      bytes = std::max(bytes, aside + launch.bytes);
+    }
+  return bytes;
+}
+
+std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
+  const std::int64_t keys = bounds.shard.length > 0 && bounds.batch.kv_len == nullptr
+                                ? bounds.shard.length
+                            : bounds.max_kv_len > 0 ? bounds.max_kv_len
+                                                    : kMostKeys;
+  std::size_t bytes = 0;
+  // Tokens whose states may go aside: sequences that are short or split. Among several sequences
+  // they may stand anywhere; a single one is short as a whole, or split as a whole.
+  std::int64_t aside_tokens = bounds.batch.size > 1 ? bounds.tokens : kShortQuery;
+  const auto most = [&](const KernelShape& shape) {
+    const std::size_t resident = static_cast<std::size_t>(residence(shape, gpu).blocks);
+    const std::size_t pieces = (bounds.batch.size > 1 ? kSharedPieces : kPieces) * resident;
+    // A row that is split has two pieces at least.
+    const std::size_t split_rows = pieces / 2 * static_cast<std::size_t>(shape.tile_rows);
+    aside_tokens = std::max(aside_tokens, static_cast<std::int64_t>(split_rows) / bounds.heads);
+    bytes = std::max(bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
+                                pieces * static_cast<std::size_t>(
+                                             StateSlots::bytes(shape.tile_rows, bounds.dim)) +
+                                std::size_t{16} * kMostSplits);
+  };
+  AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
+  few.tokens = 1;
+  many.tokens = std::min<std::int64_t>(bounds.tokens, kShortQuery);
+  many.batch.size = 1;
+  for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8}) {  // requests differ
+    most(choose_kernel(few, Lengths::only_short, loader, gpu));
+    most(choose_kernel(many, Lengths::only_short, loader, gpu));
+    if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader, gpu));
+  }
+  if (!bounds.resume) return bytes;
+  AttendParams aside = bounds;
+  aside.tokens = std::min(bounds.tokens, aside_tokens);
+  const StateSlots states = states_aside(aside, nullptr);
+  return bytes + align(static_cast<std::size_t>(states.slot_bytes()) * states.slots);
+}
+
+namespace {
+
+/// Queues the attention of the sequences of one kind.
+void attend_kind(const AttendParams& p, Lengths lengths, const Gpu& gpu, cudaStream_t stream) {
+  if (!may_hold(p, lengths)) return;
+  // Which kernel takes the sequences of a kind. One with a launch of its own joins here, before
+  // the ones that choose_kernel knows; the choice may depend on the layer and the GPU only.
+  if (is_hoppers(p, lengths)) return sm90::attend(p, {}, kShortQuery + 1, stream);
+  Launch launch = make_launch(p, lengths, gpu);
+  const std::size_t aside = bytes_aside(p, launch);
+  if (aside == 0) return queue(p, launch, nullptr, gpu, stream);
+
+  check_scratch(aside + launch.bytes, p.scratch_bytes);
+  AttendParams own = p;
+  own.resume = false;
+  own.state = states_aside(p, p.scratch);
+  own.slot = 0;
+  own.scratch = p.scratch + aside;
+  own.scratch_bytes = p.scratch_bytes - aside;
+  launch = make_launch(own, lengths, gpu);
+  queue(own, launch, nullptr, gpu, stream);
+  fold_onto(p, lengths, own.state, stream);
+}
+
+/// The fold of the splits ends the rows of a kind; false: their keys are not split.
+bool queue_finished(const AttendParams& p, Lengths lengths, const MergeParams& m, const Gpu& gpu,
+                    cudaStream_t stream) {
+  Launch launch = make_launch(p, lengths, gpu);
+  if (launch.plan.splits == 1) return false;
+  queue(p, launch, &m, gpu, stream);
+  return true;
+}
+
+/// The short sequences that a batch may have beside long ones, to the rows of the result.
+void finish_short(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
+                  cudaStream_t stream) {
+  if (!may_hold(p, Lengths::only_short)) return;
+  const Lengths lengths = kinds(p)[0];
+  if (!p.resume && !p.parts && queue_finished(p, lengths, m, gpu, stream)) return;
+  attend_kind(p, lengths, gpu, stream);
+  merge_short(m, kShortQuery, stream);
+}
+
+/// The kernel for long queries can write such a result itself.
+bool ends_plainly(const AttendParams& p, const MergeParams& m) {
+  return m.dtype == p.dtype && m.out_scale.data == nullptr && is_aligned<8>(m.out, m.dtype);
+}
+
+sm90::Finished finished_of(const MergeParams& m) {
+  return {m.out, m.lse, m.lse_row_stride, m.lse_head_stride, m.sinks};
+}
+
+}  // namespace
+
+void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream) {
+  for (const Lengths lengths : kinds(p)) attend_kind(p, lengths, gpu, stream);
+}
+
+bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t stream) {
+  MergeParams m = g.merge;
+  m.states.slots = 1;  // short sequences: the keys are in one piece now
+  AttendParams p = g.attend;
+  const bool paged16 = p.pages && p.kv_dtype == p.dtype && p.q_dtype == p.dtype;
+  p.pages = {};
+  p.k = p.v = KvRows(g.room, std::int64_t{p.kv_heads} * p.dim, p.dim);
+  if (!paged16 || p.queries.ranks > 1 || gather_capacity(p, g.room_bytes) == 0 ||
+      !ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long))
+    return false;
+  p = gather_keys(g, stream);
+  finish_short(p, m, gpu, stream);
+  sm90::attend(p, finished_of(m), kShortQuery + 1, stream);
+  return true;
+}
+
+bool is_decode(const AttendParams& p) {
+  return !p.resume && !p.parts && !p.batch.skip_decode && may_hold(p, Lengths::only_short) &&
+         !may_hold(p, Lengths::only_long);
+}
+
+bool writes_new_keys(const AttendParams& p) {
+  // Each of these is seen by a row of its own sequence, so some piece of work comes by.
+  return is_decode(p) && p.queries.ranks == 1 && p.dtype != DType::fp32 &&
+         loader_of(p) == Loader::plain && !p.documents && p.shard.layout != Layout::listed &&
+         is_aligned<8>(p.new_k, p.dtype) && is_aligned<8>(p.new_v, p.dtype);
+}
+
+bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
+                     cudaStream_t stream) {
+  // Rows that begin from a state have the other ranks' keys in it.
+  const bool all_keys = p.shard.ranks == 1 || p.resume;
+  const bool whole = m.states.slots == 1 && m.rows == nullptr && all_keys;
+  if (!whole || m.headers.said != nullptr) return false;  // a merge compares headers
+  if (is_decode(p) && queue_finished(p, Lengths::only_short, m, gpu, stream)) return true;
+  if (!ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long)) return false;
+  finish_short(p, m, gpu, stream);
+  sm90::attend(p, finished_of(m), kShortQuery + 1, stream);
+  return true;
+}
+
+bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu& gpu,
+                      cudaStream_t stream) {
+  if (!is_decode(p) || e.merge.states.rows != p.tokens * p.heads || push_of(e) != Push::one_trip)
+    return false;
+  Launch launch = make_launch(p, Lengths::only_short, gpu);
+  if (launch.plan.splits == 1) return false;
+  queue_splits(p, launch, gpu, stream);
+  exchange_parts(launch.plan, e, gpu.multiprocessors, stream);
+  return true;
+}
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,80 @@
+// The attention kernels of the CUDA backend as their host code sees them: what a kernel needs to be
+// launched, and how a call is cut into launches. An instance file gives the shapes of its kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "kernels/cuda/common/view.cuh"
+#include "kernels/cuda/decode/decode_boxes.hpp"
+#include "kernels/cuda/dispatch/instances.hpp"
+#include "kernels/params.hpp"
+
+namespace longspan::kernels::cuda {
+
+Loader loader_of(const AttendParams& p);
+
+/// A compiled kernel, persistent: any grid does all the work. It is one of two kinds.
+struct KernelShape {
+  /// Of short queries. It waits for the kernels before it by itself (overlap.hpp).
+  void (*decode)(AttendParams, Plan, KeyBoxes) = nullptr;
+  void (*tiled)(AttendParams, Plan) = nullptr;
+  int threads = 0;
+  int shared_bytes = 0;
+  int tile_rows = 0;            // packed rows that a block takes at a time
+  std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
+  int box_dim = 0;              // of the tiles of KeyBoxes
+  int near_levels = 0;          // states on a block's stack that are worth a place in shared
+                                // memory, behind shared_bytes; it takes as many as it is given
+  int box_keys = 0;             // most keys of a box
+  bool resumes = false;         // rows begin from the states at their targets, where asked
+
+  const void* kernel() const {
+    return decode ? reinterpret_cast<const void*>(decode) : reinterpret_cast<const void*>(tiled);
+  }
+};
+
+// One function an instance file. `dim` is rounded up to the next instance.
+KernelShape portable_bf16(int dim, bool invariant, Loader loader);
+KernelShape portable_fp16(int dim, bool invariant, Loader loader);
+KernelShape portable_bf16_any16(int dim, bool invariant);
+KernelShape portable_bf16_any8(int dim, bool invariant);
+KernelShape portable_fp16_any16(int dim, bool invariant);
+KernelShape portable_fp16_any8(int dim, bool invariant);
+KernelShape decode_bf16(int dim, std::int64_t rows, Loader loader);
+KernelShape decode_fp16(int dim, std::int64_t rows, Loader loader);
+KernelShape decode_e4m3(int dim, std::int64_t rows);  // of keys and values
+KernelShape decode_e5m2(int dim, std::int64_t rows);
+KernelShape attend_fp32(int dim, Loader loader);  // for short and long queries
+
+/// The GPU as far as plans depend on it.
+struct Gpu {
+  int multiprocessors = 0;
+  int shared_bytes = 0;     // shared memory of a multiprocessor
+  int block_bytes = 0;      // of which a block may have
+  int block_own_bytes = 0;  // of each block, beside what it asks for
+  bool sm90_code = false;   // the code of the decode kernels is_code_of_sm90 (code.hpp)
+};
+
+/// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.
+/// Throws Unsupported, by name, where none fits the GPU's shared memory.
+KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, const Gpu& gpu);
+
+/// Throws what choose_kernel would for any sequences of these params.
+void check_fits(const AttendParams& p, const Gpu& gpu);
+
+/// Can the batch hold sequences of this kind? Lengths may be known on the device only.
+bool may_hold(const Geometry& p, Lengths lengths);
+
+/// Bytes of scratch that `attend` takes for these params, and the most for any smaller ones.
+std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu);
+std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu);
+
+/// Queues the attention of all sequences.
+void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream);
+
+/// The states of the splits of sequences -> its rows of p.state.
+void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream);
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,32 @@
+// Attention whose rows end where they are computed, with no state and no merge; or go to the other
+// ranks from there.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/dispatch/attend.hpp"
+#include "kernels/exchange.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// Queues attend and merge of a single rank's keys where the kernel for long queries can write the
+/// result itself; the short sequences of the batch still go through their states. Rows that begin
+/// from a state (p.resume) end likewise, whatever share of the keys these are. False: not so.
+bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
+                     cudaStream_t stream);
+
+/// Queues attend and exchange where all sequences are short, their keys are split and one trip is
+/// what the size asks for: the fold of the splits then pushes the states. False: not so.
+bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu& gpu,
+                      cudaStream_t stream);
+
+/// Whether a call with these new_k and new_v writes them into the cache itself: decode does, over
+/// rows that lie together.
+bool writes_new_keys(const AttendParams& p);
+
+/// Whether attend_exchanged is for calls like this one, on all ranks alike, though some may have
+/// too few keys for it: all sequences are short, and each of their rows has one state, of this
+/// call's keys.
+bool is_decode(const AttendParams& p);
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,207 @@
+// The CUDA backend: checks what it is given, and hands it to the kernels.
+#include "kernels/backend.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "kernels/cuda/cache/digest.hpp"
+#include "kernels/cuda/cache/gather.hpp"
+#include "kernels/cuda/combine/merge.hpp"
+#include "kernels/cuda/common/overlap.hpp"
+#include "kernels/cuda/dispatch/attend.hpp"
+#include "kernels/cuda/dispatch/attend_finished.hpp"
+#include "kernels/cuda/exchange/exchange.hpp"
+#include "kernels/cuda/hopper/attend_sm90.hpp"
+#include "kernels/features.hpp"
+#include "src/check.hpp"
+
+namespace longspan::kernels {
+namespace {
+
+cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+class CudaTimer final : public Timer {
+ public:
+  explicit CudaTimer(int marks) : events_(static_cast<std::size_t>(marks)) {
+    try {
+      for (cudaEvent_t& event : events_) LONGSPAN_CUDA(cudaEventCreate(&event));
+    } catch (...) {
+      end();
+      throw;
+    }
+  }
+  ~CudaTimer() override { end(); }
+  void mark(int index, Stream stream) override {
+    LONGSPAN_CUDA(cudaEventRecord(events_.at(static_cast<std::size_t>(index)), stream_of(stream)));
+  }
+  double milliseconds(int from, int to) const override {
+    float elapsed = 0;
+    LONGSPAN_CUDA(cudaEventElapsedTime(&elapsed, events_.at(static_cast<std::size_t>(from)),
+                                       events_.at(static_cast<std::size_t>(to))));
+    return elapsed;
+  }
+
+ private:
+  void end() {
+    for (cudaEvent_t event : events_)
+      if (event != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaEventDestroy(event)));
+  }
+
+  std::vector<cudaEvent_t> events_;
+};
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend() {
+    int device = 0, major = 0;
+    LONGSPAN_CUDA(cudaGetDevice(&device));
+    LONGSPAN_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    if (major < 8)
+      throw Unsupported("GPU of compute capability " + std::to_string(major) +
+                        ".x: the CUDA kernels need 8.0 (Ampere) or later");
+    const auto ask = [&](int& value, cudaDeviceAttr attribute) {
+      LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
+    };
+    ask(gpu_.multiprocessors, cudaDevAttrMultiProcessorCount);
+    ask(gpu_.shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    ask(gpu_.block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    ask(gpu_.block_own_bytes, cudaDevAttrReservedSharedMemoryPerBlock);
+    // All kernels are built for the same architectures, so one of decode speaks for the others.
+    gpu_.sm90_code = cuda::is_code_of_sm90(
+        cuda::ptx_version_of(cuda::decode_bf16(128, 1, cuda::Loader::plain).kernel()));
+  }
+
+  Device device() const override { return Device::cuda; }
+
+  void check(const AttendParams& p) const override {
+    if (p.dim < 16 || p.dim > 256 || p.dim % 8 != 0)
+      throw Unsupported("head dim " + std::to_string(p.dim) +
+                        ": the CUDA kernels take 16 to 256 in steps of 8");
+    check_features(p, Device::cuda);
+    cuda::check_fits(p, gpu_);
+    if (p.fp8_products && !sm90::runs_here())
+      throw Unsupported(
+          "fp8_products: this GPU, or this build, has no kernel for it; it needs compute "
+          "capability "
+          "9.0 and a build with LONGSPAN_CUDA_ARCHITECTURES=90a. Leave it off to have e4m3 "
+          "widened");
+    if (p.bias.qq && is_fp8(p.bias.qq.values.dtype))
+      throw Unsupported(std::string("qq_bias of ") + name(p.bias.qq.values.dtype) +
+                        ": the CUDA kernels take fp32, fp16 and bf16");
+    if (p.bias && std::max(p.shard.length, p.max_kv_len) > std::int64_t{1} << 31)
+      throw Unsupported(
+          "ALiBi or qq_bias with more than 2^31 keys in a sequence: the CUDA kernels " +
+          std::string("hold distances in 32 bits"));
+  }
+
+  std::size_t attend_scratch(const AttendParams& bounds) const override {
+    return cuda::scratch_bound(bounds, gpu_);
+  }
+  using AttentionKernels::attend;
+  bool attend(const AttendParams& params, const Epilogue& given, Stream stream,
+              const EpilogueBegins& begins) const override {
+    check(params);
+    AttendParams p = params;
+    if (p.new_k.data != nullptr && !cuda::writes_new_keys(p)) {
+      append(append_of(p), stream);
+      p.new_k = p.new_v = {};
+    }
+    Epilogue epilogue = given;
+    if (auto* exchange = std::get_if<ExchangeParams>(&epilogue))
+      exchange->pushed = !exchange->apart && cuda::is_decode(p);
+    if (attend_to_the_end(p, epilogue, stream, bool{begins})) return true;
+    cuda::attend(p, gpu_, stream_of(stream));
+    queue(epilogue, stream, begins);
+    return false;
+  }
+  void merge(const MergeParams& p, Stream stream) const override {
+    cuda::merge(p, stream_of(stream));
+  }
+  void exchange(const ExchangeParams& p, Stream stream) const override {
+    cuda::exchange(p, stream_of(stream));
+  }
+  std::size_t exchange_window(std::int64_t rows, int dim, int ranks) const override {
+    return cuda::window_bytes(rows, dim, ranks);
+  }
+  void digest(const DigestParams& p, Stream stream) const override {
+    cuda::digest(p, stream_of(stream));
+  }
+  void say(const SayParams& p, Stream stream) const override { cuda::say(p, stream_of(stream)); }
+  std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const override {
+    void* memory = nullptr;  // host and device know it by one address
+    LONGSPAN_CUDA(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped));
+    std::memset(memory, 0, bytes);
+    return {static_cast<std::byte*>(memory), [](std::byte* data) { cudaFreeHost(data); }};
+  }
+  void map_rows(const MapParams& p, Stream stream) const override {
+    cuda::map_rows(p, stream_of(stream));
+  }
+  void place_rows(const PlaceParams& p, Stream stream) const override {
+    cuda::place_rows(p, stream_of(stream));
+  }
+  void key_starts(const KeyStartParams& p, Stream stream) const override {
+    cuda::key_starts(p, stream_of(stream));
+  }
+  void merge_outputs(const MergeOutputsParams& p, Stream stream) const override {
+    cuda::merge_outputs(p, stream_of(stream));
+  }
+  void export_segments(const ExportSegmentsParams& p, Stream stream) const override {
+    cuda::export_segments(p, stream_of(stream));
+  }
+  void reduce_segments(const ReduceSegmentsParams& p, Stream stream) const override {
+    cuda::reduce_segments(p, stream_of(stream));
+  }
+  void append(const AppendParams& p, Stream stream) const override {
+    cuda::append(p, stream_of(stream));
+  }
+  void attend_context(const ContextParams& p, Stream stream) const override {
+    const cuda::GatheredParams gathered{whole(p.cached), p.fresh.k, p.fresh.v,
+                                        p.merge,         p.room,    p.room_bytes};
+    check(gathered.attend);
+    if (p.room_bytes > 0 && cuda::attend_gathered(gathered, gpu_, stream_of(stream))) return;
+    attend_context_by_states(*this, p, stream);
+  }
+  std::size_t context_room(const AttendParams& bounds) const override {
+    return cuda::gather_room(whole(bounds));
+  }
+  void cut_context(const ContextCutParams& p, Stream stream) const override {
+    cuda::cut_context(p, stream_of(stream));
+  }
+  void check_arrays(const CheckParams& p, Stream stream) const override {
+    cuda::check_arrays(p, stream_of(stream));
+  }
+  std::unique_ptr<Timer> timer(int marks) const override {
+    return std::make_unique<CudaTimer>(marks);
+  }
+
+ private:
+  /// Attention and epilogue in one kernel; false: nothing was done. `timed`: an exchange then is a
+  /// kernel of its own.
+  bool attend_to_the_end(const AttendParams& p, const Epilogue& epilogue, Stream stream,
+                         bool timed) const {
+    if (const auto* result = std::get_if<MergeParams>(&epilogue))
+      return cuda::attend_finished(p, *result, gpu_, stream_of(stream));
+    const auto* exchange = std::get_if<ExchangeParams>(&epilogue);
+    return exchange != nullptr && !exchange->apart && !timed &&
+           cuda::attend_exchanged(p, *exchange, gpu_, stream_of(stream));
+  }
+
+  /// The whole sequences as one rank holds them: cached and new keys together.
+  static AttendParams whole(AttendParams cached) {
+    cached.shard = Shard::contiguous(0, 0, 1);
+    return cached;
+  }
+
+  cuda::Gpu gpu_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> cuda_backend() { return std::make_unique<CudaBackend>(); }
+
+}  // namespace longspan::kernels

@@ -1,0 +1,106 @@
+// How the kernels of an exchange wait, and the lines by which ranks say what they exchange.
+#pragma once
+
+#include "kernels/cuda/arch/peer.cuh"
+#include "kernels/cuda/exchange/exchange_route.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// Of the block's plane threadIdx.z, and of the block. Where the splits of the own states fold
+/// ahead of an exchange a block has several planes (exchange_parts.cu), else one.
+__device__ inline unsigned plane_thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
+__device__ inline unsigned thread() {
+  return threadIdx.z * blockDim.y * blockDim.x + plane_thread();
+}
+
+/// What a rank says of its exchange: 16 bytes that carry their epoch, once in each eight, which
+/// memory moves as a whole.
+__device__ inline uint4 header_of(const ExchangeParams& p, std::uint32_t epoch) {
+  const std::uint64_t word = said(p.hash, p.contents);
+  return {static_cast<std::uint32_t>(word), epoch, static_cast<std::uint32_t>(word >> 32), epoch};
+}
+__device__ inline bool has_arrived(uint4 header, std::uint32_t epoch) {
+  return header.y == epoch && header.w == epoch;
+}
+/// Whether what a rank says is there, and is something else than ours.
+__device__ inline bool differs(const ExchangeParams& p, uint4 header, std::uint32_t epoch) {
+  const uint4 own = header_of(p, epoch);
+  return has_arrived(header, epoch) && (header.x != own.x || header.z != own.z);
+}
+
+/// A wait that ends: for data, for the deadline, or for the abort word.
+///
+/// Many threads wait at once, and most for less than a microsecond. Now and then they look whether
+/// somebody has stopped, in this GPU's memory; and one warp of all that wait, another each time,
+/// looks at the clock and at the abort word, which is the host's. No more than one, since the
+/// host's memory answers those who ask for one word one after the other, in 0.55 us each. Were
+/// every warp to ask, a rank that was late once would keep the others in that queue for longer than
+/// it was late; then they were late, and so on to and fro, at milliseconds an exchange.
+class BoundedWait {
+ public:
+  /// `copy`: where the copy of this rank's own window begins.
+  __device__ BoundedWait(const ExchangeParams& params, const Route& route, std::uint32_t epoch,
+                         const std::byte* copy)
+      : p_(params), watch_(*reinterpret_cast<Watch*>(route.own)), headers_(copy), epoch_(epoch) {}
+
+  /// Called after a look that found nothing; false: give up. `rank`: who is waited for.
+  __device__ bool go_on(int rank) {
+    if (++looks_ % kLooks != 0) return true;
+    if (arch::load_relaxed(&watch_.stopped) != 0) return false;
+    if (static_cast<int>(thread() % 32) != __ffs(__activemask()) - 1) return true;
+    const unsigned warps = gridDim.x * ((blockDim.x * blockDim.y * blockDim.z + 31) / 32);
+    return atomicAdd(&watch_.turns, 1u) % warps != 0 || look_up(rank);
+  }
+
+  /// The first report of a window stays.
+  __device__ bool fail(PeerReport::Kind kind, int rank) {
+    using Word = unsigned long long;
+    const PeerReport report{kind, static_cast<std::uint32_t>(rank), p_.run};
+    const Word nothing = PeerReport{}.word();
+    atomicCAS_system(reinterpret_cast<Word*>(p_.peers.report), nothing, Word{report.word()});
+    arch::store_relaxed(&watch_.stopped, 1);
+    return false;
+  }
+
+ private:
+  // As many as take far longer than that all warps of a GPU add to one word.
+  static constexpr unsigned kLooks = 256;
+  static constexpr int kTickBits = 20;  // about a millisecond
+
+  /// There is one deadline for all waits of an exchange, from the first look at the clock on.
+  __device__ bool look_up(int rank) {
+    if (arch::load_relaxed(p_.peers.abort) != 0) return fail(PeerReport::aborted, rank);
+    const auto now = static_cast<std::uint32_t>(arch::nanoseconds() >> kTickBits);
+    const std::uint64_t first = arch::load_whole(&watch_.began);
+    if (static_cast<std::uint32_t>(first) != epoch_) {
+      arch::store_whole(&watch_.began, epoch_ | std::uint64_t{now} << 32);
+      return true;
+    }
+    // Below 0 where another multiprocessor's clock, or a later look, was a tick ahead.
+    const std::int64_t ticks =
+        static_cast<std::int32_t>(now - static_cast<std::uint32_t>(first >> 32));
+    return ticks <= static_cast<std::int64_t>(p_.peers.deadline_ns >> kTickBits) || time_out(rank);
+  }
+
+  /// Ranks with another number of rows may take another variant, and then wait for what is never
+  /// sent: their headers tell. And a rank that sends nothing because it waits itself has sent its
+  /// header: who has not is the one that did not come.
+  __device__ bool time_out(int rank) {
+    int absent = -1;
+    for (int from = 0; from < p_.peers.ranks; ++from) {
+      if (from == p_.peers.rank) continue;
+      const uint4 header = arch::load_volatile(headers_ + WindowLayout::header(from));
+      if (differs(p_, header, epoch_)) return fail(PeerReport::differs, from);
+      if (absent < 0 && !has_arrived(header, epoch_)) absent = from;
+    }
+    return fail(PeerReport::timeout, absent < 0 ? rank : absent);
+  }
+
+  const ExchangeParams& p_;
+  Watch& watch_;
+  const std::byte* headers_;
+  std::uint32_t epoch_;
+  unsigned looks_ = 0;
+};
+
+}  // namespace longspan::kernels::cuda

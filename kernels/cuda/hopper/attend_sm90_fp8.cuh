@@ -1,0 +1,295 @@
+// What the Hopper kernel does besides where q, k and v are e4m3 and are multiplied as they are
+// (AttendParams::fp8_products): twice the speed of the tensor cores.
+//
+// Values. The tensor cores take 8-bit operands only with the summed index innermost, so P V wants
+// the keys of a column of V side by side. Two warps of the loader's warpgroup transpose each tile
+// between the copy engine and the consumers, in pieces of 32 keys x 16 columns: ldmatrix transposes
+// pairs of bytes, a byte permutation takes the pairs apart, stmatrix stores.
+//
+// Order of keys. A consumer's thread holds of 16 scores of a row those of keys 2t, 2t + 1, 8 + 2t,
+// 8 + 2t + 1, where the product wants 4t ... 4t + 3 of its operand P. So P's keys are renamed
+// rather than moved: the transposed values have their keys in the same order, which is the one that
+// the permutation of bytes gives by itself.
+//
+// Weights. e4m3 has 3 bits behind its leading one, from 2^-6 to 448, and fixed steps of 2^-9 below.
+// Origins lie 2^8 below a maximum (Tile::kLift), so that a weight of 2^-14 of a row's largest still
+// has its 3 bits, and what is below 2^-18 is lost. The row's sum, hence its lse, is of weights as
+// they were before rounding. O is divided by the sum of rounded ones: where few keys have all the
+// weight, or all values have something in common, the rounding cancels. That sum is a column more
+// of O, made by the same product from a column of ones.
+//
+// Sums. Of what a tensor core adds to a sum it cuts what lies 13 bits below the sum's leading one.
+// A sum of weights grows with the number of keys, one of weighted values of either sign with its
+// root; so over many keys all lose, and the column of ones most: over 16,384 keys a quarter. So
+// each tile has sums of its own, which O takes in in fp32 with the multiply-add that rescales it.
+//
+// Registers. Sums take those of the scores, which are weights by then; where O has more columns
+// than a tile has keys, in pieces of columns. So products run beside the softmax of the other
+// consumers, never beside a consumer's own.
+//
+// Turns. Consumers wait for the same tiles, which brings them to the same step, and then products
+// run beside no softmax at all. So they take turns at the tensor cores (Tile::kTurns): a turn is a
+// tile's sums and the next tile's scores, and all that needs no tensor core, the rounding of
+// weights included, stands outside of it.
+#pragma once
+
+#include <utility>
+
+#include "kernels/cuda/hopper/attend_sm90_rows.cuh"
+
+namespace longspan::kernels::sm90 {
+
+/// A thread's scores are what it must hold of P as the next product's operand, but for the order of
+/// keys: see above.
+template <int kCount>
+__device__ void round_to_e4m3(std::uint32_t (&p)[kCount / 16][4], const float (&s)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 8)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      p[i / 16][i / 8 % 2 * 2 + h] =
+          pack_e4m3(s[i + 2 * h], s[i + 2 * h + 1], s[i + 4 + 2 * h], s[i + 4 + 2 * h + 1]);
+}
+
+/// sums = P V, asynchronously, of kCount columns from kFrom on; v transposed.
+template <class T, int kFrom, int kCount>
+__device__ void multiply_transposed(float (&sums)[kCount / 2],
+                                    const std::uint32_t (&p)[T::kKeys / 32][4], const void* v) {
+  constexpr int kPanelBytes = T::kColumns * 128;
+  const std::uint64_t b = advance(operand(v, kPanelBytes), kFrom * 128);
+#pragma unroll
+  for (int step = 0; step < T::kKeys / 32; ++step)
+    Product<kCount>::template registers<typename T::Element, false>(
+        sums, p[step], advance(b, step / 4 * kPanelBytes + step % 4 * 32), step > 0);
+}
+
+/// Two warps: the tile `from` [panels of 128 columns][kKeys][128] -> `to` [panels of 128 keys]
+/// [kColumns][128], both in the swizzle. Of each 16 keys those of a thread's scores lie together.
+template <class T>
+__device__ void transpose_tile(const void* from, void* to) {
+  constexpr int kChunks = T::kDim / 16;            // of 16 columns
+  constexpr int kBatch = kChunks / 2 < 4 ? 2 : 4;  // chunks under way in a warp
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 2;
+
+  // After ldmatrix, lane 4 g + t has columns 2 g and 2 g + 1 of keys 2t and 2t + 1 in one word. The
+  // rows of a matrix to store come from the 8 groups g. They are even columns of the lower groups
+  // and odd ones of the upper, or the reverse: then they lie in 8 different places of the swizzle.
+  const bool upper = lane >= 16;
+  const unsigned first = upper ? 0x7531 : 0x6420, second = upper ? 0x6420 : 0x7531;
+  // Lane l addresses row l % 8 of matrix l / 8: matrices (first, second) of 16 keys, then of 16
+  // more.
+  const int matrix = lane / 8, row = 2 * (lane % 8) + (matrix % 2 ^ lane % 8 / 4);
+  const std::uint32_t load = shared_address(from) + lane * 128;
+  const std::uint32_t store = shared_address(to) + row * 128;
+
+#pragma unroll 1
+  for (int keys = 0; keys < T::kKeys / 32; ++keys) {
+    const std::uint32_t load_keys = load + keys * 32 * 128;
+    const std::uint32_t store_keys =
+        store + keys / 4 * T::kColumns * 128 + ((keys % 4 * 2 + matrix / 2) ^ row % 8) * 16;
+#pragma unroll 1
+    for (int chunk = kBatch * warp; chunk < kChunks; chunk += 2 * kBatch) {
+      std::uint32_t pairs[kBatch][4];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        load_matrices_transposed(pairs[i], load_keys + (chunk + i) / 8 * T::kPanelBytes +
+                                               (((chunk + i) % 8) ^ lane % 8) * 16);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const std::uint32_t(&pair)[4] = pairs[i];
+        const std::uint32_t columns[4] = {
+            __byte_perm(pair[0], pair[1], first), __byte_perm(pair[0], pair[1], second),
+            __byte_perm(pair[2], pair[3], first), __byte_perm(pair[2], pair[3], second)};
+        store_matrices(store_keys + (chunk + i) * 16 * 128, columns);
+      }
+    }
+  }
+}
+
+/// The transposing warps: follow the loader from item to item and tile to tile.
+template <class T>
+__device__ void transpose(Shared<T>& shared) {
+  constexpr int kBarrier = 1 + 2 * T::kConsumers;  // behind the consumers'
+  constexpr unsigned kOnes = 0x38383838;           // of e4m3
+  StoredValues<T>& stored = shared.stored;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = 0; i < T::kStages * T::kValuePanels; ++i) {
+    auto& panel = shared.v[i / T::kValuePanels][i % T::kValuePanels];
+    reinterpret_cast<uint4*>(panel[T::kDim])[threadIdx.x % T::kTransposers] =
+        uint4{kOnes, kOnes, kOnes, kOnes};
+  }
+
+  Turn<2> announced;
+  Turn<T::kStages> at;
+  std::uint32_t stored_parity = 0;
+  for (;; announced.next()) {
+    shared.item_full[announced.stage].wait(announced.parity);
+    const Item& item = shared.items[announced.stage];
+    const int tiles = item.tiles, clear = item.clear;
+    int first = item.some.end;
+    shared.item_empty[announced.stage].arrive();
+    if (tiles == 0) return;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      first -= T::kKeys;
+      stored.full.wait(stored_parity);
+      stored_parity ^= 1;
+      if (first < clear) clear_keys<T, T::kTransposers>(stored.v, clear - first, kBarrier);
+      shared.v_empty[at.stage].wait(at.parity ^ 1);
+      transpose_tile<T>(stored.v, shared.v[at.stage]);
+      fence_shared_stores();
+      __syncwarp();
+      if (lane == 0) {
+        stored.empty.arrive();
+        shared.v_full[at.stage].arrive();
+      }
+      at.next();
+    }
+  }
+}
+
+// ---- a consumer ------------------------------------------------------------------------------
+
+/// As `consume` for 16 bits, of plain scores, but one step after the other: the softmax of a tile,
+/// its sums, the next tile's scores.
+template <class T>
+__device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
+  static_assert(T::kTurns);
+  constexpr int kTurnBarrier = 1;
+  constexpr int kPieces = (T::kColumns + T::kKeys - 1) / T::kKeys;
+  constexpr int kPieceColumns = T::kColumns / kPieces, kSums = kPieceColumns / 2;
+  static_assert(kPieceColumns * kPieces == T::kColumns && kPieceColumns % 8 == 0);
+  const int lane = threadIdx.x % 32;
+  const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4;  // and row + 8
+  float c = 0;
+
+  float s[T::kKeys / 2], o[T::kColumns / 2], ratio[2];
+  float(&sums)[kSums] = reinterpret_cast<float(&)[kSums]>(s);
+  std::uint32_t p[T::kKeys / T::kStep][4];
+  Rowwise<T> rows;
+  RowKeys whole{};    // keys that every row of the tile sees
+  int first = 0;      // local key at which the tile of s begins
+  Turn<2> announced;  // the item
+  Turn<T::kStages> k, v;
+  std::uint32_t q_parity = 0;
+
+  const auto release = [&](Barrier& empty) {
+    if (lane == 0) empty.arrive();
+  };
+  // Where ptxas knows how the number comes about, it serialises products (C7511) for some forms of
+  // it, others for each tile.
+  const int next_turn = opaque(kTurnBarrier + (group + 1) % T::kConsumers);
+  const auto wait_turn = [&] { named_sync(kTurnBarrier + group, 256); };
+  const auto pass_turn = [&] { named_arrive(next_turn, 256); };
+  if (group == T::kConsumers - 1) pass_turn();  // the first consumer begins
+
+  const auto wait_keys = [&] { shared.k_full[k.stage].wait(k.parity); };
+  const auto begin_scores = [&] {  // S = Q K^T
+    wgmma_begin();
+    multiply_qk<T>(s, shared.q[group], shared.k[k.stage]);
+    wgmma_commit();
+  };
+  const auto end_scores = [&](bool last) {  // last: of its item
+    pin(s);
+    release(shared.k_empty[k.stage]);
+    k.next();
+    if (last) release(shared.q_empty[group]);
+  };
+  // Maxima by whole numbers, three scores at a time: few rows have all their scores below 0. And
+  // weights are rounded as they come, so that conversions run beside exponentials.
+  const auto softmax = [&] {
+    first -= T::kKeys;
+    if (first < whole.begin || first + T::kKeys > whole.end)
+      hide(s, -INFINITY, first, shared.rows[announced.stage], row);
+    float top[2];
+    find_tops(s, false, top);
+    rows.softmax_below(s, top, Constant{c}, ratio);
+    round_to_e4m3(p, s);
+  };
+  const auto add_piece = [&]<int kFrom>() {  // columns from kFrom on
+    wgmma_begin();
+    multiply_transposed<T, kFrom, kPieceColumns>(sums, p, shared.v[v.stage]);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(sums);
+    if (kFrom + kPieceColumns == T::kColumns) {
+      release(shared.v_empty[v.stage]);
+      v.next();
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+      o[kFrom / 2 + i] = fmaf(o[kFrom / 2 + i], ratio[i / 2 % 2], sums[i]);
+  };
+  const auto add_values = [&] {  // O = O ratio + P V
+    shared.v_full[v.stage].wait(v.parity);
+    [&]<int... kPiece>(std::integer_sequence<int, kPiece...>) {
+      (add_piece.template operator()<kPiece * kPieceColumns>(), ...);
+    }
+    (std::make_integer_sequence<int, kPieces>{});
+  };
+  const auto write = [&](int stage) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (call.finished.out.data)
+        write_finished<T>(call, shared, stage, row + 8 * h, rows, h, o);
+      else
+        write_state<T>(call, shared, stage, row + 8 * h, rows, h, o);
+    }
+    shared.item_empty[stage].arrive();
+  };
+  const auto begin_item = [&] {
+    const Item& item = shared.items[announced.stage];
+    first = item.some.end;
+    whole = item.whole;
+    rows = {};
+    c = shared.stored.score_factor[announced.stage];
+#pragma unroll
+    for (int i = 0; i < T::kColumns / 2; ++i) o[i] = 0;
+  };
+  const auto wait_item = [&] {  // gives its tiles
+    shared.item_full[announced.stage].wait(announced.parity);
+    return shared.items[announced.stage].tiles;
+  };
+
+  int tiles = wait_item();
+  if (tiles == 0) return;
+  shared.q_full[group].wait(q_parity);
+  wait_keys();
+  begin_scores();
+  wgmma_wait<0>();
+  for (;;) {
+    end_scores(tiles == 1);
+    begin_item();
+    softmax();
+#pragma unroll 1
+    for (int tile = 1; tile < tiles; ++tile) {
+      wait_turn();
+      add_values();
+      wait_keys();
+      begin_scores();
+      pass_turn();
+      wgmma_wait<0>();
+      end_scores(tile + 1 == tiles);
+      softmax();
+    }
+    add_values();
+
+    // The first scores of the next item run beside the end of this one. After the last item they
+    // are of no use, but ptxas wants no branch around them.
+    const int done = announced.stage;
+    announced.next();
+    tiles = wait_item();
+    if (tiles > 0) {
+      q_parity ^= 1;
+      shared.q_full[group].wait(q_parity);
+      wait_keys();
+    }
+    begin_scores();
+    write(done);
+    wgmma_wait<0>();
+    if (tiles == 0) return;
+  }
+}
+
+}  // namespace longspan::kernels::sm90

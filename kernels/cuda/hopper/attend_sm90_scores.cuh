@@ -1,0 +1,410 @@
+// What the Hopper kernel makes of the products of a tile before their softmax: softcap and ALiBi,
+// in the meaning of score.hpp. An instance without them holds none of this.
+//
+// Softcap. tanh is an odd function, x times one of x^2, and while no score of a warp's tile comes
+// far that one is short: a polynomial of degree 2 or 4, or a quotient of degrees 2 and 3. It has
+// the score's factor in its terms and takes that factor's place in the exponential's argument, so
+// a score costs three, five or eight operations beside the softmax's own. The row's maximum is
+// found before: tanh keeps the order. Tiles that a mask cuts, and scores beyond, become tanh in
+// place, which takes six operations or twenty.
+// All forms are right to 4e-7 of the score, near 0 as well, so that a row of one visible key
+// has its lse to single precision; the hardware's tanh.approx is off by 2^-11, and
+// 1 - 2 / (1 + exp(2 x)) by 2^-24 of the cap, which is more than a small score may be.
+//
+// ALiBi. Where a tile's keys stand in an arithmetic progression (a run of a contiguous or zigzag
+// shard, a block of an interleaved one, any tile of a striped one) what a row adds is one too. Far
+// from the rows it is worked out once for a thread's two rows and costs one and a half operations a
+// score, near them three, each from its own distance. Other tiles look their positions up.
+#pragma once
+
+#include <climits>
+
+#include "kernels/cuda/hopper/attend_sm90_block.cuh"
+
+namespace longspan::kernels::sm90 {
+
+/// Whether it holds, of what is the same in all lanes; the compiler then knows that it is.
+__device__ inline bool uniform(bool holds) { return __any_sync(0xffffffff, holds); }
+
+// ---- the largest score of a row ---------------------------------------------------------------
+
+// Floats of one sign are in the order of their bits, and three integers are compared in one
+// operation: half as many as there are scores.
+
+struct Most {  // floats above 0, or NaN; any such beats all below 0
+  __device__ int operator()(int a, int b, int c) const { return __vimax3_s32(a, b, c); }
+};
+struct LeastBelow {  // floats below 0, if there are no others
+  __device__ int operator()(int a, int b, int c) const {
+    return static_cast<int>(__vimin3_u32(a, b, c));
+  }
+};
+struct MostBelow {  // the one furthest below 0, if there is one; else the largest
+  __device__ int operator()(int a, int b, int c) const {
+    return static_cast<int>(__vimax3_u32(a, b, c));
+  }
+};
+
+/// Of this thread's scores of row h.
+template <class Pick, int kCount>
+__device__ int pick_own(const float (&s)[kCount], int h) {
+  int best = __float_as_int(s[2 * h]);
+#pragma unroll
+  for (int i = 2 * h; i < kCount; i += 4)
+    best = Pick{}(best, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+  return best;
+}
+
+/// Of the row that four lanes share.
+template <class Pick>
+__device__ int pick_of_quad(int best) {
+#pragma unroll
+  for (int apart = 1; apart < 4; apart *= 2) {
+    const int other = __shfl_xor_sync(0xffffffff, best, apart);
+    best = Pick{}(best, other, other);
+  }
+  return best;
+}
+
+/// The largest score of each of a thread's rows. below: more rows are thought to be all below 0
+/// than not, which is asked first. NaN may or may not count.
+template <int kCount>
+__device__ void find_tops(const float (&s)[kCount], bool below, float (&top)[2]) {
+  int found[2] = {0, 0};
+  bool wanting = true;  // for some row of the warp
+  if (!below) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) found[h] = pick_of_quad<Most>(pick_own<Most>(s, h));
+    wanting = __any_sync(0xffffffff, (found[0] | found[1]) < 0);
+  }
+  if (wanting) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int least = pick_of_quad<LeastBelow>(pick_own<LeastBelow>(s, h));
+      found[h] = below || found[h] < 0 ? least : found[h];
+    }
+    if (below && __any_sync(0xffffffff, (found[0] & found[1]) >= 0)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int most = pick_of_quad<Most>(pick_own<Most>(s, h));
+        found[h] = most < 0 ? found[h] : most;
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) top[h] = __int_as_float(found[h]);
+}
+
+// ---- softcap ---------------------------------------------------------------------------------
+
+/// tanh(scale s) for any s, to 4e-7 of itself. P / Q is the best quotient of degrees 4 and 4 in x^2
+/// for |x| <= 8.7, off by 1.5e-8; there tanh is 1 within half an ulp. NaN stays NaN.
+__device__ inline float tanh_scaled(float s, float scale) {
+  constexpr float kOne = 8.7f;
+  float x = s * scale;
+  x = fabsf(x) > kOne ? copysignf(kOne, x) : x;
+  const float z = x * x;
+  float p = fmaf(z, 1.38974910e-08f, 2.09937290e-05f);
+  p = fmaf(z, p, 3.51873762e-03f);
+  p = fmaf(z, p, 1.34004613e-01f);
+  p = fmaf(z, p, 9.99999985e-01f);
+  float q = fmaf(z, 7.99646922e-07f, 3.32363758e-04f);
+  q = fmaf(z, q, 2.59648695e-02f);
+  q = fmaf(z, q, 4.67337815e-01f);
+  q = fmaf(z, q, 1.0f);
+  return x * p * approximate_reciprocal(q);
+}
+
+/// tanh(scale s) for |s| <= cap.near.
+__device__ inline float tanh_near(float s, const Softcap& cap) {
+  const float z = s * s;
+  float p = fmaf(z, cap.terms[4], cap.terms[3]);
+#pragma unroll
+  for (int term = 2; term >= 0; --term) p = fmaf(z, p, cap.terms[term]);
+  return s * p;
+}
+
+/// s becomes tanh(scale s). Which way it goes, and so its last bits, is decided by what the warp's
+/// rows see, and by nothing that lies beside: what is hidden is 0 here, and of the thread's rows, r
+/// and r + 8, those count that exist. rows: of the item, from r on.
+template <int kCount>
+__device__ void cap_scores(float (&s)[kCount], const Softcap& cap, int rows) {
+  constexpr int kPiece = 8;
+  static_assert(kCount % kPiece == 0);
+  const auto beyond = [&](int begin, int end) {  // for some lane of the warp
+    float most[2] = {0, 0};
+#pragma unroll
+    for (int i = begin; i < end; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], fabsf(s[i]));
+    return __any_sync(0xffffffff,
+                      (rows > 0 && most[0] > cap.near) || (rows > 8 && most[1] > cap.near));
+  };
+  if (!beyond(0, kCount)) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] = tanh_near(s[i], cap);
+    return;
+  }
+  // By the piece, so that few of its numbers need registers at a time.
+#pragma unroll
+  for (int i = 0; i < kCount; i += kPiece) {
+    if (beyond(i, i + kPiece)) {
+#pragma unroll
+      for (int j = i; j < i + kPiece; ++j) s[j] = tanh_scaled(s[j], cap.scale);
+    } else {
+#pragma unroll
+      for (int j = i; j < i + kPiece; ++j) s[j] = tanh_near(s[j], cap);
+    }
+  }
+}
+
+// Factors: a score, base 2, is a product times its factor.
+
+struct Constant {
+  float factor;
+  __device__ float operator()(float) const { return factor; }
+};
+
+/// Of degree 2 or 4 in x^2.
+template <int kTerms>
+struct Polynomial {
+  const float (&terms)[kTerms];
+  __device__ float operator()(float x) const {
+    const float z = x * x;
+    float p = fmaf(z, terms[kTerms - 1], terms[kTerms - 2]);
+#pragma unroll
+    for (int term = kTerms - 3; term >= 0; --term) p = fmaf(z, p, terms[term]);
+    return p;
+  }
+};
+
+struct Quotient {
+  const Softcap& cap;
+  __device__ float operator()(float x) const {
+    const float z = x * x;
+    const float p = fmaf(z, fmaf(z, cap.above[2], cap.above[1]), cap.above[0]);
+    float q = fmaf(z, cap.below[2], cap.below[1]);
+    q = fmaf(z, q, cap.below[0]);
+    return p * approximate_reciprocal(fmaf(z, q, 1.0f));
+  }
+};
+
+/// Products become scores, base 2.
+template <int kCount, class Factor>
+__device__ void scale_by(float (&s)[kCount], const Factor& factor) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] *= factor(s[i]);
+}
+
+/// The largest magnitude in the warp's tile, as its bits; NaN is beyond all numbers. `own`: of this
+/// thread's scores of each row; rows: as for cap_scores.
+__device__ inline unsigned most_of_warp(const int (&own)[2], int rows) {
+  const int most = max(rows > 0 ? own[0] : 0, rows > 8 ? own[1] : 0);
+  return __reduce_max_sync(0xffffffff, static_cast<unsigned>(most));
+}
+
+/// The same of a tile that no mask cuts.
+template <int kCount>
+__device__ unsigned find_most(const float (&s)[kCount], int rows) {
+  int own[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    own[h] = max(pick_own<Most>(s, h), pick_own<MostBelow>(s, h) & INT_MAX);
+  return most_of_warp(own, rows);
+}
+
+/// The same, with the largest product of each row; if there is NaN, whatever that is.
+template <int kCount>
+__device__ unsigned find_most(const float (&s)[kCount], int rows, float (&top)[2]) {
+  int found[2], own[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    found[h] = pick_own<Most>(s, h);
+    own[h] = max(found[h], pick_own<MostBelow>(s, h) & INT_MAX);
+  }
+  const unsigned most = most_of_warp(own, rows);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) found[h] = pick_of_quad<Most>(found[h]);
+  if (__any_sync(0xffffffff, (found[0] | found[1]) < 0)) {  // all of a row below 0
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int least = pick_of_quad<LeastBelow>(pick_own<LeastBelow>(s, h));
+      found[h] = found[h] < 0 ? least : found[h];
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) top[h] = __int_as_float(found[h]);
+  return most;
+}
+
+/// Whether form i of the cap does for magnitudes up to `most`.
+__device__ inline bool reaches(const Softcap& cap, int i, unsigned most) {
+  return most <= static_cast<unsigned>(__float_as_int(cap.reach[i]));
+}
+
+// ---- ALiBi -----------------------------------------------------------------------------------
+
+/// One thread: what an item's consumers must know. `index`: of its first row among the queries of
+/// its sequence, whose places these are.
+__device__ inline void find_alibi(const Bias& bias, bool causal, const Places& places, int head,
+                                  int context_len, int index, AlibiItem& item) {
+  item.slope = bias.slopes[head] * kLog2E;
+  Line& line = item.line;
+  if (places.block > 0) {
+    line = {places.start[0], places.block, places.round - places.block, INT_MAX};
+  } else if (places.count[0] > 0 && places.count[1] > 0) {
+    line = {places.start[0], places.count[0], places.start[1] - places.start[0] - places.count[0],
+            1};
+  } else {
+    line = {places.start[places.count[0] == 0], INT_MAX, 0, 0};
+  }
+  item.lift = bias.alibi == Alibi::context ? item.slope : 0.0f;
+  item.two_sided = bias.alibi == Alibi::query && !causal;
+  item.index = index;
+  item.position = context_len + index;
+}
+
+/// How the tile at hand gets its bias. Distances are counted from a thread's own row.
+struct AlibiTile {
+  bool straight;  // key after key at the same step, all on one side of the rows
+  bool far;       // straight, and so far from the rows as a tile is long
+  bool below;     // far, and scores can be expected to be below 0
+  float slope;    // base 2, of the straight ones
+  int from;       // position of the first key
+  int step;
+};
+
+/// The tile at local key `first`. group_row: of the warpgroup's first row, in the item.
+template <class T>
+__device__ AlibiTile find_tile(const AlibiItem& item, int first, int group_row) {
+  constexpr int kKeys = T::kKeys;
+  const Line line = item.line;
+  const int lowest = item.position + group_row, highest = lowest + 63;
+
+  // Keys before the first of all are hidden, and whatever is said of them does not matter.
+  AlibiTile tile{};
+  int step = 1;
+  bool straight = true;
+  tile.from = line.start + first;
+  if (uniform(line.gap != 0)) {
+    if (uniform(line.run == 1 && line.gaps == INT_MAX)) {
+      step = 1 + line.gap;
+      tile.from = line.start + first * step;
+    } else {
+      const int gaps = min(max(first, 0) / line.run, line.gaps);
+      tile.from += gaps * line.gap;
+      straight = gaps == line.gaps || first + kKeys <= (gaps + 1) * line.run;
+    }
+  }
+  const int ahead = lowest - (tile.from + step * (kKeys - 1));  // of the rows, the last key
+  const int behind = tile.from - highest;
+  const int nearest = max(ahead, behind);
+  tile.straight = uniform(straight && (!item.two_sided || nearest >= 0));
+  tile.far = uniform(straight && nearest >= step * kKeys);
+  tile.slope = item.two_sided && ahead < 0 ? -item.slope : item.slope;
+  tile.step = step;
+  constexpr float kClear = -8.0f;  // in base 2, of a bias that decides
+  tile.below = uniform(tile.slope * static_cast<float>(ahead >= 0 ? -nearest : nearest) < kClear) &&
+               tile.far;
+  return tile;
+}
+
+/// s becomes c s + bias, in base 2, for a far tile. The bias is that of the thread's first row
+/// (`row` of the item), and for its second row, 8 further on, too high by `less`.
+template <class T>
+__device__ void add_far(float (&s)[T::kKeys / 2], float c, const AlibiItem& item,
+                        const AlibiTile& tile, int row, float& less) {
+  constexpr int kKeys = T::kKeys, kMiddle = kKeys / 2;
+  const int t = threadIdx.x % 4;
+  // A tile's distance rounds by less than twice what one key's would.
+  const int middle = tile.from + tile.step * (kMiddle + 2 * t);
+  const float bias = tile.slope * static_cast<float>(middle - (item.position + row));
+  const float stride = tile.slope * static_cast<float>(tile.step);
+  less = tile.slope * 8.0f;
+#pragma unroll
+  for (int i = 0; i < kKeys / 2; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float column = fmaf(stride, static_cast<float>(i / 4 * 8 + j - kMiddle), bias);
+      s[i + j] = fmaf(s[i + j], c, column);
+      s[i + j + 2] = fmaf(s[i + j + 2], c, column);
+    }
+  }
+}
+
+/// s becomes c s + bias, in base 2, for the tile at local key `first`; less: as in add_far. `row`:
+/// the thread's first of the item. By the warpgroup together.
+template <class T>
+__device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiItem& item,
+                          const AlibiTile& tile, int (&positions)[T::kKeys], int first, int row,
+                          int barrier, float& less) {
+  constexpr int kKeys = T::kKeys;
+  const int t = threadIdx.x % 4;
+  const int own = item.position + row;
+  if (tile.far) return add_far<T>(s, c, item, tile, row, less);
+  if (tile.straight) {
+    const float step = static_cast<float>(tile.step);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // Distances are whole numbers and come out exact, so a bias is off by a part of its own size.
+      const float distance = static_cast<float>(tile.from + tile.step * 2 * t - own - 8 * h);
+#pragma unroll
+      for (int i = 2 * h; i < kKeys / 2; i += 4) {
+        s[i] = fmaf(s[i], c, tile.slope * fmaf(step, i / 4 * 8.0f, distance));
+        s[i + 1] = fmaf(s[i + 1], c, tile.slope * fmaf(step, i / 4 * 8.0f + 1.0f, distance));
+      }
+    }
+    return;
+  }
+
+  const Line line = item.line;
+  named_sync(barrier, 128);  // the tile before is through with its positions
+#pragma unroll
+  for (int i = 0; i < kKeys; i += 128) {
+    const int key = i + static_cast<int>(threadIdx.x % 128);
+    if (key < kKeys) positions[key] = line.position(max(first + key, 0));
+  }
+  named_sync(barrier, 128);
+#pragma unroll
+  for (int i = 0; i < kKeys / 2; i += 4) {
+    const int2 pair = *reinterpret_cast<const int2*>(&positions[i / 4 * 8 + 2 * t]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float distance = static_cast<float>((j % 2 ? pair.y : pair.x) - own - j / 2 * 8);
+      s[i + j] = fmaf(s[i + j], c, item.slope * (item.two_sided ? -fabsf(distance) : distance));
+    }
+  }
+}
+
+// ---- the instances ---------------------------------------------------------------------------
+
+template <class T>
+__device__ bool is_capped(const Call& call) {
+  return T::kScores == Scores::softcap ||
+         (T::kScores == Scores::any && call.softcap.height != 0.0f);
+}
+
+/// What makes a score, base 2, of a product or of its tanh.
+template <class T>
+__device__ float score_factor(const Call& call) {
+  return is_capped<T>(call) ? call.softcap.height : call.params.score.scale * kLog2E;
+}
+
+/// A row's maximum as it is handed out. row: of the item.
+template <class T>
+__device__ float lifted(float max, const Shared<T>& shared, int stage, int row) {
+  if constexpr (T::kScores == Scores::any)
+    max = fmaf(shared.alibi.items[stage].lift,
+               static_cast<float>(shared.alibi.items[stage].index + row), max);
+  return max;
+}
+
+/// The reverse, for a maximum that comes in. The product is exact, and so is the small difference
+/// of two large numbers: what rounding the lifted maximum cost is all that is lost.
+template <class T>
+__device__ float lowered(float max, const Shared<T>& shared, int stage, int row) {
+  if constexpr (T::kScores == Scores::any)
+    max = fmaf(-shared.alibi.items[stage].lift,
+               static_cast<float>(shared.alibi.items[stage].index + row), max);
+  return max;
+}
+
+}  // namespace longspan::kernels::sm90

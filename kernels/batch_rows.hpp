@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/params.hpp"
+#include "longspan/starts.hpp"
 
 namespace longspan::kernels {
 
@@ -13,12 +14,9 @@ namespace longspan::kernels {
 LONGSPAN_HD inline int sequence_of_row(const Batch& batch, std::int64_t token) {
   if (batch.query_start == nullptr) return 0;
   if (token >= batch.query_start[batch.size]) return -1;
-  int low = 0, high = batch.size;  // the last sequence that starts at or before the row
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (batch.query_start[middle] <= token ? low : high) = middle;
-  }
-  return batch.skips(batch.query_start[low + 1] - batch.query_start[low]) ? -1 : low;
+  const std::int32_t* const starts = batch.query_start;
+  const int b = last_start(batch.size, token, [starts](int i) { return starts[i]; });
+  return batch.skips(starts[b + 1] - starts[b]) ? -1 : b;
 }
 
 /// The same question where the sequence itself does not matter: no search if none is skipped.

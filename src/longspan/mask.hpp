@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "longspan/starts.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan {
@@ -54,12 +55,10 @@ struct Documents {
     // Empty, and still in order: what the first and the last row see bounds what all rows see.
     if (position < start[0]) return {start[0], start[0]};
     if (position >= start[count]) return {start[count], start[count]};
-    std::int64_t low = 0, high = count;
-    while (high - low > 1) {
-      const std::int64_t middle = (low + high) / 2;
-      (start[middle] <= position ? low : high) = middle;
-    }
-    return {start[low], start[low + 1]};
+    const std::int64_t* const starts = start;
+    const std::int64_t own =
+        last_start(count, position, [starts](std::int64_t d) { return starts[d]; });
+    return {start[own], start[own + 1]};
   }
 };
 

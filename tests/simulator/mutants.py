@@ -47,48 +47,48 @@ MUTANTS = [
     Mutant("decode-finder-slot-in-work", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "A piece is found into a slot whose last piece is still multiplied and "
            "stored.",
-           old="      shared_.done[to.slot].wait(to.parity ^ 1);\n",
+           old="      shared_.done[to.stage].wait(to.parity ^ 1);\n",
            new=""),
     Mutant("decode-finder-slot-parity", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "The finder waits for the end of a piece that it has not said yet: "
            "nothing moves.",
-           old="shared_.done[to.slot].wait(to.parity ^ 1);",
-           new="shared_.done[to.slot].wait(to.parity);"),
+           old="shared_.done[to.stage].wait(to.parity ^ 1);",
+           new="shared_.done[to.stage].wait(to.parity);"),
     Mutant("decode-places-in-load", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "Places of a segment overwrite those of the one four before it, which "
            "may be in load.",
-           old="    shared_.loaded[ahead_.slot].wait(ahead_.parity ^ 1);\n",
+           old="    shared_.loaded[ahead_.stage].wait(ahead_.parity ^ 1);\n",
            new=""),
     Mutant("decode-places-on-their-way", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "A segment is known before its entries of the block table have come.",
            old="    if (!Traits::kPlain && p_.pages) "
-               "arch::expect_copies(shared_.known[ahead_.slot]);\n",
+               "arch::expect_copies(shared_.known[ahead_.stage]);\n",
            new=""),
     Mutant("decode-places-of-other-lanes", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "A segment is known before all lanes have written, or announced, their "
            "keys' places.",
            old="    __syncwarp();\n"
-               "    if (thread_ == 0) shared_.known[ahead_.slot].arrive();",
-           new="    if (thread_ == 0) shared_.known[ahead_.slot].arrive();"),
+               "    if (thread_ == 0) shared_.known[ahead_.stage].arrive();",
+           new="    if (thread_ == 0) shared_.known[ahead_.stage].arrive();"),
     Mutant("decode-segment-said-late", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "The loaders are told of a segment before it stands in the ring.",
-           old="    if (thread_ == 0) shared_.segments[known_.slot] = segment;\n"
+           old="    if (thread_ == 0) shared_.segments[known_.stage] = segment;\n"
                "    if (!Traits::kPlain && p_.pages) "
-               "arch::expect_copies(shared_.known[ahead_.slot]);\n"
+               "arch::expect_copies(shared_.known[ahead_.stage]);\n"
                "    __syncwarp();\n"
-               "    if (thread_ == 0) shared_.known[ahead_.slot].arrive();\n",
+               "    if (thread_ == 0) shared_.known[ahead_.stage].arrive();\n",
            new="    if (!Traits::kPlain && p_.pages) "
-               "arch::expect_copies(shared_.known[ahead_.slot]);\n"
+               "arch::expect_copies(shared_.known[ahead_.stage]);\n"
                "    __syncwarp();\n"
-               "    if (thread_ == 0) shared_.known[ahead_.slot].arrive();\n"
-               "    if (thread_ == 0) shared_.segments[known_.slot] = segment;\n"),
+               "    if (thread_ == 0) shared_.known[ahead_.stage].arrive();\n"
+               "    if (thread_ == 0) shared_.segments[known_.stage] = segment;\n"),
     Mutant("decode-level-said-late", "kernels/cuda/decode/decode_finder.cuh", "decode",
            "The level of a segment is written after the segment was said: it may "
            "be multiplied by then.",
-           old="      if (thread_ == 0) shared_.levels[known_.slot] = level_of(place, "
+           old="      if (thread_ == 0) shared_.levels[known_.stage] = level_of(place, "
                "more);\n"
                "      say(slot, index);\n",
-           new="      const int said = known_.slot;\n"
+           new="      const int said = known_.stage;\n"
                "      say(slot, index);\n"
                "      if (thread_ == 0) shared_.levels[said] = level_of(place, more);\n"),
     Mutant("decode-queries-of-other-lanes", "kernels/cuda/decode/decode_finder.cuh", "decode",
@@ -130,11 +130,11 @@ MUTANTS = [
            old="  if (thread == 0) order.size = size;\n"
                "  sync();\n",
            new="  if (thread == 0) order.size = size;\n"),
-    Mutant("decode-ring-parity", "kernels/cuda/decode/decode_shared.cuh", "decode",
-           "Places of a ring keep their parity in the next round.",
-           old="      slot = 0;\n"
+    Mutant("decode-ring-parity", "kernels/cuda/common/pipeline_state.cuh", "decode",
+           "Stages of a ring keep their parity in the next round.",
+           old="      stage = 0;\n"
                "      parity ^= 1;\n",
-           new="      slot = 0;\n"),
+           new="      stage = 0;\n"),
     Mutant("decode-free-count", "kernels/cuda/decode/decode_shared.cuh", "decode",
            "A stage is free as soon as one of four warps has read it.",
            old="free[threadIdx.x].init(Traits::kWarps);",
@@ -151,7 +151,7 @@ MUTANTS = [
            new="loaded[threadIdx.x].init(1);"),
     Mutant("decode-stage-unawaited", "kernels/cuda/decode/decode_shared.cuh", "decode",
            "A stage is read before it is full.",
-           old="    shared_.full[at_.slot].wait(at_.parity);\n",
+           old="    shared_.full[at_.stage].wait(at_.parity);\n",
            new=""),
     Mutant("decode-copies-unannounced", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "A stage is full while copies into it are on their way.",
@@ -169,18 +169,18 @@ MUTANTS = [
            "there.",
            old="      queue(false);\n"
                "      __syncwarp();\n"
-               "      if (thread_ % 32 == 0) shared_.loaded[ahead.slot].arrive();\n",
+               "      if (thread_ % 32 == 0) shared_.loaded[ahead.stage].arrive();\n",
            new="      __syncwarp();\n"
-               "      if (thread_ % 32 == 0) shared_.loaded[ahead.slot].arrive();\n"
+               "      if (thread_ % 32 == 0) shared_.loaded[ahead.stage].arrive();\n"
                "      queue(false);\n"),
     Mutant("decode-stage-overwritten", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "Stages are filled again while the warps that multiply read them.",
-           old="void wait_free() { shared_.free[at_.slot].wait(at_.parity ^ 1); }",
+           old="void wait_free() { shared_.free[at_.stage].wait(at_.parity ^ 1); }",
            new="void wait_free() {}"),
     Mutant("decode-free-parity", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "The loaders wait for a round that was not filled yet: nothing moves.",
-           old="void wait_free() { shared_.free[at_.slot].wait(at_.parity ^ 1); }",
-           new="void wait_free() { shared_.free[at_.slot].wait(at_.parity); }"),
+           old="void wait_free() { shared_.free[at_.stage].wait(at_.parity ^ 1); }",
+           new="void wait_free() { shared_.free[at_.stage].wait(at_.parity); }"),
     Mutant("decode-box-overwrites", "kernels/cuda/decode/decode_loader.cuh", "decode",
            "Only the copy engine does not wait for its stage to be free.",
            old="      wait_free();\n"
@@ -541,7 +541,7 @@ MUTANTS = [
            "Values are multiplied before other threads have cleared theirs.",
            old="  named_sync(barrier, kThreads);\n",
            new=""),
-    Mutant("hopper-ring-parity", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-ring-parity", "kernels/cuda/common/pipeline_state.cuh", "hopper",
            "Stages keep their parity in the next round.",
            old="      stage = 0;\n"
                "      parity ^= 1;\n",

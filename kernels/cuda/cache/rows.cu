@@ -54,14 +54,10 @@ __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
     __syncthreads();
     before += total;
     if (row >= 0 || i < starts[0] || i >= starts[kThreads]) continue;
-    int low = 0, high = kThreads;  // the last sequence that starts at or before row i
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (starts[middle] <= i ? low : high) = middle;
-    }
-    const int sequence = first + low;
+    const int own = last_start(kThreads, i, [&](int b) { return starts[b]; });
+    const int sequence = first + own;
     row = p.batch.first_row(sequence) +
-          shard.position(i - starts[low], p.batch.query_len(sequence, p.shard.length));
+          shard.position(i - starts[own], p.batch.query_len(sequence, p.shard.length));
   }
   if (i < p.capacity) p.map[blockIdx.y * p.capacity + i] = row;
 }

@@ -11,6 +11,7 @@
 #include "kernels/cuda/common/divisor.hpp"
 #include "kernels/cuda/common/fixed_order.cuh"
 #include "kernels/params.hpp"
+#include "longspan/starts.hpp"
 
 namespace longspan::kernels::cuda {
 
@@ -131,17 +132,6 @@ struct Work {
 /// sequence: it can be had, and searched, without a prefix sum.
 LONGSPAN_HD inline std::int64_t first_tile(const Batch& batch, int b, int group, int tile_rows) {
   return batch.first_row(b) * group / tile_rows + b;
-}
-
-/// The last b in [0, size) for which `starts(b)` <= x, or 0; `starts` ascends.
-template <class Starts>
-LONGSPAN_HD inline int last_start(int size, std::int64_t x, const Starts& starts) {
-  int low = 0, high = size;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (starts(middle) <= x ? low : high) = middle;
-  }
-  return low;
 }
 
 /// What a sequence in this order takes of the splits.

@@ -310,15 +310,15 @@ __device__ __forceinline__ void multiply_segments(const AttendParams& p, const P
   const KeyFragments<Traits> key_fragments;
   const ValueFragments<Traits> value_fragments;
   DecodeReader<Traits> reader(shared, ring);
-  RingPlace<Traits::Shared::kPieces> pieces;  // the one in work
-  bool first = true;                          // segment of it
-  for (RingPlace<Traits::Shared::kSegments> known;; known.step()) {
+  PipelineState<Traits::Shared::kPieces> pieces;  // the one in work
+  bool first = true;                              // segment of it
+  for (PipelineState<Traits::Shared::kSegments> known;; known.advance()) {
     std::uint32_t stage = reader.wait();
-    const DecodeSegment segment = shared.segments[known.slot];
+    const DecodeSegment segment = shared.segments[known.stage];
     if (!segment) break;
-    const int piece = pieces.slot;
+    const int piece = pieces.stage;
     if (first) shared.has_queries[piece].wait(pieces.parity);
-    const int level = shared.levels[known.slot];
+    const int level = shared.levels[known.stage];
     Scores<Traits> scores;
     // Loops over stages are not unrolled: code that has to be fetched costs more.
 #pragma unroll 1
@@ -354,7 +354,7 @@ __device__ __forceinline__ void multiply_segments(const AttendParams& p, const P
     store_rows<Traits>(p, plan, shared.piece[piece], state);
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.done[piece].arrive();
-    pieces.step();
+    pieces.advance();
   }
 }
 

@@ -53,12 +53,12 @@ class DecodeFinder {
 
   /// Until there is none, which is said too.
   __device__ __forceinline__ void run() {
-    for (RingPlace<Shared::kPieces> to;; to.step()) {
-      shared_.done[to.slot].wait(to.parity ^ 1);
-      const bool found = find(to.slot);
+    for (PipelineState<Shared::kPieces> to;; to.advance()) {
+      shared_.done[to.stage].wait(to.parity ^ 1);
+      const bool found = find(to.stage);
       arch::wait_for_kernels_before();
       if (!found) break;
-      say_segments(to.slot);
+      say_segments(to.stage);
     }
     say(0, -1);
   }
@@ -136,7 +136,7 @@ class DecodeFinder {
   __device__ __forceinline__ void say_segments(int slot) {
     DecodeQueries<Traits>& queries = shared_.queries[slot];
     const DecodePiece& piece = shared_.piece[slot];
-    const int first = known_.slot;
+    const int first = known_.stage;
     std::int64_t place = walk_.place;
     say(slot, static_cast<int>(walk_.segment));
     typename DecodeQueries<Traits>::Words words;
@@ -156,7 +156,7 @@ class DecodeFinder {
       const int index = static_cast<int>(walk_.segment);
       place = walk_.place;
       more = walk_.next();
-      if (thread_ == 0) shared_.levels[known_.slot] = level_of(place, more);
+      if (thread_ == 0) shared_.levels[known_.stage] = level_of(place, more);
       say(slot, index);
     }
   }
@@ -168,12 +168,12 @@ class DecodeFinder {
 
   /// A segment, and where its keys are; or, index < 0, that there is none.
   __device__ __forceinline__ void say(int slot, int index) {
-    shared_.loaded[ahead_.slot].wait(ahead_.parity ^ 1);
+    shared_.loaded[ahead_.stage].wait(ahead_.parity ^ 1);
     DecodeSegment segment{index, static_cast<std::int16_t>(slot), 0, 0};
     if (segment) {
       const std::int64_t first = std::int64_t{index} * kSegment;
       const bool whole = index >= first_whole_ && index < last_whole_;
-      look_up(shared_.places[ahead_.slot], first, whole);
+      look_up(shared_.places[ahead_.stage], first, whole);
       if (!whole) {
         segment.aparts = Traits::kKeyStages;
         if (view_.table == nullptr && first >= view_.any.begin) {
@@ -183,12 +183,12 @@ class DecodeFinder {
         }
       }
     }
-    if (thread_ == 0) shared_.segments[known_.slot] = segment;
-    if (!Traits::kPlain && p_.pages) arch::expect_copies(shared_.known[ahead_.slot]);
+    if (thread_ == 0) shared_.segments[known_.stage] = segment;
+    if (!Traits::kPlain && p_.pages) arch::expect_copies(shared_.known[ahead_.stage]);
     __syncwarp();
-    if (thread_ == 0) shared_.known[ahead_.slot].arrive();
-    ahead_.step();
-    known_.step();
+    if (thread_ == 0) shared_.known[ahead_.stage].arrive();
+    ahead_.advance();
+    known_.advance();
   }
 
   /// Queues the look-up of the keys of the segment that begins at local key `first`: of those that
@@ -257,9 +257,9 @@ class DecodeFinder {
   const AttendParams& p_;
   const Plan& plan_;
   Shared& shared_;
-  RingPlace<Shared::kAhead> ahead_;     // of the segment that is said next, in the ring of what is
-  RingPlace<Shared::kSegments> known_;  // to be loaded, and in that of all that are in work
-  SegmentWalk walk_;                    // of the piece that is found
+  PipelineState<Shared::kAhead> ahead_;  // of the segment that is said next, in the ring of what is
+  PipelineState<Shared::kSegments> known_;  // to be loaded, and in that of all that are in work
+  SegmentWalk walk_;                        // of the piece that is found
   View view_;
   int first_whole_ = 0, last_whole_ = 0;  // segments from here to there are wanted whole
   std::int64_t first_key_ = 0;

@@ -111,14 +111,14 @@ class DecodeLoader {
 
   /// All segments of all pieces.
   __device__ __forceinline__ void run() {
-    RingPlace<Shared::kAhead> ahead;
+    PipelineState<Shared::kAhead> ahead;
 #pragma unroll 1
-    for (RingPlace<Shared::kSegments> known;; known.step(), ahead.step()) {
-      shared_.known[ahead.slot].wait(ahead.parity);
-      load_ = shared_.segments[known.slot];
+    for (PipelineState<Shared::kSegments> known;; known.advance(), ahead.advance()) {
+      shared_.known[ahead.stage].wait(ahead.parity);
+      load_ = shared_.segments[known.stage];
       sync_loaders<Traits>();
       if (!load_) break;
-      places_ = shared_.places[ahead.slot];
+      places_ = shared_.places[ahead.stage];
       const KeyPlace first = places_[thread_ % Traits::kTiles * Shared::kPlaces / Traits::kTiles];
       box_row_ = first.row;
       box_page_ = first.page;
@@ -127,11 +127,11 @@ class DecodeLoader {
       sync_loaders<Traits>();  // none is a round of the ring ahead of the others
       queue(false);
       __syncwarp();
-      if (thread_ % 32 == 0) shared_.loaded[ahead.slot].arrive();
+      if (thread_ % 32 == 0) shared_.loaded[ahead.stage].arrive();
     }
     // A stage without keys, of no segment, ends it.
     wait_free();
-    if (thread_ == 0) shared_.full[at_.slot].arrive();
+    if (thread_ == 0) shared_.full[at_.stage].arrive();
   }
 
  private:
@@ -149,14 +149,14 @@ class DecodeLoader {
   /// Queues the stages of the keys, or of the values, of the segment in load.
   __device__ __forceinline__ void queue(bool keys) {
 #pragma unroll 1
-    for (int stage = 0; stage < Traits::kKeyStages; ++stage, at_.step()) load(stage, keys);
+    for (int stage = 0; stage < Traits::kKeyStages; ++stage, at_.advance()) load(stage, keys);
   }
-  __device__ __forceinline__ void wait_free() { shared_.free[at_.slot].wait(at_.parity ^ 1); }
+  __device__ __forceinline__ void wait_free() { shared_.free[at_.stage].wait(at_.parity ^ 1); }
 
   /// A stage of the segment's keys or values into the slot.
   __device__ __forceinline__ void load(int stage, bool keys) {
-    arch::Barrier& full = shared_.full[at_.slot];
-    const std::uint32_t tile = ring_ + at_.slot * Traits::kStageBytes;
+    arch::Barrier& full = shared_.full[at_.stage];
+    const std::uint32_t tile = ring_ + at_.stage * Traits::kStageBytes;
     if ((keys ? boxes_.k_valid : boxes_.v_valid) &&
         static_cast<unsigned>(stage - load_.apart) >= static_cast<unsigned>(load_.aparts))
       return load_box(tile, keys ? &boxes_.k : &boxes_.v, stage, full);
@@ -200,7 +200,7 @@ class DecodeLoader {
   Shared& shared_;
   const std::uint32_t ring_;
   const int thread_ = static_cast<int>(threadIdx.x) - Traits::kThreads;
-  RingPlace<Traits::kStages> at_;                 // the stage that is filled next
+  PipelineState<Traits::kStages> at_;             // the stage that is filled next
   DecodeSegment load_;                            // the segment in load
   const KeyPlace* places_;                        // of its keys
   bool by_place_k_ = false, by_place_v_ = false;  // keys, values come by these

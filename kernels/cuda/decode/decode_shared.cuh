@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/arch/copy_engine.cuh"
 #include "kernels/cuda/common/fixed_order.cuh"
+#include "kernels/cuda/common/pipeline_state.cuh"
 #include "kernels/cuda/common/view.cuh"
 #include "kernels/cuda/decode/decode_operands.cuh"
 #include "kernels/cuda/decode/decode_order.cuh"
@@ -77,20 +78,6 @@ struct alignas(16) DecodeShared {
   }
 };
 
-/// A place in a ring of kSlots, and the parity of its barriers, if it has any, in this round.
-template <int kSlots>
-struct RingPlace {
-  int slot = 0;
-  std::uint32_t parity = 0;
-
-  __device__ __forceinline__ void step() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 /// The ring of stages, as the warps that multiply go round it.
 template <class Traits>
 class DecodeReader {
@@ -100,20 +87,20 @@ class DecodeReader {
 
   /// Waits for the stage; its address.
   __device__ __forceinline__ std::uint32_t wait() {
-    shared_.full[at_.slot].wait(at_.parity);
-    return ring_ + at_.slot * Traits::kStageBytes;
+    shared_.full[at_.stage].wait(at_.parity);
+    return ring_ + at_.stage * Traits::kStageBytes;
   }
   /// The warp has read the stage.
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) shared_.free[at_.slot].arrive();
-    at_.step();
+    if (threadIdx.x % 32 == 0) shared_.free[at_.stage].arrive();
+    at_.advance();
   }
 
  private:
   typename Traits::Shared& shared_;
   const std::uint32_t ring_;
-  RingPlace<Traits::kStages> at_;
+  PipelineState<Traits::kStages> at_;
 };
 
 }  // namespace longspan::kernels::cuda

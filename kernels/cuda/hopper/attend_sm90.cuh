@@ -37,9 +37,9 @@ template <class T>
 __device__ void load(const Call& call, Shared<T>& shared) {
   constexpr int kTileBytes = T::kPanels * T::kPanelBytes;
   const std::uint64_t keys_again = cache_policy<Keep::last_to_go>();
-  Turn<2> announced;
-  Turn<T::kStages> k;
-  Turn<T::kEightBits ? 1 : T::kStages> v;
+  PipelineState<2> announced;
+  PipelineState<T::kStages> k;
+  PipelineState<T::kEightBits ? 1 : T::kStages> v;
   std::uint32_t q_parity = 0;
   const auto load_tile = [&](auto& tile, const CUtensorMap* map, Barrier& full, Barrier& empty,
                              auto& turn, int key, int kv_head) {
@@ -48,10 +48,10 @@ __device__ void load(const Call& call, Shared<T>& shared) {
 #pragma unroll
     for (int panel = 0; panel < T::kPanels; ++panel)
       load_box(tile[panel], map, panel * T::kPanelElements, key, kv_head, &full, keys_again);
-    turn.next();
+    turn.advance();
   };
 
-  for (;; announced.next()) {
+  for (;; announced.advance()) {
     shared.item_full[announced.stage].wait(announced.parity);
     const Item& item = shared.items[announced.stage];
     const int tiles = item.tiles, head = item.head, kv_head = item.kv_head;
@@ -112,11 +112,11 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   float s[T::kKeys / 2], o[T::kDim / 2], ratio[2];
   std::uint32_t p[T::kKeys / T::kStep][4];
   Rowwise<T> rows;
-  RowKeys whole{};    // keys that every row of the tile sees
-  int clear = 0;      // keys of the values below this one are cleared
-  int first = 0;      // local key at which the tile of s begins
-  Turn<2> announced;  // the item
-  Turn<T::kStages> k, v;
+  RowKeys whole{};             // keys that every row of the tile sees
+  int clear = 0;               // keys of the values below this one are cleared
+  int first = 0;               // local key at which the tile of s begins
+  PipelineState<2> announced;  // the item
+  PipelineState<T::kStages> k, v;
   std::uint32_t q_parity = 0;
 
   const auto release = [&](Barrier& empty) {
@@ -147,13 +147,13 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
   const auto end_scores = [&](bool last) {  // last: of its item
     pin(s);
     release(shared.k_empty[k.stage]);
-    k.next();
+    k.advance();
     if (last) release(shared.q_empty[group]);
   };
   const auto end_values = [&] {
     pin(o);
     release(shared.v_empty[v.stage]);
-    v.next();
+    v.advance();
   };
   const auto is_cut = [&] { return first < whole.begin || first + T::kKeys > whole.end; };
   const auto hide_as = [&](float value) {
@@ -278,7 +278,7 @@ __device__ void consume(const Call& call, Shared<T>& shared, int group) {
     // The last values of this item and the first scores of the next run together. After the last
     // item the scores are of no use, but ptxas wants no branch around them.
     const int done = announced.stage;
-    announced.next();
+    announced.advance();
     begin_values();
     tiles = wait_item();
     if (tiles > 0) {

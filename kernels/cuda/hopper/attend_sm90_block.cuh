@@ -7,10 +7,13 @@
 #include "kernels/cuda/arch/sm90.cuh"
 #include "kernels/cuda/arch/store_same.cuh"
 #include "kernels/cuda/common/divisor.hpp"
+#include "kernels/cuda/common/pipeline_state.cuh"
 #include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::sm90 {
+
+using cuda::PipelineState;
 
 /// What an instance can make of a product: the scaled product alone; capped; or what the call asks
 /// for, ALiBi with or without a cap.
@@ -225,20 +228,6 @@ template <class T>
 __device__ bool has_pages(const Call& call) {
   return T::kPages && call.params.pages;
 }
-
-/// A place in a ring of stages and the parity of its barriers.
-template <int kStages>
-struct Turn {
-  int stage = 0;
-  std::uint32_t parity = 0;
-
-  __device__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 /// Tiles before an item's end at which the next one is wanted.
 inline constexpr int kWantedEarly = 8;

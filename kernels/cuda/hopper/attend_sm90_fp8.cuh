@@ -120,10 +120,10 @@ __device__ void transpose(Shared<T>& shared) {
         uint4{kOnes, kOnes, kOnes, kOnes};
   }
 
-  Turn<2> announced;
-  Turn<T::kStages> at;
+  PipelineState<2> announced;
+  PipelineState<T::kStages> at;
   std::uint32_t stored_parity = 0;
-  for (;; announced.next()) {
+  for (;; announced.advance()) {
     shared.item_full[announced.stage].wait(announced.parity);
     const Item& item = shared.items[announced.stage];
     const int tiles = item.tiles, clear = item.clear;
@@ -144,7 +144,7 @@ __device__ void transpose(Shared<T>& shared) {
         stored.empty.arrive();
         shared.v_full[at.stage].arrive();
       }
-      at.next();
+      at.advance();
     }
   }
 }
@@ -168,10 +168,10 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
   float(&sums)[kSums] = reinterpret_cast<float(&)[kSums]>(s);
   std::uint32_t p[T::kKeys / T::kStep][4];
   Rowwise<T> rows;
-  RowKeys whole{};    // keys that every row of the tile sees
-  int first = 0;      // local key at which the tile of s begins
-  Turn<2> announced;  // the item
-  Turn<T::kStages> k, v;
+  RowKeys whole{};             // keys that every row of the tile sees
+  int first = 0;               // local key at which the tile of s begins
+  PipelineState<2> announced;  // the item
+  PipelineState<T::kStages> k, v;
   std::uint32_t q_parity = 0;
 
   const auto release = [&](Barrier& empty) {
@@ -193,7 +193,7 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
   const auto end_scores = [&](bool last) {  // last: of its item
     pin(s);
     release(shared.k_empty[k.stage]);
-    k.next();
+    k.advance();
     if (last) release(shared.q_empty[group]);
   };
   // Maxima by whole numbers, three scores at a time: few rows have all their scores below 0. And
@@ -215,7 +215,7 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
     pin(sums);
     if (kFrom + kPieceColumns == T::kColumns) {
       release(shared.v_empty[v.stage]);
-      v.next();
+      v.advance();
     }
 #pragma unroll
     for (int i = 0; i < kSums; ++i)
@@ -278,7 +278,7 @@ __device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
     // The first scores of the next item run beside the end of this one. After the last item they
     // are of no use, but ptxas wants no branch around them.
     const int done = announced.stage;
-    announced.next();
+    announced.advance();
     tiles = wait_item();
     if (tiles > 0) {
       q_parity ^= 1;

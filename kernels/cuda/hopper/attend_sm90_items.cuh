@@ -28,11 +28,8 @@ __device__ int find_item(const Call& call, unsigned index, Item& item) {
   item.kv_head = item.head / (params.heads / params.kv_heads);
   const int slot = static_cast<int>(call.slots - 1 - rest / heads);
 
-  int b = 0;
-  for (int above = params.batch.size; above - b > 1;) {
-    const int middle = (b + above) / 2;
-    (first_slot<T::kRows>(params.batch, middle) <= slot ? b : above) = middle;
-  }
+  const int b = last_start(params.batch.size, slot,
+                           [&](int i) { return first_slot<T::kRows>(params.batch, i); });
   item.row = (slot - first_slot<T::kRows>(params.batch, b)) * T::kRows;
   item.first_row = static_cast<int>(params.batch.first_row(b)) + item.row;
   item.first_key = static_cast<int>(params.batch.first_key(b));
@@ -71,7 +68,7 @@ template <class T>
 __device__ void schedule(const Call& call, Shared<T>& shared) {
   const AttendParams& params = call.params;
   const int lane = threadIdx.x % 32;
-  Turn<2> turn;
+  PipelineState<2> turn;
   if (lane == 0) shared.places.sequence = -1;
   for (unsigned index = blockIdx.x; index < call.items;) {
     shared.item_empty[turn.stage].wait(turn.parity ^ 1);
@@ -130,7 +127,7 @@ __device__ void schedule(const Call& call, Shared<T>& shared) {
         }
       }
       shared.item_full[turn.stage].arrive();
-      turn.next();
+      turn.advance();
     } else {
       write_empty<T>(call, item);
       __syncwarp();  // every lane has read the item before the next takes its place

@@ -112,13 +112,13 @@ __device__ void load_pages(const Call& call, Shared<T>& shared) {
   const AttendParams& params = call.params;
   const bool leads = threadIdx.x == 0, copies = threadIdx.x / 32 != kHandOverWarp;
   PageLoader<T> loader(call);
-  Turn<2> announced;
+  PipelineState<2> announced;
   int done = 0;  // tiles of keys, and as many of values; each takes the stages in turn
   const auto stage_of = [](int tile) { return tile % T::kStages; };
   const auto parity_of = [](int tile) { return static_cast<std::uint32_t>(tile / T::kStages) & 1; };
   std::uint32_t q_parity = 0;
 
-  for (;; announced.next()) {
+  for (;; announced.advance()) {
     shared.item_full[announced.stage].wait(announced.parity);
     const Item& item = shared.items[announced.stage];
     const int tiles = item.tiles, head = item.head, first_row = item.first_row;

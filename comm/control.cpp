@@ -4,6 +4,9 @@
 //                      I wait here and still run (the roll call), and this is what I mean by the
 //                      run that the roll is called for
 //     f failure        the communicator has ended, and why
+//     s number letter  a letter of the group of this number, which was split from this
+//     communicator;
+//                      an empty one is the last: this rank has left the group
 #include "comm/control.hpp"
 
 #include <fmt/format.h>
@@ -23,13 +26,25 @@ std::string seconds(milliseconds time) { return fmt::format("{:g} s", time.count
 
 class MailControl final : public Control {
  public:
-  MailControl(std::unique_ptr<Mailbox> mailbox, milliseconds deadline)
-      : Control(deadline), mail_(std::move(mailbox)), peers_(mail_->size()) {}
+  using Family = std::vector<MailControl*>;
+
+  /// `family`: all that were split from one communicator, and that one.
+  MailControl(std::unique_ptr<Mailbox> mailbox, milliseconds deadline,
+              std::shared_ptr<Family> family = std::make_shared<Family>())
+      : Control(deadline),
+        mail_(std::move(mailbox)),
+        peers_(mail_->size()),
+        family_(std::move(family)) {
+    family_->push_back(this);
+  }
 
   ~MailControl() override {
+    std::erase(*family_, this);
     if (fate().failed()) mail_->abandon();
     flush();
   }
+
+  std::shared_ptr<Control> branch(const Group& group) override;
 
   void flush() noexcept override { mail_->flush(fate().failed() ? milliseconds(200) : deadline()); }
 
@@ -95,6 +110,17 @@ class MailControl final : public Control {
   }
 
  private:
+  /// A group's letters, by its members' places in it: a mailbox over this one.
+  class Branch;
+  struct Line {
+    std::vector<int> members;
+    std::deque<Mailbox::Letter> came;
+  };
+  struct Early {
+    int from;
+    std::string text;
+  };
+
   struct Waits {
     std::string step;
     milliseconds waited;
@@ -129,12 +155,14 @@ class MailControl final : public Control {
       Peer& peer = peers_[letter->from];
       if (letter->kind == Mailbox::Letter::damaged) fail(damaged(letter->from, letter->body));
       if (letter->kind != Mailbox::Letter::text) {
+        if (peer.gone) continue;  // it left a group before it left what the group was split from
         peer.gone = true;
         peer.left = letter->kind == Mailbox::Letter::left;
+        for (auto& [number, line] : lines_) give(line, letter->from, letter->kind, {});
         continue;
       }
       try {
-        hear(peer, letter->body);
+        hear(letter->from, letter->body);
       } catch (const Error& error) {
         fail(damaged(letter->from, error.what()));
       }
@@ -147,18 +175,50 @@ class MailControl final : public Control {
   void call_roll(const char* step, milliseconds waited, RunName run) {
     for (const Peer& peer : peers_)
       if (peer.waits && peer.waits->run) run = peer.waits->run;  // it is asked for already
+    say_where(step, waited, run);
+    Patience patient(grace());
+    while (!patient.over() && count_silent() > 0) {
+      take();
+      answer_relatives(step, waited);
+      fate().check();
+      patient.pause();
+    }
+  }
+
+  void say_where(const char* step, milliseconds waited, RunName run) {
     Waits own{step, waited, run};
     for (const auto& [name, value] : describe(run))
       own.means.insert(own.means.end(), {name, value});
     post_all('w', pack(std::to_string(waited.count()), own.step, std::to_string(run.layer),
                        std::to_string(run.run), pack_all(own.means)));
     peers_[rank()].waits = std::move(own);
-    Patience patient(grace());
-    while (!patient.over() && count_silent() > 0) {
-      take();
-      fate().check();
-      patient.pause();
-    }
+  }
+
+  /// A rank that waits in one communicator of a family runs: where the roll is called in another
+  /// one it says so, and who is silent there is the one that is stuck.
+  void answer(const char* step, milliseconds waited) try {
+    if (fate().failed()) return;
+    take();
+    if (!peers_[rank()].waits &&
+        std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.waits; }))
+      say_where(step, waited, run());
+  } catch (const Error&) {  // that one has ended, and says so to who asks it
+    if (!fate().failed()) throw;
+  }
+
+  void answer_relatives(const char* step, milliseconds waited) {
+    for (MailControl* relative : *family_)
+      if (relative != this) relative->answer(step, waited);
+  }
+
+  void give(Line& line, int from, Mailbox::Letter::Kind kind, std::string body) {
+    const auto member = std::find(line.members.begin(), line.members.end(), from);
+    if (member == line.members.end()) return;
+    line.came.push_back({static_cast<int>(member - line.members.begin()), kind, std::move(body)});
+  }
+  void give(Line& line, int from, std::string text) {
+    const auto kind = text.empty() ? Mailbox::Letter::left : Mailbox::Letter::text;
+    give(line, from, kind, std::move(text));
   }
 
   /// Two ranks that mean different things by the same run; nothing while none are known.
@@ -173,11 +233,13 @@ class MailControl final : public Control {
     const auto &one = peers_[p].waits, &other = peers_[q].waits;
     const bool known =
         one && other && one->run == other->run && !one->means.empty() && !other->means.empty();
-    return known ? comm::difference(one->means, p, other->means, q, step) : std::nullopt;
+    return known ? comm::difference(one->means, name_of(p), other->means, name_of(q), step)
+                 : std::nullopt;
   }
 
   /// Throws an internal Error for what no rank of this version writes.
-  void hear(Peer& peer, const std::string& letter) {
+  void hear(int from, const std::string& letter) {
+    Peer& peer = peers_[from];
     if (letter.empty()) throw_damage();
     const std::string body = letter.substr(1);
     switch (letter.front()) {
@@ -205,20 +267,31 @@ class MailControl final : public Control {
         fate().note(failure);
         break;
       }
+      case 's': {
+        auto parts = unpack(body, 2);
+        const auto number = static_cast<std::uint32_t>(
+            number_from(parts[0], 1, std::numeric_limits<std::uint32_t>::max()));
+        if (const auto line = lines_.find(number); line != lines_.end())
+          give(line->second, from, std::move(parts[1]));
+        else if (number >= next_number())  // others may be through with a split earlier
+          early_[number].push_back({from, std::move(parts[1])});
+        break;
+      }
       default:
         throw_damage();
     }
   }
 
-  static Failure damaged(int from, const std::string& why) {
+  Failure damaged(int from, const std::string& why) const {
     return {ErrorKind::rank_failure, from, "",
-            fmt::format("What rank {} sent cannot be read: {}", from, why)};
+            fmt::format("What rank {} sent cannot be read: {}", name_of(from), why)};
   }
 
   /// The roll is called by whoever is first; everyone who hears it answers.
   void listen(const char* step, milliseconds waited) {
     for (int p = 0; p < size(); ++p)
       if (p != rank() && peers_[p].waits) timed_out(step, waited);
+    answer_relatives(step, waited);
   }
 
   std::string open(int p, const std::string& step) {
@@ -227,14 +300,14 @@ class MailControl final : public Control {
     peers_[p].counted = true;
     if (letter.step != step)
       fail({ErrorKind::rank_failure, p, step,
-            fmt::format("Rank {} came to '{}' while rank {} was at '{}': {}", p, letter.step,
-                        rank(), step, kSameOrder)});
+            fmt::format("Rank {} came to '{}' while rank {} was at '{}': {}", name_of(p),
+                        letter.step, name_of(rank()), step, kSameOrder)});
     return letter.text;
   }
 
   Failure departure(int p, const std::string& step) const {
     return {ErrorKind::rank_failure, p, step,
-            fmt::format("Rank {} {} before '{}' was done. Its own output says why.", p,
+            fmt::format("Rank {} {} before '{}' was done. Its own output says why.", name_of(p),
                         peers_[p].left ? "left" : "died", step)};
   }
 
@@ -254,15 +327,15 @@ class MailControl final : public Control {
       return Failure{ErrorKind::timeout, p, step,
                      fmt::format("Rank {} {}. It may be stopped, stuck or much slower; "
                                  "LONGSPAN_DEADLINE_S sets the deadline.",
-                                 p, how)};
+                                 name_of(p), how)};
     };
 
     if (const int p = find([](const Peer& peer) { return peer.gone && !peer.waits; }); p >= 0)
       return departure(p, step);
     if (const int p = find([](const Peer& peer) { return !peer.waits; }); p >= 0) {
-      std::vector<int> others;
+      std::vector<std::string> others;
       for (int other = p + 1; other < size(); ++other)
-        if (!peers_[other].waits) others.push_back(other);
+        if (!peers_[other].waits) others.push_back(name_of(other));
       return late(
           p,
           fmt::format(
@@ -272,7 +345,7 @@ class MailControl final : public Control {
     const std::string& usual = usual_step();
     if (const int p = find([&](const Peer& peer) { return peer.waits->step != usual; }); p >= 0)
       return {ErrorKind::rank_failure, p, step,
-              fmt::format("Rank {} waits at '{}' while others wait at '{}': {}", p,
+              fmt::format("Rank {} waits at '{}' while others wait at '{}': {}", name_of(p),
                           peers_[p].waits->step, usual, kSameOrder)};
     const auto [last, first] = std::minmax_element(
         peers_.begin(), peers_.end(),
@@ -280,7 +353,8 @@ class MailControl final : public Control {
     if (last->waits->waited < first->waits->waited / 2)
       return late(static_cast<int>(last - peers_.begin()),
                   fmt::format("came to '{}' too late: rank {} had waited for {}", step,
-                              first - peers_.begin(), seconds(first->waits->waited)));
+                              name_of(static_cast<int>(first - peers_.begin())),
+                              seconds(first->waits->waited)));
     return {ErrorKind::timeout, -1, step,
             fmt::format("'{}' was not done within the deadline of {}, although every rank answers: "
                         "the exchange itself does not finish.",
@@ -302,7 +376,73 @@ class MailControl final : public Control {
   std::unique_ptr<Mailbox> mail_;
   std::vector<Peer> peers_;
   Patience::Clock::time_point looked_{};
+  std::shared_ptr<Family> family_;
+  std::map<std::uint32_t, Line> lines_;               // of the groups that there are here
+  std::map<std::uint32_t, std::deque<Early>> early_;  // for groups that will be
 };
+
+class MailControl::Branch final : public Mailbox {
+ public:
+  Branch(std::shared_ptr<MailControl> parent, const Group& group)
+      : parent_(std::move(parent)), group_(group) {
+    Line& line = parent_->lines_[group_.number];
+    line.members = group_.members;
+    if (auto early = parent_->early_.extract(group_.number))
+      for (Early& letter : early.mapped()) parent_->give(line, letter.from, std::move(letter.text));
+    for (const int member : group_.members)
+      if (const Peer& peer = parent_->peers_[member]; peer.gone)
+        parent_->give(line, member, peer.left ? Letter::left : Letter::died, {});
+  }
+  ~Branch() override {
+    try {
+      for (int p = 0; p < size(); ++p)
+        if (p != rank()) post(p, "");
+    } catch (...) {  // no memory for a goodbye: the others meet their deadline
+    }
+    parent_->lines_.erase(group_.number);
+  }
+
+  int rank() const override { return group_.rank; }
+  int size() const override { return static_cast<int>(group_.members.size()); }
+
+  void post(int to, const std::string& text) override {
+    const int member = group_.members[to];
+    if (parent_->peers_[member].gone) return;
+    std::string letter(1, 's');
+    letter += pack(std::to_string(group_.number), text);
+    parent_->mail_->post(member, letter);
+  }
+
+  std::optional<Letter> next() override {
+    std::deque<Letter>& came = parent_->lines_[group_.number].came;
+    if (came.empty()) try {
+        parent_->take();
+      } catch (...) {  // a parent that failed ends this one, and its fate says why
+        if (!parent_->fate().failed()) throw;
+      }
+    if (came.empty()) return std::nullopt;
+    Letter letter = std::move(came.front());
+    came.pop_front();
+    return letter;
+  }
+
+  void flush(milliseconds limit) noexcept override { parent_->mail_->flush(limit); }
+  void abandon() noexcept override { distrust(); }
+  void distrust() noexcept override { parent_->mail_->distrust(); }
+
+ private:
+  std::shared_ptr<MailControl> parent_;
+  Group group_;
+};
+
+std::shared_ptr<Control> MailControl::branch(const Group& group) {
+  auto self = std::static_pointer_cast<MailControl>(shared_from_this());
+  auto child = std::make_shared<MailControl>(std::make_unique<Branch>(std::move(self), group),
+                                             deadline(), family_);
+  child->descend(*this, group);
+  std::erase_if(early_, [this](const auto& one) { return one.first < next_number(); });
+  return child;
+}
 
 class SelfControl final : public Control {
  public:
@@ -321,13 +461,67 @@ class SelfControl final : public Control {
                              step, seconds(deadline()))});
   }
   void tell(const Failure& failure) noexcept override { fate().note(failure); }
+
+  std::shared_ptr<Control> branch(const Group& group) override {
+    auto child = std::make_shared<SelfControl>(deadline());
+    child->descend(*this, group);
+    return child;
+  }
 };
 
 }  // namespace
 
-std::optional<std::string> difference(const std::vector<std::string>& one, int rank_of_one,
-                                      const std::vector<std::string>& other, int rank_of_other,
-                                      const std::string& step) {
+std::string Control::name_of(int rank) const {
+  if (origins_.empty() || rank < 0 || rank >= size()) return std::to_string(rank);
+  return fmt::format("{} ({} of all)", rank, origins_[rank]);
+}
+
+std::string Control::wish(int color, int key) const {
+  return pack(std::to_string(color), std::to_string(key), std::to_string(next_number()));
+}
+
+Group Control::group_of(const std::vector<std::string>& wishes) const {
+  constexpr long long kLowest = std::numeric_limits<int>::min(),
+                      kHighest = std::numeric_limits<int>::max();
+  struct Wish {
+    long long color, key;
+    std::uint32_t number;
+  };
+  std::vector<Wish> all;
+  for (const std::string& text : wishes) {
+    const auto parts = unpack(text, 3);
+    all.push_back({number_from(parts[0], kLowest, kHighest),
+                   number_from(parts[1], kLowest, kHighest),
+                   static_cast<std::uint32_t>(
+                       number_from(parts[2], 1, std::numeric_limits<std::uint32_t>::max()))});
+  }
+  const Wish& own = all[rank()];
+  if (own.color < 0) return {};
+  Group group{.color = static_cast<int>(own.color)};
+  for (int p = 0; p < size(); ++p) {
+    if (all[p].color != own.color) continue;
+    group.members.push_back(p);
+    group.number = std::max(group.number, all[p].number);
+  }
+  std::stable_sort(group.members.begin(), group.members.end(),
+                   [&](int a, int b) { return all[a].key < all[b].key; });
+  group.rank = static_cast<int>(std::find(group.members.begin(), group.members.end(), rank()) -
+                                group.members.begin());
+  return group;
+}
+
+void Control::descend(Control& parent, const Group& group) {
+  for (const int member : group.members)
+    origins_.push_back(parent.origins_.empty() ? member : parent.origins_[member]);
+  next_number_ = parent.next_number_;
+  *next_number_ = group.number + 1;
+  parent.fate_->bequeath(fate_, group.members);
+}
+
+std::optional<std::string> difference(const std::vector<std::string>& one,
+                                      const std::string& rank_of_one,
+                                      const std::vector<std::string>& other,
+                                      const std::string& rank_of_other, const std::string& step) {
   if (one == other) return std::nullopt;
   for (std::size_t i = 0; i + 1 < std::min(one.size(), other.size()); i += 2) {
     if (other[i] != one[i]) break;
@@ -343,8 +537,9 @@ std::optional<std::string> difference(const std::vector<std::string>& one, int r
       rank_of_one, rank_of_other, step);
 }
 
-Failure gave_up(int rank, const std::string& why) {
-  return {ErrorKind::rank_failure, rank, "", fmt::format("Rank {} gave up: {}", rank, why)};
+Failure gave_up(const Control& control, const std::string& why) {
+  return {ErrorKind::rank_failure, control.rank(), "",
+          fmt::format("Rank {} gave up: {}", control.name_of(control.rank()), why)};
 }
 
 std::unique_ptr<Control> self_control(milliseconds deadline) {

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/agreement.hpp"
@@ -18,7 +19,15 @@
 
 namespace longspan::comm {
 
-class Control {
+/// What a split gives a rank.
+struct Group {
+  int color = -1;            // below 0: this rank is in none
+  std::uint32_t number = 0;  // of the group: no two communicators of a rank have the same
+  int rank = 0;              // this rank's place among the members
+  std::vector<int> members;  // by their ranks in the group, their ranks in the parent
+};
+
+class Control : public std::enable_shared_from_this<Control> {
  public:
   explicit Control(milliseconds deadline) : deadline_(deadline) {}
   virtual ~Control() = default;
@@ -61,12 +70,29 @@ class Control {
   /// may still wait for a letter.
   virtual void flush() noexcept {}
 
-  Fate& fate() { return fate_; }
+  /// How messages name a rank: "5", or "1 (5 of all)" in what was split from another.
+  std::string name_of(int rank) const;
+  /// By rank, its number in the communicator that all were split from; empty: this is that one.
+  const std::vector<int>& origins() const { return origins_; }
+
+  /// What this rank says at a split, and the group that it finds in what all have said.
+  std::string wish(int color, int key) const;
+  Group group_of(const std::vector<std::string>& wishes) const;
+
+  /// A control plane among the members of a group, whose letters travel over this one, and which
+  /// keeps it. Null where this kind of control plane has none.
+  virtual std::shared_ptr<Control> branch(const Group&) { return nullptr; }
+
+  /// Takes this control plane's place below `parent`: ranks are named after it, and its end is the
+  /// end of this one.
+  void descend(Control& parent, const Group& group);
+
+  Fate& fate() { return *fate_; }
 
   /// Ends the communicator everywhere and throws.
   [[noreturn]] void fail(const Failure& failure) {
     tell(failure);
-    fate_.fail(failure);
+    fate_->fail(failure);
   }
 
  protected:
@@ -77,8 +103,13 @@ class Control {
     return log ? log->describe(run.run) : NamedValues{};
   }
 
+  /// The lowest number that no group of this rank has had.
+  std::uint32_t next_number() const { return *next_number_; }
+
  private:
-  Fate fate_;
+  std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
+  std::shared_ptr<std::uint32_t> next_number_ = std::make_shared<std::uint32_t>(1);
+  std::vector<int> origins_;
   milliseconds deadline_;
   RunName run_;
   std::uint32_t layers_ = 0;
@@ -86,12 +117,13 @@ class Control {
 };
 
 /// How two ranks' lists of names and values (in turn) differ; nothing where they are alike.
-std::optional<std::string> difference(const std::vector<std::string>& one, int rank_of_one,
-                                      const std::vector<std::string>& other, int rank_of_other,
-                                      const std::string& step);
+std::optional<std::string> difference(const std::vector<std::string>& one,
+                                      const std::string& rank_of_one,
+                                      const std::vector<std::string>& other,
+                                      const std::string& rank_of_other, const std::string& step);
 
-/// What a transport's abort(why) tells: rank `rank` gives up.
-Failure gave_up(int rank, const std::string& why);
+/// What a transport's abort(why) tells: this rank gives up.
+Failure gave_up(const Control& control, const std::string& why);
 
 /// One process alone.
 std::unique_ptr<Control> self_control(milliseconds deadline);
@@ -118,6 +150,8 @@ class Mailbox {
   virtual void flush(milliseconds limit) noexcept = 0;
   /// The communicator failed: from now on nothing may wait for a peer.
   virtual void abandon() noexcept {}
+  /// What was split from the communicator failed: a rank may not come to the common end.
+  virtual void distrust() noexcept {}
 };
 
 std::unique_ptr<Control> mail_control(std::unique_ptr<Mailbox> mailbox, milliseconds deadline);

@@ -13,16 +13,17 @@ namespace longspan::comm {
 
 class ControlledTransport : public Transport {
  public:
-  explicit ControlledTransport(std::unique_ptr<Control> control) : control_(std::move(control)) {}
+  explicit ControlledTransport(std::shared_ptr<Control> control) : control_(std::move(control)) {}
   int rank() const override { return control_->rank(); }
   int size() const override { return control_->size(); }
   milliseconds deadline() const override { return control_->deadline(); }
+  std::string name_of(int rank) const override { return control_->name_of(rank); }
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
     return control_->gather(mine, step);
   }
   void check(const char*) override { control_->fate().check(); }
   void abort(const std::string& why) noexcept override try {
-    control_->tell(gave_up(rank(), why));
+    control_->tell(gave_up(*control_, why));
   } catch (...) {  // no memory for the reason: the end itself takes none
     control_->tell({ErrorKind::rank_failure, rank(), {}, {}});
   }
@@ -34,17 +35,25 @@ class ControlledTransport : public Transport {
   void disagree(RunName run, int other, const char* step) override {
     control_->disagree(
         run, {ErrorKind::usage, other, step,
-              "Rank " + std::to_string(other) + " runs another attention than rank " +
-                  std::to_string(rank()) + " at '" + step +
+              "Rank " + control_->name_of(other) + " runs another attention than rank " +
+                  control_->name_of(rank()) + " at '" + step +
                   "': every rank must run with the same tokens, batch, shard and options."});
+  }
+
+  std::shared_ptr<Transport> split(int color, int key) override {
+    const auto wishes = gather(control_->wish(color, key), "split of the communicator");
+    return branch(control_->group_of(wishes));
   }
 
  protected:
   Control& control() { return *control_; }
   const Control& control() const { return *control_; }
 
+  /// The transport among the members of a group; null where this rank is in none.
+  virtual std::shared_ptr<Transport> branch(const Group& group) = 0;
+
  private:
-  std::unique_ptr<Control> control_;
+  std::shared_ptr<Control> control_;
 };
 
 }  // namespace longspan::comm

@@ -1,7 +1,9 @@
 #include "comm/failure.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <exception>
+#include <utility>
 
 #include "comm/wire.hpp"
 
@@ -37,17 +39,52 @@ Failure failure_from(const std::string& text) {
 }
 
 void Fate::note(const Failure& failure) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (failed_.load(std::memory_order_relaxed)) return;
-  first_.kind = failure.kind;
-  first_.rank = failure.rank;
-  try {
-    first_.step = failure.step;
-    first_.what = failure.what;
-  } catch (const std::exception&) {
-    first_.what.clear();
+  std::vector<Heir> heirs;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed_.load(std::memory_order_relaxed)) return;
+    first_.kind = failure.kind;
+    first_.rank = failure.rank;
+    try {
+      first_.step = failure.step;
+      first_.what = failure.what;
+    } catch (const std::exception&) {
+      first_.what.clear();
+    }
+    heirs.swap(heirs_);
+    failed_.store(true, std::memory_order_release);
   }
-  failed_.store(true, std::memory_order_release);
+  pass_on(first_, heirs);
+}
+
+void Fate::bequeath(const std::shared_ptr<Fate>& heir, std::vector<int> members) {
+  std::vector<Heir> heirs{{heir, std::move(members)}};
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failed_.load(std::memory_order_relaxed)) {
+      std::erase_if(heirs_, [](const Heir& one) { return one.fate.expired(); });
+      heirs_.push_back(std::move(heirs.front()));
+      return;
+    }
+  }
+  pass_on(first_, heirs);
+}
+
+void Fate::pass_on(const Failure& failure, const std::vector<Heir>& heirs) noexcept {
+  for (const Heir& heir : heirs) {
+    const std::shared_ptr<Fate> fate = heir.fate.lock();
+    if (!fate) continue;
+    const auto place = std::find(heir.members.begin(), heir.members.end(), failure.rank);
+    Failure inherited{failure.kind, -1, {}, {}};
+    if (place != heir.members.end())
+      inherited.rank = static_cast<int>(place - heir.members.begin());
+    try {
+      inherited.step = failure.step;
+      inherited.what = "The communicator that this one was split from has ended: " + failure.what;
+    } catch (const std::exception&) {  // no memory for the words: the end itself takes none
+    }
+    fate->note(inherited);
+  }
 }
 
 }  // namespace longspan::comm

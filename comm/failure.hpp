@@ -3,8 +3,10 @@
 #pragma once
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "longspan/error.hpp"
 
@@ -27,7 +29,8 @@ Failure failure_from(const std::string& text);
 /// The whole of `text` as a number in [low, high]; throws an internal Error for anything else.
 long long number_from(const std::string& text, long long low, long long high);
 
-/// Any thread may look, and the first of those that meet a failure is kept.
+/// Any thread may look, and the first of those that meet a failure is kept. What was split from a
+/// communicator ends with it: a fate has heirs.
 class Fate {
  public:
   bool failed() const { return failed_.load(std::memory_order_acquire); }
@@ -39,12 +42,21 @@ class Fate {
   }
   /// Takes no memory where there is none: then the words are lost, and the failure is not.
   void note(const Failure& failure) noexcept;
+  /// `heir` ends where this ends. `members`: by its ranks, their ranks here.
+  void bequeath(const std::shared_ptr<Fate>& heir, std::vector<int> members);
   void check() const {
     if (failed()) throw_failure(first_);
   }
 
  private:
+  struct Heir {
+    std::weak_ptr<Fate> fate;
+    std::vector<int> members;
+  };
+  static void pass_on(const Failure& failure, const std::vector<Heir>& heirs) noexcept;
+
   std::mutex mutex_;
+  std::vector<Heir> heirs_;
   std::atomic<bool> failed_{false};
   Failure first_;  // never written after failed_ is set
 };

@@ -10,7 +10,7 @@ namespace longspan::comm {
 
 /// NCCL among the ranks of `control`, each on the GPU of its local rank, which becomes the calling
 /// thread's current one. Collective. Two ranks on one GPU are refused.
-std::shared_ptr<Transport> gpu_transport(std::unique_ptr<Control> control);
+std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control> control);
 
 /// One process alone on its current GPU.
 std::shared_ptr<Transport> gpu_self(milliseconds deadline);

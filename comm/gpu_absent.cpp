@@ -15,7 +15,7 @@ namespace {
 
 }  // namespace
 
-std::shared_ptr<Transport> gpu_transport(std::unique_ptr<Control>) { refuse(); }
+std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control>) { refuse(); }
 std::shared_ptr<Transport> gpu_self(milliseconds) { refuse(); }
 
 }  // namespace longspan::comm

@@ -9,33 +9,29 @@ namespace longspan::comm {
 
 class SelfTransport : public ControlledTransport {
  public:
-  explicit SelfTransport(milliseconds deadline) : ControlledTransport(self_control(deadline)) {}
+  explicit SelfTransport(milliseconds deadline) : SelfTransport(self_control(deadline)) {}
+  explicit SelfTransport(std::shared_ptr<Control> control)
+      : ControlledTransport(std::move(control)) {}
   Device device() const override { return Device::host; }
   std::string describe() const override { return "1 rank"; }
-
-  void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream, const char*,
-                  std::uint64_t*) override {
-    move(send, recv, bytes, stream);
-  }
-  void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream,
-                  const char*) override {
-    move(send, recv, bytes, stream);
-  }
-  void shift(const void* send, void* recv, std::size_t bytes, int, Stream stream,
-             const char*) override {
-    move(send, recv, bytes, stream);
-  }
   void wait(Stream, const char*) override { control().fate().check(); }
 
  protected:
-  virtual void copy(const void* from, void* to, std::size_t bytes, Stream) {
-    std::memmove(to, from, bytes);
-  }
-
- private:
-  void move(const void* from, void* to, std::size_t bytes, Stream stream) {
+  int start(const Verb& verb, Stream, const char*) override {
     control().fate().check();
-    if (from != to && bytes > 0) copy(from, to, bytes, stream);
+    if (verb.send != verb.recv && verb.bytes > 0) std::memmove(verb.recv, verb.send, verb.bytes);
+    return -1;
+  }
+  void finish(int, Stream) override { control().fate().check(); }
+  bool test(int) override {
+    control().fate().check();
+    return true;
+  }
+  void drop(int) noexcept override {}
+
+  std::shared_ptr<Transport> branch(const Group& group) override {
+    if (group.members.empty()) return nullptr;
+    return std::make_shared<SelfTransport>(control().branch(group));
   }
 };
 

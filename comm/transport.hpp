@@ -1,10 +1,12 @@
 // What a communicator can do: a table of verbs. Strategies are written against it and name no
 // library. Data verbs queue on the stream (on the host they block); `step` names the work for the
-// message when a peer does not arrive.
+// message when a peer does not arrive. Each has a twin, start_..., that begins the transfer and
+// returns, so that it goes on beside what is computed meanwhile.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,7 +17,61 @@
 
 namespace longspan::comm {
 
-class Transport {
+class Transport;
+
+/// What one data verb moves.
+struct Verb {
+  enum Kind : std::uint8_t { all_gather, all_to_all, shift, reduce_scatter, broadcast };
+  Kind kind = all_gather;
+  const void* send = nullptr;
+  void* recv = nullptr;
+  std::size_t bytes = 0;          // from one rank to one rank
+  int place = 0;                  // shift: the distance; broadcast: the root
+  DType dtype = fp32;             // reduce_scatter: of what is added
+  std::uint64_t* said = nullptr;  // all_gather: see there
+};
+
+/// A transfer that a verb has started. What it sends and receives is its own until it has ended.
+///
+/// wait(stream) makes the stream wait for it: on CUDA by an event, without waiting itself; on
+/// processors it blocks until all has come, with the deadline. It throws what a blocking verb would
+/// throw. A stream on CUDA that is captured takes the transfer into its graph; there, CUDA refuses
+/// to end a capture that has not waited for every transfer started in it.
+///
+/// On GPUs transfers go on by themselves. On processors MPI moves bytes while a thread is inside of
+/// it: what is small (a few KB, by MPI's settings) travels at once; of what is larger, parts move
+/// with every call of test(), of a verb or of a wait, for all transfers of the process. longspan
+/// has no thread for it: it would have to call MPI beside the caller's own calls, which only
+/// MPI_THREAD_MULTIPLE allows. Who computes for long calls test() between pieces of the work.
+///
+/// One that goes without wait (dropped, or as an exception passes) still ends: on processors its
+/// end waits for the peers, up to the deadline, and what it finds wrong is thrown by the next call
+/// on the communicator. On CUDA nobody waits, and its memory is its own until the GPU's work is
+/// done. It keeps the communicator alive, and is used by one thread at a time.
+class Transfer {
+ public:
+  Transfer() = default;
+  Transfer(Transfer&& other) noexcept = default;
+  Transfer& operator=(Transfer&& other) noexcept;
+  ~Transfer();
+
+  /// A second wait, and that of a Transfer that nothing was started for, do nothing.
+  void wait(Stream stream);
+
+  /// Lets the transfer go on where that takes calls; true when it has ended. Throws what wait
+  /// would. On a stream that is captured nothing runs, and it is always false.
+  bool test();
+
+ private:
+  friend class Transport;
+  Transfer(std::shared_ptr<Transport> transport, int number)
+      : transport_(std::move(transport)), number_(number) {}
+
+  std::shared_ptr<Transport> transport_;  // null: nothing is under way
+  int number_ = -1;
+};
+
+class Transport : public std::enable_shared_from_this<Transport> {
  public:
   virtual ~Transport() = default;
   virtual int rank() const = 0;
@@ -23,6 +79,8 @@ class Transport {
   virtual Device device() const = 0;
   virtual std::chrono::milliseconds deadline() const = 0;
   virtual std::string describe() const = 0;
+  /// How messages name a rank: "5", or "1 (5 of all)" in what was split from another communicator.
+  virtual std::string name_of(int rank) const { return std::to_string(rank); }
 
   /// recv [size, bytes] = each rank's send [bytes]. In place when send == recv + rank * bytes.
   ///
@@ -30,14 +88,83 @@ class Transport {
   /// description), of which this rank's own is filled in. It is gathered beside the data. A verb
   /// that blocks compares and throws UsageError; where the work is queued, who reads the data
   /// compares (kernels::RunHeaders). Null: nothing is compared.
-  virtual void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream,
-                          const char* step, std::uint64_t* said = nullptr) = 0;
+  void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
+                  std::uint64_t* said = nullptr) {
+    run({.kind = Verb::all_gather, .send = send, .recv = recv, .bytes = bytes, .said = said},
+        stream, step);
+  }
+  [[nodiscard]] Transfer start_all_gather(const void* send, void* recv, std::size_t bytes,
+                                          Stream stream, const char* step,
+                                          std::uint64_t* said = nullptr) {
+    return begin(
+        {.kind = Verb::all_gather, .send = send, .recv = recv, .bytes = bytes, .said = said},
+        stream, step);
+  }
+
   /// recv[p] = send[rank] of rank p; both [size, bytes].
-  virtual void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream,
-                          const char* step) = 0;
+  void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream,
+                  const char* step) {
+    run({.kind = Verb::all_to_all, .send = send, .recv = recv, .bytes = bytes}, stream, step);
+  }
+  [[nodiscard]] Transfer start_all_to_all(const void* send, void* recv, std::size_t bytes,
+                                          Stream stream, const char* step) {
+    return begin({.kind = Verb::all_to_all, .send = send, .recv = recv, .bytes = bytes}, stream,
+                 step);
+  }
+
   /// Sends to rank + distance and receives from rank - distance, around the ring.
-  virtual void shift(const void* send, void* recv, std::size_t bytes, int distance, Stream stream,
-                     const char* step) = 0;
+  void shift(const void* send, void* recv, std::size_t bytes, int distance, Stream stream,
+             const char* step) {
+    run({.kind = Verb::shift, .send = send, .recv = recv, .bytes = bytes, .place = distance},
+        stream, step);
+  }
+  [[nodiscard]] Transfer start_shift(const void* send, void* recv, std::size_t bytes, int distance,
+                                     Stream stream, const char* step) {
+    return begin(
+        {.kind = Verb::shift, .send = send, .recv = recv, .bytes = bytes, .place = distance},
+        stream, step);
+  }
+
+  /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count];
+  /// fp32, fp16 or bf16. In place when recv == send + rank * count.
+  ///
+  /// One process and MPI add in fp32 in the order of the ranks, from rank 0 on, and round once: the
+  /// same bits in every run. NCCL adds in the order of its own algorithm, and rounds 16-bit partial
+  /// sums on the way: it repeats its bits for one size, one set of GPUs and one setting of NCCL,
+  /// and they are not those of MPI.
+  void reduce_scatter(const void* send, void* recv, std::size_t count, DType dtype, Stream stream,
+                      const char* step) {
+    run(sum_of(send, recv, count, dtype), stream, step);
+  }
+  [[nodiscard]] Transfer start_reduce_scatter(const void* send, void* recv, std::size_t count,
+                                              DType dtype, Stream stream, const char* step) {
+    return begin(sum_of(send, recv, count, dtype), stream, step);
+  }
+
+  /// data [bytes] of rank `root`, on all ranks. The root's is read, the others' is written.
+  void broadcast(void* data, std::size_t bytes, int root, Stream stream, const char* step) {
+    run(from_root(data, bytes, root), stream, step);
+  }
+  [[nodiscard]] Transfer start_broadcast(void* data, std::size_t bytes, int root, Stream stream,
+                                         const char* step) {
+    return begin(from_root(data, bytes, root), stream, step);
+  }
+
+  /// The ranks that name the same color, as a communicator of their own: ordered by key, and by
+  /// rank where keys are equal. Null where color < 0. Collective over this one, whose queued verbs
+  /// it waits for; a rank that does not come is a RankError here.
+  ///
+  /// A child has its own deadline (of the same length), watch and roll call, and keeps what it
+  /// needs of its parent alive. In its messages a rank is "rank 1 (5 of all)": its number in the
+  /// child, and in the communicator that all were split from; RankError::rank() is the number in
+  /// the child, -1 for a rank that is not in it.
+  ///
+  /// The end of a communicator is the end of all that were split from it, and of no other: a parent
+  /// lives on when a child fails. A rank that died or left is found by both, each at its own next
+  /// wait, and a rank that waits in one of them answers the roll call of the others, so that the
+  /// one that is stuck is named. A communicator and what was split from it are used by one thread
+  /// at a time.
+  virtual std::shared_ptr<Transport> split(int color, int key) = 0;
 
   /// Memory of every rank that kernels of all ranks can write, for exchanges of one layer, or null
   /// on every rank, with the reason in `why`. Collective. wait() reports what those kernels find
@@ -67,8 +194,55 @@ class Transport {
   virtual std::vector<std::string> gather(const std::string& mine, const std::string& step) = 0;
 
   /// Gives up: tells the peers where possible, frees what is in flight, and makes every later call
-  /// throw.
+  /// throw, here and in what was split from this one.
   virtual void abort(const std::string& why) noexcept = 0;
+
+ protected:
+  friend class Transfer;
+
+  /// Starts a transfer behind what the stream has, and gives the number that it has until it is
+  /// finished or dropped; below 0 where it has ended already.
+  virtual int start(const Verb& verb, Stream stream, const char* step) = 0;
+  /// Transfer::wait. The transfer has ended, also where this throws.
+  virtual void finish(int transfer, Stream stream) = 0;
+  virtual bool test(int transfer) = 0;
+  /// Nobody will wait for it.
+  virtual void drop(int transfer) noexcept = 0;
+
+  /// A verb that is waited for at once.
+  virtual void run(const Verb& verb, Stream stream, const char* step) {
+    finish(start(verb, stream, step), stream);
+  }
+
+ private:
+  Transfer begin(const Verb& verb, Stream stream, const char* step) {
+    std::shared_ptr<Transport> self = shared_from_this();
+    const int number = start(verb, stream, step);
+    return {std::move(self), number};
+  }
+  /// Throw UsageError and Unsupported for a root and a type that there is not.
+  Verb from_root(void* data, std::size_t bytes, int root) const;
+  static Verb sum_of(const void* send, void* recv, std::size_t count, DType dtype);
 };
+
+inline Transfer::~Transfer() {
+  if (transport_) transport_->drop(number_);
+}
+
+inline Transfer& Transfer::operator=(Transfer&& other) noexcept {
+  if (this != &other) {
+    if (transport_) transport_->drop(number_);
+    transport_ = std::move(other.transport_);
+    number_ = other.number_;
+  }
+  return *this;
+}
+
+inline void Transfer::wait(Stream stream) {
+  const std::shared_ptr<Transport> transport = std::move(transport_);
+  if (transport) transport->finish(number_, stream);
+}
+
+inline bool Transfer::test() { return !transport_ || transport_->test(number_); }
 
 }  // namespace longspan::comm

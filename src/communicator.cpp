@@ -30,6 +30,12 @@ std::vector<std::string> Communicator::gather(const std::string& mine,
   return transport_->gather(mine, step);
 }
 
+std::optional<Communicator> Communicator::split(int color, int key) const {
+  auto child = transport_->split(color, key);
+  if (!child) return std::nullopt;
+  return Communicator(std::move(child));
+}
+
 void Communicator::abort(const std::string& why) const noexcept { transport_->abort(why); }
 
 namespace {
@@ -86,7 +92,9 @@ void agree(const Communicator& world, const NamedValues& arguments, const std::s
 
   // Every rank compares the same texts with rank 0's, so every rank finds the same difference.
   for (int r = 1; r < world.size(); ++r)
-    if (const auto text = comm::difference(first, 0, comm::unpack(packed[r]), r, step))
+    if (const auto text =
+            comm::difference(first, world.transport().name_of(0), comm::unpack(packed[r]),
+                             world.transport().name_of(r), step))
       throw UsageError(*text);
 }
 

@@ -107,8 +107,12 @@ void MpiMailbox::flush(milliseconds limit) noexcept {
 }
 
 void MpiMailbox::abandon() noexcept {
-  if (duplicate_) duplicate_->failed();
+  distrust();
   duplicate_.reset();
+}
+
+void MpiMailbox::distrust() noexcept {
+  if (duplicate_) duplicate_->failed();
 }
 
 }  // namespace longspan::comm

@@ -15,7 +15,7 @@
 namespace longspan::comm {
 
 inline constexpr int kLetterTag = 1;
-inline constexpr int kDataTag = 2;
+inline constexpr int kDataTag = 2;  // that of a group follows by its number
 
 class MpiMailbox final : public Mailbox {
  public:
@@ -30,6 +30,7 @@ class MpiMailbox final : public Mailbox {
   std::optional<Letter> next() override;
   void flush(milliseconds limit) noexcept override;
   void abandon() noexcept override;
+  void distrust() noexcept override;
 
  private:
   /// A letter on its way: MPI reads or writes the text where it lies.

@@ -1,6 +1,11 @@
 // The verbs over MPI: every rank sends to and receives from each peer itself, without MPI's own
 // collectives, so that a peer that does not arrive has a name. The calls return at once, and the
 // loop that completes them watches the deadline and the control plane.
+//
+// Several transfers may be open. All ranks start them in the same order, and MPI matches messages
+// of two ranks in the order in which they were posted, so nothing else keeps them apart. What was
+// split from a communicator uses the same duplicate with another tag: nothing has to be made or
+// freed by all ranks together, and so nothing can wait for one that does not come.
 #include "comm/mpi/transport.hpp"
 
 #include <fmt/format.h>
@@ -9,11 +14,13 @@
 #include <cctype>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <sstream>
 
 #include "comm/controlled.hpp"
 #include "comm/hosts.hpp"
 #include "comm/mpi/mailbox.hpp"
+#include "longspan/element.hpp"
 #include "src/check.hpp"
 
 namespace longspan::comm {
@@ -43,11 +50,36 @@ std::string library_name() {
   return name;
 }
 
+/// to [count] = the sum of `ranks` parts [count], of which rank p's is part(p): in fp32, in the
+/// order of the ranks, with one rounding at the end.
+template <DType dtype, class Part>
+void add_up(void* to, std::size_t count, int ranks, const Part& part) {
+  constexpr std::size_t kBlock = 512;
+  float sums[kBlock];
+  for (std::size_t first = 0; first < count; first += kBlock) {
+    const std::size_t block = std::min(count - first, kBlock);
+    const auto begin = static_cast<std::int64_t>(first);
+    for (int p = 0; p < ranks; ++p) {
+      const void* from = part(p);
+      for (std::size_t i = 0; i < block; ++i) {
+        const float one = load_element(from, dtype, begin + static_cast<std::int64_t>(i));
+        sums[i] = p == 0 ? one : sums[i] + one;
+      }
+    }
+    for (std::size_t i = 0; i < block; ++i)
+      store_element(to, dtype, begin + static_cast<std::int64_t>(i), sums[i]);
+  }
+}
+
 class MpiTransport final : public ControlledTransport {
  public:
-  MpiTransport(std::shared_ptr<MpiDuplicate> duplicate, std::unique_ptr<Control> control)
+  /// `ranks`: of the duplicate, by rank; `tag` of the data.
+  MpiTransport(std::shared_ptr<MpiDuplicate> duplicate, std::shared_ptr<Control> control,
+               std::vector<int> ranks, int tag)
       : ControlledTransport(std::move(control)),
         duplicate_(std::move(duplicate)),
+        ranks_(std::move(ranks)),
+        tag_(tag),
         place_(find_place(this->control())) {}
 
   Device device() const override { return Device::host; }
@@ -55,55 +87,94 @@ class MpiTransport final : public ControlledTransport {
     return library_name() + " | " + comm::describe(size(), place_);
   }
 
-  /// What MPI still reads stays where it is.
+  /// What MPI still reads or writes stays where it is, as does the communicator on which it does.
   ~MpiTransport() override {
-    if (!requests_.empty() && !completes(milliseconds(0))) staged_.release();
-  }
-
-  void all_gather(const void* send, void* recv, std::size_t bytes, Stream, const char* step,
-                  std::uint64_t* said) override {
-    control().fate().check();
-    const std::byte* staged = stage(send, bytes, said ? said[rank()] : 0);
-    for (int p = 0; p < size(); ++p) {
-      if (p == rank()) continue;
-      if (said) receive(said + p, sizeof *said, p);
-      receive(at(recv, p * bytes), bytes, p);
-    }
-    for (int p = 0; p < size(); ++p) {
-      if (p == rank()) continue;
-      if (said) this->send(at(staged, bytes), sizeof *said, p);
-      this->send(staged, bytes, p);
-    }
-    keep(send, at(recv, rank() * bytes), bytes);
-    finish(step);
-    for (int p = 0; said && p < size(); ++p)
-      if (said[p] != said[rank()]) disagree(control().run(), p, step);
-  }
-
-  void all_to_all(const void* send, void* recv, std::size_t bytes, Stream,
-                  const char* step) override {
-    control().fate().check();
-    const std::byte* staged = stage(send, bytes * size());
-    for (int p = 0; p < size(); ++p)
-      if (p != rank()) receive(at(recv, p * bytes), bytes, p);
-    for (int p = 0; p < size(); ++p)
-      if (p != rank()) this->send(at(staged, p * bytes), bytes, p);
-    keep(at(send, rank() * bytes), at(recv, rank() * bytes), bytes);
-    finish(step);
-  }
-
-  void shift(const void* send, void* recv, std::size_t bytes, int distance, Stream,
-             const char* step) override {
-    control().fate().check();
-    const int ahead = (distance % size() + size()) % size();
-    if (ahead == 0) return keep(send, recv, bytes);
-    const std::byte* staged = stage(send, bytes);
-    receive(recv, bytes, (rank() - ahead + size()) % size());
-    this->send(staged, bytes, (rank() + ahead) % size());
-    finish(step);
+    if (complete(milliseconds(0))) return;
+    duplicate_->keep();
+    for (auto& open : open_) static_cast<void>(open->staged.release());
   }
 
   void wait(Stream, const char* step) override { control().check(step, milliseconds(0)); }
+
+ protected:
+  int start(const Verb& verb, Stream, const char* step) override {
+    control().fate().check();
+    const auto free =
+        std::find_if(open_.begin(), open_.end(), [](const auto& open) { return !open->is_taken; });
+    const auto number = static_cast<int>(free - open_.begin());
+    if (free == open_.end()) open_.push_back(std::make_unique<Open>());
+    Open& open = *open_[number];
+    try {
+      open.verb = verb;
+      open.step = step;
+      open.run = control().run();
+      post(open);
+    } catch (...) {
+      drop_all();
+      throw;
+    }
+    open.is_taken = true;
+    return number;
+  }
+
+  void finish(int number, Stream) override {
+    Open& open = *open_[number];
+    open.is_taken = false;
+    or_drop_all([&] {
+      control().fate().check();
+      Patience patient(control().patience());
+      const char* step = open.step.c_str();
+      while (!move(open)) {
+        if (moved_) {
+          patient.progress();
+          continue;
+        }
+        control().check(step, patient.waited());
+        if (patient.over()) control().timed_out(step, patient.waited());
+        patient.pause();
+      }
+      conclude(open);
+    });
+  }
+
+  bool test(int number) override {
+    Open& open = *open_[number];
+    bool done = false;
+    or_drop_all([&] {
+      control().fate().check();
+      done = move(open);
+      if (!done) control().check(open.step.c_str(), milliseconds(0));
+    });
+    return done;
+  }
+
+  /// MPI writes where it was told to until all has come, so a transfer that nobody waits for is
+  /// waited for here. What goes wrong ends the communicator, and whoever calls next hears of it.
+  void drop(int number) noexcept override {
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    if (finalized) return;
+    try {
+      finish(number, {});
+    } catch (...) {
+    }
+  }
+
+  std::shared_ptr<Transport> branch(const Group& group) override {
+    if (group.members.empty()) return nullptr;
+    int found = 0;
+    int* most = nullptr;
+    LONGSPAN_MPI(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &found));
+    if (found && group.number > static_cast<std::uint32_t>(*most - kDataTag))
+      throw Unsupported(
+          fmt::format("This is split {} of a communicator, and this MPI has tags for {}: split "
+                      "once and keep the result.",
+                      group.number, *most - kDataTag));
+    std::vector<int> ranks;
+    for (const int member : group.members) ranks.push_back(ranks_[member]);
+    return std::make_shared<MpiTransport>(duplicate_, control().branch(group), std::move(ranks),
+                                          kDataTag + static_cast<int>(group.number));
+  }
 
  private:
   struct Part {
@@ -111,24 +182,106 @@ class MpiTransport final : public ControlledTransport {
     int bytes;
     bool receives;
   };
+  /// A transfer, whose memory the next ones use again.
+  struct Open {
+    bool is_taken = false;
+    Verb verb;
+    std::string step;
+    RunName run;
+    std::unique_ptr<std::byte[]> staged;  // what is sent; of a sum, also what is received
+    std::size_t staged_bytes = 0;
+    std::vector<MPI_Request> requests;  // and what each of them is
+    std::vector<Part> parts;
+    std::vector<MPI_Status> statuses;
+    std::vector<int> done;
+    std::size_t left = 0;  // requests that are not complete
+  };
 
   static void keep(const void* from, void* to, std::size_t bytes) {
     if (from != to && bytes > 0) std::memcpy(to, from, bytes);
   }
 
-  /// The same bytes in memory of this transport, and behind them a word. A send to a rank that has
+  /// The same bytes in memory of this transport, and behind them `more`. A send to a rank that has
   /// stopped cannot be called back, and MPI may read it as long as it is open, long after the
   /// caller freed what was sent.
-  const std::byte* stage(const void* from, std::size_t bytes, std::uint64_t word = 0) {
-    const std::size_t needed = bytes + sizeof word;
-    if (needed > staged_bytes_) {
-      staged_bytes_ = 0;
-      staged_ = std::make_unique_for_overwrite<std::byte[]>(needed);
-      staged_bytes_ = needed;
+  static std::byte* stage(Open& open, std::size_t bytes, std::size_t more = 0) {
+    const std::size_t needed = std::max<std::size_t>(bytes + more, 1);
+    if (needed > open.staged_bytes) {
+      open.staged_bytes = 0;
+      open.staged = std::make_unique_for_overwrite<std::byte[]>(needed);
+      open.staged_bytes = needed;
     }
-    keep(from, staged_.get(), bytes);
-    std::memcpy(staged_.get() + bytes, &word, sizeof word);
-    return staged_.get();
+    keep(open.verb.send, open.staged.get(), bytes);
+    return open.staged.get();
+  }
+
+  void post(Open& open) {
+    open.requests.clear();
+    open.parts.clear();
+    const Verb& verb = open.verb;
+    const std::size_t bytes = verb.bytes;
+    open.left = 0;
+    if (size() == 1) return keep(verb.send, verb.recv, bytes);
+    switch (verb.kind) {
+      case Verb::all_gather: {
+        const std::size_t word = verb.said ? sizeof *verb.said : 0;
+        std::byte* staged = stage(open, bytes, word);
+        if (word > 0) std::memcpy(staged + bytes, verb.said + rank(), word);
+        for_peers([&](int p) {
+          if (word > 0) receive(open, verb.said + p, word, p);
+          receive(open, at(verb.recv, p * bytes), bytes, p);
+        });
+        for_peers([&](int p) {
+          if (word > 0) send(open, staged + bytes, word, p);
+          send(open, staged, bytes, p);
+        });
+        keep(verb.send, at(verb.recv, rank() * bytes), bytes);
+        break;
+      }
+      case Verb::all_to_all: {
+        const std::byte* staged = stage(open, bytes * size());
+        for_peers([&](int p) { receive(open, at(verb.recv, p * bytes), bytes, p); });
+        for_peers([&](int p) { send(open, staged + p * bytes, bytes, p); });
+        keep(at(verb.send, rank() * bytes), at(verb.recv, rank() * bytes), bytes);
+        break;
+      }
+      case Verb::shift: {
+        const int ahead = (verb.place % size() + size()) % size();
+        if (ahead == 0) {
+          keep(verb.send, verb.recv, bytes);
+          break;
+        }
+        const std::byte* staged = stage(open, bytes);
+        receive(open, verb.recv, bytes, (rank() - ahead + size()) % size());
+        send(open, staged, bytes, (rank() + ahead) % size());
+        break;
+      }
+      case Verb::reduce_scatter: {
+        std::byte* staged = stage(open, bytes * size(), bytes * size());
+        std::byte* came = staged + bytes * size();
+        for_peers([&](int p) { receive(open, came + p * bytes, bytes, p); });
+        for_peers([&](int p) { send(open, staged + p * bytes, bytes, p); });
+        break;
+      }
+      case Verb::broadcast: {
+        if (rank() != verb.place) {
+          receive(open, verb.recv, bytes, verb.place);
+          break;
+        }
+        const std::byte* staged = stage(open, bytes);
+        for_peers([&](int p) { send(open, staged, bytes, p); });
+        break;
+      }
+    }
+    open.left = open.requests.size();
+    open.statuses.resize(open.requests.size());
+    open.done.resize(open.requests.size());
+  }
+
+  template <class Work>
+  void for_peers(const Work& work) const {
+    for (int p = 0; p < size(); ++p)
+      if (p != rank()) work(p);
   }
 
   /// Calls queue(offset, bytes) for each piece; nothing at all is one empty piece, so that a peer
@@ -143,113 +296,140 @@ class MpiTransport final : public ControlledTransport {
     } while (offset < bytes);
   }
 
-  void receive(void* to, std::size_t bytes, int peer) {
+  void receive(Open& open, void* to, std::size_t bytes, int peer) const {
     cut(bytes, [&](std::size_t offset, int piece) {
-      LONGSPAN_MPI(MPI_Irecv(at(to, offset), piece, MPI_BYTE, peer, kDataTag, duplicate_->get(),
-                             &requests_.emplace_back(MPI_REQUEST_NULL)));
-      parts_.push_back({peer, piece, true});
+      open.parts.push_back({peer, piece, true});
+      LONGSPAN_MPI(MPI_Irecv(at(to, offset), piece, MPI_BYTE, ranks_[peer], tag_, duplicate_->get(),
+                             &open.requests.emplace_back(MPI_REQUEST_NULL)));
     });
   }
 
-  void send(const void* from, std::size_t bytes, int peer) {
+  void send(Open& open, const void* from, std::size_t bytes, int peer) const {
     cut(bytes, [&](std::size_t offset, int piece) {
-      LONGSPAN_MPI(MPI_Isend(at(from, offset), piece, MPI_BYTE, peer, kDataTag, duplicate_->get(),
-                             &requests_.emplace_back(MPI_REQUEST_NULL)));
-      parts_.push_back({peer, piece, false});
+      open.parts.push_back({peer, piece, false});
+      LONGSPAN_MPI(MPI_Isend(at(from, offset), piece, MPI_BYTE, ranks_[peer], tag_,
+                             duplicate_->get(), &open.requests.emplace_back(MPI_REQUEST_NULL)));
     });
   }
 
-  /// Completes everything that was queued, or ends the communicator.
-  void finish(const char* step) try {
-    statuses_.resize(requests_.size());
-    done_.resize(requests_.size());
-    Patience patient(control().patience());
-    for (std::size_t open = requests_.size(); open > 0;) {
-      int count = 0;
-      const int result = MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count,
-                                      done_.data(), statuses_.data());
-      if (count == MPI_UNDEFINED) break;
-      for (int i = 0; i < count; ++i) judge(parts_[done_[i]], statuses_[i], result, step);
-      open -= count;
-      if (count > 0) {
-        patient.progress();
-        continue;
-      }
-      control().check(step, patient.waited());
-      if (patient.over()) control().timed_out(step, patient.waited());
-      patient.pause();
+  /// Moves what can move, of all transfers, as MPI does inside of any call. True: all of this one
+  /// has come and gone. `moved_`: some of it has now.
+  bool move(Open& open) {
+    moved_ = false;
+    if (open.left == 0) return true;
+    int count = 0;
+    const int result = MPI_Testsome(static_cast<int>(open.requests.size()), open.requests.data(),
+                                    &count, open.done.data(), open.statuses.data());
+    if (count == MPI_UNDEFINED)
+      count = static_cast<int>(open.left);
+    else
+      for (int i = 0; i < count; ++i)
+        judge(open, open.parts[open.done[i]], open.statuses[i], result);
+    open.left -= static_cast<std::size_t>(count);
+    moved_ = count > 0;
+    return open.left == 0;
+  }
+
+  /// What is left to do when all has come.
+  void conclude(Open& open) {
+    const Verb& verb = open.verb;
+    for (int p = 0; verb.said && p < size(); ++p)
+      if (verb.said[p] != verb.said[rank()]) disagree(open.run, p, open.step.c_str());
+    if (verb.kind == Verb::reduce_scatter && size() > 1) {
+      const std::byte* sent = open.staged.get();
+      const std::byte* came = sent + verb.bytes * size();
+      const auto part = [&](int p) { return (p == rank() ? sent : came) + p * verb.bytes; };
+      const std::size_t count = verb.bytes / size_of(verb.dtype);
+      if (verb.dtype == fp32)
+        add_up<DType::fp32>(verb.recv, count, size(), part);
+      else if (verb.dtype == fp16)
+        add_up<DType::fp16>(verb.recv, count, size(), part);
+      else
+        add_up<DType::bf16>(verb.recv, count, size(), part);
     }
-    requests_.clear();
-    parts_.clear();
-  } catch (...) {
-    drop();
-    throw;
   }
 
-  void judge(const Part& part, MPI_Status& status, int result, const char* step) {
+  void judge(const Open& open, const Part& part, MPI_Status& status, int result) {
+    const std::string& step = open.step;
     int came = part.bytes, error = result == MPI_ERR_IN_STATUS ? status.MPI_ERROR : MPI_SUCCESS;
     if (part.receives && error == MPI_SUCCESS) MPI_Get_count(&status, MPI_BYTE, &came);
     if (error == MPI_SUCCESS && came == part.bytes) return;
     int kind = MPI_SUCCESS;
     if (error != MPI_SUCCESS) MPI_Error_class(error, &kind);
+    const std::string peer = name_of(part.peer);
     if (error == MPI_SUCCESS || kind == MPI_ERR_TRUNCATE)
       control().disagree(
-          control().run(),
-          {ErrorKind::rank_failure, part.peer, step,
-           fmt::format("Rank {} sent {} bytes at '{}' where rank {} expects {}: every "
-                       "rank must make the same calls with the same sizes.",
-                       part.peer, kind ? "more" : std::to_string(came), step, rank(), part.bytes)});
+          open.run, {ErrorKind::rank_failure, part.peer, step,
+                     fmt::format("Rank {} sent {} bytes at '{}' where rank {} expects {}: every "
+                                 "rank must make the same calls with the same sizes.",
+                                 peer, kind ? "more" : std::to_string(came), step, name_of(rank()),
+                                 part.bytes)});
     char text[MPI_MAX_ERROR_STRING] = "";
     int length = 0;
     MPI_Error_string(error, text, &length);
     control().fail({ErrorKind::rank_failure, part.peer, step,
-                    fmt::format("Rank {} was lost at '{}'. MPI says: {}", part.peer, step, text)});
+                    fmt::format("Rank {} was lost at '{}'. MPI says: {}", peer, step, text)});
   }
 
-  /// After a failure nothing may be written to the caller's memory any more: receives are called
-  /// back. One that was already coming in cannot be, and is waited for, as are the sends, for a
-  /// moment. What is open then belongs to a rank that stopped in the middle of it, and stays with
-  /// MPI: the requests are never given to others, nor is what they read.
-  void drop() noexcept {
-    for (std::size_t i = 0; i < requests_.size(); ++i)
-      if (requests_[i] != MPI_REQUEST_NULL && parts_[i].receives) MPI_Cancel(&requests_[i]);
-    if (completes(milliseconds(200))) requests_.clear();
-    parts_.clear();
+  template <class Work>
+  void or_drop_all(const Work& work) try {
+    work();
+  } catch (...) {
+    drop_all();
+    throw;
+  }
+
+  /// After a failure nothing may be written to a caller's memory any more: receives of all
+  /// transfers are called back. One that was already coming in cannot be, and is waited for, as are
+  /// the sends, for a moment. What is open then belongs to a rank that stopped in the middle of it,
+  /// and stays with MPI: the requests are never given to others, nor is what they read.
+  void drop_all() noexcept {
+    if (!is_dropped_) {
+      is_dropped_ = true;
+      for (auto& open : open_)
+        for (std::size_t i = 0; i < open->requests.size(); ++i)
+          if (open->requests[i] != MPI_REQUEST_NULL && open->parts[i].receives)
+            MPI_Cancel(&open->requests[i]);
+      complete(milliseconds(200));
+    }
     // An error of another kind (no memory) loses the exchange too, and with it the communicator.
     if (!control().fate().failed()) abort("it met an error in an exchange; its own output says it");
   }
 
   /// Whether MPI is done with all requests, after `limit` at most.
-  bool completes(milliseconds limit) noexcept {
+  bool complete(milliseconds limit) noexcept {
     int finalized = 0, all = 0;
     MPI_Finalized(&finalized);
     for (Patience patient(limit); !finalized && !all; patient.pause()) {
       all = 1;
-      for (MPI_Request& request : requests_) {
-        int done = 0;
-        if (request != MPI_REQUEST_NULL) MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-        if (request != MPI_REQUEST_NULL) all = 0;
-      }
+      for (auto& open : open_)
+        for (MPI_Request& request : open->requests) {
+          int done = 0;
+          if (request != MPI_REQUEST_NULL) MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+          if (request != MPI_REQUEST_NULL) all = 0;
+        }
       if (patient.over()) break;
     }
     return all || finalized;
   }
 
   std::shared_ptr<MpiDuplicate> duplicate_;
+  std::vector<int> ranks_;
+  int tag_;
   Place place_;
-  std::unique_ptr<std::byte[]> staged_;  // what is sent
-  std::size_t staged_bytes_ = 0;
-  std::vector<MPI_Request> requests_;  // of the verb that runs or failed, and what each of them is
-  std::vector<Part> parts_;
-  std::vector<MPI_Status> statuses_;
-  std::vector<int> done_;
+  std::vector<std::unique_ptr<Open>> open_;  // by number
+  bool moved_ = false;
+  bool is_dropped_ = false;
 };
 
 }  // namespace
 
 std::shared_ptr<Transport> mpi_transport(std::shared_ptr<MpiDuplicate> duplicate,
-                                         std::unique_ptr<Control> control) {
-  return std::make_shared<MpiTransport>(std::move(duplicate), std::move(control));
+                                         std::shared_ptr<Control> control) {
+  std::vector<int> ranks(control->size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return std::make_shared<MpiTransport>(std::move(duplicate), std::move(control), std::move(ranks),
+                                        kDataTag);
 }
 
 }  // namespace longspan::comm

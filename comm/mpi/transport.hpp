@@ -11,6 +11,6 @@ namespace longspan::comm {
 
 /// Collective over `duplicate`, which it shares with the letters of `control`.
 std::shared_ptr<Transport> mpi_transport(std::shared_ptr<MpiDuplicate> duplicate,
-                                         std::unique_ptr<Control> control);
+                                         std::shared_ptr<Control> control);
 
 }  // namespace longspan::comm

@@ -67,14 +67,14 @@ ncclUniqueId meet(Control& control) {
 
 }  // namespace
 
-std::shared_ptr<Transport> gpu_transport(std::unique_ptr<Control> control) {
+std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control> control) {
   // NCCL's multicast fails on machines that do not grant it, and longspan does not need it.
   env_default("NCCL_NVLS_ENABLE", "0");
   const Place place = find_place(*control);
   try {
     take_gpu(*control, place);
   } catch (const BackendError& error) {
-    control->tell(gave_up(control->rank(), error.what()));  // this rank's own trouble
+    control->tell(gave_up(*control, error.what()));  // this rank's own trouble
     throw;
   }
   const ncclUniqueId id = meet(*control);
@@ -95,7 +95,7 @@ std::shared_ptr<Transport> gpu_transport(std::unique_ptr<Control> control) {
   try {
     link = std::make_shared<Link>(comm, control->patience());
   } catch (const BackendError& error) {
-    control->tell(gave_up(control->rank(), error.what()));
+    control->tell(gave_up(*control, error.what()));
     throw;
   }
   link->settle(*control, "make the NCCL communicator");

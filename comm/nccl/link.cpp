@@ -156,12 +156,34 @@ void Link::settle(Control& control, const char* step) try {
   throw;
 }
 
-void Link::queue(Control& control, cudaStream_t stream, const char* step, const Call& call) {
+void Link::queue(Control& control, cudaStream_t stream, const char* step, const Call& work) {
+  call(control, step, work);
+  watch(stream, step);
+}
+
+ncclComm_t Link::split(Control& control, int color, int key, const char* step) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  config.splitShare = 0;  // an abort of one must leave the other as it is
+  // NCCL may write it after this rank has given up: then its place must still be there.
+  auto place = std::make_unique<ncclComm_t>(nullptr);
+  try {
+    call(control, step, [&](ncclComm_t comm) {
+      return ncclCommSplit(comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, place.get(), &config);
+    });
+  } catch (...) {
+    static_cast<void>(place.release());
+    throw;
+  }
+  return *place;
+}
+
+void Link::call(Control& control, const char* step, const Call& work) {
   control.fate().check();
   ncclResult_t result = ncclSuccess;
   {
     const std::lock_guard lock(handle_->mutex);
-    if (handle_->comm) result = call(handle_->comm);
+    if (handle_->comm) result = work(handle_->comm);
   }
   if (!worked(result)) {
     abort();
@@ -170,7 +192,6 @@ void Link::queue(Control& control, cudaStream_t stream, const char* step, const 
                               ncclGetLastError(nullptr))});
   }
   settle(control, step);
-  watch(stream, step);
 }
 
 void Link::watch(cudaStream_t stream, const char* step) {

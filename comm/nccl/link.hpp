@@ -35,6 +35,10 @@ class Link {
   /// is being captured: then the work runs when the graph does, and who waits for that watches it.
   void queue(Control& control, cudaStream_t stream, const char* step, const Call& call);
 
+  /// A part of the communicator, not blocking; null where color < 0. Collective, and nothing may be
+  /// queued on the communicator that other ranks have not come to.
+  ncclComm_t split(Control& control, int color, int key, const char* step);
+
   /// Waits for an NCCL call that has no stream: making the communicator.
   void settle(Control& control, const char* step);
 
@@ -50,6 +54,8 @@ class Link {
  private:
   struct Handle;
   ncclResult_t state() const;
+  /// Calls NCCL, and waits until it is no longer in progress.
+  void call(Control& control, const char* step, const Call& call);
   /// Throws what the watchdog or NCCL found.
   void check(Control& control, const char* step, milliseconds waited);
   void watch(cudaStream_t stream, const char* step);

@@ -2,10 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <exception>
 #include <type_traits>
+#include <vector>
 
 #include "comm/controlled.hpp"
 #include "comm/gpu.hpp"
+#include "comm/nccl/control.hpp"
+#include "comm/nccl/side_stream.hpp"
 #include "comm/nccl/windows.hpp"
 #include "comm/self.hpp"
 #include "longspan/buffer.hpp"
@@ -38,14 +42,20 @@ std::string gpu_name() {
   return properties.name;
 }
 
-void copy_on(Stream stream, const void* from, void* to, std::size_t bytes) {
+void copy_on(cudaStream_t stream, const void* from, void* to, std::size_t bytes) {
   if (from != to && bytes > 0)
-    LONGSPAN_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda(stream)));
+    LONGSPAN_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
 }
 
+ncclDataType_t nccl_type(DType dtype) {
+  return dtype == fp32 ? ncclFloat32 : dtype == fp16 ? ncclFloat16 : ncclBfloat16;
+}
+
+/// NCCL brings the transfers of a communicator into one order, whichever streams they are on; so
+/// verbs on a caller's stream and on the side stream need none of ours.
 class NcclTransport final : public ControlledTransport {
  public:
-  NcclTransport(std::shared_ptr<Link> link, std::unique_ptr<Control> control, const Place& place)
+  NcclTransport(std::shared_ptr<Link> link, std::shared_ptr<Control> control, const Place& place)
       : ControlledTransport(std::move(control)), link_(std::move(link)), place_(place) {}
 
   /// The end of NCCL's communicator waits for the peers, and says that all have closed the windows.
@@ -54,53 +64,19 @@ class NcclTransport final : public ControlledTransport {
     control().flush();
     if (windows_->failed()) link_->abort();
     windows_->end(link_->end());
+    if (control().fate().failed()) side_.abandon();
+  }
+
+  /// Checks that NCCL works between the ranks by a first exchange, which also makes its
+  /// connections, and makes what transfers beside the caller's stream take.
+  void prepare() {
+    side_.make();
+    meet("first exchange");
   }
 
   Device device() const override { return Device::cuda; }
   std::string describe() const override {
     return fmt::format("{} | {} | {}", library_name(), gpu_name(), comm::describe(size(), place_));
-  }
-
-  void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
-                  std::uint64_t* said) override {
-    queue(stream, step, [&](ncclComm_t comm) {
-      const auto gather = [&] {
-        return ncclAllGather(send, recv, bytes, ncclInt8, comm, cuda(stream));
-      };
-      if (!said) return gather();
-      ncclGroupStart();  // both in one launch
-      ncclAllGather(said + rank(), said, sizeof *said, ncclInt8, comm, cuda(stream));
-      gather();
-      return ncclGroupEnd();  // an error of any call in the group comes out here
-    });
-  }
-
-  void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream,
-                  const char* step) override {
-    queue(stream, step, [&](ncclComm_t comm) {
-      ncclGroupStart();
-      for (int p = 0; p < size(); ++p) {
-        const auto at = static_cast<std::size_t>(p) * bytes;
-        ncclSend(static_cast<const char*>(send) + at, bytes, ncclInt8, p, comm, cuda(stream));
-        ncclRecv(static_cast<char*>(recv) + at, bytes, ncclInt8, p, comm, cuda(stream));
-      }
-      return ncclGroupEnd();  // an error of any call in the group comes out here
-    });
-  }
-
-  void shift(const void* send, void* recv, std::size_t bytes, int distance, Stream stream,
-             const char* step) override {
-    const int ahead = (distance % size() + size()) % size();
-    if (ahead == 0) {
-      control().fate().check();
-      return copy_on(stream, send, recv, bytes);
-    }
-    queue(stream, step, [&](ncclComm_t comm) {
-      ncclGroupStart();
-      ncclSend(send, bytes, ncclInt8, (rank() + ahead) % size(), comm, cuda(stream));
-      ncclRecv(recv, bytes, ncclInt8, (rank() - ahead + size()) % size(), comm, cuda(stream));
-      return ncclGroupEnd();
-    });
   }
 
   std::shared_ptr<const PeerView> open_windows(std::uint32_t layer, std::size_t bytes,
@@ -131,8 +107,74 @@ class NcclTransport final : public ControlledTransport {
 
   void abort(const std::string& why) noexcept override {
     ControlledTransport::abort(why);
-    windows_->abort();
-    link_->abort();
+    end_kernels();
+  }
+
+ protected:
+  /// On the caller's own stream there is nothing to wait for.
+  void run(const Verb& verb, Stream stream, const char* step) override {
+    or_abort([&] { queue(verb, cuda(stream), step); });
+  }
+
+  int start(const Verb& verb, Stream stream, const char* step) override {
+    return or_abort([&] {
+      control().fate().check();
+      const int number = side_.take();
+      try {
+        queue(verb, side_.fork(cuda(stream)), step);
+        side_.mark(number);
+      } catch (...) {
+        side_.give_back(number);
+        throw;
+      }
+      return number;
+    });
+  }
+
+  void finish(int number, Stream stream) override {
+    side_.give_back(number);  // its event is recorded anew by the next start at the earliest
+    or_abort([&] {
+      control().fate().check();
+      side_.join(number, cuda(stream));
+    });
+  }
+
+  bool test(int number) override {
+    return or_abort([&] {
+      control().fate().check();
+      return side_.is_done(number);
+    });
+  }
+
+  void drop(int number) noexcept override { side_.give_back(number); }
+
+  /// A split of an NCCL communicator that has work to do may never end, so that is waited for; and
+  /// all ranks come to it, whether they get a part or not.
+  std::shared_ptr<Transport> branch(const Group& group) override {
+    const char* const step = "split of the communicator";
+    const ncclComm_t comm = or_abort([&] {
+      meet(step);
+      return link_->split(control(), group.color, group.rank, step);
+    });
+    if (group.members.empty()) return nullptr;
+    std::shared_ptr<Control> own = control().branch(group);
+    try {
+      auto link = std::make_shared<Link>(comm, own ? own->patience() : deadline());
+      if (!own) {  // letters travel over NCCL itself
+        own = nccl_control(link, group.rank, static_cast<int>(group.members.size()), deadline());
+        own->descend(control(), group);
+      }
+      link->settle(*own, step);
+      const Place place = find_place(*own);
+      auto child = std::make_shared<NcclTransport>(std::move(link), own, place);
+      std::erase_if(children_, [](const auto& one) { return one.expired(); });
+      children_.push_back(child);
+      child->prepare();
+      return child;
+    } catch (const std::exception& error) {
+      if (own) own->tell(gave_up(*own, error.what()));  // where it is this rank's own trouble
+      throw;
+    }
   }
 
  private:
@@ -143,12 +185,75 @@ class NcclTransport final : public ControlledTransport {
       return work();
     } catch (...) {
       windows_->abort();
+      if (control().fate().failed()) end_children();
       throw;
     }
   }
 
-  void queue(Stream stream, const char* step, const Link::Call& call) {
-    or_abort([&] { link_->queue(control(), cuda(stream), step, call); });
+  /// What was split from it has ended too.
+  void end_children() noexcept {
+    for (const auto& one : children_)
+      if (const auto child = one.lock()) child->end_kernels();
+  }
+  void end_kernels() noexcept {
+    windows_->abort();
+    link_->abort();
+    end_children();
+  }
+
+  /// Returns when all ranks have come, and all that was queued before is done.
+  void meet(const char* step) {
+    const Buffer first(Device::cuda, 16), all(Device::cuda, 16 * size());
+    queue({.kind = Verb::all_gather, .send = first.data(), .recv = all.data(), .bytes = 16},
+          side_.get(), step);
+    link_->wait(control(), side_.get(), step);
+  }
+
+  void queue(const Verb& verb, cudaStream_t stream, const char* step) {
+    link_->queue(control(), stream, step,
+                 [&](ncclComm_t comm) { return call(verb, comm, stream); });
+  }
+
+  /// Of calls in a group, an error comes out at its end.
+  ncclResult_t call(const Verb& verb, ncclComm_t comm, cudaStream_t stream) const {
+    const std::size_t bytes = verb.bytes;
+    switch (verb.kind) {
+      case Verb::all_gather: {
+        const auto gather = [&] {
+          return ncclAllGather(verb.send, verb.recv, bytes, ncclInt8, comm, stream);
+        };
+        if (!verb.said) return gather();
+        ncclGroupStart();  // both in one launch
+        ncclAllGather(verb.said + rank(), verb.said, sizeof *verb.said, ncclInt8, comm, stream);
+        gather();
+        return ncclGroupEnd();
+      }
+      case Verb::all_to_all:
+        ncclGroupStart();
+        for (int p = 0; p < size(); ++p) {
+          const auto at = static_cast<std::size_t>(p) * bytes;
+          ncclSend(static_cast<const char*>(verb.send) + at, bytes, ncclInt8, p, comm, stream);
+          ncclRecv(static_cast<char*>(verb.recv) + at, bytes, ncclInt8, p, comm, stream);
+        }
+        return ncclGroupEnd();
+      case Verb::shift: {
+        const int ahead = (verb.place % size() + size()) % size();
+        if (ahead == 0) {
+          copy_on(stream, verb.send, verb.recv, bytes);
+          return ncclSuccess;
+        }
+        ncclGroupStart();
+        ncclSend(verb.send, bytes, ncclInt8, (rank() + ahead) % size(), comm, stream);
+        ncclRecv(verb.recv, bytes, ncclInt8, (rank() - ahead + size()) % size(), comm, stream);
+        return ncclGroupEnd();
+      }
+      case Verb::reduce_scatter:
+        return ncclReduceScatter(verb.send, verb.recv, bytes / size_of(verb.dtype),
+                                 nccl_type(verb.dtype), ncclSum, comm, stream);
+      case Verb::broadcast:
+        return ncclBroadcast(verb.send, verb.recv, bytes, ncclInt8, verb.place, comm, stream);
+    }
+    return ncclInvalidUsage;
   }
 
   /// An exchange that went wrong in one layer ends the communicator for all: whose it was is said.
@@ -170,6 +275,8 @@ class NcclTransport final : public ControlledTransport {
   std::shared_ptr<Link> link_;
   Place place_;
   std::shared_ptr<WindowSet> windows_ = std::make_shared<WindowSet>();
+  SideStream side_;
+  std::vector<std::weak_ptr<NcclTransport>> children_;
 };
 
 class GpuSelf final : public SelfTransport {
@@ -187,19 +294,54 @@ class GpuSelf final : public SelfTransport {
   }
 
  protected:
-  void copy(const void* from, void* to, std::size_t bytes, Stream stream) override {
-    copy_on(stream, from, to, bytes);
+  void run(const Verb& verb, Stream stream, const char*) override {
+    control().fate().check();
+    copy_on(cuda(stream), verb.send, verb.recv, verb.bytes);
   }
+  int start(const Verb& verb, Stream stream, const char*) override {
+    control().fate().check();
+    side_.make();
+    const int number = side_.take();
+    try {
+      copy_on(side_.fork(cuda(stream)), verb.send, verb.recv, verb.bytes);
+      side_.mark(number);
+    } catch (...) {
+      side_.give_back(number);
+      throw;
+    }
+    return number;
+  }
+  void finish(int number, Stream stream) override {
+    side_.give_back(number);
+    control().fate().check();
+    side_.join(number, cuda(stream));
+  }
+  bool test(int number) override {
+    control().fate().check();
+    return side_.is_done(number);
+  }
+  void drop(int number) noexcept override { side_.give_back(number); }
+
+  std::shared_ptr<Transport> branch(const Group& group) override {
+    if (group.members.empty()) return nullptr;
+    return std::make_shared<GpuSelf>(control().branch(group));
+  }
+
+ private:
+  SideStream side_;
 };
 
 }  // namespace
 
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
-                                          std::unique_ptr<Control> control, const Place& place) {
+                                          std::shared_ptr<Control> control, const Place& place) {
   auto transport = std::make_shared<NcclTransport>(std::move(link), std::move(control), place);
-  const Buffer first(Device::cuda, 16), all(Device::cuda, 16 * transport->size());
-  transport->all_gather(first.data(), all.data(), 16, {}, "first exchange", nullptr);
-  transport->wait({}, "first exchange");
+  try {
+    transport->prepare();
+  } catch (const BackendError& error) {
+    transport->abort(error.what());
+    throw;
+  }
   return transport;
 }
 

@@ -11,6 +11,6 @@ namespace longspan::comm {
 
 /// Checks that NCCL works between the ranks by a first exchange, which also makes its connections.
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
-                                          std::unique_ptr<Control> control, const Place& place);
+                                          std::shared_ptr<Control> control, const Place& place);
 
 }  // namespace longspan::comm

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,8 +43,22 @@ class Communicator {
   /// Returns when every rank has come here.
   void barrier(const std::string& step) const { gather("", step); }
 
+  /// The ranks that give the same color, as a communicator of their own, in the order of their keys
+  /// and, where these are equal, of their ranks here. Nothing where color < 0: this rank is in
+  /// none. Collective: ranks of every color come to it. It blocks; a rank that does not come within
+  /// the deadline becomes a RankError that names it and the step "split of the communicator".
+  ///
+  /// On CUDA it may not be called while a stream is captured. The new communicator has its own
+  /// deadline (of the same length) and its own failures: its end is not the end of this one, whose
+  /// end, by abort or by a failure, is the end of everything that was split from it. Its messages
+  /// name ranks with both numbers, "rank 1 (5 of all)": the one in the new communicator, which
+  /// RankError::rank() gives too, and the one in the communicator that all were split from. It
+  /// keeps what it needs of this one alive. One thread at a time uses a communicator and what was
+  /// split from it.
+  std::optional<Communicator> split(int color, int key = 0) const;
+
   /// Tells the others that this rank gives up, so that they end early with `why` instead of at
-  /// their deadline. Never throws.
+  /// their deadline. Ends what was split from this one as well. Never throws.
   void abort(const std::string& why) const noexcept;
 
   comm::Transport& transport() const { return *transport_; }

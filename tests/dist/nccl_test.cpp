@@ -5,7 +5,10 @@
 #include <gtest/gtest.h>
 #include <nccl.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <thread>
 #include <vector>
@@ -13,6 +16,7 @@
 #include "comm/transport.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/cuda.hpp"
+#include "longspan/element.hpp"
 #include "longspan/error.hpp"
 #include "longspan/mpi.hpp"
 #include "longspan/nccl.hpp"
@@ -81,7 +85,291 @@ void check_verbs(const Communicator& world) {
       const int from = ((rank - distance) % size + size) % size;
       EXPECT_TRUE(on_host(got, bytes) == message(seed, from, 0, bytes)) << distance;
     }
+
+    for (int root = 0; root < size; ++root) {
+      got = rank == root ? on_gpu(message(seed, root, 0, bytes)) : poisoned(bytes);
+      world.transport().broadcast(got.data(), bytes, root, on(own.stream), "broadcast");
+      world.transport().wait(on(own.stream), "broadcast");
+      EXPECT_TRUE(on_host(got, bytes) == message(seed, root, 0, bytes)) << root;
+    }
   }
+}
+
+/// Values of order 1, the same on every rank that works them out.
+Bytes values_of(std::uint64_t seed, int rank, std::size_t count, DType dtype) {
+  std::seed_seq mix{seed, std::uint64_t(rank)};
+  std::mt19937 random(mix);
+  std::normal_distribution<float> normal;
+  Bytes bytes(count * size_of(dtype));
+  for (std::size_t i = 0; i < count; ++i)
+    store_element(bytes.data(), dtype, static_cast<std::int64_t>(i), normal(random));
+  return bytes;
+}
+
+/// Against the sum in float64. NCCL rounds at every step, in an order of its own, and repeats it.
+void check_sums(const Communicator& world) {
+  const OwnStream own;
+  const std::uint64_t seed = shared_seed(world);
+  const int size = world.size(), rank = world.rank();
+  for (const DType dtype : {fp32, fp16, bf16})
+    for (const std::size_t count : {0, 1, 3, 1001, 100003}) {
+      SCOPED_TRACE(std::string(name(dtype)) + " " + std::to_string(count));
+      std::vector<Bytes> sent;
+      for (int p = 0; p < size; ++p) sent.push_back(values_of(seed, p, count * size, dtype));
+      const Buffer send = on_gpu(sent[rank]);
+      const std::size_t bytes = count * size_of(dtype);
+      Bytes first;
+      for (int turn = 0; turn < 3; ++turn) {
+        const Buffer got = poisoned(bytes);
+        world.transport().reduce_scatter(send.data(), got.data(), count, dtype, on(own.stream),
+                                         "sum");
+        world.transport().wait(on(own.stream), "sum");
+        if (turn == 0) first = on_host(got, bytes);
+        EXPECT_TRUE(on_host(got, bytes) == first) << turn;
+      }
+      const double unit = std::ldexp(1.0, dtype == fp32 ? -24 : dtype == fp16 ? -11 : -8);
+      for (std::size_t i = 0; i < count; ++i) {
+        const auto at = static_cast<std::int64_t>(rank * count + i);
+        double exact = 0, largest = 0;
+        for (int p = 0; p < size; ++p) {
+          const double one = load_element(sent[p].data(), dtype, at);
+          exact += one;
+          largest += std::abs(one);
+        }
+        const double found = load_element(first.data(), dtype, static_cast<std::int64_t>(i));
+        ASSERT_LE(std::abs(found - exact), size * unit * largest + 1e-6) << i;
+      }
+    }
+}
+
+TEST(Nccl, SumsAreNearAndRepeatTheirBits) { check_sums(gpu_world()); }
+
+/// A kernel of its own would do for work of the caller's; a long copy does too.
+void compute_on(cudaStream_t stream, Buffer& scratch) {
+  for (int i = 0; i < 4; ++i)
+    ASSERT_EQ(cudaMemsetAsync(scratch.data(), i, scratch.bytes(), stream), cudaSuccess);
+}
+
+/// What is started follows what its stream has, and whoever waits follows it, though streams are
+/// asked in another order: what is sent is written on one stream right before the start, and what
+/// came is copied on another one right behind the wait.
+void start_and_wait(const Communicator& world, std::uint64_t seed, cudaStream_t stream,
+                    cudaStream_t other, const std::vector<Buffer>& filled,
+                    std::vector<Buffer>& send, std::vector<Buffer>& got, std::vector<Buffer>& seen,
+                    Buffer& scratch) {
+  const int size = world.size();
+  const std::size_t bytes = seen[1].bytes();
+  comm::Transport& transport = world.transport();
+  std::vector<comm::Transfer> open;
+  for (std::size_t i = 0; i < send.size(); ++i)
+    ASSERT_EQ(cudaMemcpyAsync(send[i].data(), filled[i].data(), send[i].bytes(),
+                              cudaMemcpyDeviceToDevice, stream),
+              cudaSuccess);
+  open.push_back(
+      transport.start_all_gather(send[0].data(), got[0].data(), bytes, on(stream), "gather"));
+  open.push_back(
+      transport.start_shift(send[1].data(), got[1].data(), bytes, 1, on(stream), "ring"));
+  open.push_back(transport.start_all_to_all(send[2].data(), got[2].data(), bytes / size / 4 * 4,
+                                            on(stream), "all to all"));
+  open.push_back(transport.start_reduce_scatter(send[3].data(), got[3].data(), bytes / 4, fp32,
+                                                on(stream), "sum"));
+  open.push_back(
+      transport.start_broadcast(got[4].data(), bytes, size - 1, on(stream), "broadcast"));
+  compute_on(stream, scratch);
+  std::mt19937 random(static_cast<unsigned>(seed));
+  std::vector<std::size_t> order(open.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random);
+  for (const std::size_t i : order) {
+    const cudaStream_t waits = i % 2 ? stream : other;
+    open[i].wait(on(waits));
+    ASSERT_EQ(cudaMemcpyAsync(seen[i].data(), got[i].data(), seen[i].bytes(),
+                              cudaMemcpyDeviceToDevice, waits),
+              cudaSuccess);
+  }
+}
+
+/// Directly, and captured in a graph that forks to `other` and to the transport's own stream.
+TEST(Nccl, StartedTransfersFollowTheirStreamAndAreFollowed) {
+  const Communicator world = gpu_world();
+  const int size = world.size(), rank = world.rank();
+  const std::size_t bytes = 60000;
+  const std::uint64_t seed = shared_seed(world);
+  const OwnStream own, beside;
+  cudaEvent_t fork = nullptr, join = nullptr;
+  ASSERT_EQ(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming), cudaSuccess);
+  ASSERT_EQ(cudaEventCreateWithFlags(&join, cudaEventDisableTiming), cudaSuccess);
+  std::vector<Buffer> filled, send, got, seen;
+  for (const std::size_t count : {bytes, bytes, bytes, bytes * size}) {
+    filled.emplace_back(Device::cuda, count);
+    send.emplace_back(Device::cuda, count);
+  }
+  for (const std::size_t count : {bytes * size, bytes, bytes / size / 4 * 4 * size, bytes, bytes}) {
+    got.emplace_back(Device::cuda, count);
+    seen.emplace_back(Device::cuda, count);
+  }
+  Buffer scratch(Device::cuda, 1 << 20);
+
+  const auto prepare = [&](std::uint64_t round) {
+    for (int i = 0; i < 3; ++i) {
+      const Bytes text = message(seed + round, rank, i, bytes);
+      ASSERT_EQ(cudaMemcpy(filled[i].data(), text.data(), bytes, cudaMemcpyHostToDevice),
+                cudaSuccess);
+    }
+    const Bytes values = values_of(seed + round, rank, bytes / 4 * size, fp32);
+    ASSERT_EQ(cudaMemcpy(filled[3].data(), values.data(), values.size(), cudaMemcpyHostToDevice),
+              cudaSuccess);
+    for (auto* all : {&send, &got, &seen})
+      for (Buffer& one : *all) ASSERT_EQ(cudaMemset(one.data(), 0xA5, one.bytes()), cudaSuccess);
+    const Bytes text = message(seed + round, size - 1, 9, bytes);
+    if (rank == size - 1) {
+      ASSERT_EQ(cudaMemcpy(got[4].data(), text.data(), bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    }
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  };
+  const auto judge = [&](std::uint64_t round) {
+    world.transport().wait(on(own.stream), "started");
+    world.transport().wait(on(beside.stream), "started");
+    Bytes gathered, exchanged;
+    const std::size_t part = bytes / size / 4 * 4;
+    for (int p = 0; p < size; ++p) {
+      append(gathered, message(seed + round, p, 0, bytes));
+      const Bytes all = message(seed + round, p, 2, bytes);
+      append(exchanged, Bytes(all.begin() + static_cast<std::ptrdiff_t>(rank * part),
+                              all.begin() + static_cast<std::ptrdiff_t>((rank + 1) * part)));
+    }
+    EXPECT_TRUE(on_host(seen[0], gathered.size()) == gathered) << round;
+    EXPECT_TRUE(on_host(seen[1], bytes) ==
+                message(seed + round, (rank + size - 1) % size, 1, bytes))
+        << round;
+    EXPECT_TRUE(on_host(seen[2], exchanged.size()) == exchanged) << round;
+    const Bytes sum = on_host(seen[3], bytes);
+    std::vector<Bytes> values;
+    for (int p = 0; p < size; ++p)
+      values.push_back(values_of(seed + round, p, bytes / 4 * size, fp32));
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(bytes / 4); ++i) {
+      double exact = 0;
+      for (int p = 0; p < size; ++p)
+        exact +=
+            load_element(values[p].data(), fp32, rank * static_cast<std::int64_t>(bytes / 4) + i);
+      ASSERT_NEAR(load_element(sum.data(), fp32, i), exact, 1e-5) << round;
+    }
+    EXPECT_TRUE(on_host(seen[4], bytes) == message(seed + round, size - 1, 9, bytes)) << round;
+  };
+
+  for (std::uint64_t round = 0; round < 3; ++round) {
+    prepare(round);
+    start_and_wait(world, seed + round, own.stream, beside.stream, filled, send, got, seen,
+                   scratch);
+    judge(round);
+  }
+
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(own.stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  ASSERT_EQ(cudaEventRecord(fork, own.stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamWaitEvent(beside.stream, fork, 0), cudaSuccess);
+  start_and_wait(world, seed, own.stream, beside.stream, filled, send, got, seen, scratch);
+  ASSERT_EQ(cudaEventRecord(join, beside.stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamWaitEvent(own.stream, join, 0), cudaSuccess);
+  ASSERT_EQ(cudaStreamEndCapture(own.stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  for (std::uint64_t round = 10; round < 14; ++round) {
+    prepare(round);
+    ASSERT_EQ(cudaGraphLaunch(exec, own.stream), cudaSuccess);
+    judge(round);
+    if (round % 2) {  // and what is not captured goes on beside it
+      prepare(round + 100);
+      start_and_wait(world, seed, own.stream, beside.stream, filled, send, got, seen, scratch);
+      judge(round + 100);
+    }
+  }
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaEventDestroy(fork);
+  cudaEventDestroy(join);
+}
+
+TEST(Nccl, TestSaysWhenATransferIsDoneAndNeverOfACapturedOne) {
+  const Communicator world = gpu_world();
+  const OwnStream own;
+  Buffer send(Device::cuda, 1000), got(Device::cuda, 1000);
+  comm::Transfer one =
+      world.transport().start_shift(send.data(), got.data(), 1000, 1, on(own.stream), "ring");
+  while (!one.test()) std::this_thread::yield();
+  one.wait(on(own.stream));
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(own.stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  one = world.transport().start_shift(send.data(), got.data(), 1000, 1, on(own.stream), "ring");
+  EXPECT_FALSE(one.test());
+  one.wait(on(own.stream));
+  EXPECT_EQ(cudaStreamEndCapture(own.stream, &graph), cudaSuccess);
+  cudaGraphDestroy(graph);
+}
+
+TEST(Nccl, ADroppedTransferIsMadeAllTheSame) {
+  const Communicator world = gpu_world();
+  const OwnStream own;
+  const std::uint64_t seed = shared_seed(world);
+  const Buffer mine = on_gpu(message(seed, world.rank(), 0, 5000));
+  for (int turn = 0; turn < 20; ++turn) {  // more than there are events at first
+    const Buffer got = poisoned(5000 * world.size());
+    {
+      const comm::Transfer dropped = world.transport().start_all_gather(
+          mine.data(), got.data(), 5000, on(own.stream), "dropped");
+    }
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    Bytes expected;
+    for (int p = 0; p < world.size(); ++p) append(expected, message(seed, p, 0, 5000));
+    EXPECT_TRUE(on_host(got, expected.size()) == expected);
+  }
+}
+
+TEST(Nccl, PartsHaveEveryVerbInterleavedWithTheWhole) {
+  const Communicator world = gpu_world();
+  const auto part = world.split(world.rank() % 2, -world.rank());
+  ASSERT_TRUE(part);
+  EXPECT_EQ(part->size(), (world.size() + 1 - world.rank() % 2) / 2);
+  EXPECT_THAT(part->describe(), HasSubstr("NCCL"));
+  check_verbs(*part);
+  check_verbs(world);
+  check_sums(*part);
+  const auto alone = part->split(part->rank());
+  ASSERT_TRUE(alone);
+  check_verbs(*alone);
+  const auto some = world.split(world.rank() == 0 ? -1 : 0);
+  EXPECT_EQ(some.has_value(), world.rank() != 0);
+  world.barrier("the whole lives on");
+}
+
+/// A rank of a part stays away: its streams come free, it is named with both numbers, and the whole
+/// lives on.
+TEST(Nccl, AMissingRankOfAPartIsNamedAndTheWholeLivesOn) {
+  const Communicator world = gpu_world(std::chrono::seconds(4));
+  if (world.size() < 2) GTEST_SKIP() << "takes two ranks";
+  const int absent = world.size() - 1;
+  const auto part = world.split(0, -world.rank());
+  const OwnStream own;
+  Buffer send(Device::cuda, 1 << 20), got(Device::cuda, std::size_t(world.size()) << 20);
+  if (world.rank() == absent) {
+    std::this_thread::sleep_for(std::chrono::seconds(6));
+    EXPECT_THROW(part->barrier("back again"), RankError);
+  } else {
+    try {
+      comm::Transfer transfer = part->transport().start_all_gather(send.data(), got.data(), 1 << 20,
+                                                                   on(own.stream), "states");
+      transfer.wait(on(own.stream));
+      part->transport().wait(on(own.stream), "states");
+      ADD_FAILURE() << "no error";
+    } catch (const RankError& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::timeout);
+      EXPECT_EQ(error.rank(), 0);
+      EXPECT_THAT(error.what(), HasSubstr("Rank 0 (" + std::to_string(absent) + " of all)"));
+    }
+    EXPECT_EQ(cudaStreamSynchronize(own.stream), cudaSuccess);
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
+  world.barrier("the whole lives on");
 }
 
 TEST(Nccl, EveryVerb) {
@@ -112,6 +400,12 @@ TEST(Nccl, EveryVerbOverTheCallersCommunicator) {
         world.gather(std::string(static_cast<std::size_t>(rank) * 1000, 'x'), "test");
     for (int p = 0; p < size; ++p) EXPECT_EQ(texts[p].size(), static_cast<std::size_t>(p) * 1000);
     check_verbs(world);
+    const auto part = world.split(0, -rank);  // whose letters travel over NCCL too
+    ASSERT_TRUE(part);
+    check_verbs(*part);
+    EXPECT_FALSE(world.split(-1));
+    world.abort("no more");
+    EXPECT_THROW(part->barrier("ended"), RankError);
   }
   EXPECT_EQ(ncclCommDestroy(comm), ncclSuccess);  // it stayed ours
 }

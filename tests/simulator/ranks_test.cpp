@@ -246,6 +246,55 @@ void gather_and_exchange(ncclComm_t comm, int number) {
   }
 }
 
+/// Sums of small whole numbers are exact in every type and order. In place, and in a group with
+/// what else there is.
+void add_and_broadcast(ncclComm_t comm, int number) {
+  constexpr std::size_t kCount = 70001;
+  const Rank rank(number, kRanks * kCount * sizeof(float));
+  std::vector<float> values(kRanks * kCount);
+  for (std::size_t i = 0; i < values.size(); ++i)
+    values[i] = static_cast<float>(i % 1000 + static_cast<std::size_t>(number));
+  const std::size_t bytes = kCount * sizeof(float);
+  auto* const send = static_cast<float*>(rank.send);
+  const auto fill = [&] {
+    works(cudaMemcpy(send, values.data(), kRanks * bytes, cudaMemcpyDefault));
+    works(cudaMemset(rank.got, number == 1 ? 9 : 0, bytes));
+    works(cudaDeviceSynchronize());
+  };
+  const auto expect_sum = [&](const void* place) {
+    std::vector<float> sum(kCount);
+    works(cudaMemcpy(sum.data(), place, bytes, cudaMemcpyDefault));
+    for (std::size_t i = 0; i < kCount; ++i)
+      ASSERT_EQ(sum[i], static_cast<float>(
+                            2 * ((static_cast<std::size_t>(number) * kCount + i) % 1000) + 1));
+  };
+  fill();
+  float* const own = send + static_cast<std::size_t>(number) * kCount;
+  EXPECT_NE(ncclReduceScatter(send, own, kCount, ncclFloat32, ncclSum, comm, rank.stream),
+            ncclInvalidArgument);
+  works(settled(comm));
+  works(cudaStreamSynchronize(rank.stream));
+  expect_sum(own);
+
+  fill();
+  auto* const sum = rank.got + bytes;
+  works(ncclGroupStart());
+  works(ncclReduceScatter(send, sum, kCount, ncclFloat32, ncclSum, comm, rank.stream));
+  works(ncclBroadcast(rank.got, rank.got, bytes, ncclInt8, 1, comm, rank.stream));
+  const ncclResult_t result = ncclGroupEnd();
+  EXPECT_TRUE(result == ncclSuccess || result == ncclInProgress);
+  works(settled(comm));
+  works(cudaStreamSynchronize(rank.stream));
+  expect_sum(sum);
+  std::vector<unsigned char> came(bytes);
+  works(cudaMemcpy(came.data(), rank.got, bytes, cudaMemcpyDefault));
+  for (const unsigned char byte : came) ASSERT_EQ(byte, 9);
+
+  EXPECT_EQ(ncclReduceScatter(send, sum, 1, ncclFloat32, ncclMax, comm, rank.stream),
+            ncclInvalidArgument);
+  EXPECT_EQ(ncclBroadcast(send, sum, 1, ncclInt8, kRanks, comm, rank.stream), ncclInvalidArgument);
+}
+
 /// Captured, replayed, and two communicators made of one.
 void replay_and_split(ncclComm_t comm, int number) {
   const Rank rank(number, 5000);
@@ -300,6 +349,7 @@ void take_part(const ncclUniqueId& id, int number, bool blocking) {
   EXPECT_TRUE(made == ncclSuccess || (!blocking && made == ncclInProgress));
   works(settled(comm));
   gather_and_exchange(comm, number);
+  add_and_broadcast(comm, number);
   replay_and_split(comm, number);
   works(ncclCommDestroy(comm));
 }

@@ -54,7 +54,8 @@ struct cudaLaunchConfig_t {
 };
 
 inline constexpr unsigned cudaEventDisableTiming = 2, cudaHostAllocPortable = 1,
-                          cudaHostAllocMapped = 2, cudaIpcMemLazyEnablePeerAccess = 1;
+                          cudaHostAllocMapped = 2, cudaIpcMemLazyEnablePeerAccess = 1,
+                          cudaStreamNonBlocking = 1;
 
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError();
@@ -83,6 +84,10 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory);
 cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned flags);
 cudaError_t cudaIpcCloseMemHandle(void* memory);
 
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "cuda_runtime_api.h"
@@ -19,6 +20,7 @@ constexpr int kDevices = 8;
 std::mutex mutex;
 std::map<void*, bool> pieces;                   // of memory: whether it is the host's
 std::map<std::pair<int, void*>, int> mappings;  // by device
+std::set<cudaStream_t> streams;
 int events = 0, bad = 0;
 std::atomic<bool> misleads = false, streams_are_busy = false;
 
@@ -63,7 +65,7 @@ cudaError_t release(void* memory, bool host) {
 
 Alive alive() {
   const std::lock_guard lock(mutex);
-  Alive now{.events = events};
+  Alive now{.events = events, .streams = static_cast<int>(streams.size())};
   for (const auto& [piece, host] : pieces) ++(host ? now.host : now.memory);
   for (const auto& [mapping, count] : mappings) now.mappings += count;
   return now;
@@ -77,8 +79,10 @@ int offences() {
 void clear() {
   const std::lock_guard lock(mutex);
   for (const auto& [piece, host] : pieces) std::free(piece);
+  for (const cudaStream_t stream : streams) delete reinterpret_cast<char*>(stream);
   pieces.clear();
   mappings.clear();
+  streams.clear();
   bad = 0;
 }
 
@@ -214,6 +218,27 @@ cudaError_t cudaIpcCloseMemHandle(void* memory) {
   return cudaSuccess;
 }
 
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  ENTER();
+  *stream = reinterpret_cast<cudaStream_t>(new char);
+  const std::lock_guard lock(mutex);
+  streams.insert(*stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  return cudaStreamCreateWithFlags(stream, flags);
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  ENTER();
+  const std::lock_guard lock(mutex);
+  if (streams.erase(stream) == 0) return refuse(cudaErrorInvalidResourceHandle);
+  delete reinterpret_cast<char*>(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) {
+  ENTER();
+  return event == nullptr ? refuse(cudaErrorInvalidResourceHandle) : cudaSuccess;
+}
 cudaError_t cudaStreamQuery(cudaStream_t) {
   ENTER();
   return streams_are_busy ? refuse(cudaErrorNotReady) : cudaSuccess;

@@ -10,6 +10,7 @@ struct Alive {
   int host = 0;      // pieces of the host's that GPUs see
   int mappings = 0;  // of memory that another rank shares
   int events = 0;
+  int streams = 0;
   bool operator==(const Alive&) const = default;
 };
 

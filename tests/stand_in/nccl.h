@@ -1,5 +1,5 @@
-// A stand-in for NCCL's header: what comm/nccl/link.cpp and transport.cpp ask of it, between
-// threads. Only ncclAllGather moves data, and waits for all ranks, as ncclCommDestroy does.
+// A stand-in for NCCL's header: what comm/nccl/ but for bootstrap.cpp and from_nccl.cpp asks of it,
+// between threads. What moves data waits for all ranks, as ncclCommSplit and ncclCommDestroy do.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,17 @@ enum ncclResult_t {
   ncclRemoteError = 6,
   ncclInProgress = 7,
 };
-enum ncclDataType_t { ncclInt8 };
+enum ncclDataType_t { ncclInt8, ncclFloat16, ncclFloat32, ncclBfloat16 };
+enum ncclRedOp_t { ncclSum };
 
 using ncclComm_t = struct ncclComm*;
+
+struct ncclConfig_t {
+  int blocking, splitShare;
+};
+#define NCCL_CONFIG_INITIALIZER \
+  {}
+#define NCCL_SPLIT_NOCOLOR (-1)
 
 const char* ncclGetErrorString(ncclResult_t result);
 const char* ncclGetLastError(ncclComm_t comm);
@@ -26,8 +34,14 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm);
 ncclResult_t ncclCommDestroy(ncclComm_t comm);
 ncclResult_t ncclCommAbort(ncclComm_t comm);
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result);
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* made,
+                           ncclConfig_t* config);
 ncclResult_t ncclAllGather(const void* send, void* recv, std::size_t count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclReduceScatter(const void* send, void* recv, std::size_t count, ncclDataType_t type,
+                               ncclRedOp_t operation, ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclBroadcast(const void* send, void* recv, std::size_t count, ncclDataType_t type,
+                           int root, ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclSend(const void* send, std::size_t count, ncclDataType_t type, int peer,
                       ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclRecv(void* recv, std::size_t count, ncclDataType_t type, int peer, ncclComm_t comm,

@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "comm/gpu.hpp"
+#include "longspan/element.hpp"
 #include "longspan/error.hpp"
 #include "tests/stand_in/gpus.hpp"
 #include "tests/stand_in/ranks.hpp"
@@ -69,14 +71,13 @@ class NcclTransportTest : public ::testing::Test {
 
   /// work(rank, transport) on each rank; the transports end with it.
   void run(const std::function<void(int, Transport&)>& work,
-           milliseconds deadline = std::chrono::seconds(20)) {
-    const auto nccl = std::make_shared<Meeting>(kRanks);
-    auto controls = stand_in::controls(kRanks, deadline);
-    stand_in::run_ranks(kRanks, [&](int rank) {
+           milliseconds deadline = std::chrono::seconds(20), int size = kRanks) {
+    const auto nccl = std::make_shared<Meeting>(size);
+    auto controls = stand_in::controls(size, deadline);
+    stand_in::run_ranks(size, [&](int rank) {
       auto control = std::move(controls[static_cast<std::size_t>(rank)]);
-      auto link = std::make_shared<Link>(stand_in::nccl_comm(nccl, rank, kRanks), deadline);
-      const auto world =
-          nccl_transport(std::move(link), std::move(control), Place{1, rank, kRanks});
+      auto link = std::make_shared<Link>(stand_in::nccl_comm(nccl, rank, size), deadline);
+      const auto world = nccl_transport(std::move(link), std::move(control), Place{1, rank, size});
       work(rank, *world);
     });
   }
@@ -244,6 +245,226 @@ TEST_F(NcclTransportTest, LayersEndWhileAnotherThreadWaits) {
     }
     meet(rank);
   });
+  EXPECT_EQ(alive(), Alive{});
+}
+
+TEST_F(NcclTransportTest, EveryVerbAtOnceAndStarted) {
+  run(
+      [&](int rank, Transport& world) {
+        const int size = world.size();
+        for (const bool at_once : {true, false}) {
+          const float mine = 10.0f + static_cast<float>(rank);
+          std::vector<float> all(3, -1), send(3), got(3, -1), shifted(1, -1), sum(1, -1),
+              one(1, mine);
+          for (int p = 0; p < size; ++p) send[p] = mine * static_cast<float>(p + 1);
+          if (at_once) {
+            world.all_gather(&mine, all.data(), sizeof mine, {}, "all gather");
+            world.all_to_all(send.data(), got.data(), sizeof mine, {}, "all to all");
+            world.shift(&mine, shifted.data(), sizeof mine, 1, {}, "shift");
+            world.reduce_scatter(send.data(), sum.data(), 1, fp32, {}, "sum");
+            world.broadcast(one.data(), sizeof mine, 2, {}, "broadcast");
+          } else {
+            std::vector<Transfer> open;
+            open.push_back(world.start_all_gather(&mine, all.data(), sizeof mine, {}, "a"));
+            open.push_back(world.start_all_to_all(send.data(), got.data(), sizeof mine, {}, "b"));
+            open.push_back(world.start_shift(&mine, shifted.data(), sizeof mine, 1, {}, "c"));
+            open.push_back(world.start_reduce_scatter(send.data(), sum.data(), 1, fp32, {}, "d"));
+            open.push_back(world.start_broadcast(one.data(), sizeof mine, 2, {}, "e"));
+            for (std::size_t i = open.size(); i-- > 0;) {
+              EXPECT_TRUE(open[i].test());
+              if (i != 2) open[i].wait({});  // one that nobody waits for
+            }
+          }
+          world.wait({}, "all");
+          EXPECT_EQ(all, (std::vector<float>{10, 11, 12}));
+          for (int p = 0; p < size; ++p)
+            EXPECT_EQ(got[p], (10.0f + static_cast<float>(p)) * static_cast<float>(rank + 1));
+          EXPECT_EQ(shifted[0], 10.0f + static_cast<float>((rank + size - 1) % size));
+          EXPECT_EQ(sum[0], 33.0f * static_cast<float>(rank + 1));
+          EXPECT_EQ(one[0], 12.0f);
+        }
+      },
+      std::chrono::seconds(20), 3);
+  EXPECT_EQ(alive(), Alive{});
+}
+
+/// What transfers take is made before the first of them; more is made only where more are open than
+/// ever before.
+TEST_F(NcclTransportTest, StartedTransfersTakeNothingNew) {
+  run([&](int rank, Transport& world) {
+    int value = rank, got[kRanks];
+    meet(rank);
+    const Alive before = alive();
+    meet(rank);
+    for (int turn = 0; turn < 100; ++turn) {
+      std::vector<Transfer> open;
+      for (int i = 0; i < 8; ++i)
+        open.push_back(world.start_all_gather(&value, got, sizeof value, {}, "gather"));
+      open[3] = {};
+      for (Transfer& one : open) one.wait({});
+    }
+    meet(rank);
+    EXPECT_EQ(alive(), before);
+    meet(rank);
+    std::vector<Transfer> many;
+    for (int i = 0; i < 20; ++i)
+      many.push_back(world.start_all_gather(&value, got, sizeof value, {}, "gather"));
+    meet(rank);
+    EXPECT_EQ(alive().events, before.events + 12 * kRanks);
+    meet(rank);
+  });
+  EXPECT_EQ(alive(), Alive{});
+}
+
+/// One of the calls of a start fails: the number is given back, and the communicator goes on.
+TEST_F(NcclTransportTest, AStartThatFailsLeavesNothingOpen) {
+  run([&](int rank, Transport& world) {
+    int value = rank, got[kRanks];
+    meet(rank);
+    const Alive before = alive();
+    meet(rank);
+    for (int turn = 0; turn < 20; ++turn) {
+      stand_in::fail_call(1);  // on both ranks, ahead of NCCL
+      EXPECT_THROW(
+          static_cast<void>(world.start_all_gather(&value, got, sizeof value, {}, "gather")),
+          BackendError);
+      EXPECT_EQ(stand_in::failed_call(), "cudaEventRecord");
+      stand_in::fail_call(0);
+    }
+    Transfer works = world.start_all_gather(&value, got, sizeof value, {}, "gather");
+    works.wait({});
+    EXPECT_EQ(got[1], 1);
+    meet(rank);
+    EXPECT_EQ(alive(), before);
+    meet(rank);
+  });
+}
+
+TEST_F(NcclTransportTest, AfterAnAbortTransfersThrowAndEnd) {
+  run([&](int rank, Transport& world) {
+    int value = rank, got[kRanks];
+    Transfer one = world.start_all_gather(&value, got, sizeof value, {}, "gather");
+    Transfer other = world.start_all_gather(&value, got, sizeof value, {}, "gather");
+    const Transfer dropped = world.start_all_gather(&value, got, sizeof value, {}, "gather");
+    meet(rank);
+    world.abort("no more");
+    EXPECT_THROW(one.test(), RankError);
+    EXPECT_THROW(one.wait({}), RankError);
+    one.wait({});
+    EXPECT_THROW(other.wait({}), RankError);
+    EXPECT_THROW(static_cast<void>(world.start_shift(&value, got, 4, 1, {}, "later")), RankError);
+    meet(rank);
+  });
+}
+
+TEST_F(NcclTransportTest, SplitsIntoPartsWithTheirOwnCommunicators) {
+  constexpr int kAll = 5;
+  Meeting all_ranks(kAll);
+  const int before = stand_in::nccl_comms_alive();  // earlier tests have left some to threads
+  run(
+      [&](int rank, Transport& world) {
+        std::shared_ptr<Transport> inner;
+        {
+          const auto part = world.split(rank == 4 ? -1 : rank % 2, -rank);
+          EXPECT_EQ(part == nullptr, rank == 4);
+          if (part) {
+            ASSERT_EQ(part->size(), 2);
+            EXPECT_EQ(part->rank(), rank < 2);
+            int got[2];
+            part->all_gather(&rank, got, sizeof rank, {}, "part");
+            EXPECT_EQ(got[0], 2 + rank % 2);
+            EXPECT_EQ(got[1], rank % 2);
+            EXPECT_EQ(part->gather(std::to_string(rank), "who"),
+                      (std::vector<std::string>{std::to_string(got[0]), std::to_string(got[1])}));
+            EXPECT_EQ(part->name_of(0), "0 (" + std::to_string(got[0]) + " of all)");
+            inner = part->split(part->rank(), 0);
+            EXPECT_EQ(inner->size(), 1);
+            int own = -1;
+            inner->all_gather(&rank, &own, sizeof rank, {}, "alone");
+            EXPECT_EQ(own, rank);
+          }
+          int got[kAll];
+          world.all_gather(&rank, got, sizeof rank, {}, "all");
+          EXPECT_EQ(got[4], 4);
+        }
+        EXPECT_THROW(world.split(0, 0)->broadcast(nullptr, 0, kAll, {}, "no root"), UsageError);
+        all_ranks.meet(rank, "");
+      },
+      std::chrono::seconds(20), kAll);
+  EXPECT_EQ(alive(), Alive{});
+  EXPECT_LE(stand_in::nccl_comms_alive(), before);
+}
+
+TEST_F(NcclTransportTest, AnAbortEndsThePartsAndNoneOfAPartEndsTheWhole) {
+  run([&](int rank, Transport& world) {
+    const auto part = world.split(0, 0), other = world.split(0, -rank);
+    meet(rank);
+    if (rank == 0) other->abort("of the other alone");
+    EXPECT_THROW(other->gather("", "ended"), RankError);
+    part->gather("", "the part lives on");
+    world.gather("", "the whole lives on");
+    const Layer layer = open(*part);
+    meet(rank);
+    if (rank == 0) world.abort("k.npy is truncated");
+    try {
+      part->gather("", "a step");
+      ADD_FAILURE() << "went on";
+    } catch (const RankError& error) {
+      EXPECT_EQ(error.rank(), 0);
+      EXPECT_THAT(error.what(), HasSubstr("Rank 0 gave up: k.npy is truncated"));
+    }
+    EXPECT_TRUE(stopped(layer));
+    EXPECT_THROW(part->check("attention"), RankError);
+    EXPECT_THROW(world.gather("", "a step"), RankError);
+    meet(rank);
+  });
+}
+
+/// A rank that finds no memory for its part tells the others of the part at once.
+TEST_F(NcclTransportTest, APartThatOneRankCannotMakeIsEverybodysError) {
+  run([&](int rank, Transport& world) {
+    meet(rank);
+    try {
+      // Past what it takes to meet and to split: in what is made for the part.
+      if (rank == 1) stand_in::fail_call(40);
+      static_cast<void>(world.split(0, 0));
+      ADD_FAILURE() << "went on";
+    } catch (const BackendError& error) {
+      EXPECT_EQ(rank, 1);
+      EXPECT_THAT(error.what(), HasSubstr("out of memory"));
+    } catch (const RankError& error) {
+      EXPECT_EQ(rank, 0);
+      EXPECT_EQ(error.rank(), 1);
+      EXPECT_THAT(error.what(), HasSubstr("Rank 1 (1 of all) gave up"));
+    }
+    stand_in::fail_call(0);
+    meet(rank);
+    world.gather("", "the whole lives on");
+    meet(rank);
+  });
+}
+
+TEST(GpuSelf, StartsItsCopiesOnAStreamOfItsOwn) {
+  stand_in::clear();
+  {
+    const auto world = gpu_self(std::chrono::seconds(1));
+    EXPECT_EQ(alive(), Alive{}) << "nothing is made for who starts nothing";
+    int send = 7, got = 0, sum = 0;
+    Transfer one = world->start_shift(&send, &got, sizeof got, 1, {}, "ring");
+    Transfer other = world->start_reduce_scatter(&send, &sum, 1, fp32, {}, "sum");
+    EXPECT_EQ(alive().streams, 1);
+    other.wait({});
+    EXPECT_TRUE(one.test());
+    one.wait({});
+    EXPECT_EQ(got, 7);
+    EXPECT_EQ(sum, 7);
+    const auto part = world->split(0, 0);
+    EXPECT_EQ(part->device(), Device::cuda);
+    EXPECT_FALSE(world->split(-1, 0));
+    Transfer late = part->start_shift(&send, &got, sizeof got, 1, {}, "ring");
+    world->abort("no more");
+    EXPECT_THROW(late.wait({}), RankError);
+  }
   EXPECT_EQ(alive(), Alive{});
 }
 

@@ -1,5 +1,6 @@
 #include "tests/stand_in/ranks.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -7,11 +8,15 @@
 #include <optional>
 #include <utility>
 
+#include "comm/wire.hpp"
+#include "longspan/element.hpp"
+
 using longspan::stand_in::Meeting;
 
 struct ncclComm {
   std::shared_ptr<Meeting> meeting;
   int rank, size;
+  int splits = 0;
 };
 
 namespace longspan::stand_in {
@@ -71,6 +76,13 @@ std::vector<std::string> Meeting::meet(int rank, const std::string& text) {
   return told_;
 }
 
+std::shared_ptr<Meeting> Meeting::part(int split, int color, int size) {
+  const std::lock_guard lock(mutex_);
+  auto& one = parts_[{split, color}];
+  if (!one) one = std::make_shared<Meeting>(size);
+  return one;
+}
+
 ncclComm_t nccl_comm(std::shared_ptr<Meeting> meeting, int rank, int size) {
   ++comms;
   return new ncclComm{std::move(meeting), rank, size};
@@ -119,6 +131,78 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* result) {
   *result = ncclSuccess;
   return ncclSuccess;
 }
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* made, ncclConfig_t*) {
+  using longspan::comm::pack, longspan::comm::unpack;
+  const auto all =
+      comm->meeting->meet(comm->rank, pack(std::to_string(color), std::to_string(key)));
+  if (all.empty()) return ncclSystemError;
+  ++comm->splits;
+  *made = nullptr;
+  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  std::vector<std::pair<int, int>> members;  // key, rank
+  for (int p = 0; p < comm->size; ++p)
+    if (const auto said = unpack(all[static_cast<std::size_t>(p)]); std::stoi(said[0]) == color)
+      members.emplace_back(std::stoi(said[1]), p);
+  std::sort(members.begin(), members.end());
+  const auto own = std::find(members.begin(), members.end(), std::pair(key, comm->rank));
+  const int size = static_cast<int>(members.size());
+  *made = longspan::stand_in::nccl_comm(comm->meeting->part(comm->splits, color, size),
+                                        static_cast<int>(own - members.begin()), size);
+  return ncclSuccess;
+}
+
+namespace {
+
+/// What a thread has called since ncclGroupStart.
+struct Message {
+  int peer;
+  const void* from;
+  void* to;
+  std::size_t bytes;
+};
+thread_local int depth = 0;
+thread_local std::vector<Message> messages;
+thread_local ncclComm_t messages_of = nullptr;
+
+std::size_t size_of(ncclDataType_t type) {
+  return type == ncclInt8 ? 1 : type == ncclFloat32 ? 4 : 2;
+}
+
+/// Messages between two ranks arrive in the order of the calls, whose sizes must be alike.
+ncclResult_t deliver(ncclComm_t comm, const std::vector<Message>& all) {
+  std::vector<std::string> mine;
+  for (const Message& message : all)
+    if (message.from)
+      mine.insert(mine.end(), {std::to_string(message.peer),
+                               std::string(static_cast<const char*>(message.from), message.bytes)});
+  const auto told = comm->meeting->meet(comm->rank, longspan::comm::pack_all(mine));
+  if (told.empty()) return ncclSystemError;
+  std::vector<std::size_t> read(told.size());
+  for (const Message& message : all) {
+    if (!message.to) continue;
+    const auto peer = static_cast<std::size_t>(message.peer);
+    const auto said = longspan::comm::unpack(told[peer]);
+    std::size_t& at = read[peer];
+    while (at < said.size() && said[at] != std::to_string(comm->rank)) at += 2;
+    if (at >= said.size() || said[at + 1].size() != message.bytes) return ncclInvalidUsage;
+    std::memcpy(message.to, said[at + 1].data(), message.bytes);
+    at += 2;
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t add(ncclComm_t comm, const Message& message) {
+  messages_of = comm;
+  messages.push_back(message);
+  if (depth > 0) return ncclSuccess;
+  return deliver(comm, std::exchange(messages, {}));
+}
+
+/// Where a message of no bytes has no memory it still has a place.
+char nothing;
+
+}  // namespace
+
 ncclResult_t ncclAllGather(const void* send, void* recv, std::size_t count, ncclDataType_t,
                            ncclComm_t comm, cudaStream_t) {
   const auto all =
@@ -127,11 +211,48 @@ ncclResult_t ncclAllGather(const void* send, void* recv, std::size_t count, nccl
     std::memcpy(static_cast<char*>(recv) + p * count, all[p].data(), count);
   return all.empty() ? ncclSystemError : ncclSuccess;
 }
-ncclResult_t ncclSend(const void*, std::size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
-  return ncclInvalidUsage;
+ncclResult_t ncclReduceScatter(const void* send, void* recv, std::size_t count, ncclDataType_t type,
+                               ncclRedOp_t, ncclComm_t comm, cudaStream_t) {
+  const std::size_t bytes = count * size_of(type);
+  const auto all = comm->meeting->meet(
+      comm->rank,
+      std::string(static_cast<const char*>(send), bytes * static_cast<std::size_t>(comm->size)));
+  if (all.empty()) return ncclSystemError;
+  const longspan::DType dtype = type == ncclFloat32   ? longspan::fp32
+                                : type == ncclFloat16 ? longspan::fp16
+                                                      : longspan::bf16;
+  for (std::size_t i = 0; i < count; ++i) {
+    float sum = 0;
+    const auto at = static_cast<std::int64_t>(count * static_cast<std::size_t>(comm->rank) + i);
+    for (const std::string& text : all) sum += longspan::load_element(text.data(), dtype, at);
+    longspan::store_element(recv, dtype, static_cast<std::int64_t>(i), sum);
+  }
+  return ncclSuccess;
 }
-ncclResult_t ncclRecv(void*, std::size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
-  return ncclInvalidUsage;
+ncclResult_t ncclBroadcast(const void* send, void* recv, std::size_t count, ncclDataType_t type,
+                           int root, ncclComm_t comm, cudaStream_t) {
+  const std::size_t bytes = count * size_of(type);
+  const bool is_root = comm->rank == root;
+  const auto all = comm->meeting->meet(
+      comm->rank, is_root ? std::string(static_cast<const char*>(send), bytes) : std::string());
+  if (all.empty()) return ncclSystemError;
+  if (all[static_cast<std::size_t>(root)].size() != bytes) return ncclInvalidUsage;
+  std::memcpy(recv, all[static_cast<std::size_t>(root)].data(), bytes);
+  return ncclSuccess;
 }
-ncclResult_t ncclGroupStart() { return ncclSuccess; }
-ncclResult_t ncclGroupEnd() { return ncclInvalidUsage; }
+ncclResult_t ncclSend(const void* send, std::size_t count, ncclDataType_t, int peer,
+                      ncclComm_t comm, cudaStream_t) {
+  return add(comm, {peer, send ? send : &nothing, nullptr, count});
+}
+ncclResult_t ncclRecv(void* recv, std::size_t count, ncclDataType_t, int peer, ncclComm_t comm,
+                      cudaStream_t) {
+  return add(comm, {peer, nullptr, recv ? recv : &nothing, count});
+}
+ncclResult_t ncclGroupStart() {
+  ++depth;
+  return ncclSuccess;
+}
+ncclResult_t ncclGroupEnd() {
+  if (--depth > 0 || messages.empty()) return ncclSuccess;
+  return deliver(messages_of, std::exchange(messages, {}));
+}

@@ -4,10 +4,12 @@
 
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/control.hpp"
@@ -23,12 +25,16 @@ class Meeting {
   /// Every rank's text; nothing where some rank does not come within seconds.
   std::vector<std::string> meet(int rank, const std::string& text);
 
+  /// Where a part of the ranks meets, those of one color of one split.
+  std::shared_ptr<Meeting> part(int split, int color, int size);
+
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::string> texts_, told_;
   std::size_t there_ = 0;
   unsigned turn_ = 0;
+  std::map<std::pair<int, int>, std::shared_ptr<Meeting>> parts_;
 };
 
 /// A communicator of NCCL's stand-in, which ncclCommDestroy or ncclCommAbort ends.

@@ -47,9 +47,7 @@ class ThreadTransport final : public Transport {
   Device device() const override { return Device::cuda; }
   std::chrono::milliseconds deadline() const override { return std::chrono::seconds(20); }
   std::string describe() const override { return "threads"; }
-  void all_gather(const void*, void*, std::size_t, Stream, const char*, std::uint64_t*) override {}
-  void all_to_all(const void*, void*, std::size_t, Stream, const char*) override {}
-  void shift(const void*, void*, std::size_t, int, Stream, const char*) override {}
+  std::shared_ptr<Transport> split(int, int) override { return nullptr; }
   std::uint32_t enlist(const std::shared_ptr<const RunLog>&) override { return 1; }
   void begin(RunName) override {}
   void disagree(RunName, int, const char*) override {}
@@ -61,6 +59,12 @@ class ThreadTransport final : public Transport {
       throw RankError(ErrorKind::timeout, -1, step, "nobody came to '" + step + "'");
     return all;
   }
+
+ protected:
+  int start(const Verb&, Stream, const char*) override { return -1; }
+  void finish(int, Stream) override {}
+  bool test(int) override { return true; }
+  void drop(int) noexcept override {}
 
  private:
   std::shared_ptr<Meeting> meeting_;

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -46,6 +47,69 @@ TEST(Self, EveryVerbIsACopy) {
   EXPECT_EQ(world.gather("a\0b", "test"), std::vector<std::string>{"a\0b"});
   world.barrier("test");
   agree(world, {{"heads", "1"}}, "test");
+}
+
+TEST(Self, SumsAndBroadcastsAreCopiesToo) {
+  const Communicator world = self();
+  comm::Transport& transport = world.transport();
+  std::vector<std::uint16_t> send(1001), got(1001, 0xA5A5);
+  std::mt19937 random(std::random_device{}());
+  for (auto& value : send) value = static_cast<std::uint16_t>(random());
+  transport.reduce_scatter(send.data(), got.data(), send.size(), bf16, {}, "sum");
+  EXPECT_EQ(got, send);
+  transport.broadcast(got.data(), got.size() * 2, 0, {}, "broadcast");
+  EXPECT_EQ(got, send);
+  EXPECT_THROW(transport.broadcast(got.data(), 2, 1, {}, "no root"), UsageError);
+  EXPECT_THROW(transport.broadcast(got.data(), 2, -1, {}, "no root"), UsageError);
+  EXPECT_THROW(transport.reduce_scatter(send.data(), got.data(), 1, e4m3, {}, "no sum"),
+               Unsupported);
+}
+
+TEST(Self, StartedVerbsEndWhereTheyAreWaitedForOrDropped) {
+  comm::Transfer after_all;
+  {
+    const Communicator world = self();
+    int send = 17, got = 0, dropped = 0;
+    comm::Transfer transfer = world.transport().start_shift(&send, &got, sizeof got, 1, {}, "ring");
+    comm::Transfer moved = std::move(transfer);
+    EXPECT_TRUE(moved.test());
+    transfer.wait({});
+    moved.wait({});
+    EXPECT_EQ(got, 17);
+    moved.wait({});
+    EXPECT_TRUE(moved.test());
+    {
+      const comm::Transfer nobody_waits =
+          world.transport().start_all_gather(&send, &dropped, sizeof dropped, {}, "dropped");
+    }
+    EXPECT_EQ(dropped, 17);
+    after_all = world.transport().start_all_to_all(&send, &got, sizeof got, {}, "late");
+    world.abort("no more");
+    EXPECT_THROW(static_cast<void>(world.transport().start_broadcast(&got, 4, 0, {}, "later")),
+                 RankError);
+  }
+  EXPECT_THROW(after_all.wait({}), RankError);  // it kept the communicator
+  after_all.wait({});
+}
+
+TEST(Self, SplitsIntoItself) {
+  std::optional<Communicator> child, grandchild;
+  {
+    const Communicator world = self();
+    EXPECT_FALSE(world.split(-1));
+    child = world.split(3, -7);
+    ASSERT_TRUE(child);
+    EXPECT_EQ(child->size(), 1);
+    EXPECT_EQ(child->deadline(), world.deadline());
+    grandchild = child->split(0);
+    grandchild->abort("no more");
+    EXPECT_THROW(grandchild->barrier("test"), RankError);
+    world.barrier("test");
+    child->barrier("test");
+    grandchild = child->split(0);
+  }
+  child->abort("no more");
+  EXPECT_THROW(grandchild->barrier("test"), RankError);
 }
 
 TEST(Self, AfterAnAbortEveryCallSaysWhy) {

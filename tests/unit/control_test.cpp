@@ -131,6 +131,10 @@ TEST(Letters, ThatNoRankWritesAreErrorsByName) {
            "f" + pack(std::string("99"), std::string("1"), step, step),  // no such kind of error
            "f" + pack(std::string("7"), std::string("3"), step, step),   // no such rank
            "f" + pack(std::string("7"), std::string("-2"), step, step),
+           std::string("s"),                    // of no group
+           "s" + pack(std::string("1")),        // no letter
+           "s" + pack(std::string("0"), step),  // groups are counted from 1
+           "s" + pack(std::string("one"), step),
        }) {
     SCOPED_TRACE(body);
     expect_damage({2, Letter::text, body});
@@ -146,7 +150,7 @@ TEST(Letters, AtRandomEndInTypedErrors) {
     std::deque<Letter> letters;
     for (std::uint64_t count = random() % 4; count > 0; --count) {
       std::string body;
-      if (random() % 4) body += "gwf"[random() % 3];
+      if (random() % 4) body += "gwfs"[random() % 4];
       for (std::uint64_t parts = random() % 6; parts > 0; --parts) {
         std::string part(random() % 12, '\0');
         for (char& c : part) c = static_cast<char>(random() % 3 ? '0' + random() % 10 : random());
@@ -155,7 +159,7 @@ TEST(Letters, AtRandomEndInTypedErrors) {
       letters.push_back({static_cast<int>(1 + random() % 2), Letter::text, body});
     }
     const auto control = control_with(std::move(letters), 1ms);
-    EXPECT_THROW(control->gather("", "meet"), RankError);  // a timeout at the least
+    EXPECT_THROW(control->gather("", "meet"), Error);  // a timeout at the least
   }
 }
 
@@ -189,6 +193,103 @@ TEST(Failures, TheFirstIsKeptWhoeverLooks) {
     for (const std::string& what : seen) EXPECT_EQ(what, seen[0]);
     EXPECT_THROW(fate.check(), RankError);
   }
+}
+
+/// What two of three ranks say at a split, and the letters of their group that follow.
+TEST(Groups, HaveLettersOfTheirOwn) {
+  const auto wish = [](int color, int key, int number) {
+    return pack(std::to_string(color), std::to_string(key), std::to_string(number));
+  };
+  const auto of_group = [](int from, int number, const std::string& letter) {
+    return Letter{from, Letter::text, std::string("s") + pack(std::to_string(number), letter)};
+  };
+  std::shared_ptr<Control> control = control_with({
+      {1, Letter::text, "g" + pack(std::string("split"), wish(-1, 0, 1))},
+      of_group(2, 4, "g" + pack(std::string("meet"), "early")),
+      of_group(2, 3, "g" + pack(std::string("meet"), "of another group")),
+      {2, Letter::text, "g" + pack(std::string("split"), wish(7, -5, 4))},
+      of_group(2, 4, "g" + pack(std::string("meet"), "later")),
+      of_group(2, 4, ""),
+  });
+  const Group group = control->group_of(control->gather(control->wish(7, 0), "split"));
+  EXPECT_EQ(group.color, 7);
+  EXPECT_EQ(group.number, 4u) << "the highest that a member asks for";
+  EXPECT_EQ(group.members, (std::vector<int>{2, 0})) << "by key";
+  EXPECT_EQ(group.rank, 1);
+  const auto child = control->branch(group);
+  EXPECT_EQ(control->wish(0, 0), wish(0, 0, 5)) << "no number comes twice";
+  EXPECT_EQ(child->rank(), 1);
+  EXPECT_EQ(child->size(), 2);
+  EXPECT_EQ(child->name_of(0), "0 (2 of all)");
+  EXPECT_EQ(child->gather("mine", "meet"), (std::vector<std::string>{"early", "mine"}));
+  EXPECT_EQ(child->gather("mine", "meet"), (std::vector<std::string>{"later", "mine"}));
+  try {
+    child->gather("mine", "meet again");
+    ADD_FAILURE() << "went on";
+  } catch (const RankError& error) {
+    EXPECT_EQ(error.rank(), 0);
+    EXPECT_THAT(error.what(), HasSubstr("Rank 0 (2 of all) left before 'meet again' was done."));
+  }
+  EXPECT_FALSE(control->fate().failed()) << "a parent lives on";
+}
+
+TEST(Groups, OfAGroupNameTheirRanksAfterTheFirst) {
+  std::shared_ptr<Control> control = control_with({}, 60s, 8);
+  const auto child = control->branch({.color = 0, .number = 1, .rank = 1, .members = {5, 0, 6, 2}});
+  const auto grandchild = child->branch({.color = 0, .number = 2, .rank = 0, .members = {1, 2}});
+  EXPECT_EQ(child->name_of(2), "2 (6 of all)");
+  EXPECT_EQ(grandchild->name_of(1), "1 (6 of all)");
+  EXPECT_EQ(grandchild->origins(), (std::vector<int>{0, 6}));
+}
+
+TEST(Groups, EndWithTheirParentAndItDoesNotEndWithThem) {
+  std::shared_ptr<Control> control = control_with({}, 60s, 8);
+  const auto first = control->branch({.color = 0, .number = 1, .rank = 1, .members = {5, 0, 6}});
+  const auto second = control->branch({.color = 0, .number = 2, .rank = 0, .members = {0, 3}});
+  const auto below = first->branch({.color = 0, .number = 3, .rank = 0, .members = {1, 2}});
+  second->tell({ErrorKind::timeout, 1, "states", "Rank 1 is late."});
+  EXPECT_TRUE(second->fate().failed());
+  EXPECT_FALSE(control->fate().failed());
+  EXPECT_FALSE(first->fate().failed());
+  control->tell({ErrorKind::rank_failure, 6, "states", "Rank 6 died."});
+  const auto ends_as = [](Control& one, int rank) {
+    try {
+      one.fate().check();
+      ADD_FAILURE() << "went on";
+    } catch (const RankError& error) {
+      EXPECT_EQ(error.rank(), rank);
+      EXPECT_EQ(error.step(), "states");
+      EXPECT_THAT(error.what(), HasSubstr("Rank 6 died."));
+    }
+  };
+  ends_as(*control, 6);
+  ends_as(*first, 2);
+  ends_as(*below, 1);
+  try {
+    second->fate().check();
+    ADD_FAILURE() << "went on";
+  } catch (const RankError& error) {
+    EXPECT_STREQ(error.what(), "Rank 1 is late.");
+  }
+  const auto late = control->branch({.color = 0, .number = 9, .rank = 0, .members = {0, 1}});
+  ends_as(*late, -1);  // 6 is no rank of it
+}
+
+/// A letter that cannot be read ends the parent, whoever takes it from the mailbox.
+TEST(Groups, EndWhereTheParentsLettersAreDamaged) {
+  std::shared_ptr<Control> control =
+      control_with({{0, Letter::text, ""}, {2, Letter::text, "x"}}, 60s, 3);
+  const auto child = control->branch({.color = 0, .number = 1, .rank = 0, .members = {0, 1}});
+  child->check("states", 0ms);
+  std::this_thread::sleep_for(1ms);
+  try {
+    child->check("states", 0ms);
+    ADD_FAILURE() << "went on";
+  } catch (const RankError& error) {
+    EXPECT_EQ(error.rank(), -1);
+    EXPECT_THAT(error.what(), HasSubstr("What rank 2 sent cannot be read"));
+  }
+  EXPECT_TRUE(control->fate().failed());
 }
 
 TEST(Failures, WithoutWordsAreErrorsToo) {

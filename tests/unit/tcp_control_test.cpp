@@ -46,7 +46,7 @@ std::vector<int> run_ranks(int size, milliseconds deadline, const Work& work) {
       int status = 1;
       try {
         const Launch launch{Launcher::torchrun, rank, size, "localhost", port};
-        auto control = tcp_control(launch, deadline);
+        const std::shared_ptr<Control> control = tcp_control(launch, deadline);
         if (work(*control)) status = 0;
       } catch (const std::exception& error) {
         fprintf(stderr, "rank %d: %s\n", rank, error.what());
@@ -106,6 +106,38 @@ TEST_P(Ranks, GatherInRankOrderWithAnyBytes) {
   }));
 }
 
+/// The control plane of the ranks with the same color, by falling ranks.
+std::shared_ptr<Control> part_of(Control& control, int color) {
+  const auto wishes = control.gather(control.wish(color, -control.rank()), "split");
+  const Group group = control.group_of(wishes);
+  return group.members.empty() ? nullptr : control.branch(group);
+}
+
+TEST_P(Ranks, GatherInGroupsAndAllTogether) {
+  expect_all_well(run_ranks(GetParam(), seconds(20), [](Control& control) {
+    for (int round = 0; round < 20; ++round) {
+      const auto part = part_of(control, control.rank() % 2);
+      const auto inner = part_of(*part, part->rank() == 0 ? -1 : 0);
+      if ((inner == nullptr) != (part->rank() == 0)) return false;
+      for (int turn = 0; turn < 3; ++turn) {
+        const auto here = part->gather(std::to_string(control.rank()), "part");
+        for (int p = 0; p < part->size(); ++p) {
+          const int rank = std::stoi(here[p]);
+          if (rank % 2 != control.rank() % 2 || rank != part->origins()[p]) return false;
+          if (p > 0 && rank >= std::stoi(here[p - 1])) return false;
+        }
+        const auto all = control.gather(std::to_string(round), "all");
+        if (static_cast<int>(all.size()) != control.size()) return false;
+        if (!inner) continue;
+        const auto within = inner->gather(std::to_string(control.rank()), "inner");
+        for (int p = 0; p < inner->size(); ++p)
+          if (std::stoi(within[p]) != inner->origins()[p]) return false;
+      }
+    }
+    return true;
+  }));
+}
+
 class Faults : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Tcp, Faults, ::testing::Values(2, 3, 7));
 
@@ -156,12 +188,43 @@ TEST_P(Faults, AStoppedHubIsNamedToo) {
   expect_all_well(statuses, 0);
 }
 
+/// One half finds it in its group, the other half in the whole.
+TEST_P(Faults, ADeadRankIsNamedInItsGroupAndInTheWhole) {
+  const int size = GetParam(), victim = size / 2;
+  const auto statuses = run_ranks(size, seconds(50), [&](Control& control) {
+    const bool has_victim = control.rank() % 2 == victim % 2;
+    const auto part = part_of(control, has_victim);
+    const int place = (size - 1 - victim) / 2;  // of the victim, by falling ranks
+    control.gather("", "meet");
+    if (control.rank() == victim) raise(SIGKILL);
+    return (!has_victim || fails_with(ErrorKind::rank_failure, place,
+                                      [&] { part->gather("", "in the group"); })) &&
+           fails_with(ErrorKind::rank_failure, victim, [&] { control.gather("", "in all"); });
+  });
+  expect_all_well(statuses, victim);
+}
+
+/// Whoever waits in a group answers the roll call of the whole.
+TEST_P(Faults, AStoppedRankIsNamedWhereverTheOthersWait) {
+  const int size = GetParam(), victim = size - 1;
+  if (size < 3) GTEST_SKIP() << "takes a group of two besides one that waits for all";
+  const auto statuses = run_ranks(size, milliseconds(1500), [&](Control& control) {
+    const auto part = part_of(control, control.rank() == 0 ? -1 : 0);
+    control.gather("", "meet");
+    if (control.rank() == victim) raise(SIGSTOP);
+    if (control.rank() == 0)
+      return fails_with(ErrorKind::timeout, victim, [&] { control.gather("", "in all"); });
+    return fails_with(ErrorKind::timeout, 0, [&] { part->gather("", "in the group"); });
+  });
+  expect_all_well(statuses, victim);
+}
+
 TEST_P(Faults, WhoGivesUpTellsTheOthersWhy) {
   const int size = GetParam();
   expect_all_well(run_ranks(size, seconds(50), [&](Control& control) {
     if (control.rank() == 1) {
       control.gather("", "meet");
-      control.tell(gave_up(1, "out of memory"));
+      control.tell(gave_up(control, "out of memory"));
       return true;
     }
     try {

@@ -33,6 +33,7 @@ struct Group {
     std::shared_ptr<Comm> comm;
     cudaStream_t stream;
     std::vector<Piece> pieces;
+    Comm::Then then = {};
   };
   int depth = 0;
   ncclResult_t error = ncclSuccess;

@@ -54,27 +54,33 @@ ncclResult_t Comm::state() {
   return error_;
 }
 
-ncclResult_t Comm::queue(std::vector<Piece> pieces, cudaStream_t stream) {
+ncclResult_t Comm::queue(std::vector<Piece> pieces, cudaStream_t stream, Then then) {
   if (error_ != ncclSuccess) return error_;
   if (!is_made() || is_finalized_ || !splitting_.empty() || !put_off_.empty()) {
     nccl_error_text() = "a communicator was used while an earlier call was in progress";
     return ncclInvalidArgument;
   }
-  if (is_blocking_ || chance(0.5)) return queue_now(pieces, stream);
-  put_off_.emplace_back(
-      [this, pieces = std::move(pieces), stream] { return queue_now(pieces, stream); });
+  if (is_blocking_ || chance(0.5)) return queue_now(pieces, stream, then);
+  put_off_.emplace_back([this, pieces = std::move(pieces), stream, then = std::move(then)] {
+    return queue_now(pieces, stream, then);
+  });
   return ncclInProgress;
 }
 
-ncclResult_t Comm::queue_now(const std::vector<Piece>& pieces, cudaStream_t handle) {
+ncclResult_t Comm::queue_now(const std::vector<Piece>& pieces, cudaStream_t handle,
+                             const Then& then) {
   Stream* const stream = find_stream(handle);
   if (stream == nullptr) return ncclUnhandledCudaError;
   Work work;
   const auto self = shared_from_this();
-  work.begin = [self, pieces]() -> Poll {
+  work.begin = [self, pieces, then]() -> Poll {
     if (self->is_aborted_) return [] { return Progress::ended; };
     auto transfer = std::make_shared<Transfer>(self->segment_, self->rank_, pieces);
-    return [self, transfer] { return self->go_on(*transfer); };
+    return [self, transfer, then] {
+      const Progress progress = self->go_on(*transfer);
+      if (progress == Progress::ended && then && !self->is_aborted_) then();
+      return progress;
+    };
   };
   work.queued = [self](const OperationPtr& operation, std::vector<OperationPtr>& after) {
     after.push_back(std::exchange(self->last_, operation));

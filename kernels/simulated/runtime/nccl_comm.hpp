@@ -26,9 +26,12 @@ class Comm : public std::enable_shared_from_this<Comm> {
   /// How it stands: in progress, an error, or success. What was put off is queued by it.
   ncclResult_t state();
 
+  /// What is done when all pieces have come.
+  using Then = std::function<void()>;
+
   /// Queues what moves these pieces behind what the stream, and this communicator, have to do. One
   /// that does not block may put it off until it is asked how it stands.
-  ncclResult_t queue(std::vector<Piece> pieces, cudaStream_t stream);
+  ncclResult_t queue(std::vector<Piece> pieces, cudaStream_t stream, Then then = {});
 
   /// Begins a split, whose result is in progress until all ranks have come to it; null: no part of
   /// it (NCCL_SPLIT_NOCOLOR).
@@ -45,7 +48,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Comm() = default;
   bool is_made();
   void look_for_split();
-  ncclResult_t queue_now(const std::vector<Piece>& pieces, cudaStream_t stream);
+  ncclResult_t queue_now(const std::vector<Piece>& pieces, cudaStream_t stream, const Then& then);
   Progress go_on(Transfer& transfer);
 
   std::shared_ptr<Segment> segment_;  // null: what a split makes, which is not there yet

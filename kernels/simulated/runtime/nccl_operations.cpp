@@ -1,8 +1,10 @@
-// What moves bytes between ranks, alone and in groups.
+// What moves bytes between ranks, alone and in groups, and the one operation that adds.
+#include <memory>
 #include <utility>
 
 #include "kernels/simulated/runtime/memory.hpp"
 #include "kernels/simulated/runtime/nccl_calls.hpp"
+#include "longspan/element.hpp"
 
 namespace longspan::simulated {
 namespace {
@@ -44,9 +46,17 @@ ncclResult_t queue_all(std::vector<Group::Entry> entries) {
       if (more.comm != first.comm) continue;
       if (more.stream != first.stream) return refuse("a group with several streams of a rank");
       first.pieces.insert(first.pieces.end(), more.pieces.begin(), more.pieces.end());
+      if (first.then && more.then)
+        first.then = [one = std::move(first.then), other = std::move(more.then)] {
+          one();
+          other();
+        };
+      else if (more.then)
+        first.then = std::move(more.then);
       more.comm = nullptr;
     }
-    const ncclResult_t result = first.comm->queue(std::move(first.pieces), first.stream);
+    const ncclResult_t result =
+        first.comm->queue(std::move(first.pieces), first.stream, std::move(first.then));
     if (worst == ncclSuccess || worst == ncclInProgress)
       if (result != ncclSuccess) worst = result;
   }
@@ -54,8 +64,9 @@ ncclResult_t queue_all(std::vector<Group::Entry> entries) {
 }
 
 /// Queues, or adds to the thread's group.
-ncclResult_t add(ncclComm_t comm, cudaStream_t stream, std::vector<Piece> pieces) {
-  Group::Entry entry{comm->own, stream, std::move(pieces)};
+ncclResult_t add(ncclComm_t comm, cudaStream_t stream, std::vector<Piece> pieces,
+                 Comm::Then then = {}) {
+  Group::Entry entry{comm->own, stream, std::move(pieces), std::move(then)};
   if (group().depth == 0) return queue_all({std::move(entry)});
   group().entries.push_back(std::move(entry));
   return ncclSuccess;
@@ -77,6 +88,20 @@ ncclResult_t send_or_receive(const char* name, Piece piece, ncclDataType_t type,
     if (!is_reachable(data, piece.bytes)) return refuse_in_group("memory that no GPU reaches");
     return add(comm, stream, {piece});
   });
+}
+
+/// The sum of `parts` [parts, count] of all ranks, in an order that is none of the ranks' own, as
+/// NCCL's algorithms have theirs: from the rank behind this one on, around the ring. 16-bit sums
+/// are rounded at every step.
+void add_up(const std::vector<std::byte>& parts, void* sum, std::size_t count, DType dtype,
+            int rank, int size) {
+  for (std::size_t i = 0; i < count; ++i)
+    for (int step = 1; step <= size; ++step) {
+      const auto p = static_cast<std::size_t>((rank + step) % size);
+      const float one = load_element(parts.data(), dtype, static_cast<std::int64_t>(p * count + i));
+      const auto place = static_cast<std::int64_t>(i);
+      store_element(sum, dtype, place, step == 1 ? one : load_element(sum, dtype, place) + one);
+    }
 }
 
 /// Where a piece of no bytes stands for something: it has to have a place.
@@ -114,6 +139,50 @@ ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataT
                         .to = static_cast<std::byte*>(recv) + static_cast<std::size_t>(p) * bytes,
                         .bytes = bytes});
     }
+    return add(comm, stream, std::move(pieces));
+  });
+}
+
+ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type,
+                               ncclRedOp_t operation, ncclComm_t comm, cudaStream_t stream) {
+  return nccl_call("ncclReduceScatter", [&](Lock&) -> ncclResult_t {
+    const bool is_float = type == ncclFloat32 || type == ncclFloat16 || type == ncclBfloat16;
+    if (comm == nullptr || !is_float || operation != ncclSum)
+      return refuse_in_group("a communicator, or a sum that this stand-in does not know");
+    const int size = comm->own->size(), rank = comm->own->rank();
+    const std::size_t bytes = count * size_of(type), all = bytes * static_cast<std::size_t>(size);
+    if (!is_reachable(send, all) || !is_reachable(recv, bytes))
+      return refuse_in_group("memory that no GPU reaches");
+    if (bytes == 0) return ncclSuccess;
+    const auto parts = std::make_shared<std::vector<std::byte>>(all);
+    std::vector<Piece> pieces;
+    for (int p = 0; p < size; ++p) {
+      const std::size_t place = static_cast<std::size_t>(p) * bytes;
+      pieces.push_back(
+          {.peer = p, .from = static_cast<const std::byte*>(send) + place, .bytes = bytes});
+      pieces.push_back({.peer = p, .to = parts->data() + place, .bytes = bytes});
+    }
+    const longspan::DType dtype = type == ncclFloat32   ? longspan::fp32
+                                  : type == ncclFloat16 ? longspan::fp16
+                                                        : longspan::bf16;
+    return add(comm, stream, std::move(pieces),
+               [=] { add_up(*parts, recv, count, dtype, rank, size); });
+  });
+}
+
+ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type,
+                           int root, ncclComm_t comm, cudaStream_t stream) {
+  return nccl_call("ncclBroadcast", [&](Lock&) -> ncclResult_t {
+    if (comm == nullptr || size_of(type) == 0 || root < 0 || root >= comm->own->size())
+      return refuse_in_group("a communicator, a root or a type");
+    const bool is_root = comm->own->rank() == root;
+    const std::size_t bytes = count * size_of(type);
+    if (!is_reachable(recv, bytes) || (is_root && !is_reachable(send, bytes)))
+      return refuse_in_group("memory that no GPU reaches");
+    if (bytes == 0) return ncclSuccess;
+    std::vector<Piece> pieces{{.peer = root, .to = static_cast<std::byte*>(recv), .bytes = bytes}};
+    for (int p = 0; is_root && p < comm->own->size(); ++p)
+      pieces.push_back({.peer = p, .from = static_cast<const std::byte*>(send), .bytes = bytes});
     return add(comm, stream, std::move(pieces));
   });
 }

@@ -48,6 +48,10 @@ struct Verb {
 /// end waits for the peers, up to the deadline, and what it finds wrong is thrown by the next call
 /// on the communicator. On CUDA nobody waits, and its memory is its own until the GPU's work is
 /// done. It keeps the communicator alive, and is used by one thread at a time.
+///
+/// After a failure MPI writes nothing more, with one exception, as with verbs that block: of a rank
+/// that stopped in the middle of a message, and goes on later, the rest still arrives. Memory that
+/// was received into is kept until the process ends where the communicator has failed.
 class Transfer {
  public:
   Transfer() = default;

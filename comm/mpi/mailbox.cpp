@@ -61,7 +61,8 @@ void MpiMailbox::post(int to, const std::string& text) {
 }
 
 std::optional<Mailbox::Letter> MpiMailbox::next() {
-  for (int tried = 0; tried < size(); ++tried) {
+  // A probe looks first and then lets MPI go on: what that brings is there at the second look.
+  for (int tried = 0; tried < 2 * size(); ++tried) {
     const int peer = next_peer_;
     next_peer_ = (next_peer_ + 1) % size();
     if (peer == rank_) continue;

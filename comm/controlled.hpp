@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 #include "comm/transport.hpp"
 
 namespace longspan::comm {

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 #include "comm/transport.hpp"
 
 namespace longspan::comm {

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/agreement.hpp"
+#include "comm/control/agreement.hpp"
 #include "longspan/types.hpp"
 #include "src/peer_view.hpp"
 

@@ -10,7 +10,7 @@
 #include <span>
 #include <string>
 
-#include "comm/agreement.hpp"
+#include "comm/control/agreement.hpp"
 #include "kernels/digest.hpp"
 #include "longspan/attention.hpp"
 

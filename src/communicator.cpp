@@ -3,12 +3,12 @@
 
 #include <fmt/format.h>
 
-#include "comm/control.hpp"
-#include "comm/environment.hpp"
+#include "comm/control/control.hpp"
+#include "comm/control/environment.hpp"
+#include "comm/control/wire.hpp"
 #include "comm/gpu.hpp"
 #include "comm/self.hpp"
-#include "comm/tcp_control.hpp"
-#include "comm/wire.hpp"
+#include "comm/tcp/control.hpp"
 #include "longspan/error.hpp"
 #if defined(LONGSPAN_HAVE_MPI)
 #include "comm/mpi/from_mpi.hpp"

@@ -4,7 +4,7 @@
 
 #include <fmt/format.h>
 
-#include "comm/environment.hpp"
+#include "comm/control/environment.hpp"
 #include "comm/gpu.hpp"
 #include "comm/mpi/mailbox.hpp"
 #include "comm/mpi/transport.hpp"

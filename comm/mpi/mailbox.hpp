@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 #include "comm/mpi/session.hpp"
 
 namespace longspan::comm {

@@ -5,8 +5,8 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "comm/control/threads.hpp"
 #include "comm/mpi/mailbox.hpp"
-#include "comm/threads.hpp"
 #include "src/check.hpp"
 
 namespace longspan::comm {

@@ -17,8 +17,8 @@
 #include <numeric>
 #include <sstream>
 
+#include "comm/control/hosts.hpp"
 #include "comm/controlled.hpp"
-#include "comm/hosts.hpp"
 #include "comm/mpi/mailbox.hpp"
 #include "longspan/element.hpp"
 #include "src/check.hpp"

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 #include "comm/mpi/session.hpp"
 #include "comm/transport.hpp"
 

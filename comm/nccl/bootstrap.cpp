@@ -4,10 +4,10 @@
 
 #include <cstring>
 
+#include "comm/control/hosts.hpp"
+#include "comm/control/wire.hpp"
 #include "comm/gpu.hpp"
-#include "comm/hosts.hpp"
 #include "comm/nccl/transport.hpp"
-#include "comm/wire.hpp"
 #include "longspan/info.hpp"
 #include "src/check.hpp"
 #include "src/env.hpp"

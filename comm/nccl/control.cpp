@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/wire.hpp"
+#include "comm/control/wire.hpp"
 #include "longspan/buffer.hpp"
 #include "src/check.hpp"
 

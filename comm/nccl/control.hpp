@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 #include "comm/nccl/link.hpp"
 
 namespace longspan::comm {

@@ -7,10 +7,10 @@
 #include <condition_variable>
 #include <thread>
 
-#include "comm/environment.hpp"
+#include "comm/control/environment.hpp"
+#include "comm/control/threads.hpp"
 #include "comm/nccl/control.hpp"
 #include "comm/nccl/transport.hpp"
-#include "comm/threads.hpp"
 #include "src/check.hpp"
 #include "src/env.hpp"
 

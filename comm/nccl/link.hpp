@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/control.hpp"
-#include "comm/watchdog.hpp"
+#include "comm/control/control.hpp"
+#include "comm/control/watchdog.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::comm {

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "comm/hosts.hpp"
+#include "comm/control/hosts.hpp"
 #include "comm/nccl/link.hpp"
 #include "comm/transport.hpp"
 

@@ -11,8 +11,8 @@
 #include <random>
 #include <utility>
 
-#include "comm/hosts.hpp"
-#include "comm/wire.hpp"
+#include "comm/control/hosts.hpp"
+#include "comm/control/wire.hpp"
 #include "src/check.hpp"
 
 namespace longspan::comm {

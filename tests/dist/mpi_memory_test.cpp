@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 #include "comm/mpi/mailbox.hpp"
 #include "comm/mpi/session.hpp"
 #include "comm/mpi/transport.hpp"

@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "comm/wire.hpp"
+#include "comm/control/wire.hpp"
 #include "longspan/element.hpp"
 
 using longspan::stand_in::Meeting;

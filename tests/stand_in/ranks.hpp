@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 #include "nccl.h"
 
 namespace longspan::stand_in {

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/wire.hpp"
+#include "comm/control/wire.hpp"
 #include "kernels/cuda/common/launch.hpp"
 #include "longspan/error.hpp"
 #include "tests/stand_in/gpus.hpp"

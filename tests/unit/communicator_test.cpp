@@ -10,9 +10,9 @@
 #include <random>
 #include <thread>
 
+#include "comm/control/watchdog.hpp"
+#include "comm/control/wire.hpp"
 #include "comm/transport.hpp"
-#include "comm/watchdog.hpp"
-#include "comm/wire.hpp"
 #include "longspan/error.hpp"
 #include "tests/no_threads.hpp"
 

@@ -1,7 +1,7 @@
 // The control plane against a mailbox that gives it anything at all: what no rank writes is a typed
 // error that names the sender, and the communicator has ended. And the end itself: the first of
 // many failures is kept, whoever looks.
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 #include <random>
 #include <thread>
 
-#include "comm/wire.hpp"
+#include "comm/control/wire.hpp"
 #include "longspan/error.hpp"
 #include "tests/fresh_seed.hpp"
 

@@ -9,7 +9,7 @@
 #include <map>
 #include <optional>
 
-#include "comm/environment.hpp"
+#include "comm/control/environment.hpp"
 #include "longspan/error.hpp"
 #include "longspan/info.hpp"
 

@@ -1,6 +1,6 @@
 // The control plane over TCP, between forked processes: what a rank finds is what its exit status
 // says.
-#include "comm/tcp_control.hpp"
+#include "comm/tcp/control.hpp"
 
 #include <gtest/gtest.h>
 #include <netinet/in.h>

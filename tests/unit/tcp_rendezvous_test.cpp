@@ -15,11 +15,11 @@
 #include <thread>
 #include <vector>
 
-#include "comm/tcp_address.hpp"
-#include "comm/tcp_control.hpp"
-#include "comm/tcp_hello.hpp"
-#include "comm/tcp_hub.hpp"
-#include "comm/wire.hpp"
+#include "comm/control/wire.hpp"
+#include "comm/tcp/address.hpp"
+#include "comm/tcp/control.hpp"
+#include "comm/tcp/hello.hpp"
+#include "comm/tcp/hub.hpp"
 #include "longspan/error.hpp"
 #include "tests/fresh_seed.hpp"
 #include "tests/no_threads.hpp"

@@ -1,4 +1,4 @@
-#include "comm/watchdog.hpp"
+#include "comm/control/watchdog.hpp"
 
 #include <algorithm>
 #include <condition_variable>
@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/threads.hpp"
+#include "comm/control/threads.hpp"
 
 namespace longspan::comm {
 

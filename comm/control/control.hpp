@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/agreement.hpp"
-#include "comm/failure.hpp"
-#include "comm/patience.hpp"
+#include "comm/control/agreement.hpp"
+#include "comm/control/failure.hpp"
+#include "comm/control/patience.hpp"
 
 namespace longspan::comm {
 

@@ -1,4 +1,4 @@
-#include "comm/environment.hpp"
+#include "comm/control/environment.hpp"
 
 #include <fmt/format.h>
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 
 namespace longspan::comm {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/tcp_frames.hpp"
+#include "comm/tcp/frames.hpp"
 
 namespace longspan::comm {
 

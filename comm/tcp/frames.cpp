@@ -1,4 +1,4 @@
-#include "comm/tcp_frames.hpp"
+#include "comm/tcp/frames.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "comm/environment.hpp"
+#include "comm/control/environment.hpp"
 
 namespace longspan::comm {
 

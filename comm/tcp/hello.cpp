@@ -1,13 +1,13 @@
-#include "comm/tcp_hello.hpp"
+#include "comm/tcp/hello.hpp"
 
 #include <fmt/format.h>
 
 #include <climits>
 #include <cstddef>
 
-#include "comm/failure.hpp"
-#include "comm/tcp_frames.hpp"
-#include "comm/wire.hpp"
+#include "comm/control/failure.hpp"
+#include "comm/control/wire.hpp"
+#include "comm/tcp/frames.hpp"
 #include "longspan/error.hpp"
 #include "longspan/version.hpp"
 #include "src/env.hpp"

@@ -3,8 +3,8 @@
 
 #include <memory>
 
-#include "comm/control.hpp"
-#include "comm/environment.hpp"
+#include "comm/control/control.hpp"
+#include "comm/control/environment.hpp"
 
 namespace longspan::comm {
 

@@ -7,7 +7,7 @@
 //     s number letter  a letter of the group of this number, which was split from this
 //     communicator;
 //                      an empty one is the last: this rank has left the group
-#include "comm/control.hpp"
+#include "comm/control/control.hpp"
 
 #include <fmt/format.h>
 
@@ -15,7 +15,7 @@
 #include <deque>
 #include <limits>
 
-#include "comm/wire.hpp"
+#include "comm/control/wire.hpp"
 
 namespace longspan::comm {
 namespace {

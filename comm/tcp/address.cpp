@@ -1,4 +1,4 @@
-#include "comm/tcp_address.hpp"
+#include "comm/tcp/address.hpp"
 
 #include <fmt/format.h>
 #include <netdb.h>

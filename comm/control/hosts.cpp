@@ -1,4 +1,4 @@
-#include "comm/hosts.hpp"
+#include "comm/control/hosts.hpp"
 
 #include <unistd.h>
 

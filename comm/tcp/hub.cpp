@@ -1,4 +1,4 @@
-#include "comm/tcp_hub.hpp"
+#include "comm/tcp/hub.hpp"
 
 #include <fmt/format.h>
 #include <poll.h>
@@ -10,8 +10,8 @@
 #include <list>
 #include <optional>
 
-#include "comm/patience.hpp"
-#include "comm/threads.hpp"
+#include "comm/control/patience.hpp"
+#include "comm/control/threads.hpp"
 #include "longspan/error.hpp"
 
 namespace longspan::comm {

@@ -1,4 +1,4 @@
-#include "comm/wire.hpp"
+#include "comm/control/wire.hpp"
 
 #include <charconv>
 

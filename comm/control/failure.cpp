@@ -1,11 +1,11 @@
-#include "comm/failure.hpp"
+#include "comm/control/failure.hpp"
 
 #include <algorithm>
 #include <charconv>
 #include <exception>
 #include <utility>
 
-#include "comm/wire.hpp"
+#include "comm/control/wire.hpp"
 
 namespace longspan::comm {
 

@@ -14,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "comm/tcp_frames.hpp"
-#include "comm/tcp_hello.hpp"
+#include "comm/tcp/frames.hpp"
+#include "comm/tcp/hello.hpp"
 
 namespace longspan::comm {
 

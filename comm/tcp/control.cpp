@@ -1,4 +1,4 @@
-#include "comm/tcp_control.hpp"
+#include "comm/tcp/control.hpp"
 
 #include <fmt/format.h>
 #include <poll.h>
@@ -8,9 +8,9 @@
 #include <cerrno>
 #include <cstring>
 
-#include "comm/tcp_address.hpp"
-#include "comm/tcp_hello.hpp"
-#include "comm/tcp_hub.hpp"
+#include "comm/tcp/address.hpp"
+#include "comm/tcp/hello.hpp"
+#include "comm/tcp/hub.hpp"
 #include "longspan/error.hpp"
 
 namespace longspan::comm {

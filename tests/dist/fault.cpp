@@ -25,6 +25,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <thread>
@@ -165,7 +166,12 @@ void run(const Asked& asked) {
   const bool last = env_text("OMPI_COMM_WORLD_RANK") && env_text("OMPI_COMM_WORLD_SIZE") &&
                     std::stoi(*env_text("OMPI_COMM_WORLD_RANK")) + 1 ==
                         std::stoi(*env_text("OMPI_COMM_WORLD_SIZE"));
-  if (mode == "start" && last) std::raise(SIGSTOP);
+  if (mode == "start" && last) {
+    std::raise(SIGSTOP);
+    // mpirun wakes it to end it. A rank that then connects to mpirun makes it hang now and then
+    // ("PMIX ERROR: UNREACHABLE", Open MPI 4.1).
+    std::_Exit(0);
+  }
   if (mode == "make") {
     int level = 0;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);

@@ -249,7 +249,7 @@ struct Attention::Impl {
                cache.pages ? 0 : cache.pitch};
     if (options.shard_queries) {
       p.queries = request.query_shard;
-      std::swap(p.batch.query_start, p.batch.whole_query_start);
+      if (world.size() > 1) std::swap(p.batch.query_start, p.batch.whole_query_start);
     }
     p.shard = request.shard;
     p.documents = request.documents;

@@ -69,7 +69,7 @@ class GatherStates final : public Strategy {
     const kernels::AttendParams& bounds = layer_.bounds;
     if (layer_.options.shard_queries) {  // all ranks' rows, once they are gathered
       run.attend.tokens = run.request.query_shard.length;
-      run.attend.batch.query_start = run.attend.batch.whole_query_start;
+      run.attend.batch.query_start = run.request.query_start;
       run.attend.batch.whole_query_start = nullptr;
       run.attend.queries = {};
       run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.dim, bounds.dim};

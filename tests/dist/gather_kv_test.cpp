@@ -85,6 +85,18 @@ TEST(GatherKv, AttendsWithItsOwnRowsWhereTheyStand) {
   }
 }
 
+/// Alone a rank has all rows of every sequence, also where its options say that rows are shared.
+TEST(GatherKv, AloneItTakesBatchesOfSharedRows) {
+  const Communicator alone = self(test_world().device());
+  const Problem problem({.q_lens = {1, 0, 17, 40}, .kv_lens = {333, 50, 0, 40}},
+                        shared_seed(test_world()));
+  Options options = options_for(problem, alone);
+  options.strategy = "gather-kv";
+  const Result found = run(alone, problem, Shard::contiguous(0, 0, 1), options,
+                           Shard::contiguous(problem.tokens, 0, 1));
+  expect_exact(problem, found, all_rows(problem));
+}
+
 TEST(GatherKv, SaysWhatItIs) {
   const Communicator world = test_world();
   const Attention layer(world, {.dtype = DType::fp32, .max_kv_len = 10, .strategy = "gather-kv"});

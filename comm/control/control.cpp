@@ -5,8 +5,7 @@
 //                      run that the roll is called for
 //     f failure        the communicator has ended, and why
 //     s number letter  a letter of the group of this number, which was split from this
-//     communicator;
-//                      an empty one is the last: this rank has left the group
+//                      communicator; an empty one is the last: this rank has left the group
 #include "comm/control/control.hpp"
 
 #include <fmt/format.h>

@@ -32,6 +32,20 @@ class SideStream {
   bool is_done(int number) const;
   void give_back(int number) noexcept { marks_[static_cast<std::size_t>(number)].is_taken = false; }
 
+  /// Starts a transfer that follows what `from` has: `work(stream)` queues it. Returns its number.
+  template <class Work>
+  int start(cudaStream_t from, const Work& work) {
+    const int number = take();
+    try {
+      work(fork(from));
+      mark(number);
+    } catch (...) {
+      give_back(number);
+      throw;
+    }
+    return number;
+  }
+
   /// Work of it may never end: nothing may wait for the stream, not even its end.
   void abandon() noexcept { is_abandoned_ = true; }
 

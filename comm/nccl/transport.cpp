@@ -119,15 +119,7 @@ class NcclTransport final : public ControlledTransport {
   int start(const Verb& verb, Stream stream, const char* step) override {
     return or_abort([&] {
       control().fate().check();
-      const int number = side_.take();
-      try {
-        queue(verb, side_.fork(cuda(stream)), step);
-        side_.mark(number);
-      } catch (...) {
-        side_.give_back(number);
-        throw;
-      }
-      return number;
+      return side_.start(cuda(stream), [&](cudaStream_t side) { queue(verb, side, step); });
     });
   }
 
@@ -301,15 +293,8 @@ class GpuSelf final : public SelfTransport {
   int start(const Verb& verb, Stream stream, const char*) override {
     control().fate().check();
     side_.make();
-    const int number = side_.take();
-    try {
-      copy_on(side_.fork(cuda(stream)), verb.send, verb.recv, verb.bytes);
-      side_.mark(number);
-    } catch (...) {
-      side_.give_back(number);
-      throw;
-    }
-    return number;
+    return side_.start(cuda(stream),
+                       [&](cudaStream_t side) { copy_on(side, verb.send, verb.recv, verb.bytes); });
   }
   void finish(int number, Stream stream) override {
     side_.give_back(number);

@@ -58,9 +58,7 @@ class GatherKv final : public Strategy {
       gather_keys(run);
     }
     run.enter(Phase::attend);
-    kernels::EpilogueBegins begins;
-    if (run.timed) begins = [&run] { run.enter(Phase::merge); };
-    layer_.kernels.attend(run.attend, run.merge, run.stream, begins);
+    run.attend_to(run.merge, Phase::merge, layer_.kernels);
   }
 
  private:

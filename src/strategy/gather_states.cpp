@@ -95,8 +95,8 @@ class GatherStates final : public Strategy {
     }
 
     run.enter(Phase::attend);
-    if (alone) return attend_to(run, run.merge, Phase::merge);
-    if (by_windows) return attend_to(run, exchange_of(run), Phase::exchange);
+    if (alone) return run.attend_to(run.merge, Phase::merge, kernels);
+    if (by_windows) return run.attend_to(exchange_of(run), Phase::exchange, kernels);
     kernels.attend(run.attend, run.stream);
 
     run.enter(Phase::exchange);
@@ -108,13 +108,6 @@ class GatherStates final : public Strategy {
   }
 
  private:
-  /// Attention, and the phase that ends it.
-  void attend_to(Run& run, const kernels::Epilogue& epilogue, Phase last) const {
-    kernels::EpilogueBegins begins;
-    if (run.timed) begins = [&run, last] { run.enter(last); };
-    layer_.kernels.attend(run.attend, epilogue, run.stream, begins);
-  }
-
   kernels::ExchangeParams exchange_of(const Run& run) const {
     layer_.comm.check("attention");  // no verb does; the step is that of Attention::wait
     kernels::ExchangeParams exchange{*peers_, run.merge, window_rows_};

@@ -49,6 +49,14 @@ struct Run {
 
   bool timed = false;  // on this rank, and maybe on no other: what travels must not depend on it
   std::function<void(Phase)> enter;  // marks that the stream has come to the start of a phase
+
+  /// Queues the attention and the phase that ends it.
+  void attend_to(const kernels::Epilogue& epilogue, Phase last,
+                 const kernels::AttentionKernels& with) const {
+    kernels::EpilogueBegins begins;
+    if (timed) begins = [this, last] { enter(last); };
+    with.attend(attend, epilogue, stream, begins);
+  }
 };
 
 class Strategy {

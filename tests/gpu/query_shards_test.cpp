@@ -1,9 +1,7 @@
 // A rank's share of the query rows, on a GPU: masks and biases go by where a row stands in its
 // sequence, for every layout of the rows against every layout of the keys, against float64.
-#include <gmock/gmock.h>
-
-#include "longspan/error.hpp"
 #include "tests/gpu/serving_ranks.hpp"
+#include "tests/query_shards_refusals.hpp"
 
 namespace longspan::testing {
 namespace {
@@ -166,28 +164,7 @@ TEST(QueryShards, FixedOrderKeepsTheBits) {
 
 TEST(QueryShards, WhatIsRefused) {
   LONGSPAN_NEEDS_GPU();
-  const auto backend = kernels::cuda_backend();
-  kernels::AttendParams p;
-  p.dim = 64;
-  p.queries = {Layout::zigzag, 1, 2};
-  backend->check(p);
-  const auto message = [&] {
-    try {
-      backend->check(p);
-    } catch (const Unsupported& error) {
-      return std::string(error.what());
-    }
-    return std::string();
-  };
-  p.batch.skip_decode = true;
-  EXPECT_THAT(message(), ::testing::HasSubstr("skip_decode with sharded queries"));
-  p.batch.skip_decode = false;
-  float new_key = 0;
-  p.new_k.data = &new_key;
-  EXPECT_THAT(message(), ::testing::HasSubstr("new keys with sharded queries"));
-  p.new_k.data = nullptr;
-  p.queries.layout = Layout::listed;
-  EXPECT_THAT(message(), ::testing::HasSubstr("listed queries"));
+  expect_refusals_of_query_shards(*kernels::cuda_backend());
 }
 
 }  // namespace

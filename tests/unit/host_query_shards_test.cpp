@@ -1,7 +1,6 @@
 // A rank's share of the query rows, on the host: masks and biases go by where a row stands in its
 // sequence, for every layout of the rows against every layout of the keys. Against float64, and
 // with the bits of all rows at once.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 #include <string>
 
 #include "host_problem.hpp"
-#include "longspan/error.hpp"
+#include "tests/query_shards_refusals.hpp"
 
 namespace longspan::tests {
 namespace {
@@ -137,29 +136,7 @@ TEST_F(QueryShards, OneSequenceByItsLength) {
       ASSERT_EQ(found.out[t * row + i], whole.out[(2 * t + 1) * row + i]) << t << " " << i;
 }
 
-TEST_F(QueryShards, WhatIsRefused) {
-  kernels::AttendParams p;
-  p.dim = 64;
-  p.queries = {Layout::zigzag, 1, 2};
-  backend_->check(p);
-  const auto message = [&] {
-    try {
-      backend_->check(p);
-    } catch (const Unsupported& error) {
-      return std::string(error.what());
-    }
-    return std::string();
-  };
-  p.batch.skip_decode = true;
-  EXPECT_THAT(message(), ::testing::HasSubstr("skip_decode with sharded queries"));
-  p.batch.skip_decode = false;
-  float new_key = 0;
-  p.new_k.data = &new_key;
-  EXPECT_THAT(message(), ::testing::HasSubstr("new keys with sharded queries"));
-  p.new_k.data = nullptr;
-  p.queries.layout = Layout::listed;
-  EXPECT_THAT(message(), ::testing::HasSubstr("listed queries"));
-}
+TEST_F(QueryShards, WhatIsRefused) { testing::expect_refusals_of_query_shards(*backend_); }
 
 }  // namespace
 }  // namespace longspan::tests

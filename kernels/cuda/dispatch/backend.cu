@@ -160,10 +160,12 @@ class CudaBackend final : public Backend {
     cuda::append(p, stream_of(stream));
   }
   void attend_context(const ContextParams& p, Stream stream) const override {
-    const cuda::GatheredParams gathered{whole(p.cached), p.fresh.k, p.fresh.v,
-                                        p.merge,         p.room,    p.room_bytes};
-    check(gathered.attend);
-    if (p.room_bytes > 0 && cuda::attend_gathered(gathered, gpu_, stream_of(stream))) return;
+    if (p.room_bytes > 0) {
+      const cuda::GatheredParams gathered{whole(p.cached), p.fresh.k, p.fresh.v,
+                                          p.merge,         p.room,    p.room_bytes};
+      check(gathered.attend);
+      if (cuda::attend_gathered(gathered, gpu_, stream_of(stream))) return;
+    }
     attend_context_by_states(*this, p, stream);
   }
   std::size_t context_room(const AttendParams& bounds) const override {

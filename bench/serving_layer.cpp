@@ -30,7 +30,7 @@ class LayerDecode {
     capacity_ = *std::max_element(lens_.begin(), lens_.end());
     layer_.emplace(self(s.device), Options{.heads = heads_,
                                            .kv_heads = kv_heads_,
-                                           .dim = kDim,
+                                           .head_dim = kDim,
                                            .dtype = bf16,
                                            .mask = {.causal = true},
                                            .max_tokens = std::int64_t{batch_} * tokens_,

@@ -12,7 +12,7 @@ class Plain {
       : size_(sizes),
         layer_(self(s.device), {.heads = sizes.heads,
                                 .kv_heads = sizes.kv_heads,
-                                .dim = sizes.dim,
+                                .head_dim = sizes.dim,
                                 .dtype = sizes.dtype,
                                 .mask = {.causal = true},
                                 .max_tokens = sizes.q_len,

@@ -14,12 +14,12 @@ namespace longspan::kernels {
 
 /// Where queries, keys and values are.
 struct Operands {
-  Rows q;    // [tokens, heads, dim]
-  KvRows k;  // [keys on this rank, kv_heads, dim], or pages
-  KvRows v;  // as k
+  Rows q;    // [tokens, heads, head_dim]
+  KvRows k;  // [keys on this rank, kv_heads, head_dim], or pages
+  KvRows v;  // as k, of value_dim; may be the first columns of the keys
   Pages pages;
-  Rows new_k;  // [tokens, kv_heads, dim] of `dtype`: the keys of these rows, which k and v do not
-  Rows new_v;  // have yet and get here, ahead of the attention; or null
+  Rows new_k;  // as in AppendParams, of `dtype`: the keys of these rows, which k and v do not have
+  Rows new_v;  // yet and get here, ahead of the attention; or null
 
   Scales q_scale;  // with k_scale: factors of every product, ahead of everything else
   Scales k_scale;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "longspan/error.hpp"
+#include "longspan/limits.hpp"
 
 namespace longspan::kernels {
 namespace {
@@ -57,6 +58,17 @@ constexpr Feature kFeatures[] = {
 };
 
 }  // namespace
+
+void check_head_dims(std::int64_t head_dim, std::int64_t value_dim) {
+  const auto check = [](const char* what, std::int64_t dim, int most) {
+    if (dim < kHeadDimStep || dim > most || dim % kHeadDimStep != 0)
+      throw Unsupported(std::string(what) + " " + std::to_string(dim) + " is not supported: " +
+                        std::to_string(kHeadDimStep) + " to " + std::to_string(most) +
+                        " in steps of " + std::to_string(kHeadDimStep) + " are");
+  };
+  check("head_dim", head_dim, kMaxHeadDim);
+  check("value_dim", value_dim, kMaxValueDim);
+}
 
 std::span<const Feature> features() { return kFeatures; }
 

@@ -2,6 +2,7 @@
 // --features` prints, and that the table in the docs is made from.
 #pragma once
 
+#include <cstdint>
 #include <span>
 
 #include "kernels/params.hpp"
@@ -22,6 +23,9 @@ struct Feature {
 };
 
 std::span<const Feature> features();
+
+/// Throws Unsupported for a head of sizes past longspan/limits.hpp.
+void check_head_dims(std::int64_t head_dim, std::int64_t value_dim);
 
 /// Throws Unsupported, naming the first feature that the params need and the device lacks.
 void check_features(const AttendParams& params, Device device);

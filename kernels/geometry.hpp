@@ -46,7 +46,8 @@ struct Geometry {
   std::int64_t tokens = 0;       // query rows on this rank
   int heads = 1;
   int kv_heads = 1;
-  int dim = 0;
+  int head_dim = 0;   // of queries and keys
+  int value_dim = 0;  // of values, states and results
 
   Batch batch;
   Shard shard;

@@ -24,10 +24,11 @@ struct AppendParams {
   DType kv_dtype = DType::fp32;  // of the cache
   std::int64_t tokens = 0;
   int kv_heads = 1;
-  int dim = 0;
-  Rows new_k;  // [tokens, kv_heads, dim]
-  Rows new_v;
-  KvRows k;  // the cache; contiguous (slots count rows), or pages
+  int head_dim = 0;
+  int value_dim = 0;
+  Rows new_k;  // [tokens, kv_heads, head_dim]
+  Rows new_v;  // [tokens, kv_heads, value_dim]; null: the values are the first columns of the keys
+  KvRows k;    // the cache; contiguous (slots count rows), or pages
   KvRows v;
   Pages pages;
   const std::int64_t* slots = nullptr;  // [tokens]; or null
@@ -44,7 +45,8 @@ inline AppendParams append_of(const AttendParams& p) {
   append.kv_dtype = p.kv_dtype;
   append.tokens = p.tokens;
   append.kv_heads = p.kv_heads;
-  append.dim = p.dim;
+  append.head_dim = p.head_dim;
+  append.value_dim = p.value_dim;
   append.new_k = p.new_k;
   append.new_v = p.new_v;
   append.k = p.k;

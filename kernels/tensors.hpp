@@ -1,8 +1,9 @@
 // Tensors as a kernel sees them: plain data, an address and strides. Host and CUDA kernels take the
 // same structs.
 //
-// Names: tokens = query rows over the batch, heads, kv_heads, dim, kv_len, ranks; group = heads /
-// kv_heads. A "row" of a state is one (token, head), numbered token * heads + head.
+// Names: tokens = query rows over the batch, heads, kv_heads, head_dim (of queries and keys),
+// value_dim (of values, states and results), kv_len, ranks; group = heads / kv_heads. A "row" of a
+// state is one (token, head), numbered token * heads + head.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,7 @@
 
 namespace longspan::kernels {
 
-/// A tensor [n, heads, dim] whose innermost dimension is dense. Strides in elements.
+/// A tensor [n, heads, columns] whose innermost dimension is dense. Strides in elements.
 struct Rows {
   void* data = nullptr;
   std::int64_t row_stride = 0;
@@ -65,7 +66,8 @@ struct Pages {
 };
 
 /// States of `rows` rows in `slots` equal slots, which lie `slot_bytes` apart: one slot per rank,
-/// or per split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32.
+/// or per split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32; dim is the
+/// value_dim of the attention.
 struct StateSlots {
   std::byte* data = nullptr;
   std::int64_t rows = 0;

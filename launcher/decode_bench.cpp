@@ -36,7 +36,7 @@ DecodeShape shape_of(const Settings& s, std::int64_t kv) {
   const DecodeOptions& o = s.options;
   DecodeShape shape{.options = {.heads = o.heads,
                                 .kv_heads = o.kv_heads,
-                                .dim = o.dim,
+                                .head_dim = o.dim,
                                 .dtype = dtype_named(o.dtype),
                                 .invariant = o.invariant,
                                 .exchange = s.world.exchange,

@@ -16,9 +16,9 @@ CacheInputs make_cache(const DecodeShape& s, TensorId block, TensorId fresh, flo
   const Options& o = s.options;
   CacheInputs inputs;
   inputs.twist = twist;
-  inputs.fresh = generated(s.seed, fresh, o.dtype, s.caches * s.rows(), o.kv_heads, o.dim);
+  inputs.fresh = generated(s.seed, fresh, o.dtype, s.caches * s.rows(), o.kv_heads, o.head_dim);
   inputs.stored = inputs.fresh;
-  Source rows = generated(s.seed, block, o.dtype, kBlockRows, o.kv_heads, o.dim);
+  Source rows = generated(s.seed, block, o.dtype, kBlockRows, o.kv_heads, o.head_dim);
   if (is_fp8(s.kv_dtype())) {
     inputs.scale = {scale};
     inputs.stored = quantised(inputs.stored, s.kv_dtype(), inputs.scale);
@@ -34,7 +34,7 @@ CacheInputs make_cache(const DecodeShape& s, TensorId block, TensorId fresh, flo
 /// Keys or values of the samples, one sequence after the other.
 Source sampled_cache(const DecodeShape& shape, const CacheInputs& inputs,
                      const std::vector<DecodeSample>& samples, std::int64_t kv_len) {
-  const int dim = shape.options.dim;
+  const int dim = shape.options.head_dim;
   const std::size_t size = size_of(shape.kv_dtype()), row_bytes = shape.row_bytes();
   Source source{
       shape.kv_dtype(), static_cast<std::int64_t>(samples.size()) * kv_len, 1, dim, "samples", {}};
@@ -81,7 +81,7 @@ DecodeInputs::DecodeInputs(const DecodeShape& s)
     : k(make_cache(s, kKeyBlock, kNewKeys, 0.75f, 1)),
       v(make_cache(s, kValueBlock, kNewValues, 1.25f, 132)),
       q(generated(s.seed, kQueries, s.options.dtype, s.layers * s.rows(), s.options.heads,
-                  s.options.dim)) {}
+                  s.options.head_dim)) {}
 
 std::vector<DecodeSample> draw_samples(const DecodeShape& shape, int count, std::uint64_t draw) {
   std::mt19937_64 random(shape.seed + (draw << 32));
@@ -113,12 +113,12 @@ Problem sampled(const DecodeShape& shape, const DecodeInputs& inputs,
   problem.v = sampled_cache(shape, inputs.v, samples, kv_len);
   problem.k_scale = inputs.k.scale;
   problem.v_scale = inputs.v.scale;
-  problem.q = {o.dtype, problem.tokens(), group, o.dim, "samples", {}};
+  problem.q = {o.dtype, problem.tokens(), group, o.head_dim, "samples", {}};
   problem.q.read = [=, &shape, &inputs](std::int64_t row, std::int64_t first, std::int64_t count,
                                         void* to) {
     const DecodeSample& sample = samples[row / tokens];
     inputs.q.read(sample.layer * shape.rows() + sample.sequence * tokens + row % tokens,
-                  sample.kv_head * group * o.dim + first, count, to);
+                  sample.kv_head * group * o.head_dim + first, count, to);
   };
   return problem;
 }
@@ -127,7 +127,7 @@ Answer sampled(const DecodeShape& shape, const std::vector<DecodeSample>& sample
                const Answer& outputs) {
   const Options& o = shape.options;
   const int group = o.heads / o.kv_heads;
-  const std::size_t bytes = size_of(o.dtype) * static_cast<std::size_t>(group) * o.dim;
+  const std::size_t bytes = size_of(o.dtype) * static_cast<std::size_t>(group) * o.head_dim;
   Answer answer;
   answer.rows.resize(samples.size() * shape.tokens);
   std::iota(answer.rows.begin(), answer.rows.end(), std::int64_t{0});

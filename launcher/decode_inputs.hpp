@@ -34,7 +34,7 @@ struct DecodeShape {
   std::int64_t capacity(int ranks) const;
   /// Of a key, or of a value, of all kv heads.
   std::size_t row_bytes() const {
-    return size_of(kv_dtype()) * static_cast<std::size_t>(options.kv_heads) * options.dim;
+    return size_of(kv_dtype()) * static_cast<std::size_t>(options.kv_heads) * options.head_dim;
   }
   /// Of one cache on one rank, keys and values.
   std::size_t cache_bytes(int ranks) const {

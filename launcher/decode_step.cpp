@@ -61,7 +61,7 @@ DecodeStep::DecodeStep(const Communicator& world, const DecodeShape& shape,
     });
   });
   const std::size_t out_rows = shape.layers * shape.rows() * shape.options.heads;
-  out_ = Buffer(device, out_rows * shape.options.dim * size_of(shape.options.dtype));
+  out_ = Buffer(device, out_rows * shape.options.head_dim * size_of(shape.options.dtype));
   lse_ = Buffer(device, out_rows * sizeof(float));
   kv_len_ = Buffer(device, shape.batch * sizeof(std::int32_t));
   own_len_ = Buffer(device, shape.batch * sizeof(std::int32_t));
@@ -127,15 +127,15 @@ void DecodeStep::make_requests() {
   const auto cache = [&](const Memory& memory, int layer) {
     const Buffer& buffer = memory.caches[layer % shape_.caches];
     if (page == 0)
-      return view(buffer, shape_.kv_dtype(), 0, {shape_.batch, capacity_, o.kv_heads, o.dim});
+      return view(buffer, shape_.kv_dtype(), 0, {shape_.batch, capacity_, o.kv_heads, o.head_dim});
     return view(buffer, shape_.kv_dtype(), 0,
-                {shape_.batch * capacity_ / page, page, o.kv_heads, o.dim});
+                {shape_.batch * capacity_ / page, page, o.kv_heads, o.head_dim});
   };
   for (int layer = 0; layer < shape_.layers; ++layer) {
-    const std::int64_t new_at = layer % shape_.caches * rows * o.kv_heads * o.dim;
+    const std::int64_t new_at = layer % shape_.caches * rows * o.kv_heads * o.head_dim;
     const std::int64_t row_at = layer * rows * o.heads;
-    Append append{.new_k = view(k_.fresh, o.dtype, new_at, {rows, o.kv_heads, o.dim}),
-                  .new_v = view(v_.fresh, o.dtype, new_at, {rows, o.kv_heads, o.dim}),
+    Append append{.new_k = view(k_.fresh, o.dtype, new_at, {rows, o.kv_heads, o.head_dim}),
+                  .new_v = view(v_.fresh, o.dtype, new_at, {rows, o.kv_heads, o.head_dim}),
                   .k = cache(k_, layer),
                   .v = cache(v_, layer),
                   .shard = lengths_.shard,
@@ -145,11 +145,11 @@ void DecodeStep::make_requests() {
                   .k_scale = {array<float>(k_.scale)},
                   .v_scale = {array<float>(v_.scale)}};
     if (page > 0) append.block_table = {array<std::int32_t>(table_), capacity_ / page};
-    Request request{.q = view(q_, o.dtype, row_at * o.dim, {rows, o.heads, o.dim}),
+    Request request{.q = view(q_, o.dtype, row_at * o.head_dim, {rows, o.heads, o.head_dim}),
                     .k = append.k,
                     .v = append.v,
                     .shard = append.shard,
-                    .out = view(out_, o.dtype, row_at * o.dim, {rows, o.heads, o.dim}),
+                    .out = view(out_, o.dtype, row_at * o.head_dim, {rows, o.heads, o.head_dim}),
                     .lse = view(lse_, DType::fp32, row_at, {rows, o.heads}),
                     .batch = append.batch,
                     .query_start = append.query_start,
@@ -215,7 +215,7 @@ void DecodeStep::check_lengths(std::int64_t done) const {
 }
 
 void DecodeStep::check_finite(const Answer& outputs) const {
-  const std::int64_t row = std::int64_t{shape_.options.heads} * shape_.options.dim;
+  const std::int64_t row = std::int64_t{shape_.options.heads} * shape_.options.head_dim;
   std::atomic<std::int64_t> strange{0};
   parallel_for(static_cast<std::int64_t>(outputs.rows.size()), shape_.options.threads,
                [&](std::int64_t i) {

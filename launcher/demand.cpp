@@ -126,14 +126,15 @@ constexpr const char* kAdvice =
 double workspace(const Options& o, double tokens, double most_tokens, double query_row_bytes,
                  int ranks) {
   const double rows = tokens * o.heads;
-  double bytes = ranks * rows * (8.0 + 4.0 * o.dim);
+  double bytes = ranks * rows * (8.0 + 4.0 * o.value_dim.value_or(o.head_dim));
   if (o.shard_queries) bytes += ranks * most_tokens * (2 * query_row_bytes + 8);
   return bytes;
 }
 
 /// The keys and values of one head in float64, and weights of some rows.
 double oracle(const Options& o, double kv_len, int threads) {
-  return kv_len * 8.0 * (2.0 * o.dim + 8.0 * std::max(1, threads));
+  const double columns = o.head_dim + o.value_dim.value_or(o.head_dim);
+  return kv_len * 8.0 * (columns + 8.0 * std::max(1, threads));
 }
 
 }  // namespace
@@ -159,13 +160,14 @@ Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t
     return static_cast<double>(row_bytes) * rows;
   };
   const double key_bytes = bytes(problem.k.row_bytes(), keys);
+  const double value_bytes = bytes(problem.v.row_bytes(), keys);
   const double result = bytes(problem.out_row_bytes() + o.heads * sizeof(float), own_rows);
   const double query_row = static_cast<double>(problem.q.row_bytes());
   const double gathered_rows = o.shard_queries ? ranks * most_rows : own_rows;
 
   Demand demand;
   Demand::Parts tensors{
-      {"keys and values", 2 * key_bytes},
+      {"keys and values", key_bytes + value_bytes},
       {"queries", query_row * own_rows},
       {"results", result},
       {"states of all ranks", workspace(o, gathered_rows, most_rows, query_row, ranks)}};
@@ -182,10 +184,11 @@ Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t
 Demand demand_of(const Communicator& world, const DecodeShape& shape) {
   const Options& o = shape.options;
   const double rows = static_cast<double>(shape.rows());
-  const double row = static_cast<double>(o.heads) * o.dim * static_cast<double>(size_of(o.dtype));
+  const double row =
+      static_cast<double>(o.heads) * o.head_dim * static_cast<double>(size_of(o.dtype));
   const double all_rows = rows * shape.layers;
   const double fresh =
-      2.0 * shape.caches * rows * o.kv_heads * o.dim * static_cast<double>(size_of(o.dtype));
+      2.0 * shape.caches * rows * o.kv_heads * o.head_dim * static_cast<double>(size_of(o.dtype));
   Demand demand;
   Demand::Parts tensors{{"caches", shape.caches * shape.bytes_of_cache(world.size())},
                         {"queries and results", all_rows * (2 * row + 4.0 * o.heads)},

@@ -26,15 +26,17 @@ T one_of(Random& random, std::initializer_list<T> values) {
 
 struct Shape {
   DType dtype = fp32;
-  int heads = 4, kv_heads = 2, dim = 64;
+  int heads = 4, kv_heads = 2, dim = 64, value_dim = 0;  // 0: dim
   Lengths q_lens{9}, kv_lens{1300};
 };
 
 Problem make(const Sweep& sweep, const Shape& shape, std::uint64_t salt) {
+  const int value_dim = shape.value_dim > 0 ? shape.value_dim : shape.dim;
   Problem p;
   p.options = {.heads = shape.heads,
                .kv_heads = shape.kv_heads,
-               .dim = shape.dim,
+               .head_dim = shape.dim,
+               .value_dim = value_dim,
                .dtype = shape.dtype,
                .threads = sweep.threads};
   p.q_lens = shape.q_lens;
@@ -43,7 +45,7 @@ Problem make(const Sweep& sweep, const Shape& shape, std::uint64_t salt) {
   const std::uint64_t seed = sweep.seed * 1000003 + salt;
   p.q = generated(seed, 0, shape.dtype, p.tokens(), shape.heads, shape.dim);
   p.k = generated(seed, 1, shape.dtype, keys, shape.kv_heads, shape.dim);
-  p.v = generated(seed, 2, shape.dtype, keys, shape.kv_heads, shape.dim);
+  p.v = generated(seed, 2, shape.dtype, keys, shape.kv_heads, value_dim);
   return p;
 }
 
@@ -105,7 +107,13 @@ Shape any_shape(Random& random, DType dtype, int longest) {
       random, {{1, 1}, {4, 2}, {6, 1}, {8, 8}, {5, 5}, {8, 2}, {12, 4}});
   shape.heads = heads;
   shape.kv_heads = kv_heads;
-  shape.dim = one_of(random, {16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256});
+  shape.dim = one_of(random, {8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256});
+  if (below(random, 4) == 0) {  // values of another width, and wide heads
+    const auto [dim, value_dim] = one_of<std::pair<int, int>>(
+        random, {{192, 128}, {576, 512}, {512, 512}, {264, 264}, {128, 40}, {40, 136}, {8, 512}});
+    shape.dim = dim;
+    shape.value_dim = value_dim;
+  }
   shape.q_lens = {one_of(random, {1, 2, 3, 16, 17, 65, 130})};
   shape.kv_lens = {one_of(random, {1, 2, 127, 128, 129, 256, 300, 1000, longest})};
   return shape;

@@ -8,6 +8,7 @@
 
 #include "launcher/help.hpp"
 #include "launcher/numbers.hpp"
+#include "longspan/limits.hpp"
 #include "longspan/version.hpp"
 
 namespace longspan::launcher {
@@ -83,6 +84,11 @@ CLI::Validator backend_name() {
       "");
 }
 
+const std::string kDimText =
+    fmt::format("Of a head: {0} to {1} in steps of {0}", kHeadDimStep, kMaxHeadDim);
+const std::string kValueDimText = fmt::format(
+    "Of a head of values: {0} to {1} in steps of {0} [--dim]", kHeadDimStep, kMaxValueDim);
+
 void add_world_options(CLI::App& app, WorldOptions& o) {
   app.add_option("--backend", o.backend,
                  "host, cuda, or auto: cuda where every rank has a GPU of its own")
@@ -134,7 +140,7 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
       ->group(files);
 
   const std::string made = "Inputs made from a seed (when no files are given)";
-  const auto size = [&](const char* name, auto& value, std::int64_t least, const char* what,
+  const auto size = [&](const char* name, auto& value, std::int64_t least, const std::string& what,
                         std::int64_t most = kMost) {
     return app.add_option(name, value, what)
         ->transform(whole(least, most))
@@ -153,7 +159,8 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   size("--heads", o.heads, 1, "Query heads", kMostHeads);
   size("--kv-heads", o.kv_heads, 1, "Heads of keys and values; divides --heads [--heads]",
        kMostHeads);
-  size("--dim", o.dim, 1, "Of a head: 16 to 256 in steps of 8", kMostHeads);
+  size("--dim", o.dim, 1, kDimText, kMostHeads);
+  size("--value-dim", o.value_dim, 1, kValueDimText, kMostHeads);
 
   const std::string attention = "The attention";
   app.add_flag("--causal", o.mask.causal, "A row sees no key behind its own position")
@@ -230,7 +237,7 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
 
 void add_decode_options(CLI::App& app, DecodeOptions& o) {
   const auto number = [&app](const char* name, auto& value, std::int64_t least, std::int64_t most,
-                             const char* what, const char* group) {
+                             const std::string& what, const char* group) {
     return app.add_option(name, value, what)
         ->transform(whole(least, most))
         ->group(group)
@@ -248,7 +255,7 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   number("--batch", o.batch, 1, 65536, "Sequences", step);
   number("--heads", o.heads, 1, 65536, "Query heads", step);
   number("--kv-heads", o.kv_heads, 1, 65536, "Heads of keys and values; divides --heads", step);
-  number("--dim", o.dim, 1, 65536, "Of a head: 16 to 256 in steps of 8", step);
+  number("--dim", o.dim, 1, 65536, kDimText, step);
   app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16")
       ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
       ->group(step)

@@ -37,6 +37,7 @@ struct RunOptions {
   int heads = 8;
   int kv_heads = 0;  // 0: heads
   int dim = 64;
+  int value_dim = 0;      // 0: dim
   std::string dtype;      // empty: what the files hold; fp32 without files
   std::string qkv_dtype;  // fp8: as what q, k and v are stored, with scales of 1; empty: dtype
 

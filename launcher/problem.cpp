@@ -86,7 +86,7 @@ std::vector<std::int32_t> Problem::query_start() const { return starts<std::int3
 std::vector<std::int64_t> Problem::key_start() const { return starts<std::int64_t>(kv_lens); }
 
 double Problem::scale() const {
-  return options.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.dim)));
+  return options.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.head_dim)));
 }
 
 double Problem::visible_pairs() const {
@@ -179,17 +179,19 @@ Trial::Trial(const Communicator& world, const Problem& problem)
   } else {
     k_ = keys_in_place(problem.k);
     v_ = keys_in_place(problem.v);
-    const Tensor packed(
-        nullptr, problem.k.dtype,
-        {static_cast<std::int64_t>(k_.bytes() / problem.k.row_bytes()), o.kv_heads, o.dim}, device);
-    const Tensor padded(nullptr, problem.k.dtype,
-                        {problem.batch(), problem.capacity, o.kv_heads, o.dim}, device);
-    request_.k = request_.v = problem.capacity > 0 ? padded : packed;
-    request_.k.data = k_.data();
-    request_.v.data = v_.data();
+    const auto view = [&](const Buffer& memory, const Source& source) {
+      if (problem.capacity > 0)
+        return Tensor(memory.data(), source.dtype,
+                      {problem.batch(), problem.capacity, o.kv_heads, source.dim}, device);
+      const auto rows = static_cast<std::int64_t>(memory.bytes() / source.row_bytes());
+      return Tensor(memory.data(), source.dtype, {rows, o.kv_heads, source.dim}, device);
+    };
+    request_.k = view(k_, problem.k);
+    request_.v = view(v_, problem.v);
   }
-  request_.q = Tensor(q_.data(), problem.q.dtype, {own_rows, o.heads, o.dim}, device);
-  request_.out = Tensor(out_.data(), problem.out_dtype(), {own_rows, o.heads, o.dim}, device);
+  request_.q = Tensor(q_.data(), problem.q.dtype, {own_rows, o.heads, o.head_dim}, device);
+  request_.out =
+      Tensor(out_.data(), problem.out_dtype(), {own_rows, o.heads, problem.v.dim}, device);
   request_.lse = Tensor(lse_.data(), DType::fp32, {own_rows, o.heads}, device);
   request_.shard = shard_;
   if (key_table_.bytes() > 0)
@@ -230,21 +232,22 @@ Tensor Trial::page_view(void* data, bool values) const {
   const Options& o = problem_.options;
   const DType dtype = problem_.k.dtype;
   const Device device = world_.device();
-  const std::int64_t page = problem_.cache.page, x = chunk_of(dtype, o.dim);
-  if (!problem_.cache.x_packed)
-    return Tensor(data, dtype, {pages_, page, o.kv_heads, o.dim}, device);
-  if (values) return Tensor(data, dtype, {pages_, o.kv_heads, o.dim, page}, device);
-  return Tensor(data, dtype, {pages_, o.kv_heads, o.dim / x, page, x}, device);
+  const std::int64_t page = problem_.cache.page, x = chunk_of(dtype, o.head_dim);
+  const int dim = (values ? problem_.v : problem_.k).dim;
+  if (!problem_.cache.x_packed) return Tensor(data, dtype, {pages_, page, o.kv_heads, dim}, device);
+  if (values) return Tensor(data, dtype, {pages_, o.kv_heads, dim, page}, device);
+  return Tensor(data, dtype, {pages_, o.kv_heads, o.head_dim / x, page, x}, device);
 }
 
 Buffer Trial::pages(const Source& source, bool values) const {
   const Options& o = problem_.options;
   const std::size_t size = size_of(source.dtype);
-  const std::int64_t page = problem_.cache.page, x = chunk_of(source.dtype, o.dim);
+  const std::int64_t page = problem_.cache.page, x = chunk_of(source.dtype, source.dim);
+  const int dim = source.dim;
   const auto place = [&](std::int64_t row, std::int64_t head, std::int64_t d) {
-    if (!problem_.cache.x_packed) return (row * o.kv_heads + head) * o.dim + d;
-    if (values) return (head * o.dim + d) * page + row;
-    return ((head * (o.dim / x) + d / x) * page + row) * x + d % x;
+    if (!problem_.cache.x_packed) return (row * o.kv_heads + head) * dim + d;
+    if (values) return (head * dim + d) * page + row;
+    return ((head * (dim / x) + d / x) * page + row) * x + d % x;
   };
   const std::size_t page_bytes = page * source.row_bytes();
   const auto start = problem_.key_start();
@@ -257,8 +260,8 @@ Buffer Trial::pages(const Source& source, bool values) const {
         source.read(start[b] + shard_.position(i, length), 0, source.row_size(), row.data());
         std::byte* const own = to + table_[b * columns_ + i / page] * page_bytes;
         for (std::int64_t h = 0; h < o.kv_heads; ++h)
-          for (std::int64_t d = 0; d < o.dim; ++d)
-            std::memcpy(own + place(i % page, h, d) * size, row.data() + (h * o.dim + d) * size,
+          for (std::int64_t d = 0; d < dim; ++d)
+            std::memcpy(own + place(i % page, h, d) * size, row.data() + (h * dim + d) * size,
                         size);
       });
     }

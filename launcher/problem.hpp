@@ -26,7 +26,7 @@ struct Cut {
 /// How the keys lie in memory; without pages one after the other.
 struct CacheLayout {
   int page = 0;           // keys in a page; 0: no pages
-  bool x_packed = false;  // K [pages, kv_heads, dim / x, page, x], V [pages, kv_heads, dim, page]
+  bool x_packed = false;  // as in kv_cache.hpp
 
   explicit operator bool() const { return page > 0; }
 };
@@ -34,11 +34,11 @@ struct CacheLayout {
 struct Problem {
   Options options;  // max_tokens, max_batch and max_kv_len are taken from the lengths
   std::vector<std::int32_t> q_lens{1}, kv_lens{1};  // of each sequence
-  Source q;                                         // [sum of q_lens, heads, dim]
-  Source k, v;                                      // [sum of kv_lens, kv_heads, dim]
-  std::vector<float> sinks;                         // [heads], or none
-  std::vector<float> slopes;                        // [heads] ALiBi, or none
-  std::vector<float> qq_bias;                       // [qq_width, qq_width], or none
+  Source q;                                         // [sum of q_lens, heads, head_dim]
+  Source k, v;                 // [sum of kv_lens, kv_heads, head_dim or value_dim]
+  std::vector<float> sinks;    // [heads], or none
+  std::vector<float> slopes;   // [heads] ALiBi, or none
+  std::vector<float> qq_bias;  // [qq_width, qq_width], or none
   std::int64_t qq_width = 0;
   std::vector<std::uint8_t> causal;     // of each sequence, in place of the mask's; or none
   std::vector<std::int64_t> documents;  // starts and end in the one sequence; or none
@@ -57,19 +57,20 @@ struct Problem {
   double scale() const;
   DType out_dtype() const { return options.out_dtype.value_or(options.dtype); }
   std::size_t out_row_bytes() const {
-    return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * options.dim;
+    return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * v.dim;
   }
   Interval visible(int b, std::int64_t position) const;
   /// What is added to the scores of row t of sequence b: [kv_len]; empty: nothing.
   std::vector<double> bias(int b, std::int64_t t, int head) const;
-  /// (row, key) pairs that the mask lets through: 4 heads dim of floating point each.
+  /// (row, key) pairs that the mask lets through: 2 heads (head_dim + value_dim) of floating point
+  /// each.
   double visible_pairs() const;
 };
 
 /// What this rank got.
 struct Answer {
   std::vector<std::int64_t> rows;  // of the whole q
-  std::vector<std::byte> out;      // [rows, heads, dim] in the problem's out dtype
+  std::vector<std::byte> out;      // [rows, heads, value_dim] in the problem's out dtype
   std::vector<float> lse;          // [rows, heads]
 };
 

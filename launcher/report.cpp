@@ -16,8 +16,9 @@ using nlohmann::ordered_json;
 double slot_bytes(const Problem& problem, int ranks) {
   const Options& options = problem.options;
   const double rows = static_cast<double>(problem.tokens()) * options.heads;
-  const double states = rows * (options.dim + 2) * sizeof(float);
-  const double queries = rows * options.dim * static_cast<double>(size_of(problem.q.dtype)) / ranks;
+  const double states = rows * (problem.v.dim + 2) * sizeof(float);
+  const double queries =
+      rows * options.head_dim * static_cast<double>(size_of(problem.q.dtype)) / ranks;
   return states + (options.shard_queries ? queries : 0.0);
 }
 
@@ -78,7 +79,8 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.batch = problem.batch();
   r.heads = o.heads;
   r.kv_heads = o.kv_heads;
-  r.dim = o.dim;
+  r.dim = o.head_dim;
+  r.value_dim = problem.v.dim;
   r.dtype = name(o.dtype);
   r.qkv_dtype = name(problem.q.dtype);
   r.fp8_products = o.fp8_products;
@@ -121,7 +123,8 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
   r.exchange /= total;
   r.merge /= total;
   r.time = spread_of(r.times);
-  r.tflops = 4.0 * r.heads * r.dim * problem.visible_pairs() / (r.time.median * 1e-3) / 1e12;
+  r.tflops = 2.0 * r.heads * (r.dim + r.value_dim) * problem.visible_pairs() /
+             (r.time.median * 1e-3) / 1e12;
   r.exchange_ms = median(exchange);
   if (r.ranks > 1 && r.exchange_ms > 0 && r.strategy == "gather-states")  // others move no states
     r.busbw = slot_bytes(problem, r.ranks) * (r.ranks - 1) / (r.exchange_ms * 1e-3) / 1e9;
@@ -130,14 +133,15 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
 std::string header(const Report& r) {
   std::string text = fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, r.backend, r.world);
   text += fmt::format(
-      "# keys {} | queries {} | {}{}{}{}{}{}{}| {}{}inputs: {} | workspace {} per rank\n", r.shard,
-      r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
+      "# keys {} | queries {} | {}{}{}{}{}{}{}| {}{}{}inputs: {} | workspace {} per rank\n",
+      r.shard, r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
       r.window > 0 ? fmt::format("window {} ", r.window) : "",
       r.softcap != 0 ? fmt::format("softcap {} ", r.softcap) : "",
       r.alibi.empty() ? "" : fmt::format("ALiBi {} ", r.alibi), r.invariant ? "invariant " : "",
       r.qkv_dtype != r.dtype ? fmt::format("q, k, v in {} ", r.qkv_dtype) : "",
       r.fp8_products ? "products of e4m3 " : "",
       r.batch > 1 ? fmt::format("batch {} | ", r.batch) : "",
+      r.value_dim != r.dim ? fmt::format("values of {} | ", r.value_dim) : "",
       r.ranks > 1 && r.backend == name(Device::cuda) ? fmt::format("exchange {} | ", r.exchange_by)
                                                      : "",
       r.inputs, size_text(r.workspace_bytes));
@@ -178,26 +182,16 @@ ordered_json to_json(const Report& r) {
                     {"backend", r.backend},
                     {"world", r.world},
                     {"exchange", r.exchange_by},
-                    {"case",
-                     {{"strategy", r.strategy},
-                      {"ranks", r.ranks},
-                      {"kv_len", r.kv},
-                      {"tokens", r.tokens},
-                      {"batch", r.batch},
-                      {"heads", r.heads},
-                      {"kv_heads", r.kv_heads},
-                      {"dim", r.dim},
-                      {"dtype", r.dtype},
-                      {"qkv_dtype", r.qkv_dtype},
-                      {"fp8_products", r.fp8_products},
-                      {"causal", r.causal},
-                      {"window", r.window},
-                      {"softcap", r.softcap},
-                      {"alibi", r.alibi},
-                      {"shard", r.shard},
-                      {"shard_queries", r.shard_queries},
-                      {"invariant", r.invariant},
-                      {"inputs", r.inputs}}},
+                    {"case", {{"strategy", r.strategy},   {"ranks", r.ranks},
+                              {"kv_len", r.kv},           {"tokens", r.tokens},
+                              {"batch", r.batch},         {"heads", r.heads},
+                              {"kv_heads", r.kv_heads},   {"dim", r.dim},
+                              {"value_dim", r.value_dim}, {"dtype", r.dtype},
+                              {"qkv_dtype", r.qkv_dtype}, {"fp8_products", r.fp8_products},
+                              {"causal", r.causal},       {"window", r.window},
+                              {"softcap", r.softcap},     {"alibi", r.alibi},
+                              {"shard", r.shard},         {"shard_queries", r.shard_queries},
+                              {"invariant", r.invariant}, {"inputs", r.inputs}}},
                     {"workspace_bytes", r.workspace_bytes},
                     {"time_ms", to_json(r.time)},
                     {"times_ms", r.times},

@@ -39,7 +39,7 @@ struct Report {
   int ranks = 1;
   std::int64_t kv = 0, tokens = 0;  // most of one sequence
   std::int64_t rows = 0;            // query rows of the batch
-  int batch = 1, heads = 1, kv_heads = 1, dim = 0;
+  int batch = 1, heads = 1, kv_heads = 1, dim = 0, value_dim = 0;
   std::string dtype, qkv_dtype, shard, inputs;
   bool fp8_products = false;
   bool shard_queries = false, invariant = false, causal = false;

@@ -37,8 +37,9 @@ void take_files(Problem& problem, const RunOptions& o) {
   for (const Source* other : {&k, &v})
     require(other->dtype == q.dtype, "{} is {}, but {} is {}; the types must be equal", q.label,
             name(q.dtype), other->label, name(other->dtype));
-  require(k.rows == v.rows && k.heads == v.heads && k.dim == v.dim,
-          "{} and {}: keys and values must have one shape", k.label, v.label);
+  require(k.rows == v.rows && k.heads == v.heads,
+          "{} and {}: keys and values must have one shape but for the last number", k.label,
+          v.label);
   require(q.dim == k.dim, "{} and {}: queries and keys must have one dim (the last number)",
           q.label, k.label);
   require(q.heads % k.heads == 0,
@@ -68,7 +69,7 @@ void make_inputs(Problem& problem, const RunOptions& o, std::uint64_t seed) {
           tokens);
   problem.q = generated(seed, 0, dtype, tokens, o.heads, o.dim);
   problem.k = generated(seed, 1, dtype, keys, kv_heads, o.dim);
-  problem.v = generated(seed, 2, dtype, keys, kv_heads, o.dim);
+  problem.v = generated(seed, 2, dtype, keys, kv_heads, o.value_dim > 0 ? o.value_dim : o.dim);
 }
 
 /// As published for a power of two of heads (Press et al., arXiv 2108.12409).
@@ -105,7 +106,8 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
   problem.keys.block = problem.queries.block = o.block;
   problem.options = {.heads = problem.q.heads,
                      .kv_heads = problem.k.heads,
-                     .dim = problem.q.dim,
+                     .head_dim = problem.q.dim,
+                     .value_dim = problem.v.dim,
                      .dtype = problem.q.dtype,
                      .fp8_products = o.fp8_products,
                      .mask = o.mask,
@@ -187,7 +189,7 @@ void write_arrays(const Communicator& world, const Problem& problem, const Answe
                   const RunOptions& o, Outputs& outputs) {
   if (o.out.empty() && o.lse.empty()) return;
   const std::int64_t tokens = problem.tokens();
-  const std::int64_t shape[] = {tokens, problem.q.heads, problem.q.dim};
+  const std::int64_t shape[] = {tokens, problem.q.heads, problem.v.dim};
   const auto header = [](std::optional<OutputFile>& file, const std::string& text) {
     if (file) file->write(text.data(), text.size());
   };

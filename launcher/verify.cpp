@@ -36,10 +36,11 @@ std::string features(const Problem& p) {
 std::string describe(const Problem& p) {
   const Options& o = p.options;
   return fmt::format(
-             "{} heads {}/{} dim {} q {} kv {} keys {}:{}{} causal {} window {} right {} softcap "
+             "{} heads {}/{} dims {}/{} q {} kv {} keys {}:{}{} causal {} window {} right {} "
+             "softcap "
              "{}{}{}",
-             name(o.dtype), o.heads, o.kv_heads, o.dim, p.q_lens, p.kv_lens, name(p.keys.layout),
-             p.keys.block,
+             name(o.dtype), o.heads, o.kv_heads, o.head_dim, p.v.dim, p.q_lens, p.kv_lens,
+             name(p.keys.layout), p.keys.block,
              o.shard_queries
                  ? fmt::format(" queries {}:{}", name(p.queries.layout), p.queries.block)
                  : "",

@@ -177,12 +177,13 @@ struct Attention::Impl {
     p.tokens = options.max_tokens;
     p.heads = options.heads;
     p.kv_heads = options.kv_heads;
-    p.dim = options.dim;
+    p.head_dim = options.head_dim;
+    p.value_dim = options.value_dim.value_or(options.head_dim);
     p.batch.size = options.max_batch;
     p.shard.rank = world.rank();
     p.shard.ranks = world.size();
     p.mask = options.mask;
-    p.score.scale = options.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.dim)));
+    p.score.scale = options.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.head_dim)));
     p.score.softcap = options.softcap;
     p.bias.alibi = options.alibi;
     p.invariant = options.invariant;
@@ -283,9 +284,10 @@ struct Attention::Impl {
     p.kv_dtype = options.kv_dtype.value_or(options.dtype);
     p.tokens = tokens.new_k.shape[0];
     p.kv_heads = options.kv_heads;
-    p.dim = options.dim;
+    p.head_dim = options.head_dim;
+    p.value_dim = options.value_dim.value_or(options.head_dim);
     p.new_k = rows_of(tokens.new_k);
-    p.new_v = rows_of(tokens.new_v);
+    if (tokens.new_v) p.new_v = rows_of(tokens.new_v);
     p.k = cache.k;
     p.v = cache.v;
     p.pages = cache.pages;
@@ -406,7 +408,8 @@ void attend(const Communicator& world, const Request& request, Options options) 
   options.heads = static_cast<int>(q.shape[1]);
   const Tensor& k = request.k;
   options.kv_heads = static_cast<int>(k.shape[k.dims == 5 ? 1 : k.dims - 2]);
-  options.dim = static_cast<int>(q.shape[2]);
+  options.head_dim = static_cast<int>(q.shape[2]);
+  options.value_dim = static_cast<int>(request.out.shape[2]);
   if (!is_fp8(q.dtype)) options.dtype = q.dtype;
   options.query_dtype = q.dtype;
   options.kv_dtype = k.dtype;

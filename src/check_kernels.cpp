@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <limits>
 
+#include "kernels/features.hpp"
 #include "src/validate.hpp"
 
 namespace longspan {
@@ -78,27 +79,35 @@ PagedShape shape_of(const PagedAttention& args) {
               heads % kv_heads == 0,
           "q is {} and k_cache is {}: heads {} must be a multiple of kv_heads {}", shape_text(q),
           shape_text(k), heads, kv_heads);
-  const std::int64_t dim = q.shape[2];
-  if (dim < 16 || dim > 256 || dim % 8 != 0)
-    throw Unsupported(
-        fmt::format("head dim {} is not supported: 16 to 256 in steps of 8 are", dim));
+  const Tensor& v = args.v_cache;
+  require(v.dims == 4,
+          "v_cache is {}; pages are [pages, page, kv_heads, value_dim], or beside "
+          "x-packed keys [pages, kv_heads, value_dim, page]",
+          shape_text(v));
+  const std::int64_t head_dim = q.shape[2], value_dim = v.shape[k.dims == 5 ? 2 : 3];
+  kernels::check_head_dims(head_dim, value_dim);
   const DType dtype = is_fp8(q.dtype) ? args.dtype : q.dtype;
   check_product_dtype(dtype, "dtype");
-  return {dtype, q.shape[0], static_cast<int>(heads), static_cast<int>(kv_heads),
-          static_cast<int>(dim)};
+  return {dtype,
+          q.shape[0],
+          static_cast<int>(heads),
+          static_cast<int>(kv_heads),
+          static_cast<int>(head_dim),
+          static_cast<int>(value_dim)};
 }
 
 CacheView check_paged(const PagedAttention& args, const PagedShape& shape, bool needs_out,
                       Device device) {
   check_batch(args.batch, args.query_start, args.kv_len);
-  check_rows(args.q, "q", -1, shape.heads, shape.dim, args.q.dtype, device);
+  check_rows(args.q, "q", -1, shape.heads, shape.head_dim, args.q.dtype, device);
   check_quantised(args.q.dtype, "q", shape.dtype, bool{args.q_scale}, "q_scale");
   require(args.block_table || args.block_table.columns == 0,
           "block_table has {} columns and no data", args.block_table.columns);
   check_quantised(args.k_cache.dtype, "k_cache", shape.dtype, bool{args.k_scale}, "k_scale");
-  const CacheView cache = view_pages(args.k_cache, args.v_cache, args.block_table,
-                                     {shape.kv_heads, shape.dim, args.k_cache.dtype, args.batch},
-                                     device, "k_cache", "v_cache");
+  const CacheView cache =
+      view_pages(args.k_cache, args.v_cache, args.block_table,
+                 {shape.kv_heads, shape.head_dim, shape.value_dim, args.k_cache.dtype, args.batch},
+                 device, "k_cache", "v_cache");
   check_quantised(args.v_cache.dtype, "v_cache", shape.dtype, bool{args.v_scale}, "v_scale");
   require(bool{args.block_table}, "block_table is missing");
   require(args.max_query_len >= 0 && args.max_query_len <= kMost,
@@ -124,11 +133,11 @@ CacheView check_paged(const PagedAttention& args, const PagedShape& shape, bool 
 }
 
 void check_new_keys(const ContextAttention& args, const PagedShape& shape, Device device) {
-  check_rows(args.k, "k", shape.tokens, shape.kv_heads, shape.dim, shape.dtype, device);
-  check_rows(args.v, "v", shape.tokens, shape.kv_heads, shape.dim, shape.dtype, device);
+  check_rows(args.k, "k", shape.tokens, shape.kv_heads, shape.head_dim, shape.dtype, device);
+  check_rows(args.v, "v", shape.tokens, shape.kv_heads, shape.value_dim, shape.dtype, device);
   require(args.out_scale == nullptr || args.out_scale_inv == nullptr,
           "out_scale divides and out_scale_inv multiplies; give one of them");
-  check_result(args.out, args.lse, shape.tokens, shape.heads, shape.dim, shape.dtype,
+  check_result(args.out, args.lse, shape.tokens, shape.heads, shape.value_dim, shape.dtype,
                args.out_scale != nullptr || args.out_scale_inv != nullptr,
                "out_scale or out_scale_inv", device);
   check_factor(args.out_scale_inv, "out_scale_inv", false, device);
@@ -142,7 +151,7 @@ void check_new_keys(const ContextAttention& args, const PagedShape& shape, Devic
 
 void check_output(const PagedAttention& args, const PagedShape& shape, Device device) {
   if (args.out.dims == 0) return;
-  check_result(args.out, args.lse, shape.tokens, shape.heads, shape.dim, shape.dtype,
+  check_result(args.out, args.lse, shape.tokens, shape.heads, shape.value_dim, shape.dtype,
                args.out_scale != nullptr, "out_scale", device);
   check_results(args.out, args.lse,
                 {{&args.q, "q"}, {&args.k_cache, "k_cache"}, {&args.v_cache, "v_cache"}});
@@ -270,23 +279,31 @@ void check_merge(const MergeStates& args, Device device) {
 CacheView check_append(const AppendKv& args, Device device) {
   require(args.k.dims == 3, "k is {}; [tokens, kv_heads, dim] is wanted", shape_text(args.k));
   check_product_dtype(args.k.dtype, "k");
-  const std::int64_t tokens = args.k.shape[0], kv_heads = args.k.shape[1], dim = args.k.shape[2];
+  const std::int64_t tokens = args.k.shape[0], kv_heads = args.k.shape[1];
+  const std::int64_t head_dim = args.k.shape[2];
   check_counts(args.k, "k", 1);
-  check_rows(args.k, "k", -1, kv_heads, dim, args.k.dtype, device);
-  check_rows(args.v, "v", tokens, kv_heads, dim, args.k.dtype, device);
+  check_rows(args.k, "k", -1, kv_heads, head_dim, args.k.dtype, device);
+  const Tensor& v_cache = args.v_cache;
+  require(v_cache.dims == 4,
+          "v_cache is {}; pages are [pages, page, kv_heads, value_dim], or "
+          "beside x-packed keys [pages, kv_heads, value_dim, page]",
+          shape_text(v_cache));
+  const std::int64_t value_dim = v_cache.shape[args.k_cache.dims == 5 ? 2 : 3];
+  if (needs_new_values(args.v, "v", args.k_cache, "k_cache", args.v_cache, "v_cache"))
+    check_rows(args.v, "v", tokens, kv_heads, value_dim, args.k.dtype, device);
   check_quantised(args.k_cache.dtype, "k_cache", args.k.dtype, bool{args.k_scale}, "k_scale");
   check_quantised(args.v_cache.dtype, "v_cache", args.k.dtype, bool{args.v_scale}, "v_scale");
   require(args.slots != nullptr || tokens == 0, "slots is missing");
   require(tokens <= kMost, "k is {}: {} tokens; 0 to 2^31 - 1 are possible", shape_text(args.k),
           tokens);
-  const CacheView cache =
-      view_pages(args.k_cache, args.v_cache, {}, {kv_heads, dim, args.k_cache.dtype, 1}, device,
-                 "k_cache", "v_cache");
+  const CacheView cache = view_pages(args.k_cache, args.v_cache, {},
+                                     {kv_heads, head_dim, value_dim, args.k_cache.dtype, 1}, device,
+                                     "k_cache", "v_cache");
   check_written_cache(args.k_cache, "k_cache", args.v_cache, "v_cache");
   for (const auto& [to, name] :
        {std::pair{&args.k_cache, "k_cache"}, std::pair{&args.v_cache, "v_cache"}}) {
     check_overlap(*to, name, args.k, "k");
-    check_overlap(*to, name, args.v, "v");
+    if (args.v) check_overlap(*to, name, args.v, "v");
   }
   if (device == Device::host) {
     check_scales(args.k_scale, "k_scale", static_cast<int>(kv_heads), true);
@@ -298,7 +315,7 @@ CacheView check_append(const AppendKv& args, Device device) {
 void check_sizes(const PagedAttention& args, const PagedShape& shape, std::int64_t slots) {
   require(args.batch >= 1, "the batch has {} sequences; it has at least 1", args.batch);
   const double bytes =
-      static_cast<double>(shape.tokens) * shape.heads * (4.0 * shape.dim + 8) * slots;
+      static_cast<double>(shape.tokens) * shape.heads * (4.0 * shape.value_dim + 8) * slots;
   require(bytes < 0x1p48,
           "q is {} and there are {} segments: their states take {:.3g} bytes; give less in one "
           "call",

@@ -11,7 +11,7 @@ namespace longspan {
 struct PagedShape {
   DType dtype;  // of the products
   std::int64_t tokens;
-  int heads, kv_heads, dim;
+  int heads, kv_heads, head_dim, value_dim;
 };
 
 /// Reads shapes and types only. InputError where they have none of the known forms.

@@ -64,8 +64,9 @@ void check_batch(int batch, const std::int32_t* query_start, const std::int32_t*
 
 CacheView check_cache(const Tensor& k, const Tensor& v, const BlockTable& table, int batch,
                       const Options& options, Device device) {
-  const CacheShape shape{options.kv_heads, options.dim, options.kv_dtype.value_or(options.dtype),
-                         batch};
+  const CacheShape shape{options.kv_heads, options.head_dim,
+                         options.value_dim.value_or(options.head_dim),
+                         options.kv_dtype.value_or(options.dtype), batch};
   return table ? view_pages(k, v, table, shape, device, "k", "v")
                : view_contiguous(k, v, shape, device);
 }
@@ -78,11 +79,12 @@ void check_room(const Shard& shard, const CacheView& cache) {
 }
 
 /// New keys and values, and where they can go.
-void check_new_rows(const Tensor& new_k, const Tensor& new_v, const Shard& shard,
-                    const Options& options, Device device) {
-  check_rows(new_k, "new_k", -1, options.kv_heads, options.dim, options.dtype, device);
-  check_rows(new_v, "new_v", new_k.shape[0], options.kv_heads, options.dim, options.dtype, device);
-  if (shard.layout == Layout::listed)
+void check_new_rows(const Append& a, const Options& options, Device device) {
+  check_rows(a.new_k, "new_k", -1, options.kv_heads, options.head_dim, options.dtype, device);
+  if (needs_new_values(a.new_v, "new_v", a.k, "k", a.v, "v"))
+    check_rows(a.new_v, "new_v", a.new_k.shape[0], options.kv_heads,
+               options.value_dim.value_or(options.head_dim), options.dtype, device);
+  if (a.shard.layout == Layout::listed)
     throw Unsupported(
         "append to a listed shard is not supported: its table says where the keys that are there "
         "stand, not where new ones go; write them with Kernels::append_kv");
@@ -118,7 +120,7 @@ void check_grown(const Tensor& k, const Tensor& v, const Tensor& new_k, const Te
   check_written_cache(k, "k", v, "v");
   for (const auto& [to, name] : {std::pair{&k, "k"}, std::pair{&v, "v"}}) {
     check_overlap(*to, name, new_k, "new_k");
-    check_overlap(*to, name, new_v, "new_v");
+    if (new_v) check_overlap(*to, name, new_v, "new_v");
   }
 }
 
@@ -151,8 +153,8 @@ std::int64_t check_query_shard(const Request& request, const Options& options,
   require(rows <= options.max_tokens * world.size(),
           "query_shard has {} rows in all; the layer was made for at most {} on each of {} ranks",
           rows, options.max_tokens, world.size());
-  require(request.q.stride[1] == options.dim &&
-              request.q.stride[0] == std::int64_t{options.heads} * options.dim,
+  require(request.q.stride[1] == options.head_dim &&
+              request.q.stride[0] == std::int64_t{options.heads} * options.head_dim,
           "with shard_queries q must be dense; its strides are {} and {}", request.q.stride[0],
           request.q.stride[1]);
   if (request.batch == 1 &&
@@ -197,11 +199,13 @@ void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& 
 
 void check_one_call(const Request& request) {
   const Tensor &q = request.q, &k = request.k;
-  require(q.dims == 3, "q is {}; [tokens, heads, dim] is wanted", shape_text(q));
-  require(k.dims >= 3 && k.dims <= 5,
-          "k is {}; [keys, kv_heads, dim] is wanted, or [batch, capacity, kv_heads, dim], or pages "
-          "with a block_table",
-          shape_text(k));
+  require(q.dims == 3, "q is {}; [tokens, heads, head_dim] is wanted", shape_text(q));
+  require(
+      k.dims >= 3 && k.dims <= 5,
+      "k is {}; [keys, kv_heads, head_dim] is wanted, or [batch, capacity, kv_heads, head_dim], or "
+      "pages "
+      "with a block_table",
+      shape_text(k));
   const std::int64_t kv_heads = k.shape[k.dims == 5 ? 1 : k.dims - 2];
   const auto is_count = [](std::int64_t n) {
     return n >= 1 && n <= std::numeric_limits<std::int32_t>::max();
@@ -210,6 +214,8 @@ void check_one_call(const Request& request) {
           q.shape[1]);
   require(is_count(q.shape[2]), "q is {}: a head dim of {}; it is at least 1", shape_text(q),
           q.shape[2]);
+  require(request.out.dims == 3 && is_count(request.out.shape[2]),
+          "out is {}; [tokens, heads, value_dim] is wanted", shape_text(request.out));
   require(is_count(kv_heads), "k is {}: {} kv_heads; there is at least 1", shape_text(k), kv_heads);
   require(q.shape[1] % kv_heads == 0,
           "q is {} and k is {}: heads {} must be a multiple of kv_heads {}", shape_text(q),
@@ -244,9 +250,10 @@ CacheView check_request(const Request& request, const Options& options, const Co
   const DType q_dtype = options.query_dtype.value_or(options.dtype);
   const DType kv_dtype = options.kv_dtype.value_or(options.dtype);
   const DType out_dtype = options.out_dtype.value_or(options.dtype);
-  check_rows(request.q, "q", -1, options.heads, options.dim, q_dtype, device);
+  check_rows(request.q, "q", -1, options.heads, options.head_dim, q_dtype, device);
   const std::int64_t own_rows = request.q.shape[0];
-  check_rows(request.out, "out", own_rows, options.heads, options.dim, out_dtype, device);
+  check_rows(request.out, "out", own_rows, options.heads,
+             options.value_dim.value_or(options.head_dim), out_dtype, device);
   require(own_rows <= options.max_tokens,
           "q has {} rows; the layer was made for at most {} (max_tokens)", own_rows,
           options.max_tokens);
@@ -266,7 +273,7 @@ CacheView check_request(const Request& request, const Options& options, const Co
 
   const bool grows = request.new_k || request.new_v;
   if (grows) {
-    check_new_rows(request.new_k, request.new_v, request.shard, options, device);
+    check_new_rows(append_of(request), options, device);
     require(request.new_k.shape[0] == rows, "new_k has {} rows; there are {} of q",
             request.new_k.shape[0], rows);
     check_grown(request.k, request.v, request.new_k, request.new_v);
@@ -288,7 +295,7 @@ CacheView check_request(const Request& request, const Options& options, const Co
 CacheView check_append(const Append& tokens, const Options& options, const Communicator& world) {
   const Device device = world.device();
   check_batch(tokens.batch, tokens.query_start, tokens.kv_len, options);
-  check_new_rows(tokens.new_k, tokens.new_v, tokens.shard, options, device);
+  check_new_rows(tokens, options, device);
   const CacheView cache =
       check_cache(tokens.k, tokens.v, tokens.block_table, tokens.batch, options, device);
   const DType kv_dtype = options.kv_dtype.value_or(options.dtype);

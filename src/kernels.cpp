@@ -46,14 +46,15 @@ kernels::AttendParams attend_params(const PagedAttention& a, const PagedShape& s
   p.tokens = shape.tokens;
   p.heads = shape.heads;
   p.kv_heads = shape.kv_heads;
-  p.dim = shape.dim;
+  p.head_dim = shape.head_dim;
+  p.value_dim = shape.value_dim;
   p.q = rows_of(a.q);
   p.q_scale = a.q_scale;
   p.k_scale = a.k_scale;
   p.v_scale = a.v_scale;
   p.batch = {a.batch, a.query_start, a.kv_len, nullptr, a.causal};
   p.mask = a.mask;
-  p.score = {a.scale.value_or(1.0f / std::sqrt(static_cast<float>(shape.dim))), a.softcap};
+  p.score = {a.scale.value_or(1.0f / std::sqrt(static_cast<float>(shape.head_dim))), a.softcap};
   p.bias = {a.slopes, a.alibi, a.qq_bias};
   p.tf32 = a.tf32;
   p.max_query_len = a.max_query_len;
@@ -144,9 +145,10 @@ kernels::AppendParams append_params(const AppendKv& a, const CacheView& cache) {
   p.kv_dtype = a.k_cache.dtype;
   p.tokens = a.k.shape[0];
   p.kv_heads = static_cast<int>(a.k.shape[1]);
-  p.dim = static_cast<int>(a.k.shape[2]);
+  p.head_dim = static_cast<int>(a.k.shape[2]);
+  p.value_dim = static_cast<int>(a.v_cache.shape[a.k_cache.dims == 5 ? 2 : 3]);
   p.new_k = rows_of(a.k);
-  p.new_v = rows_of(a.v);
+  if (a.v) p.new_v = rows_of(a.v);
   p.k = cache.k;
   p.v = cache.v;
   p.pages = cache.pages;
@@ -208,7 +210,7 @@ struct Kernels::Impl {
     check_sizes(a, shape, std::max(1, count_of(a.segments)));
     kernels::AttendParams p = attend_params(a, shape);
     p.parts = parts_of(a.segments);
-    return CallWorkspace::lay_out(base, std::max(1, p.parts.count), p.tokens * p.heads, p.dim,
+    return CallWorkspace::lay_out(base, std::max(1, p.parts.count), p.tokens * p.heads, p.value_dim,
                                   backend->attend_scratch(p), 0);
   }
 
@@ -217,8 +219,8 @@ struct Kernels::Impl {
     const kernels::ContextParams p = context_params(a, shape, nullptr, nullptr);
     const std::size_t scratch =
         std::max(backend->attend_scratch(p.cached), backend->attend_scratch(p.fresh));
-    return CallWorkspace::lay_out(base, 2, p.cached.tokens * p.cached.heads, p.cached.dim, scratch,
-                                  a.batch, backend->context_room(p.cached));
+    return CallWorkspace::lay_out(base, 2, p.cached.tokens * p.cached.heads, p.cached.value_dim,
+                                  scratch, a.batch, backend->context_room(p.cached));
   }
 
   template <class Args>
@@ -298,13 +300,14 @@ void Kernels::segmented_attention(const SegmentedAttention& a, Stream stream) co
   const bool hand_out = a.segments.output.dims > 0;
   const CacheView cache = check_paged(a, shape, !hand_out, impl_->device());
   check_output(a, shape, impl_->device());
-  if (hand_out) check_segments(a.segments, shape.tokens, shape.heads, shape.dim, impl_->device());
+  if (hand_out)
+    check_segments(a.segments, shape.tokens, shape.heads, shape.value_dim, impl_->device());
 
   kernels::AttendParams p = attend_params(a, shape);
   set_cache(p, cache);
   p.parts = parts_of(a.segments);
   const CallWorkspace memory = impl_->take_workspace(a, shape);
-  p.state = {memory.states, p.tokens * p.heads, p.dim, std::max(1, p.parts.count)};
+  p.state = {memory.states, p.tokens * p.heads, p.value_dim, std::max(1, p.parts.count)};
   p.scratch = memory.scratch;
   p.scratch_bytes = memory.scratch_bytes;
   impl_->backend->check(p);
@@ -357,7 +360,7 @@ void Kernels::context_attention(const ContextAttention& a, Stream stream) const 
   set_cache(cached, cache);
   set_new_rows(fresh, a);
   for (kernels::AttendParams* p : {&cached, &fresh}) {
-    p->state = {memory.states, p->tokens * p->heads, p->dim, 2};
+    p->state = {memory.states, p->tokens * p->heads, p->value_dim, 2};
     p->scratch = memory.scratch;
     p->scratch_bytes = memory.scratch_bytes;
     impl_->backend->check(*p);
@@ -409,7 +412,7 @@ void Kernels::check(const SegmentedAttention& a, Stream stream) const {
   const PagedShape shape = shape_of(a);
   const CacheView cache = check_paged(a, shape, false, impl_->device());
   if (a.segments.output.dims > 0)
-    check_segments(a.segments, shape.tokens, shape.heads, shape.dim, impl_->device());
+    check_segments(a.segments, shape.tokens, shape.heads, shape.value_dim, impl_->device());
   kernels::AttendParams p = attend_params(a, shape);
   set_cache(p, cache);
   p.parts = parts_of(a.segments);

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <span>
+#include <tuple>
 
 namespace longspan {
 
@@ -209,8 +210,9 @@ kernels::KvRows packed_values(const Tensor& t) {
   return rows;
 }
 
-bool same_shape(const Tensor& a, const Tensor& b) {
-  return a.dims == b.dims && std::equal(a.shape.begin(), a.shape.begin() + a.dims, b.shape.begin());
+bool same_shape_but_columns(const Tensor& a, const Tensor& b) {
+  return a.dims == b.dims &&
+         std::equal(a.shape.begin(), a.shape.begin() + a.dims - 1, b.shape.begin());
 }
 
 kernels::Pages view_table(const BlockTable& table) {
@@ -230,16 +232,16 @@ kernels::Pages view_table(const BlockTable& table) {
 
 CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& shape,
                           Device device) {
-  for (const auto& [t, name] : {std::pair{&k, "k"}, std::pair{&v, "v"}}) {
+  for (const auto& [t, name, dim] :
+       {std::tuple{&k, "k", shape.head_dim}, std::tuple{&v, "v", shape.value_dim}}) {
     check_tensor(*t, name, shape.dtype, device);
     const bool packed = t->dims == 3;
     const int d = packed ? 1 : 2;
     require((packed || (t->dims == 4 && t->shape[0] >= shape.batch)) &&
-                t->shape[d] == shape.kv_heads && t->shape[d + 1] == shape.dim,
+                t->shape[d] == shape.kv_heads && t->shape[d + 1] == dim,
             "{} is {}; [keys, {}, {}] is wanted, or [{}, capacity, {}, {}], or pages with a "
             "block_table",
-            name, shape_text(*t), shape.kv_heads, shape.dim, shape.batch, shape.kv_heads,
-            shape.dim);
+            name, shape_text(*t), shape.kv_heads, dim, shape.batch, shape.kv_heads, dim);
     require(t->stride[d + 1] == 1 || t->size() == 0,
             "{} has stride {} in its last dimension; it must be 1", name, t->stride[d + 1]);
     require(packed || t->size() == 0 || (t->stride[1] != 0 && t->stride[0] % t->stride[1] == 0),
@@ -247,7 +249,8 @@ CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& sh
             "keys; make the cache dense",
             name, t->stride[0], t->stride[1]);
   }
-  require(same_shape(k, v), "k is {} and v is {}; they must have one shape", shape_text(k),
+  require(same_shape_but_columns(k, v),
+          "k is {} and v is {}; they must have one shape but for the last dimension", shape_text(k),
           shape_text(v));
   CacheView view;
   static_cast<kernels::Rows&>(view.k) = rows_of(k);
@@ -265,8 +268,23 @@ CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& sh
   return view;
 }
 
+bool values_in_keys(const Tensor& k, const Tensor& v) {
+  return k && v.data == k.data && v.dtype == k.dtype && same_shape_but_columns(k, v) &&
+         v.shape[v.dims - 1] <= k.shape[k.dims - 1] &&
+         std::equal(k.stride.begin(), k.stride.begin() + k.dims, v.stride.begin());
+}
+
+bool needs_new_values(const Tensor& new_v, const char* new_name, const Tensor& k,
+                      const char* k_name, const Tensor& v, const char* v_name) {
+  const bool needed = !values_in_keys(k, v);
+  require(needed || !new_v, "{} is given, but {} is the first columns of {}: leave it out",
+          new_name, v_name, k_name);
+  return needed;
+}
+
 void check_written_cache(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name) {
   check_written(k, k_name);
+  if (values_in_keys(k, v)) return;
   check_written(v, v_name);
   check_overlap(v, v_name, k, k_name);
 }
@@ -282,21 +300,22 @@ CacheView view_pages(const Tensor& k, const Tensor& v, const BlockTable& table,
   if (k.dims == 5) {
     const std::int64_t x = k.shape[4];
     page = k.shape[3];
-    require(x >= 1 && k.shape[1] == shape.kv_heads && k.shape[2] * x == shape.dim,
+    require(x >= 1 && k.shape[1] == shape.kv_heads && k.shape[2] * x == shape.head_dim,
             "{} is {}; in x-packed pages [pages, {}, {} / x, page, x] is wanted", k_name,
-            shape_text(k), shape.kv_heads, shape.dim);
+            shape_text(k), shape.kv_heads, shape.head_dim);
     require(v.dims == 4 && v.shape[0] == k.shape[0] && v.shape[1] == shape.kv_heads &&
-                v.shape[2] == shape.dim && v.shape[3] == page,
+                v.shape[2] == shape.value_dim && v.shape[3] == page,
             "{} is {}; beside x-packed keys {} the values are [{}, {}, {}, {}]", v_name,
-            shape_text(v), shape_text(k), k.shape[0], shape.kv_heads, shape.dim, page);
+            shape_text(v), shape_text(k), k.shape[0], shape.kv_heads, shape.value_dim, page);
     view.k = packed_keys(k);
     view.v = packed_values(v);
   } else {
-    require(k.dims == 4 && k.shape[2] == shape.kv_heads && k.shape[3] == shape.dim,
+    require(k.dims == 4 && k.shape[2] == shape.kv_heads && k.shape[3] == shape.head_dim,
             "{} is {}; pages are [pages, page, {}, {}], or x-packed [pages, {}, {} / x, page, x]",
-            k_name, shape_text(k), shape.kv_heads, shape.dim, shape.kv_heads, shape.dim);
-    require(same_shape(k, v), "{} is {} and {} is {}; they must have one shape", k_name,
-            shape_text(k), v_name, shape_text(v));
+            k_name, shape_text(k), shape.kv_heads, shape.head_dim, shape.kv_heads, shape.head_dim);
+    require(same_shape_but_columns(k, v) && v.shape[3] == shape.value_dim,
+            "{} is {} and {} is {}; they must have one shape, and {} values in a row of the latter",
+            k_name, shape_text(k), v_name, shape_text(v), shape.value_dim);
     page = k.shape[1];
     view.k = page_rows(k);
     view.v = page_rows(v);

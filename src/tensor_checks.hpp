@@ -78,16 +78,25 @@ struct CacheView {
 };
 
 struct CacheShape {
-  std::int64_t kv_heads, dim;
+  std::int64_t kv_heads, head_dim, value_dim;
   DType dtype;
   int batch;
 };
 
-/// Contiguous keys: [keys, kv_heads, dim], or [batch, capacity, kv_heads, dim].
+/// Contiguous keys: [keys, kv_heads, head_dim], or [batch, capacity, kv_heads, head_dim]; values
+/// alike.
 CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& shape, Device device);
 
-/// A cache that is written: k and v overlap neither themselves, nor each other, nor (contiguous
-/// [batch, capacity, ...]) one sequence the next.
+/// Whether v is the first columns of k, as in a cache of latent keys: one memory, strides alike.
+bool values_in_keys(const Tensor& k, const Tensor& v);
+
+/// Whether new values are due beside new keys. False where v is the first columns of k; then there
+/// must be none.
+bool needs_new_values(const Tensor& new_v, const char* new_name, const Tensor& k,
+                      const char* k_name, const Tensor& v, const char* v_name);
+
+/// A cache that is written: k and v (unless they are its first columns) overlap neither themselves,
+/// nor each other, nor (contiguous [batch, capacity, ...]) one sequence the next.
 void check_written_cache(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name);
 
 /// Pages (kv_cache.hpp), with or without a table. `k_name`: k or k_cache.

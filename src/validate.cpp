@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "kernels/features.hpp"
 #include "longspan/error.hpp"
 
 namespace longspan {
@@ -28,10 +29,12 @@ void check_fp8_products(const Options& o) {
   if (o.invariant)
     throw UsageError(
         "fp8_products with invariant: products of e4m3 have no fixed order; leave one of them off");
-  if (o.dim < 48 || o.dim % 16 != 0)
-    throw Unsupported(fmt::format(
-        "fp8_products with head dim {}: 48 to 256 in steps of 16 are supported; leave it off",
-        o.dim));
+  const int value_dim = o.value_dim.value_or(o.head_dim);
+  if (o.head_dim < 48 || o.head_dim > 256 || o.head_dim % 16 != 0 || value_dim != o.head_dim)
+    throw Unsupported(
+        fmt::format("fp8_products with head_dim {} and value_dim {}: equal ones of 48 to 256 in "
+                    "steps of 16 are supported; leave it off",
+                    o.head_dim, value_dim));
   if (o.softcap != 0)
     throw Unsupported(fmt::format(
         "fp8_products with softcap {} is not supported; leave one of them off", o.softcap));
@@ -51,7 +54,8 @@ void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
 
 void check_score(std::optional<float> scale, float softcap, void (*refuse)(const std::string&)) {
   if (scale && !std::isfinite(*scale))
-    refuse(fmt::format("scale is {}; it is a finite number, or not given: 1 / sqrt(dim)", *scale));
+    refuse(fmt::format("scale is {}; it is a finite number, or not given: 1 / sqrt(head_dim)",
+                       *scale));
   if (softcap < 0) refuse(fmt::format("softcap {} is negative; 0 means none", softcap));
   if (!std::isfinite(softcap))
     refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", softcap));
@@ -64,9 +68,8 @@ void check_options(const Options& o, int ranks) {
   usage(o.heads > 0 && o.kv_heads > 0 && o.heads % o.kv_heads == 0,
         fmt::format("heads {} and kv_heads {}: heads must be a multiple of kv_heads", o.heads,
                     o.kv_heads));
-  if (o.dim < 16 || o.dim > 256 || o.dim % 8 != 0)
-    throw Unsupported(
-        fmt::format("head dim {} is not supported: 16 to 256 in steps of 8 are", o.dim));
+  const int value_dim = o.value_dim.value_or(o.head_dim);
+  kernels::check_head_dims(o.head_dim, value_dim);
   usage(o.max_tokens >= 0 && o.max_tokens <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_tokens {} is not in 0 to 2^31 - 1", o.max_tokens));
   usage(o.exchange == "auto" || o.exchange == "windows" || o.exchange == "windows-apart" ||
@@ -98,18 +101,20 @@ void check_options(const Options& o, int ranks) {
   // The states of one run on one rank, in numbers that cannot overflow. A machine has less than
   // 2^48 bytes, which leaves every sum of sizes far inside 63 bits.
   const double rows = static_cast<double>(o.max_tokens) * o.heads * (o.shard_queries ? ranks : 1);
-  const double bytes = rows * (4.0 * o.dim + 8) * ranks;
+  const double bytes = rows * (4.0 * value_dim + 8) * ranks;
   usage(bytes < 0x1p48,
-        fmt::format("max_tokens {} with heads {} and dim {} on {} ranks: the states of such a run "
-                    "take {:.3g} bytes on each rank; give the most rows of one run",
-                    o.max_tokens, o.heads, o.dim, ranks, bytes));
+        fmt::format(
+            "max_tokens {} with heads {} and value_dim {} on {} ranks: the states of such a run "
+            "take {:.3g} bytes on each rank; give the most rows of one run",
+            o.max_tokens, o.heads, value_dim, ranks, bytes));
   usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
 }
 
 NamedValues describe(const Options& o) {
   return {{"heads", fmt::to_string(o.heads)},
           {"kv_heads", fmt::to_string(o.kv_heads)},
-          {"dim", fmt::to_string(o.dim)},
+          {"head_dim", fmt::to_string(o.head_dim)},
+          {"value_dim", fmt::to_string(o.value_dim.value_or(o.head_dim))},
           {"dtype", name(o.dtype)},
           {"query_dtype", name(o.query_dtype.value_or(o.dtype))},
           {"kv_dtype", name(o.kv_dtype.value_or(o.dtype))},
@@ -119,7 +124,7 @@ NamedValues describe(const Options& o) {
           {"causal", o.mask.causal ? "true" : "false"},
           {"window", fmt::to_string(o.mask.window)},
           {"right", fmt::to_string(o.mask.right)},
-          {"scale", o.scale ? fmt::format("{}", *o.scale) : "1/sqrt(dim)"},
+          {"scale", o.scale ? fmt::format("{}", *o.scale) : "1/sqrt(head_dim)"},
           {"softcap", fmt::format("{}", o.softcap)},
           {"alibi", name(o.alibi)},
           {"max_tokens", fmt::to_string(o.max_tokens)},

@@ -131,7 +131,7 @@ class Append : public OnDevice {
     p.kv_dtype = c.kv_dtype;
     p.tokens = tokens;
     p.kv_heads = c.kv_heads;
-    p.dim = c.dim;
+    p.head_dim = p.value_dim = c.dim;
     const auto device_slots = on_device(slots);
     const auto device_table = on_device(table), query_start = on_device(starts),
                kv_len = on_device(c.kv_len);

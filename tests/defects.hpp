@@ -198,7 +198,7 @@ void check_large_cache(DType kv_dtype, bool x_packed, const Upload& upload) {
   s.x_packed = x_packed;
   const ServingProblem problem(s, 30);
   ServingArrays arrays(kDevice, problem, Shard::contiguous(0, 0, 1));
-  const std::int64_t stride = problem.page_stride(), used = arrays.cache.pages;
+  const std::int64_t stride = problem.page_stride(false), used = arrays.cache.pages;
   const std::int64_t first = (std::int64_t{1} << 31) / stride + 2;
   const auto bytes = static_cast<std::int64_t>(size_of(kv_dtype));
   const auto small = [&](const Buffer& from) { return on_host(from, used * stride * bytes); };

@@ -23,12 +23,15 @@ struct Shape {
   int heads = 4;
   int kv_heads = 2;
   int dim = 64;
+  int value_dim = 0;  // 0: dim
   DType dtype = DType::fp32;
   std::vector<std::int32_t> q_lens{5};
   std::vector<std::int32_t> kv_lens{300};
   Mask mask = {};
   float softcap = 0;
   bool sinks = false;
+
+  int of_value() const { return value_dim > 0 ? value_dim : dim; }
 };
 
 class Problem {
@@ -40,7 +43,7 @@ class Problem {
     for (std::int32_t len : shape.q_lens) query_start.push_back(query_start.back() + len);
     q = draw(tokens * shape.heads * shape.dim);
     k = draw(keys * shape.kv_heads * shape.dim);
-    v = draw(keys * shape.kv_heads * shape.dim);
+    v = draw(keys * shape.kv_heads * shape.of_value());
     if (shape.sinks) {
       sinks.resize(shape.heads);
       for (float& sink : sinks) sink = normal_(random_);
@@ -49,14 +52,20 @@ class Problem {
 
   int batch() const { return static_cast<int>(shape.q_lens.size()); }
 
-  /// The rows of `whole` ([keys, kv_heads, dim], sequence after sequence) that the shard's rank
-  /// holds, in its order.
-  std::vector<std::byte> share(const std::vector<std::byte>& whole, const Shard& shard) const {
-    return share(whole, shard, shape.kv_lens, shape.kv_heads);
+  /// The keys that the shard's rank holds, in its order.
+  std::vector<std::byte> share_keys(const Shard& shard) const {
+    return share(k, shard, shape.kv_lens, shape.kv_heads * shape.dim);
+  }
+  std::vector<std::byte> share_values(const Shard& shard) const {
+    return share(v, shard, shape.kv_lens, shape.kv_heads * shape.of_value());
   }
   /// Likewise of q, for sharded queries.
-  std::vector<std::byte> share_rows(const std::vector<std::byte>& whole, const Shard& shard) const {
-    return share(whole, shard, shape.q_lens, shape.heads);
+  std::vector<std::byte> share_rows(const Shard& shard) const {
+    return share(q, shard, shape.q_lens, shape.heads * shape.dim);
+  }
+  std::vector<std::byte> share_results(const std::vector<std::byte>& out,
+                                       const Shard& shard) const {
+    return share(out, shard, shape.q_lens, shape.heads * shape.of_value());
   }
 
   /// Exact answer of one (token, head), the token counted over the batch.
@@ -73,22 +82,22 @@ class Problem {
       row[d] = launcher::load(q.data(), shape.dtype, (token * shape.heads + head) * shape.dim + d);
     std::optional<double> sink;
     if (shape.sinks) sink = sinks[head];
-    return launcher::attend_exactly(
-        row, matrix(k, first, kv_len, kv_head), matrix(v, first, kv_len, kv_head),
-        shape.mask.visible(position, kv_len), 1.0 / std::sqrt(shape.dim), shape.softcap, sink);
+    return launcher::attend_exactly(row, matrix(k, first, kv_len, kv_head, shape.dim),
+                                    matrix(v, first, kv_len, kv_head, shape.of_value()),
+                                    shape.mask.visible(position, kv_len),
+                                    1.0 / std::sqrt(shape.dim), shape.softcap, sink);
   }
 
-  /// Largest |out - exact| over one rank's rows: out [rows.size(), heads, dim], where row i is the
-  /// token rows[i]. Also checks empty rows (zeros) and returns infinity on a NaN.
+  /// Largest |out - exact| over one rank's rows: out [rows.size(), heads, value_dim], where row i
+  /// is the token rows[i]. Also checks empty rows (zeros) and returns infinity on a NaN.
   double max_error(const std::vector<std::byte>& out, const std::vector<std::int64_t>& rows) const {
     double worst = 0;
     for (std::size_t i = 0; i < rows.size(); ++i)
       for (int h = 0; h < shape.heads; ++h) {
         const launcher::Exact e = exact(rows[i], h);
-        for (int d = 0; d < shape.dim; ++d) {
-          const double found =
-              launcher::load(out.data(), shape.dtype,
-                             (static_cast<std::int64_t>(i) * shape.heads + h) * shape.dim + d);
+        for (int d = 0; d < shape.of_value(); ++d) {
+          const std::int64_t row = static_cast<std::int64_t>(i) * shape.heads + h;
+          const double found = launcher::load(out.data(), shape.dtype, row * shape.of_value() + d);
           const double error = std::fabs(found - e.out[d]);
           if (!(error <= worst)) worst = std::isnan(error) ? HUGE_VAL : error;
         }
@@ -105,7 +114,7 @@ class Problem {
   std::int64_t tokens = 0;
   std::int64_t keys = 0;
   std::vector<std::int32_t> query_start;
-  std::vector<std::byte> q, k, v;  // [tokens, heads, dim], [keys, kv_heads, dim]
+  std::vector<std::byte> q, k, v;  // [tokens, heads, dim], [keys, kv_heads, dim or value_dim]
   std::vector<float> sinks;        // [heads], or none
 
  private:
@@ -117,8 +126,8 @@ class Problem {
   }
 
   std::vector<std::byte> share(const std::vector<std::byte>& whole, const Shard& shard,
-                               const std::vector<std::int32_t>& lens, int heads) const {
-    const std::size_t row = size_of(shape.dtype) * heads * shape.dim;
+                               const std::vector<std::int32_t>& lens, int elements) const {
+    const std::size_t row = size_of(shape.dtype) * elements;
     std::vector<std::byte> part;
     std::int64_t first = 0;
     for (std::int32_t len : lens) {
@@ -132,12 +141,12 @@ class Problem {
   }
 
   launcher::RowMajor matrix(const std::vector<std::byte>& whole, std::int64_t first,
-                            std::int64_t count, int kv_head) const {
-    launcher::RowMajor m(count, shape.dim);
+                            std::int64_t count, int kv_head, int dim) const {
+    launcher::RowMajor m(count, dim);
     for (std::int64_t i = 0; i < count; ++i)
-      for (int d = 0; d < shape.dim; ++d)
+      for (int d = 0; d < dim; ++d)
         m(i, d) = launcher::load(whole.data(), shape.dtype,
-                                 ((first + i) * shape.kv_heads + kv_head) * shape.dim + d);
+                                 ((first + i) * shape.kv_heads + kv_head) * dim + d);
     return m;
   }
 

@@ -13,7 +13,7 @@ namespace longspan::testing {
 
 inline void expect_refusals_of_query_shards(const kernels::Backend& backend) {
   kernels::AttendParams p;
-  p.dim = 64;
+  p.head_dim = p.value_dim = 64;
   p.queries = {Layout::zigzag, 1, 2};
   backend.check(p);
   const auto message = [&] {

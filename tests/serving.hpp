@@ -36,7 +36,9 @@ inline void in_parallel(std::int64_t count, const std::function<void(std::int64_
 /// The shape of a batch and its features; lists feed error messages through describe().
 struct Serving {
   int heads = 8, kv_heads = 2, dim = 64;
-  DType dtype = DType::fp32;  // of the products
+  int value_dim = 0;            // 0: dim
+  bool values_in_keys = false;  // values are the first columns of the keys
+  DType dtype = DType::fp32;    // of the products
   std::optional<DType> q_dtype = {}, kv_dtype = {}, out_dtype = {};
   std::vector<std::int32_t> q_lens{1, 5, 33}, kv_lens{300, 170, 400};
   Mask mask{.causal = true};
@@ -62,6 +64,7 @@ struct Serving {
   float magnitude = 1;        // of q, k and v
 
   int batch() const { return static_cast<int>(q_lens.size()); }
+  int of_value() const { return value_dim > 0 ? value_dim : dim; }
   DType of_q() const { return q_dtype.value_or(dtype); }
   DType of_kv() const { return kv_dtype.value_or(dtype); }
   DType of_out() const { return out_dtype.value_or(dtype); }
@@ -97,6 +100,8 @@ inline std::string describe(const Serving& s) {
   std::string text = fmt::format("{} q:{} kv:{} out:{} heads {}/{} dim {} q {} kv {}",
                                  name(s.dtype), name(s.of_q()), name(s.of_kv()), name(s.of_out()),
                                  s.heads, s.kv_heads, s.dim, s.q_lens, s.kv_lens);
+  if (s.value_dim > 0) text += fmt::format(" value_dim {}", s.value_dim);
+  if (s.values_in_keys) text += " values in keys";
   if (s.page > 0) text += fmt::format(" page {}", s.page);
   if (s.mask.window > 0) text += fmt::format(" window {}", s.mask.window);
   if (s.mask.right >= 0) text += fmt::format(" right {}", s.mask.right);

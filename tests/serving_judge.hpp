@@ -24,15 +24,15 @@ inline void compare(const ServingProblem& p, Verdict& verdict, int b, std::int64
   };
   const std::int64_t at = i * s.heads + head;
   if (p.skipped(b)) {
-    const std::size_t bytes = s.dim * size_of(s.of_out());
+    const std::size_t bytes = s.of_value() * size_of(s.of_out());
     for (std::size_t j = 0; j < bytes; ++j)
       if (out[at * bytes + j] != std::byte{0xff}) return wrong("a skipped row was written");
     return;
   }
   const launcher::Exact truth = p.exact(b, t, head, keys, values);
-  for (int d = 0; d < s.dim; ++d) {
+  for (int d = 0; d < s.of_value(); ++d) {
     ++verdict.compared;
-    const double found = launcher::load(out.data(), s.of_out(), at * s.dim + d);
+    const double found = launcher::load(out.data(), s.of_out(), at * s.of_value() + d);
     const double margin = tolerance.absolute + tolerance.relative * std::abs(truth.out[d]);
     if (is_fp8(s.of_out())) {  // rounding is monotone: between what both ends of the margin give
       const double unit = s.out_scale != 0 ? s.out_scale : 1.0;

@@ -43,18 +43,20 @@ class ServingProblem {
     std::mt19937_64 random(seed);
     draw_scales(random);
     draw_small(random);
-    q = quantised(drawn(1, tokens, s.heads), s.of_q(), q_scale, s.heads);
-    raw_k = drawn(2, key_start.back(), s.kv_heads);
-    raw_v = drawn(3, key_start.back(), s.kv_heads);
+    q = quantised(drawn(1, tokens, s.heads, s.dim), s.of_q(), q_scale, s.heads, s.dim);
+    raw_k = drawn(2, key_start.back(), s.kv_heads, s.dim);
+    raw_v = s.values_in_keys ? first_columns(raw_k)
+                             : drawn(3, key_start.back(), s.kv_heads, s.of_value());
     for (int b = 1; b < s.batch(); ++b) {
-      const std::size_t row = size_of(s.dtype) * s.kv_heads * s.dim;
       const std::int64_t same = std::min<std::int64_t>({s.shared, s.kv_lens[0], s.kv_lens[b]});
-      std::copy_n(raw_k.begin(), same * row, raw_k.begin() + key_start[b] * row);
-      std::copy_n(raw_v.begin(), same * row, raw_v.begin() + key_start[b] * row);
+      std::copy_n(raw_k.begin(), same * raw_row(s.dim),
+                  raw_k.begin() + key_start[b] * raw_row(s.dim));
+      std::copy_n(raw_v.begin(), same * raw_row(s.of_value()),
+                  raw_v.begin() + key_start[b] * raw_row(s.of_value()));
     }
     if (s.pool > 0) draw_pool(random);
-    k = quantised(raw_k, s.of_kv(), k_scale, s.kv_heads);
-    v = quantised(raw_v, s.of_kv(), v_scale, s.kv_heads);
+    k = quantised(raw_k, s.of_kv(), k_scale, s.kv_heads, s.dim);
+    v = quantised(raw_v, s.of_kv(), v_scale, s.kv_heads, s.of_value());
   }
 
   /// The same sequences when they were shorter: `q_lens` new tokens end at `kv_lens`.
@@ -64,16 +66,17 @@ class ServingProblem {
     s.q_lens = q_lens;
     s.kv_lens = kv_lens;
     ServingProblem early(s, seed_);
-    const auto cut = [&](std::vector<std::byte>& to, const std::vector<std::byte>& from, DType d) {
-      const std::size_t row = size_of(d) * s.kv_heads * s.dim;
+    const auto cut = [&](std::vector<std::byte>& to, const std::vector<std::byte>& from, DType d,
+                         int dim) {
+      const std::size_t row = size_of(d) * s.kv_heads * dim;
       for (int b = 0; b < s.batch(); ++b)
         std::copy_n(from.begin() + key_start[b] * row, kv_lens[b] * row,
                     to.begin() + early.key_start[b] * row);
     };
-    cut(early.raw_k, raw_k, s.dtype);
-    cut(early.raw_v, raw_v, s.dtype);
-    cut(early.k, k, s.of_kv());
-    cut(early.v, v, s.of_kv());
+    cut(early.raw_k, raw_k, s.dtype, s.dim);
+    cut(early.raw_v, raw_v, s.dtype, s.of_value());
+    cut(early.k, k, s.of_kv(), s.dim);
+    cut(early.v, v, s.of_kv(), s.of_value());
     return early;
   }
 
@@ -93,8 +96,7 @@ class ServingProblem {
                 from.begin() + static_cast<std::ptrdiff_t>(last * row));
     };
     const std::size_t q_row = size_of(s.of_q()) * s.heads * s.dim,
-                      raw_row = size_of(s.dtype) * s.kv_heads * s.dim,
-                      kv_row = size_of(s.of_kv()) * s.kv_heads * s.dim;
+                      head = size_of(s.of_kv()) * s.kv_heads;
     for (const int b : sequences) {
       s.q_lens.push_back(shape.q_lens[b]);
       s.kv_lens.push_back(shape.kv_lens[b]);
@@ -102,10 +104,10 @@ class ServingProblem {
       some.query_start.push_back(some.query_start.back() + shape.q_lens[b]);
       some.key_start.push_back(some.key_start.back() + shape.kv_lens[b]);
       take(some.q, q, query_start[b], query_start[b + 1], q_row);
-      take(some.raw_k, raw_k, key_start[b], key_start[b + 1], raw_row);
-      take(some.raw_v, raw_v, key_start[b], key_start[b + 1], raw_row);
-      take(some.k, k, key_start[b], key_start[b + 1], kv_row);
-      take(some.v, v, key_start[b], key_start[b + 1], kv_row);
+      take(some.raw_k, raw_k, key_start[b], key_start[b + 1], raw_row(s.dim));
+      take(some.raw_v, raw_v, key_start[b], key_start[b + 1], raw_row(s.of_value()));
+      take(some.k, k, key_start[b], key_start[b + 1], head * s.dim);
+      take(some.v, v, key_start[b], key_start[b + 1], head * s.of_value());
     }
     some.tokens = some.query_start.back();
     return some;
@@ -136,8 +138,9 @@ class ServingProblem {
   }
 
   /// The new keys or values of every sequence, of `dtype`: rows as q's [tokens, kv_heads, dim].
-  std::vector<std::byte> new_rows(const std::vector<std::byte>& raw) const {
-    const std::size_t row = size_of(shape.dtype) * shape.kv_heads * shape.dim;
+  std::vector<std::byte> new_rows(bool values) const {
+    const std::vector<std::byte>& raw = values ? raw_v : raw_k;
+    const std::size_t row = raw_row(values ? shape.of_value() : shape.dim);
     std::vector<std::byte> rows(tokens * row);
     for (int b = 0; b < shape.batch(); ++b)
       for (std::int64_t t = 0; t < shape.q_lens[b]; ++t) {
@@ -204,9 +207,8 @@ class ServingProblem {
         }
     }
     const std::size_t size = size_of(s.of_kv());
-    const std::int64_t elements = c.pages * page_stride();
-    c.k.assign(elements * size, std::byte{0xff});
-    c.v.assign(elements * size, std::byte{0xff});
+    c.k.assign(c.pages * page_stride(false) * size, std::byte{0xff});
+    if (!s.values_in_keys) c.v.assign(c.pages * page_stride(true) * size, std::byte{0xff});
     for (int b = 0; b < s.batch(); ++b)
       in_parallel(own[b], [&](std::int64_t i) {
         const std::int64_t position = place(shard, b, i);
@@ -214,22 +216,22 @@ class ServingProblem {
           return;
         const std::int64_t page =
             s.page == 0 ? first[b] + i : c.table[b * c.row_stride + i / in_page];
-        const std::int64_t from = (key_start[b] + position) * s.kv_heads * s.dim;
-        if (!s.x_packed) {  // the heads of a key lie side by side
-          const std::int64_t to = page * page_stride() + k_offset(i % in_page, 0, 0);
-          const std::size_t bytes = size * s.kv_heads * s.dim;
-          std::memcpy(&c.k[to * size], &k[from * size], bytes);
-          std::memcpy(&c.v[to * size], &v[from * size], bytes);
-          return;
-        }
-        for (int h = 0; h < s.kv_heads; ++h)
-          for (int d = 0; d < s.dim; ++d) {
-            const std::int64_t at = from + h * s.dim + d;
-            std::memcpy(&c.k[(page * page_stride() + k_offset(i % in_page, h, d)) * size],
-                        &k[at * size], size);
-            std::memcpy(&c.v[(page * page_stride() + v_offset(i % in_page, h, d)) * size],
-                        &v[at * size], size);
+        for (const bool values : {false, true}) {
+          if (values && s.values_in_keys) break;
+          const int dim = values ? s.of_value() : s.dim;
+          const std::byte* from =
+              (values ? v : k).data() + (key_start[b] + position) * s.kv_heads * dim * size;
+          std::byte* to = (values ? c.v : c.k).data() + page * page_stride(values) * size;
+          if (!s.x_packed) {  // the heads of a key lie side by side
+            const std::size_t bytes = size * s.kv_heads * dim;
+            std::memcpy(to + i % in_page * bytes, from, bytes);
+            continue;
           }
+          for (int h = 0; h < s.kv_heads; ++h)
+            for (int d = 0; d < dim; ++d)
+              std::memcpy(to + packed_offset(values, i % in_page, h, d) * size,
+                          from + (h * dim + d) * size, size);
+        }
       });
     return c;
   }
@@ -238,15 +240,18 @@ class ServingProblem {
   Tensor view(const Cache& c, void* memory, bool values, Device device) const {
     const Serving& s = shape;
     const DType d = s.of_kv();
-    if (s.page == 0) return Tensor(memory, d, {c.pages, s.kv_heads, s.dim}, device);
+    const int dim = values && !s.values_in_keys ? s.of_value() : s.dim;
     Tensor t;
-    if (!s.x_packed)
-      t = Tensor(memory, d, {c.pages, s.page, s.kv_heads, s.dim}, device);
+    if (s.page == 0)
+      t = Tensor(memory, d, {c.pages, s.kv_heads, dim}, device);
+    else if (!s.x_packed)
+      t = Tensor(memory, d, {c.pages, s.page, s.kv_heads, dim}, device);
     else if (values)
-      t = Tensor(memory, d, {c.pages, s.kv_heads, s.dim, s.page}, device);
+      t = Tensor(memory, d, {c.pages, s.kv_heads, dim, s.page}, device);
     else
-      t = Tensor(memory, d, {c.pages, s.kv_heads, s.dim / x(), s.page, x()}, device);
-    t.stride[0] = page_stride();
+      t = Tensor(memory, d, {c.pages, s.kv_heads, dim / x(), s.page, x()}, device);
+    t.stride[0] = page_stride(values);
+    if (values && s.values_in_keys) t.shape[t.dims - 1] = s.of_value();
     return t;
   }
 
@@ -255,11 +260,12 @@ class ServingProblem {
     const Serving& s = shape;
     const auto& scale = values ? v_scale : k_scale;
     const double factor = scale.empty() ? 1.0 : scale[s.per_head_scales ? kv_head : 0];
-    launcher::RowMajor m(s.kv_lens[b], s.dim);
+    const int dim = values ? s.of_value() : s.dim;
+    launcher::RowMajor m(s.kv_lens[b], dim);
     for (std::int64_t i = 0; i < s.kv_lens[b]; ++i) {
-      const std::int64_t from = ((key_start[b] + i) * s.kv_heads + kv_head) * s.dim;
+      const std::int64_t from = ((key_start[b] + i) * s.kv_heads + kv_head) * dim;
       const bool is_new = s.separate_new && i >= context(b);
-      for (int d = 0; d < s.dim; ++d)
+      for (int d = 0; d < dim; ++d)
         m(i, d) = is_new ? launcher::load((values ? raw_v : raw_k).data(), s.dtype, from + d)
                          : factor * launcher::load((values ? v : k).data(), s.of_kv(), from + d);
     }
@@ -331,7 +337,7 @@ class ServingProblem {
   std::vector<std::int32_t> query_start;         // [batch + 1]
   std::vector<std::int64_t> key_start;           // [batch + 1]
   std::vector<std::byte> q;                      // [tokens, heads, dim] of q's dtype
-  std::vector<std::byte> raw_k, raw_v;           // [keys, kv_heads, dim] of `dtype`
+  std::vector<std::byte> raw_k, raw_v;           // [keys, kv_heads, dim or value_dim] of `dtype`
   std::vector<std::byte> k, v;                   // the same as the cache stores them
   std::vector<float> q_scale, k_scale, v_scale;  // [1] or [kv_heads]; or none
   std::vector<std::byte> sinks, slopes;          // [heads] of small_dtype
@@ -339,8 +345,9 @@ class ServingProblem {
   std::int64_t qq_width = 0, qq_stride = 0;
 
   /// Elements between pages; of one key when they are not paged.
-  std::int64_t page_stride() const {
-    const std::int64_t row = std::int64_t{shape.kv_heads} * shape.dim;
+  std::int64_t page_stride(bool values) const {
+    const bool narrow = values && !shape.values_in_keys;
+    const std::int64_t row = std::int64_t{shape.kv_heads} * (narrow ? shape.of_value() : shape.dim);
     return shape.page == 0 ? row : row * shape.page + shape.padding;
   }
   /// Elements in a chunk of x-packed keys: 16 bytes, or less where they do not divide the dim.
@@ -368,21 +375,30 @@ class ServingProblem {
     return false;
   }
 
-  std::int64_t k_offset(std::int64_t row, int h, int d) const {
+  /// In x-packed pages.
+  std::int64_t packed_offset(bool values, std::int64_t row, int h, int d) const {
     const Serving& s = shape;
-    if (!s.x_packed) return (row * s.kv_heads + h) * s.dim + d;
+    if (values) return (std::int64_t{h} * s.of_value() + d) * s.page + row;
     return ((std::int64_t{h} * (s.dim / x()) + d / x()) * s.page + row) * x() + d % x();
   }
-  std::int64_t v_offset(std::int64_t row, int h, int d) const {
-    const Serving& s = shape;
-    if (!s.x_packed) return (row * s.kv_heads + h) * s.dim + d;
-    return (std::int64_t{h} * s.dim + d) * s.page + row;
+
+  /// Bytes of a row of raw_k or raw_v.
+  std::size_t raw_row(int dim) const { return size_of(shape.dtype) * shape.kv_heads * dim; }
+
+  /// The values that lie in these keys.
+  std::vector<std::byte> first_columns(const std::vector<std::byte>& keys) const {
+    const std::size_t size = size_of(shape.dtype), from = size * shape.dim,
+                      count = size * shape.of_value();
+    std::vector<std::byte> values;
+    for (std::size_t at = 0; at < keys.size(); at += from)
+      values.insert(values.end(), keys.begin() + at, keys.begin() + at + count);
+    return values;
   }
 
   /// Values of mean 0 and variance 1, as functions of seed, tensor and index: Irwin and Hall's sum
   /// of four uniform ones.
-  std::vector<std::byte> drawn(std::uint64_t tensor, std::int64_t rows, int heads) const {
-    const std::int64_t row = std::int64_t{heads} * shape.dim;
+  std::vector<std::byte> drawn(std::uint64_t tensor, std::int64_t rows, int heads, int dim) const {
+    const std::int64_t row = std::int64_t{heads} * dim;
     std::vector<std::byte> values(rows * row * size_of(shape.dtype));
     in_parallel(rows, [&](std::int64_t r) {
       for (std::int64_t i = r * row; i < (r + 1) * row; ++i) {
@@ -401,16 +417,16 @@ class ServingProblem {
   }
 
   std::vector<std::byte> quantised(const std::vector<std::byte>& values, DType to,
-                                   const std::vector<float>& scale, int heads) const {
+                                   const std::vector<float>& scale, int heads, int dim) const {
     if (to == shape.dtype) return values;
-    const std::int64_t row = std::int64_t{heads} * shape.dim;
+    const std::int64_t row = std::int64_t{heads} * dim;
     const std::int64_t rows = static_cast<std::int64_t>(values.size() / size_of(shape.dtype)) /
                               std::max<std::int64_t>(1, row);
     const int group = heads / shape.kv_heads;
     std::vector<std::byte> stored(rows * row * size_of(to));
     in_parallel(rows, [&](std::int64_t r) {
       for (std::int64_t i = 0; i < row; ++i) {
-        const auto kv_head = static_cast<std::size_t>(i / shape.dim / group);
+        const auto kv_head = static_cast<std::size_t>(i / dim / group);
         const float factor = scale.empty() ? 1.0f : scale[scale.size() == 1 ? 0 : kv_head];
         launcher::store(
             stored.data(), to, r * row + i,
@@ -424,7 +440,7 @@ class ServingProblem {
   /// page is what the first one left there.
   void draw_pool(std::mt19937_64& random) {
     const Serving& s = shape;
-    const std::size_t row = size_of(s.dtype) * s.kv_heads * s.dim;
+    const std::size_t row = raw_row(s.dim), value_row = raw_row(s.of_value());
     std::vector<std::int64_t> owner(s.pool * s.page, -1);
     for (int b = 0; b < s.batch(); ++b) {
       pool_table_.emplace_back();
@@ -434,7 +450,7 @@ class ServingProblem {
         std::int64_t& first = owner[pool_table_.back().back() * s.page + i % s.page];
         if (first < 0) first = key_start[b] + i;
         std::memmove(&raw_k[(key_start[b] + i) * row], &raw_k[first * row], row);
-        std::memmove(&raw_v[(key_start[b] + i) * row], &raw_v[first * row], row);
+        std::memmove(&raw_v[(key_start[b] + i) * value_row], &raw_v[first * value_row], value_row);
       }
     }
   }
@@ -450,6 +466,7 @@ class ServingProblem {
     draw(s.of_q(), q_scale);
     draw(s.of_kv(), k_scale);
     draw(s.of_kv(), v_scale);
+    if (s.values_in_keys) v_scale = k_scale;
   }
 
   void draw_small(std::mt19937_64& random) {

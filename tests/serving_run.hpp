@@ -106,7 +106,7 @@ struct ServingArrays {
 
   std::size_t out_bytes() const {
     const Serving& s = problem.shape;
-    return rows.size() * s.heads * s.dim * size_of(s.of_out());
+    return rows.size() * s.heads * s.of_value() * size_of(s.of_out());
   }
   std::int64_t own() const { return static_cast<std::int64_t>(rows.size()); }
   Tensor q_tensor() const {
@@ -115,13 +115,15 @@ struct ServingArrays {
   }
   Tensor out_tensor() const {
     const Serving& s = problem.shape;
-    return Tensor(out.data(), s.of_out(), {own(), s.heads, s.dim}, device);
+    return Tensor(out.data(), s.of_out(), {own(), s.heads, s.of_value()}, device);
   }
   Tensor lse_tensor() const {
     return Tensor(lse.data(), DType::fp32, {own(), problem.shape.heads}, device);
   }
   Tensor k_tensor() const { return problem.view(cache, k.data(), false, device); }
-  Tensor v_tensor() const { return problem.view(cache, v.data(), true, device); }
+  Tensor v_tensor() const {
+    return problem.view(cache, (problem.shape.values_in_keys ? k : v).data(), true, device);
+  }
   BlockTable block_table() const {
     if (problem.shape.page == 0) return {};
     return {static_cast<const std::int32_t*>(table.data()), cache.columns, cache.row_stride};
@@ -208,7 +210,8 @@ inline Options options_for(const ServingProblem& problem) {
   Options o;
   o.heads = s.heads;
   o.kv_heads = s.kv_heads;
-  o.dim = s.dim;
+  o.head_dim = s.dim;
+  if (s.value_dim > 0) o.value_dim = s.value_dim;
   o.dtype = s.dtype;
   o.query_dtype = s.q_dtype;
   o.kv_dtype = s.kv_dtype;
@@ -284,7 +287,7 @@ inline ServingResult run_segmented(const Kernels& kernels, Device device,
   const int segments = how.segments;
   const std::size_t states = arrays.rows.size() * s.heads * segments;
   int padded = 16;
-  while (padded < s.dim) padded *= 2;
+  while (padded < s.of_value()) padded *= 2;
   Buffer output, max, expsum;
   if (segments > 0) {
     output = poisoned(device, states * padded * sizeof(float));
@@ -327,13 +330,13 @@ inline ServingResult run_context(const Kernels& kernels, Device device,
                                  const ServingProblem& problem) {
   const Serving& s = problem.shape;
   const ServingArrays arrays(device, problem, Shard::contiguous(0, 0, 1));
-  const Buffer new_k = on_device(device, problem.new_rows(problem.raw_k)),
-               new_v = on_device(device, problem.new_rows(problem.raw_v)),
+  const Buffer new_k = on_device(device, problem.new_rows(false)),
+               new_v = on_device(device, problem.new_rows(true)),
                inverse = on_device(device, std::vector<float>{1.0f / s.out_scale});
   ContextAttention a;
   arrays.paged(a);
   a.k = Tensor(new_k.data(), s.dtype, {problem.tokens, s.kv_heads, s.dim}, device);
-  a.v = Tensor(new_v.data(), s.dtype, {problem.tokens, s.kv_heads, s.dim}, device);
+  a.v = Tensor(new_v.data(), s.dtype, {problem.tokens, s.kv_heads, s.of_value()}, device);
   a.skip_decode = s.skip_decode;
   if (s.out_scale != 0) a.out_scale_inv = ServingArrays::array<float>(inverse);
   const Buffer workspace = poisoned(device, kernels.workspace_bytes(a));
@@ -351,7 +354,7 @@ inline ServingResult run_ranks(const kernels::Backend& backend, const ServingPro
   const Serving& s = problem.shape;
   const Device device = backend.device();
   const auto ranks = static_cast<int>(shards.size());
-  StateSlots states{nullptr, problem.tokens * s.heads, s.dim, ranks};
+  StateSlots states{nullptr, problem.tokens * s.heads, s.of_value(), ranks};
   const Buffer memory = poisoned(device, states.slot_bytes() * ranks);
   states.data = static_cast<std::byte*>(memory.data());
   std::vector<std::unique_ptr<ServingArrays>> kept;  // until the stream has passed them
@@ -367,7 +370,8 @@ inline ServingResult run_ranks(const kernels::Backend& backend, const ServingPro
     p.tokens = problem.tokens;
     p.heads = s.heads;
     p.kv_heads = s.kv_heads;
-    p.dim = s.dim;
+    p.head_dim = s.dim;
+    p.value_dim = s.of_value();
     p.q = {a.q.data(), std::int64_t{s.heads} * s.dim, s.dim};
     p.k = KvRows(k.data, k.stride[1], k.stride[2]);  // pages of rows
     p.v = KvRows(v.data, v.stride[1], v.stride[2]);
@@ -401,7 +405,7 @@ inline ServingResult run_ranks(const kernels::Backend& backend, const ServingPro
   m.sinks = a.small(s.sinks, a.sinks);
   m.tokens = problem.tokens;
   m.dtype = s.of_out();
-  m.out = {a.out.data(), std::int64_t{s.heads} * s.dim, s.dim};
+  m.out = {a.out.data(), std::int64_t{s.heads} * s.of_value(), s.of_value()};
   m.lse = static_cast<float*>(a.lse.data());
   m.lse_row_stride = s.heads;
   m.lse_head_stride = 1;

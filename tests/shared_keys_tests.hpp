@@ -59,7 +59,7 @@ TEST_F(SharedKeys, TheBitsOfACopyForEachSequence) {
       const std::int64_t tokens = starts.back(), elements = tokens * kHeads * kDim;
       Attention layer(self(device()), {.heads = kHeads,
                                        .kv_heads = kKvHeads,
-                                       .dim = kDim,
+                                       .head_dim = kDim,
                                        .dtype = dtype,
                                        .mask = {.causal = true},
                                        .max_tokens = tokens,
@@ -98,7 +98,7 @@ TEST_F(SharedKeys, NothingIsAppendedToThem) {
   const auto lengths = on_device(std::vector<std::int32_t>{10, 20, 30});
   Attention layer(self(device()), {.heads = kKvHeads,
                                    .kv_heads = kKvHeads,
-                                   .dim = kDim,
+                                   .head_dim = kDim,
                                    .dtype = fp32,
                                    .max_tokens = kBatch,
                                    .max_batch = kBatch,

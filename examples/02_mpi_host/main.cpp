@@ -56,7 +56,7 @@ int run() {
 
   longspan::Attention layer(world, {.heads = kHeads,
                                     .kv_heads = kKvHeads,
-                                    .dim = kDim,
+                                    .head_dim = kDim,
                                     .dtype = fp32,
                                     .mask = {.causal = true},
                                     .max_tokens = kTokens});

@@ -98,7 +98,7 @@ int run(ncclComm_t nccl) {
 
   longspan::Attention layer(world, {.heads = kHeads,
                                     .kv_heads = kKvHeads,
-                                    .dim = kDim,
+                                    .head_dim = kDim,
                                     .dtype = bf16,
                                     .mask = {.causal = true},
                                     .max_tokens = kTokens});

@@ -53,7 +53,7 @@ class Decoder {
         v_(capacity_ * kRow, NAN),
         layer_(world, {.heads = kHeads,
                        .kv_heads = kKvHeads,
-                       .dim = kDim,
+                       .head_dim = kDim,
                        .dtype = fp32,
                        .mask = {.causal = true},
                        .max_tokens = 1}) {}

@@ -70,7 +70,7 @@ class Block {
       : shard_(Shard::contiguous(kTokens, world.rank(), world.size())),
         layer_(world, {.heads = kHeads,
                        .kv_heads = kKvHeads,
-                       .dim = kDim,
+                       .head_dim = kDim,
                        .dtype = fp32,
                        .mask = {.causal = true},
                        .max_tokens = shard_.max_local_len(kTokens),

@@ -107,7 +107,7 @@ class Server {
         scale_(upload(device_, std::vector<float>{kScale})),
         layer_(world, {.heads = kHeads,
                        .kv_heads = kKvHeads,
-                       .dim = kDim,
+                       .head_dim = kDim,
                        .dtype = bf16,
                        .kv_dtype = e4m3,
                        .mask = {.causal = true},

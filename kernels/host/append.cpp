@@ -14,6 +14,7 @@ struct Tensors {
   const Rows& from;
   const KvRows& to;
   const Scales& scales;
+  int dim;  // of a row of a head
 };
 
 /// Row `token` of the new tensor to the offset `at` (in elements) of the cache.
@@ -25,11 +26,11 @@ void store_row(const AppendParams& p, const Tensors& t, std::int64_t token, std:
     const std::int64_t to = at + head * t.to.head_stride;
     if (plain && t.to.dense()) {
       std::memcpy(static_cast<std::byte*>(t.to.data) + to * size,
-                  static_cast<const std::byte*>(t.from.data) + from * size, p.dim * size);
+                  static_cast<const std::byte*>(t.from.data) + from * size, t.dim * size);
       continue;
     }
     const float scale = t.scales[head];
-    for (int d = 0; d < p.dim; ++d) {
+    for (int d = 0; d < t.dim; ++d) {
       const float value = load_element(t.from.data, p.dtype, from + d);
       store_element(t.to.data, p.kv_dtype, to + t.to.column(d), t.scales ? value / scale : value);
     }
@@ -42,8 +43,9 @@ void append(const AppendParams& p, ThreadPool& pool) {
   pool.run(p.tokens, [&](std::int64_t token, int) {
     const CacheRow row = cache_row(p, token);
     if (row.row < 0) return;
-    store_row(p, {p.new_k, p.k, p.k_scale}, token, row.offset(p.k));
-    store_row(p, {p.new_v, p.v, p.v_scale}, token, row.offset(p.v));
+    store_row(p, {p.new_k, p.k, p.k_scale, p.head_dim}, token, row.offset(p.k));
+    if (p.new_v.data == nullptr) return;
+    store_row(p, {p.new_v, p.v, p.v_scale, p.value_dim}, token, row.offset(p.v));
   });
 }
 

@@ -31,9 +31,9 @@ struct Layout {
       : rows(static_cast<int>(std::min<std::int64_t>(
             kTileRows, std::max<std::int64_t>(1, p.tokens) * p.heads / p.kv_heads))),
         tiles_bytes(round_up((p.batch.size + 1) * sizeof(std::int64_t))),
-        space_bytes(round_up(std::max(TileSpace::bytes(p.dim, rows, kUsualLevels),
-                                      TileSpace::bytes(p.dim, 1, kMostLevels)))),
-        part_bytes(round_up(rows * (sizeof(Stats) + 4 * TileSpace::padded(p.dim)))),
+        space_bytes(round_up(std::max(TileSpace::bytes(p, rows, kUsualLevels),
+                                      TileSpace::bytes(p, 1, kMostLevels)))),
+        part_bytes(round_up(rows * (sizeof(Stats) + 4 * TileSpace::padded(p.value_dim)))),
         parts(kPartsPerThread * threads) {}
 
   std::size_t total(int threads) const {
@@ -53,7 +53,7 @@ class AttendRun {
   AttendRun(const AttendParams& p, int threads)
       : p_(p),
         group_(p.heads / p.kv_heads),
-        padded_(TileSpace::padded(p.dim)),
+        padded_(TileSpace::padded(p.value_dim)),
         layout_(p, threads),
         first_tile_(reinterpret_cast<std::int64_t*>(p.scratch)),
         spaces_(p.scratch + layout_.tiles_bytes),
@@ -66,9 +66,9 @@ class AttendRun {
       leaves = std::min(leaves, s.order.leaves);
       segments = std::max(segments, segments_of(s.keys));
     }
-    const std::size_t room = layout_.space_bytes - TileSpace::fixed_bytes(p.dim);
+    const std::size_t room = layout_.space_bytes - TileSpace::fixed_bytes(p);
     rows_ = static_cast<int>(
-        std::min<std::size_t>(layout_.rows, room / TileSpace::row_bytes(p.dim, levels_)));
+        std::min<std::size_t>(layout_.rows, room / TileSpace::row_bytes(p, levels_)));
     first_tile_[0] = 0;
     for (int b = 0; b < p.batch.size; ++b)
       first_tile_[b + 1] = first_tile_[b] + tiles_per_head(Sequence(p, b)) * p.kv_heads;
@@ -81,7 +81,7 @@ class AttendRun {
     if (p_.parts) return attend_key_parts(pool);
     pool.run(tiles() * parts_, [this](std::int64_t item, int thread) {
       const Tile tile = at(item / parts_, static_cast<int>(item % parts_));
-      const TileSpace space(spaces_ + thread * layout_.space_bytes, p_.dim, rows_, levels_);
+      const TileSpace space(spaces_ + thread * layout_.space_bytes, p_, rows_, levels_);
       attend_tile(p_, tile, space);
       if (parts_ == 1) return store(tile, p_.slot, space.stats, space.o);
       std::copy_n(space.stats, tile.rows, part_stats(item));
@@ -109,7 +109,7 @@ class AttendRun {
       Tile tile = at(item / p_.parts.count, 0);
       tile.keys = p_.parts.of(part, tile.sequence.keys);
       tile.last_leaf = tile.sequence.order.leaves;
-      const TileSpace space(spaces_ + thread * layout_.space_bytes, p_.dim, rows_, levels_);
+      const TileSpace space(spaces_ + thread * layout_.space_bytes, p_, rows_, levels_);
       attend_tile(p_, tile, space);
       store(tile, p_.slot + part, space.stats, space.o);
     });
@@ -155,10 +155,10 @@ class AttendRun {
       if (p_.resume) {
         const Fold f = fold(to_stats, stats[r]);
         to_stats = f.stats;
-        for (int d = 0; d < p_.dim; ++d) to[d] = f(to[d], from[d]);
+        for (int d = 0; d < p_.value_dim; ++d) to[d] = f(to[d], from[d]);
       } else {
         to_stats = stats[r];
-        std::copy_n(from, p_.dim, to);
+        std::copy_n(from, p_.value_dim, to);
       }
     }
   }

@@ -115,7 +115,7 @@ class TileRun {
         space_(space),
         visible_(params, tile),
         bias_(params, tile),
-        padded_(TileSpace::padded(params.dim)),
+        padded_(TileSpace::padded(params.value_dim)),
         blocks_((tile.rows + kBlockRows - 1) / kBlockRows) {}
 
   void operator()() {
@@ -149,7 +149,7 @@ class TileRun {
         const std::int64_t row = tile_.first + r;
         const T* q =
             p_.q.at<T>(tile_.sequence.first_row + row / group, tile_.kv_head * group + row % group);
-        pack_query(q, factor, p_.dim, space_.q + r * p_.dim);
+        pack_query(q, factor, p_.head_dim, space_.q + r * p_.head_dim);
       }
     });
   }
@@ -168,8 +168,8 @@ class TileRun {
                                                               visible_.end() - segment.first)));
     }
     with_type(p_.kv_dtype, [&]<class T>(const T*) {
-      pack_keys<T>(p_.k, rows_.k(), aligned(any), p_.dim, space_.k);
-      pack_values<T>(p_.v, rows_.v(), any, p_.dim, space_.v);
+      pack_keys<T>(p_.k, rows_.k(), aligned(any), p_.head_dim, space_.k);
+      pack_values<T>(p_.v, rows_.v(), any, p_.value_dim, space_.v);
     });
   }
 
@@ -204,9 +204,9 @@ class TileRun {
         const int begin = std::max(keys.begin, panel), end = std::min(keys.end, panel + kPanel);
         if (begin >= end) continue;
         const int row = block * kBlockRows;
-        const float* k = space_.k + panel * p_.dim + begin - panel;
-        multiply({space_.q + row * p_.dim, p_.dim}, {k, kPanel}, p_.dim, scores(row) + begin,
-                 kSegment, rows_of(block), end - begin);
+        const float* k = space_.k + panel * p_.head_dim + begin - panel;
+        multiply({space_.q + row * p_.head_dim, p_.head_dim}, {k, kPanel}, p_.head_dim,
+                 scores(row) + begin, kSegment, rows_of(block), end - begin);
       }
     }
   }

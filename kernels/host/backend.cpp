@@ -34,9 +34,7 @@ class HostBackend final : public Backend {
   Device device() const override { return Device::host; }
 
   void check(const AttendParams& p) const override {
-    if (p.dim < 16 || p.dim > 256 || p.dim % 8 != 0)
-      throw Unsupported("head dim " + std::to_string(p.dim) +
-                        " is not supported: the host kernels take 16 to 256 in steps of 8");
+    check_head_dims(p.head_dim, p.value_dim);
     check_features(p, Device::host);
     if (p.heads < 1 || p.kv_heads < 1 || p.heads % p.kv_heads != 0)
       throw InputError("heads " + std::to_string(p.heads) + " is not a multiple of kv_heads " +

@@ -15,17 +15,17 @@
 #include "kernels/host/fold_stack.hpp"
 #include "kernels/host/host.hpp"
 #include "kernels/host/simd-inl.hpp"
+#include "longspan/limits.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
 namespace HWY_NAMESPACE {
 
-constexpr int kMostDim = 256;
 constexpr int kLevels = 32;  // of the stack: 2^31 slots
 
 struct RowState {
   Stats stats[kLevels];
-  HWY_ALIGN float o[kLevels][kMostDim];
+  HWY_ALIGN float o[kLevels][kMaxValueDim];
 };
 
 /// Leaves the fold of the row's states in level 0.
@@ -56,7 +56,7 @@ void store_row(const MergeParams& p, std::int64_t token, int head, const float* 
 }
 
 void finish_row(const MergeParams& p, std::int64_t token, int head, RowState& state) {
-  static constexpr float zeros[kMostDim] = {};
+  static constexpr float zeros[kMaxValueDim] = {};
   const int dim = p.states.dim;
   if (p.sinks) {
     const Fold f = fold(state.stats[0], sink_stats(p.sinks[head]));

@@ -1,9 +1,9 @@
 // Keys, values and queries of a tile in the layout that multiply reads: dense fp32, in panels of 64
 // columns, so that a panel's rows follow each other in the cache whatever the strides outside.
 //
-//     keys     [panel of 64 keys][dim][64]        transposed
+//     keys     [panel of 64 keys][head_dim][64]   transposed
 //     values   [panel of 64 columns][128 keys][64]
-//     queries  [rows][dim], times the score's factor
+//     queries  [rows][head_dim], times the score's factor
 #include "kernels/host/targets.hpp"
 
 #if defined(LONGSPAN_HOST_PACK_INL) == defined(HWY_TARGET_TOGGLE)
@@ -21,6 +21,7 @@
 #include "kernels/host/simd-inl.hpp"
 #include "kernels/host/tile.hpp"
 #include "kernels/params.hpp"
+#include "longspan/limits.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
@@ -120,7 +121,7 @@ HWY_INLINE void widen_row(const KvRows& layout, const T* row, int begin, int end
 template <class T>
 void pack_keys(const KvRows& layout, const std::byte* const* rows, Range keys, int dim,
                float* panels) {
-  static constexpr T zeros[kMaxDim] = {};
+  static constexpr T zeros[kMaxHeadDim] = {};
   const bool dense = layout.dense();
   const bool in_fours = dense || (layout.dim_stride == 1 && layout.chunk % 4 == 0);
   const int chunk = dense ? dim : layout.chunk;
@@ -139,7 +140,7 @@ void pack_keys(const KvRows& layout, const std::byte* const* rows, Range keys, i
           if (four[i] != zeros) four[i] += layout.chunk_stride;
       }
     } else {
-      HWY_ALIGN float wide[4][kMaxDim] = {};
+      HWY_ALIGN float wide[4][kMaxHeadDim] = {};
       const float* wide_four[4] = {wide[0], wide[1], wide[2], wide[3]};
       for (int i = 0; i < 4; ++i)
         if (four[i] != zeros) widen_row(layout, four[i], 0, dim, wide[i]);

@@ -13,7 +13,6 @@ namespace longspan::kernels::host {
 inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
 inline constexpr int kTileRows = 144;  // most rows of a tile
 inline constexpr int kPanel = 64;      // columns of a packed panel
-inline constexpr int kMaxDim = 256;
 inline constexpr int kRowsAhead = 16;  // of prefetches of keys
 
 /// Keys [begin, end) of one segment.
@@ -55,31 +54,34 @@ struct Tile {
   Interval keys;              // local keys; all of the sequence's, or a part (KeyParts)
 };
 
-/// A tile's memory. dim is padded to 16 in o, so that a vector never reads past a row.
+/// A tile's memory. value_dim is padded to 16 in o, so that a vector never reads past a row.
 struct TileSpace {
   int rows = 0;    // capacity
   int levels = 0;  // of the stack of states
 
-  float* q = nullptr;       // [rows, dim]
+  float* q = nullptr;       // [rows, head_dim]
   float* scores = nullptr;  // [rows, 128]; then weights
-  float* k = nullptr;       // [2, dim, 64]
-  float* v = nullptr;       // [dim / 64, 128, 64]
-  float* o = nullptr;       // [levels, rows, padded dim]
+  float* k = nullptr;       // [2, head_dim, 64]
+  float* v = nullptr;       // [value_dim / 64, 128, 64]
+  float* o = nullptr;       // [levels, rows, padded value_dim]
   Stats* stats = nullptr;   // [levels, rows]
 
   static int padded(int dim) { return (dim + 15) / 16 * 16; }
 
-  static std::size_t fixed_bytes(int dim) {
-    return std::size_t{4} * kSegment * (dim + (dim + kPanel - 1) / kPanel * kPanel);
+  static std::int64_t panels(int value_dim) { return (value_dim + kPanel - 1) / kPanel; }
+
+  static std::size_t fixed_bytes(const Geometry& p) {
+    return std::size_t{4} * kSegment * (p.head_dim + panels(p.value_dim) * kPanel);
   }
-  static std::size_t row_bytes(int dim, int levels) {
-    return std::size_t{4} * (dim + kSegment) + levels * (4 * padded(dim) + sizeof(Stats));
+  static std::size_t row_bytes(const Geometry& p, int levels) {
+    return std::size_t{4} * (p.head_dim + kSegment) +
+           levels * (4 * padded(p.value_dim) + sizeof(Stats));
   }
-  static std::size_t bytes(int dim, int rows, int levels) {
-    return fixed_bytes(dim) + rows * row_bytes(dim, levels);
+  static std::size_t bytes(const Geometry& p, int rows, int levels) {
+    return fixed_bytes(p) + rows * row_bytes(p, levels);
   }
 
-  TileSpace(std::byte* memory, int dim, int row_count, int level_count)
+  TileSpace(std::byte* memory, const Geometry& p, int row_count, int level_count)
       : rows(row_count), levels(level_count) {
     float* at = reinterpret_cast<float*>(memory);
     const auto take = [&](std::int64_t floats) {
@@ -87,11 +89,11 @@ struct TileSpace {
       at += floats;
       return part;
     };
-    k = take(std::int64_t{kSegment} * dim);
-    v = take(std::int64_t{kSegment} * ((dim + kPanel - 1) / kPanel * kPanel));
+    k = take(std::int64_t{kSegment} * p.head_dim);
+    v = take(std::int64_t{kSegment} * panels(p.value_dim) * kPanel);
     scores = take(std::int64_t{rows} * kSegment);
-    o = take(std::int64_t{levels} * rows * padded(dim));
-    q = take(std::int64_t{rows} * dim);
+    o = take(std::int64_t{levels} * rows * padded(p.value_dim));
+    q = take(std::int64_t{rows} * p.head_dim);
     stats = reinterpret_cast<Stats*>(at);
   }
 };

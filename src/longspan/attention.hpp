@@ -1,6 +1,6 @@
 // Exact attention over a sequence whose keys and values are sharded across ranks.
 //
-//     Attention layer(world, {.heads = 32, .kv_heads = 8, .dim = 128, .max_tokens = 64});
+//     Attention layer(world, {.heads = 32, .kv_heads = 8, .head_dim = 128, .max_tokens = 64});
 //     layer.run({.q = q, .k = k, .v = v, .shard = shard, .out = out}, stream);
 //     layer.wait(stream);
 //
@@ -28,9 +28,10 @@ namespace longspan {
 /// What is fixed when a layer is made. All ranks must give the same values.
 struct Options {
   int heads = 1;
-  int kv_heads = 1;           // divides heads: query head h reads kv head h / (heads / kv_heads)
-  int dim = 64;               // of a head: 16 to 256 in steps of 8
-  DType dtype = DType::bf16;  // of the products: fp32, fp16 or bf16
+  int kv_heads = 1;   // divides heads: query head h reads kv head h / (heads / kv_heads)
+  int head_dim = 64;  // of queries and keys: 8 to 576 in steps of 8 (limits.hpp)
+  std::optional<int> value_dim = {};      // of values and results: 8 to 512; default head_dim
+  DType dtype = DType::bf16;              // of the products: fp32, fp16 or bf16
   std::optional<DType> query_dtype = {};  // of q; default dtype, or fp8
   std::optional<DType> kv_dtype = {};     // of k and v; default dtype, or fp8
   std::optional<DType> out_dtype = {};    // of out; default dtype, or fp8 with an out_scale
@@ -40,7 +41,7 @@ struct Options {
                               // Faster, some percent of error; scales must be positive
 
   Mask mask = {};
-  std::optional<float> scale = {};  // default 1 / sqrt(dim)
+  std::optional<float> scale = {};  // default 1 / sqrt(head_dim)
   float softcap = 0.0f;             // 0: off
   Alibi alibi = Alibi::context;     // what Request::slopes multiply
 
@@ -80,14 +81,15 @@ struct Options {
 /// device and must live until the stream has passed them. Lengths and tables are read on the
 /// stream, so a captured graph replays with new ones.
 struct Request {
-  Tensor q;         // [tokens, heads, dim]
-  Tensor k;         // [keys, kv_heads, dim], the rank's own keys, sequence after sequence; or
-                    // [batch, capacity, kv_heads, dim], each sequence from the start of its row;
-                    // with a block table, the rank's pages (kv_cache.hpp)
-  Tensor v;         // as k
-  Shard shard;      // which keys of a sequence the rank holds; `length` is used when kv_len is null
-  Tensor out;       // [tokens, heads, dim]; never read. Rows of the batch are written whole, others
-                    // not at all
+  Tensor q;     // [tokens, heads, head_dim]
+  Tensor k;     // [keys, kv_heads, head_dim], the rank's own keys, sequence after sequence; or
+                // [batch, capacity, kv_heads, head_dim], each from the start of its row;
+                // with a block table, the rank's pages (kv_cache.hpp)
+  Tensor v;     // as k, of value_dim. It may be the first columns of k (MLA): the same memory
+                // and strides, with fewer columns
+  Shard shard;  // which keys of a sequence the rank holds; `length` is used when kv_len is null
+  Tensor out;   // [tokens, heads, value_dim]; never read. Rows of the batch are written whole,
+               // others not at all
   Tensor lse = {};  // [tokens, heads] fp32, natural log; optional
 
   int batch = 1;
@@ -95,7 +97,7 @@ struct Request {
                                               // shard_queries: rows of the whole q
   const std::int32_t* kv_len = nullptr;       // [batch] keys of the whole sequences, on all ranks
   BlockTable block_table = {};                // this rank's pages of each sequence; optional
-  Tensor new_k = {}, new_v = {};  // [tokens, kv_heads, dim] the keys of these rows of q (with
+  Tensor new_k = {}, new_v = {};              // as in Append: the keys of these rows of q (with
                                   // shard_queries: of the whole q), on every rank: append and run
                                   // in one. Optional: k and v have them already
   Scales q_scale = {}, k_scale = {}, v_scale = {};  // of fp8 tensors, which must have them
@@ -119,9 +121,9 @@ struct Request {
 /// new ones. The cut of a contiguous shard moves as kv_len grows: a cache that grows is
 /// interleaved, or has ranges.
 struct Append {
-  Tensor new_k;  // [tokens, kv_heads, dim], on every rank
-  Tensor new_v;
-  Tensor k;  // the cache, as in Request
+  Tensor new_k;  // [tokens, kv_heads, head_dim], on every rank
+  Tensor new_v;  // [tokens, kv_heads, value_dim]; left out where v is the first columns of k
+  Tensor k;      // the cache, as in Request
   Tensor v;
   BlockTable block_table = {};
   Shard shard;

@@ -84,7 +84,7 @@ struct MergeStates {
 /// What decode and prefill over a paged cache have in common. Meanings as in Request
 /// (attention.hpp), for one rank that holds all keys.
 struct PagedAttention {
-  Tensor q;                 // [tokens, heads, dim]
+  Tensor q;                 // [tokens, heads, head_dim]
   Tensor k_cache, v_cache;  // kv_cache.hpp
   BlockTable block_table;   // [batch, columns]
   int batch = 1;
@@ -93,12 +93,12 @@ struct PagedAttention {
   std::int64_t max_kv_len = 0;                // no sequence is longer; 0: what the table can hold
   std::int64_t max_query_len = 0;             // no sequence has more queries; 0: unknown
 
-  Tensor out;                        // [tokens, heads, dim]
+  Tensor out;                        // [tokens, heads, value_dim]
   Lse lse = {};                      // natural log; optional
   const float* out_scale = nullptr;  // [1]: out = result / scale; fp8 needs it
   DType dtype = DType::bf16;         // of the products; that of q, unless q is fp8
 
-  std::optional<float> scale = {};  // default 1 / sqrt(dim)
+  std::optional<float> scale = {};  // default 1 / sqrt(head_dim)
   Mask mask = {.causal = true};
   const std::uint8_t* causal = nullptr;  // [batch] in place of mask.causal
   float softcap = 0.0f;
@@ -113,7 +113,7 @@ struct PagedAttention {
 
 /// Per-segment states, fp32, natural units, o unnormalised.
 struct Segments {
-  Tensor output;          // [tokens, heads, segments, padded dim]
+  Tensor output;          // [tokens, heads, segments, padded value_dim]
   Tensor max, expsum;     // [tokens, heads, segments]
   std::int64_t keys = 0;  // in a segment; segments * keys hold every sequence. 0: as serving
                           // engines cut, ceil(kv_len / (segments * tile)) tiles in each segment
@@ -141,7 +141,8 @@ struct ReduceSegments {
 /// Chunked prefill: the first kv_len - q_len keys of a sequence lie in the cache, the last q_len
 /// are new and lie as q does. k_scale and v_scale are of the cache.
 struct ContextAttention : PagedAttention {
-  Tensor k, v;               // [tokens, kv_heads, dim], of `dtype`
+  Tensor k;                  // [tokens, kv_heads, head_dim], of `dtype`
+  Tensor v;                  // [tokens, kv_heads, value_dim], of `dtype`
   bool skip_decode = false;  // sequences of one query are left out, their rows untouched
   const float* out_scale_inv = nullptr;  // [1]: out = result * scale_inv, in place of
                                          // out_scale
@@ -149,7 +150,9 @@ struct ContextAttention : PagedAttention {
 
 /// New keys and values into a paged cache, each where its slot says.
 struct AppendKv {
-  Tensor k, v;                          // [tokens, kv_heads, dim]
+  Tensor k;                             // [tokens, kv_heads, head_dim]
+  Tensor v;                             // [tokens, kv_heads, value_dim]; left out where v_cache
+                                        // is the first columns of k_cache
   Tensor k_cache, v_cache;              // kv_cache.hpp
   const std::int64_t* slots = nullptr;  // [tokens] page * page size + row; < 0: not written
   Scales k_scale = {}, v_scale = {};    // fp8 caches store x / scale

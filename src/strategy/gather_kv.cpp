@@ -6,6 +6,8 @@
 // has the bits of one rank alone. This is the plainest strategy: nothing overlaps.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "longspan/error.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -28,15 +30,16 @@ class GatherKv final : public Strategy {
   void lay_out(Parts& memory) override {
     const kernels::AttendParams& bounds = layer_.bounds;
     state_ = memory.take(static_cast<std::size_t>(
-        kernels::StateSlots::bytes(bounds.tokens * bounds.heads, bounds.dim)));
+        kernels::StateSlots::bytes(bounds.tokens * bounds.heads, bounds.value_dim)));
     scratch_ = memory.take(scratch_bytes_);
     if (layer_.comm.size() == 1) return;
     const auto most = static_cast<std::size_t>(bounds.max_kv_len);
     const auto rows =
         static_cast<std::size_t>(layer_.comm.size() * share(bounds.max_kv_len, layer_.comm.size()));
-    gathered_ = memory.take(rows * static_cast<std::size_t>(row_bytes()));
-    for (std::byte*& ordered : ordered_)
-      ordered = memory.take(most * static_cast<std::size_t>(row_bytes()));
+    const int wider = std::max(bounds.head_dim, bounds.value_dim);
+    gathered_ = memory.take(rows * static_cast<std::size_t>(row_bytes(wider)));
+    for (int i = 0; i < 2; ++i)
+      ordered_[i] = memory.take(most * static_cast<std::size_t>(row_bytes(dim_of(i))));
     row_map_ = memory.take_array<std::int64_t>(rows);
   }
 
@@ -45,7 +48,8 @@ class GatherKv final : public Strategy {
   void prepare(Run& run) const override {
     run.attend.scratch = scratch_;
     run.attend.scratch_bytes = scratch_bytes_;
-    run.attend.state = {state_, run.attend.tokens * layer_.bounds.heads, layer_.bounds.dim, 1};
+    run.attend.state = {state_, run.attend.tokens * layer_.bounds.heads, layer_.bounds.value_dim,
+                        1};
     run.merge.states = run.attend.state;
     if (run.attend.queries.layout == Layout::listed) refuse("listed query rows");
     if (layer_.comm.size() > 1) check(run);
@@ -81,8 +85,9 @@ class GatherKv final : public Strategy {
           fmt::format("{} keys of which one rank has {}, in a layer that was made for {} "
                       "(max_kv_len), up to {} of them beyond an even share",
                       shard.length, most, layer_.bounds.max_kv_len, kUneven));
-    for (const kernels::KvRows* rows : {&run.attend.k, &run.attend.v})
-      if (rows->head_stride != layer_.bounds.dim || rows->row_stride != row_elements())
+    const kernels::KvRows* const sources[] = {&run.attend.k, &run.attend.v};
+    for (int i = 0; i < 2; ++i)
+      if (sources[i]->head_stride != dim_of(i) || sources[i]->row_stride != row_elements(dim_of(i)))
         refuse("keys or values with gaps between their rows");
   }
 
@@ -93,12 +98,13 @@ class GatherKv final : public Strategy {
   void gather_keys(Run& run) const {
     const kernels::RowKernels& kernels = layer_.rows;
     const Shard& shard = run.request.shard;
-    const std::int64_t capacity = shard.max_local_len(shard.length), bytes = row_bytes();
+    const std::int64_t capacity = shard.max_local_len(shard.length);
     const kernels::Batch whole;  // one sequence, of the shard's length
     kernels.map_rows({shard, whole, shard.ranks, capacity, row_map_}, run.stream);
-    std::byte* const mine = gathered_ + shard.rank * capacity * bytes;
     kernels::KvRows* const sources[] = {&run.attend.k, &run.attend.v};
     for (int i = 0; i < 2; ++i) {
+      const std::int64_t bytes = row_bytes(dim_of(i));
+      std::byte* const mine = gathered_ + shard.rank * capacity * bytes;
       kernels.place_rows({static_cast<const std::byte*>(sources[i]->data), mine, nullptr,
                           shard.local_len(shard.length), bytes},
                          run.stream);
@@ -107,16 +113,16 @@ class GatherKv final : public Strategy {
       kernels.place_rows(
           {gathered_, ordered_[i], row_map_, shard.ranks * capacity, bytes, shard.length},
           run.stream);
-      *sources[i] = {ordered_[i], row_elements(), layer_.bounds.dim};
+      *sources[i] = {ordered_[i], row_elements(dim_of(i)), dim_of(i)};
     }
     run.attend.shard = {.length = shard.length};
   }
 
-  std::int64_t row_elements() const {
-    return std::int64_t{layer_.bounds.kv_heads} * layer_.bounds.dim;
-  }
-  std::int64_t row_bytes() const {
-    return row_elements() * static_cast<std::int64_t>(size_of(layer_.bounds.kv_dtype));
+  /// Columns of a head of keys (0) or values (1).
+  int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }
+  std::int64_t row_elements(int dim) const { return std::int64_t{layer_.bounds.kv_heads} * dim; }
+  std::int64_t row_bytes(int dim) const {
+    return row_elements(dim) * static_cast<std::int64_t>(size_of(layer_.bounds.kv_dtype));
   }
 
   Layer layer_;
@@ -140,7 +146,7 @@ std::string refusal(const Options& options, int ranks) {
 
 StrategyEntry gather_kv() {
   return {.info = {"gather-kv", "all rows, or its own rows", "all rows, or its own rows",
-                   "(P-1)/P S kv_heads 2 dim b"},
+                   "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 2,
           .refusal = refusal,
           .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {

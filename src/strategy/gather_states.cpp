@@ -24,7 +24,7 @@ class GatherStates final : public Strategy {
     const kernels::AttendParams& bounds = layer_.bounds;
     const auto ranks = static_cast<std::size_t>(layer_.comm.size());
     states_ = memory.take(ranks * static_cast<std::size_t>(kernels::StateSlots::bytes(
-                                      bounds.tokens * bounds.heads, bounds.dim)));
+                                      bounds.tokens * bounds.heads, bounds.value_dim)));
     scratch_ = memory.take(scratch_bytes_);
     if (!layer_.options.shard_queries) return;
     const auto rows = static_cast<std::size_t>(bounds.tokens);
@@ -45,7 +45,7 @@ class GatherStates final : public Strategy {
     } else {
       window_rows_ = std::min(kMostRows, most);
       const std::size_t bytes =
-          layer_.kernels.exchange_window(window_rows_, options.dim, layer_.comm.size());
+          layer_.kernels.exchange_window(window_rows_, layer_.bounds.value_dim, layer_.comm.size());
       if (bytes > 0)
         peers_ = layer_.comm.open_windows(layer, bytes, why);
       else
@@ -72,12 +72,13 @@ class GatherStates final : public Strategy {
       run.attend.batch.query_start = run.request.query_start;
       run.attend.batch.whole_query_start = nullptr;
       run.attend.queries = {};
-      run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.dim, bounds.dim};
+      run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
       run.merge.rows = row_map_ + layer_.comm.rank() * row_capacity(run);
     }
     run.attend.scratch = scratch_;
     run.attend.scratch_bytes = scratch_bytes_;
-    run.attend.state = {states_, run.attend.tokens * bounds.heads, bounds.dim, layer_.comm.size()};
+    run.attend.state = {states_, run.attend.tokens * bounds.heads, bounds.value_dim,
+                        layer_.comm.size()};
     run.attend.slot = layer_.comm.rank();
     run.merge.states = run.attend.state;
     run.merge.interleaved = run.request.shard.layout == Layout::interleaved;
@@ -152,7 +153,7 @@ class GatherStates final : public Strategy {
 
   /// Of a row of queries, [heads, dim].
   std::int64_t row_bytes() const {
-    return std::int64_t{layer_.bounds.heads} * layer_.bounds.dim *
+    return std::int64_t{layer_.bounds.heads} * layer_.bounds.head_dim *
            static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
   }
 
@@ -174,7 +175,7 @@ class GatherStates final : public Strategy {
 
 StrategyEntry gather_states() {
   return {.info = {"gather-states", "all rows, or its own rows", "all rows, or its own rows",
-                   "(P-1) T heads 4 (dim + 2)"},
+                   "(P-1) T heads 4 (value_dim + 2)"},
           .preference = 1,
           .refusal = [](const Options&, int) { return std::string(); },
           .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {

@@ -188,7 +188,7 @@ const std::vector<Case> kCases{
 Options options_of(const Case& one) {
   return {.heads = kHeads,
           .kv_heads = kKvHeads,
-          .dim = kDim,
+          .head_dim = kDim,
           .dtype = fp32,
           .max_tokens = kTokens,
           .max_batch = 2,
@@ -258,7 +258,7 @@ TEST(Agreement, WhatMayDifferDoes) {
   // Threads, times of phases and a wish for the lse are a rank's own.
   Attention layer(world, {.heads = kHeads,
                           .kv_heads = kKvHeads,
-                          .dim = kDim,
+                          .head_dim = kDim,
                           .dtype = fp32,
                           .max_tokens = kTokens,
                           .max_batch = 2,

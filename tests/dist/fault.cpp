@@ -95,7 +95,7 @@ class Drafts {
         keys_(zeroed(world.device(), kKeys * kKvHeads * kDim * 2)),
         layer_(world, {.heads = kHeads,
                        .kv_heads = kKvHeads,
-                       .dim = kDim,
+                       .head_dim = kDim,
                        .max_tokens = kTokens,
                        .exchange = asked.exchange == "windows" ? "auto" : asked.exchange}),
         replay_(world.device(), [this](Stream stream) { queue(stream); }),

@@ -78,7 +78,7 @@ TEST(GatherKv, AttendsWithItsOwnRowsWhereTheyStand) {
         const Result found = run(world, problem, keys, gathered_options(problem, world), queries);
         expect_exact(problem, found, own_rows(problem, queries));
         if (world.device() == Device::host) {  // a GPU takes few rows by another kernel
-          EXPECT_EQ(found.out, problem.share_rows(single.out, queries));
+          EXPECT_EQ(found.out, problem.share_results(single.out, queries));
         }
         if (layout != Layout::interleaved) break;
       }
@@ -131,7 +131,7 @@ TEST(GatherKv, RefusesRunsByNameOnEveryRankAndGoesOn) {
   const Communicator world = test_world();
   if (world.size() == 1) GTEST_SKIP() << "alone no key has to travel";
   const Device device = world.device();
-  Attention layer(world, {.dim = 16,
+  Attention layer(world, {.head_dim = 16,
                           .dtype = DType::fp32,
                           .max_tokens = 4,
                           .max_batch = 2,

@@ -206,8 +206,9 @@ std::vector<Plan> Invariance::draw_plans() {
 bool Invariance::by_windows(const Communicator& world) {
   const auto [found, is_new] = by_windows_.try_emplace(world.size());
   if (is_new)
-    found->second =
-        Attention(world, {.heads = 1, .kv_heads = 1, .dim = 64}).exchange().starts_with("windows");
+    found->second = Attention(world, {.heads = 1, .kv_heads = 1, .head_dim = 64})
+                        .exchange()
+                        .starts_with("windows");
   return found->second;
 }
 

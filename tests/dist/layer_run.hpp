@@ -42,7 +42,8 @@ inline Options options_for(const Problem& problem, const Communicator& world) {
   const Shape& s = problem.shape;
   return {.heads = s.heads,
           .kv_heads = s.kv_heads,
-          .dim = s.dim,
+          .head_dim = s.dim,
+          .value_dim = s.of_value(),
           .dtype = s.dtype,
           .mask = s.mask,
           .softcap = s.softcap,
@@ -57,13 +58,13 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
                   Options options, std::optional<Shard> query_shard = std::nullopt) {
   const Shape& s = problem.shape;
   const Device device = world.device();
-  const std::vector<std::byte> own_q =
-      query_shard ? problem.share_rows(problem.q, *query_shard) : problem.q;
+  const std::vector<std::byte> own_q = query_shard ? problem.share_rows(*query_shard) : problem.q;
   const std::int64_t rows = static_cast<std::int64_t>(own_q.size()) /
                             static_cast<std::int64_t>(size_of(s.dtype) * s.heads * s.dim);
-  const std::vector<std::byte> own_k = problem.share(problem.k, shard);
+  const std::vector<std::byte> own_k = problem.share_keys(shard);
   const std::int64_t keys = static_cast<std::int64_t>(own_k.size()) /
                             static_cast<std::int64_t>(size_of(s.dtype) * s.kv_heads * s.dim);
+  const std::size_t out_bytes = size_of(s.dtype) * rows * s.heads * s.of_value();
   if (query_shard) {
     options.shard_queries = true;
     std::int64_t most = 0;
@@ -73,18 +74,18 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
   }
 
   const Buffer q = to_device(world, own_q), k = to_device(world, own_k),
-               v = to_device(world, problem.share(problem.v, shard)),
+               v = to_device(world, problem.share_values(shard)),
                start = to_device(world, problem.query_start), lens = to_device(world, s.kv_lens),
                sinks = to_device(world, problem.sinks),
-               out = to_device(world, std::vector<std::byte>(own_q.size(), std::byte{0xff})),
+               out = to_device(world, std::vector<std::byte>(out_bytes, std::byte{0xff})),
                lse = to_device(world, std::vector<float>(rows * s.heads, NAN));
 
   Attention layer(world, options);
   Request request{.q = Tensor(q.data(), s.dtype, {rows, s.heads, s.dim}, device),
                   .k = Tensor(k.data(), s.dtype, {keys, s.kv_heads, s.dim}, device),
-                  .v = Tensor(v.data(), s.dtype, {keys, s.kv_heads, s.dim}, device),
+                  .v = Tensor(v.data(), s.dtype, {keys, s.kv_heads, s.of_value()}, device),
                   .shard = shard,
-                  .out = Tensor(out.data(), s.dtype, {rows, s.heads, s.dim}, device),
+                  .out = Tensor(out.data(), s.dtype, {rows, s.heads, s.of_value()}, device),
                   .lse = Tensor(lse.data(), DType::fp32, {rows, s.heads}, device)};
   request.batch = problem.batch();
   if (problem.batch() > 1) {
@@ -96,7 +97,7 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
   layer.run(request);
   layer.wait();
 
-  Result result{to_host(out, own_q.size()), std::vector<float>(rows * s.heads)};
+  Result result{to_host(out, out_bytes), std::vector<float>(rows * s.heads)};
   const std::vector<std::byte> lse_bytes = to_host(lse, result.lse.size() * sizeof(float));
   std::memcpy(result.lse.data(), lse_bytes.data(), lse_bytes.size());
   return result;
@@ -155,6 +156,18 @@ inline std::vector<Shape> shapes() {
        .q_lens = {1, 1, 1},
        .kv_lens = {1, 600, 129},
        .sinks = true},
+      // Values of another width than keys.
+      {.dim = 192, .value_dim = 128, .q_lens = {33}, .kv_lens = {500}, .mask = {.causal = true}},
+      {.heads = 5,
+       .kv_heads = 1,
+       .dim = 576,
+       .value_dim = 512,
+       .dtype = DType::bf16,
+       .q_lens = {2, 1},
+       .kv_lens = {300, 129}},
+      {.dim = 40, .value_dim = 72, .dtype = DType::fp16, .q_lens = {9}, .kv_lens = {200}},
+      {.dim = 8, .q_lens = {70}, .kv_lens = {260}, .mask = {.causal = true}},
+      {.dim = 512, .dtype = DType::fp16, .q_lens = {3}, .kv_lens = {140}},
   };
 }
 

@@ -73,7 +73,7 @@ TEST(Layer, TakesUnevenRangesAndListedPositions) {
     on_host.table = table.data();
     on_device.table = static_cast<const std::int64_t*>(copy.data());
     Problem own = problem;
-    const std::vector<std::byte> k = own.share(own.k, on_host), v = own.share(own.v, on_host);
+    const std::vector<std::byte> k = own.share_keys(on_host), v = own.share_values(on_host);
     const Shape& s = own.shape;
     const Buffer dq = to_device(world, own.q), dk = to_device(world, k), dv = to_device(world, v),
                  out = to_device(world, std::vector<std::byte>(own.q.size(), std::byte{0xff}));
@@ -131,7 +131,7 @@ TEST(Layer, SameBitsAsOneProcessAlone) {
 TEST(Layer, DifferentOptionsAreAnErrorOnEveryRank) {
   const Communicator world = test_world();
   if (world.size() == 1) GTEST_SKIP() << "one rank cannot disagree";
-  Options options{.heads = 4, .kv_heads = 2, .dim = 64, .dtype = DType::fp32};
+  Options options{.heads = 4, .kv_heads = 2, .head_dim = 64, .dtype = DType::fp32};
   options.mask.window = world.rank() == world.size() - 1 ? 7 : 3;
   try {
     Attention layer(world, options);
@@ -145,9 +145,9 @@ TEST(Layer, DifferentOptionsAreAnErrorOnEveryRank) {
 
 TEST(Layer, RefusesByNameWhatItCannotDo) {
   const Communicator world = test_world();
-  const Options good{.heads = 4, .kv_heads = 2, .dim = 64, .dtype = DType::fp32};
+  const Options good{.heads = 4, .kv_heads = 2, .head_dim = 64, .dtype = DType::fp32};
   Options bad = good;
-  bad.dim = 20;
+  bad.head_dim = 20;
   EXPECT_THROW(Attention(world, bad), Unsupported);
   bad = good;
   bad.kv_heads = 3;
@@ -160,8 +160,8 @@ TEST(Layer, RefusesByNameWhatItCannotDo) {
 TEST(Layer, RefusesRequestsThatDoNotFit) {
   const Communicator world = test_world();
   const Device device = world.device();
-  Attention layer(world,
-                  {.heads = 2, .kv_heads = 1, .dim = 64, .dtype = DType::fp32, .max_tokens = 4});
+  Attention layer(
+      world, {.heads = 2, .kv_heads = 1, .head_dim = 64, .dtype = DType::fp32, .max_tokens = 4});
   const Buffer memory(device, 1 << 20);
   const auto tensor = [&](std::int64_t rows, std::int64_t heads, std::int64_t dim,
                           DType dtype = DType::fp32) {

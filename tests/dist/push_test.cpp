@@ -107,7 +107,7 @@ class Step {
     attend_.tokens = tokens_;
     attend_.heads = c.heads;
     attend_.kv_heads = c.kv_heads;
-    attend_.dim = c.dim;
+    attend_.head_dim = attend_.value_dim = c.dim;
     attend_.q = {q_.data(), std::int64_t{c.heads} * c.dim, c.dim};
     attend_.k = KvRows(k_.data(), std::int64_t{c.kv_heads} * c.dim, c.dim);
     attend_.v = KvRows(v_.data(), std::int64_t{c.kv_heads} * c.dim, c.dim);
@@ -253,7 +253,7 @@ TEST_F(PushTest, BitsOfKernelsOfTheirOwn) {
   const std::uint64_t seed = shared_seed(*world_);
   const int ranks = world_->size();
   int turn = 0;
-  for (int dim : {16, 24, 64, 80, 128, 256})
+  for (int dim : {8, 16, 24, 64, 80, 128, 256, 264, 512})
     for (std::int32_t keys : {256, 512, 1000, 2048, 9000, 40000}) {
       const Layout layout = ++turn % 2 == 0 ? Layout::contiguous : Layout::interleaved;
       if (kSimulated && keys > 1000 && dim > 24) continue;  // time

@@ -330,10 +330,8 @@ void OnRanks::grow(Serving shape, std::int64_t block, bool at_once,
   for (const Growth& step : steps) {
     const ServingProblem now = last.step(step.q_lens, step.kv_lens);
     const ServingArrays arrays(world.device(), now, shard);
-    const Buffer new_k = on_device(world.device(), now.new_rows(now.raw_k)),
-                 new_v = on_device(world.device(), now.new_rows(now.raw_v));
-    const Tensor rows(nullptr, shape.dtype, {now.tokens, shape.kv_heads, shape.dim},
-                      world.device());
+    const Buffer new_k = on_device(world.device(), now.new_rows(false)),
+                 new_v = on_device(world.device(), now.new_rows(true));
     Request request = arrays.request();
     request.k = cache.k_tensor();
     request.v = cache.v_tensor();
@@ -342,9 +340,11 @@ void OnRanks::grow(Serving shape, std::int64_t block, bool at_once,
     request.k_scale = cache.scales(last.k_scale, cache.k_scale);
     request.v_scale = cache.scales(last.v_scale, cache.v_scale);
     Append append;
-    append.new_k = append.new_v = rows;
-    append.new_k.data = new_k.data();
-    append.new_v.data = new_v.data();
+    append.new_k =
+        Tensor(new_k.data(), shape.dtype, {now.tokens, shape.kv_heads, shape.dim}, world.device());
+    if (!shape.values_in_keys)
+      append.new_v = Tensor(new_v.data(), shape.dtype,
+                            {now.tokens, shape.kv_heads, shape.of_value()}, world.device());
     append.k = request.k;
     append.v = request.v;
     append.block_table = request.block_table;
@@ -377,7 +377,21 @@ void OnRanks::grow(Serving shape, std::int64_t block, bool at_once,
 TEST_F(OnRanks, GrowingCache) {
   for (std::int64_t block : {1, 16, 128}) grow({}, block);
   grow({.dtype = DType::bf16, .page = 64}, 16);
+  grow({.dim = 48, .value_dim = 24, .dtype = DType::fp16}, 16);
 }
+
+/// A cache of latent keys: new values come with the new keys.
+TEST_F(OnRanks, GrowingCacheOfValuesInKeys) {
+  grow({.heads = 4, .kv_heads = 1, .dim = 72, .value_dim = 64, .values_in_keys = true}, 16);
+  grow({.heads = 4,
+        .kv_heads = 1,
+        .dim = 72,
+        .value_dim = 64,
+        .values_in_keys = true,
+        .kv_dtype = DType::e4m3},
+       1, true);
+}
+
 /// Run and append in one: what kernels of their own write, and what attention does on its way.
 TEST_F(OnRanks, GrowingCacheInOneCall) {
   const std::vector<Growth> alone{{{129}, {129}}, {{100}, {229}}, {{1}, {230}},   {{2}, {232}},

@@ -113,7 +113,7 @@ TEST(AttendSm90Pages, WhatItDoesNotTake) {
   p.dtype = p.q_dtype = p.kv_dtype = DType::bf16;
   p.tokens = 100;
   p.heads = p.kv_heads = 2;
-  p.dim = 128;
+  p.head_dim = p.value_dim = 128;
   p.q = {nullptr, 256, 128};
   p.k = p.v = kernels::KvRows(nullptr, 256, 128);
   p.k.page_stride = p.v.page_stride = 16 * 256;
@@ -127,8 +127,8 @@ TEST(AttendSm90Pages, WhatItDoesNotTake) {
   };
   using Params = kernels::AttendParams;
   EXPECT_TRUE(taken([](Params&) {}));
-  EXPECT_FALSE(taken([](Params& o) { o.dim = 64; }));
-  EXPECT_FALSE(taken([](Params& o) { o.dim = 256; }));
+  EXPECT_FALSE(taken([](Params& o) { o.head_dim = o.value_dim = 64; }));
+  EXPECT_FALSE(taken([](Params& o) { o.head_dim = o.value_dim = 256; }));
   EXPECT_FALSE(taken([](Params& o) { o.kv_dtype = DType::e4m3; }));
   EXPECT_FALSE(taken([](Params& o) { o.k.page_stride += 4; }));
   EXPECT_FALSE(taken([](Params& o) { o.v.dim_stride = 16; }));  // keys of a column side by side

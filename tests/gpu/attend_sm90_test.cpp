@@ -246,7 +246,7 @@ TEST(AttendSm90, AcceptsByName) {
     return !kernels::sm90::accepts(p);
   };
   EXPECT_TRUE(refuses([](auto& p) { p.dtype = p.q_dtype = p.kv_dtype = DType::fp32; }));
-  EXPECT_TRUE(refuses([](auto& p) { p.dim = 40; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.head_dim = p.value_dim = 40; }));
   EXPECT_FALSE(refuses([](auto& p) { p.score.softcap = 30; }));
   EXPECT_FALSE(refuses([](auto& p) { p.bias.slopes = Floats(p.q.data, DType::fp32); }));
   EXPECT_TRUE(refuses([](auto& p) { p.score.scale = -1; }));

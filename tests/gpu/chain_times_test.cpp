@@ -108,7 +108,7 @@ class Chain {
     p.tokens = row_.tokens;
     p.heads = kHeads;
     p.kv_heads = kKvHeads;
-    p.dim = kDim;
+    p.head_dim = p.value_dim = kDim;
     p.q = {q_.view.data, std::int64_t{kHeads} * kDim, kDim};
     p.k = {static_cast<std::uint16_t*>(k_.view.data) + first, step, kDim};
     p.v = {static_cast<std::uint16_t*>(v_.view.data) + first, step, kDim};

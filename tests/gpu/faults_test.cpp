@@ -121,7 +121,7 @@ class GpuFaults : public ::testing::Test {
 TEST_F(GpuFaults, TheLayerReportsWhenItWaits) {
   Attention layer(self(Device::cuda), {.heads = kHeads,
                                        .kv_heads = kKvHeads,
-                                       .dim = kDim,
+                                       .head_dim = kDim,
                                        .dtype = fp32,
                                        .mask = {.causal = true},
                                        .max_tokens = kTokens,

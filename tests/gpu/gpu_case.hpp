@@ -117,7 +117,7 @@ struct Case {
     p.tokens = tokens();
     p.heads = heads;
     p.kv_heads = kv_heads;
-    p.dim = dim;
+    p.head_dim = p.value_dim = dim;
     p.batch.size = batch();
     p.mask = mask;
     p.score = {scale_used(), softcap};

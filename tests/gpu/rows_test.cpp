@@ -226,12 +226,17 @@ TEST(Refusals, ByName) {
   const auto backend = kernels::cuda_backend();
   kernels::AttendParams p;
   p.dtype = DType::bf16;
-  for (int dim : {8, 20, 264}) {
-    p.dim = dim;
-    EXPECT_THROW(backend->check(p), Unsupported) << dim;
+  for (const auto& [head_dim, value_dim] :
+       {std::pair{0, 8}, {20, 64}, {584, 512}, {576, 520}, {64, 20}}) {
+    p.head_dim = head_dim;
+    p.value_dim = value_dim;
+    EXPECT_THROW(backend->check(p), Unsupported) << head_dim << " " << value_dim;
   }
-  p.dim = 64;
-  EXPECT_NO_THROW(backend->check(p));
+  for (const auto& [head_dim, value_dim] : {std::pair{64, 64}, {8, 8}, {192, 128}, {576, 512}}) {
+    p.head_dim = head_dim;
+    p.value_dim = value_dim;
+    EXPECT_NO_THROW(backend->check(p)) << head_dim << " " << value_dim;
+  }
 }
 
 TEST(Refusals, TooLittleScratch) {
@@ -240,7 +245,7 @@ TEST(Refusals, TooLittleScratch) {
   kernels::AttendParams p;
   p.dtype = DType::bf16;
   p.tokens = 1;
-  p.dim = 64;
+  p.head_dim = p.value_dim = 64;
   p.shard.length = 100000;
   EXPECT_THROW(backend->attend(p, {}), InputError);
 }

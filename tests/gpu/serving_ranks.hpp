@@ -182,7 +182,7 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
     p.tokens = tokens;
     p.heads = s.heads;
     p.kv_heads = s.kv_heads;
-    p.dim = s.dim;
+    p.head_dim = p.value_dim = s.dim;
     p.q = {q.data(), static_cast<std::int64_t>(q_step / size_of(s.of_q())), s.dim};
     p.k = rows_of(a.k_tensor(), s, false);
     p.v = rows_of(a.v_tensor(), s, true);

@@ -16,7 +16,7 @@ namespace {
 using testing::fresh_seed;
 
 DecodeShape small(std::uint64_t seed) {
-  return {.options = {.heads = 6, .kv_heads = 2, .dim = 24, .dtype = fp32, .threads = 1},
+  return {.options = {.heads = 6, .kv_heads = 2, .head_dim = 24, .dtype = fp32, .threads = 1},
           .batch = 3,
           .tokens = 2,
           .layers = 3,

@@ -22,7 +22,7 @@ double part(const Demand::Parts& parts, const std::string& name) {
 
 Problem problem_of(std::int32_t kv, std::int32_t tokens, int heads) {
   Problem p;
-  p.options = {.heads = heads, .kv_heads = heads, .dim = 64, .dtype = fp32};
+  p.options = {.heads = heads, .kv_heads = heads, .head_dim = 64, .dtype = fp32};
   p.q_lens = {tokens};
   p.kv_lens = {kv};
   p.q = generated(1, 0, fp32, tokens, heads, 64);
@@ -49,9 +49,10 @@ TEST(Demand, NoSizeOverflows) {
     EXPECT_GE(bytes, 0) << what;
   }
   EXPECT_GT(part(d.host, "keys and values"), 0x1p50);
-  DecodeShape shape{.options = {.heads = 65536, .kv_heads = 65536, .dim = 65536, .dtype = fp32},
-                    .batch = 65536,
-                    .kv_len = 2147483000};
+  DecodeShape shape{
+      .options = {.heads = 65536, .kv_heads = 65536, .head_dim = 65536, .dtype = fp32},
+      .batch = 65536,
+      .kv_len = 2147483000};
   EXPECT_GT(part(demand_of(self(), shape).host, "caches"), 0x1p70);
   EXPECT_THROW(require_memory(self(), demand_of(self(), shape)), SharedError);
 }

@@ -21,8 +21,11 @@ constexpr int kHeads = 4, kKvHeads = 2, kDim = 16, kTokens = 6, kKeys = 50;
 
 Problem make_problem(DType dtype, std::uint64_t seed = 7) {
   Problem p;
-  p.options = {
-      .heads = kHeads, .kv_heads = kKvHeads, .dim = kDim, .dtype = dtype, .mask = {.causal = true}};
+  p.options = {.heads = kHeads,
+               .kv_heads = kKvHeads,
+               .head_dim = kDim,
+               .dtype = dtype,
+               .mask = {.causal = true}};
   p.q_lens = {kTokens};
   p.kv_lens = {kKeys};
   p.q = generated(seed, 0, dtype, kTokens, kHeads, kDim);

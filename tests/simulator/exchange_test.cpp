@@ -343,7 +343,7 @@ TEST_P(ExchangeOfSplits, BitsOfOneGpu) {
   kernels::AttendParams attend;
   attend.tokens = p.rows / p.heads;
   attend.heads = p.heads;
-  attend.dim = p.dim;
+  attend.head_dim = attend.value_dim = p.dim;
   attend.batch.size = 1;
   const auto fold = [&](const Parts& from, const StateSlots& to, int slot, cudaStream_t stream) {
     attend.state = to;
@@ -380,6 +380,7 @@ constexpr Split kSplits[] = {
     {{.ranks = 2, .rows = 20, .heads = 4, .dim = 64, .dtype = DType::bf16, .blocks = 1}, 16},
     {{.ranks = 3, .rows = 6, .heads = 2, .dim = 256}, 32},
     {{.ranks = 2, .rows = 2, .heads = 2, .dim = 128, .dtype = DType::fp16}, 256},
+    {{.ranks = 2, .rows = 4, .heads = 2, .dim = 512}, 64},
 };
 std::string name_of_split(const ::testing::TestParamInfo<Split>& tested) {
   return "splits" + std::to_string(tested.param.splits);
@@ -460,6 +461,9 @@ constexpr Problem kProblems[] = {
     {.ranks = 4, .rows = 40, .dim = 32, .dtype = DType::e4m3, .push = Push::two_trips},
     {.ranks = 4, .rows = 24, .dim = 64, .dtype = DType::fp16, .blocks = 3, .overlap = false},
     {.ranks = 8, .rows = 9, .dim = 16, .push = Push::two_trips},
+    {.ranks = 2, .rows = 7, .dim = 512, .dtype = DType::bf16},
+    {.ranks = 3, .rows = 5, .dim = 512, .push = Push::two_trips},
+    {.ranks = 2, .rows = 40, .dim = 8},
 };
 std::string name_of(const ::testing::TestParamInfo<Problem>& tested) {
   const Problem& p = tested.param;

@@ -109,8 +109,8 @@ TEST_P(Gather, CopiesWhatIsSeen) {
   SCOPED_TRACE(trace(s, {}, seed));
   const ServingProblem problem(s, seed);
   const ServingArrays arrays(Device::cuda, problem, Shard::contiguous(0, 0, 1));
-  const Buffer new_k = on_device(Device::cuda, problem.new_rows(problem.raw_k)),
-               new_v = on_device(Device::cuda, problem.new_rows(problem.raw_v));
+  const Buffer new_k = on_device(Device::cuda, problem.new_rows(false)),
+               new_v = on_device(Device::cuda, problem.new_rows(true));
   const std::int64_t row = std::int64_t{s.kv_heads} * s.dim;
   const std::size_t row_bytes = static_cast<std::size_t>(row) * size_of(s.dtype);
   const std::size_t half = static_cast<std::size_t>(s.batch() * capacity) * row_bytes;
@@ -122,7 +122,7 @@ TEST_P(Gather, CopiesWhatIsSeen) {
   p.tokens = problem.tokens;
   p.heads = s.heads;
   p.kv_heads = s.kv_heads;
-  p.dim = s.dim;
+  p.head_dim = p.value_dim = s.dim;
   p.k = rows_of(arrays.k_tensor(), s, false);
   p.v = rows_of(arrays.v_tensor(), s, true);
   p.pages = {data_of<std::int32_t>(arrays.table),

@@ -75,7 +75,8 @@ using ChangeOptions = std::function<void(Options&)>;
 const std::map<std::string, ChangeOptions> kOptions{
     {"heads", [](Options& o) { o.heads = 8; }},
     {"kv_heads", [](Options& o) { o.kv_heads = 2; }},
-    {"dim", [](Options& o) { o.dim = 128; }},
+    {"head_dim", [](Options& o) { o.head_dim = 128; }},
+    {"value_dim", [](Options& o) { o.value_dim = 24; }},
     {"dtype", [](Options& o) { o.dtype = fp16; }},
     {"query_dtype", [](Options& o) { o.query_dtype = e4m3; }},
     {"kv_dtype", [](Options& o) { o.kv_dtype = e4m3; }},
@@ -131,7 +132,7 @@ struct Everything {
   std::vector<float> scales{1, 2, 3, 4}, sinks{1, 2, 3, 4}, slopes{5, 6, 7, 8}, bias{1, 2, 3, 4};
   std::vector<std::int64_t> documents{0, 3, 9}, ranges{0, 10, 20, 0, 10, 30}, rows{0, 2, 4};
   float out_scale = 2;
-  Options options{.heads = 4, .kv_heads = 4, .dim = 16, .dtype = fp32, .max_batch = 2};
+  Options options{.heads = 4, .kv_heads = 4, .head_dim = 16, .dtype = fp32, .max_batch = 2};
   Request request;
 
   Everything() {

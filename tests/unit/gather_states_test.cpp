@@ -74,7 +74,7 @@ class GatherStatesTest : public ::testing::Test {
   std::unique_ptr<Strategy> layer() {
     kernels::AttendParams bounds;
     bounds.tokens = options.max_tokens;
-    bounds.dim = options.dim;
+    bounds.head_dim = bounds.value_dim = options.head_dim;
     const StrategyInfo& info = choose_strategy(options, world.size());
     auto made = entry_of(info).make({options, notes, notes, world, bounds});
     made->open(0);

@@ -236,9 +236,11 @@ TEST_F(HostAttend, RefusesByName) {
     return std::string("accepted");
   };
   EXPECT_EQ(refusal([](auto&) {}), "accepted");
-  EXPECT_THAT(refusal([](auto& c) { c.dim = 20; }), ::testing::HasSubstr("dim 20"));
-  EXPECT_THAT(refusal([](auto& c) { c.dim = 8; }), ::testing::HasSubstr("dim 8"));
-  EXPECT_THAT(refusal([](auto& c) { c.dim = 264; }), ::testing::HasSubstr("dim 264"));
+  EXPECT_THAT(refusal([](auto& c) { c.head_dim = 20; }), ::testing::HasSubstr("head_dim 20"));
+  EXPECT_THAT(refusal([](auto& c) { c.head_dim = 0; }), ::testing::HasSubstr("head_dim 0"));
+  EXPECT_THAT(refusal([](auto& c) { c.head_dim = 584; }), ::testing::HasSubstr("head_dim 584"));
+  EXPECT_THAT(refusal([](auto& c) { c.value_dim = 12; }), ::testing::HasSubstr("value_dim 12"));
+  EXPECT_THAT(refusal([](auto& c) { c.value_dim = 520; }), ::testing::HasSubstr("value_dim 520"));
   EXPECT_THAT(refusal([](auto& c) { c.heads = 5; }), ::testing::HasSubstr("kv_heads 2"));
 }
 

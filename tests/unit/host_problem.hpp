@@ -93,7 +93,7 @@ class Problem {
     p.tokens = tokens();
     p.heads = shape.heads;
     p.kv_heads = shape.kv_heads;
-    p.dim = shape.dim;
+    p.head_dim = p.value_dim = shape.dim;
     p.q = {q.data(), q_stride(), shape.dim};
     p.batch = {batch(), query_start.data(), shape.kv_len.data(), nullptr};
     p.shard = shard;

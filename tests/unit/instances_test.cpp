@@ -45,7 +45,7 @@ void for_all(const Look& look) {
 TEST(Instances, EveryCallHasOneThatFitsEveryGpu) {
   for (const int block : {kSmall, kAmpere, kHopper})
     for_all([&](Family family, Loader loader, int dim, std::int64_t rows) {
-      const Instance* found = fitting_instance(family, loader, dim, rows, block);
+      const Instance* found = fitting_instance(family, loader, dim, dim, rows, block);
       ASSERT_NE(found, nullptr) << "in " << block;
       EXPECT_LE(found->bytes, block);
       EXPECT_GE(found->dim, dim);
@@ -59,13 +59,13 @@ TEST(Instances, EveryCallHasOneThatFitsEveryGpu) {
 TEST(Instances, AreTheFirstChoiceWhereTheyFit) {
   for (const int block : {kAmpere, kHopper})
     for_all([&](Family family, Loader loader, int dim, std::int64_t rows) {
-      EXPECT_EQ(fitting_instance(family, loader, dim, rows, block),
-                instance_of(family, loader, dim, rows));
+      EXPECT_EQ(fitting_instance(family, loader, dim, dim, rows, block),
+                instance_of(family, loader, dim, dim, rows));
     });
   for_all([&](Family family, Loader loader, int dim, std::int64_t rows) {
     if (dim > 128) return;
-    EXPECT_EQ(fitting_instance(family, loader, dim, rows, kSmall),
-              instance_of(family, loader, dim, rows));
+    EXPECT_EQ(fitting_instance(family, loader, dim, dim, rows, kSmall),
+              instance_of(family, loader, dim, dim, rows));
   });
 }
 
@@ -73,22 +73,30 @@ TEST(Instances, LargeHeadDimsTakeAnotherInSmallBlocks) {
   for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8})
     for (const int dim : {136, 192, 200, 256}) {
       SCOPED_TRACE(dim);
-      const Instance* portable = instance_of(Family::portable, loader, dim, 2048);
+      const Instance* portable = instance_of(Family::portable, loader, dim, dim, 2048);
       EXPECT_GT(portable->bytes, kSmall);
-      const Instance* found = fitting_instance(Family::portable, loader, dim, 2048, kSmall);
-      EXPECT_EQ(found, instance_of(Family::fp32, Loader::any16, 256, 2048));
-      const Instance* decode = fitting_instance(Family::decode, loader, dim, 32, kSmall);
+      const Instance* found = fitting_instance(Family::portable, loader, dim, dim, 2048, kSmall);
+      EXPECT_EQ(found, instance_of(Family::fp32, Loader::any16, 256, 256, 2048));
+      const Instance* decode = fitting_instance(Family::decode, loader, dim, dim, 32, kSmall);
       EXPECT_EQ(decode->rows, loader == Loader::any8 ? 32 : 8);
     }
-  EXPECT_EQ(fitting_instance(Family::tf32, Loader::any16, 256, 2048, kSmall)->family, Family::fp32);
+  EXPECT_EQ(fitting_instance(Family::tf32, Loader::any16, 256, 256, 2048, kSmall)->family,
+            Family::fp32);
 }
 
 TEST(Instances, WhereNoneFitsThereIsNone) {
   constexpr int kTuring = 64 * 1024;
-  EXPECT_EQ(fitting_instance(Family::portable, Loader::plain, 256, 2048, kTuring), nullptr);
-  EXPECT_EQ(fitting_instance(Family::decode, Loader::plain, 256, 1, kTuring), nullptr);
-  EXPECT_NE(fitting_instance(Family::portable, Loader::plain, 128, 2048, kTuring), nullptr);
-  EXPECT_EQ(instance_of(Family::portable, Loader::plain, 264, 2048), nullptr);
+  EXPECT_EQ(fitting_instance(Family::portable, Loader::plain, 256, 256, 2048, kTuring), nullptr);
+  EXPECT_EQ(fitting_instance(Family::decode, Loader::plain, 256, 256, 1, kTuring), nullptr);
+  EXPECT_NE(fitting_instance(Family::portable, Loader::plain, 128, 128, 2048, kTuring), nullptr);
+  EXPECT_EQ(instance_of(Family::portable, Loader::plain, 264, 264, 2048), nullptr);
+  // The wider of the two counts; heads wider than 256 have one instance, which fits everywhere.
+  EXPECT_EQ(instance_of(Family::portable, Loader::plain, 192, 128, 2048)->dim, 192);
+  EXPECT_EQ(instance_of(Family::portable, Loader::plain, 40, 72, 2048)->dim, 96);
+  EXPECT_EQ(fitting_instance(Family::portable, Loader::any8, 576, 512, 2048, kSmall),
+            instance_of(Family::fp32, Loader::any16, 576, 512, 1));
+  EXPECT_EQ(fitting_instance(Family::fp32, Loader::plain, 8, 264, 2048, kSmall)->value_dim, 512);
+  EXPECT_EQ(instance_of(Family::fp32, Loader::any16, 584, 512, 1), nullptr);
 }
 
 TEST(Instances, AreInOrder) {

@@ -12,7 +12,7 @@ namespace {
 Options layer_options() {
   return {.heads = kHeads,
           .kv_heads = kKvHeads,
-          .dim = kDim,
+          .head_dim = kDim,
           .dtype = fp32,
           .mask = {.causal = true},
           .max_tokens = kTokens,
@@ -132,7 +132,10 @@ TEST_F(Malformed, OptionsOfALayer) {
              o.kv_heads = c.of({-2, 0, 1, 3, std::numeric_limits<int>::max()});
            },
            [&] {
-             o.dim = c.of({-32, 0, 8, 20, 64, 256, 264, std::numeric_limits<int>::max()});
+             o.head_dim = c.of({-32, 0, 8, 20, 64, 576, 584, std::numeric_limits<int>::max()});
+           },
+           [&] {
+             o.value_dim = c.of({-32, 0, 8, 20, 64, 512, 520});
            },
            [&] { o.dtype = c.dtype(); },
            [&] { o.query_dtype = c.dtype(); },

@@ -38,7 +38,7 @@ void expect_refused(const std::string& text, const std::function<void()>& call) 
 Options options() {
   return {.heads = kHeads,
           .kv_heads = kKvHeads,
-          .dim = kDim,
+          .head_dim = kDim,
           .dtype = fp32,
           .mask = {.causal = true},
           .max_tokens = kTokens,
@@ -59,7 +59,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("out_dtype bf16: it is dtype (fp32) or fp8", [](Options& o) { o.out_dtype = bf16; });
   refuse("tf32 is a way to make fp32 products", [](Options& o) { o.dtype = bf16, o.tf32 = true; });
   const auto fp8 = [](Options& o) {
-    o.dtype = bf16, o.query_dtype = o.kv_dtype = e4m3, o.dim = 64, o.fp8_products = true;
+    o.dtype = bf16, o.query_dtype = o.kv_dtype = e4m3, o.head_dim = 64, o.fp8_products = true;
   };
   Options taken = options();
   fp8(taken);
@@ -72,20 +72,39 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("fp8_products with invariant", [&](Options& o) { fp8(o), o.invariant = true; });
   for (const int dim : {16, 32, 40, 56, 72, 200}) {
     Options o = taken;
-    o.dim = dim;
+    o.head_dim = dim;
     expect_refused<Unsupported>("in steps of 16 are supported", [&] { check_options(o); });
   }
   for (const int dim : {48, 64, 80, 128, 192, 256}) {
     Options o = taken;
-    o.dim = dim;
+    o.head_dim = dim;
     EXPECT_NO_THROW(check_options(o)) << dim;
   }
+  Options narrow = taken;
+  narrow.value_dim = 48;
+  expect_refused<Unsupported>("fp8_products with head_dim 64 and value_dim 48",
+                              [&] { check_options(narrow); });
   taken.softcap = 30;
   expect_refused<Unsupported>("fp8_products with softcap 30", [&] { check_options(taken); });
   refuse("max_kv_len -1", [](Options& o) { o.max_kv_len = -1; });
   refuse("max_query_len -1", [](Options& o) { o.max_query_len = -1; });
   refuse("exchange \"pigeon\" is none of auto, windows, windows-apart, gather",
          [](Options& o) { o.exchange = "pigeon"; });
+  for (const int dim : {-8, 0, 4, 12, 584}) {
+    Options o = options();
+    o.head_dim = dim;
+    expect_refused<Unsupported>("head_dim " + std::to_string(dim), [&] { check_options(o); });
+  }
+  for (const int dim : {-8, 0, 4, 12, 520}) {
+    Options o = options();
+    o.value_dim = dim;
+    expect_refused<Unsupported>("value_dim " + std::to_string(dim), [&] { check_options(o); });
+  }
+  for (const auto& [head_dim, value_dim] : {std::pair{8, 512}, {192, 128}, {576, 512}}) {
+    Options o = options();
+    o.head_dim = head_dim, o.value_dim = value_dim;
+    EXPECT_NO_THROW(check_options(o)) << head_dim;
+  }
   refuse("softcap -1", [](Options& o) { o.softcap = -1; });
   refuse("softcap is nan; it is a finite number", [](Options& o) { o.softcap = NAN; });
   refuse("softcap is inf", [](Options& o) { o.softcap = INFINITY; });
@@ -117,7 +136,7 @@ TEST(Validate, ShardedQueriesOfAnySize) {
   for (int heads : {1, 3, 5})
     for (int dim : {16, 24, 40})
       for (DType dtype : {e4m3, e5m2, bf16}) {
-        Options o{.heads = heads, .kv_heads = 1, .dim = dim, .shard_queries = true};
+        Options o{.heads = heads, .kv_heads = 1, .head_dim = dim, .shard_queries = true};
         o.query_dtype = dtype;
         EXPECT_NO_THROW(check_options(o, 3));
       }
@@ -127,7 +146,8 @@ TEST(Validate, RanksCompareEveryOption) {
   const std::vector<std::pair<const char*, std::function<void(Options&)>>> changes{
       {"heads", [](Options& o) { o.heads = 8; }},
       {"kv_heads", [](Options& o) { o.kv_heads = 1; }},
-      {"dim", [](Options& o) { o.dim = 64; }},
+      {"head_dim", [](Options& o) { o.head_dim = 64; }},
+      {"value_dim", [](Options& o) { o.value_dim = 64; }},
       {"dtype", [](Options& o) { o.dtype = fp16; }},
       {"query_dtype", [](Options& o) { o.query_dtype = e4m3; }},
       {"kv_dtype", [](Options& o) { o.kv_dtype = e5m2; }},

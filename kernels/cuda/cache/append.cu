@@ -19,6 +19,7 @@ struct Copy {
   Rows from;
   KvRows to;
   Scales scales;
+  int dim;  // of a row of a head
 };
 
 /// kVector elements of any type, aligned to an access. For fp32 two chunks.
@@ -42,7 +43,7 @@ __device__ void load_vector(const void* data, DType dtype, std::int64_t at,
 template <int kCount>
 __device__ void copy_row(const AppendParams& p, const Copy& copy, std::int64_t token,
                          std::int64_t at) {
-  const int pieces = p.dim / kCount;
+  const int pieces = copy.dim / kCount;
   for (int i = static_cast<int>(threadIdx.x); i < p.kv_heads * pieces; i += kThreads) {
     const int head = i / pieces, column = (i - head * pieces) * kCount;
     const std::int64_t from = token * copy.from.row_stride + head * copy.from.head_stride + column;
@@ -69,7 +70,8 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
   const CacheRow row = cache_row(p, token);
   if (row.row < 0) return;
   const bool is_key = blockIdx.y == 0;
-  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale} : Copy{p.new_v, p.v, p.v_scale};
+  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale, p.head_dim}
+                           : Copy{p.new_v, p.v, p.v_scale, p.value_dim};
   if (is_key ? wide_k : wide_v)
     copy_row<kVector>(p, copy, token, row.offset(copy.to));
   else
@@ -77,13 +79,13 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
 }
 
 /// Whether eight elements lie together, and aligned, at both ends.
-bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to) {
+bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to, int dim) {
   const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.kv_dtype));
   const int access = access_bytes<kVector>(p.kv_dtype);
   const bool together = to.dense() ? true
                                    : to.dim_stride == 1 && to.chunk % kVector == 0 &&
                                          to.chunk_stride * bytes % access == 0;
-  return p.dim % kVector == 0 && together && is_aligned<kVector>(from, p.dtype) &&
+  return dim % kVector == 0 && together && is_aligned<kVector>(from, p.dtype) &&
          is_aligned<kVector>(to, p.kv_dtype) && to.page_stride * bytes % access == 0;
 }
 
@@ -91,9 +93,9 @@ bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to) {
 
 void append(const AppendParams& p, cudaStream_t stream) {
   if (p.tokens == 0) return;
-  const dim3 grid(static_cast<unsigned>(p.tokens), 2);
-  launch_kernel(append_kernel, {grid, kThreads, stream}, p, is_wide(p, p.new_k, p.k),
-                is_wide(p, p.new_v, p.v));
+  const dim3 grid(static_cast<unsigned>(p.tokens), p.new_v.data == nullptr ? 1 : 2);
+  launch_kernel(append_kernel, {grid, kThreads, stream}, p, is_wide(p, p.new_k, p.k, p.head_dim),
+                is_wide(p, p.new_v, p.v, p.value_dim));
 }
 
 }  // namespace longspan::kernels::cuda

@@ -119,13 +119,13 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant_
   }
   __syncthreads();
 
-  const int chunks = p.dim / kVector;
+  const int chunks = p.head_dim / kVector;
   for (int head = static_cast<int>(blockIdx.y); head < p.kv_heads;
        head += static_cast<int>(gridDim.y)) {
     const std::int64_t of_head = head * source.head_stride;
     if (copy.access == Access::keys) {
       __syncthreads();  // the last head's was read
-      transpose(tile, rows, source, of_head, block, p.dim);
+      transpose(tile, rows, source, of_head, block, p.head_dim);
       __syncthreads();
     }
     const auto load = [&](int key, int d) {
@@ -140,7 +140,7 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant_
       if (copy.access == Access::keys) return *reinterpret_cast<const uint4*>(&tile[key][d]);
       return pack([&](int i) { return row[source.column(d + i)]; });
     };
-    Bits* const to = copy.to + ((b * call.capacity + first) * p.kv_heads + head) * p.dim;
+    Bits* const to = copy.to + ((b * call.capacity + first) * p.kv_heads + head) * p.head_dim;
     for (int i = own; i < kKeys * chunks; i += kAtOnce * kThreads) {
       uint4 vectors[kAtOnce];
       const auto at = [&](int j, const auto& use) {
@@ -152,15 +152,15 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant_
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
         at(j, [&](int key, int d) {
-          *reinterpret_cast<uint4*>(to + static_cast<std::int64_t>(key) * p.kv_heads * p.dim + d) =
-              vectors[j];
+          *reinterpret_cast<uint4*>(to + static_cast<std::int64_t>(key) * p.kv_heads * p.head_dim +
+                                    d) = vectors[j];
         });
     }
   }
 }
 
 std::int64_t bytes_of_key(const Geometry& p) {
-  return std::int64_t{2} * p.kv_heads * p.dim * static_cast<std::int64_t>(sizeof(Bits));
+  return std::int64_t{2} * p.kv_heads * p.head_dim * static_cast<std::int64_t>(sizeof(Bits));
 }
 
 /// Of the first keys and, behind them, the ticket.
@@ -196,7 +196,7 @@ AttendParams gather_keys(const GatheredParams& g, cudaStream_t stream) {
             .pages = p.pages,
             .capacity = gather_capacity(p, g.room_bytes),
             .by_page = Divisor(static_cast<std::uint32_t>(p.pages.size)),
-            .by_chunks = Divisor(static_cast<std::uint32_t>(p.dim / kVector))};
+            .by_chunks = Divisor(static_cast<std::uint32_t>(p.head_dim / kVector))};
   const std::int64_t half = p.batch.size * call.capacity * bytes_of_key(p) / 2;
   const auto copy_of = [&](const KvRows& source, const Rows& fresh, std::byte* to) {
     return Copy{source, access_of(source, p.pages, sizeof(Bits)), fresh,
@@ -215,9 +215,9 @@ AttendParams gather_keys(const GatheredParams& g, cudaStream_t stream) {
   const std::size_t tile = transposes ? sizeof(Bits) * kKeys * (kMostDim + kVector) : 0;
   launch_kernel(gather_kernel, {dim3(blocks, heads, halves), kThreads, stream, tile}, call);
 
-  const std::int64_t row = std::int64_t{p.kv_heads} * p.dim;
-  p.k = KvRows(call.copies[0].to, row, p.dim);
-  p.v = KvRows(call.copies[1].to, row, p.dim);
+  const std::int64_t row = std::int64_t{p.kv_heads} * p.head_dim;
+  p.k = KvRows(call.copies[0].to, row, p.head_dim);
+  p.v = KvRows(call.copies[1].to, row, p.head_dim);
   p.pages = {};
   p.batch.key_start = call.key_start;
   p.ticket = call.ticket;

@@ -179,9 +179,10 @@ void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m,
                  cudaStream_t stream) {
   const bool wide = kFinish && is_aligned<kFoldVector>(m.out, m.dtype);
   const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), rest = plan.splits >> alone;
-  const int vectors = p.dim / kFoldVector;
+  const int vectors = p.value_dim / kFoldVector;
   // Few columns a block where the splits fill it, so that few rows keep many multiprocessors busy.
-  const int columns = rest < 8 ? vectors : vectors % 8 == 0 ? 8 : vectors % 4 == 0 ? 4 : 2;
+  const bool all = rest < 8 && vectors * rest <= kFoldThreads;
+  const int columns = all ? vectors : vectors % 8 == 0 ? 8 : vectors % 4 == 0 ? 4 : 2;
   const int rows = std::max(1, kFoldThreads / 2 / (columns * rest));
   const dim3 grid(static_cast<unsigned>((plan.parts.rows + rows - 1) / rows), vectors / columns);
   for_levels<kFoldLevels>(alone, [&](auto levels) {

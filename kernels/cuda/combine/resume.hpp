@@ -11,7 +11,7 @@ namespace longspan::kernels::cuda {
 
 /// The slots aside, a slot for each that the call writes, in memory of `data`.
 inline StateSlots states_aside(const AttendParams& p, std::byte* data) {
-  return {data, p.tokens * p.heads, p.dim, p.parts ? p.parts.count : 1};
+  return {data, p.tokens * p.heads, p.value_dim, p.parts ? p.parts.count : 1};
 }
 
 /// p.state = merge(p.state, aside) for the rows of the sequences that `lengths` serves; other rows

@@ -127,8 +127,9 @@ struct Wanted {
 // ---- the three ways -------------------------------------------------------------------------
 
 template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
-__device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, const AttendParams& p,
-                                   int kv_head, const Sequence& sequence, const Wanted& wanted) {
+__device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, int dim,
+                                   const AttendParams& p, int kv_head, const Sequence& sequence,
+                                   const Wanted& wanted) {
   using Layout = Tile<T, kDim, kPanelRows>;
   constexpr int kLanes = Layout::kChunks <= 4    ? 4
                          : Layout::kChunks <= 8  ? 8
@@ -141,7 +142,7 @@ __device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, con
   const int chunk = thread % kLanes;
   const int row = thread / kLanes;
   if (chunk >= Layout::kChunks) return;
-  const bool column_wanted = chunk * 8 < p.dim;
+  const bool column_wanted = chunk * 8 < dim;
   const std::int64_t column = source.dense() ? chunk * 8 : source.column(chunk * 8);
   const bool e5m2 = p.kv_dtype == DType::e5m2;
   const bool all = wanted.all(kKeys);
@@ -179,7 +180,7 @@ __device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, con
 /// A thread takes eight keys and two columns at a time. Two groups of keys and 16 pairs of columns
 /// for a warp: whole sectors of memory, and nearly all banks.
 template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
-__device__ inline void load_transposed(std::uint32_t tile, const KvRows& source,
+__device__ inline void load_transposed(std::uint32_t tile, const KvRows& source, int dim,
                                        const AttendParams& p, int kv_head, const Sequence& sequence,
                                        const Wanted& wanted) {
   using Layout = Tile<T, kDim, kPanelRows>;
@@ -189,7 +190,7 @@ __device__ inline void load_transposed(std::uint32_t tile, const KvRows& source,
        index += kThreads) {
     const int row = (index / kDim * 2 + index % 2) * 8, d = index / 2 % (kDim / 2) * 2;
     unsigned seen = 0;  // bit j: key row + j is wanted
-    if (d < p.dim)
+    if (d < dim)
 #pragma unroll
       for (int j = 0; j < 8; ++j) seen |= wanted(row + j) ? 1u << j : 0u;
     std::uint32_t a[4] = {}, b[4] = {};  // columns d and d + 1 of the eight keys
@@ -243,7 +244,7 @@ __device__ inline uint4 gather_eight(const void* data, bool e5m2, const At& at) 
 }
 
 template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
-__device__ inline void load_elements(std::uint32_t tile, const KvRows& source,
+__device__ inline void load_elements(std::uint32_t tile, const KvRows& source, int dim,
                                      const AttendParams& p, int kv_head, const Sequence& sequence,
                                      const Wanted& wanted) {
   using Layout = Tile<T, kDim, kPanelRows>;
@@ -252,7 +253,7 @@ __device__ inline void load_elements(std::uint32_t tile, const KvRows& source,
        index += kThreads) {
     const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
     uint4 eight = make_uint4(0, 0, 0, 0);
-    if (chunk * 8 < p.dim && wanted(row)) {
+    if (chunk * 8 < dim && wanted(row)) {
       const std::int64_t offset =
           KeyWalk(p, source, sequence, kv_head, wanted.first + row, 1).offset();
       eight = gather_eight<T, k8>(source.data, p.kv_dtype == DType::e5m2,
@@ -277,7 +278,7 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
        index += kThreads) {
     const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
     uint4 eight = make_uint4(0, 0, 0, 0);
-    if (row < work.rows && chunk * 8 < p.dim) {
+    if (row < work.rows && chunk * 8 < p.head_dim) {
       const PackedRow at = packed_row(work, row);
       const std::int64_t offset =
           (sequence.first_row + at.token) * p.q.row_stride + at.head * p.q.head_stride + chunk * 8;
@@ -299,33 +300,33 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
 
 /// kKeys keys of one kv head, from local key `first` on (a multiple of 8), into a tile of T. Keys
 /// that no row of the row tile may see are not read (nor are their page table entries); they, and
-/// columns past p.dim, become zeros. The tile is there after the next commit_copies, wait_copies
-/// and __syncthreads.
+/// columns past `dim`, become zeros. The tile is there after the next commit_copies,
+/// wait_copies and __syncthreads.
 template <class T, int kDim, int kKeys, int kThreads, Loader kLoader, int kPanelRows = 0>
-__device__ inline void load_keys(std::uint32_t tile, const KvRows& source, const AttendParams& p,
-                                 int kv_head, const Sequence& sequence, const View& view,
-                                 std::int64_t first) {
+__device__ inline void load_keys(std::uint32_t tile, const KvRows& source, int dim,
+                                 const AttendParams& p, int kv_head, const Sequence& sequence,
+                                 const View& view, std::int64_t first) {
   if constexpr (kLoader == Loader::plain) {
-    load_plain<T, kDim, kKeys, kThreads, kPanelRows>(tile, source, p.dim, kv_head, sequence, view,
+    load_plain<T, kDim, kKeys, kThreads, kPanelRows>(tile, source, dim, kv_head, sequence, view,
                                                      first);
   } else {
     constexpr bool k8 = kLoader == Loader::any8;
     const Wanted wanted{view, first};
     const Access access = access_of(source, p.pages, k8 ? 1 : 2);
     if (access == Access::chunks)
-      load_chunks<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, p, kv_head, sequence,
+      load_chunks<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, dim, p, kv_head, sequence,
                                                             wanted);
     else if (access == Access::keys)
-      load_transposed<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, p, kv_head, sequence,
-                                                                wanted);
+      load_transposed<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, dim, p, kv_head,
+                                                                sequence, wanted);
     else
-      load_elements<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, p, kv_head, sequence,
-                                                              wanted);
+      load_elements<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, dim, p, kv_head,
+                                                              sequence, wanted);
   }
 }
 
 /// The row tile's queries, packed rows [first, first + kRows), into a tile of T. Rows past the
-/// sequence's last, and columns past p.dim, become zeros. There as load_keys says.
+/// sequence's last, and columns past p.head_dim, become zeros. There as load_keys says.
 template <class T, int kDim, int kRows, int kThreads, Loader kLoader>
 __device__ inline void load_queries(std::uint32_t tile, const AttendParams& p,
                                     const Sequence& sequence, const Work& work) {

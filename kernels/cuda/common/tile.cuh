@@ -88,7 +88,7 @@ __device__ inline void load_plain_queries(std::uint32_t tile, const AttendParams
   for (int index = static_cast<int>(threadIdx.x); index < kRows * Layout::kChunks;
        index += kThreads) {
     const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
-    const bool valid = row < work.rows && chunk * 8 < p.dim;
+    const bool valid = row < work.rows && chunk * 8 < p.head_dim;
     const PackedRow at = packed_row(work, row);
     const T* from = valid ? p.q.at<const T>(sequence.first_row + at.token, at.head) + chunk * 8
                           : static_cast<const T*>(p.q.data);

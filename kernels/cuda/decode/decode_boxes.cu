@@ -16,8 +16,9 @@ int panel_of(int dim, std::int64_t bytes) {
 bool has_boxes(const AttendParams& p, const KvRows& rows, int dim) {
   const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.kv_dtype));
   const auto aligned = [&](std::int64_t stride) { return stride * bytes % 16 == 0 && stride > 0; };
-  if ((p.kv_dtype != p.dtype && bytes != 1) || p.dim % panel_of(dim, bytes) != 0 || !rows.dense() ||
-      !aligned(rows.row_stride) || reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0 ||
+  if ((p.kv_dtype != p.dtype && bytes != 1) || p.head_dim % panel_of(dim, bytes) != 0 ||
+      !rows.dense() || !aligned(rows.row_stride) ||
+      reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0 ||
       (p.kv_heads > 1 && !aligned(rows.head_stride)))
     return false;
   return p.pages ? p.pages.size % kBoxKeys == 0 && aligned(rows.page_stride)
@@ -29,7 +30,7 @@ CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim, int keys)
   const MapDimension dimensions[] = {
       {panel, 1, panel},
       {p.pages ? p.pages.size : kAny, rows.row_stride, keys},
-      {p.dim / panel, panel, dim / panel},
+      {p.head_dim / panel, panel, dim / panel},
       {p.kv_heads, p.kv_heads > 1 ? rows.head_stride : rows.row_stride, 1},
       {p.pages ? kAny : 1, p.pages ? rows.page_stride : rows.row_stride, 1}};
   // What is read once need not be widened: a promotion to 256 bytes took 6 % more time.

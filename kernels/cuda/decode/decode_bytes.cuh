@@ -35,7 +35,7 @@ __device__ inline void copy_bytes(std::uint32_t tile, const KvRows& source, cons
     for (int i = 0; i < kBatch; ++i) {
       const int index = (n + i) * Traits::kLoaders + thread;
       const int row = index / kUnits, d = index % kUnits * kBytes;
-      offset[i] = d < p.dim && wanted(row)
+      offset[i] = d < p.head_dim && wanted(row)
                       ? KeyWalk(p, source, sequence, kv_head, wanted.first + row, 1).offset() +
                             (source.dense() ? d : source.column(d))
                       : std::int64_t{-1};
@@ -46,7 +46,7 @@ __device__ inline void copy_bytes(std::uint32_t tile, const KvRows& source, cons
       const int row = index / kUnits, d = index % kUnits * kBytes;
       arch::copy_async<kBytes>(tile + Layout::offset(row, d / 16) + d % 16,
                                data + max(offset[i], std::int64_t{0}),
-                               offset[i] < 0 ? 0 : min(kBytes, p.dim - d));
+                               offset[i] < 0 ? 0 : min(kBytes, p.head_dim - d));
     }
   }
 }
@@ -63,7 +63,7 @@ __device__ inline void transpose_bytes(std::uint32_t tile, const KvRows& source,
   for (int index = thread; index < Traits::kStageKeys / 8 * kFours; index += Traits::kLoaders) {
     const int row = index / kFours * 8, d = index % kFours * 4;
     unsigned seen = 0;  // bit j: key row + j is wanted
-    if (d < p.dim)
+    if (d < p.head_dim)
 #pragma unroll
       for (int j = 0; j < 8; ++j) seen |= wanted(row + j) ? 1u << j : 0u;
     uint2 column[4] = {};
@@ -99,7 +99,7 @@ __device__ inline void gather_bytes(std::uint32_t tile, const KvRows& source, co
   for (int index = thread; index < Traits::kStageKeys * kFours; index += Traits::kLoaders) {
     const int row = index / kFours, d = index % kFours * 4;
     std::uint32_t four = 0;
-    if (d < p.dim && wanted(row)) {
+    if (d < p.head_dim && wanted(row)) {
       const std::int64_t offset =
           KeyWalk(p, source, sequence, kv_head, wanted.first + row, 1).offset();
 #pragma unroll
@@ -112,7 +112,7 @@ __device__ inline void gather_bytes(std::uint32_t tile, const KvRows& source, co
 
 /// A stage's keys of one kv head, from local key `first` on, by the loading warp. Keys that no
 /// row of the row tile may see are not read (nor are their page table entries); they, and columns
-/// past p.dim, become zeros.
+/// past p.head_dim, become zeros.
 template <class Traits>
 __device__ inline void load_bytes(std::uint32_t tile, const KvRows& source, const AttendParams& p,
                                   int kv_head, const Sequence& sequence, const View& view,

@@ -21,7 +21,7 @@ __device__ inline void store_empty(const AttendParams& p, const Plan& plan,
     const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
     if (thread == 0) to.stats() = empty_stats();
 #pragma unroll 1
-    for (int d = thread; d < p.dim; d += 32) to.o()[d] = 0.0f;
+    for (int d = thread; d < p.head_dim; d += 32) to.o()[d] = 0.0f;
   }
 }
 

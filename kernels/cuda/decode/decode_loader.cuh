@@ -46,8 +46,8 @@ __device__ __noinline__ void load_any_apart(std::uint32_t tile, const KvRows& so
                        thread);
   else
     load_keys<typename Traits::Element, Traits::kDim, Traits::kStageKeys, Traits::kLoaders,
-              Loader::any16, Traits::kTile>(tile, source, p, piece.work.kv_head, piece.sequence,
-                                            piece.view, first);
+              Loader::any16, Traits::kTile>(tile, source, p.head_dim, p, piece.work.kv_head,
+                                            piece.sequence, piece.view, first);
 }
 
 template <class Traits>
@@ -80,7 +80,7 @@ __device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeP
       arch::store_same(*reinterpret_cast<uint4*>(cache.at<Element>(to, head) + d),
                        *reinterpret_cast<const uint4*>(rows.at<const Element>(from, head) + d));
     };
-    for (int d = thread * kVector; d < p.dim; d += Traits::kLoaders * kVector) {
+    for (int d = thread * kVector; d < p.head_dim; d += Traits::kLoaders * kVector) {
       copy(p.new_k, p.k, d);
       copy(p.new_v, p.v, d);
     }
@@ -166,9 +166,10 @@ class DecodeLoader {
     const int first = stage * Traits::kStageKeys;
     const std::int64_t key = std::int64_t{load_.index} * kSegment + first;
     if constexpr (Traits::kPlain)
-      load_plain_apart<Traits>(tile, source, p_.dim, piece, key);
+      load_plain_apart<Traits>(tile, source, p_.head_dim, piece, key);
     else if (keys ? by_place_k_ : by_place_v_)
-      load_places_apart<Traits>(tile, source, p_.dim, piece.work.kv_head, thread_, places_ + first);
+      load_places_apart<Traits>(tile, source, p_.head_dim, piece.work.kv_head, thread_,
+                                places_ + first);
     else
       load_any_apart<Traits>(tile, source, p_, piece, key, thread_);
     arch::expect_copies(full);

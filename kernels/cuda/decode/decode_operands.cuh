@@ -65,7 +65,7 @@ struct DecodeQueries {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int d = slice * 16 + slice_column<Traits>(half);
-        words[slice][half] = valid && d < p.dim ? two_of(p, from + d) : 0u;
+        words[slice][half] = valid && d < p.head_dim ? two_of(p, from + d) : 0u;
       }
   }
 

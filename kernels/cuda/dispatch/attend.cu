@@ -150,7 +150,7 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
     const std::int64_t compact = std::int64_t{p.batch.size} * kShortQuery;
     plan.part_tokens = lengths != Lengths::only_long && compact < p.tokens ? kShortQuery : 0;
     const std::int64_t tokens = plan.part_tokens > 0 ? compact : p.tokens;
-    plan.parts = {p.scratch + launch.bytes, tokens * p.heads, p.dim, plan.splits};
+    plan.parts = {p.scratch + launch.bytes, tokens * p.heads, p.value_dim, plan.splits};
     launch.bytes += static_cast<std::size_t>(plan.parts.slot_bytes()) * plan.parts.slots;
   }
   return launch;
@@ -220,33 +220,37 @@ Loader loader_of(const AttendParams& p) {
 
 KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, const Gpu& gpu) {
   const bool is_fp32 = p.dtype == DType::fp32, bf16 = p.dtype == DType::bf16;
-  const Family family = is_fp32                         ? (p.tf32 ? Family::tf32 : Family::fp32)
-                        : lengths == Lengths::only_long ? Family::portable
-                                                        : Family::decode;
+  const bool is_long = lengths == Lengths::only_long, square = is_square(p.head_dim, p.value_dim);
+  const Family family = is_fp32              ? (p.tf32 ? Family::tf32 : Family::fp32)
+                        : is_long || !square ? Family::portable
+                                             : Family::decode;
   // Of fp32 the loader that takes anything takes fp8 too, and of tf32 there is no other.
   const bool takes_any = family == Family::tf32 || (is_fp32 && loader != Loader::plain);
-  const Instance* found = fitting_instance(family, takes_any ? Loader::any16 : loader, p.dim,
-                                           mean_rows(p, lengths), gpu.block_bytes);
+  const Instance* found = fitting_instance(family, takes_any ? Loader::any16 : loader, p.head_dim,
+                                           p.value_dim, mean_rows(p, lengths), gpu.block_bytes);
   if (found == nullptr)
-    throw Unsupported("head dim " + std::to_string(p.dim) +
+    throw Unsupported("head_dim " + std::to_string(p.head_dim) + " and value_dim " +
+                      std::to_string(p.value_dim) + " in " + name(p.dtype) +
                       ": a thread block of this GPU may have " + std::to_string(gpu.block_bytes) +
                       " bytes of shared memory, and no " + name(family) +
-                      " kernel for that dim needs so few: use a smaller head dim, " +
-                      "another GPU, or device host");
+                      " kernel for these needs so few: use smaller ones, another GPU, or device "
+                      "host");
+  const int dim = found->dim;
   switch (found->family) {
     case Family::fp32:
-      return attend_fp32(p.dim, found->loader);
+      return attend_fp32(dim, found->loader);
     case Family::tf32:
-      return attend_fp32_tf32(p.dim);
-    case Family::portable:
-      return bf16 ? portable_bf16(p.dim, p.invariant, loader)
-                  : portable_fp16(p.dim, p.invariant, loader);
+      return attend_fp32_tf32(dim);
+    case Family::portable: {
+      const bool fixed_order = p.invariant || !is_long;  // short queries always are
+      return bf16 ? portable_bf16(dim, fixed_order, loader)
+                  : portable_fp16(dim, fixed_order, loader);
+    }
     default:
       if (loader == Loader::any8)
-        return p.kv_dtype == DType::e5m2 ? decode_e5m2(p.dim, found->rows)
-                                         : decode_e4m3(p.dim, found->rows);
-      return bf16 ? decode_bf16(p.dim, found->rows, loader)
-                  : decode_fp16(p.dim, found->rows, loader);
+        return p.kv_dtype == DType::e5m2 ? decode_e5m2(dim, found->rows)
+                                         : decode_e4m3(dim, found->rows);
+      return bf16 ? decode_bf16(dim, found->rows, loader) : decode_fp16(dim, found->rows, loader);
   }
 }
 
@@ -291,7 +295,7 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
     aside_tokens = std::max(aside_tokens, static_cast<std::int64_t>(split_rows) / bounds.heads);
     bytes = std::max(bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
                                 pieces * static_cast<std::size_t>(
-                                             StateSlots::bytes(shape.tile_rows, bounds.dim)) +
+                                             StateSlots::bytes(shape.tile_rows, bounds.value_dim)) +
                                 std::size_t{16} * kMostSplits);
   };
   AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
@@ -374,7 +378,7 @@ bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t strea
   AttendParams p = g.attend;
   const bool paged16 = p.pages && p.kv_dtype == p.dtype && p.q_dtype == p.dtype;
   p.pages = {};
-  p.k = p.v = KvRows(g.room, std::int64_t{p.kv_heads} * p.dim, p.dim);
+  p.k = p.v = KvRows(g.room, std::int64_t{p.kv_heads} * p.head_dim, p.head_dim);
   if (!paged16 || p.queries.ranks > 1 || gather_capacity(p, g.room_bytes) == 0 ||
       !ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long))
     return false;
@@ -391,9 +395,10 @@ bool is_decode(const AttendParams& p) {
 
 bool writes_new_keys(const AttendParams& p) {
   // Each of these is seen by a row of its own sequence, so some piece of work comes by.
-  return is_decode(p) && p.queries.ranks == 1 && p.dtype != DType::fp32 &&
-         loader_of(p) == Loader::plain && !p.documents && p.shard.layout != Layout::listed &&
-         is_aligned<8>(p.new_k, p.dtype) && is_aligned<8>(p.new_v, p.dtype);
+  return is_decode(p) && is_square(p.head_dim, p.value_dim) && p.queries.ranks == 1 &&
+         p.dtype != DType::fp32 && p.new_v.data != nullptr && loader_of(p) == Loader::plain &&
+         !p.documents && p.shard.layout != Layout::listed && is_aligned<8>(p.new_k, p.dtype) &&
+         is_aligned<8>(p.new_v, p.dtype);
 }
 
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,

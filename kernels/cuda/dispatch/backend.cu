@@ -79,9 +79,7 @@ class CudaBackend final : public Backend {
   Device device() const override { return Device::cuda; }
 
   void check(const AttendParams& p) const override {
-    if (p.dim < 16 || p.dim > 256 || p.dim % 8 != 0)
-      throw Unsupported("head dim " + std::to_string(p.dim) +
-                        ": the CUDA kernels take 16 to 256 in steps of 8");
+    check_head_dims(p.head_dim, p.value_dim);
     check_features(p, Device::cuda);
     cuda::check_fits(p, gpu_);
     if (p.fp8_products && !sm90::runs_here())

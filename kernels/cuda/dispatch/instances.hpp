@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "longspan/limits.hpp"
+
 namespace longspan::kernels::cuda {
 
 /// How an instance reads keys, values and queries.
@@ -29,7 +31,8 @@ constexpr const char* name(Family family) {
 struct Instance {
   Family family;
   Loader loader;
-  int dim;    // serves every dim up to it
+  int dim;  // serves every head_dim up to it
+  int value_dim;
   int rows;   // packed rows of a tile
   int bytes;  // dynamic shared memory of a block; it has no other
 };
@@ -38,68 +41,69 @@ struct Instance {
 /// hopper the bytes are those with ALiBi, which are the most; `any16` is of pages and of biases
 /// too.
 inline constexpr Instance kInstances[] = {
-    {Family::decode, Loader::plain, 32, 8, 38'704},
-    {Family::decode, Loader::plain, 32, 16, 42'928},
-    {Family::decode, Loader::plain, 32, 32, 51'376},
-    {Family::decode, Loader::plain, 64, 8, 73'008},
-    {Family::decode, Loader::plain, 64, 16, 78'768},
-    {Family::decode, Loader::plain, 64, 32, 73'888},
-    {Family::decode, Loader::plain, 96, 8, 70'464},
-    {Family::decode, Loader::plain, 96, 16, 77'760},
-    {Family::decode, Loader::plain, 96, 32, 80'048},
-    {Family::decode, Loader::plain, 128, 8, 76'080},
-    {Family::decode, Loader::plain, 128, 16, 84'912},
-    {Family::decode, Loader::plain, 128, 32, 77'280},
-    {Family::decode, Loader::plain, 192, 8, 87'328},
-    {Family::decode, Loader::plain, 192, 32, 110'048},
-    {Family::decode, Loader::plain, 256, 8, 82'192},
-    {Family::decode, Loader::plain, 256, 32, 110'032},
-    {Family::decode, Loader::any16, 64, 8, 77'184},
-    {Family::decode, Loader::any16, 64, 16, 83'328},
-    {Family::decode, Loader::any16, 64, 32, 79'216},
-    {Family::decode, Loader::any16, 128, 8, 80'256},
-    {Family::decode, Loader::any16, 128, 16, 89'472},
-    {Family::decode, Loader::any16, 128, 32, 82'112},
-    {Family::decode, Loader::any16, 256, 8, 86'368},
-    {Family::decode, Loader::any16, 256, 32, 114'864},
-    {Family::decode, Loader::any8, 64, 8, 44'480},
-    {Family::decode, Loader::any8, 64, 16, 50'720},
-    {Family::decode, Loader::any8, 64, 32, 63'200},
-    {Family::decode, Loader::any8, 128, 8, 80'320},
-    {Family::decode, Loader::any8, 128, 16, 89'632},
-    {Family::decode, Loader::any8, 128, 32, 82'352},
-    {Family::decode, Loader::any8, 256, 8, 86'464},
-    {Family::decode, Loader::any8, 256, 32, 98'736},
-    {Family::portable, Loader::plain, 32, 128, 27'136},
-    {Family::portable, Loader::plain, 64, 128, 51'712},
-    {Family::portable, Loader::plain, 96, 128, 76'288},
-    {Family::portable, Loader::plain, 128, 128, 100'864},
-    {Family::portable, Loader::plain, 192, 128, 150'016},
-    {Family::portable, Loader::plain, 256, 128, 133'632},
-    {Family::portable, Loader::any16, 64, 128, 52'224},
-    {Family::portable, Loader::any16, 128, 128, 101'376},
-    {Family::portable, Loader::any16, 256, 128, 134'144},
-    {Family::portable, Loader::any8, 64, 128, 52'224},
-    {Family::portable, Loader::any8, 128, 128, 101'376},
-    {Family::portable, Loader::any8, 256, 128, 134'144},
-    {Family::fp32, Loader::plain, 64, 32, 44'560},
-    {Family::fp32, Loader::plain, 128, 32, 52'752},
-    {Family::fp32, Loader::plain, 256, 32, 83'472},
-    {Family::fp32, Loader::any16, 64, 32, 44'560},
-    {Family::fp32, Loader::any16, 128, 32, 52'752},
-    {Family::fp32, Loader::any16, 256, 32, 83'472},
-    {Family::tf32, Loader::any16, 64, 64, 53'776},
-    {Family::tf32, Loader::any16, 128, 64, 70'160},
-    {Family::tf32, Loader::any16, 256, 64, 134'672},
-    {Family::hopper, Loader::any16, 64, 192, 95'232},
-    {Family::hopper, Loader::any16, 80, 192, 168'960},
-    {Family::hopper, Loader::any16, 96, 128, 200'704},
-    {Family::hopper, Loader::any16, 128, 128, 200'704},
-    {Family::hopper, Loader::any16, 192, 128, 225'280},
-    {Family::hopper, Loader::any16, 256, 128, 232'448},
-    {Family::hopper_e4m3, Loader::any8, 64, 192, 128'000},
-    {Family::hopper_e4m3, Loader::any8, 128, 128, 163'840},
-    {Family::hopper_e4m3, Loader::any8, 256, 128, 202'752},
+    {Family::decode, Loader::plain, 32, 32, 8, 38'704},
+    {Family::decode, Loader::plain, 32, 32, 16, 42'928},
+    {Family::decode, Loader::plain, 32, 32, 32, 51'376},
+    {Family::decode, Loader::plain, 64, 64, 8, 73'008},
+    {Family::decode, Loader::plain, 64, 64, 16, 78'768},
+    {Family::decode, Loader::plain, 64, 64, 32, 73'888},
+    {Family::decode, Loader::plain, 96, 96, 8, 70'464},
+    {Family::decode, Loader::plain, 96, 96, 16, 77'760},
+    {Family::decode, Loader::plain, 96, 96, 32, 80'048},
+    {Family::decode, Loader::plain, 128, 128, 8, 76'080},
+    {Family::decode, Loader::plain, 128, 128, 16, 84'912},
+    {Family::decode, Loader::plain, 128, 128, 32, 77'280},
+    {Family::decode, Loader::plain, 192, 192, 8, 87'328},
+    {Family::decode, Loader::plain, 192, 192, 32, 110'048},
+    {Family::decode, Loader::plain, 256, 256, 8, 82'192},
+    {Family::decode, Loader::plain, 256, 256, 32, 110'032},
+    {Family::decode, Loader::any16, 64, 64, 8, 77'184},
+    {Family::decode, Loader::any16, 64, 64, 16, 83'328},
+    {Family::decode, Loader::any16, 64, 64, 32, 79'216},
+    {Family::decode, Loader::any16, 128, 128, 8, 80'256},
+    {Family::decode, Loader::any16, 128, 128, 16, 89'472},
+    {Family::decode, Loader::any16, 128, 128, 32, 82'112},
+    {Family::decode, Loader::any16, 256, 256, 8, 86'368},
+    {Family::decode, Loader::any16, 256, 256, 32, 114'864},
+    {Family::decode, Loader::any8, 64, 64, 8, 44'480},
+    {Family::decode, Loader::any8, 64, 64, 16, 50'720},
+    {Family::decode, Loader::any8, 64, 64, 32, 63'200},
+    {Family::decode, Loader::any8, 128, 128, 8, 80'320},
+    {Family::decode, Loader::any8, 128, 128, 16, 89'632},
+    {Family::decode, Loader::any8, 128, 128, 32, 82'352},
+    {Family::decode, Loader::any8, 256, 256, 8, 86'464},
+    {Family::decode, Loader::any8, 256, 256, 32, 98'736},
+    {Family::portable, Loader::plain, 32, 32, 128, 27'136},
+    {Family::portable, Loader::plain, 64, 64, 128, 51'712},
+    {Family::portable, Loader::plain, 96, 96, 128, 76'288},
+    {Family::portable, Loader::plain, 128, 128, 128, 100'864},
+    {Family::portable, Loader::plain, 192, 192, 128, 150'016},
+    {Family::portable, Loader::plain, 256, 256, 128, 133'632},
+    {Family::portable, Loader::any16, 64, 64, 128, 52'224},
+    {Family::portable, Loader::any16, 128, 128, 128, 101'376},
+    {Family::portable, Loader::any16, 256, 256, 128, 134'144},
+    {Family::portable, Loader::any8, 64, 64, 128, 52'224},
+    {Family::portable, Loader::any8, 128, 128, 128, 101'376},
+    {Family::portable, Loader::any8, 256, 256, 128, 134'144},
+    {Family::fp32, Loader::plain, 64, 64, 32, 44'560},
+    {Family::fp32, Loader::plain, 128, 128, 32, 52'752},
+    {Family::fp32, Loader::plain, 256, 256, 32, 83'472},
+    {Family::fp32, Loader::any16, 64, 64, 32, 44'560},
+    {Family::fp32, Loader::any16, 128, 128, 32, 52'752},
+    {Family::fp32, Loader::any16, 256, 256, 32, 83'472},
+    {Family::fp32, Loader::any16, kMaxHeadDim, kMaxValueDim, 16, 78'608},
+    {Family::tf32, Loader::any16, 64, 64, 64, 53'776},
+    {Family::tf32, Loader::any16, 128, 128, 64, 70'160},
+    {Family::tf32, Loader::any16, 256, 256, 64, 134'672},
+    {Family::hopper, Loader::any16, 64, 64, 192, 95'232},
+    {Family::hopper, Loader::any16, 80, 80, 192, 168'960},
+    {Family::hopper, Loader::any16, 96, 96, 128, 200'704},
+    {Family::hopper, Loader::any16, 128, 128, 128, 200'704},
+    {Family::hopper, Loader::any16, 192, 192, 128, 225'280},
+    {Family::hopper, Loader::any16, 256, 256, 128, 232'448},
+    {Family::hopper_e4m3, Loader::any8, 64, 64, 192, 128'000},
+    {Family::hopper_e4m3, Loader::any8, 128, 128, 128, 163'840},
+    {Family::hopper_e4m3, Loader::any8, 256, 256, 128, 202'752},
 };
 
 /// Of a block, with which every instance but Hopper's fits.
@@ -112,11 +116,19 @@ constexpr int bytes_of(Family family, Loader loader, int dim, int rows) {
   return -1;
 }
 
+/// Whether the kernels that are made for one width of keys and values serve the head: decode,
+/// Hopper's.
+constexpr bool is_square(int head_dim, int value_dim) {
+  return head_dim == value_dim && head_dim <= 256;
+}
+
 /// The least dim that is enough, and of its instances those rows that are; else its most rows.
-constexpr const Instance* instance_of(Family family, Loader loader, int dim, std::int64_t rows) {
+constexpr const Instance* instance_of(Family family, Loader loader, int head_dim, int value_dim,
+                                      std::int64_t rows) {
   const Instance* found = nullptr;
   for (const Instance& i : kInstances) {
-    if (i.family != family || i.loader != loader || i.dim < dim) continue;
+    if (i.family != family || i.loader != loader || i.dim < head_dim || i.value_dim < value_dim)
+      continue;
     if (found != nullptr && (i.dim != found->dim || found->rows >= rows)) break;
     found = &i;
   }
@@ -125,16 +137,16 @@ constexpr const Instance* instance_of(Family family, Loader loader, int dim, std
 
 /// The same on a GPU whose blocks may have `block_bytes` of shared memory. Where they are too few
 /// another one serves: of decode that with the fewest rows, which sequences of more go through in
-/// turns; for the others true fp32, which reads elements of any type and is always in the fixed
-/// order: exact, and slower. Null: no instance fits.
-constexpr const Instance* fitting_instance(Family family, Loader loader, int dim, std::int64_t rows,
-                                           int block_bytes) {
+/// turns; for the others, and for heads that their families have no instance for, true fp32, which
+/// reads elements of any type and is always in the fixed order: exact, and slower. Null: none fits.
+constexpr const Instance* fitting_instance(Family family, Loader loader, int head_dim,
+                                           int value_dim, std::int64_t rows, int block_bytes) {
   const auto fits = [&](const Instance* i) { return i != nullptr && i->bytes <= block_bytes; };
-  const Instance* first = instance_of(family, loader, dim, rows);
+  const Instance* first = instance_of(family, loader, head_dim, value_dim, rows);
   if (fits(first)) return first;
   const Instance* other = family == Family::decode
-                              ? instance_of(family, loader, dim, 1)
-                              : instance_of(Family::fp32, Loader::any16, dim, rows);
+                              ? instance_of(family, loader, head_dim, value_dim, 1)
+                              : instance_of(Family::fp32, Loader::any16, head_dim, value_dim, rows);
   return fits(other) ? other : nullptr;
 }
 

@@ -18,6 +18,7 @@
 #include "kernels/cuda/common/convert.cuh"
 #include "kernels/cuda/common/overlap.hpp"
 #include "kernels/cuda/exchange/exchange_words.cuh"
+#include "longspan/limits.hpp"
 #include "src/check.hpp"
 
 namespace longspan::kernels::cuda {
@@ -218,8 +219,8 @@ void launch(const ExchangeParams& p, const Route& route, std::int64_t rows, cuda
 Push push_of(const ExchangeParams& p) {
   const MergeParams& m = p.merge;
   if (p.peers.ranks > PeerView::kMostRanks) refuse(std::to_string(p.peers.ranks) + " ranks");
-  if (m.states.dim % 8 != 0 || m.states.dim > 256)
-    refuse("head dim " + std::to_string(m.states.dim));
+  if (m.states.dim % kHeadDimStep != 0 || m.states.dim > kMaxValueDim)
+    refuse("value_dim " + std::to_string(m.states.dim));
   if (m.rows != nullptr) refuse("sharded queries");
   if (m.states.rows > p.capacity)
     throw InputError("exchange of " + std::to_string(m.states.rows) +

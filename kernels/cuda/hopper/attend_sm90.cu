@@ -81,7 +81,7 @@ unsigned section_of(const AttendParams& params, int l2_bytes) {
       std::max({params.shard.length, params.tokens / params.batch.size, std::int64_t{1}});
   const auto bytes = static_cast<std::int64_t>(size_of(params.kv_dtype));
   const std::int64_t resident =
-      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.dim * 2 * bytes));
+      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.head_dim * 2 * bytes));
   const std::int64_t sections = (params.kv_heads + resident - 1) / resident;
   const std::int64_t section = (params.kv_heads + sections - 1) / sections;
   return static_cast<unsigned>(section * (params.heads / params.kv_heads));
@@ -106,12 +106,14 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   // which may be known on the device only, is not needed here.
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
   Call call{};
-  call.q = describe(params.q, params.q_dtype, params.dim, params.tokens, params.heads, 64);
+  call.q = describe(params.q, params.q_dtype, params.head_dim, params.tokens, params.heads, 64);
   if (params.pages) {
     call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
   } else {
-    call.k = describe(params.k, params.kv_dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
-    call.v = describe(params.v, params.kv_dtype, params.dim, kAnyKeys, params.kv_heads, T::kKeys);
+    call.k =
+        describe(params.k, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads, T::kKeys);
+    call.v =
+        describe(params.v, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads, T::kKeys);
   }
   call.params = params;
   call.finished = finished;
@@ -140,11 +142,11 @@ template <class Element, Scores kScores>
 void choose_tile(const AttendParams& params, const Finished& finished, int least_rows,
                  cudaStream_t stream) {
   const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
-  if (params.dim <= 64) return run(Tile<Element, 64, 3, 128, true, kScores>{});
-  if (params.dim <= 80) return run(Tile<Element, 80, 3, 112, true, kScores>{});
-  if (params.dim <= 96) return run(Tile<Element, 96, 2, 160, false, kScores>{});
-  if (params.dim <= 128) return run(Tile<Element, 128, 2, 160, false, kScores>{});
-  if (params.dim <= 192) return run(Tile<Element, 192, 2, 112, false, kScores>{});
+  if (params.head_dim <= 64) return run(Tile<Element, 64, 3, 128, true, kScores>{});
+  if (params.head_dim <= 80) return run(Tile<Element, 80, 3, 112, true, kScores>{});
+  if (params.head_dim <= 96) return run(Tile<Element, 96, 2, 160, false, kScores>{});
+  if (params.head_dim <= 128) return run(Tile<Element, 128, 2, 160, false, kScores>{});
+  if (params.head_dim <= 192) return run(Tile<Element, 192, 2, 112, false, kScores>{});
   return run(Tile<Element, 256, 2, 80, false, kScores>{});
 }
 
@@ -163,8 +165,8 @@ void choose_e4m3(const AttendParams& params, const Finished& finished, int least
                  cudaStream_t stream) {
   using E4m3 = __nv_fp8_e4m3;
   const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
-  if (params.dim <= 64) return run(Tile<E4m3, 64, 3, 160, true, Scores::plain, Result>{});
-  if (params.dim <= 128) return run(Tile<E4m3, 128, 2, 192, true, Scores::plain, Result>{});
+  if (params.head_dim <= 64) return run(Tile<E4m3, 64, 3, 160, true, Scores::plain, Result>{});
+  if (params.head_dim <= 128) return run(Tile<E4m3, 128, 2, 192, true, Scores::plain, Result>{});
   return run(Tile<E4m3, 256, 2, 128, true, Scores::plain, Result>{});
 }
 
@@ -173,17 +175,17 @@ bool is_in_chunks(const AttendParams& params) {
   const auto chunks = [&](const KvRows& rows) {
     return rows.dense() && cuda::access_of(rows, params.pages, 2) == cuda::Access::chunks;
   };
-  return params.dim > 80 && params.dim <= 192 && !params.fp8_products &&
+  return params.head_dim > 80 && params.head_dim <= 192 && !params.fp8_products &&
          params.kv_dtype == params.dtype && chunks(params.k) && chunks(params.v);
 }
 
 /// What the option needs of a call besides.
 bool is_plain_e4m3(const AttendParams& params) {
   const auto aligned = [](const Rows& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
-  return params.q_dtype == DType::e4m3 && params.kv_dtype == DType::e4m3 && params.dim % 16 == 0 &&
-         params.score.softcap == 0.0f && !params.bias && !params.pages && !params.resume &&
-         params.k.dense() && params.v.dense() && aligned(params.q) && aligned(params.k) &&
-         aligned(params.v);
+  return params.q_dtype == DType::e4m3 && params.kv_dtype == DType::e4m3 &&
+         params.head_dim % 16 == 0 && params.score.softcap == 0.0f && !params.bias &&
+         !params.pages && !params.resume && params.k.dense() && params.v.dense() &&
+         aligned(params.q) && aligned(params.k) && aligned(params.v);
 }
 
 }  // namespace
@@ -214,14 +216,15 @@ bool accepts(const AttendParams& params) {
     if (!is_in_chunks(params)) return false;
     unbiased.pages = {};
     unbiased.k = unbiased.v =
-        KvRows(nullptr, std::int64_t{params.kv_heads} * params.dim, params.dim);
+        KvRows(nullptr, std::int64_t{params.kv_heads} * params.head_dim, params.head_dim);
   }
   // ALiBi counts on rows of a tile that stand one after the other.
   const bool rows_follow = params.queries.ranks == 1 ||
                            params.queries.layout == Layout::contiguous ||
                            params.queries.layout == Layout::ranges;
   return runs_here() && (rows_follow || !params.bias.slopes) && params.dtype != DType::fp32 &&
-         params.dim >= 48 && params.dim <= 256 && params.shard.layout != Layout::listed &&
+         params.head_dim >= 48 && cuda::is_square(params.head_dim, params.value_dim) &&
+         params.shard.layout != Layout::listed &&
          (params.fp8_products ? is_plain_e4m3(params)
                               : cuda::loader_of(unbiased) == cuda::Loader::plain) &&
          !params.parts && params.score.scale > 0 && !params.invariant && params.tokens < kMost &&

@@ -51,7 +51,8 @@ __device__ void write_empty(const Call& call, const Item& item) {
     void* to = params.state.o(params.slot, at);
     if (finish) to = finished.out.template at<typename T::Result>(token, item.head);
 #pragma unroll 1
-    for (int i = lane; i < params.dim / (finish ? 8 : 4); i += 32) static_cast<uint4*>(to)[i] = {};
+    for (int i = lane; i < params.head_dim / (finish ? 8 : 4); i += 32)
+      static_cast<uint4*>(to)[i] = {};
     if (lane > 0) continue;
     if (!finish)
       params.state.stats(params.slot)[at] = empty_stats();

@@ -79,7 +79,7 @@ class PageLoader {
         for (int panel = 0; panel < T::kPanels; ++panel) {
           const int column = panel * T::kPanelElements;
           copy_async<16>(place + panel * T::kPanelBytes, from + column,
-                         seen && column + chunk < call_.params.dim ? 16 : 0);
+                         seen && column + chunk < call_.params.head_dim ? 16 : 0);
         }
       }
     }

@@ -167,7 +167,7 @@ __device__ void read_state(const Call& call, const Shared<T>& shared, int stage,
   const float* from = state.o(call.params.slot, at);
 #pragma unroll
   for (int j = 0; j < T::kDim / 8; ++j)
-    if (8 * j < call.params.dim) {
+    if (8 * j < call.params.head_dim) {
       const float2 pair = *reinterpret_cast<const float2*>(from + 8 * j + 2 * t);
       o[4 * j + 2 * h] = pair.x;
       o[4 * j + 2 * h + 1] = pair.y;
@@ -206,7 +206,7 @@ __device__ void write_state(const Call& call, const Shared<T>& shared, int stage
   float* to = state.o(call.params.slot, at);
 #pragma unroll
   for (int j = 0; j < T::kDim / 8; ++j)
-    if (8 * j < call.params.dim)
+    if (8 * j < call.params.head_dim)
       *reinterpret_cast<float2*>(to + 8 * j + 2 * t) =
           float2{o[4 * j + 2 * h] * of_o, o[4 * j + 2 * h + 1] * of_o};
 }
@@ -265,7 +265,7 @@ __device__ void write_finished(const Call& call, const Shared<T>& shared, int st
     }
     const uint4 eight = gather_eight(pairs);
     const int column = 8 * (j + t);
-    if (exists && column < call.params.dim) *reinterpret_cast<uint4*>(to + column) = eight;
+    if (exists && column < call.params.head_dim) *reinterpret_cast<uint4*>(to + column) = eight;
   }
 }
 

@@ -8,7 +8,8 @@
 //     O: lane x holds dims 4 x ... 4 x + 3, 64 + 4 x ...
 //
 // Two instances of each dim: plain (contiguous fp32 rows) and any (pages of any layout, fp8,
-// scales, biases), so that plain tensors pay for nothing else.
+// scales, biases), so that plain tensors pay for nothing else. One more for heads wider than 256,
+// with fewer rows: it reads elements of any type, so it is all types' kernel for such heads.
 #pragma once
 
 #include "kernels/cuda/arch/shared.cuh"
@@ -24,31 +25,33 @@ namespace longspan::kernels::cuda {
 
 // ---- traits ---------------------------------------------------------------------------------
 
-template <int kHeadDim, bool kPlainRows>
+template <int kHeadDim, int kMostValueDim, int kRowCount, bool kPlainRows>
 struct Fp32Traits {
   static constexpr int kDim = kHeadDim;
+  static constexpr int kValueDim = kMostValueDim;
   static constexpr bool kPlain = kPlainRows;  // contiguous fp32, no scales, no bias
   static constexpr int kThreads = 128;
   static constexpr int kHalves = kThreads / 16;
-  static constexpr int kRows = 32;
-  static constexpr int kOwn = kRows / kHalves;     // rows of a half warp
-  static constexpr int kKeySteps = kSegment / 16;  // keys of a lane
-  static constexpr int kSliceDims = 32;            // of K, loaded at a time
-  static constexpr int kSliceKeys = 32;            // of V
-  static constexpr int kQueryStride = kDim + 4;    // the pads move rows to other banks
+  static constexpr int kRows = kRowCount;
+  static constexpr int kOwn = kRows / kHalves;                   // rows of a half warp
+  static constexpr int kKeySteps = kSegment / 16;                // keys of a lane
+  static constexpr int kSliceDims = 32;                          // of K, loaded at a time
+  static constexpr int kSliceKeys = kValueDim <= 256 ? 32 : 16;  // of V
+  static constexpr int kQueryStride = kDim + 4;  // the pads move rows to other banks
   static constexpr int kSliceStride = kSliceDims + 4;
   static constexpr int kWeightStride = kSegment + 4;
 
-  static constexpr int kSliceFloats =
-      kSegment * kSliceStride > kSliceKeys* kDim ? kSegment* kSliceStride : kSliceKeys* kDim;
+  static constexpr int kSliceFloats = kSegment * kSliceStride > kSliceKeys* kValueDim
+                                          ? kSegment* kSliceStride
+                                          : kSliceKeys* kValueDim;
   static constexpr int kSharedBytes =
       4 * (kRows * kQueryStride + kSliceFloats + kRows * kWeightStride) +
       kRows * static_cast<int>(sizeof(Interval)) + 16;
 
-  struct RowOf {  // quad = own row * (kDim / 64) + quad of dims
-    __device__ static constexpr int row(int quad, int) { return quad / (kDim / 64); }
+  struct RowOf {  // quad = own row * (kValueDim / 64) + quad of dims
+    __device__ static constexpr int row(int quad, int) { return quad / (kValueDim / 64); }
   };
-  using State = ThreadState<kOwn, kOwn * kDim / 64, RowOf>;
+  using State = ThreadState<kOwn, kOwn * kValueDim / 64, RowOf>;
   using Stack = FoldStack<State, kThreads>;
 };
 
@@ -81,10 +84,11 @@ __device__ inline std::int64_t stored_row(const KvRows& source, const Pages& pag
          key % pages.size * source.row_stride;
 }
 
-/// Columns [column, column + kColumns) of kCount keys -> shared memory, zeros where nobody sees.
+/// Columns [column, column + kColumns) of kCount keys -> shared memory, zeros where nobody sees and
+/// past `dim`.
 template <class Traits, int kColumns, int kCount>
 __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, const KvRows& source,
-                                 int kv_head, const Sequence& sequence, const View& view,
+                                 int dim, int kv_head, const Sequence& sequence, const View& view,
                                  std::int64_t first, int column) {
   // Rows that cp.async may take; those of another type or layout go through registers.
   const bool direct = Traits::kPlain || (p.kv_dtype == DType::fp32 && source.dense() &&
@@ -93,7 +97,7 @@ __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, c
        index += Traits::kThreads) {
     const int row = index / (kColumns / 4), quad = index % (kColumns / 4) * 4;
     const std::int64_t key = first + row;
-    bool valid = view.any.contains(key) && column + quad < p.dim;
+    bool valid = view.any.contains(key) && column + quad < dim;
     if (view.table != nullptr && valid) valid = view.positions.contains(view.table[key]);
     float* place = to + row * stride + quad;
     const float* from = static_cast<const float*>(source.data);
@@ -122,7 +126,7 @@ __device__ inline void load_fp32_queries(float* queries, const AttendParams& p,
   for (int i = static_cast<int>(threadIdx.x); i < Traits::kRows * Traits::kDim / 4;
        i += Traits::kThreads) {
     const int row = i / (Traits::kDim / 4), d = i % (Traits::kDim / 4) * 4;
-    const bool valid = row < work.rows && d < p.dim;
+    const bool valid = row < work.rows && d < p.head_dim;
     const PackedRow at = packed_row(work, row);
     const std::int64_t offset =
         valid ? (sequence.first_row + at.token) * p.q.row_stride + at.head * p.q.head_stride + d
@@ -232,12 +236,12 @@ __device__ inline void accumulate_slice(typename Traits::State& state, const flo
     for (int r = 0; r < Traits::kOwn; ++r)
       weight[r] = weights[(half * Traits::kOwn + r) * Traits::kWeightStride + key];
 #pragma unroll
-    for (int c = 0; c < Traits::kDim / 64; ++c) {
+    for (int c = 0; c < Traits::kValueDim / 64; ++c) {
       const float4 v =
-          *reinterpret_cast<const float4*>(values + key * Traits::kDim + c * 64 + lane * 4);
+          *reinterpret_cast<const float4*>(values + key * Traits::kValueDim + c * 64 + lane * 4);
 #pragma unroll
       for (int r = 0; r < Traits::kOwn; ++r) {
-        float(&o)[4] = state.o[r * (Traits::kDim / 64) + c];
+        float(&o)[4] = state.o[r * (Traits::kValueDim / 64) + c];
         o[0] = fmaf(weight[r], v.x, o[0]);
         o[1] = fmaf(weight[r], v.y, o[1]);
         o[2] = fmaf(weight[r], v.z, o[2]);
@@ -258,10 +262,10 @@ __device__ inline void store_fp32(const AttendParams& p, const Plan& plan, const
     const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
     const RowStore<16> store(p, to, state.stats[r]);
 #pragma unroll
-    for (int c = 0; c < Traits::kDim / 64; ++c) {
-      const float(&o)[4] = state.o[r * (Traits::kDim / 64) + c];
+    for (int c = 0; c < Traits::kValueDim / 64; ++c) {
+      const float(&o)[4] = state.o[r * (Traits::kValueDim / 64) + c];
       const int d = c * 64 + lane * 4;
-      if (d < p.dim) store(d, make_float4(o[0], o[1], o[2], o[3]));
+      if (d < p.value_dim) store(d, make_float4(o[0], o[1], o[2], o[3]));
     }
   }
 }
@@ -304,10 +308,11 @@ __global__ __launch_bounds__(Traits::kThreads,
       const std::int64_t first = walk.segment * kSegment, place = walk.place;
       float s[Traits::kOwn][Traits::kKeySteps] = {};
 #pragma unroll 1
-      for (int d = 0; d < Traits::kDim; d += Traits::kSliceDims) {
+      for (int d = 0; d < p.head_dim; d += Traits::kSliceDims) {
         __syncthreads();
         load_fp32<Traits, Traits::kSliceDims, kSegment>(slice, Traits::kSliceStride, p, p.k,
-                                                        work.kv_head, sequence, view, first, d);
+                                                        p.head_dim, work.kv_head, sequence, view,
+                                                        first, d);
         arch::wait_copies<0>();
         __syncthreads();
         multiply_slice<Traits>(s, queries + d, slice);
@@ -317,8 +322,9 @@ __global__ __launch_bounds__(Traits::kThreads,
 #pragma unroll 1
       for (int key = 0; key < kSegment; key += Traits::kSliceKeys) {
         __syncthreads();
-        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>(
-            slice, Traits::kDim, p, p.v, work.kv_head, sequence, view, first + key, 0);
+        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>(slice, Traits::kValueDim, p, p.v,
+                                                                 p.value_dim, work.kv_head,
+                                                                 sequence, view, first + key, 0);
         arch::wait_copies<0>();
         __syncthreads();
         accumulate_slice<Traits>(state, weights + key, slice);
@@ -335,9 +341,9 @@ __global__ __launch_bounds__(Traits::kThreads,
 
 KernelShape attend_fp32_any(int dim);  // the instances that are not plain
 
-template <int kDim, bool kPlain>
+template <int kDim, bool kPlain, int kValueDim = kDim, int kRows = 32>
 KernelShape fp32_shape() {
-  using Traits = Fp32Traits<kDim, kPlain>;
+  using Traits = Fp32Traits<kDim, kValueDim, kRows, kPlain>;
   constexpr Loader kLoader = kPlain ? Loader::plain : Loader::any16;
   static_assert(Traits::kSharedBytes == bytes_of(Family::fp32, kLoader, kDim, Traits::kRows));
   return {.tiled = attend_fp32_kernel<Traits>,

@@ -23,10 +23,11 @@ namespace longspan::kernels::cuda {
 
 // ---- traits ---------------------------------------------------------------------------------
 
-template <class T, int kHeadDim>
+/// kDimOfInstance: the larger of head_dim and value_dim fits it; missing columns are zeros.
+template <class T, int kDimOfInstance>
 struct PortableTraits {
   using Element = T;
-  static constexpr int kDim = kHeadDim;
+  static constexpr int kDim = kDimOfInstance;
   static constexpr int kRows = 128;
   static constexpr int kWarps = kDim <= 128 ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
@@ -299,7 +300,7 @@ __device__ inline void store_rows(const AttendParams& p, const Plan& plan, const
     const RowStore<4> store(p, to, state.stats[r]);
 #pragma unroll
     for (int n = 0; n < Traits::kDimTiles; ++n) {
-      if (n * 8 >= p.dim) break;
+      if (n * 8 >= p.value_dim) break;
       const float* pair = &state.o[r / 2 * Traits::kDimTiles + n][r % 2 * 2];
       store(n * 8 + lane % 4 * 2, make_float2(pair[0], pair[1]));
     }
@@ -326,10 +327,16 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
   constexpr bool kGeneral = kLoader != Loader::plain;
   bool plain = p.score.softcap == 0.0f && p.score.scale > 0.0f;
   float scale = plain ? p.score.scale * kLog2E : 1.0f;
-  const auto load = [&](const KvRows& source, const KeyTile& tile, std::uint32_t to) {
+  const auto load = [&](const KvRows& source, int dim, const KeyTile& tile, std::uint32_t to) {
     if (tile.first >= 0)
       load_keys<T, Traits::kDim, kKeys, Traits::kThreads, kLoader>(
-          to, source, p, piece.work.kv_head, piece.sequence, piece.view, tile.first);
+          to, source, dim, p, piece.work.kv_head, piece.sequence, piece.view, tile.first);
+  };
+  const auto load_k = [&](const KeyTile& tile, std::uint32_t to) {
+    load(p.k, p.head_dim, tile, to);
+  };
+  const auto load_v = [&](const KeyTile& tile, std::uint32_t to) {
+    load(p.v, p.value_dim, tile, to);
   };
 
   // The fast path has a block for each piece of work.
@@ -362,8 +369,8 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
       scale = plain ? piece.scale * kLog2E : 1.0f;
     }
     KeyTile tile = piece.next[0];
-    load(p.k, tile, stages);
-    if constexpr (Traits::kStages == 2) load(p.v, tile, stages + Traits::kTileBytes);
+    load_k(tile, stages);
+    if constexpr (Traits::kStages == 2) load_v(tile, stages + Traits::kTileBytes);
     arch::commit_copies();
 
     typename Traits::State state;
@@ -383,10 +390,10 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
       const std::uint32_t keys = stages + stage * 2 * Traits::kTileBytes;
       if constexpr (Traits::kStages == 2) {
         const std::uint32_t to = stages + (stage ^ 1) * 2 * Traits::kTileBytes;
-        load(p.k, next, to);
-        load(p.v, next, to + Traits::kTileBytes);
+        load_k(next, to);
+        load_v(next, to + Traits::kTileBytes);
       } else {
-        load(p.v, tile, keys + Traits::kTileBytes);
+        load_v(tile, keys + Traits::kTileBytes);
       }
       arch::commit_copies();
 
@@ -395,7 +402,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_port
       if constexpr (Traits::kStages == 1) {
         arch::wait_copies<0>();
         __syncthreads();  // V is there, and nobody reads this K any more
-        load(p.k, next, keys);
+        load_k(next, keys);
         arch::commit_copies();
       }
       if (!plain) {

@@ -174,7 +174,7 @@ __device__ inline void store_tf32(const AttendParams& p, const Plan& plan, const
     const RowStore<4> store(p, to, state.stats[half]);
 #pragma unroll
     for (int n = 0; n < Traits::kDimTiles; ++n) {
-      if (n * 8 >= p.dim) break;
+      if (n * 8 >= p.value_dim) break;
       store(n * 8 + 2 * t, make_float2(state.o[n][2 * half], state.o[n][2 * half + 1]));
     }
   }
@@ -217,10 +217,10 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_tf32
       const std::int64_t first = walk.segment * kSegment, place = walk.place;
       float s[Traits::kKeyTiles][4] = {};
 #pragma unroll 1
-      for (int d = 0; d < p.dim; d += Traits::kSliceDims) {
+      for (int d = 0; d < p.head_dim; d += Traits::kSliceDims) {
         __syncthreads();
-        load_fp32<Traits, Traits::kSliceDims, kSegment>(slice, Traits::kKeyStride, p, p.k,
-                                                        work.kv_head, sequence, view, first, d);
+        load_fp32<Traits, Traits::kSliceDims, kSegment>(
+            slice, Traits::kKeyStride, p, p.k, p.head_dim, work.kv_head, sequence, view, first, d);
         if (p.bias && d == 0)
           columns[threadIdx.x] = key_column(p, sequence, view, first + threadIdx.x);
         arch::wait_copies<0>();
@@ -233,8 +233,9 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_tf32
 #pragma unroll 1
       for (int key = 0; key < kSegment; key += Traits::kSliceKeys) {
         __syncthreads();
-        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>(
-            slice, Traits::kValueStride, p, p.v, work.kv_head, sequence, view, first + key, 0);
+        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>(slice, Traits::kValueStride, p, p.v,
+                                                            p.value_dim, work.kv_head, sequence,
+                                                            view, first + key, 0);
         arch::wait_copies<0>();
         __syncthreads();
         if (busy) accumulate_slice_tf32<Traits>(state, s, slice);

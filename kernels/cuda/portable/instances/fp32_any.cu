@@ -1,12 +1,15 @@
-// fp32 queries, short and long; pages of any layout, fp8, scales, biases.
+// fp32 queries, short and long; pages of any layout, fp8, scales, biases. And heads wider than 256
+// of any type.
 #include "kernels/cuda/portable/attend_fp32.cuh"
+#include "longspan/limits.hpp"
 
 namespace longspan::kernels::cuda {
 
 KernelShape attend_fp32_any(int dim) {
   if (dim <= 64) return fp32_shape<64, false>();
   if (dim <= 128) return fp32_shape<128, false>();
-  return fp32_shape<256, false>();
+  if (dim <= 256) return fp32_shape<256, false>();
+  return fp32_shape<kMaxHeadDim, false, kMaxValueDim, 16>();
 }
 
 }  // namespace longspan::kernels::cuda

@@ -1,0 +1,16 @@
+// Heads of all sizes, on a GPU.
+#include "tests/gpu/gpu_case.hpp"
+#include "tests/serving_run.hpp"
+
+namespace longspan::testing {
+namespace {
+constexpr Device kDevice = Device::cuda;
+const kernels::Backend& backend() {
+  static const std::unique_ptr<kernels::Backend> cuda = kernels::cuda_backend();
+  return *cuda;
+}
+}  // namespace
+}  // namespace longspan::testing
+
+#define LONGSPAN_NEEDS_DEVICE() LONGSPAN_NEEDS_GPU()
+#include "tests/head_dims.hpp"

@@ -1,0 +1,15 @@
+// Heads of all sizes, on the host.
+#include "tests/serving_run.hpp"
+
+namespace longspan::testing {
+namespace {
+constexpr Device kDevice = Device::host;
+const kernels::Backend& backend() {
+  static const std::unique_ptr<kernels::Backend> host = kernels::host_backend();
+  return *host;
+}
+}  // namespace
+}  // namespace longspan::testing
+
+#define LONGSPAN_NEEDS_DEVICE() static_cast<void>(0)
+#include "tests/head_dims.hpp"

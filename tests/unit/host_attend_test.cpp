@@ -52,7 +52,7 @@ TEST_F(HostAttend, RandomShapes) {
   const auto draw = [&](int low, int high) {
     return std::uniform_int_distribution<int>(low, high)(random);
   };
-  for (int trial = 0; trial < 150; ++trial) {
+  for (int trial = 0; trial < testing::trials(150); ++trial) {
     Shape shape;
     shape.kv_heads = draw(1, 3);
     shape.heads = shape.kv_heads * draw(1, 5);

@@ -159,7 +159,7 @@ TEST_F(HostFeatures, EveryGroupAndDim) {
 }
 
 TEST_F(HostFeatures, AtRandom) {
-  for (int trial = 0; trial < 150; ++trial) {
+  for (int trial = 0; trial < testing::trials(150); ++trial) {
     const std::uint32_t seed = device_();
     SCOPED_TRACE("shape of seed " + std::to_string(seed));
     std::mt19937 random(seed);

@@ -18,6 +18,7 @@
 #include "host_pages.hpp"
 #include "kernels/backend.hpp"
 #include "launcher/oracle.hpp"
+#include "tests/sanitized.hpp"
 
 namespace longspan::tests {
 
@@ -436,11 +437,11 @@ class Problem {
 /// As close as fp32 arithmetic must be, with scores of order 1. An lse has the error of a dot
 /// product: of 256 such terms summed one by one it is 6e-7 on average, and in the worst of 20,000
 /// rows 5e-6, so the worst has a bound of its own.
-inline testing::AssertionResult is_close(const Problem::Error& error) {
+inline ::testing::AssertionResult is_close(const Problem::Error& error) {
   constexpr double kNorm = 2e-6, kWorst = 1e-5;
   if (error.out < kNorm && error.lse < kNorm && error.worst_lse < kWorst)
-    return testing::AssertionSuccess();
-  return testing::AssertionFailure()
+    return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure()
          << "out " << error.out << " and lse " << error.lse << " (below " << kNorm
          << "), worst lse " << error.worst_lse << " (below " << kWorst << ")";
 }

@@ -33,11 +33,13 @@ class HostStateIn : public ::testing::Test {
 };
 
 TEST_F(HostStateIn, DimsAndTypes) {
-  for (const int dim : {16, 24, 64, 72, 128, 200, 256})
+  for (const int dim : {8, 24, 64, 72, 128, 200, 256}) {
+    if (testing::kSanitized && dim > 72) continue;
     for (const DType dtype : {fp32, fp16, bf16})
       for (const int ranks : {1, 2, 5})
         expect_exact({.dim = dim, .dtype = dtype, .query_len = {7}, .kv_len = {700}},
                      Problem::on_all(Shard::contiguous(700, 0, ranks)));
+  }
 }
 
 // Rows that see keys of some shards only, and of none; decode whose keys are split among threads.
@@ -54,8 +56,9 @@ TEST_F(HostStateIn, MasksLayoutsAndSinks) {
       for (const int ranks : {2, 3}) {
         SCOPED_TRACE(std::string(name(layout)) + " causal " + std::to_string(mask.causal) +
                      " window " + std::to_string(mask.window) + " ranks " + std::to_string(ranks));
-        const Shape shape{
-            .query_len = {150, 1, 0, 40, 90}, .kv_len = {400, 3000, 30, 40, 33}, .mask = mask};
+        const Shape shape{.query_len = {150, 1, 0, 40, 90},
+                          .kv_len = {400, testing::kSanitized ? 700 : 3000, 30, 40, 33},
+                          .mask = mask};
         expect_exact(shape, Problem::on_all({layout, 0, ranks, 0, 128}), &sinks);
       }
 }

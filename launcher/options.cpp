@@ -46,7 +46,7 @@ constexpr const char* kRunFooter = R"(Examples
       makes its inputs from a seed, runs, and compares 16 rows with a float64
       oracle
   mpirun -np 4 longspan run --q q.npy --k k.npy --v v.npy --causal --out out.npy
-      the same on four ranks and on your own arrays [tokens, heads, dim]
+      the same on four ranks and on your own arrays [tokens, heads, head_dim]
   mpirun -np 2 longspan run --kv 16384 --tokens 16384 --causal \
       --shard-queries --shard zigzag
       a context-parallel prefill: queries and keys both sharded, even work under
@@ -111,15 +111,15 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
 
 void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   const std::string files = "Inputs from files (.npy; fp32, fp16, or bf16 stored as V2)";
-  auto* q = app.add_option("--q", o.q, "Queries [tokens, heads, dim]")
+  auto* q = app.add_option("--q", o.q, "Queries [tokens, heads, head_dim]")
                 ->check(file_name())
                 ->type_name("FILE")
                 ->group(files);
-  auto* k = app.add_option("--k", o.k, "Keys [keys, kv_heads, dim]")
+  auto* k = app.add_option("--k", o.k, "Keys [keys, kv_heads, head_dim]")
                 ->check(file_name())
                 ->type_name("FILE")
                 ->group(files);
-  auto* v = app.add_option("--v", o.v, "Values, as the keys")
+  auto* v = app.add_option("--v", o.v, "Values [keys, kv_heads, value_dim]")
                 ->check(file_name())
                 ->type_name("FILE")
                 ->group(files);
@@ -171,7 +171,7 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--right", o.mask.right, "Keys to the right that a row sees")
       ->transform(whole(std::int64_t{0}, kMost))
       ->group(attention);
-  app.add_option("--scale", o.scale, "Of q.k [1 / sqrt(dim)]")
+  app.add_option("--scale", o.scale, "Of q.k [1 / sqrt(head_dim)]")
       ->check(single_precision(false))
       ->group(attention);
   app.add_option("--softcap", o.softcap,
@@ -221,7 +221,7 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
       ->group(measure);
 
   const std::string output = "Output (written by rank 0 after success, or not at all)";
-  app.add_option("--out", o.out, "Result [tokens, heads, dim], .npy")
+  app.add_option("--out", o.out, "Result [tokens, heads, value_dim], .npy")
       ->check(file_name())
       ->type_name("FILE")
       ->group(output);

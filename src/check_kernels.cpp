@@ -69,11 +69,12 @@ void check_results(const Tensor& out, const Lse& lse,
 
 PagedShape shape_of(const PagedAttention& args) {
   const Tensor &q = args.q, &k = args.k_cache;
-  require(q.dims == 3, "q is {}; [tokens, heads, dim] is wanted", shape_text(q));
-  require(k.dims == 4 || k.dims == 5,
-          "k_cache is {}; pages are [pages, page, kv_heads, dim], or x-packed [pages, kv_heads, "
-          "dim / x, page, x]",
-          shape_text(k));
+  require(q.dims == 3, "q is {}; [tokens, heads, head_dim] is wanted", shape_text(q));
+  require(
+      k.dims == 4 || k.dims == 5,
+      "k_cache is {}; pages are [pages, page, kv_heads, head_dim], or x-packed [pages, kv_heads, "
+      "head_dim / x, page, x]",
+      shape_text(k));
   const std::int64_t heads = q.shape[1], kv_heads = k.shape[k.dims == 5 ? 1 : 2];
   require(q.shape[0] >= 0 && q.shape[0] <= kMost && heads >= 1 && heads <= kMost && kv_heads >= 1 &&
               heads % kv_heads == 0,
@@ -85,7 +86,9 @@ PagedShape shape_of(const PagedAttention& args) {
           "x-packed keys [pages, kv_heads, value_dim, page]",
           shape_text(v));
   const std::int64_t head_dim = q.shape[2], value_dim = v.shape[k.dims == 5 ? 2 : 3];
-  kernels::check_head_dims(head_dim, value_dim);
+  require(head_dim >= 0 && head_dim <= kMost && value_dim >= 0 && value_dim <= kMost,
+          "q is {} and v_cache is {}: heads have {} and {} columns; 0 to 2^31 - 1 are possible",
+          shape_text(q), shape_text(v), head_dim, value_dim);
   const DType dtype = is_fp8(q.dtype) ? args.dtype : q.dtype;
   check_product_dtype(dtype, "dtype");
   return {dtype,
@@ -108,6 +111,7 @@ CacheView check_paged(const PagedAttention& args, const PagedShape& shape, bool 
       view_pages(args.k_cache, args.v_cache, args.block_table,
                  {shape.kv_heads, shape.head_dim, shape.value_dim, args.k_cache.dtype, args.batch},
                  device, "k_cache", "v_cache");
+  kernels::check_head_dims(shape.head_dim, shape.value_dim);
   check_quantised(args.v_cache.dtype, "v_cache", shape.dtype, bool{args.v_scale}, "v_scale");
   require(bool{args.block_table}, "block_table is missing");
   require(args.max_query_len >= 0 && args.max_query_len <= kMost,
@@ -192,7 +196,8 @@ void check_segments(const Segments& s, std::int64_t tokens, std::int64_t heads,
 
 void check_reduce(const ReduceSegments& args, Device device) {
   check_batch(args.batch, args.query_start, args.kv_len);
-  require(args.out.dims == 3, "out is {}; [tokens, heads, dim] is wanted", shape_text(args.out));
+  require(args.out.dims == 3, "out is {}; [tokens, heads, value_dim] is wanted",
+          shape_text(args.out));
   const std::int64_t tokens = args.out.shape[0], heads = args.out.shape[1], dim = args.out.shape[2];
   check_counts(args.out, "out", 1);
   check_rows(args.out, "out", -1, heads, dim, args.out.dtype, device);
@@ -210,7 +215,8 @@ void check_reduce(const ReduceSegments& args, Device device) {
 
 void check_merge(const MergeAttnStates& args, Device device) {
   const Tensor &prefix = args.prefix_out, &suffix = args.suffix_out, &out = args.out;
-  require(prefix.dims == 3, "prefix_out is {}; [tokens, heads, dim] is wanted", shape_text(prefix));
+  require(prefix.dims == 3, "prefix_out is {}; [tokens, heads, value_dim] is wanted",
+          shape_text(prefix));
   const std::int64_t tokens = prefix.shape[0], heads = prefix.shape[1], dim = prefix.shape[2];
   check_part_type(prefix, "prefix_out", args.prefix_scale != nullptr, "prefix_scale");
   check_part_type(suffix, "suffix_out", args.suffix_scale != nullptr, "suffix_scale");
@@ -277,7 +283,7 @@ void check_merge(const MergeStates& args, Device device) {
 }
 
 CacheView check_append(const AppendKv& args, Device device) {
-  require(args.k.dims == 3, "k is {}; [tokens, kv_heads, dim] is wanted", shape_text(args.k));
+  require(args.k.dims == 3, "k is {}; [tokens, kv_heads, head_dim] is wanted", shape_text(args.k));
   check_product_dtype(args.k.dtype, "k");
   const std::int64_t tokens = args.k.shape[0], kv_heads = args.k.shape[1];
   const std::int64_t head_dim = args.k.shape[2];
@@ -314,6 +320,7 @@ CacheView check_append(const AppendKv& args, Device device) {
 
 void check_sizes(const PagedAttention& args, const PagedShape& shape, std::int64_t slots) {
   require(args.batch >= 1, "the batch has {} sequences; it has at least 1", args.batch);
+  kernels::check_head_dims(shape.head_dim, shape.value_dim);
   const double bytes =
       static_cast<double>(shape.tokens) * shape.heads * (4.0 * shape.value_dim + 8) * slots;
   require(bytes < 0x1p48,

@@ -305,8 +305,8 @@ CacheView view_pages(const Tensor& k, const Tensor& v, const BlockTable& table,
             shape_text(k), shape.kv_heads, shape.head_dim);
     require(v.dims == 4 && v.shape[0] == k.shape[0] && v.shape[1] == shape.kv_heads &&
                 v.shape[2] == shape.value_dim && v.shape[3] == page,
-            "{} is {}; beside x-packed keys {} the values are [{}, {}, {}, {}]", v_name,
-            shape_text(v), shape_text(k), k.shape[0], shape.kv_heads, shape.value_dim, page);
+            "{} is {}; beside x-packed keys {} the values are [{}, {}, value_dim, {}]", v_name,
+            shape_text(v), shape_text(k), k.shape[0], shape.kv_heads, page);
     view.k = packed_keys(k);
     view.v = packed_values(v);
   } else {

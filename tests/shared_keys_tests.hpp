@@ -124,6 +124,8 @@ TEST_F(SharedKeys, NothingIsAppendedToThem) {
   append.k.stride[0] = append.v.stride[0] = -kKvHeads * kDim;
   refuse("has stride -128 in dimension 0; strides are not negative");
   append.k = append.v = cache(keys.data(), fp32, false);
+  refuse("new_v is given, but v is the first columns of k: leave it out");
+  append.v.data = keys.data() + kDim * size_of(fp32);  // the next head
   refuse("v overlaps k: it must lie apart");
 }
 

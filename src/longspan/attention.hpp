@@ -81,15 +81,15 @@ struct Options {
 /// device and must live until the stream has passed them. Lengths and tables are read on the
 /// stream, so a captured graph replays with new ones.
 struct Request {
-  Tensor q;     // [tokens, heads, head_dim]
-  Tensor k;     // [keys, kv_heads, head_dim], the rank's own keys, sequence after sequence; or
-                // [batch, capacity, kv_heads, head_dim], each from the start of its row;
-                // with a block table, the rank's pages (kv_cache.hpp)
-  Tensor v;     // as k, of value_dim. It may be the first columns of k (MLA): the same memory
-                // and strides, with fewer columns
-  Shard shard;  // which keys of a sequence the rank holds; `length` is used when kv_len is null
-  Tensor out;   // [tokens, heads, value_dim]; never read. Rows of the batch are written whole,
-               // others not at all
+  Tensor q;         // [tokens, heads, head_dim]
+  Tensor k;         // [keys, kv_heads, head_dim], the rank's own keys, sequence after sequence; or
+                    // [batch, capacity, kv_heads, head_dim], each from the start of its row;
+                    // with a block table, the rank's pages (kv_cache.hpp)
+  Tensor v;         // as k, of value_dim. It may be the first columns of k (MLA): the same memory
+                    // and strides, with fewer columns
+  Shard shard;      // which keys of a sequence the rank holds; `length` is used when kv_len is null
+  Tensor out;       // [tokens, heads, value_dim]; never read. Rows of the batch are written whole,
+                    // others not at all
   Tensor lse = {};  // [tokens, heads] fp32, natural log; optional
 
   int batch = 1;

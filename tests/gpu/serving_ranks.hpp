@@ -147,7 +147,7 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
   const auto tokens = static_cast<std::int64_t>(share.rows.size());
   static const std::unique_ptr<kernels::Backend> backend = kernels::cuda_backend();
   const int slots = dealt.parts ? dealt.parts.count : dealt.chain ? 1 : dealt.ranks;
-  kernels::StateSlots states{nullptr, tokens * s.heads, s.dim, slots};
+  kernels::StateSlots states{nullptr, tokens * s.heads, s.of_value(), slots};
   Buffer memory = poisoned(Device::cuda, states.slot_bytes() * slots);
   states.data = static_cast<std::byte*>(memory.data());
   if (dealt.empty_first) poison_empty(states, memory, true);
@@ -182,7 +182,8 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
     p.tokens = tokens;
     p.heads = s.heads;
     p.kv_heads = s.kv_heads;
-    p.head_dim = p.value_dim = s.dim;
+    p.head_dim = s.dim;
+    p.value_dim = s.of_value();
     p.q = {q.data(), static_cast<std::int64_t>(q_step / size_of(s.of_q())), s.dim};
     p.k = rows_of(a.k_tensor(), s, false);
     p.v = rows_of(a.v_tensor(), s, true);
@@ -241,7 +242,7 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
   m.batch = p.batch;
   m.tokens = tokens;
   m.dtype = s.of_out();
-  m.out = {a.out.data(), row, s.dim};
+  m.out = {a.out.data(), std::int64_t{s.heads} * s.of_value(), s.of_value()};
   m.lse = static_cast<float*>(a.lse.data());
   m.lse_row_stride = s.heads;
   m.lse_head_stride = 1;

@@ -108,7 +108,7 @@ TEST(SmallBlocks, WhereNothingFitsTheGpuIsRefusedByName) {
     ADD_FAILURE() << "nothing was refused";
   } catch (const Unsupported& error) {
     const std::string text = error.what();
-    EXPECT_NE(text.find("head dim 256"), std::string::npos) << text;
+    EXPECT_NE(text.find("head_dim 256"), std::string::npos) << text;
     EXPECT_NE(text.find("65536 bytes of shared memory"), std::string::npos) << text;
   }
 }

@@ -374,8 +374,8 @@ MUTANTS = [
            "A slice of values overwrites the slice that other warps still "
            "multiply.",
            old="        __syncthreads();\n"
-               "        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>(",
-           new="        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>("),
+               "        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>(",
+           new="        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>("),
     Mutant("fp32-values-on-their-way", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "A slice of values is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
@@ -803,9 +803,9 @@ MUTANTS = [
            new=""),
     Mutant("gather-tile-unwritten", "kernels/cuda/cache/gather.cu", "other",
            "Keys are copied out of a tile that other threads still transpose into.",
-           old="      transpose(tile, rows, source, of_head, block, p.dim);\n"
+           old="      transpose(tile, rows, source, of_head, block, p.head_dim);\n"
                "      __syncthreads();\n",
-           new="      transpose(tile, rows, source, of_head, block, p.dim);\n"),
+           new="      transpose(tile, rows, source, of_head, block, p.head_dim);\n"),
     Mutant("gather-tail-guard", "kernels/cuda/cache/gather.cu", "other",
            "Keys behind the last that is wanted are copied, by rows that nobody "
            "found.",
@@ -869,6 +869,32 @@ MUTANTS = [
            "Distances of ALiBi count from the share's own first row.",
            old="static_cast<int>(params.query_index(b, item.row))",
            new="item.row"),
+
+    # ---- values of another width ---------------------------------------------------------------
+    Mutant("portable-values-of-head-dim", "kernels/cuda/portable/attend_portable.cuh", "portable",
+           "Values are read as far as keys are wide: the neighbour's columns.",
+           old="    load(p.v, p.value_dim, tile, to);",
+           new="    load(p.v, p.head_dim, tile, to);"),
+    Mutant("portable-stores-head-dim", "kernels/cuda/portable/attend_portable.cuh", "portable",
+           "As many columns of the state are stored as keys have.",
+           old="if (n * 8 >= p.value_dim) break;",
+           new="if (n * 8 >= p.head_dim) break;"),
+    Mutant("portable-short-out-of-order", "kernels/cuda/dispatch/attend.cu", "portable",
+           "Short queries whose keys are split fold outside of the fixed order.",
+           old="p.invariant || !is_long;",
+           new="p.invariant;"),
+    Mutant("fp32-stores-head-dim", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+           "As many columns of the state are stored as keys have.",
+           old="if (d < p.value_dim) store(d,",
+           new="if (d < p.head_dim) store(d,"),
+    Mutant("splits-fold-head-dim", "kernels/cuda/combine/merge.cu", "merge",
+           "As many columns of the splits are folded as keys have.",
+           old="const int vectors = p.value_dim / kFoldVector;",
+           new="const int vectors = p.head_dim / kFoldVector;"),
+    Mutant("resume-folds-head-dim", "kernels/cuda/combine/resume.cu", "merge",
+           "As many columns of a state are folded onto the one before as keys have.",
+           old="dim3 block(p.value_dim / kVector,",
+           new="dim3 block(p.head_dim / kVector,"),
 ]
 
 

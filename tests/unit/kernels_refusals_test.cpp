@@ -10,7 +10,7 @@ namespace {
 template <class Args>
 std::vector<Change<Args>> paged_refusals() {
   return {
-      {"q is [4, 4]; [tokens, heads, dim] is wanted", [](Args& a, Problem&) { a.q.dims = 2; }},
+      {"q is [4, 4]; [tokens, heads, head_dim] is wanted", [](Args& a, Problem&) { a.q.dims = 2; }},
       {"q has stride 2 in its last dimension", [](Args& a, Problem&) { a.q.stride[2] = 2; }},
       {"q is on the cuda", [](Args& a, Problem&) { a.q.device = Device::cuda; }},
       {"q [4, 4, 32] has no data", [](Args& a, Problem&) { a.q.data = nullptr; }},
@@ -124,7 +124,7 @@ TEST(KernelsRefusals, SegmentedAttentionRefusesByName) {
           std::vector<Change<A>>{{"out is missing", [](A& a, Problem&) { a.out = {}; }}},
       [](Problem& p) { return p.segmented(); }, call);
   refuse_all<Unsupported, A>(
-      {{"head dim 12", [](A& a, Problem&) { a.q.shape[2] = 12; }}},
+      {{"head_dim 12", [](A& a, Problem&) { a.q.shape[2] = a.k_cache.shape[3] = 12; }}},
       [](Problem& p) { return p.segmented(); }, call);
   refuse_all<InputError, A>(
       {
@@ -199,7 +199,7 @@ TEST(KernelsRefusals, AppendRefusesByNameAndWritesNothing) {
       {"token 2 goes to slot 3, which another token has too",
        [](A&, Problem& p) { p.slots[2] = 3; }},
       {"slots is missing", [](A& a, Problem&) { a.slots = nullptr; }},
-      {"k is [4, 2]; [tokens, kv_heads, dim]", [](A& a, Problem&) { a.k.dims = 2; }},
+      {"k is [4, 2]; [tokens, kv_heads, head_dim]", [](A& a, Problem&) { a.k.dims = 2; }},
       {"v is [3, 2, 32]; [4, 2, 32]", [](A& a, Problem&) { a.v.shape[0] = 3; }},
       {"k is e4m3; fp32, fp16 or bf16", [](A& a, Problem&) { a.k.dtype = e4m3; }},
       {"k_cache is bf16; fp32, or fp8", [](A& a, Problem&) { a.k_cache.dtype = bf16; }},
@@ -211,7 +211,11 @@ TEST(KernelsRefusals, AppendRefusesByNameAndWritesNothing) {
        [](A& a, Problem&) { a.k_cache.shape[0] = a.v_cache.shape[0] = 0; }},
       {"k_cache [9, 16, 2, 32] with strides [1024, 0, 32, 1] is written",
        [](A& a, Problem&) { a.k_cache.stride[1] = 0; }},
-      {"v_cache overlaps k_cache", [](A& a, Problem&) { a.v_cache = a.k_cache; }},
+      {"v is given, but v_cache is the first columns of k_cache: leave it out",
+       [](A& a, Problem&) { a.v_cache = a.k_cache; }},
+      {"v_cache overlaps k_cache",
+       [](A& a, Problem& p) { a.v_cache.data = p.k_cache.data() + kKvHeads * kDim; }},
+      {"v [] has no data", [](A& a, Problem&) { a.v = {}; }},
       {"k_cache overlaps k", [](A& a, Problem& p) { a.k = p.rows(p.k_cache, kKvHeads); }},
       {"v_scale[0] is 0; a scale is a finite number, and not 0",
        [](A& a, Problem& p) { a.v_scale = {p.one.data()}, p.one[0] = 0; }},

@@ -271,7 +271,11 @@ TEST_F(PushTest, BitsInBatches) {
       {.q_lens = {4, 1}, .kv_lens = {130, 3000}, .heads = 6, .kv_heads = 2, .sinks = true},
       // Rows of q that no sequence has; with so many, parts are laid out by sequence.
       {.q_lens = {1, 3}, .kv_lens = {4000, 900}, .tokens = 9},
-      {.q_lens = {1, 3, 16}, .kv_lens = {400, 3000, 20}, .tokens = 77, .heads = 3, .kv_heads = 3},
+      {.q_lens = {1, 3, 16},
+       .kv_lens = {400, 3000, 20},
+       .tokens = 77,
+       .heads = 3,
+       .kv_heads = kSimulated ? 1 : 3},
       {.q_lens = {0, 2, 0}, .kv_lens = {10, 3000, 600}, .tokens = 60},
       // More rows than blocks.
       {.q_lens = std::vector<std::int32_t>(kSimulated ? 8 : 16, 1),
@@ -279,7 +283,11 @@ TEST_F(PushTest, BitsInBatches) {
                              : std::vector<std::int32_t>(16, 3000),
        .heads = 64,
        .kv_heads = kManyHeads},
-      {.q_lens = {7, 7, 7}, .kv_lens = {2000, 1999, 3}, .heads = 33, .kv_heads = 1, .dim = 96},
+      {.q_lens = {7, 7, 7},
+       .kv_lens = {2000, 1999, 3},
+       .heads = kSimulated ? 3 : 33,
+       .kv_heads = 1,
+       .dim = 96},
       {.q_lens = {1, 4}, .kv_lens = {3000, 200}, .dim = 64, .dtype = DType::fp32},
   };
   for (std::size_t i = 0; i < cases.size(); ++i)

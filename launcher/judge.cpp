@@ -72,6 +72,7 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
   const Options& o = problem.options;
   const DType out_dtype = problem.out_dtype();
   const double unit = problem.out_scale != 0 ? problem.out_scale : 1.0;
+  const int value_dim = problem.value_dim();
   std::vector<float> row(o.head_dim);
   problem.q.read(answer.rows[i], std::int64_t{head} * o.head_dim, o.head_dim, row.data());
   const double factor = factor_of(problem.q_scale, head / (o.heads / o.kv_heads));
@@ -92,9 +93,9 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
 
   Findings f;
   const std::int64_t at = static_cast<std::int64_t>(i) * o.heads + head;
-  for (int d = 0; d < problem.v.dim; ++d) {
+  for (int d = 0; d < value_dim; ++d) {
     const double error =
-        distance(unit * load(answer.out.data(), out_dtype, at * problem.v.dim + d), exact.out[d]);
+        distance(unit * load(answer.out.data(), out_dtype, at * value_dim + d), exact.out[d]);
     f.errors.push_back({error, rounding.out[d]});
     if (!std::isfinite(exact.out[d])) continue;
     f.error2 += error * error;

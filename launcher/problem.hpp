@@ -55,9 +55,10 @@ struct Problem {
   std::vector<std::int32_t> query_start() const;
   std::vector<std::int64_t> key_start() const;
   double scale() const;
+  int value_dim() const { return options.value_dim.value_or(options.head_dim); }
   DType out_dtype() const { return options.out_dtype.value_or(options.dtype); }
   std::size_t out_row_bytes() const {
-    return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * v.dim;
+    return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * value_dim();
   }
   Interval visible(int b, std::int64_t position) const;
   /// What is added to the scores of row t of sequence b: [kv_len]; empty: nothing.

@@ -189,7 +189,7 @@ void write_arrays(const Communicator& world, const Problem& problem, const Answe
                   const RunOptions& o, Outputs& outputs) {
   if (o.out.empty() && o.lse.empty()) return;
   const std::int64_t tokens = problem.tokens();
-  const std::int64_t shape[] = {tokens, problem.q.heads, problem.v.dim};
+  const std::int64_t shape[] = {tokens, problem.q.heads, problem.value_dim()};
   const auto header = [](std::optional<OutputFile>& file, const std::string& text) {
     if (file) file->write(text.data(), text.size());
   };

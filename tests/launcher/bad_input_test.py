@@ -119,9 +119,12 @@ class BadInputTest(CommandTest):
                      arguments=["run", "--heads", 3, "--kv-heads", 2, "--kv", 10])
 
     def test_head_dim(self):
-        for dim in (8, 20, 264):
-            self.refused(UNSUPPORTED, f"dim {dim}", "16 to 256",
+        for dim in (4, 20, 584):
+            self.refused(UNSUPPORTED, f"head_dim {dim}", "8 to 576",
                          arguments=["run", "--dim", dim, "--kv", 10, "--tokens", 1])
+        for dim in (4, 20, 520):
+            self.refused(UNSUPPORTED, f"value_dim {dim}", "8 to 512",
+                         arguments=["run", "--value-dim", dim, "--kv", 10, "--tokens", 1])
 
     def test_sinks(self):
         npy.save(self.path("sinks.npy"), (3,), [0.0] * 3)

@@ -61,9 +61,10 @@ def draw(shape, seed, code="<f4"):
 
 
 def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=0, softcap=0.0,
-              scale=None, sinks=None, alibi=None):
+              scale=None, sinks=None, alibi=None, value_dim=None):
     """(out, lse) in float64; rows stand at the end of the sequence."""
     scale = dim ** -0.5 if scale is None else scale
+    value_dim = dim if value_dim is None else value_dim
     out, lse = [], []
     for t in range(tokens):
         position = keys - tokens + t
@@ -71,8 +72,9 @@ def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=
         last = min(keys, position + 1) if causal else keys
         for h in range(heads):
             row = q[(t * heads + h) * dim:(t * heads + h + 1) * dim]
-            places = [(j * kv_heads + h // (heads // kv_heads)) * dim for j in range(first, last)]
-            scores = [scale * math.fsum(a * b for a, b in zip(row, k[p:p + dim])) for p in places]
+            places = [j * kv_heads + h // (heads // kv_heads) for j in range(first, last)]
+            scores = [scale * math.fsum(a * b for a, b in zip(row, k[p * dim:(p + 1) * dim]))
+                      for p in places]
             if softcap:
                 scores = [softcap * math.tanh(s / softcap) for s in scores]
             if alibi:
@@ -82,12 +84,12 @@ def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=
                           for s, j in zip(scores, range(first, last))]
             top = max(scores + ([sinks[h]] if sinks else []), default=-math.inf)
             if top == -math.inf:
-                out += [0.0] * dim
+                out += [0.0] * value_dim
                 lse.append(-math.inf)
                 continue
             weights = [math.exp(s - top) for s in scores]
             total = math.fsum(weights) + (math.exp(sinks[h] - top) if sinks else 0.0)
-            out += [math.fsum(w * v[p + d] for w, p in zip(weights, places)) / total
-                    for d in range(dim)]
+            out += [math.fsum(w * v[p * value_dim + d] for w, p in zip(weights, places)) / total
+                    for d in range(value_dim)]
             lse.append(top + math.log(total))
     return out, lse

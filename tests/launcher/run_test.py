@@ -11,20 +11,20 @@ KEYS, TOKENS, HEADS, KV_HEADS, DIM = 150, 5, 4, 2, 16
 
 
 class RunTest(CommandTest):
-    def make(self, code="<f4", keys=KEYS, tokens=TOKENS, seed=1):
+    def make(self, code="<f4", keys=KEYS, tokens=TOKENS, seed=1, value_dim=DIM):
         self.q = npy.draw((tokens, HEADS, DIM), seed, code)
         self.k = npy.draw((keys, KV_HEADS, DIM), seed + 1, code)
-        self.v = npy.draw((keys, KV_HEADS, DIM), seed + 2, code)
-        self.tokens, self.keys = tokens, keys
+        self.v = npy.draw((keys, KV_HEADS, value_dim), seed + 2, code)
+        self.tokens, self.keys, self.value_dim = tokens, keys, value_dim
         npy.save(self.path("q.npy"), (tokens, HEADS, DIM), self.q, code)
         npy.save(self.path("k.npy"), (keys, KV_HEADS, DIM), self.k, code)
-        npy.save(self.path("v.npy"), (keys, KV_HEADS, DIM), self.v, code)
+        npy.save(self.path("v.npy"), (keys, KV_HEADS, value_dim), self.v, code)
         return ["run", "--q", self.path("q.npy"), "--k", self.path("k.npy"), "--v",
                 self.path("v.npy"), "--out", self.path("out.npy"), "--lse", self.path("lse.npy")]
 
     def expected(self, **options):
         return npy.attention(self.q, self.k, self.v, self.tokens, self.keys, HEADS, KV_HEADS, DIM,
-                             **options)
+                             value_dim=self.value_dim, **options)
 
     def close(self, ranks, arguments, bound, code="<f4", **options):
         """Runs, and compares both files with float64."""
@@ -32,7 +32,7 @@ class RunTest(CommandTest):
         self.ends(done, OK)
         exact, exact_lse = self.expected(**options)
         found_code, shape, out = npy.load(self.path("out.npy"))
-        self.assertEqual((found_code, shape), (code, (self.tokens, HEADS, DIM)))
+        self.assertEqual((found_code, shape), (code, (self.tokens, HEADS, self.value_dim)))
         norm = math.sqrt(sum(x * x for x in exact)) or 1.0
         error = math.sqrt(sum((a - b) ** 2 for a, b in zip(out, exact))) / norm
         self.assertLess(error, bound)
@@ -76,6 +76,13 @@ class RunTest(CommandTest):
             for ranks in self.rank_counts:
                 with self.subTest(dtype=dtype, ranks=ranks):
                     self.close(ranks, arguments, unit, code=code)
+
+    def test_values_of_another_width(self):
+        for value_dim in (8, 24):
+            arguments = self.make(value_dim=value_dim, seed=31)
+            for ranks in self.rank_counts:
+                with self.subTest(value_dim=value_dim, ranks=ranks):
+                    self.close(ranks, arguments + ["--causal"], 2e-6, causal=True)
 
     def test_formats_two_and_three(self):
         arguments = self.make()

@@ -14,21 +14,25 @@ struct AppendCase {
   bool slots = true;  // else by the shard and the table
   DType dtype = DType::bf16, kv_dtype = DType::bf16;
   int kv_heads = 2, dim = 64, page = 16, pages = 40;
-  int x = 8;       // packed
-  int gap = 0;     // elements between rows, heads and pages
-  int offset = 0;  // elements
+  int value_dim = 0;       // 0: dim
+  bool keys_only = false;  // values lie in the keys
+  int x = 8;               // packed
+  int gap = 0;             // elements between rows, heads and pages
+  int offset = 0;          // elements
   bool scales = false, per_head = false;
   Shard shard = {};
   std::vector<std::int32_t> query_len = {3, 0, 20, 1}, kv_len = {100, 7, 20, 65};
 
+  int columns(bool is_key) const { return is_key || value_dim == 0 ? dim : value_dim; }
   std::int64_t tokens() const { return std::accumulate(query_len.begin(), query_len.end(), 0); }
 };
 
 inline std::ostream& operator<<(std::ostream& out, const AppendCase& c) {
   return out << "cache " << static_cast<int>(c.cache) << " slots " << c.slots << " "
-             << name(c.dtype) << " -> " << name(c.kv_dtype) << " dim " << c.dim << " page "
-             << c.page << " x " << c.x << " gap " << c.gap << " offset " << c.offset << " scales "
-             << c.scales << c.per_head << " " << name(c.shard.layout);
+             << name(c.dtype) << " -> " << name(c.kv_dtype) << " dim " << c.dim << "/"
+             << c.columns(false) << (c.keys_only ? " keys only" : "") << " page " << c.page << " x "
+             << c.x << " gap " << c.gap << " offset " << c.offset << " scales " << c.scales
+             << c.per_head << " " << name(c.shard.layout);
 }
 
 class Append : public OnDevice {
@@ -40,7 +44,7 @@ class Append : public OnDevice {
   };
   static CacheLayout layout(const AppendCase& c, bool is_key) {
     kernels::KvRows r;
-    const std::int64_t row = c.dim + c.gap;
+    const std::int64_t dim = c.columns(is_key), row = dim + c.gap;
     if (c.cache == AppendCase::Cache::contiguous) {
       r.head_stride = row;
       r.row_stride = c.kv_heads * row;
@@ -54,13 +58,13 @@ class Append : public OnDevice {
       r.chunk = c.x;
       r.chunk_stride = std::int64_t{c.page} * c.x;
       r.row_stride = c.x;
-      r.head_stride = std::int64_t{c.dim} * c.page + c.gap;
+      r.head_stride = dim * c.page + c.gap;
       r.page_stride = c.kv_heads * r.head_stride;
     } else {  // [pages, kv_heads, dim, page]
       r.dim_stride = c.page;
       r.chunk_stride = std::int64_t{r.chunk} * c.page;
       r.row_stride = 1;
-      r.head_stride = std::int64_t{c.dim} * c.page + c.gap;
+      r.head_stride = dim * c.page + c.gap;
       r.page_stride = c.kv_heads * r.head_stride;
     }
     return {r, c.offset + c.pages * r.page_stride};
@@ -68,14 +72,14 @@ class Append : public OnDevice {
 
   /// Where element d of a head's row lies, from the shapes.
   static std::int64_t place(const AppendCase& c, bool is_key, std::int64_t slot, int head, int d) {
-    const std::int64_t page = slot / c.page, row = slot % c.page, width = c.dim + c.gap;
+    const std::int64_t page = slot / c.page, row = slot % c.page, dim = c.columns(is_key),
+                       width = dim + c.gap;
     if (c.cache == AppendCase::Cache::contiguous)
       return c.offset + (slot * c.kv_heads + head) * width + d;
     if (c.cache == AppendCase::Cache::rows)
       return c.offset + page * (c.page * c.kv_heads * width + c.gap) +
              (row * c.kv_heads + head) * width + d;
-    const std::int64_t of_head =
-        (page * c.kv_heads + head) * (std::int64_t{c.dim} * c.page + c.gap);
+    const std::int64_t of_head = (page * c.kv_heads + head) * (dim * c.page + c.gap);
     return c.offset + of_head +
            (is_key ? (d / c.x * c.page + row) * c.x + d % c.x : std::int64_t{d} * c.page + row);
   }
@@ -113,14 +117,16 @@ class Append : public OnDevice {
     }
 
     // New rows: numbers of every size, past the largest fp8 among them.
-    const std::int64_t width = c.dim + c.gap, row = c.kv_heads * width + c.gap;
     std::vector<std::byte> fresh[2];
     std::vector<float> scales[2];
+    std::int64_t widths[2], rows[2];  // elements of a head, and of a token
     for (int n : {0, 1}) {
+      const std::int64_t width = widths[n] = c.columns(n == 0) + c.gap;
+      const std::int64_t row = rows[n] = c.kv_heads * width + c.gap;
       fresh[n].assign((c.offset + tokens * row) * size_of(c.dtype), std::byte{0xff});
       for (std::int64_t t = 0; t < tokens; ++t)
         for (int h = 0; h < c.kv_heads; ++h)
-          for (int d = 0; d < c.dim; ++d)
+          for (int d = 0; d < c.columns(n == 0); ++d)
             store_element(fresh[n].data(), c.dtype, c.offset + t * row + h * width + d,
                           normal() * std::exp(3 * normal()));
       for (int h = 0; h < c.kv_heads; ++h) scales[n].push_back(0.1f + std::abs(normal()));
@@ -131,7 +137,8 @@ class Append : public OnDevice {
     p.kv_dtype = c.kv_dtype;
     p.tokens = tokens;
     p.kv_heads = c.kv_heads;
-    p.head_dim = p.value_dim = c.dim;
+    p.head_dim = c.dim;
+    p.value_dim = c.columns(false);
     const auto device_slots = on_device(slots);
     const auto device_table = on_device(table), query_start = on_device(starts),
                kv_len = on_device(c.kv_len);
@@ -160,8 +167,9 @@ class Append : public OnDevice {
       from[n] = on_device(fresh[n]);
       cache[n] = poisoned<std::byte>(l.size * size_of(c.kv_dtype));
       device_scales[n] = on_device(scales[n]);
-      (n == 0 ? p.new_k : p.new_v) =
-          kernels::Rows{from[n].data() + c.offset * size_of(c.dtype), row, width};
+      if (n == 0 || !c.keys_only)
+        (n == 0 ? p.new_k : p.new_v) =
+            kernels::Rows{from[n].data() + c.offset * size_of(c.dtype), rows[n], widths[n]};
       kernels::KvRows& to = n == 0 ? p.k : p.v;
       to = l.rows;
       to.data = cache[n].data() + c.offset * size_of(c.kv_dtype);
@@ -172,11 +180,11 @@ class Append : public OnDevice {
     for (int n : {0, 1}) {
       const std::vector<std::byte> got = cache[n].values();
       std::vector<std::byte> expected(got.size(), std::byte{0xff});
-      for (std::int64_t t = 0; t < tokens; ++t)
+      for (std::int64_t t = 0; t < tokens && !(n == 1 && c.keys_only); ++t)
         for (int h = 0; h < c.kv_heads && slots[t] >= 0; ++h)
-          for (int d = 0; d < c.dim; ++d) {
+          for (int d = 0; d < c.columns(n == 0); ++d) {
             float value =
-                load_element(fresh[n].data(), c.dtype, c.offset + t * row + h * width + d);
+                load_element(fresh[n].data(), c.dtype, c.offset + t * rows[n] + h * widths[n] + d);
             if (c.scales) value /= scales[n][c.per_head ? h : 0];
             store_element(expected.data(), c.kv_dtype, place(c, n == 0, slots[t], h, d), value);
           }
@@ -219,6 +227,19 @@ TEST_F(Append, AnyPageAndDim) {
     c.dim = dim;
     expect_right(c);
   }
+}
+
+TEST_F(Append, ValuesOfAnotherWidthOrInTheKeys) {
+  for (auto cache :
+       {AppendCase::Cache::rows, AppendCase::Cache::packed, AppendCase::Cache::contiguous})
+    for (int value_dim : {24, 20, 136})
+      for (bool keys_only : {false, true}) {
+        AppendCase c;
+        c.cache = cache;
+        c.value_dim = value_dim;
+        c.keys_only = keys_only;
+        expect_right(c);
+      }
 }
 
 TEST_F(Append, Fp8IsDividedByItsScaleAndSaturates) {

@@ -62,7 +62,7 @@ inline Times host_times(const Work& work, const Effort& effort) {
 
 inline Times cuda_times(const Work& work, const Effort& effort) {
   const launcher::GpuStream stream;
-  work(0, on(stream.get()));
+  work(0, as_stream(stream.get()));
   launcher::cuda_ok(cudaStreamSynchronize(stream.get()), "first call");
 
   launcher::Graph graph(stream.get(), [&](Stream capturing) {

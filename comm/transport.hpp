@@ -15,9 +15,16 @@
 #include "longspan/types.hpp"
 #include "src/peer_view.hpp"
 
+namespace longspan {
+class Communicator;
+}
+
 namespace longspan::comm {
 
 class Transport;
+
+/// What is behind a communicator. Valid as long as that is.
+Transport& transport_of(const Communicator& communicator);
 
 /// What one data verb moves.
 struct Verb {

@@ -49,7 +49,7 @@ struct CacheRow {
 /// Local key that holds the sequence's new row t, or -1 where another rank owns it.
 LONGSPAN_HD inline std::int64_t new_key(const Batch& batch, const Shard& shards, int b,
                                         std::int64_t t, std::int64_t q_len) {
-  const Shard shard = shards.of(b);
+  const Shard shard = shards.for_sequence(b);
   const std::int64_t kv_len = batch.keys(b, shards), position = kv_len - q_len + t;
   return shard.owns(position, kv_len) ? shard.before(position, kv_len) : -1;
 }

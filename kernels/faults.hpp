@@ -45,7 +45,7 @@ LONGSPAN_HD bool check_rows(const Geometry& p, int b, const Report& report) {
 
 /// Local keys of the sequence that some row of it sees.
 LONGSPAN_HD inline Interval needed_keys(const Geometry& p, int b) {
-  const Shard shard = p.shard.of(b);
+  const Shard shard = p.shard.for_sequence(b);
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
   if (q_len == 0 || p.batch.skips(q_len)) return {};
   if (shard.layout == Layout::listed) return {0, shard.local_len(kv_len)};
@@ -108,18 +108,18 @@ LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const
   if (p.max_kv_len > 0 && kv_len > p.max_kv_len)
     return report(Fault::too_long, b, p.max_kv_len, kv_len);
   if (check.parts && check.parts.keys > 0) {
-    const std::int64_t local_len = p.shard.of(b).local_len(kv_len);
+    const std::int64_t local_len = p.shard.for_sequence(b).local_len(kv_len);
     if (check.parts.keys < local_len && check.parts.keys * check.parts.count < local_len)
       return report(Fault::segments, b, check.parts.keys * check.parts.count, local_len);
   }
   if (!check.pages && check.slot_count >= 0) {
-    const std::int64_t end = p.batch.first_key(b) + p.shard.of(b).local_len(kv_len);
+    const std::int64_t end = p.batch.first_key(b) + p.shard.for_sequence(b).local_len(kv_len);
     if (end > check.slot_count)
       return report(Fault::too_long, b, check.slot_count - p.batch.first_key(b),
                     end - p.batch.first_key(b));
   }
   if (check.pages) {
-    const std::int64_t local_len = p.shard.of(b).local_len(kv_len);
+    const std::int64_t local_len = p.shard.for_sequence(b).local_len(kv_len);
     const std::int64_t capacity = check.pages.columns * check.pages.size;
     if (local_len > capacity) return report(Fault::too_long, b, capacity, local_len);
   }

@@ -100,7 +100,7 @@ struct Geometry {
   // By reference, so that few registers are taken where it is called.
   LONGSPAN_HD_APART static std::int64_t sharded_query_index(const Geometry& g, int b,
                                                             std::int64_t token) {
-    return g.queries.of(b).position(token, g.whole_query_len(b));
+    return g.queries.for_sequence(b).position(token, g.whole_query_len(b));
   }
 };
 

@@ -132,7 +132,7 @@ Timed measure(const Communicator& world, const Settings& s, const DecodeShape& s
   together(world, "making of the caches", [&] { step.emplace(world, shape, pulse); });
   Timed t;
   t.workspace_bytes = step->layer().workspace_bytes();
-  t.exchange_by = step->layer().exchange();
+  t.exchange_by = step->layer().exchange().describe();
 
   step->queue(Part::whole, step->stream());
   step->wait();

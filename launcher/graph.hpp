@@ -47,7 +47,7 @@ class Graph {
     cudaGraph_t graph = nullptr;
     cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin of a capture");
     try {
-      work(on(stream));
+      work(as_stream(stream));
     } catch (...) {
       if (cudaStreamEndCapture(stream, &graph) == cudaSuccess)
         cudaGraphDestroy(graph);

@@ -84,6 +84,14 @@ CLI::Validator backend_name() {
       "");
 }
 
+constexpr Exchange kExchanges[] = {Exchange::automatic, Exchange::windows, Exchange::windows_apart,
+                                   Exchange::gather};
+std::vector<std::string> exchange_names() {
+  std::vector<std::string> names;
+  for (const Exchange exchange : kExchanges) names.emplace_back(name(exchange));
+  return names;
+}
+
 const std::string kDimText =
     fmt::format("Of a head: {0} to {1} in steps of {0}", kHeadDimStep, kMaxHeadDim);
 const std::string kValueDimText = fmt::format(
@@ -94,11 +102,16 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
                  "host, cuda, or auto: cuda where every rank has a GPU of its own")
       ->check(backend_name())
       ->capture_default_str();
-  app.add_option("--exchange", o.exchange,
-                 "States travel between GPUs by windows, by gather (NCCL), or auto: windows where "
-                 "the GPUs reach each other. windows-apart: never from the kernel that makes them")
-      ->check(CLI::IsMember({"auto", "windows", "windows-apart", "gather"}))
-      ->capture_default_str();
+  app.add_option_function<std::string>(
+         "--exchange",
+         [&o](const std::string& text) {
+           for (const Exchange exchange : kExchanges)
+             if (text == name(exchange)) o.exchange = exchange;
+         },
+         "States travel between GPUs by windows, by gather (NCCL), or auto: windows where the GPUs "
+         "reach each other. windows-apart: never from the kernel that makes them")
+      ->check(CLI::IsMember(exchange_names()))
+      ->default_str(name(o.exchange));
   app.add_option("--deadline", o.deadline_s,
                  "Seconds to wait for a rank at any step [LONGSPAN_DEADLINE_S, or else 60]")
       ->check(finite(0.001, 1e6));

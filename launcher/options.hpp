@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "longspan/communicator.hpp"
+#include "longspan/exchange.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/shard.hpp"
 
@@ -16,11 +17,11 @@ namespace longspan::launcher {
 
 /// Options of every command that computes.
 struct WorldOptions {
-  std::string backend = "auto";   // auto, host, cuda; simulated: cuda, in a build that simulates
-  std::string exchange = "auto";  // Options::exchange of every layer
-  double deadline_s = 0;          // 0: LONGSPAN_DEADLINE_S, or else 60
-  int threads = 0;                // 0: this rank's share of the cores
-  std::uint64_t seed = 0;         // of generated inputs
+  std::string backend = "auto";  // auto, host, cuda; simulated: cuda, in a build that simulates
+  Exchange exchange = Exchange::automatic;  // of every layer
+  double deadline_s = 0;                    // 0: LONGSPAN_DEADLINE_S, or else 60
+  int threads = 0;                          // 0: this rank's share of the cores
+  std::uint64_t seed = 0;                   // of generated inputs
 
   std::chrono::milliseconds deadline() const {
     return std::chrono::milliseconds(static_cast<std::int64_t>(deadline_s * 1000));

@@ -74,8 +74,8 @@ std::uint64_t mix(std::uint64_t x) {
 Shard Cut::on(int rank, int ranks, std::int64_t length) const {
   if (layout == Layout::ranges) return Shard::ranges(length, rank, ranks, ranges.data());
   if (layout == Layout::listed)
-    return Shard::at(length, rank, ranks, listed[rank].data(),
-                     static_cast<std::int64_t>(listed[rank].size()));
+    return Shard::at_positions(length, rank, ranks, listed[rank].data(),
+                               static_cast<std::int64_t>(listed[rank].size()));
   return {layout, rank, ranks, length, block};
 }
 
@@ -191,7 +191,7 @@ Trial::Trial(const Communicator& world, const Problem& problem)
   }
   request_.q = Tensor(q_.data(), problem.q.dtype, {own_rows, o.heads, o.head_dim}, device);
   request_.out =
-      Tensor(out_.data(), problem.out_dtype(), {own_rows, o.heads, problem.v.dim}, device);
+      Tensor(out_.data(), problem.out_dtype(), {own_rows, o.heads, problem.value_dim()}, device);
   request_.lse = Tensor(lse_.data(), DType::fp32, {own_rows, o.heads}, device);
   request_.shard = shard_;
   if (key_table_.bytes() > 0)

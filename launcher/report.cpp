@@ -16,7 +16,7 @@ using nlohmann::ordered_json;
 double slot_bytes(const Problem& problem, int ranks) {
   const Options& options = problem.options;
   const double rows = static_cast<double>(problem.tokens()) * options.heads;
-  const double states = rows * (problem.v.dim + 2) * sizeof(float);
+  const double states = rows * (problem.value_dim() + 2) * sizeof(float);
   const double queries =
       rows * options.head_dim * static_cast<double>(size_of(problem.q.dtype)) / ranks;
   return states + (options.shard_queries ? queries : 0.0);
@@ -71,7 +71,7 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.strategy = layer.strategy().name;
   r.backend = name(world.device());
   r.world = world.describe();
-  r.exchange_by = layer.exchange();
+  r.exchange_by = layer.exchange().describe();
   r.ranks = world.size();
   r.kv = *std::max_element(problem.kv_lens.begin(), problem.kv_lens.end());
   r.tokens = *std::max_element(problem.q_lens.begin(), problem.q_lens.end());
@@ -80,7 +80,7 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.heads = o.heads;
   r.kv_heads = o.kv_heads;
   r.dim = o.head_dim;
-  r.value_dim = problem.v.dim;
+  r.value_dim = problem.value_dim();
   r.dtype = name(o.dtype);
   r.qkv_dtype = name(problem.q.dtype);
   r.fp8_products = o.fp8_products;

@@ -39,7 +39,7 @@ std::string describe(const Problem& p) {
              "{} heads {}/{} dims {}/{} q {} kv {} keys {}:{}{} causal {} window {} right {} "
              "softcap "
              "{}{}{}",
-             name(o.dtype), o.heads, o.kv_heads, o.head_dim, p.v.dim, p.q_lens, p.kv_lens,
+             name(o.dtype), o.heads, o.kv_heads, o.head_dim, p.value_dim(), p.q_lens, p.kv_lens,
              name(p.keys.layout), p.keys.block,
              o.shard_queries
                  ? fmt::format(" queries {}:{}", name(p.queries.layout), p.queries.block)
@@ -86,8 +86,8 @@ std::uint64_t digest_alone(Device device, Problem problem) {
 
 /// The exchange that was asked for, as far as the problem can have it: sharded queries are merged
 /// by their own rank alone, so their states are always gathered.
-std::string exchange_for(const Problem& problem, const std::string& asked) {
-  return problem.options.shard_queries && asked.starts_with("windows") ? "auto" : asked;
+Exchange exchange_for(const Problem& problem, Exchange asked) {
+  return problem.options.shard_queries && asked != Exchange::gather ? Exchange::automatic : asked;
 }
 
 Verdict examine(const Communicator& world, const Family& family, const WorldOptions& options) {
@@ -97,8 +97,7 @@ Verdict examine(const Communicator& world, const Family& family, const WorldOpti
     problem.options.exchange = exchange_for(problem, options.exchange);
     std::optional<Trial> trial;
     together(world, "making of the layer", [&] { trial.emplace(world, problem); });
-    verdict.windows +=
-        trial->layer().exchange() == "windows" || trial->layer().exchange() == "windows-apart";
+    verdict.windows += trial->layer().exchange().has_windows();
     trial->run();
     const Answer answer = trial->answer();
     const std::uint64_t bits = digest(world, problem, answer);

@@ -89,7 +89,7 @@ struct Attention::Impl {
   std::uint64_t* said = nullptr;      // [ranks] what each says of its run (RunHeaders)
   Buffer ticket;                      // AttendParams::ticket; CUDA only
   std::unique_ptr<Strategy> strategy;
-  std::string exchange;
+  ExchangeInfo exchange;
   FaultBox faults;  // CUDA with check_arrays
   // With several ranks: what they mean by the last runs, and what a merge found to differ.
   std::shared_ptr<RunHistory> history;
@@ -105,7 +105,8 @@ struct Attention::Impl {
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());
     if (options.profile) clock.emplace(kernels->timer(PhaseClock::kMarks));
-    strategy = entry_of(*info).make({options, *kernels, *kernels, world.transport(), bounds()});
+    strategy =
+        entry_of(*info).make({options, *kernels, *kernels, comm::transport_of(world), bounds()});
     allocate();
     strategy->open(number);
     exchange = strategy->exchange();
@@ -115,7 +116,7 @@ struct Attention::Impl {
   ~Impl() {
     if (world.size() == 1 || world.device() != Device::host) return;
     try {
-      world.transport().check("end of the layer");
+      comm::transport_of(world).check("end of the layer");
     } catch (...) {
       try {
         keep_for_good(std::move(memory));
@@ -147,7 +148,7 @@ struct Attention::Impl {
     if (!history) return;
     const RunDescription description(request, options, world.device() == Device::host);
     const std::uint32_t of_run = history->add(description);
-    world.transport().begin({number, of_run});
+    comm::transport_of(world).begin({number, of_run});
     run.say = {description.hash(), nullptr, said + world.rank()};
     if (std::uint64_t* words = history->words(of_run)) {
       const kernels::DigestParams arrays = description.arrays(words);
@@ -164,8 +165,8 @@ struct Attention::Impl {
     const std::uint64_t found = *static_cast<const volatile std::uint64_t*>(report.get());
     if (found == 0) return;
     const auto run = static_cast<std::uint32_t>(found >> 32);
-    world.transport().disagree({number, run}, static_cast<int>(found & 0xffffffffu) - 1,
-                               "attention");
+    comm::transport_of(world).disagree({number, run}, static_cast<int>(found & 0xffffffffu) - 1,
+                                       "attention");
   }
 
   /// The largest run that the options allow.
@@ -216,7 +217,7 @@ struct Attention::Impl {
       failure = fmt::format("{} bytes: {}", count.bytes, error.what());
     }
     settle(world, failure, "allocation of the workspace");
-    if (history) number = world.transport().enlist(history);
+    if (history) number = comm::transport_of(world).enlist(history);
     Parts parts{static_cast<std::byte*>(memory.data())};
     lay_out(parts);
   }
@@ -389,7 +390,7 @@ void Attention::append(const Append& tokens, Stream stream) {
 }
 
 void Attention::wait(Stream stream) {
-  impl_->world.transport().wait(stream, "attention");
+  comm::transport_of(impl_->world).wait(stream, "attention");
   impl_->look_at_report();
   if (impl_->faults) impl_->faults.read();
 }
@@ -397,7 +398,7 @@ void Attention::wait(Stream stream) {
 const Options& Attention::options() const { return impl_->options; }
 const Communicator& Attention::world() const { return impl_->world; }
 const StrategyInfo& Attention::strategy() const { return *impl_->info; }
-const std::string& Attention::exchange() const { return impl_->exchange; }
+const ExchangeInfo& Attention::exchange() const { return impl_->exchange; }
 std::size_t Attention::workspace_bytes() const { return impl_->memory.bytes(); }
 
 Phases Attention::phases() const { return impl_->clock ? impl_->clock->read() : Phases{}; }

@@ -220,7 +220,7 @@ void check_merge(const MergeAttnStates& args, Device device) {
   const std::int64_t tokens = prefix.shape[0], heads = prefix.shape[1], dim = prefix.shape[2];
   check_part_type(prefix, "prefix_out", args.prefix_scale != nullptr, "prefix_scale");
   check_part_type(suffix, "suffix_out", args.suffix_scale != nullptr, "suffix_scale");
-  check_part_type(out, "out", args.output_scale != nullptr, "output_scale");
+  check_part_type(out, "out", args.out_scale != nullptr, "out_scale");
   check_counts(prefix, "prefix_out", 1);
   check_rows(prefix, "prefix_out", -1, heads, dim, prefix.dtype, device);
   check_rows(suffix, "suffix_out", tokens, heads, dim, suffix.dtype, device);
@@ -233,7 +233,7 @@ void check_merge(const MergeAttnStates& args, Device device) {
           args.prefill_tokens_with_context.value_or(0));
   check_factor(args.prefix_scale, "prefix_scale", false, device);
   check_factor(args.suffix_scale, "suffix_scale", false, device);
-  check_factor(args.output_scale, "output_scale", true, device);
+  check_factor(args.out_scale, "out_scale", true, device);
   check_written(out, "out");
   check_overlap(out, "out", prefix, "prefix_out", true);
   check_overlap(out, "out", suffix, "suffix_out");
@@ -253,7 +253,7 @@ void check_merge(const MergeAttnStates& args, Device device) {
 void check_merge(const MergeStates& args, Device device) {
   const Tensor &in = args.parts, &lses = args.lses.tensor, &out = args.out;
   check_part_type(in, "parts", args.part_scales != nullptr, "part_scales");
-  check_part_type(out, "out", args.output_scale != nullptr, "output_scale");
+  check_part_type(out, "out", args.out_scale != nullptr, "out_scale");
   check_tensor(in, "parts", in.dtype, device);
   require(in.dims == 4 && in.shape[0] >= 1 && in.shape[0] <= kMost,
           "parts is {}; [parts, tokens, heads, dim] of at least one part is wanted",
@@ -270,7 +270,7 @@ void check_merge(const MergeStates& args, Device device) {
   if (args.out_lse) check_lse(args.out_lse.tensor, "out_lse", in.shape[1], in.shape[2], device);
   for (std::int64_t part = 0; args.part_scales != nullptr && part < in.shape[0]; ++part)
     check_factor(args.part_scales + part, "part_scales", false, device);
-  check_factor(args.output_scale, "output_scale", true, device);
+  check_factor(args.out_scale, "out_scale", true, device);
   check_written(out, "out");
   check_overlap(out, "out", in, "parts");
   check_overlap(out, "out", lses, "lses");

@@ -185,7 +185,7 @@ void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& 
     require(max_kv_len == 0 || kv_len <= max_kv_len,
             "sequence {} has {} keys; at most {} were promised (max_kv_len)", b, kv_len,
             max_kv_len);
-    const Shard own = shard.of(b);
+    const Shard own = shard.for_sequence(b);
     check_table(own, b, kv_len);
     const std::int64_t local = own.local_len(kv_len);
     packed_keys += local;

@@ -19,6 +19,10 @@ namespace longspan {
 Communicator::Communicator(std::shared_ptr<comm::Transport> transport)
     : transport_(std::move(transport)) {}
 
+comm::Transport& comm::transport_of(const Communicator& communicator) {
+  return *communicator.transport_;
+}
+
 int Communicator::rank() const { return transport_->rank(); }
 int Communicator::size() const { return transport_->size(); }
 Device Communicator::device() const { return transport_->device(); }
@@ -93,8 +97,8 @@ void agree(const Communicator& world, const NamedValues& arguments, const std::s
   // Every rank compares the same texts with rank 0's, so every rank finds the same difference.
   for (int r = 1; r < world.size(); ++r)
     if (const auto text =
-            comm::difference(first, world.transport().name_of(0), comm::unpack(packed[r]),
-                             world.transport().name_of(r), step))
+            comm::difference(first, comm::transport_of(world).name_of(0), comm::unpack(packed[r]),
+                             comm::transport_of(world).name_of(r), step))
       throw UsageError(*text);
 }
 

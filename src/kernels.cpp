@@ -119,7 +119,7 @@ kernels::MergeOutputsParams merged_outputs(const Args& a, LogBase base) {
   p.heads = static_cast<int>(a.out.shape[1]);
   p.dim = static_cast<int>(a.out.shape[2]);
   p.dtype = a.out.dtype;
-  p.out_scale = {a.output_scale};
+  p.out_scale = {a.out_scale};
   p.out = rows_of(a.out);
   p.lse = lse_of(a.out_lse.tensor);
   return p;
@@ -234,7 +234,7 @@ struct Kernels::Impl {
     FaultBox faults(device());
     p.report = faults.report();
     backend->check_arrays(p, stream);
-    alone.transport().wait(stream, "check of arrays");
+    comm::transport_of(alone).wait(stream, "check of arrays");
     faults.read();
   }
 

@@ -72,9 +72,9 @@ void check_options(const Options& o, int ranks) {
   kernels::check_head_dims(o.head_dim, value_dim);
   usage(o.max_tokens >= 0 && o.max_tokens <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_tokens {} is not in 0 to 2^31 - 1", o.max_tokens));
-  usage(o.exchange == "auto" || o.exchange == "windows" || o.exchange == "windows-apart" ||
-            o.exchange == "gather",
-        fmt::format("exchange \"{}\" is none of auto, windows, windows-apart, gather", o.exchange));
+  usage(o.exchange <= Exchange::gather,
+        fmt::format("exchange of number {} is none of automatic, windows, windows_apart, gather",
+                    static_cast<int>(o.exchange)));
   usage(o.max_batch >= 1, fmt::format("max_batch {} is below 1", o.max_batch));
   const auto refuse = [](const std::string& what) { throw UsageError(what); };
   check_mask(o.mask, refuse);
@@ -135,7 +135,7 @@ NamedValues describe(const Options& o) {
           {"invariant", o.invariant ? "true" : "false"},
           {"check_arrays", o.check_arrays ? "true" : "false"},
           {"strategy", o.strategy},
-          {"exchange", o.exchange}};
+          {"exchange", name(o.exchange)}};
 }
 
 }  // namespace longspan

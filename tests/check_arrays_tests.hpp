@@ -238,7 +238,7 @@ TEST_F(CheckArrays, ListedKeysAreAllLookedAt) {
   std::vector<std::int64_t> positions(33);
   std::iota(positions.rbegin(), positions.rend(), 60);
   const auto table = on_device(positions);
-  r.attend.shard = Shard::at(100, 0, 1, table.data(), 33);
+  r.attend.shard = Shard::at_positions(100, 0, 1, table.data(), 33);
   r.attend.mask = {.causal = true, .window = 1};
   r.table[3] = -1;
   expect_none(r);

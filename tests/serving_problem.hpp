@@ -160,7 +160,7 @@ class ServingProblem {
     std::mt19937_64 random(seed_ + 17 * shard.rank + 3);
     std::vector<std::int64_t> own(s.batch()), first(s.batch() + 1);
     for (int b = 0; b < s.batch(); ++b) {
-      own[b] = s.separate_new ? context(b) : shard.of(b).local_len(s.kv_lens[b]);
+      own[b] = s.separate_new ? context(b) : shard.for_sequence(b).local_len(s.kv_lens[b]);
       first[b + 1] = first[b] + own[b];
     }
     const std::int64_t in_page = s.page > 0 ? s.page : 1;
@@ -359,7 +359,7 @@ class ServingProblem {
 
  private:
   std::int64_t place(const Shard& shard, int b, std::int64_t i) const {
-    return shape.separate_new ? i : shard.of(b).position(i, shape.kv_lens[b]);
+    return shape.separate_new ? i : shard.for_sequence(b).position(i, shape.kv_lens[b]);
   }
 
   bool is_needed(int b, std::int64_t key) const {

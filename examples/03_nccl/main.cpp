@@ -112,11 +112,11 @@ int run(ncclComm_t nccl) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t replay = nullptr;
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  layer.run(request, longspan::on(stream));
+  layer.run(request, longspan::as_stream(stream));
   check(cudaStreamEndCapture(stream, &graph));
   check(cudaGraphInstantiate(&replay, graph, 0));
   check(cudaGraphLaunch(replay, stream));
-  layer.wait(longspan::on(stream));
+  layer.wait(longspan::as_stream(stream));
   // [/nccl]
 
   Values mine(q.size());

@@ -8,7 +8,7 @@ namespace longspan::kernels::host {
 
 void map_rows(const MapParams& p) {
   for (int rank = 0; rank < p.ranks; ++rank) {
-    const Shard shard = p.shard.on(rank);
+    const Shard shard = p.shard.with_rank(rank);
     std::int64_t* map = p.map + rank * p.capacity;
     std::int64_t count = 0;
     for (int b = 0; b < p.batch.size; ++b) {
@@ -35,7 +35,7 @@ void key_starts(const KeyStartParams& p) {
   std::int64_t start = 0;
   for (int b = 0; b < p.batch; ++b) {
     p.key_start[b] = start;
-    start += p.capacity > 0 ? p.capacity : p.shard.of(b).local_len(p.kv_len[b]);
+    start += p.capacity > 0 ? p.capacity : p.shard.for_sequence(b).local_len(p.kv_len[b]);
   }
 }
 

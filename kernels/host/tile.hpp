@@ -35,7 +35,7 @@ struct Sequence {
 
   Sequence(const Geometry& p, int b)
       : index(b),
-        shard(p.shard.of(b)),
+        shard(p.shard.for_sequence(b)),
         first_row(p.batch.first_row(b)),
         query_len(p.batch.query_len(b, p.tokens)),
         context_len(p.batch.keys(b, p.shard) - p.whole_query_len(b)),

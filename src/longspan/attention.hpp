@@ -16,6 +16,7 @@
 
 #include "longspan/communicator.hpp"
 #include "longspan/element.hpp"
+#include "longspan/exchange.hpp"
 #include "longspan/kv_cache.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/score.hpp"
@@ -62,11 +63,7 @@ struct Options {
 
   std::string strategy = "auto";
 
-  /// How states travel between GPUs: "windows" (one kernel writes into the peers' memory and
-  /// merges; for short queries it is the one that ends the attention, too), "windows-apart" (always
-  /// a kernel of its own), "gather" (NCCL, then a merge), or "auto": windows where the GPUs reach
-  /// each other. The same bits every way.
-  std::string exchange = "auto";
+  Exchange exchange = Exchange::automatic;  // of states, between GPUs; the same bits every way
 
   int threads = 0;  // host: 0 takes LONGSPAN_THREADS, or this rank's share of the node's cores
   bool check_arrays = false;  // CUDA: check lengths and block tables on the GPU ahead of the
@@ -169,10 +166,8 @@ class Attention {
   const Communicator& world() const;
   const StrategyInfo& strategy() const;
 
-  /// How states travel: "windows" (or "windows-apart", where that was asked for), with the number
-  /// of states past which they are gathered where the options allow more, or "gather" with the
-  /// reason why not by windows.
-  const std::string& exchange() const;
+  /// How states travel in this layer.
+  const ExchangeInfo& exchange() const;
 
   /// Bytes of the workspace on this rank; docs/workspace.md has the formula.
   std::size_t workspace_bytes() const;

@@ -14,9 +14,12 @@
 
 namespace longspan {
 
-namespace comm {
+class Communicator;
+
+namespace comm {  // for the library's own floors: comm/transport.hpp
 class Transport;
-}
+Transport& transport_of(const Communicator& communicator);
+}  // namespace comm
 
 struct CommOptions {
   Device device = Device::host;
@@ -61,9 +64,8 @@ class Communicator {
   /// their deadline. Ends what was split from this one as well. Never throws.
   void abort(const std::string& why) const noexcept;
 
-  comm::Transport& transport() const { return *transport_; }
-
  private:
+  friend comm::Transport& comm::transport_of(const Communicator& communicator);
   std::shared_ptr<comm::Transport> transport_;
 };
 

@@ -7,6 +7,6 @@
 
 namespace longspan {
 
-inline Stream on(cudaStream_t stream) { return {stream}; }
+inline Stream as_stream(cudaStream_t stream) { return {stream}; }
 
 }  // namespace longspan

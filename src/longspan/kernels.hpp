@@ -64,7 +64,7 @@ struct MergeAttnStates {
   Lse suffix_lse;
   std::optional<std::int64_t> prefill_tokens_with_context = {};  // tokens from here on copy the
                                                                  // suffix and its lse
-  const float* output_scale = nullptr;  // [1], out = result / scale; fp8 needs it
+  const float* out_scale = nullptr;     // [1], out = result / scale; fp8 needs it
   bool nan_is_empty = false;            // a NaN lse counts as empty; else it stays NaN
   const float* prefix_scale = nullptr;  // [1], a stored x stands for x * scale; fp8 needs it
   const float* suffix_scale = nullptr;  // likewise
@@ -76,7 +76,7 @@ struct MergeStates {
   Lse out_lse = {};  // optional
   Tensor parts;      // [parts, tokens, heads, dim]
   Lse lses;          // [parts, tokens, heads], or [parts, heads, tokens]
-  const float* output_scale = nullptr;
+  const float* out_scale = nullptr;
   bool nan_is_empty = false;
   const float* part_scales = nullptr;  // [parts], one for each part; fp8 needs it
 };

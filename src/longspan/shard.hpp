@@ -59,8 +59,8 @@ struct Shard {
     return checked({Layout::ranges, rank, ranks, length, kSegment, table});
   }
   /// Any positions in any order: local key i stands at positions[i] (device memory on CUDA).
-  static Shard at(std::int64_t length, int rank, int ranks, const std::int64_t* positions,
-                  std::int64_t count) {
+  static Shard at_positions(std::int64_t length, int rank, int ranks, const std::int64_t* positions,
+                            std::int64_t count) {
     return checked({Layout::listed, rank, ranks, length, kSegment, positions, count});
   }
 
@@ -84,14 +84,14 @@ struct Shard {
   }
 
   /// The same rule seen from another rank. Not for `listed`, whose table is one rank's own.
-  LONGSPAN_HD Shard on(int other) const {
+  LONGSPAN_HD Shard with_rank(int other) const {
     Shard shard = *this;
     shard.rank = other;
     return shard;
   }
 
   /// The rule for sequence b of a batch.
-  LONGSPAN_HD Shard of(int b) const {
+  LONGSPAN_HD Shard for_sequence(int b) const {
     Shard shard = *this;
     if (layout == Layout::ranges) shard.table += static_cast<std::int64_t>(b) * (ranks + 1);
     return shard;
@@ -150,7 +150,7 @@ struct Shard {
     checked(*this);
     std::int64_t most = 0;
     for (int r = 0; r < ranks; ++r) {
-      const std::int64_t len = on(r).local_len(kv_len);
+      const std::int64_t len = with_rank(r).local_len(kv_len);
       if (len > most) most = len;
     }
     return most;

@@ -43,7 +43,7 @@ class GatherKv final : public Strategy {
     row_map_ = memory.take_array<std::int64_t>(rows);
   }
 
-  std::string exchange() const override { return "gather"; }
+  ExchangeInfo exchange() const override { return {Exchange::gather}; }
 
   void prepare(Run& run) const override {
     run.attend.scratch = scratch_;
@@ -137,8 +137,8 @@ class GatherKv final : public Strategy {
 std::string refusal(const Options& options, int ranks) {
   if (ranks == 1) return "";
   if (options.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
-  if (options.exchange != "auto" && options.exchange != "gather")
-    return fmt::format("it gathers keys, and does not take exchange \"{}\"", options.exchange);
+  if (options.exchange != Exchange::automatic && options.exchange != Exchange::gather)
+    return fmt::format("it gathers keys, and does not take exchange {}", name(options.exchange));
   return "";
 }
 

@@ -39,7 +39,7 @@ class GatherStates final : public Strategy {
     const Options& options = layer_.options;
     const std::int64_t most = options.max_tokens * options.heads;
     std::string why;
-    if (layer_.comm.size() == 1 || options.exchange == "gather") return;
+    if (layer_.comm.size() == 1 || options.exchange == Exchange::gather) return;
     if (options.shard_queries) {
       why = "queries are sharded";
     } else {
@@ -51,19 +51,20 @@ class GatherStates final : public Strategy {
       else
         why = fmt::format("not on the {}", name(layer_.kernels.device()));
     }
-    if (!peers_ && options.exchange != "auto")
+    if (!peers_ && options.exchange != Exchange::automatic)
       throw Unsupported(
-          fmt::format("exchange \"{}\" was asked for, and cannot be had here: {}. Take "
-                      "\"auto\" or \"gather\".",
-                      options.exchange, why));
-    exchange_ = !peers_                      ? fmt::format("gather ({})", why)
-                : options.exchange == "auto" ? "windows"
-                                             : options.exchange;
-    if (peers_ && window_rows_ < most)
-      exchange_ += fmt::format(" (gather past {} states)", window_rows_);
+          fmt::format("exchange {} was asked for, and cannot be had here: {}. Take auto or gather.",
+                      name(options.exchange), why));
+    if (!peers_) {
+      exchange_.reason = why;
+      return;
+    }
+    const bool apart = options.exchange == Exchange::windows_apart;
+    exchange_.by = apart ? Exchange::windows_apart : Exchange::windows;
+    exchange_.most_states = window_rows_ < most ? window_rows_ : 0;
   }
 
-  std::string exchange() const override { return exchange_; }
+  ExchangeInfo exchange() const override { return exchange_; }
 
   void prepare(Run& run) const override {
     const kernels::AttendParams& bounds = layer_.bounds;
@@ -115,7 +116,7 @@ class GatherStates final : public Strategy {
     exchange.hash = run.say.hash;
     exchange.contents = run.say.contents;
     exchange.run = run.merge.headers.run;
-    exchange.apart = layer_.options.exchange == "windows-apart";
+    exchange.apart = layer_.options.exchange == Exchange::windows_apart;
     return exchange;
   }
 
@@ -168,7 +169,7 @@ class GatherStates final : public Strategy {
 
   std::shared_ptr<const PeerView> peers_;  // null: states are gathered
   std::int64_t window_rows_ = 0;           // most states that go by windows
-  std::string exchange_ = "gather";
+  ExchangeInfo exchange_;
 };
 
 }  // namespace

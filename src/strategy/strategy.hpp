@@ -71,8 +71,8 @@ class Strategy {
   /// on all ranks alike.
   virtual void open(std::uint32_t /*layer*/) {}
 
-  /// The text that Attention::exchange returns: how data travels.
-  virtual std::string exchange() const = 0;
+  /// What Attention::exchange returns: how data travels.
+  virtual ExchangeInfo exchange() const = 0;
 
   /// Fills in where the states of `run` are, and queues nothing. Throws Unsupported for a run that
   /// the strategy cannot take.

@@ -170,7 +170,7 @@ const std::vector<Case> kCases{
      },
      [](OneRun& r) {
        r.request.query_shard =
-           Shard::at(kTokens * r.ranks, r.rank, r.ranks, r.places.data(), kTokens);
+           Shard::at_positions(kTokens * r.ranks, r.rank, r.ranks, r.places.data(), kTokens);
      },
      false, true},
     {"query length", "'query_shard.length' differs between ranks",

@@ -67,13 +67,13 @@ TEST(Verbs, AllGather) {
     for (int p = 0; p < world.size(); ++p) append(expected, message(seed, p, 0, bytes));
     const Bytes mine = message(seed, world.rank(), 0, bytes);
     Bytes got = poison(expected.size());
-    world.transport().all_gather(mine.data(), got.data(), bytes, {}, "test");
+    comm::transport_of(world).all_gather(mine.data(), got.data(), bytes, {}, "test");
     EXPECT_TRUE(got == expected);
 
     Bytes in_place = poison(expected.size());
     if (bytes) std::memcpy(in_place.data() + world.rank() * bytes, mine.data(), bytes);
-    world.transport().all_gather(in_place.data() + world.rank() * bytes, in_place.data(), bytes, {},
-                                 "test in place");
+    comm::transport_of(world).all_gather(in_place.data() + world.rank() * bytes, in_place.data(),
+                                         bytes, {}, "test in place");
     EXPECT_TRUE(in_place == expected);
   }
 }
@@ -89,7 +89,7 @@ TEST(Verbs, AllToAll) {
       append(expected, message(seed, p, world.rank(), bytes));
     }
     Bytes got = poison(expected.size());
-    world.transport().all_to_all(send.data(), got.data(), bytes, {}, "test");
+    comm::transport_of(world).all_to_all(send.data(), got.data(), bytes, {}, "test");
     EXPECT_TRUE(got == expected);
   }
 }
@@ -104,7 +104,7 @@ TEST(Verbs, ShiftByEveryDistance) {
       const int from = ((world.rank() - distance) % size + size) % size;
       const Bytes mine = message(seed, world.rank(), distance + 100, bytes);
       Bytes got = poison(bytes);
-      world.transport().shift(mine.data(), got.data(), bytes, distance, {}, "test");
+      comm::transport_of(world).shift(mine.data(), got.data(), bytes, distance, {}, "test");
       EXPECT_TRUE(got == message(seed, from, distance + 100, bytes));
     }
   }
@@ -141,7 +141,7 @@ TEST(Verbs, ReduceScatter) {
         sent.push_back(stored(values_of(seed + count, p, count * size), dtype));
       Bytes& mine = sent[world.rank()];
       Bytes got = poison(count * size_of(dtype));
-      world.transport().reduce_scatter(mine.data(), got.data(), count, dtype, {}, "sum");
+      comm::transport_of(world).reduce_scatter(mine.data(), got.data(), count, dtype, {}, "sum");
 
       const double unit = std::ldexp(1.0, dtype == fp32 ? -24 : dtype == fp16 ? -11 : -8);
       Bytes expected(got.size());
@@ -164,10 +164,11 @@ TEST(Verbs, ReduceScatter) {
       EXPECT_TRUE(got == expected) << "the order of the sum is that of the ranks";
 
       Bytes again = poison(got.size());
-      world.transport().reduce_scatter(mine.data(), again.data(), count, dtype, {}, "again");
+      comm::transport_of(world).reduce_scatter(mine.data(), again.data(), count, dtype, {},
+                                               "again");
       EXPECT_TRUE(again == got);
       unsigned char* own = mine.data() + world.rank() * got.size();
-      world.transport().reduce_scatter(mine.data(), own, count, dtype, {}, "in place");
+      comm::transport_of(world).reduce_scatter(mine.data(), own, count, dtype, {}, "in place");
       EXPECT_TRUE(std::equal(got.begin(), got.end(), own));
     }
 }
@@ -183,7 +184,7 @@ TEST(Verbs, ASumKeepsInfinityAndNaN) {
     }
     const Bytes send = stored(values, dtype);
     Bytes got = poison(3 * size_of(dtype));
-    world.transport().reduce_scatter(send.data(), got.data(), 3, dtype, {}, "sum");
+    comm::transport_of(world).reduce_scatter(send.data(), got.data(), 3, dtype, {}, "sum");
     EXPECT_EQ(load_element(got.data(), dtype, 0), infinity);
     EXPECT_TRUE(std::isnan(load_element(got.data(), dtype, 1)));
     EXPECT_EQ(load_element(got.data(), dtype, 2), static_cast<float>(world.size()));
@@ -196,11 +197,12 @@ TEST(Verbs, BroadcastFromEveryRoot) {
   for (int root = 0; root < world.size(); ++root)
     for (std::size_t bytes : kSizes) {
       Bytes data = world.rank() == root ? message(seed, root, 0, bytes) : poison(bytes);
-      world.transport().broadcast(data.data(), bytes, root, {}, "broadcast");
+      comm::transport_of(world).broadcast(data.data(), bytes, root, {}, "broadcast");
       EXPECT_TRUE(data == message(seed, root, 0, bytes)) << root << " " << bytes;
     }
   int value = 0;
-  EXPECT_THROW(world.transport().broadcast(&value, 4, world.size(), {}, "no root"), UsageError);
+  EXPECT_THROW(comm::transport_of(world).broadcast(&value, 4, world.size(), {}, "no root"),
+               UsageError);
   world.barrier("the communicator lives on");
 }
 
@@ -214,7 +216,7 @@ struct Started {
 std::unique_ptr<Started> start_one(const Communicator& world, std::uint64_t seed, int number,
                                    std::size_t bytes) {
   auto one = std::make_unique<Started>();
-  comm::Transport& transport = world.transport();
+  comm::Transport& transport = comm::transport_of(world);
   const int size = world.size(), rank = world.rank();
   seed += 1000 * number;
   switch (number % 5) {
@@ -297,7 +299,7 @@ TEST(Started, GoOnBesideVerbsThatBlock) {
     std::uint64_t mine = seed + world.rank();
     std::vector<std::uint64_t> got(world.size());
     for (int turn = 0; turn < 3; ++turn)
-      world.transport().all_gather(&mine, got.data(), sizeof mine, {}, "meanwhile");
+      comm::transport_of(world).all_gather(&mine, got.data(), sizeof mine, {}, "meanwhile");
     for (int p = 0; p < world.size(); ++p) EXPECT_EQ(got[p], seed + p);
     one->transfer.wait({});
     EXPECT_TRUE(is_as_expected(*one)) << number;
@@ -322,15 +324,15 @@ TEST(Started, SayWhatTheRunIsToo) {
   said[world.rank()] = world.rank() == 1 ? 8 : 7;
   std::vector<int> got(world.size());
   int mine = 1;
-  comm::Transfer transfer =
-      world.transport().start_all_gather(&mine, got.data(), sizeof mine, {}, "states", said.data());
+  comm::Transfer transfer = comm::transport_of(world).start_all_gather(
+      &mine, got.data(), sizeof mine, {}, "states", said.data());
   EXPECT_THROW(transfer.wait({}), UsageError);
   EXPECT_THROW(world.barrier("after"), UsageError);
 }
 
 TEST(Started, ASteadyStateAllocatesNothing) {
   const Communicator world = host_world();
-  comm::Transport& transport = world.transport();
+  comm::Transport& transport = comm::transport_of(world);
   const std::size_t size = world.size(), bytes = 1 << 16;
   Bytes send(size * bytes), got(4 * size * bytes);
   long before = 0;
@@ -389,10 +391,10 @@ TEST(Verbs, ManyInARowKeepTheirOrder) {
   for (int round = 0; round < 300; ++round) {
     const std::uint64_t mine = seed * 1000003u + round * 101 + world.rank();
     std::vector<std::uint64_t> got(world.size());
-    world.transport().all_gather(&mine, got.data(), sizeof mine, {}, "round");
+    comm::transport_of(world).all_gather(&mine, got.data(), sizeof mine, {}, "round");
     for (int p = 0; p < world.size(); ++p) ASSERT_EQ(got[p], seed * 1000003u + round * 101 + p);
   }
-  world.transport().wait({}, "end");
+  comm::transport_of(world).wait({}, "end");
 }
 
 TEST(Gather, InRankOrderWithAnyBytesAndLengths) {
@@ -457,7 +459,7 @@ TEST(Abort, EndsTheOthersEarlyWithTheReason) {
   std::vector<int> got(world.size());
   if (world.rank() == quitter) world.abort("q.npy is truncated");
   const RankError error = failure_of(world, [&] {
-    world.transport().all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
+    comm::transport_of(world).all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
   });
   EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
   EXPECT_EQ(error.rank(), quitter);
@@ -478,8 +480,10 @@ TEST(Abort, EndsTransfersThatAreUnderWay) {
   Bytes send(1 << 20), got = poison(world.size() << 20), other = poison(1 << 20);
   comm::Transfer first, second;
   if (world.rank() != 0) {
-    first = world.transport().start_all_gather(send.data(), got.data(), send.size(), {}, "states");
-    second = world.transport().start_shift(send.data(), other.data(), send.size(), 1, {}, "ring");
+    first = comm::transport_of(world).start_all_gather(send.data(), got.data(), send.size(), {},
+                                                       "states");
+    second = comm::transport_of(world).start_shift(send.data(), other.data(), send.size(), 1, {},
+                                                   "ring");
   }
   world.barrier("all have started");
   if (world.rank() == 0) world.abort("no memory");
@@ -500,8 +504,9 @@ TEST(Disagreement, DifferentSizesAreNamed) {
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const std::size_t bytes = world.rank() == 1 ? 12 : 16;
   Bytes send(16), got(16 * world.size());
-  const RankError error = failure_of(
-      world, [&] { world.transport().all_gather(send.data(), got.data(), bytes, {}, "states"); });
+  const RankError error = failure_of(world, [&] {
+    comm::transport_of(world).all_gather(send.data(), got.data(), bytes, {}, "states");
+  });
   EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
   EXPECT_EQ(error.step(), "states");
 }
@@ -524,7 +529,8 @@ TEST(Deadline, ARankThatWaitsElsewhereIsNamed) {
     if (world.rank() == odd)
       world.barrier("elsewhere");
     else
-      world.transport().all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
+      comm::transport_of(world).all_gather(&got[world.rank()], got.data(), sizeof(int), {},
+                                           "states");
   });
   EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
   EXPECT_EQ(error.rank(), odd);
@@ -546,7 +552,7 @@ TEST(Deadline, ARankThatDoesNotComeIsNamed) {
   if (world.rank() == absent) return stay_away(world, absent);
   std::vector<int> got(world.size());
   const RankError error = failure_of(world, [&] {
-    world.transport().all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
+    comm::transport_of(world).all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
   });
   EXPECT_EQ(error.kind(), ErrorKind::timeout);
   EXPECT_EQ(error.rank(), absent);
@@ -561,7 +567,7 @@ TEST(Deadline, TheStuckRankIsNamedThroughARing) {
   Bytes send(1 << 20), got(1 << 20);
   const RankError error = failure_of(world, [&] {
     for (int turn = 0; turn < world.size(); ++turn)
-      world.transport().shift(send.data(), got.data(), send.size(), 1, {}, "ring");
+      comm::transport_of(world).shift(send.data(), got.data(), send.size(), 1, {}, "ring");
   });
   EXPECT_EQ(error.kind(), ErrorKind::timeout);
   EXPECT_EQ(error.rank(), 0);
@@ -577,14 +583,15 @@ TEST(Deadline, ARankThatDoesNotComeIsNamedAtTheWaitOfATransfer) {
   Bytes send(bytes * world.size()), got(bytes * world.size()), other(bytes * world.size());
   if (world.rank() == absent) {
     std::this_thread::sleep_for(world.deadline() + std::chrono::seconds(1));
-    EXPECT_THROW(world.transport().all_gather(send.data(), got.data(), bytes, {}, "too late"),
-                 RankError);
+    EXPECT_THROW(
+        comm::transport_of(world).all_gather(send.data(), got.data(), bytes, {}, "too late"),
+        RankError);
     return;
   }
   comm::Transfer first =
-      world.transport().start_all_gather(send.data(), got.data(), bytes, {}, "first");
+      comm::transport_of(world).start_all_gather(send.data(), got.data(), bytes, {}, "first");
   comm::Transfer second =
-      world.transport().start_all_to_all(send.data(), other.data(), bytes, {}, "second");
+      comm::transport_of(world).start_all_to_all(send.data(), other.data(), bytes, {}, "second");
   EXPECT_FALSE(first.test());
   const RankError error = failure_of(world, [&] { second.wait({}); });
   EXPECT_EQ(error.kind(), ErrorKind::timeout);
@@ -596,8 +603,8 @@ TEST(Deadline, ARankThatDoesNotComeIsNamedAtTheWaitOfATransfer) {
   EXPECT_THROW(first.wait({}), RankError);
   EXPECT_TRUE(got == poison(got.size()));
   EXPECT_TRUE(other == poison(other.size()));
-  EXPECT_THROW(static_cast<void>(world.transport().start_shift(send.data(), other.data(), bytes, 1,
-                                                               {}, "at the start")),
+  EXPECT_THROW(static_cast<void>(comm::transport_of(world).start_shift(
+                   send.data(), other.data(), bytes, 1, {}, "at the start")),
                RankError);
 }
 
@@ -608,7 +615,7 @@ TEST(Deadline, ADroppedTransferOfARankThatDoesNotComeIsAnErrorOfTheNextCall) {
   if (world.rank() == absent) return stay_away(world, absent);
   auto send = std::make_unique<Bytes>(1 << 16), got = std::make_unique<Bytes>(world.size() << 16);
   {
-    const comm::Transfer dropped = world.transport().start_all_gather(
+    const comm::Transfer dropped = comm::transport_of(world).start_all_gather(
         send->data(), got->data(), send->size(), {}, "nobody waits");
   }
   send.reset();
@@ -715,7 +722,7 @@ TEST(Split, OfASplitOutlivesWhatItCameFrom) {
       const int place = half ? p : p - (world.size() + 1) / 2;
       if (in_half && place % 2 == outer->rank() % 2) mine.push_back(p);
     }
-    EXPECT_EQ(inner->transport().name_of(inner->rank()),
+    EXPECT_EQ(comm::transport_of(*inner).name_of(inner->rank()),
               std::to_string(inner->rank()) + " (" + std::to_string(world.rank()) + " of all)");
   }
   use(*inner, mine, seed);
@@ -765,7 +772,7 @@ TEST(Split, AStoppedRankOfAPartIsNamedThereAndTheWholeLivesOn) {
     EXPECT_EQ(error.rank(), 0);
   } else if (part) {
     const RankError error = failure_of(*part, [&] {
-      part->transport().all_gather(send.data(), got.data(), send.size(), {}, "states");
+      comm::transport_of(*part).all_gather(send.data(), got.data(), send.size(), {}, "states");
     });
     EXPECT_EQ(error.kind(), ErrorKind::timeout);
     EXPECT_EQ(error.rank(), 0) << "by falling ranks, the last is the first";
@@ -792,7 +799,8 @@ TEST(Split, AStoppedRankIsNamedByThoseWhoWaitForAllToo) {
   } else if (part) {
     std::vector<int> got(part->size());
     const RankError error = failure_of(*part, [&] {
-      part->transport().all_gather(&got[part->rank()], got.data(), sizeof(int), {}, "in the part");
+      comm::transport_of(*part).all_gather(&got[part->rank()], got.data(), sizeof(int), {},
+                                           "in the part");
     });
     EXPECT_EQ(error.kind(), ErrorKind::timeout);
     EXPECT_EQ(error.rank(), absent - 1);
@@ -818,7 +826,7 @@ TEST(Split, AnAbortOfTheWholeEndsThePartsAndNoneOfAPartEndsTheWhole) {
     Bytes send(1 << 20), got(std::size_t(one.size()) << 20);
     const RankError error = failure_of(one, [&] {
       for (;;)  // some may still come through
-        one.transport().all_gather(send.data(), got.data(), send.size(), {}, "states");
+        comm::transport_of(one).all_gather(send.data(), got.data(), send.size(), {}, "states");
     });
     EXPECT_EQ(error.rank(), rank);
     EXPECT_THAT(error.what(), HasSubstr("Rank 0 gave up: no more"));

@@ -300,7 +300,7 @@ TEST_F(Exchange, RanksThatTakeOtherVariantsAreReported) {
   ASSERT_NE(kernels::cuda::choose_push(kFew, kDim, world.size()),
             kernels::cuda::choose_push(kMany, kDim, world.size()));
   std::string why;
-  auto windows = comm::Windows::open(world.transport(),
+  auto windows = comm::Windows::open(comm::transport_of(world),
                                      kernels::cuda::window_bytes(kMany, kDim, world.size()), why);
   ASSERT_TRUE(windows) << why;
   const Case c{world.rank() == 0 ? kFew : kMany, 64, kDim, DType::bf16, false, false};
@@ -325,7 +325,7 @@ TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
     const Case c{64, 64, 64, DType::bf16, false, false};
     std::string why;
     auto windows = comm::Windows::open(
-        world.transport(), kernels::cuda::window_bytes(c.rows, c.dim, world.size()), why);
+        comm::transport_of(world), kernels::cuda::window_bytes(c.rows, c.dim, world.size()), why);
     ASSERT_TRUE(windows) << why;
     const Memory m = memory_of(c, 1);
     if (world.rank() != 1) {
@@ -352,7 +352,7 @@ TEST_F(Exchange, LayersThatEndLeaveNoMemory) {
   std::size_t before = 0;
   for (int turn = 0; turn < 12; ++turn) {
     std::string why;
-    auto layer = world_->transport().open_windows(1, kWindow, why);
+    auto layer = comm::transport_of(*world_).open_windows(1, kWindow, why);
     ASSERT_TRUE(layer) << why;
     if (turn == 2) before = free_bytes();
     const int first = turn % world_->size();
@@ -388,7 +388,8 @@ TEST_F(Exchange, Times) {
     };
     const Time producer = time([] {});
     const Time nccl = time([&] {
-      world_->transport().all_gather(own, m.own.data(), m.slot_bytes, Stream{stream_}, "states");
+      comm::transport_of(*world_).all_gather(own, m.own.data(), m.slot_bytes, Stream{stream_},
+                                             "states");
       backend_->merge(merge_of(c, m, false), Stream{stream_});
     });
     if (world_->rank() == 0)

@@ -70,13 +70,13 @@ struct Ranks {
         recv(device, kBytes * world.size()) {}
 
   void exchange(const char* step) {
-    world.transport().all_gather(send.data(), recv.data(), kBytes, {}, step);
-    world.transport().wait({}, step);
+    comm::transport_of(world).all_gather(send.data(), recv.data(), kBytes, {}, step);
+    comm::transport_of(world).wait({}, step);
   }
   void ring(const char* step) {
     for (int turn = 1; turn < world.size(); ++turn)
-      world.transport().shift(send.data(), recv.data(), kBytes, 1, {}, step);
-    world.transport().wait({}, step);
+      comm::transport_of(world).shift(send.data(), recv.data(), kBytes, 1, {}, step);
+    comm::transport_of(world).wait({}, step);
   }
 };
 
@@ -93,15 +93,16 @@ class Drafts {
       : q_(zeroed(world.device(), kTokens * kHeads * kDim * 2)),
         out_(zeroed(world.device(), q_.bytes())),
         keys_(zeroed(world.device(), kKeys * kKvHeads * kDim * 2)),
-        layer_(world, {.heads = kHeads,
-                       .kv_heads = kKvHeads,
-                       .head_dim = kDim,
-                       .max_tokens = kTokens,
-                       .exchange = asked.exchange == "windows" ? "auto" : asked.exchange}),
+        layer_(world,
+               {.heads = kHeads,
+                .kv_heads = kKvHeads,
+                .head_dim = kDim,
+                .max_tokens = kTokens,
+                .exchange = asked.exchange == "windows" ? Exchange::automatic : Exchange::gather}),
         replay_(world.device(), [this](Stream stream) { queue(stream); }),
         graph_(asked.graph) {
-    if (asked.exchange == "windows" && !layer_.exchange().starts_with("windows"))
-      throw Skipped{"exchange by windows cannot be had here: " + layer_.exchange()};
+    if (asked.exchange == "windows" && !layer_.exchange().has_windows())
+      throw Skipped{"exchange by windows cannot be had here: " + layer_.exchange().reason};
   }
 
   void run(std::int64_t tokens = kTokens, std::int64_t length = kKeys) {

@@ -101,7 +101,7 @@ TEST(GatherKv, SaysWhatItIs) {
   const Communicator world = test_world();
   const Attention layer(world, {.dtype = DType::fp32, .max_kv_len = 10, .strategy = "gather-kv"});
   EXPECT_STREQ(layer.strategy().name, "gather-kv");
-  EXPECT_EQ(layer.exchange(), "gather");
+  EXPECT_EQ(layer.exchange().by, Exchange::gather);
   const Attention plain(world, {.dtype = DType::fp32, .max_kv_len = 10});
   EXPECT_STREQ(plain.strategy().name, "gather-states");
 }
@@ -123,7 +123,7 @@ TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
   bad.max_kv_len = 0;
   refused(bad, "max_kv_len");
   bad = good;
-  bad.exchange = "windows";
+  bad.exchange = Exchange::windows;
   refused(bad, "windows");
 }
 

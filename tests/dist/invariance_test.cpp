@@ -107,7 +107,7 @@ Options options_for(const ServingProblem& p, const Plan& plan, Device device) {
 
 /// Every run of a fresh layer: eager, then again.
 std::vector<ServingResult> run(const Communicator& world, const ServingProblem& p, const Plan& plan,
-                               const Deal& deal, const std::string& exchange) {
+                               const Deal& deal, Exchange exchange) {
   const Shard shard{deal.layout, world.rank(), world.size(), p.shape.kv_lens[0], deal.block};
   ServingArrays arrays(world.device(), p, shard);
   Options options = options_for(p, plan, world.device());
@@ -206,9 +206,8 @@ std::vector<Plan> Invariance::draw_plans() {
 bool Invariance::by_windows(const Communicator& world) {
   const auto [found, is_new] = by_windows_.try_emplace(world.size());
   if (is_new)
-    found->second = Attention(world, {.heads = 1, .kv_heads = 1, .head_dim = 64})
-                        .exchange()
-                        .starts_with("windows");
+    found->second =
+        Attention(world, {.heads = 1, .kv_heads = 1, .head_dim = 64}).exchange().has_windows();
   return found->second;
 }
 
@@ -216,20 +215,20 @@ void Invariance::expect_bits(const Communicator& world, const ServingProblem& ba
                              const Plan& plan, const Deal& deal,
                              const std::vector<std::string>& expected) {
   // The ways that states travel between GPUs; where there are no windows they are the same.
-  std::vector<std::string> exchanges{"auto"};
+  std::vector<Exchange> exchanges{Exchange::automatic};
   if (world.device() == Device::cuda && world.size() > 1) {
-    exchanges.emplace_back("gather");
-    if (by_windows(world)) exchanges.emplace_back("windows-apart");
+    exchanges.push_back(Exchange::gather);
+    if (by_windows(world)) exchanges.push_back(Exchange::windows_apart);
   }
-  for (const std::string& exchange : exchanges) {
+  for (const Exchange exchange : exchanges) {
     const std::vector<ServingResult> results = run(world, batch, plan, deal, exchange);
     for (std::size_t turn = 0; turn < results.size(); ++turn)
       for (int at = 0; at < batch.shape.batch(); ++at)
         EXPECT_TRUE(bits_of(batch, results[turn], at) == expected[plan.sequences[at]])
-            << "other bits: " << world.size() << " ranks, exchange " << exchange << ", run " << turn
-            << ", sequences " << fmt::to_string(fmt::join(plan.sequences, " ")) << ", the one at "
-            << at << ", threads " << plan.threads << ", layer made for " << plan.spare << " more"
-            << (plan.unknown ? " and lengths unknown" : "");
+            << "other bits: " << world.size() << " ranks, exchange " << name(exchange) << ", run "
+            << turn << ", sequences " << fmt::to_string(fmt::join(plan.sequences, " "))
+            << ", the one at " << at << ", threads " << plan.threads << ", layer made for "
+            << plan.spare << " more" << (plan.unknown ? " and lengths unknown" : "");
   }
 }
 
@@ -237,7 +236,7 @@ std::vector<std::string> Invariance::each_alone(const Communicator& world, const
                                                 const Deal& deal) {
   std::vector<std::string> bits;
   for (const ServingProblem& one : subject.alone) {
-    const ServingResult result = run(world, one, {}, deal, "auto").front();
+    const ServingResult result = run(world, one, {}, deal, Exchange::automatic).front();
     if (world_.rank() == 0) {  // the others are compared with it
       const Verdict verdict = judge(one, result.out, result.lse, one.all_rows(), one.tolerance(),
                                     /*sampled=*/1);

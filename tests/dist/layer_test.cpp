@@ -90,7 +90,7 @@ TEST(Layer, TakesUnevenRangesAndListedPositions) {
   };
   check(Shard::ranges(500, world.rank(), world.size(), nullptr), cuts);
   const std::vector<std::int64_t> listed(order.begin() + first, order.begin() + first + count);
-  check(Shard::at(500, world.rank(), world.size(), nullptr, count), listed);
+  check(Shard::at_positions(500, world.rank(), world.size(), nullptr, count), listed);
 }
 
 TEST(Layer, SameBitsAsOneProcessAlone) {

@@ -69,27 +69,31 @@ void check_verbs(const Communicator& world) {
     }
     const Buffer mine = on_gpu(message(seed, rank, 0, bytes)), all = on_gpu(send);
     Buffer got = poisoned(size * bytes);
-    world.transport().all_gather(mine.data(), got.data(), bytes, on(own.stream), "all gather");
-    world.transport().wait(on(own.stream), "all gather");
+    comm::transport_of(world).all_gather(mine.data(), got.data(), bytes, as_stream(own.stream),
+                                         "all gather");
+    comm::transport_of(world).wait(as_stream(own.stream), "all gather");
     EXPECT_TRUE(on_host(got, size * bytes) == gathered);
 
     got = poisoned(size * bytes);
-    world.transport().all_to_all(all.data(), got.data(), bytes, on(own.stream), "all to all");
-    world.transport().wait(on(own.stream), "all to all");
+    comm::transport_of(world).all_to_all(all.data(), got.data(), bytes, as_stream(own.stream),
+                                         "all to all");
+    comm::transport_of(world).wait(as_stream(own.stream), "all to all");
     EXPECT_TRUE(on_host(got, size * bytes) == exchanged);
 
     for (int distance = -size; distance <= size; ++distance) {
       got = poisoned(bytes);
-      world.transport().shift(mine.data(), got.data(), bytes, distance, on(own.stream), "shift");
-      world.transport().wait(on(own.stream), "shift");
+      comm::transport_of(world).shift(mine.data(), got.data(), bytes, distance,
+                                      as_stream(own.stream), "shift");
+      comm::transport_of(world).wait(as_stream(own.stream), "shift");
       const int from = ((rank - distance) % size + size) % size;
       EXPECT_TRUE(on_host(got, bytes) == message(seed, from, 0, bytes)) << distance;
     }
 
     for (int root = 0; root < size; ++root) {
       got = rank == root ? on_gpu(message(seed, root, 0, bytes)) : poisoned(bytes);
-      world.transport().broadcast(got.data(), bytes, root, on(own.stream), "broadcast");
-      world.transport().wait(on(own.stream), "broadcast");
+      comm::transport_of(world).broadcast(got.data(), bytes, root, as_stream(own.stream),
+                                          "broadcast");
+      comm::transport_of(world).wait(as_stream(own.stream), "broadcast");
       EXPECT_TRUE(on_host(got, bytes) == message(seed, root, 0, bytes)) << root;
     }
   }
@@ -121,9 +125,9 @@ void check_sums(const Communicator& world) {
       Bytes first;
       for (int turn = 0; turn < 3; ++turn) {
         const Buffer got = poisoned(bytes);
-        world.transport().reduce_scatter(send.data(), got.data(), count, dtype, on(own.stream),
-                                         "sum");
-        world.transport().wait(on(own.stream), "sum");
+        comm::transport_of(world).reduce_scatter(send.data(), got.data(), count, dtype,
+                                                 as_stream(own.stream), "sum");
+        comm::transport_of(world).wait(as_stream(own.stream), "sum");
         if (turn == 0) first = on_host(got, bytes);
         EXPECT_TRUE(on_host(got, bytes) == first) << turn;
       }
@@ -159,22 +163,22 @@ void start_and_wait(const Communicator& world, std::uint64_t seed, cudaStream_t 
                     Buffer& scratch) {
   const int size = world.size();
   const std::size_t bytes = seen[1].bytes();
-  comm::Transport& transport = world.transport();
+  comm::Transport& transport = comm::transport_of(world);
   std::vector<comm::Transfer> open;
   for (std::size_t i = 0; i < send.size(); ++i)
     ASSERT_EQ(cudaMemcpyAsync(send[i].data(), filled[i].data(), send[i].bytes(),
                               cudaMemcpyDeviceToDevice, stream),
               cudaSuccess);
+  open.push_back(transport.start_all_gather(send[0].data(), got[0].data(), bytes, as_stream(stream),
+                                            "gather"));
   open.push_back(
-      transport.start_all_gather(send[0].data(), got[0].data(), bytes, on(stream), "gather"));
-  open.push_back(
-      transport.start_shift(send[1].data(), got[1].data(), bytes, 1, on(stream), "ring"));
+      transport.start_shift(send[1].data(), got[1].data(), bytes, 1, as_stream(stream), "ring"));
   open.push_back(transport.start_all_to_all(send[2].data(), got[2].data(), bytes / size / 4 * 4,
-                                            on(stream), "all to all"));
+                                            as_stream(stream), "all to all"));
   open.push_back(transport.start_reduce_scatter(send[3].data(), got[3].data(), bytes / 4, fp32,
-                                                on(stream), "sum"));
+                                                as_stream(stream), "sum"));
   open.push_back(
-      transport.start_broadcast(got[4].data(), bytes, size - 1, on(stream), "broadcast"));
+      transport.start_broadcast(got[4].data(), bytes, size - 1, as_stream(stream), "broadcast"));
   compute_on(stream, scratch);
   std::mt19937 random(static_cast<unsigned>(seed));
   std::vector<std::size_t> order(open.size());
@@ -228,8 +232,8 @@ TEST(Nccl, StartedTransfersFollowTheirStreamAndAreFollowed) {
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   };
   const auto judge = [&](std::uint64_t round) {
-    world.transport().wait(on(own.stream), "started");
-    world.transport().wait(on(beside.stream), "started");
+    comm::transport_of(world).wait(as_stream(own.stream), "started");
+    comm::transport_of(world).wait(as_stream(beside.stream), "started");
     Bytes gathered, exchanged;
     const std::size_t part = bytes / size / 4 * 4;
     for (int p = 0; p < size; ++p) {
@@ -294,15 +298,16 @@ TEST(Nccl, TestSaysWhenATransferIsDoneAndNeverOfACapturedOne) {
   const Communicator world = gpu_world();
   const OwnStream own;
   Buffer send(Device::cuda, 1000), got(Device::cuda, 1000);
-  comm::Transfer one =
-      world.transport().start_shift(send.data(), got.data(), 1000, 1, on(own.stream), "ring");
+  comm::Transfer one = comm::transport_of(world).start_shift(send.data(), got.data(), 1000, 1,
+                                                             as_stream(own.stream), "ring");
   while (!one.test()) std::this_thread::yield();
-  one.wait(on(own.stream));
+  one.wait(as_stream(own.stream));
   cudaGraph_t graph = nullptr;
   ASSERT_EQ(cudaStreamBeginCapture(own.stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  one = world.transport().start_shift(send.data(), got.data(), 1000, 1, on(own.stream), "ring");
+  one = comm::transport_of(world).start_shift(send.data(), got.data(), 1000, 1,
+                                              as_stream(own.stream), "ring");
   EXPECT_FALSE(one.test());
-  one.wait(on(own.stream));
+  one.wait(as_stream(own.stream));
   EXPECT_EQ(cudaStreamEndCapture(own.stream, &graph), cudaSuccess);
   cudaGraphDestroy(graph);
 }
@@ -315,8 +320,8 @@ TEST(Nccl, ADroppedTransferIsMadeAllTheSame) {
   for (int turn = 0; turn < 20; ++turn) {  // more than there are events at first
     const Buffer got = poisoned(5000 * world.size());
     {
-      const comm::Transfer dropped = world.transport().start_all_gather(
-          mine.data(), got.data(), 5000, on(own.stream), "dropped");
+      const comm::Transfer dropped = comm::transport_of(world).start_all_gather(
+          mine.data(), got.data(), 5000, as_stream(own.stream), "dropped");
     }
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     Bytes expected;
@@ -356,10 +361,10 @@ TEST(Nccl, AMissingRankOfAPartIsNamedAndTheWholeLivesOn) {
     EXPECT_THROW(part->barrier("back again"), RankError);
   } else {
     try {
-      comm::Transfer transfer = part->transport().start_all_gather(send.data(), got.data(), 1 << 20,
-                                                                   on(own.stream), "states");
-      transfer.wait(on(own.stream));
-      part->transport().wait(on(own.stream), "states");
+      comm::Transfer transfer = comm::transport_of(*part).start_all_gather(
+          send.data(), got.data(), 1 << 20, as_stream(own.stream), "states");
+      transfer.wait(as_stream(own.stream));
+      comm::transport_of(*part).wait(as_stream(own.stream), "states");
       ADD_FAILURE() << "no error";
     } catch (const RankError& error) {
       EXPECT_EQ(error.kind(), ErrorKind::timeout);
@@ -421,7 +426,8 @@ TEST(Nccl, VerbsCanBeCapturedAndReplayed) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
   ASSERT_EQ(cudaStreamBeginCapture(own.stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  world.transport().all_gather(mine.data(), got.data(), bytes, on(own.stream), "captured");
+  comm::transport_of(world).all_gather(mine.data(), got.data(), bytes, as_stream(own.stream),
+                                       "captured");
   ASSERT_EQ(cudaStreamEndCapture(own.stream, &graph), cudaSuccess);
   ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
 
@@ -431,7 +437,7 @@ TEST(Nccl, VerbsCanBeCapturedAndReplayed) {
     ASSERT_EQ(cudaMemset(got.data(), 0xA5, bytes * size), cudaSuccess);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     ASSERT_EQ(cudaGraphLaunch(exec, own.stream), cudaSuccess);
-    world.transport().wait(on(own.stream), "replay");
+    comm::transport_of(world).wait(as_stream(own.stream), "replay");
     Bytes expected;
     for (int p = 0; p < size; ++p) append(expected, message(seed + round, p, 0, bytes));
     ASSERT_TRUE(on_host(got, bytes * size) == expected) << round;
@@ -449,10 +455,10 @@ TEST(Nccl, ManyInARowWithoutWaiting) {
   Buffer send(Device::cuda, rounds * 8), got(Device::cuda, std::size_t(rounds) * size * 8);
   send.upload(mine.data());
   for (int i = 0; i < rounds; ++i)
-    world.transport().all_gather(static_cast<std::uint64_t*>(send.data()) + i,
-                                 static_cast<std::uint64_t*>(got.data()) + i * size, 8,
-                                 on(own.stream), "round");
-  world.transport().wait(on(own.stream), "rounds");
+    comm::transport_of(world).all_gather(static_cast<std::uint64_t*>(send.data()) + i,
+                                         static_cast<std::uint64_t*>(got.data()) + i * size, 8,
+                                         as_stream(own.stream), "round");
+  comm::transport_of(world).wait(as_stream(own.stream), "rounds");
   std::vector<std::uint64_t> all(std::size_t(rounds) * size);
   got.download(all.data());
   for (int i = 0; i < rounds; ++i)
@@ -473,8 +479,9 @@ TEST(Nccl, TheMissingRankIsNamedAndTheStreamComesFree) {
   }
   std::string what;
   try {
-    world.transport().all_gather(send.data(), got.data(), 1 << 20, on(own.stream), "states");
-    world.transport().wait(on(own.stream), "states");
+    comm::transport_of(world).all_gather(send.data(), got.data(), 1 << 20, as_stream(own.stream),
+                                         "states");
+    comm::transport_of(world).wait(as_stream(own.stream), "states");
     ADD_FAILURE() << "no error";
   } catch (const RankError& error) {
     EXPECT_EQ(error.kind(), ErrorKind::timeout);
@@ -484,7 +491,8 @@ TEST(Nccl, TheMissingRankIsNamedAndTheStreamComesFree) {
   }
   EXPECT_EQ(cudaStreamSynchronize(own.stream), cudaSuccess);
   try {
-    world.transport().all_gather(send.data(), got.data(), 1 << 20, on(own.stream), "later");
+    comm::transport_of(world).all_gather(send.data(), got.data(), 1 << 20, as_stream(own.stream),
+                                         "later");
     ADD_FAILURE() << "went on";
   } catch (const RankError& error) {
     EXPECT_EQ(error.what(), what);
@@ -503,10 +511,11 @@ TEST(Nccl, TheWatchdogFreesAStreamThatNobodyWaitsFor) {
     EXPECT_THROW(world.barrier("back again"), RankError);
     return;
   }
-  world.transport().all_gather(send.data(), got.data(), 1 << 20, on(own.stream), "states");
+  comm::transport_of(world).all_gather(send.data(), got.data(), 1 << 20, as_stream(own.stream),
+                                       "states");
   EXPECT_EQ(cudaStreamSynchronize(own.stream), cudaSuccess);
   try {
-    world.transport().wait(on(own.stream), "later");
+    comm::transport_of(world).wait(as_stream(own.stream), "later");
     ADD_FAILURE() << "no error";
   } catch (const RankError& error) {
     EXPECT_EQ(error.rank(), absent);

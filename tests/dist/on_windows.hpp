@@ -48,7 +48,7 @@ class OnWindows : public ::testing::Test {
   /// Null, and why it is, on standard output, where these GPUs have no windows.
   std::unique_ptr<comm::Windows> open(const Communicator& world, std::int64_t rows, int dim) {
     std::string why;
-    auto windows = comm::Windows::open(world.transport(),
+    auto windows = comm::Windows::open(comm::transport_of(world),
                                        kernels::cuda::window_bytes(rows, dim, world.size()), why);
     if (!windows) std::printf("no windows: %s\n", why.c_str());
     return windows;

@@ -52,7 +52,7 @@ class GpuRun {
       for (int b = 0; b < c.batch(); ++b) {
         Shard host = on.shard;
         host.table = table.data();
-        host = host.of(b);
+        host = host.for_sequence(b);
         const std::int64_t len = c.kv_lens[static_cast<std::size_t>(b)];
         std::vector<std::int64_t> positions;
         if (c.layout == Layout::listed) {

@@ -180,7 +180,7 @@ TEST(Rows, MapAndPlace) {
           for (int b = 0; b < batch; ++b) {
             const std::int64_t first = starts[static_cast<std::size_t>(b)];
             const std::int64_t len = starts[static_cast<std::size_t>(b) + 1] - first;
-            const Shard shard = rule.on(rank);
+            const Shard shard = rule.with_rank(rank);
             for (std::int64_t i = 0; i < shard.local_len(len); ++i)
               rows.push_back(first + shard.position(i, len));
           }

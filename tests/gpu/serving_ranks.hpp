@@ -130,7 +130,7 @@ inline QueryShare query_share(const ServingProblem& problem, const QueryCut& cut
   if (cut.layout == Layout::ranges) share.cuts = uneven_cuts(s.q_lens, cut.ranks);
   if (!share.cuts.empty()) share.shard.table = share.cuts.data();
   for (int b = 0; b < s.batch(); ++b) {
-    const Shard own = share.shard.of(b);
+    const Shard own = share.shard.for_sequence(b);
     for (std::int64_t t = 0; t < own.local_len(s.q_lens[b]); ++t)
       share.rows.push_back(problem.query_start[b] + own.position(t, s.q_lens[b]));
     share.start.push_back(static_cast<std::int32_t>(share.rows.size()));
@@ -172,7 +172,7 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
     if (!cuts.empty()) shard.table = cuts.data();
     std::vector<std::int64_t> key_start(s.batch());
     for (int b = 1; b < s.batch(); ++b)
-      key_start[b] = key_start[b - 1] + shard.of(b - 1).local_len(s.kv_lens[b - 1]);
+      key_start[b] = key_start[b - 1] + shard.for_sequence(b - 1).local_len(s.kv_lens[b - 1]);
     buffers.push_back(on_device(Device::cuda, key_start));
     kept.push_back(std::make_unique<ServingArrays>(Device::cuda, problem, shard, cuts));
     const ServingArrays& a = *kept.back();

@@ -96,7 +96,7 @@ const std::map<std::string, ChangeOptions> kOptions{
     {"shard_queries", [](Options& o) { o.shard_queries = true; }},
     {"invariant", [](Options& o) { o.invariant = true; }},
     {"strategy", [](Options& o) { o.strategy = "gather-states"; }},
-    {"exchange", [](Options& o) { o.exchange = "gather"; }},
+    {"exchange", [](Options& o) { o.exchange = Exchange::gather; }},
     {"threads", [](Options& o) { o.threads = 3; }},
     {"check_arrays", [](Options& o) { o.check_arrays = true; }},
     {"profile", [](Options& o) { o.profile = true; }},

@@ -32,18 +32,18 @@ TEST(Self, EveryVerbIsACopy) {
   const std::size_t bytes = send.size() * sizeof(unsigned);
 
   got.assign(send.size(), 0xA5A5A5A5u);
-  world.transport().all_gather(send.data(), got.data(), bytes, {}, "test");
+  comm::transport_of(world).all_gather(send.data(), got.data(), bytes, {}, "test");
   EXPECT_EQ(got, send);
   got.assign(send.size(), 0xA5A5A5A5u);
-  world.transport().all_to_all(send.data(), got.data(), bytes, {}, "test");
+  comm::transport_of(world).all_to_all(send.data(), got.data(), bytes, {}, "test");
   EXPECT_EQ(got, send);
   got.assign(send.size(), 0xA5A5A5A5u);
-  world.transport().shift(send.data(), got.data(), bytes, -3, {}, "test");
+  comm::transport_of(world).shift(send.data(), got.data(), bytes, -3, {}, "test");
   EXPECT_EQ(got, send);
-  world.transport().all_gather(got.data(), got.data(), bytes, {}, "in place");
+  comm::transport_of(world).all_gather(got.data(), got.data(), bytes, {}, "in place");
   EXPECT_EQ(got, send);
-  world.transport().all_gather(nullptr, nullptr, 0, {}, "nothing");
-  world.transport().wait({}, "test");
+  comm::transport_of(world).all_gather(nullptr, nullptr, 0, {}, "nothing");
+  comm::transport_of(world).wait({}, "test");
   EXPECT_EQ(world.gather("a\0b", "test"), std::vector<std::string>{"a\0b"});
   world.barrier("test");
   agree(world, {{"heads", "1"}}, "test");
@@ -51,7 +51,7 @@ TEST(Self, EveryVerbIsACopy) {
 
 TEST(Self, SumsAndBroadcastsAreCopiesToo) {
   const Communicator world = self();
-  comm::Transport& transport = world.transport();
+  comm::Transport& transport = comm::transport_of(world);
   std::vector<std::uint16_t> send(1001), got(1001, 0xA5A5);
   std::mt19937 random(std::random_device{}());
   for (auto& value : send) value = static_cast<std::uint16_t>(random());
@@ -70,7 +70,8 @@ TEST(Self, StartedVerbsEndWhereTheyAreWaitedForOrDropped) {
   {
     const Communicator world = self();
     int send = 17, got = 0, dropped = 0;
-    comm::Transfer transfer = world.transport().start_shift(&send, &got, sizeof got, 1, {}, "ring");
+    comm::Transfer transfer =
+        comm::transport_of(world).start_shift(&send, &got, sizeof got, 1, {}, "ring");
     comm::Transfer moved = std::move(transfer);
     EXPECT_TRUE(moved.test());
     transfer.wait({});
@@ -79,14 +80,15 @@ TEST(Self, StartedVerbsEndWhereTheyAreWaitedForOrDropped) {
     moved.wait({});
     EXPECT_TRUE(moved.test());
     {
-      const comm::Transfer nobody_waits =
-          world.transport().start_all_gather(&send, &dropped, sizeof dropped, {}, "dropped");
+      const comm::Transfer nobody_waits = comm::transport_of(world).start_all_gather(
+          &send, &dropped, sizeof dropped, {}, "dropped");
     }
     EXPECT_EQ(dropped, 17);
-    after_all = world.transport().start_all_to_all(&send, &got, sizeof got, {}, "late");
+    after_all = comm::transport_of(world).start_all_to_all(&send, &got, sizeof got, {}, "late");
     world.abort("no more");
-    EXPECT_THROW(static_cast<void>(world.transport().start_broadcast(&got, 4, 0, {}, "later")),
-                 RankError);
+    EXPECT_THROW(
+        static_cast<void>(comm::transport_of(world).start_broadcast(&got, 4, 0, {}, "later")),
+        RankError);
   }
   EXPECT_THROW(after_all.wait({}), RankError);  // it kept the communicator
   after_all.wait({});
@@ -126,8 +128,8 @@ TEST(Self, AfterAnAbortEveryCallSaysWhy) {
     }
   };
   expect_refused([&] { world.barrier("test"); });
-  expect_refused([&] { world.transport().wait({}, "test"); });
-  expect_refused([&] { world.transport().all_gather(&value, &value, 4, {}, "test"); });
+  expect_refused([&] { comm::transport_of(world).wait({}, "test"); });
+  expect_refused([&] { comm::transport_of(world).all_gather(&value, &value, 4, {}, "test"); });
 }
 
 #if !defined(LONGSPAN_HAVE_CUDA)

@@ -105,7 +105,7 @@ TEST_F(GatherStatesTest, ARankThatTimesItsPhasesSendsWhatTheOthersSend) {
 }
 
 TEST_F(GatherStatesTest, AllRanksTakeKernelsApartTogether) {
-  options.exchange = "windows-apart";
+  options.exchange = Exchange::windows_apart;
   run(*layer());
   ASSERT_EQ(notes.exchanges.size(), 1u);
   EXPECT_EQ(notes.pushes, 0);
@@ -113,7 +113,7 @@ TEST_F(GatherStatesTest, AllRanksTakeKernelsApartTogether) {
 }
 
 TEST_F(GatherStatesTest, WhatIsGatheredCarriesWhatTheRankMeans) {
-  options.exchange = "gather";
+  options.exchange = Exchange::gather;
   std::uint64_t words[2] = {};
   run(*layer(), 2, false, words);
   EXPECT_EQ(notes.says, 1);
@@ -125,7 +125,7 @@ TEST_F(GatherStatesTest, WhatIsGatheredCarriesWhatTheRankMeans) {
 TEST_F(GatherStatesTest, TakesWindowsWhereTheStatesFit) {
   options.max_tokens = 16385;
   const auto states = layer();
-  EXPECT_EQ(states->exchange(), "windows (gather past 16384 states)");
+  EXPECT_EQ(states->exchange().describe(), "windows (gather past 16384 states)");
   run(*states, 16385);
   EXPECT_TRUE(notes.exchanges.empty());
   EXPECT_EQ(world.gathers, 1);

@@ -91,9 +91,9 @@ TEST_F(HostAttend, ListedInAnyOrder) {
   std::vector<std::int64_t> positions(700);
   std::iota(positions.begin(), positions.end(), 0);
   std::shuffle(positions.begin(), positions.end(), std::mt19937(device_()));
-  const std::vector<Shard> shards = {Shard::at(700, 0, 3, positions.data(), 450),
-                                     Shard::at(700, 1, 3, nullptr, 0),
-                                     Shard::at(700, 2, 3, positions.data() + 450, 250)};
+  const std::vector<Shard> shards = {Shard::at_positions(700, 0, 3, positions.data(), 450),
+                                     Shard::at_positions(700, 1, 3, nullptr, 0),
+                                     Shard::at_positions(700, 2, 3, positions.data() + 450, 250)};
   for (bool causal : {false, true})
     expect_exact({.query_len = {100}, .kv_len = {700}, .mask = {.causal = causal, .window = 50}},
                  shards);

@@ -293,8 +293,8 @@ TEST_F(HostFeatures, ListedKeysInPages) {
   std::vector<std::int64_t> positions(700);
   std::iota(positions.begin(), positions.end(), 0);
   std::shuffle(positions.begin(), positions.end(), std::mt19937(device_()));
-  const std::vector<Shard> shards = {Shard::at(700, 0, 2, positions.data(), 450),
-                                     Shard::at(700, 1, 2, positions.data() + 450, 250)};
+  const std::vector<Shard> shards = {Shard::at_positions(700, 0, 2, positions.data(), 450),
+                                     Shard::at_positions(700, 1, 2, positions.data() + 450, 250)};
   for (int page : {1, 2, 16}) {
     Shape shape{.query_len = {100}, .kv_len = {700}, .mask = {.causal = true, .window = 50}};
     shape.page = page;

@@ -206,7 +206,7 @@ TEST_F(HostMerge, MapsPlacesAndStarts) {
 
     // A rank's rows come sequence after sequence, in the shard's order.
     for (int r = 0; r < ranks; ++r) {
-      const Shard own = shard.on(r);
+      const Shard own = shard.with_rank(r);
       std::int64_t i = r * capacity;
       for (int b = 0; b < 3; ++b)
         for (std::int64_t j = 0; j < own.local_len(query_start[b + 1] - query_start[b]); ++j)

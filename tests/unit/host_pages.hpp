@@ -73,7 +73,8 @@ struct Whole {
     const int batch = static_cast<int>(kv_len.size());
     l.pages.size = size;
     for (int b = 0; b < batch; ++b) {
-      const std::int64_t columns = (rule.of(b).local_len(kv_len[b]) + size - 1) / size + 1;
+      const std::int64_t columns =
+          (rule.for_sequence(b).local_len(kv_len[b]) + size - 1) / size + 1;
       l.pages.columns = std::max(l.pages.columns, columns);
       l.pages.count += columns;
     }
@@ -91,7 +92,7 @@ struct Whole {
     std::shuffle(free.begin(), free.end(), random);
     std::map<std::string, std::int32_t> known;
     for (int b = 0; b < batch; ++b) {
-      const Shard shard = rule.of(b);
+      const Shard shard = rule.for_sequence(b);
       for (std::int64_t first = 0; first < shard.local_len(kv_len[b]); first += size) {
         std::int32_t& entry = l.table[b * l.pages.row_stride + first / size * kColumnStride];
         const std::string content = content_of(b, shard, first, size);

@@ -129,14 +129,14 @@ class Problem {
     std::int64_t count = 0;
     for (int b = 0; b < batch(); ++b) {
       l.start.push_back(count);
-      count += rule.of(b).local_len(shape.kv_len[b]);
+      count += rule.for_sequence(b).local_len(shape.kv_len[b]);
     }
     l.k = Array(k.dtype, count * kv_stride());
     l.v = l.k;
     l.k_rows = l.v_rows = {nullptr, kv_stride(), shape.dim};
     const std::size_t row = kv_stride() * size_of(k.dtype);
     for (int b = 0; b < batch(); ++b) {
-      const Shard shard = rule.of(b);
+      const Shard shard = rule.for_sequence(b);
       for (std::int64_t i = 0; i < shard.local_len(shape.kv_len[b]); ++i) {
         const std::int64_t at = key_start[b] + shard.position(i, shape.kv_len[b]);
         std::memcpy(l.k.bytes.data() + (l.start[b] + i) * row, k.bytes.data() + at * row, row);
@@ -172,8 +172,8 @@ class Problem {
       std::vector<std::int64_t> own;  // rows of the whole q
       std::vector<std::int32_t> start{0};
       for (int b = 0; b < batch(); ++b) {
-        for (std::int64_t t = 0; t < share.of(b).local_len(shape.query_len[b]); ++t)
-          own.push_back(query_start[b] + share.of(b).position(t, shape.query_len[b]));
+        for (std::int64_t t = 0; t < share.for_sequence(b).local_len(shape.query_len[b]); ++t)
+          own.push_back(query_start[b] + share.for_sequence(b).position(t, shape.query_len[b]));
         start.push_back(static_cast<std::int32_t>(own.size()));
       }
       const auto count = static_cast<std::int64_t>(own.size());
@@ -274,7 +274,7 @@ class Problem {
   /// The same rule on each of `ranks` ranks.
   static std::vector<Shard> on_all(const Shard& shard) {
     std::vector<Shard> shards;
-    for (int r = 0; r < shard.ranks; ++r) shards.push_back(shard.on(r));
+    for (int r = 0; r < shard.ranks; ++r) shards.push_back(shard.with_rank(r));
     return shards;
   }
 

@@ -109,8 +109,8 @@ TEST_F(QueryShards, KeysInAnyOrder) {
   std::vector<std::int64_t> positions(300);
   std::iota(positions.begin(), positions.end(), 0);
   std::shuffle(positions.begin(), positions.end(), std::mt19937(device_()));
-  const std::vector<Shard> shards = {Shard::at(300, 0, 2, positions.data(), 170),
-                                     Shard::at(300, 1, 2, positions.data() + 170, 130)};
+  const std::vector<Shard> shards = {Shard::at_positions(300, 0, 2, positions.data(), 170),
+                                     Shard::at_positions(300, 1, 2, positions.data() + 170, 130)};
   for (const Shard& rows : {Shard::zigzag(0, 0, 3), Shard::striped(0, 0, 2)})
     EXPECT_TRUE(is_close(problem.error(problem.run_by_rows(*backend_, shards, rows))));
 }

@@ -256,8 +256,8 @@ TEST(KernelsRefusals, MergeRefusesByName) {
            [](A& a, Problem&) { a.suffix_out.dtype = static_cast<DType>(9); }},
           {"prefix_scale[0] is nan; a scale is a finite number",
            [](A& a, Problem& p) { a.prefix_scale = p.one.data(), p.one[0] = NAN; }},
-          {"output_scale[0] is 0; a scale is a finite number, and not 0",
-           [](A& a, Problem& p) { a.output_scale = p.one.data(), p.one[0] = 0; }},
+          {"out_scale[0] is 0; a scale is a finite number, and not 0",
+           [](A& a, Problem& p) { a.out_scale = p.one.data(), p.one[0] = 0; }},
           {"is written, and its elements overlap: stride 0 of dimension 0",
            [](A& a, Problem&) { a.out.stride[0] = 0; }},
           {"has stride -128 in dimension 0; strides are not negative",
@@ -272,7 +272,7 @@ TEST(KernelsRefusals, MergeRefusesByName) {
            }},
           {"suffix_out is [3, 4, 32]", [](A& a, Problem&) { a.suffix_out.shape[0] = 3; }},
           {"out is [4, 4, 16]", [](A& a, Problem&) { a.out.shape[2] = 16; }},
-          {"out is e4m3 and there is no output_scale", [](A& a, Problem&) { a.out.dtype = e4m3; }},
+          {"out is e4m3 and there is no out_scale", [](A& a, Problem&) { a.out.dtype = e4m3; }},
           {"out has stride 2", [](A& a, Problem&) { a.out.stride[2] = 2; }},
           {"prefix_lse is fp16", [](A& a, Problem&) { a.prefix_lse.tensor.dtype = fp16; }},
           {"suffix_lse [] has no data", [](A& a, Problem&) { a.suffix_lse = {}; }},
@@ -285,7 +285,7 @@ TEST(KernelsRefusals, MergeRefusesByName) {
            [](A& a, Problem& p) { a.out = a.prefix_out, a.prefix_out.data = p.q.data() + 1; }},
           {"out overlaps prefix_out: it may be the same tensor",
            [](A& a, Problem& p) {
-             a.out = a.prefix_out, a.out.dtype = e4m3, a.output_scale = p.one.data();
+             a.out = a.prefix_out, a.out.dtype = e4m3, a.out_scale = p.one.data();
            }},
           {"out_lse overlaps suffix_lse", [](A& a, Problem&) { a.out_lse = a.suffix_lse; }},
       },
@@ -302,7 +302,7 @@ TEST(KernelsRefusals, MergeStatesRefusesByName) {
           {"of at least one part", [](A& a, Problem&) { a.parts.shape[0] = 0; }},
           {"lses is [2, 4, 4]", [](A& a, Problem&) { a.lses.tensor.shape[0] = 2; }},
           {"out is [5, 4, 32]", [](A& a, Problem&) { a.out.shape[0] = 5; }},
-          {"out is e5m2 and there is no output_scale", [](A& a, Problem&) { a.out.dtype = e5m2; }},
+          {"out is e5m2 and there is no out_scale", [](A& a, Problem&) { a.out.dtype = e5m2; }},
           {"parts is e4m3 and there is no part_scales",
            [](A& a, Problem&) { a.parts.dtype = e4m3; }},
           {"part_scales[0] is inf",

@@ -101,7 +101,7 @@ TEST_F(Malformed, Merges) {
            [&] { c.tensor(a.prefix_lse.tensor); }, [&] { c.tensor(a.suffix_lse.tensor); },
            [&] { a.prefix_out.dtype = c.dtype(), a.prefix_scale = m.one.data(); },
            [&] { a.suffix_out.dtype = c.dtype(), a.suffix_scale = m.one.data() + 1; },
-           [&] { a.out.dtype = c.dtype(), a.output_scale = m.one.data() + 2; },
+           [&] { a.out.dtype = c.dtype(), a.out_scale = m.one.data() + 2; },
            [&] { m.one[c.random() % 3] = c.number(); },
            [&] { a.prefill_tokens_with_context = c.count(); }, [&] { m.lses[3] = c.number(); },
            [&] {
@@ -119,7 +119,7 @@ TEST_F(Malformed, Merges) {
     apply({[&] { c.tensor(b.out); }, [&] { c.tensor(b.out_lse.tensor); },
            [&] { c.tensor(b.parts); }, [&] { c.tensor(b.lses.tensor); },
            [&] { b.parts.dtype = c.dtype(), b.part_scales = m.one.data(); },
-           [&] { b.out.dtype = c.dtype(), b.output_scale = m.one.data() + 3; },
+           [&] { b.out.dtype = c.dtype(), b.out_scale = m.one.data() + 3; },
            [&] { m.one[c.random() % m.one.size()] = c.number(); },
            [&] { b.out.data = b.parts.data; }, [&] { b.out_lse.tensor.data = b.lses.tensor.data; },
            [&] { b.nan_is_empty = true; }});
@@ -167,7 +167,7 @@ TEST_F(Malformed, WhatDescribesData) {
       EXPECT_TRUE(own >= 0 && own <= length && shard.max_local_len(length) >= own);
       EXPECT_TRUE(own == 0 || shard.position(own - 1, length) < length);
     });
-    attempt(m, [&] { Shard::at(length, rank, ranks, m.slots.data(), c.count()); });
+    attempt(m, [&] { Shard::at_positions(length, rank, ranks, m.slots.data(), c.count()); });
     attempt(m, [&] { Shard::ranges(length, rank, ranks, m.slots.data()); });
     attempt(m, [&] {
       const Tensor t(m.q.data(), fp32, {c.count(), c.count(), c.of<std::int64_t>({0, 1, 5})});

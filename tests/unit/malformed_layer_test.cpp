@@ -158,7 +158,7 @@ TEST_F(Malformed, OptionsOfALayer) {
            [&] { o.shard_queries = true; },
            [&] { o.invariant = true; },
            [&] { o.strategy = "pigeon"; },
-           [&] { o.exchange = c.once_in(2) ? "pigeon" : "windows"; },
+           [&] { o.exchange = c.once_in(2) ? static_cast<Exchange>(77) : Exchange::windows; },
            [&] {
              o.threads = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 3});
            },

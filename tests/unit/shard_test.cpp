@@ -59,7 +59,7 @@ RC_GTEST_PROP(Shard, ContiguousIsEvenToOneSegment, ()) {
 
 TEST(Shard, ListedKeysStandWhereTheTableSays) {
   const std::vector<std::int64_t> positions{9, 2, 5};
-  const Shard shard = Shard::at(12, 1, 2, positions.data(), 3);
+  const Shard shard = Shard::at_positions(12, 1, 2, positions.data(), 3);
   EXPECT_EQ(shard.local_len(12), 3);
   for (int i = 0; i < 3; ++i) EXPECT_EQ(shard.position(i, 12), positions[i]);
 }

@@ -88,8 +88,8 @@ TEST(Validate, OptionsThatMakeNoSense) {
   expect_refused<Unsupported>("fp8_products with softcap 30", [&] { check_options(taken); });
   refuse("max_kv_len -1", [](Options& o) { o.max_kv_len = -1; });
   refuse("max_query_len -1", [](Options& o) { o.max_query_len = -1; });
-  refuse("exchange \"pigeon\" is none of auto, windows, windows-apart, gather",
-         [](Options& o) { o.exchange = "pigeon"; });
+  refuse("exchange of number 4 is none of automatic, windows, windows_apart, gather",
+         [](Options& o) { o.exchange = static_cast<Exchange>(4); });
   for (const int dim : {-8, 0, 4, 12, 584}) {
     Options o = options();
     o.head_dim = dim;
@@ -167,7 +167,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"shard_queries", [](Options& o) { o.shard_queries = true; }},
       {"invariant", [](Options& o) { o.invariant = true; }},
       {"strategy", [](Options& o) { o.strategy = "gather-states"; }},
-      {"exchange", [](Options& o) { o.exchange = "gather"; }},
+      {"exchange", [](Options& o) { o.exchange = Exchange::gather; }},
       {"check_arrays", [](Options& o) { o.check_arrays = true; }},
   };
   const NamedValues before = describe(options());
@@ -280,8 +280,9 @@ TEST(Validate, ShardsWithTables) {
              [&](Request& r, Paged& p) { ranges(r, p), p.numbers[3] = 32; });
   refuse_run("the table of ranges of sequence 0 runs from 1",
              [&](Request& r, Paged& p) { ranges(r, p), p.numbers[0] = 1; });
-  refuse_run("shard is listed, which describes one sequence",
-             [](Request& r, Paged& p) { r.shard = Shard::at(20, 0, 1, p.numbers.data(), 2); });
+  refuse_run("shard is listed, which describes one sequence", [](Request& r, Paged& p) {
+    r.shard = Shard::at_positions(20, 0, 1, p.numbers.data(), 2);
+  });
 }
 
 TEST(Validate, ScalesOfFp8) {
@@ -366,7 +367,7 @@ TEST(Validate, Appends) {
       "append to a listed shard",
       [](Append& a, Paged& p) {
         a.batch = 1, a.query_start = nullptr;
-        a.shard = Shard::at(33, 0, 1, p.numbers.data(), 4);
+        a.shard = Shard::at_positions(33, 0, 1, p.numbers.data(), 4);
       },
       Unsupported(""));
 
@@ -399,7 +400,7 @@ TEST(Validate, NewKeysOfARun) {
   refuse("block_table[1][2] is -1", [](Request&, Paged& p) { p.table[6] = -1; });
   refuse_run<Unsupported>("append to a listed shard", [](Request& r, Paged& p) {
     r.batch = 1, r.query_start = nullptr;
-    r.shard = Shard::at(33, 0, 1, p.numbers.data(), 4);
+    r.shard = Shard::at_positions(33, 0, 1, p.numbers.data(), 4);
     r.new_k = p.append().new_k, r.new_v = p.append().new_v;
   });
   // What is wrong with the rest of the run is found before anything is written.

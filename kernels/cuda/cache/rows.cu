@@ -20,7 +20,7 @@ __global__ void key_starts_kernel(const __grid_constant__ KeyStartParams p) {
   std::int64_t before = 0;
   for (int first = 0; first < p.batch; first += kThreads) {
     const int b = first + static_cast<int>(threadIdx.x);
-    std::int64_t start = b < p.batch ? p.shard.of(b).local_len(p.kv_len[b]) : 0;
+    std::int64_t start = b < p.batch ? p.shard.for_sequence(b).local_len(p.kv_len[b]) : 0;
     std::int64_t total;
     __syncthreads();
     Scan(scan).ExclusiveSum(start, start, total);
@@ -39,7 +39,7 @@ __global__ void padded_key_starts_kernel(const __grid_constant__ KeyStartParams 
 __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
   auto& scan = arch::shared_variable<Scan::TempStorage>();
   auto& starts = arch::shared_variable<std::int64_t[kThreads + 1]>();
-  const Shard shard = p.shard.on(static_cast<int>(blockIdx.y));
+  const Shard shard = p.shard.with_rank(static_cast<int>(blockIdx.y));
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   std::int64_t before = 0, row = -1;
   for (int first = 0; first < p.batch.size; first += kThreads) {

@@ -21,7 +21,7 @@ constexpr int kVector = 4;
 /// Local keys of the sequence that a row belongs to; -1: the row is left out.
 __device__ std::int64_t local_len_of(const Batch& batch, const Shard& shard, std::int64_t token) {
   const int b = sequence_of_row(batch, token);
-  return b < 0 ? -1 : shard.of(b).local_len(batch.keys(b, shard));
+  return b < 0 ? -1 : shard.for_sequence(b).local_len(batch.keys(b, shard));
 }
 
 /// threadIdx.x = four columns; (blockIdx.x, threadIdx.y) = a segment of a row, segments fastest.

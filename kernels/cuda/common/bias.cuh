@@ -16,7 +16,8 @@ namespace longspan::kernels::cuda {
 __device__ inline int key_column(const Geometry& p, const Sequence& sequence, const View& view,
                                  std::int64_t local_key) {
   if (!view.any.contains(local_key)) return 0;
-  const std::int64_t position = p.shard.of(sequence.index).position(local_key, sequence.kv_len);
+  const std::int64_t position =
+      p.shard.for_sequence(sequence.index).position(local_key, sequence.kv_len);
   return static_cast<int>(position - sequence.context_len);
 }
 

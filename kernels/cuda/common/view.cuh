@@ -42,7 +42,7 @@ struct Sequence {
 LONGSPAN_HD inline Sequence sequence_of(const Geometry& p, int b) {
   const std::int64_t kv_len = p.batch.keys(b, p.shard);
   return {b,      p.batch.first_row(b), kv_len - p.whole_query_len(b),
-          kv_len, p.batch.first_key(b), p.shard.of(b).local_len(kv_len)};
+          kv_len, p.batch.first_key(b), p.shard.for_sequence(b).local_len(kv_len)};
 }
 
 inline constexpr int kNever = 0x7fffffff;
@@ -232,7 +232,7 @@ LONGSPAN_HD inline Interval row_view(const AttendParams& p, const Sequence& sequ
   const std::int64_t position = sequence.context_len + p.query_index(sequence.index, token);
   Interval seen = visible_in_order(p, sequence.index, position, sequence.kv_len);
   if (p.shard.layout == Layout::listed) return seen;
-  const Shard shard = p.shard.of(sequence.index);
+  const Shard shard = p.shard.for_sequence(sequence.index);
   seen.begin = shard.before(seen.begin, sequence.kv_len);
   seen.end = shard.before(seen.end, sequence.kv_len);
   return p.parts ? intersection(seen, p.parts.of(split, sequence.local_len)) : seen;

@@ -95,7 +95,7 @@ class DecodeFinder {
     __syncwarp();
     view_ = tile_view(p_, sequence, work.split, shared_.views[slot][0],
                       shared_.views[slot][work.rows - 1]);
-    const SegmentOrder order = p_.shard.of(work.sequence).order(sequence.kv_len);
+    const SegmentOrder order = p_.shard.for_sequence(work.sequence).order(sequence.kv_len);
     const SplitNumbers& numbers = plan_.numbers;
     int leaf_splits = numbers.leaf_splits;
     if (numbers.taken != nullptr) {

@@ -69,7 +69,7 @@ __device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeP
   using Element = typename Traits::Element;
   constexpr int kVector = 8;
   const Sequence& sequence = piece.sequence;
-  const Shard shard = p.shard.of(sequence.index);
+  const Shard shard = p.shard.for_sequence(sequence.index);
   const int head = piece.work.kv_head;
   const std::int64_t end = min(first + kSegment, sequence.local_len);
   for (std::int64_t key = max(first, first_new_key(sequence)); key < end; ++key) {

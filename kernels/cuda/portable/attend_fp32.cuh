@@ -298,8 +298,8 @@ __global__ __launch_bounds__(Traits::kThreads,
     __syncthreads();
     const View view = tile_view(p, sequence, work.split, views[0], views[Traits::kRows - 1]);
     const TreeCut cut = tree_cut(p, plan, work);
-    SegmentWalk walk(p.shard.of(work.sequence).order(sequence.kv_len), view.any, cut.split,
-                     cut.splits);
+    SegmentWalk walk(p.shard.for_sequence(work.sequence).order(sequence.kv_len), view.any,
+                     cut.split, cut.splits);
     typename Traits::State state;
     state.clear();
     typename Traits::Stack stack(plan.stack, plan.depth);

@@ -79,7 +79,7 @@ struct Piece {
   template <int kKeys>
   __device__ void cut(const AttendParams& p, const TreeCut& cut) {
     if constexpr (kInvariant) {
-      const SegmentOrder order = p.shard.of(sequence.index).order(sequence.kv_len);
+      const SegmentOrder order = p.shard.for_sequence(sequence.index).order(sequence.kv_len);
       walk = SegmentWalk(order, view.any, cut.split, cut.splits);
     } else {
       keys = view.any;

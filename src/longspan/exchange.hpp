@@ -1,0 +1,38 @@
+// How the states of a run travel between GPUs.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace longspan {
+
+enum class Exchange : std::uint8_t {
+  automatic,      // windows where the GPUs reach each other, else gather
+  windows,        // a kernel writes into the peers' memory and merges; for short queries it is the
+                  // one that ends the attention, too
+  windows_apart,  // windows, always by a kernel of its own
+  gather,         // NCCL (or MPI), then a merge
+};
+
+/// As `longspan run --exchange` takes it.
+constexpr const char* name(Exchange exchange) {
+  constexpr const char* names[] = {"auto", "windows", "windows-apart", "gather"};
+  return exchange <= Exchange::gather ? names[static_cast<int>(exchange)] : "no exchange";
+}
+
+/// What a layer found that it can do.
+struct ExchangeInfo {
+  Exchange by = Exchange::gather;  // never automatic
+  std::int64_t most_states = 0;    // windows: runs of more (rows x heads) are gathered; 0: none is
+  std::string reason;              // gather: why not by windows; empty where that is plain
+
+  bool has_windows() const { return by == Exchange::windows || by == Exchange::windows_apart; }
+  /// One line for people: "windows (gather past 16384 states)".
+  std::string describe() const {
+    if (most_states > 0)
+      return std::string(name(by)) + " (gather past " + std::to_string(most_states) + " states)";
+    return reason.empty() ? name(by) : std::string(name(by)) + " (" + reason + ")";
+  }
+};
+
+}  // namespace longspan

@@ -62,7 +62,7 @@ struct Queue::Impl {
 Queue::Queue(Device device) : impl_(std::make_unique<Impl>()) {
   if (device == Device::cuda) impl_->gpu.emplace();
 }
-Stream Queue::stream() const { return impl_->gpu ? on(impl_->gpu->get()) : Stream{}; }
+Stream Queue::stream() const { return impl_->gpu ? as_stream(impl_->gpu->get()) : Stream{}; }
 std::unique_ptr<Replays> Queue::repeat(std::function<void(Stream)> work) const {
   if (impl_->gpu) return std::make_unique<GpuReplays>(impl_->gpu->get(), work);
   return std::make_unique<HostReplays>(std::move(work));

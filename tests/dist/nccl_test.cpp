@@ -186,7 +186,7 @@ void start_and_wait(const Communicator& world, std::uint64_t seed, cudaStream_t 
   std::shuffle(order.begin(), order.end(), random);
   for (const std::size_t i : order) {
     const cudaStream_t waits = i % 2 ? stream : other;
-    open[i].wait(on(waits));
+    open[i].wait(as_stream(waits));
     ASSERT_EQ(cudaMemcpyAsync(seen[i].data(), got[i].data(), seen[i].bytes(),
                               cudaMemcpyDeviceToDevice, waits),
               cudaSuccess);

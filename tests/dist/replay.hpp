@@ -25,7 +25,7 @@ class Replay {
 
   Stream stream() const {
 #ifdef LONGSPAN_HAVE_CUDA
-    if (gpu_) return on(gpu_->get());
+    if (gpu_) return as_stream(gpu_->get());
 #endif
     return {};
   }

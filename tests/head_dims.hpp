@@ -7,6 +7,7 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "longspan/limits.hpp"
 #include "tests/context_parallel.hpp"
@@ -113,6 +114,23 @@ TEST(HeadDims, StatesOfRanks) {
       expect_exact(of_dims(dim, value_dim, dtype), [](const ServingProblem& problem) {
         return run_ranks(backend(), problem, dealt(problem, 3, 16));
       });
+}
+
+/// Also where nothing asks for it, and their keys are split.
+TEST(HeadDims, ShortQueriesKeepTheFixedOrder) {
+  LONGSPAN_NEEDS_DEVICE();
+  for (const auto& [dim, value_dim] : kHeadDims) {
+    Serving shape = of_dims(dim, value_dim, DType::bf16);
+    shape.q_lens = {1, 3};
+    shape.kv_lens = {900, 70};
+    const unsigned seed = fresh_seed();
+    SCOPED_TRACE(describe(shape) + " seed " + std::to_string(seed));
+    const ServingProblem problem(shape, seed);
+    const std::vector<Shard> halves{Shard::contiguous(900, 0, 2), Shard::contiguous(900, 1, 2)};
+    const ServingResult any = over_pages(problem), fixed = run_ranks(backend(), problem, halves);
+    EXPECT_TRUE(any.out == fixed.out);
+    EXPECT_TRUE(any.lse == fixed.lse);
+  }
 }
 
 TEST(HeadDims, ValuesThatAreTheFirstColumnsOfTheKeys) {

@@ -245,6 +245,17 @@ TEST(StateIn, Tf32) {
 }
 
 // States handed out for parts of the keys: each goes on in its own slot.
+TEST(StateIn, ValuesOfAnotherWidth) {
+  LONGSPAN_NEEDS_GPU();
+  for (const auto& [dim, value_dim] : {std::pair{64, 40}, {40, 72}, {264, 512}})
+    for (const DType dtype : {DType::fp32, DType::bf16}) {
+      Serving s{.heads = 4, .kv_heads = 2, .dim = dim, .value_dim = value_dim, .dtype = dtype};
+      s.q_lens = {1, 40, 3};
+      s.kv_lens = {400, 130, 90};
+      check_chain(s, {.ranks = 2});
+    }
+}
+
 TEST(StateIn, Parts) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : {DType::bf16, DType::fp32})

@@ -872,7 +872,7 @@ MUTANTS = [
 
     # ---- values of another width ---------------------------------------------------------------
     Mutant("portable-values-of-head-dim", "kernels/cuda/portable/attend_portable.cuh", "portable",
-           "Values are read as far as keys are wide: the neighbour's columns.",
+           "Columns of the values past the width of the keys are zeros.",
            old="    load(p.v, p.value_dim, tile, to);",
            new="    load(p.v, p.head_dim, tile, to);"),
     Mutant("portable-stores-head-dim", "kernels/cuda/portable/attend_portable.cuh", "portable",

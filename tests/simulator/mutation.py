@@ -41,16 +41,17 @@ FAMILIES = {
     "decode": (DECODE, KERNELS,
                "Decode/*:*Serve*decode_pages_of_16:*Serve*decode_packed*:*Serve*decode_draft*:"
                "*Serve*decode_long*:*Serve*decode_shares*:*Behind*decode*:NewKeys*"),
-    "portable": (PORTABLE, KERNELS, "Portable/*:*Serve*portable_pages*"),
-    "fp32": (SINGLE, KERNELS, "Single/*:*Serve*single*"),
+    "portable": (PORTABLE, KERNELS, "Portable/*:*Serve*portable_*"),
+    "fp32": (SINGLE, KERNELS, "Single/*:*Serve*single*:*Serve*fp32_*"),
     "tf32": (["portable/instances/fp32_tf32.cu"], "gpu_tf32_test", "*"),
     "hopper": (HOPPER, KERNELS, "*Hopper*:*Serve*hopper*:*Behind*hopper*"),
     "exchange": (["exchange/exchange.cu", "exchange/exchange_parts.cu", "dispatch/backend.cu"],
                  EXCHANGE, "*"),
-    "merge": (MERGE, KERNELS, "Decode/*:Single/*"),
+    "merge": (MERGE, KERNELS, "Decode/*:Single/*:*Serve*portable_*:*Serve*fp32_*"),
 }
 # Where the file says more than the family.
 FILES = {
+    "attend.cu": (["dispatch/attend.cu"], "gpu_head_dims_test", "*Short*"),
     "append.cu": (["cache/append.cu"], "gpu_append_test", "*"),
     "check_arrays.cu": (["cache/check_arrays.cu"], SMALL, "CheckSlots*"),
     "digest.cu": (["cache/digest.cu"], SMALL, "Digest*"),

@@ -144,6 +144,13 @@ class Drafts {
   bool graph_, warm_ = false;
 };
 
+/// Stops this rank until mpirun wakes it to end it. A rank that talks to mpirun then makes it hang
+/// now and then ("PMIX ERROR: UNREACHABLE", Open MPI 4.1), so this one ends.
+[[noreturn]] void stop() {
+  std::raise(SIGSTOP);
+  std::_Exit(0);
+}
+
 /// The victim's part in a run that it does take part in; false: it has none.
 bool misbehave(const std::string& mode, Drafts& drafts) {
   if (mode == "differ") {
@@ -167,16 +174,11 @@ void run(const Asked& asked) {
   const bool last = env_text("OMPI_COMM_WORLD_RANK") && env_text("OMPI_COMM_WORLD_SIZE") &&
                     std::stoi(*env_text("OMPI_COMM_WORLD_RANK")) + 1 ==
                         std::stoi(*env_text("OMPI_COMM_WORLD_SIZE"));
-  if (mode == "start" && last) {
-    std::raise(SIGSTOP);
-    // mpirun wakes it to end it. A rank that then connects to mpirun makes it hang now and then
-    // ("PMIX ERROR: UNREACHABLE", Open MPI 4.1).
-    std::_Exit(0);
-  }
+  if (mode == "start" && last) stop();
   if (mode == "make") {
     int level = 0;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
-    if (last) std::raise(SIGSTOP);
+    if (last) stop();
   }
   if (mode == "single") MPI_Init(nullptr, nullptr);
   std::optional<testing::NoThreads> none;
@@ -196,7 +198,7 @@ void run(const Asked& asked) {
   if (victim) {
     std::fflush(nullptr);
     if (drafts && misbehave(mode, *drafts)) return ranks.world.barrier("the end");
-    if (mode.starts_with("stop")) std::raise(SIGSTOP);
+    if (mode.starts_with("stop")) stop();
     if (mode == "kill") std::raise(SIGKILL);
     if (mode == "abort") {
       const InputError error("k.npy is truncated");
@@ -216,7 +218,7 @@ void run(const Asked& asked) {
   else
     ranks.exchange("states");
   ranks.world.barrier("the end");
-  if (mode == "end" && victim) std::raise(SIGSTOP);
+  if (mode == "end" && victim) stop();
 }
 
 }  // namespace

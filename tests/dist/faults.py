@@ -72,6 +72,15 @@ def expected(options):
     return status, pattern
 
 
+def processes(session):
+    """What the processes of a job that hangs are doing: a stopped one is T, a dead one Z."""
+    try:
+        return subprocess.run(["ps", "-s", str(session), "-o", "pid,ppid,stat,wchan:24,args"],
+                              capture_output=True, text=True).stdout
+    except OSError as error:
+        return f"ps: {error}"
+
+
 def run(command, environment):
     """The exit status and all output; SKIP status stays. A hang is ended and reported as None."""
     job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,
@@ -80,6 +89,7 @@ def run(command, environment):
         output, _ = job.communicate(timeout=HANG_S)
         return job.returncode, output
     except subprocess.TimeoutExpired:
+        print(processes(job.pid))
         job.send_signal(signal.SIGTERM)  # mpirun then ends its ranks, stopped ones too
         try:
             output, _ = job.communicate(timeout=20)

@@ -15,7 +15,7 @@
 
 #include "longspan/buffer.hpp"
 #include "longspan/element.hpp"
-#include "longspan/kernels.hpp"
+#include "longspan/serving.hpp"
 #include "longspan/tensor.hpp"
 
 namespace longspan::bench {
@@ -109,6 +109,11 @@ class Numbers {
     buffer_.upload(host.data());
   }
   const T* data() const { return static_cast<const T*>(buffer_.data()); }
+  /// `count` of them from `first` on, or all.
+  Tensor view() const { return view(0, static_cast<std::int64_t>(host.size())); }
+  Tensor view(std::int64_t first, std::int64_t count) const {
+    return {data() + first, {count}, buffer_.device()};
+  }
 
   std::vector<T> host;
 
@@ -158,10 +163,11 @@ class Cache {
   void give(PagedAttention& args) const {
     args.k_cache = k_.view;
     args.v_cache = v_.view;
-    args.block_table = {table_.data(), columns_};
+    const std::int64_t batch = static_cast<std::int64_t>(table_.host.size()) / columns_;
+    args.block_table = {table_.data(), {batch, columns_}, k_.view.device};
     if (scales_.host.empty()) return;
-    args.k_scale = {scales_.data()};
-    args.v_scale = {scales_.data() + 1};
+    args.k_scale = scales_.view(0, 1);
+    args.v_scale = scales_.view(1, 1);
   }
 
   /// Element d of key (value) `key` of sequence b.

@@ -1,6 +1,6 @@
 // Attention over a paged cache, ready to be called again and again, and its judge.
 //
-//     Decode decode(Device::cuda, kernels, {.heads = 32, ...}, {.page = 16});
+//     Decode decode(Device::cuda, ops, {.heads = 32, ...}, {.page = 16});
 //     decode(0, stream);          queues one call
 //     decode.judge().right(bf16)  a few rows against float64
 #pragma once
@@ -13,7 +13,7 @@
 
 #include "bench/data.hpp"
 #include "longspan/buffer.hpp"
-#include "longspan/kernels.hpp"
+#include "longspan/serving.hpp"
 
 namespace longspan::bench {
 
@@ -44,22 +44,21 @@ class Problem {
   void give(PagedAttention& args) const {
     args.q = q.view;
     cache.give(args);
-    args.batch = size.batch;
-    args.query_start = starts_.data();
-    args.kv_len = lens_.data();
+    args.query_start = starts_.view();
+    args.kv_len = lens_.view();
     args.max_kv_len = size.kv_len;
     args.max_query_len = size.q_len;
     args.out = out.view;
-    args.dtype = size.dtype;
+    args.dtypes.compute = size.dtype;
     args.mask = {.causal = true, .window = window_};
   }
   /// With the workspace that the call asks for, full of NaN.
   template <class Args>
-  void finish(const Kernels& kernels, Args& args) {
-    workspace_ = Buffer(q.view.device, kernels.workspace_bytes(args));
+  void finish(const ServingOps& ops, Args& args) {
+    workspace_ = Buffer(q.view.device, ops.workspace_bytes(args));
     if (workspace_.bytes() > 0)
       workspace_.upload(std::vector<std::byte>(workspace_.bytes(), std::byte{0xff}).data());
-    args.workspace = {workspace_.data(), workspace_.bytes()};
+    args.attention.workspace = {workspace_.data(), workspace_.bytes()};
   }
 
   /// A few rows of the result; `key(b, j, head, d)` and `value` are elements of the whole sequence.
@@ -134,13 +133,13 @@ class Problem {
 /// Decode: all keys, the new tokens' too, lie in the cache.
 class Decode : public Problem {
  public:
-  Decode(Device device, const Kernels& kernels, Sizes sizes, const CacheShape& shape,
+  Decode(Device device, const ServingOps& ops, Sizes sizes, const CacheShape& shape,
          std::int64_t window = 0)
-      : Problem(device, sizes, shape, sizes.kv_len, window), kernels_(kernels) {
-    give(args_);
-    finish(kernels, args_);
+      : Problem(device, sizes, shape, sizes.kv_len, window), ops_(ops) {
+    give(args_.attention);
+    finish(ops, args_);
   }
-  void operator()(int, Stream stream) const { kernels_.segmented_attention(args_, stream); }
+  void operator()(int, Stream stream) const { ops_.segmented_attention(args_, stream); }
   Judge judge() const {
     return Problem::judge(
         [&](int b, std::int64_t j, int head, int d) { return cache.k(b, j, head, d); },
@@ -148,24 +147,24 @@ class Decode : public Problem {
   }
 
  private:
-  const Kernels& kernels_;
+  const ServingOps& ops_;
   SegmentedAttention args_;
 };
 
 /// Chunked prefill: the context lies in the cache, the new keys lie as the queries do.
 class Chunk : public Problem {
  public:
-  Chunk(Device device, const Kernels& kernels, Sizes sizes, const CacheShape& shape)
+  Chunk(Device device, const ServingOps& ops, Sizes sizes, const CacheShape& shape)
       : Problem(device, sizes, shape, sizes.kv_len - sizes.q_len),
-        kernels_(kernels),
+        ops_(ops),
         k_(device, {30, sizes.dtype}, {sizes.batch * sizes.q_len, sizes.kv_heads, sizes.dim}),
         v_(device, {31, sizes.dtype}, {sizes.batch * sizes.q_len, sizes.kv_heads, sizes.dim}) {
-    give(args_);
+    give(args_.attention);
     args_.k = k_.view;
     args_.v = v_.view;
-    finish(kernels, args_);
+    finish(ops, args_);
   }
-  void operator()(int, Stream stream) const { kernels_.context_attention(args_, stream); }
+  void operator()(int, Stream stream) const { ops_.context_attention(args_, stream); }
   Judge judge() const {
     const std::int64_t context = size.kv_len - size.q_len;
     const auto new_row = [&](const Array& array, int b, std::int64_t j, int head, int d) {
@@ -187,7 +186,7 @@ class Chunk : public Problem {
   }
 
  private:
-  const Kernels& kernels_;
+  const ServingOps& ops_;
   Array k_, v_;
   ContextAttention args_;
 };

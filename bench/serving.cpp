@@ -1,4 +1,4 @@
-// Times the serving kernels (kernels.hpp) on one device and prints a line of JSON for each case:
+// Times the serving kernels (serving.hpp) on one device and prints a line of JSON for each case:
 //
 //     bench_serving                          on the GPU: copy, merge, decode, chunked
 //     bench_serving --device host            the same on processors: bring patience, or --tiny
@@ -84,14 +84,14 @@ int run(int argc, char** argv) {
     s.layouts.push_back(layout == "rows" ? PageLayout::rows : PageLayout::x_packed);
   if (s.sections.empty()) s.sections = {"copy", "merge", "decode", "chunked"};
 
-  const Kernels kernels(s.device, s.threads);
+  const ServingOps ops(s.device, s.threads);
   for (const std::string& section : s.sections) {
     if (section == "copy") copy(s);
-    if (section == "merge") merge(s, kernels);
-    if (section == "decode") decode(s, kernels);
-    if (section == "chunked") chunked(s, kernels);
+    if (section == "merge") merge(s, ops);
+    if (section == "decode") decode(s, ops);
+    if (section == "chunked") chunked(s, ops);
     if (section == "layer") layer(s);
-    if (section == "plain") beside_plain(s, kernels);
+    if (section == "plain") beside_plain(s, ops);
   }
   return all_right ? 0 : kWrongResult;
 }

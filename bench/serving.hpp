@@ -57,10 +57,10 @@ inline double rate(double amount, const Times& t) { return amount / t.median / 1
 // ---- the sections -------------------------------------------------------------------------------
 
 void copy(const Settings& s);
-void merge(const Settings& s, const Kernels& kernels);
-void decode(const Settings& s, const Kernels& kernels);
-void chunked(const Settings& s, const Kernels& kernels);
+void merge(const Settings& s, const ServingOps& ops);
+void decode(const Settings& s, const ServingOps& ops);
+void chunked(const Settings& s, const ServingOps& ops);
 void layer(const Settings& s);
-void beside_plain(const Settings& s, const Kernels& kernels);
+void beside_plain(const Settings& s, const ServingOps& ops);
 
 }  // namespace longspan::bench

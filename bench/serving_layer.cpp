@@ -31,12 +31,12 @@ class LayerDecode {
     layer_.emplace(self(s.device), Options{.heads = heads_,
                                            .kv_heads = kv_heads_,
                                            .head_dim = kDim,
-                                           .dtype = bf16,
+                                           .dtypes = {.compute = bf16},
                                            .mask = {.causal = true},
-                                           .max_tokens = std::int64_t{batch_} * tokens_,
-                                           .max_batch = batch_,
-                                           .max_kv_len = capacity_,
-                                           .max_query_len = tokens_,
+                                           .limits = {.max_tokens = std::int64_t{batch_} * tokens_,
+                                                      .max_batch = batch_,
+                                                      .max_kv_len = capacity_,
+                                                      .max_query_len = tokens_},
                                            .threads = s.threads});
     const std::int64_t rows = std::int64_t{batch_} * tokens_;
     q_ = Array(s.device, {20, bf16}, {rows, heads_, kDim});
@@ -59,20 +59,17 @@ class LayerDecode {
   double bytes() const { return 2.0 * static_cast<double>(keys_) * kv_heads_ * kDim * 2; }
 
   void operator()(int i, Stream stream) {
-    Request request{.q = q_.view,
-                    .k = k_[i % copies()].view,
-                    .v = v_[i % copies()].view,
-                    .shard = Shard::contiguous(capacity_, 0, 1),
-                    .out = out_.view};
+    AttentionArgs args{
+        .q = q_.view, .k = k_[i % copies()].view, .v = v_[i % copies()].view, .out = out_.view};
     if (batch_ > 1) {
-      request.batch = batch_;
-      request.query_start = starts_on_.data();
-      request.kv_len = lens_on_.data();
+      args.query_start = starts_on_.view();
+      args.kv_len = lens_on_.view();
     } else {  // keys of the one sequence have no dimension for it
-      for (Tensor* t : {&request.k, &request.v})
+      args.total_keys = capacity_;
+      for (Tensor* t : {&args.k, &args.v})
         *t = Tensor(t->data, bf16, {capacity_, kv_heads_, kDim}, t->device);
     }
-    layer_->run(request, stream);
+    layer_->run(args, stream);
   }
 
   /// Rows of the last call, the `launches` - 1st.

@@ -93,7 +93,7 @@ struct MergeSet {
   Numbers<float> lse[2];
 };
 
-void merge(const Settings& s, const Kernels& kernels, DType dtype, MergeRow row) {
+void merge(const Settings& s, const ServingOps& ops, DType dtype, MergeRow row) {
   const double rows = static_cast<double>(row.tokens) * row.heads;
   const double bytes = 3 * rows * (MergeSet::kDim * size_of(dtype) + sizeof(float));
   // What fits in the cache is measured there, as a model's layer finds it.
@@ -104,7 +104,7 @@ void merge(const Settings& s, const Kernels& kernels, DType dtype, MergeRow row)
   const Times t = times(
       s.device,
       [&](int i, Stream stream) {
-        kernels.merge_attn_states(sets[i % count].args(), LogBase::e, stream);
+        ops.merge_attn_states(sets[i % count].args(), LogBase::e, stream);
       },
       effort(s, (20 + count - 1) / count * count));
   const Judge judge = sets.back().judge();
@@ -121,14 +121,14 @@ void merge(const Settings& s, const Kernels& kernels, DType dtype, MergeRow row)
 
 }  // namespace
 
-void merge(const Settings& s, const Kernels& kernels) {
+void merge(const Settings& s, const ServingOps& ops) {
   for (DType dtype : {bf16, fp32}) {
     for (std::size_t r = 0; r < std::size(kMerge); ++r) {
       MergeRow row = kMerge[r];
       if (s.tiny) row.tokens /= 64;
       if (s.takes(r))
         attempt({{"section", "merge"}, {"row", r}, {"dtype", name(dtype)}},
-                [&] { merge(s, kernels, dtype, row); });
+                [&] { merge(s, ops, dtype, row); });
     }
   }
 }

@@ -13,10 +13,9 @@ class Plain {
         layer_(self(s.device), {.heads = sizes.heads,
                                 .kv_heads = sizes.kv_heads,
                                 .head_dim = sizes.dim,
-                                .dtype = sizes.dtype,
+                                .dtypes = {.compute = sizes.dtype},
                                 .mask = {.causal = true},
-                                .max_tokens = sizes.q_len,
-                                .max_kv_len = sizes.kv_len,
+                                .limits = {.max_tokens = sizes.q_len, .max_kv_len = sizes.kv_len},
                                 .threads = s.threads}),
         q_(s.device, {20, sizes.dtype}, {sizes.q_len, sizes.heads, sizes.dim}),
         k_(s.device, {21, sizes.dtype}, {sizes.kv_len, sizes.kv_heads, sizes.dim}),
@@ -24,11 +23,8 @@ class Plain {
         out_(Array::nan(s.device, sizes.dtype, {sizes.q_len, sizes.heads, sizes.dim})) {}
 
   void run() {
-    layer_.run({.q = q_.view,
-                .k = k_.view,
-                .v = v_.view,
-                .shard = Shard::contiguous(size_.kv_len, 0, 1),
-                .out = out_.view});
+    layer_.run(
+        {.q = q_.view, .k = k_.view, .v = v_.view, .out = out_.view, .total_keys = size_.kv_len});
     layer_.wait();
   }
 
@@ -40,9 +36,9 @@ class Plain {
 
 /// The two sides in turns; the best of each, since other work on the machine only slows.
 template <class Problem>
-void beside_plain(const Settings& s, const Kernels& kernels, const char* section, Sizes size,
+void beside_plain(const Settings& s, const ServingOps& ops, const char* section, Sizes size,
                   CacheShape shape, const char* what) {
-  const Problem problem(s.device, kernels, size, shape);
+  const Problem problem(s.device, ops, size, shape);
   Plain plain(s, size);
   std::vector<double> ours, theirs;
   for (int i = 0; i < (s.tiny ? 3 : 12); ++i) {
@@ -64,7 +60,7 @@ void beside_plain(const Settings& s, const Kernels& kernels, const char* section
 
 }  // namespace
 
-void beside_plain(const Settings& s, const Kernels& kernels) {
+void beside_plain(const Settings& s, const ServingOps& ops) {
   const std::int64_t part = s.tiny ? 64 : 1;
   for (DType dtype : {fp32, bf16}) {
     const Sizes one{32, 8, 1, 1, 32768 / part, 128, dtype};
@@ -86,10 +82,10 @@ void beside_plain(const Settings& s, const Kernels& kernels) {
       };
       const Json about{{"section", "plain"}, {"what", v.what}, {"dtype", name(dtype)}};
       attempt(about, [&] {
-        beside_plain<Decode>(s, kernels, "plain decode", one, shape(one.kv_heads), v.what);
+        beside_plain<Decode>(s, ops, "plain decode", one, shape(one.kv_heads), v.what);
       });
       attempt(about, [&] {
-        beside_plain<Chunk>(s, kernels, "plain chunked", chunk, shape(chunk.kv_heads), v.what);
+        beside_plain<Chunk>(s, ops, "plain chunked", chunk, shape(chunk.kv_heads), v.what);
       });
     }
   }

@@ -8,11 +8,11 @@
 
 namespace longspan::comm {
 
-/// NCCL among the ranks of `control`, each on the GPU of its local rank, which becomes the calling
-/// thread's current one. Collective. Two ranks on one GPU are refused.
-std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control> control);
+/// NCCL among the ranks of `control`, each on its `gpu`, or below 0 on that of its local rank.
+/// Collective. Two ranks on one GPU are refused.
+std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control> control, int gpu);
 
-/// One process alone on its current GPU.
-std::shared_ptr<Transport> gpu_self(milliseconds deadline);
+/// One process alone on its `gpu`, or below 0 on the current one.
+std::shared_ptr<Transport> gpu_self(milliseconds deadline, int gpu);
 
 }  // namespace longspan::comm

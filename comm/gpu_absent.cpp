@@ -15,8 +15,8 @@ namespace {
 
 }  // namespace
 
-std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control>) { refuse(); }
-std::shared_ptr<Transport> gpu_self(milliseconds) { refuse(); }
+std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control>, int) { refuse(); }
+std::shared_ptr<Transport> gpu_self(milliseconds, int) { refuse(); }
 
 }  // namespace longspan::comm
 

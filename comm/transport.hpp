@@ -35,7 +35,7 @@ struct Verb {
   std::size_t bytes = 0;          // from one rank to one rank
   int place = 0;                  // shift: the distance; broadcast: the root
   DType dtype = fp32;             // reduce_scatter: of what is added
-  std::uint64_t* said = nullptr;  // all_gather: see there
+  std::uint64_t* said = nullptr;  // all_gather, all_to_all: see all_gather
 };
 
 /// A transfer that a verb has started. What it sends and receives is its own until it has ended.
@@ -88,6 +88,8 @@ class Transport : public std::enable_shared_from_this<Transport> {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual Device device() const = 0;
+  /// This rank's GPU; -1 on processors. Who calls a verb has made it current.
+  virtual int gpu() const { return -1; }
   virtual std::chrono::milliseconds deadline() const = 0;
   virtual std::string describe() const = 0;
   /// How messages name a rank: "5", or "1 (5 of all)" in what was split from another communicator.
@@ -112,15 +114,18 @@ class Transport : public std::enable_shared_from_this<Transport> {
         stream, step);
   }
 
-  /// recv[p] = send[rank] of rank p; both [size, bytes].
-  void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream,
-                  const char* step) {
-    run({.kind = Verb::all_to_all, .send = send, .recv = recv, .bytes = bytes}, stream, step);
+  /// recv[p] = send[rank] of rank p; both [size, bytes]. `said` as in all_gather.
+  void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
+                  std::uint64_t* said = nullptr) {
+    run({.kind = Verb::all_to_all, .send = send, .recv = recv, .bytes = bytes, .said = said},
+        stream, step);
   }
   [[nodiscard]] Transfer start_all_to_all(const void* send, void* recv, std::size_t bytes,
-                                          Stream stream, const char* step) {
-    return begin({.kind = Verb::all_to_all, .send = send, .recv = recv, .bytes = bytes}, stream,
-                 step);
+                                          Stream stream, const char* step,
+                                          std::uint64_t* said = nullptr) {
+    return begin(
+        {.kind = Verb::all_to_all, .send = send, .recv = recv, .bytes = bytes, .said = said},
+        stream, step);
   }
 
   /// Sends to rank + distance and receives from rank - distance, around the ring.

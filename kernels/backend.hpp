@@ -100,6 +100,7 @@ class ServingKernels {
   virtual std::size_t context_room(const AttendParams& /*bounds*/) const { return 0; }
 
   virtual void merge_outputs(const MergeOutputsParams& params, Stream stream) const = 0;
+  virtual void pack_outputs(const PackOutputsParams& params, Stream stream) const = 0;
   virtual void export_segments(const ExportSegmentsParams& params, Stream stream) const = 0;
   virtual void reduce_segments(const ReduceSegmentsParams& params, Stream stream) const = 0;
 };

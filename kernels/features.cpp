@@ -12,7 +12,7 @@ using P = AttendParams;
 
 constexpr bool kYes = true, kNo = false;
 
-// What asks for a feature: `Attention`, `Kernels`, or a strategy that calls a backend.
+// What asks for a feature: `Attention`, `ServingOps`, or a strategy that calls a backend.
 constexpr const char *kBoth = "layer, calls", *kLayer = "layer", *kCalls = "calls",
                      *kBackend = nullptr;
 
@@ -42,7 +42,7 @@ constexpr Feature kFeatures[] = {
      kYes, [](const P& p) { return is_fp8(p.kv_dtype); }},
     {"fp8 queries", "e4m3 and e5m2 with a scale", kBoth, kYes, kYes,
      [](const P& p) { return is_fp8(p.q_dtype); }},
-    {"ranges of a batch", "a table of cuts for each sequence", kLayer, kYes, kYes,
+    {"ranges of a batch", "a table of cuts for each sequence", kBoth, kYes, kYes,
      [](const P& p) { return p.shard.layout == Layout::ranges && p.batch.size > 1; }},
     {"sharded queries", "a rank attends to its own rows of each sequence", kLayer, kYes, kYes,
      [](const P& p) { return p.queries.ranks > 1; }},
@@ -52,7 +52,7 @@ constexpr Feature kFeatures[] = {
      [](const P& p) { return p.batch.skip_decode; }},
     {"segments handed out", "a state for each part of the keys", kCalls, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.parts); }},
-    {"state in", "rows begin from a previous state", kBackend, kYes, kYes,
+    {"state in", "rows begin from a previous state", kCalls, kYes, kYes,
      [](const P& p) { return p.resume; }},
     // The host's products stay exact, which the option allows.
     {"tf32", "fp32 products rounded to tf32", kBoth, kYes, kYes, [](const P& p) { return p.tf32; }},

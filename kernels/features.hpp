@@ -13,8 +13,8 @@ namespace longspan::kernels {
 struct Feature {
   const char* name;
   const char* meaning;
-  const char* by;  // whether a layer, the calls of `Kernels`, or both can be asked for it; null: no
-                   // public call can, only who calls a backend
+  const char* by;  // whether a layer, the calls of `ServingOps`, or both can be asked for it; null:
+                   // no public call can, only who calls a backend
   bool host;
   bool cuda;
   bool (*asked)(const AttendParams&);  // do these params need it?

@@ -7,12 +7,7 @@
 
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
-
-#if defined(LONGSPAN_HAVE_CUDA)
-#include <cuda_runtime_api.h>
-
-#include "src/check.hpp"
-#endif
+#include "src/device_guard.hpp"
 
 namespace longspan {
 namespace {
@@ -74,7 +69,9 @@ void copy(Device device, void* to, const void* from, std::size_t bytes) {
 }  // namespace
 
 Buffer::Buffer(Device device, std::size_t bytes) : bytes_(bytes), device_(device) {
-  if (bytes > 0) data_ = allocate(device, bytes);
+  if (bytes == 0) return;
+  data_ = allocate(device, bytes);
+  if (device == Device::cuda) gpu_ = current_gpu();
 }
 
 Buffer::~Buffer() {
@@ -84,22 +81,26 @@ Buffer::~Buffer() {
 Buffer::Buffer(Buffer&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       bytes_(std::exchange(other.bytes_, 0)),
-      device_(other.device_) {}
+      device_(other.device_),
+      gpu_(other.gpu_) {}
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   std::swap(device_, other.device_);
+  std::swap(gpu_, other.gpu_);
   return *this;
 }
 
 void Buffer::upload(const void* host) {
   check_host(host, bytes_);
+  const DeviceGuard guard(gpu_);
   copy(device_, data_, host, bytes_);
 }
 
 void Buffer::download(void* host) const {
   check_host(host, bytes_);
+  const DeviceGuard guard(gpu_);
   copy(device_, host, data_, bytes_);
 }
 

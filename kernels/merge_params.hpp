@@ -23,9 +23,10 @@ struct OutScale {
   }
 };
 
-/// What every rank says of its run (digest.hpp), gathered beside the states of the run. Where one
-/// says another thing than this rank, the states are of different runs: a merge then writes no
-/// result, and reports it.
+/// What every rank says of its run (digest.hpp), gathered beside the states, or finished parts, of
+/// the run. Where one says another thing than this rank, they are of different runs: a merge then
+/// writes no result, and reports it. On the host the transport compares, and no merge looks at
+/// them.
 struct RunHeaders {
   const std::uint64_t* said = nullptr;  // [ranks]; null: nothing is compared
   int rank = 0;
@@ -88,8 +89,9 @@ struct MergeOutputsParams {
   int dim = 0;
   DType dtype = DType::fp32;  // of the result; may be fp8
   OutScale out_scale;
-  Rows out;     // may be in[0]
-  LseView lse;  // data null: not wanted; may be in_lse[0]
+  Rows out;            // may be in[0]
+  LseView lse;         // data null: not wanted; may be in_lse[0]
+  RunHeaders headers;  // of parts that were gathered
 
   /// Which of two parts, or the first of many.
   LONGSPAN_HD int side(int part) const { return parts == 2 ? part : 0; }
@@ -112,6 +114,35 @@ struct MergeOutputsParams {
         token * rows.row_stride + head * rows.head_stride + (parts == 2 ? 0 : part * part_stride);
     return static_cast<const std::byte*>(rows.data) +
            first * static_cast<std::int64_t>(size_of(dtype_of(part)));
+  }
+};
+
+/// A finished part [tokens, heads, dim] and its lse, copied bit by bit to where they travel from.
+struct PackOutputsParams {
+  std::int64_t tokens = 0;
+  int heads = 1;
+  int dim = 0;
+  DType dtype = DType::fp32;
+  Rows from;
+  Rows to;
+  LseView from_lse;
+  LseView to_lse;
+
+  std::int64_t row_bytes() const {
+    return std::int64_t{dim} * static_cast<std::int64_t>(size_of(dtype));
+  }
+  /// The widest word, up to 16 bytes, that divides all rows and the addresses that they begin at.
+  int word() const {
+    const auto bytes = [&](std::int64_t elements) {
+      return static_cast<std::uintptr_t>(elements) * size_of(dtype);
+    };
+    std::uintptr_t all = static_cast<std::uintptr_t>(row_bytes());
+    for (const Rows* rows : {&from, &to})
+      all |= reinterpret_cast<std::uintptr_t>(rows->data) | bytes(rows->row_stride) |
+             bytes(rows->head_stride);
+    for (int word = 16; word > 1; word /= 2)
+      if (all % static_cast<std::uintptr_t>(word) == 0) return word;
+    return 1;
   }
 };
 

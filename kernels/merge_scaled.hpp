@@ -20,9 +20,9 @@ LONGSPAN_HD inline float from_merge_unit(float mean) {
 }
 
 /// Element `column` of the merge of a row, ahead of the result's scale. An infinity among the terms
-/// stays one, as does a NaN.
+/// stays one, as does a NaN. `by_inverse`: the sum is divided by as CUDA's kernels of two parts do.
 LONGSPAN_HD inline float merge_scaled(const MergeOutputsParams& p, std::int64_t token, int head,
-                                      int column) {
+                                      int column, bool by_inverse = false) {
   Stats stats = empty_stats();
   float o = 0.0f;
   for (int part = 0; part < p.parts; ++part) {
@@ -34,7 +34,9 @@ LONGSPAN_HD inline float merge_scaled(const MergeOutputsParams& p, std::int64_t 
     o = f(o, value * kMergeUnit * p.scale_of(part));
     stats = f.stats;
   }
-  return from_merge_unit(finish(stats)(o));
+  const Finish finished = finish(stats);
+  if (by_inverse && finished.sum != 0.0f) return from_merge_unit(o * (1.0f / finished.sum));
+  return from_merge_unit(finished(o));
 }
 
 }  // namespace longspan::kernels

@@ -37,7 +37,7 @@ DecodeShape shape_of(const Settings& s, std::int64_t kv) {
   DecodeShape shape{.options = {.heads = o.heads,
                                 .kv_heads = o.kv_heads,
                                 .head_dim = o.dim,
-                                .dtype = dtype_named(o.dtype),
+                                .dtypes = {.compute = dtype_named(o.dtype)},
                                 .invariant = o.invariant,
                                 .exchange = s.world.exchange,
                                 .threads = s.threads},
@@ -50,7 +50,7 @@ DecodeShape shape_of(const Settings& s, std::int64_t kv) {
                     .kv_len = kv,
                     .steps = s.steps(),
                     .seed = s.world.seed};
-  if (!o.kv_dtype.empty()) shape.options.kv_dtype = dtype_named(o.kv_dtype);
+  if (!o.kv_dtype.empty()) shape.options.dtypes.kv = dtype_named(o.kv_dtype);
   return shape;
 }
 

@@ -16,9 +16,10 @@ CacheInputs make_cache(const DecodeShape& s, TensorId block, TensorId fresh, flo
   const Options& o = s.options;
   CacheInputs inputs;
   inputs.twist = twist;
-  inputs.fresh = generated(s.seed, fresh, o.dtype, s.caches * s.rows(), o.kv_heads, o.head_dim);
+  inputs.fresh =
+      generated(s.seed, fresh, o.dtypes.compute, s.caches * s.rows(), o.kv_heads, o.head_dim);
   inputs.stored = inputs.fresh;
-  Source rows = generated(s.seed, block, o.dtype, kBlockRows, o.kv_heads, o.head_dim);
+  Source rows = generated(s.seed, block, o.dtypes.compute, kBlockRows, o.kv_heads, o.head_dim);
   if (is_fp8(s.kv_dtype())) {
     inputs.scale = {scale};
     inputs.stored = quantised(inputs.stored, s.kv_dtype(), inputs.scale);
@@ -64,11 +65,12 @@ std::int64_t DecodeShape::capacity(int ranks) const {
 
 Options DecodeShape::fitted() const {
   Options fitted = options;
+  fitted.keys = {layout, block};
   fitted.mask.causal = tokens > 1;  // one new token sees all keys anyway
-  fitted.max_tokens = rows();
-  fitted.max_batch = batch;
-  fitted.max_query_len = tokens;
-  fitted.max_kv_len = length_after(steps);
+  fitted.limits.max_tokens = rows();
+  fitted.limits.max_batch = batch;
+  fitted.limits.max_query_len = tokens;
+  fitted.limits.max_kv_len = length_after(steps);
   return fitted;
 }
 
@@ -80,7 +82,7 @@ Pattern CacheInputs::pattern(int cache) const {
 DecodeInputs::DecodeInputs(const DecodeShape& s)
     : k(make_cache(s, kKeyBlock, kNewKeys, 0.75f, 1)),
       v(make_cache(s, kValueBlock, kNewValues, 1.25f, 132)),
-      q(generated(s.seed, kQueries, s.options.dtype, s.layers * s.rows(), s.options.heads,
+      q(generated(s.seed, kQueries, s.options.dtypes.compute, s.layers * s.rows(), s.options.heads,
                   s.options.head_dim)) {}
 
 std::vector<DecodeSample> draw_samples(const DecodeShape& shape, int count, std::uint64_t draw) {
@@ -113,7 +115,7 @@ Problem sampled(const DecodeShape& shape, const DecodeInputs& inputs,
   problem.v = sampled_cache(shape, inputs.v, samples, kv_len);
   problem.k_scale = inputs.k.scale;
   problem.v_scale = inputs.v.scale;
-  problem.q = {o.dtype, problem.tokens(), group, o.head_dim, "samples", {}};
+  problem.q = {o.dtypes.compute, problem.tokens(), group, o.head_dim, "samples", {}};
   problem.q.read = [=, &shape, &inputs](std::int64_t row, std::int64_t first, std::int64_t count,
                                         void* to) {
     const DecodeSample& sample = samples[row / tokens];
@@ -127,7 +129,8 @@ Answer sampled(const DecodeShape& shape, const std::vector<DecodeSample>& sample
                const Answer& outputs) {
   const Options& o = shape.options;
   const int group = o.heads / o.kv_heads;
-  const std::size_t bytes = size_of(o.dtype) * static_cast<std::size_t>(group) * o.head_dim;
+  const std::size_t bytes =
+      size_of(o.dtypes.compute) * static_cast<std::size_t>(group) * o.head_dim;
   Answer answer;
   answer.rows.resize(samples.size() * shape.tokens);
   std::iota(answer.rows.begin(), answer.rows.end(), std::int64_t{0});

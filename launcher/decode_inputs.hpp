@@ -26,7 +26,7 @@ struct DecodeShape {
   std::int64_t steps = 1;   // that there is room for
   std::uint64_t seed = 0;
 
-  DType kv_dtype() const { return options.kv_dtype.value_or(options.dtype); }
+  DType kv_dtype() const { return options.dtypes.of_kv(); }
   std::int64_t rows() const { return std::int64_t{batch} * tokens; }  // of a layer's queries
   std::int64_t length_after(std::int64_t done) const { return kv_len + done * tokens; }
   Shard shard(int rank, int ranks) const { return {layout, rank, ranks, kv_len, block}; }

@@ -14,13 +14,9 @@
 namespace longspan::launcher {
 namespace {
 
-template <class T>
-const T* array(const Buffer& buffer) {
-  return buffer.bytes() > 0 ? static_cast<const T*>(buffer.data()) : nullptr;
-}
-
 Options timed_on(Device device, Options options) {
-  options.profile = device == Device::host;  // on a GPU, marks would be captured with the work
+  options.debug.profile =
+      device == Device::host;  // on a GPU, marks would be captured with the work
   return options;
 }
 
@@ -43,7 +39,11 @@ DecodeStep::DecodeStep(const Communicator& world, const DecodeShape& shape,
       layer_(world, timed_on(world.device(), shape.fitted())),
       inputs_(shape) {
   const Device device = world.device();
-  if (device == Device::cuda && world.size() > 1) own_layer_.emplace(self(device), shape.fitted());
+  if (device == Device::cuda && world.size() > 1) {
+    Options alone = shape.fitted();
+    alone.keys = {Layout::interleaved};
+    own_layer_.emplace(self(device), alone);
+  }
   lengths_ = {.batch = shape.batch,
               .tokens = shape.tokens,
               .shard = shape.shard(world.rank(), world.size())};
@@ -61,13 +61,13 @@ DecodeStep::DecodeStep(const Communicator& world, const DecodeShape& shape,
     });
   });
   const std::size_t out_rows = shape.layers * shape.rows() * shape.options.heads;
-  out_ = Buffer(device, out_rows * shape.options.head_dim * size_of(shape.options.dtype));
+  out_ = Buffer(device, out_rows * shape.options.head_dim * size_of(shape.options.dtypes.compute));
   lse_ = Buffer(device, out_rows * sizeof(float));
   kv_len_ = Buffer(device, shape.batch * sizeof(std::int32_t));
   own_len_ = Buffer(device, shape.batch * sizeof(std::int32_t));
   lengths_.whole = static_cast<std::int32_t*>(kv_len_.data());
   lengths_.own = static_cast<std::int32_t*>(own_len_.data());
-  make_requests();
+  make_args();
   restart(0);
 }
 
@@ -104,7 +104,7 @@ DecodeStep::Memory DecodeStep::fill_caches(const CacheInputs& inputs) {
           .cache = static_cast<std::byte*>(memory.caches.back().data()),
           .batch = shape_.batch,
           .capacity = capacity_,
-          .table = array<std::int32_t>(table_),
+          .table = table_.bytes() > 0 ? static_cast<const std::int32_t*>(table_.data()) : nullptr,
           .page = std::max(shape_.page, 1),
           .shard = lengths_.shard,
           .kv_len = shape_.kv_len},
@@ -114,7 +114,7 @@ DecodeStep::Memory DecodeStep::fill_caches(const CacheInputs& inputs) {
   return memory;
 }
 
-void DecodeStep::make_requests() {
+void DecodeStep::make_args() {
   const Options& o = shape_.options;
   const Device device = world_.device();
   const std::int64_t rows = shape_.rows(), page = shape_.page;
@@ -134,40 +134,39 @@ void DecodeStep::make_requests() {
   for (int layer = 0; layer < shape_.layers; ++layer) {
     const std::int64_t new_at = layer % shape_.caches * rows * o.kv_heads * o.head_dim;
     const std::int64_t row_at = layer * rows * o.heads;
-    Append append{.new_k = view(k_.fresh, o.dtype, new_at, {rows, o.kv_heads, o.head_dim}),
-                  .new_v = view(v_.fresh, o.dtype, new_at, {rows, o.kv_heads, o.head_dim}),
+    Append append{.new_k = view(k_.fresh, o.dtypes.compute, new_at, {rows, o.kv_heads, o.head_dim}),
+                  .new_v = view(v_.fresh, o.dtypes.compute, new_at, {rows, o.kv_heads, o.head_dim}),
                   .k = cache(k_, layer),
                   .v = cache(v_, layer),
-                  .shard = lengths_.shard,
-                  .batch = shape_.batch,
-                  .query_start = array<std::int32_t>(query_start_),
-                  .kv_len = lengths_.whole,
-                  .k_scale = {array<float>(k_.scale)},
-                  .v_scale = {array<float>(v_.scale)}};
-    if (page > 0) append.block_table = {array<std::int32_t>(table_), capacity_ / page};
-    Request request{.q = view(q_, o.dtype, row_at * o.head_dim, {rows, o.heads, o.head_dim}),
-                    .k = append.k,
-                    .v = append.v,
-                    .shard = append.shard,
-                    .out = view(out_, o.dtype, row_at * o.head_dim, {rows, o.heads, o.head_dim}),
-                    .lse = view(lse_, DType::fp32, row_at, {rows, o.heads}),
-                    .batch = append.batch,
-                    .query_start = append.query_start,
-                    .kv_len = append.kv_len,
-                    .block_table = append.block_table,
-                    .new_k = device == Device::cuda ? append.new_k : Tensor(),
-                    .new_v = device == Device::cuda ? append.new_v : Tensor(),
-                    .k_scale = append.k_scale,
-                    .v_scale = append.v_scale};
+                  .query_start = array<std::int32_t>(query_start_, device),
+                  .kv_len = array<std::int32_t>(kv_len_, device),
+                  .k_scale = array<float>(k_.scale, device),
+                  .v_scale = array<float>(v_.scale, device)};
+    if (page > 0)
+      append.block_table = {static_cast<const std::int32_t*>(table_.data()),
+                            {shape_.batch, capacity_ / page},
+                            device};
+    AttentionArgs args{
+        .q = view(q_, o.dtypes.compute, row_at * o.head_dim, {rows, o.heads, o.head_dim}),
+        .k = append.k,
+        .v = append.v,
+        .out = view(out_, o.dtypes.compute, row_at * o.head_dim, {rows, o.heads, o.head_dim}),
+        .lse = Lse::tokens_heads(view(lse_, DType::fp32, row_at, {rows, o.heads})),
+        .query_start = append.query_start,
+        .kv_len = append.kv_len,
+        .block_table = append.block_table,
+        .new_k = device == Device::cuda ? append.new_k : Tensor(),
+        .new_v = device == Device::cuda ? append.new_v : Tensor(),
+        .k_scale = append.k_scale,
+        .v_scale = append.v_scale};
     appends_.push_back(append);
-    requests_.push_back(request);
+    args_.push_back(args);
     if (own_layer_) {  // its keys end where they do: new ones go behind them on every rank
-      request.shard = Shard::interleaved(0, 0, 1);
-      request.kv_len = lengths_.own;
+      args.kv_len = array<std::int32_t>(own_len_, device);
     }
-    own_requests_.push_back(request);
-    request.new_k = request.new_v = {};
-    read_requests_.push_back(request);
+    own_args_.push_back(args);
+    args.new_k = args.new_v = {};
+    read_args_.push_back(args);
   }
 }
 
@@ -181,9 +180,9 @@ void DecodeStep::queue(Part part, Stream stream) {
     if (host || part == Part::append) layer_.append(appends_[layer], stream);
     append_ms += std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
     Attention& own = own_layer_ ? *own_layer_ : layer_;
-    if (part == Part::whole) layer_.run(requests_[layer], stream);
-    if (part == Part::own) own.run(own_requests_[layer], stream);
-    if (part == Part::read) own.run(read_requests_[layer], stream);
+    if (part == Part::whole) layer_.run(args_[layer], stream);
+    if (part == Part::own) own.run(own_args_[layer], stream);
+    if (part == Part::read) own.run(read_args_[layer], stream);
     if (!host) continue;
     attend_ms += layer_.phases().attend;
     pulse_();
@@ -220,7 +219,7 @@ void DecodeStep::check_finite(const Answer& outputs) const {
   parallel_for(static_cast<std::int64_t>(outputs.rows.size()), shape_.options.threads,
                [&](std::int64_t i) {
                  for (std::int64_t at = i * row; at < (i + 1) * row; ++at)
-                   if (!std::isfinite(load(outputs.out.data(), shape_.options.dtype, at)))
+                   if (!std::isfinite(load(outputs.out.data(), shape_.options.dtypes.compute, at)))
                      ++strange;
                });
   if (strange > 0)

@@ -66,7 +66,7 @@ class DecodeStep {
   };
   Memory fill_caches(const CacheInputs& inputs);
   void make_table();
-  void make_requests();
+  void make_args();
   void check_lengths(std::int64_t done) const;
   void check_finite(const Answer& outputs) const;
   Answer outputs() const;
@@ -83,7 +83,7 @@ class DecodeStep {
   Buffer table_, query_start_, kv_len_, own_len_, q_, out_, lse_;
   Lengths lengths_;
   std::vector<Append> appends_;  // of each layer
-  std::vector<Request> requests_, own_requests_, read_requests_;
+  std::vector<AttentionArgs> args_, own_args_, read_args_;
   Spent spent_;
   std::uint64_t bits_ = 0, checks_ = 0;
 };

@@ -122,18 +122,9 @@ std::string mostly(const Demand::Parts& parts) {
 constexpr const char* kAdvice =
     "Take fewer or shorter sequences, fewer query rows or fewer heads, or more nodes";
 
-/// Slots of the ranks' states, as docs/workspace.md has it, and sharded queries gathered.
-double workspace(const Options& o, double tokens, double most_tokens, double query_row_bytes,
-                 int ranks) {
-  const double rows = tokens * o.heads;
-  double bytes = ranks * rows * (8.0 + 4.0 * o.value_dim.value_or(o.head_dim));
-  if (o.shard_queries) bytes += ranks * most_tokens * (2 * query_row_bytes + 8);
-  return bytes;
-}
-
 /// The keys and values of one head in float64, and weights of some rows.
 double oracle(const Options& o, double kv_len, int threads) {
-  const double columns = o.head_dim + o.value_dim.value_or(o.head_dim);
+  const double columns = o.head_dim + o.of_values();
   return kv_len * 8.0 * (columns + 8.0 * std::max(1, threads));
 }
 
@@ -147,13 +138,12 @@ double available_memory() {
 Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t checked_rows) {
   const Options& o = problem.options;
   const int ranks = world.size();
-  double keys = 0, own_rows = 0, most_rows = 0, longest = 0;
+  double keys = 0, own_rows = 0, longest = 0;
   for (int b = 0; b < problem.batch(); ++b) {
     const std::int64_t kv_len = problem.kv_lens[b], rows = problem.q_lens[b];
     keys += static_cast<double>(problem.keys.on(world.rank(), ranks, kv_len).local_len(kv_len));
-    const Shard shard = problem.queries.on(world.rank(), ranks, rows);
-    own_rows += static_cast<double>(o.shard_queries ? shard.local_len(rows) : rows);
-    most_rows += static_cast<double>(o.shard_queries ? shard.max_local_len(rows) : rows);
+    own_rows += static_cast<double>(
+        problem.queries ? problem.queries->on(world.rank(), ranks, rows).local_len(rows) : rows);
     longest = std::max(longest, static_cast<double>(kv_len));
   }
   const auto bytes = [](std::size_t row_bytes, double rows) {
@@ -163,14 +153,13 @@ Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t
   const double value_bytes = bytes(problem.v.row_bytes(), keys);
   const double result = bytes(problem.out_row_bytes() + o.heads * sizeof(float), own_rows);
   const double query_row = static_cast<double>(problem.q.row_bytes());
-  const double gathered_rows = o.shard_queries ? ranks * most_rows : own_rows;
+  const RunCost cost = cost_of(problem.layer_options(ranks), ranks, problem.run_size(ranks));
 
   Demand demand;
-  Demand::Parts tensors{
-      {"keys and values", key_bytes + value_bytes},
-      {"queries", query_row * own_rows},
-      {"results", result},
-      {"states of all ranks", workspace(o, gathered_rows, most_rows, query_row, ranks)}};
+  Demand::Parts tensors{{"keys and values", key_bytes + value_bytes},
+                        {"queries", query_row * own_rows},
+                        {"results", result},
+                        {"the layer's workspace", cost.workspace_bytes}};
   const bool gpu = world.device() == Device::cuda;
   (gpu ? demand.device : demand.host) = tensors;
   demand.host.emplace_back("results that are compared and written", result + 24 * own_rows);
@@ -185,15 +174,18 @@ Demand demand_of(const Communicator& world, const DecodeShape& shape) {
   const Options& o = shape.options;
   const double rows = static_cast<double>(shape.rows());
   const double row =
-      static_cast<double>(o.heads) * o.head_dim * static_cast<double>(size_of(o.dtype));
+      static_cast<double>(o.heads) * o.head_dim * static_cast<double>(size_of(o.dtypes.compute));
   const double all_rows = rows * shape.layers;
-  const double fresh =
-      2.0 * shape.caches * rows * o.kv_heads * o.head_dim * static_cast<double>(size_of(o.dtype));
+  const double fresh = 2.0 * shape.caches * rows * o.kv_heads * o.head_dim *
+                       static_cast<double>(size_of(o.dtypes.compute));
   Demand demand;
-  Demand::Parts tensors{{"caches", shape.caches * shape.bytes_of_cache(world.size())},
-                        {"queries and results", all_rows * (2 * row + 4.0 * o.heads)},
-                        {"new tokens", fresh},
-                        {"states of all ranks", workspace(o, rows, rows, row, world.size())}};
+  Demand::Parts tensors{
+      {"caches", shape.caches * shape.bytes_of_cache(world.size())},
+      {"queries and results", all_rows * (2 * row + 4.0 * o.heads)},
+      {"new tokens", fresh},
+      {"the layer's workspace",
+       cost_of(o, world.size(), {rows, 0, static_cast<double>(shape.batch) * shape.kv_len})
+           .workspace_bytes}};
   const bool gpu = world.device() == Device::cuda;
   (gpu ? demand.device : demand.host) = tensors;
   demand.host.emplace_back("results that are compared", all_rows * (row + 4.0 * o.heads));

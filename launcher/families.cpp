@@ -37,7 +37,7 @@ Problem make(const Sweep& sweep, const Shape& shape, std::uint64_t salt) {
                .kv_heads = shape.kv_heads,
                .head_dim = shape.dim,
                .value_dim = value_dim,
-               .dtype = shape.dtype,
+               .dtypes = {.compute = shape.dtype},
                .threads = sweep.threads};
   p.q_lens = shape.q_lens;
   p.kv_lens = shape.kv_lens;
@@ -180,9 +180,9 @@ Family scores(const Sweep& sweep) {
     for (int kind = 0; kind < 5; ++kind) {
       Problem p = make(sweep, {.dtype = dtype}, 400);
       p.options.mask.causal = true;
-      if (kind == 0) p.options.scale = 0.5f;
-      if (kind == 1 || kind == 4) p.options.softcap = 2.0f;
-      if (kind == 2) p.options.softcap = 50.0f;
+      if (kind == 0) p.options.score.scale = 0.5f;
+      if (kind == 1 || kind == 4) p.options.score.softcap = 2.0f;
+      if (kind == 2) p.options.score.softcap = 50.0f;
       if (kind >= 3) p.sinks = draw_sinks(p, sweep.seed);
       family.problems.push_back(std::move(p));
     }
@@ -213,14 +213,13 @@ Family sharded_queries(const Sweep& sweep) {
     for (const auto& layout : kRules) {
       Problem p = make(sweep, {.dtype = dtype, .q_lens = {600}, .kv_lens = {900}}, 600);
       p.options.mask.causal = true;
-      p.options.shard_queries = true;
-      p.keys = p.queries = rule(layout);
+      p.keys = rule(layout);
+      p.queries = p.keys;
       family.problems.push_back(std::move(p));
     }
     Problem p =
         make(sweep, {.dtype = dtype, .q_lens = {30, 1, 150}, .kv_lens = {300, 5, 400}}, 601);
     p.options.mask.causal = true;
-    p.options.shard_queries = true;
     p.queries = rule({Layout::striped, kSegment});
     family.problems.push_back(std::move(p));
   }
@@ -306,12 +305,13 @@ Family everything(const Sweep& sweep) {
     p.options.mask.causal = below(random, 2) == 0;
     if (below(random, 3) == 0) p.options.mask.window = 1 + below(random, 400);
     if (below(random, 4) == 0) p.options.mask.right = below(random, 100);
-    if (below(random, 3) == 0) p.options.softcap = 5.0f;
+    if (below(random, 3) == 0) p.options.score.softcap = 5.0f;
     if (below(random, 3) == 0) p.sinks = draw_sinks(p, i);
-    p.options.shard_queries = below(random, 3) == 0;
+    const bool shards_queries = below(random, 3) == 0;
     p.options.invariant = below(random, 2) == 0;
     p.keys = rule(kRules[below(random, std::size(kRules))]);
     p.queries = rule(kRules[below(random, std::size(kRules))]);
+    if (!shards_queries) p.queries.reset();
     if (below(random, 3) == 0)
       p.capacity = 1 + *std::max_element(shape.kv_lens.begin(), shape.kv_lens.end());
     family.problems.push_back(std::move(p));
@@ -356,7 +356,7 @@ std::vector<float> draw(std::uint64_t seed, std::uint32_t tensor, std::int64_t c
 }
 
 void take_slopes(Problem& p, Alibi alibi) {
-  p.options.alibi = alibi;
+  p.options.score.alibi = alibi;
   for (int h = 0; h < p.options.heads; ++h)
     p.slopes.push_back(
         std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(p.options.heads)));
@@ -386,14 +386,14 @@ void quantise(Problem& p, std::optional<DType> q, std::optional<DType> kv, bool 
   if (q) {
     p.q_scale = scales(6);
     p.q = quantised(p.q, *q, p.q_scale);
-    p.options.query_dtype = q;
+    p.options.dtypes.query = q;
   }
   if (kv) {
     p.k_scale = scales(7);
     p.v_scale = scales(8);
     p.k = quantised(p.k, *kv, p.k_scale);
     p.v = quantised(p.v, *kv, p.v_scale);
-    p.options.kv_dtype = kv;
+    p.options.dtypes.kv = kv;
   }
 }
 
@@ -439,7 +439,7 @@ Family fp8(const Sweep& sweep) {
     }
     if (dtype == fp32) continue;
     Problem p = make(sweep, serving_shape(dtype), 1301);
-    p.options.out_dtype = e4m3;
+    p.options.dtypes.out = e4m3;
     p.out_scale = 0.04f;
     family.problems.push_back(std::move(p));
   }
@@ -462,7 +462,7 @@ Family serving(const Sweep& sweep) {
     Problem p = make(sweep, shape, 1400 + i);
     p.options.mask.causal = !chance(3);
     if (chance(2)) p.options.mask.window = 1 + below(random, 400);
-    if (chance(2)) p.options.softcap = 5.0f;
+    if (chance(2)) p.options.score.softcap = 5.0f;
     if (chance(2)) p.sinks = draw_sinks(p, i);
     if (chance(2)) take_slopes(p, chance(2) ? Alibi::context : Alibi::query);
     if (chance(2)) take_drafts(p, i);
@@ -474,14 +474,15 @@ Family serving(const Sweep& sweep) {
                one_of(random, {e4m3, e5m2}), chance(2), i);
     }
     if (dtype != fp32 && chance(3)) {
-      p.options.out_dtype = e4m3;
+      p.options.dtypes.out = e4m3;
       p.out_scale = 0.04f;
     }
     const int page = one_of(random, {0, 1, 8, 16, 64, 544});
     p.cache = {page, page > 0 && chance(2)};
-    p.options.shard_queries = chance(3);
+    const bool shards_queries = chance(3);
     p.options.invariant = chance(2);
     p.queries = rule(kRules[below(random, std::size(kRules))]);
+    if (!shards_queries) p.queries.reset();
     p.keys = rule({Layout::interleaved, kDeals[below(random, std::size(kDeals))]});
     if (chance(4)) p.keys = rule({Layout::contiguous, kSegment});
     family.problems.push_back(std::move(p));

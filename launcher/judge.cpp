@@ -84,12 +84,14 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
   const Interval visible = problem.visible(b, problem.kv_lens[b] - problem.q_lens[b] + t);
   const std::vector<double> bias = problem.bias(b, t, head);
   const Exact exact =
-      attend_exactly(q, keys, values, visible, problem.scale(), o.softcap, sink, bias);
-  const Eigen::VectorXf plain = attend_plainly(
-      q, keys, values, visible, static_cast<float>(problem.scale()), o.softcap, sink,
-      o.fp8_products ? DType::e4m3 : o.dtype, Stored{out_dtype, static_cast<float>(unit)}, bias);
-  const Rounding rounding = rounding_of(q, keys, values, visible, problem.scale(), o.softcap, bias,
-                                        exact, o.fp8_products ? kFp8ScoreUnit : kScoreUnit);
+      attend_exactly(q, keys, values, visible, problem.scale(), o.score.softcap, sink, bias);
+  const Eigen::VectorXf plain =
+      attend_plainly(q, keys, values, visible, static_cast<float>(problem.scale()), o.score.softcap,
+                     sink, o.dtypes.fp8_products ? DType::e4m3 : o.dtypes.compute,
+                     Stored{out_dtype, static_cast<float>(unit)}, bias);
+  const Rounding rounding =
+      rounding_of(q, keys, values, visible, problem.scale(), o.score.softcap, bias, exact,
+                  o.dtypes.fp8_products ? kFp8ScoreUnit : kScoreUnit);
 
   Findings f;
   const std::int64_t at = static_cast<std::int64_t>(i) * o.heads + head;
@@ -104,7 +106,7 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
     f.exact_max = std::max(f.exact_max, std::abs(exact.out[d]));
     f.plain = std::max(f.plain, distance(plain[d], exact.out[d]));
   }
-  const double base = o.fp8_products ? kFp8LseBound : kNormBound;
+  const double base = o.dtypes.fp8_products ? kFp8LseBound : kNormBound;
   f.lse = distance(answer.lse[at], exact.lse);
   f.farthest_lse = {f.lse, std::max(base * std::max(1.0, std::abs(exact.lse)), rounding.lse)};
   f.wrong_lse = f.lse > f.farthest_lse.bound;
@@ -184,7 +186,7 @@ std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count
 Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
                 const std::vector<std::int64_t>& rows) {
   using nlohmann::json;
-  const bool fp32 = problem.options.dtype == DType::fp32;
+  const bool fp32 = problem.options.dtypes.compute == DType::fp32;
   const Answer whole = gather_rows(world, problem, answer, rows);
   Findings mine;
   together(world, "comparison with float64", [&] { mine = examine(world, problem, whole); });

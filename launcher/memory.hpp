@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "longspan/buffer.hpp"
+#include "longspan/tensor.hpp"
 
 namespace longspan::launcher {
 
@@ -13,6 +14,15 @@ Buffer on_device(Device device, const std::vector<T>& values) {
   Buffer buffer(device, values.size() * sizeof(T));
   if (!values.empty()) buffer.upload(values.data());
   return buffer;
+}
+
+/// All of a buffer as an array of T; no array where it is empty.
+template <class T>
+Tensor array(const Buffer& buffer, Device device) {
+  if (buffer.bytes() == 0) return {};
+  return {static_cast<const T*>(buffer.data()),
+          {static_cast<std::int64_t>(buffer.bytes() / sizeof(T))},
+          device};
 }
 
 /// Device memory that `fill` writes as if it were host memory.

@@ -25,7 +25,7 @@ std::vector<T> starts(const std::vector<std::int32_t>& lengths) {
 /// The rows of the whole q that a rank holds, in its order.
 std::vector<std::int64_t> rows_on(const Problem& problem, int rank, int ranks) {
   std::vector<std::int64_t> rows;
-  if (!problem.options.shard_queries) {
+  if (!problem.queries) {
     rows.resize(problem.tokens());
     std::iota(rows.begin(), rows.end(), std::int64_t{0});
     return rows;
@@ -33,26 +33,11 @@ std::vector<std::int64_t> rows_on(const Problem& problem, int rank, int ranks) {
   const auto start = problem.query_start();
   for (int b = 0; b < problem.batch(); ++b) {
     const std::int64_t length = problem.q_lens[b];
-    const Shard shard = problem.queries.on(rank, ranks, length);
+    const Shard shard = problem.queries->on(rank, ranks, length);
     for (std::int64_t i = 0; i < shard.local_len(length); ++i)
       rows.push_back(start[b] + shard.position(i, length));
   }
   return rows;
-}
-
-Options fitted(const Problem& problem, int ranks) {
-  Options options = problem.options;
-  options.max_batch = problem.batch();
-  options.max_tokens = problem.tokens();
-  options.max_kv_len = *std::max_element(problem.kv_lens.begin(), problem.kv_lens.end());
-  options.max_query_len = *std::max_element(problem.q_lens.begin(), problem.q_lens.end());
-  if (options.shard_queries) {
-    options.max_tokens = 0;
-    for (int rank = 0; rank < ranks; ++rank)
-      options.max_tokens = std::max<std::int64_t>(
-          options.max_tokens, static_cast<std::int64_t>(rows_on(problem, rank, ranks).size()));
-  }
-  return options;
 }
 
 /// Elements in a chunk of x-packed keys: 16 bytes, or less where they do not divide the dim.
@@ -71,6 +56,29 @@ std::uint64_t mix(std::uint64_t x) {
 
 }  // namespace
 
+RunSize Problem::run_size(int ranks) const {
+  RunSize size{static_cast<double>(tokens()), 0, static_cast<double>(key_start().back())};
+  for (int rank = 0; queries && rank < ranks; ++rank) {
+    double rows = 0;
+    for (const std::int64_t length : q_lens)
+      rows += static_cast<double>(queries->on(rank, ranks, length).local_len(length));
+    size.most_tokens = std::max(size.most_tokens, rows);
+  }
+  return size;
+}
+
+Options Problem::layer_options(int ranks) const {
+  Options fitted = options;
+  fitted.keys = keys.rule();
+  if (queries) fitted.queries = queries->rule();
+  fitted.limits = {
+      .max_tokens = queries ? static_cast<std::int64_t>(run_size(ranks).most_tokens) : tokens(),
+      .max_batch = batch(),
+      .max_kv_len = *std::max_element(kv_lens.begin(), kv_lens.end()),
+      .max_query_len = *std::max_element(q_lens.begin(), q_lens.end())};
+  return fitted;
+}
+
 Shard Cut::on(int rank, int ranks, std::int64_t length) const {
   if (layout == Layout::ranges) return Shard::ranges(length, rank, ranks, ranges.data());
   if (layout == Layout::listed)
@@ -86,7 +94,7 @@ std::vector<std::int32_t> Problem::query_start() const { return starts<std::int3
 std::vector<std::int64_t> Problem::key_start() const { return starts<std::int64_t>(kv_lens); }
 
 double Problem::scale() const {
-  return options.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.head_dim)));
+  return options.score.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.head_dim)));
 }
 
 double Problem::visible_pairs() const {
@@ -118,7 +126,7 @@ std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
     const std::int64_t column = j - context;  // of the new tokens
     if (!slopes.empty()) {
       const double distance = static_cast<double>(
-          options.alibi == Alibi::context ? column : -std::abs(context + t - j));
+          options.score.alibi == Alibi::context ? column : -std::abs(context + t - j));
       bias[j] += slopes[head] * distance;
     }
     if (!qq_bias.empty() && column >= 0 && column < qq_width)
@@ -131,7 +139,7 @@ Trial::Trial(const Communicator& world, const Problem& problem)
     : problem_(problem),
       world_(world),
       rows_(rows_on(problem, world.rank(), world.size())),
-      layer_(world, fitted(problem, world.size())) {
+      layer_(world, problem.layer_options(world.size())) {
   const Options& o = problem.options;
   const Device device = world.device();
   const auto own_rows = static_cast<std::int64_t>(rows_.size());
@@ -142,7 +150,6 @@ Trial::Trial(const Communicator& world, const Problem& problem)
   if (shard_.layout == Layout::ranges) key_table_ = on_device(device, problem.keys.ranges);
   if (shard_.layout == Layout::listed)
     key_table_ = on_device(device, problem.keys.listed[world.rank()]);
-  query_shard_ = problem.queries.on(world.rank(), world.size(), problem.tokens());
   query_start_ = on_device(device, problem.query_start());
   kv_len_ = on_device(device, problem.kv_lens);
   sinks_ = on_device(device, problem.sinks);
@@ -173,9 +180,10 @@ Trial::Trial(const Communicator& world, const Problem& problem)
     block_table_ = on_device(device, table_);
     k_ = pages(problem.k, false);
     v_ = pages(problem.v, true);
-    request_.k = page_view(k_.data(), false);
-    request_.v = page_view(v_.data(), true);
-    request_.block_table = {static_cast<const std::int32_t*>(block_table_.data()), columns_};
+    args_.k = page_view(k_.data(), false);
+    args_.v = page_view(v_.data(), true);
+    args_.block_table = {
+        static_cast<const std::int32_t*>(block_table_.data()), {problem.batch(), columns_}, device};
   } else {
     k_ = keys_in_place(problem.k);
     v_ = keys_in_place(problem.v);
@@ -186,21 +194,19 @@ Trial::Trial(const Communicator& world, const Problem& problem)
       const auto rows = static_cast<std::int64_t>(memory.bytes() / source.row_bytes());
       return Tensor(memory.data(), source.dtype, {rows, o.kv_heads, source.dim}, device);
     };
-    request_.k = view(k_, problem.k);
-    request_.v = view(v_, problem.v);
+    args_.k = view(k_, problem.k);
+    args_.v = view(v_, problem.v);
   }
-  request_.q = Tensor(q_.data(), problem.q.dtype, {own_rows, o.heads, o.head_dim}, device);
-  request_.out =
+  args_.q = Tensor(q_.data(), problem.q.dtype, {own_rows, o.heads, o.head_dim}, device);
+  args_.out =
       Tensor(out_.data(), problem.out_dtype(), {own_rows, o.heads, problem.value_dim()}, device);
-  request_.lse = Tensor(lse_.data(), DType::fp32, {own_rows, o.heads}, device);
-  request_.shard = shard_;
-  if (key_table_.bytes() > 0)
-    request_.shard.table = static_cast<const std::int64_t*>(key_table_.data());
-  request_.batch = problem.batch();
-  if (!one) request_.query_start = static_cast<const std::int32_t*>(query_start_.data());
-  if (!one) request_.kv_len = static_cast<const std::int32_t*>(kv_len_.data());
-  if (!problem.sinks.empty()) request_.sinks = static_cast<const float*>(sinks_.data());
-  if (o.shard_queries) request_.query_shard = query_shard_;
+  args_.lse = Lse::tokens_heads(Tensor(lse_.data(), DType::fp32, {own_rows, o.heads}, device));
+  if (key_table_.bytes() > 0) args_.key_table = array<std::int64_t>(key_table_, device);
+  if (one) args_.total_keys = problem.kv_lens[0];
+  if (!one) args_.query_start = array<std::int32_t>(query_start_, device);
+  if (!one) args_.kv_len = array<std::int32_t>(kv_len_, device);
+  if (!problem.sinks.empty()) args_.sinks = array<float>(sinks_, device);
+  if (problem.queries) args_.total_tokens = problem.tokens();
   take_features();
 }
 
@@ -209,23 +215,21 @@ void Trial::take_features() {
   const Device device = world_.device();
   const auto floats = [&](Buffer& buffer, const std::vector<float>& values) {
     buffer = on_device(device, values);
-    return values.empty() ? nullptr : static_cast<const float*>(buffer.data());
+    return values.empty() ? Tensor() : array<float>(buffer, device);
   };
-  const auto scales = [&](Buffer& buffer, const std::vector<float>& values) {
-    return Scales{floats(buffer, values), values.size() > 1};
-  };
-  request_.slopes = floats(slopes_, p.slopes);
-  request_.qq_bias = {floats(qq_bias_, p.qq_bias), p.qq_width, p.qq_width};
-  request_.q_scale = scales(q_scale_, p.q_scale);
-  request_.k_scale = scales(k_scale_, p.k_scale);
-  request_.v_scale = scales(v_scale_, p.v_scale);
-  if (p.out_scale != 0) request_.out_scale = floats(out_scale_, {p.out_scale});
+  args_.slopes = floats(slopes_, p.slopes);
+  args_.q_scale = floats(q_scale_, p.q_scale);
+  args_.k_scale = floats(k_scale_, p.k_scale);
+  args_.v_scale = floats(v_scale_, p.v_scale);
+  if (p.out_scale != 0) args_.out_scale = floats(out_scale_, {p.out_scale});
+  if (!p.qq_bias.empty()) {
+    qq_bias_ = on_device(device, p.qq_bias);
+    args_.qq_bias = {static_cast<const float*>(qq_bias_.data()), {p.qq_width, p.qq_width}, device};
+  }
   causal_ = on_device(device, p.causal);
   documents_ = on_device(device, p.documents);
-  if (!p.causal.empty()) request_.causal = static_cast<const std::uint8_t*>(causal_.data());
-  if (!p.documents.empty())
-    request_.documents = {static_cast<const std::int64_t*>(documents_.data()),
-                          static_cast<std::int64_t>(p.documents.size()) - 1};
+  if (!p.causal.empty()) args_.causal = array<std::uint8_t>(causal_, device);
+  if (!p.documents.empty()) args_.documents = array<std::int64_t>(documents_, device);
 }
 
 Tensor Trial::page_view(void* data, bool values) const {
@@ -291,7 +295,7 @@ Buffer Trial::keys_in_place(const Source& source) const {
 }
 
 void Trial::run() {
-  layer_.run(request_);
+  layer_.run(args_);
   layer_.wait();
 }
 
@@ -301,7 +305,7 @@ Answer Trial::answer() const {
   if (!rows_.empty()) {
     out_.download(answer.out.data());
     lse_.download(answer.lse.data());
-    unite_nans(answer.out, layer_.options().out_dtype.value_or(layer_.options().dtype));
+    unite_nans(answer.out, layer_.options().dtypes.of_out());
   }
   return answer;
 }
@@ -327,7 +331,7 @@ Answer gather_rows(const Communicator& world, const Problem& problem, const Answ
     if (at < 0) continue;
     const std::byte* out = answer.out.data() + i * row_bytes;
     const float* lse = answer.lse.data() + i * problem.q.heads;
-    if (!problem.options.shard_queries) {
+    if (!problem.queries) {
       place(at, out, lse);
       continue;
     }
@@ -335,7 +339,7 @@ Answer gather_rows(const Communicator& world, const Problem& problem, const Answ
     mine.append(reinterpret_cast<const char*>(out), row_bytes);
     mine.append(reinterpret_cast<const char*>(lse), lse_bytes);
   }
-  if (!problem.options.shard_queries) return whole;
+  if (!problem.queries) return whole;
 
   for (const std::string& records : world.gather(mine, "gather of result rows")) {
     for (std::size_t i = 0; i < records.size();
@@ -369,13 +373,13 @@ std::uint64_t digest(const Communicator& world, const Problem& problem, const An
   const std::vector<std::string> all = world.gather(fmt::to_string(mine), "digest of the result");
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     sum += std::stoull(all[rank]);
-    if (!problem.options.shard_queries && all[rank] != all[0])
+    if (!problem.queries && all[rank] != all[0])
       throw SharedError(ErrorKind::wrong_result,
                         fmt::format("the results of ranks 0 and {} differ in their bits; with "
                                     "replicated queries they must be equal: a defect of longspan",
                                     rank));
   }
-  return problem.options.shard_queries ? sum : mine;
+  return problem.queries ? sum : mine;
 }
 
 }  // namespace longspan::launcher

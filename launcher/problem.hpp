@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,7 @@ struct Cut {
   std::vector<std::int64_t> ranges;               // ranges: [ranks + 1]
   std::vector<std::vector<std::int64_t>> listed;  // listed: positions on each rank
 
+  Sharding rule() const { return {layout, block}; }
   /// The share of a rank; its table, if any, is this cut's own (in host memory).
   Shard on(int rank, int ranks, std::int64_t length) const;
 };
@@ -26,13 +28,13 @@ struct Cut {
 /// How the keys lie in memory; without pages one after the other.
 struct CacheLayout {
   int page = 0;           // keys in a page; 0: no pages
-  bool x_packed = false;  // as in kv_cache.hpp
+  bool x_packed = false;  // as in attention.hpp
 
   explicit operator bool() const { return page > 0; }
 };
 
 struct Problem {
-  Options options;  // max_tokens, max_batch and max_kv_len are taken from the lengths
+  Options options;  // limits are taken from the lengths, keys and queries from the cuts
   std::vector<std::int32_t> q_lens{1}, kv_lens{1};  // of each sequence
   Source q;                                         // [sum of q_lens, heads, head_dim]
   Source k, v;                 // [sum of kv_lens, kv_heads, head_dim or value_dim]
@@ -46,17 +48,20 @@ struct Problem {
   float out_scale = 0;                           // out = result / out_scale; 0: none
   CacheLayout cache;
   Cut keys;
-  Cut queries;                // with options.shard_queries
-  std::int64_t capacity = 0;  // > 0: k and v lie in [batch, capacity], NaN behind each sequence
+  std::optional<Cut> queries;  // of sharded queries
+  std::int64_t capacity = 0;   // > 0: k and v lie in [batch, capacity], NaN behind each sequence
 
   int batch() const { return static_cast<int>(q_lens.size()); }
+  RunSize run_size(int ranks) const;
+  /// The options of a layer that runs this on so many ranks.
+  Options layer_options(int ranks) const;
   std::int64_t tokens() const;
   /// The first row of each sequence and, last, their sum.
   std::vector<std::int32_t> query_start() const;
   std::vector<std::int64_t> key_start() const;
   double scale() const;
-  int value_dim() const { return options.value_dim.value_or(options.head_dim); }
-  DType out_dtype() const { return options.out_dtype.value_or(options.dtype); }
+  int value_dim() const { return options.of_values(); }
+  DType out_dtype() const { return options.dtypes.of_out(); }
   std::size_t out_row_bytes() const {
     return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * value_dim();
   }
@@ -93,14 +98,14 @@ class Trial {
 
   const Problem& problem_;
   Communicator world_;
-  Shard shard_, query_shard_;       // as the device sees them
+  Shard shard_;                     // of the keys; its table is in host memory
   std::vector<std::int64_t> rows_;  // of the whole q, on this rank
   Attention layer_;
   Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_, slopes_, qq_bias_,
       causal_, documents_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_;
   std::vector<std::int32_t> table_;  // pages of each sequence: [batch, columns_]
   std::int64_t columns_ = 0, pages_ = 0;
-  Request request_;
+  AttentionArgs args_;
 };
 
 /// The given rows (of the whole q, ascending) on every rank, whoever has them. Collective.

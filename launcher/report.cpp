@@ -12,16 +12,6 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Bytes that each rank sends to every other: its states, and its query rows when they are sharded.
-double slot_bytes(const Problem& problem, int ranks) {
-  const Options& options = problem.options;
-  const double rows = static_cast<double>(problem.tokens()) * options.heads;
-  const double states = rows * (problem.value_dim() + 2) * sizeof(float);
-  const double queries =
-      rows * options.head_dim * static_cast<double>(size_of(problem.q.dtype)) / ranks;
-  return states + (options.shard_queries ? queries : 0.0);
-}
-
 }  // namespace
 
 double median(std::vector<double> values) {
@@ -81,16 +71,16 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.kv_heads = o.kv_heads;
   r.dim = o.head_dim;
   r.value_dim = problem.value_dim();
-  r.dtype = name(o.dtype);
+  r.dtype = name(o.dtypes.compute);
   r.qkv_dtype = name(problem.q.dtype);
-  r.fp8_products = o.fp8_products;
+  r.fp8_products = o.dtypes.fp8_products;
   r.shard = options.shard;
   r.inputs = options.q.empty() ? problem.q.label : options.q;
-  r.shard_queries = o.shard_queries;
+  r.shard_queries = problem.queries.has_value();
   r.invariant = o.invariant;
   r.causal = o.mask.causal;
   r.window = o.mask.window;
-  r.softcap = o.softcap;
+  r.softcap = o.score.softcap;
   r.alibi = options.alibi;
   r.lengths = options.lengths;
   for (const std::string& bytes :
@@ -126,8 +116,10 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
   r.tflops = 2.0 * r.heads * (r.dim + r.value_dim) * problem.visible_pairs() /
              (r.time.median * 1e-3) / 1e12;
   r.exchange_ms = median(exchange);
-  if (r.ranks > 1 && r.exchange_ms > 0 && r.strategy == "gather-states")  // others move no states
-    r.busbw = slot_bytes(problem, r.ranks) * (r.ranks - 1) / (r.exchange_ms * 1e-3) / 1e9;
+  if (r.ranks > 1 && r.exchange_ms > 0)
+    r.busbw =
+        cost_of(problem.layer_options(r.ranks), r.ranks, problem.run_size(r.ranks)).received_bytes /
+        (r.exchange_ms * 1e-3) / 1e9;
 }
 
 std::string header(const Report& r) {

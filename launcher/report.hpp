@@ -55,7 +55,7 @@ struct Report {
   double tflops = 0;
   double attend = 0, exchange = 0, merge = 0;  // shares of the time, sum 1
   double exchange_ms = 0;  // without waiting for late ranks: the shortest of the ranks, median
-  double busbw = 0;        // GB/s, of states; 0 where something else travels
+  double busbw = 0;        // GB/s that a rank receives while it exchanges
 
   // How good.
   std::optional<Judgement> judgement;

@@ -94,7 +94,7 @@ void store_as(Problem& problem, DType dtype) {
   for (Source* source : {&problem.q, &problem.k, &problem.v})
     *source = quantised(*source, dtype, {1.0f});
   problem.q_scale = problem.k_scale = problem.v_scale = {1.0f};
-  problem.options.query_dtype = problem.options.kv_dtype = dtype;
+  problem.options.dtypes.query = problem.options.dtypes.kv = dtype;
 }
 
 Problem make_problem(const RunOptions& o, const WorldOptions& world) {
@@ -102,24 +102,23 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
   o.q.empty() ? make_inputs(problem, o, world.seed) : take_files(problem, o);
   if (!o.sinks.empty()) take_sinks(problem, o);
   if (!o.alibi.empty()) problem.slopes = published_slopes(problem.q.heads);
-  problem.keys.layout = problem.queries.layout = o.layout;
-  problem.keys.block = problem.queries.block = o.block;
-  problem.options = {.heads = problem.q.heads,
-                     .kv_heads = problem.k.heads,
-                     .head_dim = problem.q.dim,
-                     .value_dim = problem.v.dim,
-                     .dtype = problem.q.dtype,
-                     .fp8_products = o.fp8_products,
-                     .mask = o.mask,
-                     .scale = o.scale,
-                     .softcap = o.softcap,
-                     .alibi = o.alibi == name(Alibi::query) ? Alibi::query : Alibi::context,
-                     .shard_queries = o.shard_queries,
-                     .invariant = o.invariant,
-                     .strategy = o.strategy,
-                     .exchange = world.exchange,
-                     .threads = world.threads,
-                     .profile = true};
+  problem.keys = {.layout = o.layout, .block = o.block};
+  if (o.shard_queries) problem.queries = problem.keys;
+  problem.options = {
+      .heads = problem.q.heads,
+      .kv_heads = problem.k.heads,
+      .head_dim = problem.q.dim,
+      .value_dim = problem.v.dim,
+      .dtypes = {.compute = problem.q.dtype, .fp8_products = o.fp8_products},
+      .mask = o.mask,
+      .score = {.scale = o.scale,
+                .softcap = o.softcap,
+                .alibi = o.alibi == name(Alibi::query) ? Alibi::query : Alibi::context},
+      .invariant = o.invariant,
+      .strategy = o.strategy,
+      .exchange = world.exchange,
+      .threads = world.threads,
+      .debug = {.profile = true}};
   if (!o.qkv_dtype.empty()) store_as(problem, dtype_named(o.qkv_dtype));
   return problem;
 }
@@ -224,7 +223,9 @@ int run(const Communicator& control, const CommandLine& line) {
   std::FILE* const table = outputs->take_standard_output() ? stderr : stdout;
 
   const Communicator world = world_for(control, line.world);
-  require_memory(world, demand_of(world, *problem, o.check));
+  Demand demand;
+  together(world, "count of the memory", [&] { demand = demand_of(world, *problem, o.check); });
+  require_memory(world, demand);
   std::optional<Trial> trial;
   together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
   Report report = describe(world, *problem, o, trial->layer());

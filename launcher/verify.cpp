@@ -22,7 +22,7 @@ namespace {
 std::string features(const Problem& p) {
   std::string text;
   if (p.cache) text += fmt::format(" page {}{}", p.cache.page, p.cache.x_packed ? " x-packed" : "");
-  if (!p.slopes.empty()) text += fmt::format(" ALiBi {}", name(p.options.alibi));
+  if (!p.slopes.empty()) text += fmt::format(" ALiBi {}", name(p.options.score.alibi));
   if (!p.qq_bias.empty()) text += " qq_bias";
   if (!p.causal.empty()) text += fmt::format(" causal of each {}", p.causal);
   if (!p.documents.empty()) text += fmt::format(" documents {}", p.documents);
@@ -39,12 +39,12 @@ std::string describe(const Problem& p) {
              "{} heads {}/{} dims {}/{} q {} kv {} keys {}:{}{} causal {} window {} right {} "
              "softcap "
              "{}{}{}",
-             name(o.dtype), o.heads, o.kv_heads, o.head_dim, p.value_dim(), p.q_lens, p.kv_lens,
-             name(p.keys.layout), p.keys.block,
-             o.shard_queries
-                 ? fmt::format(" queries {}:{}", name(p.queries.layout), p.queries.block)
-                 : "",
-             o.mask.causal, o.mask.window, o.mask.right, o.softcap, p.sinks.empty() ? "" : " sinks",
+             name(o.dtypes.compute), o.heads, o.kv_heads, o.head_dim, p.value_dim(), p.q_lens,
+             p.kv_lens, name(p.keys.layout), p.keys.block,
+             p.queries ? fmt::format(" queries {}:{}", name(p.queries->layout), p.queries->block)
+                       : "",
+             o.mask.causal, o.mask.window, o.mask.right, o.score.softcap,
+             p.sinks.empty() ? "" : " sinks",
              p.capacity ? fmt::format(" capacity {}", p.capacity) : "") +
          features(p);
 }
@@ -64,7 +64,7 @@ struct Verdict {
     max_error = std::max(max_error, j.max_error);
     lse_error = std::max(lse_error, j.lse_error);
     wrong += j.wrong;
-    if (problem.options.dtype == DType::fp32)
+    if (problem.options.dtypes.compute == DType::fp32)
       fp32 = std::max(fp32, j.relative_error);
     else if (j.max_error > 0)
       ratio = std::max(ratio, j.max_error / j.plain_error);
@@ -78,7 +78,7 @@ struct Verdict {
 /// The digest that one rank alone gives.
 std::uint64_t digest_alone(Device device, Problem problem) {
   const Communicator alone = self(device);
-  problem.options.shard_queries = false;
+  problem.queries.reset();
   Trial trial(alone, problem);
   trial.run();
   return digest(alone, problem, trial.answer());
@@ -87,7 +87,7 @@ std::uint64_t digest_alone(Device device, Problem problem) {
 /// The exchange that was asked for, as far as the problem can have it: sharded queries are merged
 /// by their own rank alone, so their states are always gathered.
 Exchange exchange_for(const Problem& problem, Exchange asked) {
-  return problem.options.shard_queries && asked != Exchange::gather ? Exchange::automatic : asked;
+  return problem.queries && asked != Exchange::gather ? Exchange::automatic : asked;
 }
 
 Verdict examine(const Communicator& world, const Family& family, const WorldOptions& options) {

@@ -15,7 +15,10 @@ namespace {
 
 Communicator cuda_world(const Communicator& control, const CommOptions& options) {
   std::optional<Communicator> world;
-  together(control, "start of the GPUs", [&] { world = from_environment(options); });
+  together(control, "start of the GPUs", [&] {
+    world = from_environment(options);
+    world->make_current();  // for what the command allocates and launches itself
+  });
   return *world;
 }
 
@@ -99,7 +102,10 @@ Communicator control_world(const WorldOptions& options) {
     return from_environment({.device = Device::host, .deadline = options.deadline()});
   } catch (const Unsupported&) {
     if (options.backend == "host" || gpu_count() == 0) throw;
-    return from_environment({.device = Device::cuda, .deadline = options.deadline()});
+    const Communicator world =
+        from_environment({.device = Device::cuda, .deadline = options.deadline()});
+    world.make_current();
+    return world;
   }
 }
 

@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "longspan/element.hpp"
@@ -14,20 +13,13 @@ namespace {
 
 constexpr OwnField kOwnFields[] = {
     {"Options::threads", "how many threads a rank has changes no bit and nothing that travels"},
-    {"Options::profile", "a rank may time its own phases; what travels is the same"},
-    {"Request::q", "its strides; rows, heads, dim and type are compared"},
-    {"Request::k", "every rank has keys of its own, as its shard says"},
-    {"Request::v", "as k"},
-    {"Request::out", "where the result goes; its type is an option"},
-    {"Request::lse", "a rank may leave it out"},
-    {"Shard::rank", "compared with the communicator"},
-    {"Shard::ranks", "compared with the communicator"},
-    {"Shard::listed", "a listed table is one rank's own"},
-    {"BlockTable::data", "pages are a rank's own; whether there is a table is compared"},
-    {"BlockTable::columns", "as data"},
-    {"BlockTable::row_stride", "as data"},
-    {"BlockTable::column_stride", "as data"},
-    {"QqBias::row_stride", "where the matrix lies; its width and values are compared"},
+    {"Options::debug.profile", "a rank may time its own phases; what travels is the same"},
+    {"AttentionArgs::q", "its strides; rows, heads, head_dim and type are compared"},
+    {"AttentionArgs::k", "every rank has keys of its own, as the layout says"},
+    {"AttentionArgs::v", "as k"},
+    {"AttentionArgs::out", "where the result goes; its type is an option"},
+    {"AttentionArgs::lse", "a rank may leave it out"},
+    {"AttentionArgs::block_table", "pages are a rank's own; whether there is a table is compared"},
 };
 
 }  // namespace
@@ -48,66 +40,69 @@ void RunDescription::array(const char* name, const kernels::DigestArray& where, 
   for (int i = 0; i < array.shown; ++i) array.first[i] = where.bits(i);
 }
 
-void RunDescription::shard(const ShardNames& names, const Shard& shard, bool has_length,
-                           std::int64_t batch) {
-  number(names.layout, static_cast<std::int64_t>(shard.layout), Kind::layout);
-  if (shard.layout == Layout::interleaved) number(names.block, shard.block);
-  if (has_length) number(names.length, shard.length);
+/// The bounds of every rank. A listed table is one rank's own.
+void RunDescription::table(const char* name, const Shard& shard, std::int64_t batch) {
   const std::int64_t ends = std::int64_t{shard.ranks} + 1;
-  if (shard.layout == Layout::ranges) array(names.table, {shard.table, ends, batch, ends, 8}, 'i');
+  if (shard.layout == Layout::ranges) array(name, {shard.table, ends, batch, ends, 8}, 'i');
 }
 
-RunDescription::RunDescription(const Request& r, const Options& o, bool reads_arrays)
+RunDescription::RunDescription(const AttentionArgs& args, const RunArrays& a, const Options& o,
+                               bool reads_arrays)
     : reads_arrays_(reads_arrays) {
   // First what is always asked, so that lists of two ranks go on alike until a value differs.
-  const auto given = [&](const char* name, const auto& field) {
-    number(name, static_cast<bool>(field), Kind::given);
+  const auto given = [&](const char* name, const Tensor& tensor) {
+    number(name, static_cast<bool>(tensor), Kind::given);
   };
-  given("query_start", r.query_start);
-  given("kv_len", r.kv_len);
-  given("causal", r.causal);
-  given("block_table", r.block_table);
-  given("new_k", r.new_k);
-  given("new_v", r.new_v);
-  given("q_scale", r.q_scale);
-  given("k_scale", r.k_scale);
-  given("v_scale", r.v_scale);
-  given("out_scale", r.out_scale);
-  given("sinks", r.sinks);
-  given("slopes", r.slopes);
-  given("qq_bias", r.qq_bias);
-  given("documents", r.documents);
-  const std::int64_t batch = r.batch, documents = r.documents.count;
-  const std::int64_t document_ends =
-      documents < std::numeric_limits<std::int64_t>::max() ? documents + 1 : documents;
-  number("batch", batch);
-  number("skip_decode", r.skip_decode, Kind::yes_no);
-  if (!o.shard_queries) number("rows of q", r.q.shape[0]);
-  // With kv_len the shard's own length is not used.
-  shard({"shard.layout", "shard.block", "shard.length", "shard.table"}, r.shard,
-        r.kv_len == nullptr, batch);
-  if (o.shard_queries)
-    shard({"query_shard.layout", "query_shard.block", "query_shard.length", "query_shard.table"},
-          r.query_shard, true, 1);
-  array("query_start", {r.query_start, batch + 1, 1, 0, 4}, 'i');
-  array("kv_len", {r.kv_len, batch, 1, 0, 4}, 'i');
-  array("causal", {r.causal, batch, 1, 0, 1}, 'u');
+  given("query_start", args.query_start);
+  given("kv_len", args.kv_len);
+  given("causal", args.causal);
+  given("block_table", args.block_table);
+  given("new_k", args.new_k);
+  given("new_v", args.new_v);
+  given("q_scale", args.q_scale);
+  given("k_scale", args.k_scale);
+  given("v_scale", args.v_scale);
+  given("out_scale", args.out_scale);
+  given("sinks", args.sinks);
+  given("slopes", args.slopes);
+  given("qq_bias", args.qq_bias);
+  given("documents", args.documents);
+  number("batch", a.batch);
+  number("skip_decode", args.skip_decode, Kind::yes_no);
+  if (o.queries)
+    number("total_tokens", args.total_tokens);
+  else
+    number("rows of q", args.q.shape[0]);
+  if (!args.kv_len) number("total_keys", args.total_keys);
+  table("key_table", a.keys, a.batch);
+  if (o.queries) table("query_table", a.queries, 1);
+  array("query_start", {a.query_start, std::int64_t{a.batch} + 1, 1, 0, 4}, 'i');
+  array("kv_len", {a.kv_len, a.batch, 1, 0, 4}, 'i');
+  array("causal", {a.causal, a.batch, 1, 0, 1}, 'u');
   for (const auto& [name, scales] :
-       {std::pair{"q_scale", r.q_scale}, std::pair{"k_scale", r.k_scale},
-        std::pair{"v_scale", r.v_scale}})
+       {std::pair{"q_scale", a.q_scale}, std::pair{"k_scale", a.k_scale},
+        std::pair{"v_scale", a.v_scale}})
     array(name, {scales.data, scales.per_head ? o.kv_heads : 1, 1, 0, 4}, 'f');
-  array("out_scale", {r.out_scale, 1, 1, 0, 4}, 'f');
-  for (const auto& [name, floats] : {std::pair{"sinks", r.sinks}, std::pair{"slopes", r.slopes}})
+  array("out_scale", {a.out_scale, 1, 1, 0, 4}, 'f');
+  for (const auto& [name, floats] : {std::pair{"sinks", a.sinks}, std::pair{"slopes", a.slopes}})
     array(name, {floats.data, o.heads, 1, 0, static_cast<int>(size_of(floats.dtype))}, 'f',
           floats.dtype);
-  const QqBias& qq = r.qq_bias;
+  const QqBias& qq = a.qq_bias;
   array("qq_bias",
         {qq.values.data, qq.width, qq.width, qq.row_stride,
          static_cast<int>(size_of(qq.values.dtype))},
         'f', qq.values.dtype);
   if (qq) number("qq_bias.width", qq.width);
-  array("documents", {r.documents.start, document_ends, 1, 0, 8}, 'i');
-  if (r.documents) number("documents.count", documents);
+  array("documents", {a.documents.start, a.documents.count + 1, 1, 0, 8}, 'i');
+  if (a.documents) number("documents.count", a.documents.count);
+}
+
+RunDescription::RunDescription(const MergeArgs& args, const MergeOptions& options,
+                               bool reads_arrays)
+    : reads_arrays_(reads_arrays) {
+  number("out_scale", bool{args.out_scale}, Kind::given);
+  number("tokens", args.part.shape[0]);
+  if (!options.scatter_heads) array("out_scale", {args.out_scale.data, 1, 1, 0, 4}, 'f');
 }
 
 std::uint64_t RunDescription::hash() const {
@@ -136,8 +131,6 @@ std::string RunDescription::text_of(const Value& value) const {
       return value.value ? "true" : "false";
     case Kind::given:
       return value.value ? "given" : "not given";
-    case Kind::layout:
-      return longspan::name(static_cast<Layout>(value.value));
     default:
       return longspan::name(static_cast<DType>(value.value));
   }

@@ -1,7 +1,8 @@
-// What ranks must mean alike in a run of a layer (design contract 8): one walk over the fields of a
-// Request makes the hash that travels with the data and the texts of the error, so that neither can
-// know a field that the other does not. What the options fix is compared once, when the layer is
-// made (validate.hpp); what may differ between ranks is the written list below.
+// What ranks must mean alike in a run of a layer (design contract 8): one walk over the
+// fields of AttentionArgs makes the hash that travels with the data and the texts of the error, so
+// that neither can know a field that the other does not. What the options fix is compared once,
+// when the layer is made (validate.hpp); what may differ between ranks is the written list below.
+// A merge across ranks has the same, of fewer fields (merge.hpp says which are a rank's own).
 #pragma once
 
 #include <array>
@@ -13,10 +14,12 @@
 #include "comm/control/agreement.hpp"
 #include "kernels/digest.hpp"
 #include "longspan/attention.hpp"
+#include "longspan/merge.hpp"
+#include "src/array_checks.hpp"
 
 namespace longspan {
 
-/// A field of Options or Request that ranks need not give alike, and why.
+/// A field of Options or AttentionArgs that ranks need not give alike, and why.
 struct OwnField {
   const char* name;
   const char* why;
@@ -28,8 +31,11 @@ class RunDescription {
  public:
   RunDescription() = default;
   /// `reads_arrays`: the arrays lie in memory of this processor, and their first values are kept
-  /// for the texts. The extents of arrays must have been checked.
-  RunDescription(const Request& request, const Options& options, bool reads_arrays);
+  /// for the texts.
+  RunDescription(const AttentionArgs& args, const RunArrays& arrays, const Options& options,
+                 bool reads_arrays);
+  /// The same of a merge across ranks, whose arguments were checked.
+  RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
 
   /// Of all but the contents of arrays.
   std::uint64_t hash() const;
@@ -40,7 +46,7 @@ class RunDescription {
   NamedValues text(const std::uint64_t* words) const;
 
  private:
-  enum class Kind : std::uint8_t { number, yes_no, given, layout, dtype };
+  enum class Kind : std::uint8_t { number, yes_no, given, dtype };
   struct Value {
     const char* name;
     std::int64_t value;
@@ -59,10 +65,7 @@ class RunDescription {
   void number(const char* name, std::int64_t value, Kind kind = Kind::number);
   void array(const char* name, const kernels::DigestArray& where, char type,
              DType dtype = DType::fp32);
-  struct ShardNames {
-    const char *layout, *block, *length, *table;
-  };
-  void shard(const ShardNames& names, const Shard& shard, bool has_length, std::int64_t batch);
+  void table(const char* name, const Shard& shard, std::int64_t batch);
   std::string text_of(const Value& value) const;
   std::string text_of(const Array& array, const std::uint64_t* word) const;
 

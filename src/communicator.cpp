@@ -10,6 +10,7 @@
 #include "comm/self.hpp"
 #include "comm/tcp/control.hpp"
 #include "longspan/error.hpp"
+#include "src/device_guard.hpp"
 #if defined(LONGSPAN_HAVE_MPI)
 #include "comm/mpi/from_mpi.hpp"
 #endif
@@ -26,15 +27,19 @@ comm::Transport& comm::transport_of(const Communicator& communicator) {
 int Communicator::rank() const { return transport_->rank(); }
 int Communicator::size() const { return transport_->size(); }
 Device Communicator::device() const { return transport_->device(); }
+int Communicator::gpu() const { return transport_->gpu(); }
+void Communicator::make_current() const { set_current_gpu(gpu()); }
 std::chrono::milliseconds Communicator::deadline() const { return transport_->deadline(); }
 std::string Communicator::describe() const { return transport_->describe(); }
 
 std::vector<std::string> Communicator::gather(const std::string& mine,
                                               const std::string& step) const {
+  const DeviceGuard guard(gpu());
   return transport_->gather(mine, step);
 }
 
 std::optional<Communicator> Communicator::split(int color, int key) const {
+  const DeviceGuard guard(gpu());
   auto child = transport_->split(color, key);
   if (!child) return std::nullopt;
   return Communicator(std::move(child));
@@ -46,7 +51,7 @@ namespace {
 
 Communicator alone(const CommOptions& options) {
   const auto deadline = comm::deadline_of(options);
-  if (options.device == Device::cuda) return Communicator(comm::gpu_self(deadline));
+  if (options.device == Device::cuda) return Communicator(comm::gpu_self(deadline, options.gpu));
   return Communicator(std::make_shared<comm::SelfTransport>(deadline));
 }
 
@@ -68,12 +73,13 @@ Communicator over_tcp(const CommOptions& options, const comm::Launch& launch) {
         "Device host was asked for among the {} ranks of {}, but states on processors travel over "
         "MPI: start with mpirun or srun --mpi=pmix, or use device cuda.",
         launch.size, launch.by == comm::Launcher::torchrun ? "torchrun" : "srun"));
-  return Communicator(comm::gpu_transport(comm::tcp_control(launch, comm::deadline_of(options))));
+  return Communicator(
+      comm::gpu_transport(comm::tcp_control(launch, comm::deadline_of(options)), options.gpu));
 }
 
 }  // namespace
 
-Communicator self(Device device) { return alone({.device = device}); }
+Communicator self(Device device, int gpu) { return alone({.device = device, .gpu = gpu}); }
 
 Communicator from_environment(CommOptions options) {
   const comm::Launch launch = comm::find_launch();

@@ -46,6 +46,15 @@ const StrategyEntry& entry_of(const StrategyInfo& info) {
   return registry().entries[static_cast<std::size_t>(&info - registry().infos.data())];
 }
 
+double query_row_bytes(const Options& o) {
+  return static_cast<double>(size_of(o.dtypes.of_query())) * o.heads * o.head_dim;
+}
+double state_row_bytes(const Options& o) { return (4.0 * o.of_values() + 8.0) * o.heads; }
+
+RunCost cost_of(const Options& options, int ranks, const RunSize& size) {
+  return entry_of(choose_strategy(options, ranks)).cost(options, ranks, size);
+}
+
 const StrategyInfo& choose_strategy(const Options& options, int ranks) {
   std::string known, could, reasons;
   for (const StrategyInfo& info : strategies()) {

@@ -64,7 +64,7 @@ void check_tensor(const Tensor& t, const char* name, DType dtype, Device device)
             "{} {} has stride {} in dimension {}; at most 2^56 is taken", name, shape_text(t),
             t.stride[d], d);
   }
-  require(t.dtype <= DType::e5m2, "{} has a type of number {}, which is none", name,
+  require(t.dtype <= DType::uint8, "{} has a type of number {}, which is none", name,
           static_cast<int>(t.dtype));
   check_extent(t, name);
   require(t.data != nullptr || (t.dims > 0 && t.size() == 0), "{} {} has no data", name,
@@ -125,6 +125,44 @@ void check_scales(const Scales& scales, const char* name, int kv_heads, bool div
             divides ? ", and not 0 where it divides" : "");
 }
 
+namespace {
+
+/// Dimensions 0 (batch) and `tokens` as one, which becomes the first.
+Tensor join(const Tensor& t, int tokens, const char* name) {
+  const std::int64_t batch = t.shape[0], step = t.stride[tokens];
+  require(batch <= 1 || t.size() == 0 || t.stride[0] == t.shape[tokens] * step,
+          "{} {} has strides [{}]: sequence 1 would have to begin {} elements behind sequence 0, "
+          "where its last token ends. Give memory [batch, tokens, heads, dim], viewed in this "
+          "order, or one sequence a call",
+          name, shape_text(t), fmt::join(std::span(t.stride.data(), t.dims), ", "),
+          t.shape[tokens] * step);
+  Tensor flat = t;
+  flat.dims = t.dims - 1;
+  flat.shape[0] = batch * t.shape[tokens];
+  flat.stride[0] = step;
+  int to = 1;
+  for (int d = 1; d < t.dims; ++d) {
+    if (d == tokens) continue;
+    flat.shape[to] = t.shape[d];
+    flat.stride[to++] = t.stride[d];
+  }
+  return flat;
+}
+
+}  // namespace
+
+Tensor flat_rows(const Tensor& t, const char* name) {
+  if (t.dims != 4) return t;
+  check_tensor(t, name, t.dtype, t.device);
+  return join(t, 2, name);
+}
+
+Lse flat_rows(const Lse& lse, const char* name) {
+  if (lse.tensor.dims != 3) return lse;
+  check_tensor(lse.tensor, name, lse.tensor.dtype, lse.tensor.device);
+  return {join(lse.tensor, 1, name)};
+}
+
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                 std::int64_t dim, DType dtype, Device device) {
   check_tensor(t, name, dtype, device);
@@ -153,22 +191,6 @@ void check_quantised(DType found, const char* name, DType dtype, bool has_scale,
           longspan::name(found), longspan::name(dtype));
   require(!is_fp8(found) || has_scale, "{} is {} and there is no {}; give it (1 where none is due)",
           name, longspan::name(found), scale_name);
-}
-
-void check_qq_bias(const QqBias& qq, std::int64_t longest_query) {
-  if (!qq) return;
-  require(qq.width >= 1, "qq_bias has width {}; it is a matrix [width, width] of at least 1",
-          qq.width);
-  constexpr std::int64_t kMost = std::int64_t{1} << 40;
-  require(qq.width <= kMost && qq.row_stride <= kMost,
-          "qq_bias has width {} and a row stride of {}; at most 2^40 are supported", qq.width,
-          qq.row_stride);
-  require(qq.row_stride >= qq.width,
-          "qq_bias has rows of {} entries and a row stride of {}; the stride is at least the width",
-          qq.width, qq.row_stride);
-  require(qq.width >= longest_query,
-          "qq_bias is [{}, {}]; a query of {} tokens needs [{}, {}] at least", qq.width, qq.width,
-          longest_query, longest_query, longest_query);
 }
 
 kernels::Rows rows_of(const Tensor& t) {
@@ -215,17 +237,19 @@ bool same_shape_but_columns(const Tensor& a, const Tensor& b) {
          std::equal(a.shape.begin(), a.shape.begin() + a.dims - 1, b.shape.begin());
 }
 
-kernels::Pages view_table(const BlockTable& table) {
+kernels::Pages view_table(const Tensor& table, int batch, Device device) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (!table) return {};
-  require(table.columns >= 0 && table.columns <= kMost,
-          "block_table has {} columns; 0 to 2^31 - 1 are possible", table.columns);
-  require(table.row_stride >= 0 && table.row_stride <= kMost << 10 && table.column_stride >= 0 &&
-              table.column_stride <= kMost << 10,
-          "block_table has strides {} and {}; they are 0 to 2^41", table.row_stride,
-          table.column_stride);
-  return {table.data, table.row_stride != 0 ? table.row_stride : table.columns, table.column_stride,
-          table.columns};
+  check_tensor(table, "block_table", DType::int32, device);
+  require(table.dims == 2 && table.shape[0] >= batch, "block_table is {}; [{}, columns] is wanted",
+          shape_text(table), batch);
+  require(table.shape[1] <= kMost, "block_table has {} columns; 0 to 2^31 - 1 are possible",
+          table.shape[1]);
+  require(table.stride[0] <= kMost << 10 && table.stride[1] <= kMost << 10,
+          "block_table has strides {} and {}; they are 0 to 2^41", table.stride[0],
+          table.stride[1]);
+  return {static_cast<const std::int32_t*>(table.data), table.stride[0], table.stride[1],
+          table.shape[1]};
 }
 
 }  // namespace
@@ -289,13 +313,12 @@ void check_written_cache(const Tensor& k, const char* k_name, const Tensor& v, c
   check_overlap(v, v_name, k, k_name);
 }
 
-CacheView view_pages(const Tensor& k, const Tensor& v, const BlockTable& table,
-                     const CacheShape& shape, Device device, const char* k_name,
-                     const char* v_name) {
+CacheView view_pages(const Tensor& k, const Tensor& v, const Tensor& table, const CacheShape& shape,
+                     Device device, const char* k_name, const char* v_name) {
   check_tensor(k, k_name, shape.dtype, device);
   check_tensor(v, v_name, shape.dtype, device);
   CacheView view;
-  view.pages = view_table(table);
+  view.pages = view_table(table, shape.batch, device);
   std::int64_t page = 0;
   if (k.dims == 5) {
     const std::int64_t x = k.shape[4];

@@ -11,7 +11,6 @@
 #include "kernels/params.hpp"
 #include "longspan/element.hpp"
 #include "longspan/error.hpp"
-#include "longspan/kv_cache.hpp"
 #include "longspan/tensor.hpp"
 
 namespace longspan {
@@ -39,6 +38,13 @@ void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, co
 /// Host only: factors of a quantised tensor are finite; those that divide are not 0.
 void check_scales(const Scales& scales, const char* name, int kv_heads, bool divides);
 
+/// [batch, heads, tokens, dim], as models hold queries and results, viewed as [batch * tokens,
+/// heads, dim]; anything else as it is. InputError where no strides do that: the rows of a sequence
+/// begin where those of the one before it end.
+Tensor flat_rows(const Tensor& t, const char* name);
+/// Likewise [batch, tokens, heads] viewed as [batch * tokens, heads].
+Lse flat_rows(const Lse& lse, const char* name);
+
 /// [rows, heads, dim] with a dense last dimension; `rows` < 0: any number.
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                 std::int64_t dim, DType dtype, Device device);
@@ -53,8 +59,6 @@ void check_product_dtype(DType dtype, const char* name);
 /// `dtype`, or an fp8 type with its scale.
 void check_quantised(DType found, const char* name, DType dtype, bool has_scale,
                      const char* scale_name);
-
-void check_qq_bias(const QqBias& qq, std::int64_t longest_query);
 
 kernels::Rows rows_of(const Tensor& t);
 kernels::LseView lse_of(const Tensor& t);
@@ -99,9 +103,8 @@ bool needs_new_values(const Tensor& new_v, const char* new_name, const Tensor& k
 /// nor each other, nor (contiguous [batch, capacity, ...]) one sequence the next.
 void check_written_cache(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name);
 
-/// Pages (kv_cache.hpp), with or without a table. `k_name`: k or k_cache.
-CacheView view_pages(const Tensor& k, const Tensor& v, const BlockTable& table,
-                     const CacheShape& shape, Device device, const char* k_name,
-                     const char* v_name);
+/// Pages (attention.hpp), with or without a table. `k_name`: k or k_cache.
+CacheView view_pages(const Tensor& k, const Tensor& v, const Tensor& table, const CacheShape& shape,
+                     Device device, const char* k_name, const char* v_name);
 
 }  // namespace longspan

@@ -16,28 +16,30 @@ namespace {
 
 /// What no call with these options could have.
 void check_fp8_products(const Options& o) {
-  const DType q = o.query_dtype.value_or(o.dtype), kv = o.kv_dtype.value_or(o.dtype);
+  const DType q = o.dtypes.of_query(), kv = o.dtypes.of_kv();
   if (q != DType::e4m3 || kv != DType::e4m3)
-    throw UsageError(fmt::format(
-        "fp8_products multiplies e4m3 by e4m3; query_dtype is {} and kv_dtype is {}: give both as "
-        "e4m3, or leave fp8_products off",
-        name(q), name(kv)));
-  if (o.dtype == DType::fp32)
     throw UsageError(
-        "fp8_products with dtype fp32: take bf16 or fp16, of which what is not multiplied as e4m3 "
+        fmt::format("fp8_products multiplies e4m3 by e4m3; dtypes.query is {} and dtypes.kv is {}: "
+                    "give both as "
+                    "e4m3, or leave fp8_products off",
+                    name(q), name(kv)));
+  if (o.dtypes.compute == DType::fp32)
+    throw UsageError(
+        "fp8_products with dtypes.compute fp32: take bf16 or fp16, of which what is not multiplied "
+        "as e4m3 "
         "is, and in which results are by default");
   if (o.invariant)
     throw UsageError(
         "fp8_products with invariant: products of e4m3 have no fixed order; leave one of them off");
-  const int value_dim = o.value_dim.value_or(o.head_dim);
+  const int value_dim = o.of_values();
   if (o.head_dim < 48 || o.head_dim > 256 || o.head_dim % 16 != 0 || value_dim != o.head_dim)
     throw Unsupported(
         fmt::format("fp8_products with head_dim {} and value_dim {}: equal ones of 48 to 256 in "
                     "steps of 16 are supported; leave it off",
                     o.head_dim, value_dim));
-  if (o.softcap != 0)
+  if (o.score.softcap != 0)
     throw Unsupported(fmt::format(
-        "fp8_products with softcap {} is not supported; leave one of them off", o.softcap));
+        "fp8_products with softcap {} is not supported; leave one of them off", o.score.softcap));
 }
 
 }  // namespace
@@ -68,72 +70,90 @@ void check_options(const Options& o, int ranks) {
   usage(o.heads > 0 && o.kv_heads > 0 && o.heads % o.kv_heads == 0,
         fmt::format("heads {} and kv_heads {}: heads must be a multiple of kv_heads", o.heads,
                     o.kv_heads));
-  const int value_dim = o.value_dim.value_or(o.head_dim);
+  const int value_dim = o.of_values();
   kernels::check_head_dims(o.head_dim, value_dim);
-  usage(o.max_tokens >= 0 && o.max_tokens <= std::numeric_limits<std::int32_t>::max(),
-        fmt::format("max_tokens {} is not in 0 to 2^31 - 1", o.max_tokens));
+  usage(o.limits.max_tokens >= 0 && o.limits.max_tokens <= std::numeric_limits<std::int32_t>::max(),
+        fmt::format("max_tokens {} is not in 0 to 2^31 - 1", o.limits.max_tokens));
+  const auto check_sharding = [&](const Sharding& s, const char* what) {
+    usage(s.layout <= Layout::listed, fmt::format("{} have a layout of number {}, which is none",
+                                                  what, static_cast<int>(s.layout)));
+    usage(s.block >= 1 && s.block <= std::numeric_limits<std::int32_t>::max(),
+          fmt::format("{} have blocks of {}; a block has 1 to 2^31 - 1", what, s.block));
+  };
+  check_sharding(o.keys, "keys");
+  if (o.queries) check_sharding(*o.queries, "queries");
   usage(o.exchange <= Exchange::gather,
         fmt::format("exchange of number {} is none of automatic, windows, windows_apart, gather",
                     static_cast<int>(o.exchange)));
-  usage(o.max_batch >= 1, fmt::format("max_batch {} is below 1", o.max_batch));
+  usage(o.limits.max_batch >= 1, fmt::format("max_batch {} is below 1", o.limits.max_batch));
   const auto refuse = [](const std::string& what) { throw UsageError(what); };
   check_mask(o.mask, refuse);
-  check_score(o.scale, o.softcap, refuse);
-  usage(!is_fp8(o.dtype),
-        fmt::format("dtype {}: products are of fp32, fp16 or bf16; fp8 is given as query_dtype, "
-                    "kv_dtype or out_dtype",
-                    name(o.dtype)));
+  check_score(o.score.scale, o.score.softcap, refuse);
+  usage(is_float(o.dtypes.compute) && !is_fp8(o.dtypes.compute),
+        fmt::format("dtypes.compute {}: products are of fp32, fp16 or bf16; fp8 is given as "
+                    "dtypes.query, dtypes.kv or dtypes.out",
+                    name(o.dtypes.compute)));
   for (const auto& [given, what] :
-       {std::pair{o.query_dtype, "query_dtype"}, std::pair{o.kv_dtype, "kv_dtype"},
-        std::pair{o.out_dtype, "out_dtype"}})
-    usage(!given || *given == o.dtype || *given == DType::e4m3 || *given == DType::e5m2,
-          fmt::format("{} {}: it is dtype ({}) or fp8", what, name(given.value_or(o.dtype)),
-                      name(o.dtype)));
-  usage(!o.tf32 || o.dtype == DType::fp32,
-        fmt::format("tf32 is a way to make fp32 products; dtype is {}", name(o.dtype)));
-  if (o.fp8_products) check_fp8_products(o);
-  usage(o.max_query_len >= 0 && o.max_query_len <= std::numeric_limits<std::int32_t>::max(),
-        fmt::format("max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.max_query_len));
-  usage(o.alibi == Alibi::context || o.alibi == Alibi::query,
-        fmt::format("alibi of number {} is none of context, query", static_cast<int>(o.alibi)));
-  usage(o.max_kv_len >= 0 && o.max_kv_len <= std::numeric_limits<std::int32_t>::max(),
-        fmt::format("max_kv_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.max_kv_len));
+       {std::pair{o.dtypes.query, "dtypes.query"}, std::pair{o.dtypes.kv, "dtypes.kv"},
+        std::pair{o.dtypes.out, "dtypes.out"}})
+    usage(!given || *given == o.dtypes.compute || *given == DType::e4m3 || *given == DType::e5m2,
+          fmt::format("{} {}: it is dtypes.compute ({}) or fp8", what,
+                      name(given.value_or(o.dtypes.compute)), name(o.dtypes.compute)));
+  usage(!o.dtypes.tf32 || o.dtypes.compute == DType::fp32,
+        fmt::format("tf32 is a way to make fp32 products; dtypes.compute is {}",
+                    name(o.dtypes.compute)));
+  if (o.dtypes.fp8_products) check_fp8_products(o);
+  usage(o.limits.max_query_len >= 0 &&
+            o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),
+        fmt::format("max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown",
+                    o.limits.max_query_len));
+  usage(
+      o.score.alibi == Alibi::context || o.score.alibi == Alibi::query,
+      fmt::format("alibi of number {} is none of context, query", static_cast<int>(o.score.alibi)));
+  usage(o.limits.max_kv_len >= 0 && o.limits.max_kv_len <= std::numeric_limits<std::int32_t>::max(),
+        fmt::format("max_kv_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.limits.max_kv_len));
   // The states of one run on one rank, in numbers that cannot overflow. A machine has less than
   // 2^48 bytes, which leaves every sum of sizes far inside 63 bits.
-  const double rows = static_cast<double>(o.max_tokens) * o.heads * (o.shard_queries ? ranks : 1);
+  const double rows = static_cast<double>(o.limits.max_tokens) * o.heads * (o.queries ? ranks : 1);
   const double bytes = rows * (4.0 * value_dim + 8) * ranks;
   usage(bytes < 0x1p48,
         fmt::format(
             "max_tokens {} with heads {} and value_dim {} on {} ranks: the states of such a run "
             "take {:.3g} bytes on each rank; give the most rows of one run",
-            o.max_tokens, o.heads, value_dim, ranks, bytes));
+            o.limits.max_tokens, o.heads, value_dim, ranks, bytes));
   usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
 }
 
 NamedValues describe(const Options& o) {
+  const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
+  const auto text_of = [](const Sharding& s) {
+    return s.layout == Layout::interleaved ? fmt::format("{}:{}", name(s.layout), s.block)
+                                           : std::string(name(s.layout));
+  };
   return {{"heads", fmt::to_string(o.heads)},
           {"kv_heads", fmt::to_string(o.kv_heads)},
           {"head_dim", fmt::to_string(o.head_dim)},
-          {"value_dim", fmt::to_string(o.value_dim.value_or(o.head_dim))},
-          {"dtype", name(o.dtype)},
-          {"query_dtype", name(o.query_dtype.value_or(o.dtype))},
-          {"kv_dtype", name(o.kv_dtype.value_or(o.dtype))},
-          {"out_dtype", name(o.out_dtype.value_or(o.dtype))},
-          {"tf32", o.tf32 ? "true" : "false"},
-          {"fp8_products", o.fp8_products ? "true" : "false"},
-          {"causal", o.mask.causal ? "true" : "false"},
+          {"value_dim", fmt::to_string(o.of_values())},
+          {"dtypes.compute", name(o.dtypes.compute)},
+          {"dtypes.query", name(o.dtypes.of_query())},
+          {"dtypes.kv", name(o.dtypes.of_kv())},
+          {"dtypes.out", name(o.dtypes.of_out())},
+          {"tf32", yes_no(o.dtypes.tf32)},
+          {"fp8_products", yes_no(o.dtypes.fp8_products)},
+          {"causal", yes_no(o.mask.causal)},
           {"window", fmt::to_string(o.mask.window)},
           {"right", fmt::to_string(o.mask.right)},
-          {"scale", o.scale ? fmt::format("{}", *o.scale) : "1/sqrt(head_dim)"},
-          {"softcap", fmt::format("{}", o.softcap)},
-          {"alibi", name(o.alibi)},
-          {"max_tokens", fmt::to_string(o.max_tokens)},
-          {"max_batch", fmt::to_string(o.max_batch)},
-          {"max_kv_len", fmt::to_string(o.max_kv_len)},
-          {"max_query_len", fmt::to_string(o.max_query_len)},
-          {"shard_queries", o.shard_queries ? "true" : "false"},
-          {"invariant", o.invariant ? "true" : "false"},
-          {"check_arrays", o.check_arrays ? "true" : "false"},
+          {"scale", o.score.scale ? fmt::format("{}", *o.score.scale) : "1/sqrt(head_dim)"},
+          {"softcap", fmt::format("{}", o.score.softcap)},
+          {"alibi", name(o.score.alibi)},
+          {"max_tokens", fmt::to_string(o.limits.max_tokens)},
+          {"max_batch", fmt::to_string(o.limits.max_batch)},
+          {"max_kv_len", fmt::to_string(o.limits.max_kv_len)},
+          {"max_query_len", fmt::to_string(o.limits.max_query_len)},
+          {"keys", text_of(o.keys)},
+          {"queries", o.queries ? text_of(*o.queries) : "not sharded"},
+          {"invariant", yes_no(o.invariant)},
+          {"check_arrays", yes_no(o.debug.check_arrays)},
           {"strategy", o.strategy},
           {"exchange", name(o.exchange)}};
 }

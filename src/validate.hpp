@@ -7,6 +7,7 @@
 #include <string>
 
 #include "longspan/attention.hpp"
+#include "src/array_checks.hpp"
 #include "src/tensor_checks.hpp"
 
 namespace longspan {
@@ -19,21 +20,39 @@ void check_options(const Options& options, int ranks = 1);
 void check_mask(const Mask& mask, void (*refuse)(const std::string&));
 void check_score(std::optional<float> scale, float softcap, void (*refuse)(const std::string&));
 
-/// InputError for a request of attend() that does not say what options to make of it.
-void check_one_call(const Request& request);
+/// InputError for arguments of attend() that do not say what options to make of them.
+void check_one_call(const AttentionArgs& args);
 
-/// InputError for tensors and arrays that do not fit the options or each other; the rank's cache,
-/// as kernels see it. On the host lengths and shards are checked too; on a GPU they are not in
-/// reach. What lies in block tables is left to ServingKernels::check_arrays.
-CacheView check_request(const Request& request, const Options& options, const Communicator& world);
-/// Request::new_k and new_v with the cache they belong to.
-Append append_of(const Request& request);
-CacheView check_append(const Append& tokens, const Options& options, const Communicator& world);
+/// What was checked, as kernels see it.
+struct Checked {
+  CacheView cache;  // this rank's
+  RunArrays arrays;
+};
+
+/// The same arguments with q, out and lse as rows of all sequences: [batch, heads, tokens, dim]
+/// becomes [batch * tokens, heads, dim], a view of the same memory. InputError where no view does.
+AttentionArgs with_flat_rows(const AttentionArgs& args);
+
+/// InputError for tensors and arrays that do not fit the options or each other. On the host lengths
+/// and tables are checked too; on a GPU they are not in reach. What lies in block tables is left to
+/// ServingKernels::check_arrays.
+Checked check_attention(const AttentionArgs& args, const Options& options,
+                        const Communicator& world);
+/// AttentionArgs::new_k and new_v with the cache they belong to.
+Append append_of(const AttentionArgs& args);
+Checked check_append(const Append& tokens, const Options& options, const Communicator& world);
+
+/// Host only: query_start alone. `rows`: of the whole q.
+void check_starts(const kernels::Batch& batch, std::int64_t rows);
 
 /// Host only: query_start and the lengths of a batch whose keys lie in `cache` as `shard` says.
 /// `rows`: of the whole q. max_kv_len 0: no bound.
 void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
                    const CacheView& cache, std::int64_t max_kv_len);
+
+/// What a rule alone tells of the one sequence, when its length is in the shard. Not for ranges,
+/// whose table may lie on a GPU.
+void check_room(const Shard& shard, const CacheView& cache);
 
 /// Every option that ranks must give alike, as text, for agree(). agreement.hpp has the same of a
 /// run, and the list of what need not be alike.

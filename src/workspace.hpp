@@ -1,4 +1,4 @@
-// Memory of a call of Kernels, which is the caller's; docs/workspace.md has the formulas.
+// Memory of a call of ServingOps, which is the caller's; docs/workspace.md has the formulas.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ struct CallWorkspace {
   std::byte* states = nullptr;        // [slots] of StateSlots::bytes(rows, dim)
   std::byte* scratch = nullptr;       // AttentionKernels::attend_scratch
   std::int64_t* ranges = nullptr;     // [batch, 3]: context_attention only
-  std::int64_t* key_start = nullptr;  // [batch]: context_attention only
+  std::int64_t* key_start = nullptr;  // [batch]: context_attention and attend_state only
   std::byte* room = nullptr;          // ServingKernels::context_room: context_attention only
   std::size_t scratch_bytes = 0;
   std::size_t room_bytes = 0;
@@ -31,6 +31,17 @@ struct CallWorkspace {
     w.key_start = reinterpret_cast<std::int64_t*>(parts.take(context_batch * sizeof(std::int64_t)));
     w.room = parts.take(room);
     w.room_bytes = room;
+    w.bytes = parts.bytes;
+    return w;
+  }
+
+  /// Of attend_state, whose states are elsewhere.
+  static CallWorkspace lay_out_scratch(void* base, std::size_t scratch, int batch) {
+    Parts parts{static_cast<std::byte*>(base)};
+    CallWorkspace w;
+    w.scratch = parts.take(scratch);
+    w.scratch_bytes = scratch;
+    w.key_start = parts.take_array<std::int64_t>(static_cast<std::size_t>(batch));
     w.bytes = parts.bytes;
     return w;
   }

@@ -109,7 +109,7 @@ inline std::vector<PartsCase> parts_cases() {
 }
 
 /// merge_states of 4 parts [tokens, heads, dim] with padded strides, both bases, all dtypes.
-inline void run_parts(const Kernels& kernels, Device device, const PartsCase& c, DType dtype,
+inline void run_parts(const ServingOps& kernels, Device device, const PartsCase& c, DType dtype,
                       LogBase base, std::uint64_t seed) {
   SCOPED_TRACE(std::string(c.name) + " " + name(dtype) +
                (base == LogBase::e ? " base e" : " base 2"));

@@ -42,8 +42,8 @@ TEST(Defects, ASegmentEmptiedByTheWindowReportsMinusInfinity) {
   ServingProblem problem(s, 21);
   set_scores(problem, -200);
   HandedOut found;
-  const ServingResult reduced =
-      run_segmented(Kernels(kDevice), kDevice, problem, {.segments = 8, .keys = 64, .to = &found});
+  const ServingResult reduced = run_segmented(ServingOps(kDevice), kDevice, problem,
+                                              {.segments = 8, .keys = 64, .to = &found});
   for (std::size_t row = 0; row < 8; ++row)
     for (int segment = 0; segment < 3; ++segment) {  // keys 0 to 191: out of both windows
       EXPECT_EQ(found.max[row * 8 + segment], -std::numeric_limits<float>::infinity());
@@ -65,8 +65,8 @@ TEST(Defects, ScoresFarBelowAnyFiniteStandInForMinusInfinity) {
       ServingProblem problem(s, 22);
       set_scores(problem, -32768);  // q = 64, k = -64: exact in every dtype
       const Tolerance tolerance{dtype == DType::fp32 ? 1e-5 : 3e-2};
-      expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem), tolerance);
-      expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, {.segments = 4}),
+      expect_exact(problem, run_segmented(ServingOps(kDevice), kDevice, problem), tolerance);
+      expect_exact(problem, run_segmented(ServingOps(kDevice), kDevice, problem, {.segments = 4}),
                    tolerance);
       expect_exact(problem, run_ranks(backend(), problem, dealt(problem, 4, 1)), tolerance);
     }
@@ -79,7 +79,8 @@ TEST(Defects, KeysHiddenByBiasAloneAreNotSeen) {
   s.qq_bias = true;
   const ServingProblem problem(s, 23);
   for (int segments : {0, 3, 16})
-    expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, {.segments = segments}),
+    expect_exact(problem,
+                 run_segmented(ServingOps(kDevice), kDevice, problem, {.segments = segments}),
                  {5e-6});
 }
 
@@ -92,7 +93,8 @@ TEST(Defects, ASinkCountsOnceOverAllRanksAndSegments) {
   for (int ranks : {1, 2, 4})
     expect_exact(problem, run_ranks(backend(), problem, dealt(problem, ranks, 16)), {5e-6});
   for (int segments : {0, 1, 7, 16})
-    expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, {.segments = segments}),
+    expect_exact(problem,
+                 run_segmented(ServingOps(kDevice), kDevice, problem, {.segments = segments}),
                  {5e-6});
 }
 
@@ -101,8 +103,8 @@ TEST(Defects, SegmentsPastTheEndAreNeitherWrittenNorRead) {
   const ServingProblem problem(
       {.heads = 4, .kv_heads = 2, .dim = 64, .q_lens = {1, 1}, .kv_lens = {100, 30}}, 25);
   HandedOut found;  // 4 segments and 1; the others stay NaN
-  const ServingResult reduced =
-      run_segmented(Kernels(kDevice), kDevice, problem, {.segments = 8, .keys = 32, .to = &found});
+  const ServingResult reduced = run_segmented(ServingOps(kDevice), kDevice, problem,
+                                              {.segments = 8, .keys = 32, .to = &found});
   for (int row = 0; row < 8; ++row)
     for (int segment = 0; segment < 8; ++segment) {
       const bool has_keys = segment < (row < 4 ? 4 : 1);
@@ -126,7 +128,7 @@ TEST(Defects, SoftcapFarAboveItsCapDoesNotOverflow) {
       const ServingProblem problem(s, 26);
       Tolerance tolerance = problem.tolerance();
       tolerance.lse = 2e-5;
-      expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem), tolerance);
+      expect_exact(problem, run_segmented(ServingOps(kDevice), kDevice, problem), tolerance);
       expect_exact(problem, run_ranks(backend(), problem, dealt(problem, 2, 16)), tolerance);
     }
 }
@@ -145,8 +147,8 @@ TEST(Defects, StaleNaNInPagesOutsideTheWindowStaysThere) {
         if (kDevice == Device::cuda && is_left_out(3 * work_of(s))) continue;
         const ServingProblem problem(s, 27);
         const Tolerance tolerance = problem.tolerance();
-        expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem), tolerance);
-        expect_exact(problem, run_segmented(Kernels(kDevice), kDevice, problem, {.segments = 5}),
+        expect_exact(problem, run_segmented(ServingOps(kDevice), kDevice, problem), tolerance);
+        expect_exact(problem, run_segmented(ServingOps(kDevice), kDevice, problem, {.segments = 5}),
                      tolerance);
         expect_exact(problem, run_ranks(backend(), problem, dealt(problem, 4, 16)), tolerance);
       }
@@ -164,7 +166,7 @@ TEST(Defects, PayloadsOfEmptyShardsAreNotRead) {
     expect_exact(problem, run_ranks(backend(), problem, dealt(problem, 4, 1)), problem.tolerance());
   }
   for (const PartsCase& c : parts_cases())
-    run_parts(Kernels(kDevice), kDevice, c, DType::fp32, LogBase::e, 29);
+    run_parts(ServingOps(kDevice), kDevice, c, DType::fp32, LogBase::e, 29);
 }
 
 TEST(Defects, OffsetsArePast32Bits) {
@@ -211,11 +213,11 @@ void check_large_cache(DType kv_dtype, bool x_packed, const Upload& upload) {
     if (entry >= 0 && entry < used) entry += static_cast<std::int32_t>(first);
   arrays.cache.pages += first;
   arrays.table = on_device(kDevice, arrays.cache.table);
-  const Kernels kernels(kDevice);
+  const ServingOps kernels(kDevice);
   SegmentedAttention a;
-  arrays.paged(a);
+  arrays.paged(a.attention);
   const Buffer workspace = poisoned(kDevice, kernels.workspace_bytes(a));
-  a.workspace = {workspace.data(), workspace.bytes()};
+  a.attention.workspace = {workspace.data(), workspace.bytes()};
   kernels.check(a);
   kernels.segmented_attention(a);
   settle(arrays.out);

@@ -82,7 +82,7 @@ inline Tolerance unified_tolerance(const Serving& s) {
   return {1.5e-2, 1e-2};
 }
 
-inline void run_unified(const Kernels& kernels, Device device, const UnifiedCase& c,
+inline void run_unified(const ServingOps& kernels, Device device, const UnifiedCase& c,
                         std::uint64_t seed) {
   const ServingProblem problem(c.shape, seed);
   SCOPED_TRACE(describe(c.shape) + " segments " + std::to_string(c.segments));
@@ -187,7 +187,7 @@ inline std::vector<PrefixCase> prefix_grid(std::int32_t longest, int heads = 64)
   return cases;
 }
 
-inline void run_prefix(const Kernels& kernels, Device device, const PrefixCase& c,
+inline void run_prefix(const ServingOps& kernels, Device device, const PrefixCase& c,
                        std::uint64_t seed) {
   const ServingProblem problem(c.shape, seed);
   SCOPED_TRACE(describe(c.shape));

@@ -44,7 +44,7 @@ void expect_exact(const Serving& shape, const Run& run) {
 }
 
 ServingResult over_pages(const ServingProblem& problem) {
-  return run_segmented(Kernels(kDevice), kDevice, problem);
+  return run_segmented(ServingOps(kDevice), kDevice, problem);
 }
 
 TEST(HeadDims, AttentionOverPages) {
@@ -78,7 +78,8 @@ TEST(HeadDims, Tf32) {
     const unsigned seed = fresh_seed();
     SCOPED_TRACE(describe(shape) + " seed " + std::to_string(seed));
     const ServingProblem problem(shape, seed);
-    const ServingResult result = run_segmented(Kernels(kDevice), kDevice, problem, {.tf32 = true});
+    const ServingResult result =
+        run_segmented(ServingOps(kDevice), kDevice, problem, {.tf32 = true});
     expect_right(problem, result, {.absolute = 4e-3, .lse = 2e-3}, 0);  // 11 bits, as fp16 has
   }
 }
@@ -90,7 +91,7 @@ TEST(HeadDims, SegmentsHandedOut) {
     shape.q_lens = {1, 2};
     shape.kv_lens = {190, 70};
     expect_exact(shape, [](const ServingProblem& problem) {
-      return run_segmented(Kernels(kDevice), kDevice, problem, {.segments = 5});
+      return run_segmented(ServingOps(kDevice), kDevice, problem, {.segments = 5});
     });
   }
 }
@@ -102,7 +103,7 @@ TEST(HeadDims, ChunkedPrefill) {
       Serving shape = of_dims(dim, value_dim, dtype);
       shape.separate_new = true;
       expect_exact(shape, [](const ServingProblem& problem) {
-        return run_context(Kernels(kDevice), kDevice, problem);
+        return run_context(ServingOps(kDevice), kDevice, problem);
       });
     }
 }

@@ -292,6 +292,47 @@ TEST_F(MergeOutputs, TheMergeOfFiniteValuesIsFinite) {
         }
 }
 
+/// Ranks that merge the same parts have the same result, however each of them lays it out.
+TEST_F(MergeOutputs, WhereRowsLieChangesNoBit) {
+  for (DType in : {fp32, fp16, bf16})
+    for (DType out : {in, e4m3})
+      for (int parts : {1, 2, 3, 8})
+        for (int dim : {24, 64, 128}) {
+          OutputsCase c{.tokens = 30, .dim = dim, .parts = parts, .in = in, .out = out};
+          if (is_fp8(out)) c.scale = 0.3f;
+          if (is_left_out(2 * parts * c.size())) continue;
+          OutputsData data = make(c);
+          if (in != fp16)  // some of whose sums leave fp32
+            for (int n = 0; n < parts; ++n)
+              for (int i = 0; i < 20; ++i)
+                data.set(c, n, c.at(i, 1) + i, (n % 2 == 0 ? 3e38f : 2e38f));
+          OutputsCase apart = c;
+          apart.row_gap = 3, apart.head_gap = 1, apart.offset = 1;
+          OutputsData same{std::vector<std::byte>(apart.part_at(parts), std::byte{0xff}), data.lse};
+          const auto for_elements = [&](auto use) {
+            for (std::int64_t token = 0; token < c.tokens; ++token)
+              for (int head = 0; head < c.heads; ++head)
+                for (int d = 0; d < dim; ++d) use(c.at(token, head) + d, apart.at(token, head) + d);
+          };
+          const std::size_t size = size_of(in), out_size = size_of(out);
+          for (int n = 0; n < parts; ++n)
+            for_elements([&](std::int64_t from, std::int64_t to) {
+              std::memcpy(&same.out[apart.part_at(n) + to * size],
+                          &data.out[c.part_at(n) + from * size], size);
+            });
+          const OutputsResult one = merge(c, data), other = merge(apart, same);
+          EXPECT_EQ(std::memcmp(one.lse.data(), other.lse.data(), one.lse.size() * sizeof(float)),
+                    0)
+              << c;
+          bool alike = true;
+          for_elements([&](std::int64_t from, std::int64_t to) {
+            alike = alike && std::memcmp(&one.out[from * out_size], &other.out[to * out_size],
+                                         out_size) == 0;
+          });
+          EXPECT_TRUE(alike) << c;
+        }
+}
+
 TEST_F(MergeOutputs, AnInfinityAmongTheValuesStaysOne) {
   for (int parts : {2, 5})
     for (int dim : {5, 128}) {

@@ -124,62 +124,98 @@ struct ServingArrays {
   Tensor v_tensor() const {
     return problem.view(cache, (problem.shape.values_in_keys ? k : v).data(), true, device);
   }
-  BlockTable block_table() const {
-    if (problem.shape.page == 0) return {};
-    return {static_cast<const std::int32_t*>(table.data()), cache.columns, cache.row_stride};
-  }
   template <class T>
-  static const T* array(const Buffer& buffer) {
+  static const T* pointer(const Buffer& buffer) {
     return static_cast<const T*>(buffer.data());
   }
-  Scales scales(const std::vector<float>& host, const Buffer& buffer) const {
+  Tensor block_table() const {
+    if (problem.shape.page == 0) return {};
+    Tensor view(pointer<std::int32_t>(table), {problem.shape.batch(), cache.columns}, device);
+    if (cache.row_stride != 0) view.stride[0] = cache.row_stride;
+    return view;
+  }
+  /// The first `extent` elements of a buffer.
+  template <class T>
+  Tensor array(const Buffer& buffer, std::int64_t extent) const {
+    return {pointer<T>(buffer), {extent}, device};
+  }
+  Tensor scales(const std::vector<float>& host, const Buffer& buffer) const {
     if (host.empty()) return {};
-    return {array<float>(buffer), problem.shape.per_head_scales};
+    return array<float>(buffer, problem.shape.per_head_scales ? problem.shape.kv_heads : 1);
   }
-  Floats small(bool given, const Buffer& buffer) const {
-    return given ? Floats(buffer.data(), problem.shape.small_dtype) : Floats();
+  Tensor small(bool given, const Buffer& buffer) const {
+    if (!given) return {};
+    return Tensor(buffer.data(), problem.shape.small_dtype, {problem.shape.heads}, device);
   }
-  QqBias qq_bias() const {
+  Tensor qq_bias() const {
     if (!problem.shape.qq_bias) return {};
-    return {Floats(qq.data(), problem.shape.small_dtype), problem.qq_width, problem.qq_stride};
+    Tensor view(qq.data(), problem.shape.small_dtype, {problem.qq_width, problem.qq_width}, device);
+    view.stride[0] = problem.qq_stride;
+    return view;
+  }
+  Tensor query_starts() const {
+    return array<std::int32_t>(query_start, problem.shape.batch() + 1);
+  }
+  Tensor kv_lens() const { return array<std::int32_t>(kv_len, problem.shape.batch()); }
+  Tensor out_scales() const {
+    return problem.shape.out_scale != 0 ? array<float>(out_scale, 1) : Tensor();
   }
 
-  /// Fields that Request and the kernels' arguments have in common.
+  /// The same as the kernels take it, for tests that call them themselves.
+  kernels::Pages pages() const {
+    if (problem.shape.page == 0) return {};
+    return {pointer<std::int32_t>(table),
+            cache.row_stride,
+            1,
+            cache.columns,
+            cache.pages,
+            problem.shape.page};
+  }
+  static Floats floats(const Tensor& t) { return t ? Floats(t.data, t.dtype) : Floats(); }
+  void give_scales(kernels::AttendParams& p) const {
+    const auto factors = [](const Tensor& t) {
+      return t ? Scales{static_cast<const float*>(t.data), t.shape[0] > 1} : Scales{};
+    };
+    p.q_scale = factors(scales(problem.q_scale, q_scale));
+    p.k_scale = factors(scales(problem.k_scale, k_scale));
+    p.v_scale = factors(scales(problem.v_scale, v_scale));
+  }
+
+  /// Fields that the arguments of a layer and of one rank's calls have in common.
   template <class Arguments>
   void fill(Arguments& a) const {
     const Serving& s = problem.shape;
     a.q = q_tensor();
     a.out = out_tensor();
-    a.batch = s.batch();
     a.block_table = block_table();
-    a.query_start = array<std::int32_t>(query_start);
-    a.kv_len = array<std::int32_t>(kv_len);
+    a.query_start = query_starts();
+    a.kv_len = kv_lens();
     a.q_scale = scales(problem.q_scale, q_scale);
     a.k_scale = scales(problem.k_scale, k_scale);
     a.v_scale = scales(problem.v_scale, v_scale);
     a.sinks = small(s.sinks, sinks);
     a.slopes = small(s.alibi.has_value(), slopes);
     a.qq_bias = qq_bias();
-    if (!s.causal.empty()) a.causal = array<std::uint8_t>(causal);
+    if (!s.causal.empty()) a.causal = array<std::uint8_t>(causal, s.batch());
   }
 
-  Request request() const {
+  AttentionArgs args() const {
     const Serving& s = problem.shape;
-    Request r;
+    AttentionArgs r;
     fill(r);
     r.k = k_tensor();
     r.v = v_tensor();
-    r.shard = shard;
-    r.shard.length = s.kv_lens[0];
-    r.lse = lse_tensor();
+    if (shard.layout == Layout::ranges)
+      r.key_table = {shard.table, {s.batch(), shard.ranks + 1}, device};
+    if (shard.layout == Layout::listed) r.key_table = {shard.table, {shard.listed}, device};
+    r.lse = Lse::tokens_heads(lse_tensor());
     if (s.batch() == 1) {  // one sequence needs no arrays
-      r.query_start = nullptr;
-      r.kv_len = nullptr;
+      r.query_start = r.kv_len = {};
+      r.total_keys = s.kv_lens[0];
     }
-    if (s.out_scale != 0) r.out_scale = array<float>(out_scale);
+    r.out_scale = out_scales();
     if (!s.documents.empty())
-      r.documents = {array<std::int64_t>(documents),
-                     static_cast<std::int64_t>(s.documents.size()) - 1};
+      r.documents = array<std::int64_t>(documents, static_cast<std::int64_t>(s.documents.size()));
     r.skip_decode = s.skip_decode;
     return r;
   }
@@ -193,17 +229,19 @@ struct ServingArrays {
     a.max_kv_len = problem.max_kv_len();
     a.max_query_len = problem.max_q_len();
     a.lse = Lse::tokens_heads(lse_tensor());
-    a.dtype = s.dtype;
-    if (s.scale != 0) a.scale = s.scale;
+    a.dtypes.compute = s.dtype;
+    if (s.scale != 0) a.score.scale = s.scale;
     a.mask = s.mask;
-    a.softcap = s.softcap;
-    if (s.alibi) a.alibi = *s.alibi;
+    a.score.softcap = s.softcap;
+    if (s.alibi) a.score.alibi = *s.alibi;
   }
 
   ServingResult result() const {
     return {on_host(out, out_bytes()), on_host<float>(lse, rows.size() * problem.shape.heads)};
   }
 };
+
+inline Sharding rule_of(const Shard& shard) { return {shard.layout, shard.block}; }
 
 inline Options options_for(const ServingProblem& problem) {
   const Serving& s = problem.shape;
@@ -212,19 +250,16 @@ inline Options options_for(const ServingProblem& problem) {
   o.kv_heads = s.kv_heads;
   o.head_dim = s.dim;
   if (s.value_dim > 0) o.value_dim = s.value_dim;
-  o.dtype = s.dtype;
-  o.query_dtype = s.q_dtype;
-  o.kv_dtype = s.kv_dtype;
-  o.out_dtype = s.out_dtype;
+  o.dtypes = {.compute = s.dtype, .query = s.q_dtype, .kv = s.kv_dtype, .out = s.out_dtype};
   o.mask = s.mask;
-  if (s.scale != 0) o.scale = s.scale;
-  o.softcap = s.softcap;
-  if (s.alibi) o.alibi = *s.alibi;
-  o.max_tokens = std::max<std::int64_t>(1, problem.tokens);
-  o.max_batch = s.batch();
-  o.max_kv_len = problem.max_kv_len();
-  o.max_query_len = problem.max_q_len();
-  o.check_arrays = true;
+  if (s.scale != 0) o.score.scale = s.scale;
+  o.score.softcap = s.softcap;
+  if (s.alibi) o.score.alibi = *s.alibi;
+  o.limits = {.max_tokens = std::max<std::int64_t>(1, problem.tokens),
+              .max_batch = s.batch(),
+              .max_kv_len = problem.max_kv_len(),
+              .max_query_len = problem.max_q_len()};
+  o.debug.check_arrays = true;
   return o;
 }
 
@@ -238,19 +273,17 @@ inline ServingResult run_layer(const Communicator& world, const ServingProblem& 
   const ServingArrays arrays(world.device(), problem, shard, shard_table, query_shard);
   Options options = options_for(problem);
   options.invariant = invariant && world.device() == Device::cuda;
+  options.keys = rule_of(shard);
   if (query_shard) {
-    options.shard_queries = true;
-    options.max_tokens = 1;
+    options.queries = rule_of(*query_shard);
+    options.limits.max_tokens = 1;
     for (const std::string& n : world.gather(std::to_string(arrays.own()), "rows"))
-      options.max_tokens = std::max<std::int64_t>(options.max_tokens, std::stoll(n));
+      options.limits.max_tokens = std::max<std::int64_t>(options.limits.max_tokens, std::stoll(n));
   }
   Attention layer(world, options);
-  Request request = arrays.request();
-  if (query_shard) {
-    request.query_shard = *query_shard;
-    request.query_shard.length = problem.tokens;
-  }
-  layer.run(request);
+  AttentionArgs args = arrays.args();
+  if (query_shard) args.total_tokens = problem.tokens;
+  layer.run(args);
   layer.wait();
   if (rows != nullptr) *rows = arrays.rows;
   return arrays.result();
@@ -276,14 +309,15 @@ struct Segmented {
 };
 
 /// Paged decode and short queries on one rank.
-inline ServingResult run_segmented(const Kernels& kernels, Device device,
+inline ServingResult run_segmented(const ServingOps& kernels, Device device,
                                    const ServingProblem& problem, const Segmented& how = {}) {
   const Serving& s = problem.shape;
   const ServingArrays arrays(device, problem, Shard::contiguous(0, 0, 1));
   SegmentedAttention a;
-  arrays.paged(a);
-  a.tf32 = how.tf32;
-  if (s.out_scale != 0) a.out_scale = ServingArrays::array<float>(arrays.out_scale);
+  PagedAttention& paged = a.attention;
+  arrays.paged(paged);
+  paged.dtypes.tf32 = how.tf32;
+  paged.out_scale = arrays.out_scales();
   const int segments = how.segments;
   const std::size_t states = arrays.rows.size() * s.heads * segments;
   int padded = 16;
@@ -300,11 +334,11 @@ inline ServingResult run_segmented(const Kernels& kernels, Device device,
         Tensor(expsum.data(), DType::fp32, {arrays.own(), s.heads, segments}, device);
     a.segments.keys = how.keys;
     a.segments.tile = how.tile;
-    a.out = {};
-    a.lse = {};
+    paged.out = {};
+    paged.lse = {};
   }
   const Buffer workspace = poisoned(device, kernels.workspace_bytes(a));
-  a.workspace = {workspace.data(), workspace.bytes()};
+  a.attention.workspace = {workspace.data(), workspace.bytes()};
   kernels.check(a);
   kernels.segmented_attention(a);
   if (segments > 0) {
@@ -312,10 +346,9 @@ inline ServingResult run_segmented(const Kernels& kernels, Device device,
     r.segments = a.segments;
     r.out = arrays.out_tensor();
     r.lse = Lse::tokens_heads(arrays.lse_tensor());
-    if (s.out_scale != 0) r.out_scale = ServingArrays::array<float>(arrays.out_scale);
-    r.batch = s.batch();
-    r.query_start = a.query_start;
-    r.kv_len = a.kv_len;
+    r.out_scale = arrays.out_scales();
+    r.query_start = paged.query_start;
+    r.kv_len = paged.kv_len;
     kernels.reduce_segments(r);
   }
   settle(arrays.out);
@@ -326,7 +359,7 @@ inline ServingResult run_segmented(const Kernels& kernels, Device device,
 }
 
 /// Chunked prefill on one rank; the problem has separate_new.
-inline ServingResult run_context(const Kernels& kernels, Device device,
+inline ServingResult run_context(const ServingOps& kernels, Device device,
                                  const ServingProblem& problem) {
   const Serving& s = problem.shape;
   const ServingArrays arrays(device, problem, Shard::contiguous(0, 0, 1));
@@ -334,13 +367,13 @@ inline ServingResult run_context(const Kernels& kernels, Device device,
                new_v = on_device(device, problem.new_rows(true)),
                inverse = on_device(device, std::vector<float>{1.0f / s.out_scale});
   ContextAttention a;
-  arrays.paged(a);
+  arrays.paged(a.attention);
   a.k = Tensor(new_k.data(), s.dtype, {problem.tokens, s.kv_heads, s.dim}, device);
   a.v = Tensor(new_v.data(), s.dtype, {problem.tokens, s.kv_heads, s.of_value()}, device);
   a.skip_decode = s.skip_decode;
-  if (s.out_scale != 0) a.out_scale_inv = ServingArrays::array<float>(inverse);
+  if (s.out_scale != 0) a.out_scale_inv = arrays.array<float>(inverse, 1);
   const Buffer workspace = poisoned(device, kernels.workspace_bytes(a));
-  a.workspace = {workspace.data(), workspace.bytes()};
+  a.attention.workspace = {workspace.data(), workspace.bytes()};
   kernels.check(a);
   kernels.context_attention(a);
   settle(arrays.out);
@@ -377,13 +410,11 @@ inline ServingResult run_ranks(const kernels::Backend& backend, const ServingPro
     p.v = KvRows(v.data, v.stride[1], v.stride[2]);
     p.k.page_stride = k.stride[0];
     p.v.page_stride = v.stride[0];
-    p.pages = {a.block_table().data, a.cache.row_stride, 1, a.cache.columns, a.cache.pages, s.page};
-    p.q_scale = a.scales(problem.q_scale, a.q_scale);
-    p.k_scale = a.scales(problem.k_scale, a.k_scale);
-    p.v_scale = a.scales(problem.v_scale, a.v_scale);
+    p.pages = a.pages();
+    a.give_scales(p);
     p.batch.size = s.batch();
-    p.batch.query_start = ServingArrays::array<std::int32_t>(a.query_start);
-    p.batch.kv_len = ServingArrays::array<std::int32_t>(a.kv_len);
+    p.batch.query_start = ServingArrays::pointer<std::int32_t>(a.query_start);
+    p.batch.kv_len = ServingArrays::pointer<std::int32_t>(a.kv_len);
     p.shard = a.shard;
     p.mask = s.mask;
     p.score = {static_cast<float>(s.scale_used()), s.softcap};
@@ -402,7 +433,7 @@ inline ServingResult run_ranks(const kernels::Backend& backend, const ServingPro
   m.states = states;
   m.interleaved = shards[0].layout == Layout::interleaved;
   m.heads = s.heads;
-  m.sinks = a.small(s.sinks, a.sinks);
+  m.sinks = a.floats(a.small(s.sinks, a.sinks));
   m.tokens = problem.tokens;
   m.dtype = s.of_out();
   m.out = {a.out.data(), std::int64_t{s.heads} * s.of_value(), s.of_value()};

@@ -60,12 +60,11 @@ TEST_F(SharedKeys, TheBitsOfACopyForEachSequence) {
       Attention layer(self(device()), {.heads = kHeads,
                                        .kv_heads = kKvHeads,
                                        .head_dim = kDim,
-                                       .dtype = dtype,
+                                       .dtypes = {.compute = dtype},
                                        .mask = {.causal = true},
-                                       .max_tokens = tokens,
-                                       .max_batch = kBatch,
+                                       .limits = {.max_tokens = tokens, .max_batch = kBatch},
                                        .threads = 2,
-                                       .check_arrays = true});
+                                       .debug = {.check_arrays = true}});
       const Caches k = caches(dtype), v = caches(dtype);
       const auto q = on_device(values(dtype, elements));
       const auto query_start = on_device(starts), lengths = on_device(kv_len);
@@ -77,11 +76,9 @@ TEST_F(SharedKeys, TheBitsOfACopyForEachSequence) {
         layer.run({.q = Tensor(q.data(), dtype, {tokens, kHeads, kDim}, device()),
                    .k = cache(keys.data(), dtype, shared),
                    .v = cache(vals.data(), dtype, shared),
-                   .shard = Shard::contiguous(0, 0, 1),
                    .out = Tensor(out.data(), dtype, {tokens, kHeads, kDim}, device()),
-                   .batch = kBatch,
-                   .query_start = query_start.data(),
-                   .kv_len = lengths.data()});
+                   .query_start = Tensor(query_start.data(), {kBatch + 1}, device()),
+                   .kv_len = Tensor(lengths.data(), {kBatch}, device())});
         layer.wait();
         results.push_back(out.values());
       }
@@ -99,19 +96,16 @@ TEST_F(SharedKeys, NothingIsAppendedToThem) {
   Attention layer(self(device()), {.heads = kKvHeads,
                                    .kv_heads = kKvHeads,
                                    .head_dim = kDim,
-                                   .dtype = fp32,
-                                   .max_tokens = kBatch,
-                                   .max_batch = kBatch,
+                                   .dtypes = {.compute = fp32},
+                                   .limits = {.max_tokens = kBatch, .max_batch = kBatch},
                                    .threads = 1});
   const Tensor added(rows.data(), fp32, {kBatch, kKvHeads, kDim}, device());
   Append append{.new_k = added,
                 .new_v = added,
                 .k = cache(keys.data(), fp32, false),
                 .v = cache(vals.data(), fp32, false),
-                .shard = Shard::contiguous(0, 0, 1),
-                .batch = kBatch,
-                .query_start = query_start.data(),
-                .kv_len = lengths.data()};
+                .query_start = Tensor(query_start.data(), {kBatch + 1}, device()),
+                .kv_len = Tensor(lengths.data(), {kBatch}, device())};
   const auto refuse = [&](const char* text) {
     EXPECT_NE(message([&] { layer.append(append); }).find(text), std::string::npos) << text;
     EXPECT_EQ(keys.values(), k.copies);

@@ -21,7 +21,7 @@ Communicator connect(MPI_Comm comm, const CommOptions& options,
   auto duplicate = std::make_shared<MpiDuplicate>(comm, deadline, std::move(session));
   auto control = mail_control(std::make_unique<MpiMailbox>(duplicate), deadline);
   return Communicator(options.device == Device::cuda
-                          ? gpu_transport(std::move(control))
+                          ? gpu_transport(std::move(control), options.gpu)
                           : mpi_transport(std::move(duplicate), std::move(control)));
 }
 

@@ -216,6 +216,21 @@ class MpiTransport final : public ControlledTransport {
     return open.staged.get();
   }
 
+  /// The same with what this rank says of its run, if it says anything, behind the bytes.
+  const std::byte* stage_with_word(Open& open, std::size_t bytes) const {
+    const std::uint64_t* said = open.verb.said;
+    std::byte* staged = stage(open, bytes, said ? sizeof *said : 0);
+    if (said) std::memcpy(staged + bytes, said + rank(), sizeof *said);
+    return staged;
+  }
+  /// It travels ahead of the data.
+  void receive_word(Open& open, int peer) const {
+    if (open.verb.said) receive(open, open.verb.said + peer, sizeof *open.verb.said, peer);
+  }
+  void send_word(Open& open, const std::byte* word, int peer) const {
+    if (open.verb.said) send(open, word, sizeof *open.verb.said, peer);
+  }
+
   void post(Open& open) {
     open.requests.clear();
     open.parts.clear();
@@ -225,24 +240,28 @@ class MpiTransport final : public ControlledTransport {
     if (size() == 1) return keep(verb.send, verb.recv, bytes);
     switch (verb.kind) {
       case Verb::all_gather: {
-        const std::size_t word = verb.said ? sizeof *verb.said : 0;
-        std::byte* staged = stage(open, bytes, word);
-        if (word > 0) std::memcpy(staged + bytes, verb.said + rank(), word);
+        const std::byte* staged = stage_with_word(open, bytes);
         for_peers([&](int p) {
-          if (word > 0) receive(open, verb.said + p, word, p);
+          receive_word(open, p);
           receive(open, at(verb.recv, p * bytes), bytes, p);
         });
         for_peers([&](int p) {
-          if (word > 0) send(open, staged + bytes, word, p);
+          send_word(open, staged + bytes, p);
           send(open, staged, bytes, p);
         });
         keep(verb.send, at(verb.recv, rank() * bytes), bytes);
         break;
       }
       case Verb::all_to_all: {
-        const std::byte* staged = stage(open, bytes * size());
-        for_peers([&](int p) { receive(open, at(verb.recv, p * bytes), bytes, p); });
-        for_peers([&](int p) { send(open, staged + p * bytes, bytes, p); });
+        const std::byte* staged = stage_with_word(open, bytes * size());
+        for_peers([&](int p) {
+          receive_word(open, p);
+          receive(open, at(verb.recv, p * bytes), bytes, p);
+        });
+        for_peers([&](int p) {
+          send_word(open, staged + bytes * size(), p);
+          send(open, staged + p * bytes, bytes, p);
+        });
         keep(at(verb.send, rank() * bytes), at(verb.recv, rank() * bytes), bytes);
         break;
       }

@@ -10,6 +10,7 @@
 #include "comm/nccl/transport.hpp"
 #include "longspan/info.hpp"
 #include "src/check.hpp"
+#include "src/device_guard.hpp"
 #include "src/env.hpp"
 
 namespace longspan::comm {
@@ -25,14 +26,16 @@ std::string describe_gpu(int device) {
               fmt::format("{} at {}", properties.name, bus));
 }
 
-/// Takes the GPU of the local rank, or finds, on every rank, why that cannot be.
-void take_gpu(Control& control, const Place& place) {
+/// The GPU that was asked for, or that of the local rank; or finds, on every rank, why that cannot
+/// be.
+int choose_gpu(Control& control, const Place& place, int asked) {
   const int visible = gpu_count();
+  check_gpu(asked, visible);
+  int gpu = -1;
   std::string mine;
   if (visible > 0) {
-    const int device = place.local_rank % visible;
-    LONGSPAN_CUDA(cudaSetDevice(device));
-    mine = describe_gpu(device);
+    gpu = asked >= 0 ? asked : place.local_rank % visible;
+    mine = describe_gpu(gpu);
   }
   const auto gpus = control.gather(mine, "compare the GPUs");
   for (int r = 0; r < control.size(); ++r)
@@ -48,6 +51,7 @@ void take_gpu(Control& control, const Place& place) {
             fmt::format("Rank {} and rank {} would share one GPU ({}), which NCCL cannot do: start "
                         "at most as many ranks on a machine as it has GPUs.",
                         other, r, unpack(gpus[r]).at(1)));
+  return gpu;
 }
 
 ncclUniqueId meet(Control& control) {
@@ -67,16 +71,21 @@ ncclUniqueId meet(Control& control) {
 
 }  // namespace
 
-std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control> control) {
+std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control> control, int asked) {
   // NCCL's multicast fails on machines that do not grant it, and longspan does not need it.
   env_default("NCCL_NVLS_ENABLE", "0");
   const Place place = find_place(*control);
+  int gpu = -1;
   try {
-    take_gpu(*control, place);
+    gpu = choose_gpu(*control, place, asked);
   } catch (const BackendError& error) {
     control->tell(gave_up(*control, error.what()));  // this rank's own trouble
     throw;
+  } catch (const UsageError& error) {
+    control->tell(gave_up(*control, error.what()));  // likewise
+    throw;
   }
+  const DeviceGuard guard(gpu);
   const ncclUniqueId id = meet(*control);
 
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;

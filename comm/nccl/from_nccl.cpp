@@ -11,7 +11,7 @@
 #include "comm/control/threads.hpp"
 #include "comm/nccl/control.hpp"
 #include "comm/nccl/transport.hpp"
-#include "src/check.hpp"
+#include "src/device_guard.hpp"
 #include "src/env.hpp"
 
 namespace longspan {
@@ -79,7 +79,10 @@ Communicator from_nccl(ncclComm_t comm, CommOptions options) {
     if (result != ncclSuccess)
       throw UsageError(fmt::format("from_nccl was given a communicator that NCCL rejects: {}.",
                                    ncclGetErrorString(result)));
-  LONGSPAN_CUDA(cudaSetDevice(device));
+  if (options.gpu >= 0 && options.gpu != device)
+    throw UsageError(fmt::format("GPU {} was asked for; the NCCL communicator is on GPU {}",
+                                 options.gpu, device));
+  const DeviceGuard guard(device);
   auto link = std::make_shared<comm::Link>(comm::split(comm, rank, deadline), deadline);
   auto control = comm::nccl_control(link, rank, size, deadline);
   link->settle(*control, "make the communicator");

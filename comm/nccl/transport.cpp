@@ -15,6 +15,7 @@
 #include "longspan/buffer.hpp"
 #include "longspan/info.hpp"
 #include "src/check.hpp"
+#include "src/device_guard.hpp"
 
 namespace longspan::comm {
 namespace {
@@ -34,11 +35,9 @@ std::string library_name() {
   return name;
 }
 
-std::string gpu_name() {
-  int device = 0;
+std::string name_of_gpu(int gpu) {
   cudaDeviceProp properties{};
-  LONGSPAN_CUDA(cudaGetDevice(&device));
-  LONGSPAN_CUDA(cudaGetDeviceProperties(&properties, device));
+  LONGSPAN_CUDA(cudaGetDeviceProperties(&properties, gpu));
   return properties.name;
 }
 
@@ -56,7 +55,10 @@ ncclDataType_t nccl_type(DType dtype) {
 class NcclTransport final : public ControlledTransport {
  public:
   NcclTransport(std::shared_ptr<Link> link, std::shared_ptr<Control> control, const Place& place)
-      : ControlledTransport(std::move(control)), link_(std::move(link)), place_(place) {}
+      : ControlledTransport(std::move(control)),
+        link_(std::move(link)),
+        place_(place),
+        gpu_(current_gpu()) {}
 
   /// The end of NCCL's communicator waits for the peers, and says that all have closed the windows.
   /// A rank that has not does not come to it.
@@ -75,8 +77,10 @@ class NcclTransport final : public ControlledTransport {
   }
 
   Device device() const override { return Device::cuda; }
+  int gpu() const override { return gpu_; }
   std::string describe() const override {
-    return fmt::format("{} | {} | {}", library_name(), gpu_name(), comm::describe(size(), place_));
+    return fmt::format("{} | {} | {}", library_name(), name_of_gpu(gpu_),
+                       comm::describe(size(), place_));
   }
 
   std::shared_ptr<const PeerView> open_windows(std::uint32_t layer, std::size_t bytes,
@@ -215,13 +219,14 @@ class NcclTransport final : public ControlledTransport {
           return ncclAllGather(verb.send, verb.recv, bytes, ncclInt8, comm, stream);
         };
         if (!verb.said) return gather();
-        ncclGroupStart();  // both in one launch
-        ncclAllGather(verb.said + rank(), verb.said, sizeof *verb.said, ncclInt8, comm, stream);
+        ncclGroupStart();
+        gather_words(verb, comm, stream);
         gather();
         return ncclGroupEnd();
       }
       case Verb::all_to_all:
         ncclGroupStart();
+        if (verb.said) gather_words(verb, comm, stream);
         for (int p = 0; p < size(); ++p) {
           const auto at = static_cast<std::size_t>(p) * bytes;
           ncclSend(static_cast<const char*>(verb.send) + at, bytes, ncclInt8, p, comm, stream);
@@ -248,6 +253,11 @@ class NcclTransport final : public ControlledTransport {
     return ncclInvalidUsage;
   }
 
+  /// What every rank says of its run, in one group with the data and so in one launch.
+  void gather_words(const Verb& verb, ncclComm_t comm, cudaStream_t stream) const {
+    ncclAllGather(verb.said + rank(), verb.said, sizeof *verb.said, ncclInt8, comm, stream);
+  }
+
   /// An exchange that went wrong in one layer ends the communicator for all: whose it was is said.
   void check_reports(const char* step) {
     PeerReport report;
@@ -266,6 +276,7 @@ class NcclTransport final : public ControlledTransport {
 
   std::shared_ptr<Link> link_;
   Place place_;
+  int gpu_;
   std::shared_ptr<WindowSet> windows_ = std::make_shared<WindowSet>();
   SideStream side_;
   std::vector<std::weak_ptr<NcclTransport>> children_;
@@ -273,9 +284,11 @@ class NcclTransport final : public ControlledTransport {
 
 class GpuSelf final : public SelfTransport {
  public:
-  using SelfTransport::SelfTransport;
+  template <class What>
+  GpuSelf(What what, int gpu) : SelfTransport(std::move(what)), gpu_(gpu) {}
   Device device() const override { return Device::cuda; }
-  std::string describe() const override { return gpu_name() + " | 1 rank"; }
+  int gpu() const override { return gpu_; }
+  std::string describe() const override { return name_of_gpu(gpu_) + " | 1 rank"; }
 
   void wait(Stream stream, const char* step) override {
     control().fate().check();
@@ -309,10 +322,11 @@ class GpuSelf final : public SelfTransport {
 
   std::shared_ptr<Transport> branch(const Group& group) override {
     if (group.members.empty()) return nullptr;
-    return std::make_shared<GpuSelf>(control().branch(group));
+    return std::make_shared<GpuSelf>(control().branch(group), gpu_);
   }
 
  private:
+  int gpu_;
   SideStream side_;
 };
 
@@ -330,12 +344,21 @@ std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
   return transport;
 }
 
-std::shared_ptr<Transport> gpu_self(milliseconds deadline) {
+void check_gpu(int asked, int visible) {
+  if (asked >= visible)
+    throw UsageError(
+        fmt::format("GPU {} was asked for; this process sees {}: 0 to {}, or below 0 "
+                    "for that of the local rank",
+                    asked, visible, visible - 1));
+}
+
+std::shared_ptr<Transport> gpu_self(milliseconds deadline, int gpu) {
   if (gpu_count() == 0)
     throw Unsupported(
         "Device cuda was asked for, but this process sees no GPU: check nvidia-smi and "
         "CUDA_VISIBLE_DEVICES, or use device host.");
-  return std::make_shared<GpuSelf>(deadline);
+  check_gpu(gpu, gpu_count());
+  return std::make_shared<GpuSelf>(deadline, gpu >= 0 ? gpu : current_gpu());
 }
 
 }  // namespace longspan::comm

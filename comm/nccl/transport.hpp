@@ -9,7 +9,11 @@
 
 namespace longspan::comm {
 
-/// Checks that NCCL works between the ranks by a first exchange, which also makes its connections.
+/// UsageError for a GPU that is none of the `visible` ones; below 0 it is to be chosen.
+void check_gpu(int asked, int visible);
+
+/// Checks that NCCL works between the ranks by a first exchange, which also makes its
+/// connections. The ranks' GPUs are current.
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
                                           std::shared_ptr<Control> control, const Place& place);
 

@@ -14,6 +14,7 @@
 #include "comm/control/hosts.hpp"
 #include "comm/control/wire.hpp"
 #include "src/check.hpp"
+#include "src/device_guard.hpp"
 
 namespace longspan::comm {
 namespace {
@@ -26,24 +27,6 @@ constexpr double kKernelShare = 0.5;
 struct Shared {
   std::uint64_t report;
   std::uint32_t abort;
-};
-
-/// The GPU of the windows is the thread's current one, for a while.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    if (LONGSPAN_CUDA_WORKED(cudaGetDevice(&before_)) && before_ != device)
-      moved_ = LONGSPAN_CUDA_WORKED(cudaSetDevice(device));
-  }
-  ~OnDevice() {
-    if (moved_) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaSetDevice(before_)));
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int before_ = 0;
-  bool moved_ = false;
 };
 
 std::string bus_of(int device) {
@@ -300,7 +283,7 @@ Windows::~Windows() {
     std::erase(set_->open_, this);
     keep = keep || set_->failed_;
   }
-  const OnDevice on(device_);
+  const DeviceGuard guard(device_);
   if (keep || !is_quiet()) {  // a peer may still write, and this rank's mappings stay too
     abort();
     const std::lock_guard lock(set_->mutex_);

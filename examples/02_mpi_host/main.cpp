@@ -48,34 +48,35 @@ int run() {
   std::vector<float> out(q.size(), NAN), lse(kTokens * kHeads, NAN), alone(q.size(), NAN);
 
   // [layer]
-  using longspan::fp32, longspan::Tensor;
   const longspan::Communicator world = longspan::from_mpi(MPI_COMM_WORLD);
-  const auto shard = longspan::Shard::contiguous(kKeys, world.rank(), world.size());
-  const std::int64_t keys = shard.local_len(kKeys);
-  std::vector<float> my_k = cut(k, shard), my_v = cut(v, shard);
-
   longspan::Attention layer(world, {.heads = kHeads,
                                     .kv_heads = kKvHeads,
                                     .head_dim = kDim,
-                                    .dtype = fp32,
+                                    .dtypes = {.compute = longspan::fp32},
                                     .mask = {.causal = true},
-                                    .max_tokens = kTokens});
-  layer.run({.q = Tensor(q.data(), fp32, {kTokens, kHeads, kDim}),
-             .k = Tensor(my_k.data(), fp32, {keys, kKvHeads, kDim}),
-             .v = Tensor(my_v.data(), fp32, {keys, kKvHeads, kDim}),
-             .shard = shard,
-             .out = Tensor(out.data(), fp32, {kTokens, kHeads, kDim}),
-             .lse = Tensor(lse.data(), fp32, {kTokens, kHeads})});
+                                    .limits = {.max_tokens = kTokens},
+                                    .keys = {longspan::Layout::contiguous}});
+
+  const longspan::Shard shard = layer.shard(kKeys);  // the keys that this rank holds
+  const std::int64_t keys = shard.local_len(kKeys);
+  std::vector<float> my_k = cut(k, shard), my_v = cut(v, shard);
+
+  layer.run({.q = {q.data(), {kTokens, kHeads, kDim}},
+             .k = {my_k.data(), {keys, kKvHeads, kDim}},
+             .v = {my_v.data(), {keys, kKvHeads, kDim}},
+             .out = {out.data(), {kTokens, kHeads, kDim}},
+             .lse = longspan::Lse::tokens_heads({lse.data(), {kTokens, kHeads}}),
+             .total_keys = kKeys});
   layer.wait();
   // [/layer]
 
   // [attend]
   longspan::attend(longspan::self(),
-                   {.q = Tensor(q.data(), fp32, {kTokens, kHeads, kDim}),
-                    .k = Tensor(k.data(), fp32, {kKeys, kKvHeads, kDim}),
-                    .v = Tensor(v.data(), fp32, {kKeys, kKvHeads, kDim}),
-                    .shard = longspan::Shard::contiguous(kKeys, 0, 1),
-                    .out = Tensor(alone.data(), fp32, {kTokens, kHeads, kDim})},
+                   {.q = {q.data(), {kTokens, kHeads, kDim}},
+                    .k = {k.data(), {kKeys, kKvHeads, kDim}},
+                    .v = {v.data(), {kKeys, kKvHeads, kDim}},
+                    .out = {alone.data(), {kTokens, kHeads, kDim}},
+                    .total_keys = kKeys},
                    {.mask = {.causal = true}});
   // [/attend]
 

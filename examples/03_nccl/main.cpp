@@ -77,8 +77,8 @@ Values attend_on_host(Values q, Values k, Values v) {
                    {.q = Tensor(q.data(), bf16, {kTokens, kHeads, kDim}),
                     .k = Tensor(k.data(), bf16, {kKeys, kKvHeads, kDim}),
                     .v = Tensor(v.data(), bf16, {kKeys, kKvHeads, kDim}),
-                    .shard = Shard::contiguous(kKeys, 0, 1),
-                    .out = Tensor(out.data(), bf16, {kTokens, kHeads, kDim})},
+                    .out = Tensor(out.data(), bf16, {kTokens, kHeads, kDim}),
+                    .total_keys = kKeys},
                    {.mask = {.causal = true}});
   return out;
 }
@@ -91,28 +91,28 @@ int run(ncclComm_t nccl) {
 
   // [nccl]
   const longspan::Communicator world = longspan::from_nccl(nccl);
-  const Shard shard = Shard::contiguous(kKeys, world.rank(), world.size());
-  const std::int64_t keys = shard.local_len(kKeys);
-  const Buffer my_q = to_gpu(q), my_k = to_gpu(cut(k, shard)), my_v = to_gpu(cut(v, shard));
-  const Buffer out = to_gpu(Values(q.size(), __float2bfloat16(NAN)));
-
   longspan::Attention layer(world, {.heads = kHeads,
                                     .kv_heads = kKvHeads,
                                     .head_dim = kDim,
-                                    .dtype = bf16,
+                                    .dtypes = {.compute = bf16},
                                     .mask = {.causal = true},
-                                    .max_tokens = kTokens});
-  const longspan::Request request{
+                                    .limits = {.max_tokens = kTokens},
+                                    .keys = {longspan::Layout::contiguous}});
+  const Shard shard = layer.shard(kKeys);
+  const std::int64_t keys = shard.local_len(kKeys);
+  const Buffer my_q = to_gpu(q), my_k = to_gpu(cut(k, shard)), my_v = to_gpu(cut(v, shard));
+  const Buffer out = to_gpu(Values(q.size(), __float2bfloat16(NAN)));
+  const longspan::AttentionArgs args{
       .q = Tensor(my_q.data(), bf16, {kTokens, kHeads, kDim}, Device::cuda),
       .k = Tensor(my_k.data(), bf16, {keys, kKvHeads, kDim}, Device::cuda),
       .v = Tensor(my_v.data(), bf16, {keys, kKvHeads, kDim}, Device::cuda),
-      .shard = shard,
-      .out = Tensor(out.data(), bf16, {kTokens, kHeads, kDim}, Device::cuda)};
+      .out = Tensor(out.data(), bf16, {kTokens, kHeads, kDim}, Device::cuda),
+      .total_keys = kKeys};
 
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t replay = nullptr;
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  layer.run(request, longspan::as_stream(stream));
+  layer.run(args, longspan::as_stream(stream));
   check(cudaStreamEndCapture(stream, &graph));
   check(cudaGraphInstantiate(&replay, graph, 0));
   check(cudaGraphLaunch(replay, stream));

@@ -20,7 +20,7 @@
 
 namespace {
 
-using longspan::fp32, longspan::Shard, longspan::Tensor;
+using longspan::fp32, longspan::Tensor;
 
 constexpr int kHeads = 8, kKvHeads = 2, kDim = 64;
 constexpr std::int64_t kPrompt = 1'000, kSteps = 200, kMaxLen = kPrompt + kSteps;
@@ -46,17 +46,18 @@ Tensor rows(std::vector<float>& data, std::int64_t count, int heads) {
 class Decoder {
  public:
   explicit Decoder(const longspan::Communicator& world)
-      : rank_(world.rank()),
-        ranks_(world.size()),
-        capacity_(shard(kMaxLen).max_local_len(kMaxLen)),
-        k_(capacity_ * kRow, NAN),
-        v_(capacity_ * kRow, NAN),
-        layer_(world, {.heads = kHeads,
+      : layer_(world, {.heads = kHeads,
                        .kv_heads = kKvHeads,
                        .head_dim = kDim,
-                       .dtype = fp32,
+                       .dtypes = {.compute = fp32},
                        .mask = {.causal = true},
-                       .max_tokens = 1}) {}
+                       .limits = {.max_tokens = 1},
+                       .keys = {longspan::Layout::interleaved}}),
+        capacity_(shard().max_local_len(kMaxLen)),
+        k_(capacity_ * kRow, NAN),
+        v_(capacity_ * kRow, NAN) {}
+
+  longspan::Shard shard() const { return layer_.shard(kMaxLen); }
 
   // [step]
   /// The keys and values of `count` tokens, the first ones of the sequence.
@@ -65,7 +66,7 @@ class Decoder {
                    .new_v = rows(v, count, kKvHeads),
                    .k = rows(k_, capacity_, kKvHeads),
                    .v = rows(v_, capacity_, kKvHeads),
-                   .shard = shard(count)});
+                   .total_keys = count});
     layer_.wait();
   }
 
@@ -75,8 +76,8 @@ class Decoder {
     layer_.run({.q = rows(token.q, 1, kHeads),
                 .k = rows(k_, capacity_, kKvHeads),
                 .v = rows(v_, capacity_, kKvHeads),
-                .shard = shard(len),
                 .out = rows(out, 1, kHeads),
+                .total_keys = len,
                 .new_k = rows(token.k, 1, kKvHeads),
                 .new_v = rows(token.v, 1, kKvHeads)});
     layer_.wait();
@@ -85,12 +86,9 @@ class Decoder {
   // [/step]
 
  private:
-  Shard shard(std::int64_t len) const { return Shard::interleaved(len, rank_, ranks_); }
-
-  int rank_, ranks_;
+  longspan::Attention layer_;
   std::int64_t capacity_;
   std::vector<float> k_, v_;
-  longspan::Attention layer_;
 };
 
 int run() {
@@ -115,7 +113,7 @@ int run() {
       worst = std::fmax(worst, std::isnan(a[i]) ? INFINITY : std::fabs(a[i] - b[i]));
   }
 
-  const bool keeps = Shard::interleaved(kMaxLen, world.rank(), world.size()).keeps_order();
+  const bool keeps = sharded.shard().keeps_order();
   const bool right = keeps ? same == kSteps : worst < 1e-6;
   if (world.rank() == 0)
     std::printf(

@@ -4,7 +4,7 @@
 //
 // Every rank owns its own rows of x from end to end. Norm and projections (a BLAS) work row by row
 // and need no communication; the one step where tokens meet is the longspan layer, with the queries
-// sharded like the keys (shard_queries). The result is checked against the block in one piece.
+// sharded like the keys (Options::queries). The result is checked against the block in one piece.
 #include <cblas.h>
 #include <mpi.h>
 
@@ -20,11 +20,12 @@
 
 namespace {
 
-using longspan::fp32, longspan::Shard, longspan::Tensor;
+using longspan::Shard;
 using Matrix = std::vector<float>;  // row-major
 
 constexpr int kModel = 256, kHeads = 8, kKvHeads = 2, kDim = 32;
 constexpr std::int64_t kTokens = 1'500;
+constexpr longspan::Sharding kSharding{longspan::Layout::contiguous};
 
 Matrix random_matrix(std::int64_t rows, std::int64_t columns, float deviation, unsigned seed) {
   std::mt19937 bits(seed);
@@ -67,14 +68,15 @@ struct Weights {
 class Block {
  public:
   explicit Block(const longspan::Communicator& world)
-      : shard_(Shard::contiguous(kTokens, world.rank(), world.size())),
+      : shard_(kSharding.resolve(kTokens, world.rank(), world.size())),
         layer_(world, {.heads = kHeads,
                        .kv_heads = kKvHeads,
                        .head_dim = kDim,
-                       .dtype = fp32,
+                       .dtypes = {.compute = longspan::fp32},
                        .mask = {.causal = true},
-                       .max_tokens = shard_.max_local_len(kTokens),
-                       .shard_queries = true}) {}
+                       .limits = {.max_tokens = shard_.max_local_len(kTokens)},
+                       .keys = kSharding,
+                       .queries = kSharding}) {}
 
   const Shard& shard() const { return shard_; }
 
@@ -87,12 +89,12 @@ class Block {
     Matrix v = multiply(normed, w.v, rows, kModel, kKvHeads * kDim);
     Matrix attended(rows * kHeads * kDim, NAN);
 
-    layer_.run({.q = Tensor(q.data(), fp32, {rows, kHeads, kDim}),
-                .k = Tensor(k.data(), fp32, {rows, kKvHeads, kDim}),
-                .v = Tensor(v.data(), fp32, {rows, kKvHeads, kDim}),
-                .shard = shard_,
-                .out = Tensor(attended.data(), fp32, {rows, kHeads, kDim}),
-                .query_shard = shard_});
+    layer_.run({.q = {q.data(), {rows, kHeads, kDim}},
+                .k = {k.data(), {rows, kKvHeads, kDim}},
+                .v = {v.data(), {rows, kKvHeads, kDim}},
+                .out = {attended.data(), {rows, kHeads, kDim}},
+                .total_keys = kTokens,
+                .total_tokens = kTokens});
     layer_.wait();
 
     Matrix y = multiply(attended, w.out, rows, kHeads * kDim, kModel);

@@ -18,7 +18,9 @@
 
 namespace {
 
-using longspan::bf16, longspan::e4m3, longspan::Buffer, longspan::Device, longspan::Tensor;
+using longspan::bf16, longspan::e4m3, longspan::fp32;
+using longspan::Buffer, longspan::Device, longspan::Tensor;
+constexpr longspan::DType int32 = longspan::DType::int32;
 
 constexpr int kHeads = 8, kKvHeads = 2, kDim = 64, kPage = 16, kBatch = 2;
 constexpr int kDrafts = 3;  // in the tree
@@ -102,25 +104,25 @@ class Server {
  public:
   explicit Server(const longspan::Communicator& world)
       : device_(world.device()),
-        shard_(longspan::Shard::interleaved(0, world.rank(), world.size())),
+        layer_(
+            world,
+            {.heads = kHeads,
+             .kv_heads = kKvHeads,
+             .head_dim = kDim,
+             .dtypes = {.compute = bf16, .kv = e4m3},
+             .mask = {.causal = true},
+             .limits = {.max_tokens = kBatch * kDrafts, .max_batch = kBatch, .max_kv_len = kMaxLen},
+             .keys = {longspan::Layout::interleaved},
+             .debug = {.check_arrays = true}}),
+        shard_(layer_.shard(kMaxLen)),
         cache_(device_, shard_),
-        scale_(upload(device_, std::vector<float>{kScale})),
-        layer_(world, {.heads = kHeads,
-                       .kv_heads = kKvHeads,
-                       .head_dim = kDim,
-                       .dtype = bf16,
-                       .kv_dtype = e4m3,
-                       .mask = {.causal = true},
-                       .max_tokens = kBatch * kDrafts,
-                       .max_batch = kBatch,
-                       .max_kv_len = kMaxLen,
-                       .check_arrays = true}) {}
+        scale_(upload(device_, std::vector<float>{kScale})) {}
 
   // [step]
   /// Puts the tokens at the end of their sequences, which then have `lengths` keys, and attends
   /// from each of them. The prompts are only stored: this example has no use for their result.
-  Bits step(const Tokens& tokens, const std::vector<std::int32_t>& lengths,
-            const longspan::QqBias& tree = {}, bool attend = true) {
+  Bits step(const Tokens& tokens, const std::vector<std::int32_t>& lengths, const Tensor& tree = {},
+            bool attend = true) {
     cache_.grow(shard_, lengths);
     const Buffer q = upload(device_, tokens.q), k = upload(device_, tokens.k),
                  v = upload(device_, tokens.v), start = upload(device_, tokens.start),
@@ -128,36 +130,32 @@ class Server {
     const auto rows = [&](const Buffer& memory, int heads) {
       return Tensor(memory.data(), bf16, {tokens.count(), heads, kDim}, device_);
     };
-    const auto* scale = static_cast<const float*>(scale_.data());
-    const longspan::BlockTable pages{static_cast<const std::int32_t*>(table.data()), kColumns};
-    const auto* query_start = static_cast<const std::int32_t*>(start.data());
-    const auto* kv_len = static_cast<const std::int32_t*>(lens.data());
+    const Tensor scale(scale_.data(), fp32, {1}, device_),
+        pages(table.data(), int32, {kBatch, kColumns}, device_),
+        query_start(start.data(), int32, {kBatch + 1}, device_),
+        kv_len(lens.data(), int32, {kBatch}, device_);
 
     layer_.append({.new_k = rows(k, kKvHeads),
                    .new_v = rows(v, kKvHeads),
                    .k = cache_.keys(),
                    .v = cache_.values(),
-                   .block_table = pages,
-                   .shard = shard_,
-                   .batch = kBatch,
                    .query_start = query_start,
                    .kv_len = kv_len,
-                   .k_scale = {scale},
-                   .v_scale = {scale}});
+                   .block_table = pages,
+                   .k_scale = scale,
+                   .v_scale = scale});
     Bits out(tokens.q.size(), 0xffff);  // NaN
     const Buffer result = upload(device_, out);
     if (attend)
       layer_.run({.q = rows(q, kHeads),
                   .k = cache_.keys(),
                   .v = cache_.values(),
-                  .shard = shard_,
                   .out = rows(result, kHeads),
-                  .batch = kBatch,
                   .query_start = query_start,
                   .kv_len = kv_len,
                   .block_table = pages,
-                  .k_scale = {scale},
-                  .v_scale = {scale},
+                  .k_scale = scale,
+                  .v_scale = scale,
                   .qq_bias = tree});
     layer_.wait();
     result.download(out.data());
@@ -170,10 +168,10 @@ class Server {
 
  private:
   Device device_;
+  longspan::Attention layer_;
   longspan::Shard shard_;
   Cache cache_;
   Buffer scale_;
-  longspan::Attention layer_;
 };
 
 /// Results of a decode step, of the draft tree, and of the accepted branch decoded again.
@@ -206,7 +204,7 @@ Results serve(Server& server) {
                                                                  0, hidden, 0});
   grow_by(kDrafts);
   results.drafts = server.step(Tokens({{3000, 3001, 3002}, {3000, 3001, 3002}}), lengths,
-                               {static_cast<const float*>(tree.data()), kDrafts, kDrafts});
+                               Tensor(tree.data(), fp32, {kDrafts, kDrafts}, tree.device()));
   // The second candidate is accepted: it takes the place of the first, whose key is overwritten.
   grow_by(-1);
   results.again = server.step(Tokens({{3002}, {3002}}), lengths);
@@ -233,6 +231,7 @@ int run(Device device) {
     return kSkipped;
   }
   const longspan::Communicator world = longspan::from_environment({.device = device});
+  world.make_current();  // for the tensors that are made here
   Server sharded(world), alone(longspan::self(device));
   const Results a = serve(sharded), b = serve(alone);
 

@@ -65,6 +65,9 @@ class HostBackend final : public Backend {
   void merge_outputs(const MergeOutputsParams& p, Stream) const override {
     host::merge_outputs(p, pool_);
   }
+  void pack_outputs(const PackOutputsParams& p, Stream) const override {
+    host::pack_outputs(p, pool_);
+  }
   void export_segments(const ExportSegmentsParams& p, Stream) const override {
     host::export_segments(p, pool_);
   }

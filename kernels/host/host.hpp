@@ -16,6 +16,7 @@ void map_rows(const MapParams& params);
 void place_rows(const PlaceParams& params, ThreadPool& pool);
 void key_starts(const KeyStartParams& params);
 void merge_outputs(const MergeOutputsParams& params, ThreadPool& pool);
+void pack_outputs(const PackOutputsParams& params, ThreadPool& pool);
 void export_segments(const ExportSegmentsParams& params, ThreadPool& pool);
 void reduce_segments(const ReduceSegmentsParams& params, ThreadPool& pool);
 void append(const AppendParams& params, ThreadPool& pool);

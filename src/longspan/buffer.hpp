@@ -11,8 +11,9 @@ namespace longspan {
 class Buffer {
  public:
   Buffer() = default;
-  /// `bytes` of uninitialised memory, aligned to 256 bytes, on the current GPU or the host.
-  /// Throws BackendError when there is not enough, Unsupported in a build without CUDA.
+  /// `bytes` of uninitialised memory, aligned to 256 bytes, on the host or the current GPU, which
+  /// it belongs to from then on. BackendError when there is not enough, Unsupported in a build
+  /// without CUDA.
   Buffer(Device device, std::size_t bytes);
   ~Buffer();
   Buffer(Buffer&& other) noexcept;
@@ -30,6 +31,7 @@ class Buffer {
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
   Device device_ = Device::host;
+  int gpu_ = -1;
 };
 
 }  // namespace longspan

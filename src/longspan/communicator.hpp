@@ -23,6 +23,9 @@ Transport& transport_of(const Communicator& communicator);
 
 struct CommOptions {
   Device device = Device::host;
+  /// Device cuda: this rank's GPU, as cudaSetDevice counts them; below 0 the GPU of its local rank,
+  /// and for one process alone the current one. UsageError where there is no such GPU.
+  int gpu = -1;
   /// Longest wait for a peer at any step; 0 takes LONGSPAN_DEADLINE_S (default 60 s).
   std::chrono::milliseconds deadline{0};
 };
@@ -34,6 +37,12 @@ class Communicator {
   int rank() const;
   int size() const;
   Device device() const;
+  /// This rank's GPU; -1 on processors. Calls of longspan make it current while they run, and leave
+  /// the caller's choice as it was.
+  int gpu() const;
+  /// Makes gpu() the calling thread's current GPU, for what the caller allocates and launches. On
+  /// processors it does nothing.
+  void make_current() const;
   std::chrono::milliseconds deadline() const;
 
   /// One line for people: "Open MPI 4.1.4 | 4 ranks, 1 node".
@@ -69,13 +78,13 @@ class Communicator {
   std::shared_ptr<comm::Transport> transport_;
 };
 
-/// One process alone; needs neither MPI nor NCCL.
-Communicator self(Device device = Device::host);
+/// One process alone; needs neither MPI nor NCCL. `gpu` as in CommOptions.
+Communicator self(Device device = Device::host, int gpu = -1);
 
 /// The ranks that the launcher started: mpirun (MPI is initialised here if it is not yet, and
 /// finalised with the last communicator), torchrun or srun (RANK, WORLD_SIZE, MASTER_ADDR ... or
 /// their SLURM_ twins; CUDA only), or, when none of them is found, self(). On CUDA each rank takes
-/// the GPU of its local rank; two ranks on one GPU are refused.
+/// CommOptions::gpu; two ranks on one GPU are refused.
 Communicator from_environment(CommOptions options = {});
 
 using NamedValues = std::vector<std::pair<std::string, std::string>>;

@@ -25,7 +25,7 @@ int host_threads(const Communicator& world, int asked = 0);
 struct FeatureInfo {
   std::string name;
   std::string meaning;
-  std::string by;  // what can be asked for it: "layer" (Attention), "calls" (Kernels), or both
+  std::string by;  // what can be asked for it: "layer" (Attention), "calls" (ServingOps), or both
   bool host;
   bool cuda;
 };

@@ -2,6 +2,9 @@
 // is a property of the data, not of a strategy. It is a rule (kind, rank, ranks), so that it holds
 // for each sequence of a batch and for lengths that change from run to run; `ranges` and `listed`
 // carry a table instead: `ranges` one row for each sequence, `listed` one sequence.
+//
+// `Sharding` is the rule alone, which all ranks give alike when a layer is made; `Shard` is what it
+// comes to on one rank.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +35,8 @@ struct Shard {
   Layout layout = Layout::contiguous;
   int rank = 0;
   int ranks = 1;
-  std::int64_t length = 0;              // keys of the whole sequence; for a batch see Request
-  std::int64_t block = kSegment;        // interleaved: keys in a block
+  std::int64_t length = 0;        // keys of the whole sequence; for a batch AttentionArgs::kv_len
+  std::int64_t block = kSegment;  // interleaved: keys in a block
   const std::int64_t* table = nullptr;  // ranges: [batch, ranks + 1]; listed: [listed]; on the
                                         // device that computes
   std::int64_t listed = 0;              // listed: keys on this rank
@@ -230,6 +233,19 @@ struct Shard {
   }
   LONGSPAN_HD std::int64_t chunk(std::int64_t c, std::int64_t kv_len) const {
     return even_cut(kv_len, c, 2 * ranks);
+  }
+};
+
+/// How a sequence is dealt out to the ranks: a rule without a rank.
+struct Sharding {
+  Layout layout = Layout::contiguous;
+  std::int64_t block = kSegment;  // interleaved: keys in a block
+
+  /// What rank `rank` of `ranks` holds of a sequence of `length` positions. `ranges` and `listed`
+  /// need a table, as in Shard; `listed` counts its entries. InputError as Shard::checked.
+  Shard resolve(std::int64_t length, int rank, int ranks, const std::int64_t* table = nullptr,
+                std::int64_t listed = 0) const {
+    return Shard::checked({layout, rank, ranks, length, block, table, listed});
   }
 };
 

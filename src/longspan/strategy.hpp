@@ -21,6 +21,22 @@ struct StrategyInfo {
 /// Every strategy of this build, in the order of preference.
 std::span<const StrategyInfo> strategies();
 
+/// The size of a run, counted in doubles so that no size overflows.
+struct RunSize {
+  double tokens = 0;       // query rows, of all sequences and ranks
+  double most_tokens = 0;  // with sharded queries: most of them on one rank
+  double keys = 0;         // of all sequences, on all ranks
+};
+
+/// What a run of that size takes on each rank.
+struct RunCost {
+  double received_bytes = 0;   // from the other ranks
+  double workspace_bytes = 0;  // of the layer, but for the scratch of its kernels
+};
+
+/// The cost by the strategy that choose_strategy takes; throws as that does.
+RunCost cost_of(const Options& options, int ranks, const RunSize& size);
+
 /// The strategy that `options.strategy` names, "auto" resolved. Throws Unsupported, with the known
 /// names, for any other; and, with the reason and the strategies that could, for one that cannot
 /// serve such a layer.

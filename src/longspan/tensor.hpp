@@ -2,15 +2,30 @@
 #pragma once
 
 #include <array>
+#include <concepts>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "longspan/error.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan {
+
+/// The C++ types that name a DType by themselves. A flag of one byte is uint8.
+template <class T>
+concept Element = std::same_as<T, float> || std::same_as<T, std::int32_t> ||
+    std::same_as<T, std::int64_t> || std::same_as<T, std::uint8_t> || std::same_as<T, bool>;
+
+template <Element T>
+constexpr DType dtype_of() {
+  if constexpr (std::same_as<T, float>) return DType::fp32;
+  if constexpr (std::same_as<T, std::int32_t>) return DType::int32;
+  if constexpr (std::same_as<T, std::int64_t>) return DType::int64;
+  return DType::uint8;
+}
 
 struct Tensor {
   static constexpr int kMaxDims = 6;
@@ -39,6 +54,12 @@ struct Tensor {
     }
   }
 
+  /// The same of memory whose type says what it holds. What a call only reads, it does not write,
+  /// though a view has no const.
+  template <Element T>
+  Tensor(const T* memory, std::initializer_list<std::int64_t> extents, Device where = Device::host)
+      : Tensor(const_cast<T*>(memory), dtype_of<T>(), extents, where) {}
+
   explicit operator bool() const { return data != nullptr; }
 
   std::int64_t size() const {
@@ -63,6 +84,23 @@ struct Tensor {
       if (extent > 0) left /= extent;
     }
   }
+};
+
+/// A log-sum-exp tensor, fp32, natural log unless a call asks for the base. Both layouts are in
+/// use, and for square ones no check could tell them apart, so it is said where the tensor is made.
+struct Lse {
+  Tensor tensor;  // viewed as [tokens, heads]; also [parts, tokens, heads]
+  static Lse tokens_heads(Tensor t) { return {t}; }
+  static Lse heads_tokens(Tensor t) {
+    const int d = t.dims;
+    if (d >= 2 && d <= Tensor::kMaxDims) {
+      std::swap(t.shape[d - 2], t.shape[d - 1]);
+      std::swap(t.stride[d - 2], t.stride[d - 1]);
+    }
+    return {t};
+  }
+
+  explicit operator bool() const { return static_cast<bool>(tensor); }
 };
 
 }  // namespace longspan

@@ -17,8 +17,8 @@
 namespace longspan {
 
 /// Element type of a tensor. Arithmetic is fp32 inside, whatever the storage; the fp8 types are
-/// storage only.
-enum class DType : std::uint8_t { fp32, fp16, bf16, e4m3, e5m2 };
+/// storage only. The integers are those of lengths, starts, positions, block tables and flags.
+enum class DType : std::uint8_t { fp32, fp16, bf16, e4m3, e5m2, int32, int64, uint8 };
 
 inline constexpr DType fp32 = DType::fp32;
 inline constexpr DType fp16 = DType::fp16;
@@ -28,13 +28,20 @@ inline constexpr DType e5m2 = DType::e5m2;
 
 /// Bytes of one element.
 LONGSPAN_HD constexpr std::size_t size_of(DType dtype) {
-  return dtype == DType::fp32 ? 4 : dtype == DType::fp16 || dtype == DType::bf16 ? 2 : 1;
+  return dtype == DType::fp32 || dtype == DType::int32  ? 4
+         : dtype == DType::fp16 || dtype == DType::bf16 ? 2
+         : dtype == DType::int64                        ? 8
+                                                        : 1;
 }
-LONGSPAN_HD constexpr bool is_fp8(DType dtype) { return size_of(dtype) == 1; }
+LONGSPAN_HD constexpr bool is_fp8(DType dtype) {
+  return dtype == DType::e4m3 || dtype == DType::e5m2;
+}
+constexpr bool is_float(DType dtype) { return dtype <= DType::e5m2; }
 
 constexpr const char* name(DType dtype) {
-  constexpr const char* names[] = {"fp32", "fp16", "bf16", "e4m3", "e5m2"};
-  return dtype <= DType::e5m2 ? names[static_cast<int>(dtype)] : "no type";
+  constexpr const char* names[] = {"fp32", "fp16",  "bf16",  "e4m3",
+                                   "e5m2", "int32", "int64", "uint8"};
+  return dtype <= DType::uint8 ? names[static_cast<int>(dtype)] : "no type";
 }
 
 /// Where memory lives and kernels run.

@@ -69,15 +69,14 @@ class GatherKv final : public Strategy {
   /// All but the last holds for every rank alike, so that all of them refuse. A rank whose own rows
   /// have gaps refuses alone, as it does for any tensor that does not fit; the others miss it.
   void check(const Run& run) const {
-    const Request& request = run.request;
-    const Shard& shard = request.shard;
-    if (request.batch > 1) refuse(fmt::format("a batch of {} sequences", request.batch));
-    if (request.kv_len != nullptr) refuse("kv_len: it takes the length of the shard");
-    if (request.block_table) refuse("block tables");
-    if (request.new_k) refuse("new_k: append first");
+    const Shard& shard = run.arrays.keys;
+    if (run.arrays.batch > 1) refuse(fmt::format("a batch of {} sequences", run.arrays.batch));
+    if (run.args.kv_len) refuse("kv_len: it takes total_keys");
+    if (run.args.block_table) refuse("block tables");
+    if (run.args.new_k) refuse("new_k: append first");
     if (shard.layout == Layout::listed ||
         (shard.layout == Layout::ranges && layer_.kernels.device() != Device::host))
-      refuse(fmt::format("{} shards", name(shard.layout)));
+      refuse(fmt::format("{} keys", name(shard.layout)));
     const std::int64_t most = shard.max_local_len(shard.length);
     if (shard.length > layer_.bounds.max_kv_len ||
         most > share(layer_.bounds.max_kv_len, layer_.comm.size()))
@@ -97,7 +96,7 @@ class GatherKv final : public Strategy {
 
   void gather_keys(Run& run) const {
     const kernels::RowKernels& kernels = layer_.rows;
-    const Shard& shard = run.request.shard;
+    const Shard& shard = run.arrays.keys;
     const std::int64_t capacity = shard.max_local_len(shard.length);
     const kernels::Batch whole;  // one sequence, of the shard's length
     kernels.map_rows({shard, whole, shard.ranks, capacity, row_map_}, run.stream);
@@ -136,10 +135,25 @@ class GatherKv final : public Strategy {
 
 std::string refusal(const Options& options, int ranks) {
   if (ranks == 1) return "";
-  if (options.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
+  if (options.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
   if (options.exchange != Exchange::automatic && options.exchange != Exchange::gather)
     return fmt::format("it gathers keys, and does not take exchange {}", name(options.exchange));
   return "";
+}
+
+/// Keys and values of all ranks, as they come and in the order of the sequence.
+RunCost cost(const Options& options, int ranks, const RunSize& size) {
+  const double own_rows = options.queries ? size.most_tokens : size.tokens;
+  const double states = own_rows * state_row_bytes(options);
+  if (ranks == 1) return {0, states};
+  const double element = static_cast<double>(size_of(options.dtypes.of_kv())) * options.kv_heads;
+  const int columns = options.head_dim + options.of_values();
+  const double capacity = size.keys / ranks + kUneven;
+  return {
+      (ranks - 1) * size.keys / ranks * element * columns,
+      states + size.keys * element * columns +
+          ranks * capacity *
+              (element * std::max(options.head_dim, options.of_values()) + sizeof(std::int64_t))};
 }
 
 }  // namespace
@@ -149,6 +163,7 @@ StrategyEntry gather_kv() {
                    "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 2,
           .refusal = refusal,
+          .cost = cost,
           .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
             return std::make_unique<GatherKv>(layer);
           }};

@@ -16,7 +16,7 @@ namespace {
 class GatherStates final : public Strategy {
  public:
   explicit GatherStates(const Layer& layer) : layer_(layer) {
-    if (layer_.options.shard_queries) layer_.bounds.tokens *= layer_.comm.size();
+    if (layer_.options.queries) layer_.bounds.tokens *= layer_.comm.size();
     scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
   }
 
@@ -26,7 +26,7 @@ class GatherStates final : public Strategy {
     states_ = memory.take(ranks * static_cast<std::size_t>(kernels::StateSlots::bytes(
                                       bounds.tokens * bounds.heads, bounds.value_dim)));
     scratch_ = memory.take(scratch_bytes_);
-    if (!layer_.options.shard_queries) return;
+    if (!layer_.options.queries) return;
     const auto rows = static_cast<std::size_t>(bounds.tokens);
     gathered_ = memory.take(rows * static_cast<std::size_t>(row_bytes()));
     ordered_ = memory.take(rows * static_cast<std::size_t>(row_bytes()));
@@ -37,10 +37,10 @@ class GatherStates final : public Strategy {
   void open(std::uint32_t layer) override {
     constexpr std::int64_t kMostRows = 16384;
     const Options& options = layer_.options;
-    const std::int64_t most = options.max_tokens * options.heads;
+    const std::int64_t most = options.limits.max_tokens * options.heads;
     std::string why;
     if (layer_.comm.size() == 1 || options.exchange == Exchange::gather) return;
-    if (options.shard_queries) {
+    if (options.queries) {
       why = "queries are sharded";
     } else {
       window_rows_ = std::min(kMostRows, most);
@@ -68,9 +68,9 @@ class GatherStates final : public Strategy {
 
   void prepare(Run& run) const override {
     const kernels::AttendParams& bounds = layer_.bounds;
-    if (layer_.options.shard_queries) {  // all ranks' rows, once they are gathered
-      run.attend.tokens = run.request.query_shard.length;
-      run.attend.batch.query_start = run.request.query_start;
+    if (layer_.options.queries) {  // all ranks' rows, once they are gathered
+      run.attend.tokens = run.args.total_tokens;
+      run.attend.batch.query_start = run.arrays.query_start;
       run.attend.batch.whole_query_start = nullptr;
       run.attend.queries = {};
       run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
@@ -82,7 +82,7 @@ class GatherStates final : public Strategy {
                         layer_.comm.size()};
     run.attend.slot = layer_.comm.rank();
     run.merge.states = run.attend.state;
-    run.merge.interleaved = run.request.shard.layout == Layout::interleaved;
+    run.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
   }
 
   void queue(Run& run) const override {
@@ -91,7 +91,7 @@ class GatherStates final : public Strategy {
     const kernels::StateSlots& states = run.attend.state;
     const bool by_windows = peers_ != nullptr && states.rows <= window_rows_;
     if (!alone && !by_windows) kernels.say(run.say, run.stream);
-    if (layer_.options.shard_queries) {
+    if (layer_.options.queries) {
       run.enter(Phase::exchange);
       gather_queries(run);
     }
@@ -127,7 +127,7 @@ class GatherStates final : public Strategy {
 
   /// Brings every rank's query rows here, in the order of the whole q.
   void gather_queries(Run& run) const {
-    const Shard& rows = run.request.query_shard;
+    const Shard& rows = run.arrays.queries;
     const std::int64_t capacity = row_capacity(run), slot_bytes = capacity * row_bytes();
     std::byte* mine = gathered_ + rows.rank * slot_bytes;
 
@@ -135,8 +135,8 @@ class GatherStates final : public Strategy {
       gather(run, rows.table, row_map_, capacity * 8, "gather of query positions");
     else
       layer_.rows.map_rows({rows, run.attend.batch, rows.ranks, capacity, row_map_}, run.stream);
-    layer_.rows.place_rows({static_cast<const std::byte*>(run.request.q.data), mine, nullptr,
-                            run.request.q.shape[0], row_bytes()},
+    layer_.rows.place_rows({static_cast<const std::byte*>(run.args.q.data), mine, nullptr,
+                            run.args.q.shape[0], row_bytes()},
                            run.stream);
     gather(run, mine, gathered_, slot_bytes, "gather of queries");
     layer_.rows.place_rows(
@@ -146,10 +146,10 @@ class GatherStates final : public Strategy {
 
   /// Most query rows of any rank, as far as every rank knows it: of one sequence by a rule.
   std::int64_t row_capacity(const Run& run) const {
-    const Shard& rows = run.request.query_shard;
-    const bool counted = run.request.batch == 1 && rows.layout != Layout::listed &&
+    const Shard& rows = run.arrays.queries;
+    const bool counted = run.arrays.batch == 1 && rows.layout != Layout::listed &&
                          (rows.layout != Layout::ranges || layer_.kernels.device() == Device::host);
-    return counted ? rows.max_local_len(rows.length) : layer_.options.max_tokens;
+    return counted ? rows.max_local_len(rows.length) : layer_.options.limits.max_tokens;
   }
 
   /// Of a row of queries, [heads, dim].
@@ -172,6 +172,15 @@ class GatherStates final : public Strategy {
   ExchangeInfo exchange_;
 };
 
+/// Slots of all ranks' states, and with sharded queries the rows of all of them, twice.
+RunCost cost(const Options& options, int ranks, const RunSize& size) {
+  const double own_rows = options.queries ? size.most_tokens : 0;
+  const double rows = options.queries ? ranks * own_rows : size.tokens;
+  const double states = rows * state_row_bytes(options), queries = query_row_bytes(options);
+  return {(ranks - 1) * (states + own_rows * queries),
+          ranks * states + ranks * own_rows * (2 * queries + sizeof(std::int64_t))};
+}
+
 }  // namespace
 
 StrategyEntry gather_states() {
@@ -179,6 +188,7 @@ StrategyEntry gather_states() {
                    "(P-1) T heads 4 (value_dim + 2)"},
           .preference = 1,
           .refusal = [](const Options&, int) { return std::string(); },
+          .cost = cost,
           .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
             return std::make_unique<GatherStates>(layer);
           }};

@@ -17,6 +17,7 @@
 #include "longspan/attention.hpp"
 #include "longspan/strategy.hpp"
 #include "src/parts.hpp"
+#include "src/run_arrays.hpp"
 
 namespace longspan {
 
@@ -32,12 +33,13 @@ struct Layer {
   kernels::AttendParams bounds;  // the largest run that the options allow, of the rank's own rows
 };
 
-/// One run, whose request was checked.
+/// One run, whose arguments were checked.
 struct Run {
-  const Request& request;
+  const AttentionArgs& args;
+  const RunArrays& arrays;
   Stream stream;
 
-  // This rank's query rows and keys. With shard_queries only the starts of all ranks' rows are
+  // This rank's query rows and keys. With sharded queries only the starts of all ranks' rows are
   // known. prepare() says where queries are that travel, and where the state goes.
   kernels::AttendParams attend;
   kernels::MergeParams merge;  // into the result. prepare() says of which states
@@ -88,8 +90,13 @@ struct StrategyEntry {
   int preference;  // "auto" takes the lowest among those that accept
   /// Why it cannot serve layers of such options on so many ranks; empty: it can.
   std::string (*refusal)(const Options& options, int ranks);
+  RunCost (*cost)(const Options& options, int ranks, const RunSize& size);
   std::unique_ptr<Strategy> (*make)(const Layer& layer);
 };
+
+/// Bytes of a row of the queries, and of a row's states.
+double query_row_bytes(const Options& options);
+double state_row_bytes(const Options& options);
 
 /// The entry behind a row of strategies().
 const StrategyEntry& entry_of(const StrategyInfo& info);

@@ -1,6 +1,7 @@
-// Ranks that mean different things by one run: every rank gets a UsageError that names the field,
-// both values and the ranks, within the deadline, and nothing is written. The victim is the last
-// rank. On GPUs what the host can see is compared always, contents of arrays with check_arrays.
+// Ranks that mean different things by one run, or by the layer: every rank gets a UsageError that
+// names the field, both values and the ranks, within the deadline, and nothing is written. The
+// victim is the last rank. On GPUs what the host can see is compared always, contents of arrays
+// with check_arrays.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -28,6 +29,11 @@ class Array {
     memory_.upload(values_.data());
   }
   T* data() const { return static_cast<T*>(memory_.data()); }
+  /// Of the first `extents` elements; without extents, of all.
+  Tensor view(std::initializer_list<std::int64_t> extents = {}) const {
+    if (extents.size() > 0) return {data(), extents, memory_.device()};
+    return {data(), {static_cast<std::int64_t>(values_.size())}, memory_.device()};
+  }
   void set(std::size_t i, T value) {
     values_.at(i) = value;
     memory_.upload(values_.data());
@@ -43,15 +49,15 @@ class Array {
   Buffer memory_;
 };
 
-/// A request of two sequences with most of what may be given, and the memory behind it.
+/// A run of two sequences with most of what may be given, and the memory behind it.
 struct OneRun {
   Device device;
   int rank, ranks;
   Array<float> q, keys, out, sinks, slopes, bias;
   Array<std::int32_t> start, lens;
   Array<std::uint8_t> causal;
-  Array<std::int64_t> documents, ranges, places;
-  Request request;
+  Array<std::int64_t> documents, ranges, row_ranges;
+  AttentionArgs args;
 
   explicit OneRun(const Communicator& world)
       : device(world.device()),
@@ -68,13 +74,11 @@ struct OneRun {
         causal(device, {1, 0}),
         documents(device, {0, 100, 600}),
         ranges(device, table(ranks, kKeys)),
-        places(device, {0, 1, 2, 3}) {
-    request.batch = 2;
-    request.query_start = start.data();
-    request.kv_len = lens.data();
-    request.shard = Shard::contiguous(0, rank, ranks);
+        row_ranges(device, row_table(ranks)) {
+    args.query_start = start.view();
+    args.kv_len = lens.view();
     set_tokens(kTokens);
-    request.k = request.v = Tensor(keys.data(), fp32, {kRoom, kKvHeads, kDim}, device);
+    args.k = args.v = keys.view({kRoom, kKvHeads, kDim});
   }
 
   static std::vector<std::int64_t> table(int count, std::int64_t length) {
@@ -82,14 +86,19 @@ struct OneRun {
     for (int r = 0; r <= count; ++r) ends.push_back(length * r / count);
     return ends;
   }
+  /// kTokens rows on each rank but the last, which has one less.
+  static std::vector<std::int64_t> row_table(int count) {
+    std::vector<std::int64_t> ends = table(count, kTokens * count);
+    --ends.back();
+    return ends;
+  }
   void set_tokens(std::int64_t tokens) {
-    request.q = Tensor(q.data(), fp32, {tokens, kHeads, kDim}, device);
-    request.out = Tensor(out.data(), fp32, {tokens, kHeads, kDim}, device);
+    args.q = q.view({tokens, kHeads, kDim});
+    args.out = out.view({tokens, kHeads, kDim});
   }
   void one_sequence(std::int64_t length = kKeys) {
-    request.batch = 1;
-    request.query_start = request.kv_len = nullptr;
-    request.shard = Shard::contiguous(length, rank, ranks);
+    args.query_start = args.kv_len = {};
+    args.total_keys = length;
   }
   bool wrote() const {
     for (const float value : out.read())
@@ -100,101 +109,103 @@ struct OneRun {
 
 struct Case {
   const char* name;
-  const char* says;                     // what the error must contain
-  std::function<void(OneRun&)> all;     // what every rank does to its request
-  std::function<void(OneRun&)> victim;  // what the victim does then
-  bool contents = false;                // only an array's contents differ
-  bool shard_queries = false;
+  const char* says;                             // what the error must contain
+  std::function<void(OneRun&)> all;             // what every rank does to its arguments
+  std::function<void(OneRun&)> victim;          // what the victim does then
+  bool contents = false;                        // only an array's contents differ
+  void (*options)(Options&) = [](Options&) {};  // of the layer, on every rank
 };
 
 void nothing(OneRun&) {}
 
 const std::vector<Case> kCases{
-    {"length", "'shard.length' differs between ranks", [](OneRun& r) { r.one_sequence(1000); },
-     [](OneRun& r) { r.request.shard.length = 2000; }},
-    {"layout", "'shard.layout' differs between ranks", nothing,
-     [](OneRun& r) { r.request.shard = Shard::interleaved(0, r.rank, r.ranks); }},
-    {"block", "'shard.block' differs between ranks",
-     [](OneRun& r) { r.request.shard = Shard::interleaved(0, r.rank, r.ranks, 128); },
-     [](OneRun& r) { r.request.shard.block = 256; }},
-    {"ranges", "'shard.table' differs between ranks",
+    {"length", "'total_keys' differs between ranks", [](OneRun& r) { r.one_sequence(1000); },
+     [](OneRun& r) { r.args.total_keys = 2000; }},
+    {"ranges", "'key_table' differs between ranks",
      [](OneRun& r) {
        r.one_sequence();
-       r.request.shard = Shard::ranges(kKeys, r.rank, r.ranks, r.ranges.data());
+       r.args.key_table = r.ranges.view();
      },
-     [](OneRun& r) { r.ranges.set(1, 10); }, true},
+     [](OneRun& r) { r.ranges.set(1, 10); }, true, [](Options& o) { o.keys = {Layout::ranges}; }},
     {"tokens", "'rows of q' differs between ranks", [](OneRun& r) { r.one_sequence(); },
      [](OneRun& r) { r.set_tokens(kTokens - 1); }},
-    {"batch", "'batch' differs between ranks", nothing, [](OneRun& r) { r.request.batch = 1; }},
+    {"batch", "'batch' differs between ranks", nothing,
+     [](OneRun& r) {
+       r.args.query_start = r.start.view({2});
+       r.args.kv_len = r.lens.view({1});
+     }},
     {"lengths left out", "'kv_len' differs between ranks",
      [](OneRun& r) {
-       r.one_sequence(500);
-       r.request.kv_len = r.lens.data();
+       r.one_sequence(0);
+       r.args.kv_len = r.lens.view({1});
      },
-     [](OneRun& r) { r.request.kv_len = nullptr; }},
+     [](OneRun& r) { r.one_sequence(500); }},
     {"kv_len", "'kv_len' differs between ranks", nothing, [](OneRun& r) { r.lens.set(1, 599); },
      true},
     {"query_start", "'query_start' differs between ranks", nothing,
      [](OneRun& r) { r.start.set(1, 1); }, true},
     {"causal flags", "'causal' differs between ranks",
-     [](OneRun& r) { r.request.causal = r.causal.data(); }, [](OneRun& r) { r.causal.set(1, 1); },
+     [](OneRun& r) { r.args.causal = r.causal.view(); }, [](OneRun& r) { r.causal.set(1, 1); },
      true},
     {"causal flags on one", "'causal' differs between ranks", nothing,
-     [](OneRun& r) { r.request.causal = r.causal.data(); }},
+     [](OneRun& r) { r.args.causal = r.causal.view(); }},
     {"sinks on one", "'sinks' differs between ranks", nothing,
-     [](OneRun& r) { r.request.sinks = r.sinks.data(); }},
-    {"sinks", "'sinks' differs between ranks", [](OneRun& r) { r.request.sinks = r.sinks.data(); },
+     [](OneRun& r) { r.args.sinks = r.sinks.view(); }},
+    {"sinks", "'sinks' differs between ranks", [](OneRun& r) { r.args.sinks = r.sinks.view(); },
      [](OneRun& r) { r.sinks.set(3, 9); }, true},
-    {"slopes", "'slopes' differs between ranks",
-     [](OneRun& r) { r.request.slopes = r.slopes.data(); }, [](OneRun& r) { r.slopes.set(0, 9); },
-     true},
+    {"slopes", "'slopes' differs between ranks", [](OneRun& r) { r.args.slopes = r.slopes.view(); },
+     [](OneRun& r) { r.slopes.set(0, 9); }, true},
     {"bias", "'qq_bias' differs between ranks",
      [](OneRun& r) {
-       r.request.qq_bias = {r.bias.data(), kTokens, kTokens};
+       r.args.qq_bias = r.bias.view({kTokens, kTokens});
      },
      [](OneRun& r) { r.bias.set(15, 9); }, true},
     {"documents", "'documents' differs between ranks",
      [](OneRun& r) {
        r.one_sequence();
-       r.request.documents = {r.documents.data(), 2};
+       r.args.documents = r.documents.view();
      },
      [](OneRun& r) { r.documents.set(1, 101); }, true},
     {"skip_decode", "'skip_decode' differs between ranks", nothing,
-     [](OneRun& r) { r.request.skip_decode = true; }},
+     [](OneRun& r) { r.args.skip_decode = true; }},
     // A map of rows that came from another rank must not be followed.
-    {"query layout", "'query_shard.layout' differs between ranks",
+    {"query ranges", "'query_table' differs between ranks",
      [](OneRun& r) {
        r.one_sequence();
+       r.args.total_tokens = kTokens * r.ranks - 1;
+       r.args.query_table = r.row_ranges.view();
+       if (r.rank == r.ranks - 1) r.set_tokens(kTokens - 1);
+     },
+     [](OneRun& r) {
+       r.row_ranges.set(r.ranks - 1, kTokens * (r.ranks - 1) - 1);
        r.set_tokens(kTokens);
-       r.request.query_shard = Shard::zigzag(kTokens * r.ranks, r.rank, r.ranks);
      },
-     [](OneRun& r) {
-       r.request.query_shard =
-           Shard::at_positions(kTokens * r.ranks, r.rank, r.ranks, r.places.data(), kTokens);
-     },
-     false, true},
-    {"query length", "'query_shard.length' differs between ranks",
+     true, [](Options& o) { o.queries = Sharding{Layout::ranges}; }},
+    {"query length", "'total_tokens' differs between ranks",
      [](OneRun& r) {
        r.one_sequence();
-       r.request.query_shard = Shard::striped(kTokens * r.ranks, r.rank, r.ranks);
+       r.args.total_tokens = kTokens * r.ranks;
      },
      [](OneRun& r) {
        r.set_tokens(kTokens - 1);
-       r.request.query_shard.length -= 1;
+       r.args.total_tokens -= 1;
      },
-     false, true},
+     false, [](Options& o) { o.queries = Sharding{Layout::striped}; }},
 };
 
-Options options_of(const Case& one) {
+Options options_of(bool contents = false) {
   return {.heads = kHeads,
           .kv_heads = kKvHeads,
           .head_dim = kDim,
-          .dtype = fp32,
-          .max_tokens = kTokens,
-          .max_batch = 2,
-          .max_kv_len = kRoom,
-          .shard_queries = one.shard_queries,
-          .check_arrays = one.contents};
+          .dtypes = {.compute = fp32},
+          .limits = {.max_tokens = kTokens, .max_batch = 2, .max_kv_len = kRoom},
+          .debug = {.check_arrays = contents}};
+}
+
+Options options_of(const Case& one) {
+  Options options = options_of(one.contents);
+  one.options(options);
+  return options;
 }
 
 /// What a rank is told; empty when nobody complained.
@@ -224,10 +235,10 @@ TEST(Agreement, EveryDifferenceOfARunIsAnErrorThatNamesIt) {
     const std::string text = told([&] {
       // Alike, it runs; then the victim means something else. Who still waits for the end of the
       // first run may hear of it there.
-      layer.run(run.request);
+      layer.run(run.args);
       EXPECT_TRUE(world.device() == Device::cuda || run.wrote());
       layer.wait();
-      layer.run(other.request);
+      layer.run(other.args);
       layer.wait();
     });
     EXPECT_THAT(text, ::testing::HasSubstr(one.says));
@@ -235,7 +246,69 @@ TEST(Agreement, EveryDifferenceOfARunIsAnErrorThatNamesIt) {
     // On GPUs a run has ended, with a result that wait() disowns, when ranks hear of each other.
     EXPECT_FALSE(world.device() == Device::host && other.wrote()) << "a result of different runs";
     // The communicator has ended with that error, on every rank.
-    EXPECT_EQ(told([&] { layer.run(run.request); }), text);
+    EXPECT_EQ(told([&] { layer.run(run.args); }), text);
+  }
+}
+
+/// How keys and queries are dealt out to the ranks is fixed when a layer is made.
+struct Deal {
+  const char* name;
+  const char* says;
+  std::vector<const char*> values;  // of the others, and of the victim
+  void (*all)(Options&);
+  void (*victim)(Options&);
+};
+
+const std::vector<Deal> kDeals{
+    {"layout",
+     "'keys' differs between ranks",
+     {"has contiguous", "has interleaved:128"},
+     [](Options& o) { o.keys = {Layout::contiguous}; },
+     [](Options& o) { o.keys = {Layout::interleaved}; }},
+    {"block",
+     "'keys' differs between ranks",
+     {"has interleaved:128", "has interleaved:256"},
+     [](Options& o) {
+       o.keys = {Layout::interleaved, 128};
+     },
+     [](Options& o) { o.keys.block = 256; }},
+    {"table",
+     "'keys' differs between ranks",
+     {"has contiguous", "has ranges"},
+     [](Options&) {},
+     [](Options& o) { o.keys = {Layout::ranges}; }},
+    {"query layout",
+     "'queries' differs between ranks",
+     {"has zigzag", "has listed"},
+     [](Options& o) { o.queries = Sharding{Layout::zigzag}; },
+     [](Options& o) { o.queries = Sharding{Layout::listed}; }},
+    {"query block",
+     "'queries' differs between ranks",
+     {"has interleaved:16", "has interleaved:2"},
+     [](Options& o) {
+       o.queries = Sharding{Layout::interleaved, 16};
+     },
+     [](Options& o) { o.queries->block = 2; }},
+    {"queries of one rank",
+     "'queries' differs between ranks",
+     {"has not sharded", "has contiguous"},
+     [](Options&) {},
+     [](Options& o) { o.queries = Sharding{}; }},
+};
+
+TEST(Agreement, RanksThatDealKeysOrQueriesDifferentlyMakeNoLayer) {
+  for (const Deal& deal : kDeals) {
+    const Communicator world = test_world();
+    if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+    const int victim = world.size() - 1;
+    SCOPED_TRACE(deal.name);
+    Options options = options_of();
+    deal.all(options);
+    if (world.rank() == victim) deal.victim(options);
+    const std::string text = told([&] { Attention(world, options); });
+    EXPECT_THAT(text, ::testing::HasSubstr(deal.says));
+    for (const char* value : deal.values) EXPECT_THAT(text, ::testing::HasSubstr(value));
+    EXPECT_THAT(text, ::testing::HasSubstr("rank " + std::to_string(victim) + " has "));
   }
 }
 
@@ -244,9 +317,21 @@ TEST(Agreement, OneCallComparesToo) {
   if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
   OneRun run(world);
   run.one_sequence();
-  if (world.rank() == world.size() - 1) run.request.sinks = run.sinks.data();
-  EXPECT_THAT(told([&] { attend(world, run.request); }),
+  if (world.rank() == world.size() - 1) run.args.sinks = run.sinks.view();
+  EXPECT_THAT(told([&] { attend(world, run.args); }),
               ::testing::HasSubstr("'sinks' differs between ranks"));
+  EXPECT_FALSE(run.wrote());
+}
+
+TEST(Agreement, OneCallComparesHowKeysAreDealt) {
+  const Communicator world = test_world();
+  if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  OneRun run(world);
+  run.one_sequence();
+  const bool last = world.rank() == world.size() - 1;
+  const Options options{.keys = {last ? Layout::striped : Layout::zigzag}};
+  EXPECT_THAT(told([&] { attend(world, run.args, options); }),
+              ::testing::HasSubstr("'keys' differs between ranks"));
   EXPECT_FALSE(run.wrote());
 }
 
@@ -256,18 +341,13 @@ TEST(Agreement, WhatMayDifferDoes) {
   OneRun run(world);
   Array<float> lse(world.device(), std::vector<float>(kTokens * kHeads, NAN));
   // Threads, times of phases and a wish for the lse are a rank's own.
-  Attention layer(world, {.heads = kHeads,
-                          .kv_heads = kKvHeads,
-                          .head_dim = kDim,
-                          .dtype = fp32,
-                          .max_tokens = kTokens,
-                          .max_batch = 2,
-                          .max_kv_len = kRoom,
-                          .threads = last ? 3 : 1,
-                          .profile = last});
-  if (last) run.request.lse = Tensor(lse.data(), fp32, {kTokens, kHeads}, world.device());
+  Options options = options_of();
+  options.threads = last ? 3 : 1;
+  options.debug.profile = last;
+  Attention layer(world, options);
+  if (last) run.args.lse = Lse::tokens_heads(lse.view({kTokens, kHeads}));
   for (int turn = 0; turn < 3; ++turn) {
-    layer.run(run.request);
+    layer.run(run.args);
     layer.wait();
   }
   EXPECT_TRUE(run.wrote());

@@ -295,6 +295,7 @@ TEST_F(Exchange, RanksThatMeanDifferentThingsAreReported) {
 TEST_F(Exchange, RanksThatTakeOtherVariantsAreReported) {
   const auto world =
       from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = std::chrono::seconds(4)});
+  world.make_current();
   constexpr std::int64_t kFew = 64, kMany = 4096;
   constexpr int kDim = 64;
   ASSERT_NE(kernels::cuda::choose_push(kFew, kDim, world.size()),
@@ -321,6 +322,7 @@ TEST_F(Exchange, RanksThatTakeOtherVariantsAreReported) {
 TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
   const auto world =
       from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = std::chrono::seconds(4)});
+  world.make_current();
   for (Push push : kVariants) {
     const Case c{64, 64, 64, DType::bf16, false, false};
     std::string why;

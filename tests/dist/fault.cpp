@@ -64,10 +64,14 @@ struct Ranks {
   Communicator world;
   Buffer send, recv;
 
+  static Communicator on_its_gpu(Device device) {
+    const Communicator world = from_environment({.device = device});
+    world.make_current();
+    return world;
+  }
+
   explicit Ranks(Device device)
-      : world(from_environment({.device = device})),
-        send(device, kBytes),
-        recv(device, kBytes * world.size()) {}
+      : world(on_its_gpu(device)), send(device, kBytes), recv(device, kBytes * world.size()) {}
 
   void exchange(const char* step) {
     comm::transport_of(world).all_gather(send.data(), recv.data(), kBytes, {}, step);
@@ -97,7 +101,7 @@ class Drafts {
                {.heads = kHeads,
                 .kv_heads = kKvHeads,
                 .head_dim = kDim,
-                .max_tokens = kTokens,
+                .limits = {.max_tokens = kTokens},
                 .exchange = asked.exchange == "windows" ? Exchange::automatic : Exchange::gather}),
         replay_(world.device(), [this](Stream stream) { queue(stream); }),
         graph_(asked.graph) {
@@ -132,8 +136,8 @@ class Drafts {
     layer_.run({.q = rows(q_, tokens_, kHeads),
                 .k = rows(keys_, kKeys, kKvHeads),
                 .v = rows(keys_, kKeys, kKvHeads),
-                .shard = Shard::contiguous(length_, world.rank(), world.size()),
-                .out = rows(out_, tokens_, kHeads)},
+                .out = rows(out_, tokens_, kHeads),
+                .total_keys = length_},
                stream);
   }
 

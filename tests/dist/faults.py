@@ -53,7 +53,7 @@ LAYER = {
 DIFFERS = {
     "differ": r"ERR kind=2: ('rows of q' differs) between ranks at '{step}'(: rank [0-2] has 4, "
               r"rank {victim} has 3)",
-    "length": r"ERR kind=2: ('shard.length' differs) between ranks at '{step}'"
+    "length": r"ERR kind=2: ('total_keys' differs) between ranks at '{step}'"
               r"(: rank [0-2] has 5000, rank {victim} has 4999)",
 }
 

@@ -16,7 +16,7 @@ namespace {
 Options gathered_options(const Problem& problem, const Communicator& world) {
   Options options = options_for(problem, world);
   options.strategy = "gather-kv";
-  options.max_kv_len = problem.shape.kv_lens[0] + 1;
+  options.limits.max_kv_len = problem.shape.kv_lens[0] + 1;
   return options;
 }
 
@@ -99,17 +99,20 @@ TEST(GatherKv, AloneItTakesBatchesOfSharedRows) {
 
 TEST(GatherKv, SaysWhatItIs) {
   const Communicator world = test_world();
-  const Attention layer(world, {.dtype = DType::fp32, .max_kv_len = 10, .strategy = "gather-kv"});
+  const Attention layer(
+      world,
+      {.dtypes = {.compute = DType::fp32}, .limits = {.max_kv_len = 10}, .strategy = "gather-kv"});
   EXPECT_STREQ(layer.strategy().name, "gather-kv");
   EXPECT_EQ(layer.exchange().by, Exchange::gather);
-  const Attention plain(world, {.dtype = DType::fp32, .max_kv_len = 10});
+  const Attention plain(world, {.dtypes = {.compute = DType::fp32}, .limits = {.max_kv_len = 10}});
   EXPECT_STREQ(plain.strategy().name, "gather-states");
 }
 
 TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
   const Communicator world = test_world();
   if (world.size() == 1) GTEST_SKIP() << "alone no key has to travel";
-  const Options good{.dtype = DType::fp32, .max_kv_len = 10, .strategy = "gather-kv"};
+  const Options good{
+      .dtypes = {.compute = DType::fp32}, .limits = {.max_kv_len = 10}, .strategy = "gather-kv"};
   const auto refused = [&](Options options, const char* word) {
     try {
       Attention(world, options);
@@ -120,7 +123,7 @@ TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
     }
   };
   Options bad = good;
-  bad.max_kv_len = 0;
+  bad.limits.max_kv_len = 0;
   refused(bad, "max_kv_len");
   bad = good;
   bad.exchange = Exchange::windows;
@@ -131,62 +134,99 @@ TEST(GatherKv, RefusesRunsByNameOnEveryRankAndGoesOn) {
   const Communicator world = test_world();
   if (world.size() == 1) GTEST_SKIP() << "alone no key has to travel";
   const Device device = world.device();
-  Attention layer(world, {.head_dim = 16,
-                          .dtype = DType::fp32,
-                          .max_tokens = 4,
-                          .max_batch = 2,
-                          .max_kv_len = 5000,
-                          .strategy = "gather-kv"});
+  const Options options{.head_dim = 16,
+                        .dtypes = {.compute = DType::fp32},
+                        .limits = {.max_tokens = 4, .max_batch = 2, .max_kv_len = 5000},
+                        .strategy = "gather-kv"};
+  Attention layer(world, options);
+  Options dealt = options;
+  dealt.keys = {Layout::interleaved, 4096};
+  Attention uneven(world, dealt);
+  dealt.keys = {Layout::listed};
+  Attention listed(world, dealt);
   const std::vector<float> zeros(5000 * 16, 0.0f);
   const Buffer q = to_device(world, zeros), k = to_device(world, zeros),
                v = to_device(world, zeros), new_k = to_device(world, zeros),
                new_v = to_device(world, zeros), out = to_device(world, zeros),
-               lengths = to_device(world, std::vector<std::int32_t>{10, 10});
+               lengths = to_device(world, std::vector<std::int32_t>{10, 10}),
+               starts = to_device(world, std::vector<std::int32_t>{0, 2, 4}),
+               places = to_device(world, std::vector<std::int64_t>{world.rank()});
   const auto tensor = [&](const Buffer& memory, std::int64_t rows) {
     return Tensor(memory.data(), DType::fp32, {rows, 1, 16}, device);
   };
-  const Request good{.q = tensor(q, 4),
-                     .k = tensor(k, 5000),
-                     .v = tensor(v, 5000),
-                     .shard = Shard::contiguous(10, world.rank(), world.size()),
-                     .out = tensor(out, 4)};
-  const auto refused = [&](auto change, const char* word) {
-    Request request = good;
-    change(request);
+  const auto ints = [&](const Buffer& memory, std::int64_t extent) {
+    return Tensor(static_cast<const std::int32_t*>(memory.data()), {extent}, device);
+  };
+  const AttentionArgs good{.q = tensor(q, 4),
+                           .k = tensor(k, 5000),
+                           .v = tensor(v, 5000),
+                           .out = tensor(out, 4),
+                           .total_keys = 10};
+  const auto refused = [&](Attention& by, auto change, const char* word) {
+    AttentionArgs args = good;
+    change(args);
     try {
-      layer.run(request);
+      by.run(args);
       FAIL() << "ran, in spite of " << word;
     } catch (const Unsupported& error) {
       EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
       EXPECT_THAT(error.what(), ::testing::HasSubstr("gather-states"));
     }
   };
-  refused([&](Request& r) { r.kv_len = static_cast<const std::int32_t*>(lengths.data()); },
-          "kv_len");
   refused(
-      [&](Request& r) {
-        r.new_k = tensor(new_k, 4);
-        r.new_v = tensor(new_v, 4);
+      layer,
+      [&](AttentionArgs& a) {
+        a.kv_len = ints(lengths, 1);
+        a.total_keys = 0;
+      },
+      "kv_len");
+  refused(
+      layer,
+      [&](AttentionArgs& a) {
+        a.query_start = ints(starts, 3);
+        a.kv_len = ints(lengths, 2);
+        a.total_keys = 0;
+      },
+      "batch of 2");
+  refused(
+      layer,
+      [&](AttentionArgs& a) {
+        a.new_k = tensor(new_k, 4);
+        a.new_v = tensor(new_v, 4);
       },
       "new_k");
-  refused([&](Request& r) { r.shard = Shard::interleaved(5000, world.rank(), world.size(), 4096); },
-          "even share");
+  refused(
+      uneven, [](AttentionArgs& a) { a.total_keys = 5000; }, "even share");
+  refused(
+      listed,
+      [&](AttentionArgs& a) {
+        a.key_table = {static_cast<const std::int64_t*>(places.data()), {1}, device};
+        a.total_keys = world.size();
+      },
+      "listed");
   layer.run(good);
   layer.wait();
 }
 
 TEST(GatherKv, ComparesWhatRanksMean) {
-  const Communicator world = test_world();
-  if (world.size() == 1) GTEST_SKIP() << "one rank cannot disagree";
-  const Problem problem({.q_lens = {3}, .kv_lens = {100}}, shared_seed(world));
-  Shard shard = Shard::contiguous(100, world.rank(), world.size());
-  if (world.rank() == world.size() - 1) shard.layout = Layout::striped;
-  try {
-    run(world, problem, shard, gathered_options(problem, world));
-    FAIL() << "ranks disagreed and nobody said so";
-  } catch (const UsageError& error) {
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("layout"));
-  }
+  const bool last = test_world().rank() == test_world().size() - 1;
+  const auto refused = [&](Layout layout, std::int32_t keys, bool sinks, const char* text) {
+    const Communicator world = test_world();  // a run that ranks mean differently ends its own
+    const Problem problem({.q_lens = {3}, .kv_lens = {keys}, .sinks = sinks}, shared_seed(world));
+    Options options = gathered_options(problem, world);
+    options.limits.max_kv_len = 200;
+    try {
+      run(world, problem, {layout, world.rank(), world.size(), keys}, options);
+      FAIL() << "ranks disagreed and nobody said so";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(text));
+    }
+  };
+  if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
+  // When the layer is made; in a run whose exchanges are alike; and where they have other lengths.
+  refused(last ? Layout::striped : Layout::contiguous, 100, false, "'keys' differs between ranks");
+  refused(Layout::contiguous, 100, last, "'sinks' differs between ranks");
+  refused(Layout::contiguous, last ? 99 : 100, false, "'total_keys' differs between ranks");
 }
 
 }  // namespace

@@ -41,8 +41,9 @@ class FirstRanks {
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
     if (ranks <= size) return;
     MPI_Comm_split(MPI_COMM_WORLD, rank < size ? 0 : MPI_UNDEFINED, rank, &comm_);
-    if (comm_ != MPI_COMM_NULL)
-      world_ = from_mpi(comm_, {.device = wants_gpus() ? Device::cuda : Device::host});
+    if (comm_ == MPI_COMM_NULL) return;
+    world_ = from_mpi(comm_, {.device = wants_gpus() ? Device::cuda : Device::host});
+    world_->make_current();
   }
   ~FirstRanks() {
     world_.reset();
@@ -97,11 +98,11 @@ Options options_for(const ServingProblem& p, const Plan& plan, Device device) {
   Options o = options_for(p);
   o.invariant = device == Device::cuda && p.max_q_len() > kShort;
   o.threads = plan.threads;
-  o.max_tokens += plan.spare;
-  o.max_batch += static_cast<int>(plan.spare);
-  o.max_kv_len = plan.unknown ? 0 : o.max_kv_len + 100 * plan.spare;
+  o.limits.max_tokens += plan.spare;
+  o.limits.max_batch += static_cast<int>(plan.spare);
+  o.limits.max_kv_len = plan.unknown ? 0 : o.limits.max_kv_len + 100 * plan.spare;
   // A bound past the short queries would ask for the kernels of long ones, which changes nothing.
-  o.max_query_len = plan.unknown ? 0 : o.max_query_len + plan.spare;
+  o.limits.max_query_len = plan.unknown ? 0 : o.limits.max_query_len + plan.spare;
   return o;
 }
 
@@ -112,9 +113,10 @@ std::vector<ServingResult> run(const Communicator& world, const ServingProblem& 
   ServingArrays arrays(world.device(), p, shard);
   Options options = options_for(p, plan, world.device());
   options.exchange = exchange;
+  options.keys = rule_of(shard);
   Attention layer(world, options);
-  const Request request = arrays.request();
-  Replay replay(world.device(), [&](Stream stream) { layer.run(request, stream); });
+  const AttentionArgs args = arrays.args();
+  Replay replay(world.device(), [&](Stream stream) { layer.run(args, stream); });
   std::vector<ServingResult> results;
   for (int turn = 0; turn < (plan.replays ? 3 : 1); ++turn) {
     for (Buffer* buffer : {&arrays.out, &arrays.lse})

@@ -44,11 +44,10 @@ inline Options options_for(const Problem& problem, const Communicator& world) {
           .kv_heads = s.kv_heads,
           .head_dim = s.dim,
           .value_dim = s.of_value(),
-          .dtype = s.dtype,
+          .dtypes = {.compute = s.dtype},
           .mask = s.mask,
-          .softcap = s.softcap,
-          .max_tokens = problem.tokens,
-          .max_batch = problem.batch(),
+          .score = {.softcap = s.softcap},
+          .limits = {.max_tokens = problem.tokens, .max_batch = problem.batch()},
           .invariant = world.device() == Device::cuda};
 }
 
@@ -65,12 +64,13 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
   const std::int64_t keys = static_cast<std::int64_t>(own_k.size()) /
                             static_cast<std::int64_t>(size_of(s.dtype) * s.kv_heads * s.dim);
   const std::size_t out_bytes = size_of(s.dtype) * rows * s.heads * s.of_value();
+  options.keys = {shard.layout, shard.block};
   if (query_shard) {
-    options.shard_queries = true;
+    options.queries = {query_shard->layout, query_shard->block};
     std::int64_t most = 0;
     for (const std::string& n : world.gather(std::to_string(rows), "rows"))
       most = std::max<std::int64_t>(most, std::stoll(n));
-    options.max_tokens = most;
+    options.limits.max_tokens = most;
   }
 
   const Buffer q = to_device(world, own_q), k = to_device(world, own_k),
@@ -81,20 +81,31 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
                lse = to_device(world, std::vector<float>(rows * s.heads, NAN));
 
   Attention layer(world, options);
-  Request request{.q = Tensor(q.data(), s.dtype, {rows, s.heads, s.dim}, device),
-                  .k = Tensor(k.data(), s.dtype, {keys, s.kv_heads, s.dim}, device),
-                  .v = Tensor(v.data(), s.dtype, {keys, s.kv_heads, s.of_value()}, device),
-                  .shard = shard,
-                  .out = Tensor(out.data(), s.dtype, {rows, s.heads, s.of_value()}, device),
-                  .lse = Tensor(lse.data(), DType::fp32, {rows, s.heads}, device)};
-  request.batch = problem.batch();
+  AttentionArgs args{
+      .q = Tensor(q.data(), s.dtype, {rows, s.heads, s.dim}, device),
+      .k = Tensor(k.data(), s.dtype, {keys, s.kv_heads, s.dim}, device),
+      .v = Tensor(v.data(), s.dtype, {keys, s.kv_heads, s.of_value()}, device),
+      .out = Tensor(out.data(), s.dtype, {rows, s.heads, s.of_value()}, device),
+      .lse = Lse::tokens_heads(Tensor(lse.data(), DType::fp32, {rows, s.heads}, device))};
   if (problem.batch() > 1) {
-    request.query_start = static_cast<const std::int32_t*>(start.data());
-    request.kv_len = static_cast<const std::int32_t*>(lens.data());
+    args.query_start = {
+        static_cast<const std::int32_t*>(start.data()), {problem.batch() + 1}, device};
+    args.kv_len = {static_cast<const std::int32_t*>(lens.data()), {problem.batch()}, device};
+  } else {
+    args.total_keys = s.kv_lens[0];
   }
-  if (s.sinks) request.sinks = static_cast<const float*>(sinks.data());
-  if (query_shard) request.query_shard = *query_shard;
-  layer.run(request);
+  if (shard.layout == Layout::ranges)
+    args.key_table = {shard.table, {problem.batch(), shard.ranks + 1}, device};
+  if (shard.layout == Layout::listed) args.key_table = {shard.table, {shard.listed}, device};
+  if (s.sinks) args.sinks = {static_cast<const float*>(sinks.data()), {s.heads}, device};
+  if (query_shard) {
+    args.total_tokens = problem.tokens;
+    if (query_shard->layout == Layout::ranges)
+      args.query_table = {query_shard->table, {query_shard->ranks + 1}, device};
+    if (query_shard->layout == Layout::listed)
+      args.query_table = {query_shard->table, {options.limits.max_tokens}, device};
+  }
+  layer.run(args);
   layer.wait();
 
   Result result{to_host(out, out_bytes), std::vector<float>(rows * s.heads)};

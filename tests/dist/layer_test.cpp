@@ -69,9 +69,7 @@ TEST(Layer, TakesUnevenRangesAndListedPositions) {
   // The table lies where the kernels run; the host's copy cuts the data.
   const auto check = [&](Shard on_host, const std::vector<std::int64_t>& table) {
     const Buffer copy = to_device(world, table);
-    Shard on_device = on_host;
     on_host.table = table.data();
-    on_device.table = static_cast<const std::int64_t*>(copy.data());
     Problem own = problem;
     const std::vector<std::byte> k = own.share_keys(on_host), v = own.share_values(on_host);
     const Shape& s = own.shape;
@@ -83,9 +81,11 @@ TEST(Layer, TakesUnevenRangesAndListedPositions) {
            {.q = Tensor(dq.data(), s.dtype, {40, s.heads, s.dim}, device),
             .k = Tensor(dk.data(), s.dtype, {keys, s.kv_heads, s.dim}, device),
             .v = Tensor(dv.data(), s.dtype, {keys, s.kv_heads, s.dim}, device),
-            .shard = on_device,
-            .out = Tensor(out.data(), s.dtype, {40, s.heads, s.dim}, device)},
-           {.mask = s.mask});
+            .out = Tensor(out.data(), s.dtype, {40, s.heads, s.dim}, device),
+            .total_keys = 500,
+            .key_table = Tensor(static_cast<const std::int64_t*>(copy.data()),
+                                {static_cast<std::int64_t>(table.size())}, device)},
+           {.mask = s.mask, .keys = {on_host.layout}});
     EXPECT_LE(own.max_error(to_host(out, own.q.size()), all_rows(own)), own.tolerance());
   };
   check(Shard::ranges(500, world.rank(), world.size(), nullptr), cuts);
@@ -128,10 +128,29 @@ TEST(Layer, SameBitsAsOneProcessAlone) {
       }
 }
 
+TEST(Layer, SaysWhatARankHolds) {
+  const Communicator world = test_world();
+  for (Layout layout : {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved})
+    for (std::int64_t length : {0, 1, 700, 70001}) {
+      SCOPED_TRACE(std::string(name(layout)) + " " + std::to_string(length));
+      const Attention layer(world, {.keys = {layout, 48}});
+      const Shard found = layer.shard(length);
+      const Shard expected{layout, world.rank(), world.size(), length, 48};
+      EXPECT_EQ(found.length, length);
+      ASSERT_EQ(found.local_len(length), expected.local_len(length));
+      for (std::int64_t i = 0; i < found.local_len(length); ++i)
+        ASSERT_EQ(found.position(i, length), expected.position(i, length));
+    }
+  for (Layout layout : {Layout::ranges, Layout::listed}) {
+    const Attention layer(world, {.keys = {layout}});
+    EXPECT_THROW(layer.shard(700), UsageError);
+  }
+}
+
 TEST(Layer, DifferentOptionsAreAnErrorOnEveryRank) {
   const Communicator world = test_world();
   if (world.size() == 1) GTEST_SKIP() << "one rank cannot disagree";
-  Options options{.heads = 4, .kv_heads = 2, .head_dim = 64, .dtype = DType::fp32};
+  Options options{.heads = 4, .kv_heads = 2, .head_dim = 64, .dtypes = {.compute = DType::fp32}};
   options.mask.window = world.rank() == world.size() - 1 ? 7 : 3;
   try {
     Attention layer(world, options);
@@ -145,7 +164,7 @@ TEST(Layer, DifferentOptionsAreAnErrorOnEveryRank) {
 
 TEST(Layer, RefusesByNameWhatItCannotDo) {
   const Communicator world = test_world();
-  const Options good{.heads = 4, .kv_heads = 2, .head_dim = 64, .dtype = DType::fp32};
+  const Options good{.heads = 4, .kv_heads = 2, .head_dim = 64, .dtypes = {.compute = DType::fp32}};
   Options bad = good;
   bad.head_dim = 20;
   EXPECT_THROW(Attention(world, bad), Unsupported);
@@ -157,37 +176,46 @@ TEST(Layer, RefusesByNameWhatItCannotDo) {
   EXPECT_THROW(Attention(world, bad), Unsupported);
 }
 
-TEST(Layer, RefusesRequestsThatDoNotFit) {
+TEST(Layer, RefusesRunsThatDoNotFit) {
   const Communicator world = test_world();
   const Device device = world.device();
-  Attention layer(
-      world, {.heads = 2, .kv_heads = 1, .head_dim = 64, .dtype = DType::fp32, .max_tokens = 4});
+  Attention layer(world, {.heads = 2,
+                          .kv_heads = 1,
+                          .head_dim = 64,
+                          .dtypes = {.compute = DType::fp32},
+                          .limits = {.max_tokens = 4}});
   const Buffer memory(device, 1 << 20);
   const auto tensor = [&](std::int64_t rows, std::int64_t heads, std::int64_t dim,
                           DType dtype = DType::fp32) {
     return Tensor(memory.data(), dtype, {rows, heads, dim}, device);
   };
-  const Shard shard = Shard::contiguous(10, world.rank(), world.size());
-  const Request good{.q = tensor(4, 2, 64),
-                     .k = tensor(10, 1, 64),
-                     .v = tensor(10, 1, 64),
-                     .shard = shard,
-                     .out = tensor(4, 2, 64)};
-  const auto refused = [&](auto change) {
-    Request request = good;
-    change(request);
-    EXPECT_THROW(layer.run(request), InputError);
+  const auto array = [&](DType dtype, std::int64_t extent) {
+    return Tensor(memory.data(), dtype, {extent}, device);
   };
-  refused([&](Request& r) { r.q = r.out = tensor(5, 2, 64); });
-  refused([&](Request& r) { r.q = tensor(4, 2, 64, DType::bf16); });
-  refused([&](Request& r) { r.out = tensor(3, 2, 64); });
-  refused([&](Request& r) { r.k = tensor(10, 2, 64); });
-  refused([&](Request& r) { r.v = tensor(9, 1, 64); });
-  refused([&](Request& r) { r.batch = 2; });
-  refused([&](Request& r) { r.q.stride[2] = 2; });
-  refused([&](Request& r) { r.shard.rank += 1; });
-  refused([&](Request& r) { r.shard.length = 1000; });
-  refused([&](Request& r) { r.lse = tensor(4, 2, 64); });
+  const AttentionArgs good{.q = tensor(4, 2, 64),
+                           .k = tensor(10, 1, 64),
+                           .v = tensor(10, 1, 64),
+                           .out = tensor(4, 2, 64),
+                           .total_keys = 10};
+  const auto refused = [&](auto change) {
+    AttentionArgs args = good;
+    change(args);
+    EXPECT_THROW(layer.run(args), InputError);
+  };
+  refused([&](AttentionArgs& a) { a.q = a.out = tensor(5, 2, 64); });
+  refused([&](AttentionArgs& a) { a.q = tensor(4, 2, 64, DType::bf16); });
+  refused([&](AttentionArgs& a) { a.out = tensor(3, 2, 64); });
+  refused([&](AttentionArgs& a) { a.k = tensor(10, 2, 64); });
+  refused([&](AttentionArgs& a) { a.v = tensor(9, 1, 64); });
+  refused([&](AttentionArgs& a) {
+    a.query_start = array(DType::int32, 3);
+    a.kv_len = array(DType::int32, 2);
+    a.total_keys = 0;
+  });
+  refused([&](AttentionArgs& a) { a.q.stride[2] = 2; });
+  refused([&](AttentionArgs& a) { a.key_table = array(DType::int64, world.size() + 1); });
+  refused([&](AttentionArgs& a) { a.total_keys = 1000; });
+  refused([&](AttentionArgs& a) { a.lse = Lse::tokens_heads(tensor(4, 2, 64)); });
 }
 
 }  // namespace

@@ -29,7 +29,10 @@ namespace {
 using ::testing::HasSubstr;
 
 Communicator gpu_world(std::chrono::milliseconds deadline = std::chrono::seconds(60)) {
-  return from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = deadline});
+  const Communicator world =
+      from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = deadline});
+  world.make_current();
+  return world;
 }
 
 /// A stream that does not wait for the default one.
@@ -399,6 +402,7 @@ TEST(Nccl, EveryVerbOverTheCallersCommunicator) {
   ASSERT_EQ(ncclCommInitRank(&comm, size, id, rank), ncclSuccess);
   {
     const Communicator world = from_nccl(comm);
+    world.make_current();
     EXPECT_EQ(world.rank(), rank);
     EXPECT_EQ(world.size(), size);
     const auto texts =

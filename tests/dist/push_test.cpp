@@ -402,6 +402,7 @@ TEST_F(PushTest, RanksThatMeanDifferentThingsAreReported) {
 TEST_F(PushTest, ARankThatDoesNotComeEndsTheWait) {
   const auto world =
       from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = std::chrono::seconds(4)});
+  world.make_current();
   const Case c = kSimulated ? Case{.q_lens = {8}, .kv_lens = {2000}, .heads = 16, .kv_heads = 2}
                             : Case{.q_lens = {8}, .kv_lens = {40000}, .heads = 64, .kv_heads = 8};
   Step step = step_of(c, 1);

@@ -322,47 +322,46 @@ void OnRanks::grow(Serving shape, std::int64_t block, bool at_once,
   const ServingArrays cache(world.device(), last, shard, {}, std::nullopt, &none);
 
   Options options = options_for(last);
-  options.max_tokens = options.max_query_len = 500;
+  options.limits.max_tokens = options.limits.max_query_len = 500;
   options.invariant = world.device() == Device::cuda;
+  options.keys = rule_of(shard);
   Attention layer(world, options);
-  options.max_query_len = 16;
+  options.limits.max_query_len = 16;
   Attention short_layer(world, options);
   for (const Growth& step : steps) {
     const ServingProblem now = last.step(step.q_lens, step.kv_lens);
     const ServingArrays arrays(world.device(), now, shard);
     const Buffer new_k = on_device(world.device(), now.new_rows(false)),
                  new_v = on_device(world.device(), now.new_rows(true));
-    Request request = arrays.request();
-    request.k = cache.k_tensor();
-    request.v = cache.v_tensor();
-    request.block_table = cache.block_table();
-    request.shard.length = step.kv_lens[0];
-    request.k_scale = cache.scales(last.k_scale, cache.k_scale);
-    request.v_scale = cache.scales(last.v_scale, cache.v_scale);
+    AttentionArgs args = arrays.args();
+    args.k = cache.k_tensor();
+    args.v = cache.v_tensor();
+    args.block_table = cache.block_table();
+    args.k_scale = cache.scales(last.k_scale, cache.k_scale);
+    args.v_scale = cache.scales(last.v_scale, cache.v_scale);
     Append append;
     append.new_k =
         Tensor(new_k.data(), shape.dtype, {now.tokens, shape.kv_heads, shape.dim}, world.device());
     if (!shape.values_in_keys)
       append.new_v = Tensor(new_v.data(), shape.dtype,
                             {now.tokens, shape.kv_heads, shape.of_value()}, world.device());
-    append.k = request.k;
-    append.v = request.v;
-    append.block_table = request.block_table;
-    append.shard = request.shard;
-    append.batch = request.batch;
-    append.query_start = request.query_start;
-    append.kv_len = request.kv_len;
-    append.k_scale = request.k_scale;
-    append.v_scale = request.v_scale;
+    append.k = args.k;
+    append.v = args.v;
+    append.block_table = args.block_table;
+    append.total_keys = args.total_keys;
+    append.query_start = args.query_start;
+    append.kv_len = args.kv_len;
+    append.k_scale = args.k_scale;
+    append.v_scale = args.v_scale;
     if (at_once) {
-      request.new_k = append.new_k;
-      request.new_v = append.new_v;
+      args.new_k = append.new_k;
+      args.new_v = append.new_v;
     } else {
       layer.append(append);
     }
     const bool is_short = *std::max_element(step.q_lens.begin(), step.q_lens.end()) <= 16;
     Attention& runs = at_once && is_short ? short_layer : layer;
-    runs.run(request);
+    runs.run(args);
     runs.wait();
     const ServingResult result = arrays.result();
     expect_right(now, result, now.all_rows());

@@ -18,7 +18,10 @@ inline bool wants_gpus() {
 }
 
 inline Communicator test_world() {
-  return from_mpi(MPI_COMM_WORLD, {.device = wants_gpus() ? Device::cuda : Device::host});
+  const Communicator world =
+      from_mpi(MPI_COMM_WORLD, {.device = wants_gpus() ? Device::cuda : Device::host});
+  world.make_current();  // for what the tests allocate
+  return world;
 }
 
 }  // namespace longspan::testing

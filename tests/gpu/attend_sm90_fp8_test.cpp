@@ -59,9 +59,9 @@ ServingProblem exact_problem(Serving s, std::uint64_t seed) {
 ServingResult run_option(const ServingProblem& problem, bool fp8_products) {
   const ServingArrays arrays(Device::cuda, problem, Shard::contiguous(0, 0, 1));
   Options options = options_for(problem);
-  options.fp8_products = fp8_products;
+  options.dtypes.fp8_products = fp8_products;
   Attention layer(self(Device::cuda), options);
-  layer.run(arrays.request());
+  layer.run(arrays.args());
   layer.wait();
   return arrays.result();
 }

@@ -161,7 +161,7 @@ TEST(AttendSm90, DocumentsAndLeftOutDecodes) {
 // Pages are brought together first; then the sequence's context and its new rows are one.
 TEST(AttendSm90, ChunkedPrefill) {
   LONGSPAN_NEEDS_HOPPER();
-  const Kernels kernels(Device::cuda);
+  const ServingOps kernels(Device::cuda);
   for (const DType dtype : kTypes)
     for (const std::optional<Alibi> alibi :
          {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}})

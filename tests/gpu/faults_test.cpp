@@ -1,5 +1,5 @@
-// What a layer and class Kernels report of arrays on a GPU: by name, when asked to look, and at the
-// place that waits.
+// What a layer and class ServingOps report of arrays on a GPU: by name, when asked to look, and at
+// the place that waits.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -25,11 +25,6 @@ Buffer on_gpu(const std::vector<T>& values) {
   Buffer buffer(Device::cuda, values.size() * sizeof(T));
   buffer.upload(values.data());
   return buffer;
-}
-
-template <class T>
-const T* data(const Buffer& buffer) {
-  return static_cast<const T*>(buffer.data());
 }
 
 void expect_fault(const std::string& text, const std::function<void()>& call) {
@@ -74,41 +69,44 @@ class GpuFaults : public ::testing::Test {
     return tensor(memory, {kPages, kPage, kKvHeads, kDim});
   }
 
-  /// `use` is given the arrays of a batch where the kernels read them.
+  /// A batch where the kernels read it.
+  struct Arrays {
+    Tensor table, start, kv_len, slots;
+  };
+  template <class T>
+  static Tensor view(const Buffer& buffer, std::initializer_list<std::int64_t> shape) {
+    return {static_cast<const T*>(buffer.data()), shape, Device::cuda};
+  }
   template <class Use>
   static void with(const Batch& batch, const Use& use) {
     const Buffer table = on_gpu(batch.table), start = on_gpu(batch.start),
                  kv_len = on_gpu(batch.kv_len), slots = on_gpu(batch.slots);
-    use(BlockTable{data<std::int32_t>(table), 4}, data<std::int32_t>(start),
-        data<std::int32_t>(kv_len), data<std::int64_t>(slots));
+    use(Arrays{view<std::int32_t>(table, {2, 4}), view<std::int32_t>(start, {3}),
+               view<std::int32_t>(kv_len, {2}), view<std::int64_t>(slots, {kTokens})});
   }
 
   void run(Attention& layer, const Batch& batch) {
-    with(batch, [&](BlockTable table, const std::int32_t* start, const std::int32_t* kv_len, auto) {
+    with(batch, [&](const Arrays& arrays) {
       layer.run({.q = rows(q, kHeads),
                  .k = pages(k),
                  .v = pages(v),
-                 .shard = Shard::contiguous(0, 0, 1),
                  .out = rows(out, kHeads),
-                 .batch = 2,
-                 .query_start = start,
-                 .kv_len = kv_len,
-                 .block_table = table});
+                 .query_start = arrays.start,
+                 .kv_len = arrays.kv_len,
+                 .block_table = arrays.table});
       layer.wait();
     });
   }
 
   void append(Attention& layer, const Batch& batch) {
-    with(batch, [&](BlockTable table, const std::int32_t* start, const std::int32_t* kv_len, auto) {
+    with(batch, [&](const Arrays& arrays) {
       layer.append({.new_k = rows(fresh, kKvHeads),
                     .new_v = rows(fresh, kKvHeads),
                     .k = pages(k),
                     .v = pages(v),
-                    .block_table = table,
-                    .shard = Shard::contiguous(0, 0, 1),
-                    .batch = 2,
-                    .query_start = start,
-                    .kv_len = kv_len});
+                    .query_start = arrays.start,
+                    .kv_len = arrays.kv_len,
+                    .block_table = arrays.table});
       layer.wait();
     });
   }
@@ -119,15 +117,14 @@ class GpuFaults : public ::testing::Test {
 // The kernels behind a check run nevertheless, so the faults here are such that they stay in memory
 // that is there: a page of another sequence, a row of another sequence.
 TEST_F(GpuFaults, TheLayerReportsWhenItWaits) {
-  Attention layer(self(Device::cuda), {.heads = kHeads,
-                                       .kv_heads = kKvHeads,
-                                       .head_dim = kDim,
-                                       .dtype = fp32,
-                                       .mask = {.causal = true},
-                                       .max_tokens = kTokens,
-                                       .max_batch = 2,
-                                       .max_kv_len = 64,
-                                       .check_arrays = true});
+  Attention layer(self(Device::cuda),
+                  {.heads = kHeads,
+                   .kv_heads = kKvHeads,
+                   .head_dim = kDim,
+                   .dtypes = {.compute = fp32},
+                   .mask = {.causal = true},
+                   .limits = {.max_tokens = kTokens, .max_batch = 2, .max_kv_len = 64},
+                   .debug = {.check_arrays = true}});
   run(layer, {});
   std::vector<float> values(kTokens * kHeads * kDim);
   out.download(values.data());
@@ -138,19 +135,17 @@ TEST_F(GpuFaults, TheLayerReportsWhenItWaits) {
   Batch last;
   last.table[6] = kPages - 1;
   run(layer, last);
-  with(last, [&](BlockTable table, const std::int32_t* start, const std::int32_t* kv_len, auto) {
+  with(last, [&](const Arrays& arrays) {
     const auto shorter = [&](const Buffer& memory) {
       return tensor(memory, {kPages - 1, kPage, kKvHeads, kDim});
     };
     layer.run({.q = rows(q, kHeads),
                .k = shorter(k),
                .v = shorter(v),
-               .shard = Shard::contiguous(0, 0, 1),
                .out = rows(out, kHeads),
-               .batch = 2,
-               .query_start = start,
-               .kv_len = kv_len,
-               .block_table = table});
+               .query_start = arrays.start,
+               .kv_len = arrays.kv_len,
+               .block_table = arrays.table});
     expect_fault("block_table[1][2] is 8, which is no page", [&] { layer.wait(); });
   });
   layer.wait();  // a fault is reported once
@@ -158,17 +153,16 @@ TEST_F(GpuFaults, TheLayerReportsWhenItWaits) {
 }
 
 TEST_F(GpuFaults, KernelsCheckOnDemand) {
-  const Kernels kernels(Device::cuda);
+  const ServingOps kernels(Device::cuda);
   const auto check = [&](const Batch& batch) {
-    with(batch, [&](BlockTable table, const std::int32_t* start, const std::int32_t* kv_len, auto) {
+    with(batch, [&](const Arrays& arrays) {
       PagedAttention a;
       a.q = rows(q, kHeads);
       a.k_cache = pages(k);
       a.v_cache = pages(v);
-      a.block_table = table;
-      a.batch = 2;
-      a.query_start = start;
-      a.kv_len = kv_len;
+      a.block_table = arrays.table;
+      a.query_start = arrays.start;
+      a.kv_len = arrays.kv_len;
       kernels.check(a);
     });
   };
@@ -188,12 +182,12 @@ TEST_F(GpuFaults, KernelsCheckOnDemand) {
   const auto check_slots = [&](const std::vector<std::int64_t>& slots) {
     Batch batch;
     batch.slots = slots;
-    with(batch, [&](auto, auto, auto, const std::int64_t* on_device) {
+    with(batch, [&](const Arrays& arrays) {
       kernels.check(AppendKv{.k = rows(fresh, kKvHeads),
                              .v = rows(fresh, kKvHeads),
                              .k_cache = pages(k),
                              .v_cache = pages(v),
-                             .slots = on_device});
+                             .slots = arrays.slots});
     });
   };
   check_slots({3, 4, 5, -1});
@@ -202,21 +196,26 @@ TEST_F(GpuFaults, KernelsCheckOnDemand) {
 }
 
 TEST_F(GpuFaults, ArgumentsAreRefusedBeforeAnythingIsQueued) {
-  const Kernels kernels(Device::cuda);
+  const ServingOps kernels(Device::cuda);
   SegmentedAttention a;
-  a.q = Tensor(q.data(), fp32, {kTokens, kHeads, kDim});  // said to be on the host
-  a.k_cache = pages(k);
-  a.v_cache = pages(v);
+  PagedAttention& paged = a.attention;
+  paged.q = Tensor(q.data(), fp32, {kTokens, kHeads, kDim});  // said to be on the host
+  paged.k_cache = pages(k);
+  paged.v_cache = pages(v);
   expect_fault("kv_len is missing", [&] { kernels.segmented_attention(a); });
-  with({}, [&](BlockTable table, const std::int32_t* start, const std::int32_t* kv_len, auto) {
-    a.block_table = table;
-    a.batch = 2;
-    a.query_start = start;
-    a.kv_len = kv_len;
-    a.out = rows(out, kHeads);
+  with({}, [&](const Arrays& arrays) {
+    paged.block_table = arrays.table;
+    paged.query_start = arrays.start;
+    paged.kv_len = arrays.kv_len;
+    paged.out = rows(out, kHeads);
     expect_fault("q is on the host; the work is done on the cuda",
                  [&] { kernels.segmented_attention(a); });
-    a.q.device = Device::cuda;
+    paged.q.device = Device::cuda;
+    // Neither is an array that is said to be there.
+    paged.kv_len.device = Device::host;
+    expect_fault("kv_len is on the host; the work is done on the cuda",
+                 [&] { kernels.segmented_attention(a); });
+    paged.kv_len.device = Device::cuda;
     expect_fault("this call needs", [&] { kernels.segmented_attention(a); });
   });
 }

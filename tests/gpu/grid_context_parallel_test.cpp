@@ -16,7 +16,7 @@ TEST(ContextParallelGrid, SimulatedRanks) {
 
 TEST(ContextParallelGrid, MergeOfParts) {
   LONGSPAN_NEEDS_GPU();
-  const Kernels kernels(Device::cuda);
+  const ServingOps kernels(Device::cuda);
   for (const PartsCase& c : parts_cases())
     for (DType dtype : {DType::fp32, DType::fp16, DType::bf16})
       for (LogBase base : {LogBase::e, LogBase::two})

@@ -7,7 +7,7 @@ namespace {
 
 TEST(PrefixGrid, Main) {
   LONGSPAN_NEEDS_GPU();
-  const Kernels kernels(Device::cuda);
+  const ServingOps kernels(Device::cuda);
   run_grid(
       Device::cuda, prefix_grid(reduced(1024, 48), reduced(64, 8)), 1,
       [&](const PrefixCase& c, std::uint64_t seed) { run_prefix(kernels, Device::cuda, c, seed); });
@@ -15,7 +15,7 @@ TEST(PrefixGrid, Main) {
 
 TEST(PrefixGrid, Extras) {
   LONGSPAN_NEEDS_GPU();
-  const Kernels kernels(Device::cuda);
+  const ServingOps kernels(Device::cuda);
   run_grid(Device::cuda, prefix_extras(), 1, [&](const PrefixCase& c, std::uint64_t seed) {
     run_prefix(kernels, Device::cuda, c, seed);
   });

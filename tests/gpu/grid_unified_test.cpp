@@ -7,7 +7,7 @@ namespace {
 
 TEST(UnifiedGrid, Main) {
   LONGSPAN_NEEDS_GPU();
-  const Kernels kernels(Device::cuda);
+  const ServingOps kernels(Device::cuda);
   run_grid(Device::cuda, unified_grid(), 1, [&](const UnifiedCase& c, std::uint64_t seed) {
     run_unified(kernels, Device::cuda, c, seed);
   });
@@ -15,7 +15,7 @@ TEST(UnifiedGrid, Main) {
 
 TEST(UnifiedGrid, ManyPages) {  // 32768 pages of 16 keys, drawn with repetition
   LONGSPAN_NEEDS_GPU();
-  const Kernels kernels(Device::cuda);
+  const ServingOps kernels(Device::cuda);
   for (std::size_t i : {0, 130, 270}) {
     UnifiedCase c = unified_grid()[i];
     if (is_left_out(work_of(c.shape))) continue;
@@ -26,7 +26,7 @@ TEST(UnifiedGrid, ManyPages) {  // 32768 pages of 16 keys, drawn with repetition
 
 TEST(UnifiedGrid, Extras) {
   LONGSPAN_NEEDS_GPU();
-  const Kernels kernels(Device::cuda);
+  const ServingOps kernels(Device::cuda);
   run_grid(Device::cuda, unified_extras(), 1, [&](const UnifiedCase& c, std::uint64_t seed) {
     run_unified(kernels, Device::cuda, c, seed);
   });

@@ -63,5 +63,46 @@ TEST_F(MergeOutputs, OffsetsOfMoreThan32Bits) {
   }
 }
 
+/// Parts that were gathered of different runs: nothing is written, and which rank differs is
+/// reported.
+TEST_F(MergeOutputs, PartsOfDifferentRunsAreNotMerged) {
+  for (const int parts : {2, 3})
+    for (const int dim : {64, 5})
+      for (const int differs : {-1, 0, parts - 1}) {
+        const OutputsCase c{.tokens = 40, .dim = dim, .parts = parts};
+        const OutputsData data = make(c, 0);
+        const auto in = on_device(data.out);
+        const auto lse = on_device(data.lse);
+        const auto out = poisoned<float>(static_cast<std::size_t>(c.size()));
+        const auto out_lse = poisoned<float>(static_cast<std::size_t>(c.rows()));
+        std::vector<std::uint64_t> words(parts, 77);
+        if (differs >= 0) words[differs] = 78;
+        const auto said = on_device(words);
+        const auto shared = backend().shared_memory(sizeof(std::uint64_t));
+        auto* const report = reinterpret_cast<std::uint64_t*>(shared.get());
+        kernels::MergeOutputsParams p;
+        p.parts = parts;
+        for (int n = 0; n < std::min(parts, 2); ++n) {
+          p.in[n] = {in.data() + c.part_at(n), c.row_stride(), c.head_stride()};
+          p.in_lse[n] = {lse.data() + n * c.rows(), c.heads, 1};
+        }
+        p.part_stride = c.size();
+        p.lse_part_stride = c.rows();
+        p.tokens = c.tokens;
+        p.heads = c.heads;
+        p.dim = c.dim;
+        p.out = {out.data(), c.row_stride(), c.head_stride()};
+        p.lse = {out_lse.data(), c.heads, 1};
+        p.headers = {said.data(), 1, parts, 9, report};
+        backend().merge_outputs(p, {});
+        const std::vector<float> got = out.values(), logs = out_lse.values();
+        // Rank 1 looks: where its own word is the other one, it is rank 0 that says another.
+        const int other = differs == 1 ? 0 : differs;
+        EXPECT_EQ(*report, differs < 0 ? 0 : kernels::RunHeaders::reported(9, other));
+        for (const std::vector<float>& values : {got, logs})
+          for (const float value : values) ASSERT_EQ(std::isnan(value), differs >= 0) << c;
+      }
+}
+
 }  // namespace
 }  // namespace longspan::tests

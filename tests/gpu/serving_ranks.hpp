@@ -187,32 +187,28 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
     p.q = {q.data(), static_cast<std::int64_t>(q_step / size_of(s.of_q())), s.dim};
     p.k = rows_of(a.k_tensor(), s, false);
     p.v = rows_of(a.v_tensor(), s, true);
-    if (s.page > 0)
-      p.pages = {a.block_table().data, a.cache.row_stride, 1,
-                 a.cache.columns,      a.cache.pages,      s.page};
-    p.q_scale = a.scales(problem.q_scale, a.q_scale);
-    p.k_scale = a.scales(problem.k_scale, a.k_scale);
-    p.v_scale = a.scales(problem.v_scale, a.v_scale);
+    p.pages = a.pages();
+    a.give_scales(p);
     p.batch.size = s.batch();
-    p.batch.query_start = ServingArrays::array<std::int32_t>(start);
+    p.batch.query_start = ServingArrays::pointer<std::int32_t>(start);
     if (share.shard.ranks > 1) {
       p.queries = share.shard;
-      p.queries.table = ServingArrays::array<std::int64_t>(query_cuts);
-      p.batch.whole_query_start = ServingArrays::array<std::int32_t>(a.query_start);
+      p.queries.table = ServingArrays::pointer<std::int64_t>(query_cuts);
+      p.batch.whole_query_start = ServingArrays::pointer<std::int32_t>(a.query_start);
     }
-    p.batch.kv_len = ServingArrays::array<std::int32_t>(a.kv_len);
-    p.batch.key_start = ServingArrays::array<std::int64_t>(buffers.back());
-    if (!s.causal.empty()) p.batch.causal = ServingArrays::array<std::uint8_t>(a.causal);
+    p.batch.kv_len = ServingArrays::pointer<std::int32_t>(a.kv_len);
+    p.batch.key_start = ServingArrays::pointer<std::int64_t>(buffers.back());
+    if (!s.causal.empty()) p.batch.causal = ServingArrays::pointer<std::uint8_t>(a.causal);
     p.batch.skip_decode = s.skip_decode;
     if (!s.documents.empty())
-      p.documents = {ServingArrays::array<std::int64_t>(a.documents),
+      p.documents = {ServingArrays::pointer<std::int64_t>(a.documents),
                      static_cast<std::int64_t>(s.documents.size()) - 1};
     p.shard = a.shard;
     p.mask = s.mask;
     p.score = {static_cast<float>(s.scale_used()), s.softcap};
-    p.bias.slopes = a.small(s.alibi.has_value(), a.slopes);
+    p.bias.slopes = a.floats(a.small(s.alibi.has_value(), a.slopes));
     p.bias.alibi = s.alibi.value_or(Alibi::context);
-    p.bias.qq = a.qq_bias();
+    if (s.qq_bias) p.bias.qq = {a.floats(a.qq_bias()), problem.qq_width, problem.qq_stride};
     p.invariant = dealt.invariant;
     p.fp8_products = dealt.fp8_products;
     p.tf32 = dealt.tf32;
@@ -238,7 +234,7 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
   m.states = states;
   m.interleaved = dealt.layout == Layout::interleaved && !dealt.parts;
   m.heads = s.heads;
-  m.sinks = a.small(s.sinks, a.sinks);
+  m.sinks = a.floats(a.small(s.sinks, a.sinks));
   m.batch = p.batch;
   m.tokens = tokens;
   m.dtype = s.of_out();

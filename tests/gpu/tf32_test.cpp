@@ -13,10 +13,10 @@ namespace {
 ServingResult run_option(const ServingProblem& problem, bool tf32, bool invariant = false) {
   const ServingArrays arrays(Device::cuda, problem, Shard::contiguous(0, 0, 1));
   Options options = options_for(problem);
-  options.tf32 = tf32;
+  options.dtypes.tf32 = tf32;
   options.invariant = invariant;
   Attention layer(self(Device::cuda), options);
-  layer.run(arrays.request());
+  layer.run(arrays.args());
   layer.wait();
   return arrays.result();
 }
@@ -88,8 +88,8 @@ void check_tf32(const Serving& s, std::int64_t sampled = 6, int segments = 0) {
   const ServingProblem problem(s, seed);
   const Distance distance =
       expect_within_tf32(problem,
-                         segments > 0 ? run_segmented(Kernels(Device::cuda), Device::cuda, problem,
-                                                      {.segments = segments, .tf32 = true})
+                         segments > 0 ? run_segmented(ServingOps(Device::cuda), Device::cuda,
+                                                      problem, {.segments = segments, .tf32 = true})
                                       : run_option(problem, true),
                          sampled);
   EXPECT_GT(distance.compared, 0);

@@ -140,7 +140,7 @@ class BenchDecodeTest(CommandTest):
                 (["--layers", 2, "--layers", 3], USAGE, ["--layers"]),
                 (["--memory", 0], USAGE, ["--memory"]),
                 (["--kv", 10, 2 ** 31 - 1], USAGE, ["2147483647", "at the end"]),
-                (["--kv-dtype", "fp16"], USAGE, ["kv_dtype fp16"]),
+                (["--kv-dtype", "fp16"], USAGE, ["dtypes.kv fp16"]),
                 (["--dtype", "e4m3"], USAGE, ["e4m3"]),
                 (["--no-such-option"], USAGE, ["--no-such-option", "bench decode --help"]),
                 (["--json", self.path("no/report.json")], INPUT, ["cannot be written"])):

@@ -16,7 +16,11 @@ namespace {
 using testing::fresh_seed;
 
 DecodeShape small(std::uint64_t seed) {
-  return {.options = {.heads = 6, .kv_heads = 2, .head_dim = 24, .dtype = fp32, .threads = 1},
+  return {.options = {.heads = 6,
+                      .kv_heads = 2,
+                      .head_dim = 24,
+                      .dtypes = {.compute = fp32},
+                      .threads = 1},
           .batch = 3,
           .tokens = 2,
           .layers = 3,
@@ -55,7 +59,7 @@ TEST_P(OnDevice, EveryStepIsRight) {
     for (const DType cache : {fp32, e4m3}) {
       shapes.push_back(small(seed));
       shapes.back().page = page;
-      shapes.back().options.kv_dtype = cache;
+      shapes.back().options.dtypes.kv = cache;
     }
   }
   shapes.push_back(small(seed));

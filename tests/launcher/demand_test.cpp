@@ -22,7 +22,7 @@ double part(const Demand::Parts& parts, const std::string& name) {
 
 Problem problem_of(std::int32_t kv, std::int32_t tokens, int heads) {
   Problem p;
-  p.options = {.heads = heads, .kv_heads = heads, .head_dim = 64, .dtype = fp32};
+  p.options = {.heads = heads, .kv_heads = heads, .head_dim = 64, .dtypes = {.compute = fp32}};
   p.q_lens = {tokens};
   p.kv_lens = {kv};
   p.q = generated(1, 0, fp32, tokens, heads, 64);
@@ -36,7 +36,7 @@ TEST(Demand, CountsTheTensors) {
   EXPECT_EQ(part(d.host, "keys and values"), 2.0 * 1000 * 8 * 64 * 4);
   EXPECT_EQ(part(d.host, "queries"), 10.0 * 8 * 64 * 4);
   EXPECT_EQ(part(d.host, "results"), 10.0 * 8 * (64 + 1) * 4);
-  EXPECT_EQ(part(d.host, "states of all ranks"), 10.0 * 8 * (64 + 2) * 4);
+  EXPECT_EQ(part(d.host, "the layer's workspace"), 10.0 * 8 * (64 + 2) * 4);
   EXPECT_TRUE(d.device.empty());
   const Demand checked = demand_of(self(), problem_of(1000, 10, 8), 4);
   EXPECT_GE(part(checked.host, "the comparison with float64"), 2.0 * 1000 * 64 * 8);
@@ -49,10 +49,12 @@ TEST(Demand, NoSizeOverflows) {
     EXPECT_GE(bytes, 0) << what;
   }
   EXPECT_GT(part(d.host, "keys and values"), 0x1p50);
-  DecodeShape shape{
-      .options = {.heads = 65536, .kv_heads = 65536, .head_dim = 65536, .dtype = fp32},
-      .batch = 65536,
-      .kv_len = 2147483000};
+  DecodeShape shape{.options = {.heads = 65536,
+                                .kv_heads = 65536,
+                                .head_dim = 65536,
+                                .dtypes = {.compute = fp32}},
+                    .batch = 65536,
+                    .kv_len = 2147483000};
   EXPECT_GT(part(demand_of(self(), shape).host, "caches"), 0x1p70);
   EXPECT_THROW(require_memory(self(), demand_of(self(), shape)), SharedError);
 }

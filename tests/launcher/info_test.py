@@ -63,7 +63,8 @@ class InfoTest(CommandTest):
                                    rf"+{re.escape(feature['meaning'])}$")
         names = [feature["name"] for feature in listed]
         self.assertIn("paged", names)
-        self.assertNotIn("state in", names)  # a backend's; no public call asks for it
+        self.assertIn("state in", names)
+        self.assertNotIn("listed queries", names)  # a backend's; no public call asks for it
 
     def test_env(self):
         text = longspan(0, "env", LONGSPAN_DEADLINE_S="7.5").stdout

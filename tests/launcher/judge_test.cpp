@@ -24,7 +24,7 @@ Problem make_problem(DType dtype, std::uint64_t seed = 7) {
   p.options = {.heads = kHeads,
                .kv_heads = kKvHeads,
                .head_dim = kDim,
-               .dtype = dtype,
+               .dtypes = {.compute = dtype},
                .mask = {.causal = true}};
   p.q_lens = {kTokens};
   p.kv_lens = {kKeys};
@@ -64,7 +64,7 @@ Answer answer_by(const Problem& p, const Row& attend) {
       double lse = attend_exactly(q, k, v, seen, p.scale()).lse;
       const Eigen::VectorXd out = attend(q, k, v, seen, lse);
       for (int d = 0; d < kDim; ++d)
-        store(a.out.data(), p.options.dtype, (t * kHeads + h) * kDim + d,
+        store(a.out.data(), p.options.dtypes.compute, (t * kHeads + h) * kDim + d,
               static_cast<float>(out[d]));
       a.lse[t * kHeads + h] = static_cast<float>(lse);
     }
@@ -183,7 +183,7 @@ TEST_P(ScaleTest, FindsRightWhatFp32CanDo) {
   for (std::uint64_t seed = 0; seed < 8; ++seed) {
     for (const float scale : kScales) {
       problem_ = make_problem(GetParam(), seed);
-      problem_.options.scale = scale;
+      problem_.options.score.scale = scale;
       const Judgement j = judge_all(problem_, serial_answer_of(problem_));
       EXPECT_TRUE(j.right) << "scale " << scale << ": " << complaint(j);
       EXPECT_EQ(complaint(j), "");
@@ -194,7 +194,7 @@ TEST_P(ScaleTest, FindsRightWhatFp32CanDo) {
 TEST_P(ScaleTest, FindsOneElementWrongAtAnyScale) {
   const float small = GetParam() == fp32 ? 2e-3f : 5e-2f;
   for (const float scale : kScales) {
-    problem_.options.scale = scale;
+    problem_.options.score.scale = scale;
     for (const int element : {0, 3 * kHeads * kDim + 5, kTokens * kHeads * kDim - 1}) {
       answer_ = serial_answer_of(problem_);
       add(element, small);
@@ -209,7 +209,7 @@ TEST_P(ScaleTest, FindsOneElementWrongAtAnyScale) {
 
 TEST_P(ScaleTest, FindsAnLseWrongAtAnyScale) {
   for (const float scale : kScales) {
-    problem_.options.scale = scale;
+    problem_.options.score.scale = scale;
     answer_ = serial_answer_of(problem_);
     answer_.lse[9] += 1e-4f * std::max(1.0f, scale);
     const Judgement j = judge_all(problem_, answer_);
@@ -222,7 +222,7 @@ TEST_P(ScaleTest, FindsAnLseWrongAtAnyScale) {
 TEST(Scale, FindsScoresThatAreALittleOff) {
   for (const float scale : {0.1f, 1.0f, 4.0f, 10.0f}) {
     Problem p = make_problem(fp32);
-    p.options.scale = scale;
+    p.options.score.scale = scale;
     EXPECT_TRUE(judge_all(p, answer_of(p)).right);
     for (const double factor : {1 + 1e-4, 1 - 1e-4})
       EXPECT_FALSE(judge_all(p, answer_of(p, factor)).right) << scale << " " << factor;
@@ -232,7 +232,7 @@ TEST(Scale, FindsScoresThatAreALittleOff) {
 TEST(Scale, FindsAKeyThatIsLeftOut) {
   for (const float scale : {0.01f, 1.0f, 10.0f, 1e3f, 1e6f}) {
     Problem p = make_problem(fp32);
-    p.options.scale = scale;
+    p.options.score.scale = scale;
     const Answer without =
         answer_by(p, [&](const auto& q, const auto& k, auto v, Interval seen, double&) {
           // The heaviest key loses its value, as if it were not there.

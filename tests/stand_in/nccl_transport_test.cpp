@@ -447,7 +447,7 @@ TEST_F(NcclTransportTest, APartThatOneRankCannotMakeIsEverybodysError) {
 TEST(GpuSelf, StartsItsCopiesOnAStreamOfItsOwn) {
   stand_in::clear();
   {
-    const auto world = gpu_self(std::chrono::seconds(1));
+    const auto world = gpu_self(std::chrono::seconds(1), -1);
     EXPECT_EQ(alive(), Alive{}) << "nothing is made for who starts nothing";
     int send = 7, got = 0, sum = 0;
     Transfer one = world->start_shift(&send, &got, sizeof got, 1, {}, "ring");

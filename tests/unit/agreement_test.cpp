@@ -1,57 +1,130 @@
-// Every field of Options and Request is compared between ranks, or stands on the list of those that
-// may differ. The fields are read from the headers themselves, so that a new one that is neither
-// fails here.
+// Every field of Options and AttentionArgs is compared between ranks, or stands on the list of
+// those that may differ. The fields are read from the headers themselves, so that a new one that is
+// neither fails here.
 #include "src/agreement.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cctype>
+#include <cstddef>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
-#include <regex>
 #include <set>
+#include <span>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/backend.hpp"
+#include "longspan/error.hpp"
 #include "src/validate.hpp"
 
 namespace longspan {
 namespace {
 
-/// The names of the members of `structure` in a public header.
-std::vector<std::string> fields_of(const std::string& structure, const std::string& header) {
-  std::ifstream file(std::string(LONGSPAN_SOURCE_DIR) + "/src/longspan/" + header);
-  EXPECT_TRUE(file) << header;
-  std::stringstream all;
-  all << file.rdbuf();
-  std::string text = all.str();
-  const auto begin = text.find("struct " + structure + " {");
-  EXPECT_NE(begin, std::string::npos) << structure;
-  text = text.substr(begin, text.find("\n};", begin) - begin);
-  text = text.substr(text.find('{') + 1);
-  text = std::regex_replace(text, std::regex("//[^\n]*"), "");
-  text = std::regex_replace(text, std::regex("<[^<>;]*>"), "");  // template arguments
-  // Bodies of functions and initialisers, the innermost first.
-  for (std::string before; before != text;) {
-    before = text;
-    text = std::regex_replace(text, std::regex("\\{[^{}]*\\}"), "~");
-  }
-  text = std::regex_replace(text, std::regex("\\)[^;~]*~"), ");");  // function definitions
-  std::vector<std::string> names;
-  std::stringstream statements(text);
-  for (std::string statement; std::getline(statements, statement, ';');) {
-    if (statement.find('(') != std::string::npos) continue;  // a function
-    if (statement.find("constexpr") != std::string::npos) continue;
-    std::stringstream declarators(statement);
-    for (std::string declarator; std::getline(declarators, declarator, ',');) {
-      declarator = declarator.substr(0, declarator.find('='));
-      std::smatch name;
-      if (std::regex_search(declarator, name, std::regex("([A-Za-z_][A-Za-z_0-9]*)\\s*~?\\s*$")))
-        names.push_back(name[1]);
+using Named = std::pair<std::string, std::string>;
+
+// ---- what the headers say ----------------------------------------------------------------------
+
+/// All public headers.
+const std::string& headers() {
+  static const std::string all = [] {
+    std::stringstream text;
+    const std::string folder = std::string(LONGSPAN_SOURCE_DIR) + "/src/longspan";
+    for (const auto& entry : std::filesystem::directory_iterator(folder))
+      text << std::ifstream(entry.path()).rdbuf() << "\n";
+    return text.str();
+  }();
+  return all;
+}
+
+std::size_t place_of(const std::string& structure) {
+  return headers().find("struct " + structure + " {");
+}
+
+/// The statements in a structure's body, less comments; "~" stands for what is in braces. A
+/// function's body ends its statement.
+std::vector<std::string> statements_of(const std::string& structure) {
+  const std::string& text = headers();
+  std::size_t at = place_of(structure);
+  EXPECT_NE(at, std::string::npos) << structure;
+  if (at == std::string::npos) return {};
+  std::vector<std::string> all;
+  std::string statement;
+  int depth = 1;
+  for (at = text.find('{', at) + 1; depth > 0 && at < text.size(); ++at) {
+    const char c = text[at];
+    if (text.compare(at, 2, "//") == 0) at = text.find('\n', at);
+    if (c == '{') ++depth;
+    if (c == '}') --depth;
+    if (depth > 1 || c == '/') continue;
+    statement += c == '}' ? '~' : c;
+    const bool is_function = statement.find('(') < statement.find('=');
+    if (c == ';' || (c == '}' && is_function)) {
+      if (!is_function) all.push_back(statement);
+      statement.clear();
     }
+  }
+  return all;
+}
+
+struct Field {
+  std::string type, name;
+  bool optional = false;
+};
+
+/// The members of `structure`: what stands ahead of each `=`, of `~` and of commas.
+std::vector<Field> fields_of(const std::string& structure) {
+  std::vector<Field> fields;
+  for (const std::string& statement : statements_of(structure)) {
+    if (statement.find("constexpr") != std::string::npos) continue;
+    Field field;
+    std::string word, inner;  // inner: template arguments
+    int angles = 0;
+    bool initialiser = false;
+    for (const char c : statement) {
+      const bool in_word = std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == ':';
+      const bool ends = angles == 0 && (c == ',' || c == ';');
+      if (!initialiser && c == '<') ++angles;
+      if (!initialiser && in_word) (angles > 0 ? inner : word) += c;
+      if (!initialiser && angles == 0 && !in_word && !word.empty()) {
+        if (!field.name.empty()) field.type = field.name;
+        field.name = word;
+        word.clear();
+      }
+      if (!initialiser && c == '>') --angles;
+      if (c == '=' || c == '~') initialiser = true;
+      if (!ends) continue;
+      if (field.type == "std::optional") field.type = inner, field.optional = true;
+      fields.push_back(field);
+      field.name.clear();
+      initialiser = false;
+    }
+  }
+  return fields;
+}
+
+std::vector<std::string> names_of(const std::string& structure) {
+  std::vector<std::string> names;
+  for (const Field& field : fields_of(structure)) names.push_back(field.name);
+  return names;
+}
+
+/// The members of Options, and in place of a group its members: "mask.window".
+std::vector<std::string> option_fields(const std::string& structure = "Options",
+                                       const std::string& prefix = "") {
+  std::vector<std::string> names;
+  for (const Field& field : fields_of(structure)) {
+    const bool group = place_of(field.type) != std::string::npos;
+    if (!group || field.optional) names.push_back(prefix + field.name);
+    if (!group) continue;
+    for (const std::string& name : option_fields(field.type, prefix + field.name + "."))
+      names.push_back(name);
   }
   return names;
 }
@@ -63,258 +136,410 @@ std::set<std::string> own_names() {
 }
 
 TEST(Agreement, TheReaderOfHeadersFindsWhatIsThere) {
-  EXPECT_THAT(fields_of("Mask", "mask.hpp"), testing::ElementsAre("causal", "window", "right"));
-  EXPECT_THAT(fields_of("Scales", "element.hpp"), testing::ElementsAre("data", "per_head"));
-  EXPECT_THAT(fields_of("Request", "attention.hpp"),
-              testing::IsSupersetOf({"q", "new_v", "v_scale", "query_shard", "skip_decode"}));
+  using testing::ElementsAre;
+  EXPECT_THAT(names_of("Mask"), ElementsAre("causal", "window", "right"));
+  EXPECT_THAT(names_of("DTypes"),
+              ElementsAre("compute", "query", "kv", "out", "tf32", "fp8_products"));
+  EXPECT_THAT(names_of("Sharding"), ElementsAre("layout", "block"));
+  EXPECT_THAT(names_of("AttentionArgs"),
+              testing::IsSupersetOf({"q", "new_v", "v_scale", "query_table", "skip_decode"}));
+  std::map<std::string, std::string> types;
+  for (const Field& field : fields_of("AttentionArgs")) types[field.name] = field.type;
+  EXPECT_EQ(types["new_v"], "Tensor");
+  EXPECT_EQ(types["lse"], "Lse");
+  EXPECT_EQ(types["total_tokens"], "std::int64_t");
+  EXPECT_THAT(option_fields(),
+              testing::IsSupersetOf({"heads", "dtypes.compute", "dtypes.fp8_products",
+                                     "mask.window", "score.alibi", "limits.max_kv_len",
+                                     "keys.layout", "queries", "queries.block", "debug.profile"}));
+  EXPECT_THAT(option_fields(), testing::Not(testing::Contains("limits")));
 }
 
 // ---- options -----------------------------------------------------------------------------------
 
 using ChangeOptions = std::function<void(Options&)>;
-const std::map<std::string, ChangeOptions> kOptions{
-    {"heads", [](Options& o) { o.heads = 8; }},
-    {"kv_heads", [](Options& o) { o.kv_heads = 2; }},
-    {"head_dim", [](Options& o) { o.head_dim = 128; }},
-    {"value_dim", [](Options& o) { o.value_dim = 24; }},
-    {"dtype", [](Options& o) { o.dtype = fp16; }},
-    {"query_dtype", [](Options& o) { o.query_dtype = e4m3; }},
-    {"kv_dtype", [](Options& o) { o.kv_dtype = e4m3; }},
-    {"out_dtype", [](Options& o) { o.out_dtype = e4m3; }},
-    {"tf32", [](Options& o) { o.tf32 = true; }},
-    {"fp8_products", [](Options& o) { o.fp8_products = true; }},
-    {"mask.causal", [](Options& o) { o.mask.causal = true; }},
-    {"mask.window", [](Options& o) { o.mask.window = 7; }},
-    {"mask.right", [](Options& o) { o.mask.right = 7; }},
-    {"scale", [](Options& o) { o.scale = 0.5f; }},
-    {"softcap", [](Options& o) { o.softcap = 30; }},
-    {"alibi", [](Options& o) { o.alibi = Alibi::query; }},
-    {"max_tokens", [](Options& o) { o.max_tokens = 5; }},
-    {"max_batch", [](Options& o) { o.max_batch = 5; }},
-    {"max_kv_len", [](Options& o) { o.max_kv_len = 5; }},
-    {"max_query_len", [](Options& o) { o.max_query_len = 5; }},
-    {"shard_queries", [](Options& o) { o.shard_queries = true; }},
-    {"invariant", [](Options& o) { o.invariant = true; }},
-    {"strategy", [](Options& o) { o.strategy = "gather-states"; }},
-    {"exchange", [](Options& o) { o.exchange = Exchange::gather; }},
-    {"threads", [](Options& o) { o.threads = 3; }},
-    {"check_arrays", [](Options& o) { o.check_arrays = true; }},
-    {"profile", [](Options& o) { o.profile = true; }},
+struct OptionCase {
+  ChangeOptions change;
+  ChangeOptions before = [](Options&) {};  // what both have
+};
+
+const std::map<std::string, OptionCase> kOptions{
+    {"heads", {[](Options& o) { o.heads = 8; }}},
+    {"kv_heads", {[](Options& o) { o.kv_heads = 2; }}},
+    {"head_dim", {[](Options& o) { o.head_dim = 128; }}},
+    {"value_dim", {[](Options& o) { o.value_dim = 24; }}},
+    {"dtypes.compute",
+     {[](Options& o) { o.dtypes.compute = fp16; },
+      [](Options& o) { o.dtypes.query = o.dtypes.kv = o.dtypes.out = e4m3; }}},
+    {"dtypes.query", {[](Options& o) { o.dtypes.query = e4m3; }}},
+    {"dtypes.kv", {[](Options& o) { o.dtypes.kv = e4m3; }}},
+    {"dtypes.out", {[](Options& o) { o.dtypes.out = e4m3; }}},
+    {"dtypes.tf32", {[](Options& o) { o.dtypes.tf32 = true; }}},
+    {"dtypes.fp8_products", {[](Options& o) { o.dtypes.fp8_products = true; }}},
+    {"mask.causal", {[](Options& o) { o.mask.causal = true; }}},
+    {"mask.window", {[](Options& o) { o.mask.window = 7; }}},
+    {"mask.right", {[](Options& o) { o.mask.right = 7; }}},
+    {"score.scale", {[](Options& o) { o.score.scale = 0.5f; }}},
+    {"score.softcap", {[](Options& o) { o.score.softcap = 30; }}},
+    {"score.alibi", {[](Options& o) { o.score.alibi = Alibi::query; }}},
+    {"limits.max_tokens", {[](Options& o) { o.limits.max_tokens = 5; }}},
+    {"limits.max_batch", {[](Options& o) { o.limits.max_batch = 5; }}},
+    {"limits.max_kv_len", {[](Options& o) { o.limits.max_kv_len = 5; }}},
+    {"limits.max_query_len", {[](Options& o) { o.limits.max_query_len = 5; }}},
+    {"keys.layout", {[](Options& o) { o.keys.layout = Layout::zigzag; }}},
+    {"keys.block",
+     {[](Options& o) { o.keys.block = 64; },
+      [](Options& o) { o.keys.layout = Layout::interleaved; }}},
+    {"queries", {[](Options& o) { o.queries = Sharding{}; }}},
+    {"queries.layout",
+     {[](Options& o) { o.queries->layout = Layout::striped; },
+      [](Options& o) { o.queries = Sharding{}; }}},
+    {"queries.block",
+     {[](Options& o) { o.queries->block = 64; },
+      [](Options& o) { o.queries = Sharding{Layout::interleaved}; }}},
+    {"invariant", {[](Options& o) { o.invariant = true; }}},
+    {"strategy", {[](Options& o) { o.strategy = "gather-states"; }}},
+    {"exchange", {[](Options& o) { o.exchange = Exchange::gather; }}},
+    {"threads", {[](Options& o) { o.threads = 3; }}},
+    {"debug.check_arrays", {[](Options& o) { o.debug.check_arrays = true; }}},
+    {"debug.profile", {[](Options& o) { o.debug.profile = true; }}},
 };
 
 TEST(Agreement, EveryOptionIsComparedOrMayDiffer) {
-  std::vector<std::string> fields = fields_of("Options", "attention.hpp");
-  std::erase(fields, "mask");
-  for (const std::string& field : fields_of("Mask", "mask.hpp")) fields.push_back("mask." + field);
+  const std::vector<std::string> fields = option_fields();
   const std::set<std::string> own = own_names();
   for (const std::string& field : fields) {
-    const auto change = kOptions.find(field);
-    ASSERT_NE(change, kOptions.end())
+    const auto found = kOptions.find(field);
+    ASSERT_NE(found, kOptions.end())
         << "Options::" << field << " is new: compare it in describe(), or put it on the list of "
         << "own_fields() with the reason; then add it to this test";
-    Options changed;
-    change->second(changed);
+    Options plain;
+    found->second.before(plain);
+    Options changed = plain;
+    found->second.change(changed);
     if (own.count("Options::" + field))
-      EXPECT_EQ(describe(changed), describe(Options{})) << field;
+      EXPECT_EQ(describe(changed), describe(plain)) << field;
     else
-      EXPECT_NE(describe(changed), describe(Options{})) << field;
+      EXPECT_NE(describe(changed), describe(plain)) << field;
   }
   EXPECT_EQ(fields.size(), kOptions.size());
 }
 
-// ---- requests ----------------------------------------------------------------------------------
+// ---- runs --------------------------------------------------------------------------------------
 
-/// A request that gives everything, whose arrays live here.
+/// What a run can be of. Not every argument goes with every other.
+enum class Of { batch, one_sequence, one_length, sharded_queries };
+
+/// A run that gives everything that goes together, whose arrays live here.
 struct Everything {
-  std::vector<float> q = std::vector<float>(4 * 4 * 16), out = q, keys = q;
-  std::vector<std::int32_t> start{0, 2, 4}, lens{20, 30}, table{0, 1};
+  static constexpr int kHeads = 4, kDim = 16, kTokens = 4, kRanks = 2;
+  std::vector<float> q = std::vector<float>(kTokens * kHeads * kDim), out = q, keys = q;
+  std::vector<std::int32_t> start{0, 2, 4}, lens{20, 30}, pages{0, 1};
   std::vector<std::uint8_t> causal{1, 0};
-  std::vector<float> scales{1, 2, 3, 4}, sinks{1, 2, 3, 4}, slopes{5, 6, 7, 8}, bias{1, 2, 3, 4};
+  std::vector<float> q_scales{1, 2, 3, 4}, k_scales{2, 3, 4, 5}, v_scales{3, 4, 5, 6};
+  std::vector<float> sinks{1, 2, 3, 4}, slopes{5, 6, 7, 8}, out_scale{2};
+  std::vector<float> bias = std::vector<float>(kTokens * kTokens, 0.5f);
   std::vector<std::int64_t> documents{0, 3, 9}, ranges{0, 10, 20, 0, 10, 30}, rows{0, 2, 4};
-  float out_scale = 2;
-  Options options{.heads = 4, .kv_heads = 4, .head_dim = 16, .dtype = fp32, .max_batch = 2};
-  Request request;
+  Options options{.heads = kHeads,
+                  .kv_heads = kHeads,
+                  .head_dim = kDim,
+                  .dtypes = {.compute = fp32},
+                  .limits = {.max_tokens = kTokens, .max_batch = 2},
+                  .keys = {Layout::ranges}};
+  AttentionArgs args;
+  int rank = 0;
 
-  Everything() {
-    Request& r = request;
-    r.q = Tensor(q.data(), fp32, {4, 4, 16});
-    r.k = r.v = r.new_k = r.new_v = Tensor(keys.data(), fp32, {4, 4, 16});
-    r.out = Tensor(out.data(), fp32, {4, 4, 16});
-    r.shard = Shard::ranges(20, 0, 2, ranges.data());
-    r.query_shard = Shard::ranges(4, 0, 2, rows.data());
-    r.batch = 2;
-    r.query_start = start.data();
-    r.kv_len = lens.data();
-    r.block_table = {table.data(), 1};
-    r.q_scale = r.k_scale = r.v_scale = {scales.data(), true};
-    r.out_scale = &out_scale;
-    r.sinks = sinks.data();
-    r.slopes = slopes.data();
-    r.qq_bias = {bias.data(), 2, 2};
-    r.causal = causal.data();
-    r.documents = {documents.data(), 2};
+  explicit Everything(Of kind = Of::batch) {
+    const int batch = kind == Of::batch ? 2 : 1;
+    if (batch == 1) start = {0, 4}, lens = {20}, ranges = {0, 10, 20}, causal = {1};
+    AttentionArgs& a = args;
+    a.q = Tensor(q.data(), {kTokens, kHeads, kDim});
+    a.k = a.v = a.new_k = a.new_v = Tensor(keys.data(), {kTokens, kHeads, kDim});
+    a.out = Tensor(out.data(), {kTokens, kHeads, kDim});
+    a.query_start = Tensor(start.data(), {batch + 1});
+    if (kind == Of::one_length)
+      a.total_keys = 20;
+    else
+      a.kv_len = Tensor(lens.data(), {batch});
+    a.block_table = Tensor(pages.data(), {batch, 1});
+    a.key_table = batch == 1 ? Tensor(ranges.data(), {kRanks + 1})
+                             : Tensor(ranges.data(), {batch, kRanks + 1});
+    if (kind == Of::sharded_queries) {
+      options.queries = Sharding{Layout::ranges};
+      a.total_tokens = kTokens;
+      a.query_table = Tensor(rows.data(), {kRanks + 1});
+    }
+    a.q_scale = Tensor(q_scales.data(), {kHeads});
+    a.k_scale = Tensor(k_scales.data(), {kHeads});
+    a.v_scale = Tensor(v_scales.data(), {kHeads});
+    a.out_scale = Tensor(out_scale.data(), {1});
+    a.sinks = Tensor(sinks.data(), {kHeads});
+    a.slopes = Tensor(slopes.data(), {kHeads});
+    a.qq_bias = Tensor(bias.data(), {kTokens, kTokens});
+    a.causal = Tensor(causal.data(), {batch});
+    a.documents = Tensor(documents.data(), {3});
   }
+  Everything(const Everything&) = delete;
 
+  RunDescription described() const {
+    return {args, arrays_of(args, options, rank, kRanks, Device::host), options, true};
+  }
   /// The hash that travels, contents of arrays included, as a layer on processors makes it.
   std::uint64_t said() const {
-    const RunDescription run(request, options, true);
+    const RunDescription run = described();
     std::vector<std::uint64_t> words(kernels::DigestParams::kMostArrays + 1);
     const kernels::DigestParams arrays = run.arrays(words.data());
     kernels::host_backend(1)->digest(arrays, {});
     return kernels::said(run.hash(), words.data() + arrays.count);
   }
-  NamedValues text() const { return RunDescription(request, options, true).text(nullptr); }
+  NamedValues text() const { return described().text(nullptr); }
+
+  /// The arrays whose contents are compared.
+  std::map<std::string, std::span<std::byte>> contents() {
+    const auto bytes = [](auto& values) { return std::as_writable_bytes(std::span(values)); };
+    std::map<std::string, std::span<std::byte>> all{
+        {"query_start", bytes(start)},  {"key_table", bytes(ranges)},
+        {"query_table", bytes(rows)},   {"kv_len", bytes(lens)},
+        {"q_scale", bytes(q_scales)},   {"k_scale", bytes(k_scales)},
+        {"v_scale", bytes(v_scales)},   {"out_scale", bytes(out_scale)},
+        {"sinks", bytes(sinks)},        {"slopes", bytes(slopes)},
+        {"qq_bias", bytes(bias)},       {"causal", bytes(causal)},
+        {"documents", bytes(documents)}};
+    if (!args.query_table) all.erase("query_table");
+    if (!args.kv_len) all.erase("kv_len");
+    return all;
+  }
 };
 
-struct ChangeRequest {
+struct RunCase {
   std::function<void(Everything&)> change;
-  bool sharded_queries = false;  // seen with shard_queries only
+  Of kind = Of::batch;
 };
 template <class Change>
-ChangeRequest with(Change change, bool sharded_queries = false) {
-  return {change, sharded_queries};
+RunCase with(Change change, Of kind = Of::batch) {
+  return {change, kind};
 }
 
-const std::multimap<std::string, ChangeRequest> kRequests{
-    {"Request::q", with([](Everything& e) { e.request.q.stride[0] += 16; })},
-    {"Request::k", with([](Everything& e) { e.request.k.shape[0] = 3; })},
-    {"Request::v", with([](Everything& e) { e.request.v.shape[0] = 3; })},
-    {"Shard::layout", with([](Everything& e) { e.request.shard.layout = Layout::contiguous; })},
-    {"Shard::layout",
-     with([](Everything& e) { e.request.query_shard.layout = Layout::zigzag; }, true)},
-    {"Shard::rank", with([](Everything& e) { e.request.shard.rank = 1; })},
-    {"Shard::ranks", with([](Everything&) {})},  // the communicator's
-    {"Shard::length", with([](Everything& e) { e.request.query_shard.length = 5; }, true)},
-    {"Shard::table", with([](Everything& e) { e.ranges[4] = 11; })},
-    {"Shard::table", with([](Everything& e) { e.rows[1] = 1; }, true)},
-    {"Shard::listed", with([](Everything& e) { e.request.shard.listed = 5; })},
-    {"Request::out", with([](Everything& e) { e.request.out.stride[0] += 16; })},
-    {"Request::lse", with([](Everything& e) {
-       e.request.lse = Tensor(e.out.data(), fp32, {4, 4});
+const std::multimap<std::string, RunCase> kRuns{
+    {"q", with([](Everything& e) { e.args.q.stride[0] += 16; })},
+    {"k", with([](Everything& e) { e.args.k.shape[0] = 3; })},
+    {"v", with([](Everything& e) { e.args.v.shape[0] = 3; })},
+    {"out", with([](Everything& e) { e.args.out.stride[0] += 16; })},
+    {"lse", with([](Everything& e) {
+       e.args.lse = Lse::tokens_heads(Tensor(e.out.data(), {4, 4}));
      })},
-    {"Request::batch", with([](Everything& e) { e.request.batch = 1; })},
-    {"Request::query_start", with([](Everything& e) { e.request.query_start = nullptr; })},
-    {"Request::query_start", with([](Everything& e) { e.start[1] = 1; })},
-    {"Request::kv_len", with([](Everything& e) { e.request.kv_len = nullptr; })},
-    {"Request::kv_len", with([](Everything& e) { e.lens[1] = 29; })},
-    {"BlockTable::data", with([](Everything& e) { e.table[0] = 1; })},
-    {"BlockTable::columns", with([](Everything& e) { e.request.block_table.columns = 2; })},
-    {"BlockTable::row_stride", with([](Everything& e) { e.request.block_table.row_stride = 2; })},
-    {"BlockTable::column_stride",
-     with([](Everything& e) { e.request.block_table.column_stride = 2; })},
-    {"Request::block_table", with([](Everything& e) { e.request.block_table = {}; })},
-    {"Request::new_k", with([](Everything& e) { e.request.new_k = {}; })},
-    {"Request::new_v", with([](Everything& e) { e.request.new_v = {}; })},
-    {"Request::q_scale", with([](Everything& e) { e.request.q_scale = {}; })},
-    {"Request::k_scale", with([](Everything& e) { e.request.k_scale = {}; })},
-    {"Request::v_scale", with([](Everything& e) { e.request.v_scale = {}; })},
-    {"Scales::data", with([](Everything& e) { e.scales[3] = 5; })},
-    {"Scales::per_head", with([](Everything& e) { e.request.v_scale.per_head = false; })},
-    {"Request::out_scale", with([](Everything& e) { e.request.out_scale = nullptr; })},
-    {"Request::out_scale", with([](Everything& e) { e.out_scale = 3; })},
-    {"Request::sinks", with([](Everything& e) { e.request.sinks = {}; })},
-    {"Request::sinks", with([](Everything& e) { e.sinks[3] = 0; })},
-    {"Floats::data", with([](Everything& e) { e.slopes[0] = 0; })},
-    {"Floats::dtype", with([](Everything& e) { e.request.slopes.dtype = bf16; })},
-    {"Request::slopes", with([](Everything& e) { e.request.slopes = {}; })},
-    {"Request::qq_bias", with([](Everything& e) { e.request.qq_bias = {}; })},
-    {"QqBias::values", with([](Everything& e) { e.bias[3] = 0; })},
-    {"QqBias::width", with([](Everything& e) { e.request.qq_bias.width = 1; })},
-    {"QqBias::row_stride", with([](Everything&) {})},  // the same matrix laid out in another way
-    {"Request::causal", with([](Everything& e) { e.request.causal = nullptr; })},
-    {"Request::causal", with([](Everything& e) { e.causal[1] = 1; })},
-    {"Request::documents", with([](Everything& e) { e.request.documents = {}; })},
-    {"Documents::start", with([](Everything& e) { e.documents[1] = 4; })},
-    {"Documents::count", with([](Everything& e) { e.request.documents.count = 1; })},
-    {"Request::skip_decode", with([](Everything& e) { e.request.skip_decode = true; })},
-    {"Request::query_shard",
-     with([](Everything& e) { e.request.query_shard.layout = Layout::striped; }, true)},
-    {"Request::shard", with([](Everything& e) { e.request.shard.layout = Layout::striped; })},
-    {"Shard::block", with([](Everything& e) {
-       e.request.shard.layout = Layout::interleaved;
-       e.request.shard.block = 256;
+    {"total_keys", with([](Everything& e) { e.args.total_keys = 21; }, Of::one_length)},
+    {"total_tokens", with([](Everything& e) { e.args.total_tokens = 5; }, Of::sharded_queries)},
+    {"query_start", with([](Everything& e) { e.args.query_start = {}; }, Of::one_sequence)},
+    {"query_start", with([](Everything& e) { e.start[1] = 1; })},
+    {"kv_len", with([](Everything& e) { e.args.kv_len = {}; }, Of::one_sequence)},
+    {"kv_len", with([](Everything& e) { e.lens[1] = 29; })},
+    {"kv_len", with([](Everything& e) {  // a batch of one sequence, whose arrays begin alike
+       AttentionArgs& a = e.args;
+       a.query_start.shape[0] = 2;
+       a.kv_len.shape[0] = a.causal.shape[0] = a.key_table.shape[0] = 1;
      })},
+    {"block_table", with([](Everything& e) { e.pages[0] = 1; })},
+    {"block_table", with([](Everything& e) { e.args.block_table.shape[1] = 2; })},
+    {"block_table", with([](Everything& e) { e.args.block_table.stride[0] = 2; })},
+    {"block_table", with([](Everything& e) { e.args.block_table.stride[1] = 2; })},
+    {"key_table", with([](Everything& e) { e.ranges[4] = 11; })},
+    {"key_table", with([](Everything& e) { e.ranges[1] = 11; }, Of::one_length)},
+    {"query_table", with([](Everything& e) { e.rows[1] = 1; }, Of::sharded_queries)},
+    {"new_k", with([](Everything& e) { e.args.new_k = {}; })},
+    {"new_v", with([](Everything& e) { e.args.new_v = {}; })},
+    {"q_scale", with([](Everything& e) { e.args.q_scale = {}; })},
+    {"q_scale", with([](Everything& e) { e.args.q_scale.shape[0] = 1; })},
+    {"k_scale", with([](Everything& e) { e.args.k_scale = {}; })},
+    {"k_scale", with([](Everything& e) { e.args.k_scale.shape[0] = 1; })},
+    {"v_scale", with([](Everything& e) { e.args.v_scale = {}; })},
+    {"v_scale", with([](Everything& e) { e.args.v_scale.shape[0] = 1; })},
+    {"v_scale", with([](Everything& e) { e.v_scales[3] = 5; })},
+    {"out_scale", with([](Everything& e) { e.args.out_scale = {}; })},
+    {"out_scale", with([](Everything& e) { e.out_scale[0] = 3; })},
+    {"sinks", with([](Everything& e) { e.args.sinks = {}; })},
+    {"sinks", with([](Everything& e) { e.sinks[3] = 0; })},
+    {"slopes", with([](Everything& e) { e.args.slopes = {}; })},
+    {"slopes", with([](Everything& e) { e.slopes[0] = 0; })},
+    {"slopes", with([](Everything& e) { e.args.slopes.dtype = bf16; })},
+    {"qq_bias", with([](Everything& e) { e.args.qq_bias = {}; })},
+    {"qq_bias", with([](Everything& e) { e.bias[3] = 0; })},
+    {"qq_bias", with([](Everything& e) {
+       e.args.qq_bias = Tensor(e.bias.data(), {2, 2});
+     })},
+    {"causal", with([](Everything& e) { e.args.causal = {}; })},
+    {"causal", with([](Everything& e) { e.causal[1] = 1; })},
+    {"documents", with([](Everything& e) { e.args.documents = {}; })},
+    {"documents", with([](Everything& e) { e.documents[1] = 4; })},
+    {"documents", with([](Everything& e) { e.args.documents.shape[0] = 2; })},
+    {"skip_decode", with([](Everything& e) { e.args.skip_decode = true; })},
 };
 
-TEST(Agreement, EveryFieldOfARequestIsComparedOrMayDiffer) {
-  std::vector<std::string> fields;
-  for (const auto& [structure, header] :
-       {std::pair{"Request", "attention.hpp"}, std::pair{"Shard", "shard.hpp"},
-        std::pair{"BlockTable", "kv_cache.hpp"}, std::pair{"Scales", "element.hpp"},
-        std::pair{"Floats", "element.hpp"}, std::pair{"QqBias", "score.hpp"},
-        std::pair{"Documents", "mask.hpp"}})
-    for (const std::string& field : fields_of(structure, header))
-      fields.push_back(std::string(structure) + "::" + field);
+TEST(Agreement, EveryFieldOfARunIsComparedOrMayDiffer) {
+  const std::vector<std::string> fields = names_of("AttentionArgs");
   const std::set<std::string> own = own_names();
   for (const std::string& field : fields) {
-    const auto [begin, end] = kRequests.equal_range(field);
-    ASSERT_NE(begin, end)
-        << field << " is new: compare it in RunDescription, or put it on the list of own_fields() "
-        << "with the reason; then add it to this test";
+    const auto [begin, end] = kRuns.equal_range(field);
+    ASSERT_NE(begin, end) << "AttentionArgs::" << field
+                          << " is new: compare it in RunDescription, or put it on the list of "
+                          << "own_fields() with the reason; then add it to this test";
     for (auto entry = begin; entry != end; ++entry) {
-      Everything plain, changed;
-      plain.options.shard_queries = changed.options.shard_queries = entry->second.sharded_queries;
+      const Everything plain(entry->second.kind);
+      Everything changed(entry->second.kind);
       entry->second.change(changed);
-      if (own.count(field))
+      if (own.count("AttentionArgs::" + field))
         EXPECT_EQ(changed.said(), plain.said()) << field;
       else
         EXPECT_NE(changed.said(), plain.said()) << field;
     }
   }
-  for (const auto& [name, change] : kRequests)
+  for (const auto& [name, change] : kRuns)
     EXPECT_THAT(fields, testing::Contains(name)) << "the test has a field that is no more";
+}
+
+/// Of every array but those that are a rank's own, or rows that are taken on trust.
+TEST(Agreement, EveryByteOfAnArrayIsCompared) {
+  const std::set<std::string> own = own_names();
+  std::set<std::string> looked_at;
+  for (const Of kind : {Of::batch, Of::one_length, Of::sharded_queries}) {
+    const std::uint64_t plain = Everything(kind).said();
+    for (const auto& [name, ignored] : Everything(kind).contents()) {
+      looked_at.insert(name);
+      for (std::size_t i = 0; i < ignored.size(); ++i) {
+        Everything changed(kind);
+        changed.contents()[name][i] ^= std::byte{0x10};
+        EXPECT_NE(changed.said(), plain) << name << ", byte " << i;
+      }
+    }
+  }
+  for (const Field& field : fields_of("AttentionArgs")) {
+    const bool trusted = field.name == "new_k" || field.name == "new_v";
+    if (field.type != "Tensor" || trusted || own.count("AttentionArgs::" + field.name)) continue;
+    EXPECT_TRUE(looked_at.count(field.name)) << "the contents of " << field.name;
+  }
+}
+
+/// The same bits mean other numbers.
+TEST(Agreement, TypesOfFloatsAreCompared) {
+  for (Tensor AttentionArgs::*array :
+       {&AttentionArgs::sinks, &AttentionArgs::slopes, &AttentionArgs::qq_bias}) {
+    Everything one, other;
+    (one.args.*array).dtype = fp16;
+    (other.args.*array).dtype = bf16;
+    EXPECT_NE(one.said(), other.said());
+    EXPECT_NE(one.text(), other.text());
+  }
 }
 
 TEST(Agreement, TheListOfOwnFieldsNamesFieldsThatThereAre) {
   std::ifstream page(std::string(LONGSPAN_SOURCE_DIR) + "/docs/architecture.md");
   std::stringstream text;
   text << page.rdbuf();
+  const std::string option = "Options::", argument = "AttentionArgs::";
   for (const OwnField& field : own_fields()) {
     const std::string name = field.name;
-    const bool option = name.starts_with("Options::");
-    EXPECT_TRUE(option ? kOptions.count(name.substr(9)) : kRequests.count(name)) << name;
+    ASSERT_TRUE(name.starts_with(option) || name.starts_with(argument)) << name;
+    EXPECT_TRUE(name.starts_with(option) ? kOptions.count(name.substr(option.size()))
+                                         : kRuns.count(name.substr(argument.size())))
+        << name;
     EXPECT_FALSE(std::string(field.why).empty());
-    const std::string documented =
-        name.starts_with("BlockTable::") ? "BlockTable" : name;  // the page has it as a whole
-    EXPECT_THAT(text.str(), testing::HasSubstr("`" + documented + "`"));
+    EXPECT_THAT(text.str(), testing::HasSubstr("`" + name + "`"));
   }
 }
 
-TEST(Agreement, ALengthIsComparedWhereItIsUsed) {
-  Everything one, other;
-  one.request.shard = other.request.shard = Shard::contiguous(20, 0, 2);
-  other.request.shard.length = 30;
-  EXPECT_EQ(one.said(), other.said()) << "kv_len says how long sequences are";
-  one.request.kv_len = other.request.kv_len = nullptr;
+// ---- what is compared in part ------------------------------------------------------------------
+
+TEST(Agreement, EveryRankSaysTheSame) {
+  for (const Of kind : {Of::batch, Of::one_sequence, Of::one_length, Of::sharded_queries}) {
+    Everything one(kind), other(kind);
+    other.rank = 1;
+    EXPECT_EQ(one.said(), other.said());
+    EXPECT_EQ(one.text(), other.text());
+  }
+}
+
+TEST(Agreement, ALengthStandsInOnePlace) {
+  Everything one(Of::one_length), other(Of::one_length);
+  other.args.total_keys = 30;
   EXPECT_NE(one.said(), other.said());
+  Everything both(Of::one_sequence);
+  both.args.total_keys = 20;
+  EXPECT_THROW(both.said(), InputError) << "kv_len says how long sequences are";
+}
+
+TEST(Agreement, WhetherThereIsABlockTableIsCompared) {
+  Everything paged, contiguous;
+  contiguous.args.block_table = {};
+  EXPECT_NE(paged.said(), contiguous.said());
+}
+
+TEST(Agreement, RowsOfQueriesAreARanksOwnWhereQueriesAreSharded) {
+  for (const bool sharded : {false, true}) {
+    const Of kind = sharded ? Of::sharded_queries : Of::one_sequence;
+    Everything one(kind), other(kind);
+    other.args.q.shape[0] = 3;
+    EXPECT_EQ(one.said() == other.said(), sharded);
+  }
+}
+
+/// How many there are, where they stand, and whether there is one at all.
+TEST(Agreement, AListedTableIsARanksOwn) {
+  Everything one(Of::sharded_queries), other(Of::sharded_queries), none(Of::sharded_queries);
+  std::vector<std::int64_t> first{0, 2, 4, -1}, second{1, 3, -1, -1};
+  for (Everything* e : {&one, &other, &none}) {
+    e->options.keys.layout = e->options.queries->layout = Layout::listed;
+    e->args.key_table = Tensor(first.data(), {3});
+    e->args.query_table = Tensor(first.data(), {4});
+  }
+  other.args.key_table = Tensor(second.data(), {2});
+  other.args.query_table = Tensor(second.data(), {4});
+  std::vector<std::int64_t> no_rows(4, -1);  // keys need no table then; that of queries travels
+  none.args.key_table = {};
+  none.args.query_table = Tensor(no_rows.data(), {4});
+  none.args.q.shape[0] = 0;
+  EXPECT_EQ(one.said(), other.said());
+  EXPECT_EQ(one.said(), none.said());
+}
+
+TEST(Agreement, WhereAMatrixLiesIsARanksOwn) {
+  Everything one, other;
+  std::vector<float> wide(4 * 7, -1.0f);
+  for (int row = 0; row < 4; ++row)
+    std::copy_n(one.bias.begin() + 4 * row, 4, wide.begin() + 7 * row);
+  other.args.qq_bias.data = wide.data();
+  other.args.qq_bias.stride[0] = 7;
+  EXPECT_EQ(one.said(), other.said());
 }
 
 TEST(Agreement, TextsNameTheFieldAndItsValues) {
   Everything e;
   e.lens = {1000, 2000};
-  EXPECT_THAT(e.text(), testing::IsSupersetOf({std::pair<std::string, std::string>{"batch", "2"},
-                                               {"shard.layout", "ranges"},
+  EXPECT_THAT(e.text(), testing::IsSupersetOf({Named{"batch", "2"},
+                                               {"rows of q", "4"},
+                                               {"key_table", "[0, 10, 20, 0, 10, 30]"},
                                                {"kv_len", "[1000, 2000]"},
                                                {"sinks", "[1, 2, 3, 4]"},
-                                               {"causal", "[1, 0]"}}));
-  e.request.sinks = {};
-  EXPECT_THAT(e.text(),
-              testing::Contains(std::pair<std::string, std::string>{"sinks", "not given"}));
+                                               {"causal", "[1, 0]"},
+                                               {"block_table", "given"}}));
+  e.args.sinks = {};
+  EXPECT_THAT(e.text(), testing::Contains(Named{"sinks", "not given"}));
+  EXPECT_THAT(Everything(Of::one_length).text(), testing::Contains(Named{"total_keys", "20"}));
+  EXPECT_THAT(Everything(Of::sharded_queries).text(),
+              testing::IsSupersetOf({Named{"total_tokens", "4"}, {"query_table", "[0, 2, 4]"}}));
+  e.options.keys = {Layout::interleaved, 64};
+  EXPECT_THAT(describe(e.options),
+              testing::IsSupersetOf({Named{"keys", "interleaved:64"}, {"queries", "not sharded"}}));
 }
 
 TEST(Agreement, ALogKeepsTheLastRuns) {
   RunHistory history(nullptr);
-  Everything e;
-  for (std::uint32_t run = 1; run <= RunHistory::kRuns + 1; ++run) {
-    e.request.batch = static_cast<int>(1 + run % 2);
-    EXPECT_EQ(history.add(RunDescription(e.request, e.options, true)), run);
-  }
+  const Everything one(Of::one_sequence), two;
+  for (std::uint32_t run = 1; run <= RunHistory::kRuns + 1; ++run)
+    EXPECT_EQ(history.add((run % 2 == 0 ? one : two).described()), run);
   EXPECT_TRUE(history.describe(0).empty());
   EXPECT_TRUE(history.describe(1).empty()) << "as many runs ago as the log keeps";
-  EXPECT_THAT(history.describe(2),
-              testing::Contains(std::pair<std::string, std::string>{"batch", "1"}));
-  EXPECT_THAT(history.describe(3),
-              testing::Contains(std::pair<std::string, std::string>{"batch", "2"}));
+  EXPECT_THAT(history.describe(2), testing::Contains(Named{"batch", "1"}));
+  EXPECT_THAT(history.describe(3), testing::Contains(Named{"batch", "2"}));
   EXPECT_TRUE(history.describe(RunHistory::kRuns + 2).empty()) << "a run that is not there yet";
 }
 

@@ -69,11 +69,11 @@ class GatherStatesTest : public ::testing::Test {
  protected:
   Notes notes;
   OneOfTwo world;
-  Options options{.dtype = DType::fp32, .max_tokens = 2};
+  Options options{.dtypes = {.compute = fp32}, .limits = {.max_tokens = 2}};
 
   std::unique_ptr<Strategy> layer() {
     kernels::AttendParams bounds;
-    bounds.tokens = options.max_tokens;
+    bounds.tokens = options.limits.max_tokens;
     bounds.head_dim = bounds.value_dim = options.head_dim;
     const StrategyInfo& info = choose_strategy(options, world.size());
     auto made = entry_of(info).make({options, notes, notes, world, bounds});
@@ -82,8 +82,9 @@ class GatherStatesTest : public ::testing::Test {
   }
   void run(const Strategy& layer, std::int64_t tokens = 2, bool timed = false,
            std::uint64_t* said = nullptr) {
-    const Request request;
-    longspan::Run own{.request = request, .timed = timed, .enter = [](Phase) {}};
+    const AttentionArgs args;
+    const RunArrays arrays;
+    longspan::Run own{.args = args, .arrays = arrays, .timed = timed, .enter = [](Phase) {}};
     own.attend.tokens = tokens;
     own.say.hash = 42;
     own.said = said;
@@ -123,7 +124,7 @@ TEST_F(GatherStatesTest, WhatIsGatheredCarriesWhatTheRankMeans) {
 }
 
 TEST_F(GatherStatesTest, TakesWindowsWhereTheStatesFit) {
-  options.max_tokens = 16385;
+  options.limits.max_tokens = 16385;
   const auto states = layer();
   EXPECT_EQ(states->exchange().describe(), "windows (gather past 16384 states)");
   run(*states, 16385);

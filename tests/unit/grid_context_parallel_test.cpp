@@ -13,7 +13,7 @@ TEST(ContextParallelGrid, SimulatedRanks) {
 }
 
 TEST(ContextParallelGrid, MergeOfParts) {
-  const Kernels kernels(Device::host);
+  const ServingOps kernels(Device::host);
   for (const PartsCase& c : parts_cases())
     for (DType dtype : {DType::fp32, DType::fp16, DType::bf16})
       for (LogBase base : {LogBase::e, LogBase::two})

@@ -5,7 +5,7 @@ namespace longspan::testing {
 namespace {
 
 TEST(PrefixGrid, Main) {
-  const Kernels kernels(Device::host);
+  const ServingOps kernels(Device::host);
   const std::int32_t longest = step_of_grid(Device::host, 2) == 1 ? 1024 : 160;
   run_grid(Device::host, prefix_grid(longest), 17, [&](const PrefixCase& c, std::uint64_t seed) {
     run_prefix(kernels, Device::host, c, seed);
@@ -13,7 +13,7 @@ TEST(PrefixGrid, Main) {
 }
 
 TEST(PrefixGrid, Extras) {
-  const Kernels kernels(Device::host);
+  const ServingOps kernels(Device::host);
   run_grid(Device::host, prefix_extras(), 1, [&](const PrefixCase& c, std::uint64_t seed) {
     run_prefix(kernels, Device::host, c, seed);
   });

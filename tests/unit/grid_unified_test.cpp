@@ -5,14 +5,14 @@ namespace longspan::testing {
 namespace {
 
 TEST(UnifiedGrid, Main) {
-  const Kernels kernels(Device::host);
+  const ServingOps kernels(Device::host);
   run_grid(Device::host, unified_grid(), 5, [&](const UnifiedCase& c, std::uint64_t seed) {
     run_unified(kernels, Device::host, c, seed);
   });
 }
 
 TEST(UnifiedGrid, Extras) {
-  const Kernels kernels(Device::host);
+  const ServingOps kernels(Device::host);
   run_grid(Device::host, unified_extras(), 1, [&](const UnifiedCase& c, std::uint64_t seed) {
     run_unified(kernels, Device::host, c, seed);
   });

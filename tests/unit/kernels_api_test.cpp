@@ -1,5 +1,5 @@
-// Class Kernels: that its calls agree with each other, check on demand, and may come from several
-// threads. Against float64 they are judged in the tests of serving.
+// Class ServingOps: that its calls agree with each other, check on demand, and may come from
+// several threads. Against float64 they are judged in the tests of serving.
 #include <atomic>
 #include <thread>
 
@@ -42,9 +42,9 @@ TEST(KernelsApi, ChecksOfSegmentsOnDemand) {
       q, [&] { q.kernels.check(r); }, text);
 }
 
-/// Calls are const, so that several threads may share a Kernels. The thread sanitizer looks on.
+/// Calls are const, so that several threads may share a ServingOps. The thread sanitizer looks on.
 TEST(KernelsApi, AppendsFromSeveralThreads) {
-  const Kernels kernels(Device::host, 2);
+  const ServingOps kernels(Device::host, 2);
   constexpr int kThreads = 4, kRounds = 50;
   std::vector<Problem> problems(kThreads);
   for (Problem& p : problems) p.slots = {115, 3, 40, 41};
@@ -57,7 +57,7 @@ TEST(KernelsApi, AppendsFromSeveralThreads) {
         a.k_cache.shape[0] = a.v_cache.shape[0] = round % 2 == 0 ? kPages : 8;  // of other sizes
         kernels.append_kv(a);
         std::vector<std::int64_t> twice{1, 2, 3, 2};
-        a.slots = twice.data();
+        a.slots = Tensor(twice.data(), {kTokens});
         try {
           kernels.append_kv(a);
         } catch (const InputError&) {
@@ -81,13 +81,13 @@ void expect_close(const std::vector<float>& a, const std::vector<float>& b) {
 TEST(KernelsApi, SegmentsReduceToTheResult) {
   Problem p;
   SegmentedAttention a = p.handed_out();
-  a.sinks = p.sinks.data();
+  a.attention.sinks = Tensor(p.sinks.data(), {kHeads});
   p.kernels.segmented_attention(a);
   const std::vector<float> out = p.out, lse = p.lse;
   EXPECT_FALSE(std::isnan(out[0]));
 
   SegmentedAttention plain = p.segmented();
-  plain.sinks = p.sinks.data();
+  plain.attention.sinks = Tensor(p.sinks.data(), {kHeads});
   p.kernels.segmented_attention(plain);
   expect_close(out, p.out);
   expect_close(lse, p.lse);
@@ -125,10 +125,15 @@ TEST(KernelsApi, SkippedDecodeIsUntouched) {
 TEST(KernelsApi, WorkspaceNeedsShapesOnly) {
   Problem p;
   ContextAttention a = p.context();
+  PagedAttention& paged = a.attention;
+  const std::size_t of_two = p.kernels.workspace_bytes(a);
+  paged.kv_len.shape[0] = paged.block_table.shape[0] = 100;
+  paged.query_start.shape[0] = 101;
   const std::size_t bytes = p.kernels.workspace_bytes(a);
-  a.q.data = a.k.data = a.v.data = a.k_cache.data = a.v_cache.data = a.out.data = nullptr;
-  a.block_table.data = nullptr;
-  a.query_start = a.kv_len = nullptr;
+  EXPECT_GT(bytes, of_two) << "each sequence takes some of it";
+  paged.q.data = a.k.data = a.v.data = paged.k_cache.data = paged.v_cache.data = nullptr;
+  paged.out.data = paged.block_table.data = nullptr;
+  paged.query_start.data = paged.kv_len.data = nullptr;
   EXPECT_EQ(p.kernels.workspace_bytes(a), bytes);
 }
 

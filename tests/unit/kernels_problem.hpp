@@ -1,4 +1,5 @@
-// A call of each kind of class Kernels that fits, on the host, and what its refusals are held to.
+// A call of each kind of class ServingOps that fits, on the host, and what its refusals are held
+// to.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -13,7 +14,7 @@
 
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
-#include "longspan/kernels.hpp"
+#include "longspan/serving.hpp"
 
 namespace longspan {
 
@@ -34,7 +35,7 @@ inline std::vector<float> nans(std::size_t n) { return std::vector<float>(n, NAN
 
 /// Two sequences of 1 and 3 new tokens, 20 and 33 keys in all; what nobody needs is NaN or -1.
 struct Problem {
-  Kernels kernels{Device::host, 2};
+  ServingOps kernels{Device::host, 2};
   std::vector<float> q = random_floats(kTokens * kHeads * kDim, 1);
   std::vector<float> k_cache = random_floats(kPages * kPage * kKvHeads * kDim, 2);
   std::vector<float> v_cache = random_floats(kPages * kPage * kKvHeads * kDim, 3);
@@ -66,22 +67,21 @@ struct Problem {
   template <class Args>
   Args common() {
     Args a;
-    a.q = rows(q, kHeads);
-    a.k_cache = pages(k_cache);
-    a.v_cache = pages(v_cache);
-    a.block_table = {table.data(), kColumns};
-    a.batch = kBatch;
-    a.query_start = query_start.data();
-    a.kv_len = kv_len.data();
-    a.out = rows(out, kHeads);
-    a.lse = Lse::tokens_heads(Tensor(lse.data(), fp32, {kTokens, kHeads}));
+    a.attention.q = rows(q, kHeads);
+    a.attention.k_cache = pages(k_cache);
+    a.attention.v_cache = pages(v_cache);
+    a.attention.block_table = Tensor(table.data(), {kBatch, kColumns});
+    a.attention.query_start = Tensor(query_start.data(), {kBatch + 1});
+    a.attention.kv_len = Tensor(kv_len.data(), {kBatch});
+    a.attention.out = rows(out, kHeads);
+    a.attention.lse = Lse::tokens_heads(Tensor(lse.data(), fp32, {kTokens, kHeads}));
     return a;
   }
   template <class Args>
   Args with_workspace(Args a) {
     workspace = Buffer(Device::host, kernels.workspace_bytes(a));
     std::memset(workspace.data(), 0xff, workspace.bytes());
-    a.workspace = {workspace.data(), workspace.bytes()};
+    a.attention.workspace = {workspace.data(), workspace.bytes()};
     return a;
   }
   SegmentedAttention segmented() { return with_workspace(common<SegmentedAttention>()); }
@@ -101,15 +101,14 @@ struct Problem {
             .v = rows(new_v, kKvHeads),
             .k_cache = pages(k_cache),
             .v_cache = pages(v_cache),
-            .slots = slots.data()};
+            .slots = Tensor(slots.data(), {kTokens})};
   }
   ReduceSegments reduce() {
     return {.segments = segments(),
             .out = rows(out, kHeads),
             .lse = Lse::tokens_heads(Tensor(lse.data(), fp32, {kTokens, kHeads})),
-            .batch = kBatch,
-            .query_start = query_start.data(),
-            .kv_len = kv_len.data()};
+            .query_start = Tensor(query_start.data(), {kBatch + 1}),
+            .kv_len = Tensor(kv_len.data(), {kBatch})};
   }
 };
 

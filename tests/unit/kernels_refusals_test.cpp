@@ -1,4 +1,4 @@
-// Class Kernels: what it refuses, by name and with nothing written.
+// Class ServingOps: what it refuses, by name and with nothing written.
 #include <cstdint>
 
 #include "tests/unit/kernels_problem.hpp"
@@ -10,102 +10,187 @@ namespace {
 template <class Args>
 std::vector<Change<Args>> paged_refusals() {
   return {
-      {"q is [4, 4]; [tokens, heads, head_dim] is wanted", [](Args& a, Problem&) { a.q.dims = 2; }},
-      {"q has stride 2 in its last dimension", [](Args& a, Problem&) { a.q.stride[2] = 2; }},
-      {"q is on the cuda", [](Args& a, Problem&) { a.q.device = Device::cuda; }},
-      {"q [4, 4, 32] has no data", [](Args& a, Problem&) { a.q.data = nullptr; }},
-      {"heads 3 must be a multiple of kv_heads 2", [](Args& a, Problem&) { a.q.shape[1] = 3; }},
+      {"q is [4, 4]; [tokens, heads, head_dim] is wanted",
+       [](Args& a, Problem&) { a.attention.q.dims = 2; }},
+      {"q has stride 2 in its last dimension",
+       [](Args& a, Problem&) { a.attention.q.stride[2] = 2; }},
+      {"q is on the cuda", [](Args& a, Problem&) { a.attention.q.device = Device::cuda; }},
+      {"q [4, 4, 32] has no data", [](Args& a, Problem&) { a.attention.q.data = nullptr; }},
+      {"heads 3 must be a multiple of kv_heads 2",
+       [](Args& a, Problem&) { a.attention.q.shape[1] = 3; }},
       {"q is e4m3 and there is no q_scale",
-       [](Args& a, Problem&) { a.q.dtype = e4m3, a.dtype = fp32; }},
-      {"dtype is e5m2; fp32, fp16 or bf16",
-       [](Args& a, Problem&) { a.q.dtype = e4m3, a.dtype = e5m2; }},
-      {"k_cache is [9, 16, 2]; pages are", [](Args& a, Problem&) { a.k_cache.dims = 3; }},
-      {"k_cache is bf16; fp32, or fp8", [](Args& a, Problem&) { a.k_cache.dtype = bf16; }},
+       [](Args& a, Problem&) { a.attention.q.dtype = e4m3, a.attention.dtypes.compute = fp32; }},
+      {"dtypes.compute is e5m2; fp32, fp16 or bf16",
+       [](Args& a, Problem&) { a.attention.q.dtype = e4m3, a.attention.dtypes.compute = e5m2; }},
+      {"k_cache is [9, 16, 2]; pages are", [](Args& a, Problem&) { a.attention.k_cache.dims = 3; }},
+      {"k_cache is bf16; fp32, or fp8",
+       [](Args& a, Problem&) { a.attention.k_cache.dtype = bf16; }},
       {"k_cache is e5m2 and there is no k_scale",
-       [](Args& a, Problem&) { a.k_cache.dtype = a.v_cache.dtype = e5m2; }},
+       [](Args& a, Problem&) { a.attention.k_cache.dtype = a.attention.v_cache.dtype = e5m2; }},
       {"v_cache is e4m3 and there is no v_scale",
        [](Args& a, Problem& p) {
-         a.k_cache.dtype = a.v_cache.dtype = e4m3;
-         a.k_scale = {p.one.data()};
+         a.attention.k_cache.dtype = a.attention.v_cache.dtype = e4m3;
+         a.attention.k_scale = Tensor(p.one.data(), {1});
        }},
-      {"v_cache is e4m3; fp32 is wanted", [](Args& a, Problem&) { a.v_cache.dtype = e4m3; }},
-      {"they must have one shape", [](Args& a, Problem&) { a.v_cache.shape[0] = 8; }},
+      {"v_cache is e4m3; fp32 is wanted",
+       [](Args& a, Problem&) { a.attention.v_cache.dtype = e4m3; }},
+      {"they must have one shape", [](Args& a, Problem&) { a.attention.v_cache.shape[0] = 8; }},
       {"in x-packed pages",
        [](Args& a, Problem& p) {
-         a.k_cache = Tensor(p.k_cache.data(), fp32, {kPages, kKvHeads, 5, kPage, 8});
+         a.attention.k_cache = Tensor(p.k_cache.data(), fp32, {kPages, kKvHeads, 5, kPage, 8});
        }},
       {"beside x-packed keys",
        [](Args& a, Problem& p) {
-         a.k_cache = Tensor(p.k_cache.data(), fp32, {kPages, kKvHeads, kDim / 8, kPage, 8});
+         a.attention.k_cache =
+             Tensor(p.k_cache.data(), fp32, {kPages, kKvHeads, kDim / 8, kPage, 8});
        }},
-      {"block_table is missing", [](Args& a, Problem&) { a.block_table = {}; }},
+      {"block_table is missing", [](Args& a, Problem&) { a.attention.block_table = {}; }},
       {"block_table[1][2] is 9, which is no page", [](Args&, Problem& p) { p.table[6] = kPages; }},
       {"block_table[0][0] is -1, which is no page", [](Args&, Problem& p) { p.table[0] = -1; }},
       {"there is room for 64 in its row of block_table",
        [](Args&, Problem& p) { p.kv_len[1] = 80; }},
       {"kv_len[0] is -1", [](Args&, Problem& p) { p.kv_len[0] = -1; }},
-      {"kv_len is missing", [](Args& a, Problem&) { a.kv_len = nullptr; }},
-      {"needs query_start", [](Args& a, Problem&) { a.query_start = nullptr; }},
+      {"kv_len is missing", [](Args& a, Problem&) { a.attention.kv_len = {}; }},
+      {"a batch of 2 sequences needs query_start",
+       [](Args& a, Problem&) { a.attention.query_start = {}; }},
       {"query_start[0] is 1", [](Args&, Problem& p) { p.query_start[0] = 1; }},
       {"query_start descends", [](Args&, Problem& p) { p.query_start[1] = 5; }},
       {"query_start ends at row 5", [](Args&, Problem& p) { p.query_start[2] = 5; }},
-      {"the batch has 0 sequences", [](Args& a, Problem&) { a.batch = 0; }},
-      {"at most 30 were promised", [](Args& a, Problem&) { a.max_kv_len = 30; }},
-      {"window -1 is negative", [](Args& a, Problem&) { a.mask.window = -1; }},
-      {"right -2 is below -1", [](Args& a, Problem&) { a.mask.right = -2; }},
-      {"softcap -1 is negative", [](Args& a, Problem&) { a.softcap = -1; }},
-      {"softcap is nan; it is a finite number", [](Args& a, Problem&) { a.softcap = NAN; }},
-      {"softcap is inf", [](Args& a, Problem&) { a.softcap = INFINITY; }},
-      {"scale is nan; it is a finite number", [](Args& a, Problem&) { a.scale = NAN; }},
-      {"scale is inf", [](Args& a, Problem&) { a.scale = INFINITY; }},
+      {"kv_len is [0]; [batch] of 1 to 2^31 - 1 sequences is wanted",
+       [](Args& a, Problem&) { a.attention.kv_len.shape[0] = 0; }},
+      {"at most 30 were promised", [](Args& a, Problem&) { a.attention.max_kv_len = 30; }},
+      {"window -1 is negative", [](Args& a, Problem&) { a.attention.mask.window = -1; }},
+      {"right -2 is below -1", [](Args& a, Problem&) { a.attention.mask.right = -2; }},
+      {"softcap -1 is negative", [](Args& a, Problem&) { a.attention.score.softcap = -1; }},
+      {"softcap is nan; it is a finite number",
+       [](Args& a, Problem&) { a.attention.score.softcap = NAN; }},
+      {"softcap is inf", [](Args& a, Problem&) { a.attention.score.softcap = INFINITY; }},
+      {"scale is nan; it is a finite number",
+       [](Args& a, Problem&) { a.attention.score.scale = NAN; }},
+      {"scale is inf", [](Args& a, Problem&) { a.attention.score.scale = INFINITY; }},
       {"window 9223372036854775807 is beyond",
-       [](Args& a, Problem&) { a.mask.window = INT64_MAX; }},
-      {"right 9223372036854775807 is beyond", [](Args& a, Problem&) { a.mask.right = INT64_MAX; }},
+       [](Args& a, Problem&) { a.attention.mask.window = INT64_MAX; }},
+      {"right 9223372036854775807 is beyond",
+       [](Args& a, Problem&) { a.attention.mask.right = INT64_MAX; }},
       {"k_scale[1] is nan",
        [](Args& a, Problem& p) {
-         a.k_scale = {p.kv_scales.data(), true}, p.kv_scales[1] = NAN;
+         a.attention.k_scale = Tensor(p.kv_scales.data(), {kKvHeads}), p.kv_scales[1] = NAN;
        }},
-      {"out_scale[0] is 0", [](Args& a, Problem& p) { a.out_scale = p.one.data(), p.one[0] = 0; }},
+      {"out_scale[0] is 0",
+       [](Args& a, Problem& p) {
+         a.attention.out_scale = Tensor(p.one.data(), {1}), p.one[0] = 0;
+       }},
       {"max_query_len 4294967296",
-       [](Args& a, Problem&) { a.max_query_len = std::int64_t{1} << 32; }},
-      {"block_table has -1 columns", [](Args& a, Problem&) { a.block_table.columns = -1; }},
-      {"block_table has strides -4", [](Args& a, Problem&) { a.block_table.row_stride = -4; }},
+       [](Args& a, Problem&) { a.attention.max_query_len = std::int64_t{1} << 32; }},
+      {"block_table [2, -1] has a negative extent",
+       [](Args& a, Problem&) { a.attention.block_table.shape[1] = -1; }},
+      {"block_table [2, 4] has stride -4 in dimension 0",
+       [](Args& a, Problem&) { a.attention.block_table.stride[0] = -4; }},
       {"out [4, 4, 32] with strides [0, 32, 1] is written, and its elements overlap",
-       [](Args& a, Problem&) { a.out.stride[0] = 0; }},
+       [](Args& a, Problem&) { a.attention.out.stride[0] = 0; }},
       {"lse [4, 4] with strides [4, 0] is written",
-       [](Args& a, Problem&) { a.lse.tensor.stride[1] = 0; }},
-      {"out overlaps q", [](Args& a, Problem&) { a.out = a.q; }},
-      {"out overlaps k_cache", [](Args& a, Problem& p) { a.out = p.rows(p.k_cache, kHeads); }},
-      {"lse overlaps v_cache", [](Args& a, Problem& p) { a.lse.tensor.data = p.v_cache.data(); }},
-      {"lse overlaps out", [](Args& a, Problem& p) { a.lse.tensor.data = p.out.data(); }},
+       [](Args& a, Problem&) { a.attention.lse.tensor.stride[1] = 0; }},
+      {"out overlaps q", [](Args& a, Problem&) { a.attention.out = a.attention.q; }},
+      {"out overlaps k_cache",
+       [](Args& a, Problem& p) { a.attention.out = p.rows(p.k_cache, kHeads); }},
+      {"lse overlaps v_cache",
+       [](Args& a, Problem& p) { a.attention.lse.tensor.data = p.v_cache.data(); }},
+      {"lse overlaps out", [](Args& a, Problem& p) { a.attention.lse.tensor.data = p.out.data(); }},
       {"tf32 is a way to make fp32 products",
        [](Args& a, Problem&) {
-         a.tf32 = true;
-         a.q.dtype = bf16;
-         a.k_cache.dtype = a.v_cache.dtype = bf16;
+         a.attention.dtypes.tf32 = true;
+         a.attention.q.dtype = bf16;
+         a.attention.k_cache.dtype = a.attention.v_cache.dtype = bf16;
        }},
-      {"qq_bias has width 0",
+      {"qq_bias is [0, 0]; a matrix [width, width] of at least 1",
        [](Args& a, Problem& p) {
-         a.qq_bias = {p.qq.data(), 0, 3};
+         a.attention.qq_bias = Tensor(p.qq.data(), {0, 0});
        }},
       {"a row stride of 0",
        [](Args& a, Problem& p) {
-         a.qq_bias = {p.qq.data(), 3, 0};
+         a.attention.qq_bias = Tensor(p.qq.data(), {3, 3}), a.attention.qq_bias.stride[0] = 0;
        }},
       {"sequence 1 has 3 query rows; qq_bias is wide enough for 2",
        [](Args& a, Problem& p) {
-         a.qq_bias = {p.qq.data(), 2, 3};
+         a.attention.qq_bias = Tensor(p.qq.data(), {2, 2});
        }},
-      {"out is [4, 4, 31]", [](Args& a, Problem&) { a.out.shape[2] = 31; }},
-      {"out is bf16; fp32, or fp8", [](Args& a, Problem&) { a.out.dtype = bf16; }},
-      {"out is e4m3 and there is no out_scale", [](Args& a, Problem&) { a.out.dtype = e4m3; }},
-      {"lse is [4, 3]", [](Args& a, Problem&) { a.lse.tensor.shape[1] = 3; }},
-      {"lse is fp16", [](Args& a, Problem&) { a.lse.tensor.dtype = fp16; }},
-      {"workspace has 0 bytes", [](Args& a, Problem&) { a.workspace = {}; }},
-      {"this call needs", [](Args& a, Problem&) { a.workspace.bytes -= 1; }},
+      {"qq_bias is uint8; a float type is wanted",
+       [](Args& a, Problem& p) {
+         a.attention.qq_bias = Tensor(p.qq.data(), DType::uint8, {3, 3});
+       }},
+      {"qq_bias is [3, 3]; a query of 4 tokens needs [4, 4]",
+       [](Args& a, Problem& p) {
+         a.attention.query_start = {}, a.attention.kv_len.shape[0] = 1;
+         a.attention.qq_bias = Tensor(p.qq.data(), {3, 3});
+       }},
+      {"query_start is [2]; [3] is wanted",
+       [](Args& a, Problem&) { a.attention.query_start.shape[0] = 2; }},
+      {"query_start is int64; int32 is wanted",
+       [](Args& a, Problem&) { a.attention.query_start.dtype = DType::int64; }},
+      {"kv_len is uint8; int32 is wanted",
+       [](Args& a, Problem&) { a.attention.kv_len.dtype = DType::uint8; }},
+      {"kv_len is on the cuda",
+       [](Args& a, Problem&) { a.attention.kv_len.device = Device::cuda; }},
+      {"kv_len has stride 0; it must be dense",
+       [](Args& a, Problem&) { a.attention.kv_len.stride[0] = 0; }},
+      {"kv_len is [2, 1]; [batch] of 1 to",
+       [](Args& a, Problem& p) {
+         a.attention.kv_len = Tensor(p.kv_len.data(), {kBatch, 1});
+       }},
+      {"block_table is fp32; int32 is wanted",
+       [](Args& a, Problem&) { a.attention.block_table.dtype = fp32; }},
+      {"block_table is [1, 4]; [2, columns]",
+       [](Args& a, Problem&) { a.attention.block_table.shape[0] = 1; }},
+      {"block_table is on the cuda",
+       [](Args& a, Problem&) { a.attention.block_table.device = Device::cuda; }},
+      {"causal is [3]; [2] is wanted",
+       [](Args& a, Problem& p) {
+         a.attention.causal = Tensor(reinterpret_cast<std::uint8_t*>(p.qq.data()), {3});
+       }},
+      {"causal is int32; uint8 is wanted",
+       [](Args& a, Problem& p) { a.attention.causal = Tensor(p.kv_len.data(), {kBatch}); }},
+      {"sinks is [3]; [4] is wanted",
+       [](Args& a, Problem& p) { a.attention.sinks = Tensor(p.sinks.data(), {3}); }},
+      {"sinks is int32; a float type is wanted",
+       [](Args& a, Problem& p) { a.attention.sinks = Tensor(p.sinks.data(), DType::int32, {4}); }},
+      {"slopes is [1]; [4] is wanted",
+       [](Args& a, Problem& p) { a.attention.slopes = Tensor(p.sinks.data(), {1}); }},
+      {"slopes is on the cuda",
+       [](Args& a, Problem& p) {
+         a.attention.slopes = Tensor(p.sinks.data(), {kHeads}, Device::cuda);
+       }},
+      {"q_scale is [3]; [2] is wanted",
+       [](Args& a, Problem& p) { a.attention.q_scale = Tensor(p.kv_scales.data(), {3}); }},
+      {"k_scale is bf16; fp32 is wanted",
+       [](Args& a, Problem& p) { a.attention.k_scale = Tensor(p.one.data(), bf16, {1}); }},
+      {"v_scale has stride 2; it must be dense",
+       [](Args& a, Problem& p) {
+         a.attention.v_scale = Tensor(p.kv_scales.data(), {kKvHeads});
+         a.attention.v_scale.stride[0] = 2;
+       }},
+      {"out_scale is [2]; [1] is wanted",
+       [](Args& a, Problem& p) { a.attention.out_scale = Tensor(p.kv_scales.data(), {2}); }},
+      {"out_scale is on the cuda",
+       [](Args& a, Problem& p) {
+         a.attention.out_scale = Tensor(p.one.data(), {1}, Device::cuda);
+       }},
+      {"dtypes says that q is bf16; it is fp32",
+       [](Args& a, Problem&) { a.attention.dtypes.query = bf16; }},
+      {"dtypes says that k_cache is e4m3; it is fp32",
+       [](Args& a, Problem&) { a.attention.dtypes.kv = e4m3; }},
+      {"dtypes says that out is e5m2; it is fp32",
+       [](Args& a, Problem&) { a.attention.dtypes.out = e5m2; }},
+      {"out is [4, 4, 31]", [](Args& a, Problem&) { a.attention.out.shape[2] = 31; }},
+      {"out is bf16; fp32, or fp8", [](Args& a, Problem&) { a.attention.out.dtype = bf16; }},
+      {"out is e4m3 and there is no out_scale",
+       [](Args& a, Problem&) { a.attention.out.dtype = e4m3; }},
+      {"lse is [4, 3]", [](Args& a, Problem&) { a.attention.lse.tensor.shape[1] = 3; }},
+      {"lse is fp16", [](Args& a, Problem&) { a.attention.lse.tensor.dtype = fp16; }},
+      {"workspace has 0 bytes", [](Args& a, Problem&) { a.attention.workspace = {}; }},
+      {"this call needs", [](Args& a, Problem&) { a.attention.workspace.bytes -= 1; }},
       {"aligned to 256 bytes",
        [](Args& a, Problem&) {
-         a.workspace.data = static_cast<std::byte*>(a.workspace.data) + 64;
+         a.attention.workspace.data = static_cast<std::byte*>(a.attention.workspace.data) + 64;
        }},
   };
 }
@@ -118,13 +203,16 @@ std::vector<Change<Args>> operator+(std::vector<Change<Args>> a, std::vector<Cha
 
 TEST(KernelsRefusals, SegmentedAttentionRefusesByName) {
   using A = SegmentedAttention;
-  const auto call = [](const Kernels& k, const A& a) { k.segmented_attention(a); };
+  const auto call = [](const ServingOps& k, const A& a) { k.segmented_attention(a); };
   refuse_all<InputError, A>(
       paged_refusals<A>() +
-          std::vector<Change<A>>{{"out is missing", [](A& a, Problem&) { a.out = {}; }}},
+          std::vector<Change<A>>{{"out is missing", [](A& a, Problem&) { a.attention.out = {}; }}},
       [](Problem& p) { return p.segmented(); }, call);
   refuse_all<Unsupported, A>(
-      {{"head_dim 12", [](A& a, Problem&) { a.q.shape[2] = a.k_cache.shape[3] = 12; }}},
+      {{"head_dim 12",
+        [](A& a, Problem&) { a.attention.q.shape[2] = a.attention.k_cache.shape[3] = 12; }},
+       {"fp8_products is not supported by calls over a paged cache",
+        [](A& a, Problem&) { a.attention.dtypes.fp8_products = true; }}},
       [](Problem& p) { return p.segmented(); }, call);
   refuse_all<InputError, A>(
       {
@@ -140,7 +228,12 @@ TEST(KernelsRefusals, SegmentedAttentionRefusesByName) {
           {"segments have -1 keys", [](A& a, Problem&) { a.segments.keys = -1; }},
           {"sequence 1 has 33 keys and its segments hold 30",
            [](A& a, Problem&) { a.segments.keys = 10; }},
-          {"lse and out_scale go with out", [](A& a, Problem&) { a.out = {}; }},
+          {"lse and out_scale go with out", [](A& a, Problem&) { a.attention.out = {}; }},
+          {"lse and out_scale go with out",
+           [](A& a, Problem& p) {
+             a.attention.out = {}, a.attention.lse = {};
+             a.attention.out_scale = Tensor(p.one.data(), {1});
+           }},
       },
       [](Problem& p) { return p.handed_out(); }, call);
 }
@@ -148,7 +241,7 @@ TEST(KernelsRefusals, SegmentedAttentionRefusesByName) {
 TEST(KernelsRefusals, ContextAttentionRefusesByName) {
   using A = ContextAttention;
   const auto fit = [](Problem& p) { return p.context(); };
-  const auto call = [](const Kernels& k, const A& a) { k.context_attention(a); };
+  const auto call = [](const ServingOps& k, const A& a) { k.context_attention(a); };
   std::vector<Change<A>> changes = paged_refusals<A>();
   std::erase_if(changes, [](const Change<A>& change) {  // the new tokens need no room in the cache
     return std::string(change.text).find("[1][2]") != std::string::npos;
@@ -156,16 +249,28 @@ TEST(KernelsRefusals, ContextAttentionRefusesByName) {
   refuse_all<InputError, A>(
       changes +
           std::vector<Change<A>>{
-              {"out is missing", [](A& a, Problem&) { a.out = {}, a.lse = {}; }},
+              {"out is missing",
+               [](A& a, Problem&) { a.attention.out = {}, a.attention.lse = {}; }},
               {"k is [4, 4, 32]; [4, 2, 32]", [](A& a, Problem& p) { a.k = p.rows(p.q, kHeads); }},
               {"v is bf16; fp32 is wanted", [](A& a, Problem&) { a.v.dtype = bf16; }},
               {"give one of them",
-               [](A& a, Problem& p) { a.out_scale = a.out_scale_inv = p.one.data(); }},
+               [](A& a, Problem& p) {
+                 a.attention.out_scale = a.out_scale_inv = Tensor(p.one.data(), {1});
+               }},
+              {"out_scale_inv is [2]; [1] is wanted",
+               [](A& a, Problem& p) { a.out_scale_inv = Tensor(p.kv_scales.data(), {2}); }},
+              {"out_scale_inv[0] is nan; a scale is a finite number",
+               [](A& a, Problem& p) {
+                 a.out_scale_inv = Tensor(p.one.data(), {1}), p.one[0] = NAN;
+               }},
               {"block_table[1][1] is 77", [](A&, Problem& p) { p.table[5] = 77; }},
               {"has 3 new tokens and kv_len 2, which must count them",
                [](A&, Problem& p) { p.kv_len[1] = 2; }},
           },
       fit, call);
+  refuse_all<Unsupported, A>({{"fp8_products is not supported by calls over a paged cache",
+                               [](A& a, Problem&) { a.attention.dtypes.fp8_products = true; }}},
+                             fit, call);
 }
 
 TEST(KernelsRefusals, ReduceSegmentsRefusesByName) {
@@ -173,8 +278,17 @@ TEST(KernelsRefusals, ReduceSegmentsRefusesByName) {
   refuse_all<InputError, A>(
       {
           {"out is e5m2 and there is no out_scale", [](A& a, Problem&) { a.out.dtype = e5m2; }},
-          {"kv_len is missing", [](A& a, Problem&) { a.kv_len = nullptr; }},
-          {"needs query_start", [](A& a, Problem&) { a.query_start = nullptr; }},
+          {"kv_len is missing", [](A& a, Problem&) { a.kv_len = {}; }},
+          {"kv_len is [0]; [batch] of 1 to", [](A& a, Problem&) { a.kv_len.shape[0] = 0; }},
+          {"kv_len is int64; int32", [](A& a, Problem&) { a.kv_len.dtype = DType::int64; }},
+          {"kv_len is on the cuda", [](A& a, Problem&) { a.kv_len.device = Device::cuda; }},
+          {"a batch of 2 sequences needs query_start", [](A& a, Problem&) { a.query_start = {}; }},
+          {"query_start is [3]; [2]", [](A& a, Problem&) { a.kv_len.shape[0] = 1; }},
+          {"query_start has stride 2", [](A& a, Problem&) { a.query_start.stride[0] = 2; }},
+          {"out_scale is [2]; [1] is wanted",
+           [](A& a, Problem& p) { a.out_scale = Tensor(p.kv_scales.data(), {2}); }},
+          {"out_scale[0] is 0; a scale is a finite number, and not 0",
+           [](A& a, Problem& p) { a.out_scale = Tensor(p.one.data(), {1}), p.one[0] = 0; }},
           {"segments.output is [4, 4, 3, 40]; [4, 4, segments, at least 48]",
            [](A& a, Problem&) { a.out.shape[2] = 48; }},
           {"segments.max [4, 4, 3] has strides",
@@ -188,7 +302,7 @@ TEST(KernelsRefusals, ReduceSegmentsRefusesByName) {
           {"lse overlaps out", [](A& a, Problem&) { a.lse.tensor.data = a.out.data; }},
       },
       [](Problem& p) { return p.reduce(); },
-      [](const Kernels& k, const A& a) { k.reduce_segments(a); });
+      [](const ServingOps& k, const A& a) { k.reduce_segments(a); });
 }
 
 TEST(KernelsRefusals, AppendRefusesByNameAndWritesNothing) {
@@ -198,7 +312,15 @@ TEST(KernelsRefusals, AppendRefusesByNameAndWritesNothing) {
       {"slots[2] is 144, past the end", [](A&, Problem& p) { p.slots[2] = kPages * kPage; }},
       {"token 2 goes to slot 3, which another token has too",
        [](A&, Problem& p) { p.slots[2] = 3; }},
-      {"slots is missing", [](A& a, Problem&) { a.slots = nullptr; }},
+      {"slots is missing", [](A& a, Problem&) { a.slots = {}; }},
+      {"slots is [3]; [4] is wanted", [](A& a, Problem&) { a.slots.shape[0] = 3; }},
+      {"slots is int32; int64 is wanted", [](A& a, Problem&) { a.slots.dtype = DType::int32; }},
+      {"slots is on the cuda", [](A& a, Problem&) { a.slots.device = Device::cuda; }},
+      {"slots has stride 0; it must be dense", [](A& a, Problem&) { a.slots.stride[0] = 0; }},
+      {"k_scale is [3]; [2] is wanted",
+       [](A& a, Problem& p) { a.k_scale = Tensor(p.kv_scales.data(), {3}); }},
+      {"v_scale is fp16; fp32 is wanted",
+       [](A& a, Problem& p) { a.v_scale = Tensor(p.one.data(), fp16, {1}); }},
       {"k is [4, 2]; [tokens, kv_heads, head_dim]", [](A& a, Problem&) { a.k.dims = 2; }},
       {"v is [3, 2, 32]; [4, 2, 32]", [](A& a, Problem&) { a.v.shape[0] = 3; }},
       {"k is e4m3; fp32, fp16 or bf16", [](A& a, Problem&) { a.k.dtype = e4m3; }},
@@ -218,7 +340,7 @@ TEST(KernelsRefusals, AppendRefusesByNameAndWritesNothing) {
       {"v [] has no data", [](A& a, Problem&) { a.v = {}; }},
       {"k_cache overlaps k", [](A& a, Problem& p) { a.k = p.rows(p.k_cache, kKvHeads); }},
       {"v_scale[0] is 0; a scale is a finite number, and not 0",
-       [](A& a, Problem& p) { a.v_scale = {p.one.data()}, p.one[0] = 0; }},
+       [](A& a, Problem& p) { a.v_scale = Tensor(p.one.data(), {1}), p.one[0] = 0; }},
   };
   for (const Change<A>& change : changes) {
     Problem p;
@@ -252,12 +374,20 @@ TEST(KernelsRefusals, MergeRefusesByName) {
            [](A& a, Problem&) { a.prefix_out.dtype = e4m3; }},
           {"suffix_out is e5m2 and there is no suffix_scale",
            [](A& a, Problem&) { a.suffix_out.dtype = e5m2; }},
-          {"suffix_out has a type of number 9, which is none",
+          {"suffix_out has a type of number 9, which is no float type",
            [](A& a, Problem&) { a.suffix_out.dtype = static_cast<DType>(9); }},
+          {"prefix_out has a type of number 5, which is no float type",
+           [](A& a, Problem&) { a.prefix_out.dtype = DType::int32; }},
+          {"prefix_scale is [2]; [1] is wanted",
+           [](A& a, Problem& p) { a.prefix_scale = Tensor(p.kv_scales.data(), {2}); }},
+          {"suffix_scale is bf16; fp32 is wanted",
+           [](A& a, Problem& p) { a.suffix_scale = Tensor(p.one.data(), bf16, {1}); }},
+          {"out_scale is on the cuda",
+           [](A& a, Problem& p) { a.out_scale = Tensor(p.one.data(), {1}, Device::cuda); }},
           {"prefix_scale[0] is nan; a scale is a finite number",
-           [](A& a, Problem& p) { a.prefix_scale = p.one.data(), p.one[0] = NAN; }},
+           [](A& a, Problem& p) { a.prefix_scale = Tensor(p.one.data(), {1}), p.one[0] = NAN; }},
           {"out_scale[0] is 0; a scale is a finite number, and not 0",
-           [](A& a, Problem& p) { a.out_scale = p.one.data(), p.one[0] = 0; }},
+           [](A& a, Problem& p) { a.out_scale = Tensor(p.one.data(), {1}), p.one[0] = 0; }},
           {"is written, and its elements overlap: stride 0 of dimension 0",
            [](A& a, Problem&) { a.out.stride[0] = 0; }},
           {"has stride -128 in dimension 0; strides are not negative",
@@ -285,11 +415,12 @@ TEST(KernelsRefusals, MergeRefusesByName) {
            [](A& a, Problem& p) { a.out = a.prefix_out, a.prefix_out.data = p.q.data() + 1; }},
           {"out overlaps prefix_out: it may be the same tensor",
            [](A& a, Problem& p) {
-             a.out = a.prefix_out, a.out.dtype = e4m3, a.out_scale = p.one.data();
+             a.out = a.prefix_out, a.out.dtype = e4m3;
+             a.out_scale = Tensor(p.one.data(), {1});
            }},
           {"out_lse overlaps suffix_lse", [](A& a, Problem&) { a.out_lse = a.suffix_lse; }},
       },
-      fit, [](const Kernels& k, const A& a) { k.merge_attn_states(a, LogBase::e); });
+      fit, [](const ServingOps& k, const A& a) { k.merge_attn_states(a, LogBase::e); });
 }
 
 TEST(KernelsRefusals, MergeStatesRefusesByName) {
@@ -306,7 +437,23 @@ TEST(KernelsRefusals, MergeStatesRefusesByName) {
           {"parts is e4m3 and there is no part_scales",
            [](A& a, Problem&) { a.parts.dtype = e4m3; }},
           {"part_scales[0] is inf",
-           [](A& a, Problem& p) { a.part_scales = p.kv_scales.data(), p.kv_scales[2] = INFINITY; }},
+           [](A& a, Problem& p) {
+             a.part_scales = Tensor(p.kv_scales.data(), {3}), p.kv_scales[0] = INFINITY;
+           }},
+          {"part_scales[2] is inf",
+           [](A& a, Problem& p) {
+             a.part_scales = Tensor(p.kv_scales.data(), {3}), p.kv_scales[2] = INFINITY;
+           }},
+          {"part_scales is [2]; [3] is wanted",
+           [](A& a, Problem& p) { a.part_scales = Tensor(p.kv_scales.data(), {2}); }},
+          {"part_scales is fp16; fp32 is wanted",
+           [](A& a, Problem& p) { a.part_scales = Tensor(p.kv_scales.data(), fp16, {3}); }},
+          {"part_scales has stride 0; it must be dense",
+           [](A& a, Problem& p) {
+             a.part_scales = Tensor(p.kv_scales.data(), {3}), a.part_scales.stride[0] = 0;
+           }},
+          {"out_scale is [3]; [1] is wanted",
+           [](A& a, Problem& p) { a.out_scale = Tensor(p.kv_scales.data(), {3}); }},
           {"out overlaps parts", [](A& a, Problem& p) { a.out = p.rows(p.k_cache, kHeads); }},
       },
       [&](Problem& p) {
@@ -314,7 +461,7 @@ TEST(KernelsRefusals, MergeStatesRefusesByName) {
                  .parts = Tensor(p.k_cache.data(), fp32, {3, kTokens, kHeads, kDim}),
                  .lses = Lse::tokens_heads(Tensor(parts_lse.data(), fp32, {3, kTokens, kHeads}))};
       },
-      [](const Kernels& k, const A& a) { k.merge_states(a, LogBase::two); });
+      [](const ServingOps& k, const A& a) { k.merge_states(a, LogBase::two); });
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Random malformed arguments to every public call: it works or throws an Error, and an Error leaves
 // every result as it was. Nothing else may come of it: no crash, no other exception, no access that
 // the sanitizers see. What a call cannot know stays out of it: memory that is smaller than a tensor
-// says, arrays that are shorter than the batch.
+// says.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@
 #include "longspan/attention.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
-#include "longspan/kernels.hpp"
+#include "longspan/serving.hpp"
 #include "tests/fresh_seed.hpp"
 
 namespace longspan {
@@ -39,7 +39,7 @@ struct Chaos {
   }
   bool once_in(int n) { return random() % n == 0; }
   std::int64_t count() { return of<std::int64_t>({kLeast, -7, -1, 0, 1, 2, kMost}); }
-  DType dtype() { return static_cast<DType>(of({0, 1, 2, 3, 4, 5, 9, 255})); }
+  DType dtype() { return static_cast<DType>(of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 255})); }
   float number() {
     return of({NAN, INFINITY, -INFINITY, 0.0f, -0.0f, -1.0f, 1e-40f, 0.5f, 3e38f, -3e38f});
   }
@@ -73,53 +73,54 @@ struct Chaos {
         t = {};
     }
   }
+  /// Not of the room past the end.
   template <class T>
-  void entry(std::vector<T>& values) {
-    values[random() % values.size()] =
-        of<T>({std::numeric_limits<T>::min(), -1, 0, 1, 5, 33, std::numeric_limits<T>::max()});
-  }
-  void scales(Scales& s, std::vector<float>& values) {
-    s = {once_in(3) ? nullptr : values.data(), once_in(2)};
-    values[random() % values.size()] = number();
+  void entry(std::vector<T>& values);
+  /// As many as there may be, or not.
+  void scales(Tensor& s, std::vector<float>& values) {
+    s = Tensor(once_in(3) ? nullptr : values.data(),
+               {of<std::int64_t>({0, 1, kKvHeads, 3, kMost})});
+    if (once_in(4)) tensor(s);
+    values[random() % kHeads] = number();
   }
   void mask(Mask& m) {
     if (once_in(2)) m.causal = !m.causal;
     (once_in(2) ? m.window : m.right) = count();
   }
-  void shard(Shard& s) {
-    switch (random() % 7) {
-      case 0:
-        s.layout = static_cast<Layout>(of({0, 1, 2, 3, 4, 5, 6, 255}));
-        break;
-      case 1:
-        s.rank = of({-1, 0, 1, std::numeric_limits<int>::max()});
-        break;
-      case 2:
-        s.ranks = of({-1, 0, 1, 2, std::numeric_limits<int>::max()});
-        break;
-      case 3:
-        s.length = of<std::int64_t>({kLeast, -1, 0, 1, 33, 1 << 20, kMost});
-        break;
-      case 4:
-        s.block = count();
-        break;
-      case 5:
-        s.table = nullptr;
-        break;
-      default:
-        s.listed = of<std::int64_t>({kLeast, -1, 0, 1, 2});
-    }
+  void sharding(Sharding& s) {
+    if (once_in(2))
+      s.layout = static_cast<Layout>(of({0, 1, 2, 3, 4, 5, 6, 255}));
+    else
+      s.block = count();
   }
 };
 
+/// Room past the end of what a call is given.
+inline constexpr int kRoom = 16;
+
+template <class T>
+std::vector<T> with_room(std::vector<T> values) {
+  values.resize(values.size() + kRoom);
+  return values;
+}
+
+template <class T>
+void Chaos::entry(std::vector<T>& values) {
+  values[random() % (values.size() - kRoom)] =
+      of<T>({std::numeric_limits<T>::min(), -1, 0, 1, 5, 33, std::numeric_limits<T>::max()});
+}
+
 /// Memory of every call, with room past its end; what is written begins as NaN.
 struct Memory {
-  static constexpr int kRoom = 16;
   std::vector<float> q, k, v, new_k, new_v, parts, lses, one, sinks, qq;
   std::vector<float> out, lse, seg_output, seg_max, seg_expsum;
-  std::vector<std::int32_t> table{7, 2, 1, 4, 0, 5, 3, 6}, query_start{0, 1, 4}, kv_len{20, 33};
-  std::vector<std::int64_t> slots{7 * kPage + 3, 3, 40, -1}, numbers{0, 20, 0, 33};
-  std::vector<std::uint8_t> causal{1, 0};
+  std::vector<std::int32_t> table = with_room<std::int32_t>({7, 2, 1, 4, 0, 5, 3, 6}),
+                            query_start = with_room<std::int32_t>({0, 1, 4}),
+                            kv_len = with_room<std::int32_t>({20, 33});
+  std::vector<std::int64_t> slots = with_room<std::int64_t>({7 * kPage + 3, 3, 40, -1}),
+                            numbers = with_room<std::int64_t>({0, 20, 0, 33}),
+                            rows = with_room<std::int64_t>({0, 4, 2, 3});
+  std::vector<std::uint8_t> causal = with_room<std::uint8_t>({1, 0});
   Buffer workspace;
 
   explicit Memory(std::mt19937_64& random) {
@@ -137,7 +138,7 @@ struct Memory {
     fill(lses, 3 * kTokens * kHeads);
     fill(sinks, kHeads);
     fill(qq, 9);
-    one.assign(kHeads, 1.0f);
+    one.assign(kHeads + kRoom, 1.0f);
     poison();
   }
   /// Each as large as the largest, since changes put one in the place of another.
@@ -151,7 +152,7 @@ struct Memory {
     return true;
   }
 
-  Tensor rows(std::vector<float>& data, std::int64_t heads) {
+  Tensor tokens(std::vector<float>& data, std::int64_t heads) {
     return Tensor(data.data(), fp32, {kTokens, heads, kDim});
   }
   Tensor pages(std::vector<float>& data) {
@@ -163,24 +164,27 @@ struct Memory {
             Tensor(seg_max.data(), fp32, {kTokens, kHeads, kSegments}),
             Tensor(seg_expsum.data(), fp32, {kTokens, kHeads, kSegments})};
   }
+  Tensor block_table() { return Tensor(table.data(), {kBatch, kColumns}); }
+  Tensor starts() { return Tensor(query_start.data(), {kBatch + 1}); }
+  Tensor lengths() { return Tensor(kv_len.data(), {kBatch}); }
+  Tensor bias() { return Tensor(qq.data(), {3, 3}); }
   template <class Args>
-  Args paged(const Kernels& kernels) {
+  Args paged(const ServingOps& kernels) {
     Args a;
-    a.q = rows(q, kHeads);
-    a.k_cache = pages(k);
-    a.v_cache = pages(v);
-    a.block_table = {table.data(), kColumns};
-    a.batch = kBatch;
-    a.query_start = query_start.data();
-    a.kv_len = kv_len.data();
-    a.out = rows(out, kHeads);
-    a.lse = out_lse();
+    a.attention.q = tokens(q, kHeads);
+    a.attention.k_cache = pages(k);
+    a.attention.v_cache = pages(v);
+    a.attention.block_table = block_table();
+    a.attention.query_start = starts();
+    a.attention.kv_len = lengths();
+    a.attention.out = tokens(out, kHeads);
+    a.attention.lse = out_lse();
     if constexpr (std::is_same_v<Args, ContextAttention>) {
-      a.k = rows(new_k, kKvHeads);
-      a.v = rows(new_v, kKvHeads);
+      a.k = tokens(new_k, kKvHeads);
+      a.v = tokens(new_v, kKvHeads);
     }
     workspace = Buffer(Device::host, kernels.workspace_bytes(a) + 4096);
-    a.workspace = {workspace.data(), workspace.bytes()};
+    a.attention.workspace = {workspace.data(), workspace.bytes()};
     return a;
   }
 };
@@ -228,63 +232,90 @@ class Malformed : public ::testing::Test {
   template <class Args>
   void change_paged(Args& a, Memory& m) {
     Chaos& c = chaos_;
-    apply({[&] { c.tensor(a.q); },
-           [&] { c.tensor(a.k_cache); },
-           [&] { c.tensor(a.v_cache); },
-           [&] { c.tensor(a.out); },
-           [&] { c.tensor(a.lse.tensor); },
-           [&] { a.lse = c.once_in(2) ? Lse{} : Lse::heads_tokens(a.lse.tensor); },
+    apply({[&] { c.tensor(a.attention.q); },
+           [&] { c.tensor(a.attention.k_cache); },
+           [&] { c.tensor(a.attention.v_cache); },
+           [&] { c.tensor(a.attention.out); },
+           [&] { c.tensor(a.attention.lse.tensor); },
            [&] {
-             a.out.data = c.of({a.q.data, a.k_cache.data, a.v_cache.data});
+             a.attention.lse = c.once_in(2) ? Lse{} : Lse::heads_tokens(a.attention.lse.tensor);
            },
-           [&] { a.out.data = a.lse.tensor.data; },
+           [&] {
+             a.attention.out.data =
+                 c.of({a.attention.q.data, a.attention.k_cache.data, a.attention.v_cache.data});
+           },
+           [&] { a.attention.out.data = a.attention.lse.tensor.data; },
            [&] { c.entry(m.table); },
            [&] { c.entry(m.query_start); },
            [&] { c.entry(m.kv_len); },
+           [&] { c.tensor(a.attention.block_table); },
            [&] {
-             a.block_table.columns = c.of<std::int64_t>({kLeast, -1, 0, 1, kMost});
+             a.attention.block_table.shape[1] = c.of<std::int64_t>({0, 1, 3});
+           },
+           [&] { a.attention.block_table.data = nullptr; },
+           [&] { c.tensor(a.attention.query_start); },
+           [&] { c.tensor(a.attention.kv_len); },
+           [&] {
+             a.attention.kv_len.shape[0] = 1;
+             a.attention.query_start.shape[0] = 2;
+           },
+           [&] { a.attention.query_start = {}; },
+           [&] { a.attention.kv_len = {}; },
+           [&] { a.attention.max_kv_len = c.count(); },
+           [&] { a.attention.max_query_len = c.count(); },
+           [&] { a.attention.dtypes.compute = c.dtype(); },
+           [&] { a.attention.score.scale = c.number(); },
+           [&] { a.attention.score.softcap = c.number(); },
+           [&] { c.mask(a.attention.mask); },
+           [&] {
+             a.attention.causal = Tensor(m.causal.data(), {kBatch});
+             if (c.once_in(2)) c.tensor(a.attention.causal);
            },
            [&] {
-             a.block_table.row_stride = c.of<std::int64_t>({kLeast, -1, 0, kMost});
+             a.attention.sinks = Tensor(m.sinks.data(), {kHeads});
+             if (c.once_in(2)) c.tensor(a.attention.sinks);
            },
            [&] {
-             a.block_table.column_stride = c.of<std::int64_t>({kLeast, -1, 0, kMost});
+             a.attention.slopes = Tensor(m.sinks.data(), {kHeads});
+             if (c.once_in(2)) c.tensor(a.attention.slopes);
            },
-           [&] { a.block_table.data = nullptr; },
            [&] {
-             a.batch = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 2});
+             a.attention.qq_bias = m.bias();
+             if (c.once_in(2)) c.tensor(a.attention.qq_bias);
            },
-           [&] { a.query_start = nullptr; },
-           [&] { a.kv_len = nullptr; },
-           [&] { a.max_kv_len = c.count(); },
-           [&] { a.max_query_len = c.count(); },
-           [&] { a.dtype = c.dtype(); },
-           [&] { a.scale = c.number(); },
-           [&] { a.softcap = c.number(); },
-           [&] { c.mask(a.mask); },
-           [&] { a.causal = m.causal.data(); },
-           [&] { a.sinks = m.sinks.data(); },
-           [&] { a.slopes = m.sinks.data(); },
            [&] {
-             a.qq_bias = {m.qq.data(), c.of<std::int64_t>({kLeast, -1, 0, 1, 3, kMost}),
-                          c.of<std::int64_t>({kLeast, 0, 3, kMost})};
+             a.attention.qq_bias = m.bias();
+             a.attention.qq_bias.shape[0] = a.attention.qq_bias.shape[1] =
+                 c.of<std::int64_t>({kLeast, -1, 0, 1, 2, kMost});
            },
-           [&] { c.scales(a.q_scale, m.one); },
-           [&] { c.scales(a.k_scale, m.one); },
-           [&] { c.scales(a.v_scale, m.one); },
-           [&] { a.out_scale = m.one.data(); },
-           [&] { a.out_scale = m.one.data(), m.one[0] = c.number(); },
-           [&] { a.tf32 = true; },
+           [&] { c.scales(a.attention.q_scale, m.one); },
+           [&] { c.scales(a.attention.k_scale, m.one); },
+           [&] { c.scales(a.attention.v_scale, m.one); },
            [&] {
-             a.workspace.bytes = c.of<std::size_t>({0, 1, 4096});
+             a.attention.out_scale = Tensor(m.one.data(), {1});
+             if (c.once_in(3)) c.tensor(a.attention.out_scale);
            },
-           [&] { a.workspace.data = static_cast<std::byte*>(a.workspace.data) + 64; },
-           [&] { a.workspace.data = nullptr; }});
+           [&] { a.attention.out_scale = Tensor(m.one.data(), {1}), m.one[0] = c.number(); },
+           [&] { a.attention.dtypes.query = c.dtype(); },
+           [&] { a.attention.dtypes.kv = c.dtype(); },
+           [&] { a.attention.dtypes.out = c.dtype(); },
+           [&] { a.attention.dtypes.fp8_products = true; },
+           [&] {
+             a.attention.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 255}));
+           },
+           [&] { a.attention.dtypes.tf32 = true; },
+           [&] {
+             a.attention.workspace.bytes = c.of<std::size_t>({0, 1, 4096});
+           },
+           [&] {
+             a.attention.workspace.data = static_cast<std::byte*>(a.attention.workspace.data) + 64;
+           },
+           [&] { a.attention.workspace.data = nullptr; }});
   }
 
   unsigned seed_;
   Chaos chaos_;
-  Kernels kernels_{Device::host, 2};
+  ServingOps kernels_{Device::host, 2};
   int worked_ = 0, refused_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// Random malformed arguments to the calls of class Kernels, and to what describes data: shards,
+// Random malformed arguments to the calls of class ServingOps, and to what describes data: shards,
 // tensors, buffers.
 #include "tests/unit/malformed.hpp"
 
@@ -12,7 +12,7 @@ TEST_F(Malformed, SegmentedAttention) {
     if (chaos_.once_in(2)) {
       a.segments = m.segments();
       m.workspace = Buffer(Device::host, kernels_.workspace_bytes(a));
-      a.workspace = {m.workspace.data(), m.workspace.bytes()};
+      a.attention.workspace = {m.workspace.data(), m.workspace.bytes()};
     }
     const auto change_segments = [&](Segments& s) {
       apply({[&] { chaos_.tensor(s.output); }, [&] { chaos_.tensor(s.max); },
@@ -27,7 +27,7 @@ TEST_F(Malformed, SegmentedAttention) {
     if (!chaos_.once_in(4)) change_paged(a, m);
     attempt(m, [&] { kernels_.segmented_attention(a); });
     attempt(m, [&] { kernels_.check(a); });
-    attempt(m, [&] { kernels_.check(static_cast<const PagedAttention&>(a)); });
+    attempt(m, [&] { kernels_.check(a.attention); });
     attempt(m, [&] { kernels_.workspace_bytes(a); });
   }
 }
@@ -38,8 +38,12 @@ TEST_F(Malformed, ContextAttention) {
     auto a = m.paged<ContextAttention>(kernels_);
     if (chaos_.once_in(3))
       apply({[&] { chaos_.tensor(a.k); }, [&] { chaos_.tensor(a.v); },
-             [&] { a.skip_decode = true; }, [&] { a.out.data = a.k.data; },
-             [&] { a.out_scale_inv = m.one.data(), m.one[0] = chaos_.number(); }});
+             [&] { a.skip_decode = true; }, [&] { a.attention.out.data = a.k.data; },
+             [&] { a.out_scale_inv = Tensor(m.one.data(), {1}), m.one[0] = chaos_.number(); },
+             [&] {
+               a.out_scale_inv = Tensor(m.one.data(), {1});
+               chaos_.tensor(a.out_scale_inv);
+             }});
     if (!chaos_.once_in(4)) change_paged(a, m);
     attempt(m, [&] { kernels_.context_attention(a); });
     attempt(m, [&] { kernels_.check(a); });
@@ -51,31 +55,41 @@ TEST_F(Malformed, ReduceSegments) {
   for (int round = 0; round < kRounds; ++round) {
     Memory m(chaos_.random);
     std::vector<float> output = m.parts, max = m.lses, expsum = m.lses;
-    output.resize(kTokens * kHeads * kSegments * kDim + Memory::kRoom);
+    output.resize(kTokens * kHeads * kSegments * kDim + kRoom);
     ReduceSegments a{.segments = {Tensor(output.data(), fp32, {kTokens, kHeads, kSegments, kDim}),
                                   Tensor(max.data(), fp32, {kTokens, kHeads, kSegments}),
                                   Tensor(expsum.data(), fp32, {kTokens, kHeads, kSegments})},
-                     .out = m.rows(m.out, kHeads),
+                     .out = m.tokens(m.out, kHeads),
                      .lse = m.out_lse(),
-                     .batch = kBatch,
-                     .query_start = m.query_start.data(),
-                     .kv_len = m.kv_len.data()};
+                     .query_start = m.starts(),
+                     .kv_len = m.lengths()};
     Chaos& c = chaos_;
-    apply({[&] { c.tensor(a.out); }, [&] { c.tensor(a.lse.tensor); },
-           [&] { c.tensor(a.segments.output); }, [&] { c.tensor(a.segments.max); },
-           [&] { c.tensor(a.segments.expsum); }, [&] { a.segments.keys = c.count(); },
+    apply({[&] { c.tensor(a.out); },
+           [&] { c.tensor(a.lse.tensor); },
+           [&] { c.tensor(a.segments.output); },
+           [&] { c.tensor(a.segments.max); },
+           [&] { c.tensor(a.segments.expsum); },
+           [&] { a.segments.keys = c.count(); },
            [&] { a.segments.keys = 12; },
            [&] {
              a.segments.tile = c.of({-1, 0, 1, std::numeric_limits<int>::max()});
            },
-           [&] { a.out_scale = m.one.data(), m.one[0] = c.number(); },
+           [&] { a.out_scale = Tensor(m.one.data(), {1}), m.one[0] = c.number(); },
            [&] {
-             a.batch = c.of({-1, 0, 1, 2});
+             a.out_scale = Tensor(m.one.data(), {1});
+             c.tensor(a.out_scale);
            },
-           [&] { a.query_start = nullptr; }, [&] { a.kv_len = nullptr; },
-           [&] { c.entry(m.query_start); }, [&] { c.entry(m.kv_len); },
-           [&] { a.out.data = output.data(); }, [&] { a.lse.tensor.data = a.out.data; },
-           [&] { max[7] = c.number(); }, [&] { expsum[7] = c.number(); }});
+           [&] { c.tensor(a.query_start); },
+           [&] { c.tensor(a.kv_len); },
+           [&] { a.kv_len.shape[0] = 1, a.query_start.shape[0] = 2; },
+           [&] { a.query_start = {}; },
+           [&] { a.kv_len = {}; },
+           [&] { c.entry(m.query_start); },
+           [&] { c.entry(m.kv_len); },
+           [&] { a.out.data = output.data(); },
+           [&] { a.lse.tensor.data = a.out.data; },
+           [&] { max[7] = c.number(); },
+           [&] { expsum[7] = c.number(); }});
     attempt(m, [&] { kernels_.reduce_segments(a); });
     attempt(m, [&] { kernels_.check(a); });
   }
@@ -90,7 +104,7 @@ TEST_F(Malformed, Merges) {
       return Lse::tokens_heads(
           Tensor(m.lses.data() + n * kTokens * kHeads, fp32, {kTokens, kHeads}));
     };
-    MergeAttnStates a{.out = m.rows(m.out, kHeads),
+    MergeAttnStates a{.out = m.tokens(m.out, kHeads),
                       .out_lse = m.out_lse(),
                       .prefix_out = Tensor(part(0), fp32, {kTokens, kHeads, kDim}),
                       .prefix_lse = part_lse(0),
@@ -99,10 +113,11 @@ TEST_F(Malformed, Merges) {
     apply({[&] { c.tensor(a.out); }, [&] { c.tensor(a.out_lse.tensor); },
            [&] { c.tensor(a.prefix_out); }, [&] { c.tensor(a.suffix_out); },
            [&] { c.tensor(a.prefix_lse.tensor); }, [&] { c.tensor(a.suffix_lse.tensor); },
-           [&] { a.prefix_out.dtype = c.dtype(), a.prefix_scale = m.one.data(); },
-           [&] { a.suffix_out.dtype = c.dtype(), a.suffix_scale = m.one.data() + 1; },
-           [&] { a.out.dtype = c.dtype(), a.out_scale = m.one.data() + 2; },
-           [&] { m.one[c.random() % 3] = c.number(); },
+           [&] { a.prefix_out.dtype = c.dtype(), a.prefix_scale = Tensor(m.one.data(), {1}); },
+           [&] { a.suffix_out.dtype = c.dtype(), a.suffix_scale = Tensor(m.one.data() + 1, {1}); },
+           [&] { a.out.dtype = c.dtype(), a.out_scale = Tensor(m.one.data() + 2, {1}); },
+           [&] { c.tensor(a.prefix_scale); }, [&] { c.tensor(a.suffix_scale); },
+           [&] { c.tensor(a.out_scale); }, [&] { m.one[c.random() % 3] = c.number(); },
            [&] { a.prefill_tokens_with_context = c.count(); }, [&] { m.lses[3] = c.number(); },
            [&] {
              a.out.data = c.of({a.prefix_out.data, a.suffix_out.data, a.out_lse.tensor.data});
@@ -112,15 +127,16 @@ TEST_F(Malformed, Merges) {
            }});
     attempt(m, [&] { kernels_.merge_attn_states(a, c.of({LogBase::e, LogBase::two})); });
 
-    MergeStates b{.out = m.rows(m.out, kHeads),
+    MergeStates b{.out = m.tokens(m.out, kHeads),
                   .out_lse = m.out_lse(),
                   .parts = Tensor(part(0), fp32, {3, kTokens, kHeads, kDim}),
                   .lses = Lse::tokens_heads(Tensor(m.lses.data(), fp32, {3, kTokens, kHeads}))};
     apply({[&] { c.tensor(b.out); }, [&] { c.tensor(b.out_lse.tensor); },
            [&] { c.tensor(b.parts); }, [&] { c.tensor(b.lses.tensor); },
-           [&] { b.parts.dtype = c.dtype(), b.part_scales = m.one.data(); },
-           [&] { b.out.dtype = c.dtype(), b.out_scale = m.one.data() + 3; },
-           [&] { m.one[c.random() % m.one.size()] = c.number(); },
+           [&] { b.parts.dtype = c.dtype(), b.part_scales = Tensor(m.one.data(), {3}); },
+           [&] { c.tensor(b.part_scales); },
+           [&] { b.out.dtype = c.dtype(), b.out_scale = Tensor(m.one.data() + 3, {1}); },
+           [&] { c.tensor(b.out_scale); }, [&] { m.one[c.random() % kHeads] = c.number(); },
            [&] { b.out.data = b.parts.data; }, [&] { b.out_lse.tensor.data = b.lses.tensor.data; },
            [&] { b.nan_is_empty = true; }});
     attempt(m, [&] { kernels_.merge_states(b, c.of({LogBase::e, LogBase::two})); });
@@ -131,14 +147,15 @@ TEST_F(Malformed, AppendKv) {
   for (int round = 0; round < kRounds; ++round) {
     Memory m(chaos_.random);
     Chaos& c = chaos_;
-    AppendKv a{.k = m.rows(m.new_k, kKvHeads),
-               .v = m.rows(m.new_v, kKvHeads),
+    AppendKv a{.k = m.tokens(m.new_k, kKvHeads),
+               .v = m.tokens(m.new_v, kKvHeads),
                .k_cache = m.pages(m.k),
                .v_cache = m.pages(m.v),
-               .slots = m.slots.data()};
+               .slots = Tensor(m.slots.data(), {kTokens})};
     apply({[&] { c.tensor(a.k); }, [&] { c.tensor(a.v); }, [&] { c.tensor(a.k_cache); },
-           [&] { c.tensor(a.v_cache); }, [&] { c.entry(m.slots); }, [&] { a.slots = nullptr; },
-           [&] { c.scales(a.k_scale, m.one); }, [&] { c.scales(a.v_scale, m.one); },
+           [&] { c.tensor(a.v_cache); }, [&] { c.entry(m.slots); }, [&] { a.slots = {}; },
+           [&] { c.tensor(a.slots); }, [&] { c.scales(a.k_scale, m.one); },
+           [&] { c.scales(a.v_scale, m.one); },
            [&] { a.k_cache.dtype = a.v_cache.dtype = c.dtype(); },
            [&] {
              a.k_cache.shape[0] = a.v_cache.shape[0] = c.of<std::int64_t>({0, 1, kMost});
@@ -167,6 +184,14 @@ TEST_F(Malformed, WhatDescribesData) {
       EXPECT_TRUE(own >= 0 && own <= length && shard.max_local_len(length) >= own);
       EXPECT_TRUE(own == 0 || shard.position(own - 1, length) < length);
     });
+    attempt(m, [&] {
+      Sharding rule;
+      c.sharding(rule);
+      const Shard shard = rule.resolve(length, rank, ranks);
+      const bool by_table = rule.layout == Layout::ranges || rule.layout == Layout::listed;
+      const std::int64_t own = by_table ? 0 : shard.local_len(length);
+      EXPECT_TRUE(own >= 0 && own <= length);
+    });
     attempt(m, [&] { Shard::at_positions(length, rank, ranks, m.slots.data(), c.count()); });
     attempt(m, [&] { Shard::ranges(length, rank, ranks, m.slots.data()); });
     attempt(m, [&] {
@@ -174,7 +199,7 @@ TEST_F(Malformed, WhatDescribesData) {
       EXPECT_GE(t.size(), 0);
     });
     attempt(m, [&] { Tensor(m.q.data(), fp32, {1, 2, 3, 4, 5, 6, round % 2}); });
-    Tensor t = m.rows(m.q, kHeads);
+    Tensor t = m.tokens(m.q, kHeads);
     c.tensor(t);
     Lse::heads_tokens(t);
   }
@@ -182,7 +207,7 @@ TEST_F(Malformed, WhatDescribesData) {
   attempt(m, [&] { Buffer(Device::host, 8).upload(nullptr); });
   attempt(m, [&] { Buffer(Device::host, 8).download(nullptr); });
   attempt(m, [&] { Buffer().upload(nullptr); });
-  attempt(m, [&] { Kernels(Device::host, -3); });
+  attempt(m, [&] { ServingOps(Device::host, -3); });
   EXPECT_GE(refused_, 4);
 }
 

@@ -11,6 +11,7 @@
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/combine/fold_slots.cuh"
 #include "kernels/cuda/combine/row_end.cuh"
+#include "kernels/cuda/combine/run_headers.cuh"
 #include "kernels/cuda/common/convert.cuh"
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/cuda/dispatch/attend.hpp"
@@ -60,19 +61,6 @@ __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, i
                            Piece<kColumns>& state, bool wide) {
   RowEnd(m, head).finish(state);
   store_result(m, ResultPlace(m, token, head, column), state, wide);
-}
-
-/// Whether the gathered states are of different runs. Nothing may be written then.
-__device__ bool are_of_different_runs(const RunHeaders& headers) {
-  if (headers.said == nullptr) return false;
-  const int other = headers.differing();
-  if (other < 0) return false;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
-    *static_cast<volatile std::uint64_t*>(headers.report) =
-        RunHeaders::reported(headers.run, other);
-    __threadfence_system();
-  }
-  return true;
 }
 
 // ---- kernels: threadIdx.x = columns, (blockIdx.x, threadIdx.y) = rows --------------------------

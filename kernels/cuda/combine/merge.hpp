@@ -21,6 +21,7 @@ void map_rows(const MapParams& params, cudaStream_t stream);
 void place_rows(const PlaceParams& params, cudaStream_t stream);
 void key_starts(const KeyStartParams& params, cudaStream_t stream);
 void merge_outputs(const MergeOutputsParams& params, cudaStream_t stream);
+void pack_outputs(const PackOutputsParams& params, cudaStream_t stream);
 void export_segments(const ExportSegmentsParams& params, cudaStream_t stream);
 void reduce_segments(const ReduceSegmentsParams& params, cudaStream_t stream);
 void append(const AppendParams& params, cudaStream_t stream);

@@ -17,6 +17,7 @@
 
 #include "kernels/cuda/combine/fold_tree.cuh"
 #include "kernels/cuda/combine/merge.hpp"
+#include "kernels/cuda/combine/run_headers.cuh"
 #include "kernels/cuda/common/convert.cuh"
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/merge_scaled.hpp"
@@ -37,7 +38,7 @@ __device__ bool all_finite(const float (&values)[kCount]) {
 /// Elements that are no finite numbers, again. Rare, hence a loop that is not unrolled, over a
 /// copy, so that the values themselves stay in registers; and no call, around which a kernel would
 /// have fewer of them for its loads.
-template <int kCount>
+template <bool kByInverse, int kCount>
 __device__ __forceinline__ void mend_overflow(const MergeOutputsParams& p, std::int64_t token,
                                               int head, int column, float (&values)[kCount]) {
   float mended[kCount];
@@ -45,7 +46,7 @@ __device__ __forceinline__ void mend_overflow(const MergeOutputsParams& p, std::
   for (int c = 0; c < kCount; ++c) mended[c] = values[c];
 #pragma unroll 1
   for (int c = 0; c < kCount; ++c)
-    if (!isfinite(mended[c])) mended[c] = merge_scaled(p, token, head, column + c);
+    if (!isfinite(mended[c])) mended[c] = merge_scaled(p, token, head, column + c, kByInverse);
 #pragma unroll
   for (int c = 0; c < kCount; ++c) values[c] = mended[c];
 }
@@ -157,6 +158,7 @@ template <class T, int kVectors>
 __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_kernel(
     const __grid_constant__ MergeOutputsParams p, bool writes_read_lse) {
   constexpr int kCount = Words<T>::kCount;
+  if (are_of_different_runs(p.headers)) return;
   const unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
   const bool live = row < static_cast<unsigned>(p.tokens) * static_cast<unsigned>(p.heads);
   const auto [token, head] = row_index(row, p.heads);
@@ -292,6 +294,7 @@ struct PartColumns {
 template <class T, int kColumns, int kLevels>
 __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
     const __grid_constant__ MergeOutputsParams p, bool writes_read_lse) {
+  if (are_of_different_runs(p.headers)) return;
   const unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
   const bool live = row < static_cast<unsigned>(p.tokens) * static_cast<unsigned>(p.heads);
   const auto [token, head] = row_index(row, p.heads);
@@ -305,8 +308,9 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
     if (std::is_same_v<T, AnyType> && kLevels > kGroupLevels) levels = max(levels, kGroupLevels);
     Piece<kColumns> piece = fold_tree<kLevels>(parts, levels);
     const Finish finished = finish(piece.stats);
-    if constexpr (std::is_same_v<T, AnyType> && kLevels == 1) {
-      // As merge_two_kernel rounds, so that the type of a part changes no bit.
+    if constexpr (kLevels == 1) {
+      // As merge_two_kernel rounds, so that neither the type of a part nor where the result lies
+      // changes a bit: ranks that merge the same two parts have the same result.
       const float inverse = 1.0f / finished.sum;
 #pragma unroll
       for (float& o : piece.o) o = finished.sum == 0.0f ? 0.0f : o * inverse;
@@ -314,7 +318,8 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
 #pragma unroll
       for (float& o : piece.o) o = finished(o);
     }
-    if (kCanOverflow<T> && !all_finite(piece.o)) mend_overflow(p, token, head, column, piece.o);
+    if (kCanOverflow<T> && !all_finite(piece.o))
+      mend_overflow<kLevels == 1>(p, token, head, column, piece.o);
     scale.apply(piece.o);
     const std::int64_t at = token * p.out.row_stride + head * p.out.head_stride + column;
     if constexpr (std::is_same_v<T, AnyType>)

@@ -148,6 +148,9 @@ class CudaBackend final : public Backend {
   void merge_outputs(const MergeOutputsParams& p, Stream stream) const override {
     cuda::merge_outputs(p, stream_of(stream));
   }
+  void pack_outputs(const PackOutputsParams& p, Stream stream) const override {
+    cuda::pack_outputs(p, stream_of(stream));
+  }
   void export_segments(const ExportSegmentsParams& p, Stream stream) const override {
     cuda::export_segments(p, stream_of(stream));
   }

@@ -11,12 +11,11 @@ int main() {
   for (int key = 0; key < kKeys; ++key)
     for (int d = 0; d < kDim; ++d) v[key * kDim + d] = static_cast<float>(key * d);
 
-  using longspan::fp32, longspan::Tensor;
-  longspan::attend(longspan::self(), {.q = Tensor(q.data(), fp32, {1, 1, kDim}),
-                                      .k = Tensor(k.data(), fp32, {kKeys, 1, kDim}),
-                                      .v = Tensor(v.data(), fp32, {kKeys, 1, kDim}),
-                                      .shard = longspan::Shard::contiguous(kKeys, 0, 1),
-                                      .out = Tensor(out.data(), fp32, {1, 1, kDim})});
+  longspan::attend(longspan::self(), {.q = {q.data(), {1, 1, kDim}},
+                                      .k = {k.data(), {kKeys, 1, kDim}},
+                                      .v = {v.data(), {kKeys, 1, kDim}},
+                                      .out = {out.data(), {1, 1, kDim}},
+                                      .total_keys = kKeys});
   for (int d = 0; d < kDim; ++d)
     if (!(out[d] > d - 1e-5f && out[d] < d + 1e-5f)) return EXIT_FAILURE;
   std::printf("longspan %s: the mean of the values, as it should be\n", LONGSPAN_VERSION);

@@ -1,0 +1,61 @@
+// A finished part and its lse, with any strides, to where they travel from: the rows in the widest
+// word that all of them take.
+#include <algorithm>
+
+#include "kernels/cuda/combine/merge.hpp"
+#include "kernels/cuda/common/launch.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+/// threadIdx.x = words of a row, (blockIdx.x, threadIdx.y) = rows, numbered token * heads + head.
+template <class Word>
+__global__ __launch_bounds__(kThreads) void pack_outputs_kernel(
+    const __grid_constant__ PackOutputsParams p) {
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const std::int64_t token = row / p.heads, head = row - token * p.heads;
+  if (token >= p.tokens) return;
+  const auto size = static_cast<std::int64_t>(size_of(p.dtype));
+  const auto place = [&](const Rows& rows) {
+    return static_cast<std::byte*>(rows.data) +
+           (token * rows.row_stride + head * rows.head_stride) * size;
+  };
+  const Word* from = reinterpret_cast<const Word*>(place(p.from));
+  Word* to = reinterpret_cast<Word*>(place(p.to));
+  const int words = static_cast<int>(p.dim * size / static_cast<std::int64_t>(sizeof(Word)));
+  for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x))
+    to[i] = from[i];
+  if (threadIdx.x == 0) *p.to_lse.at(token, head) = *p.from_lse.at(token, head);
+}
+
+template <class Word>
+void launch(const PackOutputsParams& p, cudaStream_t stream) {
+  const std::int64_t words = p.row_bytes() / static_cast<std::int64_t>(sizeof(Word));
+  int columns = 1;
+  while (columns < 32 && columns < words) columns *= 2;
+  const dim3 block(static_cast<unsigned>(columns), static_cast<unsigned>(kThreads / columns));
+  const std::int64_t blocks = (p.tokens * p.heads + block.y - 1) / block.y;
+  launch_kernel(pack_outputs_kernel<Word>, {static_cast<unsigned>(blocks), block, stream}, p);
+}
+
+}  // namespace
+
+void pack_outputs(const PackOutputsParams& p, cudaStream_t stream) {
+  if (p.tokens == 0) return;
+  switch (p.word()) {
+    case 16:
+      return launch<uint4>(p, stream);
+    case 8:
+      return launch<uint2>(p, stream);
+    case 4:
+      return launch<std::uint32_t>(p, stream);
+    case 2:
+      return launch<std::uint16_t>(p, stream);
+    default:
+      return launch<std::uint8_t>(p, stream);
+  }
+}
+
+}  // namespace longspan::kernels::cuda

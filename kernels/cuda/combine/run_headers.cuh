@@ -1,0 +1,22 @@
+// What ranks say of the run whose states, or finished parts, a kernel is about to merge.
+#pragma once
+
+#include "kernels/merge_params.hpp"
+
+namespace longspan::kernels::cuda {
+
+/// Whether what was gathered is of different runs, which one thread of the grid then reports.
+/// Nothing else may be written.
+__device__ inline bool are_of_different_runs(const RunHeaders& headers) {
+  if (headers.said == nullptr) return false;
+  const int other = headers.differing();
+  if (other < 0) return false;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
+    *static_cast<volatile std::uint64_t*>(headers.report) =
+        RunHeaders::reported(headers.run, other);
+    __threadfence_system();
+  }
+  return true;
+}
+
+}  // namespace longspan::kernels::cuda

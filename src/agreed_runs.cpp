@@ -1,0 +1,49 @@
+#include "src/agreed_runs.hpp"
+
+#include <cstddef>
+
+namespace longspan {
+
+void AgreedRuns::allocate() {
+  if (comm_.size() == 1) return;
+  const auto words = [&](std::size_t count) {
+    const auto bytes = kernels_.shared_memory(count * sizeof(std::uint64_t));
+    return std::shared_ptr<std::uint64_t>(bytes, reinterpret_cast<std::uint64_t*>(bytes.get()));
+  };
+  report_ = words(1);
+  constexpr std::size_t kWords = RunHistory::kRuns * (kernels::DigestParams::kMostArrays + 1);
+  history_ = std::make_shared<RunHistory>(contents_ ? words(kWords) : nullptr);
+}
+
+void AgreedRuns::lay_out(Parts& memory) {
+  said_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(comm_.size()));
+}
+
+void AgreedRuns::enlist() {
+  if (history_) layer_ = comm_.enlist(history_);
+}
+
+AgreedRuns::Begun AgreedRuns::begin(const RunDescription& description, Stream stream) {
+  const std::uint32_t run = history_->add(description);
+  comm_.begin({layer_, run});
+  Begun begun;
+  begun.say = {description.hash(), nullptr, said_ + comm_.rank()};
+  if (std::uint64_t* words = history_->words(run)) {
+    const kernels::DigestParams arrays = description.arrays(words);
+    kernels_.digest(arrays, stream);
+    begun.say.contents = words + arrays.count;
+  }
+  begun.said = said_;
+  begun.headers = {said_, comm_.rank(), comm_.size(), run, report_.get()};
+  return begun;
+}
+
+void AgreedRuns::check() const {
+  if (!report_) return;
+  const std::uint64_t found = *static_cast<const volatile std::uint64_t*>(report_.get());
+  if (found == 0) return;
+  comm_.disagree({layer_, static_cast<std::uint32_t>(found >> 32)},
+                 static_cast<int>(found & 0xffffffffu) - 1, step_);
+}
+
+}  // namespace longspan

@@ -1,0 +1,59 @@
+// The runs of one layer of several ranks, which all of them must mean alike (design contract 8): a
+// run has a name and a description, of which a hash travels with the data. What differs is found by
+// the transport, or by the kernel that merges what was gathered, and reported here.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "comm/transport.hpp"
+#include "kernels/backend.hpp"
+#include "src/agreement.hpp"
+#include "src/parts.hpp"
+
+namespace longspan {
+
+class AgreedRuns {
+ public:
+  /// `contents`: what lies in small arrays is compared too. `step` names the work of the layer in
+  /// errors. All that is given outlives this.
+  AgreedRuns(comm::Transport& comm, const kernels::AttentionKernels& kernels, bool contents,
+             const char* step)
+      : comm_(comm), kernels_(kernels), contents_(contents), step_(step) {}
+
+  /// Takes memory that host and kernels share. It may fail on some ranks only.
+  void allocate();
+  /// The memory of the device: what every rank says.
+  void lay_out(Parts& memory);
+  /// Gives the layer its number among those of the communicator. All ranks come here, in the same
+  /// order of layers.
+  void enlist();
+
+  /// False for one rank alone, whose runs nobody compares. It then begins none.
+  bool are_compared() const { return history_ != nullptr; }
+  std::uint32_t layer() const { return layer_; }
+
+  /// What the kernels and verbs of a run are told.
+  struct Begun {
+    kernels::SayParams say;         // for AttentionKernels::say, ahead of the first exchange
+    std::uint64_t* said = nullptr;  // [ranks] for the verbs that exchange
+    kernels::RunHeaders headers;    // for the merge of what was gathered
+  };
+  /// Names the next run to the transport, and queues the digest of its arrays.
+  Begun begin(const RunDescription& description, Stream stream);
+
+  /// Throws, on every rank, what a merge found to differ.
+  void check() const;
+
+ private:
+  comm::Transport& comm_;
+  const kernels::AttentionKernels& kernels_;
+  bool contents_;
+  const char* step_;
+  std::shared_ptr<RunHistory> history_;    // what the ranks mean by the last runs
+  std::shared_ptr<std::uint64_t> report_;  // [1] RunHeaders::reported
+  std::uint64_t* said_ = nullptr;          // [ranks]
+  std::uint32_t layer_ = 0;
+};
+
+}  // namespace longspan

@@ -1,0 +1,310 @@
+// The checks of one run, and of one append.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "src/validate.hpp"
+
+namespace longspan {
+namespace {
+
+constexpr std::int64_t kMostKeys = std::numeric_limits<std::int32_t>::max();
+
+/// Host only: the table of sequence b.
+void check_table(const Shard& shard, int b, std::int64_t kv_len) {
+  if (shard.layout == Layout::ranges) {
+    require(shard.table[0] == 0 && shard.table[shard.ranks] == kv_len,
+            "the table of ranges of sequence {} runs from {} to {}; the sequence has keys 0 to {}",
+            b, shard.table[0], shard.table[shard.ranks], kv_len);
+    for (int r = 0; r < shard.ranks; ++r)
+      require(shard.table[r] <= shard.table[r + 1],
+              "the table of ranges of sequence {} descends at rank {}", b, r);
+  }
+  if (shard.layout == Layout::listed)
+    for (std::int64_t i = 0; i < shard.listed; ++i)
+      require(shard.table[i] >= 0 && shard.table[i] < kv_len,
+              "listed key {} stands at position {}; the sequence has {} keys", i, shard.table[i],
+              kv_len);
+}
+
+/// Host only.
+void check_documents(const Documents& documents) {
+  for (std::int64_t d = 0; d < documents.count; ++d)
+    require(documents.start[d] <= documents.start[d + 1],
+            "documents descend at document {}: {} to {}", d, documents.start[d],
+            documents.start[d + 1]);
+}
+
+CacheView check_cache(const Tensor& k, const Tensor& v, const Tensor& table, int batch,
+                      const Options& options, Device device) {
+  const CacheShape shape{options.kv_heads, options.head_dim, options.of_values(),
+                         options.dtypes.of_kv(), batch};
+  return table ? view_pages(k, v, table, shape, device, "k", "v")
+               : view_contiguous(k, v, shape, device);
+}
+
+/// New keys and values, and where they can go.
+void check_new_rows(const Append& a, const Options& options, Device device) {
+  check_rows(a.new_k, "new_k", -1, options.kv_heads, options.head_dim, options.dtypes.compute,
+             device);
+  if (needs_new_values(a.new_v, "new_v", a.k, "k", a.v, "v"))
+    check_rows(a.new_v, "new_v", a.new_k.shape[0], options.kv_heads, options.of_values(),
+               options.dtypes.compute, device);
+  if (options.keys.layout == Layout::listed)
+    throw Unsupported(
+        "append to listed keys is not supported: their table says where the keys that are there "
+        "stand, not where new ones go; write them with ServingOps::append_kv");
+}
+
+/// Lengths count the new keys; `rows` of them in all.
+void check_growth(const kernels::Batch& batch, std::int64_t rows, const Shard& shard) {
+  for (int b = 0; b < batch.size; ++b) {
+    const std::int64_t added = batch.query_len(b, rows), keys = batch.keys(b, shard);
+    require(added <= keys, "sequence {} gets {} new keys and has kv_len {}, which must count them",
+            b, added, keys);
+  }
+}
+
+/// What a run writes, and that it is nothing that the run reads.
+void check_results(const AttentionArgs& r, bool grows) {
+  check_written(r.out, "out");
+  if (r.lse) check_written(r.lse.tensor, "lse");
+  if (r.lse) check_overlap(r.lse.tensor, "lse", r.out, "out");
+  for (const auto& [in, name] : {std::pair{&r.q, "q"}, std::pair{&r.k, "k"}, std::pair{&r.v, "v"},
+                                 std::pair{&r.new_k, "new_k"}, std::pair{&r.new_v, "new_v"}}) {
+    if (!*in) continue;
+    check_overlap(r.out, "out", *in, name);
+    if (r.lse) check_overlap(r.lse.tensor, "lse", *in, name);
+  }
+  if (!grows) return;
+  check_overlap(r.k, "k", r.q, "q");
+  check_overlap(r.v, "v", r.q, "q");
+}
+
+/// A cache that grows: its keys and values are written.
+void check_grown(const Tensor& k, const Tensor& v, const Tensor& new_k, const Tensor& new_v) {
+  check_written_cache(k, "k", v, "v");
+  for (const auto& [to, name] : {std::pair{&k, "k"}, std::pair{&v, "v"}}) {
+    check_overlap(*to, name, new_k, "new_k");
+    if (new_v) check_overlap(*to, name, new_v, "new_v");
+  }
+}
+
+/// Host only: what the factors of a call hold.
+void check_factors(const RunArrays& a, int kv_heads, bool grows) {
+  check_scales(a.q_scale, "q_scale", kv_heads, false);
+  check_scales(a.k_scale, "k_scale", kv_heads, grows);
+  check_scales(a.v_scale, "v_scale", kv_heads, grows);
+  check_scales({a.out_scale}, "out_scale", 1, true);
+}
+
+/// The features of a run that stand beside its tensors.
+void check_features(const AttentionArgs& args, const RunArrays& arrays, const Options& options) {
+  require(!args.documents || arrays.batch == 1,
+          "documents are packed in one sequence; the batch has {}", arrays.batch);
+  if (args.skip_decode && options.queries)
+    throw Unsupported(
+        "skip_decode with sharded queries is not supported: a rank cannot leave out rows whose "
+        "place only the others know; give the sequences of several queries only");
+}
+
+/// With sharded queries: the rows of the whole q, of which this rank has its share.
+std::int64_t check_query_shard(const AttentionArgs& args, const RunArrays& arrays,
+                               const Options& options, const Communicator& world) {
+  const std::int64_t rows = args.total_tokens;
+  require(rows >= 0 && rows <= options.limits.max_tokens * world.size(),
+          "total_tokens is {}; the layer was made for at most {} on each of {} ranks", rows,
+          options.limits.max_tokens, world.size());
+  require(args.q.stride[1] == options.head_dim &&
+              args.q.stride[0] == std::int64_t{options.heads} * options.head_dim,
+          "q of sharded queries must be dense; its strides are {} and {}", args.q.stride[0],
+          args.q.stride[1]);
+  const Shard& own = arrays.queries;
+  if (own.layout == Layout::ranges && world.device() == Device::host) {
+    require(own.table[0] == 0 && own.table[own.ranks] == rows,
+            "query_table runs from {} to {}; there are rows 0 to {} (total_tokens)", own.table[0],
+            own.table[own.ranks], rows);
+    for (int r = 0; r < own.ranks; ++r)
+      require(own.table[r] <= own.table[r + 1], "query_table descends at rank {}", r);
+  }
+  if (own.layout == Layout::listed && world.device() == Device::host) {
+    const std::int64_t held = own.listed, entries = options.limits.max_tokens;
+    for (std::int64_t i = 0; i < std::min(held, entries); ++i)
+      require(own.table[i] >= 0 && own.table[i] < rows,
+              "query_table[{}] is {}; of {} rows (total_tokens) there are 0 to {}", i, own.table[i],
+              rows, rows - 1);
+    for (std::int64_t i = held; i < entries; ++i)
+      require(own.table[i] == -1,
+              "query_table[{}] is {}; of {} rows (total_tokens) this rank has {}, and past them "
+              "stands -1",
+              i, own.table[i], rows, held);
+  }
+  if (arrays.batch == 1 && (world.device() == Device::host || own.layout != Layout::ranges))
+    require(own.local_len(rows) == args.q.shape[0],
+            "the {} layout of queries gives rank {} {} of {} rows (total_tokens); q has {}",
+            name(own.layout), world.rank(), own.local_len(rows), rows, args.q.shape[0]);
+  return rows;
+}
+
+}  // namespace
+
+void check_starts(const kernels::Batch& batch, std::int64_t rows) {
+  if (batch.query_start == nullptr) return;
+  const std::int32_t* start = batch.query_start;
+  require(start[0] == 0, "query_start[0] is {}; it must be 0", start[0]);
+  for (int b = 0; b < batch.size; ++b)
+    require(start[b] <= start[b + 1], "query_start descends at sequence {}: {} to {}", b, start[b],
+            start[b + 1]);
+  require(start[batch.size] <= rows, "query_start ends at row {}; there are {} rows",
+          start[batch.size], rows);
+}
+
+void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
+                   const CacheView& cache, std::int64_t max_kv_len) {
+  check_starts(batch, rows);
+  std::int64_t packed_keys = 0;
+  for (int b = 0; b < batch.size; ++b) {
+    const std::int64_t kv_len = batch.keys(b, shard);
+    require(kv_len >= 0, "kv_len[{}] is {}; lengths are not negative", b, kv_len);
+    require(max_kv_len == 0 || kv_len <= max_kv_len,
+            "sequence {} has {} keys; at most {} were promised (max_kv_len)", b, kv_len,
+            max_kv_len);
+    const Shard own = shard.for_sequence(b);
+    check_table(own, b, kv_len);
+    const std::int64_t local = own.local_len(kv_len);
+    packed_keys += local;
+    require((cache.packed ? packed_keys : local) <= cache.room(),
+            "sequence {} has {} keys, of which rank {} holds {} ({} layout); there is room for {} "
+            "in {}",
+            b, kv_len, own.rank, local, name(own.layout), cache.room(),
+            cache.pages ? "its row of block_table" : "k and v");
+  }
+}
+
+void check_room(const Shard& shard, const CacheView& cache) {
+  const std::int64_t own = shard.local_len(shard.length);
+  require(own <= cache.room(), "rank {} holds {} of {} keys ({} layout); there is room for {}",
+          shard.rank, own, shard.length, name(shard.layout), cache.room());
+}
+
+void check_one_call(const AttentionArgs& args) {
+  const Tensor &q = args.q, &k = args.k;
+  require(q.dims == 3, "q is {}; [tokens, heads, head_dim] is wanted", shape_text(q));
+  require(
+      k.dims >= 3 && k.dims <= 5,
+      "k is {}; [keys, kv_heads, head_dim] is wanted, or [batch, capacity, kv_heads, head_dim], or "
+      "pages "
+      "with a block_table",
+      shape_text(k));
+  const std::int64_t kv_heads = k.shape[k.dims == 5 ? 1 : k.dims - 2];
+  const auto is_count = [](std::int64_t n) {
+    return n >= 1 && n <= std::numeric_limits<std::int32_t>::max();
+  };
+  require(is_count(q.shape[1]), "q is {}: {} heads; there is at least 1", shape_text(q),
+          q.shape[1]);
+  require(is_count(q.shape[2]), "q is {}: a head dim of {}; it is at least 1", shape_text(q),
+          q.shape[2]);
+  require(args.out.dims == 3 && is_count(args.out.shape[2]),
+          "out is {}; [tokens, heads, value_dim] is wanted", shape_text(args.out));
+  require(is_count(kv_heads), "k is {}: {} kv_heads; there is at least 1", shape_text(k), kv_heads);
+  require(q.shape[1] % kv_heads == 0,
+          "q is {} and k is {}: heads {} must be a multiple of kv_heads {}", shape_text(q),
+          shape_text(k), q.shape[1], kv_heads);
+  for (const auto& [t, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, std::pair{&args.v, "v"},
+                                std::pair{&args.out, "out"}})
+    require(is_float(t->dtype), "{} has a type of number {}, which is no float type", name,
+            static_cast<int>(t->dtype));
+  require(q.shape[0] >= 0 && q.shape[0] <= kMostKeys, "q is {}: {} rows; there are 0 to 2^31 - 1",
+          shape_text(q), q.shape[0]);
+}
+
+AttentionArgs with_flat_rows(const AttentionArgs& args) {
+  AttentionArgs flat = args;
+  flat.q = flat_rows(args.q, "q");
+  flat.out = flat_rows(args.out, "out");
+  flat.lse = flat_rows(args.lse, "lse");
+  return flat;
+}
+
+Append append_of(const AttentionArgs& args) {
+  return {.new_k = args.new_k,
+          .new_v = args.new_v,
+          .k = args.k,
+          .v = args.v,
+          .total_keys = args.total_keys,
+          .query_start = args.query_start,
+          .kv_len = args.kv_len,
+          .block_table = args.block_table,
+          .key_table = args.key_table,
+          .k_scale = args.k_scale,
+          .v_scale = args.v_scale};
+}
+
+Checked check_attention(const AttentionArgs& args, const Options& options,
+                        const Communicator& world) {
+  const Device device = world.device();
+  const DTypes& dtypes = options.dtypes;
+  check_rows(args.q, "q", -1, options.heads, options.head_dim, dtypes.of_query(), device);
+  const std::int64_t own_rows = args.q.shape[0];
+  check_rows(args.out, "out", own_rows, options.heads, options.of_values(), dtypes.of_out(),
+             device);
+  require(own_rows <= options.limits.max_tokens,
+          "q has {} rows; the layer was made for at most {} (max_tokens)", own_rows,
+          options.limits.max_tokens);
+  if (args.lse) check_lse(args.lse.tensor, "lse", own_rows, options.heads, device);
+  const RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), device);
+  const CacheView cache =
+      check_cache(args.k, args.v, args.block_table, arrays.batch, options, device);
+  check_quantised(dtypes.of_query(), "q", dtypes.compute, bool{args.q_scale}, "q_scale");
+  check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{args.k_scale}, "k_scale");
+  check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{args.v_scale}, "v_scale");
+  check_quantised(dtypes.of_out(), "out", dtypes.compute, bool{args.out_scale}, "out_scale");
+  check_features(args, arrays, options);
+  const std::int64_t rows =
+      options.queries ? check_query_shard(args, arrays, options, world) : own_rows;
+
+  const bool grows = args.new_k || args.new_v;
+  if (grows) {
+    check_new_rows(append_of(args), options, device);
+    require(args.new_k.shape[0] == rows, "new_k has {} rows; there are {} of q",
+            args.new_k.shape[0], rows);
+    check_grown(args.k, args.v, args.new_k, args.new_v);
+  }
+  check_results(args, grows);
+
+  if (device == Device::host) {
+    const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
+    check_lengths(batch, rows, arrays.keys, cache, options.limits.max_kv_len);
+    if (grows) check_growth(batch, rows, arrays.keys);
+    check_documents(arrays.documents);
+    check_factors(arrays, options.kv_heads, grows);
+  } else if (arrays.kv_len == nullptr && arrays.keys.layout != Layout::ranges) {
+    check_room(arrays.keys, cache);
+  }
+  return {cache, arrays};
+}
+
+Checked check_append(const Append& tokens, const Options& options, const Communicator& world) {
+  const Device device = world.device();
+  const RunArrays arrays = arrays_of(tokens, options, world.rank(), world.size(), device);
+  check_new_rows(tokens, options, device);
+  const CacheView cache =
+      check_cache(tokens.k, tokens.v, tokens.block_table, arrays.batch, options, device);
+  const DTypes& dtypes = options.dtypes;
+  check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{tokens.k_scale}, "k_scale");
+  check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{tokens.v_scale}, "v_scale");
+  check_grown(tokens.k, tokens.v, tokens.new_k, tokens.new_v);
+  if (device == Device::host) {
+    const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
+    check_lengths(batch, tokens.new_k.shape[0], arrays.keys, cache, options.limits.max_kv_len);
+    check_growth(batch, tokens.new_k.shape[0], arrays.keys);
+    check_scales(arrays.k_scale, "k_scale", options.kv_heads, true);
+    check_scales(arrays.v_scale, "v_scale", options.kv_heads, true);
+  } else if (arrays.kv_len == nullptr && arrays.keys.layout != Layout::ranges) {
+    check_room(arrays.keys, cache);
+  }
+  return {cache, arrays};
+}
+
+}  // namespace longspan

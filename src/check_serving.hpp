@@ -1,0 +1,55 @@
+// What must hold before a call of ServingOps, or a merge across ranks, runs. Nothing here reads
+// memory of the device: what lies in arrays is checked by check_lengths (host) and
+// ServingKernels::check_arrays.
+#pragma once
+
+#include "longspan/merge.hpp"
+#include "longspan/serving.hpp"
+#include "src/tensor_checks.hpp"
+#include "src/validate.hpp"
+
+namespace longspan {
+
+/// Sizes that the tensors of a call tell.
+struct PagedShape {
+  DType dtype;  // of the products
+  std::int64_t tokens;
+  int heads, kv_heads, head_dim, value_dim;
+};
+
+/// Reads shapes and types only. InputError where they have none of the known forms.
+PagedShape shape_of(const PagedAttention& args);
+PagedShape shape_of(const AttendState& args);
+
+/// What the workspace of a call depends on; `slots`: states of each row.
+void check_sizes(const Tensor& q, const PagedShape& shape, std::int64_t slots);
+
+Checked check_paged(const PagedAttention& args, const PagedShape& shape, bool needs_out,
+                    Device device);
+/// out and lse, where out is given.
+void check_output(const PagedAttention& args, const PagedShape& shape, Device device);
+void check_new_keys(const ContextAttention& args, const PagedShape& shape, Device device);
+void check_segments(const Segments& segments, std::int64_t tokens, std::int64_t heads,
+                    std::int64_t least_dim, Device device);
+/// The batch of the call.
+kernels::Batch check_reduce(const ReduceSegments& args, Device device);
+void check_merge(const MergeAttnStates& args, Device device);
+void check_merge(const MergeStates& args, Device device);
+void check_merge(const MergeArgs& args, const MergeOptions& options, int ranks, Device device);
+Checked check_append(const AppendKv& args, Device device);
+
+Checked check_attend(const AttendState& args, const PagedShape& shape, Device device);
+/// The batch of the rows.
+kernels::Batch check_finish(const FinishState& args, Device device);
+kernels::Batch check_export(const ExportState& args, std::int64_t value_dim, Device device);
+
+/// Bytes of the states of so many rows.
+std::size_t check_state_size(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim);
+
+/// The caller's memory, if it is enough.
+void check_workspace(const Workspace& workspace, std::size_t needed);
+
+/// Host only: new keys are among the keys of their sequence.
+void check_new_lengths(const kernels::Batch& batch, std::int64_t tokens);
+
+}  // namespace longspan

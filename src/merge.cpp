@@ -1,0 +1,249 @@
+// The merge across ranks: a part is packed to where it travels from, the parts of all ranks (or of
+// each rank's own heads) come here, and one kernel merges them.
+//
+//     whole       my slot         -> all_gather -> [ranks] slots -> merge of all heads
+//     scattered   [ranks] slots   -> all_to_all -> [ranks] slots -> merge of my heads
+#include "longspan/merge.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "comm/transport.hpp"
+#include "kernels/backend.hpp"
+#include "longspan/error.hpp"
+#include "src/agreed_runs.hpp"
+#include "src/check_serving.hpp"
+#include "src/device_guard.hpp"
+#include "src/layer_memory.hpp"
+#include "src/trace.hpp"
+
+namespace longspan {
+namespace {
+
+constexpr const char* kStep = "merge across ranks";
+
+/// UsageError for options that make no sense, or sizes that no memory holds.
+void check_options(const MergeOptions& o, LogBase base, int ranks) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  const auto usage = [](bool holds, const std::string& what) {
+    if (!holds) throw UsageError(what);
+  };
+  usage(o.heads >= 1, fmt::format("heads {} is below 1", o.heads));
+  usage(o.value_dim >= 1, fmt::format("value_dim {} is below 1", o.value_dim));
+  usage(o.max_tokens >= 0 && o.max_tokens <= kMost,
+        fmt::format("max_tokens {} is not in 0 to 2^31 - 1", o.max_tokens));
+  for (const auto& [dtype, what] :
+       {std::pair{o.dtype, "dtype"}, std::pair{o.of_out(), "out_dtype"}})
+    usage(is_float(dtype), fmt::format("{} is {}, which is no float type", what, name(dtype)));
+  usage(base == LogBase::e || base == LogBase::two,
+        fmt::format("base of number {} is none of e, two", static_cast<int>(base)));
+  usage(!o.scatter_heads || o.heads % ranks == 0,
+        fmt::format("scatter_heads: {} heads cannot be dealt out to {} ranks, which must divide "
+                    "them",
+                    o.heads, ranks));
+  usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
+  const double bytes =
+      static_cast<double>(o.max_tokens) * o.heads * (4.0 * o.value_dim + 4) * ranks;
+  usage(bytes < 0x1p48,
+        fmt::format("max_tokens {} with heads {} and value_dim {} on {} ranks: the parts of such a "
+                    "run take up to {:.3g} bytes; give the most tokens of one run",
+                    o.max_tokens, o.heads, o.value_dim, ranks, bytes));
+}
+
+/// Every option that ranks must give alike.
+NamedValues describe(const MergeOptions& o, LogBase base) {
+  const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
+  return {{"heads", fmt::to_string(o.heads)},
+          {"value_dim", fmt::to_string(o.value_dim)},
+          {"dtype", name(o.dtype)},
+          {"out_dtype", name(o.of_out())},
+          {"base", base == LogBase::e ? "e" : "two"},
+          {"max_tokens", fmt::to_string(o.max_tokens)},
+          {"scatter_heads", yes_no(o.scatter_heads)},
+          {"nan_is_empty", yes_no(o.nan_is_empty)}};
+}
+
+/// A slot: some heads of a rank's part with their lse, as they travel. The whole part lies as
+/// [tokens, heads, value_dim], then its lse [tokens, heads]. Of heads that are scattered each has
+/// its own [tokens, value_dim] and lse [tokens], so that the heads of one rank lie together.
+struct Slot {
+  std::int64_t row_stride, head_stride;          // of elements
+  std::int64_t lse_row_stride, lse_head_stride;  // of floats
+  std::int64_t lse_at;                           // bytes ahead of the first lse
+  std::int64_t bytes;                            // more than 0: an exchange of nothing is one too
+
+  Slot(const MergeOptions& o, std::int64_t tokens, int ranks) {
+    const std::int64_t heads = o.heads, dim = o.value_dim;
+    const auto size = static_cast<std::int64_t>(size_of(o.dtype));
+    const std::int64_t together = o.scatter_heads ? 1 : heads;  // heads beside each other in a row
+    lse_at = align(tokens * together * dim * size);
+    const std::int64_t block = lse_at + align(tokens * together * 4);
+    row_stride = together * dim;
+    head_stride = o.scatter_heads ? block / size : dim;
+    lse_row_stride = together;
+    lse_head_stride = o.scatter_heads ? block / 4 : 1;
+    bytes = std::max<std::int64_t>(o.scatter_heads ? block * (heads / ranks) : block, 16);
+  }
+
+  kernels::Rows rows(std::byte* at) const { return {at, row_stride, head_stride}; }
+  kernels::LseView lse(std::byte* at) const {
+    return {reinterpret_cast<float*>(at + lse_at), lse_row_stride, lse_head_stride};
+  }
+
+ private:
+  /// To 16 bytes, which the kernels read at once.
+  static std::int64_t align(std::int64_t bytes) { return (bytes + 15) / 16 * 16; }
+};
+
+}  // namespace
+
+struct CrossRankMerge::Impl {
+  Communicator world;
+  MergeOptions options;
+  LogBase base;
+  std::unique_ptr<kernels::Backend> kernels;
+  LayerMemory memory;
+  std::optional<AgreedRuns> runs;
+  // With several ranks:
+  std::byte* slots = nullptr;    // [ranks] as they come
+  std::byte* leaving = nullptr;  // scattered: [ranks] as they go; whole: the rank's own of `slots`
+  float* scales = nullptr;       // [ranks] of parts of fp8
+
+  Impl(const Communicator& communicator, const MergeOptions& given, LogBase log_base)
+      : world(communicator), options(given), base(log_base), memory(world) {
+    const DeviceGuard guard(world.gpu());
+    agree(world, describe(options, base), "making of the merge");
+    check_options(options, base, world.size());
+    kernels = make_kernels(world, options.threads);
+    kernels->merge_outputs(merge_params(0), {});  // of no tokens: throws for too many ranks
+    runs.emplace(comm::transport_of(world), *kernels, world.device() == Device::host, kStep);
+    memory.allocate([this](Parts& parts) { lay_out(parts); }, [this] { runs->allocate(); });
+    runs->enlist();
+  }
+
+  int ranks() const { return world.size(); }
+  bool is_fp8_part() const { return is_fp8(options.dtype); }
+
+  void lay_out(Parts& parts) {
+    if (ranks() == 1) return;
+    const auto all = static_cast<std::size_t>(ranks()) *
+                     static_cast<std::size_t>(Slot(options, options.max_tokens, ranks()).bytes);
+    slots = parts.take(all);
+    leaving = options.scatter_heads ? parts.take(all) : nullptr;
+    if (is_fp8_part()) scales = parts.take_array<float>(static_cast<std::size_t>(ranks()));
+    runs->lay_out(parts);
+  }
+
+  /// Of `tokens`, without where anything lies.
+  kernels::MergeOutputsParams merge_params(std::int64_t tokens) const {
+    kernels::MergeOutputsParams p;
+    p.parts = ranks();
+    p.in_dtype[0] = p.in_dtype[1] = options.dtype;
+    p.base = base;
+    p.nan_is_empty = options.nan_is_empty;
+    p.tokens = tokens;
+    p.heads = options.scatter_heads ? options.heads / ranks() : options.heads;
+    p.dim = options.value_dim;
+    p.dtype = options.of_out();
+    return p;
+  }
+
+  void give_result(kernels::MergeOutputsParams& p, const MergeArgs& args) const {
+    p.out = rows_of(args.out);
+    p.lse = lse_of(args.lse.tensor);
+    p.out_scale = {static_cast<const float*>(args.out_scale.data)};
+  }
+
+  /// One rank: the merge of one part.
+  void finish(const MergeArgs& args, Stream stream) const {
+    kernels::MergeOutputsParams p = merge_params(args.part.shape[0]);
+    p.in[0] = rows_of(args.part);
+    p.in_lse[0] = lse_of(args.part_lse.tensor);
+    p.in_scale[0] = static_cast<const float*>(args.part_scale.data);
+    give_result(p, args);
+    kernels->merge_outputs(p, stream);
+  }
+
+  void pack(const MergeArgs& args, const Slot& slot, std::byte* to, Stream stream) const {
+    kernels->pack_outputs({.tokens = args.part.shape[0],
+                           .heads = options.heads,
+                           .dim = options.value_dim,
+                           .dtype = options.dtype,
+                           .from = rows_of(args.part),
+                           .to = slot.rows(to),
+                           .from_lse = lse_of(args.part_lse.tensor),
+                           .to_lse = slot.lse(to)},
+                          stream);
+  }
+
+  void merge(const MergeArgs& args, const Slot& slot, const kernels::RunHeaders& headers,
+             Stream stream) const {
+    kernels::MergeOutputsParams p = merge_params(args.part.shape[0]);
+    p.part_stride = slot.bytes / static_cast<std::int64_t>(size_of(options.dtype));
+    p.lse_part_stride = slot.bytes / 4;
+    for (int part = 0; part < (ranks() == 2 ? 2 : 1); ++part) {
+      p.in[part] = slot.rows(slots + part * slot.bytes);
+      p.in_lse[part] = slot.lse(slots + part * slot.bytes);
+      p.in_scale[part] = scales == nullptr ? nullptr : scales + part;
+    }
+    p.headers = headers;
+    give_result(p, args);
+    kernels->merge_outputs(p, stream);
+  }
+
+  void run(const MergeArgs& args, Stream stream) {
+    comm::Transport& comm = comm::transport_of(world);
+    const Slot slot(options, args.part.shape[0], ranks());
+    const auto bytes = static_cast<std::size_t>(slot.bytes);
+    const int rank = world.rank();
+    const AgreedRuns::Begun begun =
+        runs->begin({args, options, world.device() == Device::host}, stream);
+    kernels->say(begun.say, stream);
+    std::byte* from = options.scatter_heads ? leaving : slots + rank * slot.bytes;
+    pack(args, slot, from, stream);
+    if (options.scatter_heads)
+      comm.all_to_all(from, slots, bytes, stream, "exchange of results", begun.said);
+    else
+      comm.all_gather(from, slots, bytes, stream, "gather of results", begun.said);
+    if (is_fp8_part()) comm.all_gather(args.part_scale.data, scales, 4, stream, "gather of scales");
+    merge(args, slot, begun.headers, stream);
+  }
+};
+
+CrossRankMerge::CrossRankMerge(const Communicator& world, const MergeOptions& options, LogBase base)
+    : impl_(std::make_unique<Impl>(world, options, base)) {}
+CrossRankMerge::~CrossRankMerge() = default;
+CrossRankMerge::CrossRankMerge(CrossRankMerge&&) noexcept = default;
+CrossRankMerge& CrossRankMerge::operator=(CrossRankMerge&&) noexcept = default;
+
+void CrossRankMerge::run(const MergeArgs& given, Stream stream) {
+  const trace::Range range("longspan merge across ranks");
+  MergeArgs args = given;
+  args.part = flat_rows(given.part, "part");
+  args.part_lse = flat_rows(given.part_lse, "part_lse");
+  args.out = flat_rows(given.out, "out");
+  args.lse = flat_rows(given.lse, "lse");
+  const DeviceGuard guard(impl_->world.gpu());
+  check_merge(args, impl_->options, impl_->ranks(), impl_->world.device());
+  impl_->runs->check();
+  if (impl_->ranks() == 1) return impl_->finish(args, stream);
+  impl_->run(args, stream);
+}
+
+void CrossRankMerge::wait(Stream stream) {
+  const DeviceGuard guard(impl_->world.gpu());
+  comm::transport_of(impl_->world).wait(stream, kStep);
+  impl_->runs->check();
+}
+
+const MergeOptions& CrossRankMerge::options() const { return impl_->options; }
+LogBase CrossRankMerge::base() const { return impl_->base; }
+const Communicator& CrossRankMerge::world() const { return impl_->world; }
+std::size_t CrossRankMerge::workspace_bytes() const { return impl_->memory.bytes(); }
+
+}  // namespace longspan

@@ -1,0 +1,104 @@
+// A finished part and its lse go to where they travel from, bit for bit, on every device, and
+// nothing else is written.
+#pragma once
+
+#include "tests/on_device.hpp"
+
+namespace longspan::tests {
+
+class PackOutputs : public OnDevice {
+ protected:
+  struct Layout {
+    std::int64_t row_stride, head_stride, lse_row_stride, lse_head_stride;
+    std::int64_t ahead;  // elements ahead of the first row
+  };
+  static constexpr std::int64_t kTokens = 13;
+  static constexpr int kHeads = 3;
+
+  void expect_packed(DType dtype, int dim, const Layout& from, const Layout& to) {
+    const auto size = static_cast<std::int64_t>(size_of(dtype));
+    const auto bytes_of = [&](const Layout& l) {
+      return static_cast<std::size_t>(
+          (l.ahead + (kTokens - 1) * l.row_stride + (kHeads - 1) * l.head_stride + dim) * size);
+    };
+    const auto logs_of = [&](const Layout& l) {
+      return static_cast<std::size_t>((kTokens - 1) * l.lse_row_stride +
+                                      (kHeads - 1) * l.lse_head_stride + 1);
+    };
+    std::vector<std::byte> part(bytes_of(from)), expected(bytes_of(to), std::byte{0xff});
+    for (std::byte& byte : part) byte = static_cast<std::byte>(below(256));
+    std::vector<std::uint32_t> lse(logs_of(from)), expected_lse(logs_of(to), 0xffffffffu);
+    for (std::uint32_t& bits : lse) bits = random_();
+    for (std::int64_t token = 0; token < kTokens; ++token)
+      for (int head = 0; head < kHeads; ++head) {
+        const auto at = [&](const Layout& l) {
+          return (l.ahead + token * l.row_stride + head * l.head_stride) * size;
+        };
+        std::memcpy(expected.data() + at(to), part.data() + at(from),
+                    static_cast<std::size_t>(dim * size));
+        expected_lse[token * to.lse_row_stride + head * to.lse_head_stride] =
+            lse[token * from.lse_row_stride + head * from.lse_head_stride];
+      }
+    const auto source = on_device(part);
+    const auto source_lse = on_device(lse);
+    const auto packed = poisoned<std::byte>(expected.size());
+    const auto packed_lse = poisoned<std::uint32_t>(expected_lse.size());
+    const auto rows = [&](std::byte* data, const Layout& l) {
+      return kernels::Rows{data + l.ahead * size, l.row_stride, l.head_stride};
+    };
+    const auto logs = [](std::uint32_t* data, const Layout& l) {
+      return kernels::LseView{reinterpret_cast<float*>(data), l.lse_row_stride, l.lse_head_stride};
+    };
+    backend().pack_outputs({.tokens = kTokens,
+                            .heads = kHeads,
+                            .dim = dim,
+                            .dtype = dtype,
+                            .from = rows(source.data(), from),
+                            .to = rows(packed.data(), to),
+                            .from_lse = logs(source_lse.data(), from),
+                            .to_lse = logs(packed_lse.data(), to)},
+                           {});
+    EXPECT_EQ(packed.values(), expected) << name(dtype) << " dim " << dim;
+    EXPECT_EQ(packed_lse.values(), expected_lse) << name(dtype) << " dim " << dim;
+  }
+};
+
+TEST_F(PackOutputs, OfAnyTypeWithAnyStrides) {
+  for (const DType dtype : {fp32, bf16, e5m2})
+    for (const int dim : {1, 3, 8, 24, 64, 128, 600})
+      for (const std::int64_t gap : {0, 1, 8}) {
+        const Layout rows{kHeads * (dim + gap) + gap, dim + gap, kHeads, 1, gap};
+        const Layout heads{dim, kTokens * dim + gap, 1, kTokens + gap, 0};
+        expect_packed(dtype, dim, rows, rows);
+        expect_packed(dtype, dim, rows, heads);
+        expect_packed(dtype, dim, heads, rows);
+      }
+}
+
+/// As wide a word as divides rows, strides and addresses, and no wider.
+TEST_F(PackOutputs, InTheWidestWordThatFits) {
+  const auto word = [](std::uintptr_t address, std::int64_t row_stride, std::int64_t head_stride,
+                       int dim, DType dtype) {
+    kernels::PackOutputsParams p;
+    p.dim = dim;
+    p.dtype = dtype;
+    p.from = {reinterpret_cast<void*>(address), row_stride, head_stride};
+    p.to = {reinterpret_cast<void*>(std::uintptr_t{4096}), 256, 64};
+    return p.word();
+  };
+  EXPECT_EQ(word(4096, 256, 64, 64, bf16), 16);
+  EXPECT_EQ(word(4104, 256, 64, 64, bf16), 8);
+  EXPECT_EQ(word(4096, 252, 64, 64, bf16), 8);
+  EXPECT_EQ(word(4096, 256, 66, 64, bf16), 4);
+  EXPECT_EQ(word(4096, 256, 64, 65, bf16), 2);
+  EXPECT_EQ(word(4097, 256, 64, 64, e4m3), 1);
+  EXPECT_EQ(word(4096, 256, 64, 5, fp32), 4);
+}
+
+TEST_F(PackOutputs, OfNoTokens) {
+  kernels::PackOutputsParams p;
+  p.dim = 8;
+  backend().pack_outputs(p, {});
+}
+
+}  // namespace longspan::tests

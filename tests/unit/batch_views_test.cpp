@@ -1,0 +1,130 @@
+// Queries, results and lse as models hold them, [batch, heads, tokens, dim]: the bits of the same
+// rows one behind the other, nothing copied, and a refusal by name for strides that no view joins.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "longspan/longspan.hpp"
+#include "tests/fresh_seed.hpp"
+
+namespace longspan {
+namespace {
+
+constexpr int kHeads = 4, kKvHeads = 2, kDim = 32, kTokens = 5, kCapacity = 200;
+
+std::vector<float> random_values(std::size_t count, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+/// [batch, heads, tokens, dim] over memory [batch, tokens, heads, dim].
+Tensor model_view(const std::vector<float>& memory, std::int64_t batch) {
+  Tensor t(memory.data(), {batch, kHeads, kTokens, kDim});
+  t.stride = {kTokens * kHeads * kDim, kDim, kHeads * kDim, 1};
+  return t;
+}
+
+struct Problem {
+  std::int64_t batch;
+  std::vector<float> q, k, v;
+  std::vector<std::int32_t> start, lens;
+  Attention layer;
+
+  explicit Problem(std::int64_t sequences)
+      : batch(sequences),
+        layer(self(), {.heads = kHeads,
+                       .kv_heads = kKvHeads,
+                       .head_dim = kDim,
+                       .dtypes = {.compute = fp32},
+                       .mask = {.causal = true},
+                       .limits = {.max_tokens = sequences * kTokens,
+                                  .max_batch = static_cast<int>(sequences)},
+                       .threads = 1}) {
+    std::mt19937 random(testing::fresh_seed());
+    q = random_values(static_cast<std::size_t>(batch) * kTokens * kHeads * kDim, random);
+    k = random_values(static_cast<std::size_t>(batch) * kCapacity * kKvHeads * kDim, random);
+    v = random_values(k.size(), random);
+    for (int b = 0; b <= batch; ++b) start.push_back(b * kTokens);
+    for (int b = 0; b < batch; ++b) lens.push_back(kCapacity - 30 * b);
+  }
+
+  AttentionArgs args(const Tensor& queries, const Tensor& out, const Lse& lse) const {
+    AttentionArgs a{.q = queries, .k = cache(k), .v = cache(v), .out = out, .lse = lse};
+    a.query_start = {start.data(), {batch + 1}};
+    a.kv_len = {lens.data(), {batch}};
+    return a;
+  }
+  Tensor cache(const std::vector<float>& memory) const {
+    return {memory.data(), {batch, kCapacity, kKvHeads, kDim}};
+  }
+};
+
+TEST(BatchViews, HaveTheBitsOfRowsOneBehindTheOther) {
+  for (const std::int64_t batch : {1, 3}) {
+    Problem p(batch);
+    const std::int64_t rows = batch * kTokens;
+    std::vector<float> flat(p.q.size(), NAN), viewed(p.q.size(), NAN);
+    std::vector<float> flat_lse(static_cast<std::size_t>(rows) * kHeads, NAN),
+        viewed_lse(flat_lse.size(), NAN);
+    p.layer.run(p.args({p.q.data(), {rows, kHeads, kDim}}, {flat.data(), {rows, kHeads, kDim}},
+                       Lse::tokens_heads({flat_lse.data(), {rows, kHeads}})));
+    p.layer.run(p.args(model_view(p.q, batch), model_view(viewed, batch),
+                       Lse::tokens_heads({viewed_lse.data(), {batch, kTokens, kHeads}})));
+    for (const float value : flat) ASSERT_FALSE(std::isnan(value));
+    EXPECT_EQ(std::memcmp(flat.data(), viewed.data(), flat.size() * sizeof(float)), 0);
+    EXPECT_EQ(std::memcmp(flat_lse.data(), viewed_lse.data(), flat_lse.size() * sizeof(float)), 0);
+  }
+}
+
+TEST(BatchViews, OneSequenceMayLieHeadByHead) {
+  Problem p(1);
+  std::vector<float> by_heads(p.q.size()), flat(p.q.size(), NAN), found(p.q.size(), NAN);
+  for (int t = 0; t < kTokens; ++t)
+    for (int h = 0; h < kHeads; ++h)
+      std::memcpy(&by_heads[static_cast<std::size_t>(h * kTokens + t) * kDim],
+                  &p.q[static_cast<std::size_t>(t * kHeads + h) * kDim], kDim * sizeof(float));
+  std::vector<float> flat_lse(kTokens * kHeads, NAN), found_lse(kTokens * kHeads, NAN);
+  p.layer.run(p.args({p.q.data(), {kTokens, kHeads, kDim}}, {flat.data(), {kTokens, kHeads, kDim}},
+                     Lse::tokens_heads({flat_lse.data(), {kTokens, kHeads}})));
+  p.layer.run(p.args({by_heads.data(), {1, kHeads, kTokens, kDim}},
+                     {found.data(), {1, kHeads, kTokens, kDim}},
+                     Lse::heads_tokens({found_lse.data(), {1, kHeads, kTokens}})));
+  for (int t = 0; t < kTokens; ++t)
+    for (int h = 0; h < kHeads; ++h) {
+      for (int d = 0; d < kDim; ++d)
+        ASSERT_EQ(found[static_cast<std::size_t>(h * kTokens + t) * kDim + d],
+                  flat[static_cast<std::size_t>(t * kHeads + h) * kDim + d]);
+      EXPECT_EQ(found_lse[h * kTokens + t], flat_lse[t * kHeads + h]);
+    }
+}
+
+TEST(BatchViews, StridesThatNoViewJoinsAreRefused) {
+  Problem p(2);
+  std::vector<float> out(p.q.size(), NAN);
+  const auto refused = [&](const Tensor& q, const Tensor& to, const std::string& word) {
+    try {
+      p.layer.run(p.args(q, to, {}));
+      ADD_FAILURE() << word << " was taken";
+    } catch (const InputError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
+    }
+    for (const float value : out) ASSERT_TRUE(std::isnan(value));
+  };
+  const Tensor dense(p.q.data(), {2, kHeads, kTokens, kDim});
+  const Tensor dense_out(out.data(), {2, kHeads, kTokens, kDim});
+  refused(dense, model_view(out, 2), "q [2, 4, 5, 32] has strides");
+  refused(model_view(p.q, 2), dense_out, "out [2, 4, 5, 32] has strides");
+  Tensor gap = model_view(p.q, 2);
+  gap.stride[3] = 2;
+  refused(gap, model_view(out, 2), "stride 2 in its last dimension");
+}
+
+}  // namespace
+}  // namespace longspan

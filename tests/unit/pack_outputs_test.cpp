@@ -1,0 +1,8 @@
+// A part to where it travels from, on the host.
+#include "tests/pack_outputs_tests.hpp"
+
+namespace longspan::tests {
+
+std::unique_ptr<kernels::Backend> make_backend() { return kernels::host_backend(2); }
+
+}  // namespace longspan::tests

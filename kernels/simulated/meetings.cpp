@@ -98,7 +98,7 @@ void meet(unsigned mask, const char* what, void* data, Complete complete, bool o
   }
   if (meeting->arrived == 0)
     meeting->what = what, meeting->complete = complete, meeting->orders_memory = orders_memory;
-  else if (std::strcmp(meeting->what, what) != 0)
+  else if (meeting->what != what && std::strcmp(meeting->what, what) != 0)
     fail(std::string("lanes of a warp are at ") + meeting->what + " and at " + what +
              " with the same mask",
          site);
@@ -116,8 +116,7 @@ void meet(unsigned mask, const char* what, void* data, Complete complete, bool o
     if (complete != nullptr) complete(meeting->data, all);
     meeting->arrived = 0;
     ++meeting->turn;
-    for (int l = 0; l < 32; ++l)
-      if ((all >> l & 1) != 0 && l != lane.number) wake(*warp.lanes[l]);
+    if (const unsigned others = all & ~(1u << lane.number); others != 0) wake(warp, others);
     after_meeting(what, site);
   } else {
     wait_here(what, site);
@@ -162,12 +161,11 @@ bool block_barrier(int id, int threads, bool waits, bool predicate, const char* 
     barrier.result[turn] = barrier.any;
     barrier.any = false;
     ++barrier.turn;
-    for (Lane* each : barrier.waiting) wake(*each);
-    barrier.waiting.clear();
+    barrier.waiting.wake_all();
     note_progress();
     if (waits) after_meeting(what, site);
   } else if (waits) {
-    barrier.waiting.push_back(&lane);
+    barrier.waiting.add();
     wait_here(what, site);
   }
   if (!waits) return false;
@@ -188,8 +186,7 @@ void settle(MBarrier& barrier) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   ++barrier.phase;
   barrier.pending = barrier.expected;
-  for (Lane* each : barrier.waiting) wake(*each);
-  barrier.waiting.clear();
+  barrier.waiting.wake_all();
   note_progress();
 }
 
@@ -245,7 +242,7 @@ void barrier_wait(void* word, std::uint32_t parity, Site site) {
   const Quiet quiet;
   MBarrier& barrier = mbarrier_at(*current->warp->block, word, site);
   while ((barrier.phase & 1) == parity) {
-    barrier.waiting.push_back(current);
+    barrier.waiting.add();
     wait_here("mbarrier", site);
   }
   barrier.order[parity].acquire();
@@ -271,7 +268,7 @@ void wait_for_kernels_before(Site site) {
   const GridHandle before = grid.before;
   if (before == nullptr) return;
   while (!has_ended(*before)) {
-    before->waiting_for_end.push_back(current);
+    before->waiting_for_end.add();
     wait_here("the kernel before", site);
   }
   before->done.acquire();

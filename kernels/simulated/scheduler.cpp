@@ -70,10 +70,8 @@ int threads_of(const Grid& grid) {
 
 // ---- turns -------------------------------------------------------------------------------------
 
-void make_ready(Lane& lane) {
-  lane.state = Lane::State::ready;
-  Warp& warp = *lane.warp;
-  warp.ready |= 1u << lane.number;
+void make_ready(Warp& warp, unsigned lanes) {
+  warp.ready |= lanes;
   warp.spins = false;
   if (warp.place >= 0) return;
   warp.place = static_cast<int>(ready.size());
@@ -112,6 +110,26 @@ Warp* choose_warp() {
   });
 }
 
+/// The lane that goes on is the one that runs.
+Lane& take_lane(Warp& warp) {
+  Lane& lane = *warp.lanes[choose_lane(warp)];
+  warp.ready &= ~(1u << lane.number);
+  warp.last_lane = lane.number;
+  current = &lane;
+  threadIdx = lane.index;
+  return lane;
+}
+
+/// The thread that runs stops here, and another lane of its warp goes on at once, if one can and
+/// the warp's turn is not over.
+void stop_here(bool for_good) {
+  Lane& lane = *current;
+  if (leaves || lane.warp->ready == 0)
+    lane.fiber.leave(for_good);
+  else
+    lane.fiber.hand_over(take_lane(*lane.warp).fiber, for_good);
+}
+
 void end_lane(Lane& lane);
 
 void entry() {
@@ -122,18 +140,8 @@ void entry() {
     const Quiet quiet;
     end_lane(*lane);
   }
-  lane->fiber.leave(true);
+  stop_here(true);
   std::abort();  // nobody enters it again
-}
-
-void run_lane(Warp& warp) {
-  Lane& lane = *warp.lanes[choose_lane(warp)];
-  warp.ready &= ~(1u << lane.number);
-  warp.last_lane = lane.number;
-  current = &lane;
-  threadIdx = lane.index;
-  lane.fiber.enter();
-  current = nullptr;
 }
 
 void run_warp(Warp& warp) {
@@ -143,7 +151,8 @@ void run_warp(Warp& warp) {
   blockDim = warp.block->grid->kernel.block;
   gridDim = warp.block->grid->kernel.grid;
   leaves = false;
-  while (warp.ready != 0 && !leaves) run_lane(warp);
+  take_lane(warp).fiber.enter();  // until none of its lanes can go on, or it leaves
+  current = nullptr;
   if (warp.ready == 0) remove_ready(warp);
 }
 
@@ -194,9 +203,9 @@ void begin_block(const GridHandle& grid, unsigned number, int multiprocessor) {
     warp.lanes[i % 32] = &lane;
     warp.alive |= 1u << i % 32;
     lane.fiber.begin(&entry);
-    make_ready(lane);
   }
   for (Warp& warp : block.warps) {
+    make_ready(warp, warp.alive);
     warp.priority = (std::uint64_t{1} << 62) + pick(1u << 30);
     if (kDetectsRaces) warp.proxy.begin(), warp.engine.begin();
   }
@@ -248,16 +257,13 @@ void end_block(Block& block) {
   if (++grid.ended < grid.blocks) return;
   grid.done.acquire();
   deliver_all(&grid);
-  for (Lane* lane : grid.waiting_for_end) wake(*lane);
-  grid.waiting_for_end.clear();
+  grid.waiting_for_end.wake_all();
   grid.before = nullptr;
 }
 
 void end_lane(Lane& lane) {
   Warp& warp = *lane.warp;
   Block& block = *warp.block;
-  lane.state = Lane::State::ended;
-  lane.what = "ended";
   warp.alive &= ~(1u << lane.number);
   block.grid->done.release();
   note_progress();
@@ -268,8 +274,7 @@ void end_lane(Lane& lane) {
       const unsigned all = meeting->arrived;
       meeting->arrived = 0;
       ++meeting->turn;
-      for (int l = 0; l < 32; ++l)
-        if (all >> l & 1) wake(*warp.lanes[l]);
+      wake(warp, all);
     }
   NamedBarrier& all = block.barriers[0];
   --block.live;
@@ -278,8 +283,7 @@ void end_lane(Lane& lane) {
     all.any = false;
     all.arrived = 0;
     ++all.turn;
-    for (Lane* each : all.waiting) wake(*each);
-    all.waiting.clear();
+    all.waiting.wake_all();
   }
 }
 
@@ -293,11 +297,11 @@ void print_places() {
   for (const auto& block : resident) {
     std::map<std::string, std::vector<int>> places;
     for (const Lane& lane : block->lanes) {
-      if (lane.state == Lane::State::ended) continue;
+      if ((lane.warp->alive >> lane.number & 1) == 0) continue;
       char line[512];
       std::snprintf(line, sizeof line, "warp %d: %s at %s:%u%s", lane.warp->number, lane.what,
                     file_name(lane.site.file_name()), static_cast<unsigned>(lane.site.line()),
-                    lane.state == Lane::State::ready ? " (can go on)" : "");
+                    (lane.warp->ready >> lane.number & 1) != 0 ? " (can go on)" : "");
       places[line].push_back(lane.number);
     }
     for (const auto& [line, lanes] : places)
@@ -366,31 +370,43 @@ void report_standstill() {
 }
 
 void wait_here(const char* what, Site site) {
-  Lane* const lane = current;
-  lane->what = what;
-  lane->site = site;
-  lane->state = Lane::State::waiting;
-  lane->fiber.leave(false);
+  current->what = what;
+  current->site = site;
+  stop_here(false);
 }
-void wake(Lane& lane) {
-  if (lane.state != Lane::State::waiting) fail("the simulator woke a thread that did not wait");
-  make_ready(lane);
+void wake(Warp& warp, unsigned lanes) {
+  const bool runs = current != nullptr && current->warp == &warp;
+  if ((lanes & (warp.ready | ~warp.alive)) != 0 || (runs && (lanes >> current->number & 1) != 0))
+    fail("the simulator woke a thread that did not wait");
+  make_ready(warp, lanes);
   note_progress();
   if (schedule().policy == Schedule::Policy::priorities && last != nullptr &&
-      lane.warp->priority > last->priority)
+      warp.priority > last->priority)
     leaves = true;
 }
+void Waiting::add() {
+  Warp* const warp = current->warp;
+  const unsigned lane = 1u << current->number;
+  if (!all_.empty() && all_.back().warp == warp)
+    all_.back().lanes |= lane;
+  else
+    all_.push_back({warp, lane});
+}
+void Waiting::wake_all() {
+  for (const Some& some : all_) wake(*some.warp, some.lanes);
+  all_.clear();
+}
 void leave_warp(const char* what, Site site, bool spins) {
-  Lane* const lane = current;
-  lane->what = what;
-  lane->site = site;
-  make_ready(*lane);
+  Lane& lane = *current;
+  lane.what = what;
+  lane.site = site;
+  make_ready(*lane.warp, 1u << lane.number);
   leaves = true;
   if (spins) {
-    lane->warp->spins = true;
-    if (schedule().policy == Schedule::Policy::priorities) lane->warp->priority = --lowest_priority;
+    lane.warp->spins = true;
+    if (schedule().policy == Schedule::Policy::priorities) lane.warp->priority = --lowest_priority;
   }
-  lane->fiber.leave(false);
+  lane.fiber.leave(false);
 }
 void note_progress() { moved = true; }
 void begin_turns() { turn = 0, idle_slices = 0; }

@@ -30,13 +30,10 @@ struct Copy {
 
 /// A CUDA thread.
 struct Lane {
-  enum class State : std::uint8_t { ready, waiting, ended };
-
   uint3 index{};
   int number = 0;  // in its warp
   Warp* warp = nullptr;
   Fiber fiber;
-  State state = State::ready;
   const char* what = "start";
   Site site = {};
   unsigned fetches = 0;
@@ -84,7 +81,7 @@ struct Warp {
   Block* block = nullptr;
   int number = 0;
   Lane* lanes[32] = {};
-  unsigned alive = 0, ready = 0;
+  unsigned alive = 0, ready = 0;  // by lane; who is alive, not ready and does not run waits
   int place = -1;      // among the warps that are ready
   int last_lane = 31;  // that ran
   bool spins = false;
@@ -100,19 +97,35 @@ struct Warp {
   std::vector<Unfenced> unfenced;
 };
 
+/// Lanes that wait for something, in the order in which their warps came.
+class Waiting {
+ public:
+  bool empty() const { return all_.empty(); }
+  /// The thread that runs.
+  void add();
+  void wake_all();
+
+ private:
+  struct Some {
+    Warp* warp;
+    unsigned lanes;
+  };
+  std::vector<Some> all_;
+};
+
 struct NamedBarrier {
   int arrived = 0, expected = 0;
   bool any = false, result[2] = {};
   unsigned turn = 0;
   Order order[2], proxy_order[2];
-  std::vector<Lane*> waiting;
+  Waiting waiting;
 };
 
 struct MBarrier {
   int expected = 0, pending = 0, bytes = 0;
   unsigned phase = 0;
   Order order[2], proxy_order[2];
-  std::vector<Lane*> waiting;
+  Waiting waiting;
   Site site = {};
 };
 
@@ -153,7 +166,7 @@ class Grid {
   std::vector<unsigned> order;  // in which its blocks begin
   std::size_t next = 0;
   unsigned blocks = 0, ended = 0, released = 0;
-  std::vector<Lane*> waiting_for_end;  // of kernels that overlap this one
+  Waiting waiting_for_end;  // of kernels that overlap this one
   Order done;
 };
 
@@ -177,7 +190,7 @@ extern Lane* current;
 
 /// `current` waits at `what` until somebody calls wake.
 void wait_here(const char* what, Site site);
-void wake(Lane& lane);
+void wake(Warp& warp, unsigned lanes);
 /// Another warp goes on, if the schedule says so; `current` stays ready.
 void leave_warp(const char* what, Site site, bool spins);
 

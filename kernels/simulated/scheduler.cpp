@@ -1,4 +1,5 @@
 // Blocks that become resident, warps that take turns, and the end of all that cannot go on.
+#include <immintrin.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -85,15 +86,22 @@ void remove_ready(Warp& warp) {
   warp.place = -1;
 }
 
+/// The place of the set bit with so many others below it.
+int set_bit(unsigned bits, unsigned below) {
+#ifdef __BMI2__
+  return __builtin_ctz(_pdep_u32(1u << below, bits));
+#else
+  while (below-- > 0) bits &= bits - 1;
+  return __builtin_ctz(bits);
+#endif
+}
+
 int choose_lane(const Warp& warp) {
   if (!schedule().shuffled_lanes) {  // the next one: a lane that waits in a loop holds up no other
     const unsigned behind = warp.ready & ~((2u << warp.last_lane) - 1);
     return __builtin_ctz(behind != 0 ? behind : warp.ready);
   }
-  unsigned skip = pick(static_cast<unsigned>(__builtin_popcount(warp.ready)));
-  unsigned rest = warp.ready;
-  while (skip-- > 0) rest &= rest - 1;
-  return __builtin_ctz(rest);
+  return set_bit(warp.ready, pick(static_cast<unsigned>(__builtin_popcount(warp.ready))));
 }
 
 Warp* choose_warp() {

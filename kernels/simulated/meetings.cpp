@@ -257,7 +257,7 @@ void let_next_kernel_start() {
   if (block.lets_next_start) return;
   // One call of a block's threads is enough (PTX, griddepcontrol).
   block.lets_next_start = true;
-  ++block.grid->released;
+  release(*block.grid);
   note_progress();
 }
 

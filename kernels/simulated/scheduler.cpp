@@ -42,13 +42,15 @@ struct Device {
 
 std::map<int, Device> devices;
 std::vector<std::unique_ptr<Block>> resident;
-std::vector<Warp*> ready;  // in no order
+std::vector<Warp*> ready;         // in no order
+std::vector<std::uint64_t> keys;  // of each of them: the least goes on, unless chance decides
 std::vector<std::byte*> arenas;
 Warp* last = nullptr;  // that ran
 bool leaves = false;   // the warp that runs leaves after this lane
 bool moved = false;    // something happened that others may wait for
 std::uint64_t clock_now = 1'000'000'000, lowest_priority = std::uint64_t{1} << 62;
 std::uint64_t idle_slices = 0, turn = 0;
+std::uint64_t grid_events = 0;  // launches that have ended, or have let the next one start
 std::atomic<std::uint64_t> slices{0};
 std::atomic<bool> inside{false};
 bool hosts_clock = false;
@@ -71,19 +73,41 @@ int threads_of(const Grid& grid) {
 
 // ---- turns -------------------------------------------------------------------------------------
 
+std::uint64_t key_of(const Warp& warp) {
+  return schedule().policy == Schedule::Policy::priorities ? ~warp.priority : warp.last_turn;
+}
+/// Its key has changed.
+void set_key(const Warp& warp) {
+  if (warp.place >= 0) keys[static_cast<std::size_t>(warp.place)] = key_of(warp);
+}
 void make_ready(Warp& warp, unsigned lanes) {
   warp.ready |= lanes;
   warp.spins = false;
   if (warp.place >= 0) return;
   warp.place = static_cast<int>(ready.size());
   ready.push_back(&warp);
+  keys.push_back(key_of(warp));
 }
 void remove_ready(Warp& warp) {
   if (warp.place < 0) return;
-  ready[static_cast<std::size_t>(warp.place)] = ready.back();
+  const auto place = static_cast<std::size_t>(warp.place);
+  ready[place] = ready.back();
+  keys[place] = keys.back();
   ready.back()->place = warp.place;
   ready.pop_back();
+  keys.pop_back();
   warp.place = -1;
+}
+void make_last(Warp& warp) {
+  warp.priority = --lowest_priority;
+  set_key(warp);
+}
+
+/// In vectors, which -O2 alone does not make of it.
+__attribute__((optimize("O3"))) std::uint64_t least_key() {
+  std::uint64_t least = ~std::uint64_t{0};
+  for (const std::uint64_t key : keys) least = key < least ? key : least;
+  return least;
 }
 
 /// The place of the set bit with so many others below it.
@@ -106,16 +130,11 @@ int choose_lane(const Warp& warp) {
 
 Warp* choose_warp() {
   using Policy = Schedule::Policy;
-  if (schedule().policy == Policy::priorities) {
-    if (last != nullptr && chance(schedule().change)) last->priority = --lowest_priority;
-    return *std::max_element(ready.begin(), ready.end(), [](const Warp* a, const Warp* b) {
-      return a->priority < b->priority;
-    });
-  }
   if (schedule().policy == Policy::random) return ready[pick(static_cast<unsigned>(ready.size()))];
-  return *std::min_element(ready.begin(), ready.end(), [](const Warp* a, const Warp* b) {
-    return a->last_turn < b->last_turn;
-  });
+  if (schedule().policy == Policy::priorities && last != nullptr && chance(schedule().change))
+    make_last(*last);
+  return ready[static_cast<std::size_t>(std::find(keys.begin(), keys.end(), least_key()) -
+                                        keys.begin())];
 }
 
 /// The lane that goes on is the one that runs.
@@ -155,6 +174,7 @@ void entry() {
 void run_warp(Warp& warp) {
   last = &warp;
   warp.last_turn = ++turn;
+  set_key(warp);
   blockIdx = warp.block->index;
   blockDim = warp.block->grid->kernel.block;
   gridDim = warp.block->grid->kernel.grid;
@@ -213,8 +233,8 @@ void begin_block(const GridHandle& grid, unsigned number, int multiprocessor) {
     lane.fiber.begin(&entry);
   }
   for (Warp& warp : block.warps) {
-    make_ready(warp, warp.alive);
     warp.priority = (std::uint64_t{1} << 62) + pick(1u << 30);
+    make_ready(warp, warp.alive);
     if (kDetectsRaces) warp.proxy.begin(), warp.engine.begin();
   }
 }
@@ -250,7 +270,7 @@ void end_block(Block& block) {
       device_of(grid.device).multiprocessors[static_cast<std::size_t>(block.multiprocessor)];
   place.threads -= threads_of(grid);
   place.bytes -= bytes_of(grid);
-  if (!block.lets_next_start) ++grid.released;
+  if (!block.lets_next_start) release(grid);
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_UNPOISON_MEMORY_REGION(block.shared, kArena);
 #endif
@@ -263,6 +283,7 @@ void end_block(Block& block) {
   resident.erase(std::find_if(resident.begin(), resident.end(),
                               [&](const auto& each) { return each.get() == &block; }));
   if (++grid.ended < grid.blocks) return;
+  ++grid_events;
   grid.done.acquire();
   deliver_all(&grid);
   grid.waiting_for_end.wake_all();
@@ -412,12 +433,18 @@ void leave_warp(const char* what, Site site, bool spins) {
   leaves = true;
   if (spins) {
     lane.warp->spins = true;
-    if (schedule().policy == Schedule::Policy::priorities) lane.warp->priority = --lowest_priority;
+    if (schedule().policy == Schedule::Policy::priorities) make_last(*lane.warp);
   }
   lane.fiber.leave(false);
 }
 void note_progress() { moved = true; }
-void begin_turns() { turn = 0, idle_slices = 0; }
+void release(Grid& grid) {
+  if (++grid.released == grid.blocks) ++grid_events;
+}
+void begin_turns() {
+  turn = 0, idle_slices = 0;
+  for (const Warp* warp : ready) set_key(*warp);
+}
 
 void may_yield(Site site) {
   if (!chance(schedule().yield)) return;
@@ -451,6 +478,15 @@ GridHandle start(Kernel kernel, int device, GridHandle before) {
     for (unsigned i = grid->blocks; i > 1; --i) std::swap(grid->order[i - 1], grid->order[pick(i)]);
   device_of(device).grids.push_back(grid);
   return grid;
+}
+bool run_slices(int most) {
+  const std::uint64_t before = grid_events;
+  bool any = false;
+  while (most-- > 0 && run_slice()) {
+    any = true;
+    if (grid_events != before) break;
+  }
+  return any;
 }
 bool has_ended(const Grid& grid) { return grid.ended == grid.blocks; }
 bool lets_next_start(const Grid& grid) { return grid.released == grid.blocks; }

@@ -191,6 +191,8 @@ extern Lane* current;
 /// `current` waits at `what` until somebody calls wake.
 void wait_here(const char* what, Site site);
 void wake(Warp& warp, unsigned lanes);
+/// A block of it lets the next kernel start, or has ended.
+void release(Grid& grid);
 /// Another warp goes on, if the schedule says so; `current` stays ready.
 void leave_warp(const char* what, Site site, bool spins);
 

@@ -68,7 +68,7 @@ class Operations {
                      OperationPtr overlapped = nullptr);
 
   /// Something goes on. False: nothing can at present.
-  bool step();
+  bool step(int most_slices = 1);
 
   /// Work under way waits for what other ranks do: nothing is known about when it goes on.
   bool waits_for_others() const { return !polled_.empty(); }

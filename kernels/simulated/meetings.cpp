@@ -178,8 +178,11 @@ bool block_barrier(int id, int threads, bool waits, bool predicate, const char* 
 
 namespace {
 
+/// What stands in an mbarrier's word: its place among those of the block, and a mark that nobody
+/// else would write.
+constexpr int kPlaceBits = 16;
 std::uint64_t mark_of(const void* word) {
-  return reinterpret_cast<std::uintptr_t>(word) * 0x9e3779b97f4a7c15u | 1;
+  return reinterpret_cast<std::uintptr_t>(word) * 0x9e3779b97f4a7c15u >> kPlaceBits;
 }
 
 void settle(MBarrier& barrier) {
@@ -193,14 +196,17 @@ void settle(MBarrier& barrier) {
 }  // namespace
 
 MBarrier& mbarrier_at(Block& block, void* word, Site site) {
-  const auto found = block.mbarriers.find(word);
-  std::uint64_t mark = 0;
-  std::memcpy(&mark, word, sizeof mark);
-  if (found == block.mbarriers.end() || mark != mark_of(word))
-    fail(found == block.mbarriers.end() ? "an mbarrier that was not initialised"
-                                        : "an mbarrier that something has overwritten",
-         site);
-  return found->second;
+  std::uint64_t found = 0;
+  std::memcpy(&found, word, sizeof found);
+  const std::size_t place = found & ((1u << kPlaceBits) - 1);
+  if (found >> kPlaceBits == mark_of(word) && place < block.mbarriers.size() &&
+      block.mbarriers[place].word == word)
+    return block.mbarriers[place];
+  const bool is_known = std::any_of(block.mbarriers.begin(), block.mbarriers.end(),
+                                    [&](const MBarrier& each) { return each.word == word; });
+  fail(is_known ? "an mbarrier that something has overwritten"
+                : "an mbarrier that was not initialised",
+       site);
 }
 
 void barrier_init(void* word, int arrivals, Site site) {
@@ -208,13 +214,18 @@ void barrier_init(void* word, int arrivals, Site site) {
   if (arrivals < 1) fail("an mbarrier for fewer than one arrival", site);
   shared_pointer(shared_address(word, site), 8, 8, "mbarrier.init", site);
   Block& block = *current->warp->block;
-  MBarrier& barrier = block.mbarriers[word];
+  auto known = std::find_if(block.mbarriers.begin(), block.mbarriers.end(),
+                            [&](const MBarrier& each) { return each.word == word; });
+  if (known == block.mbarriers.end()) known = block.mbarriers.emplace(known);
+  MBarrier& barrier = *known;
+  barrier.word = word;
   if (!barrier.waiting.empty()) fail("an mbarrier is made again while threads wait at it", site);
   barrier.expected = barrier.pending = arrivals;
   barrier.bytes = 0;
   barrier.phase = 0;
   barrier.site = site;
-  const std::uint64_t mark = mark_of(word);
+  const std::uint64_t mark =
+      mark_of(word) << kPlaceBits | static_cast<std::uint64_t>(known - block.mbarriers.begin());
   std::memcpy(word, &mark, sizeof mark);
   note_write(word, 8);
 }

@@ -264,7 +264,7 @@ void begin_blocks() {
 void end_block(Block& block) {
   Grid& grid = *block.grid;
   finish_copies(block);
-  for (const auto& [word, barrier] : block.mbarriers)
+  for (const MBarrier& barrier : block.mbarriers)
     if (!barrier.waiting.empty()) fail("a block ended while threads wait at its mbarrier");
   Multiprocessor& place =
       device_of(grid.device).multiprocessors[static_cast<std::size_t>(block.multiprocessor)];

@@ -122,6 +122,7 @@ struct NamedBarrier {
 };
 
 struct MBarrier {
+  void* word = nullptr;
   int expected = 0, pending = 0, bytes = 0;
   unsigned phase = 0;
   Order order[2], proxy_order[2];
@@ -147,7 +148,7 @@ struct Block {
   std::vector<Warp> warps;
   int live = 0;
   NamedBarrier barriers[16];
-  std::map<void*, MBarrier> mbarriers;
+  std::deque<MBarrier> mbarriers;
   std::byte* shared = nullptr;  // dynamic, then the block's own variables
   std::byte* own_variables = nullptr;
   std::size_t own_bytes = 0;

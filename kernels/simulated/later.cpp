@@ -272,6 +272,10 @@ bool land_one() {
   return true;
 }
 
+bool is_under_way() {
+  return !copying.empty() || !multiplying.empty() || !engine_copies.empty();
+}
+
 bool deliver_one() {
   if (sent.empty()) return false;
   deliver(pick(static_cast<unsigned>(sent.size())));

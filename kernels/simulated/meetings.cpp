@@ -16,7 +16,7 @@ constexpr std::size_t kOwnVariables = std::size_t{48} << 10;
 
 /// After the last one has come: it goes on, or others do.
 void after_meeting(const char* what, Site site) {
-  if (chance(schedule().yield)) leave_warp(what, site, false);
+  if (yields.comes_true()) leave_warp(what, site, false);
 }
 
 /// The asynchronous proxy learns at a barrier what the proxies of the others know.

@@ -41,6 +41,7 @@ struct Device {
 };
 
 std::map<int, Device> devices;
+int waiting_grids = 0;  // of all devices
 std::vector<std::unique_ptr<Block>> resident;
 std::vector<Warp*> ready;         // in no order
 std::vector<std::uint64_t> keys;  // of each of them: the least goes on, unless chance decides
@@ -131,7 +132,7 @@ int choose_lane(const Warp& warp) {
 Warp* choose_warp() {
   using Policy = Schedule::Policy;
   if (schedule().policy == Policy::random) return ready[pick(static_cast<unsigned>(ready.size()))];
-  if (schedule().policy == Policy::priorities && last != nullptr && chance(schedule().change))
+  if (schedule().policy == Policy::priorities && last != nullptr && changes.comes_true())
     make_last(*last);
   return ready[static_cast<std::size_t>(std::find(keys.begin(), keys.end(), least_key()) -
                                         keys.begin())];
@@ -258,6 +259,7 @@ void begin_blocks() {
       }
       if (g.next < g.order.size()) break;  // blocks of later kernels wait behind those of this one
       grid = device.grids.erase(grid);
+      --waiting_grids;
     }
 }
 
@@ -447,7 +449,7 @@ void begin_turns() {
 }
 
 void may_yield(Site site) {
-  if (!chance(schedule().yield)) return;
+  if (!yields.comes_true()) return;
   const Quiet quiet;
   leave_warp("a turn given to others", site, false);
 }
@@ -477,6 +479,7 @@ GridHandle start(Kernel kernel, int device, GridHandle before) {
   if (schedule().shuffled_blocks)
     for (unsigned i = grid->blocks; i > 1; --i) std::swap(grid->order[i - 1], grid->order[pick(i)]);
   device_of(device).grids.push_back(grid);
+  ++waiting_grids;
   return grid;
 }
 bool run_slices(int most) {
@@ -499,11 +502,11 @@ bool run_slice() {
   slices.fetch_add(1, std::memory_order_relaxed);
   clock_now += 100;
   moved = false;
-  begin_blocks();
-  if (chance(schedule().land))
+  if (waiting_grids > 0) begin_blocks();
+  if (is_under_way() && chance(schedule().land))
     while (land_one() && (schedule().land >= 1 || chance(schedule().burst))) {
     }
-  if (chance(schedule().deliver))
+  if (words_on_their_way() > 0 && chance(schedule().deliver))
     while (deliver_one() && (schedule().deliver >= 1 || chance(schedule().burst))) {
     }
   bool ran = true;

@@ -183,6 +183,25 @@ struct Schedule {
   bool shuffled_blocks = false, shuffled_lanes = false;
 };
 const Schedule& schedule();
+
+/// A chance that is asked for often: how many times more it does not come true is drawn once, which
+/// comes to the same as a draw each time.
+class Rarely {
+ public:
+  void begin(double probability);
+  bool comes_true() {
+    if (left_ > 0) return --left_, false;
+    begin(probability_);
+    return true;
+  }
+
+ private:
+  double probability_ = 0;
+  std::uint64_t left_ = ~std::uint64_t{0};
+};
+/// Of the schedule: `yield` and `change`.
+extern Rarely yields, changes;
+
 /// The scheduler forgets what it chose before.
 void begin_turns();
 
@@ -201,6 +220,7 @@ void leave_warp(const char* what, Site site, bool spins);
 
 /// Lets something that is under way happen; false: nothing is.
 bool land_one();
+bool is_under_way();
 /// The same of words to other GPUs.
 bool deliver_one();
 void deliver_all(const Grid* of);

@@ -198,8 +198,8 @@ void Fiber::hand_over(Fiber& next, [[maybe_unused]] bool for_good) {
 #ifdef LONGSPAN_SIMULATED_TSAN
   __tsan_switch_to_fiber(next.context_, 1);
 #endif
-  LONGSPAN_ASAN(__sanitizer_start_switch_fiber(for_good ? nullptr : &fake_stack_, next.stack_,
-                                               kStackBytes));
+  LONGSPAN_ASAN(
+      __sanitizer_start_switch_fiber(for_good ? nullptr : &fake_stack_, next.stack_, kStackBytes));
   longspan_switch_stack(&stack_pointer_, next.stack_pointer_);
   LONGSPAN_ASAN(finish_switch(fake_stack_));
 }

@@ -6,6 +6,10 @@
 
 #include "kernels/simulated/state.hpp"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace longspan::simulated {
 namespace {
 
@@ -121,7 +125,43 @@ void note_writes() {
   writes.clear();
 }
 
-void poison(void* to, std::size_t bytes) { std::memset(to, 0xff, bytes); }
+/// What will be written later is NaN until then, and AddressSanitizer reports who touches it.
+void poison(void* to, std::size_t bytes) {
+  std::memset(to, 0xff, bytes);
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_POISON_MEMORY_REGION(to, bytes);
+#endif
+}
+void unpoison([[maybe_unused]] void* to, [[maybe_unused]] std::size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(to, bytes);
+#endif
+}
+
+/// Calls use(word, bits) for the bits of these bytes of shared memory in `under_way`.
+template <class Use>
+void for_each_piece(const Block& block, const std::byte* at, std::size_t bytes, const Use& use) {
+  std::size_t piece = static_cast<std::size_t>(at - block.shared) / kPiece;
+  const std::size_t end =
+      (static_cast<std::size_t>(at - block.shared) + bytes + kPiece - 1) / kPiece;
+  while (piece < end) {
+    const std::size_t first = piece % 64, count = std::min(64 - first, end - piece);
+    use(piece / 64, ~std::uint64_t{0} >> (64 - count) << first);
+    piece += count;
+  }
+}
+/// A copy into shared memory begins.
+void await(Block& block, std::byte* to, std::size_t bytes) {
+  for_each_piece(block, to, bytes,
+                 [&](std::size_t word, std::uint64_t bits) { block.under_way[word] |= bits; });
+  poison(to, bytes);
+}
+/// It is about to write what it brings.
+void end_await(Block& block, std::byte* to, std::size_t bytes) {
+  for_each_piece(block, to, bytes,
+                 [&](std::size_t word, std::uint64_t bits) { block.under_way[word] &= ~bits; });
+  unpoison(to, bytes);
+}
 
 template <class T>
 void remove(std::vector<T*>& list, T* what) {
@@ -156,6 +196,7 @@ void land(Lane& lane, std::size_t which) {
     lane.copies_landed.release();
   });
   if (barrier != nullptr) return arrive_at(*barrier, 1, 0, 0, copy.site);
+  end_await(*lane.warp->block, copy.to, static_cast<std::size_t>(copy.size));
   std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes));
   std::memset(copy.to + copy.bytes, 0, static_cast<std::size_t>(copy.size - copy.bytes));
 }
@@ -174,6 +215,8 @@ void land_some(Lane& lane) {
 // ---- products ----------------------------------------------------------------------------------
 
 void write_back(Warp& warp, Accumulators& sums) {
+  for (std::size_t l = 0; l < 32; ++l)
+    unpoison(sums.registers[l], static_cast<std::size_t>(sums.count) * sizeof(float));
   for (std::size_t l = 0; l < 32; ++l)
     std::memcpy(sums.registers[l], &sums.values[l * static_cast<std::size_t>(sums.count)],
                 static_cast<std::size_t>(sums.count) * sizeof(float));
@@ -211,6 +254,7 @@ void land_engine_copy(std::size_t which) {
   MBarrier& barrier = mbarrier_at(block, copy->barrier, copy->site);
   reader = copy->warp;
   reader_site = copy->site;
+  end_await(block, copy->to, static_cast<std::size_t>(copy->bytes));
   copy->land();
   note_reads(copy->warp->proxy);  // it was written for the copy engine, or by a kernel before
   copy->warp->engine.act([&] {
@@ -272,9 +316,14 @@ bool land_one() {
   return true;
 }
 
-bool is_under_way() {
-  return !copying.empty() || !multiplying.empty() || !engine_copies.empty();
+bool is_awaited(const Block& block, const std::byte* at, std::size_t bytes) {
+  std::uint64_t any = 0;
+  for_each_piece(block, at, bytes, [&](std::size_t word, std::uint64_t bits) {
+    any |= block.under_way[word] & bits;
+  });
+  return any != 0;
 }
+bool is_under_way() { return !copying.empty() || !multiplying.empty() || !engine_copies.empty(); }
 
 bool deliver_one() {
   if (sent.empty()) return false;
@@ -312,7 +361,7 @@ void copy_async(std::uint32_t to, const void* from, int size, int bytes, Site si
   if (bytes < 0 || bytes > size) fail("cp.async of more bytes than it has room for", site);
   if (bytes > 0 && reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(size) != 0)
     fail("cp.async from an address that is no multiple of its size", site);
-  poison(place, static_cast<std::size_t>(size));
+  await(*current->warp->block, place, static_cast<std::size_t>(size));
   queue_copy({.to = place,
               .from = static_cast<const std::byte*>(from),
               .size = size,
@@ -359,7 +408,7 @@ void copy_by_engine(std::uint32_t to, int bytes, void* barrier, std::function<vo
   copy->land = std::move(land);
   copy->site = site;
   mbarrier_at(*warp.block, barrier, site);
-  poison(copy->to, static_cast<std::size_t>(bytes));
+  await(*warp.block, copy->to, static_cast<std::size_t>(bytes));
   copy->queued.release();
   ++warp.block->engine_copies;
   engine_copies.push_back(std::move(copy));
@@ -458,6 +507,10 @@ void product_reads(const void* from, std::size_t bytes) {
           "the asynchronous proxy reads what its own warp has stored, and not fenced "
           "(fence.proxy.async)",
           reader_site);
+  if (const Block& block = *reader->block;
+      begin >= block.shared && begin < block.own_variables && is_awaited(block, begin, bytes))
+    fail("the asynchronous proxy reads shared memory into which a copy has not landed",
+         reader_site);
   if constexpr (kDetectsRaces) reads.push_back({const_cast<void*>(from), bytes});
 }
 

@@ -35,8 +35,7 @@ std::uint32_t shared_address(const void* pointer, Site site) {
   return static_cast<std::uint32_t>(at) + kWindow;
 }
 
-std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const char* what,
-                          Site site) {
+std::byte* find_shared(std::uint32_t address, int bytes, int align, const char* what, Site site) {
   const Block& block = *current->warp->block;
   const auto at = static_cast<std::size_t>(address) - kWindow;
   const std::size_t end = at + static_cast<std::size_t>(bytes);
@@ -53,6 +52,15 @@ std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const cha
              std::to_string(align),
          site);
   return block.shared + at;
+}
+std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const char* what,
+                          Site site) {
+  std::byte* const found = find_shared(address, bytes, align, what, site);
+  if (is_awaited(*current->warp->block, found, static_cast<std::size_t>(bytes)))
+    fail(std::string(what) + ": shared memory into which a copy has not landed, at " +
+             std::to_string(address - kWindow),
+         site);
+  return found;
 }
 
 std::byte* dynamic_shared() { return current->warp->block->shared; }

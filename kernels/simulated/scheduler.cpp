@@ -31,6 +31,8 @@ namespace {
 
 constexpr std::size_t kOwnVariables = std::size_t{48} << 10;  // of a block, beside dynamic memory
 constexpr std::size_t kArena = (std::size_t{228} << 10) + kOwnVariables;
+// Turns of each warp in which nothing moves: where time passes, ten minutes of the GPU's clock.
+constexpr std::uint64_t kMostStill = 2'400'000;
 
 struct Multiprocessor {
   int threads = 0, bytes = 0;
@@ -51,7 +53,8 @@ bool leaves = false;   // the warp that runs leaves after this lane
 bool moved = false;    // something happened that others may wait for
 std::uint64_t clock_now = 1'000'000'000, lowest_priority = std::uint64_t{1} << 62;
 std::uint64_t idle_slices = 0, turn = 0;
-std::uint64_t grid_events = 0;  // launches that have ended, or have let the next one start
+std::uint64_t still_slices = 0;  // since anything moved
+std::uint64_t grid_events = 0;   // launches that have ended, or have let the next one start
 std::atomic<std::uint64_t> slices{0};
 std::atomic<bool> inside{false};
 bool hosts_clock = false;
@@ -212,6 +215,7 @@ void begin_block(const GridHandle& grid, unsigned number, int multiprocessor) {
   block.index = index_in(number, grid->kernel.grid);
   block.multiprocessor = multiprocessor;
   block.live = static_cast<int>(threads);
+  block.under_way.resize(kArena / kPiece / 64);
   block.shared = take_arena();
   const std::size_t dynamic = (grid->kernel.shared_bytes + 1023) / 1024 * 1024;
   block.own_variables = block.shared + dynamic;
@@ -352,17 +356,20 @@ void print_places() {
 void watch() {
   static std::once_flag once;
   std::call_once(once, [] {
-    std::thread([] {
+    const auto text = env_text("LONGSPAN_SIMULATED_PATIENCE_S");
+    const int patience = text ? std::max(1, std::atoi(text->c_str())) : 120;
+    std::thread([patience] {
       std::uint64_t seen = 0;
       for (int stuck = 0;;) {
-        std::this_thread::sleep_for(std::chrono::seconds(5));
+        std::this_thread::sleep_for(std::chrono::seconds(1));
         const std::uint64_t now = slices;
         stuck = inside && now == seen ? stuck + 1 : 0;
         seen = now;
-        if (stuck < 24) continue;
+        if (stuck < patience) continue;
         std::fprintf(stderr,
-                     "longspan's simulator: a thread has run for 2 minutes without an instruction "
-                     "at which others could go on. It was last at:\n");
+                     "longspan's simulator: a thread has run for %d s without an instruction at "
+                     "which others could go on. It was last at:\n",
+                     patience);
         print_places();
         end_process();
       }
@@ -377,6 +384,53 @@ bool let_something_happen() {
   for (std::size_t count = 1 + words_on_their_way() / 16; count > 0 && deliver_one(); --count)
     any = true;
   return any;
+}
+
+[[noreturn]] void report_waiting_for_ever() {
+  std::fprintf(stderr,
+               "longspan's simulator: threads take turns, and nothing that they could wait for has "
+               "happened for a long time (a loop that never ends?). They are at:\n");
+  print_places();
+  end_process();
+}
+
+/// A turn of one warp.
+bool run_slice() {
+  const Quiet quiet;
+  hosts.acquire();
+  kernels.acquire();
+  inside = true;
+  slices.fetch_add(1, std::memory_order_relaxed);
+  clock_now += 100;
+  moved = false;
+  if (waiting_grids > 0) begin_blocks();
+  if (is_under_way() && chance(schedule().land))
+    while (land_one() && (schedule().land >= 1 || chance(schedule().burst))) {
+    }
+  if (words_on_their_way() > 0 && chance(schedule().deliver))
+    while (deliver_one() && (schedule().deliver >= 1 || chance(schedule().burst))) {
+    }
+  bool ran = true;
+  if (!ready.empty()) {
+    Warp& warp = *choose_warp();
+    run_warp(warp);
+    Block& block = *warp.block;
+    if (block.live == 0) end_block(block);
+  } else {
+    ran = land_one() || deliver_one();
+  }
+  // Where all that could run only waits in loops, words arrive, and then time passes. Who gave up
+  // its turn between two looks may wait in a loop as well as not.
+  if (moved || !last)
+    idle_slices = still_slices = 0;
+  else if (last->spins && ++idle_slices > 4 * ready.size() && !let_something_happen() &&
+           !hosts_clock)
+    clock_now += 1'000'000;
+  if (++still_slices > kMostStill * std::max<std::size_t>(ready.size(), 1) && !hosts_clock)
+    report_waiting_for_ever();
+  inside = false;
+  kernels.release();
+  return ran;
 }
 
 }  // namespace
@@ -444,7 +498,7 @@ void release(Grid& grid) {
   if (++grid.released == grid.blocks) ++grid_events;
 }
 void begin_turns() {
-  turn = 0, idle_slices = 0;
+  turn = 0, idle_slices = still_slices = 0;
   for (const Warp* warp : ready) set_key(*warp);
 }
 
@@ -482,6 +536,9 @@ GridHandle start(Kernel kernel, int device, GridHandle before) {
   ++waiting_grids;
   return grid;
 }
+bool has_ended(const Grid& grid) { return grid.ended == grid.blocks; }
+bool lets_next_start(const Grid& grid) { return grid.released == grid.blocks; }
+
 bool run_slices(int most) {
   const std::uint64_t before = grid_events;
   bool any = false;
@@ -490,44 +547,6 @@ bool run_slices(int most) {
     if (grid_events != before) break;
   }
   return any;
-}
-bool has_ended(const Grid& grid) { return grid.ended == grid.blocks; }
-bool lets_next_start(const Grid& grid) { return grid.released == grid.blocks; }
-
-bool run_slice() {
-  const Quiet quiet;
-  hosts.acquire();
-  kernels.acquire();
-  inside = true;
-  slices.fetch_add(1, std::memory_order_relaxed);
-  clock_now += 100;
-  moved = false;
-  if (waiting_grids > 0) begin_blocks();
-  if (is_under_way() && chance(schedule().land))
-    while (land_one() && (schedule().land >= 1 || chance(schedule().burst))) {
-    }
-  if (words_on_their_way() > 0 && chance(schedule().deliver))
-    while (deliver_one() && (schedule().deliver >= 1 || chance(schedule().burst))) {
-    }
-  bool ran = true;
-  if (!ready.empty()) {
-    Warp& warp = *choose_warp();
-    run_warp(warp);
-    Block& block = *warp.block;
-    if (block.live == 0) end_block(block);
-  } else {
-    ran = land_one() || deliver_one();
-  }
-  // Where all that could run only waits in loops, words arrive, and then time passes. Who gave up
-  // its turn between two looks may wait in a loop as well as not.
-  if (moved || !last)
-    idle_slices = 0;
-  else if (last->spins && ++idle_slices > 4 * ready.size() && !let_something_happen() &&
-           !hosts_clock)
-    clock_now += 1'000'000;
-  inside = false;
-  kernels.release();
-  return ran;
 }
 
 void order_host_before_kernels() { hosts.release(); }

@@ -82,8 +82,8 @@ struct Warp {
   int number = 0;
   Lane* lanes[32] = {};
   unsigned alive = 0, ready = 0;  // by lane; who is alive, not ready and does not run waits
-  int place = -1;      // among the warps that are ready
-  int last_lane = 31;  // that ran
+  int place = -1;                 // among the warps that are ready
+  int last_lane = 31;             // that ran
   bool spins = false;
   std::uint64_t priority = 0, last_turn = 0;
   std::vector<std::unique_ptr<Meeting>> meetings;
@@ -140,6 +140,8 @@ struct EngineCopy {
   Site site = {};
 };
 
+constexpr std::size_t kPiece = 4;  // bytes; no copy is of less
+
 struct Block {
   std::shared_ptr<Grid> grid;
   uint3 index{};
@@ -155,6 +157,7 @@ struct Block {
   std::map<const void*, void*> variables;
   bool lets_next_start = false;
   int engine_copies = 0;
+  std::vector<std::uint64_t> under_way;  // bits of the pieces of `shared` that copies will write
 
   explicit Block(std::size_t threads) : lanes(threads), warps((threads + 31) / 32) {}
 };
@@ -221,6 +224,8 @@ void leave_warp(const char* what, Site site, bool spins);
 /// Lets something that is under way happen; false: nothing is.
 bool land_one();
 bool is_under_way();
+/// A copy that has not landed writes there.
+bool is_awaited(const Block& block, const std::byte* at, std::size_t bytes);
 /// The same of words to other GPUs.
 bool deliver_one();
 void deliver_all(const Grid* of);

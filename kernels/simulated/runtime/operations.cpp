@@ -4,7 +4,6 @@
 #include <utility>
 
 namespace longspan::simulated {
-bool run_slices(int most);  // TODO machine.hpp
 namespace {
 
 /// Some operations begin as soon as they can, others late, after much else went on.

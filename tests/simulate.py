@@ -17,6 +17,7 @@ import os
 import pathlib
 import random
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -77,6 +78,11 @@ def run(program, cases, seed, count):
     case = re.search(r"This schedule again: .*--gtest_filter=(\S+)", output)
     case = case.group(1) if case else begun[-1] if begun else cases
     return failed - seed + 1, failed, case, output
+
+
+def processor_seconds():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 class Tally:
@@ -150,12 +156,16 @@ def main():
                     seed += ran
             list(pool.map(chunk, work))
             first += count
+            # What a run that is broken off has done is known.
+            print(f"{first - options.seed} of each in {time.monotonic() - began:.0f} s: "
+                  f"{sum(map(len, tally.failed.values()))} failed", flush=True)
 
     total = sum(ran * (names.count(":") + 1) for (_, names), ran in tally.ran.items())
     failures = sum(map(len, tally.failed.values()))
     least = min(tally.ran[item] for item in work)
     print(f"{total} schedules of {cases} cases, at least {least} of each, in "
-          f"{time.monotonic() - began:.0f} s: {failures} failed")
+          f"{time.monotonic() - began:.0f} s ({processor_seconds():.0f} s of processors): "
+          f"{failures} failed")
     for (program, case), seeds in sorted(tally.failed.items()):
         print(f"  {program.name} {case}: {len(seeds)}, seeds {', '.join(map(str, seeds[:5]))}")
     return 1 if failures else 0

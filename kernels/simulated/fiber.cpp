@@ -54,6 +54,7 @@ namespace {
 
 // Room for the largest frames of kernels, several times over: unused pages cost nothing.
 constexpr std::size_t kStackBytes = std::size_t{256} << 10;
+constexpr std::size_t kLine = 64, kLinesOfPage = 64;  // of a cache
 
 std::size_t page_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
@@ -118,11 +119,29 @@ Stack take_stack() {
 #endif
 }
 
+/// Stacks are alike, so that their frames would lie in the same sets of the caches, and push each
+/// other out with each lane of a warp. This many bytes of a page stay free at the top of the next.
+std::size_t next_offset() {
+  constexpr std::size_t kStep = 21;  // lines; coprime to those of a page
+  static std::size_t count = 0;
+  return ++count * kStep % kLinesOfPage * kLine;
+}
+
 void* scheduler_pointer = nullptr;
 [[maybe_unused]] void* scheduler_context = nullptr;
 [[maybe_unused]] void* scheduler_fake_stack = nullptr;
 [[maybe_unused]] const void* scheduler_bottom = nullptr;
 [[maybe_unused]] std::size_t scheduler_size = 0;
+[[maybe_unused]] bool from_scheduler = false;  // whoever runs was entered, not handed over to
+
+#if defined(__SANITIZE_ADDRESS__)
+/// On the stack that goes on. Where the scheduler's lies is only known when it is left.
+void finish_switch(void* fake_stack) {
+  __sanitizer_finish_switch_fiber(fake_stack, from_scheduler ? &scheduler_bottom : nullptr,
+                                  from_scheduler ? &scheduler_size : nullptr);
+  from_scheduler = false;
+}
+#endif
 
 }  // namespace
 
@@ -139,7 +158,7 @@ void Fiber::begin(Entry entry) {
   const Stack stack = take_stack();
   stack_ = stack.memory;
   context_ = stack.context;
-  void** top = reinterpret_cast<void**>(stack_ + kStackBytes);
+  void** top = reinterpret_cast<void**>(stack_ + kStackBytes - next_offset());
   *--top = nullptr;  // where entry would return to
   *--top = reinterpret_cast<void*>(entry);
   for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
@@ -159,6 +178,7 @@ void Fiber::enter() {
   scheduler_context = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(context_, 1);
 #endif
+  LONGSPAN_ASAN(from_scheduler = true);
   LONGSPAN_ASAN(__sanitizer_start_switch_fiber(&scheduler_fake_stack, stack_, kStackBytes));
   longspan_switch_stack(&scheduler_pointer, stack_pointer_);
   LONGSPAN_ASAN(__sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr));
@@ -171,12 +191,20 @@ void Fiber::leave([[maybe_unused]] bool for_good) {
   LONGSPAN_ASAN(__sanitizer_start_switch_fiber(for_good ? nullptr : &fake_stack_, scheduler_bottom,
                                                scheduler_size));
   longspan_switch_stack(&stack_pointer_, scheduler_pointer);
-  LONGSPAN_ASAN(__sanitizer_finish_switch_fiber(fake_stack_, &scheduler_bottom, &scheduler_size));
+  LONGSPAN_ASAN(finish_switch(fake_stack_));
 }
 
-void Fiber::arrive() {
-  LONGSPAN_ASAN(__sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size));
+void Fiber::hand_over(Fiber& next, [[maybe_unused]] bool for_good) {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  __tsan_switch_to_fiber(next.context_, 1);
+#endif
+  LONGSPAN_ASAN(
+      __sanitizer_start_switch_fiber(for_good ? nullptr : &fake_stack_, next.stack_, kStackBytes));
+  longspan_switch_stack(&stack_pointer_, next.stack_pointer_);
+  LONGSPAN_ASAN(finish_switch(fake_stack_));
 }
+
+void Fiber::arrive() { LONGSPAN_ASAN(finish_switch(nullptr)); }
 
 void Agent::begin() {
 #ifdef LONGSPAN_SIMULATED_TSAN

@@ -23,6 +23,8 @@ class Fiber {
   void enter();
   /// From this fiber, which runs, to the scheduler. `for_good`: it never runs again.
   void leave(bool for_good);
+  /// From this fiber, which runs, to another one, past the scheduler.
+  void hand_over(Fiber& next, bool for_good);
   /// Called first by every entry.
   static void arrive();
 

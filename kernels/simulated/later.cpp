@@ -3,9 +3,12 @@
 // happen, or until somebody waits for it; the places that it will write are poison meanwhile.
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
 
 #include "kernels/simulated/state.hpp"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace longspan::simulated {
 namespace {
@@ -21,13 +24,83 @@ struct Word {
   const Block* block;
   const Grid* grid;
 };
-/// On their way to the same eight bytes, in the order in which they were sent.
-struct Sent {
-  std::uintptr_t place;
-  std::deque<Word> words;
+/// On their way to the same eight bytes, in the order in which they were sent: mostly one.
+class Sent {
+ public:
+  Sent(std::uintptr_t place, const Word& word) : place_(place), first_(word) {}
+  std::uintptr_t place() const { return place_; }
+  std::size_t size() const { return 1 + more_.size(); }
+  const Word& operator[](std::size_t i) const { return i == 0 ? first_ : more_[i - 1]; }
+  void push(const Word& word) { more_.push_back(word); }
+  /// False: it was the last.
+  bool pop() {
+    if (more_.empty()) return false;
+    first_ = more_.front();
+    more_.erase(more_.begin());
+    return true;
+  }
+
+ private:
+  std::uintptr_t place_;
+  Word first_;
+  std::vector<Word> more_;
 };
-std::vector<Sent> sent;                                  // none of them empty
-std::unordered_map<std::uintptr_t, std::size_t> places;  // in `sent`
+std::vector<Sent> sent;
+
+/// Where the words of a place stand in `sent`: a table with room for twice as many, in which an
+/// entry stands where its place says, or right behind others.
+class Places {
+ public:
+  static constexpr std::size_t kNone = ~std::size_t{0};
+
+  std::size_t find(std::uintptr_t place) const {
+    if (count_ == 0) return kNone;
+    for (std::size_t at = first(place);; at = (at + 1) & mask()) {
+      if (table_[at].which == kNone) return kNone;
+      if (table_[at].place == place) return table_[at].which;
+    }
+  }
+  void set(std::uintptr_t place, std::size_t which) {
+    if (2 * (count_ + 1) > table_.size()) grow();
+    std::size_t at = first(place);
+    while (table_[at].which != kNone && table_[at].place != place) at = (at + 1) & mask();
+    count_ += table_[at].which == kNone;
+    table_[at] = {place, which};
+  }
+  void erase(std::uintptr_t place) {
+    std::size_t free = first(place);
+    while (table_[free].place != place || table_[free].which == kNone) free = (free + 1) & mask();
+    // Those behind it close up, unless that would put them ahead of where they are looked for.
+    for (std::size_t at = (free + 1) & mask(); table_[at].which != kNone; at = (at + 1) & mask())
+      if (((at - first(table_[at].place)) & mask()) >= ((at - free) & mask())) {
+        table_[free] = table_[at];
+        free = at;
+      }
+    table_[free].which = kNone;
+    --count_;
+  }
+
+ private:
+  struct Entry {
+    std::uintptr_t place = 0;
+    std::size_t which = kNone;
+  };
+  std::size_t mask() const { return table_.size() - 1; }
+  std::size_t first(std::uintptr_t place) const {
+    return place * 0x9e3779b97f4a7c15u >> 32 & mask();
+  }
+  void grow() {
+    std::vector<Entry> old(table_.empty() ? 64 : 2 * table_.size());
+    old.swap(table_);
+    count_ = 0;
+    for (const Entry& entry : old)
+      if (entry.which != kNone) set(entry.place, entry.which);
+  }
+
+  std::vector<Entry> table_;
+  std::size_t count_ = 0;
+};
+Places places;
 
 /// What something that happens now reads and writes, which its agent is said to do when it is over:
 /// until then all accesses are the machine's own.
@@ -52,11 +125,47 @@ void note_writes() {
   writes.clear();
 }
 
-void poison(void* to, std::size_t bytes) { std::memset(to, 0xff, bytes); }
+/// What will be written later is NaN until then, and AddressSanitizer reports who touches it.
+void poison(void* to, std::size_t bytes) {
+  std::memset(to, 0xff, bytes);
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_POISON_MEMORY_REGION(to, bytes);
+#endif
+}
+void unpoison([[maybe_unused]] void* to, [[maybe_unused]] std::size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(to, bytes);
+#endif
+}
+
+/// Calls use(word, bits) for the bits of these bytes of shared memory in `under_way`.
+template <class Use>
+void for_each_piece(const Block& block, const std::byte* at, std::size_t bytes, const Use& use) {
+  std::size_t piece = static_cast<std::size_t>(at - block.shared) / kPiece;
+  const std::size_t end =
+      (static_cast<std::size_t>(at - block.shared) + bytes + kPiece - 1) / kPiece;
+  while (piece < end) {
+    const std::size_t first = piece % 64, count = std::min(64 - first, end - piece);
+    use(piece / 64, ~std::uint64_t{0} >> (64 - count) << first);
+    piece += count;
+  }
+}
+/// A copy into shared memory begins.
+void await(Block& block, std::byte* to, std::size_t bytes) {
+  for_each_piece(block, to, bytes,
+                 [&](std::size_t word, std::uint64_t bits) { block.under_way[word] |= bits; });
+  poison(to, bytes);
+}
+/// It is about to write what it brings.
+void end_await(Block& block, std::byte* to, std::size_t bytes) {
+  for_each_piece(block, to, bytes,
+                 [&](std::size_t word, std::uint64_t bits) { block.under_way[word] &= ~bits; });
+  unpoison(to, bytes);
+}
 
 template <class T>
 void remove(std::vector<T*>& list, T* what) {
-  list.erase(std::remove(list.begin(), list.end(), what), list.end());
+  list.erase(std::find(list.begin(), list.end(), what));
 }
 
 // ---- copies of threads -------------------------------------------------------------------------
@@ -87,6 +196,7 @@ void land(Lane& lane, std::size_t which) {
     lane.copies_landed.release();
   });
   if (barrier != nullptr) return arrive_at(*barrier, 1, 0, 0, copy.site);
+  end_await(*lane.warp->block, copy.to, static_cast<std::size_t>(copy.size));
   std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes));
   std::memset(copy.to + copy.bytes, 0, static_cast<std::size_t>(copy.size - copy.bytes));
 }
@@ -105,6 +215,8 @@ void land_some(Lane& lane) {
 // ---- products ----------------------------------------------------------------------------------
 
 void write_back(Warp& warp, Accumulators& sums) {
+  for (std::size_t l = 0; l < 32; ++l)
+    unpoison(sums.registers[l], static_cast<std::size_t>(sums.count) * sizeof(float));
   for (std::size_t l = 0; l < 32; ++l)
     std::memcpy(sums.registers[l], &sums.values[l * static_cast<std::size_t>(sums.count)],
                 static_cast<std::size_t>(sums.count) * sizeof(float));
@@ -142,6 +254,7 @@ void land_engine_copy(std::size_t which) {
   MBarrier& barrier = mbarrier_at(block, copy->barrier, copy->site);
   reader = copy->warp;
   reader_site = copy->site;
+  end_await(block, copy->to, static_cast<std::size_t>(copy->bytes));
   copy->land();
   note_reads(copy->warp->proxy);  // it was written for the copy engine, or by a kernel before
   copy->warp->engine.act([&] {
@@ -161,19 +274,18 @@ std::uintptr_t place_of(const void* address) {
 
 /// The first of those on their way to one place; false: it was the last.
 bool deliver(std::size_t which) {
-  const Word word = sent[which].words.front();
-  sent[which].words.pop_front();
+  const Word word = sent[which][0];
   if (word.bytes == 8)
     __atomic_store_n(static_cast<std::uint64_t*>(word.to), word.value, __ATOMIC_RELAXED);
   else
     __atomic_store_n(static_cast<std::uint32_t*>(word.to), static_cast<std::uint32_t>(word.value),
                      __ATOMIC_RELAXED);
   note_progress();
-  if (!sent[which].words.empty()) return true;
-  places.erase(sent[which].place);
+  if (sent[which].pop()) return true;
+  places.erase(sent[which].place());
   if (which + 1 < sent.size()) {
     sent[which] = std::move(sent.back());
-    places[sent[which].place] = which;
+    places.set(sent[which].place(), which);
   }
   sent.pop_back();
   return false;
@@ -182,7 +294,7 @@ bool deliver(std::size_t which) {
 /// Those of this place up to the last that `is_wanted`.
 template <class Wanted>
 void deliver_up_to(std::size_t which, const Wanted& is_wanted) {
-  const std::deque<Word>& words = sent[which].words;
+  const Sent& words = sent[which];
   std::size_t count = words.size();
   while (count > 0 && !is_wanted(words[count - 1])) --count;
   for (; count > 0; --count) deliver(which);
@@ -203,6 +315,15 @@ bool land_one() {
     land_engine_copy(which - multiplying.size());
   return true;
 }
+
+bool is_awaited(const Block& block, const std::byte* at, std::size_t bytes) {
+  std::uint64_t any = 0;
+  for_each_piece(block, at, bytes, [&](std::size_t word, std::uint64_t bits) {
+    any |= block.under_way[word] & bits;
+  });
+  return any != 0;
+}
+bool is_under_way() { return !copying.empty() || !multiplying.empty() || !engine_copies.empty(); }
 
 bool deliver_one() {
   if (sent.empty()) return false;
@@ -240,7 +361,7 @@ void copy_async(std::uint32_t to, const void* from, int size, int bytes, Site si
   if (bytes < 0 || bytes > size) fail("cp.async of more bytes than it has room for", site);
   if (bytes > 0 && reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(size) != 0)
     fail("cp.async from an address that is no multiple of its size", site);
-  poison(place, static_cast<std::size_t>(size));
+  await(*current->warp->block, place, static_cast<std::size_t>(size));
   queue_copy({.to = place,
               .from = static_cast<const std::byte*>(from),
               .size = size,
@@ -287,7 +408,7 @@ void copy_by_engine(std::uint32_t to, int bytes, void* barrier, std::function<vo
   copy->land = std::move(land);
   copy->site = site;
   mbarrier_at(*warp.block, barrier, site);
-  poison(copy->to, static_cast<std::size_t>(bytes));
+  await(*warp.block, copy->to, static_cast<std::size_t>(bytes));
   copy->queued.release();
   ++warp.block->engine_copies;
   engine_copies.push_back(std::move(copy));
@@ -386,6 +507,10 @@ void product_reads(const void* from, std::size_t bytes) {
           "the asynchronous proxy reads what its own warp has stored, and not fenced "
           "(fence.proxy.async)",
           reader_site);
+  if (const Block& block = *reader->block;
+      begin >= block.shared && begin < block.own_variables && is_awaited(block, begin, bytes))
+    fail("the asynchronous proxy reads shared memory into which a copy has not landed",
+         reader_site);
   if constexpr (kDetectsRaces) reads.push_back({const_cast<void*>(from), bytes});
 }
 
@@ -405,10 +530,15 @@ void send_word(void* to, std::uint64_t value, int bytes, Site site) {
   if (reinterpret_cast<std::uintptr_t>(to) % static_cast<unsigned>(bytes) != 0)
     fail("a store to an address that is no multiple of its size", site);
   const Block* block = current->warp->block;
-  const auto [place, is_new] = places.try_emplace(place_of(to), sent.size());
-  if (is_new) sent.push_back({place->first, {}});
-  const std::size_t which = place->second;
-  sent[which].words.push_back({to, value, bytes, block, block->grid.get()});
+  const Word word = {to, value, bytes, block, block->grid.get()};
+  std::size_t which = places.find(place_of(to));
+  if (which != Places::kNone) {
+    sent[which].push(word);
+  } else {
+    which = sent.size();
+    sent.emplace_back(place_of(to), word);
+    places.set(place_of(to), which);
+  }
   if (schedule().deliver >= 1) deliver(which);
 }
 std::uint64_t fetch_word(const void* from, int bytes, Site site) {
@@ -421,8 +551,8 @@ std::uint64_t fetch_word(const void* from, int bytes, Site site) {
   if (reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(bytes) != 0)
     fail("a load from an address that is no multiple of its size", site);
   const Block* block = current->warp->block;
-  if (const auto place = places.find(place_of(from)); place != places.end())
-    deliver_up_to(place->second, [&](const Word& word) { return word.block == block; });
+  if (const std::size_t which = places.find(place_of(from)); which != Places::kNone)
+    deliver_up_to(which, [&](const Word& word) { return word.block == block; });
   return bytes == 8 ? __atomic_load_n(static_cast<const std::uint64_t*>(from), __ATOMIC_RELAXED)
                     : __atomic_load_n(static_cast<const std::uint32_t*>(from), __ATOMIC_RELAXED);
 }

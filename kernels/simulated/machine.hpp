@@ -56,8 +56,9 @@ bool has_ended(const Grid& grid);
 /// All blocks have come to let_next_kernel_start(), or have ended.
 bool lets_next_start(const Grid& grid);
 
-/// Runs some warp for a while, or lets a copy land. False: nothing that is resident can move.
-bool run_slice();
+/// Runs some warp for a while, or lets a copy land, up to `most` times: fewer where a launch ends
+/// or lets the next one start. False: nothing that is resident can move.
+bool run_slices(int most);
 
 /// Nothing can move, nor will: names the place where each warp stands, and ends the process.
 [[noreturn]] void report_standstill();

@@ -16,7 +16,7 @@ constexpr std::size_t kOwnVariables = std::size_t{48} << 10;
 
 /// After the last one has come: it goes on, or others do.
 void after_meeting(const char* what, Site site) {
-  if (chance(schedule().yield)) leave_warp(what, site, false);
+  if (yields.comes_true()) leave_warp(what, site, false);
 }
 
 /// The asynchronous proxy learns at a barrier what the proxies of the others know.
@@ -35,8 +35,7 @@ std::uint32_t shared_address(const void* pointer, Site site) {
   return static_cast<std::uint32_t>(at) + kWindow;
 }
 
-std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const char* what,
-                          Site site) {
+std::byte* find_shared(std::uint32_t address, int bytes, int align, const char* what, Site site) {
   const Block& block = *current->warp->block;
   const auto at = static_cast<std::size_t>(address) - kWindow;
   const std::size_t end = at + static_cast<std::size_t>(bytes);
@@ -53,6 +52,15 @@ std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const cha
              std::to_string(align),
          site);
   return block.shared + at;
+}
+std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const char* what,
+                          Site site) {
+  std::byte* const found = find_shared(address, bytes, align, what, site);
+  if (is_awaited(*current->warp->block, found, static_cast<std::size_t>(bytes)))
+    fail(std::string(what) + ": shared memory into which a copy has not landed, at " +
+             std::to_string(address - kWindow),
+         site);
+  return found;
 }
 
 std::byte* dynamic_shared() { return current->warp->block->shared; }
@@ -98,7 +106,7 @@ void meet(unsigned mask, const char* what, void* data, Complete complete, bool o
   }
   if (meeting->arrived == 0)
     meeting->what = what, meeting->complete = complete, meeting->orders_memory = orders_memory;
-  else if (std::strcmp(meeting->what, what) != 0)
+  else if (meeting->what != what && std::strcmp(meeting->what, what) != 0)
     fail(std::string("lanes of a warp are at ") + meeting->what + " and at " + what +
              " with the same mask",
          site);
@@ -116,8 +124,7 @@ void meet(unsigned mask, const char* what, void* data, Complete complete, bool o
     if (complete != nullptr) complete(meeting->data, all);
     meeting->arrived = 0;
     ++meeting->turn;
-    for (int l = 0; l < 32; ++l)
-      if ((all >> l & 1) != 0 && l != lane.number) wake(*warp.lanes[l]);
+    if (const unsigned others = all & ~(1u << lane.number); others != 0) wake(warp, others);
     after_meeting(what, site);
   } else {
     wait_here(what, site);
@@ -162,12 +169,11 @@ bool block_barrier(int id, int threads, bool waits, bool predicate, const char* 
     barrier.result[turn] = barrier.any;
     barrier.any = false;
     ++barrier.turn;
-    for (Lane* each : barrier.waiting) wake(*each);
-    barrier.waiting.clear();
+    barrier.waiting.wake_all();
     note_progress();
     if (waits) after_meeting(what, site);
   } else if (waits) {
-    barrier.waiting.push_back(&lane);
+    barrier.waiting.add();
     wait_here(what, site);
   }
   if (!waits) return false;
@@ -180,30 +186,35 @@ bool block_barrier(int id, int threads, bool waits, bool predicate, const char* 
 
 namespace {
 
+/// What stands in an mbarrier's word: its place among those of the block, and a mark that nobody
+/// else would write.
+constexpr int kPlaceBits = 16;
 std::uint64_t mark_of(const void* word) {
-  return reinterpret_cast<std::uintptr_t>(word) * 0x9e3779b97f4a7c15u | 1;
+  return reinterpret_cast<std::uintptr_t>(word) * 0x9e3779b97f4a7c15u >> kPlaceBits;
 }
 
 void settle(MBarrier& barrier) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   ++barrier.phase;
   barrier.pending = barrier.expected;
-  for (Lane* each : barrier.waiting) wake(*each);
-  barrier.waiting.clear();
+  barrier.waiting.wake_all();
   note_progress();
 }
 
 }  // namespace
 
 MBarrier& mbarrier_at(Block& block, void* word, Site site) {
-  const auto found = block.mbarriers.find(word);
-  std::uint64_t mark = 0;
-  std::memcpy(&mark, word, sizeof mark);
-  if (found == block.mbarriers.end() || mark != mark_of(word))
-    fail(found == block.mbarriers.end() ? "an mbarrier that was not initialised"
-                                        : "an mbarrier that something has overwritten",
-         site);
-  return found->second;
+  std::uint64_t found = 0;
+  std::memcpy(&found, word, sizeof found);
+  const std::size_t place = found & ((1u << kPlaceBits) - 1);
+  if (found >> kPlaceBits == mark_of(word) && place < block.mbarriers.size() &&
+      block.mbarriers[place].word == word)
+    return block.mbarriers[place];
+  const bool is_known = std::any_of(block.mbarriers.begin(), block.mbarriers.end(),
+                                    [&](const MBarrier& each) { return each.word == word; });
+  fail(is_known ? "an mbarrier that something has overwritten"
+                : "an mbarrier that was not initialised",
+       site);
 }
 
 void barrier_init(void* word, int arrivals, Site site) {
@@ -211,13 +222,18 @@ void barrier_init(void* word, int arrivals, Site site) {
   if (arrivals < 1) fail("an mbarrier for fewer than one arrival", site);
   shared_pointer(shared_address(word, site), 8, 8, "mbarrier.init", site);
   Block& block = *current->warp->block;
-  MBarrier& barrier = block.mbarriers[word];
+  auto known = std::find_if(block.mbarriers.begin(), block.mbarriers.end(),
+                            [&](const MBarrier& each) { return each.word == word; });
+  if (known == block.mbarriers.end()) known = block.mbarriers.emplace(known);
+  MBarrier& barrier = *known;
+  barrier.word = word;
   if (!barrier.waiting.empty()) fail("an mbarrier is made again while threads wait at it", site);
   barrier.expected = barrier.pending = arrivals;
   barrier.bytes = 0;
   barrier.phase = 0;
   barrier.site = site;
-  const std::uint64_t mark = mark_of(word);
+  const std::uint64_t mark =
+      mark_of(word) << kPlaceBits | static_cast<std::uint64_t>(known - block.mbarriers.begin());
   std::memcpy(word, &mark, sizeof mark);
   note_write(word, 8);
 }
@@ -245,7 +261,7 @@ void barrier_wait(void* word, std::uint32_t parity, Site site) {
   const Quiet quiet;
   MBarrier& barrier = mbarrier_at(*current->warp->block, word, site);
   while ((barrier.phase & 1) == parity) {
-    barrier.waiting.push_back(current);
+    barrier.waiting.add();
     wait_here("mbarrier", site);
   }
   barrier.order[parity].acquire();
@@ -260,7 +276,7 @@ void let_next_kernel_start() {
   if (block.lets_next_start) return;
   // One call of a block's threads is enough (PTX, griddepcontrol).
   block.lets_next_start = true;
-  ++block.grid->released;
+  release(*block.grid);
   note_progress();
 }
 
@@ -271,7 +287,7 @@ void wait_for_kernels_before(Site site) {
   const GridHandle before = grid.before;
   if (before == nullptr) return;
   while (!has_ended(*before)) {
-    before->waiting_for_end.push_back(current);
+    before->waiting_for_end.add();
     wait_here("the kernel before", site);
   }
   before->done.acquire();

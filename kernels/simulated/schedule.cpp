@@ -1,4 +1,5 @@
 // What a seed decides: how warps and lanes are chosen, and when what is under way happens.
+#include <cmath>
 #include <cstdlib>
 #include <random>
 
@@ -25,6 +26,17 @@ bool chance(double probability) {
   return probability >= 1 || (probability > 0 && unit() < probability);
 }
 
+Rarely yields, changes;
+void Rarely::begin(double probability) {
+  probability_ = probability;
+  if (probability <= 0)
+    left_ = ~std::uint64_t{0};
+  else if (probability >= 1)
+    left_ = 0;
+  else
+    left_ = static_cast<std::uint64_t>(std::log(1 - unit()) / std::log(1 - probability));
+}
+
 const Schedule& schedule() {
   if (seed_now == 0) schedule_seed();
   return now;
@@ -47,6 +59,8 @@ void begin_schedule(std::uint64_t seed) {
   now = {};
   generator.seed(seed_now * 0x9e3779b97f4a7c15u);
   begin_turns();
+  yields.begin(0);
+  changes.begin(0);
   if (seed_now == 1) return;  // in order, and everything at once: the fastest, for a debugger
   using Policy = Schedule::Policy;
   now.policy = one_of(
@@ -58,6 +72,8 @@ void begin_schedule(std::uint64_t seed) {
   now.change = one_of({0.0005, 0.005, 0.05});
   now.shuffled_blocks = chance(0.5);
   now.shuffled_lanes = chance(0.7);
+  yields.begin(now.yield);
+  changes.begin(now.change);
 }
 
 }  // namespace longspan::simulated

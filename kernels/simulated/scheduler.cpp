@@ -1,4 +1,5 @@
 // Blocks that become resident, warps that take turns, and the end of all that cannot go on.
+#include <immintrin.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -30,6 +31,8 @@ namespace {
 
 constexpr std::size_t kOwnVariables = std::size_t{48} << 10;  // of a block, beside dynamic memory
 constexpr std::size_t kArena = (std::size_t{228} << 10) + kOwnVariables;
+// Turns of each warp in which nothing moves: where time passes, ten minutes of the GPU's clock.
+constexpr std::uint64_t kMostStill = 2'400'000;
 
 struct Multiprocessor {
   int threads = 0, bytes = 0;
@@ -40,14 +43,18 @@ struct Device {
 };
 
 std::map<int, Device> devices;
+int waiting_grids = 0;  // of all devices
 std::vector<std::unique_ptr<Block>> resident;
-std::vector<Warp*> ready;  // in no order
+std::vector<Warp*> ready;         // in no order
+std::vector<std::uint64_t> keys;  // of each of them: the least goes on, unless chance decides
 std::vector<std::byte*> arenas;
 Warp* last = nullptr;  // that ran
 bool leaves = false;   // the warp that runs leaves after this lane
 bool moved = false;    // something happened that others may wait for
 std::uint64_t clock_now = 1'000'000'000, lowest_priority = std::uint64_t{1} << 62;
 std::uint64_t idle_slices = 0, turn = 0;
+std::uint64_t still_slices = 0;  // since anything moved
+std::uint64_t grid_events = 0;   // launches that have ended, or have let the next one start
 std::atomic<std::uint64_t> slices{0};
 std::atomic<bool> inside{false};
 bool hosts_clock = false;
@@ -70,21 +77,51 @@ int threads_of(const Grid& grid) {
 
 // ---- turns -------------------------------------------------------------------------------------
 
-void make_ready(Lane& lane) {
-  lane.state = Lane::State::ready;
-  Warp& warp = *lane.warp;
-  warp.ready |= 1u << lane.number;
+std::uint64_t key_of(const Warp& warp) {
+  return schedule().policy == Schedule::Policy::priorities ? ~warp.priority : warp.last_turn;
+}
+/// Its key has changed.
+void set_key(const Warp& warp) {
+  if (warp.place >= 0) keys[static_cast<std::size_t>(warp.place)] = key_of(warp);
+}
+void make_ready(Warp& warp, unsigned lanes) {
+  warp.ready |= lanes;
   warp.spins = false;
   if (warp.place >= 0) return;
   warp.place = static_cast<int>(ready.size());
   ready.push_back(&warp);
+  keys.push_back(key_of(warp));
 }
 void remove_ready(Warp& warp) {
   if (warp.place < 0) return;
-  ready[static_cast<std::size_t>(warp.place)] = ready.back();
+  const auto place = static_cast<std::size_t>(warp.place);
+  ready[place] = ready.back();
+  keys[place] = keys.back();
   ready.back()->place = warp.place;
   ready.pop_back();
+  keys.pop_back();
   warp.place = -1;
+}
+void make_last(Warp& warp) {
+  warp.priority = --lowest_priority;
+  set_key(warp);
+}
+
+/// In vectors, which -O2 alone does not make of it.
+__attribute__((optimize("O3"))) std::uint64_t least_key() {
+  std::uint64_t least = ~std::uint64_t{0};
+  for (const std::uint64_t key : keys) least = key < least ? key : least;
+  return least;
+}
+
+/// The place of the set bit with so many others below it.
+int set_bit(unsigned bits, unsigned below) {
+#ifdef __BMI2__
+  return __builtin_ctz(_pdep_u32(1u << below, bits));
+#else
+  while (below-- > 0) bits &= bits - 1;
+  return __builtin_ctz(bits);
+#endif
 }
 
 int choose_lane(const Warp& warp) {
@@ -92,24 +129,36 @@ int choose_lane(const Warp& warp) {
     const unsigned behind = warp.ready & ~((2u << warp.last_lane) - 1);
     return __builtin_ctz(behind != 0 ? behind : warp.ready);
   }
-  unsigned skip = pick(static_cast<unsigned>(__builtin_popcount(warp.ready)));
-  unsigned rest = warp.ready;
-  while (skip-- > 0) rest &= rest - 1;
-  return __builtin_ctz(rest);
+  return set_bit(warp.ready, pick(static_cast<unsigned>(__builtin_popcount(warp.ready))));
 }
 
 Warp* choose_warp() {
   using Policy = Schedule::Policy;
-  if (schedule().policy == Policy::priorities) {
-    if (last != nullptr && chance(schedule().change)) last->priority = --lowest_priority;
-    return *std::max_element(ready.begin(), ready.end(), [](const Warp* a, const Warp* b) {
-      return a->priority < b->priority;
-    });
-  }
   if (schedule().policy == Policy::random) return ready[pick(static_cast<unsigned>(ready.size()))];
-  return *std::min_element(ready.begin(), ready.end(), [](const Warp* a, const Warp* b) {
-    return a->last_turn < b->last_turn;
-  });
+  if (schedule().policy == Policy::priorities && last != nullptr && changes.comes_true())
+    make_last(*last);
+  return ready[static_cast<std::size_t>(std::find(keys.begin(), keys.end(), least_key()) -
+                                        keys.begin())];
+}
+
+/// The lane that goes on is the one that runs.
+Lane& take_lane(Warp& warp) {
+  Lane& lane = *warp.lanes[choose_lane(warp)];
+  warp.ready &= ~(1u << lane.number);
+  warp.last_lane = lane.number;
+  current = &lane;
+  threadIdx = lane.index;
+  return lane;
+}
+
+/// The thread that runs stops here, and another lane of its warp goes on at once, if one can and
+/// the warp's turn is not over.
+void stop_here(bool for_good) {
+  Lane& lane = *current;
+  if (leaves || lane.warp->ready == 0)
+    lane.fiber.leave(for_good);
+  else
+    lane.fiber.hand_over(take_lane(*lane.warp).fiber, for_good);
 }
 
 void end_lane(Lane& lane);
@@ -122,28 +171,20 @@ void entry() {
     const Quiet quiet;
     end_lane(*lane);
   }
-  lane->fiber.leave(true);
+  stop_here(true);
   std::abort();  // nobody enters it again
-}
-
-void run_lane(Warp& warp) {
-  Lane& lane = *warp.lanes[choose_lane(warp)];
-  warp.ready &= ~(1u << lane.number);
-  warp.last_lane = lane.number;
-  current = &lane;
-  threadIdx = lane.index;
-  lane.fiber.enter();
-  current = nullptr;
 }
 
 void run_warp(Warp& warp) {
   last = &warp;
   warp.last_turn = ++turn;
+  set_key(warp);
   blockIdx = warp.block->index;
   blockDim = warp.block->grid->kernel.block;
   gridDim = warp.block->grid->kernel.grid;
   leaves = false;
-  while (warp.ready != 0 && !leaves) run_lane(warp);
+  take_lane(warp).fiber.enter();  // until none of its lanes can go on, or it leaves
+  current = nullptr;
   if (warp.ready == 0) remove_ready(warp);
 }
 
@@ -174,6 +215,7 @@ void begin_block(const GridHandle& grid, unsigned number, int multiprocessor) {
   block.index = index_in(number, grid->kernel.grid);
   block.multiprocessor = multiprocessor;
   block.live = static_cast<int>(threads);
+  block.under_way.resize(kArena / kPiece / 64);
   block.shared = take_arena();
   const std::size_t dynamic = (grid->kernel.shared_bytes + 1023) / 1024 * 1024;
   block.own_variables = block.shared + dynamic;
@@ -194,10 +236,10 @@ void begin_block(const GridHandle& grid, unsigned number, int multiprocessor) {
     warp.lanes[i % 32] = &lane;
     warp.alive |= 1u << i % 32;
     lane.fiber.begin(&entry);
-    make_ready(lane);
   }
   for (Warp& warp : block.warps) {
     warp.priority = (std::uint64_t{1} << 62) + pick(1u << 30);
+    make_ready(warp, warp.alive);
     if (kDetectsRaces) warp.proxy.begin(), warp.engine.begin();
   }
 }
@@ -221,19 +263,20 @@ void begin_blocks() {
       }
       if (g.next < g.order.size()) break;  // blocks of later kernels wait behind those of this one
       grid = device.grids.erase(grid);
+      --waiting_grids;
     }
 }
 
 void end_block(Block& block) {
   Grid& grid = *block.grid;
   finish_copies(block);
-  for (const auto& [word, barrier] : block.mbarriers)
+  for (const MBarrier& barrier : block.mbarriers)
     if (!barrier.waiting.empty()) fail("a block ended while threads wait at its mbarrier");
   Multiprocessor& place =
       device_of(grid.device).multiprocessors[static_cast<std::size_t>(block.multiprocessor)];
   place.threads -= threads_of(grid);
   place.bytes -= bytes_of(grid);
-  if (!block.lets_next_start) ++grid.released;
+  if (!block.lets_next_start) release(grid);
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_UNPOISON_MEMORY_REGION(block.shared, kArena);
 #endif
@@ -246,18 +289,16 @@ void end_block(Block& block) {
   resident.erase(std::find_if(resident.begin(), resident.end(),
                               [&](const auto& each) { return each.get() == &block; }));
   if (++grid.ended < grid.blocks) return;
+  ++grid_events;
   grid.done.acquire();
   deliver_all(&grid);
-  for (Lane* lane : grid.waiting_for_end) wake(*lane);
-  grid.waiting_for_end.clear();
+  grid.waiting_for_end.wake_all();
   grid.before = nullptr;
 }
 
 void end_lane(Lane& lane) {
   Warp& warp = *lane.warp;
   Block& block = *warp.block;
-  lane.state = Lane::State::ended;
-  lane.what = "ended";
   warp.alive &= ~(1u << lane.number);
   block.grid->done.release();
   note_progress();
@@ -268,8 +309,7 @@ void end_lane(Lane& lane) {
       const unsigned all = meeting->arrived;
       meeting->arrived = 0;
       ++meeting->turn;
-      for (int l = 0; l < 32; ++l)
-        if (all >> l & 1) wake(*warp.lanes[l]);
+      wake(warp, all);
     }
   NamedBarrier& all = block.barriers[0];
   --block.live;
@@ -278,8 +318,7 @@ void end_lane(Lane& lane) {
     all.any = false;
     all.arrived = 0;
     ++all.turn;
-    for (Lane* each : all.waiting) wake(*each);
-    all.waiting.clear();
+    all.waiting.wake_all();
   }
 }
 
@@ -293,11 +332,11 @@ void print_places() {
   for (const auto& block : resident) {
     std::map<std::string, std::vector<int>> places;
     for (const Lane& lane : block->lanes) {
-      if (lane.state == Lane::State::ended) continue;
+      if ((lane.warp->alive >> lane.number & 1) == 0) continue;
       char line[512];
       std::snprintf(line, sizeof line, "warp %d: %s at %s:%u%s", lane.warp->number, lane.what,
                     file_name(lane.site.file_name()), static_cast<unsigned>(lane.site.line()),
-                    lane.state == Lane::State::ready ? " (can go on)" : "");
+                    (lane.warp->ready >> lane.number & 1) != 0 ? " (can go on)" : "");
       places[line].push_back(lane.number);
     }
     for (const auto& [line, lanes] : places)
@@ -317,17 +356,20 @@ void print_places() {
 void watch() {
   static std::once_flag once;
   std::call_once(once, [] {
-    std::thread([] {
+    const auto text = env_text("LONGSPAN_SIMULATED_PATIENCE_S");
+    const int patience = text ? std::max(1, std::atoi(text->c_str())) : 120;
+    std::thread([patience] {
       std::uint64_t seen = 0;
       for (int stuck = 0;;) {
-        std::this_thread::sleep_for(std::chrono::seconds(5));
+        std::this_thread::sleep_for(std::chrono::seconds(1));
         const std::uint64_t now = slices;
         stuck = inside && now == seen ? stuck + 1 : 0;
         seen = now;
-        if (stuck < 24) continue;
+        if (stuck < patience) continue;
         std::fprintf(stderr,
-                     "longspan's simulator: a thread has run for 2 minutes without an instruction "
-                     "at which others could go on. It was last at:\n");
+                     "longspan's simulator: a thread has run for %d s without an instruction at "
+                     "which others could go on. It was last at:\n",
+                     patience);
         print_places();
         end_process();
       }
@@ -342,6 +384,53 @@ bool let_something_happen() {
   for (std::size_t count = 1 + words_on_their_way() / 16; count > 0 && deliver_one(); --count)
     any = true;
   return any;
+}
+
+[[noreturn]] void report_waiting_for_ever() {
+  std::fprintf(stderr,
+               "longspan's simulator: threads take turns, and nothing that they could wait for has "
+               "happened for a long time (a loop that never ends?). They are at:\n");
+  print_places();
+  end_process();
+}
+
+/// A turn of one warp.
+bool run_slice() {
+  const Quiet quiet;
+  hosts.acquire();
+  kernels.acquire();
+  inside = true;
+  slices.fetch_add(1, std::memory_order_relaxed);
+  clock_now += 100;
+  moved = false;
+  if (waiting_grids > 0) begin_blocks();
+  if (is_under_way() && chance(schedule().land))
+    while (land_one() && (schedule().land >= 1 || chance(schedule().burst))) {
+    }
+  if (words_on_their_way() > 0 && chance(schedule().deliver))
+    while (deliver_one() && (schedule().deliver >= 1 || chance(schedule().burst))) {
+    }
+  bool ran = true;
+  if (!ready.empty()) {
+    Warp& warp = *choose_warp();
+    run_warp(warp);
+    Block& block = *warp.block;
+    if (block.live == 0) end_block(block);
+  } else {
+    ran = land_one() || deliver_one();
+  }
+  // Where all that could run only waits in loops, words arrive, and then time passes. Who gave up
+  // its turn between two looks may wait in a loop as well as not.
+  if (moved || !last)
+    idle_slices = still_slices = 0;
+  else if (last->spins && ++idle_slices > 4 * ready.size() && !let_something_happen() &&
+           !hosts_clock)
+    clock_now += 1'000'000;
+  if (++still_slices > kMostStill * std::max<std::size_t>(ready.size(), 1) && !hosts_clock)
+    report_waiting_for_ever();
+  inside = false;
+  kernels.release();
+  return ran;
 }
 
 }  // namespace
@@ -366,37 +455,55 @@ void report_standstill() {
 }
 
 void wait_here(const char* what, Site site) {
-  Lane* const lane = current;
-  lane->what = what;
-  lane->site = site;
-  lane->state = Lane::State::waiting;
-  lane->fiber.leave(false);
+  current->what = what;
+  current->site = site;
+  stop_here(false);
 }
-void wake(Lane& lane) {
-  if (lane.state != Lane::State::waiting) fail("the simulator woke a thread that did not wait");
-  make_ready(lane);
+void wake(Warp& warp, unsigned lanes) {
+  const bool runs = current != nullptr && current->warp == &warp;
+  if ((lanes & (warp.ready | ~warp.alive)) != 0 || (runs && (lanes >> current->number & 1) != 0))
+    fail("the simulator woke a thread that did not wait");
+  make_ready(warp, lanes);
   note_progress();
   if (schedule().policy == Schedule::Policy::priorities && last != nullptr &&
-      lane.warp->priority > last->priority)
+      warp.priority > last->priority)
     leaves = true;
 }
+void Waiting::add() {
+  Warp* const warp = current->warp;
+  const unsigned lane = 1u << current->number;
+  if (!all_.empty() && all_.back().warp == warp)
+    all_.back().lanes |= lane;
+  else
+    all_.push_back({warp, lane});
+}
+void Waiting::wake_all() {
+  for (const Some& some : all_) wake(*some.warp, some.lanes);
+  all_.clear();
+}
 void leave_warp(const char* what, Site site, bool spins) {
-  Lane* const lane = current;
-  lane->what = what;
-  lane->site = site;
-  make_ready(*lane);
+  Lane& lane = *current;
+  lane.what = what;
+  lane.site = site;
+  make_ready(*lane.warp, 1u << lane.number);
   leaves = true;
   if (spins) {
-    lane->warp->spins = true;
-    if (schedule().policy == Schedule::Policy::priorities) lane->warp->priority = --lowest_priority;
+    lane.warp->spins = true;
+    if (schedule().policy == Schedule::Policy::priorities) make_last(*lane.warp);
   }
-  lane->fiber.leave(false);
+  lane.fiber.leave(false);
 }
 void note_progress() { moved = true; }
-void begin_turns() { turn = 0, idle_slices = 0; }
+void release(Grid& grid) {
+  if (++grid.released == grid.blocks) ++grid_events;
+}
+void begin_turns() {
+  turn = 0, idle_slices = still_slices = 0;
+  for (const Warp* warp : ready) set_key(*warp);
+}
 
 void may_yield(Site site) {
-  if (!chance(schedule().yield)) return;
+  if (!yields.comes_true()) return;
   const Quiet quiet;
   leave_warp("a turn given to others", site, false);
 }
@@ -426,45 +533,20 @@ GridHandle start(Kernel kernel, int device, GridHandle before) {
   if (schedule().shuffled_blocks)
     for (unsigned i = grid->blocks; i > 1; --i) std::swap(grid->order[i - 1], grid->order[pick(i)]);
   device_of(device).grids.push_back(grid);
+  ++waiting_grids;
   return grid;
 }
 bool has_ended(const Grid& grid) { return grid.ended == grid.blocks; }
 bool lets_next_start(const Grid& grid) { return grid.released == grid.blocks; }
 
-bool run_slice() {
-  const Quiet quiet;
-  hosts.acquire();
-  kernels.acquire();
-  inside = true;
-  slices.fetch_add(1, std::memory_order_relaxed);
-  clock_now += 100;
-  moved = false;
-  begin_blocks();
-  if (chance(schedule().land))
-    while (land_one() && (schedule().land >= 1 || chance(schedule().burst))) {
-    }
-  if (chance(schedule().deliver))
-    while (deliver_one() && (schedule().deliver >= 1 || chance(schedule().burst))) {
-    }
-  bool ran = true;
-  if (!ready.empty()) {
-    Warp& warp = *choose_warp();
-    run_warp(warp);
-    Block& block = *warp.block;
-    if (block.live == 0) end_block(block);
-  } else {
-    ran = land_one() || deliver_one();
+bool run_slices(int most) {
+  const std::uint64_t before = grid_events;
+  bool any = false;
+  while (most-- > 0 && run_slice()) {
+    any = true;
+    if (grid_events != before) break;
   }
-  // Where all that could run only waits in loops, words arrive, and then time passes. Who gave up
-  // its turn between two looks may wait in a loop as well as not.
-  if (moved || !last)
-    idle_slices = 0;
-  else if (last->spins && ++idle_slices > 4 * ready.size() && !let_something_happen() &&
-           !hosts_clock)
-    clock_now += 1'000'000;
-  inside = false;
-  kernels.release();
-  return ran;
+  return any;
 }
 
 void order_host_before_kernels() { hosts.release(); }

@@ -30,13 +30,10 @@ struct Copy {
 
 /// A CUDA thread.
 struct Lane {
-  enum class State : std::uint8_t { ready, waiting, ended };
-
   uint3 index{};
   int number = 0;  // in its warp
   Warp* warp = nullptr;
   Fiber fiber;
-  State state = State::ready;
   const char* what = "start";
   Site site = {};
   unsigned fetches = 0;
@@ -84,9 +81,9 @@ struct Warp {
   Block* block = nullptr;
   int number = 0;
   Lane* lanes[32] = {};
-  unsigned alive = 0, ready = 0;
-  int place = -1;      // among the warps that are ready
-  int last_lane = 31;  // that ran
+  unsigned alive = 0, ready = 0;  // by lane; who is alive, not ready and does not run waits
+  int place = -1;                 // among the warps that are ready
+  int last_lane = 31;             // that ran
   bool spins = false;
   std::uint64_t priority = 0, last_turn = 0;
   std::vector<std::unique_ptr<Meeting>> meetings;
@@ -100,19 +97,36 @@ struct Warp {
   std::vector<Unfenced> unfenced;
 };
 
+/// Lanes that wait for something, in the order in which their warps came.
+class Waiting {
+ public:
+  bool empty() const { return all_.empty(); }
+  /// The thread that runs.
+  void add();
+  void wake_all();
+
+ private:
+  struct Some {
+    Warp* warp;
+    unsigned lanes;
+  };
+  std::vector<Some> all_;
+};
+
 struct NamedBarrier {
   int arrived = 0, expected = 0;
   bool any = false, result[2] = {};
   unsigned turn = 0;
   Order order[2], proxy_order[2];
-  std::vector<Lane*> waiting;
+  Waiting waiting;
 };
 
 struct MBarrier {
+  void* word = nullptr;
   int expected = 0, pending = 0, bytes = 0;
   unsigned phase = 0;
   Order order[2], proxy_order[2];
-  std::vector<Lane*> waiting;
+  Waiting waiting;
   Site site = {};
 };
 
@@ -126,6 +140,8 @@ struct EngineCopy {
   Site site = {};
 };
 
+constexpr std::size_t kPiece = 4;  // bytes; no copy is of less
+
 struct Block {
   std::shared_ptr<Grid> grid;
   uint3 index{};
@@ -134,13 +150,14 @@ struct Block {
   std::vector<Warp> warps;
   int live = 0;
   NamedBarrier barriers[16];
-  std::map<void*, MBarrier> mbarriers;
+  std::deque<MBarrier> mbarriers;
   std::byte* shared = nullptr;  // dynamic, then the block's own variables
   std::byte* own_variables = nullptr;
   std::size_t own_bytes = 0;
   std::map<const void*, void*> variables;
   bool lets_next_start = false;
   int engine_copies = 0;
+  std::vector<std::uint64_t> under_way;  // bits of the pieces of `shared` that copies will write
 
   explicit Block(std::size_t threads) : lanes(threads), warps((threads + 31) / 32) {}
 };
@@ -153,7 +170,7 @@ class Grid {
   std::vector<unsigned> order;  // in which its blocks begin
   std::size_t next = 0;
   unsigned blocks = 0, ended = 0, released = 0;
-  std::vector<Lane*> waiting_for_end;  // of kernels that overlap this one
+  Waiting waiting_for_end;  // of kernels that overlap this one
   Order done;
 };
 
@@ -169,6 +186,25 @@ struct Schedule {
   bool shuffled_blocks = false, shuffled_lanes = false;
 };
 const Schedule& schedule();
+
+/// A chance that is asked for often: how many times more it does not come true is drawn once, which
+/// comes to the same as a draw each time.
+class Rarely {
+ public:
+  void begin(double probability);
+  bool comes_true() {
+    if (left_ > 0) return --left_, false;
+    begin(probability_);
+    return true;
+  }
+
+ private:
+  double probability_ = 0;
+  std::uint64_t left_ = ~std::uint64_t{0};
+};
+/// Of the schedule: `yield` and `change`.
+extern Rarely yields, changes;
+
 /// The scheduler forgets what it chose before.
 void begin_turns();
 
@@ -177,7 +213,9 @@ extern Lane* current;
 
 /// `current` waits at `what` until somebody calls wake.
 void wait_here(const char* what, Site site);
-void wake(Lane& lane);
+void wake(Warp& warp, unsigned lanes);
+/// A block of it lets the next kernel start, or has ended.
+void release(Grid& grid);
 /// Another warp goes on, if the schedule says so; `current` stays ready.
 void leave_warp(const char* what, Site site, bool spins);
 
@@ -185,6 +223,9 @@ void leave_warp(const char* what, Site site, bool spins);
 
 /// Lets something that is under way happen; false: nothing is.
 bool land_one();
+bool is_under_way();
+/// A copy that has not landed writes there.
+bool is_awaited(const Block& block, const std::byte* at, std::size_t bytes);
 /// The same of words to other GPUs.
 bool deliver_one();
 void deliver_all(const Grid* of);

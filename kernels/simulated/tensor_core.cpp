@@ -326,8 +326,8 @@ struct SharedOperand {
       fail("wgmma: an operand begins in line " + std::to_string(found.start % kEightRows / kLine) +
                " of its 1024 bytes, where the swizzle begins with the first",
            site);
-    found.line = shared_pointer(found.start / kLine * kLine, static_cast<int>(bytes), 1024,
-                                "wgmma operand", site);
+    found.line = find_shared(found.start / kLine * kLine, static_cast<int>(bytes), 1024,
+                             "wgmma operand", site);
     return found;
   }
   static std::uint32_t bytes(int rows) { return static_cast<std::uint32_t>(rows) * kLine; }

@@ -22,6 +22,8 @@ void spin(Site site);
 /// Addresses in the shared window, in which no object is at 0.
 std::uint32_t shared_address(const void* pointer, Site site);
 /// `bytes` there, which have to be of this block's, at a multiple of `align`.
+std::byte* find_shared(std::uint32_t address, int bytes, int align, const char* what, Site site);
+/// The same for who reads or writes them now: no copy into them is under way.
 std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const char* what, Site site);
 /// The beginning of the block's dynamic shared memory.
 std::byte* dynamic_shared();

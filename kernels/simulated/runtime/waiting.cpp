@@ -13,6 +13,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr unsigned kMostStepsOfQuery = 64;
+constexpr int kSlicesOfStep = 32;  // until other threads may come in
 constexpr auto kTurn = 1ms;  // of the thread that lets the GPUs go on
 
 bool has_other_processes = false;
@@ -60,11 +61,11 @@ void wait(Lock& lock, const std::function<bool()>& until, bool for_others) {
   end_with_the_process();
   for (unsigned steps = 1; !until(); ++steps) {
     if (is_past_the_end(lock)) return;
-    if (operations().step()) {
+    if (operations().step(kSlicesOfStep)) {
       naps.begin_again();
       let_others_in(lock);
       // Kernels that spin for another process's words take the processor that it needs.
-      if (has_other_processes && steps % 256 == 0) std::this_thread::yield();
+      if (has_other_processes && steps % (256 / kSlicesOfStep) == 0) std::this_thread::yield();
       continue;
     }
     if (until()) break;

@@ -248,78 +248,78 @@ MUTANTS = [
     # ---- portable, fp32, tf32 ------------------------------------------------------------------
     Mutant("portable-piece-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Threads read the piece of work before thread 0 has written it.",
-           old="    __syncthreads();\n"
-               "    if (piece.work.rows == 0) continue;",
-           new="    if (piece.work.rows == 0) continue;"),
+           old="p_.scale(tile_.work.kv_head);\n"
+               "    }\n"
+               "    __syncthreads();\n",
+           new="p_.scale(tile_.work.kv_head);\n"
+               "    }\n"),
     Mutant("portable-rows-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Thread 0 reads the last row's view before another thread has written "
            "it.",
            old="    __syncthreads();\n"
                "    if (threadIdx.x == 0) {\n"
-               "      piece.view =",
+               "      tile_.view =",
            new="    if (threadIdx.x == 0) {\n"
-               "      piece.view ="),
+               "      tile_.view ="),
     Mutant("portable-view-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Threads read the view and the first tile before thread 0 has written "
            "them.",
-           old="    }\n"
-               "    __syncthreads();\n"
-               "    if constexpr (kGeneral) {\n"
-               "      plain =",
-           new="    }\n"
-               "    if constexpr (kGeneral) {\n"
-               "      plain ="),
+           old="tile_.template first_tile<kKeys>();\n"
+               "    }\n"
+               "    __syncthreads();\n",
+           new="tile_.template first_tile<kKeys>();\n"
+               "    }\n"),
     Mutant("portable-tile-on-its-way", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "A tile is multiplied before its copies have come.",
-           old="      arch::wait_copies<0>();\n"
-               "      __syncthreads();  // the tile",
-           new="      __syncthreads();  // the tile"),
+           old="    arch::wait_copies<0>();\n"
+               "    __syncthreads();  // the tile",
+           new="    __syncthreads();  // the tile"),
     Mutant("portable-tile-unmet", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "A tile is read before other threads' copies have come, and the last "
            "one overwritten early.",
-           old="      __syncthreads();  // the tile (one stage: its K) is there, and what "
-               "is loaded now is free\n",
+           old="    __syncthreads();  // the tile (one stage: its K) is there, and "
+               "what is loaded now is free\n",
            new=""),
     Mutant("portable-values-on-their-way", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "With one stage: values are multiplied while the newest group of copies "
            "is on its way.",
-           old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();  // V is there",
-           new="        arch::wait_copies<1>();\n"
-               "        __syncthreads();  // V is there"),
+           old="      arch::wait_copies<0>();\n"
+               "      __syncthreads();  // V is there",
+           new="      arch::wait_copies<1>();\n"
+               "      __syncthreads();  // V is there"),
     Mutant("portable-keys-overwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "With one stage: the next keys overwrite those that other warps still "
            "multiply.",
-           old="        __syncthreads();  // V is there, and nobody reads this K any more\n",
+           old="      __syncthreads();  // V is there, and nobody reads this K any more\n",
            new=""),
     Mutant("portable-stage", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "The next tile goes into the stage that is in work.",
-           old="stages + (stage ^ 1) * 2 * Traits::kTileBytes",
-           new="stages + stage * 2 * Traits::kTileBytes"),
+           old="stages_ + (stage ^ 1) * 2 * Traits::kTileBytes",
+           new="stages_ + stage * 2 * Traits::kTileBytes"),
     Mutant("portable-next-late", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Thread 0 says the next tile behind the barrier after which all read "
            "it.",
-           old="      if (threadIdx.x == 0) piece.next[parity ^ 1] = piece.template "
-               "tile_after<kKeys>(tile);\n"
-               "      arch::wait_copies<0>();\n"
-               "      __syncthreads();  // the tile (one stage: its K) is there, and what "
-               "is loaded now is free\n",
-           new="      arch::wait_copies<0>();\n"
-               "      __syncthreads();  // the tile (one stage: its K) is there, and what "
-               "is loaded now is free\n"
-               "      if (threadIdx.x == 0) piece.next[parity ^ 1] = piece.template "
-               "tile_after<kKeys>(tile);\n"),
+           old="    if (threadIdx.x == 0) tile_.next[parity ^ 1] = tile_.template "
+               "tile_after<kKeys>(key_tile);\n"
+               "    arch::wait_copies<0>();\n"
+               "    __syncthreads();  // the tile (one stage: its K) is there, and "
+               "what is loaded now is free\n",
+           new="    arch::wait_copies<0>();\n"
+               "    __syncthreads();  // the tile (one stage: its K) is there, and "
+               "what is loaded now is free\n"
+               "    if (threadIdx.x == 0) tile_.next[parity ^ 1] = tile_.template "
+               "tile_after<kKeys>(key_tile);\n"),
     Mutant("portable-columns-parity", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "A tile's columns overwrite the last tile's, which other warps may "
            "still add.",
-           old="          columns[parity * kKeys + threadIdx.x] =\n"
-               "              key_column(p, piece.sequence, piece.view, tile.first + "
-               "threadIdx.x);\n"
-               "      }",
-           new="          columns[threadIdx.x] = columns[kKeys + threadIdx.x] =\n"
-               "              key_column(p, piece.sequence, piece.view, tile.first + "
-               "threadIdx.x);\n"
-               "      }"),
+           old="        columns_[parity * kKeys + threadIdx.x] =\n"
+               "            key_column(p_, tile_.sequence, tile_.view, key_tile.first "
+               "+ threadIdx.x);\n"
+               "    }",
+           new="        columns_[threadIdx.x] = columns_[kKeys + threadIdx.x] =\n"
+               "            key_column(p_, tile_.sequence, tile_.view, key_tile.first "
+               "+ threadIdx.x);\n"
+               "    }"),
     Mutant("plain-tail-guard", "kernels/cuda/common/tile.cuh", "portable",
            "Keys behind the last that any row sees are read, and may lie outside "
            "of the cache.",
@@ -336,94 +336,88 @@ MUTANTS = [
            old="  __syncthreads();\n"
                "  return *slot;",
            new="  return *slot;"),
-    Mutant("fp32-views-unwritten", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+    Mutant("fp32-views-unwritten", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "Threads read the first and the last row's view before they are "
            "written.",
-           old="    }\n"
-               "\n"
+           old="sequence, work);\n"
                "    __syncthreads();\n"
-               "    const View view = tile_view(",
-           new="    }\n"
-               "\n"
-               "    const View view = tile_view("),
-    Mutant("fp32-keys-overwrite", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+               "    const View view =",
+           new="sequence, work);\n"
+               "    const View view ="),
+    Mutant("fp32-keys-overwrite", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of keys overwrites the slice that other warps still multiply.",
-           old="        __syncthreads();\n"
+           old="        __syncthreads();  // every warp is done with the last slice\n"
                "        load_fp32<Traits, Traits::kSliceDims, kSegment>(",
            new="        load_fp32<Traits, Traits::kSliceDims, kSegment>("),
-    Mutant("fp32-keys-on-their-way", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+    Mutant("fp32-keys-on-their-way", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of keys is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();\n"
-               "        multiply_slice<Traits>(",
-           new="        __syncthreads();\n"
-               "        multiply_slice<Traits>("),
-    Mutant("fp32-keys-unmet", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+               "        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_keys(",
+           new="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_keys("),
+    Mutant("fp32-keys-unmet", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of keys is multiplied before other threads' copies have come.",
-           old="        __syncthreads();\n"
-               "        multiply_slice<Traits>(",
-           new="        multiply_slice<Traits>("),
-    Mutant("fp32-slice-uncommitted", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+           old="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_keys(",
+           new="        if (busy) products.multiply_keys("),
+    Mutant("fp32-slice-uncommitted", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice's copies belong to no group, and nobody waits for them.",
            old="    arch::copy_async(arch::shared_address(place), from, valid);\n"
                "  }\n"
                "  arch::commit_copies();\n",
            new="    arch::copy_async(arch::shared_address(place), from, valid);\n"
                "  }\n"),
-    Mutant("fp32-values-overwrite", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+    Mutant("fp32-values-overwrite", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of values overwrites the slice that other warps still "
            "multiply.",
-           old="        __syncthreads();\n"
+           old="        __syncthreads();  // every warp is done with the last slice\n"
                "        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>(",
            new="        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>("),
-    Mutant("fp32-values-on-their-way", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+    Mutant("fp32-values-on-their-way", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of values is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();\n"
-               "        accumulate_slice<Traits>(",
-           new="        __syncthreads();\n"
-               "        accumulate_slice<Traits>("),
-    Mutant("tf32-views-unwritten", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+               "        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values(",
+           new="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values("),
+    Mutant("tf32-views-unwritten", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "Threads read the first and the last row's view before they are "
            "written.",
-           old="    }\n"
+           old="sequence, work);\n"
                "    __syncthreads();\n"
-               "    const View view = tile_view(",
-           new="    }\n"
-               "    const View view = tile_view("),
-    Mutant("tf32-keys-overwrite", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+               "    const View view =",
+           new="sequence, work);\n"
+               "    const View view ="),
+    Mutant("tf32-keys-overwrite", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "A slice of keys overwrites the slice that other warps still multiply.",
-           old="        __syncthreads();\n"
+           old="        __syncthreads();  // every warp is done with the last slice\n"
                "        load_fp32<Traits, Traits::kSliceDims, kSegment>(",
            new="        load_fp32<Traits, Traits::kSliceDims, kSegment>("),
-    Mutant("tf32-keys-unmet", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+    Mutant("tf32-keys-unmet", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "A slice of keys is multiplied before other threads' copies have come.",
-           old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();\n"
-               "        if (busy)\n"
-               "          multiply_slice_tf32",
-           new="        arch::wait_copies<0>();\n"
-               "        if (busy)\n"
-               "          multiply_slice_tf32"),
-    Mutant("tf32-values-overwrite", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+           old="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_keys(",
+           new="        if (busy) products.multiply_keys("),
+    Mutant("tf32-values-overwrite", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "A slice of values overwrites the slice that other warps still "
            "multiply.",
-           old="        __syncthreads();\n"
-               "        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>(",
-           new="        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>("),
-    Mutant("tf32-values-on-their-way", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+           old="        __syncthreads();  // every warp is done with the last slice\n"
+               "        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>(",
+           new="        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>("),
+    Mutant("tf32-values-on-their-way", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "A slice of values is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();\n"
-               "        if (busy) accumulate_slice_tf32<Traits>(",
-           new="        __syncthreads();\n"
-               "        if (busy) accumulate_slice_tf32<Traits>("),
-    Mutant("fp32-values-unmet", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+               "        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values(",
+           new="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values("),
+    Mutant("fp32-values-unmet", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of values is multiplied before other threads' copies have "
            "come.",
-           old="        __syncthreads();\n"
-               "        accumulate_slice<Traits>(",
-           new="        accumulate_slice<Traits>("),
+           old="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values(",
+           new="        if (busy) products.multiply_values("),
     Mutant("resume-stats-overwritten", "kernels/cuda/common/store_state.cuh", "other",
            "One lane overwrites a row's statistics before the others have folded "
            "with them.",
@@ -869,8 +863,8 @@ MUTANTS = [
     # ---- values of another width ---------------------------------------------------------------
     Mutant("portable-values-of-head-dim", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Columns of the values past the width of the keys are zeros.",
-           old="    load(p.v, p.value_dim, tile, to);",
-           new="    load(p.v, p.head_dim, tile, to);"),
+           old="load(p_.v, p_.value_dim, key_tile, to);",
+           new="load(p_.v, p_.head_dim, key_tile, to);"),
     Mutant("portable-stores-head-dim", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "As many columns of the state are stored as keys have.",
            old="if (n * 8 >= p.value_dim) break;",

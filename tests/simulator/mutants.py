@@ -248,78 +248,78 @@ MUTANTS = [
     # ---- portable, fp32, tf32 ------------------------------------------------------------------
     Mutant("portable-piece-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Threads read the piece of work before thread 0 has written it.",
-           old="    __syncthreads();\n"
-               "    if (piece.work.rows == 0) continue;",
-           new="    if (piece.work.rows == 0) continue;"),
+           old="p_.scale(tile_.work.kv_head);\n"
+               "    }\n"
+               "    __syncthreads();\n",
+           new="p_.scale(tile_.work.kv_head);\n"
+               "    }\n"),
     Mutant("portable-rows-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Thread 0 reads the last row's view before another thread has written "
            "it.",
            old="    __syncthreads();\n"
                "    if (threadIdx.x == 0) {\n"
-               "      piece.view =",
+               "      tile_.view =",
            new="    if (threadIdx.x == 0) {\n"
-               "      piece.view ="),
+               "      tile_.view ="),
     Mutant("portable-view-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Threads read the view and the first tile before thread 0 has written "
            "them.",
-           old="    }\n"
-               "    __syncthreads();\n"
-               "    if constexpr (kGeneral) {\n"
-               "      plain =",
-           new="    }\n"
-               "    if constexpr (kGeneral) {\n"
-               "      plain ="),
+           old="tile_.template first_tile<kKeys>();\n"
+               "    }\n"
+               "    __syncthreads();\n",
+           new="tile_.template first_tile<kKeys>();\n"
+               "    }\n"),
     Mutant("portable-tile-on-its-way", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "A tile is multiplied before its copies have come.",
-           old="      arch::wait_copies<0>();\n"
-               "      __syncthreads();  // the tile",
-           new="      __syncthreads();  // the tile"),
+           old="    arch::wait_copies<0>();\n"
+               "    __syncthreads();  // the tile",
+           new="    __syncthreads();  // the tile"),
     Mutant("portable-tile-unmet", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "A tile is read before other threads' copies have come, and the last "
            "one overwritten early.",
-           old="      __syncthreads();  // the tile (one stage: its K) is there, and what "
-               "is loaded now is free\n",
+           old="    __syncthreads();  // the tile (one stage: its K) is there, and "
+               "what is loaded now is free\n",
            new=""),
     Mutant("portable-values-on-their-way", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "With one stage: values are multiplied while the newest group of copies "
            "is on its way.",
-           old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();  // V is there",
-           new="        arch::wait_copies<1>();\n"
-               "        __syncthreads();  // V is there"),
+           old="      arch::wait_copies<0>();\n"
+               "      __syncthreads();  // V is there",
+           new="      arch::wait_copies<1>();\n"
+               "      __syncthreads();  // V is there"),
     Mutant("portable-keys-overwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "With one stage: the next keys overwrite those that other warps still "
            "multiply.",
-           old="        __syncthreads();  // V is there, and nobody reads this K any more\n",
+           old="      __syncthreads();  // V is there, and nobody reads this K any more\n",
            new=""),
     Mutant("portable-stage", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "The next tile goes into the stage that is in work.",
-           old="stages + (stage ^ 1) * 2 * Traits::kTileBytes",
-           new="stages + stage * 2 * Traits::kTileBytes"),
+           old="stages_ + (stage ^ 1) * 2 * Traits::kTileBytes",
+           new="stages_ + stage * 2 * Traits::kTileBytes"),
     Mutant("portable-next-late", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Thread 0 says the next tile behind the barrier after which all read "
            "it.",
-           old="      if (threadIdx.x == 0) piece.next[parity ^ 1] = piece.template "
-               "tile_after<kKeys>(tile);\n"
-               "      arch::wait_copies<0>();\n"
-               "      __syncthreads();  // the tile (one stage: its K) is there, and what "
-               "is loaded now is free\n",
-           new="      arch::wait_copies<0>();\n"
-               "      __syncthreads();  // the tile (one stage: its K) is there, and what "
-               "is loaded now is free\n"
-               "      if (threadIdx.x == 0) piece.next[parity ^ 1] = piece.template "
-               "tile_after<kKeys>(tile);\n"),
+           old="    if (threadIdx.x == 0) tile_.next[parity ^ 1] = tile_.template "
+               "tile_after<kKeys>(key_tile);\n"
+               "    arch::wait_copies<0>();\n"
+               "    __syncthreads();  // the tile (one stage: its K) is there, and "
+               "what is loaded now is free\n",
+           new="    arch::wait_copies<0>();\n"
+               "    __syncthreads();  // the tile (one stage: its K) is there, and "
+               "what is loaded now is free\n"
+               "    if (threadIdx.x == 0) tile_.next[parity ^ 1] = tile_.template "
+               "tile_after<kKeys>(key_tile);\n"),
     Mutant("portable-columns-parity", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "A tile's columns overwrite the last tile's, which other warps may "
            "still add.",
-           old="          columns[parity * kKeys + threadIdx.x] =\n"
-               "              key_column(p, piece.sequence, piece.view, tile.first + "
-               "threadIdx.x);\n"
-               "      }",
-           new="          columns[threadIdx.x] = columns[kKeys + threadIdx.x] =\n"
-               "              key_column(p, piece.sequence, piece.view, tile.first + "
-               "threadIdx.x);\n"
-               "      }"),
+           old="        columns_[parity * kKeys + threadIdx.x] =\n"
+               "            key_column(p_, tile_.sequence, tile_.view, key_tile.first "
+               "+ threadIdx.x);\n"
+               "    }",
+           new="        columns_[threadIdx.x] = columns_[kKeys + threadIdx.x] =\n"
+               "            key_column(p_, tile_.sequence, tile_.view, key_tile.first "
+               "+ threadIdx.x);\n"
+               "    }"),
     Mutant("plain-tail-guard", "kernels/cuda/common/tile.cuh", "portable",
            "Keys behind the last that any row sees are read, and may lie outside "
            "of the cache.",
@@ -336,94 +336,88 @@ MUTANTS = [
            old="  __syncthreads();\n"
                "  return *slot;",
            new="  return *slot;"),
-    Mutant("fp32-views-unwritten", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+    Mutant("fp32-views-unwritten", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "Threads read the first and the last row's view before they are "
            "written.",
-           old="    }\n"
-               "\n"
+           old="sequence, work);\n"
                "    __syncthreads();\n"
-               "    const View view = tile_view(",
-           new="    }\n"
-               "\n"
-               "    const View view = tile_view("),
-    Mutant("fp32-keys-overwrite", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+               "    const View view =",
+           new="sequence, work);\n"
+               "    const View view ="),
+    Mutant("fp32-keys-overwrite", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of keys overwrites the slice that other warps still multiply.",
-           old="        __syncthreads();\n"
+           old="        __syncthreads();  // every warp is done with the last slice\n"
                "        load_fp32<Traits, Traits::kSliceDims, kSegment>(",
            new="        load_fp32<Traits, Traits::kSliceDims, kSegment>("),
-    Mutant("fp32-keys-on-their-way", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+    Mutant("fp32-keys-on-their-way", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of keys is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();\n"
-               "        multiply_slice<Traits>(",
-           new="        __syncthreads();\n"
-               "        multiply_slice<Traits>("),
-    Mutant("fp32-keys-unmet", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+               "        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_keys(",
+           new="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_keys("),
+    Mutant("fp32-keys-unmet", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of keys is multiplied before other threads' copies have come.",
-           old="        __syncthreads();\n"
-               "        multiply_slice<Traits>(",
-           new="        multiply_slice<Traits>("),
-    Mutant("fp32-slice-uncommitted", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+           old="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_keys(",
+           new="        if (busy) products.multiply_keys("),
+    Mutant("fp32-slice-uncommitted", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice's copies belong to no group, and nobody waits for them.",
            old="    arch::copy_async(arch::shared_address(place), from, valid);\n"
                "  }\n"
                "  arch::commit_copies();\n",
            new="    arch::copy_async(arch::shared_address(place), from, valid);\n"
                "  }\n"),
-    Mutant("fp32-values-overwrite", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+    Mutant("fp32-values-overwrite", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of values overwrites the slice that other warps still "
            "multiply.",
-           old="        __syncthreads();\n"
+           old="        __syncthreads();  // every warp is done with the last slice\n"
                "        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>(",
            new="        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>("),
-    Mutant("fp32-values-on-their-way", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+    Mutant("fp32-values-on-their-way", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of values is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();\n"
-               "        accumulate_slice<Traits>(",
-           new="        __syncthreads();\n"
-               "        accumulate_slice<Traits>("),
-    Mutant("tf32-views-unwritten", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+               "        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values(",
+           new="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values("),
+    Mutant("tf32-views-unwritten", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "Threads read the first and the last row's view before they are "
            "written.",
-           old="    }\n"
+           old="sequence, work);\n"
                "    __syncthreads();\n"
-               "    const View view = tile_view(",
-           new="    }\n"
-               "    const View view = tile_view("),
-    Mutant("tf32-keys-overwrite", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+               "    const View view =",
+           new="sequence, work);\n"
+               "    const View view ="),
+    Mutant("tf32-keys-overwrite", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "A slice of keys overwrites the slice that other warps still multiply.",
-           old="        __syncthreads();\n"
+           old="        __syncthreads();  // every warp is done with the last slice\n"
                "        load_fp32<Traits, Traits::kSliceDims, kSegment>(",
            new="        load_fp32<Traits, Traits::kSliceDims, kSegment>("),
-    Mutant("tf32-keys-unmet", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+    Mutant("tf32-keys-unmet", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "A slice of keys is multiplied before other threads' copies have come.",
-           old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();\n"
-               "        if (busy)\n"
-               "          multiply_slice_tf32",
-           new="        arch::wait_copies<0>();\n"
-               "        if (busy)\n"
-               "          multiply_slice_tf32"),
-    Mutant("tf32-values-overwrite", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+           old="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_keys(",
+           new="        if (busy) products.multiply_keys("),
+    Mutant("tf32-values-overwrite", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "A slice of values overwrites the slice that other warps still "
            "multiply.",
-           old="        __syncthreads();\n"
-               "        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>(",
-           new="        load_fp32<Traits, Traits::kDim, Traits::kSliceKeys>("),
-    Mutant("tf32-values-on-their-way", "kernels/cuda/portable/attend_tf32.cuh", "tf32",
+           old="        __syncthreads();  // every warp is done with the last slice\n"
+               "        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>(",
+           new="        load_fp32<Traits, Traits::kValueDim, Traits::kSliceKeys>("),
+    Mutant("tf32-values-on-their-way", "kernels/cuda/portable/segment_loop.cuh", "tf32",
            "A slice of values is multiplied before its copies have come.",
            old="        arch::wait_copies<0>();\n"
-               "        __syncthreads();\n"
-               "        if (busy) accumulate_slice_tf32<Traits>(",
-           new="        __syncthreads();\n"
-               "        if (busy) accumulate_slice_tf32<Traits>("),
-    Mutant("fp32-values-unmet", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
+               "        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values(",
+           new="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values("),
+    Mutant("fp32-values-unmet", "kernels/cuda/portable/segment_loop.cuh", "fp32",
            "A slice of values is multiplied before other threads' copies have "
            "come.",
-           old="        __syncthreads();\n"
-               "        accumulate_slice<Traits>(",
-           new="        accumulate_slice<Traits>("),
+           old="        __syncthreads();  // the slice is there\n"
+               "        if (busy) products.multiply_values(",
+           new="        if (busy) products.multiply_values("),
     Mutant("resume-stats-overwritten", "kernels/cuda/common/store_state.cuh", "other",
            "One lane overwrites a row's statistics before the others have folded "
            "with them.",
@@ -442,102 +436,100 @@ MUTANTS = [
                "\n"
                "    const int warpgroup",
            new="    const int warpgroup"),
-    Mutant("hopper-item-empty-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-item-empty-count", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "An item is given back without the loader having read it, and later "
            "rounds begin early.",
-           old="init(128 * T::kConsumers + loaders + T::kTransposers)",
-           new="init(128 * T::kConsumers + loaders - 1 + T::kTransposers)"),
-    Mutant("hopper-k-empty-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+           old="init(128 * T::kConsumers + producers + T::kTransposers)",
+           new="init(128 * T::kConsumers + producers - 1 + T::kTransposers)"),
+    Mutant("hopper-k-empty-count", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "A tile of keys is free as soon as one of the consumers is done with "
            "it.",
            old="shared.k_empty[i].init(kConsumerWarps);",
            new="shared.k_empty[i].init(4);"),
-    Mutant("hopper-v-empty-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-v-empty-count", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "A tile of values is free as soon as one of the consumers is done with "
            "it.",
            old="shared.v_empty[i].init(kConsumerWarps);",
            new="shared.v_empty[i].init(4);"),
-    Mutant("hopper-q-empty-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-q-empty-count", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "A consumer's queries are overwritten as soon as one of its four warps "
            "is done with them.",
            old="shared.q_empty[i].init(4);",
            new="shared.q_empty[i].init(1);"),
-    Mutant("hopper-tile-bytes", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-tile-bytes", "kernels/cuda/hopper/attend_sm90_producer.cuh", "hopper",
            "A tile is full with half of its bytes.",
            old="full.arrive_expecting(kTileBytes);",
            new="full.arrive_expecting(kTileBytes / 2);"),
-    Mutant("hopper-tile-overwritten", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-tile-overwritten", "kernels/cuda/hopper/attend_sm90_producer.cuh", "hopper",
            "The loader fills tiles that consumers still multiply.",
-           old="    empty.wait(turn.parity ^ 1);\n",
+           old="    empty.wait(state.parity ^ 1);\n",
            new=""),
-    Mutant("hopper-keys-unawaited", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-keys-unawaited", "kernels/cuda/hopper/attend_sm90_consumer.cuh", "hopper",
            "Scores are begun before the tile of keys is there.",
-           old="[&] { shared.k_full[k.stage].wait(k.parity); }",
-           new="[&] {}"),
-    Mutant("hopper-values-unawaited", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+           old="wait_keys() { shared.k_full[k.stage].wait(k.parity); }",
+           new="wait_keys() {}"),
+    Mutant("hopper-values-unawaited", "kernels/cuda/hopper/attend_sm90_consumer.cuh", "hopper",
            "Values are multiplied before their tile is there.",
-           old="    shared.v_full[v.stage].wait(v.parity);\n",
-           new=""),
-    Mutant("hopper-queries-parity", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+           old="wait_values() { shared.v_full[v.stage].wait(v.parity); }",
+           new="wait_values() {}"),
+    Mutant("hopper-queries-parity", "kernels/cuda/hopper/attend_sm90_consumer.cuh", "hopper",
            "A consumer takes the last item's queries for the next one's.",
            old="      q_parity ^= 1;\n"
-               "      shared.q_full[group].wait(q_parity);\n",
-           new="      shared.q_full[group].wait(q_parity);\n"),
-    Mutant("hopper-scores-pending", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+               "      wait_queries();\n",
+           new="      wait_queries();\n"),
+    Mutant("hopper-scores-pending", "kernels/cuda/hopper/attend_sm90_16bit.cuh", "hopper",
            "The softmax reads scores whose product may still run.",
-           old="      wgmma_wait<1>();\n",
-           new="      wgmma_wait<2>();\n"),
-    Mutant("hopper-values-pending", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+           old="        wgmma_wait<1>();\n",
+           new="        wgmma_wait<2>();\n"),
+    Mutant("hopper-values-pending", "kernels/cuda/hopper/attend_sm90_16bit.cuh", "hopper",
            "Weights and values are given up while their product may still run.",
-           old="      wgmma_wait<0>();\n"
-               "      if (tile > 1) end_values();",
-           new="      wgmma_wait<1>();\n"
-               "      if (tile > 1) end_values();"),
-    Mutant("hopper-values-uncommitted", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+           old="        wgmma_wait<0>();\n"
+               "        if (tile > 1) end_values();",
+           new="        wgmma_wait<1>();\n"
+               "        if (tile > 1) end_values();"),
+    Mutant("hopper-values-uncommitted", "kernels/cuda/hopper/attend_sm90_16bit.cuh", "hopper",
            "The product of weights and values belongs to no group that is waited "
            "for.",
            old="    multiply_pv<T>(o, p, shared.v[v.stage]);\n"
                "    wgmma_commit();\n",
            new="    multiply_pv<T>(o, p, shared.v[v.stage]);\n"),
-    Mutant("hopper-products-unfenced", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-products-unfenced", "kernels/cuda/hopper/attend_sm90_16bit.cuh", "hopper",
            "O is rescaled in registers and then multiplied onto without a fence.",
            old="    wgmma_begin();\n"
                "    multiply_pv<T>",
            new="    multiply_pv<T>"),
-    Mutant("hopper-item-given-back-early", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-item-given-back-early", "kernels/cuda/hopper/attend_sm90_consumer.cuh", "hopper",
            "A consumer gives an item back and then reads in it where its rows go.",
-           old="  const auto write = [&](int stage) {\n"
-               "#pragma unroll\n"
+           old="#pragma unroll\n"
                "    for (int h = 0; h < 2; ++h) {\n"
                "      if (call.finished.out.data)\n"
-               "        write_finished<T>(call, shared, stage, row + 8 * h, rows, h, o);\n"
+               "        store_finished<T>(call, shared, stage, row + 8 * h, softmax, h, o);\n"
                "      else\n"
-               "        write_state<T>(call, shared, stage, row + 8 * h, rows, h, o);\n"
+               "        store_state<T>(call, shared, stage, row + 8 * h, softmax, h, o);\n"
                "    }\n"
-               "    shared.item_empty[stage].arrive();\n",
-           new="  const auto write = [&](int stage) {\n"
-               "    shared.item_empty[stage].arrive();\n"
+               "    shared.work_empty[stage].arrive();\n",
+           new="    shared.work_empty[stage].arrive();\n"
                "#pragma unroll\n"
                "    for (int h = 0; h < 2; ++h) {\n"
                "      if (call.finished.out.data)\n"
-               "        write_finished<T>(call, shared, stage, row + 8 * h, rows, h, o);\n"
+               "        store_finished<T>(call, shared, stage, row + 8 * h, softmax, h, o);\n"
                "      else\n"
-               "        write_state<T>(call, shared, stage, row + 8 * h, rows, h, o);\n"
+               "        store_state<T>(call, shared, stage, row + 8 * h, softmax, h, o);\n"
                "    }\n"),
-    Mutant("hopper-query-bytes", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-query-bytes", "kernels/cuda/hopper/attend_sm90_producer.cuh", "hopper",
            "Queries are there with half of their bytes.",
            old="shared.q_full[c].arrive_expecting(kBytes);",
            new="shared.q_full[c].arrive_expecting(kBytes / 2);"),
-    Mutant("hopper-queries-overwritten", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-queries-overwritten", "kernels/cuda/hopper/attend_sm90_producer.cuh", "hopper",
            "The next item's queries overwrite those that a consumer still "
            "multiplies.",
            old="    shared.q_empty[c].wait(parity ^ 1);\n",
            new=""),
-    Mutant("hopper-cleared-unfenced", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-cleared-unfenced", "kernels/cuda/hopper/attend_sm90_consumer.cuh", "hopper",
            "The tensor cores read values whose zeros are not published to them.",
            old="  fence_shared_stores();\n",
            new=""),
-    Mutant("hopper-cleared-unmet", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
+    Mutant("hopper-cleared-unmet", "kernels/cuda/hopper/attend_sm90_consumer.cuh", "hopper",
            "Values are multiplied before other threads have cleared theirs.",
            old="  named_sync(barrier, kThreads);\n",
            new=""),
@@ -546,41 +538,39 @@ MUTANTS = [
            old="      stage = 0;\n"
                "      parity ^= 1;\n",
            new="      stage = 0;\n"),
-    Mutant("hopper-item-of-lane-0", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-item-of-lane-0", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "hopper",
            "Lanes read the item and the places of its keys before lane 0 has "
            "written them.",
            old="    b = __shfl_sync(0xffffffff, b, 0);\n"
                "    __syncwarp();\n",
            new="    b = __shfl_sync(0xffffffff, b, 0);\n"),
-    Mutant("hopper-limits-of-other-lanes", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-limits-of-other-lanes", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "hopper",
            "Limits of the last row are read before another lane has written them.",
            old="    __syncwarp();\n"
                "    const int keys = rows > 0",
            new="    const int keys = rows > 0"),
-    Mutant("hopper-empty-item-unwritten", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-empty-item-unwritten", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "hopper",
            "Lanes write empty rows by a number of rows that lane 0 has not written "
            "yet.",
            old="    __syncwarp();\n"
-               "    if (busy) {\n"
-               "      if (lane == 0) {",
-           new="    if (busy) {\n"
-               "      if (lane == 0) {"),
-    Mutant("hopper-empty-item-overwritten", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
+               "    return {b,",
+           new="    return {b,"),
+    Mutant("hopper-empty-item-overwritten", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "hopper",
            "The next item takes the place of an empty one that other lanes still "
            "read.",
-           old="      __syncwarp();  // every lane has read the item before the next takes "
-               "its place\n",
+           old="        __syncwarp();  // every lane has read the work tile before the next "
+               "takes its place\n",
            new=""),
-    Mutant("hopper-item-in-work", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-item-in-work", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "hopper",
            "An item is announced into a place that consumers still read.",
-           old="    shared.item_empty[turn.stage].wait(turn.parity ^ 1);\n"
-               "    Item& item",
-           new="    Item& item"),
-    Mutant("hopper-ticket-left", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
+           old="      shared_.work_empty[work_.stage].wait(work_.parity ^ 1);\n"
+               "      WorkTile& tile",
+           new="      WorkTile& tile"),
+    Mutant("hopper-ticket-left", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "hopper",
            "Items are counted on past the last, and a counter that is kept makes "
            "the next launch skip some.",
-           old="atomicInc(call.next, call.items - 1)",
-           new="atomicInc(call.next, call.items)"),
+           old="atomicInc(call_.next, call_.work_tiles - 1)",
+           new="atomicInc(call_.next, call_.work_tiles)"),
     Mutant("hopper-positions-overwritten", "kernels/cuda/hopper/attend_sm90_scores.cuh", "hopper",
            "Positions of a tile overwrite those that other warps still read.",
            old="  named_sync(barrier, 128);  // the tile before is through with its "
@@ -603,22 +593,22 @@ MUTANTS = [
            new=""),
     Mutant("hopper-page-unfenced", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "The tensor cores read copied tiles that are not published to them.",
-           old="  fence_shared_stores();\n",
+           old="    fence_shared_stores();\n",
            new=""),
     Mutant("hopper-page-unawaited", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "A tile out of pages is handed over before it has landed.",
-           old="  landed.wait(parity);\n",
+           old="    landed[stage_of(tile)].wait(parity_of(tile));\n",
            new=""),
     Mutant("hopper-page-keys-overwritten", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "Keys out of pages overwrite a tile that consumers still multiply.",
-           old="        shared.k_empty[stage].wait(parity_of(done + tile) ^ 1);\n",
+           old="        shared_.k_empty[stage].wait(parity_of(done_ + tile) ^ 1);\n",
            new=""),
     Mutant("hopper-page-values-parity", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "Values out of pages wait for the consumers of a tile that is not "
            "loaded yet: nothing moves.",
-           old="shared.v_empty[stage].wait(parity_of(done + tile - 1) ^ 1);",
-           new="shared.v_empty[stage].wait(parity_of(done + tile - 1));"),
-    Mutant("hopper-page-landed-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+           old="shared_.v_empty[stage].wait(parity_of(done_ + tile - 1) ^ 1);",
+           new="shared_.v_empty[stage].wait(parity_of(done_ + tile - 1));"),
+    Mutant("hopper-page-landed-count", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "A tile out of pages has landed with the copies of one of two warps.",
            old="shared.landed.k[i].init(kPageWarps);",
            new="shared.landed.k[i].init(1);"),
@@ -645,11 +635,11 @@ MUTANTS = [
                "    pin(sums);",
            new="    wgmma_wait<1>();\n"
                "    pin(sums);"),
-    Mutant("hopper-fp8-full-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-fp8-full-count", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "Values are there when one of the two transposing warps is done.",
            old="T::kEightBits ? T::kTransposers / 32 : 1",
            new="1"),
-    Mutant("hopper-fp8-stored-count", "kernels/cuda/hopper/attend_sm90.cuh", "hopper",
+    Mutant("hopper-fp8-stored-count", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
            "The copy engine overwrites values that the second transposing warp "
            "still reads.",
            old="shared.stored.empty.init(T::kTransposers / 32);",
@@ -865,16 +855,16 @@ MUTANTS = [
            "Biases of a share count from its own first row.",
            old="return {p.query_index(sequence, row.token), row.head};",
            new="return {row.token, row.head};"),
-    Mutant("hopper-alibi-by-local-row", "kernels/cuda/hopper/attend_sm90_items.cuh", "hopper",
+    Mutant("hopper-alibi-by-local-row", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "hopper",
            "Distances of ALiBi count from the share's own first row.",
-           old="static_cast<int>(params.query_index(b, item.row))",
-           new="item.row"),
+           old="static_cast<int>(params_.query_index(found.sequence, tile.row))",
+           new="tile.row"),
 
     # ---- values of another width ---------------------------------------------------------------
     Mutant("portable-values-of-head-dim", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Columns of the values past the width of the keys are zeros.",
-           old="    load(p.v, p.value_dim, tile, to);",
-           new="    load(p.v, p.head_dim, tile, to);"),
+           old="load(p_.v, p_.value_dim, key_tile, to);",
+           new="load(p_.v, p_.head_dim, key_tile, to);"),
     Mutant("portable-stores-head-dim", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "As many columns of the state are stored as keys have.",
            old="if (n * 8 >= p.value_dim) break;",

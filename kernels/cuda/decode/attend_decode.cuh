@@ -4,16 +4,17 @@
 //     S^T = K Q^T     16 keys x 8 rows at a time, a segment of 128 keys in registers
 //     O^T += V^T P^T  P^T is S^T's fragment transposed in registers
 //
-// One warp of a thread block finds work, others load; four multiply, and share a segment: each
-// takes a quarter of its keys for all rows, says its maxima and its weights to the others, and then
-// takes a quarter of the values' columns. So a segment is a short chain of work, and all rows of a
-// group, and several new tokens, cost one read.
+// A block has a scheduler warp, producer warps that load, and four consumer warps that multiply.
+// The consumers share a segment: each takes a quarter of its keys for all rows, hands its maxima
+// and its weights to the others, and then takes a quarter of the values' columns. So a segment is a
+// short chain of work, and all rows of a group, and several new tokens, cost one read.
 //
-// A segment's state is small; segments fold in the fixed order, always. A block takes an aligned
+// A segment's state is small, and segments always fold in the fixed order. A block takes an aligned
 // part of the order's tree (a split), so the number of splits fills the GPU and never changes a
-// bit. decode_finder.cuh finds, in the order of decode_order.cuh, decode_loader.cuh loads,
-// decode_operands.cuh multiplies; decode_shared.cuh is what all of them share, decode_parts.cuh
-// what the warps that multiply say to each other.
+// bit. The scheduler is in decode_finder.cuh, its order of work tiles in decode_order.cuh, the
+// producer in decode_loader.cuh, and the consumers' operands in decode_operands.cuh.
+// decode_shared.cuh has the shared memory of a block, decode_parts.cuh what consumers hand to each
+// other.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
@@ -35,8 +36,8 @@ namespace longspan::kernels::cuda {
 
 // ---- traits ---------------------------------------------------------------------------------
 
-/// `Stored`: of keys and values, as they lie in shared memory. fp8 becomes fp16 where a fragment is
-/// loaded: both of its kinds are subsets of fp16.
+/// `Stored` is the type of keys and values as they lie in shared memory. fp8 becomes fp16 where a
+/// fragment is loaded: both of its kinds are subsets of fp16.
 template <class Stored, int kHeadDim, int kRowTileCount, Loader kKeyLoader>
 struct DecodeTraits {
   static constexpr bool kFp8 = kKeyLoader == Loader::any8;
@@ -46,11 +47,11 @@ struct DecodeTraits {
   using Element = std::conditional_t<kFp8, __half, Stored>;    // of the products
   static constexpr int kDim = kHeadDim;
 
-  static constexpr int kWarps = 4;  // that multiply
+  static constexpr int kWarps = 4;  // consumers
   static constexpr int kThreads = 32 * kWarps;
-  // Threads that load: where keys may come one by one, more than the copy engine needs.
+  // Producer threads: where keys may come one by one, more of them than TMA needs.
   static constexpr int kLoaders = kPlain || kRowTileCount > 2 ? 32 : kFp8 ? 64 : 128;
-  static constexpr int kBlockThreads = kThreads + kLoaders + 32;  // and a warp that finds
+  static constexpr int kBlockThreads = kThreads + kLoaders + 32;  // and the scheduler warp
   static constexpr int kRowTiles = kRowTileCount;                 // eight packed rows each
   static constexpr int kRows = 8 * kRowTiles;
 
@@ -65,8 +66,8 @@ struct DecodeTraits {
   static constexpr int kSegmentStages = 2 * kKeyStages;  // keys, then values
   static constexpr int kStageBytes = kStageKeys * kRowBytes;
   using Layout = Tile<__half, kRowBytes / 2, kTile>;  // of each tile of a stage, in 16-bit columns
-  // Two blocks share a multiprocessor. 64 KB a block are enough under way; what is left holds
-  // states that wait (kNearLevels), which are large where rows are many.
+  // Two blocks share a multiprocessor. It is enough to have 64 KB a block under way; what is left
+  // holds states that wait (kNearLevels), which are large where rows are many.
   static constexpr int kFits = (kRowTiles == 4 ? 48 : 64) * 1024 / kStageBytes;
   static constexpr bool kThreeFit = 3 * kStageBytes <= 80 * 1024;
   static constexpr int kStages = kFits < 3                    ? (kThreeFit ? 3 : 2)
@@ -91,8 +92,8 @@ struct DecodeTraits {
     __device__ static constexpr int row(int quad, int i) { return quad % kRowTiles * 2 + i % 2; }
   };
   using State = ThreadState<2 * kRowTiles, kOwnSlices * kRowTiles, RowOf>;
-  // Levels in registers. A register too many is read from memory behind all keys that are under
-  // way.
+  // Levels of the stack in registers. A register too many is read from memory behind all keys that
+  // are under way.
   static constexpr int kLow = State::kVectors <= 5 ? 2 : kRowTiles <= 2 ? 1 : 0;
   using Stack = DecodeStack<State, kThreads, kLow>;
   static constexpr int kNearLevels = 3;  // with eight rows, splits of 32 segments need no memory
@@ -103,7 +104,7 @@ struct DecodeTraits {
 
 // ---- steps ----------------------------------------------------------------------------------
 
-/// ALiBi and qq_bias. Not inlined, as it is rare and large.
+/// Adds ALiBi and qq_bias to the scores. It is not inlined, as it is rare and large.
 template <class Traits>
 __device__ __noinline__ void add_biases(Scores<Traits>& scores, const AttendParams& p,
                                         const DecodePiece& piece, const QueryRow* rows,
@@ -124,7 +125,7 @@ __device__ __noinline__ void add_biases(Scores<Traits>& scores, const AttendPara
     }
 }
 
-/// Products -> scores in base 2. `undo`: DecodeQueries::undo.
+/// Products become scores in base 2. `undo`: DecodeQueries::undo.
 template <class Traits>
 __device__ __forceinline__ void scale_scores(Scores<Traits>& scores, float scale,
                                              const float* undo) {
@@ -141,8 +142,8 @@ __device__ __forceinline__ void scale_scores(Scores<Traits>& scores, float scale
     }
 }
 
-/// The same where they are capped. Not inlined, as it is rare and large, and so is what masks a
-/// segment: the loop over segments has to be fetched all the time.
+/// The same where they are capped. It is not inlined, as it is rare and large, and neither is what
+/// masks a segment: the loop over segments has to be fetched all the time.
 template <class Traits>
 __device__ __noinline__ void cap_scores(Scores<Traits>& scores, Score score, const float* undo) {
   const int lane = threadIdx.x % 32;
@@ -157,7 +158,8 @@ __device__ __noinline__ void cap_scores(Scores<Traits>& scores, Score score, con
       }
 }
 
-/// -inf where a row does not see the key. `rows`: what each sees; `first`: key of the segment.
+/// Scores of keys that a row does not see become -inf. `rows`: what each sees; `first`: key of the
+/// segment.
 template <class Traits>
 __device__ __noinline__ void mask_scores(Scores<Traits>& scores, const View& view,
                                          const Interval* rows, std::int64_t first) {
@@ -176,8 +178,8 @@ __device__ __noinline__ void mask_scores(Scores<Traits>& scores, const View& vie
     }
 }
 
-/// Products -> scores in base 2; -inf where the row does not see the key. `first`: key of the
-/// segment; `slot`: of the piece.
+/// Products become scores in base 2, -inf where the row does not see the key. `first`: key of the
+/// segment; `slot`: of the work tile.
 template <class Traits>
 __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const AttendParams& p,
                                               const typename Traits::Shared& shared, int slot,
@@ -185,7 +187,7 @@ __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const Atte
   const DecodePiece& piece = shared.piece[slot];
   Score score = p.score;
   if constexpr (!Traits::kPlain) score.scale = piece.score_scale;
-  // What functions change is a copy: the original stays in registers.
+  // Functions change a copy, so that the original stays in registers.
   const auto apart = [&](const auto& change) {
     Scores<Traits> changed = scores;
     change(changed);
@@ -202,9 +204,9 @@ __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const Atte
     if (p.bias) apart([&](auto& all) { add_biases(all, p, piece, shared.rows[slot], first); });
 }
 
-/// Scores -> P^T as the products' second factor for all warps, and the segment's maxima and sums:
-/// of each tile over a lane's keys and then over the lanes, of a warp's tiles, of the warps: in one
-/// order.
+/// Scores become P^T, the products' second factor for all warps, and stats the segment's maxima and
+/// sums. They are taken in one order: of each tile over a lane's keys and then over the lanes, of a
+/// warp's tiles, of the warps.
 template <class Traits>
 __device__ __forceinline__ void weigh_segment(Scores<Traits>& scores, SegmentParts<Traits>& parts,
                                               Stats (&stats)[2 * Traits::kRowTiles]) {
@@ -264,7 +266,7 @@ __device__ __forceinline__ void weigh_segment(Scores<Traits>& scores, SegmentPar
     for (int j = 0; j < 2; ++j) stats[2 * n + j].sum = whole[n][j];
 }
 
-/// As scale_values, by a scale that is at hand.
+/// Does what scale_values does, by a scale that is at hand.
 template <class State>
 __device__ inline void scale_state(State& state, float scale) {
 #pragma unroll
@@ -273,7 +275,7 @@ __device__ inline void scale_state(State& state, float scale) {
     for (float& o : quad) o = __fmul_rn(o, scale);
 }
 
-/// The rows of a finished piece: of each the warp's own columns.
+/// The epilogue of a work tile: a warp stores its own columns of each row.
 template <class Traits>
 __device__ __forceinline__ void store_rows(const AttendParams& p, const Plan& plan,
                                            const DecodePiece& piece,
@@ -301,17 +303,17 @@ __device__ __forceinline__ void store_rows(const AttendParams& p, const Plan& pl
 
 // ---- the kernel -----------------------------------------------------------------------------
 
-/// The warps that multiply, segment by segment until there is none.
+/// The consumers' main loop takes segment after segment until none is left.
 template <class Traits>
-__device__ __forceinline__ void multiply_segments(const AttendParams& p, const Plan& plan,
-                                                  typename Traits::Shared& shared,
-                                                  std::uint32_t ring,
-                                                  typename Traits::Stack& stack) {
+__device__ __forceinline__ void consume_segments(const AttendParams& p, const Plan& plan,
+                                                 typename Traits::Shared& shared,
+                                                 std::uint32_t ring,
+                                                 typename Traits::Stack& stack) {
   const KeyFragments<Traits> key_fragments;
   const ValueFragments<Traits> value_fragments;
   DecodeReader<Traits> reader(shared, ring);
-  PipelineState<Traits::Shared::kPieces> pieces;  // the one in work
-  bool first = true;                              // segment of it
+  PipelineState<Traits::Shared::kPieces> pieces;  // the work tile at hand
+  bool first = true;                              // segment of the work tile
   for (PipelineState<Traits::Shared::kSegments> known;; known.advance()) {
     std::uint32_t stage = reader.wait();
     const DecodeSegment segment = shared.segments[known.stage];
@@ -369,15 +371,15 @@ __global__ __launch_bounds__(Traits::kBlockThreads,
   auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory + kRing);
   shared.init();
   __syncthreads();
-  constexpr unsigned kFinder = Traits::kThreads + Traits::kLoaders;
-  if (threadIdx.x >= kFinder) return DecodeFinder<Traits>(p, plan, boxes, shared).run();
+  constexpr unsigned kScheduler = Traits::kThreads + Traits::kLoaders;
+  if (threadIdx.x >= kScheduler) return DecodeFinder<Traits>(p, plan, boxes, shared).run();
   if (threadIdx.x >= Traits::kThreads) return DecodeLoader<Traits>(p, boxes, shared, ring).run();
   arch::wait_for_kernels_before();
   constexpr int kStack = Traits::kSharedBytes;  // behind it, what the launch adds
   const int near_levels =
       (arch::dynamic_shared_bytes() - kStack) / static_cast<int>(Traits::Stack::kStateBytes);
   typename Traits::Stack stack(memory + kStack, near_levels, plan.stack, plan.depth);
-  multiply_segments<Traits>(p, plan, shared, ring, stack);
+  consume_segments<Traits>(p, plan, shared, ring, stack);
 }
 
 template <class Stored, int kDim, int kRowTiles, Loader kLoader>
@@ -394,7 +396,7 @@ KernelShape decode_shape() {
           .box_keys = Traits::kStageKeys};
 }
 
-/// The instance for sequences of about `rows` packed rows.
+/// Chooses the instance for sequences of about `rows` packed rows.
 template <class Stored, Loader kLoader>
 KernelShape decode_for(int dim, std::int64_t rows) {
   const auto shape = [&](auto size) {

@@ -1,4 +1,5 @@
-// Chooses the tile for a call, describes the tensors to the copy engine, and launches.
+// The host side of the Hopper kernel: it chooses the tile for a call, makes the TMA tensor maps,
+// and launches.
 #include "kernels/cuda/hopper/attend_sm90.cuh"
 
 #include <cuda_runtime.h>
@@ -19,17 +20,17 @@
 namespace longspan::kernels::sm90 {
 namespace {
 
-/// [count rows, heads, dim] in boxes of [box_rows, 1, 128 bytes].
-CUtensorMap describe(const Rows& rows, DType dtype, int dim, std::int64_t count, int heads,
-                     int box_rows) {
+/// The TMA tensor map of [count rows, heads, dim] in boxes of [box_rows, 1, 128 bytes].
+CUtensorMap tensor_map_of(const Rows& rows, DType dtype, int dim, std::int64_t count, int heads,
+                          int box_rows) {
   const int panel = 128 / static_cast<int>(size_of(dtype));
   const cuda::MapDimension dimensions[] = {
       {dim, 1, panel}, {count, rows.row_stride, box_rows}, {heads, rows.head_stride, 1}};
   return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-/// terms[i] x^(2 i + from) for x of `scale`, times `height`. Whether all are floats of full
-/// precision.
+/// Scales the terms of a polynomial: terms[i] x^(2 i + from) for x of `scale`, times `height`.
+/// Returns whether all are floats of full precision.
 template <std::size_t kCount>
 bool scale_terms(const double (&terms)[kCount], double scale, double height, int from,
                  float (&scaled)[kCount]) {
@@ -75,7 +76,7 @@ Softcap softcap_of(const Score& score) {
   return cap;
 }
 
-/// Heads that walk together: their keys and values fit half of L2.
+/// The number of heads that walk together: their keys and values fit half of L2.
 unsigned section_of(const AttendParams& params, int l2_bytes) {
   const std::int64_t keys =
       std::max({params.shard.length, params.tokens / params.batch.size, std::int64_t{1}});
@@ -106,14 +107,15 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   // which may be known on the device only, is not needed here.
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
   Call call{};
-  call.q = describe(params.q, params.q_dtype, params.head_dim, params.tokens, params.heads, 64);
+  call.q =
+      tensor_map_of(params.q, params.q_dtype, params.head_dim, params.tokens, params.heads, 64);
   if (params.pages) {
     call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
   } else {
-    call.k =
-        describe(params.k, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads, T::kKeys);
-    call.v =
-        describe(params.v, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads, T::kKeys);
+    call.k = tensor_map_of(params.k, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads,
+                           T::kKeys);
+    call.v = tensor_map_of(params.v, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads,
+                           T::kKeys);
   }
   call.params = params;
   call.finished = finished;
@@ -122,7 +124,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
                                                       : (params.tokens + T::kRows - 1) / T::kRows;
   call.slots = static_cast<unsigned>(slots);
   call.section = section_of(params, attribute(cudaDevAttrL2CacheSize));
-  call.items = call.slots * static_cast<unsigned>(params.heads);
+  call.work_tiles = call.slots * static_cast<unsigned>(params.heads);
   call.next = reinterpret_cast<unsigned*>(params.ticket);
   call.softcap = softcap_of(params.score);
   if (call.next == nullptr) {
@@ -131,23 +133,25 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   }
 
   const unsigned blocks =
-      std::min(call.items, static_cast<unsigned>(attribute(cudaDevAttrMultiProcessorCount)));
+      std::min(call.work_tiles, static_cast<unsigned>(attribute(cudaDevAttrMultiProcessorCount)));
   LONGSPAN_CUDA(cudaFuncSetAttribute(attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      sizeof(Shared<T>)));
   cuda::launch_kernel(attend_kernel<T>, {blocks, T::kThreads, stream, sizeof(Shared<T>)}, call);
 }
 
-/// The tile for a dim; docs/performance-prefill.md says what each choice gave.
+/// Launches the tile configuration for the call's head_dim.
 template <class Element, Scores kScores>
 void choose_tile(const AttendParams& params, const Finished& finished, int least_rows,
                  cudaStream_t stream) {
-  const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
-  if (params.head_dim <= 64) return run(Tile<Element, 64, 3, 128, true, kScores>{});
-  if (params.head_dim <= 80) return run(Tile<Element, 80, 3, 112, true, kScores>{});
-  if (params.head_dim <= 96) return run(Tile<Element, 96, 2, 160, false, kScores>{});
-  if (params.head_dim <= 128) return run(Tile<Element, 128, 2, 160, false, kScores>{});
-  if (params.head_dim <= 192) return run(Tile<Element, 192, 2, 112, false, kScores>{});
-  return run(Tile<Element, 256, 2, 80, false, kScores>{});
+  const auto run = [&]<TileShape kShape>() {
+    launch<Tile<Element, kShape, kScores>>(params, finished, least_rows, stream);
+  };
+  if (params.head_dim <= kDim64.dim) return run.template operator()<kDim64>();
+  if (params.head_dim <= kDim80.dim) return run.template operator()<kDim80>();
+  if (params.head_dim <= kDim96.dim) return run.template operator()<kDim96>();
+  if (params.head_dim <= kDim128.dim) return run.template operator()<kDim128>();
+  if (params.head_dim <= kDim192.dim) return run.template operator()<kDim192>();
+  return run.template operator()<kDim256>();
 }
 
 template <class Element>
@@ -159,18 +163,20 @@ void choose(const AttendParams& params, const Finished& finished, int least_rows
   run(params, finished, least_rows, stream);
 }
 
-/// Products of e4m3. Up to dim 128 a tile has more keys than O has columns.
+/// The same for products of e4m3.
 template <class Result>
 void choose_e4m3(const AttendParams& params, const Finished& finished, int least_rows,
                  cudaStream_t stream) {
-  using E4m3 = __nv_fp8_e4m3;
-  const auto run = [&](auto tile) { launch<decltype(tile)>(params, finished, least_rows, stream); };
-  if (params.head_dim <= 64) return run(Tile<E4m3, 64, 3, 160, true, Scores::plain, Result>{});
-  if (params.head_dim <= 128) return run(Tile<E4m3, 128, 2, 192, true, Scores::plain, Result>{});
-  return run(Tile<E4m3, 256, 2, 128, true, Scores::plain, Result>{});
+  const auto run = [&]<TileShape kShape>() {
+    launch<Tile<__nv_fp8_e4m3, kShape, Scores::plain, Result>>(params, finished, least_rows,
+                                                               stream);
+  };
+  if (params.head_dim <= kE4m3Dim64.dim) return run.template operator()<kE4m3Dim64>();
+  if (params.head_dim <= kE4m3Dim128.dim) return run.template operator()<kE4m3Dim128>();
+  return run.template operator()<kE4m3Dim256>();
 }
 
-/// Pages that load_pages can read, by tiles that have it (Tile::kPages).
+/// Whether PageProducer can read the pages, in tiles that have it (Tile::kPages).
 bool is_in_chunks(const AttendParams& params) {
   const auto chunks = [&](const KvRows& rows) {
     return rows.dense() && cuda::access_of(rows, params.pages, 2) == cuda::Access::chunks;
@@ -179,7 +185,7 @@ bool is_in_chunks(const AttendParams& params) {
          params.kv_dtype == params.dtype && chunks(params.k) && chunks(params.v);
 }
 
-/// What the option needs of a call besides.
+/// Whether the call has all that fp8_products needs.
 bool is_plain_e4m3(const AttendParams& params) {
   const auto aligned = [](const Rows& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
   return params.q_dtype == DType::e4m3 && params.kv_dtype == DType::e4m3 &&
@@ -199,7 +205,7 @@ bool runs_here() {
   const int major = attribute(cudaDevAttrComputeCapabilityMajor);
   const int minor = attribute(cudaDevAttrComputeCapabilityMinor);
   const auto ptx_version = [] {  // asked for once: it is the same on all GPUs of this capability
-    using Some = Tile<__half, 64, 3, 128, true, Scores::plain>;
+    using Some = Tile<__half, kDim64>;
     static const int found =
         cuda::ptx_version_of(reinterpret_cast<const void*>(attend_kernel<Some>));
     return found;

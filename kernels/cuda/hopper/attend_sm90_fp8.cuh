@@ -2,8 +2,8 @@
 // (AttendParams::fp8_products): twice the speed of the tensor cores.
 //
 // Values. The tensor cores take 8-bit operands only with the summed index innermost, so P V wants
-// the keys of a column of V side by side. Two warps of the loader's warpgroup transpose each tile
-// between the copy engine and the consumers, in pieces of 32 keys x 16 columns: ldmatrix transposes
+// the keys of a column of V side by side. Two warps of the producer's warpgroup transpose each tile
+// between TMA and the consumers, in pieces of 32 keys x 16 columns: ldmatrix transposes
 // pairs of bytes, a byte permutation takes the pairs apart, stmatrix stores.
 //
 // Order of keys. A consumer's thread holds of 16 scores of a row those of keys 2t, 2t + 1, 8 + 2t,
@@ -28,19 +28,19 @@
 // consumers, never beside a consumer's own.
 //
 // Turns. Consumers wait for the same tiles, which brings them to the same step, and then products
-// run beside no softmax at all. So they take turns at the tensor cores (Tile::kTurns): a turn is a
-// tile's sums and the next tile's scores, and all that needs no tensor core, the rounding of
+// run beside no softmax at all. So they take turns at the tensor cores (Tile::kPingPong): a turn is
+// a tile's sums and the next tile's scores, and all that needs no tensor core, the rounding of
 // weights included, stands outside of it.
 #pragma once
 
 #include <utility>
 
-#include "kernels/cuda/hopper/attend_sm90_rows.cuh"
+#include "kernels/cuda/hopper/attend_sm90_consumer.cuh"
 
 namespace longspan::kernels::sm90 {
 
-/// A thread's scores are what it must hold of P as the next product's operand, but for the order of
-/// keys: see above.
+/// Weights are rounded. A thread's scores are what it must hold of P as the next product's operand,
+/// but for the order of keys: see above.
 template <int kCount>
 __device__ void round_to_e4m3(std::uint32_t (&p)[kCount / 16][4], const float (&s)[kCount]) {
 #pragma unroll
@@ -63,8 +63,9 @@ __device__ void multiply_transposed(float (&sums)[kCount / 2],
         sums, p[step], advance(b, step / 4 * kPanelBytes + step % 4 * 32), step > 0);
 }
 
-/// Two warps: the tile `from` [panels of 128 columns][kKeys][128] -> `to` [panels of 128 keys]
-/// [kColumns][128], both in the swizzle. Of each 16 keys those of a thread's scores lie together.
+/// Two warps transpose the tile `from` [panels of 128 columns][kKeys][128] into `to` [panels of 128
+/// keys][kColumns][128], both in the swizzle. Of each 16 keys those of a thread's scores lie
+/// together.
 template <class T>
 __device__ void transpose_tile(const void* from, void* to) {
   constexpr int kChunks = T::kDim / 16;            // of 16 columns
@@ -106,7 +107,7 @@ __device__ void transpose_tile(const void* from, void* to) {
   }
 }
 
-/// The transposing warps: follow the loader from item to item and tile to tile.
+/// The transposing warps follow the producer from work tile to work tile and tile to tile.
 template <class T>
 __device__ void transpose(Shared<T>& shared) {
   constexpr int kBarrier = 1 + 2 * T::kConsumers;  // behind the consumers'
@@ -120,18 +121,18 @@ __device__ void transpose(Shared<T>& shared) {
         uint4{kOnes, kOnes, kOnes, kOnes};
   }
 
-  PipelineState<2> announced;
+  PipelineState<2> work;
   PipelineState<T::kStages> at;
   std::uint32_t stored_parity = 0;
-  for (;; announced.advance()) {
-    shared.item_full[announced.stage].wait(announced.parity);
-    const Item& item = shared.items[announced.stage];
-    const int tiles = item.tiles, clear = item.clear;
-    int first = item.some.end;
-    shared.item_empty[announced.stage].arrive();
+  for (;; work.advance()) {
+    shared.work_full[work.stage].wait(work.parity);
+    const WorkTile& tile = shared.work[work.stage];
+    const int tiles = tile.tiles, clear = tile.clear;
+    int first = tile.some.end;
+    shared.work_empty[work.stage].arrive();
     if (tiles == 0) return;
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int i = 0; i < tiles; ++i) {
       first -= T::kKeys;
       stored.full.wait(stored_parity);
       stored_parity ^= 1;
@@ -151,145 +152,109 @@ __device__ void transpose(Shared<T>& shared) {
 
 // ---- a consumer ------------------------------------------------------------------------------
 
-/// As `consume` for 16 bits, of plain scores, but one step after the other: the softmax of a tile,
+/// The main loop for e4m3 and plain scores takes one step after the other: the softmax of a tile,
 /// its sums, the next tile's scores.
 template <class T>
-__device__ void consume_e4m3(const Call& call, Shared<T>& shared, int group) {
-  static_assert(T::kTurns);
-  constexpr int kTurnBarrier = 1;
-  constexpr int kPieces = (T::kColumns + T::kKeys - 1) / T::kKeys;
-  constexpr int kPieceColumns = T::kColumns / kPieces, kSums = kPieceColumns / 2;
+class ConsumerE4m3 : Consumer<T> {
+  static_assert(T::kPingPong);
+  static constexpr int kPieces = (T::kColumns + T::kKeys - 1) / T::kKeys;
+  static constexpr int kPieceColumns = T::kColumns / kPieces, kSums = kPieceColumns / 2;
   static_assert(kPieceColumns * kPieces == T::kColumns && kPieceColumns % 8 == 0);
-  const int lane = threadIdx.x % 32;
-  const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4;  // and row + 8
-  float c = 0;
 
-  float s[T::kKeys / 2], o[T::kColumns / 2], ratio[2];
-  float(&sums)[kSums] = reinterpret_cast<float(&)[kSums]>(s);
-  std::uint32_t p[T::kKeys / T::kStep][4];
-  Rowwise<T> rows;
-  RowKeys whole{};             // keys that every row of the tile sees
-  int first = 0;               // local key at which the tile of s begins
-  PipelineState<2> announced;  // the item
-  PipelineState<T::kStages> k, v;
-  std::uint32_t q_parity = 0;
+  using Base = Consumer<T>;
+  using Base::begin_scores, Base::end_scores, Base::mask, Base::release_values;
+  using Base::call, Base::shared, Base::group, Base::work, Base::v;
+  using Base::s, Base::p, Base::o, Base::ratio, Base::softmax, Base::first_key;
+  using Base::wait_turn, Base::wait_work, Base::wait_queries, Base::wait_keys, Base::wait_values;
 
-  const auto release = [&](Barrier& empty) {
-    if (lane == 0) empty.arrive();
-  };
-  // Where ptxas knows how the number comes about, it serialises products (C7511) for some forms of
-  // it, others for each tile.
-  const int next_turn = opaque(kTurnBarrier + (group + 1) % T::kConsumers);
-  const auto wait_turn = [&] { named_sync(kTurnBarrier + group, 256); };
-  const auto pass_turn = [&] { named_arrive(next_turn, 256); };
-  if (group == T::kConsumers - 1) pass_turn();  // the first consumer begins
+ public:
+  __device__ __forceinline__ ConsumerE4m3(const Fragments<T>& fragments, const Call& call,
+                                          Shared<T>& shared, int group)
+      : Base(fragments, call, shared, group), next_turn_(opaque(Base::turn_barrier_of_next())) {}
 
-  const auto wait_keys = [&] { shared.k_full[k.stage].wait(k.parity); };
-  const auto begin_scores = [&] {  // S = Q K^T
-    wgmma_begin();
-    multiply_qk<T>(s, shared.q[group], shared.k[k.stage]);
-    wgmma_commit();
-  };
-  const auto end_scores = [&](bool last) {  // last: of its item
-    pin(s);
-    release(shared.k_empty[k.stage]);
-    k.advance();
-    if (last) release(shared.q_empty[group]);
-  };
-  // Maxima by whole numbers, three scores at a time: few rows have all their scores below 0. And
-  // weights are rounded as they come, so that conversions run beside exponentials.
-  const auto softmax = [&] {
-    first -= T::kKeys;
-    if (first < whole.begin || first + T::kKeys > whole.end)
-      hide(s, -INFINITY, first, shared.rows[announced.stage], row);
+  __device__ __forceinline__ void run() {
+    if (group == T::kConsumers - 1) pass_turn();  // the first consumer begins
+    int tiles = wait_work();
+    if (tiles == 0) return;
+    wait_queries();
+    wait_keys();
+    begin_scores();
+    wgmma_wait<0>();
+    for (;;) {
+      end_scores(tiles == 1);
+      begin_work();
+      make_weights();
+#pragma unroll 1
+      for (int tile = 1; tile < tiles; ++tile) {
+        wait_turn();
+        add_values();
+        wait_keys();
+        begin_scores();
+        pass_turn();
+        wgmma_wait<0>();
+        end_scores(tile + 1 == tiles);
+        make_weights();
+      }
+      add_values();
+
+      // The first scores of the next work tile run beside the epilogue of this one. After the last
+      // work tile they are of no use, but ptxas wants no branch around them.
+      const int done = work.stage;
+      work.advance();
+      tiles = this->wait_next_work();
+      begin_scores();
+      this->epilogue(done);
+      wgmma_wait<0>();
+      if (tiles == 0) return;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void pass_turn() { Base::pass_turn(next_turn_); }
+
+  __device__ __forceinline__ void begin_work() {
+    Base::begin_work();
+    factor_ = shared.stored.score_factor[work.stage];
+  }
+
+  /// Maxima are found by whole numbers, three scores at a time: few rows have all their scores
+  /// below 0. And weights are rounded as they come, so that conversions run beside exponentials.
+  __device__ __forceinline__ void make_weights() {
+    first_key -= T::kKeys;
+    mask(-INFINITY);
     float top[2];
     find_tops(s, false, top);
-    rows.softmax_below(s, top, Constant{c}, ratio);
+    softmax.update_below(s, top, Constant{factor_}, ratio);
     round_to_e4m3(p, s);
-  };
-  const auto add_piece = [&]<int kFrom>() {  // columns from kFrom on
+  }
+
+  __device__ __forceinline__ void add_values() {  // O = O ratio + P V
+    wait_values();
+    add_pieces(std::make_integer_sequence<int, kPieces>{});
+  }
+  template <int... kPiece>
+  __device__ __forceinline__ void add_pieces(std::integer_sequence<int, kPiece...>) {
+    (add_piece<kPiece * kPieceColumns>(), ...);
+  }
+  /// Adds the columns from kFrom on. Their sums take the registers of the scores.
+  template <int kFrom>
+  __device__ __forceinline__ void add_piece() {
+    float(&sums)[kSums] = reinterpret_cast<float(&)[kSums]>(s);
     wgmma_begin();
     multiply_transposed<T, kFrom, kPieceColumns>(sums, p, shared.v[v.stage]);
     wgmma_commit();
     wgmma_wait<0>();
     pin(sums);
-    if (kFrom + kPieceColumns == T::kColumns) {
-      release(shared.v_empty[v.stage]);
-      v.advance();
-    }
+    if (kFrom + kPieceColumns == T::kColumns) release_values();
 #pragma unroll
     for (int i = 0; i < kSums; ++i)
       o[kFrom / 2 + i] = fmaf(o[kFrom / 2 + i], ratio[i / 2 % 2], sums[i]);
-  };
-  const auto add_values = [&] {  // O = O ratio + P V
-    shared.v_full[v.stage].wait(v.parity);
-    [&]<int... kPiece>(std::integer_sequence<int, kPiece...>) {
-      (add_piece.template operator()<kPiece * kPieceColumns>(), ...);
-    }
-    (std::make_integer_sequence<int, kPieces>{});
-  };
-  const auto write = [&](int stage) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (call.finished.out.data)
-        write_finished<T>(call, shared, stage, row + 8 * h, rows, h, o);
-      else
-        write_state<T>(call, shared, stage, row + 8 * h, rows, h, o);
-    }
-    shared.item_empty[stage].arrive();
-  };
-  const auto begin_item = [&] {
-    const Item& item = shared.items[announced.stage];
-    first = item.some.end;
-    whole = item.whole;
-    rows = {};
-    c = shared.stored.score_factor[announced.stage];
-#pragma unroll
-    for (int i = 0; i < T::kColumns / 2; ++i) o[i] = 0;
-  };
-  const auto wait_item = [&] {  // gives its tiles
-    shared.item_full[announced.stage].wait(announced.parity);
-    return shared.items[announced.stage].tiles;
-  };
-
-  int tiles = wait_item();
-  if (tiles == 0) return;
-  shared.q_full[group].wait(q_parity);
-  wait_keys();
-  begin_scores();
-  wgmma_wait<0>();
-  for (;;) {
-    end_scores(tiles == 1);
-    begin_item();
-    softmax();
-#pragma unroll 1
-    for (int tile = 1; tile < tiles; ++tile) {
-      wait_turn();
-      add_values();
-      wait_keys();
-      begin_scores();
-      pass_turn();
-      wgmma_wait<0>();
-      end_scores(tile + 1 == tiles);
-      softmax();
-    }
-    add_values();
-
-    // The first scores of the next item run beside the end of this one. After the last item they
-    // are of no use, but ptxas wants no branch around them.
-    const int done = announced.stage;
-    announced.advance();
-    tiles = wait_item();
-    if (tiles > 0) {
-      q_parity ^= 1;
-      shared.q_full[group].wait(q_parity);
-      wait_keys();
-    }
-    begin_scores();
-    write(done);
-    wgmma_wait<0>();
-    if (tiles == 0) return;
   }
-}
+
+  // Where ptxas knows how the barrier's number comes about, it serialises products (C7511) for some
+  // forms of it, others for each tile.
+  const int next_turn_;
+  float factor_ = 0;  // base 2, from a product to a score
+};
 
 }  // namespace longspan::kernels::sm90

@@ -1,19 +1,18 @@
-// The warps of the Hopper kernel that load keys and values out of pages. Rows of a tile lie
-// anywhere, and tiles begin anywhere in a page, so the copy engine has no box for them: two warps
-// find the rows by the block table and copy them by cp.async, 16 bytes a lane, to the places where
-// the copy engine would put them, in the order of its loader (load in attend_sm90.cuh). A lane
-// finds a row for the whole warp, and one tile ahead, so that nothing waits for the table.
+// The producer warps of the Hopper kernel that load keys and values out of pages. Rows of a tile
+// lie anywhere, and tiles begin anywhere in a page, so no TMA tensor map describes them: two warps
+// look the rows up in the block table and copy them by cp.async, 16 bytes a lane, to the places
+// where TMA would put them, in the order of the other producer (attend_sm90_producer.cuh). A lane
+// looks up a row for the whole warp, and one tile ahead, so that nothing waits for the table.
 //
 // What cp.async has written has to be fenced before the tensor cores read it, and that only once it
 // is there. A third warp waits for that, so that those that copy do not, and announces the tile.
 #pragma once
 
-#include "kernels/cuda/hopper/attend_sm90_block.cuh"
+#include "kernels/cuda/hopper/attend_sm90_producer.cuh"
 
 namespace longspan::kernels::sm90 {
 
-inline constexpr int kPageWarps = 2;  // that copy: the first and the third
-inline constexpr int kHandOverWarp = 3;
+inline constexpr int kHandOverWarp = 3;  // the first and the third warp copy
 
 template <class T>
 class PageLoader {
@@ -31,16 +30,17 @@ class PageLoader {
 
   __device__ explicit PageLoader(const Call& call) : call_(call) {}
 
-  /// The sequence and head that the next tiles are of.
-  __device__ void begin(const Item& item) {
-    sequence_ = item.sequence;
-    kv_head_ = item.kv_head;
-    begin_ = item.some.begin;
-    end_ = item.some.end;
+  /// The next tiles are of this work tile's sequence and head.
+  __device__ void begin(const WorkTile& work) {
+    sequence_ = work.sequence;
+    kv_head_ = work.kv_head;
+    begin_ = work.some.begin;
+    end_ = work.some.end;
   }
 
-  /// For the tile that begins at local key `first`. Entries that no visible key needs are not read.
-  __device__ Entries find(int first) const {
+  /// Looks up the tile that begins at local key `first`. It reads no entry that no visible key
+  /// needs.
+  __device__ Entries look_up(int first) const {
     Entries entries;
     const Pages& pages = call_.params.pages;
     const std::int32_t* table = pages.table + sequence_ * pages.row_stride;
@@ -99,72 +99,91 @@ class PageLoader {
   int sequence_, kv_head_, begin_, end_;
 };
 
-/// A copied tile's way to the consumers. By one thread.
-__device__ inline void hand_over(Barrier& landed, Barrier& full, std::uint32_t parity) {
-  landed.wait(parity);
-  fence_shared_stores();
-  full.arrive();
-}
-
-/// What `load` does, out of pages. By all warps of the first warpgroup but the second.
+/// The producer out of pages. All warps of the first warpgroup but the second take part.
 template <class T>
-__device__ void load_pages(const Call& call, Shared<T>& shared) {
-  const AttendParams& params = call.params;
-  const bool leads = threadIdx.x == 0, copies = threadIdx.x / 32 != kHandOverWarp;
-  PageLoader<T> loader(call);
-  PipelineState<2> announced;
-  int done = 0;  // tiles of keys, and as many of values; each takes the stages in turn
-  const auto stage_of = [](int tile) { return tile % T::kStages; };
-  const auto parity_of = [](int tile) { return static_cast<std::uint32_t>(tile / T::kStages) & 1; };
-  std::uint32_t q_parity = 0;
+class PageProducer {
+ public:
+  __device__ __forceinline__ PageProducer(const Call& call, Shared<T>& shared)
+      : call_(call), shared_(shared), loader_(call), leads_(threadIdx.x == 0) {}
 
-  for (;; announced.advance()) {
-    shared.item_full[announced.stage].wait(announced.parity);
-    const Item& item = shared.items[announced.stage];
-    const int tiles = item.tiles, head = item.head, first_row = item.first_row;
-    int key = item.some.end;
-    loader.begin(item);
-    __syncwarp();  // every lane has read it
-    if (threadIdx.x % 32 == 0) shared.item_empty[announced.stage].arrive();
-    if (tiles == 0) return;
-    if (leads && tiles < kWantedEarly) shared.item_wanted.arrive();
+  __device__ __forceinline__ void run() {
+    const bool copies = threadIdx.x / 32 != kHandOverWarp;
+    for (PipelineState<2> work;; work.advance()) {
+      shared_.work_full[work.stage].wait(work.parity);
+      const WorkTile& tile = shared_.work[work.stage];
+      const int tiles = tile.tiles, head = tile.head, first_row = tile.first_row;
+      const int end = tile.some.end;
+      loader_.begin(tile);
+      __syncwarp();  // every lane has read the work tile
+      if (threadIdx.x % 32 == 0) shared_.work_empty[work.stage].arrive();
+      if (tiles == 0) return;
+      if (leads_ && tiles < kWantedEarly) shared_.work_wanted.arrive();
 
-    // Keys of a tile, then values of the one before it.
-    if (!copies) {
-      for (int tile = 0; tile <= tiles && threadIdx.x % 32 == 0; ++tile) {
-        const int k = stage_of(done + tile), v = stage_of(done + tile - 1);
-        if (tile < tiles) hand_over(shared.landed.k[k], shared.k_full[k], parity_of(done + tile));
-        if (tile > 0) hand_over(shared.landed.v[v], shared.v_full[v], parity_of(done + tile - 1));
-      }
-      __syncwarp();
-      done += tiles;
-      continue;
+      if (copies)
+        copy_tiles(tiles, head, first_row, end);
+      else
+        hand_over_tiles(tiles);
+      done_ += tiles;
     }
-    typename PageLoader<T>::Entries entries, next = loader.find(key - T::kKeys);
+  }
+
+ private:
+  __device__ static int stage_of(int tile) { return tile % T::kStages; }
+  __device__ static std::uint32_t parity_of(int tile) {
+    return static_cast<std::uint32_t>(tile / T::kStages) & 1;
+  }
+
+  /// Copies the keys of each tile, then the values of the one before it. `key`: behind the last.
+  __device__ __forceinline__ void copy_tiles(int tiles, int head, int first_row, int key) {
+    const AttendParams& params = call_.params;
+    typename PageLoader<T>::Entries entries, next = loader_.look_up(key - T::kKeys);
 #pragma unroll 1
     for (int tile = 0; tile <= tiles; ++tile) {
-      if (leads && tile > 0 && tile == tiles + 1 - kWantedEarly) shared.item_wanted.arrive();
+      if (leads_ && tile > 0 && tile == tiles + 1 - kWantedEarly) shared_.work_wanted.arrive();
       if (tile < tiles) {
-        const int stage = stage_of(done + tile);
-        shared.k_empty[stage].wait(parity_of(done + tile) ^ 1);
-        loader.load(shared.k[stage], shared.landed.k[stage], params.k, key - T::kKeys, next);
+        const int stage = stage_of(done_ + tile);
+        shared_.k_empty[stage].wait(parity_of(done_ + tile) ^ 1);
+        loader_.load(shared_.k[stage], shared_.landed.k[stage], params.k, key - T::kKeys, next);
       }
-      const auto ahead = loader.find(key - 2 * T::kKeys);
+      const auto ahead = loader_.look_up(key - 2 * T::kKeys);
       if (tile == 0) {
-        if (leads) load_queries(call, shared, first_row, head, q_parity);
+        if (leads_) load_queries(call_, shared_, first_row, head, q_parity_);
         __syncwarp();
       } else {
-        const int stage = stage_of(done + tile - 1);
-        shared.v_empty[stage].wait(parity_of(done + tile - 1) ^ 1);
-        loader.load(shared.v[stage], shared.landed.v[stage], params.v, key, entries);
+        const int stage = stage_of(done_ + tile - 1);
+        shared_.v_empty[stage].wait(parity_of(done_ + tile - 1) ^ 1);
+        loader_.load(shared_.v[stage], shared_.landed.v[stage], params.v, key, entries);
       }
       key -= T::kKeys;
       entries = next;
       next = ahead;
     }
-    done += tiles;
-    q_parity ^= 1;
+    q_parity_ ^= 1;
   }
-}
+
+  /// One lane hands the same tiles over to the consumers, in the same order.
+  __device__ __forceinline__ void hand_over_tiles(int tiles) {
+    for (int tile = 0; tile <= tiles && threadIdx.x % 32 == 0; ++tile) {
+      const int k = done_ + tile, v = done_ + tile - 1;
+      if (tile < tiles) hand_over(shared_.landed.k, shared_.k_full, k);
+      if (tile > 0) hand_over(shared_.landed.v, shared_.v_full, v);
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ static void hand_over(Barrier (&landed)[T::kStages],
+                                                   Barrier (&full)[T::kStages], int tile) {
+    landed[stage_of(tile)].wait(parity_of(tile));
+    fence_shared_stores();
+    full[stage_of(tile)].arrive();
+  }
+
+  const Call& call_;
+  Shared<T>& shared_;
+  PageLoader<T> loader_;
+  const bool leads_;
+  int done_ = 0;  // tiles of keys, and as many of values; each takes the stages in turn
+  std::uint32_t q_parity_ = 0;
+};
 
 }  // namespace longspan::kernels::sm90

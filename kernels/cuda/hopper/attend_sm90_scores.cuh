@@ -23,7 +23,7 @@
 
 namespace longspan::kernels::sm90 {
 
-/// Whether it holds, of what is the same in all lanes; the compiler then knows that it is.
+/// Returns `holds`, which is the same in all lanes; the compiler then knows that it is.
 __device__ inline bool uniform(bool holds) { return __any_sync(0xffffffff, holds); }
 
 // ---- the largest score of a row ---------------------------------------------------------------
@@ -45,7 +45,7 @@ struct MostBelow {  // the one furthest below 0, if there is one; else the large
   }
 };
 
-/// Of this thread's scores of row h.
+/// Picks one of this thread's scores of row h.
 template <class Pick, int kCount>
 __device__ int pick_own(const float (&s)[kCount], int h) {
   int best = __float_as_int(s[2 * h]);
@@ -55,7 +55,7 @@ __device__ int pick_own(const float (&s)[kCount], int h) {
   return best;
 }
 
-/// Of the row that four lanes share.
+/// Picks one of the four lanes that share a row.
 template <class Pick>
 __device__ int pick_of_quad(int best) {
 #pragma unroll
@@ -66,8 +66,8 @@ __device__ int pick_of_quad(int best) {
   return best;
 }
 
-/// The largest score of each of a thread's rows. below: more rows are thought to be all below 0
-/// than not, which is asked first. NaN may or may not count.
+/// Finds the largest score of each of a thread's rows. below: more rows are thought to be all below
+/// 0 than not, which is asked first. NaN may or may not count.
 template <int kCount>
 __device__ void find_tops(const float (&s)[kCount], bool below, float (&top)[2]) {
   int found[2] = {0, 0};
@@ -125,8 +125,8 @@ __device__ inline float tanh_near(float s, const Softcap& cap) {
 }
 
 /// s becomes tanh(scale s). Which way it goes, and so its last bits, is decided by what the warp's
-/// rows see, and by nothing that lies beside: what is hidden is 0 here, and of the thread's rows, r
-/// and r + 8, those count that exist. rows: of the item, from r on.
+/// rows see, and by nothing that lies beside: what is masked is 0 here, and of the thread's rows, r
+/// and r + 8, those count that exist. rows: of the work tile, from r on.
 template <int kCount>
 __device__ void cap_scores(float (&s)[kCount], const Softcap& cap, int rows) {
   constexpr int kPiece = 8;
@@ -156,14 +156,14 @@ __device__ void cap_scores(float (&s)[kCount], const Softcap& cap, int rows) {
   }
 }
 
-// Factors: a score, base 2, is a product times its factor.
+// A factor makes a score of a product: the score, base 2, is the product times its factor.
 
 struct Constant {
   float factor;
   __device__ float operator()(float) const { return factor; }
 };
 
-/// Of degree 2 or 4 in x^2.
+/// A polynomial of degree 2 or 4 in x^2.
 template <int kTerms>
 struct Polynomial {
   const float (&terms)[kTerms];
@@ -187,21 +187,21 @@ struct Quotient {
   }
 };
 
-/// Products become scores, base 2.
+/// Products s become scores, base 2.
 template <int kCount, class Factor>
 __device__ void scale_by(float (&s)[kCount], const Factor& factor) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) s[i] *= factor(s[i]);
 }
 
-/// The largest magnitude in the warp's tile, as its bits; NaN is beyond all numbers. `own`: of this
-/// thread's scores of each row; rows: as for cap_scores.
+/// Returns the largest magnitude in the warp's tile, as its bits; NaN is beyond all numbers. `own`:
+/// that of this thread's scores of each row; rows: as for cap_scores.
 __device__ inline unsigned most_of_warp(const int (&own)[2], int rows) {
   const int most = max(rows > 0 ? own[0] : 0, rows > 8 ? own[1] : 0);
   return __reduce_max_sync(0xffffffff, static_cast<unsigned>(most));
 }
 
-/// The same of a tile that no mask cuts.
+/// The same for a tile that no mask cuts.
 template <int kCount>
 __device__ unsigned find_most(const float (&s)[kCount], int rows) {
   int own[2];
@@ -211,7 +211,7 @@ __device__ unsigned find_most(const float (&s)[kCount], int rows) {
   return most_of_warp(own, rows);
 }
 
-/// The same, with the largest product of each row; if there is NaN, whatever that is.
+/// The same, and the largest product of each row, which may be anything where there is NaN.
 template <int kCount>
 __device__ unsigned find_most(const float (&s)[kCount], int rows, float (&top)[2]) {
   int found[2], own[2];
@@ -235,34 +235,33 @@ __device__ unsigned find_most(const float (&s)[kCount], int rows, float (&top)[2
   return most;
 }
 
-/// Whether form i of the cap does for magnitudes up to `most`.
+/// Whether form i of the cap holds for magnitudes up to `most`.
 __device__ inline bool reaches(const Softcap& cap, int i, unsigned most) {
   return most <= static_cast<unsigned>(__float_as_int(cap.reach[i]));
 }
 
 // ---- ALiBi -----------------------------------------------------------------------------------
 
-/// One thread: what an item's consumers must know. `index`: of its first row among the queries of
-/// its sequence, whose places these are.
-__device__ inline void find_alibi(const Bias& bias, bool causal, const Places& places, int head,
-                                  int context_len, int index, AlibiItem& item) {
-  item.slope = bias.slopes[head] * kLog2E;
-  Line& line = item.line;
-  if (places.block > 0) {
-    line = {places.start[0], places.block, places.round - places.block, INT_MAX};
-  } else if (places.count[0] > 0 && places.count[1] > 0) {
-    line = {places.start[0], places.count[0], places.start[1] - places.start[0] - places.count[0],
-            1};
+/// One thread finds what a work tile's consumers must know. `index`: of its first row among the
+/// queries of its sequence, whose keys stand at `keys`.
+__device__ inline void find_alibi(const Bias& bias, bool causal, const KeyPositions& keys, int head,
+                                  int context_len, int index, AlibiTerms& terms) {
+  terms.slope = bias.slopes[head] * kLog2E;
+  KeyRuns& runs = terms.runs;
+  if (keys.block > 0) {
+    runs = {keys.start[0], keys.block, keys.round - keys.block, INT_MAX};
+  } else if (keys.count[0] > 0 && keys.count[1] > 0) {
+    runs = {keys.start[0], keys.count[0], keys.start[1] - keys.start[0] - keys.count[0], 1};
   } else {
-    line = {places.start[places.count[0] == 0], INT_MAX, 0, 0};
+    runs = {keys.start[keys.count[0] == 0], INT_MAX, 0, 0};
   }
-  item.lift = bias.alibi == Alibi::context ? item.slope : 0.0f;
-  item.two_sided = bias.alibi == Alibi::query && !causal;
-  item.index = index;
-  item.position = context_len + index;
+  terms.lift = bias.alibi == Alibi::context ? terms.slope : 0.0f;
+  terms.two_sided = bias.alibi == Alibi::query && !causal;
+  terms.index = index;
+  terms.position = context_len + index;
 }
 
-/// How the tile at hand gets its bias. Distances are counted from a thread's own row.
+/// How a tile gets its bias. Distances are counted from a thread's own row.
 struct AlibiTile {
   bool straight;  // key after key at the same step, all on one side of the rows
   bool far;       // straight, and so far from the rows as a tile is long
@@ -272,34 +271,34 @@ struct AlibiTile {
   int step;
 };
 
-/// The tile at local key `first`. group_row: of the warpgroup's first row, in the item.
+/// Describes the tile at local key `first`. group_row: the warpgroup's first row, in the work tile.
 template <class T>
-__device__ AlibiTile find_tile(const AlibiItem& item, int first, int group_row) {
+__device__ AlibiTile find_tile(const AlibiTerms& terms, int first, int group_row) {
   constexpr int kKeys = T::kKeys;
-  const Line line = item.line;
-  const int lowest = item.position + group_row, highest = lowest + 63;
+  const KeyRuns runs = terms.runs;
+  const int lowest = terms.position + group_row, highest = lowest + 63;
 
-  // Keys before the first of all are hidden, and whatever is said of them does not matter.
+  // Keys before the first of all are masked, and whatever is said of them does not matter.
   AlibiTile tile{};
   int step = 1;
   bool straight = true;
-  tile.from = line.start + first;
-  if (uniform(line.gap != 0)) {
-    if (uniform(line.run == 1 && line.gaps == INT_MAX)) {
-      step = 1 + line.gap;
-      tile.from = line.start + first * step;
+  tile.from = runs.start + first;
+  if (uniform(runs.gap != 0)) {
+    if (uniform(runs.run == 1 && runs.gaps == INT_MAX)) {
+      step = 1 + runs.gap;
+      tile.from = runs.start + first * step;
     } else {
-      const int gaps = min(max(first, 0) / line.run, line.gaps);
-      tile.from += gaps * line.gap;
-      straight = gaps == line.gaps || first + kKeys <= (gaps + 1) * line.run;
+      const int gaps = min(max(first, 0) / runs.run, runs.gaps);
+      tile.from += gaps * runs.gap;
+      straight = gaps == runs.gaps || first + kKeys <= (gaps + 1) * runs.run;
     }
   }
   const int ahead = lowest - (tile.from + step * (kKeys - 1));  // of the rows, the last key
   const int behind = tile.from - highest;
   const int nearest = max(ahead, behind);
-  tile.straight = uniform(straight && (!item.two_sided || nearest >= 0));
+  tile.straight = uniform(straight && (!terms.two_sided || nearest >= 0));
   tile.far = uniform(straight && nearest >= step * kKeys);
-  tile.slope = item.two_sided && ahead < 0 ? -item.slope : item.slope;
+  tile.slope = terms.two_sided && ahead < 0 ? -terms.slope : terms.slope;
   tile.step = step;
   constexpr float kClear = -8.0f;  // in base 2, of a bias that decides
   tile.below = uniform(tile.slope * static_cast<float>(ahead >= 0 ? -nearest : nearest) < kClear) &&
@@ -308,15 +307,15 @@ __device__ AlibiTile find_tile(const AlibiItem& item, int first, int group_row) 
 }
 
 /// s becomes c s + bias, in base 2, for a far tile. The bias is that of the thread's first row
-/// (`row` of the item), and for its second row, 8 further on, too high by `less`.
+/// (`row` of the work tile), and for its second row, 8 further on, too high by `less`.
 template <class T>
-__device__ void add_far(float (&s)[T::kKeys / 2], float c, const AlibiItem& item,
+__device__ void add_far(float (&s)[T::kKeys / 2], float c, const AlibiTerms& terms,
                         const AlibiTile& tile, int row, float& less) {
   constexpr int kKeys = T::kKeys, kMiddle = kKeys / 2;
   const int t = threadIdx.x % 4;
   // A tile's distance rounds by less than twice what one key's would.
   const int middle = tile.from + tile.step * (kMiddle + 2 * t);
-  const float bias = tile.slope * static_cast<float>(middle - (item.position + row));
+  const float bias = tile.slope * static_cast<float>(middle - (terms.position + row));
   const float stride = tile.slope * static_cast<float>(tile.step);
   less = tile.slope * 8.0f;
 #pragma unroll
@@ -331,15 +330,15 @@ __device__ void add_far(float (&s)[T::kKeys / 2], float c, const AlibiItem& item
 }
 
 /// s becomes c s + bias, in base 2, for the tile at local key `first`; less: as in add_far. `row`:
-/// the thread's first of the item. By the warpgroup together.
+/// the thread's first of the work tile. The warpgroup does it together.
 template <class T>
-__device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiItem& item,
+__device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiTerms& terms,
                           const AlibiTile& tile, int (&positions)[T::kKeys], int first, int row,
                           int barrier, float& less) {
   constexpr int kKeys = T::kKeys;
   const int t = threadIdx.x % 4;
-  const int own = item.position + row;
-  if (tile.far) return add_far<T>(s, c, item, tile, row, less);
+  const int own = terms.position + row;
+  if (tile.far) return add_far<T>(s, c, terms, tile, row, less);
   if (tile.straight) {
     const float step = static_cast<float>(tile.step);
 #pragma unroll
@@ -355,12 +354,12 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiItem& it
     return;
   }
 
-  const Line line = item.line;
+  const KeyRuns runs = terms.runs;
   named_sync(barrier, 128);  // the tile before is through with its positions
 #pragma unroll
   for (int i = 0; i < kKeys; i += 128) {
     const int key = i + static_cast<int>(threadIdx.x % 128);
-    if (key < kKeys) positions[key] = line.position(max(first + key, 0));
+    if (key < kKeys) positions[key] = runs.position(max(first + key, 0));
   }
   named_sync(barrier, 128);
 #pragma unroll
@@ -369,7 +368,7 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiItem& it
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float distance = static_cast<float>((j % 2 ? pair.y : pair.x) - own - j / 2 * 8);
-      s[i + j] = fmaf(s[i + j], c, item.slope * (item.two_sided ? -fabsf(distance) : distance));
+      s[i + j] = fmaf(s[i + j], c, terms.slope * (terms.two_sided ? -fabsf(distance) : distance));
     }
   }
 }
@@ -382,18 +381,18 @@ __device__ bool is_capped(const Call& call) {
          (T::kScores == Scores::any && call.softcap.height != 0.0f);
 }
 
-/// What makes a score, base 2, of a product or of its tanh.
+/// The factor that makes a score, base 2, of a product or of its tanh.
 template <class T>
 __device__ float score_factor(const Call& call) {
   return is_capped<T>(call) ? call.softcap.height : call.params.score.scale * kLog2E;
 }
 
-/// A row's maximum as it is handed out. row: of the item.
+/// A row's maximum as the epilogue stores it. row: of the work tile.
 template <class T>
 __device__ float lifted(float max, const Shared<T>& shared, int stage, int row) {
   if constexpr (T::kScores == Scores::any)
-    max = fmaf(shared.alibi.items[stage].lift,
-               static_cast<float>(shared.alibi.items[stage].index + row), max);
+    max = fmaf(shared.alibi.terms[stage].lift,
+               static_cast<float>(shared.alibi.terms[stage].index + row), max);
   return max;
 }
 
@@ -402,8 +401,8 @@ __device__ float lifted(float max, const Shared<T>& shared, int stage, int row) 
 template <class T>
 __device__ float lowered(float max, const Shared<T>& shared, int stage, int row) {
   if constexpr (T::kScores == Scores::any)
-    max = fmaf(-shared.alibi.items[stage].lift,
-               static_cast<float>(shared.alibi.items[stage].index + row), max);
+    max = fmaf(-shared.alibi.terms[stage].lift,
+               static_cast<float>(shared.alibi.terms[stage].index + row), max);
   return max;
 }
 

@@ -18,6 +18,7 @@
 #include "kernels/cuda/common/store_state.cuh"
 #include "kernels/cuda/common/view.cuh"
 #include "kernels/cuda/dispatch/attend.hpp"
+#include "kernels/cuda/portable/row_views.cuh"
 
 namespace longspan::kernels::cuda {
 
@@ -43,10 +44,10 @@ struct PortableTraits {
 
   static constexpr int kTileBytes = kKeys * kDim * 2;
   static constexpr int kQueryBytes = kRows * kDim * 2;
-  static constexpr int kPieceBytes = 512;
+  static constexpr int kWorkTileBytes = 512;
   static constexpr int kColumnBytes = 2 * kKeys * 4;  // for biases, by the parity of the tile
   static constexpr int kSharedBytes = kQueryBytes + 2 * kStages * kTileBytes +
-                                      kRows * static_cast<int>(sizeof(Interval)) + kPieceBytes;
+                                      kRows * static_cast<int>(sizeof(Interval)) + kWorkTileBytes;
 
   struct RowOf {  // quad = row tile * kDimTiles + dim tile
     __device__ static constexpr int row(int quad, int i) { return quad / kDimTiles * 2 + i / 2; }
@@ -62,20 +63,21 @@ struct KeyTile {
   std::int64_t place;
 };
 
-/// What all threads of a block know of its piece of work. It stands in shared memory, since the
-/// accumulators leave no registers for it; thread 0 walks the tiles, a barrier ahead of their use.
+/// What all threads of a block know of its work tile. It stands in shared memory, since the
+/// accumulators leave no registers for it; thread 0 walks the tiles of keys, a barrier ahead of
+/// their use.
 template <bool kInvariant>
-struct Piece {
+struct WorkTile {
   Work work;
   Sequence sequence;
   View view;
   float scale;       // of its kv head's products
-  int index;         // of the next piece of work
-  KeyTile next[2];   // by the parity of the tile
+  int index;         // of the next work tile
+  KeyTile next[2];   // by the parity of the tile of keys
   Interval keys;     // fast: its split of the local keys that are seen
   SegmentWalk walk;  // invariant: of thread 0
 
-  /// Thread 0 only. A fast split is a run of whole tiles.
+  /// Thread 0 cuts the split out of what is seen. A fast split is a run of whole tiles.
   template <int kKeys>
   __device__ void cut(const AttendParams& p, const TreeCut& cut) {
     if constexpr (kInvariant) {
@@ -92,7 +94,7 @@ struct Piece {
     }
   }
 
-  /// Thread 0 only. Tiles ascend, or follow the fixed order segment by segment.
+  /// Thread 0 walks the tiles. They ascend, or follow the fixed order segment by segment.
   template <int kKeys>
   __device__ KeyTile first_tile() {
     if constexpr (kInvariant) {
@@ -173,7 +175,7 @@ __device__ inline void mask_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTil
     }
 }
 
-/// ALiBi and qq_bias; `columns`: of the tile's keys.
+/// Adds ALiBi and qq_bias to the scores. `columns`: of the tile's keys.
 template <class Traits>
 __device__ inline void add_bias(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
                                 const AttendParams& p, const Work& work, const int* columns) {
@@ -277,7 +279,7 @@ __device__ inline void multiply_values(typename Traits::State& state,
   }
 }
 
-/// The sums of a row, from its four lanes; and what is empty by the definition of the algebra.
+/// The sum of a row becomes that of its four lanes.
 template <class State>
 __device__ inline void sum_rows(State& state) {
 #pragma unroll
@@ -288,6 +290,7 @@ __device__ inline void sum_rows(State& state) {
   }
 }
 
+/// The epilogue of a work tile.
 template <class Traits>
 __device__ inline void store_rows(const AttendParams& p, const Plan& plan, const Sequence& sequence,
                                   const Work& work, const typename Traits::State& state) {
@@ -309,138 +312,185 @@ __device__ inline void store_rows(const AttendParams& p, const Plan& plan, const
 
 // ---- the kernel -----------------------------------------------------------------------------
 
+/// A block: its shared memory, and the steps from work tile to work tile.
+template <class Traits, bool kInvariant, Loader kLoader>
+class PortableBlock {
+  using T = typename Traits::Element;
+  using State = typename Traits::State;
+  using Scores = float[Traits::kRowTiles][Traits::kKeyTiles][4];
+  static constexpr int kKeys = Traits::kKeys;
+  static constexpr bool kTwoStages = Traits::kStages == 2;
+  static constexpr bool kGeneral = kLoader != Loader::plain;
+  static_assert(sizeof(WorkTile<kInvariant>) <= Traits::kWorkTileBytes);
+
+ public:
+  __device__ __forceinline__ PortableBlock(const AttendParams& params, const Plan& of_launch,
+                                           std::byte* shared)
+      : p_(params),
+        plan_(of_launch),
+        queries_(arch::shared_address(shared)),
+        stages_(queries_ + Traits::kQueryBytes),
+        rows_(reinterpret_cast<Interval*>(shared + Traits::kQueryBytes +
+                                          2 * Traits::kStages * Traits::kTileBytes)),
+        tile_(*reinterpret_cast<WorkTile<kInvariant>*>(rows_ + Traits::kRows)),
+        columns_(reinterpret_cast<int*>(reinterpret_cast<std::byte*>(rows_ + Traits::kRows) +
+                                        Traits::kWorkTileBytes)) {}
+
+  /// plain: every score is the product times a positive scale, which joins the exponential's fma.
+  /// scale: that factor, in base 2. Only a kv head's own scale changes them.
+  __device__ __forceinline__ void run(bool plain, float scale) {
+    // The fast path has a block for each work tile.
+    for (int index = blockIdx.x; index < plan_.works;
+         index = kInvariant ? next_work(plan_, index, &tile_.index) : plan_.works) {
+      begin(index);
+      if (tile_.work.rows == 0) continue;
+      find_keys();
+      if constexpr (kGeneral) {
+        plain = p_.score.softcap == 0.0f && tile_.scale > 0.0f && !p_.bias;
+        scale = plain ? tile_.scale * kLog2E : 1.0f;
+      }
+      KeyTile key_tile = tile_.next[0];
+      load_k(key_tile, stages_);
+      if constexpr (kTwoStages) load_v(key_tile, stages_ + Traits::kTileBytes);
+      arch::commit_copies();
+
+      State state;
+      state.clear();
+      FoldStack<State, Traits::kThreads> stack(plan_.stack, plan_.depth);
+      for (int parity = 0; key_tile.first >= 0; parity ^= 1) {
+        attend_tile(state, key_tile, parity, plain, scale);
+        const std::int64_t place = key_tile.place;
+        key_tile = tile_.next[parity ^ 1];
+        if constexpr (kInvariant) {
+          if (key_tile.first >= 0 && key_tile.place == place) continue;
+          finish_sums(state);
+          if (key_tile.first < 0) break;
+          stack.finish_subtree(state, finished_level(place, key_tile.place));
+          state.clear();
+        }
+      }
+      if constexpr (kInvariant)
+        stack.fold_all(state);
+      else
+        finish_sums(state);
+      arch::wait_copies<0>();  // where there was no tile, the queries are still on their way
+      store_rows<Traits>(p_, plan_, tile_.sequence, tile_.work, state);
+    }
+  }
+
+ private:
+  /// Thread 0 finds the work tile.
+  __device__ __forceinline__ void begin(int index) {
+    __syncthreads();  // the last work tile is done with shared memory
+    if (threadIdx.x == 0) {
+      tile_.work = work_of(p_, plan_, index);
+      tile_.sequence = sequence_of(p_, tile_.work.sequence);
+      if constexpr (kGeneral) tile_.scale = p_.scale(tile_.work.kv_head);
+    }
+    __syncthreads();
+  }
+
+  /// Queues the loads of the queries, and finds what the rows see and the first tile of keys.
+  __device__ __forceinline__ void find_keys() {
+    load_queries<T, Traits::kDim, Traits::kRows, Traits::kThreads, kLoader>(
+        queries_, p_, tile_.sequence, tile_.work);
+    find_row_views<Traits::kRows>(rows_, p_, tile_.sequence, tile_.work);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      tile_.view =
+          tile_view(p_, tile_.sequence, tile_.work.split, rows_[0], rows_[Traits::kRows - 1]);
+      tile_.template cut<kKeys>(p_, tree_cut(p_, plan_, tile_.work));
+      tile_.next[0] = tile_.template first_tile<kKeys>();
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void load(const KvRows& source, int dim, const KeyTile& key_tile,
+                                       std::uint32_t to) {
+    if (key_tile.first >= 0)
+      load_keys<T, Traits::kDim, kKeys, Traits::kThreads, kLoader>(
+          to, source, dim, p_, tile_.work.kv_head, tile_.sequence, tile_.view, key_tile.first);
+  }
+  __device__ __forceinline__ void load_k(const KeyTile& key_tile, std::uint32_t to) {
+    load(p_.k, p_.head_dim, key_tile, to);
+  }
+  __device__ __forceinline__ void load_v(const KeyTile& key_tile, std::uint32_t to) {
+    load(p_.v, p_.value_dim, key_tile, to);
+  }
+
+  /// Attends one tile of keys, while the next is loaded. plain, scale: as in run.
+  __device__ __forceinline__ void attend_tile(State& state, const KeyTile& key_tile, int parity,
+                                              bool plain, float scale) {
+    if constexpr (kGeneral) {
+      if (p_.bias && threadIdx.x < kKeys)
+        columns_[parity * kKeys + threadIdx.x] =
+            key_column(p_, tile_.sequence, tile_.view, key_tile.first + threadIdx.x);
+    }
+    if (threadIdx.x == 0) tile_.next[parity ^ 1] = tile_.template tile_after<kKeys>(key_tile);
+    arch::wait_copies<0>();
+    __syncthreads();  // the tile (one stage: its K) is there, and what is loaded now is free
+    const KeyTile next = tile_.next[parity ^ 1];
+    const int stage = kTwoStages ? parity : 0;
+    const std::uint32_t keys = stages_ + stage * 2 * Traits::kTileBytes;
+    if constexpr (kTwoStages) {
+      const std::uint32_t to = stages_ + (stage ^ 1) * 2 * Traits::kTileBytes;
+      load_k(next, to);
+      load_v(next, to + Traits::kTileBytes);
+    } else {
+      load_v(key_tile, keys + Traits::kTileBytes);
+    }
+    arch::commit_copies();
+
+    Scores s;
+    multiply_keys<Traits>(s, queries_, keys);
+    if constexpr (!kTwoStages) {
+      arch::wait_copies<0>();
+      __syncthreads();  // V is there, and nobody reads this K any more
+      load_k(next, keys);
+      arch::commit_copies();
+    }
+    if (!plain) score_products(s, parity);
+    if (!tile_.view.full(key_tile.first, kKeys))
+      mask_scores<Traits>(s, rows_, tile_.view, key_tile.first);
+    absorb_scores<Traits>(s, state, scale);
+    multiply_values<Traits>(state, s, keys + Traits::kTileBytes);
+  }
+
+  /// Products become scores in base 2, with their cap and biases.
+  __device__ __forceinline__ void score_products(Scores& s, int parity) {
+    const Score score{kGeneral ? tile_.scale : p_.score.scale, p_.score.softcap};
+#pragma unroll
+    for (int m = 0; m < Traits::kRowTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < Traits::kKeyTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] = score(s[m][n][i]);
+    if constexpr (kGeneral) {
+      if (p_.bias) add_bias<Traits>(s, p_, tile_.work, columns_ + parity * kKeys);
+    }
+  }
+
+  /// Completes the state of what has been attended since it was cleared.
+  __device__ __forceinline__ void finish_sums(State& state) {
+    sum_rows(state);
+    if constexpr (kGeneral) scale_values(state, p_.v_scale, tile_.work.kv_head);
+  }
+
+  const AttendParams& p_;
+  const Plan& plan_;
+  const std::uint32_t queries_;
+  const std::uint32_t stages_;  // K0 V0 (K1 V1)
+  Interval* const rows_;        // what each row sees
+  WorkTile<kInvariant>& tile_;
+  int* const columns_;  // of the biases, of the keys of two tiles
+};
+
 template <class Traits, bool kInvariant, Loader kLoader>
 __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_portable_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
-  using T = typename Traits::Element;
-  constexpr int kKeys = Traits::kKeys;
-  static_assert(sizeof(Piece<kInvariant>) <= Traits::kPieceBytes);
-  std::byte* const shared = arch::shared_by_128;
-  const std::uint32_t queries = arch::shared_address(shared);
-  const std::uint32_t stages = queries + Traits::kQueryBytes;  // K0 V0 (K1 V1)
-  Interval* rows = reinterpret_cast<Interval*>(shared + Traits::kQueryBytes +
-                                               2 * Traits::kStages * Traits::kTileBytes);
-  auto& piece = *reinterpret_cast<Piece<kInvariant>*>(rows + Traits::kRows);
-  [[maybe_unused]] int* columns = reinterpret_cast<int*>(
-      reinterpret_cast<std::byte*>(rows + Traits::kRows) + Traits::kPieceBytes);
-  // Where every score is the product times a positive scale, the scale joins the exponential's fma.
-  constexpr bool kGeneral = kLoader != Loader::plain;
-  bool plain = p.score.softcap == 0.0f && p.score.scale > 0.0f;
-  float scale = plain ? p.score.scale * kLog2E : 1.0f;
-  const auto load = [&](const KvRows& source, int dim, const KeyTile& tile, std::uint32_t to) {
-    if (tile.first >= 0)
-      load_keys<T, Traits::kDim, kKeys, Traits::kThreads, kLoader>(
-          to, source, dim, p, piece.work.kv_head, piece.sequence, piece.view, tile.first);
-  };
-  const auto load_k = [&](const KeyTile& tile, std::uint32_t to) {
-    load(p.k, p.head_dim, tile, to);
-  };
-  const auto load_v = [&](const KeyTile& tile, std::uint32_t to) {
-    load(p.v, p.value_dim, tile, to);
-  };
-
-  // The fast path has a block for each piece of work.
-  for (int index = blockIdx.x; index < plan.works;
-       index = kInvariant ? next_work(plan, index, &piece.index) : plan.works) {
-    __syncthreads();  // the last piece of work is done with shared memory
-    if (threadIdx.x == 0) {
-      piece.work = work_of(p, plan, index);
-      piece.sequence = sequence_of(p, piece.work.sequence);
-      if constexpr (kGeneral) piece.scale = p.scale(piece.work.kv_head);
-    }
-    __syncthreads();
-    if (piece.work.rows == 0) continue;
-    load_queries<T, Traits::kDim, Traits::kRows, Traits::kThreads, kLoader>(
-        queries, p, piece.sequence, piece.work);
-    if (threadIdx.x < Traits::kRows) {
-      const int row = min(static_cast<int>(threadIdx.x), piece.work.rows - 1);
-      rows[threadIdx.x] =
-          row_view(p, piece.sequence, packed_row(piece.work, row).token, piece.work.split);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      piece.view = tile_view(p, piece.sequence, piece.work.split, rows[0], rows[Traits::kRows - 1]);
-      piece.template cut<kKeys>(p, tree_cut(p, plan, piece.work));
-      piece.next[0] = piece.template first_tile<kKeys>();
-    }
-    __syncthreads();
-    if constexpr (kGeneral) {
-      plain = p.score.softcap == 0.0f && piece.scale > 0.0f && !p.bias;
-      scale = plain ? piece.scale * kLog2E : 1.0f;
-    }
-    KeyTile tile = piece.next[0];
-    load_k(tile, stages);
-    if constexpr (Traits::kStages == 2) load_v(tile, stages + Traits::kTileBytes);
-    arch::commit_copies();
-
-    typename Traits::State state;
-    state.clear();
-    FoldStack<typename Traits::State, Traits::kThreads> stack(plan.stack, plan.depth);
-    for (int parity = 0; tile.first >= 0; parity ^= 1) {
-      if constexpr (kGeneral) {
-        if (p.bias && threadIdx.x < kKeys)
-          columns[parity * kKeys + threadIdx.x] =
-              key_column(p, piece.sequence, piece.view, tile.first + threadIdx.x);
-      }
-      if (threadIdx.x == 0) piece.next[parity ^ 1] = piece.template tile_after<kKeys>(tile);
-      arch::wait_copies<0>();
-      __syncthreads();  // the tile (one stage: its K) is there, and what is loaded now is free
-      const KeyTile next = piece.next[parity ^ 1];
-      const int stage = Traits::kStages == 2 ? parity : 0;
-      const std::uint32_t keys = stages + stage * 2 * Traits::kTileBytes;
-      if constexpr (Traits::kStages == 2) {
-        const std::uint32_t to = stages + (stage ^ 1) * 2 * Traits::kTileBytes;
-        load_k(next, to);
-        load_v(next, to + Traits::kTileBytes);
-      } else {
-        load_v(tile, keys + Traits::kTileBytes);
-      }
-      arch::commit_copies();
-
-      float s[Traits::kRowTiles][Traits::kKeyTiles][4];
-      multiply_keys<Traits>(s, queries, keys);
-      if constexpr (Traits::kStages == 1) {
-        arch::wait_copies<0>();
-        __syncthreads();  // V is there, and nobody reads this K any more
-        load_k(next, keys);
-        arch::commit_copies();
-      }
-      if (!plain) {
-        const Score score{kGeneral ? piece.scale : p.score.scale, p.score.softcap};
-#pragma unroll
-        for (int m = 0; m < Traits::kRowTiles; ++m)
-#pragma unroll
-          for (int n = 0; n < Traits::kKeyTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) s[m][n][i] = score(s[m][n][i]);
-        if constexpr (kGeneral) {
-          if (p.bias) add_bias<Traits>(s, p, piece.work, columns + parity * kKeys);
-        }
-      }
-      if (!piece.view.full(tile.first, kKeys)) mask_scores<Traits>(s, rows, piece.view, tile.first);
-      absorb_scores<Traits>(s, state, scale);
-      multiply_values<Traits>(state, s, keys + Traits::kTileBytes);
-
-      const std::int64_t place = tile.place;
-      tile = piece.next[parity ^ 1];
-      if constexpr (kInvariant) {
-        if (tile.first >= 0 && tile.place == place) continue;
-        sum_rows(state);
-        if constexpr (kGeneral) scale_values(state, p.v_scale, piece.work.kv_head);
-        if (tile.first < 0) break;
-        stack.finish_subtree(state, finished_level(place, tile.place));
-        state.clear();
-      }
-    }
-    if constexpr (kInvariant) {
-      stack.fold_all(state);
-    } else {
-      sum_rows(state);
-      if constexpr (kGeneral) scale_values(state, p.v_scale, piece.work.kv_head);
-    }
-    arch::wait_copies<0>();  // where there was no tile, the queries are still on their way
-    store_rows<Traits>(p, plan, piece.sequence, piece.work, state);
-  }
+  const bool plain = p.score.softcap == 0.0f && p.score.scale > 0.0f;
+  const float scale = plain ? p.score.scale * kLog2E : 1.0f;
+  PortableBlock<Traits, kInvariant, kLoader>(p, plan, arch::shared_by_128).run(plain, scale);
 }
 
 // ---- launch ---------------------------------------------------------------------------------

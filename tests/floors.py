@@ -4,11 +4,13 @@
     5  examples/ bench/          public headers; bench/ also the launcher's
     4  launcher/                 public headers and its own
     3  src/*.cpp src/strategy/   anything below
-    2  kernels/   comm/          floors 0 and 1 and its own; neither includes the other
+    2  kernels/   comm/          floors 0 and 1 and its own; neither includes the other. The rooms of
+                                 comm/ include control, nccl also cuda; none includes mpi or nccl
     1  src/check.hpp env.hpp trace.hpp peer_view.hpp parts.hpp
     0  src/longspan/             std and its own; interop headers may name their library
 
-and five habits that keep the floors clean: strategies name no library, PTX stays in
+and habits that keep the floors clean: strategies name no library, of the library only comm/mpi and
+comm/nccl include the headers of MPI and NCCL, PTX stays in
 kernels/cuda/arch/, as does what only nvcc understands, kernels start by kernels/cuda/common/launch.hpp,
 and only src/env.cpp reads the environment.
 """
@@ -31,6 +33,20 @@ FIBERS = {"kernels/simulated/fiber.cpp"}
 
 FOREIGN = {"hwy"}  # Highway wants quotes: it includes its own files again and again
 
+# comm/<room>/ is a target of its own, and so is who links MPI or NCCL: what else of comm/ it may
+# include, besides the headers of comm/ itself, which are None here.
+MAY_ENTER = {
+    "control": {"control"},
+    "tcp": {None, "control", "tcp"},
+    "cuda": {None, "control", "cuda"},
+    "mpi": {None, "control", "mpi"},
+    "nccl": {None, "control", "cuda", "nccl"},
+    None: {None, "control"},
+    "src": {None, "control", "tcp"},
+    "strategy": {None},
+}
+OWNERS = {"mpi.h": ("comm/mpi/",), "nccl.h": ("comm/nccl/", "kernels/simulated/")}
+
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 STANDARD = re.compile(r"[a-z_]+")  # <vector>, <cstddef>: a name without a folder or a suffix
 LIBRARY = re.compile(r"cuda|nccl|(\b|_)mpi", re.IGNORECASE)
@@ -52,6 +68,14 @@ def floor_of(path):
     if path.startswith("src/strategy/"):
         return "strategy"
     return path.split("/")[0]
+
+
+def room_of(path):
+    """comm/mpi/transport.hpp: mpi. comm/transport.hpp: None. Other files: their floor."""
+    parts = path.split("/")
+    if parts[0] != "comm":
+        return floor_of(path)
+    return parts[1] if len(parts) > 2 else None
 
 
 # What a quoted include may name, besides the public headers, which everyone may.
@@ -86,11 +110,16 @@ def judge(path, line):
                 return None
             if target not in MAY_INCLUDE[floor]:
                 return f"{floor} may not include {target}"
+            if target == "comm" and room_of(name) not in MAY_ENTER[room_of(path)]:
+                return f"{room_of(path) or 'comm'} may not include comm/{room_of(name) or ''}"
         elif name.startswith("longspan/"):
             return 'own headers are included in quotes' if floor != "examples" else None
         elif floor == "public" and not STANDARD.fullmatch(name):
             if name not in INTEROP.get(path.split("/")[-1], ()):
                 return f"a public header includes the standard library only, not <{name}>"
+        elif floor in ("base", "kernels", "comm", "strategy", "src") and name in OWNERS:
+            if not path.startswith(OWNERS[name]):
+                return f"<{name}> is included in {' and '.join(OWNERS[name])} only"
     if floor == "strategy" and LIBRARY.search(line):
         return "a strategy names no library"
     if TRIPLE.search(line):
@@ -121,6 +150,17 @@ CASES = [
     ("kernels/host/attend.cpp", '#include "params.hpp"', False),
     ("comm/mpi/mpi.cpp", '#include "kernels/params.hpp"', False),
     ("comm/mpi/mpi.cpp", "#include <mpi.h>", True),
+    ("comm/mpi/mpi.cpp", '#include "comm/control/control.hpp"', True),
+    ("comm/mpi/mpi.cpp", '#include "comm/nccl/link.hpp"', False),
+    ("comm/mpi/mpi.cpp", "#include <nccl.h>", False),
+    ("comm/nccl/link.cpp", '#include "comm/cuda/stream.hpp"', True),
+    ("comm/control/control.cpp", '#include "comm/tcp/hub.hpp"', False),
+    ("comm/libraries.cpp", '#include "comm/mpi/from_mpi.hpp"', False),
+    ("src/communicator.cpp", '#include "comm/tcp/control.hpp"', True),
+    ("src/communicator.cpp", '#include "comm/mpi/from_mpi.hpp"', False),
+    ("src/info.cpp", "#include <mpi.h>", False),
+    ("src/info.cpp", "#include <cuda_runtime_api.h>", True),
+    ("src/strategy/ring.cpp", '#include "comm/control/control.hpp"', False),
     ("src/attention.cpp", '#include "comm/transport.hpp"', True),
     ("src/attention.cpp", '#include "launcher/oracle.hpp"', False),
     ("src/strategy/ring.cpp", "// queued behind NCCL", False),

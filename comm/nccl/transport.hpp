@@ -13,4 +13,7 @@ namespace longspan::comm {
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
                                           std::shared_ptr<Control> control, const Place& place);
 
+/// From ranks that can talk to the verbs over NCCL: gpu_transport of a program that links it.
+std::shared_ptr<Transport> nccl_bootstrap(std::shared_ptr<Control> control);
+
 }  // namespace longspan::comm

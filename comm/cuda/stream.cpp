@@ -1,0 +1,34 @@
+#include "comm/cuda/stream.hpp"
+
+#include "src/check.hpp"
+
+namespace longspan::comm {
+
+std::string gpu_name() {
+  int device = 0;
+  cudaDeviceProp properties{};
+  LONGSPAN_CUDA(cudaGetDevice(&device));
+  LONGSPAN_CUDA(cudaGetDeviceProperties(&properties, device));
+  return properties.name;
+}
+
+void copy_on(cudaStream_t stream, const void* from, void* to, std::size_t bytes) {
+  if (from != to && bytes > 0)
+    LONGSPAN_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+}
+
+void wait_for_stream(cudaStream_t stream, Patience& patient, const std::function<void()>& look) {
+  for (;;) {
+    const cudaError_t status = cudaStreamQuery(stream);
+    if (status != cudaErrorNotReady) {
+      LONGSPAN_CUDA_STATUS(status, "cudaStreamQuery");
+      return;
+    }
+    // Not an error, but it may stand there as the last one.
+    if (cudaPeekAtLastError() == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
+    look();
+    patient.pause();
+  }
+}
+
+}  // namespace longspan::comm

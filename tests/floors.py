@@ -13,8 +13,11 @@ and habits that keep the floors clean: strategies name no library, of the librar
 comm/nccl include the headers of MPI and NCCL, PTX stays in
 kernels/cuda/arch/, as does what only nvcc understands, kernels start by kernels/cuda/common/launch.hpp,
 and only src/env.cpp reads the environment.
+
+The Python modules of bench/ import each other without circles, and no script is imported.
 """
 
+import ast
 import pathlib
 import re
 import sys
@@ -197,7 +200,56 @@ CASES = [
 ]
 
 
+def bench_imports(texts):
+    """{module: the modules of bench/ that it imports anywhere, also in functions}"""
+    found = {}
+    for module, text in texts.items():
+        names = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+        found[module] = names & set(texts)
+    return found
+
+
+def judge_bench(texts):
+    """What is wrong with how the modules import each other, given their texts by name."""
+    imports, wrong = bench_imports(texts), []
+    for module, names in sorted(imports.items()):
+        wrong += [f"bench/{module}.py imports {name}, which is a script: what both need belongs into a "
+                  "module of its own" for name in sorted(names)
+                  if re.search(r"^if __name__ ==", texts[name], re.MULTILINE)]
+    done = set()
+
+    def walk(module, path):
+        if module in path:
+            wrong.append("bench/ imports in a circle: " +
+                         " -> ".join([*path[path.index(module):], module]))
+        elif module not in done:
+            for name in sorted(imports[module]):
+                walk(name, [*path, module])
+            done.add(module)
+
+    for module in sorted(imports):
+        walk(module, [])
+    return wrong
+
+
+SCRIPT = 'if __name__ == "__main__":\n    main()\n'
+BENCH_CASES = [
+    ({"a": "import b, json\n", "b": "from c import x\n", "c": "", "d": "import b\n" + SCRIPT}, 0),
+    ({"a": "import b\n", "b": "def f():\n    import a\n"}, 1),
+    ({"a": "from b import x\n", "b": "from c import x\n", "c": "import a\n"}, 1),
+    ({"a": "import a\n"}, 1),
+    ({"a": "import b\n", "b": SCRIPT}, 1),
+]
+
+
 def main():
+    for texts, count in BENCH_CASES:
+        assert len(judge_bench(texts)) == count, f"floors.py misjudges {texts}"
     for path, line, allowed in CASES:
         assert (judge(path, line) is None) == allowed, f"floors.py misjudges {path}: {line}"
 
@@ -211,8 +263,13 @@ def main():
             if why:
                 wrong += 1
                 print(f"{name}:{number}: {why}\n    {line.strip()}")
-    print(f"floors: {len(files)} files, {wrong} wrong")
-    return 1 if wrong or not files else 0
+    scripts = {path.stem: path.read_text(encoding="utf-8")
+               for path in (ROOT / "bench").glob("*.py")}
+    for why in judge_bench(scripts):
+        wrong += 1
+        print(why)
+    print(f"floors: {len(files) + len(scripts)} files, {wrong} wrong")
+    return 1 if wrong or not files or not scripts else 0
 
 
 if __name__ == "__main__":

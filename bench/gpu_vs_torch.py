@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import records
-from seeds_vs_longspan import find_program, serving
+import serving_command
+import torch_gpu
 
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 BEYOND_CACHE = 240e6  # bytes; as bench_serving
@@ -32,48 +33,6 @@ ROWS = [((32, 8, 1, 131072), EQUAL), ((64, 8, 1, 131072), EQUAL), ((32, 8, 8, 32
 MOST_US = {(32, 8, 1, 1024): 8.0, (32, 8, 1, 8192): 14.0}
 OF_CEILING = {(32, 8, 64, 0): 0.93}
 DIM = 128
-
-
-def elapsed_us(work, repeat):
-    """Median time of one call, by events."""
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(repeat):
-        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000)
-    return statistics.median(times)
-
-
-def captured(work, calls):
-    """work(i) for each call as a graph's replay."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for i in range(calls):
-            work(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            work(i)
-    return graph.replay
-
-
-def copy_bandwidth():
-    """TB/s read and written by a device-to-device copy of 2 GiB."""
-    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / elapsed_us(lambda: target.copy_(source), 9) / 1e6
-
-
-def read_ceiling():
-    """TB/s of a sum over 4 GiB."""
-    source = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
-    return 4 * source.numel() / elapsed_us(lambda: source.sum(), 15) / 1e6
 
 
 def peer_us(heads, kv_heads, batch, kv):
@@ -90,7 +49,7 @@ def peer_us(heads, kv_heads, batch, kv):
                 F.scaled_dot_product_attention(q, k[i % copies], v[i % copies],
                                                enable_gqa=heads != kv_heads)
         try:
-            times[name] = elapsed_us(captured(work, calls), 25) / calls
+            times[name] = torch_gpu.elapsed_us(torch_gpu.captured(work, calls), 25) / calls
         except RuntimeError as error:
             print(f"# {name} does not take this case: {str(error).splitlines()[0][:80]}")
     return times
@@ -106,7 +65,7 @@ def compare(args, row, ceiling):
     case, target = ROWS[row]
     ours, peers = [], {}
     for _ in range(args.rounds):  # in turns
-        ours += serving(args.program, "--section", "layer", "--row", str(row))
+        ours += serving_command.run(args.program, "--section", "layer", "--row", str(row))
         for name, us in (peer_us(*case) if case[3] else {}).items():
             peers.setdefault(name, []).append(us)
         torch.cuda.empty_cache()
@@ -146,10 +105,11 @@ SWEEP = [("decode", ["--page", "16"], 0.97), ("decode", ["--page", "1"], 0.83),
 
 def sweep(args, row):
     """The large rows, each beside our plain time in the same minute."""
-    plain = serving(args.program, "--section", "layer", "--row", str(row))
+    plain = serving_command.run(args.program, "--section", "layer", "--row", str(row))
     found = []
     for section, options, target in SWEEP:
-        for line in serving(args.program, "--section", section, "--row", str(row), *options):
+        for line in serving_command.run(args.program, "--section", section, "--row", str(row),
+                                        *options):
             ratio = round(plain[0]["us"] / line["us"], 3)
             shape = shape_of(line, **{key: line[key] for key in ("kv_dtype", "page", "table")
                                       if key in line})
@@ -165,13 +125,13 @@ def sweep(args, row):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", default=find_program(), help="path of bench_serving")
+    serving_command.add_program(parser)
     parser.add_argument("--machine", required=True, help="name for the records, such as h200")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sweep", action="store_true", help="pages, fp8, several tokens too")
     records.add_arguments(parser)
-    args = parser.parse_args()
-    ceiling = read_ceiling()
+    args = serving_command.parse(parser)
+    ceiling = torch_gpu.read_ceiling()
     print(f"# read ceiling {ceiling:.2f} TB/s\n"
           f"# decode: longspan beside PyTorch {torch.__version__} on "
           f"{torch.cuda.get_device_name()}, bf16, median of {args.rounds} rounds")

@@ -13,7 +13,7 @@ import argparse
 
 import longspan_command
 import records
-import seeds_vs_longspan
+import serving_command
 
 TARGET = 0.8  # of the layer's speed
 PEER = "longspan, contiguous keys"
@@ -32,19 +32,15 @@ def to_record(line, machine=None):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", default=seeds_vs_longspan.find_program(),
-                        help="path of bench_serving")
+    serving_command.add_program(parser)
     parser.add_argument("--machine", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a try")
     records.add_arguments(parser)
-    args = parser.parse_args()
-    if not args.program:
-        raise SystemExit("no bench_serving: configure with -DLONGSPAN_BUILD_BENCH=ON and build it, "
-                         "or name it with --program")
+    args = serving_command.parse(parser)
 
     machine = records.host_machine(longspan_command.find())
-    found = [to_record(line, machine) for line in seeds_vs_longspan.serving(
+    found = [to_record(line, machine) for line in serving_command.run(
         args.program, "--device", "host", "--section", "plain", "--threads", str(args.threads),
         *(["--tiny"] if args.tiny else []))]
     print("# us, best of each side in turns: ours, the layer on contiguous keys, ratio")

@@ -12,9 +12,9 @@ paged-<machine>.jsonl.
 import argparse
 
 import longspan_command
-import prefill_features
+import prefill_runs
 import rounds
-from seeds_vs_longspan import find_program, serving
+import serving_command
 
 TARGET = 0.9  # of contiguous keys
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -24,7 +24,7 @@ PAGES = [16, 64, 256]
 LAYOUTS = ["rows", "x-packed"]
 
 
-class Contiguous(prefill_features.Run):
+class Contiguous(prefill_runs.Run):
     target = None
 
     def __init__(self, batch, tokens, kv):
@@ -47,13 +47,13 @@ class Paged(Contiguous):
                       "--layout", layout]
 
     def measure(self, args, checked):
-        lines = serving(args.program, *self.asked)
+        lines = serving_command.run(args.program, *self.asked)
         if len(lines) != 1:
             raise SystemExit(f"bench_serving {' '.join(self.asked)} gave {len(lines)} results")
         self.times.append(lines[0]["us"])
 
 
-class Group(prefill_features.Group):
+class Group(prefill_runs.Group):
     def lines(self):
         for r in self.records():
             case = r["case"]
@@ -67,7 +67,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     rounds.add_arguments(parser, 3, 120)
-    parser.add_argument("--program", default=find_program(), help="path of bench_serving")
+    serving_command.add_program(parser)
     args = longspan_command.parse(parser)
     rounds.take_turns(args, "paged", [
         Group("longspan, contiguous keys",

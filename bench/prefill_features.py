@@ -13,79 +13,18 @@ round.
 """
 
 import argparse
-import statistics
 
 import longspan_command
-import records
 import rounds
+from prefill_runs import CASES, Group, Run
 
 FEATURE_TARGET = 0.85  # softcap and ALiBi, of the plain speed
 WINDOW_TARGET = 0.8    # a time within 1.25 of the share of the pairs
 LENGTHS_TARGET = 0.9   # of equal lengths
-# (heads, kv_heads, dim, kv)
-CASES = [(16, 16, 128, 16384), (32, 32, 64, 16384), (8, 8, 256, 16384)]
 WINDOWED = (8, 8, 128, 65536)
 WINDOW = 4096
 PACKED = (32, 8, 128, 16384)
 SEQUENCES = 16  # of lengths from 1 to the case's, in an order that is nobody's
-
-
-def visible_pairs(length, causal, window=0):
-    if not causal:
-        return length * length
-    if not window or window >= length:
-        return length * (length + 1) // 2
-    return window * (window + 1) // 2 + (length - window) * window
-
-
-class Run:
-    """One side: its options, what its record says, its work, and its times, one a round."""
-
-    def __init__(self, case, causal, lengths, target=None, **feature):
-        heads, kv_heads, dim, kv = case
-        self.target, self.times = target, []
-        pairs = sum(visible_pairs(n, causal, feature.get("window", 0)) for n in lengths)
-        self.work = 4 * heads * dim * pairs
-        even = len(set(lengths)) == 1
-        self.shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": "bf16",
-                      "batch": len(lengths), "tokens": kv, "kv_len": kv, "ranks": 1,
-                      "causal": causal, "window": 0, "softcap": 0, "alibi": "none",
-                      "lengths": "equal" if even else f"{min(lengths)} to {kv}"} | feature
-        sizes = (["--kv", lengths[0], "--tokens", lengths[0], "--batch", len(lengths)] if even
-                 else ["--lengths", *lengths])
-        self.options = ["--heads", heads, "--kv-heads", kv_heads, "--dim", dim, "--dtype", "bf16",
-                        *sizes, *(["--causal"] if causal else [])]
-        for name, value in feature.items():
-            self.options += [f"--{name}", value]
-
-    def measure(self, args, checked):
-        self.times.append(rounds.run_us(args, self.work, checked, self.options))
-
-    def speeds(self):
-        return [self.work / us / 1e6 for us in self.times]
-
-
-class Group:
-    """The first run is what the others are held against."""
-
-    def __init__(self, name, runs, bench="features"):
-        self.name, self.runs, self.bench = name, runs, bench
-
-    def measure(self, args, number):
-        for run in self.runs if number % 2 == 0 else reversed(self.runs):
-            run.measure(args, number == 0)
-
-    def records(self):
-        plain, *others = self.runs
-        for run in others:
-            ratio = statistics.median(a / b for a, b in zip(run.speeds(), plain.speeds()))
-            yield records.record(self.bench, run.shape, "TFLOP/s",
-                                 round(statistics.median(run.speeds()), 1), peer=self.name,
-                                 peer_value=round(statistics.median(plain.speeds()), 1),
-                                 ratio=round(ratio, 3), target=run.target)
-
-    def lines(self):
-        return [text(record) for record in self.records()]
 
 
 def uneven(most):
@@ -124,18 +63,6 @@ def groups(shrink):
     found.append(Group("longspan, equal lengths", [
         Run(case, True, equal(lengths)), Run(case, True, lengths, LENGTHS_TARGET)]))
     return found
-
-
-def text(record):
-    case = record["case"]
-    asked = "" if record["target"] is None else f" of {record['target']:.2f}" + (
-        "" if record["met"] else " NOT MET")
-    feature = "".join(f" {name} {case[name]}" for name, none in
-                      (("softcap", 0), ("alibi", "none"), ("window", 0), ("lengths", "equal"))
-                      if case[name] != none)
-    return (f"dim {case['dim']:>3} {case['heads']}/{case['kv_heads']} {case['kv_len']:>6} keys "
-            f"{'causal' if case['causal'] else 'full':<7}{feature:<30}{record['ours']:7.1f} | "
-            f"{record['peer']} {record['peer_value']:.1f} ratio {record['ratio']:.3f}{asked}")
 
 
 def main():

@@ -24,7 +24,7 @@ import pathlib
 import tempfile
 
 import longspan_command
-import prefill_features
+import prefill_runs
 import records
 import rounds
 
@@ -36,7 +36,7 @@ HEADS, ROWS = 8, 128
 KINDS = ["order 1", "outlier dims", "rare outliers", "values in common"]
 
 
-class Run(prefill_features.Run):
+class Run(prefill_runs.Run):
     def __init__(self, case, causal, args, stored=None):
         super().__init__(case, causal, [case[-1]], TARGET if stored else None)
         if stored:
@@ -52,10 +52,10 @@ class Run(prefill_features.Run):
 
 def groups(args):
     found = []
-    for *heads_and_dim, kv in prefill_features.CASES + [GROUPED]:
+    for *heads_and_dim, kv in prefill_runs.CASES + [GROUPED]:
         case = (*heads_and_dim, max(2, kv // args.shrink))
         for causal in (False, True):
-            found.append(prefill_features.Group("longspan, bf16", [
+            found.append(prefill_runs.Group("longspan, bf16", [
                 Run(case, causal, args), Run(case, causal, args, "e4m3")], "fp8"))
     return found
 

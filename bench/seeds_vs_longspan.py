@@ -27,8 +27,8 @@ import sys
 import tempfile
 import time
 
-import longspan_command
 import records
+import serving_command
 
 MERGE_OF_COPY = 0.85  # from 4,096 tokens x 32 heads on
 MERGE_SMALL_US = 2.5  # 256 tokens x 16 heads
@@ -43,20 +43,6 @@ SWEEP = [["--page", "1", "256"], ["--identity"], ["--kv-dtype", "e4m3"],
 def chunked_target(new, sequences):
     """TFLOP/s: 250 where the seed gives 125 or more (2,048 queries or more in all), else 200."""
     return 250 if new * sequences >= 2048 else 200
-
-
-def serving(command, *arguments):
-    """The JSON lines of bench_serving whose results are right; the others are told."""
-    done = subprocess.run([command, *arguments], capture_output=True, text=True)
-    lines = [json.loads(text) for text in done.stdout.splitlines()]
-    good = [line for line in lines if "error" not in line and line.get("right") is not False]
-    for line in lines:
-        if line not in good:
-            print(f"# NOT RIGHT: {json.dumps(line)}", flush=True)
-    if done.stderr or (done.returncode != 0 and len(good) == len(lines)):
-        print(f"# {command} {' '.join(arguments)}: status {done.returncode}: {done.stderr.strip()}",
-              flush=True)
-    return good
 
 
 def run_seeds(script, python, folder):
@@ -121,8 +107,8 @@ class Table:
 def torch_copy():
     """TB/s of PyTorch's copy kernel, or None where there is no PyTorch or no GPU."""
     try:
-        import gpu_vs_torch
-        return gpu_vs_torch.copy_bandwidth()
+        import torch_gpu
+        return torch_gpu.copy_bandwidth()
     except (ImportError, RuntimeError, AssertionError):
         return None
 
@@ -200,14 +186,10 @@ def compare(runs, seeds, sweep):
     return table.records
 
 
-def find_program():
-    return longspan_command.newest("bin/bench_serving")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", default=find_program(), help="path of bench_serving")
+    serving_command.add_program(parser)
     parser.add_argument("--machine", required=True, help="name for the records, such as h200")
     parser.add_argument("--seeds", required=True, help="the script of the Triton kernels, or a "
                         "folder that holds it, or the .jsonl that it wrote in this run")
@@ -216,26 +198,23 @@ def main():
     parser.add_argument("--device", default="cuda", choices=["cuda", "host"], help="for a try")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a try")
     records.add_arguments(parser)
-    args = parser.parse_args()
-    if not args.program:
-        raise SystemExit("no bench_serving: configure with -DLONGSPAN_BUILD_BENCH=ON and build it, "
-                         "or name it with --program")
+    args = serving_command.parse(parser)
 
     begin = time.monotonic()
     common = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
     ours = [*common, "--section", "copy", "--section", "merge", "--section", "decode"]
     chunks = [*common, "--section", "chunked", "--layout", "rows", "x-packed"]
-    once = [serving(args.program, *ours) + serving(args.program, *chunks)]
+    once = [serving_command.run(args.program, *ours) + serving_command.run(args.program, *chunks)]
     script = pathlib.Path(args.seeds)
     if script.is_dir():
         script = script / "seeds_triton.py"
     with tempfile.TemporaryDirectory() as folder:
         seeds = (read_seeds(script) if script.suffix == ".jsonl"
                  else run_seeds(str(script), args.python, folder))
-    once.append(serving(args.program, *ours) + serving(args.program, *chunks))
+    once.append(serving_command.run(args.program, *ours) + serving_command.run(args.program, *chunks))
     sweep = []
     for options in SWEEP if args.sweep else []:
-        sweep += serving(args.program, *common, "--section", "decode", "--row", "0", "2", *options)
+        sweep += serving_command.run(args.program, *common, "--section", "decode", "--row", "0", "2", *options)
     for bench, found in compare(once, seeds, sweep).items():
         path = records.write(bench, args.machine, found, args.results)
         print(f"# records: {path}")

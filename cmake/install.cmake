@@ -6,8 +6,18 @@ if(NOT DEFINED BUILD_SHARED_LIBS)
   set(BUILD_SHARED_LIBS OFF)
 endif()
 
-install(TARGETS longspan EXPORT longspanTargets FILE_SET HEADERS)
-install(EXPORT longspanTargets NAMESPACE longspan:: DESTINATION ${package_dir})
+# longspan_install(name target...): one file of targets, for one component of find_package.
+function(longspan_install name)
+  install(TARGETS ${ARGN} EXPORT ${name}Targets FILE_SET HEADERS
+          OBJECTS DESTINATION ${CMAKE_INSTALL_LIBDIR}/longspan)
+  install(EXPORT ${name}Targets NAMESPACE longspan:: DESTINATION ${package_dir})
+endfunction()
+longspan_install(longspan longspan)
+foreach(name mpi nccl)
+  if(TARGET longspan_${name})
+    longspan_install(longspan_${name} longspan_${name} longspan_${name}_registration)
+  endif()
+endforeach()
 configure_package_config_file(cmake/longspanConfig.cmake.in generated/longspanConfig.cmake
                               INSTALL_DESTINATION ${package_dir})
 write_basic_package_version_file(generated/longspanConfigVersion.cmake

@@ -7,13 +7,11 @@
 #include "comm/control/environment.hpp"
 #include "comm/control/wire.hpp"
 #include "comm/gpu.hpp"
+#include "comm/libraries.hpp"
 #include "comm/self.hpp"
 #include "comm/tcp/control.hpp"
 #include "longspan/error.hpp"
 #include "src/device_guard.hpp"
-#if defined(LONGSPAN_HAVE_MPI)
-#include "comm/mpi/from_mpi.hpp"
-#endif
 
 namespace longspan {
 
@@ -56,10 +54,13 @@ Communicator alone(const CommOptions& options) {
 }
 
 Communicator over_mpi(const CommOptions& options, int size) {
-#if defined(LONGSPAN_HAVE_MPI)
-  return comm::from_mpirun(options, size);
-#else
+  if (comm::mpi_library() != nullptr) return comm::mpi_library()->from_mpirun(options, size);
   if (size == 1) return alone(options);
+#if defined(LONGSPAN_HAVE_MPI)
+  throw Unsupported(
+      "This process was started by an MPI launcher, but the program was linked without longspan's "
+      "MPI: link longspan::mpi, or start the ranks with torchrun or srun.");
+#else
   throw Unsupported(
       "This process was started by an MPI launcher, but longspan was built without MPI: configure "
       "with -DLONGSPAN_MPI=ON, or start the ranks with torchrun or srun.");

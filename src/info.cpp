@@ -10,6 +10,7 @@
 #include <bit>
 #include <thread>
 
+#include "comm/libraries.hpp"
 #include "kernels/features.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/version.hpp"
@@ -17,12 +18,8 @@
 #include "src/env.hpp"
 #include "src/peer_view.hpp"
 
-#if defined(LONGSPAN_HAVE_MPI)
-#include <mpi.h>
-#endif
 #if defined(LONGSPAN_HAVE_CUDA)
 #include <cuda_runtime_api.h>
-#include <nccl.h>
 #endif
 
 namespace longspan {
@@ -37,22 +34,18 @@ std::string instruction_set() {
 }
 
 void add_mpi(Rows& rows) {
+  if (const auto* mpi = comm::mpi_library()) {
+    rows.emplace_back("MPI", mpi->version());
+    return;
+  }
 #if defined(LONGSPAN_HAVE_MPI)
-  char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
-  int length = 0;
-  MPI_Get_library_version(text, &length);
-  const std::string version(text, length);
-  rows.emplace_back("MPI", version.substr(0, version.find_first_of(",\n")));
+  rows.emplace_back("MPI", "not linked: link longspan::mpi");
 #else
   rows.emplace_back("MPI", "not built in: configure with -DLONGSPAN_MPI=ON");
 #endif
 }
 
 #if defined(LONGSPAN_HAVE_CUDA)
-std::string version_text(int code, int major, int minor) {
-  return fmt::format("{}.{}.{}", code / major, code % major / minor, code % minor);
-}
-
 bool reaches(int gpu, int other) {
   int yes = 0;
   return LONGSPAN_CUDA_WORKED(cudaDeviceCanAccessPeer(&yes, gpu, other)) && yes != 0;
@@ -71,16 +64,15 @@ std::string exchange_text(int gpus) {
 }
 
 void add_gpus(Rows& rows) {
-  int runtime = 0, driver = 0, nccl = 0;
+  int runtime = 0, driver = 0;
   cudaRuntimeGetVersion(&runtime);
   cudaDriverGetVersion(&driver);
-  ncclGetVersion(&nccl);
   rows.emplace_back(
       "CUDA",
       fmt::format("runtime {}.{}, driver {}", runtime / 1000, runtime % 1000 / 10,
                   driver ? fmt::format("{}.{}", driver / 1000, driver % 1000 / 10) : "not found"));
-  rows.emplace_back("NCCL", fmt::format("{} (built with {})", version_text(nccl, 10000, 100),
-                                        version_text(NCCL_VERSION_CODE, 10000, 100)));
+  const auto* nccl = comm::nccl_library();
+  rows.emplace_back("NCCL", nccl ? nccl->version() : "not linked: link longspan::nccl");
   const int count = gpu_count();
   rows.emplace_back("GPUs", fmt::to_string(count));
   for (int g = 0; g < count; ++g) {

@@ -4,16 +4,21 @@
     5  examples/ bench/          public headers; bench/ also the launcher's
     4  launcher/                 public headers and its own
     3  src/*.cpp src/strategy/   anything below
-    2  kernels/   comm/          floors 0 and 1 and its own; neither includes the other
+    2  kernels/   comm/          floors 0 and 1 and its own; neither includes the other. The rooms of
+                                 comm/ include control, nccl also cuda; none includes mpi or nccl
     1  src/check.hpp env.hpp trace.hpp peer_view.hpp parts.hpp run_arrays.hpp
        device_guard.hpp
     0  src/longspan/             std and its own; interop headers may name their library
 
-and five habits that keep the floors clean: strategies name no library, PTX stays in
+and habits that keep the floors clean: strategies name no library, of the library only comm/mpi and
+comm/nccl include the headers of MPI and NCCL, PTX stays in
 kernels/cuda/arch/, as does what only nvcc understands, kernels start by kernels/cuda/common/launch.hpp,
 and only src/env.cpp reads the environment.
+
+The Python modules of bench/ import each other without circles, and no script is imported.
 """
 
+import ast
 import pathlib
 import re
 import sys
@@ -32,6 +37,20 @@ FOR_ALL_KERNELS = {"kernels/cuda/common/launch.hpp"}
 FIBERS = {"kernels/simulated/fiber.cpp"}
 
 FOREIGN = {"hwy"}  # Highway wants quotes: it includes its own files again and again
+
+# comm/<room>/ is a target of its own, and so is who links MPI or NCCL: what else of comm/ it may
+# include, besides the headers of comm/ itself, which are None here.
+MAY_ENTER = {
+    "control": {"control"},
+    "tcp": {None, "control", "tcp"},
+    "cuda": {None, "control", "cuda"},
+    "mpi": {None, "control", "mpi"},
+    "nccl": {None, "control", "cuda", "nccl"},
+    None: {None, "control"},
+    "src": {None, "control", "tcp"},
+    "strategy": {None},
+}
+OWNERS = {"mpi.h": ("comm/mpi/",), "nccl.h": ("comm/nccl/", "kernels/simulated/")}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 STANDARD = re.compile(r"[a-z_]+")  # <vector>, <cstddef>: a name without a folder or a suffix
@@ -54,6 +73,14 @@ def floor_of(path):
     if path.startswith("src/strategy/"):
         return "strategy"
     return path.split("/")[0]
+
+
+def room_of(path):
+    """comm/mpi/transport.hpp: mpi. comm/transport.hpp: None. Other files: their floor."""
+    parts = path.split("/")
+    if parts[0] != "comm":
+        return floor_of(path)
+    return parts[1] if len(parts) > 2 else None
 
 
 # What a quoted include may name, besides the public headers, which everyone may.
@@ -88,11 +115,16 @@ def judge(path, line):
                 return None
             if target not in MAY_INCLUDE[floor]:
                 return f"{floor} may not include {target}"
+            if target == "comm" and room_of(name) not in MAY_ENTER[room_of(path)]:
+                return f"{room_of(path) or 'comm'} may not include comm/{room_of(name) or ''}"
         elif name.startswith("longspan/"):
             return 'own headers are included in quotes' if floor != "examples" else None
         elif floor == "public" and not STANDARD.fullmatch(name):
             if name not in INTEROP.get(path.split("/")[-1], ()):
                 return f"a public header includes the standard library only, not <{name}>"
+        elif floor in ("base", "kernels", "comm", "strategy", "src") and name in OWNERS:
+            if not path.startswith(OWNERS[name]):
+                return f"<{name}> is included in {' and '.join(OWNERS[name])} only"
     if floor == "strategy" and LIBRARY.search(line):
         return "a strategy names no library"
     if TRIPLE.search(line):
@@ -123,6 +155,17 @@ CASES = [
     ("kernels/host/attend.cpp", '#include "params.hpp"', False),
     ("comm/mpi/mpi.cpp", '#include "kernels/params.hpp"', False),
     ("comm/mpi/mpi.cpp", "#include <mpi.h>", True),
+    ("comm/mpi/mpi.cpp", '#include "comm/control/control.hpp"', True),
+    ("comm/mpi/mpi.cpp", '#include "comm/nccl/link.hpp"', False),
+    ("comm/mpi/mpi.cpp", "#include <nccl.h>", False),
+    ("comm/nccl/link.cpp", '#include "comm/cuda/stream.hpp"', True),
+    ("comm/control/control.cpp", '#include "comm/tcp/hub.hpp"', False),
+    ("comm/libraries.cpp", '#include "comm/mpi/from_mpi.hpp"', False),
+    ("src/communicator.cpp", '#include "comm/tcp/control.hpp"', True),
+    ("src/communicator.cpp", '#include "comm/mpi/from_mpi.hpp"', False),
+    ("src/info.cpp", "#include <mpi.h>", False),
+    ("src/info.cpp", "#include <cuda_runtime_api.h>", True),
+    ("src/strategy/ring.cpp", '#include "comm/control/control.hpp"', False),
     ("src/attention.cpp", '#include "comm/transport.hpp"', True),
     ("src/attention.cpp", '#include "launcher/oracle.hpp"', False),
     ("src/strategy/ring.cpp", "// queued behind NCCL", False),
@@ -159,7 +202,56 @@ CASES = [
 ]
 
 
+def bench_imports(texts):
+    """{module: the modules of bench/ that it imports anywhere, also in functions}"""
+    found = {}
+    for module, text in texts.items():
+        names = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+        found[module] = names & set(texts)
+    return found
+
+
+def judge_bench(texts):
+    """What is wrong with how the modules import each other, given their texts by name."""
+    imports, wrong = bench_imports(texts), []
+    for module, names in sorted(imports.items()):
+        wrong += [f"bench/{module}.py imports {name}, which is a script: what both need belongs into a "
+                  "module of its own" for name in sorted(names)
+                  if re.search(r"^if __name__ ==", texts[name], re.MULTILINE)]
+    done = set()
+
+    def walk(module, path):
+        if module in path:
+            wrong.append("bench/ imports in a circle: " +
+                         " -> ".join([*path[path.index(module):], module]))
+        elif module not in done:
+            for name in sorted(imports[module]):
+                walk(name, [*path, module])
+            done.add(module)
+
+    for module in sorted(imports):
+        walk(module, [])
+    return wrong
+
+
+SCRIPT = 'if __name__ == "__main__":\n    main()\n'
+BENCH_CASES = [
+    ({"a": "import b, json\n", "b": "from c import x\n", "c": "", "d": "import b\n" + SCRIPT}, 0),
+    ({"a": "import b\n", "b": "def f():\n    import a\n"}, 1),
+    ({"a": "from b import x\n", "b": "from c import x\n", "c": "import a\n"}, 1),
+    ({"a": "import a\n"}, 1),
+    ({"a": "import b\n", "b": SCRIPT}, 1),
+]
+
+
 def main():
+    for texts, count in BENCH_CASES:
+        assert len(judge_bench(texts)) == count, f"floors.py misjudges {texts}"
     for path, line, allowed in CASES:
         assert (judge(path, line) is None) == allowed, f"floors.py misjudges {path}: {line}"
 
@@ -173,8 +265,13 @@ def main():
             if why:
                 wrong += 1
                 print(f"{name}:{number}: {why}\n    {line.strip()}")
-    print(f"floors: {len(files)} files, {wrong} wrong")
-    return 1 if wrong or not files else 0
+    scripts = {path.stem: path.read_text(encoding="utf-8")
+               for path in (ROOT / "bench").glob("*.py")}
+    for why in judge_bench(scripts):
+        wrong += 1
+        print(why)
+    print(f"floors: {len(files) + len(scripts)} files, {wrong} wrong")
+    return 1 if wrong or not files or not scripts else 0
 
 
 if __name__ == "__main__":

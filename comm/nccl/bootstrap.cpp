@@ -6,7 +6,7 @@
 
 #include "comm/control/hosts.hpp"
 #include "comm/control/wire.hpp"
-#include "comm/gpu.hpp"
+#include "comm/cuda/stream.hpp"
 #include "comm/nccl/transport.hpp"
 #include "longspan/info.hpp"
 #include "src/check.hpp"
@@ -71,7 +71,7 @@ ncclUniqueId meet(Control& control) {
 
 }  // namespace
 
-std::shared_ptr<Transport> gpu_transport(std::shared_ptr<Control> control, int asked) {
+std::shared_ptr<Transport> nccl_bootstrap(std::shared_ptr<Control> control, int asked) {
   // NCCL's multicast fails on machines that do not grant it, and longspan does not need it.
   env_default("NCCL_NVLS_ENABLE", "0");
   const Place place = find_place(*control);

@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/cuda/stream.hpp"
 #include "src/check.hpp"
 
 namespace longspan::comm {
@@ -36,20 +37,6 @@ bool destroy(ncclComm_t comm, int device) {
 }
 
 }  // namespace
-
-void wait_for_stream(cudaStream_t stream, Patience& patient, const std::function<void()>& look) {
-  for (;;) {
-    const cudaError_t status = cudaStreamQuery(stream);
-    if (status != cudaErrorNotReady) {
-      LONGSPAN_CUDA_STATUS(status, "cudaStreamQuery");
-      return;
-    }
-    // Not an error, but it may stand there as the last one.
-    if (cudaPeekAtLastError() == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
-    look();
-    patient.pause();
-  }
-}
 
 /// What two threads share. The communicator is null once it was aborted.
 struct Link::Handle {

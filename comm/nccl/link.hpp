@@ -14,14 +14,8 @@
 
 #include "comm/control/control.hpp"
 #include "comm/control/watchdog.hpp"
-#include "longspan/types.hpp"
 
 namespace longspan::comm {
-
-inline cudaStream_t cuda(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
-
-/// Polls until the stream is done; `look` is called between polls and may throw.
-void wait_for_stream(cudaStream_t stream, Patience& patient, const std::function<void()>& look);
 
 class Link {
  public:

@@ -9,12 +9,13 @@
 
 namespace longspan::comm {
 
-/// UsageError for a GPU that is none of the `visible` ones; below 0 it is to be chosen.
-void check_gpu(int asked, int visible);
-
 /// Checks that NCCL works between the ranks by a first exchange, which also makes its
 /// connections. The ranks' GPUs are current.
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
                                           std::shared_ptr<Control> control, const Place& place);
+
+/// From ranks that can talk to the verbs over NCCL: gpu_transport of a program that links it.
+/// `asked`: its GPU there.
+std::shared_ptr<Transport> nccl_bootstrap(std::shared_ptr<Control> control, int asked);
 
 }  // namespace longspan::comm

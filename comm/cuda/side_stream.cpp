@@ -1,4 +1,4 @@
-#include "comm/nccl/side_stream.hpp"
+#include "comm/cuda/side_stream.hpp"
 
 #include <algorithm>
 

@@ -1,0 +1,9 @@
+// How longspan::mpi enters the table of comm/libraries.hpp.
+#pragma once
+
+namespace longspan::comm {
+
+/// Always true: for an initialiser.
+bool register_mpi();
+
+}  // namespace longspan::comm

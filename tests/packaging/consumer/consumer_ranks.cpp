@@ -1,0 +1,3 @@
+#include "ranks.hpp"
+
+int main() { return say_ranks(); }

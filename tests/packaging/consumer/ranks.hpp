@@ -1,0 +1,2 @@
+// Who the launcher started, one line for each rank.
+int say_ranks();

@@ -15,10 +15,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import host_serving  # noqa: E402
 import prefill_features  # noqa: E402
+import prefill_runs  # noqa: E402
 import prefill_fp8  # noqa: E402
 import prefill_vs_torch  # noqa: E402
 import records  # noqa: E402
 import seeds_vs_longspan  # noqa: E402
+import serving_command  # noqa: E402
 
 
 def start(module, *arguments):
@@ -62,7 +64,7 @@ class FeaturesTest(CommandTest):
 
     def test_work(self):
         for window in (0, 1, 7, 20, 30):
-            self.assertEqual(prefill_features.visible_pairs(20, True, window),
+            self.assertEqual(prefill_runs.visible_pairs(20, True, window),
                              sum(min(i + 1, window or 20) for i in range(20)))
         lengths = prefill_features.uneven(16384)
         self.assertEqual((len(lengths), min(lengths), max(lengths)), (16, 1, 16384))
@@ -122,7 +124,7 @@ class SeedsTest(CommandTest):
              merges | {"tokens": 256, "heads": 16, "us": 2.2, "tb_s": 1.4},
              attention("decode", 32, 8, 1, 1, 131072, 140.0, bytes=560e6, tb_s=4.0)],
             [attention("chunked", 32, 8, 1, 512, 8704, 10.0, tflop_s=210.0)]])
-        with mock.patch.object(seeds_vs_longspan, "serving", lambda *_: next(runs)):
+        with mock.patch.object(serving_command, "run", lambda *_: next(runs)):
             start(seeds_vs_longspan, "--program", "none", "--machine", "try", "--seeds", seeds,
                   "--results", self.folder)
 
@@ -152,13 +154,13 @@ class SeedsTest(CommandTest):
                            "".join(json.dumps(line) + "\n" for line in lines) + "END\nexit 5\n")
         program.chmod(0o755)
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            self.assertEqual(seeds_vs_longspan.serving(str(program)), lines[:1])
+            self.assertEqual(serving_command.run(str(program)), lines[:1])
         self.assertEqual(said.getvalue().count("NOT RIGHT"), 2)
 
     def test_host_ratio(self):
         line = attention("plain decode", 32, 8, 1, 1, 32768, 11.0) | {
             "min_us": 10.0, "plain_min_us": 9.0}
-        with mock.patch.object(seeds_vs_longspan, "serving", lambda *_: [line]):
+        with mock.patch.object(serving_command, "run", lambda *_: [line]):
             start(host_serving, "--program", "none", "--machine", "try", "--results", self.folder)
         (r,) = records.read(self.path("seeds-try.jsonl"))
         self.assertEqual((r["ratio"], r["target"], r["met"]), (0.9, 0.8, True))

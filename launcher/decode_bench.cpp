@@ -219,7 +219,9 @@ DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t
   const bool with_alone = !o.no_alone && ranks > 1;
   r.caches = caches_for(s, ours, alone, world, with_alone, r.not_alone);
   ours.caches = alone.caches = r.caches;
-  require_memory(world, demand_of(world, ours));
+  Demand demand;
+  together(world, "count of the memory", [&] { demand = demand_of(world, ours); });
+  require_memory(world, demand);
   r.cache_bytes = ours.cache_bytes(ranks);
 
   const Timed t = measure(world, s, ours, true, [] {});

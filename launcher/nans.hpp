@@ -37,6 +37,10 @@ inline void unite_nans([[maybe_unused]] std::vector<std::byte>& elements,
       return unite_nans<std::uint8_t>(elements, 0x7c);
     case DType::e4m3:  // has no infinity
       return unite_nans<std::uint8_t>(elements, 0x7e);
+    case DType::int32:
+    case DType::int64:
+    case DType::uint8:
+      return;
   }
 #endif
 }

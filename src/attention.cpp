@@ -356,6 +356,7 @@ Phases Attention::phases() const { return impl_->clock ? impl_->clock->read() : 
 void attend(const Communicator& world, const AttentionArgs& given, Options options) {
   const AttentionArgs args = with_flat_rows(given);
   check_one_call(args);
+  agree(world, describe_shardings(options), "attend");  // what follows depends on it
   const Tensor& q = args.q;
   options.heads = static_cast<int>(q.shape[1]);
   const Tensor& k = args.k;

@@ -66,9 +66,9 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
           "max_kv_len {} is not in 0 to 2^31 - 1; 0 means {}", args.max_kv_len,
           std::is_same_v<Args, PagedAttention> ? "what the table can hold" : "unknown");
   check_mask(args.mask, refuse_input);
-  check_score(args.score.scale, args.score.softcap, refuse_input);
+  check_score(args.score, refuse_input);
   require(!args.dtypes.tf32 || shape.dtype == DType::fp32,
-          "tf32 is a way to make fp32 products; dtype is {}", name(shape.dtype));
+          "tf32 is a way to make fp32 products; dtypes.compute is {}", name(shape.dtype));
   if (args.dtypes.fp8_products)
     throw Unsupported(
         std::string("fp8_products is not supported by ") +

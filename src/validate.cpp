@@ -54,13 +54,16 @@ void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
     refuse(fmt::format("right {} is beyond 2^31 - 1; -1 means no bound", mask.right));
 }
 
-void check_score(std::optional<float> scale, float softcap, void (*refuse)(const std::string&)) {
-  if (scale && !std::isfinite(*scale))
+void check_score(const ScoreOptions& score, void (*refuse)(const std::string&)) {
+  if (score.scale && !std::isfinite(*score.scale))
     refuse(fmt::format("scale is {}; it is a finite number, or not given: 1 / sqrt(head_dim)",
-                       *scale));
-  if (softcap < 0) refuse(fmt::format("softcap {} is negative; 0 means none", softcap));
-  if (!std::isfinite(softcap))
-    refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", softcap));
+                       *score.scale));
+  if (score.softcap < 0) refuse(fmt::format("softcap {} is negative; 0 means none", score.softcap));
+  if (!std::isfinite(score.softcap))
+    refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", score.softcap));
+  if (score.alibi != Alibi::context && score.alibi != Alibi::query)
+    refuse(
+        fmt::format("alibi of number {} is none of context, query", static_cast<int>(score.alibi)));
 }
 
 void check_options(const Options& o, int ranks) {
@@ -88,7 +91,7 @@ void check_options(const Options& o, int ranks) {
   usage(o.limits.max_batch >= 1, fmt::format("max_batch {} is below 1", o.limits.max_batch));
   const auto refuse = [](const std::string& what) { throw UsageError(what); };
   check_mask(o.mask, refuse);
-  check_score(o.score.scale, o.score.softcap, refuse);
+  check_score(o.score, refuse);
   usage(is_float(o.dtypes.compute) && !is_fp8(o.dtypes.compute),
         fmt::format("dtypes.compute {}: products are of fp32, fp16 or bf16; fp8 is given as "
                     "dtypes.query, dtypes.kv or dtypes.out",
@@ -107,9 +110,6 @@ void check_options(const Options& o, int ranks) {
             o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown",
                     o.limits.max_query_len));
-  usage(
-      o.score.alibi == Alibi::context || o.score.alibi == Alibi::query,
-      fmt::format("alibi of number {} is none of context, query", static_cast<int>(o.score.alibi)));
   usage(o.limits.max_kv_len >= 0 && o.limits.max_kv_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_kv_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.limits.max_kv_len));
   // The states of one run on one rank, in numbers that cannot overflow. A machine has less than
@@ -124,38 +124,42 @@ void check_options(const Options& o, int ranks) {
   usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
 }
 
-NamedValues describe(const Options& o) {
-  const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
+NamedValues describe_shardings(const Options& o) {
   const auto text_of = [](const Sharding& s) {
     return s.layout == Layout::interleaved ? fmt::format("{}:{}", name(s.layout), s.block)
                                            : std::string(name(s.layout));
   };
-  return {{"heads", fmt::to_string(o.heads)},
-          {"kv_heads", fmt::to_string(o.kv_heads)},
-          {"head_dim", fmt::to_string(o.head_dim)},
-          {"value_dim", fmt::to_string(o.of_values())},
-          {"dtypes.compute", name(o.dtypes.compute)},
-          {"dtypes.query", name(o.dtypes.of_query())},
-          {"dtypes.kv", name(o.dtypes.of_kv())},
-          {"dtypes.out", name(o.dtypes.of_out())},
-          {"tf32", yes_no(o.dtypes.tf32)},
-          {"fp8_products", yes_no(o.dtypes.fp8_products)},
-          {"causal", yes_no(o.mask.causal)},
-          {"window", fmt::to_string(o.mask.window)},
-          {"right", fmt::to_string(o.mask.right)},
-          {"scale", o.score.scale ? fmt::format("{}", *o.score.scale) : "1/sqrt(head_dim)"},
-          {"softcap", fmt::format("{}", o.score.softcap)},
-          {"alibi", name(o.score.alibi)},
-          {"max_tokens", fmt::to_string(o.limits.max_tokens)},
-          {"max_batch", fmt::to_string(o.limits.max_batch)},
-          {"max_kv_len", fmt::to_string(o.limits.max_kv_len)},
-          {"max_query_len", fmt::to_string(o.limits.max_query_len)},
-          {"keys", text_of(o.keys)},
-          {"queries", o.queries ? text_of(*o.queries) : "not sharded"},
-          {"invariant", yes_no(o.invariant)},
-          {"check_arrays", yes_no(o.debug.check_arrays)},
-          {"strategy", o.strategy},
-          {"exchange", name(o.exchange)}};
+  return {{"keys", text_of(o.keys)}, {"queries", o.queries ? text_of(*o.queries) : "not sharded"}};
+}
+
+NamedValues describe(const Options& o) {
+  const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
+  NamedValues all{{"heads", fmt::to_string(o.heads)},
+                  {"kv_heads", fmt::to_string(o.kv_heads)},
+                  {"head_dim", fmt::to_string(o.head_dim)},
+                  {"value_dim", fmt::to_string(o.of_values())},
+                  {"dtypes.compute", name(o.dtypes.compute)},
+                  {"dtypes.query", name(o.dtypes.of_query())},
+                  {"dtypes.kv", name(o.dtypes.of_kv())},
+                  {"dtypes.out", name(o.dtypes.of_out())},
+                  {"tf32", yes_no(o.dtypes.tf32)},
+                  {"fp8_products", yes_no(o.dtypes.fp8_products)},
+                  {"causal", yes_no(o.mask.causal)},
+                  {"window", fmt::to_string(o.mask.window)},
+                  {"right", fmt::to_string(o.mask.right)},
+                  {"scale", o.score.scale ? fmt::format("{}", *o.score.scale) : "1/sqrt(head_dim)"},
+                  {"softcap", fmt::format("{}", o.score.softcap)},
+                  {"alibi", name(o.score.alibi)},
+                  {"max_tokens", fmt::to_string(o.limits.max_tokens)},
+                  {"max_batch", fmt::to_string(o.limits.max_batch)},
+                  {"max_kv_len", fmt::to_string(o.limits.max_kv_len)},
+                  {"max_query_len", fmt::to_string(o.limits.max_query_len)},
+                  {"invariant", yes_no(o.invariant)},
+                  {"check_arrays", yes_no(o.debug.check_arrays)},
+                  {"strategy", o.strategy},
+                  {"exchange", name(o.exchange)}};
+  for (auto& sharding : describe_shardings(o)) all.push_back(std::move(sharding));
+  return all;
 }
 
 }  // namespace longspan

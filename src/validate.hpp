@@ -18,7 +18,7 @@ void check_options(const Options& options, int ranks = 1);
 
 /// What a mask, and the numbers of a score, must be; `refuse` throws the caller's kind of error.
 void check_mask(const Mask& mask, void (*refuse)(const std::string&));
-void check_score(std::optional<float> scale, float softcap, void (*refuse)(const std::string&));
+void check_score(const ScoreOptions& score, void (*refuse)(const std::string&));
 
 /// InputError for arguments of attend() that do not say what options to make of them.
 void check_one_call(const AttentionArgs& args);
@@ -57,5 +57,7 @@ void check_room(const Shard& shard, const CacheView& cache);
 /// Every option that ranks must give alike, as text, for agree(). agreement.hpp has the same of a
 /// run, and the list of what need not be alike.
 NamedValues describe(const Options& options);
+/// Of these, how keys and queries are dealt out.
+NamedValues describe_shardings(const Options& options);
 
 }  // namespace longspan

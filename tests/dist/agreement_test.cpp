@@ -335,6 +335,18 @@ TEST(Agreement, OneCallComparesHowKeysAreDealt) {
   EXPECT_FALSE(run.wrote());
 }
 
+TEST(Agreement, OneCallComparesHowQueriesAreDealt) {
+  const Communicator world = test_world();
+  if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  OneRun run(world);
+  run.one_sequence();
+  Options options;
+  if (world.rank() == world.size() - 1) options.queries = Sharding{Layout::striped};
+  EXPECT_THAT(told([&] { attend(world, run.args, options); }),
+              ::testing::HasSubstr("'queries' differs between ranks"));
+  EXPECT_FALSE(run.wrote());
+}
+
 TEST(Agreement, WhatMayDifferDoes) {
   const Communicator world = test_world();
   const bool last = world.rank() == world.size() - 1;

@@ -64,6 +64,8 @@ std::vector<Change<Args>> paged_refusals() {
       {"softcap -1 is negative", [](Args& a, Problem&) { a.attention.score.softcap = -1; }},
       {"softcap is nan; it is a finite number",
        [](Args& a, Problem&) { a.attention.score.softcap = NAN; }},
+      {"alibi of number 7",
+       [](Args& a, Problem&) { a.attention.score.alibi = static_cast<Alibi>(7); }},
       {"softcap is inf", [](Args& a, Problem&) { a.attention.score.softcap = INFINITY; }},
       {"scale is nan; it is a finite number",
        [](Args& a, Problem&) { a.attention.score.scale = NAN; }},

@@ -14,7 +14,7 @@ using namespace std::chrono_literals;
 
 constexpr unsigned kMostStepsOfQuery = 64;
 constexpr int kSlicesOfStep = 32;  // until other threads may come in
-constexpr auto kTurn = 1ms;  // of the thread that lets the GPUs go on
+constexpr auto kTurn = 1ms;        // of the thread that lets the GPUs go on
 
 bool has_other_processes = false;
 bool is_over = false;           // main has ended, and what is static is about to go

@@ -62,8 +62,11 @@ struct Tensor {
 
   explicit operator bool() const { return data != nullptr; }
 
+  /// Elements. An extent of 0 decides first: the product of the others may be past 63 bits.
   std::int64_t size() const {
     std::int64_t n = dims == 0 ? 0 : 1;
+    for (int d = 0; d < dims; ++d)
+      if (shape[d] == 0) return 0;
     for (int d = 0; d < dims; ++d) n *= shape[d];
     return n;
   }

@@ -1,0 +1,35 @@
+// What a Tensor says of itself.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+
+#include "longspan/error.hpp"
+#include "longspan/tensor.hpp"
+#include "src/tensor_checks.hpp"
+
+namespace longspan {
+namespace {
+
+/// The product of the other extents does not fit into 63 bits; the sanitizers look at its place.
+TEST(Tensor, AnExtentOfZeroDecidesItsSize) {
+  constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  Tensor t(static_cast<float*>(nullptr), {1, 1, 1});
+  for (int empty = 0; empty < 3; ++empty) {
+    for (int d = 0; d < 3; ++d) t.shape[d] = d == empty ? 0 : most;
+    EXPECT_EQ(t.size(), 0);
+    EXPECT_NO_THROW(check_tensor(t, "t", fp32, Device::host));
+  }
+}
+
+TEST(Tensor, SizesThatNoMemoryHasAreRefused) {
+  float one = 0;
+  for (const std::int64_t extent : {std::int64_t{1} << 31, std::int64_t{1} << 62}) {
+    Tensor t(&one, {1, 1, 1});
+    for (int d = 0; d < 3; ++d) t.shape[d] = extent;
+    EXPECT_THROW(check_tensor(t, "t", fp32, Device::host), InputError);
+  }
+}
+
+}  // namespace
+}  // namespace longspan

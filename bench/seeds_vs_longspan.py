@@ -167,7 +167,7 @@ def compare(runs, seeds, sweep):
     table = Table()
     lines = list(both(runs))
     copy = max((line["tb_s"] for line in lines if line["section"] == "copy"), default=None)
-    kernel = torch_copy()  # a copy engine is slower than a kernel: the better of both is the ceiling
+    kernel = torch_copy()  # a TMA is slower than a kernel: the better of both is the ceiling
     copy = max(filter(None, (copy, kernel)), default=None)
     if copy is not None:
         print(f"# copy {copy:.3f} TB/s read + written")

@@ -1,4 +1,4 @@
-// One process alone: every verb is a copy.
+// One process alone: every collective is a copy.
 #pragma once
 
 #include <cstring>
@@ -17,9 +17,10 @@ class SelfTransport : public ControlledTransport {
   void wait(Stream, const char*) override { control().fate().check(); }
 
  protected:
-  int start(const Verb& verb, Stream, const char*) override {
+  int start(const Collective& collective, Stream, const char*) override {
     control().fate().check();
-    if (verb.send != verb.recv && verb.bytes > 0) std::memmove(verb.recv, verb.send, verb.bytes);
+    if (collective.send != collective.recv && collective.bytes > 0)
+      std::memmove(collective.recv, collective.send, collective.bytes);
     return -1;
   }
   void finish(int, Stream) override { control().fate().check(); }

@@ -6,18 +6,18 @@
 
 namespace longspan::comm {
 
-Verb Transport::from_root(void* data, std::size_t bytes, int root) const {
+Collective Transport::from_root(void* data, std::size_t bytes, int root) const {
   if (root < 0 || root >= size())
     throw UsageError(fmt::format(
         "A broadcast from rank {} was asked for, but the ranks are 0 to {}.", root, size() - 1));
-  return {.kind = Verb::broadcast, .send = data, .recv = data, .bytes = bytes, .place = root};
+  return {.kind = Collective::broadcast, .send = data, .recv = data, .bytes = bytes, .place = root};
 }
 
-Verb Transport::sum_of(const void* send, void* recv, std::size_t count, DType dtype) {
+Collective Transport::sum_of(const void* send, void* recv, std::size_t count, DType dtype) {
   if (dtype != fp32 && dtype != fp16 && dtype != bf16)
     throw Unsupported(fmt::format(
         "A reduce_scatter of {} was asked for, but sums are of fp32, fp16 or bf16.", name(dtype)));
-  return {.kind = Verb::reduce_scatter,
+  return {.kind = Collective::reduce_scatter,
           .send = send,
           .recv = recv,
           .bytes = count * size_of(dtype),

@@ -1,6 +1,6 @@
-// What a communicator can do: a table of verbs. Strategies are written against it and name no
-// library. Data verbs queue on the stream (on the host they block); `step` names the work for the
-// message when a peer does not arrive. Each has a twin, start_..., that begins the transfer and
+// What a communicator can do: a table of collectives. Strategies are written against it and name no
+// library. Data collectives queue on the stream (on the host they block); `step` names the work for
+// the message when a peer does not arrive. Each has a twin, start_..., that begins the transfer and
 // returns, so that it goes on beside what is computed meanwhile.
 #pragma once
 
@@ -26,8 +26,8 @@ class Transport;
 /// What is behind a communicator. Valid as long as that is.
 Transport& transport_of(const Communicator& communicator);
 
-/// What one data verb moves.
-struct Verb {
+/// What one data collective moves.
+struct Collective {
   enum Kind : std::uint8_t { all_gather, all_to_all, shift, reduce_scatter, broadcast };
   Kind kind = all_gather;
   const void* send = nullptr;
@@ -38,27 +38,28 @@ struct Verb {
   std::uint64_t* said = nullptr;  // all_gather, all_to_all: see all_gather
 };
 
-/// A transfer that a verb has started. What it sends and receives is its own until it has ended.
+/// A transfer that a collective has started. What it sends and receives is its own until it has
+/// ended.
 ///
 /// wait(stream) makes the stream wait for it: on CUDA by an event, without waiting itself; on
-/// processors it blocks until all has come, with the deadline. It throws what a blocking verb would
-/// throw. A stream on CUDA that is captured takes the transfer into its graph; there, CUDA refuses
-/// to end a capture that has not waited for every transfer started in it.
+/// processors it blocks until all has come, with the deadline. It throws what a blocking collective
+/// would throw. A stream on CUDA that is captured takes the transfer into its graph; there, CUDA
+/// refuses to end a capture that has not waited for every transfer started in it.
 ///
 /// On GPUs transfers go on by themselves. On processors MPI moves bytes while a thread is inside of
 /// it: what is small (a few KB, by MPI's settings) travels at once; of what is larger, parts move
-/// with every call of test(), of a verb or of a wait, for all transfers of the process. longspan
-/// has no thread for it: it would have to call MPI beside the caller's own calls, which only
-/// MPI_THREAD_MULTIPLE allows. Who computes for long calls test() between pieces of the work.
+/// with every call of test(), of a collective or of a wait, for all transfers of the process.
+/// longspan has no thread for it: it would have to call MPI beside the caller's own calls, which
+/// only MPI_THREAD_MULTIPLE allows. Who computes for long calls test() between pieces of the work.
 ///
 /// One that goes without wait (dropped, or as an exception passes) still ends: on processors its
 /// end waits for the peers, up to the deadline, and what it finds wrong is thrown by the next call
 /// on the communicator. On CUDA nobody waits, and its memory is its own until the GPU's work is
 /// done. It keeps the communicator alive, and is used by one thread at a time.
 ///
-/// After a failure MPI writes nothing more, with one exception, as with verbs that block: of a rank
-/// that stopped in the middle of a message, and goes on later, the rest still arrives. Memory that
-/// was received into is kept until the process ends where the communicator has failed.
+/// After a failure MPI writes nothing more, with one exception, as with collectives that block: of
+/// a rank that stopped in the middle of a message, and goes on later, the rest still arrives.
+/// Memory that was received into is kept until the process ends where the communicator has failed.
 class Transfer {
  public:
   Transfer() = default;
@@ -88,7 +89,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual Device device() const = 0;
-  /// This rank's GPU; -1 on processors. Who calls a verb has made it current.
+  /// This rank's GPU; -1 on processors. Who calls a collective has made it current.
   virtual int gpu() const { return -1; }
   virtual std::chrono::milliseconds deadline() const = 0;
   virtual std::string describe() const = 0;
@@ -98,46 +99,46 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// recv [size, bytes] = each rank's send [bytes]. In place when send == recv + rank * bytes.
   ///
   /// `said` [size], in memory of the device: what every rank says of its run (a hash of the run's
-  /// description), of which this rank's own is filled in. It is gathered beside the data. A verb
-  /// that blocks compares and throws UsageError; where the work is queued, who reads the data
-  /// compares (kernels::RunHeaders). Null: nothing is compared.
+  /// description), of which this rank's own is filled in. It is gathered beside the data. A
+  /// collective that blocks compares and throws UsageError; where the work is queued, who reads the
+  /// data compares (kernels::RunHeaders). Null: nothing is compared.
   void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
                   std::uint64_t* said = nullptr) {
-    run({.kind = Verb::all_gather, .send = send, .recv = recv, .bytes = bytes, .said = said},
+    run({.kind = Collective::all_gather, .send = send, .recv = recv, .bytes = bytes, .said = said},
         stream, step);
   }
   [[nodiscard]] Transfer start_all_gather(const void* send, void* recv, std::size_t bytes,
                                           Stream stream, const char* step,
                                           std::uint64_t* said = nullptr) {
     return begin(
-        {.kind = Verb::all_gather, .send = send, .recv = recv, .bytes = bytes, .said = said},
+        {.kind = Collective::all_gather, .send = send, .recv = recv, .bytes = bytes, .said = said},
         stream, step);
   }
 
   /// recv[p] = send[rank] of rank p; both [size, bytes]. `said` as in all_gather.
   void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
                   std::uint64_t* said = nullptr) {
-    run({.kind = Verb::all_to_all, .send = send, .recv = recv, .bytes = bytes, .said = said},
+    run({.kind = Collective::all_to_all, .send = send, .recv = recv, .bytes = bytes, .said = said},
         stream, step);
   }
   [[nodiscard]] Transfer start_all_to_all(const void* send, void* recv, std::size_t bytes,
                                           Stream stream, const char* step,
                                           std::uint64_t* said = nullptr) {
     return begin(
-        {.kind = Verb::all_to_all, .send = send, .recv = recv, .bytes = bytes, .said = said},
+        {.kind = Collective::all_to_all, .send = send, .recv = recv, .bytes = bytes, .said = said},
         stream, step);
   }
 
   /// Sends to rank + distance and receives from rank - distance, around the ring.
   void shift(const void* send, void* recv, std::size_t bytes, int distance, Stream stream,
              const char* step) {
-    run({.kind = Verb::shift, .send = send, .recv = recv, .bytes = bytes, .place = distance},
+    run({.kind = Collective::shift, .send = send, .recv = recv, .bytes = bytes, .place = distance},
         stream, step);
   }
   [[nodiscard]] Transfer start_shift(const void* send, void* recv, std::size_t bytes, int distance,
                                      Stream stream, const char* step) {
     return begin(
-        {.kind = Verb::shift, .send = send, .recv = recv, .bytes = bytes, .place = distance},
+        {.kind = Collective::shift, .send = send, .recv = recv, .bytes = bytes, .place = distance},
         stream, step);
   }
 
@@ -167,8 +168,8 @@ class Transport : public std::enable_shared_from_this<Transport> {
   }
 
   /// The ranks that name the same color, as a communicator of their own: ordered by key, and by
-  /// rank where keys are equal. Null where color < 0. Collective over this one, whose queued verbs
-  /// it waits for; a rank that does not come is a RankError here.
+  /// rank where keys are equal. Null where color < 0. Collective over this one, whose queued
+  /// collectives it waits for; a rank that does not come is a RankError here.
   ///
   /// A child has its own deadline (of the same length), watch and roll call, and keeps what it
   /// needs of its parent alive. In its messages a rank is "rank 1 (5 of all)": its number in the
@@ -185,22 +186,23 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// Memory of every rank that kernels of all ranks can write, for exchanges of one layer, or null
   /// on every rank, with the reason in `why`. Collective. wait() reports what those kernels find
   /// wrong. It ends with the last pointer to it.
-  virtual std::shared_ptr<const PeerView> open_windows(std::uint32_t /*layer*/,
-                                                       std::size_t /*bytes*/, std::string& why) {
+  virtual std::shared_ptr<const PeerView> open_peer_buffers(std::uint32_t /*layer*/,
+                                                            std::size_t /*bytes*/,
+                                                            std::string& why) {
     why = "no kernels of several ranks here";
     return nullptr;
   }
 
   /// The number of a new layer among those of this communicator, and its log for the roll call.
   virtual std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) = 0;
-  /// The verbs that follow are of this run.
+  /// The collectives that follow are of this run.
   virtual void begin(RunName run) = 0;
   /// `rank` means another thing by `run` than this rank, as was seen at `step`: throws a UsageError
   /// that names what differs, on every rank.
   virtual void disagree(RunName run, int rank, const char* step) = 0;
 
   /// Throws where the communicator has failed, by all that is known without waiting: for work that
-  /// is queued past the verbs, as exchanges through windows are.
+  /// is queued past the collectives, as exchanges through peer buffers are.
   virtual void check(const char* /*step*/) {}
 
   /// Blocks until the stream is done; past the deadline throws a RankError and aborts.
@@ -218,27 +220,27 @@ class Transport : public std::enable_shared_from_this<Transport> {
 
   /// Starts a transfer behind what the stream has, and gives the number that it has until it is
   /// finished or dropped; below 0 where it has ended already.
-  virtual int start(const Verb& verb, Stream stream, const char* step) = 0;
+  virtual int start(const Collective& collective, Stream stream, const char* step) = 0;
   /// Transfer::wait. The transfer has ended, also where this throws.
   virtual void finish(int transfer, Stream stream) = 0;
   virtual bool test(int transfer) = 0;
   /// Nobody will wait for it.
   virtual void drop(int transfer) noexcept = 0;
 
-  /// A verb that is waited for at once.
-  virtual void run(const Verb& verb, Stream stream, const char* step) {
-    finish(start(verb, stream, step), stream);
+  /// A collective that is waited for at once.
+  virtual void run(const Collective& collective, Stream stream, const char* step) {
+    finish(start(collective, stream, step), stream);
   }
 
  private:
-  Transfer begin(const Verb& verb, Stream stream, const char* step) {
+  Transfer begin(const Collective& collective, Stream stream, const char* step) {
     std::shared_ptr<Transport> self = shared_from_this();
-    const int number = start(verb, stream, step);
+    const int number = start(collective, stream, step);
     return {std::move(self), number};
   }
   /// Throw UsageError and Unsupported for a root and a type that there is not.
-  Verb from_root(void* data, std::size_t bytes, int root) const;
-  static Verb sum_of(const void* send, void* recv, std::size_t count, DType dtype);
+  Collective from_root(void* data, std::size_t bytes, int root) const;
+  static Collective sum_of(const void* send, void* recv, std::size_t count, DType dtype);
 };
 
 inline Transfer::~Transfer() {

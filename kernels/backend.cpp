@@ -8,7 +8,8 @@
 namespace longspan::kernels {
 
 void AttentionKernels::exchange(const ExchangeParams&, Stream) const {
-  throw Unsupported(std::string("exchange by windows is not supported on the ") + name(device()));
+  throw Unsupported(std::string("exchange by peer buffers is not supported on the ") +
+                    name(device()));
 }
 
 void AttentionKernels::queue(const Epilogue& epilogue, Stream stream,

@@ -56,11 +56,11 @@ class AttentionKernels {
 
   virtual void merge(const MergeParams& params, Stream stream) const = 0;
 
-  /// Exchange of the ranks' states through windows, and their merge, in one kernel. Unsupported
-  /// where exchange_window is 0.
+  /// Exchange of the ranks' states through peer buffers, and their merge, in one kernel.
+  /// Unsupported where peer_buffer_bytes is 0.
   virtual void exchange(const ExchangeParams& params, Stream stream) const;
-  /// Bytes of a window for it; 0: there is no such kernel.
-  virtual std::size_t exchange_window(std::int64_t /*rows*/, int /*dim*/, int /*ranks*/) const {
+  /// Bytes of a peer buffer for it; 0: there is no such kernel.
+  virtual std::size_t peer_buffer_bytes(std::int64_t /*rows*/, int /*dim*/, int /*ranks*/) const {
     return 0;
   }
 

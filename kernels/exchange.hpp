@@ -1,7 +1,8 @@
-// Exchange and merge in one kernel: every rank pushes its states into the windows of the others
-// (peer_view.hpp), waits for theirs, folds all in the fixed order and finishes. Every word of four
-// bytes is its own flag: a window at rest is 0, and no word that travels is. The variants differ in
-// what travels; they give the same bits, which are the bits of all_gather followed by merge.
+// Exchange and merge in one kernel: every rank pushes its states into the peer buffers of the
+// others (peer_view.hpp), waits for theirs, folds all in the fixed order and finishes. Every word
+// of four bytes is its own flag: a peer buffer at rest is 0, and no word that travels is. The
+// variants differ in what travels; they give the same bits, which are the bits of all_gather
+// followed by merge.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +28,7 @@ constexpr const char* name(Push push) {
 struct ExchangeParams {
   PeerView peers;
   MergeParams merge;  // states: [ranks] slots, of which this rank's own is filled; rows null
-  std::int64_t capacity = 0;  // rows that the windows were made for
+  std::int64_t capacity = 0;  // rows that the peer buffers were made for
   std::uint64_t hash = 0;     // of what the ranks must mean alike (SayParams)
   Push push = Push::automatic;
   int blocks = 0;         // 0: by size. Others to measure them, as far as the GPU holds them

@@ -84,8 +84,8 @@ CLI::Validator backend_name() {
       "");
 }
 
-constexpr Exchange kExchanges[] = {Exchange::automatic, Exchange::windows, Exchange::windows_apart,
-                                   Exchange::gather};
+constexpr Exchange kExchanges[] = {Exchange::automatic, Exchange::peer_buffers,
+                                   Exchange::peer_buffers_apart, Exchange::gather};
 std::vector<std::string> exchange_names() {
   std::vector<std::string> names;
   for (const Exchange exchange : kExchanges) names.emplace_back(name(exchange));
@@ -108,8 +108,9 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
            for (const Exchange exchange : kExchanges)
              if (text == name(exchange)) o.exchange = exchange;
          },
-         "States travel between GPUs by windows, by gather (NCCL), or auto: windows where the GPUs "
-         "reach each other. windows-apart: never from the kernel that makes them")
+         "States travel between GPUs by peer buffers, by gather (NCCL), or auto: peer buffers "
+         "where the GPUs "
+         "reach each other. peer-buffers-apart: never from the kernel that makes them")
       ->check(CLI::IsMember(exchange_names()))
       ->default_str(name(o.exchange));
   app.add_option("--deadline", o.deadline_s,

@@ -35,7 +35,7 @@ std::string ms_text(double ms);
 struct Report {
   // What ran.
   std::string strategy, backend, world;
-  std::string exchange_by;  // how states travel, with the reason where it is not by windows
+  std::string exchange_by;  // how states travel, with the reason where it is not by peer buffers
   int ranks = 1;
   std::int64_t kv = 0, tokens = 0;  // most of one sequence
   std::int64_t rows = 0;            // query rows of the batch

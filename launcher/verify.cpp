@@ -56,7 +56,7 @@ struct Verdict {
   double ratio = 0;  // largest error / plain attention's, of 16-bit problems
   double max_error = 0, lse_error = 0;
   std::int64_t wrong = 0;
-  int windows = 0;  // problems whose states travelled through peer windows
+  int peer_buffers = 0;  // problems whose states travelled through peer buffers
   std::string first_failure;
 
   void add(const Problem& problem, const Judgement& j, bool same_bits) {
@@ -97,7 +97,7 @@ Verdict examine(const Communicator& world, const Family& family, const WorldOpti
     problem.options.exchange = exchange_for(problem, options.exchange);
     std::optional<Trial> trial;
     together(world, "making of the layer", [&] { trial.emplace(world, problem); });
-    verdict.windows += trial->layer().exchange().has_windows();
+    verdict.peer_buffers += trial->layer().exchange().has_peer_buffers();
     trial->run();
     const Answer answer = trial->answer();
     const std::uint64_t bits = digest(world, problem, answer);
@@ -136,7 +136,7 @@ int verify(const Communicator& control, const CommandLine& line) {
                                       line.world.threads, world.device() == Device::cuda});
     const Verdict v = examine(world, family, line.world);
     total.problems += v.problems;
-    total.windows += v.windows;
+    total.peer_buffers += v.peer_buffers;
     total.failed += v.failed;
     if (!v.first_failure.empty())
       failures += fmt::format("# {}: {}\n", maker.name, v.first_failure);
@@ -146,8 +146,8 @@ int verify(const Communicator& control, const CommandLine& line) {
                     v.failed ? fmt::format("FAIL ({} problems)", v.failed) : "pass"));
   }
   if (speaks && world.size() > 1 && world.device() == Device::cuda)
-    say(fmt::format("# states travelled through peer windows in {} of {} problems\n", total.windows,
-                    total.problems));
+    say(fmt::format("# states travelled through peer buffers in {} of {} problems\n",
+                    total.peer_buffers, total.problems));
   if (speaks)
     say(fmt::format("{}# {} of {} problems passed\n", failures, total.problems - total.failed,
                     total.problems));

@@ -33,10 +33,10 @@ class AgreedRuns {
   bool are_compared() const { return history_ != nullptr; }
   std::uint32_t layer() const { return layer_; }
 
-  /// What the kernels and verbs of a run are told.
+  /// What the kernels and collectives of a run are told.
   struct Begun {
     kernels::SayParams say;         // for AttentionKernels::say, ahead of the first exchange
-    std::uint64_t* said = nullptr;  // [ranks] for the verbs that exchange
+    std::uint64_t* said = nullptr;  // [ranks] for the collectives that exchange
     kernels::RunHeaders headers;    // for the merge of what was gathered
   };
   /// Names the next run to the transport, and queues the digest of its arrays.

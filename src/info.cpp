@@ -59,7 +59,8 @@ std::string exchange_text(int gpus) {
         return fmt::format("gather where GPU {} and GPU {} take part: they do not reach each other",
                            g, other);
   return fmt::format(
-      "windows, for up to {} ranks: every GPU reaches every other; decode pushes from its epilogue",
+      "peer buffers, for up to {} ranks: every GPU reaches every other; decode pushes from its "
+      "epilogue",
       PeerView::kMostRanks);
 }
 

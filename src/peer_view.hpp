@@ -1,11 +1,11 @@
 // The one seam between communication and kernels: how a kernel reaches the memory of the other
 // ranks. A communicator fills it, an exchange kernel consumes it; where there is none, states
-// travel by the all_gather verb.
+// travel by the all_gather collective.
 //
-// Every rank has a window of equal size, zeroed when it was made, which all ranks of the node can
-// write. Exchanges are counted by `epoch`, in device memory, so that a replayed graph goes on
+// Every rank has a peer buffer of equal size, zeroed when it was made, which all ranks of the node
+// can write. Exchanges are counted by `epoch`, in device memory, so that a replayed graph goes on
 // counting. No wait is without end: a kernel that waits past the deadline, or sees the abort word,
-// writes a report and returns. A layer has its own windows, and so its own epoch and report.
+// writes a report and returns. A layer has its own peer buffers, and so its own epoch and report.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ struct PeerView {
 
   int rank = 0;
   int ranks = 1;
-  std::byte* window[kMostRanks] = {};  // [ranks], `bytes` each; [rank] is this rank's own
+  std::byte* peer_buffer[kMostRanks] = {};  // [ranks], `bytes` each; [rank] is this rank's own
   std::size_t bytes = 0;
   std::uint32_t* epoch = nullptr;   // [2] device: exchanges done, blocks done of the one at hand
   std::uint32_t* abort = nullptr;   // [1] seen by host and device: not 0 stops every wait

@@ -86,8 +86,9 @@ void check_options(const Options& o, int ranks) {
   check_sharding(o.keys, "keys");
   if (o.queries) check_sharding(*o.queries, "queries");
   usage(o.exchange <= Exchange::gather,
-        fmt::format("exchange of number {} is none of automatic, windows, windows_apart, gather",
-                    static_cast<int>(o.exchange)));
+        fmt::format(
+            "exchange of number {} is none of automatic, peer_buffers, peer_buffers_apart, gather",
+            static_cast<int>(o.exchange)));
   usage(o.limits.max_batch >= 1, fmt::format("max_batch {} is below 1", o.limits.max_batch));
   const auto refuse = [](const std::string& what) { throw UsageError(what); };
   check_mask(o.mask, refuse);

@@ -1,6 +1,6 @@
-// What ranks must mean alike. A layer keeps a log of its runs; every verb of a run carries a hash
-// of the run's description, and where two hashes differ, or a wait ends without data, the roll call
-// (control.hpp) asks the logs for the descriptions, so that the error can name the field.
+// What ranks must mean alike. A layer keeps a log of its runs; every collective of a run carries a
+// hash of the run's description, and where two hashes differ, or a wait ends without data, the roll
+// call (control.hpp) asks the logs for the descriptions, so that the error can name the field.
 #pragma once
 
 #include <cstdint>

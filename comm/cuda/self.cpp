@@ -1,4 +1,4 @@
-// One process alone on its GPU: every verb is a copy on a stream.
+// One process alone on its GPU: every collective is a copy on a stream.
 #include "comm/self.hpp"
 
 #include "comm/cuda/side_stream.hpp"
@@ -28,15 +28,16 @@ class GpuSelf final : public SelfTransport {
   }
 
  protected:
-  void run(const Verb& verb, Stream stream, const char*) override {
+  void run(const Collective& collective, Stream stream, const char*) override {
     control().fate().check();
-    copy_on(cuda(stream), verb.send, verb.recv, verb.bytes);
+    copy_on(cuda(stream), collective.send, collective.recv, collective.bytes);
   }
-  int start(const Verb& verb, Stream stream, const char*) override {
+  int start(const Collective& collective, Stream stream, const char*) override {
     control().fate().check();
     side_.make();
-    return side_.start(cuda(stream),
-                       [&](cudaStream_t side) { copy_on(side, verb.send, verb.recv, verb.bytes); });
+    return side_.start(cuda(stream), [&](cudaStream_t side) {
+      copy_on(side, collective.send, collective.recv, collective.bytes);
+    });
   }
   void finish(int number, Stream stream) override {
     side_.give_back(number);

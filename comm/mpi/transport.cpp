@@ -1,6 +1,6 @@
-// The verbs over MPI: every rank sends to and receives from each peer itself, without MPI's own
-// collectives, so that a peer that does not arrive has a name. The calls return at once, and the
-// loop that completes them watches the deadline and the control plane.
+// The collectives over MPI: every rank sends to and receives from each peer itself, without MPI's
+// own collectives, so that a peer that does not arrive has a name. The calls return at once, and
+// the loop that completes them watches the deadline and the control plane.
 //
 // Several transfers may be open. All ranks start them in the same order, and MPI matches messages
 // of two ranks in the order in which they were posted, so nothing else keeps them apart. What was
@@ -97,7 +97,7 @@ class MpiTransport final : public ControlledTransport {
   void wait(Stream, const char* step) override { control().check(step, milliseconds(0)); }
 
  protected:
-  int start(const Verb& verb, Stream, const char* step) override {
+  int start(const Collective& collective, Stream, const char* step) override {
     // Who comes late hears of it here, before anything can be written to memory of the caller.
     or_drop_all([&] { control().check(step, milliseconds(0)); });
     const auto free =
@@ -106,7 +106,7 @@ class MpiTransport final : public ControlledTransport {
     if (free == open_.end()) open_.push_back(std::make_unique<Open>());
     Open& open = *open_[number];
     try {
-      open.verb = verb;
+      open.collective = collective;
       open.step = step;
       open.run = control().run();
       post(open);
@@ -186,7 +186,7 @@ class MpiTransport final : public ControlledTransport {
   /// A transfer, whose memory the next ones use again.
   struct Open {
     bool is_taken = false;
-    Verb verb;
+    Collective collective;
     std::string step;
     RunName run;
     std::unique_ptr<std::byte[]> staged;  // what is sent; of a sum, also what is received
@@ -212,80 +212,81 @@ class MpiTransport final : public ControlledTransport {
       open.staged = std::make_unique_for_overwrite<std::byte[]>(needed);
       open.staged_bytes = needed;
     }
-    keep(open.verb.send, open.staged.get(), bytes);
+    keep(open.collective.send, open.staged.get(), bytes);
     return open.staged.get();
   }
 
   /// The same with what this rank says of its run, if it says anything, behind the bytes.
   const std::byte* stage_with_word(Open& open, std::size_t bytes) const {
-    const std::uint64_t* said = open.verb.said;
+    const std::uint64_t* said = open.collective.said;
     std::byte* staged = stage(open, bytes, said ? sizeof *said : 0);
     if (said) std::memcpy(staged + bytes, said + rank(), sizeof *said);
     return staged;
   }
   /// It travels ahead of the data.
   void receive_word(Open& open, int peer) const {
-    if (open.verb.said) receive(open, open.verb.said + peer, sizeof *open.verb.said, peer);
+    if (open.collective.said)
+      receive(open, open.collective.said + peer, sizeof *open.collective.said, peer);
   }
   void send_word(Open& open, const std::byte* word, int peer) const {
-    if (open.verb.said) send(open, word, sizeof *open.verb.said, peer);
+    if (open.collective.said) send(open, word, sizeof *open.collective.said, peer);
   }
 
   void post(Open& open) {
     open.requests.clear();
     open.parts.clear();
-    const Verb& verb = open.verb;
-    const std::size_t bytes = verb.bytes;
+    const Collective& collective = open.collective;
+    const std::size_t bytes = collective.bytes;
     open.left = 0;
-    if (size() == 1) return keep(verb.send, verb.recv, bytes);
-    switch (verb.kind) {
-      case Verb::all_gather: {
+    if (size() == 1) return keep(collective.send, collective.recv, bytes);
+    switch (collective.kind) {
+      case Collective::all_gather: {
         const std::byte* staged = stage_with_word(open, bytes);
         for_peers([&](int p) {
           receive_word(open, p);
-          receive(open, at(verb.recv, p * bytes), bytes, p);
+          receive(open, at(collective.recv, p * bytes), bytes, p);
         });
         for_peers([&](int p) {
           send_word(open, staged + bytes, p);
           send(open, staged, bytes, p);
         });
-        keep(verb.send, at(verb.recv, rank() * bytes), bytes);
+        keep(collective.send, at(collective.recv, rank() * bytes), bytes);
         break;
       }
-      case Verb::all_to_all: {
+      case Collective::all_to_all: {
         const std::byte* staged = stage_with_word(open, bytes * size());
         for_peers([&](int p) {
           receive_word(open, p);
-          receive(open, at(verb.recv, p * bytes), bytes, p);
+          receive(open, at(collective.recv, p * bytes), bytes, p);
         });
         for_peers([&](int p) {
           send_word(open, staged + bytes * size(), p);
           send(open, staged + p * bytes, bytes, p);
         });
-        keep(at(verb.send, rank() * bytes), at(verb.recv, rank() * bytes), bytes);
+        keep(at(collective.send, rank() * bytes), at(collective.recv, rank() * bytes), bytes);
         break;
       }
-      case Verb::shift: {
-        const int ahead = (verb.place % size() + size()) % size();
+      case Collective::shift: {
+        const int ahead = (collective.place % size() + size()) % size();
         if (ahead == 0) {
-          keep(verb.send, verb.recv, bytes);
+          keep(collective.send, collective.recv, bytes);
           break;
         }
         const std::byte* staged = stage(open, bytes);
-        receive(open, verb.recv, bytes, (rank() - ahead + size()) % size());
+        receive(open, collective.recv, bytes, (rank() - ahead + size()) % size());
         send(open, staged, bytes, (rank() + ahead) % size());
         break;
       }
-      case Verb::reduce_scatter: {
+      case Collective::reduce_scatter: {
         std::byte* staged = stage(open, bytes * size(), bytes * size());
         std::byte* came = staged + bytes * size();
         for_peers([&](int p) { receive(open, came + p * bytes, bytes, p); });
         for_peers([&](int p) { send(open, staged + p * bytes, bytes, p); });
         break;
       }
-      case Verb::broadcast: {
-        if (rank() != verb.place) {
-          receive(open, verb.recv, bytes, verb.place);
+      case Collective::broadcast: {
+        if (rank() != collective.place) {
+          receive(open, collective.recv, bytes, collective.place);
           break;
         }
         const std::byte* staged = stage(open, bytes);
@@ -352,20 +353,20 @@ class MpiTransport final : public ControlledTransport {
 
   /// What is left to do when all has come.
   void conclude(Open& open) {
-    const Verb& verb = open.verb;
-    for (int p = 0; verb.said && p < size(); ++p)
-      if (verb.said[p] != verb.said[rank()]) disagree(open.run, p, open.step.c_str());
-    if (verb.kind == Verb::reduce_scatter && size() > 1) {
+    const Collective& collective = open.collective;
+    for (int p = 0; collective.said && p < size(); ++p)
+      if (collective.said[p] != collective.said[rank()]) disagree(open.run, p, open.step.c_str());
+    if (collective.kind == Collective::reduce_scatter && size() > 1) {
       const std::byte* sent = open.staged.get();
-      const std::byte* came = sent + verb.bytes * size();
-      const auto part = [&](int p) { return (p == rank() ? sent : came) + p * verb.bytes; };
-      const std::size_t count = verb.bytes / size_of(verb.dtype);
-      if (verb.dtype == fp32)
-        add_up<DType::fp32>(verb.recv, count, size(), part);
-      else if (verb.dtype == fp16)
-        add_up<DType::fp16>(verb.recv, count, size(), part);
+      const std::byte* came = sent + collective.bytes * size();
+      const auto part = [&](int p) { return (p == rank() ? sent : came) + p * collective.bytes; };
+      const std::size_t count = collective.bytes / size_of(collective.dtype);
+      if (collective.dtype == fp32)
+        add_up<DType::fp32>(collective.recv, count, size(), part);
+      else if (collective.dtype == fp16)
+        add_up<DType::fp16>(collective.recv, count, size(), part);
       else
-        add_up<DType::bf16>(verb.recv, count, size(), part);
+        add_up<DType::bf16>(collective.recv, count, size(), part);
     }
   }
 

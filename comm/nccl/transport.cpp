@@ -10,7 +10,7 @@
 #include "comm/cuda/side_stream.hpp"
 #include "comm/cuda/stream.hpp"
 #include "comm/nccl/control.hpp"
-#include "comm/nccl/windows.hpp"
+#include "comm/nccl/peer_buffers.hpp"
 #include "longspan/buffer.hpp"
 #include "src/check.hpp"
 #include "src/device_guard.hpp"
@@ -38,7 +38,7 @@ ncclDataType_t nccl_type(DType dtype) {
 }
 
 /// NCCL brings the transfers of a communicator into one order, whichever streams they are on; so
-/// verbs on a caller's stream and on the side stream need none of ours.
+/// collectives on a caller's stream and on the side stream need none of ours.
 class NcclTransport final : public ControlledTransport {
  public:
   NcclTransport(std::shared_ptr<Link> link, std::shared_ptr<Control> control, const Place& place)
@@ -47,12 +47,12 @@ class NcclTransport final : public ControlledTransport {
         place_(place),
         gpu_(current_gpu()) {}
 
-  /// The end of NCCL's communicator waits for the peers, and says that all have closed the windows.
-  /// A rank that has not does not come to it.
+  /// The end of NCCL's communicator waits for the peers, and says that all have closed the peer
+  /// buffers. A rank that has not does not come to it.
   ~NcclTransport() override {
     control().flush();
-    if (windows_->failed()) link_->abort();
-    windows_->end(link_->end());
+    if (peer_buffers_->failed()) link_->abort();
+    peer_buffers_->end(link_->end());
     if (control().fate().failed()) side_.abandon();
   }
 
@@ -70,12 +70,13 @@ class NcclTransport final : public ControlledTransport {
                        comm::describe(size(), place_));
   }
 
-  std::shared_ptr<const PeerView> open_windows(std::uint32_t layer, std::size_t bytes,
-                                               std::string& why) override {
-    const std::shared_ptr<Windows> windows = Windows::open(*this, bytes, why, windows_);
-    if (!windows) return nullptr;
-    windows->serve(layer);
-    return {windows, &windows->view()};
+  std::shared_ptr<const PeerView> open_peer_buffers(std::uint32_t layer, std::size_t bytes,
+                                                    std::string& why) override {
+    const std::shared_ptr<PeerBuffers> peer_buffers =
+        PeerBuffers::open(*this, bytes, why, peer_buffers_);
+    if (!peer_buffers) return nullptr;
+    peer_buffers->serve(layer);
+    return {peer_buffers, &peer_buffers->view()};
   }
 
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
@@ -103,14 +104,14 @@ class NcclTransport final : public ControlledTransport {
 
  protected:
   /// On the caller's own stream there is nothing to wait for.
-  void run(const Verb& verb, Stream stream, const char* step) override {
-    or_abort([&] { queue(verb, cuda(stream), step); });
+  void run(const Collective& collective, Stream stream, const char* step) override {
+    or_abort([&] { queue(collective, cuda(stream), step); });
   }
 
-  int start(const Verb& verb, Stream stream, const char* step) override {
+  int start(const Collective& collective, Stream stream, const char* step) override {
     return or_abort([&] {
       control().fate().check();
-      return side_.start(cuda(stream), [&](cudaStream_t side) { queue(verb, side, step); });
+      return side_.start(cuda(stream), [&](cudaStream_t side) { queue(collective, side, step); });
     });
   }
 
@@ -161,13 +162,14 @@ class NcclTransport final : public ControlledTransport {
   }
 
  private:
-  /// Whatever ends the communicator frees kernels that wait in windows, and keeps their memory.
+  /// Whatever ends the communicator frees kernels that wait in peer buffers, and keeps their
+  /// memory.
   template <class Work>
   std::invoke_result_t<const Work&> or_abort(const Work& work) {
     try {
       return work();
     } catch (...) {
-      windows_->abort();
+      peer_buffers_->abort();
       if (control().fate().failed()) end_children();
       throw;
     }
@@ -179,7 +181,7 @@ class NcclTransport final : public ControlledTransport {
       if (const auto child = one.lock()) child->end_kernels();
   }
   void end_kernels() noexcept {
-    windows_->abort();
+    peer_buffers_->abort();
     link_->abort();
     end_children();
   }
@@ -187,72 +189,77 @@ class NcclTransport final : public ControlledTransport {
   /// Returns when all ranks have come, and all that was queued before is done.
   void meet(const char* step) {
     const Buffer first(Device::cuda, 16), all(Device::cuda, 16 * size());
-    queue({.kind = Verb::all_gather, .send = first.data(), .recv = all.data(), .bytes = 16},
+    queue({.kind = Collective::all_gather, .send = first.data(), .recv = all.data(), .bytes = 16},
           side_.get(), step);
     link_->wait(control(), side_.get(), step);
   }
 
-  void queue(const Verb& verb, cudaStream_t stream, const char* step) {
+  void queue(const Collective& collective, cudaStream_t stream, const char* step) {
     link_->queue(control(), stream, step,
-                 [&](ncclComm_t comm) { return call(verb, comm, stream); });
+                 [&](ncclComm_t comm) { return call(collective, comm, stream); });
   }
 
   /// Of calls in a group, an error comes out at its end.
-  ncclResult_t call(const Verb& verb, ncclComm_t comm, cudaStream_t stream) const {
-    const std::size_t bytes = verb.bytes;
-    switch (verb.kind) {
-      case Verb::all_gather: {
+  ncclResult_t call(const Collective& collective, ncclComm_t comm, cudaStream_t stream) const {
+    const std::size_t bytes = collective.bytes;
+    switch (collective.kind) {
+      case Collective::all_gather: {
         const auto gather = [&] {
-          return ncclAllGather(verb.send, verb.recv, bytes, ncclInt8, comm, stream);
+          return ncclAllGather(collective.send, collective.recv, bytes, ncclInt8, comm, stream);
         };
-        if (!verb.said) return gather();
+        if (!collective.said) return gather();
         ncclGroupStart();
-        gather_words(verb, comm, stream);
+        gather_words(collective, comm, stream);
         gather();
         return ncclGroupEnd();
       }
-      case Verb::all_to_all:
+      case Collective::all_to_all:
         ncclGroupStart();
-        if (verb.said) gather_words(verb, comm, stream);
+        if (collective.said) gather_words(collective, comm, stream);
         for (int p = 0; p < size(); ++p) {
           const auto at = static_cast<std::size_t>(p) * bytes;
-          ncclSend(static_cast<const char*>(verb.send) + at, bytes, ncclInt8, p, comm, stream);
-          ncclRecv(static_cast<char*>(verb.recv) + at, bytes, ncclInt8, p, comm, stream);
+          ncclSend(static_cast<const char*>(collective.send) + at, bytes, ncclInt8, p, comm,
+                   stream);
+          ncclRecv(static_cast<char*>(collective.recv) + at, bytes, ncclInt8, p, comm, stream);
         }
         return ncclGroupEnd();
-      case Verb::shift: {
-        const int ahead = (verb.place % size() + size()) % size();
+      case Collective::shift: {
+        const int ahead = (collective.place % size() + size()) % size();
         if (ahead == 0) {
-          copy_on(stream, verb.send, verb.recv, bytes);
+          copy_on(stream, collective.send, collective.recv, bytes);
           return ncclSuccess;
         }
         ncclGroupStart();
-        ncclSend(verb.send, bytes, ncclInt8, (rank() + ahead) % size(), comm, stream);
-        ncclRecv(verb.recv, bytes, ncclInt8, (rank() - ahead + size()) % size(), comm, stream);
+        ncclSend(collective.send, bytes, ncclInt8, (rank() + ahead) % size(), comm, stream);
+        ncclRecv(collective.recv, bytes, ncclInt8, (rank() - ahead + size()) % size(), comm,
+                 stream);
         return ncclGroupEnd();
       }
-      case Verb::reduce_scatter:
-        return ncclReduceScatter(verb.send, verb.recv, bytes / size_of(verb.dtype),
-                                 nccl_type(verb.dtype), ncclSum, comm, stream);
-      case Verb::broadcast:
-        return ncclBroadcast(verb.send, verb.recv, bytes, ncclInt8, verb.place, comm, stream);
+      case Collective::reduce_scatter:
+        return ncclReduceScatter(collective.send, collective.recv,
+                                 bytes / size_of(collective.dtype), nccl_type(collective.dtype),
+                                 ncclSum, comm, stream);
+      case Collective::broadcast:
+        return ncclBroadcast(collective.send, collective.recv, bytes, ncclInt8, collective.place,
+                             comm, stream);
     }
     return ncclInvalidUsage;
   }
 
   /// What every rank says of its run, in one group with the data and so in one launch.
-  void gather_words(const Verb& verb, ncclComm_t comm, cudaStream_t stream) const {
-    ncclAllGather(verb.said + rank(), verb.said, sizeof *verb.said, ncclInt8, comm, stream);
+  void gather_words(const Collective& collective, ncclComm_t comm, cudaStream_t stream) const {
+    ncclAllGather(collective.said + rank(), collective.said, sizeof *collective.said, ncclInt8,
+                  comm, stream);
   }
 
   /// An exchange that went wrong in one layer ends the communicator for all: whose it was is said.
   void check_reports(const char* step) {
     PeerReport report;
     std::uint32_t layer = 0;
-    windows_->for_each([&](const Windows& windows) {
+    peer_buffers_->for_each([&](const PeerBuffers& peer_buffers) {
       if (report.kind != PeerReport::none) return;
-      report = windows.report();
-      layer = windows.layer();
+      report = peer_buffers.report();
+      layer = peer_buffers.layer();
     });
     if (report.kind == PeerReport::none) return;
     if (report.kind == PeerReport::differs)
@@ -264,7 +271,7 @@ class NcclTransport final : public ControlledTransport {
   std::shared_ptr<Link> link_;
   Place place_;
   int gpu_;
-  std::shared_ptr<WindowSet> windows_ = std::make_shared<WindowSet>();
+  std::shared_ptr<PeerBufferSet> peer_buffers_ = std::make_shared<PeerBufferSet>();
   SideStream side_;
   std::vector<std::weak_ptr<NcclTransport>> children_;
 };

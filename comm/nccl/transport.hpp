@@ -1,4 +1,4 @@
-// The verbs over an NCCL communicator.
+// The collectives over an NCCL communicator.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@ namespace longspan::comm {
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
                                           std::shared_ptr<Control> control, const Place& place);
 
-/// From ranks that can talk to the verbs over NCCL: gpu_transport of a program that links it.
+/// From ranks that can talk to the collectives over NCCL: gpu_transport of a program that links it.
 /// `asked`: its GPU there.
 std::shared_ptr<Transport> nccl_bootstrap(std::shared_ptr<Control> control, int asked);
 

@@ -1,4 +1,4 @@
-// What happens later than it was asked for: copies of threads and of the copy engine, products of
+// What happens later than it was asked for: copies of threads and of TMA, products of
 // the tensor cores, and words on their way to other GPUs. Each waits here until a schedule lets it
 // happen, or until somebody waits for it; the places that it will write are poison meanwhile.
 #include <algorithm>
@@ -244,7 +244,7 @@ void execute_group(Warp& warp) {
   }
 }
 
-// ---- the copy engine ---------------------------------------------------------------------------
+// ---- TMA ---------------------------------------------------------------------------
 
 void land_engine_copy(std::size_t which) {
   const std::unique_ptr<EngineCopy> copy = std::move(engine_copies[which]);
@@ -256,7 +256,7 @@ void land_engine_copy(std::size_t which) {
   reader_site = copy->site;
   end_await(block, copy->to, static_cast<std::size_t>(copy->bytes));
   copy->land();
-  note_reads(copy->warp->proxy);  // it was written for the copy engine, or by a kernel before
+  note_reads(copy->warp->proxy);  // it was written for TMA, or by a kernel before
   copy->warp->engine.act([&] {
     copy->queued.acquire();
     note_writes();
@@ -343,7 +343,7 @@ void finish_copies(Block& block) {
     Site site = {};
     for (const auto& copy : engine_copies)
       if (copy->warp->block == &block) site = copy->site;
-    fail("a block ended while the copy engine was writing to its shared memory", site);
+    fail("a block ended while TMA was writing to its shared memory", site);
   }
   for (Lane& lane : block.lanes)
     while (!lane.copies.empty()) land_some(lane);

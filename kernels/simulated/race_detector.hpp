@@ -1,6 +1,6 @@
 // What the machine tells ThreadSanitizer, in builds that have it: each CUDA thread is a fiber of
 // its own, and so is everybody who reads and writes on its behalf: its asynchronous copies, the
-// copy engine, the tensor cores. A barrier is a release and an acquire. Without ThreadSanitizer
+// TMA, the tensor cores. A barrier is a release and an acquire. Without ThreadSanitizer
 // all of it is nothing.
 #pragma once
 

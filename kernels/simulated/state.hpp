@@ -92,7 +92,7 @@ struct Warp {
   std::vector<QueuedProduct> open;                // not committed
   std::deque<std::vector<QueuedProduct>> groups;  // committed
   bool may_queue = false;                         // wgmma.fence was there
-  Agent proxy, engine;  // accesses by the asynchronous proxy: reads; the copy engine's writes
+  Agent proxy, engine;  // accesses by the asynchronous proxy: reads; TMA's writes
   Order fenced, products_done;
   std::vector<Unfenced> unfenced;
 };

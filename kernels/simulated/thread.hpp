@@ -28,7 +28,7 @@ std::byte* shared_pointer(std::uint32_t address, int bytes, int align, const cha
 /// The beginning of the block's dynamic shared memory.
 std::byte* dynamic_shared();
 /// A store that no race detector looks at. `has_proxies`: the thread has to fence it before copies
-/// of the copy engine and products of its own warp read it.
+/// of TMA and products of its own warp read it.
 void store_quietly(void* to, const void* from, std::size_t bytes, bool has_proxies = false);
 /// The block's own variable of this name, for as long as it lives. `key`: one for each variable.
 void* static_shared(const void* key, std::size_t bytes, std::size_t align);
@@ -64,7 +64,7 @@ void copy_async(std::uint32_t to, const void* from, int size, int bytes, Site si
 void commit_copies();
 void wait_copies(int pending, Site site);
 
-/// A copy of the copy engine into this block's shared memory: `land` writes it, and then `bytes`
+/// A copy of TMA into this block's shared memory: `land` writes it, and then `bytes`
 /// are counted on `barrier`. Until then the bytes at `to` are poison. `land` tells the race
 /// detector what it reads and writes (engine_reads, engine_writes).
 void copy_by_engine(std::uint32_t to, int bytes, void* barrier, std::function<void()> land,
@@ -84,7 +84,7 @@ void wait_products(int pending, Site site);
 /// An operand of a product that lies in shared memory.
 void product_reads(const void* from, std::size_t bytes);
 
-/// Fences between ordinary accesses and those of the copy engine and of products: of shared memory,
+/// Fences between ordinary accesses and those of TMA and of products: of shared memory,
 /// of global memory.
 void fence_shared_proxy(Site site);
 void fence_global_proxy(Site site);

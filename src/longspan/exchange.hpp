@@ -7,27 +7,30 @@
 namespace longspan {
 
 enum class Exchange : std::uint8_t {
-  automatic,      // windows where the GPUs reach each other, else gather
-  windows,        // a kernel writes into the peers' memory and merges; for short queries it is the
-                  // one that ends the attention, too
-  windows_apart,  // windows, always by a kernel of its own
-  gather,         // NCCL (or MPI), then a merge
+  automatic,     // peer buffers where the GPUs reach each other, else gather
+  peer_buffers,  // a kernel writes into the peers' memory and merges; for short queries it is the
+                 // one that ends the attention, too
+  peer_buffers_apart,  // peer buffers, always by a kernel of its own
+  gather,              // NCCL (or MPI), then a merge
 };
 
 /// As `longspan run --exchange` takes it.
 constexpr const char* name(Exchange exchange) {
-  constexpr const char* names[] = {"auto", "windows", "windows-apart", "gather"};
+  constexpr const char* names[] = {"auto", "peer-buffers", "peer-buffers-apart", "gather"};
   return exchange <= Exchange::gather ? names[static_cast<int>(exchange)] : "no exchange";
 }
 
 /// What a layer found that it can do.
 struct ExchangeInfo {
   Exchange by = Exchange::gather;  // never automatic
-  std::int64_t most_states = 0;    // windows: runs of more (rows x heads) are gathered; 0: none is
-  std::string reason;              // gather: why not by windows; empty where that is plain
+  std::int64_t most_states =
+      0;               // peer buffers: runs of more (rows x heads) are gathered; 0: none is
+  std::string reason;  // gather: why not by peer buffers; empty where that is plain
 
-  bool has_windows() const { return by == Exchange::windows || by == Exchange::windows_apart; }
-  /// One line for people: "windows (gather past 16384 states)".
+  bool has_peer_buffers() const {
+    return by == Exchange::peer_buffers || by == Exchange::peer_buffers_apart;
+  }
+  /// One line for people: "peer buffers (gather past 16384 states)".
   std::string describe() const {
     if (most_states > 0)
       return std::string(name(by)) + " (gather past " + std::to_string(most_states) + " states)";

@@ -33,7 +33,7 @@ class GatherStates final : public Strategy {
     row_map_ = memory.take_array<std::int64_t>(rows);
   }
 
-  /// Windows for what decode and chunks exchange; past that, gathering is as fast.
+  /// Peer buffers for what decode and chunks exchange; past that, gathering is as fast.
   void open(std::uint32_t layer) override {
     constexpr std::int64_t kMostRows = 16384;
     const Options& options = layer_.options;
@@ -43,11 +43,11 @@ class GatherStates final : public Strategy {
     if (options.queries) {
       why = "queries are sharded";
     } else {
-      window_rows_ = std::min(kMostRows, most);
-      const std::size_t bytes =
-          layer_.kernels.exchange_window(window_rows_, layer_.bounds.value_dim, layer_.comm.size());
+      peer_buffer_rows_ = std::min(kMostRows, most);
+      const std::size_t bytes = layer_.kernels.peer_buffer_bytes(
+          peer_buffer_rows_, layer_.bounds.value_dim, layer_.comm.size());
       if (bytes > 0)
-        peers_ = layer_.comm.open_windows(layer, bytes, why);
+        peers_ = layer_.comm.open_peer_buffers(layer, bytes, why);
       else
         why = fmt::format("not on the {}", name(layer_.kernels.device()));
     }
@@ -59,9 +59,9 @@ class GatherStates final : public Strategy {
       exchange_.reason = why;
       return;
     }
-    const bool apart = options.exchange == Exchange::windows_apart;
-    exchange_.by = apart ? Exchange::windows_apart : Exchange::windows;
-    exchange_.most_states = window_rows_ < most ? window_rows_ : 0;
+    const bool apart = options.exchange == Exchange::peer_buffers_apart;
+    exchange_.by = apart ? Exchange::peer_buffers_apart : Exchange::peer_buffers;
+    exchange_.most_states = peer_buffer_rows_ < most ? peer_buffer_rows_ : 0;
   }
 
   ExchangeInfo exchange() const override { return exchange_; }
@@ -89,8 +89,8 @@ class GatherStates final : public Strategy {
     const kernels::AttentionKernels& kernels = layer_.kernels;
     const bool alone = layer_.comm.size() == 1;  // then no state has to travel
     const kernels::StateSlots& states = run.attend.state;
-    const bool by_windows = peers_ != nullptr && states.rows <= window_rows_;
-    if (!alone && !by_windows) kernels.say(run.say, run.stream);
+    const bool by_peer_buffers = peers_ != nullptr && states.rows <= peer_buffer_rows_;
+    if (!alone && !by_peer_buffers) kernels.say(run.say, run.stream);
     if (layer_.options.queries) {
       run.enter(Phase::exchange);
       gather_queries(run);
@@ -98,7 +98,7 @@ class GatherStates final : public Strategy {
 
     run.enter(Phase::attend);
     if (alone) return run.attend_to(run.merge, Phase::merge, kernels);
-    if (by_windows) return run.attend_to(exchange_of(run), Phase::exchange, kernels);
+    if (by_peer_buffers) return run.attend_to(exchange_of(run), Phase::exchange, kernels);
     kernels.attend(run.attend, run.stream);
 
     run.enter(Phase::exchange);
@@ -111,12 +111,12 @@ class GatherStates final : public Strategy {
 
  private:
   kernels::ExchangeParams exchange_of(const Run& run) const {
-    layer_.comm.check("attention");  // no verb does; the step is that of Attention::wait
-    kernels::ExchangeParams exchange{*peers_, run.merge, window_rows_};
+    layer_.comm.check("attention");  // no collective does; the step is that of Attention::wait
+    kernels::ExchangeParams exchange{*peers_, run.merge, peer_buffer_rows_};
     exchange.hash = run.say.hash;
     exchange.contents = run.say.contents;
     exchange.run = run.merge.headers.run;
-    exchange.apart = layer_.options.exchange == Exchange::windows_apart;
+    exchange.apart = layer_.options.exchange == Exchange::peer_buffers_apart;
     return exchange;
   }
 
@@ -168,7 +168,7 @@ class GatherStates final : public Strategy {
   std::int64_t* row_map_ = nullptr;  // [ranks, row_capacity] place of each gathered row
 
   std::shared_ptr<const PeerView> peers_;  // null: states are gathered
-  std::int64_t window_rows_ = 0;           // most states that go by windows
+  std::int64_t peer_buffer_rows_ = 0;      // most states that go by peer buffers
   ExchangeInfo exchange_;
 };
 

@@ -1,4 +1,4 @@
-// Every verb on every rank count, with random bytes: each rank computes from (seed, sender,
+// Every collective on every rank count, with random bytes: each rank computes from (seed, sender,
 // receiver) what it must get, so nothing is taken from the code under test but the seed.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -58,7 +58,7 @@ Bytes poison(std::size_t bytes) { return Bytes(bytes, 0xA5); }
 
 const std::vector<std::size_t> kSizes = {0, 1, 3, 16, 4095, 4096, 65537, 1 << 20};
 
-TEST(Verbs, AllGather) {
+TEST(Collectives, AllGather) {
   const Communicator world = host_world();
   const std::uint64_t seed = shared_seed(world);
   for (std::size_t bytes : kSizes) {
@@ -78,7 +78,7 @@ TEST(Verbs, AllGather) {
   }
 }
 
-TEST(Verbs, AllToAll) {
+TEST(Collectives, AllToAll) {
   const Communicator world = host_world();
   const std::uint64_t seed = shared_seed(world);
   for (std::size_t bytes : kSizes) {
@@ -94,7 +94,7 @@ TEST(Verbs, AllToAll) {
   }
 }
 
-TEST(Verbs, ShiftByEveryDistance) {
+TEST(Collectives, ShiftByEveryDistance) {
   const Communicator world = host_world();
   const std::uint64_t seed = shared_seed(world);
   const int size = world.size();
@@ -129,7 +129,7 @@ Bytes stored(const std::vector<float>& values, DType dtype) {
 
 /// Against the sum in float64: what may differ is one rounding to the type, and the roundings of
 /// the sums in fp32. And bit by bit against the sum in fp32 in the order of the ranks.
-TEST(Verbs, ReduceScatter) {
+TEST(Collectives, ReduceScatter) {
   const Communicator world = host_world();
   const std::uint64_t seed = shared_seed(world);
   const int size = world.size();
@@ -173,7 +173,7 @@ TEST(Verbs, ReduceScatter) {
     }
 }
 
-TEST(Verbs, ASumKeepsInfinityAndNaN) {
+TEST(Collectives, ASumKeepsInfinityAndNaN) {
   const Communicator world = host_world();
   const float infinity = std::numeric_limits<float>::infinity();
   for (const DType dtype : {fp32, fp16, bf16}) {
@@ -191,7 +191,7 @@ TEST(Verbs, ASumKeepsInfinityAndNaN) {
   }
 }
 
-TEST(Verbs, BroadcastFromEveryRoot) {
+TEST(Collectives, BroadcastFromEveryRoot) {
   const Communicator world = host_world();
   const std::uint64_t seed = shared_seed(world);
   for (int root = 0; root < world.size(); ++root)
@@ -206,13 +206,13 @@ TEST(Verbs, BroadcastFromEveryRoot) {
   world.barrier("the communicator lives on");
 }
 
-/// A transfer of some verb, with what it must bring.
+/// A transfer of some collective, with what it must bring.
 struct Started {
   Bytes send, got, expected;
   comm::Transfer transfer;
 };
 
-/// The `number`th: verbs in turn, of `bytes` each.
+/// The `number`th: collectives in turn, of `bytes` each.
 std::unique_ptr<Started> start_one(const Communicator& world, std::uint64_t seed, int number,
                                    std::size_t bytes) {
   auto one = std::make_unique<Started>();
@@ -385,7 +385,7 @@ TEST(Started, ThatNobodyWaitsForStillArrive) {
   world.barrier("the communicator lives on");
 }
 
-TEST(Verbs, ManyInARowKeepTheirOrder) {
+TEST(Collectives, ManyInARowKeepTheirOrder) {
   const Communicator world = host_world();
   const std::uint64_t seed = shared_seed(world);
   for (int round = 0; round < 300; ++round) {
@@ -638,7 +638,7 @@ TEST(Deadline, ARankThatLeavesEarlyIsNamed) {
 
 // ---- parts of a communicator -------------------------------------------------------------------
 
-/// All verbs between the ranks of a part, which are `ranks` of the world.
+/// All collectives between the ranks of a part, which are `ranks` of the world.
 void use(const Communicator& part, const std::vector<int>& ranks, std::uint64_t seed) {
   ASSERT_EQ(part.size(), static_cast<int>(ranks.size()));
   const auto texts = part.gather(std::to_string(ranks[part.rank()]), "who is here");

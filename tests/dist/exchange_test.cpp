@@ -1,4 +1,4 @@
-// The exchange through peer windows, one GPU a rank: the same bits as merging all ranks' states on
+// The exchange through peer buffers, one GPU a rank: the same bits as merging all ranks' states on
 // one GPU, for every variant; replays, a soak with random delays, epochs that wrap, and the ends of
 // waits. LONGSPAN_SOAK=1000000 makes the soak long; LONGSPAN_TIME=1 prints a table of times, and
 // LONGSPAN_TIME=blocks the same for several numbers of blocks.
@@ -24,7 +24,7 @@
 #include "launcher/nans.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/message.hpp"
-#include "tests/dist/on_windows.hpp"
+#include "tests/dist/on_peer_buffers.hpp"
 #include "tests/simulated.hpp"
 
 namespace longspan::testing {
@@ -73,7 +73,7 @@ std::vector<std::byte> random_states(const Case& c, int ranks, std::uint64_t see
   return memory;
 }
 
-class Exchange : public OnWindows {
+class Exchange : public OnPeerBuffers {
  protected:
   static constexpr std::size_t kCanary = 256;
 
@@ -149,15 +149,16 @@ class Exchange : public OnWindows {
     return ::testing::AssertionSuccess();
   }
 
-  void check(const Case& c, Push push, int blocks, comm::Windows& windows, std::int64_t capacity,
-             std::uint64_t seed) {
+  void check(const Case& c, Push push, int blocks, comm::PeerBuffers& peer_buffers,
+             std::int64_t capacity, std::uint64_t seed) {
     const Memory m = memory_of(c, seed);
     backend_->merge(merge_of(c, m, true), Stream{stream_});
-    kernels::cuda::exchange({windows.view(), merge_of(c, m, false), capacity,
+    kernels::cuda::exchange({peer_buffers.view(), merge_of(c, m, false), capacity,
                              static_cast<std::uint32_t>(seed), push, blocks},
                             stream_);
     ok(cudaStreamSynchronize(stream_));
-    ASSERT_EQ(windows.report().kind, PeerReport::none) << "rank " << windows.report().rank;
+    ASSERT_EQ(peer_buffers.report().kind, PeerReport::none)
+        << "rank " << peer_buffers.report().rank;
     EXPECT_TRUE(same(m)) << name(push) << ", blocks " << blocks << ", rows " << c.rows << ", dim "
                          << c.dim << ", " << longspan::name(c.dtype)
                          << (c.interleaved ? ", interleaved" : "");
@@ -169,8 +170,8 @@ TEST_F(Exchange, BitsOfTheMerge) {
   std::uint64_t turn = 0;
   for (int dim : {16, 64, 96, 128, 256}) {
     constexpr std::int64_t kCapacity = 1100;
-    auto windows = open(*world_, kCapacity, dim);
-    ASSERT_TRUE(windows);
+    auto peer_buffers = open(*world_, kCapacity, dim);
+    ASSERT_TRUE(peer_buffers);
     for (std::int64_t rows : {1, 5, 32, 64, 250, 1024})
       for (Push push : kVariants)
         for (bool interleaved : {false, true}) {
@@ -179,7 +180,7 @@ TEST_F(Exchange, BitsOfTheMerge) {
           const int heads = rows % 2 == 0 ? 2 : 1;
           const int blocks = turn % 5 == 0 ? 3 : 0;  // 3: each of them takes rows several times
           check({rows, heads, dim, kTypes[turn % 4], interleaved, turn % 3 == 0}, push, blocks,
-                *windows, kCapacity, seed + turn);
+                *peer_buffers, kCapacity, seed + turn);
         }
   }
 }
@@ -187,12 +188,13 @@ TEST_F(Exchange, BitsOfTheMerge) {
 TEST_F(Exchange, ReplaysAdvanceTheEpoch) {
   const std::uint64_t seed = shared_seed(*world_);
   const Case c{64, 64, 128, DType::bf16, true, true};
-  auto windows = open(*world_, c.rows, c.dim);
-  ASSERT_TRUE(windows);
+  auto peer_buffers = open(*world_, c.rows, c.dim);
+  ASSERT_TRUE(peer_buffers);
   for (Push push : kVariants) {
     const Memory m = memory_of(c, seed);
     Graph graph(stream_, [&](Stream) {
-      kernels::cuda::exchange({windows->view(), merge_of(c, m, false), c.rows, 1, push}, stream_);
+      kernels::cuda::exchange({peer_buffers->view(), merge_of(c, m, false), c.rows, 1, push},
+                              stream_);
     });
     for (int turn = 0; turn < 40; ++turn) {
       const auto states = random_states(c, world_->size(), seed + 100 + turn);
@@ -205,7 +207,7 @@ TEST_F(Exchange, ReplaysAdvanceTheEpoch) {
                          stream_));
       backend_->merge(merge_of(c, m, true), Stream{stream_});
       replay(graph);
-      ASSERT_EQ(windows->report().kind, PeerReport::none);
+      ASSERT_EQ(peer_buffers->report().kind, PeerReport::none);
       ASSERT_TRUE(same(m)) << name(push) << ", replay " << turn;
     }
   }
@@ -217,11 +219,11 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
   constexpr int kBatch = kSimulated ? 20 : 100;
   const std::uint64_t seed = shared_seed(*world_);
   const Case c{64, 64, 128, DType::bf16, false, false};
-  auto windows = open(*world_, c.rows, c.dim);
-  ASSERT_TRUE(windows);
+  auto peer_buffers = open(*world_, c.rows, c.dim);
+  ASSERT_TRUE(peer_buffers);
   // Just before the wrap, as if so many exchanges had been done.
   const std::uint32_t start = ~std::uint32_t{0} - static_cast<std::uint32_t>(epochs / 2);
-  const PeerView view = windows->view();
+  const PeerView view = peer_buffers->view();
   ok(cudaMemcpy(view.epoch, &start, 4, cudaMemcpyHostToDevice));
   world_->gather("", "start of the soak");
 
@@ -238,7 +240,7 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
     ok(cudaMemsetAsync(static_cast<std::byte*>(m.out.data()) + kCanary, 0xA5, m.out_bytes,
                        stream_));
     replay(graph);
-    ASSERT_EQ(windows->report().kind, PeerReport::none) << "after " << done;
+    ASSERT_EQ(peer_buffers->report().kind, PeerReport::none) << "after " << done;
     if (random() % 8 == 0) {
       ASSERT_TRUE(same(m)) << "after " << done;
     }
@@ -253,12 +255,13 @@ TEST_F(Exchange, ALateRankIsWaitedForOnce) {
   if (kSimulated) GTEST_SKIP() << "it judges times";
   constexpr int kChain = 20;
   const Case c{4096, 64, 128, DType::bf16, false, false};
-  auto windows = open(*world_, c.rows, c.dim);
-  ASSERT_TRUE(windows);
+  auto peer_buffers = open(*world_, c.rows, c.dim);
+  ASSERT_TRUE(peer_buffers);
   const Memory m = memory_of(c, 1);
   for (Push push : kVariants)
     for (const bool overlap : {false, true}) {
-      const ExchangeParams p{windows->view(), merge_of(c, m, false), c.rows, 1, push, 0, overlap};
+      const ExchangeParams p{
+          peer_buffers->view(), merge_of(c, m, false), c.rows, 1, push, 0, overlap};
       Graph graph(stream_, [&](Stream) {
         for (int i = 0; i < kChain; ++i) kernels::cuda::exchange(p, stream_);
       });
@@ -269,7 +272,7 @@ TEST_F(Exchange, ALateRankIsWaitedForOnce) {
         const double us = replay(graph);
         if (turn > 0) best = std::min(best, us);
       }
-      ASSERT_EQ(windows->report().kind, PeerReport::none);
+      ASSERT_EQ(peer_buffers->report().kind, PeerReport::none);
       if (world_->rank() == 0) {
         EXPECT_LT(best / kChain, 100) << "us an exchange, " << name(push);
       }
@@ -279,14 +282,15 @@ TEST_F(Exchange, ALateRankIsWaitedForOnce) {
 TEST_F(Exchange, RanksThatMeanDifferentThingsAreReported) {
   for (Push push : kVariants) {
     const Case c{64, 64, 64, DType::bf16, false, false};
-    auto windows = open(*world_, c.rows, c.dim);
-    ASSERT_TRUE(windows);
+    auto peer_buffers = open(*world_, c.rows, c.dim);
+    ASSERT_TRUE(peer_buffers);
     const Memory m = memory_of(c, 1);
     const std::uint32_t shape = world_->rank() == 0 ? 7 : 8;
-    kernels::cuda::exchange({windows->view(), merge_of(c, m, false), c.rows, shape, push}, stream_);
+    kernels::cuda::exchange({peer_buffers->view(), merge_of(c, m, false), c.rows, shape, push},
+                            stream_);
     cudaStreamSynchronize(stream_);
-    EXPECT_EQ(windows->report().kind, PeerReport::differs) << name(push);
-    windows->abort();
+    EXPECT_EQ(peer_buffers->report().kind, PeerReport::differs) << name(push);
+    peer_buffers->abort();
   }
 }
 
@@ -301,22 +305,22 @@ TEST_F(Exchange, RanksThatTakeOtherVariantsAreReported) {
   ASSERT_NE(kernels::cuda::choose_push(kFew, kDim, world.size()),
             kernels::cuda::choose_push(kMany, kDim, world.size()));
   std::string why;
-  auto windows = comm::Windows::open(comm::transport_of(world),
-                                     kernels::cuda::window_bytes(kMany, kDim, world.size()), why);
-  ASSERT_TRUE(windows) << why;
+  auto peer_buffers = comm::PeerBuffers::open(
+      comm::transport_of(world), kernels::cuda::peer_buffer_bytes(kMany, kDim, world.size()), why);
+  ASSERT_TRUE(peer_buffers) << why;
   const Case c{world.rank() == 0 ? kFew : kMany, 64, kDim, DType::bf16, false, false};
   const Memory m = memory_of(c, 1);
   // What ranks mean by an exchange, as a layer says it, holds the number of rows.
   const auto hash = static_cast<std::uint64_t>(c.rows);
-  kernels::cuda::exchange({windows->view(), merge_of(c, m, false), kMany, hash, Push::automatic},
-                          stream_);
+  kernels::cuda::exchange(
+      {peer_buffers->view(), merge_of(c, m, false), kMany, hash, Push::automatic}, stream_);
   ok(cudaStreamSynchronize(stream_));
-  EXPECT_EQ(windows->report().kind, PeerReport::differs);
+  EXPECT_EQ(peer_buffers->report().kind, PeerReport::differs);
   if (world.rank() != 0) {
-    EXPECT_EQ(windows->report().rank, 0u);
+    EXPECT_EQ(peer_buffers->report().rank, 0u);
   }
   world_->gather("", "end of the wait");
-  windows->abort();
+  peer_buffers->abort();
 }
 
 TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
@@ -326,26 +330,28 @@ TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
   for (Push push : kVariants) {
     const Case c{64, 64, 64, DType::bf16, false, false};
     std::string why;
-    auto windows = comm::Windows::open(
-        comm::transport_of(world), kernels::cuda::window_bytes(c.rows, c.dim, world.size()), why);
-    ASSERT_TRUE(windows) << why;
+    auto peer_buffers =
+        comm::PeerBuffers::open(comm::transport_of(world),
+                                kernels::cuda::peer_buffer_bytes(c.rows, c.dim, world.size()), why);
+    ASSERT_TRUE(peer_buffers) << why;
     const Memory m = memory_of(c, 1);
     if (world.rank() != 1) {
       const auto begin = std::chrono::steady_clock::now();
-      kernels::cuda::exchange({windows->view(), merge_of(c, m, false), c.rows, 1, push}, stream_);
+      kernels::cuda::exchange({peer_buffers->view(), merge_of(c, m, false), c.rows, 1, push},
+                              stream_);
       ok(cudaStreamSynchronize(stream_));
       EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(4));
-      EXPECT_EQ(windows->report().kind, PeerReport::timeout) << name(push);
-      EXPECT_EQ(windows->report().rank, 1u) << name(push);
+      EXPECT_EQ(peer_buffers->report().kind, PeerReport::timeout) << name(push);
+      EXPECT_EQ(peer_buffers->report().rank, 1u) << name(push);
     }
     world_->gather("", "end of the wait");
-    windows->abort();
+    peer_buffers->abort();
   }
 }
 
 /// Layers that end one rank after the other: memory is freed, and not before all have closed it.
 TEST_F(Exchange, LayersThatEndLeaveNoMemory) {
-  constexpr std::size_t kWindow = std::size_t{64} << 20;
+  constexpr std::size_t kBuffer = std::size_t{64} << 20;
   const auto free_bytes = [] {
     std::size_t free = 0, total = 0;
     ok(cudaMemGetInfo(&free, &total));
@@ -354,17 +360,17 @@ TEST_F(Exchange, LayersThatEndLeaveNoMemory) {
   std::size_t before = 0;
   for (int turn = 0; turn < 12; ++turn) {
     std::string why;
-    auto layer = comm::transport_of(*world_).open_windows(1, kWindow, why);
+    auto layer = comm::transport_of(*world_).open_peer_buffers(1, kBuffer, why);
     ASSERT_TRUE(layer) << why;
     if (turn == 2) before = free_bytes();
     const int first = turn % world_->size();
     if (world_->rank() == first) layer.reset();
     world_->gather("", "the others still have it mapped");
     if (!layer) continue;
-    ok(cudaMemset(layer->window[first] + kWindow / 2, 0, 4096));
+    ok(cudaMemset(layer->peer_buffer[first] + kBuffer / 2, 0, 4096));
     ok(cudaDeviceSynchronize());
   }
-  EXPECT_LE(before, free_bytes() + 2 * kWindow);
+  EXPECT_LE(before, free_bytes() + 2 * kBuffer);
 }
 
 /// Not a test of speed: a table for people, in a graph of 20, after a producer that writes the
@@ -375,8 +381,8 @@ TEST_F(Exchange, Times) {
   for (const auto& [tokens, heads] :
        {std::pair{1, 32}, {1, 64}, {4, 64}, {16, 32}, {16, 64}, {64, 32}, {64, 64}}) {
     const Case c{std::int64_t{tokens} * heads, heads, 128, DType::bf16, false, false};
-    auto windows = open(*world_, c.rows, c.dim);
-    ASSERT_TRUE(windows);
+    auto peer_buffers = open(*world_, c.rows, c.dim);
+    ASSERT_TRUE(peer_buffers);
     const Memory m = memory_of(c, 1);
     const std::size_t at = world_->rank() * m.slot_bytes;
     std::byte* own = static_cast<std::byte*>(m.own.data()) + at;
@@ -402,8 +408,8 @@ TEST_F(Exchange, Times) {
     for (Push push : kVariants)
       for (const int blocks : numbers) {
         const auto exchange = [&](bool overlap) {
-          ExchangeParams p{windows->view(), merge_of(c, m, false), c.rows, 1, push, blocks,
-                           overlap};
+          ExchangeParams p{
+              peer_buffers->view(), merge_of(c, m, false), c.rows, 1, push, blocks, overlap};
           Time t = time([&] { kernels::cuda::exchange(p, stream_); });
           t.median -= producer.median, t.most -= producer.median;
           return t;
@@ -415,7 +421,7 @@ TEST_F(Exchange, Times) {
         if (blocks != 0) std::printf(", blocks %d", blocks);
         std::printf("\n");
       }
-    EXPECT_EQ(windows->report().kind, PeerReport::none);
+    EXPECT_EQ(peer_buffers->report().kind, PeerReport::none);
   }
 }
 

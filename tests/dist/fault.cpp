@@ -2,8 +2,8 @@
 // size - 1. The others print what the communicator tells them, with the seconds since they began
 // the step at which it fails, and exit with the kind's status, as the command does.
 //
-// Without EXCHANGE the step is a verb of the communicator; with "windows" or "gather" it is a run
-// of a layer whose states travel so, and with "graph" the replay of one.
+// Without EXCHANGE the step is a collective of the communicator; with "peer-buffers" or "gather" it
+// is a run of a layer whose states travel so, and with "graph" the replay of one.
 //
 //     stop       the victim stops (SIGSTOP) and never comes to the exchange
 //     stop-ring  the same, seen through a ring: not every rank waits for the victim itself
@@ -49,7 +49,7 @@ constexpr auto kMoment = std::chrono::milliseconds(500);  // in which every rank
 struct Asked {
   std::string mode;
   Device device = Device::host;
-  std::string exchange;  // empty: verbs
+  std::string exchange;  // empty: collectives
   bool graph = false;
 };
 
@@ -97,16 +97,16 @@ class Drafts {
       : q_(zeroed(world.device(), kTokens * kHeads * kDim * 2)),
         out_(zeroed(world.device(), q_.bytes())),
         keys_(zeroed(world.device(), kKeys * kKvHeads * kDim * 2)),
-        layer_(world,
-               {.heads = kHeads,
-                .kv_heads = kKvHeads,
-                .head_dim = kDim,
-                .limits = {.max_tokens = kTokens},
-                .exchange = asked.exchange == "windows" ? Exchange::automatic : Exchange::gather}),
+        layer_(world, {.heads = kHeads,
+                       .kv_heads = kKvHeads,
+                       .head_dim = kDim,
+                       .limits = {.max_tokens = kTokens},
+                       .exchange = asked.exchange == "peer-buffers" ? Exchange::automatic
+                                                                    : Exchange::gather}),
         replay_(world.device(), [this](Stream stream) { queue(stream); }),
         graph_(asked.graph) {
-    if (asked.exchange == "windows" && !layer_.exchange().has_windows())
-      throw Skipped{"exchange by windows cannot be had here: " + layer_.exchange().reason};
+    if (asked.exchange == "peer-buffers" && !layer_.exchange().has_peer_buffers())
+      throw Skipped{"exchange by peer buffers cannot be had here: " + layer_.exchange().reason};
   }
 
   void run(std::int64_t tokens = kTokens, std::int64_t length = kKeys) {

@@ -2,7 +2,7 @@
 """Starts ranks of which one fails, and judges what the others say and how the job ends.
 
     faults.py MODE --mpirun mpirun --program dist_fault [--ranks 4] [--device host|cuda]
-                   [--exchange windows|gather [--graph]]
+                   [--exchange peer-buffers|gather [--graph]]
 
 The deadline of the ranks is short; that of this script is long, and passing it means a hang. With
 --exchange the failure meets a run of a layer, without it a verb.
@@ -106,7 +106,7 @@ def main():
     parser.add_argument("--program", required=True)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="host")
-    parser.add_argument("--exchange", choices=["windows", "gather"], help="of a layer")
+    parser.add_argument("--exchange", choices=["peer-buffers", "gather"], help="of a layer")
     parser.add_argument("--graph", action="store_true", help="the layer's runs are replays")
     parser.add_argument("--recovery", action="store_true", help="mpirun leaves survivors alone")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of mpirun")

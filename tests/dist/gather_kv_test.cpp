@@ -126,7 +126,7 @@ TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
   bad.limits.max_kv_len = 0;
   refused(bad, "max_kv_len");
   bad = good;
-  bad.exchange = Exchange::windows;
+  bad.exchange = Exchange::peer_buffers;
   refused(bad, "windows");
 }
 

@@ -140,7 +140,7 @@ class Invariance : public ::testing::Test {
   Serving draw(int turn, std::int32_t least, std::int32_t most, bool fp8);
   std::vector<Plan> draw_plans();
   void check_deal(const Subject& subject, const Deal& deal);
-  bool by_windows(const Communicator& world);
+  bool by_peer_buffers(const Communicator& world);
   std::vector<std::string> each_alone(const Communicator& world, const Subject& subject,
                                       const Deal& deal);
   void expect_bits(const Communicator& world, const ServingProblem& batch, const Plan& plan,
@@ -150,7 +150,7 @@ class Invariance : public ::testing::Test {
   const Communicator world_ = test_world();
   const Communicator alone_ = self(world_.device());
   const FirstRanks two_{2}, four_{4};
-  std::map<int, bool> by_windows_;  // by ranks
+  std::map<int, bool> by_peer_buffers_;  // by ranks
   const std::uint64_t seed_ = shared_seed(world_);
   std::mt19937_64 random_{seed_};  // alike on every rank
 };
@@ -204,23 +204,23 @@ std::vector<Plan> Invariance::draw_plans() {
   return plans;
 }
 
-/// Whether states can travel by windows there.
-bool Invariance::by_windows(const Communicator& world) {
-  const auto [found, is_new] = by_windows_.try_emplace(world.size());
+/// Whether states can travel by peer buffers there.
+bool Invariance::by_peer_buffers(const Communicator& world) {
+  const auto [found, is_new] = by_peer_buffers_.try_emplace(world.size());
   if (is_new)
     found->second =
-        Attention(world, {.heads = 1, .kv_heads = 1, .head_dim = 64}).exchange().has_windows();
+        Attention(world, {.heads = 1, .kv_heads = 1, .head_dim = 64}).exchange().has_peer_buffers();
   return found->second;
 }
 
 void Invariance::expect_bits(const Communicator& world, const ServingProblem& batch,
                              const Plan& plan, const Deal& deal,
                              const std::vector<std::string>& expected) {
-  // The ways that states travel between GPUs; where there are no windows they are the same.
+  // The ways that states travel between GPUs; where there are no peer buffers they are the same.
   std::vector<Exchange> exchanges{Exchange::automatic};
   if (world.device() == Device::cuda && world.size() > 1) {
     exchanges.push_back(Exchange::gather);
-    if (by_windows(world)) exchanges.push_back(Exchange::windows_apart);
+    if (by_peer_buffers(world)) exchanges.push_back(Exchange::peer_buffers_apart);
   }
   for (const Exchange exchange : exchanges) {
     const std::vector<ServingResult> results = run(world, batch, plan, deal, exchange);

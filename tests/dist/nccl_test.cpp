@@ -1,5 +1,5 @@
-// The verbs over NCCL, one GPU a rank: random bytes against what each rank computes itself, graphs,
-// from_nccl, and what is refused.
+// The collectives over NCCL, one GPU a rank: random bytes against what each rank computes itself,
+// graphs, from_nccl, and what is refused.
 #include <cuda_runtime_api.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -26,7 +26,7 @@
 #include "launcher/graph.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/message.hpp"
-#include "tests/dist/on_windows.hpp"
+#include "tests/dist/on_peer_buffers.hpp"
 #include "tests/simulated.hpp"
 
 namespace longspan::testing {
@@ -183,7 +183,7 @@ class Step {
 /// has fewer multiprocessors (tests/dist/CMakeLists.txt).
 constexpr int kManyHeads = kSimulated ? 4 : 8;
 
-class PushTest : public OnWindows {
+class PushTest : public OnPeerBuffers {
  protected:
   Step step_of(const Case& c, std::uint64_t seed) {
     Step step(c, world_->rank(), world_->size(), seed);
@@ -203,24 +203,26 @@ class PushTest : public OnWindows {
 /// behind poisoned in between.
 void PushTest::check(const Case& c, std::uint64_t seed) {
   Step step = step_of(c, seed);
-  auto windows = open(*world_, step.rows(), c.dim);
-  ASSERT_TRUE(windows);
+  auto peer_buffers = open(*world_, step.rows(), c.dim);
+  ASSERT_TRUE(peer_buffers);
   const Step::Result expected = step.result();
   const auto shape = static_cast<std::uint32_t>(seed);
-  apart(step, {windows->view(), step.merge(expected), step.rows(), shape, Push::one_trip});
+  apart(step, {peer_buffers->view(), step.merge(expected), step.rows(), shape, Push::one_trip});
   ok(cudaStreamSynchronize(stream_));
-  ASSERT_EQ(windows->report().kind, PeerReport::none) << "rank " << windows->report().rank;
+  ASSERT_EQ(peer_buffers->report().kind, PeerReport::none)
+      << "rank " << peer_buffers->report().rank;
   for (const int blocks : {0, 3, 1}) {
     if (kSimulated && blocks == 1) continue;  // time
     const Step::Result found = step.result();
     poison(step.states);
     step.take_scratch(*backend_);
     ASSERT_TRUE(backend_->attend(step.attend(),
-                                 ExchangeParams{windows->view(), step.merge(found), step.rows(),
-                                                shape, Push::one_trip, blocks},
+                                 ExchangeParams{peer_buffers->view(), step.merge(found),
+                                                step.rows(), shape, Push::one_trip, blocks},
                                  Stream{stream_}));
     ok(cudaStreamSynchronize(stream_));
-    ASSERT_EQ(windows->report().kind, PeerReport::none) << "rank " << windows->report().rank;
+    ASSERT_EQ(peer_buffers->report().kind, PeerReport::none)
+        << "rank " << peer_buffers->report().rank;
     EXPECT_TRUE(found.bits() == expected.bits())
         << "other bits: dim " << c.dim << ", rows " << step.rows() << ", keys " << c.kv_lens[0]
         << ", sequences " << c.q_lens.size() << ", blocks " << blocks << ", " << name(c.layout);
@@ -234,17 +236,18 @@ TEST_F(PushTest, OneTripForLonger) {
          .heads = 64,
          .kv_heads = kManyHeads};
   Step step = step_of(c, shared_seed(*world_));
-  auto windows = open(*world_, step.rows(), c.dim);
-  ASSERT_TRUE(windows);
+  auto peer_buffers = open(*world_, step.rows(), c.dim);
+  ASSERT_TRUE(peer_buffers);
   const Step::Result expected = step.result(), found = step.result();
-  ExchangeParams e{windows->view(), step.merge(expected), step.rows(), 1};
+  ExchangeParams e{peer_buffers->view(), step.merge(expected), step.rows(), 1};
   apart(step, e);
   ok(cudaStreamSynchronize(stream_));
   e.merge = step.merge(found);
   EXPECT_TRUE(kernels::cuda::is_decode(step.attend()));
   ASSERT_TRUE(backend_->attend(step.attend(), e, Stream{stream_}));
   ok(cudaStreamSynchronize(stream_));
-  ASSERT_EQ(windows->report().kind, PeerReport::none) << "rank " << windows->report().rank;
+  ASSERT_EQ(peer_buffers->report().kind, PeerReport::none)
+      << "rank " << peer_buffers->report().rank;
   EXPECT_TRUE(found.bits() == expected.bits());
 }
 
@@ -304,8 +307,8 @@ TEST_F(PushTest, BitsInBatches) {
 TEST_F(PushTest, LeavesTheRestToOtherKernels) {
   const Case c{.kv_lens = {3000}};
   Step step = step_of(c, 1);
-  auto windows = open(*world_, step.rows(), c.dim);
-  ASSERT_TRUE(windows);
+  auto peer_buffers = open(*world_, step.rows(), c.dim);
+  ASSERT_TRUE(peer_buffers);
   const auto is_decode = [&](const auto& change) {
     AttendParams p = step.attend();
     change(p);
@@ -319,14 +322,14 @@ TEST_F(PushTest, LeavesTheRestToOtherKernels) {
     const Step::Result expected = step.result(), found = step.result();
     AttendParams p = step.attend();
     if (!splits) p.shard.length = 100;
-    ExchangeParams e{windows->view(), step.merge(expected), step.rows(), 1,
+    ExchangeParams e{peer_buffers->view(), step.merge(expected), step.rows(), 1,
                      splits ? Push::two_trips : Push::one_trip};
     backend_->attend(p, Stream{stream_});
     backend_->exchange(e, Stream{stream_});
     e.merge = step.merge(found);
     EXPECT_FALSE(backend_->attend(p, e, Stream{stream_}));
     ok(cudaStreamSynchronize(stream_));
-    EXPECT_EQ(windows->report().kind, PeerReport::none);
+    EXPECT_EQ(peer_buffers->report().kind, PeerReport::none);
     EXPECT_TRUE(found.bits() == expected.bits()) << splits;
   }
 }
@@ -340,11 +343,11 @@ TEST_F(PushTest, SoakWithDelaysAndRanksThatDiffer) {
   const std::uint64_t seed = shared_seed(*world_);
   const Case c{.q_lens = {1, 2}, .kv_lens = {2000, 400}, .heads = 15, .kv_heads = 5};  // 45 rows
   Step steps[] = {step_of(c, seed), step_of(c, seed + 1)};
-  auto windows = open(*world_, steps[0].rows(), c.dim);
-  ASSERT_TRUE(windows);
+  auto peer_buffers = open(*world_, steps[0].rows(), c.dim);
+  ASSERT_TRUE(peer_buffers);
   const Step::Result expected[] = {steps[0].result(), steps[1].result()};
   const Step::Result found[] = {steps[0].result(), steps[1].result()};
-  const PeerView view = windows->view();
+  const PeerView view = peer_buffers->view();
   for (int i = 0; i < 2; ++i) {
     apart(steps[i], {view, steps[i].merge(expected[i]), steps[i].rows(), 1, Push::one_trip});
     ASSERT_TRUE(backend_->attend(
@@ -353,7 +356,7 @@ TEST_F(PushTest, SoakWithDelaysAndRanksThatDiffer) {
         Stream{stream_}));
   }
   ok(cudaStreamSynchronize(stream_));
-  ASSERT_EQ(windows->report().kind, PeerReport::none);
+  ASSERT_EQ(peer_buffers->report().kind, PeerReport::none);
   ASSERT_FALSE(expected[0].bits() == expected[1].bits());
 
   const std::uint32_t start = ~std::uint32_t{0} - static_cast<std::uint32_t>(epochs / 2);
@@ -376,7 +379,7 @@ TEST_F(PushTest, SoakWithDelaysAndRanksThatDiffer) {
       ok(cudaMemsetAsync(static_cast<std::byte*>(one.out.data()) + Step::kCanary, 0xA5,
                          one.out.bytes() - 2 * Step::kCanary, stream_));
     replay(graph);
-    ASSERT_EQ(windows->report().kind, PeerReport::none) << "after " << done;
+    ASSERT_EQ(peer_buffers->report().kind, PeerReport::none) << "after " << done;
     for (int i = 0; i < 2; ++i)
       ASSERT_TRUE(found[i].bits() == expected[i].bits()) << "after " << done;
   }
@@ -385,17 +388,17 @@ TEST_F(PushTest, SoakWithDelaysAndRanksThatDiffer) {
 TEST_F(PushTest, RanksThatMeanDifferentThingsAreReported) {
   const Case c{.kv_lens = {3000}};
   Step step = step_of(c, 1);
-  auto windows = open(*world_, step.rows(), c.dim);
-  ASSERT_TRUE(windows);
+  auto peer_buffers = open(*world_, step.rows(), c.dim);
+  ASSERT_TRUE(peer_buffers);
   const Step::Result result = step.result();
   const std::uint32_t shape = world_->rank() == 0 ? 7 : 8;
   ASSERT_TRUE(backend_->attend(
       step.attend(),
-      ExchangeParams{windows->view(), step.merge(result), step.rows(), shape, Push::one_trip},
+      ExchangeParams{peer_buffers->view(), step.merge(result), step.rows(), shape, Push::one_trip},
       Stream{stream_}));
   ok(cudaStreamSynchronize(stream_));
-  EXPECT_EQ(windows->report().kind, PeerReport::differs);
-  windows->abort();
+  EXPECT_EQ(peer_buffers->report().kind, PeerReport::differs);
+  peer_buffers->abort();
 }
 
 /// Several planes of every block wait.
@@ -406,22 +409,22 @@ TEST_F(PushTest, ARankThatDoesNotComeEndsTheWait) {
   const Case c = kSimulated ? Case{.q_lens = {8}, .kv_lens = {2000}, .heads = 16, .kv_heads = 2}
                             : Case{.q_lens = {8}, .kv_lens = {40000}, .heads = 64, .kv_heads = 8};
   Step step = step_of(c, 1);
-  auto windows = open(world, step.rows(), c.dim);
-  ASSERT_TRUE(windows);
+  auto peer_buffers = open(world, step.rows(), c.dim);
+  ASSERT_TRUE(peer_buffers);
   const Step::Result result = step.result();
   if (world.rank() != 1) {
     const auto begin = std::chrono::steady_clock::now();
     ASSERT_TRUE(backend_->attend(
         step.attend(),
-        ExchangeParams{windows->view(), step.merge(result), step.rows(), 1, Push::one_trip},
+        ExchangeParams{peer_buffers->view(), step.merge(result), step.rows(), 1, Push::one_trip},
         Stream{stream_}));
     ok(cudaStreamSynchronize(stream_));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(4));
-    EXPECT_EQ(windows->report().kind, PeerReport::timeout);
-    EXPECT_EQ(windows->report().rank, 1u);
+    EXPECT_EQ(peer_buffers->report().kind, PeerReport::timeout);
+    EXPECT_EQ(peer_buffers->report().rank, 1u);
   }
   world_->gather("", "end of the wait");
-  windows->abort();
+  peer_buffers->abort();
 }
 
 /// Not a test of speed: a table for people. Steps of n keys of every sequence on each rank, beside
@@ -443,14 +446,15 @@ TEST_F(PushTest, Times) {
     alone.take_scratch(*backend_);
     for (std::int32_t& n : c.kv_lens) n *= ranks;
     Step step = step_of(c, 1);
-    auto windows = open(*world_, step.rows(), c.dim);
-    ASSERT_TRUE(windows);
+    auto peer_buffers = open(*world_, step.rows(), c.dim);
+    ASSERT_TRUE(peer_buffers);
     const Step::Result result = step.result();
     const auto time = [&](const auto& work) { return time_of(work).median; };
     const double one =
         time([&](Stream on) { backend_->attend(alone.attend(), alone.merge(result), on); });
     const auto exchange = [&](Push push, bool overlap = true) {
-      return ExchangeParams{windows->view(), step.merge(result), step.rows(), 1, push, 0, overlap};
+      return ExchangeParams{
+          peer_buffers->view(), step.merge(result), step.rows(), 1, push, 0, overlap};
     };
     const double separate = time([&](Stream) { apart(step, exchange(Push::automatic)); });
     bool pushed_so = true;
@@ -461,7 +465,7 @@ TEST_F(PushTest, Times) {
     };
     const double over = pushed(true), after = pushed(false);
     EXPECT_TRUE(pushed_so);
-    EXPECT_EQ(windows->report().kind, PeerReport::none);
+    EXPECT_EQ(peer_buffers->report().kind, PeerReport::none);
     if (world_->rank() != 0) continue;
     std::printf("# %2d x %2d, %d ranks with %d keys of each sequence: one GPU %.2f us; added: ",
                 row.tokens, row.heads, ranks, row.keys, one);

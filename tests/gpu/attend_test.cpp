@@ -125,7 +125,7 @@ TEST(Attend, UnevenBatches) {
               2);
 }
 
-/// More pieces of work than a GPU holds blocks, many of them empty: blocks take one after another.
+/// More work tiles than a GPU holds blocks, many of them empty: blocks take one after another.
 TEST(Attend, ManySequences) {
   LONGSPAN_NEEDS_GPU();
   std::mt19937 rng(fresh_seed());

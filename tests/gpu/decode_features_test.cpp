@@ -110,7 +110,7 @@ TEST(DecodeFeatures, PageSizesAndLayouts) {
         }
 }
 
-/// Two parts of many segments each are a piece of work each, whose states wait on many levels: in
+/// Two parts of many segments each are a work tile each, whose states wait on many levels: in
 /// registers, in shared memory, in memory.
 TEST(DecodeFeatures, ManySegmentsToAPiece) {
   LONGSPAN_NEEDS_GPU();

@@ -105,7 +105,7 @@ void expect_tree_of(const Plan& plan, const SplitsTaken& taken, const SegmentOrd
   std::map<std::int64_t, std::string> roots;
   int depth = 0;
   for (int turn = 0; turn < taken.turns; ++turn) {
-    const Work work{0, 0, plan.numbers.split(turn, taken.leaf_splits), 0, 1, {}};
+    const TileCoord work{0, 0, plan.numbers.split(turn, taken.leaf_splits), 0, 1, {}};
     ASSERT_LT(work.split, plan.splits);
     EXPECT_TRUE(plan.numbers.holds(taken, work.split));
     EXPECT_FALSE(roots.contains(work.split));

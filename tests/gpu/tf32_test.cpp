@@ -172,7 +172,7 @@ TEST(Tf32, SegmentsHandedOut) {
     for (const int segments : {1, 5, 16}) check_tf32({.dim = dim, .sinks = true}, 6, segments);
 }
 
-/// Splits of the keys, and more pieces of work than blocks.
+/// Splits of the keys, and more work tiles than blocks.
 TEST(Tf32, LongKeysAndManyRows) {
   LONGSPAN_NEEDS_GPU();
   for (const int dim : {64, 128, 256}) {

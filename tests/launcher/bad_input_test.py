@@ -151,15 +151,15 @@ class BadInputTest(CommandTest):
     def test_unknown_strategy(self):
         self.refused(UNSUPPORTED, "teleport", "gather-states", extra=["--strategy", "teleport"])
 
-    def test_windows_on_processors(self):
+    def test_peer_buffers_on_processors(self):
         """Nothing has to travel on one rank; on more, processors have no windows."""
-        asked = ["--backend", "host", "--exchange", "windows"]
+        asked = ["--backend", "host", "--exchange", "peer-buffers"]
         self.ends(longspan(0, *self.arguments, *asked), OK)
         self.needs_mpi()
         self.path("out.npy").unlink()
-        self.ends(longspan(2, *self.arguments, *asked), UNSUPPORTED, "windows", "gather", "host")
+        self.ends(longspan(2, *self.arguments, *asked), UNSUPPORTED, "peer-buffers", "gather", "host")
         self.assertFalse(self.path("out.npy").exists())
-        self.ends(longspan(2, "verify", "--quick", *asked), UNSUPPORTED, "windows", "gather")
+        self.ends(longspan(2, "verify", "--quick", *asked), UNSUPPORTED, "peer-buffers", "gather")
 
     def test_unknown_exchange(self):
         for command in ("run", "verify"):

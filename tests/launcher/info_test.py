@@ -43,7 +43,7 @@ class InfoTest(CommandTest):
             described = json.loads(longspan(ranks, "info", "--json").stdout)
             self.assertEqual("GPU 1" in described, "exchange" in described)
             if "exchange" in described:
-                self.assertRegex(described["exchange"], "^(windows|gather)")
+                self.assertRegex(described["exchange"], "^(peer-buffers|gather)")
             self.assertEqual([s["name"] for s in described["strategies"]][:1], ["gather-states"])
 
     def test_features(self):

@@ -154,7 +154,7 @@ class RunTest(CommandTest):
                 report = json.loads(self.path("report.json").read_text())
                 self.assertEqual(report["case"]["ranks"], max(ranks, 1))
                 self.assertEqual(report["case"]["kv_len"], 3000)
-                self.assertRegex(report["exchange"], "^(windows|gather)")
+                self.assertRegex(report["exchange"], "^(peer-buffers|gather)")
                 self.assertEqual(len(report["times_ms"]), 5)
                 self.assertEqual(report["check"]["rows"], 7)
                 self.assertEqual(report["check"]["wrong"], 0)

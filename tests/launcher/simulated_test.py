@@ -37,7 +37,7 @@ class SimulatedTest(CommandTest):
     @unittest.skipUnless(HAS_SIMULATOR, "this build has no simulator")
     def test_run(self):
         digests = set()
-        for exchange in ("windows", "gather"):
+        for exchange in ("peer-buffers", "gather"):
             done = longspan(self.ranks, "run", "--backend", "simulated", "--kv", 300, "--tokens", 3,
                             "--heads", 2, "--dtype", "bf16", "--causal", "--check", "all",
                             "--iterations", 1, "--digest", "--invariant",

@@ -84,14 +84,14 @@ std::vector<std::byte> random_states(const Problem& p, int count, unsigned seed)
   return memory;
 }
 
-/// Ranks, their windows and their results.
+/// Ranks, their peer buffers and their results.
 class Ranks {
  public:
   explicit Ranks(const Problem& p, std::uint64_t deadline_ns = 60'000'000'000) : p_(p) {
-    const auto bytes = kernels::cuda::window_bytes(p.rows, p.dim, p.ranks);
+    const auto bytes = kernels::cuda::peer_buffer_bytes(p.rows, p.dim, p.ranks);
     for (int r = 0; r < p.ranks; ++r) {
       EXPECT_EQ(cudaSetDevice(r), cudaSuccess) << "LONGSPAN_SIMULATED_GPUS says how many there are";
-      windows_.push_back(std::make_unique<Memory<std::byte>>(bytes, 0));
+      peer_buffers_.push_back(std::make_unique<Memory<std::byte>>(bytes, 0));
       epochs_.push_back(std::make_unique<Memory<std::uint32_t>>(2, 0));
       own_.push_back(
           std::make_unique<Memory<std::byte>>(p.slot_bytes() * static_cast<std::size_t>(p.ranks)));
@@ -205,8 +205,9 @@ class Ranks {
     ExchangeParams e;
     e.peers.rank = rank;
     e.peers.ranks = p_.ranks;
-    for (std::size_t r = 0; r < windows_.size(); ++r) e.peers.window[r] = windows_[r]->get();
-    e.peers.bytes = kernels::cuda::window_bytes(p_.rows, p_.dim, p_.ranks);
+    for (std::size_t r = 0; r < peer_buffers_.size(); ++r)
+      e.peers.peer_buffer[r] = peer_buffers_[r]->get();
+    e.peers.bytes = kernels::cuda::peer_buffer_bytes(p_.rows, p_.dim, p_.ranks);
     e.peers.epoch = epochs_[at]->get();
     e.peers.abort = &words_[at]->abort;
     e.peers.report = &words_[at]->report;
@@ -221,7 +222,7 @@ class Ranks {
   }
 
   Problem p_;
-  std::vector<std::unique_ptr<Memory<std::byte>>> windows_, own_, out_;
+  std::vector<std::unique_ptr<Memory<std::byte>>> peer_buffers_, own_, out_;
   std::vector<std::unique_ptr<Memory<std::uint32_t>>> epochs_;
   std::vector<std::unique_ptr<Memory<float>>> lse_;
   std::vector<Words*> words_;
@@ -231,10 +232,12 @@ class Ranks {
   std::vector<float> expected_lse_;
 };
 
-/// The windows of all ranks are known only when all are made: the first ranks' params get them.
+/// The peer buffers of all ranks are known only when all are made: the first ranks' params get
+/// them.
 void link(Ranks& ranks, int count) {
   for (int r = 0; r < count; ++r)
-    for (int p = 0; p < count; ++p) ranks[r].peers.window[p] = ranks[count - 1].peers.window[p];
+    for (int p = 0; p < count; ++p)
+      ranks[r].peers.peer_buffer[p] = ranks[count - 1].peers.peer_buffer[p];
 }
 
 class Exchange : public ::testing::TestWithParam<Problem> {};

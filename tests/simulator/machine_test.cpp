@@ -7,13 +7,13 @@
 #include <cstdlib>
 #include <vector>
 
-#include "kernels/cuda/arch/copy_engine.cuh"
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/arch/sm80.cuh"
 #include "kernels/cuda/arch/sm90.cuh"
 #include "kernels/cuda/arch/store_same.cuh"
+#include "kernels/cuda/arch/tma.cuh"
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/simulated/machine.hpp"
 #include "kernels/simulated/thread.hpp"
@@ -288,14 +288,14 @@ TEST(CopiesDeathTest, OfWhichSomebodyIsTooEarly) {
                  "use-after-poison.*machine_test.cpp:[0-9]+");
 }
 
-/// The copy engine brings what the warp has just stored.
+/// TMA brings what the warp has just stored.
 template <bool kFences>
 __global__ void publish_kernel(int* out, int* numbers) {
   int* const stage = reinterpret_cast<int*>(arch::dynamic_shared<128>());
   auto& barrier = *reinterpret_cast<arch::Barrier*>(stage + 32);
   if (threadIdx.x == 0) barrier.init(1);
   arch::store_same(numbers[threadIdx.x], 5);
-  if constexpr (kFences) arch::publish_to_copy_engine();
+  if constexpr (kFences) arch::publish_to_tma();
   __syncwarp();
   if (threadIdx.x == 0) {
     barrier.arrive_expecting(128);
@@ -320,7 +320,7 @@ TEST(CopiesDeathTest, OfWhatIsNotFenced) {
                  "its own warp has stored, and not fenced" HERE);
 }
 
-/// A block ends while the copy engine has not brought what it was asked for.
+/// A block ends while TMA has not brought what it was asked for.
 __global__ void leaves_kernel(int* numbers) {
   int* const stage = reinterpret_cast<int*>(arch::dynamic_shared<128>());
   auto& barrier = *reinterpret_cast<arch::Barrier*>(stage + 32);
@@ -334,14 +334,14 @@ __global__ void leaves_kernel(int* numbers) {
 TEST(CopiesDeathTest, ThatNobodyWaitsFor) {
   Numbers numbers(32);
   EXPECT_DEATH(run_often(leaves_kernel, {1, 32, nullptr, 256}, numbers.data()),
-               "ended while the copy engine was writing" HERE);
+               "ended while TMA was writing" HERE);
 }
 
 // ---- products ----------------------------------------------------------------------------------
 
 enum class Wrong { nothing, no_fence, operand_under_way, read_too_early };
 
-/// d = a b of ones, a brought by the copy engine.
+/// d = a b of ones, a brought by TMA.
 template <Wrong kWrong>
 __global__ void product_kernel(int* out, const int* ones) {
   constexpr int kBytes = 64 * 128;

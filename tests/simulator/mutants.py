@@ -5,16 +5,16 @@ applies: its old text stands exactly once in its file. The runner is another pro
 
 Not here, as they change nothing that anybody could see:
 
-    the barrier at the head of a piece of work (portable, fp32, tf32): a block that takes several
+    the barrier at the head of a work tile (portable, fp32, tf32): a block that takes several
         draws them by next_work, which has two
     the __syncwarp of DecodeReader::release: whole warps read stages, by ldmatrix
     that of DecodeStack::fold_rest: between a state's store and its fold the warps have met
     that of weigh_rows (fp32): the barriers around the values follow
-    the waits for the kernels before of decode's loaders, of its warps that multiply and of block 0
-        of an exchange: the first two wait for the finder, which waits too, and an exchange does not
+    the waits for the kernels before of decode's producers, of its warps that multiply and of block 0
+        of an exchange: the first two wait for the scheduler, which waits too, and an exchange does not
         let the next one begin
-    the __syncwarp behind the loaders' reading of an item (attend_sm90_pages.cuh): it stays in its
-        place until the consumers have what the loaders bring
+    the __syncwarp behind the producers' reading of an item (attend_sm90_pages.cuh): it stays in its
+        place until the consumers have what the producers bring
     the __syncwarp behind arrive_expecting in decode: bytes may come before they are announced
     the third barrier of the digest: the thread that reads the sum is the one that sets it to zero
     the order of turns at the tensor cores: any order gives the same bits
@@ -31,47 +31,47 @@ Mutant = collections.namedtuple("Mutant", "name file family breaks old new")
 
 MUTANTS = [
     # ---- decode --------------------------------------------------------------------------------
-    Mutant("decode-finder-views-overwritten", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-scheduler-views-overwritten", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "A lane writes a next piece's views into the slot while others still "
            "read the last one's.",
            old="    __syncwarp();  // all have read the views, which a next piece in the "
                "slot would overwrite\n"
                "    if (index >= works_)",
            new="    if (index >= works_)"),
-    Mutant("decode-finder-views-unwritten", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-scheduler-views-unwritten", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "Lanes read the first and the last row's view before those lanes have "
            "written them.",
            old="    __syncwarp();\n"
                "    view_ = tile_view(",
            new="    view_ = tile_view("),
-    Mutant("decode-finder-slot-in-work", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-scheduler-slot-in-work", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "A piece is found into a slot whose last piece is still multiplied and "
            "stored.",
            old="      shared_.done[to.stage].wait(to.parity ^ 1);\n",
            new=""),
-    Mutant("decode-finder-slot-parity", "kernels/cuda/decode/decode_finder.cuh", "decode",
-           "The finder waits for the end of a piece that it has not said yet: "
+    Mutant("decode-scheduler-slot-parity", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
+           "The scheduler waits for the end of a piece that it has not said yet: "
            "nothing moves.",
            old="shared_.done[to.stage].wait(to.parity ^ 1);",
            new="shared_.done[to.stage].wait(to.parity);"),
-    Mutant("decode-places-in-load", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-places-in-load", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "Places of a segment overwrite those of the one four before it, which "
            "may be in load.",
            old="    shared_.loaded[ahead_.stage].wait(ahead_.parity ^ 1);\n",
            new=""),
-    Mutant("decode-places-on-their-way", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-places-on-their-way", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "A segment is known before its entries of the block table have come.",
            old="    if (!Traits::kPlain && p_.pages) "
                "arch::expect_copies(shared_.known[ahead_.stage]);\n",
            new=""),
-    Mutant("decode-places-of-other-lanes", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-places-of-other-lanes", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "A segment is known before all lanes have written, or announced, their "
            "keys' places.",
            old="    __syncwarp();\n"
                "    if (thread_ == 0) shared_.known[ahead_.stage].arrive();",
            new="    if (thread_ == 0) shared_.known[ahead_.stage].arrive();"),
-    Mutant("decode-segment-said-late", "kernels/cuda/decode/decode_finder.cuh", "decode",
-           "The loaders are told of a segment before it stands in the ring.",
+    Mutant("decode-segment-said-late", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
+           "The producers are told of a segment before it stands in the ring.",
            old="    if (thread_ == 0) shared_.segments[known_.stage] = segment;\n"
                "    if (!Traits::kPlain && p_.pages) "
                "arch::expect_copies(shared_.known[ahead_.stage]);\n"
@@ -82,7 +82,7 @@ MUTANTS = [
                "    __syncwarp();\n"
                "    if (thread_ == 0) shared_.known[ahead_.stage].arrive();\n"
                "    if (thread_ == 0) shared_.segments[known_.stage] = segment;\n"),
-    Mutant("decode-level-said-late", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-level-said-late", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "The level of a segment is written after the segment was said: it may "
            "be multiplied by then.",
            old="      if (thread_ == 0) shared_.levels[known_.stage] = level_of(place, "
@@ -91,29 +91,29 @@ MUTANTS = [
            new="      const int said = known_.stage;\n"
                "      say(slot, index);\n"
                "      if (thread_ == 0) shared_.levels[said] = level_of(place, more);\n"),
-    Mutant("decode-queries-of-other-lanes", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-queries-of-other-lanes", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "Queries are announced by a lane while others still write theirs.",
            old="    __syncwarp();\n"
                "    if (thread_ == 0) shared_.has_queries[slot].arrive();",
            new="    if (thread_ == 0) shared_.has_queries[slot].arrive();"),
-    Mutant("decode-lengths-early", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-lengths-early", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "Lengths are read, and the splits taken are written, while the kernel "
            "before may still run.",
            old="    if (!plan_.known) arch::wait_for_kernels_before();\n",
            new=""),
-    Mutant("decode-ticket-early", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-ticket-early", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "A piece is drawn before the kernel before, which sets the ticket to "
            "zero, has ended.",
            old="    if (p.batch.query_start != nullptr || plan.numbers.where_uneven || "
                "plan.ticket != nullptr)\n"
                "      arch::wait_for_kernels_before();\n",
            new=""),
-    Mutant("decode-ticket-left", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-ticket-left", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "The counter is not zero again after the last draw, and the next kernel "
            "starts from there.",
            old="static_cast<unsigned>(works_ + blocks - 1)",
            new="static_cast<unsigned>(works_ + blocks)"),
-    Mutant("decode-order-unset", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-order-unset", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "Lanes ask whether the sequences are sorted before lane 0 has said that "
            "they are not.",
            old="    if (thread_ == 0) shared.order.size = 0;\n"
@@ -153,18 +153,18 @@ MUTANTS = [
            "A stage is read before it is full.",
            old="    shared_.full[at_.stage].wait(at_.parity);\n",
            new=""),
-    Mutant("decode-copies-unannounced", "kernels/cuda/decode/decode_loader.cuh", "decode",
+    Mutant("decode-copies-unannounced", "kernels/cuda/decode/decode_producer.cuh", "decode",
            "A stage is full while copies into it are on their way.",
            old="    arch::expect_copies(full);\n"
                "    sync_loaders",
            new="    sync_loaders"),
-    Mutant("decode-phase-closed-early", "kernels/cuda/decode/decode_loader.cuh", "decode",
+    Mutant("decode-phase-closed-early", "kernels/cuda/decode/decode_producer.cuh", "decode",
            "A stage's phase may be complete before other warps have announced "
            "their copies.",
            old="    sync_loaders<Traits>();  // the phase is open until all copies are "
                "announced\n",
            new=""),
-    Mutant("decode-loaded-before-values", "kernels/cuda/decode/decode_loader.cuh", "decode",
+    Mutant("decode-loaded-before-values", "kernels/cuda/decode/decode_producer.cuh", "decode",
            "Places are given back before the segment's values were loaded from "
            "there.",
            old="      queue(false);\n"
@@ -173,33 +173,33 @@ MUTANTS = [
            new="      __syncwarp();\n"
                "      if (thread_ % 32 == 0) shared_.loaded[ahead.stage].arrive();\n"
                "      queue(false);\n"),
-    Mutant("decode-stage-overwritten", "kernels/cuda/decode/decode_loader.cuh", "decode",
+    Mutant("decode-stage-overwritten", "kernels/cuda/decode/decode_producer.cuh", "decode",
            "Stages are filled again while the warps that multiply read them.",
            old="void wait_free() { shared_.free[at_.stage].wait(at_.parity ^ 1); }",
            new="void wait_free() {}"),
-    Mutant("decode-free-parity", "kernels/cuda/decode/decode_loader.cuh", "decode",
-           "The loaders wait for a round that was not filled yet: nothing moves.",
+    Mutant("decode-free-parity", "kernels/cuda/decode/decode_producer.cuh", "decode",
+           "The producers wait for a round that was not filled yet: nothing moves.",
            old="void wait_free() { shared_.free[at_.stage].wait(at_.parity ^ 1); }",
            new="void wait_free() { shared_.free[at_.stage].wait(at_.parity); }"),
-    Mutant("decode-box-overwrites", "kernels/cuda/decode/decode_loader.cuh", "decode",
-           "Only the copy engine does not wait for its stage to be free.",
+    Mutant("decode-box-overwrites", "kernels/cuda/decode/decode_producer.cuh", "decode",
+           "Only TMA does not wait for its stage to be free.",
            old="      wait_free();\n"
                "      if (thread_ == 0) full.arrive_expecting",
            new="      if (thread_ == 0) full.arrive_expecting"),
-    Mutant("decode-box-bytes", "kernels/cuda/decode/decode_loader.cuh", "decode",
+    Mutant("decode-box-bytes", "kernels/cuda/decode/decode_producer.cuh", "decode",
            "A stage is full with half of its bytes.",
            old="full.arrive_expecting(Traits::kStageBytes);",
            new="full.arrive_expecting(Traits::kStageBytes / 2);"),
-    Mutant("decode-new-keys-unfenced", "kernels/cuda/decode/decode_loader.cuh", "decode",
-           "The copy engine reads new keys that are not published to it.",
-           old="  arch::publish_to_copy_engine();\n",
+    Mutant("decode-new-keys-unfenced", "kernels/cuda/decode/decode_producer.cuh", "decode",
+           "TMA reads new keys that are not published to it.",
+           old="  arch::publish_to_tma();\n",
            new=""),
-    Mutant("decode-new-keys-of-other-lanes", "kernels/cuda/decode/decode_loader.cuh", "decode",
+    Mutant("decode-new-keys-of-other-lanes", "kernels/cuda/decode/decode_producer.cuh", "decode",
            "A lane copies new keys into a stage that other lanes have not written "
            "yet.",
-           old="  arch::publish_to_copy_engine();\n"
+           old="  arch::publish_to_tma();\n"
                "  sync_loaders<Traits>();\n",
-           new="  arch::publish_to_copy_engine();\n"),
+           new="  arch::publish_to_tma();\n"),
     Mutant("decode-barriers-uninitialised", "kernels/cuda/decode/attend_decode.cuh", "decode",
            "Warps use barriers that other threads have not initialised yet.",
            old="  shared.init();\n"
@@ -247,7 +247,7 @@ MUTANTS = [
            new="near_ + i / 2 * kLevel"),
     # ---- portable, fp32, tf32 ------------------------------------------------------------------
     Mutant("portable-piece-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
-           "Threads read the piece of work before thread 0 has written it.",
+           "Threads read the work tile before thread 0 has written it.",
            old="p_.scale(tile_.work.kv_head);\n"
                "    }\n"
                "    __syncthreads();\n",
@@ -325,13 +325,13 @@ MUTANTS = [
            "of the cache.",
            old="const bool valid = at >= begin && at < end;",
            new="const bool valid = at >= begin && (at < end || chunk * 8 < dim);"),
-    Mutant("next-work-slot-reused", "kernels/cuda/common/next_work.cuh", "fp32",
+    Mutant("next-work-slot-reused", "kernels/cuda/common/next_work_tile.cuh", "fp32",
            "Thread 0 draws the next piece while others still read the last one's "
            "number.",
            old="  __syncthreads();\n"
                "  if (threadIdx.x == 0) *slot =",
            new="  if (threadIdx.x == 0) *slot ="),
-    Mutant("next-work-unwritten", "kernels/cuda/common/next_work.cuh", "portable",
+    Mutant("next-work-unwritten", "kernels/cuda/common/next_work_tile.cuh", "portable",
            "Threads read the number of the next piece before it is drawn.",
            old="  __syncthreads();\n"
                "  return *slot;",
@@ -437,7 +437,7 @@ MUTANTS = [
                "    const int warpgroup",
            new="    const int warpgroup"),
     Mutant("hopper-item-empty-count", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
-           "An item is given back without the loader having read it, and later "
+           "An item is given back without the producer having read it, and later "
            "rounds begin early.",
            old="init(128 * T::kConsumers + producers + T::kTransposers)",
            new="init(128 * T::kConsumers + producers - 1 + T::kTransposers)"),
@@ -461,7 +461,7 @@ MUTANTS = [
            old="full.arrive_expecting(kTileBytes);",
            new="full.arrive_expecting(kTileBytes / 2);"),
     Mutant("hopper-tile-overwritten", "kernels/cuda/hopper/attend_sm90_producer.cuh", "hopper",
-           "The loader fills tiles that consumers still multiply.",
+           "The producer fills tiles that consumers still multiply.",
            old="    empty.wait(state.parity ^ 1);\n",
            new=""),
     Mutant("hopper-keys-unawaited", "kernels/cuda/hopper/attend_sm90_consumer.cuh", "hopper",
@@ -618,7 +618,7 @@ MUTANTS = [
            old="      fence_shared_stores();\n",
            new=""),
     Mutant("hopper-fp8-stored-unawaited", "kernels/cuda/hopper/attend_sm90_fp8.cuh", "hopper",
-           "Values are transposed before the copy engine has brought them.",
+           "Values are transposed before TMA has brought them.",
            old="      stored.full.wait(stored_parity);\n",
            new=""),
     Mutant("hopper-fp8-stored-parity", "kernels/cuda/hopper/attend_sm90_fp8.cuh", "hopper",
@@ -640,7 +640,7 @@ MUTANTS = [
            old="T::kEightBits ? T::kTransposers / 32 : 1",
            new="1"),
     Mutant("hopper-fp8-stored-count", "kernels/cuda/hopper/attend_sm90_block.cuh", "hopper",
-           "The copy engine overwrites values that the second transposing warp "
+           "TMA overwrites values that the second transposing warp "
            "still reads.",
            old="shared.stored.empty.init(T::kTransposers / 32);",
            new="shared.stored.empty.init(1);"),
@@ -715,7 +715,7 @@ MUTANTS = [
            "exchange never advances it.",
            old="    arch::store_relaxed(p.peers.epoch + 1, 0);\n",
            new=""),
-    Mutant("exchange-one-copy", "kernels/cuda/exchange/window_layout.hpp", "exchange",
+    Mutant("exchange-one-copy", "kernels/cuda/exchange/peer_buffer_layout.hpp", "exchange",
            "A peer's next words arrive where this rank has not put the last ones "
            "to rest.",
            old="kCopies = 3;",
@@ -847,7 +847,7 @@ MUTANTS = [
            "The rows of a share end at the last position of the sequence.",
            old="    if (queries.ranks == 1) return batch.query_len(b, tokens);\n",
            new="    if (queries.ranks > 0) return batch.query_len(b, tokens);\n"),
-    Mutant("decode-one-row-is-the-last", "kernels/cuda/decode/decode_finder.cuh", "decode",
+    Mutant("decode-one-row-is-the-last", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "The one row of a share sees every key, as the one query of a sequence does.",
            old="sequence.kv_len - sequence.context_len == 1",
            new="p_.batch.query_len(sequence.index, p_.tokens) == 1"),

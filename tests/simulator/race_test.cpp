@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/cuda/arch/copy_engine.cuh"
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/arch/sm80.cuh"
 #include "kernels/cuda/arch/sm90.cuh"
+#include "kernels/cuda/arch/tma.cuh"
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/simulated/machine.hpp"
 #include "kernels/simulated/thread.hpp"
@@ -55,14 +55,14 @@ __global__ void copy_kernel(const int* in, int* out) {
   out[threadIdx.x] = stage[4 * threadIdx.x];
 }
 
-/// The copy engine brings what the warp has just stored, by ordinary stores.
+/// TMA brings what the warp has just stored, by ordinary stores.
 template <bool kRight>
 __global__ void publish_kernel(const int*, int* out) {
   std::byte* const stage = arch::dynamic_shared<128>();
   auto& barrier = *reinterpret_cast<arch::Barrier*>(stage + kBytes);
   if (threadIdx.x == 0) barrier.init(1);
   for (int i = 0; i < 4; ++i) out[4 * threadIdx.x + i] = 5;
-  if constexpr (kRight) arch::publish_to_copy_engine();
+  if constexpr (kRight) arch::publish_to_tma();
   __syncwarp();
   if (threadIdx.x == 0) {
     barrier.arrive_expecting(kBytes);
@@ -79,7 +79,7 @@ __global__ void publish_kernel(const int*, int* out) {
   barrier.wait(0);
 }
 
-/// A lane reads what the copy engine brought.
+/// A lane reads what TMA brought.
 template <bool kRight>
 __global__ void engine_kernel(const int* in, int* out) {
   std::byte* const stage = arch::dynamic_shared<128>();

@@ -86,7 +86,7 @@ class Peer {
 
 // ---- mapped memory -----------------------------------------------------------------------------
 
-constexpr std::size_t kWindow = 10000;
+constexpr std::size_t kBuffer = 10000;
 
 void send_seven_at(std::byte* place) { send_word(place, 7, 4, Site::current()); }
 void wait_for_seven(const std::byte* place) {
@@ -98,12 +98,12 @@ void map_memory(int socket) {
   const auto handle = hear<cudaIpcMemHandle_t>(socket);
   void* mapped = nullptr;
   works(cudaIpcOpenMemHandle(&mapped, handle, cudaIpcMemLazyEnablePeerAccess));
-  auto* const window = static_cast<std::byte*>(mapped);
+  auto* const peer_buffer = static_cast<std::byte*>(mapped);
   std::byte last{};
-  works(cudaMemcpy(&last, window + kWindow - 1, 1, cudaMemcpyDefault));
+  works(cudaMemcpy(&last, peer_buffer + kBuffer - 1, 1, cudaMemcpyDefault));
   EXPECT_EQ(last, std::byte{42});
-  EXPECT_NE(cudaMemcpy(&last, window + kWindow, 1, cudaMemcpyDefault), cudaSuccess);
-  launch_kernel(send_seven_at, {1, 1}, window);
+  EXPECT_NE(cudaMemcpy(&last, peer_buffer + kBuffer, 1, cudaMemcpyDefault), cudaSuccess);
+  launch_kernel(send_seven_at, {1, 1}, peer_buffer);
   tell(socket, 'q');  // queued, and this thread does not look at its GPU any more
   hear<char>(socket);
   works(cudaIpcCloseMemHandle(mapped));
@@ -112,27 +112,27 @@ void map_memory(int socket) {
   hear<char>(socket);
 }
 
-std::byte* make_window(cudaIpcMemHandle_t& handle) {
-  std::byte* window = nullptr;
-  works(cudaMalloc(reinterpret_cast<void**>(&window), kWindow));
-  works(cudaMemset(window, 42, kWindow));
+std::byte* make_peer_buffer(cudaIpcMemHandle_t& handle) {
+  std::byte* peer_buffer = nullptr;
+  works(cudaMalloc(reinterpret_cast<void**>(&peer_buffer), kBuffer));
+  works(cudaMemset(peer_buffer, 42, kBuffer));
   works(cudaDeviceSynchronize());
-  works(cudaIpcGetMemHandle(&handle, window));
-  return window;
+  works(cudaIpcGetMemHandle(&handle, peer_buffer));
+  return peer_buffer;
 }
 
 TEST(MappedMemory, IsWhatBothSee) {
   cudaIpcMemHandle_t handle{};
-  std::byte* const window = make_window(handle);
+  std::byte* const peer_buffer = make_peer_buffer(handle);
   Peer peer("map memory");
   tell(peer.socket(), handle);
-  launch_kernel(wait_for_seven, {1, 1}, window);
+  launch_kernel(wait_for_seven, {1, 1}, peer_buffer);
   EXPECT_EQ(hear<char>(peer.socket()), 'q');
   while (cudaStreamQuery(nullptr) == cudaErrorNotReady) std::this_thread::yield();
   works(cudaDeviceSynchronize());
   tell(peer.socket(), 'c');
   EXPECT_EQ(hear<char>(peer.socket()), 'c');
-  works(cudaFree(window));
+  works(cudaFree(peer_buffer));
   tell(peer.socket(), 'e');
   peer.expect_success();
   static_cast<void>(cudaGetLastError());
@@ -142,23 +142,23 @@ TEST(MappedMemoryDeathTest, IsNotFreedWhileAPeerHasIt) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto free_early = [] {
     cudaIpcMemHandle_t handle{};
-    std::byte* const window = make_window(handle);
+    std::byte* const peer_buffer = make_peer_buffer(handle);
     Peer peer("map memory");
     tell(peer.socket(), handle);
     hear<char>(peer.socket());
-    cudaFree(window);
+    cudaFree(peer_buffer);
   };
   EXPECT_DEATH(free_early(), "freed while process");
 }
 
 TEST(MappedMemory, IsTheSameForThreadsOfAProcess) {
   cudaIpcMemHandle_t handle{};
-  std::byte* const window = make_window(handle);
+  std::byte* const peer_buffer = make_peer_buffer(handle);
   void* mapped = nullptr;
   works(cudaIpcOpenMemHandle(&mapped, handle, cudaIpcMemLazyEnablePeerAccess));
-  EXPECT_EQ(mapped, window);
+  EXPECT_EQ(mapped, peer_buffer);
   works(cudaIpcCloseMemHandle(mapped));
-  works(cudaFree(window));
+  works(cudaFree(peer_buffer));
   EXPECT_NE(cudaIpcOpenMemHandle(&mapped, handle, cudaIpcMemLazyEnablePeerAccess), cudaSuccess);
   static_cast<void>(cudaGetLastError());
 }

@@ -1,6 +1,7 @@
-// The transport over NCCL with windows, between ranks that are threads, over stand-ins of CUDA and
-// NCCL. What exchange kernels would report a test writes for them. Whatever ends the communicator
-// ends the windows of all its layers, and their memory is kept; else all of it is freed.
+// The transport over NCCL with peer buffers, between ranks that are threads, over stand-ins of CUDA
+// and NCCL. What exchange kernels would report a test writes for them. Whatever ends the
+// communicator ends the peer buffers of all its layers, and their memory is kept; else all of it is
+// freed.
 #include "comm/nccl/transport.hpp"
 
 #include <gmock/gmock.h>
@@ -35,7 +36,7 @@ using Layer = std::shared_ptr<const PeerView>;
 
 Layer open(Transport& world, std::uint32_t number = 1) {
   std::string why;
-  Layer layer = world.open_windows(number, kBytes, why);
+  Layer layer = world.open_peer_buffers(number, kBytes, why);
   EXPECT_TRUE(layer) << why;
   return layer;
 }
@@ -82,8 +83,9 @@ class NcclTransportTest : public ::testing::Test {
     });
   }
 
-  /// Rank 0 keeps all: its window, its epoch and its mapping of rank 1's window. So rank 1, which
-  /// knows of nothing, waits in vain to hear that its window is closed, and keeps that.
+  /// Rank 0 keeps all: its peer buffer, its epoch and its mapping of rank 1's peer buffer. So rank
+  /// 1, which knows of nothing, waits in vain to hear that its peer buffer is closed, and keeps
+  /// that.
   static void expect_kept_by_rank_0() {
     EXPECT_EQ(alive().memory, 3);
     EXPECT_EQ(alive().host, 1);
@@ -177,7 +179,7 @@ TEST_F(NcclTransportTest, AReportThatNobodyReadKeepsTheMemory) {
   expect_kept_by_rank_0();
 }
 
-TEST_F(NcclTransportTest, AGatherThatFailsEndsTheWindows) {
+TEST_F(NcclTransportTest, AGatherThatFailsEndsThePeerBuffers) {
   run(
       [&](int rank, Transport& world) {
         const Layer layer = open(world);

@@ -10,7 +10,7 @@ namespace {
 struct Case {
   int gpu;           // compute capability, 10 x major + minor
   int compiled_for;  // as cudaFuncAttributes::ptxVersion says it
-  bool sm90_code;    // asks the copy engine, waits for the kernels before it
+  bool sm90_code;    // asks TMA, waits for the kernels before it
   bool hoppers;      // where the build has code for sm_90a
 };
 

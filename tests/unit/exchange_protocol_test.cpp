@@ -1,6 +1,6 @@
 // The protocol of the exchange kernels (kernels/cuda/exchange/exchange.cu) on processor threads:
-// ranks that push words into each other's windows, which are their own flags, in one trip and in
-// two, and no barrier anywhere. It shows that copies of each buffer are enough, and that one is
+// ranks that push words into each other's peer buffers, which are their own flags, in one trip and
+// in two, and no barrier anywhere. It shows that copies of each buffer are enough, and that one is
 // not. The kernels themselves are tried on GPUs by exchange_test.
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/cuda/exchange/window_layout.hpp"
+#include "kernels/cuda/exchange/peer_buffer_layout.hpp"
 
 namespace longspan {
 namespace {
@@ -26,10 +26,10 @@ constexpr int kMostCopies = 3;
 enum class Way { one_trip, two_trips };
 constexpr Way kWays[] = {Way::one_trip, Way::two_trips};
 
-/// A window: words by copy, sender, block, 0 at rest. All is relaxed, as the kernel's stores are
-/// plain. The header, a word by copy and sender, is what every rank has of every other in each
+/// A peer buffer: words by copy, sender, block, 0 at rest. All is relaxed, as the kernel's stores
+/// are plain. The header, a word by copy and sender, is what every rank has of every other in each
 /// exchange, whatever else travels.
-struct Window {
+struct PeerBuffer {
   using Words = std::atomic<std::uint32_t>[kMostCopies][kRanks][kBlocks][kWords];
   Words states, results;
   std::atomic<std::uint32_t> header[kMostCopies][kRanks];
@@ -47,7 +47,11 @@ class Model {
  public:
   Model(int copies, std::uint32_t first_epoch, int slow = 20,
         std::chrono::seconds patience = std::chrono::seconds(60))
-      : copies_(copies), first_(first_epoch), slow_(slow), patience_(patience), windows_(kRanks) {}
+      : copies_(copies),
+        first_(first_epoch),
+        slow_(slow),
+        patience_(patience),
+        peer_buffers_(kRanks) {}
 
   /// Wrong words that anybody read in so many exchanges, of the given ways in turn.
   long run(int exchanges, const std::vector<Way>& ways) {
@@ -85,25 +89,25 @@ class Model {
   void headers(int rank, std::uint32_t epoch) {
     for (int to = 0; to < kRanks; ++to)
       if (to != rank)
-        windows_[to].header[copy_of(epoch)][rank].store(epoch, std::memory_order_relaxed);
+        peer_buffers_[to].header[copy_of(epoch)][rank].store(epoch, std::memory_order_relaxed);
     for (int from = 0; from < kRanks; ++from)
       if (from != rank)
-        wait([&, &word = windows_[rank].header[copy_of(epoch)][from]] {
+        wait([&, &word = peer_buffers_[rank].header[copy_of(epoch)][from]] {
           const auto seen = [&] { return word.load(std::memory_order_relaxed); };
           dawdle(rank, [&] { return seen() == next_epoch(epoch); });
           return seen() == epoch;
         });
   }
 
-  void push(Window::Words& words, int rank, int block, std::uint32_t epoch) {
+  void push(PeerBuffer::Words& words, int rank, int block, std::uint32_t epoch) {
     for (int i = 0; i < kWords; ++i)
       words[copy_of(epoch)][rank][block][i].store(sent(word_of(rank, block, i, epoch)),
                                                   std::memory_order_relaxed);
   }
 
-  /// Waits for the words of a rank in a window of `rank`, and puts them back to rest; how many are
-  /// wrong.
-  long take(Window::Words& words, int rank, int from, int block, std::uint32_t epoch) {
+  /// Waits for the words of a rank in a peer buffer of `rank`, and puts them back to rest; how many
+  /// are wrong.
+  long take(PeerBuffer::Words& words, int rank, int from, int block, std::uint32_t epoch) {
     long wrong = 0;
     for (int i = 0; i < kWords; ++i) {
       auto& word = words[copy_of(epoch)][from][block][i];
@@ -120,9 +124,9 @@ class Model {
   long one_trip(int rank, int block, std::uint32_t epoch) {
     long wrong = 0;
     for (int to = 0; to < kRanks; ++to)
-      if (to != rank) push(windows_[to].states, rank, block, epoch);
+      if (to != rank) push(peer_buffers_[to].states, rank, block, epoch);
     for (int from = 0; from < kRanks; ++from)
-      if (from != rank) wrong += take(windows_[rank].states, rank, from, block, epoch);
+      if (from != rank) wrong += take(peer_buffers_[rank].states, rank, from, block, epoch);
     return wrong;
   }
 
@@ -131,15 +135,15 @@ class Model {
     constexpr int kOwners = 2;
     long wrong = 0;
     for (int to = 0; to < kOwners; ++to)
-      if (to != rank) push(windows_[to].states, rank, block, epoch);
+      if (to != rank) push(peer_buffers_[to].states, rank, block, epoch);
     if (rank < kOwners) {
       for (int from = 0; from < kRanks; ++from)
-        if (from != rank) wrong += take(windows_[rank].states, rank, from, block, epoch);
+        if (from != rank) wrong += take(peer_buffers_[rank].states, rank, from, block, epoch);
       for (int to = 0; to < kRanks; ++to)
-        if (to != rank) push(windows_[to].results, rank, block, epoch);
+        if (to != rank) push(peer_buffers_[to].results, rank, block, epoch);
     }
     for (int from = 0; from < kOwners; ++from)
-      if (from != rank) wrong += take(windows_[rank].results, rank, from, block, epoch);
+      if (from != rank) wrong += take(peer_buffers_[rank].results, rank, from, block, epoch);
     return wrong;
   }
 
@@ -166,7 +170,7 @@ class Model {
   const std::uint32_t first_;
   const int slow_;
   const std::chrono::seconds patience_;
-  std::vector<Window> windows_;
+  std::vector<PeerBuffer> peer_buffers_;
 };
 
 TEST(ExchangeProtocol, TwoCopiesAreEnough) {

@@ -37,7 +37,7 @@ class Routes : public ::testing::TestWithParam<int> {
     p.capacity = kCapacity;
     p.peers.rank = rank;
     p.peers.ranks = GetParam();
-    for (int of = 0; of < GetParam(); ++of) p.peers.window[of] = memory_[of].data();
+    for (int of = 0; of < GetParam(); ++of) p.peers.peer_buffer[of] = memory_[of].data();
     p.merge.states = {states_.data(), rows, 16, GetParam()};
     p.merge.interleaved = interleaved;
     return make_route(p);
@@ -78,7 +78,7 @@ TEST_P(Routes, SharesAreAllRowsOnce) {
           continue;
         }
         const Route peer = route(r.rank[step], rows, false);
-        ASSERT_EQ(r.window[step], peer.own);
+        ASSERT_EQ(r.peer_buffer[step], peer.own);
         ASSERT_EQ(r.share_first[step], peer.own_first);
         ASSERT_EQ(r.share_count[step], peer.own_count);
       }

@@ -35,7 +35,7 @@ class Notes final : public kernels::AttentionKernels, public kernels::RowKernels
   }
   void exchange(const kernels::ExchangeParams& e, Stream) const override { exchanges.push_back(e); }
   void merge(const kernels::MergeParams&, Stream) const override { ++merges; }
-  std::size_t exchange_window(std::int64_t, int, int) const override { return 1; }
+  std::size_t peer_buffer_bytes(std::int64_t, int, int) const override { return 1; }
   void digest(const kernels::DigestParams&, Stream) const override {}
   void say(const kernels::SayParams&, Stream) const override { ++says; }
   std::shared_ptr<std::byte> shared_memory(std::size_t) const override { return nullptr; }
@@ -52,14 +52,15 @@ class OneOfTwo final : public comm::SelfTransport {
   int size() const override { return 2; }
   int gathers = 0;
   std::uint64_t* said = nullptr;
-  std::shared_ptr<const PeerView> open_windows(std::uint32_t, std::size_t, std::string&) override {
+  std::shared_ptr<const PeerView> open_peer_buffers(std::uint32_t, std::size_t,
+                                                    std::string&) override {
     return std::make_shared<PeerView>();
   }
 
  protected:
-  int start(const comm::Verb& verb, Stream, const char*) override {
-    gathers += verb.kind == comm::Verb::all_gather;
-    said = verb.said;
+  int start(const comm::Collective& collective, Stream, const char*) override {
+    gathers += collective.kind == comm::Collective::all_gather;
+    said = collective.said;
     return -1;
   }
 };
@@ -106,7 +107,7 @@ TEST_F(GatherStatesTest, ARankThatTimesItsPhasesSendsWhatTheOthersSend) {
 }
 
 TEST_F(GatherStatesTest, AllRanksTakeKernelsApartTogether) {
-  options.exchange = Exchange::windows_apart;
+  options.exchange = Exchange::peer_buffers_apart;
   run(*layer());
   ASSERT_EQ(notes.exchanges.size(), 1u);
   EXPECT_EQ(notes.pushes, 0);
@@ -123,7 +124,7 @@ TEST_F(GatherStatesTest, WhatIsGatheredCarriesWhatTheRankMeans) {
   EXPECT_EQ(notes.merges, 1);
 }
 
-TEST_F(GatherStatesTest, TakesWindowsWhereTheStatesFit) {
+TEST_F(GatherStatesTest, TakesPeerBuffersWhereTheStatesFit) {
   options.limits.max_tokens = 16385;
   const auto states = layer();
   EXPECT_EQ(states->exchange().describe(), "windows (gather past 16384 states)");

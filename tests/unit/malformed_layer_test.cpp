@@ -213,7 +213,7 @@ TEST_F(Malformed, OptionsOfALayer) {
            [&] { c.sharding(o.queries.emplace()); },
            [&] { o.invariant = true; },
            [&] { o.strategy = "pigeon"; },
-           [&] { o.exchange = c.once_in(2) ? static_cast<Exchange>(77) : Exchange::windows; },
+           [&] { o.exchange = c.once_in(2) ? static_cast<Exchange>(77) : Exchange::peer_buffers; },
            [&] {
              o.threads = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 3});
            },

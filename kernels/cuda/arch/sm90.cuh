@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/cuda/arch/copy_engine.cuh"
 #include "kernels/cuda/arch/divide.cuh"
+#include "kernels/cuda/arch/tma.cuh"
 
 namespace longspan::kernels::sm90 {
 

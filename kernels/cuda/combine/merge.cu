@@ -10,7 +10,7 @@
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/combine/fold_slots.cuh"
-#include "kernels/cuda/combine/row_end.cuh"
+#include "kernels/cuda/combine/row_epilogue.cuh"
 #include "kernels/cuda/combine/run_headers.cuh"
 #include "kernels/cuda/common/convert.cuh"
 #include "kernels/cuda/common/launch.hpp"
@@ -59,7 +59,7 @@ struct Places {
 template <int kColumns>
 __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, int column,
                            Piece<kColumns>& state, bool wide) {
-  RowEnd(m, head).finish(state);
+  RowEpilogue(m, head).finish(state);
   store_result(m, ResultPlace(m, token, head, column), state, wide);
 }
 

@@ -10,7 +10,7 @@ namespace longspan::kernels::cuda {
 /// Keys of a sequence whose length is unknown.
 inline constexpr std::int64_t kMostKeys = std::int64_t{1} << 31;
 
-/// Pieces of work for each place on the GPU, at most; and where lengths may differ.
+/// Work tiles for each place on the GPU, at most; and where lengths may differ.
 inline constexpr int kPieces = 4, kSharedPieces = 8;
 
 /// Keys of the longest sequence that a call may have, on all ranks.

@@ -2,8 +2,9 @@
 //
 // Device code decides by __CUDA_ARCH__, and the host has to decide with it. The GPU says less: one
 // of compute capability 9.0 also runs code that was compiled for 8.0, from PTX, and such code
-// neither waits for the kernels before it (arch/overlap.cuh) nor asks the copy engine
-// (decode_loader.cuh). Were it given boxes to copy, it would wait for bytes that nobody asked for.
+// neither waits for the kernels before it (arch/overlap.cuh) nor asks TMA
+// (decode_producer.cuh). Were it given boxes to copy, it would wait for bytes that nobody asked
+// for.
 #pragma once
 
 namespace longspan::kernels::cuda {

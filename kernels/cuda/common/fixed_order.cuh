@@ -1,4 +1,4 @@
-// The fixed order (longspan/order.hpp) on the device: the segments of one piece of work in the
+// The fixed order (longspan/order.hpp) on the device: the segments of one work tile in the
 // order of the tree's leaves, and the stack of states that folds them.
 //
 // A segment's place in the tree is leaf << bits | t, where 2^bits >= the segments of any leaf: the
@@ -32,7 +32,7 @@ LONGSPAN_HD inline int leaf_bits(const SegmentOrder& order) {
 }
 
 /// The visible segments of one split, in the order of their places. On a GPU this stands before the
-/// first key of a piece of work, so it is spared instructions: a leaf that is entered is worked out
+/// first key of a work tile, so it is spared instructions: a leaf that is entered is worked out
 /// once, steps inside it add one, and segments and places are counted in 32 bits (2^38 keys).
 class SegmentWalk {
  public:

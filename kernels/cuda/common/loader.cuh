@@ -265,7 +265,7 @@ __device__ inline void load_elements(std::uint32_t tile, const KvRows& source, i
 
 template <class T, int kDim, int kRows, int kThreads>
 __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& p,
-                                        const Sequence& sequence, const Work& work) {
+                                        const Sequence& sequence, const TileCoord& work) {
   using Layout = Tile<T, kDim>;
   const bool is_16 = p.q_dtype == p.dtype;
   const bool together = aligned_to_eight(p.q.data, is_16 ? 2 : 1, p.q.row_stride | p.q.head_stride);
@@ -329,7 +329,7 @@ __device__ inline void load_keys(std::uint32_t tile, const KvRows& source, int d
 /// sequence's last, and columns past p.head_dim, become zeros. There as load_keys says.
 template <class T, int kDim, int kRows, int kThreads, Loader kLoader>
 __device__ inline void load_queries(std::uint32_t tile, const AttendParams& p,
-                                    const Sequence& sequence, const Work& work) {
+                                    const Sequence& sequence, const TileCoord& work) {
   if constexpr (kLoader == Loader::plain) {
     load_plain_queries<T, kDim, kRows, kThreads>(tile, p, sequence, work);
   } else {

@@ -1,4 +1,4 @@
-// A tensor as Hopper's copy engine is told of it.
+// A tensor as Hopper's TMA is told of it.
 #pragma once
 
 #include <cuda.h>

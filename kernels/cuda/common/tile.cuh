@@ -12,7 +12,7 @@ namespace longspan::kernels::cuda {
 
 ///
 /// kPanelRows > 0: so many rows at a time are cut into panels of 64 columns (32 where dim is no
-/// multiple of 64), one after the other: as the copy engine brings them, which permutes in the same
+/// multiple of 64), one after the other: as TMA brings them, which permutes in the same
 /// way.
 template <class T, int kDim, int kPanelRows = 0>
 struct Tile {
@@ -83,7 +83,7 @@ __device__ inline void load_plain(std::uint32_t tile, const Rows& source, int di
 /// past the sequence's last, and columns past `dim`, become zeros.
 template <class T, int kDim, int kRows, int kThreads>
 __device__ inline void load_plain_queries(std::uint32_t tile, const AttendParams& p,
-                                          const Sequence& sequence, const Work& work) {
+                                          const Sequence& sequence, const TileCoord& work) {
   using Layout = Tile<T, kDim>;
   for (int index = static_cast<int>(threadIdx.x); index < kRows * Layout::kChunks;
        index += kThreads) {

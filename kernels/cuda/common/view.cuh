@@ -118,8 +118,8 @@ struct Plan {
   int part_tokens = 0;     // > 0: tokens of a sequence in `parts`; 0: its rows are those of q
 };
 
-/// One thread block's piece.
-struct Work {
+/// Where a work tile, which one thread block takes, lies.
+struct TileCoord {
   int sequence;
   int kv_head;
   int split;
@@ -150,7 +150,7 @@ LONGSPAN_HD inline SplitsTaken splits_taken(const SegmentOrder& order,
   return {leaf_splits, (most + (1 << places) - 1) >> places << numbers.leaves};
 }
 
-LONGSPAN_HD inline Work work_of(const Geometry& p, const Plan& plan, int index) {
+LONGSPAN_HD inline TileCoord work_of(const Geometry& p, const Plan& plan, int index) {
   const int group = static_cast<int>(plan.by_group.value);
   // Short queries: the heads of a key together, as they lie together in memory. Long ones: tiles,
   // so that they share keys in L2, and the heaviest under a causal mask, the last, first.
@@ -159,7 +159,7 @@ LONGSPAN_HD inline Work work_of(const Geometry& p, const Plan& plan, int index) 
   const Divisor& slow = heads_first ? plan.by_tiles : plan.by_kv_heads;
   const int inner = index % fast, rest = index / fast, outer = rest % slow;
   const int split = plan.numbers.split(rest / slow, plan.numbers.leaf_splits);
-  Work work{0, heads_first ? inner : outer, split, 0, 0, plan.by_group};
+  TileCoord work{0, heads_first ? inner : outer, split, 0, 0, plan.by_group};
   int tile = plan.tiles - 1 - (heads_first ? outer : inner);
   if (plan.sequence_tiles > 0) {
     work.sequence = tile / plan.by_sequence_tiles;
@@ -182,7 +182,7 @@ struct PackedRow {
   int head;
 };
 
-LONGSPAN_HD inline PackedRow packed_row(const Work& work, int row) {
+LONGSPAN_HD inline PackedRow packed_row(const TileCoord& work, int row) {
   // The packed rows of a sequence are counted by `tiles`, an int.
   const int packed = static_cast<int>(work.first) + row, token = packed / work.by_group;
   const int group = static_cast<int>(work.by_group.value);
@@ -272,17 +272,18 @@ LONGSPAN_HD inline std::int64_t key_offset(const KvRows& source, const Pages& pa
          local_key % pages.size * source.row_stride;
 }
 
-/// The cut of the fixed order's tree that a piece of work takes: parts of the keys are cut by
+/// The cut of the fixed order's tree that a work tile takes: parts of the keys are cut by
 /// their views already. `leaf_splits`: of SplitsTaken.
 struct TreeCut {
   int split, splits;
 };
-LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan, const Work& work,
+LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan, const TileCoord& work,
                                     int leaf_splits) {
   const int skipped = plan.numbers.leaf_splits - leaf_splits;
   return p.parts ? TreeCut{0, 1} : TreeCut{work.split >> skipped, plan.splits >> skipped};
 }
-LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan, const Work& work) {
+LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan,
+                                    const TileCoord& work) {
   return tree_cut(p, plan, work, plan.numbers.leaf_splits);
 }
 
@@ -307,7 +308,7 @@ struct Target {
   }
 };
 LONGSPAN_HD inline Target target_of(const AttendParams& p, const Plan& plan,
-                                    const Sequence& sequence, const Work& work,
+                                    const Sequence& sequence, const TileCoord& work,
                                     const PackedRow& at) {
   const bool own = plan.splits == 1 || p.parts;
   const StateSlots& slots = own ? p.state : plan.parts;

@@ -11,8 +11,8 @@
 //
 // A segment's state is small, and segments always fold in the fixed order. A block takes an aligned
 // part of the order's tree (a split), so the number of splits fills the GPU and never changes a
-// bit. The scheduler is in decode_finder.cuh, its order of work tiles in decode_order.cuh, the
-// producer in decode_loader.cuh, and the consumers' operands in decode_operands.cuh.
+// bit. The scheduler is in decode_scheduler.cuh, its order of work tiles in decode_order.cuh, the
+// producer in decode_producer.cuh, and the consumers' operands in decode_operands.cuh.
 // decode_shared.cuh has the shared memory of a block, decode_parts.cuh what consumers hand to each
 // other.
 #pragma once
@@ -24,10 +24,10 @@
 #include "kernels/cuda/common/fold_stack.cuh"
 #include "kernels/cuda/common/loader.cuh"
 #include "kernels/cuda/common/view.cuh"
-#include "kernels/cuda/decode/decode_finder.cuh"
-#include "kernels/cuda/decode/decode_loader.cuh"
 #include "kernels/cuda/decode/decode_operands.cuh"
 #include "kernels/cuda/decode/decode_parts.cuh"
+#include "kernels/cuda/decode/decode_producer.cuh"
+#include "kernels/cuda/decode/decode_scheduler.cuh"
 #include "kernels/cuda/decode/decode_shared.cuh"
 #include "kernels/cuda/decode/decode_stack.cuh"
 #include "kernels/cuda/dispatch/attend.hpp"
@@ -107,7 +107,7 @@ struct DecodeTraits {
 /// Adds ALiBi and qq_bias to the scores. It is not inlined, as it is rare and large.
 template <class Traits>
 __device__ __noinline__ void add_biases(Scores<Traits>& scores, const AttendParams& p,
-                                        const DecodePiece& piece, const QueryRow* rows,
+                                        const DecodeWorkTile& piece, const QueryRow* rows,
                                         std::int64_t first) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -184,7 +184,7 @@ template <class Traits>
 __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const AttendParams& p,
                                               const typename Traits::Shared& shared, int slot,
                                               std::int64_t first) {
-  const DecodePiece& piece = shared.piece[slot];
+  const DecodeWorkTile& piece = shared.piece[slot];
   Score score = p.score;
   if constexpr (!Traits::kPlain) score.scale = piece.score_scale;
   // Functions change a copy, so that the original stays in registers.
@@ -278,10 +278,10 @@ __device__ inline void scale_state(State& state, float scale) {
 /// The epilogue of a work tile: a warp stores its own columns of each row.
 template <class Traits>
 __device__ __forceinline__ void store_rows(const AttendParams& p, const Plan& plan,
-                                           const DecodePiece& piece,
+                                           const DecodeWorkTile& piece,
                                            const typename Traits::State& state) {
   const int lane = threadIdx.x % 32;
-  const Work work = piece.work;
+  const TileCoord work = piece.work;
 #pragma unroll
   for (int n = 0; n < Traits::kRowTiles; ++n)
 #pragma unroll
@@ -361,10 +361,9 @@ __device__ __forceinline__ void consume_segments(const AttendParams& p, const Pl
 }
 
 template <class Traits>
-__global__ __launch_bounds__(Traits::kBlockThreads,
-                             2) void attend_decode_kernel(const __grid_constant__ AttendParams p,
-                                                          const __grid_constant__ Plan plan,
-                                                          const __grid_constant__ KeyBoxes boxes) {
+__global__ __launch_bounds__(Traits::kBlockThreads, 2) void attend_decode_kernel(
+    const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
+    const __grid_constant__ KvTensorMaps maps) {
   std::byte* const memory = arch::shared_by_1024;
   const std::uint32_t ring = arch::shared_address(memory);
   constexpr int kRing = Traits::kStages * Traits::kStageBytes;
@@ -372,8 +371,8 @@ __global__ __launch_bounds__(Traits::kBlockThreads,
   shared.init();
   __syncthreads();
   constexpr unsigned kScheduler = Traits::kThreads + Traits::kLoaders;
-  if (threadIdx.x >= kScheduler) return DecodeFinder<Traits>(p, plan, boxes, shared).run();
-  if (threadIdx.x >= Traits::kThreads) return DecodeLoader<Traits>(p, boxes, shared, ring).run();
+  if (threadIdx.x >= kScheduler) return DecodeScheduler<Traits>(p, plan, maps, shared).run();
+  if (threadIdx.x >= Traits::kThreads) return DecodeProducer<Traits>(p, maps, shared, ring).run();
   arch::wait_for_kernels_before();
   constexpr int kStack = Traits::kSharedBytes;  // behind it, what the launch adds
   const int near_levels =

@@ -1,5 +1,5 @@
 // fp8 keys and values into a stage of the decode kernel as they are, from caches of any layout:
-// where the copy engine cannot take them, or not all keys of a stage are wanted. The ways are those
+// where TMA cannot take them, or not all keys of a stage are wanted. The ways are those
 // of loader.cuh, which says when which may be taken.
 #pragma once
 

@@ -50,11 +50,11 @@ struct DecodeQueries {
 
   using Words = std::uint32_t[Traits::kSlices][2];  // of a row tile as they are stored, by lane
 
-  /// A warp reads a row tile of a piece of work.
+  /// A warp reads a row tile of a work tile.
   template <class Piece>
   __device__ __forceinline__ static void ask(const AttendParams& p, const Piece& piece, int n,
                                              Words& words) {
-    const Work& work = piece.work;
+    const TileCoord& work = piece.work;
     const int row = n * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
     const bool valid = row < work.rows;
     const PackedRow at = packed_row(work, valid ? row : 0);

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/arch/copy_engine.cuh"
+#include "kernels/cuda/arch/tma.cuh"
 
 namespace longspan::kernels::cuda {
 

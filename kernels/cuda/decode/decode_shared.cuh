@@ -1,10 +1,10 @@
-// What the warps of a block of the decode kernel share: the one that finds pieces of work and says
-// which segments they have (decode_finder.cuh), those that load (decode_loader.cuh) and those that
-// multiply (attend_decode.cuh). Each of them goes round rings, of pieces, of segments or of stages,
-// and a barrier in each place of one says that the place may be read, or filled again.
+// What the warps of a block of the decode kernel share: the one that finds work tiles and says
+// which segments they have (decode_scheduler.cuh), those that load (decode_producer.cuh) and those
+// that multiply (attend_decode.cuh). Each of them goes round rings, of pieces, of segments or of
+// stages, and a barrier in each place of one says that the place may be read, or filled again.
 #pragma once
 
-#include "kernels/cuda/arch/copy_engine.cuh"
+#include "kernels/cuda/arch/tma.cuh"
 #include "kernels/cuda/common/fixed_order.cuh"
 #include "kernels/cuda/common/pipeline_state.cuh"
 #include "kernels/cuda/common/view.cuh"
@@ -15,7 +15,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// A segment of a piece of work.
+/// A segment of a work tile.
 struct DecodeSegment {
   std::int32_t index;         // local; < 0: none, all is done
   std::int16_t piece;         // its slot
@@ -25,12 +25,12 @@ struct DecodeSegment {
   __device__ explicit operator bool() const { return index >= 0; }
 };
 
-/// What is known of a piece of work.
-struct DecodePiece {
-  Work work;
+/// What is known of a work tile.
+struct DecodeWorkTile {
+  TileCoord work;
   Sequence sequence;
   View view;
-  float score_scale, value_scale;  // of the kv head; not set where the loader is plain
+  float score_scale, value_scale;  // of the kv head; not set where the producer is plain
 };
 
 /// Shared memory beside the ring.
@@ -47,7 +47,7 @@ struct alignas(16) DecodeShared {
 
   DecodeQueries<Traits> queries[kPieces];
   SegmentParts<Traits> parts;
-  DecodePiece piece[kPieces];
+  DecodeWorkTile piece[kPieces];
   Interval views[kPieces][Traits::kRows];
   QueryRow rows[kPieces][Traits::kPlain ? 1 : Traits::kRows];  // for biases
   arch::Barrier has_queries[kPieces], done[kPieces];

@@ -15,8 +15,8 @@
 #include "kernels/cuda/common/convert.cuh"
 #include "kernels/cuda/common/fixed_order.cuh"
 #include "kernels/cuda/common/launch.hpp"
-#include "kernels/cuda/decode/decode_boxes.hpp"
 #include "kernels/cuda/decode/decode_order.cuh"
+#include "kernels/cuda/decode/decode_tensor_maps.hpp"
 #include "kernels/cuda/dispatch/attend_finished.hpp"
 #include "kernels/cuda/exchange/exchange.hpp"
 #include "kernels/cuda/hopper/attend_sm90.hpp"
@@ -172,10 +172,10 @@ void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStr
   LaunchConfig how{dim3(launch.blocks), dim3(shape.threads), stream,
                    static_cast<std::size_t>(launch.shared_bytes)};
   if (shape.decode == nullptr) return launch_kernel(shape.tiled, how, p, launch.plan);
-  KeyBoxes boxes{};
-  if (gpu.sm90_code) boxes = key_boxes(p, shape.box_dim, shape.box_keys);
+  KvTensorMaps maps{};
+  if (gpu.sm90_code) maps = kv_tensor_maps(p, shape.box_dim, shape.box_keys);
   how.overlaps = gpu.sm90_code;
-  launch_kernel(shape.decode, how, p, launch.plan, boxes);
+  launch_kernel(shape.decode, how, p, launch.plan, maps);
 }
 
 /// `finished`: where the rows end when they have no other state; null: their states are written.
@@ -394,7 +394,7 @@ bool is_decode(const AttendParams& p) {
 }
 
 bool writes_new_keys(const AttendParams& p) {
-  // Each of these is seen by a row of its own sequence, so some piece of work comes by.
+  // Each of these is seen by a row of its own sequence, so some work tile comes by.
   return is_decode(p) && is_square(p.head_dim, p.value_dim) && p.queries.ranks == 1 &&
          p.dtype != DType::fp32 && p.new_v.data != nullptr && loader_of(p) == Loader::plain &&
          !p.documents && p.shard.layout != Layout::listed && is_aligned<8>(p.new_k, p.dtype) &&

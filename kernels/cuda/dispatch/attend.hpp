@@ -7,7 +7,7 @@
 #include <cstddef>
 
 #include "kernels/cuda/common/view.cuh"
-#include "kernels/cuda/decode/decode_boxes.hpp"
+#include "kernels/cuda/decode/decode_tensor_maps.hpp"
 #include "kernels/cuda/dispatch/instances.hpp"
 #include "kernels/params.hpp"
 
@@ -18,13 +18,13 @@ Loader loader_of(const AttendParams& p);
 /// A compiled kernel, persistent: any grid does all the work. It is one of two kinds.
 struct KernelShape {
   /// Of short queries. It waits for the kernels before it by itself (overlap.hpp).
-  void (*decode)(AttendParams, Plan, KeyBoxes) = nullptr;
+  void (*decode)(AttendParams, Plan, KvTensorMaps) = nullptr;
   void (*tiled)(AttendParams, Plan) = nullptr;
   int threads = 0;
   int shared_bytes = 0;
   int tile_rows = 0;            // packed rows that a block takes at a time
   std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
-  int box_dim = 0;              // of the tiles of KeyBoxes
+  int box_dim = 0;              // of the tiles of KvTensorMaps
   int near_levels = 0;          // states on a block's stack that are worth a place in shared
                                 // memory, behind shared_bytes; it takes as many as it is given
   int box_keys = 0;             // most keys of a box

@@ -123,8 +123,8 @@ class CudaBackend final : public Backend {
   void exchange(const ExchangeParams& p, Stream stream) const override {
     cuda::exchange(p, stream_of(stream));
   }
-  std::size_t exchange_window(std::int64_t rows, int dim, int ranks) const override {
-    return cuda::window_bytes(rows, dim, ranks);
+  std::size_t peer_buffer_bytes(std::int64_t rows, int dim, int ranks) const override {
+    return cuda::peer_buffer_bytes(rows, dim, ranks);
   }
   void digest(const DigestParams& p, Stream stream) const override {
     cuda::digest(p, stream_of(stream));

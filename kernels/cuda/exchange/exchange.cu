@@ -44,7 +44,7 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll
     for (int step = 0; step < (1 << kLevels) - 1; ++step) {
       if (step >= static_cast<int>(r.peers)) break;
-      own.send(r, r.window[step] + turn.copy + r.slot, next, r.rows, column);
+      own.send(r, r.peer_buffer[step] + turn.copy + r.slot, next, r.rows, column);
     }
     next += row_step();
     if (next >= r.rows) break;
@@ -87,7 +87,7 @@ __global__ __launch_bounds__(kThreads,
   for (std::uint32_t next = first_rows();;) {
 #pragma unroll
     for (int step = 0; step < kPeers; ++step)
-      own[step].send(r, r.window[step] + turn.copy + r.slot, r.share_first[step] + next,
+      own[step].send(r, r.peer_buffer[step] + turn.copy + r.slot, r.share_first[step] + next,
                      r.share_first[step] + r.share_count[step], column);
     next += row_step();
     if (next >= r.share_count_most) break;
@@ -111,7 +111,7 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll
     for (int step = 0; step < kPeers; ++step) {
       if (step >= static_cast<int>(r.peers)) break;
-      send_elements(r.window[step] + turn.copy + r.result, size, row * dim + column, words);
+      send_elements(r.peer_buffer[step] + turn.copy + r.result, size, row * dim + column, words);
     }
     if (result.is_wanted) copy_elements(m, result.place, words, task.wide);
     if (column == 0) {  // a long way to the logarithm: after what others wait for
@@ -119,7 +119,7 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll
       for (int step = 0; step < kPeers; ++step) {
         if (step >= static_cast<int>(r.peers)) break;
-        arch::store_volatile(r.window[step] + turn.copy + r.lse + row * 4,
+        arch::store_volatile(r.peer_buffer[step] + turn.copy + r.lse + row * 4,
                              sent(__float_as_uint(lse)));
       }
       if (result.is_wanted && result.place.lse != nullptr) *result.place.lse = lse;
@@ -211,7 +211,7 @@ void launch(const ExchangeParams& p, const Route& route, std::int64_t rows, cuda
 }
 
 [[noreturn]] void refuse(const std::string& what) {
-  throw Unsupported("exchange by windows: " + what);
+  throw Unsupported("exchange by peer buffers: " + what);
 }
 
 }  // namespace
@@ -224,10 +224,10 @@ Push push_of(const ExchangeParams& p) {
   if (m.rows != nullptr) refuse("sharded queries");
   if (m.states.rows > p.capacity)
     throw InputError("exchange of " + std::to_string(m.states.rows) +
-                     " states; the windows were made for " + std::to_string(p.capacity));
-  const WindowLayout layout{p.capacity, m.states.dim, p.peers.ranks};
-  if (layout.total() >= std::int64_t{1} << 32)  // offsets in a window have 32 bits
-    refuse("windows of " + std::to_string(layout.total()) + " bytes");
+                     " states; the peer buffers were made for " + std::to_string(p.capacity));
+  const PeerBufferLayout layout{p.capacity, m.states.dim, p.peers.ranks};
+  if (layout.total() >= std::int64_t{1} << 32)  // offsets in a peer buffer have 32 bits
+    refuse("peer buffers of " + std::to_string(layout.total()) + " bytes");
   if (p.push != Push::automatic) return p.push;
   return choose_push(m.states.rows, m.states.dim, p.peers.ranks, p.pushed);
 }
@@ -245,8 +245,8 @@ void exchange(const ExchangeParams& p, cudaStream_t stream) {
   });
 }
 
-std::size_t window_bytes(std::int64_t rows, int dim, int ranks) {
-  return static_cast<std::size_t>(WindowLayout{rows, dim, ranks}.total());
+std::size_t peer_buffer_bytes(std::int64_t rows, int dim, int ranks) {
+  return static_cast<std::size_t>(PeerBufferLayout{rows, dim, ranks}.total());
 }
 
 // On two H200s (docs/performance-exchange.md) the bytes and merges that the second trip saves pay

@@ -21,8 +21,8 @@ void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocesso
 /// The variant that runs. Throws for what cannot be exchanged.
 Push push_of(const ExchangeParams& p);
 
-/// Bytes of a window for exchanges of up to `rows` states.
-std::size_t window_bytes(std::int64_t rows, int dim, int ranks);
+/// Bytes of a peer buffer for exchanges of up to `rows` states.
+std::size_t peer_buffer_bytes(std::int64_t rows, int dim, int ranks);
 
 /// The variant that `automatic` stands for; `pushed`: ExchangeParams.
 Push choose_push(std::int64_t rows, int dim, int ranks, bool pushed = false);

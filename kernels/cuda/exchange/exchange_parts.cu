@@ -34,7 +34,7 @@ constexpr int kFewestThreads = 32;
 constexpr int kAloneLevels = 3;  // of the tree, that a thread folds with its loads all at once
 
 /// Plan::parts, as far as its rows are read. Offsets within a slot have 32 bits, like those in a
-/// window.
+/// peer buffer.
 struct Parts {
   const std::byte* slots;
   std::uint64_t slot_bytes;
@@ -114,7 +114,7 @@ __device__ void send_rows(const Route& r, const Turn& turn, std::uint32_t first,
 #pragma unroll
   for (int step = 0; step < (1 << kLevels) - 1; ++step) {
     if (step >= static_cast<int>(r.peers)) break;
-    std::byte* slot = r.window[step] + turn.copy + r.slot;
+    std::byte* slot = r.peer_buffer[step] + turn.copy + r.slot;
     arch::store_volatile(slot + at, sent(four));
     if (column == 0) arch::store_volatile(slot + row * 8, sent(two));
   }

@@ -6,13 +6,13 @@
 #include <cstdint>
 
 #include "kernels/cuda/common/divisor.hpp"
-#include "kernels/cuda/exchange/window_layout.hpp"
+#include "kernels/cuda/exchange/peer_buffer_layout.hpp"
 #include "longspan/order.hpp"
 
 namespace longspan::kernels::cuda {
 
-/// Parts of a copy are offsets from its start, the same in every window. A peer is named by its
-/// step: 0 for the rank after this one, and so on round, so that ranks do not all write to one.
+/// Parts of a copy are offsets from its start, the same in every peer buffer. A peer is named by
+/// its step: 0 for the rank after this one, and so on round, so that ranks do not all write to one.
 struct Route {
   static constexpr int kMostPeers = PeerView::kMostRanks - 1;
 
@@ -25,10 +25,10 @@ struct Route {
   const std::uint32_t* epoch;
   std::uint32_t copies;  // where copy 0 begins
   std::uint32_t copy_bytes;
-  std::uint32_t slot;             // this rank's, in the windows of others
-  std::byte* window[kMostPeers];  // by step
+  std::uint32_t slot;                  // this rank's, in the peer buffers of others
+  std::byte* peer_buffer[kMostPeers];  // by step
 
-  std::byte* own;                 // this rank's window
+  std::byte* own;                 // this rank's peer buffer
   std::uint8_t rank[kMostPeers];  // by step
   Divisor heads;
   std::uint32_t result, lse;
@@ -48,7 +48,7 @@ struct Route {
 inline Route make_route(const ExchangeParams& p) {
   const PeerView& view = p.peers;
   const StateSlots& states = p.merge.states;
-  const WindowLayout layout{p.capacity, states.dim, view.ranks};
+  const PeerBufferLayout layout{p.capacity, states.dim, view.ranks};
   const auto small = [](std::int64_t value) { return static_cast<std::uint32_t>(value); };
   Route r{.rows = small(states.rows),
           .row_bytes = small(states.dim * 4),
@@ -57,7 +57,7 @@ inline Route make_route(const ExchangeParams& p) {
           .own_state = reinterpret_cast<const std::byte*>(states.stats(view.rank)),
           .epoch = view.epoch,
           .heads = Divisor(small(p.merge.heads))};
-  r.own = view.window[view.rank];
+  r.own = view.peer_buffer[view.rank];
   r.copies = small(layout.copy(0));
   r.copy_bytes = small(layout.copy_bytes());
   r.slot = small(layout.slot(view.rank));
@@ -73,7 +73,7 @@ inline Route make_route(const ExchangeParams& p) {
   for (int step = 0; step < Route::kMostPeers; ++step) {
     const int rank = step < view.ranks - 1 ? (view.rank + 1 + step) % view.ranks : view.rank;
     r.rank[step] = static_cast<std::uint8_t>(rank);
-    r.window[step] = view.window[rank];
+    r.peer_buffer[step] = view.peer_buffer[rank];
     r.share_first[step] = first(rank);
     r.share_count[step] = rank == view.rank ? 0 : count(rank);
   }

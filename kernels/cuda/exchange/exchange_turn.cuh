@@ -23,7 +23,7 @@ __device__ inline std::uint32_t row_step() { return (gridDim.x - 1) * blockDim.y
 struct Turn {
   std::uint32_t epoch;
   std::uint32_t index;  // of the copy
-  std::uint64_t copy;   // from the start of every window
+  std::uint64_t copy;   // from the start of every peer buffer
 
   __device__ explicit Turn(const Route& r)
       : epoch(next_epoch(arch::load_relaxed(r.epoch))),
@@ -54,13 +54,14 @@ __device__ inline void compare_headers(const Route& r, const ExchangeParams& p) 
   arch::wait_for_kernels_before();
   const Turn turn(r);
   if (thread() < r.peers) {
-    arch::store_volatile(r.window[thread()] + turn.copy + WindowLayout::header(p.peers.rank),
-                         header_of(p, turn.epoch));
+    arch::store_volatile(
+        r.peer_buffer[thread()] + turn.copy + PeerBufferLayout::header(p.peers.rank),
+        header_of(p, turn.epoch));
     const int from = r.rank[thread()];
     const std::byte* headers = r.own + turn.copy;
     BoundedWait wait(p, r, turn.epoch, headers);
     for (;;) {
-      const uint4 header = arch::load_volatile(headers + WindowLayout::header(from));
+      const uint4 header = arch::load_volatile(headers + PeerBufferLayout::header(from));
       if (differs(p, header, turn.epoch)) wait.fail(PeerReport::differs, from);
       if (has_arrived(header, turn.epoch) || !wait.go_on(from)) break;
     }

@@ -38,7 +38,7 @@ __device__ inline bool differs(const ExchangeParams& p, uint4 header, std::uint3
 /// it was late; then they were late, and so on to and fro, at milliseconds an exchange.
 class BoundedWait {
  public:
-  /// `copy`: where the copy of this rank's own window begins.
+  /// `copy`: where the copy of this rank's own peer buffer begins.
   __device__ BoundedWait(const ExchangeParams& params, const Route& route, std::uint32_t epoch,
                          const std::byte* copy)
       : p_(params), watch_(*reinterpret_cast<Watch*>(route.own)), headers_(copy), epoch_(epoch) {}
@@ -52,7 +52,7 @@ class BoundedWait {
     return atomicAdd(&watch_.turns, 1u) % warps != 0 || look_up(rank);
   }
 
-  /// The first report of a window stays.
+  /// The first report of a peer buffer stays.
   __device__ bool fail(PeerReport::Kind kind, int rank) {
     using Word = unsigned long long;
     const PeerReport report{kind, static_cast<std::uint32_t>(rank), p_.run};
@@ -89,7 +89,7 @@ class BoundedWait {
     int absent = -1;
     for (int from = 0; from < p_.peers.ranks; ++from) {
       if (from == p_.peers.rank) continue;
-      const uint4 header = arch::load_volatile(headers_ + WindowLayout::header(from));
+      const uint4 header = arch::load_volatile(headers_ + PeerBufferLayout::header(from));
       if (differs(p_, header, epoch_)) return fail(PeerReport::differs, from);
       if (absent < 0 && !has_arrived(header, epoch_)) absent = from;
     }

@@ -5,7 +5,7 @@
 
 #include "kernels/batch_rows.hpp"
 #include "kernels/cuda/combine/fold_tree.cuh"
-#include "kernels/cuda/combine/row_end.cuh"
+#include "kernels/cuda/combine/row_epilogue.cuh"
 #include "kernels/cuda/exchange/exchange_turn.cuh"
 
 namespace longspan::kernels::cuda {
@@ -132,7 +132,7 @@ __device__ void rest(const Route& r, const Turn& turn, std::uint32_t first, std:
 /// not in the batch are left alone.
 struct ResultRow {
   std::uint32_t token;
-  RowEnd end;
+  RowEpilogue end;
   ResultPlace place;
   bool is_wanted;
 
@@ -148,7 +148,7 @@ struct ResultRow {
   }
 };
 
-/// Four elements of a dense `out` in a window.
+/// Four elements of a dense `out` in a peer buffer.
 __device__ inline void ask_elements(bool wanted, const std::byte* from, int size, std::uint32_t at,
                                     uint4& words) {
   if (size == 4) return arch::load_volatile_if(wanted, from + at * 4, words);

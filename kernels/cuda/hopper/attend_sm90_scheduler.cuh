@@ -15,9 +15,9 @@ __device__ int first_slot(const Batch& batch, int b) {
   return static_cast<int>(batch.first_row(b)) / kRows + b;
 }
 
-/// Finds the index-th work tile and returns its sequence. Work tiles stand in sections of heads, in
-/// each the slots from the last (the longest under a causal mask) to the first, in each slot the
-/// section's heads.
+/// Finds the index-th work tile and returns its sequence. Work tiles stand in sections of
+/// heads, in each the slots from the last (the longest under a causal mask) to the first, in each
+/// slot the section's heads.
 template <class T>
 __device__ int find_work_tile(const Call& call, unsigned index, WorkTile& tile) {
   const AttendParams& params = call.params;

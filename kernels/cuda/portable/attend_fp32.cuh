@@ -66,7 +66,7 @@ class Fp32Products {
         weights_(shared.scratch),
         views_(shared.views) {}
 
-  __device__ __forceinline__ static std::true_type busy(const Work&) { return {}; }
+  __device__ __forceinline__ static std::true_type busy(const TileCoord&) { return {}; }
   __device__ __forceinline__ static void find_columns(const AttendParams&, const Sequence&,
                                                       const View&, std::int64_t, int) {}
 
@@ -92,7 +92,7 @@ class Fp32Products {
   }
 
   __device__ __forceinline__ void weigh(Scores& s, const AttendParams& p, const Sequence& sequence,
-                                        const Work& work, const View& view, std::int64_t first,
+                                        const TileCoord& work, const View& view, std::int64_t first,
                                         State& state) const {
     const int half = threadIdx.x / 16, lane = threadIdx.x % 16;
     Score score = p.score;
@@ -155,7 +155,7 @@ class Fp32Products {
   }
 
   __device__ __forceinline__ static void store(const AttendParams& p, const Plan& plan,
-                                               const Sequence& sequence, const Work& work,
+                                               const Sequence& sequence, const TileCoord& work,
                                                const State& state) {
     const int half = threadIdx.x / 16, lane = threadIdx.x % 16;
 #pragma unroll
@@ -177,7 +177,7 @@ class Fp32Products {
   /// Adds ALiBi and qq_bias to the scores of one row.
   __device__ __forceinline__ static void add_bias(float (&s)[Traits::kKeySteps],
                                                   const AttendParams& p, const Sequence& sequence,
-                                                  const Work& work, int row, const View& view,
+                                                  const TileCoord& work, int row, const View& view,
                                                   std::int64_t first) {
     const PackedRow at = packed_row(work, min(row, work.rows - 1));
     const RowBias bias(p.bias, query_row(p, work.sequence, at));

@@ -14,7 +14,7 @@
 #include "kernels/cuda/common/bias.cuh"
 #include "kernels/cuda/common/fold_stack.cuh"
 #include "kernels/cuda/common/loader.cuh"
-#include "kernels/cuda/common/next_work.cuh"
+#include "kernels/cuda/common/next_work_tile.cuh"
 #include "kernels/cuda/common/store_state.cuh"
 #include "kernels/cuda/common/view.cuh"
 #include "kernels/cuda/dispatch/attend.hpp"
@@ -68,7 +68,7 @@ struct KeyTile {
 /// their use.
 template <bool kInvariant>
 struct WorkTile {
-  Work work;
+  TileCoord work;
   Sequence sequence;
   View view;
   float scale;       // of its kv head's products
@@ -178,7 +178,7 @@ __device__ inline void mask_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTil
 /// Adds ALiBi and qq_bias to the scores. `columns`: of the tile's keys.
 template <class Traits>
 __device__ inline void add_bias(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
-                                const AttendParams& p, const Work& work, const int* columns) {
+                                const AttendParams& p, const TileCoord& work, const int* columns) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int m = 0; m < Traits::kRowTiles; ++m)
@@ -293,7 +293,7 @@ __device__ inline void sum_rows(State& state) {
 /// The epilogue of a work tile.
 template <class Traits>
 __device__ inline void store_rows(const AttendParams& p, const Plan& plan, const Sequence& sequence,
-                                  const Work& work, const typename Traits::State& state) {
+                                  const TileCoord& work, const typename Traits::State& state) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int r = 0; r < Traits::State::kRows; ++r) {

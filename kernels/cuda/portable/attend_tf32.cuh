@@ -64,7 +64,9 @@ class Tf32Products {
         columns_(reinterpret_cast<int*>(shared.scratch)),
         views_(shared.views) {}
 
-  __device__ __forceinline__ bool busy(const Work& work) const { return first_row_ < work.rows; }
+  __device__ __forceinline__ bool busy(const TileCoord& work) const {
+    return first_row_ < work.rows;
+  }
 
   /// Finds for each key of the segment its column of the biases, once a segment.
   __device__ __forceinline__ void find_columns(const AttendParams& p, const Sequence& sequence,
@@ -80,7 +82,7 @@ class Tf32Products {
   }
 
   __device__ __forceinline__ void weigh(Scores& s, const AttendParams& p, const Sequence&,
-                                        const Work& work, const View& view, std::int64_t first,
+                                        const TileCoord& work, const View& view, std::int64_t first,
                                         State& state) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const Score score{p.scale(work.kv_head), p.score.softcap};
@@ -159,7 +161,7 @@ class Tf32Products {
   }
 
   __device__ __forceinline__ static void store(const AttendParams& p, const Plan& plan,
-                                               const Sequence& sequence, const Work& work,
+                                               const Sequence& sequence, const TileCoord& work,
                                                const State& state) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll

@@ -9,7 +9,7 @@ namespace longspan::kernels::cuda {
 /// last one sees, so that the first and the last entry bound the whole tile.
 template <int kRows>
 __device__ __forceinline__ void find_row_views(Interval* views, const AttendParams& p,
-                                               const Sequence& sequence, const Work& work) {
+                                               const Sequence& sequence, const TileCoord& work) {
   if (threadIdx.x < kRows) {
     const int row = min(static_cast<int>(threadIdx.x), work.rows - 1);
     views[threadIdx.x] = row_view(p, sequence, packed_row(work, row).token, work.split);

@@ -11,7 +11,7 @@
 #include "kernels/cuda/arch/sm80.cuh"
 #include "kernels/cuda/common/bias.cuh"
 #include "kernels/cuda/common/fold_stack.cuh"
-#include "kernels/cuda/common/next_work.cuh"
+#include "kernels/cuda/common/next_work_tile.cuh"
 #include "kernels/cuda/common/store_state.cuh"
 #include "kernels/cuda/common/view.cuh"
 #include "kernels/cuda/portable/row_views.cuh"
@@ -84,7 +84,7 @@ __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, c
 /// Loads the packed rows' queries into shared memory, with zeros past the last row and dim.
 template <class Traits>
 __device__ inline void load_fp32_queries(float* queries, const AttendParams& p,
-                                         const Sequence& sequence, const Work& work) {
+                                         const Sequence& sequence, const TileCoord& work) {
   const bool direct = Traits::kPlain || (p.q_dtype == DType::fp32 && aligned_rows(p.q, {}, 0));
   for (int i = static_cast<int>(threadIdx.x); i < Traits::kRows * Traits::kDim / 4;
        i += Traits::kThreads) {
@@ -151,7 +151,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_segm
 
   for (int index = blockIdx.x; index < plan.works;
        index = next_work(plan, index, shared.next_index)) {
-    const Work work = work_of(p, plan, index);
+    const TileCoord work = work_of(p, plan, index);
     if (work.rows == 0) continue;
     const auto busy = products.busy(work);
     const Sequence sequence = sequence_of(p, work.sequence);

@@ -1,4 +1,4 @@
-// Tensor maps and the copies of the copy engine (TMA), in the simulator.
+// Tensor maps and the copies of TMA, in the simulator.
 #pragma once
 
 #include <cuda.h>

@@ -1,6 +1,7 @@
-// Windows between ranks that are threads, over a stand-in of CUDA's runtime: what each call of
-// Windows::open leaves behind when it fails, whose memory is whose, and when memory may be freed.
-#include "comm/nccl/windows.hpp"
+// Peer buffers between ranks that are threads, over a stand-in of CUDA's runtime: what each call of
+// PeerBuffers::open leaves behind when it fails, whose memory is whose, and when memory may be
+// freed.
+#include "comm/nccl/peer_buffers.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -32,7 +33,7 @@ using ::testing::HasSubstr;
 constexpr int kRanks = 3;
 constexpr std::size_t kBytes = 1001;  // no multiple of eight
 
-/// What Windows asks of a transport. `tamper`: what becomes of a rank's text on its way.
+/// What PeerBuffers asks of a transport. `tamper`: what becomes of a rank's text on its way.
 class ThreadTransport final : public Transport {
  public:
   using Tamper = std::function<std::string(const std::string& text, const std::string& step)>;
@@ -61,7 +62,7 @@ class ThreadTransport final : public Transport {
   }
 
  protected:
-  int start(const Verb&, Stream, const char*) override { return -1; }
+  int start(const Collective&, Stream, const char*) override { return -1; }
   void finish(int, Stream) override {}
   bool test(int) override { return true; }
   void drop(int) noexcept override {}
@@ -80,7 +81,7 @@ void expect_runs() {
   EXPECT_EQ(word, 7);
 }
 
-class WindowsTest : public ::testing::Test {
+class PeerBuffersTest : public ::testing::Test {
  protected:
   void SetUp() override { stand_in::clear(); }
   void TearDown() override {
@@ -92,33 +93,33 @@ class WindowsTest : public ::testing::Test {
   ThreadTransport transport(int rank) const { return {meeting_, rank, kRanks}; }
 };
 
-TEST_F(WindowsTest, WhatARankWritesTheOwnerSees) {
+TEST_F(PeerBuffersTest, WhatARankWritesTheOwnerSees) {
   const auto meeting = std::make_shared<Meeting>(kRanks);
   run_ranks(kRanks, [&](int rank) {
     ThreadTransport world = transport(rank);
     std::string why;
-    const auto windows = Windows::open(world, kBytes, why);
-    ASSERT_TRUE(windows) << why;
-    EXPECT_EQ(windows->number(), 1u);
-    EXPECT_EQ(windows->report().kind, PeerReport::none);
-    const PeerView& view = windows->view();
+    const auto peer_buffers = PeerBuffers::open(world, kBytes, why);
+    ASSERT_TRUE(peer_buffers) << why;
+    EXPECT_EQ(peer_buffers->number(), 1u);
+    EXPECT_EQ(peer_buffers->report().kind, PeerReport::none);
+    const PeerView& view = peer_buffers->view();
     EXPECT_EQ(view.bytes, kBytes);
     EXPECT_EQ(view.epoch[0], 0u);
-    for (std::size_t i = 0; i < kBytes; ++i)  // at rest a window is 0, whatever else it holds
-      ASSERT_EQ(view.window[rank][i], std::byte{0}) << i;
+    for (std::size_t i = 0; i < kBytes; ++i)  // at rest a peer buffer is 0, whatever else it holds
+      ASSERT_EQ(view.peer_buffer[rank][i], std::byte{0}) << i;
     meeting->meet(rank, "");
     for (int p = 0; p < kRanks; ++p)
-      if (p != rank) view.window[p][rank] = static_cast<std::byte>(rank + 1);
+      if (p != rank) view.peer_buffer[p][rank] = static_cast<std::byte>(rank + 1);
     meeting->meet(rank, "");
     for (int p = 0; p < kRanks; ++p)
-      EXPECT_EQ(view.window[rank][p], static_cast<std::byte>(p == rank ? 0 : p + 1));
+      EXPECT_EQ(view.peer_buffer[rank][p], static_cast<std::byte>(p == rank ? 0 : p + 1));
     meeting->meet(rank, "");
   });
 }
 
 /// One call fails on one rank. Every rank falls back and says whose it was; nothing stays allocated
 /// or mapped, and the run that follows finds no error of old.
-TEST_F(WindowsTest, EveryCallThatFailsIsEverybodysReasonAndLeavesNothing) {
+TEST_F(PeerBuffersTest, EveryCallThatFailsIsEverybodysReasonAndLeavesNothing) {
   for (int victim = 0; victim < kRanks; ++victim) {
     int call = 0;
     for (bool came = true; came;) {
@@ -130,8 +131,8 @@ TEST_F(WindowsTest, EveryCallThatFailsIsEverybodysReasonAndLeavesNothing) {
         ThreadTransport world = transport(rank);
         if (rank == victim) stand_in::fail_call(call);
         {
-          const auto windows = Windows::open(world, kBytes, why[rank]);
-          opened[rank] = windows != nullptr;
+          const auto peer_buffers = PeerBuffers::open(world, kBytes, why[rank]);
+          opened[rank] = peer_buffers != nullptr;
           if (rank == victim) {
             failed = stand_in::failed_call();
             stand_in::fail_call(0);
@@ -159,50 +160,51 @@ TEST_F(WindowsTest, EveryCallThatFailsIsEverybodysReasonAndLeavesNothing) {
   }
 }
 
-TEST_F(WindowsTest, AWindowThatIsOtherMemoryIsFound) {
+TEST_F(PeerBuffersTest, APeerBufferThatIsOtherMemoryIsFound) {
   stand_in::mislead(true);
   run_ranks(kRanks, [&](int rank) {
     ThreadTransport world = transport(rank);
     std::string why;
-    EXPECT_FALSE(Windows::open(world, kBytes, why));
-    EXPECT_THAT(why, HasSubstr("rank 0: what is mapped as the window of rank 1 is other memory"));
+    EXPECT_FALSE(PeerBuffers::open(world, kBytes, why));
+    EXPECT_THAT(why,
+                HasSubstr("rank 0: what is mapped as the peer buffer of rank 1 is other memory"));
   });
   EXPECT_EQ(alive(), Alive{});
 }
 
-TEST_F(WindowsTest, ARankOfAnotherBootIsOnAnotherNode) {
+TEST_F(PeerBuffersTest, ARankOfAnotherBootIsOnAnotherNode) {
   run_ranks(kRanks, [&](int rank) {
     ThreadTransport world = transport(rank);
     if (rank == 2)
       world.tamper = [](const std::string& text, const std::string& step) {
-        if (step != "where the windows would be") return text;
+        if (step != "where the peer buffers would be") return text;
         auto parts = unpack(text);
         parts.at(1).back() =
             parts.at(1).back() == 'x' ? 'y' : 'x';  // the boot; the name is the same
         return pack_all(parts);
       };
     std::string why;
-    EXPECT_FALSE(Windows::open(world, kBytes, why));
+    EXPECT_FALSE(PeerBuffers::open(world, kBytes, why));
     EXPECT_EQ(why, "rank 2 is on another node than rank 0");
   });
   EXPECT_EQ(alive(), Alive{});
 }
 
 /// Layers end on each rank when it likes. Memory that a peer may still write outlives its layer,
-/// and goes when the ranks next talk about windows.
-TEST_F(WindowsTest, MemoryIsFreedWhenEveryRankHasClosedIt) {
+/// and goes when the ranks next talk about peer buffers.
+TEST_F(PeerBuffersTest, MemoryIsFreedWhenEveryRankHasClosedIt) {
   const auto meeting = std::make_shared<Meeting>(kRanks);
   run_ranks(kRanks, [&](int rank) {
     ThreadTransport world = transport(rank);
-    const auto set = std::make_shared<WindowSet>();
+    const auto set = std::make_shared<PeerBufferSet>();
     std::string why;
-    auto first = Windows::open(world, kBytes, why, set);
+    auto first = PeerBuffers::open(world, kBytes, why, set);
     ASSERT_TRUE(first) << why;
     meeting->meet(rank, "");
     if (rank == 0) first.reset();
     meeting->meet(rank, "");
     if (rank != 0) {
-      std::memset(first->view().window[0], 1, kBytes);  // a peer that writes late
+      std::memset(first->view().peer_buffer[0], 1, kBytes);  // a peer that writes late
       first.reset();
     }
     meeting->meet(rank, "");
@@ -211,12 +213,12 @@ TEST_F(WindowsTest, MemoryIsFreedWhenEveryRankHasClosedIt) {
       EXPECT_EQ(alive().memory, kRanks);  // closed by all, but nobody has heard of it
     }
     meeting->meet(rank, "");
-    auto second = Windows::open(world, kBytes, why, set);
+    auto second = PeerBuffers::open(world, kBytes, why, set);
     ASSERT_TRUE(second) << why;
     EXPECT_EQ(second->number(), 2u);
     meeting->meet(rank, "");
     if (rank == 0) {
-      EXPECT_EQ(alive().memory, 2 * kRanks);  // windows and epochs of the second
+      EXPECT_EQ(alive().memory, 2 * kRanks);  // peer buffers and epochs of the second
     }
     meeting->meet(rank, "");
     second.reset();
@@ -226,20 +228,20 @@ TEST_F(WindowsTest, MemoryIsFreedWhenEveryRankHasClosedIt) {
   EXPECT_EQ(alive(), Alive{});
 }
 
-TEST_F(WindowsTest, OneRanksOpenWindowKeepsEverybodysMemory) {
+TEST_F(PeerBuffersTest, OneRanksOpenPeerBufferKeepsEverybodysMemory) {
   const auto meeting = std::make_shared<Meeting>(kRanks);
   run_ranks(kRanks, [&](int rank) {
     ThreadTransport world = transport(rank);
-    const auto set = std::make_shared<WindowSet>();
+    const auto set = std::make_shared<PeerBufferSet>();
     std::string why;
-    auto first = Windows::open(world, kBytes, why, set);
+    auto first = PeerBuffers::open(world, kBytes, why, set);
     ASSERT_TRUE(first) << why;
     if (rank != 1) first.reset();
-    auto second = Windows::open(world, kBytes, why, set);
+    auto second = PeerBuffers::open(world, kBytes, why, set);
     ASSERT_TRUE(second) << why;
     if (rank == 1) {
-      std::memset(first->view().window[0], 1, kBytes);
-      std::memset(first->view().window[2], 1, kBytes);
+      std::memset(first->view().peer_buffer[0], 1, kBytes);
+      std::memset(first->view().peer_buffer[2], 1, kBytes);
     }
     meeting->meet(rank, "");
     first.reset();
@@ -250,24 +252,24 @@ TEST_F(WindowsTest, OneRanksOpenWindowKeepsEverybodysMemory) {
   EXPECT_EQ(alive(), Alive{});
 }
 
-TEST_F(WindowsTest, WhatWasAbortedOrReportedIsKept) {
+TEST_F(PeerBuffersTest, WhatWasAbortedOrReportedIsKept) {
   for (const bool reported : {false, true}) {
     run_ranks(kRanks, [&](int rank) {
       ThreadTransport world = transport(rank);
-      const auto set = std::make_shared<WindowSet>();
+      const auto set = std::make_shared<PeerBufferSet>();
       std::string why;
-      auto windows = Windows::open(world, kBytes, why, set);
-      ASSERT_TRUE(windows) << why;
+      auto peer_buffers = PeerBuffers::open(world, kBytes, why, set);
+      ASSERT_TRUE(peer_buffers) << why;
       if (reported) {  // by a kernel, and the caller never asked
-        std::atomic_ref(*windows->view().report)
+        std::atomic_ref(*peer_buffers->view().report)
             .store(PeerReport{PeerReport::timeout, 1, 17}.word());
-        EXPECT_EQ(windows->report().run, 17u);
+        EXPECT_EQ(peer_buffers->report().run, 17u);
       } else {
         set->abort();
-        EXPECT_EQ(*windows->view().abort, 1u);
+        EXPECT_EQ(*peer_buffers->view().abort, 1u);
       }
-      const std::uint32_t* stop = windows->view().abort;
-      windows.reset();
+      const std::uint32_t* stop = peer_buffers->view().abort;
+      peer_buffers.reset();
       EXPECT_EQ(*stop, 1u);
       set->end(!reported);
     });
@@ -277,22 +279,22 @@ TEST_F(WindowsTest, WhatWasAbortedOrReportedIsKept) {
   }
 }
 
-/// A gather that throws while windows are opened: peers may have mapped them all the same.
-TEST_F(WindowsTest, AGatherThatFailsFreesNothingThatAPeerMayHave) {
-  for (const std::string step : {"handles of the windows", "opening of the windows"}) {
+/// A gather that throws while peer buffers are opened: peers may have mapped them all the same.
+TEST_F(PeerBuffersTest, AGatherThatFailsFreesNothingThatAPeerMayHave) {
+  for (const std::string step : {"handles of the peer buffers", "opening of the peer buffers"}) {
     const auto meeting = std::make_shared<Meeting>(kRanks);
     run_ranks(kRanks, [&](int rank) {
       ThreadTransport world = transport(rank);
       std::string why;
       if (rank == 1) {
         world.fails_at = step;
-        EXPECT_THROW(Windows::open(world, kBytes, why), RankError);
-        if (step == "handles of the windows") meeting_->meet(rank, "");  // the next gather
+        EXPECT_THROW(PeerBuffers::open(world, kBytes, why), RankError);
+        if (step == "handles of the peer buffers") meeting_->meet(rank, "");  // the next gather
         meeting->meet(rank, "");
       } else {
-        const auto windows = Windows::open(world, kBytes, why);
-        ASSERT_TRUE(windows) << why;
-        std::memset(windows->view().window[1], 1, kBytes);
+        const auto peer_buffers = PeerBuffers::open(world, kBytes, why);
+        ASSERT_TRUE(peer_buffers) << why;
+        std::memset(peer_buffers->view().peer_buffer[1], 1, kBytes);
         meeting->meet(rank, "");
       }
     });

@@ -1,4 +1,5 @@
-// What tests of the exchange between GPUs start with: ranks, a stream, windows, replays of a graph.
+// What tests of the exchange between GPUs start with: ranks, a stream, peer buffers, replays of a
+// graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/nccl/windows.hpp"
+#include "comm/nccl/peer_buffers.hpp"
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "kernels/cuda/exchange/exchange.hpp"
@@ -33,7 +34,7 @@ struct Time {
   double median, most;
 };
 
-class OnWindows : public ::testing::Test {
+class OnPeerBuffers : public ::testing::Test {
  protected:
   void SetUp() override {
     world_.emplace(test_world());
@@ -45,13 +46,13 @@ class OnWindows : public ::testing::Test {
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
   }
 
-  /// Null, and why it is, on standard output, where these GPUs have no windows.
-  std::unique_ptr<comm::Windows> open(const Communicator& world, std::int64_t rows, int dim) {
+  /// Null, and why it is, on standard output, where these GPUs have no peer buffers.
+  std::unique_ptr<comm::PeerBuffers> open(const Communicator& world, std::int64_t rows, int dim) {
     std::string why;
-    auto windows = comm::Windows::open(comm::transport_of(world),
-                                       kernels::cuda::window_bytes(rows, dim, world.size()), why);
-    if (!windows) std::printf("no windows: %s\n", why.c_str());
-    return windows;
+    auto peer_buffers = comm::PeerBuffers::open(
+        comm::transport_of(world), kernels::cuda::peer_buffer_bytes(rows, dim, world.size()), why);
+    if (!peer_buffers) std::printf("no peer buffers: %s\n", why.c_str());
+    return peer_buffers;
   }
 
   /// work(stream), one of 20 in a graph whose replays all ranks begin together.

@@ -1,4 +1,4 @@
-#include "comm/nccl/windows.hpp"
+#include "comm/nccl/peer_buffers.hpp"
 
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
@@ -88,7 +88,7 @@ T from_bytes(const std::string& bytes) {
   return value;
 }
 
-/// The nonce stands behind the window, at a place of its own: a window is 0 at rest.
+/// The nonce stands behind the peer buffer, at a place of its own: a peer buffer is 0 at rest.
 std::size_t place_of_nonce(std::size_t bytes) { return (bytes + 7) / 8 * 8; }
 
 void free_memory(void* memory) noexcept {
@@ -99,32 +99,32 @@ void free_memory(void* memory) noexcept {
 
 // ---- the set -----------------------------------------------------------------------------------
 
-void WindowSet::abort() noexcept {
+void PeerBufferSet::abort() noexcept {
   const std::lock_guard lock(mutex_);
   failed_ = true;
-  for (Windows* windows : open_) windows->abort();
+  for (PeerBuffers* peer_buffers : open_) peer_buffers->abort();
 }
 
-bool WindowSet::failed() const {
+bool PeerBufferSet::failed() const {
   const std::lock_guard lock(mutex_);
   return failed_;
 }
 
-void WindowSet::end(bool together) noexcept {
+void PeerBufferSet::end(bool together) noexcept {
   const std::lock_guard lock(mutex_);
   if (together && !failed_)
     for (const Remains& left : remains_) free_memory(left.memory);
   remains_.clear();
 }
 
-std::string WindowSet::closed() const {
+std::string PeerBufferSet::closed() const {
   const std::lock_guard lock(mutex_);
   std::vector<std::uint32_t> numbers;
   for (const Remains& left : remains_) numbers.push_back(left.number);
   return fmt::format("{}", fmt::join(numbers, ","));
 }
 
-void WindowSet::free_what_all_closed(const std::vector<std::string>& closed) noexcept {
+void PeerBufferSet::free_what_all_closed(const std::vector<std::string>& closed) noexcept {
   const std::lock_guard lock(mutex_);
   if (failed_) return;
   const auto has = [](const std::string& numbers, std::uint32_t number) {
@@ -141,16 +141,16 @@ void WindowSet::free_what_all_closed(const std::vector<std::string>& closed) noe
 
 // ---- opening -----------------------------------------------------------------------------------
 
-Windows::Windows(std::shared_ptr<WindowSet> set) : set_(std::move(set)) {
+PeerBuffers::PeerBuffers(std::shared_ptr<PeerBufferSet> set) : set_(std::move(set)) {
   const std::lock_guard lock(set_->mutex_);
   number_ = ++set_->opened_;
   set_->open_.push_back(this);
 }
 
-/// This rank's window and, behind it, what the others know it by.
-void Windows::allocate(std::uint64_t nonce) {
+/// This rank's peer buffer and, behind it, what the others know it by.
+void PeerBuffers::allocate(std::uint64_t nonce) {
   const std::size_t place = place_of_nonce(view_.bytes);
-  std::byte*& own = view_.window[view_.rank];
+  std::byte*& own = view_.peer_buffer[view_.rank];
   LONGSPAN_CUDA(cudaMalloc(reinterpret_cast<void**>(&own), place + sizeof nonce));
   LONGSPAN_CUDA(cudaMemset(own, 0, place));
   LONGSPAN_CUDA(cudaMemcpy(own + place, &nonce, sizeof nonce, cudaMemcpyDefault));
@@ -159,20 +159,21 @@ void Windows::allocate(std::uint64_t nonce) {
 
 /// A handle may be opened and lead elsewhere, as between containers that see other GPUs under the
 /// same names: the nonce shows whose memory it is.
-void Windows::map(int rank, const std::string& handle, std::uint64_t nonce) {
+void PeerBuffers::map(int rank, const std::string& handle, std::uint64_t nonce) {
   void* mapped = nullptr;
   LONGSPAN_CUDA(cudaIpcOpenMemHandle(&mapped, from_bytes<cudaIpcMemHandle_t>(handle),
                                      cudaIpcMemLazyEnablePeerAccess));
-  view_.window[rank] = static_cast<std::byte*>(mapped);
+  view_.peer_buffer[rank] = static_cast<std::byte*>(mapped);
   std::uint64_t found = 0;
-  LONGSPAN_CUDA(cudaMemcpy(&found, view_.window[rank] + place_of_nonce(view_.bytes), sizeof found,
-                           cudaMemcpyDefault));
+  LONGSPAN_CUDA(cudaMemcpy(&found, view_.peer_buffer[rank] + place_of_nonce(view_.bytes),
+                           sizeof found, cudaMemcpyDefault));
   if (found != nonce)
-    throw Unsupported(fmt::format("what is mapped as the window of rank {} is other memory", rank));
+    throw Unsupported(
+        fmt::format("what is mapped as the peer buffer of rank {} is other memory", rank));
 }
 
-/// What the kernels need besides windows: the epoch, and words that the host sees too.
-void Windows::make_words() {
+/// What the kernels need besides peer buffers: the epoch, and words that the host sees too.
+void PeerBuffers::make_words() {
   Shared* shared = nullptr;
   LONGSPAN_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&shared), sizeof(Shared),
                               cudaHostAllocPortable | cudaHostAllocMapped));
@@ -191,16 +192,17 @@ void Windows::make_words() {
 
 // Whatever fails on a rank travels with the next thing that the ranks say to each other, and all of
 // them go the same way.
-std::unique_ptr<Windows> Windows::open(Transport& world, std::size_t bytes, std::string& why,
-                                       std::shared_ptr<WindowSet> set) {
+std::unique_ptr<PeerBuffers> PeerBuffers::open(Transport& world, std::size_t bytes,
+                                               std::string& why,
+                                               std::shared_ptr<PeerBufferSet> set) {
   why.clear();
   const int ranks = world.size(), rank = world.rank();
   if (ranks < 2 || ranks > PeerView::kMostRanks) {
-    why = fmt::format("{} ranks; windows serve 2 to {}", ranks, PeerView::kMostRanks);
+    why = fmt::format("{} ranks; peer buffers serve 2 to {}", ranks, PeerView::kMostRanks);
     return nullptr;
   }
-  std::unique_ptr<Windows> windows(new Windows(set));
-  PeerView& view = windows->view_;
+  std::unique_ptr<PeerBuffers> peer_buffers(new PeerBuffers(set));
+  PeerView& view = peer_buffers->view_;
   view.rank = rank;
   view.ranks = ranks;
   view.bytes = bytes;
@@ -209,11 +211,11 @@ std::unique_ptr<Windows> Windows::open(Transport& world, std::size_t bytes, std:
 
   std::string bus;
   std::string failure = failure_of([&] {
-    LONGSPAN_CUDA(cudaGetDevice(&windows->device_));
-    bus = bus_of(windows->device_);
+    LONGSPAN_CUDA(cudaGetDevice(&peer_buffers->device_));
+    bus = bus_of(peer_buffers->device_);
   });
-  const auto places =
-      world.gather(pack(failure, this_host(), bus, set->closed()), "where the windows would be");
+  const auto places = world.gather(pack(failure, this_host(), bus, set->closed()),
+                                   "where the peer buffers would be");
   set->free_what_all_closed(part(places, 3));
   why = first_failure(part(places, 0));
   const auto hosts = part(places, 1), buses = part(places, 2);
@@ -225,58 +227,58 @@ std::unique_ptr<Windows> Windows::open(Transport& world, std::size_t bytes, std:
   const std::uint64_t nonce = fresh_nonce();
   failure = failure_of([&] {
     for (int p = 0; p < ranks; ++p)
-      if (p != rank) check_reach(windows->device_, buses[p]);
-    windows->allocate(nonce);
-    LONGSPAN_CUDA(cudaIpcGetMemHandle(&handle, view.window[rank]));
+      if (p != rank) check_reach(peer_buffers->device_, buses[p]);
+    peer_buffers->allocate(nonce);
+    LONGSPAN_CUDA(cudaIpcGetMemHandle(&handle, view.peer_buffer[rank]));
   });
-  windows->shared_ = failure.empty();
+  peer_buffers->shared_ = failure.empty();
   const auto told =
-      world.gather(pack(failure, bytes_of(handle), bytes_of(nonce)), "handles of the windows");
+      world.gather(pack(failure, bytes_of(handle), bytes_of(nonce)), "handles of the peer buffers");
   why = first_failure(part(told, 0));
   if (!why.empty()) {
-    windows->shared_ = false;  // nobody opens what it was given
+    peer_buffers->shared_ = false;  // nobody opens what it was given
     return nullptr;
   }
 
   const auto handles = part(told, 1), nonces = part(told, 2);
   failure = failure_of([&] {
     for (int p = 0; p < ranks; ++p)
-      if (p != rank) windows->map(p, handles[p], from_bytes<std::uint64_t>(nonces[p]));
-    windows->make_words();
+      if (p != rank) peer_buffers->map(p, handles[p], from_bytes<std::uint64_t>(nonces[p]));
+    peer_buffers->make_words();
   });
-  why = first_failure(world.gather(failure, "opening of the windows"));
-  if (why.empty()) return windows;
-  windows.reset();
-  set->free_what_all_closed(world.gather(set->closed(), "closing of the windows"));
+  why = first_failure(world.gather(failure, "opening of the peer buffers"));
+  if (why.empty()) return peer_buffers;
+  peer_buffers.reset();
+  set->free_what_all_closed(world.gather(set->closed(), "closing of the peer buffers"));
   return nullptr;
 }
 
 // ---- the end -----------------------------------------------------------------------------------
 
-PeerReport Windows::report() const {
+PeerReport PeerBuffers::report() const {
   if (report_ == nullptr) return {};
   return PeerReport::of(std::atomic_ref(*report_).load(std::memory_order_acquire));
 }
 
-void Windows::abort() noexcept {
+void PeerBuffers::abort() noexcept {
   aborted_ = true;
   if (abort_ != nullptr) std::atomic_ref(*abort_).store(1, std::memory_order_release);
 }
 
 /// The GPU's work is done, and no exchange went wrong, also where nobody has asked yet.
-bool Windows::is_quiet() const noexcept {
+bool PeerBuffers::is_quiet() const noexcept {
   return LONGSPAN_CUDA_WORKED(cudaDeviceSynchronize()) && report().kind == PeerReport::none;
 }
 
-bool Windows::close_mappings() noexcept {
+bool PeerBuffers::close_mappings() noexcept {
   bool all = true;
   for (int p = 0; p < view_.ranks; ++p)
-    if (p != view_.rank && view_.window[p] != nullptr)
-      all = LONGSPAN_CUDA_WORKED(cudaIpcCloseMemHandle(view_.window[p])) && all;
+    if (p != view_.rank && view_.peer_buffer[p] != nullptr)
+      all = LONGSPAN_CUDA_WORKED(cudaIpcCloseMemHandle(view_.peer_buffer[p])) && all;
   return all;
 }
 
-Windows::~Windows() {
+PeerBuffers::~PeerBuffers() {
   bool keep = aborted_;
   {
     const std::lock_guard lock(set_->mutex_);
@@ -290,7 +292,7 @@ Windows::~Windows() {
     set_->failed_ = true;
     return;
   }
-  std::byte* const own = view_.window[view_.rank];
+  std::byte* const own = view_.peer_buffer[view_.rank];
   const bool closed = close_mappings();
   free_memory(view_.epoch);
   if (report_ != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaFreeHost(report_)));

@@ -1,11 +1,11 @@
-// Memory that every rank of a node can write: a window of each rank, mapped into all processes
+// Memory that every rank of a node can write: a peer buffer of each rank, mapped into all processes
 // (CUDA IPC over NVLink or PCIe peer access). See src/peer_view.hpp for what a kernel does with it.
 //
 // Memory that a peer has mapped must not be freed, and there is no moment at which all ranks let go
 // of a layer together. So who lets go closes its own mappings of the others, keeps its own memory,
-// and says so when the ranks next talk about windows; what all have closed is freed then
-// (WindowSet). Where anything failed, nobody knows what a peer still writes, and the process keeps
-// the memory.
+// and says so when the ranks next talk about peer buffers; what all have closed is freed then
+// (PeerBufferSet). Where anything failed, nobody knows what a peer still writes, and the process
+// keeps the memory.
 #pragma once
 
 #include <cstdint>
@@ -19,36 +19,36 @@
 
 namespace longspan::comm {
 
-class Windows;
+class PeerBuffers;
 
-/// All windows of one communicator, and the memory that waits for its peers to close it. May be
-/// used by several threads.
-class WindowSet {
+/// All peer buffers of one communicator, and the memory that waits for its peers to close it. May
+/// be used by several threads.
+class PeerBufferSet {
  public:
-  ~WindowSet() { end(false); }
+  ~PeerBufferSet() { end(false); }
 
-  /// use(window) of each that is open; none is opened or closed meanwhile.
+  /// use(peer buffer) of each that is open; none is opened or closed meanwhile.
   template <class Use>
   void for_each(const Use& use) {
     const std::lock_guard lock(mutex_);
-    for (Windows* windows : open_) use(*windows);
+    for (PeerBuffers* peer_buffers : open_) use(*peer_buffers);
   }
 
   /// The communicator failed: frees kernels that wait, and from now on all memory is kept.
   void abort() noexcept;
 
-  /// Whether windows are, or will be, kept: this rank must not let the others believe that it has
-  /// closed them.
+  /// Whether peer buffers are, or will be, kept: this rank must not let the others believe that it
+  /// has closed them.
   bool failed() const;
 
-  /// The communicator ends. `together`: every rank has let go of all its windows.
+  /// The communicator ends. `together`: every rank has let go of all its peer buffers.
   void end(bool together) noexcept;
 
  private:
-  friend class Windows;
+  friend class PeerBuffers;
 
   struct Remains {
-    std::uint32_t number;  // of the windows
+    std::uint32_t number;  // of the peer buffers
     std::byte* memory;     // this rank's own
   };
 
@@ -57,29 +57,29 @@ class WindowSet {
   void free_what_all_closed(const std::vector<std::string>& closed) noexcept;
 
   mutable std::mutex mutex_;
-  std::vector<Windows*> open_;
+  std::vector<PeerBuffers*> open_;
   std::vector<Remains> remains_;
   std::uint32_t opened_ = 0;
   bool failed_ = false;
 };
 
-class Windows {
+class PeerBuffers {
  public:
   /// Collective. Null on every rank, with the reason in `why`, where the ranks are not all on one
   /// node with GPUs that reach each other, are too many, or a call fails on one of them. `set`: of
   /// the communicator.
-  static std::unique_ptr<Windows> open(
+  static std::unique_ptr<PeerBuffers> open(
       Transport& world, std::size_t bytes, std::string& why,
-      std::shared_ptr<WindowSet> set = std::make_shared<WindowSet>());
+      std::shared_ptr<PeerBufferSet> set = std::make_shared<PeerBufferSet>());
 
   /// Waits for the work of the GPU, which is bounded as every wait in a kernel is.
-  ~Windows();
-  Windows(const Windows&) = delete;
-  Windows& operator=(const Windows&) = delete;
+  ~PeerBuffers();
+  PeerBuffers(const PeerBuffers&) = delete;
+  PeerBuffers& operator=(const PeerBuffers&) = delete;
 
   const PeerView& view() const { return view_; }
 
-  /// Counts the windows of a communicator from 1 on, alike on every rank.
+  /// Counts the peer buffers of a communicator from 1 on, alike on every rank.
   std::uint32_t number() const { return number_; }
 
   /// The layer (comm::RunName) whose runs exchange through them.
@@ -94,14 +94,14 @@ class Windows {
   void abort() noexcept;
 
  private:
-  explicit Windows(std::shared_ptr<WindowSet> set);
+  explicit PeerBuffers(std::shared_ptr<PeerBufferSet> set);
   void allocate(std::uint64_t nonce);
   void map(int rank, const std::string& handle, std::uint64_t nonce);
   void make_words();
   bool is_quiet() const noexcept;
   bool close_mappings() noexcept;
 
-  std::shared_ptr<WindowSet> set_;
+  std::shared_ptr<PeerBufferSet> set_;
   PeerView view_;
   std::uint64_t* report_ = nullptr;  // host-mapped, with the abort word behind it
   std::uint32_t* abort_ = nullptr;

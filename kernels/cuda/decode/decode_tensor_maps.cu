@@ -1,4 +1,4 @@
-#include "kernels/cuda/decode/decode_boxes.hpp"
+#include "kernels/cuda/decode/decode_tensor_maps.hpp"
 
 #include "kernels/cuda/common/tensor_map.hpp"
 
@@ -13,7 +13,7 @@ int panel_of(int dim, std::int64_t bytes) {
   return static_cast<int>((dim * bytes % 128 == 0 ? 128 : 64) / bytes);
 }
 
-bool has_boxes(const AttendParams& p, const KvRows& rows, int dim) {
+bool has_tensor_map(const AttendParams& p, const KvRows& rows, int dim) {
   const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.kv_dtype));
   const auto aligned = [&](std::int64_t stride) { return stride * bytes % 16 == 0 && stride > 0; };
   if ((p.kv_dtype != p.dtype && bytes != 1) || p.head_dim % panel_of(dim, bytes) != 0 ||
@@ -39,16 +39,16 @@ CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim, int keys)
 
 }  // namespace
 
-KeyBoxes key_boxes(const AttendParams& p, int dim, int most) {
-  KeyBoxes boxes{};
+KvTensorMaps kv_tensor_maps(const AttendParams& p, int dim, int most) {
+  KvTensorMaps maps{};
   const bool one_panel = dim <= panel_of(dim, static_cast<std::int64_t>(size_of(p.kv_dtype)));
   if (one_panel)
-    for (boxes.keys = most; p.pages && p.pages.size % boxes.keys != 0;) boxes.keys /= 2;
-  boxes.k_valid = has_boxes(p, p.k, dim);
-  boxes.v_valid = has_boxes(p, p.v, dim);
-  if (boxes.k_valid) boxes.k = map_of(p, p.k, dim, boxes.keys);
-  if (boxes.v_valid) boxes.v = map_of(p, p.v, dim, boxes.keys);
-  return boxes;
+    for (maps.keys = most; p.pages && p.pages.size % maps.keys != 0;) maps.keys /= 2;
+  maps.k_valid = has_tensor_map(p, p.k, dim);
+  maps.v_valid = has_tensor_map(p, p.v, dim);
+  if (maps.k_valid) maps.k = map_of(p, p.k, dim, maps.keys);
+  if (maps.v_valid) maps.v = map_of(p, p.v, dim, maps.keys);
+  return maps;
 }
 
 }  // namespace longspan::kernels::cuda

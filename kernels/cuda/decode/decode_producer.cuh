@@ -1,20 +1,20 @@
-// The warps of the decode kernel that load. The keys and values of all segments that the finder
-// says stream through a ring of stages to the warps that multiply. Pieces of work follow each other
-// without a gap: the ring does not know where one ends.
+// The warps of the decode kernel that load. The keys and values of all segments that the scheduler
+// says stream through a ring of stages to the warps that multiply. Work tiles follow each
+// other without a gap: the ring does not know where one ends.
 //
 // Stages of a segment: its keys, then its values, as they are stored. Where all keys of a stage
-// are wanted, or none, and rows are dense, the copy engine (decode_boxes.hpp) brings tiles of 16
-// keys, or several, by one instruction; all else comes by cp.async, or through registers. A stage's
-// barrier `full` counts both; on `free` each warp that multiplies says that it has read it.
+// are wanted, or none, and rows are dense, TMA (decode_tensor_maps.hpp) brings tiles of
+// 16 keys, or several, by one instruction; all else comes by cp.async, or through registers. A
+// stage's barrier `full` counts both; on `free` each warp that multiplies says that it has read it.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/arch/store_same.cuh"
 #include "kernels/cuda/arch/target.cuh"
 #include "kernels/cuda/common/loader.cuh"
-#include "kernels/cuda/decode/decode_boxes.hpp"
 #include "kernels/cuda/decode/decode_bytes.cuh"
 #include "kernels/cuda/decode/decode_shared.cuh"
+#include "kernels/cuda/decode/decode_tensor_maps.hpp"
 
 namespace longspan::kernels::cuda {
 
@@ -28,18 +28,18 @@ __device__ __forceinline__ void sync_loaders() {
 }
 
 /// A stage that is not all wanted, or whose layout is none of the usual ones. Not inlined, as it is
-/// rare; the plain loader's by value, as parameters of a kernel that a function takes by reference
-/// are read from memory.
+/// rare; the plain producer's by value, as parameters of a kernel that a function takes by
+/// reference are read from memory.
 template <class Traits>
 __device__ __noinline__ void load_plain_apart(std::uint32_t tile, Rows source, int dim,
-                                              const DecodePiece& piece, std::int64_t first) {
+                                              const DecodeWorkTile& piece, std::int64_t first) {
   load_plain<typename Traits::Element, Traits::kDim, Traits::kStageKeys, Traits::kLoaders,
              Traits::kTile>(tile, source, dim, piece.work.kv_head, piece.sequence, piece.view,
                             first);
 }
 template <class Traits>
 __device__ __noinline__ void load_any_apart(std::uint32_t tile, const KvRows& source,
-                                            const AttendParams& p, const DecodePiece& piece,
+                                            const AttendParams& p, const DecodeWorkTile& piece,
                                             std::int64_t first, int thread) {
   if constexpr (Traits::kFp8)
     load_bytes<Traits>(tile, source, p, piece.work.kv_head, piece.sequence, piece.view, first,
@@ -62,9 +62,9 @@ __device__ inline std::int64_t first_new_key(const Sequence& sequence) {
 }
 
 /// New keys of a segment, which begins at local key `first`, and their values into the cache. Every
-/// piece of work over these keys writes them ahead of its own reads, and all write the same.
+/// work tile over these keys writes them ahead of its own reads, and all write the same.
 template <class Traits>
-__device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodePiece& piece,
+__device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeWorkTile& piece,
                                             std::int64_t first, int thread) {
   using Element = typename Traits::Element;
   constexpr int kVector = 8;
@@ -85,26 +85,26 @@ __device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeP
       copy(p.new_v, p.v, d);
     }
   }
-  arch::publish_to_copy_engine();
+  arch::publish_to_tma();
   sync_loaders<Traits>();
 }
 
 /// The warps that load.
 template <class Traits>
-class DecodeLoader {
+class DecodeProducer {
   using Shared = typename Traits::Shared;
 
  public:
-  __device__ DecodeLoader(const AttendParams& p, const KeyBoxes& boxes, Shared& shared,
-                          std::uint32_t ring)
-      : p_(p), boxes_(boxes), shared_(shared), ring_(ring) {
+  __device__ DecodeProducer(const AttendParams& p, const KvTensorMaps& maps, Shared& shared,
+                            std::uint32_t ring)
+      : p_(p), maps_(maps), shared_(shared), ring_(ring) {
     if constexpr (!Traits::kPlain) {
-      by_place_k_ = !boxes.k_valid && come_by_places<Traits>(p.k, p.pages);
-      by_place_v_ = !boxes.v_valid && come_by_places<Traits>(p.v, p.pages);
+      by_place_k_ = !maps.k_valid && come_by_places<Traits>(p.k, p.pages);
+      by_place_v_ = !maps.v_valid && come_by_places<Traits>(p.v, p.pages);
     }
     if constexpr (arch::kTarget >= 900) {
-      if (thread_ == 0 && boxes.k_valid) arch::prefetch_map(&boxes.k);
-      if (thread_ == 0 && boxes.v_valid) arch::prefetch_map(&boxes.v);
+      if (thread_ == 0 && maps.k_valid) arch::prefetch_map(&maps.k);
+      if (thread_ == 0 && maps.v_valid) arch::prefetch_map(&maps.v);
     }
     arch::wait_for_kernels_before();
   }
@@ -138,7 +138,7 @@ class DecodeLoader {
   __device__ __forceinline__ void write_new() {
     if constexpr (Traits::kPlain) {
       if (p_.new_k.data == nullptr) return;
-      const DecodePiece& piece = shared_.piece[load_.piece];
+      const DecodeWorkTile& piece = shared_.piece[load_.piece];
       const Sequence& sequence = piece.sequence;
       const std::int64_t first = std::int64_t{load_.index} * kSegment;
       if (first + kSegment > first_new_key(sequence))
@@ -157,11 +157,11 @@ class DecodeLoader {
   __device__ __forceinline__ void load(int stage, bool keys) {
     arch::Barrier& full = shared_.full[at_.stage];
     const std::uint32_t tile = ring_ + at_.stage * Traits::kStageBytes;
-    if ((keys ? boxes_.k_valid : boxes_.v_valid) &&
+    if ((keys ? maps_.k_valid : maps_.v_valid) &&
         static_cast<unsigned>(stage - load_.apart) >= static_cast<unsigned>(load_.aparts))
-      return load_box(tile, keys ? &boxes_.k : &boxes_.v, stage, full);
+      return load_box(tile, keys ? &maps_.k : &maps_.v, stage, full);
     wait_free();
-    const DecodePiece& piece = shared_.piece[load_.piece];
+    const DecodeWorkTile& piece = shared_.piece[load_.piece];
     const KvRows& source = keys ? p_.k : p_.v;
     const int first = stage * Traits::kStageKeys;
     const std::int64_t key = std::int64_t{load_.index} * kSegment + first;
@@ -177,7 +177,7 @@ class DecodeLoader {
     if (thread_ == 0) full.arrive();
   }
 
-  /// By the copy engine: boxes are asked for by the lanes whose numbers are those of their first
+  /// By TMA: boxes are asked for by the lanes whose numbers are those of their first
   /// tiles in the segment. Other warps do not wait: the stage may be full and free again before a
   /// late one looks.
   __device__ __forceinline__ void load_box(std::uint32_t tile, const CUtensorMap* map, int stage,
@@ -189,7 +189,7 @@ class DecodeLoader {
       __syncwarp();
       const int of_stage = thread_ - stage * Traits::kStageTiles;
       if (static_cast<unsigned>(of_stage) >= Traits::kStageTiles ||
-          of_stage * kBoxKeys % boxes_.keys != 0)
+          of_stage * kBoxKeys % maps_.keys != 0)
         return;
       arch::load_box(tile + of_stage * Traits::kTileBytes, map, 0, box_row_, 0,
                      shared_.piece[load_.piece].work.kv_head, box_page_, &full);
@@ -197,7 +197,7 @@ class DecodeLoader {
   }
 
   const AttendParams& p_;
-  const KeyBoxes& boxes_;
+  const KvTensorMaps& maps_;
   Shared& shared_;
   const std::uint32_t ring_;
   const int thread_ = static_cast<int>(threadIdx.x) - Traits::kThreads;

@@ -1,4 +1,4 @@
-// The warp of the decode kernel that finds one piece of work after the other, brings its queries
+// The warp of the decode kernel that finds one work tile after the other, brings its queries
 // and says segment by segment what to load, some segments ahead. Finding a piece is long: lengths
 // are read, the row tile's view is worked out, and the tree's part with it. A block comes to its
 // place about a microsecond before the kernels before it have ended, and uses it: it waits for them
@@ -7,15 +7,15 @@
 
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/arch/store_same.cuh"
-#include "kernels/cuda/decode/decode_boxes.hpp"
 #include "kernels/cuda/decode/decode_shared.cuh"
+#include "kernels/cuda/decode/decode_tensor_maps.hpp"
 
 namespace longspan::kernels::cuda {
 
 /// An empty state for each row of a piece that sees no key.
 template <class Traits>
 __device__ inline void store_empty(const AttendParams& p, const Plan& plan,
-                                   const Sequence& sequence, const Work& work, int thread) {
+                                   const Sequence& sequence, const TileCoord& work, int thread) {
 #pragma unroll 1
   for (int row = 0; row < work.rows; ++row) {
     const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
@@ -30,14 +30,14 @@ __device__ inline int works_of(const Plan& plan, const SplitsTaken& taken) {
   return taken.turns * static_cast<int>(plan.by_tiles.value * plan.by_kv_heads.value);
 }
 
-/// The warp that finds pieces of work.
+/// The warp that finds work tiles.
 template <class Traits>
-class DecodeFinder {
+class DecodeScheduler {
   using Shared = typename Traits::Shared;
 
  public:
-  __device__ DecodeFinder(const AttendParams& p, const Plan& plan, const KeyBoxes& boxes,
-                          Shared& shared)
+  __device__ DecodeScheduler(const AttendParams& p, const Plan& plan, const KvTensorMaps& maps,
+                             Shared& shared)
       : p_(p), plan_(plan), shared_(shared), works_(plan.works) {
     if (p.batch.query_start != nullptr || plan.numbers.where_uneven || plan.ticket != nullptr)
       arch::wait_for_kernels_before();
@@ -45,8 +45,8 @@ class DecodeFinder {
       uneven_ = lengths_differ();
       works_ = works_of(plan, plan.numbers.all_of(uneven_));
     }
-    all_places_ = (!boxes.k_valid && come_by_places<Traits>(p.k, p.pages)) ||
-                  (!boxes.v_valid && come_by_places<Traits>(p.v, p.pages));
+    all_places_ = (!maps.k_valid && come_by_places<Traits>(p.k, p.pages)) ||
+                  (!maps.v_valid && come_by_places<Traits>(p.v, p.pages));
     if (thread_ == 0) shared.order.size = 0;
     __syncwarp();
   }
@@ -74,12 +74,12 @@ class DecodeFinder {
     }
   }
 
-  /// Fills the slot with a piece of work, and stands at its first segment. False: it has none.
+  /// Fills the slot with a work tile, and stands at its first segment. False: it has none.
   /// Inlined, large as it is: parameters of a kernel that a function takes by reference are read
   /// from memory, one slow load after the other, before the first key can be asked for.
   __device__ __forceinline__ bool take(int slot, int index) {
     static_assert(Traits::kRows <= 32);
-    Work work = work_of(p_, plan_, index);
+    TileCoord work = work_of(p_, plan_, index);
     if (!plan_.known) arch::wait_for_kernels_before();
     const Sequence sequence = sequence_of(p_, work.sequence);  // its lengths come with the query's
     if (work.rows == 0) return false;
@@ -114,7 +114,7 @@ class DecodeFinder {
     first_whole_ = static_cast<int>(segments_of(view_.any.begin));
     last_whole_ = view_.table != nullptr ? 0 : static_cast<int>(view_.any.end / kSegment);
     if (thread_ == 0) {
-      DecodePiece& piece = shared_.piece[slot];
+      DecodeWorkTile& piece = shared_.piece[slot];
       piece.work = work;
       piece.sequence = sequence;
       piece.view = view_;
@@ -135,7 +135,7 @@ class DecodeFinder {
   /// the level of the first segment comes with the queries.
   __device__ __forceinline__ void say_segments(int slot) {
     DecodeQueries<Traits>& queries = shared_.queries[slot];
-    const DecodePiece& piece = shared_.piece[slot];
+    const DecodeWorkTile& piece = shared_.piece[slot];
     const int first = known_.stage;
     std::int64_t place = walk_.place;
     say(slot, static_cast<int>(walk_.segment));
@@ -206,7 +206,7 @@ class DecodeFinder {
       }
     } else if (thread_ < Traits::kTiles) {
       const std::int64_t key = first + thread_ * Traits::kTile;
-      constexpr int kNowhere = -kSegment;  // the copy engine fills in zeros
+      constexpr int kNowhere = -kSegment;  // TMA fills in zeros
       places[thread_ * Shared::kPlaces / Traits::kTiles] = {
           0, key < view_.any.end ? static_cast<std::int32_t>(first_key_ + key) : kNowhere};
     }

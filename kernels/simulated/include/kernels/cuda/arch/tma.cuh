@@ -1,4 +1,4 @@
-// Barriers of some of a block's warps, mbarriers, and Hopper's copy engine (TMA), in the simulator.
+// Barriers of some of a block's warps, mbarriers, and Hopper's TMA, in the simulator.
 #pragma once
 
 #include <cuda.h>
@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/arch/sm80.cuh"
-#include "kernels/simulated/boxes.hpp"
+#include "kernels/simulated/tma.hpp"
 
 namespace longspan::kernels::cuda::arch {
 
@@ -44,13 +44,13 @@ inline void expect_copies(Barrier& barrier, simulated::Site site = simulated::Si
   simulated::barrier_expect_copies(&barrier.word, site);
 }
 
-/// What this thread has written to global memory is seen by the copy engine too, once the threads
+/// What this thread has written to global memory is seen by TMA too, once the threads
 /// have met.
-inline void publish_to_copy_engine(simulated::Site site = simulated::Site::current()) {
+inline void publish_to_tma(simulated::Site site = simulated::Site::current()) {
   if constexpr (kTarget >= 900) simulated::fence_global_proxy(site);
 }
 
-/// Freshly initialised mbarriers are seen by the copy engine of the simulator as they are.
+/// Freshly initialised mbarriers are seen by TMA of the simulator as they are.
 inline void publish_barriers() {}
 
 // ---- named barriers of the block (0 is __syncthreads) -----------------------------------------

@@ -1,7 +1,7 @@
-// Tensor maps and the copies of the copy engine. Sources: the driver's description of
+// Tensor maps and the copies of TMA. Sources: the driver's description of
 // cuTensorMapEncodeTiled in cuda.h, for what it refuses; the PTX manual's chapter on tensors, for
 // what a box is and how rows are permuted.
-#include "kernels/simulated/boxes.hpp"
+#include "kernels/simulated/tma.hpp"
 
 #include <algorithm>
 #include <cstring>

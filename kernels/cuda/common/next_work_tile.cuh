@@ -1,4 +1,4 @@
-// Which piece of work a block takes after another (view.cuh).
+// Which work tile a block takes after another (view.cuh).
 #pragma once
 
 #include "kernels/cuda/common/view.cuh"

@@ -39,12 +39,12 @@ __device__ void divide(float (&o)[kColumns], float sum) {
 
 /// What the end of a row needs beside its state, loaded where this is made: where a state has to be
 /// waited for, ahead of the wait.
-struct RowEnd {
+struct RowEpilogue {
   bool has_sink;
   Stats sink;
   LoadedScale scale;
 
-  __device__ RowEnd(const MergeParams& m, int head) : has_sink(m.sinks), scale(m.out_scale) {
+  __device__ RowEpilogue(const MergeParams& m, int head) : has_sink(m.sinks), scale(m.out_scale) {
     if (has_sink) sink = sink_stats(m.sinks[head]);
   }
 

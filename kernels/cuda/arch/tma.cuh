@@ -1,5 +1,5 @@
 // Barriers: of some of a block's warps, and those that copies complete (mbarrier, sm_80). And
-// Hopper's copy engine (TMA, sm_90). Nothing here knows what attention is.
+// Hopper's TMA (sm_90). Nothing here knows what attention is.
 #pragma once
 
 #include <cuda.h>
@@ -53,15 +53,15 @@ __device__ inline void expect_copies(Barrier& barrier) {
                : "memory");
 }
 
-/// What this thread has written to global memory is seen by the copy engine too, once the threads
+/// What this thread has written to global memory is seen by TMA too, once the threads
 /// have met.
-__device__ inline void publish_to_copy_engine() {
+__device__ inline void publish_to_tma() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
-/// Makes freshly initialised mbarriers visible to the copy engine, where there is one; a barrier of
+/// Makes freshly initialised mbarriers visible to TMA, where there is one; a barrier of
 /// the threads that use them follows.
 __device__ inline void publish_barriers() {
 #if __CUDA_ARCH__ >= 900

@@ -1,8 +1,8 @@
-// Where the parts of an exchange window lie: what the rank keeps for itself, then copies of what
-// others write, one for each of the exchanges that may be on their way at once.
+// Where the parts of an peer buffer lie: what the rank keeps for itself, then copies of
+// what others write, one for each of the exchanges that may be on their way at once.
 //
-// Exchanges are counted from 1, and after 2^32 - 1 comes 1 again: windows are made of zeros, which
-// are no exchange's, and three divides 2^32 - 1, so that the copies go on in turn.
+// Exchanges are counted from 1, and after 2^32 - 1 comes 1 again: peer buffers are made of zeros,
+// which are no exchange's, and three divides 2^32 - 1, so that the copies go on in turn.
 //
 // A rank starts epoch e + 2 only after it has e + 1 of every peer, which a peer sends only when its
 // kernel of epoch e has ended, with the words of e put to rest. So two copies would do, were it
@@ -24,14 +24,14 @@ LONGSPAN_HD inline std::uint32_t next_epoch(std::uint32_t epoch) {
 }
 LONGSPAN_HD inline std::uint32_t copy_of(std::uint32_t epoch) { return epoch % kCopies; }
 
-/// At the start of a rank's own window, for its own threads that wait long: see BoundedWait.
+/// At the start of a rank's own peer buffer, for its own threads that wait long: see BoundedWait.
 struct Watch {
   std::uint32_t stopped;  // not 0: there is a report, and every wait ends
   std::uint32_t turns;    // counts on for ever
   std::uint64_t began;    // when a wait was first long, above the epoch that it was in
 };
 
-struct WindowLayout {
+struct PeerBufferLayout {
   std::int64_t rows;  // capacity
   int dim;
   int ranks;

@@ -14,7 +14,7 @@
 #include "longspan/longspan.hpp"
 #include "tests/dist/world.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 constexpr int kHeads = 4, kKvHeads = 2, kDim = 32;
@@ -366,4 +366,4 @@ TEST(Agreement, WhatMayDifferDoes) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

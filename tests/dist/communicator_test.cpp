@@ -46,7 +46,7 @@ std::atomic<long> allocations{0};
   std::free(memory);
 }
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using ::testing::AllOf;
@@ -868,4 +868,4 @@ TEST(FromEnvironment, FindsTheRanksOfMpirun) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -18,9 +18,9 @@
 #include "longspan/longspan.hpp"
 #include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
-#include "tests/outputs_case.hpp"
+#include "tests/support/outputs_case.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using ::testing::HasSubstr;
@@ -710,4 +710,4 @@ TEST(CrossRankMergeRefusals, SaysWhatItIs) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

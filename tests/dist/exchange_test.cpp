@@ -25,9 +25,9 @@
 #include "longspan/buffer.hpp"
 #include "tests/dist/message.hpp"
 #include "tests/dist/on_peer_buffers.hpp"
-#include "tests/simulated.hpp"
+#include "tests/support/simulated.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using kernels::ExchangeParams;
@@ -426,4 +426,4 @@ TEST_F(Exchange, Times) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

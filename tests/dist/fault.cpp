@@ -35,7 +35,7 @@
 #include "longspan/longspan.hpp"
 #include "src/env.hpp"
 #include "tests/dist/replay.hpp"
-#include "tests/no_threads.hpp"
+#include "tests/support/no_threads.hpp"
 
 namespace {
 
@@ -144,7 +144,7 @@ class Drafts {
   Buffer q_, out_, keys_;
   Attention layer_;
   std::int64_t tokens_ = kTokens, length_ = kKeys;
-  testing::Replay replay_;
+  tests::Replay replay_;
   bool graph_, warm_ = false;
 };
 
@@ -185,7 +185,7 @@ void run(const Asked& asked) {
     if (last) stop();
   }
   if (mode == "single") MPI_Init(nullptr, nullptr);
-  std::optional<testing::NoThreads> none;
+  std::optional<tests::NoThreads> none;
   if (mode == "crowded" && last) none.emplace();
   Ranks ranks(device);
   if (mode == "crowded-end") none.emplace();

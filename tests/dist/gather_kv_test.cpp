@@ -10,7 +10,7 @@
 #include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 Options gathered_options(const Problem& problem, const Communicator& world) {
@@ -230,4 +230,4 @@ TEST(GatherKv, ComparesWhatRanksMean) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -24,10 +24,10 @@
 #include "tests/dist/message.hpp"
 #include "tests/dist/replay.hpp"
 #include "tests/dist/world.hpp"
-#include "tests/serving_run.hpp"
-#include "tests/simulated.hpp"
+#include "tests/support/serving_run.hpp"
+#include "tests/support/simulated.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 constexpr std::int32_t kShort = 16;  // longest query that keeps the fixed order on GPUs by default
@@ -297,4 +297,4 @@ TEST_F(Invariance, Fp8Cache) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

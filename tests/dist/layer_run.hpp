@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
-#include "tests/problem.hpp"
+#include "tests/support/problem.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 /// A vector in the memory of the world's device.
 template <class T>
@@ -182,4 +182,4 @@ inline std::vector<Shape> shapes() {
   };
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -10,10 +10,10 @@
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
-#include "tests/problem.hpp"
-#include "tests/simulated.hpp"
+#include "tests/support/problem.hpp"
+#include "tests/support/simulated.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 TEST(Layer, AgreesWithFloat64InEveryLayout) {
@@ -219,4 +219,4 @@ TEST(Layer, RefusesRunsThatDoNotFit) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

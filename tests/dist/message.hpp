@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "longspan/communicator.hpp"
-#include "tests/fresh_seed.hpp"
+#include "tests/support/fresh_seed.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 using Bytes = std::vector<unsigned char>;
 
@@ -31,4 +31,4 @@ inline void append(Bytes& all, const Bytes& part) {
   all.insert(all.end(), part.begin(), part.end());
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

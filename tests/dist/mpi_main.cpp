@@ -95,7 +95,7 @@ int main(int argc, char** argv) {
   int level = 0;
   MPI_Init_thread(&argc, &argv, MPI_THREAD_SERIALIZED, &level);
   testing::InitGoogleTest(&argc, argv);
-  if (longspan::testing::wants_gpus() && longspan::gpu_count() < comm_size()) {
+  if (longspan::tests::wants_gpus() && longspan::gpu_count() < comm_size()) {
     if (comm_rank() == 0)
       std::printf("Skipped: %d ranks want a GPU each, and there are %d.\n", comm_size(),
                   longspan::gpu_count());

@@ -18,7 +18,7 @@
 #include "longspan/error.hpp"
 #include "tests/dist/world.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using namespace std::chrono_literals;
@@ -163,4 +163,4 @@ TEST(ThreadLevel, LessThanIsNeededIsRefused) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -23,7 +23,7 @@
 #include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using ::testing::HasSubstr;
@@ -540,4 +540,4 @@ TEST(Nccl, ALongLetterArrivesThoughItsSenderLeaves) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

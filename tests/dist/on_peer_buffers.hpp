@@ -19,7 +19,7 @@
 #include "launcher/graph.hpp"
 #include "tests/dist/world.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 inline void ok(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
 
@@ -86,4 +86,4 @@ class OnPeerBuffers : public ::testing::Test {
   cudaStream_t stream_ = nullptr;
 };
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -27,9 +27,9 @@
 #include "longspan/buffer.hpp"
 #include "tests/dist/message.hpp"
 #include "tests/dist/on_peer_buffers.hpp"
-#include "tests/simulated.hpp"
+#include "tests/support/simulated.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using kernels::AttendParams;
@@ -478,4 +478,4 @@ TEST_F(PushTest, Times) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -11,7 +11,7 @@
 #include "launcher/graph.hpp"
 #endif
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 class Replay {
  public:
@@ -63,4 +63,4 @@ class Replay {
   std::function<void(Stream)> work_;
 };
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -11,9 +11,9 @@
 
 #include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
-#include "tests/serving_run.hpp"
+#include "tests/support/serving_run.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 void expect_right(const ServingProblem& problem, const ServingResult& result,
@@ -428,4 +428,4 @@ TEST_F(OnRanks, GrowingCacheWithEverything) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

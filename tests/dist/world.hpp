@@ -10,7 +10,7 @@
 #include "longspan/communicator.hpp"
 #include "longspan/mpi.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 inline bool wants_gpus() {
   const char* name = std::getenv("LONGSPAN_TEST_DEVICE");
@@ -24,4 +24,4 @@ inline Communicator test_world() {
   return world;
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

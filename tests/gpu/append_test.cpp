@@ -1,5 +1,5 @@
 // New keys and values into a cache, on a GPU.
-#include "tests/append_tests.hpp"
+#include "tests/support/append_tests.hpp"
 
 #include <cuda_runtime_api.h>
 

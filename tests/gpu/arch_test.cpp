@@ -15,7 +15,7 @@
 #include "kernels/cuda/common/tensor_map.hpp"
 #include "tests/gpu/arch_kernels.hpp"
 #include "tests/gpu/gpu_case.hpp"
-#include "tests/rounding.hpp"
+#include "tests/support/rounding.hpp"
 
 namespace longspan::test {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "tests/gpu/serving_ranks.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 /// Everything in e4m3, one key after the other.
@@ -507,4 +507,4 @@ TEST(AttendSm90Fp8, ShortQueriesAmongLongOnesKeepTheirBits) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -3,7 +3,7 @@
 // Caches hold NaN, and tables -1 or garbage, wherever no row may look.
 #include "tests/gpu/serving_ranks.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using test::Cut;
@@ -136,4 +136,4 @@ TEST(AttendSm90Pages, WhatItDoesNotTake) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -3,7 +3,7 @@
 // inputs. attend_sm90_scores_test has what scores go through.
 #include "tests/gpu/serving_ranks.hpp"
 #include "tests/gpu/sm90_run.hpp"
-#include "tests/grids.hpp"
+#include "tests/support/grids.hpp"
 
 namespace longspan::test {
 namespace {

@@ -9,9 +9,9 @@
 
 #include "longspan/error.hpp"
 #include "tests/gpu/gpu_case.hpp"
-#include "tests/serving_run.hpp"
+#include "tests/support/serving_run.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 /// All shares of the keys in a random order; memory that is written is NaN first, and a word behind
@@ -247,4 +247,4 @@ TEST(AttendState, RefusesByName) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -1,5 +1,5 @@
 // Faults of a request's arrays, found on a GPU.
-#include "tests/check_arrays_tests.hpp"
+#include "tests/support/check_arrays_tests.hpp"
 
 #include <cuda_runtime_api.h>
 

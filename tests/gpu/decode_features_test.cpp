@@ -8,7 +8,7 @@
 
 #include "tests/gpu/serving_ranks.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 constexpr std::int64_t kEveryRow = 0;
@@ -366,4 +366,4 @@ TEST(DecodeFeatures, AllTogether) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

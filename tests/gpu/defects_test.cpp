@@ -1,8 +1,8 @@
 // The defects of other kernels, on a GPU.
 #include "tests/gpu/gpu_case.hpp"
-#include "tests/serving_run.hpp"
+#include "tests/support/serving_run.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 constexpr Device kDevice = Device::cuda;
 const kernels::Backend& backend() {
@@ -10,12 +10,12 @@ const kernels::Backend& backend() {
   return *cuda;
 }
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests
 
 #define LONGSPAN_NEEDS_DEVICE() LONGSPAN_NEEDS_GPU()
-#include "tests/defects.hpp"
+#include "tests/support/defects.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 TEST(Defects, ACacheOfMoreThan2To31Elements) {
@@ -29,4 +29,4 @@ TEST(Defects, ACacheOfMoreThan2To31Elements) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

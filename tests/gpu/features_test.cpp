@@ -3,7 +3,7 @@
 // for short queries alone. Caches hold NaN, and tables -1 or garbage, wherever no row may look.
 #include "tests/gpu/serving_ranks.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using test::Cut;
@@ -276,4 +276,4 @@ TEST(Features, CacheOfMoreThanTwoToThe31Elements) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -14,15 +14,15 @@
 #include "kernels/backend.hpp"
 #include "launcher/elements.hpp"
 #include "longspan/buffer.hpp"
-#include "tests/fresh_seed.hpp"
-#include "tests/reduced.hpp"
+#include "tests/support/fresh_seed.hpp"
+#include "tests/support/reduced.hpp"
 
 namespace longspan::test {
 
-using testing::fresh_seed;
 using testing::is_left_out;
 using testing::kOnHopper;
 using testing::reduced;
+using tests::fresh_seed;
 
 #define LONGSPAN_NEEDS_GPU()                                                     \
   do {                                                                           \

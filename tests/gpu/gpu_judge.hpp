@@ -7,7 +7,7 @@
 
 #include "launcher/oracle.hpp"
 #include "tests/gpu/gpu_run.hpp"
-#include "tests/rounding.hpp"
+#include "tests/support/rounding.hpp"
 
 namespace longspan::test {
 

@@ -1,8 +1,8 @@
 // Decode over 2 and 4 simulated ranks on one GPU: the peers' context-parallel grid.
-#include "tests/context_parallel.hpp"
 #include "tests/gpu/gpu_case.hpp"
+#include "tests/support/context_parallel.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 TEST(ContextParallelGrid, SimulatedRanks) {
@@ -24,4 +24,4 @@ TEST(ContextParallelGrid, MergeOfParts) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -1,8 +1,8 @@
 // Chunked prefill on a GPU: the peers' grid in full.
 #include "tests/gpu/gpu_case.hpp"
-#include "tests/grids.hpp"
+#include "tests/support/grids.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 TEST(PrefixGrid, Main) {
@@ -22,4 +22,4 @@ TEST(PrefixGrid, Extras) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

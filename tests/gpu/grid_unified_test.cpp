@@ -1,8 +1,8 @@
 // Segmented attention over a paged cache on a GPU: the peers' grid in full.
 #include "tests/gpu/gpu_case.hpp"
-#include "tests/grids.hpp"
+#include "tests/support/grids.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 TEST(UnifiedGrid, Main) {
@@ -33,4 +33,4 @@ TEST(UnifiedGrid, Extras) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

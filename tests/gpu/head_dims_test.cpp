@@ -1,8 +1,8 @@
 // Heads of all sizes, on a GPU.
 #include "tests/gpu/gpu_case.hpp"
-#include "tests/serving_run.hpp"
+#include "tests/support/serving_run.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 constexpr Device kDevice = Device::cuda;
 const kernels::Backend& backend() {
@@ -10,7 +10,7 @@ const kernels::Backend& backend() {
   return *cuda;
 }
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests
 
 #define LONGSPAN_NEEDS_DEVICE() LONGSPAN_NEEDS_GPU()
-#include "tests/head_dims.hpp"
+#include "tests/support/head_dims.hpp"

@@ -1,5 +1,5 @@
 // The acceptance grid of the merge on a GPU, all 2,592 cases.
-#include "tests/merge_grid.hpp"
+#include "tests/support/merge_grid.hpp"
 
 #include <cuda_runtime_api.h>
 
@@ -60,7 +60,7 @@ TEST_F(MergeGrid, EveryCaseAgainstFloat64) {
       ++count;
     }
   }
-  if (!testing::reduction()) {
+  if (!tests::reduction()) {
     EXPECT_EQ(count, 2592);
   }
 }

@@ -1,5 +1,5 @@
 // The merge of finished outputs on a GPU.
-#include "tests/merge_outputs_tests.hpp"
+#include "tests/support/merge_outputs_tests.hpp"
 
 #include <cuda_runtime_api.h>
 

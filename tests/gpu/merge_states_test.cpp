@@ -1,5 +1,5 @@
 // The ends of a merge of states, on a GPU.
-#include "tests/merge_states_tests.hpp"
+#include "tests/support/merge_states_tests.hpp"
 
 #include <cuda_runtime_api.h>
 

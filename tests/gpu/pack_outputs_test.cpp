@@ -1,5 +1,5 @@
 // A part to where it travels from, on a GPU.
-#include "tests/pack_outputs_tests.hpp"
+#include "tests/support/pack_outputs_tests.hpp"
 
 #include <cuda_runtime_api.h>
 

@@ -1,5 +1,5 @@
 // Rows to their places, on a GPU.
-#include "tests/place_rows_tests.hpp"
+#include "tests/support/place_rows_tests.hpp"
 
 #include <cuda_runtime_api.h>
 

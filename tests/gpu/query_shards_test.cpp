@@ -1,9 +1,9 @@
 // A rank's share of the query rows, on a GPU: masks and biases go by where a row stands in its
 // sequence, for every layout of the rows against every layout of the keys, against float64.
 #include "tests/gpu/serving_ranks.hpp"
-#include "tests/query_shards_refusals.hpp"
+#include "tests/support/query_shards_refusals.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using test::Cut;
@@ -168,4 +168,4 @@ TEST(QueryShards, WhatIsRefused) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -1,5 +1,5 @@
 // States per segment, on a GPU.
-#include "tests/segments_tests.hpp"
+#include "tests/support/segments_tests.hpp"
 
 #include <cuda_runtime_api.h>
 

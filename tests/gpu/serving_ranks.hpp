@@ -11,9 +11,9 @@
 
 #include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "tests/gpu/gpu_judge.hpp"
-#include "tests/serving_run.hpp"
+#include "tests/support/serving_run.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 /// How the query rows of each sequence are dealt out.
 struct QueryCut {
@@ -306,4 +306,4 @@ inline void check_dealt(const Serving& s, const Dealt& dealt = {}, std::int64_t 
   check_dealt(ServingProblem(s, seed), dealt, seed, sampled);
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

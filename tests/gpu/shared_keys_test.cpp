@@ -1,5 +1,5 @@
 // Sequences that share their keys, on a GPU.
-#include "tests/shared_keys_tests.hpp"
+#include "tests/support/shared_keys_tests.hpp"
 
 #include <cuda_runtime_api.h>
 

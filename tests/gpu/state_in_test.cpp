@@ -6,7 +6,7 @@
 #include "longspan/error.hpp"
 #include "tests/gpu/serving_ranks.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using test::Cut;
@@ -276,4 +276,4 @@ TEST(StateIn, TooLittleScratch) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

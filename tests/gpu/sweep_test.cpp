@@ -10,7 +10,7 @@
 
 #include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "tests/gpu/gpu_judge.hpp"
-#include "tests/serving.hpp"
+#include "tests/support/serving.hpp"
 
 namespace longspan::test {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "tests/gpu/serving_ranks.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 ServingResult run_option(const ServingProblem& problem, bool tf32, bool invariant = false) {
@@ -223,4 +223,4 @@ TEST(Tf32, OffIsExact) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -8,12 +8,12 @@
 
 #include "launcher/memory.hpp"
 #include "launcher/world.hpp"
-#include "tests/fresh_seed.hpp"
+#include "tests/support/fresh_seed.hpp"
 
 namespace longspan::launcher {
 namespace {
 
-using testing::fresh_seed;
+using tests::fresh_seed;
 
 DecodeShape small(std::uint64_t seed) {
   return {.options = {.heads = 6,

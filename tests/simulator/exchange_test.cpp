@@ -19,7 +19,7 @@
 #include "kernels/simulated/machine.hpp"
 #include "tests/gpu/gpu_judge.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using kernels::ExchangeParams;
@@ -476,4 +476,4 @@ std::string name_of(const ::testing::TestParamInfo<Problem>& tested) {
 INSTANTIATE_TEST_SUITE_P(All, Exchange, ::testing::ValuesIn(kProblems), name_of);
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -6,7 +6,7 @@
 #include "tests/gpu/serving_ranks.hpp"
 #include "tests/gpu/sm90_run.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using test::Case;
@@ -570,4 +570,4 @@ TEST(NewKeys, AreInTheCacheAndSeen) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -7,10 +7,10 @@
 #include <cstdlib>
 
 #include "kernels/simulated/machine.hpp"
-#include "tests/fresh_seed.hpp"
-#include "tests/reduced.hpp"
+#include "tests/support/fresh_seed.hpp"
+#include "tests/support/reduced.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 class Schedules final : public ::testing::EmptyTestEventListener {
@@ -41,4 +41,4 @@ const bool kListens = [] {
 }();
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

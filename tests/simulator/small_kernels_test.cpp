@@ -14,7 +14,7 @@
 #include "kernels/faults.hpp"
 #include "tests/gpu/serving_ranks.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 using kernels::DigestArray;
@@ -207,4 +207,4 @@ std::string name_of_gathered(const ::testing::TestParamInfo<Gathered>& tested) {
 INSTANTIATE_TEST_SUITE_P(All, Gather, ::testing::ValuesIn(kGathered), name_of_gathered);
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

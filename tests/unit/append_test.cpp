@@ -1,5 +1,5 @@
 // New keys and values into a cache, on the host.
-#include "tests/append_tests.hpp"
+#include "tests/support/append_tests.hpp"
 
 namespace longspan::tests {
 

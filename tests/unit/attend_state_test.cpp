@@ -15,12 +15,12 @@
 #include <string>
 #include <vector>
 
-#include "host_problem.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
 #include "longspan/serving.hpp"
-#include "tests/fresh_seed.hpp"
-#include "tests/problem.hpp"
+#include "tests/support/fresh_seed.hpp"
+#include "tests/support/host_problem.hpp"
+#include "tests/support/problem.hpp"
 
 namespace longspan::tests {
 namespace {
@@ -54,8 +54,8 @@ class Guarded {
 };
 
 /// Keys and values of one rank, as tensors.
-void give_keys(AttendState& a, const Problem& p, Local& l) {
-  const Shape& s = p.shape;
+void give_keys(AttendState& a, const HostProblem& p, Local& l) {
+  const HostShape& s = p.shape;
   if (s.page == 0) {
     const std::int64_t keys =
         static_cast<std::int64_t>(l.k.bytes.size() / size_of(l.k.dtype)) / p.kv_stride();
@@ -85,7 +85,7 @@ void give_keys(AttendState& a, const Problem& p, Local& l) {
 class AttendStateTest : public ::testing::Test {
  protected:
   const ServingOps ops{Device::host, 2};
-  const unsigned seed = testing::fresh_seed();
+  const unsigned seed = tests::fresh_seed();
   std::mt19937 random{seed};
 
   void TearDown() override {
@@ -93,8 +93,8 @@ class AttendStateTest : public ::testing::Test {
   }
 
   /// A call over the keys of `shard`, less keys and memory.
-  AttendState args_of(Problem& p, const Shard& shard) {
-    const Shape& s = p.shape;
+  AttendState args_of(HostProblem& p, const Shard& shard) {
+    const HostShape& s = p.shape;
     AttendState a;
     a.q = Tensor(p.q.data(), p.q.dtype, {p.tokens(), s.heads, s.dim});
     a.q.stride[0] = p.q_stride();
@@ -121,7 +121,7 @@ class AttendStateTest : public ::testing::Test {
     if (s.alibi) a.slopes = Tensor(p.slopes.data(), p.slopes.dtype, {s.heads});
     if (s.qq) {
       a.qq_bias = Tensor(p.qq.data(), p.qq.dtype, {p.qq_width(), p.qq_width()});
-      a.qq_bias.stride[0] = p.qq_width() + Problem::kGap;
+      a.qq_bias.stride[0] = p.qq_width() + HostProblem::kGap;
     }
     if (s.scales) {
       const std::int64_t count = s.scales_per_head ? s.kv_heads : 1;
@@ -132,12 +132,12 @@ class AttendStateTest : public ::testing::Test {
     return a;
   }
 
-  Guarded make_state(const Problem& p) const {
+  Guarded make_state(const HostProblem& p) const {
     return Guarded(ops.state_bytes(p.tokens(), p.shape.heads, p.shape.dim));
   }
 
   /// Keys of one shard onto a state, in a workspace of exactly what is asked for.
-  void attend(Problem& p, const Shard& shard, const Guarded& state, bool resume) {
+  void attend(HostProblem& p, const Shard& shard, const Guarded& state, bool resume) {
     Local l = p.local(shard);
     AttendState a = args_of(p, shard);
     give_keys(a, p, l);
@@ -150,9 +150,9 @@ class AttendStateTest : public ::testing::Test {
   }
 
   /// Over poisoned results.
-  Result finish(const Problem& p, const Guarded& state,
+  Result finish(const HostProblem& p, const Guarded& state,
                 const std::vector<float>* sinks = nullptr) const {
-    const Shape& s = p.shape;
+    const HostShape& s = p.shape;
     Result r{std::vector<float>(p.tokens() * s.heads * s.dim, kNan),
              std::vector<float>(p.tokens() * s.heads, kNan)};
     FinishState f{.state = state.state(),
@@ -170,7 +170,7 @@ class AttendStateTest : public ::testing::Test {
     return sinks;
   }
 
-  Result chain(Problem& p, const std::vector<Shard>& shards,
+  Result chain(HostProblem& p, const std::vector<Shard>& shards,
                const std::vector<float>* sinks = nullptr) {
     const Guarded state = make_state(p);
     bool resume = false;
@@ -182,7 +182,7 @@ class AttendStateTest : public ::testing::Test {
   }
 
   /// Cuts of each sequence at random places, some chunks empty: [batch, chunks + 1].
-  std::vector<std::int64_t> random_cuts(const Shape& s, int chunks) {
+  std::vector<std::int64_t> random_cuts(const HostShape& s, int chunks) {
     std::vector<std::int64_t> table;
     for (const std::int32_t length : s.kv_len) {
       std::vector<std::int64_t> cuts{0, length};
@@ -195,17 +195,17 @@ class AttendStateTest : public ::testing::Test {
   }
 
   /// All shards of a rule, in any order, with and without sinks.
-  void expect_exact(const Shape& shape, const Shard& rule) {
+  void expect_exact(const HostShape& shape, const Shard& rule) {
     SCOPED_TRACE(std::string(name(rule.layout)) + " of " + std::to_string(rule.ranks) + " seed " +
                  std::to_string(seed));
-    Problem p(shape, static_cast<std::uint32_t>(random()));
-    std::vector<Shard> shards = Problem::on_all(rule);
+    HostProblem p(shape, static_cast<std::uint32_t>(random()));
+    std::vector<Shard> shards = HostProblem::on_all(rule);
     std::shuffle(shards.begin(), shards.end(), random);
     const std::vector<float> sinks = some_sinks(shape.heads);
     const auto* given = random() % 2 == 0 ? &sinks : nullptr;
     EXPECT_TRUE(is_close(p.error(chain(p, shards, given), given)));
   }
-  void expect_exact_in_chunks(const Shape& shape, int chunks) {
+  void expect_exact_in_chunks(const HostShape& shape, int chunks) {
     const std::vector<std::int64_t> table = random_cuts(shape, chunks);
     expect_exact(shape, {.layout = Layout::ranges, .ranks = chunks, .table = table.data()});
   }
@@ -240,7 +240,7 @@ TEST_F(AttendStateTest, HeadsAndTypes) {
   for (const DType dtype : {fp32, fp16, bf16})
     for (const int dim : {8, 64, 72, 128})
       for (const int kv_heads : {1, 2, 6}) {
-        if (testing::kSanitized && dim > 64) continue;
+        if (tests::kSanitized && dim > 64) continue;
         expect_exact_in_chunks({.heads = 6,
                                 .kv_heads = kv_heads,
                                 .dim = dim,
@@ -256,7 +256,8 @@ TEST_F(AttendStateTest, BiasesScalesAndPages) {
        {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}})
     for (const int page : {0, 16})
       for (const bool quantised : {false, true}) {
-        Shape shape{.query_len = {9, 1, 33}, .kv_len = {200, 70, 500}, .mask = {.causal = true}};
+        HostShape shape{
+            .query_len = {9, 1, 33}, .kv_len = {200, 70, 500}, .mask = {.causal = true}};
         shape.page = page;
         shape.alibi = alibi;
         shape.qq = !quantised;
@@ -276,11 +277,11 @@ TEST_F(AttendStateTest, BiasesScalesAndPages) {
 
 TEST_F(AttendStateTest, ListedKeys) {
   for (const Mask& mask : kMasks) {
-    const Shape shape{.query_len = {40}, .kv_len = {300}, .mask = mask};
+    const HostShape shape{.query_len = {40}, .kv_len = {300}, .mask = mask};
     std::vector<std::int64_t> places(300);
     std::iota(places.begin(), places.end(), 0);
     std::shuffle(places.begin(), places.end(), random);
-    Problem p(shape, seed);
+    HostProblem p(shape, seed);
     std::vector<Shard> shards;  // 100, 0, 150 and 50 of the keys
     for (const auto& [first, count] :
          {std::pair{0, 100}, std::pair{100, 0}, std::pair{100, 150}, std::pair{250, 50}})
@@ -293,8 +294,8 @@ TEST_F(AttendStateTest, ListedKeys) {
 
 /// A chain may begin with calls that see no key, and end in them; all of it may be of no key.
 TEST_F(AttendStateTest, CallsWithoutKeys) {
-  const Shape shape{.query_len = {4, 2}, .kv_len = {40, 0}, .mask = {.causal = true}};
-  Problem p(shape, seed);
+  const HostShape shape{.query_len = {4, 2}, .kv_len = {40, 0}, .mask = {.causal = true}};
+  HostProblem p(shape, seed);
   const std::vector<std::int64_t> table{0, 0, 40, 40, 0, 0, 0, 0};
   const std::vector<float> sinks = some_sinks(shape.heads);
   const auto chunk = [&](int rank) {
@@ -315,8 +316,8 @@ TEST_F(AttendStateTest, CallsWithoutKeys) {
 /// A row that sees no key of a call keeps its state to the bit; a result changes no state, and a
 /// chain goes on after one.
 TEST_F(AttendStateTest, AStateStaysUntilKeysCome) {
-  const Shape shape{.query_len = {6, 3}, .kv_len = {90, 70}};
-  Problem p(shape, seed);
+  const HostShape shape{.query_len = {6, 3}, .kv_len = {90, 70}};
+  HostProblem p(shape, seed);
   const std::vector<std::int64_t> table{0, 50, 50, 90, 0, 20, 20, 70};
   const auto chunk = [&](int rank) {
     return Shard{.layout = Layout::ranges, .rank = rank, .ranks = 3, .table = table.data()};
@@ -337,8 +338,8 @@ TEST_F(AttendStateTest, AStateStaysUntilKeysCome) {
 }
 
 TEST_F(AttendStateTest, RowsPastTheLastSequenceAreUntouched) {
-  Shape shape{.query_len = {3, 2}, .kv_len = {50, 60}};
-  Problem p(shape, seed);
+  HostShape shape{.query_len = {3, 2}, .kv_len = {50, 60}};
+  HostProblem p(shape, seed);
   constexpr std::int64_t kPadding = 4;
   const std::int64_t tokens = p.tokens() + kPadding, heads = shape.heads, dim = shape.dim;
   std::vector<float> q(tokens * heads * dim, NAN);
@@ -373,8 +374,8 @@ TEST_F(AttendStateTest, RowsPastTheLastSequenceAreUntouched) {
 }
 
 TEST_F(AttendStateTest, NoTokens) {
-  Shape shape{.query_len = {0}, .kv_len = {50}};
-  Problem p(shape, seed);
+  HostShape shape{.query_len = {0}, .kv_len = {50}};
+  HostProblem p(shape, seed);
   p.q = Array(fp32, 1);
   EXPECT_EQ(ops.state_bytes(0, 4, 64), 0u);
   Local l = p.local(Shard{});
@@ -389,8 +390,8 @@ TEST_F(AttendStateTest, NoTokens) {
 // ---- results ------------------------------------------------------------------------------------
 
 TEST_F(AttendStateTest, ResultsOfAnyTypeAndPlace) {
-  const Shape shape{.heads = 4, .query_len = {6}, .kv_len = {77}};
-  Problem p(shape, seed);
+  const HostShape shape{.heads = 4, .query_len = {6}, .kv_len = {77}};
+  HostProblem p(shape, seed);
   const Guarded state = make_state(p);
   attend(p, {.length = 77}, state, false);
   const std::vector<float> sinks = some_sinks(4);
@@ -428,8 +429,8 @@ TEST_F(AttendStateTest, ResultsOfAnyTypeAndPlace) {
 /// As one segment: max + ln(expsum) is the lse, output / expsum the result; and what
 /// reduce_segments makes of it.
 TEST_F(AttendStateTest, AStateIsHandedOut) {
-  const Shape shape{.query_len = {5, 1}, .kv_len = {90, 0}, .mask = {.causal = true}};
-  Problem p(shape, seed);
+  const HostShape shape{.query_len = {5, 1}, .kv_len = {90, 0}, .mask = {.causal = true}};
+  HostProblem p(shape, seed);
   const Guarded state = make_state(p);
   const std::vector<std::int64_t> table{0, 30, 90, 0, 0, 0};
   for (const int rank : {0, 1})
@@ -475,14 +476,14 @@ TEST_F(AttendStateTest, AStateIsHandedOut) {
 /// Values of another width than keys, in caches [batch, capacity, ...].
 TEST_F(AttendStateTest, OtherWidthsAndCapacities) {
   for (const auto& [dim, value_dim] : {std::pair{192, 128}, {40, 72}, {576, 512}}) {
-    const testing::Shape shape{.heads = 4,
-                               .kv_heads = 1,
-                               .dim = dim,
-                               .value_dim = value_dim,
-                               .q_lens = {9, 2},
-                               .kv_lens = {130, 61},
-                               .mask = {.causal = true}};
-    const testing::Problem p(shape, seed);
+    const tests::Shape shape{.heads = 4,
+                             .kv_heads = 1,
+                             .dim = dim,
+                             .value_dim = value_dim,
+                             .q_lens = {9, 2},
+                             .kv_lens = {130, 61},
+                             .mask = {.causal = true}};
+    const tests::Problem p(shape, seed);
     const Guarded state(ops.state_bytes(p.tokens, 4, value_dim));
     for (int rank = 0; rank < 3; ++rank) {
       const Shard shard = Shard::zigzag(0, rank, 3);
@@ -522,8 +523,8 @@ TEST_F(AttendStateTest, OtherWidthsAndCapacities) {
 
 /// Two sequences of three tokens each as [batch, heads, tokens, dim].
 TEST_F(AttendStateTest, QueriesOfABatch) {
-  Shape shape{.query_len = {3, 3}, .kv_len = {50, 60}, .mask = {.causal = true}};
-  Problem p(shape, seed);
+  HostShape shape{.query_len = {3, 3}, .kv_len = {50, 60}, .mask = {.causal = true}};
+  HostProblem p(shape, seed);
   const Guarded state = make_state(p);
   Local l = p.local(Shard{});
   AttendState a = args_of(p, Shard{});
@@ -538,7 +539,7 @@ TEST_F(AttendStateTest, QueriesOfABatch) {
 }
 
 TEST_F(AttendStateTest, TheWorkspaceNeedsShapesOnly) {
-  Problem p({.query_len = {3, 2}, .kv_len = {50, 60}}, seed);
+  HostProblem p({.query_len = {3, 2}, .kv_len = {50, 60}}, seed);
   Local l = p.local(Shard{});
   AttendState a = args_of(p, Shard{});
   give_keys(a, p, l);

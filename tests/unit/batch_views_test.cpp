@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
-#include "tests/fresh_seed.hpp"
+#include "tests/support/fresh_seed.hpp"
 
 namespace longspan {
 namespace {
@@ -47,7 +47,7 @@ struct Problem {
                        .limits = {.max_tokens = sequences * kTokens,
                                   .max_batch = static_cast<int>(sequences)},
                        .threads = 1}) {
-    std::mt19937 random(testing::fresh_seed());
+    std::mt19937 random(tests::fresh_seed());
     q = random_values(static_cast<std::size_t>(batch) * kTokens * kHeads * kDim, random);
     k = random_values(static_cast<std::size_t>(batch) * kCapacity * kKvHeads * kDim, random);
     v = random_values(k.size(), random);

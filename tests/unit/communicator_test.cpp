@@ -14,7 +14,7 @@
 #include "comm/control/wire.hpp"
 #include "comm/transport.hpp"
 #include "longspan/error.hpp"
-#include "tests/no_threads.hpp"
+#include "tests/support/no_threads.hpp"
 
 namespace longspan {
 namespace {
@@ -223,7 +223,7 @@ TEST(Watchdog, WithoutAThreadIsATypedError) {
                              .abort = [] {}});
   };
   {
-    const testing::NoThreads none;
+    const tests::NoThreads none;
     EXPECT_THROW(make(), BackendError);
   }
   make();

@@ -13,7 +13,7 @@
 
 #include "comm/control/wire.hpp"
 #include "longspan/error.hpp"
-#include "tests/fresh_seed.hpp"
+#include "tests/support/fresh_seed.hpp"
 
 namespace longspan::comm {
 namespace {
@@ -155,7 +155,7 @@ TEST(Letters, OfAFailureEndInItsOwnKind) {
 }
 
 TEST(Letters, AtRandomEndInTypedErrors) {
-  const unsigned seed = testing::fresh_seed();
+  const unsigned seed = tests::fresh_seed();
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937_64 random(seed);
   for (int round = 0; round < 3000; ++round) {

@@ -1,9 +1,9 @@
 // The defects of other kernels, on the host.
 #include <cstring>
 
-#include "tests/serving_run.hpp"
+#include "tests/support/serving_run.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 constexpr Device kDevice = Device::host;
 const kernels::Backend& backend() {
@@ -11,12 +11,12 @@ const kernels::Backend& backend() {
   return *host;
 }
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests
 
 #define LONGSPAN_NEEDS_DEVICE() static_cast<void>(0)
-#include "tests/defects.hpp"
+#include "tests/support/defects.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 TEST(Defects, ACacheOfMoreThan2To31Elements) {
@@ -27,4 +27,4 @@ TEST(Defects, ACacheOfMoreThan2To31Elements) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

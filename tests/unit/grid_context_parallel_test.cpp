@@ -1,7 +1,7 @@
 // Decode over 2 and 4 simulated ranks on the host: the peers' context-parallel grid.
-#include "tests/context_parallel.hpp"
+#include "tests/support/context_parallel.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 TEST(ContextParallelGrid, SimulatedRanks) {
@@ -21,4 +21,4 @@ TEST(ContextParallelGrid, MergeOfParts) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -1,7 +1,7 @@
 // Chunked prefill on the host: a fixed part of the peers' grid, its lengths cut to 160.
-#include "tests/grids.hpp"
+#include "tests/support/grids.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 TEST(PrefixGrid, Main) {
@@ -20,4 +20,4 @@ TEST(PrefixGrid, Extras) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -1,7 +1,7 @@
 // Segmented attention over a paged cache on the host: a fixed part of the peers' grid.
-#include "tests/grids.hpp"
+#include "tests/support/grids.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 TEST(UnifiedGrid, Main) {
@@ -19,4 +19,4 @@ TEST(UnifiedGrid, Extras) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

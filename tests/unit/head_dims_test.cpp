@@ -1,7 +1,7 @@
 // Heads of all sizes, on the host.
-#include "tests/serving_run.hpp"
+#include "tests/support/serving_run.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 constexpr Device kDevice = Device::host;
 const kernels::Backend& backend() {
@@ -9,7 +9,7 @@ const kernels::Backend& backend() {
   return *host;
 }
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests
 
 #define LONGSPAN_NEEDS_DEVICE() static_cast<void>(0)
-#include "tests/head_dims.hpp"
+#include "tests/support/head_dims.hpp"

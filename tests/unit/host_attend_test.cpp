@@ -6,8 +6,8 @@
 #include <numeric>
 #include <string>
 
-#include "host_problem.hpp"
 #include "longspan/error.hpp"
+#include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
 namespace {
@@ -17,16 +17,16 @@ class HostAttend : public ::testing::Test {
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
   std::random_device device_;
 
-  void expect_exact(const Shape& shape, const std::vector<Shard>& shards,
+  void expect_exact(const HostShape& shape, const std::vector<Shard>& shards,
                     const std::vector<float>* sinks = nullptr) {
     const std::uint32_t seed = device_();
-    Problem problem(shape, seed);
+    HostProblem problem(shape, seed);
     EXPECT_TRUE(is_close(problem.error(problem.run(*backend_, shards, sinks), sinks)))
         << "seed " << seed;
   }
 };
 
-std::string describe(const Shape& s) {
+std::string describe(const HostShape& s) {
   std::string text = "heads " + std::to_string(s.heads) + "/" + std::to_string(s.kv_heads) +
                      " dim " + std::to_string(s.dim) + " " + name(s.dtype) + " causal " +
                      std::to_string(s.mask.causal) + " window " + std::to_string(s.mask.window) +
@@ -40,7 +40,7 @@ std::string describe(const Shape& s) {
 TEST_F(HostAttend, EveryDimAndType) {
   for (int dim = 16; dim <= 256; dim += 8) {
     for (DType dtype : {fp32, fp16, bf16}) {
-      Shape shape{.dim = dim, .dtype = dtype, .query_len = {7}, .kv_len = {333}};
+      HostShape shape{.dim = dim, .dtype = dtype, .query_len = {7}, .kv_len = {333}};
       SCOPED_TRACE(describe(shape));
       expect_exact(shape, {Shard::contiguous(333, 0, 1)});
     }
@@ -52,8 +52,8 @@ TEST_F(HostAttend, RandomShapes) {
   const auto draw = [&](int low, int high) {
     return std::uniform_int_distribution<int>(low, high)(random);
   };
-  for (int trial = 0; trial < testing::trials(150); ++trial) {
-    Shape shape;
+  for (int trial = 0; trial < tests::trials(150); ++trial) {
+    HostShape shape;
     shape.kv_heads = draw(1, 3);
     shape.heads = shape.kv_heads * draw(1, 5);
     shape.dim = 8 * draw(2, 32);
@@ -76,7 +76,7 @@ TEST_F(HostAttend, RandomShapes) {
                                     Shard::striped(0, 0, ranks),
                                     Shard::interleaved(0, 0, ranks, block)}[draw(0, 3)];
     SCOPED_TRACE(describe(shape) + " " + name(shard.layout) + " on " + std::to_string(ranks));
-    expect_exact(shape, Problem::on_all(shard), draw(0, 1) ? &sinks : nullptr);
+    expect_exact(shape, HostProblem::on_all(shard), draw(0, 1) ? &sinks : nullptr);
   }
 }
 
@@ -84,7 +84,7 @@ TEST_F(HostAttend, RangesWithEmptyShards) {
   const std::vector<std::int64_t> table = {0, 0, 1, 130, 130, 517};
   for (bool causal : {false, true})
     expect_exact({.query_len = {40}, .kv_len = {517}, .mask = {.causal = causal, .window = 200}},
-                 Problem::on_all(Shard::ranges(517, 0, 5, table.data())));
+                 HostProblem::on_all(Shard::ranges(517, 0, 5, table.data())));
 }
 
 TEST_F(HostAttend, ListedInAnyOrder) {
@@ -102,16 +102,16 @@ TEST_F(HostAttend, ListedInAnyOrder) {
 TEST_F(HostAttend, FarShardsAndOneKey) {
   for (int ranks : {2, 3, 7})
     for (std::int32_t kv_len : {0, 1, 2, 128, 129}) {
-      Shape shape{.query_len = {3}, .kv_len = {kv_len}, .mask = {.causal = true}};
+      HostShape shape{.query_len = {3}, .kv_len = {kv_len}, .mask = {.causal = true}};
       SCOPED_TRACE(describe(shape));
       for (const Shard& shard : {Shard::contiguous(0, 0, ranks), Shard::zigzag(0, 0, ranks),
                                  Shard::striped(0, 0, ranks), Shard::interleaved(0, 0, ranks)})
-        expect_exact(shape, Problem::on_all(shard));
+        expect_exact(shape, HostProblem::on_all(shard));
     }
 }
 
 TEST_F(HostAttend, LargeScores) {
-  Problem problem({.dim = 32, .query_len = {4}, .kv_len = {400}}, device_());
+  HostProblem problem({.dim = 32, .query_len = {4}, .kv_len = {400}}, device_());
   for (std::int64_t i = 0; i < problem.tokens() * problem.q_stride(); ++i)
     problem.q.set(i, static_cast<float>(problem.q[i]) * 300.0f);
   const auto error = problem.error(problem.run(*backend_));
@@ -122,7 +122,7 @@ TEST_F(HostAttend, LargeScores) {
 // Where no row of the sequence looks, memory may hold anything.
 TEST_F(HostAttend, UnseenKeysMayBeAnything) {
   for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
-    Problem problem(
+    HostProblem problem(
         {.query_len = {9, 5}, .kv_len = {600, 4}, .mask = {.causal = true, .window = 70}},
         device_());
     const Result clean = problem.run(*backend_);
@@ -133,15 +133,16 @@ TEST_F(HostAttend, UnseenKeysMayBeAnything) {
         problem.v.set(key * problem.kv_stride() + c, poison);
       }
     EXPECT_TRUE(problem.run(*backend_).same_bits(clean));
-    EXPECT_TRUE(problem.run(*backend_, Problem::on_all(Shard::striped(0, 0, 2)))
-                    .same_bits(problem.run(*backend_, Problem::on_all(Shard::striped(0, 0, 2)))));
+    EXPECT_TRUE(
+        problem.run(*backend_, HostProblem::on_all(Shard::striped(0, 0, 2)))
+            .same_bits(problem.run(*backend_, HostProblem::on_all(Shard::striped(0, 0, 2)))));
   }
 }
 
 // More than the contract asks: a row is clean of every key that it does not see itself.
 TEST_F(HostAttend, KeysOfOtherRowsStayAway) {
   for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
-    Problem problem({.query_len = {100}, .kv_len = {300}, .mask = {.causal = true}}, device_());
+    HostProblem problem({.query_len = {100}, .kv_len = {300}, .mask = {.causal = true}}, device_());
     const Result clean = problem.run(*backend_);
     for (std::int64_t c = 0; c < problem.kv_stride(); ++c) {
       problem.k.set(250 * problem.kv_stride() + c, poison);
@@ -163,8 +164,8 @@ TEST_F(HostAttend, KeysOfOtherRowsStayAway) {
 
 TEST_F(HostAttend, NanInAQueryStaysInItsRow) {
   for (float softcap : {0.0f, 20.0f}) {
-    Problem problem({.heads = 6, .query_len = {50}, .kv_len = {520}, .softcap = softcap},
-                    device_());
+    HostProblem problem({.heads = 6, .query_len = {50}, .kv_len = {520}, .softcap = softcap},
+                        device_());
     const Result clean = problem.run(*backend_);
     const int dim = problem.shape.dim;
     problem.q.set(17 * problem.q_stride() + 2 * dim + 5, kNan);  // token 17, head 2
@@ -183,10 +184,10 @@ TEST_F(HostAttend, NanInAQueryStaysInItsRow) {
 
 // A key whose score is -inf is an invisible key; with no other, the row is empty.
 TEST_F(HostAttend, MinusInfinityIsInvisible) {
-  Problem problem({.heads = 2, .kv_heads = 1, .dim = 16, .query_len = {1}, .kv_len = {200}},
-                  device_());
+  HostProblem problem({.heads = 2, .kv_heads = 1, .dim = 16, .query_len = {1}, .kv_len = {200}},
+                      device_());
   for (std::int64_t i = 0; i < 2 * 16; ++i) problem.q.set(i, 1.0f);
-  Problem without = problem;
+  HostProblem without = problem;
   for (std::int64_t key = 0; key < 200; ++key)
     problem.k.set(key * problem.kv_stride(), -std::numeric_limits<float>::infinity());
   const Result empty = problem.run(*backend_);
@@ -202,7 +203,7 @@ TEST_F(HostAttend, MinusInfinityIsInvisible) {
 }
 
 TEST_F(HostAttend, RowsPastTheBatchAreNotTouched) {
-  Problem problem({.query_len = {3}, .kv_len = {200}}, device_());
+  HostProblem problem({.query_len = {3}, .kv_len = {200}}, device_());
   const std::int64_t rows = (problem.tokens() + 2) * problem.shape.heads;
   std::vector<std::byte> memory(kernels::StateSlots::bytes(rows, problem.shape.dim),
                                 std::byte{0xff});
@@ -223,7 +224,7 @@ TEST_F(HostAttend, RowsPastTheBatchAreNotTouched) {
 }
 
 TEST_F(HostAttend, RefusesByName) {
-  Problem problem({}, 0);
+  HostProblem problem({}, 0);
   auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);
   const auto refusal = [&](auto change) {
     auto changed = p;

@@ -6,8 +6,8 @@
 #include <numeric>
 #include <string>
 
-#include "host_problem.hpp"
 #include "longspan/error.hpp"
+#include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
 namespace {
@@ -22,7 +22,7 @@ std::vector<Shard> every_shard() {
   return shards;
 }
 
-std::string describe(const Shape& s) {
+std::string describe(const HostShape& s) {
   return "heads " + std::to_string(s.heads) + "/" + std::to_string(s.kv_heads) + " dim " +
          std::to_string(s.dim) + " " + name(s.dtype) + " kv " + name(s.kv_dtype.value_or(s.dtype)) +
          " page " + std::to_string(s.page) + " store " + std::to_string(static_cast<int>(s.store)) +
@@ -39,26 +39,26 @@ class HostFeatures : public ::testing::Test {
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
   std::random_device device_;
 
-  void expect_exact(Problem& problem, const std::vector<Shard>& shards,
+  void expect_exact(HostProblem& problem, const std::vector<Shard>& shards,
                     const std::vector<float>* sinks = nullptr) {
     EXPECT_TRUE(is_close(problem.error(problem.run(*backend_, shards, sinks), sinks)));
   }
-  void expect_exact(const Shape& shape, const std::vector<Shard>& shards) {
+  void expect_exact(const HostShape& shape, const std::vector<Shard>& shards) {
     const std::uint32_t seed = device_();
     SCOPED_TRACE(describe(shape) + " " + describe(shards[0]) + " seed " + std::to_string(seed));
-    Problem problem(shape, seed);
+    HostProblem problem(shape, seed);
     expect_exact(problem, shards);
   }
 };
 
 /// Mixed lengths: a chunk, a decode, a chunk without context, nothing.
-Shape mixed() {
+HostShape mixed() {
   return {.query_len = {37, 1, 70, 0}, .kv_len = {300, 421, 70, 33}, .mask = {.causal = true}};
 }
 
 /// Everything that may be on at once.
-Shape everything() {
-  Shape s = mixed();
+HostShape everything() {
+  HostShape s = mixed();
   s.dtype = bf16;
   s.q_dtype = e4m3;
   s.kv_dtype = e4m3;
@@ -73,56 +73,56 @@ Shape everything() {
 }
 
 TEST_F(HostFeatures, EachAlone) {
-  const std::vector<std::pair<const char*, std::function<void(Shape&)>>> features = {
-      {"nothing", [](Shape&) {}},
-      {"window", [](Shape& s) { s.mask.window = 100; }},
-      {"not causal", [](Shape& s) { s.mask = {.causal = false, .window = 60, .right = 20}; }},
+  const std::vector<std::pair<const char*, std::function<void(HostShape&)>>> features = {
+      {"nothing", [](HostShape&) {}},
+      {"window", [](HostShape& s) { s.mask.window = 100; }},
+      {"not causal", [](HostShape& s) { s.mask = {.causal = false, .window = 60, .right = 20}; }},
       {"causal per sequence",
-       [](Shape& s) {
+       [](HostShape& s) {
          s.causal = {0, 1, 1, 0};
        }},
-      {"softcap", [](Shape& s) { s.softcap = 3.0f; }},
-      {"ALiBi context", [](Shape& s) { s.alibi = Alibi::context; }},
-      {"ALiBi query", [](Shape& s) { s.alibi = Alibi::query; }},
+      {"softcap", [](HostShape& s) { s.softcap = 3.0f; }},
+      {"ALiBi context", [](HostShape& s) { s.alibi = Alibi::context; }},
+      {"ALiBi query", [](HostShape& s) { s.alibi = Alibi::query; }},
       {"ALiBi query, both sides",
-       [](Shape& s) {
+       [](HostShape& s) {
          s.alibi = Alibi::query;
          s.mask.causal = false;
        }},
       {"slopes in bf16",
-       [](Shape& s) {
+       [](HostShape& s) {
          s.alibi = Alibi::context;
          s.bias_dtype = bf16;
        }},
-      {"qq_bias", [](Shape& s) { s.qq = true; }},
+      {"qq_bias", [](HostShape& s) { s.qq = true; }},
       {"qq_bias in fp16",
-       [](Shape& s) {
+       [](HostShape& s) {
          s.qq = true;
          s.bias_dtype = fp16;
        }},
-      {"pages", [](Shape& s) { s.page = 16; }},
+      {"pages", [](HostShape& s) { s.page = 16; }},
       {"x-packed",
-       [](Shape& s) {
+       [](HostShape& s) {
          s.page = 16;
          s.store = Store::x_packed;
        }},
-      {"keys in e4m3", [](Shape& s) { s.kv_dtype = e4m3; }},
-      {"keys in e5m2", [](Shape& s) { s.kv_dtype = e5m2; }},
-      {"queries in e4m3", [](Shape& s) { s.q_dtype = e4m3; }},
-      {"queries in e5m2", [](Shape& s) { s.q_dtype = e5m2; }},
-      {"scales", [](Shape& s) { s.scales = true; }},
-      {"scales per head", [](Shape& s) { s.scales = s.scales_per_head = true; }},
-      {"skip decode", [](Shape& s) { s.skip_decode = true; }},
-      {"parts", [](Shape& s) { s.parts = {.count = 3}; }},
+      {"keys in e4m3", [](HostShape& s) { s.kv_dtype = e4m3; }},
+      {"keys in e5m2", [](HostShape& s) { s.kv_dtype = e5m2; }},
+      {"queries in e4m3", [](HostShape& s) { s.q_dtype = e4m3; }},
+      {"queries in e5m2", [](HostShape& s) { s.q_dtype = e5m2; }},
+      {"scales", [](HostShape& s) { s.scales = true; }},
+      {"scales per head", [](HostShape& s) { s.scales = s.scales_per_head = true; }},
+      {"skip decode", [](HostShape& s) { s.skip_decode = true; }},
+      {"parts", [](HostShape& s) { s.parts = {.count = 3}; }},
   };
   for (const auto& [name, switch_on] : features) {
     SCOPED_TRACE(name);
     int turn = 0;
     for (const Shard& shard : every_shard()) {
-      Shape shape = mixed();
+      HostShape shape = mixed();
       shape.dtype = static_cast<DType>(turn++ % 3);
       switch_on(shape);
-      expect_exact(shape, Problem::on_all(shard));
+      expect_exact(shape, HostProblem::on_all(shard));
     }
   }
 }
@@ -132,13 +132,13 @@ TEST_F(HostFeatures, AllTogether) {
   for (const Shard& shard : every_shard()) {
     for (DType kv_dtype : {bf16, e4m3, e5m2}) {
       for (Store store : {Store::rows, Store::x_packed, Store::odd}) {
-        Shape shape = everything();
+        HostShape shape = everything();
         shape.kv_dtype = kv_dtype;
         shape.store = store;
         const std::uint32_t seed = device_();
         SCOPED_TRACE(describe(shape) + " " + describe(shard) + " seed " + std::to_string(seed));
-        Problem problem(shape, seed);
-        expect_exact(problem, Problem::on_all(shard), &sinks);
+        HostProblem problem(shape, seed);
+        expect_exact(problem, HostProblem::on_all(shard), &sinks);
       }
     }
   }
@@ -146,27 +146,27 @@ TEST_F(HostFeatures, AllTogether) {
 
 TEST_F(HostFeatures, EveryGroupAndDim) {
   for (int group : {1, 4, 5, 7, 64}) {
-    Shape shape = everything();
+    HostShape shape = everything();
     shape.heads = group * shape.kv_heads;
     shape.query_len = {5, 1, 3, 0};
     shape.kv_len = {300, 143, 3, 9};
     for (int dim : {16, 24, 80, 96, 112, 128, 192, 256}) {
       shape.dim = dim;
       shape.store = dim % 32 ? Store::rows : Store::x_packed;
-      expect_exact(shape, Problem::on_all(Shard::interleaved(0, 0, 2, 16)));
+      expect_exact(shape, HostProblem::on_all(Shard::interleaved(0, 0, 2, 16)));
     }
   }
 }
 
 TEST_F(HostFeatures, AtRandom) {
-  for (int trial = 0; trial < testing::trials(150); ++trial) {
+  for (int trial = 0; trial < tests::trials(150); ++trial) {
     const std::uint32_t seed = device_();
     SCOPED_TRACE("shape of seed " + std::to_string(seed));
     std::mt19937 random(seed);
     const auto draw = [&](int low, int high) {
       return std::uniform_int_distribution<int>(low, high)(random);
     };
-    Shape s;
+    HostShape s;
     s.kv_heads = draw(1, 3);
     s.heads = s.kv_heads * draw(1, 8);
     s.dim = 8 * draw(2, 32);
@@ -199,26 +199,26 @@ TEST_F(HostFeatures, AtRandom) {
     const Shard shard = std::vector{
         Shard::contiguous(0, 0, ranks), Shard::zigzag(0, 0, ranks), Shard::striped(0, 0, ranks),
         Shard::interleaved(0, 0, ranks, draw(0, 1) ? 128 : draw(1, 200))}[draw(0, 3)];
-    expect_exact(s, Problem::on_all(shard));
+    expect_exact(s, HostProblem::on_all(shard));
   }
 }
 
 TEST_F(HostFeatures, PagesGiveTheBitsOfContiguousKeys) {
   for (DType kv_dtype : {fp32, fp16, bf16, e4m3, e5m2}) {
-    Shape shape = mixed();
+    HostShape shape = mixed();
     shape.dim = 72;
     shape.dtype = is_fp8(kv_dtype) ? fp16 : kv_dtype;
     shape.kv_dtype = kv_dtype;
     shape.mask.window = 200;
-    Problem problem(shape, device_());
+    HostProblem problem(shape, device_());
     for (const Shard& shard : {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 2, 16)}) {
       problem.shape.page = 0;
-      const Result contiguous = problem.run(*backend_, Problem::on_all(shard));
+      const Result contiguous = problem.run(*backend_, HostProblem::on_all(shard));
       for (int page : {1, 7, 8, 16, 32, 64, 128, 256, 544}) {
         for (Store store : {Store::rows, Store::x_packed, Store::odd}) {
           problem.shape.page = page;
           problem.shape.store = store;
-          EXPECT_TRUE(problem.run(*backend_, Problem::on_all(shard)).same_bits(contiguous))
+          EXPECT_TRUE(problem.run(*backend_, HostProblem::on_all(shard)).same_bits(contiguous))
               << describe(problem.shape) << " " << describe(shard);
         }
       }
@@ -227,8 +227,8 @@ TEST_F(HostFeatures, PagesGiveTheBitsOfContiguousKeys) {
 }
 
 TEST_F(HostFeatures, PagesMayRepeat) {
-  Shape shape{.query_len = {9, 3}, .kv_len = {640, 640}, .page = 32};
-  Problem problem(shape, device_());
+  HostShape shape{.query_len = {9, 3}, .kv_len = {640, 640}, .page = 32};
+  HostProblem problem(shape, device_());
   const std::int64_t row = problem.kv_stride() * 4;
   for (Array* a : {&problem.k, &problem.v})  // 64 keys, twenty times
     for (std::int64_t key = 64; key < 1280; ++key)
@@ -239,7 +239,7 @@ TEST_F(HostFeatures, PagesMayRepeat) {
 }
 
 TEST_F(HostFeatures, RanksGiveTheSameBits) {
-  Shape shape = everything();
+  HostShape shape = everything();
   shape.query_len = {37, 1, 70, 4};
   shape.kv_len = {3000, 9000, 70, 520};
   shape.mask.window = 2500;
@@ -247,14 +247,14 @@ TEST_F(HostFeatures, RanksGiveTheSameBits) {
     for (Store store : {Store::rows, Store::x_packed}) {
       shape.alibi = alibi;
       shape.store = store;
-      Problem problem(shape, device_());
+      HostProblem problem(shape, device_());
       for (const Shard& rule : {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 1, 128)}) {
         const Result one = problem.run(*backend_, {rule});
         EXPECT_TRUE(is_close(problem.error(one)));
         for (int ranks : {2, 4}) {
           Shard shard = rule;
           shard.ranks = ranks;
-          EXPECT_TRUE(problem.run(*backend_, Problem::on_all(shard)).same_bits(one))
+          EXPECT_TRUE(problem.run(*backend_, HostProblem::on_all(shard)).same_bits(one))
               << describe(shard);
         }
         EXPECT_TRUE(problem.run(*kernels::host_backend(7), {rule}).same_bits(one));
@@ -269,24 +269,25 @@ TEST_F(HostFeatures, Documents) {
        {std::vector<std::int64_t>{0, 100, 101, 101, 380, 600}, {40, 300, 590}, {600}, {7, 7}}) {
     for (bool causal : {false, true}) {
       for (int page : {0, 8}) {
-        Shape shape{.query_len = {600}, .kv_len = {600}, .mask = {.causal = causal}, .page = page};
+        HostShape shape{
+            .query_len = {600}, .kv_len = {600}, .mask = {.causal = causal}, .page = page};
         shape.documents = documents;
-        for (const Shard& shard : every_shard()) expect_exact(shape, Problem::on_all(shard));
+        for (const Shard& shard : every_shard()) expect_exact(shape, HostProblem::on_all(shard));
         shape.query_len = {90};
         shape.mask.window = 70;
-        expect_exact(shape, Problem::on_all(Shard::zigzag(0, 0, 3)));
+        expect_exact(shape, HostProblem::on_all(Shard::zigzag(0, 0, 3)));
       }
     }
   }
 }
 
 TEST_F(HostFeatures, RangesOfABatch) {
-  Shape shape = everything();
+  HostShape shape = everything();
   const std::vector<std::int64_t> table = {0, 263, 263, 300, 0, 0, 420, 421,
                                            0, 1,   65,  70,  0, 0, 0,   33};
-  expect_exact(shape, Problem::on_all(Shard::ranges(0, 0, 3, table.data())));
+  expect_exact(shape, HostProblem::on_all(Shard::ranges(0, 0, 3, table.data())));
   shape.page = 0;
-  expect_exact(shape, Problem::on_all(Shard::ranges(0, 0, 3, table.data())));
+  expect_exact(shape, HostProblem::on_all(Shard::ranges(0, 0, 3, table.data())));
 }
 
 TEST_F(HostFeatures, ListedKeysInPages) {
@@ -296,7 +297,7 @@ TEST_F(HostFeatures, ListedKeysInPages) {
   const std::vector<Shard> shards = {Shard::at_positions(700, 0, 2, positions.data(), 450),
                                      Shard::at_positions(700, 1, 2, positions.data() + 450, 250)};
   for (int page : {1, 2, 16}) {
-    Shape shape{.query_len = {100}, .kv_len = {700}, .mask = {.causal = true, .window = 50}};
+    HostShape shape{.query_len = {100}, .kv_len = {700}, .mask = {.causal = true, .window = 50}};
     shape.page = page;
     shape.alibi = Alibi::query;
     shape.qq = true;
@@ -308,10 +309,10 @@ TEST_F(HostFeatures, EachPartHoldsItsKeys) {
   for (const kernels::KeyParts parts :
        {kernels::KeyParts{.count = 5}, kernels::KeyParts{.count = 7, .keys = 100},
         kernels::KeyParts{.count = 3, .keys = 256}, kernels::KeyParts{.count = 60, .tile = 32}}) {
-    Shape shape{.query_len = {40}, .kv_len = {555}, .mask = {.causal = true, .window = 400}};
+    HostShape shape{.query_len = {40}, .kv_len = {555}, .mask = {.causal = true, .window = 400}};
     shape.parts = parts;
     shape.page = 16;
-    Problem problem(shape, device_());
+    HostProblem problem(shape, device_());
     for (int s = 0; s < parts.count; ++s) {
       problem.only = parts.of(s, 555);
       const auto error =
@@ -323,8 +324,8 @@ TEST_F(HostFeatures, EachPartHoldsItsKeys) {
 
 TEST_F(HostFeatures, SoftcapFarAboveTheCap) {
   for (float cap : {0.01f, 0.05f, 1.0f}) {  // |score / cap| from 0 to 1000 and more
-    Shape shape{.query_len = {20}, .kv_len = {400}, .softcap = cap};
-    Problem problem(shape, device_());
+    HostShape shape{.query_len = {20}, .kv_len = {400}, .softcap = cap};
+    HostProblem problem(shape, device_());
     for (std::int64_t t = 0; t < 20; ++t)
       for (int c = 0; c < 4 * 64; ++c)
         problem.q.set(t * problem.q_stride() + c,
@@ -336,9 +337,9 @@ TEST_F(HostFeatures, SoftcapFarAboveTheCap) {
 // A bias of -inf hides a key from a row, whatever the key holds; with no other the row is empty.
 TEST_F(HostFeatures, HiddenKeysStayAway) {
   for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
-    Shape shape{.query_len = {12}, .kv_len = {200}, .mask = {.causal = true}, .qq = true};
-    Problem problem(shape, device_());
-    const std::int64_t stride = problem.qq_width() + Problem::kGap;
+    HostShape shape{.query_len = {12}, .kv_len = {200}, .mask = {.causal = true}, .qq = true};
+    HostProblem problem(shape, device_());
+    const std::int64_t stride = problem.qq_width() + HostProblem::kGap;
     for (int t = 6; t < 12; ++t)  // rows 6 ... 11 do not see the key of token 5
       problem.qq.set(t * stride + 5, -std::numeric_limits<float>::infinity());
     const Result clean = problem.run(*backend_);
@@ -356,9 +357,10 @@ TEST_F(HostFeatures, HiddenKeysStayAway) {
           EXPECT_EQ(result.out[t * row + c], clean.out[t * row + c]) << t;
       }
   }
-  Shape shape{.query_len = {5}, .kv_len = {200}, .mask = {.causal = true, .window = 1}, .qq = true};
-  Problem problem(shape, device_());
-  problem.qq.set(2 * (problem.qq_width() + Problem::kGap) + 2,
+  HostShape shape{
+      .query_len = {5}, .kv_len = {200}, .mask = {.causal = true, .window = 1}, .qq = true};
+  HostProblem problem(shape, device_());
+  problem.qq.set(2 * (problem.qq_width() + HostProblem::kGap) + 2,
                  -std::numeric_limits<float>::infinity());
   const Result result = problem.run(*backend_);
   for (int h = 0; h < shape.heads; ++h)
@@ -369,10 +371,10 @@ TEST_F(HostFeatures, HiddenKeysStayAway) {
 // Positions past 2^31: arithmetic only, since no memory holds that many keys.
 TEST_F(HostFeatures, FarPositions) {
   for (Alibi alibi : {Alibi::context, Alibi::query}) {
-    Shape shape{.query_len = {30}, .kv_len = {300}, .mask = {.causal = true, .window = 250}};
+    HostShape shape{.query_len = {30}, .kv_len = {300}, .mask = {.causal = true, .window = 250}};
     shape.alibi = alibi;
     shape.qq = true;
-    Problem problem(shape, device_());
+    HostProblem problem(shape, device_());
     const auto attend = [&](std::int64_t before) {
       const std::vector<std::int64_t> table = {0, before, before + 300};
       const Shard shard = Shard::ranges(before + 300, 1, 2, table.data());
@@ -393,7 +395,7 @@ TEST_F(HostFeatures, FarPositions) {
 }
 
 TEST_F(HostFeatures, AnyStridesOfQueries) {
-  Problem problem({.query_len = {9}, .kv_len = {200}}, device_());
+  HostProblem problem({.query_len = {9}, .kv_len = {200}}, device_());
   const Result result = problem.run(*backend_);
   const int heads = problem.shape.heads, dim = problem.shape.dim;
   Array turned(fp32, heads * 11 * (dim + 3));  // [heads, 11 tokens, dim + 3]
@@ -420,10 +422,10 @@ TEST_F(HostFeatures, AnyStridesOfQueries) {
 
 // Neither their states are written nor their table entries read, which lead outside here.
 TEST_F(HostFeatures, SkippedSequencesAreNotTouched) {
-  Shape shape = mixed();
+  HostShape shape = mixed();
   shape.page = 16;
   shape.skip_decode = true;
-  Problem problem(shape, device_());
+  HostProblem problem(shape, device_());
   const std::int64_t rows = problem.tokens() * shape.heads;
   std::vector<std::byte> memory(kernels::StateSlots::bytes(rows, shape.dim), std::byte{0xff});
   const kernels::StateSlots state{memory.data(), rows, shape.dim, 1};
@@ -443,7 +445,7 @@ TEST_F(HostFeatures, SkippedSequencesAreNotTouched) {
 
 // Products stay exact, which the option allows.
 TEST_F(HostFeatures, Tf32ChangesNothing) {
-  Problem problem({}, device_());
+  HostProblem problem({}, device_());
   auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);
   p.tf32 = p.invariant = true;
   EXPECT_NO_THROW(backend_->check(p));
@@ -451,7 +453,7 @@ TEST_F(HostFeatures, Tf32ChangesNothing) {
 
 // Weights rounded to e4m3 are nothing that the host does, and it says so.
 TEST_F(HostFeatures, Fp8ProductsAreRefused) {
-  Problem problem({}, device_());
+  HostProblem problem({}, device_());
   auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);
   p.fp8_products = true;
   try {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "host_problem.hpp"
+#include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
 namespace {

@@ -8,12 +8,12 @@
 #include <algorithm>
 #include <string>
 
-#include "host_problem.hpp"
+#include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
 namespace {
 
-Shape few_rows(std::int32_t kv_len) {
+HostShape few_rows(std::int32_t kv_len) {
   return {.heads = 2, .kv_heads = 1, .dim = 32, .query_len = {3}, .kv_len = {kv_len}};
 }
 
@@ -21,7 +21,7 @@ class HostOrder : public ::testing::Test {
  protected:
   /// judge(result, target): the problem on every instruction set that this processor has.
   template <class Judge>
-  void on_every_instruction_set(Problem& problem, const Judge& judge) {
+  void on_every_instruction_set(HostProblem& problem, const Judge& judge) {
     for (std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
       hwy::SetSupportedTargetsForTest(target);
       hwy::GetChosenTarget().Update(hwy::SupportedTargets());
@@ -32,7 +32,7 @@ class HostOrder : public ::testing::Test {
   }
 
   /// Exact on each; the same bits on those with a fused multiply-add.
-  void expect_exact_on_every_instruction_set(Problem& problem) {
+  void expect_exact_on_every_instruction_set(HostProblem& problem) {
     const Result best = problem.run(*backend_);
     on_every_instruction_set(problem, [&](const Result& result, std::int64_t target) {
       EXPECT_LT(problem.error(result).out, 2e-6) << hwy::TargetName(target);
@@ -48,11 +48,11 @@ class HostOrder : public ::testing::Test {
 
 TEST_F(HostOrder, SameBitsOnEveryNumberOfRanks) {
   for (std::int32_t kv_len : {1, 127, 4097, 5000, 131073}) {
-    if (testing::kSanitized && kv_len > 100000) continue;
+    if (tests::kSanitized && kv_len > 100000) continue;
     for (bool causal : {false, true}) {
-      Shape shape = few_rows(kv_len);
+      HostShape shape = few_rows(kv_len);
       shape.mask.causal = causal;
-      Problem problem(shape, device_());
+      HostProblem problem(shape, device_());
       for (const Shard& rule : {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 1, 128),
                                 Shard::interleaved(0, 0, 1, 256)}) {
         const Result one = problem.run(*backend_, {rule});
@@ -60,7 +60,7 @@ TEST_F(HostOrder, SameBitsOnEveryNumberOfRanks) {
         for (int ranks : {2, 4, 8, 64}) {
           Shard shard = rule;
           shard.ranks = ranks;
-          EXPECT_TRUE(problem.run(*backend_, Problem::on_all(shard)).same_bits(one))
+          EXPECT_TRUE(problem.run(*backend_, HostProblem::on_all(shard)).same_bits(one))
               << name(rule.layout) << " block " << rule.block << " kv " << kv_len << " ranks "
               << ranks << " causal " << causal;
         }
@@ -71,10 +71,11 @@ TEST_F(HostOrder, SameBitsOnEveryNumberOfRanks) {
 
 // Otherwise the test above could not fail: another cut of the same keys gives other bits.
 TEST_F(HostOrder, OtherCutsAreExactWithOtherBits) {
-  Problem problem(few_rows(5000), device_());
+  HostProblem problem(few_rows(5000), device_());
   const Result one = problem.run(*backend_);
   for (int ranks : {3, 7}) {
-    const Result other = problem.run(*backend_, Problem::on_all(Shard::contiguous(0, 0, ranks)));
+    const Result other =
+        problem.run(*backend_, HostProblem::on_all(Shard::contiguous(0, 0, ranks)));
     EXPECT_LT(problem.error(other).out, 2e-6);
     EXPECT_FALSE(other.same_bits(one));
   }
@@ -83,9 +84,9 @@ TEST_F(HostOrder, OtherCutsAreExactWithOtherBits) {
 TEST_F(HostOrder, SameBitsOnEveryNumberOfThreads) {
   // One token leaves fewer tiles than threads, so that leaves are split; 300 fill many tiles.
   for (std::int32_t tokens : {1, 300}) {
-    Shape shape{.heads = 6, .kv_heads = 2, .dim = 72, .query_len = {tokens}, .kv_len = {9000}};
+    HostShape shape{.heads = 6, .kv_heads = 2, .dim = 72, .query_len = {tokens}, .kv_len = {9000}};
     shape.mask.causal = true;
-    Problem problem(shape, device_());
+    HostProblem problem(shape, device_());
     for (const Shard& shard :
          {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 1), Shard::striped(0, 0, 1)}) {
       const Result one = problem.run(*kernels::host_backend(1), {shard});
@@ -98,12 +99,12 @@ TEST_F(HostOrder, SameBitsOnEveryNumberOfThreads) {
 
 /// Rows [first, first + count) of a problem's one sequence, as a problem whose rows stand where
 /// they stood: fewer keys follow them.
-Problem some_rows(const Problem& whole, std::int32_t first, std::int32_t count) {
-  Shape shape = whole.shape;
+HostProblem some_rows(const HostProblem& whole, std::int32_t first, std::int32_t count) {
+  HostShape shape = whole.shape;
   const std::int32_t after = whole.shape.query_len[0] - first - count;
   shape.query_len = {count};
   shape.kv_len = {whole.shape.kv_len[0] - after};
-  Problem part(shape, 0);
+  HostProblem part(shape, 0);
   const std::int64_t size = size_of(shape.dtype);
   std::copy_n(whole.q.bytes.data() + first * part.q_stride() * size, part.q.bytes.size(),
               part.q.bytes.data());
@@ -115,16 +116,16 @@ Problem some_rows(const Problem& whole, std::int32_t first, std::int32_t count) 
 // Interleaved, since its virtual ranks do not move when a sequence grows.
 TEST_F(HostOrder, SameBitsWhateverTheRowsBesideIt) {
   for (DType dtype : {fp32, bf16}) {
-    Shape shape{.heads = 10, .kv_heads = 2, .dim = 40, .dtype = dtype, .query_len = {217}};
+    HostShape shape{.heads = 10, .kv_heads = 2, .dim = 40, .dtype = dtype, .query_len = {217}};
     shape.kv_len = {3000};
     shape.mask = {.causal = true, .window = 1700};
     shape.softcap = dtype == bf16 ? 30.0f : 0.0f;
-    Problem whole(shape, device_());
+    HostProblem whole(shape, device_());
     const std::vector<Shard> rule = {Shard::interleaved(0, 0, 1)};
     const Result all = whole.run(*backend_, rule);
     for (const auto& [first, count] :
          std::vector<std::pair<int, int>>{{0, 1}, {5, 7}, {100, 1}, {99, 64}, {216, 1}, {3, 214}}) {
-      Problem part = some_rows(whole, first, count);
+      HostProblem part = some_rows(whole, first, count);
       const Result some = part.run(*backend_, rule);
       const std::int64_t row = 10 * 40;
       EXPECT_TRUE(std::equal(some.out.begin(), some.out.end(), all.out.begin() + first * row))
@@ -135,16 +136,16 @@ TEST_F(HostOrder, SameBitsWhateverTheRowsBesideIt) {
 }
 
 TEST_F(HostOrder, SameBitsWhateverTheBatch) {
-  Shape shape{.query_len = {4, 0, 130, 1}, .kv_len = {700, 90, 2000, 33}};
+  HostShape shape{.query_len = {4, 0, 130, 1}, .kv_len = {700, 90, 2000, 33}};
   shape.mask.causal = true;
-  Problem batch(shape, device_());
+  HostProblem batch(shape, device_());
   const Result all = batch.run(*backend_);
   const std::int64_t row = std::int64_t{shape.heads} * shape.dim;
   for (int b = 0; b < 4; ++b) {
-    Shape alone_shape = shape;
+    HostShape alone_shape = shape;
     alone_shape.query_len = {shape.query_len[b]};
     alone_shape.kv_len = {shape.kv_len[b]};
-    Problem alone(alone_shape, 0);
+    HostProblem alone(alone_shape, 0);
     std::copy_n(batch.q.bytes.data() + batch.query_start[b] * batch.q_stride() * 4,
                 alone.q.bytes.size(), alone.q.bytes.data());
     const std::int64_t from = batch.key_start[b] * batch.kv_stride() * 4;
@@ -158,20 +159,20 @@ TEST_F(HostOrder, SameBitsWhateverTheBatch) {
 }
 
 TEST_F(HostOrder, EveryInstructionSet) {
-  Shape shape{.heads = 6, .kv_heads = 3, .dim = 88, .query_len = {50}, .kv_len = {1000}};
+  HostShape shape{.heads = 6, .kv_heads = 3, .dim = 88, .query_len = {50}, .kv_len = {1000}};
   shape.mask.causal = true;
   for (float softcap : {0.0f, 20.0f}) {
     for (DType dtype : {fp32, fp16, bf16}) {
       shape.softcap = softcap;
       shape.dtype = dtype;
-      Problem problem(shape, device_());
+      HostProblem problem(shape, device_());
       expect_exact_on_every_instruction_set(problem);
     }
   }
 }
 
 TEST_F(HostOrder, EveryInstructionSetHasEveryFeature) {
-  Shape shape{.heads = 6, .kv_heads = 3, .dim = 88, .query_len = {50}, .kv_len = {1000}};
+  HostShape shape{.heads = 6, .kv_heads = 3, .dim = 88, .query_len = {50}, .kv_len = {1000}};
   shape.mask.causal = true;
   shape.q_dtype = e5m2;
   shape.scales = shape.qq = true;
@@ -182,7 +183,7 @@ TEST_F(HostOrder, EveryInstructionSetHasEveryFeature) {
       shape.kv_dtype = kv_dtype;
       shape.store = store;
       shape.alibi = store == Store::rows ? Alibi::query : Alibi::context;
-      Problem problem(shape, device_());
+      HostProblem problem(shape, device_());
       expect_exact_on_every_instruction_set(problem);
     }
   }
@@ -191,9 +192,9 @@ TEST_F(HostOrder, EveryInstructionSetHasEveryFeature) {
 // One key has the weight 1, so the result is its value: every code of the 8-bit types.
 TEST_F(HostOrder, EveryInstructionSetReadsEveryFp8Code) {
   for (DType kv_dtype : {e4m3, e5m2}) {
-    Shape shape{.heads = 1, .kv_heads = 1, .dim = 256, .query_len = {1}, .kv_len = {1}};
+    HostShape shape{.heads = 1, .kv_heads = 1, .dim = 256, .query_len = {1}, .kv_len = {1}};
     shape.kv_dtype = kv_dtype;
-    Problem problem(shape, device_());
+    HostProblem problem(shape, device_());
     for (int code = 0; code < 256; ++code) problem.v.bytes[code] = static_cast<std::byte>(code);
     for (int page : {0, 4}) {
       problem.shape.page = page;

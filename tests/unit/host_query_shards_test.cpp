@@ -8,14 +8,14 @@
 #include <numeric>
 #include <string>
 
-#include "host_problem.hpp"
-#include "tests/query_shards_refusals.hpp"
+#include "tests/support/host_problem.hpp"
+#include "tests/support/query_shards_refusals.hpp"
 
 namespace longspan::tests {
 namespace {
 
 /// Mixed lengths: a chunk, a decode, a chunk without context, nothing, and fewer rows than ranks.
-Shape mixed() {
+HostShape mixed() {
   return {
       .query_len = {187, 1, 70, 0, 2}, .kv_len = {300, 421, 70, 33, 50}, .mask = {.causal = true}};
 }
@@ -23,7 +23,7 @@ Shape mixed() {
 class QueryShards : public ::testing::Test {
  protected:
   /// Cuts of every sequence, uneven on purpose: the first rank has half and more.
-  std::vector<std::int64_t> cuts(const Shape& shape, int ranks) const {
+  std::vector<std::int64_t> cuts(const HostShape& shape, int ranks) const {
     std::vector<std::int64_t> table;
     for (std::int64_t len : shape.query_len)
       for (int r = 0; r <= ranks; ++r)
@@ -31,12 +31,12 @@ class QueryShards : public ::testing::Test {
     return table;
   }
 
-  void expect_exact(const Shape& shape) {
+  void expect_exact(const HostShape& shape) {
     const std::uint32_t seed = device_();
-    Problem problem(shape, seed);
+    HostProblem problem(shape, seed);
     for (const Shard& keys : {Shard::contiguous(0, 0, 1), Shard::zigzag(0, 0, 2),
                               Shard::striped(0, 0, 3), Shard::interleaved(0, 0, 4, 16)}) {
-      const std::vector<Shard> shards = Problem::on_all(keys);
+      const std::vector<Shard> shards = HostProblem::on_all(keys);
       const Result whole = problem.run(*backend_, shards);
       EXPECT_TRUE(is_close(problem.error(whole))) << "seed " << seed;
       for (int ranks : {2, 3, 4}) {
@@ -60,29 +60,29 @@ class QueryShards : public ::testing::Test {
 };
 
 TEST_F(QueryShards, EachFeatureAlone) {
-  const std::vector<std::pair<const char*, std::function<void(Shape&)>>> features = {
-      {"causal", [](Shape&) {}},
-      {"window", [](Shape& s) { s.mask.window = 60; }},
-      {"to the right", [](Shape& s) { s.mask = {.window = 60, .right = 20}; }},
+  const std::vector<std::pair<const char*, std::function<void(HostShape&)>>> features = {
+      {"causal", [](HostShape&) {}},
+      {"window", [](HostShape& s) { s.mask.window = 60; }},
+      {"to the right", [](HostShape& s) { s.mask = {.window = 60, .right = 20}; }},
       {"causal per sequence",
-       [](Shape& s) {
+       [](HostShape& s) {
          s.causal = {1, 0, 0, 1, 1};
        }},
-      {"ALiBi context", [](Shape& s) { s.alibi = Alibi::context; }},
-      {"ALiBi query", [](Shape& s) { s.alibi = Alibi::query; }},
-      {"qq_bias", [](Shape& s) { s.qq = true; }},
-      {"pages", [](Shape& s) { s.page = 16; }},
+      {"ALiBi context", [](HostShape& s) { s.alibi = Alibi::context; }},
+      {"ALiBi query", [](HostShape& s) { s.alibi = Alibi::query; }},
+      {"qq_bias", [](HostShape& s) { s.qq = true; }},
+      {"pages", [](HostShape& s) { s.page = 16; }},
   };
   for (const auto& [name, switch_on] : features) {
     SCOPED_TRACE(name);
-    Shape shape = mixed();
+    HostShape shape = mixed();
     switch_on(shape);
     expect_exact(shape);
   }
 }
 
 TEST_F(QueryShards, AllTogether) {
-  Shape s = mixed();
+  HostShape s = mixed();
   s.dtype = bf16;
   s.kv_dtype = e4m3;
   s.mask.window = 250;
@@ -97,15 +97,15 @@ TEST_F(QueryShards, AllTogether) {
 
 TEST_F(QueryShards, Documents) {
   for (const bool causal : {false, true}) {
-    Shape s{.query_len = {700}, .kv_len = {700}, .mask = {.causal = causal}};
+    HostShape s{.query_len = {700}, .kv_len = {700}, .mask = {.causal = causal}};
     s.documents = {40, 300, 301, 620, 690};
     expect_exact(s);
   }
 }
 
 TEST_F(QueryShards, KeysInAnyOrder) {
-  Problem problem({.query_len = {150}, .kv_len = {300}, .mask = {.causal = true, .window = 90}},
-                  device_());
+  HostProblem problem({.query_len = {150}, .kv_len = {300}, .mask = {.causal = true, .window = 90}},
+                      device_());
   std::vector<std::int64_t> positions(300);
   std::iota(positions.begin(), positions.end(), 0);
   std::shuffle(positions.begin(), positions.end(), std::mt19937(device_()));
@@ -117,7 +117,7 @@ TEST_F(QueryShards, KeysInAnyOrder) {
 
 /// Without arrays the length of the shard says how many rows all ranks have.
 TEST_F(QueryShards, OneSequenceByItsLength) {
-  Problem problem({.query_len = {50}, .kv_len = {80}, .mask = {.causal = true}}, device_());
+  HostProblem problem({.query_len = {50}, .kv_len = {80}, .mask = {.causal = true}}, device_());
   const Result whole = problem.run(*backend_);
   const Shard rows = Shard::striped(50, 1, 2);
   const std::int64_t count = rows.local_len(50), row = std::int64_t{4} * 64;
@@ -136,7 +136,7 @@ TEST_F(QueryShards, OneSequenceByItsLength) {
       ASSERT_EQ(found.out[t * row + i], whole.out[(2 * t + 1) * row + i]) << t << " " << i;
 }
 
-TEST_F(QueryShards, WhatIsRefused) { testing::expect_refusals_of_query_shards(*backend_); }
+TEST_F(QueryShards, WhatIsRefused) { tests::expect_refusals_of_query_shards(*backend_); }
 
 }  // namespace
 }  // namespace longspan::tests

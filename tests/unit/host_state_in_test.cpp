@@ -5,7 +5,7 @@
 #include <random>
 #include <string>
 
-#include "host_problem.hpp"
+#include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
 namespace {
@@ -16,11 +16,11 @@ class HostStateIn : public ::testing::Test {
   std::random_device device_;
 
   /// The chain begins with nothing, and with empty states; the order of the shards is free.
-  void expect_exact(const Shape& shape, std::vector<Shard> shards,
+  void expect_exact(const HostShape& shape, std::vector<Shard> shards,
                     const std::vector<float>* sinks = nullptr) {
     const std::uint32_t seed = device_();
     SCOPED_TRACE("seed " + std::to_string(seed));
-    Problem problem(shape, seed);
+    HostProblem problem(shape, seed);
     const Result first = problem.run_chain(*backend_, shards, sinks);
     EXPECT_TRUE(is_close(problem.error(first, sinks)));
     EXPECT_TRUE(problem.run_chain(*backend_, shards, sinks, true).same_bits(first));
@@ -34,11 +34,11 @@ class HostStateIn : public ::testing::Test {
 
 TEST_F(HostStateIn, DimsAndTypes) {
   for (const int dim : {8, 24, 64, 72, 128, 200, 256}) {
-    if (testing::kSanitized && dim > 72) continue;
+    if (tests::kSanitized && dim > 72) continue;
     for (const DType dtype : {fp32, fp16, bf16})
       for (const int ranks : {1, 2, 5})
         expect_exact({.dim = dim, .dtype = dtype, .query_len = {7}, .kv_len = {700}},
-                     Problem::on_all(Shard::contiguous(700, 0, ranks)));
+                     HostProblem::on_all(Shard::contiguous(700, 0, ranks)));
   }
 }
 
@@ -56,10 +56,10 @@ TEST_F(HostStateIn, MasksLayoutsAndSinks) {
       for (const int ranks : {2, 3}) {
         SCOPED_TRACE(std::string(name(layout)) + " causal " + std::to_string(mask.causal) +
                      " window " + std::to_string(mask.window) + " ranks " + std::to_string(ranks));
-        const Shape shape{.query_len = {150, 1, 0, 40, 90},
-                          .kv_len = {400, testing::kSanitized ? 700 : 3000, 30, 40, 33},
-                          .mask = mask};
-        expect_exact(shape, Problem::on_all({layout, 0, ranks, 0, 128}), &sinks);
+        const HostShape shape{.query_len = {150, 1, 0, 40, 90},
+                              .kv_len = {400, tests::kSanitized ? 700 : 3000, 30, 40, 33},
+                              .mask = mask};
+        expect_exact(shape, HostProblem::on_all({layout, 0, ranks, 0, 128}), &sinks);
       }
 }
 
@@ -67,24 +67,24 @@ TEST_F(HostStateIn, Features) {
   for (const bool skip : {false, true})
     for (const std::optional<Alibi> alibi :
          {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}}) {
-      Shape shape{.query_len = {9, 1, 33}, .kv_len = {200, 70, 500}, .mask = {.causal = true}};
+      HostShape shape{.query_len = {9, 1, 33}, .kv_len = {200, 70, 500}, .mask = {.causal = true}};
       shape.softcap = skip ? 4.0f : 0.0f;
       shape.page = 16;
       shape.scales = true;
       shape.alibi = alibi;
       shape.qq = !skip;
       shape.skip_decode = skip;
-      expect_exact(shape, Problem::on_all({Layout::striped, 0, 2}));
+      expect_exact(shape, HostProblem::on_all({Layout::striped, 0, 2}));
       shape.parts = {.count = 3};
-      expect_exact(shape, Problem::on_all({Layout::striped, 0, 2}));
+      expect_exact(shape, HostProblem::on_all({Layout::striped, 0, 2}));
     }
 }
 
 // A state that a row keeps is kept to the bit, NaN in it too, and a sequence that is left out has
 // its own untouched.
 TEST_F(HostStateIn, RowsWithoutKeysKeepTheirState) {
-  const Shape shape{.query_len = {4, 1}, .kv_len = {40, 50}, .skip_decode = true};
-  Problem problem(shape, device_());
+  const HostShape shape{.query_len = {4, 1}, .kv_len = {40, 50}, .skip_decode = true};
+  HostProblem problem(shape, device_());
   const std::int64_t rows = problem.tokens() * shape.heads;
   std::vector<std::byte> memory(kernels::StateSlots::bytes(rows, shape.dim));
   const kernels::StateSlots state{memory.data(), rows, shape.dim, 1};

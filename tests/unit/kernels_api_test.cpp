@@ -3,13 +3,13 @@
 #include <atomic>
 #include <thread>
 
-#include "tests/unit/kernels_problem.hpp"
+#include "tests/support/serving_calls.hpp"
 
 namespace longspan {
 namespace {
 
 TEST(KernelsApi, ChecksOnDemand) {
-  Problem p;
+  ServingCalls p;
   p.kernels.check(p.segmented());
   p.kernels.check(p.context());
   p.kernels.check(p.append());
@@ -23,7 +23,7 @@ TEST(KernelsApi, ChecksOnDemand) {
 }
 
 TEST(KernelsApi, ChecksOfSegmentsOnDemand) {
-  Problem p;
+  ServingCalls p;
   SegmentedAttention a = p.handed_out();
   ReduceSegments r = p.reduce();
   for (const std::int64_t keys : {0, 11, 16}) {
@@ -32,7 +32,7 @@ TEST(KernelsApi, ChecksOfSegmentsOnDemand) {
     p.kernels.segmented_attention(a);
     p.kernels.check(r);
   }
-  Problem q;
+  ServingCalls q;
   a = q.handed_out(), r = q.reduce();
   a.segments.keys = r.segments.keys = 10;
   const std::string text = "sequence 1 has 33 keys and its segments hold 30";
@@ -46,11 +46,11 @@ TEST(KernelsApi, ChecksOfSegmentsOnDemand) {
 TEST(KernelsApi, AppendsFromSeveralThreads) {
   const ServingOps kernels(Device::host, 2);
   constexpr int kThreads = 4, kRounds = 50;
-  std::vector<Problem> problems(kThreads);
-  for (Problem& p : problems) p.slots = {115, 3, 40, 41};
+  std::vector<ServingCalls> problems(kThreads);
+  for (ServingCalls& p : problems) p.slots = {115, 3, 40, 41};
   std::vector<std::thread> threads;
   std::atomic<int> refused = 0;
-  for (Problem& p : problems)
+  for (ServingCalls& p : problems)
     threads.emplace_back([&] {
       for (int round = 0; round < kRounds; ++round) {
         AppendKv a = p.append();
@@ -67,7 +67,7 @@ TEST(KernelsApi, AppendsFromSeveralThreads) {
     });
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(refused, kThreads * kRounds);
-  for (Problem& p : problems)
+  for (ServingCalls& p : problems)
     for (int t = 0; t < kTokens; ++t)
       for (int i = 0; i < kKvHeads * kDim; ++i)
         ASSERT_EQ(p.k_cache[p.slots[t] * kKvHeads * kDim + i], p.new_k[t * kKvHeads * kDim + i]);
@@ -79,7 +79,7 @@ void expect_close(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 TEST(KernelsApi, SegmentsReduceToTheResult) {
-  Problem p;
+  ServingCalls p;
   SegmentedAttention a = p.handed_out();
   a.attention.sinks = Tensor(p.sinks.data(), {kHeads});
   p.kernels.segmented_attention(a);
@@ -99,7 +99,7 @@ TEST(KernelsApi, SegmentsReduceToTheResult) {
 }
 
 TEST(KernelsApi, AppendedContextIsTheWholeCache) {
-  Problem p;
+  ServingCalls p;
   p.slots = {2 * 16 + 3, 5 * 16 + 14, 5 * 16 + 15, 3 * 16};  // positions 19; 30, 31, 32
   p.kernels.context_attention(p.context());
   const std::vector<float> out = p.out, lse = p.lse;
@@ -110,7 +110,7 @@ TEST(KernelsApi, AppendedContextIsTheWholeCache) {
 }
 
 TEST(KernelsApi, SkippedDecodeIsUntouched) {
-  Problem p;
+  ServingCalls p;
   ContextAttention a = p.context();
   a.skip_decode = true;
   p.kernels.context_attention(a);
@@ -123,7 +123,7 @@ TEST(KernelsApi, SkippedDecodeIsUntouched) {
 }
 
 TEST(KernelsApi, WorkspaceNeedsShapesOnly) {
-  Problem p;
+  ServingCalls p;
   ContextAttention a = p.context();
   PagedAttention& paged = a.attention;
   const std::size_t of_two = p.kernels.workspace_bytes(a);

@@ -1,6 +1,6 @@
 // Random malformed arguments to the calls of class ServingOps, and to what describes data: shards,
 // tensors, buffers.
-#include "tests/unit/malformed.hpp"
+#include "tests/support/malformed.hpp"
 
 namespace longspan {
 namespace {

@@ -1,7 +1,7 @@
 // Random malformed arguments to a layer: its options, runs and appends, and attend().
 #include <numeric>
 
-#include "tests/unit/malformed.hpp"
+#include "tests/support/malformed.hpp"
 
 #if defined(__SANITIZE_ADDRESS__)
 /// Memory that there is not is refused by an Error, which the sanitizer is not to end first.

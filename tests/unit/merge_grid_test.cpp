@@ -1,6 +1,6 @@
 // The acceptance grid of the merge on the host: a fixed part of it, or with LONGSPAN_FULL_GRID=1
 // all of its 2,592 cases.
-#include "tests/merge_grid.hpp"
+#include "tests/support/merge_grid.hpp"
 
 #include <cstdlib>
 #include <string_view>

@@ -1,5 +1,5 @@
 // The merge of finished outputs on the host.
-#include "tests/merge_outputs_tests.hpp"
+#include "tests/support/merge_outputs_tests.hpp"
 
 #include <sys/mman.h>
 

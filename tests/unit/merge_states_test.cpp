@@ -1,5 +1,5 @@
 // The ends of a merge of states, on the host.
-#include "tests/merge_states_tests.hpp"
+#include "tests/support/merge_states_tests.hpp"
 
 namespace longspan::tests {
 

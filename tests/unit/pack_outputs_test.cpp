@@ -1,5 +1,5 @@
 // A part to where it travels from, on the host.
-#include "tests/pack_outputs_tests.hpp"
+#include "tests/support/pack_outputs_tests.hpp"
 
 namespace longspan::tests {
 

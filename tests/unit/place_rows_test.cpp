@@ -1,5 +1,5 @@
 // Rows to their places, on the host.
-#include "tests/place_rows_tests.hpp"
+#include "tests/support/place_rows_tests.hpp"
 
 namespace longspan::tests {
 

@@ -1,6 +1,6 @@
 // What may be lost of a lse, held against tensor cores emulated bit by bit: they stay within it,
 // come near to it, and what is wrong does not.
-#include "tests/rounding.hpp"
+#include "tests/support/rounding.hpp"
 
 #include <gtest/gtest.h>
 
@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "launcher/elements.hpp"
-#include "tests/fresh_seed.hpp"
+#include "tests/support/fresh_seed.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 /// A step's addends, cut at a unit of the largest one's exponent, and their sum cut to fp32.
@@ -154,4 +154,4 @@ TEST(LseBound, FindsWrongScalesAndKeys) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

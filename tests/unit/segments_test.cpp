@@ -1,5 +1,5 @@
 // States per segment, on the host.
-#include "tests/segments_tests.hpp"
+#include "tests/support/segments_tests.hpp"
 
 namespace longspan::tests {
 

@@ -1,5 +1,5 @@
 // Sequences that share their keys, on the host.
-#include "tests/shared_keys_tests.hpp"
+#include "tests/support/shared_keys_tests.hpp"
 
 namespace longspan::tests {
 

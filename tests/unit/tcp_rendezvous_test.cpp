@@ -21,8 +21,8 @@
 #include "comm/tcp/hello.hpp"
 #include "comm/tcp/hub.hpp"
 #include "longspan/error.hpp"
-#include "tests/fresh_seed.hpp"
-#include "tests/no_threads.hpp"
+#include "tests/support/fresh_seed.hpp"
+#include "tests/support/no_threads.hpp"
 
 namespace longspan::comm {
 namespace {
@@ -188,7 +188,7 @@ TEST(Strangers, WhoSayNothingAreSentAwayAndKeepNobodyOut) {
 }
 
 TEST(Strangers, WhoSayAnythingAtRandomDoNotDisturb) {
-  const unsigned seed = testing::fresh_seed();
+  const unsigned seed = tests::fresh_seed();
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937 random(seed);
   const int port = free_port();
@@ -447,7 +447,7 @@ TEST(Hub, WithoutAThreadIsATypedError) {
   const int port = free_port();
   const Hello hello = hello_of(launch_of(port, 0));
   auto listeners = listen_at("localhost", port);
-  const testing::NoThreads none;
+  const tests::NoThreads none;
   EXPECT_THROW(Hub(std::move(listeners), hello), BackendError);
 }
 

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "tests/serving_problem.hpp"
+#include "tests/support/serving_problem.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 inline void compare(const ServingProblem& p, Verdict& verdict, int b, std::int64_t t, int head,
                     std::int64_t i, const std::vector<std::byte>& out,
@@ -141,4 +141,4 @@ struct Distance {
   double norm() const { return std::sqrt(difference / size); }
 };
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -20,7 +20,7 @@
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
 #include "longspan/serving.hpp"
-#include "tests/fresh_seed.hpp"
+#include "tests/support/fresh_seed.hpp"
 
 namespace longspan {
 
@@ -191,7 +191,7 @@ struct Memory {
 
 class Malformed : public ::testing::Test {
  protected:
-  Malformed() : seed_(testing::fresh_seed()), chaos_{std::mt19937_64(seed_)} {
+  Malformed() : seed_(tests::fresh_seed()), chaos_{std::mt19937_64(seed_)} {
     std::cerr << "seed " << seed_ << std::endl;  // ahead of what may crash
   }
 

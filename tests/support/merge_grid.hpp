@@ -5,7 +5,7 @@
 #include <sstream>
 #include <string>
 
-#include "tests/on_device.hpp"
+#include "tests/support/on_device.hpp"
 
 namespace longspan::tests {
 

@@ -9,7 +9,7 @@
 
 #include "launcher/oracle.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 /// A tensor core multiplies exactly and adds a group of products and the sum so far in one step: it
 /// brings all of them to the exponent of the largest, keeps some bits below those of fp32 and cuts
@@ -92,4 +92,4 @@ inline double lse_bound(const TensorCore& core, const Eigen::VectorXd& q,
   return -std::log1p(-std::min(moved, 0.5)) + kSums + 4 * kUnit * size;
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

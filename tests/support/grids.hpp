@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "tests/serving_run.hpp"
+#include "tests/support/serving_run.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 /// On the host a grid is thinned to every `every`-th case; LONGSPAN_FULL_GRID=1 runs all.
 inline std::size_t step_of_grid(Device device, std::size_t every) {
@@ -218,4 +218,4 @@ inline std::vector<PrefixCase> prefix_extras() {
   return cases;
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

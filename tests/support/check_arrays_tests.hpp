@@ -4,7 +4,7 @@
 
 #include <numeric>
 
-#include "tests/on_device.hpp"
+#include "tests/support/on_device.hpp"
 
 namespace longspan::tests {
 

@@ -2,7 +2,7 @@
 // slower than real ones: tests do less there, and judge no times.
 #pragma once
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 #if defined(LONGSPAN_SIMULATED)
 inline constexpr bool kSimulated = true;
@@ -10,4 +10,4 @@ inline constexpr bool kSimulated = true;
 inline constexpr bool kSimulated = false;
 #endif
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "tests/grids.hpp"
+#include "tests/support/grids.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 /// Keys on a rank when tokens are dealt in turns of `block`: the formula of serving engines.
 inline std::int64_t engines_local_len(std::int64_t length, std::int64_t ranks, std::int64_t rank,
@@ -168,4 +168,4 @@ inline void run_parts(const ServingOps& kernels, Device device, const PartsCase&
   }
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

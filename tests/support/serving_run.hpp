@@ -12,10 +12,10 @@
 
 #include "kernels/backend.hpp"
 #include "longspan/longspan.hpp"
-#include "tests/reduced.hpp"
-#include "tests/serving_judge.hpp"
+#include "tests/support/reduced.hpp"
+#include "tests/support/serving_judge.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 /// Of one call, for is_left_out().
 inline double work_of(const Serving& s, int ranks = 1) {
@@ -445,4 +445,4 @@ inline ServingResult run_ranks(const kernels::Backend& backend, const ServingPro
   return a.result();
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

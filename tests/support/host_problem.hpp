@@ -15,16 +15,16 @@
 #include <random>
 #include <vector>
 
-#include "host_pages.hpp"
 #include "kernels/backend.hpp"
 #include "launcher/oracle.hpp"
-#include "tests/sanitized.hpp"
+#include "tests/support/host_pages.hpp"
+#include "tests/support/sanitized.hpp"
 
 namespace longspan::tests {
 
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-struct Shape {
+struct HostShape {
   int heads = 4;
   int kv_heads = 2;
   int dim = 64;
@@ -61,11 +61,11 @@ struct Result {
   }
 };
 
-class Problem {
+class HostProblem {
  public:
   static constexpr int kGap = 8;  // elements between rows, of NaN
 
-  Problem(Shape s, std::uint32_t seed) : shape(std::move(s)) {
+  HostProblem(HostShape s, std::uint32_t seed) : shape(std::move(s)) {
     query_start = starts(shape.query_len);
     key_start = starts(shape.kv_len);
     q = Array(shape.q_dtype.value_or(shape.dtype), tokens() * q_stride());
@@ -332,7 +332,7 @@ class Problem {
     return e;
   }
 
-  Shape shape;
+  HostShape shape;
   std::vector<std::int32_t> query_start;  // [batch + 1]
   std::vector<std::int32_t> key_start;    // [batch + 1] of the whole sequences, packed
   Array q, k, v;
@@ -437,7 +437,7 @@ class Problem {
 /// As close as fp32 arithmetic must be, with scores of order 1. An lse has the error of a dot
 /// product: of 256 such terms summed one by one it is 6e-7 on average, and in the worst of 20,000
 /// rows 5e-6, so the worst has a bound of its own.
-inline ::testing::AssertionResult is_close(const Problem::Error& error) {
+inline ::testing::AssertionResult is_close(const HostProblem::Error& error) {
   constexpr double kNorm = 2e-6, kWorst = 1e-5;
   if (error.out < kNorm && error.lse < kNorm && error.worst_lse < kWorst)
     return ::testing::AssertionSuccess();

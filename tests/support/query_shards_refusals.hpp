@@ -9,7 +9,7 @@
 #include "kernels/backend.hpp"
 #include "longspan/error.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 inline void expect_refusals_of_query_shards(const kernels::Backend& backend) {
   kernels::AttendParams p;
@@ -35,4 +35,4 @@ inline void expect_refusals_of_query_shards(const kernels::Backend& backend) {
   EXPECT_THAT(message(), ::testing::HasSubstr("listed queries"));
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

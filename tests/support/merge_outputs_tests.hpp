@@ -2,7 +2,7 @@
 // not hold: each of them is a defect that was found in a kernel of this kind.
 #pragma once
 
-#include "tests/outputs_case.hpp"
+#include "tests/support/outputs_case.hpp"
 
 namespace longspan::tests {
 

@@ -18,7 +18,7 @@
 #include "longspan/score.hpp"
 #include "longspan/types.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 /// f(i) for i in [0, count) on the machine's threads.
 inline void in_parallel(std::int64_t count, const std::function<void(std::int64_t)>& f) {
@@ -119,4 +119,4 @@ inline std::string describe(const Serving& s) {
   return text;
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -4,7 +4,7 @@
 #include <optional>
 #include <random>
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 /// Where it is set, seeds follow from it: whoever runs a test again has the same inputs.
 inline std::optional<std::mt19937>& repeated_seeds() {
@@ -16,4 +16,4 @@ inline unsigned fresh_seed() {
   return repeated_seeds() ? (*repeated_seeds())() : std::random_device{}();
 }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -2,7 +2,7 @@
 // as many random cases.
 #pragma once
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 inline constexpr bool kSanitized = true;
@@ -13,4 +13,4 @@ inline constexpr bool kSanitized = false;
 /// How many of `usual` random cases to try.
 constexpr int trials(int usual) { return kSanitized ? (usual + 5) / 6 : usual; }
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -2,7 +2,7 @@
 // nothing else is written.
 #pragma once
 
-#include "tests/on_device.hpp"
+#include "tests/support/on_device.hpp"
 
 namespace longspan::tests {
 

@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "longspan/limits.hpp"
-#include "tests/context_parallel.hpp"
-#include "tests/fresh_seed.hpp"
+#include "tests/support/context_parallel.hpp"
+#include "tests/support/fresh_seed.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 constexpr std::pair<int, int> kHeadDims[] = {
@@ -150,4 +150,4 @@ TEST(HeadDims, ValuesThatAreTheFirstColumnsOfTheKeys) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -17,7 +17,7 @@
 #include "longspan/shard.hpp"
 #include "longspan/types.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 struct Shape {
   int heads = 4;
@@ -154,4 +154,4 @@ class Problem {
   std::normal_distribution<float> normal_;
 };
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

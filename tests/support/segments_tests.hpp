@@ -2,7 +2,7 @@
 // everything that must not be read or written poisoned.
 #pragma once
 
-#include "tests/on_device.hpp"
+#include "tests/support/on_device.hpp"
 
 namespace longspan::tests {
 

@@ -9,9 +9,9 @@
 #include <limits>
 #include <vector>
 
-#include "tests/context_parallel.hpp"
+#include "tests/support/context_parallel.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 namespace {
 
 /// Sets every element of an array of `dtype`.
@@ -225,4 +225,4 @@ void check_large_cache(DType kv_dtype, bool x_packed, const Upload& upload) {
 }
 
 }  // namespace
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -8,7 +8,7 @@
 
 #include "longspan/attention.hpp"
 #include "longspan/error.hpp"
-#include "tests/on_device.hpp"
+#include "tests/support/on_device.hpp"
 
 namespace longspan::tests {
 

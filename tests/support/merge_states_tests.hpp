@@ -2,7 +2,7 @@
 // that are not in the batch. On every device.
 #pragma once
 
-#include "tests/on_device.hpp"
+#include "tests/support/on_device.hpp"
 
 namespace longspan::tests {
 

@@ -19,8 +19,8 @@
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/element.hpp"
-#include "tests/fresh_seed.hpp"
-#include "tests/reduced.hpp"
+#include "tests/support/fresh_seed.hpp"
+#include "tests/support/reduced.hpp"
 
 namespace longspan::tests {
 
@@ -67,7 +67,7 @@ class OnDevice : public ::testing::Test {
   void SetUp() override {
     backend_ = make_backend();
     if (backend_ == nullptr) GTEST_SKIP() << "no GPU: cudaGetDeviceCount found none";
-    seed_ = testing::fresh_seed();
+    seed_ = tests::fresh_seed();
     random_.seed(seed_);
   }
   void TearDown() override {

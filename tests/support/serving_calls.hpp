@@ -34,7 +34,7 @@ inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
 inline std::vector<float> nans(std::size_t n) { return std::vector<float>(n, NAN); }
 
 /// Two sequences of 1 and 3 new tokens, 20 and 33 keys in all; what nobody needs is NaN or -1.
-struct Problem {
+struct ServingCalls {
   ServingOps kernels{Device::host, 2};
   std::vector<float> q = random_floats(kTokens * kHeads * kDim, 1);
   std::vector<float> k_cache = random_floats(kPages * kPage * kKvHeads * kDim, 2);
@@ -120,7 +120,8 @@ inline bool untouched(const std::vector<float>& values) {
 
 /// `call` throws an E whose text has `text` in it, and the results of `p` are as before.
 template <class E>
-void expect_refused(const Problem& p, const std::function<void()>& call, const std::string& text) {
+void expect_refused(const ServingCalls& p, const std::function<void()>& call,
+                    const std::string& text) {
   SCOPED_TRACE(text);
   try {
     call();
@@ -137,13 +138,13 @@ void expect_refused(const Problem& p, const std::function<void()>& call, const s
 template <class Args>
 struct Change {
   const char* text;
-  std::function<void(Args&, Problem&)> apply;
+  std::function<void(Args&, ServingCalls&)> apply;
 };
 
 template <class E, class Args, class Fit, class Call>
 void refuse_all(const std::vector<Change<Args>>& changes, Fit fit, Call call) {
   for (const Change<Args>& change : changes) {
-    Problem p;
+    ServingCalls p;
     Args a = fit(p);
     change.apply(a, p);
     expect_refused<E>(

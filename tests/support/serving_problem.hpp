@@ -25,9 +25,9 @@
 #include "longspan/shard.hpp"
 #include "longspan/tensor.hpp"
 #include "longspan/types.hpp"
-#include "tests/serving.hpp"
+#include "tests/support/serving.hpp"
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 class ServingProblem {
  public:
@@ -501,4 +501,4 @@ class ServingProblem {
   std::vector<std::vector<std::int32_t>> pool_table_;  // of each sequence
 };
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

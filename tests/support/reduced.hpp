@@ -7,7 +7,7 @@
 #include <optional>
 #include <random>
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 /// What one test leaves out. Work is in milliseconds of a processor, estimated from the shape of a
 /// case and not measured, so that a seed keeps the same cases on every machine.
@@ -53,9 +53,9 @@ T reduced(T full, T small) {
   return reduction() ? small : full;
 }
 
-#define LONGSPAN_NEEDS_MORE_THAN_A_SIMULATOR(why)                                          \
-  do {                                                                                     \
-    if (::longspan::testing::reduction()) GTEST_SKIP() << "not in the simulator: " << why; \
+#define LONGSPAN_NEEDS_MORE_THAN_A_SIMULATOR(why)                                        \
+  do {                                                                                   \
+    if (::longspan::tests::reduction()) GTEST_SKIP() << "not in the simulator: " << why; \
   } while (0)
 
 /// Attention of one call: the products of rows, which come in tiles, with all keys, and the making
@@ -75,4 +75,4 @@ double work_of_attention(const Lengths& q_lens, const Lengths& kv_lens, int head
 /// What the Hopper kernel takes for the same: its tiles are larger.
 constexpr double kOnHopper = 0.4;
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

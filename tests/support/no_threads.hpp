@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-namespace longspan::testing {
+namespace longspan::tests {
 
 class NoThreads {
  public:
@@ -29,4 +29,4 @@ class NoThreads {
   pthread_attr_t before_;
 };
 
-}  // namespace longspan::testing
+}  // namespace longspan::tests

@@ -30,7 +30,7 @@ struct ExchangeInfo {
   bool has_peer_buffers() const {
     return by == Exchange::peer_buffers || by == Exchange::peer_buffers_apart;
   }
-  /// One line for people: "peer buffers (gather past 16384 states)".
+  /// One line for people: "peer-buffers (gather past 16384 states)".
   std::string describe() const {
     if (most_states > 0)
       return std::string(name(by)) + " (gather past " + std::to_string(most_states) + " states)";

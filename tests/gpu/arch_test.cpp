@@ -21,7 +21,7 @@ namespace longspan::test {
 namespace {
 
 using namespace arch_kernels;
-using testing::TensorCore;
+using tests::TensorCore;
 
 int capability() {  // 90: sm_90
   int major = 0, minor = 0;

@@ -115,17 +115,17 @@ TEST(AttendSm90, Shards) {
       for (const bool causal : {false, true})
         for (const std::optional<Alibi> alibi :
              {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}}) {
-          testing::Serving s{.heads = 6,
-                             .dim = ranks == 2 ? 256 : 128,
-                             .dtype = DType::bf16,
-                             .q_lens = {reduced(300, 60), 40, reduced(170, 130), 20},
-                             .kv_lens = {reduced(3000, 600), 130, reduced(170, 130), 20},
-                             .page = 0};
+          tests::Serving s{.heads = 6,
+                           .dim = ranks == 2 ? 256 : 128,
+                           .dtype = DType::bf16,
+                           .q_lens = {reduced(300, 60), 40, reduced(170, 130), 20},
+                           .kv_lens = {reduced(3000, 600), 130, reduced(170, 130), 20},
+                           .page = 0};
           s.mask = {.causal = causal, .window = ranks == 3 ? 700 : 0};
           s.alibi = alibi;
           s.softcap = ranks == 2 ? 20.0f : 0.0f;
           s.sinks = true;
-          testing::check_dealt(
+          tests::check_dealt(
               s, {.layout = cut.layout, .ranks = ranks, .block = cut.block, .on_hopper = true});
         }
 }
@@ -140,21 +140,20 @@ TEST(AttendSm90, DocumentsAndLeftOutDecodes) {
              {std::vector<std::int64_t>{0, 300, 301, 620, 700},
               std::vector<std::int64_t>{40, 300, 600, 690}})
           for (const int q_len : {150, 700}) {
-            testing::Serving s{
-                .dtype = DType::bf16, .q_lens = {q_len}, .kv_lens = {700}, .page = 0};
+            tests::Serving s{.dtype = DType::bf16, .q_lens = {q_len}, .kv_lens = {700}, .page = 0};
             s.mask.causal = causal;
             s.alibi = alibi;
             s.documents = documents;
-            testing::check_dealt(s, {.ranks = ranks, .on_hopper = true});
+            tests::check_dealt(s, {.ranks = ranks, .on_hopper = true});
           }
-        testing::Serving s{.dtype = DType::bf16,
-                           .q_lens = {150, 1, 40, 5, 1},
-                           .kv_lens = {700, 130, 333, 20, 41},
-                           .causal = {1, 0, 0, 1, 1},
-                           .page = 0};
+        tests::Serving s{.dtype = DType::bf16,
+                         .q_lens = {150, 1, 40, 5, 1},
+                         .kv_lens = {700, 130, 333, 20, 41},
+                         .causal = {1, 0, 0, 1, 1},
+                         .page = 0};
         s.alibi = alibi;
         s.skip_decode = causal;
-        testing::check_dealt(s, {.ranks = ranks, .on_hopper = true});
+        tests::check_dealt(s, {.ranks = ranks, .on_hopper = true});
       }
 }
 
@@ -167,23 +166,23 @@ TEST(AttendSm90, ChunkedPrefill) {
          {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}})
       for (const float softcap : {0.0f, 10.0f})
         for (const bool skip : {false, true}) {
-          testing::Serving s{.dim = 96,
-                             .dtype = dtype,
-                             .q_lens = {65, 1, reduced(330, 133), 4, 0},
-                             .kv_lens = {reduced(900, 200), 600, reduced(330, 133), 90, 40},
-                             .softcap = softcap,
-                             .alibi = alibi,
-                             .sinks = true,
-                             .skip_decode = skip,
-                             .x_packed = skip,
-                             .separate_new = true};
+          tests::Serving s{.dim = 96,
+                           .dtype = dtype,
+                           .q_lens = {65, 1, reduced(330, 133), 4, 0},
+                           .kv_lens = {reduced(900, 200), 600, reduced(330, 133), 90, 40},
+                           .softcap = softcap,
+                           .alibi = alibi,
+                           .sinks = true,
+                           .skip_decode = skip,
+                           .x_packed = skip,
+                           .separate_new = true};
           if (softcap != 0) s.causal = {1, 1, 0, 1, 1};
           if (is_left_out(kOnHopper * work_of(s))) continue;
           const unsigned seed = fresh_seed();
-          SCOPED_TRACE(testing::describe(s) + " seed " + std::to_string(seed));
-          const testing::ServingProblem problem(s, seed);
-          testing::expect_right(problem, testing::run_context(kernels, Device::cuda, problem),
-                                problem.tolerance(), 12);
+          SCOPED_TRACE(tests::describe(s) + " seed " + std::to_string(seed));
+          const tests::ServingProblem problem(s, seed);
+          tests::expect_right(problem, tests::run_context(kernels, Device::cuda, problem),
+                              problem.tolerance(), 12);
         }
 }
 

@@ -19,10 +19,10 @@
 
 namespace longspan::test {
 
-using testing::is_left_out;
-using testing::kOnHopper;
-using testing::reduced;
 using tests::fresh_seed;
+using tests::is_left_out;
+using tests::kOnHopper;
+using tests::reduced;
 
 #define LONGSPAN_NEEDS_GPU()                                                     \
   do {                                                                           \
@@ -149,7 +149,7 @@ inline std::ostream& operator<<(std::ostream& out, const Case& c) {
 
 /// Of one run on all ranks, for is_left_out().
 inline double work_of(const Case& c) {
-  return testing::work_of_attention(c.q_lens, c.kv_lens, c.heads, c.kv_heads, c.dim, c.ranks);
+  return tests::work_of_attention(c.q_lens, c.kv_lens, c.heads, c.kv_heads, c.dim, c.ranks);
 }
 
 /// `count` elements of order 1.

@@ -121,7 +121,7 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
   const double unit = c.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;        // of one rounding
   const double smallest = c.dtype == DType::bf16 ? 0x1p-134 : 0x1p-25;  // half the least number
   constexpr double kSingle = 3e-6;  // of fp32 sums and of the fast exponential, relative
-  const testing::TensorCore core = testing::TensorCore::of(compute_capability());
+  const tests::TensorCore core = tests::TensorCore::of(compute_capability());
   SCOPED_TRACE(::testing::Message() << c);
   std::int64_t first_row = 0;
   for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
@@ -155,8 +155,7 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
                 c.alibi == Alibi::context
                     ? data.slopes[static_cast<std::size_t>(head)] * static_cast<double>(t)
                     : 0.0;
-            lse_off =
-                testing::lse_bound(core, q, k, c.scale_used(), c.softcap, own, lift, exact.lse);
+            lse_off = tests::lse_bound(core, q, k, c.scale_used(), c.softcap, own, lift, exact.lse);
             Eigen::ArrayXd s = (k * q).array() * c.scale_used();
             single += kSingle * s.abs().maxCoeff();
             if (c.softcap != 0) s = c.softcap * (s / c.softcap).tanh();

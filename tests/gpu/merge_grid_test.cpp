@@ -44,7 +44,7 @@ class MergeGrid : public OnDevice {
 
 TEST_F(MergeGrid, EveryCaseAgainstFloat64) {
   // In the simulator those of up to a hundredth of the largest one's elements.
-  const std::int64_t most = testing::reduced(kMostElements, kMostElements / 100);
+  const std::int64_t most = tests::reduced(kMostElements, kMostElements / 100);
   const std::vector<GridCase> grid = merge_grid();
   const OnGpu<float> scale(std::vector<float>{GridCase::kScale});
   OnGpu<std::byte> out(static_cast<std::size_t>(most) * sizeof(float));

@@ -227,7 +227,7 @@ TEST(Sweep, RandomShapes) {
   for (int first = 0; first < shapes && !::testing::Test::HasFailure(); first += kAtOnce) {
     std::vector<Shape> some(static_cast<std::size_t>(std::min(kAtOnce, shapes - first)));
     const auto count = static_cast<std::int64_t>(some.size());
-    testing::in_parallel(count, [&](std::int64_t i) {
+    tests::in_parallel(count, [&](std::int64_t i) {
       some[static_cast<std::size_t>(i)].make(seeds[static_cast<std::size_t>(first + i)]);
     });
     for (Shape& shape : some) {
@@ -237,7 +237,7 @@ TEST(Sweep, RandomShapes) {
       biased += shape.hopper && shape.c.alibi.has_value();
       finished += shape.finished.has_value();
     }
-    testing::in_parallel(count, [&](std::int64_t i) { some[static_cast<std::size_t>(i)].judge(); });
+    tests::in_parallel(count, [&](std::int64_t i) { some[static_cast<std::size_t>(i)].judge(); });
   }
   std::cout << shapes << " shapes, " << on_hopper << " with rows of the Hopper kernel (" << capped
             << " capped, " << biased << " with ALiBi), " << finished

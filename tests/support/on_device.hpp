@@ -77,12 +77,11 @@ class OnDevice : public ::testing::Test {
   Device device() const { return backend_->device(); }
   /// Whether a simulator leaves out a case of so many elements, of all parts together.
   bool is_left_out(std::int64_t elements) const {
-    return device() == Device::cuda &&
-           testing::is_left_out(1 + 2e-4 * static_cast<double>(elements));
+    return device() == Device::cuda && tests::is_left_out(1 + 2e-4 * static_cast<double>(elements));
   }
   template <class T>
   T reduced(T full, T small) const {
-    return device() == Device::cuda ? testing::reduced(full, small) : full;
+    return device() == Device::cuda ? tests::reduced(full, small) : full;
   }
   float normal() { return std::normal_distribution<float>()(random_); }
   std::int64_t below(std::int64_t n) {

@@ -127,7 +127,7 @@ TEST_F(GatherStatesTest, WhatIsGatheredCarriesWhatTheRankMeans) {
 TEST_F(GatherStatesTest, TakesPeerBuffersWhereTheStatesFit) {
   options.limits.max_tokens = 16385;
   const auto states = layer();
-  EXPECT_EQ(states->exchange().describe(), "windows (gather past 16384 states)");
+  EXPECT_EQ(states->exchange().describe(), "peer-buffers (gather past 16384 states)");
   run(*states, 16385);
   EXPECT_TRUE(notes.exchanges.empty());
   EXPECT_EQ(world.gathers, 1);

@@ -1,4 +1,5 @@
-// How the states of a run travel between GPUs.
+/// \file
+/// How the states of a run travel between GPUs.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +7,13 @@
 
 namespace longspan {
 
+/// The ways between GPUs. All of them give the same bits.
 enum class Exchange : std::uint8_t {
-  automatic,      // windows where the GPUs reach each other, else gather
-  windows,        // a kernel writes into the peers' memory and merges; for short queries it is the
-                  // one that ends the attention, too
-  windows_apart,  // windows, always by a kernel of its own
-  gather,         // NCCL (or MPI), then a merge
+  automatic,  ///< windows where the GPUs reach each other, else gather
+  windows,    ///< a kernel writes into the peers' memory and merges; for short queries it is the
+              ///< one that ends the attention, too
+  windows_apart,  ///< windows, always by a kernel of its own
+  gather,         ///< NCCL (or MPI), then a merge
 };
 
 /// As `longspan run --exchange` takes it.
@@ -22,10 +24,11 @@ constexpr const char* name(Exchange exchange) {
 
 /// What a layer found that it can do.
 struct ExchangeInfo {
-  Exchange by = Exchange::gather;  // never automatic
-  std::int64_t most_states = 0;    // windows: runs of more (rows x heads) are gathered; 0: none is
-  std::string reason;              // gather: why not by windows; empty where that is plain
+  Exchange by = Exchange::gather;  ///< never automatic
+  std::int64_t most_states = 0;  ///< windows: runs of more (rows x heads) are gathered; 0: none is
+  std::string reason;            ///< gather: why not by windows; empty where that is plain
 
+  /// Whether short runs go by windows.
   bool has_windows() const { return by == Exchange::windows || by == Exchange::windows_apart; }
   /// One line for people: "windows (gather past 16384 states)".
   std::string describe() const {

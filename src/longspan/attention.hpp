@@ -1,26 +1,27 @@
-// Exact attention over a sequence whose keys and values are sharded across ranks.
-//
-//     Attention layer(world, {.heads = 32, .kv_heads = 8, .head_dim = 128,
-//                             .limits = {.max_tokens = 64}, .keys = {Layout::zigzag}});
-//     layer.run({.q = q, .k = k, .v = v, .out = out, .total_keys = 1 << 20}, stream);
-//     layer.wait(stream);
-//
-// Every rank computes the partial state of its own keys, the states are exchanged, and one merge
-// gives what a single device would have given: out = softmax(score(q k^T)) v.
-//
-// A paged cache of keys and values has one of two forms. Its tensors have any strides:
-//
-//     rows      K [pages, page, kv_heads, head_dim], V [pages, page, kv_heads, value_dim]
-//     x-packed  K [pages, kv_heads, head_dim / x, page, x]   x = 16 bytes of elements, as a rule
-//               V [pages, kv_heads, value_dim, page]
-//
-// In rows, V may be the first columns of K: the same memory and strides with fewer columns, as in a
-// cache of latent keys (MLA). Then new values are never given: they come with the new keys.
-//
-// A block table says which page holds the i-th keys of a sequence. In a sharded cache each rank has
-// its own pages and its own table: local key i of a sequence (shard.hpp says which position that
-// is) lies in row i % page of page table[i / page]. Entries that no visible key needs are neither
-// checked nor read.
+/// \file
+/// Exact attention over a sequence whose keys and values are sharded across ranks.
+///
+///     Attention layer(world, {.heads = 32, .kv_heads = 8, .head_dim = 128,
+///                             .limits = {.max_tokens = 64}, .keys = {Layout::zigzag}});
+///     layer.run({.q = q, .k = k, .v = v, .out = out, .total_keys = 1 << 20}, stream);
+///     layer.wait(stream);
+///
+/// Every rank computes the partial state of its own keys, the states are exchanged, and one merge
+/// gives what a single device would have given: out = softmax(score(q k^T)) v.
+///
+/// A paged cache of keys and values has one of two forms. Its tensors have any strides:
+///
+///     rows      K [pages, page, kv_heads, head_dim], V [pages, page, kv_heads, value_dim]
+///     x-packed  K [pages, kv_heads, head_dim / x, page, x]   x = 16 bytes of elements, as a rule
+///               V [pages, kv_heads, value_dim, page]
+///
+/// In rows, V may be the first columns of K: the same memory and strides with fewer columns, as in
+/// a cache of latent keys (MLA). Then new values are never given: they come with the new keys.
+///
+/// A block table says which page holds the i-th keys of a sequence. In a sharded cache each rank
+/// has its own pages and its own table: local key i of a sequence (shard.hpp says which position
+/// that is) lies in row i % page of page table[i / page]. Entries that no visible key needs are
+/// neither checked nor read.
 #pragma once
 
 #include <cstddef>
@@ -50,44 +51,46 @@ namespace longspan {
 /// A run has as many sequences as kv_len has entries; without kv_len it has one, of total_keys
 /// keys.
 struct AttentionArgs {
-  Tensor q;      // [tokens, heads, head_dim] or [batch, heads, tokens, head_dim]
-  Tensor k;      // [keys, kv_heads, head_dim], the rank's own keys, sequence after sequence; or
-                 // [batch, capacity, kv_heads, head_dim], each from the start of its row; with a
-                 // block table, the rank's pages
-  Tensor v;      // as k, of value_dim. It may be the first columns of k (MLA): the same memory and
-                 // strides, with fewer columns
-  Tensor out;    // as q, of value_dim; never read. Rows of the batch are written whole,
-                 // others not at all
-  Lse lse = {};  // [tokens, heads] or [batch, tokens, heads], natural log; optional
+  Tensor q;    ///< [tokens, heads, head_dim] or [batch, heads, tokens, head_dim]
+  Tensor k;    ///< [keys, kv_heads, head_dim], the rank's own keys, sequence after sequence; or
+               ///< [batch, capacity, kv_heads, head_dim], each from the start of its row; with a
+               ///< block table, the rank's pages
+  Tensor v;    ///< as k, of value_dim. It may be the first columns of k (MLA): the same memory and
+               ///< strides, with fewer columns
+  Tensor out;  ///< as q, of value_dim; never read. Rows of the batch are written whole,
+               ///< others not at all
+  Lse lse = {};  ///< [tokens, heads] or [batch, tokens, heads], natural log; optional
 
-  std::int64_t total_keys = 0;    // of the one sequence, on all ranks, where kv_len is not given
-  std::int64_t total_tokens = 0;  // with sharded queries: rows of the whole q, on all ranks
+  std::int64_t total_keys = 0;    ///< of the one sequence, on all ranks, where kv_len is not given
+  std::int64_t total_tokens = 0;  ///< with sharded queries: rows of the whole q, on all ranks
 
-  Tensor query_start = {};  // [batch + 1] int32 rows of q, with sharded queries of the whole q;
-                            // optional for one sequence
-  Tensor kv_len = {};       // [batch] int32 keys of the whole sequences, on all ranks
-  Tensor block_table = {};  // [batch or more, columns] int32 pages of each sequence; optional
-  Tensor key_table = {};    // int64. Keys of layout ranges: [batch, ranks + 1]; listed: [keys] the
-                            // position of each of the rank's own keys
-  Tensor query_table = {};  // likewise of the queries; ranges: [ranks + 1]; listed: [max_tokens],
-                            // -1 past the rank's last row
+  Tensor query_start = {};  ///< [batch + 1] int32 rows of q, with sharded queries of the whole q;
+                            ///< optional for one sequence
+  Tensor kv_len = {};       ///< [batch] int32 keys of the whole sequences, on all ranks
+  Tensor block_table = {};  ///< [batch or more, columns] int32 pages of each sequence; optional
+  Tensor key_table = {};  ///< int64. Keys of layout ranges: [batch, ranks + 1]; listed: [keys] the
+                          ///< position of each of the rank's own keys
+  Tensor query_table = {};  ///< likewise of the queries; ranges: [ranks + 1]; listed: [max_tokens],
+                            ///< -1 past the rank's last row
 
-  Tensor new_k = {}, new_v = {};  // as in Append: the keys of these rows of q (with sharded
-                                  // queries: of the whole q), on every rank: append and run in one.
-                                  // Optional: k and v have them already
+  /// As in Append: the keys of these rows of q (with sharded queries: of the whole q), on every
+  /// rank, so that one call appends and runs. Optional: k and v have them already.
+  Tensor new_k = {};
+  Tensor new_v = {};  ///< likewise the values; left out where v is the first columns of k
 
-  Tensor q_scale = {}, k_scale = {}, v_scale = {};  // [1] or [kv_heads] fp32, of fp8 tensors, which
-                                                    // must have them
-  Tensor out_scale = {};                            // [1] fp32: out = result / out_scale; optional
+  Tensor q_scale = {};    ///< [1] or [kv_heads] fp32, of a q of fp8, which must have it
+  Tensor k_scale = {};    ///< likewise of k
+  Tensor v_scale = {};    ///< likewise of v
+  Tensor out_scale = {};  ///< [1] fp32: out = result / out_scale; optional
 
-  Tensor sinks = {};         // [heads] learned sinks, of any float type; optional
-  Tensor slopes = {};        // [heads] ALiBi, of any float type; optional
-  Tensor qq_bias = {};       // [width, width] between the new tokens (score.hpp); optional
-  Tensor causal = {};        // [batch] uint8 in place of Options::mask.causal; optional
-  Tensor documents = {};     // [count + 1] int64: document d, packed in the one sequence, has the
-                             // positions [documents[d], documents[d + 1]); optional
-  bool skip_decode = false;  // sequences of one query are left out, their rows of out and lse
-                             // untouched
+  Tensor sinks = {};         ///< [heads] learned sinks, of any float type; optional
+  Tensor slopes = {};        ///< [heads] ALiBi, of any float type; optional
+  Tensor qq_bias = {};       ///< [width, width] between the new tokens (score.hpp); optional
+  Tensor causal = {};        ///< [batch] uint8 in place of Options::mask.causal; optional
+  Tensor documents = {};     ///< [count + 1] int64: document d, packed in the one sequence, has the
+                             ///< positions [documents[d], documents[d + 1]); optional
+  bool skip_decode = false;  ///< sequences of one query are left out, their rows of out and lse
+                             ///< untouched
 };
 
 /// New keys and values for the cache: those of positions that this rank holds are written. Token t
@@ -95,33 +98,40 @@ struct AttentionArgs {
 /// new ones. The cut of a contiguous shard moves as kv_len grows: a cache that grows is
 /// interleaved, or has ranges.
 struct Append {
-  Tensor new_k;  // [tokens, kv_heads, head_dim], on every rank
-  Tensor new_v;  // [tokens, kv_heads, value_dim]; left out where v is the first columns of k
-  Tensor k;      // the cache, as in AttentionArgs
-  Tensor v;
-  std::int64_t total_keys = 0;
-  Tensor query_start = {};
-  Tensor kv_len = {};
-  Tensor block_table = {};
-  Tensor key_table = {};
-  Tensor k_scale = {}, v_scale = {};  // fp8 stores x / scale
+  Tensor new_k;  ///< [tokens, kv_heads, head_dim], on every rank
+  Tensor new_v;  ///< [tokens, kv_heads, value_dim]; left out where v is the first columns of k
+  Tensor k;      ///< the cache, as in AttentionArgs
+  Tensor v;      ///< likewise
+  std::int64_t total_keys = 0;  ///< of the one sequence, new keys included, without kv_len
+  Tensor query_start = {};      ///< [batch + 1] int32 rows of new_k; optional for one sequence
+  Tensor kv_len = {};           ///< [batch] int32 keys of the whole sequences, new ones included
+  Tensor block_table = {};      ///< as in AttentionArgs
+  Tensor key_table = {};        ///< as in AttentionArgs
+  Tensor k_scale = {};          ///< [1] or [kv_heads] fp32; a cache of fp8 stores x / scale
+  Tensor v_scale = {};          ///< likewise
 };
 
 /// Milliseconds of the last run's phases on this rank; valid after wait().
 struct Phases {
-  double attend = 0;
-  double exchange = 0;
-  double merge = 0;
+  double attend = 0;    ///< attention, with what is appended
+  double exchange = 0;  ///< what travels, and what is computed in the same kernel
+  double merge = 0;     ///< the merge of states, where it is a kernel of its own
+  /// The sum of them.
   double total() const { return attend + exchange + merge; }
 };
 
+/// A layer: options that all ranks gave alike, and the memory for its largest run. Runs are
+/// collective: all ranks make the same ones in the same order. One layer is used on one stream at a
+/// time.
 class Attention {
  public:
   /// Collective. Checks the options and that all ranks gave the same ones, and allocates the
   /// workspace. Throws UsageError, Unsupported (naming what is not supported) or RankError.
   Attention(const Communicator& world, const Options& options);
   ~Attention();
+  /// Takes what the other has; the other may then only be assigned to or destroyed.
   Attention(Attention&&) noexcept;
+  /// Likewise; what it had is freed.
   Attention& operator=(Attention&&) noexcept;
 
   /// Queues the work on `stream` and returns: no allocation, no synchronisation, and it can be
@@ -131,7 +141,8 @@ class Attention {
   void run(const AttentionArgs& args, Stream stream = {});
 
   /// Queues the write of new tokens into this rank's cache, like run: nothing is allocated, waited
-  /// for or sent, and it can be captured.
+  /// for or sent, and it can be captured. InputError, before anything is queued, for tensors that
+  /// do not fit the options.
   void append(const Append& tokens, Stream stream = {});
 
   /// Blocks until the stream is done, at most for the communicator's deadline. The only call that
@@ -139,8 +150,11 @@ class Attention {
   /// among them.
   void wait(Stream stream = {});
 
+  /// As they were given.
   const Options& options() const;
+  /// The ranks that it was made on.
   const Communicator& world() const;
+  /// The strategy that serves it, "auto" resolved.
   const StrategyInfo& strategy() const;
 
   /// What this rank holds of a sequence of `length` keys. UsageError where the keys' layout takes a
@@ -153,7 +167,7 @@ class Attention {
   /// Bytes of the workspace on this rank; docs/workspace.md has the formula.
   std::size_t workspace_bytes() const;
 
-  /// With Debug::profile: where the time of the last run went.
+  /// With Debug::profile: where the time of the last run went; zeros without it.
   Phases phases() const;
 
  private:
@@ -162,7 +176,7 @@ class Attention {
 };
 
 /// Makes a layer, runs it once and waits. Heads, dims and types come from the tensors, and the
-/// limits in `options` need not be given.
+/// limits in `options` need not be given. Collective; throws what these throw.
 void attend(const Communicator& world, const AttentionArgs& args, Options options = {});
 
 }  // namespace longspan

@@ -1,6 +1,7 @@
-// Who computes together. A Communicator is a cheap value over a shared transport: one process alone
-// (self), MPI on processors, NCCL on GPUs. Making one is collective. Interop with communicators
-// that the caller already has is in mpi.hpp and nccl.hpp.
+/// \file
+/// Who computes together. A Communicator is a cheap value over a shared transport: one process
+/// alone (self), MPI on processors, NCCL on GPUs. Making one is collective. Interop with
+/// communicators that the caller already has is in mpi.hpp and nccl.hpp.
 #pragma once
 
 #include <chrono>
@@ -21,8 +22,9 @@ class Transport;
 Transport& transport_of(const Communicator& communicator);
 }  // namespace comm
 
+/// How ranks come together.
 struct CommOptions {
-  Device device = Device::host;
+  Device device = Device::host;  ///< where tensors lie and kernels run
   /// Device cuda: this rank's GPU, as cudaSetDevice counts them; below 0 the GPU of its local rank,
   /// and for one process alone the current one. UsageError where there is no such GPU.
   int gpu = -1;
@@ -30,12 +32,18 @@ struct CommOptions {
   std::chrono::milliseconds deadline{0};
 };
 
+/// The ranks that compute together, seen from one of them. Copies share the transport, which ends
+/// with the last of them and of the layers made on it.
 class Communicator {
  public:
+  /// For the library's own rooms of comm/; from_environment(), self() and the like make one.
   explicit Communicator(std::shared_ptr<comm::Transport> transport);
 
+  /// This rank's number, 0 to size() - 1.
   int rank() const;
+  /// How many ranks there are.
   int size() const;
+  /// Where tensors lie and kernels run, on every rank.
   Device device() const;
   /// This rank's GPU; -1 on processors. Calls of longspan make it current while they run, and leave
   /// the caller's choice as it was.
@@ -43,6 +51,7 @@ class Communicator {
   /// Makes gpu() the calling thread's current GPU, for what the caller allocates and launches. On
   /// processors it does nothing.
   void make_current() const;
+  /// The longest wait for a peer at any step.
   std::chrono::milliseconds deadline() const;
 
   /// One line for people: "Open MPI 4.1.4 | 4 ranks, 1 node".
@@ -78,7 +87,8 @@ class Communicator {
   std::shared_ptr<comm::Transport> transport_;
 };
 
-/// One process alone; needs neither MPI nor NCCL. `gpu` as in CommOptions.
+/// One process alone; needs neither MPI nor NCCL. `gpu` and its error as in CommOptions.
+/// Unsupported for cuda in a build without CUDA.
 Communicator self(Device device = Device::host, int gpu = -1);
 
 /// The ranks that the launcher started: mpirun (MPI is initialised here if it is not yet, and
@@ -87,6 +97,7 @@ Communicator self(Device device = Device::host, int gpu = -1);
 /// CommOptions::gpu; two ranks on one GPU are refused.
 Communicator from_environment(CommOptions options = {});
 
+/// Arguments by name, each value as text; what ranks compare.
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
 /// Throws a UsageError on every rank if any value differs between ranks; it names the argument, two

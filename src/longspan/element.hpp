@@ -1,9 +1,10 @@
-// One element of an array whose type is known at run time. Loading is exact; storing rounds to the
-// nearest, ties to even; fp8 saturates at its largest finite value, and NaN stays NaN. Host and
-// CUDA run these functions; a kernel may use an instruction that gives the same bits.
-//
-// fp8: e4m3 has no infinity, largest 448; e5m2 has infinities, largest finite 57344 (OCP 8-bit
-// floating point specification, revision 1.0).
+/// \file
+/// One element of an array whose type is known at run time. Loading is exact; storing rounds to the
+/// nearest, ties to even; fp8 saturates at its largest finite value, and NaN stays NaN. Host and
+/// CUDA run these functions; a kernel may use an instruction that gives the same bits.
+///
+/// fp8: e4m3 has no infinity, largest 448; e5m2 has infinities, largest finite 57344 (OCP 8-bit
+/// floating point specification, revision 1.0).
 #pragma once
 
 #include <bit>
@@ -13,6 +14,7 @@
 
 namespace longspan {
 
+/// Conversions between fp32 and the bits of smaller floats.
 namespace element {
 
 /// A small float of kExponent exponent and kMantissa mantissa bits, as fp32 (exact).
@@ -110,24 +112,31 @@ LONGSPAN_HD inline void store_element(void* data, DType dtype, std::int64_t i, f
 
 /// A small array of floats of any type, such as sinks or slopes. Null: not given.
 struct Floats {
-  const void* data = nullptr;
-  DType dtype = DType::fp32;
+  const void* data = nullptr;  ///< the first; null: not given
+  DType dtype = DType::fp32;   ///< any float type
 
+  /// None.
   Floats() = default;
+  /// Of fp32.
   LONGSPAN_HD Floats(const float* values) : data(values) {}  // NOLINT: an array of floats is one
+  /// Of any float type.
   LONGSPAN_HD Floats(const void* values, DType type) : data(values), dtype(type) {}
 
+  /// Whether they are given.
   LONGSPAN_HD explicit operator bool() const { return data != nullptr; }
+  /// The i-th as fp32.
   LONGSPAN_HD float operator[](std::int64_t i) const { return load_element(data, dtype, i); }
 };
 
 /// Factors of a quantised tensor: none (1), one for the tensor, or one for each kv head. A stored
 /// element x stands for x * scale.
 struct Scales {
-  const float* data = nullptr;  // [1] or [kv_heads]
-  bool per_head = false;
+  const float* data = nullptr;  ///< [1] or [kv_heads]
+  bool per_head = false;        ///< one for each kv head, else one for all
 
+  /// Whether they are given.
   LONGSPAN_HD explicit operator bool() const { return data != nullptr; }
+  /// Of a kv head; 1 where none is given.
   LONGSPAN_HD float operator[](int kv_head) const {
     return data == nullptr ? 1.0f : data[per_head ? kv_head : 0];
   }

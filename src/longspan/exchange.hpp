@@ -1,4 +1,5 @@
-// How the states of a run travel between GPUs.
+/// \file
+/// How the states of a run travel between GPUs.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +7,13 @@
 
 namespace longspan {
 
+/// The ways between GPUs. All of them give the same bits.
 enum class Exchange : std::uint8_t {
-  automatic,     // peer buffers where the GPUs reach each other, else gather
-  peer_buffers,  // a kernel writes into the peers' memory and merges; for short queries it is the
-                 // one that ends the attention, too
-  peer_buffers_apart,  // peer buffers, always by a kernel of its own
-  gather,              // NCCL (or MPI), then a merge
+  automatic,     ///< peer buffers where the GPUs reach each other, else gather
+  peer_buffers,  ///< a kernel writes into the peers' memory and merges; for short queries it is the
+                 ///< one that ends the attention, too
+  peer_buffers_apart,  ///< peer buffers, always by a kernel of its own
+  gather,              ///< NCCL (or MPI), then a merge
 };
 
 /// As `longspan run --exchange` takes it.
@@ -22,11 +24,12 @@ constexpr const char* name(Exchange exchange) {
 
 /// What a layer found that it can do.
 struct ExchangeInfo {
-  Exchange by = Exchange::gather;  // never automatic
-  std::int64_t most_states =
-      0;               // peer buffers: runs of more (rows x heads) are gathered; 0: none is
-  std::string reason;  // gather: why not by peer buffers; empty where that is plain
+  Exchange by = Exchange::gather;  ///< never automatic
+  /// peer buffers: runs of more states (rows x heads) are gathered; 0: none is
+  std::int64_t most_states = 0;
+  std::string reason;  ///< gather: why not by peer buffers; empty where that is plain
 
+  /// Whether short runs go by peer buffers.
   bool has_peer_buffers() const {
     return by == Exchange::peer_buffers || by == Exchange::peer_buffers_apart;
   }

@@ -1,5 +1,6 @@
-// What this build and this machine can do, as rows for people: `longspan info [--features]` and
-// `longspan env`.
+/// \file
+/// What this build and this machine can do, as rows for people: `longspan info [--features]` and
+/// `longspan env`.
 #pragma once
 
 #include <string>
@@ -23,21 +24,22 @@ int host_threads(const Communicator& world, int asked = 0);
 /// Something that attention can be asked for, and which kernels do it. What they do not do, they
 /// refuse by this name.
 struct FeatureInfo {
-  std::string name;
-  std::string meaning;
-  std::string by;  // what can be asked for it: "layer" (Attention), "calls" (ServingOps), or both
-  bool host;
-  bool cuda;
+  std::string name;     ///< as refusals and docs/features.md call it
+  std::string meaning;  ///< one line for people
+  std::string by;  ///< what can be asked for it: "layer" (Attention), "calls" (ServingOps), or both
+  bool host;       ///< whether processors do it
+  bool cuda;       ///< whether some CUDA kernel does it
 };
 
 /// Every feature of the kernels' own list that a public call can ask for.
 std::vector<FeatureInfo> features();
 
+/// An environment variable that longspan reads, and what it is set to.
 struct EnvironmentVariable {
-  std::string name;
-  std::string value;     // as set, or empty; of a secret whether it is set
-  std::string standard;  // what holds when it is not set
-  std::string meaning;
+  std::string name;      ///< as the shell knows it
+  std::string value;     ///< as set, or empty; of a secret whether it is set
+  std::string standard;  ///< what holds when it is not set
+  std::string meaning;   ///< one line for people
 };
 
 /// Every environment variable that longspan reads.

@@ -1,11 +1,12 @@
-// The sizes of a head that every device takes, in one place. Which kernels are fast for which of
-// them: docs/features.md.
+/// \file
+/// The sizes of a head that every device takes, in one place. Which kernels are fast for which of
+/// them: docs/features.md.
 #pragma once
 
 namespace longspan {
 
-inline constexpr int kHeadDimStep = 8;    // head_dim and value_dim are multiples of it
-inline constexpr int kMaxHeadDim = 576;   // of queries and keys
-inline constexpr int kMaxValueDim = 512;  // of values and results
+inline constexpr int kHeadDimStep = 8;    ///< head_dim and value_dim are multiples of it
+inline constexpr int kMaxHeadDim = 576;   ///< of queries and keys
+inline constexpr int kMaxValueDim = 512;  ///< of values and results
 
 }  // namespace longspan

@@ -1,4 +1,5 @@
-// The whole public interface, less the interop headers (mpi.hpp, nccl.hpp, cuda.hpp).
+/// \file
+/// The whole public interface, less the interop headers (mpi.hpp, nccl.hpp, cuda.hpp).
 #pragma once
 
 #include "longspan/attention.hpp"

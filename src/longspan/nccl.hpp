@@ -1,4 +1,5 @@
-// Interop with NCCL: the caller keeps `comm` alive and it stays the caller's to destroy.
+/// \file
+/// Interop with NCCL: the caller keeps `comm` alive and it stays the caller's to destroy.
 #pragma once
 
 #include <nccl.h>

@@ -1,20 +1,21 @@
-// The fixed order: why 1, 2, 4 ... 64 ranks give the same bits.
-//
-// A segment is 128 keys that start at a multiple of 128 of their own sequence's positions. The n
-// segments of a sequence belong to 64 virtual ranks, whatever the number of real ones:
-//
-//     contiguous                   v owns [n v / 64, n (v+1) / 64), rounded down
-//     interleaved by u segments    v owns each segment i with (i / u) mod 64 = v
-//
-// A segment is folded in one fixed shape; the segments of a virtual rank fold as a binary tree over
-// their local index, padded to a power of two; the 64 states fold in six rounds (contiguous:
-// distance 1, 2 ... 32; interleaved: 32, 16 ... 1). Empty operands are skipped by selection, so
-// missing leaves keep the bits. Ranks that divide 64 own whole subtrees, so the cut between ranks
-// is a cut between nodes of one and the same tree.
-//
-// Seen from one rank: its virtual ranks, numbered in fold order, are `leaves`; leaf j of the rank
-// folds with leaf j^1 first in both layouts (an interleaved rank's virtual ranks are numbered in
-// bit-reversed order, which turns distances 32, 16 ... into neighbours first).
+/// \file
+/// The fixed order: why 1, 2, 4 ... 64 ranks give the same bits.
+///
+/// A segment is 128 keys that start at a multiple of 128 of their own sequence's positions. The n
+/// segments of a sequence belong to 64 virtual ranks, whatever the number of real ones:
+///
+///     contiguous                   v owns [n v / 64, n (v+1) / 64), rounded down
+///     interleaved by u segments    v owns each segment i with (i / u) mod 64 = v
+///
+/// A segment is folded in one fixed shape; the segments of a virtual rank fold as a binary tree
+/// over their local index, padded to a power of two; the 64 states fold in six rounds (contiguous:
+/// distance 1, 2 ... 32; interleaved: 32, 16 ... 1). Empty operands are skipped by selection, so
+/// missing leaves keep the bits. Ranks that divide 64 own whole subtrees, so the cut between ranks
+/// is a cut between nodes of one and the same tree.
+///
+/// Seen from one rank: its virtual ranks, numbered in fold order, are `leaves`; leaf j of the rank
+/// folds with leaf j^1 first in both layouts (an interleaved rank's virtual ranks are numbered in
+/// bit-reversed order, which turns distances 32, 16 ... into neighbours first).
 #pragma once
 
 #include <cstdint>
@@ -23,8 +24,8 @@
 
 namespace longspan {
 
-inline constexpr int kSegment = 128;      // keys
-inline constexpr int kVirtualRanks = 64;  // whatever the number of real ranks
+inline constexpr int kSegment = 128;      ///< keys
+inline constexpr int kVirtualRanks = 64;  ///< whatever the number of real ranks
 
 /// `value` with its low `bits` bits in reverse order.
 LONGSPAN_HD constexpr int reverse_bits(int value, int bits) {
@@ -37,6 +38,7 @@ LONGSPAN_HD constexpr int reverse_bits(int value, int bits) {
   return reversed;
 }
 
+/// The least b with 2^b >= n; 0 for n of at most 1.
 LONGSPAN_HD constexpr int log2_ceil(int n) {
 #if defined(__CUDA_ARCH__)
   if (!__builtin_is_constant_evaluated()) return n <= 1 ? 0 : 32 - __clz(n - 1);
@@ -46,6 +48,7 @@ LONGSPAN_HD constexpr int log2_ceil(int n) {
   return bits;
 }
 
+/// Segments of so many keys, the last one perhaps not full.
 LONGSPAN_HD constexpr std::int64_t segments_of(std::int64_t keys) {
   return (keys + kSegment - 1) / kSegment;
 }
@@ -58,11 +61,11 @@ LONGSPAN_HD constexpr std::int64_t even_cut(std::int64_t n, std::int64_t v, std:
 /// The part of the tree that one rank folds: which of its local segments each leaf owns. Local
 /// segment s is the local keys [128 s, 128 (s+1)), cut at the rank's number of keys.
 struct SegmentOrder {
-  bool interleaved = false;
-  int leaves = kVirtualRanks;  // virtual ranks on this rank; a power of two
-  int first = 0;               // contiguous: the first of them
-  std::int64_t total = 0;      // segments in the sequence; interleaved: on this rank
-  std::int64_t unit = 1;       // interleaved: segments in a block
+  bool interleaved = false;    ///< which of the two layouts
+  int leaves = kVirtualRanks;  ///< virtual ranks on this rank; a power of two
+  int first = 0;               ///< contiguous: the first of them
+  std::int64_t total = 0;      ///< segments in the sequence; interleaved: on this rank
+  std::int64_t unit = 1;       ///< interleaved: segments in a block
 
   /// Number of segments in leaf j.
   LONGSPAN_HD std::int64_t count(int j) const {

@@ -1,15 +1,16 @@
-// The kernels of one device by the names that serving engines know, for one rank's part of a
-// computation: merge of partial results, segmented decode and chunked prefill over a paged cache,
-// and the cache's writer. A layer (attention.hpp) does the same across ranks.
-//
-//     ServingOps ops(Device::cuda);
-//     ops.merge_attn_states({.out = out, .prefix_out = a, .prefix_lse = Lse::heads_tokens(la),
-//                            .suffix_out = b, .suffix_lse = Lse::heads_tokens(lb)},
-//                           LogBase::e, stream);
-//
-// Every call checks its arguments (InputError, Unsupported; nothing is written then), queues on the
-// stream and returns; on the host the work is done when it returns. Nothing is allocated: a call
-// that needs memory takes a Workspace, and says how much.
+/// \file
+/// The kernels of one device by the names that serving engines know, for one rank's part of a
+/// computation: merge of partial results, segmented decode and chunked prefill over a paged cache,
+/// and the cache's writer. A layer (attention.hpp) does the same across ranks.
+///
+///     ServingOps ops(Device::cuda);
+///     ops.merge_attn_states({.out = out, .prefix_out = a, .prefix_lse = Lse::heads_tokens(la),
+///                            .suffix_out = b, .suffix_lse = Lse::heads_tokens(lb)},
+///                           LogBase::e, stream);
+///
+/// Every call checks its arguments (InputError, Unsupported; nothing is written then), queues on
+/// the stream and returns; on the host the work is done when it returns. Nothing is allocated: a
+/// call that needs memory takes a Workspace, and says how much.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +27,8 @@ namespace longspan {
 
 /// Memory of the caller on the device of the kernels, 256-byte aligned.
 struct Workspace {
-  void* data = nullptr;
-  std::size_t bytes = 0;
+  void* data = nullptr;   ///< may be null where a call needs none
+  std::size_t bytes = 0;  ///< at least ServingOps::workspace_bytes of the call
 };
 
 /// out = the merge of the partial results over a prefix and a suffix of the keys. Each of the three
@@ -36,109 +37,117 @@ struct Workspace {
 /// end: fp16 and bf16 overflow to infinity there, fp8 saturates. InputError for shapes, devices and
 /// strides that do not fit, a missing scale, and an `out` that overlaps itself or an input.
 struct MergeAttnStates {
-  Tensor out;         // [tokens, heads, dim]; may be prefix_out itself, and overlaps nothing else
-  Lse out_lse = {};   // optional; may be prefix_lse itself
-  Tensor prefix_out;  // [tokens, heads, dim]
-  Lse prefix_lse;
-  Tensor suffix_out;  // [tokens, heads, dim]
-  Lse suffix_lse;
-  std::optional<std::int64_t> prefill_tokens_with_context = {};  // tokens from here on copy the
-                                                                 // suffix and its lse
-  Tensor out_scale = {};      // [1] fp32, out = result / scale; fp8 needs it
-  bool nan_is_empty = false;  // a NaN lse counts as empty; else it stays NaN
-  Tensor prefix_scale = {};   // [1] fp32, a stored x stands for x * scale; fp8 needs it
-  Tensor suffix_scale = {};   // likewise
+  Tensor out;         ///< [tokens, heads, dim]; may be prefix_out itself, and overlaps nothing else
+  Lse out_lse = {};   ///< optional; may be prefix_lse itself
+  Tensor prefix_out;  ///< [tokens, heads, dim]
+  Lse prefix_lse;     ///< of tokens and heads
+  Tensor suffix_out;  ///< [tokens, heads, dim]
+  Lse suffix_lse;     ///< likewise
+  std::optional<std::int64_t> prefill_tokens_with_context = {};  ///< tokens from here on copy the
+                                                                 ///< suffix and its lse
+  Tensor out_scale = {};      ///< [1] fp32, out = result / scale; fp8 needs it
+  bool nan_is_empty = false;  ///< a NaN lse counts as empty; else it stays NaN
+  Tensor prefix_scale = {};   ///< [1] fp32, a stored x stands for x * scale; fp8 needs it
+  Tensor suffix_scale = {};   ///< likewise
 };
 
 /// out = the merge of any number of partial results, neighbours first. Types and errors as above.
 struct MergeStates {
-  Tensor out;        // [tokens, heads, dim]
-  Lse out_lse = {};  // optional
-  Tensor parts;      // [parts, tokens, heads, dim]
-  Lse lses;          // [parts, tokens, heads], or [parts, heads, tokens]
-  Tensor out_scale = {};
-  bool nan_is_empty = false;
-  Tensor part_scales = {};  // [parts] fp32, one for each part; fp8 needs it
+  Tensor out;                 ///< [tokens, heads, dim]
+  Lse out_lse = {};           ///< optional
+  Tensor parts;               ///< [parts, tokens, heads, dim]
+  Lse lses;                   ///< [parts, tokens, heads], or [parts, heads, tokens]
+  Tensor out_scale = {};      ///< as in MergeAttnStates
+  bool nan_is_empty = false;  ///< as in MergeAttnStates
+  Tensor part_scales = {};    ///< [parts] fp32, one for each part; fp8 needs it
 };
 
 /// What decode and prefill over a paged cache have in common, for one rank that holds all keys.
 /// Meanings, shapes and types as in AttentionArgs and Options.
 struct PagedAttention {
-  Tensor q;                        // [tokens, heads, head_dim]
-  Tensor k_cache, v_cache;         // pages (attention.hpp)
-  Tensor block_table;              // [batch or more, columns] int32
-  Tensor query_start = {};         // [batch + 1] int32; optional for one sequence
-  Tensor kv_len;                   // [batch] int32, the new tokens included
-  std::int64_t max_kv_len = 0;     // no sequence is longer; 0: what the table can hold
-  std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown
+  Tensor q;                        ///< [tokens, heads, head_dim]
+  Tensor k_cache;                  ///< pages (attention.hpp)
+  Tensor v_cache;                  ///< likewise
+  Tensor block_table;              ///< [batch or more, columns] int32
+  Tensor query_start = {};         ///< [batch + 1] int32; optional for one sequence
+  Tensor kv_len;                   ///< [batch] int32, the new tokens included
+  std::int64_t max_kv_len = 0;     ///< no sequence is longer; 0: what the table can hold
+  std::int64_t max_query_len = 0;  ///< no sequence has more queries; 0: unknown
 
-  Tensor out;             // [tokens, heads, value_dim]
-  Lse lse = {};           // natural log; optional
-  Tensor out_scale = {};  // [1] fp32: out = result / scale; fp8 needs it
-  DTypes dtypes = {};  // `compute` is that of q, unless q is fp8, and then fp32, fp16 or bf16; the
-                       // types of tensors need not be given, and must be theirs if they are
+  Tensor out;             ///< [tokens, heads, value_dim]
+  Lse lse = {};           ///< natural log; optional
+  Tensor out_scale = {};  ///< [1] fp32: out = result / scale; fp8 needs it
+  DTypes dtypes = {};     ///< `compute` is that of q, unless q is fp8, and then fp32, fp16 or bf16;
+                       ///< the types of tensors need not be given, and must be theirs if they are
 
-  Mask mask = {.causal = true};
-  ScoreOptions score = {};
-  Tensor causal = {};  // [batch] uint8 in place of mask.causal
-  Tensor sinks = {}, slopes = {}, qq_bias = {};
-  Tensor q_scale = {}, k_scale = {}, v_scale = {};
-  Workspace workspace = {};
+  Mask mask = {.causal = true};  ///< which keys a query sees
+  ScoreOptions score = {};       ///< what is done to q.k
+  Tensor causal = {};            ///< [batch] uint8 in place of mask.causal
+  Tensor sinks = {};             ///< [heads], of any float type; optional
+  Tensor slopes = {};            ///< [heads] ALiBi, of any float type; optional
+  Tensor qq_bias = {};           ///< [width, width] between the new tokens (score.hpp); optional
+  Tensor q_scale = {};           ///< [1] or [kv_heads] fp32; fp8 needs it
+  Tensor k_scale = {};           ///< likewise
+  Tensor v_scale = {};           ///< likewise
+  Workspace workspace = {};      ///< of the call that this is a part of
 };
 
 /// Per-segment states, fp32, natural units, o unnormalised.
 struct Segments {
-  Tensor output;          // [tokens, heads, segments, padded value_dim]
-  Tensor max, expsum;     // [tokens, heads, segments]
-  std::int64_t keys = 0;  // in a segment; segments * keys hold every sequence. 0: as serving
-                          // engines cut, ceil(kv_len / (segments * tile)) tiles in each segment
-  int tile = 16;
+  Tensor output;          ///< [tokens, heads, segments, padded value_dim]
+  Tensor max;             ///< [tokens, heads, segments], of the scores
+  Tensor expsum;          ///< [tokens, heads, segments], of exp(score - max)
+  std::int64_t keys = 0;  ///< in a segment; segments * keys hold every sequence. 0: as serving
+                          ///< engines cut, ceil(kv_len / (segments * tile)) tiles in each segment
+  int tile = 16;          ///< keys in a tile, where `keys` is 0
 };
 
 /// Decode and short queries over a paged cache. Without `segments` the keys are cut as fills the
 /// GPU, in the fixed order. With them, their states are handed out (out may then be left out):
 /// segment 0 holds the sink, and segments past the end of a sequence are not written.
 struct SegmentedAttention {
-  PagedAttention attention;
-  Segments segments = {};
+  PagedAttention attention;  ///< which keys, which queries
+  Segments segments = {};    ///< where their states go; optional
 };
 
 /// The states of segmented_attention -> out. Segments past a sequence's end are never read.
 struct ReduceSegments {
-  Segments segments;
-  Tensor out;
-  Lse lse = {};
-  Tensor out_scale = {};
-  Tensor query_start = {};
-  Tensor kv_len;
+  Segments segments;        ///< as they were handed out
+  Tensor out;               ///< [tokens, heads, value_dim], of any float type
+  Lse lse = {};             ///< natural log; optional
+  Tensor out_scale = {};    ///< [1] fp32: out = result / scale; fp8 needs it
+  Tensor query_start = {};  ///< [batch + 1] int32; optional for one sequence
+  Tensor kv_len;            ///< [batch] int32, as segmented_attention had it
 };
 
 /// Chunked prefill: the first kv_len - q_len keys of a sequence lie in the cache, the last q_len
 /// are new and lie as q does. k_scale and v_scale are of the cache.
 struct ContextAttention {
-  PagedAttention attention;
-  Tensor k;                   // [tokens, kv_heads, head_dim], of the type of the products
-  Tensor v;                   // [tokens, kv_heads, value_dim], likewise
-  bool skip_decode = false;   // sequences of one query are left out, their rows untouched
-  Tensor out_scale_inv = {};  // [1] fp32: out = result * scale_inv, in place of out_scale
+  PagedAttention attention;   ///< queries, and the keys before them
+  Tensor k;                   ///< [tokens, kv_heads, head_dim], of the type of the products
+  Tensor v;                   ///< [tokens, kv_heads, value_dim], likewise
+  bool skip_decode = false;   ///< sequences of one query are left out, their rows untouched
+  Tensor out_scale_inv = {};  ///< [1] fp32: out = result * scale_inv, in place of out_scale
 };
 
 /// New keys and values into a paged cache, each where its slot says.
 struct AppendKv {
-  Tensor k;                           // [tokens, kv_heads, head_dim]
-  Tensor v;                           // [tokens, kv_heads, value_dim]; left out where v_cache
-                                      // is the first columns of k_cache
-  Tensor k_cache, v_cache;            // pages (attention.hpp)
-  Tensor slots;                       // [tokens] int64: page * page size + row; < 0: not written
-  Tensor k_scale = {}, v_scale = {};  // [1] or [kv_heads] fp32; fp8 caches store x / scale
+  Tensor k;             ///< [tokens, kv_heads, head_dim]
+  Tensor v;             ///< [tokens, kv_heads, value_dim]; left out where v_cache
+                        ///< is the first columns of k_cache
+  Tensor k_cache;       ///< pages (attention.hpp)
+  Tensor v_cache;       ///< likewise
+  Tensor slots;         ///< [tokens] int64: page * page size + row; < 0: not written
+  Tensor k_scale = {};  ///< [1] or [kv_heads] fp32; fp8 caches store x / scale
+  Tensor v_scale = {};  ///< likewise
 };
 
 /// Partial states of the rows [tokens, heads] of an attention, in memory of the caller on the
 /// device of the kernels, 256-byte aligned. What lies there is opaque; it means something to calls
 /// with the same tokens, heads and value_dim on the same kind of device.
 struct AttentionState {
-  void* data = nullptr;
-  std::size_t bytes = 0;  // at least ServingOps::state_bytes(tokens, heads, value_dim)
+  void* data = nullptr;   ///< read and written
+  std::size_t bytes = 0;  ///< at least ServingOps::state_bytes(tokens, heads, value_dim)
 };
 
 /// Some keys of each sequence -> the state of each row over them. With `resume` the rows go on from
@@ -150,52 +159,59 @@ struct AttentionState {
 /// Keys of a chunk [begin, end) of one sequence are those of rank 1 of 3 with layout ranges and
 /// key_table {0, begin, end, length}; masks go by where they stand in the sequence.
 struct AttendState {
-  AttentionState state;  // rows past the last sequence are not touched
-  bool resume = false;
-  Tensor q;                        // [tokens, heads, head_dim] or [batch, heads, tokens, head_dim]
-  Tensor k, v;                     // contiguous, or with a block_table pages (attention.hpp)
-  Tensor block_table = {};         // [batch or more, columns] int32
-  Tensor query_start = {};         // [batch + 1] int32; optional for one sequence
-  Tensor kv_len = {};              // [batch] int32 keys of the whole sequences
-  std::int64_t total_keys = 0;     // of the one sequence, where kv_len is not given
-  std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown, which costs workspace
-  std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown
+  AttentionState state;         ///< rows past the last sequence are not touched
+  bool resume = false;          ///< go on from what stands in `state`
+  Tensor q;                     ///< [tokens, heads, head_dim] or [batch, heads, tokens, head_dim]
+  Tensor k;                     ///< contiguous, or with a block_table pages (attention.hpp)
+  Tensor v;                     ///< likewise
+  Tensor block_table = {};      ///< [batch or more, columns] int32
+  Tensor query_start = {};      ///< [batch + 1] int32; optional for one sequence
+  Tensor kv_len = {};           ///< [batch] int32 keys of the whole sequences
+  std::int64_t total_keys = 0;  ///< of the one sequence, where kv_len is not given
+  std::int64_t max_kv_len = 0;  ///< no sequence is longer; 0: unknown, which costs workspace
+  std::int64_t max_query_len = 0;  ///< no sequence has more queries; 0: unknown
 
-  Sharding keys = {};       // k and v hold the share of `rank` of `ranks`, by this rule; by default
-  int rank = 0, ranks = 1;  // the whole sequences
-  Tensor key_table = {};    // int64, of layouts ranges and listed
+  Sharding keys = {};     ///< k and v hold the share of `rank` of `ranks`, by this rule
+  int rank = 0;           ///< 0 to ranks - 1
+  int ranks = 1;          ///< 1: the whole sequences
+  Tensor key_table = {};  ///< int64, of layouts ranges and listed
 
-  DTypes dtypes = {};  // as in PagedAttention; a state is fp32, so there is none of out
-  Mask mask = {.causal = true};
-  ScoreOptions score = {};
-  Tensor causal = {};  // [batch] uint8 in place of mask.causal
-  Tensor slopes = {}, qq_bias = {};
-  Tensor q_scale = {}, k_scale = {}, v_scale = {};
-  Workspace workspace = {};
+  DTypes dtypes = {};            ///< as in PagedAttention; a state is fp32, so there is none of out
+  Mask mask = {.causal = true};  ///< which keys a query sees
+  ScoreOptions score = {};       ///< what is done to q.k
+  Tensor causal = {};            ///< [batch] uint8 in place of mask.causal
+  Tensor slopes = {};            ///< [heads] ALiBi, of any float type; optional
+  Tensor qq_bias = {};           ///< [width, width] between the new tokens (score.hpp); optional
+  Tensor q_scale = {};           ///< [1] or [kv_heads] fp32; fp8 needs it
+  Tensor k_scale = {};           ///< likewise
+  Tensor v_scale = {};           ///< likewise
+  Workspace workspace = {};      ///< at least workspace_bytes of this call
 };
 
 /// The state of each row -> its result. The sink is merged here, once.
 struct FinishState {
-  AttentionState state;
-  Tensor out;               // [tokens, heads, value_dim] or [batch, heads, tokens, value_dim], of
-                            // any float type
-  Lse lse = {};             // natural log; optional
-  Tensor sinks = {};        // [heads], of any float type
-  Tensor out_scale = {};    // [1] fp32: out = result / scale; fp8 needs it
-  Tensor query_start = {};  // [batch + 1] int32: rows past the last sequence are not touched;
-                            // without it every row is finished
+  AttentionState state;     ///< read
+  Tensor out;               ///< [tokens, heads, value_dim] or [batch, heads, tokens, value_dim], of
+                            ///< any float type
+  Lse lse = {};             ///< natural log; optional
+  Tensor sinks = {};        ///< [heads], of any float type
+  Tensor out_scale = {};    ///< [1] fp32: out = result / scale; fp8 needs it
+  Tensor query_start = {};  ///< [batch + 1] int32: rows past the last sequence are not touched;
+                            ///< without it every row is finished
 };
 
 /// The state of each row as one segment, fp32 and in natural units, for kernels of others. An empty
 /// state has a max of -inf, a sum of 0 and zeros. No sink is in it.
 struct ExportState {
-  AttentionState state;
-  Tensor output;            // [tokens, heads, 1, padded value_dim], unnormalised
-  Tensor max, expsum;       // [tokens, heads, 1]
-  int value_dim = 0;        // of the state; 0: that of output
-  Tensor query_start = {};  // as in FinishState
+  AttentionState state;     ///< read
+  Tensor output;            ///< [tokens, heads, 1, padded value_dim], unnormalised
+  Tensor max;               ///< [tokens, heads, 1], of the scores
+  Tensor expsum;            ///< [tokens, heads, 1], of exp(score - max)
+  int value_dim = 0;        ///< of the state; 0: that of output
+  Tensor query_start = {};  ///< as in FinishState
 };
 
+/// The calls on one device.
 class ServingOps {
  public:
   /// `threads`: on the host, at most; 0 takes LONGSPAN_THREADS, or else all cores. `gpu`: on CUDA,
@@ -203,20 +219,31 @@ class ServingOps {
   /// run. UsageError for a negative number of threads, and for a GPU that there is not.
   explicit ServingOps(Device device, int threads = 0, int gpu = -1);
   ~ServingOps();
+  /// Takes what the other has; the other may then only be assigned to or destroyed.
   ServingOps(ServingOps&&) noexcept;
+  /// Likewise; what it had is freed.
   ServingOps& operator=(ServingOps&&) noexcept;
 
-  /// `base`: of every lse given and written. There is no default on purpose.
+  /// The merge of a prefix and a suffix. `base`: of every lse given and written; there is no
+  /// default on purpose.
   void merge_attn_states(const MergeAttnStates& args, LogBase base, Stream stream = {}) const;
+  /// The merge of any number of parts. `base` as above.
   void merge_states(const MergeStates& args, LogBase base, Stream stream = {}) const;
 
+  /// Decode and short queries over a paged cache.
   void segmented_attention(const SegmentedAttention& args, Stream stream = {}) const;
+  /// The states that segmented_attention handed out -> the result.
   void reduce_segments(const ReduceSegments& args, Stream stream = {}) const;
+  /// Chunked prefill over a paged cache and the new keys.
   void context_attention(const ContextAttention& args, Stream stream = {}) const;
+  /// New keys and values into a paged cache.
   void append_kv(const AppendKv& args, Stream stream = {}) const;
 
+  /// Some keys of each sequence -> the state of each row, alone or onto the one that stands there.
   void attend_state(const AttendState& args, Stream stream = {}) const;
+  /// The state of each row -> its result.
   void finish_state(const FinishState& args, Stream stream = {}) const;
+  /// The state of each row in the form of segments.
   void export_state(const ExportState& args, Stream stream = {}) const;
   /// Bytes of the states of so many rows. InputError and Unsupported for sizes that there are not.
   static std::size_t state_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim);
@@ -224,17 +251,23 @@ class ServingOps {
   /// Bytes of `workspace` that a call with these arguments takes. Lengths and pointers are not
   /// read: what holds for a shape holds for every call of it.
   std::size_t workspace_bytes(const SegmentedAttention& args) const;
+  /// The same of chunked prefill.
   std::size_t workspace_bytes(const ContextAttention& args) const;
-  std::size_t workspace_bytes(const AttendState& args) const;  // with and without `resume`
+  /// The same of attend_state, with and without `resume`.
+  std::size_t workspace_bytes(const AttendState& args) const;
 
-  /// Checks lengths, block table and slots where they lie, and that segments of a given size hold
-  /// every sequence, and waits: InputError names the first fault. On the host every call does this
-  /// by itself.
+  /// Checks lengths and block table where they lie, and waits: InputError names the first fault. On
+  /// the host every call does this by itself.
   void check(const PagedAttention& args, Stream stream = {}) const;
+  /// Likewise, and that segments of a given size hold every sequence.
   void check(const SegmentedAttention& args, Stream stream = {}) const;
+  /// Likewise of lengths alone, and that the segments hold every sequence.
   void check(const ReduceSegments& args, Stream stream = {}) const;
-  void check(const ContextAttention& args, Stream stream = {}) const;  // uses its workspace
+  /// Likewise; it uses the workspace of the call.
+  void check(const ContextAttention& args, Stream stream = {}) const;
+  /// Likewise of slots.
   void check(const AppendKv& args, Stream stream = {}) const;
+  /// Likewise of lengths, block table and the table of keys.
   void check(const AttendState& args, Stream stream = {}) const;
 
  private:

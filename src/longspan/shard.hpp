@@ -1,10 +1,11 @@
-// Which keys of a sequence a rank holds, and at which positions of the sequence they stand. A shard
-// is a property of the data, not of a strategy. It is a rule (kind, rank, ranks), so that it holds
-// for each sequence of a batch and for lengths that change from run to run; `ranges` and `listed`
-// carry a table instead: `ranges` one row for each sequence, `listed` one sequence.
-//
-// `Sharding` is the rule alone, which all ranks give alike when a layer is made; `Shard` is what it
-// comes to on one rank.
+/// \file
+/// Which keys of a sequence a rank holds, and at which positions of the sequence they stand. A
+/// shard is a property of the data, not of a strategy. It is a rule (kind, rank, ranks), so that it
+/// holds for each sequence of a batch and for lengths that change from run to run; `ranges` and
+/// `listed` carry a table instead: `ranges` one row for each sequence, `listed` one sequence.
+///
+/// `Sharding` is the rule alone, which all ranks give alike when a layer is made; `Shard` is what
+/// it comes to on one rank.
 #pragma once
 
 #include <cstdint>
@@ -16,42 +17,49 @@
 
 namespace longspan {
 
+/// The rules by which P ranks share n positions of a sequence.
 enum class Layout : std::uint8_t {
-  contiguous,   // rank r holds segments [n r / P, n (r+1) / P) of 128 keys: even to one segment
-  ranges,       // rank r holds positions [table[r], table[r+1])
-  zigzag,       // 2 P chunks; rank r holds chunks r and 2 P - 1 - r (even work under causal)
-  striped,      // rank r holds positions r, r + P, r + 2 P ...
-  interleaved,  // blocks of `block` keys are dealt out in turn; even for a cache that grows
-  listed,       // the rank's local key i stands at position table[i]
+  contiguous,   ///< rank r holds segments [n r / P, n (r+1) / P) of 128 keys: even to one segment
+  ranges,       ///< rank r holds positions [table[r], table[r+1])
+  zigzag,       ///< 2 P chunks; rank r holds chunks r and 2 P - 1 - r (even work under causal)
+  striped,      ///< rank r holds positions r, r + P, r + 2 P ...
+  interleaved,  ///< blocks of `block` keys are dealt out in turn; even for a cache that grows
+  listed,       ///< the rank's local key i stands at position table[i]
 };
 
+/// "zigzag", and so on; "no layout" for a number that is none.
 constexpr const char* name(Layout layout) {
   constexpr const char* names[] = {"contiguous", "ranges",      "zigzag",
                                    "striped",    "interleaved", "listed"};
   return layout <= Layout::listed ? names[static_cast<int>(layout)] : "no layout";
 }
 
+/// What one rank holds of a sequence. `checked` and what is built on it refuse what makes no sense;
+/// the other functions check nothing, since kernels call them.
 struct Shard {
-  Layout layout = Layout::contiguous;
-  int rank = 0;
-  int ranks = 1;
-  std::int64_t length = 0;        // keys of the whole sequence; for a batch AttentionArgs::kv_len
-  std::int64_t block = kSegment;  // interleaved: keys in a block
-  const std::int64_t* table = nullptr;  // ranges: [batch, ranks + 1]; listed: [listed]; on the
-                                        // device that computes
-  std::int64_t listed = 0;              // listed: keys on this rank
+  Layout layout = Layout::contiguous;  ///< the rule
+  int rank = 0;                        ///< this rank, 0 to ranks - 1
+  int ranks = 1;                       ///< that share the sequence, 1 to 2^20
+  std::int64_t length = 0;        ///< keys of the whole sequence; for a batch AttentionArgs::kv_len
+  std::int64_t block = kSegment;  ///< interleaved: keys in a block
+  const std::int64_t* table = nullptr;  ///< ranges: [batch, ranks + 1]; listed: [listed]; on the
+                                        ///< device that computes
+  std::int64_t listed = 0;              ///< listed: keys on this rank
 
-  // InputError for a rank that is none of `ranks`, a negative length or count, a block without
-  // keys.
+  /// By the rule of that name; like all of these it throws InputError for a rank that is none of
+  /// `ranks`, a negative length or count, and a block without keys.
   static Shard contiguous(std::int64_t length, int rank, int ranks) {
     return checked({Layout::contiguous, rank, ranks, length});
   }
+  /// By the rule of that name.
   static Shard zigzag(std::int64_t length, int rank, int ranks) {
     return checked({Layout::zigzag, rank, ranks, length});
   }
+  /// By the rule of that name.
   static Shard striped(std::int64_t length, int rank, int ranks) {
     return checked({Layout::striped, rank, ranks, length});
   }
+  /// By the rule of that name; `block` in keys.
   static Shard interleaved(std::int64_t length, int rank, int ranks,
                            std::int64_t block = kSegment) {
     return checked({Layout::interleaved, rank, ranks, length, block});
@@ -238,8 +246,8 @@ struct Shard {
 
 /// How a sequence is dealt out to the ranks: a rule without a rank.
 struct Sharding {
-  Layout layout = Layout::contiguous;
-  std::int64_t block = kSegment;  // interleaved: keys in a block
+  Layout layout = Layout::contiguous;  ///< the rule
+  std::int64_t block = kSegment;       ///< interleaved: keys in a block
 
   /// What rank `rank` of `ranks` holds of a sequence of `length` positions. `ranges` and `listed`
   /// need a table, as in Shard; `listed` counts its entries. InputError as Shard::checked.

@@ -1,4 +1,5 @@
-// One search over ascending starts: of documents in a sequence, sequences in a batch, tiles.
+/// \file
+/// One search over ascending starts: of documents in a sequence, sequences in a batch, tiles.
 #pragma once
 
 #include <cstdint>

@@ -1,14 +1,16 @@
-// The algebra that everything else stands on. A partial attention state of one (query row, head) is
-//
-//     m = max score,   l = sum exp(score - m),   o = sum exp(score - m) * v
-//
-// and two states over disjoint keys merge into the state over their union. Merging is commutative
-// (bitwise: every fma is written out, so no compiler contracts it in another way) and associative
-// within rounding; its identity is the empty state. Scores are in base 2 here (score * log2 e), so
-// that exponentials are exp2; logarithms are natural at every public interface.
-//
-// The law is online softmax (Milakov and Gimelshein, arXiv 1805.02867); as an algebra of states see
-// FlashInfer, arXiv 2501.01005, section 2.2.
+/// \file
+/// The algebra that everything else stands on. A partial attention state of one (query row, head)
+/// is
+///
+///     m = max score,   l = sum exp(score - m),   o = sum exp(score - m) * v
+///
+/// and two states over disjoint keys merge into the state over their union. Merging is commutative
+/// (bitwise: every fma is written out, so no compiler contracts it in another way) and associative
+/// within rounding; its identity is the empty state. Scores are in base 2 here (score * log2 e), so
+/// that exponentials are exp2; logarithms are natural at every public interface.
+///
+/// The law is online softmax (Milakov and Gimelshein, arXiv 1805.02867); as an algebra of states
+/// see FlashInfer, arXiv 2501.01005, section 2.2.
 #pragma once
 
 #include <cmath>
@@ -18,26 +20,37 @@
 
 namespace longspan {
 
+/// log2 e: from natural units to those of base 2.
 inline constexpr float kLog2E = 1.44269504088896340736f;
+/// ln 2: the reverse.
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
 /// The two scalars of a state. Empty is `sum == 0` and only that; then max and o are never read.
 struct Stats {
-  float max;  // base 2
-  float sum;
+  float max;  ///< largest score, base 2
+  float sum;  ///< of exp2(score - max)
 };
 
+/// Positive infinity.
 LONGSPAN_HD inline float infinity() { return std::numeric_limits<float>::infinity(); }
+/// The state of no keys, which is what every merge starts from.
 LONGSPAN_HD inline Stats empty_stats() { return {-infinity(), 0.0f}; }
+/// Whether a state is of no visible key.
 LONGSPAN_HD inline bool is_empty(Stats s) { return s.sum == 0.0f; }
 
 /// How two states become one: made once per (row, head), then applied to each element of o.
 struct Fold {
-  enum Take : int { first, second, first_high, second_high };
+  /// Which side's o leads, and whether the other counts at all.
+  enum Take : int {
+    first,        ///< the first alone; the second is empty
+    second,       ///< the second alone; the first is empty
+    first_high,   ///< both, and the first has the higher max
+    second_high,  ///< both, and the second has the higher max
+  };
 
-  Stats stats;  // of the merged state
-  float ratio;  // exp2(lower max - higher max); not read when one side is empty
-  Take take;
+  Stats stats;  ///< of the merged state
+  float ratio;  ///< exp2(lower max - higher max); not read when one side is empty
+  Take take;    ///< how elements of o become one
 
   /// Element of the merged o. An empty side is skipped by selection: its payload, NaN included,
   /// does not reach the result.
@@ -66,12 +79,14 @@ LONGSPAN_HD inline Stats sink_stats(float sink) { return {sink * kLog2E, 1.0f}; 
 
 /// The final division: out = o / sum, lse = max + ln sum (natural). Empty gives 0 and -inf.
 struct Finish {
-  float sum;
-  float lse;  // natural log
+  float sum;  ///< what o is divided by; 0 for an empty state
+  float lse;  ///< natural log
 
+  /// An element of the result from one of o.
   LONGSPAN_HD float operator()(float o) const { return sum == 0.0f ? 0.0f : o / sum; }
 };
 
+/// The final division of a state, its sink merged before. A NaN max becomes a NaN result.
 LONGSPAN_HD inline Finish finish(Stats s) {
   if (is_empty(s)) return {0.0f, -infinity()};
   const bool is_nan = s.max != s.max;  // an imported NaN, which must not end as a number

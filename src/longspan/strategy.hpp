@@ -1,6 +1,7 @@
-// How states, queries or keys travel between ranks. One row a strategy: the same table feeds
-// `longspan run --list-strategies`, the documentation, and the choice made by "auto", which is the
-// first row that serves such a layer.
+/// \file
+/// How states, queries or keys travel between ranks. One row a strategy: the same table feeds
+/// `longspan run --list-strategies`, the documentation, and the choice made by "auto", which is the
+/// first row that serves such a layer.
 #pragma once
 
 #include <span>
@@ -10,12 +11,13 @@ namespace longspan {
 
 struct Options;
 
+/// What a strategy asks of a rank, gives it, and costs.
 struct StrategyInfo {
-  const char* name;
-  const char* queries;   // what a rank must hold
-  const char* result;    // what a rank gets
-  const char* received;  // bytes received per rank; P ranks, T query rows, S keys, b bytes of a
-                         // key's element
+  const char* name;      ///< as Options::strategy takes it
+  const char* queries;   ///< what a rank must hold
+  const char* result;    ///< what a rank gets
+  const char* received;  ///< bytes received per rank; P ranks, T query rows, S keys, b bytes of a
+                         ///< key's element
 };
 
 /// Every strategy of this build, in the order of preference.
@@ -23,15 +25,15 @@ std::span<const StrategyInfo> strategies();
 
 /// The size of a run, counted in doubles so that no size overflows.
 struct RunSize {
-  double tokens = 0;       // query rows, of all sequences and ranks
-  double most_tokens = 0;  // with sharded queries: most of them on one rank
-  double keys = 0;         // of all sequences, on all ranks
+  double tokens = 0;       ///< query rows, of all sequences and ranks
+  double most_tokens = 0;  ///< with sharded queries: most of them on one rank
+  double keys = 0;         ///< of all sequences, on all ranks
 };
 
 /// What a run of that size takes on each rank.
 struct RunCost {
-  double received_bytes = 0;   // from the other ranks
-  double workspace_bytes = 0;  // of the layer, but for the scratch of its kernels
+  double received_bytes = 0;   ///< from the other ranks
+  double workspace_bytes = 0;  ///< of the layer, but for the scratch of its kernels
 };
 
 /// The cost by the strategy that choose_strategy takes; throws as that does.

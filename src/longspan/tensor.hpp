@@ -1,4 +1,5 @@
-// A strided view of memory that somebody else owns: the shape of a DLTensor, without the protocol.
+/// \file
+/// A strided view of memory that somebody else owns: the shape of a DLTensor, without the protocol.
 #pragma once
 
 #include <array>
@@ -19,6 +20,7 @@ template <class T>
 concept Element = std::same_as<T, float> || std::same_as<T, std::int32_t> ||
     std::same_as<T, std::int64_t> || std::same_as<T, std::uint8_t> || std::same_as<T, bool>;
 
+/// The DType of a C++ type.
 template <Element T>
 constexpr DType dtype_of() {
   if constexpr (std::same_as<T, float>) return DType::fp32;
@@ -27,16 +29,19 @@ constexpr DType dtype_of() {
   return DType::uint8;
 }
 
+/// A view of memory that the caller owns and keeps alive; it is passed by value. What a call needs
+/// of it, shape, type and strides, the call checks, with an InputError.
 struct Tensor {
-  static constexpr int kMaxDims = 6;
+  static constexpr int kMaxDims = 6;  ///< most dimensions of a tensor
 
-  void* data = nullptr;
-  DType dtype = DType::fp32;
-  Device device = Device::host;
-  int dims = 0;
-  std::array<std::int64_t, kMaxDims> shape{};
-  std::array<std::int64_t, kMaxDims> stride{};  // in elements
+  void* data = nullptr;                         ///< the first element; null: not given
+  DType dtype = DType::fp32;                    ///< of the elements
+  Device device = Device::host;                 ///< where `data` lies
+  int dims = 0;                                 ///< how many of `shape` and `stride` count
+  std::array<std::int64_t, kMaxDims> shape{};   ///< extents, in elements
+  std::array<std::int64_t, kMaxDims> stride{};  ///< from one index to the next, in elements
 
+  /// No tensor: an argument that is not given.
   Tensor() = default;
 
   /// A dense row-major view. InputError for more than kMaxDims extents, a negative one, or more
@@ -60,6 +65,7 @@ struct Tensor {
   Tensor(const T* memory, std::initializer_list<std::int64_t> extents, Device where = Device::host)
       : Tensor(const_cast<T*>(memory), dtype_of<T>(), extents, where) {}
 
+  /// Whether it has memory.
   explicit operator bool() const { return data != nullptr; }
 
   /// Elements. An extent of 0 decides first: the product of the others may be past 63 bits.
@@ -92,8 +98,10 @@ struct Tensor {
 /// A log-sum-exp tensor, fp32, natural log unless a call asks for the base. Both layouts are in
 /// use, and for square ones no check could tell them apart, so it is said where the tensor is made.
 struct Lse {
-  Tensor tensor;  // viewed as [tokens, heads]; also [parts, tokens, heads]
+  Tensor tensor;  ///< viewed as [tokens, heads]; also [parts, tokens, heads]
+  /// Of memory [tokens, heads], or with dimensions ahead of these two.
   static Lse tokens_heads(Tensor t) { return {t}; }
+  /// Of memory [heads, tokens], or with dimensions ahead of these two.
   static Lse heads_tokens(Tensor t) {
     const int d = t.dims;
     if (d >= 2 && d <= Tensor::kMaxDims) {
@@ -103,6 +111,7 @@ struct Lse {
     return {t};
   }
 
+  /// Whether there is one.
   explicit operator bool() const { return static_cast<bool>(tensor); }
 };
 

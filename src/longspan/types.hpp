@@ -1,11 +1,13 @@
-// The small vocabulary: element types, devices, streams, log bases.
+/// \file
+/// The small vocabulary: element types, devices, streams, log bases.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// LONGSPAN_HD_APART: not inlined into kernels. What is rare, or what a kernel runs through once, it
-// also fetches once, from memory that others stream through.
+// LONGSPAN_HD: a function of host and device. LONGSPAN_HD_APART: not inlined into kernels. What is
+// rare, or what a kernel runs through once, it also fetches once, from memory that others stream
+// through.
 #if defined(__CUDACC__)
 #define LONGSPAN_HD __host__ __device__
 #define LONGSPAN_HD_APART __host__ __device__ __noinline__
@@ -14,17 +16,27 @@
 #define LONGSPAN_HD_APART
 #endif
 
+/// Everything public. Tensors and communicators are values; errors are thrown (error.hpp).
 namespace longspan {
 
 /// Element type of a tensor. Arithmetic is fp32 inside, whatever the storage; the fp8 types are
 /// storage only. The integers are those of lengths, starts, positions, block tables and flags.
-enum class DType : std::uint8_t { fp32, fp16, bf16, e4m3, e5m2, int32, int64, uint8 };
+enum class DType : std::uint8_t {
+  fp32,   ///< IEEE single precision
+  fp16,   ///< IEEE half precision
+  bf16,   ///< the upper half of an fp32
+  e4m3,   ///< fp8 of 4 exponent bits; largest 448, no infinity
+  e5m2,   ///< fp8 of 5 exponent bits; largest finite 57344
+  int32,  ///< lengths, starts and block tables
+  int64,  ///< positions and slots
+  uint8,  ///< flags, 0 or 1
+};
 
-inline constexpr DType fp32 = DType::fp32;
-inline constexpr DType fp16 = DType::fp16;
-inline constexpr DType bf16 = DType::bf16;
-inline constexpr DType e4m3 = DType::e4m3;
-inline constexpr DType e5m2 = DType::e5m2;
+inline constexpr DType fp32 = DType::fp32;  ///< short for DType::fp32
+inline constexpr DType fp16 = DType::fp16;  ///< short for DType::fp16
+inline constexpr DType bf16 = DType::bf16;  ///< short for DType::bf16
+inline constexpr DType e4m3 = DType::e4m3;  ///< short for DType::e4m3
+inline constexpr DType e5m2 = DType::e5m2;  ///< short for DType::e5m2
 
 /// Bytes of one element.
 LONGSPAN_HD constexpr std::size_t size_of(DType dtype) {
@@ -33,11 +45,14 @@ LONGSPAN_HD constexpr std::size_t size_of(DType dtype) {
          : dtype == DType::int64                        ? 8
                                                         : 1;
 }
+/// Whether the type is one of the two that need a scale.
 LONGSPAN_HD constexpr bool is_fp8(DType dtype) {
   return dtype == DType::e4m3 || dtype == DType::e5m2;
 }
+/// Whether the type is a float of any width, fp8 included.
 constexpr bool is_float(DType dtype) { return dtype <= DType::e5m2; }
 
+/// "bf16"; "no type" for a number that is none.
 constexpr const char* name(DType dtype) {
   constexpr const char* names[] = {"fp32", "fp16",  "bf16",  "e4m3",
                                    "e5m2", "int32", "int64", "uint8"};
@@ -45,18 +60,25 @@ constexpr const char* name(DType dtype) {
 }
 
 /// Where memory lives and kernels run.
-enum class Device : std::uint8_t { host, cuda };
+enum class Device : std::uint8_t {
+  host,  ///< this rank's processors
+  cuda,  ///< this rank's GPU
+};
 
+/// "host" or "cuda".
 constexpr const char* name(Device device) { return device == Device::host ? "host" : "cuda"; }
 
 /// The queue that work is ordered on: a cudaStream_t on CUDA; on the host work is done at once and
 /// the handle is not read.
 struct Stream {
-  void* handle = nullptr;
+  void* handle = nullptr;  ///< a cudaStream_t; null: the default stream
 };
 
 /// Base of a log-sum-exp that comes from outside. There is no default on purpose: mixing the two
 /// gives plausible wrong answers.
-enum class LogBase : std::uint8_t { e, two };
+enum class LogBase : std::uint8_t {
+  e,    ///< natural logarithms
+  two,  ///< logarithms to base 2
+};
 
 }  // namespace longspan

@@ -1,6 +1,6 @@
-// fp8 keys and values into a stage of the decode kernel as they are, from caches of any layout:
-// where TMA cannot take them, or not all keys of a stage are wanted. The ways are those
-// of loader.cuh, which says when which may be taken.
+// Loads fp8 keys and values, unconverted, into a stage of the decode kernel from caches of any
+// layout. It is used where TMA cannot bring them, or where some keys of a stage are not wanted. The
+// ways are those of loader.cuh, which says when each of them may be taken.
 #pragma once
 
 #include "kernels/cuda/common/loader.cuh"
@@ -8,7 +8,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// Whether 16 bytes at a time can be copied.
+/// Whether the rows of a cache can be copied 16 bytes at a time.
 __device__ inline bool in_sixteens(const KvRows& source, const Pages& pages) {
   const std::int64_t row = pages && pages.size == 1 ? 0 : source.row_stride;
   const std::int64_t strides = source.head_stride | row | (pages ? source.page_stride : 0);
@@ -17,7 +17,7 @@ __device__ inline bool in_sixteens(const KvRows& source, const Pages& pages) {
   return columns && strides % 16 == 0 && reinterpret_cast<std::uintptr_t>(source.data) % 16 == 0;
 }
 
-/// kBytes (8 or 16) bytes at a time by cp.async. A dim that ends inside of 16 bytes ends at 8.
+/// Copies kBytes (8 or 16) at a time by cp.async. A dim that ends inside of 16 bytes ends at 8.
 template <class Traits, int kBytes>
 __device__ inline void copy_bytes(std::uint32_t tile, const KvRows& source, const AttendParams& p,
                                   int kv_head, const Sequence& sequence, const Wanted& wanted,
@@ -30,7 +30,7 @@ __device__ inline void copy_bytes(std::uint32_t tile, const KvRows& source, cons
   const std::uint8_t* data = static_cast<const std::uint8_t*>(source.data);
 #pragma unroll 1
   for (int n = 0; n < kCount; n += kBatch) {
-    std::int64_t offset[kBatch];  // < 0: zeros
+    std::int64_t offset[kBatch];  // < 0: the bytes become zeros
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int index = (n + i) * Traits::kLoaders + thread;
@@ -51,7 +51,7 @@ __device__ inline void copy_bytes(std::uint32_t tile, const KvRows& source, cons
   }
 }
 
-/// Where eight keys lie together: four columns of them at a time, transposed in registers.
+/// Loads keys that lie together in eights: four columns at a time, transposed in registers.
 template <class Traits>
 __device__ inline void transpose_bytes(std::uint32_t tile, const KvRows& source,
                                        const AttendParams& p, int kv_head, const Sequence& sequence,
@@ -87,7 +87,7 @@ __device__ inline void transpose_bytes(std::uint32_t tile, const KvRows& source,
   }
 }
 
-/// Any other layout, byte by byte.
+/// Loads keys of any other layout, byte by byte.
 template <class Traits>
 __device__ inline void gather_bytes(std::uint32_t tile, const KvRows& source, const AttendParams& p,
                                     int kv_head, const Sequence& sequence, const Wanted& wanted,
@@ -110,8 +110,8 @@ __device__ inline void gather_bytes(std::uint32_t tile, const KvRows& source, co
   }
 }
 
-/// A stage's keys of one kv head, from local key `first` on, by the loading warp. Keys that no
-/// row of the row tile may see are not read (nor are their page table entries); they, and columns
+/// Loads a stage's keys of one kv head, from local key `first` on, by the producer warps. Keys that
+/// no row of the row tile may see are not read, nor are their page table entries. They, and columns
 /// past p.head_dim, become zeros.
 template <class Traits>
 __device__ inline void load_bytes(std::uint32_t tile, const KvRows& source, const AttendParams& p,

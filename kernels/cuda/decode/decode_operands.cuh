@@ -17,7 +17,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// Of the two columns that word `half` of a lane's queries holds, the first, in its slice.
+/// The first of the two columns, in their slice, that word `half` of a lane's queries holds.
 template <class Traits>
 __device__ inline int slice_column(int half) {
   const int t = static_cast<int>(threadIdx.x) % 4;
@@ -31,26 +31,26 @@ __device__ inline int result_column(int half) {
   return Traits::kFp8 ? g * 2 + half : half * 8 + g;
 }
 
-/// The slice of dim that is a warp's `own`th of the values.
+/// The slice of dim that is this warp's `own`th of the values.
 template <class Traits>
 __device__ inline int own_slice(int own) {
   const int load = own / Traits::kLoadSlices * Traits::kWarps + static_cast<int>(threadIdx.x) / 32;
   return load * Traits::kLoadSlices + own % Traits::kLoadSlices;
 }
 
-/// The rows as the products' second factor: for each 16 columns two registers of a lane, in shared
-/// memory.
+/// The query rows as the products' second factor, in shared memory: two registers of a lane for
+/// each 16 columns.
 template <class Traits>
 struct DecodeQueries {
   uint2 word[Traits::kSlices][Traits::kRowTiles][32];
-  // fp8: the queries are fp16, each row times a power of two that brings its largest element close
-  // to the largest fp16. So bf16's range loses nothing that fp32 sums would have kept. This undoes
-  // it.
+  // With fp8 keys the queries become fp16. Each row is multiplied by a power of two that brings its
+  // largest element close to the largest fp16, so that bf16's range loses nothing that fp32 sums
+  // would have kept. `undo` is the factor that takes it back.
   float undo[Traits::kFp8 ? Traits::kRows : 1];
 
-  using Words = std::uint32_t[Traits::kSlices][2];  // of a row tile as they are stored, by lane
+  using Words = std::uint32_t[Traits::kSlices][2];  // a lane's part of a row tile, as it is stored
 
-  /// A warp reads a row tile of a work tile.
+  /// Reads row tile n of a work tile, by one warp.
   template <class Piece>
   __device__ __forceinline__ static void ask(const AttendParams& p, const Piece& piece, int n,
                                              Words& words) {
@@ -69,7 +69,7 @@ struct DecodeQueries {
       }
   }
 
-  /// And makes it the products' factor.
+  /// Turns what `ask` has read into the products' factor.
   __device__ __forceinline__ void put(const AttendParams& p, int n, const Words& words) {
     using T = typename Traits::Element;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -85,7 +85,7 @@ struct DecodeQueries {
   }
 
  private:
-  /// Two elements of the queries, as they are stored.
+  /// Reads two elements of the queries, as they are stored.
   __device__ __forceinline__ static std::uint32_t two_of(const AttendParams& p, std::int64_t at) {
     if constexpr (Traits::kPlain) {
       return *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(p.q.data) +
@@ -121,7 +121,7 @@ struct DecodeQueries {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    constexpr int kLargest = 14, kSmallest = -100;  // exponents: of fp16; of what has both factors
+    constexpr int kLargest = 14, kSmallest = -100;  // exponents: of fp16; of rows with both factors
     int exponent = (__float_as_int(largest) >> 23) - 127;
     if (exponent > 127 || largest == 0.0f) exponent = kLargest;  // infinite, or all zeros
     exponent = max(exponent, kSmallest);
@@ -137,20 +137,20 @@ struct DecodeQueries {
   }
 };
 
-/// Where a lane's 16-byte columns of a tile of keys are, which it gives to ldmatrix. All of a
-/// tile's rows lie a multiple of 16 rows into their stage, so offsets inside a tile depend on the
-/// lane alone; they repeat after kPeriod loads, a panel.
+/// The offsets of a lane's 16-byte columns in a tile of keys, for ldmatrix. A tile begins a
+/// multiple of 16 rows into its stage, so offsets inside it depend on the lane alone; they repeat
+/// after kPeriod loads, which make a panel.
 template <class Traits>
 class KeyFragments {
  public:
-  /// Of matrices: keys 0 to 7, keys 8 to 15, the same of the next 16 bytes.
+  /// The four matrices of a load are keys 0 to 7, keys 8 to 15, and the same of the next 16 bytes.
   __device__ KeyFragments() {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kPeriod; ++i)
       column_[i] = static_cast<std::uint32_t>(Layout::offset(lane % 16, 2 * i + lane / 16));
   }
-  /// Of load `i`, of 32 bytes of each key.
+  /// The offset of load `i`, which takes 32 bytes of each key.
   __device__ std::uint32_t operator()(int i) const {
     return column_[i % kPeriod] + i / kPeriod * Layout::kPanelBytes;
   }
@@ -161,11 +161,12 @@ class KeyFragments {
   std::uint32_t column_[kPeriod];
 };
 
-/// The same of a tile of values, of the loads that are the warp's.
+/// The same for the loads of a tile of values that are this warp's.
 template <class Traits>
 class ValueFragments {
  public:
-  /// Of matrices: keys 0 to 7, their next 16 bytes, the same of keys 8 to 15; for fp8 as of keys.
+  /// The four matrices of a load are keys 0 to 7, their next 16 bytes, and the same of keys 8 to
+  /// 15; with fp8 they are those of KeyFragments.
   __device__ ValueFragments() {
     const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
     const int row = Traits::kFp8 ? lane % 16 : lane % 8 + lane / 16 * 8;
@@ -186,7 +187,8 @@ class ValueFragments {
   std::uint32_t column_[Traits::kOwnLoads];
 };
 
-/// The four fp8 numbers of a register as fp16: the first two, the other two.
+/// Converts the four fp8 numbers of a register to fp16: the first two into low, the others into
+/// high.
 template <class Traits>
 __device__ __forceinline__ void widen(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
   if constexpr (arch::kTarget >= 890) {
@@ -197,8 +199,8 @@ __device__ __forceinline__ void widen(std::uint32_t four, std::uint32_t& low, st
   }
 }
 
-/// s = K Q^T for 16 keys and all rows: of even and of odd slices a sum each, as products wait for
-/// the sum that they add to.
+/// s = K Q^T for 16 keys and all rows. Even and odd slices have a sum each, since a product waits
+/// for the sum that it adds to.
 template <class Traits>
 __device__ __forceinline__ void multiply_keys(float (&s)[Traits::kRowTiles][4], std::uint32_t keys,
                                               const KeyFragments<Traits>& offset,
@@ -234,7 +236,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[Traits::kRowTiles][4], 
     for (int i = 0; i < 4; ++i) s[n][i] = __fadd_rn(sums[0][n][i], sums[1][n][i]);
 }
 
-/// O^T += V^T P^T for 16 keys: the warp's own columns of the values.
+/// O^T += V^T P^T for 16 keys and the warp's own columns of the values.
 template <class Traits>
 __device__ __forceinline__ void multiply_values(typename Traits::State& state, std::uint32_t values,
                                                 const ValueFragments<Traits>& offset,

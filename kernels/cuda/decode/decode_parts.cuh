@@ -1,5 +1,5 @@
-// The scores of a segment in the decode kernel, and what the warps of a block say to each other of
-// it: maxima, sums, weights.
+// The scores of a segment in the decode kernel, and what the consumer warps of a block hand to each
+// other: maxima, sums and weights.
 #pragma once
 
 #include <cstdint>
@@ -8,24 +8,25 @@
 
 namespace longspan::kernels::cuda {
 
-/// Of a segment, the tile that is a warp's `own`th.
+/// The tile of a segment that is this warp's `own`th.
 template <class Traits>
 __device__ inline int own_tile(int own) {
   return own * Traits::kWarps + static_cast<int>(threadIdx.x) / 32;
 }
 
-/// Key of the segment that elements 2 half and 2 half + 1 of a lane's scores are of.
+/// The key, in its segment, of elements 2 half and 2 half + 1 of a lane's scores.
 template <class Traits>
 __device__ inline int key_of_segment(int own, int half) {
   return own_tile<Traits>(own) * Traits::kTile + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
 }
 
-/// A warp's part: s[own tile][row tile][2 half + j] is row 2t + j.
+/// A warp's part of the scores: s[own tile][row tile][2 half + j] belongs to row 2t + j.
 template <class Traits>
 struct Scores {
   float s[Traits::kOwnTiles][Traits::kRowTiles][4];
 
-  /// The next tile's. Registers cannot be indexed, so those before it move along.
+  /// Appends the scores of the next tile. Registers cannot be indexed, so the older ones move
+  /// along.
   __device__ void push(const float (&newest)[Traits::kRowTiles][4]) {
 #pragma unroll
     for (int own = 0; own < Traits::kOwnTiles; ++own)
@@ -37,19 +38,21 @@ struct Scores {
   }
 };
 
-/// In shared memory. Writers and readers are a barrier apart, and so are a segment's readers and
-/// the next one's writers.
+/// What consumer warps hand to each other, in shared memory. A barrier stands between writers and
+/// readers, and between the readers of a segment and the writers of the next one.
 template <class Traits>
 struct SegmentParts {
   using OfWarps = float2[Traits::kWarps][Traits::kRowTiles][4];  // rows 2t, 2t + 1
 
-  uint2 weights[Traits::kTiles][Traits::kRowTiles][32];  // of a tile: the products' second factor
+  uint2 weights[Traits::kTiles][Traits::kRowTiles]
+               [32];  // P^T of a tile, the products' second factor
   OfWarps tops, sums;
 
-  /// The barrier.
+  /// Waits until all consumers have come here.
   __device__ static void meet() { arch::named_sync(1, Traits::kThreads); }
 
-  /// A warp's numbers of rows 2t and 2t + 1 of each row tile, which all of its lanes of t have.
+  /// Stores a warp's numbers of rows 2t and 2t + 1 of each row tile, which all of its lanes of t
+  /// have.
   __device__ static void put(OfWarps& parts, const float (&own)[Traits::kRowTiles][2]) {
     const int lane = threadIdx.x % 32;
     if (lane >= 4) return;
@@ -57,7 +60,7 @@ struct SegmentParts {
     for (int n = 0; n < Traits::kRowTiles; ++n)
       parts[threadIdx.x / 32][n][lane] = make_float2(own[n][0], own[n][1]);
   }
-  /// All warps' numbers of these rows, made one.
+  /// Joins all warps' numbers of these rows.
   template <class Join>
   __device__ static void get(const OfWarps& parts, float (&whole)[Traits::kRowTiles][2],
                              const Join& join) {

@@ -1,11 +1,12 @@
-// The warps of the decode kernel that load. The keys and values of all segments that the scheduler
-// says stream through a ring of stages to the warps that multiply. Work tiles follow each
-// other without a gap: the ring does not know where one ends.
+// The producer warps of the decode kernel. The keys and values of all segments that the scheduler
+// names stream through a ring of stages to the consumers. Work tiles follow each other without a
+// gap: the ring does not know where one ends.
 //
-// Stages of a segment: its keys, then its values, as they are stored. Where all keys of a stage
-// are wanted, or none, and rows are dense, TMA (decode_tensor_maps.hpp) brings tiles of
-// 16 keys, or several, by one instruction; all else comes by cp.async, or through registers. A
-// stage's barrier `full` counts both; on `free` each warp that multiplies says that it has read it.
+// A segment takes stages for its keys, then for its values, as they are stored. Where all keys of a
+// stage are wanted, or none, and rows are dense, TMA (decode_tensor_maps.hpp) brings one or several
+// tiles of 16 keys by one instruction. Everything else is copied by cp.async, or through registers.
+// A stage's barrier `full` counts both kinds; each consumer warp arrives at `free` when it has read
+// the stage.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
@@ -18,7 +19,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// A barrier of the warps that load.
+/// Brings the producer warps together.
 template <class Traits>
 __device__ __forceinline__ void sync_loaders() {
   if constexpr (Traits::kLoaders == 32)
@@ -27,9 +28,9 @@ __device__ __forceinline__ void sync_loaders() {
     arch::named_sync(2, Traits::kLoaders);
 }
 
-/// A stage that is not all wanted, or whose layout is none of the usual ones. Not inlined, as it is
-/// rare; the plain producer's by value, as parameters of a kernel that a function takes by
-/// reference are read from memory.
+/// Load a stage of which some keys are not wanted, or whose layout is unusual. They are not
+/// inlined, as such stages are rare. The plain one takes its source by value: a function reads
+/// kernel parameters that it takes by reference from memory.
 template <class Traits>
 __device__ __noinline__ void load_plain_apart(std::uint32_t tile, Rows source, int dim,
                                               const DecodeWorkTile& piece, std::int64_t first) {
@@ -56,13 +57,13 @@ __device__ __noinline__ void load_places_apart(std::uint32_t tile, const KvRows&
   load_places<Traits>(tile, source, dim, kv_head, thread, places);
 }
 
-/// New keys are this rank's last ones: none stands before this local key.
+/// New keys are this rank's last ones: none of them stands before this local key.
 __device__ inline std::int64_t first_new_key(const Sequence& sequence) {
   return sequence.local_len - (sequence.kv_len - sequence.context_len);
 }
 
-/// New keys of a segment, which begins at local key `first`, and their values into the cache. Every
-/// work tile over these keys writes them ahead of its own reads, and all write the same.
+/// Writes the new keys of the segment that begins at local key `first`, and their values, into the
+/// cache. Every work tile over these keys does so ahead of its own reads, and all write the same.
 template <class Traits>
 __device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeWorkTile& piece,
                                             std::int64_t first, int thread) {
@@ -89,7 +90,7 @@ __device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeW
   sync_loaders<Traits>();
 }
 
-/// The warps that load.
+/// The producer warps.
 template <class Traits>
 class DecodeProducer {
   using Shared = typename Traits::Shared;
@@ -109,7 +110,7 @@ class DecodeProducer {
     arch::wait_for_kernels_before();
   }
 
-  /// All segments of all pieces.
+  /// Loads all segments of all pieces.
   __device__ __forceinline__ void run() {
     PipelineState<Shared::kAhead> ahead;
 #pragma unroll 1
@@ -129,7 +130,7 @@ class DecodeProducer {
       __syncwarp();
       if (thread_ % 32 == 0) shared_.loaded[ahead.stage].arrive();
     }
-    // A stage without keys, of no segment, ends it.
+    // A stage that belongs to no segment tells the consumers to end.
     wait_free();
     if (thread_ == 0) shared_.full[at_.stage].arrive();
   }
@@ -153,7 +154,7 @@ class DecodeProducer {
   }
   __device__ __forceinline__ void wait_free() { shared_.free[at_.stage].wait(at_.parity ^ 1); }
 
-  /// A stage of the segment's keys or values into the slot.
+  /// Loads one stage of the segment's keys or values.
   __device__ __forceinline__ void load(int stage, bool keys) {
     arch::Barrier& full = shared_.full[at_.stage];
     const std::uint32_t tile = ring_ + at_.stage * Traits::kStageBytes;
@@ -177,8 +178,8 @@ class DecodeProducer {
     if (thread_ == 0) full.arrive();
   }
 
-  /// By TMA: boxes are asked for by the lanes whose numbers are those of their first
-  /// tiles in the segment. Other warps do not wait: the stage may be full and free again before a
+  /// Loads a stage by TMA. A box is asked for by the lane whose number is that of the box's first
+  /// tile in the segment. Other warps do not wait: the stage may be full and free again before a
   /// late one looks.
   __device__ __forceinline__ void load_box(std::uint32_t tile, const CUtensorMap* map, int stage,
                                            arch::Barrier& full) {
@@ -201,11 +202,11 @@ class DecodeProducer {
   Shared& shared_;
   const std::uint32_t ring_;
   const int thread_ = static_cast<int>(threadIdx.x) - Traits::kThreads;
-  PipelineState<Traits::kStages> at_;             // the stage that is filled next
-  DecodeSegment load_;                            // the segment in load
-  const KeyPlace* places_;                        // of its keys
-  bool by_place_k_ = false, by_place_v_ = false;  // keys, values come by these
-  std::int32_t box_row_, box_page_;               // lane i: of its tile i
+  PipelineState<Traits::kStages> at_;             // the stage to fill next
+  DecodeSegment load_;                            // the segment being loaded
+  const KeyPlace* places_;                        // where its keys lie
+  bool by_place_k_ = false, by_place_v_ = false;  // keys, values are copied from these places
+  std::int32_t box_row_, box_page_;               // in lane i: where tile i lies
 };
 
 }  // namespace longspan::kernels::cuda

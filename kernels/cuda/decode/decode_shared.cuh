@@ -1,7 +1,8 @@
-// What the warps of a block of the decode kernel share: the one that finds work tiles and says
-// which segments they have (decode_scheduler.cuh), those that load (decode_producer.cuh) and those
-// that multiply (attend_decode.cuh). Each of them goes round rings, of pieces, of segments or of
-// stages, and a barrier in each place of one says that the place may be read, or filled again.
+// The shared memory of a block of the decode kernel, which three kinds of warps use: the scheduler
+// finds work tiles and names their segments (decode_scheduler.cuh), the producers load them
+// (decode_producer.cuh) and the consumers multiply (attend_decode.cuh). They are coupled by rings
+// of pieces (work tiles), of segments and of stages. Each place of a ring has a barrier that tells
+// when it may be read, and one that tells when it may be filled again.
 #pragma once
 
 #include "kernels/cuda/arch/tma.cuh"
@@ -17,32 +18,32 @@ namespace longspan::kernels::cuda {
 
 /// A segment of a work tile.
 struct DecodeSegment {
-  std::int32_t index;         // local; < 0: none, all is done
-  std::int16_t piece;         // its slot
-  std::int8_t apart, aparts;  // of the stages of its keys, and of its values, the first that does
-                              // not come by box, and how many do not
+  std::int32_t index;         // local; < 0: there is none, and the block is done
+  std::int16_t piece;         // slot of its work tile
+  std::int8_t apart, aparts;  // the first stage of its keys, and of its values, that TMA does not
+                              // bring, and the number of such stages
 
   __device__ explicit operator bool() const { return index >= 0; }
 };
 
-/// What is known of a work tile.
+/// What the warps know of a work tile.
 struct DecodeWorkTile {
   TileCoord work;
   Sequence sequence;
   View view;
-  float score_scale, value_scale;  // of the kv head; not set where the producer is plain
+  float score_scale, value_scale;  // of the kv head; the plain loader leaves them unset
 };
 
-/// Shared memory beside the ring.
+/// The shared memory of a block beside its ring of stages.
 template <class Traits>
 struct alignas(16) DecodeShared {
-  // Pieces that somebody may look at: of the one whose state is stored, and those that are found.
+  // Work tiles that some warp may look at: one whose state is being stored, and those found since.
   static constexpr int kPieces = sizeof(DecodeQueries<Traits>) > 8 * 1024 ? 2 : 3;
-  // Segments ahead of the one in load, and that one; those that are multiplied are up to two
-  // behind it.
+  // kAhead counts the segment that is being loaded and those named ahead of it. The consumers are
+  // up to two segments behind it.
   static constexpr int kAhead = 4, kSegments = 8;
   static_assert(Traits::kStages <= 2 * Traits::kSegmentStages && kAhead + 2 < kSegments);
-  // Of a segment, keys that are looked up.
+  // Keys of a segment whose places are looked up.
   static constexpr int kPlaces = Traits::kPlain ? Traits::kTiles : kSegment;
 
   DecodeQueries<Traits> queries[kPieces];
@@ -53,13 +54,13 @@ struct alignas(16) DecodeShared {
   arch::Barrier has_queries[kPieces], done[kPieces];
 
   DecodeSegment segments[kSegments];
-  int levels[kSegments];  // on which their states wait, for DecodeStack; of the first of a piece
-                          // there when its queries are
+  int levels[kSegments];  // the level of DecodeStack on which a segment's state waits; that of a
+                          // work tile's first segment is set when its queries are
   KeyPlace places[kAhead][kPlaces];
   arch::Barrier known[kAhead], loaded[kAhead];
 
   arch::Barrier full[Traits::kStages], free[Traits::kStages];
-  SequenceOrder order;  // the finding warp's
+  SequenceOrder order;  // the scheduler's alone
 
   __device__ void init() {
     if (threadIdx.x < Traits::kStages) {
@@ -78,19 +79,19 @@ struct alignas(16) DecodeShared {
   }
 };
 
-/// The ring of stages, as the warps that multiply go round it.
+/// A consumer warp's way round the ring of stages.
 template <class Traits>
 class DecodeReader {
  public:
   __device__ DecodeReader(typename Traits::Shared& shared, std::uint32_t ring)
       : shared_(shared), ring_(ring) {}
 
-  /// Waits for the stage; its address.
+  /// Waits until the stage is full, and returns its address.
   __device__ __forceinline__ std::uint32_t wait() {
     shared_.full[at_.stage].wait(at_.parity);
     return ring_ + at_.stage * Traits::kStageBytes;
   }
-  /// The warp has read the stage.
+  /// Hands the stage back: this warp has read it.
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared_.free[at_.stage].arrive();

@@ -1,9 +1,10 @@
-// The fixed order's stack of the decode kernels. States that wait on the lowest kLow levels stay in
-// registers, each level in its own; the next ones in shared memory, as many as the launch has room
-// for; and only the rest is in memory: a read from memory waits behind all the keys that are under
-// way, and drains the ring. Of the folds of a full tree, one in 2^(levels before it) reads memory.
-// The lowest level folds first in all of them, so the order is the same. Rows 2t and 2t + 1 of each
-// row tile are those of all lanes of t: what is not in registers holds their scalars once a warp.
+// The fixed order's stack in the decode kernel. States that wait on the lowest kLow levels stay in
+// registers, each level in its own. Those of the next levels are in shared memory, as many as the
+// launch has room for, and only the rest is in global memory: a read from there waits behind all
+// the keys that are under way, and drains the ring. Of the folds of a full tree, one in 2^(levels
+// before it) reads global memory. Everywhere the lowest level folds first, so the order is the
+// same. All lanes of t have rows 2t and 2t + 1 of each row tile; outside of registers their scalars
+// are stored once a warp.
 #pragma once
 
 #include "kernels/cuda/common/fold_stack.cuh"
@@ -29,10 +30,10 @@ class DecodeStack {
              static_cast<std::int64_t>(blockIdx.x) * depth * kLevel),
         near_levels_(near_levels) {}
 
-  static constexpr int kAll = 32;  // a level above all
+  static constexpr int kAll = 32;  // the level above all others
 
-  /// `newest` becomes the state of its subtree of 2^level places and waits there; or, on level
-  /// kAll, of everything since the last such call.
+  /// Makes `newest` the state of its subtree of 2^level places, which waits on that level. On level
+  /// kAll it becomes the state of everything since the last such call, and nothing waits any more.
   __device__ __forceinline__ void fold(State& newest, int level) {
     fold_low(newest, level);
     if (level > kLow) fold_rest(newest, level);
@@ -47,7 +48,7 @@ class DecodeStack {
  private:
   static constexpr int kLevel = static_cast<int>(kStateBytes / 16);  // float4 of a level
 
-  /// Of a level, this thread's elements; of its rows, the scalars.
+  /// This thread's elements on a level, and the scalars of its rows.
   __device__ static float4& quad(float4* level, int q) { return level[q * kThreads + threadIdx.x]; }
   __device__ static float4& pair(float4* level, int i) {
     const int lanes = static_cast<int>(threadIdx.x) / 32 * 4 + static_cast<int>(threadIdx.x) % 4;
@@ -56,9 +57,9 @@ class DecodeStack {
   __device__ __forceinline__ static void store(float4* level, const State& state) {
 #pragma unroll
     for (int q = 0; q < State::kQuads; ++q) quad(level, q) = state.quad(q);
-    // The place was another state's, whose scalars all lanes have read and four now overwrite: in
-    // memory that of the state that this call folded last, as it has as many above it; in shared
-    // memory one that an earlier call folded.
+    // The place held another state, whose scalars all lanes have read and four lanes now overwrite.
+    // In global memory it is the state that this call folded last, since it has as many above it;
+    // in shared memory it is one that an earlier call folded.
     __syncwarp();
     if (threadIdx.x % 32 >= 4) return;
 #pragma unroll
@@ -68,8 +69,8 @@ class DecodeStack {
     }
   }
 
-  /// Levels of sparse trees are more than `depth`, states that wait are not: in memory a state's
-  /// place is the number of those above it.
+  /// The place of a level. A sparse tree has more levels than `depth`, but not more waiting states:
+  /// in global memory a state's place is the number of states that wait above it.
   __device__ float4* at(int level) const {
     const int i = level - kLow;
     return i < near_levels_ ? near_ + i * kLevel

@@ -1,4 +1,4 @@
-// What of a cache lies together, so that it can be read many bytes at a time. Host and device.
+// Tells what of a cache lies together, and so can be read many bytes at a time, on host and device.
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,18 @@
 
 namespace longspan::kernels::cuda {
 
-/// Eight elements of a row; one element of eight keys (V in [pages, kv_heads, dim, page]); neither.
+/// What lies together: eight elements of a row, one element of eight keys (V in [pages, kv_heads,
+/// dim, page]), or neither.
 enum class Access : std::uint8_t { chunks, keys, elements };
 
-/// Addresses that are multiples of 8 elements.
+/// Whether addresses are multiples of 8 elements.
 LONGSPAN_HD inline bool aligned_to_eight(const void* data, int bytes, std::int64_t strides) {
   return (static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data)) & (8 * bytes - 1)) ==
              0 &&
          (strides & 7) == 0;
 }
 
-/// How rows of `source`, of elements of `bytes`, may be read.
+/// How the rows of `source`, whose elements have `bytes` bytes, may be read.
 LONGSPAN_HD inline Access access_of(const KvRows& source, const Pages& pages, int bytes) {
   const std::int64_t outer = source.head_stride | (pages ? source.page_stride : 0);
   const std::int64_t row = pages && pages.size == 1 ? 0 : source.row_stride;

@@ -11,8 +11,8 @@
 
 namespace longspan::kernels::cuda {
 
-/// Of a local key of the sequence; any number for keys that nobody may see. Sequences with a bias
-/// have fewer than 2^31 keys.
+/// The column of a local key; any number for keys that no row may see. Sequences with a bias have
+/// fewer than 2^31 keys.
 __device__ inline int key_column(const Geometry& p, const Sequence& sequence, const View& view,
                                  std::int64_t local_key) {
   if (!view.any.contains(local_key)) return 0;
@@ -21,7 +21,7 @@ __device__ inline int key_column(const Geometry& p, const Sequence& sequence, co
   return static_cast<int>(position - sequence.context_len);
 }
 
-/// A row of the sequence's queries on all ranks.
+/// A row of the sequence's queries, as all ranks count them.
 struct QueryRow {
   std::int64_t index;
   int head;
@@ -31,7 +31,7 @@ __device__ inline QueryRow query_row(const Geometry& p, int sequence, const Pack
   return {p.query_index(sequence, row.token), row.head};
 }
 
-/// What a row adds to its scores, which are in base 2.
+/// The bias of a row, which is added to its scores in base 2.
 class RowBias {
  public:
   __device__ RowBias(const Bias& bias, const QueryRow& row)
@@ -45,7 +45,8 @@ class RowBias {
     return slope_ * static_cast<float>(distance);
   }
 
-  /// 0 beside the matrix. No switch over types: this stands in unrolled loops.
+  /// The matrix's entry, or 0 outside of it. It has no switch over types, as it stands in unrolled
+  /// loops.
   __device__ float qq(int column) const {
     const QqBias& qq = bias_.qq;
     if (column < 0 || column >= qq.width || index_ >= qq.width) return 0.0f;

@@ -1,5 +1,5 @@
-// Several elements at a time between memory and fp32 registers, with the bits of element.hpp (a NaN
-// may lose its sign and payload).
+// Moves several elements at a time between memory and fp32 registers, with the bits of element.hpp
+// (a NaN may lose its sign and payload).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,14 +12,14 @@
 
 namespace longspan::kernels::cuda {
 
-/// Bytes of one access to kCount elements.
+/// The bytes of one access to kCount elements.
 template <int kCount>
 constexpr int access_bytes(DType dtype) {
   const int bytes = kCount * static_cast<int>(size_of(dtype));
   return bytes < 16 ? bytes : 16;
 }
 
-/// Whether every row of `rows` can be accessed so, kCount elements at a time.
+/// Whether kCount elements at a time of every row of `rows` can be accessed in this way.
 template <int kCount>
 bool is_aligned(const Rows& rows, DType dtype) {
   const std::int64_t bytes = static_cast<std::int64_t>(size_of(dtype));
@@ -28,7 +28,7 @@ bool is_aligned(const Rows& rows, DType dtype) {
          rows.row_stride * bytes % access == 0 && rows.head_stride * bytes % access == 0;
 }
 
-/// An OutScale whose factor is loaded where this is made: early, beside other loads.
+/// An OutScale that loads its factor where it is made: early, beside other loads.
 struct LoadedScale {
   float factor = 1.0f;
   bool is_given;
@@ -46,7 +46,7 @@ struct LoadedScale {
   }
 };
 
-/// kBytes from or to memory that is aligned to them, up to 16 in one instruction.
+/// Move kBytes from or to memory that is aligned to them, up to 16 in one instruction.
 template <int kBytes>
 struct alignas(kBytes < 16 ? kBytes : 16) Chunk {
   std::uint32_t words[kBytes / 4];
@@ -76,7 +76,7 @@ __device__ void to_elements(float (&to)[kCount], const float (&values)[kCount]) 
   for (int i = 0; i < kCount; ++i) to[i] = values[i];
 }
 
-/// fp8, saturating. Two values go through one instruction from sm_89 on.
+/// Converts to fp8, saturating. From sm_89 on one instruction converts two values.
 template <int kCount>
 __device__ void to_fp8(std::uint8_t (&to)[kCount], const float (&values)[kCount],
                        __nv_fp8_interpretation_t kind) {
@@ -93,7 +93,7 @@ __device__ void to_fp8(std::uint8_t (&to)[kCount], const float (&values)[kCount]
   }
 }
 
-/// kCount elements of a type known at compile time. `to` is aligned to access_bytes.
+/// Stores kCount elements of a type known at compile time. `to` is aligned to access_bytes.
 template <class T, int kCount>
 __device__ void store_as(T* to, const float (&values)[kCount]) {
   union {
@@ -113,7 +113,7 @@ __device__ void store_as_fp8(std::uint8_t* to, const float (&values)[kCount], DT
   *reinterpret_cast<decltype(rounded.chunk)*>(to) = rounded.chunk;
 }
 
-/// kCount values to elements [i, i + kCount) of `data`, which are aligned to access_bytes.
+/// Stores kCount values as elements [i, i + kCount) of `data`, which are aligned to access_bytes.
 template <int kCount>
 __device__ void store_elements(void* data, DType dtype, std::int64_t i,
                                const float (&values)[kCount]) {

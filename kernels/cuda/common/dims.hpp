@@ -6,7 +6,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// use(std::integral_constant<int, instance>) for the smallest instance >= dim.
+/// Calls use(std::integral_constant<int, instance>) with the smallest instance >= dim.
 template <class Use>
 auto for_dim(int dim, const Use& use) {
   if (dim <= 32) return use(std::integral_constant<int, 32>{});
@@ -17,7 +17,8 @@ auto for_dim(int dim, const Use& use) {
   return use(std::integral_constant<int, 256>{});
 }
 
-/// Fewer instances for the loaders that take anything: they are the largest kernels by far.
+/// The same with fewer instances, for the loaders that take anything: they are the largest kernels
+/// by far.
 template <class Use>
 auto for_general_dim(int dim, const Use& use) {
   if (dim <= 64) return use(std::integral_constant<int, 64>{});

@@ -1,5 +1,5 @@
-// Division by a number that the host knows: a product and a shift, where a division on the device
-// is a long chain of dependent instructions.
+// Divides by a number that the host knows, by a product and a shift. A division on the device is a
+// long chain of dependent instructions.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace longspan::kernels::cuda {
 
-/// n / d for n < 2^31. With 2^(L-1) < d <= 2^L and m = 2^(31+L) / d + 1, the error of n m /
-/// 2^(31+L) is below n / 2^31 of 1 / d: too little to reach the next whole number (Granlund and
+/// Computes n / d for n < 2^31. With 2^(L-1) < d <= 2^L and m = 2^(31+L) / d + 1, the error of n m
+/// / 2^(31+L) is below n / 2^31 of 1 / d: too little to reach the next whole number (Granlund and
 /// Montgomery, "Division by Invariant Integers using Multiplication", 1994).
 struct Divisor {
   std::uint32_t value = 1;
-  std::uint32_t multiplier = 1u << 31;  // with the shift below: that of 1, less its last bit
+  std::uint32_t multiplier = 1u << 31;  // with the shift below that of the divisor 1
   std::uint32_t shift = 31;
 
   Divisor() = default;

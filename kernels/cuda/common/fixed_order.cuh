@@ -1,8 +1,8 @@
-// The fixed order (longspan/order.hpp) on the device: the segments of one work tile in the
-// order of the tree's leaves, and the stack of states that folds them.
+// The fixed order (longspan/order.hpp) on the device. A walk gives the segments of a work tile in
+// the order of the tree's leaves, and a stack of states folds them.
 //
 // A segment's place in the tree is leaf << bits | t, where 2^bits >= the segments of any leaf: the
-// trees of the leaves and the tree over the leaves are then one binary tree. Segments that nobody
+// trees of the leaves and the tree over the leaves are then one binary tree. Segments that no row
 // sees are left out. Going from place p to place i > p with k = the highest bit of p ^ i, the
 // subtree of 2^k places around p is complete: its states fold, the newest first, and the result
 // waits on level k for its sibling. Missing places therefore keep the bits.
@@ -17,7 +17,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// The most segments that a leaf has. In 32 bits, as 64-bit divisions are long.
+/// The most segments that a leaf has. It is computed in 32 bits, as 64-bit divisions take long.
 LONGSPAN_HD inline int most_of_leaf(const SegmentOrder& order) {
   const unsigned total = static_cast<unsigned>(order.total);
   if (!order.interleaved) return static_cast<int>((total + kVirtualRanks - 1) / kVirtualRanks);
@@ -26,14 +26,15 @@ LONGSPAN_HD inline int most_of_leaf(const SegmentOrder& order) {
   return static_cast<int>(total / round * unit + (rest < unit ? rest : unit));
 }
 
-/// Bits of a place inside a leaf.
+/// The bits of a place that count inside a leaf.
 LONGSPAN_HD inline int leaf_bits(const SegmentOrder& order) {
   return log2_ceil(most_of_leaf(order));
 }
 
-/// The visible segments of one split, in the order of their places. On a GPU this stands before the
-/// first key of a work tile, so it is spared instructions: a leaf that is entered is worked out
-/// once, steps inside it add one, and segments and places are counted in 32 bits (2^38 keys).
+/// Walks over the visible segments of one split, in the order of their places. On a GPU this stands
+/// before the first key of a work tile, so it takes few instructions: the bounds of a leaf are
+/// worked out once, when it is entered, steps inside it add one, and segments and places are
+/// counted in 32 bits (2^38 keys).
 class SegmentWalk {
  public:
   std::int64_t place;    // in the tree
@@ -41,7 +42,7 @@ class SegmentWalk {
 
   SegmentWalk() = default;
 
-  /// Part `split` of `splits` of the tree; `any`: the local keys that are visible at all.
+  /// Walks over part `split` of `splits` of the tree. `any` are the local keys that some row sees.
   LONGSPAN_HD SegmentWalk(const SegmentOrder& order, const Interval& any, int split, int splits)
       : order_(order), bits_(leaf_bits(order)) {
     const std::int64_t size = static_cast<std::int64_t>(order.leaves) << bits_;
@@ -84,8 +85,9 @@ class SegmentWalk {
  private:
   LONGSPAN_HD static int clamp(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 
-  /// Contiguous, from a leaf of which nothing is visible: the place at which the leaf of the next
-  /// visible segment begins. A short sequence leaves most leaves empty, and a window most unseen.
+  /// The place at which the leaf of the next visible segment begins, for contiguous keys and from a
+  /// leaf of which nothing is visible. A short sequence leaves most leaves empty, and a window
+  /// leaves most of them unseen.
   LONGSPAN_HD int beyond_nothing() const {
     const int stop = static_cast<int>(order_.begin((leaf_begin_ >> bits_) + 1));
     const int next = stop > low_ ? stop : low_;  // segment
@@ -118,20 +120,20 @@ class SegmentWalk {
   SegmentOrder order_;
   int bits_, unit_;
   int next_, end_;                // places
-  int low_, high_;                // visible local segments; interleaved: their rest in a round
+  int low_, high_;                // visible local segments; interleaved: their rests in a round
   int low_rounds_, high_rounds_;  // interleaved
   int leaf_begin_, leaf_end_;     // places of the leaf
   int first_, last_;              // the visible ones of them
   int base_;                      // contiguous: its first segment; else its number
 };
 
-/// The level on which the subtree of place `from` waits when the walk goes on at place `to`.
+/// The level on which the subtree of place `from` waits when the walk goes on at place `to` > from.
 LONGSPAN_HD inline int finished_level(std::int64_t from, std::int64_t to) {
   return arch::highest_bit(static_cast<std::uint64_t>(from ^ to));
 }
 
-/// The most states that wait at a time in the fold of a sequence of up to `keys` keys. In every
-/// layout the occupied places are dense enough for one more level than a full tree.
+/// The most states that wait at a time while a sequence of up to `keys` keys folds. In every layout
+/// the occupied places are so dense that one level more than that of a full tree is enough.
 inline int fold_depth(std::int64_t keys) {
   int depth = 2;
   while ((std::int64_t{1} << (depth - 2)) < segments_of(keys)) ++depth;

@@ -1,6 +1,6 @@
 // States in registers, and the stack on which they wait for their sibling in the fixed order's tree
 // (fixed_order.cuh). Every thread keeps its own part of a state, in memory of the thread block that
-// stays in L2; no thread reads what another wrote, so the stack needs no barrier.
+// stays in L2. No thread reads what another one wrote, so the stack needs no barrier.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +31,11 @@ struct ThreadState {
 
   __device__ float4 quad(int q) const { return make_float4(o[q][0], o[q][1], o[q][2], o[q][3]); }
 
-  /// this = merge(stored, this), quad by quad: `quad(q)` gives the stored state's elements and
-  /// `row(r)` its scalars.
+  /// Computes this = merge(stored, this), quad by quad: `quad(q)` gives the stored state's elements
+  /// and `row(r)` its scalars.
   template <class Quad, class Row>
   __device__ void merge(const Quad& quad, const Row& row) {
-    // Two rows at a time, as a quad is of no more: few numbers are at hand then.
+    // A quad belongs to two rows at most, so two rows at a time keep few numbers in registers.
 #pragma unroll
     for (int r = 0; r < kRows; r += 2) {
       Fold folds[2];
@@ -56,7 +56,7 @@ struct ThreadState {
   }
 };
 
-/// A thread's part of a state to its place: vectors kThreads apart.
+/// Stores a thread's part of a state in its place, as vectors that are kThreads apart.
 template <int kThreads, class State>
 __device__ inline void store_state(float4* to, const State& state) {
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ inline void store_state(float4* to, const State& state) {
   for (int q = 0; q < State::kQuads; ++q) to[q * kThreads] = state.quad(q);
 }
 
-/// newest = merge(what store_state left there, newest).
+/// Computes newest = merge(what store_state left there, newest).
 template <int kThreads, class State>
 __device__ inline void merge_state(const float4* from, State& newest) {
   const float4* quads = from + (State::kRows + 1) / 2 * kThreads;
@@ -81,8 +81,8 @@ __device__ inline void merge_state(const float4* from, State& newest) {
                });
 }
 
-/// Multiplies o by the scale of the stored values: that of each segment before it folds, so that
-/// the fixed order's bits do not depend on the cut between ranks.
+/// Multiplies o by the scale of the stored values. This happens to each segment before it folds, so
+/// that the fixed order's bits do not depend on the cut between ranks.
 template <class State>
 __device__ inline void scale_values(State& state, const Scales& scales, int kv_head) {
   if (!scales) return;
@@ -96,23 +96,23 @@ __device__ inline void scale_values(State& state, const Scales& scales, int kv_h
 template <class State, int kThreads>
 class FoldStack {
  public:
-  /// Bytes of one state of one thread block.
+  /// The bytes of one state of one thread block.
   static constexpr std::size_t kStateBytes = std::size_t{16} * State::kVectors * kThreads;
 
-  /// `depth`: the most states that wait at a time.
+  /// `depth` is the most states that wait at a time.
   __device__ FoldStack(float* stack, int depth)
       : memory_(reinterpret_cast<float4*>(stack) +
                 static_cast<std::int64_t>(blockIdx.x) * depth * State::kVectors * kThreads +
                 threadIdx.x) {}
 
-  /// `newest` becomes the state of its subtree of 2^level places and waits there.
+  /// Makes `newest` the state of its subtree of 2^level places, which waits on that level.
   __device__ void finish_subtree(State& newest, int level) {
     fold_below(newest, level);
     store_state<kThreads>(at(__popc(waiting_)), newest);
     waiting_ |= 1u << level;
   }
 
-  /// `newest` becomes the state of everything since the last call.
+  /// Makes `newest` the state of everything since the last call.
   __device__ void fold_all(State& newest) { fold_below(newest, 32); }
 
  private:

@@ -1,13 +1,13 @@
-// How keys, values and queries come into tiles, by where and as what they are stored. `plain` is
-// the fast case that everything else must not slow down; the other two decide at run time, by
-// branches that are uniform over the block:
+// Loads keys, values and queries into tiles, whatever their layout and type. `plain` is the fast
+// case that nothing else may slow down. The other two loaders decide at run time, by branches that
+// are uniform over the block:
 //
 //     chunks    eight elements of a row lie together: 16-bit ones by cp.async, fp8 by registers
-//     keys      eight keys lie together (V in [pages, kv_heads, dim, page]): transposed in
+//     keys      eight keys lie together (V in [pages, kv_heads, dim, page]): they are transposed in
 //               registers
-//     elements  anything else, one by one
+//     elements  anything else is loaded one by one
 //
-// fp8 becomes T on its way, exactly: both of its kinds are subsets of fp16 and of bf16.
+// fp8 becomes T on its way, and exactly so: both of its kinds are subsets of fp16 and of bf16.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -23,7 +23,7 @@ namespace longspan::kernels::cuda {
 
 // ---- fp8 ------------------------------------------------------------------------------------
 
-/// Two fp8 numbers, the first in the low byte, as two of T.
+/// Converts two fp8 numbers, the first of them in the low byte, to two of T.
 template <class T>
 __device__ inline std::uint32_t widen_two(std::uint32_t two, bool e5m2) {
   std::uint32_t halves;
@@ -62,8 +62,8 @@ __device__ inline uint4 widen_eight(uint2 eight, bool e5m2) {
 
 // ---- where things are -----------------------------------------------------------------------
 
-/// The rows of keys `step` apart: where each begins in k or v, in elements, without a division for
-/// each. The table is read where a row is asked for.
+/// Walks over the rows of keys that are `step` apart, and gives where each begins in k or v, in
+/// elements, without a division for each. The block table is read when a row is asked for.
 class KeyWalk {
  public:
   __device__ KeyWalk(const AttendParams& p, const KvRows& source, const Sequence& sequence,
@@ -109,7 +109,7 @@ class KeyWalk {
   int rest_, row_step_, rest_step_ = 0;
 };
 
-/// Which keys of a tile some row may see.
+/// Tells which keys of a tile some row may see.
 struct Wanted {
   const View& view;
   std::int64_t first;
@@ -118,7 +118,7 @@ struct Wanted {
     return view.any.contains(first + row) &&
            (view.table == nullptr || view.positions.contains(view.table[first + row]));
   }
-  /// The usual tile: all its `count` keys.
+  /// Whether this is the usual tile, of which all `count` keys are wanted.
   __device__ bool all(int count) const {
     return view.table == nullptr && first >= view.any.begin && first + count <= view.any.end;
   }
@@ -177,8 +177,8 @@ __device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, int
   }
 }
 
-/// A thread takes eight keys and two columns at a time. Two groups of keys and 16 pairs of columns
-/// for a warp: whole sectors of memory, and nearly all banks.
+/// A thread takes eight keys and two columns at a time. A warp takes two groups of keys and 16
+/// pairs of columns, which are whole sectors of memory and nearly all banks.
 template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
 __device__ inline void load_transposed(std::uint32_t tile, const KvRows& source, int dim,
                                        const AttendParams& p, int kv_head, const Sequence& sequence,
@@ -226,7 +226,7 @@ __device__ inline void load_transposed(std::uint32_t tile, const KvRows& source,
   }
 }
 
-/// Eight elements of T or fp8, `at(i)` from `data`, as T.
+/// Gathers eight elements of T or fp8, at `at(i)` from `data`, as T.
 template <class T, bool k8, class At>
 __device__ inline uint4 gather_eight(const void* data, bool e5m2, const At& at) {
   std::uint32_t words[4];
@@ -298,9 +298,9 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
 
 // ---- what kernels call ----------------------------------------------------------------------
 
-/// kKeys keys of one kv head, from local key `first` on (a multiple of 8), into a tile of T. Keys
-/// that no row of the row tile may see are not read (nor are their page table entries); they, and
-/// columns past `dim`, become zeros. The tile is there after the next commit_copies,
+/// Loads kKeys keys of one kv head, from local key `first` on (a multiple of 8), into a tile of T.
+/// Keys that no row of the row tile may see are not read, nor are their page table entries. They,
+/// and columns past `dim`, become zeros. The tile is complete after the next commit_copies,
 /// wait_copies and __syncthreads.
 template <class T, int kDim, int kKeys, int kThreads, Loader kLoader, int kPanelRows = 0>
 __device__ inline void load_keys(std::uint32_t tile, const KvRows& source, int dim,
@@ -325,8 +325,9 @@ __device__ inline void load_keys(std::uint32_t tile, const KvRows& source, int d
   }
 }
 
-/// The row tile's queries, packed rows [first, first + kRows), into a tile of T. Rows past the
-/// sequence's last, and columns past p.head_dim, become zeros. There as load_keys says.
+/// Loads the row tile's queries, packed rows [first, first + kRows), into a tile of T. Rows past
+/// the sequence's last, and columns past p.head_dim, become zeros. The tile is complete when
+/// load_keys says.
 template <class T, int kDim, int kRows, int kThreads, Loader kLoader>
 __device__ inline void load_queries(std::uint32_t tile, const AttendParams& p,
                                     const Sequence& sequence, const TileCoord& work) {

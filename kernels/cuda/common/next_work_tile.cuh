@@ -1,11 +1,12 @@
-// Which work tile a block takes after another (view.cuh).
+// How a block of a persistent kernel gets its next work tile (view.cuh).
 #pragma once
 
 #include "kernels/cuda/common/view.cuh"
 
 namespace longspan::kernels::cuda {
 
-/// What a block does after work `index`. All its threads call this; `slot` is in shared memory.
+/// The index of the work tile that the block takes after `index`. All its threads call this; `slot`
+/// is in shared memory.
 __device__ inline int next_work(const Plan& plan, int index, int* slot) {
   const int blocks = static_cast<int>(gridDim.x);
   if (plan.ticket == nullptr) return index + blocks;

@@ -1,5 +1,4 @@
-// Launches whose start overlaps the end of the kernel before (arch/overlap.cuh): on the host's
-// side.
+// The host's side of launches whose start overlaps the end of the kernel before (arch/overlap.cuh).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +9,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// What the code of a kernel that runs here was compiled for.
+/// The architecture that the code of a kernel which runs here was compiled for.
 inline int ptx_version_of(const void* kernel) {
   cudaFuncAttributes attributes{};
   LONGSPAN_CUDA(cudaFuncGetAttributes(&attributes, kernel));

@@ -1,12 +1,12 @@
-// How a row's state is stored by the lanes that hold it; and how it folds, on the way, with the
-// state that stands there, where the row begins from that (AttendParams::resume).
+// Stores a row's state, which several lanes hold. Where the row begins from the state that stands
+// there (AttendParams::resume), it first folds with that one.
 #pragma once
 
 #include "kernels/cuda/common/view.cuh"
 
 namespace longspan::kernels::cuda {
 
-/// kLanes neighbours in a warp hold a row, and call all of this together.
+/// kLanes neighbours in a warp hold a row, and call these functions together.
 template <int kLanes>
 class RowStore {
  public:

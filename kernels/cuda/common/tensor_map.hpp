@@ -1,4 +1,4 @@
-// A tensor as Hopper's TMA is told of it.
+// Tensor maps, which describe a tensor to Hopper's TMA.
 #pragma once
 
 #include <cuda.h>
@@ -10,7 +10,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// A dimension of a tensor and of the boxes that are copied. Innermost first; the innermost is
+/// A dimension of a tensor and of the boxes that are copied. The innermost one comes first; it is
 /// dense, and its stride is not read.
 struct MapDimension {
   std::int64_t extent;  // beyond it a box is zeros, and no memory is read
@@ -18,9 +18,9 @@ struct MapDimension {
   int box;
 };
 
-/// Elements of 16 bits, or fp8. Rows of a box are permuted in its own width, 128 or 64 bytes: chunk
-/// of 16 bytes XOR row modulo 8, or row / 2 modulo 4. `promotion`: how much of L2's lines a read
-/// brings. Throws BackendError where the driver refuses.
+/// Makes a tensor map of elements of 16 bits, or fp8. Rows of a box are permuted in its own width,
+/// 128 or 64 bytes: chunk of 16 bytes XOR row modulo 8, or row / 2 modulo 4. `promotion` is how
+/// much of L2's lines a read brings. It throws BackendError where the driver refuses.
 CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimension> dimensions,
                        CUtensorMapL2promotion promotion);
 

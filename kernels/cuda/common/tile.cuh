@@ -11,9 +11,8 @@
 namespace longspan::kernels::cuda {
 
 ///
-/// kPanelRows > 0: so many rows at a time are cut into panels of 64 columns (32 where dim is no
-/// multiple of 64), one after the other: as TMA brings them, which permutes in the same
-/// way.
+/// With kPanelRows > 0, so many rows at a time are cut into panels of 64 columns (32 where dim is
+/// no multiple of 64), one after the other. TMA brings them so, and permutes in the same way.
 template <class T, int kDim, int kPanelRows = 0>
 struct Tile {
   static constexpr int kChunks = kDim / 8;                  // 16-byte chunks in a row
@@ -22,12 +21,12 @@ struct Tile {
   static constexpr int kRowBytes = kDim * 2 / kPanels;
   static constexpr int kPanelBytes = kPanelRows * kRowBytes;
 
-  /// Permutation of a row. Rows of an odd number of half lines already alternate between two halves
-  /// of the banks, so there the row's next two bits do.
+  /// The number by which a row's chunks are permuted. Rows of an odd number of half lines already
+  /// alternate between two halves of the banks, so there the row's next two bits are enough.
   __device__ static constexpr int swizzle(int row) {
     return kPeriod == 8 ? row & 7 : (row >> 1) & 3;
   }
-  /// Byte offset of a chunk.
+  /// The byte offset of a chunk.
   __device__ static constexpr int offset(int row, int chunk) {
     if constexpr (kPanelRows == 0)
       return row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
@@ -37,9 +36,9 @@ struct Tile {
   }
 };
 
-/// Queues the copy of kKeys keys of one kv head, from local key `first` on, into a tile: contiguous
-/// dense rows of 16-bit elements, 16 bytes aligned. Keys that no row of the row tile may see, and
-/// columns past `dim`, become zeros.
+/// Queues the copy of kKeys keys of one kv head, from local key `first` on, into a tile. The rows
+/// are contiguous and dense, of 16-bit elements, and aligned to 16 bytes. Keys that no row of the
+/// row tile may see, and columns past `dim`, become zeros.
 template <class T, int kDim, int kKeys, int kThreads, int kPanelRows = 0>
 __device__ inline void load_plain(std::uint32_t tile, const Rows& source, int dim, int kv_head,
                                   const Sequence& sequence, const View& view, std::int64_t first) {

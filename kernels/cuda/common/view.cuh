@@ -1,9 +1,10 @@
-// What one thread block works on, and what its rows see. Rows of a kv head's group are packed: row
+// Work tiles, and what their rows see. The rows of a kv head's group are packed (GQA packing): row
 // r of a sequence is token r / group, head r % group of the group, so that short queries fill a
 // tile and a tile of long ones spans few tokens.
 //
 // Positions ascend with the local key index in every layout but `listed`, so the keys that a row
-// may see are an interval of local keys too. It is found once; the loops compare local indices.
+// may see are an interval of local keys too. It is computed once, and the loops compare local
+// indices.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +16,15 @@
 
 namespace longspan::kernels::cuda {
 
-/// Sequences of up to so many query tokens take the decode kernel, whatever the batch around them.
+/// Sequences of up to this many query tokens take the decode kernel, whatever the batch around
+/// them.
 inline constexpr int kShortQuery = 16;
 
 /// The most splits of a sequence's keys.
 inline constexpr int kMostSplits = 256;
 
-/// Which sequences of the batch a launch serves; it skips the others. `short_but_one`: the short
-/// ones with sequences of one query left out (Batch::skip_decode).
+/// The sequences of the batch that a launch serves; it skips the others. `short_but_one` are the
+/// short ones without sequences of one query (Batch::skip_decode).
 enum class Lengths : std::uint8_t { only_short, only_long, short_but_one };
 
 LONGSPAN_HD inline bool serves(Lengths lengths, std::int64_t q_len) {
@@ -47,13 +49,13 @@ LONGSPAN_HD inline Sequence sequence_of(const Geometry& p, int b) {
 
 inline constexpr int kNever = 0x7fffffff;
 
-/// Which of a plan's splits a kernel took, where lengths decide.
+/// The splits of a plan that a kernel took, where lengths decide.
 struct alignas(8) SplitsTaken {
   int leaf_splits;  // log2 of the splits of a leaf; SplitNumbers::leaf_splits at most
-  int turns;        // of SplitNumbers::split that have keys. Other splits are not written
+  int turns;        // turns of SplitNumbers::split that have keys; other splits are not written
 };
 
-/// How full a tree of 2^levels places is with `total` segments: 0 for half and less, 15 for whole.
+/// How full a tree of 2^levels places is with `total` segments: 0 is half full or less, 15 is full.
 inline constexpr int kFills = 16;
 LONGSPAN_HD inline int fill_of(int total, int levels) {
   const int of_32 = static_cast<int>(std::int64_t{total} * 2 * kFills >> levels) - kFills;
@@ -62,25 +64,27 @@ LONGSPAN_HD inline int fill_of(int total, int levels) {
 
 /// How the splits of a plan are numbered.
 struct SplitNumbers {
-  int leaves = 0;         // log2 of the order's leaves where each is cut into several splits; or of
-                          // other equal parts of its tree
-  int leaf_splits = 0;    // log2 of the splits of a leaf
+  int leaves = 0;       // log2 of the order's leaves, where each is cut into several splits, or of
+                        // other equal parts of its tree
+  int leaf_splits = 0;  // log2 of the splits of a leaf
   bool reversed = false;  // leaves with more segments than others come first in reversed bits
-  SplitsTaken* taken = nullptr;  // null: all are; else decode chooses, and says so here: by
-  bool where_uneven = false;     // whether the lengths of several sequences differ; or, of one, by
-  std::uint64_t worth = 0;       // leaf_splits, 4 bits each, that a tree is worth that is half full
-                                 // (fill_of), 1/32 more ... full
+  // Null: all splits are taken. Else decode chooses, and stores here what it took.
+  SplitsTaken* taken = nullptr;
+  bool where_uneven = false;  // it cuts leaves where the lengths of several sequences differ
+  // Otherwise, for one sequence: the leaf_splits, of 4 bits each, that pay off in a tree that is
+  // half full (fill_of), 1/32 more, ... full.
+  std::uint64_t worth = 0;
 
-  /// The split that comes `turn`th where leaves have 2^few splits each: the first of every leaf,
-  /// then the second. Where the order's tree is half empty, as beyond a power of two, the splits
-  /// without keys come last.
+  /// The split that comes `turn`th where leaves have 2^few splits each: first the first one of
+  /// every leaf, then the second ones. Where the order's tree is half empty, as beyond a power of
+  /// two, the splits without keys come last.
   LONGSPAN_HD int split(int turn, int few) const {
     const int place = turn & ((1 << leaves) - 1);
     const int leaf = reversed ? reverse_bits(place, leaves) : place;
     return leaf << leaf_splits | turn >> leaves << (leaf_splits - few);
   }
 
-  /// Every leaf as it is, or cut.
+  /// What is taken where every leaf is left whole, or every leaf is cut.
   LONGSPAN_HD SplitsTaken all_of(bool cut) const {
     return {cut ? leaf_splits : 0, 1 << (leaves + (cut ? leaf_splits : 0))};
   }
@@ -94,25 +98,25 @@ struct SplitNumbers {
   }
 };
 
-/// How a launch cuts its work: row tiles x kv heads x splits of the keys.
+/// How a launch cuts its work into row tiles x kv heads x splits of the keys.
 struct Plan {
   Lengths lengths = Lengths::only_long;
   int tile_rows = 1;       // packed rows in a tile
   int tiles = 1;           // in the batch; an upper bound
   int sequence_tiles = 0;  // > 0: tiles of each sequence; 0: they are packed, see first_tile
   int splits = 1;          // a power of two; each takes an aligned part of the fixed order's tree.
-                           // With AttendParams::parts: their number, a state for each
+                           // With AttendParams::parts it is their number, and each has a state
   SplitNumbers numbers;    // of them
   int works = 0;           // tiles x kv heads x splits; some turn out to be empty
-  int by_length = kNever;  // works from here on come by sequences, the longest first: see
-                           // decode_order.cuh. Tiles are sequences then
+  int by_length = kNever;  // work tiles from here on come by sequences, the longest first
+                           // (decode_order.cuh); row tiles are sequences then
   Divisor by_tiles, by_sequence_tiles, by_kv_heads, by_group;  // of this plan and its call
   Divisor by_late_works;   // of the works from by_length on those of one sequence
   Divisor by_page;         // of keys
-  bool known = false;      // lengths, and all else that finding work needs, are parameters
-  int* ticket = nullptr;   // zero at the start: hands out the works past the first of each block;
-                           // decode leaves it zero
-  int depth = 0;           // of the fixed order's stack
+  bool known = false;      // lengths, and all else that the scheduler needs, are parameters
+  int* ticket = nullptr;   // zero at the start; it hands out the work tiles past the first of each
+                           // block. Decode leaves it zero
+  int depth = 0;           // levels of the fixed order's stack
   float* stack = nullptr;  // [blocks, depth, floats of a block]; see FoldStack
   StateSlots parts;        // splits of one state: [splits] slots of the rows part_row(...)
   int part_tokens = 0;     // > 0: tokens of a sequence in `parts`; 0: its rows are those of q
@@ -128,13 +132,13 @@ struct TileCoord {
   Divisor by_group;    // heads of a kv head
 };
 
-/// First tile of sequence b where tiles are packed over the batch, at most one in vain for each
-/// sequence: it can be had, and searched, without a prefix sum.
+/// The first tile of sequence b where tiles are packed over the batch, with at most one empty tile
+/// for each sequence. It can be computed, and searched, without a prefix sum.
 LONGSPAN_HD inline std::int64_t first_tile(const Batch& batch, int b, int group, int tile_rows) {
   return batch.first_row(b) * group / tile_rows + b;
 }
 
-/// What a sequence in this order takes of the splits.
+/// The splits that a sequence in this order takes.
 LONGSPAN_HD inline SplitsTaken splits_taken(const SegmentOrder& order,
                                             const SplitNumbers& numbers) {
   const int total = static_cast<int>(order.total), most = most_of_leaf(order);
@@ -142,7 +146,7 @@ LONGSPAN_HD inline SplitsTaken splits_taken(const SegmentOrder& order,
   const int worth = static_cast<int>(numbers.worth >> 4 * filled) & 15;
   const int leaf_splits = worth < bits ? worth : bits;
   const int places = bits - leaf_splits;       // log2 of those of a split
-  if (order.interleaved && order.unit == 1) {  // one leaf after the other has a segment more
+  if (order.interleaved && order.unit == 1) {  // each leaf in turn has a segment more
     const int round = numbers.leaves + places, rest = total & ((1 << round) - 1);
     const int last = 1 << numbers.leaves;
     return {leaf_splits, (total >> round << numbers.leaves) + (rest < last ? rest : last)};
@@ -152,8 +156,9 @@ LONGSPAN_HD inline SplitsTaken splits_taken(const SegmentOrder& order,
 
 LONGSPAN_HD inline TileCoord work_of(const Geometry& p, const Plan& plan, int index) {
   const int group = static_cast<int>(plan.by_group.value);
-  // Short queries: the heads of a key together, as they lie together in memory. Long ones: tiles,
-  // so that they share keys in L2, and the heaviest under a causal mask, the last, first.
+  // With short queries the heads of a key come together, as they lie together in memory. With long
+  // ones tiles come together, so that they share keys in L2, and the last one comes first, which is
+  // the heaviest under a causal mask.
   const bool heads_first = plan.lengths != Lengths::only_long;
   const Divisor& fast = heads_first ? plan.by_kv_heads : plan.by_tiles;
   const Divisor& slow = heads_first ? plan.by_tiles : plan.by_kv_heads;
@@ -189,14 +194,14 @@ LONGSPAN_HD inline PackedRow packed_row(const TileCoord& work, int row) {
   return {token, work.kv_head * group + packed - token * group};
 }
 
-/// What a row tile sees of this rank's keys.
+/// What the rows of a tile see of this rank's keys.
 struct View {
   Interval any;                         // local keys that some row may see; others are not read
   Interval all;                         // local keys that every row sees: no mask is needed there
   const std::int64_t* table = nullptr;  // listed: positions of the local keys
   Interval positions;                   // listed: positions that some row may see
 
-  /// True when the keys [first, first + count) need no mask.
+  /// Whether the keys [first, first + count) need no mask.
   LONGSPAN_HD bool full(std::int64_t first, int count) const {
     return first >= all.begin && first + count <= all.end;
   }
@@ -206,14 +211,14 @@ LONGSPAN_HD inline Interval intersection(const Interval& a, const Interval& b) {
   return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
 }
 
-/// Positions that the query at `position` sees, in order also where there are none: what the first
-/// and the last row of a run of rows see bounds what all of them see.
+/// The positions that the query at `position` sees. Empty intervals are in order too, so that what
+/// the first and the last row of a run of rows see bounds what all of them see.
 LONGSPAN_HD inline Interval visible_in_order(const Geometry& p, int b, std::int64_t position,
                                              std::int64_t kv_len) {
   Interval seen = p.visible(b, position, kv_len);
   if (p.documents) {
-    // Rows outside of all documents see nothing. That nothing must not stretch a tile's hull over
-    // keys outside, which nobody sees.
+    // Rows outside of all documents see nothing. Their empty interval must not stretch a tile's
+    // hull over keys outside, which no row sees.
     const std::int64_t count = p.documents.count;
     const Interval held =
         count > 0 ? Interval{p.documents.start[0], p.documents.start[count]} : Interval{0, 0};
@@ -225,8 +230,8 @@ LONGSPAN_HD inline Interval visible_in_order(const Geometry& p, int b, std::int6
   return seen;
 }
 
-/// What the row of a token sees: local keys, of the part that `split` is where the keys are cut
-/// into parts; or positions, when the shard is listed.
+/// What the row of a token sees: local keys, or positions when the shard is listed. Where the keys
+/// are cut into parts, only those of part `split` count.
 LONGSPAN_HD inline Interval row_view(const AttendParams& p, const Sequence& sequence,
                                      std::int64_t token, int split) {
   const std::int64_t position = sequence.context_len + p.query_index(sequence.index, token);
@@ -255,14 +260,14 @@ LONGSPAN_HD inline View tile_view(const AttendParams& p, const Sequence& sequenc
   return view;
 }
 
-/// Does a row, whose view is `row`, see this local key? For keys that a mask must decide about.
+/// Whether a row whose view is `row` sees this local key. It is for keys that need a mask.
 LONGSPAN_HD inline bool sees(const View& view, const Interval& row, std::int64_t local_key) {
   return view.table == nullptr
              ? row.contains(local_key)
              : view.any.contains(local_key) && row.contains(view.table[local_key]);
 }
 
-/// Where the row of a local key of one head begins in k or v, in elements.
+/// The offset in k or v, in elements, at which the row of a local key of one head begins.
 LONGSPAN_HD inline std::int64_t key_offset(const KvRows& source, const Pages& pages,
                                            const Sequence& sequence, std::int64_t local_key,
                                            int kv_head) {
@@ -272,8 +277,8 @@ LONGSPAN_HD inline std::int64_t key_offset(const KvRows& source, const Pages& pa
          local_key % pages.size * source.row_stride;
 }
 
-/// The cut of the fixed order's tree that a work tile takes: parts of the keys are cut by
-/// their views already. `leaf_splits`: of SplitsTaken.
+/// The cut of the fixed order's tree that a work tile takes. Parts of the keys take the whole tree,
+/// as their views cut them already. `leaf_splits` is that of SplitsTaken.
 struct TreeCut {
   int split, splits;
 };
@@ -287,7 +292,7 @@ LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan,
   return tree_cut(p, plan, work, plan.numbers.leaf_splits);
 }
 
-/// Row of Plan::parts that holds (sequence, token, head).
+/// The row of Plan::parts that holds (sequence, token, head).
 LONGSPAN_HD inline std::int64_t part_row(const Geometry& p, const Plan& plan, int sequence,
                                          std::int64_t token, int head) {
   const std::int64_t first = plan.part_tokens > 0 ? std::int64_t{sequence} * plan.part_tokens
@@ -295,8 +300,8 @@ LONGSPAN_HD inline std::int64_t part_row(const Geometry& p, const Plan& plan, in
   return (first + token) * p.heads + head;
 }
 
-/// Where the state of a row goes: the caller's slot, that of the row's part of the keys, or the
-/// slot of a split, which fold_parts then folds.
+/// The place where the state of a row is stored: the caller's slot, that of the row's part of the
+/// keys, or the slot of a split, which fold_parts folds afterwards.
 struct Target {
   std::byte* data;  // of the slot
   std::int64_t rows, row;

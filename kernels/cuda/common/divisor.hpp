@@ -13,7 +13,7 @@ namespace longspan::kernels::cuda {
 /// Montgomery, "Division by Invariant Integers using Multiplication", 1994).
 struct Divisor {
   std::uint32_t value = 1;
-  std::uint32_t multiplier = 1u << 31;  // with the shift below that of the divisor 1
+  std::uint32_t multiplier = 1u << 31;  // with the shift, those of 1; the last bit is left out
   std::uint32_t shift = 31;
 
   Divisor() = default;

@@ -1,4 +1,4 @@
-// Where the parts of an peer buffer lie: what the rank keeps for itself, then copies of
+// The layout of a peer buffer: what the rank keeps for itself, then copies of
 // what others write, one for each of the exchanges that may be on their way at once.
 //
 // Exchanges are counted from 1, and after 2^32 - 1 comes 1 again: peer buffers are made of zeros,

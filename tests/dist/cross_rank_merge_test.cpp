@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
-#include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
+#include "tests/support/message.hpp"
 #include "tests/support/outputs_case.hpp"
 
 namespace longspan::tests {

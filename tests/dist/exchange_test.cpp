@@ -23,8 +23,8 @@
 #include "launcher/graph.hpp"
 #include "launcher/nans.hpp"
 #include "longspan/buffer.hpp"
-#include "tests/dist/message.hpp"
 #include "tests/dist/on_peer_buffers.hpp"
+#include "tests/support/message.hpp"
 #include "tests/support/simulated.hpp"
 
 namespace longspan::tests {

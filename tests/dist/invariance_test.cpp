@@ -21,9 +21,9 @@
 #include <string>
 #include <vector>
 
-#include "tests/dist/message.hpp"
 #include "tests/dist/replay.hpp"
 #include "tests/dist/world.hpp"
+#include "tests/support/message.hpp"
 #include "tests/support/serving_run.hpp"
 #include "tests/support/simulated.hpp"
 

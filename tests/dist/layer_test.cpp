@@ -8,8 +8,8 @@
 
 #include "longspan/longspan.hpp"
 #include "tests/dist/layer_run.hpp"
-#include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
+#include "tests/support/message.hpp"
 #include "tests/support/problem.hpp"
 #include "tests/support/simulated.hpp"
 

@@ -20,8 +20,8 @@
 #include "longspan/error.hpp"
 #include "longspan/mpi.hpp"
 #include "longspan/nccl.hpp"
-#include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
+#include "tests/support/message.hpp"
 
 namespace longspan::tests {
 namespace {

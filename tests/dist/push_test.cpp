@@ -25,8 +25,8 @@
 #include "kernels/cuda/exchange/exchange.hpp"
 #include "launcher/graph.hpp"
 #include "longspan/buffer.hpp"
-#include "tests/dist/message.hpp"
 #include "tests/dist/on_peer_buffers.hpp"
+#include "tests/support/message.hpp"
 #include "tests/support/simulated.hpp"
 
 namespace longspan::tests {

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "tests/dist/message.hpp"
 #include "tests/dist/world.hpp"
+#include "tests/support/message.hpp"
 #include "tests/support/serving_run.hpp"
 
 namespace longspan::tests {

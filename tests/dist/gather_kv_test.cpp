@@ -127,7 +127,7 @@ TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
   refused(bad, "max_kv_len");
   bad = good;
   bad.exchange = Exchange::peer_buffers;
-  refused(bad, "windows");
+  refused(bad, "peer-buffers");
 }
 
 TEST(GatherKv, RefusesRunsByNameOnEveryRankAndGoesOn) {

@@ -1,4 +1,4 @@
-// What the transports share: who they are comes from the control plane, and so does their end.
+// What the transports share: the control plane says which rank they are, and when they end.
 #pragma once
 
 #include <memory>
@@ -24,7 +24,7 @@ class ControlledTransport : public Transport {
   void check(const char*) override { control_->fate().check(); }
   void abort(const std::string& why) noexcept override try {
     control_->tell(gave_up(*control_, why));
-  } catch (...) {  // no memory for the reason: the end itself takes none
+  } catch (...) {  // where there is no memory for the reason, the end itself takes none
     control_->tell({ErrorKind::rank_failure, rank(), {}, {}});
   }
 
@@ -49,7 +49,7 @@ class ControlledTransport : public Transport {
   Control& control() { return *control_; }
   const Control& control() const { return *control_; }
 
-  /// The transport among the members of a group; null where this rank is in none.
+  /// Makes the transport among the members of a group; null where this rank is in none.
   virtual std::shared_ptr<Transport> branch(const Group& group) = 0;
 
  private:

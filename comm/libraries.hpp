@@ -14,25 +14,25 @@
 namespace longspan::comm {
 
 struct MpiLibrary {
-  /// The ranks of mpirun, where MPI may not be initialised yet. `size`: the ranks that the launcher
-  /// announces; 0: not known.
+  /// Gives the ranks of mpirun, where MPI may not be initialised yet. `size` is the number of ranks
+  /// that the launcher announces, or 0 where it is not known.
   Communicator (*from_mpirun)(const CommOptions& options, int size);
   std::string (*version)();
 };
 
 struct NcclLibrary {
-  /// See gpu_transport.
+  /// Does what gpu_transport does.
   std::shared_ptr<Transport> (*connect)(std::shared_ptr<Control> control, int gpu);
   std::string (*version)();
 };
 
-/// Null where the program does not link it.
+/// The libraries; null where the program does not link them.
 const MpiLibrary* mpi_library();
 const NcclLibrary* nccl_library();
 
-/// Of static storage; before main, on the thread that loads the program or the library. A second
-/// call with the same argument does nothing: the object file may be in the program and in a shared
-/// library of it.
+/// Enters a library, which has static storage, before main, on the thread that loads the program or
+/// the library. A second call with the same argument does nothing: the object file may be in the
+/// program and in a shared library of it.
 void register_library(const MpiLibrary& library);
 void register_library(const NcclLibrary& library);
 

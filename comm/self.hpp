@@ -1,4 +1,4 @@
-// One process alone: every collective is a copy.
+// A transport for one process alone, where every collective is a copy.
 #pragma once
 
 #include <cstring>

@@ -23,7 +23,7 @@ namespace longspan::comm {
 
 class Transport;
 
-/// What is behind a communicator. Valid as long as that is.
+/// The transport behind a communicator. It is valid as long as the communicator is.
 Transport& transport_of(const Communicator& communicator);
 
 /// What one data collective moves.
@@ -33,13 +33,13 @@ struct Collective {
   const void* send = nullptr;
   void* recv = nullptr;
   std::size_t bytes = 0;          // from one rank to one rank
-  int place = 0;                  // shift: the distance; broadcast: the root
-  DType dtype = fp32;             // reduce_scatter: of what is added
-  std::uint64_t* said = nullptr;  // all_gather, all_to_all: see all_gather
+  int place = 0;                  // the distance of a shift; the root of a broadcast
+  DType dtype = fp32;             // of what a reduce_scatter adds
+  std::uint64_t* said = nullptr;  // of an all_gather or all_to_all, which say what it is
 };
 
-/// A transfer that a collective has started. What it sends and receives is its own until it has
-/// ended.
+/// A transfer that a collective has started. The memory that it sends and receives is its own until
+/// it has ended.
 ///
 /// wait(stream) makes the stream wait for it: on CUDA by an event, without waiting itself; on
 /// processors it blocks until all has come, with the deadline. It throws what a blocking collective
@@ -50,16 +50,18 @@ struct Collective {
 /// it: what is small (a few KB, by MPI's settings) travels at once; of what is larger, parts move
 /// with every call of test(), of a collective or of a wait, for all transfers of the process.
 /// longspan has no thread for it: it would have to call MPI beside the caller's own calls, which
-/// only MPI_THREAD_MULTIPLE allows. Who computes for long calls test() between pieces of the work.
+/// only MPI_THREAD_MULTIPLE allows. A caller that computes for long calls test() between pieces of
+/// the work.
 ///
-/// One that goes without wait (dropped, or as an exception passes) still ends: on processors its
-/// end waits for the peers, up to the deadline, and what it finds wrong is thrown by the next call
-/// on the communicator. On CUDA nobody waits, and its memory is its own until the GPU's work is
-/// done. It keeps the communicator alive, and is used by one thread at a time.
+/// A transfer that goes without wait (dropped, or as an exception passes) still ends. On processors
+/// its end waits for the peers, up to the deadline, and what it finds wrong is thrown by the next
+/// call on the communicator. On CUDA nothing waits, and its memory is its own until the GPU's work
+/// is done. It keeps the communicator alive, and is used by one thread at a time.
 ///
-/// After a failure MPI writes nothing more, with one exception, as with collectives that block: of
-/// a rank that stopped in the middle of a message, and goes on later, the rest still arrives.
-/// Memory that was received into is kept until the process ends where the communicator has failed.
+/// After a failure MPI writes nothing more, with one exception, as with collectives that block:
+/// where a rank stopped in the middle of a message, and goes on later, the rest of it still
+/// arrives. Memory that was received into is kept until the process ends where the communicator has
+/// failed.
 class Transfer {
  public:
   Transfer() = default;
@@ -67,11 +69,12 @@ class Transfer {
   Transfer& operator=(Transfer&& other) noexcept;
   ~Transfer();
 
-  /// A second wait, and that of a Transfer that nothing was started for, do nothing.
+  /// Waits. A second wait does nothing, nor does the wait of a Transfer that nothing was started
+  /// for.
   void wait(Stream stream);
 
-  /// Lets the transfer go on where that takes calls; true when it has ended. Throws what wait
-  /// would. On a stream that is captured nothing runs, and it is always false.
+  /// Lets the transfer go on where that takes calls; returns true when it has ended. Throws what
+  /// wait would. On a stream that is captured nothing runs, and it is always false.
   bool test();
 
  private:
@@ -89,19 +92,21 @@ class Transport : public std::enable_shared_from_this<Transport> {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual Device device() const = 0;
-  /// This rank's GPU; -1 on processors. Who calls a collective has made it current.
+  /// This rank's GPU; -1 on processors. The caller of a collective has made it current.
   virtual int gpu() const { return -1; }
   virtual std::chrono::milliseconds deadline() const = 0;
   virtual std::string describe() const = 0;
-  /// How messages name a rank: "5", or "1 (5 of all)" in what was split from another communicator.
+  /// The name of a rank in messages: "5", or "1 (5 of all)" in what was split from another
+  /// communicator.
   virtual std::string name_of(int rank) const { return std::to_string(rank); }
 
-  /// recv [size, bytes] = each rank's send [bytes]. In place when send == recv + rank * bytes.
+  /// recv [size, bytes] = each rank's send [bytes]. It is in place when send == recv + rank *
+  /// bytes.
   ///
-  /// `said` [size], in memory of the device: what every rank says of its run (a hash of the run's
-  /// description), of which this rank's own is filled in. It is gathered beside the data. A
-  /// collective that blocks compares and throws UsageError; where the work is queued, who reads the
-  /// data compares (kernels::RunHeaders). Null: nothing is compared.
+  /// `said` [size], in memory of the device, is what every rank says of its run (a hash of the
+  /// run's description), of which this rank's own is filled in. It is gathered beside the data. A
+  /// collective that blocks compares and throws UsageError; where the work is queued, the kernel
+  /// that reads the data compares (kernels::RunHeaders). With null nothing is compared.
   void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
                   std::uint64_t* said = nullptr) {
     run({.kind = Collective::all_gather, .send = send, .recv = recv, .bytes = bytes, .said = said},
@@ -115,7 +120,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
         stream, step);
   }
 
-  /// recv[p] = send[rank] of rank p; both [size, bytes]. `said` as in all_gather.
+  /// recv[p] = send[rank] of rank p; both are [size, bytes]. `said` is as in all_gather.
   void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
                   std::uint64_t* said = nullptr) {
     run({.kind = Collective::all_to_all, .send = send, .recv = recv, .bytes = bytes, .said = said},
@@ -142,8 +147,8 @@ class Transport : public std::enable_shared_from_this<Transport> {
         stream, step);
   }
 
-  /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count];
-  /// fp32, fp16 or bf16. In place when recv == send + rank * count.
+  /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count],
+  /// of fp32, fp16 or bf16. It is in place when recv == send + rank * count.
   ///
   /// One process and MPI add in fp32 in the order of the ranks, from rank 0 on, and round once: the
   /// same bits in every run. NCCL adds in the order of its own algorithm, and rounds 16-bit partial
@@ -158,7 +163,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return begin(sum_of(send, recv, count, dtype), stream, step);
   }
 
-  /// data [bytes] of rank `root`, on all ranks. The root's is read, the others' is written.
+  /// Sends data [bytes] of rank `root` to all ranks. The root's is read, the others' is written.
   void broadcast(void* data, std::size_t bytes, int root, Stream stream, const char* step) {
     run(from_root(data, bytes, root), stream, step);
   }
@@ -167,9 +172,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return begin(from_root(data, bytes, root), stream, step);
   }
 
-  /// The ranks that name the same color, as a communicator of their own: ordered by key, and by
-  /// rank where keys are equal. Null where color < 0. Collective over this one, whose queued
-  /// collectives it waits for; a rank that does not come is a RankError here.
+  /// Makes a communicator of the ranks that name the same color, ordered by key, and by rank where
+  /// keys are equal. It is null where color < 0. It is collective over this one, and waits for its
+  /// queued collectives; a rank that does not come is a RankError here.
   ///
   /// A child has its own deadline (of the same length), watch and roll call, and keeps what it
   /// needs of its parent alive. In its messages a rank is "rank 1 (5 of all)": its number in the
@@ -183,9 +188,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// at a time.
   virtual std::shared_ptr<Transport> split(int color, int key) = 0;
 
-  /// Memory of every rank that kernels of all ranks can write, for exchanges of one layer, or null
-  /// on every rank, with the reason in `why`. Collective. wait() reports what those kernels find
-  /// wrong. It ends with the last pointer to it.
+  /// Gives memory of every rank that kernels of all ranks can write, for exchanges of one layer; or
+  /// null on every rank, with the reason in `why`. It is collective. wait() reports what those
+  /// kernels find wrong. The memory ends with the last pointer to it.
   virtual std::shared_ptr<const PeerView> open_peer_buffers(std::uint32_t /*layer*/,
                                                             std::size_t /*bytes*/,
                                                             std::string& why) {
@@ -193,22 +198,23 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return nullptr;
   }
 
-  /// The number of a new layer among those of this communicator, and its log for the roll call.
+  /// Gives a new layer its number among those of this communicator, and keeps its log for the roll
+  /// call.
   virtual std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) = 0;
-  /// The collectives that follow are of this run.
+  /// Says that the collectives that follow belong to this run.
   virtual void begin(RunName run) = 0;
-  /// `rank` means another thing by `run` than this rank, as was seen at `step`: throws a UsageError
-  /// that names what differs, on every rank.
+  /// Throws a UsageError, on every rank, that names what differs, where `rank` was given something
+  /// else for `run` than this rank, as was seen at `step`.
   virtual void disagree(RunName run, int rank, const char* step) = 0;
 
-  /// Throws where the communicator has failed, by all that is known without waiting: for work that
-  /// is queued past the collectives, as exchanges through peer buffers are.
+  /// Throws where the communicator has failed, by all that is known without waiting. It is for work
+  /// that is queued past the collectives, as exchanges through peer buffers are.
   virtual void check(const char* /*step*/) {}
 
   /// Blocks until the stream is done; past the deadline throws a RankError and aborts.
   virtual void wait(Stream stream, const char* step) = 0;
 
-  /// Control plane: every rank's text, blocking, with the deadline.
+  /// Gathers every rank's text over the control plane; it blocks, up to the deadline.
   virtual std::vector<std::string> gather(const std::string& mine, const std::string& step) = 0;
 
   /// Gives up: tells the peers where possible, frees what is in flight, and makes every later call
@@ -219,15 +225,15 @@ class Transport : public std::enable_shared_from_this<Transport> {
   friend class Transfer;
 
   /// Starts a transfer behind what the stream has, and gives the number that it has until it is
-  /// finished or dropped; below 0 where it has ended already.
+  /// finished or dropped; the number is below 0 where it has ended already.
   virtual int start(const Collective& collective, Stream stream, const char* step) = 0;
-  /// Transfer::wait. The transfer has ended, also where this throws.
+  /// Does what Transfer::wait does. The transfer has ended, also where this throws.
   virtual void finish(int transfer, Stream stream) = 0;
   virtual bool test(int transfer) = 0;
-  /// Nobody will wait for it.
+  /// Drops a transfer that will not be waited for.
   virtual void drop(int transfer) noexcept = 0;
 
-  /// A collective that is waited for at once.
+  /// Runs a collective that is waited for at once.
   virtual void run(const Collective& collective, Stream stream, const char* step) {
     finish(start(collective, stream, step), stream);
   }

@@ -1,5 +1,5 @@
 // Attention of new queries over a cache and over new keys that the cache need not hold, on one
-// rank: each sequence is cut into the keys in its pages and the new ones.
+// rank. Each sequence is cut into the keys in its pages and the new ones.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct ContextParams {
   std::size_t room_bytes = 0;
 };
 
-/// By the states of both parts, and their merge.
+/// Attends by the states of both parts and their merge.
 void attend_context_by_states(const Backend& backend, const ContextParams& params, Stream stream);
 
 }  // namespace longspan::kernels

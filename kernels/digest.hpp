@@ -11,8 +11,8 @@
 
 namespace longspan::kernels {
 
-/// `rows` rows of `columns` elements of `unit` bytes (1, 2, 4 or 8), `pitch` elements apart. An
-/// array that was not given has no data and no elements.
+/// An array of `rows` rows of `columns` elements of `unit` bytes (1, 2, 4 or 8), `pitch` elements
+/// apart. An array that was not given has no data and no elements.
 struct DigestArray {
   const void* data = nullptr;
   std::int64_t columns = 0;
@@ -20,7 +20,8 @@ struct DigestArray {
   std::int64_t pitch = 0;
   int unit = 4;
 
-  /// Elements. Without a sign, so that extents which nobody has checked yet overflow in no way.
+  /// The number of elements. It is computed without a sign, so that extents which nothing has
+  /// checked yet overflow in no way.
   LONGSPAN_HD std::int64_t size() const {
     const std::uint64_t all =
         static_cast<std::uint64_t>(rows) * static_cast<std::uint64_t>(columns);

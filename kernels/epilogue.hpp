@@ -14,15 +14,15 @@ namespace longspan::kernels {
 /// The states stay where AttendParams::state says.
 struct StateEpilogue {};
 
-/// MergeParams: out and lse, of the states that it names, this call's among them. Where it names
-/// this call's slot alone, and the keys are the last ones (the rank has all, or `resume` says that
-/// the state has those of the others), the slot may be written or not.
+/// MergeParams makes out and lse of the states that it names, this call's among them. Where it
+/// names this call's slot alone, and the keys are the last ones (the rank has all, or `resume` says
+/// that the state has those of the others), the slot may be written or not.
 ///
-/// ExchangeParams: the same of all ranks' states. The rank's own slot may be written or not.
+/// ExchangeParams makes them of all ranks' states. The rank's own slot may be written or not.
 using Epilogue = std::variant<StateEpilogue, MergeParams, ExchangeParams>;
 
-/// Called when attention is queued and the epilogue follows as a kernel of its own. Where it is
-/// given, an exchange always is one: what travels is the same.
+/// Is called when attention is queued and the epilogue follows as a kernel of its own. Where it is
+/// given, an exchange always is such a kernel; what travels is the same.
 using EpilogueBegins = std::function<void()>;
 
 }  // namespace longspan::kernels

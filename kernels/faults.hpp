@@ -1,5 +1,5 @@
-// What must hold of the arrays of a request before a kernel may follow them: one definition, which
-// the host runs with one thread and CUDA with a block for each sequence.
+// Checks what must hold of the arrays of a request before a kernel may follow them. There is one
+// definition, which the host runs with one thread and CUDA with a block for each sequence.
 //
 //     fault        where     column                value
 //     query_start  entry     0                     the entry
@@ -21,7 +21,7 @@
 
 namespace longspan::kernels {
 
-/// What of a request's work one thread does: items `lane`, `lane` + `lanes`, ...
+/// The part of a request's checks that one thread does: items `lane`, `lane` + `lanes`, ...
 struct Lane {
   std::int64_t lane = 0;
   std::int64_t lanes = 1;
@@ -43,7 +43,7 @@ LONGSPAN_HD bool check_rows(const Geometry& p, int b, const Report& report) {
   return true;
 }
 
-/// Local keys of the sequence that some row of it sees.
+/// The local keys of the sequence that some row of it sees.
 LONGSPAN_HD inline Interval needed_keys(const Geometry& p, int b) {
   const Shard shard = p.shard.for_sequence(b);
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
@@ -54,7 +54,7 @@ LONGSPAN_HD inline Interval needed_keys(const Geometry& p, int b) {
   return {shard.before(first.begin, kv_len), shard.before(last.end, kv_len)};
 }
 
-/// Reports and returns false where the entry for a local key is not a page.
+/// Checks the entry for a local key; reports it and returns false where it is not a page.
 template <class Report>
 LONGSPAN_HD bool check_page(const Pages& pages, int b, std::int64_t column, const Report& report) {
   const std::int64_t page = pages.table[b * pages.row_stride + column * pages.column_stride];
@@ -63,7 +63,8 @@ LONGSPAN_HD bool check_page(const Pages& pages, int b, std::int64_t column, cons
   return false;
 }
 
-/// A row goes to `slot` of the cache. `claim(slot)` tells whether another did before.
+/// Checks that a row may go to `slot` of the cache. `claim(slot)` tells whether another row did
+/// before.
 template <class Report, class Claim>
 LONGSPAN_HD void check_slot(const CheckParams& p, std::int64_t token, std::int64_t slot,
                             const Report& report, const Claim& claim) {
@@ -74,7 +75,7 @@ LONGSPAN_HD void check_slot(const CheckParams& p, std::int64_t token, std::int64
     report(Fault::overlap, token, 0, slot);
 }
 
-/// The new rows of a sequence, where no slots are given.
+/// Checks the new rows of a sequence, where no slots are given.
 template <class Report, class Claim>
 LONGSPAN_HD void check_new_rows(const CheckParams& check, int b, Lane own, const Report& report,
                                 const Claim& claim) {
@@ -92,7 +93,7 @@ LONGSPAN_HD void check_new_rows(const CheckParams& check, int b, Lane own, const
   }
 }
 
-/// Everything about sequence b but given slots. Every lane may report the same fault.
+/// Checks everything about sequence b except given slots. Every lane may report the same fault.
 template <class Report, class Claim>
 LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const Report& report,
                                 const Claim& claim) {

@@ -1,5 +1,5 @@
-// What attend can do, and where: the one list that backends refuse by, that `longspan info
-// --features` prints, and that the table in the docs is made from.
+// Lists what attend can do, and where. Backends refuse by this list alone, `longspan info
+// --features` prints it, and the table in the docs is made from it.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@ namespace longspan::kernels {
 struct Feature {
   const char* name;
   const char* meaning;
-  const char* by;  // whether a layer, the calls of `ServingOps`, or both can be asked for it; null:
-                   // no public call can, only who calls a backend
+  const char* by;  // whether a layer, the calls of `ServingOps`, or both can be asked for it; null
+                   // where no public call can, and only the caller of a backend does
   bool host;
   bool cuda;
-  bool (*asked)(const AttendParams&);  // do these params need it?
+  bool (*asked)(const AttendParams&);  // whether these params need it
 
   bool on(Device device) const { return device == Device::host ? host : cuda; }
 };

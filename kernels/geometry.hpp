@@ -1,6 +1,6 @@
 // What is attended to, without where anything lies: sizes and types, the sequences of a batch,
-// which rank holds which of their rows and keys, and what makes a score. Where a query row stands
-// in its sequence is said here, once.
+// which rank holds which of their rows and keys, and what makes a score. It alone says where a
+// query row stands in its sequence.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace longspan::kernels {
 
-/// The sequences of a batch. Null arrays describe the one sequence of `shard.length` keys.
+/// The sequences of a batch. Null arrays describe one sequence of `shard.length` keys.
 struct Batch {
   int size = 1;
   const std::int32_t* query_start = nullptr;  // [size + 1], or null when size is 1
@@ -51,9 +51,9 @@ struct Geometry {
 
   Batch batch;
   Shard shard;
-  Shard queries;  // which of a sequence's query rows the rank has; one rank: all. `length` counts
-                  // the rows of the one sequence on all ranks, without whole_query_start. Not
-                  // `listed`: the rows of a tile ascend
+  Shard queries;  // which of a sequence's query rows the rank has; with one rank, all. Without
+                  // whole_query_start, `length` counts the rows of the one sequence on all ranks.
+                  // It is not `listed`: the rows of a tile ascend
   Mask mask;
   Documents documents;  // of the one sequence
   Score score;
@@ -62,28 +62,28 @@ struct Geometry {
   bool tf32 = false;               // fp32 products may be rounded to tf32
   bool fp8_products = false;       // e4m3 q, k and v may be multiplied as they are, weights rounded
                                    // to e4m3; scales are then positive
-  std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown. Bounds scratch only
-  std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown. Kernels of longer
-                                   // ones are then not launched
+  std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown. It bounds scratch only
+  std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown. The kernels of
+                                   // longer ones are then not launched
 
   LONGSPAN_HD bool is_causal(int b) const {
     return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;
   }
-  /// Query rows of sequence b on all ranks. They are the last positions of the sequence.
+  /// The query rows of sequence b on all ranks. They are the last positions of the sequence.
   LONGSPAN_HD std::int64_t whole_query_len(int b) const {
     if (queries.ranks == 1) return batch.query_len(b, tokens);
     const std::int32_t* start = batch.whole_query_start;
     return start != nullptr ? start[b + 1] - start[b] : queries.length;
   }
-  /// Which of them the rank's row `token` of sequence b is. Ascends with `token`.
+  /// The number among them of the rank's row `token` of sequence b. It ascends with `token`.
   LONGSPAN_HD std::int64_t query_index(int b, std::int64_t token) const {
     return queries.ranks == 1 ? token : sharded_query_index(*this, b, token);
   }
-  /// Where the rank's row `token` of sequence b stands in the sequence.
+  /// The position in the sequence of the rank's row `token` of sequence b.
   LONGSPAN_HD std::int64_t query_position(int b, std::int64_t token, std::int64_t kv_len) const {
     return kv_len - whole_query_len(b) + query_index(b, token);
   }
-  /// Positions that the query at `position` of sequence b sees.
+  /// The positions that the query at `position` of sequence b sees.
   LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {
     Mask rule = mask;
     rule.causal = is_causal(b);
@@ -97,7 +97,7 @@ struct Geometry {
   }
 
  private:
-  // By reference, so that few registers are taken where it is called.
+  // It takes the geometry by reference, so that few registers are taken where it is called.
   LONGSPAN_HD_APART static std::int64_t sharded_query_index(const Geometry& g, int b,
                                                             std::int64_t token) {
     return g.queries.for_sequence(b).position(token, g.whole_query_len(b));

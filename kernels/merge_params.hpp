@@ -1,4 +1,4 @@
-// What the kernels that fold states, or finished parts, into a result are told.
+// What is told to the kernels that fold states, or finished parts, into a result.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct OutScale {
 };
 
 /// What every rank says of its run (digest.hpp), gathered beside the states, or finished parts, of
-/// the run. Where one says another thing than this rank, they are of different runs: a merge then
+/// the run. Where one says something else than this rank, they are of different runs: a merge then
 /// writes no result, and reports it. On the host the transport compares, and no merge looks at
 /// them.
 struct RunHeaders {
@@ -32,32 +32,33 @@ struct RunHeaders {
   int rank = 0;
   int ranks = 1;
   std::uint32_t run = 0;            // comm::RunName::run
-  std::uint64_t* report = nullptr;  // [1] seen by the host: see `reported`; 0: all is well
+  std::uint64_t* report = nullptr;  // [1] seen by the host, as `reported` says; 0: all is well
 
   LONGSPAN_HD int differing() const {
     for (int p = 0; p < ranks; ++p)
       if (said[p] != said[rank]) return p;
     return -1;
   }
-  /// One word, so that who reads it reads all of it: the run, and 1 + the rank that differs.
+  /// The report is one word, so that it is read as a whole: the run, and 1 + the rank that differs.
   LONGSPAN_HD static std::uint64_t reported(std::uint32_t run, int differs) {
     return std::uint64_t{run} << 32 | static_cast<std::uint32_t>(differs + 1);
   }
 };
 
-/// `slots` states of each row -> out and lse. States fold in the order of fold_place, neighbours
-/// first; then the sink; then the scale and the one rounding to the output dtype (fp8 saturates).
+/// Turns `slots` states of each row into out and lse. States fold in the order of fold_place,
+/// neighbours first; then come the sink, the scale and the one rounding to the output dtype (fp8
+/// saturates).
 struct MergeParams {
   StateSlots states;
-  bool interleaved = false;  // shards are interleaved: see fold_place
+  bool interleaved = false;  // shards are interleaved (fold_place)
   int heads = 1;
   Floats sinks;                        // [heads], natural units; or null
-  const std::int64_t* rows = nullptr;  // [tokens] token of the state for each token of the result,
-                                       // < 0: none; null: the same
-  Batch batch;                         // with query_start and without `rows`: rows past the last
-                                       // sequence, and of skipped sequences, are not touched
-  std::int64_t tokens = 0;             // of the result
-  DType dtype = DType::fp32;           // of the result; may be fp8
+  const std::int64_t* rows = nullptr;  // [tokens] the token of the state for each token of the
+                                       // result, < 0: none; null: the same token
+  Batch batch;  // with query_start and without `rows`, rows past the last sequence, and of skipped
+                // sequences, are not touched
+  std::int64_t tokens = 0;    // of the result
+  DType dtype = DType::fp32;  // of the result; may be fp8
   OutScale out_scale;
   Rows out;              // [tokens, heads, dim]
   float* lse = nullptr;  // [tokens, heads], natural log; or null
@@ -66,23 +67,23 @@ struct MergeParams {
   RunHeaders headers;  // of states that were gathered
 };
 
-/// Finished parts [tokens, heads, dim] with their lse -> one. Part n lies n strides behind the
-/// first. Neighbours fold first, as in MergeParams; an lse of +inf or -inf is empty, and the rows
-/// of an empty part are not read. The merge of finite values is finite, however large they are:
-/// where a sum leaves fp32, its terms are scaled before they are added (merge_scaled.hpp).
+/// Merges finished parts [tokens, heads, dim] with their lse into one. Part n lies n strides behind
+/// the first. Neighbours fold first, as in MergeParams; an lse of +inf or -inf is empty, and the
+/// rows of an empty part are not read. The merge of finite values is finite, however large they
+/// are: where a sum leaves fp32, its terms are scaled before they are added (merge_scaled.hpp).
 struct MergeOutputsParams {
   int parts = 2;
-  Rows in[2];  // parts == 2: prefix and suffix; else in[0] is the first part, and what follows here
-               // of two is [0] for all
+  Rows in[2];  // with parts == 2, prefix and suffix; else in[0] is the first part, and of the pairs
+               // that follow here [0] holds for all parts
   DType in_dtype[2] = {DType::fp32, DType::fp32};  // may be fp8
-  const float* in_scale[2] = {nullptr, nullptr};   // parts == 2: [1] each; else [0] is [parts]. A
-                                                   // stored x stands for x * scale; null: 1
+  const float* in_scale[2] = {nullptr, nullptr};  // with parts == 2, [1] each; else [0] is [parts].
+                                                  // A stored x stands for x * scale; null: 1
   LseView in_lse[2];
   std::int64_t part_stride = 0;      // between parts, in elements; parts > 2
-  std::int64_t lse_part_stride = 0;  // likewise of the lse
-  LogBase base = LogBase::e;         // of every lse, the result's too
+  std::int64_t lse_part_stride = 0;  // the same for the lse
+  LogBase base = LogBase::e;         // of every lse, and of the result's too
   bool nan_is_empty = false;
-  std::int64_t with_prefix = -1;  // parts == 2: tokens from here on copy the suffix, and their
+  std::int64_t with_prefix = -1;  // with parts == 2, tokens from here on copy the suffix, and their
                                   // prefix is not read; -1: none
   std::int64_t tokens = 0;
   int heads = 1;
@@ -90,17 +91,17 @@ struct MergeOutputsParams {
   DType dtype = DType::fp32;  // of the result; may be fp8
   OutScale out_scale;
   Rows out;            // may be in[0]
-  LseView lse;         // data null: not wanted; may be in_lse[0]
+  LseView lse;         // with data null where it is not wanted; may be in_lse[0]
   RunHeaders headers;  // of parts that were gathered
 
-  /// Which of two parts, or the first of many.
+  /// The index of one of two parts, or of the first of many.
   LONGSPAN_HD int side(int part) const { return parts == 2 ? part : 0; }
   LONGSPAN_HD DType dtype_of(int part) const { return in_dtype[side(part)]; }
   LONGSPAN_HD float scale_of(int part) const {
     const float* scale = in_scale[side(part)];
     return scale == nullptr ? 1.0f : scale[parts == 2 ? 0 : part];
   }
-  /// Whether part `part` of a token is merged: a suffix alone has no prefix.
+  /// Whether part `part` of a token is merged: a suffix that stands alone has no prefix.
   LONGSPAN_HD bool is_there(int part, std::int64_t token) const {
     return part < parts && !(parts == 2 && part == 0 && with_prefix >= 0 && token >= with_prefix);
   }
@@ -117,7 +118,7 @@ struct MergeOutputsParams {
   }
 };
 
-/// A finished part [tokens, heads, dim] and its lse, copied bit by bit to where they travel from.
+/// Copies a finished part [tokens, heads, dim] and its lse bit by bit to where they travel from.
 struct PackOutputsParams {
   std::int64_t tokens = 0;
   int heads = 1;
@@ -147,7 +148,8 @@ struct PackOutputsParams {
 };
 
 /// States per segment as serving engines hold them: o [tokens, heads, segments, dim] unnormalised,
-/// max and expsum [tokens, heads, segments], natural units. Dense but for the padded dim.
+/// max and expsum [tokens, heads, segments] in natural units. They are dense but for the padded
+/// dim.
 struct SegmentView {
   float* output = nullptr;
   float* max = nullptr;
@@ -156,15 +158,16 @@ struct SegmentView {
   int padded_dim = 0;  // distance of rows of `output`; at least dim
 };
 
-/// What `max` and `expsum` of a segment say, in base 2. A max of -inf is an empty segment, whatever
-/// its sum: engines leave 1 there where a window left no key. So is a sum of 0, whatever its max.
+/// The statistics in base 2 that `max` and `expsum` of a segment stand for. A max of -inf is an
+/// empty segment, whatever its sum: engines leave 1 there where a window left no key. So is a sum
+/// of 0, whatever its max.
 LONGSPAN_HD inline Stats segment_stats(float max, float expsum) {
   if (max == -infinity() || expsum == 0.0f) return empty_stats();
   return {max * kLog2E, expsum};
 }
 
-/// StateSlots [segments] -> SegmentView. Segment 0 takes the sink. Segments past the end of a
-/// sequence (parts.of(s) is empty) are not written; segment 0 always is, for the sink's sake.
+/// Turns StateSlots [segments] into SegmentView. Segment 0 takes the sink. Segments past the end of
+/// a sequence (parts.of(s) is empty) are not written; segment 0 always is, for the sink's sake.
 struct ExportSegmentsParams {
   StateSlots states;
   KeyParts parts;
@@ -176,8 +179,8 @@ struct ExportSegmentsParams {
   SegmentView to;
 };
 
-/// SegmentView -> out and lse. Segments past the end of a sequence are not read, and no sink is
-/// added: segment 0 holds it already.
+/// Turns SegmentView into out and lse. Segments past the end of a sequence are not read, and no
+/// sink is added: segment 0 holds it already.
 struct ReduceSegmentsParams {
   SegmentView from;
   KeyParts parts;

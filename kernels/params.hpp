@@ -1,5 +1,5 @@
-// What a kernel is told: plain data, passed by value, every pointer with its shape. Host and CUDA
-// kernels take the same structs.
+// What a kernel is told: plain data, passed by value, where every pointer has its shape. Host and
+// CUDA kernels take the same structs.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +15,10 @@
 
 namespace longspan::kernels {
 
-/// New keys and values -> this rank's cache. Row t of the batch goes to slot slots[t] = page *
-/// page_size + row (< 0: nowhere); without `slots`, to where its sequence's shard and page table
-/// put position kv_len - q_len + t, if this rank owns it. Stored as kv_dtype: x / scale, fp8
-/// saturating. Slots must differ.
+/// Writes new keys and values into this rank's cache. Row t of the batch goes to slot slots[t] =
+/// page * page_size + row (< 0: nowhere). Without `slots` it goes to where its sequence's shard and
+/// page table put position kv_len - q_len + t, if this rank owns it. It is stored as kv_dtype: x /
+/// scale, fp8 saturating. Slots must differ.
 struct AppendParams {
   DType dtype = DType::fp32;     // of the new rows
   DType kv_dtype = DType::fp32;  // of the cache
@@ -27,8 +27,9 @@ struct AppendParams {
   int head_dim = 0;
   int value_dim = 0;
   Rows new_k;  // [tokens, kv_heads, head_dim]
-  Rows new_v;  // [tokens, kv_heads, value_dim]; null: the values are the first columns of the keys
-  KvRows k;    // the cache; contiguous (slots count rows), or pages
+  Rows new_v;  // [tokens, kv_heads, value_dim]; null where the values are the first columns of the
+               // keys
+  KvRows k;    // the cache, contiguous (slots count rows) or in pages
   KvRows v;
   Pages pages;
   const std::int64_t* slots = nullptr;  // [tokens]; or null
@@ -38,7 +39,7 @@ struct AppendParams {
   Scales v_scale;
 };
 
-/// The new keys and values of an attention, as an append of their own.
+/// Makes the new keys and values of an attention an append of their own.
 inline AppendParams append_of(const AttendParams& p) {
   AppendParams append;
   append.dtype = p.dtype;
@@ -73,7 +74,7 @@ enum class Fault : std::int32_t {
   segments,     // segments of a given size do not hold all keys of a sequence
 };
 
-/// The first fault found: which sequence or token, which column, and the value.
+/// The first fault that was found: which sequence or token, which column, and the value.
 struct FaultReport {
   Fault fault = Fault::none;
   std::int32_t where = 0;
@@ -94,13 +95,13 @@ struct CheckParams {
   FaultReport* report = nullptr;
 };
 
-/// Of an attention over a cache of `slot_count` rows.
+/// The checks of an attention over a cache of `slot_count` rows.
 inline CheckParams checks_of(const AttendParams& p, std::int64_t slot_count) {
   return {.geometry = p, .pages = p.pages, .parts = p.parts, .slot_count = slot_count};
 }
 
-/// Where sharded query rows stand in the whole q. Rank p's i-th row of the batch is row
-/// map[p * capacity + i] of the whole, -1 past its last.
+/// Tells where sharded query rows stand in the whole q. Rank p's i-th row of the batch is row map[p
+/// * capacity + i] of the whole, -1 past its last.
 struct MapParams {
   Shard shard;  // of the query rows; rank is ignored
   Batch batch;  // query_start of the whole q; kv_len is not read
@@ -109,7 +110,7 @@ struct MapParams {
   std::int64_t* map = nullptr;  // [ranks, capacity]
 };
 
-/// to[map[i]] = from[i] where map[i] is one of `places`; a null map copies. Rows of any size, at
+/// to[map[i]] = from[i] where map[i] is one of `places`; a null map copies. Rows have any size, at
 /// any address.
 struct PlaceParams {
   const std::byte* from = nullptr;    // [count, row_bytes]
@@ -117,7 +118,7 @@ struct PlaceParams {
   const std::int64_t* map = nullptr;  // [count], or null
   std::int64_t count = 0;
   std::int64_t row_bytes = 0;
-  // Rows of `to`, where the map came from other ranks and may hold anything.
+  // The rows of `to`, where the map came from other ranks and may hold anything.
   std::int64_t places = std::numeric_limits<std::int64_t>::max();
 };
 
@@ -131,8 +132,8 @@ inline int place_word(const PlaceParams& p) {
   return 1;
 }
 
-/// First local key of each sequence when the rank's keys are packed: an exclusive prefix sum of
-/// shard.local_len(kv_len[b]).
+/// Finds the first local key of each sequence when the rank's keys are packed: an exclusive prefix
+/// sum of shard.local_len(kv_len[b]).
 struct KeyStartParams {
   Shard shard;
   const std::int32_t* kv_len = nullptr;  // [batch]
@@ -141,8 +142,8 @@ struct KeyStartParams {
   std::int64_t* key_start = nullptr;  // [batch]
 };
 
-/// Each sequence cut at its context: ranges[b] = {0, kv_len - q_len, kv_len} (a context below 0 is
-/// 0), the table of a Layout::ranges of two "ranks", the cached keys and the new ones.
+/// Cuts each sequence at its context: ranges[b] = {0, kv_len - q_len, kv_len} (a context below 0 is
+/// 0). That is the table of a Layout::ranges of two "ranks", the cached keys and the new ones.
 struct ContextCutParams {
   Batch batch;
   std::int64_t tokens = 0;

@@ -14,7 +14,7 @@
 
 namespace longspan::kernels {
 
-/// A tensor [n, heads, columns] whose innermost dimension is dense. Strides in elements.
+/// A tensor [n, heads, columns] whose innermost dimension is dense. Strides are in elements.
 struct Rows {
   void* data = nullptr;
   std::int64_t row_stride = 0;
@@ -30,8 +30,9 @@ struct Rows {
 /// elements: element d stands at
 ///     page * page_stride + row * row_stride + head * head_stride
 ///     + d / chunk * chunk_stride + d % chunk * dim_stride.
-/// Dense rows: chunk_stride = chunk, dim_stride = 1. K in x-packed pages [pages, kv_heads, dim / x,
-/// page, x]: chunk = x, row_stride = x. V in [pages, kv_heads, dim, page]: dim_stride = page.
+/// Dense rows have chunk_stride = chunk and dim_stride = 1. K in x-packed pages [pages, kv_heads,
+/// dim / x, page, x] has chunk = x and row_stride = x. V in [pages, kv_heads, dim, page] has
+/// dim_stride = page.
 struct KvRows : Rows {
   std::int64_t page_stride = 0;
   int chunk = 8;
@@ -42,15 +43,15 @@ struct KvRows : Rows {
   LONGSPAN_HD KvRows(void* memory, std::int64_t row, std::int64_t head) : Rows{memory, row, head} {}
 
   LONGSPAN_HD bool dense() const { return chunk_stride == chunk && dim_stride == 1; }
-  /// Offset of element d in its row, in elements.
+  /// The offset of element d in its row, in elements.
   LONGSPAN_HD std::int64_t column(int d) const {
     return d / chunk * chunk_stride + d % chunk * dim_stride;
   }
 };
 
-/// Where the pages of a sequence are: local key i of sequence b lies in row i % page_size of page
-/// table[b * row_stride + i / page_size * column_stride]. Entries that no visible key needs may
-/// hold anything and are not read.
+/// Tells where the pages of a sequence are: local key i of sequence b lies in row i % page_size of
+/// page table[b * row_stride + i / page_size * column_stride]. Entries that no visible key needs
+/// may hold anything and are not read.
 struct Pages {
   const std::int32_t* table = nullptr;  // [batch, columns]; null: the keys are contiguous
   std::int64_t row_stride = 0;
@@ -65,9 +66,9 @@ struct Pages {
   }
 };
 
-/// States of `rows` rows in `slots` equal slots, which lie `slot_bytes` apart: one slot per rank,
-/// or per split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32; dim is the
-/// value_dim of the attention.
+/// The states of `rows` rows in `slots` equal slots, which lie `slot_bytes` apart: one slot per
+/// rank, or per split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32; dim is
+/// the value_dim of the attention.
 struct StateSlots {
   std::byte* data = nullptr;
   std::int64_t rows = 0;

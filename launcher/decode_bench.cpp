@@ -25,10 +25,10 @@ struct Settings {
   DecodeOptions options;
   WorldOptions world;
   int threads = 1;
-  double memory = 0;                      // bytes for caches: of a GPU, or of the host
-  std::chrono::milliseconds deadline{0};  // of the ranks, who may be waiting for one of them
+  double memory = 0;                      // bytes for caches, of a GPU or of the host
+  std::chrono::milliseconds deadline{0};  // of the ranks, which may be waiting for one of them
 
-  /// One step goes ahead of the capture and is checked.
+  /// The steps of a run. One step goes ahead of the capture and is checked.
   std::int64_t steps() const { return std::int64_t{1} + options.warmup + options.iterations; }
 };
 
@@ -65,7 +65,8 @@ void check_lengths(const Settings& s, int ranks) {
   }
 }
 
-/// --memory, or by what is free where least is: most of a GPU, and half of the host up to 4 GiB.
+/// The value of --memory, or else what is free where least is free: most of a GPU, and half of the
+/// host up to 4 GiB.
 double memory_for_caches(const Communicator& world, const DecodeOptions& o) {
   constexpr double kGiB = 1 << 30;
   if (o.memory_gib > 0) return o.memory_gib * kGiB;
@@ -76,10 +77,10 @@ double memory_for_caches(const Communicator& world, const DecodeOptions& o) {
   return world.device() == Device::cuda ? 0.8 * least : std::min(0.5 * least, 4 * kGiB);
 }
 
-/// What one run gave: on every rank the same.
+/// What one run gave, the same on every rank.
 struct Timed {
-  std::vector<double> times;  // ms; of each step, the slowest rank's
-  double append = 0;          // ms; median, of the slowest rank
+  std::vector<double> times;  // ms; for each step that of the slowest rank
+  double append = 0;          // ms; the median, of the slowest rank
   double own = 0;             // the same, with the attention over own keys
   Judgement check;
   std::uint64_t digest = 0;
@@ -87,7 +88,7 @@ struct Timed {
   std::string exchange_by;
 };
 
-/// Element by element the largest of the ranks.
+/// Takes, element by element, the largest value of the ranks.
 std::vector<double> largest(const Communicator& world, const std::vector<double>& mine,
                             const std::string& step) {
   std::vector<double> most = mine;
@@ -98,8 +99,8 @@ std::vector<double> largest(const Communicator& world, const std::vector<double>
   return most;
 }
 
-/// The warm-up and the timed steps, with nothing of the host between them unless they outlast the
-/// deadline.
+/// Runs the warm-up and the timed steps, with nothing of the host between them unless they outlast
+/// the deadline.
 std::vector<double> repeat(const Communicator& world, const Settings& s, DecodeStep& step,
                            DecodeStep::Part part, const Pulse& pulse) {
   const auto replays = step.repeat(part);
@@ -124,7 +125,8 @@ double median_of_last(std::vector<double> values, int count) {
   return median(std::move(values));
 }
 
-/// Checks one step, times many, and checks the last of them. `split`: where the time goes, too.
+/// Checks one step, times many, and checks the last of them. With `split` it also measures where
+/// the time goes.
 Timed measure(const Communicator& world, const Settings& s, const DecodeShape& shape, bool split,
               const Pulse& pulse) {
   using Part = DecodeStep::Part;
@@ -146,7 +148,7 @@ Timed measure(const Communicator& world, const Settings& s, const DecodeShape& s
   t.digest = step->bits();
   if (!split) return t;
 
-  std::vector<double> parts;  // appends; with attention over own keys
+  std::vector<double> parts;  // of the appends, then with attention over own keys
   if (world.device() == Device::host) {
     const DecodeStep::Spent spent = step->spent();
     parts = {median_of_last(spent.append, s.options.iterations),
@@ -155,7 +157,7 @@ Timed measure(const Communicator& world, const Settings& s, const DecodeShape& s
   } else {
     for (const Part part : {Part::read, Part::own}) {
       if (part == Part::own && world.size() == 1) break;
-      step->restart(0);  // once ahead of the capture: kernels are loaded when first used
+      step->restart(0);  // once ahead of the capture, as kernels are loaded when first used
       step->queue(part, step->stream());
       step->wait();
       parts.push_back(median(repeat(world, s, *step, part, pulse)));
@@ -169,9 +171,9 @@ Timed measure(const Communicator& world, const Settings& s, const DecodeShape& s
   return t;
 }
 
-/// As many caches as fit, for the ranks and for one alone, so that both read memory alike. Layers
-/// that share a cache must not find it in a GPU's L2: without --memory they share only where one of
-/// them, on 4 GPUs, is hundreds of MB on each, which is many times an L2.
+/// The number of caches that fit, for the ranks and for one alone, so that both read memory alike.
+/// Layers that share a cache must not find it in a GPU's L2: without --memory they share only where
+/// one of them, on 4 GPUs, is hundreds of MB on each, which is many times an L2.
 int caches_for(const Settings& s, const DecodeShape& ours, const DecodeShape& alone,
                const Communicator& world, bool with_alone, std::string& not_alone) {
   const double share = world.device() == Device::host ? s.memory / world.size() : s.memory;
@@ -195,7 +197,8 @@ void refuse_wrong(const std::optional<Judgement>& check, const char* who) {
               fmt::format("{}{}; nothing was written", who, complaint(*check)));
 }
 
-/// The step of one rank that has everything, measured on rank 0 while the others wait. Collective.
+/// Measures the step of one rank that has everything, on rank 0 while the others wait. It is
+/// collective.
 Spread time_alone(const Communicator& world, const Settings& s, const DecodeShape& shape) {
   std::vector<double> times;
   on_first_rank(world, "measurement of one rank alone", [&](const Pulse& pulse) {
@@ -263,7 +266,7 @@ int bench_decode(const Communicator& control, const CommandLine& line) {
   together(world, "check of the lengths", [&] { check_lengths(s, world.size()); });
   s.memory = memory_for_caches(world, o);
 
-  // What goes to standard output by --json has it alone.
+  // Where --json goes to standard output, nothing else goes there.
   std::FILE* const table = json && json->is_standard_output() ? stderr : stdout;
 
   DecodeReport report{.backend = name(world.device()),

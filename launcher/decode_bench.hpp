@@ -1,5 +1,5 @@
-// `longspan bench decode`: the decode step of a sharded cache, checked, timed, and compared with
-// one rank alone.
+// Runs `longspan bench decode`: the decode step of a sharded cache is checked, timed, and compared
+// with one rank alone.
 #pragma once
 
 #include "launcher/options.hpp"
@@ -7,7 +7,7 @@
 
 namespace longspan::launcher {
 
-/// Returns the exit status. Collective.
+/// Runs the benchmark and returns the exit status. It is collective.
 int bench_decode(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

@@ -8,7 +8,7 @@
 namespace longspan::launcher {
 namespace {
 
-constexpr std::int64_t kBlockRows = 4093;  // a prime: no period of a layout divides it
+constexpr std::int64_t kBlockRows = 4093;  // a prime, so that no period of a layout divides it
 enum TensorId : std::uint32_t { kQueries, kKeyBlock, kValueBlock, kNewKeys, kNewValues };
 
 CacheInputs make_cache(const DecodeShape& s, TensorId block, TensorId fresh, float scale,
@@ -32,7 +32,7 @@ CacheInputs make_cache(const DecodeShape& s, TensorId block, TensorId fresh, flo
   return inputs;
 }
 
-/// Keys or values of the samples, one sequence after the other.
+/// The keys or values of the samples, one sequence after the other.
 Source sampled_cache(const DecodeShape& shape, const CacheInputs& inputs,
                      const std::vector<DecodeSample>& samples, std::int64_t kv_len) {
   const int dim = shape.options.head_dim;
@@ -66,7 +66,7 @@ std::int64_t DecodeShape::capacity(int ranks) const {
 Options DecodeShape::fitted() const {
   Options fitted = options;
   fitted.keys = {layout, block};
-  fitted.mask.causal = tokens > 1;  // one new token sees all keys anyway
+  fitted.mask.causal = tokens > 1;  // as one new token sees all keys anyway
   fitted.limits.max_tokens = rows();
   fitted.limits.max_batch = batch;
   fitted.limits.max_query_len = tokens;
@@ -138,7 +138,7 @@ Answer sampled(const DecodeShape& shape, const std::vector<DecodeSample>& sample
     for (int t = 0; t < shape.tokens; ++t) {
       const std::int64_t row =
           sample.layer * shape.rows() + std::int64_t{sample.sequence} * shape.tokens + t;
-      const std::int64_t at = row * o.kv_heads + sample.kv_head;  // in groups of heads
+      const std::int64_t at = row * o.kv_heads + sample.kv_head;  // counted in groups of heads
       const std::byte* out = outputs.out.data() + at * bytes;
       const float* lse = outputs.lse.data() + at * group;
       answer.out.insert(answer.out.end(), out, out + bytes);

@@ -1,4 +1,4 @@
-// What `longspan bench decode` measured: the table and the JSON.
+// Reports what `longspan bench decode` measured, as a table and as JSON.
 #pragma once
 
 #include <cstdint>
@@ -14,22 +14,22 @@
 
 namespace longspan::launcher {
 
-/// One length.
+/// What was measured for one length.
 struct DecodeRow {
   std::int64_t kv = 0;  // of each sequence before the first step, on all ranks together
   int caches = 1;
   std::size_t cache_bytes = 0;      // of one cache, on a rank
-  std::size_t workspace_bytes = 0;  // of the layer on rank 0
-  std::vector<double> times;        // ms; of each step, the slowest rank's
+  std::size_t workspace_bytes = 0;  // of the layer, on rank 0
+  std::vector<double> times;        // ms; for each step that of the slowest rank
   Spread time;
-  // Parts of the median step, in ms: the slowest rank's appends, its attention over its own keys,
-  // and the rest, which is the exchange with its merge.
+  // These are the parts of the median step, in ms: the slowest rank's appends, its attention over
+  // its own keys, and the rest, which is the exchange with its merge.
   double append = 0, attend = 0, exchange = 0;
   double bandwidth = 0;  // GB/s of keys and values that a rank reads, over the whole step
 
   std::int64_t alone_kv = 0;    // of each sequence before the first step
   std::optional<Spread> alone;  // ms of a step on rank 0 alone
-  std::string not_alone;        // why there is none
+  std::string not_alone;        // why there is no such time
   std::optional<double> efficiency;
 
   std::optional<Judgement> check;
@@ -39,7 +39,7 @@ struct DecodeRow {
 struct DecodeReport {
   std::string backend, world, exchange_by;
   int ranks = 1, threads = 1;
-  DecodeOptions options;  // with nothing left open
+  DecodeOptions options;  // with no choice left open
   std::uint64_t seed = 0;
   std::vector<DecodeRow> rows;
 };

@@ -50,7 +50,7 @@ DecodeStep::DecodeStep(const Communicator& world, const DecodeShape& shape,
   make_table();
   k_ = fill_caches(inputs_.k);
   v_ = fill_caches(inputs_.v);
-  wait();  // the blocks go now
+  wait();  // the blocks are freed after this
 
   std::vector<std::int32_t> starts(shape.batch + 1);
   for (int b = 0; b <= shape.batch; ++b) starts[b] = b * shape.tokens;
@@ -71,8 +71,8 @@ DecodeStep::DecodeStep(const Communicator& world, const DecodeShape& shape,
   restart(0);
 }
 
-/// Pages in an order that is nobody's: page i of the tables is page 5 i + 3 of the memory, or the
-/// next multiplier that has no divisor in common with their number.
+/// Makes page tables in an order that no layout has: page i of the tables is page 5 i + 3 of the
+/// memory, or has the next multiplier that has no divisor in common with their number.
 void DecodeStep::make_table() {
   if (shape_.page == 0) return;
   const std::int64_t pages = shape_.batch * capacity_ / shape_.page;
@@ -110,7 +110,7 @@ DecodeStep::Memory DecodeStep::fill_caches(const CacheInputs& inputs) {
           .kv_len = shape_.kv_len},
          shape_.options.threads, queue_.stream());
   }
-  wait();  // before the block goes
+  wait();  // before the block is freed
   return memory;
 }
 
@@ -118,7 +118,7 @@ void DecodeStep::make_args() {
   const Options& o = shape_.options;
   const Device device = world_.device();
   const std::int64_t rows = shape_.rows(), page = shape_.page;
-  // Element `first` of a buffer, as a dense tensor.
+  // Views a buffer from element `first` on as a dense tensor.
   const auto view = [device](const Buffer& buffer, DType dtype, std::int64_t first,
                              std::initializer_list<std::int64_t> extents) {
     auto* const data = static_cast<std::byte*>(buffer.data()) + first * size_of(dtype);
@@ -161,7 +161,7 @@ void DecodeStep::make_args() {
         .v_scale = append.v_scale};
     appends_.push_back(append);
     args_.push_back(args);
-    if (own_layer_) {  // its keys end where they do: new ones go behind them on every rank
+    if (own_layer_) {  // its keys end where they do, so that new ones go behind them on every rank
       args.kv_len = array<std::int32_t>(own_len_, device);
     }
     own_args_.push_back(args);

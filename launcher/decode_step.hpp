@@ -24,38 +24,38 @@ class DecodeStep {
   enum class Part {
     whole,
     append,  // the lengths and the appends
-    own,     // CUDA: as whole, over this rank's keys alone: nothing travels
-    read     // CUDA: the same, with nothing appended
+    own,     // on CUDA: as whole, over this rank's keys alone, so that nothing travels
+    read     // on CUDA: the same, with nothing appended
   };
 
-  /// Collective. `pulse` is called now and then while something takes long.
+  /// Makes the step. It is collective. `pulse` is called now and then while something takes long.
   DecodeStep(const Communicator& world, const DecodeShape& shape, std::function<void()> pulse);
 
   /// Queues a step. On the host it is done on return, and spent() says where the time went.
   void queue(Part part, Stream stream);
 
-  /// The work of queue(part), to be repeated.
+  /// Gives the work of queue(part), to be repeated.
   std::unique_ptr<Replays> repeat(Part part) {
     return queue_.repeat([this, part](Stream stream) { queue(part, stream); });
   }
   Stream stream() const { return queue_.stream(); }
   void wait() { layer_.wait(stream()); }
 
-  /// As after `done` steps, and outputs are NaN. Nothing may be queued.
+  /// Sets the lengths to those after `done` steps, and the outputs to NaN. Nothing may be queued.
   void restart(std::int64_t done);
 
-  /// Milliseconds of the appends, and of the attention over own keys, of each step since the last
-  /// call. Host only.
+  /// The milliseconds of the appends, and of the attention over own keys, of each step since the
+  /// last call. They are known on the host only.
   struct Spent {
     std::vector<double> append, attend;
   };
   Spent spent() { return std::exchange(spent_, {}); }
 
   /// Judges `samples` of the last step's outputs. Throws a SharedError where the lengths are not
-  /// those after `done` steps, an output is not finite, or ranks have other bits. Collective.
+  /// those after `done` steps, an output is not finite, or ranks have other bits. It is collective.
   Judgement check(std::int64_t done, int samples);
 
-  /// Of the outputs of all layers, when they were last checked.
+  /// The digest of the outputs of all layers, when they were last checked.
   std::uint64_t bits() const { return bits_; }
   const Attention& layer() const { return layer_; }
 
@@ -77,7 +77,7 @@ class DecodeStep {
   std::int64_t capacity_;
   Queue queue_;
   Attention layer_;
-  std::optional<Attention> own_layer_;  // CUDA and several ranks: for Part::own and read
+  std::optional<Attention> own_layer_;  // on CUDA with several ranks, for Part::own and read
   DecodeInputs inputs_;
   Memory k_, v_;
   Buffer table_, query_start_, kv_len_, own_len_, q_, out_, lse_;

@@ -31,7 +31,7 @@ double total(const Demand::Parts& parts) {
                          [](double sum, const auto& part) { return sum + part.second; });
 }
 
-/// "Name: 12 kB" or "name 12": the number behind a word that begins a line.
+/// Finds the number behind a word that begins a line, as in "Name: 12 kB" or "name 12".
 std::optional<double> entry(const fs::path& path, const std::string& name) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -51,7 +51,8 @@ std::optional<double> number_in(const fs::path& path) {
   return std::nullopt;
 }
 
-/// What a control group and those above it leave. Pages of files that are only cached can go.
+/// The bytes that a control group and those above it leave. Pages of files that are only cached can
+/// be taken.
 double left_of_groups(const fs::path& root, const std::string& group, const char* limit,
                       const char* used, const char* cached) {
   double left = kUnlimited;
@@ -85,7 +86,7 @@ double left_of_limit() {
   return left;
 }
 
-/// What this process may still take under ulimit -v, at most: of the addresses that it has
+/// The most that this process may still take under ulimit -v. Of the addresses that it has
 /// reserved, only those that hold something count, since the others can be had.
 double left_of_process() {
   rlimit limit{};
@@ -96,7 +97,7 @@ double left_of_process() {
                            resident * static_cast<double>(sysconf(_SC_PAGESIZE)));
 }
 
-/// Ranks with equal texts share their memory.
+/// A text that names this node. Ranks with equal texts share their memory.
 std::string node() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -107,7 +108,7 @@ std::string node() {
 
 std::string size_of_it(double bytes) { return fmt::format("{:.4g} GiB", bytes / kGiB); }
 
-/// The largest two parts, in words.
+/// Names the largest two parts.
 std::string mostly(const Demand::Parts& parts) {
   Demand::Parts sorted = parts;
   std::sort(sorted.begin(), sorted.end(),
@@ -122,7 +123,8 @@ std::string mostly(const Demand::Parts& parts) {
 constexpr const char* kAdvice =
     "Take fewer or shorter sequences, fewer query rows or fewer heads, or more nodes";
 
-/// The keys and values of one head in float64, and weights of some rows.
+/// The bytes that the oracle takes: the keys and values of one head in float64, and weights of some
+/// rows.
 double oracle(const Options& o, double kv_len, int threads) {
   const double columns = o.head_dim + o.of_values();
   return kv_len * 8.0 * (columns + 8.0 * std::max(1, threads));
@@ -201,7 +203,7 @@ void require_memory(const Communicator& world, const Demand& demand) {
   const double own = total(demand.host), limit = left_of_process();
   const double on_gpu = total(demand.device);
   const double gpu_free = gpu ? static_cast<double>(free_memory(Device::cuda)) : kUnlimited;
-  std::string failure;  // what this rank alone can tell
+  std::string failure;  // what this rank alone knows
   if (on_gpu > gpu_free)
     failure = fmt::format("this takes {} of the GPU's memory ({}), and {} are free",
                           size_of_it(on_gpu), mostly(demand.device), size_of_it(gpu_free));

@@ -1,5 +1,5 @@
-// One element of an array whose type is known at run time, as double. Loading is exact; storing
-// rounds as the library does (longspan/element.hpp).
+// Loads and stores one element of an array whose type is known at run time, as double. Loading is
+// exact; storing rounds as the library does (longspan/element.hpp).
 #pragma once
 
 #include <cstdint>

@@ -26,7 +26,7 @@ T one_of(Random& random, std::initializer_list<T> values) {
 
 struct Shape {
   DType dtype = fp32;
-  int heads = 4, kv_heads = 2, dim = 64, value_dim = 0;  // 0: dim
+  int heads = 4, kv_heads = 2, dim = 64, value_dim = 0;  // value_dim 0 stands for dim
   Lengths q_lens{9}, kv_lens{1300};
 };
 
@@ -57,7 +57,7 @@ std::vector<float> draw_sinks(const Problem& p, std::uint64_t seed) {
   return values;
 }
 
-/// The source with NaN in the rows that `spoiled` picks.
+/// Gives the source with NaN in the rows that `spoiled` picks.
 Source with_nan(Source source, std::function<bool(std::int64_t)> spoiled) {
   const auto read = source.read;
   const std::size_t size = size_of(source.dtype);
@@ -70,7 +70,7 @@ Source with_nan(Source source, std::function<bool(std::int64_t)> spoiled) {
   return source;
 }
 
-/// Uneven ranges, some of them empty.
+/// Draws uneven ranges, some of them empty.
 std::vector<std::int64_t> uneven(Random& random, std::int64_t length, int ranks) {
   std::vector<std::int64_t> table{0, length};
   for (int r = 1; r < ranks; ++r)
@@ -79,7 +79,7 @@ std::vector<std::int64_t> uneven(Random& random, std::int64_t length, int ranks)
   return table;
 }
 
-/// All positions, shuffled and dealt to ranks at random.
+/// Shuffles all positions and deals them to ranks at random.
 std::vector<std::vector<std::int64_t>> dealt(Random& random, std::int64_t length, int ranks) {
   std::vector<std::int64_t> all(length);
   std::iota(all.begin(), all.end(), std::int64_t{0});
@@ -108,7 +108,7 @@ Shape any_shape(Random& random, DType dtype, int longest) {
   shape.heads = heads;
   shape.kv_heads = kv_heads;
   shape.dim = one_of(random, {8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256});
-  if (below(random, 4) == 0) {  // values of another width, and wide heads
+  if (below(random, 4) == 0) {  // also draws values of another width, and wide heads
     const auto [dim, value_dim] = one_of<std::pair<int, int>>(
         random, {{192, 128}, {576, 512}, {512, 512}, {264, 264}, {128, 40}, {40, 136}, {8, 512}});
     shape.dim = dim;
@@ -166,7 +166,7 @@ Family masks(const Sweep& sweep) {
         family.problems.push_back(std::move(p));
       }
     }
-    // More rows than keys: the first rows stand before the sequence.
+    // There are more rows than keys: the first rows stand before the sequence.
     Problem p = make(sweep, {.dtype = dtype, .q_lens = {90}, .kv_lens = {50}}, 301);
     p.options.mask.causal = true;
     family.problems.push_back(std::move(p));
@@ -237,7 +237,7 @@ Family empties(const Sweep& sweep) {
       }
     }
     Problem p = make(sweep, {.dtype = dtype, .q_lens = {3}, .kv_lens = {0}}, 701);
-    p.sinks = draw_sinks(p, sweep.seed);  // a sink alone: out = 0, lse = sink
+    p.sinks = draw_sinks(p, sweep.seed);  // a sink is alone: out = 0, lse = sink
     family.problems.push_back(std::move(p));
     family.problems.push_back(make(sweep, {.dtype = dtype, .q_lens = {0}, .kv_lens = {10}}, 702));
     for (int full = 0; full < sweep.ranks; ++full) {
@@ -259,7 +259,7 @@ Family nans(const Sweep& sweep) {
       p.options.mask = {.causal = true, .window = 90};
       p.keys = rule(layout);
       p.q = with_nan(p.q, [](std::int64_t row) { return row == 5; });
-      const std::int64_t unseen = 700 - 12 - 90 + 1;  // keys before every window
+      const std::int64_t unseen = 700 - 12 - 90 + 1;  // keys that lie before every window
       const auto spoiled = [unseen](std::int64_t key) { return key < unseen; };
       p.k = with_nan(p.k, spoiled);
       p.v = with_nan(p.v, spoiled);
@@ -271,7 +271,7 @@ Family nans(const Sweep& sweep) {
 
 Family bits(const Sweep& sweep) {
   Family family{.problems = {}, .same_bits = true};
-  if (kVirtualRanks % sweep.ranks != 0) return family;  // exact, but not bitwise: see docs
+  if (kVirtualRanks % sweep.ranks != 0) return family;  // it is exact, but not bitwise (docs)
   Lengths lengths{1, 127, 4097, 5000};
   if (sweep.size == VerifyOptions::Size::full) lengths.push_back(131073);
   for (DType dtype : kDTypes) {
@@ -319,7 +319,7 @@ Family everything(const Sweep& sweep) {
   return family;
 }
 
-/// Sequences as a server has them: decode, drafts, a chunk of prefill, an idle one.
+/// Draws sequences as a server has them: decode, drafts, a chunk of prefill, an idle one.
 Shape serving_shape(DType dtype) {
   Shape shape;
   shape.dtype = dtype;
@@ -328,7 +328,7 @@ Shape serving_shape(DType dtype) {
   return shape;
 }
 
-constexpr std::int64_t kDeals[] = {1, 16, 64, kSegment};  // of an interleaved cache
+constexpr std::int64_t kDeals[] = {1, 16, 64, kSegment};  // blocks of an interleaved cache
 
 Family paged(const Sweep& sweep) {
   Family family;
@@ -362,7 +362,7 @@ void take_slopes(Problem& p, Alibi alibi) {
         std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(p.options.heads)));
 }
 
-/// A tree of drafts: each hangs on an earlier one, and sees nothing of other branches.
+/// Makes a tree of drafts: each hangs on an earlier one, and sees nothing of other branches.
 void take_drafts(Problem& p, std::uint64_t seed) {
   p.qq_width = *std::max_element(p.q_lens.begin(), p.q_lens.end());
   p.qq_bias = draw(seed, 5, p.qq_width * p.qq_width);
@@ -374,7 +374,7 @@ void take_drafts(Problem& p, std::uint64_t seed) {
   }
 }
 
-/// q, k and v as fp8, or whichever of them are asked for.
+/// Makes q, k and v fp8, or those of them that are asked for.
 void quantise(Problem& p, std::optional<DType> q, std::optional<DType> kv, bool per_head,
               std::uint64_t seed) {
   const int count = per_head ? p.options.kv_heads : 1;
@@ -446,7 +446,7 @@ Family fp8(const Sweep& sweep) {
   return family;
 }
 
-/// A sharded paged cache with everything that can be asked of it, drawn at random.
+/// Draws a sharded paged cache at random, with everything that can be asked of it.
 Family serving(const Sweep& sweep) {
   Family family;
   Random random(sweep.seed + 14);

@@ -1,4 +1,4 @@
-// What `longspan verify` tries: each family turns one part of the contract around in all its ways.
+// Lists what `longspan verify` tries: each family varies one part of the contract in all its ways.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Sweep {
   int threads = 0;
   bool gpu = false;
 
-  /// A count or length by the size of the sweep.
+  /// Picks a count or length by the size of the sweep.
   template <class T>
   T pick(T quick, T standard, T full) const {
     return size == VerifyOptions::Size::quick  ? quick

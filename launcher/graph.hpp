@@ -1,5 +1,5 @@
-// Work captured in a CUDA graph, replayed, and timed by events on its stream, so that what the host
-// does to launch kernels is not counted. Builds with CUDA only.
+// Captures work in a CUDA graph, replays it, and times it by events on its stream, so that what the
+// host does to launch kernels is not counted. It is in builds with CUDA only.
 //
 //     GpuStream stream;
 //     Graph graph(stream.get(), [&](Stream on) { layer.run(request, on); });
@@ -18,7 +18,7 @@
 
 namespace longspan::launcher {
 
-/// What is thrown does not stay the runtime's last error.
+/// Throws where a call failed. What is thrown does not stay the runtime's last error.
 inline void cuda_ok(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());
@@ -82,7 +82,7 @@ class Graph {
     count_ = count;
   }
 
-  /// Of each of the last replays; blocks until they are done.
+  /// The milliseconds of each of the last replays; blocks until they are done.
   std::vector<double> milliseconds() const {
     std::vector<double> times;
     if (count_ > 0) cuda_ok(cudaEventSynchronize(marks_[count_]), "replay of a graph");

@@ -1,4 +1,4 @@
-// Lengths that grow, and caches that are filled, on the GPU (growing.hpp says what).
+// Grows lengths, and fills caches, on the GPU (growing.hpp says how).
 #include "launcher/growing.hpp"
 
 #include <algorithm>
@@ -11,15 +11,15 @@ namespace {
 using kernels::cuda::launch_kernel;
 
 constexpr int kThreads = 128;
-constexpr std::int64_t kBlocks = 1 << 16;  // many for every GPU
+constexpr std::int64_t kBlocks = 1 << 16;  // which are many for every GPU
 
-/// A thread takes a sequence.
+/// Grows the lengths; a thread takes a sequence.
 __global__ void grow_kernel(const __grid_constant__ Lengths lengths) {
   const int b = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   if (b < lengths.batch) lengths.grow(b);
 }
 
-/// A block takes a row of the cache at a time, a thread eight bytes of it.
+/// Fills a cache; a block takes a row of it at a time, and a thread eight bytes of the row.
 __global__ void fill_kernel(const __grid_constant__ Filling f) {
   using Word = unsigned long long;
   const std::int64_t words = f.row_bytes / static_cast<std::int64_t>(sizeof(Word));

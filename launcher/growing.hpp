@@ -14,7 +14,7 @@ namespace longspan::launcher {
 /// The lengths of a batch.
 struct Lengths {
   std::int32_t* whole = nullptr;  // [batch] keys of each sequence, on all ranks
-  std::int32_t* own = nullptr;    // [batch] of them on this rank
+  std::int32_t* own = nullptr;    // [batch] keys of each sequence on this rank
   int batch = 1;
   int tokens = 1;  // that a step adds to each sequence
   Shard shard;
@@ -25,8 +25,9 @@ struct Lengths {
   }
 };
 
-/// Which row of a block of `rows` stands at a position. From one pass over the block to the next
-/// the rows shift by `twist`: with other twists for keys and values a pair does not come again.
+/// Tells which row of a block of `rows` stands at a position. From one pass over the block to the
+/// next the rows shift by `twist`: with other twists for keys and values a pair does not come
+/// again.
 struct Pattern {
   std::int64_t rows = 1;
   std::int64_t first = 0;  // tells caches apart
@@ -38,8 +39,8 @@ struct Pattern {
   }
 };
 
-/// The keys or the values of a cache: `kv_len` of each sequence from the pattern, and NaN (all bits
-/// set) in the room behind them.
+/// Fills the keys or the values of a cache: `kv_len` of each sequence from the pattern, and NaN
+/// (all bits set) in the room behind them.
 struct Filling {
   const std::byte* block = nullptr;  // [pattern.rows, row_bytes]
   Pattern pattern;
@@ -52,11 +53,11 @@ struct Filling {
   Shard shard;
   std::int64_t kv_len = 0;
 
-  /// Where local key i of sequence b lies, with slot = b capacity + i.
+  /// The row where local key i of sequence b lies, with slot = b capacity + i.
   LONGSPAN_HD std::int64_t target(std::int64_t slot) const {
     return table == nullptr ? slot : std::int64_t{table[slot / page]} * page + slot % page;
   }
-  /// Which row of the block belongs there; -1: none.
+  /// The row of the block that belongs there; -1 where none does.
   LONGSPAN_HD std::int64_t source(std::int64_t slot) const {
     const std::int64_t i = slot % capacity;
     if (i >= shard.local_len(kv_len)) return -1;
@@ -64,7 +65,7 @@ struct Filling {
   }
 };
 
-/// Everything a struct points to lies on the device. `threads` are the host's.
+/// Grow and fill. Everything a struct points to lies on the device. `threads` are the host's.
 void grow(Device device, const Lengths& lengths, Stream stream);
 void fill(Device device, const Filling& filling, int threads, Stream stream);
 

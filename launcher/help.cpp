@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::size_t kWidth = 80, kColumn = 30;
 
-/// `left`, and `right` wrapped beside it; below it where `left` is too long.
+/// Writes `left`, and `right` wrapped beside it, or below it where `left` is too long.
 std::string two_columns(const std::string& left, const std::string& right) {
   std::string text, line = "  " + left;
   if (line.size() + 2 > kColumn) {
@@ -16,7 +16,7 @@ std::string two_columns(const std::string& left, const std::string& right) {
   }
   line.resize(kColumn, ' ');
   std::istringstream words(right);
-  bool first = true;  // of its line
+  bool first = true;  // whether the word is the first of its line
   for (std::string word; words >> word; first = false) {
     if (!first && line.size() + 1 + word.size() > kWidth) {
       text += line + "\n";

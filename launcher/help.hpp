@@ -1,4 +1,4 @@
-// How the command's help looks: two columns, and no line longer than a terminal of 80 columns.
+// Lays out the command's help in two columns, with no line longer than a terminal of 80 columns.
 #pragma once
 
 #include <CLI/CLI.hpp>

@@ -64,7 +64,7 @@ std::string environment_text(bool json) {
           {{"name", v.name}, {"value", v.value}, {"standard", v.standard}, {"meaning", v.meaning}});
     return all.dump(2) + "\n";
   }
-  std::size_t names = 0, values = 0, standards = 0;  // widths of the columns
+  std::size_t names = 0, values = 0, standards = 0;  // the widths of the columns
   std::vector<EnvironmentVariable> rows{{"variable", "value", "standard", "meaning"}};
   for (const EnvironmentVariable& v : environment()) rows.push_back(v);
   for (EnvironmentVariable& v : rows) {

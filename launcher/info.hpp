@@ -1,5 +1,5 @@
-// `longspan info [--features]`, `longspan env` and `longspan run --list-strategies`, as text for
-// rank 0 to print.
+// Writes `longspan info [--features]`, `longspan env` and `longspan run --list-strategies` as text
+// for rank 0 to print.
 #pragma once
 
 #include <string>

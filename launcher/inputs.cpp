@@ -22,7 +22,7 @@ Source generated(std::uint64_t seed, std::uint32_t tensor, DType dtype, std::int
       {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)}};
   const std::int64_t row_size = source.row_size();
   source.read = [=](std::int64_t row, std::int64_t first, std::int64_t count, void* to) {
-    constexpr float kUnit = 1.7320508f / 2147483648.0f;  // of a 32-bit signed word
+    constexpr float kUnit = 1.7320508f / 2147483648.0f;  // the unit of a 32-bit signed word
     r123::Philox4x32 philox;
     const std::int64_t start = (row * row_size + first) / 4;
     for (std::int64_t i = 0; i < count / 4; ++i) {
@@ -89,7 +89,7 @@ void parallel_for(std::int64_t count, int threads, const std::function<void(std:
   int started = 1;
   try {
     for (; started < threads; ++started) others.emplace_back(work, started);
-  } catch (const std::system_error&) {  // no memory or no right to more threads: this one does it
+  } catch (const std::system_error&) {  // without memory or right to more threads, this one does it
   }
   work(0);
   for (int t = started; t < threads; ++t) work(t);

@@ -1,5 +1,5 @@
-// Where the rows of a tensor come from: a file, or a seed. Any rank can read any part of a tensor,
-// so it reads its own shard to compute and whatever rows it checks, and nothing travels.
+// Finds the rows of a tensor in a file, or makes them from a seed. Any rank can read any part of a
+// tensor, so it reads its own shard to compute and whatever rows it checks, and nothing travels.
 #pragma once
 
 #include <cstdint>
@@ -29,20 +29,20 @@ struct Source {
   std::size_t row_bytes() const { return static_cast<std::size_t>(row_size()) * size_of(dtype); }
 };
 
-/// Values uniform in [-sqrt 3, sqrt 3): mean 0, variance 1. Element i of tensor t is a word of
-/// Philox4x32-10 with the seed as key and (i / 4, t) as counter: a function of the seed and the
-/// global index alone, the same for every number of ranks and on every machine.
+/// Draws values uniform in [-sqrt 3, sqrt 3): mean 0, variance 1. Element i of tensor t is a word
+/// of Philox4x32-10 with the seed as key and (i / 4, t) as counter. It is a function of the seed
+/// and the global index alone, the same for every number of ranks and on every machine.
 Source generated(std::uint64_t seed, std::uint32_t tensor, DType dtype, std::int64_t rows,
                  int heads, int dim);
 
-/// The source as fp8 stores it: x / scale, rounded. `scale` [1], or one for each of so many equal
-/// groups of its heads.
+/// Gives the source as fp8 stores it: x / scale, rounded. `scale` is [1], or one for each of so
+/// many equal groups of its heads.
 Source quantised(Source source, DType to, const std::vector<float>& scale);
 
-/// The tensor in a file; throws InputError where it is not [rows, heads, dim].
+/// Reads the tensor in a file; throws InputError where it is not [rows, heads, dim].
 Source from_file(const NpyFile& file, const std::string& label);
 
-/// f(i) for i in [0, count), on up to `threads` threads, each with one range of i.
+/// Calls f(i) for i in [0, count), on up to `threads` threads, each with one range of i.
 void parallel_for(std::int64_t count, int threads, const std::function<void(std::int64_t)>& f);
 
 }  // namespace longspan::launcher

@@ -19,7 +19,7 @@ namespace {
 
 constexpr double kNormBound = 2e-6;
 constexpr double kFp8LseBound = 0x1p-8;
-constexpr double kScoreUnit = 0x1p-23, kFp8ScoreUnit = 0x1p-13;  // rounding_of's
+constexpr double kScoreUnit = 0x1p-23, kFp8ScoreUnit = 0x1p-13;  // units of rounding_of
 
 /// |a - b|, where two NaNs or two equal infinities agree and one alone is infinitely wrong.
 double distance(double a, double b) {
@@ -28,7 +28,7 @@ double distance(double a, double b) {
   return std::isnan(d) ? std::numeric_limits<double>::infinity() : d;
 }
 
-/// What one rank found: errors are kept, because the bound is known only when all have finished.
+/// What one rank found. Errors are kept, because the bound is known only when all have finished.
 struct Findings {
   std::vector<Farthest> errors;  // of elements of out, with the bounds of their rows
   double error2 = 0, exact2 = 0, bound2 = 0, exact_max = 0, plain = 0, lse = 0;
@@ -48,12 +48,12 @@ struct Findings {
   }
 };
 
-/// What a stored element of a kv head is multiplied by.
+/// The factor by which a stored element of a kv head is multiplied.
 double factor_of(const std::vector<float>& scale, int kv_head) {
   return scale.empty() ? 1.0 : scale[scale.size() == 1 ? 0 : kv_head];
 }
 
-/// Keys or values of one kv head of one sequence, in order of position.
+/// Reads the keys or values of one kv head of one sequence, in order of position.
 RowMajor whole_head(const Source& source, const std::vector<float>& scale, std::int64_t first,
                     std::int64_t count, int head, int threads) {
   const double factor = factor_of(scale, head);
@@ -66,7 +66,8 @@ RowMajor whole_head(const Source& source, const std::vector<float>& scale, std::
   return matrix;
 }
 
-/// Row t of sequence b, row i of the answer, one head: the answer against the oracle.
+/// Compares the answer with the oracle for row t of sequence b, which is row i of the answer, and
+/// one head.
 Findings compare(const Problem& problem, const Answer& answer, std::size_t i, int b, std::int64_t t,
                  int head, const RowMajor& keys, const RowMajor& values) {
   const Options& o = problem.options;
@@ -113,7 +114,7 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
   return f;
 }
 
-/// This rank's part of the (kv head, row) pairs.
+/// Examines this rank's part of the (kv head, row) pairs.
 Findings examine(const Communicator& world, const Problem& problem, const Answer& answer) {
   const Options& o = problem.options;
   const auto rows = static_cast<std::int64_t>(answer.rows.size());
@@ -126,7 +127,7 @@ Findings examine(const Communicator& world, const Problem& problem, const Answer
 
   Findings found;
   for (std::int64_t at = begin; at < end;) {
-    // A stretch of pairs with one kv head and one sequence: its keys are read once.
+    // A stretch of pairs has one kv head and one sequence, so its keys are read once.
     const auto kv_head = static_cast<int>(at / rows);
     int b = 0;
     while (answer.rows[at % rows] >= query_start[b + 1]) ++b;
@@ -169,7 +170,7 @@ std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count
       {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)}};
   constexpr std::uint32_t kStream = 0xffffffff;  // apart from every tensor's
   for (std::uint32_t i = 0; static_cast<std::int64_t>(rows.size()) < count; ++i) {
-    // Even strata, one draw in each; full ones are filled from the front.
+    // There are even strata, with one draw in each; full ones are filled from the front.
     std::int64_t row = 0;
     if (i < count) {
       const std::int64_t low = tokens * i / count, high = tokens * (i + 1) / count;
@@ -242,7 +243,7 @@ Judgement judge(const Communicator& world, const Problem& problem, const Answer&
 }
 
 void Farthest::add(const Farthest& other) {
-  // error / bound by cross products: a bound may be 0, and an error infinite.
+  // Compares error / bound by cross products: a bound may be 0, and an error infinite.
   const double mine = error * other.bound, theirs = other.error * bound;
   if (theirs > mine || (theirs == mine && other.error > error) || !std::isfinite(other.error))
     *this = other;

@@ -1,5 +1,5 @@
-// How good an answer is: sampled rows against the float64 oracle. The ranks share the work by
-// (kv head, row), and every rank gets the same judgement. An error is right up to the largest of
+// Judges how good an answer is: sampled rows against the float64 oracle. The ranks share the work
+// by (kv head, row), and every rank gets the same judgement. An error is right up to the largest of
 //
 //     any dtype   what rounding in fp32 may do to this row with these scores (rounding.hpp): it is
 //                 large only where large scores, of which none has all the weight, amplify it
@@ -7,7 +7,8 @@
 //     fp32        the same, or 2e-6 * the largest |exact| of the rows
 //     lse         2e-6 * max(1, |exact|)
 //
-// and in fp32 |out - exact| by norm up to the larger of 2e-6 |exact| and the norm of the first.
+// and in fp32 |out - exact| by norm is right up to the larger of 2e-6 |exact| and the norm of the
+// first.
 //
 // With fp8_products plain attention rounds its probabilities to e4m3, and the bound of an lse is
 // 2^-8 max(1, |exact|): the tensor cores keep some 14 bits of a sum of products of e4m3, so a score
@@ -24,17 +25,17 @@
 
 namespace longspan::launcher {
 
-/// What is farthest beyond its bound, or nearest to it: the largest error / bound.
+/// The error that is farthest beyond its bound, or nearest to it: the largest error / bound.
 struct Farthest {
   double error = 0, bound = 0;
   void add(const Farthest& other);
 };
 
 struct Judgement {
-  std::int64_t rows = 0;      // compared, each with all its heads
+  std::int64_t rows = 0;      // rows compared, each with all its heads
   double max_error = 0;       // of an element of out
   double relative_error = 0;  // |out - exact| / |exact|, over all compared elements
-  double relative_bound = 0;  // of it; 0: there is none
+  double relative_bound = 0;  // of relative_error; 0 where there is none
   double plain_error = 0;     // max_error of plain attention in the same dtype
   double lse_error = 0;       // largest error of an lse
   double bound = 0;           // of an element's error, where scores amplify nothing
@@ -44,19 +45,19 @@ struct Judgement {
   bool right = true;
 };
 
-/// Up to `count` of the problem's rows (-1: all), ascending: the first and last of each sequence
-/// while there is room, the others spread by the seed.
+/// Samples up to `count` of the problem's rows (-1: all), ascending: the first and last of each
+/// sequence while there is room, the others spread by the seed.
 std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count,
                                       std::uint64_t seed);
 
-/// Collective.
+/// Judges an answer. It is collective.
 Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
                 const std::vector<std::int64_t>& rows);
 
 /// The worse of two judgements of other rows.
 Judgement worse(const Judgement& a, const Judgement& b);
 
-/// What is wrong, in figures.
+/// Says in figures what is wrong.
 std::string complaint(const Judgement& judgement);
 
 }  // namespace longspan::launcher

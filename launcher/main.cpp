@@ -1,8 +1,9 @@
-// The longspan command: parse, meet the other ranks, agree, do, and end with the error's number.
+// The longspan command: it parses, meets the other ranks, agrees, works, and ends with the error's
+// number.
 //
-// Two ways to end. In good order, when every rank knows the outcome: rank 0 speaks and MPI is
-// finalised. At once, when only this rank knows: it says why, tells the others, and leaves without
-// finalising, so that no dead or stopped rank is waited for.
+// It has two ways to end. It ends in good order when every rank knows the outcome: rank 0 speaks
+// and MPI is finalised. It ends at once when only this rank knows: it says why, tells the others,
+// and leaves without finalising, so that no dead or stopped rank is waited for.
 #include <fmt/format.h>
 #include <sys/time.h>
 
@@ -28,7 +29,7 @@
 namespace longspan::launcher {
 namespace {
 
-/// The same command line on every rank, or a SharedError.
+/// Checks that the command line is the same on every rank; throws a SharedError otherwise.
 void settle(const Communicator& world, const CommandLine& line) {
   together(world, "reading of the command line", [&] {
     if (!line.error.empty()) throw UsageError(line.error);
@@ -66,15 +67,15 @@ int perform(const Communicator& world, const CommandLine& line) {
   return 0;
 }
 
-/// Ends without waiting for anybody; what was being written goes with it. Only what a signal
-/// handler may call.
+/// Ends without waiting for any other rank; what was being written goes with it. It does only what
+/// a signal handler may do.
 [[noreturn]] void leave_at_once(int status) {
   remove_unfinished();
   std::_Exit(status);
 }
 
 /// Ends the process if the orderly end (MPI_Finalize waits for every rank) outlasts the deadline.
-/// By a signal: a thread for it may not start where memory is short.
+/// It does so by a signal, as a thread for it may not start where memory is short.
 void limit_the_end(std::chrono::milliseconds deadline) {
   std::fflush(nullptr);
   std::signal(SIGALRM, [](int) { std::_Exit(static_cast<int>(ErrorKind::timeout)); });
@@ -84,10 +85,10 @@ void limit_the_end(std::chrono::milliseconds deadline) {
   setitimer(ITIMER_REAL, &limit, nullptr);
 }
 
-/// A file that is being written goes when a signal ends the process.
+/// Removes a file that is being written when a signal ends the process.
 void clean_up_on_signals() {
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
-    if (std::signal(number, SIG_IGN) == SIG_IGN) continue;  // as nohup wants it
+    if (std::signal(number, SIG_IGN) == SIG_IGN) continue;  // stays ignored, as nohup wants it
     std::signal(number, [](int received) {
       remove_unfinished();
       std::signal(received, SIG_DFL);
@@ -96,7 +97,7 @@ void clean_up_on_signals() {
   }
 }
 
-/// For what only this rank knows.
+/// Ends for what only this rank knows.
 [[noreturn]] void fail(const Communicator* world, ErrorKind kind, const char* what) {
   std::fflush(stdout);
   complain(

@@ -1,4 +1,4 @@
-// Device memory with contents, for hosts that have them or can write them.
+// Makes device memory with contents, for hosts that have them or can write them.
 #pragma once
 
 #include <cstring>
@@ -16,7 +16,7 @@ Buffer on_device(Device device, const std::vector<T>& values) {
   return buffer;
 }
 
-/// All of a buffer as an array of T; no array where it is empty.
+/// Views all of a buffer as an array of T; gives no array where it is empty.
 template <class T>
 Tensor array(const Buffer& buffer, Device device) {
   if (buffer.bytes() == 0) return {};
@@ -25,7 +25,7 @@ Tensor array(const Buffer& buffer, Device device) {
           device};
 }
 
-/// Device memory that `fill` writes as if it were host memory.
+/// Makes device memory that `fill` writes as if it were host memory.
 template <class Fill>
 Buffer filled(Device device, std::size_t bytes, const Fill& fill) {
   Buffer buffer(device, bytes);
@@ -39,7 +39,7 @@ Buffer filled(Device device, std::size_t bytes, const Fill& fill) {
   return buffer;
 }
 
-/// All bits set: a NaN in every dtype.
+/// Makes device memory with all bits set: a NaN in every dtype.
 inline Buffer poisoned(Device device, std::size_t bytes) {
   return filled(device, bytes, [&](std::byte* to) {
     if (bytes > 0) std::memset(to, 0xff, bytes);

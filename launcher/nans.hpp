@@ -1,7 +1,7 @@
-// What a GPU's arithmetic gives wherever the result is NaN is one NaN. That of x86 hands on the
-// sign and the payload of an operand, of the one that the compiler happens to name first: where
-// GPUs are simulated, ranks that did the same have other bits there, and all NaN are made one
-// before bits are compared.
+// Makes all NaN one before bits are compared, where GPUs are simulated. A GPU's arithmetic gives
+// one NaN wherever the result is NaN. That of x86 hands on the sign and the payload of an operand,
+// of the one that the compiler happens to name first, so ranks that did the same have other bits
+// there.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ void unite_nans(std::vector<std::byte>& elements, Word infinity) {
   }
 }
 
-/// Nothing in a build for real GPUs: whoever compares compares every bit there.
+/// Makes all NaN one. It does nothing in a build for real GPUs, where every bit is compared.
 inline void unite_nans([[maybe_unused]] std::vector<std::byte>& elements,
                        [[maybe_unused]] DType dtype) {
 #if defined(LONGSPAN_SIMULATED)
@@ -35,7 +35,7 @@ inline void unite_nans([[maybe_unused]] std::vector<std::byte>& elements,
       return unite_nans<std::uint16_t>(elements, 0x7c00);
     case DType::e5m2:
       return unite_nans<std::uint8_t>(elements, 0x7c);
-    case DType::e4m3:  // has no infinity
+    case DType::e4m3:  // it has no infinity
       return unite_nans<std::uint8_t>(elements, 0x7e);
     case DType::int32:
     case DType::int64:

@@ -27,7 +27,7 @@ template <class... Args>
   throw InputError(fmt::format("{}: {}", path, fmt::format(format, std::forward<Args>(args)...)));
 }
 
-/// The text after `'key':` in a header such as {'descr': '<f4', 'fortran_order': False, ...}.
+/// Gives the text after `'key':` in a header such as {'descr': '<f4', 'fortran_order': False, ...}.
 std::string_view value_of(std::string_view header, std::string_view key, const std::string& path) {
   const std::size_t at = header.find(fmt::format("'{}'", key));
   const std::size_t colon = at == header.npos ? at : header.find(':', at);
@@ -37,7 +37,7 @@ std::string_view value_of(std::string_view header, std::string_view key, const s
   return header;
 }
 
-/// The numbers of a tuple such as (40, 2, 16), (3,) or ().
+/// Reads the numbers of a tuple such as (40, 2, 16), (3,) or ().
 std::vector<std::int64_t> read_shape(std::string_view text, const std::string& path) {
   std::vector<std::int64_t> shape;
   const auto skip = [&text](char wanted) {
@@ -58,7 +58,7 @@ std::vector<std::int64_t> read_shape(std::string_view text, const std::string& p
   return shape;
 }
 
-/// False where the header says False; True, and all else that stands there, is refused.
+/// Accepts a header that says False; refuses True, and all else that stands there.
 void refuse_fortran_order(std::string_view text, const std::string& path) {
   const std::string_view word = text.substr(0, text.find_first_of(" ,}\n"));
   if (word == "True") refuse(path, "is in Fortran order; save it with numpy.ascontiguousarray");
@@ -93,8 +93,8 @@ DType read_dtype(std::string_view text, const std::string& asked, const std::str
   return found;
 }
 
-/// A regular file, open for reading. Nothing else: a pipe would be waited for, and cannot be read
-/// from the middle.
+/// Opens a regular file for reading, and nothing else: a pipe would be waited for, and cannot be
+/// read from the middle.
 int open_file(const std::string& path, std::size_t& bytes) {
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (descriptor < 0) refuse(path, "cannot be opened: {}", std::strerror(errno));
@@ -129,7 +129,8 @@ NpyFile::NpyFile(const std::string& path, const std::string& dtype) : path_(path
   const int version = preamble.size() > 6 ? preamble[6] : 0;
   if (version < 1 || version > 3) refuse(path, "is .npy format {}; 1 to 3 are read", version);
 
-  // magic, two bytes of version, the header's length in 2 bytes (format 1) or 4, the header
+  // The file begins with magic, two bytes of version, the header's length in 2 bytes (format 1) or
+  // 4, and the header.
   const std::size_t start = version == 1 ? 10 : 12;
   if (bytes < start) refuse(path, "is truncated: it ends inside its header");
   std::size_t length = 0;

@@ -1,6 +1,6 @@
-// NumPy's .npy files. A rank reads only the rows of its own shard, by read calls and not through a
-// memory map, in which a file that somebody truncates would kill the process. Format 1 to 3;
-// numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+// Reads and writes NumPy's .npy files. A rank reads only the rows of its own shard, by read calls
+// and not through a memory map, in which a file that somebody truncates would kill the process.
+// Formats 1 to 3 are read; numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,11 @@
 
 namespace longspan::launcher {
 
-/// An array in a file, dense and row-major. Throws InputError, naming the file, for anything else.
+/// An array in a file, dense and row-major. Throws InputError, which names the file, for anything
+/// else.
 class NpyFile {
  public:
-  /// `dtype`: "fp32", "fp16" or "bf16" if the file must hold that, or empty. bf16 has no name in
+  /// `dtype` is "fp32", "fp16" or "bf16" if the file must hold that, or empty. bf16 has no name in
   /// NumPy: it is stored as two bytes without meaning, 'V2', and must be asked for.
   NpyFile(const std::string& path, const std::string& dtype);
 
@@ -42,7 +43,7 @@ class NpyFile {
   std::size_t data_ = 0;                    // where the array begins in the file
 };
 
-/// The header of a .npy file, padded so that the data starts at a multiple of 64 bytes.
+/// Makes the header of a .npy file, padded so that the data starts at a multiple of 64 bytes.
 std::string npy_header(DType dtype, std::span<const std::int64_t> shape);
 
 }  // namespace longspan::launcher

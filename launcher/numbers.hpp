@@ -1,5 +1,5 @@
-// What an option may be given, read strictly: the whole text, in decimal, and nothing that is not a
-// number. CLI11 alone takes nan and inf for numbers, 010 for 8, and -1 for the largest seed.
+// Reads what an option may be given, strictly: the whole text, in decimal, and nothing that is not
+// a number. CLI11 alone takes nan and inf for numbers, 010 for 8, and -1 for the largest seed.
 #pragma once
 
 #include <fmt/format.h>
@@ -14,13 +14,14 @@
 
 namespace longspan::launcher {
 
-/// What was given, short enough for one line.
+/// Quotes what was given, short enough for one line.
 inline std::string in_quotes(const std::string& text) {
   constexpr std::size_t kMost = 60;
   return text.size() <= kMost ? '"' + text + '"' : '"' + text.substr(0, kMost) + "...\"";
 }
 
-/// The whole of `text` as a number; false where it is none, or none that a T can hold.
+/// Reads the whole of `text` as a number; returns false where it is none, or none that a T can
+/// hold.
 template <class T>
 bool read_number(std::string_view text, T& value) {
   const char* const end = text.data() + text.size();
@@ -28,7 +29,7 @@ bool read_number(std::string_view text, T& value) {
   return error == std::errc() && stop == end;
 }
 
-/// A whole number. It is handed on without leading zeros, which CLI11 takes for base 8.
+/// Takes a whole number. It is handed on without leading zeros, which CLI11 takes for base 8.
 template <class T>
 CLI::Validator whole(T least, T most) {
   return CLI::Validator(
@@ -43,7 +44,7 @@ CLI::Validator whole(T least, T most) {
       "");
 }
 
-/// A finite number from `least` to `most`.
+/// Takes a finite number from `least` to `most`.
 inline CLI::Validator finite(double least, double most) {
   return CLI::Validator(
       [=](std::string& text) -> std::string {
@@ -54,7 +55,8 @@ inline CLI::Validator finite(double least, double most) {
       "");
 }
 
-/// What an fp32 can hold: not so large that it becomes infinite, nor so small that it becomes 0.
+/// Takes what an fp32 can hold: not so large that it becomes infinite, nor so small that it becomes
+/// 0.
 inline CLI::Validator single_precision(bool positive) {
   return CLI::Validator(
       [=](std::string& text) -> std::string {
@@ -66,7 +68,7 @@ inline CLI::Validator single_precision(bool positive) {
       "");
 }
 
-/// The name of a file. An empty one comes from a shell variable that is not set.
+/// Takes the name of a file. An empty one comes from a shell variable that is not set.
 inline CLI::Validator file_name() {
   return CLI::Validator(
       [](std::string& text) -> std::string {

@@ -67,8 +67,8 @@ constexpr const char* kDecodeFooter = R"(Examples
   mpirun -np 2 longspan bench decode --kv 8192 16384 --batch 2
       two lengths, two sequences)";
 
-/// What --backend takes. Who runs the command on simulated GPUs works on longspan itself: the help
-/// does not name them.
+/// Takes what --backend may be. Only those who work on longspan itself run the command on simulated
+/// GPUs, so the help does not name them.
 CLI::Validator backend_name() {
   return CLI::Validator(
       [](std::string& text) -> std::string {
@@ -314,12 +314,12 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
       ->group(measure);
 }
 
-/// The help shows what to type and what holds otherwise, not CLI11's types and relations.
+/// Makes the help show what to type and what holds otherwise, not CLI11's types and relations.
 void simplify_help(CLI::App& app) {
   for (CLI::Option* option : app.get_options()) {
     const std::string type = option->get_type_name();
     const std::string kind = type.substr(0, type.find(':'));
-    if (kind.empty()) continue;  // a flag
+    if (kind.empty()) continue;  // it is a flag
     const std::string standard = option->get_default_str();
     option->option_text((kind == "INT" || kind == "UINT" ? "N"
                          : kind == "FLOAT"               ? "X"
@@ -329,7 +329,7 @@ void simplify_help(CLI::App& app) {
   }
 }
 
-/// The parts of --shard; false where it is none of `allowed`.
+/// Reads the parts of --shard; returns false where it is none of `allowed`.
 bool read_shard(const std::string& shard, std::initializer_list<Layout> allowed, Layout& layout,
                 std::int64_t& block) {
   const std::string rule = shard.substr(0, shard.find(':'));
@@ -372,7 +372,7 @@ void read_check(RunOptions& o, const std::string& check) {
   }
 }
 
-/// CLI11 would take the next argument for the value of `--out=`.
+/// Refuses `--out=`, for whose value CLI11 would take the next argument.
 void refuse_empty_values(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];

@@ -1,4 +1,4 @@
-// The command line as data. Parsing prints nothing and exits nowhere: under mpirun every rank
+// The command line as data. Parsing prints nothing and does not exit: under mpirun every rank
 // parses, and what to say (once) is decided when the ranks know each other.
 #pragma once
 
@@ -15,9 +15,9 @@
 
 namespace longspan::launcher {
 
-/// Options of every command that computes.
+/// The options of every command that computes.
 struct WorldOptions {
-  std::string backend = "auto";  // auto, host, cuda; simulated: cuda, in a build that simulates
+  std::string backend = "auto";  // auto, host or cuda; a build that simulates: simulated, for cuda
   Exchange exchange = Exchange::automatic;  // of every layer
   double deadline_s = 0;                    // 0: LONGSPAN_DEADLINE_S, or else 60
   int threads = 0;                          // 0: this rank's share of the cores
@@ -29,7 +29,7 @@ struct WorldOptions {
 };
 
 struct RunOptions {
-  // Inputs from files, or (when q is empty) made from a seed.
+  // Inputs come from files, or (when q is empty) are made from a seed.
   std::string q, k, v, sinks;
   std::int64_t kv = 16384;    // keys of each sequence
   std::int64_t tokens = 256;  // query rows of each sequence
@@ -40,16 +40,16 @@ struct RunOptions {
   int dim = 64;
   int value_dim = 0;      // 0: dim
   std::string dtype;      // empty: what the files hold; fp32 without files
-  std::string qkv_dtype;  // fp8: as what q, k and v are stored, with scales of 1; empty: dtype
+  std::string qkv_dtype;  // the fp8 type of stored q, k and v, with scales of 1; empty: dtype
 
-  // The attention.
+  // These describe the attention.
   Mask mask;
   std::optional<float> scale;
   float softcap = 0;
-  std::string alibi;  // context, query; empty: none
+  std::string alibi;  // context or query; empty: none
   bool fp8_products = false;
 
-  // How it is spread.
+  // These say how it is spread.
   std::string shard = "contiguous";  // as given
   Layout layout = Layout::contiguous;
   std::int64_t block = kSegment;
@@ -57,11 +57,11 @@ struct RunOptions {
   bool invariant = false;
   std::string strategy = "auto";
 
-  // Measuring and checking.
+  // These are for measuring and checking.
   int iterations = 5;
   int warmup = 1;
-  std::int64_t check = 16;    // rows compared with float64; -1: all
-  bool write_anyway = false;  // outputs that the check finds wrong, too
+  std::int64_t check = 16;    // rows that are compared with float64; -1: all
+  bool write_anyway = false;  // write outputs that the check finds wrong, too
   bool digest = false;
 
   std::string out, lse, json;
@@ -71,13 +71,14 @@ struct VerifyOptions {
   enum class Size { quick, standard, full } size = Size::standard;
 };
 
-/// `longspan bench decode`. Some sizes are smaller on processors unless they are given.
+/// The options of `longspan bench decode`. Some sizes are smaller on processors unless they are
+/// given.
 struct DecodeOptions {
-  std::vector<std::int64_t> kv;  // of each sequence before the first step: a row of the table for
-                                 // each; empty: 131072 on GPUs, 16384 on processors
+  std::vector<std::int64_t> kv;  // keys of each sequence before the first step, with a row of the
+                                 // table for each; empty: 131072 on GPUs, 16384 on processors
   bool weak = false;             // kv is for each rank
   int batch = 1;
-  int tokens = 1;  // new ones of each sequence in a step
+  int tokens = 1;  // new tokens of each sequence in a step
   int heads = 64;
   int kv_heads = 8;
   int dim = 128;

@@ -1,5 +1,5 @@
-// The judge: attention of one query row in float64, with the softmax materialised. Naive on
-// purpose; it shares no code with the kernels but the meaning of a mask.
+// The oracle: attention of one query row in float64, with the softmax materialised. It is naive on
+// purpose, and shares no code with the kernels but the meaning of a mask.
 //
 //     s_j = score(q . k_j) + bias_j for visible j,  p = exp(s - max s),  out = sum p_j v_j / sum p
 #pragma once
@@ -18,13 +18,13 @@ using RowMajor = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::Ro
 
 struct Exact {
   Eigen::VectorXd out;  // [dim]
-  double lse;           // natural log, the sink included; -inf when nothing is visible
+  double lse;           // natural log, with the sink; -inf when nothing is visible
 };
 
-/// keys, values [kv_len, dim]: the whole sequence of one kv head, in order of position; they may be
-/// blocks of a larger matrix. A sink takes part in the sum and adds no value. `bias` [kv_len]
-/// (ALiBi, qq_bias; natural units) is added to the scores; -inf hides its key: neither its score
-/// nor its value counts, whatever they hold.
+/// Attends one row. keys and values are [kv_len, dim]: the whole sequence of one kv head, in order
+/// of position; they may be blocks of a larger matrix. A sink takes part in the sum and adds no
+/// value. `bias` [kv_len] (ALiBi, qq_bias; natural units) is added to the scores; -inf hides its
+/// key: neither its score nor its value counts, whatever they hold.
 inline Exact attend_exactly(const Eigen::VectorXd& q, const Eigen::Ref<const RowMajor>& keys,
                             const Eigen::Ref<const RowMajor>& values, Interval visible,
                             double scale, double softcap = 0,

@@ -25,7 +25,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Names of unfinished files, where a signal handler finds them: it may neither allocate nor lock.
+/// The name of an unfinished file, where a signal handler finds it, which may neither allocate nor
+/// lock.
 struct Unfinished {
   std::atomic<bool> used{false}, ready{false};
   std::array<char, PATH_MAX> path{};
@@ -50,7 +51,8 @@ void forget(const std::string& path) {
   }
 }
 
-/// Where the links of `path` end: a file, or a name that nothing has yet. Empty where they do not.
+/// Gives where the links of `path` end: a file, or a name that nothing has yet. Empty where they do
+/// not end.
 fs::path without_links(fs::path path) {
   constexpr int kMostLinks = 40;
   std::error_code error;
@@ -68,7 +70,7 @@ fs::path without_links(fs::path path) {
   return {};
 }
 
-/// The descriptor of this process that a path such as /proc/self/fd/1 names.
+/// Gives the descriptor of this process that a path such as /proc/self/fd/1 names.
 std::optional<int> own_descriptor(const fs::path& path) {
   std::error_code error;
   if (path.parent_path() != fs::canonical("/proc/self/fd", error)) return std::nullopt;
@@ -109,7 +111,7 @@ OutputFile::OutputFile(std::string path, bool unnamed) : path_(std::move(path)),
     open_stream();
     return;
   }
-  open();  // Made and removed at once: a rank that is killed later leaves nothing behind.
+  open();  // made and removed at once, so that a rank that is killed later leaves nothing behind
   close();
 }
 
@@ -149,7 +151,7 @@ void OutputFile::look_at_target() {
   if (::access(target_.c_str(), W_OK) != 0) fail_with_errno();
 }
 
-/// A pipe can be opened when somebody reads it, who may come a little later.
+/// Opens a stream. A pipe can be opened when somebody reads it, who may come a little later.
 void OutputFile::open_stream() {
   using std::chrono::milliseconds;
   if (stream_ >= 0) {
@@ -214,11 +216,11 @@ void OutputFile::commit() {
     if (::close(std::exchange(descriptor_, -1)) != 0) fail_with_errno();
     return;
   }
-  if (descriptor_ < 0) open();  // an empty file
+  if (descriptor_ < 0) open();  // nothing was written, so the file is empty
   bool done = true;
   if (exists_) {
-    // The owner first, for a change of it may take bits of the mode away. Only root can give a file
-    // to somebody else; for others the mode is what counts.
+    // The owner comes first, as a change of it may take bits of the mode away. Only root can give a
+    // file to somebody else; for others the mode is what counts.
     if (::fchown(descriptor_, owner_, group_) != 0) errno = 0;
     done = ::fchmod(descriptor_, mode_) == 0;
   }

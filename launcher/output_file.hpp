@@ -1,6 +1,6 @@
-// A file that appears whole or not at all: written where it has no name (or, on file systems that
-// want one, under another name beside the target), and given its name at the end. Links are
-// followed, and a file that was there keeps its mode and its owner. Devices, pipes and
+// Writes a file that appears whole or not at all: it is written where it has no name (or, on file
+// systems that want one, under another name beside the target), and given its name at the end.
+// Links are followed, and a file that was there keeps its mode and its owner. Devices, pipes and
 // /dev/stdout are written as such, from the first byte on.
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace longspan::launcher {
 
-/// What stands behind a name, links followed: equal texts mean one file. Empty where that is
-/// nothing, or a character device, which several may write to.
+/// Names what stands behind a path, with links followed: equal texts mean one file. Empty where
+/// that is nothing, or a character device, which several may write to.
 std::string identity(const std::string& path);
 
 class OutputFile {
  public:
-  /// Throws InputError when `path` cannot be written; creates nothing that lasts. `unnamed`: while
-  /// it is written the file has no name, where the file system can do that.
+  /// Throws InputError when `path` cannot be written; creates nothing that lasts. With `unnamed`
+  /// the file has no name while it is written, where the file system can do that.
   explicit OutputFile(std::string path, bool unnamed = true);
   ~OutputFile();
   OutputFile(OutputFile&& other) noexcept;
@@ -27,7 +27,7 @@ class OutputFile {
   bool is_standard_output() const { return stream_ == 1; }
 
   void write(const void* data, std::size_t bytes);
-  /// All that was written takes its name.
+  /// Gives what was written its name.
   void commit();
 
  private:
@@ -45,11 +45,11 @@ class OutputFile {
   bool direct_ = false;  // a device, a pipe or a stream
   bool unnamed_ = true;
   bool exists_ = false;
-  unsigned mode_ = 0, owner_ = 0, group_ = 0;  // of the file that is there
+  unsigned mode_ = 0, owner_ = 0, group_ = 0;  // of the file that is there already
   int descriptor_ = -1;
 };
 
-/// Removes what is being written under temporary names. Only what a signal handler may call.
+/// Removes what is being written under temporary names. It does only what a signal handler may do.
 void remove_unfinished() noexcept;
 
 }  // namespace longspan::launcher

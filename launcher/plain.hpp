@@ -1,6 +1,6 @@
-// The yardstick: attention as frameworks compute it on one device, so that our error is measured
-// against what a user has today. fp32 scores and sums; the probabilities are rounded to
-// the dtype before they meet the values, and the result once more.
+// Attends as frameworks do on one device, as a yardstick, so that our error is measured against
+// what a user has today. Scores and sums are fp32; the probabilities are rounded to the dtype
+// before they meet the values, and the result once more.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@ struct Stored {
   float scale = 1;
 };
 
-/// Arguments as attend_exactly's; `dtype` of the probabilities. e4m3 has few small numbers, so
-/// there the largest probability is 256.
+/// Takes the arguments of attend_exactly; `dtype` is that of the probabilities. e4m3 has few small
+/// numbers, so there the largest probability is 256.
 inline Eigen::VectorXf attend_plainly(const Eigen::VectorXd& q,
                                       const Eigen::Ref<const RowMajor>& keys,
                                       const Eigen::Ref<const RowMajor>& values, Interval visible,

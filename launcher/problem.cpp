@@ -22,7 +22,7 @@ std::vector<T> starts(const std::vector<std::int32_t>& lengths) {
   return start;
 }
 
-/// The rows of the whole q that a rank holds, in its order.
+/// Lists the rows of the whole q that a rank holds, in its order.
 std::vector<std::int64_t> rows_on(const Problem& problem, int rank, int ranks) {
   std::vector<std::int64_t> rows;
   if (!problem.queries) {
@@ -40,7 +40,7 @@ std::vector<std::int64_t> rows_on(const Problem& problem, int rank, int ranks) {
   return rows;
 }
 
-/// Elements in a chunk of x-packed keys: 16 bytes, or less where they do not divide the dim.
+/// The elements in a chunk of x-packed keys: 16 bytes, or less where they do not divide the dim.
 std::int64_t chunk_of(DType dtype, int dim) {
   int chunk = static_cast<int>(16 / size_of(dtype));
   while (dim % chunk != 0) chunk /= 2;
@@ -123,7 +123,7 @@ std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
   std::vector<double> bias(kv_lens[b]);
   const std::int64_t context = kv_lens[b] - q_lens[b];
   for (std::int64_t j = 0; j < kv_lens[b]; ++j) {
-    const std::int64_t column = j - context;  // of the new tokens
+    const std::int64_t column = j - context;  // counted from the first new token
     if (!slopes.empty()) {
       const double distance = static_cast<double>(
           options.score.alibi == Alibi::context ? column : -std::abs(context + t - j));
@@ -144,7 +144,7 @@ Trial::Trial(const Communicator& world, const Problem& problem)
   const Device device = world.device();
   const auto own_rows = static_cast<std::int64_t>(rows_.size());
 
-  // Lengths and shards, as the device reads them.
+  // These are the lengths and shards, as the device reads them.
   const bool one = problem.batch() == 1;
   shard_ = problem.keys.on(world.rank(), world.size(), problem.kv_lens[0]);
   if (shard_.layout == Layout::ranges) key_table_ = on_device(device, problem.keys.ranges);
@@ -166,8 +166,8 @@ Trial::Trial(const Communicator& world, const Problem& problem)
     const std::int64_t page = problem.cache.page;
     for (const std::int64_t length : problem.kv_lens)
       columns_ = std::max(columns_, (shard_.local_len(length) + page - 1) / page);
-    columns_ += 1;  // a column that nobody needs
-    // Pages in an order that is nobody's: every third, then the others.
+    columns_ += 1;  // for a column that no row needs
+    // Pages have an order that no layout has: every third comes first, then the others.
     pages_ = columns_ * problem.batch() + 2;
     std::vector<std::int32_t> order(pages_);
     for (std::int64_t first = 0, i = 0; first < 3; ++first)
@@ -325,7 +325,7 @@ Answer gather_rows(const Communicator& world, const Problem& problem, const Answ
     std::memcpy(whole.lse.data() + at * problem.q.heads, lse, lse_bytes);
   };
 
-  std::string mine;  // records: place, out, lse
+  std::string mine;  // records of place, out and lse
   for (std::size_t i = 0; i < answer.rows.size(); ++i) {
     const std::ptrdiff_t at = place_of(answer.rows[i]);
     if (at < 0) continue;
@@ -354,7 +354,8 @@ Answer gather_rows(const Communicator& world, const Problem& problem, const Answ
 }
 
 std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer) {
-  // A sum over rows, each hashed with its place in the whole: it needs no order of ranks.
+  // The digest is a sum over rows, each hashed with its place in the whole, so it needs no order of
+  // ranks.
   const std::size_t row_bytes = problem.out_row_bytes();
   std::vector<std::uint64_t> hashes(answer.rows.size());
   parallel_for(static_cast<std::int64_t>(hashes.size()), problem.options.threads,

@@ -13,19 +13,19 @@
 
 namespace longspan::launcher {
 
-/// How a sequence is cut, seen from any rank.
+/// Tells how a sequence is cut, seen from any rank.
 struct Cut {
   Layout layout = Layout::contiguous;
-  std::int64_t block = kSegment;                  // interleaved
-  std::vector<std::int64_t> ranges;               // ranges: [ranks + 1]
-  std::vector<std::vector<std::int64_t>> listed;  // listed: positions on each rank
+  std::int64_t block = kSegment;                  // for interleaved
+  std::vector<std::int64_t> ranges;               // for ranges: [ranks + 1]
+  std::vector<std::vector<std::int64_t>> listed;  // for listed: positions on each rank
 
   Sharding rule() const { return {layout, block}; }
   /// The share of a rank; its table, if any, is this cut's own (in host memory).
   Shard on(int rank, int ranks, std::int64_t length) const;
 };
 
-/// How the keys lie in memory; without pages one after the other.
+/// Tells how the keys lie in memory; without pages they lie one after the other.
 struct CacheLayout {
   int page = 0;           // keys in a page; 0: no pages
   bool x_packed = false;  // as in attention.hpp
@@ -43,17 +43,17 @@ struct Problem {
   std::vector<float> qq_bias;  // [qq_width, qq_width], or none
   std::int64_t qq_width = 0;
   std::vector<std::uint8_t> causal;     // of each sequence, in place of the mask's; or none
-  std::vector<std::int64_t> documents;  // starts and end in the one sequence; or none
+  std::vector<std::int64_t> documents;  // the starts and the end in the one sequence; or none
   std::vector<float> q_scale, k_scale, v_scale;  // [1] or [kv_heads], where sources are fp8
   float out_scale = 0;                           // out = result / out_scale; 0: none
   CacheLayout cache;
   Cut keys;
-  std::optional<Cut> queries;  // of sharded queries
+  std::optional<Cut> queries;  // where queries are sharded
   std::int64_t capacity = 0;   // > 0: k and v lie in [batch, capacity], NaN behind each sequence
 
   int batch() const { return static_cast<int>(q_lens.size()); }
   RunSize run_size(int ranks) const;
-  /// The options of a layer that runs this on so many ranks.
+  /// Gives the options of a layer that runs this on so many ranks.
   Options layer_options(int ranks) const;
   std::int64_t tokens() const;
   /// The first row of each sequence and, last, their sum.
@@ -66,21 +66,22 @@ struct Problem {
     return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * value_dim();
   }
   Interval visible(int b, std::int64_t position) const;
-  /// What is added to the scores of row t of sequence b: [kv_len]; empty: nothing.
+  /// The numbers that are added to the scores of row t of sequence b: [kv_len]; empty where there
+  /// are none.
   std::vector<double> bias(int b, std::int64_t t, int head) const;
-  /// (row, key) pairs that the mask lets through: 2 heads (head_dim + value_dim) of floating point
-  /// each.
+  /// The number of (row, key) pairs that the mask lets through, each with 2 heads (head_dim +
+  /// value_dim) operations of floating point.
   double visible_pairs() const;
 };
 
-/// What this rank got.
+/// The part of the answer that this rank got.
 struct Answer {
   std::vector<std::int64_t> rows;  // of the whole q
   std::vector<std::byte> out;      // [rows, heads, value_dim] in the problem's out dtype
   std::vector<float> lse;          // [rows, heads]
 };
 
-/// A problem ready to run. Making it is collective.
+/// A problem that is ready to run. Making it is collective.
 class Trial {
  public:
   Trial(const Communicator& world, const Problem& problem);
@@ -99,21 +100,22 @@ class Trial {
   const Problem& problem_;
   Communicator world_;
   Shard shard_;                     // of the keys; its table is in host memory
-  std::vector<std::int64_t> rows_;  // of the whole q, on this rank
+  std::vector<std::int64_t> rows_;  // this rank's rows of the whole q
   Attention layer_;
   Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_, slopes_, qq_bias_,
       causal_, documents_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_;
-  std::vector<std::int32_t> table_;  // pages of each sequence: [batch, columns_]
+  std::vector<std::int32_t> table_;  // the pages of each sequence: [batch, columns_]
   std::int64_t columns_ = 0, pages_ = 0;
   AttentionArgs args_;
 };
 
-/// The given rows (of the whole q, ascending) on every rank, whoever has them. Collective.
+/// Gathers the given rows (of the whole q, ascending) on every rank, whichever has them. It is
+/// collective.
 Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
                    const std::vector<std::int64_t>& rows);
 
-/// 64 bits that stand for every bit of the whole output, however it is spread over ranks.
-/// Collective; throws a SharedError (wrong_result) where ranks hold different copies.
+/// Gives 64 bits that stand for every bit of the whole output, however it is spread over ranks. It
+/// is collective, and throws a SharedError (wrong_result) where ranks hold different copies.
 std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer);
 
 }  // namespace longspan::launcher

@@ -1,5 +1,5 @@
-// Work that is done again and again on a stream, and the time of each repetition: a CUDA graph on a
-// GPU, a loop and a clock on the host.
+// Does work again and again on a stream, and times each repetition: by a CUDA graph on a GPU, by a
+// loop and a clock on the host.
 #pragma once
 
 #include <cstddef>
@@ -15,18 +15,20 @@ class Replays {
  public:
   virtual ~Replays() = default;
   virtual void queue(int count) = 0;
-  /// Of each repetition that the last queue() asked for; blocks until they are done.
+  /// The milliseconds of each repetition that the last queue() asked for; blocks until they are
+  /// done.
   virtual std::vector<double> milliseconds() const = 0;
 };
 
-/// A stream of one's own on a GPU; on the host nothing.
+/// A stream of one's own on a GPU; on the host there is none.
 class Queue {
  public:
   explicit Queue(Device device);
   ~Queue();
 
   Stream stream() const;
-  /// `work` must queue the same each time: on a GPU it is captured, here and once.
+  /// Makes `work` repeatable. It must queue the same each time: on a GPU it is captured, here and
+  /// once.
   std::unique_ptr<Replays> repeat(std::function<void(Stream)> work) const;
 
  private:
@@ -34,7 +36,7 @@ class Queue {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Bytes that this process could take now, of the current GPU or the host.
+/// The bytes that this process could take now, of the current GPU or the host.
 std::size_t free_memory(Device device);
 
 }  // namespace longspan::launcher

@@ -1,4 +1,4 @@
-// What a run measured, as one record: the table, the JSON and the exit status come from it.
+// Keeps what a run measured, as one record: the table, the JSON and the exit status come from it.
 #pragma once
 
 #include <cstdint>
@@ -28,16 +28,16 @@ Spread spread_of(const std::vector<double>& values);
 nlohmann::ordered_json to_json(const Spread& spread);
 nlohmann::ordered_json to_json(const Judgement& judgement);
 
-/// For tables: "2.00 GiB", and milliseconds with the digits that matter.
+/// Make texts for tables: "2.00 GiB", and milliseconds with the digits that matter.
 std::string size_text(std::size_t bytes);
 std::string ms_text(double ms);
 
 struct Report {
-  // What ran.
+  // These say what ran.
   std::string strategy, backend, world;
   std::string exchange_by;  // how states travel, with the reason where it is not by peer buffers
   int ranks = 1;
-  std::int64_t kv = 0, tokens = 0;  // most of one sequence
+  std::int64_t kv = 0, tokens = 0;  // the most of any one sequence
   std::int64_t rows = 0;            // query rows of the batch
   int batch = 1, heads = 1, kv_heads = 1, dim = 0, value_dim = 0;
   std::string dtype, qkv_dtype, shard, inputs;
@@ -49,28 +49,28 @@ struct Report {
   std::vector<std::int64_t> lengths;  // of the sequences, where they were given one by one
   std::size_t workspace_bytes = 0;    // of the rank that needs most
 
-  // How fast.
-  std::vector<double> times;  // ms; of each run, the slowest rank's
+  // These say how fast it was.
+  std::vector<double> times;  // ms; for each run that of the slowest rank
   Spread time;                // ms
   double tflops = 0;
   double attend = 0, exchange = 0, merge = 0;  // shares of the time, sum 1
-  double exchange_ms = 0;  // without waiting for late ranks: the shortest of the ranks, median
+  double exchange_ms = 0;  // of the rank that waited least for late ones; median of the runs
   double busbw = 0;        // GB/s that a rank receives while it exchanges
 
-  // How good.
+  // These say how good it was.
   std::optional<Judgement> judgement;
   std::optional<std::uint64_t> digest;
 };
 
-/// What runs. Collective.
+/// Describes what runs. It is collective.
 Report describe(const Communicator& world, const Problem& problem, const RunOptions& options,
                 const Attention& layer);
 
-/// Adds how fast it was. Collective.
+/// Adds how fast it was. It is collective.
 void measure(const Communicator& world, const Problem& problem, const std::vector<Sample>& samples,
              Report& report);
 
-/// The lines that begin with '#', and the row.
+/// Write the lines that begin with '#', and the row.
 std::string header(const Report& report);
 std::string row(const Report& report);
 

@@ -1,6 +1,6 @@
-// How far fp32 arithmetic may take one query row from the exact result, from the data of this row
-// (u = 2^-24; first order; docs/command.md tells it in words). A score is a sum of dim products;
-// rounded as it grows, in any order of typical partial sums, it is off by about
+// Bounds how far fp32 arithmetic may take one query row from the exact result, from the data of
+// this row (u = 2^-24; first order; docs/command.md tells it in words). A score is a sum of dim
+// products. Rounded as it grows, in any order of typical partial sums, it is off by about
 //
 //     r_j = u sqrt(dim / 2) hypot(x_j, n_j)     x_j = scale q.k_j, n_j = |scale| |q o k_j|
 //
@@ -23,14 +23,14 @@
 
 namespace longspan::launcher {
 
-/// Bounds of the error: twice what the terms above come to, which for the random part is 3.5
+/// The bounds of the error: twice what the terms above come to, which for the random part is 3.5
 /// standard deviations of numbers that are rounded to nearest.
 struct Rounding {
   Eigen::VectorXd out;  // [dim]
   double lse = 0;
 };
 
-/// Arguments as attend_exactly's, and its result. `unit`: 2 u of the scores.
+/// Takes the arguments of attend_exactly, and its result. `unit` is 2 u of the scores.
 inline Rounding rounding_of(const Eigen::VectorXd& q, const Eigen::Ref<const RowMajor>& keys,
                             const Eigen::Ref<const RowMajor>& values, Interval visible,
                             double scale, double softcap, std::span<const double> bias,
@@ -54,7 +54,7 @@ inline Rounding rounding_of(const Eigen::VectorXd& q, const Eigen::Ref<const Row
     const double t = softcap != 0 ? softcap * capped : x;
     const double slope = 1 - capped * capped;
     const double p = std::exp(t + extra - exact.lse);
-    if (p == 0) continue;  // its value may be anything
+    if (p == 0) continue;  // then its value may be anything
 
     const double rounded2 = slope * slope * serial * (x * x + products.square().sum()) + t * t +
                             (t + extra) * (t + extra) + extra * extra;

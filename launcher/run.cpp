@@ -72,7 +72,7 @@ void make_inputs(Problem& problem, const RunOptions& o, std::uint64_t seed) {
   problem.v = generated(seed, 2, dtype, keys, kv_heads, o.value_dim > 0 ? o.value_dim : o.dim);
 }
 
-/// As published for a power of two of heads (Press et al., arXiv 2108.12409).
+/// Gives the slopes as published for a power of two of heads (Press et al., arXiv 2108.12409).
 std::vector<float> published_slopes(int heads) {
   std::vector<float> slopes;
   for (int h = 0; h < heads; ++h)
@@ -89,7 +89,7 @@ void take_sinks(Problem& problem, const RunOptions& o) {
   file.read(0, problem.sinks.size() * sizeof(float), problem.sinks.data());
 }
 
-/// The inputs as fp8 holds them, which is what the oracle sees too.
+/// Stores the inputs as fp8 holds them, which is what the oracle sees too.
 void store_as(Problem& problem, DType dtype) {
   for (Source* source : {&problem.q, &problem.k, &problem.v})
     *source = quantised(*source, dtype, {1.0f});
@@ -123,8 +123,9 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
   return problem;
 }
 
-/// Two outputs in one file would leave one of them, and an output in the place of an input would
-/// take what it was made from. By what the names stand for: links lead to the same file.
+/// Refuses names that stand for one file. Two outputs in one file would leave one of them, and an
+/// output in the place of an input would destroy what it was made from. Names are compared by what
+/// they stand for, as links lead to the same file.
 void refuse_equal_files(const RunOptions& o) {
   std::vector<std::tuple<const char*, std::string, std::string>> seen;  // option, name, file
   const auto add = [&](const char* option, const std::string& path, bool output) {
@@ -183,7 +184,7 @@ std::vector<Sample> time_runs(const Communicator& world, Trial& trial, const Run
   return samples;
 }
 
-/// Rank 0 writes the whole result, gathered piece by piece where it is sharded.
+/// Writes the whole result on rank 0, gathered piece by piece where it is sharded.
 void write_arrays(const Communicator& world, const Problem& problem, const Answer& answer,
                   const RunOptions& o, Outputs& outputs) {
   if (o.out.empty() && o.lse.empty()) return;
@@ -219,7 +220,7 @@ int run(const Communicator& control, const CommandLine& line) {
   together(control, "reading of the inputs", [&] { problem = make_problem(o, line.world); });
   together(control, "opening of the outputs", [&] { outputs.emplace(o, rank); });
 
-  // What goes to standard output, by --out /dev/stdout, has it alone.
+  // Where --out /dev/stdout writes to standard output, nothing else goes there.
   std::FILE* const table = outputs->take_standard_output() ? stderr : stdout;
 
   const Communicator world = world_for(control, line.world);

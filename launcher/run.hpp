@@ -1,4 +1,4 @@
-// `longspan run`: one problem, computed, timed, checked and written.
+// Runs `longspan run`: one problem is computed, timed, checked and written.
 #pragma once
 
 #include "launcher/options.hpp"
@@ -6,7 +6,7 @@
 
 namespace longspan::launcher {
 
-/// Returns the exit status. Collective.
+/// Runs the problem and returns the exit status. It is collective.
 int run(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

@@ -1,5 +1,5 @@
-// What the command says. Standard output may be a full disk, a pipe that nobody reads any more, or
-// closed: saying something there can fail, and then the command must not end with success.
+// Writes what the command says. Standard output may be a full disk, a pipe that nobody reads any
+// more, or closed: writing there can fail, and then the command must not end with success.
 #pragma once
 
 #include <cstdio>
@@ -11,10 +11,11 @@ namespace longspan::launcher {
 /// that is opened later takes the number, and makes failed writes errors instead of signals.
 void settle_streams();
 
-/// Writes and flushes; throws InputError where that fails.
+/// Writes `text` and flushes; throws InputError where that fails.
 void say(std::string_view text, std::FILE* to = stdout);
 
-/// One line on stderr, in one write. If nobody can hear it, the exit status is all there is.
+/// Writes one line on stderr, in one write. If it cannot be read there, the exit status is all
+/// there is.
 void complain(std::string_view text) noexcept;
 
 }  // namespace longspan::launcher

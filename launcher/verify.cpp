@@ -18,7 +18,7 @@
 namespace longspan::launcher {
 namespace {
 
-/// What a serving batch adds, as far as it is there.
+/// Names what a serving batch adds, as far as it is there.
 std::string features(const Problem& p) {
   std::string text;
   if (p.cache) text += fmt::format(" page {}{}", p.cache.page, p.cache.x_packed ? " x-packed" : "");
@@ -75,7 +75,7 @@ struct Verdict {
   }
 };
 
-/// The digest that one rank alone gives.
+/// Computes the digest that one rank alone gives.
 std::uint64_t digest_alone(Device device, Problem problem) {
   const Communicator alone = self(device);
   problem.queries.reset();
@@ -84,8 +84,8 @@ std::uint64_t digest_alone(Device device, Problem problem) {
   return digest(alone, problem, trial.answer());
 }
 
-/// The exchange that was asked for, as far as the problem can have it: sharded queries are merged
-/// by their own rank alone, so their states are always gathered.
+/// Gives the exchange that was asked for, as far as the problem can have it: sharded queries are
+/// merged by their own rank alone, so their states are always gathered.
 Exchange exchange_for(const Problem& problem, Exchange asked) {
   return problem.queries && asked != Exchange::gather ? Exchange::automatic : asked;
 }

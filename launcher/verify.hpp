@@ -1,4 +1,4 @@
-// `longspan verify`: families of problems against the float64 oracle, on this many ranks.
+// Runs `longspan verify`: families of problems against the float64 oracle, on this many ranks.
 #pragma once
 
 #include "launcher/options.hpp"
@@ -6,7 +6,7 @@
 
 namespace longspan::launcher {
 
-/// Returns the exit status. Collective.
+/// Runs the families and returns the exit status. It is collective.
 int verify(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

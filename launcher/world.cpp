@@ -17,7 +17,7 @@ Communicator cuda_world(const Communicator& control, const CommOptions& options)
   std::optional<Communicator> world;
   together(control, "start of the GPUs", [&] {
     world = from_environment(options);
-    world->make_current();  // for what the command allocates and launches itself
+    world->make_current();  // for what the command itself allocates and launches
   });
   return *world;
 }
@@ -26,16 +26,16 @@ Communicator cuda_world(const Communicator& control, const CommOptions& options)
 
 void together(const Communicator& world, const std::string& step,
               const std::function<void()>& work) {
-  std::string mine;  // "" or "<kind> <message>"
+  std::string mine;  // empty, or "<kind> <message>"
   const auto keep = [&mine](ErrorKind kind, const char* what) {
     mine = fmt::format("{} {}", static_cast<int>(kind), what);
   };
   try {
     work();
   } catch (const RankError&) {
-    throw;  // the ranks cannot be asked any more
+    throw;  // as the ranks cannot be asked any more
   } catch (const SharedError&) {
-    throw;  // they know it already
+    throw;  // as they know it already
   } catch (const Error& error) {
     keep(error.kind(), error.what());
   } catch (const std::bad_alloc&) {

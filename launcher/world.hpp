@@ -1,4 +1,4 @@
-// Ranks that agree: on their arguments, on the device, and on what went wrong.
+// Lets ranks agree on their arguments, on the device, and on what went wrong.
 #pragma once
 
 #include <functional>
@@ -16,21 +16,22 @@ struct SharedError : Error {
 };
 
 /// Does `work` on every rank. What goes wrong on one of them (a file that only it cannot read) is
-/// thrown on all, naming the rank. Errors of the communicator itself pass through. Collective.
+/// thrown on all, with the rank's name. Errors of the communicator itself pass through. It is
+/// collective.
 void together(const Communicator& world, const std::string& step,
               const std::function<void()>& work);
 
-/// Rank 0 does `work` while the others wait for it, and what goes wrong there is thrown on all. The
-/// work calls pulse() so often that a deadline does not pass between two calls. Collective.
+/// Does `work` on rank 0 while the others wait for it; what goes wrong there is thrown on all. The
+/// work calls pulse() so often that a deadline does not pass between two calls. It is collective.
 using Pulse = std::function<void()>;
 void on_first_rank(const Communicator& world, const std::string& step,
                    const std::function<void(const Pulse& pulse)>& work);
 
-/// The ranks before anything is known of them: on the host where the launcher allows it. A bad
-/// option must not cost the start of NCCL.
+/// Gives the ranks before anything is known of them: on the host where the launcher allows it. A
+/// bad option must not cost the start of NCCL.
 Communicator control_world(const WorldOptions& options);
 
-/// The same ranks on the device that --backend asks for. Collective.
+/// Gives the same ranks on the device that --backend asks for. It is collective.
 Communicator world_for(const Communicator& control, const WorldOptions& options);
 
 }  // namespace longspan::launcher

@@ -1,6 +1,7 @@
-// The runs of one layer of several ranks, which all of them must mean alike (design contract 8): a
-// run has a name and a description, of which a hash travels with the data. What differs is found by
-// the transport, or by the kernel that merges what was gathered, and reported here.
+// Compares the runs of one layer of several ranks, which all of them must describe alike (design
+// contract 8). A run has a name and a description, of which a hash travels with the data. What
+// differs is found by the transport, or by the kernel that merges what was gathered, and reported
+// here.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +16,21 @@ namespace longspan {
 
 class AgreedRuns {
  public:
-  /// `contents`: what lies in small arrays is compared too. `step` names the work of the layer in
-  /// errors. All that is given outlives this.
+  /// With `contents`, what lies in small arrays is compared too. `step` names the work of the layer
+  /// in errors. All that is given outlives this.
   AgreedRuns(comm::Transport& comm, const kernels::AttentionKernels& kernels, bool contents,
              const char* step)
       : comm_(comm), kernels_(kernels), contents_(contents), step_(step) {}
 
   /// Takes memory that host and kernels share. It may fail on some ranks only.
   void allocate();
-  /// The memory of the device: what every rank says.
+  /// Lays out the memory of the device, where what every rank says is gathered.
   void lay_out(Parts& memory);
   /// Gives the layer its number among those of the communicator. All ranks come here, in the same
   /// order of layers.
   void enlist();
 
-  /// False for one rank alone, whose runs nobody compares. It then begins none.
+  /// False for one rank alone, whose runs are compared with no others. It then begins none.
   bool are_compared() const { return history_ != nullptr; }
   std::uint32_t layer() const { return layer_; }
 
@@ -42,7 +43,7 @@ class AgreedRuns {
   /// Names the next run to the transport, and queues the digest of its arrays.
   Begun begin(const RunDescription& description, Stream stream);
 
-  /// Throws, on every rank, what a merge found to differ.
+  /// Throws, on every rank, an error with what a merge found to differ.
   void check() const;
 
  private:
@@ -50,7 +51,7 @@ class AgreedRuns {
   const kernels::AttentionKernels& kernels_;
   bool contents_;
   const char* step_;
-  std::shared_ptr<RunHistory> history_;    // what the ranks mean by the last runs
+  std::shared_ptr<RunHistory> history_;    // the last runs, as this rank was asked for them
   std::shared_ptr<std::uint64_t> report_;  // [1] RunHeaders::reported
   std::uint64_t* said_ = nullptr;          // [ranks]
   std::uint32_t layer_ = 0;

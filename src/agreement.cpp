@@ -40,7 +40,7 @@ void RunDescription::array(const char* name, const kernels::DigestArray& where, 
   for (int i = 0; i < array.shown; ++i) array.first[i] = where.bits(i);
 }
 
-/// The bounds of every rank. A listed table is one rank's own.
+/// Adds the bounds of every rank. A listed table is one rank's own.
 void RunDescription::table(const char* name, const Shard& shard, std::int64_t batch) {
   const std::int64_t ends = std::int64_t{shard.ranks} + 1;
   if (shard.layout == Layout::ranges) array(name, {shard.table, ends, batch, ends, 8}, 'i');
@@ -49,7 +49,7 @@ void RunDescription::table(const char* name, const Shard& shard, std::int64_t ba
 RunDescription::RunDescription(const AttentionArgs& args, const RunArrays& a, const Options& o,
                                bool reads_arrays)
     : reads_arrays_(reads_arrays) {
-  // First what is always asked, so that lists of two ranks go on alike until a value differs.
+  // What is always asked comes first, so that lists of two ranks go on alike until a value differs.
   const auto given = [&](const char* name, const Tensor& tensor) {
     number(name, static_cast<bool>(tensor), Kind::given);
   };

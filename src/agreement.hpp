@@ -1,8 +1,8 @@
-// What ranks must mean alike in a run of a layer (design contract 8): one walk over the
+// Describes what ranks must give alike in a run of a layer (design contract 8). One walk over the
 // fields of AttentionArgs makes the hash that travels with the data and the texts of the error, so
 // that neither can know a field that the other does not. What the options fix is compared once,
-// when the layer is made (validate.hpp); what may differ between ranks is the written list below.
-// A merge across ranks has the same, of fewer fields (merge.hpp says which are a rank's own).
+// when the layer is made (validate.hpp); what may differ between ranks is the written list below. A
+// merge across ranks has the same, with fewer fields (merge.hpp says which are a rank's own).
 #pragma once
 
 #include <array>
@@ -26,22 +26,22 @@ struct OwnField {
 };
 std::span<const OwnField> own_fields();
 
-/// One run as a rank was asked for it.
+/// Describes one run as a rank was asked for it.
 class RunDescription {
  public:
   RunDescription() = default;
-  /// `reads_arrays`: the arrays lie in memory of this processor, and their first values are kept
-  /// for the texts.
+  /// `reads_arrays` says that the arrays lie in memory of this processor, and that their first
+  /// values are kept for the texts.
   RunDescription(const AttentionArgs& args, const RunArrays& arrays, const Options& options,
                  bool reads_arrays);
-  /// The same of a merge across ranks, whose arguments were checked.
+  /// Describes a merge across ranks, whose arguments were checked.
   RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
 
-  /// Of all but the contents of arrays.
+  /// The hash of all but the contents of arrays.
   std::uint64_t hash() const;
-  /// The arrays whose contents are to be alike too, for AttentionKernels::digest.
+  /// The arrays whose contents must be alike too, for AttentionKernels::digest.
   kernels::DigestParams arrays(std::uint64_t* words) const;
-  /// Names and values. `words`: what AttentionKernels::digest found, or null where it was not
+  /// Names and values. `words` are what AttentionKernels::digest found, or null where it was not
   /// asked.
   NamedValues text(const std::uint64_t* words) const;
 
@@ -83,8 +83,8 @@ class RunHistory final : public comm::RunLog {
  public:
   static constexpr std::uint32_t kRuns = 64;
 
-  /// `words` [kRuns, kMostArrays + 1]: where AttentionKernels::digest leaves what it finds, in
-  /// memory that the host reads; null: contents are not compared.
+  /// `words` [kRuns, kMostArrays + 1] is where AttentionKernels::digest leaves what it finds, in
+  /// memory that the host reads; with null, contents are not compared.
   explicit RunHistory(std::shared_ptr<std::uint64_t> words) : words_(std::move(words)) {}
 
   /// Keeps the description as the next run, whose number it returns.

@@ -9,10 +9,10 @@ namespace {
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 
-/// What has extents was meant to be given, even where its memory is null.
+/// Whether a tensor was meant to be given: what has extents was, even where its memory is null.
 bool is_given(const Tensor& t) { return t.data != nullptr || t.dims != 0; }
 
-/// A vector without gaps.
+/// Checks a vector without gaps.
 void check_vector(const Tensor& t, const char* name, std::int64_t extent, DType dtype,
                   Device device) {
   check_tensor(t, name, dtype, device);
@@ -33,9 +33,9 @@ struct Share {
   const Tensor& table;
   const char* table_name;
   std::int64_t length;   // of the one sequence, where it is known
-  std::int64_t listed;   // positions on this rank, of a `listed` table
-  std::int64_t entries;  // that such a table has
-  bool ranges_of_batch;  // a row of ranges for each sequence
+  std::int64_t listed;   // positions on this rank, where the table is `listed`
+  std::int64_t entries;  // which such a table has
+  bool ranges_of_batch;  // there is a row of ranges for each sequence
 };
 
 Shard resolve(const Share& share, int batch, int rank, int ranks, Device device) {
@@ -73,7 +73,7 @@ Shard resolve(const Share& share, int batch, int rank, int ranks, Device device)
       layout, rank, ranks, share.length, share.rule.block, positions, listed ? share.listed : 0};
 }
 
-/// Fields that a run and an append have in common.
+/// Checks the fields that a run and an append have in common.
 template <class Args>
 RunArrays common_arrays(const Args& args, const Options& options, int rank, int ranks,
                         Device device) {
@@ -191,7 +191,7 @@ RunArrays arrays_of(const Append& append, const Options& options, int rank, int 
 
 namespace {
 
-/// Fields that all attention on one rank has, less the sinks.
+/// Checks the fields that all attention on one rank has, without the sinks.
 template <class Args>
 RunArrays call_arrays(const Args& args, std::int64_t tokens, int heads, int kv_heads,
                       Device device) {
@@ -226,7 +226,8 @@ RunArrays arrays_of(const AttendState& args, int heads, int kv_heads, Device dev
           "total_keys is {} and kv_len is given; lengths stand in one of them", args.total_keys);
   require(args.total_keys >= 0 && args.total_keys <= kMost,
           "total_keys is {}; 0 to 2^31 - 1 are supported", args.total_keys);
-  // Without a table, to see that there is such a rank before the table is measured by it.
+  // It is resolved without a table first, to see that there is such a rank before the table is
+  // measured by it.
   args.keys.resolve(args.total_keys, args.rank, args.ranks);
   const std::int64_t listed = args.key_table ? args.key_table.shape[0] : 0;
   a.keys =

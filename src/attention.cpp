@@ -1,4 +1,4 @@
-// The layer: checks, gives the strategy its memory, and hands each run to it.
+// The layer: it checks, gives the strategy its memory, and hands each run to it.
 //
 //     make:  options -> agree between ranks -> kernels, strategy, memory
 //     run:   args -> check -> Run -> strategy             (nothing allocated, nothing waited for)
@@ -29,7 +29,7 @@
 namespace longspan {
 namespace {
 
-/// Stream marks at the start of each phase of a run, and the time between them.
+/// Sets marks on a stream at the start of each phase of a run, and measures the time between them.
 class PhaseClock {
  public:
   explicit PhaseClock(std::unique_ptr<kernels::Timer> timer) : timer_(std::move(timer)) {}
@@ -68,7 +68,7 @@ struct Attention::Impl {
   Buffer ticket;                      // AttendParams::ticket; CUDA only
   std::unique_ptr<Strategy> strategy;
   ExchangeInfo exchange;
-  FaultBox faults;                     // CUDA with check_arrays
+  FaultBox faults;                     // on CUDA, with check_arrays
   std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache once
 
   Impl(const Communicator& communicator, const Options& given)
@@ -92,13 +92,13 @@ struct Attention::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
-  /// The contents of small arrays are compared too where that costs no look at GPU memory, or was
-  /// asked for.
+  /// Whether the contents of small arrays are compared too: where that costs no look at GPU memory,
+  /// or was asked for.
   bool compares_contents() const {
     return world.device() == Device::host || options.debug.check_arrays;
   }
 
-  /// Says what this rank means by the run.
+  /// Says what this rank was given for the run.
   void begin(Run& run) {
     if (!runs->are_compared()) return;
     const AgreedRuns::Begun begun =
@@ -154,7 +154,8 @@ struct Attention::Impl {
     runs->enlist();
   }
 
-  /// Where the first key of each sequence lies: needed for several, one after the other.
+  /// Whether the run needs to know where the first key of each sequence lies: it does for several
+  /// sequences, one after the other.
   bool needs_key_start(const Checked& run) const {
     return run.arrays.batch > 1 && run.cache.packed;
   }
@@ -203,7 +204,7 @@ struct Attention::Impl {
     p.tokens = args.q.shape[0];
     p.dtype = options.dtypes.of_out();
     p.out_scale = {arrays.out_scale};
-    if (!options.queries)  // else the map of rows says which there are
+    if (!options.queries)  // else the map of rows says which rows there are
       p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr,
                  nullptr,      args.skip_decode};
     p.out = rows_of(args.out);
@@ -252,7 +253,7 @@ struct Attention::Impl {
     return p;
   }
 
-  /// Checks the arrays where they lie: at once on the host; ahead of the kernels on CUDA, for
+  /// Checks the arrays where they lie: at once on the host, and on CUDA ahead of the kernels, for
   /// wait() to report, when the options ask for it.
   void check_arrays(kernels::CheckParams p, Stream stream) {
     if (world.device() == Device::cuda) {
@@ -271,7 +272,7 @@ struct Attention::Impl {
     throw_fault(found);
   }
 
-  /// Attention writes them into the cache.
+  /// Lets attention write the new keys into the cache.
   void give_new_keys(kernels::AttendParams& attend, const Append& tokens, const Checked& run,
                      Stream stream) {
     const kernels::AppendParams p = append_params(tokens, run);

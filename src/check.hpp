@@ -1,5 +1,6 @@
-// The one macro family: calls into foreign libraries that report errors by value become typed
-// errors that name the call and the place. Foreign types appear only where a macro is used.
+// The one family of macros by which calls into foreign libraries, which report errors by value,
+// become typed errors that name the call and the place. Foreign types appear only where a macro is
+// used.
 #pragma once
 
 #include <string>
@@ -16,12 +17,12 @@ namespace longspan {
 
 }  // namespace longspan
 
-/// A CUDA runtime call; needs <cuda_runtime_api.h>. The runtime keeps a thread's last error beside
-/// what a call returns. What is thrown is taken from there, so that whoever catches it and goes on
-/// leaves nothing for the next one who looks.
+/// Makes a CUDA runtime call; it needs <cuda_runtime_api.h>. The runtime keeps a thread's last
+/// error beside what a call returns. What is thrown is taken from there, so that a caller who
+/// catches it and goes on leaves nothing for the next one who looks.
 #define LONGSPAN_CUDA(call) LONGSPAN_CUDA_STATUS(call, #call)
 
-/// The same of what a call named `name` returned before.
+/// Does the same with the status that a call named `name` returned before.
 #define LONGSPAN_CUDA_STATUS(status, name)                                                   \
   do {                                                                                       \
     const cudaError_t longspan_status = (status);                                            \
@@ -32,12 +33,12 @@ namespace longspan {
     }                                                                                        \
   } while (0)
 
-/// Whether a CUDA runtime call worked, for whoever goes on where it did not, as destructors do.
-/// Nothing is left behind either.
+/// Whether a CUDA runtime call worked, for code that goes on where it did not, as destructors do.
+/// It leaves no last error behind either.
 #define LONGSPAN_CUDA_WORKED(call) \
   ((call) == cudaSuccess || (static_cast<void>(cudaGetLastError()), false))
 
-/// An MPI call on a communicator whose error handler is MPI_ERRORS_RETURN; needs <mpi.h>.
+/// Makes an MPI call on a communicator whose error handler is MPI_ERRORS_RETURN; it needs <mpi.h>.
 #define LONGSPAN_MPI(call)                                                        \
   do {                                                                            \
     const int longspan_status = (call);                                           \

@@ -1,4 +1,4 @@
-// The checks of one run, and of one append.
+// Checks one run, and one append.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::int64_t kMostKeys = std::numeric_limits<std::int32_t>::max();
 
-/// Host only: the table of sequence b.
+/// Checks the table of sequence b, on the host only.
 void check_table(const Shard& shard, int b, std::int64_t kv_len) {
   if (shard.layout == Layout::ranges) {
     require(shard.table[0] == 0 && shard.table[shard.ranks] == kv_len,
@@ -28,7 +28,7 @@ void check_table(const Shard& shard, int b, std::int64_t kv_len) {
               kv_len);
 }
 
-/// Host only.
+/// Checks the documents, on the host only.
 void check_documents(const Documents& documents) {
   for (std::int64_t d = 0; d < documents.count; ++d)
     require(documents.start[d] <= documents.start[d + 1],
@@ -44,7 +44,7 @@ CacheView check_cache(const Tensor& k, const Tensor& v, const Tensor& table, int
                : view_contiguous(k, v, shape, device);
 }
 
-/// New keys and values, and where they can go.
+/// Checks new keys and values, and where they can go.
 void check_new_rows(const Append& a, const Options& options, Device device) {
   check_rows(a.new_k, "new_k", -1, options.kv_heads, options.head_dim, options.dtypes.compute,
              device);
@@ -57,7 +57,7 @@ void check_new_rows(const Append& a, const Options& options, Device device) {
         "stand, not where new ones go; write them with ServingOps::append_kv");
 }
 
-/// Lengths count the new keys; `rows` of them in all.
+/// Checks that lengths count the new keys, of which there are `rows` in all.
 void check_growth(const kernels::Batch& batch, std::int64_t rows, const Shard& shard) {
   for (int b = 0; b < batch.size; ++b) {
     const std::int64_t added = batch.query_len(b, rows), keys = batch.keys(b, shard);
@@ -66,7 +66,7 @@ void check_growth(const kernels::Batch& batch, std::int64_t rows, const Shard& s
   }
 }
 
-/// What a run writes, and that it is nothing that the run reads.
+/// Checks what a run writes, and that it is nothing that the run reads.
 void check_results(const AttentionArgs& r, bool grows) {
   check_written(r.out, "out");
   if (r.lse) check_written(r.lse.tensor, "lse");
@@ -82,7 +82,7 @@ void check_results(const AttentionArgs& r, bool grows) {
   check_overlap(r.v, "v", r.q, "q");
 }
 
-/// A cache that grows: its keys and values are written.
+/// Checks a cache that grows, whose keys and values are written.
 void check_grown(const Tensor& k, const Tensor& v, const Tensor& new_k, const Tensor& new_v) {
   check_written_cache(k, "k", v, "v");
   for (const auto& [to, name] : {std::pair{&k, "k"}, std::pair{&v, "v"}}) {
@@ -91,7 +91,7 @@ void check_grown(const Tensor& k, const Tensor& v, const Tensor& new_k, const Te
   }
 }
 
-/// Host only: what the factors of a call hold.
+/// Checks, on the host only, what the factors of a call hold.
 void check_factors(const RunArrays& a, int kv_heads, bool grows) {
   check_scales(a.q_scale, "q_scale", kv_heads, false);
   check_scales(a.k_scale, "k_scale", kv_heads, grows);
@@ -99,7 +99,7 @@ void check_factors(const RunArrays& a, int kv_heads, bool grows) {
   check_scales({a.out_scale}, "out_scale", 1, true);
 }
 
-/// The features of a run that stand beside its tensors.
+/// Checks the features of a run that stand beside its tensors.
 void check_features(const AttentionArgs& args, const RunArrays& arrays, const Options& options) {
   require(!args.documents || arrays.batch == 1,
           "documents are packed in one sequence; the batch has {}", arrays.batch);
@@ -109,7 +109,7 @@ void check_features(const AttentionArgs& args, const RunArrays& arrays, const Op
         "place only the others know; give the sequences of several queries only");
 }
 
-/// With sharded queries: the rows of the whole q, of which this rank has its share.
+/// Checks sharded queries; returns the rows of the whole q, of which this rank has its share.
 std::int64_t check_query_shard(const AttentionArgs& args, const RunArrays& arrays,
                                const Options& options, const Communicator& world) {
   const std::int64_t rows = args.total_tokens;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 
-/// out of the products' type, or fp8 with its scale.
+/// Checks out, which has the products' type, or fp8 with its scale.
 void check_result(const Tensor& out, const Lse& lse, std::int64_t tokens, std::int64_t heads,
                   std::int64_t dim, DType dtype, bool has_scale, const char* scale_name,
                   Device device) {
@@ -25,7 +25,7 @@ void check_result(const Tensor& out, const Lse& lse, std::int64_t tokens, std::i
   if (lse) check_lse(lse.tensor, "lse", tokens, heads, device);
 }
 
-/// Extents that a kernel counts in 32 bits, of which there is at least one.
+/// Checks extents that a kernel counts in 32 bits, of which there is at least one.
 void check_counts(const Tensor& t, const char* name, int first) {
   for (int d = first; d < t.dims; ++d)
     require(t.shape[d] >= 1 && t.shape[d] <= kMost,
@@ -33,7 +33,7 @@ void check_counts(const Tensor& t, const char* name, int first) {
             shape_text(t), d, t.shape[d]);
 }
 
-/// A part of a merge: any type, fp8 with its scale.
+/// Checks the type of a part of a merge: any type, fp8 with its scale.
 void check_part_type(const Tensor& t, const char* name, const Tensor& scale,
                      const char* scale_name) {
   require(is_float(t.dtype), "{} has a type of number {}, which is no float type", name,
@@ -44,20 +44,21 @@ void check_part_type(const Tensor& t, const char* name, const Tensor& scale,
 
 void refuse_input(const std::string& what) { throw InputError(what); }
 
-/// Factors [count]. On the host what they hold is looked at.
+/// Checks factors [count]. On the host it looks at what they hold.
 void check_factors(const Tensor& factors, const char* name, std::int64_t count, bool divides,
                    Device device) {
   const float* values = array_of<float>(factors, name, count, device);
   if (device == Device::host) check_scales({values, true}, name, static_cast<int>(count), divides);
 }
 
-/// A type that stands in the options of a call is that of its tensor.
+/// Checks that a type which stands in the options of a call is that of its tensor.
 void check_type(std::optional<DType> asked, DType found, const char* name) {
   require(!asked || *asked == found, "dtypes says that {} is {}; it is {}", name,
           longspan::name(asked.value_or(found)), longspan::name(found));
 }
 
-/// What all attention on one rank has beside tensors, and what the factors of its tensors hold.
+/// Checks what all attention on one rank has beside tensors, and what the factors of its tensors
+/// hold.
 template <class Args>
 void check_call(const Args& args, const PagedShape& shape, const RunArrays& arrays, Device device) {
   require(args.max_query_len >= 0 && args.max_query_len <= kMost,
@@ -80,7 +81,7 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
   check_scales(arrays.v_scale, "v_scale", shape.kv_heads, false);
 }
 
-/// Sizes of q [tokens, heads, head_dim] over keys and values of these forms.
+/// The sizes of q [tokens, heads, head_dim] over keys and values of these forms.
 PagedShape shape_of(const Tensor& q, const Tensor& k, const char* k_name, const Tensor& v,
                     const DTypes& dtypes) {
   const std::int64_t heads = q.shape[1], kv_heads = k.shape[k.dims == 5 ? 1 : k.dims - 2];
@@ -120,7 +121,7 @@ void check_state(const AttentionState& state, std::int64_t tokens, std::int64_t 
           "state lies at {}; it must be aligned to 256 bytes", state.data);
 }
 
-/// Rows of a batch by query_start, or all.
+/// The batch of rows by query_start, or of all.
 kernels::Batch batch_of_rows(const Tensor& query_start, std::int64_t tokens, Device device) {
   kernels::Batch batch;
   if (!query_start) return batch;
@@ -133,7 +134,7 @@ kernels::Batch batch_of_rows(const Tensor& query_start, std::int64_t tokens, Dev
   return batch;
 }
 
-/// out and lse are written, and are nothing that the call reads.
+/// Checks that out and lse may be written, and are nothing that the call reads.
 void check_results(const Tensor& out, const Lse& lse,
                    std::initializer_list<std::pair<const Tensor*, const char*>> inputs) {
   if (out.dims == 0) return;

@@ -1,5 +1,5 @@
-// What must hold before a call of ServingOps, or a merge across ranks, runs. Nothing here reads
-// memory of the device: what lies in arrays is checked by check_lengths (host) and
+// Checks what must hold before a call of ServingOps, or a merge across ranks, runs. Nothing here
+// reads memory of the device: what lies in arrays is checked by check_lengths (host) and
 // ServingKernels::check_arrays.
 #pragma once
 
@@ -10,28 +10,28 @@
 
 namespace longspan {
 
-/// Sizes that the tensors of a call tell.
+/// The sizes that the tensors of a call tell.
 struct PagedShape {
   DType dtype;  // of the products
   std::int64_t tokens;
   int heads, kv_heads, head_dim, value_dim;
 };
 
-/// Reads shapes and types only. InputError where they have none of the known forms.
+/// Reads shapes and types only. Throws InputError where they have none of the known forms.
 PagedShape shape_of(const PagedAttention& args);
 PagedShape shape_of(const AttendState& args);
 
-/// What the workspace of a call depends on; `slots`: states of each row.
+/// Checks what the workspace of a call depends on; `slots` is the number of states of each row.
 void check_sizes(const Tensor& q, const PagedShape& shape, std::int64_t slots);
 
 Checked check_paged(const PagedAttention& args, const PagedShape& shape, bool needs_out,
                     Device device);
-/// out and lse, where out is given.
+/// Checks out and lse, where out is given.
 void check_output(const PagedAttention& args, const PagedShape& shape, Device device);
 void check_new_keys(const ContextAttention& args, const PagedShape& shape, Device device);
 void check_segments(const Segments& segments, std::int64_t tokens, std::int64_t heads,
                     std::int64_t least_dim, Device device);
-/// The batch of the call.
+/// Checks the call, and gives its batch.
 kernels::Batch check_reduce(const ReduceSegments& args, Device device);
 void check_merge(const MergeAttnStates& args, Device device);
 void check_merge(const MergeStates& args, Device device);
@@ -39,17 +39,17 @@ void check_merge(const MergeArgs& args, const MergeOptions& options, int ranks, 
 Checked check_append(const AppendKv& args, Device device);
 
 Checked check_attend(const AttendState& args, const PagedShape& shape, Device device);
-/// The batch of the rows.
+/// Checks the call, and gives the batch of its rows.
 kernels::Batch check_finish(const FinishState& args, Device device);
 kernels::Batch check_export(const ExportState& args, std::int64_t value_dim, Device device);
 
-/// Bytes of the states of so many rows.
+/// The bytes of the states of so many rows.
 std::size_t check_state_size(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim);
 
-/// The caller's memory, if it is enough.
+/// Checks that the caller's memory is enough.
 void check_workspace(const Workspace& workspace, std::size_t needed);
 
-/// Host only: new keys are among the keys of their sequence.
+/// Checks, on the host only, that new keys are among the keys of their sequence.
 void check_new_lengths(const kernels::Batch& batch, std::int64_t tokens);
 
 }  // namespace longspan

@@ -1,6 +1,6 @@
-// The calling thread's current GPU, for a while. Every public call that reaches a GPU holds a
-// guard, so that a caller's own choice (cudaSetDevice, torch.cuda.set_device) is neither needed nor
-// lost.
+// Makes a GPU the calling thread's current one, for a while. Every public call that reaches a GPU
+// holds a guard, so that a caller's own choice (cudaSetDevice, torch.cuda.set_device) is neither
+// needed nor lost.
 #pragma once
 
 #if defined(LONGSPAN_HAVE_CUDA)

@@ -21,7 +21,7 @@ struct Row {
   void (*read)(const char* name, const std::string& text, Env& env) = nullptr;
 };
 
-/// The whole of `text` as a number in [low, high].
+/// Reads the whole of `text` as a number in [low, high].
 template <class T>
 T number(const char* name, const std::string& text, T low, T high, const char* wanted) {
   T value{};
@@ -47,7 +47,7 @@ void read_port(const char* name, const std::string& text, Env& env) {
 
 void read_secret(const char* name, const std::string& text, Env& env) {
   constexpr std::size_t kMost = 1024;
-  if (text.size() > kMost)  // and not what it is
+  if (text.size() > kMost)  // the message does not show what it is
     throw UsageError(
         fmt::format("{} was set to {} bytes, but it takes at most {}.", name, text.size(), kMost));
   env.secret = text;

@@ -1,4 +1,4 @@
-// What a check of arrays found, as a typed error. The check itself is a kernel
+// Throws what a check of arrays found as a typed error. The check itself is a kernel
 // (ServingKernels::check_arrays), because the arrays lie where the kernels run.
 #pragma once
 
@@ -7,7 +7,8 @@
 
 namespace longspan {
 
-/// InputError that names the sequence, the column and the value; nothing when there is no fault.
+/// Throws InputError, which names the sequence, the column and the value; does nothing when there
+/// is no fault.
 void throw_fault(const kernels::FaultReport& report);
 
 /// A report in the memory of a device, which outlives the calls that write to it.
@@ -20,7 +21,7 @@ class FaultBox {
   kernels::FaultReport* report() const {
     return static_cast<kernels::FaultReport*>(memory_.data());
   }
-  /// Throws what was reported, once; call it when the stream has passed the check.
+  /// Throws what was reported, once. It is to be called when the stream has passed the check.
   void read();
 
  private:

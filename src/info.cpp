@@ -1,4 +1,4 @@
-// Facts about the build and the machine, asked from each library that is part of the build.
+// Tells facts about the build and the machine, asked from each library that is part of the build.
 #include "longspan/info.hpp"
 
 #include <fmt/format.h>
@@ -51,7 +51,7 @@ bool reaches(int gpu, int other) {
   return LONGSPAN_CUDA_WORKED(cudaDeviceCanAccessPeer(&yes, gpu, other)) && yes != 0;
 }
 
-/// How states can travel between the GPUs of this node (Options::exchange).
+/// Tells how states can travel between the GPUs of this node (Options::exchange).
 std::string exchange_text(int gpus) {
   for (int g = 0; g < gpus; ++g)
     for (int other = 0; other < gpus; ++other)
@@ -111,7 +111,7 @@ int gpu_count() {
 int host_threads(const Communicator& world, int asked) {
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);
-  // Always, since ranks may be set up differently.
+  // This is done always, since ranks may be set up differently.
   const std::vector<std::string> hosts = world.gather(host.data(), "count of ranks on a node");
   if (asked == 0) asked = Env::read().threads;
   if (asked > 0) return asked;

@@ -15,7 +15,7 @@
 namespace longspan {
 namespace {
 
-/// Makes one rank's failure everybody's: a step that can fail on some ranks only (memory) must not
+/// Makes one rank's failure that of all: a step that can fail on some ranks only (memory) must not
 /// leave the others waiting in the next one.
 void settle(const Communicator& world, const std::string& failure, const std::string& step) {
   const std::vector<std::string> all = world.gather(failure, step);

@@ -27,7 +27,7 @@ namespace {
 
 constexpr const char* kStep = "merge across ranks";
 
-/// UsageError for options that make no sense, or sizes that no memory holds.
+/// Throws UsageError for options that make no sense, or sizes that no memory holds.
 void check_options(const MergeOptions& o, LogBase base, int ranks) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   const auto usage = [](bool holds, const std::string& what) {
@@ -55,7 +55,7 @@ void check_options(const MergeOptions& o, LogBase base, int ranks) {
                     o.max_tokens, o.heads, o.value_dim, ranks, bytes));
 }
 
-/// Every option that ranks must give alike.
+/// Lists every option that ranks must give alike.
 NamedValues describe(const MergeOptions& o, LogBase base) {
   const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
   return {{"heads", fmt::to_string(o.heads)},
@@ -68,14 +68,14 @@ NamedValues describe(const MergeOptions& o, LogBase base) {
           {"nan_is_empty", yes_no(o.nan_is_empty)}};
 }
 
-/// A slot: some heads of a rank's part with their lse, as they travel. The whole part lies as
-/// [tokens, heads, value_dim], then its lse [tokens, heads]. Of heads that are scattered each has
+/// A slot holds some heads of a rank's part with their lse, as they travel. The whole part lies as
+/// [tokens, heads, value_dim], then its lse [tokens, heads]. Where heads are scattered, each has
 /// its own [tokens, value_dim] and lse [tokens], so that the heads of one rank lie together.
 struct Slot {
   std::int64_t row_stride, head_stride;          // of elements
   std::int64_t lse_row_stride, lse_head_stride;  // of floats
   std::int64_t lse_at;                           // bytes ahead of the first lse
-  std::int64_t bytes;                            // more than 0: an exchange of nothing is one too
+  std::int64_t bytes;  // more than 0, as an exchange of nothing is an exchange too
 
   Slot(const MergeOptions& o, std::int64_t tokens, int ranks) {
     const std::int64_t heads = o.heads, dim = o.value_dim;
@@ -96,7 +96,7 @@ struct Slot {
   }
 
  private:
-  /// To 16 bytes, which the kernels read at once.
+  /// Aligns to 16 bytes, which the kernels read at once.
   static std::int64_t align(std::int64_t bytes) { return (bytes + 15) / 16 * 16; }
 };
 
@@ -109,10 +109,10 @@ struct CrossRankMerge::Impl {
   std::unique_ptr<kernels::Backend> kernels;
   LayerMemory memory;
   std::optional<AgreedRuns> runs;
-  // With several ranks:
+  // These are there with several ranks:
   std::byte* slots = nullptr;    // [ranks] as they come
   std::byte* leaving = nullptr;  // scattered: [ranks] as they go; whole: the rank's own of `slots`
-  float* scales = nullptr;       // [ranks] of parts of fp8
+  float* scales = nullptr;       // [ranks] for parts of fp8
 
   Impl(const Communicator& communicator, const MergeOptions& given, LogBase log_base)
       : world(communicator), options(given), base(log_base), memory(world) {
@@ -120,7 +120,7 @@ struct CrossRankMerge::Impl {
     agree(world, describe(options, base), "making of the merge");
     check_options(options, base, world.size());
     kernels = make_kernels(world, options.threads);
-    kernels->merge_outputs(merge_params(0), {});  // of no tokens: throws for too many ranks
+    kernels->merge_outputs(merge_params(0), {});  // of no tokens, to throw for too many ranks
     runs.emplace(comm::transport_of(world), *kernels, world.device() == Device::host, kStep);
     memory.allocate([this](Parts& parts) { lay_out(parts); }, [this] { runs->allocate(); });
     runs->enlist();
@@ -139,7 +139,7 @@ struct CrossRankMerge::Impl {
     runs->lay_out(parts);
   }
 
-  /// Of `tokens`, without where anything lies.
+  /// Describes the merge of `tokens`, without where anything lies.
   kernels::MergeOutputsParams merge_params(std::int64_t tokens) const {
     kernels::MergeOutputsParams p;
     p.parts = ranks();
@@ -159,7 +159,7 @@ struct CrossRankMerge::Impl {
     p.out_scale = {static_cast<const float*>(args.out_scale.data)};
   }
 
-  /// One rank: the merge of one part.
+  /// Merges the one part of one rank.
   void finish(const MergeArgs& args, Stream stream) const {
     kernels::MergeOutputsParams p = merge_params(args.part.shape[0]);
     p.in[0] = rows_of(args.part);

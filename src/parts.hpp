@@ -1,4 +1,4 @@
-// Parts of one allocation.
+// Cuts one allocation into parts.
 #pragma once
 
 #include <cstddef>

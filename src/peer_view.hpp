@@ -1,5 +1,5 @@
 // The one seam between communication and kernels: how a kernel reaches the memory of the other
-// ranks. A communicator fills it, an exchange kernel consumes it; where there is none, states
+// ranks. A communicator fills it, and an exchange kernel uses it; where there is none, states
 // travel by the all_gather collective.
 //
 // Every rank has a peer buffer of equal size, zeroed when it was made, which all ranks of the node
@@ -13,8 +13,8 @@
 
 namespace longspan {
 
-/// What an exchange kernel found wrong; `kind` none while all is well. It travels as one word of 64
-/// bits, 0 for none, so that whoever sees that there is a report sees all of it.
+/// What an exchange kernel found wrong; `kind` is none while all is well. It travels as one word of
+/// 64 bits, 0 for none, so that a reader who sees that there is a report sees all of it.
 struct PeerReport {
   enum Kind : std::uint8_t { none, timeout, aborted, differs };
   Kind kind = none;

@@ -1,5 +1,5 @@
 // The small arrays of a call as kernels take them: pointers whose extents are known. The caller
-// gives them as tensors; array_checks.hpp stands between the two.
+// gives them as tensors, and array_checks.hpp checks them.
 #pragma once
 
 #include "longspan/element.hpp"
@@ -9,7 +9,7 @@
 
 namespace longspan {
 
-/// Those of one run of a layer, or of one call on one rank. What is not given is null.
+/// The arrays of one run of a layer, or of one call on one rank. What is not given is null.
 struct RunArrays {
   int batch = 1;
   const std::int32_t* query_start = nullptr;  // [batch + 1]

@@ -1,4 +1,4 @@
-// What serving engines call, put together from the backend's pieces.
+// Puts what serving engines call together from the backend's pieces.
 //
 //     segmented_attention   attend -> (export) -> merge
 //     context_attention     the sequence cut at its context, as between two ranks: attend the
@@ -29,7 +29,7 @@
 namespace longspan {
 namespace {
 
-/// Keys that a row of the block table has room for.
+/// The keys that a row of the block table has room for.
 std::int64_t most_keys(const PagedAttention& a) {
   static constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   const std::int64_t page = a.k_cache.shape[a.k_cache.dims == 5 ? 3 : 1];
@@ -38,14 +38,14 @@ std::int64_t most_keys(const PagedAttention& a) {
   return in_range(in_range(columns) * in_range(page));
 }
 
-/// Attention of a call as far as its sizes go.
+/// Describes the attention of a call as far as its sizes go.
 kernels::AttendParams size_params(const PagedAttention& a, const PagedShape& shape) {
   kernels::AttendParams p = size_params(a, a.k_cache.dtype, shape);
   if (a.max_kv_len == 0) p.max_kv_len = most_keys(a);
   return p;
 }
 
-/// Attention of a call, less what lies in the workspace.
+/// Describes the attention of a call, without what lies in the workspace.
 kernels::AttendParams attend_params(const PagedAttention& a, const PagedShape& shape,
                                     const RunArrays& arrays) {
   kernels::AttendParams p = size_params(a, shape);
@@ -53,8 +53,8 @@ kernels::AttendParams attend_params(const PagedAttention& a, const PagedShape& s
   return p;
 }
 
-/// The parts of a context: the cache as rank 0 of 2, the new rows as rank 1. `all` is the attention
-/// of the call.
+/// Describes the parts of a context: the cache as rank 0 of 2, the new rows as rank 1. `all` is the
+/// attention of the call.
 kernels::ContextParams context_params(const ContextAttention& a, const PagedShape& shape,
                                       const kernels::AttendParams& all, const std::int64_t* ranges,
                                       std::int64_t* key_start) {
@@ -97,10 +97,11 @@ kernels::MergeParams merge_params(const PagedAttention& a, const RunArrays& arra
   return p;
 }
 
-/// Of a checked array.
+/// The floats of a checked array.
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data); }
 
-/// What both merges of finished outputs say alike: where the result goes, and how parts are read.
+/// Sets what both merges of finished outputs have in common: where the result goes, and how parts
+/// are read.
 template <class Args>
 kernels::MergeOutputsParams merged_outputs(const Args& a, LogBase base) {
   kernels::MergeOutputsParams p;
@@ -168,7 +169,8 @@ kernels::CheckParams reduce_checks(const ReduceSegments& a, const kernels::Batch
   return p;
 }
 
-/// Host only: starts and lengths, before anything is counted by them; no keys are read.
+/// Checks starts and lengths, on the host only, before anything is counted by them; no keys are
+/// read.
 void check_batch_lengths(const kernels::Batch& batch, std::int64_t tokens) {
   CacheView any;
   any.packed = true;

@@ -1,4 +1,4 @@
-// What is behind ServingOps, and what its calls share.
+// What lies behind ServingOps, and what its calls share.
 #pragma once
 
 #include <cmath>
@@ -26,16 +26,16 @@ struct ServingOps::Impl {
   int gpu() const { return alone.gpu(); }
   bool on_host() const { return device() == Device::host; }
 
-  /// Checks where the arrays lie, and waits.
+  /// Checks the arrays where they lie, and waits.
   void check_and_wait(kernels::CheckParams p, Stream stream) const;
-  /// Host: before anything is written.
+  /// Checks them on the host before anything is written.
   void check_at_once(kernels::CheckParams p) const;
   void check_sequences(const kernels::AttendParams& p, const CacheView& cache,
                        std::int64_t max_kv_len) const;
 };
 
-/// Attention of a call as far as its sizes go, which is what a workspace depends on; but for
-/// max_kv_len where the call leaves it open.
+/// Describes the attention of a call as far as its sizes go, which is what a workspace depends on.
+/// max_kv_len is left out where the call leaves it open.
 template <class Args>
 kernels::AttendParams size_params(const Args& a, DType kv_dtype, const PagedShape& shape) {
   kernels::AttendParams p;
@@ -58,7 +58,7 @@ kernels::AttendParams size_params(const Args& a, DType kv_dtype, const PagedShap
   return p;
 }
 
-/// What a call has beside its keys and values.
+/// Sets what a call has beside its keys and values.
 inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArrays& arrays) {
   p.q = rows_of(q);
   p.q_scale = arrays.q_scale;

@@ -1,4 +1,4 @@
-// States in and out, on one rank.
+// Brings states in and out, on one rank.
 //
 //     attend_state   attend, onto the state that stands there or afresh
 //     finish_state   the merge of one state
@@ -19,7 +19,7 @@ AttendState with_flat_rows(const AttendState& args) {
   return flat;
 }
 
-/// The same as far as sizes go: pointers and strides are not read.
+/// Gives the same arguments as far as sizes go: pointers and strides are not read.
 AttendState with_flat_shape(const AttendState& args) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   const Tensor& q = args.q;
@@ -46,11 +46,11 @@ CallWorkspace lay_out(const kernels::Backend& backend, const AttendState& a,
                       const PagedShape& shape, void* base) {
   check_sizes(a.q, shape, 1);
   kernels::AttendParams p = size_params(a, shape);
-  p.resume = true;  // which takes more: so one workspace serves all calls of a chain
+  p.resume = true;  // which takes more memory, so that one workspace serves all calls of a chain
   return CallWorkspace::lay_out_scratch(base, backend.attend_scratch(p), p.batch.size);
 }
 
-/// Attention of a call, less what lies in the workspace.
+/// Describes the attention of a call, without what lies in the workspace.
 kernels::AttendParams attend_params(const AttendState& a, const PagedShape& shape,
                                     const Checked& call) {
   kernels::AttendParams p = size_params(a, shape);

@@ -1,5 +1,5 @@
-// The registry of strategies, and the choice among them. CMake lists the files of src/strategy/,
-// each of which has a function of its own name.
+// Registers the strategies, and chooses among them. CMake lists the files of src/strategy/, each of
+// which has a function of its own name.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace {
 
 struct Registry {
   std::vector<StrategyEntry> entries;
-  std::vector<StrategyInfo> infos;  // of these, one by one
+  std::vector<StrategyInfo> infos;  // of these entries, one by one
 
   Registry() {
 #define LONGSPAN_STRATEGY(name) entries.push_back(name());

@@ -18,7 +18,7 @@ std::string shape_text(const Tensor& t) {
 
 namespace {
 
-/// Memory from the first element of a tensor to behind its last one.
+/// The memory from the first element of a tensor to behind its last one.
 struct Span {
   const std::byte* begin;
   const std::byte* end;
@@ -33,7 +33,8 @@ Span span_of(const Tensor& t) {
           last + 1 == t.size()};
 }
 
-/// Elements, and places from the first element to the last, in bytes: neither may leave 63 bits.
+/// Checks that neither the bytes of the elements nor those from the first to the last leave 63
+/// bits.
 void check_extent(const Tensor& t, const char* name) {
   std::int64_t count = static_cast<std::int64_t>(size_of(t.dtype)), reach = count;
   bool fits = true, any = true;
@@ -127,7 +128,7 @@ void check_scales(const Scales& scales, const char* name, int kv_heads, bool div
 
 namespace {
 
-/// Dimensions 0 (batch) and `tokens` as one, which becomes the first.
+/// Joins dimensions 0 (batch) and `tokens` into one, which becomes the first.
 Tensor join(const Tensor& t, int tokens, const char* name) {
   const std::int64_t batch = t.shape[0], step = t.stride[tokens];
   require(batch <= 1 || t.size() == 0 || t.stride[0] == t.shape[tokens] * step,
@@ -204,7 +205,7 @@ kernels::LseView lse_of(const Tensor& t) {
 
 namespace {
 
-/// Rows of pages [pages, page, kv_heads, dim]; the last dimension may have any stride.
+/// The rows of pages [pages, page, kv_heads, dim]; the last dimension may have any stride.
 kernels::KvRows page_rows(const Tensor& t) {
   kernels::KvRows rows(t.data, t.stride[1], t.stride[2]);
   rows.page_stride = t.stride[0];
@@ -213,7 +214,7 @@ kernels::KvRows page_rows(const Tensor& t) {
   return rows;
 }
 
-/// K in pages [pages, kv_heads, dim / x, page, x].
+/// The rows of K in pages [pages, kv_heads, dim / x, page, x].
 kernels::KvRows packed_keys(const Tensor& t) {
   kernels::KvRows rows(t.data, t.stride[3], t.stride[1]);
   rows.page_stride = t.stride[0];
@@ -223,7 +224,7 @@ kernels::KvRows packed_keys(const Tensor& t) {
   return rows;
 }
 
-/// V in pages [pages, kv_heads, dim, page].
+/// The rows of V in pages [pages, kv_heads, dim, page].
 kernels::KvRows packed_values(const Tensor& t) {
   kernels::KvRows rows(t.data, t.stride[3], t.stride[1]);
   rows.page_stride = t.stride[0];

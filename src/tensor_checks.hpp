@@ -1,5 +1,5 @@
-// What every call asks of its tensors. Each refusal names the tensor, what is wanted, what was
-// found, and what to do.
+// Checks what every call asks of its tensors. Each refusal names the tensor, what is wanted, what
+// was found, and what to do.
 #pragma once
 
 #include <fmt/format.h>
@@ -22,41 +22,42 @@ void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {
 
 std::string shape_text(const Tensor& t);
 
-/// Data, type, device; a known type, at most Tensor::kMaxDims dimensions, no negative extents or
-/// strides, and no more elements than 63 bits address.
+/// Checks data, type and device. The type must be known, there are at most Tensor::kMaxDims
+/// dimensions, no negative extents or strides, and no more elements than 63 bits address.
 void check_tensor(const Tensor& t, const char* name, DType dtype, Device device);
 
-/// What is written: no element has two indices. Asked is what every usual layout has: with the
-/// strides in order, each steps over all that the smaller ones reach.
+/// Checks a tensor that is written: no element has two indices. It asks for what every usual layout
+/// has: with the strides in order, each steps over all that the smaller ones reach.
 void check_written(const Tensor& t, const char* name);
 
-/// A result may be `in` itself where `in_place` says so, and overlaps no input otherwise. Tensors
-/// with gaps may lie in each other's gaps, which is not looked into.
+/// Checks that a result overlaps no input, except that it may be `in` itself where `in_place` says
+/// so. Tensors with gaps may lie in each other's gaps, which is not looked into.
 void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, const char* in_name,
                    bool in_place = false);
 
-/// Host only: factors of a quantised tensor are finite; those that divide are not 0.
+/// Checks, on the host only, that factors of a quantised tensor are finite, and that those which
+/// divide are not 0.
 void check_scales(const Scales& scales, const char* name, int kv_heads, bool divides);
 
-/// [batch, heads, tokens, dim], as models hold queries and results, viewed as [batch * tokens,
-/// heads, dim]; anything else as it is. InputError where no strides do that: the rows of a sequence
-/// begin where those of the one before it end.
+/// Views [batch, heads, tokens, dim], as models hold queries and results, as [batch * tokens,
+/// heads, dim], and leaves anything else as it is. Throws InputError where no strides do that: the
+/// rows of a sequence must begin where those of the one before it end.
 Tensor flat_rows(const Tensor& t, const char* name);
-/// Likewise [batch, tokens, heads] viewed as [batch * tokens, heads].
+/// Views [batch, tokens, heads] likewise as [batch * tokens, heads].
 Lse flat_rows(const Lse& lse, const char* name);
 
-/// [rows, heads, dim] with a dense last dimension; `rows` < 0: any number.
+/// Checks [rows, heads, dim] with a dense last dimension; with `rows` < 0 there may be any number.
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                 std::int64_t dim, DType dtype, Device device);
 
-/// [rows, heads] fp32.
+/// Checks [rows, heads] of fp32.
 void check_lse(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                Device device);
 
-/// fp32, fp16 or bf16.
+/// Checks that the type is fp32, fp16 or bf16.
 void check_product_dtype(DType dtype, const char* name);
 
-/// `dtype`, or an fp8 type with its scale.
+/// Checks that the type is `dtype`, or an fp8 type with its scale.
 void check_quantised(DType found, const char* name, DType dtype, bool has_scale,
                      const char* scale_name);
 
@@ -70,12 +71,12 @@ struct CacheView {
   kernels::Pages pages;   // size and count also without a table, when the cache is in pages
   std::int64_t keys = 0;  // rows in all
   bool packed = false;    // contiguous, sequence after sequence
-  // Contiguous [batch, capacity, ...]; 0 where sequences are packed, or in pages.
+  // These are of contiguous [batch, capacity, ...], and 0 where sequences are packed, or in pages.
   std::int64_t capacity = 0;  // keys that a sequence has room for
   std::int64_t pitch = 0;     // keys from the start of one sequence to that of the next; 0 where
                               // all sequences share the same keys (a batch stride of 0)
 
-  /// Keys of one sequence that there is room for.
+  /// The keys of one sequence that there is room for.
   std::int64_t room() const {
     return pages ? pages.columns * pages.size : packed ? keys : capacity;
   }
@@ -87,23 +88,24 @@ struct CacheShape {
   int batch;
 };
 
-/// Contiguous keys: [keys, kv_heads, head_dim], or [batch, capacity, kv_heads, head_dim]; values
-/// alike.
+/// Views contiguous keys, [keys, kv_heads, head_dim] or [batch, capacity, kv_heads, head_dim], and
+/// values of the same form.
 CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& shape, Device device);
 
-/// Whether v is the first columns of k, as in a cache of latent keys: one memory, strides alike.
+/// Whether v is the first columns of k, as in a cache of latent keys: it is one memory, with the
+/// same strides.
 bool values_in_keys(const Tensor& k, const Tensor& v);
 
-/// Whether new values are due beside new keys. False where v is the first columns of k; then there
-/// must be none.
+/// Whether new values are due beside new keys. It is false where v is the first columns of k; then
+/// there must be none.
 bool needs_new_values(const Tensor& new_v, const char* new_name, const Tensor& k,
                       const char* k_name, const Tensor& v, const char* v_name);
 
-/// A cache that is written: k and v (unless they are its first columns) overlap neither themselves,
-/// nor each other, nor (contiguous [batch, capacity, ...]) one sequence the next.
+/// Checks a cache that is written: k and v (unless they are its first columns) overlap neither
+/// themselves, nor each other, nor (contiguous [batch, capacity, ...]) one sequence the next.
 void check_written_cache(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name);
 
-/// Pages (attention.hpp), with or without a table. `k_name`: k or k_cache.
+/// Views pages (attention.hpp), with or without a table. `k_name` is k or k_cache.
 CacheView view_pages(const Tensor& k, const Tensor& v, const Tensor& table, const CacheShape& shape,
                      Device device, const char* k_name, const char* v_name);
 

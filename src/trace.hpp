@@ -1,4 +1,5 @@
-// NVTX ranges around the phases, in longspan's own domain; nothing in a build without NVTX.
+// Makes NVTX ranges around the phases, in longspan's own domain; it does nothing in a build without
+// NVTX.
 #pragma once
 
 #if defined(LONGSPAN_NVTX)

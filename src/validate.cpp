@@ -14,7 +14,7 @@ namespace longspan {
 
 namespace {
 
-/// What no call with these options could have.
+/// Throws for what no call with these options could have.
 void check_fp8_products(const Options& o) {
   const DType q = o.dtypes.of_query(), kv = o.dtypes.of_kv();
   if (q != DType::e4m3 || kv != DType::e4m3)
@@ -113,8 +113,8 @@ void check_options(const Options& o, int ranks) {
                     o.limits.max_query_len));
   usage(o.limits.max_kv_len >= 0 && o.limits.max_kv_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_kv_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.limits.max_kv_len));
-  // The states of one run on one rank, in numbers that cannot overflow. A machine has less than
-  // 2^48 bytes, which leaves every sum of sizes far inside 63 bits.
+  // These are the states of one run on one rank, in numbers that cannot overflow. A machine has
+  // less than 2^48 bytes, which leaves every sum of sizes far inside 63 bits.
   const double rows = static_cast<double>(o.limits.max_tokens) * o.heads * (o.queries ? ranks : 1);
   const double bytes = rows * (4.0 * value_dim + 8) * ranks;
   usage(bytes < 0x1p48,

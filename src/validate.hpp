@@ -1,5 +1,5 @@
-// What must hold before anything runs. Each refusal names what was asked, what was found, and what
-// to do.
+// Checks what must hold before anything runs. Each refusal names what was asked, what was found,
+// and what to do.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,16 @@
 
 namespace longspan {
 
-/// UsageError for options that make no sense, or sizes that no memory of `ranks` ranks holds;
-/// Unsupported for what longspan cannot do.
+/// Throws UsageError for options that make no sense, or sizes that no memory of `ranks` ranks
+/// holds, and Unsupported for what longspan cannot do.
 void check_options(const Options& options, int ranks = 1);
 
-/// What a mask, and the numbers of a score, must be; `refuse` throws the caller's kind of error.
+/// Check what a mask, and the numbers of a score, must be; `refuse` throws the caller's kind of
+/// error.
 void check_mask(const Mask& mask, void (*refuse)(const std::string&));
 void check_score(const ScoreOptions& score, void (*refuse)(const std::string&));
 
-/// InputError for arguments of attend() that do not say what options to make of them.
+/// Throws InputError for arguments of attend() that do not say what options to make of them.
 void check_one_call(const AttentionArgs& args);
 
 /// What was checked, as kernels see it.
@@ -29,35 +30,36 @@ struct Checked {
   RunArrays arrays;
 };
 
-/// The same arguments with q, out and lse as rows of all sequences: [batch, heads, tokens, dim]
-/// becomes [batch * tokens, heads, dim], a view of the same memory. InputError where no view does.
+/// Gives the same arguments with q, out and lse as rows of all sequences: [batch, heads, tokens,
+/// dim] becomes [batch * tokens, heads, dim], a view of the same memory. Throws InputError where no
+/// view does that.
 AttentionArgs with_flat_rows(const AttentionArgs& args);
 
-/// InputError for tensors and arrays that do not fit the options or each other. On the host lengths
-/// and tables are checked too; on a GPU they are not in reach. What lies in block tables is left to
-/// ServingKernels::check_arrays.
+/// Throws InputError for tensors and arrays that do not fit the options or each other. On the host
+/// lengths and tables are checked too; on a GPU they are not in reach. What lies in block tables is
+/// left to ServingKernels::check_arrays.
 Checked check_attention(const AttentionArgs& args, const Options& options,
                         const Communicator& world);
-/// AttentionArgs::new_k and new_v with the cache they belong to.
+/// AttentionArgs::new_k and new_v, with the cache that they belong to.
 Append append_of(const AttentionArgs& args);
 Checked check_append(const Append& tokens, const Options& options, const Communicator& world);
 
-/// Host only: query_start alone. `rows`: of the whole q.
+/// Checks query_start alone, on the host only. `rows` are those of the whole q.
 void check_starts(const kernels::Batch& batch, std::int64_t rows);
 
-/// Host only: query_start and the lengths of a batch whose keys lie in `cache` as `shard` says.
-/// `rows`: of the whole q. max_kv_len 0: no bound.
+/// Checks, on the host only, query_start and the lengths of a batch whose keys lie in `cache` as
+/// `shard` says. `rows` are those of the whole q. With max_kv_len 0 there is no bound.
 void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
                    const CacheView& cache, std::int64_t max_kv_len);
 
-/// What a rule alone tells of the one sequence, when its length is in the shard. Not for ranges,
-/// whose table may lie on a GPU.
+/// Checks what a rule alone tells of the one sequence, when its length is in the shard. It is not
+/// for ranges, whose table may lie on a GPU.
 void check_room(const Shard& shard, const CacheView& cache);
 
-/// Every option that ranks must give alike, as text, for agree(). agreement.hpp has the same of a
-/// run, and the list of what need not be alike.
+/// Lists every option that ranks must give alike, as text, for agree(). agreement.hpp does the same
+/// for a run, and lists what need not be alike.
 NamedValues describe(const Options& options);
-/// Of these, how keys and queries are dealt out.
+/// Lists those of them that say how keys and queries are dealt out.
 NamedValues describe_shardings(const Options& options);
 
 }  // namespace longspan

@@ -1,4 +1,5 @@
-// Memory of a call of ServingOps, which is the caller's; docs/workspace.md has the formulas.
+// Lays out the memory of a call of ServingOps, which is the caller's; docs/workspace.md has the
+// formulas.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +13,9 @@ namespace longspan {
 struct CallWorkspace {
   std::byte* states = nullptr;        // [slots] of StateSlots::bytes(rows, dim)
   std::byte* scratch = nullptr;       // AttentionKernels::attend_scratch
-  std::int64_t* ranges = nullptr;     // [batch, 3]: context_attention only
-  std::int64_t* key_start = nullptr;  // [batch]: context_attention and attend_state only
-  std::byte* room = nullptr;          // ServingKernels::context_room: context_attention only
+  std::int64_t* ranges = nullptr;     // [batch, 3], for context_attention only
+  std::int64_t* key_start = nullptr;  // [batch], for context_attention and attend_state only
+  std::byte* room = nullptr;          // ServingKernels::context_room, for context_attention only
   std::size_t scratch_bytes = 0;
   std::size_t room_bytes = 0;
   std::size_t bytes = 0;  // in all
@@ -35,7 +36,7 @@ struct CallWorkspace {
     return w;
   }
 
-  /// Of attend_state, whose states are elsewhere.
+  /// Lays out the memory of attend_state, whose states are elsewhere.
   static CallWorkspace lay_out_scratch(void* base, std::size_t scratch, int batch) {
     Parts parts{static_cast<std::byte*>(base)};
     CallWorkspace w;

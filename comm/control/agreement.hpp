@@ -1,6 +1,7 @@
-// What ranks must mean alike. A layer keeps a log of its runs; every collective of a run carries a
-// hash of the run's description, and where two hashes differ, or a wait ends without data, the roll
-// call (control.hpp) asks the logs for the descriptions, so that the error can name the field.
+// Tells what ranks must give alike. A layer keeps a log of its runs; every collective of a run
+// carries a hash of the run's description, and where two hashes differ, or a wait ends without
+// data, the roll call (control.hpp) asks the logs for the descriptions, so that the error can name
+// the field.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,10 @@
 
 namespace longspan::comm {
 
-/// One run of one layer. Layers of a communicator are numbered from 1 in the order in which they
-/// were made, and runs of a layer from 1 in the order in which they were queued: all ranks make the
-/// same calls in the same order, so a name means the same run everywhere. Layer 0: no run.
+/// Names one run of one layer. Layers of a communicator are numbered from 1 in the order in which
+/// they were made, and runs of a layer from 1 in the order in which they were queued. All ranks
+/// make the same calls in the same order, so a name means the same run everywhere. Layer 0 stands
+/// for no run.
 struct RunName {
   std::uint32_t layer = 0;
   std::uint32_t run = 0;

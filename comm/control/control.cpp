@@ -27,7 +27,7 @@ class MailControl final : public Control {
  public:
   using Family = std::vector<MailControl*>;
 
-  /// `family`: all that were split from one communicator, and that one.
+  /// `family` holds all that were split from one communicator, and that one.
   MailControl(std::unique_ptr<Mailbox> mailbox, milliseconds deadline,
               std::shared_ptr<Family> family = std::make_shared<Family>())
       : Control(deadline),
@@ -109,7 +109,7 @@ class MailControl final : public Control {
   }
 
  private:
-  /// A group's letters, by its members' places in it: a mailbox over this one.
+  /// A mailbox over this one for a group's letters, by its members' places in the group.
   class Branch;
   struct Line {
     std::vector<int> members;
@@ -168,9 +168,10 @@ class MailControl final : public Control {
     }
   }
 
-  /// Says where this rank waits and what it means by `run`, and hears what the others say, until
-  /// everyone has spoken or the time for it is over. A rank that stopped at the first difference
-  /// might name another pair than its peers do: only who heard the same says the same.
+  /// Says where this rank waits and what it was given for `run`, and hears what the others say,
+  /// until everyone has spoken or the time for it is over. A rank that stopped at the first
+  /// difference might name another pair than its peers do: only ranks that heard the same say the
+  /// same.
   void call_roll(const char* step, milliseconds waited, RunName run) {
     for (const Peer& peer : peers_)
       if (peer.waits && peer.waits->run) run = peer.waits->run;  // it is asked for already
@@ -193,15 +194,16 @@ class MailControl final : public Control {
     peers_[rank()].waits = std::move(own);
   }
 
-  /// A rank that waits in one communicator of a family runs: where the roll is called in another
-  /// one it says so, and who is silent there is the one that is stuck.
+  /// Answers a roll call of another communicator. A rank that waits in one communicator of a family
+  /// runs: where the roll is called in another one it says so, and the rank that is silent there is
+  /// the one that is stuck.
   void answer(const char* step, milliseconds waited) try {
     if (fate().failed()) return;
     take();
     if (!peers_[rank()].waits &&
         std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.waits; }))
       say_where(step, waited, run());
-  } catch (const Error&) {  // that one has ended, and says so to who asks it
+  } catch (const Error&) {  // that one has ended, and says so to whoever asks it
     if (!fate().failed()) throw;
   }
 
@@ -220,7 +222,8 @@ class MailControl final : public Control {
     give(line, from, kind, std::move(text));
   }
 
-  /// Two ranks that mean different things by the same run; nothing while none are known.
+  /// Finds two ranks that were given different things for the same run; nothing while none are
+  /// known.
   std::optional<Failure> disagreement(const std::string& step) const {
     for (int p = 0; p < size(); ++p)
       for (int q = p + 1; q < size(); ++q)
@@ -236,7 +239,7 @@ class MailControl final : public Control {
                  : std::nullopt;
   }
 
-  /// Throws an internal Error for what no rank of this version writes.
+  /// Takes in a letter. Throws an internal Error for what no rank of this version writes.
   void hear(int from, const std::string& letter) {
     Peer& peer = peers_[from];
     if (letter.empty()) throw_damage();
@@ -286,7 +289,8 @@ class MailControl final : public Control {
             fmt::format("What rank {} sent cannot be read: {}", name_of(from), why)};
   }
 
-  /// The roll is called by whoever is first; everyone who hears it answers.
+  /// Answers where another rank calls the roll: the first whose time is over calls it, and everyone
+  /// who hears it answers.
   void listen(const char* step, milliseconds waited) {
     for (int p = 0; p < size(); ++p)
       if (p != rank() && peers_[p].waits) timed_out(step, waited);
@@ -315,7 +319,8 @@ class MailControl final : public Control {
         peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.waits && !peer.gone; }));
   }
 
-  /// Who is to blame, from what the roll call heard. Every rank that heard the same says the same.
+  /// Names the rank to blame, from what the roll call heard. Every rank that heard the same says
+  /// the same.
   Failure verdict(const std::string& step) const {
     if (const auto found = disagreement(step)) return *found;
     const auto find = [&](auto wrong) {
@@ -360,7 +365,7 @@ class MailControl final : public Control {
                         step, seconds(deadline()))};
   }
 
-  /// Where most ranks wait; of equals the lowest rank's.
+  /// The step where most ranks wait; of equals the lowest rank's.
   const std::string& usual_step() const {
     const auto votes = [&](const Peer& candidate) {
       return std::count_if(peers_.begin(), peers_.end(), [&](const Peer& peer) {
@@ -376,7 +381,7 @@ class MailControl final : public Control {
   std::vector<Peer> peers_;
   Patience::Clock::time_point looked_{};
   std::shared_ptr<Family> family_;
-  std::map<std::uint32_t, Line> lines_;               // of the groups that there are here
+  std::map<std::uint32_t, Line> lines_;               // of the groups that exist here
   std::map<std::uint32_t, std::deque<Early>> early_;  // for groups that will be
 };
 
@@ -396,7 +401,7 @@ class MailControl::Branch final : public Mailbox {
     try {
       for (int p = 0; p < size(); ++p)
         if (p != rank()) post(p, "");
-    } catch (...) {  // no memory for a goodbye: the others meet their deadline
+    } catch (...) {  // without memory for a goodbye, the others meet their deadline
     }
     parent_->lines_.erase(group_.number);
   }

@@ -1,7 +1,7 @@
-// The control plane: small texts between ranks, for meeting, agreeing and for finding out who is
-// missing. Every wait has a deadline. When it passes, the ranks that still run call the roll: each
-// says at which step it waits and for how long, and whoever stays silent is named. The first
-// verdict goes to all, so that every rank ends with the same error.
+// The control plane: small texts between ranks, for meeting, for agreeing and for finding out who
+// is missing. Every wait has a deadline. When it passes, the ranks that still run call the roll:
+// each says at which step it waits and for how long, and the rank that stays silent is named. The
+// first verdict goes to all, so that every rank ends with the same error.
 #pragma once
 
 #include <chrono>
@@ -19,10 +19,10 @@
 
 namespace longspan::comm {
 
-/// What a split gives a rank.
+/// The group that a split gives a rank.
 struct Group {
   int color = -1;            // below 0: this rank is in none
-  std::uint32_t number = 0;  // of the group: no two communicators of a rank have the same
+  std::uint32_t number = 0;  // of the group; no two communicators of a rank have the same
   int rank = 0;              // this rank's place among the members
   std::vector<int> members;  // by their ranks in the group, their ranks in the parent
 };
@@ -35,52 +35,54 @@ class Control : public std::enable_shared_from_this<Control> {
   virtual int size() const = 0;
   milliseconds deadline() const { return deadline_; }
 
-  /// The part of the deadline that a rank spends waiting; the rest is for the roll call.
+  /// The part of the deadline that a rank spends waiting; the rest is left for the roll call.
   virtual milliseconds patience() const { return deadline_; }
 
-  /// Every rank's text, in rank order.
+  /// Gathers every rank's text, in rank order.
   virtual std::vector<std::string> gather(const std::string& mine, const std::string& step) = 0;
 
   /// Throws when the communicator has failed, when a peer gave up or died, or, after the roll call,
-  /// when a peer's deadline has passed. Never waits otherwise: for loops that wait for something
-  /// else since `waited`.
+  /// when a peer's deadline has passed. Otherwise it never waits: it is for loops that wait for
+  /// something else since `waited`.
   virtual void check(const char* step, milliseconds waited) = 0;
 
-  /// This rank's deadline passed at `step`: calls the roll and throws.
+  /// Is called when this rank's deadline has passed at `step`; calls the roll and throws.
   [[noreturn]] virtual void timed_out(const char* step, milliseconds waited) = 0;
 
-  /// Ranks mean different things by `run`: calls the roll, which finds the field and throws
-  /// UsageError. Throws `otherwise` where no description says what differs.
+  /// Is called where ranks were given different things for `run`. The roll call finds the field,
+  /// and UsageError is thrown. Throws `otherwise` where no description says what differs.
   [[noreturn]] virtual void disagree(RunName, const Failure& otherwise) { fail(otherwise); }
 
-  /// The number of a new layer, whose log the roll call may ask for as long as it lives.
+  /// Gives a new layer its number, and keeps its log, which the roll call may ask for as long as it
+  /// lives.
   std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) {
     std::erase_if(logs_, [](const auto& entry) { return entry.second.expired(); });
     logs_[++layers_] = log;
     return layers_;
   }
-  /// From here on this rank is in `run`.
+  /// Says that from here on this rank is in `run`.
   void begin(RunName run) { run_ = run; }
   RunName run() const { return run_; }
 
   /// Ends the communicator with this failure on all ranks that can be reached.
   virtual void tell(const Failure& failure) noexcept = 0;
 
-  /// Lets what was written leave. Before anything that waits for a peer in another way: the peer
-  /// may still wait for a letter.
+  /// Lets what was written leave. It is to be called before anything that waits for a peer in
+  /// another way: the peer may still wait for a letter.
   virtual void flush() noexcept {}
 
-  /// How messages name a rank: "5", or "1 (5 of all)" in what was split from another.
+  /// The name of a rank in messages: "5", or "1 (5 of all)" in what was split from another.
   std::string name_of(int rank) const;
-  /// By rank, its number in the communicator that all were split from; empty: this is that one.
+  /// For each rank its number in the communicator that all were split from; empty where this is
+  /// that one.
   const std::vector<int>& origins() const { return origins_; }
 
   /// What this rank says at a split, and the group that it finds in what all have said.
   std::string wish(int color, int key) const;
   Group group_of(const std::vector<std::string>& wishes) const;
 
-  /// A control plane among the members of a group, whose letters travel over this one, and which
-  /// keeps it. Null where this kind of control plane has none.
+  /// Makes a control plane among the members of a group, whose letters travel over this one, and
+  /// which keeps it. It is null where this kind of control plane has none.
   virtual std::shared_ptr<Control> branch(const Group&) { return nullptr; }
 
   /// Takes this control plane's place below `parent`: ranks are named after it, and its end is the
@@ -96,7 +98,7 @@ class Control : public std::enable_shared_from_this<Control> {
   }
 
  protected:
-  /// What this rank means by `run`; empty where it does not know it (any longer).
+  /// What this rank was given for `run`; empty where it does not know it (any longer).
   NamedValues describe(RunName run) const {
     const auto found = logs_.find(run.layer);
     const auto log = found == logs_.end() ? nullptr : found->second.lock();
@@ -122,18 +124,18 @@ std::optional<std::string> difference(const std::vector<std::string>& one,
                                       const std::vector<std::string>& other,
                                       const std::string& rank_of_other, const std::string& step);
 
-/// What a transport's abort(why) tells: this rank gives up.
+/// What a transport's abort(why) tells: that this rank gives up.
 Failure gave_up(const Control& control, const std::string& why);
 
-/// One process alone.
+/// Makes a control plane for one process alone.
 std::unique_ptr<Control> self_control(milliseconds deadline);
 
-/// Small messages that never block: what MPI and TCP each provide.
+/// Sends and receives small messages without ever blocking; MPI and TCP each provide one.
 class Mailbox {
  public:
   struct Letter {
-    /// left, died: the last letter that comes from this peer. damaged: what came from there cannot
-    /// be read, and `body` says why.
+    /// left, died: this is the last letter that comes from this peer. damaged: what came from there
+    /// cannot be read, and `body` says why.
     enum Kind { text, left, died, damaged };
     int from = 0;
     Kind kind = text;
@@ -143,14 +145,15 @@ class Mailbox {
   virtual ~Mailbox() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  /// Letters of one sender arrive in the order in which they were posted.
+  /// Posts a letter. Letters of one sender arrive in the order in which they were posted.
   virtual void post(int to, const std::string& text) = 0;
   virtual std::optional<Letter> next() = 0;
   /// Lets posted letters leave, for at most `limit`. After a failure some may never leave.
   virtual void flush(milliseconds limit) noexcept = 0;
-  /// The communicator failed: from now on nothing may wait for a peer.
+  /// Is called when the communicator failed: from now on nothing may wait for a peer.
   virtual void abandon() noexcept {}
-  /// What was split from the communicator failed: a rank may not come to the common end.
+  /// Is called when what was split from the communicator failed: a rank may not come to the common
+  /// end.
   virtual void distrust() noexcept {}
 };
 

@@ -13,9 +13,9 @@
 namespace longspan::comm {
 namespace {
 
-constexpr std::uint64_t kMostRanks = 1'000'000;  // in a table each, and letters to each
+constexpr std::uint64_t kMostRanks = 1'000'000;  // as each takes a table entry and gets letters
 
-/// What a launcher set, in [low, high]. Job ids are larger than an int holds.
+/// Reads a number that a launcher set, in [low, high]. Job ids are larger than an int holds.
 std::optional<std::uint64_t> number(const char* name, std::uint64_t low, std::uint64_t high) {
   const auto text = env_text(name);
   if (!text) return std::nullopt;
@@ -37,7 +37,7 @@ std::uint64_t id_in(const char* name) {
   return number(name, 0, std::numeric_limits<std::uint64_t>::max()).value_or(0);
 }
 
-/// "gpu[07-09,12],login" -> "gpu07": rank 0 runs on the first host of the list.
+/// Makes "gpu07" of "gpu[07-09,12],login": rank 0 runs on the first host of the list.
 std::string first_host(const std::string& list) {
   const auto bracket = list.find_first_of("[,");
   if (bracket == std::string::npos || list[bracket] == ',') return list.substr(0, bracket);

@@ -1,4 +1,4 @@
-// Who started this process: the one place that knows the launchers' variables.
+// Tells who started this process. It is the one place that knows the launchers' variables.
 #pragma once
 
 #include <chrono>
@@ -18,7 +18,8 @@ struct Launch {
   int port = 0;
 };
 
-/// Throws UsageError where the variables are not whole numbers or do not fit together.
+/// Finds the launcher. Throws UsageError where the variables are not whole numbers or do not fit
+/// together.
 Launch find_launch();
 
 /// The caller's deadline, or else the environment's.

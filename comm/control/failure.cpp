@@ -81,7 +81,8 @@ void Fate::pass_on(const Failure& failure, const std::vector<Heir>& heirs) noexc
     try {
       inherited.step = failure.step;
       inherited.what = "The communicator that this one was split from has ended: " + failure.what;
-    } catch (const std::exception&) {  // no memory for the words: the end itself takes none
+    } catch (const std::exception&) {  // where there is no memory for the words, the end itself
+                                       // takes none
     }
     fate->note(inherited);
   }

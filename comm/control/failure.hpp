@@ -1,5 +1,5 @@
-// Why a communicator ended. The first failure is kept: every later call throws it again, and the
-// other ranks are told it, so that all of them end with the same error.
+// Keeps why a communicator ended. The first failure is kept: every later call throws it again, and
+// the other ranks are told it, so that all of them end with the same error.
 #pragma once
 
 #include <atomic>
@@ -19,18 +19,19 @@ struct Failure {
   std::string what;
 };
 
-/// A RankError, or a BackendError or UsageError where the kind says so.
+/// Throws a RankError, or a BackendError or UsageError where the kind says so.
 [[noreturn]] void throw_failure(const Failure& failure);
 
 std::string to_text(const Failure& failure);
-/// Throws an internal Error for a text that to_text did not write.
+/// Reads a failure. Throws an internal Error for a text that to_text did not write.
 Failure failure_from(const std::string& text);
 
-/// The whole of `text` as a number in [low, high]; throws an internal Error for anything else.
+/// Reads the whole of `text` as a number in [low, high]; throws an internal Error for anything
+/// else.
 long long number_from(const std::string& text, long long low, long long high);
 
-/// Any thread may look, and the first of those that meet a failure is kept. What was split from a
-/// communicator ends with it: a fate has heirs.
+/// Holds the failure of a communicator. Any thread may look, and the first failure that one of them
+/// meets is kept. What was split from a communicator ends with it: a fate has heirs.
 class Fate {
  public:
   bool failed() const { return failed_.load(std::memory_order_acquire); }
@@ -40,9 +41,10 @@ class Fate {
     note(failure);
     throw_failure(first_);
   }
-  /// Takes no memory where there is none: then the words are lost, and the failure is not.
+  /// Keeps the first failure. It takes no memory where there is none: then the words are lost, and
+  /// the failure is not.
   void note(const Failure& failure) noexcept;
-  /// `heir` ends where this ends. `members`: by its ranks, their ranks here.
+  /// Lets `heir` end where this ends. `members` are, by its ranks, their ranks here.
   void bequeath(const std::shared_ptr<Fate>& heir, std::vector<int> members);
   void check() const {
     if (failed()) throw_failure(first_);

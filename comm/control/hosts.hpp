@@ -1,4 +1,4 @@
-// Which ranks share a machine.
+// Finds which ranks share a machine.
 #pragma once
 
 #include <string>
@@ -13,14 +13,14 @@ struct Place {
   int local_size = 1;
 };
 
-/// Name and boot of this machine: cloned machines, and containers, may share a name, but not a
+/// The name and boot of this machine: cloned machines, and containers, may share a name, but not a
 /// boot.
 std::string this_host();
 
-/// Collective.
+/// Finds this rank's place among the machines. It is collective.
 Place find_place(Control& control);
 
-/// "4 ranks, 1 node".
+/// Makes a text such as "4 ranks, 1 node".
 std::string describe(int ranks, const Place& place);
 
 }  // namespace longspan::comm

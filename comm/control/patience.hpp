@@ -1,4 +1,4 @@
-// How long, and how, to wait for another rank: at first the poll is repeated at once (a peer on
+// How long, and how, to wait for another rank. At first the poll is repeated at once (a peer on
 // another core answers within microseconds), then the core is yielded to whoever else needs it, and
 // at last the thread sleeps, so that many ranks on few cores do not slow the one they wait for.
 #pragma once
@@ -18,7 +18,7 @@ class Patience {
   explicit Patience(milliseconds limit)
       : begin_(Clock::now()), idle_since_(begin_), limit_(limit) {}
 
-  /// After a poll that found nothing.
+  /// Is called after a poll that found nothing.
   void pause() {
     using namespace std::chrono_literals;
     now_ = Clock::now();
@@ -30,7 +30,7 @@ class Patience {
       std::this_thread::sleep_for(std::clamp<Clock::duration>(idle / 64, 50us, 1ms));
   }
 
-  /// The same for who can be woken: sleep(limit) may return earlier.
+  /// Is called likewise by a caller that can be woken: sleep(limit) may return earlier.
   template <class Sleep>
   void pause(const Sleep& sleep) {
     using namespace std::chrono_literals;
@@ -41,7 +41,7 @@ class Patience {
     now_ = Clock::now();
   }
 
-  /// After a poll that found something.
+  /// Is called after a poll that found something.
   void progress() { idle_since_ = now_ = Clock::now(); }
 
   milliseconds waited() const { return std::chrono::duration_cast<milliseconds>(now_ - begin_); }

@@ -1,5 +1,5 @@
-// Threads that may not start: a limit on processes or on memory is an error of the machine, and who
-// asked for the thread hears of it by name instead of in std::terminate.
+// Starts threads, which may fail: a limit on processes or on memory is an error of the machine, and
+// the code that asked for the thread gets an error that names it instead of std::terminate.
 #pragma once
 
 #include <string>
@@ -11,7 +11,8 @@
 
 namespace longspan::comm {
 
-/// A thread that runs `work`; `purpose` ends the sentence "no thread could be started for ...".
+/// Starts a thread that runs `work`; `purpose` ends the sentence "no thread could be started for
+/// ...".
 template <class Work>
 std::thread start_thread(const char* purpose, Work&& work) {
   try {

@@ -24,9 +24,9 @@ struct Watchdog::State {
   Clock::time_point since{};  // when the oldest piece became the oldest
   std::string expired;        // the step whose time is over
   bool has_expired = false;
-  bool abort = false;  // asked for
+  bool abort = false;  // it was asked for
   bool stop = false;
-  bool ended = false;  // the thread has
+  bool ended = false;  // the thread has ended
 };
 
 Watchdog::Watchdog(Duties duties) : state_(std::make_shared<State>(std::move(duties))) {
@@ -73,7 +73,8 @@ void Watchdog::run(const std::shared_ptr<State>& state) {
   std::unique_lock lock(s.mutex);
   bool aborted = false;
   while (!s.stop || (s.abort && !aborted)) {
-    // Who queues work does not wake this thread: that would cost more than looking now and then.
+    // A thread that queues work does not wake this one: that would cost more than looking now and
+    // then.
     s.changed.wait_for(lock, period, [&] { return s.stop || (s.abort && !aborted); });
     while (!aborted && s.count > 0 && s.duties.done(s.first)) {
       s.first = (s.first + 1) % s.duties.slots;

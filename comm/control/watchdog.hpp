@@ -1,7 +1,7 @@
-// Watches work that was queued and that nobody waits for: a thread looks at the oldest piece of it,
-// and when that does not finish within the deadline, aborts, so that the queue comes free. Pieces
-// finish in the order in which they were queued; the clock of each starts when the one before it is
-// done.
+// Watches work that was queued and that no thread waits for. A thread looks at the oldest piece of
+// it, and when that does not finish within the deadline, aborts, so that the queue comes free.
+// Pieces finish in the order in which they were queued; the clock of each starts when the one
+// before it is done.
 #pragma once
 
 #include <chrono>
@@ -18,7 +18,7 @@ class Watchdog {
     std::chrono::milliseconds deadline;
     int slots = 256;                // most pieces watched at once
     std::function<void()> prepare;  // called once on the watchdog's thread, before all else
-    std::function<bool(int)> done;  // is the work in this slot done? Must not block.
+    std::function<bool(int)> done;  // whether the work in this slot is done; must not block
     std::function<void()> abort;    // called at most once, on the watchdog's thread; may block
   };
 
@@ -27,16 +27,17 @@ class Watchdog {
   /// Waits for a running abort a few seconds at most, then leaves it to itself.
   ~Watchdog();
 
-  /// The slot for the next piece of work, or nothing while all are taken: older work then keeps
-  /// watch over the same queue.
+  /// Gives the slot for the next piece of work, or nothing while all are taken: older work then
+  /// keeps watch over the same queue.
   std::optional<int> free_slot() const;
-  /// Work at `step` was queued, and done(slot) tells its end; `slot` is what free_slot gave.
+  /// Watches work that was queued at `step`, and whose end done(slot) tells; `slot` is what
+  /// free_slot gave.
   void watch(int slot, const char* step);
 
   /// The step whose work did not finish, if the deadline has passed for any.
   std::optional<std::string> expired() const;
 
-  /// Aborts now, without waiting for the end of it.
+  /// Aborts now, without waiting for the end of the abort.
   void abort();
 
  private:

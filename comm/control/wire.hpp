@@ -1,5 +1,5 @@
-// Several texts in one: each is written as its length, a colon, and its bytes ("5:hello"), so that
-// any bytes may travel. The control plane sends nothing else.
+// Packs several texts into one: each is written as its length, a colon, and its bytes ("5:hello"),
+// so that any bytes may travel. The control plane sends nothing else.
 #pragma once
 
 #include <cstddef>
@@ -28,12 +28,12 @@ inline std::string pack_all(const std::vector<std::string>& texts) {
   return packed;
 }
 
-/// An internal Error: bytes that pack did not write.
+/// Throws an internal Error, for bytes that pack did not write.
 [[noreturn]] void throw_damage();
 
-/// Throws it for such bytes.
+/// Takes texts apart; throws that error for such bytes.
 std::vector<std::string> unpack(std::string_view packed);
-/// Likewise for another number of texts.
+/// Does the same, and throws for another number of texts too.
 std::vector<std::string> unpack(std::string_view packed, std::size_t count);
 
 }  // namespace longspan::comm

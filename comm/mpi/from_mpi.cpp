@@ -1,5 +1,5 @@
-// From an MPI communicator to ours: letters over MPI in any case, states over MPI on processors and
-// over NCCL on GPUs.
+// Makes our communicator of an MPI communicator: letters go over MPI in any case, states over MPI
+// on processors and over NCCL on GPUs.
 #include "comm/mpi/from_mpi.hpp"
 
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-// What longspan::mpi gives to the table of libraries.
+// Holds what longspan::mpi gives to the table of libraries.
 #include <mpi.h>
 
 #include <string>
@@ -10,7 +10,7 @@
 namespace longspan::comm {
 namespace {
 
-/// "Open MPI v4.1.4", of the library that runs.
+/// Gives a text such as "Open MPI v4.1.4", for the library that runs.
 std::string version() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
   int length = 0;

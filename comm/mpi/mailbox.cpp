@@ -1,5 +1,5 @@
-// Only calls that return at once: a peer that stops in the middle of a letter holds up its own
-// letters and nobody else's. The last letter of a rank is empty: goodbye.
+// Sends letters by calls that return at once: a peer that stops in the middle of a letter holds up
+// its own letters and those of no other. The last letter of a rank is empty, and says goodbye.
 #include "comm/mpi/mailbox.hpp"
 
 #include <fmt/format.h>
@@ -28,7 +28,7 @@ MpiMailbox::~MpiMailbox() {
   int finalized = 0;
   MPI_Finalized(&finalized);
   if (duplicate_ && !finalized) say_goodbye();
-  // What MPI may still read or write stays where it is: memory is the price of not waiting.
+  // What MPI may still read or write stays where it is: this memory is the price of not waiting.
   if (!finalized && (!sweep() || receives())) letters_.release();
 }
 
@@ -37,15 +37,15 @@ bool MpiMailbox::receives() const {
                      [](const Moving& letter) { return letter.request != MPI_REQUEST_NULL; });
 }
 
-/// Ranks mostly leave together. Whoever has to wait for the others does not free the communicator,
-/// so the wait can be short.
+/// Ranks mostly leave together. A rank that has to wait for the others does not free the
+/// communicator, so the wait can be short.
 void MpiMailbox::say_goodbye() noexcept try {
   for (int p = 0; p < size(); ++p)
     if (p != rank_) post(p, "");
   for (Patience patient(milliseconds(100)); present_ > 0 && !patient.over(); patient.pause())
     next();
   if (present_ > 0) duplicate_->keep();
-} catch (...) {  // MPI's errors, or no memory for a letter
+} catch (...) {  // one of MPI, or no memory for a letter
   duplicate_->keep();
 }
 
@@ -93,7 +93,7 @@ bool MpiMailbox::sweep() noexcept {
   for (auto letter = leaving.begin(); letter != leaving.end();) {
     int done = 0;
     MPI_Test(&letter->request, &done, MPI_STATUS_IGNORE);
-    // A request that failed is done with as well: MPI has then taken its handle back.
+    // A request that failed is over as well: MPI has then taken its handle back.
     const bool over = done || letter->request == MPI_REQUEST_NULL;
     letter = over ? leaving.erase(letter) : std::next(letter);
   }

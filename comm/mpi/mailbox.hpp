@@ -1,4 +1,4 @@
-// Letters over MPI, and the tags that longspan uses on its own communicator.
+// Sends letters over MPI, and names the tags that longspan uses on its own communicator.
 #pragma once
 
 #include <mpi.h>
@@ -15,12 +15,12 @@
 namespace longspan::comm {
 
 inline constexpr int kLetterTag = 1;
-inline constexpr int kDataTag = 2;  // that of a group follows by its number
+inline constexpr int kDataTag = 2;  // the tag of a group follows it, by the group's number
 
 class MpiMailbox final : public Mailbox {
  public:
   explicit MpiMailbox(std::shared_ptr<MpiDuplicate> duplicate);
-  /// On a communicator that stays the caller's.
+  /// A mailbox on a communicator that stays the caller's.
   MpiMailbox(MPI_Comm comm, int tag);
   ~MpiMailbox() override;
 
@@ -43,7 +43,7 @@ class MpiMailbox final : public Mailbox {
     std::vector<Moving> coming;  // one from each peer at a time, so that order is kept
   };
 
-  /// Drops what has been sent; true when nothing remains.
+  /// Drops what has been sent; returns true when nothing remains.
   bool sweep() noexcept;
   bool receives() const;
   void say_goodbye() noexcept;

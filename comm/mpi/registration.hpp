@@ -3,7 +3,7 @@
 
 namespace longspan::comm {
 
-/// Always true: for an initialiser.
+/// Registers the library. It is always true, so that an initialiser can call it.
 bool register_mpi();
 
 }  // namespace longspan::comm

@@ -29,15 +29,15 @@ const char* level_name(int level) {
 
 }  // namespace
 
-/// Between the thread and the session. It says where it is, the session where it may go.
+/// What the thread and the session share. The thread says where it is, the session where it may go.
 struct MpiSession::Shared {
   std::mutex mutex;
   std::condition_variable changed;
   int status = MPI_SUCCESS;  // of MPI_Init_thread
   int level = MPI_THREAD_SINGLE;
   bool started = false;
-  bool finalize = false;  // asked for
-  bool leave = false;     // asked for: MPI stays as it is
+  bool finalize = false;  // it was asked for
+  bool leave = false;     // it was asked for: MPI stays as it is
   bool ended = false;
 };
 
@@ -143,7 +143,7 @@ MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
   };
   MPI_Request request = MPI_REQUEST_NULL;
   // MPI writes the duplicate when all ranks have come, which may be after this rank has given up:
-  // then its place must still be there.
+  // its place must still be there then.
   auto place = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
   LONGSPAN_MPI(MPI_Comm_idup(comm, place.get(), &request));
   try {
@@ -153,8 +153,8 @@ MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
     throw;
   }
   comm_ = *place;
-  // Open MPI 4.1 can crash on a letter that overtakes the birth of its communicator, so nobody
-  // writes before everybody has it.
+  // Open MPI 4.1 can crash on a letter that overtakes the birth of its communicator, so no rank
+  // writes before all have it.
   LONGSPAN_MPI(MPI_Ibarrier(comm, &request));
   complete(request);
   LONGSPAN_MPI(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN));

@@ -1,5 +1,5 @@
-// Lifetimes of MPI's own objects: MPI itself where longspan started it, and the duplicate of the
-// caller's communicator that keeps longspan's messages apart from everybody else's.
+// Keeps MPI's own objects for as long as they are used: MPI itself where longspan started it, and
+// the duplicate of the caller's communicator that keeps longspan's messages apart from all others.
 #pragma once
 
 #include <mpi.h>
@@ -11,14 +11,14 @@ namespace longspan::comm {
 
 /// Finalises MPI when the last communicator that came from the environment goes, unless one of them
 /// failed: finalising waits for all ranks, and one of them may be gone. MPI wants to be finalised
-/// by the thread that initialised it, and either call may block past any deadline, so both run on
-/// one thread that lives as long: at the end none has to be started, which may fail.
+/// by the thread that initialised it, and either call may block past any deadline. So both run on
+/// one thread that lives as long, and at the end none has to be started, which may fail.
 class MpiSession {
  public:
   /// Initialises MPI, or joins the session that is running; null where the caller initialised it.
   static std::shared_ptr<MpiSession> join(std::chrono::milliseconds deadline);
 
-  /// Use join.
+  /// Is called by join alone.
   explicit MpiSession(std::chrono::milliseconds deadline);
   ~MpiSession();
   void failed() { failed_ = true; }
@@ -29,19 +29,19 @@ class MpiSession {
 
   std::chrono::milliseconds deadline_;
   bool failed_ = false;
-  std::shared_ptr<Shared> shared_;  // with the thread, which is left behind where MPI blocks
+  std::shared_ptr<Shared> shared_;  // shared with the thread, which is left behind where MPI blocks
 };
 
 /// Throws UsageError where MPI was initialised for fewer threads than longspan's use of it takes:
 /// longspan computes on threads of its own, and the calling thread calls MPI.
 void check_thread_level();
 
-/// The decision, for tests.
+/// Decides that, from what is given; it stands apart for tests.
 void check_thread_level(int provided, bool on_main_thread);
 
 class MpiDuplicate {
  public:
-  /// Collective; at most for the deadline.
+  /// Makes the duplicate. It is collective, and takes no longer than the deadline.
   MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
                std::shared_ptr<MpiSession> session);
   ~MpiDuplicate();
@@ -49,7 +49,7 @@ class MpiDuplicate {
   /// Leaves the communicator to MPI: a peer may still write to it, and MPI may give the number of a
   /// freed one to another.
   void keep() { kept_ = true; }
-  /// After a failure nothing collective is possible, finalising neither.
+  /// Says that the communicator failed: nothing collective is possible then, finalising neither.
   void failed();
 
  private:

@@ -1,6 +1,6 @@
-// The collectives over MPI: every rank sends to and receives from each peer itself, without MPI's
-// own collectives, so that a peer that does not arrive has a name. The calls return at once, and
-// the loop that completes them watches the deadline and the control plane.
+// Runs the collectives over MPI. Every rank sends to and receives from each peer itself, without
+// MPI's own collectives, so that a peer that does not arrive can be named. The calls return at
+// once, and the loop that completes them watches the deadline and the control plane.
 //
 // Several transfers may be open. All ranks start them in the same order, and MPI matches messages
 // of two ranks in the order in which they were posted, so nothing else keeps them apart. What was
@@ -33,8 +33,8 @@ const std::byte* at(const void* base, std::size_t offset) {
   return static_cast<const std::byte*>(base) + offset;
 }
 
-/// "Open MPI 4.1.4" of "Open MPI v4.1.4, package: ..."; "MPICH 4.0.2" of "MPICH Version: 4.0.2
-/// ...".
+/// Makes "Open MPI 4.1.4" of "Open MPI v4.1.4, package: ...", and "MPICH 4.0.2" of "MPICH Version:
+/// 4.0.2 ...".
 std::string library_name() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
   int length = 0;
@@ -52,7 +52,7 @@ std::string library_name() {
 
 class MpiTransport final : public ControlledTransport {
  public:
-  /// `ranks`: of the duplicate, by rank; `tag` of the data.
+  /// `ranks` are those of the duplicate, by rank; `tag` is the tag of the data.
   MpiTransport(std::shared_ptr<MpiDuplicate> duplicate, std::shared_ptr<Control> control,
                std::vector<int> ranks, int tag)
       : ControlledTransport(std::move(control)),
@@ -77,7 +77,8 @@ class MpiTransport final : public ControlledTransport {
 
  protected:
   int start(const Collective& collective, Stream, const char* step) override {
-    // Who comes late hears of it here, before anything can be written to memory of the caller.
+    // A rank that comes late hears of it here, before anything can be written to memory of the
+    // caller.
     or_drop_all([&] { control().check(step, milliseconds(0)); });
     const auto free =
         std::find_if(open_.begin(), open_.end(), [](const auto& open) { return !open->is_taken; });
@@ -128,8 +129,9 @@ class MpiTransport final : public ControlledTransport {
     return done;
   }
 
-  /// MPI writes where it was told to until all has come, so a transfer that nobody waits for is
-  /// waited for here. What goes wrong ends the communicator, and whoever calls next hears of it.
+  /// MPI writes where it was told to until all has come, so a transfer that the caller does not
+  /// wait for is waited for here. What goes wrong ends the communicator, and the next call throws
+  /// it.
   void drop(int number) noexcept override {
     int finalized = 0;
     MPI_Finalized(&finalized);
@@ -162,15 +164,15 @@ class MpiTransport final : public ControlledTransport {
     int bytes;
     bool receives;
   };
-  /// A transfer, whose memory the next ones use again.
+  /// A transfer, whose memory the next transfers use again.
   struct Open {
     bool is_taken = false;
     Collective collective;
     std::string step;
     RunName run;
-    std::unique_ptr<std::byte[]> staged;  // what is sent; of a sum, also what is received
+    std::unique_ptr<std::byte[]> staged;  // what is sent; for a sum, also what is received
     std::size_t staged_bytes = 0;
-    std::vector<MPI_Request> requests;  // and what each of them is
+    std::vector<MPI_Request> requests;  // the parts say what each of them is
     std::vector<Part> parts;
     std::vector<MPI_Status> statuses;
     std::vector<int> done;
@@ -181,9 +183,9 @@ class MpiTransport final : public ControlledTransport {
     if (from != to && bytes > 0) std::memcpy(to, from, bytes);
   }
 
-  /// The same bytes in memory of this transport, and behind them `more`. A send to a rank that has
-  /// stopped cannot be called back, and MPI may read it as long as it is open, long after the
-  /// caller freed what was sent.
+  /// Copies the bytes into memory of this transport, with room for `more` behind them. A send to a
+  /// rank that has stopped cannot be called back, and MPI may read it as long as it is open, long
+  /// after the caller freed what was sent.
   static std::byte* stage(Open& open, std::size_t bytes, std::size_t more = 0) {
     const std::size_t needed = std::max<std::size_t>(bytes + more, 1);
     if (needed > open.staged_bytes) {
@@ -195,14 +197,14 @@ class MpiTransport final : public ControlledTransport {
     return open.staged.get();
   }
 
-  /// The same with what this rank says of its run, if it says anything, behind the bytes.
+  /// Does the same, with what this rank says of its run, if it says anything, behind the bytes.
   const std::byte* stage_with_word(Open& open, std::size_t bytes) const {
     const std::uint64_t* said = open.collective.said;
     std::byte* staged = stage(open, bytes, said ? sizeof *said : 0);
     if (said) std::memcpy(staged + bytes, said + rank(), sizeof *said);
     return staged;
   }
-  /// It travels ahead of the data.
+  /// Receives what a peer says of its run, which travels ahead of the data.
   void receive_word(Open& open, int peer) const {
     if (open.collective.said)
       receive(open, open.collective.said + peer, sizeof *open.collective.said, peer);
@@ -284,7 +286,7 @@ class MpiTransport final : public ControlledTransport {
       if (p != rank()) work(p);
   }
 
-  /// Calls queue(offset, bytes) for each piece; nothing at all is one empty piece, so that a peer
+  /// Calls queue(offset, bytes) for each piece. Nothing at all is one empty piece, so that a peer
   /// that expects more finds out.
   template <class Queue>
   static void cut(std::size_t bytes, Queue queue) {
@@ -312,8 +314,8 @@ class MpiTransport final : public ControlledTransport {
     });
   }
 
-  /// Moves what can move, of all transfers, as MPI does inside of any call. True: all of this one
-  /// has come and gone. `moved_`: some of it has now.
+  /// Moves what can move, of all transfers, as MPI does inside of any call. Returns true when all
+  /// of this one has come and gone. `moved_` says whether some of it has now.
   bool move(Open& open) {
     moved_ = false;
     if (open.left == 0) return true;
@@ -330,7 +332,7 @@ class MpiTransport final : public ControlledTransport {
     return open.left == 0;
   }
 
-  /// What is left to do when all has come.
+  /// Does what is left to do when all has come.
   void conclude(Open& open) {
     const Collective& collective = open.collective;
     for (int p = 0; collective.said && p < size(); ++p)
@@ -374,10 +376,10 @@ class MpiTransport final : public ControlledTransport {
     throw;
   }
 
-  /// After a failure nothing may be written to a caller's memory any more: receives of all
-  /// transfers are called back. One that was already coming in cannot be, and is waited for, as are
-  /// the sends, for a moment. What is open then belongs to a rank that stopped in the middle of it,
-  /// and stays with MPI: the requests are never given to others, nor is what they read.
+  /// Calls back the receives of all transfers: after a failure nothing may be written to a caller's
+  /// memory any more. One that was already coming in cannot be called back, and is waited for, as
+  /// are the sends, for a moment. What is open then belongs to a rank that stopped in the middle of
+  /// it, and stays with MPI: the requests are never given to others, nor is what they read.
   void drop_all() noexcept {
     if (!is_dropped_) {
       is_dropped_ = true;
@@ -391,7 +393,7 @@ class MpiTransport final : public ControlledTransport {
     if (!control().fate().failed()) abort("it met an error in an exchange; its own output says it");
   }
 
-  /// Whether MPI is done with all requests, after `limit` at most.
+  /// Whether MPI is done with all requests; it waits for that no longer than `limit`.
   bool complete(milliseconds limit) noexcept {
     int finalized = 0, all = 0;
     MPI_Finalized(&finalized);

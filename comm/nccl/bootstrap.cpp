@@ -1,4 +1,4 @@
-// How ranks that can talk come to an NCCL communicator: each takes the GPU of its local rank, they
+// Brings ranks that can talk to an NCCL communicator: each takes the GPU of its local rank, they
 // compare GPUs (NCCL hangs when two ranks share one), and rank 0's id brings them together.
 #include <fmt/format.h>
 
@@ -16,7 +16,8 @@
 namespace longspan::comm {
 namespace {
 
-/// {uuid, name for people} of the current GPU. Instances of one partitioned GPU differ in the uuid.
+/// Gives {uuid, name for people} of the current GPU. Instances of one partitioned GPU differ in the
+/// uuid.
 std::string describe_gpu(int device) {
   cudaDeviceProp properties{};
   char bus[32] = "";
@@ -26,8 +27,8 @@ std::string describe_gpu(int device) {
               fmt::format("{} at {}", properties.name, bus));
 }
 
-/// The GPU that was asked for, or that of the local rank; or finds, on every rank, why that cannot
-/// be.
+/// Gives the GPU that was asked for, or that of the local rank; or finds, on every rank, why that
+/// cannot be.
 int choose_gpu(Control& control, const Place& place, int asked) {
   const int visible = gpu_count();
   check_gpu(asked, visible);
@@ -79,10 +80,10 @@ std::shared_ptr<Transport> nccl_bootstrap(std::shared_ptr<Control> control, int 
   try {
     gpu = choose_gpu(*control, place, asked);
   } catch (const BackendError& error) {
-    control->tell(gave_up(*control, error.what()));  // this rank's own trouble
+    control->tell(gave_up(*control, error.what()));  // it is this rank's own trouble
     throw;
   } catch (const UsageError& error) {
-    control->tell(gave_up(*control, error.what()));  // likewise
+    control->tell(gave_up(*control, error.what()));  // this is the rank's own trouble too
     throw;
   }
   const DeviceGuard guard(gpu);

@@ -29,7 +29,7 @@ class NcclControl final : public Control {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
-  /// First the lengths, then the texts, each in a slot as long as the longest.
+  /// Gathers first the lengths, then the texts, each in a slot as long as the longest.
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
     fate().check();
     const auto lengths = exchange<std::uint64_t>({mine.size()}, step);
@@ -52,8 +52,8 @@ class NcclControl final : public Control {
                              step, deadline().count() / 1000.0)});
   }
 
-  /// Every rank sees it, so all of them come here, and can tell each other over NCCL what they
-  /// mean.
+  /// Is called on every rank, as every rank sees the difference. So all of them come here, and can
+  /// tell each other over NCCL what they were given.
   [[noreturn]] void disagree(RunName run, const Failure& otherwise) override {
     if (!run) fail(otherwise);
     std::vector<std::string> mine;
@@ -62,7 +62,7 @@ class NcclControl final : public Control {
     try {
       packed = gather(pack_all(mine), "comparison of the runs");
     } catch (const Error&) {
-      fail(otherwise);  // it did not come to that
+      fail(otherwise);  // the ranks could not tell each other
     }
     for (int p = 1; p < size_; ++p)
       if (const auto text = difference(unpack(packed[0]), name_of(0), unpack(packed[p]), name_of(p),

@@ -1,4 +1,4 @@
-// What longspan::nccl gives to the table of libraries.
+// Holds what longspan::nccl gives to the table of libraries.
 #include <fmt/format.h>
 #include <nccl.h>
 

@@ -19,8 +19,8 @@ constexpr milliseconds kLongestEnd{5000};
 
 bool worked(ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; }
 
-/// ncclCommDestroy waits until every rank of the node has come to it. Whoever comes much earlier
-/// leaves it to a thread. True: they all came.
+/// Calls ncclCommDestroy, which waits until every rank of the node has come to it. A rank that
+/// comes much earlier leaves the wait to a thread. Returns true where they all came.
 bool destroy(ncclComm_t comm, int device) {
   std::packaged_task<bool()> task([comm, device] {
     static_cast<void>(LONGSPAN_CUDA_WORKED(cudaSetDevice(device)));
@@ -29,7 +29,7 @@ bool destroy(ncclComm_t comm, int device) {
   auto done = task.get_future();
   try {
     std::thread(std::move(task)).detach();
-  } catch (const std::system_error&) {  // no thread is to be had, and waiting here has no end
+  } catch (const std::system_error&) {  // no thread can be had, and waiting here has no end
     ncclCommAbort(comm);
     return false;
   }
@@ -43,14 +43,14 @@ struct Link::Handle {
   int device = 0;
   std::mutex mutex;
   ncclComm_t comm = nullptr;
-  std::vector<cudaEvent_t> ends;  // by slot: recorded behind the work
+  std::vector<cudaEvent_t> ends;  // by slot, recorded behind the work
 
   ~Handle() {
     for (cudaEvent_t end : ends)
       if (end != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaEventDestroy(end)));
   }
 
-  /// Whoever takes the communicator ends it.
+  /// Takes the communicator; the caller ends it.
   ncclComm_t take() {
     const std::lock_guard lock(mutex);
     return std::exchange(comm, nullptr);
@@ -73,7 +73,7 @@ Link::Link(ncclComm_t comm, milliseconds patience) try : handle_(std::make_share
             auto mode = cudaStreamCaptureModeRelaxed;
             static_cast<void>(LONGSPAN_CUDA_WORKED(cudaThreadExchangeStreamCaptureMode(&mode)));
           },
-      // An error is an end too: who waits for the stream sees it.
+      // An error is an end too: the one who waits for the stream sees it.
       .done = [handle = handle_](
                   int slot) { return cudaEventQuery(handle->ends[slot]) != cudaErrorNotReady; },
       .abort =
@@ -91,7 +91,7 @@ bool Link::end() noexcept try {
   if (aborted_) return false;
   ncclComm_t comm = handle_->take();
   if (!comm) return false;
-  // Finalising waits for what is queued, and a peer may be missing: not for long, then.
+  // Finalising waits for what is queued, and a peer may be missing, so it may not take long.
   Patience patient(kLongestEnd);
   ncclResult_t result = ncclCommFinalize(comm);
   while (result == ncclInProgress && !patient.over()) {
@@ -102,7 +102,7 @@ bool Link::end() noexcept try {
   handle_->comm = comm;
   abort();
   return false;
-} catch (...) {  // of a lock or of memory: the process ends the communicator
+} catch (...) {  // of a lock or of memory; the process ends the communicator
   return false;
 }
 
@@ -123,7 +123,7 @@ void Link::check(Control& control, const char* step, milliseconds waited) {
   if (const auto expired = watchdog_->expired()) control.timed_out(expired->c_str(), waited);
   const ncclResult_t found = state();
   if (worked(found)) return;
-  // A peer's end shows as a network error here; the roll call says whose.
+  // A peer's end shows as a network error here; the roll call says which peer it was.
   if (found == ncclRemoteError || found == ncclSystemError) control.timed_out(step, waited);
   control.fail({ErrorKind::backend, -1, step,
                 fmt::format("NCCL failed at '{}': {} ({}).", step, ncclGetErrorString(found),
@@ -151,8 +151,8 @@ void Link::queue(Control& control, cudaStream_t stream, const char* step, const 
 ncclComm_t Link::split(Control& control, int color, int key, const char* step) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
-  config.splitShare = 0;  // an abort of one must leave the other as it is
-  // NCCL may write it after this rank has given up: then its place must still be there.
+  config.splitShare = 0;  // as an abort of one must leave the other as it is
+  // NCCL may write it after this rank has given up: its place must still be there then.
   auto place = std::make_unique<ncclComm_t>(nullptr);
   try {
     call(control, step, [&](ncclComm_t comm) {
@@ -200,7 +200,7 @@ void Link::wait(Control& control, cudaStream_t stream, const char* step) try {
     check(control, step, patient.waited());
     if (patient.over()) control.timed_out(step, patient.waited());
   });
-  check(control, step, patient.waited());  // an abort frees the stream, and that is no success
+  check(control, step, patient.waited());  // an abort frees the stream, which is no success
 } catch (const BackendError& error) {
   abort();
   control.fail({ErrorKind::backend, -1, step, error.what()});

@@ -1,6 +1,6 @@
 // One NCCL communicator, its watchdog, and the ways to wait for it. NCCL is used without blocking
-// calls, so that whoever queues work can also watch the deadline and the control plane. All aborts
-// run on the watchdog's thread: an abort may block behind a kernel that does not end.
+// calls, so that the thread that queues work can also watch the deadline and the control plane. All
+// aborts run on the watchdog's thread: an abort may block behind a kernel that does not end.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,14 +26,15 @@ class Link {
   ~Link();
 
   /// Calls NCCL, waits until NCCL has queued the work, and puts it under watch, unless the stream
-  /// is being captured: then the work runs when the graph does, and who waits for that watches it.
+  /// is being captured: then the work runs when the graph does, and whoever waits for that watches
+  /// it.
   void queue(Control& control, cudaStream_t stream, const char* step, const Call& call);
 
-  /// A part of the communicator, not blocking; null where color < 0. Collective, and nothing may be
-  /// queued on the communicator that other ranks have not come to.
+  /// Splits off a part of the communicator, not blocking; null where color < 0. It is collective,
+  /// and nothing may be queued on the communicator that other ranks have not come to.
   ncclComm_t split(Control& control, int color, int key, const char* step);
 
-  /// Waits for an NCCL call that has no stream: making the communicator.
+  /// Waits for an NCCL call that has no stream, which is making the communicator.
   void settle(Control& control, const char* step);
 
   void wait(Control& control, cudaStream_t stream, const char* step);
@@ -41,8 +42,8 @@ class Link {
   /// Frees the streams from NCCL's kernels, soon.
   void abort();
 
-  /// Ends the communicator, within seconds. True: every rank of the node has come to this, as
-  /// ncclCommDestroy waits for them; false: it is not known, or it was ended before.
+  /// Ends the communicator, within seconds. Returns true where every rank of the node has come to
+  /// this, as ncclCommDestroy waits for them; false where it is not known, or it was ended before.
   bool end() noexcept;
 
  private:

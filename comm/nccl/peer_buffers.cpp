@@ -19,11 +19,11 @@
 namespace longspan::comm {
 namespace {
 
-/// Part of the deadline that a kernel waits: the rest is for the roll call that names who is
-/// missing.
+/// The part of the deadline that a kernel waits; the rest is left for the roll call that names the
+/// rank that is missing.
 constexpr double kKernelShare = 0.5;
 
-/// What the device and the host both see.
+/// The words that the device and the host both see.
 struct Shared {
   std::uint64_t report;
   std::uint32_t abort;
@@ -45,7 +45,7 @@ void check_reach(int own, const std::string& bus) {
   if (!reaches) throw Unsupported(fmt::format("no peer access to the GPU at {}", bus));
 }
 
-/// What `step` throws; empty: it worked.
+/// What `step` throws; empty where it worked.
 std::string failure_of(const std::function<void()>& step) {
   try {
     step();
@@ -55,7 +55,7 @@ std::string failure_of(const std::function<void()>& step) {
   }
 }
 
-/// The first rank's that failed. All ranks hear the same texts, and so say the same.
+/// The failure of the first rank that failed. All ranks hear the same texts, and so say the same.
 std::string first_failure(const std::vector<std::string>& failures) {
   for (std::size_t p = 0; p < failures.size(); ++p)
     if (!failures[p].empty()) return fmt::format("rank {}: {}", p, failures[p]);
@@ -88,7 +88,7 @@ T from_bytes(const std::string& bytes) {
   return value;
 }
 
-/// The nonce stands behind the peer buffer, at a place of its own: a peer buffer is 0 at rest.
+/// The place of the nonce, which stands behind the peer buffer, as a peer buffer is 0 at rest.
 std::size_t place_of_nonce(std::size_t bytes) { return (bytes + 7) / 8 * 8; }
 
 void free_memory(void* memory) noexcept {
@@ -147,7 +147,7 @@ PeerBuffers::PeerBuffers(std::shared_ptr<PeerBufferSet> set) : set_(std::move(se
   set_->open_.push_back(this);
 }
 
-/// This rank's peer buffer and, behind it, what the others know it by.
+/// Allocates this rank's peer buffer and, behind it, the nonce by which the others know it.
 void PeerBuffers::allocate(std::uint64_t nonce) {
   const std::size_t place = place_of_nonce(view_.bytes);
   std::byte*& own = view_.peer_buffer[view_.rank];
@@ -157,8 +157,8 @@ void PeerBuffers::allocate(std::uint64_t nonce) {
   LONGSPAN_CUDA(cudaDeviceSynchronize());
 }
 
-/// A handle may be opened and lead elsewhere, as between containers that see other GPUs under the
-/// same names: the nonce shows whose memory it is.
+/// Maps the peer buffer of a rank. A handle may be opened and lead elsewhere, as between containers
+/// that see other GPUs under the same names: the nonce shows whose memory it is.
 void PeerBuffers::map(int rank, const std::string& handle, std::uint64_t nonce) {
   void* mapped = nullptr;
   LONGSPAN_CUDA(cudaIpcOpenMemHandle(&mapped, from_bytes<cudaIpcMemHandle_t>(handle),
@@ -172,7 +172,7 @@ void PeerBuffers::map(int rank, const std::string& handle, std::uint64_t nonce) 
         fmt::format("what is mapped as the peer buffer of rank {} is other memory", rank));
 }
 
-/// What the kernels need besides peer buffers: the epoch, and words that the host sees too.
+/// Makes what the kernels need besides peer buffers: the epoch, and words that the host sees too.
 void PeerBuffers::make_words() {
   Shared* shared = nullptr;
   LONGSPAN_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&shared), sizeof(Shared),
@@ -236,7 +236,7 @@ std::unique_ptr<PeerBuffers> PeerBuffers::open(Transport& world, std::size_t byt
       world.gather(pack(failure, bytes_of(handle), bytes_of(nonce)), "handles of the peer buffers");
   why = first_failure(part(told, 0));
   if (!why.empty()) {
-    peer_buffers->shared_ = false;  // nobody opens what it was given
+    peer_buffers->shared_ = false;  // no rank opens what it was given
     return nullptr;
   }
 
@@ -265,7 +265,7 @@ void PeerBuffers::abort() noexcept {
   if (abort_ != nullptr) std::atomic_ref(*abort_).store(1, std::memory_order_release);
 }
 
-/// The GPU's work is done, and no exchange went wrong, also where nobody has asked yet.
+/// Whether the GPU's work is done, and no exchange went wrong, also where nobody has asked yet.
 bool PeerBuffers::is_quiet() const noexcept {
   return LONGSPAN_CUDA_WORKED(cudaDeviceSynchronize()) && report().kind == PeerReport::none;
 }
@@ -297,11 +297,11 @@ PeerBuffers::~PeerBuffers() {
   free_memory(view_.epoch);
   if (report_ != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaFreeHost(report_)));
   if (!shared_) free_memory(own);
-  if (!shared_ || !closed) return;  // what is not closed nobody is told to be
+  if (!shared_ || !closed) return;  // what is not closed is not said to be closed
   try {
     const std::lock_guard lock(set_->mutex_);
     set_->remains_.push_back({number_, own});
-  } catch (...) {  // no memory for the note: the process keeps what it is of
+  } catch (...) {  // where there is no memory for the note, the process keeps the buffer
   }
 }
 

@@ -1,11 +1,12 @@
-// Memory that every rank of a node can write: a peer buffer of each rank, mapped into all processes
-// (CUDA IPC over NVLink or PCIe peer access). See src/peer_view.hpp for what a kernel does with it.
+// Makes memory that every rank of a node can write: a peer buffer of each rank, mapped into all
+// processes (CUDA IPC over NVLink or PCIe peer access). src/peer_view.hpp says what a kernel does
+// with it.
 //
 // Memory that a peer has mapped must not be freed, and there is no moment at which all ranks let go
-// of a layer together. So who lets go closes its own mappings of the others, keeps its own memory,
-// and says so when the ranks next talk about peer buffers; what all have closed is freed then
-// (PeerBufferSet). Where anything failed, nobody knows what a peer still writes, and the process
-// keeps the memory.
+// of a layer together. So a rank that lets go closes its own mappings of the others, keeps its own
+// memory, and says so when the ranks next talk about peer buffers; what all have closed is freed
+// then (PeerBufferSet). Where anything failed, no rank knows what a peer still writes, and the
+// process keeps the memory.
 #pragma once
 
 #include <cstdint>
@@ -21,27 +22,29 @@ namespace longspan::comm {
 
 class PeerBuffers;
 
-/// All peer buffers of one communicator, and the memory that waits for its peers to close it. May
-/// be used by several threads.
+/// All peer buffers of one communicator, and the memory that waits for its peers to close it.
+/// Several threads may use it.
 class PeerBufferSet {
  public:
   ~PeerBufferSet() { end(false); }
 
-  /// use(peer buffer) of each that is open; none is opened or closed meanwhile.
+  /// Calls use(peer buffer) for each that is open; none is opened or closed meanwhile.
   template <class Use>
   void for_each(const Use& use) {
     const std::lock_guard lock(mutex_);
     for (PeerBuffers* peer_buffers : open_) use(*peer_buffers);
   }
 
-  /// The communicator failed: frees kernels that wait, and from now on all memory is kept.
+  /// Is called where the communicator failed: frees kernels that wait, and from now on all memory
+  /// is kept.
   void abort() noexcept;
 
   /// Whether peer buffers are, or will be, kept: this rank must not let the others believe that it
   /// has closed them.
   bool failed() const;
 
-  /// The communicator ends. `together`: every rank has let go of all its peer buffers.
+  /// Is called where the communicator ends. `together` says that every rank has let go of all its
+  /// peer buffers.
   void end(bool together) noexcept;
 
  private:
@@ -52,7 +55,7 @@ class PeerBufferSet {
     std::byte* memory;     // this rank's own
   };
 
-  /// What this rank has closed, for the others; and frees what all of them have.
+  /// Says what this rank has closed, for the others; the second frees what all of them have closed.
   std::string closed() const;
   void free_what_all_closed(const std::vector<std::string>& closed) noexcept;
 
@@ -65,9 +68,9 @@ class PeerBufferSet {
 
 class PeerBuffers {
  public:
-  /// Collective. Null on every rank, with the reason in `why`, where the ranks are not all on one
-  /// node with GPUs that reach each other, are too many, or a call fails on one of them. `set`: of
-  /// the communicator.
+  /// Opens peer buffers. It is collective. It gives null on every rank, with the reason in `why`,
+  /// where the ranks are not all on one node with GPUs that reach each other, are too many, or a
+  /// call fails on one of them. `set` is that of the communicator.
   static std::unique_ptr<PeerBuffers> open(
       Transport& world, std::size_t bytes, std::string& why,
       std::shared_ptr<PeerBufferSet> set = std::make_shared<PeerBufferSet>());
@@ -79,10 +82,11 @@ class PeerBuffers {
 
   const PeerView& view() const { return view_; }
 
-  /// Counts the peer buffers of a communicator from 1 on, alike on every rank.
+  /// The number of these among the peer buffers of a communicator, from 1 on, the same on every
+  /// rank.
   std::uint32_t number() const { return number_; }
 
-  /// The layer (comm::RunName) whose runs exchange through them.
+  /// Names the layer (comm::RunName) whose runs exchange through them.
   void serve(std::uint32_t layer) { layer_ = layer; }
   std::uint32_t layer() const { return layer_; }
 

@@ -22,7 +22,7 @@ std::string version_text(int code) {
   return fmt::format("{}.{}.{}", code / 10000, code % 10000 / 100, code % 100);
 }
 
-/// The library that runs may be another than the one whose header was compiled.
+/// The name of the library that runs, which may be another than the one whose header was compiled.
 std::string library_name() {
   int found = 0;
   ncclGetVersion(&found);
@@ -37,8 +37,9 @@ ncclDataType_t nccl_type(DType dtype) {
   return dtype == fp32 ? ncclFloat32 : dtype == fp16 ? ncclFloat16 : ncclBfloat16;
 }
 
-/// NCCL brings the transfers of a communicator into one order, whichever streams they are on; so
-/// collectives on a caller's stream and on the side stream need none of ours.
+/// A transport over NCCL. NCCL brings the transfers of a communicator into one order, whichever
+/// streams they are on, so collectives on a caller's stream and on the side stream need no order of
+/// ours.
 class NcclTransport final : public ControlledTransport {
  public:
   NcclTransport(std::shared_ptr<Link> link, std::shared_ptr<Control> control, const Place& place)
@@ -47,8 +48,8 @@ class NcclTransport final : public ControlledTransport {
         place_(place),
         gpu_(current_gpu()) {}
 
-  /// The end of NCCL's communicator waits for the peers, and says that all have closed the peer
-  /// buffers. A rank that has not does not come to it.
+  /// Ends NCCL's communicator, which waits for the peers, and says that all have closed the peer
+  /// buffers. A rank that has not closed them does not come to it.
   ~NcclTransport() override {
     control().flush();
     if (peer_buffers_->failed()) link_->abort();
@@ -103,7 +104,7 @@ class NcclTransport final : public ControlledTransport {
   }
 
  protected:
-  /// On the caller's own stream there is nothing to wait for.
+  /// Queues on the caller's own stream, where there is nothing to wait for.
   void run(const Collective& collective, Stream stream, const char* step) override {
     or_abort([&] { queue(collective, cuda(stream), step); });
   }
@@ -132,8 +133,8 @@ class NcclTransport final : public ControlledTransport {
 
   void drop(int number) noexcept override { side_.give_back(number); }
 
-  /// A split of an NCCL communicator that has work to do may never end, so that is waited for; and
-  /// all ranks come to it, whether they get a part or not.
+  /// Splits. A split of an NCCL communicator that has work to do may never end, so that work is
+  /// waited for; and all ranks come to it, whether they get a part or not.
   std::shared_ptr<Transport> branch(const Group& group) override {
     const char* const step = "split of the communicator";
     const ncclComm_t comm = or_abort([&] {
@@ -162,8 +163,8 @@ class NcclTransport final : public ControlledTransport {
   }
 
  private:
-  /// Whatever ends the communicator frees kernels that wait in peer buffers, and keeps their
-  /// memory.
+  /// Does `work`. Whatever ends the communicator frees kernels that wait in peer buffers, and keeps
+  /// their memory.
   template <class Work>
   std::invoke_result_t<const Work&> or_abort(const Work& work) {
     try {
@@ -175,7 +176,7 @@ class NcclTransport final : public ControlledTransport {
     }
   }
 
-  /// What was split from it has ended too.
+  /// Ends what was split from this one, as it has ended too.
   void end_children() noexcept {
     for (const auto& one : children_)
       if (const auto child = one.lock()) child->end_kernels();
@@ -199,7 +200,7 @@ class NcclTransport final : public ControlledTransport {
                  [&](ncclComm_t comm) { return call(collective, comm, stream); });
   }
 
-  /// Of calls in a group, an error comes out at its end.
+  /// Calls NCCL. For calls in a group, an error comes out at its end.
   ncclResult_t call(const Collective& collective, ncclComm_t comm, cudaStream_t stream) const {
     const std::size_t bytes = collective.bytes;
     switch (collective.kind) {
@@ -246,13 +247,14 @@ class NcclTransport final : public ControlledTransport {
     return ncclInvalidUsage;
   }
 
-  /// What every rank says of its run, in one group with the data and so in one launch.
+  /// Gathers what every rank says of its run, in one group with the data and so in one launch.
   void gather_words(const Collective& collective, ncclComm_t comm, cudaStream_t stream) const {
     ncclAllGather(collective.said + rank(), collective.said, sizeof *collective.said, ncclInt8,
                   comm, stream);
   }
 
-  /// An exchange that went wrong in one layer ends the communicator for all: whose it was is said.
+  /// Reports an exchange that went wrong. In one layer it ends the communicator for all, and the
+  /// report says which layer it was.
   void check_reports(const char* step) {
     PeerReport report;
     std::uint32_t layer = 0;
@@ -265,7 +267,7 @@ class NcclTransport final : public ControlledTransport {
     if (report.kind == PeerReport::differs)
       disagree({layer, report.run}, static_cast<int>(report.rank), step);
     control().fate().check();
-    control().timed_out(step, control().patience());  // the roll call says who is missing
+    control().timed_out(step, control().patience());  // the roll call says which rank is missing
   }
 
   std::shared_ptr<Link> link_;

@@ -1,4 +1,4 @@
-// The collectives over an NCCL communicator.
+// Makes the transport that runs the collectives over an NCCL communicator.
 #pragma once
 
 #include <memory>
@@ -14,8 +14,8 @@ namespace longspan::comm {
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
                                           std::shared_ptr<Control> control, const Place& place);
 
-/// From ranks that can talk to the collectives over NCCL: gpu_transport of a program that links it.
-/// `asked`: its GPU there.
+/// Takes ranks that can talk to the collectives over NCCL; it is the gpu_transport of a program
+/// that links longspan::nccl. `asked` is its GPU there.
 std::shared_ptr<Transport> nccl_bootstrap(std::shared_ptr<Control> control, int asked);
 
 }  // namespace longspan::comm

@@ -1,5 +1,5 @@
-// New keys and values into this rank's cache: row by row to its slot, rounded once to the cache's
-// type.
+// Writes new keys and values into this rank's cache, row by row to its slot, rounded once to the
+// cache's type.
 //
 //     cache[slot] = x / scale
 #include <cstring>
@@ -17,7 +17,7 @@ struct Tensors {
   int dim;  // of a row of a head
 };
 
-/// Row `token` of the new tensor to the offset `at` (in elements) of the cache.
+/// Stores row `token` of the new tensor at the offset `at` (in elements) of the cache.
 void store_row(const AppendParams& p, const Tensors& t, std::int64_t token, std::int64_t at) {
   const bool plain = p.dtype == p.kv_dtype && !t.scales;
   const std::size_t size = size_of(p.dtype);

@@ -1,6 +1,6 @@
-// Attention of a batch, cut into tiles (sequence, kv head, rows), which threads take in turn. Where
+// Attends a batch, cut into tiles (sequence, kv head, rows), which threads take in turn. Where
 // there are too few tiles to keep the threads busy (decode), a tile is cut further, by leaves of
-// the fixed order: its parts are whole subtrees, so folding them afterwards, neighbours first, is
+// the fixed order. Its parts are whole subtrees, so folding them afterwards, neighbours first, is
 // the same tree.
 #include <algorithm>
 #include <bit>
@@ -16,16 +16,16 @@ namespace {
 constexpr int kPartsPerThread = 4;   // enough to even out parts of unequal work
 constexpr int kUsualLevels = 16;     // of a tile's stack, at its full number of rows
 constexpr int kMostLevels = 64;      // at one row
-constexpr int kSegmentsPerPart = 4;  // fewer are not worth a fold
+constexpr int kSegmentsPerPart = 4;  // a part of fewer segments is not worth a fold
 
 std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-/// How the scratch is laid out: [batch + 1] first tile of each sequence; a TileSpace per thread;
-/// the states of parts.
+/// How the scratch is laid out: [batch + 1] first tile of each sequence, then a TileSpace per
+/// thread, then the states of parts.
 struct Layout {
-  int rows;  // most of a tile
+  int rows;  // most rows of a tile
   std::size_t tiles_bytes, space_bytes, part_bytes;
-  int parts;  // most, over all tiles
+  int parts;  // most parts, over all tiles
 
   Layout(const AttendParams& p, int threads)
       : rows(static_cast<int>(std::min<std::int64_t>(
@@ -41,7 +41,7 @@ struct Layout {
   }
 };
 
-/// Depth of the stack that sequences of this length need.
+/// The depth of the stack that sequences of this length need.
 int levels_of(const SegmentOrder& order) {
   std::int64_t most = 1;
   for (int leaf = 0; leaf < order.leaves; ++leaf) most = std::max(most, order.count(leaf));
@@ -102,7 +102,7 @@ class AttendRun {
  private:
   std::int64_t tiles() const { return first_tile_[p_.batch.size]; }
 
-  /// The states of parts of the keys are results themselves, one slot each.
+  /// Attends where the states of parts of the keys are results themselves, one slot each.
   void attend_key_parts(ThreadPool& pool) {
     pool.run(tiles() * p_.parts.count, [this](std::int64_t item, int thread) {
       const int part = static_cast<int>(item % p_.parts.count);
@@ -120,8 +120,8 @@ class AttendRun {
     return (s.query_len * group_ + rows_ - 1) / rows_;
   }
 
-  /// Tiles of one kv head follow each other, so that threads share its keys in the cache; later
-  /// rows come first, since a causal mask gives them the most work.
+  /// Gives a tile by its number. Tiles of one kv head follow each other, so that threads share its
+  /// keys in the cache; later rows come first, since a causal mask gives them the most work.
   Tile at(std::int64_t index, int part) const {
     const std::int64_t* next = std::upper_bound(first_tile_, first_tile_ + p_.batch.size, index);
     const int b = static_cast<int>(next - first_tile_) - 1;
@@ -144,7 +144,7 @@ class AttendRun {
     return reinterpret_cast<float*>(part_states_ + item * layout_.part_bytes);
   }
 
-  /// To the rows' slot; with `resume`, onto what stands there.
+  /// Stores states in the rows' slot; with `resume`, folds them onto what stands there.
   void store(const Tile& tile, int slot, const Stats* stats, const float* o) const {
     for (int r = 0; r < tile.rows; ++r) {
       const std::int64_t token = tile.sequence.first_row + (tile.first + r) / group_;

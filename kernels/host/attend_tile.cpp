@@ -1,4 +1,4 @@
-// One tile of attention, in vectors. Each segment of 128 keys is folded from scratch,
+// Attends one tile, in vectors. Each segment of 128 keys is folded from scratch,
 //
 //     s = score(Q K^T),   m = max s,   p = exp2(s - m),   l = sum p,   o = P V
 //
@@ -30,7 +30,7 @@ namespace HWY_NAMESPACE {
 
 constexpr int kLaneSums = 16 / kLanes;  // vectors that hold the 16 lanes of a sum
 
-/// Upper half on lower half, until one lane is left.
+/// Adds the upper half to the lower half, until one lane is left.
 template <class D>
 HWY_INLINE float sum_halves([[maybe_unused]] D d, hn::Vec<D> lanes) {
 #if HWY_TARGET != HWY_SCALAR
@@ -49,13 +49,15 @@ HWY_INLINE float sum_lanes(Vec (&lanes)[kLaneSums]) {
   return sum_halves(Lanes(), lanes[0]);
 }
 
-/// Scores of a row -> its weights, in place, and its max and sum. `keys` is aligned to 16.
+/// Turns the scores of a row into its weights, in place, and returns its max and sum. `keys` is
+/// aligned to 16.
 HWY_INLINE Stats weigh(float* scores, Range keys) {
   const Lanes d;
   Vec top = hn::Set(d, -infinity());
   for (int j = keys.begin; j < keys.end; j += kLanes) top = hn::Max(top, hn::Load(d, scores + j));
   const float max = hn::GetLane(hn::MaxOfLanes(d, top));
-  // All invisible: weights of exp2(-inf) = 0. A NaN, lost or not by Max, stays in its weight.
+  // Where all keys are invisible, the weights are exp2(-inf) = 0. A NaN, lost or not by Max, stays
+  // in its weight.
   const Vec shift = hn::Set(d, max == -infinity() ? 0.0f : max);
   Vec sums[kLaneSums];
   for (Vec& sum : sums) sum = hn::Zero(d);
@@ -84,8 +86,9 @@ HWY_INLINE bool all_finite(const float* row, int n) {
   return hn::AllTrue(d, hn::Eq(zero, hn::Zero(d)));
 }
 
-/// What multiply gives, but keys of weight 0 are left out, so that NaN or infinity in the values of
-/// a key that this row does not see (and another row of the tile does) stays away from it.
+/// Computes what multiply does, but leaves out keys of weight 0, so that NaN or infinity in the
+/// values of a key that this row does not see (and another row of the tile does) stays away from
+/// it.
 void multiply_seen(const float* weights, const float* v, Range keys, float* o, int columns) {
   const Lanes d;
   for (int c = 0; c < columns; c += kLanes) {
@@ -175,7 +178,7 @@ class TileRun {
 
   /// Writes the state of one segment to `level`.
   void attend_segment(const Segment& segment, int level) {
-    Range any{kSegment, 0};  // seen by some row
+    Range any{kSegment, 0};  // the keys seen by some row
     for (int block = 0; block < blocks_; ++block) {
       const int row = block * kBlockRows;
       const Range keys = seen_[block] = visible_.keys(segment, row, row + rows_of(block) - 1);
@@ -195,7 +198,8 @@ class TileRun {
     multiply_weights_values(level);
   }
 
-  // Panels outside, blocks of rows inside: a panel stays in the first-level cache meanwhile.
+  // Panels are the outer loop and blocks of rows the inner one: so a panel stays in the first-level
+  // cache meanwhile.
 
   void multiply_queries_keys() {
     for (int panel = 0; panel < kSegment; panel += kPanel) {
@@ -224,8 +228,8 @@ class TileRun {
     for (int r = 0; r < tile_.rows; ++r)
       if (!all_finite(o(level, r), padded_))
         multiply_seen(scores(r), space_.v, seen_[r / kBlockRows], o(level, r), padded_);
-    // Here, and not when the state is stored: a rank's state and a virtual rank's then differ in
-    // nothing, so the bits do not depend on the ranks whatever the factor.
+    // This is done here, and not when the state is stored: a rank's state and a virtual rank's then
+    // differ in nothing, so the bits do not depend on the ranks whatever the factor.
     if (p_.v_scale)
       for (int r = 0; r < tile_.rows; ++r) multiply_row(p_.v_scale[tile_.kv_head], o(level, r));
   }
@@ -244,7 +248,7 @@ class TileRun {
   SegmentBias bias_;
   const int padded_;
   const int blocks_;                                       // of kBlockRows rows
-  Range seen_[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, of the segment at hand
+  Range seen_[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, in the segment at hand
 };
 
 void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space) {

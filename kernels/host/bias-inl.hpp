@@ -1,5 +1,5 @@
-// ALiBi and qq_bias of one row of scores, in vectors: the arithmetic of Bias::operator(), so the
-// same bits,
+// Adds ALiBi and qq_bias to one row of scores, in vectors. The arithmetic is that of
+// Bias::operator(), and so are the bits,
 //
 //     score += (slope * distance + qq[i][j]) * log2 e
 //
@@ -32,7 +32,7 @@ class SegmentBias {
     in_32_bits_ = 2 * s.kv_len - s.context_len <= std::numeric_limits<std::int32_t>::max();
   }
 
-  /// Where the keys of the segment stand.
+  /// Finds where the keys of the segment stand.
   void start(const Segment& segment) {
     const Sequence& s = tile_.sequence;
     segment_ = segment;
@@ -46,7 +46,7 @@ class SegmentBias {
     std::fill(column_ + segment.keys, column_ + kSegment, column_[segment.keys - 1]);
   }
 
-  /// Adds to the scores of the tile's row `row`. `keys` is aligned to 16.
+  /// Adds the biases to the scores of the tile's row `row`. `keys` is aligned to 16.
   void add(int row, Range keys, float* scores) {
     const int group = p_.heads / p_.kv_heads;
     const std::int64_t index = p_.query_index(tile_.sequence.index, (tile_.first + row) / group);
@@ -78,8 +78,8 @@ class SegmentBias {
   }
 
  private:
-  /// The query's row of qq_bias for the keys of the segment; 0 where it has none. False where it
-  /// has none at all.
+  /// Finds the query's row of qq_bias for the keys of the segment, with 0 for a key that it has
+  /// none for. Returns false where it has none at all.
   bool find_qq(std::int64_t index) {
     const QqBias& qq = p_.bias.qq;
     if (index >= qq.width) return false;
@@ -111,7 +111,7 @@ class SegmentBias {
     return true;
   }
 
-  /// Positions past 2^31.
+  /// Adds the biases one by one, where positions are past 2^31.
   void add_each(std::int64_t index, int head, Range keys, float* scores) const {
     const Sequence& s = tile_.sequence;
     for (int j = keys.begin; j < std::min(keys.end, segment_.keys); ++j) {

@@ -1,4 +1,4 @@
-// The arrays of a request, checked where they lie. The report keeps the first fault.
+// Checks the arrays of a request where they lie. The report keeps the first fault.
 #include "kernels/faults.hpp"
 #include "kernels/host/host.hpp"
 

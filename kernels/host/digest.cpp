@@ -1,4 +1,4 @@
-// The digest of small arrays (kernels/digest.hpp), element after element.
+// Computes the digest of small arrays (kernels/digest.hpp), element after element.
 #include "kernels/digest.hpp"
 
 #include "kernels/host/host.hpp"

@@ -1,7 +1,7 @@
-// The order in which a stream of states folds into one: a binary tree over their indices, walked
-// with a stack as deep as the tree. Before index i is pushed, after p, everything on the stack that
-// stands in p's subtree of size 2^msb(p ^ i) folds, newest first: no later index belongs to it.
-// Indices may be missing, since an absent state is empty and an empty state changes no bits.
+// Folds a stream of states into one, in the order of a binary tree over their indices, with a stack
+// as deep as the tree. Before index i is pushed, after p, everything on the stack that stands in
+// p's subtree of size 2^msb(p ^ i) folds, newest first: no later index belongs to it. Indices may
+// be missing, since an absent state is empty and an empty state changes no bits.
 //
 //     pushed 0 1 2 3 6:   ((0 1) (2 3)) 6
 #pragma once

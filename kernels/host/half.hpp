@@ -1,6 +1,6 @@
-// The small element types as C++ types, one value at a time: exact to fp32, round to nearest even
-// from it; fp8 saturates. NaN stays NaN. (Highway 1.0.3 truncates to bfloat16, and its fp16 without
-// F16C has no infinities.)
+// The small element types as C++ types, one value at a time. They convert exactly to fp32, and
+// round to nearest even from it; fp8 saturates. NaN stays NaN. (Highway 1.0.3 truncates to
+// bfloat16, and its fp16 without F16C has no infinities.)
 #pragma once
 
 #include <bit>
@@ -24,7 +24,7 @@ struct E5m2 {
   std::uint8_t bits;
 };
 
-/// Calls f(a null T*) with the C++ type of the elements.
+/// Calls f(a null T*), where T is the C++ type of the elements.
 template <class F>
 decltype(auto) with_type(DType dtype, F&& f) {
   switch (dtype) {
@@ -52,9 +52,10 @@ inline Bfloat16 from_float(float value, const Bfloat16*) {
 inline Half from_float(float value, const Half*) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-  // Normal: rebias the exponent from 127 to 15 and round at bit 13. Overflow carries into infinity.
+  // Where normal, it rebiases the exponent from 127 to 15 and rounds at bit 13. Overflow carries
+  // into infinity.
   const std::uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1)) >> 13;
-  // Below 2^-14: adding 0.5 lets the adder round to multiples of 2^-24.
+  // Below 2^-14, adding 0.5 lets the adder round to multiples of 2^-24.
   const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
   const std::uint32_t subnormal = std::bit_cast<std::uint32_t>(shifted) - (126u << 23);
   std::uint32_t half = magnitude < (113u << 23) ? subnormal : normal;

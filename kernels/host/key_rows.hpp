@@ -1,5 +1,6 @@
-// Where the keys and values of one segment lie: an address for each row, so that what reads them
-// does not know whether the cache is contiguous or in pages, and both give the same bits.
+// Finds where the keys and values of one segment lie: an address for each row, so that the code
+// that reads them does not know whether the cache is contiguous or in pages, and both give the same
+// bits.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,8 @@ namespace longspan::kernels::host {
 
 class KeyRows {
  public:
-  /// [key of the segment]: element 0 of its row; null: no row of the tile sees it.
+  /// [key of the segment]: the address of element 0 of its row; null where no row of the tile sees
+  /// it.
   const std::byte* const* k() const { return k_; }
   const std::byte* const* v() const { return v_; }
 
@@ -22,8 +24,8 @@ class KeyRows {
     std::fill_n(v_, kSegment + kRowsAhead, nullptr);
   }
 
-  /// Finds keys [begin, end) of the segment that starts at local key `first`. Of the block table
-  /// only the entries of these keys are read.
+  /// Finds keys [begin, end) of the segment that starts at local key `first`. It reads only the
+  /// entries of these keys in the block table.
   void find(const AttendParams& p, const Sequence& s, int kv_head, std::int64_t first, int begin,
             int end) {
     if (begin >= end) return;
@@ -38,7 +40,7 @@ class KeyRows {
   }
 
  private:
-  /// Keys [begin, end) are rows `row`, row + 1 ... of one page.
+  /// Finds keys [begin, end), which are rows `row`, row + 1 ... of one page.
   void run(const AttendParams& p, std::int64_t page, std::int64_t row, int kv_head, int begin,
            int end) {
     const auto place = [&](const KvRows& rows, const std::byte** to) {

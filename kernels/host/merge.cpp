@@ -1,5 +1,5 @@
-// The states of a row, one slot a rank, fold neighbours first; then the sink, the division, the
-// output's scale, and the one rounding to its type.
+// Folds the states of a row, one slot a rank, neighbours first; then come the sink, the division,
+// the output's scale, and the one rounding to its type.
 //
 //     out = o / l (/ scale),   lse = m + ln l
 #include "kernels/host/targets.hpp"
@@ -85,7 +85,7 @@ void finish_row(const MergeParams& p, std::int64_t token, int head, RowState& st
   if (p.lse) p.lse[token * p.lse_row_stride + head * p.lse_head_stride] = result.lse;
 }
 
-/// Rows [begin, end) of the result, numbered token * heads + head.
+/// Merges rows [begin, end) of the result, numbered token * heads + head.
 void merge_rows(const MergeParams& p, std::int64_t begin, std::int64_t end) {
   RowState state;
   for (std::int64_t i = begin; i < end; ++i) {

@@ -1,6 +1,6 @@
-// Finished results over disjoint keys, each out with its lse, become one. Such a pair is the state
-// (lse, 1, out): the states fold, neighbours first, and finish as any other. Columns go in blocks
-// that fit the stack, so any dim is taken and nothing is allocated.
+// Merges finished results over disjoint keys, each an out with its lse, into one. Such a pair is
+// the state (lse, 1, out): the states fold, neighbours first, and finish as any other. Columns go
+// in blocks that fit the stack, so any dim is taken and nothing is allocated.
 #include "kernels/host/targets.hpp"
 // Highway compiles the rest of this file once for each target.
 #undef HWY_TARGET_INCLUDE
@@ -38,7 +38,8 @@ void widen(const void* row, int first, int n, float* to, DType dtype) {
   for (; c < n; ++c) to[c] = load_element(from, dtype, c);
 }
 
-/// Columns [first, first + n) of a row as fp32, times `factor`, then zeros up to a multiple of 8.
+/// Loads columns [first, first + n) of a row as fp32, times `factor`, then zeros up to a multiple
+/// of 8.
 void load_columns(const void* row, DType dtype, int first, int n, float factor, float* to) {
   switch (dtype) {
     case DType::fp32:
@@ -114,7 +115,7 @@ int fold_parts(const MergeOutputsParams& p, std::int64_t token, int head, int fi
 }
 
 bool all_finite(const float* values, int n) {
-  float sum = 0.0f;  // NaN as soon as one is not
+  float sum = 0.0f;  // NaN as soon as one value is not finite
   for (int c = 0; c < n; ++c) sum += values[c] * 0.0f;
   return sum == 0.0f;
 }
@@ -125,7 +126,7 @@ void merge_row(const MergeOutputsParams& p, std::int64_t token, int head, PartSt
     const int columns = std::min(kBlock, p.dim - first);
     const int filled = fold_parts(p, token, head, first, columns, state, only);
     const Finish result = finish(state.stats[0]);
-    // One part alone hands on its lse as it came.
+    // A part that is alone hands on its lse as it came.
     lse = filled == 1 ? only : export_lse(state.stats[0], p.base);
     float* o = state.o[0];
     for (int c = 0; c < columns; ++c) o[c] = result(o[c]);
@@ -136,11 +137,11 @@ void merge_row(const MergeOutputsParams& p, std::int64_t token, int head, PartSt
       for (int c = 0; c < columns; ++c) o[c] = p.out_scale(o[c]);
     store_columns(p, token, head, first, o, columns);
   }
-  // Last, since it may lie where the prefix's was read.
+  // This comes last, since it may lie where the prefix's lse was read.
   if (p.lse.data != nullptr) *p.lse.at(token, head) = lse;
 }
 
-/// Rows [begin, end) of the result, numbered token * heads + head.
+/// Merges rows [begin, end) of the result, numbered token * heads + head.
 void merge_output_rows(const MergeOutputsParams& p, std::int64_t begin, std::int64_t end) {
   PartStack state;
   for (std::int64_t i = begin; i < end; ++i)

@@ -25,7 +25,8 @@ HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
 namespace HWY_NAMESPACE {
 
-// 6 rows by 4 vectors of sums, 4 of B and one of A fill 32 registers; with 16, 6 by 2.
+// 6 rows by 4 vectors of sums, 4 vectors of B and one of A fill 32 registers; with 16 registers it
+// is 6 by 2.
 #if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_NEON
 inline constexpr int kVectors = 4;
 #else
@@ -77,7 +78,7 @@ HWY_INLINE void with_rows(int rows, F&& f) {
   f.template operator()<kRows>();
 }
 
-/// rows <= kBlockRows; columns a multiple of 16.
+/// C = A B, with rows <= kBlockRows and columns a multiple of 16.
 HWY_NOINLINE void multiply(Matrix a, Matrix b, int depth, float* c, std::ptrdiff_t c_stride,
                            int rows, int columns) {
   with_rows(rows, [&]<int kRows>() {

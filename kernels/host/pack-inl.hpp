@@ -1,5 +1,6 @@
-// Keys, values and queries of a tile in the layout that multiply reads: dense fp32, in panels of 64
-// columns, so that a panel's rows follow each other in the cache whatever the strides outside.
+// Packs keys, values and queries of a tile into the layout that multiply reads: dense fp32, in
+// panels of 64 columns, so that a panel's rows follow each other in the cache whatever the strides
+// outside.
 //
 //     keys     [panel of 64 keys][head_dim][64]   transposed
 //     values   [panel of 64 columns][128 keys][64]
@@ -27,8 +28,8 @@ HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
 namespace HWY_NAMESPACE {
 
-/// Rows lie a stride or a page apart, which hides the next ones from the hardware; with few queries
-/// the time is the time of these loads.
+/// Prefetches a row. Rows lie a stride or a page apart, which hides the next ones from the
+/// hardware; with few queries the time is the time of these loads.
 template <class T>
 HWY_INLINE void prefetch_row(const std::byte* row, int dim) {
   constexpr int kLine = 64;
@@ -38,7 +39,7 @@ HWY_INLINE void prefetch_row(const std::byte* row, int dim) {
 }
 
 #if HWY_TARGET != HWY_SCALAR
-/// Block b of four lanes goes to row 4 b.
+/// Stores block b of four lanes to row 4 b.
 template <class D>
 HWY_INLINE void store_blocks(D d, hn::Vec<D> v, float* to) {
   if constexpr (hn::MaxLanes(d) > 4) {
@@ -50,7 +51,7 @@ HWY_INLINE void store_blocks(D d, hn::Vec<D> v, float* to) {
   }
 }
 
-/// As many columns of four rows as d has lanes.
+/// Transposes as many columns of four rows as d has lanes.
 template <class D, class T>
 HWY_INLINE void transpose_lanes(D d, const T* const rows[4], int c, float* HWY_RESTRICT to) {
   const hn::Repartition<std::uint64_t, D> pairs;
@@ -81,15 +82,15 @@ HWY_INLINE void transpose_four(const T* const rows[4], int n, float* HWY_RESTRIC
 #endif
 }
 
-/// Likewise where chunks lie apart: the line in which each chunk begins, which holds those of the
-/// next keys too.
+/// Prefetches a row whose chunks lie apart, by the line in which each chunk begins, which holds
+/// those of the next keys too.
 template <class T>
 HWY_INLINE void prefetch_chunks(const std::byte* row, int chunks, std::int64_t stride) {
   if (row == nullptr) return;
   for (int i = 0; i < chunks; ++i) hwy::Prefetch(row + i * stride * static_cast<int>(sizeof(T)));
 }
 
-/// n dense elements as fp32; n is a multiple of 4.
+/// Converts n dense elements to fp32; n is a multiple of 4.
 template <class T>
 HWY_INLINE void widen(const T* from, int n, float* to) {
   const Lanes d;
@@ -101,7 +102,8 @@ HWY_INLINE void widen(const T* from, int n, float* to) {
   for (; c < n; c += hn::MaxLanes(d4)) hn::StoreU(load(d4, from + c), d4, to + c);
 }
 
-/// Elements [begin, end) of a row as fp32, wherever its chunks lie; begin is a multiple of kPanel.
+/// Converts elements [begin, end) of a row to fp32, wherever its chunks lie; begin is a multiple of
+/// kPanel.
 template <class T>
 HWY_INLINE void widen_row(const KvRows& layout, const T* row, int begin, int end, float* to) {
   if (layout.dense()) return widen(row + begin, end - begin, to);
@@ -116,8 +118,8 @@ HWY_INLINE void widen_row(const KvRows& layout, const T* row, int begin, int end
     hn::StoreU(load(one, row + layout.column(c)), one, to + c - begin);
 }
 
-/// Keys [begin, end) of a segment, from the addresses of their rows. `keys` is aligned to 16; where
-/// there is no row there are zeros.
+/// Packs keys [begin, end) of a segment, from the addresses of their rows. `keys` is aligned to 16;
+/// where there is no row there are zeros.
 template <class T>
 void pack_keys(const KvRows& layout, const std::byte* const* rows, Range keys, int dim,
                float* panels) {
@@ -149,8 +151,8 @@ void pack_keys(const KvRows& layout, const std::byte* const* rows, Range keys, i
   }
 }
 
-/// Values whose keys are neighbours in memory, [dim][keys], are read along the keys: keys [begin,
-/// end), whose first is at `row`.
+/// Packs values whose keys are neighbours in memory, [dim][keys], by reading along the keys: keys
+/// [begin, end), whose first is at `row`.
 template <class T>
 HWY_INLINE void pack_across(const KvRows& layout, const T* row, int begin, int end, int dim,
                             float* panels) {
@@ -174,12 +176,12 @@ HWY_INLINE void pack_across(const KvRows& layout, const T* row, int begin, int e
   }
 }
 
-/// Zeros from `columns` on to the next multiple of 16.
+/// Writes zeros from `columns` on to the next multiple of 16.
 HWY_INLINE void pad_row(int columns, float* to) {
   if (columns % 16 != 0) std::fill(to + columns, to + columns + 8, 0.0f);
 }
 
-/// Values of keys [begin, end); zeros where there is no row.
+/// Packs values of keys [begin, end); there are zeros where there is no row.
 template <class T>
 void pack_values(const KvRows& layout, const std::byte* const* rows, Range keys, int dim,
                  float* panels) {

@@ -1,4 +1,4 @@
-// A finished part and its lse, row by row, to where they travel from.
+// Copies a finished part and its lse, row by row, to where they travel from.
 #include <cstring>
 
 #include "kernels/host/host.hpp"

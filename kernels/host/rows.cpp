@@ -1,4 +1,5 @@
-// Where rows stand: the small index kernels of sharded queries, packed keys and cut contexts.
+// Finds where rows stand, by the small index kernels of sharded queries, packed keys and cut
+// contexts.
 #include <algorithm>
 #include <cstring>
 

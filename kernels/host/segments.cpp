@@ -1,4 +1,4 @@
-// States per segment as serving engines hold them, from our states and to results.
+// Converts states per segment, as serving engines hold them, from our states and to results.
 //
 //     max = m ln 2,  expsum = l,  output = o      (m in base 2; an empty segment: -inf, 0, 0)
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace longspan::kernels::host {
 namespace {
 
-/// Local keys of the sequence that a row belongs to; -1: the row is left out.
+/// The local keys of the sequence that a row belongs to; -1 where the row is left out.
 std::int64_t local_len_of(const Batch& batch, const Shard& shard, std::int64_t token) {
   const int b = sequence_of_row(batch, token);
   return b < 0 ? -1 : shard.for_sequence(b).local_len(batch.keys(b, shard));

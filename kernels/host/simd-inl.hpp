@@ -41,9 +41,9 @@ HWY_INLINE hn::Vec<D> load(D d, const Bfloat16* from) {
   return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(wide, bits)));
 }
 
-/// fp16 from its bits. Without an instruction for it: moves exponent and mantissa into place and
-/// multiplies by 2^(127 - 15), which is exact and makes subnormals normal; then gives infinities
-/// and NaNs their exponent back.
+/// Makes fp32 of the bits of an fp16. Without an instruction for it, this moves exponent and
+/// mantissa into place and multiplies by 2^(127 - 15), which is exact and makes subnormals normal;
+/// then it gives infinities and NaNs their exponent back.
 template <class D>
 HWY_INLINE hn::Vec<D> widen_half(D d, hn::Vec<hn::Rebind<std::uint16_t, D>> half) {
 #if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2
@@ -75,8 +75,8 @@ HWY_INLINE hn::Vec<D> load(D d, const E5m2* from) {
   return widen_half(d, hn::ShiftLeft<8>(hn::PromoteTo(half, bits)));
 }
 
-/// e4m3 in the place of an fp16 is 2^-8 of its value. The one code that is NaN has all bits set, so
-/// that adding to the lowest carries into the highest bit of the exponent, and there alone.
+/// An e4m3 in the place of an fp16 is 2^-8 of its value. The one code that is NaN has all bits set,
+/// so adding to the lowest carries into the highest bit of the exponent, and there alone.
 template <class D>
 HWY_INLINE hn::Vec<D> load(D d, const E4m3* from) {
   const hn::Rebind<std::int8_t, D> narrow;
@@ -95,7 +95,7 @@ HWY_INLINE Vec exp2(Vec x) {
   const Lanes d;
   const hn::RebindToUnsigned<Lanes> bits;
   const Vec low = hn::Set(d, -127.0f);
-  x = hn::IfThenElse(hn::Lt(x, low), low, x);  // not Max, which may lose a NaN
+  x = hn::IfThenElse(hn::Lt(x, low), low, x);  // Max may lose a NaN
   const Vec shifter = hn::Set(d, 0x1.8p23f);
   const Vec shifted = hn::Add(x, shifter);
   const Vec f = hn::Sub(x, hn::Sub(shifted, shifter));
@@ -112,7 +112,7 @@ HWY_INLINE Vec exp2(Vec x) {
 
 HWY_INLINE Vec tanh(Vec x) { return hn::Tanh(Lanes(), x); }
 
-/// Elements [0, n) of a fold: a = fold(a, b). n is a multiple of 8.
+/// Folds elements [0, n): a = fold(a, b). n is a multiple of 8.
 HWY_INLINE void fold_row(const Fold& fold, float* HWY_RESTRICT a, const float* HWY_RESTRICT b,
                          int n) {
   if (fold.take == Fold::first) return;

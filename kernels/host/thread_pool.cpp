@@ -1,5 +1,5 @@
 // A run is open while items are left. A worker that wakes too late finds it closed and goes back to
-// sleep, so the caller waits only for workers that took an item: what matters when the machine has
+// sleep, so the caller waits only for workers that took an item. That matters when the machine has
 // more threads than cores.
 #include "kernels/host/thread_pool.hpp"
 

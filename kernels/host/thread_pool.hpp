@@ -1,5 +1,5 @@
 // A few threads that wait for work. The caller works too; items are handed out one at a time, so
-// what an item computes must not depend on who computes it.
+// what an item computes must not depend on the thread that computes it.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,15 @@ namespace longspan::kernels::host {
 
 class ThreadPool {
  public:
-  /// `threads` counts the caller. Fewer where the system starts no more: see size().
+  /// Starts threads; `threads` counts the caller. There are fewer where the system starts no more
+  /// (size()).
   explicit ThreadPool(int threads);
   ~ThreadPool();
 
   int size() const { return static_cast<int>(workers_.size()) + 1; }
 
-  /// work(item, thread) for each item in [0, items), thread in [0, size()); returns when all are
-  /// done. `work` must not throw. One run at a time: other callers wait.
+  /// Calls work(item, thread) for each item in [0, items), thread in [0, size()); returns when all
+  /// are done. `work` must not throw. There is one run at a time: other callers wait.
   template <class Work>
   void run(std::int64_t items, const Work& work) {
     run(items, &work, [](const void* context, std::int64_t item, int thread) {
@@ -31,7 +32,7 @@ class ThreadPool {
     });
   }
 
-  /// work(begin, end) for stretches of [0, rows).
+  /// Calls work(begin, end) for stretches of [0, rows).
   template <class Work>
   void run_stretches(std::int64_t rows, const Work& work) {
     constexpr std::int64_t kRows = 64;  // of a stretch
@@ -43,7 +44,7 @@ class ThreadPool {
   using Call = void (*)(const void* context, std::int64_t item, int thread);
 
   void run(std::int64_t items, const void* context, Call call);
-  void dismiss(std::size_t keep);  // all workers but the first `keep`
+  void dismiss(std::size_t keep);  // keeps the first `keep` workers only
   void drain(int thread);
   void serve(int thread);
 

@@ -1,4 +1,4 @@
-// A tile: some query rows of one kv head (tokens times the group's heads) on some leaves of the
+// A tile is some query rows of one kv head (tokens times the group's heads) on some leaves of the
 // fixed order (order.hpp). It is what one thread computes at a time, with all of its memory in a
 // TileSpace that stays in the core's cache. What a tile holds does not change the bits of a row.
 #pragma once
@@ -15,7 +15,7 @@ inline constexpr int kTileRows = 144;  // most rows of a tile
 inline constexpr int kPanel = 64;      // columns of a packed panel
 inline constexpr int kRowsAhead = 16;  // of prefetches of keys
 
-/// Keys [begin, end) of one segment.
+/// The keys [begin, end) of one segment.
 struct Range {
   int begin = 0;
   int end = 0;
@@ -51,16 +51,16 @@ struct Tile {
   std::int64_t first;  // of the sequence's rows of this kv head: token * group + head in the group
   int rows;
   int first_leaf, last_leaf;  // leaves [first_leaf, last_leaf)
-  Interval keys;              // local keys; all of the sequence's, or a part (KeyParts)
+  Interval keys;              // local keys: all of the sequence's, or a part (KeyParts)
 };
 
-/// A tile's memory. value_dim is padded to 16 in o, so that a vector never reads past a row.
+/// A tile's memory. In o, value_dim is padded to 16, so that a vector never reads past a row.
 struct TileSpace {
   int rows = 0;    // capacity
   int levels = 0;  // of the stack of states
 
   float* q = nullptr;       // [rows, head_dim]
-  float* scores = nullptr;  // [rows, 128]; then weights
+  float* scores = nullptr;  // [rows, 128], which become weights
   float* k = nullptr;       // [2, head_dim, 64]
   float* v = nullptr;       // [value_dim / 64, 128, 64]
   float* o = nullptr;       // [levels, rows, padded value_dim]

@@ -1,7 +1,7 @@
-// What the rows of a tile see of this rank's keys. Where positions ascend with the local index, the
-// keys that a row sees are an interval of local keys, and the whole mask is arithmetic on
-// intervals: nothing is computed for segments that no row sees. In a `listed` shard positions come
-// in any order: every segment is visited and every key tested.
+// Finds what the rows of a tile see of this rank's keys. Where positions ascend with the local
+// index, the keys that a row sees are an interval of local keys, and the whole mask is arithmetic
+// on intervals: nothing is computed for segments that no row sees. In a `listed` shard positions
+// come in any order: every segment is visited and every key tested.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace longspan::kernels::host {
 
-/// Local keys [first, first + keys) of the sequence; keys <= 128.
+/// The local keys [first, first + keys) of the sequence; keys <= 128.
 struct Segment {
   std::int64_t first = 0;
   int keys = 0;
@@ -35,8 +35,8 @@ class Visible {
     all_ = {last.begin, first.end};
   }
 
-  /// visit(index, segment) for each segment of the tile's leaves that some row may see, in fold
-  /// order; `index` is the segment's place in the tree over all leaves.
+  /// Calls visit(index, segment) for each segment of the tile's leaves that some row may see, in
+  /// fold order; `index` is the segment's place in the tree over all leaves.
   template <class Visit>
   void for_each_segment(Visit&& visit) const {
     if (any_.empty()) return;
@@ -56,13 +56,13 @@ class Visible {
     }
   }
 
-  /// Hull of the keys of a segment that rows [first_row, last_row] see.
+  /// The hull of the keys of a segment that rows [first_row, last_row] see.
   Range keys(const Segment& segment, int first_row, int last_row) const {
     if (full(segment)) return {0, segment.keys};
     return within(segment, {local_keys(first_row).begin, local_keys(last_row).end});
   }
 
-  /// Local keys that some row may see end here.
+  /// The end of the local keys that some row may see.
   std::int64_t end() const { return any_.end; }
 
   /// Whether some row sees local key `key` of the hull. In a `listed` shard the hull says little.
@@ -72,7 +72,7 @@ class Visible {
   }
   bool listed() const { return listed_; }
 
-  /// Scores of the keys in `range` that the row does not see become -inf.
+  /// Makes the scores of the keys in `range` that the row does not see -inf.
   void hide(const Segment& segment, int row, Range range, float* scores) const {
     if (full(segment) && segment.keys == kSegment) return;
     const Range own = keys(segment, row, row);
@@ -91,7 +91,7 @@ class Visible {
     Interval seen = p_.visible(s.index, p_.query_position(s.index, token, s.kv_len), s.kv_len);
     if (p_.documents) {
       // Rows outside of all documents see nothing. That nothing must not stretch the hull of the
-      // rows beside them over keys outside, which nobody sees.
+      // rows beside them over keys outside, which no row sees.
       const Documents& d = p_.documents;
       const std::int64_t begin = d.count > 0 ? d.start[0] : 0;
       const std::int64_t end = d.count > 0 ? d.start[d.count] : 0;
@@ -100,7 +100,7 @@ class Visible {
     return seen;
   }
 
-  /// The hull of them; an empty one may have its end before its begin.
+  /// The hull of the local keys that a row sees; an empty one may have its end before its begin.
   Interval local_keys(int row) const {
     if (listed_) return tile_.keys;
     const Interval seen = positions(row);

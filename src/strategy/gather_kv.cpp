@@ -1,9 +1,9 @@
-// gather-kv: keys and values travel, and every rank attends to all of them.
+// The strategy gather-kv: keys and values travel, and every rank attends to all of them.
 //
 //     my keys and values  ->  every rank's, in the order of the sequence  ->  one attention
 //
 // A rank attends with its own rows of the queries, which shares the work, or with all of them, and
-// has the bits of one rank alone. This is the plainest strategy: nothing overlaps.
+// then has the bits of one rank alone. This is the plainest strategy: nothing overlaps.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace longspan {
 namespace {
 
-/// Keys of one rank beyond an even share, at most: a block of an interleaved shard, for one.
+/// The most keys that one rank has beyond an even share: a block of an interleaved shard, for one.
 constexpr std::int64_t kUneven = 512;
 
 std::int64_t share(std::int64_t keys, int ranks) { return (keys + ranks - 1) / ranks + kUneven; }
@@ -22,7 +22,7 @@ std::int64_t share(std::int64_t keys, int ranks) { return (keys + ranks - 1) / r
 class GatherKv final : public Strategy {
  public:
   explicit GatherKv(const Layer& layer) : layer_(layer) {
-    layer_.bounds.shard.rank = 0;  // of the attention, which has all keys
+    layer_.bounds.shard.rank = 0;  // that of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
     scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
   }
@@ -66,8 +66,9 @@ class GatherKv final : public Strategy {
   }
 
  private:
-  /// All but the last holds for every rank alike, so that all of them refuse. A rank whose own rows
-  /// have gaps refuses alone, as it does for any tensor that does not fit; the others miss it.
+  /// Throws for a run that cannot be taken. All checks but the last give every rank the same
+  /// answer, so that all of them refuse. A rank whose own rows have gaps refuses alone, as it does
+  /// for any tensor that does not fit; the others find it missing.
   void check(const Run& run) const {
     const Shard& shard = run.arrays.keys;
     if (run.arrays.batch > 1) refuse(fmt::format("a batch of {} sequences", run.arrays.batch));
@@ -117,7 +118,7 @@ class GatherKv final : public Strategy {
     run.attend.shard = {.length = shard.length};
   }
 
-  /// Columns of a head of keys (0) or values (1).
+  /// The columns of a head of keys (0) or values (1).
   int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }
   std::int64_t row_elements(int dim) const { return std::int64_t{layer_.bounds.kv_heads} * dim; }
   std::int64_t row_bytes(int dim) const {
@@ -141,7 +142,7 @@ std::string refusal(const Options& options, int ranks) {
   return "";
 }
 
-/// Keys and values of all ranks, as they come and in the order of the sequence.
+/// Counts the keys and values of all ranks, as they come and in the order of the sequence.
 RunCost cost(const Options& options, int ranks, const RunSize& size) {
   const double own_rows = options.queries ? size.most_tokens : size.tokens;
   const double states = own_rows * state_row_bytes(options);

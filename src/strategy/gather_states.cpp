@@ -1,4 +1,4 @@
-// gather-states: keys stay where they are, and the small partial states travel.
+// The strategy gather-states: keys stay where they are, and the small partial states travel.
 //
 //     queries (all ranks')  ->  state over my keys  ->  every rank's state  ->  one merge
 //
@@ -33,7 +33,7 @@ class GatherStates final : public Strategy {
     row_map_ = memory.take_array<std::int64_t>(rows);
   }
 
-  /// Peer buffers for what decode and chunks exchange; past that, gathering is as fast.
+  /// Opens peer buffers for what decode and chunks exchange; past that, gathering is as fast.
   void open(std::uint32_t layer) override {
     constexpr std::int64_t kMostRows = 16384;
     const Options& options = layer_.options;
@@ -111,7 +111,7 @@ class GatherStates final : public Strategy {
 
  private:
   kernels::ExchangeParams exchange_of(const Run& run) const {
-    layer_.comm.check("attention");  // no collective does; the step is that of Attention::wait
+    layer_.comm.check("attention");  // as no collective does; the step is that of Attention::wait
     kernels::ExchangeParams exchange{*peers_, run.merge, peer_buffer_rows_};
     exchange.hash = run.say.hash;
     exchange.contents = run.say.contents;
@@ -144,7 +144,8 @@ class GatherStates final : public Strategy {
         run.stream);
   }
 
-  /// Most query rows of any rank, as far as every rank knows it: of one sequence by a rule.
+  /// The most query rows of any rank, as far as every rank knows it: it does for one sequence dealt
+  /// out by a rule.
   std::int64_t row_capacity(const Run& run) const {
     const Shard& rows = run.arrays.queries;
     const bool counted = run.arrays.batch == 1 && rows.layout != Layout::listed &&
@@ -152,7 +153,7 @@ class GatherStates final : public Strategy {
     return counted ? rows.max_local_len(rows.length) : layer_.options.limits.max_tokens;
   }
 
-  /// Of a row of queries, [heads, dim].
+  /// The bytes of a row of queries, [heads, dim].
   std::int64_t row_bytes() const {
     return std::int64_t{layer_.bounds.heads} * layer_.bounds.head_dim *
            static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
@@ -162,7 +163,7 @@ class GatherStates final : public Strategy {
   std::size_t scratch_bytes_ = 0;
   std::byte* states_ = nullptr;   // [ranks] slots of the most rows
   std::byte* scratch_ = nullptr;  // AttentionKernels::attend_scratch
-  // With sharded queries only:
+  // These are there with sharded queries only:
   std::byte* gathered_ = nullptr;    // [ranks, row_capacity, row_bytes]
   std::byte* ordered_ = nullptr;     // [tokens, row_bytes]
   std::int64_t* row_map_ = nullptr;  // [ranks, row_capacity] place of each gathered row
@@ -172,7 +173,7 @@ class GatherStates final : public Strategy {
   ExchangeInfo exchange_;
 };
 
-/// Slots of all ranks' states, and with sharded queries the rows of all of them, twice.
+/// Counts the slots of all ranks' states, and with sharded queries the rows of all of them, twice.
 RunCost cost(const Options& options, int ranks, const RunSize& size) {
   const double own_rows = options.queries ? size.most_tokens : 0;
   const double rows = options.queries ? ranks * own_rows : size.tokens;

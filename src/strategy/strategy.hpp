@@ -33,18 +33,18 @@ struct Layer {
   kernels::AttendParams bounds;  // the largest run that the options allow, of the rank's own rows
 };
 
-/// One run, whose arguments were checked.
+/// A run, whose arguments were checked.
 struct Run {
   const AttentionArgs& args;
   const RunArrays& arrays;
   Stream stream;
 
   // This rank's query rows and keys. With sharded queries only the starts of all ranks' rows are
-  // known. prepare() says where queries are that travel, and where the state goes.
+  // known. prepare() says where the queries that travel are, and where the state goes.
   kernels::AttendParams attend;
-  kernels::MergeParams merge;  // into the result. prepare() says of which states
+  kernels::MergeParams merge;  // into the result; prepare() says of which states
 
-  // What this rank says of its run: kernels' `say` writes it to said[rank], and it travels with the
+  // This rank's word about its run: kernels' `say` writes it to said[rank], and it travels with the
   // data.
   kernels::SayParams say;
   std::uint64_t* said = nullptr;  // [ranks]
@@ -65,12 +65,12 @@ class Strategy {
  public:
   virtual ~Strategy() = default;
 
-  /// Takes its parts of the layer's memory. Called twice: first to count, with a null base.
+  /// Takes its parts of the layer's memory. It is called twice: first to count, with a null base.
   virtual void lay_out(Parts& memory) = 0;
 
-  /// Opens what the strategy needs of the communicator, once all ranks have their memory.
-  /// Collective. `layer` is the layer's number among those of the communicator. Throws Unsupported,
-  /// on all ranks alike.
+  /// Opens what the strategy needs of the communicator, once all ranks have their memory. It is
+  /// collective. `layer` is the layer's number among those of the communicator. Throws Unsupported
+  /// on all ranks or on none.
   virtual void open(std::uint32_t /*layer*/) {}
 
   /// What Attention::exchange returns: how data travels.
@@ -84,17 +84,17 @@ class Strategy {
   virtual void queue(Run& run) const = 0;
 };
 
-/// What the registry has of a strategy.
+/// What the registry holds of a strategy.
 struct StrategyEntry {
   StrategyInfo info;
   int preference;  // "auto" takes the lowest among those that accept
-  /// Why it cannot serve layers of such options on so many ranks; empty: it can.
+  /// Why it cannot serve layers of such options on so many ranks; empty where it can.
   std::string (*refusal)(const Options& options, int ranks);
   RunCost (*cost)(const Options& options, int ranks, const RunSize& size);
   std::unique_ptr<Strategy> (*make)(const Layer& layer);
 };
 
-/// Bytes of a row of the queries, and of a row's states.
+/// The bytes of a row of the queries, and of a row's states.
 double query_row_bytes(const Options& options);
 double state_row_bytes(const Options& options);
 

@@ -1,5 +1,5 @@
-// New keys and values into this rank's cache. A block takes a row of one tensor, a thread eight
-// elements of it where eight lie together on both sides, else one.
+// Writes new keys and values into this rank's cache. A block takes a row of one tensor, and a
+// thread eight elements of it where eight lie together on both sides, else one.
 //
 //     cache[slot] = x / scale
 #include "kernels/batch_rows.hpp"
@@ -14,7 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVector = 8;
 
-/// One of the two tensors.
+/// What is copied for one of the two tensors.
 struct Copy {
   Rows from;
   KvRows to;
@@ -22,7 +22,7 @@ struct Copy {
   int dim;  // of a row of a head
 };
 
-/// kVector elements of any type, aligned to an access. For fp32 two chunks.
+/// Loads kVector elements of any type, aligned to an access. For fp32 they are two chunks.
 __device__ void load_vector(const void* data, DType dtype, std::int64_t at,
                             float (&values)[kVector]) {
   alignas(16) uint4 chunks[2];
@@ -62,7 +62,7 @@ __device__ void copy_row(const AppendParams& p, const Copy& copy, std::int64_t t
   }
 }
 
-/// blockIdx.x = a new row, blockIdx.y = 0: keys, 1: values.
+/// Appends. blockIdx.x = a new row, blockIdx.y = 0: keys, 1: values.
 __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant__ AppendParams p,
                                                           bool wide_k, bool wide_v) {
   arch::let_next_kernel_start();  // attention, which waits for the cache

@@ -1,5 +1,5 @@
-// The arrays of a request, checked where they lie: a block for each sequence, a thread for each
-// given slot. The first fault of all is kept, across launches too, until the host takes it away.
+// Checks the arrays of a request where they lie: a block for each sequence, a thread for each given
+// slot. The first fault of all is kept, across launches too, until the host takes it away.
 #include <algorithm>
 
 #include "kernels/cuda/combine/merge.hpp"
@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kThreads = 128;
 
-/// One thread wins the report and fills it; it is read after the stream has passed the kernel.
+/// Reports a fault. One thread wins the report and fills it; it is read after the stream has passed
+/// the kernel.
 struct Reporter {
   FaultReport* report;
 
@@ -25,7 +26,7 @@ struct Reporter {
   }
 };
 
-/// Whether the slot was taken before; it is now.
+/// Claims a slot, and tells whether it was taken before.
 struct Claim {
   std::uint32_t* claimed;
 

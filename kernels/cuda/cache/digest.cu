@@ -1,4 +1,5 @@
-// The digest of small arrays (kernels/digest.hpp) in one block, and what a rank says of its run.
+// Computes the digest of small arrays (kernels/digest.hpp) in one block, and what a rank says of
+// its run.
 #include "kernels/cuda/cache/digest.hpp"
 
 #include "kernels/cuda/arch/shared.cuh"
@@ -19,7 +20,7 @@ __global__ __launch_bounds__(kThreads) void digest_kernel(const __grid_constant_
     unsigned long long own = 0;
     for (std::int64_t i = threadIdx.x; i < array.size(); i += kThreads)
       own += mixed_element(i, array.bits(i));
-    atomicAdd(&sum, own);  // of integers: any order gives the same sum
+    atomicAdd(&sum, own);  // integers have the same sum in any order
     __syncthreads();
     if (threadIdx.x == 0) {
       p.words[n] = sum;

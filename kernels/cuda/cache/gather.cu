@@ -1,6 +1,6 @@
-// The copy of keys and values out of pages of any layout into rows side by side. A block takes 64
-// keys of some heads: their rows are found once, then a thread copies four times 16 bytes, all of
-// which it asks for at once, where the layout has them in a row. Where a page holds the keys of one
+// Copies keys and values out of pages of any layout into rows side by side. A block takes 64 keys
+// of some heads. It finds their rows once; then a thread copies four times 16 bytes, all of which
+// it asks for at once, where the layout has them in a row. Where a page holds the keys of one
 // column side by side, they are transposed through shared memory.
 #include "kernels/cuda/cache/gather.hpp"
 
@@ -23,17 +23,17 @@ constexpr int kThreads = 256;
 constexpr int kVector = 8;  // elements of 16 bytes
 constexpr int kAtOnce = 4;  // vectors that a thread asks for at once
 constexpr int kMostDim = 256;
-constexpr unsigned kBlocksOfGpu = 1024;  // more are of no use: a block keeps 16 KB under way
+constexpr unsigned kBlocksOfGpu = 1024;  // more are of no use, as a block keeps 16 KB under way
 constexpr std::size_t kMostRoom = std::size_t{4} << 30;
 
 using Bits = std::uint16_t;  // of an element
 
-/// Keys, or values.
+/// What is copied of the keys, or of the values.
 struct Copy {
   KvRows source;
   Access access;
   Rows fresh;
-  bool fresh_whole;  // can be read 16 bytes at a time
+  bool fresh_whole;  // they can be read 16 bytes at a time
   Bits* to;          // [sequences, capacity, kv_heads, dim]
 };
 
@@ -44,10 +44,10 @@ struct Call {
   std::int64_t capacity;
   std::int64_t* key_start;
   int* ticket;
-  Divisor by_page, by_chunks;  // keys of a page; vectors of a row
+  Divisor by_page, by_chunks;  // by keys of a page; by vectors of a row
 };
 
-/// A vector of element(0), element(1) ...
+/// Packs element(0), element(1) ... into a vector.
 template <class Element>
 __device__ uint4 pack(const Element& element) {
   uint4 packed;
@@ -64,7 +64,7 @@ struct Block {
   int begin, end, in_pages;
 };
 
-/// Pages hold whole groups of keys side by side: the block's share of them to rows of `tile`.
+/// Brings the block's share of pages that hold whole groups of keys side by side to rows of `tile`.
 __device__ void transpose(Bits (*tile)[kMostDim + kVector], const Bits* const* rows,
                           const KvRows& source, std::int64_t of_head, const Block& block, int dim) {
 #pragma unroll 4
@@ -80,8 +80,8 @@ __device__ void transpose(Bits (*tile)[kMostDim + kVector], const Bits* const* r
   }
 }
 
-/// blockIdx.x = 64 keys, blockIdx.y = a head and every gridDim.y-th after it, blockIdx.z = a
-/// sequence's keys or values.
+/// Gathers. blockIdx.x = 64 keys, blockIdx.y = a head and every gridDim.y-th after it, blockIdx.z =
+/// a sequence's keys or values.
 __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant__ Call call) {
   std::byte* const memory = arch::shared_by_16;               // for Access::keys
   auto& rows = arch::shared_variable<const Bits* [kKeys]>();  // of a key of head 0
@@ -163,7 +163,7 @@ std::int64_t bytes_of_key(const Geometry& p) {
   return std::int64_t{2} * p.kv_heads * p.head_dim * static_cast<std::int64_t>(sizeof(Bits));
 }
 
-/// Of the first keys and, behind them, the ticket.
+/// The bytes of the first keys and, behind them, the ticket.
 std::size_t table_bytes(const Geometry& p) {
   return (static_cast<std::size_t>(p.batch.size + 1) * sizeof(std::int64_t) + 255) / 256 * 256;
 }

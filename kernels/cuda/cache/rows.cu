@@ -1,5 +1,5 @@
-// Where rows and keys stand when lengths are known on the device only: prefix sums over the batch
-// with a block scan, a block of sequences at a time.
+// Finds where rows and keys stand when lengths are known on the device only, by prefix sums over
+// the batch with a block scan, a block of sequences at a time.
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 
@@ -14,7 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 using Scan = cub::BlockScan<std::int64_t, kThreads>;
 
-/// One block. key_start[b] = keys of the sequences before b.
+/// Computes, in one block, key_start[b] = keys of the sequences before b.
 __global__ void key_starts_kernel(const __grid_constant__ KeyStartParams p) {
   auto& scan = arch::shared_variable<Scan::TempStorage>();
   std::int64_t before = 0;
@@ -34,8 +34,8 @@ __global__ void padded_key_starts_kernel(const __grid_constant__ KeyStartParams 
   if (b < p.batch) p.key_start[b] = b * p.capacity;
 }
 
-/// A thread a row of the map, blockIdx.y a rank: finds the sequence that holds the rank's i-th row
-/// among kThreads sequences at a time.
+/// A thread takes a row of the map, and blockIdx.y is a rank. It finds the sequence that holds the
+/// rank's i-th row among kThreads sequences at a time.
 __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
   auto& scan = arch::shared_variable<Scan::TempStorage>();
   auto& starts = arch::shared_variable<std::int64_t[kThreads + 1]>();
@@ -62,7 +62,7 @@ __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
   if (i < p.capacity) p.map[blockIdx.y * p.capacity + i] = row;
 }
 
-/// threadIdx.y a row, threadIdx.x its words. `Word` divides rows and addresses.
+/// Places rows. threadIdx.y is a row, threadIdx.x its words. `Word` divides rows and addresses.
 template <class Word>
 __global__ void place_rows_kernel(const __grid_constant__ PlaceParams p) {
   arch::let_next_kernel_start();

@@ -1,11 +1,11 @@
-// States of one row that lie in slots, for four columns: neighbouring slots loaded and folded by a
-// thread, and what threads have folded through shared memory.
+// Folds the states of one row that lie in slots, for four columns. A thread loads and folds
+// neighbouring slots, and what threads have folded goes on through shared memory.
 //
-// All of a thread's have to be asked for before the first is looked at. The compiler would rather
-// save registers, and then one trip to the second-level cache follows another: for eight states
-// that was four or five. But it keeps volatile loads in their order, and what is looked at first is
-// asked for last. Volatile loads pass the first-level cache by; with four columns side by side
-// nobody misses it.
+// All of a thread's states have to be asked for before the first is looked at. The compiler would
+// rather save registers, and then one trip to the second-level cache follows another: for eight
+// states that was four or five. But it keeps volatile loads in their order, and what is looked at
+// first is asked for last. Volatile loads bypass the first-level cache; with four columns side by
+// side that costs nothing.
 #pragma once
 
 #include "kernels/cuda/arch/peer.cuh"
@@ -14,8 +14,9 @@
 
 namespace longspan::kernels::cuda {
 
-/// The root of the tree over 2^kLevels slots, `slot_bytes` apart. `stats`, `o`: of the row in the
-/// first of them; o from the first column on. holds(i): false where the ith slot was not written.
+/// Gives the root of the tree over 2^kLevels slots, `slot_bytes` apart. `stats` and `o` are those
+/// of the row in the first slot, o from the first column on. holds(i) is false where the ith slot
+/// was not written.
 template <int kLevels, class Holds>
 __device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t slot_bytes,
                                const Holds& holds) {
@@ -39,7 +40,7 @@ __device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t s
       0);
 }
 
-/// Which splits of a plan the kernel before has written.
+/// Tells which splits of a plan the kernel before has written.
 class TakenSplits {
  public:
   __device__ explicit TakenSplits(const SplitNumbers& numbers)
@@ -56,22 +57,22 @@ class TakenSplits {
   SplitsTaken taken_;
 };
 
-/// Shared memory of a block: what waits for the other half of its subtree.
+/// The states that wait for the other half of their subtree, in the shared memory of a block.
 template <int kThreads>
 struct Waiting {
   float4 o[kThreads];
   Stats stats[kThreads];
 };
 
-/// The root of the tree over the states of `count` threads, a power of two, in the first of them.
-/// `index`: of this one among them; `self`: of this one in the block, where neighbours are `stride`
-/// apart. All threads of the block call this, with a barrier between calls.
+/// Folds the states of `count` threads, a power of two, into the root of their tree, in the first
+/// of them. `index` is this thread's number among them, `self` its number in the block, where
+/// neighbours are `stride` apart. All threads of the block call this, with a barrier between calls.
 template <int kThreads>
 __device__ void fold_threads(Piece<4>& state, Waiting<kThreads>& waiting, unsigned index,
                              unsigned count, unsigned self, unsigned stride) {
   for (unsigned distance = 1; distance < count; distance *= 2) {
     const unsigned place = index & (2 * distance - 1);
-    if (place == distance) {  // once for each thread: nothing is overwritten
+    if (place == distance) {  // a thread writes once, so nothing is overwritten
       waiting.o[self] = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
       waiting.stats[self] = state.stats;
     }

@@ -1,6 +1,6 @@
-// The states of one row folded in tree order by a thread, for some columns of the row: neighbours
-// first, missing places empty. A binary counter of pieces in registers; groups of places are loaded
-// before they fold, so that their loads overlap.
+// Folds the states of one row in tree order in one thread, for some columns of the row: neighbours
+// first, missing places empty. A binary counter holds pieces in registers; groups of places are
+// loaded before they fold, so that their loads overlap.
 #pragma once
 
 #include <type_traits>
@@ -19,13 +19,13 @@ struct Piece {
   float o[kColumns];
 };
 
-/// newer = merge(older, newer). The law of longspan::fold, bit for bit, as selections and not as
-/// branches: merges that do not need each other then go side by side.
+/// newer = merge(older, newer). It has the law and the bits of longspan::fold, by selections
+/// instead of branches: merges that do not need each other then go side by side.
 template <int kColumns>
 __device__ void merge_pieces(const Piece<kColumns>& older, Piece<kColumns>& newer) {
   const Stats a = older.stats, b = newer.stats;
   const bool newer_leads = is_empty(a) || (!is_empty(b) && !(a.max >= b.max));
-  const bool alone = is_empty(a) || is_empty(b);  // what leads is the result
+  const bool alone = is_empty(a) || is_empty(b);  // then what leads is the result
   const Stats high = newer_leads ? b : a, low = newer_leads ? a : b;
   const float ratio = ::exp2f(low.max - high.max);
   newer.stats.max = is_empty(high) ? -infinity() : high.max;
@@ -51,8 +51,8 @@ __device__ auto fold_subtree(const Load& load, int place) {
   }
 }
 
-/// Adds a group of places to a binary counter: on level k waits the left half of a subtree of
-/// 2^(k+1) groups. What is left in `newest` is the subtree that the group completes.
+/// Adds a group of places to a binary counter: on level k the left half of a subtree of 2^(k+1)
+/// groups waits. `newest` becomes the subtree that the group completes.
 template <int kLevel = 0, class Piece>
 __device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newest, int group) {
   if constexpr (kLevel < kMostLevels - kGroupLevels) {
@@ -65,7 +65,7 @@ __device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newes
   }
 }
 
-/// The root of a tree over 2^levels groups of places; group(i) gives a group's Piece.
+/// Gives the root of a tree over 2^levels groups of places; group(i) gives a group's Piece.
 template <class Group>
 __device__ auto fold_groups(const Group& group, int levels) {
   using Piece = decltype(group(0));
@@ -78,7 +78,7 @@ __device__ auto fold_groups(const Group& group, int levels) {
   return newest;
 }
 
-/// The root of a tree of `levels` levels; kLevels: the same, or more than kGroupLevels.
+/// Gives the root of a tree of `levels` levels; kLevels is the same, or more than kGroupLevels.
 template <int kLevels, class Load>
 __device__ auto fold_tree(const Load& load, int levels) {
   if constexpr (kLevels <= kGroupLevels) {
@@ -90,7 +90,7 @@ __device__ auto fold_tree(const Load& load, int levels) {
   }
 }
 
-/// use(std::integral_constant) of the number of levels, up to `kMost`.
+/// Calls use(std::integral_constant) with the number of levels, up to `kMost`.
 template <int kMost, int kLevels = 0, class Use>
 void for_levels(int levels, const Use& use) {
   if constexpr (kLevels < kMost) {

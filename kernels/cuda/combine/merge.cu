@@ -1,4 +1,4 @@
-// States of one row, from ranks or from splits, folded in tree order: neighbours first, missing
+// Folds the states of one row, from ranks or from splits, in tree order: neighbours first, missing
 // slots empty. A thread carries eight elements of a row of ranks' states and four of splits', and
 // reads 16 bytes at a time.
 #include "kernels/cuda/combine/merge.hpp"
@@ -38,7 +38,7 @@ __device__ StatePiece load_piece(const StateSlots& states, int slot, std::int64_
   return piece;
 }
 
-/// The places of a row's slots in the tree.
+/// The states of a row by their places in the tree, which stand in slots.
 struct Places {
   const StateSlots& states;
   bool interleaved;
@@ -48,14 +48,14 @@ struct Places {
 
   __device__ StatePiece operator()(int place) const {
     const int slot = interleaved ? reverse_bits(place, levels) : place;
-    // Past the last slot: an empty state, after a load that needs no branch.
+    // Past the last slot it gives an empty state, after a load that needs no branch.
     StatePiece piece = load_piece(states, min(slot, states.slots - 1), row, column);
     if (slot >= states.slots) piece.stats = empty_stats();
     return piece;
   }
 };
 
-/// The merged state's end: sink, division, scale, rounding.
+/// Finishes a merged state: sink, division, scale, rounding.
 template <int kColumns>
 __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, int column,
                            Piece<kColumns>& state, bool wide) {
@@ -65,7 +65,7 @@ __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, i
 
 // ---- kernels: threadIdx.x = columns, (blockIdx.x, threadIdx.y) = rows --------------------------
 
-/// `most` > 0: tokens count up to so many of each sequence, and longer sequences are left out.
+/// With `most` > 0, tokens count up to so many of each sequence, and longer sequences are left out.
 template <int kLevels>
 __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeParams p,
                                                          bool wide, int most) {
@@ -94,9 +94,10 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   finish_row(p, token, head, column, state, wide);
 }
 
-/// The splits of short sequences: a block takes some columns (blockIdx.y, threadIdx.x) of some rows
-/// (blockIdx.x, threadIdx.z). A thread (threadIdx.y) loads 2^kLevels splits at once and folds them
-/// alone; the rest of the tree goes through shared memory. kFinish: to the result `m`.
+/// Folds the splits of short sequences. A block takes some columns (blockIdx.y, threadIdx.x) of
+/// some rows (blockIdx.x, threadIdx.z). A thread (threadIdx.y) loads 2^kLevels splits at once and
+/// folds them alone; the rest of the tree goes through shared memory. kFinish writes the result
+/// `m`.
 template <int kLevels, bool kFinish>
 __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
@@ -110,12 +111,12 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   arch::let_next_kernel_start();  // an exchange, which then waits here for the states
   const unsigned of_sequence = static_cast<unsigned>(plan.part_tokens);
   int sequence = 0;
-  if (of_sequence > 0) {  // among long sequences, where most rows are nobody's
+  if (of_sequence > 0) {  // among long sequences, where most rows belong to no short one
     sequence = min(static_cast<int>(row / heads / of_sequence), p.batch.size - 1);
     if (!__syncthreads_or(serves(plan.lengths, p.batch.query_len(sequence, p.tokens)))) return;
   }
-  // The splits' states first. Rows that no sequence has are scratch of any content, and go no
-  // further.
+  // The splits' states are loaded first. Rows that no sequence has are scratch of any content, and
+  // go no further.
   const StateSlots& parts = plan.parts;
   const int first = static_cast<int>(threadIdx.y) << kLevels;
   const Stats* stats = parts.stats(first) + min(row, last_row);
@@ -168,7 +169,8 @@ void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m,
   const bool wide = kFinish && is_aligned<kFoldVector>(m.out, m.dtype);
   const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), rest = plan.splits >> alone;
   const int vectors = p.value_dim / kFoldVector;
-  // Few columns a block where the splits fill it, so that few rows keep many multiprocessors busy.
+  // A block takes few columns where the splits fill it, so that few rows keep many multiprocessors
+  // busy.
   const bool all = rest < 8 && vectors * rest <= kFoldThreads;
   const int columns = all ? vectors : vectors % 8 == 0 ? 8 : vectors % 4 == 0 ? 4 : 2;
   const int rows = std::max(1, kFoldThreads / 2 / (columns * rest));

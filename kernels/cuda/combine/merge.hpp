@@ -10,11 +10,12 @@ namespace longspan::kernels::cuda {
 
 void merge(const MergeParams& params, cudaStream_t stream);
 
-/// The same for the sequences of up to `most` queries only; rows of the others are not touched.
+/// Does the same for the sequences of up to `most` queries only; rows of the others are not
+/// touched.
 void merge_short(const MergeParams& params, int most, cudaStream_t stream);
 
-/// fold_parts and merge in one, where the result needs no other state: the splits of short
-/// sequences -> their rows of the result.
+/// Does what fold_parts and merge do, in one kernel, where the result needs no other state: the
+/// splits of short sequences become their rows of the result.
 void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergeParams& m,
                          cudaStream_t stream);
 void map_rows(const MapParams& params, cudaStream_t stream);

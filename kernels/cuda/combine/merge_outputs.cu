@@ -3,14 +3,14 @@
 //
 //     out = (high + low * 2^(m_low - m_high)) / (1 + 2^(m_low - m_high))
 //
-// for two of them. That kernel is all memory: a thread takes 16 bytes of a row once or twice, has
-// every load of both sides on its way before it uses one, and writes them once. What the 16 bytes
-// do not fit (any dim, any stride) and any other number of parts take the tree of states, a few
-// lines below; so do parts of different types, of fp8, or of another type than the result, in
-// instances that learn the types when they run.
+// for two of them. The kernel for two does little but move memory: a thread takes 16 bytes of a row
+// once or twice, has every load of both sides on its way before it uses one, and writes them once.
+// Rows that 16 bytes do not fit (any dim, any stride) and any other number of parts take the tree
+// of states, further below. So do parts of different types, of fp8, or of another type than the
+// result, in instances that learn the types when they run.
 //
-// A sum of finite terms that leaves fp32 is taken again with its terms scaled (merge_scaled): rare,
-// so that all else pays for noticing it alone.
+// Where a sum of finite terms leaves fp32, it is taken again with its terms scaled (merge_scaled).
+// That is rare, so all else pays only for noticing it.
 #include <algorithm>
 #include <string>
 #include <type_traits>
@@ -29,15 +29,15 @@ constexpr int kThreads = 256;  // of a block, at most
 
 template <int kCount>
 __device__ bool all_finite(const float (&values)[kCount]) {
-  float check = 0.0f;  // NaN as soon as one is not
+  float check = 0.0f;  // NaN as soon as one value is not finite
 #pragma unroll
   for (const float value : values) check = fmaf(value, 0.0f, check);
   return check == 0.0f;
 }
 
-/// Elements that are no finite numbers, again. Rare, hence a loop that is not unrolled, over a
-/// copy, so that the values themselves stay in registers; and no call, around which a kernel would
-/// have fewer of them for its loads.
+/// Computes the elements again that are not finite. That is rare, hence a loop that is not
+/// unrolled, over a copy, so that the values themselves stay in registers. It is no call, since
+/// around a call a kernel would have fewer registers for its loads.
 template <bool kByInverse, int kCount>
 __device__ __forceinline__ void mend_overflow(const MergeOutputsParams& p, std::int64_t token,
                                               int head, int column, float (&values)[kCount]) {
@@ -51,11 +51,11 @@ __device__ __forceinline__ void mend_overflow(const MergeOutputsParams& p, std::
   for (int c = 0; c < kCount; ++c) values[c] = mended[c];
 }
 
-/// Bits of two zeros or of one, +0 or -0, in a word of an input type.
+/// The bits of two zeros -0, or of one, in a word of an input type.
 template <class T>
 constexpr std::uint32_t kMinusZero = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
 
-/// fp16 has no elements so large that the sum of two would leave fp32.
+/// Whether the sum of two elements may leave fp32. fp16 has no elements so large.
 template <class T>
 constexpr bool kCanOverflow = !std::is_same_v<T, __half>;
 
@@ -82,8 +82,8 @@ struct alignas(16) Words {
   }
 };
 
-/// Every byte of the inputs is read once: it need not stay in a cache. Not the read-only path,
-/// since the result may lie where the prefix does.
+/// Loads 16 bytes. Every byte of the inputs is read once, so it need not stay in a cache. The loads
+/// do not take the read-only path, since the result may lie where the prefix does.
 template <class T>
 __device__ Words<T> load_words(const T* from) {
   const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(from));
@@ -95,7 +95,7 @@ struct RowIndex {
   int head;
 };
 
-/// 32 bits: a launch has fewer than 2^31 rows.
+/// Finds the token and head of a row, in 32 bits, since a launch has fewer than 2^31 rows.
 __device__ RowIndex row_index(unsigned row, int heads) {
   const unsigned token = row / static_cast<unsigned>(heads);
   return {token, static_cast<int>(row - token * static_cast<unsigned>(heads))};
@@ -104,12 +104,12 @@ __device__ RowIndex row_index(unsigned row, int heads) {
 // ---- two parts: threadIdx.x, in kVectors steps of the block = 16 bytes of a row; (blockIdx.x,
 // threadIdx.y) = rows ----------------------------------------------------------------------------
 
-/// What a row's elements need of its two lse.
+/// What a row's elements need of its two lse values.
 struct RowMerge {
   Fold fold;
   float inverse;  // 1 / sum; 0 where both sides are empty
   bool suffix_leads;
-  bool one_side;  // or none: the lower side does not count
+  bool one_side;  // one side alone counts, or none: the lower side does not
   bool empty;
 
   __device__ RowMerge(Stats prefix, Stats suffix)
@@ -117,10 +117,11 @@ struct RowMerge {
         suffix_leads(fold.take == Fold::second || fold.take == Fold::second_high),
         one_side(fold.take == Fold::first || fold.take == Fold::second),
         empty(is_empty(fold.stats)) {
-    inverse = empty ? 0.0f : 1.0f / finish(fold.stats).sum;  // NaN where an lse is
+    inverse = empty ? 0.0f : 1.0f / finish(fold.stats).sum;  // NaN where an lse is one
   }
 
-  /// What does not count becomes -0, which changes no sum, or 0 where there is nothing to change.
+  /// Merges. A side that does not count becomes -0, which changes no sum, or 0 where both are
+  /// empty.
   template <class T>
   __device__ void apply(const Words<T>& prefix, const Words<T>& suffix,
                         float (&values)[Words<T>::kCount]) const {
@@ -139,8 +140,8 @@ struct RowMerge {
   }
 };
 
-/// mend_overflow for 16 bytes of a row that has two sides, as a call with copies of what it takes:
-/// here registers are short, and what is rare must not take some.
+/// Does what mend_overflow does, for 16 bytes of a row that has two sides, as a call with copies of
+/// what it takes. Registers are short here, and what is rare must not take some.
 template <class T>
 __device__ __noinline__ void mend_apart(RowMerge merge, const T* prefix, const T* suffix,
                                         float* values) {
@@ -205,7 +206,7 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
       store_as(static_cast<T*>(p.out.data) + at + i * step, values);
   }
   if (p.lse.data != nullptr && threadIdx.x == 0) {
-    // One part alone hands on its lse as it came.
+    // A part that is alone hands on its lse as it came.
     *p.lse.at(token, head) = merge.empty || !merge.one_side ? export_lse(merge.fold.stats, p.base)
                              : merge.suffix_leads           ? suffix_lse
                                                             : prefix_lse;
@@ -214,10 +215,10 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
 
 // ---- any: threadIdx.x, in steps of the block = columns; (blockIdx.x, threadIdx.y) = rows --------
 
-/// Stands for element types that are known when the kernel runs.
+/// Stands for element types that are known only when the kernel runs.
 struct AnyType {};
 
-/// kColumns elements from `from` on, which is aligned to access_bytes.
+/// Loads kColumns elements from `from` on, which is aligned to access_bytes.
 template <class T, int kColumns>
 __device__ void load_as(const void* from, float (&values)[kColumns]) {
   union {
@@ -244,7 +245,7 @@ __device__ void load_any(const void* from, DType dtype, float (&values)[kColumns
   }
 }
 
-/// kColumns columns of each part of a row.
+/// Loads kColumns columns of each part of a row.
 template <class T, int kColumns>
 struct PartColumns {
   const MergeOutputsParams& p;
@@ -252,7 +253,7 @@ struct PartColumns {
   int head;
   int column;
 
-  /// As it came; -inf for a part that is not there.
+  /// The lse as it came; -inf for a part that is not there.
   __device__ float lse(int part) const {
     return p.is_there(part, token) ? p.lse_of(part, token, head) : -infinity();
   }
@@ -260,7 +261,7 @@ struct PartColumns {
 
   __device__ Piece<kColumns> operator()(int part) const {
     Piece<kColumns> piece{stats(part), {}};
-    // An empty part is loaded with the others, and not used.
+    // An empty part is loaded with the others, but not used.
     if (!p.is_there(part, token)) return piece;
     if constexpr (std::is_same_v<T, AnyType>) {
       const DType dtype = p.dtype_of(part);
@@ -309,8 +310,8 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
     Piece<kColumns> piece = fold_tree<kLevels>(parts, levels);
     const Finish finished = finish(piece.stats);
     if constexpr (kLevels == 1) {
-      // As merge_two_kernel rounds, so that neither the type of a part nor where the result lies
-      // changes a bit: ranks that merge the same two parts have the same result.
+      // This rounds as merge_two_kernel does, so that neither the type of a part nor where the
+      // result lies changes a bit: ranks that merge the same two parts have the same result.
       const float inverse = 1.0f / finished.sum;
 #pragma unroll
       for (float& o : piece.o) o = finished.sum == 0.0f ? 0.0f : o * inverse;
@@ -330,7 +331,7 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
       store_as(static_cast<T*>(p.out.data) + at, piece.o);
     if (column == 0) {
       lse = export_lse(piece.stats, p.base);
-      // One part alone hands on its lse as it came.
+      // A part that is alone hands on its lse as it came.
       int filled = 0, last = 0;
       for (int part = 0; part < p.parts; ++part) {
         if (is_empty(parts.stats(part))) continue;
@@ -380,15 +381,15 @@ unsigned blocks_for(std::int64_t rows, std::int64_t a_block) {
   return static_cast<unsigned>((rows + a_block - 1) / a_block);
 }
 
-/// Two parts whose rows are whole vectors of 16 bytes; else false.
+/// Launches for two parts whose rows are whole vectors of 16 bytes; returns false for others.
 template <class T>
 bool launch_two(const MergeOutputsParams& p, std::int64_t rows, bool writes_read_lse,
                 cudaStream_t stream) {
   constexpr int kCount = Words<T>::kCount;
   if (p.parts != 2 || !fits<kCount>(p)) return false;
   const int vectors = p.dim / kCount;
-  // Two vectors a thread share what is done once for a row, and keep more loads in flight; but
-  // only where there is work enough to fill the GPU.
+  // Two vectors of a thread share what is done once for a row, and keep more loads in flight; but
+  // they pay only where there is enough work to fill the GPU.
   const bool two = vectors % 2 == 0 && rows * vectors >= std::int64_t{1} << 19;
   const int columns = two ? vectors / 2 : vectors;
   const dim3 block(columns, kThreads / columns);
@@ -400,9 +401,9 @@ bool launch_two(const MergeOutputsParams& p, std::int64_t rows, bool writes_read
   return true;
 }
 
-/// use(std::integral_constant) of the levels of an instance that takes `levels`. Types that have
-/// instances of their own have one for each number of levels up to kGroupLevels where rows are
-/// whole vectors, fewer where they are not; AnyType has one for two parts and one for all others.
+/// Calls use(std::integral_constant) with the levels of an instance that takes `levels`. Types that
+/// have instances of their own have one for each number of levels up to kGroupLevels where rows are
+/// whole vectors, fewer where they are not. AnyType has one for two parts and one for all others.
 template <class T, int kColumns, class Use>
 void for_tree(int levels, const Use& use) {
   if constexpr (std::is_same_v<T, AnyType>) {
@@ -441,7 +442,7 @@ void launch_parts(const MergeOutputsParams& p, std::int64_t rows, bool writes_re
     });
 }
 
-/// Fewer rows than 2^31.
+/// Launches the merge of fewer than 2^31 rows.
 void launch(const MergeOutputsParams& p, cudaStream_t stream) {
   const std::int64_t rows = p.tokens * p.heads;
   const bool writes_read_lse =
@@ -467,7 +468,7 @@ void merge_outputs(const MergeOutputsParams& whole, cudaStream_t stream) {
     throw Unsupported("merge of " + std::to_string(whole.parts) + " results: at most " +
                       std::to_string(1 << kMostLevels) +
                       " in one call on CUDA; merge them in groups");
-  // Rows are counted in 32 bits. Launches of fewer than 2^30 rows each, as a rule one.
+  // Rows are counted in 32 bits, so each launch has fewer than 2^30 rows; as a rule there is one.
   const std::int64_t most = std::max<std::int64_t>((std::int64_t{1} << 30) / whole.heads, 1);
   for (std::int64_t first = 0; first < whole.tokens; first += most) {
     MergeOutputsParams p = whole;

@@ -1,5 +1,5 @@
-// A finished part and its lse, with any strides, to where they travel from: the rows in the widest
-// word that all of them take.
+// Copies a finished part and its lse, with any strides, to where they travel from. The rows go in
+// the widest word that all of them take.
 #include <algorithm>
 
 #include "kernels/cuda/combine/merge.hpp"

@@ -1,5 +1,5 @@
-// Rows that begin from a state (AttendParams::resume) where their kernel cannot: the call's own
-// states are written aside and then folded onto those that stand in the slot.
+// Serves rows that begin from a state (AttendParams::resume) where their kernel cannot: the call's
+// own states are written aside and then folded onto those that stand in the slot.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,13 +9,13 @@
 
 namespace longspan::kernels::cuda {
 
-/// The slots aside, a slot for each that the call writes, in memory of `data`.
+/// The slots aside, one for each slot that the call writes, in the memory at `data`.
 inline StateSlots states_aside(const AttendParams& p, std::byte* data) {
   return {data, p.tokens * p.heads, p.value_dim, p.parts ? p.parts.count : 1};
 }
 
 /// p.state = merge(p.state, aside) for the rows of the sequences that `lengths` serves; other rows
-/// are not touched. States that stand in p.state and gain nothing are not written.
+/// are not touched. A state in p.state that gains nothing is not written.
 void fold_onto(const AttendParams& p, Lengths lengths, const StateSlots& aside,
                cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// How a merged row ends on CUDA, once for every kernel that ends one: sink, division, scale, then
-// the one rounding.
+// Ends a merged row on CUDA, for every kernel that ends one: sink, division, scale, then the one
+// rounding.
 #pragma once
 
 #include "kernels/cuda/arch/divide.cuh"
@@ -9,10 +9,10 @@
 
 namespace longspan::kernels::cuda {
 
-/// o / sum, or 0 where the sum is 0: the finish of state.hpp. For ordinary numbers the steps, and
-/// so the bits, are those of the compiler's division: an approximate reciprocal, refined once, and
-/// a quotient corrected once. It has a test ahead of each that leads elsewhere for other numbers;
-/// here all columns share the reciprocal and the test.
+/// o / sum, or 0 where the sum is 0, as the finish of state.hpp. For ordinary numbers the steps,
+/// and so the bits, are those of the compiler's division: an approximate reciprocal, refined once,
+/// and a quotient corrected once. The compiler tests before each division whether the numbers are
+/// ordinary; here all columns share the reciprocal and the test.
 template <int kColumns>
 __device__ void divide(float (&o)[kColumns], float sum) {
   constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
@@ -29,7 +29,7 @@ __device__ void divide(float (&o)[kColumns], float sum) {
     for (float& one : o) {
       const float quotient = one * reciprocal;
       const float corrected = fmaf(reciprocal, fmaf(quotient, -sum, one), quotient);
-      one = one == 0.0f ? one : corrected;  // the sign of a zero
+      one = one == 0.0f ? one : corrected;  // keeps the sign of a zero
     }
   } else {
 #pragma unroll
@@ -37,8 +37,8 @@ __device__ void divide(float (&o)[kColumns], float sum) {
   }
 }
 
-/// What the end of a row needs beside its state, loaded where this is made: where a state has to be
-/// waited for, ahead of the wait.
+/// What the end of a row needs beside its state. It is loaded where this is made, which is ahead of
+/// the wait where a state has to be waited for.
 struct RowEpilogue {
   bool has_sink;
   Stats sink;
@@ -48,7 +48,7 @@ struct RowEpilogue {
     if (has_sink) sink = sink_stats(m.sinks[head]);
   }
 
-  /// The state's columns become the result's, in place, and its statistics the last ones.
+  /// Turns the state's columns into the result's, in place, and its statistics into the last ones.
   template <int kColumns>
   __device__ void finish(Piece<kColumns>& state) const {
     if (has_sink) {
@@ -62,9 +62,9 @@ struct RowEpilogue {
   }
 };
 
-/// Where a row's columns from `column` on go.
+/// The place of a row's columns from `column` on in the result.
 struct ResultPlace {
-  std::int64_t at;  // element of out
+  std::int64_t at;  // the element of out
   float* lse;       // null where this thread writes none
 
   ResultPlace() = default;
@@ -75,8 +75,8 @@ struct ResultPlace {
   }
 };
 
-/// Rounds and stores a finished row; `wide`: the place is aligned for kColumns elements at a time.
-/// The logarithm comes after the columns, and where it is wanted.
+/// Rounds and stores a finished row; `wide` says that the place is aligned for kColumns elements at
+/// a time. The logarithm is taken after the columns, and only where it is wanted.
 template <int kColumns>
 __device__ void store_result(const MergeParams& m, const ResultPlace& place,
                              const Piece<kColumns>& row, bool wide) {

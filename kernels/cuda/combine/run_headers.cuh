@@ -1,12 +1,12 @@
-// What ranks say of the run whose states, or finished parts, a kernel is about to merge.
+// Reads what ranks say of the run whose states, or finished parts, a kernel is about to merge.
 #pragma once
 
 #include "kernels/merge_params.hpp"
 
 namespace longspan::kernels::cuda {
 
-/// Whether what was gathered is of different runs, which one thread of the grid then reports.
-/// Nothing else may be written.
+/// Whether what was gathered belongs to different runs, which one thread of the grid then reports.
+/// Nothing else may be written then.
 __device__ inline bool are_of_different_runs(const RunHeaders& headers) {
   if (headers.said == nullptr) return false;
   const int other = headers.differing();

@@ -1,8 +1,8 @@
-// States per segment as serving engines hold them, from our states and to results.
+// Converts states per segment, as serving engines hold them, from our states and to results.
 //
 //     max = m ln 2,  expsum = l,  output = o      (m in base 2; an empty segment: -inf, 0, 0)
 //
-// In the reduction a block takes one row, since rows are few and segments many: it finds the
+// In the reduction a block takes one row, since rows are few and segments many. It finds the
 // maximum and the sum of all segments first, then adds the weighted outputs.
 #include <algorithm>
 
@@ -18,13 +18,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVector = 4;
 
-/// Local keys of the sequence that a row belongs to; -1: the row is left out.
+/// The number of local keys of the sequence that a row belongs to; -1 where the row is left out.
 __device__ std::int64_t local_len_of(const Batch& batch, const Shard& shard, std::int64_t token) {
   const int b = sequence_of_row(batch, token);
   return b < 0 ? -1 : shard.for_sequence(b).local_len(batch.keys(b, shard));
 }
 
-/// threadIdx.x = four columns; (blockIdx.x, threadIdx.y) = a segment of a row, segments fastest.
+/// Exports. threadIdx.x = four columns; (blockIdx.x, threadIdx.y) = a segment of a row, segments
+/// fastest.
 __global__ __launch_bounds__(kThreads) void export_kernel(
     const __grid_constant__ ExportSegmentsParams p, bool wide) {
   const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -60,7 +61,7 @@ __global__ __launch_bounds__(kThreads) void export_kernel(
   }
 }
 
-/// A value of each thread of the block, over all of them. `shared` has a place for each warp.
+/// Combines the values of all threads of the block. `shared` has a place for each warp.
 template <class Combine>
 __device__ float over_block(float value, float* shared, const Combine& combine) {
   constexpr int kWarps = kThreads / 32;
@@ -76,10 +77,10 @@ __device__ float over_block(float value, float* shared, const Combine& combine) 
   return value;
 }
 
-/// Not fmaxf, which loses a NaN.
+/// The greater of two; fmaxf would lose a NaN.
 __device__ float greater(float a, float b) { return a > b || a != a ? a : b; }
 
-/// One row. Threads = columns in kCount, times groups that share the segments out.
+/// Reduces one row. Threads = columns in kCount, times groups that share the segments out.
 template <int kCount>
 __global__ __launch_bounds__(kThreads) void reduce_kernel(
     const __grid_constant__ ReduceSegmentsParams p, int groups) {

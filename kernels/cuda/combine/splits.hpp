@@ -1,4 +1,4 @@
-// Into how many splits the keys of each row tile are cut.
+// Tells into how many splits the keys of each row tile are cut.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,18 @@
 
 namespace longspan::kernels::cuda {
 
-/// Keys of a sequence whose length is unknown.
+/// The keys that a sequence of unknown length may have.
 inline constexpr std::int64_t kMostKeys = std::int64_t{1} << 31;
 
-/// Work tiles for each place on the GPU, at most; and where lengths may differ.
+/// The most work tiles for each place on the GPU; and the most where lengths may differ.
 inline constexpr int kPieces = 4, kSharedPieces = 8;
 
-/// Keys of the longest sequence that a call may have, on all ranks.
+/// The most keys, on all ranks, that a sequence of the call may have.
 std::int64_t most_keys(const AttendParams& p);
 
-/// Plan::splits and their numbers. `works`: tiles x kv heads; `places`: of pieces at work at a
-/// time; `decodes`: by the kernel for short queries. True: the kernel chooses among them by the
-/// lengths, and wants SplitNumbers::taken.
+/// Chooses Plan::splits and their numbers. `works` = tiles x kv heads; `places` are the pieces at
+/// work at a time; `decodes` says that the kernel for short queries takes them. Returns true where
+/// the kernel chooses among the splits by the lengths, and needs SplitNumbers::taken.
 bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool decodes, Plan& plan);
 
 }  // namespace longspan::kernels::cuda

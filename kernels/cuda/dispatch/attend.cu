@@ -1,6 +1,6 @@
-// How a call of attend becomes launches: short and long sequences take different kernels, each
-// launch serves its own kind and skips the other, and nothing needs to be known of lengths that
-// are still on the device.
+// Turns a call of attend into launches. Short and long sequences take different kernels, and each
+// launch serves its own kind and skips the other, so nothing needs to be known of lengths that are
+// still on the device.
 #include "kernels/cuda/dispatch/attend.hpp"
 
 #include <algorithm>
@@ -30,18 +30,18 @@ constexpr std::size_t kAlign = 256;
 
 std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-/// The kinds that one call serves, a launch each.
+/// The kinds that one call serves, with a launch each.
 std::array<Lengths, 2> kinds(const Geometry& p) {
   return {p.batch.skip_decode ? Lengths::short_but_one : Lengths::only_short, Lengths::only_long};
 }
 
-/// Most query tokens of one sequence of the kind.
+/// The most query tokens of one sequence of the kind.
 std::int64_t most_tokens(const Geometry& p, Lengths lengths) {
   const std::int64_t most = p.max_query_len > 0 ? std::min(p.tokens, p.max_query_len) : p.tokens;
   return lengths == Lengths::only_long ? most : std::min<std::int64_t>(most, kShortQuery);
 }
 
-/// Packed rows of a sequence of the kind, were the sequences equal.
+/// The packed rows of a sequence of the kind, were the sequences equal.
 std::int64_t mean_rows(const Geometry& p, Lengths lengths) {
   const std::int64_t tokens = (p.tokens + p.batch.size - 1) / p.batch.size;
   const std::int64_t most = most_tokens(p, lengths);
@@ -51,7 +51,7 @@ std::int64_t mean_rows(const Geometry& p, Lengths lengths) {
 /// How many thread blocks the GPU holds at a time, and what each takes.
 struct Residence {
   int blocks;        // of the GPU
-  int shared_bytes;  // of a block: what the kernel needs, and what is left over for its stack
+  int shared_bytes;  // of a block: what the kernel needs, and what is left for its stack
 };
 
 Residence residence(const KernelShape& shape, const Gpu& gpu) {
@@ -70,7 +70,7 @@ Residence residence(const KernelShape& shape, const Gpu& gpu) {
   return {blocks * gpu.multiprocessors, bytes};
 }
 
-/// Pieces beyond those that places begin with come by the lengths of their sequences.
+/// Lets the pieces beyond those that places begin with come by the lengths of their sequences.
 void order_sequences(const AttendParams& p, int places, Plan& plan) {
   const bool are_tiles = plan.sequence_tiles == 1 && plan.tiles == p.batch.size;
   if (!are_tiles || p.batch.kv_len == nullptr || p.batch.size > kMostSorted) return;
@@ -80,7 +80,7 @@ void order_sequences(const AttendParams& p, int places, Plan& plan) {
   plan.by_late_works = Divisor(static_cast<std::uint32_t>((plan.splits - first) * p.kv_heads));
 }
 
-/// Plan::known.
+/// Computes Plan::known.
 bool is_known(const AttendParams& p, const Plan& plan) {
   const Batch& batch = p.batch;
   const bool lengths = batch.kv_len == nullptr && batch.query_start == nullptr &&
@@ -97,8 +97,9 @@ struct Launch {
   std::size_t bytes = 0;  // of scratch: ticket, stack, parts
 };
 
-/// Row tiles of the batch. One sequence: exactly. Several, with lengths on the device: the smaller
-/// of two upper bounds. `expected`: tiles that will have work, were the sequences equal.
+/// Counts the row tiles of the batch: exactly for one sequence; for several, with lengths on the
+/// device, the smaller of two upper bounds. `expected` becomes the number of tiles that would have
+/// work if the sequences were equal.
 void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
   const std::int64_t group = p.heads / p.kv_heads, size = p.batch.size;
   const auto tiles_of = [&](std::int64_t rows) {
@@ -146,7 +147,8 @@ Launch make_launch(const AttendParams& p, Lengths lengths, const Gpu& gpu) {
   plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
   launch.bytes += align(shape.state_bytes * static_cast<std::size_t>(plan.depth * launch.blocks));
   if (plan.splits > 1 && !p.parts) {
-    // The rows of all tokens; or of every sequence's most, where short ones are among long ones.
+    // These are the rows of all tokens, or of every sequence's most, where short ones are among
+    // long ones.
     const std::int64_t compact = std::int64_t{p.batch.size} * kShortQuery;
     plan.part_tokens = lengths != Lengths::only_long && compact < p.tokens ? kShortQuery : 0;
     const std::int64_t tokens = plan.part_tokens > 0 ? compact : p.tokens;
@@ -162,7 +164,7 @@ void check_scratch(std::size_t needed, std::size_t given) {
                      std::to_string(given) + ": plan for these tokens, sequences and lengths");
 }
 
-/// The attention alone: splits stay as they are.
+/// Queues the attention alone: splits stay as they are.
 void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStream_t stream) {
   check_scratch(launch.bytes, p.scratch_bytes);
   if (launch.plan.works == 0) return;
@@ -178,7 +180,8 @@ void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStr
   launch_kernel(shape.decode, how, p, launch.plan, maps);
 }
 
-/// `finished`: where the rows end when they have no other state; null: their states are written.
+/// Queues the attention and the fold of its splits. `finished` says where the rows end when they
+/// have no other state; where it is null, their states are written.
 void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, const Gpu& gpu,
            cudaStream_t stream) {
   queue_splits(p, launch, gpu, stream);
@@ -189,13 +192,14 @@ void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, c
     fold_parts(p, launch.plan, stream);
 }
 
-/// The kernel for long queries that has a launch of its own takes them.
+/// Whether the kernel for long queries that has a launch of its own takes them.
 bool is_hoppers(const AttendParams& p, Lengths lengths) {
   return lengths == Lengths::only_long && sm90::accepts(p);
 }
 
-/// Bytes of the states that go aside ahead of this launch's scratch, where its rows begin from a
-/// state and its kernel cannot: decode kernels, and splits, which another kernel folds.
+/// The bytes of the states that go aside, ahead of this launch's scratch. They do so where the rows
+/// begin from a state and the kernel cannot: in decode kernels, and with splits, which another
+/// kernel folds.
 std::size_t bytes_aside(const AttendParams& p, const Launch& launch) {
   const bool alone = launch.plan.splits == 1 || p.parts;
   if (!p.resume || (launch.shape.resumes && alone)) return 0;
@@ -224,7 +228,7 @@ KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader,
   const Family family = is_fp32              ? (p.tf32 ? Family::tf32 : Family::fp32)
                         : is_long || !square ? Family::portable
                                              : Family::decode;
-  // Of fp32 the loader that takes anything takes fp8 too, and of tf32 there is no other.
+  // For fp32 the loader that takes anything takes fp8 too, and for tf32 there is no other.
   const bool takes_any = family == Family::tf32 || (is_fp32 && loader != Loader::plain);
   const Instance* found = fitting_instance(family, takes_any ? Loader::any16 : loader, p.head_dim,
                                            p.value_dim, mean_rows(p, lengths), gpu.block_bytes);
@@ -284,13 +288,14 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
                             : bounds.max_kv_len > 0 ? bounds.max_kv_len
                                                     : kMostKeys;
   std::size_t bytes = 0;
-  // Tokens whose states may go aside: sequences that are short or split. Among several sequences
-  // they may stand anywhere; a single one is short as a whole, or split as a whole.
+  // The tokens whose states may go aside are those of sequences that are short or split. Among
+  // several sequences they may stand anywhere; a single one is short as a whole, or split as a
+  // whole.
   std::int64_t aside_tokens = bounds.batch.size > 1 ? bounds.tokens : kShortQuery;
   const auto most = [&](const KernelShape& shape) {
     const std::size_t resident = static_cast<std::size_t>(residence(shape, gpu).blocks);
     const std::size_t pieces = (bounds.batch.size > 1 ? kSharedPieces : kPieces) * resident;
-    // A row that is split has two pieces at least.
+    // A row that is split has at least two pieces.
     const std::size_t split_rows = pieces / 2 * static_cast<std::size_t>(shape.tile_rows);
     aside_tokens = std::max(aside_tokens, static_cast<std::int64_t>(split_rows) / bounds.heads);
     bytes = std::max(bytes, kAlign + align(shape.state_bytes * fold_depth(keys) * resident) +
@@ -298,11 +303,11 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
                                              StateSlots::bytes(shape.tile_rows, bounds.value_dim)) +
                                 std::size_t{16} * kMostSplits);
   };
-  AttendParams few = bounds, many = bounds;  // rows: which decode kernel runs depends on them
+  AttendParams few = bounds, many = bounds;  // by rows, as they decide which decode kernel runs
   few.tokens = 1;
   many.tokens = std::min<std::int64_t>(bounds.tokens, kShortQuery);
   many.batch.size = 1;
-  for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8}) {  // requests differ
+  for (const Loader loader : {Loader::plain, Loader::any16, Loader::any8}) {  // as requests differ
     most(choose_kernel(few, Lengths::only_short, loader, gpu));
     most(choose_kernel(many, Lengths::only_short, loader, gpu));
     if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader, gpu));
@@ -319,8 +324,9 @@ namespace {
 /// Queues the attention of the sequences of one kind.
 void attend_kind(const AttendParams& p, Lengths lengths, const Gpu& gpu, cudaStream_t stream) {
   if (!may_hold(p, lengths)) return;
-  // Which kernel takes the sequences of a kind. One with a launch of its own joins here, before
-  // the ones that choose_kernel knows; the choice may depend on the layer and the GPU only.
+  // Decides which kernel takes the sequences of a kind. One with a launch of its own is to be added
+  // here, before the ones that choose_kernel knows; the choice may depend on the layer and the GPU
+  // only.
   if (is_hoppers(p, lengths)) return sm90::attend(p, {}, kShortQuery + 1, stream);
   Launch launch = make_launch(p, lengths, gpu);
   const std::size_t aside = bytes_aside(p, launch);
@@ -338,7 +344,8 @@ void attend_kind(const AttendParams& p, Lengths lengths, const Gpu& gpu, cudaStr
   fold_onto(p, lengths, own.state, stream);
 }
 
-/// The fold of the splits ends the rows of a kind; false: their keys are not split.
+/// Queues a kind whose rows are finished by the fold of the splits; returns false where their keys
+/// are not split.
 bool queue_finished(const AttendParams& p, Lengths lengths, const MergeParams& m, const Gpu& gpu,
                     cudaStream_t stream) {
   Launch launch = make_launch(p, lengths, gpu);
@@ -347,7 +354,7 @@ bool queue_finished(const AttendParams& p, Lengths lengths, const MergeParams& m
   return true;
 }
 
-/// The short sequences that a batch may have beside long ones, to the rows of the result.
+/// Queues the short sequences that a batch may have beside long ones, up to the rows of the result.
 void finish_short(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                   cudaStream_t stream) {
   if (!may_hold(p, Lengths::only_short)) return;
@@ -357,7 +364,7 @@ void finish_short(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
   merge_short(m, kShortQuery, stream);
 }
 
-/// The kernel for long queries can write such a result itself.
+/// Whether the kernel for long queries can write such a result itself.
 bool ends_plainly(const AttendParams& p, const MergeParams& m) {
   return m.dtype == p.dtype && m.out_scale.data == nullptr && is_aligned<8>(m.out, m.dtype);
 }
@@ -374,7 +381,7 @@ void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream) {
 
 bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t stream) {
   MergeParams m = g.merge;
-  m.states.slots = 1;  // short sequences: the keys are in one piece now
+  m.states.slots = 1;  // for the short sequences, whose keys are in one piece now
   AttendParams p = g.attend;
   const bool paged16 = p.pages && p.kv_dtype == p.dtype && p.q_dtype == p.dtype;
   p.pages = {};
@@ -394,7 +401,7 @@ bool is_decode(const AttendParams& p) {
 }
 
 bool writes_new_keys(const AttendParams& p) {
-  // Each of these is seen by a row of its own sequence, so some work tile comes by.
+  // Each of these keys is seen by a row of its own sequence, so some work tile reads its segment.
   return is_decode(p) && is_square(p.head_dim, p.value_dim) && p.queries.ranks == 1 &&
          p.dtype != DType::fp32 && p.new_v.data != nullptr && loader_of(p) == Loader::plain &&
          !p.documents && p.shard.layout != Layout::listed && is_aligned<8>(p.new_k, p.dtype) &&
@@ -403,7 +410,7 @@ bool writes_new_keys(const AttendParams& p) {
 
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                      cudaStream_t stream) {
-  // Rows that begin from a state have the other ranks' keys in it.
+  // Rows that begin from a state have the other ranks' keys in that state.
   const bool all_keys = p.shard.ranks == 1 || p.resume;
   const bool whole = m.states.slots == 1 && m.rows == nullptr && all_keys;
   if (!whole || m.headers.said != nullptr) return false;  // a merge compares headers

@@ -1,5 +1,6 @@
-// The attention kernels of the CUDA backend as their host code sees them: what a kernel needs to be
-// launched, and how a call is cut into launches. An instance file gives the shapes of its kernels.
+// The attention kernels of the CUDA backend, as their host code sees them: what a kernel needs to
+// be launched, and how a call is cut into launches. An instance file gives the shapes of its
+// kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,15 +16,15 @@ namespace longspan::kernels::cuda {
 
 Loader loader_of(const AttendParams& p);
 
-/// A compiled kernel, persistent: any grid does all the work. It is one of two kinds.
+/// A compiled kernel, which is persistent: any grid does all the work. It is one of two kinds.
 struct KernelShape {
-  /// Of short queries. It waits for the kernels before it by itself (overlap.hpp).
+  /// The kernel for short queries. It waits for the kernels before it by itself (overlap.hpp).
   void (*decode)(AttendParams, Plan, KvTensorMaps) = nullptr;
   void (*tiled)(AttendParams, Plan) = nullptr;
   int threads = 0;
   int shared_bytes = 0;
   int tile_rows = 0;            // packed rows that a block takes at a time
-  std::size_t state_bytes = 0;  // a state on a block's stack; 0: not in the fixed order
+  std::size_t state_bytes = 0;  // of a state on a block's stack; 0 where it keeps no fixed order
   int box_dim = 0;              // of the tiles of KvTensorMaps
   int near_levels = 0;          // states on a block's stack that are worth a place in shared
                                 // memory, behind shared_bytes; it takes as many as it is given
@@ -35,7 +36,7 @@ struct KernelShape {
   }
 };
 
-// One function an instance file. `dim` is rounded up to the next instance.
+// Each instance file has one function. `dim` is rounded up to the next instance.
 KernelShape portable_bf16(int dim, bool invariant, Loader loader);
 KernelShape portable_fp16(int dim, bool invariant, Loader loader);
 KernelShape portable_bf16_any16(int dim, bool invariant);
@@ -48,33 +49,34 @@ KernelShape decode_e4m3(int dim, std::int64_t rows);  // of keys and values
 KernelShape decode_e5m2(int dim, std::int64_t rows);
 KernelShape attend_fp32(int dim, Loader loader);  // for short and long queries
 
-/// The GPU as far as plans depend on it.
+/// What plans depend on of the GPU.
 struct Gpu {
   int multiprocessors = 0;
   int shared_bytes = 0;     // shared memory of a multiprocessor
-  int block_bytes = 0;      // of which a block may have
-  int block_own_bytes = 0;  // of each block, beside what it asks for
+  int block_bytes = 0;      // of which a block may have so many
+  int block_own_bytes = 0;  // which each block takes beside what it asks for
   bool sm90_code = false;   // the code of the decode kernels is_code_of_sm90 (code.hpp)
 };
 
-/// The kernel for the sequences of one kind; the kind is a sequence's own, by its query length.
-/// Throws Unsupported, by name, where none fits the GPU's shared memory.
+/// Chooses the kernel for the sequences of one kind; the kind is a sequence's own, by its query
+/// length. Throws Unsupported, which names what is missing, where none fits the GPU's shared
+/// memory.
 KernelShape choose_kernel(const AttendParams& p, Lengths lengths, Loader loader, const Gpu& gpu);
 
-/// Throws what choose_kernel would for any sequences of these params.
+/// Throws what choose_kernel would throw for any sequences of these params.
 void check_fits(const AttendParams& p, const Gpu& gpu);
 
-/// Can the batch hold sequences of this kind? Lengths may be known on the device only.
+/// Whether the batch can hold sequences of this kind. Lengths may be known on the device only.
 bool may_hold(const Geometry& p, Lengths lengths);
 
-/// Bytes of scratch that `attend` takes for these params, and the most for any smaller ones.
+/// The bytes of scratch that `attend` takes for these params, and the most for any smaller ones.
 std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu);
 std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu);
 
 /// Queues the attention of all sequences.
 void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream);
 
-/// The states of the splits of sequences -> its rows of p.state.
+/// Folds the states of the splits of sequences into their rows of p.state.
 void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream);
 
 }  // namespace longspan::kernels::cuda

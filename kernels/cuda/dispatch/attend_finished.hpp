@@ -1,4 +1,4 @@
-// Attention whose rows end where they are computed, with no state and no merge; or go to the other
+// Attention whose rows end where they are computed, without a state and a merge, or go to the other
 // ranks from there.
 #pragma once
 
@@ -11,12 +11,14 @@ namespace longspan::kernels::cuda {
 
 /// Queues attend and merge of a single rank's keys where the kernel for long queries can write the
 /// result itself; the short sequences of the batch still go through their states. Rows that begin
-/// from a state (p.resume) end likewise, whatever share of the keys these are. False: not so.
+/// from a state (p.resume) end in the same way, whatever share of the keys these are. Returns false
+/// where that is not so, and nothing is queued.
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                      cudaStream_t stream);
 
 /// Queues attend and exchange where all sequences are short, their keys are split and one trip is
-/// what the size asks for: the fold of the splits then pushes the states. False: not so.
+/// what the size asks for: the fold of the splits then pushes the states. Returns false where that
+/// is not so, and nothing is queued.
 bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu& gpu,
                       cudaStream_t stream);
 
@@ -25,7 +27,7 @@ bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu&
 bool writes_new_keys(const AttendParams& p);
 
 /// Whether attend_exchanged is for calls like this one, on all ranks alike, though some may have
-/// too few keys for it: all sequences are short, and each of their rows has one state, of this
+/// too few keys for it. All sequences are short, and each of their rows has one state, of this
 /// call's keys.
 bool is_decode(const AttendParams& p);
 

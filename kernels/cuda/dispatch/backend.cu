@@ -183,8 +183,8 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  /// Attention and epilogue in one kernel; false: nothing was done. `timed`: an exchange then is a
-  /// kernel of its own.
+  /// Queues attention and epilogue in one kernel; returns false where nothing was done. Where it is
+  /// `timed`, an exchange is a kernel of its own.
   bool attend_to_the_end(const AttendParams& p, const Epilogue& epilogue, Stream stream,
                          bool timed) const {
     if (const auto* result = std::get_if<MergeParams>(&epilogue))
@@ -194,7 +194,7 @@ class CudaBackend final : public Backend {
            cuda::attend_exchanged(p, *exchange, gpu_, stream_of(stream));
   }
 
-  /// The whole sequences as one rank holds them: cached and new keys together.
+  /// Gives the whole sequences as one rank holds them: cached and new keys together.
   static AttendParams whole(AttendParams cached) {
     cached.shard = Shard::contiguous(0, 0, 1);
     return cached;

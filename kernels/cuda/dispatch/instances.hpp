@@ -1,10 +1,11 @@
-// Every instance of the attention kernels and the shared memory that a block of it takes; and which
-// of them serves where a block may have less. A GPU of compute capability 8.0 gives a block 163 KB,
-// 9.0 and 10.0 give 227 KB, 8.6, 8.9 and 12.0 only 99 KB, which the faster instances for head dims
-// above 128 do not fit.
+// Lists every instance of the attention kernels with the shared memory that a block of it takes,
+// and says which of them serves where a block may have less. A GPU of compute capability 8.0 gives
+// a block 163 KB, 9.0 and 10.0 give 227 KB, 8.6, 8.9 and 12.0 only 99 KB, which the faster
+// instances for head dims above 128 do not fit.
 //
 // The figures stand here so that they can be looked at without a GPU and without nvcc. Where an
-// instance is made, its traits are held against them: a build with another figure does not compile.
+// instance is made, its traits are compared with them: a build with another figure does not
+// compile.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +18,9 @@ namespace longspan::kernels::cuda {
 /// How an instance reads keys, values and queries.
 enum class Loader : std::uint8_t {
   plain,  // contiguous dense rows of the products' type, 16 bytes aligned, no bias, no scales
-  any16,  // the rest with keys and values of the products' type: pages, x-packed, any strides
-  any8,   // the rest: fp8 keys and values
+  any16,  // the other layouts, with keys and values of the products' type: pages, x-packed, any
+          // strides
+  any8,   // the rest, which is fp8 keys and values
 };
 
 enum class Family : std::uint8_t { decode, portable, fp32, tf32, hopper, hopper_e4m3 };
@@ -31,15 +33,15 @@ constexpr const char* name(Family family) {
 struct Instance {
   Family family;
   Loader loader;
-  int dim;  // serves every head_dim up to it
+  int dim;  // the instance serves every head_dim up to it
   int value_dim;
   int rows;   // packed rows of a tile
-  int bytes;  // dynamic shared memory of a block; it has no other
+  int bytes;  // of a block's dynamic shared memory; it has no other
 };
 
-/// Ascending in dim, then rows. Of fp32 and tf32 `any16` stands for whatever is not plain. Of
-/// hopper the bytes are those with ALiBi, which are the most; `any16` is of pages and of biases
-/// too.
+/// They ascend in dim, then rows. For fp32 and tf32 `any16` stands for whatever is not plain. For
+/// hopper the bytes are those with ALiBi, which are the most, and `any16` is for pages and for
+/// biases too.
 inline constexpr Instance kInstances[] = {
     {Family::decode, Loader::plain, 32, 32, 8, 38'704},
     {Family::decode, Loader::plain, 32, 32, 16, 42'928},
@@ -106,23 +108,24 @@ inline constexpr Instance kInstances[] = {
     {Family::hopper_e4m3, Loader::any8, 256, 256, 128, 202'752},
 };
 
-/// Of a block, with which every instance but Hopper's fits.
+/// The shared memory of a block with which every instance but Hopper's fits.
 inline constexpr int kEnoughBytes = 163 * 1024;
 
-/// What an instance of these traits has to take; -1: there is none.
+/// The bytes that an instance of these traits has to take; -1 where there is none.
 constexpr int bytes_of(Family family, Loader loader, int dim, int rows) {
   for (const Instance& i : kInstances)
     if (i.family == family && i.loader == loader && i.dim == dim && i.rows == rows) return i.bytes;
   return -1;
 }
 
-/// Whether the kernels that are made for one width of keys and values serve the head: decode,
-/// Hopper's.
+/// Whether the kernels that are made for one width of keys and values serve the head. These are
+/// decode and Hopper's.
 constexpr bool is_square(int head_dim, int value_dim) {
   return head_dim == value_dim && head_dim <= 256;
 }
 
-/// The least dim that is enough, and of its instances those rows that are; else its most rows.
+/// Gives the instance with the least dim that is enough, and with enough rows; where none has
+/// enough, the one with the most rows.
 constexpr const Instance* instance_of(Family family, Loader loader, int head_dim, int value_dim,
                                       std::int64_t rows) {
   const Instance* found = nullptr;
@@ -135,10 +138,11 @@ constexpr const Instance* instance_of(Family family, Loader loader, int head_dim
   return found;
 }
 
-/// The same on a GPU whose blocks may have `block_bytes` of shared memory. Where they are too few
-/// another one serves: of decode that with the fewest rows, which sequences of more go through in
-/// turns; for the others, and for heads that their families have no instance for, true fp32, which
-/// reads elements of any type and is always in the fixed order: exact, and slower. Null: none fits.
+/// Gives the instance on a GPU whose blocks may have `block_bytes` of shared memory, or null where
+/// none fits. Where they are too few for the first choice, another one serves. For decode it is the
+/// one with the fewest rows, which sequences of more rows go through in turns. For the others, and
+/// for heads that their families have no instance for, it is true fp32, which reads elements of any
+/// type and is always in the fixed order: exact, and slower.
 constexpr const Instance* fitting_instance(Family family, Loader loader, int head_dim,
                                            int value_dim, std::int64_t rows, int block_bytes) {
   const auto fits = [&](const Instance* i) { return i != nullptr && i->bytes <= block_bytes; };

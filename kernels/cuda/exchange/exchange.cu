@@ -1,15 +1,16 @@
-// The exchange (kernels/exchange.hpp) in its two variants. Threads of a row stand side by side, so
-// that what a warp writes to a peer is one run of whole lines. States of a row fold in the tree of
-// merge.cu.
+// The kernels of the exchange (kernels/exchange.hpp), in its two variants. The threads of a row
+// stand side by side, so that what a warp writes to a peer is one run of whole lines. The states of
+// a row fold in the tree of merge.cu.
 //
-// Everything that can be known before data is there is found out before it: the host computes where
-// words go (exchange_route.hpp), and rows, sinks and scales are looked up while states travel.
+// Everything that can be known before the data is there is found out before it: the host computes
+// where words go (exchange_route.hpp), and rows, sinks and scales are looked up while states
+// travel.
 //
-// Nobody waits for who cannot come. A block pushes all states that it has before it waits for any,
-// and a grid is no larger than what the GPU holds at once; so all states are pushed whatever else
-// happens, hence all merges end, hence all results are pushed. The kernel before has all its blocks
-// in place, or done, when those of an exchange come (overlap.cuh), and the kernel after comes when
-// they have gone.
+// No rank waits for one that cannot come. A block pushes all states that it has before it waits for
+// any, and a grid is no larger than what the GPU holds at once. So all states are pushed whatever
+// else happens, hence all merges end, hence all results are pushed. The kernel before has all its
+// blocks in place, or done, when those of an exchange come (overlap.cuh), and the kernel after
+// comes when they have gone.
 #include "kernels/cuda/exchange/exchange.hpp"
 
 #include <algorithm>
@@ -114,7 +115,7 @@ __global__ __launch_bounds__(kThreads,
       send_elements(r.peer_buffer[step] + turn.copy + r.result, size, row * dim + column, words);
     }
     if (result.is_wanted) copy_elements(m, result.place, words, task.wide);
-    if (column == 0) {  // a long way to the logarithm: after what others wait for
+    if (column == 0) {  // the logarithm takes long, so it follows what others wait for
       const float lse = finish(state.stats).lse;
 #pragma unroll
       for (int step = 0; step < kPeers; ++step) {
@@ -170,7 +171,7 @@ __global__ __launch_bounds__(kThreads,
         copy_elements(m, places[step], values, task.wide);
         if (places[step].lse != nullptr) *places[step].lse = __uint_as_float(~lse[step]);
       }
-      // Nobody else reads these words.
+      // No other thread reads these words.
       rest_elements(results + (row * dim + column) * static_cast<unsigned>(size), size);
       if (column == 0) *reinterpret_cast<std::uint32_t*>(lses + row * 4) = 0;
     }
@@ -180,7 +181,7 @@ __global__ __launch_bounds__(kThreads,
 
 // ---- launch ------------------------------------------------------------------------------------
 
-/// Blocks that the GPU surely holds at once, when it has nothing else to do.
+/// The number of blocks that the GPU surely holds at once, when it has nothing else to do.
 std::int64_t resident_blocks() {
   int device = 0, multiprocessors = 0;
   LONGSPAN_CUDA(cudaGetDevice(&device));
@@ -188,8 +189,9 @@ std::int64_t resident_blocks() {
   return std::int64_t{kResident} * multiprocessors;
 }
 
-/// Block 0, and the carriers. Few rows are spread over many multiprocessors, so that each of them
-/// has little to read when it looks for what has come.
+/// Computes the grid, which is block 0 and the blocks that carry states, and the size of a block.
+/// Few rows are spread over many multiprocessors, so that each of them has little to read when it
+/// looks for what has come.
 void launch_of(const ExchangeParams& p, std::int64_t rows, dim3& grid, dim3& block) {
   const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   const int threads = p.merge.states.dim / 4;  // of a row

@@ -11,17 +11,17 @@ struct Plan;
 
 void exchange(const ExchangeParams& p, cudaStream_t stream);
 
-/// The same, of states that are still in pieces, the splits of a launch of short queries alone
-/// (Plan::parts): they fold on the way. The variant has to be one-trip. What travels is what
-/// `exchange` sends, so that ranks need not take the same of the two. `multiprocessors`: of this
-/// GPU.
+/// Does the same with states that are still in pieces, the splits of a launch of short queries
+/// alone (Plan::parts): they fold on the way. The variant has to be one-trip. What travels is what
+/// `exchange` sends, so that ranks need not take the same of the two. `multiprocessors` is their
+/// number on this GPU.
 void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocessors,
                     cudaStream_t stream);
 
 /// The variant that runs. Throws for what cannot be exchanged.
 Push push_of(const ExchangeParams& p);
 
-/// Bytes of a peer buffer for exchanges of up to `rows` states.
+/// The bytes of a peer buffer for exchanges of up to `rows` states.
 std::size_t peer_buffer_bytes(std::int64_t rows, int dim, int ranks);
 
 /// The variant that `automatic` stands for; `pushed`: ExchangeParams.

@@ -1,21 +1,22 @@
-// The exchange (exchange.cu, the variant one-trip) with the fold of the own states ahead of it: the
-// splits that attention left of every row become its state in registers, and go to the peers from
-// there. What fold_parts and the exchange do in two kernels, with one launch, one write of the
-// states and one read of them less on the way to the peers.
+// The exchange (exchange.cu, the variant one-trip) with the fold of this rank's states ahead of it.
+// The splits that attention left of every row become its state in registers, and go to the peers
+// from there. It is what fold_parts and the exchange do in two kernels, with one launch, one write
+// of the states and one read of them less on the way to the peers.
 //
 //     a block: threadIdx.x = four columns, threadIdx.y = rows, threadIdx.z = splits of the rows
 //
 // Threads of a row stand side by side with four columns each, as what leaves for a peer has to. So
 // the threads that hold a folded row (plane 0) are those that send it, in whole lines. A plane
 // folds up to eight splits of its own, all of them asked for at once, and the planes fold through
-// shared memory: the tree of fold_parts_kernel, hence its bits. Later each plane merges other rows.
+// shared memory. This is the tree of fold_parts_kernel, hence its bits. Later each plane merges
+// other rows.
 //
-// Columns of a row stay in one block, where fold_parts spreads them: the row's statistics travel
-// once, and who puts their place to rest has to know that all have read them. A block may therefore
-// have twice the threads of an exchange, and a multiprocessor surely holds one.
+// Columns of a row stay in one block, where fold_parts spreads them. The row's statistics travel
+// once, and the thread that sets their place back to 0 has to know that all have read them. A block
+// may therefore have twice the threads of an exchange, and a multiprocessor surely holds one.
 //
-// The own state is stored as well, after it has been sent, for the merge: it comes back with the
-// first look for the peers' words.
+// The rank's own state is stored as well, after it has been sent, for the merge: it comes back with
+// the first look for the peers' words.
 #include <algorithm>
 
 #include "kernels/cuda/arch/shared.cuh"
@@ -31,15 +32,15 @@ namespace {
 
 constexpr int kThreads = 512;  // of a block, at most
 constexpr int kFewestThreads = 32;
-constexpr int kAloneLevels = 3;  // of the tree, that a thread folds with its loads all at once
+constexpr int kAloneLevels = 3;  // of the tree, which a thread folds with its loads all at once
 
-/// Plan::parts, as far as its rows are read. Offsets within a slot have 32 bits, like those in a
-/// peer buffer.
+/// What the kernel needs of Plan::parts to read its rows. Offsets within a slot have 32 bits, like
+/// those in a peer buffer.
 struct Parts {
   const std::byte* slots;
   std::uint64_t slot_bytes;
-  std::uint32_t o;       // of a slot: where o begins
-  std::uint32_t tokens;  // of a sequence; 0: its rows are those of the states
+  std::uint32_t o;       // where o begins in a slot
+  std::uint32_t tokens;  // of a sequence; 0 where the rows are those of the states
   std::uint32_t heads;
   int levels;  // of the tree over the splits
   SplitNumbers numbers;
@@ -52,8 +53,8 @@ struct PartsTask {
   bool wide;
 };
 
-/// Where the splits of a row of the states are. Rows that no sequence has may be any: nobody takes
-/// what is sent of them.
+/// The row of the parts that holds the splits of a row of the states. For a row that no sequence
+/// has it may be any: what is sent of such a row is not used.
 __device__ std::uint32_t row_of_parts(const Parts& parts, const Route& r, const Batch& batch,
                                       std::uint32_t row) {
   if (parts.tokens == 0) return row;
@@ -67,11 +68,11 @@ __device__ std::uint32_t row_of_parts(const Parts& parts, const Route& r, const 
 
 /// Four columns of those splits of a row that this thread folds alone.
 struct PartLoad {
-  const std::byte* stats;  // of the first
+  const std::byte* stats;  // of the first split
   const std::byte* o;
   std::uint64_t slot_bytes;
 
-  /// `row`: of the parts.
+  /// `row` is a row of the parts.
   __device__ PartLoad(const Parts& parts, const Route& r, std::uint32_t row, unsigned column)
       : slot_bytes(parts.slot_bytes) {
     const int alone = parts.levels - (__ffs(static_cast<int>(blockDim.z)) - 1);
@@ -81,8 +82,8 @@ struct PartLoad {
   }
 };
 
-/// The state of the row whose splits `load` gives, in plane 0. All threads call this, with a
-/// barrier between calls. kAlone > kAloneLevels: that many, or more.
+/// Gives plane 0 the state of the row whose splits `load` gives. All threads call this, with a
+/// barrier between calls. A kAlone above kAloneLevels stands for that many levels, or more.
 template <int kAlone>
 __device__ Piece<4> fold_planes(const PartLoad& load, const Parts& parts,
                                 Waiting<kThreads>& waiting) {
@@ -101,7 +102,7 @@ __device__ Piece<4> fold_planes(const PartLoad& load, const Parts& parts,
   return state;
 }
 
-/// Plane 0: the rows from `first` on to every peer, then to the own slot.
+/// Sends the rows from `first` on to every peer, then to the own slot; plane 0 does it.
 template <int kLevels>
 __device__ void send_rows(const Route& r, const Turn& turn, std::uint32_t first, unsigned column,
                           const Piece<4>& state) {
@@ -138,8 +139,8 @@ __global__ __launch_bounds__(kThreads,
     return PartLoad(parts, r, row_of_parts(parts, r, p.merge.batch, row), column);
   };
   // What is found out ahead of the wait costs no time: where the splits are, and which exchange
-  // this is. Lengths are there and the exchange before has ended: attention waited for them before
-  // it let this kernel come.
+  // this is. The lengths are there and the exchange before has ended, since attention waited for
+  // them before it let this kernel come.
   const PartLoad load = load_of(first);
   arch::prefetch(load.o);
   const Turn turn(r);
@@ -171,8 +172,8 @@ __global__ __launch_bounds__(kThreads,
 
 // ---- launch ------------------------------------------------------------------------------------
 
-/// Block 0, and the carriers: as few rows each as there are multiprocessors for. Gives the levels
-/// that a thread folds alone.
+/// Computes the grid, which is block 0 and the blocks that carry states, with as few rows each as
+/// there are multiprocessors for. Returns the levels that a thread folds alone.
 int launch_of(const ExchangeParams& p, int levels, int multiprocessors, dim3& grid, dim3& block) {
   const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   const int columns = p.merge.states.dim / 4;

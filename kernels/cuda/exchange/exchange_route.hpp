@@ -1,5 +1,5 @@
-// Where the words of one exchange go, worked out on the host: what a kernel computes before its
-// first store and after the last word has come is time that everybody waits for.
+// Works out on the host where the words of one exchange go. What a kernel computes before its first
+// store and after the last word has come is time that all ranks wait for.
 #pragma once
 
 #include <algorithm>
@@ -11,21 +11,22 @@
 
 namespace longspan::kernels::cuda {
 
-/// Parts of a copy are offsets from its start, the same in every peer buffer. A peer is named by
-/// its step: 0 for the rank after this one, and so on round, so that ranks do not all write to one.
+/// Where words go. The parts of a copy are offsets from its start, the same in every peer buffer. A
+/// peer is named by its step: 0 is the rank after this one, and so on round, so that ranks do not
+/// all write to one.
 struct Route {
   static constexpr int kMostPeers = PeerView::kMostRanks - 1;
 
   // What a kernel needs until its first store stands together, in few lines of the constant cache,
-  // which has nothing of a new kernel.
-  std::uint32_t rows, row_bytes;  // of states; bytes of a row of o
-  std::uint32_t o;                // of a slot: where o begins
+  // which holds nothing of a new kernel.
+  std::uint32_t rows, row_bytes;  // of the states; bytes of a row of o
+  std::uint32_t o;                // where o begins in a slot
   std::uint32_t peers;            // ranks - 1
   const std::byte* own_state;     // this rank's, as attention left it
   const std::uint32_t* epoch;
-  std::uint32_t copies;  // where copy 0 begins
+  std::uint32_t copies;  // where copy 0 begins in a peer buffer
   std::uint32_t copy_bytes;
-  std::uint32_t slot;                  // this rank's, in the peer buffers of others
+  std::uint32_t slot;                  // this rank's slot, in the peer buffers of others
   std::byte* peer_buffer[kMostPeers];  // by step
 
   std::byte* own;                 // this rank's peer buffer
@@ -33,13 +34,13 @@ struct Route {
   Divisor heads;
   std::uint32_t result, lse;
 
-  // By place in the tree: the state that folds there.
+  // These go by the place in the tree, and name the state that folds there.
   const std::byte* place[PeerView::kMostRanks];      // a slot in copy 0, or in own memory
-  std::uint32_t place_stride[PeerView::kMostRanks];  // to the next copy; 0: own memory
+  std::uint32_t place_stride[PeerView::kMostRanks];  // to the next copy; 0 for own memory
   std::uint8_t place_rank[PeerView::kMostRanks];
   std::uint32_t peer_places, empty_places;  // bit sets
 
-  // Rows that a rank merges in the variant `two_trips`: [first, first + count).
+  // The rows [first, first + count) that a rank merges in the variant `two_trips`.
   std::uint32_t share_first[kMostPeers], share_count[kMostPeers];  // by step
   std::uint32_t own_first, own_count;
   std::uint32_t share_count_most;  // of any rank

@@ -1,4 +1,4 @@
-// Which exchange a kernel makes, what each of its blocks does in it, and how it is counted.
+// Tells which exchange a kernel makes, what each of its blocks does in it, and how it is counted.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
@@ -6,19 +6,20 @@
 
 namespace longspan::kernels::cuda {
 
-/// What a kernel is told. The route comes first: see there.
+/// What a kernel is told. The route comes first, for the reason that Route gives.
 struct Task {
   Route route;
   ExchangeParams params;
   bool wide;  // results may be stored as many columns at a time as a thread has
 };
 
-/// Block 0 compares what the ranks mean; the others carry states. Rows that a carrier takes at
-/// once, one for each threadIdx.y; `row_step` further on are its next.
+/// Block 0 compares what the ranks say of the exchange; the other blocks carry states. Such a block
+/// takes one row for each threadIdx.y at once, from first_rows() on, and its next rows are
+/// `row_step` further on.
 __device__ inline std::uint32_t first_rows() { return (blockIdx.x - 1) * blockDim.y; }
 __device__ inline std::uint32_t row_step() { return (gridDim.x - 1) * blockDim.y; }
 
-/// Which exchange this is. Made after the loads of the first own rows, which are then on their way
+/// Which exchange this is. It is made after the loads of the first own rows, which then travel
 /// together with the epoch.
 struct Turn {
   std::uint32_t epoch;
@@ -31,8 +32,9 @@ struct Turn {
         copy(r.copies + std::uint64_t{index} * r.copy_bytes) {}
 };
 
-/// The last block that has read the epoch makes it this exchange's. Made after a barrier that all
-/// threads came to with their epoch in hand; the answer is looked at when the kernel ends.
+/// The last block that has read the epoch counts it up to this exchange's. It is made after a
+/// barrier that all threads came to with their epoch in hand; the count that it asks for is looked
+/// at when the kernel ends.
 class Departure {
  public:
   __device__ explicit Departure(const ExchangeParams& p) {
@@ -48,8 +50,9 @@ class Departure {
   unsigned before_ = 0;
 };
 
-/// The work of block 0: what the ranks must agree on travels as a line of its own, a thread for
-/// each peer. It is there before the states are, and no carrier has to look for it.
+/// The work of block 0: what the ranks must agree on travels as a line of its own, which a thread
+/// sends to each peer. It is there before the states are, and no block that carries states has to
+/// look for it.
 __device__ inline void compare_headers(const Route& r, const ExchangeParams& p) {
   arch::wait_for_kernels_before();
   const Turn turn(r);

@@ -1,6 +1,5 @@
-// Words that are their own flags, and the states and results that travel in them: no fence, no flag
-// behind the data and no second look. Nothing is assumed of memory but that four aligned bytes move
-// as a whole.
+// Sends states and results in words that are their own flags, without a fence, a flag behind the
+// data or a second look. Nothing is assumed of memory but that four aligned bytes move as a whole.
 #pragma once
 
 #include "kernels/batch_rows.hpp"
@@ -11,8 +10,9 @@
 namespace longspan::kernels::cuda {
 
 // A word travels inverted, and the place where it arrives was 0. The one word that would be 0 is a
-// NaN of ones alone, of which no arithmetic makes one; it goes as another NaN, in fp32 as in the
-// narrower types that may share the word. Whoever has read a word puts its place to rest.
+// NaN of ones alone, which no arithmetic makes; it goes as another NaN, in fp32 as in the narrower
+// types that may share the word. The thread that has read a word sets its place back to 0, which is
+// its state at rest.
 
 __device__ inline std::uint32_t sent(std::uint32_t word) {
   return word == ~0u ? 0x80000000u : ~word;
@@ -29,33 +29,33 @@ __device__ inline bool has_arrived(uint4 four) {
 
 // ---- states ------------------------------------------------------------------------------------
 
-/// Where four columns of a row stand in a slot.
+/// The offset of four columns of a row in a slot.
 __device__ inline std::uint32_t columns_at(const Route& r, std::uint32_t row, unsigned column) {
   return r.o + row * r.row_bytes + column * 4;
 }
 
-/// Waits for attention to have left its states. What is found out ahead of it costs no time: where
-/// the own row stands, and, by a prefetch, where that is in memory.
+/// Waits for attention to have left its states. What is found out before that costs no time: where
+/// this rank's row stands, and, by a prefetch, where that is in memory.
 __device__ inline void wait_for_states(const Route& r, std::uint32_t row, unsigned column) {
   arch::prefetch(r.own_state + columns_at(r, min(row, r.rows - 1), column));
   arch::wait_for_kernels_before();
 }
 
-/// Own rows `first` and on of a block. The statistics of all of them are carried by the block's
-/// first threads, so that they go together.
+/// This rank's rows that a block takes at once, from `first` on. The block's first threads carry
+/// the statistics of all of them, so that these go together.
 struct OwnRows {
   float4 o;
   float2 stats;
 
   OwnRows() = default;
-  /// Past the last row: what is not stored.
+  /// Past the last row it loads the last one, which `send` leaves out.
   __device__ OwnRows(const Route& r, std::uint32_t first, unsigned column) {
     const std::uint32_t row = min(first + threadIdx.y, r.rows - 1);
     const std::uint32_t stats_row = min(first + min(thread(), blockDim.y - 1), r.rows - 1);
     o = __ldcg(reinterpret_cast<const float4*>(r.own_state + columns_at(r, row, column)));
     stats = __ldcg(reinterpret_cast<const float2*>(r.own_state) + stats_row);
   }
-  /// To a slot; rows from `end` on are left out.
+  /// Stores the rows to a slot; rows from `end` on are left out.
   __device__ void send(const Route& r, std::byte* slot, std::uint32_t first, std::uint32_t end,
                        unsigned column) const {
     const std::uint32_t row = first + threadIdx.y, stats_row = first + thread();
@@ -68,8 +68,8 @@ struct OwnRows {
   }
 };
 
-/// The merged state of a row whose words are there, or on their way; false: give up. All ranks'
-/// words are asked for at once, then those that were missing.
+/// Gives the merged state of a row whose words are there, or on their way; false where the wait has
+/// to end. It asks for the words of all ranks at once, then for those that were missing.
 template <int kLevels>
 __device__ bool collect(const Route& r, const Turn& turn, std::uint32_t row, unsigned column,
                         BoundedWait& wait, Piece<4>& state) {
@@ -106,8 +106,8 @@ __device__ bool collect(const Route& r, const Turn& turn, std::uint32_t row, uns
   return true;
 }
 
-/// Puts rows of the peers' slots to rest: those that this plane takes at `first`, and `step`
-/// further on, up to `end`. Called by all threads after a barrier: the threads of a row have all
+/// Sets rows of the peers' slots back to 0: those that this plane takes at `first`, and `step`
+/// further on, up to `end`. All threads call it after a barrier, when the threads of a row have all
 /// read its statistics.
 template <int kLevels>
 __device__ void rest(const Route& r, const Turn& turn, std::uint32_t first, std::uint32_t end,
@@ -128,7 +128,7 @@ __device__ void rest(const Route& r, const Turn& turn, std::uint32_t first, std:
 
 // ---- results -----------------------------------------------------------------------------------
 
-/// A row of the result, looked up where this is made: while states are on their way. Rows that are
+/// A row of the result, looked up where this is made, while states are on their way. Rows that are
 /// not in the batch are left alone.
 struct ResultRow {
   std::uint32_t token;
@@ -148,7 +148,7 @@ struct ResultRow {
   }
 };
 
-/// Four elements of a dense `out` in a peer buffer.
+/// Asks for four elements of a dense `out` in a peer buffer.
 __device__ inline void ask_elements(bool wanted, const std::byte* from, int size, std::uint32_t at,
                                     uint4& words) {
   if (size == 4) return arch::load_volatile_if(wanted, from + at * 4, words);

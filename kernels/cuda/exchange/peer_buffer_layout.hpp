@@ -1,11 +1,11 @@
-// The layout of a peer buffer: what the rank keeps for itself, then copies of
-// what others write, one for each of the exchanges that may be on their way at once.
+// The layout of a peer buffer. It holds what the rank keeps for itself, then copies of what others
+// write, one for each of the exchanges that may be on their way at once.
 //
 // Exchanges are counted from 1, and after 2^32 - 1 comes 1 again: peer buffers are made of zeros,
-// which are no exchange's, and three divides 2^32 - 1, so that the copies go on in turn.
+// which belong to no exchange, and three divides 2^32 - 1, so that the copies go on in turn.
 //
 // A rank starts epoch e + 2 only after it has e + 1 of every peer, which a peer sends only when its
-// kernel of epoch e has ended, with the words of e put to rest. So two copies would do, were it
+// kernel of epoch e has ended, with the words of e set back to 0. So two copies would do, were it
 // certain that a kernel is over before the next one begins. Three leave room for a kernel that
 // starts while the one before it ends.
 #pragma once
@@ -24,10 +24,11 @@ LONGSPAN_HD inline std::uint32_t next_epoch(std::uint32_t epoch) {
 }
 LONGSPAN_HD inline std::uint32_t copy_of(std::uint32_t epoch) { return epoch % kCopies; }
 
-/// At the start of a rank's own peer buffer, for its own threads that wait long: see BoundedWait.
+/// What stands at the start of a rank's own peer buffer, for its threads that wait long
+/// (BoundedWait).
 struct Watch {
-  std::uint32_t stopped;  // not 0: there is a report, and every wait ends
-  std::uint32_t turns;    // counts on for ever
+  std::uint32_t stopped;  // not 0 where there is a report, and every wait ends
+  std::uint32_t turns;    // looks so far; it never stops counting
   std::uint64_t began;    // when a wait was first long, above the epoch that it was in
 };
 
@@ -44,14 +45,14 @@ struct PeerBufferLayout {
 
   // In a copy:
 
-  // [ranks] a line: what the rank exchanges, and the epoch twice
+  // [ranks] lines, in which a rank says what it exchanges, with the epoch twice
   LONGSPAN_HD static std::int64_t header(int rank) { return rank * std::int64_t{16}; }
-  // [ranks] the rank's slot as it is in its own memory, for as many rows as the exchange has, in
-  // words that are 0 but while they are on their way
+  // [ranks] slots, as each is in its rank's own memory, for as many rows as the exchange has; their
+  // words are 0 except while they are on their way
   LONGSPAN_HD std::int64_t slot(int rank) const {
     return header(PeerView::kMostRanks) + rank * round_up(StateSlots::bytes(rows, dim));
   }
-  // out [rows, dim] in the result's type, then lse [rows], in such words
+  // out [rows, dim] in the result's type, then lse [rows], in words of the same kind
   LONGSPAN_HD std::int64_t result() const { return slot(ranks); }
   LONGSPAN_HD std::int64_t lse() const { return result() + rows * dim * 4; }
   LONGSPAN_HD std::int64_t copy_bytes() const { return round_up(lse() + rows * 4); }

@@ -10,7 +10,7 @@
 //
 // Each dim has two instances, plain (contiguous fp32 rows) and any (pages of any layout, fp8,
 // scales, biases), so that plain tensors pay for nothing else. Heads wider than 256 have one more,
-// with fewer rows: it reads elements of any type, so it is all types' kernel for such heads.
+// with fewer rows. It reads elements of any type, and so serves all types for such heads.
 #pragma once
 
 #include <type_traits>
@@ -26,7 +26,7 @@ template <int kHeadDim, int kMostValueDim, int kRowCount, bool kPlainRows>
 struct Fp32Traits {
   static constexpr int kDim = kHeadDim;
   static constexpr int kValueDim = kMostValueDim;
-  static constexpr bool kPlain = kPlainRows;  // contiguous fp32, no scales, no bias
+  static constexpr bool kPlain = kPlainRows;  // for contiguous fp32, no scales, no bias
   static constexpr int kThreads = 128;
   static constexpr int kHalves = kThreads / 16;
   static constexpr int kBlocks = 2;  // on a multiprocessor
@@ -114,7 +114,7 @@ class Fp32Products {
       for (int j = 0; j < Traits::kKeySteps; ++j) top = fmaxf(top, s[r][j]);
 #pragma unroll
       for (int step = 1; step < 16; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-      const float from = top == -infinity() ? 0.0f : top;  // nothing visible: P = 0
+      const float from = top == -infinity() ? 0.0f : top;  // where nothing is visible, P = 0
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < Traits::kKeySteps; ++j) {

@@ -24,7 +24,8 @@ namespace longspan::kernels::cuda {
 
 // ---- traits ---------------------------------------------------------------------------------
 
-/// kDimOfInstance: the larger of head_dim and value_dim fits it; missing columns are zeros.
+/// The traits of an instance. The larger of head_dim and value_dim is at most kDimOfInstance;
+/// missing columns are zeros.
 template <class T, int kDimOfInstance>
 struct PortableTraits {
   using Element = T;
@@ -38,8 +39,8 @@ struct PortableTraits {
   static constexpr int kDimTiles = kDim / 8;                            // n8 tiles of O
   static constexpr int kBlocks = kDim <= 64 ? 3 : kDim <= 128 ? 2 : 1;  // on a multiprocessor
 
-  // Two: a tile is loaded while the one before it is in work. One, where two do not fit the 163 KB
-  // of sm_80: V is loaded under Q K^T, and the next K under the softmax and P V.
+  // With two stages a tile is loaded while the one before it is in work. There is one where two do
+  // not fit the 163 KB of sm_80: V is loaded under Q K^T, and the next K under the softmax and P V.
   static constexpr int kStages = kDim <= 192 ? 2 : 1;
 
   static constexpr int kTileBytes = kKeys * kDim * 2;
@@ -71,10 +72,10 @@ struct WorkTile {
   TileCoord work;
   Sequence sequence;
   View view;
-  float scale;       // of its kv head's products
+  float scale;       // of the products of its kv head
   int index;         // of the next work tile
   KeyTile next[2];   // by the parity of the tile of keys
-  Interval keys;     // fast: its split of the local keys that are seen
+  Interval keys;     // fast: the part of the local keys seen that is its split
   SegmentWalk walk;  // invariant: of thread 0
 
   /// Thread 0 cuts the split out of what is seen. A fast split is a run of whole tiles.
@@ -175,7 +176,7 @@ __device__ inline void mask_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTil
     }
 }
 
-/// Adds ALiBi and qq_bias to the scores. `columns`: of the tile's keys.
+/// Adds ALiBi and qq_bias to the scores. `columns` are the columns of the tile's keys.
 template <class Traits>
 __device__ inline void add_bias(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
                                 const AttendParams& p, const TileCoord& work, const int* columns) {
@@ -221,7 +222,7 @@ __device__ inline void absorb_scores(float (&s)[Traits::kRowTiles][Traits::kKeyT
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       top = fmaxf(row.max, __fmul_rn(top, scale));
-      const float from = top == -infinity() ? 0.0f : top;  // nothing visible so far: P = 0
+      const float from = top == -infinity() ? 0.0f : top;  // where nothing is visible so far, P = 0
       ratio[half] = arch::exp2_fast(row.max - from);
       float sum = 0.0f;
 #pragma unroll
@@ -235,7 +236,7 @@ __device__ inline void absorb_scores(float (&s)[Traits::kRowTiles][Traits::kKeyT
       row.max = top;
       row.sum = fmaf(row.sum, ratio[half], sum);
     }
-    // Maxima settle early; multiplying by 1 would not change a bit.
+    // Maxima settle early, and multiplying by 1 would not change a bit.
     if (__any_sync(~0u, ratio[0] != 1.0f || ratio[1] != 1.0f)) {
 #pragma unroll
       for (int n = 0; n < Traits::kDimTiles; ++n)
@@ -279,7 +280,7 @@ __device__ inline void multiply_values(typename Traits::State& state,
   }
 }
 
-/// The sum of a row becomes that of its four lanes.
+/// Makes the sum of a row that of its four lanes.
 template <class State>
 __device__ inline void sum_rows(State& state) {
 #pragma unroll
@@ -290,7 +291,7 @@ __device__ inline void sum_rows(State& state) {
   }
 }
 
-/// The epilogue of a work tile.
+/// Ends a work tile: stores the states of its rows.
 template <class Traits>
 __device__ inline void store_rows(const AttendParams& p, const Plan& plan, const Sequence& sequence,
                                   const TileCoord& work, const typename Traits::State& state) {
@@ -312,7 +313,7 @@ __device__ inline void store_rows(const AttendParams& p, const Plan& plan, const
 
 // ---- the kernel -----------------------------------------------------------------------------
 
-/// A block: its shared memory, and the steps from work tile to work tile.
+/// A block, with its shared memory and the steps from work tile to work tile.
 template <class Traits, bool kInvariant, Loader kLoader>
 class PortableBlock {
   using T = typename Traits::Element;
@@ -336,8 +337,9 @@ class PortableBlock {
         columns_(reinterpret_cast<int*>(reinterpret_cast<std::byte*>(rows_ + Traits::kRows) +
                                         Traits::kWorkTileBytes)) {}
 
-  /// plain: every score is the product times a positive scale, which joins the exponential's fma.
-  /// scale: that factor, in base 2. Only a kv head's own scale changes them.
+  /// Attends the block's work tiles. `plain` says that every score is the product times a positive
+  /// scale, which joins the exponential's fma; `scale` is that factor, in base 2. Only a kv head's
+  /// own scale changes them.
   __device__ __forceinline__ void run(bool plain, float scale) {
     // The fast path has a block for each work tile.
     for (int index = blockIdx.x; index < plan_.works;
@@ -482,7 +484,7 @@ class PortableBlock {
   const std::uint32_t stages_;  // K0 V0 (K1 V1)
   Interval* const rows_;        // what each row sees
   WorkTile<kInvariant>& tile_;
-  int* const columns_;  // of the biases, of the keys of two tiles
+  int* const columns_;  // of the biases, for the keys of two tiles
 };
 
 template <class Traits, bool kInvariant, Loader kLoader>

@@ -121,7 +121,7 @@ class Tf32Products {
         top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float from = top == -infinity() ? 0.0f : top;  // nothing visible: P = 0
+      const float from = top == -infinity() ? 0.0f : top;  // where nothing is visible, P = 0
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < Traits::kKeyTiles; ++n)
@@ -179,7 +179,7 @@ class Tf32Products {
   }
 
  private:
-  /// s += Q K^T. `queries`: the warp's rows, at the slice's first dim.
+  /// s += Q K^T. `queries` are the warp's rows, at the slice's first dim.
   __device__ __forceinline__ static void multiply_slice(Scores& s, const float* queries,
                                                         const float* keys) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -5,8 +5,8 @@
 
 namespace longspan::kernels::cuda {
 
-/// fp32 tensors with products of tf32, for short and long queries. One instance of each dim takes
-/// whatever any Loader stands for.
+/// Gives the kernel for fp32 tensors with products of tf32, for short and long queries. One
+/// instance of each dim takes whatever any Loader stands for.
 KernelShape attend_fp32_tf32(int dim);
 
 }  // namespace longspan::kernels::cuda

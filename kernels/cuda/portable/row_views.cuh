@@ -1,4 +1,4 @@
-// What the rows of a work tile see, side by side in shared memory.
+// Finds what the rows of a work tile see, side by side in shared memory.
 #pragma once
 
 #include "kernels/cuda/common/view.cuh"

@@ -135,9 +135,8 @@ struct SegmentShared {
 /// Products has the traits of the instance, and the steps of one segment:
 ///
 ///     Scores                                  a thread's scores of the segment, an array
-///     busy(work)                              whether the warp has rows; all warps load. A type
-///     where
-///                                             it is known, so that nothing is tested
+///     busy(work)                              whether the warp has rows, as a type where it is
+///                                             known, so that nothing is tested; all warps load
 ///     find_columns(...)                       before the slice of dims from d on is multiplied
 ///     multiply_keys(s, d)                     s += Q K^T over the dims of the slice from d on
 ///     weigh(s, ..., state)                    s becomes P; maxima and sums go into the state

@@ -1,4 +1,4 @@
-// fp32 queries, short and long; plain rows.
+// Instances for fp32 queries, short and long, with plain rows.
 #include "kernels/cuda/portable/attend_fp32.cuh"
 
 namespace longspan::kernels::cuda {

@@ -1,5 +1,5 @@
-// fp32 queries, short and long; pages of any layout, fp8, scales, biases. And heads wider than 256
-// of any type.
+// Instances for fp32 queries, short and long, with pages of any layout, fp8, scales and biases.
+// They also serve heads wider than 256 of any type.
 #include "kernels/cuda/portable/attend_fp32.cuh"
 #include "longspan/limits.hpp"
 

@@ -1,5 +1,5 @@
-// fp32 queries, short and long, products of tf32; rows and pages of any layout, fp8, scales,
-// biases.
+// Instances for fp32 queries, short and long, with products of tf32, over rows and pages of any
+// layout, fp8, scales and biases.
 #include "kernels/cuda/portable/attend_tf32.cuh"
 
 namespace longspan::kernels::cuda {

@@ -1,4 +1,4 @@
-// Long bf16 queries on fp8 keys and values, on any GPU from sm_80 on.
+// Instances for long bf16 queries on fp8 keys and values, on any GPU from sm_80 on.
 #include "kernels/cuda/common/dims.hpp"
 #include "kernels/cuda/portable/attend_portable.cuh"
 

@@ -1,4 +1,4 @@
-// Long fp16 queries on any GPU from sm_80 on.
+// Instances for long fp16 queries on any GPU from sm_80 on.
 #include "kernels/cuda/common/dims.hpp"
 #include "kernels/cuda/portable/attend_portable.cuh"
 

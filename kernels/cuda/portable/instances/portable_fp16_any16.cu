@@ -1,4 +1,5 @@
-// Long fp16 queries in pages or any layout, with biases or scales, on any GPU from sm_80 on.
+// Instances for long fp16 queries in pages or any layout, with biases or scales, on any GPU from
+// sm_80 on.
 #include "kernels/cuda/common/dims.hpp"
 #include "kernels/cuda/portable/attend_portable.cuh"
 

@@ -2,7 +2,7 @@
 // fields of AttentionArgs makes the hash that travels with the data and the texts of the error, so
 // that neither can know a field that the other does not. What the options fix is compared once,
 // when the layer is made (validate.hpp); what may differ between ranks is the written list below.
-// A merge across ranks has the same, of fewer fields (merge.hpp says which are a rank's own).
+// A merge across ranks has the same, of fewer fields.
 #pragma once
 
 #include <array>
@@ -19,12 +19,16 @@
 
 namespace longspan {
 
-/// A field of Options or AttentionArgs that ranks need not give alike, and why.
+/// A field of Options or AttentionArgs, or of MergeOptions or MergeArgs, that ranks need not give
+/// alike, and why.
 struct OwnField {
   const char* name;
   const char* why;
 };
 std::span<const OwnField> own_fields();
+
+/// The options of a merge across ranks that ranks must give alike; those of a layer: validate.hpp.
+NamedValues describe(const MergeOptions& options, LogBase base);
 
 /// One run as a rank was asked for it.
 class RunDescription {

@@ -20,11 +20,29 @@ constexpr OwnField kOwnFields[] = {
     {"AttentionArgs::out", "where the result goes; its type is an option"},
     {"AttentionArgs::lse", "a rank may leave it out"},
     {"AttentionArgs::block_table", "pages are a rank's own; whether there is a table is compared"},
+    {"MergeOptions::threads", "as Options::threads"},
+    {"MergeArgs::part", "every rank has a part of its own; its number of tokens is compared"},
+    {"MergeArgs::part_lse", "as part"},
+    {"MergeArgs::part_scale", "as part; its scale travels with it"},
+    {"MergeArgs::out", "where the result goes; its type is an option"},
+    {"MergeArgs::lse", "a rank may leave it out"},
 };
 
 }  // namespace
 
 std::span<const OwnField> own_fields() { return kOwnFields; }
+
+NamedValues describe(const MergeOptions& o, LogBase base) {
+  const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
+  return {{"heads", fmt::to_string(o.heads)},
+          {"value_dim", fmt::to_string(o.value_dim)},
+          {"dtype", name(o.dtype)},
+          {"out_dtype", name(o.of_out())},
+          {"base", base == LogBase::e ? "e" : "two"},
+          {"max_tokens", fmt::to_string(o.max_tokens)},
+          {"scatter_heads", yes_no(o.scatter_heads)},
+          {"nan_is_empty", yes_no(o.nan_is_empty)}};
+}
 
 void RunDescription::number(const char* name, std::int64_t value, Kind kind) {
   values_.at(count_++) = {name, value, kind};
@@ -172,7 +190,8 @@ std::uint32_t RunHistory::add(const RunDescription& description) {
 }
 
 std::uint64_t* RunHistory::words(std::uint32_t run) const {
-  return words_ ? words_.get() + run % kRuns * (kernels::DigestParams::kMostArrays + 1) : nullptr;
+  return words_ ? words_.get() + std::size_t{run % kRuns} * (kernels::DigestParams::kMostArrays + 1)
+                : nullptr;
 }
 
 NamedValues RunHistory::describe(std::uint32_t run) const {

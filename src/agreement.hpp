@@ -1,8 +1,8 @@
 // Describes what ranks must give alike in a run of a layer (design contract 8). One walk over the
 // fields of AttentionArgs makes the hash that travels with the data and the texts of the error, so
 // that neither can know a field that the other does not. What the options fix is compared once,
-// when the layer is made (validate.hpp); what may differ between ranks is the written list below. A
-// merge across ranks has the same, with fewer fields (merge.hpp says which are a rank's own).
+// when the layer is made (validate.hpp); what may differ between ranks is the written list below.
+// A merge across ranks has the same, with fewer fields.
 #pragma once
 
 #include <array>
@@ -19,12 +19,17 @@
 
 namespace longspan {
 
-/// A field of Options or AttentionArgs that ranks need not give alike, and why.
+/// A field of Options or AttentionArgs, or of MergeOptions or MergeArgs, that ranks need not give
+/// alike, and why.
 struct OwnField {
   const char* name;
   const char* why;
 };
 std::span<const OwnField> own_fields();
+
+/// The options of a merge across ranks that ranks must give alike; those of a layer are in
+/// validate.hpp.
+NamedValues describe(const MergeOptions& options, LogBase base);
 
 /// Describes one run as a rank was asked for it.
 class RunDescription {

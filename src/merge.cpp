@@ -17,6 +17,7 @@
 #include "kernels/backend.hpp"
 #include "longspan/error.hpp"
 #include "src/agreed_runs.hpp"
+#include "src/agreement.hpp"
 #include "src/check_serving.hpp"
 #include "src/device_guard.hpp"
 #include "src/layer_memory.hpp"
@@ -53,19 +54,6 @@ void check_options(const MergeOptions& o, LogBase base, int ranks) {
         fmt::format("max_tokens {} with heads {} and value_dim {} on {} ranks: the parts of such a "
                     "run take up to {:.3g} bytes; give the most tokens of one run",
                     o.max_tokens, o.heads, o.value_dim, ranks, bytes));
-}
-
-/// Lists every option that ranks must give alike.
-NamedValues describe(const MergeOptions& o, LogBase base) {
-  const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
-  return {{"heads", fmt::to_string(o.heads)},
-          {"value_dim", fmt::to_string(o.value_dim)},
-          {"dtype", name(o.dtype)},
-          {"out_dtype", name(o.of_out())},
-          {"base", base == LogBase::e ? "e" : "two"},
-          {"max_tokens", fmt::to_string(o.max_tokens)},
-          {"scatter_heads", yes_no(o.scatter_heads)},
-          {"nan_is_empty", yes_no(o.nan_is_empty)}};
 }
 
 /// A slot holds some heads of a rank's part with their lse, as they travel. The whole part lies as

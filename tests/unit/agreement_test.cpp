@@ -1,6 +1,6 @@
-// Every field of Options and AttentionArgs is compared between ranks, or stands on the list of
-// those that may differ. The fields are read from the headers themselves, so that a new one that is
-// neither fails here.
+// Every field of Options and AttentionArgs, and of MergeOptions and MergeArgs, is compared between
+// ranks, or stands on the list of those that may differ. The fields are read from the headers
+// themselves, so that a new one that is neither fails here.
 #include "src/agreement.hpp"
 
 #include <gmock/gmock.h>
@@ -227,6 +227,14 @@ TEST(Agreement, EveryOptionIsComparedOrMayDiffer) {
 
 // ---- runs --------------------------------------------------------------------------------------
 
+/// The hash that travels, contents of arrays included, as a layer on processors makes it.
+std::uint64_t said_hash(const RunDescription& run) {
+  std::vector<std::uint64_t> words(kernels::DigestParams::kMostArrays + 1);
+  const kernels::DigestParams arrays = run.arrays(words.data());
+  kernels::host_backend(1)->digest(arrays, {});
+  return kernels::said(run.hash(), words.data() + arrays.count);
+}
+
 /// What a run can be of. Not every argument goes with every other.
 enum class Of { batch, one_sequence, one_length, sharded_queries };
 
@@ -284,14 +292,7 @@ struct Everything {
   RunDescription described() const {
     return {args, arrays_of(args, options, rank, kRanks, Device::host), options, true};
   }
-  /// The hash that travels, contents of arrays included, as a layer on processors makes it.
-  std::uint64_t said() const {
-    const RunDescription run = described();
-    std::vector<std::uint64_t> words(kernels::DigestParams::kMostArrays + 1);
-    const kernels::DigestParams arrays = run.arrays(words.data());
-    kernels::host_backend(1)->digest(arrays, {});
-    return kernels::said(run.hash(), words.data() + arrays.count);
-  }
+  std::uint64_t said() const { return said_hash(described()); }
   NamedValues text() const { return described().text(nullptr); }
 
   /// The arrays whose contents are compared.
@@ -435,16 +436,119 @@ TEST(Agreement, TheListOfOwnFieldsNamesFieldsThatThereAre) {
   std::ifstream page(std::string(LONGSPAN_SOURCE_DIR) + "/docs/architecture.md");
   std::stringstream text;
   text << page.rdbuf();
-  const std::string option = "Options::", argument = "AttentionArgs::";
   for (const OwnField& field : own_fields()) {
     const std::string name = field.name;
-    ASSERT_TRUE(name.starts_with(option) || name.starts_with(argument)) << name;
-    EXPECT_TRUE(name.starts_with(option) ? kOptions.count(name.substr(option.size()))
-                                         : kRuns.count(name.substr(argument.size())))
+    const std::size_t colons = name.find("::");
+    ASSERT_NE(colons, std::string::npos) << name;
+    const std::string structure = name.substr(0, colons);
+    EXPECT_THAT(structure == "Options" ? option_fields() : names_of(structure),
+                testing::Contains(name.substr(colons + 2)))
         << name;
     EXPECT_FALSE(std::string(field.why).empty());
     EXPECT_THAT(text.str(), testing::HasSubstr("`" + name + "`"));
   }
+}
+
+// ---- merges across ranks -----------------------------------------------------------------------
+
+/// How two things compare: as a field that is a rank's own must, or as one that is compared.
+template <class T>
+void expect_compared(const std::string& field, const T& changed, const T& plain) {
+  if (own_names().count(field))
+    EXPECT_EQ(changed, plain) << field;
+  else
+    EXPECT_NE(changed, plain) << field;
+}
+
+const std::map<std::string, std::function<void(MergeOptions&)>> kMergeOptions{
+    {"heads", [](MergeOptions& o) { o.heads = 8; }},
+    {"value_dim", [](MergeOptions& o) { o.value_dim = 65; }},
+    {"dtype", [](MergeOptions& o) { o.dtype = fp16, o.out_dtype = bf16; }},
+    {"out_dtype", [](MergeOptions& o) { o.out_dtype = fp32; }},
+    {"max_tokens", [](MergeOptions& o) { o.max_tokens = 9; }},
+    {"scatter_heads", [](MergeOptions& o) { o.scatter_heads = true; }},
+    {"nan_is_empty", [](MergeOptions& o) { o.nan_is_empty = true; }},
+    {"threads", [](MergeOptions& o) { o.threads = 3; }},
+};
+
+TEST(Agreement, EveryOptionOfAMergeIsComparedOrMayDiffer) {
+  const std::vector<std::string> fields = names_of("MergeOptions");
+  const NamedValues plain = describe(MergeOptions{}, LogBase::e);
+  for (const std::string& field : fields) {
+    const auto found = kMergeOptions.find(field);
+    ASSERT_NE(found, kMergeOptions.end())
+        << "MergeOptions::" << field << " is new: compare it in describe(), or put it on the list "
+        << "of own_fields() with the reason; then add it to this test";
+    MergeOptions changed;
+    found->second(changed);
+    expect_compared("MergeOptions::" + field, describe(changed, LogBase::e), plain);
+  }
+  EXPECT_EQ(fields.size(), kMergeOptions.size());
+  EXPECT_NE(describe(MergeOptions{}, LogBase::two), plain);
+}
+
+/// A run of a merge that gives everything.
+struct MergeRun {
+  static constexpr int kTokens = 4, kHeads = 2, kDim = 16;
+  std::vector<float> part = std::vector<float>(kTokens * kHeads * kDim), out = part;
+  std::vector<float> lses = std::vector<float>(kTokens * kHeads), part_scale{1}, out_scale{2};
+  MergeOptions options{.heads = kHeads, .value_dim = kDim, .dtype = e4m3, .max_tokens = kTokens};
+  MergeArgs args{.part = Tensor(part.data(), e4m3, {kTokens, kHeads, kDim}),
+                 .part_lse = Lse::tokens_heads(Tensor(lses.data(), {kTokens, kHeads})),
+                 .part_scale = Tensor(part_scale.data(), {1}),
+                 .out = Tensor(out.data(), e4m3, {kTokens, kHeads, kDim}),
+                 .lse = Lse::tokens_heads(Tensor(lses.data(), {kTokens, kHeads})),
+                 .out_scale = Tensor(out_scale.data(), {1})};
+
+  MergeRun() = default;
+  MergeRun(const MergeRun&) = delete;
+
+  std::uint64_t said() const { return said_hash({args, options, true}); }
+};
+
+const std::multimap<std::string, std::function<void(MergeRun&)>> kMergeRuns{
+    {"part", [](MergeRun& m) { m.args.part.stride[0] += 16; }},
+    {"part", [](MergeRun& m) { m.part[0] = 7; }},
+    {"part_lse", [](MergeRun& m) { m.args.part_lse.tensor.stride[0] += 16; }},
+    {"part_scale", [](MergeRun& m) { m.part_scale[0] = 3; }},
+    {"out", [](MergeRun& m) { m.args.out.stride[0] += 16; }},
+    {"lse", [](MergeRun& m) { m.args.lse = {}; }},
+    {"out_scale", [](MergeRun& m) { m.args.out_scale = {}; }},
+    {"out_scale", [](MergeRun& m) { m.out_scale[0] = 3; }},
+};
+
+TEST(Agreement, EveryFieldOfAMergeIsComparedOrMayDiffer) {
+  const std::vector<std::string> fields = names_of("MergeArgs");
+  const MergeRun plain;
+  for (const std::string& field : fields) {
+    const auto [begin, end] = kMergeRuns.equal_range(field);
+    ASSERT_NE(begin, end) << "MergeArgs::" << field
+                          << " is new: compare it in RunDescription, or put it on the list of "
+                          << "own_fields() with the reason; then add it to this test";
+    for (auto entry = begin; entry != end; ++entry) {
+      MergeRun changed;
+      entry->second(changed);
+      expect_compared("MergeArgs::" + field, changed.said(), plain.said());
+    }
+  }
+  for (const auto& [name, change] : kMergeRuns)
+    EXPECT_THAT(fields, testing::Contains(name)) << "the test has a field that is no more";
+}
+
+TEST(Agreement, TheRowsOfAMergeAreCompared) {
+  MergeRun plain, shorter;
+  shorter.args.part.shape[0] = shorter.args.part_lse.tensor.shape[0] = 3;
+  EXPECT_NE(shorter.said(), plain.said());
+}
+
+/// Every rank scales heads of its own; whether there is a scale is compared nevertheless.
+TEST(Agreement, TheScaleOfScatteredHeadsIsARanksOwn) {
+  MergeRun plain, scaled, unscaled;
+  for (MergeRun* run : {&plain, &scaled, &unscaled}) run->options.scatter_heads = true;
+  scaled.out_scale[0] = 3;
+  unscaled.args.out_scale = {};
+  EXPECT_EQ(scaled.said(), plain.said());
+  EXPECT_NE(unscaled.said(), plain.said());
 }
 
 // ---- what is compared in part ------------------------------------------------------------------

@@ -1,4 +1,5 @@
-// What a program without the GPU's side says: built without CUDA, or linked without longspan::nccl.
+// Makes the transport of GPUs, or refuses in a program without the GPU's side, which was built
+// without CUDA or linked without longspan::nccl.
 #include "comm/gpu.hpp"
 
 #include "comm/libraries.hpp"

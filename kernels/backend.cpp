@@ -1,4 +1,4 @@
-// What backends do alike.
+// Does what all backends do alike.
 #include "kernels/backend.hpp"
 
 #include <string>

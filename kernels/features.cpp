@@ -12,7 +12,7 @@ using P = AttendParams;
 
 constexpr bool kYes = true, kNo = false;
 
-// What asks for a feature: `Attention`, `ServingOps`, or a strategy that calls a backend.
+// Names what may ask for a feature: `Attention`, `ServingOps`, or a strategy that calls a backend.
 constexpr const char *kBoth = "layer, calls", *kLayer = "layer", *kCalls = "calls",
                      *kBackend = nullptr;
 

@@ -1,4 +1,4 @@
-// Buffer on the host and, in a build with CUDA, on the current GPU.
+// Implements Buffer on the host and, in a build with CUDA, on the current GPU.
 #include <cstdlib>
 #include <cstring>
 #include <limits>

@@ -1,4 +1,4 @@
-// In place of the CUDA backend in a build without CUDA.
+// Stands in place of the CUDA backend in a build without CUDA.
 #if !defined(LONGSPAN_HAVE_CUDA)
 
 #include "kernels/backend.hpp"

@@ -50,7 +50,7 @@ DecodeStep::DecodeStep(const Communicator& world, const DecodeShape& shape,
   make_table();
   k_ = fill_caches(inputs_.k);
   v_ = fill_caches(inputs_.v);
-  wait();  // the blocks are freed after this
+  wait();  // until the caches are filled
 
   std::vector<std::int32_t> starts(shape.batch + 1);
   for (int b = 0; b <= shape.batch; ++b) starts[b] = b * shape.tokens;

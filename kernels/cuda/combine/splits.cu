@@ -10,8 +10,7 @@
 namespace longspan::kernels::cuda {
 namespace {
 
-constexpr int kLongSplit =
-    512;  // keys of a split of long queries, at least, as a fold costs traffic
+constexpr int kLongSplit = 512;  // keys of a split of long queries, at least: a fold costs traffic
 
 /// The part of most_keys that one rank has, were they dealt evenly.
 std::int64_t most_local_keys(const AttendParams& p) {
@@ -32,9 +31,8 @@ struct Tree {
   /// How long `works` x `splits` pieces take, in the order of their numbers, with `resident` of
   /// them at work at a time. The unit is a segment in each place. Leaves differ by few segments.
   double time(std::int64_t works, std::int64_t splits, std::int64_t resident) const {
-    std::int64_t whole = (segments + splits - 1) / splits,
-                 rest = 0;  // segments of a whole piece, and of a leaf's rest
-    std::int64_t wholes = works * splits, rests = 0;  // the numbers of such pieces
+    std::int64_t whole = (segments + splits - 1) / splits, rest = 0;  // segments of pieces
+    std::int64_t wholes = works * splits, rests = 0;                  // the numbers of such pieces
     if (splits > leaves) {
       const std::int64_t each = segments / leaves;
       whole = std::max<std::int64_t>(1, leaf_places * leaves / splits);
@@ -65,8 +63,7 @@ Tree tree_of(const AttendParams& p, Lengths lengths) {
   const bool by_table = p.shard.layout == Layout::ranges || p.shard.layout == Layout::listed;
   const bool is_long = lengths == Lengths::only_long;
   const double alone = is_long ? kAloneLong : kAloneShort;
-  if (by_table || (is_long && !p.invariant))
-    return {alone, segments, kMostSplits};  // no leaf is cut
+  if (by_table || (is_long && !p.invariant)) return {alone, segments, kMostSplits};  // no leaf cut
   const SegmentOrder order = p.shard.order(most_keys(p));
   return {alone, segments, order.leaves, std::int64_t{1} << leaf_bits(order)};
 }

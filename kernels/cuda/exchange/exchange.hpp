@@ -24,7 +24,7 @@ Push push_of(const ExchangeParams& p);
 /// The bytes of a peer buffer for exchanges of up to `rows` states.
 std::size_t peer_buffer_bytes(std::int64_t rows, int dim, int ranks);
 
-/// The variant that `automatic` stands for; `pushed`: ExchangeParams.
+/// The variant that `automatic` stands for; `pushed` is that of ExchangeParams.
 Push choose_push(std::int64_t rows, int dim, int ranks, bool pushed = false);
 
 }  // namespace longspan::kernels::cuda

@@ -43,7 +43,7 @@ struct PeerBufferLayout {
     return round_up(sizeof(Watch)) + index * copy_bytes();
   }
 
-  // In a copy:
+  // The offsets of what lies in a copy:
 
   // [ranks] lines, in which a rank says what it exchanges, with the epoch twice
   LONGSPAN_HD static std::int64_t header(int rank) { return rank * std::int64_t{16}; }

@@ -47,13 +47,13 @@ __device__ inline std::int64_t stored_row(const KvRows& source, const Pages& pag
          key % pages.size * source.row_stride;
 }
 
-/// Loads columns [column, column + kColumns) of kCount keys into shared memory, with zeros where
-/// nobody sees and past `dim`.
+/// Loads columns [column, column + kColumns) of kCount keys into shared memory, with zeros for keys
+/// that no row sees and past `dim`.
 template <class Traits, int kColumns, int kCount>
 __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, const KvRows& source,
                                  int dim, int kv_head, const Sequence& sequence, const View& view,
                                  std::int64_t first, int column) {
-  // Rows that cp.async may take; those of another type or layout go through registers.
+  // Whether cp.async may take the rows; those of another type or layout go through registers.
   const bool direct = Traits::kPlain || (p.kv_dtype == DType::fp32 && source.dense() &&
                                          aligned_rows(source, p.pages, source.page_stride));
   for (int index = static_cast<int>(threadIdx.x); index < kCount * kColumns / 4;

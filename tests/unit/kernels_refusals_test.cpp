@@ -280,6 +280,8 @@ TEST(KernelsRefusals, ReduceSegmentsRefusesByName) {
   refuse_all<InputError, A>(
       {
           {"out is e5m2 and there is no out_scale", [](A& a, Problem&) { a.out.dtype = e5m2; }},
+          {"out has a type of number 5, which is no float type",
+           [](A& a, Problem&) { a.out.dtype = DType::int32; }},
           {"kv_len is missing", [](A& a, Problem&) { a.kv_len = {}; }},
           {"kv_len is [0]; [batch] of 1 to", [](A& a, Problem&) { a.kv_len.shape[0] = 0; }},
           {"kv_len is int64; int32", [](A& a, Problem&) { a.kv_len.dtype = DType::int64; }},

@@ -93,7 +93,7 @@ void on_first_rank(const Communicator& world, const std::string& step,
     while (world.gather("", step)[0] == more) continue;
   }
   together(world, step, [&] {
-    if (failure) throw *failure;
+    if (failure) throw Error(*failure);
   });
 }
 
@@ -102,8 +102,7 @@ Communicator control_world(const WorldOptions& options) {
     return from_environment({.device = Device::host, .deadline = options.deadline()});
   } catch (const Unsupported&) {
     if (options.backend == "host" || gpu_count() == 0) throw;
-    const Communicator world =
-        from_environment({.device = Device::cuda, .deadline = options.deadline()});
+    Communicator world = from_environment({.device = Device::cuda, .deadline = options.deadline()});
     world.make_current();
     return world;
   }

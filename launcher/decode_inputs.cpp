@@ -42,12 +42,13 @@ Source sampled_cache(const DecodeShape& shape, const CacheInputs& inputs,
   source.read = [=, &shape, &inputs](std::int64_t row, std::int64_t first, std::int64_t count,
                                      void* to) {
     const DecodeSample& sample = samples[row / kv_len];
-    const std::int64_t position = row % kv_len, column = sample.kv_head * dim + first;
+    const std::int64_t position = row % kv_len, column = std::int64_t{sample.kv_head} * dim + first;
     const int cache = sample.layer % shape.caches;
     if (position >= shape.kv_len) {
       const std::int64_t token = (position - shape.kv_len) % shape.tokens;
-      inputs.stored.read(cache * shape.rows() + sample.sequence * shape.tokens + token, column,
-                         count, to);
+      inputs.stored.read(
+          cache * shape.rows() + std::int64_t{sample.sequence} * shape.tokens + token, column,
+          count, to);
     } else {
       const std::int64_t from = inputs.pattern(cache).row(sample.sequence, position);
       std::memcpy(to, inputs.block.data() + from * row_bytes + column * size, count * size);
@@ -119,8 +120,9 @@ Problem sampled(const DecodeShape& shape, const DecodeInputs& inputs,
   problem.q.read = [=, &shape, &inputs](std::int64_t row, std::int64_t first, std::int64_t count,
                                         void* to) {
     const DecodeSample& sample = samples[row / tokens];
-    inputs.q.read(sample.layer * shape.rows() + sample.sequence * tokens + row % tokens,
-                  sample.kv_head * group * o.head_dim + first, count, to);
+    inputs.q.read(
+        sample.layer * shape.rows() + std::int64_t{sample.sequence} * tokens + row % tokens,
+        std::int64_t{sample.kv_head} * group * o.head_dim + first, count, to);
   };
   return problem;
 }

@@ -51,7 +51,7 @@ Problem make(const Sweep& sweep, const Shape& shape, std::uint64_t salt) {
 
 std::vector<float> draw_sinks(const Problem& p, std::uint64_t seed) {
   const Source source = generated(seed, 3, fp32, 1, p.options.heads, 4);
-  std::vector<float> values(p.options.heads * 4);
+  std::vector<float> values(std::size_t{4} * p.options.heads);
   source.read(0, 0, static_cast<std::int64_t>(values.size()), values.data());
   values.resize(p.options.heads);
   return values;
@@ -279,7 +279,7 @@ Family bits(const Sweep& sweep) {
       for (const std::pair<Layout, std::int64_t>& layout :
            {std::pair{Layout::contiguous, std::int64_t{kSegment}},
             {Layout::interleaved, std::int64_t{kSegment}},
-            {Layout::interleaved, std::int64_t{2 * kSegment}}}) {
+            {Layout::interleaved, std::int64_t{2} * kSegment}}) {
         Problem p = make(sweep, {.dtype = dtype, .q_lens = {5}, .kv_lens = {kv}}, 900);
         p.options.mask.causal = true;
         p.options.invariant = true;

@@ -144,7 +144,7 @@ Findings examine(const Communicator& world, const Problem& problem, const Answer
     parallel_for(static_cast<std::int64_t>(parts.size()), o.threads, [&](std::int64_t p) {
       const std::int64_t i = (at + p / group) % rows;
       parts[p] = compare(problem, answer, i, b, answer.rows[i] - query_start[b],
-                         static_cast<int>(kv_head * group + p % group), keys, values);
+                         static_cast<int>(std::int64_t{kv_head} * group + p % group), keys, values);
     });
     for (const Findings& part : parts) found.add(part);
     at = stop;

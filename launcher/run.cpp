@@ -75,6 +75,7 @@ void make_inputs(Problem& problem, const RunOptions& o, std::uint64_t seed) {
 /// Gives the slopes as published for a power of two of heads (Press et al., arXiv 2108.12409).
 std::vector<float> published_slopes(int heads) {
   std::vector<float> slopes;
+  slopes.reserve(static_cast<std::size_t>(heads));
   for (int h = 0; h < heads; ++h)
     slopes.push_back(std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(heads)));
   return slopes;

@@ -93,7 +93,7 @@ void on_first_rank(const Communicator& world, const std::string& step,
     while (world.gather("", step)[0] == more) continue;
   }
   together(world, step, [&] {
-    if (failure) throw *failure;
+    if (failure) throw Error(*failure);
   });
 }
 

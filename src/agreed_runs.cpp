@@ -11,7 +11,8 @@ void AgreedRuns::allocate() {
     return std::shared_ptr<std::uint64_t>(bytes, reinterpret_cast<std::uint64_t*>(bytes.get()));
   };
   report_ = words(1);
-  constexpr std::size_t kWords = RunHistory::kRuns * (kernels::DigestParams::kMostArrays + 1);
+  constexpr std::size_t kWords =
+      std::size_t{RunHistory::kRuns} * (kernels::DigestParams::kMostArrays + 1);
   history_ = std::make_shared<RunHistory>(contents_ ? words(kWords) : nullptr);
 }
 

@@ -274,12 +274,10 @@ kernels::Batch check_reduce(const ReduceSegments& args, Device device) {
   require(args.out.dims == 3, "out is {}; [tokens, heads, value_dim] is wanted",
           shape_text(args.out));
   const std::int64_t tokens = args.out.shape[0], heads = args.out.shape[1], dim = args.out.shape[2];
+  check_part_type(args.out, "out", args.out_scale, "out_scale");
   check_counts(args.out, "out", 1);
   check_rows(args.out, "out", -1, heads, dim, args.out.dtype, device);
   check_factors(args.out_scale, "out_scale", 1, true, device);
-  require(!is_fp8(args.out.dtype) || args.out_scale,
-          "out is {} and there is no out_scale; give it (1 where none is due)",
-          name(args.out.dtype));
   if (args.lse) check_lse(args.lse.tensor, "lse", tokens, heads, device);
   check_segments(args.segments, tokens, heads, dim, device);
   check_results(args.out, args.lse,

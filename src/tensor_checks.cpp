@@ -18,6 +18,8 @@ std::string shape_text(const Tensor& t) {
 
 namespace {
 
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+
 /// The memory from the first element of a tensor to behind its last one.
 struct Span {
   const std::byte* begin;
@@ -130,16 +132,20 @@ namespace {
 
 /// Joins dimensions 0 (batch) and `tokens` into one, which becomes the first.
 Tensor join(const Tensor& t, int tokens, const char* name) {
-  const std::int64_t batch = t.shape[0], step = t.stride[tokens];
-  require(batch <= 1 || t.size() == 0 || t.stride[0] == t.shape[tokens] * step,
+  const std::int64_t batch = t.shape[0], count = t.shape[tokens], step = t.stride[tokens];
+  require(batch <= kMost && count <= kMost,
+          "{} is {}: {} sequences of {} tokens; 0 to 2^31 - 1 of each are possible", name,
+          shape_text(t), batch, count);
+  const bool any = t.size() > 0;  // else nothing bounds a stride by the memory that it reaches
+  const std::int64_t pitch = any ? count * step : 0;
+  require(batch <= 1 || !any || t.stride[0] == pitch,
           "{} {} has strides [{}]: sequence 1 would have to begin {} elements behind sequence 0, "
           "where its last token ends. Give memory [batch, tokens, heads, dim], viewed in this "
           "order, or one sequence a call",
-          name, shape_text(t), fmt::join(std::span(t.stride.data(), t.dims), ", "),
-          t.shape[tokens] * step);
+          name, shape_text(t), fmt::join(std::span(t.stride.data(), t.dims), ", "), pitch);
   Tensor flat = t;
   flat.dims = t.dims - 1;
-  flat.shape[0] = batch * t.shape[tokens];
+  flat.shape[0] = batch * count;
   flat.stride[0] = step;
   int to = 1;
   for (int d = 1; d < t.dims; ++d) {
@@ -239,7 +245,6 @@ bool same_shape_but_columns(const Tensor& a, const Tensor& b) {
 }
 
 kernels::Pages view_table(const Tensor& table, int batch, Device device) {
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (!table) return {};
   check_tensor(table, "block_table", DType::int32, device);
   require(table.dims == 2 && table.shape[0] >= batch, "block_table is {}; [{}, columns] is wanted",

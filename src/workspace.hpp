@@ -28,7 +28,7 @@ struct CallWorkspace {
     w.scratch = parts.take(scratch);
     w.scratch_bytes = scratch;
     w.ranges =
-        reinterpret_cast<std::int64_t*>(parts.take(context_batch * 3 * sizeof(std::int64_t)));
+        reinterpret_cast<std::int64_t*>(parts.take(3 * sizeof(std::int64_t) * context_batch));
     w.key_start = reinterpret_cast<std::int64_t*>(parts.take(context_batch * sizeof(std::int64_t)));
     w.room = parts.take(room);
     w.room_bytes = room;

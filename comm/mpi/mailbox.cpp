@@ -29,7 +29,7 @@ MpiMailbox::~MpiMailbox() {
   MPI_Finalized(&finalized);
   if (duplicate_ && !finalized) say_goodbye();
   // What MPI may still read or write stays where it is: this memory is the price of not waiting.
-  if (!finalized && (!sweep() || receives())) letters_.release();
+  if (!finalized && (!sweep() || receives())) static_cast<void>(letters_.release());
 }
 
 bool MpiMailbox::receives() const {

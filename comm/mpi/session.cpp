@@ -149,7 +149,7 @@ MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
   try {
     complete(request);
   } catch (...) {
-    place.release();
+    static_cast<void>(place.release());  // it stays where it is
     throw;
   }
   comm_ = *place;

@@ -64,6 +64,7 @@ std::string first_failure(const std::vector<std::string>& failures) {
 
 std::vector<std::string> part(const std::vector<std::string>& texts, std::size_t index) {
   std::vector<std::string> parts;
+  parts.reserve(texts.size());
   for (const std::string& text : texts) parts.push_back(unpack(text).at(index));
   return parts;
 }

@@ -189,7 +189,7 @@ class NcclTransport final : public ControlledTransport {
 
   /// Returns when all ranks have come, and all that was queued before is done.
   void meet(const char* step) {
-    const Buffer first(Device::cuda, 16), all(Device::cuda, 16 * size());
+    const Buffer first(Device::cuda, 16), all(Device::cuda, 16 * static_cast<std::size_t>(size()));
     queue({.kind = Collective::all_gather, .send = first.data(), .recv = all.data(), .bytes = 16},
           side_.get(), step);
     link_->wait(control(), side_.get(), step);

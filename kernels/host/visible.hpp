@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <ranges>
 
 #include "kernels/host/tile.hpp"
+#include "longspan/starts.hpp"
 
 namespace longspan::kernels::host {
 
@@ -42,15 +42,15 @@ class Visible {
     if (any_.empty()) return;
     const SegmentOrder& order = tile_.sequence.order;
     for (int leaf = tile_.first_leaf; leaf < tile_.last_leaf; ++leaf) {
-      const auto below = [&](std::int64_t t) {
-        return (order.segment(leaf, t) + 1) * kSegment <= any_.begin;
-      };
-      const auto all = std::views::iota(std::int64_t{0}, order.count(leaf));
-      for (auto t = std::ranges::partition_point(all, below); t != all.end(); ++t) {
-        const std::int64_t first = order.segment(leaf, *t) * kSegment;
+      const std::int64_t count = order.count(leaf);
+      const auto start = [&](std::int64_t t) { return order.segment(leaf, t) * kSegment; };
+      std::int64_t t = last_start(count, any_.begin, start);
+      if (t < count && start(t) + kSegment <= any_.begin) ++t;
+      for (; t < count; ++t) {
+        const std::int64_t first = start(t);
         if (first >= any_.end) break;
         const std::int64_t keys = std::min<std::int64_t>(kSegment, tile_.sequence.keys - first);
-        visit(static_cast<std::uint64_t>(leaf) << 48 | static_cast<std::uint64_t>(*t),
+        visit(static_cast<std::uint64_t>(leaf) << 48 | static_cast<std::uint64_t>(t),
               Segment{first, static_cast<int>(keys)});
       }
     }

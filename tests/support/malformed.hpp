@@ -6,7 +6,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <functional>
 #include <initializer_list>
@@ -121,7 +124,7 @@ struct Memory {
                             numbers = with_room<std::int64_t>({0, 20, 0, 33}),
                             rows = with_room<std::int64_t>({0, 4, 2, 3});
   std::vector<std::uint8_t> causal = with_room<std::uint8_t>({1, 0});
-  Buffer workspace;
+  Buffer state{Device::host, ServingOps::state_bytes(kTokens, kHeads, kDim)}, workspace;
 
   explicit Memory(std::mt19937_64& random) {
     std::normal_distribution<float> normal;
@@ -145,6 +148,14 @@ struct Memory {
   void poison() {
     for (std::vector<float>* to : {&out, &lse, &seg_output, &seg_max, &seg_expsum})
       to->assign(kTokens * kHeads * kSegments * kDim + kRoom, NAN);
+    std::memset(state.data(), 0xff, state.bytes());
+  }
+  /// Of all that calls write but caches, which are not poisoned.
+  bool is_poison() const {
+    const auto* bytes = static_cast<const unsigned char*>(state.data());
+    return is_poison(out) && is_poison(lse) && is_poison(seg_output) && is_poison(seg_max) &&
+           is_poison(seg_expsum) &&
+           std::all_of(bytes, bytes + state.bytes(), [](unsigned char b) { return b == 0xff; });
   }
   static bool is_poison(const std::vector<float>& values) {
     for (const float value : values)
@@ -204,10 +215,7 @@ class Malformed : public ::testing::Test {
       ++worked_;
     } catch (const Error&) {
       ++refused_;
-      EXPECT_TRUE(Memory::is_poison(m.out) && Memory::is_poison(m.lse) &&
-                  Memory::is_poison(m.seg_output) && Memory::is_poison(m.seg_max) &&
-                  Memory::is_poison(m.seg_expsum))
-          << "seed " << seed_;
+      EXPECT_TRUE(m.is_poison()) << "seed " << seed_;
       EXPECT_TRUE(same(m.k, k) && same(m.v, v)) << "seed " << seed_;
     } catch (const std::exception& other) {
       ADD_FAILURE() << "no Error: " << other.what() << ", seed " << seed_;
@@ -224,93 +232,98 @@ class Malformed : public ::testing::Test {
 
   using Change = std::function<void()>;
   /// One to three of the changes.
-  void apply(std::initializer_list<Change> changes) {
-    for (auto n = 1 + chaos_.random() % 3; n > 0; --n)
-      changes.begin()[chaos_.random() % changes.size()]();
+  void apply(const std::vector<Change>& changes) {
+    for (auto n = 1 + chaos_.random() % 3; n > 0; --n) changes[chaos_.random() % changes.size()]();
   }
 
   template <class Args>
   void change_paged(Args& a, Memory& m) {
+    std::vector<Change> changes = changes_of_attention(a.attention, m);
     Chaos& c = chaos_;
-    apply({[&] { c.tensor(a.attention.q); },
-           [&] { c.tensor(a.attention.k_cache); },
-           [&] { c.tensor(a.attention.v_cache); },
-           [&] { c.tensor(a.attention.out); },
-           [&] { c.tensor(a.attention.lse.tensor); },
-           [&] {
-             a.attention.lse = c.once_in(2) ? Lse{} : Lse::heads_tokens(a.attention.lse.tensor);
-           },
-           [&] {
-             a.attention.out.data =
-                 c.of({a.attention.q.data, a.attention.k_cache.data, a.attention.v_cache.data});
-           },
-           [&] { a.attention.out.data = a.attention.lse.tensor.data; },
-           [&] { c.entry(m.table); },
-           [&] { c.entry(m.query_start); },
-           [&] { c.entry(m.kv_len); },
-           [&] { c.tensor(a.attention.block_table); },
-           [&] {
-             a.attention.block_table.shape[1] = c.of<std::int64_t>({0, 1, 3});
-           },
-           [&] { a.attention.block_table.data = nullptr; },
-           [&] { c.tensor(a.attention.query_start); },
-           [&] { c.tensor(a.attention.kv_len); },
-           [&] {
-             a.attention.kv_len.shape[0] = 1;
-             a.attention.query_start.shape[0] = 2;
-           },
-           [&] { a.attention.query_start = {}; },
-           [&] { a.attention.kv_len = {}; },
-           [&] { a.attention.max_kv_len = c.count(); },
-           [&] { a.attention.max_query_len = c.count(); },
-           [&] { a.attention.dtypes.compute = c.dtype(); },
-           [&] { a.attention.score.scale = c.number(); },
-           [&] { a.attention.score.softcap = c.number(); },
-           [&] { c.mask(a.attention.mask); },
-           [&] {
-             a.attention.causal = Tensor(m.causal.data(), {kBatch});
-             if (c.once_in(2)) c.tensor(a.attention.causal);
-           },
-           [&] {
-             a.attention.sinks = Tensor(m.sinks.data(), {kHeads});
-             if (c.once_in(2)) c.tensor(a.attention.sinks);
-           },
-           [&] {
-             a.attention.slopes = Tensor(m.sinks.data(), {kHeads});
-             if (c.once_in(2)) c.tensor(a.attention.slopes);
-           },
-           [&] {
-             a.attention.qq_bias = m.bias();
-             if (c.once_in(2)) c.tensor(a.attention.qq_bias);
-           },
-           [&] {
-             a.attention.qq_bias = m.bias();
-             a.attention.qq_bias.shape[0] = a.attention.qq_bias.shape[1] =
-                 c.of<std::int64_t>({kLeast, -1, 0, 1, 2, kMost});
-           },
-           [&] { c.scales(a.attention.q_scale, m.one); },
-           [&] { c.scales(a.attention.k_scale, m.one); },
-           [&] { c.scales(a.attention.v_scale, m.one); },
-           [&] {
-             a.attention.out_scale = Tensor(m.one.data(), {1});
-             if (c.once_in(3)) c.tensor(a.attention.out_scale);
-           },
-           [&] { a.attention.out_scale = Tensor(m.one.data(), {1}), m.one[0] = c.number(); },
-           [&] { a.attention.dtypes.query = c.dtype(); },
-           [&] { a.attention.dtypes.kv = c.dtype(); },
-           [&] { a.attention.dtypes.out = c.dtype(); },
-           [&] { a.attention.dtypes.fp8_products = true; },
-           [&] {
-             a.attention.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 255}));
-           },
-           [&] { a.attention.dtypes.tf32 = true; },
-           [&] {
-             a.attention.workspace.bytes = c.of<std::size_t>({0, 1, 4096});
-           },
-           [&] {
-             a.attention.workspace.data = static_cast<std::byte*>(a.attention.workspace.data) + 64;
-           },
-           [&] { a.attention.workspace.data = nullptr; }});
+    for (const Change& change : std::initializer_list<Change>{
+             [&] { c.tensor(a.attention.k_cache); }, [&] { c.tensor(a.attention.v_cache); },
+             [&] { c.tensor(a.attention.out); }, [&] { c.tensor(a.attention.lse.tensor); },
+             [&] {
+               a.attention.lse = c.once_in(2) ? Lse{} : Lse::heads_tokens(a.attention.lse.tensor);
+             },
+             [&] {
+               a.attention.out.data =
+                   c.of({a.attention.q.data, a.attention.k_cache.data, a.attention.v_cache.data});
+             },
+             [&] { a.attention.out.data = a.attention.lse.tensor.data; },
+             [&] {
+               a.attention.sinks = Tensor(m.sinks.data(), {kHeads});
+               if (c.once_in(2)) c.tensor(a.attention.sinks);
+             },
+             [&] {
+               a.attention.out_scale = Tensor(m.one.data(), {1});
+               if (c.once_in(3)) c.tensor(a.attention.out_scale);
+             },
+             [&] { a.attention.out_scale = Tensor(m.one.data(), {1}), m.one[0] = c.number(); }})
+      changes.push_back(change);
+    apply(changes);
+  }
+
+  /// Of what all attention on one rank has.
+  template <class Args>
+  std::vector<Change> changes_of_attention(Args& a, Memory& m) {
+    Chaos& c = chaos_;
+    return {[&] { c.tensor(a.q); },
+            [&] { c.entry(m.table); },
+            [&] { c.entry(m.query_start); },
+            [&] { c.entry(m.kv_len); },
+            [&] { c.tensor(a.block_table); },
+            [&] {
+              a.block_table.shape[1] = c.of<std::int64_t>({0, 1, 3});
+            },
+            [&] { a.block_table.data = nullptr; },
+            [&] { c.tensor(a.query_start); },
+            [&] { c.tensor(a.kv_len); },
+            [&] {
+              a.kv_len.shape[0] = 1;
+              a.query_start.shape[0] = 2;
+            },
+            [&] { a.query_start = {}; },
+            [&] { a.kv_len = {}; },
+            [&] { a.max_kv_len = c.count(); },
+            [&] { a.max_query_len = c.count(); },
+            [&] { a.dtypes.compute = c.dtype(); },
+            [&] { a.score.scale = c.number(); },
+            [&] { a.score.softcap = c.number(); },
+            [&] { c.mask(a.mask); },
+            [&] {
+              a.causal = Tensor(m.causal.data(), {kBatch});
+              if (c.once_in(2)) c.tensor(a.causal);
+            },
+            [&] {
+              a.slopes = Tensor(m.sinks.data(), {kHeads});
+              if (c.once_in(2)) c.tensor(a.slopes);
+            },
+            [&] {
+              a.qq_bias = m.bias();
+              if (c.once_in(2)) c.tensor(a.qq_bias);
+            },
+            [&] {
+              a.qq_bias = m.bias();
+              a.qq_bias.shape[0] = a.qq_bias.shape[1] =
+                  c.of<std::int64_t>({kLeast, -1, 0, 1, 2, kMost});
+            },
+            [&] { c.scales(a.q_scale, m.one); },
+            [&] { c.scales(a.k_scale, m.one); },
+            [&] { c.scales(a.v_scale, m.one); },
+            [&] { a.dtypes.query = c.dtype(); },
+            [&] { a.dtypes.kv = c.dtype(); },
+            [&] { a.dtypes.out = c.dtype(); },
+            [&] { a.dtypes.fp8_products = true; },
+            [&] {
+              a.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 255}));
+            },
+            [&] { a.dtypes.tf32 = true; },
+            [&] {
+              a.workspace.bytes = c.of<std::size_t>({0, 1, 4096});
+            },
+            [&] { a.workspace.data = static_cast<std::byte*>(a.workspace.data) + 64; },
+            [&] { a.workspace.data = nullptr; }};
   }
 
   unsigned seed_;

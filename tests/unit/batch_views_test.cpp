@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -124,6 +125,28 @@ TEST(BatchViews, StridesThatNoViewJoinsAreRefused) {
   Tensor gap = model_view(p.q, 2);
   gap.stride[3] = 2;
   refused(gap, model_view(out, 2), "stride 2 in its last dimension");
+}
+
+/// Extents that 32 bits do not count, of a tensor without elements: no product of them is made, nor
+/// of one of them and its stride.
+TEST(BatchViews, EmptyBatchesOfAnySizeAreRefused) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  const ServingOps ops(Device::host, 1);
+  for (const int d : {0, 2}) {
+    AttendState call;
+    call.q = Tensor(nullptr, fp32, {32, kHeads, 32, 0});
+    call.q.shape[d] = kMost;
+    try {
+      ops.attend_state(call);
+      ADD_FAILURE() << "an extent of 2^63 - 1 was taken";
+    } catch (const InputError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("0 to 2^31 - 1 of each are possible"));
+    }
+  }
+  AttendState call;
+  call.q = Tensor(nullptr, fp32, {2, kHeads, 1 << 30, 0});
+  call.q.stride[2] = std::int64_t{1} << 56;  // the most that is taken, beside no memory at all
+  EXPECT_THROW(ops.attend_state(call), InputError);
 }
 
 }  // namespace

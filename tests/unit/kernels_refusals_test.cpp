@@ -297,6 +297,8 @@ TEST(KernelsRefusals, ReduceSegmentsRefusesByName) {
       {
           {"out is e5m2 and there is no out_scale",
            [](A& a, ServingCalls&) { a.out.dtype = e5m2; }},
+          {"out has a type of number 5, which is no float type",
+           [](A& a, ServingCalls&) { a.out.dtype = DType::int32; }},
           {"kv_len is missing", [](A& a, ServingCalls&) { a.kv_len = {}; }},
           {"kv_len is [0]; [batch] of 1 to", [](A& a, ServingCalls&) { a.kv_len.shape[0] = 0; }},
           {"kv_len is int64; int32", [](A& a, ServingCalls&) { a.kv_len.dtype = DType::int64; }},

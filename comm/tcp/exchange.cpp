@@ -57,6 +57,7 @@ class Rounds {
                       "it took: it has to give the texts in rank order, byte by byte.",
                       rank_));
     std::vector<std::vector<std::string>> every;
+    every.reserve(all.size());
     for (int p = 0; p < size_; ++p) every.push_back(read(all[p], p, count));
     return every;
   }

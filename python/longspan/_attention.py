@@ -1,38 +1,59 @@
 """Attention over keys and values that are sharded across ranks."""
 
-from typing import Any, NamedTuple, Sequence
+from __future__ import annotations
+
+from collections import namedtuple
 
 from . import _core
 from ._core import Communicator, Sharding
+from ._errors import InputError
 
-Array = Any  # NumPy, PyTorch, JAX, CuPy: what __dlpack__ or a buffer describes
-Numbers = Any  # a small array; or one number, or a list of them, on processors
+TYPE_CHECKING = False  # as type checkers read it; importing typing would double the time of ours
+if TYPE_CHECKING:
+    from typing import Any, Sequence
+
+    Array = Any  # NumPy, PyTorch, JAX, CuPy: what __dlpack__ or a buffer describes
+    Numbers = Any  # a small array; or one number, or a list of them, on processors
+
+Phases = namedtuple("Phases", "attend exchange merge")
+Phases.__doc__ = "Milliseconds of a run on this rank."
 
 
-class Phases(NamedTuple):
-    """Milliseconds of a run on this rank."""
-
-    attend: float
-    exchange: float
-    merge: float
-
-
-def _after_append(cache_seqlens, k_new, cu_seqlens_q):
-    """Lengths that count the new keys, of lengths before them."""
+def _after_append(cache_seqlens, new, cu_seqlens_q, name="k_new"):
+    """Lengths that count the new keys, of lengths before them: `new` has those of all sequences."""
     if cache_seqlens is None:
         return None
+    shape = getattr(new, "shape", None)
+    if shape is None:
+        raise TypeError(f"{name} is of type '{type(new).__name__}'; an array is wanted")
+    if len(shape) < 3:
+        raise InputError(f"{name} has {len(shape)} dimensions; [tokens, heads, dim] is wanted")
+    more = shape[-3]  # of each sequence
     if cu_seqlens_q is not None:
         if isinstance(cu_seqlens_q, (list, tuple)):
-            new = [b - a for a, b in zip(cu_seqlens_q, cu_seqlens_q[1:])]
+            more = [b - a for a, b in zip(cu_seqlens_q, cu_seqlens_q[1:])]
+        elif getattr(cu_seqlens_q, "shape", ()):
+            more = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         else:
-            new = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
-        if isinstance(cache_seqlens, (list, tuple)):
-            return [int(a) + int(b) for a, b in zip(cache_seqlens, new, strict=True)]
-        return cache_seqlens + (new if not isinstance(new, list) else type(cache_seqlens)(new))
-    rows = k_new.shape[-3]
+            raise TypeError(f"cu_seqlens_q is of type '{type(cu_seqlens_q).__name__}'; an array is wanted")
     if isinstance(cache_seqlens, (list, tuple)):
-        return [length + rows for length in cache_seqlens]
-    return cache_seqlens + rows
+        if isinstance(more, int):
+            return [length + more for length in cache_seqlens]
+        if len(more) != len(cache_seqlens):
+            raise InputError(f"cu_seqlens_q has {len(more) + 1} entries and cache_seqlens "
+                             f"{len(cache_seqlens)}; there is one more of them")
+        return [length + int(n) for length, n in zip(cache_seqlens, more)]
+    if isinstance(more, list):
+        if not getattr(cache_seqlens, "shape", ()) or cache_seqlens.shape[0] != len(more):
+            raise InputError("cu_seqlens_q and cache_seqlens do not fit: there is one more entry of "
+                             "cu_seqlens_q")
+        made = cache_seqlens + 0
+        for i, n in enumerate(more):
+            made[i] += n
+        return made
+    if not hasattr(cache_seqlens, "__add__") or isinstance(cache_seqlens, str):
+        raise TypeError(f"cache_seqlens is of type '{type(cache_seqlens).__name__}'; an array is wanted")
+    return cache_seqlens + more
 
 
 def attend(

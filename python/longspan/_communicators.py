@@ -1,5 +1,7 @@
 """Who computes together."""
 
+from __future__ import annotations
+
 from . import _core
 from ._core import Communicator
 

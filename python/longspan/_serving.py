@@ -1,19 +1,24 @@
 """The calls of serving engines, on one rank."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections import namedtuple
 
 from . import _core
-from ._attention import Array, Numbers, _after_append
+from ._attention import _after_append
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
-class Segments(NamedTuple):
-    """States of segments of the keys, float32, natural units, output not normalised."""
+    from ._attention import Array, Numbers
 
-    output: Array   # [tokens, heads, segments, value_dim]
-    max: Array      # [tokens, heads, segments]
-    expsum: Array   # [tokens, heads, segments]
-    keys: int       # in a segment; 0: as many tiles as fill them
-    tile: int
+Segments = namedtuple("Segments", "output max expsum keys tile")
+Segments.__doc__ = """States of segments of the keys, float32, natural units.
+
+output: [tokens, heads, segments, value_dim], not normalised; max, expsum: [tokens, heads,
+segments]; keys: of a segment (0: as many tiles as fill them); tile: keys of a tile.
+"""
 
 
 def merge_attn_states(prefix_output: Array, prefix_lse: Array, suffix_output: Array,
@@ -181,7 +186,7 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
     (7, 2, 64)
     """
     return _core.context_attention(
-        q, k_cache, v_cache, block_table, _after_append(cache_seqlens, q, cu_seqlens_q),
+        q, k_cache, v_cache, block_table, _after_append(cache_seqlens, q, cu_seqlens_q, "q"),
         cu_seqlens_q, causal, softmax_scale, window_size, softcap, alibi_slopes, alibi, sinks,
         qq_bias, q_descale, k_descale, v_descale, out_scale, max_seqlen_q, max_seqlen_k, return_lse,
         out, lse, stream, k, v, skip_decode, out_scale_inv)

@@ -1,11 +1,17 @@
 """Cutting arrays into the ranks' shards, and putting them together again."""
 
+from __future__ import annotations
+
 import sys
-from typing import Any, Sequence
 
 from ._core import Communicator, Shard, Sharding
 from ._errors import InputError, UnsupportedError
-from ._attention import Array
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Sequence
+
+    from ._attention import Array
 
 
 def _rule(layout: str | Sharding) -> Sharding:

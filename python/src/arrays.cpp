@@ -125,6 +125,33 @@ std::string text_of(dlpack::Type type) {
          std::to_string(type.bits) + (type.lanes == 1 ? "" : "x" + std::to_string(type.lanes));
 }
 
+/// The types of ml_dtypes, which have no letter in the buffer protocol. By the dtype object, so
+/// that a name is looked at once; the objects are kept, since their address is the key.
+std::optional<DType> added_dtype(nb::handle array) {
+  static auto* known =
+      new std::vector<std::pair<PyObject*, std::optional<DType>>>;  // under the GIL
+  static const nb::handle dtype_name = interned("dtype");
+  const nb::object dtype = array.attr(dtype_name);
+  for (const auto& [seen, type] : *known)
+    if (seen == dtype.ptr()) return type;
+  const std::string name = nb::cast<std::string>(nb::str(nb::object(dtype.attr("name"))));
+  const auto type = dtype_named(name);
+  const std::optional<DType> added =
+      type && (*type == DType::bf16 || is_fp8(*type)) ? type : std::nullopt;
+  if (known->size() < 64) known->emplace_back(nb::object(dtype).release().ptr(), added);
+  return added;
+}
+
+/// The same memory as integers.
+nb::object bits_of(nb::handle array, DType dtype) {
+  static const nb::handle view = interned("view");
+  static const nb::handle two =
+      nb::object(nb::module_::import_("numpy").attr("dtype")("uint16")).release();
+  static const nb::handle one =
+      nb::object(nb::module_::import_("numpy").attr("dtype")("uint8")).release();
+  return array.attr(view)(size_of(dtype) == 2 ? two : one);
+}
+
 /// A dense Tensor of the host that starts at `data`.
 void set_extents(Tensor& t, const char* name, int dims, const std::int64_t* shape) {
   if (dims > Tensor::kMaxDims)
@@ -209,7 +236,7 @@ void Array::read(nb::handle object) {
   if (kind_.api != nullptr) {
     take_exchange();
   } else if (kind_.name == Kind::numpy) {
-    if (!take_buffer()) take_interface();
+    take_buffer();
   } else if (nb::hasattr(object, "__dlpack__")) {
     take_capsule();
   } else if (!take_buffer()) {
@@ -254,15 +281,23 @@ void Array::take_numbers(nb::handle object, DType dtype) {
 }
 
 bool Array::take_buffer() {
-  if (!PyObject_CheckBuffer(object_.ptr())) return false;
-  if (PyObject_GetBuffer(object_.ptr(), &buffer_, PyBUF_RECORDS_RO) != 0) {
-    // NumPy has no letter for the types of ml_dtypes.
+  PyObject* memory = object_.ptr();
+  if (!PyObject_CheckBuffer(memory)) return false;
+  std::optional<DType> added;
+  if (kind_.name == Kind::numpy) {
+    added = added_dtype(object_);
+    if (added) {
+      holder_ = bits_of(object_, *added);
+      memory = holder_.ptr();
+    }
+  }
+  if (PyObject_GetBuffer(memory, &buffer_, PyBUF_RECORDS_RO) != 0) {
     if (kind_.name != Kind::numpy) throw nb::python_error();
-    PyErr_Clear();
-    return false;
+    PyErr_Clear();  // there is no letter for such a type
+    refuse_type(name_, nb::cast<std::string>(nb::str(nb::object(object_.attr("dtype")))));
   }
   has_buffer_ = true;
-  const auto dtype = dtype_of_format(buffer_.format, buffer_.itemsize);
+  const auto dtype = added ? added : dtype_of_format(buffer_.format, buffer_.itemsize);
   if (!dtype) {
     if (kind_.name == Kind::numpy) {
       const nb::object type = object_.attr("dtype");
@@ -281,27 +316,6 @@ bool Array::take_buffer() {
   if (buffer_.strides != nullptr)
     for (int d = 0; d < buffer_.ndim; ++d) set_byte_stride(tensor_, name_, d, buffer_.strides[d]);
   return true;
-}
-
-/// NumPy's own way, which says less about the type than the dtype's name does.
-void Array::take_interface() {
-  const std::string type =
-      nb::cast<std::string>(nb::str(nb::object(object_.attr("dtype").attr("name"))));
-  const auto dtype = dtype_named(type);
-  if (!dtype) refuse_type(name_, type);
-  const nb::dict interface = nb::cast<nb::dict>(nb::object(object_.attr("__array_interface__")));
-  const nb::tuple data = nb::cast<nb::tuple>(interface["data"]);
-  tensor_.dtype = *dtype;
-  tensor_.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(data[0]));
-  read_only_ = nb::cast<bool>(data[1]);
-  const nb::tuple extents = nb::cast<nb::tuple>(interface["shape"]);
-  std::vector<std::int64_t> shape;
-  for (nb::handle extent : extents) shape.push_back(nb::cast<std::int64_t>(extent));
-  set_extents(tensor_, name_, static_cast<int>(shape.size()), shape.data());
-  const nb::object strides = interface["strides"];
-  if (!strides.is_none())
-    for (int d = 0; d < tensor_.dims; ++d)
-      set_byte_stride(tensor_, name_, d, nb::cast<std::int64_t>(nb::object(strides[d])));
 }
 
 void Array::take(const dlpack::View& view) {

@@ -1,6 +1,6 @@
 // Arrays of a caller as tensors, for the time of one call, and results in the caller's own kind.
 //
-//     numpy     the buffer protocol; what ml_dtypes adds (bfloat16, fp8) by __array_interface__
+//     numpy     the buffer protocol; what ml_dtypes adds (bfloat16, fp8) as integers of their size
 //     torch     the exchange interface of DLPack in C, or __dlpack__ where it is older
 //     others    __dlpack__ (JAX, CuPy ...), and any buffer
 //
@@ -61,7 +61,6 @@ class Array {
   bool take_buffer();
   void read(nb::handle object);
   void take_numbers(nb::handle object, DType dtype);
-  void take_interface();
   void take_exchange();
   void take_capsule();
   void take(const dlpack::View& view);
@@ -75,7 +74,7 @@ class Array {
   bool read_only_ = false;
   bool has_buffer_ = false;
   Py_buffer buffer_{};
-  nb::object holder_;  // the capsule of __dlpack__, or the bytes of numbers
+  nb::object holder_;  // the capsule of __dlpack__, the bytes of numbers, an array of integers
 };
 
 /// A result. Where the caller's kind can be made before it is written, tensor() is its memory;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <chrono>
 #include <limits>
 #include <utility>
 
@@ -323,6 +324,13 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
       throw InputError(std::string(name) + " is " + dtype_name(t->dtype) +
                        "; a float type is wanted");
   if (!is_fp8(q.dtype)) o.dtypes.compute = q.dtype;
+  for (const auto& [t, name] : {std::pair{&k, "k"}, {&call.v.tensor(), "v"}})
+    if (!is_fp8(t->dtype) && t->dtype != o.dtypes.compute)
+      throw InputError(std::string(name) + " is " + dtype_name(t->dtype) + "; " +
+                       dtype_name(o.dtypes.compute) + ", as q, or fp8 is wanted");
+  if (call.given_out && !is_float(call.given_out.tensor().dtype))
+    throw InputError(std::string("out is ") + dtype_name(call.given_out.tensor().dtype) +
+                     "; a float type is wanted");
   o.dtypes.query = q.dtype;
   o.dtypes.kv = k.dtype;
   o.dtypes.out = call.given_out ? call.given_out.tensor().dtype : o.dtypes.compute;
@@ -516,10 +524,33 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
   return new Layer(comm_or_default(given, Device::host, -1), o);
 }
 
+/// For bench/python_overhead.py: microseconds of a run in C++, the arrays read and the layer made.
+double time_attend(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle repeats) {
+  const Array a(q, "q"), b(k, "k"), c(v, "v"), o(out, "out");
+  const AttentionArgs args{.q = a.required().tensor(),
+                           .k = b.required().tensor(),
+                           .v = c.required().tensor(),
+                           .out = o.required().tensor(),
+                           .total_keys = b.tensor().shape[0]};
+  Attention layer(self(), {.heads = small(args.q.shape[1], "heads of q"),
+                           .kv_heads = small(args.k.shape[1], "heads of k"),
+                           .head_dim = small(args.q.shape[2], "columns of q"),
+                           .dtypes = {.compute = args.q.dtype},
+                           .mask = {.causal = true},
+                           .limits = {.max_tokens = args.q.shape[0]}});
+  const std::int64_t count = integer(repeats, "repeats");
+  const nb::gil_scoped_release released;
+  const auto begin = std::chrono::steady_clock::now();
+  for (std::int64_t i = 0; i < count; ++i) layer.run(args);
+  const std::chrono::duration<double, std::micro> spent = std::chrono::steady_clock::now() - begin;
+  return spent.count() / static_cast<double>(count);
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& m) {
   m.def("attend", &attend);
+  def_by_position(m, "time_attend", &time_attend);
   nb::class_<Layer> layer(m, "Layer");
   def_by_position(layer, "append", &Layer::append);
   def_by_position(layer, "wait", &Layer::wait);

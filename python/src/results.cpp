@@ -140,10 +140,11 @@ Result::Result(const Array& like, std::span<const std::int64_t> shape, DType dty
   const nb::capsule owner(memory.release(),
                           [](void* held) noexcept { delete static_cast<Buffer*>(held); });
   const dlpack::Type type = dlpack_of(dtype);
-  object_ = nb::cast(nb::ndarray<>(tensor_.data, shape.size(), sizes.data(), owner, nullptr,
-                                   nb::dlpack::dtype{type.code, type.bits, type.lanes},
-                                   device == Device::cuda ? dlpack::kCuda : dlpack::kCpu,
-                                   device == Device::cuda ? like.gpu() : 0));
+  object_ =
+      nb::cast(nb::ndarray<nb::array_api>(tensor_.data, shape.size(), sizes.data(), owner, nullptr,
+                                          nb::dlpack::dtype{type.code, type.bits, type.lanes},
+                                          device == Device::cuda ? dlpack::kCuda : dlpack::kCpu,
+                                          device == Device::cuda ? like.gpu() : 0));
 }
 
 nb::object Result::finish() {

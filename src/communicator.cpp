@@ -10,6 +10,8 @@
 #include "comm/libraries.hpp"
 #include "comm/self.hpp"
 #include "comm/tcp/control.hpp"
+#include "comm/tcp/exchange.hpp"
+#include "comm/tcp/transport.hpp"
 #include "longspan/error.hpp"
 #include "src/device_guard.hpp"
 
@@ -67,15 +69,16 @@ Communicator over_mpi(const CommOptions& options, int size) {
 #endif
 }
 
+/// The ranks of a control plane that is not MPI's.
+std::shared_ptr<comm::Transport> between(std::unique_ptr<comm::Control> control,
+                                         const CommOptions& options) {
+  if (options.device == Device::cuda) return comm::gpu_transport(std::move(control), options.gpu);
+  return comm::tcp_transport(std::move(control));
+}
+
 Communicator over_tcp(const CommOptions& options, const comm::Launch& launch) {
   if (launch.size == 1) return alone(options);
-  if (options.device == Device::host)
-    throw Unsupported(fmt::format(
-        "Device host was asked for among the {} ranks of {}, but states on processors travel over "
-        "MPI: start with mpirun or srun --mpi=pmix, or use device cuda.",
-        launch.size, launch.by == comm::Launcher::torchrun ? "torchrun" : "srun"));
-  return Communicator(
-      comm::gpu_transport(comm::tcp_control(launch, comm::deadline_of(options)), options.gpu));
+  return Communicator(between(comm::tcp_control(launch, comm::deadline_of(options)), options));
 }
 
 }  // namespace
@@ -93,6 +96,12 @@ Communicator from_environment(CommOptions options) {
     default:
       return alone(options);
   }
+}
+
+Communicator from_exchange(int rank, int size, const ByteExchange& exchange, CommOptions options) {
+  auto control = comm::exchange_control(rank, size, exchange, options);
+  if (size == 1) return alone(options);
+  return Communicator(between(std::move(control), options));
 }
 
 void agree(const Communicator& world, const NamedValues& arguments, const std::string& step) {

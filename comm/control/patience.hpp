@@ -30,6 +30,17 @@ class Patience {
       std::this_thread::sleep_for(std::clamp<Clock::duration>(idle / 64, 50us, 1ms));
   }
 
+  /// The same for who can be woken: sleep(limit) may return earlier.
+  template <class Sleep>
+  void pause(const Sleep& sleep) {
+    using namespace std::chrono_literals;
+    now_ = Clock::now();
+    const auto idle = now_ - idle_since_;
+    if (idle < 20us) return;
+    sleep(std::clamp<milliseconds>(std::chrono::duration_cast<milliseconds>(idle / 16), 1ms, 20ms));
+    now_ = Clock::now();
+  }
+
   /// After a poll that found something.
   void progress() { idle_since_ = now_ = Clock::now(); }
 

@@ -20,7 +20,7 @@
 #include "comm/control/hosts.hpp"
 #include "comm/controlled.hpp"
 #include "comm/mpi/mailbox.hpp"
-#include "longspan/element.hpp"
+#include "comm/sum.hpp"
 #include "src/check.hpp"
 
 namespace longspan::comm {
@@ -48,27 +48,6 @@ std::string library_name() {
     name += (name.empty() ? "" : " ") + word;
   }
   return name;
-}
-
-/// to [count] = the sum of `ranks` parts [count], of which rank p's is part(p): in fp32, in the
-/// order of the ranks, with one rounding at the end.
-template <DType dtype, class Part>
-void add_up(void* to, std::size_t count, int ranks, const Part& part) {
-  constexpr std::size_t kBlock = 512;
-  float sums[kBlock];
-  for (std::size_t first = 0; first < count; first += kBlock) {
-    const std::size_t block = std::min(count - first, kBlock);
-    const auto begin = static_cast<std::int64_t>(first);
-    for (int p = 0; p < ranks; ++p) {
-      const void* from = part(p);
-      for (std::size_t i = 0; i < block; ++i) {
-        const float one = load_element(from, dtype, begin + static_cast<std::int64_t>(i));
-        sums[i] = p == 0 ? one : sums[i] + one;
-      }
-    }
-    for (std::size_t i = 0; i < block; ++i)
-      store_element(to, dtype, begin + static_cast<std::int64_t>(i), sums[i]);
-  }
 }
 
 class MpiTransport final : public ControlledTransport {
@@ -360,12 +339,7 @@ class MpiTransport final : public ControlledTransport {
       const std::byte* came = sent + verb.bytes * size();
       const auto part = [&](int p) { return (p == rank() ? sent : came) + p * verb.bytes; };
       const std::size_t count = verb.bytes / size_of(verb.dtype);
-      if (verb.dtype == fp32)
-        add_up<DType::fp32>(verb.recv, count, size(), part);
-      else if (verb.dtype == fp16)
-        add_up<DType::fp16>(verb.recv, count, size(), part);
-      else
-        add_up<DType::bf16>(verb.recv, count, size(), part);
+      add_up(verb.dtype, verb.recv, count, size(), part);
     }
   }
 

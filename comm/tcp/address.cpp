@@ -1,14 +1,19 @@
 #include "comm/tcp/address.hpp"
 
+#include <arpa/inet.h>
 #include <fmt/format.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
 
+#include "comm/control/hosts.hpp"
 #include "longspan/error.hpp"
 
 namespace longspan::comm {
@@ -40,18 +45,19 @@ bool is_elsewhere(int error) { return error == EADDRNOTAVAIL || error == EAFNOSU
                   port, where, std::strerror(error)));
 }
 
-Address any(int family, int port) {
+/// All addresses of the machine, or its loopback alone.
+Address own(int family, int port, bool loopback) {
   Address address{family, 0, {}};
   if (family == AF_INET6) {
     auto& in6 = reinterpret_cast<sockaddr_in6&>(address.storage);
     in6.sin6_family = AF_INET6;
-    in6.sin6_addr = in6addr_any;
+    in6.sin6_addr = loopback ? in6addr_loopback : in6addr_any;
     in6.sin6_port = htons(static_cast<std::uint16_t>(port));
     address.length = sizeof in6;
   } else {
     auto& in = reinterpret_cast<sockaddr_in&>(address.storage);
     in.sin_family = AF_INET;
-    in.sin_addr.s_addr = htonl(INADDR_ANY);
+    in.sin_addr.s_addr = htonl(loopback ? INADDR_LOOPBACK : INADDR_ANY);
     in.sin_port = htons(static_cast<std::uint16_t>(port));
     address.length = sizeof in;
   }
@@ -63,7 +69,7 @@ std::vector<Fd> listen_everywhere(int port) {
   std::vector<Fd> sockets;
   int error = 0;
   for (const int family : {AF_INET6, AF_INET}) {
-    Fd fd = try_listen(any(family, port), true, error);
+    Fd fd = try_listen(own(family, port, false), true, error);
     if (!fd) continue;
     sockets.push_back(std::move(fd));
     return sockets;
@@ -81,7 +87,63 @@ bool same_everywhere(const std::string& host) {
   return true;
 }
 
+int port_of(const Fd& listener) {
+  sockaddr_storage here{};
+  socklen_t length = sizeof here;
+  ::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&here), &length);
+  return ntohs(here.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(here).sin6_port
+                                          : reinterpret_cast<sockaddr_in&>(here).sin_port);
+}
+
+/// The addresses of this machine's interfaces that mean something elsewhere: IPv4 first. A
+/// link-local IPv6 address means nothing without an interface of who uses it.
+std::vector<std::string> interface_addresses() {
+  ifaddrs* found = nullptr;
+  if (getifaddrs(&found) != 0) return {};
+  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> all(found, freeifaddrs);
+  std::vector<std::string> hosts;
+  for (const int family : {AF_INET, AF_INET6})
+    for (const ifaddrs* one = all.get(); one; one = one->ifa_next) {
+      if (!one->ifa_addr || one->ifa_addr->sa_family != family) continue;
+      if (!(one->ifa_flags & IFF_UP) || (one->ifa_flags & IFF_LOOPBACK)) continue;
+      char text[INET6_ADDRSTRLEN] = "";
+      const void* bytes = nullptr;
+      if (family == AF_INET) {
+        bytes = &reinterpret_cast<const sockaddr_in*>(one->ifa_addr)->sin_addr;
+      } else {
+        const auto& in6 = reinterpret_cast<const sockaddr_in6*>(one->ifa_addr)->sin6_addr;
+        if (IN6_IS_ADDR_LINKLOCAL(&in6)) continue;
+        bytes = &in6;
+      }
+      if (inet_ntop(family, bytes, text, sizeof text)) hosts.emplace_back(text);
+    }
+  return hosts;
+}
+
 }  // namespace
+
+std::string network_place() {
+  char space[64] = "";
+  if (::readlink("/proc/self/ns/net", space, sizeof space - 1) < 0) space[0] = '\0';
+  return this_host() + " " + space;
+}
+
+Door open_door(bool within) {
+  int error = 0;
+  for (const int family :
+       within ? std::vector<int>{AF_INET, AF_INET6} : std::vector<int>{AF_INET6, AF_INET}) {
+    Door door{try_listen(own(family, 0, within), true, error)};
+    if (!door.listener) continue;
+    door.port = port_of(door.listener);
+    if (!within) door.hosts = interface_addresses();
+    if (door.hosts.empty()) door.hosts = {within && family == AF_INET6 ? "::1" : "127.0.0.1"};
+    return door;
+  }
+  throw BackendError(
+      fmt::format("No TCP socket can listen on this machine, for other ranks to connect to ({}): "
+                  "check its network and its limit on open files (ulimit -n).",
+                  std::strerror(error)));
+}
 
 bool Address::loopback() const {
   if (family == AF_INET) {

@@ -31,4 +31,19 @@ std::vector<Address> resolve(const std::string& host, int port, std::string& why
 /// taken.
 std::vector<Fd> listen_at(const std::string& host, int port);
 
+/// What tells apart the places between which a loopback does not reach: the machine, and the
+/// network namespace on it (containers have their own).
+std::string network_place();
+
+/// A socket that listens at a port that was free, and the numeric addresses at which others may
+/// find it, those that are likelier to do first.
+struct Door {
+  Fd listener;
+  int port = 0;
+  std::vector<std::string> hosts = {};
+};
+/// `within`: the others are all in this network place, and nobody else is to knock. Throws
+/// BackendError.
+Door open_door(bool within);
+
 }  // namespace longspan::comm

@@ -105,9 +105,17 @@ milliseconds until(Clock::time_point end) {
   return std::max(std::chrono::duration_cast<milliseconds>(end - Clock::now()), milliseconds(0));
 }
 
+/// Rank 0, as another rank looks for it.
+struct Goal {
+  std::string name;  // for messages
+  std::vector<std::string> hosts;
+  int port;
+  std::string advice;
+};
+
 /// One attempt to connect and to be welcomed; nothing, and why, when it failed. Throws UsageError
 /// when rank 0 says no.
-std::optional<Frames> try_meet(const Address& address, const Launch& launch,
+std::optional<Frames> try_meet(const Address& address, const Goal& goal, int rank,
                                const std::string& hello, Clock::time_point end, std::string& why) {
   Fd fd(::socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   int error = errno;
@@ -128,7 +136,7 @@ std::optional<Frames> try_meet(const Address& address, const Launch& launch,
   }
 
   Frames frames(std::move(fd), kMostHello);
-  frames.push({Frame::hello, static_cast<std::uint32_t>(launch.rank), hello});
+  frames.push({Frame::hello, static_cast<std::uint32_t>(rank), hello});
   Patience patient(std::min(until(end), milliseconds(Hub::kStay)));
   for (; !patient.over(); patient.pause()) {
     frames.write();
@@ -140,11 +148,11 @@ std::optional<Frames> try_meet(const Address& address, const Launch& launch,
       return std::nullopt;
     }
     if (frame->kind == Frame::refused)
-      throw UsageError(fmt::format("Rank 0 at {}:{} refused rank {}: {}", launch.address,
-                                   launch.port, launch.rank, printable(frame->body)));
+      throw UsageError(
+          fmt::format("Rank 0 at {} refused rank {}: {}", goal.name, rank, printable(frame->body)));
     // Anything else comes from somebody else, or from this very socket: a port of this machine that
     // nobody listens on can be connected to itself.
-    if (frame->kind != Frame::welcome || frame->peer != static_cast<std::uint32_t>(launch.rank)) {
+    if (frame->kind != Frame::welcome || frame->peer != static_cast<std::uint32_t>(rank)) {
       why = "it sends what no rank 0 sends";
       return std::nullopt;
     }
@@ -157,45 +165,69 @@ std::optional<Frames> try_meet(const Address& address, const Launch& launch,
   return std::nullopt;
 }
 
-Frames meet(const Launch& launch, const std::string& hello, milliseconds deadline) {
+Frames meet(const Goal& goal, int rank, const std::string& hello, milliseconds deadline) {
   std::string why;
   bool resolved = false;
   const auto end = Clock::now() + deadline;
-  for (Patience patient(deadline); !patient.over(); patient.pause()) {
-    // Names may come late: a cluster makes them while its machines start.
-    const std::vector<Address> addresses = resolve(launch.address, launch.port, why);
-    resolved = !addresses.empty();
-    for (const Address& address : addresses)
-      if (auto frames = try_meet(address, launch, hello, end, why)) return std::move(*frames);
-  }
+  for (Patience patient(deadline); !patient.over(); patient.pause())
+    for (const std::string& host : goal.hosts) {
+      // Names may come late: a cluster makes them while its machines start.
+      const std::vector<Address> addresses = resolve(host, goal.port, why);
+      resolved = !addresses.empty();
+      for (const Address& address : addresses)
+        if (auto frames = try_meet(address, goal, rank, hello, end, why)) return std::move(*frames);
+    }
   if (!resolved)
     throw UsageError(
         fmt::format("Rank {} is to meet rank 0 at '{}', which cannot be resolved ({}): set "
                     "MASTER_ADDR to the name or the address of rank 0's machine.",
-                    launch.rank, launch.address, why));
-  throw RankError(
-      ErrorKind::timeout, 0, "meet rank 0",
-      fmt::format("Rank 0 did not answer at {}:{} within the deadline of {:g} s ({}). Set "
-                  "MASTER_ADDR to rank 0's machine and LONGSPAN_PORT to a free port there.",
-                  launch.address, launch.port, deadline.count() / 1000.0, why));
+                    rank, goal.hosts.front(), why));
+  throw RankError(ErrorKind::timeout, 0, "meet rank 0",
+                  fmt::format("Rank 0 did not answer at {} within the deadline of {:g} s ({}). {}",
+                              goal.name, deadline.count() / 1000.0, why, goal.advice));
+}
+
+std::unique_ptr<Control> control_of(Frames frames, std::unique_ptr<Hub> hub, int rank, int size,
+                                    milliseconds deadline) {
+  if (hub) hub->set_linger(deadline);
+  return mail_control(std::make_unique<TcpMailbox>(std::move(frames), std::move(hub), rank, size),
+                      deadline);
+}
+
+std::unique_ptr<Control> first_control(std::vector<Fd> listeners, const Hello& hello,
+                                       milliseconds deadline) {
+  auto hub = std::make_unique<Hub>(std::move(listeners), hello);
+  Frames own(hub->take_own_end(), kMostText);
+  return control_of(std::move(own), std::move(hub), 0, hello.size, deadline);
 }
 
 }  // namespace
 
 std::unique_ptr<Control> tcp_control(const Launch& launch, milliseconds deadline) {
   const Hello hello = hello_of(launch);
-  std::unique_ptr<Hub> hub;
-  std::optional<Frames> frames;
-  if (launch.rank == 0) {
-    hub = std::make_unique<Hub>(listen_at(launch.address, launch.port), hello);
-    hub->set_linger(deadline);
-    frames.emplace(hub->take_own_end(), kMostText);
-  } else {
-    frames.emplace(meet(launch, to_text(hello), deadline));
+  if (launch.rank == 0)
+    return first_control(listen_at(launch.address, launch.port), hello, deadline);
+  const Goal zero{fmt::format("{}:{}", launch.address, launch.port),
+                  {launch.address},
+                  launch.port,
+                  "Set MASTER_ADDR to rank 0's machine and LONGSPAN_PORT to a free port there."};
+  return control_of(meet(zero, launch.rank, to_text(hello), deadline), nullptr, launch.rank,
+                    launch.size, deadline);
+}
+
+std::unique_ptr<Control> tcp_control(Meeting meeting, milliseconds deadline) {
+  const Hello hello = hello_of({Launcher::none, meeting.rank, meeting.size, "", 0}, meeting.key);
+  if (meeting.rank == 0) {
+    std::vector<Fd> listeners;
+    listeners.push_back(std::move(meeting.door.listener));
+    return first_control(std::move(listeners), hello, deadline);
   }
-  return mail_control(
-      std::make_unique<TcpMailbox>(std::move(*frames), std::move(hub), launch.rank, launch.size),
-      deadline);
+  const Goal zero{
+      fmt::format("port {} of {}", meeting.door.port, fmt::join(meeting.door.hosts, ", ")),
+      meeting.door.hosts, meeting.door.port,
+      "Is it still running, and does a firewall between the machines let its port through?"};
+  return control_of(meet(zero, meeting.rank, to_text(hello), deadline), nullptr, meeting.rank,
+                    meeting.size, deadline);
 }
 
 }  // namespace longspan::comm

@@ -1,14 +1,26 @@
-// The control plane without MPI, for torchrun and srun: rank 0 listens at a known address.
+// The control plane without MPI: rank 0 listens at an address that a launcher's variables say
+// (torchrun, srun), or that the caller's own exchange has told the others.
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "comm/control/control.hpp"
 #include "comm/control/environment.hpp"
+#include "comm/tcp/address.hpp"
 
 namespace longspan::comm {
 
 /// Collective over the launcher's ranks.
 std::unique_ptr<Control> tcp_control(const Launch& launch, milliseconds deadline);
+
+/// Where ranks meet that have another way to tell each other.
+struct Meeting {
+  int rank = 0;
+  int size = 1;
+  Door door;        // rank 0's; of the others, where it is
+  std::string key;  // what nobody else knows
+};
+std::unique_ptr<Control> tcp_control(Meeting meeting, milliseconds deadline);
 
 }  // namespace longspan::comm

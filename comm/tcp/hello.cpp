@@ -8,6 +8,7 @@
 #include "comm/control/failure.hpp"
 #include "comm/control/wire.hpp"
 #include "comm/tcp/frames.hpp"
+#include "comm/tcp/key.hpp"
 #include "longspan/error.hpp"
 #include "longspan/version.hpp"
 #include "src/env.hpp"
@@ -16,16 +17,6 @@ namespace longspan::comm {
 namespace {
 
 constexpr std::size_t kMostPrinted = 500;
-
-/// In a time that does not tell how much of it is right.
-bool same_secret(const std::string& ours, const std::string& theirs) {
-  unsigned differs = ours.size() != theirs.size();
-  for (std::size_t i = 0; i < theirs.size(); ++i) {
-    const char own = ours.empty() ? '\0' : ours[i % ours.size()];
-    differs |= static_cast<unsigned char>(own) ^ static_cast<unsigned char>(theirs[i]);
-  }
-  return differs == 0;
-}
 
 std::string name_of_run() {
   if (const auto id = env_text("TORCHELASTIC_RUN_ID")) return "torchrun " + *id;
@@ -36,8 +27,10 @@ std::string name_of_run() {
 
 }  // namespace
 
-Hello hello_of(const Launch& launch) {
-  Hello hello{LONGSPAN_VERSION, name_of_run(), Env::read().secret, launch.rank, launch.size};
+Hello hello_of(const Launch& launch, const std::string& key) {
+  // A key says better than the launcher's variables which ranks belong together.
+  Hello hello{LONGSPAN_VERSION, key.empty() ? name_of_run() : "", Env::read().secret + key,
+              launch.rank, launch.size};
   if (const std::size_t bytes = to_text(hello).size(); bytes > kMostHello)
     throw UsageError(
         fmt::format("The names that the launcher gave to this run and LONGSPAN_SECRET take {} "

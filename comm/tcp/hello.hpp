@@ -20,8 +20,9 @@ struct Hello {
   int size = 0;
 };
 
-/// What this rank says. Throws UsageError where it is longer than a stranger may speak.
-Hello hello_of(const Launch& launch);
+/// What this rank says; `key`, which ranks have told each other, is part of the secret. Throws
+/// UsageError where it is longer than a stranger may speak.
+Hello hello_of(const Launch& launch, const std::string& key = "");
 
 std::string to_text(const Hello& hello);
 /// Throws an internal Error for a text that to_text did not write.

@@ -1,9 +1,10 @@
 // Who computes together. A Communicator is a cheap value over a shared transport: one process alone
-// (self), MPI on processors, NCCL on GPUs. Making one is collective. Interop with communicators
-// that the caller already has is in mpi.hpp and nccl.hpp.
+// (self), MPI or TCP on processors, NCCL on GPUs. Making one is collective. Interop with
+// communicators that the caller already has is in mpi.hpp and nccl.hpp.
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -83,9 +84,28 @@ Communicator self(Device device = Device::host, int gpu = -1);
 
 /// The ranks that the launcher started: mpirun (MPI is initialised here if it is not yet, and
 /// finalised with the last communicator), torchrun or srun (RANK, WORLD_SIZE, MASTER_ADDR ... or
-/// their SLURM_ twins; CUDA only), or, when none of them is found, self(). On CUDA each rank takes
-/// CommOptions::gpu; two ranks on one GPU are refused.
+/// their SLURM_ twins), or, when none of them is found, self(). Without MPI states travel over TCP
+/// on processors. On CUDA each rank takes CommOptions::gpu; two ranks on one GPU are refused.
+///
+/// Without MPI ranks meet at one port, which one communicator has at a time: where one of them is
+/// alive, another meets over it, and so all ranks make and drop them in the same order, on one
+/// thread at a time.
 Communicator from_environment(CommOptions options = {});
+
+/// Gathers bytes: every rank's text, in rank order, given every rank's own. Any bytes may be in it.
+using ByteExchange = std::function<std::vector<std::string>(const std::string& mine)>;
+
+/// `size` ranks that can exchange a few texts by a way of the caller's (a process group of PyTorch,
+/// pipes, files, another communicator), which is used here and not kept. Needs no MPI, no launcher
+/// and no port that is agreed on: rank 0 listens at one that is free, a machine's ranks at its
+/// loopback. States travel over TCP on processors, and over NCCL on GPUs, as in from_environment. A
+/// process may have many of these.
+///
+/// Collective. `exchange` is called twice at most, by every rank, and its own errors pass; it has
+/// to have its own deadline, for what follows has that of `options`. UsageError on every rank where
+/// ranks differ in what they ask for, and where what came back is not in rank order.
+Communicator from_exchange(int rank, int size, const ByteExchange& exchange,
+                           CommOptions options = {});
 
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 

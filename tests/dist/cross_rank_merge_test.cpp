@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
-#include "tests/dist/message.hpp"
+#include "tests/message.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/outputs_case.hpp"
 

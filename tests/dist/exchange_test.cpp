@@ -23,7 +23,7 @@
 #include "launcher/graph.hpp"
 #include "launcher/nans.hpp"
 #include "longspan/buffer.hpp"
-#include "tests/dist/message.hpp"
+#include "tests/message.hpp"
 #include "tests/dist/on_windows.hpp"
 #include "tests/simulated.hpp"
 

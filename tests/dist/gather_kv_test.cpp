@@ -7,7 +7,7 @@
 
 #include "longspan/longspan.hpp"
 #include "tests/dist/layer_run.hpp"
-#include "tests/dist/message.hpp"
+#include "tests/message.hpp"
 #include "tests/dist/world.hpp"
 
 namespace longspan::testing {

@@ -20,7 +20,7 @@
 #include "longspan/error.hpp"
 #include "longspan/mpi.hpp"
 #include "longspan/nccl.hpp"
-#include "tests/dist/message.hpp"
+#include "tests/message.hpp"
 #include "tests/dist/world.hpp"
 
 namespace longspan::testing {

@@ -25,7 +25,7 @@
 #include "kernels/cuda/exchange/exchange.hpp"
 #include "launcher/graph.hpp"
 #include "longspan/buffer.hpp"
-#include "tests/dist/message.hpp"
+#include "tests/message.hpp"
 #include "tests/dist/on_windows.hpp"
 #include "tests/simulated.hpp"
 

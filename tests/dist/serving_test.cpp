@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/dist/message.hpp"
+#include "tests/message.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/serving_run.hpp"
 

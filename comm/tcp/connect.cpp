@@ -1,0 +1,300 @@
+// Three words of fixed size on each connection, so that nothing of the data behind them is read:
+//     hello    from who connects, with the key of the other
+//     welcome  back, with the key of who connected: it is no stranger at the same address
+//     seated   from who connects: it has heard so, and uses this connection and no other
+#include "comm/tcp/connect.hpp"
+
+#include <fmt/format.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <list>
+
+#include "comm/control/wire.hpp"
+#include "comm/tcp/address.hpp"
+#include "comm/tcp/key.hpp"
+#include "longspan/error.hpp"
+
+namespace longspan::comm {
+namespace {
+
+using Clock = Patience::Clock;
+
+constexpr const char* kStep = "connect the ranks";
+/// The longest time from a connection to its last word, and the strangers that are heard at once.
+constexpr std::chrono::seconds kStay{5};
+constexpr int kStrangers = 16;
+
+struct Word {
+  enum Kind : std::uint32_t { hello = 1, welcome, seated };
+  std::uint32_t magic;
+  std::uint32_t kind;
+  std::uint32_t from;
+  std::uint32_t to;
+  std::array<char, kKeyBytes> key;
+};
+constexpr std::uint32_t kMagic = 0x4c535044;
+
+/// What a rank tells the others.
+struct Entry {
+  int port = 0;
+  std::string key;
+  std::vector<std::string> hosts;
+};
+
+/// A connection that is being made.
+struct Line {
+  Fd fd;
+  int peer = -1;          // not known yet of who came
+  Word::Kind wants = {};  // the word that comes next
+  std::size_t came = 0;   // bytes of it
+  std::array<char, sizeof(Word)> bytes{};
+  bool connecting = false;
+  Clock::time_point since = Clock::now();
+
+  /// True when the whole word is there. False for more to come, or the end: then fd is gone.
+  bool hear() {
+    while (came < bytes.size()) {
+      const ssize_t got = ::recv(fd.get(), bytes.data() + came, bytes.size() - came, 0);
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
+      if (got <= 0) {
+        fd = Fd();
+        return false;
+      }
+      came += static_cast<std::size_t>(got);
+    }
+    came = 0;
+    return true;
+  }
+
+  /// An empty socket takes a word as a whole.
+  void say(Word::Kind kind, int from, int to, const std::string& key) {
+    Word word{kMagic, kind, static_cast<std::uint32_t>(from), static_cast<std::uint32_t>(to), {}};
+    std::copy_n(key.begin(), std::min(key.size(), word.key.size()), word.key.begin());
+    if (::send(fd.get(), &word, sizeof word, MSG_NOSIGNAL) != sizeof word) fd = Fd();
+  }
+};
+
+class Meeting {
+ public:
+  Meeting(Control& control, Door door, std::string key, std::vector<Entry> all)
+      : control_(control),
+        door_(std::move(door)),
+        key_(std::move(key)),
+        all_(std::move(all)),
+        made_(control.size()),
+        goals_(control.rank()) {
+    for (int q = 0; q < control.rank(); ++q) goals_[q].line.peer = q;
+  }
+
+  std::vector<Fd> meet() {
+    Patience patient(control_.patience());
+    while (missing() > 0) {
+      for (int q = 0; q < control_.rank(); ++q)
+        if (!made_[q]) approach(goals_[q]);
+      admit();
+      for (auto guest = guests_.begin(); guest != guests_.end();) {
+        serve(*guest);
+        guest = guest->fd && Clock::now() - guest->since < kStay ? std::next(guest)
+                                                                 : guests_.erase(guest);
+      }
+      if (missing() == 0) break;
+      control_.check(kStep, patient.waited());
+      if (patient.waited() > control_.patience() * 3 / 4) blame();
+      if (patient.over()) control_.timed_out(kStep, patient.waited());
+      wait();
+      patient.pause();
+    }
+    return std::move(made_);
+  }
+
+ private:
+  /// A rank to connect to, at one of its addresses after the other.
+  struct Goal {
+    Line line;
+    std::size_t next = 0;
+    Clock::time_point not_before{};
+    std::string why = "not tried yet";
+  };
+
+  int missing() const {
+    return control_.size() - 1 -
+           static_cast<int>(std::count_if(made_.begin(), made_.end(),
+                                          [](const Fd& fd) { return static_cast<bool>(fd); }));
+  }
+
+  bool right(const Line& line, Word::Kind kind, int from) const {
+    Word word;
+    std::memcpy(&word, line.bytes.data(), sizeof word);
+    return word.magic == kMagic && word.kind == kind &&
+           word.from == static_cast<std::uint32_t>(from) &&
+           word.to == static_cast<std::uint32_t>(control_.rank()) &&
+           same_secret(key_, std::string(word.key.begin(), word.key.end()));
+  }
+
+  void give_up(Goal& goal, std::string why) {
+    goal.line.fd = Fd();
+    goal.why = std::move(why);
+    if (goal.next == 0) goal.not_before = Clock::now() + milliseconds(50);  // all of them tried
+  }
+
+  void approach(Goal& goal) {
+    Line& line = goal.line;
+    if (!line.fd) {
+      if (Clock::now() < goal.not_before) return;
+      begin(goal);
+      if (!line.fd) return;
+    }
+    if (line.connecting) {
+      pollfd connecting{line.fd.get(), POLLOUT, 0};
+      const bool is_late = Clock::now() - line.since > milliseconds(1000);
+      if (::poll(&connecting, 1, 0) <= 0)
+        return is_late ? give_up(goal, std::strerror(ETIMEDOUT)) : void();
+      int error = 0;
+      socklen_t length = sizeof error;
+      getsockopt(line.fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+      if (error != 0) return give_up(goal, std::strerror(error));
+      line.connecting = false;
+      line.say(Word::hello, control_.rank(), line.peer, all_[line.peer].key);
+      if (!line.fd) return give_up(goal, "it hung up");
+    }
+    if (line.hear()) {
+      if (!right(line, Word::welcome, line.peer))
+        return give_up(goal, "somebody else answers there");
+      line.say(Word::seated, control_.rank(), line.peer, all_[line.peer].key);
+      if (!line.fd) return give_up(goal, "it hung up");
+      made_[line.peer] = std::move(line.fd);
+    } else if (!line.fd) {
+      give_up(goal, "it hung up");
+    } else if (Clock::now() - line.since > kStay) {
+      give_up(goal, "it takes connections, but does not answer");
+    }
+  }
+
+  void begin(Goal& goal) {
+    const Entry& there = all_[goal.line.peer];
+    const std::string& host = there.hosts[goal.next];
+    goal.next = (goal.next + 1) % there.hosts.size();
+    const std::vector<Address> found = resolve(host, there.port, goal.why);
+    if (found.empty()) return give_up(goal, goal.why);
+    const Address& address = found.front();
+    Line& line = goal.line;
+    line.fd = Fd(::socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    line.since = Clock::now();
+    line.wants = Word::welcome;
+    line.came = 0;
+    line.connecting = true;
+    if (!line.fd || (::connect(line.fd.get(), address.get(), address.length) != 0 &&
+                     errno != EINPROGRESS && errno != EINTR))
+      give_up(goal, std::strerror(errno));
+  }
+
+  void admit() {
+    for (;;) {
+      Fd fd(::accept4(door_.listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!fd) return;
+      if (static_cast<int>(guests_.size()) >= kStrangers + control_.size()) guests_.pop_front();
+      Line& guest = guests_.emplace_back();
+      guest.fd = std::move(fd);
+      guest.wants = Word::hello;
+    }
+  }
+
+  void serve(Line& guest) {
+    while (guest.fd && guest.hear()) {
+      Word word;
+      std::memcpy(&word, guest.bytes.data(), sizeof word);
+      const int from = guest.peer >= 0 ? guest.peer : claimed(word);
+      if (from < 0 || !right(guest, guest.wants, from)) {
+        guest.fd = Fd();
+      } else if (guest.wants == Word::hello) {
+        guest.peer = from;
+        guest.wants = Word::seated;
+        guest.say(Word::welcome, control_.rank(), from, all_[from].key);
+      } else {
+        if (!made_[from]) made_[from] = std::move(guest.fd);
+        guest.fd = Fd();
+      }
+    }
+  }
+
+  /// A rank that comes to this one and has not come; -1: none.
+  int claimed(const Word& word) const {
+    const bool comes = word.from > static_cast<std::uint32_t>(control_.rank()) &&
+                       word.from < static_cast<std::uint32_t>(control_.size());
+    return comes && !made_[word.from] ? static_cast<int>(word.from) : -1;
+  }
+
+  /// Names a rank that this one cannot reach, while those that wait for it still wait.
+  void blame() {
+    for (int q = 0; q < control_.rank(); ++q) {
+      if (made_[q]) continue;
+      const Entry& there = all_[q];
+      control_.fail(
+          {ErrorKind::timeout, q, kStep,
+           fmt::format("Rank {} could not connect to rank {} at port {} of {} ({}). Is rank {} "
+                       "stopped, or does a firewall keep the ports between the machines closed?",
+                       control_.rank(), q, there.port, fmt::join(there.hosts, ", "), goals_[q].why,
+                       q)});
+    }
+  }
+
+  void wait() {
+    std::vector<pollfd> polled{{door_.listener.get(), POLLIN, 0}};
+    for (const Goal& goal : goals_)
+      if (goal.line.fd)
+        polled.push_back(
+            {goal.line.fd.get(), static_cast<short>(goal.line.connecting ? POLLOUT : POLLIN), 0});
+    for (const Line& guest : guests_) polled.push_back({guest.fd.get(), POLLIN, 0});
+    ::poll(polled.data(), polled.size(), 10);
+  }
+
+  Control& control_;
+  Door door_;
+  std::string key_;
+  std::vector<Entry> all_;
+  std::vector<Fd> made_;
+  std::vector<Goal> goals_;  // the ranks below this one
+  std::list<Line> guests_;
+};
+
+}  // namespace
+
+std::vector<Fd> connect_ranks(Control& control) {
+  const auto places = control.gather(network_place(), "find the machines");
+  const bool within = std::all_of(places.begin(), places.end(),
+                                  [&](const std::string& place) { return place == places[0]; });
+  Door door;
+  std::string key;
+  try {
+    door = open_door(within);
+    key = fresh_key();
+  } catch (const std::exception& error) {
+    control.tell(gave_up(control, error.what()));  // this rank's own trouble
+    throw;
+  }
+  const auto told =
+      control.gather(pack(std::to_string(door.port), key, pack_all(door.hosts)), kStep);
+  std::vector<Entry> all;
+  for (const std::string& text : told) {
+    auto parts = unpack(text, 3);
+    all.push_back(
+        {static_cast<int>(number_from(parts[0], 1, 65535)), std::move(parts[1]), unpack(parts[2])});
+    if (all.back().hosts.empty()) throw_damage();
+  }
+  std::vector<Fd> made = Meeting(control, std::move(door), std::move(key), std::move(all)).meet();
+  for (const Fd& fd : made) {
+    const int on = 1;
+    if (fd) setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  }
+  return made;
+}
+
+}  // namespace longspan::comm

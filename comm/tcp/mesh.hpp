@@ -1,0 +1,136 @@
+// Messages between every two ranks, each pair on a connection of its own, which a communicator and
+// what was split from it share. Nothing here blocks but wait().
+//
+// A message is a header and its bytes. It goes from the memory that it was given in to the memory
+// that was posted for it; messages of one group from one rank to another meet in the order in which
+// they were posted. One that comes before it is asked for, while something else is read from its
+// rank, is kept. Where nothing is asked for nothing is read, and TCP keeps the sender waiting.
+//
+// What travels is of ranks with one key, and is believed as far as it can be read.
+#pragma once
+
+#include <poll.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "comm/control/patience.hpp"
+#include "comm/tcp/frames.hpp"
+
+namespace longspan::comm {
+
+class Mesh {
+ public:
+  struct Header {
+    std::uint32_t magic = 0;
+    std::uint32_t group = 0;
+    std::uint32_t verb =
+        0;  // what both ranks must mean by it: Verb::kind, and whether `said` counts
+    std::uint32_t zero = 0;
+    std::uint64_t bytes = 0;
+    std::uint64_t said = 0;
+  };
+
+  /// One message, to or from one rank. It stays where it is from post to its end, or to cancel.
+  struct Part {
+    Part* next = nullptr;  // the mesh's own
+    int peer = 0;          // of all ranks
+    bool receives = false;
+    bool is_done = false;
+    bool is_wrong = false;  // another message came than this one: `header` is that one's
+    Header header;          // what is sent; what must come, and then what came
+    const std::byte* from = nullptr;
+    std::byte* to = nullptr;
+    std::size_t* left = nullptr;  // counts the parts of its transfer that are not done
+  };
+
+  /// By rank, sockets that do not block; none to this one.
+  explicit Mesh(std::vector<Fd> connections);
+
+  /// From here on messages of this group may be posted; those that came early wait for it.
+  void open(std::uint32_t group);
+  /// Nothing is read or written any more for parts of this group that are not done, and what comes
+  /// later for it is dropped. A message that is partly sent goes on as zeros: others share its
+  /// connection.
+  void cancel(std::uint32_t group) noexcept;
+
+  /// `part` with its header's group, verb, said and bytes.
+  void post(Part& part);
+
+  /// Moves what can move now, of all groups. True: something did.
+  bool progress();
+  /// Returns when something may move, or after `limit`.
+  void wait(milliseconds limit) noexcept;
+
+  /// Why this part cannot be done any more, as the connection has ended; null: it can.
+  const char* trouble(const Part& part) const;
+
+ private:
+  struct Queue {
+    Part* first = nullptr;
+    Part* last = nullptr;
+    void push(Part& part);
+    Part* pop();
+  };
+  /// A message that nobody has asked for yet.
+  struct Early {
+    Header header;
+    std::unique_ptr<std::byte[]> bytes;
+    bool is_whole = false;
+  };
+  struct Group {
+    std::vector<Queue> asked;             // by rank
+    std::vector<std::list<Early>> early;  // by rank
+    bool is_open = false;
+  };
+  struct Channel {
+    Fd fd;
+    int peer = 0;
+    const char* read_end = nullptr;   // why no more comes
+    const char* write_end = nullptr;  // why no more goes
+
+    Queue sends;
+    Part* sending = nullptr;  // null and out_left > 0: zeros
+    Header out_header;
+    std::size_t out_header_left = 0;
+    const std::byte* out = nullptr;
+    std::size_t out_left = 0;
+
+    std::size_t asked = 0;  // receives that are not done
+    std::vector<std::byte> buffer;
+    std::size_t begin = 0, end = 0;  // what was read ahead
+    Part* receiving = nullptr;
+    Early* early = nullptr;  // both null and in_left > 0: dropped
+    std::byte* in = nullptr;
+    std::size_t in_left = 0;
+    bool in_message = false;
+
+    bool wants_to_write() const {
+      return !write_end && (out_header_left > 0 || out_left > 0 || sends.first);
+    }
+    bool wants_to_read() const { return !read_end && asked > 0; }
+  };
+
+  Group& group_of(std::uint32_t number);
+  bool write(Channel& channel);
+  bool read(Channel& channel);
+  bool take(Channel& channel);
+  void begin_message(Channel& channel, const Header& header) noexcept;
+  void begin_send(Channel& channel);
+  void end_message(Channel& channel);
+  void finish(Part& part);
+  bool accept(Channel& channel, Part& part, const Header& header);
+
+  std::vector<Channel> channels_;  // by rank
+  std::map<std::uint32_t, Group> groups_;
+  std::uint32_t next_group_ = 0;  // groups below it that are not in groups_ have ended
+  std::vector<pollfd> polled_;
+  std::vector<std::byte> scrap_;  // where what nobody wants is read to
+};
+
+}  // namespace longspan::comm

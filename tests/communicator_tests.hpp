@@ -1,0 +1,850 @@
+// What every communicator on processors does: every verb on every rank count, with random bytes.
+// Each rank computes from (seed, sender, receiver) what it must get, so nothing is taken from the
+// code under test but the seed. Who includes this gives make_world and meet, and a main that runs
+// it on several ranks.
+#pragma once
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <new>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "comm/transport.hpp"
+#include "longspan/communicator.hpp"
+#include "longspan/element.hpp"
+#include "longspan/error.hpp"
+#include "tests/message.hpp"
+
+namespace {
+thread_local long allocations = 0;
+}  // namespace
+
+// Everything that a thread takes by new is counted: the one that passes letters on takes memory
+// when it likes. Inlined, compilers take them for a mismatch.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  ++allocations;
+  if (void* memory = std::malloc(std::max<std::size_t>(bytes, 1))) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  ++allocations;
+  return std::malloc(std::max<std::size_t>(bytes, 1));
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, const std::nothrow_t&) noexcept {
+  std::free(memory);
+}
+
+namespace longspan::testing {
+
+/// All ranks of the test, in a communicator of its own.
+Communicator make_world(CommOptions options);
+/// Returns when all ranks have come here, by another way than a communicator's.
+void meet();
+
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+Communicator host_world() { return make_world({}); }
+
+Bytes poison(std::size_t bytes) { return Bytes(bytes, 0xA5); }
+
+const std::vector<std::size_t> kSizes = {0, 1, 3, 16, 4095, 4096, 65537, 1 << 20};
+
+TEST(Verbs, AllGather) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (std::size_t bytes : kSizes) {
+    SCOPED_TRACE(bytes);
+    Bytes expected;
+    for (int p = 0; p < world.size(); ++p) append(expected, message(seed, p, 0, bytes));
+    const Bytes mine = message(seed, world.rank(), 0, bytes);
+    Bytes got = poison(expected.size());
+    comm::transport_of(world).all_gather(mine.data(), got.data(), bytes, {}, "test");
+    EXPECT_TRUE(got == expected);
+
+    Bytes in_place = poison(expected.size());
+    if (bytes) std::memcpy(in_place.data() + world.rank() * bytes, mine.data(), bytes);
+    comm::transport_of(world).all_gather(in_place.data() + world.rank() * bytes, in_place.data(),
+                                         bytes, {}, "test in place");
+    EXPECT_TRUE(in_place == expected);
+  }
+}
+
+TEST(Verbs, AllToAll) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (std::size_t bytes : kSizes) {
+    SCOPED_TRACE(bytes);
+    Bytes send, expected;
+    for (int p = 0; p < world.size(); ++p) {
+      append(send, message(seed, world.rank(), p, bytes));
+      append(expected, message(seed, p, world.rank(), bytes));
+    }
+    Bytes got = poison(expected.size());
+    comm::transport_of(world).all_to_all(send.data(), got.data(), bytes, {}, "test");
+    EXPECT_TRUE(got == expected);
+  }
+}
+
+TEST(Verbs, ShiftByEveryDistance) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  const int size = world.size();
+  for (int distance = -size - 1; distance <= size + 1; ++distance) {
+    SCOPED_TRACE(distance);
+    for (std::size_t bytes : kSizes) {
+      const int from = ((world.rank() - distance) % size + size) % size;
+      const Bytes mine = message(seed, world.rank(), distance + 100, bytes);
+      Bytes got = poison(bytes);
+      comm::transport_of(world).shift(mine.data(), got.data(), bytes, distance, {}, "test");
+      EXPECT_TRUE(got == message(seed, from, distance + 100, bytes));
+    }
+  }
+}
+
+/// Order 1, of a rank's own, and the same on every rank that works it out.
+std::vector<float> values_of(std::uint64_t seed, int rank, std::size_t count) {
+  std::seed_seq mix{seed, std::uint64_t(rank)};
+  std::mt19937 random(mix);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+Bytes stored(const std::vector<float>& values, DType dtype) {
+  Bytes bytes(values.size() * size_of(dtype));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    store_element(bytes.data(), dtype, static_cast<std::int64_t>(i), values[i]);
+  return bytes;
+}
+
+/// Against the sum in float64: what may differ is one rounding to the type, and the roundings of
+/// the sums in fp32. And bit by bit against the sum in fp32 in the order of the ranks.
+TEST(Verbs, ReduceScatter) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  const int size = world.size();
+  for (const DType dtype : {fp32, fp16, bf16})
+    for (const std::size_t count : {0, 1, 3, 511, 512, 513, 30001}) {
+      SCOPED_TRACE(std::string(name(dtype)) + " " + std::to_string(count));
+      std::vector<Bytes> sent;
+      for (int p = 0; p < size; ++p)
+        sent.push_back(stored(values_of(seed + count, p, count * size), dtype));
+      Bytes& mine = sent[world.rank()];
+      Bytes got = poison(count * size_of(dtype));
+      comm::transport_of(world).reduce_scatter(mine.data(), got.data(), count, dtype, {}, "sum");
+
+      const double unit = std::ldexp(1.0, dtype == fp32 ? -24 : dtype == fp16 ? -11 : -8);
+      Bytes expected(got.size());
+      for (std::size_t i = 0; i < count; ++i) {
+        const auto at = static_cast<std::int64_t>(world.rank() * count + i);
+        float sum = load_element(sent[0].data(), dtype, at);
+        double exact = sum, largest = std::abs(exact);
+        for (int p = 1; p < size; ++p) {
+          const float one = load_element(sent[p].data(), dtype, at);
+          sum += one;
+          exact += double{one};
+          largest += std::abs(double{one});
+        }
+        store_element(expected.data(), dtype, static_cast<std::int64_t>(i), sum);
+        const double found = load_element(got.data(), dtype, static_cast<std::int64_t>(i));
+        ASSERT_LE(std::abs(found - exact),
+                  unit * std::abs(exact) + size * std::ldexp(largest, -24) + 1e-7)
+            << i;
+      }
+      EXPECT_TRUE(got == expected) << "the order of the sum is that of the ranks";
+
+      Bytes again = poison(got.size());
+      comm::transport_of(world).reduce_scatter(mine.data(), again.data(), count, dtype, {},
+                                               "again");
+      EXPECT_TRUE(again == got);
+      unsigned char* own = mine.data() + world.rank() * got.size();
+      comm::transport_of(world).reduce_scatter(mine.data(), own, count, dtype, {}, "in place");
+      EXPECT_TRUE(std::equal(got.begin(), got.end(), own));
+    }
+}
+
+TEST(Verbs, ASumKeepsInfinityAndNaN) {
+  const Communicator world = host_world();
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const DType dtype : {fp32, fp16, bf16}) {
+    std::vector<float> values(3 * world.size(), 1.0f);
+    for (int p = 0; p < world.size(); ++p) {
+      values[3 * p] = world.rank() == 0 ? infinity : 1;
+      values[3 * p + 1] = world.rank() == world.size() - 1 ? std::nanf("") : 1;
+    }
+    const Bytes send = stored(values, dtype);
+    Bytes got = poison(3 * size_of(dtype));
+    comm::transport_of(world).reduce_scatter(send.data(), got.data(), 3, dtype, {}, "sum");
+    EXPECT_EQ(load_element(got.data(), dtype, 0), infinity);
+    EXPECT_TRUE(std::isnan(load_element(got.data(), dtype, 1)));
+    EXPECT_EQ(load_element(got.data(), dtype, 2), static_cast<float>(world.size()));
+  }
+}
+
+TEST(Verbs, BroadcastFromEveryRoot) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (int root = 0; root < world.size(); ++root)
+    for (std::size_t bytes : kSizes) {
+      Bytes data = world.rank() == root ? message(seed, root, 0, bytes) : poison(bytes);
+      comm::transport_of(world).broadcast(data.data(), bytes, root, {}, "broadcast");
+      EXPECT_TRUE(data == message(seed, root, 0, bytes)) << root << " " << bytes;
+    }
+  int value = 0;
+  EXPECT_THROW(comm::transport_of(world).broadcast(&value, 4, world.size(), {}, "no root"),
+               UsageError);
+  world.barrier("the communicator lives on");
+}
+
+/// A transfer of some verb, with what it must bring.
+struct Started {
+  Bytes send, got, expected;
+  comm::Transfer transfer;
+};
+
+/// The `number`th: verbs in turn, of `bytes` each.
+std::unique_ptr<Started> start_one(const Communicator& world, std::uint64_t seed, int number,
+                                   std::size_t bytes) {
+  auto one = std::make_unique<Started>();
+  comm::Transport& transport = comm::transport_of(world);
+  const int size = world.size(), rank = world.rank();
+  seed += 1000 * number;
+  switch (number % 5) {
+    case 0:
+      one->send = message(seed, rank, 0, bytes);
+      for (int p = 0; p < size; ++p) append(one->expected, message(seed, p, 0, bytes));
+      one->got = poison(one->expected.size());
+      one->transfer =
+          transport.start_all_gather(one->send.data(), one->got.data(), bytes, {}, "all gather");
+      break;
+    case 1:
+      for (int p = 0; p < size; ++p) {
+        append(one->send, message(seed, rank, p, bytes));
+        append(one->expected, message(seed, p, rank, bytes));
+      }
+      one->got = poison(one->expected.size());
+      one->transfer =
+          transport.start_all_to_all(one->send.data(), one->got.data(), bytes, {}, "all to all");
+      break;
+    case 2: {
+      const int distance = number + 1;
+      one->send = message(seed, rank, 0, bytes);
+      one->expected = message(seed, ((rank - distance) % size + size) % size, 0, bytes);
+      one->got = poison(bytes);
+      one->transfer =
+          transport.start_shift(one->send.data(), one->got.data(), bytes, distance, {}, "shift");
+      break;
+    }
+    case 3: {
+      const std::size_t count = bytes / sizeof(float);
+      std::vector<float> sum(count);
+      for (int p = 0; p < size; ++p) {
+        const auto values = values_of(seed, p, count * size);
+        for (std::size_t i = 0; i < count; ++i) sum[i] += values[rank * count + i];
+        if (p == rank) one->send = stored(values, fp32);
+      }
+      one->expected = stored(sum, fp32);
+      one->got = poison(one->expected.size());
+      one->transfer =
+          transport.start_reduce_scatter(one->send.data(), one->got.data(), count, fp32, {}, "sum");
+      break;
+    }
+    default: {
+      const int root = number % size;
+      one->expected = message(seed, root, 0, bytes);
+      one->got = rank == root ? one->expected : poison(bytes);
+      one->transfer = transport.start_broadcast(one->got.data(), bytes, root, {}, "broadcast");
+    }
+  }
+  return one;
+}
+
+/// Of sums the bits too: theirs begin with rank 0's term.
+bool is_as_expected(const Started& one) { return one.got == one.expected; }
+
+TEST(Started, EndInAnyOrderOnEveryRank) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  std::mt19937 random(static_cast<unsigned>(seed) + world.rank());  // another order on each rank
+  for (int round = 0; round < 3; ++round) {
+    std::vector<std::unique_ptr<Started>> open;
+    for (int number = 0; number < 15; ++number)
+      open.push_back(start_one(world, seed + round, number, kSizes[(number + round) % 8]));
+    std::shuffle(open.begin(), open.end(), random);
+    for (std::size_t i = 0; i < open.size(); ++i) {
+      if (i == 7) world.barrier("between two waits");
+      open[i]->transfer.wait({});
+      EXPECT_TRUE(is_as_expected(*open[i])) << i;
+      open[i]->transfer.wait({});
+      EXPECT_TRUE(open[i]->transfer.test());
+    }
+  }
+}
+
+TEST(Started, GoOnBesideVerbsThatBlock) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (int number = 0; number < 10; ++number) {
+    const auto one = start_one(world, seed, number, 1 << 18);
+    std::uint64_t mine = seed + world.rank();
+    std::vector<std::uint64_t> got(world.size());
+    for (int turn = 0; turn < 3; ++turn)
+      comm::transport_of(world).all_gather(&mine, got.data(), sizeof mine, {}, "meanwhile");
+    for (int p = 0; p < world.size(); ++p) EXPECT_EQ(got[p], seed + p);
+    one->transfer.wait({});
+    EXPECT_TRUE(is_as_expected(*one)) << number;
+  }
+}
+
+TEST(Started, TestBringsThemToTheirEnd) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (int number = 0; number < 10; ++number) {
+    const auto one = start_one(world, seed, number, (1 << 18) + 4);
+    while (!one->transfer.test()) std::this_thread::yield();
+    one->transfer.wait({});
+    EXPECT_TRUE(is_as_expected(*one)) << number;
+  }
+}
+
+TEST(Started, SayWhatTheRunIsToo) {
+  const Communicator world = host_world();
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  std::vector<std::uint64_t> said(world.size());
+  said[world.rank()] = world.rank() == 1 ? 8 : 7;
+  std::vector<int> got(world.size());
+  int mine = 1;
+  comm::Transfer transfer = comm::transport_of(world).start_all_gather(
+      &mine, got.data(), sizeof mine, {}, "states", said.data());
+  EXPECT_THROW(transfer.wait({}), UsageError);
+  EXPECT_THROW(world.barrier("after"), UsageError);
+}
+
+TEST(Started, ASteadyStateAllocatesNothing) {
+  const Communicator world = host_world();
+  comm::Transport& transport = comm::transport_of(world);
+  const std::size_t size = world.size(), bytes = 1 << 16;
+  Bytes send(size * bytes), got(4 * size * bytes);
+  long before = 0;
+  for (int round = 0; round < 12; ++round) {
+    if (round == 6) {
+      world.barrier("all are warm");
+      before = allocations;
+    }
+    unsigned char* place = got.data();
+    comm::Transfer one = transport.start_shift(send.data(), place, bytes, 1, {},
+                                               "a step with a name of more than a few letters");
+    comm::Transfer other =
+        transport.start_all_gather(send.data(), place + bytes, bytes, {}, "gather");
+    comm::Transfer sum = transport.start_reduce_scatter(send.data(), place + (size + 1) * bytes,
+                                                        bytes / 4, fp32, {}, "sum");
+    transport.broadcast(send.data(), bytes, 0, {}, "broadcast");
+    sum.wait({});
+    while (!one.test()) std::this_thread::yield();
+    one.wait({});
+    other.wait({});
+    transport.all_to_all(send.data(), place, bytes, {}, "all to all");
+  }
+  EXPECT_EQ(allocations - before, 0);
+}
+
+TEST(Started, ThatNobodyWaitsForStillArrive) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (int number = 0; number < 10; ++number) {
+    const auto one = start_one(world, seed, number, 1 << 18);
+    if (world.rank() % 2 == 0) {
+      one->transfer = {};
+    } else {
+      one->transfer.wait({});
+    }
+    EXPECT_TRUE(is_as_expected(*one)) << number;
+  }
+  try {  // and so do those that an exception passes
+    const auto one = start_one(world, seed, 3, 1 << 18);
+    throw std::runtime_error("of the caller's");
+  } catch (const std::runtime_error&) {
+  }
+  std::unique_ptr<Started> last;
+  {
+    const Communicator short_lived = host_world();
+    last = start_one(short_lived, seed, 1, 1 << 18);
+  }
+  last->transfer.wait({});  // it kept the communicator
+  EXPECT_TRUE(is_as_expected(*last));
+  world.barrier("the communicator lives on");
+}
+
+TEST(Verbs, ManyInARowKeepTheirOrder) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (int round = 0; round < 300; ++round) {
+    const std::uint64_t mine = seed * 1000003u + round * 101 + world.rank();
+    std::vector<std::uint64_t> got(world.size());
+    comm::transport_of(world).all_gather(&mine, got.data(), sizeof mine, {}, "round");
+    for (int p = 0; p < world.size(); ++p) ASSERT_EQ(got[p], seed * 1000003u + round * 101 + p);
+  }
+  comm::transport_of(world).wait({}, "end");
+}
+
+TEST(Gather, InRankOrderWithAnyBytesAndLengths) {
+  const Communicator world = host_world();
+  for (int round = 0; round < 20; ++round) {
+    const auto text_of = [&](int p) {
+      return std::string(static_cast<std::size_t>(p) * 5000, '\0') + "rank:" + std::to_string(p) +
+             "\n" + std::to_string(round);
+    };
+    const auto texts = world.gather(text_of(world.rank()), "gather");
+    ASSERT_EQ(texts.size(), static_cast<std::size_t>(world.size()));
+    for (int p = 0; p < world.size(); ++p) EXPECT_EQ(texts[p], text_of(p));
+  }
+  world.barrier("end");
+}
+
+TEST(Agree, PassesWhereAllAreEqual) {
+  const Communicator world = host_world();
+  agree(world, {{"heads", "32"}, {"dim", "128"}}, "make the layer");
+}
+
+TEST(Agree, NamesTheArgumentAndBothValuesOnEveryRank) {
+  const Communicator world = host_world();
+  for (int odd = 1; odd < world.size(); ++odd) {
+    const bool me = world.rank() == odd;
+    try {
+      agree(world, {{"heads", "32"}, {"dim", me ? "64" : "128"}}, "make the layer");
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("'dim'"));
+      EXPECT_THAT(error.what(), HasSubstr("rank 0 has 128"));
+      EXPECT_THAT(error.what(), HasSubstr("rank " + std::to_string(odd) + " has 64"));
+    }
+    agree(world, {{"heads", "32"}}, "again");  // the communicator lives on
+  }
+}
+
+/// Runs `work` and expects it to fail; then that every later call fails alike.
+RankError failure_of(const Communicator& world, const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const RankError& error) {
+    for (int again = 0; again < 2; ++again) {
+      try {
+        world.barrier("after the failure");
+        ADD_FAILURE() << "a failed communicator went on";
+      } catch (const RankError& same) {
+        EXPECT_STREQ(same.what(), error.what());
+        EXPECT_EQ(same.rank(), error.rank());
+      }
+    }
+    return error;
+  }
+  ADD_FAILURE() << "no error";
+  return RankError(ErrorKind::internal, -2, "", "");
+}
+
+TEST(Abort, EndsTheOthersEarlyWithTheReason) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const int quitter = world.size() - 1;
+  std::vector<int> got(world.size());
+  if (world.rank() == quitter) world.abort("q.npy is truncated");
+  const RankError error = failure_of(world, [&] {
+    comm::transport_of(world).all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
+  });
+  EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
+  EXPECT_EQ(error.rank(), quitter);
+  EXPECT_THAT(error.what(), HasSubstr("q.npy is truncated"));
+}
+
+TEST(Abort, EndsAGatherToo) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  if (world.rank() == 0) world.abort("no memory");
+  const RankError error = failure_of(world, [&] { world.barrier("meet"); });
+  EXPECT_EQ(error.rank(), 0);
+}
+
+TEST(Abort, EndsTransfersThatAreUnderWay) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  Bytes send(1 << 20), got = poison(world.size() << 20), other = poison(1 << 20);
+  comm::Transfer first, second;
+  if (world.rank() != 0) {
+    first = comm::transport_of(world).start_all_gather(send.data(), got.data(), send.size(), {},
+                                                       "states");
+    second = comm::transport_of(world).start_shift(send.data(), other.data(), send.size(), 1, {},
+                                                   "ring");
+  }
+  world.barrier("all have started");
+  meet();  // the abort may overtake a letter of another rank
+  if (world.rank() == 0) world.abort("no memory");
+  const RankError error =
+      failure_of(world, [&] { world.rank() == 0 ? world.barrier("own") : first.wait({}); });
+  EXPECT_EQ(error.rank(), 0);
+  EXPECT_THAT(error.what(), HasSubstr("no memory"));
+  if (world.rank() != 0) {
+    const Bytes before = other;
+    EXPECT_THROW(second.test(), RankError);
+    EXPECT_THROW(second.wait({}), RankError);
+    EXPECT_TRUE(other == before);
+  }
+}
+
+TEST(Disagreement, DifferentSizesAreNamed) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const std::size_t bytes = world.rank() == 1 ? 12 : 16;
+  Bytes send(16), got(16 * world.size());
+  const RankError error = failure_of(world, [&] {
+    comm::transport_of(world).all_gather(send.data(), got.data(), bytes, {}, "states");
+  });
+  EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
+  EXPECT_EQ(error.step(), "states");
+}
+
+TEST(Disagreement, DifferentStepsOfAGatherAreNamed) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const RankError error =
+      failure_of(world, [&] { world.barrier(world.rank() == 1 ? "left" : "right"); });
+  EXPECT_THAT(error.what(), HasSubstr("'left'"));
+  EXPECT_THAT(error.what(), HasSubstr("'right'"));
+}
+
+TEST(Deadline, ARankThatWaitsElsewhereIsNamed) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(2)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const int odd = world.size() - 1;
+  std::vector<int> got(world.size());
+  const RankError error = failure_of(world, [&] {
+    if (world.rank() == odd)
+      world.barrier("elsewhere");
+    else
+      comm::transport_of(world).all_gather(&got[world.rank()], got.data(), sizeof(int), {},
+                                           "states");
+  });
+  EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
+  EXPECT_EQ(error.rank(), odd);
+  EXPECT_THAT(error.what(), HasSubstr("'elsewhere'"));
+}
+
+/// The absent rank does something else for longer than the deadline; it hears the verdict when it
+/// comes back.
+void stay_away(const Communicator& world, int me) {
+  std::this_thread::sleep_for(world.deadline() + std::chrono::seconds(1));
+  const RankError error = failure_of(world, [&] { world.barrier("back again"); });
+  EXPECT_EQ(error.rank(), me);
+}
+
+TEST(Deadline, ARankThatDoesNotComeIsNamed) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(2)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const int absent = world.size() / 2;
+  if (world.rank() == absent) return stay_away(world, absent);
+  std::vector<int> got(world.size());
+  const RankError error = failure_of(world, [&] {
+    comm::transport_of(world).all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
+  });
+  EXPECT_EQ(error.kind(), ErrorKind::timeout);
+  EXPECT_EQ(error.rank(), absent);
+  EXPECT_EQ(error.step(), "states");
+  EXPECT_THAT(error.what(), HasSubstr("'states'"));
+}
+
+TEST(Deadline, TheStuckRankIsNamedThroughARing) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(2)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  if (world.rank() == 0) return stay_away(world, 0);
+  Bytes send(1 << 20), got(1 << 20);
+  const RankError error = failure_of(world, [&] {
+    for (int turn = 0; turn < world.size(); ++turn)
+      comm::transport_of(world).shift(send.data(), got.data(), send.size(), 1, {}, "ring");
+  });
+  EXPECT_EQ(error.kind(), ErrorKind::timeout);
+  EXPECT_EQ(error.rank(), 0);
+}
+
+/// The error names the step of the transfer that is waited for, and after it nothing is written:
+/// not for this transfer, nor for the others that were open.
+TEST(Deadline, ARankThatDoesNotComeIsNamedAtTheWaitOfATransfer) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(2)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const int absent = world.size() - 1;
+  const std::size_t bytes = 1 << 20;
+  Bytes send(bytes * world.size()), got(bytes * world.size()), other(bytes * world.size());
+  if (world.rank() == absent) {
+    std::this_thread::sleep_for(world.deadline() + std::chrono::seconds(1));
+    EXPECT_THROW(
+        comm::transport_of(world).all_gather(send.data(), got.data(), bytes, {}, "too late"),
+        RankError);
+    return;
+  }
+  comm::Transfer first =
+      comm::transport_of(world).start_all_gather(send.data(), got.data(), bytes, {}, "first");
+  comm::Transfer second =
+      comm::transport_of(world).start_all_to_all(send.data(), other.data(), bytes, {}, "second");
+  EXPECT_FALSE(first.test());
+  const RankError error = failure_of(world, [&] { second.wait({}); });
+  EXPECT_EQ(error.kind(), ErrorKind::timeout);
+  EXPECT_EQ(error.rank(), absent);
+  EXPECT_THAT(error.what(), HasSubstr("'second'"));
+  got = poison(got.size());
+  other = poison(other.size());
+  std::this_thread::sleep_for(std::chrono::seconds(2));
+  EXPECT_THROW(first.wait({}), RankError);
+  EXPECT_TRUE(got == poison(got.size()));
+  EXPECT_TRUE(other == poison(other.size()));
+  EXPECT_THROW(static_cast<void>(comm::transport_of(world).start_shift(
+                   send.data(), other.data(), bytes, 1, {}, "at the start")),
+               RankError);
+}
+
+TEST(Deadline, ADroppedTransferOfARankThatDoesNotComeIsAnErrorOfTheNextCall) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(2)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const int absent = world.size() / 2;
+  if (world.rank() == absent) return stay_away(world, absent);
+  auto send = std::make_unique<Bytes>(1 << 16), got = std::make_unique<Bytes>(world.size() << 16);
+  {
+    const comm::Transfer dropped = comm::transport_of(world).start_all_gather(
+        send->data(), got->data(), send->size(), {}, "nobody waits");
+  }
+  send.reset();
+  got.reset();
+  const RankError error = failure_of(world, [&] { world.barrier("next"); });
+  EXPECT_EQ(error.kind(), ErrorKind::timeout);
+  EXPECT_EQ(error.rank(), absent);
+  EXPECT_EQ(error.step(), "nobody waits");
+}
+
+TEST(Deadline, ARankThatLeavesEarlyIsNamed) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  if (world.rank() == 1) return;
+  const RankError error = failure_of(world, [&] { world.barrier("meet"); });
+  EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
+  EXPECT_EQ(error.rank(), 1);
+  EXPECT_THAT(error.what(), HasSubstr("left"));
+}
+
+// ---- parts of a communicator -------------------------------------------------------------------
+
+/// All verbs between the ranks of a part, which are `ranks` of the world.
+void use(const Communicator& part, const std::vector<int>& ranks, std::uint64_t seed) {
+  ASSERT_EQ(part.size(), static_cast<int>(ranks.size()));
+  const auto texts = part.gather(std::to_string(ranks[part.rank()]), "who is here");
+  for (int p = 0; p < part.size(); ++p) EXPECT_EQ(texts[p], std::to_string(ranks[p]));
+  for (int number = 0; number < 10; ++number) {
+    const auto one = start_one(part, seed + ranks[0], number, 5000);
+    one->transfer.wait({});
+    EXPECT_TRUE(is_as_expected(*one)) << number;
+  }
+}
+
+TEST(Split, IntoHalvesInterleavedWithTheWhole) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  const int size = world.size(), rank = world.rank();
+  const auto half = world.split(rank % 2, -rank);
+  ASSERT_TRUE(half);
+  std::vector<int> mine;
+  for (int p = size - 1; p >= 0; --p)
+    if (p % 2 == rank % 2) mine.push_back(p);
+  use(*half, mine, seed);
+  EXPECT_THAT(half->describe(), HasSubstr(size == 1 ? "1 rank" : "1 node"));
+  EXPECT_EQ(half->deadline(), world.deadline());
+
+  std::vector<int> all(size);
+  std::iota(all.begin(), all.end(), 0);
+  for (int round = 0; round < 5; ++round) {
+    // Open in both at once, and waited for in another order than started.
+    const auto in_part = start_one(*half, seed + rank % 2, round, 1 << 17);
+    const auto in_all = start_one(world, seed, round, 1 << 17);
+    const auto in_part_too = start_one(*half, seed + rank % 2, round + 1, 3000);
+    in_part_too->transfer.wait({});
+    in_all->transfer.wait({});
+    use(world, all, seed);
+    in_part->transfer.wait({});
+    EXPECT_TRUE(is_as_expected(*in_part)) << round;
+    EXPECT_TRUE(is_as_expected(*in_part_too)) << round;
+    EXPECT_TRUE(is_as_expected(*in_all)) << round;
+  }
+}
+
+TEST(Split, OrdersByKeyAndThenByRank) {
+  const Communicator world = host_world();
+  const auto part = world.split(0, world.rank() % 2);
+  ASSERT_TRUE(part);
+  std::vector<int> order;
+  for (int key : {0, 1})
+    for (int p = key; p < world.size(); p += 2) order.push_back(p);
+  use(*part, order, 1);
+}
+
+TEST(Split, IntoSingletonsAndIntoNone) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  const auto alone = world.split(world.rank());
+  ASSERT_TRUE(alone);
+  use(*alone, {world.rank()}, seed);
+  EXPECT_FALSE(world.split(-1));
+  const auto but_the_first = world.split(world.rank() == 0 ? -3 : 5);
+  EXPECT_EQ(but_the_first.has_value(), world.rank() != 0);
+  std::vector<int> others(world.size() - 1);
+  std::iota(others.begin(), others.end(), 1);
+  if (but_the_first) use(*but_the_first, others, seed);
+  world.barrier("the whole lives on");
+}
+
+TEST(Split, OfASplitOutlivesWhatItCameFrom) {
+  std::optional<Communicator> inner;
+  std::vector<int> mine;
+  std::uint64_t seed = 0;
+  {
+    const Communicator world = host_world();
+    seed = shared_seed(world);
+    const int half = world.rank() < (world.size() + 1) / 2;
+    const auto outer = world.split(half);
+    ASSERT_TRUE(outer);
+    inner = outer->split(outer->rank() % 2);
+    ASSERT_TRUE(inner);
+    for (int p = 0; p < world.size(); ++p) {
+      const bool in_half = (p < (world.size() + 1) / 2) == (half != 0);
+      const int place = half ? p : p - (world.size() + 1) / 2;
+      if (in_half && place % 2 == outer->rank() % 2) mine.push_back(p);
+    }
+    EXPECT_EQ(comm::transport_of(*inner).name_of(inner->rank()),
+              std::to_string(inner->rank()) + " (" + std::to_string(world.rank()) + " of all)");
+  }
+  use(*inner, mine, seed);
+}
+
+TEST(Split, ManyTimesAndLetGoInAnyOrder) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  std::mt19937 random(static_cast<unsigned>(seed) + world.rank());
+  std::vector<Communicator> parts;
+  for (int round = 0; round < 30; ++round) {
+    auto part = world.split((world.rank() + round) % 3 == 0, round % 2 ? world.rank() : 0);
+    ASSERT_TRUE(part);
+    const auto here = part->gather(std::to_string(round), "round");
+    for (const std::string& text : here) EXPECT_EQ(text, std::to_string(round));
+    parts.push_back(*part);
+    if (parts.size() > 4) parts.erase(parts.begin() + random() % parts.size());
+  }
+  world.barrier("the whole lives on");
+}
+
+TEST(Split, ARankThatDoesNotComeToItIsNamed) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(2)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const int absent = world.size() - 1;
+  if (world.rank() == absent) {
+    std::this_thread::sleep_for(world.deadline() + std::chrono::seconds(1));
+    EXPECT_THROW(world.barrier("back again"), RankError);
+    return;
+  }
+  const RankError error = failure_of(world, [&] { world.split(world.rank()); });
+  EXPECT_EQ(error.kind(), ErrorKind::timeout);
+  EXPECT_EQ(error.rank(), absent);
+  EXPECT_EQ(error.step(), "split of the communicator");
+}
+
+/// Those of the part name the rank with both numbers, and the whole lives on.
+TEST(Split, AStoppedRankOfAPartIsNamedThereAndTheWholeLivesOn) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(2)});
+  if (world.size() < 3) GTEST_SKIP() << "takes a part of two ranks, and one besides";
+  const int absent = world.size() - 1;
+  const auto part = world.split(world.rank() == 0 ? -1 : 0, -world.rank());
+  Bytes send(1 << 20), got(std::size_t(world.size()) << 20);
+  if (world.rank() == absent) {
+    std::this_thread::sleep_for(world.deadline() + std::chrono::seconds(1));
+    const RankError error = failure_of(*part, [&] { part->barrier("back again"); });
+    EXPECT_EQ(error.rank(), 0);
+  } else if (part) {
+    const RankError error = failure_of(*part, [&] {
+      comm::transport_of(*part).all_gather(send.data(), got.data(), send.size(), {}, "states");
+    });
+    EXPECT_EQ(error.kind(), ErrorKind::timeout);
+    EXPECT_EQ(error.rank(), 0) << "by falling ranks, the last is the first";
+    EXPECT_THAT(error.what(),
+                AllOf(HasSubstr("Rank 0 (" + std::to_string(absent) + " of all) did not come"),
+                      HasSubstr("'states'")));
+  }
+  meet();
+  world.barrier("the whole lives on");
+  const auto again = world.split(0);
+  again->barrier("and can be split again");
+}
+
+/// Rank 0 waits for all, the others in a part; the last one is in neither.
+TEST(Split, AStoppedRankIsNamedByThoseWhoWaitForAllToo) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(2)});
+  if (world.size() < 3) GTEST_SKIP() << "takes a part of two ranks, and one besides";
+  const int absent = world.size() - 1;
+  const auto part = world.split(world.rank() == 0 ? -1 : 0);
+  if (world.rank() == absent) {
+    std::this_thread::sleep_for(world.deadline() + std::chrono::seconds(1));
+    EXPECT_THROW(world.barrier("back again"), RankError);
+    EXPECT_THROW(part->barrier("back again"), RankError);
+  } else if (part) {
+    std::vector<int> got(part->size());
+    const RankError error = failure_of(*part, [&] {
+      comm::transport_of(*part).all_gather(&got[part->rank()], got.data(), sizeof(int), {},
+                                           "in the part");
+    });
+    EXPECT_EQ(error.kind(), ErrorKind::timeout);
+    EXPECT_EQ(error.rank(), absent - 1);
+  } else {
+    const RankError error = failure_of(world, [&] { world.barrier("in the whole"); });
+    EXPECT_EQ(error.kind(), ErrorKind::timeout);
+    EXPECT_EQ(error.rank(), absent);
+  }
+}
+
+TEST(Split, AnAbortOfTheWholeEndsThePartsAndNoneOfAPartEndsTheWhole) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
+  if (world.size() < 3) GTEST_SKIP() << "takes a part of two ranks, and one besides";
+  const auto part = world.split(world.rank() == 0 ? -1 : 0);
+  const auto other = world.split(0);
+  if (other->rank() == 1) other->abort("of the other alone");
+  EXPECT_THROW(other->barrier("ended"), RankError);
+  if (part) part->barrier("the part lives on");
+  world.barrier("the whole lives on");
+
+  if (world.rank() == 0) world.abort("no more");
+  const auto expect_end = [](const Communicator& one, int rank) {
+    Bytes send(1 << 20), got(std::size_t(one.size()) << 20);
+    const RankError error = failure_of(one, [&] {
+      for (;;)  // some may still come through
+        comm::transport_of(one).all_gather(send.data(), got.data(), send.size(), {}, "states");
+    });
+    EXPECT_EQ(error.rank(), rank);
+    EXPECT_THAT(error.what(), HasSubstr("Rank 0 gave up: no more"));
+  };
+  if (part) expect_end(*part, -1);  // rank 0 is none of it
+  expect_end(world, 0);
+  if (part) {
+    EXPECT_THROW(part->split(0), RankError);
+  }
+}
+
+}  // namespace
+}  // namespace longspan::testing

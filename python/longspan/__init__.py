@@ -12,7 +12,7 @@ import os as _os
 from . import _errors  # before _core, which raises them
 from . import _core
 from ._attention import Attention, Phases, attend, strategies
-from ._communicators import alone, from_environment, from_mpi4py
+from ._communicators import alone, from_environment, from_exchange, from_mpi4py
 from ._core import Communicator, Shard, Sharding, __version__
 from ._errors import (BackendError, InputError, InternalError, LongspanError, RankError,
                       UnsupportedError, UsageError)
@@ -64,6 +64,6 @@ __all__ = [
     "Attention", "BackendError", "Communicator", "InputError", "InternalError", "LongspanError",
     "Phases", "RankError", "Segments", "Shard", "Sharding", "UnsupportedError", "UsageError",
     "alone", "append_kv", "attend", "context_attention", "environment", "features",
-    "from_environment", "from_mpi4py", "info", "merge_attn_states", "merge_state", "merge_states",
+    "from_environment", "from_exchange", "from_mpi4py", "info", "merge_attn_states", "merge_state", "merge_states",
     "reduce_segments", "segmented_attention", "shard", "strategies", "unshard", "__version__",
 ]

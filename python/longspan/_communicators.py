@@ -64,3 +64,27 @@ def from_mpi4py(comm, device: str = "cpu", *, gpu: int | None = None,
         UnsupportedError: longspan was built without MPI.
     """
     return _core.from_mpi4py(comm, device, gpu, deadline)
+
+
+def from_exchange(rank: int, size: int, exchange, device: str = "cpu", *, gpu: int | None = None,
+                  deadline: float | None = None) -> Communicator:
+    """Ranks that can exchange a few bytes by any way of the caller's: a process group, pipes, files.
+
+    Needs neither MPI nor a launcher nor a port that is agreed on. On processors states travel over
+    TCP, on GPUs over NCCL. A process may have many of these. Collective.
+
+    Args:
+        rank, size: this rank and how many there are.
+        exchange: given this rank's bytes, returns the list of every rank's, in rank order. It is
+            called twice at most, and not kept; what it raises passes.
+        device, gpu, deadline: as in from_environment.
+
+    Raises:
+        UsageError: ranks differ in what they ask for.
+        RankError: a rank did not come.
+
+    >>> import longspan
+    >>> longspan.from_exchange(0, 1, lambda mine: [mine]).size
+    1
+    """
+    return _core.from_exchange(rank, size, exchange, device, gpu, deadline)

@@ -78,6 +78,37 @@ nb::object environment_with(nb::handle device, nb::handle gpu, nb::handle deadli
   return made([&] { return from_environment(options); });
 }
 
+/// `exchange`: bytes -> list of bytes, every rank's in rank order. Its own exceptions pass.
+nb::object exchange_with(nb::handle rank, nb::handle size, nb::handle exchange, nb::handle device,
+                         nb::handle gpu, nb::handle deadline) {
+  const CommOptions options = options_of(device, gpu, deadline);
+  constexpr std::int64_t kMost = 1 << 20;
+  const std::int64_t ranks = integer(size, "size"), own = integer(rank, "rank");
+  if (ranks < 1 || ranks > kMost)
+    throw InputError("size is " + std::to_string(ranks) + "; there are 1 to 2^20 ranks");
+  if (own < 0 || own >= ranks)
+    throw InputError("rank is " + std::to_string(own) + "; of " + std::to_string(ranks) +
+                     " ranks there are 0 to " + std::to_string(ranks - 1));
+  if (!PyCallable_Check(exchange.ptr()))
+    wrong_type(exchange, "exchange", "a function from bytes to the list of every rank's bytes");
+  const auto gather = [&](const std::string& mine) {
+    const nb::gil_scoped_acquire acquired;
+    const nb::object said = exchange(nb::bytes(mine.data(), mine.size()));
+    if (!PyList_Check(said.ptr()) && !PyTuple_Check(said.ptr()))
+      wrong_type(said, "what exchange returns", "a list of bytes");
+    std::vector<std::string> texts;
+    for (nb::handle one : said) {
+      if (!PyBytes_Check(one.ptr())) wrong_type(one, "what exchange returns", "a list of bytes");
+      const nb::bytes text = nb::borrow<nb::bytes>(one);
+      texts.emplace_back(static_cast<const char*>(text.data()), text.size());
+    }
+    return texts;
+  };
+  return made([&] {
+    return from_exchange(static_cast<int>(own), static_cast<int>(ranks), gather, options);
+  });
+}
+
 #if defined(LONGSPAN_PYTHON_MPI)
 std::string mpi_library() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
@@ -277,6 +308,7 @@ void bind_communicators(nb::module_& m) {
 
   def_by_position(m, "alone", &alone_with);
   def_by_position(m, "from_environment", &environment_with);
+  def_by_position(m, "from_exchange", &exchange_with);
   def_by_position(m, "from_mpi4py", &mpi4py_with);
   m.def("close_all", [] {
     defaults().clear();

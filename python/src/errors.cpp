@@ -1,5 +1,7 @@
 #include "python/src/errors.hpp"
 
+#include <nanobind/stl/string.h>
+
 #include <cctype>
 #include <exception>
 #include <string_view>

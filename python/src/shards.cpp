@@ -162,6 +162,10 @@ void bind_shards(nb::module_& m) {
            })
       .def("__hash__",
            [](const Sharding& s) { return static_cast<std::int64_t>(s.layout) + 8 * s.block; })
+      .def("__reduce__",
+           [](const Sharding& s) {
+             return nb::make_tuple(nb::type<Sharding>(), nb::make_tuple(name(s.layout), s.block));
+           })
       .def("__repr__", &repr);
 }
 

@@ -45,20 +45,23 @@ struct Verb {
 /// throw. A stream on CUDA that is captured takes the transfer into its graph; there, CUDA refuses
 /// to end a capture that has not waited for every transfer started in it.
 ///
-/// On GPUs transfers go on by themselves. On processors MPI moves bytes while a thread is inside of
-/// it: what is small (a few KB, by MPI's settings) travels at once; of what is larger, parts move
-/// with every call of test(), of a verb or of a wait, for all transfers of the process. longspan
-/// has no thread for it: it would have to call MPI beside the caller's own calls, which only
-/// MPI_THREAD_MULTIPLE allows. Who computes for long calls test() between pieces of the work.
+/// On GPUs transfers go on by themselves. On processors bytes move while a thread is inside of MPI,
+/// or of a call of the TCP transport: what is small (a few KB, by MPI's settings; what the kernel's
+/// buffers hold over TCP) travels at once; of what is larger, parts move with every call of test(),
+/// of a verb or of a wait, for all transfers of the process (over TCP, of the communicator and
+/// what was split from it). longspan has no thread for it: it would have to call MPI beside the
+/// caller's own calls, which only MPI_THREAD_MULTIPLE allows. Who computes for long calls test()
+/// between pieces of the work.
 ///
 /// One that goes without wait (dropped, or as an exception passes) still ends: on processors its
 /// end waits for the peers, up to the deadline, and what it finds wrong is thrown by the next call
 /// on the communicator. On CUDA nobody waits, and its memory is its own until the GPU's work is
 /// done. It keeps the communicator alive, and is used by one thread at a time.
 ///
-/// After a failure MPI writes nothing more, with one exception, as with verbs that block: of a rank
-/// that stopped in the middle of a message, and goes on later, the rest still arrives. Memory that
-/// was received into is kept until the process ends where the communicator has failed.
+/// After a failure TCP writes nothing more. MPI writes nothing more, with one exception, as with
+/// verbs that block: of a rank that stopped in the middle of a message, and goes on later, the rest
+/// still arrives. Memory that was received into is kept until the process ends where the
+/// communicator has failed.
 class Transfer {
  public:
   Transfer() = default;
@@ -144,10 +147,10 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count];
   /// fp32, fp16 or bf16. In place when recv == send + rank * count.
   ///
-  /// One process and MPI add in fp32 in the order of the ranks, from rank 0 on, and round once: the
-  /// same bits in every run. NCCL adds in the order of its own algorithm, and rounds 16-bit partial
-  /// sums on the way: it repeats its bits for one size, one set of GPUs and one setting of NCCL,
-  /// and they are not those of MPI.
+  /// One process, MPI and TCP add in fp32 in the order of the ranks, from rank 0 on, and round
+  /// once: the same bits in every run. NCCL adds in the order of its own algorithm, and rounds
+  /// 16-bit partial sums on the way: it repeats its bits for one size, one set of GPUs and one
+  /// setting of NCCL, and they are not those of the others.
   void reduce_scatter(const void* send, void* recv, std::size_t count, DType dtype, Stream stream,
                       const char* step) {
     run(sum_of(send, recv, count, dtype), stream, step);

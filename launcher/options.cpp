@@ -16,8 +16,8 @@ namespace {
 
 constexpr const char* kAbout =
     "longspan: exact attention over a sequence whose keys and values are sharded\n"
-    "across ranks. Start it alone, or on several ranks with mpirun (torchrun and\n"
-    "srun work for GPUs).";
+    "across ranks. Start it alone, or on several ranks with mpirun, torchrun or\n"
+    "srun.";
 
 constexpr std::int64_t kMost = 2147483647;  // of keys, of rows
 constexpr int kMostHeads = 65536;

@@ -98,19 +98,11 @@ void on_first_rank(const Communicator& world, const std::string& step,
 }
 
 Communicator control_world(const WorldOptions& options) {
-  try {
-    return from_environment({.device = Device::host, .deadline = options.deadline()});
-  } catch (const Unsupported&) {
-    if (options.backend == "host" || gpu_count() == 0) throw;
-    const Communicator world =
-        from_environment({.device = Device::cuda, .deadline = options.deadline()});
-    world.make_current();
-    return world;
-  }
+  return from_environment({.device = Device::host, .deadline = options.deadline()});
 }
 
 Communicator world_for(const Communicator& control, const WorldOptions& options) {
-  if (options.backend == "host" || control.device() == Device::cuda) return control;
+  if (options.backend == "host") return control;
 
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);

@@ -26,8 +26,8 @@ using Pulse = std::function<void()>;
 void on_first_rank(const Communicator& world, const std::string& step,
                    const std::function<void(const Pulse& pulse)>& work);
 
-/// The ranks before anything is known of them: on the host where the launcher allows it. A bad
-/// option must not cost the start of NCCL.
+/// The ranks before anything is known of them: on the host. A bad option must not cost the start of
+/// NCCL.
 Communicator control_world(const WorldOptions& options);
 
 /// The same ranks on the device that --backend asks for. Collective.

@@ -1,7 +1,8 @@
 // The public face of a transport, and the choice of one.
 #include "longspan/communicator.hpp"
 
-#include <fmt/format.h>
+#include <memory>
+#include <mutex>
 
 #include "comm/control/control.hpp"
 #include "comm/control/environment.hpp"
@@ -76,9 +77,22 @@ std::shared_ptr<comm::Transport> between(std::unique_ptr<comm::Control> control,
   return comm::tcp_transport(std::move(control));
 }
 
+/// The ranks of a launcher have one port between them, and so one communicator is made there. While
+/// it lives, others are made over it.
 Communicator over_tcp(const CommOptions& options, const comm::Launch& launch) {
   if (launch.size == 1) return alone(options);
-  return Communicator(between(comm::tcp_control(launch, comm::deadline_of(options)), options));
+  static std::mutex mutex;
+  static std::weak_ptr<comm::Transport> there;
+  const std::lock_guard lock(mutex);
+  if (const auto first = there.lock()) {
+    const auto gather = [&](const std::string& mine) {
+      return first->gather(mine, "make another communicator");
+    };
+    return from_exchange(launch.rank, launch.size, gather, options);
+  }
+  auto first = between(comm::tcp_control(launch, comm::deadline_of(options)), options);
+  there = first;
+  return Communicator(std::move(first));
 }
 
 }  // namespace

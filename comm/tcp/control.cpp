@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <thread>
 
 #include "comm/tcp/address.hpp"
 #include "comm/tcp/hello.hpp"
@@ -114,9 +115,10 @@ struct Goal {
 };
 
 /// One attempt to connect and to be welcomed; nothing, and why, when it failed. Throws UsageError
-/// when rank 0 says no.
+/// when rank 0 says no; where it says not now, `later` has its words.
 std::optional<Frames> try_meet(const Address& address, const Goal& goal, int rank,
-                               const std::string& hello, Clock::time_point end, std::string& why) {
+                               const std::string& hello, Clock::time_point end, std::string& why,
+                               std::string& later) {
   Fd fd(::socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   int error = errno;
   if (fd) {
@@ -147,6 +149,11 @@ std::optional<Frames> try_meet(const Address& address, const Goal& goal, int ran
       why = frames.damage().empty() ? "it hung up" : "it sends " + frames.damage();
       return std::nullopt;
     }
+    if (frame->kind == Frame::refused && frame->peer == kComeLater) {
+      later = printable(frame->body);
+      std::this_thread::sleep_for(milliseconds(10));
+      return std::nullopt;
+    }
     if (frame->kind == Frame::refused)
       throw UsageError(
           fmt::format("Rank 0 at {} refused rank {}: {}", goal.name, rank, printable(frame->body)));
@@ -166,7 +173,7 @@ std::optional<Frames> try_meet(const Address& address, const Goal& goal, int ran
 }
 
 Frames meet(const Goal& goal, int rank, const std::string& hello, milliseconds deadline) {
-  std::string why;
+  std::string why, later;
   bool resolved = false;
   const auto end = Clock::now() + deadline;
   for (Patience patient(deadline); !patient.over(); patient.pause())
@@ -175,16 +182,18 @@ Frames meet(const Goal& goal, int rank, const std::string& hello, milliseconds d
       const std::vector<Address> addresses = resolve(host, goal.port, why);
       resolved = !addresses.empty();
       for (const Address& address : addresses)
-        if (auto frames = try_meet(address, goal, rank, hello, end, why)) return std::move(*frames);
+        if (auto frames = try_meet(address, goal, rank, hello, end, why, later))
+          return std::move(*frames);
     }
   if (!resolved)
     throw UsageError(
         fmt::format("Rank {} is to meet rank 0 at '{}', which cannot be resolved ({}): set "
                     "MASTER_ADDR to the name or the address of rank 0's machine.",
                     rank, goal.hosts.front(), why));
-  throw RankError(ErrorKind::timeout, 0, "meet rank 0",
-                  fmt::format("Rank 0 did not answer at {} within the deadline of {:g} s ({}). {}",
-                              goal.name, deadline.count() / 1000.0, why, goal.advice));
+  throw RankError(
+      ErrorKind::timeout, 0, "meet rank 0",
+      fmt::format("Rank 0 did not answer at {} within the deadline of {:g} s ({}). {}", goal.name,
+                  deadline.count() / 1000.0, later.empty() ? why : later, goal.advice));
 }
 
 std::unique_ptr<Control> control_of(Frames frames, std::unique_ptr<Hub> hub, int rank, int size,

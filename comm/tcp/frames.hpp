@@ -44,6 +44,9 @@ struct Frame {
   std::string body = {};
 };
 
+/// In `peer` of `refused`: try again.
+inline constexpr std::uint32_t kComeLater = 1;
+
 /// The largest bodies: of strangers, and of ranks.
 inline constexpr std::size_t kMostHello = 4096;
 inline constexpr std::size_t kMostText = std::size_t{1} << 30;

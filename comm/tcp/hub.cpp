@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -130,10 +131,11 @@ class Office {
     }
     if (const auto why = objection(ours_, hello)) return refuse(guest, *why);
     Rank& rank = ranks_[hello.rank];
-    if (rank.gone)
+    if (rank.gone)  // to the next communicator, perhaps, whose rank 0 is still in this one
       return refuse(
           guest,
-          fmt::format("Rank {} was here and has left, and a rank cannot come back.", hello.rank));
+          fmt::format("Rank {} was here and has left, and a rank cannot come back.", hello.rank),
+          kComeLater);
     if (rank.guest && rank.guest->state == Guest::seated)
       return refuse(
           guest, fmt::format("Rank {} is here already: two processes have that rank.", hello.rank));
@@ -157,12 +159,12 @@ class Office {
     rank.kept.clear();
   }
 
-  bool refuse(Guest& guest, const std::string& why) {
+  bool refuse(Guest& guest, const std::string& why, std::uint32_t hint = 0) {
     if (guest.rank >= 0) ranks_[guest.rank].guest = nullptr;
     guest.rank = -1;
     guest.state = Guest::refused;
     guest.since = Clock::now();
-    guest.frames.push({Frame::refused, 0, why});
+    guest.frames.push({Frame::refused, hint, why});
     return true;
   }
 
@@ -200,35 +202,73 @@ void open_doors(const std::vector<Fd>& listeners, Office& office) {
     }
 }
 
+/// How long rank 0 waits for the others when it lets go.
+constexpr milliseconds kMoment{2000};
+
 }  // namespace
 
-Hub::Hub(std::vector<Fd> listeners, const Hello& ours) {
+/// Hubs that still pass on what the ranks of a communicator say, of which rank 0 has let go. A
+/// process that ends at once would take the letters of the others with it.
+class Hub::Lingering {
+ public:
+  static void add(std::shared_ptr<Shared> hub) {
+    static Lingering all;
+    const std::lock_guard lock(all.mutex_);
+    std::erase_if(all.hubs_, [](const auto& one) { return one->wait(milliseconds(0)); });
+    all.hubs_.push_back(std::move(hub));
+  }
+  ~Lingering() {
+    for (const auto& hub : hubs_)
+      if (hub->process == ::getpid()) hub->wait(milliseconds(hub->linger_ms + 1000));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Shared>> hubs_;
+};
+
+bool Hub::Shared::wait(milliseconds limit) {
+  std::unique_lock lock(mutex);
+  return changed.wait_for(lock, limit, [this] { return ended; });
+}
+
+Hub::Hub(std::vector<Fd> listeners, const Hello& ours) : shared_(std::make_shared<Shared>()) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
     throw BackendError(fmt::format("socketpair failed: {}.", std::strerror(errno)));
   own_ = Fd(ends[0]);
-  thread_ = start_thread("letters between ranks", [this, ours, listeners = std::move(listeners),
-                                                   first = Fd(ends[1])]() mutable {
+  auto work = [shared = shared_, ours, listeners = std::move(listeners),
+               first = Fd(ends[1])]() mutable {
+    std::string trouble;
     try {
-      run(listeners, std::move(first), ours);
+      run(*shared, std::move(listeners), std::move(first), ours);
     } catch (const std::exception& error) {  // no memory: the end of all connections says it
-      const std::lock_guard lock(mutex_);
-      trouble_.assign(error.what(), std::min<std::size_t>(std::strlen(error.what()), 15));
+      trouble.assign(error.what(), std::min<std::size_t>(std::strlen(error.what()), 15));
     }
-  });
+    const std::lock_guard lock(shared->mutex);
+    shared->trouble = std::move(trouble);
+    shared->ended = true;
+    shared->changed.notify_all();
+  };
+  start_thread("letters between ranks", std::move(work)).detach();
 }
 
 Hub::~Hub() {
-  closing_ = true;
-  thread_.join();
+  if (shared_->process != ::getpid()) return;
+  shared_->closing = true;
+  if (shared_->wait(kMoment)) return;
+  try {
+    Lingering::add(shared_);
+  } catch (...) {  // no memory to keep it: then the end of the process does not wait
+  }
 }
 
 std::string Hub::trouble() const {
-  const std::lock_guard lock(mutex_);
-  return trouble_;
+  const std::lock_guard lock(shared_->mutex);
+  return shared_->trouble;
 }
 
-void Hub::run(const std::vector<Fd>& listeners, Fd first, const Hello& ours) {
+void Hub::run(Shared& shared, std::vector<Fd> listeners, Fd first, const Hello& ours) {
   Office office(ours);
   office.admit_own(std::move(first));
 
@@ -243,10 +283,12 @@ void Hub::run(const std::vector<Fd>& listeners, Fd first, const Hello& ours) {
     open_doors(listeners, office);
     office.serve();
 
-    if (!closing_) continue;
+    if (!shared.closing) continue;
     const auto now = Clock::now();
     if (!closing_since) closing_since = now;
-    if (!office.has_ranks() || now - *closing_since >= milliseconds(linger_ms_)) return;
+    // Rank 0 may want the port for the next communicator.
+    if (now - *closing_since > kMoment / 2) listeners.clear();
+    if (!office.has_ranks() || now - *closing_since >= milliseconds(shared.linger_ms)) return;
   }
 }
 

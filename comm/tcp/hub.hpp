@@ -7,11 +7,14 @@
 // there is room for a few of them, for a short time, and for a short hello of each.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "comm/tcp/frames.hpp"
@@ -27,24 +30,35 @@ class Hub {
 
   /// Passes on between the ranks of `ours`, who meet at these sockets.
   Hub(std::vector<Fd> listeners, const Hello& ours);
-  /// Passes frames on until everyone has left, at most for the linger.
+  /// Frames are passed on until everyone has left, at most for the linger. This waits for a moment;
+  /// then the thread goes on by itself, and the end of the process waits for it: rank 0 may be done
+  /// with a communicator that others still use, and they may be waiting for rank 0 elsewhere.
   ~Hub();
 
   /// Rank 0's own end.
   Fd take_own_end() { return std::move(own_); }
-  void set_linger(std::chrono::milliseconds linger) { linger_ms_ = linger.count(); }
+  void set_linger(std::chrono::milliseconds linger) { shared_->linger_ms = linger.count(); }
   /// Why it ended by itself, which ends all connections; empty: it did not.
   std::string trouble() const;
 
  private:
-  void run(const std::vector<Fd>& listeners, Fd first, const Hello& ours);
+  /// With the thread.
+  struct Shared {
+    const pid_t process = ::getpid();  // a fork has none of its threads
+    std::atomic<bool> closing{false};
+    std::atomic<long long> linger_ms{60'000};
+    mutable std::mutex mutex;
+    std::condition_variable changed;
+    bool ended = false;
+    std::string trouble;
+
+    bool wait(std::chrono::milliseconds limit);
+  };
+  class Lingering;
+  static void run(Shared& shared, std::vector<Fd> listeners, Fd first, const Hello& ours);
 
   Fd own_;
-  std::atomic<bool> closing_{false};
-  std::atomic<long long> linger_ms_{60'000};
-  mutable std::mutex mutex_;
-  std::string trouble_;
-  std::thread thread_;
+  std::shared_ptr<Shared> shared_;
 };
 
 }  // namespace longspan::comm

@@ -1,0 +1,110 @@
+"""Ranks without mpirun: each is started with the variables that torchrun sets, and they meet at a port."""
+
+import signal
+import socket
+import subprocess
+import unittest
+
+import npy
+from command import COMMAND, OK, RANK_FAILURE, TIMEOUT, USAGE, CommandTest, environment, longspan
+
+LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "LONGSPAN_PORT")
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def start(rank, ranks, port, arguments, **env):
+    inherited = {name: value for name, value in environment().items()
+                 if not name.startswith(LAUNCHERS)}
+    return subprocess.Popen([COMMAND, *map(str, arguments)], text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE,
+                            env=inherited | {"RANK": str(rank), "WORLD_SIZE": str(ranks),
+                                             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                                             "LONGSPAN_THREADS": "1"} | env)
+
+
+class TcpTest(CommandTest):
+    def ranks(self, ranks, *arguments, **env):
+        """What each of them said: (status, stdout, stderr)."""
+        port = free_port()
+        started = [start(rank, ranks, port, arguments, **env) for rank in range(ranks)]
+        done = []
+        for process in started:
+            self.addCleanup(process.kill)
+            out, err = process.communicate(timeout=300)
+            done.append((process.returncode, out, err))
+        return done
+
+    def test_verify(self):
+        for ranks in (2, 3):
+            with self.subTest(ranks=ranks):
+                done = self.ranks(ranks, "verify", "--quick", "--seed", ranks)
+                self.assertEqual([status for status, _, _ in done], [OK] * ranks, done)
+                rows = [text for text in done[0][1].splitlines() if not text.startswith("#")]
+                self.assertEqual(len(rows), 14, done[0])
+                self.assertTrue(all(text.endswith("pass") for text in rows), done[0])
+                self.assertIn(f"TCP | {ranks} ranks, 1 node", done[0][1])
+
+    def test_the_bits_of_one_rank_and_of_mpirun(self):
+        heads, dim, keys = 2, 16, 700
+        for name, shape, seed in (("q", (3, heads, dim), 1), ("k", (keys, heads, dim), 2),
+                                  ("v", (keys, heads, dim), 3)):
+            npy.save(self.path(f"{name}.npy"), shape, npy.draw(shape, seed, "<f4"), "<f4")
+
+        def arguments(name):
+            return ["run", "--q", self.path("q.npy"), "--k", self.path("k.npy"), "--v",
+                    self.path("v.npy"), "--causal", "--out", self.path(name)]
+
+        self.ends(longspan(0, *arguments("alone.npy")), OK)
+        alone = self.path("alone.npy").read_bytes()
+        for ranks in (2, 4):
+            done = self.ranks(ranks, *arguments(f"tcp{ranks}.npy"))
+            self.assertEqual([status for status, _, _ in done], [OK] * ranks, done)
+            self.assertEqual(self.path(f"tcp{ranks}.npy").read_bytes(), alone)
+        if len(self.rank_counts) > 1:
+            self.ends(longspan(2, *arguments("mpi.npy")), OK)
+            self.assertEqual(self.path("mpi.npy").read_bytes(), alone)
+
+    def test_a_rank_that_does_not_come(self):
+        port = free_port()
+        process = start(1, 2, port, ["verify", "--quick"], LONGSPAN_DEADLINE_S="1")
+        self.addCleanup(process.kill)
+        _, err = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, TIMEOUT, err)
+        self.assertIn("Rank 0 did not answer", err)
+
+    def test_another_number_of_ranks(self):
+        port = free_port()
+        zero = start(0, 2, port, ["verify", "--quick"], LONGSPAN_DEADLINE_S="4")
+        self.addCleanup(zero.kill)
+        one = start(1, 3, port, ["verify", "--quick"], LONGSPAN_DEADLINE_S="4")
+        self.addCleanup(one.kill)
+        _, err = one.communicate(timeout=60)
+        self.assertEqual(one.returncode, USAGE, err)
+        self.assertIn("number of ranks", err)
+        _, err = zero.communicate(timeout=60)
+        self.assertEqual(zero.returncode, TIMEOUT, err)
+        self.assertIn("Rank 1 did not come", err)
+
+    def test_a_rank_that_is_killed(self):
+        port = free_port()
+        several = [start(rank, 3, port, ["verify", "--quick"], LONGSPAN_DEADLINE_S="50")
+                   for rank in range(3)]
+        for process in several:
+            self.addCleanup(process.kill)
+        for text in several[0].stdout:  # the first row: all are in the midst of it
+            if not text.startswith("#"):
+                break
+        several[2].send_signal(signal.SIGKILL)
+        for process in several[:2]:
+            _, err = process.communicate(timeout=60)
+            self.assertEqual(process.returncode, RANK_FAILURE, err)
+        several[2].communicate(timeout=10)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,528 @@
+// Communicators over TCP that meet by the caller's exchange: several in one process, with ranks in
+// threads; exchanges that are none; strangers at the ports; and ranks that die.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/control/wire.hpp"
+#include "comm/tcp/connect.hpp"
+#include "comm/tcp/exchange.hpp"
+#include "comm/tcp/transport.hpp"
+#include "comm/transport.hpp"
+#include "longspan/communicator.hpp"
+#include "longspan/error.hpp"
+
+namespace longspan::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using Strings = std::vector<std::string>;
+
+/// Gathers among threads.
+class Table {
+ public:
+  explicit Table(int size) : texts_(size) {}
+  Strings exchange(int rank, const std::string& mine) {
+    std::unique_lock lock(mutex_);
+    texts_[rank] = mine;
+    const int round = round_;
+    if (++came_ == static_cast<int>(texts_.size())) {
+      all_ = texts_;
+      came_ = 0;
+      ++round_;
+      changed_.notify_all();
+    }
+    changed_.wait_for(lock, 60s, [&] { return round_ != round; });
+    return all_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Strings texts_, all_;
+  int came_ = 0, round_ = 0;
+};
+
+/// Runs work(rank) for each rank in a thread of its own; an exception is a failure.
+void in_threads(int size, const std::function<void(int rank)>& work) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        work(rank);
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << error.what();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+ByteExchange over(Table& table, int rank) {
+  return [&table, rank](const std::string& mine) { return table.exchange(rank, mine); };
+}
+
+TEST(FromExchange, ManyCommunicatorsInOneProcess) {
+  constexpr int kSize = 3;
+  Table table(kSize);
+  in_threads(kSize, [&](int rank) {
+    std::vector<Communicator> all;
+    for (int i = 0; i < 4; ++i) {
+      all.push_back(from_exchange(rank, kSize, over(table, rank), {.deadline = 60s}));
+      EXPECT_EQ(all.back().describe(), "TCP | 3 ranks, 1 node");
+    }
+    // Another one over one of them, and a part of that.
+    all.push_back(from_exchange(
+        rank, kSize, [&](const std::string& mine) { return all[1].gather(mine, "exchange"); }));
+    all.push_back(*all.back().split(0, -rank));
+    for (int round = 0; round < 20; ++round)
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const int mine = round * 100 + static_cast<int>(i) * 10 + all[i].rank();
+        std::vector<int> got(kSize);
+        transport_of(all[i]).all_gather(&mine, got.data(), sizeof mine, {}, "round");
+        for (int p = 0; p < kSize; ++p)
+          EXPECT_EQ(got[p], round * 100 + static_cast<int>(i) * 10 + p);
+      }
+    // Let go in another order on each rank.
+    std::rotate(all.begin(), all.begin() + rank, all.end());
+  });
+}
+
+TEST(FromExchange, OneRankIsAlone) {
+  int calls = 0;
+  const Communicator world = from_exchange(0, 1, [&](const std::string& mine) {
+    ++calls;
+    return Strings{mine};
+  });
+  EXPECT_EQ(world.size(), 1);
+  EXPECT_EQ(world.describe(), "1 rank");
+  EXPECT_EQ(calls, 1);
+}
+
+/// The message of the UsageError that it throws.
+std::string refusal(int rank, int size, const ByteExchange& exchange, CommOptions options = {}) {
+  try {
+    from_exchange(rank, size, exchange, options);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "made";
+}
+
+TEST(FromExchange, WantsARankAndAnExchange) {
+  const ByteExchange none;
+  const auto echo = [](const std::string& mine) { return Strings{mine}; };
+  EXPECT_THAT(refusal(0, 1, none), HasSubstr("no exchange"));
+  for (const auto& [rank, size] : {std::pair(-1, 2), {2, 2}, {0, 0}, {0, -3}})
+    EXPECT_THAT(refusal(rank, size, echo), HasSubstr("rank " + std::to_string(rank) + " of"));
+}
+
+TEST(FromExchange, SaysWhatIsWrongWithTheExchange) {
+  const auto with = [](const std::function<Strings(const std::string&)>& exchange) {
+    return refusal(1, 2, exchange);
+  };
+  EXPECT_THAT(with([](const std::string& mine) { return Strings{mine}; }),
+              AllOf(HasSubstr("gave 1 texts"), HasSubstr("rank 1 of 2")));
+  EXPECT_THAT(with([](const std::string& mine) {
+                return Strings{mine, mine + " "};
+              }),
+              HasSubstr("in its own place"));
+  EXPECT_THAT(with([](const std::string& mine) {
+                return Strings{"hello", mine};
+              }),
+              AllOf(HasSubstr("gave for rank 0"), HasSubstr("not what a rank")));
+  EXPECT_THAT(with([](const std::string& mine) {
+                return Strings{"", mine};
+              }),
+              HasSubstr("gave for rank 0"));
+  EXPECT_THAT(with([](const std::string& mine) {
+                return Strings{mine, mine};
+              }),
+              AllOf(HasSubstr("text of rank 1 in place 0")));
+  EXPECT_THROW(from_exchange(0, 2,
+                             [](const std::string&) -> Strings {
+                               throw std::runtime_error("the group has ended");
+                             }),
+               std::runtime_error);
+}
+
+TEST(FromExchange, NamesWhatRanksAskForDifferently) {
+  {
+    Table table(2);
+    in_threads(2, [&](int rank) {
+      EXPECT_THAT(
+          refusal(rank, 2, over(table, rank), {.device = rank == 0 ? Device::host : Device::cuda}),
+          AllOf(HasSubstr("'the device' differs"), HasSubstr("rank 0 has host"),
+                HasSubstr("rank 1 has cuda")));
+    });
+  }
+  {
+    Table table(2);
+    in_threads(2, [&](int rank) {  // what is wrong on one rank is heard by both
+      EXPECT_THAT(refusal(rank, 2, over(table, rank), {.deadline = rank == 0 ? 1s : -1s}),
+                  AllOf(HasSubstr("Rank 1: "), HasSubstr("deadline")));
+    });
+  }
+  Table table(2);
+  in_threads(2, [&](int rank) {
+    EXPECT_THAT(refusal(0, 2, over(table, rank)), HasSubstr("the text of rank 0 in place 1"));
+  });
+}
+
+/// Ranks of one launcher make another communicator over the first.
+TEST(FromEnvironment, IsCalledAgain) {
+  const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in here{};
+  here.sin_family = AF_INET;
+  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof here;
+  ::bind(listener, reinterpret_cast<sockaddr*>(&here), length);
+  ::getsockname(listener, reinterpret_cast<sockaddr*>(&here), &length);
+  ::close(listener);
+  std::vector<pid_t> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    const pid_t pid = fork();
+    if (pid == 0) {
+      alarm(100);
+      int status = 1;
+      try {
+        ::setenv("RANK", std::to_string(rank).c_str(), 1);
+        ::setenv("WORLD_SIZE", "2", 1);
+        ::setenv("MASTER_ADDR", "127.0.0.1", 1);
+        ::setenv("LONGSPAN_PORT", std::to_string(ntohs(here.sin_port)).c_str(), 1);
+        for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"}) ::unsetenv(name);
+        for (int round = 0; round < 3; ++round) {  // one after the other, at the same port
+          const Communicator first = from_environment({.deadline = 50s});
+          const Communicator second = from_environment({.deadline = 50s});
+          if (first.gather("a", "first").size() == 2 && second.gather("b", "second")[1] == "b" &&
+              first.describe() == "TCP | 2 ranks, 1 node")
+            status = round == 2 ? 0 : 1;
+        }
+      } catch (const std::exception& error) {
+        fprintf(stderr, "rank %d: %s\n", rank, error.what());
+      }
+      _exit(status);
+    }
+    ranks.push_back(pid);
+  }
+  for (const pid_t pid : ranks) {
+    int status = 1;
+    waitpid(pid, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+}
+
+/// Rank 0 lets go long before the others: it waits for a moment, and they still hear each other.
+TEST(FromExchange, WhoLetsGoFirstWaitsForAMoment) {
+  constexpr int kSize = 3;
+  Table table(kSize), outside(kSize);
+  in_threads(kSize, [&](int rank) {
+    std::optional<Communicator> world =
+        from_exchange(rank, kSize, over(table, rank), {.deadline = 100s});
+    const auto part = world->split(rank == 0 ? -1 : 0);
+    const auto begin = std::chrono::steady_clock::now();
+    world.reset();  // the others keep it, as their part does
+    if (rank == 0) {
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, 60s);
+    }
+    outside.exchange(rank, "");
+    if (part) {
+      EXPECT_EQ(part->gather("x", "in the part").size(), 2u);
+    }
+  });
+}
+
+// ---- strangers at the ports for data ---------------------------------------------------------
+
+/// Another control plane, whose words for `step` are changed or waited for.
+class Meddled final : public Control {
+ public:
+  using Act = std::function<void(int rank, Strings& told)>;
+  Meddled(std::shared_ptr<Control> inner, Act act)
+      : Control(inner->deadline()), inner_(std::move(inner)), act_(std::move(act)) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  milliseconds patience() const override { return inner_->patience(); }
+  Strings gather(const std::string& mine, const std::string& step) override {
+    Strings told = inner_->gather(mine, step);
+    if (step == "connect the ranks") act_(rank(), told);
+    return told;
+  }
+  void check(const char* step, milliseconds waited) override { inner_->check(step, waited); }
+  [[noreturn]] void timed_out(const char* step, milliseconds waited) override {
+    inner_->timed_out(step, waited);
+    std::abort();
+  }
+  void tell(const Failure& failure) noexcept override { inner_->tell(failure); }
+
+ private:
+  std::shared_ptr<Control> inner_;
+  Act act_;
+};
+
+/// Connects two ranks, of which `meddle` changes what they hear of each other's places.
+void connect_two(const Meddled::Act& meddle, const std::function<void(Control&)>& work,
+                 milliseconds deadline = 50s) {
+  Table table(2);
+  in_threads(2, [&](int rank) {
+    Meddled control(exchange_control(rank, 2, over(table, rank), {.deadline = deadline}), meddle);
+    work(control);
+  });
+}
+
+int port_in(const std::string& told) { return std::stoi(unpack(told).at(0)); }
+
+sockaddr_in address(int port, unsigned last = 1) {
+  sockaddr_in there{};
+  there.sin_family = AF_INET;
+  there.sin_addr.s_addr = htonl(0x7f000000u + last);
+  there.sin_port = htons(static_cast<std::uint16_t>(port));
+  return there;
+}
+
+Fd connect_to(int port) {
+  Fd fd(::socket(AF_INET, SOCK_STREAM, 0));
+  const sockaddr_in there = address(port);
+  EXPECT_EQ(::connect(fd.get(), reinterpret_cast<const sockaddr*>(&there), sizeof there), 0);
+  return fd;
+}
+
+void expect_ping(Control& control) {
+  const std::vector<Fd> made = connect_ranks(control);
+  const Fd& fd = made[1 - control.rank()];
+  ASSERT_TRUE(fd);
+  EXPECT_FALSE(made[control.rank()]);
+  const char mine = control.rank() == 0 ? 'a' : 'b';
+  EXPECT_EQ(::send(fd.get(), &mine, 1, MSG_NOSIGNAL), 1);
+  char theirs = 0;
+  for (Patience patient(20s); !patient.over(); patient.pause())
+    if (::recv(fd.get(), &theirs, 1, 0) == 1) break;
+  EXPECT_EQ(theirs, control.rank() == 0 ? 'b' : 'a');
+}
+
+/// Rank 0's door, ahead of rank 1: garbage of all lengths, a hello with a wrong key, and silence.
+TEST(Strangers, AtTheDoorForDataDoNotDisturb) {
+  std::vector<Fd> strangers;
+  std::mt19937 random(5);
+  connect_two(
+      [&](int rank, Strings& told) {
+        if (rank == 0) return;
+        const int port = port_in(told[0]);
+        for (int i = 0; i < 40; ++i) {
+          strangers.push_back(connect_to(port));
+          std::string bytes(random() % 100, '\0');
+          for (char& c : bytes) c = static_cast<char>(random());
+          if (i % 4 == 0) {  // magic, hello, from 1 to 0: all but the key
+            const std::uint32_t words[] = {0x4c535044, 1, 1, 0};
+            bytes.assign(reinterpret_cast<const char*>(words), sizeof words);
+            bytes += std::string(32, '0');
+          }
+          if (i % 5 == 0) bytes.clear();
+          static_cast<void>(
+              ::send(strangers.back().get(), bytes.data(), bytes.size(), MSG_NOSIGNAL));
+        }
+      },
+      expect_ping);
+}
+
+/// Somebody else listens at the first of rank 0's addresses, and says something, or nothing.
+TEST(Strangers, InTheOtherRanksPlaceAreNotTakenForIt) {
+  for (const std::string& answer : {std::string(48, 'x'), std::string("HTTP/1.1 400\r\n\r\n")}) {
+    Fd impostor;
+    std::thread speaker;
+    connect_two(
+        [&](int rank, Strings& told) {
+          if (rank == 0) return;
+          auto parts = unpack(told[0]);
+          impostor = Fd(::socket(AF_INET, SOCK_STREAM, 0));
+          const sockaddr_in here = address(port_in(told[0]), 2);
+          ASSERT_EQ(::bind(impostor.get(), reinterpret_cast<const sockaddr*>(&here), sizeof here),
+                    0);
+          ::listen(impostor.get(), 8);
+          parts[2] = pack(std::string("127.0.0.2"), std::string("127.0.0.1"));
+          told[0] = pack_all(parts);
+          speaker = std::thread([&impostor, answer] {
+            const Fd guest(::accept(impostor.get(), nullptr, nullptr));
+            static_cast<void>(::send(guest.get(), answer.data(), answer.size(), MSG_NOSIGNAL));
+          });
+        },
+        expect_ping);
+    speaker.join();
+  }
+}
+
+/// Rank 1 cannot reach rank 0, and both say so.
+TEST(Strangers, APortThatIsClosedIsAnErrorThatSaysWhere) {
+  std::atomic<int> said{0};
+  connect_two(
+      [](int, Strings& told) {
+        auto parts = unpack(told[0]);
+        parts[0] = "1";
+        told[0] = pack_all(parts);
+      },
+      [&](Control& control) {
+        try {
+          connect_ranks(control);
+          ADD_FAILURE() << "connected";
+        } catch (const RankError& error) {
+          EXPECT_EQ(error.kind(), ErrorKind::timeout);
+          EXPECT_EQ(error.rank(), 0);
+          EXPECT_THAT(error.what(), AllOf(HasSubstr("Rank 1 could not connect to rank 0 at port 1"),
+                                          HasSubstr("firewall")));
+          ++said;
+        }
+      },
+      2s);
+  EXPECT_EQ(said, 2);
+}
+
+// ---- ranks that die --------------------------------------------------------------------------
+
+/// A gather among forked processes through files of the parent's: a socket pair for each.
+class Post {
+ public:
+  explicit Post(int size) : ends_(size) {
+    for (auto& end : ends_) EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, end.data()), 0);
+  }
+  Strings exchange(int rank, const std::string& mine) {
+    const std::string text = std::to_string(mine.size()) + "\n" + mine;
+    EXPECT_EQ(::send(ends_[rank][1], text.data(), text.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(text.size()));
+    Strings all;
+    for (std::size_t p = 0; p < ends_.size(); ++p) all.push_back(read(ends_[rank][1]));
+    return all;
+  }
+  /// Passes on what comes in one round, by the parent.
+  void serve() {
+    Strings all;
+    for (auto& end : ends_) all.push_back(read(end[0]));
+    for (auto& end : ends_)
+      for (const std::string& one : all) {
+        const std::string text = std::to_string(one.size()) + "\n" + one;
+        EXPECT_EQ(::send(end[0], text.data(), text.size(), MSG_NOSIGNAL),
+                  static_cast<ssize_t>(text.size()));
+      }
+  }
+
+ private:
+  static std::string read(int fd) {
+    std::string length;
+    for (char c = 0; ::recv(fd, &c, 1, 0) == 1 && c != '\n';) length += c;
+    std::string text(std::stoul(length), '\0');
+    EXPECT_EQ(::recv(fd, text.data(), text.size(), MSG_WAITALL), static_cast<ssize_t>(text.size()));
+    return text;
+  }
+  std::vector<std::array<int, 2>> ends_;
+};
+
+/// What each rank's work says, as exit statuses: 0 is well.
+void fork_ranks(int size, int victim, const std::function<bool(Communicator&)>& work) {
+  Post post(size);
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < size; ++rank) {
+    const pid_t pid = fork();
+    if (pid == 0) {
+      alarm(100);
+      int status = 1;
+      try {
+        Communicator world = from_exchange(
+            rank, size, [&](const std::string& mine) { return post.exchange(rank, mine); },
+            {.deadline = 80s});
+        if (work(world)) status = 0;
+      } catch (const std::exception& error) {
+        fprintf(stderr, "rank %d: %s\n", rank, error.what());
+      }
+      _exit(status);
+    }
+    pids.push_back(pid);
+  }
+  post.serve();
+  post.serve();
+  for (int rank = 0; rank < size; ++rank) {
+    int status = 1;
+    waitpid(pids[rank], &status, 0);
+    if (rank != victim) {
+      EXPECT_EQ(status, 0) << "rank " << rank;
+    }
+  }
+}
+
+bool names(int victim, const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const RankError& error) {
+    if (error.kind() == ErrorKind::rank_failure && error.rank() == victim) return true;
+    fprintf(stderr, "unexpected: %s (kind %d, rank %d)\n", error.what(),
+            static_cast<int>(error.kind()), error.rank());
+  }
+  return false;
+}
+
+class Faults : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Tcp, Faults, ::testing::Values(2, 3, 4));
+
+/// In the middle of a message: it has begun, and nobody reads the rest.
+TEST_P(Faults, ARankThatIsKilledInAMessageIsNamedLongBeforeTheDeadline) {
+  const int size = GetParam();
+  for (const int victim : {0, size - 1}) {
+    const auto begin = std::chrono::steady_clock::now();
+    fork_ranks(size, victim, [&](Communicator& world) {
+      const std::size_t bytes = 32 << 20;
+      std::vector<char> send(bytes), got(bytes * size);
+      if (world.rank() == victim) {
+        auto transfer =
+            transport_of(world).start_all_gather(send.data(), got.data(), bytes, {}, "states");
+        transfer.test();
+        std::this_thread::sleep_for(300ms);
+        raise(SIGKILL);
+      }
+      return names(victim, [&] {
+        transport_of(world).all_gather(send.data(), got.data(), bytes, {}, "states");
+      });
+    });
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, 40s);
+  }
+}
+
+TEST_P(Faults, ARankThatLeavesBeforeAVerbIsNamed) {
+  const int size = GetParam(), leaver = size - 1;
+  fork_ranks(size, -1, [&](Communicator& world) {
+    if (world.rank() == leaver) return true;
+    std::vector<int> got(size);
+    return names(leaver, [&] {
+      transport_of(world).all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
+    });
+  });
+}
+
+/// Its ring neighbours alone talk to it, and all have to hear of it.
+TEST_P(Faults, ARankThatIsKilledIsNamedThroughARing) {
+  const int size = GetParam(), victim = size / 2;
+  fork_ranks(size, victim, [&](Communicator& world) {
+    std::vector<char> send(1 << 20), got(1 << 20);
+    world.barrier("meet");
+    if (world.rank() == victim) raise(SIGKILL);
+    return names(victim, [&] {
+      for (int turn = 0; turn < 100; ++turn)
+        transport_of(world).shift(send.data(), got.data(), send.size(), 1, {}, "ring");
+    });
+  });
+}
+
+}  // namespace
+}  // namespace longspan::comm

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -48,6 +49,9 @@ class Control : public std::enable_shared_from_this<Control> {
 
   /// This rank's deadline passed at `step`: calls the roll and throws.
   [[noreturn]] virtual void timed_out(const char* step, milliseconds waited) = 0;
+
+  /// See Communicator::on_wait.
+  void on_wait(std::function<bool()> gives_up) { gives_up_ = std::move(gives_up); }
 
   /// Ranks mean different things by `run`: calls the roll, which finds the field and throws
   /// UsageError. Throws `otherwise` where no description says what differs.
@@ -96,6 +100,17 @@ class Control : public std::enable_shared_from_this<Control> {
   }
 
  protected:
+  /// From a loop that waits: asks the caller, ten times a second at most, whether to go on.
+  void heed(const char* step) {
+    if (!gives_up_) return;
+    const auto now = Patience::Clock::now();
+    if (now - asked_ < milliseconds(100)) return;
+    asked_ = now;
+    if (gives_up_())
+      fail({ErrorKind::rank_failure, rank(), step,
+            "Rank " + name_of(rank()) + " gave up: it was interrupted at '" + step + "'."});
+  }
+
   /// What this rank means by `run`; empty where it does not know it (any longer).
   NamedValues describe(RunName run) const {
     const auto found = logs_.find(run.layer);
@@ -110,6 +125,8 @@ class Control : public std::enable_shared_from_this<Control> {
   std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   std::shared_ptr<std::uint32_t> next_number_ = std::make_shared<std::uint32_t>(1);
   std::vector<int> origins_;
+  std::function<bool()> gives_up_;
+  Patience::Clock::time_point asked_{};
   milliseconds deadline_;
   RunName run_;
   std::uint32_t layers_ = 0;

@@ -187,7 +187,15 @@ std::string repr(Comm& comm) {
 
 }  // namespace
 
-Comm::Comm(Communicator world) : world_(std::move(world)) { all().push_back(this); }
+Comm::Comm(Communicator world) : world_(std::move(world)) {
+  all().push_back(this);
+  // Ctrl-C: Python's own handler runs now, and what it raises is raised by the call (errors.cpp).
+  if (world_->size() > 1)
+    world_->on_wait([] {
+      const nb::gil_scoped_acquire acquired;
+      return PyErr_CheckSignals() != 0;
+    });
+}
 
 Comm::~Comm() {
   std::erase(all(), this);

@@ -96,6 +96,7 @@ void translate_errors() {
     try {
       std::rethrow_exception(thrown);
     } catch (const Error& error) {
+      if (PyErr_Occurred() != nullptr) return;  // the call ended because of it: KeyboardInterrupt
       // What stands in the message of an error in Python's own code is raised as it is.
       try {
         raise(error);

@@ -1,6 +1,7 @@
 // What the transports share: the control plane says which rank they are, and when they end.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -27,6 +28,8 @@ class ControlledTransport : public Transport {
   } catch (...) {  // where there is no memory for the reason, the end itself takes none
     control_->tell({ErrorKind::rank_failure, rank(), {}, {}});
   }
+
+  void on_wait(std::function<bool()> gives_up) override { control_->on_wait(std::move(gives_up)); }
 
   std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) override {
     return control_->enlist(log);

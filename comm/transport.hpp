@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -221,6 +222,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// Gives up: tells the peers where possible, frees what is in flight, and makes every later call
   /// throw, here and in what was split from this one.
   virtual void abort(const std::string& why) noexcept = 0;
+
+  /// See Communicator::on_wait; a transport that waits for nobody has no use for it.
+  virtual void on_wait(std::function<bool()>) {}
 
  protected:
   friend class Transfer;

@@ -48,6 +48,10 @@ std::optional<Communicator> Communicator::split(int color, int key) const {
 
 void Communicator::abort(const std::string& why) const noexcept { transport_->abort(why); }
 
+void Communicator::on_wait(std::function<bool()> gives_up) const {
+  transport_->on_wait(std::move(gives_up));
+}
+
 namespace {
 
 Communicator alone(const CommOptions& options) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks the floors: an include line names its floor, and arrows go down only (docs/architecture.md).
 
-    5  examples/ bench/          public headers; bench/ also the launcher's
+    5  examples/ bench/ python/  public headers; bench/ also the launcher's, python/ also its own
     4  launcher/                 public headers and its own
     3  src/*.cpp src/strategy/   anything below
     2  kernels/   comm/          floors 0 and 1 and its own; neither includes the other. The rooms of
@@ -94,6 +94,7 @@ MAY_INCLUDE = {
     "launcher": {"launcher"},
     "examples": {"examples"},
     "bench": {"bench", "launcher"},
+    "python": {"python"},
 }
 
 
@@ -180,6 +181,9 @@ CASES = [
     ("examples/01/main.cpp", '#include "launcher/oracle.hpp"', False),
     ("examples/01/main.cpp", "#include <longspan/state.hpp>", True),
     ("bench/merge.cpp", '#include "src/check.hpp"', False),
+    ("python/src/attention.cpp", '#include "python/src/arrays.hpp"', True),
+    ("python/src/attention.cpp", '#include "longspan/attention.hpp"', True),
+    ("python/src/attention.cpp", '#include "src/validate.hpp"', False),
     ("bench/timing.hpp", '#include "launcher/graph.hpp"', True),
     ("launcher/graph.hpp", '#include "bench/timing.hpp"', False),
     ("kernels/cuda/attend.cuh", '  asm volatile("mma.sync ...");', False),
@@ -255,7 +259,8 @@ def main():
     for path, line, allowed in CASES:
         assert (judge(path, line) is None) == allowed, f"floors.py misjudges {path}: {line}"
 
-    files = sorted(path for folder in ("src", "kernels", "comm", "launcher", "examples", "bench")
+    files = sorted(path for folder in ("src", "kernels", "comm", "launcher", "examples", "bench",
+                                                 "python")
                    for path in (ROOT / folder).rglob("*") if path.suffix in CODE)
     wrong = 0
     for path in files:

@@ -69,6 +69,7 @@ class MailControl final : public Control {
       fate().check();
       for (int p = 0; p < size(); ++p)
         if (peers_[p].gone && !peers_[p].counted) fail(departure(p, step));
+      heed(step.c_str());
       listen(step.c_str(), patient.waited());
       if (patient.over()) timed_out(step.c_str(), patient.waited());
       patient.pause();
@@ -85,6 +86,7 @@ class MailControl final : public Control {
     fate().check();
     for (int p = 0; p < size(); ++p)
       if (peers_[p].gone && !peers_[p].left) fail(departure(p, step));
+    heed(step);
     listen(step, waited);
   }
 

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -48,6 +49,9 @@ class Control : public std::enable_shared_from_this<Control> {
 
   /// Is called when this rank's deadline has passed at `step`; calls the roll and throws.
   [[noreturn]] virtual void timed_out(const char* step, milliseconds waited) = 0;
+
+  /// See Communicator::on_wait.
+  void on_wait(std::function<bool()> gives_up) { gives_up_ = std::move(gives_up); }
 
   /// Is called where ranks were given different things for `run`. The roll call finds the field,
   /// and UsageError is thrown. Throws `otherwise` where no description says what differs.
@@ -98,6 +102,18 @@ class Control : public std::enable_shared_from_this<Control> {
   }
 
  protected:
+  /// Is called from a loop that waits: asks the caller, ten times a second at most, whether to go
+  /// on.
+  void heed(const char* step) {
+    if (!gives_up_) return;
+    const auto now = Patience::Clock::now();
+    if (now - asked_ < milliseconds(100)) return;
+    asked_ = now;
+    if (gives_up_())
+      fail({ErrorKind::rank_failure, rank(), step,
+            "Rank " + name_of(rank()) + " gave up: it was interrupted at '" + step + "'."});
+  }
+
   /// What this rank was given for `run`; empty where it does not know it (any longer).
   NamedValues describe(RunName run) const {
     const auto found = logs_.find(run.layer);
@@ -112,6 +128,8 @@ class Control : public std::enable_shared_from_this<Control> {
   std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   std::shared_ptr<std::uint32_t> next_number_ = std::make_shared<std::uint32_t>(1);
   std::vector<int> origins_;
+  std::function<bool()> gives_up_;
+  Patience::Clock::time_point asked_{};
   milliseconds deadline_;
   RunName run_;
   std::uint32_t layers_ = 0;

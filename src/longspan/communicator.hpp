@@ -83,6 +83,12 @@ class Communicator {
   /// their deadline. Ends what was split from this one as well. Never throws.
   void abort(const std::string& why) const noexcept;
 
+  /// `gives_up` is asked ten times a second at most while a call waits for other ranks, on the
+  /// thread that waits: true ends the communicator on every rank, and the call throws a RankError
+  /// with this rank. For callers who must hear of signals meanwhile. On CUDA waits for a stream do
+  /// not ask it. Null: nobody is asked, as in the beginning.
+  void on_wait(std::function<bool()> gives_up) const;
+
  private:
   friend comm::Transport& comm::transport_of(const Communicator& communicator);
   std::shared_ptr<comm::Transport> transport_;

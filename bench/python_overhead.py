@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""What a Python call costs more than the same call in C++: small arrays, on one rank, on processors.
+
+A step of attention over a few keys takes microseconds itself, so the difference of two such times is
+what the binding takes: reading the arrays, finding the layer, making the result. Both are measured in
+this process, in turn: the call in C++ is timed by the extension module, over the same layer.
+
+    python3 bench/python_overhead.py [--results bench/results]
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import numpy as np
+
+os.environ.setdefault("LONGSPAN_THREADS", "1")  # a second thread's start is noise beside such calls
+
+import longspan  # noqa: E402
+from longspan import _core  # noqa: E402
+
+import records  # noqa: E402
+
+TARGET = 15.0  # microseconds, on the machine of the records
+
+
+def case_arrays(kind):
+    rng = np.random.default_rng(0)
+    shape = (1, 2, 16), (8, 1, 16), (8, 1, 16)
+    arrays = [rng.standard_normal(s, dtype=np.float32) for s in shape]
+    if kind == "numpy bfloat16":
+        import ml_dtypes
+        arrays = [a.astype(ml_dtypes.bfloat16) for a in arrays]
+    if kind.startswith("torch"):
+        import torch
+        arrays = [torch.from_numpy(a) for a in arrays]
+        if kind == "torch bfloat16":
+            arrays = [a.to(torch.bfloat16) for a in arrays]
+    return arrays
+
+
+def median_us(call, rounds=31, repeats=200):
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter_ns()
+        for _ in range(repeats):
+            call()
+        times.append((time.perf_counter_ns() - begin) / repeats / 1000)
+    return statistics.median(times)
+
+
+def measure(kind, results):
+    q, k, v = case_arrays(kind)
+    comm = longspan.alone()
+    out = longspan.attend(q, k, v, comm=comm, causal=True)
+    layer = longspan.Attention(comm, heads=2, kv_heads=1, head_dim=16,
+                               dtype="bfloat16" if "bfloat16" in kind else "float32", causal=True)
+    cases = {
+        "attend": lambda: longspan.attend(q, k, v, comm=comm, causal=True),
+        "attend, out given": lambda: longspan.attend(q, k, v, comm=comm, causal=True, out=out),
+        "attend, return_lse": lambda: longspan.attend(q, k, v, comm=comm, causal=True, return_lse=True),
+        "Attention": lambda: layer(q, k, v),
+    }
+    made = []
+    for name, call in cases.items():
+        call()
+        cpp, python = [], []
+        for _ in range(5):
+            python.append(median_us(call))
+            cpp.append(_core.time_attend(q, k, v, out, 5000))
+        more = statistics.median(python) - statistics.median(cpp)
+        made.append(records.record("python", {"call": name, "arrays": kind}, "us", round(more, 2),
+                                   target=TARGET, less_is_better=True,
+                                   machine=records.host_machine()))
+        print(f"{kind:16} {name:20} Python {statistics.median(python):7.2f} us, C++ "
+              f"{statistics.median(cpp):6.2f} us: {more:6.2f} us more")
+    records.write("python", "cpu", made, results)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    records.add_arguments(parser)
+    options = parser.parse_args()
+    kinds = ["numpy float32", "numpy bfloat16"]
+    try:
+        import torch  # noqa: F401
+        kinds += ["torch float32", "torch bfloat16"]
+    except ImportError:
+        print("torch is not here: its tensors are left out")
+    for kind in kinds:
+        measure(kind, options.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Attention over keys and values that are sharded across ranks."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+from . import _core
+from ._core import Communicator, Sharding
+from ._errors import InputError
+
+TYPE_CHECKING = False  # as type checkers read it; importing typing would double the time of ours
+if TYPE_CHECKING:
+    from typing import Any, Sequence
+
+    Array = Any  # NumPy, PyTorch, JAX, CuPy: what __dlpack__ or a buffer describes
+    Numbers = Any  # a small array; or one number, or a list of them, on processors
+
+Phases = namedtuple("Phases", "attend exchange merge")
+Phases.__doc__ = "Milliseconds of a run on this rank."
+
+
+def _after_append(cache_seqlens, new, cu_seqlens_q, name="k_new"):
+    """Lengths that count the new keys, of lengths before them: `new` has those of all sequences."""
+    if cache_seqlens is None:
+        return None
+    shape = getattr(new, "shape", None)
+    if shape is None:
+        raise TypeError(f"{name} is of type '{type(new).__name__}'; an array is wanted")
+    if len(shape) < 3:
+        raise InputError(f"{name} has {len(shape)} dimensions; [tokens, heads, dim] is wanted")
+    more = shape[-3]  # of each sequence
+    if cu_seqlens_q is not None:
+        if isinstance(cu_seqlens_q, (list, tuple)):
+            more = [b - a for a, b in zip(cu_seqlens_q, cu_seqlens_q[1:])]
+        elif getattr(cu_seqlens_q, "shape", ()):
+            more = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+        else:
+            raise TypeError(f"cu_seqlens_q is of type '{type(cu_seqlens_q).__name__}'; an array is wanted")
+    if isinstance(cache_seqlens, (list, tuple)):
+        if isinstance(more, int):
+            return [length + more for length in cache_seqlens]
+        if len(more) != len(cache_seqlens):
+            raise InputError(f"cu_seqlens_q has {len(more) + 1} entries and cache_seqlens "
+                             f"{len(cache_seqlens)}; there is one more of them")
+        return [length + int(n) for length, n in zip(cache_seqlens, more)]
+    if isinstance(more, list):
+        if not getattr(cache_seqlens, "shape", ()) or cache_seqlens.shape[0] != len(more):
+            raise InputError("cu_seqlens_q and cache_seqlens do not fit: there is one more entry of "
+                             "cu_seqlens_q")
+        made = cache_seqlens + 0
+        for i, n in enumerate(more):
+            made[i] += n
+        return made
+    if not hasattr(cache_seqlens, "__add__") or isinstance(cache_seqlens, str):
+        raise TypeError(f"cache_seqlens is of type '{type(cache_seqlens).__name__}'; an array is wanted")
+    return cache_seqlens + more
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    comm: Communicator | None = None,
+    causal: bool | Numbers = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Numbers | None = None,
+    sinks: Numbers | None = None,
+    cu_seqlens_q: Numbers | None = None,
+    cache_seqlens: Numbers | None = None,
+    block_table: Array | None = None,
+    k_new: Array | None = None,
+    v_new: Array | None = None,
+    q_descale: Numbers | None = None,
+    k_descale: Numbers | None = None,
+    v_descale: Numbers | None = None,
+    out_scale: Numbers | None = None,
+    documents: Numbers | None = None,
+    qq_bias: Array | None = None,
+    keys: str | Sharding = "contiguous",
+    queries: str | Sharding | None = None,
+    total_keys: int | None = None,
+    total_queries: int | None = None,
+    key_table: Numbers | None = None,
+    query_table: Numbers | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    invariant: bool = False,
+    exchange: str = "auto",
+    strategy: str = "auto",
+    return_lse: bool = False,
+    out: Array | None = None,
+    lse: Array | None = None,
+    stream: Any = None,
+) -> Any:
+    """out = softmax(score(q k^T)) v, exactly, over the keys of all ranks.
+
+    Names are those of flash-attention where they mean the same. Arrays are of any kind (NumPy,
+    also with the types of ml_dtypes; PyTorch; JAX; CuPy; whatever has __dlpack__), are read where
+    they lie, and what is returned is of the kind of `q`. Small arrays, such as lengths, may be
+    lists on processors. Layers are made for the first call with such options, which is collective,
+    and kept: the calls after it allocate nothing but their results.
+
+    Args:
+        q: [tokens, heads, head_dim], or [batch, tokens, heads, head_dim]; float32, float16,
+            bfloat16 or fp8. Every rank has all of it, unless `queries` is given.
+        k: this rank's keys, [keys, kv_heads, head_dim], sequence after sequence; or [batch,
+            capacity, kv_heads, head_dim]; or, with a block_table, its pages [pages, page, kv_heads,
+            head_dim]. kv_heads divides heads.
+        v: as k, with value_dim in the last dimension.
+        comm: the ranks; None is this process alone.
+        causal: a query sees keys up to its own position; or [batch] flags, one for each sequence.
+            Queries are the last tokens of their sequence.
+        softmax_scale: of the products; None is 1 / sqrt(head_dim).
+        window_size: keys that a query sees to its (left, right), besides its own; -1 is no bound.
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        alibi_slopes: [heads]; the score gets -slope * |distance|.
+        sinks: [heads] learned sinks, a score each.
+        cu_seqlens_q: [batch + 1] int32, where the rows of each sequence begin in a q of three
+            dimensions.
+        cache_seqlens: [batch] int32, keys of each whole sequence, over all ranks; with k_new
+            without the new ones, as in flash-attention.
+        block_table: [batch, columns] int32, the rank's own pages of each sequence.
+        k_new, v_new: the keys and values of these rows of q, [tokens, kv_heads, dim] on every rank;
+            they are written to k and v first, where their positions are this rank's.
+        q_descale, k_descale, v_descale: [1] or [kv_heads] float32: a stored fp8 x stands for
+            x * descale.
+        out_scale: [1] float32: out = result / out_scale.
+        documents: [count + 1] int64 starts of documents that are packed in the one sequence: a
+            query sees its own.
+        qq_bias: [width, width] added to the scores between the new tokens.
+        keys: how keys are dealt out to ranks: the name of a layout, or a Sharding.
+        queries: how query rows are; None is that every rank has all.
+        total_keys: keys of the whole sequence (with k_new the new ones too), over all ranks, where
+            cache_seqlens is not given. None asks all ranks, which costs a round of messages.
+        total_queries: likewise the rows of the whole q, with `queries`.
+        key_table, query_table: int64 tables of the layouts ranges and listed.
+        max_seqlen_q, max_seqlen_k: no sequence is longer; on GPUs they save workspace.
+        invariant: the same bits for 1, 2, 4 ... 64 ranks also where that is not the fastest.
+        exchange: how states travel between GPUs: "auto", "peer-buffers", "peer-buffers-apart", "gather".
+        strategy: a name of strategies().
+        return_lse: return (out, lse).
+        out: [tokens, heads, value_dim] or with batch, as q; written in place of a new array.
+        lse: [tokens, heads] or [batch, tokens, heads] float32, natural logarithms; likewise.
+        stream: on GPUs the stream to queue on; None is the current one of the arrays' library.
+
+    Returns:
+        out, or with return_lse (out, lse). A row that sees nothing is 0, its lse -inf. On GPUs the
+        work is queued; comm.wait(stream) waits and raises what went wrong.
+
+    Raises:
+        InputError: arrays that do not fit; the message names the argument.
+        UsageError: options that make no sense, or that differ between ranks.
+        UnsupportedError: what this build, device or strategy cannot do; arrays that require grad.
+        RankError: a rank that died or did not come, with .rank and .step.
+        TypeError: an argument of the wrong Python type.
+
+    >>> import numpy as np, longspan
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((5, 8, 64), dtype=np.float32)      # the last 5 tokens
+    >>> k = rng.standard_normal((100, 2, 64), dtype=np.float32)    # of a sequence of 100
+    >>> v = rng.standard_normal((100, 2, 64), dtype=np.float32)
+    >>> out, lse = longspan.attend(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((5, 8, 64), (5, 8))
+    """
+    if k_new is not None:
+        cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
+    return _core.attend(
+        q, k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
+        k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, total_keys,
+        total_queries, key_table, query_table, False, return_lse, out, lse, stream, comm,
+        softmax_scale, window_size, softcap, keys, queries, invariant, exchange, strategy,
+        max_seqlen_q, max_seqlen_k)
+
+
+class Attention:
+    """A layer: options that are fixed once, for many runs.
+
+    Making one is collective, checks that all ranks gave the same options, and allocates the
+    workspace; running it allocates nothing but results, and waits for nothing (on GPUs), so that it
+    can be captured in a CUDA graph with `out` given.
+
+    Args:
+        comm: the ranks; None is this process alone, on processors.
+        heads, kv_heads, head_dim, value_dim: sizes; kv_heads is heads, value_dim is head_dim, where
+            they are None.
+        dtype: of the products: "float32", "float16" or "bfloat16", or such a dtype of NumPy or
+            torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as fp8.
+        causal, softmax_scale, window_size, softcap, keys, queries, invariant, strategy, exchange:
+            as in attend.
+        alibi: what slopes multiply: "query", the distance of query and key, or "context", the
+            distance to the first query, as serving engines do.
+        max_queries: most query rows in one run, over the batch (with `queries`: on one rank).
+        max_batch: most sequences in one run.
+        max_seqlen_k, max_seqlen_q: no sequence has more keys, or queries in one run; 0 is unknown.
+        threads: on processors; 0 is LONGSPAN_THREADS, or this rank's share of the cores.
+        check_arrays: on GPUs, check lengths and tables there; wait() raises what was found.
+        profile: time the phases of each run.
+        tf32: on GPUs, float32 products may be rounded to TF32.
+        fp8_products: on Hopper, long e4m3 queries may be multiplied as they are.
+
+    Raises:
+        UsageError, UnsupportedError, RankError, TypeError: as attend.
+
+    >>> import numpy as np, longspan
+    >>> layer = longspan.Attention(heads=4, head_dim=64, dtype="float32", causal=True, max_queries=8)
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 4, 64), dtype=np.float32)
+    >>> layer(q, k, v).shape
+    (8, 4, 64)
+    """
+
+    def __init__(self, comm: Communicator | None = None, *, heads: int, head_dim: int,
+                 kv_heads: int | None = None, value_dim: int | None = None,
+                 dtype: Any = "bfloat16", q_dtype: Any = None, kv_dtype: Any = None,
+                 out_dtype: Any = None, causal: bool = False, softmax_scale: float | None = None,
+                 window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                 alibi: str = "query", keys: str | Sharding = "contiguous",
+                 queries: str | Sharding | None = None, max_queries: int = 1, max_batch: int = 1,
+                 max_seqlen_k: int = 0, max_seqlen_q: int = 0, invariant: bool = False,
+                 strategy: str = "auto", exchange: str = "auto", threads: int = 0,
+                 check_arrays: bool = False, profile: bool = False, tf32: bool = False,
+                 fp8_products: bool = False):
+        self._layer = _core.layer(
+            comm, heads, kv_heads, head_dim, value_dim, dtype, q_dtype, kv_dtype, out_dtype, causal,
+            softmax_scale, window_size, softcap, alibi, keys, queries, max_queries, max_batch,
+            max_seqlen_k, max_seqlen_q, invariant, strategy, exchange, threads, check_arrays,
+            profile, tf32, fp8_products)
+
+    def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
+                 cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
+                 block_table: Array | None = None, k_new: Array | None = None,
+                 v_new: Array | None = None, q_descale: Numbers | None = None,
+                 k_descale: Numbers | None = None, v_descale: Numbers | None = None,
+                 out_scale: Numbers | None = None, alibi_slopes: Numbers | None = None,
+                 sinks: Numbers | None = None, qq_bias: Array | None = None,
+                 documents: Numbers | None = None, total_keys: int | None = None,
+                 total_queries: int | None = None, key_table: Numbers | None = None,
+                 query_table: Numbers | None = None, skip_decode: bool = False,
+                 return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
+                 stream: Any = None) -> Any:
+        """One run; arguments as in attend. `causal`: [batch] flags in place of the layer's.
+        `skip_decode`: sequences of one query are left out, their rows untouched."""
+        if k_new is not None:
+            cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
+        return self._layer.run(
+            q, k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
+            k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, total_keys,
+            total_queries, key_table, query_table, skip_decode, return_lse, out, lse, stream)
+
+    def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
+               cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
+               block_table: Array | None = None, total_keys: int | None = None,
+               key_table: Numbers | None = None, k_descale: Numbers | None = None,
+               v_descale: Numbers | None = None, stream: Any = None) -> None:
+        """Writes new keys and values into this rank's k and v, where their positions are its own.
+
+        Args:
+            k_new, v_new: [tokens, kv_heads, dim] or with batch, on every rank. v_new is None where v
+                is the first columns of k.
+            k, v: the cache, as in attend.
+            cu_seqlens_q: [batch + 1] int32, where the new tokens of each sequence begin.
+            cache_seqlens: [batch] int32, keys before the new ones; or
+            total_keys: keys of the one sequence, the new ones included.
+        """
+        cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
+        self._layer.append(k_new, v_new, k, v, cu_seqlens_q, cache_seqlens, block_table, total_keys,
+                           key_table, k_descale, v_descale, stream)
+
+    def wait(self, stream: int | None = None) -> None:
+        """Waits until the stream is done, at most for the deadline, and raises what went wrong."""
+        self._layer.wait(stream)
+
+    def shard(self, length: int) -> "_core.Shard":
+        """What this rank holds of a sequence of `length` keys."""
+        length, rank, ranks = self._layer.shard(length)
+        return self._layer.keys().shard(length, rank, ranks)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self._layer.comm()
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that was chosen."""
+        return self._layer.strategy()
+
+    @property
+    def exchange(self) -> str:
+        """How states travel."""
+        return self._layer.exchange()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the workspace on this rank."""
+        return self._layer.workspace_bytes()
+
+    @property
+    def phases(self) -> Phases:
+        """Where the time of the last run went, with profile=True."""
+        return Phases(**self._layer.phases())
+
+
+def strategies() -> Sequence[str]:
+    """The names of all strategies.
+
+    >>> import longspan
+    >>> "gather-states" in longspan.strategies()
+    True
+    """
+    return _core.strategies()

@@ -1,0 +1,90 @@
+"""Who computes together."""
+
+from __future__ import annotations
+
+from . import _core
+from ._core import Communicator
+
+
+def alone(device: str = "cpu", *, gpu: int | None = None) -> Communicator:
+    """One process alone, on its processors or on a GPU.
+
+    Calls that are given no communicator take this one.
+
+    Args:
+        device: "cpu" or "cuda".
+        gpu: which GPU, as CUDA counts them; None is the current one.
+
+    Raises:
+        UsageError: there is no such GPU.
+        UnsupportedError: "cuda" in a build without CUDA.
+
+    >>> import longspan
+    >>> comm = longspan.alone()
+    >>> comm.rank, comm.size, comm.device
+    (0, 1, 'cpu')
+    """
+    return _core.alone(device, gpu)
+
+
+def from_environment(device: str = "cpu", *, gpu: int | None = None,
+                     deadline: float | None = None) -> Communicator:
+    """The ranks that the launcher started: mpirun, torchrun or srun; without one, this process alone.
+
+    Collective: every rank calls it.
+
+    Args:
+        device: "cpu" or "cuda": where the arrays of calls will lie.
+        gpu: this rank's GPU; None is the one of its local rank.
+        deadline: seconds that a rank waits for another at most; None takes LONGSPAN_DEADLINE_S,
+            or else 60.
+
+    Raises:
+        RankError: a rank did not come.
+        UnsupportedError: what the launcher needs is not in this build.
+
+    >>> import longspan
+    >>> longspan.from_environment().size      # no launcher here
+    1
+    """
+    return _core.from_environment(device, gpu, deadline)
+
+
+def from_mpi4py(comm, device: str = "cpu", *, gpu: int | None = None,
+                deadline: float | None = None) -> Communicator:
+    """The ranks of a communicator of mpi4py, which stays the caller's. Collective over `comm`.
+
+    Args:
+        comm: an mpi4py.MPI.Comm, such as MPI.COMM_WORLD.
+        device, gpu, deadline: as in from_environment.
+
+    Raises:
+        TypeError: `comm` is none.
+        UsageError: mpi4py runs on another MPI library than longspan.
+        UnsupportedError: longspan was built without MPI.
+    """
+    return _core.from_mpi4py(comm, device, gpu, deadline)
+
+
+def from_exchange(rank: int, size: int, exchange, device: str = "cpu", *, gpu: int | None = None,
+                  deadline: float | None = None) -> Communicator:
+    """Ranks that can exchange a few bytes by any way of the caller's: a process group, pipes, files.
+
+    Needs neither MPI nor a launcher nor a port that is agreed on. On processors states travel over
+    TCP, on GPUs over NCCL. A process may have many of these. Collective.
+
+    Args:
+        rank, size: this rank and how many there are.
+        exchange: given this rank's bytes, returns the list of every rank's, in rank order. It is
+            called twice at most, and not kept; what it raises passes.
+        device, gpu, deadline: as in from_environment.
+
+    Raises:
+        UsageError: ranks differ in what they ask for.
+        RankError: a rank did not come.
+
+    >>> import longspan
+    >>> longspan.from_exchange(0, 1, lambda mine: [mine]).size
+    1
+    """
+    return _core.from_exchange(rank, size, exchange, device, gpu, deadline)

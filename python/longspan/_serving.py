@@ -1,0 +1,213 @@
+"""The calls of serving engines, on one rank."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+from . import _core
+from ._attention import _after_append
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from ._attention import Array, Numbers
+
+Segments = namedtuple("Segments", "output max expsum keys tile")
+Segments.__doc__ = """States of segments of the keys, float32, natural units.
+
+output: [tokens, heads, segments, value_dim], not normalised; max, expsum: [tokens, heads,
+segments]; keys: of a segment (0: as many tiles as fill them); tile: keys of a tile.
+"""
+
+
+def merge_attn_states(prefix_output: Array, prefix_lse: Array, suffix_output: Array,
+                      suffix_lse: Array, *, base: str | int,
+                      prefill_tokens_with_context: int | None = None,
+                      out_scale: Numbers | None = None, prefix_scale: Numbers | None = None,
+                      suffix_scale: Numbers | None = None, nan_is_empty: bool = False,
+                      out: Array | None = None, lse: Array | None = None,
+                      stream: Any = None) -> tuple[Array, Array]:
+    """The merge of two finished results over different keys, as vLLM names it.
+
+    Args:
+        prefix_output, suffix_output: [tokens, heads, value_dim], of any float type.
+        prefix_lse, suffix_lse: [heads, tokens] float32. +inf and -inf mean no keys.
+        base: of every logarithm, given and returned: "e" or 2. There is no default on purpose.
+        prefill_tokens_with_context: tokens from here on copy the suffix.
+        out_scale: [1] float32: out = result / out_scale. fp8 needs it.
+        prefix_scale, suffix_scale: [1] float32, of fp8 parts: a stored x stands for x * scale.
+        nan_is_empty: an lse of NaN means no keys; otherwise it stays NaN.
+        out: like prefix_output, of any float type; may be prefix_output itself.
+        lse: like prefix_lse; may be prefix_lse itself.
+
+    Returns:
+        (out, lse)
+
+    >>> import numpy as np, longspan
+    >>> a, b = np.random.default_rng(0).standard_normal((2, 3, 4, 16), dtype=np.float32)
+    >>> empty, lse = np.full((4, 3), -np.inf, np.float32), np.zeros((4, 3), np.float32)
+    >>> out, _ = longspan.merge_attn_states(a, empty, b, lse, base="e")
+    >>> bool((out == b).all())
+    True
+    """
+    return _core.merge_attn_states(prefix_output, prefix_lse, suffix_output, suffix_lse, base, True,
+                                   out, lse, prefill_tokens_with_context, out_scale, prefix_scale,
+                                   suffix_scale, nan_is_empty, stream)
+
+
+def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array, *, base: str | int,
+                nan_is_empty: bool = False, out: Array | None = None, lse: Array | None = None,
+                stream: Any = None) -> tuple[Array, Array]:
+    """The same as FlashInfer names it: s_a and s_b are [tokens, heads].
+
+    FlashInfer's own logarithms are of base 2.
+
+    >>> import numpy as np, longspan
+    >>> v = np.ones((3, 4, 16), np.float32)
+    >>> s = np.zeros((3, 4), np.float32)
+    >>> out, lse = longspan.merge_state(v, s, 3 * v, s, base=2)
+    >>> float(out[0, 0, 0]), float(lse[0, 0])
+    (2.0, 1.0)
+    """
+    return _core.merge_attn_states(v_a, s_a, v_b, s_b, base, False, out, lse, None, None, None, None,
+                                   nan_is_empty, stream)
+
+
+def merge_states(v: Array, s: Array, *, base: str | int, out_scale: Numbers | None = None,
+                 part_scales: Numbers | None = None, nan_is_empty: bool = False,
+                 out: Array | None = None, lse: Array | None = None,
+                 stream: Any = None) -> tuple[Array, Array]:
+    """The merge of any number of results, as FlashInfer names it.
+
+    Args:
+        v: [tokens, parts, heads, value_dim].
+        s: [tokens, parts, heads] float32, their log-sum-exp in `base` ("e" or 2).
+        part_scales: [parts] float32, of fp8.
+        others: as merge_attn_states.
+
+    Returns:
+        (out [tokens, heads, value_dim], lse [tokens, heads])
+
+    >>> import numpy as np, longspan
+    >>> v, s = np.ones((3, 5, 4, 16), np.float32), np.zeros((3, 5, 4), np.float32)
+    >>> out, lse = longspan.merge_states(v, s, base="e")
+    >>> out.shape, bool(np.allclose(lse, np.log(5)))
+    ((3, 4, 16), True)
+    """
+    return _core.merge_states(v, s, base, out, lse, out_scale, part_scales, nan_is_empty, stream)
+
+
+def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: Array,
+                        cache_seqlens: Numbers, *, cu_seqlens_q: Numbers | None = None,
+                        causal: bool | Numbers = True, softmax_scale: float | None = None,
+                        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                        alibi_slopes: Numbers | None = None, alibi: str = "context",
+                        sinks: Numbers | None = None, qq_bias: Array | None = None,
+                        q_descale: Numbers | None = None, k_descale: Numbers | None = None,
+                        v_descale: Numbers | None = None, out_scale: Numbers | None = None,
+                        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                        segments: int | None = None, segment_keys: int = 0, tile: int = 16,
+                        return_lse: bool = False, out: Array | None = None,
+                        lse: Array | None = None, stream: Any = None) -> Any:
+    """Decode and short queries over a paged cache that holds all keys.
+
+    Args:
+        q: [tokens, heads, head_dim].
+        k_cache, v_cache: pages [pages, page, kv_heads, dim], or x-packed.
+        block_table: [batch, columns] int32.
+        cache_seqlens: [batch] int32, keys of each sequence, those of q included.
+        alibi: what slopes multiply: "context" (the distance to the first query) or "query".
+        segments: hand out the states of so many segments of the keys, for reduce_segments.
+        segment_keys: keys of a segment; 0: ceil(keys / (segments * tile)) tiles of `tile` keys.
+        others: as attend.
+
+    Returns:
+        out [tokens, heads, value_dim]; with return_lse (out, lse [tokens, heads]); with `segments`
+        a Segments, in whose segment 0 the sinks are.
+
+    >>> import numpy as np, longspan
+    >>> cache = np.random.default_rng(0).standard_normal((2, 10, 16, 2, 64), dtype=np.float32)
+    >>> table = np.arange(10, dtype=np.int32).reshape(2, 5)
+    >>> q = np.ones((2, 8, 64), np.float32)        # one query for each of two sequences
+    >>> args = q, *cache, table, [80, 33]
+    >>> out = longspan.segmented_attention(*args, cu_seqlens_q=[0, 1, 2])
+    >>> states = longspan.segmented_attention(*args, cu_seqlens_q=[0, 1, 2], segments=4)
+    >>> again = longspan.reduce_segments(states, [80, 33], cu_seqlens_q=[0, 1, 2], dtype="float32")
+    >>> bool(np.allclose(out, again, atol=1e-6))
+    True
+    """
+    made = _core.segmented_attention(
+        q, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_q, causal, softmax_scale,
+        window_size, softcap, alibi_slopes, alibi, sinks, qq_bias, q_descale, k_descale, v_descale,
+        out_scale, max_seqlen_q, max_seqlen_k, return_lse, out, lse, stream, segments, segment_keys,
+        tile)
+    return made if segments is None else Segments(*made, segment_keys, tile)
+
+
+def reduce_segments(segments: Segments, cache_seqlens: Numbers, *, dtype: Any = "bfloat16",
+                    cu_seqlens_q: Numbers | None = None, out_scale: Numbers | None = None,
+                    return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
+                    stream: Any = None) -> Any:
+    """The states of segmented_attention become results. `dtype` is that of a new `out`; others as
+    there. Segments past the end of a sequence are never read."""
+    return _core.reduce_segments(*segments, cache_seqlens, cu_seqlens_q, dtype, out_scale, return_lse,
+                                 out, lse, stream)
+
+
+def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Array,
+                      block_table: Array, cache_seqlens: Numbers, *,
+                      cu_seqlens_q: Numbers | None = None, causal: bool | Numbers = True,
+                      softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+                      softcap: float = 0.0, alibi_slopes: Numbers | None = None,
+                      alibi: str = "context", sinks: Numbers | None = None,
+                      qq_bias: Array | None = None, q_descale: Numbers | None = None,
+                      k_descale: Numbers | None = None, v_descale: Numbers | None = None,
+                      out_scale: Numbers | None = None, out_scale_inv: Numbers | None = None,
+                      max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                      skip_decode: bool = False, return_lse: bool = False, out: Array | None = None,
+                      lse: Array | None = None, stream: Any = None) -> Any:
+    """Chunked prefill: new tokens see the cached keys of their sequence, and each other.
+
+    Args:
+        q, k, v: [tokens, heads or kv_heads, dim], the new tokens of all sequences.
+        k_cache, v_cache, block_table: the paged cache, without the new tokens.
+        cache_seqlens: [batch] int32, keys of each sequence that lie in the cache.
+        out_scale_inv: [1] float32: out = result * out_scale_inv, in place of out_scale.
+        skip_decode: sequences of one query are left out, their rows untouched.
+        others: as segmented_attention.
+
+    >>> import numpy as np, longspan
+    >>> rng = np.random.default_rng(0)
+    >>> cache = rng.standard_normal((2, 10, 16, 2, 64), dtype=np.float32)
+    >>> q, k, v = rng.standard_normal((3, 7, 2, 64), dtype=np.float32)
+    >>> table = np.arange(10, dtype=np.int32).reshape(1, 10)
+    >>> longspan.context_attention(q, k, v, *cache, table, [100]).shape
+    (7, 2, 64)
+    """
+    return _core.context_attention(
+        q, k_cache, v_cache, block_table, _after_append(cache_seqlens, q, cu_seqlens_q, "q"),
+        cu_seqlens_q, causal, softmax_scale, window_size, softcap, alibi_slopes, alibi, sinks,
+        qq_bias, q_descale, k_descale, v_descale, out_scale, max_seqlen_q, max_seqlen_k, return_lse,
+        out, lse, stream, k, v, skip_decode, out_scale_inv)
+
+
+def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_mapping: Numbers, *,
+              k_descale: Numbers | None = None, v_descale: Numbers | None = None,
+              stream: Any = None) -> None:
+    """New keys and values into a paged cache, each where its slot says.
+
+    Args:
+        k, v: [tokens, kv_heads, dim]; v is None where v_cache is the first columns of k_cache.
+        k_cache, v_cache: pages, written.
+        slot_mapping: [tokens] int64: page * page size + row; below 0 a token is not written.
+        k_descale, v_descale: [1] or [kv_heads] float32; fp8 caches store x / descale.
+
+    >>> import numpy as np, longspan
+    >>> k_cache, v_cache = np.zeros((2, 4, 16, 2, 64), np.float32)
+    >>> k = np.ones((2, 2, 64), np.float32)
+    >>> longspan.append_kv(k, k, k_cache, v_cache, [17, -1])
+    >>> float(k_cache[1, 1].sum()), float(k_cache.sum())
+    (128.0, 128.0)
+    """
+    _core.append_kv(k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale, stream)

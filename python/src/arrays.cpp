@@ -1,0 +1,461 @@
+#include "python/src/arrays.hpp"
+
+#include <bit>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "longspan/error.hpp"
+#include "python/src/words.hpp"
+
+namespace longspan::python {
+namespace {
+
+struct TypeName {
+  const char* name;
+  DType dtype;
+};
+constexpr TypeName kTypes[] = {
+    {"float32", DType::fp32},       {"float16", DType::fp16},     {"bfloat16", DType::bf16},
+    {"float8_e4m3fn", DType::e4m3}, {"float8_e5m2", DType::e5m2}, {"int32", DType::int32},
+    {"int64", DType::int64},        {"uint8", DType::uint8},      {"bool", DType::uint8},
+    {"fp32", DType::fp32},          {"fp16", DType::fp16},        {"bf16", DType::bf16},
+    {"e4m3", DType::e4m3},          {"e5m2", DType::e5m2},
+};
+
+std::optional<DType> dtype_named(std::string_view name) {
+  for (const TypeName& type : kTypes)
+    if (name == type.name) return type.dtype;
+  return std::nullopt;
+}
+
+[[noreturn]] void refuse_type(const char* argument, const std::string& found) {
+  throw InputError(std::string(argument) + " has elements of type " + found +
+                   "; float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 are supported, for "
+                   "lengths and tables int32 and int64, for flags bool and uint8");
+}
+
+/// A module that somebody else has imported; null where nobody has.
+nb::object module_if_loaded(const char* name) {
+  PyObject* const modules = PyImport_GetModuleDict();  // borrowed
+  PyObject* const found = modules == nullptr ? nullptr : PyDict_GetItemString(modules, name);
+  return found == nullptr ? nb::object() : nb::borrow(found);
+}
+
+bool derives(nb::handle type, const char* module, const char* base) {
+  const nb::object loaded = module_if_loaded(module);
+  if (!loaded.is_valid() || !nb::hasattr(loaded, base)) return false;
+  const int is = PyObject_IsSubclass(type.ptr(), nb::object(loaded.attr(base)).ptr());
+  if (is < 0) throw nb::python_error();
+  return is == 1;
+}
+
+Kind find_kind(nb::handle type) {
+  Kind kind;
+  if (derives(type, "numpy", "ndarray")) {
+    kind.name = Kind::numpy;
+    return kind;
+  }
+  if (derives(type, "torch", "Tensor")) kind.name = Kind::torch;
+  if (nb::hasattr(type, "__dlpack_c_exchange_api__")) {
+    const nb::object capsule = type.attr("__dlpack_c_exchange_api__");
+    void* const found = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
+    if (found == nullptr) {
+      PyErr_Clear();
+      return kind;
+    }
+    const auto* api = static_cast<const dlpack::ExchangeApi*>(found);
+    while (api != nullptr && api->version.major != 1) api = api->older;
+    if (api != nullptr && api->view_of != nullptr) kind.api = api;
+  }
+  return kind;
+}
+
+/// By type, so that what a type can do is looked up once. Types are kept: their address is the key.
+Kind kind_of(nb::handle object) {
+  static auto* known = new std::vector<std::pair<PyTypeObject*, Kind>>;  // under the GIL
+  PyTypeObject* const type = Py_TYPE(object.ptr());
+  for (const auto& [seen, kind] : *known)
+    if (seen == type) return kind;
+  const Kind kind = find_kind(nb::handle(reinterpret_cast<PyObject*>(type)));
+  if (known->size() < 64) {
+    Py_INCREF(type);
+    known->emplace_back(type, kind);
+  }
+  return kind;
+}
+
+/// An interned name: nanobind would make a new string for each look-up.
+nb::handle interned(const char* name) {
+  return nb::steal(PyUnicode_InternFromString(name)).release();
+}
+
+std::optional<DType> dtype_of_format(const char* format, Py_ssize_t size) {
+  std::string_view code = format == nullptr ? "B" : format;
+  if (!code.empty() && std::string_view("@=<>!").find(code[0]) != std::string_view::npos) {
+    const bool is_big = code[0] == '>' || code[0] == '!';
+    if (is_big && size > 1 && std::endian::native == std::endian::little) return std::nullopt;
+    code.remove_prefix(1);
+  }
+  if (code == "f") return DType::fp32;
+  if (code == "e") return DType::fp16;
+  if (code == "B" || code == "?") return DType::uint8;
+  if (code == "i" || code == "l" || code == "q" || code == "n")
+    return size == 4 ? DType::int32 : size == 8 ? std::optional(DType::int64) : std::nullopt;
+  return std::nullopt;
+}
+
+std::optional<DType> dtype_of_dlpack(dlpack::Type type) {
+  if (type.lanes != 1) return std::nullopt;
+  if (type.code == dlpack::kFloat && type.bits == 32) return DType::fp32;
+  if (type.code == dlpack::kFloat && type.bits == 16) return DType::fp16;
+  if (type.code == dlpack::kBfloat && type.bits == 16) return DType::bf16;
+  if (type.code == dlpack::kFloat8E4m3fn && type.bits == 8) return DType::e4m3;
+  if (type.code == dlpack::kFloat8E5m2 && type.bits == 8) return DType::e5m2;
+  if (type.code == dlpack::kInt && type.bits == 32) return DType::int32;
+  if (type.code == dlpack::kInt && type.bits == 64) return DType::int64;
+  if ((type.code == dlpack::kUInt || type.code == dlpack::kBool) && type.bits == 8)
+    return DType::uint8;
+  return std::nullopt;
+}
+
+std::string text_of(dlpack::Type type) {
+  constexpr const char* names[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  return (type.code < 7 ? names[type.code] : "type " + std::to_string(type.code) + " of DLPack, ") +
+         std::to_string(type.bits) + (type.lanes == 1 ? "" : "x" + std::to_string(type.lanes));
+}
+
+/// The types of ml_dtypes, which have no letter in the buffer protocol. By the dtype object, so
+/// that a name is looked at once; the objects are kept, since their address is the key.
+std::optional<DType> added_dtype(nb::handle array) {
+  static auto* known =
+      new std::vector<std::pair<PyObject*, std::optional<DType>>>;  // under the GIL
+  static const nb::handle dtype_name = interned("dtype");
+  const nb::object dtype = array.attr(dtype_name);
+  for (const auto& [seen, type] : *known)
+    if (seen == dtype.ptr()) return type;
+  const std::string name = nb::cast<std::string>(nb::str(nb::object(dtype.attr("name"))));
+  const auto type = dtype_named(name);
+  const std::optional<DType> added =
+      type && (*type == DType::bf16 || is_fp8(*type)) ? type : std::nullopt;
+  if (known->size() < 64) known->emplace_back(nb::object(dtype).release().ptr(), added);
+  return added;
+}
+
+/// The same memory as integers.
+nb::object bits_of(nb::handle array, DType dtype) {
+  static const nb::handle view = interned("view");
+  static const nb::handle two =
+      nb::object(nb::module_::import_("numpy").attr("dtype")("uint16")).release();
+  static const nb::handle one =
+      nb::object(nb::module_::import_("numpy").attr("dtype")("uint8")).release();
+  return array.attr(view)(size_of(dtype) == 2 ? two : one);
+}
+
+/// A dense Tensor of the host that starts at `data`.
+void set_extents(Tensor& t, const char* name, int dims, const std::int64_t* shape) {
+  if (dims > Tensor::kMaxDims)
+    throw InputError(std::string(name) + " has " + std::to_string(dims) +
+                     " dimensions; there are at most " + std::to_string(Tensor::kMaxDims));
+  t.dims = dims;
+  std::int64_t step = 1;
+  for (int d = dims - 1; d >= 0; --d) {
+    t.shape[d] = shape[d];
+    t.stride[d] = step;
+    step *= shape[d] > 0 ? shape[d] : 1;
+  }
+}
+
+/// Strides are counted in bytes where they come from.
+void set_byte_stride(Tensor& t, const char* name, int d, std::int64_t bytes) {
+  const auto size = static_cast<std::int64_t>(size_of(t.dtype));
+  if (bytes % size != 0) {
+    if (t.shape[d] > 1)
+      throw InputError(std::string(name) + " has a stride of " + std::to_string(bytes) +
+                       " bytes in dimension " + std::to_string(d) +
+                       ", which is no multiple of its " + std::to_string(size) +
+                       "-byte elements; copy it");
+    return;  // an extent of 1 is never stepped over
+  }
+  t.stride[d] = bytes / size;
+}
+
+}  // namespace
+
+Array::Array(nb::handle object, const char* name) : name_(name) {
+  if (!object.is_none()) read(object);
+}
+
+Array::Array(nb::handle object, const char* name, DType dtype) : name_(name) {
+  if (object.is_none()) return;
+  PyObject* const o = object.ptr();
+  if (PyFloat_Check(o) || PyLong_Check(o) || PyList_Check(o) || PyTuple_Check(o))
+    take_numbers(object, dtype);
+  else
+    read(object);
+}
+
+Array::~Array() {
+  if (has_buffer_) PyBuffer_Release(&buffer_);
+}
+
+Array::Array(Array&& other) noexcept
+    : object_(std::exchange(other.object_, {})),
+      name_(other.name_),
+      tensor_(other.tensor_),
+      kind_(other.kind_),
+      gpu_(other.gpu_),
+      read_only_(other.read_only_),
+      has_buffer_(std::exchange(other.has_buffer_, false)),
+      buffer_(other.buffer_),
+      holder_(std::move(other.holder_)) {}
+
+const Array& Array::required() const {
+  if (!*this) throw nb::type_error((std::string(name_) + " is None; an array is wanted").c_str());
+  return *this;
+}
+
+const Array& Array::writable() const {
+  if (read_only_) throw InputError(std::string(name_) + " is read-only, and the call writes to it");
+  return *this;
+}
+
+void Array::read(nb::handle object) {
+  object_ = object;
+  kind_ = kind_of(object);
+  if (kind_.name == Kind::torch) {
+    static const nb::handle requires_grad = interned("requires_grad");
+    const nb::object asked = object.attr(requires_grad);
+    if (asked.ptr() == Py_True &&
+        nb::cast<bool>(module_if_loaded("torch").attr("is_grad_enabled")()))
+      throw Unsupported(std::string(name_) +
+                        " requires grad, and there is no backward pass: longspan is for inference. "
+                        "Call it under torch.no_grad(), or with " +
+                        name_ + ".detach()");
+  }
+  if (kind_.api != nullptr) {
+    take_exchange();
+  } else if (kind_.name == Kind::numpy) {
+    take_buffer();
+  } else if (nb::hasattr(object, "__dlpack__")) {
+    take_capsule();
+  } else if (!take_buffer()) {
+    wrong_type(object, name_, "an array (NumPy, or anything with __dlpack__)");
+  }
+  settle();
+}
+
+void Array::take_numbers(nb::handle object, DType dtype) {
+  object_ = object;
+  std::string bytes;
+  const auto add = [&](nb::handle number) {
+    const auto put = [&](auto value) {
+      bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
+    };
+    if (dtype == DType::fp32) {
+      put(static_cast<float>(real(number, name_)));
+    } else if (dtype == DType::uint8) {
+      put(static_cast<std::uint8_t>(flag(number, name_)));
+    } else {
+      const std::int64_t value = integer(number, name_);
+      if (dtype == DType::int64)
+        put(value);
+      else if (value == static_cast<std::int32_t>(value))
+        put(static_cast<std::int32_t>(value));
+      else
+        throw InputError(std::string(name_) + " has " + std::to_string(value) +
+                         ", which is past 32 bits");
+    }
+  };
+  if (PyList_Check(object.ptr()) || PyTuple_Check(object.ptr()))
+    for (nb::handle number : object) add(number);
+  else
+    add(object);
+  const nb::bytes made(bytes.data(), bytes.size());
+  tensor_.dtype = dtype;
+  tensor_.data = const_cast<void*>(made.data());
+  const auto count = static_cast<std::int64_t>(bytes.size() / size_of(dtype));
+  set_extents(tensor_, name_, 1, &count);
+  read_only_ = true;
+  holder_ = made;
+}
+
+bool Array::take_buffer() {
+  PyObject* memory = object_.ptr();
+  if (!PyObject_CheckBuffer(memory)) return false;
+  std::optional<DType> added;
+  if (kind_.name == Kind::numpy) {
+    added = added_dtype(object_);
+    if (added) {
+      holder_ = bits_of(object_, *added);
+      memory = holder_.ptr();
+    }
+  }
+  if (PyObject_GetBuffer(memory, &buffer_, PyBUF_RECORDS_RO) != 0) {
+    if (kind_.name != Kind::numpy) throw nb::python_error();
+    PyErr_Clear();  // there is no letter for such a type
+    refuse_type(name_, nb::cast<std::string>(nb::str(nb::object(object_.attr("dtype")))));
+  }
+  has_buffer_ = true;
+  const auto dtype = added ? added : dtype_of_format(buffer_.format, buffer_.itemsize);
+  if (!dtype) {
+    if (kind_.name == Kind::numpy) {
+      const nb::object type = object_.attr("dtype");
+      const std::string order = nb::cast<std::string>(nb::str(nb::object(type.attr("byteorder"))));
+      refuse_type(name_, nb::cast<std::string>(nb::str(nb::object(type.attr("name")))) +
+                             (order == ">" ? " in the other byte order" : ""));
+    }
+    refuse_type(name_, std::string("'") + buffer_.format + "'");
+  }
+  tensor_.dtype = *dtype;
+  tensor_.data = buffer_.buf;
+  read_only_ = buffer_.readonly != 0;
+  std::int64_t shape[PyBUF_MAX_NDIM];
+  for (int d = 0; d < buffer_.ndim; ++d) shape[d] = buffer_.shape[d];
+  set_extents(tensor_, name_, buffer_.ndim, shape);
+  if (buffer_.strides != nullptr)
+    for (int d = 0; d < buffer_.ndim; ++d) set_byte_stride(tensor_, name_, d, buffer_.strides[d]);
+  return true;
+}
+
+void Array::take(const dlpack::View& view) {
+  switch (view.place.type) {
+    case dlpack::kCpu:
+    case dlpack::kCudaHost:
+      tensor_.device = Device::host;
+      break;
+    case dlpack::kCuda:
+    case dlpack::kCudaManaged:
+      tensor_.device = Device::cuda;
+      gpu_ = view.place.index;
+      break;
+    default:
+      throw InputError(std::string(name_) + " lies on a device of DLPack's type " +
+                       std::to_string(view.place.type) + "; processors and CUDA are supported");
+  }
+  const auto dtype = dtype_of_dlpack(view.type);
+  if (!dtype) refuse_type(name_, text_of(view.type));
+  tensor_.dtype = *dtype;
+  if (view.data != nullptr) tensor_.data = static_cast<char*>(view.data) + view.byte_offset;
+  set_extents(tensor_, name_, view.dims, view.shape);
+  if (view.strides != nullptr)
+    for (int d = 0; d < view.dims; ++d) tensor_.stride[d] = view.strides[d];
+}
+
+void Array::take_exchange() {
+  dlpack::View view{};
+  if (kind_.api->view_of(object_.ptr(), &view) != 0) throw nb::python_error();
+  take(view);
+}
+
+void Array::take_capsule() {
+  // What is on a GPU is made ready on the stream that the call works on: CuPy's own stream, which
+  // needs nothing, or the default stream (1 in this protocol).
+  const nb::object place = object_.attr("__dlpack_device__")();
+  const bool on_gpu = nb::cast<int>(nb::object(nb::int_(nb::object(place[0])))) == dlpack::kCuda;
+  nb::dict options;
+  if (on_gpu)
+    options["stream"] =
+        derives(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(object_.ptr()))), "cupy", "ndarray")
+            ? -1
+            : 1;
+  const nb::object method = object_.attr("__dlpack__");
+  try {
+    nb::dict with_version(options);
+    with_version = nb::cast<nb::dict>(nb::object(options.attr("copy")()));
+    with_version["max_version"] = nb::make_tuple(1, 1);
+    holder_ = method(**with_version);
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError)) throw;
+    holder_ = method(**options);  // from before DLPack 1.0
+  }
+  if (PyCapsule_IsValid(holder_.ptr(), "dltensor_versioned")) {
+    const auto* managed = static_cast<const dlpack::ManagedVersioned*>(
+        PyCapsule_GetPointer(holder_.ptr(), "dltensor_versioned"));
+    if (managed->version.major != 1)
+      throw InputError(std::string(name_) + " speaks DLPack " +
+                       std::to_string(managed->version.major) + "; 1 is known here");
+    read_only_ = (managed->flags & dlpack::kReadOnly) != 0;
+    take(managed->view);
+  } else if (PyCapsule_IsValid(holder_.ptr(), "dltensor")) {
+    take(
+        static_cast<const dlpack::Managed*>(PyCapsule_GetPointer(holder_.ptr(), "dltensor"))->view);
+  } else {
+    throw nb::type_error((std::string(name_) + ".__dlpack__() gives no capsule of DLPack").c_str());
+  }
+  // Arrays of JAX never change, and do not always say so here.
+  if (derives(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(object_.ptr()))), "jax", "Array"))
+    read_only_ = true;
+}
+
+void Array::settle() {
+  if (tensor_.dims == 0) {  // one number: [1]
+    tensor_.dims = 1;
+    tensor_.shape[0] = tensor_.stride[0] = 1;
+  }
+  // An array without elements is an array that was given, wherever it lies.
+  static char nowhere[256];
+  if (tensor_.data == nullptr && tensor_.size() == 0) tensor_.data = nowhere;
+}
+
+DType dtype_of(nb::handle given, const char* name) {
+  std::string found;
+  if (PyUnicode_Check(given.ptr())) {
+    found = nb::cast<std::string>(given);
+  } else if (PyType_Check(given.ptr())) {  // numpy.float32, ml_dtypes.bfloat16
+    found = nb::cast<std::string>(given.attr("__name__"));
+  } else if (nb::hasattr(given, "name")) {  // numpy.dtype
+    found = nb::cast<std::string>(nb::str(nb::object(given.attr("name"))));
+  } else {  // torch.bfloat16
+    found = nb::cast<std::string>(nb::str(given));
+  }
+  if (found.starts_with("torch.")) found.erase(0, 6);
+  if (const auto dtype = dtype_named(found)) return *dtype;
+  if (PyUnicode_Check(given.ptr()))
+    throw InputError(std::string(name) + " is '" + found +
+                     "'; float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 are supported");
+  wrong_type(given, name, "a dtype, as 'bfloat16'");
+}
+
+const char* dtype_name(DType dtype) {
+  for (const TypeName& type : kTypes)
+    if (type.dtype == dtype) return type.name;
+  return "no type";
+}
+
+const char* device_name(Device device) { return device == Device::host ? "cpu" : "cuda"; }
+
+Stream stream_of(nb::handle given, const Array& like) {
+  const bool on_gpu = like.tensor().device == Device::cuda;
+  if (!given.is_none()) {
+    if (!on_gpu)
+      throw InputError(
+          "stream is given, and the arrays lie on processors, where work is done at once");
+    nb::object handle = nb::borrow(given);
+    for (const char* name : {"cuda_stream", "ptr"})  // torch, CuPy
+      if (nb::hasattr(given, name)) {
+        handle = given.attr(name);
+        break;
+      }
+    if (nb::hasattr(given, "__cuda_stream__"))
+      handle = nb::object(nb::object(given.attr("__cuda_stream__")())[1]);
+    return {reinterpret_cast<void*>(static_cast<std::uintptr_t>(integer(handle, "stream")))};
+  }
+  if (!on_gpu) return {};
+  void* stream = nullptr;
+  const Kind kind = like.kind();
+  if (kind.api != nullptr && kind.api->current_stream != nullptr) {
+    if (kind.api->current_stream(dlpack::kCuda, like.gpu(), &stream) != 0) throw nb::python_error();
+  } else if (kind.name == Kind::torch) {
+    const nb::object current =
+        module_if_loaded("torch").attr("cuda").attr("current_stream")(like.gpu());
+    stream =
+        reinterpret_cast<void*>(nb::cast<std::uintptr_t>(nb::object(current.attr("cuda_stream"))));
+  } else if (const nb::object cupy = module_if_loaded("cupy"); cupy.is_valid()) {
+    const nb::object current = cupy.attr("cuda").attr("get_current_stream")();
+    stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(nb::object(current.attr("ptr"))));
+  }
+  return {stream};
+}
+
+}  // namespace longspan::python

@@ -1,0 +1,118 @@
+// Arrays of a caller as tensors, for the time of one call, and results in the caller's own kind.
+//
+//     numpy     the buffer protocol; what ml_dtypes adds (bfloat16, fp8) as integers of their size
+//     torch     the exchange interface of DLPack in C, or __dlpack__ where it is older
+//     others    __dlpack__ (JAX, CuPy ...), and any buffer
+//
+// Nothing is copied. A view keeps what it sees alive.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "longspan/tensor.hpp"
+#include "longspan/types.hpp"
+#include "python/src/dlpack.hpp"
+
+namespace longspan::python {
+
+namespace nb = nanobind;
+
+/// What decides how an array is read, and how one like it is made. One for each Python type.
+struct Kind {
+  enum Name : std::uint8_t { numpy, torch, other };
+  Name name = other;
+  const dlpack::ExchangeApi* api = nullptr;  // torch, where it has one
+};
+
+class Array {
+ public:
+  Array() = default;
+  /// `name` is the argument's. None is no array. TypeError for what is no array; InputError for
+  /// element types and strides that there is no tensor of; Unsupported for an array that requires
+  /// grad.
+  Array(nb::handle object, const char* name);
+  /// A small array, for which numbers may stand too, one or a list: they become `dtype`, on the
+  /// host.
+  Array(nb::handle object, const char* name, DType dtype);
+  ~Array();
+  Array(Array&& other) noexcept;
+  Array& operator=(Array&&) = delete;
+
+  explicit operator bool() const { return static_cast<bool>(object_); }
+  const Tensor& tensor() const { return tensor_; }
+  Tensor& tensor() { return tensor_; }
+  nb::handle object() const { return object_; }
+  Kind kind() const { return kind_; }
+  int gpu() const { return gpu_; }
+
+  /// TypeError where the argument is missing.
+  const Array& required() const;
+  /// InputError for an array that may not be written to.
+  const Array& writable() const;
+
+ private:
+  bool take_buffer();
+  void read(nb::handle object);
+  void take_numbers(nb::handle object, DType dtype);
+  void take_exchange();
+  void take_capsule();
+  void take(const dlpack::View& view);
+  void settle();
+
+  nb::handle object_;
+  const char* name_ = "";
+  Tensor tensor_;
+  Kind kind_;
+  int gpu_ = -1;
+  bool read_only_ = false;
+  bool has_buffer_ = false;
+  Py_buffer buffer_{};
+  nb::object holder_;  // the capsule of __dlpack__, the bytes of numbers, an array of integers
+};
+
+/// A result. Where the caller's kind can be made before it is written, tensor() is its memory;
+/// otherwise (JAX) finish() makes it of memory of our own.
+class Result {
+ public:
+  Result() = default;
+  /// The caller's own array, given as `out`.
+  explicit Result(const Array& given);
+  /// A dense one of the kind of `like`, on its device.
+  Result(const Array& like, std::span<const std::int64_t> shape, DType dtype);
+
+  const Tensor& tensor() const { return tensor_; }
+  /// Work on the memory must have been waited for where needs_wait().
+  nb::object finish();
+  bool needs_wait() const { return late_; }
+
+ private:
+  Tensor tensor_;
+  nb::object object_;
+  nb::object like_;
+  bool late_ = false;
+};
+
+/// `given`, which may be missing, or a new array.
+Result result_of(const Array& given, const Array& like, std::span<const std::int64_t> shape,
+                 DType dtype);
+
+/// The stream of a call on CUDA: the caller's, or the one that the arrays' library works on.
+/// InputError for a stream on processors.
+Stream stream_of(nb::handle given, const Array& like);
+
+/// As NumPy and torch call it: "bfloat16".
+const char* dtype_name(DType dtype);
+/// The other way, also of the dtypes of NumPy and torch. TypeError, InputError.
+DType dtype_of(nb::handle given, const char* name);
+
+/// "cpu" or "cuda".
+const char* device_name(Device device);
+
+}  // namespace longspan::python

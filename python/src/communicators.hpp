@@ -1,0 +1,65 @@
+// Python's Communicator: a communicator with the layers that attend() keeps for it.
+//
+// One thread at a time uses a communicator (longspan/communicator.hpp): whoever works on it holds
+// lock(), which is taken without the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "longspan/communicator.hpp"
+#include "python/src/plans.hpp"
+
+namespace longspan::python {
+
+namespace nb = nanobind;
+
+class Comm {
+ public:
+  explicit Comm(Communicator world);
+  ~Comm();
+  Comm(const Comm&) = delete;
+  Comm& operator=(const Comm&) = delete;
+
+  /// UsageError where it has been closed, or came here by a fork.
+  const Communicator& world() const;
+  Plans& plans() { return *plans_; }
+
+  /// Without the GIL: work(world), while no other thread works on it.
+  template <class Work>
+  auto alone(Work&& work) {
+    const Communicator all = world();  // close() may come first
+    const std::shared_ptr<std::mutex> mutex = mutex_;
+    const nb::gil_scoped_release released;
+    const std::lock_guard lock(*mutex);
+    return work(all);
+  }
+
+  /// Ends its layers and leaves the communicator. A second call does nothing.
+  void close();
+  /// In the child of a fork: the threads of layers are the parent's, and so are connections.
+  void forked();
+
+ private:
+  std::optional<Communicator> world_;
+  const char* gone_ = "it has been closed";
+  std::unique_ptr<Plans> plans_ = std::make_unique<Plans>();
+  std::shared_ptr<std::mutex> mutex_ = std::make_shared<std::mutex>();
+};
+
+/// What a call takes that is given none: this process alone, on the device of its arrays. Kept.
+nb::object default_comm(Device device, int gpu);
+
+/// `given`, or the default for `device`. TypeError for what is no Communicator.
+nb::object comm_or_default(nb::handle given, Device device, int gpu);
+Comm& comm_of(nb::handle given);
+
+void bind_communicators(nb::module_& m);
+
+}  // namespace longspan::python

@@ -1,0 +1,83 @@
+#include "python/src/plans.hpp"
+
+#include <bit>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <tuple>
+
+#include "longspan/error.hpp"
+
+namespace longspan::python {
+namespace {
+
+auto fields(const Sharding& s) { return std::tuple(s.layout, s.block); }
+
+/// Every field that attend() sets; the others keep their defaults.
+auto fields(const Options& o) {
+  return std::tuple(o.heads, o.kv_heads, o.head_dim, o.value_dim, o.dtypes.compute, o.dtypes.query,
+                    o.dtypes.kv, o.dtypes.out, o.mask.causal, o.mask.window, o.mask.right,
+                    o.score.scale, o.score.softcap, o.limits.max_tokens, o.limits.max_batch,
+                    o.limits.max_kv_len, o.limits.max_query_len, fields(o.keys),
+                    o.queries.has_value(), fields(o.queries.value_or(Sharding{})), o.invariant,
+                    o.exchange);
+}
+
+}  // namespace
+
+bool same(const Options& a, const Options& b) {
+  return fields(a) == fields(b) && a.strategy == b.strategy;
+}
+
+std::int64_t rounded_up(std::int64_t n) {
+  if (n <= 1) return 1;
+  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(n)));
+}
+
+Tensor UniformArrays::take(Device device, std::int64_t count, std::int64_t first,
+                           std::int64_t step) {
+  if (first + step * count > std::numeric_limits<std::int32_t>::max())
+    throw InputError("the batch has " + std::to_string(first + step * count) +
+                     " rows or keys in a sequence; at most 2^31 - 1 are supported");
+  const auto view = [&](const Entry& e) {
+    return Tensor(e.memory.data(), DType::int32, {count}, device);
+  };
+  for (auto e = entries_.begin(); e != entries_.end(); ++e)
+    if (e->count == count && e->first == first && e->step == step) {
+      entries_.splice(entries_.begin(), entries_, e);
+      return view(*e);
+    }
+  std::vector<std::int32_t> values(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i)
+    values[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(first + i * step);
+  constexpr std::size_t kMost = 8;
+  if (entries_.size() == kMost) entries_.pop_back();
+  entries_.push_front({count, first, step, Buffer(device, values.size() * sizeof values[0])});
+  entries_.front().memory.upload(values.data());
+  return view(entries_.front());
+}
+
+Tensor UniformArrays::steps(Device device, std::int64_t count, std::int64_t step) {
+  return take(device, count, 0, step);
+}
+Tensor UniformArrays::constant(Device device, std::int64_t count, std::int64_t value) {
+  return take(device, count, value, 0);
+}
+
+Plan& Plans::find(const Communicator& world, const Options& options) {
+  for (auto plan = plans_.begin(); plan != plans_.end(); ++plan)
+    if (same((*plan)->options, options)) {
+      if (plan != plans_.begin()) plans_.splice(plans_.begin(), plans_, plan);
+      return *plans_.front();
+    }
+  auto made = std::make_unique<Plan>(world, options);
+  if (plans_.size() == kMost) plans_.pop_back();
+  plans_.push_front(std::move(made));
+  return *plans_.front();
+}
+
+void Plans::wait(Stream stream) {
+  for (const auto& plan : plans_) plan->layer.wait(stream);
+}
+
+}  // namespace longspan::python

@@ -1,0 +1,59 @@
+// The layers that attend() has made for a communicator, kept for calls with the same options. Ranks
+// make the same calls in the same order, so that they keep and drop the same layers.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "longspan/attention.hpp"
+#include "longspan/buffer.hpp"
+
+namespace longspan::python {
+
+/// Small arrays that a call leaves out where all sequences are alike: made once, on the device.
+class UniformArrays {
+ public:
+  /// [count] int32: 0, step, 2 step ...
+  Tensor steps(Device device, std::int64_t count, std::int64_t step);
+  /// [count] int32, all `value`.
+  Tensor constant(Device device, std::int64_t count, std::int64_t value);
+
+ private:
+  struct Entry {
+    std::int64_t count, first, step;
+    Buffer memory;
+  };
+  Tensor take(Device device, std::int64_t count, std::int64_t first, std::int64_t step);
+
+  std::list<Entry> entries_;  // most recent first
+};
+
+struct Plan {
+  Plan(const Communicator& world, const Options& given) : options(given), layer(world, given) {}
+  Options options;
+  Attention layer;
+  UniformArrays arrays;
+};
+
+class Plans {
+ public:
+  static constexpr std::size_t kMost = 16;
+
+  /// The layer for these options, made now (which is collective) where there is none.
+  Plan& find(const Communicator& world, const Options& options);
+  void wait(Stream stream);
+  std::size_t size() const { return plans_.size(); }
+  void clear() { plans_.clear(); }
+
+ private:
+  std::list<std::unique_ptr<Plan>> plans_;  // most recent first
+};
+
+bool same(const Options& a, const Options& b);
+
+/// The least power of two that is at least n, so that sizes that grow find the layer of the last.
+std::int64_t rounded_up(std::int64_t n);
+
+}  // namespace longspan::python

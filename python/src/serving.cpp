@@ -1,0 +1,444 @@
+#include "python/src/serving.hpp"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "longspan/buffer.hpp"
+#include "longspan/error.hpp"
+#include "longspan/serving.hpp"
+#include "python/src/arrays.hpp"
+#include "python/src/communicators.hpp"
+#include "python/src/words.hpp"
+#if defined(LONGSPAN_HAVE_CUDA) && !defined(LONGSPAN_SIMULATED)
+#include <cuda_runtime_api.h>
+#endif
+
+namespace longspan::python {
+namespace {
+
+/// The kernels of one device, and memory for the calls that need some, by stream: what is queued on
+/// a stream comes after what used the memory before.
+class Ops {
+ public:
+  Ops(Device device, int gpu) : device_(device), gpu_(gpu), ops_(device, 0, gpu) {}
+
+  bool serves(Device device, int gpu) const { return device == device_ && gpu == gpu_; }
+
+  /// Without the GIL, and one call at a time: call(ops).
+  template <class Call>
+  void run(const Call& call) {
+    const nb::gil_scoped_release released;
+    const std::lock_guard lock(mutex_);
+    call(ops_);
+  }
+
+  /// The same with args.attention.workspace filled in.
+  template <class Args, class Call>
+  void run_in_workspace(Args& args, Stream stream, const Call& call) {
+    run([&](const ServingOps& ops) {
+      args.attention.workspace = take(ops.workspace_bytes(args), stream);
+      call(ops);
+    });
+  }
+
+ private:
+  struct Memory {
+    void* stream;
+    Buffer buffer;
+  };
+
+  Workspace take(std::size_t bytes, Stream stream) {
+    void* const key = device_ == Device::host ? nullptr : stream.handle;
+    auto found = std::find_if(memory_.begin(), memory_.end(),
+                              [&](const Memory& m) { return m.stream == key; });
+    if (found == memory_.end()) {
+      memory_.push_back({key, {}});
+      found = std::prev(memory_.end());
+    }
+    if (found->buffer.bytes() < bytes) {
+      found->buffer = {};  // on a GPU this waits for what uses it
+      const Communicator world = self(device_, gpu_);
+      world.make_current();
+      found->buffer = Buffer(device_, bytes + bytes / 2);
+    }
+    return {found->buffer.data(), found->buffer.bytes()};
+  }
+
+  Device device_;
+  int gpu_;
+  ServingOps ops_;
+  std::mutex mutex_;
+  std::vector<Memory> memory_;
+};
+
+std::vector<std::unique_ptr<Ops>>& all_ops() {
+  static auto* const made = new std::vector<std::unique_ptr<Ops>>;
+  return *made;
+}
+
+Ops& ops_for(const Array& array) {
+  const Device device = array.required().tensor().device;
+  for (const auto& ops : all_ops())
+    if (ops->serves(device, array.gpu())) return *ops;
+  all_ops().push_back(std::make_unique<Ops>(device, array.gpu()));
+  return *all_ops().back();
+}
+
+LogBase base_of(nb::handle given) {
+  if (PyUnicode_Check(given.ptr())) {
+    if (nb::cast<std::string>(given) == "e") return LogBase::e;
+  } else if (integer(given, "base") == 2) {
+    return LogBase::two;
+  }
+  throw InputError("base is " + nb::cast<std::string>(nb::repr(given)) +
+                   "; 'e' (natural logarithms) and 2 are supported");
+}
+
+Lse lse_view(const Tensor& t, bool heads_first) {
+  return heads_first ? Lse::heads_tokens(t) : Lse::tokens_heads(t);
+}
+
+/// Every array on the GPU of the first.
+void check_same_gpu(std::initializer_list<std::pair<const Array*, const char*>> arrays) {
+  const Array& first = *arrays.begin()->first;
+  for (const auto& [array, name] : arrays)
+    if (*array && array->gpu() >= 0 && first.gpu() >= 0 && array->gpu() != first.gpu())
+      throw InputError(std::string(name) + " lies on GPU " + std::to_string(array->gpu()) +
+                       ", and " + arrays.begin()->second + " on GPU " +
+                       std::to_string(first.gpu()));
+}
+
+/// Until the GPU has done what is queued on the stream.
+void wait_for([[maybe_unused]] const Array& on, [[maybe_unused]] Stream stream) {
+#if defined(LONGSPAN_HAVE_CUDA) && !defined(LONGSPAN_SIMULATED)
+  if (on.tensor().device != Device::cuda) return;
+  const nb::gil_scoped_release released;
+  const cudaError_t status = cudaStreamSynchronize(static_cast<cudaStream_t>(stream.handle));
+  if (status != cudaSuccess) throw BackendError(cudaGetErrorString(status));
+#endif
+}
+
+/// Waits where a result is made of our memory afterwards, and makes it.
+nb::object finished(Result& out, Result& lse, const Array& like, Stream stream, bool with_lse) {
+  if (out.needs_wait() || lse.needs_wait()) wait_for(like, stream);
+  nb::object made = out.finish();
+  return with_lse ? nb::object(nb::make_tuple(made, lse.finish())) : made;
+}
+
+nb::object merge_attn_states(nb::handle prefix_output, nb::handle prefix_lse,
+                             nb::handle suffix_output, nb::handle suffix_lse, nb::handle base,
+                             nb::handle heads_first, nb::handle given_out, nb::handle given_lse,
+                             nb::handle prefill_tokens_with_context, nb::handle out_scale,
+                             nb::handle prefix_scale, nb::handle suffix_scale,
+                             nb::handle nan_is_empty, nb::handle stream) {
+  const Array prefix(prefix_output, "prefix_output"), prefix_l(prefix_lse, "prefix_lse"),
+      suffix(suffix_output, "suffix_output"), suffix_l(suffix_lse, "suffix_lse"),
+      own_out(given_out, "out"), own_lse(given_lse, "lse"),
+      scale(out_scale, "out_scale", DType::fp32),
+      scale_a(prefix_scale, "prefix_scale", DType::fp32),
+      scale_b(suffix_scale, "suffix_scale", DType::fp32);
+  const bool is_first = flag(heads_first, "heads_first");
+  Ops& ops = ops_for(prefix);
+  const Tensor &a = prefix.tensor(), &la = prefix_l.required().tensor();
+  suffix.required();
+  suffix_l.required();
+  check_same_gpu({{&prefix, "prefix_output"},
+                  {&prefix_l, "prefix_lse"},
+                  {&suffix, "suffix_output"},
+                  {&suffix_l, "suffix_lse"},
+                  {&own_out, "out"},
+                  {&own_lse, "lse"}});
+  const LogBase of_base = base_of(base);
+  Result out =
+      result_of(own_out, prefix, {a.shape.data(), static_cast<std::size_t>(a.dims)}, a.dtype);
+  Result lse = result_of(own_lse, prefix_l, {la.shape.data(), static_cast<std::size_t>(la.dims)},
+                         DType::fp32);
+  MergeAttnStates args{.out = out.tensor(),
+                       .out_lse = lse_view(lse.tensor(), is_first),
+                       .prefix_out = a,
+                       .prefix_lse = lse_view(la, is_first),
+                       .suffix_out = suffix.tensor(),
+                       .suffix_lse = lse_view(suffix_l.tensor(), is_first),
+                       .prefill_tokens_with_context = maybe_integer(prefill_tokens_with_context,
+                                                                    "prefill_tokens_with_context"),
+                       .out_scale = scale.tensor(),
+                       .nan_is_empty = flag(nan_is_empty, "nan_is_empty"),
+                       .prefix_scale = scale_a.tensor(),
+                       .suffix_scale = scale_b.tensor()};
+  const Stream queue = stream_of(stream, prefix);
+  ops.run([&](const ServingOps& o) { o.merge_attn_states(args, of_base, queue); });
+  return finished(out, lse, prefix, queue, true);
+}
+
+/// Parts in the first dimension, or in the second, as FlashInfer has them.
+Tensor parts_first(Tensor t) {
+  if (t.dims < 2) return t;
+  std::swap(t.shape[0], t.shape[1]);
+  std::swap(t.stride[0], t.stride[1]);
+  return t;
+}
+
+nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle given_out,
+                        nb::handle given_lse, nb::handle out_scale, nb::handle part_scales,
+                        nb::handle nan_is_empty, nb::handle stream) {
+  const Array parts(v, "v"), lses(s, "s"), own_out(given_out, "out"), own_lse(given_lse, "lse"),
+      scale(out_scale, "out_scale", DType::fp32), scales(part_scales, "part_scales", DType::fp32);
+  Ops& ops = ops_for(parts);
+  const Tensor &p = parts.tensor(), &l = lses.required().tensor();
+  check_same_gpu({{&parts, "v"}, {&lses, "s"}, {&own_out, "out"}, {&own_lse, "lse"}});
+  if (p.dims != 4 || l.dims != 3)
+    throw InputError("v has " + std::to_string(p.dims) + " dimensions and s " +
+                     std::to_string(l.dims) +
+                     "; [tokens, parts, heads, dim] and [tokens, parts, heads] are wanted");
+  const LogBase of_base = base_of(base);
+  const std::array<std::int64_t, 3> rows{p.shape[0], p.shape[2], p.shape[3]};
+  Result out = result_of(own_out, parts, rows, p.dtype);
+  Result lse = result_of(own_lse, lses, {rows.data(), 2}, DType::fp32);
+  const MergeStates args{.out = out.tensor(),
+                         .out_lse = Lse::tokens_heads(lse.tensor()),
+                         .parts = parts_first(p),
+                         .lses = Lse::tokens_heads(parts_first(l)),
+                         .out_scale = scale.tensor(),
+                         .nan_is_empty = flag(nan_is_empty, "nan_is_empty"),
+                         .part_scales = scales.tensor()};
+  const Stream queue = stream_of(stream, parts);
+  ops.run([&](const ServingOps& o) { o.merge_states(args, of_base, queue); });
+  return finished(out, lse, parts, queue, true);
+}
+
+/// What both calls over a paged cache are told, by position, in this order.
+struct Paged {
+  nb::handle q, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_q, causal, softmax_scale,
+      window_size, softcap, alibi_slopes, alibi, sinks, qq_bias, q_descale, k_descale, v_descale,
+      out_scale, max_seqlen_q, max_seqlen_k, return_lse, out, lse, stream;
+};
+
+template <class Fields>
+Fields unpack(const nb::args& args) {
+  constexpr std::size_t count = sizeof(Fields) / sizeof(nb::handle);
+  if (args.size() < count) throw nb::type_error("see the Python function of this name");
+  std::array<nb::handle, count> handles;
+  for (std::size_t i = 0; i < count; ++i) handles[i] = args[i];
+  return std::bit_cast<Fields>(handles);
+}
+
+struct PagedCall {
+  explicit PagedCall(const Paged& g)
+      : q(g.q, "q"),
+        k_cache(g.k_cache, "k_cache"),
+        v_cache(g.v_cache, "v_cache"),
+        block_table(g.block_table, "block_table"),
+        lengths(g.cache_seqlens, "cache_seqlens", DType::int32),
+        starts(g.cu_seqlens_q, "cu_seqlens_q", DType::int32),
+        causal(PyBool_Check(g.causal.ptr()) ? nb::none() : nb::borrow(g.causal), "causal",
+               DType::uint8),
+        slopes(g.alibi_slopes, "alibi_slopes", DType::fp32),
+        sinks(g.sinks, "sinks", DType::fp32),
+        qq_bias(g.qq_bias, "qq_bias"),
+        q_scale(g.q_descale, "q_descale", DType::fp32),
+        k_scale(g.k_descale, "k_descale", DType::fp32),
+        v_scale(g.v_descale, "v_descale", DType::fp32),
+        out_scale(g.out_scale, "out_scale", DType::fp32),
+        given_out(g.out, "out"),
+        given_lse(g.lse, "lse"),
+        return_lse(flag(g.return_lse, "return_lse")) {
+    for (const Array* array : {&q, &k_cache, &v_cache, &block_table, &lengths}) array->required();
+    check_same_gpu({{&q, "q"},
+                    {&k_cache, "k_cache"},
+                    {&v_cache, "v_cache"},
+                    {&block_table, "block_table"},
+                    {&lengths, "cache_seqlens"},
+                    {&starts, "cu_seqlens_q"},
+                    {&given_out, "out"},
+                    {&given_lse, "lse"}});
+    const Tensor &rows = q.tensor(), &values = v_cache.tensor(), &keys = k_cache.tensor();
+    if (rows.dims != 3 || values.dims != 4 || keys.dims < 4 || keys.dims > 5)
+      throw InputError("q, k_cache and v_cache have " + std::to_string(rows.dims) + ", " +
+                       std::to_string(keys.dims) + " and " + std::to_string(values.dims) +
+                       " dimensions; q is [tokens, heads, head_dim], the caches are [pages, page, "
+                       "kv_heads, dim] or x-packed");
+    value_dim = values.shape[keys.dims == 5 ? 2 : 3];
+    stream = stream_of(g.stream, q);
+
+    args.q = rows;
+    args.k_cache = keys;
+    args.v_cache = values;
+    args.block_table = block_table.tensor();
+    args.query_start = starts.tensor();
+    args.kv_len = lengths.tensor();
+    const auto most = [](nb::handle given, const char* name) {
+      return given.is_none() ? 0 : integer(given, name);
+    };
+    args.max_query_len = most(g.max_seqlen_q, "max_seqlen_q");
+    args.max_kv_len = most(g.max_seqlen_k, "max_seqlen_k");
+    args.out_scale = out_scale.tensor();
+    args.mask =
+        mask_of(PyBool_Check(g.causal.ptr()) ? g.causal : nb::handle(Py_False), g.window_size);
+    args.score.scale = maybe_real(g.softmax_scale, "softmax_scale");
+    args.score.softcap = static_cast<float>(real(g.softcap, "softcap"));
+    const std::string distance = text(g.alibi, "alibi");
+    if (distance != "query" && distance != "context")
+      throw InputError("alibi is '" + distance + "'; 'query' and 'context' are supported");
+    args.score.alibi = distance == "query" ? Alibi::query : Alibi::context;
+    args.causal = causal.tensor();
+    args.sinks = sinks.tensor();
+    args.slopes = slopes.tensor();
+    args.qq_bias = qq_bias.tensor();
+    args.q_scale = q_scale.tensor();
+    args.k_scale = k_scale.tensor();
+    args.v_scale = v_scale.tensor();
+  }
+
+  void make_results() {
+    const Tensor& rows = q.tensor();
+    const std::array<std::int64_t, 3> shape{rows.shape[0], rows.shape[1], value_dim};
+    out = result_of(given_out, q, shape, is_fp8(rows.dtype) ? DType::bf16 : rows.dtype);
+    if (return_lse || given_lse) lse = result_of(given_lse, q, {shape.data(), 2}, DType::fp32);
+    args.out = out.tensor();
+    if (return_lse || given_lse) args.lse = Lse::tokens_heads(lse.tensor());
+  }
+
+  Array q, k_cache, v_cache, block_table, lengths, starts, causal, slopes, sinks, qq_bias, q_scale,
+      k_scale, v_scale, out_scale, given_out, given_lse;
+  bool return_lse;
+  std::int64_t value_dim = 0;
+  Stream stream;
+  Result out, lse;
+  PagedAttention args;
+};
+
+nb::object segmented_attention(nb::args given) {
+  const auto asked = unpack<Paged>(given);
+  constexpr std::size_t kPaged = sizeof(Paged) / sizeof(nb::handle);
+  if (given.size() != kPaged + 3) throw nb::type_error("see longspan.segmented_attention");
+  PagedCall call(asked);
+  const auto segments = maybe_integer(given[kPaged], "segments");
+  const std::int64_t keys = integer(given[kPaged + 1], "segment_keys"),
+                     tile = integer(given[kPaged + 2], "tile");
+  Ops& ops = ops_for(call.q);
+  if (!segments) {
+    call.make_results();
+    SegmentedAttention args{.attention = call.args};
+    ops.run_in_workspace(args, call.stream,
+                         [&](const ServingOps& o) { o.segmented_attention(args, call.stream); });
+    return finished(call.out, call.lse, call.q, call.stream, call.return_lse);
+  }
+  if (call.given_out || call.given_lse || call.return_lse)
+    throw InputError(
+        "segments is given: their states are handed out, and there is no out and no lse");
+  if (*segments < 1 || *segments > 2147483647 || tile < 1 || tile > 2147483647)
+    throw InputError("segments is " + std::to_string(*segments) + " and tile " +
+                     std::to_string(tile) + "; each is at least 1");
+  const Tensor& rows = call.q.tensor();
+  const std::array<std::int64_t, 4> shape{rows.shape[0], rows.shape[1], *segments, call.value_dim};
+  Result output(call.q, shape, DType::fp32), most(call.q, {shape.data(), 3}, DType::fp32),
+      sum(call.q, {shape.data(), 3}, DType::fp32);
+  SegmentedAttention args{.attention = call.args,
+                          .segments = {.output = output.tensor(),
+                                       .max = most.tensor(),
+                                       .expsum = sum.tensor(),
+                                       .keys = keys,
+                                       .tile = static_cast<int>(tile)}};
+  ops.run_in_workspace(args, call.stream,
+                       [&](const ServingOps& o) { o.segmented_attention(args, call.stream); });
+  return nb::make_tuple(output.finish(), most.finish(), sum.finish());
+}
+
+nb::object reduce_segments(nb::handle output, nb::handle max, nb::handle expsum, nb::handle keys,
+                           nb::handle tile, nb::handle cache_seqlens, nb::handle cu_seqlens_q,
+                           nb::handle dtype, nb::handle out_scale, nb::handle return_lse,
+                           nb::handle given_out, nb::handle given_lse, nb::handle stream) {
+  const Array o(output, "segments.output"), m(max, "segments.max"), e(expsum, "segments.expsum"),
+      lengths(cache_seqlens, "cache_seqlens", DType::int32),
+      starts(cu_seqlens_q, "cu_seqlens_q", DType::int32),
+      scale(out_scale, "out_scale", DType::fp32), own_out(given_out, "out"),
+      own_lse(given_lse, "lse");
+  const Tensor& states = o.required().tensor();
+  m.required();
+  e.required();
+  lengths.required();
+  if (states.dims != 4)
+    throw InputError("segments.output has " + std::to_string(states.dims) +
+                     " dimensions; [tokens, heads, segments, value_dim] is wanted");
+  const std::array<std::int64_t, 3> shape{states.shape[0], states.shape[1], states.shape[3]};
+  Result out = result_of(own_out, o, shape, dtype_of(dtype, "dtype")), lse;
+  const bool with_lse = flag(return_lse, "return_lse");
+  ReduceSegments args{.segments = {.output = states,
+                                   .max = m.tensor(),
+                                   .expsum = e.tensor(),
+                                   .keys = integer(keys, "segments.keys"),
+                                   .tile = static_cast<int>(integer(tile, "segments.tile"))},
+                      .out = out.tensor(),
+                      .out_scale = scale.tensor(),
+                      .query_start = starts.tensor(),
+                      .kv_len = lengths.tensor()};
+  if (with_lse || own_lse) {
+    lse = result_of(own_lse, o, {shape.data(), 2}, DType::fp32);
+    args.lse = Lse::tokens_heads(lse.tensor());
+  }
+  const Stream queue = stream_of(stream, o);
+  ops_for(o).run([&](const ServingOps& ops) { ops.reduce_segments(args, queue); });
+  return finished(out, lse, o, queue, with_lse);
+}
+
+nb::object context_attention(nb::args given) {
+  const auto asked = unpack<Paged>(given);
+  constexpr std::size_t kPaged = sizeof(Paged) / sizeof(nb::handle);
+  if (given.size() != kPaged + 4) throw nb::type_error("see longspan.context_attention");
+  PagedCall call(asked);
+  const Array k(given[kPaged], "k"), v(given[kPaged + 1], "v"),
+      scale_inv(given[kPaged + 3], "out_scale_inv", DType::fp32);
+  call.make_results();
+  ContextAttention args{.attention = call.args,
+                        .k = k.required().tensor(),
+                        .v = v.required().tensor(),
+                        .skip_decode = flag(given[kPaged + 2], "skip_decode"),
+                        .out_scale_inv = scale_inv.tensor()};
+  check_same_gpu({{&call.q, "q"}, {&k, "k"}, {&v, "v"}});
+  ops_for(call.q).run_in_workspace(
+      args, call.stream, [&](const ServingOps& o) { o.context_attention(args, call.stream); });
+  return finished(call.out, call.lse, call.q, call.stream, call.return_lse);
+}
+
+void append_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache,
+               nb::handle slot_mapping, nb::handle k_descale, nb::handle v_descale,
+               nb::handle stream) {
+  const Array new_k(k, "k"), new_v(v, "v"), keys(k_cache, "k_cache"), values(v_cache, "v_cache"),
+      slots(slot_mapping, "slot_mapping", DType::int64),
+      scale_k(k_descale, "k_descale", DType::fp32), scale_v(v_descale, "v_descale", DType::fp32);
+  check_same_gpu({{&new_k, "k"},
+                  {&new_v, "v"},
+                  {&keys, "k_cache"},
+                  {&values, "v_cache"},
+                  {&slots, "slot_mapping"}});
+  const AppendKv args{.k = new_k.required().tensor(),
+                      .v = new_v.tensor(),
+                      .k_cache = keys.required().writable().tensor(),
+                      .v_cache = values.required().writable().tensor(),
+                      .slots = slots.required().tensor(),
+                      .k_scale = scale_k.tensor(),
+                      .v_scale = scale_v.tensor()};
+  const Stream queue = stream_of(stream, new_k);
+  ops_for(new_k).run([&](const ServingOps& o) { o.append_kv(args, queue); });
+}
+
+}  // namespace
+
+void bind_serving(nb::module_& m) {
+  def_by_position(m, "merge_attn_states", &merge_attn_states);
+  def_by_position(m, "merge_states", &merge_states);
+  m.def("segmented_attention", &segmented_attention);
+  def_by_position(m, "reduce_segments", &reduce_segments);
+  m.def("context_attention", &context_attention);
+  def_by_position(m, "append_kv", &append_kv);
+  m.def("forget_ops", [] {  // in the child of a fork their threads are the parent's
+    for (auto& ops : all_ops()) static_cast<void>(ops.release());
+    all_ops().clear();
+  });
+}
+
+}  // namespace longspan::python

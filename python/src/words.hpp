@@ -1,0 +1,49 @@
+// Arguments that are no arrays. Each is a TypeError that names the argument where its Python type
+// is wrong.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "longspan/mask.hpp"
+#include "longspan/shard.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan::python {
+
+namespace nb = nanobind;
+
+/// "causal is a str; a bool is wanted".
+[[noreturn]] void wrong_type(nb::handle given, const char* name, const char* wanted);
+
+bool flag(nb::handle given, const char* name);
+std::int64_t integer(nb::handle given, const char* name);
+std::optional<std::int64_t> maybe_integer(nb::handle given, const char* name);
+double real(nb::handle given, const char* name);
+std::optional<float> maybe_real(nb::handle given, const char* name);
+std::string text(nb::handle given, const char* name);
+
+/// (left, right) as flash-attention has them: keys on each side besides the query's own, -1 for no
+/// bound.
+Mask mask_of(nb::handle causal, nb::handle window_size);
+
+/// A name of a layout, or a Sharding.
+Sharding sharding_of(nb::handle given, const char* name);
+std::optional<Sharding> maybe_sharding(nb::handle given, const char* name);
+
+/// A function or a method that takes all arguments by position, and None for any of them.
+template <class Scope, class Result, class... Args>
+void def_by_position(Scope& scope, const char* name, Result (*function)(Args...)) {
+  scope.def(name, function, (static_cast<void>(sizeof(Args*)), nb::arg().none())...);
+}
+template <class Scope, class Result, class Class, class... Args>
+void def_by_position(Scope& scope, const char* name, Result (Class::*function)(Args...)) {
+  scope.def(name, function, (static_cast<void>(sizeof(Args*)), nb::arg().none())...);
+}
+
+}  // namespace longspan::python

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# python/test.sh [BUILD [ARGUMENTS]]: installs the Python package into a virtual environment of its
+# own, over the library that BUILD (default: build/default) holds already, and runs its tests.
+# ARGUMENTS go to pytest. The environment is made once, in BUILD/venv, from packages of PyPI. What
+# needs torch runs where LONGSPAN_PYTHON_TORCH=1 asks for torch to be installed, or it is there.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+build=${1:-build/default}
+mkdir -p "$build"
+build=$(cd "$build" && pwd)
+shift $(($# > 0))
+venv=$build/venv
+
+packages=(scikit-build-core nanobind numpy ml_dtypes pytest hypothesis)
+! command -v mpirun >/dev/null || packages+=(mpi4py)
+[ -z "${LONGSPAN_PYTHON_TORCH:-}" ] || packages+=(torch)
+fail() {
+  printf 'longspan: %s\n' "$*" >&2
+  exit 1
+}
+[ -x "$venv/bin/pip" ] || python3 -m venv "$venv" ||
+  fail 'python3 makes no virtual environment: install the package python3-venv'
+if ! "$venv/bin/pip" install --quiet --disable-pip-version-check --no-index "${packages[@]}" 2>/dev/null
+then
+  "$venv/bin/pip" install --quiet --disable-pip-version-check "${packages[@]}" ||
+    fail "pip cannot get ${packages[*]}; LONGSPAN_PYTHON=OFF leaves the Python package out"
+fi
+
+options=(-C "cmake.define.LONGSPAN_PREBUILT=$build/prefix" -C "build-dir=$build/python")
+! command -v ccache >/dev/null || options+=(-C cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache)
+cmake --install "$build" --prefix "$build/prefix" >/dev/null
+"$venv/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+  --force-reinstall . "${options[@]}"
+"$venv/bin/python" -m pytest --quiet python/tests "$@"

@@ -1,0 +1,93 @@
+"""What tests/test_ranks.py has its ranks do."""
+
+import os
+
+import numpy as np
+
+import longspan
+
+
+def attend_sharded(comm, q, k, v, keys, queries, options):
+    """Every rank has the whole arrays, cuts its own part, and gives back its result."""
+    own_k, own_v = (longspan.shard(a, keys, comm=comm) for a in (k, v))
+    own_q = q if queries is None else np.ascontiguousarray(longspan.shard(q, queries, comm=comm))
+    out, lse = longspan.attend(own_q, own_k, own_v, comm=comm, keys=keys, queries=queries,
+                               return_lse=True, **options)
+    if queries is not None:
+        out, lse = (longspan.unshard(a, queries, comm=comm) for a in (out, lse))
+    return out, lse
+
+
+def grow(comm, prompt, steps):
+    """A cache that grows by appending in the run, dealt out in blocks; the last results."""
+    (q, k, v), keys = steps, longspan.Sharding("interleaved", 4)
+    layer = longspan.Attention(comm, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
+                               dtype=np.float32, causal=True, keys=keys)
+    cache_k, cache_v = np.full((2, 1, 200, *k.shape[1:]), np.nan, np.float32)
+    layer.append(*prompt, cache_k, cache_v, total_keys=len(prompt[0]))
+    made = []
+    for i in range(len(q)):
+        made.append(layer(q[i:i + 1], cache_k, cache_v, k_new=k[i:i + 1], v_new=v[i:i + 1],
+                          cache_seqlens=[len(prompt[0]) + i]))
+    return np.concatenate(made)
+
+
+def gathers(comm):
+    comm.barrier()
+    parts = comm.gather(bytes([comm.rank]) * comm.rank + b"\0\n")
+    half = comm.split(comm.rank % 2)
+    none = comm.split(-1 if comm.rank == 0 else 0)
+    return parts, half.size, half.rank, none is None, comm.device, comm.gpu, repr(comm)
+
+
+def several(comm, count):
+    """Many communicators in one process."""
+    made = [comm] + [longspan.from_exchange(comm.rank, comm.size, comm.gather) for _ in range(count)]
+    return [c.gather(b"%d" % i)[-1] for i, c in enumerate(made)]
+
+
+def disagree(comm, q, k, v):
+    return longspan.attend(q, k, v, comm=comm, causal=comm.rank == 0)
+
+
+def disagree_in_lengths(comm, q, k, v):
+    """Of a layer that is kept: a run is compared too."""
+    for rank_has in (0, comm.rank):
+        longspan.attend(q, k, v, comm=comm, cache_seqlens=[2 + rank_has])
+
+
+def die(comm, who, q, k, v):
+    longspan.attend(q, k, v, comm=comm, keys="striped")
+    if comm.rank == who:
+        os._exit(7)
+    longspan.attend(q, k, v, comm=comm, keys="striped")
+
+
+def stay_away(comm, who, q, k, v):
+    if comm.rank == who:
+        return "stayed away"
+    return longspan.attend(q, k, v, comm=comm, keys="striped")
+
+
+def give_up(comm, who):
+    if comm.rank == who:
+        comm.abort("enough of it")
+        return "gave up"
+    comm.barrier("the end")
+
+
+def failing_exchange(comm):
+    def exchange(mine):
+        raise KeyError("no such thing")
+
+    try:
+        longspan.from_exchange(comm.rank, comm.size, exchange)
+    except KeyError as error:
+        return str(error)
+
+
+def wrong_exchange(comm, what):
+    try:
+        longspan.from_exchange(comm.rank, comm.size, lambda mine: what, deadline=2)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)

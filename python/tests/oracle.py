@@ -1,0 +1,59 @@
+"""Attention in float64, written plainly: what the tests compare with."""
+
+import numpy as np
+
+
+def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
+              sinks=None, documents=None):
+    """(out, lse) of one sequence: q [tokens, heads, dim], k and v [keys, kv_heads, dim]. The query
+    rows are the last positions of the sequence."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    tokens, heads, dim = q.shape
+    keys, kv_heads, value_dim = len(k), k.shape[1], v.shape[2]
+    group = heads // kv_heads
+    scale = dim ** -0.5 if scale is None else scale
+    i = np.arange(keys - tokens, keys)[:, None]
+    j = np.arange(keys)[None, :]
+    seen = np.ones((tokens, keys), bool)
+    if causal:
+        seen &= j <= i
+    if window[0] >= 0:
+        seen &= i - j <= window[0]
+    if window[1] >= 0 and not causal:
+        seen &= j - i <= window[1]
+    if documents is not None:
+        def document(x):
+            return np.searchsorted(documents, x, side="right")
+        inside = (i >= documents[0]) & (i < documents[-1])
+        seen &= (document(i) == document(j)) & inside
+    out = np.zeros((tokens, heads, value_dim))
+    lse = np.full((tokens, heads), -np.inf)
+    for h in range(heads):
+        score = q[:, h] @ k[:, h // group].T * scale
+        if softcap:
+            score = softcap * np.tanh(score / softcap)
+        if slopes is not None:
+            score = score - slopes[h] * np.abs(i - j)
+        score = np.where(seen, score, -np.inf)
+        sink = np.full((tokens, 1), -np.inf if sinks is None else float(sinks[h]))
+        all_scores = np.concatenate([score, sink], 1)
+        most = all_scores.max(1, keepdims=True)
+        most = np.where(np.isfinite(most), most, 0)
+        weights = np.exp(all_scores - most)
+        total = weights.sum(1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            lse[:, h] = (most + np.log(total))[:, 0]
+            share = np.where(total > 0, weights / total, 0)
+        out[:, h] = share[:, :keys] @ v[:, h // group]
+    return out, lse
+
+
+# Of a result of order 1: one rounding to the type, and float32 within. They do not grow with ranks.
+TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
+
+
+def assert_close(found, wanted, dtype="float32"):
+    found = np.asarray(found).astype(np.float64)
+    assert found.shape == wanted.shape
+    tolerance = TOLERANCE[dtype]
+    np.testing.assert_allclose(found, wanted, rtol=4 * tolerance, atol=4 * tolerance)

@@ -1,0 +1,224 @@
+"""attend() on one rank against float64."""
+
+import hypothesis
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+
+import longspan
+from oracle import assert_close, attention
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def numbers(rng, shape, dtype="float32"):
+    return rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
+
+
+@st.composite
+def shapes(draw):
+    kv_heads = draw(st.integers(1, 3))
+    keys = draw(st.integers(0, 300))
+    return dict(keys=keys, tokens=draw(st.integers(0, min(keys, 40))), kv_heads=kv_heads,
+                heads=kv_heads * draw(st.integers(1, 3)), dim=8 * draw(st.integers(1, 16)),
+                value_dim=8 * draw(st.integers(1, 16)))
+
+
+def strided(rng, shape, dtype, how):
+    """An array of that shape with other strides."""
+    if how == "dense":
+        return numbers(rng, shape, dtype)
+    if how == "sliced":  # part of wider rows, and every second row
+        return numbers(rng, (2 * shape[0], shape[1] + 1, shape[2] + 8), dtype)[::2, 1:, 4:-4]
+    return numbers(rng, (shape[1], shape[0], shape[2]), dtype).transpose(1, 0, 2)  # heads first
+
+
+@hypothesis.given(shapes(), st.sampled_from(list(DTYPES)), st.data())
+def test_any_shape_stride_and_type(shape, dtype, data):
+    seed = data.draw(st.integers(0, 2 ** 32 - 1))
+    rng = np.random.default_rng(seed)
+    hows = st.sampled_from(["dense", "sliced", "heads first"])
+    q = strided(rng, (shape["tokens"], shape["heads"], shape["dim"]), dtype, data.draw(hows))
+    k = strided(rng, (shape["keys"], shape["kv_heads"], shape["dim"]), dtype, data.draw(hows))
+    v = strided(rng, (shape["keys"], shape["kv_heads"], shape["value_dim"]), dtype, data.draw(hows))
+    options = dict(causal=data.draw(st.booleans()))
+    wanted = dict(options)
+    if data.draw(st.booleans()):
+        options["window_size"] = wanted["window"] = (data.draw(st.integers(-1, 50)),
+                                                     data.draw(st.integers(-1, 50)))
+    if data.draw(st.booleans()):
+        options["softcap"] = wanted["softcap"] = data.draw(st.sampled_from([0.5, 5.0, 30.0]))
+    if data.draw(st.booleans()):
+        options["softmax_scale"] = wanted["scale"] = data.draw(st.sampled_from([0.05, 0.3]))
+    if data.draw(st.booleans()):
+        options["alibi_slopes"] = wanted["slopes"] = rng.uniform(
+            0, 0.1, shape["heads"]).astype(np.float32)  # scores stay of order 1
+    if data.draw(st.booleans()):
+        options["sinks"] = wanted["sinks"] = numbers(rng, shape["heads"])
+    out, lse = longspan.attend(q, k, v, return_lse=True, **options)
+    right, right_lse = attention(q, k, v, **wanted)
+    assert type(out) is np.ndarray and out.dtype == DTYPES[dtype]
+    assert_close(out, right, dtype)
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+
+
+@hypothesis.given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 60), st.booleans(), st.data())
+def test_batches_as_flash_attention_has_them(batch, tokens, more, causal, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2 ** 32 - 1)))
+    keys = tokens + more
+    q = numbers(rng, (batch, tokens, 4, 32))
+    k, v = numbers(rng, (2, batch, keys + 3, 2, 32))
+    lengths = np.array([data.draw(st.integers(tokens, keys)) for _ in range(batch)], np.int32)
+    uniform = longspan.attend(q, k[:, :keys], v[:, :keys], causal=causal)
+    ragged, lse = longspan.attend(q, k, v, causal=causal, cache_seqlens=lengths, return_lse=True)
+    assert uniform.shape == ragged.shape == q.shape and lse.shape == (batch, tokens, 4)
+    for b in range(batch):
+        assert_close(uniform[b], attention(q[b], k[b, :keys], v[b, :keys], causal=causal)[0])
+        n = lengths[b]
+        right, right_lse = attention(q[b], k[b, :n], v[b, :n], causal=causal)
+        assert_close(ragged[b], right)
+        np.testing.assert_allclose(lse[b], right_lse, rtol=1e-5, atol=2e-5)
+
+
+def test_sequences_one_after_the_other(rng):
+    queries, keys = [3, 1, 7], [10, 1, 200]
+    q = numbers(rng, (sum(queries), 4, 16))
+    k, v = numbers(rng, (2, sum(keys), 2, 16))
+    starts = np.cumsum([0, *queries]).astype(np.int32)
+    for lengths in (keys, np.array(keys, np.int32)):
+        out = longspan.attend(q, k, v, causal=True, cu_seqlens_q=starts, cache_seqlens=lengths)
+        first = 0
+        for b, n in enumerate(keys):
+            own = slice(starts[b], starts[b + 1])
+            assert_close(out[own], attention(q[own], k[first:first + n], v[first:first + n],
+                                             causal=True)[0])
+            first += n
+
+
+def test_causal_for_each_sequence(rng):
+    q = numbers(rng, (2, 6, 2, 16))
+    k, v = numbers(rng, (2, 2, 9, 2, 16))
+    for flags in ([True, False], np.array([True, False])):
+        out = longspan.attend(q, k, v, causal=flags)
+        for b, causal in enumerate(flags):
+            assert_close(out[b], attention(q[b], k[b], v[b], causal=bool(causal))[0])
+
+
+def paged(rng, lengths, page=16, kv_heads=2, dim=32, spare=2):
+    """Contiguous keys and values of each sequence, and the same in pages, with a table."""
+    columns = max(-(-n // page) for n in lengths) + spare
+    pages = rng.permutation(len(lengths) * columns)
+    table = pages.reshape(len(lengths), columns).astype(np.int32)
+    caches = np.full((2, len(pages), page, kv_heads, dim), np.nan, np.float32)
+    rows = [numbers(rng, (2, n, kv_heads, dim)) for n in lengths]
+    for b, n in enumerate(lengths):
+        for i in range(n):
+            caches[:, table[b, i // page], i % page] = rows[b][:, i]
+    return rows, caches, table
+
+
+def test_pages(rng):
+    lengths = [5, 64, 33]
+    rows, caches, table = paged(rng, lengths)
+    q = numbers(rng, (3, 1, 4, 32))
+    out = longspan.attend(q, *caches, causal=True, cache_seqlens=lengths, block_table=table)
+    for b in range(3):
+        assert_close(out[b], attention(q[b], *rows[b], causal=True)[0])
+
+
+def test_new_keys_are_appended(rng):
+    """cache_seqlens does not count them, as in flash-attention."""
+    lengths, new = [5, 64, 33], 3
+    rows, caches, table = paged(rng, lengths)
+    q = numbers(rng, (3, new, 4, 32))
+    k_new, v_new = numbers(rng, (2, 3, new, 2, 32))
+    for given in (lengths, np.array(lengths, np.int32)):
+        out = longspan.attend(q, *caches, causal=True, cache_seqlens=given, block_table=table,
+                              k_new=k_new, v_new=v_new)
+        for b, n in enumerate(lengths):
+            k, v = np.concatenate([rows[b][0], k_new[b]]), np.concatenate([rows[b][1], v_new[b]])
+            assert_close(out[b], attention(q[b], k, v, causal=True)[0])
+            assert (caches[0, table[b, n // 16], n % 16] == k_new[b, 0]).all()
+    flat = dict(causal=True, cache_seqlens=lengths, block_table=table, cu_seqlens_q=[0, 3, 6, 9])
+    again = longspan.attend(q.reshape(9, 4, 32), *caches, k_new=k_new.reshape(9, 2, 32),
+                            v_new=v_new.reshape(9, 2, 32), **flat)
+    assert (again.reshape(out.shape) == out).all()
+
+
+def test_documents(rng):
+    q, = numbers(rng, (1, 50, 2, 16))
+    k, v = numbers(rng, (2, 50, 2, 16))
+    for documents in ([0, 7, 31, 50], np.array([0, 7, 31, 50])):
+        out = longspan.attend(q, k, v, causal=True, documents=documents)
+        assert_close(out, attention(q, k, v, causal=True, documents=[0, 7, 31, 50])[0])
+
+
+@pytest.mark.parametrize("fp8", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_with_scales(rng, fp8):
+    dtype = getattr(ml_dtypes, fp8)
+    q = numbers(rng, (4, 4, 32), "bfloat16")
+    k, v = (numbers(rng, (2, 90, 2, 32)) / 0.5).astype(dtype)
+    scales = np.array([0.5, 0.25], np.float32)
+    out = longspan.attend(q, k, v, k_descale=scales, v_descale=0.5)
+    k, v = k.astype(np.float64) * scales[:, None], v.astype(np.float64) * 0.5
+    assert_close(out, attention(q, k, v)[0], "bfloat16")
+    small = np.empty(q.shape, dtype)
+    assert longspan.attend(q, k.astype(ml_dtypes.bfloat16), v.astype(ml_dtypes.bfloat16), out=small,
+                           out_scale=[0.5]) is small
+    np.testing.assert_allclose(small.astype(np.float64) * 0.5, attention(q, k, v)[0], rtol=0.3,
+                               atol=0.1)
+
+
+def test_results_into_given_arrays(rng):
+    q, k, v = numbers(rng, (3, 9, 2, 16))
+    wide = np.full((9, 2, 3, 16), np.nan, np.float32)
+    out, lse = wide[:, :, 1], np.full((2, 9), np.nan, np.float32).T
+    made = longspan.attend(q, k, v, out=out, lse=lse)
+    assert made is out
+    right, right_lse = attention(q, k, v)
+    assert_close(out, right)
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+    assert np.isnan(wide[:, :, [0, 2]]).all()
+    pair = longspan.attend(q, k, v, out=out, lse=lse, return_lse=True)
+    assert pair[0] is out and pair[1] is lse
+
+
+def test_the_same_bits_every_time(rng):
+    q, k, v = numbers(rng, (3, 200, 2, 64))
+    first = longspan.attend(q, k, v, causal=True)
+    assert (longspan.attend(q, k, v, causal=True) == first).all()
+    assert (longspan.attend(q, k, v, causal=True, invariant=True) == first).all()
+
+
+def test_plans_are_kept_and_few(rng):
+    comm = longspan.alone()
+    q, k, v = numbers(rng, (3, 40, 2, 16))
+    for tokens in range(33, 41):  # one size, rounded up
+        longspan.attend(q[:tokens], k, v, comm=comm)
+    assert comm.plans == 1
+    for cap in range(1, 40):
+        longspan.attend(q, k, v, comm=comm, softcap=float(cap))
+    assert comm.plans == 16
+    for cap in (39.0, 1.0):  # kept, and made again
+        assert_close(longspan.attend(q, k, v, comm=comm, softcap=cap),
+                     attention(q, k, v, softcap=cap)[0])
+
+
+def test_a_layer(rng):
+    q = numbers(rng, (5, 4, 64))
+    k, v = numbers(rng, (2, 300, 2, 64))
+    layer = longspan.Attention(heads=4, kv_heads=2, head_dim=64, dtype=np.float32, causal=True,
+                               max_queries=8, keys=longspan.Sharding("interleaved", 128), profile=True)
+    out, lse = layer(q, k[:200], v[:200], return_lse=True)
+    right, right_lse = attention(q, k[:200], v[:200], causal=True)
+    assert_close(out, right)
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+    layer.wait()
+    assert layer.strategy in longspan.strategies() and layer.workspace_bytes > 0
+    assert layer.phases.attend > 0 and len(layer.shard(77)) == 77 and layer.comm.size == 1
+
+    cache_k, cache_v = np.full((2, 1, 320, 2, 64), np.nan, np.float32)
+    layer.append(k[:200], v[:200], cache_k, cache_v, total_keys=200)
+    layer.append(k[200:], v[200:], cache_k, cache_v, cache_seqlens=[200])
+    assert_close(layer(q, cache_k, cache_v, cache_seqlens=[300]), attention(q, k, v, causal=True)[0])

@@ -1,0 +1,219 @@
+"""Bad input is a Python exception of the right type that names the argument, and nothing else
+happens: the process goes on, and right calls after it are right."""
+
+import pickle
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+
+import longspan
+from oracle import assert_close, attention
+from test_attend import numbers
+
+RNG = np.random.default_rng(1)
+Q, K, V = numbers(RNG, (6, 4, 16)), numbers(RNG, (20, 2, 16)), numbers(RNG, (20, 2, 16))
+FIXED = np.empty_like(Q)
+FIXED.flags.writeable = False
+SWAPPED = Q.astype(">f4")
+SPACED = np.zeros((6, 4, 16), np.dtype([("x", np.float32), ("y", np.uint8)]))["x"]  # 5 bytes apart
+
+INPUT, USAGE, UNSUPPORTED = longspan.InputError, longspan.UsageError, longspan.UnsupportedError
+
+
+def attend(q=Q, k=K, v=V, **options):
+    return longspan.attend(q, k, v, **options)
+
+
+CASES = {
+    # what is no array, or not the right one
+    "q a list": (lambda: attend([[1.0]]), TypeError, "q is of type 'list'"),
+    "q None": (lambda: attend(None), TypeError, "q is None"),
+    "k a string": (lambda: attend(k="keys"), TypeError, "k is of type 'str'"),
+    "v an int": (lambda: attend(v=3), TypeError, "v is of type 'int'"),
+    "float64": (lambda: attend(Q.astype(np.float64)), INPUT, "q has elements of type float64"),
+    "complex": (lambda: attend(k=K.astype(np.complex64)), INPUT, "k has elements of type complex64"),
+    "int64 values": (lambda: attend(v=V.astype(np.int64)), INPUT, "v is int64"),
+    "other byte order": (lambda: attend(SWAPPED), INPUT, "q has elements of type float32 in the other"),
+    "objects": (lambda: attend(np.empty((3, 2, 8), object)), (INPUT, TypeError), "q"),
+    "fp8 of another kind": (lambda: attend(k=K.astype(ml_dtypes.float8_e4m3b11fnuz)), INPUT,
+                            "k has elements of type float8_e4m3b11fnuz"),
+    "uneven strides": (lambda: attend(SPACED), INPUT, "q has a stride of"),
+    "types differ": (lambda: attend(k=K.astype(np.float16)), INPUT, "k is float16; float32, as q"),
+    "seven dimensions": (lambda: attend(np.zeros((1,) * 7, np.float32)), INPUT, "q has 7 dimensions"),
+    # shapes
+    "q of two dimensions": (lambda: attend(Q[0]), INPUT, "q is .4, 16."),
+    "k of two dimensions": (lambda: attend(k=K[0]), INPUT, "k is .2, 16."),
+    "heads": (lambda: attend(k=K[:, [0, 1, 1]], v=V[:, [0, 1, 1]]), (INPUT, USAGE), "heads"),
+    "head_dim": (lambda: attend(k=K[..., :8].copy()), INPUT, "k is"),
+    "head_dim 12": (lambda: attend(Q[..., :12].copy(), K[..., :12].copy()), (INPUT, USAGE, UNSUPPORTED), "12"),
+    "head_dim 0": (lambda: attend(Q[..., :0], K[..., :0]), (INPUT, USAGE, UNSUPPORTED), "0"),
+    "k and v differ": (lambda: attend(v=V[:19]), INPUT, "v"),
+    "columns apart": (lambda: attend(numbers(RNG, (6, 4, 32))[..., ::2]), INPUT, "q has stride 2"),
+    "k backwards": (lambda: attend(k=K[..., ::-1]), INPUT, "k"),
+    "batches differ": (lambda: attend(np.stack([Q] * 2), np.stack([K] * 3), np.stack([V] * 3)), INPUT,
+                       "numbers of sequences differ"),
+    "more queries than keys": (lambda: attend(k=K[:2], v=V[:2], causal=True, cache_seqlens=[3]), INPUT,
+                               "cache_seqlens|sequence 0"),
+    # results
+    "out read-only": (lambda: attend(out=FIXED), INPUT, "out is read-only"),
+    "out of another shape": (lambda: attend(out=np.empty((6, 4, 8), np.float32)), INPUT, "out is"),
+    "out of another type": (lambda: attend(out=np.empty((6, 4, 16), np.int32)), INPUT, "out is int32"),
+    "out is q": (lambda: attend(Q.copy(), out=None, lse=np.empty((4, 6), np.float32)), INPUT, "lse is"),
+    "out overlaps": (lambda: overlapping(), INPUT, "out"),
+    "lse float64": (lambda: attend(lse=np.empty((6, 4))), INPUT, "lse has elements of type float64"),
+    # small arrays
+    "cache_seqlens int64": (lambda: attend(cache_seqlens=np.array([20])), INPUT, "cache_seqlens is int64"),
+    "cache_seqlens too long": (lambda: attend(cache_seqlens=[21]), INPUT, "21"),
+    "cache_seqlens negative": (lambda: attend(cache_seqlens=[-1]), INPUT, r"cache_seqlens.0. is -1|sequence 0"),
+    "cache_seqlens past 32 bits": (lambda: attend(cache_seqlens=[2 ** 40]), INPUT, "cache_seqlens has"),
+    "cache_seqlens of floats": (lambda: attend(cache_seqlens=[2.5]), TypeError, "cache_seqlens is of type 'float'"),
+    "cache_seqlens empty": (lambda: attend(cache_seqlens=[]), INPUT, "cache_seqlens"),
+    "cu_seqlens_q descends": (lambda: attend(cu_seqlens_q=[0, 4, 2], cache_seqlens=[4, 4]), INPUT,
+                              "cu_seqlens_q descends"),
+    "cu_seqlens_q missing": (lambda: attend(cache_seqlens=[4, 4]), INPUT, "cu_seqlens_q"),
+    "sinks": (lambda: attend(sinks=[1.0]), INPUT, "sinks is"),
+    "slopes": (lambda: attend(alibi_slopes=[1.0] * 5), INPUT, "alibi_slopes is"),
+    "documents descend": (lambda: attend(documents=[0, 9, 3]), INPUT, "documents descend"),
+    "scale of no fp8": (lambda: attend(k=K.astype(ml_dtypes.float8_e4m3fn), v=V.astype(ml_dtypes.float8_e4m3fn)),
+                        INPUT, "k_descale"),
+    "block_table and no lengths": (lambda: attend(k=K[None], v=V[None], block_table=np.zeros((1, 1), np.int32)),
+                                   INPUT, "cache_seqlens is missing"),
+    "block_table out of range": (lambda: attend(k=K[None], v=V[None], cache_seqlens=[20],
+                                                block_table=np.full((1, 1), 7, np.int32)), INPUT, "block_table"),
+    "total_keys twice": (lambda: attend(total_keys=20, cache_seqlens=[20]), INPUT, "total_keys"),
+    "total_keys negative": (lambda: attend(total_keys=-1), INPUT, "total_keys is -1"),
+    "total_keys too many": (lambda: attend(total_keys=21), INPUT, "21"),
+    "total_queries without": (lambda: attend(queries="striped", total_queries=7), INPUT, "total_queries"),
+    "k_new alone": (lambda: attend(k_new=K[:6], cache_seqlens=[10]), INPUT, "v_new"),
+    "k_new into what is read-only": (lambda: attend(k=fixed(K), k_new=K[:6], v_new=V[:6], cache_seqlens=[10]),
+                                     INPUT, "k is read-only"),
+    # words
+    "causal a string": (lambda: attend(causal="yes"), TypeError, "causal is of type 'str'"),
+    "causal a number": (lambda: attend(causal=1), TypeError, "causal is of type 'int'"),
+    "scale a string": (lambda: attend(softmax_scale="1"), TypeError, "softmax_scale is of type 'str'"),
+    "scale nan": (lambda: attend(softmax_scale=float("nan")), (INPUT, USAGE), "scale"),
+    "softcap negative": (lambda: attend(softcap=-1.0), (INPUT, USAGE), "softcap"),
+    "window an int": (lambda: attend(window_size=5), TypeError, "window_size is of type 'int'"),
+    "window of three": (lambda: attend(window_size=(1, 2, 3)), INPUT, "window_size has 3"),
+    "window negative": (lambda: attend(window_size=(-2, 0)), INPUT, "window_size is"),
+    "window of words": (lambda: attend(window_size=("a", 0)), TypeError, "window_size.0."),
+    "keys unknown": (lambda: attend(keys="spiral"), INPUT, "keys is 'spiral'"),
+    "keys a number": (lambda: attend(keys=3), TypeError, "keys is of type 'int'"),
+    "ranges without a table": (lambda: attend(keys="ranges"), INPUT, "key_table"),
+    "exchange unknown": (lambda: attend(exchange="pigeon"), INPUT, "exchange is 'pigeon'"),
+    "strategy unknown": (lambda: attend(strategy="luck"), UNSUPPORTED, "luck"),
+    "comm a number": (lambda: attend(comm=0), TypeError, "comm is of type 'int'"),
+    "stream on processors": (lambda: attend(stream=7), INPUT, "stream is given"),
+    "return_lse None": (lambda: attend(return_lse=None), TypeError, "return_lse is None"),
+    "unknown argument": (lambda: attend(dropout=0.1), TypeError, "dropout"),
+    "by position": (lambda: longspan.attend(Q, K, V, True), TypeError, "positional"),
+    "a closed communicator": (lambda: attend(comm=closed()), USAGE, "comm cannot be used: it has been closed"),
+    # layers and communicators
+    "layer heads": (lambda: longspan.Attention(heads=3, kv_heads=2, head_dim=64), (USAGE, INPUT), "heads"),
+    "layer heads word": (lambda: longspan.Attention(heads="3", head_dim=64), TypeError, "heads is of type 'str'"),
+    "layer dtype": (lambda: longspan.Attention(heads=2, head_dim=64, dtype="float12"), INPUT, "dtype is 'float12'"),
+    "layer dtype word": (lambda: longspan.Attention(heads=2, head_dim=64, dtype=7), TypeError, "dtype is of type 'int'"),
+    "layer too many rows": (lambda: longspan.Attention(heads=4, kv_heads=2, head_dim=16, dtype="fp32")(Q, K, V),
+                            INPUT, "max_queries"),
+    "device": (lambda: longspan.alone("tpu"), INPUT, "device is 'tpu'"),
+    "device word": (lambda: longspan.alone(1), TypeError, "device is of type 'int'"),
+    "gpu": (lambda: longspan.alone("cuda", gpu=-1), INPUT, "gpu is -1"),
+    "deadline": (lambda: longspan.from_environment(deadline=-1), INPUT, "deadline"),
+    "mpi4py": (lambda: longspan.from_mpi4py(3), TypeError, "comm is of type 'int'"),
+    "gather text": (lambda: longspan.alone().gather("text"), TypeError, "mine is of type 'str'"),
+}
+
+
+def fixed(a):
+    a = a.copy()
+    a.flags.writeable = False
+    return a
+
+
+def closed():
+    comm = longspan.alone()
+    comm.close()
+    comm.close()
+    assert "closed" in repr(comm)
+    return comm
+
+
+def overlapping():
+    memory = np.zeros((12, 4, 16), np.float32)
+    return attend(memory[:6], out=memory[3:9])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_wrong_is_named(name):
+    call, error, says = CASES[name]
+    with pytest.raises(error, match=says):
+        call()
+    assert_close(attend(causal=True), attention(Q, K, V, causal=True)[0])
+
+
+def test_the_classes():
+    assert issubclass(INPUT, ValueError) and issubclass(USAGE, ValueError)
+    assert issubclass(UNSUPPORTED, NotImplementedError)
+    assert issubclass(longspan.RankError, RuntimeError)
+    for error in (INPUT, USAGE, UNSUPPORTED, longspan.RankError, longspan.BackendError):
+        assert issubclass(error, longspan.LongspanError)
+    error = pickle.loads(pickle.dumps(longspan.RankError("gone", 3, "merge")))
+    assert (error.rank, error.step, str(error)) == (3, "merge", "gone")
+
+
+def test_cuda_where_there_is_none():
+    if "not built in" not in longspan.info()["CUDA"]:
+        pytest.skip("this build has CUDA")
+    with pytest.raises(UNSUPPORTED, match="CUDA"):
+        longspan.alone("cuda")
+
+
+def test_requires_grad():
+    """Without torch: a module of that name is all that is looked at."""
+    script = """
+import sys, types
+import numpy as np
+torch = types.ModuleType("torch")
+class Tensor:
+    requires_grad = True
+    def __init__(self, a): self.a = a
+    def __dlpack__(self, **o): return self.a.__dlpack__(**o)
+    def __dlpack_device__(self): return 1, 0
+torch.Tensor, torch.is_grad_enabled = Tensor, lambda: Tensor.enabled
+sys.modules["torch"] = torch
+import longspan
+a = np.ones((3, 2, 8), np.float32)
+Tensor.enabled = True
+try:
+    longspan.attend(a, Tensor(a), a)
+except longspan.UnsupportedError as e:
+    print(e)
+Tensor.enabled = False
+longspan.attend(a, Tensor(a), a)
+print("then fine")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("k requires grad") and done.stdout.endswith("then fine\n")
+
+
+@hypothesis.given(st.fixed_dictionaries({}, optional={
+    name: st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3),
+                    st.lists(st.integers(-9, 99), max_size=4), st.just(Q), st.just(np.arange(9)))
+    for name in ("causal softmax_scale window_size softcap alibi_slopes sinks cu_seqlens_q "
+                 "cache_seqlens block_table k_new v_new q_descale k_descale v_descale out_scale "
+                 "documents qq_bias keys queries total_keys total_queries key_table query_table "
+                 "max_seqlen_q max_seqlen_k invariant exchange strategy return_lse out lse stream").split()}))
+@hypothesis.settings(max_examples=400)
+def test_any_nonsense_is_an_exception(options):
+    out = options.get("out")
+    if out is Q:
+        options["out"] = Q.copy()
+    try:
+        attend(**options)
+    except (ValueError, TypeError, NotImplementedError):
+        pass

@@ -1,0 +1,212 @@
+"""Several ranks on processors: 2 and 3 processes that meet by from_exchange, and ranks of mpirun."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+import jobs
+import longspan
+from oracle import assert_close, attention
+from ranks import Ranks
+from test_attend import numbers
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request):
+    made = Ranks(request.param)
+    yield made
+    assert made.end() == [0] * request.param
+
+
+LAYOUTS = st.sampled_from(["contiguous", "zigzag", "striped"]) | st.builds(
+    longspan.Sharding, st.just("interleaved"), st.sampled_from([1, 7, 128]))
+
+
+@hypothesis.settings(max_examples=25, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(LAYOUTS, st.none() | LAYOUTS, st.integers(0, 400), st.booleans(), st.booleans(),
+                  st.sampled_from(["float32", "bfloat16"]), st.integers(0, 2 ** 32 - 1))
+def test_any_cut_is_exact(ranks, keys, queries, length, causal, window, dtype, seed):
+    rng = np.random.default_rng(seed)
+    tokens = int(rng.integers(0, min(length, 40) + 1))
+    q = numbers(rng, (tokens, 4, 32), dtype)
+    k, v = (numbers(rng, (length, 2, 32), dtype) for _ in range(2))
+    options = dict(causal=causal, window_size=(int(rng.integers(0, 60)), -1) if window else (-1, -1))
+    found = ranks.values(jobs.attend_sharded, q, k, v, keys, queries, options)
+    right, right_lse = attention(q, k, v, causal=causal, window=options["window_size"])
+    for out, lse in found:
+        assert (np.asarray(out) == np.asarray(found[0][0])).all()
+        assert_close(out, right, dtype)
+        np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+
+
+def test_two_ranks_have_the_bits_of_one(ranks, rng):
+    if ranks.size != 2:
+        pytest.skip("3 does not divide 64: exact, other last bits")
+    q, k, v = numbers(rng, (20, 4, 64)), *numbers(rng, (2, 1000, 2, 64))
+    alone = longspan.attend(q, k, v, causal=True)
+    for out, _ in ranks.values(jobs.attend_sharded, q, k, v, "contiguous", None, dict(causal=True)):
+        assert (out == alone).all()
+
+
+def test_a_cache_that_grows(ranks, rng):
+    prompt = numbers(rng, (2, 50, 2, 32))
+    q, (k, v) = numbers(rng, (20, 4, 32)), numbers(rng, (2, 20, 2, 32))
+    whole = [np.concatenate([a, b]) for a, b in zip(prompt, (k, v))]
+    right = attention(q, *whole, causal=True)[0]
+    for out in ranks.values(jobs.grow, prompt, (q, k, v)):
+        assert_close(out, right)
+
+
+def test_communicators(ranks):
+    for rank, found in enumerate(ranks.values(jobs.gathers)):
+        parts, half, place, is_none, device, gpu, text = found
+        assert parts == [bytes([r]) * r + b"\0\n" for r in range(ranks.size)]
+        assert (half, place) == (len(range(rank % 2, ranks.size, 2)), rank // 2)
+        assert is_none == (rank == 0) and (device, gpu) == ("cpu", None)
+        assert f"rank {rank} of {ranks.size}" in text
+    assert ranks.values(jobs.several, 5) == [[b"%d" % i for i in range(6)]] * ranks.size
+
+
+def test_ranks_that_disagree(ranks, rng):
+    q, k, v = numbers(rng, (3, 5, 2, 16))
+    for kind, error in ranks(jobs.disagree, q, k, v):
+        assert kind == "error" and isinstance(error, longspan.UsageError), error
+        assert "causal" in str(error)
+    for kind, error in ranks(jobs.disagree_in_lengths, q, k, v):
+        assert kind == "error" and isinstance(error, longspan.UsageError), error
+        assert "'cache_seqlens' differs" in str(error)
+    ranks.values(jobs.gathers)
+
+
+def test_a_rank_that_stays_away(rng):
+    made = Ranks(2, deadline=2.0)
+    q, k, v = numbers(rng, (3, 5, 2, 16))
+    (kind, error), stayed = made(jobs.stay_away, 1, q, k, v)
+    assert kind == "error" and isinstance(error, longspan.RankError), error
+    assert error.rank == 1 and error.step and "Rank 1" in str(error)
+    assert stayed[1] == "stayed away"
+    assert made.end() == [0, 0]
+
+
+def test_a_rank_that_dies(rng):
+    made = Ranks(3)
+    q, k, v = numbers(rng, (3, 5, 2, 16))
+    begin = time.monotonic()
+    found = made(jobs.die, 1, q, k, v)
+    assert time.monotonic() - begin < 15  # less than the deadline: its connection has ended
+    assert found[1][0] == "dead"
+    for rank in (0, 2):
+        kind, error = found[rank]
+        assert kind == "error" and isinstance(error, longspan.RankError) and error.rank == 1, error
+    assert made.end() == [0, 7, 0]
+
+
+def test_a_rank_that_gives_up():
+    made = Ranks(2)
+    gave, (kind, error) = made(jobs.give_up, 0)
+    assert gave == ("value", "gave up")
+    assert kind == "error" and isinstance(error, longspan.RankError) and "enough of it" in str(error)
+    assert made.end() == [0, 0]
+
+
+def test_exchanges_that_fail(ranks):
+    assert ranks.values(jobs.failing_exchange) == ["'no such thing'"] * ranks.size
+    for what, error, says in [("text", "TypeError", "what exchange returns is of type 'str'"),
+                              ([1, 2, 3], "TypeError", "what exchange returns is of type 'int'"),
+                              ([b"x"], "UsageError", ""), ([b"x"] * ranks.size, "UsageError", "")]:
+        for name, text in ranks.values(jobs.wrong_exchange, what):
+            assert name == error and says in text, text
+
+
+@pytest.mark.parametrize("args, error, says", [
+    ((0, 0, len), longspan.InputError, "size is 0"), ((2, 2, len), longspan.InputError, "rank is 2"),
+    ((0, 2 ** 70, len), longspan.InputError, "size is past"), (("0", 2, len), TypeError, "rank is of type 'str'"),
+    ((0, 2, 7), TypeError, "exchange is of type 'int'")])
+def test_from_exchange_names_what_is_wrong(args, error, says):
+    with pytest.raises(error, match=says):
+        longspan.from_exchange(*args)
+
+
+def test_after_a_fork(rng):
+    """The threads of the parent's layers are not in the child; the child has its own."""
+    q, k, v = numbers(rng, (3, 300, 4, 64))
+    right = longspan.attend(q, k, v, causal=True)
+    merged = longspan.merge_states(q[:, None], np.zeros((300, 1, 4), np.float32), base=2)[0]
+    child = os.fork()
+    if child == 0:
+        same = (longspan.attend(q, k, v, causal=True) == right).all()
+        same &= (longspan.merge_states(q[:, None], np.zeros((300, 1, 4), np.float32), base=2)[0] == merged).all()
+        os._exit(0 if same else 1)
+    end = time.monotonic() + 30
+    while (status := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(child, 9)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(status[1]) == 0
+
+
+MPIRUN = shutil.which("mpirun")
+
+
+def run_under_mpi(script, count=2):
+    env = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                        "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none",
+                        "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+    done = subprocess.run([MPIRUN, "-np", str(count), sys.executable, "-c", script], env=env, text=True,
+                          capture_output=True, timeout=120, cwd=pathlib.Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+ATTENDS = r"""
+import numpy as np
+import jobs
+from oracle import assert_close, attention
+rng = np.random.default_rng(3)
+q, k, v = (rng.standard_normal((50, 2, 16), dtype=np.float32) for _ in range(3))
+out, _ = jobs.attend_sharded(comm, q, k, v, "zigzag", "zigzag", dict(causal=True))
+assert_close(out, attention(q, k, v, causal=True)[0])
+print(f"rank {comm.rank} of {comm.size} is right\n", end="", flush=True)
+"""
+
+
+@pytest.mark.skipif(not (MPIRUN and longspan._core.has_mpi), reason="this build or machine has no MPI")
+def test_ranks_of_mpirun():
+    for script in ("import longspan; comm = longspan.from_environment()" + ATTENDS,
+                   "import longspan; kept = comm = longspan.from_environment()" + ATTENDS):
+        assert sorted(run_under_mpi(script).splitlines()) == [f"rank {r} of 2 is right" for r in range(2)]
+
+
+@pytest.mark.skipif(not (MPIRUN and longspan._core.has_mpi), reason="this build or machine has no MPI")
+def test_ranks_of_mpi4py():
+    pytest.importorskip("mpi4py")
+    script = "from mpi4py import MPI; import longspan; comm = longspan.from_mpi4py(MPI.COMM_WORLD)"
+    assert sorted(run_under_mpi(script + ATTENDS).splitlines()) == [f"rank {r} of 2 is right" for r in range(2)]
+
+
+def test_torchrun_names(tmp_path):
+    """The variables that torchrun sets, without torch: ranks meet over TCP."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = "import longspan; comm = longspan.from_environment()" + ATTENDS
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
+    ranks = [subprocess.Popen([sys.executable, "-c", script], text=True, stdout=subprocess.PIPE,
+                              cwd=pathlib.Path(__file__).parent,
+                              env=clean | {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2",
+                                           "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                                           "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": str(port)})
+             for r in range(2)]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert said == [f"rank {r} of 2 is right\n" for r in range(2)]

@@ -9,6 +9,7 @@ this process, in turn: the call in C++ is timed by the extension module, over th
 """
 
 import argparse
+import importlib.util
 import os
 import statistics
 import time
@@ -83,10 +84,9 @@ def main():
     records.add_arguments(parser)
     options = parser.parse_args()
     kinds = ["numpy float32", "numpy bfloat16"]
-    try:
-        import torch  # noqa: F401
+    if importlib.util.find_spec("torch"):
         kinds += ["torch float32", "torch bfloat16"]
-    except ImportError:
+    else:
         print("torch is not here: its tensors are left out")
     for kind in kinds:
         measure(kind, options.results)

@@ -9,7 +9,6 @@ kind: NumPy, PyTorch, JAX, CuPy. docs/python.md in the repository has the long f
 import atexit as _atexit
 import os as _os
 
-from . import _errors  # before _core, which raises them
 from . import _core
 from ._attention import Attention, Phases, attend, strategies
 from ._communicators import alone, from_environment, from_exchange, from_mpi4py

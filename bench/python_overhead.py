@@ -18,10 +18,10 @@ import numpy as np
 
 os.environ.setdefault("LONGSPAN_THREADS", "1")  # a second thread's start is noise beside such calls
 
-import longspan  # noqa: E402
-from longspan import _core  # noqa: E402
+import longspan
+from longspan import _core
 
-import records  # noqa: E402
+import records
 
 TARGET = 15.0  # microseconds, on the machine of the records
 
@@ -41,14 +41,11 @@ def case_arrays(kind):
     return arrays
 
 
-def median_us(call, rounds=31, repeats=200):
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter_ns()
-        for _ in range(repeats):
-            call()
-        times.append((time.perf_counter_ns() - begin) / repeats / 1000)
-    return statistics.median(times)
+def microseconds(call, repeats):
+    begin = time.perf_counter_ns()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter_ns() - begin) / repeats / 1000
 
 
 def measure(kind, results):
@@ -66,11 +63,11 @@ def measure(kind, results):
     made = []
     for name, call in cases.items():
         call()
-        cpp, python = [], []
-        for _ in range(5):
-            python.append(median_us(call))
-            cpp.append(_core.time_attend(q, k, v, out, 5000))
-        more = statistics.median(python) - statistics.median(cpp)
+        python, cpp = [], []
+        for _ in range(101):  # in turn, so that what else the machine does meets both
+            python.append(microseconds(call, 100))
+            cpp.append(_core.time_attend(q, k, v, out, 100))
+        more = statistics.median(a - b for a, b in zip(python, cpp))
         made.append(records.record("python", {"call": name, "arrays": kind}, "us", round(more, 2),
                                    target=TARGET, less_is_better=True,
                                    machine=records.host_machine()))

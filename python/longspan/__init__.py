@@ -9,13 +9,12 @@ kind: NumPy, PyTorch, JAX, CuPy. docs/python.md in the repository has the long f
 import atexit as _atexit
 import os as _os
 
-# Before _core, which raises them.
-from ._errors import (BackendError, InputError, InternalError, LongspanError, RankError,
-                      UnsupportedError, UsageError)
 from . import _core
 from ._attention import Attention, Phases, attend, strategies
 from ._communicators import alone, from_environment, from_exchange, from_mpi4py
 from ._core import Communicator, Shard, Sharding, __version__
+from ._errors import (BackendError, InputError, InternalError, LongspanError, RankError,
+                      UnsupportedError, UsageError)
 from ._serving import (Segments, append_kv, context_attention, merge_attn_states, merge_state,
                        merge_states, reduce_segments, segmented_attention)
 from ._shards import shard, unshard

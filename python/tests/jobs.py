@@ -91,3 +91,24 @@ def wrong_exchange(comm, what):
         longspan.from_exchange(comm.rank, comm.size, lambda mine: what, deadline=2)
     except (TypeError, ValueError, RuntimeError) as error:
         return type(error).__name__, str(error)
+
+
+def interrupted(comm, who, q, k, v):
+    """Rank `who` waits for others that do not come, and Ctrl-C is pressed."""
+    import signal
+    import threading
+    import time
+
+    if comm.rank != who:
+        time.sleep(1)
+        try:
+            comm.barrier("after it")
+        except longspan.RankError as error:
+            return str(error)
+        return "nothing"
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    try:
+        longspan.attend(q, k, v, comm=comm, keys="striped", total_keys=comm.size * len(k))
+    except KeyboardInterrupt:
+        return time.monotonic() - begin

@@ -222,3 +222,14 @@ def test_a_layer(rng):
     layer.append(k[:200], v[:200], cache_k, cache_v, total_keys=200)
     layer.append(k[200:], v[200:], cache_k, cache_v, cache_seqlens=[200])
     assert_close(layer(q, cache_k, cache_v, cache_seqlens=[300]), attention(q, k, v, causal=True)[0])
+
+
+def test_threads_take_turns(rng):
+    """The GIL is released while a call computes; a communicator serves one thread at a time."""
+    import concurrent.futures
+
+    jobs = [(q, *numbers(rng, (2, 500, 2, 32))) for q in numbers(rng, (16, 30, 4, 32))]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda job: longspan.attend(*job, causal=True), jobs))
+    for (q, k, v), out in zip(jobs, found):
+        assert_close(out, attention(q, k, v, causal=True)[0])

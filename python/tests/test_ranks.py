@@ -117,6 +117,15 @@ def test_a_rank_that_gives_up():
     assert made.end() == [0, 0]
 
 
+def test_interrupted_while_it_waits(rng):
+    made = Ranks(2)
+    q, k, v = numbers(rng, (3, 5, 2, 16))
+    waited, said = made.values(jobs.interrupted, 0, q, k, v)
+    assert 0.4 < waited < 5  # the deadline is 20 s
+    assert "Rank 0 gave up: it was interrupted" in said
+    assert made.end() == [0, 0]
+
+
 def test_exchanges_that_fail(ranks):
     assert ranks.values(jobs.failing_exchange) == ["'no such thing'"] * ranks.size
     for what, error, says in [("text", "TypeError", "what exchange returns is of type 'str'"),

@@ -6,10 +6,12 @@
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 
@@ -143,6 +145,29 @@ Door open_door(bool within) {
       fmt::format("No TCP socket can listen on this machine, for other ranks to connect to ({}): "
                   "check its network and its limit on open files (ulimit -n).",
                   std::strerror(error)));
+}
+
+Address local_address(const std::string& name) {
+  Address address{AF_UNIX, 0, {}};
+  auto& in = reinterpret_cast<sockaddr_un&>(address.storage);
+  in.sun_family = AF_UNIX;
+  // The first byte is 0, which makes it a name and not a file.
+  const std::size_t bytes = std::min(name.size(), sizeof in.sun_path - 1);
+  std::memcpy(in.sun_path + 1, name.data(), bytes);
+  address.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes);
+  return address;
+}
+
+Door open_local_door(const std::string& name) {
+  const Address here = local_address(name);
+  Door door{Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)), 0, {name}};
+  if (!door.listener || ::bind(door.listener.get(), here.get(), here.length) != 0 ||
+      ::listen(door.listener.get(), kBacklog) != 0)
+    throw BackendError(
+        fmt::format("No Unix socket can listen on this machine, for other ranks to connect to "
+                    "({}): check its limit on open files (ulimit -n).",
+                    std::strerror(errno)));
+  return door;
 }
 
 bool Address::loopback() const {

@@ -41,11 +41,17 @@ struct Word {
 };
 constexpr std::uint32_t kMagic = 0x4c535044;
 
-/// What a rank tells the others.
+/// What a rank tells the others, and where this one goes to it.
 struct Entry {
   int port = 0;
   std::string key;
   std::vector<std::string> hosts;
+  std::string local;     // the name of its Unix socket
+  bool is_near = false;  // where that is
+
+  std::string where() const {
+    return is_near ? "its Unix socket" : fmt::format("port {} of {}", port, fmt::join(hosts, ", "));
+  }
 };
 
 /// A connection that is being made.
@@ -84,9 +90,9 @@ struct Line {
 
 class Meeting {
  public:
-  Meeting(Control& control, Door door, std::string key, std::vector<Entry> all)
+  Meeting(Control& control, std::vector<Door> doors, std::string key, std::vector<Entry> all)
       : control_(control),
-        door_(std::move(door)),
+        doors_(std::move(doors)),
         key_(std::move(key)),
         all_(std::move(all)),
         made_(control.size()),
@@ -180,10 +186,14 @@ class Meeting {
 
   void begin(Goal& goal) {
     const Entry& there = all_[goal.line.peer];
-    const std::string& host = there.hosts[goal.next];
-    goal.next = (goal.next + 1) % there.hosts.size();
-    const std::vector<Address> found = resolve(host, there.port, goal.why);
-    if (found.empty()) return give_up(goal, goal.why);
+    std::vector<Address> found;
+    if (there.is_near) {
+      found = {local_address(there.local)};
+    } else {
+      found = resolve(there.hosts[goal.next], there.port, goal.why);
+      goal.next = (goal.next + 1) % there.hosts.size();
+      if (found.empty()) return give_up(goal, goal.why);
+    }
     const Address& address = found.front();
     Line& line = goal.line;
     line.fd = Fd(::socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -197,8 +207,11 @@ class Meeting {
   }
 
   void admit() {
+    for (const Door& door : doors_) admit(door);
+  }
+  void admit(const Door& door) {
     for (;;) {
-      Fd fd(::accept4(door_.listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      Fd fd(::accept4(door.listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd) return;
       if (static_cast<int>(guests_.size()) >= kStrangers + control_.size()) guests_.pop_front();
       Line& guest = guests_.emplace_back();
@@ -239,15 +252,15 @@ class Meeting {
       const Entry& there = all_[q];
       control_.fail(
           {ErrorKind::timeout, q, kStep,
-           fmt::format("Rank {} could not connect to rank {} at port {} of {} ({}). Is rank {} "
-                       "stopped, or does a firewall keep the ports between the machines closed?",
-                       control_.rank(), q, there.port, fmt::join(there.hosts, ", "), goals_[q].why,
-                       q)});
+           fmt::format("Rank {} could not connect to rank {} at {} ({}). Is rank {} stopped, or "
+                       "does a firewall keep the ports between the machines closed?",
+                       control_.rank(), q, there.where(), goals_[q].why, q)});
     }
   }
 
   void wait() {
-    std::vector<pollfd> polled{{door_.listener.get(), POLLIN, 0}};
+    std::vector<pollfd> polled;
+    for (const Door& door : doors_) polled.push_back({door.listener.get(), POLLIN, 0});
     for (const Goal& goal : goals_)
       if (goal.line.fd)
         polled.push_back(
@@ -257,7 +270,7 @@ class Meeting {
   }
 
   Control& control_;
-  Door door_;
+  std::vector<Door> doors_;
   std::string key_;
   std::vector<Entry> all_;
   std::vector<Fd> made_;
@@ -271,25 +284,28 @@ std::vector<Fd> connect_ranks(Control& control) {
   const auto places = control.gather(network_place(), "find the machines");
   const bool within = std::all_of(places.begin(), places.end(),
                                   [&](const std::string& place) { return place == places[0]; });
-  Door door;
+  std::vector<Door> doors;
   std::string key;
   try {
-    door = open_door(within);
+    doors.push_back(open_local_door("longspan " + fresh_key()));
+    if (!within) doors.push_back(open_door(false));
     key = fresh_key();
   } catch (const std::exception& error) {
     control.tell(gave_up(control, error.what()));  // this rank's own trouble
     throw;
   }
-  const auto told =
-      control.gather(pack(std::to_string(door.port), key, pack_all(door.hosts)), kStep);
+  const Door& far = doors.back();
+  const auto told = control.gather(
+      pack(std::to_string(far.port), key, pack_all(far.hosts), doors.front().hosts.front()), kStep);
   std::vector<Entry> all;
   for (const std::string& text : told) {
-    auto parts = unpack(text, 3);
-    all.push_back(
-        {static_cast<int>(number_from(parts[0], 1, 65535)), std::move(parts[1]), unpack(parts[2])});
+    auto parts = unpack(text, 4);
+    const bool is_near = places[all.size()] == places[control.rank()];
+    all.push_back({static_cast<int>(number_from(parts[0], 0, 65535)), std::move(parts[1]),
+                   unpack(parts[2]), std::move(parts[3]), is_near});
     if (all.back().hosts.empty()) throw_damage();
   }
-  std::vector<Fd> made = Meeting(control, std::move(door), std::move(key), std::move(all)).meet();
+  std::vector<Fd> made = Meeting(control, std::move(doors), std::move(key), std::move(all)).meet();
   for (const Fd& fd : made) {
     const int on = 1;
     if (fd) setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);

@@ -1,5 +1,6 @@
-// A connection between every two ranks, for data. Ranks that have a control plane tell each other
-// where they listen; each goes to those of lower rank. Only who knows a rank's key is let in, and
+// A connection between every two ranks, for data: a Unix socket where they share a machine and its
+// network namespace, TCP elsewhere. Ranks that have a control plane tell each other where they
+// listen; each goes to those of lower rank. Only who knows a rank's key is let in, and
 // only while the connections are made: then nobody listens any more.
 #pragma once
 

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "comm/control/wire.hpp"
+#include "comm/tcp/address.hpp"
 #include "comm/tcp/connect.hpp"
 #include "comm/tcp/exchange.hpp"
 #include "comm/tcp/transport.hpp"
@@ -249,17 +250,19 @@ TEST(FromExchange, WhoLetsGoFirstWaitsForAMoment) {
 
 // ---- strangers at the ports for data ---------------------------------------------------------
 
-/// Another control plane, whose words for `step` are changed or waited for.
+/// Another control plane, whose words when ranks connect are changed or waited for. Ranks are apart
+/// where they take each other for ranks of other machines, and connect by TCP.
 class Meddled final : public Control {
  public:
   using Act = std::function<void(int rank, Strings& told)>;
-  Meddled(std::shared_ptr<Control> inner, Act act)
-      : Control(inner->deadline()), inner_(std::move(inner)), act_(std::move(act)) {}
+  Meddled(std::shared_ptr<Control> inner, bool apart, Act act)
+      : Control(inner->deadline()), inner_(std::move(inner)), apart_(apart), act_(std::move(act)) {}
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   milliseconds patience() const override { return inner_->patience(); }
   Strings gather(const std::string& mine, const std::string& step) override {
-    Strings told = inner_->gather(mine, step);
+    const bool moves = apart_ && step == "find the machines";
+    Strings told = inner_->gather(moves ? std::to_string(rank()) : mine, step);
     if (step == "connect the ranks") act_(rank(), told);
     return told;
   }
@@ -272,33 +275,39 @@ class Meddled final : public Control {
 
  private:
   std::shared_ptr<Control> inner_;
+  bool apart_;
   Act act_;
 };
 
 /// Connects two ranks, of which `meddle` changes what they hear of each other's places.
-void connect_two(const Meddled::Act& meddle, const std::function<void(Control&)>& work,
+void connect_two(bool apart, const Meddled::Act& meddle, const std::function<void(Control&)>& work,
                  milliseconds deadline = 50s) {
   Table table(2);
   in_threads(2, [&](int rank) {
-    Meddled control(exchange_control(rank, 2, over(table, rank), {.deadline = deadline}), meddle);
+    Meddled control(exchange_control(rank, 2, over(table, rank), {.deadline = deadline}), apart,
+                    meddle);
     work(control);
   });
 }
 
 int port_in(const std::string& told) { return std::stoi(unpack(told).at(0)); }
 
-sockaddr_in address(int port, unsigned last = 1) {
+sockaddr_in address(int port) {
   sockaddr_in there{};
   there.sin_family = AF_INET;
-  there.sin_addr.s_addr = htonl(0x7f000000u + last);
+  there.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   there.sin_port = htons(static_cast<std::uint16_t>(port));
   return there;
 }
 
-Fd connect_to(int port) {
-  Fd fd(::socket(AF_INET, SOCK_STREAM, 0));
-  const sockaddr_in there = address(port);
-  EXPECT_EQ(::connect(fd.get(), reinterpret_cast<const sockaddr*>(&there), sizeof there), 0);
+/// To the door of who told this.
+Fd connect_to(bool apart, const std::string& told) {
+  Fd fd(::socket(apart ? AF_INET : AF_UNIX, SOCK_STREAM, 0));
+  const sockaddr_in far = address(port_in(told));
+  const Address near = local_address(unpack(told).at(3));
+  EXPECT_EQ(apart ? ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&far), sizeof far)
+                  : ::connect(fd.get(), near.get(), near.length),
+            0);
   return fd;
 }
 
@@ -316,15 +325,19 @@ void expect_ping(Control& control) {
 }
 
 /// Rank 0's door, ahead of rank 1: garbage of all lengths, a hello with a wrong key, and silence.
-TEST(Strangers, AtTheDoorForDataDoNotDisturb) {
+class Doors : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(NearAndFar, Doors, ::testing::Bool());
+
+TEST_P(Doors, ForDataAreClosedToStrangers) {
+  const bool apart = GetParam();
   std::vector<Fd> strangers;
   std::mt19937 random(5);
   connect_two(
+      apart,
       [&](int rank, Strings& told) {
         if (rank == 0) return;
-        const int port = port_in(told[0]);
         for (int i = 0; i < 40; ++i) {
-          strangers.push_back(connect_to(port));
+          strangers.push_back(connect_to(apart, told[0]));
           std::string bytes(random() % 100, '\0');
           for (char& c : bytes) c = static_cast<char>(random());
           if (i % 4 == 0) {  // magic, hello, from 1 to 0: all but the key
@@ -340,41 +353,11 @@ TEST(Strangers, AtTheDoorForDataDoNotDisturb) {
       expect_ping);
 }
 
-/// Somebody else listens at the first of rank 0's addresses, and says something, or nothing.
-TEST(Strangers, InTheOtherRanksPlaceAreNotTakenForIt) {
-  for (const std::string& answer : {std::string(48, 'x'), std::string("HTTP/1.1 400\r\n\r\n")}) {
-    Fd impostor;
-    std::thread speaker;
-    connect_two(
-        [&](int rank, Strings& told) {
-          if (rank == 0) return;
-          auto parts = unpack(told[0]);
-          impostor = Fd(::socket(AF_INET, SOCK_STREAM, 0));
-          const sockaddr_in here = address(port_in(told[0]), 2);
-          ASSERT_EQ(::bind(impostor.get(), reinterpret_cast<const sockaddr*>(&here), sizeof here),
-                    0);
-          ::listen(impostor.get(), 8);
-          parts[2] = pack(std::string("127.0.0.2"), std::string("127.0.0.1"));
-          told[0] = pack_all(parts);
-          speaker = std::thread([&impostor, answer] {
-            const Fd guest(::accept(impostor.get(), nullptr, nullptr));
-            static_cast<void>(::send(guest.get(), answer.data(), answer.size(), MSG_NOSIGNAL));
-          });
-        },
-        expect_ping);
-    speaker.join();
-  }
-}
-
-/// Rank 1 cannot reach rank 0, and both say so.
-TEST(Strangers, APortThatIsClosedIsAnErrorThatSaysWhere) {
+/// Both ranks throw this, at the latest at the deadline.
+void expect_unreachable(bool apart, const Meddled::Act& meddle, const std::string& words) {
   std::atomic<int> said{0};
   connect_two(
-      [](int, Strings& told) {
-        auto parts = unpack(told[0]);
-        parts[0] = "1";
-        told[0] = pack_all(parts);
-      },
+      apart, meddle,
       [&](Control& control) {
         try {
           connect_ranks(control);
@@ -382,13 +365,91 @@ TEST(Strangers, APortThatIsClosedIsAnErrorThatSaysWhere) {
         } catch (const RankError& error) {
           EXPECT_EQ(error.kind(), ErrorKind::timeout);
           EXPECT_EQ(error.rank(), 0);
-          EXPECT_THAT(error.what(), AllOf(HasSubstr("Rank 1 could not connect to rank 0 at port 1"),
-                                          HasSubstr("firewall")));
+          EXPECT_THAT(error.what(), AllOf(HasSubstr("Rank 1 could not connect to rank 0 at "),
+                                          HasSubstr(words), HasSubstr("firewall")));
           ++said;
         }
       },
       2s);
   EXPECT_EQ(said, 2);
+}
+
+/// Somebody else listens where rank 0 should, and answers.
+TEST(Strangers, InTheOtherRanksPlaceAreNotTakenForIt) {
+  for (const std::string& answer : {std::string(48, 'x'), std::string("HTTP/1.1 400\r\n\r\n")}) {
+    Fd impostor(::socket(AF_INET, SOCK_STREAM, 0));
+    sockaddr_in here = address(0);
+    socklen_t length = sizeof here;
+    ASSERT_EQ(::bind(impostor.get(), reinterpret_cast<const sockaddr*>(&here), sizeof here), 0);
+    ASSERT_EQ(::listen(impostor.get(), 64), 0);
+    ::getsockname(impostor.get(), reinterpret_cast<sockaddr*>(&here), &length);
+    std::thread speaker([&impostor, answer] {
+      for (;;) {
+        const Fd guest(::accept(impostor.get(), nullptr, nullptr));
+        if (!guest) return;
+        static_cast<void>(::send(guest.get(), answer.data(), answer.size(), MSG_NOSIGNAL));
+      }
+    });
+    expect_unreachable(
+        true,
+        [&](int, Strings& told) {
+          auto parts = unpack(told[0]);
+          parts[0] = std::to_string(ntohs(here.sin_port));
+          parts[2] = pack(std::string("127.0.0.1"));
+          told[0] = pack_all(parts);
+        },
+        answer.front() == 'x' ? "somebody else answers there" : "127.0.0.1 (it hung up)");
+    ::shutdown(impostor.get(), SHUT_RDWR);
+    speaker.join();
+  }
+}
+
+/// The first of rank 0's addresses leads nowhere.
+TEST(Strangers, AnAddressThatIsNoneIsNotTheLast) {
+  connect_two(
+      true,
+      [](int, Strings& told) {
+        auto parts = unpack(told[0]);
+        parts[2] = pack(std::string("192.0.2.1"), std::string("127.0.0.1"));  // documentation's
+        told[0] = pack_all(parts);
+      },
+      expect_ping);
+}
+
+TEST(Strangers, APortThatIsClosedIsAnErrorThatSaysWhere) {
+  expect_unreachable(
+      true,
+      [](int, Strings& told) {
+        auto parts = unpack(told[0]);
+        parts[0] = "1";
+        told[0] = pack_all(parts);
+      },
+      "port 1 of ");
+  expect_unreachable(
+      false,
+      [](int, Strings& told) {
+        auto parts = unpack(told[0]);
+        parts[3] = "nobody";
+        told[0] = pack_all(parts);
+      },
+      "its Unix socket (Connection refused)");
+}
+
+/// Ranks that are apart: data over TCP, of all sizes.
+TEST(Tcp, CarriesTheVerbsBetweenMachines) {
+  Table table(3);
+  in_threads(3, [&](int rank) {
+    auto control =
+        std::make_shared<Meddled>(exchange_control(rank, 3, over(table, rank), {.deadline = 50s}),
+                                  true, [](int, Strings&) {});
+    const auto transport = tcp_transport(control);
+    for (const std::size_t bytes : {0, 1, 5000, 70'000, 3'000'000}) {
+      std::vector<char> send(bytes, static_cast<char>('a' + rank)), got(3 * bytes);
+      transport->all_gather(send.data(), got.data(), bytes, {}, "states");
+      for (std::size_t i = 0; i < got.size(); ++i)
+        ASSERT_EQ(got[i], static_cast<char>('a' + i / bytes)) << i;
+    }
+  });
 }
 
 // ---- ranks that die --------------------------------------------------------------------------

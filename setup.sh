@@ -22,8 +22,8 @@ g++                 g++      the C++ compiler
 cmake               cmake    the build system, 3.25 or newer
 ninja-build         ninja    runs the build
 python3             python3  runs a few checks of the sources
-python3-dev         -        Python's headers, for the package
-python3-venv        -        Python's virtual environments, for its tests
+python3-dev         -        the headers of Python, for its package
+python3-venv        -        virtual environments of Python, for the tests of its package
 openmpi-bin         mpirun   Open MPI: starts the ranks
 libopenmpi-dev      -        Open MPI, for compiling
 libhwy-dev          -        Highway: SIMD

@@ -30,6 +30,8 @@ constexpr const char* kStep = "connect the ranks";
 /// The longest time from a connection to its last word, and the strangers that are heard at once.
 constexpr std::chrono::seconds kStay{5};
 constexpr int kStrangers = 16;
+/// A message of 1 MB then leaves in one call, and its sender need not be woken again and again.
+constexpr int kBuffer = 4 << 20;
 
 struct Word {
   enum Kind : std::uint32_t { hello = 1, welcome, seated };
@@ -307,8 +309,12 @@ std::vector<Fd> connect_ranks(Control& control) {
   }
   std::vector<Fd> made = Meeting(control, std::move(doors), std::move(key), std::move(all)).meet();
   for (const Fd& fd : made) {
+    if (!fd) continue;
     const int on = 1;
-    if (fd) setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    if (setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0) continue;
+    // A Unix socket, whose buffer does not grow by itself as TCP's does: the system takes less
+    // where it allows less.
+    setsockopt(fd.get(), SOL_SOCKET, SO_SNDBUF, &kBuffer, sizeof kBuffer);
   }
   return made;
 }

@@ -72,7 +72,7 @@ class MailControl final : public Control {
       heed(step.c_str());
       listen(step.c_str(), patient.waited());
       if (patient.over()) timed_out(step.c_str(), patient.waited());
-      patient.pause();
+      if (!move_data()) patient.pause();
     }
     for (Peer& peer : peers_) peer.counted = false;
     return texts;

@@ -53,6 +53,11 @@ class Control : public std::enable_shared_from_this<Control> {
   /// See Communicator::on_wait.
   void on_wait(std::function<bool()> gives_up) { gives_up_ = std::move(gives_up); }
 
+  /// Sets what moves the data of open transfers while gather waits, where calls of this process
+  /// move it: a peer may come to the gather only when it has that data. move() says whether any
+  /// moved.
+  void meanwhile(std::function<bool()> move) { move_ = std::move(move); }
+
   /// Is called where ranks were given different things for `run`. The roll call finds the field,
   /// and UsageError is thrown. Throws `otherwise` where no description says what differs.
   [[noreturn]] virtual void disagree(RunName, const Failure& otherwise) { fail(otherwise); }
@@ -102,6 +107,9 @@ class Control : public std::enable_shared_from_this<Control> {
   }
 
  protected:
+  /// Moves the data of open transfers; false where none moved.
+  bool move_data() { return move_ && move_(); }
+
   /// Is called from a loop that waits: asks the caller, ten times a second at most, whether to go
   /// on.
   void heed(const char* step) {
@@ -128,7 +136,7 @@ class Control : public std::enable_shared_from_this<Control> {
   std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   std::shared_ptr<std::uint32_t> next_number_ = std::make_shared<std::uint32_t>(1);
   std::vector<int> origins_;
-  std::function<bool()> gives_up_;
+  std::function<bool()> gives_up_, move_;
   Patience::Clock::time_point asked_{};
   milliseconds deadline_;
   RunName run_;

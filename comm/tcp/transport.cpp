@@ -48,6 +48,7 @@ class TcpTransport final : public ControlledTransport {
         group_(group) {
     mesh_->open(group_);
     try {
+      this->control().meanwhile([moved = mesh_] { return moved->progress(); });
       place_ = find_place(this->control());
     } catch (...) {
       mesh_->cancel(group_);

@@ -298,6 +298,19 @@ TEST(Started, EndInAnyOrderOnEveryRank) {
   }
 }
 
+/// The others come to the gather when they have the data, which is more than a connection holds.
+TEST(Started, GoOnWhileAGatherWaits) {
+  const Communicator world = host_world();
+  std::vector<std::byte> data(std::size_t{24} << 20,
+                              std::byte{static_cast<unsigned char>(world.rank() == 0 ? 7 : 0)});
+  auto transfer =
+      comm::transport_of(world).start_broadcast(data.data(), data.size(), 0, {}, "broadcast");
+  if (world.rank() > 0) transfer.wait({});
+  world.barrier("behind the broadcast");
+  transfer.wait({});
+  EXPECT_EQ(std::count(data.begin(), data.end(), std::byte{7}), std::ssize(data));
+}
+
 TEST(Started, GoOnBesideVerbsThatBlock) {
   const Communicator world = host_world();
   const std::uint64_t seed = shared_seed(world);

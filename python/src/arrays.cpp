@@ -79,7 +79,7 @@ Kind kind_of(nb::handle object) {
     if (seen == type) return kind;
   const Kind kind = find_kind(nb::handle(reinterpret_cast<PyObject*>(type)));
   if (known->size() < 64) {
-    Py_INCREF(type);
+    Py_INCREF(reinterpret_cast<PyObject*>(type));
     known->emplace_back(type, kind);
   }
   return kind;

@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -79,7 +80,7 @@ Kind kind_of(nb::handle object) {
     if (seen == type) return kind;
   const Kind kind = find_kind(nb::handle(reinterpret_cast<PyObject*>(type)));
   if (known->size() < 64) {
-    Py_INCREF(type);
+    Py_INCREF(reinterpret_cast<PyObject*>(type));
     known->emplace_back(type, kind);
   }
   return kind;
@@ -121,8 +122,14 @@ std::optional<DType> dtype_of_dlpack(dlpack::Type type) {
 
 std::string text_of(dlpack::Type type) {
   constexpr const char* names[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
-  return (type.code < 7 ? names[type.code] : "type " + std::to_string(type.code) + " of DLPack, ") +
-         std::to_string(type.bits) + (type.lanes == 1 ? "" : "x" + std::to_string(type.lanes));
+  std::string text = "type ";
+  if (type.code < std::size(names))
+    text = names[type.code];
+  else
+    text += std::to_string(type.code) + " of DLPack, ";
+  text += std::to_string(type.bits);
+  if (type.lanes != 1) text += "x" + std::to_string(type.lanes);
+  return text;
 }
 
 /// The types of ml_dtypes, which have no letter in the buffer protocol. By the dtype object, so

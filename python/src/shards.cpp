@@ -86,7 +86,10 @@ std::vector<std::int64_t> positions_of(const OwnShard& own) {
 /// memoryview of int64, which NumPy and torch take without a copy.
 nb::object positions_view(const OwnShard& own) {
   const std::vector<std::int64_t> positions = positions_of(own);
-  const nb::bytes memory(reinterpret_cast<const char*>(positions.data()), positions.size() * 8);
+  const nb::object memory =
+      nb::steal(PyByteArray_FromStringAndSize(reinterpret_cast<const char*>(positions.data()),
+                                              static_cast<Py_ssize_t>(positions.size() * 8)));
+  if (!memory.is_valid()) throw nb::python_error();
   const nb::object view = nb::steal(PyMemoryView_FromObject(memory.ptr()));
   if (!view.is_valid()) throw nb::python_error();
   return view.attr("cast")("q");

@@ -24,7 +24,7 @@ def documented():
             yield name, what
 
 
-@pytest.mark.parametrize("name, what", documented())
+@pytest.mark.parametrize("name, what", list(documented()))
 def test_examples_in_docstrings(name, what):
     test = doctest.DocTestParser().get_doctest(inspect.cleandoc(what.__doc__), {}, name, None, None)
     runner = doctest.DocTestRunner()

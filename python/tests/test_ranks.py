@@ -217,5 +217,5 @@ def test_torchrun_names(tmp_path):
                                            "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                                            "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": str(port)})
              for r in range(2)]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert said == [f"rank {r} of 2 is right\n" for r in range(2)]

@@ -53,8 +53,8 @@ def test_requires_grad_is_refused():
 
 @pytest.mark.parametrize("make, error, says", [
     (lambda q: q.double(), longspan.InputError, "q has elements of type float64"),
-    (lambda q: q.to("meta"), (longspan.InputError, RuntimeError, BufferError), ""),
-    (lambda q: q.to_sparse(), (longspan.InputError, RuntimeError, BufferError), ""),
+    (lambda q: q.to("meta"), (longspan.InputError, RuntimeError, BufferError), None),
+    (lambda q: q.to_sparse(), (longspan.InputError, RuntimeError, BufferError), None),
     (lambda q: torch.nn.functional, TypeError, "q is of type"),
 ])
 def test_tensors_that_are_none(make, error, says):
@@ -78,7 +78,7 @@ def test_shards():
         parts = [longspan.shard(whole, layout, rank=r, ranks=3, dim=1) for r in range(3)]
         assert torch.equal(longspan.unshard(parts, layout, dim=1), whole)
     positions = torch.asarray(longspan.Sharding("zigzag").shard(10, 1, 2).positions())
-    assert positions.tolist() == [2, 3, 4, 5, 6] or len(positions) == 5
+    assert positions.tolist() == [2, 3, 4, 5, 6]
     assert torch.equal(longspan.unshard(whole, "zigzag", comm=longspan.alone(), dim=1), whole)
 
 

@@ -16,7 +16,7 @@ namespace longspan::comm {
 template <DType dtype, class Part>
 void add_up(void* to, std::size_t count, int ranks, const Part& part) {
   constexpr std::size_t kBlock = 512;
-  float sums[kBlock];
+  float sums[kBlock] = {};
   for (std::size_t first = 0; first < count; first += kBlock) {
     const std::size_t block = std::min(count - first, kBlock);
     const auto begin = static_cast<std::int64_t>(first);

@@ -537,7 +537,8 @@ bool names(int victim, const std::function<void()>& work) {
 class Faults : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Tcp, Faults, ::testing::Values(2, 3, 4));
 
-/// In the middle of a message: it has begun, and nobody reads the rest.
+/// In the middle of a message: it has begun, and its owner is gone before the rest is sent. Where a
+/// peer reads fast enough, one call sends all of it; then the next gather finds the rank gone.
 TEST_P(Faults, ARankThatIsKilledInAMessageIsNamedLongBeforeTheDeadline) {
   const int size = GetParam();
   for (const int victim : {0, size - 1}) {
@@ -553,7 +554,8 @@ TEST_P(Faults, ARankThatIsKilledInAMessageIsNamedLongBeforeTheDeadline) {
         raise(SIGKILL);
       }
       return names(victim, [&] {
-        transport_of(world).all_gather(send.data(), got.data(), bytes, {}, "states");
+        for (int turn = 0; turn < 2; ++turn)
+          transport_of(world).all_gather(send.data(), got.data(), bytes, {}, "states");
       });
     });
     EXPECT_LT(std::chrono::steady_clock::now() - begin, 40s);

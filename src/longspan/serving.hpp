@@ -267,7 +267,7 @@ class ServingOps {
   void check(const ContextAttention& args, Stream stream = {}) const;
   /// Likewise of slots.
   void check(const AppendKv& args, Stream stream = {}) const;
-  /// Likewise of lengths, block table and the table of keys.
+  /// Likewise; on the host the table of keys too.
   void check(const AttendState& args, Stream stream = {}) const;
 
  private:

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <iostream>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -718,6 +719,21 @@ TEST_F(AttendStateTest, AttendRefusesByName) {
         [](Call& c) { c.a.dtypes.fp8_products = true; }},
        {"head_dim 20", [](Call& c) { c.a.q.shape[2] = c.a.k.shape[2] = c.a.v.shape[2] = 20; }}},
       attend_it);
+}
+
+/// As attend_state does: a table is looked at before anything is measured by it.
+TEST_F(AttendStateTest, CheckRefusesTablesByName) {
+  const auto check_it = [&](Call& c) { ops.check(c.a); };
+  Call good(ops);
+  good.shard();
+  check_it(good);
+  expect_refused<InputError>(
+      ops,
+      {{"the table of ranges of sequence 1 descends", [](Call& c) { c.shard(), c.ranges[4] = 50; }},
+       {"the table of ranges of sequence 0",
+        [](Call& c) { c.shard(), c.ranges[0] = std::numeric_limits<std::int64_t>::min(); }},
+       {"there is room for 100", [](Call& c) { c.lens[1] = 90; }}},
+      check_it);
 }
 
 TEST_F(AttendStateTest, FinishAndExportRefuseByName) {

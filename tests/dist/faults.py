@@ -42,7 +42,7 @@ MODES = {
 }
 
 # What a run of the layer says instead. Who waits for a stream waits at 'attention'; the step of the
-# verb is known too where a watchdog looks.
+# collective is known too where a watchdog looks.
 STEP = "(?:attention|gather of states)"
 LAYER = {
     "stop": (7, rf"SAW rank={{victim}} step={STEP} kind=7: Rank {{victim}} did not come to "

@@ -58,7 +58,7 @@ Bytes on_host(const Buffer& buffer, std::size_t bytes) {
 
 const std::vector<std::size_t> kSizes = {0, 1, 3, 16, 4095, 65537, (1 << 20) + 8};
 
-void check_verbs(const Communicator& world) {
+void check_collectives(const Communicator& world) {
   const OwnStream own;
   const std::uint64_t seed = shared_seed(world);
   const int size = world.size(), rank = world.rank();
@@ -333,18 +333,18 @@ TEST(Nccl, ADroppedTransferIsMadeAllTheSame) {
   }
 }
 
-TEST(Nccl, PartsHaveEveryVerbInterleavedWithTheWhole) {
+TEST(Nccl, PartsHaveEveryCollectiveInterleavedWithTheWhole) {
   const Communicator world = gpu_world();
   const auto part = world.split(world.rank() % 2, -world.rank());
   ASSERT_TRUE(part);
   EXPECT_EQ(part->size(), (world.size() + 1 - world.rank() % 2) / 2);
   EXPECT_THAT(part->describe(), HasSubstr("NCCL"));
-  check_verbs(*part);
-  check_verbs(world);
+  check_collectives(*part);
+  check_collectives(world);
   check_sums(*part);
   const auto alone = part->split(part->rank());
   ASSERT_TRUE(alone);
-  check_verbs(*alone);
+  check_collectives(*alone);
   const auto some = world.split(world.rank() == 0 ? -1 : 0);
   EXPECT_EQ(some.has_value(), world.rank() != 0);
   world.barrier("the whole lives on");
@@ -380,14 +380,14 @@ TEST(Nccl, AMissingRankOfAPartIsNamedAndTheWholeLivesOn) {
   world.barrier("the whole lives on");
 }
 
-TEST(Nccl, EveryVerb) {
+TEST(Nccl, EveryCollective) {
   const Communicator world = gpu_world();
   EXPECT_EQ(world.device(), Device::cuda);
   EXPECT_THAT(world.describe(), HasSubstr("NCCL"));
-  check_verbs(world);
+  check_collectives(world);
 }
 
-TEST(Nccl, EveryVerbOverTheCallersCommunicator) {
+TEST(Nccl, EveryCollectiveOverTheCallersCommunicator) {
   int rank = 0, size = 0, device = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
@@ -408,10 +408,10 @@ TEST(Nccl, EveryVerbOverTheCallersCommunicator) {
     const auto texts =
         world.gather(std::string(static_cast<std::size_t>(rank) * 1000, 'x'), "test");
     for (int p = 0; p < size; ++p) EXPECT_EQ(texts[p].size(), static_cast<std::size_t>(p) * 1000);
-    check_verbs(world);
+    check_collectives(world);
     const auto part = world.split(0, -rank);  // whose letters travel over NCCL too
     ASSERT_TRUE(part);
-    check_verbs(*part);
+    check_collectives(*part);
     EXPECT_FALSE(world.split(-1));
     world.abort("no more");
     EXPECT_THROW(part->barrier("ended"), RankError);
@@ -419,7 +419,7 @@ TEST(Nccl, EveryVerbOverTheCallersCommunicator) {
   EXPECT_EQ(ncclCommDestroy(comm), ncclSuccess);  // it stayed ours
 }
 
-TEST(Nccl, VerbsCanBeCapturedAndReplayed) {
+TEST(Nccl, CollectivesCanBeCapturedAndReplayed) {
   const Communicator world = gpu_world();
   const OwnStream own;
   const std::uint64_t seed = shared_seed(world);

@@ -250,7 +250,7 @@ TEST_F(NcclTransportTest, LayersEndWhileAnotherThreadWaits) {
   EXPECT_EQ(alive(), Alive{});
 }
 
-TEST_F(NcclTransportTest, EveryVerbAtOnceAndStarted) {
+TEST_F(NcclTransportTest, EveryCollectiveAtOnceAndStarted) {
   run(
       [&](int rank, Transport& world) {
         const int size = world.size();

@@ -21,7 +21,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-TEST(Self, EveryVerbIsACopy) {
+TEST(Self, EveryCollectiveIsACopy) {
   const Communicator world = self();
   EXPECT_EQ(world.rank(), 0);
   EXPECT_EQ(world.size(), 1);
@@ -65,7 +65,7 @@ TEST(Self, SumsAndBroadcastsAreCopiesToo) {
                Unsupported);
 }
 
-TEST(Self, StartedVerbsEndWhereTheyAreWaitedForOrDropped) {
+TEST(Self, StartedCollectivesEndWhereTheyAreWaitedForOrDropped) {
   comm::Transfer after_all;
   {
     const Communicator world = self();

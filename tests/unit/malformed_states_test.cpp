@@ -51,6 +51,16 @@ class MalformedStates : public Malformed {
     a.workspace = {m.workspace.data(), m.workspace.bytes()};
     return a;
   }
+  /// Memory with the states of a call that fits.
+  Buffer attended() {
+    Buffer states(Device::host, ServingOps::state_bytes(kTokens, kHeads, kDim));
+    Memory m(chaos_.random);
+    AttendState a = attend(m);
+    a.state = {states.data(), states.bytes()};
+    a.resume = false;
+    kernels_.attend_state(a);
+    return states;
+  }
   /// The second sequence, whose queries are all rows.
   void take_one_sequence(AttendState& a, Memory& m) {
     a.query_start = {};
@@ -112,14 +122,7 @@ TEST_F(MalformedStates, AttendState) {
 }
 
 TEST_F(MalformedStates, FinishState) {
-  Buffer states(Device::host, ServingOps::state_bytes(kTokens, kHeads, kDim));
-  {
-    Memory m(chaos_.random);
-    AttendState a = attend(m);
-    a.state = {states.data(), states.bytes()};
-    a.resume = false;
-    kernels_.attend_state(a);
-  }
+  const Buffer states = attended();
   for (int round = 0; round < kRounds; ++round) {
     Memory m(chaos_.random);
     Chaos& c = chaos_;
@@ -157,14 +160,7 @@ TEST_F(MalformedStates, FinishState) {
 }
 
 TEST_F(MalformedStates, ExportState) {
-  Buffer states(Device::host, ServingOps::state_bytes(kTokens, kHeads, kDim));
-  {
-    Memory m(chaos_.random);
-    AttendState a = attend(m);
-    a.state = {states.data(), states.bytes()};
-    a.resume = false;
-    kernels_.attend_state(a);
-  }
+  const Buffer states = attended();
   for (int round = 0; round < kRounds; ++round) {
     Memory m(chaos_.random);
     Chaos& c = chaos_;

@@ -436,7 +436,7 @@ TEST(Strangers, APortThatIsClosedIsAnErrorThatSaysWhere) {
 }
 
 /// Ranks that are apart: data over TCP, of all sizes.
-TEST(Tcp, CarriesTheVerbsBetweenMachines) {
+TEST(Tcp, CarriesTheCollectivesBetweenMachines) {
   Table table(3);
   in_threads(3, [&](int rank) {
     auto control =
@@ -562,7 +562,7 @@ TEST_P(Faults, ARankThatIsKilledInAMessageIsNamedLongBeforeTheDeadline) {
   }
 }
 
-TEST_P(Faults, ARankThatLeavesBeforeAVerbIsNamed) {
+TEST_P(Faults, ARankThatLeavesBeforeACollectiveIsNamed) {
   const int size = GetParam(), leaver = size - 1;
   fork_ranks(size, -1, [&](Communicator& world) {
     if (world.rank() == leaver) return true;

@@ -1,6 +1,8 @@
 // What the transports share: the control plane says which rank they are, and when they end.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -11,6 +13,16 @@
 #include "comm/transport.hpp"
 
 namespace longspan::comm {
+
+/// Gives the number of an entry that no open transfer uses, a new one where all are in use.
+template <class Open>
+int free_entry(std::vector<std::unique_ptr<Open>>& entries) {
+  const auto free = std::find_if(entries.begin(), entries.end(),
+                                 [](const auto& entry) { return !entry->is_taken; });
+  const auto number = static_cast<int>(free - entries.begin());
+  if (free == entries.end()) entries.push_back(std::make_unique<Open>());
+  return number;
+}
 
 class ControlledTransport : public Transport {
  public:
@@ -51,6 +63,13 @@ class ControlledTransport : public Transport {
  protected:
   Control& control() { return *control_; }
   const Control& control() const { return *control_; }
+
+  /// Compares what all ranks have said of `run`, [size]; null compares nothing. Throws UsageError
+  /// on every rank where another one has said something else than this one.
+  void compare(const std::uint64_t* said, RunName run, const char* step) {
+    for (int p = 0; said && p < size(); ++p)
+      if (said[p] != said[rank()]) disagree(run, p, step);
+  }
 
   /// Makes the transport among the members of a group; null where this rank is in none.
   virtual std::shared_ptr<Transport> branch(const Group& group) = 0;

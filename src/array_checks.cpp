@@ -1,13 +1,9 @@
 #include "src/array_checks.hpp"
 
-#include <limits>
-
 #include "src/tensor_checks.hpp"
 
 namespace longspan {
 namespace {
-
-constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 
 /// Whether a tensor was meant to be given: what has extents was, even where its memory is null.
 bool is_given(const Tensor& t) { return t.data != nullptr || t.dims != 0; }
@@ -85,7 +81,7 @@ RunArrays common_arrays(const Args& args, const Options& options, int rank, int 
   require(a.batch == 1 || args.query_start, "a batch of {} sequences needs query_start", a.batch);
   require(!args.kv_len || args.total_keys == 0,
           "total_keys is {} and kv_len is given; lengths stand in one of them", args.total_keys);
-  require(args.total_keys >= 0 && args.total_keys <= kMost,
+  require(args.total_keys >= 0 && args.total_keys <= kMostCount,
           "total_keys is {}; 0 to 2^31 - 1 are supported", args.total_keys);
   a.query_start =
       array_of<std::int32_t>(args.query_start, "query_start", std::int64_t{a.batch} + 1, device);
@@ -114,7 +110,7 @@ template const std::uint8_t* array_of(const Tensor&, const char*, std::int64_t, 
 
 int batch_of(const Tensor& kv_len) {
   if (kv_len.dims == 0) return 1;
-  require(kv_len.dims == 1 && kv_len.shape[0] >= 1 && kv_len.shape[0] <= kMost,
+  require(kv_len.dims == 1 && kv_len.shape[0] >= 1 && kv_len.shape[0] <= kMostCount,
           "kv_len is {}; [batch] of 1 to 2^31 - 1 sequences is wanted", shape_text(kv_len));
   return static_cast<int>(kv_len.shape[0]);
 }
@@ -224,7 +220,7 @@ RunArrays arrays_of(const AttendState& args, int heads, int kv_heads, Device dev
   RunArrays a = call_arrays(args, args.q.shape[0], heads, kv_heads, device);
   require(!args.kv_len || args.total_keys == 0,
           "total_keys is {} and kv_len is given; lengths stand in one of them", args.total_keys);
-  require(args.total_keys >= 0 && args.total_keys <= kMost,
+  require(args.total_keys >= 0 && args.total_keys <= kMostCount,
           "total_keys is {}; 0 to 2^31 - 1 are supported", args.total_keys);
   // It is resolved without a table first, to see that there is such a rank before the table is
   // measured by it.

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <initializer_list>
-#include <limits>
 #include <optional>
 #include <type_traits>
 
@@ -13,8 +12,6 @@
 
 namespace longspan {
 namespace {
-
-constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 
 /// Checks out, which has the products' type, or fp8 with its scale.
 void check_result(const Tensor& out, const Lse& lse, std::int64_t tokens, std::int64_t heads,
@@ -28,7 +25,7 @@ void check_result(const Tensor& out, const Lse& lse, std::int64_t tokens, std::i
 /// Checks extents that a kernel counts in 32 bits, of which there is at least one.
 void check_counts(const Tensor& t, const char* name, int first) {
   for (int d = first; d < t.dims; ++d)
-    require(t.shape[d] >= 1 && t.shape[d] <= kMost,
+    require(t.shape[d] >= 1 && t.shape[d] <= kMostCount,
             "{} is {}: dimension {} has {} elements; 1 to 2^31 - 1 are possible", name,
             shape_text(t), d, t.shape[d]);
 }
@@ -61,9 +58,9 @@ void check_type(std::optional<DType> asked, DType found, const char* name) {
 /// hold.
 template <class Args>
 void check_call(const Args& args, const PagedShape& shape, const RunArrays& arrays, Device device) {
-  require(args.max_query_len >= 0 && args.max_query_len <= kMost,
+  require(args.max_query_len >= 0 && args.max_query_len <= kMostCount,
           "max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown", args.max_query_len);
-  require(args.max_kv_len >= 0 && args.max_kv_len <= kMost,
+  require(args.max_kv_len >= 0 && args.max_kv_len <= kMostCount,
           "max_kv_len {} is not in 0 to 2^31 - 1; 0 means {}", args.max_kv_len,
           std::is_same_v<Args, PagedAttention> ? "what the table can hold" : "unknown");
   check_mask(args.mask, refuse_input);
@@ -85,12 +82,12 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
 PagedShape shape_of(const Tensor& q, const Tensor& k, const char* k_name, const Tensor& v,
                     const DTypes& dtypes) {
   const std::int64_t heads = q.shape[1], kv_heads = k.shape[k.dims == 5 ? 1 : k.dims - 2];
-  require(q.shape[0] >= 0 && q.shape[0] <= kMost && heads >= 1 && heads <= kMost && kv_heads >= 1 &&
-              heads % kv_heads == 0,
+  require(q.shape[0] >= 0 && q.shape[0] <= kMostCount && heads >= 1 && heads <= kMostCount &&
+              kv_heads >= 1 && heads % kv_heads == 0,
           "q is {} and {} is {}: heads {} must be a multiple of kv_heads {}", shape_text(q), k_name,
           shape_text(k), heads, kv_heads);
   const std::int64_t head_dim = q.shape[2], value_dim = v.shape[k.dims == 5 ? 2 : v.dims - 1];
-  require(head_dim >= 0 && head_dim <= kMost && value_dim >= 0 && value_dim <= kMost,
+  require(head_dim >= 0 && head_dim <= kMostCount && value_dim >= 0 && value_dim <= kMostCount,
           "q is {} and the values are {}: heads have {} and {} columns; 0 to 2^31 - 1 are possible",
           shape_text(q), shape_text(v), head_dim, value_dim);
   const DType dtype = is_fp8(q.dtype) ? dtypes.compute : q.dtype;
@@ -126,7 +123,7 @@ kernels::Batch batch_of_rows(const Tensor& query_start, std::int64_t tokens, Dev
   kernels::Batch batch;
   if (!query_start) return batch;
   batch.query_start = array_of<std::int32_t>(query_start, "query_start", -1, device);
-  require(query_start.shape[0] >= 2 && query_start.shape[0] - 1 <= kMost,
+  require(query_start.shape[0] >= 2 && query_start.shape[0] - 1 <= kMostCount,
           "query_start is {}; [batch + 1] of 1 to 2^31 - 1 sequences is wanted",
           shape_text(query_start));
   batch.size = static_cast<int>(query_start.shape[0] - 1);
@@ -233,13 +230,13 @@ void check_segments(const Segments& s, std::int64_t tokens, std::int64_t heads,
                     std::int64_t least_dim, Device device) {
   check_tensor(s.output, "segments.output", DType::fp32, device);
   require(s.output.dims == 4 && s.output.shape[0] == tokens && s.output.shape[1] == heads &&
-              s.output.shape[2] >= 1 && s.output.shape[2] <= kMost &&
+              s.output.shape[2] >= 1 && s.output.shape[2] <= kMostCount &&
               s.output.shape[3] >= least_dim,
           "segments.output is {}; [{}, {}, segments, at least {}] is wanted", shape_text(s.output),
           tokens, heads, least_dim);
   const std::int64_t count = s.output.shape[2], padded = s.output.stride[2];
   require(s.output.size() == 0 || (s.output.stride[3] == 1 && padded >= s.output.shape[3] &&
-                                   padded <= kMost && s.output.stride[1] == count * padded &&
+                                   padded <= kMostCount && s.output.stride[1] == count * padded &&
                                    s.output.stride[0] == heads * count * padded),
           "segments.output {} has strides {}, {}, {}, {}: its rows lie one behind the other",
           shape_text(s.output), s.output.stride[0], s.output.stride[1], s.output.stride[2],
@@ -255,7 +252,7 @@ void check_segments(const Segments& s, std::int64_t tokens, std::int64_t heads,
             t->stride[1], t->stride[2]);
   }
   require(s.keys >= 0, "segments have {} keys; 0 means as many tiles as fill them", s.keys);
-  require(s.keys <= kMost, "segments have {} keys; at most 2^31 - 1 are possible", s.keys);
+  require(s.keys <= kMostCount, "segments have {} keys; at most 2^31 - 1 are possible", s.keys);
   check_overlap(s.max, "segments.max", s.output, "segments.output");
   check_overlap(s.expsum, "segments.expsum", s.output, "segments.output");
   check_overlap(s.expsum, "segments.expsum", s.max, "segments.max");
@@ -329,7 +326,7 @@ void check_merge(const MergeStates& args, Device device) {
   check_part_type(in, "parts", args.part_scales, "part_scales");
   check_part_type(out, "out", args.out_scale, "out_scale");
   check_tensor(in, "parts", in.dtype, device);
-  require(in.dims == 4 && in.shape[0] >= 1 && in.shape[0] <= kMost,
+  require(in.dims == 4 && in.shape[0] >= 1 && in.shape[0] <= kMostCount,
           "parts is {}; [parts, tokens, heads, dim] of at least one part is wanted",
           shape_text(in));
   check_counts(in, "parts", 2);
@@ -406,8 +403,8 @@ Checked check_append(const AppendKv& args, Device device) {
   RunArrays arrays;
   arrays.k_scale = scales_of(args.k_scale, "k_scale", static_cast<int>(kv_heads), device);
   arrays.v_scale = scales_of(args.v_scale, "v_scale", static_cast<int>(kv_heads), device);
-  require(tokens <= kMost, "k is {}: {} tokens; 0 to 2^31 - 1 are possible", shape_text(args.k),
-          tokens);
+  require(tokens <= kMostCount, "k is {}: {} tokens; 0 to 2^31 - 1 are possible",
+          shape_text(args.k), tokens);
   const CacheView cache = view_pages(args.k_cache, args.v_cache, {},
                                      {kv_heads, head_dim, value_dim, args.k_cache.dtype, 1}, device,
                                      "k_cache", "v_cache");
@@ -498,7 +495,7 @@ kernels::Batch check_export(const ExportState& args, std::int64_t value_dim, Dev
 }
 
 std::size_t check_state_size(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim) {
-  require(tokens >= 0 && tokens <= kMost && heads >= 1 && heads <= kMost,
+  require(tokens >= 0 && tokens <= kMostCount && heads >= 1 && heads <= kMostCount,
           "states of [{}, {}] rows were asked for; there are 0 to 2^31 - 1 tokens and 1 to "
           "2^31 - 1 heads",
           tokens, heads);

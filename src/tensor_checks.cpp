@@ -18,8 +18,6 @@ std::string shape_text(const Tensor& t) {
 
 namespace {
 
-constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-
 /// The memory from the first element of a tensor to behind its last one.
 struct Span {
   const std::byte* begin;
@@ -133,7 +131,7 @@ namespace {
 /// Joins dimensions 0 (batch) and `tokens` into one, which becomes the first.
 Tensor join(const Tensor& t, int tokens, const char* name) {
   const std::int64_t batch = t.shape[0], count = t.shape[tokens], step = t.stride[tokens];
-  require(batch <= kMost && count <= kMost,
+  require(batch <= kMostCount && count <= kMostCount,
           "{} is {}: {} sequences of {} tokens; 0 to 2^31 - 1 of each are possible", name,
           shape_text(t), batch, count);
   const bool any = t.size() > 0;  // else nothing bounds a stride by the memory that it reaches
@@ -249,9 +247,9 @@ kernels::Pages view_table(const Tensor& table, int batch, Device device) {
   check_tensor(table, "block_table", DType::int32, device);
   require(table.dims == 2 && table.shape[0] >= batch, "block_table is {}; [{}, columns] is wanted",
           shape_text(table), batch);
-  require(table.shape[1] <= kMost, "block_table has {} columns; 0 to 2^31 - 1 are possible",
+  require(table.shape[1] <= kMostCount, "block_table has {} columns; 0 to 2^31 - 1 are possible",
           table.shape[1]);
-  require(table.stride[0] <= kMost << 10 && table.stride[1] <= kMost << 10,
+  require(table.stride[0] <= kMostCount << 10 && table.stride[1] <= kMostCount << 10,
           "block_table has strides {} and {}; they are 0 to 2^41", table.stride[0],
           table.stride[1]);
   return {static_cast<const std::int32_t*>(table.data), table.stride[0], table.stride[1],

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -14,6 +15,9 @@
 #include "longspan/tensor.hpp"
 
 namespace longspan {
+
+/// The most of anything that kernels count in 32 bits: tokens, sequences, keys, pages.
+inline constexpr std::int64_t kMostCount = std::numeric_limits<std::int32_t>::max();
 
 template <class... Args>
 void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {

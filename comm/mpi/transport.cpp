@@ -80,10 +80,7 @@ class MpiTransport final : public ControlledTransport {
     // A rank that comes late hears of it here, before anything can be written to memory of the
     // caller.
     or_drop_all([&] { control().check(step, milliseconds(0)); });
-    const auto free =
-        std::find_if(open_.begin(), open_.end(), [](const auto& open) { return !open->is_taken; });
-    const auto number = static_cast<int>(free - open_.begin());
-    if (free == open_.end()) open_.push_back(std::make_unique<Open>());
+    const int number = free_entry(open_);
     Open& open = *open_[number];
     try {
       open.collective = collective;
@@ -335,8 +332,7 @@ class MpiTransport final : public ControlledTransport {
   /// Does what is left to do when all has come.
   void conclude(Open& open) {
     const Collective& collective = open.collective;
-    for (int p = 0; collective.said && p < size(); ++p)
-      if (collective.said[p] != collective.said[rank()]) disagree(open.run, p, open.step.c_str());
+    compare(collective.said, open.run, open.step.c_str());
     if (collective.kind == Collective::reduce_scatter && size() > 1) {
       const std::byte* sent = open.staged.get();
       const std::byte* came = sent + collective.bytes * size();

@@ -65,11 +65,9 @@ class TcpTransport final : public ControlledTransport {
   int start(const Collective& collective, Stream, const char* step) override {
     // Who comes late hears of it here, before anything can be written to memory of the caller.
     or_end([&] { control().check(step, milliseconds(0)); });
-    const auto free =
-        std::find_if(open_.begin(), open_.end(), [](const auto& open) { return !open->is_taken; });
-    const auto number = static_cast<int>(free - open_.begin());
+    int number = 0;
     or_end([&] {
-      if (free == open_.end()) open_.push_back(std::make_unique<Open>());
+      number = free_entry(open_);
       Open& open = *open_[number];
       open.collective = collective;
       open.step = step;
@@ -258,8 +256,7 @@ class TcpTransport final : public ControlledTransport {
       if (part.is_wrong) differ(open, open.peers[i], part.header);
       if (part.receives && collective.said) collective.said[open.peers[i]] = part.header.said;
     }
-    for (int p = 0; collective.said && p < size(); ++p)
-      if (collective.said[p] != collective.said[rank()]) disagree(open.run, p, open.step.c_str());
+    compare(collective.said, open.run, open.step.c_str());
     if (collective.kind == Collective::reduce_scatter && size() > 1)
       add_up(collective.dtype, collective.recv, collective.bytes / size_of(collective.dtype),
              size(), [&](int p) {

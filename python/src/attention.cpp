@@ -336,9 +336,8 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
   o.dtypes.out = call.given_out ? call.given_out.tensor().dtype : o.dtypes.compute;
   const bool by_sequence = !PyBool_Check(given.causal.ptr());
   o.mask = mask_of(by_sequence ? nb::handle(Py_False) : given.causal, asked.window_size);
-  o.score.scale = maybe_real(asked.softmax_scale, "softmax_scale");
-  o.score.softcap = static_cast<float>(real(asked.softcap, "softcap"));
-  o.score.alibi = Alibi::query;  // as flash-attention has it
+  o.score =
+      score_of(asked.softmax_scale, asked.softcap, Alibi::query);  // as flash-attention has it
   o.keys = sharding_of(asked.keys, "keys");
   o.queries = maybe_sharding(asked.queries, "queries");
   o.invariant = flag(asked.invariant, "invariant");
@@ -503,12 +502,7 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
   o.dtypes.tf32 = flag(tf32, "tf32");
   o.dtypes.fp8_products = flag(fp8_products, "fp8_products");
   o.mask = mask_of(causal, window_size);
-  o.score.scale = maybe_real(softmax_scale, "softmax_scale");
-  o.score.softcap = static_cast<float>(real(softcap, "softcap"));
-  const std::string distance = text(alibi, "alibi");
-  if (distance != "query" && distance != "context")
-    throw InputError("alibi is '" + distance + "'; 'query' and 'context' are supported");
-  o.score.alibi = distance == "query" ? Alibi::query : Alibi::context;
+  o.score = score_of(softmax_scale, softcap, alibi_of(alibi));
   o.keys = sharding_of(keys, "keys");
   o.queries = maybe_sharding(queries, "queries");
   o.limits.max_tokens = integer(max_queries, "max_queries");

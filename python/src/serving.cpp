@@ -278,12 +278,7 @@ struct PagedCall {
     args.out_scale = out_scale.tensor();
     args.mask =
         mask_of(PyBool_Check(g.causal.ptr()) ? g.causal : nb::handle(Py_False), g.window_size);
-    args.score.scale = maybe_real(g.softmax_scale, "softmax_scale");
-    args.score.softcap = static_cast<float>(real(g.softcap, "softcap"));
-    const std::string distance = text(g.alibi, "alibi");
-    if (distance != "query" && distance != "context")
-      throw InputError("alibi is '" + distance + "'; 'query' and 'context' are supported");
-    args.score.alibi = distance == "query" ? Alibi::query : Alibi::context;
+    args.score = score_of(g.softmax_scale, g.softcap, alibi_of(g.alibi));
     args.causal = causal.tensor();
     args.sinks = sinks.tensor();
     args.slopes = slopes.tensor();

@@ -75,6 +75,19 @@ Mask mask_of(nb::handle causal, nb::handle window_size) {
   return mask;
 }
 
+Alibi alibi_of(nb::handle given) {
+  const std::string distance = text(given, "alibi");
+  if (distance != "query" && distance != "context")
+    throw InputError("alibi is '" + distance + "'; 'query' and 'context' are supported");
+  return distance == "query" ? Alibi::query : Alibi::context;
+}
+
+ScoreOptions score_of(nb::handle softmax_scale, nb::handle softcap, Alibi alibi) {
+  return {.scale = maybe_real(softmax_scale, "softmax_scale"),
+          .softcap = static_cast<float>(real(softcap, "softcap")),
+          .alibi = alibi};
+}
+
 Sharding sharding_of(nb::handle given, const char* name) {
   Sharding made;
   if (nb::try_cast<Sharding>(given, made)) return made;

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "longspan/mask.hpp"
+#include "longspan/options.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/types.hpp"
 
@@ -31,6 +32,11 @@ std::string text(nb::handle given, const char* name);
 /// (left, right) as flash-attention has them: keys on each side besides the query's own, -1 for no
 /// bound.
 Mask mask_of(nb::handle causal, nb::handle window_size);
+
+/// "query" or "context".
+Alibi alibi_of(nb::handle given);
+
+ScoreOptions score_of(nb::handle softmax_scale, nb::handle softcap, Alibi alibi);
 
 /// A name of a layout, or a Sharding.
 Sharding sharding_of(nb::handle given, const char* name);

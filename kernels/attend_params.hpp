@@ -14,9 +14,9 @@ namespace longspan::kernels {
 
 /// Where queries, keys and values are.
 struct Operands {
-  Rows q;    // [tokens, heads, head_dim]
-  KvRows k;  // [keys on this rank, kv_heads, head_dim], or pages
-  KvRows v;  // as k, of value_dim; may be the first columns of the keys
+  TokenRows q;  // [tokens, heads, head_dim]
+  KvRows k;     // [keys on this rank, kv_heads, head_dim], or pages
+  KvRows v;     // as k, of value_dim; may be the first columns of the keys
   Pages pages;
   Rows new_k;  // as in AppendParams, of `dtype`: the keys of these rows, which k and v do not have
   Rows new_v;  // yet and get here, ahead of the attention; or null

@@ -3,6 +3,7 @@
 //
 //     fault        where     column                value
 //     query_start  entry     0                     the entry
+//     apart        entry     rows of a sequence    the entry
 //     kv_len       sequence  0                     the entry
 //     too_long     sequence  keys that fit         keys on this rank, or of all where max_kv_len is
 //                                                  what they do not fit
@@ -99,6 +100,8 @@ LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const
                                 const Claim& claim) {
   const Geometry& p = check.geometry;
   if (!check_rows(p, b, report)) return;
+  if (check.sequence_rows > 0 && p.batch.first_row(b) != b * check.sequence_rows)
+    return report(Fault::apart, b, check.sequence_rows, p.batch.first_row(b));
   if (check.is_append && check.slots != nullptr) return;  // nothing else is followed
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
   if (kv_len < 0) return report(Fault::kv_len, b, 0, kv_len);

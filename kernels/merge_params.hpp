@@ -60,10 +60,8 @@ struct MergeParams {
   std::int64_t tokens = 0;    // of the result
   DType dtype = DType::fp32;  // of the result; may be fp8
   OutScale out_scale;
-  Rows out;              // [tokens, heads, dim]
-  float* lse = nullptr;  // [tokens, heads], natural log; or null
-  std::int64_t lse_row_stride = 0;
-  std::int64_t lse_head_stride = 0;
+  TokenRows out;       // [tokens, heads, dim]
+  LseView lse;         // [tokens, heads], natural log; with data null where it is not wanted
   RunHeaders headers;  // of states that were gathered
 };
 
@@ -73,8 +71,8 @@ struct MergeParams {
 /// are: where a sum leaves fp32, its terms are scaled before they are added (merge_scaled.hpp).
 struct MergeOutputsParams {
   int parts = 2;
-  Rows in[2];  // with parts == 2, prefix and suffix; else in[0] is the first part, and of the pairs
-               // that follow here [0] holds for all parts
+  TokenRows in[2];  // with parts == 2, prefix and suffix; else in[0] is the first part, and of the
+                    // pairs that follow here [0] holds for all parts
   DType in_dtype[2] = {DType::fp32, DType::fp32};  // may be fp8
   const float* in_scale[2] = {nullptr, nullptr};  // with parts == 2, [1] each; else [0] is [parts].
                                                   // A stored x stands for x * scale; null: 1
@@ -90,7 +88,7 @@ struct MergeOutputsParams {
   int dim = 0;
   DType dtype = DType::fp32;  // of the result; may be fp8
   OutScale out_scale;
-  Rows out;            // may be in[0]
+  TokenRows out;       // may be in[0]
   LseView lse;         // with data null where it is not wanted; may be in_lse[0]
   RunHeaders headers;  // of parts that were gathered
 
@@ -110,9 +108,8 @@ struct MergeOutputsParams {
                       : in_lse[0].at(token, head)[part * lse_part_stride];
   }
   LONGSPAN_HD const std::byte* row_of(int part, std::int64_t token, int head) const {
-    const Rows& rows = in[side(part)];
-    const std::int64_t first =
-        token * rows.row_stride + head * rows.head_stride + (parts == 2 ? 0 : part * part_stride);
+    const TokenRows& rows = in[side(part)];
+    const std::int64_t first = rows.offset(token, head) + (parts == 2 ? 0 : part * part_stride);
     return static_cast<const std::byte*>(rows.data) +
            first * static_cast<std::int64_t>(size_of(dtype_of(part)));
   }
@@ -124,7 +121,7 @@ struct PackOutputsParams {
   int heads = 1;
   int dim = 0;
   DType dtype = DType::fp32;
-  Rows from;
+  TokenRows from;
   Rows to;
   LseView from_lse;
   LseView to_lse;
@@ -137,8 +134,8 @@ struct PackOutputsParams {
     const auto bytes = [&](std::int64_t elements) {
       return static_cast<std::uintptr_t>(elements) * size_of(dtype);
     };
-    std::uintptr_t all = static_cast<std::uintptr_t>(row_bytes());
-    for (const Rows* rows : {&from, &to})
+    std::uintptr_t all = static_cast<std::uintptr_t>(row_bytes()) | bytes(from.gap.elements);
+    for (const Rows* rows : {static_cast<const Rows*>(&from), &to})
       all |= reinterpret_cast<std::uintptr_t>(rows->data) | bytes(rows->row_stride) |
              bytes(rows->head_stride);
     for (int word = 16; word > 1; word /= 2)

@@ -64,6 +64,7 @@ inline AppendParams append_of(const AttendParams& p) {
 enum class Fault : std::int32_t {
   none,
   query_start,  // does not start at 0, descends, or ends past the rows
+  apart,        // a sequence does not begin where q, whose sequences lie apart, has its rows
   kv_len,       // negative
   too_long,     // a sequence has more keys than the cache or its row of the table holds
   page,         // an entry that a visible key needs is not a page
@@ -91,13 +92,18 @@ struct CheckParams {
   bool is_append = false;
   const std::int64_t* slots = nullptr;  // [tokens] of an append; or null
   std::int64_t slot_count = -1;         // rows of the cache; -1: unknown
+  std::int64_t sequence_rows = 0;       // of each sequence in a q whose sequences lie apart; or 0
   std::uint32_t* claimed = nullptr;     // [slot_count / 32 + 1] zeros, for overlaps; or null
   FaultReport* report = nullptr;
 };
 
 /// The checks of an attention over a cache of `slot_count` rows.
 inline CheckParams checks_of(const AttendParams& p, std::int64_t slot_count) {
-  return {.geometry = p, .pages = p.pages, .parts = p.parts, .slot_count = slot_count};
+  return {.geometry = p,
+          .pages = p.pages,
+          .parts = p.parts,
+          .slot_count = slot_count,
+          .sequence_rows = p.q.gap.rows};
 }
 
 /// Tells where sharded query rows stand in the whole q. Rank p's i-th row of the batch is row map[p

@@ -20,9 +20,42 @@ struct Rows {
   std::int64_t row_stride = 0;
   std::int64_t head_stride = 0;
 
+  LONGSPAN_HD std::int64_t offset(std::int64_t row, std::int64_t head) const {
+    return row * row_stride + head * head_stride;
+  }
   template <class T>
   LONGSPAN_HD T* at(std::int64_t row, std::int64_t head) const {
-    return static_cast<T*>(data) + row * row_stride + head * head_stride;
+    return static_cast<T*>(data) + offset(row, head);
+  }
+};
+
+/// How far apart the sequences of a batch lie, beyond rows at equal steps. A dense [batch, heads,
+/// tokens, columns] has `rows` = tokens, and the rows of the other heads are the gap.
+struct SequenceGap {
+  std::int64_t elements = 0;
+  std::uint32_t rows = 0;  // of each sequence; 0: all rows stand at equal steps
+
+  /// The elements of all gaps ahead of a row of the batch.
+  LONGSPAN_HD std::int64_t before(std::int64_t row) const {
+    return rows == 0 ? 0 : static_cast<std::uint32_t>(row) / rows * elements;
+  }
+};
+
+/// Queries or results, [tokens, heads, columns] over the batch.
+struct TokenRows : Rows {
+  SequenceGap gap;
+
+  TokenRows() = default;
+  LONGSPAN_HD TokenRows(const Rows& rows) : Rows(rows) {}
+  LONGSPAN_HD TokenRows(void* memory, std::int64_t row, std::int64_t head, SequenceGap apart = {})
+      : Rows{memory, row, head}, gap(apart) {}
+
+  LONGSPAN_HD std::int64_t offset(std::int64_t row, std::int64_t head) const {
+    return Rows::offset(row, head) + gap.before(row);
+  }
+  template <class T>
+  LONGSPAN_HD T* at(std::int64_t row, std::int64_t head) const {
+    return static_cast<T*>(data) + offset(row, head);
   }
 };
 
@@ -96,9 +129,10 @@ struct LseView {
   float* data = nullptr;
   std::int64_t row_stride = 0;
   std::int64_t head_stride = 0;
+  SequenceGap gap = {};
 
   LONGSPAN_HD float* at(std::int64_t row, std::int64_t head) const {
-    return data + row * row_stride + head * head_stride;
+    return data + row * row_stride + head * head_stride + gap.before(row);
   }
 };
 

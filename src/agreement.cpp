@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "longspan/element.hpp"
+#include "src/tensor_checks.hpp"
 
 namespace longspan {
 namespace {
@@ -90,7 +91,7 @@ RunDescription::RunDescription(const AttentionArgs& args, const RunArrays& a, co
   if (o.queries)
     number("total_tokens", args.total_tokens);
   else
-    number("rows of q", args.q.shape[0]);
+    number("rows of q", count_rows(args.q));
   if (!args.kv_len) number("total_keys", args.total_keys);
   table("key_table", a.keys, a.batch);
   if (o.queries) table("query_table", a.queries, 1);
@@ -119,7 +120,7 @@ RunDescription::RunDescription(const MergeArgs& args, const MergeOptions& option
                                bool reads_arrays)
     : reads_arrays_(reads_arrays) {
   number("out_scale", bool{args.out_scale}, Kind::given);
-  number("tokens", args.part.shape[0]);
+  number("tokens", count_rows(args.part));
   if (!options.scatter_heads) array("out_scale", {args.out_scale.data, 1, 1, 0, 4}, 'f');
 }
 

@@ -163,7 +163,7 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
   RunArrays a = common_arrays(args, options, rank, ranks, device);
   if (options.queries)
     a.queries = resolve({*options.queries, "queries", args.query_table, "query_table",
-                         args.total_tokens, args.q.shape[0], options.limits.max_tokens, false},
+                         args.total_tokens, count_rows(args.q), options.limits.max_tokens, false},
                         a.batch, rank, ranks, device);
   else
     require(!args.query_table && args.total_tokens == 0,
@@ -173,8 +173,8 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
   a.documents = documents_of(args.documents, device);
   a.sinks = floats_of(args.sinks, "sinks", options.heads, device);
   a.slopes = floats_of(args.slopes, "slopes", options.heads, device);
-  a.qq_bias =
-      qq_bias_of(args.qq_bias, options.queries || args.query_start ? 0 : args.q.shape[0], device);
+  a.qq_bias = qq_bias_of(args.qq_bias, options.queries || args.query_start ? 0 : count_rows(args.q),
+                         device);
   a.q_scale = scales_of(args.q_scale, "q_scale", options.kv_heads, device);
   a.out_scale = array_of<float>(args.out_scale, "out_scale", 1, device);
   return a;
@@ -210,14 +210,14 @@ RunArrays call_arrays(const Args& args, std::int64_t tokens, int heads, int kv_h
 
 RunArrays arrays_of(const PagedAttention& args, int heads, int kv_heads, Device device) {
   require(bool{args.kv_len}, "kv_len is missing: the length of each sequence, new tokens included");
-  RunArrays a = call_arrays(args, args.q.shape[0], heads, kv_heads, device);
+  RunArrays a = call_arrays(args, count_rows(args.q), heads, kv_heads, device);
   a.sinks = floats_of(args.sinks, "sinks", heads, device);
   a.out_scale = array_of<float>(args.out_scale, "out_scale", 1, device);
   return a;
 }
 
 RunArrays arrays_of(const AttendState& args, int heads, int kv_heads, Device device) {
-  RunArrays a = call_arrays(args, args.q.shape[0], heads, kv_heads, device);
+  RunArrays a = call_arrays(args, count_rows(args.q), heads, kv_heads, device);
   require(!args.kv_len || args.total_keys == 0,
           "total_keys is {} and kv_len is given; lengths stand in one of them", args.total_keys);
   require(args.total_keys >= 0 && args.total_keys <= kMostCount,

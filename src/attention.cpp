@@ -170,8 +170,8 @@ struct Attention::Impl {
     const RunArrays& arrays = run.arrays;
     const CacheView& cache = run.cache;
     kernels::AttendParams p = bounds();
-    p.tokens = args.q.shape[0];
-    p.q = rows_of(args.q);
+    p.tokens = count_rows(args.q);
+    p.q = token_rows_of(args.q);
     p.k = cache.k;
     p.v = cache.v;
     p.pages = cache.pages;
@@ -201,17 +201,14 @@ struct Attention::Impl {
     kernels::MergeParams p;
     p.heads = options.heads;
     p.sinks = arrays.sinks;
-    p.tokens = args.q.shape[0];
+    p.tokens = count_rows(args.q);
     p.dtype = options.dtypes.of_out();
     p.out_scale = {arrays.out_scale};
     if (!options.queries)  // else the map of rows says which rows there are
       p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr,
                  nullptr,      args.skip_decode};
-    p.out = rows_of(args.out);
-    const kernels::LseView lse = lse_of(args.lse.tensor);
-    p.lse = lse.data;
-    p.lse_row_stride = lse.row_stride;
-    p.lse_head_stride = lse.head_stride;
+    p.out = token_rows_of(args.out);
+    p.lse = token_lse_of(args.lse);
     return p;
   }
 
@@ -304,7 +301,7 @@ Attention& Attention::operator=(Attention&&) noexcept = default;
 
 void Attention::run(const AttentionArgs& given, Stream stream) {
   const trace::Range range("longspan run");
-  const AttentionArgs args = with_flat_rows(given);
+  const AttentionArgs args = with_batch_rows(given);
   Impl& layer = *impl_;
   const DeviceGuard guard(layer.world.gpu());
   const Checked checked = check_attention(args, layer.options, layer.world);
@@ -355,31 +352,32 @@ std::size_t Attention::workspace_bytes() const { return impl_->memory.bytes(); }
 Phases Attention::phases() const { return impl_->clock ? impl_->clock->read() : Phases{}; }
 
 void attend(const Communicator& world, const AttentionArgs& given, Options options) {
-  const AttentionArgs args = with_flat_rows(given);
+  const AttentionArgs args = with_batch_rows(given);
   check_one_call(args);
   agree(world, describe_shardings(options), "attend");  // what follows depends on it
   const Tensor& q = args.q;
-  options.heads = static_cast<int>(q.shape[1]);
+  options.heads = static_cast<int>(q.shape[q.dims - 2]);
   const Tensor& k = args.k;
   options.kv_heads = static_cast<int>(k.shape[k.dims == 5 ? 1 : k.dims - 2]);
-  options.head_dim = static_cast<int>(q.shape[2]);
-  options.value_dim = static_cast<int>(args.out.shape[2]);
+  options.head_dim = static_cast<int>(q.shape[q.dims - 1]);
+  options.value_dim = static_cast<int>(args.out.shape[args.out.dims - 1]);
   if (!is_fp8(q.dtype)) options.dtypes.compute = q.dtype;
   options.dtypes.query = q.dtype;
   options.dtypes.kv = k.dtype;
   options.dtypes.out = args.out.dtype;
   options.limits.max_batch = batch_of(args.kv_len);
-  options.limits.max_tokens = q.shape[0];
+  options.limits.max_tokens = count_rows(q);
   if (options.queries) {
     options.limits.max_tokens = 0;
-    for (const std::string& rows : world.gather(std::to_string(q.shape[0]), "count of query rows"))
+    for (const std::string& rows :
+         world.gather(std::to_string(count_rows(q)), "count of query rows"))
       options.limits.max_tokens =
           std::max<std::int64_t>(options.limits.max_tokens, std::stoll(rows));
   }
   const RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), world.device());
   agree(world, RunDescription(args, arrays, options, false).text(nullptr), "attend");
   Attention layer(world, options);
-  layer.run(args);
+  layer.run(given);
   layer.wait();
 }
 

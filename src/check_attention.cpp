@@ -116,6 +116,7 @@ std::int64_t check_query_shard(const AttentionArgs& args, const RunArrays& array
   require(rows >= 0 && rows <= options.limits.max_tokens * world.size(),
           "total_tokens is {}; the layer was made for at most {} on each of {} ranks", rows,
           options.limits.max_tokens, world.size());
+  require(args.q.dims == 3, "q of sharded queries must be dense; its sequences lie apart");
   require(args.q.stride[1] == options.head_dim &&
               args.q.stride[0] == std::int64_t{options.heads} * options.head_dim,
           "q of sharded queries must be dense; its strides are {} and {}", args.q.stride[0],
@@ -190,7 +191,9 @@ void check_room(const Shard& shard, const CacheView& cache) {
 
 void check_one_call(const AttentionArgs& args) {
   const Tensor &q = args.q, &k = args.k;
-  require(q.dims == 3, "q is {}; [tokens, heads, head_dim] is wanted", shape_text(q));
+  require(q.dims == 3 || q.dims == 4,
+          "q is {}; [tokens, heads, head_dim] is wanted, or [batch, heads, tokens, head_dim]",
+          shape_text(q));
   require(
       k.dims >= 3 && k.dims <= 5,
       "k is {}; [keys, kv_heads, head_dim] is wanted, or [batch, capacity, kv_heads, head_dim], or "
@@ -201,29 +204,28 @@ void check_one_call(const AttentionArgs& args) {
   const auto is_count = [](std::int64_t n) {
     return n >= 1 && n <= std::numeric_limits<std::int32_t>::max();
   };
-  require(is_count(q.shape[1]), "q is {}: {} heads; there is at least 1", shape_text(q),
-          q.shape[1]);
-  require(is_count(q.shape[2]), "q is {}: a head dim of {}; it is at least 1", shape_text(q),
-          q.shape[2]);
-  require(args.out.dims == 3 && is_count(args.out.shape[2]),
+  const std::int64_t heads = q.shape[q.dims - 2], rows = count_rows(q);
+  require(is_count(heads), "q is {}: {} heads; there is at least 1", shape_text(q), heads);
+  require(is_count(q.shape[q.dims - 1]), "q is {}: a head dim of {}; it is at least 1",
+          shape_text(q), q.shape[q.dims - 1]);
+  require(args.out.dims >= 3 && is_count(args.out.shape[args.out.dims - 1]),
           "out is {}; [tokens, heads, value_dim] is wanted", shape_text(args.out));
   require(is_count(kv_heads), "k is {}: {} kv_heads; there is at least 1", shape_text(k), kv_heads);
-  require(q.shape[1] % kv_heads == 0,
-          "q is {} and k is {}: heads {} must be a multiple of kv_heads {}", shape_text(q),
-          shape_text(k), q.shape[1], kv_heads);
+  require(heads % kv_heads == 0, "q is {} and k is {}: heads {} must be a multiple of kv_heads {}",
+          shape_text(q), shape_text(k), heads, kv_heads);
   for (const auto& [t, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, std::pair{&args.v, "v"},
                                 std::pair{&args.out, "out"}})
     require(is_float(t->dtype), "{} has a type of number {}, which is no float type", name,
             static_cast<int>(t->dtype));
-  require(q.shape[0] >= 0 && q.shape[0] <= kMostKeys, "q is {}: {} rows; there are 0 to 2^31 - 1",
-          shape_text(q), q.shape[0]);
+  require(rows >= 0 && rows <= kMostKeys, "q is {}: {} rows; there are 0 to 2^31 - 1",
+          shape_text(q), rows);
 }
 
-AttentionArgs with_flat_rows(const AttentionArgs& args) {
+AttentionArgs with_batch_rows(const AttentionArgs& args) {
   AttentionArgs flat = args;
-  flat.q = flat_rows(args.q, "q");
-  flat.out = flat_rows(args.out, "out");
-  flat.lse = flat_rows(args.lse, "lse");
+  flat.q = batch_rows(args.q, "q");
+  flat.out = batch_rows(args.out, "out");
+  flat.lse = batch_rows(args.lse, "lse");
   return flat;
 }
 
@@ -245,14 +247,15 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
                         const Communicator& world) {
   const Device device = world.device();
   const DTypes& dtypes = options.dtypes;
-  check_rows(args.q, "q", -1, options.heads, options.head_dim, dtypes.of_query(), device);
-  const std::int64_t own_rows = args.q.shape[0];
-  check_rows(args.out, "out", own_rows, options.heads, options.of_values(), dtypes.of_out(),
-             device);
+  check_batch_rows(args.q, "q", -1, options.heads, options.head_dim, dtypes.of_query(), device);
+  const std::int64_t own_rows = count_rows(args.q);
+  check_batch_rows(args.out, "out", own_rows, options.heads, options.of_values(), dtypes.of_out(),
+                   device);
   require(own_rows <= options.limits.max_tokens,
           "q has {} rows; the layer was made for at most {} (max_tokens)", own_rows,
           options.limits.max_tokens);
-  if (args.lse) check_lse(args.lse.tensor, "lse", own_rows, options.heads, device);
+  if (args.lse) check_batch_lse(args.lse, "lse", own_rows, options.heads, device);
+  check_apart(args.q, args.out, args.lse);
   const RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), device);
   const CacheView cache =
       check_cache(args.k, args.v, args.block_table, arrays.batch, options, device);

@@ -78,22 +78,24 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
   check_scales(arrays.v_scale, "v_scale", shape.kv_heads, false);
 }
 
-/// The sizes of q [tokens, heads, head_dim] over keys and values of these forms.
+/// The sizes of q, rows of a batch, over keys and values of these forms.
 PagedShape shape_of(const Tensor& q, const Tensor& k, const char* k_name, const Tensor& v,
                     const DTypes& dtypes) {
-  const std::int64_t heads = q.shape[1], kv_heads = k.shape[k.dims == 5 ? 1 : k.dims - 2];
-  require(q.shape[0] >= 0 && q.shape[0] <= kMostCount && heads >= 1 && heads <= kMostCount &&
+  const std::int64_t heads = q.shape[q.dims - 2], kv_heads = k.shape[k.dims == 5 ? 1 : k.dims - 2];
+  const std::int64_t tokens = count_rows(q);
+  require(tokens >= 0 && tokens <= kMostCount && heads >= 1 && heads <= kMostCount &&
               kv_heads >= 1 && heads % kv_heads == 0,
           "q is {} and {} is {}: heads {} must be a multiple of kv_heads {}", shape_text(q), k_name,
           shape_text(k), heads, kv_heads);
-  const std::int64_t head_dim = q.shape[2], value_dim = v.shape[k.dims == 5 ? 2 : v.dims - 1];
+  const std::int64_t head_dim = q.shape[q.dims - 1],
+                     value_dim = v.shape[k.dims == 5 ? 2 : v.dims - 1];
   require(head_dim >= 0 && head_dim <= kMostCount && value_dim >= 0 && value_dim <= kMostCount,
           "q is {} and the values are {}: heads have {} and {} columns; 0 to 2^31 - 1 are possible",
           shape_text(q), shape_text(v), head_dim, value_dim);
   const DType dtype = is_fp8(q.dtype) ? dtypes.compute : q.dtype;
   check_product_dtype(dtype, "dtypes.compute");
   return {dtype,
-          q.shape[0],
+          tokens,
           static_cast<int>(heads),
           static_cast<int>(kv_heads),
           static_cast<int>(head_dim),
@@ -164,7 +166,7 @@ PagedShape shape_of(const PagedAttention& args) {
 
 PagedShape shape_of(const AttendState& args) {
   const Tensor &q = args.q, &k = args.k, &v = args.v;
-  require(q.dims == 3,
+  require(q.dims == 3 || q.dims == 4,
           "q is {}; [tokens, heads, head_dim] is wanted, or [batch, heads, tokens, head_dim]",
           shape_text(q));
   require(k.dims >= 3 && k.dims <= (args.block_table ? 5 : 4) && (k.dims > 3 || !args.block_table),
@@ -356,16 +358,18 @@ void check_merge(const MergeArgs& args, const MergeOptions& options, int ranks, 
   const Tensor &part = args.part, &out = args.out;
   const bool whole = !options.scatter_heads;
   const std::int64_t heads = whole ? options.heads : options.heads / ranks;
-  check_rows(part, "part", -1, options.heads, options.value_dim, options.dtype, device);
-  const std::int64_t tokens = part.shape[0];
+  check_batch_rows(part, "part", -1, options.heads, options.value_dim, options.dtype, device);
+  const std::int64_t tokens = count_rows(part);
   require(tokens <= options.max_tokens,
           "part has {} tokens; the merge was made for at most {} (max_tokens)", tokens,
           options.max_tokens);
+  check_apart(part, out, args.lse);
+  check_apart(part, part, args.part_lse);
   check_part_type(part, "part", args.part_scale, "part_scale");
   require(is_fp8(part.dtype) || !args.part_scale,
           "part_scale is given and part is {}; parts of fp8 have one", name(part.dtype));
-  check_lse(args.part_lse.tensor, "part_lse", tokens, options.heads, device);
-  check_rows(out, "out", tokens, heads, options.value_dim, options.of_out(), device);
+  check_batch_lse(args.part_lse, "part_lse", tokens, options.heads, device);
+  check_batch_rows(out, "out", tokens, heads, options.value_dim, options.of_out(), device);
   check_part_type(out, "out", args.out_scale, "out_scale");
   check_factors(args.part_scale, "part_scale", 1, false, device);
   check_factors(args.out_scale, "out_scale", 1, true, device);
@@ -374,7 +378,7 @@ void check_merge(const MergeArgs& args, const MergeOptions& options, int ranks, 
   check_overlap(out, "out", args.part_lse.tensor, "part_lse");
   if (!args.lse) return;
   const Tensor& lse = args.lse.tensor;
-  check_lse(lse, "lse", tokens, heads, device);
+  check_batch_lse(args.lse, "lse", tokens, heads, device);
   check_written(lse, "lse");
   check_overlap(lse, "lse", args.part_lse.tensor, "part_lse", whole);
   check_overlap(lse, "lse", part, "part");
@@ -433,7 +437,7 @@ void check_sizes(const Tensor& q, const PagedShape& shape, std::int64_t slots) {
 
 Checked check_attend(const AttendState& args, const PagedShape& shape, Device device) {
   const RunArrays arrays = arrays_of(args, shape.heads, shape.kv_heads, device);
-  check_rows(args.q, "q", -1, shape.heads, shape.head_dim, args.q.dtype, device);
+  check_batch_rows(args.q, "q", -1, shape.heads, shape.head_dim, args.q.dtype, device);
   check_quantised(args.q.dtype, "q", shape.dtype, bool{args.q_scale}, "q_scale");
   check_quantised(args.k.dtype, "k", shape.dtype, bool{args.k_scale}, "k_scale");
   check_type(args.dtypes.query, args.q.dtype, "q");
@@ -464,15 +468,17 @@ Checked check_attend(const AttendState& args, const PagedShape& shape, Device de
 
 kernels::Batch check_finish(const FinishState& args, Device device) {
   const Tensor& out = args.out;
-  require(out.dims == 3,
+  require(out.dims == 3 || out.dims == 4,
           "out is {}; [tokens, heads, value_dim] is wanted, or [batch, heads, tokens, value_dim]",
           shape_text(out));
-  const std::int64_t tokens = out.shape[0], heads = out.shape[1];
+  const std::int64_t tokens = count_rows(out), heads = out.shape[out.dims - 2];
+  const std::int64_t dim = out.shape[out.dims - 1];
   check_part_type(out, "out", args.out_scale, "out_scale");
-  check_counts(out, "out", 1);
-  check_rows(out, "out", -1, heads, out.shape[2], out.dtype, device);
-  check_state(args.state, tokens, heads, out.shape[2]);
-  if (args.lse) check_lse(args.lse.tensor, "lse", tokens, heads, device);
+  check_counts(out, "out", out.dims - 2);
+  check_batch_rows(out, "out", -1, heads, dim, out.dtype, device);
+  check_state(args.state, tokens, heads, dim);
+  if (args.lse) check_batch_lse(args.lse, "lse", tokens, heads, device);
+  check_apart(out, out, args.lse);
   check_factors(args.out_scale, "out_scale", 1, true, device);
   const Tensor state = bytes_of(args.state, device);
   check_results(out, args.lse, {{&state, "state"}});

@@ -16,6 +16,12 @@ std::string text_of(const kernels::FaultReport& r) {
       return fmt::format(
           "query_start[{}] is {}: it must start at 0, ascend, and end within the rows of q",
           r.where, r.value);
+    case Fault::apart:
+      return fmt::format(
+          "query_start[{}] is {}: the sequences of q lie apart, {} rows each, so sequence {} "
+          "begins "
+          "with row {}",
+          r.where, r.value, r.column, r.where, r.where * r.column);
     case Fault::kv_len:
       return fmt::format("kv_len[{}] is {}; lengths are not negative", r.where, r.value);
     case Fault::too_long:

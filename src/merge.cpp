@@ -142,36 +142,36 @@ struct CrossRankMerge::Impl {
   }
 
   void give_result(kernels::MergeOutputsParams& p, const MergeArgs& args) const {
-    p.out = rows_of(args.out);
-    p.lse = lse_of(args.lse.tensor);
+    p.out = token_rows_of(args.out);
+    p.lse = token_lse_of(args.lse);
     p.out_scale = {static_cast<const float*>(args.out_scale.data)};
   }
 
   /// Merges the one part of one rank.
   void finish(const MergeArgs& args, Stream stream) const {
-    kernels::MergeOutputsParams p = merge_params(args.part.shape[0]);
-    p.in[0] = rows_of(args.part);
-    p.in_lse[0] = lse_of(args.part_lse.tensor);
+    kernels::MergeOutputsParams p = merge_params(count_rows(args.part));
+    p.in[0] = token_rows_of(args.part);
+    p.in_lse[0] = token_lse_of(args.part_lse);
     p.in_scale[0] = static_cast<const float*>(args.part_scale.data);
     give_result(p, args);
     kernels->merge_outputs(p, stream);
   }
 
   void pack(const MergeArgs& args, const Slot& slot, std::byte* to, Stream stream) const {
-    kernels->pack_outputs({.tokens = args.part.shape[0],
+    kernels->pack_outputs({.tokens = count_rows(args.part),
                            .heads = options.heads,
                            .dim = options.value_dim,
                            .dtype = options.dtype,
-                           .from = rows_of(args.part),
+                           .from = token_rows_of(args.part),
                            .to = slot.rows(to),
-                           .from_lse = lse_of(args.part_lse.tensor),
+                           .from_lse = token_lse_of(args.part_lse),
                            .to_lse = slot.lse(to)},
                           stream);
   }
 
   void merge(const MergeArgs& args, const Slot& slot, const kernels::RunHeaders& headers,
              Stream stream) const {
-    kernels::MergeOutputsParams p = merge_params(args.part.shape[0]);
+    kernels::MergeOutputsParams p = merge_params(count_rows(args.part));
     p.part_stride = slot.bytes / static_cast<std::int64_t>(size_of(options.dtype));
     p.lse_part_stride = slot.bytes / 4;
     for (int part = 0; part < (ranks() == 2 ? 2 : 1); ++part) {
@@ -186,7 +186,7 @@ struct CrossRankMerge::Impl {
 
   void run(const MergeArgs& args, Stream stream) {
     comm::Transport& comm = comm::transport_of(world);
-    const Slot slot(options, args.part.shape[0], ranks());
+    const Slot slot(options, count_rows(args.part), ranks());
     const auto bytes = static_cast<std::size_t>(slot.bytes);
     const int rank = world.rank();
     const AgreedRuns::Begun begun =
@@ -212,10 +212,10 @@ CrossRankMerge& CrossRankMerge::operator=(CrossRankMerge&&) noexcept = default;
 void CrossRankMerge::run(const MergeArgs& given, Stream stream) {
   const trace::Range range("longspan merge across ranks");
   MergeArgs args = given;
-  args.part = flat_rows(given.part, "part");
-  args.part_lse = flat_rows(given.part_lse, "part_lse");
-  args.out = flat_rows(given.out, "out");
-  args.lse = flat_rows(given.lse, "lse");
+  args.part = batch_rows(given.part, "part");
+  args.part_lse = batch_rows(given.part_lse, "part_lse");
+  args.out = batch_rows(given.out, "out");
+  args.lse = batch_rows(given.lse, "lse");
   const DeviceGuard guard(impl_->world.gpu());
   check_merge(args, impl_->options, impl_->ranks(), impl_->world.device());
   impl_->runs->check();

@@ -90,10 +90,7 @@ kernels::MergeParams merge_params(const PagedAttention& a, const RunArrays& arra
   p.dtype = a.out.dtype;
   p.out_scale = {arrays.out_scale};
   p.out = rows_of(a.out);
-  const kernels::LseView lse = lse_of(a.lse.tensor);
-  p.lse = lse.data;
-  p.lse_row_stride = lse.row_stride;
-  p.lse_head_stride = lse.head_stride;
+  p.lse = lse_of(a.lse.tensor);
   return p;
 }
 

@@ -60,7 +60,7 @@ kernels::AttendParams size_params(const Args& a, DType kv_dtype, const PagedShap
 
 /// Sets what a call has beside its keys and values.
 inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArrays& arrays) {
-  p.q = rows_of(q);
+  p.q = token_rows_of(q);
   p.q_scale = arrays.q_scale;
   p.k_scale = arrays.k_scale;
   p.v_scale = arrays.v_scale;

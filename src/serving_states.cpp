@@ -13,9 +13,9 @@
 namespace longspan {
 namespace {
 
-AttendState with_flat_rows(const AttendState& args) {
+AttendState with_batch_rows(const AttendState& args) {
   AttendState flat = args;
-  flat.q = flat_rows(args.q, "q");
+  flat.q = batch_rows(args.q, "q");
   return flat;
 }
 
@@ -68,7 +68,7 @@ kernels::AttendParams attend_params(const AttendState& a, const PagedShape& shap
 void ServingOps::attend_state(const AttendState& given, Stream stream) const {
   const trace::Range range("longspan attend_state");
   const DeviceGuard guard(impl_->gpu());
-  const AttendState a = with_flat_rows(given);
+  const AttendState a = with_batch_rows(given);
   const PagedShape shape = shape_of(a);
   const Checked call = check_attend(a, shape, impl_->device());
   const CacheView& cache = call.cache;
@@ -92,21 +92,18 @@ void ServingOps::finish_state(const FinishState& a, Stream stream) const {
   const trace::Range range("longspan finish_state");
   const DeviceGuard guard(impl_->gpu());
   FinishState flat = a;
-  flat.out = flat_rows(a.out, "out");
-  flat.lse = flat_rows(a.lse, "lse");
+  flat.out = batch_rows(a.out, "out");
+  flat.lse = batch_rows(a.lse, "lse");
   kernels::MergeParams p;
   p.batch = check_finish(flat, impl_->device());
-  p.tokens = flat.out.shape[0];
-  p.heads = static_cast<int>(flat.out.shape[1]);
-  p.states = slot_of(a.state, p.tokens * p.heads, flat.out.shape[2]);
+  p.tokens = count_rows(flat.out);
+  p.heads = static_cast<int>(flat.out.shape[flat.out.dims - 2]);
+  p.states = slot_of(a.state, p.tokens * p.heads, flat.out.shape[flat.out.dims - 1]);
   p.sinks = floats_of(a.sinks, "sinks", p.heads, impl_->device());
   p.dtype = flat.out.dtype;
   p.out_scale = {static_cast<const float*>(a.out_scale.data)};
-  p.out = rows_of(flat.out);
-  const kernels::LseView lse = lse_of(flat.lse.tensor);
-  p.lse = lse.data;
-  p.lse_row_stride = lse.row_stride;
-  p.lse_head_stride = lse.head_stride;
+  p.out = token_rows_of(flat.out);
+  p.lse = token_lse_of(flat.lse);
   impl_->backend->merge(p, stream);
 }
 
@@ -138,7 +135,7 @@ std::size_t ServingOps::workspace_bytes(const AttendState& given) const {
 
 void ServingOps::check(const AttendState& given, Stream stream) const {
   const DeviceGuard guard(impl_->gpu());
-  const AttendState a = with_flat_rows(given);
+  const AttendState a = with_batch_rows(given);
   const PagedShape shape = shape_of(a);
   const Checked call = check_attend(a, shape, impl_->device());
   const kernels::AttendParams p = attend_params(a, shape, call);

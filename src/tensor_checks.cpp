@@ -128,44 +128,63 @@ void check_scales(const Scales& scales, const char* name, int kv_heads, bool div
 
 namespace {
 
-/// Joins dimensions 0 (batch) and `tokens` into one, which becomes the first.
-Tensor join(const Tensor& t, int tokens, const char* name) {
-  const std::int64_t batch = t.shape[0], count = t.shape[tokens], step = t.stride[tokens];
-  require(batch <= kMostCount && count <= kMostCount,
-          "{} is {}: {} sequences of {} tokens; 0 to 2^31 - 1 of each are possible", name,
-          shape_text(t), batch, count);
+/// Joins dimensions 0 (batch) and 1 (tokens) into one where rows then stand at equal steps.
+Tensor join(const Tensor& t, const char* name) {
+  const std::int64_t batch = t.shape[0], count = t.shape[1];
+  require(batch <= kMostCount && count <= kMostCount && batch * count <= kMostCount,
+          "{} is {}: {} sequences of {} tokens; 0 to 2^31 - 1 of each are possible, and as many "
+          "rows in all",
+          name, shape_text(t), batch, count);
   const bool any = t.size() > 0;  // else nothing bounds a stride by the memory that it reaches
-  const std::int64_t pitch = any ? count * step : 0;
-  require(batch <= 1 || !any || t.stride[0] == pitch,
-          "{} {} has strides [{}]: sequence 1 would have to begin {} elements behind sequence 0, "
-          "where its last token ends. Give memory [batch, tokens, heads, dim], viewed in this "
-          "order, or one sequence a call",
-          name, shape_text(t), fmt::join(std::span(t.stride.data(), t.dims), ", "), pitch);
+  const std::int64_t step = count == 1 ? t.stride[0] : t.stride[1];
+  if (any && batch > 1 && t.stride[0] != count * step) return t;
   Tensor flat = t;
   flat.dims = t.dims - 1;
   flat.shape[0] = batch * count;
-  flat.stride[0] = step;
-  int to = 1;
-  for (int d = 1; d < t.dims; ++d) {
-    if (d == tokens) continue;
-    flat.shape[to] = t.shape[d];
-    flat.stride[to++] = t.stride[d];
+  flat.stride[0] = any ? step : t.stride[1];
+  for (int d = 1; d < flat.dims; ++d) {
+    flat.shape[d] = t.shape[d + 1];
+    flat.stride[d] = t.stride[d + 1];
   }
   return flat;
 }
 
-}  // namespace
-
-Tensor flat_rows(const Tensor& t, const char* name) {
-  if (t.dims != 4) return t;
-  check_tensor(t, name, t.dtype, t.device);
-  return join(t, 2, name);
+/// The gap between sequences of [batch, tokens, ...].
+kernels::SequenceGap gap_of(const Tensor& t) {
+  return {t.stride[0] - t.shape[1] * t.stride[1], static_cast<std::uint32_t>(t.shape[1])};
 }
 
-Lse flat_rows(const Lse& lse, const char* name) {
+}  // namespace
+
+Tensor batch_rows(const Tensor& t, const char* name) {
+  if (t.dims != 4) return t;
+  check_tensor(t, name, t.dtype, t.device);
+  Tensor rows = t;
+  std::swap(rows.shape[1], rows.shape[2]);
+  std::swap(rows.stride[1], rows.stride[2]);
+  return join(rows, name);
+}
+
+Lse batch_rows(const Lse& lse, const char* name) {
   if (lse.tensor.dims != 3) return lse;
   check_tensor(lse.tensor, name, lse.tensor.dtype, lse.tensor.device);
-  return {join(lse.tensor, 1, name)};
+  return {join(lse.tensor, name)};
+}
+
+std::int64_t count_rows(const Tensor& t, int dims) {
+  return t.dims > dims ? t.shape[0] * t.shape[1] : t.shape[0];
+}
+
+void check_apart(const Tensor& q, const Tensor& out, const Lse& lse) {
+  const Tensor* first = nullptr;
+  for (const auto& [t, dims] : {std::pair{&q, 4}, std::pair{&out, 4}, std::pair{&lse.tensor, 3}}) {
+    if (t->dims != dims) continue;
+    if (first == nullptr) first = t;
+    require(t->shape[0] == first->shape[0] && t->shape[1] == first->shape[1],
+            "queries and results are views of sequences that lie apart, {} of {} tokens and {} of "
+            "{}; they have the same",
+            first->shape[0], first->shape[1], t->shape[0], t->shape[1]);
+  }
 }
 
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
@@ -179,11 +198,33 @@ void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64
           name, t.stride[2]);
 }
 
+void check_batch_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
+                      std::int64_t dim, DType dtype, Device device) {
+  if (t.dims != 4) return check_rows(t, name, rows, heads, dim, dtype, device);
+  check_tensor(t, name, dtype, device);
+  require((rows < 0 || count_rows(t) == rows) && t.shape[2] == heads && t.shape[3] == dim,
+          "{} has {} sequences of {} tokens, with [{}, {}] each; {} rows of [{}, {}] are wanted",
+          name, t.shape[0], t.shape[1], t.shape[2], t.shape[3],
+          rows < 0 ? std::string("any number of") : fmt::to_string(rows), heads, dim);
+  require(t.stride[3] == 1 || t.size() == 0, "{} has stride {} in its last dimension; it must be 1",
+          name, t.stride[3]);
+}
+
 void check_lse(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                Device device) {
   check_tensor(t, name, DType::fp32, device);
   require(t.dims == 2 && t.shape[0] == rows && t.shape[1] == heads,
           "{} is {} (tokens, heads); [{}, {}] is wanted", name, shape_text(t), rows, heads);
+}
+
+void check_batch_lse(const Lse& lse, const char* name, std::int64_t rows, std::int64_t heads,
+                     Device device) {
+  const Tensor& t = lse.tensor;
+  if (t.dims != 3) return check_lse(t, name, rows, heads, device);
+  check_tensor(t, name, DType::fp32, device);
+  require(count_rows(t, 2) == rows && t.shape[2] == heads,
+          "{} is {} (batch, tokens, heads); {} rows of {} heads are wanted", name, shape_text(t),
+          rows, heads);
 }
 
 void check_product_dtype(DType dtype, const char* name) {
@@ -202,9 +243,21 @@ kernels::Rows rows_of(const Tensor& t) {
   return {t.data, t.stride[t.dims - 3], t.stride[t.dims - 2]};
 }
 
+kernels::TokenRows token_rows_of(const Tensor& t) {
+  kernels::TokenRows rows(rows_of(t));
+  if (t.dims == 4) rows.gap = gap_of(t);
+  return rows;
+}
+
 kernels::LseView lse_of(const Tensor& t) {
   if (!t) return {};
   return {static_cast<float*>(t.data), t.stride[t.dims - 2], t.stride[t.dims - 1]};
+}
+
+kernels::LseView token_lse_of(const Lse& lse) {
+  kernels::LseView view = lse_of(lse.tensor);
+  if (lse.tensor.dims == 3) view.gap = gap_of(lse.tensor);
+  return view;
 }
 
 namespace {

@@ -43,20 +43,34 @@ void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, co
 /// divide are not 0.
 void check_scales(const Scales& scales, const char* name, int kv_heads, bool divides);
 
-/// Views [batch, heads, tokens, dim], as models hold queries and results, as [batch * tokens,
-/// heads, dim], and leaves anything else as it is. Throws InputError where no strides do that: the
-/// rows of a sequence must begin where those of the one before it end.
-Tensor flat_rows(const Tensor& t, const char* name);
-/// Views [batch, tokens, heads] likewise as [batch * tokens, heads].
-Lse flat_rows(const Lse& lse, const char* name);
+/// Views [batch, heads, tokens, dim], as models hold queries and results, as rows of the batch, and
+/// leaves anything else as it is: [batch * tokens, heads, dim], or, where sequences lie apart, so
+/// that rows are not at equal steps, [batch, tokens, heads, dim].
+Tensor batch_rows(const Tensor& t, const char* name);
+/// Views [batch, tokens, heads] likewise as [batch * tokens, heads], or leaves it.
+Lse batch_rows(const Lse& lse, const char* name);
+
+/// What batch_rows gives has so many rows.
+std::int64_t count_rows(const Tensor& t, int dims = 3);
+
+/// Throws InputError where tensors whose sequences lie apart do not have the same sequences. (One
+/// whose rows are at equal steps goes with any.)
+void check_apart(const Tensor& q, const Tensor& out, const Lse& lse);
 
 /// Checks [rows, heads, dim] with a dense last dimension; with `rows` < 0 there may be any number.
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                 std::int64_t dim, DType dtype, Device device);
 
+/// Checks what batch_rows gives likewise.
+void check_batch_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
+                      std::int64_t dim, DType dtype, Device device);
+
 /// Checks [rows, heads] of fp32.
 void check_lse(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                Device device);
+/// Checks what batch_rows gives likewise.
+void check_batch_lse(const Lse& lse, const char* name, std::int64_t rows, std::int64_t heads,
+                     Device device);
 
 /// Checks that the type is fp32, fp16 or bf16.
 void check_product_dtype(DType dtype, const char* name);
@@ -67,6 +81,9 @@ void check_quantised(DType found, const char* name, DType dtype, bool has_scale,
 
 kernels::Rows rows_of(const Tensor& t);
 kernels::LseView lse_of(const Tensor& t);
+/// What batch_rows gives, as kernels see it.
+kernels::TokenRows token_rows_of(const Tensor& t);
+kernels::LseView token_lse_of(const Lse& lse);
 
 /// A cache of keys and values as kernels see it.
 struct CacheView {

@@ -33,7 +33,7 @@ struct Checked {
 /// Gives the same arguments with q, out and lse as rows of all sequences: [batch, heads, tokens,
 /// dim] becomes [batch * tokens, heads, dim], a view of the same memory. Throws InputError where no
 /// view does that.
-AttentionArgs with_flat_rows(const AttentionArgs& args);
+AttentionArgs with_batch_rows(const AttentionArgs& args);
 
 /// Throws InputError for tensors and arrays that do not fit the options or each other. On the host
 /// lengths and tables are checked too; on a GPU they are not in reach. What lies in block tables is

@@ -82,7 +82,7 @@ void finish_row(const MergeParams& p, std::int64_t token, int head, RowState& st
       for (int c = 0; c < dim; ++c)
         store_element(p.out.at<std::uint8_t>(token, head), p.dtype, c, o[c]);
   }
-  if (p.lse) p.lse[token * p.lse_row_stride + head * p.lse_head_stride] = result.lse;
+  if (p.lse.data != nullptr) *p.lse.at(token, head) = result.lse;
 }
 
 /// Merges rows [begin, end) of the result, numbered token * heads + head.

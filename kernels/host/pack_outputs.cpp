@@ -10,9 +10,8 @@ void pack_outputs(const PackOutputsParams& p, ThreadPool& pool) {
   pool.run_stretches(p.tokens * p.heads, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
       const std::int64_t token = row / p.heads, head = row % p.heads;
-      const auto place = [&](const Rows& rows) {
-        return static_cast<std::byte*>(rows.data) +
-               (token * rows.row_stride + head * rows.head_stride) * size;
+      const auto place = [&](const auto& rows) {
+        return static_cast<std::byte*>(rows.data) + rows.offset(token, head) * size;
       };
       std::memcpy(place(p.to), place(p.from), static_cast<std::size_t>(p.row_bytes()));
       *p.to_lse.at(token, head) = *p.from_lse.at(token, head);

@@ -128,9 +128,7 @@ class Exchange : public OnPeerBuffers {
     p.dtype = c.dtype;
     const auto inside = [](const Buffer& b) { return static_cast<std::byte*>(b.data()) + kCanary; };
     p.out = {inside(expected ? m.expected_out : m.out), std::int64_t{c.heads} * c.dim, c.dim};
-    p.lse = reinterpret_cast<float*>(inside(expected ? m.expected_lse : m.lse));
-    p.lse_row_stride = c.heads;
-    p.lse_head_stride = 1;
+    p.lse = {reinterpret_cast<float*>(inside(expected ? m.expected_lse : m.lse)), c.heads, 1};
     return p;
   }
 

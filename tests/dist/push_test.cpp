@@ -162,9 +162,8 @@ class Step {
     m.dtype = case_.dtype;
     m.out = {static_cast<std::byte*>(to.out.data()) + kCanary,
              std::int64_t{case_.heads} * case_.dim, case_.dim};
-    m.lse = reinterpret_cast<float*>(static_cast<std::byte*>(to.lse.data()) + kCanary);
-    m.lse_row_stride = case_.heads;
-    m.lse_head_stride = 1;
+    m.lse = {reinterpret_cast<float*>(static_cast<std::byte*>(to.lse.data()) + kCanary),
+             case_.heads, 1};
     return m;
   }
 

@@ -200,9 +200,7 @@ class GpuRun {
     m.tokens = c_.tokens();
     m.dtype = c_.dtype;
     m.out = {out_.data(), out_row(), c_.dim};
-    m.lse = lse_.data();
-    m.lse_row_stride = c_.heads;
-    m.lse_head_stride = 1;
+    m.lse = {lse_.data(), c_.heads, 1};
     m.batch = params(0).batch;
     return m;
   }

@@ -60,9 +60,7 @@ TEST(Merge, AnyNumberOfSlotsWithEmptyOnes) {
         OnGpu<float> out(static_cast<std::size_t>(states.rows * dim));
         OnGpu<float> lse(static_cast<std::size_t>(states.rows));
         p.out = {out.data(), kHeads * dim, dim};
-        p.lse = lse.data();
-        p.lse_row_stride = kHeads;
-        p.lse_head_stride = 1;
+        p.lse = {lse.data(), kHeads, 1};
         backend->merge(p, {});
         const auto got = out.values(static_cast<std::size_t>(states.rows * dim));
         const auto got_lse = lse.values(static_cast<std::size_t>(states.rows));

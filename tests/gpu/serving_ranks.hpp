@@ -239,9 +239,7 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
   m.tokens = tokens;
   m.dtype = s.of_out();
   m.out = {a.out.data(), std::int64_t{s.heads} * s.of_value(), s.of_value()};
-  m.lse = static_cast<float*>(a.lse.data());
-  m.lse_row_stride = s.heads;
-  m.lse_head_stride = 1;
+  m.lse = {static_cast<float*>(a.lse.data()), s.heads, 1};
   if (dealt.chain && dealt.finished) {
     const bool by_one_kernel = backend->attend(p, m, {});
     EXPECT_TRUE(by_one_kernel || !dealt.on_hopper);

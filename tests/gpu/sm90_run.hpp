@@ -59,9 +59,7 @@ class Sm90Run {
     poison();
     kernels::sm90::Finished finished;
     finished.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
-    finished.lse = lse_.data();
-    finished.lse_row_stride = c_.heads;
-    finished.lse_head_stride = 1;
+    finished.lse = {lse_.data(), c_.heads, 1};
     finished.sinks = c_.sinks ? sinks_.data() : nullptr;
     kernels::sm90::attend(params(), finished, 0, nullptr);
     return result();
@@ -78,9 +76,7 @@ class Sm90Run {
     m.tokens = c_.tokens();
     m.dtype = c_.dtype;
     m.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
-    m.lse = lse_.data();
-    m.lse_row_stride = c_.heads;
-    m.lse_head_stride = 1;
+    m.lse = {lse_.data(), c_.heads, 1};
     kernels::cuda_backend()->merge(m, {});
     return result();
   }

@@ -195,9 +195,7 @@ class Ranks {
     m.tokens = p_.rows / p_.heads;
     m.dtype = p_.dtype;
     m.out = {out, std::int64_t{p_.heads} * p_.dim, p_.dim};
-    m.lse = lse;
-    m.lse_row_stride = p_.heads;
-    m.lse_head_stride = 1;
+    m.lse = {lse, p_.heads, 1};
     return m;
   }
   ExchangeParams params(int rank, std::uint64_t deadline_ns) const {

@@ -256,9 +256,7 @@ class HostProblem {
     m.sinks = sinks ? sinks->data() : nullptr;
     m.tokens = count.value_or(tokens());
     m.out = {result.out.data(), std::int64_t{shape.heads} * shape.dim, shape.dim};
-    m.lse = result.lse.data();
-    m.lse_row_stride = shape.heads;
-    m.lse_head_stride = 1;
+    m.lse = {result.lse.data(), shape.heads, 1};
     if (shape.skip_decode) {
       m.batch = {batch(), query_start.data(), shape.kv_len.data()};
       m.batch.skip_decode = true;

@@ -76,9 +76,7 @@ class MergeStates : public OnDevice {
     p.dtype = c.dtype;
     if (c.scale) p.out_scale = {scale.data(), c.inverse};
     p.out = {out.data(), c.row_stride(), c.dim};
-    p.lse = lse.data();
-    p.lse_row_stride = c.heads;
-    p.lse_head_stride = 1;
+    p.lse = {lse.data(), c.heads, 1};
     backend().merge(p, {});
     return {out.values(), lse.values()};
   }

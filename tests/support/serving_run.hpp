@@ -437,9 +437,7 @@ inline ServingResult run_ranks(const kernels::Backend& backend, const ServingPro
   m.tokens = problem.tokens;
   m.dtype = s.of_out();
   m.out = {a.out.data(), std::int64_t{s.heads} * s.of_value(), s.of_value()};
-  m.lse = static_cast<float*>(a.lse.data());
-  m.lse_row_stride = s.heads;
-  m.lse_head_stride = 1;
+  m.lse = {static_cast<float*>(a.lse.data()), s.heads, 1};
   backend.merge(m, {});
   settle(a.out);
   return a.result();

@@ -49,9 +49,7 @@ class HostMerge : public ::testing::Test {
     p.tokens = tokens;
     p.dtype = dtype;
     p.out = {merged.out.data(), kHeads * kDim, kDim};
-    p.lse = merged.lse.data();
-    p.lse_row_stride = kHeads;
-    p.lse_head_stride = 1;
+    p.lse = {merged.lse.data(), kHeads, 1};
     backend_->merge(p, {});
     return merged;
   }

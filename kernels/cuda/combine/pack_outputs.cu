@@ -18,9 +18,8 @@ __global__ __launch_bounds__(kThreads) void pack_outputs_kernel(
   const std::int64_t token = row / p.heads, head = row - token * p.heads;
   if (token >= p.tokens) return;
   const auto size = static_cast<std::int64_t>(size_of(p.dtype));
-  const auto place = [&](const Rows& rows) {
-    return static_cast<std::byte*>(rows.data) +
-           (token * rows.row_stride + head * rows.head_stride) * size;
+  const auto place = [&](const auto& rows) {
+    return static_cast<std::byte*>(rows.data) + rows.offset(token, head) * size;
   };
   const Word* from = reinterpret_cast<const Word*>(place(p.from));
   Word* to = reinterpret_cast<Word*>(place(p.to));

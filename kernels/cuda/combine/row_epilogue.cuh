@@ -69,9 +69,8 @@ struct ResultPlace {
 
   ResultPlace() = default;
   __device__ ResultPlace(const MergeParams& m, std::int64_t token, int head, int column)
-      : at(token * m.out.row_stride + head * m.out.head_stride + column), lse(nullptr) {
-    if (m.lse != nullptr && column == 0)
-      lse = m.lse + token * m.lse_row_stride + head * m.lse_head_stride;
+      : at(m.out.offset(token, head) + column), lse(nullptr) {
+    if (m.lse.data != nullptr && column == 0) lse = m.lse.at(token, head);
   }
 };
 

@@ -28,6 +28,13 @@ bool is_aligned(const Rows& rows, DType dtype) {
          rows.row_stride * bytes % access == 0 && rows.head_stride * bytes % access == 0;
 }
 
+template <int kCount>
+bool is_aligned(const TokenRows& rows, DType dtype) {
+  const std::int64_t gap = rows.gap.elements * static_cast<std::int64_t>(size_of(dtype));
+  return is_aligned<kCount>(static_cast<const Rows&>(rows), dtype) &&
+         gap % access_bytes<kCount>(dtype) == 0;
+}
+
 /// An OutScale that loads its factor where it is made: early, beside other loads.
 struct LoadedScale {
   float factor = 1.0f;

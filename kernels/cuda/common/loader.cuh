@@ -268,7 +268,8 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
                                         const Sequence& sequence, const TileCoord& work) {
   using Layout = Tile<T, kDim>;
   const bool is_16 = p.q_dtype == p.dtype;
-  const bool together = aligned_to_eight(p.q.data, is_16 ? 2 : 1, p.q.row_stride | p.q.head_stride);
+  const bool together = aligned_to_eight(p.q.data, is_16 ? 2 : 1,
+                                         p.q.row_stride | p.q.head_stride | p.q.gap.elements);
   if (is_16 && together) {
     load_plain_queries<T, kDim, kRows, kThreads>(tile, p, sequence, work);
     return;
@@ -280,8 +281,7 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
     uint4 eight = make_uint4(0, 0, 0, 0);
     if (row < work.rows && chunk * 8 < p.head_dim) {
       const PackedRow at = packed_row(work, row);
-      const std::int64_t offset =
-          (sequence.first_row + at.token) * p.q.row_stride + at.head * p.q.head_stride + chunk * 8;
+      const std::int64_t offset = p.q.offset(sequence.first_row + at.token, at.head) + chunk * 8;
       const bool e5m2 = p.q_dtype == DType::e5m2;
       const auto at_element = [&](int i) { return offset + i; };
       if (is_16)

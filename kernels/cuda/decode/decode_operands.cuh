@@ -58,8 +58,7 @@ struct DecodeQueries {
     const int row = n * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
     const bool valid = row < work.rows;
     const PackedRow at = packed_row(work, valid ? row : 0);
-    const std::int64_t from = (piece.sequence.first_row + at.token) * p.q.row_stride +
-                              static_cast<std::int64_t>(at.head) * p.q.head_stride;
+    const std::int64_t from = p.q.offset(piece.sequence.first_row + at.token, at.head);
 #pragma unroll
     for (int slice = 0; slice < Traits::kSlices; ++slice)
 #pragma unroll

@@ -217,8 +217,8 @@ Loader loader_of(const AttendParams& p) {
            rows.row_stride * bytes % 16 == 0 && rows.head_stride * bytes % 16 == 0;
   };
   const bool plain = !p.pages && p.k.dense() && p.v.dense() && p.q_dtype == p.dtype && !p.bias &&
-                     !p.q_scale && !p.k_scale && !p.v_scale && aligned(p.q) && aligned(p.k) &&
-                     aligned(p.v);
+                     !p.q_scale && !p.k_scale && !p.v_scale && aligned(p.q) &&
+                     p.q.gap.elements * bytes % 16 == 0 && aligned(p.k) && aligned(p.v);
   return plain ? Loader::plain : Loader::any16;
 }
 
@@ -369,9 +369,7 @@ bool ends_plainly(const AttendParams& p, const MergeParams& m) {
   return m.dtype == p.dtype && m.out_scale.data == nullptr && is_aligned<8>(m.out, m.dtype);
 }
 
-sm90::Finished finished_of(const MergeParams& m) {
-  return {m.out, m.lse, m.lse_row_stride, m.lse_head_stride, m.sinks};
-}
+sm90::Finished finished_of(const MergeParams& m) { return {m.out, m.lse, m.sinks}; }
 
 }  // namespace
 

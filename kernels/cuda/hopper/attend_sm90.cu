@@ -29,6 +29,21 @@ CUtensorMap tensor_map_of(const Rows& rows, DType dtype, int dim, std::int64_t c
   return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
+/// Whether the queries' sequences follow each other, or lie as a dense [batch, heads, tokens, dim].
+bool fits_query_map(const AttendParams& params) {
+  const TokenRows& q = params.q;
+  return q.gap.rows == 0 ||
+         q.gap.elements + q.gap.rows * q.row_stride == params.heads * q.head_stride;
+}
+
+/// That of the queries. Where sequences lie apart, the heads of one stand behind those of the
+/// other.
+CUtensorMap query_map_of(const AttendParams& params) {
+  const std::uint32_t apart = params.q.gap.rows;
+  return tensor_map_of(params.q, params.q_dtype, params.head_dim, apart > 0 ? apart : params.tokens,
+                       apart > 0 ? params.batch.size * params.heads : params.heads, 64);
+}
+
 /// Scales the terms of a polynomial: terms[i] x^(2 i + from) for x of `scale`, times `height`.
 /// Returns whether all are floats of full precision.
 template <std::size_t kCount>
@@ -107,8 +122,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   // which may be known on the device only, is not needed here.
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
   Call call{};
-  call.q =
-      tensor_map_of(params.q, params.q_dtype, params.head_dim, params.tokens, params.heads, 64);
+  call.q = query_map_of(params);
   if (params.pages) {
     call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
   } else {
@@ -187,7 +201,7 @@ bool is_in_chunks(const AttendParams& params) {
 
 /// Whether the call has all that fp8_products needs.
 bool is_plain_e4m3(const AttendParams& params) {
-  const auto aligned = [](const Rows& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
+  const auto aligned = [](const auto& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
   return params.q_dtype == DType::e4m3 && params.kv_dtype == DType::e4m3 &&
          params.head_dim % 16 == 0 && params.score.softcap == 0.0f && !params.bias &&
          !params.pages && !params.resume && params.k.dense() && params.v.dense() &&
@@ -228,8 +242,9 @@ bool accepts(const AttendParams& params) {
   const bool rows_follow = params.queries.ranks == 1 ||
                            params.queries.layout == Layout::contiguous ||
                            params.queries.layout == Layout::ranges;
-  return runs_here() && (rows_follow || !params.bias.slopes) && params.dtype != DType::fp32 &&
-         params.head_dim >= 48 && cuda::is_square(params.head_dim, params.value_dim) &&
+  return runs_here() && fits_query_map(params) && (rows_follow || !params.bias.slopes) &&
+         params.dtype != DType::fp32 && params.head_dim >= 48 &&
+         cuda::is_square(params.head_dim, params.value_dim) &&
          params.shard.layout != Layout::listed &&
          (params.fp8_products ? is_plain_e4m3(params)
                               : cuda::loader_of(unbiased) == cuda::Loader::plain) &&

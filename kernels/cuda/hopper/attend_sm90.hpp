@@ -13,22 +13,22 @@ namespace longspan::kernels::sm90 {
 /// Where the finished result goes when no state has to travel: the sink is folded in and the one
 /// rounding, to the dtype of q, is done here. Rows of `out` start at multiples of 16 bytes.
 struct Finished {
-  Rows out;              // [tokens, heads, dim]; data null: the state is written instead
-  float* lse = nullptr;  // [tokens, heads], natural log; or null
-  std::int64_t lse_row_stride = 0;
-  std::int64_t lse_head_stride = 0;
-  Floats sinks;  // [heads], natural units; or null
+  TokenRows out;  // [tokens, heads, dim]; data null: the state is written instead
+  LseView lse;    // [tokens, heads], natural log; with data null where it is not wanted
+  Floats sinks;   // [heads], natural units; or null
 };
 
 /// Whether this build and the current GPU have the kernel.
 bool runs_here();
 
 /// Whether this kernel takes the call on the current GPU: Hopper, 16-bit elements, dims from 48,
-/// layouts whose positions ascend, a positive scale, ALiBi where a rank's query rows follow on each
-/// other, no qq_bias, no segments handed out, no fixed
-/// order, fewer than 2^30 rows and keys; pages for dims from 81 to 192, where the elements of a row
-/// lie together. With fp8_products: e4m3 in rows at multiples of 16 bytes, dims a multiple of
-/// 16, no softcap and no ALiBi. Everything else is the portable kernel's.
+/// queries that
+/// are one sequence behind the other or dense [batch, heads, tokens, dim], layouts whose positions
+/// ascend, a positive scale, ALiBi where a rank's query rows follow on each other, no qq_bias, no
+/// segments handed out, no fixed order, fewer than 2^30 rows and keys; pages for dims from 81 to
+/// 192, where the elements of a row lie together. With fp8_products: e4m3 in rows at multiples of
+/// 16 bytes, dims a multiple of 16, no softcap and no ALiBi. Everything else is the portable
+/// kernel's.
 bool accepts(const AttendParams& params);
 
 /// Bytes of AttendParams::scratch that attend needs.

@@ -31,7 +31,8 @@ struct Softcap {
 };
 
 struct Call {
-  CUtensorMap q, k, v;  // boxes of [64 rows, 128 bytes] and [kKeys keys, 128 bytes]
+  CUtensorMap q, k, v;  // boxes of [64 rows, 128 bytes] and [kKeys keys, 128 bytes]; where
+                        // sequences lie apart, q has the heads of one behind those of the other
   AttendParams params;
   Finished finished;
   unsigned slots;       // tiles of query rows over the batch, some of them empty
@@ -104,14 +105,15 @@ struct RowKeys {
 struct WorkTile {
   int sequence;
   int head, kv_head;
-  int first_key;  // of the sequence, in k
-  int row;        // of the tile, in its sequence
-  int first_row;  // of the tile, in q
-  int rows;       // of the tile that exist
-  RowKeys some;   // what any row of the tile sees
-  RowKeys whole;  // what every row sees
-  int clear;      // values of local keys below this one may be anything, and are cleared
-  int tiles;      // of keys; 0: no work is left
+  int first_key;              // of the sequence, in k
+  int row;                    // of the tile, in its sequence
+  int first_row;              // of the tile, in the batch
+  int query_row, query_head;  // of the tile, in Call::q
+  int rows;                   // of the tile that exist
+  RowKeys some;               // what any row of the tile sees
+  RowKeys whole;              // what every row sees
+  int clear;  // values of local keys below this one may be anything, and are cleared
+  int tiles;  // of keys; 0: no work is left
 };
 
 /// The positions of a sequence's local keys: runs of `run` keys with `gap` positions between them.

@@ -111,8 +111,7 @@ __device__ void store_finished(const Call& call, const Shared<T>& shared, int st
   const Finish finish = longspan::finish(stats);
   const float factor = is_empty(stats) ? 0.0f : of_o * shrunk / stats.sum;
   const int t = threadIdx.x % 4;
-  if (exists && t == 0 && finished.lse)
-    finished.lse[at * finished.lse_row_stride + tile.head * finished.lse_head_stride] = finish.lse;
+  if (exists && t == 0 && finished.lse.data) *finished.lse.at(at, tile.head) = finish.lse;
 
   using Result = typename T::Result;
   Result* to = finished.out.template at<Result>(at, tile.head);

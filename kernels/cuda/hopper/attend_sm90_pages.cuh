@@ -111,7 +111,7 @@ class PageProducer {
     for (PipelineState<2> work;; work.advance()) {
       shared_.work_full[work.stage].wait(work.parity);
       const WorkTile& tile = shared_.work[work.stage];
-      const int tiles = tile.tiles, head = tile.head, first_row = tile.first_row;
+      const int tiles = tile.tiles, row = tile.query_row, head = tile.query_head;
       const int end = tile.some.end;
       loader_.begin(tile);
       __syncwarp();  // every lane has read the work tile
@@ -120,7 +120,7 @@ class PageProducer {
       if (leads_ && tiles < kWantedEarly) shared_.work_wanted.arrive();
 
       if (copies)
-        copy_tiles(tiles, head, first_row, end);
+        copy_tiles(tiles, row, head, end);
       else
         hand_over_tiles(tiles);
       done_ += tiles;
@@ -134,7 +134,7 @@ class PageProducer {
   }
 
   /// Copies the keys of each tile, then the values of the one before it. `key`: behind the last.
-  __device__ __forceinline__ void copy_tiles(int tiles, int head, int first_row, int key) {
+  __device__ __forceinline__ void copy_tiles(int tiles, int row, int head, int key) {
     const AttendParams& params = call_.params;
     typename PageLoader<T>::Entries entries, next = loader_.look_up(key - T::kKeys);
 #pragma unroll 1
@@ -147,7 +147,7 @@ class PageProducer {
       }
       const auto ahead = loader_.look_up(key - 2 * T::kKeys);
       if (tile == 0) {
-        if (leads_) load_queries(call_, shared_, first_row, head, q_parity_);
+        if (leads_) load_queries(call_, shared_, row, head, q_parity_);
         __syncwarp();
       } else {
         const int stage = stage_of(done_ + tile - 1);

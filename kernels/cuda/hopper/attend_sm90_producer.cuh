@@ -12,7 +12,7 @@ inline constexpr int kWantedEarly = 8;
 
 /// One thread loads the work tile's queries, as soon as its consumers are done with those before.
 template <class T>
-__device__ void load_queries(const Call& call, Shared<T>& shared, int first_row, int head,
+__device__ void load_queries(const Call& call, Shared<T>& shared, int row, int head,
                              std::uint32_t parity) {
   constexpr int kBytes = 64 * T::kPanels * 128;
   const std::uint64_t once = cache_policy<Keep::first_to_go>();
@@ -22,7 +22,7 @@ __device__ void load_queries(const Call& call, Shared<T>& shared, int first_row,
     shared.q_full[c].arrive_expecting(kBytes);
 #pragma unroll
     for (int panel = 0; panel < T::kPanels; ++panel)
-      load_box(shared.q[c][panel], &call.q, panel * T::kPanelElements, first_row + 64 * c, head,
+      load_box(shared.q[c][panel], &call.q, panel * T::kPanelElements, row + 64 * c, head,
                &shared.q_full[c], once);
   }
 }
@@ -40,16 +40,15 @@ class Producer {
     for (PipelineState<2> work;; work.advance()) {
       shared_.work_full[work.stage].wait(work.parity);
       const WorkTile& tile = shared_.work[work.stage];
-      const int tiles = tile.tiles, head = tile.head;
+      const int tiles = tile.tiles, row = tile.query_row, head = tile.query_head;
       kv_head_ = tile.kv_head;
-      const int first_row = tile.first_row;
       int key = tile.first_key + tile.some.end;
       shared_.work_empty[work.stage].arrive();
       if (tiles == 0) return;
       if (tiles < kWantedEarly) shared_.work_wanted.arrive();
 
       load_k(key -= T::kKeys);
-      load_queries(call_, shared_, first_row, head, q_parity);
+      load_queries(call_, shared_, row, head, q_parity);
       q_parity ^= 1;
       for (int i = 1; i < tiles; ++i) {
         if (i == tiles + 1 - kWantedEarly) shared_.work_wanted.arrive();

@@ -33,6 +33,9 @@ __device__ int find_work_tile(const Call& call, unsigned index, WorkTile& tile) 
                            [&](int i) { return first_slot<T::kRows>(params.batch, i); });
   tile.row = (slot - first_slot<T::kRows>(params.batch, b)) * T::kRows;
   tile.first_row = static_cast<int>(params.batch.first_row(b)) + tile.row;
+  const bool apart = params.q.gap.rows > 0;
+  tile.query_row = apart ? tile.row : tile.first_row;
+  tile.query_head = apart ? b * params.heads + tile.head : tile.head;
   tile.first_key = static_cast<int>(params.batch.first_key(b));
   return b;
 }
@@ -57,9 +60,8 @@ __device__ void store_empty(const Call& call, const WorkTile& tile) {
     if (lane > 0) continue;
     if (!finish)
       params.state.stats(params.slot)[at] = empty_stats();
-    else if (finished.lse)
-      finished.lse[token * finished.lse_row_stride + tile.head * finished.lse_head_stride] =
-          finished.sinks ? finished.sinks[tile.head] : -INFINITY;
+    else if (finished.lse.data)
+      *finished.lse.at(token, tile.head) = finished.sinks ? finished.sinks[tile.head] : -INFINITY;
   }
 }
 

@@ -85,15 +85,15 @@ __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, c
 template <class Traits>
 __device__ inline void load_fp32_queries(float* queries, const AttendParams& p,
                                          const Sequence& sequence, const TileCoord& work) {
-  const bool direct = Traits::kPlain || (p.q_dtype == DType::fp32 && aligned_rows(p.q, {}, 0));
+  const bool direct = Traits::kPlain || (p.q_dtype == DType::fp32 && aligned_rows(p.q, {}, 0) &&
+                                         p.q.gap.elements % 4 == 0);
   for (int i = static_cast<int>(threadIdx.x); i < Traits::kRows * Traits::kDim / 4;
        i += Traits::kThreads) {
     const int row = i / (Traits::kDim / 4), d = i % (Traits::kDim / 4) * 4;
     const bool valid = row < work.rows && d < p.head_dim;
     const PackedRow at = packed_row(work, row);
     const std::int64_t offset =
-        valid ? (sequence.first_row + at.token) * p.q.row_stride + at.head * p.q.head_stride + d
-              : std::int64_t{0};
+        valid ? p.q.offset(sequence.first_row + at.token, at.head) + d : std::int64_t{0};
     float* place = queries + row * Traits::kQueryStride + d;
     if (direct) {
       arch::copy_async(arch::shared_address(place), static_cast<const float*>(p.q.data) + offset,

@@ -1,0 +1,8 @@
+// Queries and results as models hold them, on the host.
+#include "tests/support/batch_rows_tests.hpp"
+
+namespace longspan::tests {
+
+std::unique_ptr<kernels::Backend> make_backend() { return kernels::host_backend(2); }
+
+}  // namespace longspan::tests

@@ -44,9 +44,11 @@ namespace longspan {
 /// stream, so a captured graph replays with new ones.
 ///
 /// q and out are [tokens, heads, dim], or [batch, heads, tokens, dim] with tokens of each sequence,
-/// with any strides whose last is 1 and that have a sequence begin where the one before it ends: a
-/// dense [batch, tokens, heads, dim] seen in that order, or one sequence in any order. Nothing is
-/// copied.
+/// over memory in any order whose last stride is 1: dense in either order, or with room between
+/// sequences. Nothing is copied. Where the sequences of q lie apart, as in a dense [batch, heads,
+/// tokens, dim] of several, they are those of query_start; where those of out or lse do, they are
+/// as many as those of q, of as many tokens. (On a GPU 16-bit queries with other room between
+/// sequences than that of the other heads run on the portable kernel.)
 ///
 /// A run has as many sequences as kv_len has entries; without kv_len it has one, of total_keys
 /// keys.

@@ -11,4 +11,6 @@ std::unique_ptr<kernels::Backend> make_backend() {
   return kernels::cuda_backend();
 }
 
+Communicator ranks_on(Device device) { return self(device); }
+
 }  // namespace longspan::tests

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,9 +13,20 @@
 
 namespace longspan::tests {
 
+/// Defined by the test file: the ranks, on that device, which all run these tests.
+Communicator ranks_on(Device device);
+
 class BatchRows : public OnDevice {
  protected:
   static constexpr int kHeads = 4, kKvHeads = 2, kBatch = 3, kKeys = 260;
+
+  void SetUp() override {
+    OnDevice::SetUp();
+    if (IsSkipped()) return;
+    world_ = ranks_on(device());
+    random_.seed(static_cast<unsigned>(
+        std::stoull(world_->gather(std::to_string(fresh_seed()), "seed").front())));
+  }
 
   /// Where (sequence, head, token) of a [kBatch, kHeads, tokens, columns] begins in its memory.
   struct Form {
@@ -143,15 +155,14 @@ class BatchRows : public OnDevice {
             .kv_len = Tensor(b.lens.data(), {kBatch}, device())};
   }
   Attention layer(const Batch& b) const {
-    return Attention(self(device()),
-                     {.heads = kHeads,
-                      .kv_heads = kKvHeads,
-                      .head_dim = b.dim,
-                      .dtypes = {.compute = b.dtype},
-                      .mask = {.causal = true},
-                      .limits = {.max_tokens = kBatch * b.tokens, .max_batch = kBatch},
-                      .threads = 2,
-                      .debug = {.check_arrays = true}});
+    return Attention(*world_, {.heads = kHeads,
+                               .kv_heads = kKvHeads,
+                               .head_dim = b.dim,
+                               .dtypes = {.compute = b.dtype},
+                               .mask = {.causal = true},
+                               .limits = {.max_tokens = kBatch * b.tokens, .max_batch = kBatch},
+                               .threads = 2,
+                               .debug = {.check_arrays = true}});
   }
 
   struct Result {
@@ -191,6 +202,8 @@ class BatchRows : public OnDevice {
     compare(expected.out, found.out);
     compare(expected.lse, found.lse);
   }
+
+  std::optional<Communicator> world_;
 };
 
 TEST_F(BatchRows, EveryMemoryHasTheBitsOfRowsAtEqualSteps) {
@@ -221,7 +234,7 @@ TEST_F(BatchRows, OneCallTakesThemToo) {
   const Placed q(device(), heads_first, fp32, b.tokens, b.dim, b.q);
   const Placed out(device(), heads_first, fp32, b.tokens, b.dim);
   const Placed lse(device(), heads_first, fp32, b.tokens, 1);
-  attend(self(device()), args(b, q, out, lse), {.mask = {.causal = true}, .threads = 2});
+  attend(*world_, args(b, q, out, lse), {.mask = {.causal = true}, .threads = 2});
   expect_same(expected, {out.values(), lse.values()}, 0.0);
 }
 
@@ -254,12 +267,11 @@ TEST_F(BatchRows, StatesOnOneRank) {
   }
 }
 
-TEST_F(BatchRows, MergedAcrossOneRank) {
+TEST_F(BatchRows, MergedAcrossRanks) {
   const std::int64_t tokens = 6;
   const int dim = 32;
   CrossRankMerge merge(
-      self(device()),
-      {.heads = kHeads, .value_dim = dim, .dtype = bf16, .max_tokens = kBatch * tokens},
+      *world_, {.heads = kHeads, .value_dim = dim, .dtype = bf16, .max_tokens = kBatch * tokens},
       LogBase::e);
   const std::vector<float> part = normals(kBatch * tokens * kHeads * dim);
   const std::vector<float> part_lse = normals(kBatch * tokens * kHeads);

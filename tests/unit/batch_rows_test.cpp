@@ -5,4 +5,6 @@ namespace longspan::tests {
 
 std::unique_ptr<kernels::Backend> make_backend() { return kernels::host_backend(2); }
 
+Communicator ranks_on(Device device) { return self(device); }
+
 }  // namespace longspan::tests

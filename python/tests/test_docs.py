@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import importlib
 import inspect
 import os
 import pathlib
@@ -17,11 +18,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = pathlib.Path(longspan.__file__).parent
 
 
+PEERS = ["longspan.flashinfer", "longspan.sglang", "longspan.vllm"]  # with the names of other projects
+
+
 def documented():
-    for name in longspan.__all__:
-        what = getattr(longspan, name)
-        if getattr(what, "__doc__", None) and not isinstance(what, str):
-            yield name, what
+    for module in [longspan, *map(importlib.import_module, PEERS)]:
+        for name in module.__all__:
+            what = getattr(module, name)
+            if getattr(what, "__doc__", None) and not isinstance(what, str):
+                yield name if module is longspan else f"{module.__name__}.{name}", what
 
 
 @pytest.mark.parametrize("name, what", list(documented()))
@@ -37,6 +42,8 @@ def test_examples_in_docstrings(name, what):
 def test_everything_is_documented():
     for name in longspan.__all__:
         assert getattr(longspan, name).__doc__, name
+    for module in map(importlib.import_module, PEERS):
+        assert module.__doc__ and all(getattr(module, name).__doc__ for name in module.__all__)
     for what in (longspan.Attention, longspan.Communicator, longspan.Sharding, longspan.Shard):
         for name, member in vars(what).items():
             if not name.startswith("_") and name not in ("layout", "block", "rank", "ranks"):

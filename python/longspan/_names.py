@@ -1,0 +1,55 @@
+"""For functions with the names and arguments of other projects: what we do not have is refused by
+name, and errors speak of the arguments as the caller knows them."""
+
+from __future__ import annotations
+
+from ._errors import InputError, LongspanError, UnsupportedError, UsageError
+
+TRANSLATED = (InputError, UsageError, UnsupportedError, TypeError)
+
+
+def refuse(function: str, why: str, **given) -> None:
+    """`given`: by name (what was given, what it is where it is left out)."""
+    for name, (value, default) in given.items():
+        if value is default or (isinstance(value, (bool, int, float, str)) and value == default):
+            continue
+        shown = f" is {value!r}" if isinstance(value, (bool, int, float, str)) else " is given"
+        raise UnsupportedError(f"{name}{shown}, which {function} does not support: {why}")
+
+
+def in_their_words(error: Exception, names: dict[str, str]) -> Exception:
+    """The error that the core raised, with its names of arguments replaced by the caller's: at the
+    beginning, and where a word is spoken of ("k_cache is ...", "overlaps out")."""
+    import re
+
+    ours = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    text = re.sub(rf"(?<![\w'])({ours})(?![\w'])", lambda m: names[m[1]], str(error))
+    made = type(error)(text) if isinstance(error, LongspanError) else TypeError(text)
+    return made.with_traceback(error.__traceback__)
+
+
+def required(name: str, array):
+    """A result's place: None would be taken for "make one"."""
+    if array is None:
+        raise TypeError(f"{name} is None; an array is wanted, which is written in place")
+    if not hasattr(array, "shape"):
+        raise TypeError(f"{name} is of type '{type(array).__name__}'; an array is wanted, which is "
+                        "written in place")
+    return array
+
+
+def check_shape(name: str, array, wanted: tuple, meaning: str):
+    """`wanted` has None where anything goes."""
+    if array is None:
+        raise TypeError(f"{name} is None; an array is wanted")
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        raise TypeError(f"{name} is of type '{type(array).__name__}'; an array is wanted")
+    shape = tuple(shape)
+    if len(shape) != len(wanted) or any(w is not None and s != w for s, w in zip(shape, wanted)):
+        numbers = ", ".join("any" if w is None else str(w) for w in wanted)
+        raise InputError(f"{name} is {list(shape)}; {meaning} is wanted, here [{numbers}]")
+
+
+def is_fp8(array) -> bool:
+    return "float8" in str(getattr(array, "dtype", ""))

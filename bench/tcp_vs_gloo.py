@@ -33,7 +33,7 @@ SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20]  # bytes of each rank
 RANKS = [2, 4]
 PROGRAM = records.ROOT / "build" / "default" / "bin" / "bench_tcp_gather"
 TARGET = 1.0
-LAUNCHER = ("OMPI_", "PMI", "PMIX_", "SLURM_", "TORCHELASTIC_", "LONGSPAN_")
+LAUNCHER = ("OMPI_COMM_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "LONGSPAN_")
 
 
 BLOCK = 10  # calls that are timed together

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="installed without
 def environment():
     kept = {k: v for k, v in os.environ.items()
             if not k.startswith(LAUNCHERS) and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+             "OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
     return kept | {"LONGSPAN_THREADS": "1", "OMP_NUM_THREADS": "1", "LONGSPAN_DEADLINE_S": "60"}
 
 

@@ -295,9 +295,6 @@ def context_attention_fwd(q: Array, k: Array, v: Array, o: Array, kv_cache_dtype
         raise in_their_words(error, _CONTEXT) from None
 
 
-_met = {}  # by id: (process group, device, communicator)
-
-
 def _communicator(cp_group, array):
     if isinstance(cp_group, Communicator):
         return cp_group
@@ -307,18 +304,9 @@ def _communicator(cp_group, array):
             not isinstance(group, torch.distributed.ProcessGroup):
         raise TypeError(f"cp_group is of type '{type(cp_group).__name__}'; a longspan communicator, a "
                         "process group of torch, or what has one as device_group is wanted")
-    gpu = array.device.index if getattr(array, "is_cuda", False) else None
-    kept = _met.get((id(group), gpu))
-    if kept is None:
-        def exchange(mine):
-            parts = [None] * group.size()
-            torch.distributed.all_gather_object(parts, mine, group=group)
-            return parts
+    from .torch import communicator  # which keeps it for the next call
 
-        comm = _core.from_exchange(group.rank(), group.size(), exchange,
-                                   "cpu" if gpu is None else "cuda", gpu, None)
-        kept = _met[id(group), gpu] = group, comm
-    return kept[1]
+    return communicator(group, device="cuda" if getattr(array, "is_cuda", False) else "cpu")
 
 
 def cp_lse_ag_out_rs(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx: Any = None,
@@ -333,7 +321,7 @@ def cp_lse_ag_out_rs(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx:
         cp_attn_out: [tokens, heads, head_size], of all heads.
         cp_attn_lse: [tokens, heads] float32. -inf, +inf and NaN mean that this rank has no keys.
         cp_group: a longspan communicator; or a process group of torch, or vLLM's GroupCoordinator,
-            for which a communicator is made at the first call, and kept.
+            whose communicator longspan.torch.communicator makes at the first call, and keeps.
         ctx: of vLLM's compiler; None.
         return_lse: return (out, lse).
         is_lse_base_on_e: False is base 2, given and returned.

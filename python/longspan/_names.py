@@ -23,7 +23,7 @@ def in_their_words(error: Exception, names: dict[str, str]) -> Exception:
     import re
 
     ours = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-    text = re.sub(rf"(?<![\w'])({ours})(?![\w'])", lambda m: names[m[1]], str(error))
+    text = re.sub(rf"(?<![\w'])({ours})(?![\w']| of range)", lambda m: names[m[1]], str(error))
     made = type(error)(text) if isinstance(error, LongspanError) else TypeError(text)
     return made.with_traceback(error.__traceback__)
 
@@ -45,11 +45,30 @@ def check_shape(name: str, array, wanted: tuple, meaning: str):
     shape = getattr(array, "shape", None)
     if shape is None:
         raise TypeError(f"{name} is of type '{type(array).__name__}'; an array is wanted")
-    shape = tuple(shape)
-    if len(shape) != len(wanted) or any(w is not None and s != w for s, w in zip(shape, wanted)):
-        numbers = ", ".join("any" if w is None else str(w) for w in wanted)
-        raise InputError(f"{name} is {list(shape)}; {meaning} is wanted, here [{numbers}]")
+    if len(shape) == len(wanted):
+        for found, expected in zip(shape, wanted):
+            if expected is not None and found != expected:
+                break
+        else:
+            return
+    numbers = ", ".join("any" if w is None else str(w) for w in wanted)
+    raise InputError(f"{name} is {list(shape)}; {meaning} is wanted, here [{numbers}]")
+
+
+def type_of(array) -> str:
+    """Of the elements: "float32"; of what is no array, the Python type."""
+    return str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
+
+
+_known = {}  # by dtype, as its text takes longer than the rest of a call
 
 
 def is_fp8(array) -> bool:
-    return "float8" in str(getattr(array, "dtype", ""))
+    dtype = getattr(array, "dtype", None)
+    try:
+        return _known[dtype]
+    except KeyError:
+        found = _known[dtype] = "float8" in str(dtype)
+        return found
+    except TypeError:
+        return "float8" in str(dtype)

@@ -16,7 +16,7 @@ import sys
 from . import _core
 from ._attention import attend
 from ._errors import InputError, UnsupportedError
-from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required
+from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ._attention import Array, Numbers
 
 LOG2_E = 1.4426950408889634
+
+_THREE = (None, None, None)  # dimensions of any size
 
 _TWO = {"prefix_output": "v_a", "prefix_out": "v_a", "prefix_lse": "s_a", "suffix_output": "v_b",
         "suffix_out": "v_b", "suffix_lse": "s_b"}
@@ -80,8 +82,8 @@ def merge_state_in_place(v: Array, s: Array, v_other: Array, s_other: Array,
     _check_state(v_other, s_other, "v_other", "s_other")
     if mask is not None:
         check_shape("mask", mask, (v.shape[0],), "[tokens]")
-        if str(mask.dtype).removeprefix("torch.") != "bool":
-            raise InputError(f"mask is {mask.dtype}; bool is wanted")
+        if type_of(mask) != "bool":
+            raise InputError(f"mask is {type_of(mask)}; bool is wanted")
     try:
         out, lse = _core.merge_attn_states(v, s, v_other, s_other, 2, False, None if mask is not None else v,
                                            None if mask is not None else s, None, None, None, None, False,
@@ -124,8 +126,13 @@ def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
 
 
 def _check_state(v, s, v_name, s_name):
-    check_shape(v_name, v, (None,) * 3, "[tokens, heads, head_dim]")
+    check_shape(v_name, v, _THREE, "[tokens, heads, head_dim]")
     check_shape(s_name, s, tuple(v.shape[:2]), "[tokens, heads]")
+
+
+def _refuse_positions(function, pos_encoding_mode, rope_scale, rope_theta):
+    refuse(function, "apply it to q and k before", pos_encoding_mode=(pos_encoding_mode, "NONE"),
+           rope_scale=(rope_scale, None), rope_theta=(rope_theta, None))
 
 
 def single_decode_with_kv_cache(q: Array, k: Array, v: Array, kv_layout: str = "NHD",
@@ -161,9 +168,10 @@ def single_decode_with_kv_cache(q: Array, k: Array, v: Array, kv_layout: str = "
     ((8, 64), 2.0)
     """
     name = "longspan.flashinfer.single_decode_with_kv_cache"
-    refuse(name, "apply it to q and k before", pos_encoding_mode=(pos_encoding_mode, "NONE"),
-           rope_scale=(rope_scale, None), rope_theta=(rope_theta, None))
-    refuse(name, "it chooses a kernel of FlashInfer", use_tensor_cores=(use_tensor_cores, False))
+    if not (rope_scale is rope_theta is None) or pos_encoding_mode != "NONE":
+        _refuse_positions(name, pos_encoding_mode, rope_scale, rope_theta)
+    if use_tensor_cores:
+        refuse(name, "it chooses a kernel of FlashInfer", use_tensor_cores=(use_tensor_cores, False))
     check_shape("q", q, (None, None), "[heads, head_dim]")
     made = _attend(q[None], k, v, kv_layout, False, window_left, logits_soft_cap, sm_scale,
                    (q_scale, k_scale, v_scale), {}, None, return_lse)
@@ -208,13 +216,15 @@ def single_prefill_with_kv_cache(q: Array, k: Array, v: Array, scale_q: Numbers 
     True
     """
     name = "longspan.flashinfer.single_prefill_with_kv_cache"
-    refuse(name, "apply it to q and k before", pos_encoding_mode=(pos_encoding_mode, "NONE"),
-           rope_scale=(rope_scale, None), rope_theta=(rope_theta, None))
-    refuse(name, "causal, window_left and longspan.attend's documents and qq_bias are the masks that there are",
-           custom_mask=(custom_mask, None), packed_custom_mask=(packed_custom_mask, None))
-    refuse(name, "leave it out", use_fp16_qk_reduction=(use_fp16_qk_reduction, False),
-           backend=(backend, "auto"), kv_cache_sf=(kv_cache_sf, None))
-    check_shape("q", q, (None,) * 3, "[tokens, heads, head_dim]")
+    if not (rope_scale is rope_theta is None) or pos_encoding_mode != "NONE":
+        _refuse_positions(name, pos_encoding_mode, rope_scale, rope_theta)
+    if not (custom_mask is packed_custom_mask is kv_cache_sf is None) or use_fp16_qk_reduction \
+            or backend != "auto":
+        refuse(name, "causal and window_left are the masks here; longspan.attend has documents and qq_bias too",
+               custom_mask=(custom_mask, None), packed_custom_mask=(packed_custom_mask, None))
+        refuse(name, "leave it out", use_fp16_qk_reduction=(use_fp16_qk_reduction, False),
+               backend=(backend, "auto"), kv_cache_sf=(kv_cache_sf, None))
+    check_shape("q", q, _THREE, "[tokens, heads, head_dim]")
     return _attend(q, k, v, kv_layout, causal, window_left, logits_soft_cap, sm_scale,
                    (None, k_scale, v_scale), {"q": scale_q, "k": scale_k, "v": scale_v}, o_dtype,
                    return_lse)
@@ -232,67 +242,83 @@ def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> tuple
     return single_prefill_with_kv_cache(*args, **options, return_lse=True)
 
 
+_NAMES = {"softcap": "logits_soft_cap", "softmax_scale": "sm_scale", "window_size": "window_left",
+          "q_descale": "scale_q", "k_descale": "scale_k", "v_descale": "scale_v", "q_scale": "scale_q",
+          "k_scale": "scale_k", "v_scale": "scale_v", "out_scale": "v_scale"}
+
+
 def _attend(q, k, v, kv_layout, causal, window_left, softcap, sm_scale, numbers, scales, o_dtype,
             return_lse):
     if kv_layout not in ("NHD", "HND"):
         raise InputError(f"kv_layout is {kv_layout!r}; 'NHD' and 'HND' are possible")
-    check_shape("k", k, (None,) * 3, f"{kv_layout} as [3 dimensions]")
-    check_shape("v", v, (None,) * 3, f"{kv_layout} as [3 dimensions]")
+    check_shape("k", k, _THREE, kv_layout)
+    check_shape("v", v, _THREE, kv_layout)
     if kv_layout == "HND":
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-    for number, name in zip(numbers, ("q_scale", "k_scale", "v_scale")):
-        if number is not None and not isinstance(number, (int, float)):
-            raise TypeError(f"{name} is of type '{type(number).__name__}'; a float is wanted")
     if isinstance(window_left, bool) or not hasattr(window_left, "__index__"):
         raise TypeError(f"window_left is of type '{type(window_left).__name__}'; an int is wanted")
-    q_number, k_number, v_number = (1.0 if n is None else float(n) for n in numbers)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    if q_number != 1 or k_number != 1:
-        scale = scale * q_number * k_number
-    options = {}
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        given = scales.get(name)
-        if not is_fp8(array):
-            if given is not None:
-                raise InputError(f"scale_{name} is given and {name} is {array.dtype}; it is the scale of fp8")
-            continue
-        if name == "q" and len(getattr(given, "shape", ())) == 1 and given.shape[0] not in (1, k.shape[1]):
-            raise UnsupportedError(f"scale_q is {list(given.shape)}, a scale for each query head; [1] or "
-                                   f"[kv_heads] ({k.shape[1]}) is supported")
-        options[f"{name}_descale"] = 1.0 if given is None else given
-    if o_dtype is None and is_fp8(q):
-        raise InputError(f"o_dtype is None and q is {q.dtype}; give the type of the result")
-    if v_number != 1:
-        if v_number == 0 or v_number != v_number:
-            raise InputError(f"v_scale is {v_number}; a finite number other than 0 is wanted")
-        options["out_scale"] = 1 / v_number
+    options = _fp8_scales(q, k, v, scales)
+    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    of_q, of_k, of_v = numbers
+    if not of_q is of_k is of_v is None:
+        of_q, of_k, of_v = (_number(*named) for named in zip(("q_scale", "k_scale", "v_scale"), numbers))
+        scale = scale * of_q * of_k
+        if of_v != 1:
+            options["out_scale"] = 1 / of_v
     if o_dtype is not None:
-        out = options["out"] = _empty(q, (*q.shape[:2], v.shape[2]), o_dtype)
+        out = options["out"] = _result(q, (*q.shape[:2], v.shape[2]), o_dtype)
         if is_fp8(out):
             options.setdefault("out_scale", 1.0)
-        elif "bfloat16" not in str(out.dtype) if is_fp8(q) else out.dtype != q.dtype:
-            raise UnsupportedError(f"o_dtype is {out.dtype} and q is {q.dtype}; the type of q is supported "
-                                   "(bfloat16 for fp8), and fp8")
+    elif is_fp8(q):
+        raise InputError(f"o_dtype is None and q is {type_of(q)}; give the type of the result")
     try:
         made = attend(q, k, v, causal=causal, window_size=(window_left, -1), softmax_scale=scale,
                       softcap=0.0 if softcap is None else softcap, return_lse=return_lse, **options)
     except TRANSLATED as error:
-        names = {"softcap": "logits_soft_cap", "softmax_scale": "sm_scale", "window_size": "window_left",
-                 "q_descale": "scale_q", "k_descale": "scale_k", "v_descale": "scale_v",
-                 "q_scale": "scale_q", "k_scale": "scale_k", "v_scale": "scale_v"}
-        raise in_their_words(error, names) from None
+        raise in_their_words(error, _NAMES) from None
     return (made[0], made[1] * LOG2_E) if return_lse else made
 
 
-def _empty(like, shape, dtype):
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(like, torch.Tensor):
-        return torch.empty(shape, dtype=dtype, device=like.device)
-    import numpy
+def _fp8_scales(q, k, v, scales):
+    """The arguments of attend: 1 for fp8 that has none."""
+    options = {}
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        given = scales.get(name)
+        if is_fp8(array):
+            if name == "q" and len(getattr(given, "shape", ())) == 1 and given.shape[0] not in (1, k.shape[1]):
+                raise UnsupportedError(f"scale_q is {list(given.shape)}, a scale for each query head; [1] or "
+                                       f"[kv_heads] ({k.shape[1]}) is supported")
+            options[f"{name}_descale"] = 1.0 if given is None else given
+        elif given is not None:
+            raise InputError(f"scale_{name} is given and {name} is {type_of(array)}; it is the scale of fp8")
+    return options
 
-    if not isinstance(like, numpy.ndarray):
-        raise UnsupportedError("o_dtype is for arrays of NumPy and torch")
-    return numpy.empty(shape, dtype)
+
+def _number(name, given):
+    if given is None:
+        return 1.0
+    if not isinstance(given, (int, float)):
+        raise TypeError(f"{name} is of type '{type(given).__name__}'; a float is wanted")
+    if not 0 < given < float("inf"):
+        raise InputError(f"{name} is {given}; a finite number above 0 is wanted")
+    return float(given)
+
+
+def _result(q, shape, dtype):
+    """A new array of the type o_dtype."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(q, torch.Tensor):
+        out = torch.empty(shape, dtype=dtype, device=q.device)
+    else:
+        import numpy
+
+        if not isinstance(q, numpy.ndarray):
+            raise UnsupportedError("o_dtype is given, and q is an array of neither NumPy nor torch")
+        out = numpy.empty(shape, dtype)
+    if not is_fp8(out) and ("bfloat16" not in str(out.dtype) if is_fp8(q) else out.dtype != q.dtype):
+        raise UnsupportedError(f"o_dtype is {type_of(out)} and q is {type_of(q)}; the type of q is supported "
+                               "(bfloat16 for fp8), and fp8")
+    return out
 
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states", "single_decode_with_kv_cache",

@@ -19,7 +19,7 @@ import sys
 from . import _core
 from ._core import Communicator
 from ._errors import InputError, UnsupportedError
-from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required
+from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def merge_attn_states(output: Array, prefix_output: Array, prefix_lse: Array, su
     required("output", output)
     check_shape("output", output, (None,) * 3, "[tokens, heads, head_size]")
     if output_scale is not None and not is_fp8(output):
-        raise InputError(f"output_scale is given and output is {output.dtype}; it is the scale of an "
+        raise InputError(f"output_scale is given and output is {type_of(output)}; it is the scale of an "
                          "fp8 output")
     if output_lse is not None:
         check_shape("output_lse", output_lse, tuple(output.shape[1::-1]), "[heads, tokens]")
@@ -76,8 +76,8 @@ def _one_scale(name: str, scale, cache, cache_name: str):
         return None
     if not is_fp8(cache):  # vLLM hands scales of 1 along with caches that have none
         if not _is_one(scale):
-            raise InputError(f"{name} is not 1 and {cache_name} is {cache.dtype}; it is the scale of an "
-                             "fp8 cache")
+            raise InputError(f"{name} is not 1 and {cache_name} is {type_of(cache)}; it is the scale of an fp8 "
+                             "cache")
         return None
     shape = getattr(scale, "shape", ())
     if len(shape) != 2:
@@ -97,15 +97,31 @@ def _on_processors(array) -> bool:
 
 def _is_one(scale) -> bool:
     """On GPUs nobody looks: it would be waited for."""
-    if isinstance(scale, (int, float)):
-        return scale == 1
-    return not _on_processors(scale) or bool((scale == 1).all())
+    if hasattr(scale, "shape"):
+        return not _on_processors(scale) or bool((scale == 1).all())
+    return scale in (1, [1], (1,))
 
 
 _UNIFIED = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k", "kv_len": "seqused_k",
             "query_start": "cu_seqlens_q", "out_scale": "output_scale", "q_scale": "q_descale",
             "k_scale": "k_descale", "v_scale": "v_descale", "slopes": "alibi_slopes",
             "max_query_len": "max_seqlen_q", "max_kv_len": "max_seqlen_k"}
+
+
+def _refuse_of_unified(seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
+                       softmax_segm_expsum, mm_prefix_range, rswa_prefix_lens, rswa_window, use_alibi_sqrt,
+                       k_scale_cache, v_scale_cache, chunk_lookback, use_td, mm_prefix_clamp_sliding_window):
+    refuse("longspan.vllm.unified_attention",
+           "it is scratch memory and tuning of vLLM's kernel; leave it out",
+           seq_threshold_3D=(seq_threshold_3D, None),
+           num_par_softmax_segments=(num_par_softmax_segments, None),
+           softmax_segm_output=(softmax_segm_output, None), softmax_segm_max=(softmax_segm_max, None),
+           softmax_segm_expsum=(softmax_segm_expsum, None), use_td=(use_td, False))
+    refuse("longspan.vllm.unified_attention", "leave it out", mm_prefix_range=(mm_prefix_range, None),
+           rswa_prefix_lens=(rswa_prefix_lens, None), rswa_window=(rswa_window, None),
+           use_alibi_sqrt=(use_alibi_sqrt, False), k_scale_cache=(k_scale_cache, None),
+           v_scale_cache=(v_scale_cache, None), chunk_lookback=(chunk_lookback, -1),
+           mm_prefix_clamp_sliding_window=(mm_prefix_clamp_sliding_window, False))
 
 
 def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Array, max_seqlen_q: int,
@@ -158,28 +174,26 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
     >>> bool(np.isfinite(out).all())
     True
     """
-    refuse("longspan.vllm.unified_attention",
-           "it is scratch memory and tuning of vLLM's kernel; leave it out",
-           seq_threshold_3D=(seq_threshold_3D, None),
-           num_par_softmax_segments=(num_par_softmax_segments, None),
-           softmax_segm_output=(softmax_segm_output, None), softmax_segm_max=(softmax_segm_max, None),
-           softmax_segm_expsum=(softmax_segm_expsum, None), use_td=(use_td, False))
-    refuse("longspan.vllm.unified_attention", "leave it out", mm_prefix_range=(mm_prefix_range, None),
-           rswa_prefix_lens=(rswa_prefix_lens, None), rswa_window=(rswa_window, None),
-           use_alibi_sqrt=(use_alibi_sqrt, False), k_scale_cache=(k_scale_cache, None),
-           v_scale_cache=(v_scale_cache, None), chunk_lookback=(chunk_lookback, -1),
-           mm_prefix_clamp_sliding_window=(mm_prefix_clamp_sliding_window, False))
+    if not (seq_threshold_3D is num_par_softmax_segments is softmax_segm_output is softmax_segm_max
+            is softmax_segm_expsum is mm_prefix_range is rswa_prefix_lens is rswa_window is k_scale_cache
+            is v_scale_cache is None) or use_td or use_alibi_sqrt or mm_prefix_clamp_sliding_window \
+            or chunk_lookback != -1:
+        _refuse_of_unified(seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
+                           softmax_segm_expsum, mm_prefix_range, rswa_prefix_lens, rswa_window, use_alibi_sqrt,
+                           k_scale_cache, v_scale_cache, chunk_lookback, use_td, mm_prefix_clamp_sliding_window)
     required("out", out)
     if kv_quant_mode is not None:
+        if not hasattr(kv_quant_mode, "__index__"):
+            raise TypeError(f"kv_quant_mode is of type '{type(kv_quant_mode).__name__}'; an int is wanted")
         mode = int(kv_quant_mode)
         if mode not in (0, 1):
             raise UnsupportedError(f"kv_quant_mode is {mode}; 0 (none) and 1 (fp8, one scale a tensor) are "
                                    "supported")
         if bool(mode) != is_fp8(k):
-            raise InputError(f"kv_quant_mode is {mode} and k is {getattr(k, 'dtype', type(k).__name__)}; "
+            raise InputError(f"kv_quant_mode is {mode} and k is {type_of(k)}; "
                              "1 goes with an fp8 cache, 0 with others")
     if output_scale is not None and not is_fp8(out):
-        raise InputError(f"output_scale is given and out is {out.dtype}; it is the scale of an fp8 out")
+        raise InputError(f"output_scale is given and out is {type_of(out)}; it is the scale of an fp8 out")
     if q_descale is not None and not is_fp8(q):
         q_descale = _one_scale("q_descale", q_descale, q, "q")
     k_descale = _one_scale("k_descale", k_descale, k, "k")
@@ -204,7 +218,7 @@ _PLAIN = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
 def _cache_of_type(name: str, cache, kv_cache_dtype: str):
     """A cache of bytes, seen as the fp8 that kv_cache_dtype says."""
-    dtype = str(getattr(cache, "dtype", type(cache).__name__)).removeprefix("torch.")
+    dtype = type_of(cache)
     wanted = _CACHE_TYPES.get(kv_cache_dtype)
     if wanted is None:
         if kv_cache_dtype not in _PLAIN:
@@ -279,7 +293,7 @@ def context_attention_fwd(q: Array, k: Array, v: Array, o: Array, kv_cache_dtype
     v_cache = _cache_of_type("v_cache", v_cache, kv_cache_dtype)
     check_shape("k_cache", k_cache, (None,) * 5, "[blocks, kv_heads, head_size / x, block_size, x]")
     if fp8_out_scale is not None and not is_fp8(o):
-        raise InputError(f"fp8_out_scale is given and o is {o.dtype}; it is the scale of an fp8 o")
+        raise InputError(f"fp8_out_scale is given and o is {type_of(o)}; it is the scale of an fp8 o")
     k_scale = _one_scale("k_scale", k_scale, k_cache, "k_cache")
     v_scale = _one_scale("v_scale", v_scale, v_cache, "v_cache")
     if sliding_window is not None and (isinstance(sliding_window, bool)

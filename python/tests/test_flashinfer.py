@@ -10,7 +10,7 @@ import longspan
 from longspan import flashinfer
 from oracle import assert_close, attention
 from test_attend import DTYPES, numbers
-from test_vllm import merged, states
+from test_vllm import merged, states, with_junk
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -157,6 +157,14 @@ def test_what_is_refused_is_named(name):
     call, error, says = CASES[name]
     with pytest.raises(error, match=says):
         call()
+
+
+def test_any_junk_is_an_exception():
+    with_junk(flashinfer.merge_state, dict(v_a=V, s_a=S, v_b=V, s_b=S))
+    with_junk(flashinfer.merge_state_in_place, dict(v=V, s=S, v_other=V, s_other=S))
+    with_junk(flashinfer.merge_states, dict(v=V[None], s=S[None]))
+    with_junk(flashinfer.single_decode_with_kv_cache, dict(q=Q[0], k=K, v=K))
+    with_junk(flashinfer.single_prefill_with_kv_cache, dict(q=Q, k=K, v=K))
 
 
 def test_tensors(rng):

@@ -1,5 +1,6 @@
 """longspan.vllm and longspan.sglang against float64, with the shapes of those projects."""
 
+import inspect
 import multiprocessing
 import types
 
@@ -405,6 +406,41 @@ def test_what_is_refused_is_named(name):
     call, error, says = CASES[name]
     with pytest.raises(error, match=says):
         call()
+
+
+JUNK = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3),
+                 st.lists(st.integers(-9, 99), max_size=4), st.just(Q), st.just(np.arange(9)), st.just({}))
+
+
+def with_junk(function, arguments):
+    """The function, of whose arguments some are junk; what it takes by position is in order."""
+    parameters = inspect.signature(function).parameters.values()
+
+    @hypothesis.given(st.dictionaries(st.sampled_from([p.name for p in parameters]), JUNK, min_size=1, max_size=3))
+    @hypothesis.settings(max_examples=150)
+    def call(junk):
+        given = {**{k: v.copy() if k in ("output", "out", "o", "v", "s") else v for k, v in arguments.items()}, **junk}
+        given = {k: v.copy() if v is Q else v for k, v in given.items()}
+        try:
+            function(**given)
+        except (ValueError, TypeError, NotImplementedError):
+            pass
+
+    call()
+
+
+def test_any_junk_is_an_exception():
+    with_junk(vllm.merge_attn_states, dict(output=A, prefix_output=A, prefix_lse=L, suffix_output=A, suffix_lse=L))
+    with_junk(vllm.unified_attention, dict(
+        q=Q, k=CACHES[0], v=CACHES[1], out=Q, cu_seqlens_q=STARTS.astype(np.int32), max_seqlen_q=7,
+        seqused_k=np.array(LENGTHS, np.int32), max_seqlen_k=90, softmax_scale=1.0, causal=True,
+        window_size=(-1, -1), block_table=TABLE, softcap=0.0, q_descale=None, k_descale=None, v_descale=None))
+    with_junk(vllm.context_attention_fwd, dict(
+        q=NEW_Q, k=NEW_K, v=NEW_K, o=NEW_Q, kv_cache_dtype="auto", k_cache=PACKED[0], v_cache=PACKED[1],
+        b_loc=OLD_TABLE, b_start_loc=BEGIN, b_seq_len=np.array([94, 7, 34], np.int32), max_seq_len=94,
+        max_input_len=7, k_scale=1.0, v_scale=1.0))
+    with_junk(vllm.cp_lse_ag_out_rs, dict(cp_attn_out=A, cp_attn_lse=L.T, cp_group=longspan.alone()))
+    with_junk(sglang.merge_state, dict(prefix_output=A, prefix_lse=L.T, suffix_output=A, suffix_lse=L.T))
 
 
 def test_defaults_are_not_refused():

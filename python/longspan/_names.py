@@ -18,8 +18,7 @@ def refuse(function: str, why: str, **given) -> None:
 
 
 def in_their_words(error: Exception, names: dict[str, str]) -> Exception:
-    """The error that the core raised, with its names of arguments replaced by the caller's: at the
-    beginning, and where a word is spoken of ("k_cache is ...", "overlaps out")."""
+    """The error that the core raised, with the caller's names in place of its own."""
     import re
 
     ours = "|".join(sorted(map(re.escape, names), key=len, reverse=True))

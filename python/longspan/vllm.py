@@ -143,7 +143,8 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
     Args:
         q: [tokens, heads, head_size], also fp8.
         k, v: pages [blocks, block_size, kv_heads, head_size], any strides; also fp8.
-        out: [tokens, heads, head_size], written; fp8 with output_scale.
+        out: [tokens, heads, head_size], written; fp8 with output_scale. Rows past the last sequence
+            are left as they are.
         cu_seqlens_q: [sequences + 1] int32, where the rows of each sequence begin.
         max_seqlen_q, max_seqlen_k: no sequence has more rows, or keys.
         seqused_k: [sequences] int32, keys of each sequence.

@@ -2,7 +2,8 @@
 """Documentation shows code that is compiled and run, output that was printed, figures that were
 measured. In a .md file
 
-    <!-- code: examples/02_mpi_host/main.cpp layer -->     lines between // [layer] and // [/layer];
+    <!-- code: examples/02_mpi_host/main.cpp layer -->     lines between // [layer] and // [/layer],
+                                                           in Python # [layer] and # [/layer];
                                                            several names: one part after the other
     <!-- output: longspan run --list-strategies -->        what this build's command prints
     <!-- file: bench/results/demo-cpu.txt -->              a whole file
@@ -39,7 +40,7 @@ def code(source, *names):
 
 def part(source, name):
     text = (ROOT / source).read_text(encoding="utf-8")
-    match = re.search(rf"^ *// \[{name}\]\n(.*?)^ *// \[/{name}\]\n", text, re.DOTALL | re.MULTILINE)
+    match = re.search(rf"^ *(?://|#) \[{name}\]\n(.*?)^ *(?://|#) \[/{name}\]\n", text, re.DOTALL | re.MULTILINE)
     if not match:
         raise SystemExit(f"{source} has no part // [{name}] ... // [/{name}]")
     return textwrap.dedent(match.group(1))

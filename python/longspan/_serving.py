@@ -1,4 +1,4 @@
-"""The calls of serving engines, on one rank."""
+"""The calls of serving engines: on one rank, and the merge across ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ._attention import Array, Numbers
+    from ._core import Communicator
 
 Segments = namedtuple("Segments", "output max expsum keys tile")
 Segments.__doc__ = """States of segments of the keys, float32, natural units.
@@ -96,6 +97,46 @@ def merge_states(v: Array, s: Array, *, base: str | int, out_scale: Numbers | No
     ((3, 4, 16), True)
     """
     return _core.merge_states(v, s, base, out, lse, out_scale, part_scales, nan_is_empty, stream)
+
+
+def cross_rank_merge(part: Array, part_lse: Array, *, base: str | int,
+                     comm: Communicator | None = None, scatter_heads: bool = False,
+                     nan_is_empty: bool = False, part_scale: Numbers | None = None,
+                     out_scale: Numbers | None = None, out: Array | None = None,
+                     lse: Array | None = None, stream: Any = None) -> tuple[Array, Array]:
+    """The merge of finished results over all ranks, each over the keys of its rank. Collective.
+
+    Parts fold in the order of the ranks, in fp32, with one rounding at the end.
+
+    Args:
+        part: this rank's result, [tokens, heads, value_dim], of any float type; the same shape on
+            every rank.
+        part_lse: [tokens, heads] float32. +inf and -inf mean that this rank has no keys.
+        base: of every logarithm, given and returned: "e" or 2. There is no default on purpose.
+        comm: the ranks; None is this process alone.
+        scatter_heads: rank r of P gets the heads [r H/P, (r+1) H/P), and no others travel to it;
+            otherwise every rank gets the whole result.
+        nan_is_empty: an lse of NaN means no keys; otherwise it stays NaN.
+        part_scale: [1] float32, of an fp8 part: a stored x stands for x * scale.
+        out_scale: [1] float32: out = result / out_scale. fp8 needs it.
+        out, lse: as part and part_lse, of the heads that this rank gets; written in place of new
+            arrays. Of all heads they may be part and part_lse themselves.
+
+    Returns:
+        (out, lse)
+
+    Raises:
+        UsageError: ranks give different shapes or options.
+        InputError: heads that the ranks cannot share evenly.
+
+    >>> import numpy as np, longspan
+    >>> part, lse = np.ones((3, 4, 16), np.float32), np.zeros((3, 4), np.float32)
+    >>> out, _ = longspan.cross_rank_merge(part, lse, base="e")       # of one rank: the part itself
+    >>> bool((out == part).all())
+    True
+    """
+    return _core.cross_rank_merge(comm, part, part_lse, base, scatter_heads, nan_is_empty, part_scale,
+                                  out_scale, out, lse, stream)
 
 
 def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: Array,

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <limits>
 #include <tuple>
+#include <utility>
 
 #include "longspan/error.hpp"
 
@@ -12,6 +13,12 @@ namespace longspan::python {
 namespace {
 
 auto fields(const Sharding& s) { return std::tuple(s.layout, s.block); }
+
+/// Every field that cross_rank_merge() sets.
+auto fields(const MergeOptions& o) {
+  return std::tuple(o.heads, o.value_dim, o.dtype, o.of_out(), o.max_tokens, o.scatter_heads,
+                    o.nan_is_empty);
+}
 
 /// Every field that attend() sets; the others keep their defaults.
 auto fields(const Options& o) {
@@ -21,6 +28,20 @@ auto fields(const Options& o) {
                     o.limits.max_kv_len, o.limits.max_query_len, fields(o.keys),
                     o.queries.has_value(), fields(o.queries.value_or(Sharding{})), o.invariant,
                     o.exchange);
+}
+
+/// The entry that fits, or else a new one; it comes first, and the last of too many goes.
+template <class Entry, class Fits, class Make>
+Entry& kept(std::list<std::unique_ptr<Entry>>& entries, const Fits& fits, const Make& make) {
+  for (auto entry = entries.begin(); entry != entries.end(); ++entry)
+    if (fits(**entry)) {
+      if (entry != entries.begin()) entries.splice(entries.begin(), entries, entry);
+      return *entries.front();
+    }
+  std::unique_ptr<Entry> made = make();
+  if (entries.size() == Plans::kMost) entries.pop_back();
+  entries.push_front(std::move(made));
+  return *entries.front();
 }
 
 }  // namespace
@@ -65,19 +86,23 @@ Tensor UniformArrays::constant(Device device, std::int64_t count, std::int64_t v
 }
 
 Plan& Plans::find(const Communicator& world, const Options& options) {
-  for (auto plan = plans_.begin(); plan != plans_.end(); ++plan)
-    if (same((*plan)->options, options)) {
-      if (plan != plans_.begin()) plans_.splice(plans_.begin(), plans_, plan);
-      return *plans_.front();
-    }
-  auto made = std::make_unique<Plan>(world, options);
-  if (plans_.size() == kMost) plans_.pop_back();
-  plans_.push_front(std::move(made));
-  return *plans_.front();
+  return kept(
+      plans_, [&](const Plan& plan) { return same(plan.options, options); },
+      [&] { return std::make_unique<Plan>(world, options); });
+}
+
+CrossRankMerge& Plans::find(const Communicator& world, const MergeOptions& options, LogBase base) {
+  return kept(
+      merges_,
+      [&](const CrossRankMerge& merge) {
+        return merge.base() == base && fields(merge.options()) == fields(options);
+      },
+      [&] { return std::make_unique<CrossRankMerge>(world, options, base); });
 }
 
 void Plans::wait(Stream stream) {
   for (const auto& plan : plans_) plan->layer.wait(stream);
+  for (const auto& merge : merges_) merge->wait(stream);
 }
 
 }  // namespace longspan::python

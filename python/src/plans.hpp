@@ -1,5 +1,6 @@
-// The layers that attend() has made for a communicator, kept for calls with the same options. Ranks
-// make the same calls in the same order, so that they keep and drop the same layers.
+// The layers that attend() has made for a communicator, and the merges of cross_rank_merge(), kept
+// for calls with the same options. Ranks make the same calls in the same order, so that they keep
+// and drop the same ones.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,7 @@
 
 #include "longspan/attention.hpp"
 #include "longspan/buffer.hpp"
+#include "longspan/merge.hpp"
 
 namespace longspan::python {
 
@@ -43,12 +45,18 @@ class Plans {
 
   /// The layer for these options, made now (which is collective) where there is none.
   Plan& find(const Communicator& world, const Options& options);
+  /// Likewise a merge.
+  CrossRankMerge& find(const Communicator& world, const MergeOptions& options, LogBase base);
   void wait(Stream stream);
-  std::size_t size() const { return plans_.size(); }
-  void clear() { plans_.clear(); }
+  std::size_t size() const { return plans_.size() + merges_.size(); }
+  void clear() {
+    plans_.clear();
+    merges_.clear();
+  }
 
  private:
-  std::list<std::unique_ptr<Plan>> plans_;  // most recent first
+  std::list<std::unique_ptr<Plan>> plans_;             // most recent first
+  std::list<std::unique_ptr<CrossRankMerge>> merges_;  // likewise
 };
 
 bool same(const Options& a, const Options& b);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -9,9 +10,11 @@
 
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
+#include "longspan/merge.hpp"
 #include "longspan/serving.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/communicators.hpp"
+#include "python/src/plans.hpp"
 #include "python/src/words.hpp"
 #if defined(LONGSPAN_HAVE_CUDA) && !defined(LONGSPAN_SIMULATED)
 #include <cuda_runtime_api.h>
@@ -208,6 +211,55 @@ nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle 
   const Stream queue = stream_of(stream, parts);
   ops.run([&](const ServingOps& o) { o.merge_states(args, of_base, queue); });
   return finished(out, lse, parts, queue, true);
+}
+
+/// Across the ranks of `comm`: a merge that is made at the first call, for as many tokens or fewer.
+nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_lse, nb::handle base,
+                            nb::handle scatter_heads, nb::handle nan_is_empty,
+                            nb::handle part_scale, nb::handle out_scale, nb::handle given_out,
+                            nb::handle given_lse, nb::handle stream) {
+  const Array own(part, "part"), own_lse(part_lse, "part_lse"),
+      own_scale(part_scale, "part_scale", DType::fp32), scale(out_scale, "out_scale", DType::fp32),
+      to_out(given_out, "out"), to_lse(given_lse, "lse");
+  const Tensor &p = own.required().tensor(), &l = own_lse.required().tensor();
+  check_same_gpu({{&own, "part"}, {&own_lse, "part_lse"}, {&to_out, "out"}, {&to_lse, "lse"}});
+  if (p.dims != 3 || l.dims != 2)
+    throw InputError("part has " + std::to_string(p.dims) + " dimensions and part_lse " +
+                     std::to_string(l.dims) +
+                     "; [tokens, heads, dim] and [tokens, heads] are wanted");
+  const LogBase of_base = base_of(base);
+  const nb::object held = comm_or_default(comm, p.device, own.gpu());
+  Comm& ranks = comm_of(held);
+  const bool scatter = flag(scatter_heads, "scatter_heads");
+  const int size = scatter ? ranks.world().size() : 1;
+  if (p.shape[1] > std::numeric_limits<int>::max() || p.shape[2] > std::numeric_limits<int>::max())
+    throw InputError("part has more heads or columns than are possible");
+  if (p.shape[1] % size != 0)
+    throw InputError("part has " + std::to_string(p.shape[1]) + " heads, which " +
+                     std::to_string(size) + " ranks cannot share evenly");
+  const std::array<std::int64_t, 3> rows{p.shape[0], p.shape[1] / size, p.shape[2]};
+  Result out = result_of(to_out, own, rows, p.dtype);
+  Result lse = result_of(to_lse, own_lse, {rows.data(), 2}, DType::fp32);
+  const MergeOptions options{.heads = static_cast<int>(p.shape[1]),
+                             .value_dim = static_cast<int>(p.shape[2]),
+                             .dtype = p.dtype,
+                             .out_dtype = out.tensor().dtype,
+                             .max_tokens = rounded_up(p.shape[0]),
+                             .scatter_heads = scatter,
+                             .nan_is_empty = flag(nan_is_empty, "nan_is_empty")};
+  const MergeArgs args{.part = p,
+                       .part_lse = Lse::tokens_heads(l),
+                       .part_scale = own_scale.tensor(),
+                       .out = out.tensor(),
+                       .lse = Lse::tokens_heads(lse.tensor()),
+                       .out_scale = scale.tensor()};
+  const Stream queue = stream_of(stream, own);
+  ranks.alone([&](const Communicator& world) {
+    CrossRankMerge& merge = ranks.plans().find(world, options, of_base);
+    merge.run(args, queue);
+    if (out.needs_wait() || lse.needs_wait()) merge.wait(queue);
+  });
+  return nb::make_tuple(out.finish(), lse.finish());
 }
 
 /// What both calls over a paged cache are told, by position, in this order.
@@ -426,6 +478,7 @@ void append_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cach
 void bind_serving(nb::module_& m) {
   def_by_position(m, "merge_attn_states", &merge_attn_states);
   def_by_position(m, "merge_states", &merge_states);
+  def_by_position(m, "cross_rank_merge", &cross_rank_merge);
   m.def("segmented_attention", &segmented_attention);
   def_by_position(m, "reduce_segments", &reduce_segments);
   m.def("context_attention", &context_attention);

@@ -32,6 +32,17 @@ def grow(comm, prompt, steps):
     return np.concatenate(made)
 
 
+def merge(comm, parts, lses, options):
+    """Every rank has the whole arrays, and gives its own part."""
+    return longspan.cross_rank_merge(parts[comm.rank], lses[comm.rank], comm=comm, **options)
+
+
+def merge_in_place(comm, parts, lses):
+    part, lse = parts[comm.rank].copy(), lses[comm.rank].copy()
+    out, out_lse = longspan.cross_rank_merge(part, lse, comm=comm, base="e", out=part, lse=lse)
+    return out is part and out_lse is lse, part, lse
+
+
 def gathers(comm):
     comm.barrier()
     parts = comm.gather(bytes([comm.rank]) * comm.rank + b"\0\n")

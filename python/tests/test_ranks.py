@@ -65,6 +65,34 @@ def test_a_cache_that_grows(ranks, rng):
         assert_close(out, right)
 
 
+def test_the_merge_of_finished_results(ranks, rng):
+    """Over keys that each rank has: some of the ranks have none."""
+    q, (k, v) = numbers(rng, (5, 6, 32)), numbers(rng, (2, 90, 6, 32))
+    cuts = [0, *sorted(rng.integers(0, 91, ranks.size - 1)), 90]
+    found = [attention(q, k[a:b], v[a:b]) for a, b in zip(cuts, cuts[1:])]
+    parts, lses = ([one.astype(np.float32) for one in ones] for ones in zip(*found))
+    right, right_lse = attention(q, k, v)
+    for base, unit in (("e", 1), (2, np.log(2))):
+        given = [(lse / unit).astype(np.float32) for lse in lses]
+        whole = ranks.values(jobs.merge, parts, given, dict(base=base))
+        scattered = ranks.values(jobs.merge, parts, given, dict(base=base, scatter_heads=True))
+        for out, lse in whole:
+            assert (out == whole[0][0]).all()
+            assert_close(out, right)
+            np.testing.assert_allclose(lse, right_lse / unit, rtol=1e-5, atol=1e-5)
+        assert (np.concatenate([out for out, _ in scattered], 1) == whole[0][0]).all()
+        assert (np.concatenate([lse for _, lse in scattered], 1) == whole[0][1]).all()
+    for is_same, part, lse in ranks.values(jobs.merge_in_place, parts, lses):
+        assert is_same
+        assert_close(part, right)
+    for kind, error in ranks(jobs.merge, parts, lses, dict(base="10")):
+        assert kind == "error" and isinstance(error, longspan.InputError) and "base is '10'" in str(error)
+    for rank, (kind, error) in enumerate(ranks(jobs.merge, [p[:r + 1] for r, p in enumerate(parts)],
+                                               [x[:r + 1] for r, x in enumerate(lses)], dict(base="e"))):
+        assert kind == "error" and isinstance(error, longspan.UsageError), error
+    ranks.values(jobs.gathers)
+
+
 def test_communicators(ranks):
     for rank, found in enumerate(ranks.values(jobs.gathers)):
         parts, half, place, is_none, device, gpu, text = found

@@ -1,0 +1,325 @@
+"""FlashInfer's merges and single-request attention by their names and arguments. FlashInfer is not
+imported.
+
+    from longspan.flashinfer import merge_state, single_prefill_with_kv_cache
+
+Every log-sum-exp, given and returned, is of base 2, as FlashInfer's are. An argument that longspan
+has nothing for raises UnsupportedError with its name, unless it is what leaving it out would mean.
+Arrays are of any kind, on processors too. Empty states (-inf, +inf) count for nothing: a row of none
+but empty ones is 0 and -inf.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from . import _core
+from ._attention import attend
+from ._errors import InputError, UnsupportedError
+from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from ._attention import Array, Numbers
+
+LOG2_E = 1.4426950408889634
+
+_THREE = (None, None, None)  # dimensions of any size
+
+_TWO = {"prefix_output": "v_a", "prefix_out": "v_a", "prefix_lse": "s_a", "suffix_output": "v_b",
+        "suffix_out": "v_b", "suffix_lse": "s_b"}
+_IN_PLACE = {"prefix_output": "v", "prefix_out": "v", "prefix_lse": "s", "suffix_output": "v_other",
+             "suffix_out": "v_other", "suffix_lse": "s_other", "out": "v", "lse": "s", "out_lse": "s"}
+
+
+def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array) -> tuple[Array, Array]:
+    """The merge of the attention over two parts of the keys.
+
+    Args:
+        v_a, v_b: [tokens, heads, head_dim], of any float type, any strides.
+        s_a, s_b: [tokens, heads] float32, their log-sum-exps, base 2.
+
+    Returns:
+        (v, s)
+
+    >>> import numpy as np
+    >>> from longspan.flashinfer import merge_state
+    >>> v, s = np.ones((3, 4, 16), np.float32), np.zeros((3, 4), np.float32)
+    >>> merged, lse = merge_state(v, s, 3 * v, s)
+    >>> float(merged[0, 0, 0]), float(lse[0, 0])
+    (2.0, 1.0)
+    """
+    _check_state(v_a, s_a, "v_a", "s_a")
+    _check_state(v_b, s_b, "v_b", "s_b")
+    try:
+        return _core.merge_attn_states(v_a, s_a, v_b, s_b, 2, False, None, None, None, None, None, None,
+                                       False, None)
+    except TRANSLATED as error:
+        raise in_their_words(error, _TWO) from None
+
+
+def merge_state_in_place(v: Array, s: Array, v_other: Array, s_other: Array,
+                         mask: Array | None = None) -> None:
+    """Merges another state into (v, s), where it lies.
+
+    Args:
+        v, v_other: [tokens, heads, head_dim]; v is written.
+        s, s_other: [tokens, heads] float32, base 2; s is written.
+        mask: [tokens] bool: rows that are False stay as they are.
+
+    >>> import numpy as np
+    >>> from longspan.flashinfer import merge_state_in_place
+    >>> v, s = np.ones((3, 4, 16), np.float32), np.zeros((3, 4), np.float32)
+    >>> merge_state_in_place(v, s, 3 * v, s.copy(), mask=np.array([True, False, True]))
+    >>> v[:, 0, 0].tolist()
+    [2.0, 1.0, 2.0]
+    """
+    required("v", v)
+    required("s", s)
+    _check_state(v, s, "v", "s")
+    _check_state(v_other, s_other, "v_other", "s_other")
+    if mask is not None:
+        check_shape("mask", mask, (v.shape[0],), "[tokens]")
+        if type_of(mask) != "bool":
+            raise InputError(f"mask is {type_of(mask)}; bool is wanted")
+    try:
+        out, lse = _core.merge_attn_states(v, s, v_other, s_other, 2, False, None if mask is not None else v,
+                                           None if mask is not None else s, None, None, None, None, False,
+                                           None)
+    except TRANSLATED as error:
+        raise in_their_words(error, _IN_PLACE) from None
+    if mask is None:
+        return
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(v, torch.Tensor):  # waits for nothing on a GPU
+        v.copy_(torch.where(mask[:, None, None], out, v))
+        s.copy_(torch.where(mask[:, None], lse, s))
+    else:
+        v[mask], s[mask] = out[mask], lse[mask]
+
+
+def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
+    """The merge of the attention over any number of parts of the keys.
+
+    Args:
+        v: [tokens, parts, heads, head_dim].
+        s: [tokens, parts, heads] float32, base 2.
+
+    Returns:
+        (v [tokens, heads, head_dim], s [tokens, heads])
+
+    >>> import numpy as np
+    >>> from longspan.flashinfer import merge_states
+    >>> v, s = np.ones((3, 4, 2, 16), np.float32), np.zeros((3, 4, 2), np.float32)
+    >>> merged, lse = merge_states(v, s)
+    >>> merged.shape, float(lse[0, 0])
+    ((3, 2, 16), 2.0)
+    """
+    check_shape("v", v, (None,) * 4, "[tokens, parts, heads, head_dim]")
+    check_shape("s", s, tuple(v.shape[:3]), "[tokens, parts, heads]")
+    try:
+        return _core.merge_states(v, s, 2, None, None, None, None, False, None)
+    except TRANSLATED as error:
+        raise in_their_words(error, {"parts": "v", "lses": "s"}) from None
+
+
+def _check_state(v, s, v_name, s_name):
+    check_shape(v_name, v, _THREE, "[tokens, heads, head_dim]")
+    check_shape(s_name, s, tuple(v.shape[:2]), "[tokens, heads]")
+
+
+def _refuse_positions(function, pos_encoding_mode, rope_scale, rope_theta):
+    refuse(function, "apply it to q and k before", pos_encoding_mode=(pos_encoding_mode, "NONE"),
+           rope_scale=(rope_scale, None), rope_theta=(rope_theta, None))
+
+
+def single_decode_with_kv_cache(q: Array, k: Array, v: Array, kv_layout: str = "NHD",
+                                pos_encoding_mode: str = "NONE", use_tensor_cores: bool = False,
+                                q_scale: float | None = None, k_scale: float | None = None,
+                                v_scale: float | None = None, window_left: int = -1,
+                                logits_soft_cap: float | None = None, sm_scale: float | None = None,
+                                rope_scale: float | None = None, rope_theta: float | None = None,
+                                return_lse: bool = False) -> Any:
+    """The attention of the last token of one sequence.
+
+    Args:
+        q: [heads, head_dim].
+        k, v: [keys, kv_heads, head_dim] for kv_layout "NHD", [kv_heads, keys, head_dim] for "HND";
+            also fp8.
+        q_scale, k_scale, v_scale: numbers that q, k and v are multiplied by; None is 1.
+        window_left: keys to the left besides the token's own; -1 is no bound.
+        logits_soft_cap: None and 0 are off.
+        sm_scale: None is 1 / sqrt(head_dim).
+
+    Returns:
+        out [heads, head_dim]; with return_lse (out, lse [heads]), base 2.
+
+    Raises:
+        UnsupportedError: another pos_encoding_mode than "NONE", rope_scale, rope_theta,
+            use_tensor_cores.
+
+    >>> import numpy as np
+    >>> from longspan.flashinfer import single_decode_with_kv_cache
+    >>> q, k = np.ones((8, 64), np.float32), np.zeros((4, 2, 64), np.float32)
+    >>> out, lse = single_decode_with_kv_cache(q, k, k, return_lse=True)
+    >>> out.shape, float(lse[0])      # the logarithm of 4 equal keys
+    ((8, 64), 2.0)
+    """
+    name = "longspan.flashinfer.single_decode_with_kv_cache"
+    if not (rope_scale is rope_theta is None) or pos_encoding_mode != "NONE":
+        _refuse_positions(name, pos_encoding_mode, rope_scale, rope_theta)
+    if use_tensor_cores:
+        refuse(name, "it chooses a kernel of FlashInfer", use_tensor_cores=(use_tensor_cores, False))
+    check_shape("q", q, (None, None), "[heads, head_dim]")
+    made = _attend(q[None], k, v, kv_layout, False, window_left, logits_soft_cap, sm_scale,
+                   (q_scale, k_scale, v_scale), {}, None, return_lse)
+    return (made[0][0], made[1][0]) if return_lse else made[0]
+
+
+def single_prefill_with_kv_cache(q: Array, k: Array, v: Array, scale_q: Numbers | None = None,
+                                 scale_k: Numbers | None = None, scale_v: Numbers | None = None,
+                                 o_dtype: Any = None, custom_mask: Any = None,
+                                 packed_custom_mask: Any = None, causal: bool = False,
+                                 kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+                                 use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
+                                 window_left: int = -1, logits_soft_cap: float | None = None,
+                                 rope_scale: float | None = None, rope_theta: float | None = None,
+                                 backend: str = "auto", return_lse: bool = False,
+                                 kv_cache_sf: Any = None, k_scale: float | None = None,
+                                 v_scale: float | None = None) -> Any:
+    """The attention of the last tokens of one sequence.
+
+    Args:
+        q: [tokens, heads, head_dim].
+        k, v: [keys, kv_heads, head_dim] for kv_layout "NHD", [kv_heads, keys, head_dim] for "HND".
+        scale_q, scale_k, scale_v: [kv_heads] or [1] float32, of fp8 arrays; None is 1.
+        o_dtype: of the result; None is that of q, and an fp8 q must have another.
+        causal: token i of T sees the keys up to keys - T + i.
+        k_scale, v_scale: numbers that k and v are multiplied by; None is 1.
+        others: as single_decode_with_kv_cache.
+
+    Returns:
+        out [tokens, heads, head_dim]; with return_lse (out, lse [tokens, heads]), base 2.
+
+    Raises:
+        UnsupportedError: custom_mask, packed_custom_mask, kv_cache_sf, use_fp16_qk_reduction,
+            another backend than "auto", a scale_q for each query head, and as
+            single_decode_with_kv_cache.
+
+    >>> import numpy as np
+    >>> from longspan.flashinfer import single_prefill_with_kv_cache
+    >>> q, k = np.ones((3, 8, 64), np.float32), np.zeros((4, 2, 64), np.float32)
+    >>> out, lse = single_prefill_with_kv_cache(q, k, k, causal=True, return_lse=True)
+    >>> bool(np.allclose(2 ** lse[:, 0], [2, 3, 4]))      # equal keys
+    True
+    """
+    name = "longspan.flashinfer.single_prefill_with_kv_cache"
+    if not (rope_scale is rope_theta is None) or pos_encoding_mode != "NONE":
+        _refuse_positions(name, pos_encoding_mode, rope_scale, rope_theta)
+    if not (custom_mask is packed_custom_mask is kv_cache_sf is None) or use_fp16_qk_reduction \
+            or backend != "auto":
+        refuse(name, "causal and window_left are the masks here; longspan.attend has documents and qq_bias too",
+               custom_mask=(custom_mask, None), packed_custom_mask=(packed_custom_mask, None))
+        refuse(name, "leave it out", use_fp16_qk_reduction=(use_fp16_qk_reduction, False),
+               backend=(backend, "auto"), kv_cache_sf=(kv_cache_sf, None))
+    check_shape("q", q, _THREE, "[tokens, heads, head_dim]")
+    return _attend(q, k, v, kv_layout, causal, window_left, logits_soft_cap, sm_scale,
+                   (None, k_scale, v_scale), {"q": scale_q, "k": scale_k, "v": scale_v}, o_dtype,
+                   return_lse)
+
+
+def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> tuple[Array, Array]:
+    """single_prefill_with_kv_cache with return_lse=True.
+
+    >>> import numpy as np
+    >>> from longspan.flashinfer import single_prefill_with_kv_cache_return_lse
+    >>> q = np.ones((3, 2, 64), np.float32)
+    >>> len(single_prefill_with_kv_cache_return_lse(q, q, q))
+    2
+    """
+    return single_prefill_with_kv_cache(*args, **options, return_lse=True)
+
+
+_NAMES = {"softcap": "logits_soft_cap", "softmax_scale": "sm_scale", "window_size": "window_left",
+          "q_descale": "scale_q", "k_descale": "scale_k", "v_descale": "scale_v", "q_scale": "scale_q",
+          "k_scale": "scale_k", "v_scale": "scale_v", "out_scale": "v_scale"}
+
+
+def _attend(q, k, v, kv_layout, causal, window_left, softcap, sm_scale, numbers, scales, o_dtype,
+            return_lse):
+    if kv_layout not in ("NHD", "HND"):
+        raise InputError(f"kv_layout is {kv_layout!r}; 'NHD' and 'HND' are possible")
+    check_shape("k", k, _THREE, kv_layout)
+    check_shape("v", v, _THREE, kv_layout)
+    if kv_layout == "HND":
+        k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
+    if isinstance(window_left, bool) or not hasattr(window_left, "__index__"):
+        raise TypeError(f"window_left is of type '{type(window_left).__name__}'; an int is wanted")
+    options = _fp8_scales(q, k, v, scales)
+    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    of_q, of_k, of_v = numbers
+    if not of_q is of_k is of_v is None:
+        of_q, of_k, of_v = (_number(*named) for named in zip(("q_scale", "k_scale", "v_scale"), numbers))
+        scale = scale * of_q * of_k
+        if of_v != 1:
+            options["out_scale"] = 1 / of_v
+    if o_dtype is not None:
+        out = options["out"] = _result(q, (*q.shape[:2], v.shape[2]), o_dtype)
+        if is_fp8(out):
+            options.setdefault("out_scale", 1.0)
+    elif is_fp8(q):
+        raise InputError(f"o_dtype is None and q is {type_of(q)}; give the type of the result")
+    try:
+        made = attend(q, k, v, causal=causal, window_size=(window_left, -1), softmax_scale=scale,
+                      softcap=0.0 if softcap is None else softcap, return_lse=return_lse, **options)
+    except TRANSLATED as error:
+        raise in_their_words(error, _NAMES) from None
+    return (made[0], made[1] * LOG2_E) if return_lse else made
+
+
+def _fp8_scales(q, k, v, scales):
+    """The arguments of attend: 1 for fp8 that has none."""
+    options = {}
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        given = scales.get(name)
+        if is_fp8(array):
+            if name == "q" and len(getattr(given, "shape", ())) == 1 and given.shape[0] not in (1, k.shape[1]):
+                raise UnsupportedError(f"scale_q is {list(given.shape)}, a scale for each query head; [1] or "
+                                       f"[kv_heads] ({k.shape[1]}) is supported")
+            options[f"{name}_descale"] = 1.0 if given is None else given
+        elif given is not None:
+            raise InputError(f"scale_{name} is given and {name} is {type_of(array)}; it is the scale of fp8")
+    return options
+
+
+def _number(name, given):
+    if given is None:
+        return 1.0
+    if not isinstance(given, (int, float)):
+        raise TypeError(f"{name} is of type '{type(given).__name__}'; a float is wanted")
+    if not 0 < given < float("inf"):
+        raise InputError(f"{name} is {given}; a finite number above 0 is wanted")
+    return float(given)
+
+
+def _result(q, shape, dtype):
+    """A new array of the type o_dtype."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(q, torch.Tensor):
+        out = torch.empty(shape, dtype=dtype, device=q.device)
+    else:
+        import numpy
+
+        if not isinstance(q, numpy.ndarray):
+            raise UnsupportedError("o_dtype is given, and q is an array of neither NumPy nor torch")
+        out = numpy.empty(shape, dtype)
+    if not is_fp8(out) and ("bfloat16" not in str(out.dtype) if is_fp8(q) else out.dtype != q.dtype):
+        raise UnsupportedError(f"o_dtype is {type_of(out)} and q is {type_of(q)}; the type of q is supported "
+                               "(bfloat16 for fp8), and fp8")
+    return out
+
+
+__all__ = ["merge_state", "merge_state_in_place", "merge_states", "single_decode_with_kv_cache",
+           "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"]

@@ -1,0 +1,368 @@
+"""vLLM's attention operators by their names and arguments. vLLM is not imported.
+
+    from longspan.vllm import merge_attn_states, unified_attention
+
+in place of vllm.v1.attention.ops.merge_attn_states and its neighbours. Results are written to the
+array that the caller gives, as there. An argument that longspan has nothing for raises
+UnsupportedError with its name, unless it is what leaving it out would mean; none is ignored but
+those of which the documentation says so. All log-sum-exps are natural.
+
+Two things differ on purpose. A row that sees no key is 0 and its log-sum-exp -inf, whatever lies in
+the parts; and sums are fp32 up to one rounding at the end. Arrays are of any kind, on processors
+too.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from . import _core
+from ._core import Communicator
+from ._errors import InputError, UnsupportedError
+from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from ._attention import Array, Numbers
+
+_OUTPUT = {"out": "output", "lse": "output_lse", "out_lse": "output_lse", "out_scale": "output_scale",
+           "prefix_out": "prefix_output", "suffix_out": "suffix_output"}
+
+
+def merge_attn_states(output: Array, prefix_output: Array, prefix_lse: Array, suffix_output: Array,
+                      suffix_lse: Array, output_lse: Array | None = None,
+                      prefill_tokens_with_context: int | None = None,
+                      output_scale: Numbers | None = None) -> None:
+    """Writes the merge of a prefix's and a suffix's attention to `output`.
+
+    Args:
+        output: [tokens, heads, head_size], written; may be prefix_output. fp8 needs output_scale.
+        prefix_output, suffix_output: [tokens, heads, head_size], of any float type, any strides.
+        prefix_lse, suffix_lse: [heads, tokens] float32, natural. +inf and -inf mean no keys.
+        output_lse: [heads, tokens] float32, written too; may be prefix_lse.
+        prefill_tokens_with_context: tokens from here on copy the suffix and its lse.
+        output_scale: [1] float32, of an fp8 output: output = result / output_scale.
+
+    >>> import numpy as np
+    >>> from longspan.vllm import merge_attn_states
+    >>> a, b = np.ones((3, 4, 16), np.float32), np.full((3, 4, 16), 3, np.float32)
+    >>> out, lse = np.empty_like(a), np.zeros((4, 3), np.float32)
+    >>> merge_attn_states(out, a, lse, b, lse)
+    >>> float(out.min()), float(out.max())
+    (2.0, 2.0)
+    """
+    required("output", output)
+    check_shape("output", output, (None,) * 3, "[tokens, heads, head_size]")
+    if output_scale is not None and not is_fp8(output):
+        raise InputError(f"output_scale is given and output is {type_of(output)}; it is the scale of an "
+                         "fp8 output")
+    if output_lse is not None:
+        check_shape("output_lse", output_lse, tuple(output.shape[1::-1]), "[heads, tokens]")
+    check_shape("prefix_lse", prefix_lse, tuple(output.shape[1::-1]), "[heads, tokens]")
+    check_shape("suffix_lse", suffix_lse, tuple(output.shape[1::-1]), "[heads, tokens]")
+    try:
+        _core.merge_attn_states(prefix_output, prefix_lse, suffix_output, suffix_lse, "e", True, output,
+                                output_lse, prefill_tokens_with_context, output_scale, None, None, False,
+                                None)
+    except TRANSLATED as error:
+        raise in_their_words(error, _OUTPUT) from None
+
+
+def _one_scale(name: str, scale, cache, cache_name: str):
+    """A cache's scale as the core takes it: None, [1] or [kv_heads]."""
+    if scale is None:
+        return None
+    if not is_fp8(cache):  # vLLM hands scales of 1 along with caches that have none
+        if not _is_one(scale):
+            raise InputError(f"{name} is not 1 and {cache_name} is {type_of(cache)}; it is the scale of an fp8 "
+                             "cache")
+        return None
+    shape = getattr(scale, "shape", ())
+    if len(shape) != 2:
+        return scale
+    strides = scale.stride() if hasattr(scale, "stride") else getattr(scale, "strides", (1,))
+    if not any(strides):
+        return scale[0, :1]  # one number, expanded
+    if _on_processors(scale) and bool((scale == scale[:1]).all()):
+        return scale[0]
+    raise UnsupportedError(f"{name} is {list(shape)}, a scale for each sequence; one number or "
+                           "[kv_heads] is supported, and such a number expanded")
+
+
+def _on_processors(array) -> bool:
+    return not hasattr(array, "__dlpack_device__") or array.__dlpack_device__()[0] == 1
+
+
+def _is_one(scale) -> bool:
+    """On GPUs nobody looks: it would be waited for."""
+    if hasattr(scale, "shape"):
+        return not _on_processors(scale) or bool((scale == 1).all())
+    return scale in (1, [1], (1,))
+
+
+_UNIFIED = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k", "kv_len": "seqused_k",
+            "query_start": "cu_seqlens_q", "out_scale": "output_scale", "q_scale": "q_descale",
+            "k_scale": "k_descale", "v_scale": "v_descale", "slopes": "alibi_slopes",
+            "max_query_len": "max_seqlen_q", "max_kv_len": "max_seqlen_k"}
+
+
+def _refuse_of_unified(seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
+                       softmax_segm_expsum, mm_prefix_range, rswa_prefix_lens, rswa_window, use_alibi_sqrt,
+                       k_scale_cache, v_scale_cache, chunk_lookback, use_td, mm_prefix_clamp_sliding_window):
+    refuse("longspan.vllm.unified_attention",
+           "it is scratch memory and tuning of vLLM's kernel; leave it out",
+           seq_threshold_3D=(seq_threshold_3D, None),
+           num_par_softmax_segments=(num_par_softmax_segments, None),
+           softmax_segm_output=(softmax_segm_output, None), softmax_segm_max=(softmax_segm_max, None),
+           softmax_segm_expsum=(softmax_segm_expsum, None), use_td=(use_td, False))
+    refuse("longspan.vllm.unified_attention", "leave it out", mm_prefix_range=(mm_prefix_range, None),
+           rswa_prefix_lens=(rswa_prefix_lens, None), rswa_window=(rswa_window, None),
+           use_alibi_sqrt=(use_alibi_sqrt, False), k_scale_cache=(k_scale_cache, None),
+           v_scale_cache=(v_scale_cache, None), chunk_lookback=(chunk_lookback, -1),
+           mm_prefix_clamp_sliding_window=(mm_prefix_clamp_sliding_window, False))
+
+
+def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Array, max_seqlen_q: int,
+                      seqused_k: Array, max_seqlen_k: int, softmax_scale: float, causal: bool | Array,
+                      window_size: tuple[int, int], block_table: Array, softcap: float,
+                      q_descale: Numbers | None, k_descale: Numbers | None, v_descale: Numbers | None,
+                      *, seq_threshold_3D: int | None = None, num_par_softmax_segments: int | None = None,
+                      softmax_segm_output: Array | None = None, softmax_segm_max: Array | None = None,
+                      softmax_segm_expsum: Array | None = None, alibi_slopes: Array | None = None,
+                      output_scale: Numbers | None = None, qq_bias: Array | None = None,
+                      sinks: Array | None = None, mm_prefix_range: Any = None,
+                      rswa_prefix_lens: Any = None, rswa_window: int | None = None,
+                      use_alibi_sqrt: bool = False, kv_quant_mode: int | None = None,
+                      k_scale_cache: Any = None, v_scale_cache: Any = None, chunk_lookback: int = -1,
+                      use_td: bool = False, mm_prefix_clamp_sliding_window: bool = False) -> None:
+    """Writes the attention of decode and prefill rows over a paged cache, which holds the new keys
+    already, to `out`. What follows the scales is given by keyword, since vLLM's order has changed.
+
+    Args:
+        q: [tokens, heads, head_size], also fp8.
+        k, v: pages [blocks, block_size, kv_heads, head_size], any strides; also fp8.
+        out: [tokens, heads, head_size], written; fp8 with output_scale. Rows past the last sequence
+            are left as they are.
+        cu_seqlens_q: [sequences + 1] int32, where the rows of each sequence begin.
+        max_seqlen_q, max_seqlen_k: no sequence has more rows, or keys.
+        seqused_k: [sequences] int32, keys of each sequence.
+        causal: True or False, or [sequences] flags.
+        window_size: keys to the (left, right) besides the query's own; -1 is no bound.
+        block_table: [sequences, columns] int32.
+        softcap: 0 is off.
+        q_descale, k_descale, v_descale: of fp8 arrays, one number, also expanded to [sequences,
+            kv_heads], or [kv_heads]. Beside a k or v that is no fp8 they must be 1, which is looked
+            at on processors.
+        alibi_slopes: [heads]; the score gets slope * (key's position - that of the first query).
+        output_scale: [1] float32, of an fp8 out: out = result / output_scale.
+        qq_bias: [width, width] between the new tokens; sinks: [heads].
+        kv_quant_mode: 0 (none) or 1 (fp8, one scale a tensor); None is what k is.
+
+    Raises:
+        UnsupportedError: the buffers of vLLM's segmented softmax (seq_threshold_3D ...), multimodal
+            prefixes, chunks, scales for each token, use_alibi_sqrt, use_td.
+
+    >>> import numpy as np
+    >>> from longspan.vllm import unified_attention
+    >>> k, v = np.random.default_rng(0).standard_normal((2, 10, 16, 2, 64), dtype=np.float32)
+    >>> q, out = np.ones((2, 8, 64), np.float32), np.empty((2, 8, 64), np.float32)
+    >>> table = np.arange(10, dtype=np.int32).reshape(2, 5)
+    >>> starts, lengths = np.array([0, 1, 2], np.int32), np.array([80, 33], np.int32)
+    >>> unified_attention(q, k, v, out, starts, 1, lengths, 80, 0.125, True, (-1, -1), table, 0.0,
+    ...                   None, None, None)
+    >>> bool(np.isfinite(out).all())
+    True
+    """
+    if not (seq_threshold_3D is num_par_softmax_segments is softmax_segm_output is softmax_segm_max
+            is softmax_segm_expsum is mm_prefix_range is rswa_prefix_lens is rswa_window is k_scale_cache
+            is v_scale_cache is None) or use_td or use_alibi_sqrt or mm_prefix_clamp_sliding_window \
+            or chunk_lookback != -1:
+        _refuse_of_unified(seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
+                           softmax_segm_expsum, mm_prefix_range, rswa_prefix_lens, rswa_window, use_alibi_sqrt,
+                           k_scale_cache, v_scale_cache, chunk_lookback, use_td, mm_prefix_clamp_sliding_window)
+    required("out", out)
+    if kv_quant_mode is not None:
+        if not hasattr(kv_quant_mode, "__index__"):
+            raise TypeError(f"kv_quant_mode is of type '{type(kv_quant_mode).__name__}'; an int is wanted")
+        mode = int(kv_quant_mode)
+        if mode not in (0, 1):
+            raise UnsupportedError(f"kv_quant_mode is {mode}; 0 (none) and 1 (fp8, one scale a tensor) are "
+                                   "supported")
+        if bool(mode) != is_fp8(k):
+            raise InputError(f"kv_quant_mode is {mode} and k is {type_of(k)}; "
+                             "1 goes with an fp8 cache, 0 with others")
+    if output_scale is not None and not is_fp8(out):
+        raise InputError(f"output_scale is given and out is {type_of(out)}; it is the scale of an fp8 out")
+    if q_descale is not None and not is_fp8(q):
+        q_descale = _one_scale("q_descale", q_descale, q, "q")
+    k_descale = _one_scale("k_descale", k_descale, k, "k")
+    v_descale = _one_scale("v_descale", v_descale, v, "v")
+    try:
+        _core.segmented_attention(q, k, v, block_table, seqused_k, cu_seqlens_q, causal, softmax_scale,
+                                  window_size, softcap, alibi_slopes, "context", sinks, qq_bias,
+                                  q_descale, k_descale, v_descale, output_scale, max_seqlen_q,
+                                  max_seqlen_k, False, out, None, None, None, 0, 16)
+    except TRANSLATED as error:
+        raise in_their_words(error, _UNIFIED) from None
+
+
+_CONTEXT = {"out": "o", "cache_seqlens": "b_seq_len", "kv_len": "b_seq_len",
+            "cu_seqlens_q": "b_start_loc", "query_start": "b_start_loc", "block_table": "b_loc",
+            "k_descale": "k_scale", "v_descale": "v_scale", "out_scale": "fp8_out_scale",
+            "slopes": "alibi_slopes", "softmax_scale": "sm_scale", "window_size": "sliding_window",
+            "max_query_len": "max_input_len", "max_seqlen_q": "max_input_len"}
+_CACHE_TYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_PLAIN = ("auto", "bfloat16", "float16", "half", "float32", "float")
+
+
+def _cache_of_type(name: str, cache, kv_cache_dtype: str):
+    """A cache of bytes, seen as the fp8 that kv_cache_dtype says."""
+    dtype = type_of(cache)
+    wanted = _CACHE_TYPES.get(kv_cache_dtype)
+    if wanted is None:
+        if kv_cache_dtype not in _PLAIN:
+            raise UnsupportedError(f"kv_cache_dtype is {kv_cache_dtype!r}; {', '.join(_PLAIN)}, "
+                                   f"{', '.join(_CACHE_TYPES)} are supported")
+        if dtype == "uint8" or "float8" in dtype:
+            raise InputError(f"kv_cache_dtype is {kv_cache_dtype!r} and {name} is {dtype}; say which fp8 it is")
+        return cache
+    if dtype == wanted:
+        return cache
+    if dtype != "uint8":
+        raise InputError(f"kv_cache_dtype is {kv_cache_dtype!r} and {name} is {dtype}; {wanted} or uint8 is "
+                         "wanted")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(cache, torch.Tensor):
+        return cache.view(getattr(torch, wanted))
+    import ml_dtypes
+
+    return cache.view(getattr(ml_dtypes, wanted))
+
+
+def context_attention_fwd(q: Array, k: Array, v: Array, o: Array, kv_cache_dtype: str, k_cache: Array,
+                          v_cache: Array, b_loc: Array, b_start_loc: Array, b_seq_len: Array,
+                          max_seq_len: int | None, max_input_len: int, k_scale: Numbers | None,
+                          v_scale: Numbers | None, alibi_slopes: Array | None = None,
+                          sliding_window: int | None = None, sm_scale: float | None = None,
+                          skip_decode: bool = False, fp8_out_scale: Numbers | None = None,
+                          sinks: Array | None = None, is_block_table_ptr: bool = False) -> None:
+    """Writes the causal attention of new tokens over a paged context, and over each other, to `o`.
+
+    Args:
+        q, k, v: [tokens, heads or kv_heads, head_size], the new tokens of all sequences.
+        o: [tokens, heads, head_size], written; fp8 with fp8_out_scale.
+        kv_cache_dtype: "auto", or "fp8", "fp8_e4m3", "fp8_e5m2", as which a cache of uint8 is read.
+        k_cache: [blocks, kv_heads, head_size / x, block_size, x].
+        v_cache: [blocks, kv_heads, head_size, block_size].
+        b_loc: [sequences, columns] int32, the blocks of each sequence.
+        b_start_loc: [sequences + 1] int32, where the new tokens of each sequence begin.
+        b_seq_len: [sequences] int32, keys of each sequence, the new ones included.
+        max_seq_len: not read, as in vLLM, whose callers give different things here.
+        max_input_len: no sequence has more new tokens.
+        k_scale, v_scale: of an fp8 cache, one number; beside another cache it must be 1, which is
+            looked at on processors.
+        alibi_slopes: [heads]; the score gets -slope * distance.
+        sliding_window: keys that a query sees, its own included; None and 0 are no bound.
+        sm_scale: None is 1 / sqrt(head_size).
+        skip_decode: sequences of one new token are left out, their rows untouched.
+        fp8_out_scale: [1] float32: o = result / fp8_out_scale.
+        sinks: [heads].
+
+    Raises:
+        UnsupportedError: is_block_table_ptr, other kv_cache_dtypes.
+
+    >>> import numpy as np
+    >>> from longspan.vllm import context_attention_fwd
+    >>> rng = np.random.default_rng(0)
+    >>> k_cache = rng.standard_normal((10, 2, 8, 16, 8), dtype=np.float32)     # 10 blocks of 16 keys
+    >>> v_cache = rng.standard_normal((10, 2, 64, 16), dtype=np.float32)
+    >>> q, k = np.ones((7, 4, 64), np.float32), np.ones((7, 2, 64), np.float32)
+    >>> o, table = np.empty_like(q), np.arange(10, dtype=np.int32).reshape(1, 10)
+    >>> starts, lengths = np.array([0, 7], np.int32), np.array([107], np.int32)
+    >>> context_attention_fwd(q, k, k, o, "auto", k_cache, v_cache, table, starts, lengths, 107, 7, 1.0, 1.0)
+    >>> bool(np.isfinite(o).all())
+    True
+    """
+    refuse("longspan.vllm.context_attention_fwd", "b_loc holds numbers of blocks",
+           is_block_table_ptr=(is_block_table_ptr, False))
+    required("o", o)
+    if not isinstance(kv_cache_dtype, str):
+        raise TypeError(f"kv_cache_dtype is of type '{type(kv_cache_dtype).__name__}'; a str is wanted")
+    k_cache = _cache_of_type("k_cache", k_cache, kv_cache_dtype)
+    v_cache = _cache_of_type("v_cache", v_cache, kv_cache_dtype)
+    check_shape("k_cache", k_cache, (None,) * 5, "[blocks, kv_heads, head_size / x, block_size, x]")
+    if fp8_out_scale is not None and not is_fp8(o):
+        raise InputError(f"fp8_out_scale is given and o is {type_of(o)}; it is the scale of an fp8 o")
+    k_scale = _one_scale("k_scale", k_scale, k_cache, "k_cache")
+    v_scale = _one_scale("v_scale", v_scale, v_cache, "v_cache")
+    if sliding_window is not None and (isinstance(sliding_window, bool)
+                                       or not hasattr(sliding_window, "__index__")):
+        raise TypeError(f"sliding_window is of type '{type(sliding_window).__name__}'; an int is wanted")
+    left = -1 if sliding_window is None or sliding_window <= 0 else int(sliding_window) - 1
+    try:
+        _core.context_attention(q, k_cache, v_cache, b_loc, b_seq_len, b_start_loc, True, sm_scale,
+                                (left, -1), 0.0, alibi_slopes, "query", sinks, None, None, k_scale,
+                                v_scale, fp8_out_scale, max_input_len, None, False, o, None, None, k, v,
+                                skip_decode, None)
+    except TRANSLATED as error:
+        raise in_their_words(error, _CONTEXT) from None
+
+
+def _communicator(cp_group, array):
+    if isinstance(cp_group, Communicator):
+        return cp_group
+    group = getattr(cp_group, "device_group", cp_group)  # of vLLM's GroupCoordinator
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or \
+            not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(f"cp_group is of type '{type(cp_group).__name__}'; a longspan communicator, a "
+                        "process group of torch, or what has one as device_group is wanted")
+    from .torch import communicator  # which keeps it for the next call
+
+    return communicator(group, device="cuda" if getattr(array, "is_cuda", False) else "cpu")
+
+
+def cp_lse_ag_out_rs(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx: Any = None,
+                     return_lse: bool = False, is_lse_base_on_e: bool = True) -> Any:
+    """The merge of every rank's attention over its own keys, and of it this rank's heads. Collective.
+
+    vLLM gathers the log-sum-exps, scales its result and sums in its type; here results and
+    log-sum-exps travel in one exchange, are merged in fp32 in the order of the ranks, and rounded
+    once.
+
+    Args:
+        cp_attn_out: [tokens, heads, head_size], of all heads.
+        cp_attn_lse: [tokens, heads] float32. -inf, +inf and NaN mean that this rank has no keys.
+        cp_group: a longspan communicator; or a process group of torch, or vLLM's GroupCoordinator,
+            whose communicator longspan.torch.communicator makes at the first call, and keeps.
+        ctx: of vLLM's compiler; None.
+        return_lse: return (out, lse).
+        is_lse_base_on_e: False is base 2, given and returned.
+
+    Returns:
+        out [tokens, heads / ranks, head_size]: rank r of P has the heads [r H/P, (r+1) H/P).
+
+    >>> import longspan, numpy as np
+    >>> from longspan.vllm import cp_lse_ag_out_rs
+    >>> part, lse = np.ones((3, 4, 16), np.float32), np.zeros((3, 4), np.float32)
+    >>> cp_lse_ag_out_rs(part, lse, longspan.alone()).shape
+    (3, 4, 16)
+    """
+    refuse("longspan.vllm.cp_lse_ag_out_rs", "nothing is compiled here", ctx=(ctx, None))
+    for name, value in (("return_lse", return_lse), ("is_lse_base_on_e", is_lse_base_on_e)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is of type '{type(value).__name__}'; a bool is wanted")
+    check_shape("cp_attn_out", cp_attn_out, (None,) * 3, "[tokens, heads, head_size]")
+    check_shape("cp_attn_lse", cp_attn_lse, tuple(cp_attn_out.shape[:2]), "[tokens, heads]")
+    comm = _communicator(cp_group, cp_attn_out)
+    try:
+        out, lse = _core.cross_rank_merge(comm, cp_attn_out, cp_attn_lse, "e" if is_lse_base_on_e else 2,
+                                          True, True, None, None, None, None, None)
+    except TRANSLATED as error:
+        raise in_their_words(error, {"part": "cp_attn_out", "part_lse": "cp_attn_lse"}) from None
+    return (out, lse) if return_lse else out
+
+
+__all__ = ["context_attention_fwd", "cp_lse_ag_out_rs", "merge_attn_states", "unified_attention"]

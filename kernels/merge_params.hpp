@@ -61,7 +61,7 @@ struct MergeParams {
   DType dtype = DType::fp32;  // of the result; may be fp8
   OutScale out_scale;
   TokenRows out;       // [tokens, heads, dim]
-  LseView lse;         // [tokens, heads], natural log; with data null where it is not wanted
+  TokenLse lse;        // [tokens, heads], natural log; with data null where it is not wanted
   RunHeaders headers;  // of states that were gathered
 };
 
@@ -71,8 +71,8 @@ struct MergeParams {
 /// are: where a sum leaves fp32, its terms are scaled before they are added (merge_scaled.hpp).
 struct MergeOutputsParams {
   int parts = 2;
-  TokenRows in[2];  // with parts == 2, prefix and suffix; else in[0] is the first part, and of the
-                    // pairs that follow here [0] holds for all parts
+  Rows in[2];  // with parts == 2, prefix and suffix; else in[0] is the first part, and of the
+               // pairs that follow here [0] holds for all parts
   DType in_dtype[2] = {DType::fp32, DType::fp32};  // may be fp8
   const float* in_scale[2] = {nullptr, nullptr};  // with parts == 2, [1] each; else [0] is [parts].
                                                   // A stored x stands for x * scale; null: 1
@@ -88,7 +88,7 @@ struct MergeOutputsParams {
   int dim = 0;
   DType dtype = DType::fp32;  // of the result; may be fp8
   OutScale out_scale;
-  TokenRows out;       // may be in[0]
+  Rows out;            // may be in[0]
   LseView lse;         // with data null where it is not wanted; may be in_lse[0]
   RunHeaders headers;  // of parts that were gathered
 
@@ -108,7 +108,7 @@ struct MergeOutputsParams {
                       : in_lse[0].at(token, head)[part * lse_part_stride];
   }
   LONGSPAN_HD const std::byte* row_of(int part, std::int64_t token, int head) const {
-    const TokenRows& rows = in[side(part)];
+    const Rows& rows = in[side(part)];
     const std::int64_t first = rows.offset(token, head) + (parts == 2 ? 0 : part * part_stride);
     return static_cast<const std::byte*>(rows.data) +
            first * static_cast<std::int64_t>(size_of(dtype_of(part)));
@@ -123,7 +123,7 @@ struct PackOutputsParams {
   DType dtype = DType::fp32;
   TokenRows from;
   Rows to;
-  LseView from_lse;
+  TokenLse from_lse;
   LseView to_lse;
 
   std::int64_t row_bytes() const {

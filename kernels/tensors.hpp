@@ -129,10 +129,23 @@ struct LseView {
   float* data = nullptr;
   std::int64_t row_stride = 0;
   std::int64_t head_stride = 0;
-  SequenceGap gap = {};
 
   LONGSPAN_HD float* at(std::int64_t row, std::int64_t head) const {
-    return data + row * row_stride + head * head_stride + gap.before(row);
+    return data + row * row_stride + head * head_stride;
+  }
+};
+
+/// The lse of a batch, beside TokenRows.
+struct TokenLse : LseView {
+  SequenceGap gap;
+
+  TokenLse() = default;
+  LONGSPAN_HD TokenLse(float* memory, std::int64_t row, std::int64_t head, SequenceGap apart = {})
+      : LseView{memory, row, head}, gap(apart) {}
+  LONGSPAN_HD TokenLse(const LseView& lse) : LseView(lse) {}
+
+  LONGSPAN_HD float* at(std::int64_t row, std::int64_t head) const {
+    return LseView::at(row, head) + gap.before(row);
   }
 };
 

@@ -88,6 +88,19 @@ struct Slot {
   static std::int64_t align(std::int64_t bytes) { return (bytes + 15) / 16 * 16; }
 };
 
+/// Rows of memory from `first` on, at equal steps as far as their sequence goes.
+kernels::Rows rows_from(const kernels::TokenRows& rows, DType dtype, std::int64_t first) {
+  kernels::Rows rest = rows;
+  rest.data = static_cast<std::byte*>(rows.data) +
+              rows.offset(first, 0) * static_cast<std::int64_t>(size_of(dtype));
+  return rest;
+}
+kernels::LseView lse_from(const kernels::TokenLse& lse, std::int64_t first) {
+  kernels::LseView rest = lse;
+  if (lse.data != nullptr) rest.data = lse.at(first, 0);
+  return rest;
+}
+
 }  // namespace
 
 struct CrossRankMerge::Impl {
@@ -141,20 +154,36 @@ struct CrossRankMerge::Impl {
     return p;
   }
 
-  void give_result(kernels::MergeOutputsParams& p, const MergeArgs& args) const {
-    p.out = token_rows_of(args.out);
-    p.lse = token_lse_of(args.lse);
-    p.out_scale = {static_cast<const float*>(args.out_scale.data)};
+  /// Merges into the result, in one call, or where sequences lie apart in one for each: the kernels
+  /// take rows at equal steps, which costs them least. give_parts(params, first) says where the
+  /// parts are from token `first` on.
+  template <class GiveParts>
+  void merge(const MergeArgs& args, const kernels::RunHeaders& headers, Stream stream,
+             const GiveParts& give_parts) const {
+    const std::int64_t tokens = count_rows(args.part);
+    const kernels::TokenRows out = token_rows_of(args.out), part = token_rows_of(args.part);
+    const kernels::TokenLse lse = token_lse_of(args.lse), part_lse = token_lse_of(args.part_lse);
+    const std::int64_t apart =
+        std::max({out.gap.rows, lse.gap.rows, part.gap.rows, part_lse.gap.rows});
+    const std::int64_t step = apart > 0 ? apart : std::max<std::int64_t>(tokens, 1);
+    for (std::int64_t first = 0; first == 0 || first < tokens; first += step) {
+      kernels::MergeOutputsParams p = merge_params(std::min(step, tokens - first));
+      give_parts(p, first);
+      p.headers = headers;
+      p.out = rows_from(out, options.of_out(), first);
+      p.lse = lse_from(lse, first);
+      p.out_scale = {static_cast<const float*>(args.out_scale.data)};
+      kernels->merge_outputs(p, stream);
+    }
   }
 
   /// Merges the one part of one rank.
   void finish(const MergeArgs& args, Stream stream) const {
-    kernels::MergeOutputsParams p = merge_params(count_rows(args.part));
-    p.in[0] = token_rows_of(args.part);
-    p.in_lse[0] = token_lse_of(args.part_lse);
-    p.in_scale[0] = static_cast<const float*>(args.part_scale.data);
-    give_result(p, args);
-    kernels->merge_outputs(p, stream);
+    merge(args, {}, stream, [&](kernels::MergeOutputsParams& p, std::int64_t first) {
+      p.in[0] = rows_from(token_rows_of(args.part), options.dtype, first);
+      p.in_lse[0] = lse_from(token_lse_of(args.part_lse), first);
+      p.in_scale[0] = static_cast<const float*>(args.part_scale.data);
+    });
   }
 
   void pack(const MergeArgs& args, const Slot& slot, std::byte* to, Stream stream) const {
@@ -169,19 +198,19 @@ struct CrossRankMerge::Impl {
                           stream);
   }
 
-  void merge(const MergeArgs& args, const Slot& slot, const kernels::RunHeaders& headers,
-             Stream stream) const {
-    kernels::MergeOutputsParams p = merge_params(count_rows(args.part));
-    p.part_stride = slot.bytes / static_cast<std::int64_t>(size_of(options.dtype));
-    p.lse_part_stride = slot.bytes / 4;
-    for (int part = 0; part < (ranks() == 2 ? 2 : 1); ++part) {
-      p.in[part] = slot.rows(slots + part * slot.bytes);
-      p.in_lse[part] = slot.lse(slots + part * slot.bytes);
-      p.in_scale[part] = scales == nullptr ? nullptr : scales + part;
-    }
-    p.headers = headers;
-    give_result(p, args);
-    kernels->merge_outputs(p, stream);
+  /// Merges the parts that came, each in its slot.
+  void merge_slots(const MergeArgs& args, const Slot& slot, const kernels::RunHeaders& headers,
+                   Stream stream) const {
+    merge(args, headers, stream, [&](kernels::MergeOutputsParams& p, std::int64_t first) {
+      p.part_stride = slot.bytes / static_cast<std::int64_t>(size_of(options.dtype));
+      p.lse_part_stride = slot.bytes / 4;
+      for (int part = 0; part < (ranks() == 2 ? 2 : 1); ++part) {
+        std::byte* const at = slots + part * slot.bytes;
+        p.in[part] = rows_from(slot.rows(at), options.dtype, first);
+        p.in_lse[part] = lse_from(slot.lse(at), first);
+        p.in_scale[part] = scales == nullptr ? nullptr : scales + part;
+      }
+    });
   }
 
   void run(const MergeArgs& args, Stream stream) {
@@ -199,7 +228,7 @@ struct CrossRankMerge::Impl {
     else
       comm.all_gather(from, slots, bytes, stream, "gather of results", begun.said);
     if (is_fp8_part()) comm.all_gather(args.part_scale.data, scales, 4, stream, "gather of scales");
-    merge(args, slot, begun.headers, stream);
+    merge_slots(args, slot, begun.headers, stream);
   }
 };
 

@@ -254,8 +254,8 @@ kernels::LseView lse_of(const Tensor& t) {
   return {static_cast<float*>(t.data), t.stride[t.dims - 2], t.stride[t.dims - 1]};
 }
 
-kernels::LseView token_lse_of(const Lse& lse) {
-  kernels::LseView view = lse_of(lse.tensor);
+kernels::TokenLse token_lse_of(const Lse& lse) {
+  kernels::TokenLse view = lse_of(lse.tensor);
   if (lse.tensor.dims == 3) view.gap = gap_of(lse.tensor);
   return view;
 }

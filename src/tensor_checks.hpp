@@ -83,7 +83,7 @@ kernels::Rows rows_of(const Tensor& t);
 kernels::LseView lse_of(const Tensor& t);
 /// What batch_rows gives, as kernels see it.
 kernels::TokenRows token_rows_of(const Tensor& t);
-kernels::LseView token_lse_of(const Lse& lse);
+kernels::TokenLse token_lse_of(const Lse& lse);
 
 /// A cache of keys and values as kernels see it.
 struct CacheView {

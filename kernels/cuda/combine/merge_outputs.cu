@@ -185,7 +185,7 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
   if (!live) return;
   const RowMerge merge(import_lse(prefix_lse, p.base, p.nan_is_empty),
                        import_lse(suffix_lse, p.base, p.nan_is_empty));
-  const std::int64_t at = p.out.offset(token, head) + column;
+  const std::int64_t at = token * p.out.row_stride + head * p.out.head_stride + column;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     float values[kCount];
@@ -322,7 +322,7 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
     if (kCanOverflow<T> && !all_finite(piece.o))
       mend_overflow<kLevels == 1>(p, token, head, column, piece.o);
     scale.apply(piece.o);
-    const std::int64_t at = p.out.offset(token, head) + column;
+    const std::int64_t at = token * p.out.row_stride + head * p.out.head_stride + column;
     if constexpr (std::is_same_v<T, AnyType>)
       store_elements(p.out.data, p.dtype, at, piece.o);
     else if (is_fp8(p.dtype))
@@ -456,21 +456,9 @@ void launch(const MergeOutputsParams& p, cudaStream_t stream) {
   });
 }
 
-void skip_tokens(TokenRows& rows, DType dtype, std::int64_t tokens) {
+void skip_tokens(Rows& rows, DType dtype, std::int64_t tokens) {
   rows.data = static_cast<std::byte*>(rows.data) +
-              rows.offset(tokens, 0) * static_cast<std::int64_t>(size_of(dtype));
-}
-
-/// How many tokens from `first` on one launch takes, of at most `most`: where sequences lie apart,
-/// all of some, or a piece of one.
-std::int64_t tokens_of_launch(const MergeOutputsParams& p, std::int64_t first, std::int64_t most) {
-  const std::int64_t rows =
-      std::max({p.out.gap.rows, p.lse.gap.rows, p.in[0].gap.rows, p.in_lse[0].gap.rows});
-  if (rows > most)
-    most = std::min(most, rows - first % rows);
-  else if (rows > 0)
-    most -= most % rows;
-  return std::min(most, p.tokens - first);
+              tokens * rows.row_stride * static_cast<std::int64_t>(size_of(dtype));
 }
 
 }  // namespace
@@ -482,18 +470,17 @@ void merge_outputs(const MergeOutputsParams& whole, cudaStream_t stream) {
                       " in one call on CUDA; merge them in groups");
   // Rows are counted in 32 bits, so each launch has fewer than 2^30 rows; as a rule there is one.
   const std::int64_t most = std::max<std::int64_t>((std::int64_t{1} << 30) / whole.heads, 1);
-  for (std::int64_t first = 0; first < whole.tokens;) {
+  for (std::int64_t first = 0; first < whole.tokens; first += most) {
     MergeOutputsParams p = whole;
-    p.tokens = tokens_of_launch(whole, first, most);
+    p.tokens = std::min(most, whole.tokens - first);
     skip_tokens(p.out, p.dtype, first);
-    if (p.lse.data != nullptr) p.lse.data = p.lse.at(first, 0);
+    if (p.lse.data != nullptr) p.lse.data += first * p.lse.row_stride;
     for (int side = 0; side < (p.parts == 2 ? 2 : 1); ++side) {
       skip_tokens(p.in[side], p.in_dtype[side], first);
-      p.in_lse[side].data = p.in_lse[side].at(first, 0);
+      p.in_lse[side].data += first * p.in_lse[side].row_stride;
     }
     if (p.with_prefix >= 0) p.with_prefix = std::max<std::int64_t>(p.with_prefix - first, 0);
     launch(p, stream);
-    first += p.tokens;
   }
 }
 

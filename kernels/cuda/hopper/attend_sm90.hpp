@@ -14,7 +14,7 @@ namespace longspan::kernels::sm90 {
 /// rounding, to the dtype of q, is done here. Rows of `out` start at multiples of 16 bytes.
 struct Finished {
   TokenRows out;  // [tokens, heads, dim]; data null: the state is written instead
-  LseView lse;    // [tokens, heads], natural log; with data null where it is not wanted
+  TokenLse lse;   // [tokens, heads], natural log; with data null where it is not wanted
   Floats sinks;   // [heads], natural units; or null
 };
 

@@ -12,7 +12,6 @@ enabled. docs/python.md in the repository has more.
 The operators are torch.ops.longspan.attend, attend_lse, attend_out, attend_append and append.
 """
 
-from . import _ops  # noqa: F401  (defines the operators)
 from ._attention import ContextParallelAttention, scaled_dot_product_attention
 from ._context import context_parallel, context_parallel_unshard, set_rotate_method
 from ._groups import communicator

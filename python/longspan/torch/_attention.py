@@ -10,22 +10,24 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from longspan import Communicator, InputError, Sharding, UnsupportedError
 
+from . import _ops  # noqa: F401  (defines the operators)
 from ._groups import known, name_of
 from ._layouts import layout_text, shard_of, unshard_of
 
 AS_KEYS = "as keys"
+_attend, _attend_lse = torch.ops.longspan.attend.default, torch.ops.longspan.attend_lse.default
 
 
 def _refuse_grad(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if torch.is_grad_enabled():
-        for name, one in (("query", query), ("key", key), ("value", value)):
-            if one.requires_grad:
-                raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under "
-                                       "torch.no_grad() or torch.inference_mode(), or give "
-                                       f"{name}.detach()")
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        name = "query" if query.requires_grad else "key" if key.requires_grad else "value"
+        raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under torch.no_grad() or "
+                               f"torch.inference_mode(), or give {name}.detach()")
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, heads_dim: int) -> None:
+    """Raises what is wrong with them under the names of the caller. Eager calls come here when something is
+    wrong already, which saves the time: what is below checks all of it."""
     for name, one in (("query", query), ("key", key), ("value", value)):
         if not isinstance(one, Tensor):
             raise TypeError(f"{name} is of type '{type(one).__name__}'; a tensor is wanted")
@@ -124,21 +126,22 @@ def scaled_dot_product_attention(
     """
     if causal_alignment not in (None, "lower_right"):
         raise InputError(f"causal_alignment is {causal_alignment!r}; None and 'lower_right' are supported")
-    _check(query, key, value, -3)
-    _refuse_grad(query, key, value)
     if attn_mask is not None:
         is_causal, causal_alignment = _causal_of(attn_mask, is_causal, causal_alignment)
     if dropout_p:
         raise UnsupportedError(f"dropout_p is {dropout_p}; dropout is not supported, as there is no training here")
-    if not enable_gqa and query.shape[-3] != key.shape[-3]:
-        raise InputError(f"query has {query.shape[-3]} heads and key {key.shape[-3]}; enable_gqa=True allows that")
-    made = _run(query.transpose(-3, -2), key.transpose(-3, -2), value.transpose(-3, -2), return_lse,
-                name_of(comm, group, query.device.type), keys, queries, is_causal, scale, window_size, softcap,
-                alibi_slopes, sinks, documents, None, total_keys, total_queries,
-                is_causal and causal_alignment is None, invariant, strategy)
-    if return_lse:
-        return made[0].transpose(-3, -2), made[1].transpose(-2, -1)
-    return made.transpose(-3, -2)
+    if torch.compiler.is_compiling():
+        _check(query, key, value, -3)
+    try:
+        if not enable_gqa and query.size(-3) != key.size(-3):
+            raise InputError(f"query has {query.shape[-3]} heads and key {key.shape[-3]}; enable_gqa=True allows that")
+        _refuse_grad(query, key, value)
+        return _run(query, key, value, -3, return_lse, name_of(comm, group, query.device.type), keys, queries,
+                    is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, None, total_keys,
+                    total_queries, is_causal and causal_alignment is None, invariant, strategy)
+    except Exception:
+        _check(query, key, value, -3)
+        raise
 
 
 def _causal_of(attn_mask, is_causal: bool, alignment: str | None):
@@ -153,20 +156,29 @@ def _causal_of(attn_mask, is_causal: bool, alignment: str | None):
     return True, alignment
 
 
-def _run(q, k, v, return_lse, name, keys, queries, causal, scale, window_size, softcap, alibi_slopes, sinks,
-         documents, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy):
-    """Of [batch, tokens, heads, dim]."""
-    keys = layout_text(keys, "keys")
-    if queries is None:
-        queries = ""
-    else:
-        queries = keys if queries == AS_KEYS else layout_text(queries, "queries")
-    left, right = window_size
-    op = torch.ops.longspan.attend_lse.default if return_lse else torch.ops.longspan.attend.default
-    return op(q, k, v, name, causal=causal, softmax_scale=scale, window_left=left, window_right=right,
-              softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, documents=documents,
-              cache_seqlens=cache_seqlens, keys=keys, queries=queries, total_keys=total_keys,
-              total_queries=total_queries, equal_lengths=equal_lengths, invariant=invariant, strategy=strategy)
+def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, window_size, softcap, alibi_slopes,
+         sinks, documents, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy):
+    """Heads in dimension -3, as torch has them, or -2."""
+    options = {"causal": causal, "keys": layout_text(keys, "keys")}
+    if queries is not None:
+        options["queries"] = options["keys"] if queries == AS_KEYS else layout_text(queries, "queries")
+    if window_size != (-1, -1):
+        options["window_left"], options["window_right"] = window_size
+    for option, value, default in (("softmax_scale", scale, None), ("softcap", softcap, 0.0),
+                                   ("alibi_slopes", alibi_slopes, None), ("sinks", sinks, None),
+                                   ("documents", documents, None), ("cache_seqlens", cache_seqlens, None),
+                                   ("total_keys", total_keys, None), ("total_queries", total_queries, None),
+                                   ("equal_lengths", equal_lengths, False), ("invariant", invariant, False),
+                                   ("strategy", strategy, "auto")):
+        if value is not default:  # what an operator is not given costs it no time
+            options[option] = value
+    if heads_dim == -3:
+        q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    if not return_lse:
+        out = _attend(q, k, v, name, **options)
+        return out.transpose(-3, -2) if heads_dim == -3 else out
+    out, lse = _attend_lse(q, k, v, name, **options)
+    return (out.transpose(-3, -2), lse.transpose(-2, -1)) if heads_dim == -3 else (out, lse)
 
 
 class ContextParallelAttention(torch.nn.Module):
@@ -240,19 +252,17 @@ class ContextParallelAttention(torch.nn.Module):
         Raises:
             As scaled_dot_product_attention.
         """
-        torch_order = self.format == "bhtd"
-        _check(query, key, value, -3 if torch_order else -2)
-        _refuse_grad(query, key, value)
-        if torch_order:
-            query, key, value = (t.transpose(-3, -2) for t in (query, key, value))
-        made = _run(query, key, value, return_lse, self._name, self.layout, queries, self.causal,
-                    self.softmax_scale, self.window_size, self.softcap, self.alibi_slopes, self.sinks, documents,
-                    cache_seqlens, total_keys, total_queries, False, self.invariant, self.strategy)
-        if not torch_order:
-            return made
-        if return_lse:
-            return made[0].transpose(-3, -2), made[1].transpose(-2, -1)
-        return made.transpose(-3, -2)
+        heads_dim = -3 if self.format == "bhtd" else -2
+        if torch.compiler.is_compiling():
+            _check(query, key, value, heads_dim)
+        try:
+            _refuse_grad(query, key, value)
+            return _run(query, key, value, heads_dim, return_lse, self._name, self.layout, queries, self.causal,
+                        self.softmax_scale, self.window_size, self.softcap, self.alibi_slopes, self.sinks, documents,
+                        cache_seqlens, total_keys, total_queries, False, self.invariant, self.strategy)
+        except Exception:
+            _check(query, key, value, heads_dim)
+            raise
 
     def shard(self, whole: Tensor, dim: int | None = None) -> Tensor:
         """This rank's tokens of a whole tensor, along `dim`; None is that of the format's tokens."""

@@ -53,10 +53,14 @@ def _attend(q, k, v, comm, *, causal=False, softmax_scale=None, window_left=-1, 
             queries="", total_keys=None, total_queries=None, equal_lengths=False, invariant=False,
             strategy="auto", exchange="auto", return_lse=False, out=None, k_new=None, v_new=None):
     world = known(comm)
-    if q.dim() == 4 and q.shape[0] == 0 and k.shape[0] == 0 and out is None:
-        return _results(q, v, return_lse)  # no sequences, on every rank
-    if k_new is None and block_table is None and not _same_pitch(k, v):
-        k, v = k.contiguous(), v.contiguous()
+    dims = q.dim()
+    if k.dim() != dims and cache_seqlens is None and block_table is None:
+        raise InputError(f"k has {k.dim()} dimensions and q {dims}")
+    if dims == 4:
+        if q.shape[0] == 0 and k.shape[0] == 0 and out is None:
+            return _results(q, v, return_lse)  # no sequences, on every rank
+        if k_new is None and block_table is None and not _same_pitch(k, v):
+            k, v = k.contiguous(), v.contiguous()
     if world.size == 1:
         if equal_lengths and q.shape[-3] != (k.shape[-3] if total_keys is None else total_keys):
             _refuse_lengths(q.shape[-3], k.shape[-3] if total_keys is None else total_keys)
@@ -74,7 +78,7 @@ def _attend(q, k, v, comm, *, causal=False, softmax_scale=None, window_left=-1, 
         window_size=(window_left, window_right), softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, documents=documents, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, invariant=invariant, exchange=exchange)
-    if q.dim() not in (3, 4) or k.dim() < 3 or v.dim() < 3:  # it says what is wanted
+    if dims not in (3, 4) or k.dim() < 3 or v.dim() < 3:  # it says what is wanted
         return longspan.attend(q, k, v, **options)
     if cache_seqlens is not None or block_table is not None or cu_seqlens_q is not None or k_new is not None:
         if queries:
@@ -90,11 +94,13 @@ def _attend(q, k, v, comm, *, causal=False, softmax_scale=None, window_left=-1, 
     shared_keys, shared_rows = _lengths(world, q, k, keys, queries, total_keys, total_queries, equal_lengths)
     if equal_lengths and shared_keys.total != shared_rows.total:
         _refuse_lengths(shared_rows.total, shared_keys.total)
-    batch = q.shape[0] if q.dim() == 4 else 1
+    batch = q.shape[0] if dims == 4 else 1
     options |= dict(keys=shared_keys.layout, strategy=strategy)
     if shared_keys.table is not None:
         options["key_table"] = torch.tensor(shared_keys.table, device=q.device)
     if not queries:
+        if strategy == "gather-kv":
+            options["max_seqlen_k"] = _rounded(max(1, shared_keys.total))
         if batch > 1:
             if not _follow_each_other(q):
                 q = q.contiguous()
@@ -109,8 +115,6 @@ def _attend(q, k, v, comm, *, causal=False, softmax_scale=None, window_left=-1, 
         strategy == "auto" and _keys_are_less(world.size, q, k, v, shared_keys, shared_rows))
     if gathers_keys:
         options |= dict(strategy="gather-kv", max_seqlen_k=_rounded(max(1, shared_keys.total)))
-        if exchange == "auto":
-            options["exchange"] = "gather"
     if documents is not None and batch > 1:
         raise InputError(f"documents are packed in one sequence; the batch has {batch}")
     if not gathers_keys and (batch == 1 or shared_rows.table is None):
@@ -119,7 +123,7 @@ def _attend(q, k, v, comm, *, causal=False, softmax_scale=None, window_left=-1, 
     if out is None:
         out = _results(q, v, False)
     for b in range(batch):  # the strategy, or the layout, takes one sequence at a time
-        of_this = (one if one is None or q.dim() == 3 else one[b] for one in (q, k, v, out, lse))
+        of_this = (one if one is None or dims == 3 else one[b] for one in (q, k, v, out, lse))
         own_q, own_k, own_v, own_out, own_lse = of_this
         longspan.attend(own_q.contiguous(), own_k.contiguous(), own_v.contiguous(), out=own_out, lse=own_lse,
                         **options)
@@ -180,12 +184,17 @@ def _results(q: Tensor, v: Tensor, with_lse: bool, k: Tensor | None = None):
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _refuse_grad(**tensors):
+def _check_fakes(**tensors):
+    """What a trace can see is wrong. Kernels leave it to the library, which sees it too."""
     if torch.is_grad_enabled():
         for name, one in tensors.items():
-            if one is not None and one.requires_grad:
+            if one.requires_grad:
                 raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under "
                                        "torch.no_grad() or torch.inference_mode(), or give x.detach()")
+    first, *others = tensors.items()
+    for name, one in others:
+        if one.device != first[1].device:
+            raise InputError(f"{name} lies on {one.device}, and {first[0]} on {first[1].device}")
 
 
 def _attend_kernel(q, k, v, comm, **options):
@@ -209,7 +218,6 @@ _writers: dict[tuple, longspan.Attention] = {}  # layers that append; a few
 
 def _append_kernel(k_new, v_new, k, v, comm, *, cache_seqlens=None, block_table=None, total_keys=None,
                    keys="contiguous", k_descale=None, v_descale=None):
-    _refuse_grad(k_new=k_new, v_new=v_new, k=k, v=v)
     batch = k_new.shape[0] if k_new.dim() == 4 else 1
     world = known(comm)
     key = (comm, k_new.shape[-2], k_new.shape[-1], v_new.shape[-1], k_new.dtype, k.dtype, batch, keys)
@@ -229,26 +237,26 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def _fake_attend(q, k, v, comm, **options):
-    _refuse_grad(q=q, k=k, v=v)
+    _check_fakes(q=q, k=k, v=v)
     return _results(q, v, False, k)
 
 
 def _fake_attend_lse(q, k, v, comm, **options):
-    _refuse_grad(q=q, k=k, v=v)
+    _check_fakes(q=q, k=k, v=v)
     return _results(q, v, True, k)
 
 
 def _fake_attend_out(q, k, v, comm, out, **options):
-    _refuse_grad(q=q, k=k, v=v, out=out)
+    _check_fakes(q=q, k=k, v=v, out=out)
 
 
 def _fake_attend_append(q, k, v, k_new, v_new, comm, **options):
-    _refuse_grad(q=q, k=k, v=v, k_new=k_new, v_new=v_new)
+    _check_fakes(q=q, k=k, v=v, k_new=k_new, v_new=v_new)
     return _results(q, v, False, k)
 
 
 def _fake_append(k_new, v_new, k, v, comm, **options):
-    _refuse_grad(k_new=k_new, v_new=v_new, k=k, v=v)
+    _check_fakes(k_new=k_new, v_new=v_new, k=k, v=v)
 
 
 def _define(name: str, schema: str, kernel, fake) -> None:

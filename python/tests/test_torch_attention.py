@@ -156,6 +156,7 @@ def test_a_rank_without_a_process_group(monkeypatch):
 def test_ranks_that_disagree(torch_ranks):
     """Each is told at once what differs."""
     for job, error, says in [(jobs.wrong_layout, "InputError", "k has 8 tokens on rank 0, of 11 on all ranks"),
+                             (jobs.contiguous_cache, "UnsupportedError", "cut moves"),
                              (jobs.rows_differ, "InputError", r"q has [1, 2] rows on the ranks")]:
         for name, text, took in torch_ranks.values(2, job):
             assert name == error and says in text and took < 10, text

@@ -343,6 +343,12 @@ def wrong_layout(group):
     return raised(lambda: lt.scaled_dot_product_attention(t, t, t, group=group))
 
 
+def contiguous_cache(group):
+    t = randn(0, 1, 2, 8, 16)
+    layer = lt.ContextParallelAttention(group, layout="contiguous")
+    return raised(lambda: layer(t, t, t, queries=None, cache_seqlens=torch.tensor([5], dtype=torch.int32)))
+
+
 def options_differ(group):
     t = randn(0, 1, 2, 4, 16)
     return raised(lambda: lt.scaled_dot_product_attention(

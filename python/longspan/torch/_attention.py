@@ -164,14 +164,28 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
         options["queries"] = options["keys"] if queries == AS_KEYS else layout_text(queries, "queries")
     if window_size != (-1, -1):
         options["window_left"], options["window_right"] = window_size
-    for option, value, default in (("softmax_scale", scale, None), ("softcap", softcap, 0.0),
-                                   ("alibi_slopes", alibi_slopes, None), ("sinks", sinks, None),
-                                   ("documents", documents, None), ("cache_seqlens", cache_seqlens, None),
-                                   ("total_keys", total_keys, None), ("total_queries", total_queries, None),
-                                   ("equal_lengths", equal_lengths, False), ("invariant", invariant, False),
-                                   ("strategy", strategy, "auto")):
-        if value is not default:  # what an operator is not given costs it no time
-            options[option] = value
+    if scale is not None:  # what an operator is not given costs it no time
+        options["softmax_scale"] = scale
+    if softcap:
+        options["softcap"] = softcap
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if sinks is not None:
+        options["sinks"] = sinks
+    if documents is not None:
+        options["documents"] = documents
+    if cache_seqlens is not None:
+        options["cache_seqlens"] = cache_seqlens
+    if total_keys is not None:
+        options["total_keys"] = total_keys
+    if total_queries is not None:
+        options["total_queries"] = total_queries
+    if equal_lengths:
+        options["equal_lengths"] = True
+    if invariant:
+        options["invariant"] = True
+    if strategy != "auto":
+        options["strategy"] = strategy
     if heads_dim == -3:
         q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
     if not return_lse:
@@ -245,7 +259,7 @@ class ContextParallelAttention(torch.nn.Module):
                 and gets the whole result, as in decode.
             documents: [count + 1] int64 starts of documents packed in the one sequence.
             cache_seqlens: [batch] int32 keys of each whole sequence over all ranks, where key and
-                value are caches with room to spare.
+                value are caches with room to spare; of any layout but contiguous.
             total_keys, total_queries: tokens over all ranks; None asks the ranks.
             return_lse: return (out, lse), lse of the format without its last dimension.
 
@@ -255,11 +269,13 @@ class ContextParallelAttention(torch.nn.Module):
         heads_dim = -3 if self.format == "bhtd" else -2
         if torch.compiler.is_compiling():
             _check(query, key, value, heads_dim)
+        buffers = self._buffers
         try:
             _refuse_grad(query, key, value)
             return _run(query, key, value, heads_dim, return_lse, self._name, self.layout, queries, self.causal,
-                        self.softmax_scale, self.window_size, self.softcap, self.alibi_slopes, self.sinks, documents,
-                        cache_seqlens, total_keys, total_queries, False, self.invariant, self.strategy)
+                        self.softmax_scale, self.window_size, self.softcap, buffers["alibi_slopes"],
+                        buffers["sinks"], documents, cache_seqlens, total_keys, total_queries, False,
+                        self.invariant, self.strategy)
         except Exception:
             _check(query, key, value, heads_dim)
             raise

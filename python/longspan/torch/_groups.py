@@ -26,6 +26,7 @@ class Known(NamedTuple):
     size: int
     device: str
     group: Any  # a weak reference to its process group; None where it has none
+    writers: dict  # its layers that append, by what they append
 
 
 _known: dict[str, Known] = {}  # by name
@@ -48,7 +49,7 @@ def _add(comm: Communicator, group=None) -> str:
     with _lock:
         name = f"longspan-{next(_counter)}"
         _known[name] = Known(comm, comm.rank, comm.size, comm.device,
-                             None if group is None else weakref.ref(group))
+                             None if group is None else weakref.ref(group), {})
         _names[id(comm)] = name
     return name
 

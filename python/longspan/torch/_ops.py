@@ -44,103 +44,95 @@ def _same_pitch(k: Tensor, v: Tensor) -> bool:
 def _rounded(length: int) -> int:
     """A size of a layer: at most an eighth above the length, so that lengths find one that is there."""
     step = max(128, 1 << max(0, length.bit_length() - 4))
-    return -(-length // step) * step
+    return max(1, -(-length // step)) * step
 
 
-def _attend(q, k, v, comm, *, causal=False, softmax_scale=None, window_left=-1, window_right=-1, softcap=0.0,
-            alibi_slopes=None, sinks=None, documents=None, cu_seqlens_q=None, cache_seqlens=None,
-            block_table=None, q_descale=None, k_descale=None, v_descale=None, keys="contiguous",
-            queries="", total_keys=None, total_queries=None, equal_lengths=False, invariant=False,
-            strategy="auto", exchange="auto", return_lse=False, out=None, k_new=None, v_new=None):
+def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, total_queries=None,
+            equal_lengths=False, window_left=-1, window_right=-1, cu_seqlens_q=None, cache_seqlens=None,
+            block_table=None, strategy="auto", return_lse=False, out=None, k_new=None, v_new=None, **options):
+    """What all operators that attend do; see longspan.attend. `options` go there as they are."""
     world = known(comm)
-    dims = q.dim()
-    if k.dim() != dims and cache_seqlens is None and block_table is None:
-        raise InputError(f"k has {k.dim()} dimensions and q {dims}")
-    if dims == 4:
-        if q.shape[0] == 0 and k.shape[0] == 0 and out is None:
-            return _results(q, v, return_lse)  # no sequences, on every rank
-        if k_new is None and block_table is None and not _same_pitch(k, v):
-            k, v = k.contiguous(), v.contiguous()
-    if world.size == 1:
-        if equal_lengths and q.shape[-3] != (k.shape[-3] if total_keys is None else total_keys):
-            _refuse_lengths(q.shape[-3], k.shape[-3] if total_keys is None else total_keys)
-        if not _follow_each_other(q):
-            q = q.contiguous()
-        return longspan.attend(
-            q, k, v, comm=world.comm, causal=causal, softmax_scale=softmax_scale,
-            window_size=(window_left, window_right), softcap=softcap, alibi_slopes=alibi_slopes,
-            sinks=sinks, documents=documents, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens,
-            block_table=block_table, k_new=k_new, v_new=v_new, q_descale=q_descale,
-            k_descale=k_descale, v_descale=v_descale, total_keys=total_keys, invariant=invariant,
-            strategy=strategy, exchange=exchange, return_lse=return_lse, out=out)
-    options = dict(
-        comm=world.comm, causal=causal, softmax_scale=softmax_scale,
-        window_size=(window_left, window_right), softcap=softcap, alibi_slopes=alibi_slopes,
-        sinks=sinks, documents=documents, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, invariant=invariant, exchange=exchange)
-    if dims not in (3, 4) or k.dim() < 3 or v.dim() < 3:  # it says what is wanted
-        return longspan.attend(q, k, v, **options)
+    options |= dict(comm=world.comm, window_size=(window_left, window_right), return_lse=return_lse, out=out)
     if cache_seqlens is not None or block_table is not None or cu_seqlens_q is not None or k_new is not None:
-        if queries:
-            q = q.contiguous()
-        elif not _follow_each_other(q):
-            q = q.contiguous()
+        if world.size > 1 and keys == "contiguous":
+            _refuse_contiguous()
+        q = q.contiguous() if queries or not _follow_each_other(q) else q
         return longspan.attend(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, block_table=block_table,
             k_new=k_new, v_new=v_new, keys=rule_of(keys), queries=rule_of(queries) if queries else None,
-            total_keys=total_keys, total_queries=total_queries, strategy=strategy,
-            return_lse=return_lse, out=out, **options)
+            total_keys=total_keys, total_queries=total_queries, strategy=strategy, **options)
+    dims = q.dim()
+    if k.dim() != dims or dims not in (3, 4):
+        raise InputError(f"q has {dims} dimensions and k {k.dim()}; both have 3, or 4 with a batch")
+    if dims == 4:
+        if q.shape[0] != k.shape[0]:
+            raise InputError(f"q has {q.shape[0]} sequences and k has {k.shape[0]}")
+        if q.shape[0] == 0 and out is None:
+            return _results(q, v, return_lse)  # no sequences, on every rank
+        if not _same_pitch(k, v):
+            k, v = k.contiguous(), v.contiguous()
+    if world.size == 1:
+        if equal_lengths:
+            _check_lengths(q.shape[-3], k.shape[-3] if total_keys is None else total_keys)
+        q = q if _follow_each_other(q) else q.contiguous()
+        return longspan.attend(q, k, v, total_keys=total_keys, strategy=strategy, **options)
+    of_keys, of_rows = _shares(world, q, k, keys, queries, total_keys, total_queries)
+    if equal_lengths:
+        _check_lengths(of_rows.total, of_keys.total)
+    options |= dict(keys=of_keys.layout, total_keys=of_keys.total, strategy=strategy)
+    if of_keys.table is not None:
+        options["key_table"] = torch.tensor(of_keys.table, device=q.device)
+    if queries:
+        return _attend_sharded(world, q, k, v, of_keys, of_rows, options)
+    if strategy == "gather-kv":
+        options["max_seqlen_k"] = _rounded(of_keys.total)
+    if dims == 4 and of_keys.table is not None:
+        options["key_table"] = options["key_table"].repeat(q.shape[0], 1)
+    return longspan.attend(q if _follow_each_other(q) else q.contiguous(), k, v, **options)
 
-    shared_keys, shared_rows = _lengths(world, q, k, keys, queries, total_keys, total_queries, equal_lengths)
-    if equal_lengths and shared_keys.total != shared_rows.total:
-        _refuse_lengths(shared_rows.total, shared_keys.total)
-    batch = q.shape[0] if dims == 4 else 1
-    options |= dict(keys=shared_keys.layout, strategy=strategy)
-    if shared_keys.table is not None:
-        options["key_table"] = torch.tensor(shared_keys.table, device=q.device)
-    if not queries:
-        if strategy == "gather-kv":
-            options["max_seqlen_k"] = _rounded(max(1, shared_keys.total))
-        if batch > 1:
-            if not _follow_each_other(q):
-                q = q.contiguous()
-            if shared_keys.table is not None:
-                options["key_table"] = options["key_table"].repeat(batch, 1)
-        return longspan.attend(q, k, v, total_keys=shared_keys.total, return_lse=return_lse, out=out, **options)
 
-    options |= dict(queries=shared_rows.layout, total_keys=shared_keys.total, total_queries=shared_rows.total)
-    if shared_rows.table is not None:
-        options["query_table"] = torch.tensor(shared_rows.table, device=q.device)
-    gathers_keys = strategy == "gather-kv" or (
-        strategy == "auto" and _keys_are_less(world.size, q, k, v, shared_keys, shared_rows))
+def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
+    """Every rank has rows of its own."""
+    batch = q.shape[0] if q.dim() == 4 else 1
+    options |= dict(queries=of_rows.layout, total_queries=of_rows.total)
+    if of_rows.table is not None:
+        options["query_table"] = torch.tensor(of_rows.table, device=q.device)
+    gathers_keys = options["strategy"] == "gather-kv" or (
+        options["strategy"] == "auto" and _keys_are_less(world.size, q, k, v, of_keys, of_rows))
     if gathers_keys:
-        options |= dict(strategy="gather-kv", max_seqlen_k=_rounded(max(1, shared_keys.total)))
-    if documents is not None and batch > 1:
+        options |= dict(strategy="gather-kv", max_seqlen_k=_rounded(of_keys.total))
+    if options.get("documents") is not None and batch > 1:
         raise InputError(f"documents are packed in one sequence; the batch has {batch}")
-    if not gathers_keys and (batch == 1 or shared_rows.table is None):
-        return longspan.attend(q.contiguous(), k, v, return_lse=return_lse, out=out, **options)
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if return_lse else None
+    if not gathers_keys and (batch == 1 or of_rows.table is None):
+        return longspan.attend(q.contiguous(), k, v, **options)
+    # The strategy, or the layout, takes one sequence at a time.
+    return_lse, out = options.pop("return_lse"), options.pop("out")
     if out is None:
         out = _results(q, v, False)
-    for b in range(batch):  # the strategy, or the layout, takes one sequence at a time
-        of_this = (one if one is None or dims == 3 else one[b] for one in (q, k, v, out, lse))
-        own_q, own_k, own_v, own_out, own_lse = of_this
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if return_lse else None
+    for b in range(batch):
+        own_q, own_k, own_v, own_out, own_lse = (t if t is None or q.dim() == 3 else t[b]
+                                                 for t in (q, k, v, out, lse))
         longspan.attend(own_q.contiguous(), own_k.contiguous(), own_v.contiguous(), out=own_out, lse=own_lse,
                         **options)
     return (out, lse) if return_lse else out
 
 
-def _refuse_lengths(rows: int, keys: int):
-    raise InputError(
-        f"is_causal is given, query has {rows} tokens and key has {keys}: which keys a row sees is ambiguous. "
-        "torch counts from the first key (upper left); causal_alignment='lower_right' says that the rows "
-        "are the last tokens of the sequence, as in decode")
+def _refuse_contiguous():
+    raise UnsupportedError("keys is 'contiguous', and the keys are a cache on several ranks: where it is cut moves as "
+                           "the sequence grows; deal it out 'interleaved', or 'interleaved:64' in blocks of 64")
 
 
-def _lengths(world, q, k, keys, queries, total_keys, total_queries, equal_lengths) -> tuple[Lengths, Lengths]:
+def _check_lengths(rows: int, keys: int):
+    if rows != keys:
+        raise InputError(
+            f"is_causal is given, query has {rows} tokens and key has {keys}: which keys a row sees is ambiguous. "
+            "torch counts from the first key (upper left); causal_alignment='lower_right' says that the rows "
+            "are the last tokens of the sequence, as in decode")
+
+
+def _shares(world, q, k, keys, queries, total_keys, total_queries) -> tuple[Lengths, Lengths]:
     """How keys and rows are shared; the ranks are asked where nobody says."""
-    if k.dim() == 4 and q.dim() == 4 and k.shape[0] != q.shape[0]:
-        raise InputError(f"q has {q.shape[0]} sequences and k has {k.shape[0]}")
     own_keys = own_rows = None
     if total_keys is None or (queries and total_queries is None):
         own_keys, own_rows = [], []
@@ -213,19 +205,18 @@ def _attend_append_kernel(q, k, v, k_new, v_new, comm, **options):
     return _attend(q, k, v, comm, k_new=k_new, v_new=v_new, **options)
 
 
-_writers: dict[tuple, longspan.Attention] = {}  # layers that append; a few
-
-
 def _append_kernel(k_new, v_new, k, v, comm, *, cache_seqlens=None, block_table=None, total_keys=None,
                    keys="contiguous", k_descale=None, v_descale=None):
     batch = k_new.shape[0] if k_new.dim() == 4 else 1
     world = known(comm)
-    key = (comm, k_new.shape[-2], k_new.shape[-1], v_new.shape[-1], k_new.dtype, k.dtype, batch, keys)
-    layer = _writers.get(key)
+    key = (k_new.shape[-2], k_new.shape[-1], v_new.shape[-1], k_new.dtype, k.dtype, batch, keys)
+    layer = world.writers.get(key)
+    if world.size > 1 and keys == "contiguous":
+        _refuse_contiguous()
     if layer is None:
-        if len(_writers) >= 64:
-            _writers.clear()
-        layer = _writers[key] = longspan.Attention(
+        if len(world.writers) >= 16:  # alike on all ranks, as the calls are
+            world.writers.clear()
+        layer = world.writers[key] = longspan.Attention(
             world.comm, heads=k_new.shape[-2], head_dim=k_new.shape[-1], value_dim=v_new.shape[-1],
             dtype=k_new.dtype, kv_dtype=k.dtype, causal=True, keys=rule_of(keys), max_batch=batch)
     layer.append(_dense(k_new), _dense(v_new), k, v, cache_seqlens=cache_seqlens, block_table=block_table,

@@ -222,6 +222,12 @@ def _alone(device: str) -> str:
 
 
 @torch.compiler.assume_constant_result
+def alone_name(device: str) -> str:
+    """The name of the communicator of this process alone."""
+    return _alone(device)
+
+
+@torch.compiler.assume_constant_result
 def name_of(comm: Any, group: Any, device: str) -> str:
     """The name of `comm`, or of the communicator of `group` for tensors on that device.
 

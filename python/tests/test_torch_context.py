@@ -117,6 +117,20 @@ def test_what_is_wrong_is_named(call, error, says):
     assert torch.equal(X, torch.ones(2, 3))
 
 
+@torch.no_grad()
+def test_what_would_attend_locally_is_refused():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    heads = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x, q = torch.ones(1, 3, 16), torch.ones(1, 2, 16, 16)
+    for call, name in [(lambda f: heads(x, x, x, need_weights=False), "MultiheadAttention"),
+                       (lambda f: layer(x), "MultiheadAttention"), (lambda f: flex_attention(q, q, q), "flex_attention")]:
+        with pytest.raises(Exception, match=f"{name} inside context_parallel"):
+            inside(call)
+        call(None)
+
+
 def test_pytorchs_load_balancers():
     from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 

@@ -40,6 +40,13 @@ def set_rotate_method(rotate_method: str) -> None:
     _rotate_method = rotate_method
 
 
+# Functions that attend by themselves: they would see this rank's tokens alone.
+_LOCAL = {
+    torch.nn.functional.multi_head_attention_forward: "torch.nn.MultiheadAttention",
+    torch.ops.higher_order.flex_attention: "flex_attention",
+}
+
+
 class _Attention(TorchFunctionMode):
     """Takes calls of torch's scaled_dot_product_attention, by whatever name they were reached."""
 
@@ -50,6 +57,10 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.nn.functional.scaled_dot_product_attention:
             return scaled_dot_product_attention(*args, comm=self._name, **self._options, **(kwargs or {}))
+        if func in _LOCAL:
+            raise UnsupportedError(f"{_LOCAL[func]} inside context_parallel is not supported: it would attend to this "
+                                   "rank's tokens alone. torch's scaled_dot_product_attention attends to all; windows, "
+                                   "documents and softcap are arguments of longspan.torch's")
         return func(*args, **(kwargs or {}))
 
 

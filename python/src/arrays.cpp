@@ -1,5 +1,6 @@
 #include "python/src/arrays.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <iterator>
@@ -185,6 +186,21 @@ void set_byte_stride(Tensor& t, const char* name, int d, std::int64_t bytes) {
     return;  // an extent of 1 is never stepped over
   }
   t.stride[d] = bytes / size;
+}
+
+/// An extent of 1 is never stepped over, and libraries give it any stride: it gets the one that a
+/// dense array would have, so that what is dense is seen to be.
+void settle_strides(Tensor& t) {
+  int outer = 0;  // dimensions before the first that is stepped over
+  while (outer < t.dims && t.shape[outer] == 1) ++outer;
+  const bool is_empty = t.size() == 0;
+  for (int d = t.dims - 1; d >= 0; --d)
+    if (is_empty || d < outer)
+      t.stride[d] =
+          d == t.dims - 1 ? 1 : t.stride[d + 1] * std::max<std::int64_t>(1, t.shape[d + 1]);
+  if (is_empty) return;
+  for (int d = outer + 1; d < t.dims; ++d)
+    if (t.shape[d] == 1) t.stride[d] = d == t.dims - 1 ? 1 : t.stride[d - 1];
 }
 
 }  // namespace
@@ -400,6 +416,7 @@ void Array::settle() {
     tensor_.dims = 1;
     tensor_.shape[0] = tensor_.stride[0] = 1;
   }
+  settle_strides(tensor_);
   // An array without elements is an array that was given, wherever it lies.
   static char nowhere[256];
   if (tensor_.data == nullptr && tensor_.size() == 0) tensor_.data = nowhere;

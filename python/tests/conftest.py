@@ -13,3 +13,14 @@ hypothesis.settings.load_profile("here")
 @pytest.fixture
 def rng():
     return np.random.default_rng(np.random.SeedSequence().entropy)
+
+
+@pytest.fixture(scope="session")
+def torch_ranks():
+    """Four processes of torch.distributed, for all tests that need them."""
+    pytest.importorskip("torch")
+    from torch_ranks import TorchRanks
+
+    made = TorchRanks(4)
+    yield made
+    assert made.end() == [0] * 4

@@ -55,6 +55,21 @@ def test_dlpack(rng, kind):
     assert (strided == out.values).all()
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 16), (9, 1, 16), (1, 1, 16), (1, 9, 2, 16), (3, 1, 2, 16), (3, 9, 1, 16),
+                                   (3, 0, 2, 16)])
+def test_an_extent_of_1_has_any_stride(rng, shape):
+    """Nothing steps over it, and libraries leave what they like there: torch calls all of these dense."""
+    def odd(a):
+        strides = [s if n > 1 else 4 * 77 for n, s in zip(a.shape, a.strides)]
+        return np.lib.stride_tricks.as_strided(a, strides=strides)
+
+    q, k, v = numbers(rng, (3, *shape))
+    out = odd(np.full_like(q, np.nan))
+    right = longspan.attend(q, k, v, queries="contiguous")
+    longspan.attend(odd(q), odd(k), odd(v), queries="contiguous", out=out)
+    assert (out == right).all()
+
+
 def test_dlpack_says_read_only(rng):
     q, k, v = numbers(rng, (3, 9, 2, 16))
     fixed = np.empty_like(q)

@@ -1,0 +1,300 @@
+"""scaled_dot_product_attention with torch's signature, and a layer for models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from longspan import Communicator, InputError, Sharding, UnsupportedError
+
+from . import _ops  # noqa: F401  (defines the operators)
+from ._groups import known, name_of
+from ._layouts import layout_text, shard_of, unshard_of
+
+AS_KEYS = "as keys"
+_attend, _attend_lse = torch.ops.longspan.attend.default, torch.ops.longspan.attend_lse.default
+
+
+def _refuse_grad(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        name = "query" if query.requires_grad else "key" if key.requires_grad else "value"
+        raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under torch.no_grad() or "
+                               f"torch.inference_mode(), or give {name}.detach()")
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, heads_dim: int) -> None:
+    """Raises what is wrong with them under the names of the caller. Eager calls come here when something is
+    wrong already, which saves the time: what is below checks all of it."""
+    for name, one in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{name} is of type '{type(one).__name__}'; a tensor is wanted")
+        if one.dim() != query.dim():
+            raise InputError(f"{name} has {one.dim()} dimensions and query {query.dim()}")
+        if one.device != query.device:
+            raise InputError(f"{name} lies on {one.device}, and query on {query.device}")
+        if one.dtype != query.dtype:
+            raise InputError(f"{name} is {one.dtype}, and query is {query.dtype}")
+    if query.dim() not in (3, 4):
+        raise InputError(f"query has {query.dim()} dimensions; 3 or 4 are wanted")
+    if key.shape[-1] != query.shape[-1]:
+        raise InputError(f"key has {key.shape[-1]} columns and query {query.shape[-1]}")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise InputError(f"value is {list(value.shape)} and key {list(key.shape)}; but for the last dimension "
+                         "they are alike")
+    heads, kv_heads = query.shape[heads_dim], key.shape[heads_dim]
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise InputError(f"query has {heads} heads and key {kv_heads}, which does not divide them")
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: CausalBias | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    group: Any = None,
+    comm: Communicator | None = None,
+    keys: str | Sharding = "zigzag",
+    queries: str | Sharding | None = AS_KEYS,
+    causal_alignment: str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    documents: Tensor | None = None,
+    total_keys: int | None = None,
+    total_queries: int | None = None,
+    invariant: bool = False,
+    strategy: str = "auto",
+    return_lse: bool = False,
+) -> Any:
+    """torch.nn.functional.scaled_dot_product_attention over keys and values of all ranks.
+
+    Every rank gives its own tokens and gets their result. Works eagerly and under
+    torch.compile(fullgraph=True), on processors and GPUs. Nothing is copied where the tensors are
+    transposes of [batch, tokens, heads, dim], as models make them; of others the query rows, and
+    with strategy gather-kv the keys and values, are copied into that order.
+
+    Args:
+        query: [batch, heads, tokens, dim] or [heads, tokens, dim], float32, float16 or bfloat16.
+        key: [batch, kv_heads, keys, dim]; value: [batch, kv_heads, keys, value_dim]; this rank's.
+        attn_mask: None, or torch.nn.attention.bias.causal_lower_right(...), of the lengths over all
+            ranks or of this rank's. Others are refused: a mask of numbers has no place here.
+        dropout_p: 0; another is refused.
+        is_causal: a token sees keys up to its own position in the whole sequence. torch counts rows
+            and keys from the first (upper left), longspan from the last (lower right). Where query
+            and key have equally many tokens that is the same; where not it is refused, unless
+        causal_alignment: says "lower_right": the rows are the last tokens.
+        scale: of the products; None is 1 / sqrt(dim).
+        enable_gqa: kv_heads may be fewer than heads.
+        group: the ranks: a ProcessGroup, a DeviceMesh of one dimension, or None: the default group,
+            or this process alone where torch.distributed is not initialised.
+        comm: in place of `group`, a longspan.Communicator.
+        keys: how keys are dealt out: "zigzag" (as context_parallel does), "striped", "interleaved:64"
+            (blocks of 64), or "contiguous": parts in rank order, of any lengths.
+        queries: likewise the rows of `query`; "as keys" is the same. None: every rank has all rows
+            and gets the whole result, as in decode.
+        window_size: (left, right) keys that a token sees besides its own; -1 is no bound.
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        alibi_slopes: [heads]; sinks: [heads] learned sinks.
+        documents: [count + 1] int64 starts of documents packed in the one sequence of the batch.
+        total_keys, total_queries: tokens over all ranks. None asks the ranks, which costs a round of
+            messages in each call; given, a contiguous cut is that of torch.tensor_split.
+        invariant: the same bits for 1, 2, 4 ... ranks.
+        strategy: a name of longspan.strategies(); "auto" sends what is fewer bytes: keys and
+            values, or query rows and states.
+        return_lse: return (out, lse), lse [batch, heads, tokens] float32, natural logarithms.
+
+    Raises:
+        UnsupportedError: attn_mask, dropout_p, tensors that require grad while grad is enabled.
+        InputError: tensors that do not fit; lengths that do not fit the layout.
+        UsageError: ranks differ in the options. RankError: a rank died or did not come.
+
+    >>> import torch, longspan.torch
+    >>> q, k, v = torch.randn(3, 2, 4, 63, 32)
+    >>> out = longspan.torch.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(out, wanted, atol=1e-5)
+    True
+    """
+    if causal_alignment not in (None, "lower_right"):
+        raise InputError(f"causal_alignment is {causal_alignment!r}; None and 'lower_right' are supported")
+    if attn_mask is not None:
+        is_causal, causal_alignment = _causal_of(attn_mask, is_causal, causal_alignment)
+    if dropout_p:
+        raise UnsupportedError(f"dropout_p is {dropout_p}; dropout is not supported, as there is no training here")
+    if torch.compiler.is_compiling():
+        _check(query, key, value, -3)
+    try:
+        if not enable_gqa and query.size(-3) != key.size(-3):
+            raise InputError(f"query has {query.shape[-3]} heads and key {key.shape[-3]}; enable_gqa=True allows that")
+        _refuse_grad(query, key, value)
+        return _run(query, key, value, -3, return_lse, name_of(comm, group, query.device.type), keys, queries,
+                    is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, None, total_keys,
+                    total_queries, is_causal and causal_alignment is None, invariant, strategy)
+    except Exception:
+        _check(query, key, value, -3)
+        raise
+
+
+def _causal_of(attn_mask, is_causal: bool, alignment: str | None):
+    if not isinstance(attn_mask, CausalBias):
+        raise UnsupportedError("attn_mask is given: masks of numbers are not supported. is_causal, window_size, "
+                               "documents, alibi_slopes and softcap say what a token sees, and "
+                               "torch.nn.attention.bias.causal_lower_right where lengths differ")
+    if is_causal:
+        raise InputError("is_causal is given, and attn_mask too; one of them says it")
+    if attn_mask.variant == CausalVariant.LOWER_RIGHT:
+        return True, "lower_right"
+    return True, alignment
+
+
+def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, window_size, softcap, alibi_slopes,
+         sinks, documents, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy):
+    """Heads in dimension -3, as torch has them, or -2."""
+    options = {"causal": causal, "keys": layout_text(keys, "keys")}
+    if queries is not None:
+        options["queries"] = options["keys"] if queries == AS_KEYS else layout_text(queries, "queries")
+    if window_size != (-1, -1):
+        options["window_left"], options["window_right"] = window_size
+    if scale is not None:  # what an operator is not given costs it no time
+        options["softmax_scale"] = scale
+    if softcap:
+        options["softcap"] = softcap
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if sinks is not None:
+        options["sinks"] = sinks
+    if documents is not None:
+        options["documents"] = documents
+    if cache_seqlens is not None:
+        options["cache_seqlens"] = cache_seqlens
+    if total_keys is not None:
+        options["total_keys"] = total_keys
+    if total_queries is not None:
+        options["total_queries"] = total_queries
+    if equal_lengths:
+        options["equal_lengths"] = True
+    if invariant:
+        options["invariant"] = True
+    if strategy != "auto":
+        options["strategy"] = strategy
+    if heads_dim == -3:
+        q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    if not return_lse:
+        out = _attend(q, k, v, name, **options)
+        return out.transpose(-3, -2) if heads_dim == -3 else out
+    out, lse = _attend_lse(q, k, v, name, **options)
+    return (out.transpose(-3, -2), lse.transpose(-2, -1)) if heads_dim == -3 else (out, lse)
+
+
+class ContextParallelAttention(torch.nn.Module):
+    """Attention of a model whose tokens are sharded across ranks. It has no weights.
+
+    Every rank gives the query rows, keys and values of its own tokens. Making one is collective
+    over the group the first time. Nothing of it is trained: under autograd it refuses tensors that
+    require grad.
+
+    Args:
+        group: the ranks: a ProcessGroup, a DeviceMesh of one dimension, or None (the default group).
+        comm: in place of `group`, a longspan.Communicator.
+        device: "cpu" or "cuda", where the group has both; None takes what the group says.
+        format: "bhtd": tensors are [batch, heads, tokens, dim], as torch has them; "bthd": [batch,
+            tokens, heads, dim], as flash-attention has them.
+        layout: how tokens are dealt out: "zigzag", "striped", "interleaved:64" or "contiguous". For
+            decode with a cache that grows it is interleaved.
+        causal: a token sees keys up to its own position; rows are the last tokens of the sequence
+            (lower right), so that decode is right.
+        softmax_scale: of the products; None is 1 / sqrt(dim).
+        window_size: (left, right) keys that a token sees besides its own; -1 is no bound.
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        alibi_slopes, sinks: [heads] tensors, or None. They are buffers of the module, so that they
+            follow it to a device; they are not in its state_dict.
+        invariant, strategy: as in scaled_dot_product_attention.
+
+    >>> import torch, longspan.torch
+    >>> attention = longspan.torch.ContextParallelAttention(causal=True, window_size=(15, -1))
+    >>> q = torch.randn(2, 8, 63, 32)                        # [batch, heads, tokens, dim]
+    >>> k, v = torch.randn(2, 2, 2, 63, 32)                  # two kv heads
+    >>> attention(*(attention.shard(t) for t in (q, k, v))).shape
+    torch.Size([2, 8, 63, 32])
+    """
+
+    def __init__(self, group: Any = None, *, comm: Communicator | None = None, device: str | None = None,
+                 format: str = "bhtd", layout: str | Sharding = "zigzag", causal: bool = False,
+                 softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+                 softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+                 invariant: bool = False, strategy: str = "auto"):
+        super().__init__()
+        if format not in ("bhtd", "bthd"):
+            raise InputError(f"format is {format!r}; 'bhtd' and 'bthd' are supported")
+        self.format, self.layout = format, layout_text(layout, "layout")
+        self.causal, self.softmax_scale, self.softcap = causal, softmax_scale, softcap
+        self.window_size, self.invariant, self.strategy = tuple(window_size), invariant, strategy
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self.register_buffer("sinks", sinks, persistent=False)
+        self._name = name_of(comm, group, device or "")
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return known(self._name).comm
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, queries: str | None = AS_KEYS,
+                documents: Tensor | None = None, cache_seqlens: Tensor | None = None,
+                total_keys: int | None = None, total_queries: int | None = None,
+                return_lse: bool = False) -> Any:
+        """The result for the rows of `query`, in the layer's format.
+
+        Args:
+            query: this rank's rows; key, value: this rank's, kv_heads divides heads.
+            queries: "as keys": rows are dealt out as the keys are; None: every rank has all rows
+                and gets the whole result, as in decode.
+            documents: [count + 1] int64 starts of documents packed in the one sequence.
+            cache_seqlens: [batch] int32 keys of each whole sequence over all ranks, where key and
+                value are caches with room to spare; of any layout but contiguous.
+            total_keys, total_queries: tokens over all ranks; None asks the ranks.
+            return_lse: return (out, lse), lse of the format without its last dimension.
+
+        Raises:
+            As scaled_dot_product_attention.
+        """
+        heads_dim = -3 if self.format == "bhtd" else -2
+        if torch.compiler.is_compiling():
+            _check(query, key, value, heads_dim)
+        buffers = self._buffers
+        try:
+            _refuse_grad(query, key, value)
+            return _run(query, key, value, heads_dim, return_lse, self._name, self.layout, queries, self.causal,
+                        self.softmax_scale, self.window_size, self.softcap, buffers["alibi_slopes"],
+                        buffers["sinks"], documents, cache_seqlens, total_keys, total_queries, False,
+                        self.invariant, self.strategy)
+        except Exception:
+            _check(query, key, value, heads_dim)
+            raise
+
+    def shard(self, whole: Tensor, dim: int | None = None) -> Tensor:
+        """This rank's tokens of a whole tensor, along `dim`; None is that of the format's tokens."""
+        rank = known(self._name)
+        return shard_of(whole, self.layout, rank.rank, rank.size, self._token_dim(whole, dim))
+
+    def unshard(self, part: Tensor, dim: int | None = None) -> Tensor:
+        """The whole tensor of the ranks' parts, on every rank. Collective."""
+        return unshard_of(part, self.layout, known(self._name), self._token_dim(part, dim))
+
+    def _token_dim(self, tensor: Tensor, dim: int | None) -> int:
+        if dim is None:
+            dim = -2 if self.format == "bhtd" else -3
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise InputError(f"dim is {dim}; the tensor has {tensor.dim()} dimensions")
+        return dim % tensor.dim()
+
+    def extra_repr(self) -> str:
+        return f"{self.comm}, format={self.format}, layout={self.layout}, causal={self.causal}"

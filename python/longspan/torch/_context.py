@@ -1,0 +1,212 @@
+"""context_parallel under PyTorch's names: what runs inside it attends over the tokens of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from longspan import InputError, Sharding, UnsupportedError
+
+from ._attention import scaled_dot_product_attention
+from ._groups import known, name_of
+from ._layouts import layout_text, shard_of, unshard_of
+
+_STRATEGIES = {"allgather": "gather-kv", "alltoall": "gather-states"}
+_rotate_method = "allgather"
+_open = threading.local()  # .layouts: of the contexts that this thread is in
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """How attention inside context_parallel travels, for all contexts that are opened from now on.
+
+    "allgather", which is the default: keys and values are gathered, where the layout and the device
+    allow it. "alltoall": no rank ever holds the keys of another; query rows and partial states travel
+    instead. Both are exact.
+
+    Raises:
+        UnsupportedError: another name; PyTorch raises NotImplementedError, which it is.
+
+    >>> import longspan.torch
+    >>> longspan.torch.set_rotate_method("allgather")
+    """
+    global _rotate_method
+    if rotate_method not in _STRATEGIES:
+        raise UnsupportedError(f"rotate_method is {rotate_method!r}; 'allgather' and 'alltoall' are supported")
+    _rotate_method = rotate_method
+
+
+# Functions that attend by themselves: they would see this rank's tokens alone.
+_LOCAL = {
+    torch.nn.functional.multi_head_attention_forward: "torch.nn.MultiheadAttention",
+    torch.ops.higher_order.flex_attention: "flex_attention",
+}
+
+
+class _Attention(TorchFunctionMode):
+    """Takes calls of torch's scaled_dot_product_attention, by whatever name they were reached."""
+
+    def __init__(self, name: str, options: dict):
+        super().__init__()
+        self._name, self._options = name, options
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return scaled_dot_product_attention(*args, comm=self._name, **self._options, **(kwargs or {}))
+        if func in _LOCAL:
+            raise UnsupportedError(f"{_LOCAL[func]} inside context_parallel is not supported: it would attend to this "
+                                   "rank's tokens alone. torch's scaled_dot_product_attention attends to all; windows, "
+                                   "documents and softcap are arguments of longspan.torch's")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: Any,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Iterable[Tensor] | None = None,
+    layout: str | Sharding = "zigzag",
+    queries: str | None = "as keys",
+    causal_alignment: str | None = None,
+    total_tokens: int | None = None,
+) -> Iterator[None]:
+    """Inside, torch's scaled_dot_product_attention runs over the tokens of all ranks of `mesh`.
+
+    As torch.distributed.tensor.experimental.context_parallel: the buffers are sharded in place, and
+    when the context ends they are what they were. Any length works, on processors and GPUs, causal
+    or not, without buffers, for query and key of different lengths, eagerly and under
+    torch.compile(fullgraph=True). Collective, as every call of attention inside it.
+
+    Args:
+        mesh: a DeviceMesh of one dimension, a ProcessGroup, or None: the default group.
+        buffers: tensors whose tokens are dealt out: inputs, labels, tables of positions. They keep
+            their identity and change their shape. No parameters.
+        buffer_seq_dims: the dimension of the tokens in each of them.
+        no_restore_buffers: those of them that stay sharded afterwards, which saves their memory.
+        layout: how tokens are dealt out: "zigzag", which is PyTorch's default too (head-tail load
+            balance), "striped", "interleaved:64" or "contiguous" (PyTorch without load balance).
+        queries: "as keys": rows of query are dealt out likewise. None: every rank has all rows.
+        causal_alignment: what is_causal means where query and key have different lengths; None
+            refuses it, "lower_right" says that the rows are the last tokens.
+        total_tokens: of the sequence, where query and key have those of the buffers and no others: saves
+            the round of messages by which attention learns it.
+
+    Raises:
+        InputError, UnsupportedError, UsageError, RankError: as scaled_dot_product_attention; here and
+        in the calls inside.
+
+    >>> import torch, longspan.torch
+    >>> q = torch.randn(1, 2, 63, 32)
+    >>> with longspan.torch.context_parallel(None, buffers=[q], buffer_seq_dims=[2]):
+    ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> out, = longspan.torch.context_parallel_unshard(None, [out], [2])
+    >>> out.shape
+    torch.Size([1, 2, 63, 32])
+    """
+    buffers = [] if buffers is None else list(buffers)
+    dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
+    kept = [] if no_restore_buffers is None else list(no_restore_buffers)
+    layout = layout_text(layout, "layout")
+    dims = _check_buffers(buffers, dims, kept)
+    name = name_of(None, mesh, _device_of(buffers))
+    world = known(name)
+    options = dict(keys=layout, queries=queries, causal_alignment=causal_alignment, total_keys=total_tokens,
+                   total_queries=total_tokens,
+                   strategy=_strategy_for(layout, world.device) if queries is not None else "auto")
+    with torch.no_grad():
+        whole = [(b, b.data) for b in buffers]
+        shards = [shard_of(b.data, layout, world.rank, world.size, d).clone(memory_format=torch.contiguous_format)
+                  for b, d in zip(buffers, dims)]
+    layouts = _open.__dict__.setdefault("layouts", [])
+    layouts.append(layout)
+    try:
+        for buffer, shard in zip(buffers, shards):
+            buffer.data = shard
+        del shards
+        with _Attention(name, options):
+            yield
+    finally:
+        layouts.pop()
+        for buffer, data in whole:
+            if not any(buffer is one for one in kept):
+                buffer.data = data
+
+
+def _check_buffers(buffers, dims, kept) -> list[int]:
+    if len(buffers) != len(dims):
+        raise InputError(f"buffer_seq_dims has {len(dims)} entries, and there are {len(buffers)} buffers")
+    for i, buffer in enumerate(buffers):
+        if not isinstance(buffer, Tensor):
+            raise TypeError(f"buffers[{i}] is of type '{type(buffer).__name__}'; a tensor is wanted")
+        if isinstance(buffer, torch.nn.Parameter):
+            raise UnsupportedError(f"buffers[{i}] is a parameter: weights are not sharded by tokens")
+        if not -buffer.dim() <= dims[i] < buffer.dim():
+            raise InputError(f"buffer_seq_dims[{i}] is {dims[i]}; the buffer has {buffer.dim()} dimensions")
+        if any(buffer is other for other in buffers[:i]):
+            raise InputError(f"buffers[{i}] is given twice")
+    for one in kept:
+        if not any(one is b for b in buffers):
+            raise InputError("no_restore_buffers has a tensor that is none of buffers")
+    return [d % b.dim() for b, d in zip(buffers, dims)]
+
+
+def _device_of(buffers: Sequence[Tensor]) -> str:
+    return buffers[0].device.type if buffers else ""
+
+
+def _strategy_for(layout: str, device: str) -> str:
+    """gather-kv has no contiguous keys of any cut on GPUs, and no large blocks."""
+    rule, _, block = layout.partition(":")
+    if _rotate_method == "allgather" and ((rule == "contiguous" and device == "cuda") or
+                                          (block and int(block) > 512)):
+        return "gather-states"
+    return _STRATEGIES[_rotate_method]
+
+
+@torch.no_grad()
+def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Sequence[int],
+                             load_balancer: Any = None) -> list[Tensor]:
+    """The whole tensors, on every rank, of parts that were sharded by context_parallel. Collective.
+
+    Args:
+        mesh: as in context_parallel.
+        buffers: this rank's parts; any length.
+        seq_dims: the dimension of the tokens in each of them.
+        load_balancer: the layout that they were sharded by, as context_parallel's `layout`. None: that
+            of the context which is open, or else "zigzag". PyTorch's own head-tail balancer says
+            "zigzag".
+
+    Raises:
+        InputError: parts that do not fit together. UnsupportedError: another balancer of PyTorch's.
+        RankError: a rank did not come.
+
+    >>> import torch, longspan.torch
+    >>> longspan.torch.context_parallel_unshard(None, [torch.arange(5)], [0])
+    [tensor([0, 1, 2, 3, 4])]
+    """
+    if len(buffers) != len(seq_dims):
+        raise InputError(f"seq_dims has {len(seq_dims)} entries, and there are {len(buffers)} buffers")
+    if load_balancer is None:
+        layouts = getattr(_open, "layouts", None)
+        load_balancer = layouts[-1] if layouts else "zigzag"
+    elif type(load_balancer).__name__ == "_HeadTailLoadBalancer":
+        load_balancer = "zigzag"
+    elif type(load_balancer).__module__.startswith("torch."):
+        raise UnsupportedError(f"load_balancer is a {type(load_balancer).__name__}; give the layout that "
+                               "context_parallel was given")
+    layout = layout_text(load_balancer, "load_balancer")
+    made = []
+    for i, (part, dim) in enumerate(zip(buffers, seq_dims)):
+        if not isinstance(part, Tensor):
+            raise TypeError(f"buffers[{i}] is of type '{type(part).__name__}'; a tensor is wanted")
+        if not -part.dim() <= dim < part.dim():
+            raise InputError(f"seq_dims[{i}] is {dim}; the buffer has {part.dim()} dimensions")
+        world = known(name_of(None, mesh, part.device.type))
+        made.append(unshard_of(part, layout, world, dim % part.dim()))
+    return made

@@ -1,0 +1,246 @@
+"""Communicators of process groups, and the names by which operators find them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import longspan
+from longspan import Communicator, InputError, RankError, UnsupportedError, UsageError
+
+DEADLINE = 60.0  # seconds that ranks wait for each other to meet, where nobody says how long
+
+
+class Known(NamedTuple):
+    """A communicator as operators see it."""
+
+    comm: Communicator
+    rank: int
+    size: int
+    device: str
+    group: Any  # a weak reference to its process group; None where it has none
+    writers: dict  # its layers that append, by what they append
+
+
+_known: dict[str, Known] = {}  # by name
+_names: dict[int, str] = {}  # by id() of a communicator, which _known keeps alive
+_made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {device: name}
+_counter = itertools.count()
+_lock = threading.RLock()
+
+
+def known(name: str) -> Known:
+    """The communicator of that name."""
+    try:
+        return _known[name]
+    except KeyError:
+        raise UsageError(f"comm is '{name}', and there is no such communicator: its process group has "
+                         "been destroyed, or it is of another process") from None
+
+
+def _add(comm: Communicator, group=None) -> str:
+    with _lock:
+        name = f"longspan-{next(_counter)}"
+        _known[name] = Known(comm, comm.rank, comm.size, comm.device,
+                             None if group is None else weakref.ref(group), {})
+        _names[id(comm)] = name
+    return name
+
+
+def _drop(name: str) -> None:
+    with _lock:
+        gone = _known.pop(name, None)
+        if gone is not None:
+            _names.pop(id(gone.comm), None)
+
+
+def _is_open(comm: Communicator) -> bool:
+    try:
+        return comm.rank >= 0
+    except UsageError:  # closed, or from before a fork
+        return False
+
+
+def _group_of(group_or_mesh: Any, dim: str | int | None):
+    """(process group, device type that a mesh names or None); the group is None without ranks."""
+    given = getattr(group_or_mesh, "real_obj", group_or_mesh)  # as torch.compile shows it
+    device = None
+    if isinstance(given, dist.DeviceMesh):
+        device = given.device_type
+        if dim is None and given.ndim != 1:
+            raise InputError(f"mesh has {given.ndim} dimensions, {given.mesh_dim_names}; give one of them, "
+                             "as mesh['cp'], or its name as dim")
+        return given.get_group(dim), device
+    if dim is not None:
+        raise InputError("dim is given, and there is no mesh whose dimension it could be")
+    if given is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            ranks = os.environ.get("WORLD_SIZE", "1")
+            if ranks != "1":
+                raise UsageError(f"group is None and torch.distributed is not initialised, in one of {ranks} "
+                                 "ranks (WORLD_SIZE): call torch.distributed.init_process_group first")
+            return None, device
+        given = dist.group.WORLD
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("group is one that this rank is no member of; only its members compute")
+    if not isinstance(given, dist.ProcessGroup):
+        raise TypeError(f"group is of type '{type(given).__name__}'; a ProcessGroup, a DeviceMesh of one "
+                        "dimension or None is wanted")
+    return given, device
+
+
+def _devices_of(group) -> list[str]:
+    """Devices whose tensors the group moves: ["cpu", "cuda"]."""
+    config = dist.get_backend_config(group)
+    return [part.split(":")[0] for part in config.split(",") if ":" in part] or ["cpu"]
+
+
+def _finish(work, deadline: float, step: str) -> None:
+    """Waits for a transfer of the group, at most for the deadline, whatever its own timeout is."""
+    end, pause = time.monotonic() + deadline, 1e-4
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise RankError(f"not every rank of the process group came to the {step} within {deadline:g} s: "
+                            "all of its ranks make the same calls in the same order", None, step)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
+    work.wait()
+
+
+def exchange_over(group, deadline: float, step: str):
+    """A function that gathers every rank's bytes over a process group."""
+    device = torch.device("cpu" if "cpu" in _devices_of(group) else "cuda")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+
+    def gather(values: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(values) for _ in range(group.size())]
+        _finish(dist.all_gather(parts, values, group=group, async_op=True), deadline, step)
+        return [part.cpu() for part in parts]
+
+    def exchange(mine: bytes) -> list[bytes]:
+        try:
+            with torch.no_grad():
+                sizes = [int(n) for n in gather(torch.tensor([len(mine)], dtype=torch.int64, device=device))]
+                padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+                if mine:
+                    padded[:len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+                return [bytes(part[:n].tolist()) for part, n in zip(gather(padded.to(device)), sizes)]
+        except longspan.LongspanError:
+            raise
+        except RuntimeError as error:  # as the group's backend says that a rank is gone
+            raise RankError(f"the process group failed in the {step}: {error}", None, step) from error
+
+    return exchange
+
+
+def _gpu_for(device: str) -> int | None:
+    if device != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        raise UnsupportedError("device is 'cuda', and torch has no GPU here")
+    return torch.cuda.current_device()
+
+
+def communicator(group_or_mesh: Any = None, *, dim: str | int | None = None, device: str | None = None,
+                 deadline: float | None = None) -> Communicator:
+    """The communicator of the ranks of a process group. It needs no MPI: torchrun is enough.
+
+    The first call for a group is collective over it; the communicator is kept as long as the group
+    lives, and later calls return it. After a RankError it has ended: close() it on every rank, and
+    the next call makes a new one. torch's current device is left as it is.
+
+    Args:
+        group_or_mesh: a torch.distributed.ProcessGroup; a DeviceMesh of one dimension, such as
+            mesh["cp"]; or None: the default group, and where torch.distributed is not initialised
+            this process alone.
+        dim: which dimension of a mesh of several.
+        device: "cpu" or "cuda": where tensors of calls lie. None takes what the mesh says, or else
+            "cuda" where the group has a backend for it (and there is a GPU), or else "cpu". On GPUs
+            it is the current one of torch.
+        deadline: seconds that a rank waits for another at most; None takes LONGSPAN_DEADLINE_S, or
+            else 60. It holds for the first call too, whatever timeout the group has.
+
+    Raises:
+        UsageError: this rank is no member of the group, torch.distributed is not initialised in one
+            of several ranks, or ranks ask for different things.
+        InputError: a mesh of several dimensions without `dim`.
+        RankError: a rank did not come.
+        TypeError: neither a group nor a mesh.
+
+    >>> import longspan.torch
+    >>> longspan.torch.communicator().size      # without torch.distributed: this process
+    1
+    """
+    return known(_made_for(group_or_mesh, dim, device, deadline)).comm
+
+
+def _made_for(group_or_mesh, dim=None, device=None, deadline=None) -> str:
+    group, of_mesh = _group_of(group_or_mesh, dim)
+    if device not in (None, "cpu", "cuda"):
+        raise InputError(f"device is {device!r}; 'cpu' and 'cuda' are supported")
+    if group is None:
+        return _alone(device or "cpu")
+    if device is None:
+        device = of_mesh
+    if device not in ("cpu", "cuda"):
+        device = "cuda" if "cuda" in _devices_of(group) and torch.cuda.is_available() else "cpu"
+    with _lock:
+        made = _made.setdefault(group, {})
+        name = made.get(device)
+        if name is not None and _is_open(known(name).comm):
+            return name
+        if name is not None:
+            _drop(name)
+        wait = deadline or float(os.environ.get("LONGSPAN_DEADLINE_S") or DEADLINE)
+        gpu = _gpu_for(device)
+        comm = longspan.from_exchange(group.rank(), group.size(),
+                                      exchange_over(group, wait, "meeting of the ranks"), device,
+                                      gpu=gpu, deadline=deadline)
+        name = made[device] = _add(comm, group)
+        weakref.finalize(group, _drop, name)
+    return name
+
+
+_single: dict[tuple, str] = {}
+
+
+def _alone(device: str) -> str:
+    gpu = _gpu_for(device)
+    with _lock:
+        name = _single.get((device, gpu))
+        if name is None or not _is_open(known(name).comm):
+            name = _single[device, gpu] = _add(longspan.alone(device, gpu=gpu))
+    return name
+
+
+@torch.compiler.assume_constant_result
+def alone_name(device: str) -> str:
+    """The name of the communicator of this process alone."""
+    return _alone(device)
+
+
+@torch.compiler.assume_constant_result
+def name_of(comm: Any, group: Any, device: str) -> str:
+    """The name of `comm`, or of the communicator of `group` for tensors on that device.
+
+    Under torch.compile it is looked up when a graph is traced: a constant of the graph.
+    """
+    if comm is not None:
+        if group is not None:
+            raise InputError("comm is given, and group too; it says both")
+        if isinstance(comm, str):
+            known(comm)
+            return comm
+        if not isinstance(comm, Communicator):
+            raise TypeError(f"comm is of type '{type(comm).__name__}'; a longspan.Communicator is wanted")
+        with _lock:
+            return _names.get(id(comm)) or _add(comm)
+    return _made_for(group, None, device if device in ("cpu", "cuda") else None)

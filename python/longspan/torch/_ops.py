@@ -1,0 +1,271 @@
+"""The operators torch.ops.longspan.*: what torch.compile sees of longspan.
+
+Tensors are [batch, tokens, heads, dim] or [tokens, heads, dim], as longspan.attend has them; a
+communicator is given by its name (a string). Fake implementations tell shapes; what is written is
+declared. An operator's kernel refuses tensors that require grad, since there is no backward: one
+would be registered for the key Autograd, beside the kernels below.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import longspan
+from longspan import InputError, UnsupportedError
+
+from ._groups import known
+from ._layouts import Lengths, resolve, rule_of
+
+library = torch.library.Library("longspan", "DEF")
+
+_OPTIONS = """*, bool causal=False, float? softmax_scale=None, SymInt window_left=-1,
+    SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None,
+    Tensor? documents=None, Tensor? cu_seqlens_q=None, Tensor? cache_seqlens=None,
+    Tensor? block_table=None, Tensor? q_descale=None, Tensor? k_descale=None,
+    Tensor? v_descale=None, str keys='contiguous', str queries='', SymInt? total_keys=None,
+    SymInt? total_queries=None, bool equal_lengths=False, bool invariant=False,
+    str strategy='auto', str exchange='auto'"""
+
+_MOST_BLOCK = 512  # keys of an interleaved block, which gather-kv takes
+
+
+def _follow_each_other(t: Tensor) -> bool:
+    """Whether each sequence begins where the one before it ends."""
+    return t.dim() != 4 or t.shape[0] <= 1 or t.stride(0) == t.shape[1] * t.stride(1)
+
+
+def _same_pitch(k: Tensor, v: Tensor) -> bool:
+    """Whether the sequences of k and v are alike apart, in tokens, as the library wants them."""
+    return k.dim() != 4 or v.dim() != 4 or k.shape[0] <= 1 or k.shape[1] <= 1 or v.stride(1) == 0 or (
+        k.stride(0) * v.stride(1) == v.stride(0) * k.stride(1) and k.stride(0) % max(1, k.stride(1)) == 0)
+
+
+def _rounded(length: int) -> int:
+    """A size of a layer: at most an eighth above the length, so that lengths find one that is there."""
+    step = max(128, 1 << max(0, length.bit_length() - 4))
+    return max(1, -(-length // step)) * step
+
+
+def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, total_queries=None,
+            equal_lengths=False, window_left=-1, window_right=-1, cu_seqlens_q=None, cache_seqlens=None,
+            block_table=None, strategy="auto", return_lse=False, out=None, k_new=None, v_new=None, **options):
+    """What all operators that attend do; see longspan.attend. `options` go there as they are."""
+    world = known(comm)
+    options |= dict(comm=world.comm, window_size=(window_left, window_right), return_lse=return_lse, out=out)
+    if cache_seqlens is not None or block_table is not None or cu_seqlens_q is not None or k_new is not None:
+        if world.size > 1 and keys == "contiguous":
+            _refuse_contiguous()
+        q = q.contiguous() if queries or not _follow_each_other(q) else q
+        return longspan.attend(
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, block_table=block_table,
+            k_new=k_new, v_new=v_new, keys=rule_of(keys), queries=rule_of(queries) if queries else None,
+            total_keys=total_keys, total_queries=total_queries, strategy=strategy, **options)
+    dims = q.dim()
+    if k.dim() != dims or dims not in (3, 4):
+        raise InputError(f"q has {dims} dimensions and k {k.dim()}; both have 3, or 4 with a batch")
+    if dims == 4:
+        if q.shape[0] != k.shape[0]:
+            raise InputError(f"q has {q.shape[0]} sequences and k has {k.shape[0]}")
+        if q.shape[0] == 0 and out is None:
+            return _results(q, v, return_lse)  # no sequences, on every rank
+        if not _same_pitch(k, v):
+            k, v = k.contiguous(), v.contiguous()
+    if world.size == 1:
+        if equal_lengths:
+            _check_lengths(q.shape[-3], k.shape[-3] if total_keys is None else total_keys)
+        q = q if _follow_each_other(q) else q.contiguous()
+        return longspan.attend(q, k, v, total_keys=total_keys, strategy=strategy, **options)
+    of_keys, of_rows = _shares(world, q, k, keys, queries, total_keys, total_queries)
+    if equal_lengths:
+        _check_lengths(of_rows.total, of_keys.total)
+    options |= dict(keys=of_keys.layout, total_keys=of_keys.total, strategy=strategy)
+    if of_keys.table is not None:
+        options["key_table"] = torch.tensor(of_keys.table, device=q.device)
+    if queries:
+        return _attend_sharded(world, q, k, v, of_keys, of_rows, options)
+    if strategy == "gather-kv":
+        options["max_seqlen_k"] = _rounded(of_keys.total)
+    if dims == 4 and of_keys.table is not None:
+        options["key_table"] = options["key_table"].repeat(q.shape[0], 1)
+    return longspan.attend(q if _follow_each_other(q) else q.contiguous(), k, v, **options)
+
+
+def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
+    """Every rank has rows of its own."""
+    batch = q.shape[0] if q.dim() == 4 else 1
+    options |= dict(queries=of_rows.layout, total_queries=of_rows.total)
+    if of_rows.table is not None:
+        options["query_table"] = torch.tensor(of_rows.table, device=q.device)
+    gathers_keys = options["strategy"] == "gather-kv" or (
+        options["strategy"] == "auto" and _keys_are_less(world.size, q, k, v, of_keys, of_rows))
+    if gathers_keys:
+        options |= dict(strategy="gather-kv", max_seqlen_k=_rounded(of_keys.total))
+    if options.get("documents") is not None and batch > 1:
+        raise InputError(f"documents are packed in one sequence; the batch has {batch}")
+    if not gathers_keys and (batch == 1 or of_rows.table is None):
+        return longspan.attend(q.contiguous(), k, v, **options)
+    # The strategy, or the layout, takes one sequence at a time.
+    return_lse, out = options.pop("return_lse"), options.pop("out")
+    if out is None:
+        out = _results(q, v, False)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if return_lse else None
+    for b in range(batch):
+        own_q, own_k, own_v, own_out, own_lse = (t if t is None or q.dim() == 3 else t[b]
+                                                 for t in (q, k, v, out, lse))
+        longspan.attend(own_q.contiguous(), own_k.contiguous(), own_v.contiguous(), out=own_out, lse=own_lse,
+                        **options)
+    return (out, lse) if return_lse else out
+
+
+def _refuse_contiguous():
+    raise UnsupportedError("keys is 'contiguous', and the keys are a cache on several ranks: where it is cut moves as "
+                           "the sequence grows; deal it out 'interleaved', or 'interleaved:64' in blocks of 64")
+
+
+def _check_lengths(rows: int, keys: int):
+    if rows != keys:
+        raise InputError(
+            f"is_causal is given, query has {rows} tokens and key has {keys}: which keys a row sees is ambiguous. "
+            "torch counts from the first key (upper left); causal_alignment='lower_right' says that the rows "
+            "are the last tokens of the sequence, as in decode")
+
+
+def _shares(world, q, k, keys, queries, total_keys, total_queries) -> tuple[Lengths, Lengths]:
+    """How keys and rows are shared; the ranks are asked where nobody says."""
+    own_keys = own_rows = None
+    if total_keys is None or (queries and total_queries is None):
+        own_keys, own_rows = [], []
+        mine = b"%d %d" % (k.shape[-3], q.shape[-3])
+        for said in world.comm.gather(mine, "count of keys and query rows"):
+            one, other = said.split()
+            own_keys.append(int(one))
+            own_rows.append(int(other))
+    of_keys = resolve(keys, total_keys, own_keys, world.size, "k")
+    if not queries:
+        if own_rows is not None and len(set(own_rows)) > 1:
+            raise InputError(f"q has {own_rows} rows on the ranks; without queries every rank has all of them")
+        return of_keys, Lengths(q.shape[-3], "", None)
+    return of_keys, resolve(queries, total_queries, own_rows, world.size, "q")
+
+
+def _keys_are_less(ranks: int, q, k, v, keys: Lengths, rows: Lengths) -> bool:
+    """Whether keys and values are fewer bytes on the way than query rows and states, and can be sent."""
+    if keys.layout.layout == "interleaved" and keys.layout.block > _MOST_BLOCK:
+        return False
+    if q.device.type == "cuda" and keys.table is not None:
+        return False
+    heads, dim, value_dim = q.shape[-2], q.shape[-1], v.shape[-1]
+    sent_keys = keys.total * k.shape[-2] * (dim + value_dim) * k.element_size() / ranks
+    sent_rows = rows.total * heads * ((value_dim + 2) * 4 + dim * q.element_size() / ranks)
+    return sent_keys <= sent_rows
+
+
+def _out_dtype(q: Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.element_size() == 1 else q.dtype
+
+
+def _value_dim(k: Tensor, v: Tensor):
+    return v.shape[2] if k.dim() == 5 else v.shape[-1]
+
+
+def _results(q: Tensor, v: Tensor, with_lse: bool, k: Tensor | None = None):
+    out = q.new_empty([*q.shape[:-1], _value_dim(v if k is None else k, v)], dtype=_out_dtype(q))
+    if not with_lse:
+        return out
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _check_fakes(**tensors):
+    """What a trace can see is wrong. Kernels leave it to the library, which sees it too."""
+    if torch.is_grad_enabled():
+        for name, one in tensors.items():
+            if one.requires_grad:
+                raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under "
+                                       "torch.no_grad() or torch.inference_mode(), or give x.detach()")
+    first, *others = tensors.items()
+    for name, one in others:
+        if one.device != first[1].device:
+            raise InputError(f"{name} lies on {one.device}, and {first[0]} on {first[1].device}")
+
+
+def _attend_kernel(q, k, v, comm, **options):
+    return _attend(q, k, v, comm, **options)
+
+
+def _attend_lse_kernel(q, k, v, comm, **options):
+    return _attend(q, k, v, comm, return_lse=True, **options)
+
+
+def _attend_out_kernel(q, k, v, comm, out, **options):
+    _attend(q, k, v, comm, out=out, **options)
+
+
+def _attend_append_kernel(q, k, v, k_new, v_new, comm, **options):
+    return _attend(q, k, v, comm, k_new=k_new, v_new=v_new, **options)
+
+
+def _append_kernel(k_new, v_new, k, v, comm, *, cache_seqlens=None, block_table=None, total_keys=None,
+                   keys="contiguous", k_descale=None, v_descale=None):
+    batch = k_new.shape[0] if k_new.dim() == 4 else 1
+    world = known(comm)
+    key = (k_new.shape[-2], k_new.shape[-1], v_new.shape[-1], k_new.dtype, k.dtype, batch, keys)
+    layer = world.writers.get(key)
+    if world.size > 1 and keys == "contiguous":
+        _refuse_contiguous()
+    if layer is None:
+        if len(world.writers) >= 16:  # alike on all ranks, as the calls are
+            world.writers.clear()
+        layer = world.writers[key] = longspan.Attention(
+            world.comm, heads=k_new.shape[-2], head_dim=k_new.shape[-1], value_dim=v_new.shape[-1],
+            dtype=k_new.dtype, kv_dtype=k.dtype, causal=True, keys=rule_of(keys), max_batch=batch)
+    layer.append(_dense(k_new), _dense(v_new), k, v, cache_seqlens=cache_seqlens, block_table=block_table,
+                 total_keys=total_keys, k_descale=k_descale, v_descale=v_descale)
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t if _follow_each_other(t) else t.contiguous()
+
+
+def _fake_attend(q, k, v, comm, **options):
+    _check_fakes(q=q, k=k, v=v)
+    return _results(q, v, False, k)
+
+
+def _fake_attend_lse(q, k, v, comm, **options):
+    _check_fakes(q=q, k=k, v=v)
+    return _results(q, v, True, k)
+
+
+def _fake_attend_out(q, k, v, comm, out, **options):
+    _check_fakes(q=q, k=k, v=v, out=out)
+
+
+def _fake_attend_append(q, k, v, k_new, v_new, comm, **options):
+    _check_fakes(q=q, k=k, v=v, k_new=k_new, v_new=v_new)
+    return _results(q, v, False, k)
+
+
+def _fake_append(k_new, v_new, k, v, comm, **options):
+    _check_fakes(k_new=k_new, v_new=v_new, k=k, v=v)
+
+
+def _define(name: str, schema: str, kernel, fake) -> None:
+    library.define(f"{name}({' '.join(schema.split())}", tags=(torch.Tag.needs_exact_strides,)
+                   if hasattr(torch.Tag, "needs_exact_strides") else ())
+    for key in ("CPU", "CUDA"):
+        library.impl(name, kernel, key)
+    torch.library.register_fake(f"longspan::{name}", fake, lib=library)
+
+
+_define("attend", f"Tensor q, Tensor k, Tensor v, str comm, {_OPTIONS}) -> Tensor", _attend_kernel, _fake_attend)
+_define("attend_lse", f"Tensor q, Tensor k, Tensor v, str comm, {_OPTIONS}) -> (Tensor, Tensor)",
+        _attend_lse_kernel, _fake_attend_lse)
+_define("attend_out", f"Tensor q, Tensor k, Tensor v, str comm, Tensor(a!) out, {_OPTIONS}) -> ()",
+        _attend_out_kernel, _fake_attend_out)
+_define("attend_append", "Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor k_new, Tensor v_new, str comm, "
+        f"{_OPTIONS}) -> Tensor", _attend_append_kernel, _fake_attend_append)
+_define("append", """Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, str comm, *,
+        Tensor? cache_seqlens=None, Tensor? block_table=None, SymInt? total_keys=None,
+        str keys='contiguous', Tensor? k_descale=None, Tensor? v_descale=None) -> ()""",
+        _append_kernel, _fake_append)

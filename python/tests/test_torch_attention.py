@@ -1,0 +1,194 @@
+"""scaled_dot_product_attention and ContextParallelAttention on gloo ranks, against float64."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+pytest.importorskip("torch")
+
+import longspan
+import longspan.torch as lt
+import torch
+import torch.nn.functional as F
+import torch_jobs as jobs
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "interleaved:1", "interleaved:7", "interleaved")
+CASES = st.fixed_dictionaries(dict(
+    seed=st.integers(0, 2 ** 32 - 10), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), keys=st.integers(0, 150),
+    dim=st.sampled_from([8, 16, 32]), dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    layout=st.sampled_from(LAYOUTS), queries=st.sampled_from(["as keys", "zigzag", "striped", None]),
+    format=st.sampled_from(["bhtd", "bthd"]), causal=st.booleans(), window=st.booleans(), softcap=st.booleans(),
+    slopes=st.booleans(), sinks=st.booleans(), strided=st.booleans(),
+    strategy=st.sampled_from(["auto", "gather-states", "gather-kv"])))
+
+
+@st.composite
+def cases(draw):
+    case = draw(CASES)
+    case["heads"] = case["kv_heads"] * draw(st.integers(1, 3))
+    case["tokens"] = draw(st.sampled_from([case["keys"], min(1, case["keys"]), case["keys"] // 2]))
+    if case["queries"] != "as keys" and case["queries"] is not None:
+        case["queries"] = case["layout"]  # unshard of the layer knows one layout
+    if case["queries"] is None and case["strategy"] == "gather-kv":
+        case["strategy"] = "auto"  # it wants max_seqlen_k, which whole rows have no use for
+    return case
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_shape_stride_and_type(torch_ranks, ranks):
+    @hypothesis.given(st.lists(cases(), min_size=8, max_size=8))
+    @hypothesis.settings(max_examples=8)
+    def check(drawn):
+        torch_ranks.values(ranks, jobs.any_shape, drawn)
+
+    check()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_decode(torch_ranks, ranks):
+    for total_keys in (True, False):
+        torch_ranks.values(ranks, jobs.decode, total_keys, False)
+    torch_ranks.values(ranks, jobs.decode, True, True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cache_that_grows(torch_ranks, ranks):
+    torch_ranks.values(ranks, jobs.grow, "interleaved:4")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_documents(torch_ranks, ranks):
+    for layout in ("zigzag", "contiguous", "striped"):
+        for strategy in ("gather-kv", "gather-states"):
+            torch_ranks.values(ranks, jobs.documents, layout, strategy)
+
+
+@pytest.mark.parametrize("tokens", [63, 256, 5])
+def test_contiguous_parts_of_torch_chunk(torch_ranks, tokens):
+    torch_ranks.values(3, jobs.contiguous_by_chunk, tokens)
+
+
+def test_communicators(torch_ranks):
+    torch_ranks.values(2, jobs.kept)
+    torch_ranks.values(2, jobs.own_communicator)
+
+
+def test_strides_of_torch(rng):
+    """[batch, heads, tokens, dim], dense, transposed and expanded; three dimensions."""
+    q, k, v = torch.randn(3, 3, 4, 20, 16)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for layout in (lambda t: t, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+                   lambda t: t.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)):
+        out = lt.scaled_dot_product_attention(*(layout(t) for t in (q, k, v)), is_causal=True)
+        torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
+    out = lt.scaled_dot_product_attention(q[0], k[0], v[0], is_causal=True)
+    torch.testing.assert_close(out, right[0], rtol=1e-5, atol=1e-5)
+    one = k[:1].expand(3, -1, -1, -1)
+    torch.testing.assert_close(lt.scaled_dot_product_attention(q, one, one), F.scaled_dot_product_attention(q, one, one),
+                               rtol=1e-5, atol=1e-5)
+    empty = lt.scaled_dot_product_attention(q[:0], k[:0], v[:0])
+    assert empty.shape == (0, 4, 20, 16)
+
+
+def test_the_layer():
+    layer = lt.ContextParallelAttention(causal=True, sinks=torch.zeros(4), format="bthd")
+    assert layer.comm.size == 1 and not layer.state_dict() and "causal=True" in repr(layer)
+    q, k, v = torch.randn(3, 2, 9, 4, 16)
+    out, lse = layer(q, k, v, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (2, 9, 4)
+    cache = torch.full((2, 2, 30, 4, 16), float("nan"))
+    cache[0, :, :9], cache[1, :, :9] = k, v
+    lengths = torch.tensor([9, 9], dtype=torch.int32)
+    torch.testing.assert_close(layer(q, *cache, cache_seqlens=lengths, queries=None), out)
+
+
+Q, K = torch.zeros(1, 4, 6, 16), torch.zeros(1, 2, 6, 16)
+
+
+def sdpa(q=Q, k=Q, v=None, **options):
+    return lt.scaled_dot_product_attention(q, k, k if v is None else v, **options)
+
+
+@pytest.mark.parametrize("call, error, says", [
+    (lambda: sdpa([1]), TypeError, "query is of type 'list'"),
+    (lambda: sdpa(k=3), TypeError, "key is of type 'int'"),
+    (lambda: sdpa(v=Q.half()), longspan.InputError, "value is torch.float16, and query is torch.float32"),
+    (lambda: sdpa(k=Q.to("meta")), longspan.InputError, "key lies on meta, and query on cpu"),
+    (lambda: sdpa(Q.double(), Q.double()), longspan.InputError, "q has elements of type float64"),
+    (lambda: sdpa(Q.long(), Q.long()), longspan.InputError, "q is int64"),
+    (lambda: sdpa(Q[0, 0], Q[0, 0]), longspan.InputError, "query has 2 dimensions"),
+    (lambda: sdpa(k=Q[0]), longspan.InputError, "key has 3 dimensions"),
+    (lambda: sdpa(k=Q[..., :8]), longspan.InputError, "key has 8 columns"),
+    (lambda: sdpa(v=Q[:, :, :5]), longspan.InputError, "value is"),
+    (lambda: sdpa(k=K), longspan.InputError, "enable_gqa"),
+    (lambda: sdpa(k=Q[:, :3], enable_gqa=True), longspan.InputError, "does not divide"),
+    (lambda: sdpa(Q[..., :12], Q[..., :12]), (ValueError, NotImplementedError), "12"),
+    (lambda: sdpa(Q.expand(2, -1, -1, -1)), longspan.InputError, "sequences"),
+    (lambda: sdpa(attn_mask=torch.zeros(6, 6)), longspan.UnsupportedError, "attn_mask"),
+    (lambda: sdpa(dropout_p=0.5), longspan.UnsupportedError, "dropout_p"),
+    (lambda: sdpa(Q[:, :, :3], is_causal=True), longspan.InputError, "3 tokens and key has 6"),
+    (lambda: sdpa(causal_alignment="middle"), longspan.InputError, "causal_alignment"),
+    (lambda: sdpa(keys="spiral"), longspan.InputError, "keys is 'spiral'"),
+    (lambda: sdpa(queries=longspan.Sharding("listed")), longspan.InputError, "queries is 'listed'"),
+    (lambda: sdpa(strategy="luck"), longspan.UnsupportedError, "luck"),
+    (lambda: sdpa(group="all"), TypeError, "group is of type 'str'"),
+    (lambda: sdpa(comm=3), TypeError, "comm is of type 'int'"),
+    (lambda: sdpa(comm=longspan.alone(), group=3), longspan.InputError, "comm is given, and group too"),
+    (lambda: sdpa(documents=torch.tensor([0, 9, 3])), longspan.InputError, "documents descend"),
+    (lambda: sdpa(window_size=(-3, 0)), longspan.InputError, "window_size"),
+    (lambda: sdpa(sinks=torch.zeros(3)), longspan.InputError, "sinks is"),
+    (lambda: lt.communicator(dim="cp"), longspan.InputError, "dim is given"),
+    (lambda: lt.communicator(device="tpu"), longspan.InputError, "device is 'tpu'"),
+    (lambda: lt.ContextParallelAttention(format="hdbt"), longspan.InputError, "format is 'hdbt'"),
+    (lambda: lt.ContextParallelAttention().shard(torch.ones(3), 1), longspan.InputError, "dim is 1"),
+])
+def test_what_is_wrong_is_named(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_a_rank_without_a_process_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(longspan.UsageError, match="init_process_group"):
+        lt.communicator()
+
+
+def test_ranks_that_disagree(torch_ranks):
+    """Each is told at once what differs."""
+    for job, error, says in [(jobs.wrong_layout, "InputError", "k has 8 tokens on rank 0, of 11 on all ranks"),
+                             (jobs.contiguous_cache, "UnsupportedError", "cut moves"),
+                             (jobs.rows_differ, "InputError", r"q has [1, 2] rows on the ranks")]:
+        for name, text, took in torch_ranks.values(2, job):
+            assert name == error and says in text and took < 10, text
+
+
+def test_ranks_that_end():
+    """After these a communicator, or a rank, has ended: processes of their own."""
+    from torch_ranks import TorchRanks
+
+    made = TorchRanks(4, deadline=4.0)
+    for name, text, _ in made.values(2, jobs.options_differ):
+        assert name == "UsageError" and "causal" in text
+    if not torch.cuda.is_available():
+        (name, text, _), (other, _, took) = made.values(2, jobs.devices_differ)
+        assert name == "UnsupportedError" and "no GPU" in text and other == "RankError" and took < 10
+    for name, text, _ in made.values(4, jobs.no_member):
+        assert name == "UsageError" and "no member" in text
+    found = made(4, jobs.die, 3)
+    assert found[3][0] == "dead"
+    for kind, value in found[:3]:
+        assert kind == "value", value
+        who, step, took = value
+        assert who == 3 and step and took < 10
+    found = made(3, jobs.die_in_unshard, 2)
+    assert found == [("value", "RankError"), ("value", "RankError"), ("dead", None)]
+    assert made.end() == [0, 0, 7, 7]
+
+
+def test_groups_that_differ():
+    from torch_ranks import TorchRanks
+
+    made = TorchRanks(4)
+    for name, text, took in made.values(4, jobs.groups_differ, 2.0)[:1]:
+        assert name == "RankError" and "meeting" in text and took < 10, text
+    made.end()

@@ -1,0 +1,141 @@
+"""PyTorch's own tests of context parallelism, rewritten against longspan.torch, on gloo ranks: what
+they do, and what they leave out or refuse."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import longspan
+import torch
+import torch_jobs as jobs
+from longspan.torch import context_parallel, context_parallel_unshard, set_rotate_method
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])  # with load balance, and without
+@pytest.mark.parametrize("compiled", [True, False])
+def test_ring_attention_sdpa(torch_ranks, ranks, causal, layout, compiled):
+    for rotate in ("allgather", "alltoall"):
+        torch_ranks.values(ranks, jobs.ring_attention, causal, layout, compiled, rotate, 64)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 63, 200])
+def test_any_length(torch_ranks, ranks, tokens):
+    """63 tokens over 2 ranks, and fewer tokens than ranks."""
+    for layout in ("zigzag", "contiguous", "striped", "interleaved:16"):
+        for rotate in ("allgather", "alltoall"):
+            torch_ranks.values(ranks, jobs.ring_attention, True, layout, False, rotate, tokens, 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits(torch_ranks, dtype):
+    for rotate in ("allgather", "alltoall"):
+        torch_ranks.values(2, jobs.ring_attention, True, "zigzag", False, rotate, 63, 2, dtype, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_sharding_with_positions(torch_ranks, ranks, compiled):
+    for tokens in (64, 63):
+        torch_ranks.values(ranks, jobs.model_with_positions, tokens, compiled, "zigzag")
+    torch_ranks.values(ranks, jobs.model_with_positions, 50, compiled, "contiguous")
+
+
+def test_no_buffers(torch_ranks):
+    torch_ranks.values(3, jobs.no_buffers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_query_and_key_of_different_lengths(torch_ranks, ranks, causal):
+    for layout in ("zigzag", "contiguous", "striped"):
+        torch_ranks.values(ranks, jobs.cross_lengths, causal, layout)
+
+
+def test_sub_meshes(torch_ranks):
+    torch_ranks.values(4, jobs.sub_meshes)
+
+
+def test_buffers_of_any_kind():
+    """In place, also of views of one memory, which nothing else of it feels."""
+    memory = torch.arange(40.0)
+    first, second = memory[:20], memory[20:].view(4, 5)
+    whole = memory.clone()
+    with context_parallel(None, buffers=[first, second], buffer_seq_dims=[0, -1], no_restore_buffers=[second]):
+        first += 1
+        second.zero_()
+    assert torch.equal(memory, whole) and torch.equal(first, whole[:20])
+    assert second.sum() == 0 and second.data_ptr() != memory[20:].data_ptr()
+    with torch.inference_mode():
+        x = torch.ones(3)
+        with context_parallel(None, buffers=[x], buffer_seq_dims=[0]):
+            pass
+    with pytest.raises(ZeroDivisionError):
+        with context_parallel(None, buffers=[first], buffer_seq_dims=[0]):
+            1 / 0
+    assert torch.equal(first, whole[:20])
+    assert torch.nn.functional.scaled_dot_product_attention is jobs.sdpa_before
+
+
+X = torch.ones(2, 3)
+Q = torch.ones(1, 2, 4, 16)
+
+
+def inside(call, **options):
+    with context_parallel(None, **options):
+        return call(torch.nn.functional.scaled_dot_product_attention)
+
+
+@pytest.mark.parametrize("call, error, says", [
+    (lambda: inside(None, buffers=[X]), longspan.InputError, "buffer_seq_dims has 0"),
+    (lambda: inside(None, buffers=[X], buffer_seq_dims=[2]), longspan.InputError, r"buffer_seq_dims\[0\] is 2"),
+    (lambda: inside(None, buffers=[[1]], buffer_seq_dims=[0]), TypeError, r"buffers\[0\] is of type 'list'"),
+    (lambda: inside(None, buffers=[X, X], buffer_seq_dims=[0, 0]), longspan.InputError, "twice"),
+    (lambda: inside(None, buffers=[torch.nn.Parameter(X)], buffer_seq_dims=[0]), NotImplementedError, "parameter"),
+    (lambda: inside(None, no_restore_buffers=[X]), ValueError, "no_restore_buffers"),
+    (lambda: inside(None, layout="spiral"), longspan.InputError, "layout is 'spiral'"),
+    (lambda: inside(None, layout="interleaved:0"), longspan.InputError, "layout is 'interleaved:0'"),
+    (lambda: inside(None, layout=3), TypeError, "layout is of type 'int'"),
+    (lambda: inside(lambda f: f(Q, Q, Q, X)), NotImplementedError, "attn_mask"),
+    (lambda: inside(lambda f: f(Q, Q, Q, attn_mask=X)), NotImplementedError, "attn_mask"),
+    (lambda: inside(lambda f: f(Q, Q, Q, dropout_p=0.1)), NotImplementedError, "dropout_p is 0.1"),
+    (lambda: inside(lambda f: f(Q, Q[:, :1], Q[:, :1])), longspan.InputError, "enable_gqa"),
+    (lambda: inside(lambda f: f(Q, Q[:, :, :2], Q[:, :, :2], is_causal=True)), longspan.InputError, "upper left"),
+    (lambda: inside(lambda f: f(Q.requires_grad_(), Q, Q)), NotImplementedError, "query requires grad"),
+    (lambda: set_rotate_method("carousel"), NotImplementedError, "carousel"),
+    (lambda: context_parallel_unshard(None, [X], []), longspan.InputError, "seq_dims has 0"),
+    (lambda: context_parallel_unshard(None, [X], [5]), longspan.InputError, r"seq_dims\[0\] is 5"),
+    (lambda: context_parallel_unshard(None, [3], [0]), TypeError, r"buffers\[0\] is of type 'int'"),
+    (lambda: context_parallel_unshard(None, [X], [0], "spiral"), longspan.InputError, "load_balancer is 'spiral'"),
+])
+def test_what_is_wrong_is_named(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
+    Q.requires_grad_(False)
+    assert torch.equal(X, torch.ones(2, 3))
+
+
+@torch.no_grad()
+def test_what_would_attend_locally_is_refused():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    heads = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x, q = torch.ones(1, 3, 16), torch.ones(1, 2, 16, 16)
+    for call, name in [(lambda f: heads(x, x, x, need_weights=False), "MultiheadAttention"),
+                       (lambda f: layer(x), "MultiheadAttention"), (lambda f: flex_attention(q, q, q), "flex_attention")]:
+        with pytest.raises(Exception, match=f"{name} inside context_parallel"):
+            inside(call)
+        call(None)
+
+
+def test_pytorchs_load_balancers():
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
+
+    known = theirs._HeadTailLoadBalancer(8, 1, "cpu")
+    assert torch.equal(context_parallel_unshard(None, [X], [0], known)[0], X)
+    other = theirs._PerDocumentHeadTailLoadBalancer([[8]], 1, "cpu")
+    with pytest.raises(NotImplementedError, match="_PerDocumentHeadTailLoadBalancer"):
+        context_parallel_unshard(None, [X], [0], other)

@@ -1,0 +1,143 @@
+"""The operators: schemas, fake implementations, torch.compile, and what they refuse."""
+
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import longspan
+import longspan.torch as lt
+import torch
+from oracle import assert_close, attention
+
+OPS = torch.ops.longspan
+ALONE = lt._groups.name_of(None, None, "cpu")
+
+
+def arrays(batch=2, tokens=5, keys=9, dtype=torch.float32):
+    return [torch.randn(batch, n, h, 16).to(dtype) for n, h in ((tokens, 4), (keys, 2), (keys, 2))]
+
+
+def samples():
+    q, k, v = arrays()
+    lengths = torch.tensor([7, 5], dtype=torch.int32)
+    out = torch.empty_like(q)
+    new = torch.randn(2, 2, 3, 2, 16)
+    yield OPS.attend, (q, k, v, ALONE), {}
+    yield OPS.attend, (q[0], k[0], v[0, :, :, :8], ALONE), dict(causal=True, window_left=3, softcap=2.0)
+    yield OPS.attend, (q, k, v, ALONE), dict(sinks=torch.zeros(4), alibi_slopes=torch.ones(4), cache_seqlens=lengths)
+    yield OPS.attend, (q.bfloat16(), k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), ALONE), dict(
+        k_descale=torch.ones(1), v_descale=torch.ones(2))
+    yield OPS.attend_lse, (q, k, v, ALONE), dict(queries="zigzag", keys="zigzag", equal_lengths=False)
+    yield OPS.attend_out, (q, k, v, ALONE, out), dict(causal=True)
+    yield OPS.attend_append, (q[:, :3], k.clone(), v.clone(), *new, ALONE), dict(causal=True, cache_seqlens=lengths - 1)
+    yield OPS.append, (*new, k.clone(), v.clone(), ALONE), dict(cache_seqlens=lengths - 1)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_opcheck(number):
+    op, args, options = list(samples())[number]
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if args[1].element_size() == 1:
+        utils.remove("test_schema")  # it compares by products, which torch has none of in fp8
+    torch.library.opcheck(op.default, args, options, test_utils=utils)
+
+
+def test_what_is_written_is_declared():
+    for name, written in (("attend", []), ("attend_lse", []), ("attend_out", ["out"]),
+                          ("attend_append", ["k", "v"]), ("append", ["k", "v"])):
+        schema = getattr(OPS, name).default._schema
+        assert [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] == written
+
+
+@hypothesis.given(st.integers(1, 3), st.integers(0, 40), st.integers(0, 60), st.sampled_from([8, 16, 40]), st.booleans(),
+                  st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(0, 2 ** 32 - 1))
+@hypothesis.settings(max_examples=40)
+def test_any_shape(batch, tokens, more, dim, causal, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, n, h, dim + 3, generator=generator)[..., 3:].to(getattr(torch, dtype))
+               for n, h in ((tokens, 4), (tokens + more, 2), (tokens + more, 2)))
+    out, lse = OPS.attend_lse(q, k, v, ALONE, causal=causal)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+    for b in range(batch):
+        right, right_lse = attention(*(t[b].double().numpy() for t in (q, k, v)), causal=causal)
+        assert_close(out[b].double(), right, dtype)
+        np.testing.assert_allclose(lse[b], right_lse, rtol=1e-5, atol=2e-5)
+
+
+def test_compiled_by_inductor():
+    """One graph, with everything around it, of sizes that change."""
+    def model(q, k, v, k_new, cache):
+        OPS.append(k_new, k_new * 2, cache[0], cache[1], ALONE, total_keys=3)
+        out = lt.scaled_dot_product_attention(q * 1.0, k + 0, v, is_causal=True, window_size=(3, -1))
+        return torch.nn.functional.silu(out) + 1, OPS.attend(q.transpose(1, 2), *cache, ALONE, total_keys=3)
+
+    compiled = torch.compile(model, fullgraph=True)
+    for tokens in (6, 9, 12):
+        q, k, v = torch.randn(3, 1, 2, tokens, 16)
+        k_new = torch.randn(1, 3, 2, 16)
+        caches = torch.zeros(2, 2, 1, 8, 2, 16)
+        found, wanted = compiled(q, k, v, k_new, caches[0]), model(q, k, v, k_new, caches[1])
+        torch.testing.assert_close(found, wanted)
+        assert torch.equal(caches[0], caches[1]) and torch.equal(caches[0, 0, 0, :3], k_new[0])
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+def test_requires_grad(what):
+    tensors = dict(zip("qkv", arrays()))
+    tensors[what].requires_grad_()
+    calls = [lambda q, k, v: OPS.attend(q, k, v, ALONE), lambda q, k, v: OPS.attend_lse(q, k, v, ALONE),
+             lambda q, k, v: OPS.attend_out(q, k, v, ALONE, torch.empty_like(q)),
+             lambda q, k, v: OPS.attend_append(q, k, v, k[:, :5], v[:, :5], ALONE)]
+    for call in calls:
+        with pytest.raises(longspan.UnsupportedError, match=f"{what} requires grad"):
+            call(**tensors)
+        for enter in (torch.no_grad, torch.inference_mode):
+            with enter():
+                if call is not calls[3]:  # a cache is written
+                    call(**tensors)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=f"{what} requires grad"):
+            torch.compile(call, fullgraph=True, backend="aot_eager")(**tensors)
+    named = dict(zip(("query", "key", "value"), (t.transpose(1, 2) for t in tensors.values())))
+    name = {"q": "query", "k": "key", "v": "value"}[what]
+    for call in (lambda **t: lt.scaled_dot_product_attention(**t, enable_gqa=True), lt.ContextParallelAttention()):
+        with pytest.raises(longspan.UnsupportedError, match=f"{name} requires grad"):
+            call(**named)
+        with torch.no_grad():
+            assert not call(**named).requires_grad
+
+
+def test_an_unknown_communicator():
+    with pytest.raises(longspan.UsageError, match="no such communicator"):
+        OPS.attend(*arrays(), "longspan-none")
+
+
+def test_both_import_orders():
+    """longspan alone does not bring torch; longspan.torch works before torch and after it."""
+    for order, brought in (("import longspan", False), ("import longspan.torch", True),
+                           ("import torch, longspan.torch", True), ("import longspan.torch, torch", True),
+                           ("import longspan, torch; import longspan.torch", True)):
+        script = order + "\nimport sys; print('torch' in sys.modules)\n"
+        if brought:
+            script += ("import torch; q = torch.ones(1, 2, 3, 16); "
+                       "print(longspan.torch.scaled_dot_product_attention(q, q, q).sum().item())")
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+        assert done.stdout.split() == ["True", "96.0"] if brought else ["False"], done.stderr
+
+
+@pytest.mark.parametrize("name", lt.__all__)
+def test_examples_in_docstrings(name):
+    import doctest
+    import inspect
+
+    what = getattr(lt, name)
+    test = doctest.DocTestParser().get_doctest(inspect.cleandoc(what.__doc__), {}, name, None, None)
+    runner = doctest.DocTestRunner()
+    runner.run(test)
+    assert runner.failures == 0 and test.examples

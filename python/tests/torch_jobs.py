@@ -1,0 +1,404 @@
+"""What tests/test_torch_*.py have their ranks do. Every rank makes the same whole tensors of a seed."""
+
+import contextlib
+import os
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import longspan
+import longspan.torch as lt
+from oracle import TOLERANCE, attention
+
+sdpa_before = F.scaled_dot_product_attention  # a reference that was taken early
+
+
+def randn(seed, *shape, dtype="float32"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
+
+
+def inputs(seed, batch, heads, kv_heads, tokens, keys, dim, dtype="float32"):
+    """[batch, heads, tokens, dim]"""
+    return (randn(seed, batch, heads, tokens, dim, dtype=dtype), randn(seed + 1, batch, kv_heads, keys, dim, dtype=dtype),
+            randn(seed + 2, batch, kv_heads, keys, dim, dtype=dtype))
+
+
+def wanted(q, k, v, **options):
+    """[batch, heads, tokens, dim] in float64, and lse [batch, heads, tokens]."""
+    pairs = [attention(*(np.asarray(t[b].double().transpose(0, 1)) for t in (q, k, v)), **options)
+             for b in range(q.shape[0])]
+    return np.stack([out for out, _ in pairs]).swapaxes(1, 2), np.stack([lse for _, lse in pairs]).swapaxes(1, 2)
+
+
+def close(found, right, dtype="float32"):
+    found = np.asarray(found.double())
+    assert found.shape == right.shape, (found.shape, right.shape)
+    np.testing.assert_allclose(found, right, rtol=4 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+
+
+def mesh_of(group):
+    return dist.DeviceMesh.from_group(group, "cpu")
+
+
+# ---- PyTorch's own tests of context parallelism, on ours ---------------------------------------
+
+def ring_attention(group, causal, layout, compiled, rotate, tokens, kv_heads=4, dtype="float32", batch=2):
+    """RingAttentionTest.test_ring_attention_sdpa: every combination equals attention on one device."""
+    q, k, v = inputs(1, batch, 4, kv_heads, tokens, tokens, 16, dtype)
+    right, _ = wanted(q, k, v, causal=causal)
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=kv_heads != 4)
+
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    own = [t.clone() for t in (q, k, v)]
+    lt.set_rotate_method(rotate)
+    try:
+        with lt.context_parallel(mesh_of(group), buffers=own, buffer_seq_dims=[2, 2, 2], layout=layout):
+            begin, end = (tokens * r // group.size() for r in (group.rank(), group.rank() + 1))
+            for t in own:
+                if layout == "zigzag" and tokens % (2 * group.size()) == 0:
+                    assert t.shape[2] == end - begin
+                assert t.shape[2] <= tokens
+            out = attend(*own)
+            whole, = lt.context_parallel_unshard(mesh_of(group), [out], [2])
+    finally:
+        lt.set_rotate_method("allgather")
+    for t, before in zip(own, (q, k, v)):
+        assert torch.equal(t, before)  # restored
+    again, = lt.context_parallel_unshard(group, [out], [2], load_balancer=layout)
+    assert torch.equal(again, whole)
+    close(whole, right, dtype)
+
+
+class Block(torch.nn.Module):
+    """A transformer's block with rotary positions, as PyTorch's ContextParallel tests have."""
+
+    def __init__(self, heads=4, dim=16):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.heads, self.dim = heads, dim
+        self.qkv = torch.nn.Parameter(torch.randn(heads * dim, 3 * heads * dim, generator=generator) * 0.1)
+        self.out = torch.nn.Parameter(torch.randn(heads * dim, heads * dim, generator=generator) * 0.1)
+        self.register_buffer("angles", torch.arange(256)[:, None] / 100.0 ** (torch.arange(dim // 2) / (dim // 2)))
+
+    def forward(self, x):  # [batch, tokens, heads dim]
+        batch, tokens, _ = x.shape
+        q, k, v = (x @ self.qkv).view(batch, tokens, 3, self.heads, self.dim).permute(2, 0, 3, 1, 4)
+        angles = self.angles[:tokens]
+        q, k = (torch.cat([t[..., ::2] * angles.cos() - t[..., 1::2] * angles.sin(),
+                           t[..., ::2] * angles.sin() + t[..., 1::2] * angles.cos()], -1) for t in (q, k))
+        y = sdpa_before(q, k, v, is_causal=True)
+        return x + y.transpose(1, 2).reshape(batch, tokens, -1) @ self.out
+
+
+def model_with_positions(group, tokens, compiled, layout):
+    """Inputs and tables of positions are buffers alike: test_context_parallel_shard, torchtitan."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(), Block()).eval()
+    x = randn(3, 2, tokens, 64)
+    for block in model:
+        block.angles = block.angles[:tokens].clone()
+    with torch.no_grad():
+        right = model(x)
+        run = model
+        if compiled:
+            torch._dynamo.reset()
+            run = torch.compile(model, fullgraph=True, backend="aot_eager")
+        own = x.clone()
+        tables = [block.angles for block in model]
+        with lt.context_parallel(mesh_of(group), buffers=[own, *tables], buffer_seq_dims=[1, 0, 0],
+                                 no_restore_buffers={own}, layout=layout):
+            out = run(own)
+        kept = own
+        whole, = lt.context_parallel_unshard(mesh_of(group), [out], [1], load_balancer=layout)
+    assert all(t.shape[0] == tokens for t in tables) and kept.shape == out.shape
+    torch.testing.assert_close(whole, right, rtol=2e-5, atol=2e-5)
+
+
+def no_buffers(group):
+    """#159706 and IndexError: a context without buffers, with tensors that are sharded already."""
+    q, k, v = inputs(9, 1, 2, 2, 40, 40, 16)
+    right, _ = wanted(q, k, v)
+    own = [longspan.shard(t, "zigzag", rank=group.rank(), ranks=group.size(), dim=2) for t in (q, k, v)]
+    with lt.context_parallel(group):
+        out = F.scaled_dot_product_attention(*own)
+    close(lt.context_parallel_unshard(group, [out], [2])[0], right)
+
+
+def cross_lengths(group, causal, layout):
+    """#159634: query and key of different lengths, both sharded."""
+    q, k, v = inputs(9, 1, 2, 2, 21, 50, 16)
+    right, _ = wanted(q, k, v, causal=causal)
+    q, k, v = (t.clone() for t in (q, k, v))
+    with lt.context_parallel(group, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2], layout=layout,
+                             causal_alignment="lower_right" if causal else None):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        whole, = lt.context_parallel_unshard(group, [out], [2])
+        if causal:
+            from torch.nn.attention.bias import causal_lower_right
+
+            with lt.context_parallel(group, layout=layout):
+                same = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(21, 50))
+            assert torch.equal(same, out)
+            with lt.context_parallel(group, layout=layout):
+                try:
+                    F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                except longspan.InputError as error:
+                    assert "21 tokens and key has 50" in str(error)
+                else:
+                    raise AssertionError("lengths that differ are taken")
+    close(whole, right)
+
+
+def decode(group, total_keys, compiled):
+    """One row on every rank, keys sharded: context_parallel, the function and the layer."""
+    q, k, v = inputs(4, 2, 4, 2, 1, 77, 32)
+    right, right_lse = wanted(q, k, v, causal=True)
+    own_k, own_v = (longspan.shard(t, "striped", rank=group.rank(), ranks=group.size(), dim=2) for t in (k, v))
+    known = 77 if total_keys else None
+    layer = lt.ContextParallelAttention(group, layout="striped", causal=True)
+
+    def by_layer(q, k, v):
+        return layer(q, k, v, queries=None, total_keys=known, return_lse=True)
+
+    def by_function(q, k, v):
+        return lt.scaled_dot_product_attention(
+            q, k, v, is_causal=True, causal_alignment="lower_right", enable_gqa=True, group=group, keys="striped",
+            queries=None, total_keys=known, return_lse=True)
+
+    for attend in (by_layer, by_function):
+        if compiled:
+            torch._dynamo.reset()
+            attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        out, lse = attend(q, own_k, own_v)
+        close(out, right)
+        np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+    with lt.context_parallel(group, layout="striped", queries=None, causal_alignment="lower_right"):
+        out = sdpa_before(q, own_k, own_v, is_causal=True, enable_gqa=True)
+    close(out, right)
+
+
+def grow(group, layout):
+    """A cache of one sequence that grows: the operators append and attend_append, compiled."""
+    rank, ranks = group.rank(), group.size()
+    name = lt._groups.name_of(None, group, "cpu")
+    q, k, v = inputs(4, 1, 4, 2, 12, 60, 16)
+    right, _ = wanted(q, k, v, causal=True)
+    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    cache_k, cache_v = (torch.full((1, 64, 2, 16), float("nan")) for _ in range(2))
+    torch.ops.longspan.append(k[:, :40], v[:, :40], cache_k, cache_v, name, total_keys=40, keys=layout)
+    torch.ops.longspan.append(k[:, 40:48], v[:, 40:48], cache_k, cache_v, name, keys=layout,
+                              cache_seqlens=torch.tensor([40], dtype=torch.int32))
+    own = len(lt._layouts.rule_of(layout).shard(48, rank, ranks))
+    assert torch.isfinite(cache_k[:, :own]).all() and torch.isnan(cache_k[:, own:]).all()
+
+    def step(q, k_new, v_new, cache_k, cache_v, length):
+        return torch.ops.longspan.attend_append(q, cache_k, cache_v, k_new, v_new, name, causal=True, keys=layout,
+                                                cache_seqlens=length)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for i in range(12):
+        run = compiled if i % 2 else step
+        out = run(q[:, i:i + 1], k[:, 48 + i:49 + i], v[:, 48 + i:49 + i], cache_k, cache_v,
+                  torch.tensor([48 + i], dtype=torch.int32))
+        close(out.transpose(1, 2), right[:, :, i:i + 1])
+
+
+# ---- any shapes --------------------------------------------------------------------------------
+
+def any_shape(group, cases):
+    for case in cases:
+        rng = np.random.default_rng(case["seed"])
+        q, k, v = inputs(case["seed"], case["batch"], case["heads"], case["kv_heads"], case["tokens"], case["keys"],
+                         case["dim"], case["dtype"])
+        options, same = {}, {}
+        if case["window"]:
+            options["window"] = same["window_size"] = (int(rng.integers(0, 40)), -1)
+        if case["softcap"]:
+            options["softcap"] = same["softcap"] = 5.0
+        if case["slopes"]:
+            options["slopes"] = rng.uniform(0, 0.1, case["heads"]).astype(np.float32)
+            same["alibi_slopes"] = torch.from_numpy(options["slopes"])
+        if case["sinks"]:
+            same["sinks"] = randn(case["seed"], case["heads"])
+            options["sinks"] = same["sinks"].numpy()
+        right, right_lse = wanted(q, k, v, causal=case["causal"], **options)
+        layer = lt.ContextParallelAttention(group, layout=case["layout"], causal=case["causal"],
+                                            format=case["format"], strategy=case["strategy"], **same)
+        whole_rows = case["queries"] is None
+        if case["format"] == "bthd":
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        own = [q if whole_rows else layer.shard(q), layer.shard(k), layer.shard(v)]
+        if case["strided"]:
+            own = [torch.cat([torch.zeros_like(t), t], -1)[..., t.shape[-1]:] for t in own]
+        out, lse = layer(*own, queries=case["queries"], return_lse=True)
+        if not whole_rows:
+            out = layer.unshard(out)
+            lse = layer.unshard(lse, -1 if case["format"] == "bhtd" else 1)
+        if case["format"] == "bthd":
+            out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+        close(out, right, case["dtype"])
+        np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+
+
+def documents(group, layout, strategy):
+    """Packed documents, as flex attention's document masks: any lengths."""
+    q, k, v = inputs(2, 1, 4, 2, 100, 100, 16)
+    starts = [0, 7, 8, 60, 100]
+    right, _ = wanted(q, k, v, causal=True, documents=starts)
+    layer = lt.ContextParallelAttention(group, layout=layout, causal=True, strategy=strategy)
+    own = [layer.shard(t) for t in (q, k, v)]
+    out = layer(*own, documents=torch.tensor(starts))
+    close(layer.unshard(out), right)
+    again = lt.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True, group=group, keys=layout,
+                                            documents=torch.tensor(starts), total_keys=100, total_queries=100)
+    close(layer.unshard(again), right)
+
+
+def contiguous_by_chunk(group, tokens):
+    """Parts in rank order by torch.chunk's cut, which is none of longspan's."""
+    q, k, v = inputs(2, 2, 2, 2, tokens, tokens, 16)
+    right, _ = wanted(q, k, v, causal=True)
+    own = []
+    for t in (q, k, v):
+        parts = [*t.chunk(group.size(), 2)]
+        parts += [t[:, :, :0]] * (group.size() - len(parts))  # torch.chunk may give fewer
+        own.append(parts[group.rank()])
+    for strategy in ("auto", "gather-states", "gather-kv"):
+        out = lt.scaled_dot_product_attention(*own, is_causal=True, group=group, keys="contiguous",
+                                              strategy=strategy)
+        close(lt.context_parallel_unshard(group, [out], [2], load_balancer="contiguous")[0], right)
+
+
+def sub_meshes(world):
+    """A mesh of two dimensions: each context parallel group by itself, at the same time."""
+    mesh = dist.init_device_mesh("cpu", (2, world.size() // 2), mesh_dim_names=("dp", "cp"))
+    try:
+        lt.communicator(mesh)
+    except longspan.InputError as error:
+        assert "2 dimensions" in str(error)
+    else:
+        raise AssertionError("a mesh of two dimensions is taken")
+    comm = lt.communicator(mesh["cp"])
+    assert comm.size == world.size() // 2 and comm.rank == mesh.get_local_rank("cp")
+    assert comm is lt.communicator(mesh, dim="cp") is lt.communicator(mesh.get_group("cp"))
+    assert comm is not lt.communicator(mesh["dp"])
+    q, k, v = inputs(100 * mesh.get_local_rank("dp"), 1, 2, 2, 45, 45, 16)
+    right, _ = wanted(q, k, v, causal=True)
+    with lt.context_parallel(mesh["cp"], buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out, = lt.context_parallel_unshard(mesh["cp"], [out], [2])
+    close(out, right)
+
+
+def kept(group):
+    """One communicator for a group; its end with the group."""
+    comm = lt.communicator(group)
+    assert comm is lt.communicator(group) and (comm.rank, comm.size) == (group.rank(), group.size())
+    plain = torch.get_default_device()
+    name = lt._groups.name_of(comm, None, "cpu")
+    comm.close()
+    try:
+        lt._groups.known(name).comm.barrier()
+    except longspan.UsageError as error:
+        assert "closed" in str(error)
+    other = lt.communicator(group)
+    assert other is not comm
+    other.barrier()
+    assert torch.get_default_device() == plain
+
+
+def own_communicator(group):
+    """comm in place of group; unshard without a group."""
+    comm = longspan.from_exchange(group.rank(), group.size(), lt.communicator(group).gather)
+    q, k, v = inputs(2, 1, 2, 2, 33, 33, 16)
+    layer = lt.ContextParallelAttention(comm=comm)
+    out = layer(*(layer.shard(t) for t in (q, k, v)))
+    close(layer.unshard(out), wanted(q, k, v)[0])
+    whole = randn(3, 5, 7, dtype="bfloat16")
+    assert torch.equal(layer.unshard(layer.shard(whole, 1), 1), whole)
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------
+
+def raised(call):
+    begin = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return None
+
+
+def wrong_layout(group):
+    """Parts that are not those of the layout: an error at once, on every rank."""
+    t = randn(0, 1, 2, 8 if group.rank() == 0 else 3, 16)
+    return raised(lambda: lt.scaled_dot_product_attention(t, t, t, group=group))
+
+
+def contiguous_cache(group):
+    t = randn(0, 1, 2, 8, 16)
+    layer = lt.ContextParallelAttention(group, layout="contiguous")
+    return raised(lambda: layer(t, t, t, queries=None, cache_seqlens=torch.tensor([5], dtype=torch.int32)))
+
+
+def options_differ(group):
+    t = randn(0, 1, 2, 4, 16)
+    return raised(lambda: lt.scaled_dot_product_attention(
+        t, t, t, group=group, is_causal=group.rank() == 0, causal_alignment="lower_right"))
+
+
+def rows_differ(group):
+    k = randn(0, 1, 2, 4, 16)
+    q = randn(0, 1, 2, 1 + group.rank(), 16)
+    return raised(lambda: lt.scaled_dot_product_attention(q, k, k, group=group, queries=None))
+
+
+def groups_differ(world, deadline):
+    """Ranks that mean different groups: nobody waits for ever."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mine = mesh["a"] if world.rank() == 0 else mesh["b"]
+    return raised(lambda: lt.communicator(mine, deadline=deadline))
+
+
+def devices_differ(group):
+    own = dist.new_group(range(2), use_local_synchronization=True)
+    return raised(lambda: lt.communicator(own, device="cuda" if group.rank() == 0 else "cpu", deadline=2.0))
+
+
+def no_member(world):
+    groups = [dist.new_group([rank]) for rank in range(world.size())]
+    assert lt.communicator(groups[world.rank()]).size == 1
+    return raised(lambda: lt.communicator(groups[1 - min(1, world.rank())]))
+
+
+def die(group, who):
+    q = randn(0, 1, 2, 4, 16)
+    with lt.context_parallel(group):
+        F.scaled_dot_product_attention(q, q, q)
+        if group.rank() == who:
+            os._exit(7)
+        begin = time.monotonic()
+        try:
+            for _ in range(2):
+                F.scaled_dot_product_attention(q, q, q)
+        except longspan.RankError as error:
+            return error.rank, error.step, time.monotonic() - begin
+
+
+def die_in_unshard(group, who):
+    part = randn(0, 3)
+    lt.context_parallel_unshard(group, [part], [0], load_balancer="contiguous")
+    if group.rank() == who:
+        os._exit(7)
+    with contextlib.suppress(longspan.RankError):
+        lt.context_parallel_unshard(group, [part], [0], load_balancer="contiguous")
+        return "nothing happened"
+    return "RankError"

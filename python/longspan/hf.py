@@ -28,11 +28,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from . import InputError, Sharding, UnsupportedError, UsageError
-from .torch import _ops  # noqa: F401  (defines the operators)
 from .torch._groups import alone_name, known, name_of
+from .torch._ops import APPEND as _APPEND, ATTEND as _ATTEND
 
 NAME = "longspan"
-_ATTEND, _APPEND = torch.ops.longspan.attend.default, torch.ops.longspan.append.default
 
 # What models hand on to attention, and what no result depends on.
 _NO_MATTER = frozenset((

@@ -10,12 +10,11 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from longspan import Communicator, InputError, Sharding, UnsupportedError
 
-from . import _ops  # noqa: F401  (defines the operators)
 from ._groups import known, name_of
 from ._layouts import layout_text, shard_of, unshard_of
+from ._ops import ATTEND as _attend, ATTEND_LSE as _attend_lse
 
 AS_KEYS = "as keys"
-_attend, _attend_lse = torch.ops.longspan.attend.default, torch.ops.longspan.attend_lse.default
 
 
 def _refuse_grad(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -56,7 +56,7 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
     if cache_seqlens is not None or block_table is not None or cu_seqlens_q is not None or k_new is not None:
         if world.size > 1 and keys == "contiguous":
             _refuse_contiguous()
-        q = q.contiguous() if queries or not _follow_each_other(q) else q
+        q = q.contiguous() if queries else q
         return longspan.attend(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, block_table=block_table,
             k_new=k_new, v_new=v_new, keys=rule_of(keys), queries=rule_of(queries) if queries else None,
@@ -74,7 +74,6 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
     if world.size == 1:
         if equal_lengths:
             _check_lengths(q.shape[-3], k.shape[-3] if total_keys is None else total_keys)
-        q = q if _follow_each_other(q) else q.contiguous()
         return longspan.attend(q, k, v, total_keys=total_keys, strategy=strategy, **options)
     of_keys, of_rows = _shares(world, q, k, keys, queries, total_keys, total_queries)
     if equal_lengths:
@@ -88,7 +87,7 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
         options["max_seqlen_k"] = _rounded(of_keys.total)
     if dims == 4 and of_keys.table is not None:
         options["key_table"] = options["key_table"].repeat(q.shape[0], 1)
-    return longspan.attend(q if _follow_each_other(q) else q.contiguous(), k, v, **options)
+    return longspan.attend(q, k, v, **options)
 
 
 def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
@@ -269,3 +268,8 @@ _define("append", """Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, str
         Tensor? cache_seqlens=None, Tensor? block_table=None, SymInt? total_keys=None,
         str keys='contiguous', Tensor? k_descale=None, Tensor? v_descale=None) -> ()""",
         _append_kernel, _fake_append)
+
+# What longspan.torch and longspan.hf call.
+ATTEND = torch.ops.longspan.attend.default
+ATTEND_LSE = torch.ops.longspan.attend_lse.default
+APPEND = torch.ops.longspan.append.default

@@ -66,7 +66,7 @@ class _ShardedLayer(CacheLayerMixin):
     def __init__(self, cache: "ShardedCache", index: int):
         super().__init__()
         self.index, self.name, self.layout = index, cache._name, cache._layout
-        self.capacity, self.max_cache_len = cache._capacity, cache.max_cache_len
+        self.capacity, self.max_cache_len = cache._capacity, cache._max_cache_len
         self.length = torch.zeros((), dtype=torch.int64)  # tokens of each sequence, over all ranks
         self.lengths = torch.zeros(0, dtype=torch.int32)  # [batch], the same
 
@@ -196,7 +196,7 @@ class ShardedCache(Cache):
             raise InputError(f"max_cache_len is {max_cache_len!r}; a positive number is wanted")
         self._rule = Sharding("interleaved", block)
         self._layout = f"interleaved:{block}"
-        self.max_cache_len = max_cache_len
+        self._max_cache_len = max_cache_len
         self._name = name_of(comm, group, model.device.type)
         ranks = known(self._name)
         self._capacity = max(1, len(self._rule.shard(max_cache_len, ranks.rank, ranks.size)))
@@ -208,7 +208,7 @@ class ShardedCache(Cache):
         return known(self._name).comm
 
     def __repr__(self) -> str:
-        return f"ShardedCache(layers={len(self.layers)}, max_cache_len={self.max_cache_len}, {self._layout}, {self.comm})"
+        return f"ShardedCache(layers={len(self.layers)}, max_cache_len={self._max_cache_len}, {self._layout}, {self.comm})"
 
 
 def _config_of(model: Any):
@@ -267,8 +267,8 @@ def prefill(model: Any, input_ids: Tensor, cache: ShardedCache, *, attention_mas
     if chunk is not None and chunk < 1:
         raise InputError(f"chunk is {chunk}; it is at least 1")
     end = input_ids.shape[1] - 1
-    if end + 1 > cache.max_cache_len:
-        raise InputError(f"input_ids has {end + 1} tokens; the cache was made for max_cache_len={cache.max_cache_len}")
+    if end + 1 > cache._max_cache_len:
+        raise InputError(f"input_ids has {end + 1} tokens; the cache was made for max_cache_len={cache._max_cache_len}")
     ranks, rule = known(cache._name), cache._rule
     _compare_prompts(cache.comm, input_ids)
     start = int(cache.get_seq_length())
@@ -388,18 +388,22 @@ def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = ca
         if getattr(config, "is_causal", None) is False:
             _refuse("config.is_causal=False")
     elif mask_function is not causal_mask_function:
-        _check_kind(mask_function, others, config)
+        _check_kind(mask_function, q_length, others, config)
     if q_offset is not None and kv_offset is not q_offset and (
             isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length):
         _refuse("a cache with room to spare, such as StaticCache,")
 
 
-def _check_kind(mask_function: Any, others: dict, config: Any) -> None:
+def _check_kind(mask_function: Any, q_length: int, others: dict, config: Any) -> None:
     """A window over a causal mask is all that there is besides."""
     if others.get("use_vmap"):
         _refuse("or_mask_function or and_mask_function")
     if others.get("local_size") is None or getattr(config, "attention_chunk_size", None) is not None:
         _refuse("a mask of packed sequences, blocks or chunks")
+    if torch.compiler.is_compiling():  # closures are not seen, but what transformers makes of them is
+        if others.get("allow_is_causal_skip") is False and q_length != 1:
+            _refuse("a mask of packed sequences or blocks")
+        return
     parts = [cell.cell_contents for cell in mask_function.__closure__ or ()]
     names = [getattr(part, "__qualname__", "") for group in parts if isinstance(group, tuple) for part in group]
     if names != ["sliding_window_overlay.<locals>.inner_mask", "causal_mask_function"]:

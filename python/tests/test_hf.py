@@ -6,7 +6,7 @@ import sys
 import pytest
 
 pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5.17")
 
 import hf_jobs as jobs
 import hf_models as models

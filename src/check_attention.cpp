@@ -255,7 +255,7 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
           "q has {} rows; the layer was made for at most {} (max_tokens)", own_rows,
           options.limits.max_tokens);
   if (args.lse) check_batch_lse(args.lse, "lse", own_rows, options.heads, device);
-  check_apart(args.q, args.out, args.lse);
+  check_apart({&args.q, &args.out}, {&args.lse});
   const RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), device);
   const CacheView cache =
       check_cache(args.k, args.v, args.block_table, arrays.batch, options, device);

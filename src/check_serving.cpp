@@ -363,8 +363,7 @@ void check_merge(const MergeArgs& args, const MergeOptions& options, int ranks, 
   require(tokens <= options.max_tokens,
           "part has {} tokens; the merge was made for at most {} (max_tokens)", tokens,
           options.max_tokens);
-  check_apart(part, out, args.lse);
-  check_apart(part, part, args.part_lse);
+  check_apart({&part, &out}, {&args.part_lse, &args.lse});
   check_part_type(part, "part", args.part_scale, "part_scale");
   require(is_fp8(part.dtype) || !args.part_scale,
           "part_scale is given and part is {}; parts of fp8 have one", name(part.dtype));
@@ -478,7 +477,7 @@ kernels::Batch check_finish(const FinishState& args, Device device) {
   check_batch_rows(out, "out", -1, heads, dim, out.dtype, device);
   check_state(args.state, tokens, heads, dim);
   if (args.lse) check_batch_lse(args.lse, "lse", tokens, heads, device);
-  check_apart(out, out, args.lse);
+  check_apart({&out}, {&args.lse});
   check_factors(args.out_scale, "out_scale", 1, true, device);
   const Tensor state = bytes_of(args.state, device);
   check_results(out, args.lse, {{&state, "state"}});

@@ -175,16 +175,19 @@ std::int64_t count_rows(const Tensor& t, int dims) {
   return t.dims > dims ? t.shape[0] * t.shape[1] : t.shape[0];
 }
 
-void check_apart(const Tensor& q, const Tensor& out, const Lse& lse) {
+void check_apart(std::initializer_list<const Tensor*> rows,
+                 std::initializer_list<const Lse*> lses) {
   const Tensor* first = nullptr;
-  for (const auto& [t, dims] : {std::pair{&q, 4}, std::pair{&out, 4}, std::pair{&lse.tensor, 3}}) {
-    if (t->dims != dims) continue;
-    if (first == nullptr) first = t;
-    require(t->shape[0] == first->shape[0] && t->shape[1] == first->shape[1],
+  const auto check = [&first](const Tensor& t, int dims) {
+    if (t.dims != dims) return;
+    if (first == nullptr) first = &t;
+    require(t.shape[0] == first->shape[0] && t.shape[1] == first->shape[1],
             "queries and results are views of sequences that lie apart, {} of {} tokens and {} of "
             "{}; they have the same",
-            first->shape[0], first->shape[1], t->shape[0], t->shape[1]);
-  }
+            first->shape[0], first->shape[1], t.shape[0], t.shape[1]);
+  };
+  for (const Tensor* t : rows) check(*t, 4);
+  for (const Lse* lse : lses) check(lse->tensor, 3);
 }
 
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <utility>
@@ -55,7 +56,7 @@ std::int64_t count_rows(const Tensor& t, int dims = 3);
 
 /// Throws InputError where tensors whose sequences lie apart do not have the same sequences. (One
 /// whose rows are at equal steps goes with any.)
-void check_apart(const Tensor& q, const Tensor& out, const Lse& lse);
+void check_apart(std::initializer_list<const Tensor*> rows, std::initializer_list<const Lse*> lses);
 
 /// Checks [rows, heads, dim] with a dense last dimension; with `rows` < 0 there may be any number.
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,

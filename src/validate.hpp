@@ -30,9 +30,7 @@ struct Checked {
   RunArrays arrays;
 };
 
-/// Gives the same arguments with q, out and lse as rows of all sequences: [batch, heads, tokens,
-/// dim] becomes [batch * tokens, heads, dim], a view of the same memory. Throws InputError where no
-/// view does that.
+/// Gives the same arguments with q, out and lse as batch_rows() views them.
 AttentionArgs with_batch_rows(const AttentionArgs& args);
 
 /// Throws InputError for tensors and arrays that do not fit the options or each other. On the host

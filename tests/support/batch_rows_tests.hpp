@@ -3,7 +3,6 @@
 // fit together refused by name.
 #pragma once
 
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -178,15 +177,6 @@ class BatchRows : public OnDevice {
     return {out.values(), lse.values()};
   }
 
-  static std::string refusal(const std::function<void()>& call) {
-    try {
-      call();
-    } catch (const InputError& error) {
-      return error.what();
-    }
-    return "not refused";
-  }
-
   /// All finite, and the same numbers; or close to them, where another kernel may have run.
   static void expect_same(const Result& expected, const Result& found, double tolerance) {
     const auto compare = [&](const std::vector<float>& a, const std::vector<float>& b) {
@@ -289,6 +279,25 @@ TEST_F(BatchRows, MergedAcrossRanks) {
   for (const MakeForm in : {joined, heads_first, padded})
     for (const MakeForm to : {joined, heads_first, padded})
       expect_same(expected, run_in(in, to), 0.0);
+}
+
+/// Also where the part itself lies at equal steps, and goes with any.
+TEST_F(BatchRows, MergesOfOtherSequencesAreRefused) {
+  const std::int64_t tokens = 4;
+  const int dim = 32;
+  CrossRankMerge merge(
+      *world_, {.heads = kHeads, .value_dim = dim, .dtype = fp32, .max_tokens = kBatch * tokens},
+      LogBase::e);
+  const Placed part(device(), joined, fp32, tokens, dim), out(device(), joined, fp32, tokens, dim);
+  const Placed part_lse(device(), heads_first, fp32, tokens, 1);
+  const Placed lse(device(), heads_first, fp32, 6, 1);
+  Lse two = lse.lse();
+  two.tensor.shape[0] = 2;  // 2 of 6 are as many rows as 3 of 4
+  const std::string said = refusal([&] {
+    merge.run({.part = part.tensor(), .part_lse = part_lse.lse(), .out = out.tensor(), .lse = two});
+  });
+  EXPECT_NE(said.find("sequences that lie apart, 3 of 4 tokens and 2 of 6"), std::string::npos)
+      << said;
 }
 
 /// Where q's sequences lie apart, they are those of query_start.

@@ -9,16 +9,19 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <iostream>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/element.hpp"
+#include "longspan/error.hpp"
 #include "tests/support/fresh_seed.hpp"
 #include "tests/support/reduced.hpp"
 
@@ -94,6 +97,16 @@ class OnDevice : public ::testing::Test {
   template <class T>
   DeviceArray<T> poisoned(std::size_t count) const {
     return DeviceArray<T>(device(), count);
+  }
+
+  /// What an InputError of the call says.
+  static std::string refusal(const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const InputError& error) {
+      return error.what();
+    }
+    return "not refused";
   }
 
   std::mt19937 random_;

@@ -211,14 +211,10 @@ std::size_t bytes_aside(const AttendParams& p, const Launch& launch) {
 
 Loader loader_of(const AttendParams& p) {
   if (is_fp8(p.kv_dtype)) return Loader::any8;
-  const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.dtype));
-  const auto aligned = [&](const Rows& rows) {
-    return reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 &&
-           rows.row_stride * bytes % 16 == 0 && rows.head_stride * bytes % 16 == 0;
-  };
+  const auto aligned = [&](const auto& rows) { return is_aligned<8>(rows, p.dtype); };
   const bool plain = !p.pages && p.k.dense() && p.v.dense() && p.q_dtype == p.dtype && !p.bias &&
-                     !p.q_scale && !p.k_scale && !p.v_scale && aligned(p.q) &&
-                     p.q.gap.elements * bytes % 16 == 0 && aligned(p.k) && aligned(p.v);
+                     !p.q_scale && !p.k_scale && !p.v_scale && aligned(p.q) && aligned(p.k) &&
+                     aligned(p.v);
   return plain ? Loader::plain : Loader::any16;
 }
 

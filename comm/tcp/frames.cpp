@@ -90,11 +90,13 @@ void Frames::write() {
       continue;
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       break;
+    } else if (errno == EPIPE || errno == ECONNRESET) {
+      hears_ = false;  // read() finds the end, behind what came before it
     } else {
       open_ = false;
     }
   }
-  if (sent_ == out_.size()) {
+  if (sent_ == out_.size() || !hears_) {
     out_.clear();
     sent_ = 0;
   }

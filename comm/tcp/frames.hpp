@@ -57,7 +57,7 @@ class Frames {
   Frames(Fd fd, std::size_t most);
   int fd() const { return fd_.get(); }
   bool open() const { return open_; }
-  bool wants_to_write() const { return open_ && sent_ < out_.size(); }
+  bool wants_to_write() const { return open_ && hears_ && sent_ < out_.size(); }
   /// What came that is no frame, and ended the connection; empty: nothing.
   const std::string& damage() const { return damage_; }
   /// The largest body that is taken from now on.
@@ -83,6 +83,7 @@ class Frames {
   Fd fd_;
   std::size_t most_;
   bool open_ = true;
+  bool hears_ = true;  // the other side does, as far as writing to it has shown
   std::string damage_;
   std::string in_;  // what was read, from taken_ on
   std::size_t taken_ = 0;

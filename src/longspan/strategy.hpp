@@ -32,8 +32,12 @@ struct RunSize {
 
 /// What a run of that size takes on each rank.
 struct RunCost {
-  double received_bytes = 0;   ///< from the other ranks
-  double workspace_bytes = 0;  ///< of the layer, but for the scratch of its kernels
+  double received_bytes = 0;    ///< from the other ranks
+  double workspace_bytes = 0;   ///< of the layer, but for the scratch of its kernels
+  double overlapped_bytes = 0;  ///< of received_bytes, what travels while the rank computes
+  double messages = 0;          ///< transfers that wait for one another: each costs a latency
+  double work = 1;              ///< of the whole attention, the part that a rank computes where
+                                ///< rows and keys are dealt evenly
 };
 
 /// The cost by the strategy that choose_strategy takes; throws as that does.

@@ -146,15 +146,17 @@ std::string refusal(const Options& options, int ranks) {
 RunCost cost(const Options& options, int ranks, const RunSize& size) {
   const double own_rows = options.queries ? size.most_tokens : size.tokens;
   const double states = own_rows * state_row_bytes(options);
-  if (ranks == 1) return {0, states};
+  if (ranks == 1) return {.workspace_bytes = states};
   const double element = static_cast<double>(size_of(options.dtypes.of_kv())) * options.kv_heads;
   const int columns = options.head_dim + options.of_values();
   const double capacity = size.keys / ranks + kUneven;
-  return {
-      (ranks - 1) * size.keys / ranks * element * columns,
-      states + size.keys * element * columns +
-          ranks * capacity *
-              (element * std::max(options.head_dim, options.of_values()) + sizeof(std::int64_t))};
+  return {.received_bytes = (ranks - 1) * size.keys / ranks * element * columns,
+          .workspace_bytes = states + size.keys * element * columns +
+                             ranks * capacity *
+                                 (element * std::max(options.head_dim, options.of_values()) +
+                                  sizeof(std::int64_t)),
+          .messages = 2,
+          .work = options.queries ? 1.0 / ranks : 1.0};
 }
 
 }  // namespace

@@ -178,8 +178,13 @@ RunCost cost(const Options& options, int ranks, const RunSize& size) {
   const double own_rows = options.queries ? size.most_tokens : 0;
   const double rows = options.queries ? ranks * own_rows : size.tokens;
   const double states = rows * state_row_bytes(options), queries = query_row_bytes(options);
-  return {(ranks - 1) * (states + own_rows * queries),
-          ranks * states + ranks * own_rows * (2 * queries + sizeof(std::int64_t))};
+  return {
+      .received_bytes = (ranks - 1) * (states + own_rows * queries),
+      .workspace_bytes = ranks * states + ranks * own_rows * (2 * queries + sizeof(std::int64_t)),
+      .messages = ranks == 1        ? 0.0
+                  : options.queries ? 2.0
+                                    : 1.0,
+      .work = 1.0 / ranks};
 }
 
 }  // namespace

@@ -51,7 +51,8 @@ namespace longspan::tests {
 
 /// All ranks of the test, in a communicator of its own.
 Communicator make_world(CommOptions options);
-/// Returns when all ranks have come here, by another way than a communicator's.
+/// Returns when all ranks have come here, by another way than a communicator's. A fault at once
+/// after a world is made may overtake a letter of another rank, and end the making of the world.
 void meet();
 
 namespace {
@@ -477,7 +478,7 @@ TEST(Abort, EndsTheOthersEarlyWithTheReason) {
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const int quitter = world.size() - 1;
   std::vector<int> got(world.size());
-  meet();  // the abort may overtake a letter of another rank, and end the making of the world
+  meet();
   if (world.rank() == quitter) world.abort("q.npy is truncated");
   const RankError error = failure_of(world, [&] {
     comm::transport_of(world).all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
@@ -490,7 +491,7 @@ TEST(Abort, EndsTheOthersEarlyWithTheReason) {
 TEST(Abort, EndsAGatherToo) {
   const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
-  meet();  // the abort may overtake a letter of another rank, and end the making of the world
+  meet();
   if (world.rank() == 0) world.abort("no memory");
   const RankError error = failure_of(world, [&] { world.barrier("meet"); });
   EXPECT_EQ(error.rank(), 0);
@@ -508,7 +509,7 @@ TEST(Abort, EndsTransfersThatAreUnderWay) {
                                                    "ring");
   }
   world.barrier("all have started");
-  meet();  // the abort may overtake a letter of another rank
+  meet();
   if (world.rank() == 0) world.abort("no memory");
   const RankError error =
       failure_of(world, [&] { world.rank() == 0 ? world.barrier("own") : first.wait({}); });
@@ -525,6 +526,7 @@ TEST(Abort, EndsTransfersThatAreUnderWay) {
 TEST(Disagreement, DifferentSizesAreNamed) {
   const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  meet();
   const std::size_t bytes = world.rank() == 1 ? 12 : 16;
   Bytes send(16), got(16 * world.size());
   const RankError error = failure_of(world, [&] {
@@ -537,6 +539,7 @@ TEST(Disagreement, DifferentSizesAreNamed) {
 TEST(Disagreement, DifferentStepsOfAGatherAreNamed) {
   const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  meet();
   const RankError error =
       failure_of(world, [&] { world.barrier(world.rank() == 1 ? "left" : "right"); });
   EXPECT_THAT(error.what(), HasSubstr("'left'"));
@@ -561,7 +564,7 @@ TEST(Deadline, ARankThatWaitsElsewhereIsNamed) {
 }
 
 /// The absent rank does something else for longer than the deadline; it hears the verdict when it
-/// comes back, unless that is so late that they have left.
+/// comes back, also where the others have left.
 void stay_away(const Communicator& world, int me) {
   std::this_thread::sleep_for(world.deadline() + std::chrono::seconds(1));
   const RankError error = failure_of(world, [&] { world.barrier("back again"); });
@@ -652,6 +655,7 @@ TEST(Deadline, ADroppedTransferOfARankThatDoesNotComeIsAnErrorOfTheNextCall) {
 TEST(Deadline, ARankThatLeavesEarlyIsNamed) {
   const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  meet();
   if (world.rank() == 1) return;
   const RankError error = failure_of(world, [&] { world.barrier("meet"); });
   EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
@@ -839,13 +843,13 @@ TEST(Split, AnAbortOfTheWholeEndsThePartsAndNoneOfAPartEndsTheWhole) {
   if (world.size() < 3) GTEST_SKIP() << "takes a part of two ranks, and one besides";
   const auto part = world.split(world.rank() == 0 ? -1 : 0);
   const auto other = world.split(0);
-  meet();  // the abort may overtake a letter of another rank
+  meet();
   if (other->rank() == 1) other->abort("of the other alone");
   EXPECT_THROW(other->barrier("ended"), RankError);
   if (part) part->barrier("the part lives on");
   world.barrier("the whole lives on");
 
-  meet();  // the abort may overtake a letter of another rank
+  meet();
   if (world.rank() == 0) world.abort("no more");
   const auto expect_end = [](const Communicator& one, int rank) {
     Bytes send(1 << 20), got(std::size_t(one.size()) << 20);

@@ -185,9 +185,11 @@ Demand demand_of(const Communicator& world, const DecodeShape& shape) {
       {"caches", shape.caches * shape.bytes_of_cache(world.size())},
       {"queries and results", all_rows * (2 * row + 4.0 * o.heads)},
       {"new tokens", fresh},
-      {"the layer's workspace",
-       cost_of(o, world.size(), {rows, 0, static_cast<double>(shape.batch) * shape.kv_len})
-           .workspace_bytes}};
+      {"the layer's workspace", cost_of(o, world.size(),
+                                        {.tokens = rows,
+                                         .keys = static_cast<double>(shape.batch) * shape.kv_len,
+                                         .sequences = static_cast<double>(shape.batch)})
+                                    .workspace_bytes}};
   const bool gpu = world.device() == Device::cuda;
   (gpu ? demand.device : demand.host) = tensors;
   demand.host.emplace_back("results that are compared", all_rows * (row + 4.0 * o.heads));

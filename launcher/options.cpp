@@ -214,6 +214,9 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--strategy", o.strategy, "How states travel; see --list-strategies")
       ->group(spread)
       ->capture_default_str();
+  app.add_flag("--explain", o.explain,
+               "Print what every strategy is predicted to take, or why it cannot serve")
+      ->group(spread);
 
   const std::string measure = "Measuring and checking";
   app.add_option("--iterations", o.iterations, "Timed runs")

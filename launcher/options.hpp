@@ -56,6 +56,7 @@ struct RunOptions {
   bool shard_queries = false;
   bool invariant = false;
   std::string strategy = "auto";
+  bool explain = false;  // print why
 
   // These are for measuring and checking.
   int iterations = 5;

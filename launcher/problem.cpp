@@ -57,7 +57,9 @@ std::uint64_t mix(std::uint64_t x) {
 }  // namespace
 
 RunSize Problem::run_size(int ranks) const {
-  RunSize size{static_cast<double>(tokens()), 0, static_cast<double>(key_start().back())};
+  RunSize size{.tokens = static_cast<double>(tokens()),
+               .keys = static_cast<double>(key_start().back()),
+               .sequences = static_cast<double>(batch())};
   for (int rank = 0; queries && rank < ranks; ++rank) {
     double rows = 0;
     for (const std::int64_t length : q_lens)

@@ -13,6 +13,7 @@
 
 #include "launcher/demand.hpp"
 #include "launcher/elements.hpp"
+#include "launcher/explain.hpp"
 #include "launcher/judge.hpp"
 #include "launcher/npy.hpp"
 #include "launcher/output_file.hpp"
@@ -147,6 +148,15 @@ void refuse_equal_files(const RunOptions& o) {
   add("--json", o.json, true);
 }
 
+/// Predicts the run by every strategy, and puts the one that "auto" stands for in its place. It is
+/// collective.
+std::vector<Forecast> settle_strategy(const Communicator& world, Problem& problem) {
+  const Options options = problem.layer_options(world.size());
+  const Machine machine = shared_machine(world);
+  problem.options.strategy = choose_strategy(options, world.size(), machine).name;
+  return forecast(options, {.ranks = world.size()}, problem.run_size(world.size()), machine);
+}
+
 /// The files that rank 0 writes; none on other ranks.
 struct Outputs {
   std::optional<OutputFile> out, lse, json;
@@ -225,12 +235,14 @@ int run(const Communicator& control, const CommandLine& line) {
   std::FILE* const table = outputs->take_standard_output() ? stderr : stdout;
 
   const Communicator world = world_for(control, line.world);
+  const std::vector<Forecast> forecasts = settle_strategy(world, *problem);
   Demand demand;
   together(world, "count of the memory", [&] { demand = demand_of(world, *problem, o.check); });
   require_memory(world, demand);
   std::optional<Trial> trial;
   together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
   Report report = describe(world, *problem, o, trial->layer());
+  if (rank == 0 && o.explain) say(explanation(forecasts, problem->options.strategy), table);
   if (rank == 0) say(header(report), table);
   measure(world, *problem, time_runs(world, *trial, o), report);
 

@@ -76,7 +76,7 @@ struct Attention::Impl {
     const DeviceGuard guard(world.gpu());
     agree(world, describe(options), "making of the layer");
     check_options(options, world.size());
-    info = &choose_strategy(options, world.size());
+    info = &choose_strategy(world, options);
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());
     if (options.debug.profile) clock.emplace(kernels->timer(PhaseClock::kMarks));

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "longspan/attention.hpp"
+#include "longspan/communicator.hpp"
 #include "longspan/error.hpp"
 #include "longspan/strategy.hpp"
 #include "src/strategy/strategy.hpp"
@@ -51,19 +52,16 @@ double query_row_bytes(const Options& o) {
 }
 double state_row_bytes(const Options& o) { return (4.0 * o.of_values() + 8.0) * o.heads; }
 
-RunCost cost_of(const Options& options, int ranks, const RunSize& size) {
-  return entry_of(choose_strategy(options, ranks)).cost(options, ranks, size);
-}
+namespace {
 
-const StrategyInfo& choose_strategy(const Options& options, int ranks) {
+[[noreturn]] void refuse(const Options& options, const std::vector<Forecast>& all) {
   std::string known, could, reasons;
-  for (const StrategyInfo& info : strategies()) {
-    const std::string refusal = entry_of(info).refusal(options, ranks);
-    known += fmt::format(" {}", info.name);
-    if (refusal.empty()) could += fmt::format(" {}", info.name);
-    if (options.strategy != "auto" && options.strategy != info.name) continue;
-    if (refusal.empty()) return info;
-    reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", info.name, refusal);
+  for (const Forecast& f : all) {
+    known += fmt::format(" {}", f.strategy->name);
+    if (f.refusal.empty()) could += fmt::format(" {}", f.strategy->name);
+    if (options.strategy != "auto" && options.strategy != f.strategy->name) continue;
+    reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", f.strategy->name,
+                           f.refusal.empty() ? f.reservation : f.refusal);
   }
   if (reasons.empty())
     throw Unsupported(fmt::format("strategy \"{}\" was asked for; this build knows: auto{}",
@@ -73,6 +71,49 @@ const StrategyInfo& choose_strategy(const Options& options, int ranks) {
       fmt::format("strategy \"{}\" was asked for, and cannot be had: {}. Strategies "
                   "that could:{}",
                   options.strategy, reasons, could));
+}
+
+}  // namespace
+
+const StrategyInfo& choose_strategy(const Options& options, int ranks, const Machine& machine) {
+  const std::vector<Forecast> all =
+      forecast(options, {.ranks = ranks}, largest_run(options, ranks), machine);
+  const bool any = options.strategy == "auto";
+  const bool predicted = any && ranks > 1 && options.limits.max_kv_len > 0;
+  const Forecast* best = nullptr;
+  for (const Forecast& f : all) {
+    if (!f.refusal.empty()) continue;
+    if (any ? !f.reservation.empty() : options.strategy != f.strategy->name) continue;
+    if (best == nullptr || (predicted && f.seconds() < best->seconds())) best = &f;
+  }
+  if (best == nullptr) refuse(options, all);
+  return *best->strategy;
+}
+
+RunCost cost_of(const Options& options, int ranks, const RunSize& size) {
+  return entry_of(choose_strategy(options, ranks, built_in_machine(Device::host)))
+      .cost(options, ranks, size);
+}
+
+Machine shared_machine(const Communicator& world) {
+  // An error of reading the constants is everybody's.
+  std::string mine;
+  if (world.rank() == 0) try {
+      const Machine machine = machine_here(world.device());
+      mine = "+" + machine.name + "\n" + to_text(machine);
+    } catch (const Error& error) {
+      mine = std::string("-") + error.what();
+    }
+  const std::string text = world.gather(mine, "constants of the machine")[0];
+  if (text.front() == '-') throw UsageError(text.substr(1));
+  const std::size_t line = text.find('\n');
+  return machine_from(text.substr(line + 1), text.substr(1, line - 1), world.device());
+}
+
+const StrategyInfo& choose_strategy(const Communicator& world, const Options& options) {
+  const bool any = options.strategy == "auto" && world.size() > 1;
+  return choose_strategy(options, world.size(),
+                         any ? shared_machine(world) : built_in_machine(world.device()));
 }
 
 }  // namespace longspan

@@ -113,6 +113,8 @@ void check_options(const Options& o, int ranks) {
                     o.limits.max_query_len));
   usage(o.limits.max_kv_len >= 0 && o.limits.max_kv_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_kv_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.limits.max_kv_len));
+  usage(o.limits.max_workspace >= 0,
+        fmt::format("max_workspace {} is negative; 0 means no limit", o.limits.max_workspace));
   // These are the states of one run on one rank, in numbers that cannot overflow. A machine has
   // less than 2^48 bytes, which leaves every sum of sizes far inside 63 bits.
   const double rows = static_cast<double>(o.limits.max_tokens) * o.heads * (o.queries ? ranks : 1);
@@ -155,6 +157,7 @@ NamedValues describe(const Options& o) {
                   {"max_batch", fmt::to_string(o.limits.max_batch)},
                   {"max_kv_len", fmt::to_string(o.limits.max_kv_len)},
                   {"max_query_len", fmt::to_string(o.limits.max_query_len)},
+                  {"max_workspace", fmt::to_string(o.limits.max_workspace)},
                   {"invariant", yes_no(o.invariant)},
                   {"check_arrays", yes_no(o.debug.check_arrays)},
                   {"strategy", o.strategy},

@@ -44,6 +44,14 @@ def test_any_shape_stride_and_type(torch_ranks, ranks):
     check()
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_batch_without_rows_whose_keys_are_cut_by_a_table(torch_ranks, ranks):
+    case = {"seed": 0, "batch": 2, "kv_heads": 1, "keys": 1, "dim": 8, "dtype": "float32", "layout": "contiguous",
+            "queries": "as keys", "format": "bhtd", "causal": False, "window": False, "softcap": False,
+            "slopes": False, "sinks": False, "strided": False, "strategy": "auto", "heads": 1, "tokens": 0}
+    torch_ranks.values(ranks, jobs.any_shape, [case])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_decode(torch_ranks, ranks):
     for total_keys in (True, False):

@@ -8,6 +8,7 @@
 #include "longspan/element.hpp"
 #include "longspan/error.hpp"
 #include "longspan/info.hpp"
+#include "longspan/machine.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/merge.hpp"
 #include "longspan/options.hpp"

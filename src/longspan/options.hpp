@@ -49,6 +49,8 @@ struct Limits {
   std::int64_t max_kv_len = 0;     ///< no sequence is longer; 0: unknown, which costs workspace
   std::int64_t max_query_len = 0;  ///< no sequence has more queries in one run (1: plain decode);
                                    ///< 0: unknown, which costs launches of kernels for long ones
+  std::int64_t max_workspace = 0;  ///< bytes on a rank, but for the scratch of its kernels; a
+                                   ///< strategy that takes more is refused. 0: no limit
 };
 
 /// Checks and measurements, which cost time.

@@ -1,14 +1,18 @@
 /// \file
 /// How states, queries or keys travel between ranks. One row a strategy: the same table feeds
-/// `longspan run --list-strategies`, the documentation, and the choice made by "auto", which is the
-/// first row that serves such a layer.
+/// `longspan run --list-strategies`, the documentation, and the choice made by "auto", which takes
+/// the one that is predicted to be fastest.
 #pragma once
 
 #include <span>
 #include <string>
+#include <vector>
+
+#include "longspan/machine.hpp"
 
 namespace longspan {
 
+class Communicator;
 struct Options;
 
 /// What a strategy asks of a rank, gives it, and costs.
@@ -28,6 +32,7 @@ struct RunSize {
   double tokens = 0;       ///< query rows, of all sequences and ranks
   double most_tokens = 0;  ///< with sharded queries: most of them on one rank
   double keys = 0;         ///< of all sequences, on all ranks
+  double sequences = 1;    ///< that share these
 };
 
 /// What a run of that size takes on each rank.
@@ -38,14 +43,61 @@ struct RunCost {
   double messages = 0;          ///< transfers that wait for one another: each costs a latency
   double work = 1;              ///< of the whole attention, the part that a rank computes where
                                 ///< rows and keys are dealt evenly
+  double calls = 1;             ///< of attention, one behind the other
+  double keys_read = 1;         ///< of all keys and values, the part that a rank reads
+  double merged_bytes = 0;      ///< of states that a rank folds
+  double copied_bytes = 0;      ///< of rows that it packs, or puts in order
 };
 
-/// The cost by the strategy that choose_strategy takes; throws as that does.
+/// The cost by the strategy that `options.strategy` names; throws as choose_strategy does.
 RunCost cost_of(const Options& options, int ranks, const RunSize& size);
 
-/// The strategy that `options.strategy` names, "auto" resolved. Throws Unsupported, with the known
-/// names, for any other; and, with the reason and the strategies that could, for one that cannot
-/// serve such a layer.
-const StrategyInfo& choose_strategy(const Options& options, int ranks);
+/// How ranks are spread over nodes.
+struct Topology {
+  int ranks = 1;           ///< in all
+  int ranks_per_node = 0;  ///< of which so many share a node; 0: all
+};
+
+/// What a strategy is predicted to do with a run. Times are seconds, of the rank that takes
+/// longest.
+struct Forecast {
+  const StrategyInfo* strategy = nullptr;  ///< whose
+  std::string refusal;                     ///< why it cannot serve such a layer; empty: it can
+  std::string reservation;                 ///< why "auto" leaves it out, although it could
+  RunCost cost;                            ///< what it takes, with what follows, where it can
+  double balance = 1;                      ///< the work of the rank that has most, over the mean
+  double attend = 0;                       ///< attention over what a rank has
+  double exchange = 0;                     ///< what travels, as far as nothing hides it
+  double hidden = 0;                       ///< what travels behind the attention
+  double merge = 0;                        ///< folding of states, packing and putting in order
+
+  /// What the run takes.
+  double seconds() const { return attend + exchange + merge; }
+};
+
+/// Predicts a run of that size by every strategy of strategies(), in their order. The model:
+///
+///     attend    calls call_s + balance work flops / flops_per_s + read bytes / key_bytes_per_s
+///     transfer  messages latency_s + received bytes / link_bytes_per_s, each link its own
+///     hidden    as much of the overlapped bytes' time as `overlap` allows and attend is long
+///     merge     merged bytes / merge_bytes_per_s + copied bytes / copy_bytes_per_s
+///
+/// It refuses what takes more workspace than Limits::max_workspace.
+std::vector<Forecast> forecast(const Options& options, const Topology& topology,
+                               const RunSize& size, const Machine& machine);
+
+/// The largest run that the limits of a layer on `ranks` ranks allow.
+RunSize largest_run(const Options& options, int ranks);
+
+/// The strategy that `options.strategy` names. "auto" is the one whose forecast of largest_run is
+/// the shortest, among those that take every run and keep the fixed order where it must be kept
+/// (Options::invariant); without max_kv_len it is the first of them. Throws Unsupported, with the
+/// known names, for any other name; and, with the reason and the strategies that could, for one
+/// that cannot serve such a layer.
+const StrategyInfo& choose_strategy(const Options& options, int ranks, const Machine& machine);
+
+/// The same for a layer on these ranks, by rank 0's machine_here, so that all choose alike. It is
+/// collective where the name is "auto".
+const StrategyInfo& choose_strategy(const Communicator& world, const Options& options);
 
 }  // namespace longspan

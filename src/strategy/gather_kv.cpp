@@ -156,7 +156,8 @@ RunCost cost(const Options& options, int ranks, const RunSize& size) {
                                  (element * std::max(options.head_dim, options.of_values()) +
                                   sizeof(std::int64_t)),
           .messages = 2,
-          .work = options.queries ? 1.0 / ranks : 1.0};
+          .work = options.queries ? 1.0 / ranks : 1.0,
+          .copied_bytes = 2 * size.keys * element * columns};
 }
 
 }  // namespace
@@ -165,6 +166,12 @@ StrategyEntry gather_kv() {
   return {.info = {"gather-kv", "all rows, or its own rows", "all rows, or its own rows",
                    "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 2,
+          .keeps_order = true,
+          .takes_every_run = false,
+          .balanced =
+              [](const Options& options) {
+                return options.queries ? Balanced::by_queries : Balanced::evenly;
+              },
           .refusal = refusal,
           .cost = cost,
           .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {

@@ -178,13 +178,15 @@ RunCost cost(const Options& options, int ranks, const RunSize& size) {
   const double own_rows = options.queries ? size.most_tokens : 0;
   const double rows = options.queries ? ranks * own_rows : size.tokens;
   const double states = rows * state_row_bytes(options), queries = query_row_bytes(options);
+  const double messages = options.queries ? 2 : 1;
   return {
       .received_bytes = (ranks - 1) * (states + own_rows * queries),
       .workspace_bytes = ranks * states + ranks * own_rows * (2 * queries + sizeof(std::int64_t)),
-      .messages = ranks == 1        ? 0.0
-                  : options.queries ? 2.0
-                                    : 1.0,
-      .work = 1.0 / ranks};
+      .messages = ranks == 1 ? 0 : messages,
+      .work = 1.0 / ranks,
+      .keys_read = 1.0 / ranks,
+      .merged_bytes = ranks * (options.queries ? own_rows * state_row_bytes(options) : states),
+      .copied_bytes = options.queries ? 2 * rows * queries : 0};
 }
 
 }  // namespace
@@ -193,6 +195,9 @@ StrategyEntry gather_states() {
   return {.info = {"gather-states", "all rows, or its own rows", "all rows, or its own rows",
                    "(P-1) T heads 4 (value_dim + 2)"},
           .preference = 1,
+          .keeps_order = true,
+          .takes_every_run = true,
+          .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = [](const Options&, int) { return std::string(); },
           .cost = cost,
           .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {

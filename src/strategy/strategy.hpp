@@ -84,10 +84,18 @@ class Strategy {
   virtual void queue(Run& run) const = 0;
 };
 
+/// What the ranks share, which decides how even their work is.
+enum class Balanced { by_keys, by_queries, evenly };
+
 /// What the registry holds of a strategy.
 struct StrategyEntry {
   StrategyInfo info;
-  int preference;  // "auto" takes the lowest among those that accept
+  int preference;  // the order of the table; "auto" takes the lowest where nothing can be predicted
+  /// Whether it folds in the fixed order where the shards keep it, so that results have the same
+  /// bits for 1, 2, 4 ... 64 ranks.
+  bool keeps_order;
+  bool takes_every_run;  // that such a layer allows; "auto" leaves the others out
+  Balanced (*balanced)(const Options& options);
   /// Why it cannot serve layers of such options on so many ranks; empty where it can.
   std::string (*refusal)(const Options& options, int ranks);
   RunCost (*cost)(const Options& options, int ranks, const RunSize& size);

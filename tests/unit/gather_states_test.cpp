@@ -76,7 +76,8 @@ class GatherStatesTest : public ::testing::Test {
     kernels::AttendParams bounds;
     bounds.tokens = options.limits.max_tokens;
     bounds.head_dim = bounds.value_dim = options.head_dim;
-    const StrategyInfo& info = choose_strategy(options, world.size());
+    const StrategyInfo& info =
+        choose_strategy(options, world.size(), built_in_machine(Device::host));
     auto made = entry_of(info).make({options, notes, notes, world, bounds});
     made->open(0);
     return made;

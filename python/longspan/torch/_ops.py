@@ -85,9 +85,14 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
         return _attend_sharded(world, q, k, v, of_keys, of_rows, options)
     if strategy == "gather-kv":
         options["max_seqlen_k"] = _rounded(of_keys.total)
-    if dims == 4 and of_keys.table is not None:
-        options["key_table"] = options["key_table"].repeat(q.shape[0], 1)
-    return longspan.attend(q, k, v, **options)
+    return longspan.attend(q, k, v, **options | _tables_of_all(of_keys, q))
+
+
+def _tables_of_all(of_keys, q) -> dict:
+    """A row of the table of ranges for each sequence of a batch."""
+    if of_keys.table is None or q.dim() != 4:
+        return {}
+    return {"key_table": torch.tensor(of_keys.table, device=q.device).repeat(q.shape[0], 1)}
 
 
 def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
@@ -103,7 +108,7 @@ def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
     if options.get("documents") is not None and batch > 1:
         raise InputError(f"documents are packed in one sequence; the batch has {batch}")
     if not gathers_keys and (batch == 1 or of_rows.table is None):
-        return longspan.attend(q.contiguous(), k, v, **options)
+        return longspan.attend(q.contiguous(), k, v, **options | _tables_of_all(of_keys, q))
     # The strategy, or the layout, takes one sequence at a time.
     return_lse, out = options.pop("return_lse"), options.pop("out")
     if out is None:

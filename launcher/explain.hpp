@@ -1,0 +1,14 @@
+// Prints what the strategies are predicted to take, and why one was chosen.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "longspan/strategy.hpp"
+
+namespace longspan::launcher {
+
+/// A line for each strategy, that begins with '#'; `chosen` is marked.
+std::string explanation(std::span<const Forecast> forecasts, const std::string& chosen);
+
+}  // namespace longspan::launcher

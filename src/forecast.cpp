@@ -1,0 +1,186 @@
+// Predicts what each strategy does with a run, from the bytes and the work that it says it takes
+// and the constants of the machine.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "longspan/options.hpp"
+#include "longspan/strategy.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+namespace {
+
+/// One sequence of a run, whose rows are its last positions.
+struct Sequence {
+  std::int64_t rows = 0, keys = 0;
+
+  std::int64_t first_row() const { return keys - rows; }
+};
+
+double length(const Interval& interval) {
+  return interval.empty() ? 0.0 : static_cast<double>(interval.end - interval.begin);
+}
+
+/// The keys that the row at a position sees.
+double seen_by_row(const Mask& mask, const Sequence& s, std::int64_t position) {
+  return length(mask.visible(position, s.keys));
+}
+
+/// The rows that see the key at a position.
+double seen_by_key(const Mask& mask, const Sequence& s, std::int64_t position) {
+  Interval rows{s.first_row(), s.keys};
+  if (mask.causal)
+    rows.begin = std::max(rows.begin, position);
+  else if (mask.right >= 0)
+    rows.begin = std::max(rows.begin, position - mask.right);
+  if (mask.window > 0) rows.end = std::min(rows.end, position + mask.window);
+  return length(rows);
+}
+
+/// Walks over `count` positions in cells of equal size, whose middle stands for all of them.
+template <class Visit>
+void for_cells(std::int64_t count, std::int64_t cells, const Visit& visit) {
+  cells = std::min(count, cells);
+  for (std::int64_t c = 0; c < cells; ++c) {
+    const std::int64_t begin = count * c / cells, end = count * (c + 1) / cells;
+    visit(begin, end, (begin + end - 1) / 2);
+  }
+}
+
+constexpr std::int64_t kCells = 4096;
+
+/// The visible pairs of a row and a key.
+double visible_pairs(const Mask& mask, const Sequence& s) {
+  double pairs = 0;
+  for_cells(s.rows, kCells, [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
+    pairs += static_cast<double>(end - begin) * seen_by_row(mask, s, s.first_row() + middle);
+  });
+  return pairs;
+}
+
+/// The visible pairs of the rank that has most of them, over the mean. Of thousands of ranks some
+/// are looked at, the first and the last among them.
+double balance_of(const Sharding& dealt, Balanced by, const Mask& mask, const Sequence& s,
+                  int ranks) {
+  constexpr int kRanks = 256;
+  const bool by_rule = dealt.layout != Layout::ranges && dealt.layout != Layout::listed;
+  if (by == Balanced::evenly || ranks == 1 || !by_rule) return 1;
+  const bool by_keys = by == Balanced::by_keys;
+  const std::int64_t count = by_keys ? s.keys : s.rows;
+  const int looked_at = std::min(ranks, kRanks);
+  double most = 0, sum = 0;
+  for (int i = 0; i < looked_at; ++i) {
+    const int rank =
+        looked_at == 1 ? 0 : static_cast<int>(std::int64_t{ranks - 1} * i / (looked_at - 1));
+    const Shard shard = dealt.resolve(count, rank, ranks);
+    double own = 0;
+    for_cells(count, std::max<std::int64_t>(kCells, 8 * std::int64_t{ranks}),
+              [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
+                const std::int64_t held = shard.before(end, count) - shard.before(begin, count);
+                if (held == 0) return;
+                own += static_cast<double>(held) *
+                       (by_keys ? seen_by_key(mask, s, middle)
+                                : seen_by_row(mask, s, s.first_row() + middle));
+              });
+    most = std::max(most, own);
+    sum += own;
+  }
+  return sum > 0 ? most * looked_at / sum : 1;
+}
+
+Sequence typical(const RunSize& size) {
+  const double sequences = std::max(1.0, size.sequences);
+  const auto keys = static_cast<std::int64_t>(std::llround(size.keys / sequences));
+  const auto rows = static_cast<std::int64_t>(std::llround(size.tokens / sequences));
+  return {std::min(rows, keys), keys};  // rows past the keys see nothing
+}
+
+/// The seconds that bytes take from the ranks of the own node and of others. Every other rank is
+/// heard alike.
+double transfer_seconds(double bytes, const Topology& topology, const Machine& machine) {
+  if (topology.ranks == 1) return 0;
+  const int own = topology.ranks_per_node > 0 ? std::min(topology.ranks_per_node, topology.ranks)
+                                              : topology.ranks;
+  const double far = static_cast<double>(topology.ranks - own) / (topology.ranks - 1);
+  return bytes * ((1 - far) / machine.link_bytes_per_s + far / machine.node_link_bytes_per_s);
+}
+
+double key_row_bytes(const Options& o) {
+  return static_cast<double>(size_of(o.dtypes.of_kv())) * o.kv_heads * (o.head_dim + o.of_values());
+}
+
+void predict(Forecast& f, const Options& o, const Topology& topology, const RunSize& size,
+             const Machine& machine) {
+  const StrategyEntry& entry = entry_of(*f.strategy);
+  f.cost = entry.cost(o, topology.ranks, size);
+  const std::int64_t limit = o.limits.max_workspace;
+  if (limit > 0 && f.cost.workspace_bytes > static_cast<double>(limit)) {
+    f.refusal =
+        fmt::format("it takes {:.4g} MiB of workspace, and max_workspace allows {:.4g}",
+                    f.cost.workspace_bytes / (1 << 20), static_cast<double>(limit) / (1 << 20));
+    return;
+  }
+  const Sequence sequence = typical(size);
+  const Balanced by = entry.balanced(o);
+  f.balance = balance_of(by == Balanced::by_queries ? o.queries.value_or(Sharding{}) : o.keys, by,
+                         o.mask, sequence, topology.ranks);
+  const double flops = 2.0 * o.heads * (o.head_dim + o.of_values()) *
+                       visible_pairs(o.mask, sequence) * std::max(1.0, size.sequences);
+  const RunCost& cost = f.cost;
+  f.attend = cost.calls * machine.call_s + f.balance * cost.work * flops / machine.flops_per_s +
+             cost.keys_read * size.keys * key_row_bytes(o) / machine.key_bytes_per_s;
+  const bool far = topology.ranks_per_node > 0 && topology.ranks > topology.ranks_per_node;
+  const double overlapped = transfer_seconds(cost.overlapped_bytes, topology, machine);
+  f.hidden = std::min(overlapped * machine.overlap, f.attend);
+  f.exchange = cost.messages * (far ? machine.node_latency_s : machine.latency_s) +
+               transfer_seconds(cost.received_bytes, topology, machine) - f.hidden;
+  f.merge =
+      cost.merged_bytes / machine.merge_bytes_per_s + cost.copied_bytes / machine.copy_bytes_per_s;
+}
+
+/// Whether results must have the bits of the fixed order: on the host where the keys' layout keeps
+/// it, and where it is asked for.
+bool needs_order(const Options& options, int ranks, Device device) {
+  const Sharding& keys = options.keys;
+  const Shard shard{keys.layout, 0, ranks, 0, keys.block};
+  return options.invariant || (device == Device::host && shard.keeps_order());
+}
+
+std::string reservation(const StrategyEntry& entry, const Options& options, int ranks,
+                        Device device) {
+  if (ranks == 1) return "";
+  if (!entry.takes_every_run) return "it does not take every run that such a layer may be given";
+  if (!entry.keeps_order && needs_order(options, ranks, device))
+    return "it does not keep the bits of other rank counts";
+  return "";
+}
+
+}  // namespace
+
+std::vector<Forecast> forecast(const Options& options, const Topology& topology,
+                               const RunSize& size, const Machine& machine) {
+  std::vector<Forecast> all;
+  for (const StrategyInfo& info : strategies()) {
+    Forecast& f = all.emplace_back();
+    f.strategy = &info;
+    f.refusal = entry_of(info).refusal(options, topology.ranks);
+    if (!f.refusal.empty()) continue;
+    f.reservation = reservation(entry_of(info), options, topology.ranks, machine.device);
+    predict(f, options, topology, size, machine);
+  }
+  return all;
+}
+
+RunSize largest_run(const Options& options, int ranks) {
+  const Limits& limits = options.limits;
+  const double most = static_cast<double>(limits.max_tokens), sequences = limits.max_batch;
+  RunSize size{.sequences = sequences};
+  size.tokens = options.queries ? most * ranks : most;
+  size.most_tokens = options.queries ? most : 0;
+  size.keys = static_cast<double>(limits.max_kv_len) * sequences;
+  return size;
+}
+
+}  // namespace longspan

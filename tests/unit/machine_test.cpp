@@ -1,0 +1,84 @@
+// The constants of a machine: a file gives back what was written, and what makes no sense is
+// refused with the file's name.
+#include "longspan/machine.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+
+#include "longspan/error.hpp"
+
+namespace longspan {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+TEST(Machine, ATextGivesBackItsConstants) {
+  for (const Device device : {Device::host, Device::cuda}) {
+    const Machine machine = built_in_machine(device);
+    const Machine again = machine_from("# a remark\n\n" + to_text(machine), "there", device);
+    EXPECT_EQ(to_text(again), to_text(machine));
+    EXPECT_EQ(again.name, "there");
+    EXPECT_EQ(again.device, device);
+    EXPECT_EQ(again.link_bytes_per_s, machine.link_bytes_per_s);
+    EXPECT_EQ(again.overlap, machine.overlap);
+  }
+}
+
+TEST(Machine, ATextThatMakesNoSenseIsRefusedByName) {
+  const std::string good = to_text(built_in_machine(Device::host));
+  const auto refused = [](const std::string& text, const char* word) {
+    EXPECT_THAT([&] { machine_from(text, "a.machine", Device::host); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("a.machine"), HasSubstr(word))));
+  };
+  refused(good + "speed 3\n", "'speed'");
+  refused(good + "latency_s 0\n", "latency_s '0'");
+  refused(good + "latency_s -1e-6\n", "latency_s");
+  refused(good + "latency_s nan\n", "latency_s");
+  refused(good + "latency_s 1e-6s\n", "latency_s");
+  refused(good + "overlap 1.5\n", "overlap");
+  refused(good + "latency_s\n", "no name and value");
+  refused(good + "latency_s 1 2\n", "no name and value");
+  refused(good.substr(good.find('\n') + 1), "no flops_per_s");
+  refused("", "no flops_per_s");
+}
+
+/// Sets a variable for as long as it lives.
+class Variable {
+ public:
+  Variable(const char* name, const std::string& value) : name_(name) {
+    if (const char* old = std::getenv(name)) old_ = old;
+    ::setenv(name, value.c_str(), 1);
+  }
+  ~Variable() { old_.empty() ? ::unsetenv(name_) : ::setenv(name_, old_.c_str(), 1); }
+
+ private:
+  const char* name_;
+  std::string old_;
+};
+
+TEST(Machine, HereIsTheFileThatIsNamedOrTheUsersOrBuiltIn) {
+  const std::string folder = ::testing::TempDir() + "settings." + std::to_string(::getpid());
+  const Variable settings("XDG_CONFIG_HOME", folder);
+  EXPECT_EQ(machine_here(Device::host).name, built_in_machine(Device::host).name);
+  EXPECT_EQ(machine_file(Device::host), folder + "/longspan/host.machine");
+
+  const std::string file = folder + ".machine";
+  const Variable named("LONGSPAN_MACHINE", file);
+  EXPECT_EQ(machine_file(Device::cuda), file);
+  EXPECT_THAT([] { machine_here(Device::host); }, ThrowsMessage<UsageError>(HasSubstr(file)));
+  Machine machine = built_in_machine(Device::host);
+  machine.call_s = 0.25;
+  std::ofstream(file) << to_text(machine);
+  EXPECT_EQ(machine_here(Device::host).call_s, 0.25);
+  EXPECT_EQ(machine_here(Device::host).name, file);
+  ::unlink(file.c_str());
+}
+
+}  // namespace
+}  // namespace longspan

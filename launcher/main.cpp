@@ -15,11 +15,14 @@
 #include <new>
 #include <string>
 
+#include "launcher/calibrate.hpp"
 #include "launcher/decode_bench.hpp"
 #include "launcher/info.hpp"
 #include "launcher/options.hpp"
 #include "launcher/output_file.hpp"
+#include "launcher/plan.hpp"
 #include "launcher/run.hpp"
+#include "launcher/scale_bench.hpp"
 #include "launcher/speech.hpp"
 #include "launcher/verify.hpp"
 #include "launcher/world.hpp"
@@ -51,6 +54,12 @@ int perform(const Communicator& world, const CommandLine& line) {
       return verify(world, line);
     case Action::bench_decode:
       return bench_decode(world, line);
+    case Action::bench_scale:
+      return bench_scale(world, line);
+    case Action::calibrate:
+      return calibrate(world, line);
+    case Action::plan:
+      return plan(world, line);
     case Action::list_strategies:
       text = strategies_text();
       break;

@@ -101,12 +101,64 @@ struct DecodeOptions {
   std::string json;
 };
 
+/// The shape of the attention that the commands below predict or measure.
+struct ShapeOptions {
+  int heads = 8;
+  int kv_heads = 0;   // 0: heads
+  int dim = 0;        // 0: 128 on GPUs, 64 on processors
+  std::string dtype;  // empty: bf16 on GPUs, fp32 on processors
+};
+
+/// The options of `longspan calibrate`.
+struct CalibrateOptions {
+  ShapeOptions shape;
+  std::string out;  // empty: machine_file of the device
+};
+
+/// The options of `longspan plan`.
+struct PlanOptions {
+  int nodes = 1;
+  int gpus_per_node = 8;
+  std::int64_t keys = 1 << 20;
+  std::int64_t tokens = 0;  // query rows; 0: as many as keys
+  ShapeOptions shape;
+  Mask mask;
+  std::string shard = "zigzag";
+  Layout layout = Layout::zigzag;
+  std::int64_t block = kSegment;
+  std::int64_t max_workspace = 0;  // bytes; 0: no limit
+  std::string machine;             // a file of constants; empty: an H200
+  std::string json;
+};
+
+/// The options of `longspan bench scale`.
+struct ScaleOptions {
+  std::vector<std::string> phases = {"prefill", "chunk", "decode"};
+  std::vector<std::int64_t> kv;  // empty: by the phase and the device
+  std::int64_t chunk = 512;      // query rows of a chunk
+  bool weak = false;             // kv is for each rank
+  int batch = 1;
+  ShapeOptions shape;
+  std::string shard = "zigzag";
+  Layout layout = Layout::zigzag;
+  std::int64_t block = kSegment;
+  std::vector<std::string> strategies;  // empty: every one that serves
+  std::vector<int> ranks;               // empty: 1, 2, 4 ... and all
+  int iterations = 5;
+  int warmup = 1;
+  std::int64_t check = 4;
+  std::string json, csv;
+};
+
 struct CommandLine {
   enum class Action {
     say,
     run,
     verify,
     bench_decode,
+    bench_scale,
+    calibrate,
+    plan,
     info,
     env,
     list_strategies
@@ -120,6 +172,9 @@ struct CommandLine {
   RunOptions run;
   VerifyOptions verify;
   DecodeOptions decode;
+  CalibrateOptions calibrate;
+  PlanOptions plan;
+  ScaleOptions scale;
   bool json = false;      // info, env
   bool features = false;  // info
 };

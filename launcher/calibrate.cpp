@@ -1,0 +1,233 @@
+#include "launcher/calibrate.hpp"
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <ctime>
+#include <filesystem>
+#include <optional>
+#include <set>
+
+#include "launcher/elements.hpp"
+#include "launcher/make_problem.hpp"
+#include "launcher/output_file.hpp"
+#include "launcher/shapes.hpp"
+#include "launcher/speech.hpp"
+#include "launcher/timed_run.hpp"
+#include "launcher/world.hpp"
+#include "longspan/machine.hpp"
+#include "longspan/version.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+/// Seconds of one run: the medians of the slowest rank, and of the exchange on the rank that waits
+/// least for late ones.
+struct Seconds {
+  double attend = 0, exchange = 0, merge = 0, total = 0;
+};
+
+class Bench {
+ public:
+  Bench(const Communicator& world, const CommandLine& line)
+      : world_(world), line_(line), gpu_(world.device() == Device::cuda) {}
+
+  bool gpu() const { return gpu_; }
+
+  RunOptions options(std::int64_t tokens, std::int64_t kv, const char* strategy) const {
+    RunOptions o = run_options(line_.calibrate.shape, world_.device());
+    o.tokens = tokens;
+    o.kv = kv;
+    o.strategy = strategy;
+    return o;
+  }
+
+  /// Every rank alone, all at the same time.
+  Seconds alone(std::int64_t tokens, std::int64_t kv) const {
+    return measure(self(world_.device()), options(tokens, kv, "auto"));
+  }
+  Seconds on(const Communicator& ranks, const RunOptions& o) const { return measure(ranks, o); }
+
+ private:
+  /// Repeats the run for about a second.
+  Seconds measure(const Communicator& ranks, const RunOptions& o) const {
+    const Problem problem = make_problem(o, line_.world);
+    Trial trial(ranks, problem);
+    world_.barrier("start of a measurement");
+    const std::vector<Sample> first = time_runs(ranks, trial, 1, 1);
+    const double longest = largest(ranks, first[0].time);
+    const int runs = static_cast<int>(std::clamp(800 / std::max(longest, 1e-3), 3.0, 200.0));
+    std::array<std::vector<double>, 4> times;
+    for (const Sample& s : time_runs(ranks, trial, 1, runs)) {
+      const double phases[] = {s.phases.attend, s.phases.exchange, s.phases.merge, s.time};
+      for (std::size_t i = 0; i < times.size(); ++i) times[i].push_back(phases[i] * 1e-3);
+    }
+    return {largest(world_, median(times[0])), -largest(ranks, -median(times[1])),
+            largest(world_, median(times[2])), largest(world_, median(times[3]))};
+  }
+
+  static double largest(const Communicator& ranks, double mine) {
+    double most = mine;
+    for (const std::string& theirs : ranks.gather(fmt::to_string(mine), "gather of times"))
+      most = std::max(most, std::stod(theirs));
+    return most;
+  }
+
+  Communicator world_;
+  const CommandLine& line_;
+  bool gpu_;
+};
+
+double key_row_bytes(const RunOptions& o) {
+  return 2.0 * o.kv_heads * o.dim * static_cast<double>(size_of(dtype_named(o.dtype)));
+}
+double state_row_bytes(const RunOptions& o) { return (4.0 * o.dim + 8) * o.heads; }
+
+/// The node of each rank, by number.
+std::vector<int> nodes_of(const Communicator& world) {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  const std::vector<std::string> hosts = world.gather(host.data(), "names of the nodes");
+  std::vector<int> nodes;
+  for (const std::string& one : hosts)
+    nodes.push_back(static_cast<int>(std::find(hosts.begin(), hosts.end(), one) - hosts.begin()));
+  return nodes;
+}
+
+/// What a rank does by itself.
+void measure_attention(const Bench& bench, Machine& m) {
+  const std::int64_t rows = bench.gpu() ? 16384 : 2048, keys = bench.gpu() ? 131072 : 32768;
+  const RunOptions o = bench.options(1, keys, "auto");
+  m.call_s = std::max(1e-7, bench.alone(1, 128).total);
+  const double reading = std::max(1e-9, bench.alone(1, keys).total - m.call_s);
+  m.key_bytes_per_s = static_cast<double>(keys) * key_row_bytes(o) / reading;
+  const double flops =
+      4.0 * o.heads * o.dim * static_cast<double>(rows) * static_cast<double>(rows);
+  m.flops_per_s = flops / std::max(1e-9, bench.alone(rows, rows).total - m.call_s);
+}
+
+/// The latency and the bytes per second of transfers between these ranks.
+struct Link {
+  double latency = 0, bytes_per_s = 0;
+};
+
+Link measure_link(const Bench& bench, const Communicator& ranks, Machine& m) {
+  const int n = ranks.size();
+  const std::int64_t keys = std::int64_t{128} * n, rows = bench.gpu() ? 8192 : 2048;
+  const RunOptions few = bench.options(1, keys, "gather-states");
+  const RunOptions many = bench.options(rows, keys, "gather-states");
+  Link link;
+  link.latency = std::max(1e-8, bench.on(ranks, few).exchange);
+  const Seconds s = bench.on(ranks, many);
+  const double states = static_cast<double>(rows) * state_row_bytes(many);
+  link.bytes_per_s = (n - 1) * states / std::max(1e-9, s.exchange - link.latency);
+  m.merge_bytes_per_s = n * states / std::max(1e-9, s.merge);
+  return link;
+}
+
+/// The packing of rows, as gather-kv does it: what its exchange takes beyond the transfer.
+void measure_copies(const Bench& bench, const Communicator& ranks, const Link& link, Machine& m) {
+  const std::int64_t keys = bench.gpu() ? 131072 : 16384;
+  const RunOptions o = bench.options(1, keys, "gather-kv");
+  const double bytes = static_cast<double>(keys) * key_row_bytes(o);
+  const double received = bytes * (ranks.size() - 1) / ranks.size();
+  const double copying =
+      bench.on(ranks, o).exchange - 2 * link.latency - received / link.bytes_per_s;
+  m.copy_bytes_per_s = 2 * bytes / std::max(copying, 2 * bytes / (4 * m.key_bytes_per_s));
+}
+
+/// How much of a transfer hides: what a ring takes less than its attention and its transfers one
+/// after the other.
+void measure_overlap(const Bench& bench, const Communicator& ranks, const Link& link, Machine& m) {
+  const auto all = strategies();
+  const auto ring = std::find_if(all.begin(), all.end(), [](const StrategyInfo& s) {
+    return std::string_view(s.name) == "ring-kv";
+  });
+  if (ring == all.end()) return;
+  const std::int64_t keys = bench.gpu() ? 32768 : 2048;
+  RunOptions o = bench.options(keys, keys, ring->name);
+  o.shard_queries = true;
+  const int n = ranks.size();
+  const double attend = 4.0 * o.heads * o.dim * static_cast<double>(keys) *
+                        static_cast<double>(keys) / n / m.flops_per_s;
+  const double transfer = (n - 1) * link.latency + static_cast<double>(keys) * key_row_bytes(o) *
+                                                       (n - 1) / n / link.bytes_per_s;
+  const double hidden = attend + transfer - bench.on(ranks, o).total;
+  m.overlap = std::clamp(hidden / std::min(attend, transfer), 0.0, 1.0);
+}
+
+Machine measure(const Communicator& world, const CommandLine& line) {
+  const Bench bench(world, line);
+  Machine m = built_in_machine(world.device());
+  measure_attention(bench, m);
+  if (world.size() == 1) return m;
+  const std::vector<int> nodes = nodes_of(world);
+  const int own = nodes[static_cast<std::size_t>(world.rank())];
+  const bool far = std::set<int>(nodes.begin(), nodes.end()).size() > 1;
+  const Communicator inside = *world.split(own);
+  Link link;
+  if (inside.size() > 1) {
+    link = measure_link(bench, inside, m);
+    m.latency_s = link.latency;
+    m.link_bytes_per_s = link.bytes_per_s;
+  }
+  if (far) {
+    const Link whole = measure_link(bench, world, m);
+    // Of what a rank hears, a part comes from its own node, at the rate that was measured there.
+    const double near = static_cast<double>(inside.size() - 1) / (world.size() - 1);
+    const double rest = 1 / whole.bytes_per_s - near / m.link_bytes_per_s;
+    m.node_latency_s = whole.latency;
+    m.node_link_bytes_per_s = (1 - near) / std::max(rest, 1e-3 / whole.bytes_per_s);
+    if (inside.size() == 1) link = whole;
+  }
+  measure_copies(bench, inside.size() > 1 ? inside : world, link, m);
+  measure_overlap(bench, inside.size() > 1 ? inside : world, link, m);
+  return m;
+}
+
+std::string remarks(const Communicator& world, const CommandLine& line) {
+  const RunOptions o = run_options(line.calibrate.shape, world.device());
+  std::string text =
+      fmt::format("# longspan {} calibrate | {} | {}\n# {} heads {}/{} dim {} | {:%F}\n",
+                  LONGSPAN_VERSION, name(world.device()), world.describe(), o.dtype, o.heads,
+                  o.kv_heads, o.dim, fmt::gmtime(std::time(nullptr)));
+  if (world.size() == 1) text += "# one rank: what is between ranks is built in, not measured\n";
+  return text;
+}
+
+}  // namespace
+
+int calibrate(const Communicator& control, const CommandLine& line) {
+  const Communicator world = world_for(control, line.world);
+  std::optional<OutputFile> file;
+  std::string path = line.calibrate.out;
+  together(control, "opening of the outputs", [&] {
+    if (control.rank() != 0) return;
+    if (path.empty()) {
+      path = machine_file(world.device());
+      if (path.empty())
+        throw UsageError(
+            "neither LONGSPAN_MACHINE nor XDG_CONFIG_HOME nor HOME is set; say --out FILE");
+      std::error_code none;  // the file says what is wrong
+      std::filesystem::create_directories(std::filesystem::path(path).parent_path(), none);
+    }
+    file.emplace(path);
+  });
+  Machine machine;
+  together(world, "measurement", [&] { machine = measure(world, line); });
+  // Rank 0's figures are everybody's: they are the slowest rank's.
+  const std::string text = remarks(world, line) + to_text(machine);
+  together(world, "writing of the outputs", [&] {
+    if (!file) return;
+    file->write(text.data(), text.size());
+    file->commit();
+    if (!file->is_standard_output()) say(text + fmt::format("# saved to {}\n", path));
+  });
+  return 0;
+}
+
+}  // namespace longspan::launcher

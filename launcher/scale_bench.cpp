@@ -1,0 +1,253 @@
+#include "launcher/scale_bench.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <optional>
+
+#include "launcher/demand.hpp"
+#include "launcher/make_problem.hpp"
+#include "launcher/output_file.hpp"
+#include "launcher/scale_report.hpp"
+#include "launcher/shapes.hpp"
+#include "launcher/speech.hpp"
+#include "launcher/timed_run.hpp"
+#include "launcher/world.hpp"
+#include "longspan/info.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+/// One problem of the grid.
+struct Case {
+  std::string phase;
+  std::int64_t kv = 0;  // in weak scaling for each rank
+};
+
+std::vector<Case> cases_of(const ScaleOptions& o, bool gpu) {
+  std::vector<Case> cases;
+  for (const std::string& phase : o.phases) {
+    std::vector<std::int64_t> lengths = o.kv;
+    if (lengths.empty())
+      lengths = phase == "prefill" ? (gpu ? std::vector<std::int64_t>{8192, 32768, 131072}
+                                          : std::vector<std::int64_t>{1024, 4096})
+                                   : (gpu ? std::vector<std::int64_t>{32768, 131072, 524288}
+                                          : std::vector<std::int64_t>{8192, 32768});
+    for (const std::int64_t kv : lengths) cases.push_back({phase, kv});
+  }
+  return cases;
+}
+
+/// 1, 2, 4 ... and all, or what was asked for.
+std::vector<int> ranks_of(const ScaleOptions& o, int all) {
+  std::vector<int> ranks = o.ranks;
+  if (ranks.empty()) {
+    for (int n = 1; n < all; n *= 2) ranks.push_back(n);
+    ranks.push_back(all);
+  }
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  if (ranks.back() > all)
+    throw UsageError(fmt::format("--ranks {}: there are {} ranks", ranks.back(), all));
+  return ranks;
+}
+
+/// One line on a terminal; nothing where stderr is a file or a pipe.
+class Progress {
+ public:
+  Progress(bool speaks, std::size_t total) : shown_(speaks && ::isatty(2)), total_(total) {}
+  void say(const std::string& what) {
+    if (shown_) fmt::print(stderr, "\r\033[K[{}/{}] {}", ++done_, total_, what);
+    if (shown_) std::fflush(stderr);
+  }
+  void clear() const {
+    if (shown_) fmt::print(stderr, "\r\033[K");
+  }
+
+ private:
+  bool shown_;
+  std::size_t total_, done_ = 0;
+};
+
+class ScaleBench {
+ public:
+  ScaleBench(const Communicator& world, const CommandLine& line, ScaleReport& report)
+      : world_(world), line_(line), o_(line.scale), report_(report) {}
+
+  /// Measures a problem on the first `n` ranks by every strategy. It is collective over all.
+  void measure(const Case& c, int n, Progress& progress, std::FILE* table) {
+    const auto part = world_.split(world_.rank() < n ? 0 : -1);
+    const RunOptions options = options_of(c, n);
+    std::optional<Problem> problem;
+    std::vector<Forecast> forecasts;
+    std::vector<ScaleRow> rows;
+    together(world_, "making of a problem", [&] {
+      if (!part) return;
+      problem = make_problem(options, line_.world);
+      forecasts = settle_strategy(*part, *problem);
+    });
+    const std::size_t count = n == 1 ? 1 : strategies().size();  // alone all do the same
+    for (std::size_t i = 0; i < count; ++i) {
+      const char* strategy = strategies()[i].name;
+      if (n > 1 && !is_asked_for(strategy)) continue;
+      progress.say(
+          fmt::format("{} of {} keys on {} ranks by {}", c.phase, options.kv, n, strategy));
+      together(world_, "measurement", [&] {
+        if (part) rows.push_back(measure(*part, c, options, *problem, forecasts[i]));
+      });
+    }
+    mark_fastest(rows);
+    progress.clear();
+    for (ScaleRow& r : rows) compare_with_one_rank(r);
+    if (world_.rank() == 0)
+      for (const ScaleRow& r : rows) say(row(r), table);
+    report_.rows.insert(report_.rows.end(), rows.begin(), rows.end());
+    together(world_, "check of the results", [&] {
+      for (const ScaleRow& r : rows)
+        if (r.check && !r.check->right)
+          throw Error(ErrorKind::wrong_result,
+                      fmt::format("{} by {} on {} ranks: {}; nothing was written", r.phase,
+                                  r.strategy, r.ranks, complaint(*r.check)));
+    });
+  }
+
+ private:
+  bool is_asked_for(const std::string& strategy) const {
+    return o_.strategies.empty() ||
+           std::find(o_.strategies.begin(), o_.strategies.end(), strategy) != o_.strategies.end();
+  }
+
+  RunOptions options_of(const Case& c, int n) const {
+    RunOptions options = run_options(o_.shape, world_.device());
+    options.kv = o_.weak ? c.kv * n : c.kv;
+    options.tokens = c.phase == "prefill" ? options.kv
+                     : c.phase == "chunk" ? std::min(o_.chunk, options.kv)
+                                          : 1;
+    options.batch = o_.batch;
+    options.mask.causal = true;
+    options.shard = o_.shard;
+    options.layout = o_.layout;
+    options.block = o_.block;
+    options.shard_queries = c.phase == "prefill" && n > 1;
+    options.iterations = o_.iterations;
+    options.warmup = o_.warmup;
+    return options;
+  }
+
+  ScaleRow measure(const Communicator& part, const Case& c, const RunOptions& options,
+                   const Problem& settled, const Forecast& f) const {
+    ScaleRow r{.phase = c.phase,
+               .strategy = f.strategy->name,
+               .no = f.refusal,
+               .ranks = part.size(),
+               .kv = options.kv,
+               .tokens = options.tokens,
+               .chosen = settled.options.strategy == f.strategy->name};
+    if (!r.no.empty()) return r;
+    Problem problem = settled;
+    problem.options.strategy = r.strategy;
+    require_memory(part, demand_of(part, problem, o_.check));
+    std::optional<Trial> trial;
+    try {
+      trial.emplace(part, problem);
+      trial->run();
+    } catch (const Unsupported& error) {  // all ranks refuse alike
+      r.no = error.what();
+      return r;
+    }
+    Report report = describe(part, problem, options, trial->layer());
+    launcher::measure(part, problem, time_runs(part, *trial, o_.warmup, o_.iterations), report);
+    r.time = report.time;
+    r.predicted = f.seconds() * 1e3;
+    r.balance = f.balance;
+    r.attend = report.attend;
+    r.exchange = report.exchange;
+    r.merge = report.merge;
+    r.received_bytes = f.cost.received_bytes;
+    r.workspace_bytes = report.workspace_bytes;
+    if (o_.check > 0)
+      r.check =
+          judge(part, problem, trial->answer(), sample_rows(problem, o_.check, line_.world.seed));
+    return r;
+  }
+
+  static void mark_fastest(std::vector<ScaleRow>& rows) {
+    ScaleRow* best = nullptr;
+    for (ScaleRow& r : rows)
+      if (r.no.empty() && (!best || r.time.median < best->time.median)) best = &r;
+    if (best) best->fastest = true;
+  }
+
+  /// Speed-up over ranks: in weak scaling of prefill the work of a rank grows with the ranks.
+  void compare_with_one_rank(ScaleRow& r) const {
+    if (!r.no.empty()) return;
+    for (const ScaleRow& one : report_.rows) {
+      if (one.ranks != 1 || one.phase != r.phase || !one.no.empty()) continue;
+      if (one.kv * (o_.weak ? r.ranks : 1) != r.kv) continue;
+      const auto work = [](const ScaleRow& row) {
+        const double rows = static_cast<double>(row.tokens), keys = static_cast<double>(row.kv);
+        return rows * (keys - (rows - 1) / 2);  // the visible pairs under a causal mask
+      };
+      r.efficiency = one.time.median * work(r) / work(one) / r.time.median / r.ranks;
+    }
+    if (r.ranks == 1) r.efficiency = 1;
+  }
+
+  Communicator world_;
+  const CommandLine& line_;
+  const ScaleOptions& o_;
+  ScaleReport& report_;
+};
+
+}  // namespace
+
+int bench_scale(const Communicator& control, const CommandLine& line) {
+  const ScaleOptions& o = line.scale;
+  std::optional<OutputFile> json, csv;
+  std::vector<int> counts;
+  together(control, "opening of the outputs", [&] {
+    counts = ranks_of(o, control.size());
+    const auto known = strategies();
+    for (const std::string& name : o.strategies)
+      if (std::none_of(known.begin(), known.end(),
+                       [&](const StrategyInfo& s) { return name == s.name; }))
+        throw UsageError(fmt::format("--strategies {}: --list-strategies has the names", name));
+    if (control.rank() != 0) return;
+    if (!o.json.empty()) json.emplace(o.json);
+    if (!o.csv.empty()) csv.emplace(o.csv);
+  });
+  const Communicator world = world_for(control, line.world);
+  const bool gpu = world.device() == Device::cuda;
+  const bool piped = (json && json->is_standard_output()) || (csv && csv->is_standard_output());
+  std::FILE* const table = piped ? stderr : stdout;
+
+  ScaleReport report{.backend = name(world.device()),
+                     .world = world.describe(),
+                     .threads = host_threads(world, line.world.threads),
+                     .shape = run_options(o.shape, world.device()),
+                     .shard = o.shard,
+                     .weak = o.weak,
+                     .seed = line.world.seed};
+  report.shape.batch = o.batch;
+  if (world.rank() == 0) say(header(report), table);
+  const std::vector<Case> cases = cases_of(o, gpu);
+  ScaleBench bench(world, line, report);
+  Progress progress(world.rank() == 0, cases.size() * counts.size() * strategies().size());
+  for (const Case& c : cases)
+    for (const int n : counts) bench.measure(c, n, progress, table);
+  if (world.rank() == 0) say(summary(report), table);
+  together(world, "writing of the outputs", [&] {
+    const auto write = [](std::optional<OutputFile>& file, const std::string& text) {
+      if (file) file->write(text.data(), text.size());
+    };
+    write(json, to_json(report).dump(2) + "\n");
+    write(csv, to_csv(report));
+    for (auto* file : {&json, &csv})
+      if (*file) (*file)->commit();
+  });
+  return 0;
+}
+
+}  // namespace longspan::launcher

@@ -1,0 +1,31 @@
+#include "launcher/timed_run.hpp"
+
+#include <chrono>
+
+namespace longspan::launcher {
+
+std::vector<Forecast> settle_strategy(const Communicator& world, Problem& problem) {
+  const Options options = problem.layer_options(world.size());
+  const Machine machine = shared_machine(world);
+  problem.options.strategy = choose_strategy(options, world.size(), machine).name;
+  return forecast(options, {.ranks = world.size()}, problem.run_size(world.size()), machine);
+}
+
+std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmup, int iterations) {
+  for (int i = 0; i < warmup; ++i) trial.run();
+  world.barrier("start of the timed runs");
+  std::vector<Sample> samples;
+  for (int i = 0; i < iterations; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    trial.run();
+    const std::chrono::duration<double, std::milli> elapsed =
+        std::chrono::steady_clock::now() - begin;
+    // On a GPU the marks on the stream leave out the host's part of launching and waiting.
+    const Phases phases = trial.layer().phases();
+    const bool gpu = world.device() == Device::cuda;
+    samples.push_back({gpu ? phases.total() : elapsed.count(), phases});
+  }
+  return samples;
+}
+
+}  // namespace longspan::launcher

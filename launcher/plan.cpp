@@ -87,7 +87,17 @@ class Cluster {
   RunSize size_;
 };
 
-std::string text_of(double bytes) { return size_text(static_cast<std::size_t>(bytes)); }
+std::string text_of(double bytes) {
+  constexpr double kTiB = 0x1p40;
+  return bytes < 64 * kTiB ? size_text(static_cast<std::size_t>(bytes))
+                           : fmt::format("{:.4g} TiB", bytes / kTiB);
+}
+
+std::string time_text(double seconds) {
+  for (const auto& [unit, name] : {std::pair{3600.0, "h"}, {1.0, "s"}, {1e-3, "ms"}})
+    if (seconds >= unit) return fmt::format("{:.4g} {}", seconds / unit, name);
+  return fmt::format("{:.4g} us", seconds * 1e6);
+}
 
 std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& machine,
                   const std::vector<Row>& rows, const Row* best) {
@@ -99,8 +109,8 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
       o.tokens > 0 ? o.tokens : o.keys, cluster.shares_rows() ? "sharded" : "replicated",
       options.heads, options.kv_heads, options.head_dim, name(options.dtypes.compute),
       options.mask.causal ? "causal" : "full");
-  text += fmt::format("#{:<17}{:>11}{:>11}{:>11}{:>11}{:>9}{:>12}{:>12}{:>12}{:>9}{:>11}\n",
-                      "strategy", "time (ms)", "attend", "exchange", "hidden", "merge", "received",
+  text += fmt::format("#{:<17}{:>11}{:>11}{:>11}{:>11}{:>11}{:>12}{:>12}{:>12}{:>9}{:>11}\n",
+                      "strategy", "time", "attend", "exchange", "hidden", "merge", "received",
                       "from nodes", "memory", "balance", "efficiency");
   const double ideal = cluster.ideal();
   for (const Row& r : rows) {
@@ -110,12 +120,11 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
       text += fmt::format("  no: {}\n", f.refusal);
       continue;
     }
-    text +=
-        fmt::format("{:>11}{:>11}{:>11}{:>11}{:>9}{:>12}{:>12}{:>12}{:>9.3f}{:>11.3f}\n",
-                    ms_text(f.seconds() * 1e3), ms_text(f.attend * 1e3), ms_text(f.exchange * 1e3),
-                    ms_text(f.hidden * 1e3), ms_text(f.merge * 1e3), text_of(f.cost.received_bytes),
-                    text_of(r.received_far), text_of(cluster.tensors() + f.cost.workspace_bytes),
-                    f.balance, ideal / f.seconds());
+    text += fmt::format(
+        "{:>11}{:>11}{:>11}{:>11}{:>9}{:>12}{:>12}{:>12}{:>9.3f}{:>11.3f}\n",
+        time_text(f.seconds()), time_text(f.attend), time_text(f.exchange), time_text(f.hidden),
+        time_text(f.merge), text_of(f.cost.received_bytes), text_of(r.received_far),
+        text_of(cluster.tensors() + f.cost.workspace_bytes), f.balance, ideal / f.seconds());
   }
   return text +
          "# memory: inputs, outputs and workspace of a rank, but for the scratch of kernels\n";

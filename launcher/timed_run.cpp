@@ -2,13 +2,19 @@
 
 #include <chrono>
 
+#include "launcher/world.hpp"
+
 namespace longspan::launcher {
 
 std::vector<Forecast> settle_strategy(const Communicator& world, Problem& problem) {
-  const Options options = problem.layer_options(world.size());
-  const Machine machine = shared_machine(world);
-  problem.options.strategy = choose_strategy(options, world.size(), machine).name;
-  return forecast(options, {.ranks = world.size()}, problem.run_size(world.size()), machine);
+  std::vector<Forecast> all;
+  together(world, "choice of the strategy", [&] {
+    const Options options = problem.layer_options(world.size());
+    const Machine machine = shared_machine(world);
+    problem.options.strategy = choose_strategy(options, world.size(), machine).name;
+    all = forecast(options, {.ranks = world.size()}, problem.run_size(world.size()), machine);
+  });
+  return all;
 }
 
 std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmup, int iterations) {

@@ -22,6 +22,7 @@
 #include "src/device_guard.hpp"
 #include "src/faults.hpp"
 #include "src/layer_memory.hpp"
+#include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
 #include "src/trace.hpp"
 #include "src/validate.hpp"
@@ -32,25 +33,25 @@ namespace {
 /// Sets marks on a stream at the start of each phase of a run, and measures the time between them.
 class PhaseClock {
  public:
-  explicit PhaseClock(std::unique_ptr<kernels::Timer> timer) : timer_(std::move(timer)) {}
+  PhaseClock(std::unique_ptr<kernels::Timer> timer, int marks)
+      : timer_(std::move(timer)), phases_(static_cast<std::size_t>(marks)) {}
 
   void restart() { count_ = 0; }
   void mark(Phase phase, Stream stream) {
     timer_->mark(count_, stream);
-    phases_[count_++] = phase;
+    phases_.at(static_cast<std::size_t>(count_++)) = phase;
   }
   Phases read() const {
     std::array<double, 3> spent{};
     for (int i = 0; i + 1 < count_; ++i)
-      spent[static_cast<int>(phases_[i])] += timer_->milliseconds(i, i + 1);
+      spent[static_cast<std::size_t>(phases_[static_cast<std::size_t>(i)])] +=
+          timer_->milliseconds(i, i + 1);
     return {spent[0], spent[1], spent[2]};
   }
 
-  static constexpr int kMarks = 16;
-
  private:
   std::unique_ptr<kernels::Timer> timer_;
-  std::array<Phase, kMarks> phases_{};
+  std::vector<Phase> phases_;
   int count_ = 0;
 };
 
@@ -79,9 +80,12 @@ struct Attention::Impl {
     info = &choose_strategy(options, world.size());
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());
-    if (options.debug.profile) clock.emplace(kernels->timer(PhaseClock::kMarks));
-    strategy =
-        entry_of(*info).make({options, *kernels, *kernels, comm::transport_of(world), bounds()});
+    strategy = entry_of(*info).make(
+        {options, *kernels, *kernels, comm::transport_of(world), bounds(), *kernels});
+    if (options.debug.profile) {
+      const int marks = strategy->most_marks();
+      clock.emplace(kernels->timer(marks), marks);
+    }
     allocate();
     strategy->open(runs->layer());
     exchange = strategy->exchange();
@@ -311,7 +315,9 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   layer.begin(run);
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(checked, stream);
-  layer.check_arrays(checks_of(run.attend, checked.cache.keys), stream);
+  kernels::CheckParams checks = checks_of(run.attend, checked.cache.keys);
+  if (run.keys_travel) checks.geometry = rows_of_all_ranks(run);
+  layer.check_arrays(checks, stream);
   if (args.new_k) layer.give_new_keys(run.attend, append_of(args), checked, stream);
   layer.strategy->queue(run);
   run.enter(Phase::merge);  // the end of the last phase

@@ -31,6 +31,7 @@ struct Layer {
   const kernels::RowKernels& rows;
   comm::Transport& comm;
   kernels::AttendParams bounds;  // the largest run that the options allow, of the rank's own rows
+  const kernels::ServingKernels& serving;  // for new keys, where they must be there before a run
 };
 
 /// A run, whose arguments were checked.
@@ -49,15 +50,20 @@ struct Run {
   kernels::SayParams say;
   std::uint64_t* said = nullptr;  // [ranks]
 
+  // prepare() says that the rows of all ranks see this rank's keys, and not its own alone: what is
+  // checked of pages is then what all of them need.
+  bool keys_travel = false;
+
   bool timed = false;  // on this rank, and maybe on no other: what travels must not depend on it
   std::function<void(Phase)> enter;  // marks that the stream has come to the start of a phase
 
   /// Queues the attention and the phase that ends it.
   void attend_to(const kernels::Epilogue& epilogue, Phase last,
-                 const kernels::AttentionKernels& with) const {
+                 const kernels::AttentionKernels& with,
+                 const kernels::BetweenTiles& between = {}) const {
     kernels::EpilogueBegins begins;
     if (timed) begins = [this, last] { enter(last); };
-    with.attend(attend, epilogue, stream, begins);
+    with.attend(attend, epilogue, stream, begins, between);
   }
 };
 
@@ -75,6 +81,9 @@ class Strategy {
 
   /// What Attention::exchange returns: how data travels.
   virtual ExchangeInfo exchange() const = 0;
+
+  /// The most phases that a run enters, its end included.
+  virtual int most_marks() const { return 16; }
 
   /// Fills in where the states of `run` are, and queues nothing. Throws Unsupported for a run that
   /// the strategy cannot take.

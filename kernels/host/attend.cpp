@@ -161,9 +161,7 @@ class AttendRun {
       float* to = p_.state.o(slot, row);
       const float* from = o + r * padded_;
       if (p_.resume) {
-        const Fold f = fold(to_stats, stats[r]);
-        to_stats = f.stats;
-        for (int d = 0; d < p_.value_dim; ++d) to[d] = f(to[d], from[d]);
+        fold_states(&to_stats, to, stats + r, from, 1, p_.value_dim);
       } else {
         to_stats = stats[r];
         std::copy_n(from, p_.value_dim, to);

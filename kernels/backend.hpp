@@ -91,6 +91,8 @@ class RowKernels {
   virtual ~RowKernels() = default;
   virtual void map_rows(const MapParams& params, Stream stream) const = 0;
   virtual void place_rows(const PlaceParams& params, Stream stream) const = 0;
+  virtual void pack_outputs(const PackOutputsParams& params, Stream stream) const = 0;
+  virtual void pack_states(const PackStatesParams& params, Stream stream) const = 0;
   virtual void key_starts(const KeyStartParams& params, Stream stream) const = 0;
   virtual void row_starts(const RowStartParams& params, Stream stream) const = 0;
   virtual void copy_keys(const CopyKeysParams& params, Stream stream) const = 0;
@@ -110,7 +112,6 @@ class ServingKernels {
   virtual std::size_t context_room(const AttendParams& /*bounds*/) const { return 0; }
 
   virtual void merge_outputs(const MergeOutputsParams& params, Stream stream) const = 0;
-  virtual void pack_outputs(const PackOutputsParams& params, Stream stream) const = 0;
   virtual void export_segments(const ExportSegmentsParams& params, Stream stream) const = 0;
   virtual void reduce_segments(const ReduceSegmentsParams& params, Stream stream) const = 0;
 };

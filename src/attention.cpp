@@ -202,13 +202,21 @@ struct Attention::Impl {
   }
 
   kernels::MergeParams merge_params(const AttentionArgs& args, const RunArrays& arrays) const {
+    const ResultPart part = options.results.part;
     kernels::MergeParams p;
     p.heads = options.heads;
     p.sinks = arrays.sinks;
-    p.tokens = count_rows(args.q);
+    if (part == ResultPart::heads) {
+      const HeadRange own = result_heads(options.heads, world.rank(), world.size());
+      p.heads = own.size();
+      p.state_heads = options.heads;
+      p.first_head = own.begin;
+      p.sinks = floats_from(arrays.sinks, own.begin);
+    }
+    p.tokens = count_rows(args.out);
     p.dtype = options.dtypes.of_out();
     p.out_scale = {arrays.out_scale};
-    if (!options.queries)  // else the map of rows says which rows there are
+    if (!options.queries && part != ResultPart::rows)  // else a map says which rows there are
       p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr,
                  nullptr,      args.skip_decode};
     p.out = token_rows_of(args.out);

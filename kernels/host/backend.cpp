@@ -70,6 +70,9 @@ class HostBackend final : public Backend {
   void pack_outputs(const PackOutputsParams& p, Stream) const override {
     host::pack_outputs(p, pool_);
   }
+  void pack_states(const PackStatesParams& p, Stream) const override {
+    host::pack_states(p, pool_);
+  }
   void export_segments(const ExportSegmentsParams& p, Stream) const override {
     host::export_segments(p, pool_);
   }

@@ -21,6 +21,7 @@ void row_starts(const RowStartParams& params);
 void copy_keys(const CopyKeysParams& params, ThreadPool& pool);
 void merge_outputs(const MergeOutputsParams& params, ThreadPool& pool);
 void pack_outputs(const PackOutputsParams& params, ThreadPool& pool);
+void pack_states(const PackStatesParams& params, ThreadPool& pool);
 void export_segments(const ExportSegmentsParams& params, ThreadPool& pool);
 void reduce_segments(const ReduceSegmentsParams& params, ThreadPool& pool);
 void append(const AppendParams& params, ThreadPool& pool);

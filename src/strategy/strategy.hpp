@@ -103,9 +103,15 @@ struct StrategyEntry {
   std::unique_ptr<Strategy> (*make)(const Layer& layer);
 };
 
+/// Why a strategy that gives results whole, or by the rows of sharded queries, cannot give what the
+/// options ask for; empty where it can.
+std::string refuse_parts(const Options& options);
+
 /// The bytes of a row of the queries, and of a row's states.
 double query_row_bytes(const Options& options);
 double state_row_bytes(const Options& options);
+/// The bytes of a slot of states, of so many rows of so many heads (kernels::StateSlots).
+double state_slot_bytes(const Options& options, double rows, int heads);
 
 /// The entry behind a row of strategies().
 const StrategyEntry& entry_of(const StrategyInfo& info);

@@ -26,6 +26,7 @@ void row_starts(const RowStartParams& params, cudaStream_t stream);
 void copy_keys(const CopyKeysParams& params, cudaStream_t stream);
 void merge_outputs(const MergeOutputsParams& params, cudaStream_t stream);
 void pack_outputs(const PackOutputsParams& params, cudaStream_t stream);
+void pack_states(const PackStatesParams& params, cudaStream_t stream);
 void export_segments(const ExportSegmentsParams& params, cudaStream_t stream);
 void reduce_segments(const ReduceSegmentsParams& params, cudaStream_t stream);
 void append(const AppendParams& params, cudaStream_t stream);

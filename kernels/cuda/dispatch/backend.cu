@@ -157,6 +157,9 @@ class CudaBackend final : public Backend {
   void pack_outputs(const PackOutputsParams& p, Stream stream) const override {
     cuda::pack_outputs(p, stream_of(stream));
   }
+  void pack_states(const PackStatesParams& p, Stream stream) const override {
+    cuda::pack_states(p, stream_of(stream));
+  }
   void export_segments(const ExportSegmentsParams& p, Stream stream) const override {
     cuda::export_segments(p, stream_of(stream));
   }

@@ -1,0 +1,96 @@
+#include "src/strategy/dealt_rows.hpp"
+
+#include <algorithm>
+
+namespace longspan {
+
+std::int64_t DealtRows::row_bytes() const {
+  return std::int64_t{layer_.bounds.heads} * layer_.bounds.head_dim *
+         static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
+}
+
+/// No rank has more than an even share of each sequence and what the rule leaves uneven: one row of
+/// a striped layout, two of zigzag, a block, or segments of 128 (one for the cut between ranks and
+/// one for the end of the sequence).
+std::int64_t DealtRows::bound(std::int64_t rows, std::int64_t sequences) const {
+  const int ranks = layer_.comm.size();
+  std::int64_t uneven = 0;
+  switch (rule().layout) {
+    case Layout::striped:
+      uneven = 1;
+      break;
+    case Layout::zigzag:
+      uneven = 2;
+      break;
+    case Layout::interleaved:
+      uneven = rule().block;
+      break;
+    case Layout::contiguous:
+      uneven = 2 * kSegment;
+      break;
+    default:
+      return rows;
+  }
+  if (uneven >= rows) return rows;
+  return std::min(rows, rows / ranks + sequences * (uneven + 1));
+}
+
+std::int64_t DealtRows::most_capacity() const {
+  if (are_gathered()) return layer_.options.limits.max_tokens;
+  return bound(layer_.options.limits.max_tokens, layer_.options.limits.max_batch);
+}
+
+std::int64_t DealtRows::capacity(const Run& run) const {
+  const Shard& rows = run.arrays.queries;
+  const bool counted = run.arrays.batch == 1 && rows.layout != Layout::listed &&
+                       (rows.layout != Layout::ranges || layer_.kernels.device() == Device::host);
+  if (counted) return std::min(rows.max_local_len(rows.length), most_capacity());
+  const std::int64_t most = bound(rows.length, run.arrays.batch);
+  return are_gathered() ? layer_.options.limits.max_tokens : most;
+}
+
+void DealtRows::lay_out(Parts& memory) {
+  if (!are_dealt()) return;
+  const auto ranks = static_cast<std::size_t>(layer_.comm.size());
+  const std::size_t slots = ranks * static_cast<std::size_t>(most_capacity());
+  if (are_gathered()) {
+    gathered_ = memory.take(slots * static_cast<std::size_t>(row_bytes()));
+    ordered_ = memory.take(static_cast<std::size_t>(most_tokens() * row_bytes()));
+  }
+  map_ = memory.take_array<std::int64_t>(slots);
+}
+
+void DealtRows::prepare(Run& run) const {
+  if (!are_gathered()) return;
+  const kernels::AttendParams& bounds = layer_.bounds;
+  run.attend.tokens = run.args.total_tokens;
+  run.attend.batch.query_start = run.arrays.query_start;
+  run.attend.batch.whole_query_start = nullptr;
+  run.attend.queries = {};
+  run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
+}
+
+void DealtRows::gather(Run& run) const {
+  if (!are_dealt()) return;
+  const Shard& rows = run.arrays.queries;
+  const std::int64_t most = capacity(run), slot_bytes = most * row_bytes();
+  // What each rank says of its run travels beside the data.
+  const auto gather = [&](const void* send, void* recv, std::int64_t bytes, const char* step) {
+    layer_.comm.all_gather(send, recv, static_cast<std::size_t>(bytes), run.stream, step, run.said);
+  };
+
+  if (rows.layout == Layout::listed)
+    gather(rows.table, map_, most * 8, "gather of query positions");
+  else
+    layer_.rows.map_rows({rows, run.attend.batch, rows.ranks, most, map_}, run.stream);
+  if (!are_gathered()) return;
+  std::byte* const mine = gathered_ + rows.rank * slot_bytes;
+  layer_.rows.place_rows({static_cast<const std::byte*>(run.args.q.data), mine, nullptr,
+                          run.args.q.shape[0], row_bytes()},
+                         run.stream);
+  gather(mine, gathered_, slot_bytes, "gather of queries");
+  layer_.rows.place_rows(
+      {gathered_, ordered_, map_, rows.ranks * most, row_bytes(), run.attend.tokens}, run.stream);
+}
+
+}  // namespace longspan

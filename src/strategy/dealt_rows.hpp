@@ -1,0 +1,59 @@
+// Query rows that ranks share, as every rank sees all of them: which rank has which, in a map, and
+// the rows themselves, gathered and brought into the order of the whole q. Strategies that attend
+// with all rows have this in common.
+//
+//     my rows  ->  [ranks, capacity] rows, as they come  ->  [tokens] rows, in order
+#pragma once
+
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+class DealtRows {
+ public:
+  /// What is dealt out: the rows of sharded queries, which are gathered; or, of replicated ones,
+  /// the rows of the result (Options::results), or nothing.
+  explicit DealtRows(const Layer& layer) : layer_(layer) {}
+
+  bool are_gathered() const { return layer_.options.queries.has_value(); }
+  bool are_dealt() const {
+    return are_gathered() || layer_.options.results.part == ResultPart::rows;
+  }
+  /// The most rows of a run, on all ranks together.
+  std::int64_t most_tokens() const {
+    return layer_.options.limits.max_tokens * (are_gathered() ? layer_.comm.size() : 1);
+  }
+  /// The most rows of one rank, in any run of the layer.
+  std::int64_t most_capacity() const;
+  /// The most rows of one rank, as far as every rank knows it. It knows the number for one
+  /// sequence that a rule deals out; for a batch, whose lengths may lie on a GPU, a bound.
+  std::int64_t capacity(const Run& run) const;
+
+  void lay_out(Parts& memory);
+  /// Points the attention of a run at all rows, once they are gathered.
+  void prepare(Run& run) const;
+  /// Queues the map, and where queries are sharded brings every rank's rows here.
+  void gather(Run& run) const;
+
+  /// [ranks, capacity] the row of the whole q of each rank's rows, -1 past its last.
+  const std::int64_t* map() const { return map_; }
+  /// [capacity] this rank's part of the map.
+  const std::int64_t* own_map(const Run& run) const {
+    return map_ + layer_.comm.rank() * capacity(run);
+  }
+  /// The bytes of a row of queries, [heads, dim].
+  std::int64_t row_bytes() const;
+
+ private:
+  const Sharding& rule() const {
+    return are_gathered() ? *layer_.options.queries : layer_.options.results.rows;
+  }
+  std::int64_t bound(std::int64_t rows, std::int64_t sequences) const;
+
+  Layer layer_;
+  std::byte* gathered_ = nullptr;  // [ranks, capacity, row_bytes]
+  std::byte* ordered_ = nullptr;   // [tokens, row_bytes]
+  std::int64_t* map_ = nullptr;
+};
+
+}  // namespace longspan

@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "longspan/error.hpp"
-#include "src/strategy/dealt_rows.hpp"
+#include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {

@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "src/strategy/dealt_rows.hpp"
-#include "src/strategy/finished_rows.hpp"
+#include "src/strategy/shared/dealt_rows.hpp"
+#include "src/strategy/shared/finished_rows.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -214,7 +214,7 @@ RunCost cost(const Options& o, int ranks, const RunSize& size) {
 StrategyEntry scatter_states() {
   return {.info = {"scatter-states", "all rows, or its own rows", "all, its rows, or its heads",
                    "(P-1)/P T heads 4 (value_dim + 2)"},
-          .preference = 3,
+          .preference = 4,
           .refusal = refusal,
           .cost = cost,
           .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/world.hpp"
@@ -166,6 +167,37 @@ TEST(ResultHeads, AreDealtOutWithoutGapsAndAsEvenAsTheyCanBe) {
     }
 }
 
+/// What travels is what the cost says: states of a part, and of a whole result the finished rows.
+TEST(ScatterStates, ReceivesWhatItsCostSays) {
+  const Communicator world = test_world();
+  const int ranks = world.size();
+  const std::int64_t rows = 4 * std::int64_t{ranks} + 1;
+  const Problem problem({.heads = 8, .q_lens = {static_cast<std::int32_t>(rows)}},
+                        shared_seed(world));
+  const Shard striped = Shard::striped(rows, world.rank(), ranks);
+  RunSize size{.tokens = 1.0 * rows, .most_tokens = 1.0 * striped.max_local_len(rows), .keys = 300};
+  const auto expect_bytes = [&](const char* strategy, const Options& options,
+                                std::optional<Shard> queries, std::optional<Shard> results) {
+    const comm::Transport& comm = comm::transport_of(world);
+    const std::uint64_t before = comm.received_bytes();
+    run(world, problem, keys_of(world, 300), options, queries, results);
+    Options asked = options;
+    if (queries) asked.queries = Sharding{queries->layout};
+    if (results) asked.results = {ResultPart::rows, {results->layout}};
+    EXPECT_EQ(static_cast<double>(comm.received_bytes() - before),
+              cost_of(asked, ranks, size).received_bytes)
+        << strategy;
+  };
+  for (const char* strategy : {"gather-states", "scatter-states"}) {
+    Options options = options_of(strategy, problem, world);
+    expect_bytes(strategy, options, std::nullopt, std::nullopt);
+    expect_bytes(strategy, options, striped, std::nullopt);
+    expect_bytes(strategy, options, std::nullopt, striped);
+    options.results.part = ResultPart::heads;
+    expect_bytes(strategy, options, std::nullopt, std::nullopt);
+  }
+}
+
 /// What the layer of these options says when it is refused.
 std::string refusal(const Communicator& world, const Options& options) {
   try {
@@ -205,7 +237,8 @@ TEST(ScatterStates, SaysWhatItIsAndRefusesByName) {
   bad = options;
   bad.strategy = "gather-kv";
   bad.results.part = ResultPart::rows;
-  EXPECT_THAT(refusal(world, bad), ::testing::HasSubstr("could: gather-states scatter-states"));
+  EXPECT_THAT(refusal(world, bad), ::testing::HasSubstr("does not give results by rows"));
+  EXPECT_THAT(refusal(world, bad), ::testing::HasSubstr("could: gather-states"));
 }
 
 TEST(ScatterStates, ComparesWhatRanksMean) {

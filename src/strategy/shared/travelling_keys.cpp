@@ -32,6 +32,19 @@ bool sees_some(const kernels::Geometry& g, int b, const Shard& rows, std::int64_
   return false;
 }
 
+bool knows_lengths(const Run& run, Device device) {
+  return device == Device::host ||
+         (run.arrays.kv_len == nullptr && run.arrays.keys.layout != Layout::ranges);
+}
+
+/// Whether this processor can tell what every row sees.
+bool knows_masks(const Run& run, Device device) {
+  if (run.arrays.keys.layout == Layout::listed) return false;
+  return device == Device::host ||
+         (knows_lengths(run, device) && run.arrays.causal == nullptr && !run.arrays.documents &&
+          run.arrays.query_start == nullptr && run.arrays.queries.layout != Layout::ranges);
+}
+
 }  // namespace
 
 std::int64_t most_keys_of_a_rank(const Sharding& rule, std::int64_t keys, int ranks) {
@@ -71,6 +84,31 @@ kernels::Geometry rows_of_all_ranks(const Run& run) {
   return g;
 }
 
+bool may_see(const Run& run, Device device, int receiver, int owner) {
+  if (!knows_masks(run, device)) return true;
+  const kernels::Geometry all = rows_of_all_ranks(run);
+  const Shard rows =
+      run.attend.queries.ranks == 1 ? Shard{} : run.attend.queries.with_rank(receiver);
+  const Shard keys = run.arrays.keys.with_rank(owner);
+  for (int b = 0; b < run.arrays.batch; ++b) {
+    const std::int64_t query_len = all.batch.query_len(b, all.tokens);
+    if (!all.batch.skips(query_len) && sees_some(all, b, rows.for_sequence(b), query_len,
+                                                 keys.for_sequence(b), all.batch.keys(b, keys)))
+      return true;
+  }
+  return false;
+}
+
+void append_new_keys(const Layer& layer, Run& run) {
+  if (run.attend.new_k.data == nullptr) return;
+  kernels::AppendParams append = append_of(run.attend);
+  const kernels::Geometry all = rows_of_all_ranks(run);
+  append.tokens = all.tokens;
+  append.batch = all.batch;
+  layer.serving.append(append, run.stream);
+  run.attend.new_k = run.attend.new_v = {};
+}
+
 TravellingKeys::TravellingKeys(const Layer& layer)
     : layer_(layer),
       most_keys_(
@@ -107,26 +145,11 @@ void TravellingKeys::check(const Run& run, const char* strategy) const {
 }
 
 bool TravellingKeys::knows_lengths(const Run& run) const {
-  return layer_.kernels.device() == Device::host ||
-         (run.arrays.kv_len == nullptr && run.arrays.keys.layout != Layout::ranges);
-}
-
-bool TravellingKeys::knows_masks(const Run& run) const {
-  if (is_listed()) return false;
-  return layer_.kernels.device() == Device::host ||
-         (knows_lengths(run) && run.arrays.causal == nullptr && !run.arrays.documents &&
-          run.arrays.query_start == nullptr && run.arrays.queries.layout != Layout::ranges);
+  return longspan::knows_lengths(run, layer_.kernels.device());
 }
 
 void TravellingKeys::begin(Run& run, const char* step) const {
-  if (run.attend.new_k.data != nullptr) {
-    kernels::AppendParams append = append_of(run.attend);
-    const kernels::Geometry all = rows_of_all_ranks(run);
-    append.tokens = all.tokens;
-    append.batch = all.batch;
-    layer_.serving.append(append, run.stream);
-    run.attend.new_k = run.attend.new_v = {};
-  }
+  append_new_keys(layer_, run);
   const Shard& rows = run.attend.queries;
   if (rows.ranks > 1 && run.arrays.query_start != nullptr) {
     layer_.rows.row_starts({rows, run.arrays.query_start, run.arrays.batch, row_starts_},
@@ -158,19 +181,7 @@ std::int64_t TravellingKeys::rows_of(const Run& run, int rank) const {
 }
 
 bool TravellingKeys::are_seen(const Run& run, int receiver, int owner) const {
-  if (rows_of(run, owner) == 0) return false;
-  if (!knows_masks(run)) return true;
-  const kernels::Geometry all = rows_of_all_ranks(run);
-  const Shard rows =
-      run.attend.queries.ranks == 1 ? Shard{} : run.attend.queries.with_rank(receiver);
-  const Shard keys = run.arrays.keys.with_rank(owner);
-  for (int b = 0; b < run.arrays.batch; ++b) {
-    const std::int64_t query_len = all.batch.query_len(b, all.tokens);
-    if (!all.batch.skips(query_len) && sees_some(all, b, rows.for_sequence(b), query_len,
-                                                 keys.for_sequence(b), all.batch.keys(b, keys)))
-      return true;
-  }
-  return false;
+  return rows_of(run, owner) > 0 && may_see(run, layer_.kernels.device(), receiver, owner);
 }
 
 bool TravellingKeys::must_copy(const Run& run) const {

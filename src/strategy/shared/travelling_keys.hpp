@@ -34,6 +34,13 @@ struct KeyBlock {
 /// The geometry of the rows of all ranks, which are those that see the keys of this one.
 kernels::Geometry rows_of_all_ranks(const Run& run);
 
+/// Whether the receiver's query rows may see keys of the owner, by what this processor can tell of
+/// lengths and masks on `device`. All ranks give the same answer.
+bool may_see(const Run& run, Device device, int receiver, int owner);
+
+/// Queues the write of new keys into the cache, where they must be there before a run.
+void append_new_keys(const Layer& layer, Run& run);
+
 class TravellingKeys {
  public:
   explicit TravellingKeys(const Layer& layer);
@@ -89,8 +96,6 @@ class TravellingKeys {
   bool is_listed() const { return layer_.options.keys.layout == Layout::listed; }
   /// Whether this processor can tell how many keys each rank has of each sequence.
   bool knows_lengths(const Run& run) const;
-  /// Whether it can tell what every row sees, too.
-  bool knows_masks(const Run& run) const;
 
   /// A bound of the keys that rank `rank` has of any sequence.
   std::int64_t longest(int rank) const { return is_listed() ? counts_[rank] : most_keys_; }

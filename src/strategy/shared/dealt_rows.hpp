@@ -25,8 +25,10 @@ class DealtRows {
   }
   /// The most rows of one rank, in any run of the layer.
   std::int64_t most_capacity() const;
-  /// The most rows of one rank, as far as every rank knows it. It knows the number for one
-  /// sequence that a rule deals out; for a batch, whose lengths may lie on a GPU, a bound.
+  /// The rows that rank `rank` has in a run, as far as every rank knows it: on a GPU a bound for
+  /// batches, whose lengths lie there, and always for listed rows.
+  std::int64_t rows_of(const Run& run, int rank) const;
+  /// The most that any rank has, known likewise.
   std::int64_t capacity(const Run& run) const;
 
   void lay_out(Parts& memory);
@@ -49,6 +51,7 @@ class DealtRows {
     return are_gathered() ? *layer_.options.queries : layer_.options.results.rows;
   }
   std::int64_t bound(std::int64_t rows, std::int64_t sequences) const;
+  bool are_counted(const Run& run) const;
 
   Layer layer_;
   std::byte* gathered_ = nullptr;  // [ranks, capacity, row_bytes]

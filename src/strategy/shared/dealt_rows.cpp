@@ -1,4 +1,4 @@
-#include "src/strategy/dealt_rows.hpp"
+#include "src/strategy/shared/dealt_rows.hpp"
 
 #include <algorithm>
 
@@ -40,13 +40,30 @@ std::int64_t DealtRows::most_capacity() const {
   return bound(layer_.options.limits.max_tokens, layer_.options.limits.max_batch);
 }
 
-std::int64_t DealtRows::capacity(const Run& run) const {
+bool DealtRows::are_counted(const Run& run) const {
+  const Layout layout = run.arrays.queries.layout;
+  if (layout == Layout::listed) return false;
+  return layer_.kernels.device() == Device::host ||
+         (run.arrays.query_start == nullptr && layout != Layout::ranges);
+}
+
+std::int64_t DealtRows::rows_of(const Run& run, int rank) const {
   const Shard& rows = run.arrays.queries;
-  const bool counted = run.arrays.batch == 1 && rows.layout != Layout::listed &&
-                       (rows.layout != Layout::ranges || layer_.kernels.device() == Device::host);
-  if (counted) return std::min(rows.max_local_len(rows.length), most_capacity());
-  const std::int64_t most = bound(rows.length, run.arrays.batch);
-  return are_gathered() ? layer_.options.limits.max_tokens : most;
+  if (!are_counted(run))
+    return std::min(bound(rows.length, run.arrays.batch), layer_.options.limits.max_tokens);
+  const Shard own = rows.with_rank(rank);
+  const std::int32_t* const start = run.arrays.query_start;
+  std::int64_t count = start == nullptr ? own.local_len(rows.length) : 0;
+  for (int b = 0; start != nullptr && b < run.arrays.batch; ++b)
+    count += own.local_len(start[b + 1] - start[b]);
+  return std::min(count, most_capacity());
+}
+
+std::int64_t DealtRows::capacity(const Run& run) const {
+  if (!are_counted(run)) return rows_of(run, 0);
+  std::int64_t most = 0;
+  for (int p = 0; p < layer_.comm.size(); ++p) most = std::max(most, rows_of(run, p));
+  return most;
 }
 
 void DealtRows::lay_out(Parts& memory) {
@@ -86,7 +103,7 @@ void DealtRows::gather(Run& run) const {
   if (!are_gathered()) return;
   std::byte* const mine = gathered_ + rows.rank * slot_bytes;
   layer_.rows.place_rows({static_cast<const std::byte*>(run.args.q.data), mine, nullptr,
-                          run.args.q.shape[0], row_bytes()},
+                          std::min(run.args.q.shape[0], most), row_bytes()},
                          run.stream);
   gather(mine, gathered_, slot_bytes, "gather of queries");
   layer_.rows.place_rows(

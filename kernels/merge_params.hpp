@@ -171,14 +171,21 @@ struct PackOutputsParams {
   TokenRows from;
   TokenRows to;
   TokenLse from_lse;
-  TokenLse to_lse;                    // with data null where it is not wanted
-  const std::int64_t* map = nullptr;  // [tokens] the token of `to` for each, < 0: none; null: the
-                                      // same token
+  TokenLse to_lse;  // with data null where it is not wanted
+  // What a map is of: where tokens go (map[t] of `to`), where they come from (map[t] of `from`), or
+  // only which there are. Where map[t] < 0 nothing is copied.
+  enum class MapOf : std::uint8_t { places, sources, presence };
+  const std::int64_t* map = nullptr;  // [tokens]; null: the same tokens in both
+  MapOf map_of = MapOf::places;
   Batch batch;  // with query_start, what is not of the batch is not written (MergeParams)
 
-  /// Where a token goes, or -1.
-  LONGSPAN_HD std::int64_t place(std::int64_t token) const {
-    return map != nullptr ? map[token] : token;
+  struct Move {
+    std::int64_t from, to;  // tokens; to < 0: nothing moves
+  };
+  LONGSPAN_HD Move move(std::int64_t token) const {
+    const std::int64_t other = map != nullptr ? map[token] : token;
+    if (other < 0) return {0, -1};
+    return {map_of == MapOf::sources ? other : token, map_of == MapOf::places ? other : token};
   }
 
   std::int64_t row_bytes() const {

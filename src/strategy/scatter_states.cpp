@@ -173,26 +173,13 @@ std::string refusal(const Options& options, int ranks) {
   return "";
 }
 
-/// The most rows of the result that one rank finishes. Only the rule is known: a table may give all
-/// rows to one rank.
-double finished_rows(const Options& o, int ranks, const RunSize& size) {
-  if (o.queries) return size.most_tokens;
-  if (o.results.part == ResultPart::heads) return size.tokens;
-  if (o.results.part == ResultPart::all) return std::ceil(size.tokens / ranks);
-  if (o.results.rows.layout == Layout::ranges || o.results.rows.layout == Layout::listed)
-    return size.tokens;
-  return static_cast<double>(
-      o.results.rows.resolve(static_cast<std::int64_t>(size.tokens), 0, ranks)
-          .max_local_len(static_cast<std::int64_t>(size.tokens)));
-}
-
 /// Counts the rank's own states and, twice, slots of one part; with sharded queries the rows of all
 /// ranks, twice; and for a whole result the finished rows of all ranks.
 RunCost cost(const Options& o, int ranks, const RunSize& size) {
   const bool gathers_queries = o.queries.has_value();
   const bool by_heads = o.results.part == ResultPart::heads;
   const bool gathers_result = !gathers_queries && o.results.part == ResultPart::all && ranks > 1;
-  const double rows = finished_rows(o, ranks, size);
+  const double rows = most_result_rows(o, ranks, size);
   const double whole = gathers_queries ? ranks * rows : size.tokens;
   const double part =
       ranks == 1 ? 0

@@ -148,6 +148,46 @@ TEST_F(PackOutputs, FromSlotsToThePlacesOfAMap) {
   }
 }
 
+/// A map may say where rows come from, or only which there are.
+TEST_F(PackOutputs, FromThePlacesOfAMapAndWhereThereIsOne) {
+  using MapOf = kernels::PackOutputsParams::MapOf;
+  constexpr std::int64_t kDim = 8;
+  const std::vector<std::int64_t> map{4, -1, 0, 3, -1};
+  std::vector<float> from(5 * kHeads * kDim), from_lse(5 * kHeads);
+  for (float& value : from) value = normal();
+  for (float& value : from_lse) value = normal();
+  const auto source = on_device(from), source_lse = on_device(from_lse);
+  const auto places = on_device(map);
+  for (const MapOf of : {MapOf::sources, MapOf::presence}) {
+    const auto out = poisoned<float>(from.size()), lse = poisoned<float>(from_lse.size());
+    kernels::PackOutputsParams p;
+    p.tokens = 5;
+    p.heads = kHeads;
+    p.dim = kDim;
+    p.dtype = fp32;
+    p.from = {source.data(), kHeads * kDim, kDim};
+    p.to = {out.data(), kHeads * kDim, kDim};
+    p.from_lse = {source_lse.data(), kHeads, 1};
+    p.to_lse = {lse.data(), kHeads, 1};
+    p.map = places.data();
+    p.map_of = of;
+    backend().pack_outputs(p, {});
+    const std::vector<float> rows = out.values(), logs = lse.values();
+    for (std::int64_t token = 0; token < 5; ++token) {
+      const std::int64_t other = of == MapOf::sources ? map[token] : token;
+      for (std::int64_t c = 0; c < kHeads * kDim; ++c) {
+        const float found = rows[token * kHeads * kDim + c];
+        if (map[token] < 0)
+          EXPECT_TRUE(std::isnan(found)) << token;
+        else
+          EXPECT_EQ(found, from[other * kHeads * kDim + c]) << token;
+      }
+      for (int h = 0; h < kHeads && map[token] >= 0; ++h)
+        EXPECT_EQ(logs[token * kHeads + h], from_lse[other * kHeads + h]);
+    }
+  }
+}
+
 TEST_F(PackOutputs, OfNoTokens) {
   kernels::PackOutputsParams p;
   p.dim = 8;

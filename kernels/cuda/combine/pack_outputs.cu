@@ -18,19 +18,19 @@ __global__ __launch_bounds__(kThreads) void pack_outputs_kernel(
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const std::int64_t token = row / p.heads, head = row - token * p.heads;
   if (token >= p.tokens) return;
-  const std::int64_t place = p.place(token);
-  if (place < 0 || !in_batch(p.batch, place)) return;
+  const PackOutputsParams::Move move = p.move(token);
+  if (move.to < 0 || !in_batch(p.batch, move.to)) return;
   const auto size = static_cast<std::int64_t>(size_of(p.dtype));
   const auto row_at = [&](const TokenRows& rows, std::int64_t at) {
     return static_cast<std::byte*>(rows.data) + rows.offset(at, head) * size;
   };
-  const Word* from = reinterpret_cast<const Word*>(row_at(p.from, token));
-  Word* to = reinterpret_cast<Word*>(row_at(p.to, place));
+  const Word* from = reinterpret_cast<const Word*>(row_at(p.from, move.from));
+  Word* to = reinterpret_cast<Word*>(row_at(p.to, move.to));
   const int words = static_cast<int>(p.dim * size / static_cast<std::int64_t>(sizeof(Word)));
   for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x))
     to[i] = from[i];
   if (threadIdx.x == 0 && p.to_lse.data != nullptr)
-    *p.to_lse.at(place, head) = *p.from_lse.at(token, head);
+    *p.to_lse.at(move.to, head) = *p.from_lse.at(move.from, head);
 }
 
 template <class Word>

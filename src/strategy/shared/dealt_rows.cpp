@@ -1,8 +1,19 @@
 #include "src/strategy/shared/dealt_rows.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 namespace longspan {
+
+double most_result_rows(const Options& o, int ranks, const RunSize& size) {
+  if (o.queries) return size.most_tokens;
+  if (o.results.part == ResultPart::heads) return size.tokens;
+  if (o.results.part == ResultPart::all) return std::ceil(size.tokens / ranks);
+  const Sharding& rule = o.results.rows;
+  if (rule.layout == Layout::ranges || rule.layout == Layout::listed) return size.tokens;
+  const auto rows = static_cast<std::int64_t>(std::min(size.tokens, 1e12));
+  return static_cast<double>(rule.resolve(rows, 0, ranks).max_local_len(rows));
+}
 
 std::int64_t DealtRows::row_bytes() const {
   return std::int64_t{layer_.bounds.heads} * layer_.bounds.head_dim *
@@ -66,15 +77,19 @@ std::int64_t DealtRows::capacity(const Run& run) const {
   return most;
 }
 
+void DealtRows::lay_out_map(Parts& memory) {
+  if (are_dealt())
+    map_ = memory.take_array<std::int64_t>(static_cast<std::size_t>(layer_.comm.size()) *
+                                           static_cast<std::size_t>(most_capacity()));
+}
+
 void DealtRows::lay_out(Parts& memory) {
-  if (!are_dealt()) return;
-  const auto ranks = static_cast<std::size_t>(layer_.comm.size());
-  const std::size_t slots = ranks * static_cast<std::size_t>(most_capacity());
   if (are_gathered()) {
-    gathered_ = memory.take(slots * static_cast<std::size_t>(row_bytes()));
+    gathered_ = memory.take(static_cast<std::size_t>(layer_.comm.size() * most_capacity()) *
+                            static_cast<std::size_t>(row_bytes()));
     ordered_ = memory.take(static_cast<std::size_t>(most_tokens() * row_bytes()));
   }
-  map_ = memory.take_array<std::int64_t>(slots);
+  lay_out_map(memory);
 }
 
 void DealtRows::prepare(Run& run) const {
@@ -87,25 +102,28 @@ void DealtRows::prepare(Run& run) const {
   run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
 }
 
-void DealtRows::gather(Run& run) const {
+void DealtRows::make_map(Run& run) const {
   if (!are_dealt()) return;
   const Shard& rows = run.arrays.queries;
-  const std::int64_t most = capacity(run), slot_bytes = most * row_bytes();
-  // What each rank says of its run travels beside the data.
-  const auto gather = [&](const void* send, void* recv, std::int64_t bytes, const char* step) {
-    layer_.comm.all_gather(send, recv, static_cast<std::size_t>(bytes), run.stream, step, run.said);
-  };
-
+  const std::int64_t most = capacity(run);
   if (rows.layout == Layout::listed)
-    gather(rows.table, map_, most * 8, "gather of query positions");
+    layer_.comm.all_gather(rows.table, map_, static_cast<std::size_t>(most) * sizeof(std::int64_t),
+                           run.stream, "gather of query positions", run.said);
   else
     layer_.rows.map_rows({rows, run.attend.batch, rows.ranks, most, map_}, run.stream);
+}
+
+void DealtRows::gather(Run& run) const {
+  make_map(run);
   if (!are_gathered()) return;
+  const Shard& rows = run.arrays.queries;
+  const std::int64_t most = capacity(run), slot_bytes = most * row_bytes();
   std::byte* const mine = gathered_ + rows.rank * slot_bytes;
   layer_.rows.place_rows({static_cast<const std::byte*>(run.args.q.data), mine, nullptr,
                           std::min(run.args.q.shape[0], most), row_bytes()},
                          run.stream);
-  gather(mine, gathered_, slot_bytes, "gather of queries");
+  layer_.comm.all_gather(mine, gathered_, static_cast<std::size_t>(slot_bytes), run.stream,
+                         "gather of queries", run.said);
   layer_.rows.place_rows(
       {gathered_, ordered_, map_, rows.ranks * most, row_bytes(), run.attend.tokens}, run.stream);
 }

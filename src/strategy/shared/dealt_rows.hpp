@@ -9,11 +9,21 @@
 
 namespace longspan {
 
+/// The most rows of the result that one rank has to do with, where the work is shared by rows: of a
+/// whole result an even share. Of a rule it knows the number; a table may give all rows to one
+/// rank.
+double most_result_rows(const Options& options, int ranks, const RunSize& size);
+
 class DealtRows {
  public:
   /// What is dealt out: the rows of sharded queries, which are gathered; or, of replicated ones,
   /// the rows of the result (Options::results), or nothing.
   explicit DealtRows(const Layer& layer) : layer_(layer) {}
+
+  /// Takes memory for the map alone, for who has make_map and brings rows here by itself.
+  void lay_out_map(Parts& memory);
+  /// Queues the map.
+  void make_map(Run& run) const;
 
   bool are_gathered() const { return layer_.options.queries.has_value(); }
   bool are_dealt() const {

@@ -6,6 +6,21 @@
 
 namespace longspan::comm {
 
+Collective Transport::shift_of(const void* send, std::size_t sent, void* recv, std::size_t received,
+                               int distance) const {
+  if (distance % size() == 0 && sent != received)
+    throw UsageError(
+        fmt::format("A shift by {} of {} ranks was asked for, which is from each rank to itself, "
+                    "of {} bytes sent and {} received: they must be the same.",
+                    distance, size(), sent, received));
+  return {.kind = Collective::shift,
+          .send = send,
+          .recv = recv,
+          .bytes = sent,
+          .received = received,
+          .place = distance};
+}
+
 Collective Transport::from_root(void* data, std::size_t bytes, int root) const {
   if (root < 0 || root >= size())
     throw UsageError(fmt::format(

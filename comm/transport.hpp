@@ -33,7 +33,8 @@ struct Collective {
   Kind kind = all_gather;
   const void* send = nullptr;
   void* recv = nullptr;
-  std::size_t bytes = 0;          // from one rank to one rank
+  std::size_t bytes = 0;          // from one rank to one rank; of a shift, what is sent
+  std::size_t received = 0;       // of a shift
   int place = 0;                  // the distance of a shift; the root of a broadcast
   DType dtype = fp32;             // of what a reduce_scatter adds
   std::uint64_t* said = nullptr;  // of an all_gather or all_to_all, which say what it is
@@ -136,17 +137,26 @@ class Transport : public std::enable_shared_from_this<Transport> {
         stream, step);
   }
 
-  /// Sends to rank + distance and receives from rank - distance, around the ring.
+  /// Sends to rank + distance and receives from rank - distance, around the ring. What is sent and
+  /// what is received may differ in size, and each pair of ranks agrees on its own. No message
+  /// stands for 0 bytes: nothing is sent, and nothing is waited for.
+  void shift(const void* send, std::size_t sent, void* recv, std::size_t received, int distance,
+             Stream stream, const char* step) {
+    run(shift_of(send, sent, recv, received, distance), stream, step);
+  }
+  [[nodiscard]] Transfer start_shift(const void* send, std::size_t sent, void* recv,
+                                     std::size_t received, int distance, Stream stream,
+                                     const char* step) {
+    return begin(shift_of(send, sent, recv, received, distance), stream, step);
+  }
+  /// The same where all ranks send as much.
   void shift(const void* send, void* recv, std::size_t bytes, int distance, Stream stream,
              const char* step) {
-    run({.kind = Collective::shift, .send = send, .recv = recv, .bytes = bytes, .place = distance},
-        stream, step);
+    shift(send, bytes, recv, bytes, distance, stream, step);
   }
   [[nodiscard]] Transfer start_shift(const void* send, void* recv, std::size_t bytes, int distance,
                                      Stream stream, const char* step) {
-    return begin(
-        {.kind = Collective::shift, .send = send, .recv = recv, .bytes = bytes, .place = distance},
-        stream, step);
+    return start_shift(send, bytes, recv, bytes, distance, stream, step);
   }
 
   /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count],
@@ -226,6 +236,12 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// See Communicator::on_wait; a transport that waits for nobody has no use for it.
   virtual void on_wait(std::function<bool()>) {}
 
+  /// The bytes that this rank's data collectives have brought from other ranks: what was asked for,
+  /// without headers and without what is said of the run. On processors they are counted as they
+  /// come, on GPUs as the transfer is queued (one that a graph repeats counts once). What was split
+  /// from this transport counts its own.
+  std::uint64_t received_bytes() const { return received_bytes_; }
+
  protected:
   friend class Transfer;
 
@@ -238,6 +254,8 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// Drops a transfer that will not be waited for.
   virtual void drop(int transfer) noexcept = 0;
 
+  void count_received(std::size_t bytes) { received_bytes_ += bytes; }
+
   /// Runs a collective that is waited for at once.
   virtual void run(const Collective& collective, Stream stream, const char* step) {
     finish(start(collective, stream, step), stream);
@@ -249,9 +267,14 @@ class Transport : public std::enable_shared_from_this<Transport> {
     const int number = start(collective, stream, step);
     return {std::move(self), number};
   }
-  /// Throw UsageError and Unsupported for a root and a type that there is not.
+  /// Throw UsageError and Unsupported for a root and a type that there is not, and for a rank that
+  /// is to receive from itself more or less than it sends.
+  Collective shift_of(const void* send, std::size_t sent, void* recv, std::size_t received,
+                      int distance) const;
   Collective from_root(void* data, std::size_t bytes, int root) const;
   static Collective sum_of(const void* send, void* recv, std::size_t count, DType dtype);
+
+  std::uint64_t received_bytes_ = 0;
 };
 
 inline Transfer::~Transfer() {

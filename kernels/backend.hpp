@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/context.hpp"
+#include "kernels/copy_keys.hpp"
 #include "kernels/digest.hpp"
 #include "kernels/epilogue.hpp"
 #include "kernels/exchange.hpp"
@@ -50,8 +51,12 @@ class AttentionKernels {
   /// fp32. A chunk is a shard of the sequence (ranges of it, another rank's share), so masks go by
   /// global positions. Returns true where one kernel did both. Throws Unsupported as check does,
   /// and InputError for too little scratch; nothing is written then.
+  ///
+  /// On processors the calling thread calls `between` now and then between its work tiles, so that
+  /// a transfer that takes calls goes on meanwhile; it must not throw. On a GPU nothing calls it.
   virtual bool attend(const AttendParams& params, const Epilogue& epilogue, Stream stream,
-                      const EpilogueBegins& begins = {}) const = 0;
+                      const EpilogueBegins& begins = {},
+                      const BetweenTiles& between = {}) const = 0;
   void attend(const AttendParams& params, Stream stream) const {
     attend(params, StateEpilogue{}, stream);
   }
@@ -86,7 +91,11 @@ class RowKernels {
   virtual ~RowKernels() = default;
   virtual void map_rows(const MapParams& params, Stream stream) const = 0;
   virtual void place_rows(const PlaceParams& params, Stream stream) const = 0;
+  virtual void pack_outputs(const PackOutputsParams& params, Stream stream) const = 0;
+  virtual void pack_states(const PackStatesParams& params, Stream stream) const = 0;
   virtual void key_starts(const KeyStartParams& params, Stream stream) const = 0;
+  virtual void row_starts(const RowStartParams& params, Stream stream) const = 0;
+  virtual void copy_keys(const CopyKeysParams& params, Stream stream) const = 0;
 };
 
 /// The kernels that serving engines ask of one rank, and a layer of its cache.
@@ -103,7 +112,6 @@ class ServingKernels {
   virtual std::size_t context_room(const AttendParams& /*bounds*/) const { return 0; }
 
   virtual void merge_outputs(const MergeOutputsParams& params, Stream stream) const = 0;
-  virtual void pack_outputs(const PackOutputsParams& params, Stream stream) const = 0;
   virtual void export_segments(const ExportSegmentsParams& params, Stream stream) const = 0;
   virtual void reduce_segments(const ReduceSegmentsParams& params, Stream stream) const = 0;
 };

@@ -25,4 +25,7 @@ using Epilogue = std::variant<StateEpilogue, MergeParams, ExchangeParams>;
 /// given, an exchange always is such a kernel; what travels is the same.
 using EpilogueBegins = std::function<void()>;
 
+/// What the calling thread does between two work tiles of an attention on processors.
+using BetweenTiles = std::function<void()>;
+
 }  // namespace longspan::kernels

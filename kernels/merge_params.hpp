@@ -8,6 +8,7 @@
 #include "kernels/geometry.hpp"
 #include "kernels/tensors.hpp"
 #include "longspan/element.hpp"
+#include "longspan/order.hpp"
 #include "longspan/state.hpp"
 #include "longspan/types.hpp"
 
@@ -51,10 +52,14 @@ struct RunHeaders {
 struct MergeParams {
   StateSlots states;
   bool interleaved = false;  // shards are interleaved (fold_place)
-  int heads = 1;
-  Floats sinks;                        // [heads], natural units; or null
+  int heads = 1;             // of the result
+  int state_heads = 0;       // of the states, where the result has some of them only; 0: `heads`
+  int first_head = 0;        // the head of the states that is the first of the result
+  Floats sinks;              // [heads], natural units; or null
   const std::int64_t* rows = nullptr;  // [tokens] the token of the state for each token of the
                                        // result, < 0: none; null: the same token
+  bool rows_are_same = false;          // `rows` only says which tokens there are: their states have
+                                       // the numbers of the result's
   Batch batch;  // with query_start and without `rows`, rows past the last sequence, and of skipped
                 // sequences, are not touched
   std::int64_t tokens = 0;    // of the result
@@ -63,6 +68,47 @@ struct MergeParams {
   TokenRows out;       // [tokens, heads, dim]
   TokenLse lse;        // [tokens, heads], natural log; with data null where it is not wanted
   RunHeaders headers;  // of states that were gathered
+
+  /// The row of the state of (token, head), once `rows` has said that there is one.
+  LONGSPAN_HD std::int64_t state_row(std::int64_t token, int head) const {
+    const std::int64_t from = rows == nullptr || rows_are_same ? token : rows[token];
+    return from * (state_heads > 0 ? state_heads : heads) + first_head + head;
+  }
+};
+
+/// Deals the states of a slot out to `to.slots` parts, a slot for each, in which they travel. A
+/// part has some rows or some heads; its states are numbered as those of any slot, its own row *
+/// its own heads + its own head.
+///
+///     by rows     part n has the rows map[n * capacity + i] of the batch (< 0: none), all heads
+///     by heads    part n has all rows, and the heads [heads n / parts, heads (n + 1) / parts)
+struct PackStatesParams {
+  StateSlots from;
+  int slot = 0;
+  StateSlots to;
+  int heads = 1;
+  const std::int64_t* map = nullptr;  // [parts, capacity]; null: by heads
+  std::int64_t capacity = 0;          // rows of a part at most; by heads all rows
+
+  struct Move {
+    int part;
+    std::int64_t from, to;  // rows of states; from < 0: there is nothing to move
+  };
+  LONGSPAN_HD std::int64_t moves() const {
+    return capacity * heads * (map != nullptr ? to.slots : 1);
+  }
+  LONGSPAN_HD Move move(std::int64_t i) const {
+    const std::int64_t row = i / heads, head = i % heads;
+    if (map != nullptr) {
+      const std::int64_t whole = map[row];
+      return {static_cast<int>(row / capacity), whole < 0 ? -1 : whole * heads + head,
+              row % capacity * heads + head};
+    }
+    const std::int64_t part = ((head + 1) * to.slots - 1) / heads;
+    const std::int64_t first = even_cut(heads, part, to.slots);
+    return {static_cast<int>(part), i,
+            row * (even_cut(heads, part + 1, to.slots) - first) + head - first};
+  }
 };
 
 /// Merges finished parts [tokens, heads, dim] with their lse into one. Part n lies n strides behind
@@ -115,16 +161,32 @@ struct MergeOutputsParams {
   }
 };
 
-/// Copies a finished part [tokens, heads, dim] and its lse bit by bit to where they travel from.
+/// Copies rows [tokens, heads, dim], finished ones or queries, and an lse bit by bit to where they
+/// travel from, or from there to where they belong.
 struct PackOutputsParams {
   std::int64_t tokens = 0;
   int heads = 1;
   int dim = 0;
   DType dtype = DType::fp32;
   TokenRows from;
-  Rows to;
+  TokenRows to;
   TokenLse from_lse;
-  LseView to_lse;
+  TokenLse to_lse;  // with data null where it is not wanted
+  // What a map is of: where tokens go (map[t] of `to`), where they come from (map[t] of `from`), or
+  // only which there are. Where map[t] < 0 nothing is copied.
+  enum class MapOf : std::uint8_t { places, sources, presence };
+  const std::int64_t* map = nullptr;  // [tokens]; null: the same tokens in both
+  MapOf map_of = MapOf::places;
+  Batch batch;  // with query_start, what is not of the batch is not written (MergeParams)
+
+  struct Move {
+    std::int64_t from, to;  // tokens; to < 0: nothing moves
+  };
+  LONGSPAN_HD Move move(std::int64_t token) const {
+    const std::int64_t other = map != nullptr ? map[token] : token;
+    if (other < 0) return {0, -1};
+    return {map_of == MapOf::sources ? other : token, map_of == MapOf::places ? other : token};
+  }
 
   std::int64_t row_bytes() const {
     return std::int64_t{dim} * static_cast<std::int64_t>(size_of(dtype));
@@ -134,8 +196,9 @@ struct PackOutputsParams {
     const auto bytes = [&](std::int64_t elements) {
       return static_cast<std::uintptr_t>(elements) * size_of(dtype);
     };
-    std::uintptr_t all = static_cast<std::uintptr_t>(row_bytes()) | bytes(from.gap.elements);
-    for (const Rows* rows : {static_cast<const Rows*>(&from), &to})
+    std::uintptr_t all = static_cast<std::uintptr_t>(row_bytes()) | bytes(from.gap.elements) |
+                         bytes(to.gap.elements);
+    for (const Rows* rows : {static_cast<const Rows*>(&from), static_cast<const Rows*>(&to)})
       all |= reinterpret_cast<std::uintptr_t>(rows->data) | bytes(rows->row_stride) |
              bytes(rows->head_stride);
     for (int word = 16; word > 1; word /= 2)

@@ -148,6 +148,15 @@ struct KeyStartParams {
   std::int64_t* key_start = nullptr;  // [batch]
 };
 
+/// Finds the first row of each sequence among the query rows that a rank has of a batch: a prefix
+/// sum of shard.local_len(query_len of b), with the end of the last one.
+struct RowStartParams {
+  Shard shard;
+  const std::int32_t* whole_start = nullptr;  // [batch + 1] rows of all ranks
+  int batch = 0;
+  std::int32_t* start = nullptr;  // [batch + 1]
+};
+
 /// Cuts each sequence at its context: ranges[b] = {0, kv_len - q_len, kv_len} (a context below 0 is
 /// 0). That is the table of a Layout::ranges of two "ranks", the cached keys and the new ones.
 struct ContextCutParams {

@@ -94,7 +94,7 @@ RunDescription::RunDescription(const AttentionArgs& args, const RunArrays& a, co
     number("rows of q", count_rows(args.q));
   if (!args.kv_len) number("total_keys", args.total_keys);
   table("key_table", a.keys, a.batch);
-  if (o.queries) table("query_table", a.queries, 1);
+  table("query_table", a.queries, 1);
   array("query_start", {a.query_start, std::int64_t{a.batch} + 1, 1, 0, 4}, 'i');
   array("kv_len", {a.kv_len, a.batch, 1, 0, 4}, 'i');
   array("causal", {a.causal, a.batch, 1, 0, 1}, 'u');

@@ -165,10 +165,17 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
     a.queries = resolve({*options.queries, "queries", args.query_table, "query_table",
                          args.total_tokens, count_rows(args.q), options.limits.max_tokens, false},
                         a.batch, rank, ranks, device);
-  else
-    require(!args.query_table && args.total_tokens == 0,
-            "total_tokens or query_table is given, and the layer's queries are not sharded "
-            "(Options::queries)");
+  else if (options.results.part == ResultPart::rows)
+    a.queries =
+        resolve({options.results.rows, "results", args.query_table, "query_table",
+                 count_rows(args.q), count_rows(args.out), options.limits.max_tokens, false},
+                a.batch, rank, ranks, device);
+  require(options.queries || args.total_tokens == 0,
+          "total_tokens is given, and the layer's queries are not sharded (Options::queries)");
+  require(
+      options.queries || options.results.part == ResultPart::rows || !args.query_table,
+      "query_table is given, and neither the layer's queries nor its results are sharded by rows "
+      "(Options::queries, Options::results)");
   a.causal = array_of<std::uint8_t>(args.causal, "causal", a.batch, device);
   a.documents = documents_of(args.documents, device);
   a.sinks = floats_of(args.sinks, "sinks", options.heads, device);

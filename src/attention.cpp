@@ -22,6 +22,7 @@
 #include "src/device_guard.hpp"
 #include "src/faults.hpp"
 #include "src/layer_memory.hpp"
+#include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
 #include "src/trace.hpp"
 #include "src/validate.hpp"
@@ -32,25 +33,25 @@ namespace {
 /// Sets marks on a stream at the start of each phase of a run, and measures the time between them.
 class PhaseClock {
  public:
-  explicit PhaseClock(std::unique_ptr<kernels::Timer> timer) : timer_(std::move(timer)) {}
+  PhaseClock(std::unique_ptr<kernels::Timer> timer, int marks)
+      : timer_(std::move(timer)), phases_(static_cast<std::size_t>(marks)) {}
 
   void restart() { count_ = 0; }
   void mark(Phase phase, Stream stream) {
     timer_->mark(count_, stream);
-    phases_[count_++] = phase;
+    phases_.at(static_cast<std::size_t>(count_++)) = phase;
   }
   Phases read() const {
     std::array<double, 3> spent{};
     for (int i = 0; i + 1 < count_; ++i)
-      spent[static_cast<int>(phases_[i])] += timer_->milliseconds(i, i + 1);
+      spent[static_cast<std::size_t>(phases_[static_cast<std::size_t>(i)])] +=
+          timer_->milliseconds(i, i + 1);
     return {spent[0], spent[1], spent[2]};
   }
 
-  static constexpr int kMarks = 16;
-
  private:
   std::unique_ptr<kernels::Timer> timer_;
-  std::array<Phase, kMarks> phases_{};
+  std::vector<Phase> phases_;
   int count_ = 0;
 };
 
@@ -79,9 +80,12 @@ struct Attention::Impl {
     info = &choose_strategy(world, options);
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());
-    if (options.debug.profile) clock.emplace(kernels->timer(PhaseClock::kMarks));
-    strategy =
-        entry_of(*info).make({options, *kernels, *kernels, comm::transport_of(world), bounds()});
+    strategy = entry_of(*info).make(
+        {options, *kernels, *kernels, comm::transport_of(world), bounds(), *kernels});
+    if (options.debug.profile) {
+      const int marks = strategy->most_marks();
+      clock.emplace(kernels->timer(marks), marks);
+    }
     allocate();
     strategy->open(runs->layer());
     exchange = strategy->exchange();
@@ -198,13 +202,21 @@ struct Attention::Impl {
   }
 
   kernels::MergeParams merge_params(const AttentionArgs& args, const RunArrays& arrays) const {
+    const ResultPart part = options.results.part;
     kernels::MergeParams p;
     p.heads = options.heads;
     p.sinks = arrays.sinks;
-    p.tokens = count_rows(args.q);
+    if (part == ResultPart::heads) {
+      const HeadRange own = result_heads(options.heads, world.rank(), world.size());
+      p.heads = own.size();
+      p.state_heads = options.heads;
+      p.first_head = own.begin;
+      p.sinks = floats_from(arrays.sinks, own.begin);
+    }
+    p.tokens = count_rows(args.out);
     p.dtype = options.dtypes.of_out();
     p.out_scale = {arrays.out_scale};
-    if (!options.queries)  // else the map of rows says which rows there are
+    if (!options.queries && part != ResultPart::rows)  // else a map says which rows there are
       p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr,
                  nullptr,      args.skip_decode};
     p.out = token_rows_of(args.out);
@@ -311,7 +323,9 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   layer.begin(run);
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(checked, stream);
-  layer.check_arrays(checks_of(run.attend, checked.cache.keys), stream);
+  kernels::CheckParams checks = checks_of(run.attend, checked.cache.keys);
+  if (run.keys_travel) checks.geometry = rows_of_all_ranks(run);
+  layer.check_arrays(checks, stream);
   if (args.new_k) layer.give_new_keys(run.attend, append_of(args), checked, stream);
   layer.strategy->queue(run);
   run.enter(Phase::merge);  // the end of the last phase

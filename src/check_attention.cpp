@@ -103,10 +103,33 @@ void check_factors(const RunArrays& a, int kv_heads, bool grows) {
 void check_features(const AttentionArgs& args, const RunArrays& arrays, const Options& options) {
   require(!args.documents || arrays.batch == 1,
           "documents are packed in one sequence; the batch has {}", arrays.batch);
-  if (args.skip_decode && options.queries)
+  if (args.skip_decode && (options.queries || options.results.part == ResultPart::rows))
     throw Unsupported(
-        "skip_decode with sharded queries is not supported: a rank cannot leave out rows whose "
-        "place only the others know; give the sequences of several queries only");
+        fmt::format("skip_decode with {} is not supported: a rank cannot leave out rows whose "
+                    "place only the others know; give the sequences of several queries only",
+                    options.queries ? "sharded queries" : "results by rows"));
+}
+
+/// Checks what the table of `own` rows holds, on the host only. There are `rows` of all ranks,
+/// which `whole` counts.
+void check_row_table(const Shard& own, std::int64_t rows, std::int64_t entries, const char* whole) {
+  if (own.layout == Layout::ranges) {
+    require(own.table[0] == 0 && own.table[own.ranks] == rows,
+            "query_table runs from {} to {}; there are rows 0 to {} ({})", own.table[0],
+            own.table[own.ranks], rows, whole);
+    for (int r = 0; r < own.ranks; ++r)
+      require(own.table[r] <= own.table[r + 1], "query_table descends at rank {}", r);
+  }
+  if (own.layout != Layout::listed) return;
+  const std::int64_t held = own.listed;
+  for (std::int64_t i = 0; i < std::min(held, entries); ++i)
+    require(own.table[i] >= 0 && own.table[i] < rows,
+            "query_table[{}] is {}; of {} rows ({}) there are 0 to {}", i, own.table[i], rows,
+            whole, rows - 1);
+  for (std::int64_t i = held; i < entries; ++i)
+    require(own.table[i] == -1,
+            "query_table[{}] is {}; of {} rows ({}) this rank has {}, and past them stands -1", i,
+            own.table[i], rows, whole, held);
 }
 
 /// Checks sharded queries; returns the rows of the whole q, of which this rank has its share.
@@ -122,30 +145,55 @@ std::int64_t check_query_shard(const AttentionArgs& args, const RunArrays& array
           "q of sharded queries must be dense; its strides are {} and {}", args.q.stride[0],
           args.q.stride[1]);
   const Shard& own = arrays.queries;
-  if (own.layout == Layout::ranges && world.device() == Device::host) {
-    require(own.table[0] == 0 && own.table[own.ranks] == rows,
-            "query_table runs from {} to {}; there are rows 0 to {} (total_tokens)", own.table[0],
-            own.table[own.ranks], rows);
-    for (int r = 0; r < own.ranks; ++r)
-      require(own.table[r] <= own.table[r + 1], "query_table descends at rank {}", r);
-  }
-  if (own.layout == Layout::listed && world.device() == Device::host) {
-    const std::int64_t held = own.listed, entries = options.limits.max_tokens;
-    for (std::int64_t i = 0; i < std::min(held, entries); ++i)
-      require(own.table[i] >= 0 && own.table[i] < rows,
-              "query_table[{}] is {}; of {} rows (total_tokens) there are 0 to {}", i, own.table[i],
-              rows, rows - 1);
-    for (std::int64_t i = held; i < entries; ++i)
-      require(own.table[i] == -1,
-              "query_table[{}] is {}; of {} rows (total_tokens) this rank has {}, and past them "
-              "stands -1",
-              i, own.table[i], rows, held);
-  }
+  if (world.device() == Device::host)
+    check_row_table(own, rows, options.limits.max_tokens, "total_tokens");
   if (arrays.batch == 1 && (world.device() == Device::host || own.layout != Layout::ranges))
     require(own.local_len(rows) == args.q.shape[0],
             "the {} layout of queries gives rank {} {} of {} rows (total_tokens); q has {}",
             name(own.layout), world.rank(), own.local_len(rows), rows, args.q.shape[0]);
   return rows;
+}
+
+/// Checks that out and lse have the heads that the rank gets of the result, and rows.
+void check_result_tensors(const AttentionArgs& args, const Options& options,
+                          const Communicator& world) {
+  const ResultPart part = options.results.part;
+  const bool by_rows = part == ResultPart::rows;
+  const int heads = part == ResultPart::heads
+                        ? result_heads(options.heads, world.rank(), world.size()).size()
+                        : options.heads;
+  check_batch_rows(args.out, "out", by_rows ? -1 : count_rows(args.q), heads, options.of_values(),
+                   options.dtypes.of_out(), world.device());
+  const std::int64_t rows = count_rows(args.out);
+  require(rows <= options.limits.max_tokens,
+          "{} has {} rows; the layer was made for at most {} (max_tokens)", by_rows ? "out" : "q",
+          rows, options.limits.max_tokens);
+  if (args.lse) check_batch_lse(args.lse, "lse", rows, heads, world.device());
+  if (!by_rows) return check_apart({&args.q, &args.out}, {&args.lse});
+  require(rows <= count_rows(args.q), "out has {} rows of results by rows; q has {}", rows,
+          count_rows(args.q));
+  require(args.out.dims == 3 && (!args.lse || args.lse.tensor.dims == 2),
+          "out and lse of results by rows have rows at equal steps; their sequences lie apart");
+}
+
+/// Checks that the rows of results by rows are those that the rank gets.
+void check_result_rows(const AttentionArgs& args, const RunArrays& arrays, const Options& options,
+                       Device device) {
+  const Shard& own = arrays.queries;
+  const std::int64_t rows = count_rows(args.q), found = count_rows(args.out);
+  const bool host = device == Device::host;
+  if (host) check_row_table(own, rows, options.limits.max_tokens, "of q");
+  if (!host && (arrays.batch > 1 || own.layout == Layout::ranges)) return;
+  std::int64_t held = own.local_len(rows);
+  if (arrays.query_start != nullptr && host) {
+    check_starts({arrays.batch, arrays.query_start, arrays.kv_len}, rows);
+    held = 0;
+    for (int b = 0; b < arrays.batch; ++b)
+      held += own.local_len(arrays.query_start[b + 1] - arrays.query_start[b]);
+  }
+  require(arrays.query_start == nullptr ? held == found : held <= found,
+          "the {} layout of results gives rank {} {} of {} rows of q; out has {}", name(own.layout),
+          own.rank, held, rows, found);
 }
 
 }  // namespace
@@ -249,13 +297,10 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   const DTypes& dtypes = options.dtypes;
   check_batch_rows(args.q, "q", -1, options.heads, options.head_dim, dtypes.of_query(), device);
   const std::int64_t own_rows = count_rows(args.q);
-  check_batch_rows(args.out, "out", own_rows, options.heads, options.of_values(), dtypes.of_out(),
-                   device);
+  check_result_tensors(args, options, world);
   require(own_rows <= options.limits.max_tokens,
           "q has {} rows; the layer was made for at most {} (max_tokens)", own_rows,
           options.limits.max_tokens);
-  if (args.lse) check_batch_lse(args.lse, "lse", own_rows, options.heads, device);
-  check_apart({&args.q, &args.out}, {&args.lse});
   const RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), device);
   const CacheView cache =
       check_cache(args.k, args.v, args.block_table, arrays.batch, options, device);
@@ -266,6 +311,7 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   check_features(args, arrays, options);
   const std::int64_t rows =
       options.queries ? check_query_shard(args, arrays, options, world) : own_rows;
+  if (options.results.part == ResultPart::rows) check_result_rows(args, arrays, options, device);
 
   const bool grows = args.new_k || args.new_v;
   if (grows) {

@@ -46,6 +46,7 @@ std::optional<Communicator> Communicator::split(int color, int key) const {
   return Communicator(std::move(child));
 }
 
+std::uint64_t Communicator::received_bytes() const { return transport_->received_bytes(); }
 void Communicator::abort(const std::string& why) const noexcept { transport_->abort(why); }
 
 void Communicator::on_wait(std::function<bool()> gives_up) const {

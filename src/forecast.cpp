@@ -60,13 +60,16 @@ double visible_pairs(const Mask& mask, const Sequence& s) {
   return pairs;
 }
 
+bool is_by_table(const Sharding& dealt) {
+  return dealt.layout == Layout::ranges || dealt.layout == Layout::listed;
+}
+
 /// The visible pairs of the rank that has most of them, over the mean. Of thousands of ranks some
 /// are looked at, the first and the last among them.
 double balance_of(const Sharding& dealt, Balanced by, const Mask& mask, const Sequence& s,
                   int ranks) {
   constexpr int kRanks = 256;
-  const bool by_rule = dealt.layout != Layout::ranges && dealt.layout != Layout::listed;
-  if (by == Balanced::evenly || ranks == 1 || !by_rule) return 1;
+  if (by == Balanced::evenly || ranks == 1 || is_by_table(dealt)) return 1;
   const bool by_keys = by == Balanced::by_keys;
   const std::int64_t count = by_keys ? s.keys : s.rows;
   const int looked_at = std::min(ranks, kRanks);
@@ -151,7 +154,9 @@ bool needs_order(const Options& options, int ranks, Device device) {
 std::string reservation(const StrategyEntry& entry, const Options& options, int ranks,
                         Device device) {
   if (ranks == 1) return "";
-  if (!entry.takes_every_run) return "it does not take every run that such a layer may be given";
+  if (!entry.takes_tables &&
+      (is_by_table(options.keys) || (options.queries && is_by_table(*options.queries))))
+    return "of keys or queries that are dealt by a table it does not take every run";
   if (!entry.keeps_order && needs_order(options, ranks, device))
     return "it does not keep the bits of other rank counts";
   return "";

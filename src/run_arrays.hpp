@@ -16,7 +16,7 @@ struct RunArrays {
   const std::int32_t* kv_len = nullptr;       // [batch]
   const std::uint8_t* causal = nullptr;       // [batch]
   Shard keys;                                 // this rank's share of each sequence's keys
-  Shard queries;  // and of its rows, with Options::queries; else all of them
+  Shard queries;  // and of its rows, with Options::queries or results by rows; else all of them
   Documents documents;
   Floats sinks, slopes;  // [heads]
   QqBias qq_bias;

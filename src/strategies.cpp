@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "longspan/attention.hpp"
@@ -47,10 +48,21 @@ const StrategyEntry& entry_of(const StrategyInfo& info) {
   return registry().entries[static_cast<std::size_t>(&info - registry().infos.data())];
 }
 
+std::string refuse_parts(const Options& options) {
+  if (options.results.part == ResultPart::all) return "";
+  return fmt::format("it does not give results by {} to ranks that hold all the queries",
+                     name(options.results.part));
+}
+
 double query_row_bytes(const Options& o) {
   return static_cast<double>(size_of(o.dtypes.of_query())) * o.heads * o.head_dim;
 }
 double state_row_bytes(const Options& o) { return (4.0 * o.of_values() + 8.0) * o.heads; }
+
+double state_slot_bytes(const Options& o, double rows, int heads) {
+  const double states = rows * heads;
+  return std::ceil(states * 8.0 / 16.0) * 16.0 + 4.0 * states * o.of_values();
+}
 
 namespace {
 

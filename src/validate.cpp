@@ -85,6 +85,19 @@ void check_options(const Options& o, int ranks) {
   };
   check_sharding(o.keys, "keys");
   if (o.queries) check_sharding(*o.queries, "queries");
+  usage(o.results.part <= ResultPart::heads,
+        fmt::format("results have a part of number {}, which is none of all, rows, heads",
+                    static_cast<int>(o.results.part)));
+  if (o.results.part == ResultPart::rows) check_sharding(o.results.rows, "results");
+  usage(!o.queries || o.results.part == ResultPart::all,
+        fmt::format("results by {} with sharded queries: a rank gets the rows that it holds; leave "
+                    "one of Options::queries and Options::results out",
+                    name(o.results.part)));
+  usage(
+      o.results.part != ResultPart::heads || o.heads >= ranks,
+      fmt::format("results by heads: {} heads cannot be dealt out to {} ranks, each of which gets "
+                  "one at least; take results by rows, or all",
+                  o.heads, ranks));
   usage(o.exchange <= Exchange::gather,
         fmt::format(
             "exchange of number {} is none of automatic, peer_buffers, peer_buffers_apart, gather",
@@ -132,7 +145,11 @@ NamedValues describe_shardings(const Options& o) {
     return s.layout == Layout::interleaved ? fmt::format("{}:{}", name(s.layout), s.block)
                                            : std::string(name(s.layout));
   };
-  return {{"keys", text_of(o.keys)}, {"queries", o.queries ? text_of(*o.queries) : "not sharded"}};
+  return {{"keys", text_of(o.keys)},
+          {"queries", o.queries ? text_of(*o.queries) : "not sharded"},
+          {"results", o.results.part == ResultPart::rows
+                          ? fmt::format("rows, {}", text_of(o.results.rows))
+                          : std::string(name(o.results.part))}};
 }
 
 NamedValues describe(const Options& o) {

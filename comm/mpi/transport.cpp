@@ -173,7 +173,8 @@ class MpiTransport final : public ControlledTransport {
     std::vector<Part> parts;
     std::vector<MPI_Status> statuses;
     std::vector<int> done;
-    std::size_t left = 0;  // requests that are not complete
+    std::size_t left = 0;      // requests that are not complete
+    std::size_t received = 0;  // bytes, when all of them are
   };
 
   static void keep(const void* from, void* to, std::size_t bytes) {
@@ -203,8 +204,9 @@ class MpiTransport final : public ControlledTransport {
   }
   /// Receives what a peer says of its run, which travels ahead of the data.
   void receive_word(Open& open, int peer) const {
-    if (open.collective.said)
-      receive(open, open.collective.said + peer, sizeof *open.collective.said, peer);
+    if (!open.collective.said) return;
+    receive(open, open.collective.said + peer, sizeof *open.collective.said, peer);
+    open.received -= sizeof *open.collective.said;  // it is none of the data
   }
   void send_word(Open& open, const std::byte* word, int peer) const {
     if (open.collective.said) send(open, word, sizeof *open.collective.said, peer);
@@ -215,7 +217,7 @@ class MpiTransport final : public ControlledTransport {
     open.parts.clear();
     const Collective& collective = open.collective;
     const std::size_t bytes = collective.bytes;
-    open.left = 0;
+    open.left = open.received = 0;
     if (size() == 1) return keep(collective.send, collective.recv, bytes);
     switch (collective.kind) {
       case Collective::all_gather: {
@@ -251,8 +253,9 @@ class MpiTransport final : public ControlledTransport {
           break;
         }
         const std::byte* staged = stage(open, bytes);
-        receive(open, collective.recv, bytes, (rank() - ahead + size()) % size());
-        send(open, staged, bytes, (rank() + ahead) % size());
+        if (collective.received > 0)
+          receive(open, collective.recv, collective.received, (rank() - ahead + size()) % size());
+        if (bytes > 0) send(open, staged, bytes, (rank() + ahead) % size());
         break;
       }
       case Collective::reduce_scatter: {
@@ -296,6 +299,7 @@ class MpiTransport final : public ControlledTransport {
   }
 
   void receive(Open& open, void* to, std::size_t bytes, int peer) const {
+    open.received += bytes;
     cut(bytes, [&](std::size_t offset, int piece) {
       open.parts.push_back({peer, piece, true});
       LONGSPAN_MPI(MPI_Irecv(at(to, offset), piece, MPI_BYTE, ranks_[peer], tag_, duplicate_->get(),
@@ -326,6 +330,7 @@ class MpiTransport final : public ControlledTransport {
         judge(open, open.parts[open.done[i]], open.statuses[i], result);
     open.left -= static_cast<std::size_t>(count);
     moved_ = count > 0;
+    if (open.left == 0) count_received(open.received);
     return open.left == 0;
   }
 

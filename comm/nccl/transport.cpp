@@ -190,14 +190,29 @@ class NcclTransport final : public ControlledTransport {
   /// Returns when all ranks have come, and all that was queued before is done.
   void meet(const char* step) {
     const Buffer first(Device::cuda, 16), all(Device::cuda, 16 * static_cast<std::size_t>(size()));
-    queue({.kind = Collective::all_gather, .send = first.data(), .recv = all.data(), .bytes = 16},
-          side_.get(), step);
+    const Collective gather{
+        .kind = Collective::all_gather, .send = first.data(), .recv = all.data(), .bytes = 16};
+    link_->queue(control(), side_.get(), step,
+                 [&](ncclComm_t comm) { return call(gather, comm, side_.get()); });
     link_->wait(control(), side_.get(), step);
   }
 
   void queue(const Collective& collective, cudaStream_t stream, const char* step) {
     link_->queue(control(), stream, step,
                  [&](ncclComm_t comm) { return call(collective, comm, stream); });
+    count_received(bytes_from_others(collective));
+  }
+
+  std::size_t bytes_from_others(const Collective& collective) const {
+    const auto others = static_cast<std::size_t>(size() - 1);
+    switch (collective.kind) {
+      case Collective::shift:
+        return collective.place % size() == 0 ? 0 : collective.received;
+      case Collective::broadcast:
+        return rank() == collective.place ? 0 : collective.bytes;
+      default:
+        return others * collective.bytes;
+    }
   }
 
   /// Calls NCCL. For calls in a group, an error comes out at its end.
@@ -231,9 +246,11 @@ class NcclTransport final : public ControlledTransport {
           return ncclSuccess;
         }
         ncclGroupStart();
-        ncclSend(collective.send, bytes, ncclInt8, (rank() + ahead) % size(), comm, stream);
-        ncclRecv(collective.recv, bytes, ncclInt8, (rank() - ahead + size()) % size(), comm,
-                 stream);
+        if (bytes > 0)
+          ncclSend(collective.send, bytes, ncclInt8, (rank() + ahead) % size(), comm, stream);
+        if (collective.received > 0)
+          ncclRecv(collective.recv, collective.received, ncclInt8,
+                   (rank() - ahead + size()) % size(), comm, stream);
         return ncclGroupEnd();
       }
       case Collective::reduce_scatter:

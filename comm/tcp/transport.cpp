@@ -196,9 +196,10 @@ class TcpTransport final : public ControlledTransport {
           keep(collective.send, collective.recv, bytes);
           break;
         }
-        const std::byte* sent = apart(open, bytes, bytes);
-        receive(open, at(collective.recv, 0), (rank() - ahead + size()) % size());
-        send(open, sent, (rank() + ahead) % size());
+        const std::byte* sent = apart(open, bytes, collective.received);
+        if (collective.received > 0)
+          receive(open, at(collective.recv, 0), (rank() - ahead + size()) % size());
+        if (bytes > 0) send(open, sent, (rank() + ahead) % size());
         break;
       }
       case Collective::reduce_scatter: {
@@ -237,10 +238,15 @@ class TcpTransport final : public ControlledTransport {
     part.header.bytes = collective.bytes;
     return part;
   }
+  /// The bytes that one rank sends to this one.
+  static std::size_t expected(const Collective& collective) {
+    return collective.kind == Collective::shift ? collective.received : collective.bytes;
+  }
   void receive(Open& open, std::byte* to, int peer) const {
     Mesh::Part& part = add(open, peer);
     part.receives = true;
     part.to = to;
+    part.header.bytes = expected(open.collective);
   }
   void send(Open& open, const std::byte* from, int peer) const {
     Mesh::Part& part = add(open, peer);
@@ -254,7 +260,9 @@ class TcpTransport final : public ControlledTransport {
     for (std::size_t i = 0; i < open.parts.size(); ++i) {
       const Mesh::Part& part = open.parts[i];
       if (part.is_wrong) differ(open, open.peers[i], part.header);
-      if (part.receives && collective.said) collective.said[open.peers[i]] = part.header.said;
+      if (!part.receives) continue;
+      count_received(part.header.bytes);
+      if (collective.said) collective.said[open.peers[i]] = part.header.said;
     }
     compare(collective.said, open.run, open.step.c_str());
     if (collective.kind == Collective::reduce_scatter && size() > 1)
@@ -269,10 +277,10 @@ class TcpTransport final : public ControlledTransport {
   void differ(const Open& open, int peer, const Mesh::Header& came) {
     const std::string same = "every rank must make the same calls with the same sizes.";
     const std::string what =
-        came.bytes != open.collective.bytes
+        came.bytes != expected(open.collective)
             ? fmt::format("Rank {} sent {} bytes at '{}' where rank {} expects {}: {}",
                           name_of(peer), came.bytes, open.step, name_of(rank()),
-                          open.collective.bytes, same)
+                          expected(open.collective), same)
             : fmt::format("Rank {} does something else than rank {} at '{}': {}", name_of(peer),
                           name_of(rank()), open.step, same);
     control().disagree(open.run, {ErrorKind::rank_failure, peer, open.step, what});

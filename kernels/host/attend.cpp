@@ -50,8 +50,9 @@ int levels_of(const SegmentOrder& order) {
 
 class AttendRun {
  public:
-  AttendRun(const AttendParams& p, int threads)
+  AttendRun(const AttendParams& p, int threads, const BetweenTiles& between)
       : p_(p),
+        between_(between),
         group_(p.heads / p.kv_heads),
         padded_(TileSpace::padded(p.value_dim)),
         layout_(p, threads),
@@ -83,6 +84,7 @@ class AttendRun {
       const Tile tile = at(item / parts_, static_cast<int>(item % parts_));
       const TileSpace space(spaces_ + thread * layout_.space_bytes, p_, rows_, levels_);
       attend_tile(p_, tile, space);
+      pause(thread);
       if (parts_ == 1) return store(tile, p_.slot, space.stats, space.o);
       std::copy_n(space.stats, tile.rows, part_stats(item));
       std::copy_n(space.o, tile.rows * padded_, part_o(item));
@@ -100,6 +102,11 @@ class AttendRun {
   }
 
  private:
+  /// The calling thread is the pool's first.
+  void pause(int thread) const {
+    if (thread == 0 && between_) between_();
+  }
+
   std::int64_t tiles() const { return first_tile_[p_.batch.size]; }
 
   /// Attends where the states of parts of the keys are results themselves, one slot each.
@@ -111,6 +118,7 @@ class AttendRun {
       tile.last_leaf = tile.sequence.order.leaves;
       const TileSpace space(spaces_ + thread * layout_.space_bytes, p_, rows_, levels_);
       attend_tile(p_, tile, space);
+      pause(thread);
       store(tile, p_.slot + part, space.stats, space.o);
     });
   }
@@ -153,9 +161,7 @@ class AttendRun {
       float* to = p_.state.o(slot, row);
       const float* from = o + r * padded_;
       if (p_.resume) {
-        const Fold f = fold(to_stats, stats[r]);
-        to_stats = f.stats;
-        for (int d = 0; d < p_.value_dim; ++d) to[d] = f(to[d], from[d]);
+        fold_states(&to_stats, to, stats + r, from, 1, p_.value_dim);
       } else {
         to_stats = stats[r];
         std::copy_n(from, p_.value_dim, to);
@@ -164,6 +170,7 @@ class AttendRun {
   }
 
   const AttendParams& p_;
+  const BetweenTiles& between_;
   const int group_;
   const int padded_;
   const Layout layout_;
@@ -181,13 +188,13 @@ std::size_t attend_scratch(const AttendParams& bounds, int threads) {
   return Layout(bounds, threads).total(threads);
 }
 
-void attend(const AttendParams& p, ThreadPool& pool) {
+void attend(const AttendParams& p, ThreadPool& pool, const BetweenTiles& between) {
   if (p.scratch_bytes < attend_scratch(p, pool.size()))
     throw Error(ErrorKind::internal, "host attend was given " + std::to_string(p.scratch_bytes) +
                                          " bytes of scratch and needs " +
                                          std::to_string(attend_scratch(p, pool.size())));
   if (p.tokens == 0) return;
-  AttendRun(p, pool.size())(pool);
+  AttendRun(p, pool.size(), between)(pool);
 }
 
 }  // namespace longspan::kernels::host

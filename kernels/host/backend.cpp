@@ -47,9 +47,9 @@ class HostBackend final : public Backend {
   }
   using AttentionKernels::attend;
   bool attend(const AttendParams& p, const Epilogue& epilogue, Stream stream,
-              const EpilogueBegins& begins) const override {
+              const EpilogueBegins& begins, const BetweenTiles& between) const override {
     if (p.new_k.data != nullptr) append(append_of(p), stream);
-    host::attend(p, pool_);
+    host::attend(p, pool_, between);
     queue(epilogue, stream, begins);
     return false;
   }
@@ -62,11 +62,16 @@ class HostBackend final : public Backend {
   void map_rows(const MapParams& p, Stream) const override { host::map_rows(p); }
   void place_rows(const PlaceParams& p, Stream) const override { host::place_rows(p, pool_); }
   void key_starts(const KeyStartParams& p, Stream) const override { host::key_starts(p); }
+  void row_starts(const RowStartParams& p, Stream) const override { host::row_starts(p); }
+  void copy_keys(const CopyKeysParams& p, Stream) const override { host::copy_keys(p, pool_); }
   void merge_outputs(const MergeOutputsParams& p, Stream) const override {
     host::merge_outputs(p, pool_);
   }
   void pack_outputs(const PackOutputsParams& p, Stream) const override {
     host::pack_outputs(p, pool_);
+  }
+  void pack_states(const PackStatesParams& p, Stream) const override {
+    host::pack_states(p, pool_);
   }
   void export_segments(const ExportSegmentsParams& p, Stream) const override {
     host::export_segments(p, pool_);

@@ -3,20 +3,25 @@
 
 #include <cstddef>
 
+#include "kernels/copy_keys.hpp"
 #include "kernels/digest.hpp"
+#include "kernels/epilogue.hpp"
 #include "kernels/host/thread_pool.hpp"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::host {
 
 std::size_t attend_scratch(const AttendParams& bounds, int threads);
-void attend(const AttendParams& params, ThreadPool& pool);
+void attend(const AttendParams& params, ThreadPool& pool, const BetweenTiles& between);
 void merge(const MergeParams& params, ThreadPool& pool);
 void map_rows(const MapParams& params);
 void place_rows(const PlaceParams& params, ThreadPool& pool);
 void key_starts(const KeyStartParams& params);
+void row_starts(const RowStartParams& params);
+void copy_keys(const CopyKeysParams& params, ThreadPool& pool);
 void merge_outputs(const MergeOutputsParams& params, ThreadPool& pool);
 void pack_outputs(const PackOutputsParams& params, ThreadPool& pool);
+void pack_states(const PackStatesParams& params, ThreadPool& pool);
 void export_segments(const ExportSegmentsParams& params, ThreadPool& pool);
 void reduce_segments(const ReduceSegmentsParams& params, ThreadPool& pool);
 void append(const AppendParams& params, ThreadPool& pool);

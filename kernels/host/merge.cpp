@@ -89,10 +89,10 @@ void finish_row(const MergeParams& p, std::int64_t token, int head, RowState& st
 void merge_rows(const MergeParams& p, std::int64_t begin, std::int64_t end) {
   RowState state;
   for (std::int64_t i = begin; i < end; ++i) {
-    const std::int64_t token = i / p.heads, from = p.rows ? p.rows[token] : token;
+    const std::int64_t token = i / p.heads;
     const int head = static_cast<int>(i % p.heads);
-    if (from < 0 || (p.rows == nullptr && !in_batch(p.batch, token))) continue;
-    fold_slots(p, from * p.heads + head, state);
+    if (p.rows != nullptr ? p.rows[token] < 0 : !in_batch(p.batch, token)) continue;
+    fold_slots(p, p.state_row(token, head), state);
     finish_row(p, token, head, state);
   }
 }

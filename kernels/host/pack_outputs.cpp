@@ -1,6 +1,7 @@
-// Copies a finished part and its lse, row by row, to where they travel from.
+// Copies rows, and an lse, one by one to where they travel from or belong; and deals states out.
 #include <cstring>
 
+#include "kernels/batch_rows.hpp"
 #include "kernels/host/host.hpp"
 
 namespace longspan::kernels::host {
@@ -10,11 +11,25 @@ void pack_outputs(const PackOutputsParams& p, ThreadPool& pool) {
   pool.run_stretches(p.tokens * p.heads, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
       const std::int64_t token = row / p.heads, head = row % p.heads;
-      const auto place = [&](const auto& rows) {
-        return static_cast<std::byte*>(rows.data) + rows.offset(token, head) * size;
+      const auto [from, to] = p.move(token);
+      if (to < 0 || !in_batch(p.batch, to)) continue;
+      const auto place = [&](const TokenRows& rows, std::int64_t at) {
+        return static_cast<std::byte*>(rows.data) + rows.offset(at, head) * size;
       };
-      std::memcpy(place(p.to), place(p.from), static_cast<std::size_t>(p.row_bytes()));
-      *p.to_lse.at(token, head) = *p.from_lse.at(token, head);
+      std::memcpy(place(p.to, to), place(p.from, from), static_cast<std::size_t>(p.row_bytes()));
+      if (p.to_lse.data != nullptr) *p.to_lse.at(to, head) = *p.from_lse.at(from, head);
+    }
+  });
+}
+
+void pack_states(const PackStatesParams& p, ThreadPool& pool) {
+  pool.run_stretches(p.moves(), [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const PackStatesParams::Move move = p.move(i);
+      if (move.from < 0) continue;
+      p.to.stats(move.part)[move.to] = p.from.stats(p.slot)[move.from];
+      std::memcpy(p.to.o(move.part, move.to), p.from.o(p.slot, move.from),
+                  static_cast<std::size_t>(p.from.dim) * sizeof(float));
     }
   });
 }

@@ -60,8 +60,10 @@ struct AttentionArgs {
   Tensor v;    ///< as k, of value_dim. It may be the first columns of k (MLA): the same memory and
                ///< strides, with fewer columns
   Tensor out;  ///< as q, of value_dim; never read. Rows of the batch are written whole,
-               ///< others not at all
-  Lse lse = {};  ///< [tokens, heads] or [batch, tokens, heads], natural log; optional
+               ///< others not at all. With Options::results by heads it has the rank's heads alone;
+               ///< by rows the rank's rows, [rows, heads, value_dim]
+  Lse lse = {};  ///< [tokens, heads] or [batch, tokens, heads], natural log; optional. It has the
+                 ///< rows and heads of out
 
   std::int64_t total_keys = 0;    ///< of the one sequence, on all ranks, where kv_len is not given
   std::int64_t total_tokens = 0;  ///< with sharded queries: rows of the whole q, on all ranks
@@ -72,8 +74,8 @@ struct AttentionArgs {
   Tensor block_table = {};  ///< [batch or more, columns] int32 pages of each sequence; optional
   Tensor key_table = {};  ///< int64. Keys of layout ranges: [batch, ranks + 1]; listed: [keys] the
                           ///< position of each of the rank's own keys
-  Tensor query_table = {};  ///< likewise of the queries; ranges: [ranks + 1]; listed: [max_tokens],
-                            ///< -1 past the rank's last row
+  Tensor query_table = {};  ///< likewise of the queries, or of results by rows; ranges: [ranks +
+                            ///< 1]; listed: [max_tokens], -1 past the rank's last row
 
   /// As in Append: the keys of these rows of q (with sharded queries: of the whole q), on every
   /// rank, so that one call appends and runs. Optional: k and v have them already.

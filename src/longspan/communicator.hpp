@@ -79,6 +79,12 @@ class Communicator {
   /// split from it.
   std::optional<Communicator> split(int color, int key = 0) const;
 
+  /// The bytes of queries, keys and states that this rank has received from other ranks, since the
+  /// communicator was made: on processors as they came, on GPUs as transfers were queued (one that
+  /// a graph repeats counts once; exchanges through peer buffers are not counted). What was split
+  /// from it counts its own.
+  std::uint64_t received_bytes() const;
+
   /// Tells the others that this rank gives up, so that they end early with `why` instead of at
   /// their deadline. Ends what was split from this one as well. Never throws.
   void abort(const std::string& why) const noexcept;

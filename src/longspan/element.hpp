@@ -128,6 +128,14 @@ struct Floats {
   LONGSPAN_HD float operator[](std::int64_t i) const { return load_element(data, dtype, i); }
 };
 
+/// The same from the i-th on; none where none are given.
+LONGSPAN_HD inline Floats floats_from(const Floats& floats, std::int64_t i) {
+  if (!floats) return floats;
+  return {
+      static_cast<const char*>(floats.data) + i * static_cast<std::int64_t>(size_of(floats.dtype)),
+      floats.dtype};
+}
+
 /// Factors of a quantised tensor: none (1), one for the tensor, or one for each kv head. A stored
 /// element x stands for x * scale.
 struct Scales {

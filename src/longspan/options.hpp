@@ -9,6 +9,7 @@
 
 #include "longspan/exchange.hpp"
 #include "longspan/mask.hpp"
+#include "longspan/order.hpp"
 #include "longspan/score.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/types.hpp"
@@ -61,6 +62,40 @@ struct Debug {
   bool profile = false;       ///< time the phases of each run; see Attention::phases
 };
 
+/// What a rank gets of the result.
+enum class ResultPart : std::uint8_t {
+  all,    ///< all rows that it may ask for: every row, or with sharded queries its own
+  rows,   ///< its rows alone, of all heads
+  heads,  ///< its heads alone, of every row
+};
+
+/// "all", and so on; "no part" for a number that is none.
+constexpr const char* name(ResultPart part) {
+  constexpr const char* names[] = {"all", "rows", "heads"};
+  return part <= ResultPart::heads ? names[static_cast<int>(part)] : "no part";
+}
+
+/// How a result is dealt out where every rank holds all the queries.
+struct Results {
+  ResultPart part = ResultPart::all;  ///< what a rank gets
+  Sharding rows = {};                 ///< part rows: which, as Options::queries says it
+};
+
+/// Heads [begin, end).
+struct HeadRange {
+  int begin = 0;  ///< the first
+  int end = 0;    ///< past the last
+  /// How many they are.
+  constexpr int size() const { return end - begin; }
+};
+
+/// The heads of the result that a rank gets with ResultPart::heads: as even as they can be, and
+/// neighbours. Ranks that divide `heads` get equal parts, as tensor-parallel engines cut them.
+constexpr HeadRange result_heads(int heads, int rank, int ranks) {
+  return {static_cast<int>(even_cut(heads, rank, ranks)),
+          static_cast<int>(even_cut(heads, std::int64_t{rank} + 1, ranks))};
+}
+
 /// What is fixed when a layer is made. All ranks must give the same values.
 struct Options {
   int heads = 1;      ///< of queries, on every rank
@@ -76,6 +111,8 @@ struct Options {
   /// Not given: every rank holds all the queries and gets the whole result, bitwise equal on all
   /// ranks. Given: every rank holds its own rows of the queries, by this rule, and gets those rows.
   std::optional<Sharding> queries = {};
+  /// Without `queries`: which part of the result a rank gets. out and lse have that part alone.
+  Results results = {};
 
   /// Keep the fixed order (order.hpp) also where the fastest path would not: the same bits for 1,
   /// 2, 4 ... 64 ranks. The host and short queries keep it always.

@@ -7,21 +7,18 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <vector>
 
-#include "longspan/error.hpp"
+#include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
 namespace {
 
-/// The most keys that one rank has beyond an even share: a block of an interleaved shard, for one.
-constexpr std::int64_t kUneven = 512;
-
-std::int64_t share(std::int64_t keys, int ranks) { return (keys + ranks - 1) / ranks + kUneven; }
-
 class GatherKv final : public Strategy {
  public:
-  explicit GatherKv(const Layer& layer) : layer_(layer) {
+  explicit GatherKv(const Layer& layer)
+      : layer_(layer), keys_(layer), open_(static_cast<std::size_t>(layer.comm.size())) {
     layer_.bounds.shard.rank = 0;  // that of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
     scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
@@ -33,108 +30,135 @@ class GatherKv final : public Strategy {
         kernels::StateSlots::bytes(bounds.tokens * bounds.heads, bounds.value_dim)));
     scratch_ = memory.take(scratch_bytes_);
     if (layer_.comm.size() == 1) return;
-    const auto most = static_cast<std::size_t>(bounds.max_kv_len);
-    const auto rows =
-        static_cast<std::size_t>(layer_.comm.size() * share(bounds.max_kv_len, layer_.comm.size()));
-    const int wider = std::max(bounds.head_dim, bounds.value_dim);
-    gathered_ = memory.take(rows * static_cast<std::size_t>(row_bytes(wider)));
-    for (int i = 0; i < 2; ++i)
-      ordered_[i] = memory.take(most * static_cast<std::size_t>(row_bytes(dim_of(i))));
-    row_map_ = memory.take_array<std::int64_t>(rows);
+    keys_.lay_out(memory);
+    const auto rows = static_cast<std::size_t>(layer_.comm.size() * keys_.block_rows());
+    gathered_ = memory.take(
+        rows * static_cast<std::size_t>(std::max(keys_.key_bytes(), keys_.value_bytes())));
+    starts_ = memory.take_array<std::int64_t>(
+        static_cast<std::size_t>(layer_.comm.size() * bounds.batch.size));
+    if (layer_.options.keys.layout == Layout::listed)
+      positions_ = memory.take_array<std::int64_t>(rows);
+    ordered_ = keys_.take_block(memory, bounds.max_kv_len * bounds.batch.size);
   }
 
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
 
   void prepare(Run& run) const override {
+    keys_.check(run, "gather-kv");
+    run.keys_travel = layer_.comm.size() > 1;
     run.attend.scratch = scratch_;
     run.attend.scratch_bytes = scratch_bytes_;
     run.attend.state = {state_, run.attend.tokens * layer_.bounds.heads, layer_.bounds.value_dim,
                         1};
     run.merge.states = run.attend.state;
-    if (run.attend.queries.layout == Layout::listed) refuse("listed query rows");
-    if (layer_.comm.size() > 1) check(run);
   }
 
   void queue(Run& run) const override {
+    run.enter(Phase::attend);
     if (layer_.comm.size() > 1) {
       layer_.kernels.say(run.say, run.stream);
+      keys_.begin(run, "gather of keys, counts");
       run.enter(Phase::exchange);
       gather_keys(run);
+      run.enter(Phase::attend);
     }
-    run.enter(Phase::attend);
     run.attend_to(run.merge, Phase::merge, layer_.kernels);
   }
 
  private:
-  /// Throws for a run that cannot be taken. All checks but the last give every rank the same
-  /// answer, so that all of them refuse. A rank whose own rows have gaps refuses alone, as it does
-  /// for any tensor that does not fit; the others find it missing.
-  void check(const Run& run) const {
-    const Shard& shard = run.arrays.keys;
-    if (run.arrays.batch > 1) refuse(fmt::format("a batch of {} sequences", run.arrays.batch));
-    if (run.args.kv_len) refuse("kv_len: it takes total_keys");
-    if (run.args.block_table) refuse("block tables");
-    if (run.args.new_k) refuse("new_k: append first");
-    if (shard.layout == Layout::listed ||
-        (shard.layout == Layout::ranges && layer_.kernels.device() != Device::host))
-      refuse(fmt::format("{} keys", name(shard.layout)));
-    const std::int64_t most = shard.max_local_len(shard.length);
-    if (shard.length > layer_.bounds.max_kv_len ||
-        most > share(layer_.bounds.max_kv_len, layer_.comm.size()))
-      refuse(
-          fmt::format("{} keys of which one rank has {}, in a layer that was made for {} "
-                      "(max_kv_len), up to {} of them beyond an even share",
-                      shard.length, most, layer_.bounds.max_kv_len, kUneven));
-    const kernels::KvRows* const sources[] = {&run.attend.k, &run.attend.v};
-    for (int i = 0; i < 2; ++i)
-      if (sources[i]->head_stride != dim_of(i) || sources[i]->row_stride != row_elements(dim_of(i)))
-        refuse("keys or values with gaps between their rows");
-  }
-
-  [[noreturn]] static void refuse(const std::string& what) {
-    throw Unsupported("strategy gather-kv does not take " + what + "; gather-states does");
-  }
-
+  /// Brings the keys of all ranks here, and makes them those of the run: the whole sequences.
   void gather_keys(Run& run) const {
-    const kernels::RowKernels& kernels = layer_.rows;
-    const Shard& shard = run.arrays.keys;
-    const std::int64_t capacity = shard.max_local_len(shard.length);
-    const kernels::Batch whole;  // one sequence, of the shard's length
-    kernels.map_rows({shard, whole, shard.ranks, capacity, row_map_}, run.stream);
-    kernels::KvRows* const sources[] = {&run.attend.k, &run.attend.v};
-    for (int i = 0; i < 2; ++i) {
-      const std::int64_t bytes = row_bytes(dim_of(i));
-      std::byte* const mine = gathered_ + shard.rank * capacity * bytes;
-      kernels.place_rows({static_cast<const std::byte*>(sources[i]->data), mine, nullptr,
-                          shard.local_len(shard.length), bytes},
-                         run.stream);
-      layer_.comm.all_gather(mine, gathered_, static_cast<std::size_t>(capacity * bytes),
-                             run.stream, i == 0 ? "gather of keys" : "gather of values", run.said);
-      kernels.place_rows(
-          {gathered_, ordered_[i], row_map_, shard.ranks * capacity, bytes, shard.length},
-          run.stream);
-      *sources[i] = {ordered_[i], row_elements(dim_of(i)), dim_of(i)};
+    std::int64_t most = 0;
+    for (int p = 0; p < layer_.comm.size(); ++p) {
+      most = std::max(most, keys_.rows_of(run, p));
+      keys_.find_starts(run, p, {.start = starts_of(p)});
     }
-    run.attend.shard = {.length = shard.length};
+    keys_.find_whole_starts(run, ordered_);
+    if (positions_ != nullptr)
+      exchange(run, run.arrays.keys.table, positions_, sizeof(std::int64_t), most,
+               "gather of key positions");
+    const auto bring = [&](std::byte* KeyBlock::*part, std::int64_t row_bytes, const char* step) {
+      const KeyBlock own = own_block(run, part, most * row_bytes);
+      exchange(run, own.*part, gathered_, row_bytes, most, step);
+      for (int p = 0; p < layer_.comm.size(); ++p) {
+        const bool is_own = p == layer_.comm.rank();
+        KeyBlock from = is_own ? own : block_of(p, part, most, row_bytes), to = ordered_;
+        (part == &KeyBlock::k ? to.v : to.k) = nullptr;
+        keys_.copy_in_order(run, p, from, to);
+      }
+    };
+    bring(&KeyBlock::k, keys_.key_bytes(), "gather of keys");
+    bring(&KeyBlock::v, keys_.value_bytes(), "gather of values");
+    run.attend.k = keys_.keys_in(ordered_);
+    run.attend.v = keys_.values_in(ordered_);
+    run.attend.pages = {};
+    run.attend.batch.key_start = run.arrays.batch > 1 ? ordered_.start : nullptr;
+    run.attend.batch.key_pitch = 0;
+    run.attend.shard = {.length = run.arrays.keys.length};
   }
 
-  /// The columns of a head of keys (0) or values (1).
-  int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }
-  std::int64_t row_elements(int dim) const { return std::int64_t{layer_.bounds.kv_heads} * dim; }
-  std::int64_t row_bytes(int dim) const {
-    return row_elements(dim) * static_cast<std::int64_t>(size_of(layer_.bounds.kv_dtype));
+  /// This rank's keys, or its values, as they are sent: where they lie, or in its slot.
+  KeyBlock own_block(const Run& run, std::byte* KeyBlock::*part, std::int64_t slot_bytes) const {
+    if (!keys_.must_copy(run)) return keys_.in_place(run);
+    KeyBlock own{.start = starts_of(layer_.comm.rank()),
+                 .positions = keys_.in_place(run).positions};
+    own.*part = gathered_ + layer_.comm.rank() * slot_bytes;
+    keys_.copy_to(run, own);
+    return own;
+  }
+  KeyBlock block_of(int rank, std::byte* KeyBlock::*part, std::int64_t most,
+                    std::int64_t row_bytes) const {
+    KeyBlock block{.start = starts_of(rank),
+                   .positions = positions_ == nullptr ? nullptr : positions_ + rank * most};
+    block.*part = gathered_ + rank * most * row_bytes;
+    return block;
+  }
+  std::int64_t* starts_of(int rank) const {
+    return starts_ + std::int64_t{rank} * layer_.bounds.batch.size;
+  }
+
+  /// Brings every rank's rows to its slot of `most` rows. Where ranks know of one another how many
+  /// they have, no more travels; else equal slots do, in one collective.
+  void exchange(const Run& run, const void* own, void* slots, std::int64_t row_bytes,
+                std::int64_t most, const char* step) const {
+    const int ranks = layer_.comm.size(), rank = layer_.comm.rank();
+    const auto bytes = [&](int p) {
+      return static_cast<std::size_t>(keys_.rows_of(run, p) * row_bytes);
+    };
+    const auto slot = [&](int p) { return static_cast<std::byte*>(slots) + p * most * row_bytes; };
+    if (layer_.kernels.device() != Device::host) {
+      if (own != slot(rank))
+        layer_.rows.place_rows({static_cast<const std::byte*>(own), slot(rank), nullptr,
+                                keys_.rows_of(run, rank), row_bytes},
+                               run.stream);
+      return layer_.comm.all_gather(slot(rank), slots, static_cast<std::size_t>(most * row_bytes),
+                                    run.stream, step, run.said);
+    }
+    comm::Transfer word =
+        layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream, step, run.said);
+    for (int s = 1; s < ranks; ++s) {
+      const int from = (rank - s + ranks) % ranks;
+      open_[static_cast<std::size_t>(s)] =
+          layer_.comm.start_shift(own, bytes(rank), slot(from), bytes(from), s, run.stream, step);
+    }
+    word.wait(run.stream);
+    for (comm::Transfer& transfer : open_) transfer.wait(run.stream);
   }
 
   Layer layer_;
-  std::byte* state_ = nullptr;    // one slot
-  std::byte* scratch_ = nullptr;  // AttentionKernels::attend_scratch
+  TravellingKeys keys_;
+  mutable std::vector<comm::Transfer> open_;  // by distance
+  std::byte* state_ = nullptr;                // one slot
+  std::byte* scratch_ = nullptr;              // AttentionKernels::attend_scratch
   std::size_t scratch_bytes_ = 0;
-  std::byte* gathered_ = nullptr;    // [ranks, capacity, row_bytes] of keys, then of values
-  std::byte* ordered_[2] = {};       // keys, values: [max_kv_len, row_bytes]
-  std::int64_t* row_map_ = nullptr;  // [ranks, capacity] place of each gathered row
+  std::byte* gathered_ = nullptr;      // [ranks, rows of a rank, row_bytes] of keys, then of values
+  std::int64_t* starts_ = nullptr;     // [ranks, batch] of the sequences in each rank's slot
+  std::int64_t* positions_ = nullptr;  // [ranks, rows of a rank] of listed keys; else null
+  KeyBlock ordered_;                   // whole sequences, in their order
 };
 
 std::string refusal(const Options& options, int ranks) {
+  if (const std::string parts = refuse_parts(options); !parts.empty()) return parts;
   if (ranks == 1) return "";
   if (options.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
   if (options.exchange != Exchange::automatic && options.exchange != Exchange::gather)
@@ -147,17 +171,15 @@ RunCost cost(const Options& options, int ranks, const RunSize& size) {
   const double own_rows = options.queries ? size.most_tokens : size.tokens;
   const double states = own_rows * state_row_bytes(options);
   if (ranks == 1) return {.workspace_bytes = states};
-  const double element = static_cast<double>(size_of(options.dtypes.of_kv())) * options.kv_heads;
-  const int columns = options.head_dim + options.of_values();
-  const double capacity = size.keys / ranks + kUneven;
-  return {.received_bytes = (ranks - 1) * size.keys / ranks * element * columns,
-          .workspace_bytes = states + size.keys * element * columns +
-                             ranks * capacity *
-                                 (element * std::max(options.head_dim, options.of_values()) +
-                                  sizeof(std::int64_t)),
+  const double row = key_row_bytes(options);
+  const double wider = row * std::max(options.head_dim, options.of_values()) /
+                       (options.head_dim + options.of_values());
+  return {.received_bytes = (ranks - 1) * size.keys / ranks * row,
+          .workspace_bytes = states + size.keys * row +
+                             ranks * most_keys_of_a_rank(options.keys, size.keys, ranks) * wider,
           .messages = 2,
           .work = options.queries ? 1.0 / ranks : 1.0,
-          .copied_bytes = 2 * size.keys * element * columns};
+          .copied_bytes = 2 * size.keys * row};
 }
 
 }  // namespace
@@ -167,7 +189,7 @@ StrategyEntry gather_kv() {
                    "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 2,
           .keeps_order = true,
-          .takes_every_run = false,
+          .takes_tables = false,
           .balanced =
               [](const Options& options) {
                 return options.queries ? Balanced::by_queries : Balanced::evenly;

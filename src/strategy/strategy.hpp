@@ -31,6 +31,7 @@ struct Layer {
   const kernels::RowKernels& rows;
   comm::Transport& comm;
   kernels::AttendParams bounds;  // the largest run that the options allow, of the rank's own rows
+  const kernels::ServingKernels& serving;  // for new keys, where they must be there before a run
 };
 
 /// A run, whose arguments were checked.
@@ -49,15 +50,20 @@ struct Run {
   kernels::SayParams say;
   std::uint64_t* said = nullptr;  // [ranks]
 
+  // prepare() says that the rows of all ranks see this rank's keys, and not its own alone: what is
+  // checked of pages is then what all of them need.
+  bool keys_travel = false;
+
   bool timed = false;  // on this rank, and maybe on no other: what travels must not depend on it
   std::function<void(Phase)> enter;  // marks that the stream has come to the start of a phase
 
   /// Queues the attention and the phase that ends it.
   void attend_to(const kernels::Epilogue& epilogue, Phase last,
-                 const kernels::AttentionKernels& with) const {
+                 const kernels::AttentionKernels& with,
+                 const kernels::BetweenTiles& between = {}) const {
     kernels::EpilogueBegins begins;
     if (timed) begins = [this, last] { enter(last); };
-    with.attend(attend, epilogue, stream, begins);
+    with.attend(attend, epilogue, stream, begins, between);
   }
 };
 
@@ -75,6 +81,9 @@ class Strategy {
 
   /// What Attention::exchange returns: how data travels.
   virtual ExchangeInfo exchange() const = 0;
+
+  /// The most phases that a run enters, its end included.
+  virtual int most_marks() const { return 16; }
 
   /// Fills in where the states of `run` are, and queues nothing. Throws Unsupported for a run that
   /// the strategy cannot take.
@@ -94,7 +103,8 @@ struct StrategyEntry {
   /// Whether it folds in the fixed order where the shards keep it, so that results have the same
   /// bits for 1, 2, 4 ... 64 ranks.
   bool keeps_order;
-  bool takes_every_run;  // that such a layer allows; "auto" leaves the others out
+  bool takes_tables;  // of keys and queries that are dealt by one (Layout::ranges and listed) it
+                      // takes every run; of those dealt by a rule all strategies do
   Balanced (*balanced)(const Options& options);
   /// Why it cannot serve layers of such options on so many ranks; empty where it can.
   std::string (*refusal)(const Options& options, int ranks);
@@ -102,9 +112,15 @@ struct StrategyEntry {
   std::unique_ptr<Strategy> (*make)(const Layer& layer);
 };
 
+/// Why a strategy that gives results whole, or by the rows of sharded queries, cannot give what the
+/// options ask for; empty where it can.
+std::string refuse_parts(const Options& options);
+
 /// The bytes of a row of the queries, and of a row's states.
 double query_row_bytes(const Options& options);
 double state_row_bytes(const Options& options);
+/// The bytes of a slot of states, of so many rows of so many heads (kernels::StateSlots).
+double state_slot_bytes(const Options& options, double rows, int heads);
 
 /// The entry behind a row of strategies().
 const StrategyEntry& entry_of(const StrategyInfo& info);

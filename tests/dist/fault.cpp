@@ -3,7 +3,8 @@
 // the step at which it fails, and exit with the kind's status, as the command does.
 //
 // Without EXCHANGE the step is a collective of the communicator; with "peer-buffers" or "gather" it
-// is a run of a layer whose states travel so, and with "graph" the replay of one.
+// is a run of a layer whose states travel so, and with "graph" the replay of one. With "ring" it is
+// a run of ring-kv, in which the victim gets as far as the beginning of the second step.
 //
 //     stop       the victim stops (SIGSTOP) and never comes to the exchange
 //     stop-ring  the same, seen through a ring: not every rank waits for the victim itself
@@ -36,6 +37,7 @@
 #include "src/env.hpp"
 #include "tests/dist/replay.hpp"
 #include "tests/support/no_threads.hpp"
+#include "tests/support/stumbling_transport.hpp"
 
 namespace {
 
@@ -148,6 +150,35 @@ class Drafts {
   bool graph_, warm_ = false;
 };
 
+/// A layer whose keys travel around the ranks.
+class Ring {
+ public:
+  explicit Ring(const Communicator& world)
+      : rows_(zeroed(world.device(), kTokens * kDim * 4)),
+        out_(zeroed(world.device(), rows_.bytes())),
+        layer_(world, {.head_dim = kDim,
+                       .dtypes = {.compute = DType::fp32},
+                       .limits = {.max_tokens = kTokens, .max_kv_len = kTokens * world.size()},
+                       .keys = {Layout::striped},
+                       .queries = Sharding{Layout::striped},
+                       .strategy = "ring-kv"}) {}
+
+  void run() {
+    const Tensor rows(rows_.data(), DType::fp32, {kTokens, 1, kDim}, layer_.world().device());
+    Tensor out = rows;
+    out.data = out_.data();
+    const std::int64_t all = kTokens * layer_.world().size();
+    layer_.run(
+        {.q = rows, .k = rows, .v = rows, .out = out, .total_keys = all, .total_tokens = all});
+    layer_.wait();
+  }
+
+ private:
+  static constexpr std::int64_t kTokens = 300, kDim = 64;
+  Buffer rows_, out_;
+  Attention layer_;
+};
+
 /// Stops this rank until mpirun wakes it to end it. A rank that talks to mpirun then makes it hang
 /// now and then ("PMIX ERROR: UNREACHABLE", Open MPI 4.1), so this one ends.
 [[noreturn]] void stop() {
@@ -172,6 +203,23 @@ bool misbehave(const std::string& mode, Drafts& drafts) {
   return true;
 }
 
+/// The victim's second step begins with its third shift: each step has two, of keys and of values.
+void run_ring(const Communicator& world, const std::string& mode) {
+  const bool victim = world.rank() == world.size() - 1;
+  const auto stumbling = std::make_shared<tests::StumblingTransport>(world, [&] {
+    std::fflush(nullptr);
+    std::this_thread::sleep_for(kMoment);  // then the others wait for it
+    if (mode == "stop") stop();
+    std::raise(SIGKILL);
+  });
+  Ring ring(victim ? Communicator(stumbling) : world);
+  for (int turn = 0; turn < 3; ++turn) ring.run();
+  began = Clock::now();
+  stumbling->stumble_at(3);
+  ring.run();
+  world.barrier("the end");
+}
+
 void run(const Asked& asked) {
   const std::string& mode = asked.mode;
   const Device device = asked.device;
@@ -191,6 +239,7 @@ void run(const Asked& asked) {
   if (mode == "crowded-end") none.emplace();
   const bool victim = ranks.world.rank() == ranks.world.size() - 1;
   ranks.exchange("warm up");
+  if (asked.exchange == "ring") return run_ring(ranks.world, mode);
   std::optional<Drafts> drafts;
   if (!asked.exchange.empty()) {
     drafts.emplace(ranks.world, asked);

@@ -2,7 +2,7 @@
 """Starts ranks of which one fails, and judges what the others say and how the job ends.
 
     faults.py MODE --mpirun mpirun --program dist_fault [--ranks 4] [--device host|cuda]
-                   [--exchange peer-buffers|gather [--graph]]
+                   [--exchange peer-buffers|gather|ring [--graph]]
 
 The deadline of the ranks is short; that of this script is long, and passing it means a hang. With
 --exchange the failure meets a run of a layer, without it a collective.
@@ -48,6 +48,8 @@ LAYER = {
     "stop": (7, rf"SAW rank={{victim}} step={STEP} kind=7: Rank {{victim}} did not come to "
                 rf"'{STEP}' within the deadline of {DEADLINE_S} s"),
 }
+# Whoever waits for the victim's keys names the step: those that it did not send any more.
+RING = r"ring of keys, step [23] of 3"
 # Every rank says the same: the field, both values, and the ranks. The first of the two is the lowest
 # rank that has come to this run: one that is late has nothing to say of it yet.
 DIFFERS = {
@@ -65,6 +67,12 @@ def expected(options):
         status, pattern = LAYER.get(options.mode, (status, pattern))
         if options.mode in DIFFERS:
             return 2, DIFFERS[options.mode].replace("{step}", STEP)
+    if options.exchange == "ring":
+        if options.mode == "stop":
+            return 7, (rf"SAW rank={{victim}} step={RING} kind=7: .*Rank {{victim}} did not come to "
+                       rf"'{RING}' within the deadline of {DEADLINE_S} s")
+        if options.recovery:
+            return status, rf"SAW rank={{victim}} step={RING} kind=[67]: .*Rank {{victim}} "
     if options.recovery and options.mode in ("kill", "kill-late"):
         # A rank may die behind its last word, so that the others see it at the next step only.
         steps = rf"(?:{STEP}|the end)" if options.exchange else "states"
@@ -115,7 +123,7 @@ def main():
     parser.add_argument("--program", required=True)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="host")
-    parser.add_argument("--exchange", choices=["peer-buffers", "gather"], help="of a layer")
+    parser.add_argument("--exchange", choices=["peer-buffers", "gather", "ring"], help="of a layer")
     parser.add_argument("--graph", action="store_true", help="the layer's runs are replays")
     parser.add_argument("--recovery", action="store_true", help="mpirun leaves survivors alone")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of mpirun")

@@ -134,28 +134,24 @@ TEST(GatherKv, RefusesRunsByNameOnEveryRankAndGoesOn) {
   const Communicator world = test_world();
   if (world.size() == 1) GTEST_SKIP() << "alone no key has to travel";
   const Device device = world.device();
-  const Options options{.head_dim = 16,
-                        .dtypes = {.compute = DType::fp32},
-                        .limits = {.max_tokens = 4, .max_batch = 2, .max_kv_len = 5000},
-                        .strategy = "gather-kv"};
+  Options options{.head_dim = 16,
+                  .dtypes = {.compute = DType::fp32},
+                  .limits = {.max_tokens = 4, .max_kv_len = 5000},
+                  .queries = Sharding{Layout::listed},
+                  .strategy = "gather-kv"};
+  Attention listed_rows(world, options);
+  options.queries.reset();
   Attention layer(world, options);
-  Options dealt = options;
-  dealt.keys = {Layout::interleaved, 4096};
-  Attention uneven(world, dealt);
-  dealt.keys = {Layout::listed};
-  Attention listed(world, dealt);
+  options.keys = {Layout::listed};
+  Attention listed_keys(world, options);
   const std::vector<float> zeros(5000 * 16, 0.0f);
+  std::vector<std::int64_t> rows(4, -1);
+  rows[0] = world.rank();
   const Buffer q = to_device(world, zeros), k = to_device(world, zeros),
-               v = to_device(world, zeros), new_k = to_device(world, zeros),
-               new_v = to_device(world, zeros), out = to_device(world, zeros),
-               lengths = to_device(world, std::vector<std::int32_t>{10, 10}),
-               starts = to_device(world, std::vector<std::int32_t>{0, 2, 4}),
-               places = to_device(world, std::vector<std::int64_t>{world.rank()});
-  const auto tensor = [&](const Buffer& memory, std::int64_t rows) {
-    return Tensor(memory.data(), DType::fp32, {rows, 1, 16}, device);
-  };
-  const auto ints = [&](const Buffer& memory, std::int64_t extent) {
-    return Tensor(static_cast<const std::int32_t*>(memory.data()), {extent}, device);
+               v = to_device(world, zeros), out = to_device(world, zeros),
+               places = to_device(world, rows);
+  const auto tensor = [&](const Buffer& memory, std::int64_t count) {
+    return Tensor(memory.data(), DType::fp32, {count, 1, 16}, device);
   };
   const AttentionArgs good{.q = tensor(q, 4),
                            .k = tensor(k, 5000),
@@ -173,37 +169,24 @@ TEST(GatherKv, RefusesRunsByNameOnEveryRankAndGoesOn) {
       EXPECT_THAT(error.what(), ::testing::HasSubstr("gather-states"));
     }
   };
+  const auto* const positions = static_cast<const std::int64_t*>(places.data());
   refused(
-      layer,
+      listed_rows,
       [&](AttentionArgs& a) {
-        a.kv_len = ints(lengths, 1);
-        a.total_keys = 0;
+        a.q = tensor(q, 1);
+        a.out = tensor(out, 1);
+        a.total_tokens = world.size();
+        a.query_table = {positions, {4}, device};
       },
-      "kv_len");
-  refused(
-      layer,
-      [&](AttentionArgs& a) {
-        a.query_start = ints(starts, 3);
-        a.kv_len = ints(lengths, 2);
-        a.total_keys = 0;
-      },
-      "batch of 2");
-  refused(
-      layer,
-      [&](AttentionArgs& a) {
-        a.new_k = tensor(new_k, 4);
-        a.new_v = tensor(new_v, 4);
-      },
-      "new_k");
-  refused(
-      uneven, [](AttentionArgs& a) { a.total_keys = 5000; }, "even share");
-  refused(
-      listed,
-      [&](AttentionArgs& a) {
-        a.key_table = {static_cast<const std::int64_t*>(places.data()), {1}, device};
-        a.total_keys = world.size();
-      },
-      "listed");
+      "listed query rows");
+  if (device != Device::host)
+    refused(
+        listed_keys,
+        [&](AttentionArgs& a) {
+          a.key_table = {positions, {1}, device};
+          a.total_keys = world.size();
+        },
+        "listed keys");
   layer.run(good);
   layer.wait();
 }

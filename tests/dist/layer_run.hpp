@@ -52,9 +52,10 @@ inline Options options_for(const Problem& problem, const Communicator& world) {
 }
 
 /// One run of a fresh layer; outputs are poisoned with NaN bytes first. `rows` of the queries are
-/// this rank's own when they are sharded.
+/// this rank's own when they are sharded; or of the result alone, by `result_shard`.
 inline Result run(const Communicator& world, const Problem& problem, const Shard& shard,
-                  Options options, std::optional<Shard> query_shard = std::nullopt) {
+                  Options options, std::optional<Shard> query_shard = std::nullopt,
+                  std::optional<Shard> result_shard = std::nullopt) {
   const Shape& s = problem.shape;
   const Device device = world.device();
   const std::vector<std::byte> own_q = query_shard ? problem.share_rows(*query_shard) : problem.q;
@@ -63,7 +64,16 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
   const std::vector<std::byte> own_k = problem.share_keys(shard);
   const std::int64_t keys = static_cast<std::int64_t>(own_k.size()) /
                             static_cast<std::int64_t>(size_of(s.dtype) * s.kv_heads * s.dim);
-  const std::size_t out_bytes = size_of(s.dtype) * rows * s.heads * s.of_value();
+  int heads = s.heads;  // of the result
+  if (options.results.part == ResultPart::heads)
+    heads = result_heads(s.heads, world.rank(), world.size()).size();
+  std::int64_t results = rows;
+  if (result_shard) {
+    options.results = {ResultPart::rows, {result_shard->layout, result_shard->block}};
+    results = 0;
+    for (std::int32_t len : s.q_lens) results += result_shard->local_len(len);
+  }
+  const std::size_t out_bytes = size_of(s.dtype) * results * heads * s.of_value();
   options.keys = {shard.layout, shard.block};
   if (query_shard) {
     options.queries = {query_shard->layout, query_shard->block};
@@ -78,15 +88,15 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
                start = to_device(world, problem.query_start), lens = to_device(world, s.kv_lens),
                sinks = to_device(world, problem.sinks),
                out = to_device(world, std::vector<std::byte>(out_bytes, std::byte{0xff})),
-               lse = to_device(world, std::vector<float>(rows * s.heads, NAN));
+               lse = to_device(world, std::vector<float>(results * heads, NAN));
 
   Attention layer(world, options);
   AttentionArgs args{
       .q = Tensor(q.data(), s.dtype, {rows, s.heads, s.dim}, device),
       .k = Tensor(k.data(), s.dtype, {keys, s.kv_heads, s.dim}, device),
       .v = Tensor(v.data(), s.dtype, {keys, s.kv_heads, s.of_value()}, device),
-      .out = Tensor(out.data(), s.dtype, {rows, s.heads, s.of_value()}, device),
-      .lse = Lse::tokens_heads(Tensor(lse.data(), DType::fp32, {rows, s.heads}, device))};
+      .out = Tensor(out.data(), s.dtype, {results, heads, s.of_value()}, device),
+      .lse = Lse::tokens_heads(Tensor(lse.data(), DType::fp32, {results, heads}, device))};
   if (problem.batch() > 1) {
     args.query_start = {
         static_cast<const std::int32_t*>(start.data()), {problem.batch() + 1}, device};
@@ -98,17 +108,17 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
     args.key_table = {shard.table, {problem.batch(), shard.ranks + 1}, device};
   if (shard.layout == Layout::listed) args.key_table = {shard.table, {shard.listed}, device};
   if (s.sinks) args.sinks = {static_cast<const float*>(sinks.data()), {s.heads}, device};
-  if (query_shard) {
-    args.total_tokens = problem.tokens;
-    if (query_shard->layout == Layout::ranges)
-      args.query_table = {query_shard->table, {query_shard->ranks + 1}, device};
-    if (query_shard->layout == Layout::listed)
-      args.query_table = {query_shard->table, {options.limits.max_tokens}, device};
+  if (query_shard) args.total_tokens = problem.tokens;
+  if (const std::optional<Shard>& dealt = query_shard ? query_shard : result_shard) {
+    if (dealt->layout == Layout::ranges)
+      args.query_table = {dealt->table, {dealt->ranks + 1}, device};
+    if (dealt->layout == Layout::listed)
+      args.query_table = {dealt->table, {options.limits.max_tokens}, device};
   }
   layer.run(args);
   layer.wait();
 
-  Result result{to_host(out, out_bytes), std::vector<float>(rows * s.heads)};
+  Result result{to_host(out, out_bytes), std::vector<float>(results * heads)};
   const std::vector<std::byte> lse_bytes = to_host(lse, result.lse.size() * sizeof(float));
   std::memcpy(result.lse.data(), lse_bytes.data(), lse_bytes.size());
   return result;
@@ -127,6 +137,21 @@ inline std::vector<std::int64_t> own_rows(const Problem& problem, const Shard& s
     for (std::int64_t i = 0; i < shard.local_len(problem.shape.q_lens[b]); ++i)
       rows.push_back(problem.query_start[b] + shard.position(i, problem.shape.q_lens[b]));
   return rows;
+}
+
+/// The part of a whole result, of all rows and heads, that has these rows and heads.
+inline Result part_of(const Problem& problem, const Result& whole,
+                      const std::vector<std::int64_t>& rows, HeadRange heads) {
+  const std::size_t row = size_of(problem.shape.dtype) * problem.shape.of_value();
+  Result part;
+  for (const std::int64_t token : rows)
+    for (int h = heads.begin; h < heads.end; ++h) {
+      const std::size_t at = token * problem.shape.heads + h;
+      part.out.insert(part.out.end(), whole.out.begin() + at * row,
+                      whole.out.begin() + (at + 1) * row);
+      part.lse.push_back(whole.lse[at]);
+    }
+  return part;
 }
 
 inline void expect_exact(const Problem& problem, const Result& result,

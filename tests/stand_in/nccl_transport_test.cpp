@@ -290,6 +290,30 @@ TEST_F(NcclTransportTest, EveryCollectiveAtOnceAndStarted) {
   EXPECT_EQ(alive(), Alive{});
 }
 
+/// Rank r sends r numbers around the ring: rank 0 none, and rank 1 waits for none.
+TEST_F(NcclTransportTest, ShiftsWhatDiffersInSizeAndCounts) {
+  run(
+      [&](int rank, Transport& world) {
+        const int size = world.size(), from = (rank + size - 1) % size;
+        const std::vector<float> mine(static_cast<std::size_t>(rank), static_cast<float>(rank));
+        std::vector<float> got(4, -1);
+        const std::uint64_t before = world.received_bytes();
+        world
+            .start_shift(mine.data(), mine.size() * 4, got.data(),
+                         static_cast<std::size_t>(from) * 4, 1, {}, "ring")
+            .wait({});
+        world.wait({}, "all");
+        for (int i = 0; i < 4; ++i)
+          EXPECT_EQ(got[static_cast<std::size_t>(i)], i < from ? static_cast<float>(from) : -1.0f);
+        EXPECT_EQ(world.received_bytes() - before, static_cast<std::uint64_t>(from) * 4);
+        std::vector<float> all(static_cast<std::size_t>(size));
+        const float one = 1;
+        world.all_gather(&one, all.data(), sizeof one, {}, "gather");
+        EXPECT_EQ(world.received_bytes() - before, static_cast<std::uint64_t>(from + size - 1) * 4);
+      },
+      std::chrono::seconds(20), 3);
+}
+
 /// What transfers take is made before the first of them; more is made only where more are open than
 /// ever before.
 TEST_F(NcclTransportTest, StartedTransfersTakeNothingNew) {

@@ -118,6 +118,99 @@ TEST(Collectives, ShiftByEveryDistance) {
   }
 }
 
+/// What rank p sends to whom is ahead by `distance`: a size of its own, a third of them 0.
+std::size_t uneven_bytes(std::uint64_t seed, int rank, int distance) {
+  std::seed_seq mix{seed, std::uint64_t(rank), std::uint64_t(distance + 1000)};
+  std::mt19937 random(mix);
+  return random() % 3 == 0 ? 0 : random() % 100000;
+}
+
+TEST(Collectives, ShiftOfWhatDiffersInSize) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  const int size = world.size();
+  for (int distance = -size - 1; distance <= size + 1; ++distance) {
+    SCOPED_TRACE(distance);
+    const int from = ((world.rank() - distance) % size + size) % size;
+    const Bytes mine =
+        message(seed, world.rank(), distance + 100, uneven_bytes(seed, world.rank(), distance));
+    const Bytes expected = message(seed, from, distance + 100, uneven_bytes(seed, from, distance));
+    const std::size_t room = expected.size() + 16;  // nothing is written past what is received
+    Bytes got = poison(room);
+    comm::transport_of(world).shift(mine.data(), mine.size(), got.data(), expected.size(), distance,
+                                    {}, "test");
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), got.begin()));
+    EXPECT_TRUE(Bytes(got.begin() + static_cast<std::ptrdiff_t>(expected.size()), got.end()) ==
+                poison(16));
+  }
+}
+
+/// All distances at once, as keys travel around a ring.
+TEST(Started, ShiftsOfWhatDiffersInSize) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  const int size = world.size();
+  std::vector<Bytes> sent, got, expected;
+  for (int distance = 1; distance < size; ++distance) {
+    const int from = (world.rank() - distance + size) % size;
+    sent.push_back(
+        message(seed, world.rank(), distance, uneven_bytes(seed, world.rank(), distance)));
+    expected.push_back(message(seed, from, distance, uneven_bytes(seed, from, distance)));
+    got.push_back(poison(expected.back().size()));
+  }
+  std::vector<comm::Transfer> open;
+  for (int i = 0; i < size - 1; ++i)
+    open.push_back(comm::transport_of(world).start_shift(
+        sent[i].data(), sent[i].size(), got[i].data(), got[i].size(), i + 1, {}, "test"));
+  for (int i = size - 2; i >= 0; --i) {
+    open[i].wait({});
+    EXPECT_TRUE(got[i] == expected[i]) << "distance " << i + 1;
+  }
+}
+
+TEST(Collectives, AShiftToItselfReceivesWhatItSends) {
+  const Communicator world = host_world();
+  const Bytes send = poison(16);
+  Bytes got(16);
+  EXPECT_THROW(
+      comm::transport_of(world).shift(send.data(), 16, got.data(), 8, world.size(), {}, "test"),
+      UsageError);
+}
+
+/// Against sizes that are worked out here: of each collective, of whole and of uneven shifts, and
+/// none of what is said of the run.
+TEST(Collectives, CountWhatTheyReceive) {
+  const Communicator world = host_world();
+  comm::Transport& transport = comm::transport_of(world);
+  const int size = world.size(), rank = world.rank();
+  const auto others = static_cast<std::uint64_t>(size - 1);
+  const Bytes send = poison(static_cast<std::size_t>(size) * 400);
+  Bytes got = send;
+  std::vector<std::uint64_t> said(static_cast<std::size_t>(size), 7);
+  std::uint64_t expected = transport.received_bytes();
+  const auto expect_more = [&](std::uint64_t bytes, const char* what) {
+    expected += bytes;
+    EXPECT_EQ(transport.received_bytes(), expected) << what;
+  };
+  transport.all_gather(send.data(), got.data(), 100, {}, "gather", said.data());
+  expect_more(100 * others, "all_gather");
+  transport.all_to_all(send.data(), got.data(), 30, {}, "all to all", said.data());
+  expect_more(30 * others, "all_to_all");
+  transport.reduce_scatter(send.data(), got.data(), 25, fp32, {}, "sum");
+  expect_more(100 * others, "reduce_scatter");
+  transport.broadcast(got.data(), 50, size - 1, {}, "broadcast");
+  expect_more(rank == size - 1 ? 0 : 50, "broadcast");
+  transport.shift(send.data(), got.data(), 77, size, {}, "shift");
+  expect_more(0, "a shift to itself");
+  // The sizes are those of the sender: 10 for each number of its rank.
+  const int from = (rank + size - 1) % size;
+  if (size > 1)
+    transport.start_shift(send.data(), 10 * rank, got.data(), 10 * from, 1, {}, "ring").wait({});
+  expect_more(size > 1 ? 10 * from : 0, "a shift of what differs");
+  static_cast<void>(world.gather("a letter is none of the data", "letter"));
+  expect_more(0, "letters");
+}
+
 /// Order 1, of a rank's own, and the same on every rank that works it out.
 std::vector<float> values_of(std::uint64_t seed, int rank, std::size_t count) {
   std::seed_seq mix{seed, std::uint64_t(rank)};
@@ -534,6 +627,20 @@ TEST(Disagreement, DifferentSizesAreNamed) {
   });
   EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
   EXPECT_EQ(error.step(), "states");
+}
+
+TEST(Disagreement, DifferentSizesOfAShiftAreNamed) {
+  const Communicator world = make_world({.deadline = std::chrono::seconds(90)});
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const Bytes send(64);
+  Bytes got(64);
+  const std::size_t expected = world.rank() == 1 ? 48 : 32;
+  const RankError error = failure_of(world, [&] {
+    comm::transport_of(world).shift(send.data(), 32, got.data(), expected, 1, {}, "ring");
+    world.barrier("behind the ring");
+  });
+  EXPECT_EQ(error.step(), "ring");
+  EXPECT_THAT(error.what(), AllOf(HasSubstr("sent 32 bytes"), HasSubstr("expects 48")));
 }
 
 TEST(Disagreement, DifferentStepsOfAGatherAreNamed) {

@@ -14,6 +14,8 @@ class PackOutputs : public OnDevice {
   };
   static constexpr std::int64_t kTokens = 13;
   static constexpr int kHeads = 3;
+  /// What poisoned() leaves.
+  static float poison() { return std::bit_cast<float>(0xffffffffu); }
 
   void expect_packed(DType dtype, int dim, const Layout& from, const Layout& to) {
     const auto size = static_cast<std::int64_t>(size_of(dtype));
@@ -93,6 +95,97 @@ TEST_F(PackOutputs, InTheWidestWordThatFits) {
   EXPECT_EQ(word(4096, 256, 64, 65, bf16), 2);
   EXPECT_EQ(word(4097, 256, 64, 64, e4m3), 1);
   EXPECT_EQ(word(4096, 256, 64, 5, fp32), 4);
+}
+
+/// Rows of several slots go to the places that a map names, but for those past the batch; sequences
+/// of the place lie apart, and nobody may want the lse.
+TEST_F(PackOutputs, FromSlotsToThePlacesOfAMap) {
+  constexpr std::int64_t kSlots = 3, kRows = 5, kDim = 8, kSlot = kRows * kHeads * kDim + 16;
+  constexpr std::int64_t kEach = 6, kGap = 40;  // tokens of a sequence, and floats between them
+  constexpr std::int64_t kInBatch = 10;
+  const std::vector<std::int64_t> map{0, 3, 6, 9, -1, 1, 4, 7, 10, -1, 2, 5, 8, 11, -1};
+  std::vector<float> from(kSlots * kSlot), from_lse(kSlots * kRows * kHeads);
+  for (float& value : from) value = normal();
+  for (float& value : from_lse) value = normal();
+  std::vector<float> expected(2 * kEach * kHeads * kDim + kGap, kNaN);
+  std::vector<float> expected_lse(2 * kEach * kHeads, kNaN);
+  for (std::int64_t i = 0; i < kSlots * kRows; ++i) {
+    const std::int64_t token = map[i];
+    if (token < 0 || token >= kInBatch) continue;
+    for (std::int64_t c = 0; c < kHeads * kDim; ++c)
+      expected[token * kHeads * kDim + token / kEach * kGap + c] =
+          from[i / kRows * kSlot + i % kRows * kHeads * kDim + c];
+    for (int h = 0; h < kHeads; ++h) expected_lse[token * kHeads + h] = from_lse[i * kHeads + h];
+  }
+  const auto source = on_device(from), source_lse = on_device(from_lse);
+  const auto places = on_device(map);
+  const auto starts = on_device(std::vector<std::int32_t>{0, 4, kInBatch});
+  for (const bool with_lse : {false, true}) {
+    const auto out = poisoned<float>(expected.size()), lse = poisoned<float>(expected_lse.size());
+    kernels::PackOutputsParams p;
+    p.tokens = kSlots * kRows;
+    p.heads = kHeads;
+    p.dim = kDim;
+    p.dtype = fp32;
+    p.from = {source.data(), kHeads * kDim, kDim, {kSlot - kRows * kHeads * kDim, kRows}};
+    p.to = {out.data(), kHeads * kDim, kDim, {kGap, kEach}};
+    p.from_lse = {source_lse.data(), kHeads, 1};
+    if (with_lse) p.to_lse = {lse.data(), kHeads, 1};
+    p.map = places.data();
+    p.batch.size = 2;
+    p.batch.query_start = starts.data();
+    backend().pack_outputs(p, {});
+    const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
+      return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+    };
+    const std::vector<float> none(expected_lse.size(), poison());
+    for (float& value : expected)
+      if (std::isnan(value)) value = poison();
+    for (float& value : expected_lse)
+      if (std::isnan(value)) value = poison();
+    EXPECT_TRUE(same(out.values(), expected));
+    EXPECT_TRUE(same(lse.values(), with_lse ? expected_lse : none));
+  }
+}
+
+/// A map may say where rows come from, or only which there are.
+TEST_F(PackOutputs, FromThePlacesOfAMapAndWhereThereIsOne) {
+  using MapOf = kernels::PackOutputsParams::MapOf;
+  constexpr std::int64_t kDim = 8;
+  const std::vector<std::int64_t> map{4, -1, 0, 3, -1};
+  std::vector<float> from(5 * kHeads * kDim), from_lse(5 * kHeads);
+  for (float& value : from) value = normal();
+  for (float& value : from_lse) value = normal();
+  const auto source = on_device(from), source_lse = on_device(from_lse);
+  const auto places = on_device(map);
+  for (const MapOf of : {MapOf::sources, MapOf::presence}) {
+    const auto out = poisoned<float>(from.size()), lse = poisoned<float>(from_lse.size());
+    kernels::PackOutputsParams p;
+    p.tokens = 5;
+    p.heads = kHeads;
+    p.dim = kDim;
+    p.dtype = fp32;
+    p.from = {source.data(), kHeads * kDim, kDim};
+    p.to = {out.data(), kHeads * kDim, kDim};
+    p.from_lse = {source_lse.data(), kHeads, 1};
+    p.to_lse = {lse.data(), kHeads, 1};
+    p.map = places.data();
+    p.map_of = of;
+    backend().pack_outputs(p, {});
+    const std::vector<float> rows = out.values(), logs = lse.values();
+    for (std::int64_t token = 0; token < 5; ++token) {
+      const std::int64_t other = of == MapOf::sources ? map[token] : token;
+      for (std::int64_t c = 0; c < kHeads * kDim; ++c) {
+        const float found = rows[token * kHeads * kDim + c];
+        if (map[token] < 0)
+          EXPECT_TRUE(std::isnan(found)) << token;
+        else
+          EXPECT_EQ(found, from[other * kHeads * kDim + c]) << token;
+      }
+      for (int h = 0; h < kHeads && map[token] >= 0; ++h)
+        EXPECT_EQ(logs[token * kHeads + h], from_lse[other * kHeads + h]);
+    }
+  }
 }
 
 TEST_F(PackOutputs, OfNoTokens) {

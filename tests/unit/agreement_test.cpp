@@ -197,6 +197,15 @@ const std::map<std::string, OptionCase> kOptions{
     {"queries.block",
      {[](Options& o) { o.queries->block = 64; },
       [](Options& o) { o.queries = Sharding{Layout::interleaved}; }}},
+    {"results.part", {[](Options& o) { o.results.part = ResultPart::heads; }}},
+    {"results.rows.layout",
+     {[](Options& o) { o.results.rows.layout = Layout::striped; },
+      [](Options& o) { o.results.part = ResultPart::rows; }}},
+    {"results.rows.block",
+     {[](Options& o) { o.results.rows.block = 64; },
+      [](Options& o) {
+        o.results = {ResultPart::rows, {Layout::interleaved}};
+      }}},
     {"invariant", {[](Options& o) { o.invariant = true; }}},
     {"strategy", {[](Options& o) { o.strategy = "gather-states"; }}},
     {"exchange", {[](Options& o) { o.exchange = Exchange::gather; }}},

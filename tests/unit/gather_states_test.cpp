@@ -23,7 +23,7 @@ class Notes final : public kernels::AttentionKernels, public kernels::RowKernels
   void check(const kernels::AttendParams&) const override {}
   std::size_t attend_scratch(const kernels::AttendParams&) const override { return 0; }
   bool attend(const kernels::AttendParams&, const kernels::Epilogue& epilogue, Stream stream,
-              const kernels::EpilogueBegins& begins) const override {
+              const kernels::EpilogueBegins& begins, const kernels::BetweenTiles&) const override {
     const auto* e = std::get_if<kernels::ExchangeParams>(&epilogue);
     if (e == nullptr || e->apart || begins) {
       queue(epilogue, stream, begins);
@@ -41,7 +41,11 @@ class Notes final : public kernels::AttentionKernels, public kernels::RowKernels
   std::shared_ptr<std::byte> shared_memory(std::size_t) const override { return nullptr; }
   void map_rows(const kernels::MapParams&, Stream) const override {}
   void place_rows(const kernels::PlaceParams&, Stream) const override {}
+  void pack_outputs(const kernels::PackOutputsParams&, Stream) const override {}
+  void pack_states(const kernels::PackStatesParams&, Stream) const override {}
   void key_starts(const kernels::KeyStartParams&, Stream) const override {}
+  void row_starts(const kernels::RowStartParams&, Stream) const override {}
+  void copy_keys(const kernels::CopyKeysParams&, Stream) const override {}
   std::unique_ptr<kernels::Timer> timer(int) const override { return nullptr; }
 };
 
@@ -70,6 +74,7 @@ class GatherStatesTest : public ::testing::Test {
  protected:
   Notes notes;
   OneOfTwo world;
+  std::unique_ptr<kernels::Backend> serving = kernels::host_backend(1);  // of no use here
   Options options{.dtypes = {.compute = fp32}, .limits = {.max_tokens = 2}};
 
   std::unique_ptr<Strategy> layer() {
@@ -78,7 +83,7 @@ class GatherStatesTest : public ::testing::Test {
     bounds.head_dim = bounds.value_dim = options.head_dim;
     const StrategyInfo& info =
         choose_strategy(options, world.size(), built_in_machine(Device::host));
-    auto made = entry_of(info).make({options, notes, notes, world, bounds});
+    auto made = entry_of(info).make({options, notes, notes, world, bounds, *serving});
     made->open(0);
     return made;
   }

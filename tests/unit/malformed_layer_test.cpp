@@ -56,17 +56,20 @@ void take_one_sequence(AttentionArgs& r, Memory& m, Chaos& c) {
 
 /// Tables and totals that go with the layout of the keys, and of the queries where they are shared.
 void give_tables(AttentionArgs& r, Memory& m, Chaos& c, const Options& o) {
-  const bool table_of_queries = o.queries && o.queries->layout != Layout::contiguous;
+  const bool table_of_queries =
+      (o.queries && o.queries->layout != Layout::contiguous) ||
+      (o.results.part == ResultPart::rows && o.results.rows.layout != Layout::contiguous);
   if (o.keys.layout == Layout::listed || table_of_queries || c.once_in(4))
     take_one_sequence(r, m, c);
   const bool one = !r.query_start;
   if (o.keys.layout == Layout::ranges)
     r.key_table = one ? Tensor(m.numbers.data() + 2, {2}) : Tensor(m.numbers.data(), {2, 2});
   if (o.keys.layout == Layout::listed) r.key_table = Tensor(m.numbers.data(), {2});
-  if (!o.queries) return;
-  r.total_tokens = kTokens;
-  if (o.queries->layout == Layout::ranges) r.query_table = Tensor(m.rows.data(), {2});
-  if (o.queries->layout == Layout::listed) {
+  if (!o.queries && o.results.part != ResultPart::rows) return;
+  if (o.queries) r.total_tokens = kTokens;
+  const Layout layout = o.queries ? o.queries->layout : o.results.rows.layout;
+  if (layout == Layout::ranges) r.query_table = Tensor(m.rows.data(), {2});
+  if (layout == Layout::listed) {
     r.query_table = Tensor(m.rows.data(), {kTokens});
     std::iota(m.rows.begin(), m.rows.begin() + kTokens, 0);
   }
@@ -82,6 +85,14 @@ TEST_F(Malformed, RunsAndAppendsOfALayer) {
       for (const Layout queries : {Layout::contiguous, Layout::ranges, Layout::listed}) {
         if (sharded) o.queries = Sharding{queries};
         if (sharded || queries == Layout::contiguous) layers.emplace_back(self(), o);
+        if (sharded) continue;
+        o.results = {ResultPart::rows, {queries}};
+        o.strategy = queries == Layout::ranges ? "gather-states" : "scatter-states";
+        layers.emplace_back(self(), o);
+        o.results.part = ResultPart::heads;
+        layers.emplace_back(self(), o);
+        o = layer_options();
+        o.keys.layout = keys;
       }
     }
   for (int round = 0; round < kRounds; ++round) {
@@ -167,6 +178,7 @@ TEST_F(Malformed, RunsAndAppendsOfALayer) {
       Options options{.mask = {.causal = true}, .threads = 1};
       options.keys = layer.options().keys;
       options.queries = layer.options().queries;
+      options.results = layer.options().results;
       attempt(m, [&] { attend(self(), r, options); });
     }
   }
@@ -211,6 +223,10 @@ TEST_F(Malformed, OptionsOfALayer) {
            [&] { c.sharding(o.keys); },
            [&] { o.queries = Sharding{}; },
            [&] { c.sharding(o.queries.emplace()); },
+           [&] { c.sharding(o.results.rows); },
+           [&] {
+             o.results.part = static_cast<ResultPart>(c.of({0, 1, 2, 3, 255}));
+           },
            [&] { o.invariant = true; },
            [&] { o.strategy = "pigeon"; },
            [&] { o.exchange = c.once_in(2) ? static_cast<Exchange>(77) : Exchange::peer_buffers; },

@@ -23,8 +23,10 @@
 #include "comm/tcp/exchange.hpp"
 #include "comm/tcp/transport.hpp"
 #include "comm/transport.hpp"
+#include "longspan/attention.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/error.hpp"
+#include "tests/support/stumbling_transport.hpp"
 
 namespace longspan::comm {
 namespace {
@@ -585,6 +587,52 @@ TEST_P(Faults, ARankThatIsKilledIsNamedThroughARing) {
         transport_of(world).shift(send.data(), got.data(), send.size(), 1, {}, "ring");
     });
   });
+}
+
+/// In a run of ring-kv, when it has sent the first of its keys and not yet the second: the step is
+/// named too, by who waits for it there or in a later one.
+TEST_P(Faults, ARankThatIsKilledInMidRingIsNamedWithTheStep) {
+  const int size = GetParam(), victim = size / 2;
+  if (size < 3) GTEST_SKIP() << "a ring of two has one step";
+  const auto begin = std::chrono::steady_clock::now();
+  fork_ranks(size, victim, [&](Communicator& world) {
+    const auto stumbling =
+        std::make_shared<tests::StumblingTransport>(world, [] { raise(SIGKILL); });
+    const Communicator own = world.rank() == victim ? Communicator(stumbling) : world;
+    constexpr std::int64_t kRows = 600, kDim = 64;
+    std::vector<float> rows(kRows * kDim, 1.0f), out(rows.size());
+    const std::int64_t all = kRows * size;
+    Attention layer(own, {.head_dim = kDim,
+                          .dtypes = {.compute = fp32},
+                          .limits = {.max_tokens = kRows, .max_kv_len = all},
+                          .keys = {Layout::striped},
+                          .queries = Sharding{Layout::striped},
+                          .strategy = "ring-kv",
+                          .threads = 1});
+    const auto tensor = [&](std::vector<float>& memory) {
+      return Tensor(memory.data(), fp32, {kRows, 1, kDim});
+    };
+    const auto run = [&] {
+      layer.run({.q = tensor(rows),
+                 .k = tensor(rows),
+                 .v = tensor(rows),
+                 .out = tensor(out),
+                 .total_keys = all,
+                 .total_tokens = all});
+    };
+    run();
+    stumbling->stumble_at(3);  // a step is a shift of keys and one of values
+    try {
+      run();
+      std::this_thread::sleep_for(3s);  // who has all keys hears of it from those who wait for them
+      world.barrier("the end");
+    } catch (const RankError& error) {
+      if (error.rank() == victim && error.step().starts_with("ring of keys, step ")) return true;
+      fprintf(stderr, "unexpected: %s at '%s'\n", error.what(), error.step().c_str());
+    }
+    return false;
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 40s);
 }
 
 }  // namespace

@@ -189,6 +189,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"max_query_len", [](Options& o) { o.limits.max_query_len = 9; }},
       {"keys", [](Options& o) { o.keys.layout = Layout::striped; }},
       {"queries", [](Options& o) { o.queries = Sharding{}; }},
+      {"results", [](Options& o) { o.results.part = ResultPart::heads; }},
       {"invariant", [](Options& o) { o.invariant = true; }},
       {"strategy", [](Options& o) { o.strategy = "gather-states"; }},
       {"exchange", [](Options& o) { o.exchange = Exchange::gather; }},
@@ -332,9 +333,9 @@ TEST(Validate, Totals) {
     refuse_run(text, [keys = keys](AttentionArgs& r, Paged& p) {
       r = p.one_sequence(), r.kv_len = {}, r.total_keys = keys;
     });
-  const char* not_sharded = "total_tokens or query_table is given, and the layer's queries are not";
-  refuse_run(not_sharded, [](AttentionArgs& r, Paged&) { r.total_tokens = kTokens; });
-  refuse_run(not_sharded,
+  refuse_run("total_tokens is given, and the layer's queries are not sharded",
+             [](AttentionArgs& r, Paged&) { r.total_tokens = kTokens; });
+  refuse_run("query_table is given, and neither the layer's queries nor its results are sharded",
              [](AttentionArgs& r, Paged& p) { r.query_table = Tensor(p.numbers.data(), {2}); });
   Options sharded = options();
   sharded.queries = Sharding{};

@@ -29,6 +29,23 @@ __global__ void key_starts_kernel(const __grid_constant__ KeyStartParams p) {
   }
 }
 
+/// Computes, in one block, start[b] = the rank's rows of the sequences before b.
+__global__ void row_starts_kernel(const __grid_constant__ RowStartParams p) {
+  auto& scan = arch::shared_variable<Scan::TempStorage>();
+  std::int64_t before = 0;
+  for (int first = 0; first < p.batch; first += kThreads) {
+    const int b = first + static_cast<int>(threadIdx.x);
+    std::int64_t start = 0, total;
+    if (b < p.batch)
+      start = p.shard.for_sequence(b).local_len(p.whole_start[b + 1] - p.whole_start[b]);
+    __syncthreads();
+    Scan(scan).ExclusiveSum(start, start, total);
+    if (b < p.batch) p.start[b] = static_cast<std::int32_t>(before + start);
+    before += total;
+  }
+  if (threadIdx.x == 0) p.start[p.batch] = static_cast<std::int32_t>(before);
+}
+
 __global__ void padded_key_starts_kernel(const __grid_constant__ KeyStartParams p) {
   const int b = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   if (b < p.batch) p.key_start[b] = b * p.capacity;
@@ -127,6 +144,10 @@ void key_starts(const KeyStartParams& p, cudaStream_t stream) {
     launch_kernel(padded_key_starts_kernel, {blocks_for(p.batch, kThreads), kThreads, stream}, p);
   else
     launch_kernel(key_starts_kernel, {1, kThreads, stream}, p);
+}
+
+void row_starts(const RowStartParams& p, cudaStream_t stream) {
+  if (p.batch > 0) launch_kernel(row_starts_kernel, {1, kThreads, stream}, p);
 }
 
 void cut_context(const ContextCutParams& p, cudaStream_t stream) {

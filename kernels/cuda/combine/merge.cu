@@ -82,15 +82,10 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
     token = p.batch.first_row(b) + t;
   }
   if (token >= p.tokens) return;
-  std::int64_t from = token;
-  if (p.rows != nullptr)
-    from = p.rows[token];
-  else if (!in_batch(p.batch, token))
-    return;
-  if (from < 0) return;  // no row of this rank
+  if (p.rows != nullptr ? p.rows[token] < 0 : !in_batch(p.batch, token)) return;
   const int levels = log2_ceil(p.states.slots);
   StatePiece state = fold_tree<kLevels>(
-      Places{p.states, p.interleaved, levels, from * p.heads + head, column}, levels);
+      Places{p.states, p.interleaved, levels, p.state_row(token, head), column}, levels);
   finish_row(p, token, head, column, state, wide);
 }
 

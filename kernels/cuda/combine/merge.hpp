@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "kernels/copy_keys.hpp"
 #include "kernels/cuda/dispatch/attend.hpp"
 #include "kernels/params.hpp"
 
@@ -21,8 +22,11 @@ void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergePar
 void map_rows(const MapParams& params, cudaStream_t stream);
 void place_rows(const PlaceParams& params, cudaStream_t stream);
 void key_starts(const KeyStartParams& params, cudaStream_t stream);
+void row_starts(const RowStartParams& params, cudaStream_t stream);
+void copy_keys(const CopyKeysParams& params, cudaStream_t stream);
 void merge_outputs(const MergeOutputsParams& params, cudaStream_t stream);
 void pack_outputs(const PackOutputsParams& params, cudaStream_t stream);
+void pack_states(const PackStatesParams& params, cudaStream_t stream);
 void export_segments(const ExportSegmentsParams& params, cudaStream_t stream);
 void reduce_segments(const ReduceSegmentsParams& params, cudaStream_t stream);
 void append(const AppendParams& params, cudaStream_t stream);

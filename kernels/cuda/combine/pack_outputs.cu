@@ -1,7 +1,8 @@
-// Copies a finished part and its lse, with any strides, to where they travel from. The rows go in
-// the widest word that all of them take.
+// Copies rows and an lse, with any strides, to where they travel from or belong, in the widest word
+// that all of the rows take; and deals states out.
 #include <algorithm>
 
+#include "kernels/batch_rows.hpp"
 #include "kernels/cuda/combine/merge.hpp"
 #include "kernels/cuda/common/launch.hpp"
 
@@ -17,16 +18,19 @@ __global__ __launch_bounds__(kThreads) void pack_outputs_kernel(
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const std::int64_t token = row / p.heads, head = row - token * p.heads;
   if (token >= p.tokens) return;
+  const PackOutputsParams::Move move = p.move(token);
+  if (move.to < 0 || !in_batch(p.batch, move.to)) return;
   const auto size = static_cast<std::int64_t>(size_of(p.dtype));
-  const auto place = [&](const auto& rows) {
-    return static_cast<std::byte*>(rows.data) + rows.offset(token, head) * size;
+  const auto row_at = [&](const TokenRows& rows, std::int64_t at) {
+    return static_cast<std::byte*>(rows.data) + rows.offset(at, head) * size;
   };
-  const Word* from = reinterpret_cast<const Word*>(place(p.from));
-  Word* to = reinterpret_cast<Word*>(place(p.to));
+  const Word* from = reinterpret_cast<const Word*>(row_at(p.from, move.from));
+  Word* to = reinterpret_cast<Word*>(row_at(p.to, move.to));
   const int words = static_cast<int>(p.dim * size / static_cast<std::int64_t>(sizeof(Word)));
   for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x))
     to[i] = from[i];
-  if (threadIdx.x == 0) *p.to_lse.at(token, head) = *p.from_lse.at(token, head);
+  if (threadIdx.x == 0 && p.to_lse.data != nullptr)
+    *p.to_lse.at(move.to, head) = *p.from_lse.at(move.from, head);
 }
 
 template <class Word>
@@ -39,7 +43,28 @@ void launch(const PackOutputsParams& p, cudaStream_t stream) {
   launch_kernel(pack_outputs_kernel<Word>, {static_cast<unsigned>(blocks), block, stream}, p);
 }
 
+/// threadIdx.x = four columns of a state, (blockIdx.x, threadIdx.y) = moves.
+__global__ __launch_bounds__(kThreads) void pack_states_kernel(
+    const __grid_constant__ PackStatesParams p) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (i >= p.moves()) return;
+  const PackStatesParams::Move move = p.move(i);
+  if (move.from < 0) return;
+  if (threadIdx.x == 0) p.to.stats(move.part)[move.to] = p.from.stats(p.slot)[move.from];
+  const float4* from = reinterpret_cast<const float4*>(p.from.o(p.slot, move.from));
+  float4* to = reinterpret_cast<float4*>(p.to.o(move.part, move.to));
+  for (int c = static_cast<int>(threadIdx.x); c < p.from.dim / 4; c += static_cast<int>(blockDim.x))
+    to[c] = from[c];
+}
+
 }  // namespace
+
+void pack_states(const PackStatesParams& p, cudaStream_t stream) {
+  if (p.moves() == 0) return;
+  const dim3 block(32, kThreads / 32);
+  const std::int64_t blocks = (p.moves() + block.y - 1) / block.y;
+  launch_kernel(pack_states_kernel, {static_cast<unsigned>(blocks), block, stream}, p);
+}
 
 void pack_outputs(const PackOutputsParams& p, cudaStream_t stream) {
   if (p.tokens == 0) return;

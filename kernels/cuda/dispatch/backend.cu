@@ -102,7 +102,7 @@ class CudaBackend final : public Backend {
   }
   using AttentionKernels::attend;
   bool attend(const AttendParams& params, const Epilogue& given, Stream stream,
-              const EpilogueBegins& begins) const override {
+              const EpilogueBegins& begins, const BetweenTiles&) const override {
     check(params);
     AttendParams p = params;
     if (p.new_k.data != nullptr && !cuda::writes_new_keys(p)) {
@@ -145,11 +145,20 @@ class CudaBackend final : public Backend {
   void key_starts(const KeyStartParams& p, Stream stream) const override {
     cuda::key_starts(p, stream_of(stream));
   }
+  void row_starts(const RowStartParams& p, Stream stream) const override {
+    cuda::row_starts(p, stream_of(stream));
+  }
+  void copy_keys(const CopyKeysParams& p, Stream stream) const override {
+    cuda::copy_keys(p, stream_of(stream));
+  }
   void merge_outputs(const MergeOutputsParams& p, Stream stream) const override {
     cuda::merge_outputs(p, stream_of(stream));
   }
   void pack_outputs(const PackOutputsParams& p, Stream stream) const override {
     cuda::pack_outputs(p, stream_of(stream));
+  }
+  void pack_states(const PackStatesParams& p, Stream stream) const override {
+    cuda::pack_states(p, stream_of(stream));
   }
   void export_segments(const ExportSegmentsParams& p, Stream stream) const override {
     cuda::export_segments(p, stream_of(stream));

@@ -1,0 +1,89 @@
+// Keys and values that travel are copied out of a cache of any form to rows side by side.
+//
+//     to[start[b] + i]           = local key i of sequence b, as a rank sends its share
+//     to[start[b] + position(i)] = the same in the order of the sequence, as they are gathered
+//
+// Elements stay as they are stored. In pages only what some row sees is read, as the entries of a
+// block table that no visible key needs may hold anything; the other rows of `to` are not written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/batch_rows.hpp"
+#include "kernels/faults.hpp"
+#include "kernels/geometry.hpp"
+#include "kernels/tensors.hpp"
+
+namespace longspan::kernels {
+
+struct CopyKeysParams {
+  Geometry geometry;  // types and sizes; the shard and the sequences whose keys these are; and the
+                      // rows that decide what is read of pages: those of all ranks
+  KvRows k;           // where the keys are, as in Operands
+  KvRows v;
+  Pages pages;
+  std::byte* to_k = nullptr;  // [rows, kv_heads, head_dim] of kv_dtype; null: no keys are copied
+  std::byte* to_v = nullptr;  // [rows, kv_heads, value_dim]; null: no values
+  const std::int64_t* to_start = nullptr;  // [batch] first row of each sequence; null: 0
+  bool by_position = false;                // else the keys of a sequence follow each other
+  std::int64_t rows = 0;                   // of `to`; what would go past them is not copied
+  std::int64_t longest = 0;                // no sequence has more keys on this rank
+};
+
+/// The keys, or the values, of such a copy.
+struct KeyCopy {
+  KvRows from;
+  std::byte* to = nullptr;
+  int dim = 0;
+};
+LONGSPAN_HD inline KeyCopy keys_of(const CopyKeysParams& p) {
+  return {p.k, p.to_k, p.geometry.head_dim};
+}
+LONGSPAN_HD inline KeyCopy values_of(const CopyKeysParams& p) {
+  return {p.v, p.to_v, p.geometry.value_dim};
+}
+
+/// The local keys of sequence b that are copied.
+LONGSPAN_HD inline Interval copied_keys(const CopyKeysParams& p, int b) {
+  const Geometry& g = p.geometry;
+  const std::int64_t own = g.shard.for_sequence(b).local_len(g.batch.keys(b, g.shard));
+  Interval keys{0, own};
+  if (p.pages) keys = needed_keys(g, b);
+  if (keys.end > own) keys.end = own;
+  if (keys.end > p.longest) keys.end = p.longest;
+  return keys;
+}
+
+/// Where local key i of sequence b lies, and the row of `to` that it goes to; -1: to none.
+struct KeyPlace {
+  CacheRow from;
+  std::int64_t to = -1;
+};
+LONGSPAN_HD inline KeyPlace place_of(const CopyKeysParams& p, int b, std::int64_t i) {
+  const Geometry& g = p.geometry;
+  const std::int64_t start = p.to_start != nullptr ? p.to_start[b] : 0;
+  std::int64_t to = start + i;
+  if (p.by_position) to = start + g.shard.for_sequence(b).position(i, g.batch.keys(b, g.shard));
+  KeyPlace place{{0, g.batch.first_key(b) + i}, to >= 0 && to < p.rows ? to : -1};
+  if (p.pages) place.from = {p.pages.page(b, i), i % p.pages.size};
+  return place;
+}
+
+/// The widest word, up to 16 bytes, in which rows of `copy` can be moved: it divides addresses,
+/// strides, and what lies together.
+inline int copy_word(const KeyCopy& copy, const Pages& pages, int element_bytes) {
+  const KvRows& from = copy.from;
+  if (from.dim_stride != 1) return element_bytes;
+  std::int64_t strides = from.row_stride | from.head_stride | copy.dim;
+  if (pages) strides |= from.page_stride;
+  if (!from.dense()) strides |= from.chunk | from.chunk_stride;
+  const std::int64_t all = strides * element_bytes |
+                           static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(from.data)) |
+                           static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(copy.to));
+  int word = 16;
+  while (word > element_bytes && all % word != 0) word /= 2;
+  return word;
+}
+
+}  // namespace longspan::kernels

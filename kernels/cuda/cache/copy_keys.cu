@@ -1,0 +1,76 @@
+// Copies keys and values out of a cache of any form to rows side by side (kernels/copy_keys.hpp). A
+// warp takes a key at a time, and its threads the words of that row: as wide as lie together, and
+// single elements where a page holds the keys of one column side by side.
+#include "kernels/copy_keys.hpp"
+
+#include <algorithm>
+
+#include "kernels/cuda/combine/merge.hpp"
+#include "kernels/cuda/common/launch.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kKeys = 8;               // of a block, at a time
+constexpr int kRounds = 4;             // of keys that a block takes one after the other
+constexpr unsigned kMostRows = 65535;  // of a grid
+
+/// Copies the keys or the values. threadIdx.y is a key, threadIdx.x its words; blockIdx.y is a
+/// sequence, and every gridDim.y-th after it.
+template <class Word>
+__global__ void copy_keys_kernel(const __grid_constant__ CopyKeysParams p, bool is_values) {
+  const Geometry& g = p.geometry;
+  const KeyCopy copy = is_values ? values_of(p) : keys_of(p);
+  const int element_bytes = static_cast<int>(size_of(g.kv_dtype));
+  const int at_once = static_cast<int>(sizeof(Word)) / element_bytes;  // elements of a word
+  const int words = copy.dim / at_once;                                // of a head
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kKeys * kRounds + threadIdx.y;
+  for (int b = static_cast<int>(blockIdx.y); b < g.batch.size; b += static_cast<int>(gridDim.y)) {
+    const Interval keys = copied_keys(p, b);
+    for (int round = 0; round < kRounds; ++round) {
+      const std::int64_t i = first + round * kKeys;
+      if (!keys.contains(i)) continue;
+      const KeyPlace place = place_of(p, b, i);
+      if (place.to < 0) continue;
+      const std::byte* from = static_cast<const std::byte*>(copy.from.data) +
+                              place.from.offset(copy.from) * element_bytes;
+      Word* to = reinterpret_cast<Word*>(copy.to) + place.to * g.kv_heads * words;
+      for (int w = static_cast<int>(threadIdx.x); w < g.kv_heads * words; w += kWarp) {
+        const int head = w / words, column = w % words * at_once;
+        const std::int64_t at = head * copy.from.head_stride + copy.from.column(column);
+        to[w] = *reinterpret_cast<const Word*>(from + at * element_bytes);
+      }
+    }
+  }
+}
+
+void copy(const CopyKeysParams& p, bool is_values, cudaStream_t stream) {
+  const std::int64_t a_block = std::int64_t{kKeys} * kRounds;
+  const dim3 grid(static_cast<unsigned>((p.longest + a_block - 1) / a_block),
+                  std::min(static_cast<unsigned>(p.geometry.batch.size), kMostRows));
+  const LaunchConfig how{grid, dim3(kWarp, kKeys), stream};
+  const int element_bytes = static_cast<int>(size_of(p.geometry.kv_dtype));
+  switch (copy_word(is_values ? values_of(p) : keys_of(p), p.pages, element_bytes)) {
+    case 16:
+      return launch_kernel(copy_keys_kernel<uint4>, how, p, is_values);
+    case 8:
+      return launch_kernel(copy_keys_kernel<uint2>, how, p, is_values);
+    case 4:
+      return launch_kernel(copy_keys_kernel<std::uint32_t>, how, p, is_values);
+    case 2:
+      return launch_kernel(copy_keys_kernel<std::uint16_t>, how, p, is_values);
+    default:
+      return launch_kernel(copy_keys_kernel<std::uint8_t>, how, p, is_values);
+  }
+}
+
+}  // namespace
+
+void copy_keys(const CopyKeysParams& p, cudaStream_t stream) {
+  if (p.longest <= 0 || p.geometry.batch.size == 0) return;
+  if (p.to_k != nullptr) copy(p, false, stream);
+  if (p.to_v != nullptr) copy(p, true, stream);
+}
+
+}  // namespace longspan::kernels::cuda

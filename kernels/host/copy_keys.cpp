@@ -1,0 +1,56 @@
+// Copies keys and values out of a cache of any form to rows side by side (kernels/copy_keys.hpp).
+#include "kernels/copy_keys.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/host/host.hpp"
+
+namespace longspan::kernels::host {
+namespace {
+
+constexpr std::int64_t kKeys = 64;  // that a thread takes at a time
+
+void copy_row(const KeyCopy& copy, int kv_heads, std::int64_t element_bytes, const CacheRow& row,
+              std::int64_t to) {
+  const KvRows& from = copy.from;
+  const std::int64_t head_bytes = copy.dim * element_bytes;
+  const std::byte* source =
+      static_cast<const std::byte*>(from.data) + row.offset(from) * element_bytes;
+  std::byte* target = copy.to + to * kv_heads * head_bytes;
+  if (from.dense() && from.head_stride == copy.dim) {
+    std::memcpy(target, source, static_cast<std::size_t>(kv_heads * head_bytes));
+    return;
+  }
+  for (int head = 0; head < kv_heads; ++head, target += head_bytes) {
+    const std::byte* of_head = source + head * from.head_stride * element_bytes;
+    if (from.dense()) {
+      std::memcpy(target, of_head, static_cast<std::size_t>(head_bytes));
+      continue;
+    }
+    for (int d = 0; d < copy.dim; ++d)
+      std::memcpy(target + d * element_bytes, of_head + from.column(d) * element_bytes,
+                  static_cast<std::size_t>(element_bytes));
+  }
+}
+
+}  // namespace
+
+void copy_keys(const CopyKeysParams& p, ThreadPool& pool) {
+  const Geometry& g = p.geometry;
+  const auto element_bytes = static_cast<std::int64_t>(size_of(g.kv_dtype));
+  const std::int64_t stretches = (p.longest + kKeys - 1) / kKeys;
+  pool.run(g.batch.size * stretches, [&](std::int64_t item, int) {
+    const int b = static_cast<int>(item / stretches);
+    const std::int64_t first = item % stretches * kKeys;
+    const Interval keys = copied_keys(p, b);
+    for (std::int64_t i = std::max(first, keys.begin); i < std::min(first + kKeys, keys.end); ++i) {
+      const KeyPlace place = place_of(p, b, i);
+      if (place.to < 0) continue;
+      for (const KeyCopy& copy : {keys_of(p), values_of(p)})
+        if (copy.to != nullptr) copy_row(copy, g.kv_heads, element_bytes, place.from, place.to);
+    }
+  });
+}
+
+}  // namespace longspan::kernels::host

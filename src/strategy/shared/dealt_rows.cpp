@@ -1,0 +1,131 @@
+#include "src/strategy/shared/dealt_rows.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace longspan {
+
+double most_result_rows(const Options& o, int ranks, const RunSize& size) {
+  if (o.queries) return size.most_tokens;
+  if (o.results.part == ResultPart::heads) return size.tokens;
+  if (o.results.part == ResultPart::all) return std::ceil(size.tokens / ranks);
+  const Sharding& rule = o.results.rows;
+  if (rule.layout == Layout::ranges || rule.layout == Layout::listed) return size.tokens;
+  const auto rows = static_cast<std::int64_t>(std::min(size.tokens, 1e12));
+  return static_cast<double>(rule.resolve(rows, 0, ranks).max_local_len(rows));
+}
+
+std::int64_t DealtRows::row_bytes() const {
+  return std::int64_t{layer_.bounds.heads} * layer_.bounds.head_dim *
+         static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
+}
+
+/// No rank has more than an even share of each sequence and what the rule leaves uneven: one row of
+/// a striped layout, two of zigzag, a block, or segments of 128 (one for the cut between ranks and
+/// one for the end of the sequence).
+std::int64_t DealtRows::bound(std::int64_t rows, std::int64_t sequences) const {
+  const int ranks = layer_.comm.size();
+  std::int64_t uneven = 0;
+  switch (rule().layout) {
+    case Layout::striped:
+      uneven = 1;
+      break;
+    case Layout::zigzag:
+      uneven = 2;
+      break;
+    case Layout::interleaved:
+      uneven = rule().block;
+      break;
+    case Layout::contiguous:
+      uneven = 2 * kSegment;
+      break;
+    default:
+      return rows;
+  }
+  if (uneven >= rows) return rows;
+  return std::min(rows, rows / ranks + sequences * (uneven + 1));
+}
+
+std::int64_t DealtRows::most_capacity() const {
+  if (are_gathered()) return layer_.options.limits.max_tokens;
+  return bound(layer_.options.limits.max_tokens, layer_.options.limits.max_batch);
+}
+
+bool DealtRows::are_counted(const Run& run) const {
+  const Layout layout = run.arrays.queries.layout;
+  if (layout == Layout::listed) return false;
+  return layer_.kernels.device() == Device::host ||
+         (run.arrays.query_start == nullptr && layout != Layout::ranges);
+}
+
+std::int64_t DealtRows::rows_of(const Run& run, int rank) const {
+  const Shard& rows = run.arrays.queries;
+  if (!are_counted(run))
+    return std::min(bound(rows.length, run.arrays.batch), layer_.options.limits.max_tokens);
+  const Shard own = rows.with_rank(rank);
+  const std::int32_t* const start = run.arrays.query_start;
+  std::int64_t count = start == nullptr ? own.local_len(rows.length) : 0;
+  for (int b = 0; start != nullptr && b < run.arrays.batch; ++b)
+    count += own.local_len(start[b + 1] - start[b]);
+  return std::min(count, most_capacity());
+}
+
+std::int64_t DealtRows::capacity(const Run& run) const {
+  if (!are_counted(run)) return rows_of(run, 0);
+  std::int64_t most = 0;
+  for (int p = 0; p < layer_.comm.size(); ++p) most = std::max(most, rows_of(run, p));
+  return most;
+}
+
+void DealtRows::lay_out_map(Parts& memory) {
+  if (are_dealt())
+    map_ = memory.take_array<std::int64_t>(static_cast<std::size_t>(layer_.comm.size()) *
+                                           static_cast<std::size_t>(most_capacity()));
+}
+
+void DealtRows::lay_out(Parts& memory) {
+  if (are_gathered()) {
+    gathered_ = memory.take(static_cast<std::size_t>(layer_.comm.size() * most_capacity()) *
+                            static_cast<std::size_t>(row_bytes()));
+    ordered_ = memory.take(static_cast<std::size_t>(most_tokens() * row_bytes()));
+  }
+  lay_out_map(memory);
+}
+
+void DealtRows::prepare(Run& run) const {
+  if (!are_gathered()) return;
+  const kernels::AttendParams& bounds = layer_.bounds;
+  run.attend.tokens = run.args.total_tokens;
+  run.attend.batch.query_start = run.arrays.query_start;
+  run.attend.batch.whole_query_start = nullptr;
+  run.attend.queries = {};
+  run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
+}
+
+void DealtRows::make_map(Run& run) const {
+  if (!are_dealt()) return;
+  const Shard& rows = run.arrays.queries;
+  const std::int64_t most = capacity(run);
+  if (rows.layout == Layout::listed)
+    layer_.comm.all_gather(rows.table, map_, static_cast<std::size_t>(most) * sizeof(std::int64_t),
+                           run.stream, "gather of query positions", run.said);
+  else
+    layer_.rows.map_rows({rows, run.attend.batch, rows.ranks, most, map_}, run.stream);
+}
+
+void DealtRows::gather(Run& run) const {
+  make_map(run);
+  if (!are_gathered()) return;
+  const Shard& rows = run.arrays.queries;
+  const std::int64_t most = capacity(run), slot_bytes = most * row_bytes();
+  std::byte* const mine = gathered_ + rows.rank * slot_bytes;
+  layer_.rows.place_rows({static_cast<const std::byte*>(run.args.q.data), mine, nullptr,
+                          std::min(run.args.q.shape[0], most), row_bytes()},
+                         run.stream);
+  layer_.comm.all_gather(mine, gathered_, static_cast<std::size_t>(slot_bytes), run.stream,
+                         "gather of queries", run.said);
+  layer_.rows.place_rows(
+      {gathered_, ordered_, map_, rows.ranks * most, row_bytes(), run.attend.tokens}, run.stream);
+}
+
+}  // namespace longspan

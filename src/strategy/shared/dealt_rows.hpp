@@ -1,0 +1,72 @@
+// Query rows that ranks share, as every rank sees all of them: which rank has which, in a map, and
+// the rows themselves, gathered and brought into the order of the whole q. Strategies that attend
+// with all rows have this in common.
+//
+//     my rows  ->  [ranks, capacity] rows, as they come  ->  [tokens] rows, in order
+#pragma once
+
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+/// The most rows of the result that one rank has to do with, where the work is shared by rows: of a
+/// whole result an even share. Of a rule it knows the number; a table may give all rows to one
+/// rank.
+double most_result_rows(const Options& options, int ranks, const RunSize& size);
+
+class DealtRows {
+ public:
+  /// What is dealt out: the rows of sharded queries, which are gathered; or, of replicated ones,
+  /// the rows of the result (Options::results), or nothing.
+  explicit DealtRows(const Layer& layer) : layer_(layer) {}
+
+  /// Takes memory for the map alone, for who has make_map and brings rows here by itself.
+  void lay_out_map(Parts& memory);
+  /// Queues the map.
+  void make_map(Run& run) const;
+
+  bool are_gathered() const { return layer_.options.queries.has_value(); }
+  bool are_dealt() const {
+    return are_gathered() || layer_.options.results.part == ResultPart::rows;
+  }
+  /// The most rows of a run, on all ranks together.
+  std::int64_t most_tokens() const {
+    return layer_.options.limits.max_tokens * (are_gathered() ? layer_.comm.size() : 1);
+  }
+  /// The most rows of one rank, in any run of the layer.
+  std::int64_t most_capacity() const;
+  /// The rows that rank `rank` has in a run, as far as every rank knows it: on a GPU a bound for
+  /// batches, whose lengths lie there, and always for listed rows.
+  std::int64_t rows_of(const Run& run, int rank) const;
+  /// The most that any rank has, known likewise.
+  std::int64_t capacity(const Run& run) const;
+
+  void lay_out(Parts& memory);
+  /// Points the attention of a run at all rows, once they are gathered.
+  void prepare(Run& run) const;
+  /// Queues the map, and where queries are sharded brings every rank's rows here.
+  void gather(Run& run) const;
+
+  /// [ranks, capacity] the row of the whole q of each rank's rows, -1 past its last.
+  const std::int64_t* map() const { return map_; }
+  /// [capacity] this rank's part of the map.
+  const std::int64_t* own_map(const Run& run) const {
+    return map_ + layer_.comm.rank() * capacity(run);
+  }
+  /// The bytes of a row of queries, [heads, dim].
+  std::int64_t row_bytes() const;
+
+ private:
+  const Sharding& rule() const {
+    return are_gathered() ? *layer_.options.queries : layer_.options.results.rows;
+  }
+  std::int64_t bound(std::int64_t rows, std::int64_t sequences) const;
+  bool are_counted(const Run& run) const;
+
+  Layer layer_;
+  std::byte* gathered_ = nullptr;  // [ranks, capacity, row_bytes]
+  std::byte* ordered_ = nullptr;   // [tokens, row_bytes]
+  std::int64_t* map_ = nullptr;
+};
+
+}  // namespace longspan

@@ -1,0 +1,54 @@
+// Which heads each rank attends with, where ranks share the work by heads: some query heads, and
+// the kv heads that these read.
+#pragma once
+
+#include "longspan/options.hpp"
+
+namespace longspan {
+
+/// A rank's heads. The groups are even on the rank too: each of its kv heads has as many of its
+/// query heads.
+struct HeadShare {
+  HeadRange query;
+  HeadRange kv;
+};
+
+/// Deals out `heads` of at least as many as there are ranks. Where there are kv heads enough, each
+/// rank gets whole groups; else the ranks are dealt out to the kv heads, and those of one kv head
+/// share its group and have a copy of it each. Either is as even as it can be.
+constexpr HeadShare head_share(int heads, int kv_heads, int rank, int ranks) {
+  const int group = heads / kv_heads;
+  if (kv_heads >= ranks) {
+    const HeadRange kv = result_heads(kv_heads, rank, ranks);
+    return {{kv.begin * group, kv.end * group}, kv};
+  }
+  const auto kv = static_cast<int>(((std::int64_t{rank} + 1) * kv_heads - 1) / ranks);
+  const HeadRange sharing = result_heads(ranks, kv, kv_heads);  // ranks that share this kv head
+  const HeadRange part = result_heads(group, rank - sharing.begin, sharing.size());
+  return {{kv * group + part.begin, kv * group + part.end}, {kv, kv + 1}};
+}
+
+/// The most heads that a rank has of either kind.
+struct MostHeads {
+  int query = 0;
+  int kv = 0;
+};
+constexpr MostHeads most_heads(int heads, int kv_heads, int ranks) {
+  MostHeads most;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const HeadShare share = head_share(heads, kv_heads, rank, ranks);
+    if (share.query.size() > most.query) most.query = share.query.size();
+    if (share.kv.size() > most.kv) most.kv = share.kv.size();
+  }
+  return most;
+}
+
+/// Whether every rank attends with the heads that results by heads give it.
+constexpr bool are_result_heads(int heads, int kv_heads, int ranks) {
+  for (int rank = 0; rank < ranks; ++rank)
+    if (head_share(heads, kv_heads, rank, ranks).query.end != result_heads(heads, rank, ranks).end)
+      return false;
+  return true;
+}
+
+}  // namespace longspan

@@ -1,0 +1,267 @@
+#include "src/strategy/shared/travelling_keys.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "longspan/error.hpp"
+
+namespace longspan {
+namespace {
+
+std::int64_t divided_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
+
+/// Whether some of the receiver's rows of sequence b see some of the owner's keys. Where both stand
+/// at ascending positions, so do the ends of what rows see, and the hull of all rows answers most
+/// questions.
+bool sees_some(const kernels::Geometry& g, int b, const Shard& rows, std::int64_t whole_rows,
+               const Shard& owner, std::int64_t kv_len) {
+  const std::int64_t own = rows.local_len(whole_rows);
+  if (own == 0 || owner.local_len(kv_len) == 0) return false;
+  const auto seen = [&](std::int64_t row) {
+    return g.visible(b, kv_len - whole_rows + rows.position(row, whole_rows), kv_len);
+  };
+  const auto holds = [&](std::int64_t begin, std::int64_t end) {
+    return begin < end && owner.before(end, kv_len) > owner.before(begin, kv_len);
+  };
+  if (!holds(seen(0).begin, seen(own - 1).end)) return false;
+  for (std::int64_t row = own - 1; row >= 0; --row) {  // the last rows see the most
+    const Interval keys = seen(row);
+    if (holds(keys.begin, keys.end)) return true;
+  }
+  return false;
+}
+
+bool knows_lengths(const Run& run, Device device) {
+  return device == Device::host ||
+         (run.arrays.kv_len == nullptr && run.arrays.keys.layout != Layout::ranges);
+}
+
+/// Whether this processor can tell what every row sees.
+bool knows_masks(const Run& run, Device device) {
+  if (run.arrays.keys.layout == Layout::listed) return false;
+  return device == Device::host ||
+         (knows_lengths(run, device) && run.arrays.causal == nullptr && !run.arrays.documents &&
+          run.arrays.query_start == nullptr && run.arrays.queries.layout != Layout::ranges);
+}
+
+}  // namespace
+
+std::int64_t most_keys_of_a_rank(const Sharding& rule, std::int64_t keys, int ranks) {
+  const auto most = [&]() -> std::int64_t {
+    switch (rule.layout) {
+      case Layout::contiguous:
+        return divided_up(segments_of(keys), ranks) * kSegment;
+      case Layout::zigzag:
+        return 2 * divided_up(keys, 2 * std::int64_t{ranks});
+      case Layout::striped:
+        return divided_up(keys, ranks);
+      case Layout::interleaved:
+        return divided_up(divided_up(keys, rule.block), ranks) * rule.block;
+      default:
+        return keys;
+    }
+  };
+  return std::min(most(), keys);
+}
+
+double most_keys_of_a_rank(const Sharding& rule, double keys, int ranks) {
+  return static_cast<double>(
+      most_keys_of_a_rank(rule, static_cast<std::int64_t>(std::min(keys, 1e15)), ranks));
+}
+
+double key_row_bytes(const Options& o) {
+  return static_cast<double>(size_of(o.dtypes.of_kv())) * o.kv_heads * (o.head_dim + o.of_values());
+}
+
+kernels::Geometry rows_of_all_ranks(const Run& run) {
+  kernels::Geometry g = run.attend;
+  if (g.queries.ranks == 1) return g;
+  g.tokens = run.args.total_tokens;
+  g.batch.query_start = run.arrays.query_start;
+  g.batch.whole_query_start = nullptr;
+  g.queries = {};
+  return g;
+}
+
+bool may_see(const Run& run, Device device, int receiver, int owner) {
+  if (!knows_masks(run, device)) return true;
+  const kernels::Geometry all = rows_of_all_ranks(run);
+  const Shard rows =
+      run.attend.queries.ranks == 1 ? Shard{} : run.attend.queries.with_rank(receiver);
+  const Shard keys = run.arrays.keys.with_rank(owner);
+  for (int b = 0; b < run.arrays.batch; ++b) {
+    const std::int64_t query_len = all.batch.query_len(b, all.tokens);
+    if (!all.batch.skips(query_len) && sees_some(all, b, rows.for_sequence(b), query_len,
+                                                 keys.for_sequence(b), all.batch.keys(b, keys)))
+      return true;
+  }
+  return false;
+}
+
+void append_new_keys(const Layer& layer, Run& run) {
+  if (run.attend.new_k.data == nullptr) return;
+  kernels::AppendParams append = append_of(run.attend);
+  const kernels::Geometry all = rows_of_all_ranks(run);
+  append.tokens = all.tokens;
+  append.batch = all.batch;
+  layer.serving.append(append, run.stream);
+  run.attend.new_k = run.attend.new_v = {};
+}
+
+TravellingKeys::TravellingKeys(const Layer& layer)
+    : layer_(layer),
+      most_keys_(
+          most_keys_of_a_rank(layer.options.keys, layer.bounds.max_kv_len, layer.comm.size())),
+      block_rows_(most_keys_ * layer.bounds.batch.size) {}
+
+KeyBlock TravellingKeys::take_block(Parts& memory, std::int64_t rows) const {
+  const auto count = static_cast<std::size_t>(rows);
+  KeyBlock block;
+  block.k = memory.take(count * static_cast<std::size_t>(key_bytes()));
+  block.v = memory.take(count * static_cast<std::size_t>(value_bytes()));
+  block.start = memory.take_array<std::int64_t>(static_cast<std::size_t>(layer_.bounds.batch.size));
+  if (is_listed()) block.positions = memory.take_array<std::int64_t>(count);
+  return block;
+}
+
+void TravellingKeys::lay_out(Parts& memory) {
+  row_starts_ =
+      memory.take_array<std::int32_t>(static_cast<std::size_t>(layer_.bounds.batch.size) + 1);
+  counts_ = memory.take_array<std::int64_t>(static_cast<std::size_t>(layer_.comm.size()));
+}
+
+void TravellingKeys::check(const Run& run, const char* strategy) const {
+  const auto refuse = [&](const char* what) {
+    throw Unsupported(
+        fmt::format("strategy {} does not take {}; gather-states does", strategy, what));
+  };
+  if (run.arrays.queries.layout == Layout::listed) refuse("listed query rows");
+  if (layer_.comm.size() == 1) return;
+  if (is_listed() && layer_.kernels.device() != Device::host) refuse("listed keys on a GPU");
+  if (run.arrays.keys.length > layer_.bounds.max_kv_len)
+    throw InputError(fmt::format("total_keys is {}; the layer was made for {} (max_kv_len)",
+                                 run.arrays.keys.length, layer_.bounds.max_kv_len));
+}
+
+bool TravellingKeys::knows_lengths(const Run& run) const {
+  return longspan::knows_lengths(run, layer_.kernels.device());
+}
+
+void TravellingKeys::begin(Run& run, const char* step) const {
+  append_new_keys(layer_, run);
+  const Shard& rows = run.attend.queries;
+  if (rows.ranks > 1 && run.arrays.query_start != nullptr) {
+    layer_.rows.row_starts({rows, run.arrays.query_start, run.arrays.batch, row_starts_},
+                           run.stream);
+    run.attend.batch.query_start = row_starts_;
+    run.merge.batch.size = run.arrays.batch;
+    run.merge.batch.query_start = row_starts_;
+  }
+  if (!is_listed()) return;
+  counts_[layer_.comm.rank()] = run.arrays.keys.listed;
+  layer_.comm.all_gather(counts_ + layer_.comm.rank(), counts_, sizeof *counts_, run.stream, step,
+                         run.said);
+  std::int64_t all = 0;
+  for (int p = 0; p < layer_.comm.size(); ++p) all += counts_[p];
+  if (all != run.arrays.keys.length)
+    throw InputError(
+        fmt::format("the ranks have {} listed keys in all; the sequence has {} (total_keys)", all,
+                    run.arrays.keys.length));
+}
+
+std::int64_t TravellingKeys::rows_of(const Run& run, int rank) const {
+  if (is_listed()) return counts_[rank];
+  if (!knows_lengths(run)) return most_keys_ * run.arrays.batch;
+  const Shard shard = run.arrays.keys.with_rank(rank);
+  std::int64_t rows = 0;
+  for (int b = 0; b < run.arrays.batch; ++b)
+    rows += shard.for_sequence(b).local_len(run.attend.batch.keys(b, shard));
+  return rows;
+}
+
+bool TravellingKeys::are_seen(const Run& run, int receiver, int owner) const {
+  return rows_of(run, owner) > 0 && may_see(run, layer_.kernels.device(), receiver, owner);
+}
+
+bool TravellingKeys::must_copy(const Run& run) const {
+  const auto is_dense = [&](const kernels::KvRows& rows, int dim) {
+    return rows.row_stride == row_elements(dim) &&
+           (rows.head_stride == dim || layer_.bounds.kv_heads == 1) && rows.dense();
+  };
+  const kernels::AttendParams& p = run.attend;
+  const bool one_after_the_other = run.arrays.batch == 1 || p.batch.key_start != nullptr;
+  return p.pages || !knows_lengths(run) || !one_after_the_other ||
+         !is_dense(p.k, layer_.bounds.head_dim) || !is_dense(p.v, layer_.bounds.value_dim);
+}
+
+KeyBlock TravellingKeys::in_place(const Run& run) const {
+  return {static_cast<std::byte*>(run.attend.k.data), static_cast<std::byte*>(run.attend.v.data),
+          const_cast<std::int64_t*>(run.attend.batch.key_start),
+          const_cast<std::int64_t*>(is_listed() ? run.arrays.keys.table : nullptr)};
+}
+
+void TravellingKeys::copy_to(const Run& run, const KeyBlock& block) const {
+  const int own = layer_.comm.rank();
+  if (run.arrays.batch > 1) find_starts(run, own, block);
+  kernels::CopyKeysParams copy;
+  copy.geometry = rows_of_all_ranks(run);
+  copy.k = run.attend.k;
+  copy.v = run.attend.v;
+  copy.pages = run.attend.pages;
+  copy.to_k = block.k;
+  copy.to_v = block.v;
+  copy.to_start = run.arrays.batch > 1 ? block.start : nullptr;
+  copy.rows = rows_of(run, own);
+  copy.longest = longest(own);
+  layer_.rows.copy_keys(copy, run.stream);
+}
+
+void TravellingKeys::find_starts(const Run& run, int rank, const KeyBlock& block) const {
+  if (run.arrays.batch == 1) return;
+  layer_.rows.key_starts(
+      {run.arrays.keys.with_rank(rank), run.arrays.kv_len, 0, run.arrays.batch, block.start},
+      run.stream);
+}
+
+void TravellingKeys::find_whole_starts(const Run& run, const KeyBlock& block) const {
+  if (run.arrays.batch > 1)
+    layer_.rows.key_starts({Shard{}, run.arrays.kv_len, 0, run.arrays.batch, block.start},
+                           run.stream);
+}
+
+void TravellingKeys::copy_in_order(const Run& run, int rank, const KeyBlock& from,
+                                   const KeyBlock& to) const {
+  kernels::CopyKeysParams copy;
+  copy.geometry = rows_of_all_ranks(run);
+  copy.geometry.shard = shard_of(run, rank, from);
+  copy.geometry.batch.key_start = run.arrays.batch > 1 ? from.start : nullptr;
+  copy.geometry.batch.key_pitch = 0;
+  copy.k = keys_in(from);
+  copy.v = values_in(from);
+  copy.to_k = to.k;
+  copy.to_v = to.v;
+  copy.to_start = run.arrays.batch > 1 ? to.start : nullptr;
+  copy.by_position = true;
+  copy.rows = layer_.bounds.max_kv_len * run.arrays.batch;
+  copy.longest = longest(rank);
+  layer_.rows.copy_keys(copy, run.stream);
+}
+
+kernels::KvRows TravellingKeys::keys_in(const KeyBlock& block) const {
+  return {block.k, row_elements(layer_.bounds.head_dim), layer_.bounds.head_dim};
+}
+kernels::KvRows TravellingKeys::values_in(const KeyBlock& block) const {
+  return {block.v, row_elements(layer_.bounds.value_dim), layer_.bounds.value_dim};
+}
+
+Shard TravellingKeys::shard_of(const Run& run, int rank, const KeyBlock& block) const {
+  Shard shard = run.arrays.keys.with_rank(rank);
+  if (is_listed()) {
+    shard.table = block.positions;
+    shard.listed = counts_[rank];
+  }
+  return shard;
+}
+
+}  // namespace longspan

@@ -1,0 +1,223 @@
+// heads on every rank count: against float64, the bits of one rank alone, uneven numbers of heads,
+// and what it refuses.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "comm/transport.hpp"
+#include "longspan/longspan.hpp"
+#include "src/strategy/shared/head_shares.hpp"
+#include "tests/dist/layer_run.hpp"
+#include "tests/dist/world.hpp"
+#include "tests/support/message.hpp"
+
+namespace longspan::tests {
+namespace {
+
+Options options_of(const char* strategy, const Problem& problem, const Communicator& world) {
+  Options options = options_for(problem, world);
+  options.strategy = strategy;
+  options.limits.max_kv_len = 1001;
+  return options;
+}
+
+/// Of at least as many heads as there are ranks: with kv heads for each, too few of them, and
+/// numbers that no number of ranks divides.
+std::vector<Shape> shapes_of_heads() {
+  return {
+      {.heads = 8, .kv_heads = 8, .q_lens = {130}, .kv_lens = {700}, .mask = {.causal = true}},
+      {.heads = 14, .kv_heads = 2, .dim = 24, .dtype = DType::bf16, .q_lens = {9}, .sinks = true},
+      {.heads = 9,
+       .kv_heads = 3,
+       .dim = 40,
+       .value_dim = 72,
+       .q_lens = {1, 0, 17, 40},
+       .kv_lens = {333, 50, 0, 40},
+       .mask = {.causal = true}},
+      {.heads = 22, .kv_heads = 11, .dim = 8, .q_lens = {5}, .kv_lens = {513}, .softcap = 20.0f},
+      {.heads = 7, .kv_heads = 1, .dtype = DType::fp16, .q_lens = {33}, .mask = {.window = 50}},
+      {.heads = 8, .kv_heads = 4, .q_lens = {4}, .kv_lens = {0}},
+      {.heads = 8, .kv_heads = 1, .q_lens = {0}, .kv_lens = {20}},
+  };
+}
+
+std::string trace(const Problem& problem, std::uint64_t seed) {
+  return std::to_string(problem.shape.heads) + " heads " + std::to_string(problem.shape.kv_heads) +
+         " kv heads, rows " + std::to_string(problem.tokens) + " seed " + std::to_string(seed);
+}
+
+/// The bits of a rank that has everything.
+Result alone(const Problem& problem) {
+  const Communicator one = self(test_world().device());
+  return run(one, problem, Shard::contiguous(problem.shape.kv_lens[0], 0, 1),
+             options_of("gather-states", problem, one));
+}
+
+TEST(Heads, GivesTheWholeResultToEveryRank) {
+  const Communicator world = test_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (const Shape& shape : shapes_of_heads()) {
+    const Problem problem(shape, seed);
+    SCOPED_TRACE(trace(problem, seed));
+    const Result single = alone(problem);
+    for (const Layout layout : {Layout::contiguous, Layout::striped, Layout::interleaved}) {
+      const Shard keys{layout, world.rank(), world.size(), shape.kv_lens[0], 16};
+      const Result found = run(world, problem, keys, options_of("heads", problem, world));
+      expect_exact(problem, found, all_rows(problem));
+      if (world.size() == 1) continue;  // an interleaved share has an order of its own
+      EXPECT_EQ(found.out, single.out);
+      EXPECT_EQ(found.lse, single.lse);
+    }
+  }
+}
+
+TEST(Heads, GivesTheRowsOfShardedQueriesAndOfResultsByRows) {
+  const Communicator world = test_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (const Shape& shape : shapes_of_heads()) {
+    const Problem problem(shape, seed);
+    SCOPED_TRACE(trace(problem, seed));
+    const Result single = alone(problem);
+    for (const Layout layout :
+         {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved})
+      for (const bool replicated : {false, true}) {
+        SCOPED_TRACE(std::string(name(layout)) + (replicated ? ", replicated queries" : ""));
+        const Shard keys = Shard::zigzag(shape.kv_lens[0], world.rank(), world.size());
+        const Shard rows{layout, world.rank(), world.size(), problem.tokens, 3};
+        const Options options = options_of("heads", problem, world);
+        const Result found = replicated ? run(world, problem, keys, options, std::nullopt, rows)
+                                        : run(world, problem, keys, options, rows);
+        expect_exact(problem, found, own_rows(problem, rows));
+        const Result part = part_of(problem, single, own_rows(problem, rows), {0, shape.heads});
+        if (world.size() == 1) continue;
+        EXPECT_EQ(found.out, part.out);
+        EXPECT_EQ(found.lse, part.lse);
+      }
+  }
+}
+
+TEST(Heads, GivesResultsByHeadsWhereTheyAreItsOwn) {
+  const Communicator world = test_world();
+  const std::uint64_t seed = shared_seed(world);
+  int given = 0;
+  for (const Shape& shape : shapes_of_heads()) {
+    const Problem problem(shape, seed);
+    SCOPED_TRACE(trace(problem, seed));
+    Options options = options_of("heads", problem, world);
+    options.results.part = ResultPart::heads;
+    const Shard keys = Shard::zigzag(shape.kv_lens[0], world.rank(), world.size());
+    if (!are_result_heads(shape.heads, shape.kv_heads, world.size())) {
+      EXPECT_THROW(run(world, problem, keys, options), Unsupported);
+      continue;
+    }
+    ++given;
+    const Result found = run(world, problem, keys, options);
+    const Result part = part_of(problem, alone(problem), all_rows(problem),
+                                result_heads(shape.heads, world.rank(), world.size()));
+    EXPECT_EQ(found.out, part.out);
+    EXPECT_EQ(found.lse, part.lse);
+  }
+  EXPECT_GE(given, 2);
+}
+
+/// Every head has one rank, groups are even on each rank, and no rank has none.
+TEST(HeadShares, AreWholeAndOfEvenGroups) {
+  for (int group = 1; group <= 9; ++group)
+    for (int kv_heads = 1; kv_heads <= 9; ++kv_heads)
+      for (int ranks = 1; ranks <= group * kv_heads; ++ranks) {
+        int next = 0;
+        for (int rank = 0; rank < ranks; ++rank) {
+          const HeadShare own = head_share(group * kv_heads, kv_heads, rank, ranks);
+          ASSERT_EQ(own.query.begin, next);
+          ASSERT_GE(own.query.size(), 1);
+          ASSERT_EQ(own.query.size() % own.kv.size(), 0);
+          const int local = own.query.size() / own.kv.size();
+          for (int h = own.query.begin; h < own.query.end; ++h)
+            ASSERT_EQ(own.kv.begin + (h - own.query.begin) / local, h / group);
+          next = own.query.end;
+        }
+        ASSERT_EQ(next, group * kv_heads);
+      }
+}
+
+TEST(Heads, ReceivesWhatItsCostSays) {
+  const Communicator world = test_world();
+  const int ranks = world.size();
+  const std::int64_t rows = 4 * std::int64_t{ranks} + 1;
+  const Problem problem(
+      {.heads = 14, .kv_heads = 2, .q_lens = {static_cast<std::int32_t>(rows)}, .kv_lens = {900}},
+      shared_seed(world));
+  const Shard striped = Shard::striped(rows, world.rank(), ranks);
+  const Shard keys = Shard::striped(900, world.rank(), ranks);
+  const RunSize size{1.0 * rows, 1.0 * striped.max_local_len(rows), 900};
+  for (int kind = 0; kind < 3; ++kind) {
+    Options options = options_of("heads", problem, world);
+    const comm::Transport& comm = comm::transport_of(world);
+    const std::uint64_t before = comm.received_bytes();
+    std::optional<Shard> queries, results;
+    if (kind == 1) queries = striped;
+    if (kind == 2) results = striped;
+    run(world, problem, keys, options, queries, results);
+    options.keys = {Layout::striped};
+    if (kind == 1) options.queries = Sharding{Layout::striped};
+    if (kind == 2) options.results = {ResultPart::rows, {Layout::striped}};
+    EXPECT_EQ(static_cast<double>(comm.received_bytes() - before),
+              cost_of(options, ranks, size).received_bytes);
+  }
+}
+
+TEST(Heads, RefusesByNameWhatAnotherStrategyCould) {
+  const Communicator world = test_world();
+  if (world.size() == 1) GTEST_SKIP() << "alone nothing has to travel";
+  const Options good{.heads = 8,
+                     .kv_heads = 8,
+                     .dtypes = {.compute = DType::fp32},
+                     .limits = {.max_kv_len = 10},
+                     .strategy = "heads"};
+  EXPECT_STREQ(Attention(world, good).strategy().name, "heads");
+  const auto refused = [&](Options options, const char* word) {
+    try {
+      Attention(world, options);
+      FAIL() << "made a layer, in spite of " << word;
+    } catch (const Unsupported& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("could: gather-states"));
+    }
+  };
+  Options bad = good;
+  bad.limits.max_kv_len = 0;
+  refused(bad, "max_kv_len");
+  bad = good;
+  bad.heads = bad.kv_heads = 1;
+  refused(bad, "1 heads are fewer than");
+  bad = good;
+  bad.exchange = Exchange::peer_buffers;
+  refused(bad, "peer-buffers");
+}
+
+TEST(Heads, ComparesWhatRanksMean) {
+  if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
+  const bool last = test_world().rank() == test_world().size() - 1;
+  const auto refused = [&](bool sharded, std::int32_t keys, bool sinks, const char* text) {
+    const Communicator world = test_world();  // a run that ranks mean differently ends its own
+    const Problem problem({.heads = 8, .q_lens = {30}, .kv_lens = {keys}, .sinks = sinks},
+                          shared_seed(world));
+    std::optional<Shard> rows;
+    if (sharded) rows = Shard::striped(30, world.rank(), world.size());
+    try {
+      run(world, problem, Shard::zigzag(keys, world.rank(), world.size()),
+          options_of("heads", problem, world), rows);
+      FAIL() << "ranks disagreed and nobody said so";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(text));
+    }
+  };
+  for (const bool sharded : {false, true}) {
+    refused(sharded, 100, last, "'sinks' differs between ranks");
+    refused(sharded, last ? 99 : 100, false, "'total_keys' differs between ranks");
+  }
+}
+
+}  // namespace
+}  // namespace longspan::tests

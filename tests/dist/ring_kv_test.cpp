@@ -1,0 +1,200 @@
+// ring-kv on every rank count and device: against float64, again and again out of a graph with
+// other lengths, what is timed, and what it refuses. tests/dist/strategies_test.cpp has all else.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "longspan/longspan.hpp"
+#include "tests/dist/layer_run.hpp"
+#include "tests/dist/replay.hpp"
+#include "tests/dist/world.hpp"
+#include "tests/support/message.hpp"
+
+namespace longspan::tests {
+namespace {
+
+Options ring_options(const Problem& problem, const Communicator& world) {
+  Options options = options_for(problem, world);
+  options.strategy = "ring-kv";
+  options.invariant = false;
+  options.limits.max_kv_len =
+      1 + *std::max_element(problem.shape.kv_lens.begin(), problem.shape.kv_lens.end());
+  return options;
+}
+
+TEST(RingKv, AgreesWithFloat64) {
+  const Communicator world = test_world();
+  const std::uint64_t seed = shared_seed(world);
+  for (const Shape& shape : shapes()) {
+    const Problem problem(shape, seed);
+    for (Layout layout : {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved})
+      for (std::int64_t block : {16, 128}) {
+        SCOPED_TRACE(std::string(name(layout)) + " kv " + std::to_string(shape.kv_lens[0]) +
+                     " dim " + std::to_string(shape.dim) + " seed " + std::to_string(seed));
+        const Shard keys{layout, world.rank(), world.size(), shape.kv_lens[0], block};
+        const Shard queries{layout, world.rank(), world.size(), shape.q_lens[0], block};
+        const Result found = run(world, problem, keys, ring_options(problem, world), queries);
+        expect_exact(problem, found, own_rows(problem, queries));
+        if (layout != Layout::interleaved) break;
+      }
+  }
+}
+
+/// A layer for a batch whose lengths change between runs, as they do out of one graph. On a GPU
+/// only the device knows them, and what travels has the size of the layer's limits.
+TEST(RingKv, RunsAgainWithOtherLengths) {
+  const Communicator world = test_world();
+  const Device device = world.device();
+  const std::uint64_t seed = shared_seed(world);
+  constexpr int kBatch = 3, kHeads = 2, kDim = 64, kMost = 300, kRows = 40;
+  const int ranks = world.size();
+  const Shard rule{Layout::zigzag, world.rank(), ranks};
+  const std::size_t row = kHeads * kDim * sizeof(float);
+  Buffer q(device, kBatch * kRows * row), k(device, kBatch * kMost * row),
+      v(device, kBatch * kMost * row), out(device, kBatch * kRows * row), starts(device, 16),
+      lens(device, 16);
+  Options options{
+      .heads = kHeads,
+      .kv_heads = kHeads,
+      .head_dim = kDim,
+      .dtypes = {.compute = DType::fp32},
+      .mask = {.causal = true},
+      .limits = {.max_tokens = kBatch * kRows, .max_batch = kBatch, .max_kv_len = kMost},
+      .keys = {Layout::zigzag},
+      .queries = Sharding{Layout::zigzag},
+      .strategy = "ring-kv"};
+  Attention layer(world, options);
+  // The rows of a rank are as many in every run, as a graph has them; lengths of keys differ.
+  const Shape shape{.heads = kHeads,
+                    .kv_heads = kHeads,
+                    .dim = kDim,
+                    .q_lens = {2 * ranks, 0, 4 * ranks},
+                    .kv_lens = {kMost, 1, 5 * ranks},
+                    .mask = {.causal = true}};
+  const std::int64_t rows = 6;
+  const auto tensor = [&](const Buffer& memory, std::int64_t n) {
+    return Tensor(memory.data(), DType::fp32, {n, kHeads, kDim}, device);
+  };
+  const AttentionArgs args{
+      .q = tensor(q, rows),
+      .k = tensor(k, kBatch * kMost),
+      .v = tensor(v, kBatch * kMost),
+      .out = tensor(out, rows),
+      .total_tokens = 6 * ranks,
+      .query_start = {static_cast<const std::int32_t*>(starts.data()), {kBatch + 1}, device},
+      .kv_len = {static_cast<const std::int32_t*>(lens.data()), {kBatch}, device}};
+  Replay replay(device, [&](Stream stream) { layer.run(args, stream); });
+  for (int turn = 0; turn < 4; ++turn) {
+    Shape now = shape;
+    now.kv_lens[0] = turn == 1 ? 2 * ranks : kMost - 50 * turn;
+    now.kv_lens[2] = 4 * ranks + 17 * turn;
+    const Problem problem(now, seed + static_cast<std::uint64_t>(turn));
+    const auto give = [&](Buffer& to, std::vector<std::byte> values) {
+      values.resize(to.bytes(), std::byte{0xff});
+      to.upload(values.data());
+    };
+    const auto ints = [](const std::vector<std::int32_t>& values) {
+      std::vector<std::byte> bytes(values.size() * 4);
+      std::memcpy(bytes.data(), values.data(), bytes.size());
+      return bytes;
+    };
+    give(q, problem.share_rows(rule));
+    give(k, problem.share_keys(rule));
+    give(v, problem.share_values(rule));
+    give(out, {});
+    give(starts, ints(problem.query_start));
+    give(lens, ints(now.kv_lens));
+    if (turn == 0)
+      replay.eager();  // what a library makes at its first use is not made in a capture
+    else
+      replay.again();
+    layer.wait(replay.stream());
+    const std::vector<std::int64_t> own = own_rows(problem, rule);
+    ASSERT_EQ(std::ssize(own), rows);
+    EXPECT_LE(problem.max_error(to_host(out, rows * row), own), problem.tolerance())
+        << "turn " << turn << " seed " << seed;
+  }
+}
+
+/// Two phases a step, and each of its time: however many ranks there are, none is lost.
+TEST(RingKv, TimesEveryStep) {
+  const Communicator world = test_world();
+  const Problem problem({.q_lens = {16 * world.size()}, .kv_lens = {300}}, shared_seed(world));
+  const Device device = world.device();
+  Options options = ring_options(problem, world);
+  options.queries = Sharding{Layout::striped};
+  options.limits.max_tokens = 16;
+  options.debug.profile = true;
+  Attention layer(world, options);
+  const Shard keys = Shard::contiguous(300, world.rank(), world.size()),
+              rows = Shard::striped(problem.tokens, world.rank(), world.size());
+  const Buffer q = to_device(world, problem.share_rows(rows)),
+               k = to_device(world, problem.share_keys(keys)),
+               v = to_device(world, problem.share_values(keys)), out(device, 16 * 4 * 64 * 4);
+  const std::int64_t count = keys.local_len(300);
+  for (int i = 0; i < 2; ++i) {
+    layer.run({.q = Tensor(q.data(), DType::fp32, {16, 4, 64}, device),
+               .k = Tensor(k.data(), DType::fp32, {count, 2, 64}, device),
+               .v = Tensor(v.data(), DType::fp32, {count, 2, 64}, device),
+               .out = Tensor(out.data(), DType::fp32, {16, 4, 64}, device),
+               .total_keys = 300,
+               .total_tokens = problem.tokens});
+    layer.wait();
+    EXPECT_GT(layer.phases().attend, 0);
+    if (world.size() > 1) {
+      EXPECT_GT(layer.phases().exchange, 0);
+    }
+  }
+}
+
+TEST(RingKv, RefusesByNameWhatAnotherStrategyCould) {
+  const Communicator world = test_world();
+  if (world.size() == 1) GTEST_SKIP() << "alone no key has to travel";
+  const Options good{.dtypes = {.compute = DType::fp32},
+                     .limits = {.max_kv_len = 10},
+                     .queries = Sharding{},
+                     .strategy = "ring-kv"};
+  const auto refused = [&](Options options, const char* word) {
+    try {
+      Attention(world, options);
+      FAIL() << "made a layer, in spite of " << word;
+    } catch (const Unsupported& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("gather-states"));
+    }
+  };
+  Options bad = good;
+  bad.limits.max_kv_len = 0;
+  refused(bad, "max_kv_len");
+  bad = good;
+  bad.queries.reset();
+  refused(bad, "Options::queries");
+  bad = good;
+  bad.exchange = Exchange::peer_buffers;
+  refused(bad, "peer-buffers");
+  EXPECT_STREQ(Attention(world, good).strategy().name, "ring-kv");
+}
+
+TEST(RingKv, ComparesWhatRanksMean) {
+  if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
+  const bool last = test_world().rank() == test_world().size() - 1;
+  const auto refused = [&](std::int32_t keys, bool sinks, const char* text) {
+    const Communicator world = test_world();  // a run that ranks mean differently ends its own
+    const Problem problem({.q_lens = {7}, .kv_lens = {keys}, .sinks = sinks}, shared_seed(world));
+    Options options = ring_options(problem, world);
+    options.limits.max_kv_len = 200;
+    const Shard rows = Shard::striped(7, world.rank(), world.size());
+    try {
+      run(world, problem, Shard::striped(keys, world.rank(), world.size()), options, rows);
+      FAIL() << "ranks disagreed and nobody said so";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(text));
+    }
+  };
+  refused(100, last, "'sinks' differs between ranks");
+  refused(last ? 90 : 100, false, "'total_keys' differs between ranks");
+}
+
+}  // namespace
+}  // namespace longspan::tests

@@ -1,0 +1,70 @@
+// A rank that comes to grief in the middle of what it does: its transport is another one, but for
+// one shift, which it does not begin.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/transport.hpp"
+#include "longspan/communicator.hpp"
+
+namespace longspan::tests {
+
+class StumblingTransport final : public comm::Transport {
+ public:
+  StumblingTransport(Communicator whole, std::function<void()> stumble)
+      : whole_(std::move(whole)), stumble_(std::move(stumble)) {}
+
+  /// Calls `stumble` in place of the n-th shift from now on.
+  void stumble_at(int shift) { left_ = shift; }
+
+  int rank() const override { return inner().rank(); }
+  int size() const override { return inner().size(); }
+  Device device() const override { return inner().device(); }
+  std::chrono::milliseconds deadline() const override { return inner().deadline(); }
+  std::string describe() const override { return inner().describe(); }
+  std::string name_of(int rank) const override { return inner().name_of(rank); }
+  std::shared_ptr<comm::Transport> split(int color, int key) override {
+    return inner().split(color, key);
+  }
+  std::uint32_t enlist(const std::shared_ptr<const comm::RunLog>& log) override {
+    return inner().enlist(log);
+  }
+  void begin(comm::RunName run) override { inner().begin(run); }
+  void disagree(comm::RunName run, int rank, const char* step) override {
+    inner().disagree(run, rank, step);
+  }
+  void check(const char* step) override { inner().check(step); }
+  void wait(Stream stream, const char* step) override { inner().wait(stream, step); }
+  std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
+    return inner().gather(mine, step);
+  }
+  void abort(const std::string& why) noexcept override { inner().abort(why); }
+
+ protected:
+  int start(const comm::Collective& c, Stream stream, const char* step) override {
+    const bool is_shift = c.kind == comm::Collective::shift;
+    if (is_shift && left_ > 0 && --left_ == 0) stumble_();
+    open_.push_back(
+        is_shift ? inner().start_shift(c.send, c.bytes, c.recv, c.received, c.place, stream, step)
+                 : inner().start_all_gather(c.send, c.recv, c.bytes, stream, step, c.said));
+    return static_cast<int>(open_.size()) - 1;
+  }
+  void finish(int number, Stream stream) override { of(number).wait(stream); }
+  bool test(int number) override { return of(number).test(); }
+  void drop(int number) noexcept override { of(number) = {}; }
+
+ private:
+  comm::Transport& inner() const { return comm::transport_of(whole_); }
+  comm::Transfer& of(int number) { return open_[static_cast<std::size_t>(number)]; }
+
+  Communicator whole_;
+  std::function<void()> stumble_;
+  int left_ = 0;
+  std::vector<comm::Transfer> open_;
+};
+
+}  // namespace longspan::tests

@@ -155,6 +155,12 @@ struct RowStartParams {
   const std::int32_t* whole_start = nullptr;  // [batch + 1] rows of all ranks
   int batch = 0;
   std::int32_t* start = nullptr;  // [batch + 1]
+  // That the rank has, where it is known: no start is behind them.
+  std::int64_t rows = std::numeric_limits<std::int32_t>::max();
+
+  LONGSPAN_HD std::int32_t within(std::int64_t row) const {
+    return static_cast<std::int32_t>(row < rows ? row : rows);
+  }
 };
 
 /// Cuts each sequence at its context: ranges[b] = {0, kv_len - q_len, kv_len} (a context below 0 is

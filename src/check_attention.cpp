@@ -196,6 +196,18 @@ void check_result_rows(const AttentionArgs& args, const RunArrays& arrays, const
           own.rank, held, rows, found);
 }
 
+/// Checks, on the host only, that this rank has its share of the rows of each sequence.
+void check_own_rows(const RunArrays& arrays, std::int64_t rows, const Shard& own) {
+  if (arrays.query_start == nullptr || own.layout == Layout::listed) return;
+  std::int64_t share = 0;
+  for (int b = 0; b < arrays.batch; ++b)
+    share += own.local_len(arrays.query_start[b + 1] - arrays.query_start[b]);
+  require(
+      share <= rows,
+      "the {} layout of queries gives rank {} {} rows of the sequences of query_start; q has {}",
+      name(own.layout), own.rank, share, rows);
+}
+
 }  // namespace
 
 void check_starts(const kernels::Batch& batch, std::int64_t rows) {
@@ -326,6 +338,7 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
     const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
     check_lengths(batch, rows, arrays.keys, cache, options.limits.max_kv_len);
     if (grows) check_growth(batch, rows, arrays.keys);
+    if (options.queries) check_own_rows(arrays, own_rows, arrays.queries);
     check_documents(arrays.documents);
     check_factors(arrays, options.kv_heads, grows);
   } else if (arrays.kv_len == nullptr && arrays.keys.layout != Layout::ranges) {

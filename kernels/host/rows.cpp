@@ -43,10 +43,10 @@ void key_starts(const KeyStartParams& p) {
 void row_starts(const RowStartParams& p) {
   std::int64_t start = 0;
   for (int b = 0; b < p.batch; ++b) {
-    p.start[b] = static_cast<std::int32_t>(start);
+    p.start[b] = p.within(start);
     start += p.shard.for_sequence(b).local_len(p.whole_start[b + 1] - p.whole_start[b]);
   }
-  p.start[p.batch] = static_cast<std::int32_t>(start);
+  p.start[p.batch] = p.within(start);
 }
 
 void cut_context(const ContextCutParams& p) {

@@ -34,8 +34,8 @@ class GatherKv final : public Strategy {
     const auto rows = static_cast<std::size_t>(layer_.comm.size() * keys_.block_rows());
     gathered_ = memory.take(
         rows * static_cast<std::size_t>(std::max(keys_.key_bytes(), keys_.value_bytes())));
-    starts_ = memory.take_array<std::int64_t>(
-        static_cast<std::size_t>(layer_.comm.size() * bounds.batch.size));
+    starts_ = memory.take_array<std::int64_t>(static_cast<std::size_t>(layer_.comm.size()) *
+                                              static_cast<std::size_t>(bounds.batch.size));
     if (layer_.options.keys.layout == Layout::listed)
       positions_ = memory.take_array<std::int64_t>(rows);
     ordered_ = keys_.take_block(memory, bounds.max_kv_len * bounds.batch.size);

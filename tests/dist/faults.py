@@ -48,8 +48,10 @@ LAYER = {
     "stop": (7, rf"SAW rank={{victim}} step={STEP} kind=7: Rank {{victim}} did not come to "
                 rf"'{STEP}' within the deadline of {DEADLINE_S} s"),
 }
-# Whoever waits for the victim's keys names the step: those that it did not send any more.
-RING = r"ring of keys, step [23] of 3"
+# Whoever waits for the victim's keys names the step: those that it did not send any more. Who waits for
+# a stream does so at 'attention'.
+RING_STEP = r"ring of keys, step [23] of 3"
+RING = rf"(?:{RING_STEP}|attention)"
 # Every rank says the same: the field, both values, and the ranks. The first of the two is the lowest
 # rank that has come to this run: one that is late has nothing to say of it yet.
 DIFFERS = {
@@ -68,11 +70,12 @@ def expected(options):
         if options.mode in DIFFERS:
             return 2, DIFFERS[options.mode].replace("{step}", STEP)
     if options.exchange == "ring":
+        ring = RING if options.device == "cuda" else RING_STEP
         if options.mode == "stop":
-            return 7, (rf"SAW rank={{victim}} step={RING} kind=7: .*Rank {{victim}} did not come to "
-                       rf"'{RING}' within the deadline of {DEADLINE_S} s")
+            return 7, (rf"SAW rank={{victim}} step={ring} kind=7: .*Rank {{victim}} did not come to "
+                       rf"'{ring}' within the deadline of {DEADLINE_S} s")
         if options.recovery:
-            return status, rf"SAW rank={{victim}} step={RING} kind=[67]: .*Rank {{victim}} "
+            return status, rf"SAW rank={{victim}} step={ring} kind=[67]: .*Rank {{victim}} "
     if options.recovery and options.mode in ("kill", "kill-late"):
         # A rank may die behind its last word, so that the others see it at the next step only.
         steps = rf"(?:{STEP}|the end)" if options.exchange else "states"

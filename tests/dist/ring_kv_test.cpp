@@ -176,6 +176,39 @@ TEST(RingKv, RefusesByNameWhatAnotherStrategyCould) {
   EXPECT_STREQ(Attention(world, good).strategy().name, "ring-kv");
 }
 
+/// On processors a rank is told that it has fewer rows than its share of a batch; no row behind
+/// those that it has is read.
+TEST(RingKv, RefusesFewerRowsThanTheShareOfABatch) {
+  const Communicator world = test_world();
+  if (world.device() != Device::host) GTEST_SKIP() << "on a GPU only the device knows";
+  Attention layer(world, {.head_dim = 16,
+                          .dtypes = {.compute = DType::fp32},
+                          .limits = {.max_tokens = 10, .max_batch = 2, .max_kv_len = 10},
+                          .keys = {Layout::striped},
+                          .queries = Sharding{Layout::striped},
+                          .strategy = "ring-kv"});
+  const int ranks = world.size();
+  std::vector<float> rows(10 * 16, 1.0f), out(rows.size());
+  const std::vector<std::int32_t> start{0, 3 * ranks, 5 * ranks}, lens{3, 3};
+  const auto run = [&](std::int64_t count) {
+    layer.run({.q = Tensor(rows.data(), DType::fp32, {count, 1, 16}),
+               .k = Tensor(rows.data(), DType::fp32, {6, 1, 16}),
+               .v = Tensor(rows.data(), DType::fp32, {6, 1, 16}),
+               .out = Tensor(out.data(), DType::fp32, {count, 1, 16}),
+               .total_tokens = 5 * ranks,
+               .query_start = {start.data(), {3}},
+               .kv_len = {lens.data(), {2}}});
+  };
+  try {
+    run(4);
+    FAIL() << "ran with a row less";
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("5 rows of the sequences"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("q has 4"));
+  }
+  run(5);
+}
+
 TEST(RingKv, ComparesWhatRanksMean) {
   if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
   const bool last = test_world().rank() == test_world().size() - 1;

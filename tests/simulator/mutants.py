@@ -811,6 +811,19 @@ MUTANTS = [
            old="    if (threadIdx.x == 0) starts[kThreads] = before + total;\n"
                "    __syncthreads();\n",
            new="    if (threadIdx.x == 0) starts[kThreads] = before + total;\n"),
+    Mutant("copy-entries-unneeded", "kernels/copy_keys.hpp", "other",
+           "Keys that no row sees are copied too, from where the block table says "
+           "nothing.",
+           old="  if (p.pages) keys = needed_keys(g, b);\n",
+           new=""),
+    Mutant("copy-past-the-room", "kernels/copy_keys.hpp", "other",
+           "Keys go past the rows that there are.",
+           old="to >= 0 && to < p.rows ? to : -1",
+           new="to"),
+    Mutant("copy-one-round", "kernels/cuda/cache/copy_keys.cu", "other",
+           "A block takes the first of its keys over and over.",
+           old="first + round * kKeys",
+           new="first"),
     Mutant("digest-sum-unset", "kernels/cuda/cache/digest.cu", "other",
            "Threads add to a sum that thread 0 has not set to zero yet.",
            old="    if (threadIdx.x == 0) sum = 0;\n"

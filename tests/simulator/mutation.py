@@ -54,6 +54,8 @@ FILES = {
     "attend.cu": (["dispatch/attend.cu"], "gpu_head_dims_test", "*Short*"),
     "append.cu": (["cache/append.cu"], "gpu_append_test", "*"),
     "check_arrays.cu": (["cache/check_arrays.cu"], SMALL, "CheckSlots*"),
+    "copy_keys.cu": (["cache/copy_keys.cu"], "gpu_copy_keys_test", "*"),
+    "copy_keys.hpp": (["cache/copy_keys.cu"], "gpu_copy_keys_test", "*"),
     "digest.cu": (["cache/digest.cu"], SMALL, "Digest*"),
     "fold_tree.cuh": (MERGE, "gpu_merge_states_test", "*Sinks*"),
     "gather.cu": (["cache/gather.cu"], SMALL, "*Gather*"),

@@ -24,6 +24,7 @@ class StumblingTransport final : public comm::Transport {
   int rank() const override { return inner().rank(); }
   int size() const override { return inner().size(); }
   Device device() const override { return inner().device(); }
+  int gpu() const override { return inner().gpu(); }
   std::chrono::milliseconds deadline() const override { return inner().deadline(); }
   std::string describe() const override { return inner().describe(); }
   std::string name_of(int rank) const override { return inner().name_of(rank); }

@@ -40,10 +40,10 @@ __global__ void row_starts_kernel(const __grid_constant__ RowStartParams p) {
       start = p.shard.for_sequence(b).local_len(p.whole_start[b + 1] - p.whole_start[b]);
     __syncthreads();
     Scan(scan).ExclusiveSum(start, start, total);
-    if (b < p.batch) p.start[b] = static_cast<std::int32_t>(before + start);
+    if (b < p.batch) p.start[b] = p.within(before + start);
     before += total;
   }
-  if (threadIdx.x == 0) p.start[p.batch] = static_cast<std::int32_t>(before);
+  if (threadIdx.x == 0) p.start[p.batch] = p.within(before);
 }
 
 __global__ void padded_key_starts_kernel(const __grid_constant__ KeyStartParams p) {

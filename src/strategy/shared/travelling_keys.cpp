@@ -152,8 +152,9 @@ void TravellingKeys::begin(Run& run, const char* step) const {
   append_new_keys(layer_, run);
   const Shard& rows = run.attend.queries;
   if (rows.ranks > 1 && run.arrays.query_start != nullptr) {
-    layer_.rows.row_starts({rows, run.arrays.query_start, run.arrays.batch, row_starts_},
-                           run.stream);
+    layer_.rows.row_starts(
+        {rows, run.arrays.query_start, run.arrays.batch, row_starts_, run.attend.tokens},
+        run.stream);
     run.attend.batch.query_start = row_starts_;
     run.merge.batch.size = run.arrays.batch;
     run.merge.batch.query_start = row_starts_;

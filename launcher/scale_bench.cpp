@@ -158,7 +158,11 @@ class ScaleBench {
       return r;
     }
     Report report = describe(part, problem, options, trial->layer());
+    const std::uint64_t before = part.received_bytes();
     launcher::measure(part, problem, time_runs(part, *trial, o_.warmup, o_.iterations), report);
+    const double counted = static_cast<double>(part.received_bytes() - before);
+    for (const std::string& theirs : part.gather(fmt::to_string(counted), "gather of bytes"))
+      r.counted_bytes = std::max(r.counted_bytes, std::stod(theirs) / (o_.warmup + o_.iterations));
     r.time = report.time;
     r.predicted = f.seconds() * 1e3;
     r.balance = f.balance;

@@ -21,6 +21,7 @@ ordered_json to_json(const ScaleRow& r) {
   json["balance"] = r.balance;
   json["split"] = {{"attend", r.attend}, {"exchange", r.exchange}, {"merge", r.merge}};
   json["received_bytes"] = r.received_bytes;
+  json["counted_bytes"] = r.counted_bytes;
   json["workspace_bytes"] = r.workspace_bytes;
   json["efficiency"] = nullptr;
   if (r.efficiency) json["efficiency"] = *r.efficiency;
@@ -44,10 +45,10 @@ std::string header(const ScaleReport& r) {
       r.backend == name(Device::host) ? fmt::format("threads {} | ", r.threads) : "", r.seed);
   return text + fmt::format(
                     "#{:<8}{:>6}{:>10}{:>9}  {:<16}{:>10}{:>10}{:>10}{:>11}{:>8}{:>9}{:>7}{:>9}"
-                    "{:>12}{:>12}{:>7}\n",
+                    "{:>12}{:>12}{:>12}{:>7}\n",
                     "phase", "ranks", "kv", "tokens", "strategy", "time (ms)", "min", "predicted",
                     "efficiency", "attend%", "exchange%", "merge%", "balance", "received",
-                    "workspace", "#wrong");
+                    "counted", "workspace", "#wrong");
 }
 
 std::string row(const ScaleRow& r) {
@@ -60,12 +61,14 @@ std::string row(const ScaleRow& r) {
                   r.strategy);
   if (!r.no.empty()) return text + fmt::format("  no: {}\n", r.no);
   return text +
-         fmt::format("{:>10}{:>10}{:>10}{:>11}{:>8.1f}{:>9.1f}{:>7.1f}{:>9.3f}{:>12}{:>12}{:>7}\n",
-                     ms_text(r.time.median), ms_text(r.time.min), ms_text(r.predicted),
-                     r.efficiency ? fmt::format("{:.3f}", *r.efficiency) : "-", 100 * r.attend,
-                     100 * r.exchange, 100 * r.merge, r.balance,
-                     size_text(static_cast<std::size_t>(r.received_bytes)),
-                     size_text(r.workspace_bytes), r.check ? fmt::to_string(r.check->wrong) : "-");
+         fmt::format(
+             "{:>10}{:>10}{:>10}{:>11}{:>8.1f}{:>9.1f}{:>7.1f}{:>9.3f}{:>12}{:>12}{:>12}{:>7}\n",
+             ms_text(r.time.median), ms_text(r.time.min), ms_text(r.predicted),
+             r.efficiency ? fmt::format("{:.3f}", *r.efficiency) : "-", 100 * r.attend,
+             100 * r.exchange, 100 * r.merge, r.balance,
+             size_text(static_cast<std::size_t>(r.received_bytes)),
+             size_text(static_cast<std::size_t>(r.counted_bytes)), size_text(r.workspace_bytes),
+             r.check ? fmt::to_string(r.check->wrong) : "-");
 }
 
 std::string summary(const ScaleReport& report) {
@@ -91,16 +94,17 @@ std::string summary(const ScaleReport& report) {
 std::string to_csv(const ScaleReport& report) {
   std::string text =
       "phase,ranks,kv_len,tokens,strategy,chosen,fastest,median_ms,min_ms,max_ms,predicted_ms,"
-      "efficiency,attend,exchange,merge,balance,received_bytes,workspace_bytes,wrong\n";
+      "efficiency,attend,exchange,merge,balance,received_bytes,counted_bytes,workspace_bytes,"
+      "wrong\n";
   for (const ScaleRow& r : report.rows) {
     if (!r.no.empty()) continue;
     text += fmt::format(
         "{},{},{},{},{},{:d},{:d},{:.6g},{:.6g},{:.6g},{:.6g},{},{:.4f},{:.4f},{:.4f},"
-        "{:.4f},{:.0f},{},{}\n",
+        "{:.4f},{:.0f},{:.0f},{},{}\n",
         r.phase, r.ranks, r.kv, r.tokens, r.strategy, r.chosen, r.fastest, r.time.median,
         r.time.min, r.time.max, r.predicted,
         r.efficiency ? fmt::format("{:.4f}", *r.efficiency) : "", r.attend, r.exchange, r.merge,
-        r.balance, r.received_bytes, r.workspace_bytes,
+        r.balance, r.received_bytes, r.counted_bytes, r.workspace_bytes,
         r.check ? fmt::to_string(r.check->wrong) : "");
   }
   return text;

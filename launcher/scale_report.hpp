@@ -23,7 +23,8 @@ struct ScaleRow {
   double predicted = 0;  // ms
   double balance = 1;
   double attend = 0, exchange = 0, merge = 0;  // shares of the time, sum 1
-  double received_bytes = 0;                   // by a rank, from the formula
+  double received_bytes = 0;                   // by a rank in a run, from the formula
+  double counted_bytes = 0;                    // by the rank that received most, as it counted
   std::size_t workspace_bytes = 0;
   std::optional<double> efficiency;  // against one rank
   std::optional<Judgement> check;

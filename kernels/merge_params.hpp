@@ -177,7 +177,8 @@ struct PackOutputsParams {
   enum class MapOf : std::uint8_t { places, sources, presence };
   const std::int64_t* map = nullptr;  // [tokens]; null: the same tokens in both
   MapOf map_of = MapOf::places;
-  Batch batch;  // with query_start, what is not of the batch is not written (MergeParams)
+  Batch batch;         // with query_start, what is not of the batch is not written (MergeParams)
+  RunHeaders headers;  // of rows that were gathered
 
   struct Move {
     std::int64_t from, to;  // tokens; to < 0: nothing moves

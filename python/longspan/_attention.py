@@ -81,6 +81,7 @@ def attend(
     qq_bias: Array | None = None,
     keys: str | Sharding = "contiguous",
     queries: str | Sharding | None = None,
+    results: str | Sharding = "all",
     total_keys: int | None = None,
     total_queries: int | None = None,
     key_table: Numbers | None = None,
@@ -133,6 +134,8 @@ def attend(
         qq_bias: [width, width] added to the scores between the new tokens.
         keys: how keys are dealt out to ranks: the name of a layout, or a Sharding.
         queries: how query rows are; None is that every rank has all.
+        results: what a rank then gets of the result: "all" of it; its "heads", [heads r / P, heads
+            (r + 1) / P) for rank r of P; or rows, by the name of a layout or a Sharding.
         total_keys: keys of the whole sequence (with k_new the new ones too), over all ranks, where
             cache_seqlens is not given. None asks all ranks, which costs a round of messages.
         total_queries: likewise the rows of the whole q, with `queries`.
@@ -173,7 +176,7 @@ def attend(
         k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, total_keys,
         total_queries, key_table, query_table, False, return_lse, out, lse, stream, comm,
         softmax_scale, window_size, softcap, keys, queries, invariant, exchange, strategy,
-        max_seqlen_q, max_seqlen_k)
+        max_seqlen_q, max_seqlen_k, results)
 
 
 class Attention:
@@ -189,8 +192,8 @@ class Attention:
             they are None.
         dtype: of the products: "float32", "float16" or "bfloat16", or such a dtype of NumPy or
             torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as fp8.
-        causal, softmax_scale, window_size, softcap, keys, queries, invariant, strategy, exchange:
-            as in attend.
+        causal, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
+            exchange: as in attend.
         alibi: what slopes multiply: "query", the distance of query and key, or "context", the
             distance to the first query, as serving engines do.
         max_queries: most query rows in one run, over the batch (with `queries`: on one rank).
@@ -218,15 +221,16 @@ class Attention:
                  out_dtype: Any = None, causal: bool = False, softmax_scale: float | None = None,
                  window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                  alibi: str = "query", keys: str | Sharding = "contiguous",
-                 queries: str | Sharding | None = None, max_queries: int = 1, max_batch: int = 1,
+                 queries: str | Sharding | None = None, results: str | Sharding = "all",
+                 max_queries: int = 1, max_batch: int = 1,
                  max_seqlen_k: int = 0, max_seqlen_q: int = 0, invariant: bool = False,
                  strategy: str = "auto", exchange: str = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
                  fp8_products: bool = False):
         self._layer = _core.layer(
             comm, heads, kv_heads, head_dim, value_dim, dtype, q_dtype, kv_dtype, out_dtype, causal,
-            softmax_scale, window_size, softcap, alibi, keys, queries, max_queries, max_batch,
-            max_seqlen_k, max_seqlen_q, invariant, strategy, exchange, threads, check_arrays,
+            softmax_scale, window_size, softcap, alibi, keys, queries, results, max_queries,
+            max_batch, max_seqlen_k, max_seqlen_q, invariant, strategy, exchange, threads, check_arrays,
             profile, tf32, fp8_products)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,

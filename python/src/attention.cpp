@@ -38,7 +38,7 @@ constexpr std::size_t kGiven = sizeof(Given) / sizeof(nb::handle);
 /// What attend() is told besides.
 struct Asked {
   nb::handle comm, softmax_scale, window_size, softcap, keys, queries, invariant, exchange,
-      strategy, max_seqlen_q, max_seqlen_k;
+      strategy, max_seqlen_q, max_seqlen_k, results;
 };
 constexpr std::size_t kAsked = sizeof(Asked) / sizeof(nb::handle);
 
@@ -205,13 +205,28 @@ struct Call {
                          ", and the communicator's is GPU " + std::to_string(gpu));
   }
 
-  /// Results, of the caller's own or new ones.
-  void make_results(int dim, DType dtype) {
+  /// The rows that the rank gets of each sequence, where one rule and one length say it.
+  std::int64_t own_rows(const Sharding& rule, const Communicator& world) const {
+    if (cu_seqlens_q || query_table)
+      throw InputError(
+          "out is missing: with results by rows of several sequences, or by a table, how many rows "
+          "this rank gets is not known here");
+    return rule.resolve(tokens(), world.rank(), world.size()).local_len(tokens());
+  }
+
+  /// Results, of the caller's own or new ones: the part that the rank gets.
+  void make_results(const Options& options, const Communicator& world) {
+    const DType dtype = options.dtypes.of_out();
     std::array<std::int64_t, 4> shape{};
     const Tensor& rows = q.tensor();
     std::copy_n(rows.shape.begin(), rows.dims, shape.begin());
     const auto dims = static_cast<std::size_t>(rows.dims);
-    shape[dims - 1] = dim;
+    shape[dims - 1] = options.of_values();
+    if (options.results.part == ResultPart::heads && options.heads >= world.size())
+      shape[dims - 2] = result_heads(options.heads, world.rank(), world.size()).size();
+    if (options.results.part == ResultPart::rows)
+      shape[dims - 3] = given_out ? given_out.tensor().shape[given_out.tensor().dims > 3 ? 1 : 0]
+                                  : own_rows(options.results.rows, world);
     out = result_of(given_out, q, {shape.data(), dims}, dtype);
     if (return_lse || given_lse)
       lse = result_of(given_lse, q, {shape.data(), dims - 1}, DType::fp32);
@@ -340,6 +355,7 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
       score_of(asked.softmax_scale, asked.softcap, Alibi::query);  // as flash-attention has it
   o.keys = sharding_of(asked.keys, "keys");
   o.queries = maybe_sharding(asked.queries, "queries");
+  o.results = results_of(asked.results);
   o.invariant = flag(asked.invariant, "invariant");
   o.exchange = exchange_of(asked.exchange);
   o.strategy = text(asked.strategy, "strategy");
@@ -356,7 +372,8 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
 /// Sizes of the layer: rounded up, so that a sequence that grows does not need a new one each time.
 /// They are alike on all ranks.
 void set_limits(Options& o, const Call& call, const Totals& totals, Device device) {
-  if (o.queries && o.queries->layout == Layout::listed)
+  if ((o.queries && o.queries->layout == Layout::listed) ||
+      (o.results.part == ResultPart::rows && o.results.rows.layout == Layout::listed))
     o.limits.max_tokens = std::max<std::int64_t>(1, call.query_table.tensor().shape[0]);
   else
     o.limits.max_tokens =
@@ -387,7 +404,7 @@ nb::object attend(nb::args args) {
   Comm& comm = comm_of(held);
   call.check_gpu(comm.world().gpu());
   Options options = options_of(call, given, asked);
-  call.make_results(options.of_values(), options.dtypes.of_out());
+  call.make_results(options, comm.world());
   AttentionArgs run = call.args();
   comm.alone([&](const Communicator& world) {
     const bool by_table = options.queries && (options.queries->layout == Layout::ranges ||
@@ -422,7 +439,7 @@ class Layer {
     Comm& comm = comm_of(held_);
     call.check_gpu(comm.world().gpu());
     const Options& options = layer_->options();
-    call.make_results(options.of_values(), options.dtypes.of_out());
+    call.make_results(options, comm.world());
     AttentionArgs run = call.args();
     comm.alone([&](const Communicator& world) {
       const bool sharded = options.queries.has_value();
@@ -485,10 +502,10 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
                   nb::handle value_dim, nb::handle dtype, nb::handle q_dtype, nb::handle kv_dtype,
                   nb::handle out_dtype, nb::handle causal, nb::handle softmax_scale,
                   nb::handle window_size, nb::handle softcap, nb::handle alibi, nb::handle keys,
-                  nb::handle queries, nb::handle max_queries, nb::handle max_batch,
-                  nb::handle max_seqlen_k, nb::handle max_seqlen_q, nb::handle invariant,
-                  nb::handle strategy, nb::handle exchange, nb::handle threads,
-                  nb::handle check_arrays, nb::handle profile, nb::handle tf32,
+                  nb::handle queries, nb::handle results, nb::handle max_queries,
+                  nb::handle max_batch, nb::handle max_seqlen_k, nb::handle max_seqlen_q,
+                  nb::handle invariant, nb::handle strategy, nb::handle exchange,
+                  nb::handle threads, nb::handle check_arrays, nb::handle profile, nb::handle tf32,
                   nb::handle fp8_products) {
   Options o;
   o.heads = small(integer(heads, "heads"), "heads");
@@ -505,6 +522,7 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
   o.score = score_of(softmax_scale, softcap, alibi_of(alibi));
   o.keys = sharding_of(keys, "keys");
   o.queries = maybe_sharding(queries, "queries");
+  o.results = results_of(results);
   o.limits.max_tokens = integer(max_queries, "max_queries");
   o.limits.max_batch = small(integer(max_batch, "max_batch"), "max_batch");
   o.limits.max_kv_len = integer(max_seqlen_k, "max_seqlen_k");

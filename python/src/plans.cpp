@@ -26,8 +26,8 @@ auto fields(const Options& o) {
                     o.dtypes.kv, o.dtypes.out, o.mask.causal, o.mask.window, o.mask.right,
                     o.score.scale, o.score.softcap, o.limits.max_tokens, o.limits.max_batch,
                     o.limits.max_kv_len, o.limits.max_query_len, fields(o.keys),
-                    o.queries.has_value(), fields(o.queries.value_or(Sharding{})), o.invariant,
-                    o.exchange);
+                    o.queries.has_value(), fields(o.queries.value_or(Sharding{})), o.results.part,
+                    fields(o.results.rows), o.invariant, o.exchange);
 }
 
 /// The entry that fits, or else a new one; it comes first, and the last of too many goes.

@@ -107,4 +107,13 @@ std::optional<Sharding> maybe_sharding(nb::handle given, const char* name) {
   return sharding_of(given, name);
 }
 
+Results results_of(nb::handle given) {
+  if (PyUnicode_Check(given.ptr())) {
+    const std::string asked = nb::cast<std::string>(given);
+    for (const ResultPart part : {ResultPart::all, ResultPart::heads})
+      if (asked == name(part)) return {part};
+  }
+  return {ResultPart::rows, sharding_of(given, "results")};
+}
+
 }  // namespace longspan::python

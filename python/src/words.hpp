@@ -42,6 +42,9 @@ ScoreOptions score_of(nb::handle softmax_scale, nb::handle softcap, Alibi alibi)
 Sharding sharding_of(nb::handle given, const char* name);
 std::optional<Sharding> maybe_sharding(nb::handle given, const char* name);
 
+/// "all", "heads", or rows as sharding_of takes them.
+Results results_of(nb::handle given);
+
 /// A function or a method that takes all arguments by position, and None for any of them.
 template <class Scope, class Result, class... Args>
 void def_by_position(Scope& scope, const char* name, Result (*function)(Args...)) {

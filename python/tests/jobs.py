@@ -18,6 +18,16 @@ def attend_sharded(comm, q, k, v, keys, queries, options):
     return out, lse
 
 
+def attend_parts(comm, q, k, v, results, options):
+    """Every rank has all of q; its part of the result, by one call and by a layer."""
+    own_k, own_v = (longspan.shard(a, "zigzag", comm=comm) for a in (k, v))
+    given = dict(options, keys="zigzag", results=results)
+    out, lse = longspan.attend(q, own_k, own_v, comm=comm, return_lse=True, **given)
+    layer = longspan.Attention(comm, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
+                               dtype=np.float32, max_queries=len(q), **given)
+    return out, lse, np.array_equal(out, layer(q, own_k, own_v))
+
+
 def grow(comm, prompt, steps):
     """A cache that grows by appending in the run, dealt out in blocks; the last results."""
     (q, k, v), keys = steps, longspan.Sharding("interleaved", 4)

@@ -56,6 +56,31 @@ def test_two_ranks_have_the_bits_of_one(ranks, rng):
         assert (out == alone).all()
 
 
+@pytest.mark.parametrize("strategy", ["gather-states", "scatter-states", "heads"])
+@pytest.mark.parametrize("results", ["heads", "striped", longspan.Sharding("interleaved", 2), "all"])
+def test_parts_of_the_result(ranks, rng, strategy, results):
+    q, (k, v) = numbers(rng, (7, 12, 32)), numbers(rng, (2, 90, 6, 32))
+    options = dict(causal=True, strategy=strategy)
+    if strategy == "heads":
+        options["max_seqlen_k"] = 90
+    right, right_lse = attention(q, k, v, causal=True)
+    found = ranks.values(jobs.attend_parts, q, k, v, results, options)
+    rows = 0
+    for rank, (out, lse, same) in enumerate(found):
+        assert same
+        part = slice(None), slice(None)
+        if results == "heads":
+            part = slice(None), slice(12 * rank // ranks.size, 12 * (rank + 1) // ranks.size)
+        elif results == "striped":
+            part = slice(rank, None, ranks.size), slice(None)
+        elif results != "all":
+            part = [t for t in range(7) if t // 2 % ranks.size == rank], slice(None)
+        assert_close(out, right[part])
+        np.testing.assert_allclose(lse, right_lse[part], rtol=1e-5, atol=2e-5)
+        rows += len(out)
+    assert rows == (7 if results not in ("heads", "all") else 7 * ranks.size)
+
+
 def test_a_cache_that_grows(ranks, rng):
     prompt = numbers(rng, (2, 50, 2, 32))
     q, (k, v) = numbers(rng, (20, 4, 32)), numbers(rng, (2, 20, 2, 32))

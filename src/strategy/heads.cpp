@@ -267,11 +267,13 @@ class Heads final : public Strategy {
     run.merge.batch = p.batch;
   }
 
-  /// Lets the attention write its rows where they travel from.
+  /// Lets the attention write its rows where they travel from. What ranks say of the run is
+  /// compared ahead of the result, so that the attention may end in finished rows.
   void point_at_finished(Run& run) const {
     const FinishedSlot slot = finished(run.attend.tokens, rank());
     std::byte* const to =
         rows_.are_dealt() ? finished_ : arriving_ + rank() * finished_slot(run.attend.tokens);
+    run.merge.headers = {};
     run.merge.out = slot.out(to);
     run.merge.lse = slot.lse(to);
   }
@@ -291,6 +293,7 @@ class Heads final : public Strategy {
         apart};
     pack.to_lse = leaving.lse(leaving_);
     pack.to_lse.gap = {bytes / 4 - most * pack.heads, apart};
+    pack.headers = asked.headers;
     layer_.rows.pack_outputs(pack, run.stream);
     layer_.comm.all_to_all(leaving_, arriving_, at(bytes), run.stream, "exchange of results");
     for (int p = 0; p < ranks(); ++p) {
@@ -320,6 +323,7 @@ class Heads final : public Strategy {
     const int first = share(rank).query.begin;
     place.to = heads_from(asked.out, first, place.dtype);
     place.to_lse = asked.lse;
+    place.headers = asked.headers;
     if (asked.lse.data != nullptr) place.to_lse.data += first * asked.lse.head_stride;
     layer_.rows.pack_outputs(place, stream);
   }

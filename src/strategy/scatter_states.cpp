@@ -153,6 +153,7 @@ class ScatterStates final : public Strategy {
     place.to_lse = run.merge.lse;
     place.map = even_map_;
     place.batch = run.merge.batch;
+    place.headers = run.merge.headers;
     layer_.rows.pack_outputs(place, run.stream);
   }
 

@@ -57,7 +57,7 @@ Result alone(const Problem& problem) {
 TEST(Heads, GivesTheWholeResultToEveryRank) {
   const Communicator world = test_world();
   const std::uint64_t seed = shared_seed(world);
-  for (const Shape& shape : shapes_of_heads()) {
+  for (const Shape& shape : in_time(shapes_of_heads())) {
     const Problem problem(shape, seed);
     SCOPED_TRACE(trace(problem, seed));
     const Result single = alone(problem);
@@ -75,7 +75,7 @@ TEST(Heads, GivesTheWholeResultToEveryRank) {
 TEST(Heads, GivesTheRowsOfShardedQueriesAndOfResultsByRows) {
   const Communicator world = test_world();
   const std::uint64_t seed = shared_seed(world);
-  for (const Shape& shape : shapes_of_heads()) {
+  for (const Shape& shape : in_time(shapes_of_heads())) {
     const Problem problem(shape, seed);
     SCOPED_TRACE(trace(problem, seed));
     const Result single = alone(problem);
@@ -101,7 +101,7 @@ TEST(Heads, GivesResultsByHeadsWhereTheyAreItsOwn) {
   const Communicator world = test_world();
   const std::uint64_t seed = shared_seed(world);
   int given = 0;
-  for (const Shape& shape : shapes_of_heads()) {
+  for (const Shape& shape : in_time(shapes_of_heads())) {
     const Problem problem(shape, seed);
     SCOPED_TRACE(trace(problem, seed));
     Options options = options_of("heads", problem, world);

@@ -13,6 +13,7 @@
 
 #include "longspan/longspan.hpp"
 #include "tests/support/problem.hpp"
+#include "tests/support/simulated.hpp"
 
 namespace longspan::tests {
 
@@ -205,6 +206,18 @@ inline std::vector<Shape> shapes() {
       {.dim = 8, .q_lens = {70}, .kv_lens = {260}, .mask = {.causal = true}},
       {.dim = 512, .dtype = DType::fp16, .q_lens = {3}, .kv_lens = {140}},
   };
+}
+
+/// Those for which there is time, also where processors stand for GPUs.
+inline std::vector<Shape> in_time(std::vector<Shape> shapes) {
+  if (kSimulated)
+    std::erase_if(shapes, [](const Shape& s) {
+      const auto sum = [](const std::vector<std::int32_t>& lens) {
+        return std::accumulate(lens.begin(), lens.end(), std::int64_t{0});
+      };
+      return sum(s.kv_lens) * sum(s.q_lens) > 4000 || s.dim > 80;
+    });
+  return shapes;
 }
 
 }  // namespace longspan::tests

@@ -4,6 +4,7 @@
 
 #include "kernels/batch_rows.hpp"
 #include "kernels/cuda/combine/merge.hpp"
+#include "kernels/cuda/combine/run_headers.cuh"
 #include "kernels/cuda/common/launch.hpp"
 
 namespace longspan::kernels::cuda {
@@ -15,6 +16,7 @@ constexpr int kThreads = 256;
 template <class Word>
 __global__ __launch_bounds__(kThreads) void pack_outputs_kernel(
     const __grid_constant__ PackOutputsParams p) {
+  if (are_of_different_runs(p.headers)) return;
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const std::int64_t token = row / p.heads, head = row - token * p.heads;
   if (token >= p.tokens) return;

@@ -48,7 +48,7 @@ class RingQ final : public Strategy {
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
 
   /// Two phases a step, and two around them.
-  int most_marks() const override { return 2 * ranks() + 4; }
+  int most_marks() const override { return 3 * ranks() + 4; }
 
   void prepare(Run& run) const override {
     const kernels::AttendParams& bounds = layer_.bounds;

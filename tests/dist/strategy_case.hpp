@@ -200,7 +200,8 @@ class CaseRun {
               .score = {.softcap = s.softcap},
               .keys = case_.keys.rule,
               .strategy = strategy,
-              .threads = 1};
+              .threads = 1,
+              .debug = {.profile = true}};  // of any number of phases
     if (s.alibi) o.score.alibi = *s.alibi;
     if (case_.queries) o.queries = case_.queries->rule;
     o.limits.max_batch = problem_.batch();

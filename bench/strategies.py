@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Every strategy on several ranks, and whether "auto" takes the fastest one.
+
+    python3 bench/strategies.py --results bench/results              on processors
+    python3 bench/strategies.py --backend cuda --machine h200x4 ...  on GPUs
+
+`longspan calibrate` measures the constants of the cost model first, into a file of this run. Then
+`longspan bench scale` measures prefill, chunks and decode of a grid of lengths, heads and groups by every
+strategy that serves, each checked against float64. Two files of records:
+
+    strategies-<machine>   efficiency of each strategy against one rank, bytes received against the formula
+    auto-<machine>         the time of auto's choice against that of the fastest strategy, for each problem
+"""
+
+import argparse
+import os
+import pathlib
+import tempfile
+
+import longspan_command
+import records
+
+# Of prefill, chunks of 512 and decode: the lengths, on processors and on GPUs.
+LENGTHS = {"host": {"prefill": [512, 1024, 2048, 4096], "chunk": [2048, 8192, 16384], "decode": [4096, 16384, 65536]},
+           "cuda": {"prefill": [4096, 8192, 32768, 131072], "chunk": [8192, 32768, 131072],
+                    "decode": [8192, 131072, 1048576]}}
+# Efficiency that is wanted of the fastest strategy, two ranks against one: processors, 8 heads of 64.
+TARGETS = {("prefill", 4096): 0.93, ("prefill", 16384): 0.97, ("decode", 131072): 0.90}
+WITHIN = 0.95  # of the fastest: what auto is to reach
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    longspan_command.add_command(parser)
+    parser.add_argument("--launcher", default=longspan_command.MPIRUN)
+    parser.add_argument("--backend", default="host", choices=["host", "cuda"])
+    parser.add_argument("--machine", default="cpu", help="name for the records")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--heads", nargs="+", default=["8/8", "8/2", "16/4"], help="query heads / kv heads")
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--targets-only", action="store_true", help="only the problems that have a target")
+    records.add_arguments(parser)
+    return longspan_command.parse(parser)
+
+
+def scale(args, options, ranks):
+    """The rows of `longspan bench scale`."""
+    return longspan_command.run(args.command, [*options, "--threads", 1, "--backend", args.backend], max(ranks),
+                                args.launcher, what=("bench", "scale"))["rows"]
+
+
+def case_of(args, row, heads, kv_heads):
+    return {"phase": row["phase"], "ranks": row["ranks"], "kv_len": row["kv_len"], "tokens": row["tokens"],
+            "heads": heads, "kv_heads": kv_heads, "dim": 64 if args.backend == "host" else 128,
+            "dtype": "fp32" if args.backend == "host" else "bf16", "causal": True}
+
+
+def judge(args, rows, heads, kv_heads, machine, targets):
+    """The records of both files."""
+    strategies, auto = [], []
+    for row in rows:
+        if row["no"] or row["ranks"] == 1:
+            continue
+        case = case_of(args, row, heads, kv_heads) | {"strategy": row["strategy"]}
+        wanted = targets.get((row["phase"], row["kv_len"])) if row["fastest"] and row["ranks"] == 2 else None
+        strategies.append(records.record("strategies", case, "efficiency", round(row["efficiency"], 3), target=wanted,
+                                         machine=machine))
+        if row["received_bytes"]:
+            strategies.append(records.record("strategies", case, "received bytes", row["counted_bytes"],
+                                             peer="formula", peer_value=row["received_bytes"],
+                                             ratio=round(row["received_bytes"] / row["counted_bytes"], 4),
+                                             machine=machine))
+        if not row["chosen"]:
+            continue
+        best = next(r for r in rows if r["fastest"] and all(r[k] == row[k] for k in ("phase", "ranks", "kv_len")))
+        auto.append(records.record(
+            "auto", case, "us", round(row["time_ms"]["median"] * 1e3, 1), peer=f"fastest: {best['strategy']}",
+            peer_value=round(best["time_ms"]["median"] * 1e3, 1),
+            ratio=round(best["time_ms"]["median"] / row["time_ms"]["median"], 3), target=WITHIN, machine=machine))
+    return strategies, auto
+
+
+def main():
+    args = arguments()
+    machine = records.host_machine(args.command) if args.backend == "host" else None
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LONGSPAN_MACHINE"] = str(pathlib.Path(folder) / "measured.machine")
+        common = ["--warmup", 4, "--iterations", args.iterations]  # the first runs find their memory cold
+        chosen = []
+        if args.backend == "host":
+            calibrate(args, 2, 8, 8)
+            for phase, kv in TARGETS:
+                rows = scale(args, [*common, "--phases", phase, "--kv", kv, "--ranks", 1, 2, "--shard",
+                                    "interleaved" if phase == "decode" else "zigzag"], [2])
+                save(args, *judge(args, rows, 8, 8, machine, TARGETS))
+        for pair in [] if args.targets_only else args.heads:
+            heads, kv_heads = map(int, pair.split("/"))
+            for ranks in (r for r in args.ranks if r > 1):
+                calibrate(args, ranks, heads, kv_heads)
+                for phase, lengths in LENGTHS[args.backend].items():
+                    rows = scale(args, [*common, "--phases", phase, "--kv", *lengths, "--heads", heads, "--kv-heads",
+                                        kv_heads, "--ranks", 1, ranks], [ranks])
+                    strategies, auto = judge(args, rows, heads, kv_heads, machine, {})
+                    save(args, strategies, auto)
+                    chosen += auto
+    if chosen:
+        near = sum(r["met"] for r in chosen)
+        print(f"# auto: within 5 % of the fastest in {near} of {len(chosen)}; at worst "
+              f"{1 / min(r['ratio'] for r in chosen):.3f} times its time")
+
+
+def calibrate(args, ranks, heads, kv_heads):
+    """Measures the constants, on as many ranks as will work beside each other."""
+    options = ["calibrate", "--threads", "1", "--backend", args.backend, "--heads", str(heads), "--kv-heads",
+               str(kv_heads), "--out", os.environ["LONGSPAN_MACHINE"]]
+    start = args.launcher.format(ranks=ranks).split()
+    longspan_command.subprocess.run([*start, args.command, *options], env=longspan_command.environment(), check=True,
+                                    capture_output=True)
+
+
+def save(args, strategies, auto):
+    for r in auto:
+        c = r["case"]
+        print(f"{c['phase']:<8}{c['ranks']:>3} ranks {c['kv_len']:>8} keys {c['heads']:>3}/{c['kv_heads']:<3}"
+              f"{c['strategy']:<16}{r['ratio']:>7.3f} of {r['peer']}", flush=True)
+    records.write("strategies", args.machine, strategies, args.results)
+    records.write("auto", args.machine, auto, args.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -100,7 +100,8 @@ def main():
                 for phase, lengths in LENGTHS[args.backend].items():
                     rows = scale(args, [*common, "--phases", phase, "--kv", *lengths, "--heads", heads, "--kv-heads",
                                         kv_heads, "--ranks", 1, ranks], [ranks])
-                    strategies, auto = judge(args, rows, heads, kv_heads, machine, {})
+                    strategies, auto = judge(args, rows, heads, kv_heads, machine,
+                                             TARGETS if (heads, kv_heads) == (8, 8) else {})
                     save(args, strategies, auto)
                     chosen += auto
     if chosen:

@@ -157,7 +157,7 @@ std::string reservation(const StrategyEntry& entry, const Options& options, int 
   if (!entry.takes_tables &&
       (is_by_table(options.keys) || (options.queries && is_by_table(*options.queries))))
     return "of keys or queries that are dealt by a table it does not take every run";
-  if (!entry.keeps_order && needs_order(options, ranks, device))
+  if (!entry.keeps_order(options) && needs_order(options, ranks, device))
     return "it does not keep the bits of other rank counts";
   return "";
 }

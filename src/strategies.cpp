@@ -48,6 +48,10 @@ const StrategyEntry& entry_of(const StrategyInfo& info) {
   return registry().entries[static_cast<std::size_t>(&info - registry().infos.data())];
 }
 
+bool folds_as_contiguous(const Options& options) {
+  return options.keys.layout != Layout::interleaved || options.keys.block % kSegment != 0;
+}
+
 std::string refuse_parts(const Options& options) {
   if (options.results.part == ResultPart::all) return "";
   return fmt::format("it does not give results by {} to ranks that hold all the queries",

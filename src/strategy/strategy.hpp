@@ -102,7 +102,7 @@ struct StrategyEntry {
   int preference;  // the order of the table; "auto" takes the lowest where nothing can be predicted
   /// Whether it folds in the fixed order where the shards keep it, so that results have the same
   /// bits for 1, 2, 4 ... 64 ranks.
-  bool keeps_order;
+  bool (*keeps_order)(const Options& options);
   bool takes_tables;  // of keys and queries that are dealt by one (Layout::ranges and listed) it
                       // takes every run; of those dealt by a rule all strategies do
   Balanced (*balanced)(const Options& options);
@@ -111,6 +111,10 @@ struct StrategyEntry {
   RunCost (*cost)(const Options& options, int ranks, const RunSize& size);
   std::unique_ptr<Strategy> (*make)(const Layer& layer);
 };
+
+/// Whether one rank alone folds keys that are dealt so in the order of a contiguous sequence, which
+/// is the order of strategies that bring whole sequences to a rank.
+bool folds_as_contiguous(const Options& options);
 
 /// Why a strategy that gives results whole, or by the rows of sharded queries, cannot give what the
 /// options ask for; empty where it can.

@@ -143,22 +143,14 @@ void predict(Forecast& f, const Options& o, const Topology& topology, const RunS
       cost.merged_bytes / machine.merge_bytes_per_s + cost.copied_bytes / machine.copy_bytes_per_s;
 }
 
-/// Whether results must have the bits of the fixed order: on the host where the keys' layout keeps
-/// it, and where it is asked for.
-bool needs_order(const Options& options, int ranks, Device device) {
-  const Sharding& keys = options.keys;
-  const Shard shard{keys.layout, 0, ranks, 0, keys.block};
-  return options.invariant || (device == Device::host && shard.keeps_order());
-}
-
 std::string reservation(const StrategyEntry& entry, const Options& options, int ranks,
                         Device device) {
   if (ranks == 1) return "";
   if (!entry.takes_tables &&
       (is_by_table(options.keys) || (options.queries && is_by_table(*options.queries))))
     return "of keys or queries that are dealt by a table it does not take every run";
-  if (!entry.keeps_order(options) && needs_order(options, ranks, device))
-    return "it does not keep the bits of other rank counts";
+  if ((options.invariant || device == Device::host) && !entry.keeps_order(options, ranks))
+    return "it does not fold in the order of gather-states, whose bits hold for every batch";
   return "";
 }
 

@@ -48,8 +48,9 @@ const StrategyEntry& entry_of(const StrategyInfo& info) {
   return registry().entries[static_cast<std::size_t>(&info - registry().infos.data())];
 }
 
-bool folds_as_contiguous(const Options& options) {
-  return options.keys.layout != Layout::interleaved || options.keys.block % kSegment != 0;
+bool folds_as_one_rank(const Options& options, int ranks) {
+  const Shard shard{options.keys.layout, 0, ranks, 0, options.keys.block};
+  return shard.layout == Layout::contiguous && shard.keeps_order();
 }
 
 std::string refuse_parts(const Options& options) {

@@ -90,10 +90,10 @@ std::vector<Forecast> forecast(const Options& options, const Topology& topology,
 RunSize largest_run(const Options& options, int ranks);
 
 /// The strategy that `options.strategy` names. "auto" is the one whose forecast of largest_run is
-/// the shortest, among those that take every run of such a layer and keep the fixed order where it
-/// must be kept (Options::invariant); without max_kv_len it is the first of them. Throws
-/// Unsupported, with the known names, for any other name; and, with the reason and the strategies
-/// that could, for one that cannot serve such a layer.
+/// the shortest, among those that take every run of such a layer and, on processors and with
+/// Options::invariant, give the bits of gather-states; without max_kv_len it is the first of them.
+/// Throws Unsupported, with the known names, for any other name; and, with the reason and the
+/// strategies that could, for one that cannot serve such a layer.
 const StrategyInfo& choose_strategy(const Options& options, int ranks, const Machine& machine);
 
 /// The same for a layer on these ranks, by rank 0's machine_here, so that all choose alike. It is

@@ -188,7 +188,7 @@ StrategyEntry gather_kv() {
   return {.info = {"gather-kv", "all rows, or its own rows", "all rows, or its own rows",
                    "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 2,
-          .keeps_order = folds_as_contiguous,
+          .keeps_order = folds_as_one_rank,
           .takes_tables = false,
           .balanced =
               [](const Options& options) {

@@ -149,7 +149,7 @@ StrategyEntry gather_states() {
   return {.info = {"gather-states", "all rows, or its own rows", "all, its rows, or its heads",
                    "(P-1) T heads 4 (value_dim + 2)"},
           .preference = 1,
-          .keeps_order = [](const Options&) { return true; },
+          .keeps_order = [](const Options&, int) { return true; },
           .takes_tables = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = [](const Options&, int) { return std::string(); },

@@ -402,7 +402,7 @@ StrategyEntry heads() {
   return {.info = {"heads", "all rows, or its own rows", "all, its rows, or its heads",
                    "(P-1)/P (T heads + S kv_heads) (head_dim + value_dim) b"},
           .preference = 6,
-          .keeps_order = folds_as_contiguous,
+          .keeps_order = folds_as_one_rank,
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::evenly; },
           .refusal = refusal,

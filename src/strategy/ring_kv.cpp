@@ -234,7 +234,7 @@ StrategyEntry ring_kv() {
   return {.info = {"ring-kv", "its own rows", "its own rows",
                    "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 3,
-          .keeps_order = [](const Options&) { return false; },
+          .keeps_order = [](const Options&, int) { return false; },
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::by_queries; },
           .refusal = refusal,

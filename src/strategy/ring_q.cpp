@@ -265,7 +265,7 @@ StrategyEntry ring_q() {
   return {.info = {"ring-q", "its own rows", "its own rows",
                    "(P-1)/P T heads (head_dim b + 4 (value_dim + 2))"},
           .preference = 5,
-          .keeps_order = [](const Options&) { return true; },
+          .keeps_order = [](const Options&, int) { return true; },
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,

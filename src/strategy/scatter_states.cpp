@@ -206,7 +206,7 @@ StrategyEntry scatter_states() {
   return {.info = {"scatter-states", "all rows, or its own rows", "all, its rows, or its heads",
                    "(P-1)/P T heads 4 (value_dim + 2)"},
           .preference = 4,
-          .keeps_order = [](const Options&) { return true; },
+          .keeps_order = [](const Options&, int) { return true; },
           .takes_tables = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,

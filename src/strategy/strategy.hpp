@@ -100,9 +100,9 @@ enum class Balanced { by_keys, by_queries, evenly };
 struct StrategyEntry {
   StrategyInfo info;
   int preference;  // the order of the table; "auto" takes the lowest where nothing can be predicted
-  /// Whether it folds in the fixed order where the shards keep it, so that results have the same
-  /// bits for 1, 2, 4 ... 64 ranks.
-  bool (*keeps_order)(const Options& options);
+  /// Whether a layer of such options on so many ranks gives the bits of gather-states, in whose
+  /// order a row's keys fold whatever the batch and the layer's limits are.
+  bool (*keeps_order)(const Options& options, int ranks);
   bool takes_tables;  // of keys and queries that are dealt by one (Layout::ranges and listed) it
                       // takes every run; of those dealt by a rule all strategies do
   Balanced (*balanced)(const Options& options);
@@ -112,9 +112,9 @@ struct StrategyEntry {
   std::unique_ptr<Strategy> (*make)(const Layer& layer);
 };
 
-/// Whether one rank alone folds keys that are dealt so in the order of a contiguous sequence, which
-/// is the order of strategies that bring whole sequences to a rank.
-bool folds_as_contiguous(const Options& options);
+/// Whether that is so where whole sequences are brought to a rank: the cuts between ranks are then
+/// cuts of the tree by which one rank folds a contiguous sequence.
+bool folds_as_one_rank(const Options& options, int ranks);
 
 /// Why a strategy that gives results whole, or by the rows of sharded queries, cannot give what the
 /// options ask for; empty where it can.

@@ -41,7 +41,8 @@ Machine machine_here(Device device);
 Machine shared_machine(const Communicator& world);
 
 /// Where `longspan calibrate` saves: the file that LONGSPAN_MACHINE names, or else
-/// longspan/<device>.machine in the user's folder of settings. Empty where neither is known.
+/// longspan/host.machine or longspan/cuda.machine in the user's folder of settings. Empty where
+/// neither is known.
 std::string machine_file(Device device);
 
 /// One line for each constant, its name and its value, as machine_from reads it.

@@ -93,6 +93,7 @@ std::vector<int> nodes_of(const Communicator& world) {
   gethostname(host.data(), host.size() - 1);
   const std::vector<std::string> hosts = world.gather(host.data(), "names of the nodes");
   std::vector<int> nodes;
+  nodes.reserve(hosts.size());
   for (const std::string& one : hosts)
     nodes.push_back(static_cast<int>(std::find(hosts.begin(), hosts.end(), one) - hosts.begin()));
   return nodes;

@@ -158,7 +158,7 @@ class GatherKv final : public Strategy {
 };
 
 std::string refusal(const Options& options, int ranks) {
-  if (const std::string parts = refuse_parts(options); !parts.empty()) return parts;
+  if (std::string parts = refuse_parts(options); !parts.empty()) return parts;
   if (ranks == 1) return "";
   if (options.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
   if (options.exchange != Exchange::automatic && options.exchange != Exchange::gather)

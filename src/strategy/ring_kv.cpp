@@ -203,7 +203,7 @@ class RingKv final : public Strategy {
 };
 
 std::string refusal(const Options& options, int ranks) {
-  if (const std::string parts = refuse_parts(options); !parts.empty()) return parts;
+  if (std::string parts = refuse_parts(options); !parts.empty()) return parts;
   if (ranks == 1) return "";
   if (!options.queries)
     return "it shares the work by rows of the queries, which must be sharded (Options::queries)";

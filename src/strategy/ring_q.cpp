@@ -232,7 +232,7 @@ class RingQ final : public Strategy {
 };
 
 std::string refusal(const Options& options, int ranks) {
-  if (const std::string parts = refuse_parts(options); !parts.empty()) return parts;
+  if (std::string parts = refuse_parts(options); !parts.empty()) return parts;
   if (ranks == 1) return "";
   if (!options.queries)
     return "it sends the rows of sharded queries (Options::queries); others have none to send";

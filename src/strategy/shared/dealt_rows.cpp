@@ -37,7 +37,7 @@ std::int64_t DealtRows::bound(std::int64_t rows, std::int64_t sequences) const {
       uneven = rule().block;
       break;
     case Layout::contiguous:
-      uneven = 2 * kSegment;
+      uneven = std::int64_t{2} * kSegment;
       break;
     default:
       return rows;

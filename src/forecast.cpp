@@ -117,14 +117,6 @@ double key_row_bytes(const Options& o) {
 void predict(Forecast& f, const Options& o, const Topology& topology, const RunSize& size,
              const Machine& machine) {
   const StrategyEntry& entry = entry_of(*f.strategy);
-  f.cost = entry.cost(o, topology.ranks, size);
-  const std::int64_t limit = o.limits.max_workspace;
-  if (limit > 0 && f.cost.workspace_bytes > static_cast<double>(limit)) {
-    f.refusal =
-        fmt::format("it takes {:.4g} MiB of workspace, and max_workspace allows {:.4g}",
-                    f.cost.workspace_bytes / (1 << 20), static_cast<double>(limit) / (1 << 20));
-    return;
-  }
   const Sequence sequence = typical(size);
   const Balanced by = entry.balanced(o);
   f.balance = balance_of(by == Balanced::by_queries ? o.queries.value_or(Sharding{}) : o.keys, by,
@@ -156,17 +148,30 @@ std::string reservation(const StrategyEntry& entry, const Options& options, int 
 
 }  // namespace
 
-std::vector<Forecast> forecast(const Options& options, const Topology& topology,
-                               const RunSize& size, const Machine& machine) {
+std::vector<Forecast> consider(const Options& options, int ranks, const RunSize& size,
+                               Device device) {
   std::vector<Forecast> all;
+  const auto limit = static_cast<double>(options.limits.max_workspace);
   for (const StrategyInfo& info : strategies()) {
+    const StrategyEntry& entry = entry_of(info);
     Forecast& f = all.emplace_back();
     f.strategy = &info;
-    f.refusal = entry_of(info).refusal(options, topology.ranks);
+    f.refusal = entry.refusal(options, ranks);
     if (!f.refusal.empty()) continue;
-    f.reservation = reservation(entry_of(info), options, topology.ranks, machine.device);
-    predict(f, options, topology, size, machine);
+    f.reservation = reservation(entry, options, ranks, device);
+    f.cost = entry.cost(options, ranks, size);
+    if (limit > 0 && f.cost.workspace_bytes > limit)
+      f.refusal = fmt::format("it takes {:.4g} MiB of workspace, and max_workspace allows {:.4g}",
+                              f.cost.workspace_bytes / (1 << 20), limit / (1 << 20));
   }
+  return all;
+}
+
+std::vector<Forecast> forecast(const Options& options, const Topology& topology,
+                               const RunSize& size, const Machine& machine) {
+  std::vector<Forecast> all = consider(options, topology.ranks, size, machine.device);
+  for (Forecast& f : all)
+    if (f.refusal.empty()) predict(f, options, topology, size, machine);
   return all;
 }
 

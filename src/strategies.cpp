@@ -71,6 +71,11 @@ double state_slot_bytes(const Options& o, double rows, int heads) {
 
 namespace {
 
+/// Whether the choice is among several, of runs whose size is known.
+bool takes_forecast(const Options& options, int ranks) {
+  return options.strategy == "auto" && ranks > 1 && options.limits.max_kv_len > 0;
+}
+
 [[noreturn]] void refuse(const Options& options, const std::vector<Forecast>& all) {
   std::string known, could, reasons;
   for (const Forecast& f : all) {
@@ -93,10 +98,10 @@ namespace {
 }  // namespace
 
 const StrategyInfo& choose_strategy(const Options& options, int ranks, const Machine& machine) {
-  const std::vector<Forecast> all =
-      forecast(options, {.ranks = ranks}, largest_run(options, ranks), machine);
-  const bool any = options.strategy == "auto";
-  const bool predicted = any && ranks > 1 && options.limits.max_kv_len > 0;
+  const bool any = options.strategy == "auto", predicted = takes_forecast(options, ranks);
+  const RunSize size = largest_run(options, ranks);
+  const std::vector<Forecast> all = predicted ? forecast(options, {.ranks = ranks}, size, machine)
+                                              : consider(options, ranks, size, machine.device);
   const Forecast* best = nullptr;
   for (const Forecast& f : all) {
     if (!f.refusal.empty()) continue;
@@ -128,9 +133,9 @@ Machine shared_machine(const Communicator& world) {
 }
 
 const StrategyInfo& choose_strategy(const Communicator& world, const Options& options) {
-  const bool any = options.strategy == "auto" && world.size() > 1;
+  const bool predicted = takes_forecast(options, world.size());
   return choose_strategy(options, world.size(),
-                         any ? shared_machine(world) : built_in_machine(world.device()));
+                         predicted ? shared_machine(world) : built_in_machine(world.device()));
 }
 
 }  // namespace longspan

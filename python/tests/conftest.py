@@ -1,7 +1,6 @@
+import os
 import pathlib
 import sys
-
-import os
 
 import hypothesis
 import numpy as np

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
@@ -125,6 +126,11 @@ double query_row_bytes(const Options& options);
 double state_row_bytes(const Options& options);
 /// The bytes of a slot of states, of so many rows of so many heads (kernels::StateSlots).
 double state_slot_bytes(const Options& options, double rows, int heads);
+
+/// What forecast() says of each strategy without times, which take a walk over the sequence: why it
+/// cannot serve, why "auto" leaves it out, what it costs.
+std::vector<Forecast> consider(const Options& options, int ranks, const RunSize& size,
+                               Device device);
 
 /// The entry behind a row of strategies().
 const StrategyEntry& entry_of(const StrategyInfo& info);

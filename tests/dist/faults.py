@@ -50,7 +50,7 @@ LAYER = {
 }
 # Whoever waits for the victim's keys names the step: those that it did not send any more. Who waits for
 # a stream does so at 'attention'.
-RING_STEP = r"ring of keys, step [23] of 3"
+RING_STEP = r"ring of keys, step (?:[23] of 3|1 of 1)"
 RING = rf"(?:{RING_STEP}|attention)"
 # Every rank says the same: the field, both values, and the ranks. The first of the two is the lowest
 # rank that has come to this run: one that is late has nothing to say of it yet.

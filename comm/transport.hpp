@@ -4,11 +4,13 @@
 // returns, so that it goes on beside what is computed meanwhile.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,17 @@ class Communicator;
 namespace longspan::comm {
 
 class Transport;
+
+/// One of several pieces that a shift moves together.
+struct Piece {
+  const void* send = nullptr;
+  std::size_t sent = 0;
+  void* recv = nullptr;
+  std::size_t received = 0;
+  /// Where the receiver of this rank's bytes has them, as a place of this rank's own window; null:
+  /// at `recv`. Shifts into other memory have no use for it.
+  void* place_there = nullptr;
+};
 
 /// The transport behind a communicator. It is valid as long as the communicator is.
 Transport& transport_of(const Communicator& communicator);
@@ -87,6 +100,26 @@ class Transfer {
 
   std::shared_ptr<Transport> transport_;  // null: nothing is under way
   int number_ = -1;
+};
+
+/// The transfers of the pieces of one shift.
+class Transfers {
+ public:
+  static constexpr int kMost = 4;
+
+  void wait(Stream stream) {
+    for (Transfer& part : parts_) part.wait(stream);
+  }
+  /// As Transfer::test. True: all have ended.
+  bool test() {
+    bool all = true;
+    for (Transfer& part : parts_) all = part.test() && all;
+    return all;
+  }
+
+ private:
+  friend class Transport;
+  std::array<Transfer, kMost> parts_;
 };
 
 class Transport : public std::enable_shared_from_this<Transport> {
@@ -159,6 +192,20 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return start_shift(send, bytes, recv, bytes, distance, stream, step);
   }
 
+  /// Starts shifts of several pieces (at most Transfers::kMost) by one distance, which GPUs move
+  /// together.
+  [[nodiscard]] virtual Transfers start_shifts(std::span<const Piece> pieces, int distance,
+                                               Stream stream, const char* step) {
+    Transfers transfers;
+    for (std::size_t i = 0; i < pieces.size(); ++i)
+      transfers.parts_.at(i) = start_shift(pieces[i].send, pieces[i].sent, pieces[i].recv,
+                                           pieces[i].received, distance, stream, step);
+    return transfers;
+  }
+  /// The shifts into a window that are started next begin behind what the stream has now, and not
+  /// behind what it is given until then: a kernel that computes beside them is queued first.
+  virtual void keep_place(Stream) {}
+
   /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count],
   /// of fp32, fp16 or bf16. It is in place when recv == send + rank * count.
   ///
@@ -210,6 +257,16 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return nullptr;
   }
 
+  /// Gives memory of every rank, of equal size, into which shifts go without a kernel: by the copy
+  /// engines of GPUs that reach each other, beside whatever computes. All ranks of such a shift
+  /// receive at the same place of their memory, or would, where one receives nothing. It is null on
+  /// every rank, with the reason in `why`, where there is no such memory; shifts go into any other
+  /// all the same. It is collective, and ends with the last pointer to it.
+  virtual std::shared_ptr<std::byte> open_window(std::size_t /*bytes*/, std::string& why) {
+    why = "no GPUs that reach each other here";
+    return nullptr;
+  }
+
   /// Gives a new layer its number among those of this communicator, and keeps its log for the roll
   /// call.
   virtual std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) = 0;
@@ -248,6 +305,12 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// Starts a transfer behind what the stream has, and gives the number that it has until it is
   /// finished or dropped; the number is below 0 where it has ended already.
   virtual int start(const Collective& collective, Stream stream, const char* step) = 0;
+  /// What start_shifts returns where one transfer moves all pieces.
+  Transfers together(int number) {
+    Transfers transfers;
+    transfers.parts_[0] = {shared_from_this(), number};
+    return transfers;
+  }
   /// Does what Transfer::wait does. The transfer has ended, also where this throws.
   virtual void finish(int transfer, Stream stream) = 0;
   virtual bool test(int transfer) = 0;

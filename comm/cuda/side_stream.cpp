@@ -1,6 +1,7 @@
 #include "comm/cuda/side_stream.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "src/check.hpp"
 
@@ -70,9 +71,14 @@ int SideStream::take() {
 }
 
 cudaStream_t SideStream::fork(cudaStream_t from) {
-  LONGSPAN_CUDA(cudaEventRecord(begin_, from));
+  if (!std::exchange(has_place_, false)) LONGSPAN_CUDA(cudaEventRecord(begin_, from));
   LONGSPAN_CUDA(cudaStreamWaitEvent(stream_, begin_, 0));
   return stream_;
+}
+
+void SideStream::keep_place(cudaStream_t of) {
+  LONGSPAN_CUDA(cudaEventRecord(begin_, of));
+  has_place_ = true;
 }
 
 void SideStream::mark(int number) {

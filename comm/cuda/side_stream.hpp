@@ -23,8 +23,10 @@ class SideStream {
 
   /// A number for a transfer, whose events are there already unless more are open than ever before.
   int take();
-  /// The stream, which from here on follows what `from` has.
+  /// The stream, which from here on follows what `from` has, or had where its place was kept.
   cudaStream_t fork(cudaStream_t from);
+  /// Keeps the place of a stream for the next fork.
+  void keep_place(cudaStream_t of);
   /// All that the stream has belongs to this transfer, or comes before it.
   void mark(int number);
   /// `to` waits for the transfer.
@@ -61,6 +63,7 @@ class SideStream {
   cudaStream_t stream_ = nullptr;
   cudaEvent_t begin_ = nullptr;  // read when it is waited for, so one is enough
   std::vector<Mark> marks_;
+  bool has_place_ = false;  // begin_ was recorded for the next fork
   bool is_abandoned_ = false;
 };
 

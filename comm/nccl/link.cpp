@@ -44,6 +44,7 @@ struct Link::Handle {
   std::mutex mutex;
   ncclComm_t comm = nullptr;
   std::vector<cudaEvent_t> ends;  // by slot, recorded behind the work
+  std::function<void()> on_abort;
 
   ~Handle() {
     for (cudaEvent_t end : ends)
@@ -54,6 +55,15 @@ struct Link::Handle {
   ncclComm_t take() {
     const std::lock_guard lock(mutex);
     return std::exchange(comm, nullptr);
+  }
+
+  void call_on_abort() {
+    std::function<void()> call;
+    {
+      const std::lock_guard lock(mutex);
+      call = on_abort;
+    }
+    if (call) call();
   }
 };
 
@@ -78,6 +88,7 @@ Link::Link(ncclComm_t comm, milliseconds patience) try : handle_(std::make_share
                   int slot) { return cudaEventQuery(handle->ends[slot]) != cudaErrorNotReady; },
       .abort =
           [handle = handle_] {
+            handle->call_on_abort();
             if (ncclComm_t doomed = handle->take()) ncclCommAbort(doomed);
           },
   });
@@ -109,6 +120,11 @@ bool Link::end() noexcept try {
 void Link::abort() {
   aborted_ = true;
   watchdog_->abort();
+}
+
+void Link::on_abort(std::function<void()> call) {
+  const std::lock_guard lock(handle_->mutex);
+  handle_->on_abort = std::move(call);
 }
 
 ncclResult_t Link::state() const {

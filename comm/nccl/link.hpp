@@ -42,6 +42,9 @@ class Link {
   /// Frees the streams from NCCL's kernels, soon.
   void abort();
 
+  /// Besides, an abort calls this on the watchdog's thread; it must not throw.
+  void on_abort(std::function<void()> call);
+
   /// Ends the communicator, within seconds. Returns true where every rank of the node has come to
   /// this, as ncclCommDestroy waits for them; false where it is not known, or it was ended before.
   bool end() noexcept;

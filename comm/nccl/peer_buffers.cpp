@@ -7,12 +7,12 @@
 #include <array>
 #include <atomic>
 #include <cstring>
-#include <functional>
 #include <random>
 #include <utility>
 
 #include "comm/control/hosts.hpp"
 #include "comm/control/wire.hpp"
+#include "comm/nccl/failures.hpp"
 #include "src/check.hpp"
 #include "src/device_guard.hpp"
 
@@ -43,23 +43,6 @@ void check_reach(int own, const std::string& bus) {
         fmt::format("the GPU at {} is not visible to every process of the node", bus));
   LONGSPAN_CUDA(cudaDeviceCanAccessPeer(&reaches, own, other));
   if (!reaches) throw Unsupported(fmt::format("no peer access to the GPU at {}", bus));
-}
-
-/// What `step` throws; empty where it worked.
-std::string failure_of(const std::function<void()>& step) {
-  try {
-    step();
-    return {};
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-}
-
-/// The failure of the first rank that failed. All ranks hear the same texts, and so say the same.
-std::string first_failure(const std::vector<std::string>& failures) {
-  for (std::size_t p = 0; p < failures.size(); ++p)
-    if (!failures[p].empty()) return fmt::format("rank {}: {}", p, failures[p]);
-  return {};
 }
 
 std::vector<std::string> part(const std::vector<std::string>& texts, std::size_t index) {
@@ -264,6 +247,7 @@ PeerReport PeerBuffers::report() const {
 void PeerBuffers::abort() noexcept {
   aborted_ = true;
   if (abort_ != nullptr) std::atomic_ref(*abort_).store(1, std::memory_order_release);
+  if (on_abort_) on_abort_();
 }
 
 /// Whether the GPU's work is done, and no exchange went wrong, also where nobody has asked yet.

@@ -9,10 +9,13 @@
 // process keeps the memory.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/transport.hpp"
@@ -97,6 +100,9 @@ class PeerBuffers {
   /// peer may still write it.
   void abort() noexcept;
 
+  /// Besides, an abort calls this, which does not throw; it may be called more than once.
+  void on_abort(std::function<void()> call) { on_abort_ = std::move(call); }
+
  private:
   explicit PeerBuffers(std::shared_ptr<PeerBufferSet> set);
   void allocate(std::uint64_t nonce);
@@ -106,6 +112,7 @@ class PeerBuffers {
   bool close_mappings() noexcept;
 
   std::shared_ptr<PeerBufferSet> set_;
+  std::function<void()> on_abort_;
   PeerView view_;
   std::uint64_t* report_ = nullptr;  // host-mapped, with the abort word behind it
   std::uint32_t* abort_ = nullptr;
@@ -113,7 +120,7 @@ class PeerBuffers {
   std::uint32_t layer_ = 0;
   int device_ = 0;
   bool shared_ = false;  // a peer may have mapped this rank's memory
-  bool aborted_ = false;
+  std::atomic<bool> aborted_ = false;
 };
 
 }  // namespace longspan::comm

@@ -11,6 +11,7 @@
 #include "comm/cuda/stream.hpp"
 #include "comm/nccl/control.hpp"
 #include "comm/nccl/peer_buffers.hpp"
+#include "comm/nccl/window.hpp"
 #include "longspan/buffer.hpp"
 #include "src/check.hpp"
 #include "src/device_guard.hpp"
@@ -61,6 +62,7 @@ class NcclTransport final : public ControlledTransport {
   /// connections, and makes what transfers beside the caller's stream take.
   void prepare() {
     side_.make();
+    link_->on_abort([set = peer_buffers_] { set->abort(); });
     meet("first exchange");
   }
 
@@ -78,6 +80,31 @@ class NcclTransport final : public ControlledTransport {
     if (!peer_buffers) return nullptr;
     peer_buffers->serve(layer);
     return {peer_buffers, &peer_buffers->view()};
+  }
+
+  std::shared_ptr<std::byte> open_window(std::size_t bytes, std::string& why) override {
+    const std::shared_ptr<Window> window = Window::open(*this, bytes, why, peer_buffers_);
+    if (!window) return nullptr;
+    std::erase_if(windows_, [](const auto& one) { return one.expired(); });
+    windows_.push_back(window);
+    return {window, window->data()};
+  }
+
+  void keep_place(Stream stream) override {
+    or_abort([&] { side_.keep_place(cuda(stream)); });
+  }
+
+  /// By copy engines into a window, or by one kernel of NCCL's.
+  Transfers start_shifts(std::span<const Piece> pieces, int distance, Stream stream,
+                         const char* step) override {
+    const int ahead = (distance % size() + size()) % size();
+    if (ahead == 0 || pieces.empty())
+      return Transport::start_shifts(pieces, distance, stream, step);
+    return together(or_abort([&] {
+      control().fate().check();
+      return side_.start(cuda(stream),
+                         [&](cudaStream_t side) { queue(pieces, ahead, side, step); });
+    }));
   }
 
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
@@ -198,16 +225,50 @@ class NcclTransport final : public ControlledTransport {
   }
 
   void queue(const Collective& collective, cudaStream_t stream, const char* step) {
+    const int ahead = (collective.place % size() + size()) % size();
+    if (collective.kind == Collective::shift && ahead > 0) {
+      const Piece piece{collective.send, collective.bytes, collective.recv, collective.received};
+      return queue({&piece, 1}, ahead, stream, step);
+    }
     link_->queue(control(), stream, step,
                  [&](ncclComm_t comm) { return call(collective, comm, stream); });
     count_received(bytes_from_others(collective));
+  }
+
+  /// Queues a shift between ranks, by a distance from 1 to size - 1.
+  void queue(std::span<const Piece> pieces, int ahead, cudaStream_t stream, const char* step) {
+    const std::shared_ptr<const Window> window = window_at(pieces[0].recv);
+    link_->queue(control(), stream, step, [&](ncclComm_t comm) {
+      if (!window) return shift(pieces, ahead, comm, stream);
+      window->shift(pieces, ahead, stream);
+      return ncclSuccess;
+    });
+    for (const Piece& piece : pieces) count_received(piece.received);
+  }
+
+  /// The window that a shift receives into; null: it is NCCL's to do.
+  std::shared_ptr<const Window> window_at(const void* memory) const {
+    for (const auto& one : windows_)
+      if (auto window = one.lock(); window && window->holds(memory)) return window;
+    return nullptr;
+  }
+
+  ncclResult_t shift(std::span<const Piece> pieces, int ahead, ncclComm_t comm,
+                     cudaStream_t stream) const {
+    const int to = (rank() + ahead) % size(), from = (rank() - ahead + size()) % size();
+    ncclGroupStart();
+    for (const Piece& piece : pieces) {
+      if (piece.sent > 0) ncclSend(piece.send, piece.sent, ncclInt8, to, comm, stream);
+      if (piece.received > 0) ncclRecv(piece.recv, piece.received, ncclInt8, from, comm, stream);
+    }
+    return ncclGroupEnd();
   }
 
   std::size_t bytes_from_others(const Collective& collective) const {
     const auto others = static_cast<std::size_t>(size() - 1);
     switch (collective.kind) {
       case Collective::shift:
-        return collective.place % size() == 0 ? 0 : collective.received;
+        return 0;  // to itself
       case Collective::broadcast:
         return rank() == collective.place ? 0 : collective.bytes;
       default:
@@ -239,20 +300,9 @@ class NcclTransport final : public ControlledTransport {
           ncclRecv(static_cast<char*>(collective.recv) + at, bytes, ncclInt8, p, comm, stream);
         }
         return ncclGroupEnd();
-      case Collective::shift: {
-        const int ahead = (collective.place % size() + size()) % size();
-        if (ahead == 0) {
-          copy_on(stream, collective.send, collective.recv, bytes);
-          return ncclSuccess;
-        }
-        ncclGroupStart();
-        if (bytes > 0)
-          ncclSend(collective.send, bytes, ncclInt8, (rank() + ahead) % size(), comm, stream);
-        if (collective.received > 0)
-          ncclRecv(collective.recv, collective.received, ncclInt8,
-                   (rank() - ahead + size()) % size(), comm, stream);
-        return ncclGroupEnd();
-      }
+      case Collective::shift:  // to itself: others are queued as pieces
+        copy_on(stream, collective.send, collective.recv, bytes);
+        return ncclSuccess;
       case Collective::reduce_scatter:
         return ncclReduceScatter(collective.send, collective.recv,
                                  bytes / size_of(collective.dtype), nccl_type(collective.dtype),
@@ -292,6 +342,7 @@ class NcclTransport final : public ControlledTransport {
   int gpu_;
   std::shared_ptr<PeerBufferSet> peer_buffers_ = std::make_shared<PeerBufferSet>();
   SideStream side_;
+  std::vector<std::weak_ptr<const Window>> windows_;
   std::vector<std::weak_ptr<NcclTransport>> children_;
 };
 

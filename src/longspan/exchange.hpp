@@ -1,5 +1,5 @@
 /// \file
-/// How the states of a run travel between GPUs.
+/// How the states of a run, or its keys, travel between GPUs.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace longspan {
 enum class Exchange : std::uint8_t {
   automatic,     ///< peer buffers where the GPUs reach each other, else gather
   peer_buffers,  ///< a kernel writes into the peers' memory and merges; for short queries it is the
-                 ///< one that ends the attention, too
+                 ///< one that ends the attention, too. Of ring-kv: copy engines write into it
   peer_buffers_apart,  ///< peer buffers, always by a kernel of its own
   gather,              ///< NCCL (or MPI), then a merge
 };

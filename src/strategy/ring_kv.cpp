@@ -8,10 +8,15 @@
 // sent to it nor waited for. A rank keeps two blocks of keys besides what it was given. Where its
 // own keys have to be copied before they can be sent, one of the two holds them: a block then comes
 // in when the one before it is no longer needed, and only the first comes beside compute.
+//
+// On GPUs that reach each other the blocks are in a window, which copy engines fill while all
+// multiprocessors compute. There the step alone says which block it fills, as a sender has to know
+// it, and a copy of own keys has a block of its own.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <vector>
 
 #include "src/strategy/shared/travelling_keys.hpp"
@@ -20,27 +25,14 @@
 namespace longspan {
 namespace {
 
-/// What moves in one step: keys, values, and where listed keys stand.
-struct Flight {
-  std::array<comm::Transfer, 3> parts;
-
-  void wait(Stream stream) {
-    for (comm::Transfer& part : parts) part.wait(stream);
-  }
-  /// Lets it go on. What it finds wrong ends the communicator, and is thrown by the wait.
-  void go_on() noexcept {
-    try {
-      for (comm::Transfer& part : parts) part.test();
-    } catch (...) {
-    }
-  }
-};
+constexpr int kMostBlocks = 2;
 
 class RingKv final : public Strategy {
  public:
   explicit RingKv(const Layer& layer)
       : layer_(layer), keys_(layer), steps_(static_cast<std::size_t>(layer.comm.size())) {
     layer_.bounds.resume = layer_.comm.size() > 1;
+    open_window();
     scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
     for (int s = 1; s < layer_.comm.size(); ++s)
       steps_[s].name = fmt::format("ring of keys, step {} of {}", s, layer_.comm.size() - 1);
@@ -53,10 +45,11 @@ class RingKv final : public Strategy {
     scratch_ = memory.take(scratch_bytes_);
     if (layer_.comm.size() == 1) return;
     keys_.lay_out(memory);
-    for (KeyBlock& block : blocks_) block = keys_.take_block(memory, keys_.block_rows());
+    if (!window_) take_blocks(memory, kMostBlocks);
+    copy_ = window_ ? keys_.take_block(memory, keys_.block_rows()) : blocks_[0];
   }
 
-  ExchangeInfo exchange() const override { return {Exchange::gather}; }
+  ExchangeInfo exchange() const override { return exchange_; }
 
   /// Two phases a step, two ahead of the first, one for the merge and one for the end.
   int most_marks() const override { return 2 * layer_.comm.size() + 4; }
@@ -75,41 +68,34 @@ class RingKv final : public Strategy {
     const int ranks = layer_.comm.size();
     run.enter(Phase::attend);
     if (ranks == 1) return run.attend_to(run.merge, Phase::merge, layer_.kernels);
+    if (window_) {  // what ranks say comes into it with their keys
+      run.say.said = words_ + layer_.comm.rank();
+      run.said = words_;
+      run.merge.headers.said = words_;
+    }
     layer_.kernels.say(run.say, run.stream);
     keys_.begin(run, "ring of keys, counts");
     const KeyBlock own = own_block(run);
-    const bool in_place = own.k != blocks_[0].k;
-    const int last = plan(run);
+    last_ = plan(run, !window_ && own.k == copy_.k);
 
-    run.enter(Phase::exchange);
-    comm::Transfer word;  // what ranks say of the run, where no counts have said it
-    if (run.arrays.keys.layout != Layout::listed)
+    comm::Transfer word;  // what ranks say of the run, where neither counts nor steps say it
+    if (!window_ && run.arrays.keys.layout != Layout::listed) {
+      run.enter(Phase::exchange);
       word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream,
                                           "ring of keys, agreement", run.said);
-    int block = in_place ? 0 : 1;
-    Flight coming;
-    int step = next_step(0);
-    start(run, step, own, blocks_[block], coming);
-    run.enter(Phase::attend);
-    if (last == 0) word.wait(run.stream);  // the result is made of what all ranks mean alike
-    attend(run, last == 0, coming);
-
-    for (int behind = step; step < ranks; step = behind) {
+    }
+    comm::Transfers coming;
+    for (int step = 0;;) {
+      // The result is made of what all ranks mean alike.
+      if (step == last_) hear_all(run, step, own, word);
+      int next = next_step(step);
+      if (window_ && step == last_) next = ranks;
+      attend_beside(run, step, next, own, coming);
+      if (next == ranks) break;
       run.enter(Phase::exchange);
       word.wait(run.stream);
       coming.wait(run.stream);
-      behind = next_step(step);
-      const KeyBlock& here = blocks_[block];
-      if (in_place) {
-        if (steps_[step].receives) block = 1 - block;
-        start(run, behind, own, blocks_[block], coming);
-      }
-      if (steps_[step].receives) {
-        run.enter(Phase::attend);
-        give(run, rank_at(-step), here);
-        attend(run, step == last, coming);
-      }
-      if (!in_place) start(run, behind, own, blocks_[block], coming);
+      step = next;
     }
     word.wait(run.stream);
   }
@@ -119,7 +105,39 @@ class RingKv final : public Strategy {
     std::string name;
     bool sends = false;
     bool receives = false;
+    int block = 0;  // that it fills
   };
+
+  /// Opens a window for the blocks where the GPUs reach each other, or they are not asked to.
+  void open_window() {
+    const Options& options = layer_.options;
+    if (layer_.comm.size() == 1 || options.exchange == Exchange::gather) return;
+    const int count = std::min(kMostBlocks, layer_.comm.size() - 1);
+    const auto take = [&](Parts& memory) {
+      take_blocks(memory, count);
+      words_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(layer_.comm.size()));
+    };
+    Parts counted;
+    take(counted);
+    window_ = layer_.comm.open_window(counted.bytes, exchange_.reason);
+    if (!window_ && options.exchange != Exchange::automatic)
+      throw Unsupported(
+          fmt::format("exchange {} was asked for, and cannot be had here: {}. Take auto or gather.",
+                      name(options.exchange), exchange_.reason));
+    if (!window_) return;
+    exchange_.by = Exchange::peer_buffers;
+    Parts memory{window_.get()};
+    take(memory);
+  }
+
+  void take_blocks(Parts& memory, int count) {
+    blocks_.clear();
+    for (int i = 0; i < count; ++i) blocks_.push_back(keys_.take_block(memory, keys_.block_rows()));
+  }
+
+  static bool share_a_block(const Step& one, const Step& other) {
+    return one.receives && other.receives && one.block == other.block;
+  }
 
   int rank_at(int distance) const {
     return (layer_.comm.rank() + distance + layer_.comm.size()) % layer_.comm.size();
@@ -128,20 +146,25 @@ class RingKv final : public Strategy {
   /// This rank's keys as they are sent.
   KeyBlock own_block(const Run& run) const {
     if (!keys_.must_copy(run)) return keys_.in_place(run);
-    keys_.copy_to(run, blocks_[0]);
-    KeyBlock own = blocks_[0];
+    keys_.copy_to(run, copy_);
+    KeyBlock own = copy_;
     own.positions = keys_.in_place(run).positions;
     return own;
   }
 
-  /// Finds what moves in each step; returns the last step that brings keys, or 0.
-  int plan(const Run& run) const {
-    const int own = layer_.comm.rank();
-    int last = 0;
+  /// Finds what moves in each step; returns the last step that brings keys, or 0. `copied`: the
+  /// first block holds this rank's own keys.
+  int plan(const Run& run, bool copied) const {
+    const int own = layer_.comm.rank(), count = static_cast<int>(blocks_.size());
+    int last = 0, received = 0;
     for (int s = 1; s < layer_.comm.size(); ++s) {
-      steps_[s].sends = keys_.are_seen(run, rank_at(s), own);
-      steps_[s].receives = keys_.are_seen(run, own, rank_at(-s));
-      if (steps_[s].receives) last = s;
+      Step& step = steps_[s];
+      step.sends = keys_.are_seen(run, rank_at(s), own);
+      step.receives = keys_.are_seen(run, own, rank_at(-s));
+      step.block = window_ ? (s - 1) % count : copied ? 1 : received % count;
+      if (!step.receives) continue;
+      ++received;
+      last = s;
     }
     return last;
   }
@@ -149,28 +172,61 @@ class RingKv final : public Strategy {
   /// The next step in which something moves here; the number of ranks where there is none.
   int next_step(int step) const {
     do ++step;
-    while (step < layer_.comm.size() && !steps_[step].sends && !steps_[step].receives);
+    while (step < layer_.comm.size() && !window_ && !steps_[step].sends && !steps_[step].receives);
     return step;
   }
 
-  void start(const Run& run, int step, const KeyBlock& own, const KeyBlock& to,
-             Flight& flight) const {
-    if (step >= layer_.comm.size()) return;
+  /// Waits for the words of all ranks. In a window they come with the steps, and so this rank moves
+  /// all that is left.
+  void hear_all(const Run& run, int step, const KeyBlock& own, comm::Transfer& word) const {
+    word.wait(run.stream);
+    if (!window_) return;
+    for (step = next_step(step); step < layer_.comm.size(); step = next_step(step))
+      start(run, step, own).wait(run.stream);
+  }
+
+  /// Attends to the keys that step `step` has brought, those of this rank in step 0, while those of
+  /// step `next` come; where they come into the same block, they come afterwards.
+  void attend_beside(Run& run, int step, int next, const KeyBlock& own,
+                     comm::Transfers& coming) const {
+    const bool attends = step == 0 || steps_[step].receives;
+    const bool moves = next < layer_.comm.size();
+    const bool waits = moves && step > 0 && share_a_block(steps_[step], steps_[next]);
+    const bool beside = moves && !waits;
+    // Copy engines need no place among the multiprocessors, and the kernel is what takes longest.
+    const bool kernel_first = beside && window_ && attends;
+    if (kernel_first) layer_.comm.keep_place(run.stream);
+    if (beside && !kernel_first) coming = start(run, next, own);
+    if (attends) {
+      run.enter(Phase::attend);
+      if (step > 0) give(run, rank_at(-step), blocks_[steps_[step].block]);
+      attend(run, step == last_, coming);
+    }
+    if (waits || kernel_first) coming = start(run, next, own);
+  }
+
+  /// Starts what moves in a step: keys, values, where listed keys stand, and, into a window, what
+  /// this rank says of the run.
+  comm::Transfers start(const Run& run, int step, const KeyBlock& own) const {
     const Step& how = steps_[step];
-    const auto rows = [&](bool moves, int rank) {
-      return moves ? static_cast<std::size_t>(keys_.rows_of(run, rank)) : 0;
+    const KeyBlock& to = blocks_[how.block];
+    const int rank = layer_.comm.rank(), from = rank_at(-step);
+    const auto bytes = [&](bool moves, int owner, std::int64_t row_bytes) {
+      return moves ? static_cast<std::size_t>(keys_.rows_of(run, owner) * row_bytes) : 0;
     };
-    const std::size_t sent = rows(how.sends, layer_.comm.rank()),
-                      received = rows(how.receives, rank_at(-step));
-    const auto move = [&](const void* from, void* into, std::int64_t row_bytes) {
-      const auto bytes = static_cast<std::size_t>(row_bytes);
-      return layer_.comm.start_shift(from, sent * bytes, into, received * bytes, step, run.stream,
-                                     how.name.c_str());
+    std::array<comm::Piece, comm::Transfers::kMost> pieces;
+    std::size_t count = 0;
+    const auto move = [&](const void* sent, void* received, std::int64_t row_bytes) {
+      pieces[count++] = {sent, bytes(how.sends, rank, row_bytes), received,
+                         bytes(how.receives, from, row_bytes)};
     };
-    flight.parts[0] = move(own.k, to.k, keys_.key_bytes());
-    flight.parts[1] = move(own.v, to.v, keys_.value_bytes());
-    if (to.positions != nullptr)
-      flight.parts[2] = move(own.positions, to.positions, sizeof(std::int64_t));
+    move(own.k, to.k, keys_.key_bytes());
+    move(own.v, to.v, keys_.value_bytes());
+    if (to.positions != nullptr) move(own.positions, to.positions, sizeof(std::int64_t));
+    if (window_)
+      pieces[count++] = {words_ + rank, sizeof *words_, words_ + from, sizeof *words_,
+                         words_ + rank};
+    return layer_.comm.start_shifts({pieces.data(), count}, step, run.stream, how.name.c_str());
   }
 
   /// Makes the keys of rank `rank`, which have come, those of the run.
@@ -185,21 +241,34 @@ class RingKv final : public Strategy {
     run.attend.resume = true;
   }
 
-  void attend(Run& run, bool is_last, Flight& coming) const {
-    const kernels::BetweenTiles between = [&coming] { coming.go_on(); };
+  void attend(Run& run, bool is_last, comm::Transfers& coming) const {
+    const kernels::BetweenTiles between = [&coming] { let_go_on(coming); };
     if (is_last)
       run.attend_to(run.merge, Phase::merge, layer_.kernels, between);
     else
       layer_.kernels.attend(run.attend, kernels::StateEpilogue{}, run.stream, {}, between);
   }
 
+  /// What it finds wrong ends the communicator, and is thrown by the wait.
+  static void let_go_on(comm::Transfers& coming) noexcept {
+    try {
+      coming.test();
+    } catch (...) {
+    }
+  }
+
   Layer layer_;
   TravellingKeys keys_;
   mutable std::vector<Step> steps_;  // of the run at hand, by distance
+  mutable int last_ = 0;             // the step of the run at hand whose keys end it; 0: its own do
   std::byte* state_ = nullptr;       // one slot
   std::byte* scratch_ = nullptr;     // AttentionKernels::attend_scratch
   std::size_t scratch_bytes_ = 0;
-  std::array<KeyBlock, 2> blocks_;
+  std::vector<KeyBlock> blocks_;       // that keys come into
+  KeyBlock copy_;                      // of this rank's own keys
+  std::shared_ptr<std::byte> window_;  // of blocks and words; null: blocks are the layer's memory
+  std::uint64_t* words_ = nullptr;     // [ranks] what each rank says of the run
+  ExchangeInfo exchange_;
 };
 
 std::string refusal(const Options& options, int ranks) {
@@ -208,7 +277,7 @@ std::string refusal(const Options& options, int ranks) {
   if (!options.queries)
     return "it shares the work by rows of the queries, which must be sharded (Options::queries)";
   if (options.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
-  if (options.exchange != Exchange::automatic && options.exchange != Exchange::gather)
+  if (options.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";
 }

@@ -41,6 +41,29 @@ TEST(RingKv, AgreesWithFloat64) {
   }
 }
 
+/// Where GPUs reach each other copy engines bring the keys, elsewhere NCCL: the same bits.
+TEST(RingKv, GivesTheSameBitsBothWays) {
+  const Communicator world = test_world();
+  if (world.device() == Device::host) GTEST_SKIP() << "keys have one way between processors";
+  Options probe{.head_dim = 64, .strategy = "gather-states"};
+  const bool reach = Attention(world, probe).exchange().has_peer_buffers();
+  const std::uint64_t seed = shared_seed(world);
+  for (const Shape& shape : shapes()) {
+    const Problem problem(shape, seed);
+    const Shard keys{Layout::zigzag, world.rank(), world.size(), shape.kv_lens[0]};
+    const Shard queries{Layout::zigzag, world.rank(), world.size(), shape.q_lens[0]};
+    Options options = ring_options(problem, world);
+    options.keys = {Layout::zigzag};
+    options.queries = Sharding{Layout::zigzag};
+    EXPECT_EQ(Attention(world, options).exchange().has_peer_buffers(), reach);
+    const Result by_copies = run(world, problem, keys, options, queries);
+    options.exchange = Exchange::gather;
+    EXPECT_EQ(Attention(world, options).exchange().by, Exchange::gather);
+    const Result by_nccl = run(world, problem, keys, options, queries);
+    EXPECT_EQ(by_copies.out, by_nccl.out) << "kv " << shape.kv_lens[0] << " seed " << seed;
+  }
+}
+
 /// A layer for a batch whose lengths change between runs, as they do out of one graph. On a GPU
 /// only the device knows them, and what travels has the size of the layer's limits.
 TEST(RingKv, RunsAgainWithOtherLengths) {
@@ -148,6 +171,52 @@ TEST(RingKv, TimesEveryStep) {
   }
 }
 
+/// The last step ends with the result, by the kernel for long queries too, and not where another
+/// rank means something else by the run.
+TEST(RingKv, RanksThatDifferAreToldAndWriteNothing) {
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    const Communicator world = test_world();
+    if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+    const Device device = world.device();
+    constexpr std::int64_t kRows = 192, kHeads = 2, kDim = 128, kElements = kRows * kHeads * kDim;
+    const std::int64_t all = kRows * world.size();
+    Attention layer(world, {.heads = kHeads,
+                            .kv_heads = kHeads,
+                            .head_dim = kDim,
+                            .dtypes = {.compute = dtype},
+                            .mask = {.causal = true},
+                            .limits = {.max_tokens = kRows, .max_kv_len = all},
+                            .keys = {Layout::zigzag},
+                            .queries = Sharding{Layout::zigzag},
+                            .strategy = "ring-kv"});
+    const std::size_t bytes = static_cast<std::size_t>(kElements) * size_of(dtype);
+    const std::vector<std::byte> ones(bytes, std::byte{0x3c}), poison(bytes, std::byte{0xff});
+    Buffer rows(device, bytes), out(device, bytes), sinks(device, kHeads * sizeof(float));
+    rows.upload(ones.data());
+    out.upload(poison.data());
+    sinks.upload(std::vector<float>(kHeads, 1.0f).data());
+    const auto tensor = [&](const Buffer& memory) {
+      return Tensor(memory.data(), dtype, {kRows, kHeads, kDim}, device);
+    };
+    AttentionArgs args{.q = tensor(rows),
+                       .k = tensor(rows),
+                       .v = tensor(rows),
+                       .out = tensor(out),
+                       .total_keys = all,
+                       .total_tokens = all};
+    if (world.rank() == world.size() - 1)
+      args.sinks = Tensor(sinks.data(), DType::fp32, {kHeads}, device);
+    try {
+      layer.run(args);
+      layer.wait();
+      ADD_FAILURE() << "ran with sinks on one rank";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("'sinks' differs between ranks"));
+    }
+    EXPECT_EQ(to_host(out, bytes), poison);
+  }
+}
+
 TEST(RingKv, RefusesByNameWhatAnotherStrategyCould) {
   const Communicator world = test_world();
   if (world.size() == 1) GTEST_SKIP() << "alone no key has to travel";
@@ -171,8 +240,8 @@ TEST(RingKv, RefusesByNameWhatAnotherStrategyCould) {
   bad.queries.reset();
   refused(bad, "Options::queries");
   bad = good;
-  bad.exchange = Exchange::peer_buffers;
-  refused(bad, "peer-buffers");
+  bad.exchange = Exchange::peer_buffers_apart;
+  refused(bad, "peer-buffers-apart");
   EXPECT_STREQ(Attention(world, good).strategy().name, "ring-kv");
 }
 

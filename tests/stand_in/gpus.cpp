@@ -1,15 +1,19 @@
 #include "tests/stand_in/gpus.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
+#include <thread>
 #include <utility>
 
+#include "comm/cuda/stream_flags.hpp"
 #include "cuda_runtime_api.h"
+#include "longspan/error.hpp"
 #include "longspan/info.hpp"
 
 namespace longspan::stand_in {
@@ -278,6 +282,32 @@ cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
 cudaError_t cudaEventQuery(cudaEvent_t) {
   ENTER();
   return cudaSuccess;
+}
+
+/// A stream is the thread that gives it work: it waits for a flag where it is told to.
+void longspan::comm::queue_flags(cudaStream_t, std::initializer_list<FlagOperation> operations) {
+  if (enter(__func__) != cudaSuccess) throw BackendError("out of memory");
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  for (const FlagOperation& operation : operations) {
+    std::atomic_ref raised(*reinterpret_cast<std::uint32_t*>(operation.flag));
+    std::atomic_ref freed(*reinterpret_cast<std::uint32_t*>(operation.flag + 4));
+    switch (operation.kind) {
+      case FlagOperation::raise:
+        raised = 1;
+        break;
+      case FlagOperation::lower:
+        raised = 0;
+        break;
+      case FlagOperation::free:
+        freed = 1;
+        break;
+      case FlagOperation::wait:
+        while (raised == 0 && freed == 0) {
+          if (std::chrono::steady_clock::now() > end) throw BackendError("nobody raised the flag");
+          std::this_thread::yield();
+        }
+    }
+  }
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* kernel, void** places) {

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,8 +19,15 @@ class StumblingTransport final : public comm::Transport {
   StumblingTransport(Communicator whole, std::function<void()> stumble)
       : whole_(std::move(whole)), stumble_(std::move(stumble)) {}
 
-  /// Calls `stumble` in place of the n-th shift from now on.
+  /// Calls `stumble` in place of the n-th shift from now on, of one piece or several.
   void stumble_at(int shift) { left_ = shift; }
+
+  comm::Transfers start_shifts(std::span<const comm::Piece> pieces, int distance, Stream stream,
+                               const char* step) override {
+    count_shift();
+    return inner().start_shifts(pieces, distance, stream, step);
+  }
+  void keep_place(Stream stream) override { inner().keep_place(stream); }
 
   int rank() const override { return inner().rank(); }
   int size() const override { return inner().size(); }
@@ -30,6 +38,9 @@ class StumblingTransport final : public comm::Transport {
   std::string name_of(int rank) const override { return inner().name_of(rank); }
   std::shared_ptr<comm::Transport> split(int color, int key) override {
     return inner().split(color, key);
+  }
+  std::shared_ptr<std::byte> open_window(std::size_t bytes, std::string& why) override {
+    return inner().open_window(bytes, why);
   }
   std::uint32_t enlist(const std::shared_ptr<const comm::RunLog>& log) override {
     return inner().enlist(log);
@@ -48,7 +59,7 @@ class StumblingTransport final : public comm::Transport {
  protected:
   int start(const comm::Collective& c, Stream stream, const char* step) override {
     const bool is_shift = c.kind == comm::Collective::shift;
-    if (is_shift && left_ > 0 && --left_ == 0) stumble_();
+    if (is_shift) count_shift();
     open_.push_back(
         is_shift ? inner().start_shift(c.send, c.bytes, c.recv, c.received, c.place, stream, step)
                  : inner().start_all_gather(c.send, c.recv, c.bytes, stream, step, c.said));
@@ -59,6 +70,9 @@ class StumblingTransport final : public comm::Transport {
   void drop(int number) noexcept override { of(number) = {}; }
 
  private:
+  void count_shift() {
+    if (left_ > 0 && --left_ == 0) stumble_();
+  }
   comm::Transport& inner() const { return comm::transport_of(whole_); }
   comm::Transfer& of(int number) { return open_[static_cast<std::size_t>(number)]; }
 

@@ -621,7 +621,7 @@ TEST_P(Faults, ARankThatIsKilledInMidRingIsNamedWithTheStep) {
                  .total_tokens = all});
     };
     run();
-    stumbling->stumble_at(3);  // a step is a shift of keys and one of values
+    stumbling->stumble_at(2);  // a step is one shift, of keys and values
     try {
       run();
       std::this_thread::sleep_for(3s);  // who has all keys hears of it from those who wait for them

@@ -5,18 +5,21 @@
 
 namespace longspan::kernels::cuda {
 
-/// Whether what was gathered belongs to different runs, which one thread of the grid then reports.
-/// Nothing else may be written then.
-__device__ inline bool are_of_different_runs(const RunHeaders& headers) {
+/// Whether what was gathered belongs to different runs, which one thread of the grid then reports:
+/// of those that have `reports`, the one in the first block. Nothing else may be written then.
+__device__ inline bool are_of_different_runs(const RunHeaders& headers, bool reports) {
   if (headers.said == nullptr) return false;
   const int other = headers.differing();
   if (other < 0) return false;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
+  if (blockIdx.x == 0 && reports) {
     *static_cast<volatile std::uint64_t*>(headers.report) =
         RunHeaders::reported(headers.run, other);
     __threadfence_system();
   }
   return true;
+}
+__device__ inline bool are_of_different_runs(const RunHeaders& headers) {
+  return are_of_different_runs(headers, threadIdx.x == 0 && threadIdx.y == 0);
 }
 
 }  // namespace longspan::kernels::cuda

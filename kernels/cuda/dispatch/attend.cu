@@ -355,7 +355,8 @@ void finish_short(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                   cudaStream_t stream) {
   if (!may_hold(p, Lengths::only_short)) return;
   const Lengths lengths = kinds(p)[0];
-  if (!p.resume && !p.parts && queue_finished(p, lengths, m, gpu, stream)) return;
+  const bool compares = m.headers.said != nullptr;  // which a merge does, and the fold does not
+  if (!p.resume && !p.parts && !compares && queue_finished(p, lengths, m, gpu, stream)) return;
   attend_kind(p, lengths, gpu, stream);
   merge_short(m, kShortQuery, stream);
 }
@@ -365,7 +366,7 @@ bool ends_plainly(const AttendParams& p, const MergeParams& m) {
   return m.dtype == p.dtype && m.out_scale.data == nullptr && is_aligned<8>(m.out, m.dtype);
 }
 
-sm90::Finished finished_of(const MergeParams& m) { return {m.out, m.lse, m.sinks}; }
+sm90::Finished finished_of(const MergeParams& m) { return {m.out, m.lse, m.sinks, m.headers}; }
 
 }  // namespace
 
@@ -407,8 +408,10 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
   // Rows that begin from a state have the other ranks' keys in that state.
   const bool all_keys = p.shard.ranks == 1 || p.resume;
   const bool whole = m.states.slots == 1 && m.rows == nullptr && all_keys;
-  if (!whole || m.headers.said != nullptr) return false;  // a merge compares headers
-  if (is_decode(p) && queue_finished(p, Lengths::only_short, m, gpu, stream)) return true;
+  if (!whole) return false;
+  const bool compares = m.headers.said != nullptr;  // which a merge does, and the fold does not
+  if (is_decode(p) && !compares && queue_finished(p, Lengths::only_short, m, gpu, stream))
+    return true;
   if (!ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long)) return false;
   finish_short(p, m, gpu, stream);
   sm90::attend(p, finished_of(m), kShortQuery + 1, stream);

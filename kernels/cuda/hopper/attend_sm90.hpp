@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/merge_params.hpp"
 #include "kernels/params.hpp"
 
 struct CUstream_st;
@@ -13,9 +14,10 @@ namespace longspan::kernels::sm90 {
 /// Where the finished result goes when no state has to travel: the sink is folded in and the one
 /// rounding, to the dtype of q, is done here. Rows of `out` start at multiples of 16 bytes.
 struct Finished {
-  TokenRows out;  // [tokens, heads, dim]; data null: the state is written instead
-  TokenLse lse;   // [tokens, heads], natural log; with data null where it is not wanted
-  Floats sinks;   // [heads], natural units; or null
+  TokenRows out;       // [tokens, heads, dim]; data null: the state is written instead
+  TokenLse lse;        // [tokens, heads], natural log; with data null where it is not wanted
+  Floats sinks;        // [heads], natural units; or null
+  RunHeaders headers;  // of what was gathered; where they differ, nothing is attended or written
 };
 
 /// Whether this build and the current GPU have the kernel.

@@ -4,6 +4,7 @@
 
 #include <climits>
 
+#include "kernels/cuda/combine/run_headers.cuh"
 #include "kernels/cuda/common/view.cuh"
 #include "kernels/cuda/hopper/attend_sm90_scores.cuh"
 
@@ -76,7 +77,8 @@ class Scheduler {
 
   __device__ __forceinline__ void run() {
     if (lane_ == 0) shared_.key_positions.sequence = -1;
-    for (unsigned index = blockIdx.x; index < call_.work_tiles;) {
+    const bool differs = cuda::are_of_different_runs(call_.finished.headers, lane_ == 0);
+    for (unsigned index = differs ? call_.work_tiles : blockIdx.x; index < call_.work_tiles;) {
       shared_.work_empty[work_.stage].wait(work_.parity ^ 1);
       WorkTile& tile = shared_.work[work_.stage];
       const Found found = find(index, tile);

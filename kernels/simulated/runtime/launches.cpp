@@ -12,6 +12,7 @@
 #include <string_view>
 #include <utility>
 
+#include "kernels/simulated/runtime/stream_memory.hpp"
 #include "kernels/simulated/runtime/streams.hpp"
 
 extern "C" CUresult simulated_encode_tiled(
@@ -121,10 +122,13 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
                                              cudaDriverEntryPointQueryResult* result) {
   return call("cudaGetDriverEntryPointByVersion", [&](Lock&) {
     if (symbol == nullptr || function == nullptr) return cudaErrorInvalidValue;
-    const bool known = std::string_view(symbol) == "cuTensorMapEncodeTiled";
-    *function = known ? reinterpret_cast<void*>(&simulated_encode_tiled) : nullptr;
+    const std::string_view name(symbol);
+    *function = name == "cuTensorMapEncodeTiled" ? reinterpret_cast<void*>(&simulated_encode_tiled)
+                : name == "cuStreamBatchMemOp"   ? reinterpret_cast<void*>(&simulated_stream_batch)
+                                                 : nullptr;
     if (result != nullptr)
-      *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+      *result =
+          *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return cudaSuccess;
   });
 }

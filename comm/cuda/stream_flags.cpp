@@ -1,0 +1,57 @@
+#include "comm/cuda/stream_flags.hpp"
+
+#include <cuda.h>
+#include <fmt/format.h>
+
+#include <array>
+
+#include "src/check.hpp"
+
+namespace longspan::comm {
+namespace {
+
+constexpr std::size_t kMostOperations = 4;
+
+/// The driver's function, without linking the driver's library.
+auto batch_operation() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  LONGSPAN_CUDA(cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function, 12000,
+                                                 cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess)
+    throw BackendError("CUDA: this driver has no cuStreamBatchMemOp: update it to 525 or newer");
+  return reinterpret_cast<decltype(&cuStreamBatchMemOp)>(function);
+}
+
+CUdeviceptr address(const std::byte* at) { return reinterpret_cast<CUdeviceptr>(at); }
+
+CUstreamBatchMemOpParams parameters(const FlagOperation& operation) {
+  CUstreamBatchMemOpParams p{};
+  if (operation.kind == FlagOperation::wait) {
+    p.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+    p.waitValue.address = address(operation.flag);
+    p.waitValue.value64 = 1;
+    p.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+    return p;
+  }
+  const bool frees = operation.kind == FlagOperation::free;
+  p.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+  p.writeValue.address = address(operation.flag + (frees ? 4 : 0));
+  p.writeValue.value = operation.kind == FlagOperation::lower ? 0 : 1;
+  return p;
+}
+
+}  // namespace
+
+void queue_flags(cudaStream_t stream, std::initializer_list<FlagOperation> operations) {
+  static const auto queue = batch_operation();
+  std::array<CUstreamBatchMemOpParams, kMostOperations> batch{};
+  unsigned count = 0;
+  for (const FlagOperation& operation : operations) batch.at(count++) = parameters(operation);
+  const CUresult result = queue(stream, count, batch.data(), 0);
+  if (result != CUDA_SUCCESS)
+    throw BackendError(
+        fmt::format("CUDA: cuStreamBatchMemOp returned {}", static_cast<int>(result)));
+}
+
+}  // namespace longspan::comm

@@ -1,0 +1,138 @@
+#include "comm/nccl/window.hpp"
+
+#include <algorithm>
+#include <future>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "comm/cuda/stream.hpp"
+#include "comm/cuda/stream_flags.hpp"
+#include "comm/nccl/failures.hpp"
+#include "src/check.hpp"
+#include "src/device_guard.hpp"
+
+namespace longspan::comm {
+namespace {
+
+constexpr std::size_t kAlignment = 256;
+constexpr std::size_t kFlagBytes = 8;
+constexpr std::size_t kFlags = 2 * PeerView::kMostRanks;
+
+std::size_t place_of_flags(std::size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+}  // namespace
+
+std::shared_ptr<Window> Window::open(Transport& world, std::size_t bytes, std::string& why,
+                                     std::shared_ptr<PeerBufferSet> set) {
+  auto buffers =
+      PeerBuffers::open(world, place_of_flags(bytes) + kFlags * kFlagBytes, why, std::move(set));
+  if (!buffers) return nullptr;
+  const std::shared_ptr<Window> window(new Window(std::move(buffers), bytes, world.deadline()));
+  why =
+      first_failure(world.gather(failure_of([&] { window->prepare(); }), "opening of the windows"));
+  return why.empty() ? window : nullptr;
+}
+
+/// This rank's flags as an abort sees them, and a stream that never waits.
+struct Window::OwnFlags {
+  std::byte* first = nullptr;
+  int device = 0;
+  cudaStream_t stream = nullptr;
+
+  OwnFlags() = default;
+  ~OwnFlags() {
+    if (stream != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaStreamDestroy(stream)));
+  }
+  OwnFlags(const OwnFlags&) = delete;
+  OwnFlags& operator=(const OwnFlags&) = delete;
+
+  /// Makes the stream, and sees whether flags work in it.
+  void prepare() {
+    LONGSPAN_CUDA(cudaGetDevice(&device));
+    LONGSPAN_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    queue_flags(stream, {{FlagOperation::raise, first},  // of distance 0: nobody else has it
+                         {FlagOperation::wait, first},
+                         {FlagOperation::lower, first}});
+    LONGSPAN_CUDA(cudaStreamSynchronize(stream));
+  }
+
+  /// Ends every wait for these flags, of now and of later.
+  void free() const noexcept {
+    if (stream == nullptr) return;
+    try {
+      const DeviceGuard guard(device);
+      for (std::size_t i = 0; i < kFlags; ++i)
+        queue_flags(stream, {{FlagOperation::free, first + i * kFlagBytes}});
+    } catch (...) {  // a GPU that takes no work waits for nothing either
+    }
+  }
+};
+
+Window::Window(std::unique_ptr<PeerBuffers> buffers, std::size_t bytes,
+               std::chrono::milliseconds deadline)
+    : buffers_(std::move(buffers)),
+      bytes_(bytes),
+      deadline_(deadline),
+      own_(std::make_shared<OwnFlags>()) {
+  own_->first = flag(Flag::free, rank(), 0);
+}
+
+void Window::prepare() {
+  own_->prepare();
+  buffers_->on_abort([own = own_] { own->free(); });
+}
+
+/// A stream that waits for a peer which does not come is freed by a clock, where nobody watches it
+/// any more: what a graph repeats has no other watch.
+Window::~Window() {
+  const DeviceGuard guard(own_->device);
+  std::promise<void> done;
+  std::thread clock;
+  try {
+    clock = std::thread([&, end = done.get_future()] {
+      if (end.wait_for(deadline_) == std::future_status::timeout) buffers_->abort();
+    });
+  } catch (const std::system_error&) {  // no thread can be had: then the wait has no end of its own
+  }
+  static_cast<void>(LONGSPAN_CUDA_WORKED(cudaDeviceSynchronize()));
+  done.set_value();
+  if (clock.joinable()) clock.join();
+}
+
+bool Window::holds(const void* memory) const {
+  const auto* const at = static_cast<const std::byte*>(memory);
+  return at >= data() && at < data() + bytes_;
+}
+
+std::byte* Window::flag(Flag which, int rank, int distance) const {
+  const std::size_t index = static_cast<std::size_t>(2 * distance) + (which == Flag::here ? 1 : 0);
+  return base(rank) + place_of_flags(bytes_) + index * kFlagBytes;
+}
+
+void Window::shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const {
+  const int to = (rank() + distance) % ranks(), from = (rank() - distance + ranks()) % ranks();
+  const auto moves = [&](std::size_t Piece::*bytes) {
+    return std::any_of(pieces.begin(), pieces.end(), [&](const Piece& p) { return p.*bytes > 0; });
+  };
+  const bool receives = moves(&Piece::received);
+  if (receives) queue_flags(stream, {{FlagOperation::raise, flag(Flag::free, from, distance)}});
+  if (moves(&Piece::sent)) {
+    std::byte* const freed = flag(Flag::free, rank(), distance);
+    queue_flags(stream, {{FlagOperation::wait, freed}, {FlagOperation::lower, freed}});
+    for (const Piece& piece : pieces) {
+      const void* const place = piece.place_there ? piece.place_there : piece.recv;
+      copy_on(stream, piece.send, base(to) + (static_cast<const std::byte*>(place) - data()),
+              piece.sent);
+    }
+    queue_flags(stream, {{FlagOperation::raise, flag(Flag::here, to, distance)}});
+  }
+  if (receives) {
+    std::byte* const here = flag(Flag::here, rank(), distance);
+    queue_flags(stream, {{FlagOperation::wait, here}, {FlagOperation::lower, here}});
+  }
+}
+
+}  // namespace longspan::comm

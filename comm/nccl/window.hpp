@@ -1,0 +1,62 @@
+// A window of each rank: memory that the copy engines of all ranks' GPUs write (CUDA IPC over
+// NVLink or PCIe peer access). A shift into it takes no multiprocessor from the kernels that run
+// beside it, as NCCL's do.
+//
+//     receiver: raise `free` at the sender             ... wait `here`, lower it
+//     sender:   wait `free`, lower it, copy, raise `here` at the receiver
+//
+// Each pair of ranks has the two flags of its distance. The sender copies to where it itself would
+// receive, so all ranks of a shift receive at the same place of their windows.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "comm/nccl/peer_buffers.hpp"
+#include "comm/transport.hpp"
+
+namespace longspan::comm {
+
+class Window {
+ public:
+  /// Opens the windows. It is collective. It gives null on every rank, with the reason in `why`,
+  /// where peer buffers cannot be had, or a GPU cannot wait for flags in its streams.
+  static std::shared_ptr<Window> open(Transport& world, std::size_t bytes, std::string& why,
+                                      std::shared_ptr<PeerBufferSet> set);
+
+  /// Waits for the work of the GPU, past the deadline not for what waits in a stream for a peer.
+  ~Window();
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
+
+  std::byte* data() const { return base(rank()); }
+  bool holds(const void* memory) const;
+
+  /// Queues a shift of pieces into this window, by a distance from 1 to ranks - 1.
+  void shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const;
+
+ private:
+  enum class Flag { free, here };
+
+  Window(std::unique_ptr<PeerBuffers> buffers, std::size_t bytes,
+         std::chrono::milliseconds deadline);
+  void prepare();
+
+  int rank() const { return buffers_->view().rank; }
+  int ranks() const { return buffers_->view().ranks; }
+  std::byte* base(int rank) const { return buffers_->view().peer_buffer[rank]; }
+  std::byte* flag(Flag which, int rank, int distance) const;
+
+  struct OwnFlags;
+
+  std::unique_ptr<PeerBuffers> buffers_;
+  std::size_t bytes_;
+  std::chrono::milliseconds deadline_;
+  std::shared_ptr<OwnFlags> own_;  // shared with whoever aborts
+};
+
+}  // namespace longspan::comm

@@ -19,10 +19,15 @@ CURVES = (BLUE, RED, GREEN, PINK, SKY, ORANGE, GREY)
 PHASES = {"append": GREEN, "attend": BLUE, "exchange": RED, "merge": ORANGE}
 
 
-def sheet(columns, width, height, **options):
+def grid(rows, columns, width, height, **options):
     from matplotlib import pyplot
-    figure, panels = pyplot.subplots(1, columns, figsize=(width, height), squeeze=False, **options)
+    figure, panels = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, **options)
     pyplot.close(figure)  # only pyplot's list forgets it
+    return figure, panels
+
+
+def sheet(columns, width, height, **options):
+    figure, panels = grid(1, columns, width, height, **options)
     return figure, panels[0]
 
 

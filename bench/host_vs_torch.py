@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 import longspan_command
 import records
+import torch_host
 
 TARGET = 0.8  # of PyTorch's speed, in prefill
 HEADS = 8
@@ -48,14 +49,6 @@ def longspan_seconds(command, dim, kv, tokens, causal, iterations, threads):
     if not run["check"]["right"]:
         raise SystemExit(f"wrong result: {run}")
     return run["time_ms"]["min"] / 1000
-
-
-def math_library():
-    """Of PyTorch's matrix products, as its own configuration names it, with the version."""
-    lines = [line.strip(" -") for line in torch.__config__.show().splitlines()]
-    named = [line for line in lines
-             if line.startswith(("Intel(R)", "OpenBLAS", "oneDNN"))]
-    return "; ".join(named) or "not named"
 
 
 def compare(args, dim, kv, tokens, causal, target):
@@ -87,9 +80,7 @@ def main():
     records.add_arguments(parser)
     args = longspan_command.parse(parser)
     torch.set_num_threads(args.threads)
-    args.host = records.host_machine(
-        args.command, pytorch=torch.__version__, pytorch_math=math_library(),
-        pytorch_simd=torch.backends.cpu.get_cpu_capability())
+    args.host = torch_host.machine(args.command)
     print(f"# {args.host['cpu']}, {args.host['cores']} cores, {args.host['simd']}; PyTorch "
           f"{torch.__version__}, {args.host['pytorch_simd']}, {args.host['pytorch_math']}")
 

@@ -6,6 +6,8 @@ of other records, beside them.
     python3 bench/plot.py scale-cpu                          this one
     python3 bench/plot.py scale-cpu --results build/results  of your own records, to build/results
     python3 bench/plot.py --out folder                       to another place
+    python3 bench/plot.py out.json                           of `longspan bench scale --json out.json`:
+                                                             out.svg and out-best.svg beside it
 
 Needs matplotlib. Text stays text in the SVG, and the same records give the same bytes. A plot
 carries a digest of its records, by which tests/plots_test.py sees that it is out of date.
@@ -14,12 +16,14 @@ carries a digest of its records, by which tests/plots_test.py sees that it is ou
 import argparse
 import hashlib
 import importlib.util
+import json
 import pathlib
 import re
 import sys
 
 import figures
 import records
+import strategy_figures
 
 # Plot, the records it shows, who draws it. * is a machine; one of the files is enough.
 PLOTS = [
@@ -30,7 +34,11 @@ PLOTS = [
     ("chunked-*", ["chunked-*"], figures.chunked),
     ("merge-*", ["merge-*"], figures.merge),
     ("exchange-*", ["exchange-*x2", "exchange-*x4", "exchange-*x8"], figures.exchange),
+    ("strategies-*", ["strategies-*", "auto-*"], strategy_figures.strategies),
+    ("best-*", ["strategies-*", "auto-*"], strategy_figures.best),
 ]
+# Of a file of `longspan bench scale --json`: what follows its name, who draws it.
+OF_SCALE = [("", strategy_figures.strategies), ("-best", strategy_figures.best)]
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "longspan", "figure.constrained_layout.use": True,
          "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False,
          "axes.spines.right": False, "legend.frameon": False}
@@ -55,12 +63,17 @@ def stamp(files):
     return f"bench/plot.py: {' '.join(path.name for path in files)} {digest}"
 
 
+def read(path):
+    """Records, or the one that a command wrote as JSON."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else records.read(path)
+
+
 def draw(name, files, function, folder):
     """The path of the plot; None if the records have nothing that it shows."""
     import matplotlib
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
-        figure = function({path.stem: records.read(path) for path in files})
+        figure = function({path.stem: read(path) for path in files})
         if figure is None:
             return None
         path = pathlib.Path(folder) / f"{name}.svg"
@@ -72,29 +85,49 @@ def draw(name, files, function, folder):
     return path
 
 
+def draw_scale(path, folder):
+    """The plots of what `longspan bench scale` wrote; those that it has nothing for are left out."""
+    try:
+        read(path)["rows"][0]["phase"]
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror}")
+    except (ValueError, LookupError, TypeError):
+        sys.exit(f"{path} is not what `longspan bench scale --json` writes")
+    drawn = [draw(path.stem + ending, [path], function, folder) for ending, function in OF_SCALE]
+    if not any(drawn):
+        sys.exit(f"{path}: nothing to show of one rank alone; start the command on several")
+    print(*filter(None, drawn), sep="\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="*", help="plots such as scale-cpu (default: all)")
+    parser.add_argument("name", nargs="*", help="plots such as scale-cpu (default: all), or files that "
+                        "`longspan bench scale --json` wrote")
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the plots (default: docs for "
                         "the records of the documentation, else the folder of the records)")
     args = parser.parse_args()
+    files = [pathlib.Path(name) for name in args.name if name.endswith(".json")]
+    names = [name for name in args.name if not name.endswith(".json")]
+    beside = args.out
     if args.out is None:
         ours = pathlib.Path(args.results).resolve() == records.RESULTS.resolve()
         args.out = records.ROOT / "docs" if ours else pathlib.Path(args.results)
     if importlib.util.find_spec("matplotlib") is None:
         sys.exit("bench/plot.py draws with matplotlib, which is not installed for this Python: "
                  "python3 -m pip install matplotlib")
-    found = sources(args.results)
-    for name in args.name or found:
+    for path in files:
+        draw_scale(path, beside or path.parent)
+    found = sources(args.results) if names or not files else {}
+    for name in names or found:
         if name not in found:
             sys.exit(f"{name}: {args.results} has no records for it; "
                      f"there are records for {', '.join(found) or 'no plot'}")
         path = draw(name, *found[name], args.out)
         if path:
             print(path)
-        elif args.name:
+        elif names:
             sys.exit(f"{name}: its records have nothing that this plot shows")
 
 

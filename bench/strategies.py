@@ -8,7 +8,8 @@
 `longspan bench scale` measures prefill, chunks and decode of a grid of lengths, heads and groups by every
 strategy that serves, each checked against float64. Two files of records:
 
-    strategies-<machine>   efficiency of each strategy against one rank, bytes received against the formula
+    strategies-<machine>   efficiency of each strategy against one rank, the phases' shares of its time, bytes
+                           received against the formula
     auto-<machine>         the time of auto's choice against that of the fastest strategy, for each problem
 """
 
@@ -65,6 +66,8 @@ def judge(args, rows, heads, kv_heads, machine, targets):
         wanted = targets.get((row["phase"], row["kv_len"])) if row["fastest"] and row["ranks"] == 2 else None
         strategies.append(records.record("strategies", case, "efficiency", round(row["efficiency"], 3), target=wanted,
                                          machine=machine))
+        strategies += [records.record("strategies", case, f"{phase} share", round(share, 4), machine=machine)
+                       for phase, share in row["split"].items()]
         if row["received_bytes"]:
             strategies.append(records.record("strategies", case, "received bytes", row["counted_bytes"],
                                              peer="formula", peer_value=row["received_bytes"],

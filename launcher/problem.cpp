@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -66,6 +67,12 @@ RunSize Problem::run_size(int ranks) const {
       rows += static_cast<double>(queries->on(rank, ranks, length).local_len(length));
     size.most_tokens = std::max(size.most_tokens, rows);
   }
+  const auto differ = [](const std::vector<std::int32_t>& lengths) {
+    return std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) !=
+           lengths.end();
+  };
+  if (differ(q_lens) || differ(kv_lens))
+    for (int b = 0; b < batch(); ++b) size.each.push_back({q_lens[b], kv_lens[b]});
   return size;
 }
 

@@ -12,9 +12,10 @@
 namespace longspan {
 namespace {
 
-/// One sequence of a run, whose rows are its last positions.
-struct Sequence {
-  std::int64_t rows = 0, keys = 0;
+/// Sequences of a run that are alike. Their rows are the last positions.
+struct Sequences {
+  std::int64_t rows = 0, keys = 0;  // of each of them
+  double count = 1;
 
   std::int64_t first_row() const { return keys - rows; }
 };
@@ -24,12 +25,12 @@ double length(const Interval& interval) {
 }
 
 /// The keys that the row at a position sees.
-double seen_by_row(const Mask& mask, const Sequence& s, std::int64_t position) {
+double seen_by_row(const Mask& mask, const Sequences& s, std::int64_t position) {
   return length(mask.visible(position, s.keys));
 }
 
 /// The rows that see the key at a position.
-double seen_by_key(const Mask& mask, const Sequence& s, std::int64_t position) {
+double seen_by_key(const Mask& mask, const Sequences& s, std::int64_t position) {
   Interval rows{s.first_row(), s.keys};
   if (mask.causal)
     rows.begin = std::max(rows.begin, position);
@@ -51,12 +52,22 @@ void for_cells(std::int64_t count, std::int64_t cells, const Visit& visit) {
 
 constexpr std::int64_t kCells = 4096;
 
+/// In a batch of sequences that differ, each has its part of the cells, but no fewer than this.
+constexpr std::int64_t kLeastCells = 64;
+
+std::int64_t cells_of_each(std::int64_t cells, const std::vector<Sequences>& batch) {
+  return std::max(kLeastCells, cells / static_cast<std::int64_t>(batch.size()));
+}
+
 /// The visible pairs of a row and a key.
-double visible_pairs(const Mask& mask, const Sequence& s) {
+double visible_pairs(const Mask& mask, const std::vector<Sequences>& batch) {
   double pairs = 0;
-  for_cells(s.rows, kCells, [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
-    pairs += static_cast<double>(end - begin) * seen_by_row(mask, s, s.first_row() + middle);
-  });
+  for (const Sequences& s : batch)
+    for_cells(s.rows, cells_of_each(kCells, batch),
+              [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
+                pairs += s.count * static_cast<double>(end - begin) *
+                         seen_by_row(mask, s, s.first_row() + middle);
+              });
   return pairs;
 }
 
@@ -64,40 +75,75 @@ bool is_by_table(const Sharding& dealt) {
   return dealt.layout == Layout::ranges || dealt.layout == Layout::listed;
 }
 
+/// The visible pairs of a rank, whose part of each sequence is dealt out by the same rule.
+double pairs_of_rank(const Sharding& dealt, bool by_keys, const Mask& mask,
+                     const std::vector<Sequences>& batch, int rank, int ranks) {
+  const std::int64_t cells = cells_of_each(std::max(kCells, 8 * std::int64_t{ranks}), batch);
+  double own = 0;
+  for (const Sequences& s : batch) {
+    const std::int64_t count = by_keys ? s.keys : s.rows;
+    const Shard shard = dealt.resolve(count, rank, ranks);
+    for_cells(count, cells, [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
+      const std::int64_t held = shard.before(end, count) - shard.before(begin, count);
+      if (held == 0) return;
+      own +=
+          s.count * static_cast<double>(held) *
+          (by_keys ? seen_by_key(mask, s, middle) : seen_by_row(mask, s, s.first_row() + middle));
+    });
+  }
+  return own;
+}
+
 /// The visible pairs of the rank that has most of them, over the mean. Of thousands of ranks some
 /// are looked at, the first and the last among them.
-double balance_of(const Sharding& dealt, Balanced by, const Mask& mask, const Sequence& s,
-                  int ranks) {
+double balance_of(const Sharding& dealt, Balanced by, const Mask& mask,
+                  const std::vector<Sequences>& batch, int ranks) {
   constexpr int kRanks = 256;
   if (by == Balanced::evenly || ranks == 1 || is_by_table(dealt)) return 1;
-  const bool by_keys = by == Balanced::by_keys;
-  const std::int64_t count = by_keys ? s.keys : s.rows;
   const int looked_at = std::min(ranks, kRanks);
   double most = 0, sum = 0;
   for (int i = 0; i < looked_at; ++i) {
     const int rank =
         looked_at == 1 ? 0 : static_cast<int>(std::int64_t{ranks - 1} * i / (looked_at - 1));
-    const Shard shard = dealt.resolve(count, rank, ranks);
-    double own = 0;
-    for_cells(count, std::max<std::int64_t>(kCells, 8 * std::int64_t{ranks}),
-              [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
-                const std::int64_t held = shard.before(end, count) - shard.before(begin, count);
-                if (held == 0) return;
-                own += static_cast<double>(held) *
-                       (by_keys ? seen_by_key(mask, s, middle)
-                                : seen_by_row(mask, s, s.first_row() + middle));
-              });
+    const double own = pairs_of_rank(dealt, by == Balanced::by_keys, mask, batch, rank, ranks);
     most = std::max(most, own);
     sum += own;
   }
   return sum > 0 ? most * looked_at / sum : 1;
 }
 
-Sequence typical(const RunSize& size) {
-  const double sequences = std::max(1.0, size.sequences);
-  const auto keys = static_cast<std::int64_t>(std::llround(size.keys / sequences));
-  const auto rows = static_cast<std::int64_t>(std::llround(size.tokens / sequences));
-  return {std::min(rows, keys), keys};  // rows past the keys see nothing
+/// The sequences of a run, those that are alike together. Of hundreds of lengths the middle one of
+/// neighbours stands for them.
+std::vector<Sequences> batch_of(const RunSize& size) {
+  constexpr std::size_t kLengths = 256;
+  const auto seen = [](std::int64_t rows, std::int64_t keys, double count) {
+    return Sequences{std::min(rows, keys), keys, count};  // rows past the keys see nothing
+  };
+  if (size.each.empty()) {
+    const double count = std::max(1.0, size.sequences);
+    return {seen(std::llround(size.tokens / count), std::llround(size.keys / count), count)};
+  }
+  std::vector<Sequences> all;
+  for (const SequenceSize& one : size.each) all.push_back(seen(one.rows, one.keys, 1));
+  std::sort(all.begin(), all.end(), [](const Sequences& a, const Sequences& b) {
+    return a.keys != b.keys ? a.keys < b.keys : a.rows < b.rows;
+  });
+  std::vector<Sequences> alike;
+  for (const Sequences& one : all) {
+    if (!alike.empty() && alike.back().keys == one.keys && alike.back().rows == one.rows)
+      ++alike.back().count;
+    else
+      alike.push_back(one);
+  }
+  if (alike.size() <= kLengths) return alike;
+  std::vector<Sequences> some;
+  for (std::size_t i = 0; i < kLengths; ++i) {
+    const std::size_t begin = alike.size() * i / kLengths, end = alike.size() * (i + 1) / kLengths;
+    Sequences& stands = some.emplace_back(alike[(begin + end - 1) / 2]);
+    stands.count = 0;
+    for (std::size_t j = begin; j < end; ++j) stands.count += alike[j].count;
+  }
+  return some;
 }
 
 /// The seconds that bytes take from the ranks of the own node and of others. Every other rank is
@@ -117,12 +163,11 @@ double key_row_bytes(const Options& o) {
 void predict(Forecast& f, const Options& o, const Topology& topology, const RunSize& size,
              const Machine& machine) {
   const StrategyEntry& entry = entry_of(*f.strategy);
-  const Sequence sequence = typical(size);
+  const std::vector<Sequences> batch = batch_of(size);
   const Balanced by = entry.balanced(o);
   f.balance = balance_of(by == Balanced::by_queries ? o.queries.value_or(Sharding{}) : o.keys, by,
-                         o.mask, sequence, topology.ranks);
-  const double flops = 2.0 * o.heads * (o.head_dim + o.of_values()) *
-                       visible_pairs(o.mask, sequence) * std::max(1.0, size.sequences);
+                         o.mask, batch, topology.ranks);
+  const double flops = 2.0 * o.heads * (o.head_dim + o.of_values()) * visible_pairs(o.mask, batch);
   const RunCost& cost = f.cost;
   f.attend = cost.calls * machine.call_s + f.balance * cost.work * flops / machine.flops_per_s +
              cost.keys_read * size.keys * key_row_bytes(o) / machine.key_bytes_per_s;

@@ -2,6 +2,7 @@
 draws is what the records say. The drawing itself needs matplotlib."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import random
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import figures  # noqa: E402
 import plot  # noqa: E402
 import records  # noqa: E402
+import strategy_figures  # noqa: E402
 
 SHAPE = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bf16", "batch": 1, "tokens": 1,
          "ranks": 1}
@@ -92,7 +94,54 @@ def exchanges(ranks):
                                 peer="kernels of their own", peer_value=7.0, ratio=1.4)]
 
 
+NAMES = ["gather-states", "gather-kv", "ring-kv", "scatter-states", "ring-q", "heads"]
+PHASES = ("attend", "exchange", "merge")
+
+
+def strategies():
+    """The records of bench/strategies.py, and of what auto chose."""
+    measured, auto = [], []
+    for phase, ranks, keys, kv_heads in [(phase, ranks, keys, kv_heads) for phase in ("decode", "prefill")
+                                         for ranks in (2, 4) for keys in (4096, 16384) for kv_heads in (8, 2)]:
+        case = {"phase": phase, "ranks": ranks, "kv_len": keys, "tokens": keys if phase == "prefill" else 1,
+                "heads": 8, "kv_heads": kv_heads, "dim": 64, "dtype": "fp32", "causal": True}
+        for name in NAMES:
+            mine = case | {"strategy": name}
+            goal = 0.9 if (name, ranks, keys) == ("heads", 2, 4096) else None
+            measured.append(records.record("strategies", mine, "efficiency", random.uniform(0.1, 1), target=goal,
+                                           machine={"cores": 2}))
+            measured += [records.record("strategies", mine, f"{phase} share", share)
+                         for phase, share in zip(PHASES, (0.5, 0.25, 0.25))]
+            measured.append(records.record("strategies", mine, "received bytes", 1.0, peer="formula",
+                                           peer_value=1.0, ratio=1.0))
+        auto.append(records.record("auto", case | {"strategy": random.choice(NAMES)}, "us", 5.0,
+                                   peer="fastest: heads", peer_value=4.0, ratio=0.8, target=0.95))
+    return measured, auto
+
+
+def scale_json(ranks=(1, 2, 4), weak=False):
+    """What `longspan bench scale --json` writes, with a strategy that refuses decode."""
+    rows = []
+    for phase in ("prefill", "decode"):
+        for n in ranks:
+            for keys in (1024, 3000):
+                for name in NAMES if n > 1 else NAMES[:1]:
+                    row = {"phase": phase, "ranks": n, "kv_len": keys * n if weak else keys, "tokens": 1,
+                           "strategy": name, "no": "", "chosen": name == "gather-kv", "fastest": False}
+                    if (phase, name) == ("decode", "ring-kv"):
+                        rows.append(row | {"no": "it shares the work by rows"})
+                        continue
+                    time = random.uniform(1, 9)
+                    rows.append(row | {"time_ms": {"median": time, "min": time, "max": time},
+                                       "split": dict(zip(PHASES, (0.5, 0.25, 0.25))),
+                                       "efficiency": random.uniform(0.1, 1) if 1 in ranks else None})
+    case = {"scaling": "weak" if weak else "strong", "batch": 1, "heads": 8, "kv_heads": 2, "dim": 64,
+            "dtype": "fp32", "shard": "zigzag", "inputs": "seed 0"}
+    return {"longspan": "0.2.0", "backend": "host", "world": "MPI", "case": case, "threads": 1, "rows": rows}
+
+
 def invented():
+    measured, auto = strategies()
     masks = [{"causal": causal, "invariant": invariant, "kv_len": kv, "tokens": kv}
              for causal in (False, True) for invariant in (True, False) for kv in (4096, 16384)]
     pages = [{"page": 16, "layout": layout, "kv_len": kv, "tokens": 512}
@@ -109,7 +158,8 @@ def invented():
             "seeds-cpu": beside("seeds", "us", decode, ["longspan, contiguous keys"]),
             "chunked-h200": beside("chunked", "TFLOP/s", pages, ["cuDNN (two parts)"]),
             "merge-h200": beside("merge", "TB/s", states, ["copy", "seed (as shipped)"]),
-            "exchange-h200x2": exchanges(2), "exchange-h200x4": exchanges(4)}
+            "exchange-h200x2": exchanges(2), "exchange-h200x4": exchanges(4),
+            "strategies-cpu": measured, "auto-cpu": auto}
 
 
 class InFolder(unittest.TestCase):
@@ -148,13 +198,13 @@ class Plots(InFolder):
         drawn = {path.stem: path.read_bytes() for path in (self.folder / "one").iterdir()}
         self.assertEqual(set(drawn), {"scale-cpu", "scale-h200x4", "prefill-h200", "decode-h200",
                                       "decode_step-h200x8", "chunked-h200", "merge-h200",
-                                      "exchange-h200"})
+                                      "exchange-h200", "strategies-cpu", "best-cpu"})
         found = plot.sources(self.folder / "results")
         for name, text in drawn.items():
             self.assertEqual(text, (self.folder / "two" / f"{name}.svg").read_bytes(), name)
             root = xml.etree.ElementTree.fromstring(text)
             words = " ".join("".join(part.itertext()) for part in root.iter() if "text" in part.tag)
-            self.assertIn("processors" if name == "scale-cpu" else "H200", words)
+            self.assertIn("processors" if name.endswith("-cpu") else "H200", words)
             self.assertIn(plot.stamp(found[name][0]).encode(), text)
             self.assertNotIn(b"nan", text)
 
@@ -168,6 +218,47 @@ class Plots(InFolder):
             done = self.start(name, "--out", self.folder / "out")
             self.assertEqual(done.returncode, 1)
             self.assertIn(word, done.stderr)
+
+
+class OfScale(InFolder):
+    """Files of `longspan bench scale --json`."""
+
+    def written(self, name, content):
+        path = self.folder / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    @DRAWS
+    def test_plots_beside_the_file_or_in_a_folder(self):
+        path = self.written("mine.json", scale_json())
+        for folder, more in ((self.folder, []), (self.folder / "out", ["--out", self.folder / "out"])):
+            done = self.start(path, *more)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            drawn = [folder / "mine.svg", folder / "mine-best.svg"]
+            self.assertEqual(done.stdout.split(), list(map(str, drawn)))
+            for svg in drawn:
+                text = svg.read_bytes()
+                xml.etree.ElementTree.fromstring(text)
+                self.assertIn(plot.stamp([path]).encode(), text)
+
+    @DRAWS
+    def test_without_one_rank_there_is_the_map_alone(self):
+        done = self.start(self.written("mine.json", scale_json((2, 4))))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout.split(), [str(self.folder / "mine-best.svg")])
+
+    @DRAWS
+    def test_what_cannot_be_drawn(self):
+        for content, word in (("{", "is not what"), ("[]", "is not what"), ({"rows": []}, "is not what"),
+                              (scale_json((1,)), "one rank alone")):
+            done = self.start(self.written("mine.json", content))
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(word, done.stderr)
+            self.assertNotIn("Traceback", done.stderr)
+        done = self.start(self.folder / "none.json")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("No such file", done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
 
 
 def lines(panel, label):
@@ -229,6 +320,80 @@ class Figures(unittest.TestCase):
                              list(zip(sizes, (3.0, 12.0, 48.0))))
             self.assertEqual(lines(panel, "longspan, two-trips"), [(sizes[2], 32.0)])
             self.assertEqual(lines(panel, "target"), list(zip(sizes, (1.5, 6.0, 24.0))))
+
+    def test_strategies_of_records(self):
+        rows, auto = strategies()
+        panels = self.panels(strategy_figures.strategies, strategies_cpu=rows, auto_cpu=auto)
+        self.assertEqual([panel.get_title() for panel in panels],
+                         ["prefill, 16,384 keys", "prefill, 2 ranks", "prefill, 16,384 keys, 2 ranks",
+                          "decode, 16,384 keys", "decode, 2 ranks", "decode, 16,384 keys, 2 ranks"])
+        for phase, (speed, efficiency, split) in zip(("prefill", "decode"), (panels[:3], panels[3:])):
+            mine = {(r["case"]["strategy"], r["case"]["ranks"], r["case"]["kv_len"]): r["ours"] for r in rows
+                    if r["metric"] == "efficiency" and r["case"]["phase"] == phase and r["case"]["kv_heads"] == 8}
+            for name in NAMES:
+                self.assertEqual(lines(speed, name), [(1, 1), *((n, n * mine[name, n, 16384]) for n in (2, 4))])
+                self.assertEqual(lines(efficiency, name), [(n, mine[name, 2, n]) for n in (4096, 16384)])
+            self.assertEqual(lines(efficiency, "target"), [(4096, 0.9)])  # of two ranks, which have a core each
+            self.assertEqual([bar.get_width() for bar in split.patches], 6 * [50] + 12 * [25])
+        without = [r for r in rows if not r["metric"].endswith("share")]
+        self.assertEqual(len(self.panels(strategy_figures.strategies, strategies_cpu=without)), 4)
+
+    def cells(self, panel):
+        """{(row, column): text} and {(row, column): colour} of a map."""
+        rows, columns = ([label.get_text() for label in labels]
+                         for labels in (panel.get_yticklabels(), panel.get_xticklabels()))
+        place = lambda x, y: (rows[round(y)], columns[round(x)])
+        return ({place(*text.get_position()): text.get_text() for text in panel.texts},
+                {place(bar.get_x() + 0.48, bar.get_y() + 0.46): bar.get_facecolor() for bar in panel.patches})
+
+    def test_best_of_records(self):
+        from matplotlib import colors
+        rows, auto = strategies()
+        panel, = self.panels(strategy_figures.best, strategies_cpu=rows, auto_cpu=auto)
+        texts, fills = self.cells(panel)
+        self.assertEqual(len(texts), 16)
+        self.assertEqual(set(texts), set(fills))
+        for choice in auto:
+            case = choice["case"]
+            some = {r["case"]["strategy"]: r["ours"] for r in rows if r["metric"] == "efficiency"
+                    and r["case"] | {"strategy": ""} == case | {"strategy": ""}}
+            name = max(some, key=some.get)
+            cell = (f"{case['phase']}, {case['ranks']} ranks, 8/{case['kv_heads']} heads", f"{case['kv_len'] // 1024}K")
+            self.assertEqual(fills[cell], colors.to_rgba(strategy_figures.COLORS[name]))
+            taken = case["strategy"]
+            self.assertEqual(texts[cell], f"{some[name]:.2f}" + (
+                "" if taken == name else f"\n{taken} {some[taken] / some[name]:.2f}"))
+
+    def test_best_of_the_command(self):
+        from matplotlib import colors
+        for weak in (False, True):
+            run = scale_json(weak=weak)
+            figure = strategy_figures.best({"mine": run})
+            texts, fills = self.cells(figure.axes[0])
+            self.assertEqual(len(texts), 8)
+            for (row, column), text in texts.items():
+                phase, ranks = row.split(", ")
+                n, keys = int(ranks.split()[0]), {"1K": 1024, "3,000": 3000}[column]
+                some = {r["strategy"]: r for r in run["rows"] if not r["no"] and r["phase"] == phase
+                        and r["ranks"] == n and r["kv_len"] == keys * (n if weak else 1)}
+                self.assertEqual(len(some), 6 if phase == "prefill" else 5)
+                name = min(some, key=lambda name: some[name]["time_ms"]["median"])
+                self.assertEqual(fills[row, column], colors.to_rgba(strategy_figures.COLORS[name]))
+                self.assertTrue(text.startswith(f"{some[name]['efficiency']:.2f}"))
+                self.assertEqual("gather-kv" in text, name != "gather-kv")
+
+    def test_strategies_of_the_command(self):
+        run = scale_json()
+        panels = strategy_figures.strategies({"mine": run}).axes
+        self.assertEqual([panel.get_title() for panel in panels[:3]],
+                         ["prefill, 3,000 keys", "prefill, 4 ranks", "prefill, 3,000 keys, 4 ranks"])
+        value = {(r["phase"], r["strategy"], r["ranks"], r["kv_len"]): r["efficiency"]
+                 for r in run["rows"] if not r["no"]}
+        self.assertEqual(lines(panels[0], "ring-q"), [(1, 1), *((n, n * value["prefill", "ring-q", n, 3000])
+                                                                for n in (2, 4))])
+        self.assertEqual(lines(panels[4], "heads"), [(n, value["decode", "heads", 4, n]) for n in (1024, 3000)])
+        self.assertEqual(lines(panels[4], "ring-kv"), [])
+        self.assertIsNone(strategy_figures.strategies({"mine": scale_json((2, 4))}))
 
 
 if __name__ == "__main__":

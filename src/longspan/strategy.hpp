@@ -4,6 +4,7 @@
 /// the one that is predicted to be fastest.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
@@ -27,12 +28,20 @@ struct StrategyInfo {
 /// Every strategy of this build, in the order of preference.
 std::span<const StrategyInfo> strategies();
 
+/// The size of one sequence of a run. Its rows stand at its last positions.
+struct SequenceSize {
+  std::int64_t rows = 0;  ///< of queries, on all ranks
+  std::int64_t keys = 0;  ///< on all ranks
+};
+
 /// The size of a run, counted in doubles so that no size overflows.
 struct RunSize {
-  double tokens = 0;       ///< query rows, of all sequences and ranks
-  double most_tokens = 0;  ///< with sharded queries: most of them on one rank
-  double keys = 0;         ///< of all sequences, on all ranks
-  double sequences = 1;    ///< that share these
+  double tokens = 0;                    ///< query rows, of all sequences and ranks
+  double most_tokens = 0;               ///< with sharded queries: most of them on one rank
+  double keys = 0;                      ///< of all sequences, on all ranks
+  double sequences = 1;                 ///< that share these
+  std::vector<SequenceSize> each = {};  ///< of packed documents and other sequences that differ,
+                                        ///< each dealt out by itself; empty: they are alike
 };
 
 /// What a run of that size takes on each rank.

@@ -9,10 +9,13 @@ import sys
 import unittest
 from unittest import mock
 
-from command import COMMAND, CommandTest, environment
+from command import COMMAND, MPIEXEC, CommandTest, environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
+import context_parallel  # noqa: E402
+import context_parallel_vs_gloo  # noqa: E402
+import context_parallel_vs_torch  # noqa: E402
 import host_serving  # noqa: E402
 import prefill_features  # noqa: E402
 import prefill_runs  # noqa: E402
@@ -49,6 +52,51 @@ class PrefillTest(CommandTest):
                           ((128, 4096, False), (64, 4096, True), (128, 65536, True),
                            (256, 16384, False), (256, 16384, True))],
                          [1.0, 1.05, 1.02, 0.95, 1.0])
+
+
+class ContextParallelTest(CommandTest):
+    def test_beside_invented_peers(self):
+        self.needs_mpi()
+
+        def peers(bench, args):
+            shape = {"heads": 8, "kv_heads": 2, "alone": 8.0}
+            return [shape | {"tokens": tokens, "name": "other", "ms": 5.0} for tokens in args.tokens] + [
+                shape | {"tokens": 256, "name": "none", "refused": "NotImplementedError: no kernel"}]
+
+        host = mock.Mock(machine=lambda command: {"cpu": "a cpu", "pytorch": "2", "pytorch_simd": "AVX9"})
+        with mock.patch.object(context_parallel, "run_peer", peers), mock.patch.dict(sys.modules, torch_host=host):
+            said = start(context_parallel_vs_gloo, "--command", COMMAND, "--launcher", MPIEXEC + " -n {ranks}",
+                         "--tokens", 256, 512, "--heads", "8/2", "--rounds", 2, "--iterations", 1, "--strategies",
+                         "ring-kv", "heads", "--machine", "try", "--results", self.folder)
+        self.assertIn("# none refuses 8/2, 256 tokens: NotImplementedError: no kernel", said)
+        self.assertIn("efficiency  0.800   (one thread: 8.000 ms)", said)
+        rows = records.read(self.path("context_parallel-try.jsonl"))
+        self.assertEqual({r["machine"]["cpu"] for r in rows}, {"a cpu"})
+        for tokens in (256, 512):
+            mine = [r for r in rows if r["case"]["tokens"] == tokens]
+            times = {r["case"]["strategy"]: r["ours"] for r in mine if r["metric"] == "ms" and not r["peer"]}
+            self.assertEqual(set(times), {"ring-kv", "heads"})
+            peer, = [r for r in mine if r["peer"]]
+            best = min(times, key=times.get)
+            self.assertEqual((peer["peer"], peer["case"]["strategy"], peer["ours"]), ("other", best, times[best]))
+            self.assertAlmostEqual(peer["ratio"] * times[best], 5.0, delta=0.01)
+
+    def test_figures_of_rounds(self):
+        def row(ranks, strategy, ms, no=""):
+            return {"kv_len": 8192, "ranks": ranks, "strategy": strategy, "no": no, "time_ms": {"median": ms}}
+
+        ours = [[row(1, "gather-states", one), row(2, "ring-kv", two), row(2, "heads", 9.0), row(2, "ring-q", 0, "no")]
+                for one, two in ((10.0, 6.0), (30.0, 7.0), (20.0, 80.0))]
+        peers = [[{"heads": 16, "kv_heads": 16, "tokens": tokens, "name": "other", "alone": 1.0, "ms": ms}
+                  for tokens in (8192, 4096)] for ms in (14.0, 1.0, 21.0)]
+        args = mock.Mock(tokens=[8192], ranks=2)
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = context_parallel.judge(context_parallel_vs_torch.BENCH, args, "16/16", ours, peers)
+        self.assertEqual([(r["case"]["strategy"], r["metric"], r["ours"], r["peer_value"], r["ratio"], r["target"])
+                          for r in found],
+                         [("ring-kv", "efficiency", 1.429, None, None, 0.85), ("ring-kv", "ms", 7.0, None, None, None),
+                          ("heads", "efficiency", 1.111, None, None, None), ("heads", "ms", 9.0, None, None, None),
+                          ("ring-kv", "ms", 7.0, 14.0, 2.0, None)])
 
 
 class FeaturesTest(CommandTest):

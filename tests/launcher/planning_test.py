@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pathlib
+import re
 import tempfile
 import unittest
 
@@ -107,6 +108,16 @@ class PlanningTest(CommandTest):
         for ranks in (r for r in self.rank_counts if r > 1):
             done = longspan(ranks, "run", "--kv", 300, "--tokens", 3, "--strategy", "telepathy", *SMALL)
             self.ends(done, UNSUPPORTED, "telepathy")
+
+    def test_explain_of_documents(self):
+        def attend(*lengths):
+            done = longspan(2, "run", "--lengths", *lengths, "--shard", "zigzag", "--shard-queries", "--causal",
+                            "--explain", *SMALL)
+            self.ends(done, OK)
+            return float(re.search(r"(?m)^#.gather-kv +\S+ +([\d.]+)", done.stdout)[1])
+
+        if any(ranks > 1 for ranks in self.rank_counts):  # short ones do not change what a long one takes
+            self.assertLess(abs(attend(1500, 1, 1, 1) / attend(1500) - 1), 0.1)
 
     def test_scale(self):
         for ranks in (r for r in self.rank_counts if r > 0):

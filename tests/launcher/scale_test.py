@@ -6,11 +6,12 @@ import subprocess
 import sys
 import unittest
 
-from command import COMMAND, MPIEXEC, CommandTest, environment
+from command import COMMAND, MPIEXEC, OK, CommandTest, environment, longspan
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import records  # noqa: E402
+import strategy_figures  # noqa: E402
 
 
 class ScaleTest(CommandTest):
@@ -40,6 +41,22 @@ class ScaleTest(CommandTest):
             self.assertAlmostEqual(metrics["efficiency"], float(row[7]), delta=0.006)
             for phase, share in zip(("attend", "exchange", "merge"), row[8:11]):
                 self.assertAlmostEqual(100 * metrics[f"{phase} share"], float(share), delta=0.06)
+
+    def test_bench_scale_writes_what_plots_show(self):
+        self.needs_mpi()
+        path = self.path("scale.json")
+        done = longspan(2, "bench", "scale", "--backend", "host", "--phases", "prefill", "decode", "--kv", 512,
+                        "--iterations", 1, "--json", path)
+        self.assertEqual(done.returncode, OK, done.stderr)
+        points, where = strategy_figures.points_of({"scale": json.loads(path.read_text())})
+        self.assertEqual(where, "processors, strong scaling, zigzag: fp32, dim 64")
+        self.assertEqual({(p["phase"], p["ranks"], p["keys"]) for p in points},
+                         {("prefill", 2, 512), ("decode", 2, 512)})
+        self.assertEqual({p["strategy"] for p in points if p["phase"] == "prefill"}, set(strategy_figures.COLORS))
+        for p in points:
+            self.assertGreater(p["efficiency"], 0)
+            self.assertAlmostEqual(sum(p["split"].values()), 1, places=3)
+        self.assertEqual([p["phase"] for p in points if p["chosen"]], ["prefill", "decode"])
 
     def test_records_replace_older_ones(self):
         one = records.record("scale", {"ranks": 1}, "us", 5.0, peer="1 rank", peer_value=5.0,

@@ -2,7 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "longspan/error.hpp"
 #include "longspan/options.hpp"
@@ -57,6 +59,93 @@ TEST(Forecast, KnowsHowEvenTheWorkIs) {
   Options full = prefill(kKeys, 4, Layout::contiguous);
   full.mask.causal = false;
   for (const Forecast& f : forecast_of(full, 4)) EXPECT_NEAR(f.balance, 1, 0.01);
+}
+
+/// The pairs of a rank of a causal batch, counted one by one: of its rows, or of its keys.
+double pairs(Layout layout, const std::vector<SequenceSize>& batch, bool by_keys, int rank,
+             int ranks) {
+  double own = 0;
+  for (const SequenceSize& s : batch) {
+    const Shard shard = Sharding{layout}.resolve(by_keys ? s.keys : s.rows, rank, ranks);
+    const std::int64_t count = by_keys ? s.keys : s.rows, first = s.keys - s.rows;
+    for (std::int64_t i = 0; i < shard.local_len(count); ++i) {
+      const std::int64_t position = shard.position(i, count);
+      own +=
+          static_cast<double>(by_keys ? s.keys - std::max(first, position) : first + position + 1);
+    }
+  }
+  return own;
+}
+
+TEST(Forecast, DocumentsAreDealtOutOneByOne) {
+  const std::vector<SequenceSize> batch = {{1, 1},     {7, 7},       {130, 130},    {1000, 1000},
+                                           {400, 900}, {5000, 5000}, {30000, 30000}};
+  for (const int ranks : {2, 4, 8})
+    for (const Layout layout :
+         {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved})
+      for (const std::size_t documents : {std::size_t{3}, std::size_t{6}, batch.size()}) {
+        RunSize size{.sequences = static_cast<double>(documents)};
+        size.each.assign(batch.begin(), batch.begin() + documents);
+        for (const SequenceSize& s : size.each) {
+          size.tokens += static_cast<double>(s.rows);
+          size.keys += static_cast<double>(s.keys);
+        }
+        size.most_tokens = size.tokens / ranks;
+        Machine machine = built_in_machine(Device::host);
+        machine.call_s = 0;
+        machine.key_bytes_per_s = 1e30;
+        const Options options = prefill(36000, ranks, layout);
+        const auto all = forecast(options, {.ranks = ranks}, size, machine);
+        for (const char* name : {"gather-kv", "gather-states"}) {
+          const Forecast& f = of(all, name);
+          double most = 0, sum = 0;
+          for (int rank = 0; rank < ranks; ++rank) {
+            const double own =
+                pairs(layout, size.each, name == std::string("gather-states"), rank, ranks);
+            most = std::max(most, own);
+            sum += own;
+          }
+          EXPECT_NEAR(f.balance, most * ranks / sum, 0.01 * f.balance)
+              << name << " " << longspan::name(layout) << " ranks " << ranks << " " << documents;
+          const double flops = 2.0 * 8 * 128 * sum;
+          EXPECT_NEAR(f.attend, f.balance * f.cost.work * flops / machine.flops_per_s,
+                      0.01 * f.attend);
+        }
+      }
+}
+
+TEST(Forecast, DocumentsOfOneLengthAreABatchThatIsAlike) {
+  const Options options = prefill(3000, 4, Layout::zigzag);
+  const Machine machine = built_in_machine(Device::host);
+  RunSize size{.tokens = 15000, .most_tokens = 3752, .keys = 15000, .sequences = 5};
+  const auto alike = forecast(options, {.ranks = 4}, size, machine);
+  size.each.assign(5, {3000, 3000});
+  const auto listed = forecast(options, {.ranks = 4}, size, machine);
+  for (std::size_t i = 0; i < alike.size(); ++i) {
+    EXPECT_EQ(alike[i].balance, listed[i].balance);
+    EXPECT_EQ(alike[i].seconds(), listed[i].seconds());
+  }
+}
+
+TEST(Forecast, OfThousandsOfLengthsSomeStandForTheOthers) {
+  const Options options = prefill(20000, 8, Layout::contiguous);
+  RunSize size{.sequences = 10000};
+  double exact = 0, most = 0;
+  for (std::int64_t n = 1; n <= 10000; ++n) {
+    size.each.push_back({n, n});
+    exact += 0.5 * static_cast<double>(n * (n + 1));
+  }
+  for (int rank = 0; rank < 8; ++rank)
+    most = std::max(most, pairs(Layout::contiguous, size.each, false, rank, 8));
+  size.tokens = size.keys = 10000.0 * 10001 / 2;
+  Machine machine = built_in_machine(Device::host);
+  machine.call_s = 0;
+  machine.key_bytes_per_s = 1e30;
+  const auto all = forecast(options, {.ranks = 8}, size, machine);
+  const Forecast& f = of(all, "gather-kv");
+  EXPECT_NEAR(f.balance, most * 8 / exact, 0.01);
+  EXPECT_NEAR(f.attend, f.balance * f.cost.work * 2.0 * 8 * 128 * exact / machine.flops_per_s,
+              0.01 * f.attend);
 }
 
 TEST(Forecast, AWindowLeavesLessWork) {

@@ -91,23 +91,30 @@ Softcap softcap_of(const Score& score) {
   return cap;
 }
 
-/// The number of heads that walk together: their keys and values fit half of L2.
-unsigned section_of(const AttendParams& params, int l2_bytes) {
-  const std::int64_t keys =
-      std::max({params.shard.length, params.tokens / params.batch.size, std::int64_t{1}});
-  const auto bytes = static_cast<std::int64_t>(size_of(params.kv_dtype));
-  const std::int64_t resident =
-      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.head_dim * 2 * bytes));
-  const std::int64_t sections = (params.kv_heads + resident - 1) / resident;
-  const std::int64_t section = (params.kv_heads + sections - 1) / sections;
-  return static_cast<unsigned>(section * (params.heads / params.kv_heads));
-}
-
 int attribute(cudaDeviceAttr name) {
   int device = 0, value = 0;
   LONGSPAN_CUDA(cudaGetDevice(&device));
   LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, name, device));
   return value;
+}
+
+std::int64_t divided_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
+
+/// The number of heads that walk together: their keys and values on this rank fit half of L2, or
+/// they have a few waves of work tiles, as the longest tiles of the last heads begin late.
+unsigned section_of(const AttendParams& params, unsigned slots) {
+  const std::int64_t l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  const std::int64_t keys = std::max({divided_up(params.shard.length, params.shard.ranks),
+                                      params.tokens / params.batch.size, std::int64_t{1}});
+  const auto bytes = static_cast<std::int64_t>(size_of(params.kv_dtype));
+  const std::int64_t resident =
+      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.head_dim * 2 * bytes));
+  constexpr std::int64_t kWaves = 3;
+  const std::int64_t group = params.heads / params.kv_heads;
+  const std::int64_t busy = kWaves * attribute(cudaDevAttrMultiProcessorCount) / (slots * group);
+  const std::int64_t most = std::min<std::int64_t>(std::max(busy, resident), params.kv_heads);
+  const std::int64_t sections = divided_up(std::int64_t{params.kv_heads}, most);
+  return static_cast<unsigned>(divided_up(std::int64_t{params.kv_heads}, sections) * group);
 }
 
 template <class T>
@@ -137,7 +144,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   const std::int64_t slots = params.batch.query_start ? params.tokens / T::kRows + params.batch.size
                                                       : (params.tokens + T::kRows - 1) / T::kRows;
   call.slots = static_cast<unsigned>(slots);
-  call.section = section_of(params, attribute(cudaDevAttrL2CacheSize));
+  call.section = section_of(params, call.slots);
   call.work_tiles = call.slots * static_cast<unsigned>(params.heads);
   call.next = reinterpret_cast<unsigned*>(params.ticket);
   call.softcap = softcap_of(params.score);

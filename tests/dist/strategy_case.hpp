@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <random>
 #include <sstream>
@@ -178,6 +179,54 @@ class Draw {
   int ranks_;
 };
 
+/// The arrays of a run where its kernels are: those of processors as they lie, others as copies.
+class RunArraysOn {
+ public:
+  RunArraysOn(AttentionArgs& args, Device device) : device_(device) {
+    if (device == Device::host) return;
+    for (Tensor* tensor : {&args.q, &args.k, &args.v, &args.query_start, &args.kv_len,
+                           &args.block_table, &args.key_table, &args.query_table, &args.new_k,
+                           &args.new_v, &args.q_scale, &args.k_scale, &args.v_scale, &args.sinks,
+                           &args.slopes, &args.qq_bias, &args.causal, &args.documents})
+      copy(*tensor);
+    out_ = copy(args.out);
+    lse_ = copy(args.lse.tensor);
+  }
+
+  /// Brings the results back to where they were asked for.
+  void take_results() {
+    for (const Copy* copy : {&out_, &lse_})
+      if (copy->memory) copy->memory->download(copy->host);
+  }
+
+ private:
+  struct Copy {
+    void* host = nullptr;
+    Buffer* memory = nullptr;
+  };
+
+  /// All from the first element to the last, with what lies between them.
+  Copy copy(Tensor& tensor) {
+    if (!tensor || tensor.size() == 0) {
+      tensor.device = device_;
+      return {};
+    }
+    std::int64_t last = 0;
+    for (int d = 0; d < tensor.dims; ++d) last += (tensor.shape[d] - 1) * tensor.stride[d];
+    const std::size_t bytes = static_cast<std::size_t>(last + 1) * size_of(tensor.dtype);
+    memory_.push_back(std::make_unique<Buffer>(device_, bytes));
+    const Copy made{tensor.data, memory_.back().get()};
+    made.memory->upload(made.host);
+    tensor.data = made.memory->data();
+    tensor.device = device_;
+    return made;
+  }
+
+  Device device_;
+  std::vector<std::unique_ptr<Buffer>> memory_;
+  Copy out_, lse_;
+};
+
 /// One rank's run of a case, and what it needs in memory.
 class CaseRun {
  public:
@@ -221,9 +270,11 @@ class CaseRun {
     AttentionArgs a = args();
     a.out = Tensor(out.data(), s.dtype, {rows_, heads, s.dim});
     a.lse = Lse::tokens_heads(Tensor(lse.data(), DType::fp32, {rows_, heads}));
+    RunArraysOn arrays(a, world_.device());
     const std::uint64_t before = world_.received_bytes();
     layer.run(a);
     layer.wait();
+    arrays.take_results();
     received = world_.received_bytes() - before;
     Result result{{}, std::move(lse)};
     for (std::int64_t i = 0; i < rows_ * heads * s.dim; ++i)

@@ -6,91 +6,17 @@
 #include <utility>
 
 #include "kernels/move_keys.hpp"
+#include "tests/support/key_place.hpp"
 #include "tests/support/on_device.hpp"
 
 namespace longspan::tests {
-
-/// How a place holds its keys and values.
-enum class Form {
-  rows,      // [rows, kv_heads, dim], sequence after sequence
-  batch,     // [batch, capacity, kv_heads, dim]
-  together,  // [rows, kv_heads * (dim + value_dim)]: keys and values side by side, as they travel
-  pages,     // [pages, page, kv_heads, dim]
-  x_packed,  // K [pages, kv_heads, dim / x, page, x], V [pages, kv_heads, dim, page]
-};
-inline constexpr Form kForms[] = {Form::rows, Form::batch, Form::together, Form::pages,
-                                  Form::x_packed};
-
-struct MoveShape {
-  DType dtype = DType::bf16;
-  int kv_heads = 2, dim = 24, value_dim = 8;
-  int gap = 0;     // elements between rows, where the form has room for it
-  int offset = 0;  // elements ahead of the first
-  int x = 8;
-};
-
-/// A place for a batch of keys.
-struct Place {
-  Form form = Form::rows;
-  MoveShape shape;
-  int page = 1;
-  std::vector<std::int64_t> start;  // [batch], of rows and together
-  std::int64_t capacity = 0;        // of batch
-  std::int64_t columns = 0;
-  std::vector<std::int32_t> table;  // [batch, columns]
-  std::int64_t pages = 0;
-
-  bool in_pages() const { return form == Form::pages || form == Form::x_packed; }
-  int width(bool is_key) const { return is_key ? shape.dim : shape.value_dim; }
-  std::int64_t row_size(bool is_key) const {
-    if (form == Form::together) return shape.kv_heads * (width(true) + width(false));
-    return std::int64_t{shape.kv_heads} * width(is_key) + shape.gap;
-  }
-  std::int64_t page_size(bool is_key) const { return page * row_size(is_key) + shape.gap; }
-
-  /// Elements of the memory of keys or values. Together they have that of keys.
-  std::int64_t size(bool is_key, std::int64_t rows) const {
-    return shape.offset + (in_pages() ? pages * page_size(is_key) : rows * row_size(is_key));
-  }
-
-  /// Where element d of a key's head lies; -1 where the table names no page.
-  std::int64_t at(bool is_key, int b, std::int64_t key, int head, int d) const {
-    const std::int64_t n = width(is_key), row = key % page;
-    if (!in_pages()) {
-      const std::int64_t ahead = form == Form::batch ? b * capacity : start[b];
-      const std::int64_t aside =
-          form == Form::together && !is_key ? shape.kv_heads * width(true) : 0;
-      return shape.offset + (ahead + key) * row_size(is_key) + aside + head * n + d;
-    }
-    const std::int64_t entry = table[b * columns + key / page];
-    if (entry < 0 || entry >= pages) return -1;
-    const std::int64_t first = shape.offset + entry * page_size(is_key);
-    if (form == Form::pages) return first + row * row_size(is_key) + head * n + d;
-    if (!is_key) return first + (head * n + d) * page + row;
-    return first + ((head * n / shape.x + d / shape.x) * page + row) * shape.x + d % shape.x;
-  }
-
-  kernels::KvRows layout(bool is_key) const {
-    const std::int64_t n = width(is_key);
-    kernels::KvRows r{nullptr, row_size(is_key), n};
-    if (!in_pages()) return r;
-    r.page_stride = page_size(is_key);
-    if (form == Form::pages) return r;
-    r.head_stride = n * page;
-    r.row_stride = is_key ? shape.x : 1;
-    r.dim_stride = is_key ? 1 : page;
-    r.chunk = is_key ? shape.x : 8;
-    r.chunk_stride = std::int64_t{r.chunk} * page;
-    return r;
-  }
-};
 
 class MoveKeys : public OnDevice {
  protected:
   static constexpr int kBatch = 3;
 
-  Place draw(Form form, const MoveShape& shape, const std::vector<std::int64_t>& keys) {
-    Place place{.form = form, .shape = shape};
+  KeyPlace draw(Form form, const KeyShape& shape, const std::vector<std::int64_t>& keys) {
+    KeyPlace place{.form = form, .shape = shape};
     place.capacity = *std::max_element(keys.begin(), keys.end()) + below(3);
     std::int64_t rows = below(3);
     for (const std::int64_t n : keys) {
@@ -106,7 +32,7 @@ class MoveKeys : public OnDevice {
     std::shuffle(place.table.begin(), place.table.end(), random_);
     return place;
   }
-  static std::int64_t rows_of(const Place& place, const std::vector<std::int64_t>& keys) {
+  static std::int64_t rows_of(const KeyPlace& place, const std::vector<std::int64_t>& keys) {
     return std::max(kBatch * place.capacity, place.start.back() + keys.back() + 2);
   }
 
@@ -127,11 +53,11 @@ class MoveKeys : public OnDevice {
     return runs;
   }
 
-  void expect_moved(const Place& from, const Place& to, const std::vector<std::int64_t>& keys,
+  void expect_moved(const KeyPlace& from, const KeyPlace& to, const std::vector<std::int64_t>& keys,
                     bool has_values) {
-    const MoveShape& s = from.shape;
+    const KeyShape& s = from.shape;
     const auto size = static_cast<std::int64_t>(size_of(s.dtype));
-    const auto memory_of = [&](const Place& place, bool is_key) {
+    const auto memory_of = [&](const KeyPlace& place, bool is_key) {
       return static_cast<std::size_t>(place.size(is_key, rows_of(place, keys)) * size);
     };
     std::vector<std::byte> source[2], expected[2];
@@ -163,7 +89,7 @@ class MoveKeys : public OnDevice {
     const auto from_table = on_device(from.table), to_table = on_device(to.table);
     const auto from_start = on_device(from.start), to_start = on_device(to.start);
     const auto list = on_device(runs);
-    const auto store = [&](const Place& place, std::byte* k, std::byte* v,
+    const auto store = [&](const KeyPlace& place, std::byte* k, std::byte* v,
                            const std::int32_t* table, const std::int64_t* start) {
       kernels::KeyStore at{.k = place.layout(true), .v = place.layout(false)};
       const std::int64_t aside = place.form == Form::together ? s.kv_heads * s.dim : 0;
@@ -197,7 +123,7 @@ TEST_F(MoveKeys, OfEveryTypeFromEveryFormToEveryForm) {
     for (const Form from : kForms)
       for (const Form to : kForms)
         for (const int gap : {0, 3}) {
-          MoveShape shape{.dtype = dtype};
+          KeyShape shape{.dtype = dtype};
           shape.gap = gap;
           shape.offset = gap == 0 ? 0 : static_cast<int>(below(9));
           shape.x = is_fp8(dtype) ? 8 : static_cast<int>(16 / size_of(dtype));
@@ -212,7 +138,7 @@ TEST_F(MoveKeys, OfEveryTypeFromEveryFormToEveryForm) {
 TEST_F(MoveKeys, OfAnyWidth) {
   for (const auto& [heads, dim, value_dim] :
        {std::tuple{1, 1, 3}, {1, 576, 64}, {8, 128, 128}, {3, 20, 12}, {5, 8, 0}}) {
-    const MoveShape shape{
+    const KeyShape shape{
         .dtype = DType::fp16, .kv_heads = heads, .dim = dim, .value_dim = value_dim};
     SCOPED_TRACE("heads " + std::to_string(heads) + " dim " + std::to_string(dim));
     const std::vector<std::int64_t> keys = draw_keys();
@@ -225,11 +151,11 @@ TEST_F(MoveKeys, OfAnyWidth) {
 
 /// What such entries stand for is neither read nor written.
 TEST_F(MoveKeys, EntriesThatAreNoPageAreLeftOut) {
-  const MoveShape shape{.dtype = DType::bf16};
+  const KeyShape shape{.dtype = DType::bf16};
   const std::vector<std::int64_t> keys{70, 2, 31};
   for (const bool is_source : {false, true}) {
-    Place from = draw(Form::pages, shape, keys), to = draw(Form::pages, shape, keys);
-    Place& place = is_source ? from : to;
+    KeyPlace from = draw(Form::pages, shape, keys), to = draw(Form::pages, shape, keys);
+    KeyPlace& place = is_source ? from : to;
     place.table.front() = -1;
     place.table.back() = static_cast<std::int32_t>(place.pages);
     place.table[static_cast<std::size_t>(2 * place.columns)] = 0x7fffffff;

@@ -27,6 +27,9 @@ constexpr OwnField kOwnFields[] = {
     {"MergeArgs::part_scale", "as part; its scale travels with it"},
     {"MergeArgs::out", "where the result goes; its type is an option"},
     {"MergeArgs::lse", "a rank may leave it out"},
+    {"ReshardOptions::threads", "as Options::threads"},
+    {"ReshardArgs::from", "every rank has a part of its own, in a form of its own"},
+    {"ReshardArgs::to", "as from"},
 };
 
 }  // namespace

@@ -19,8 +19,8 @@
 
 namespace longspan {
 
-/// A field of Options or AttentionArgs, or of MergeOptions or MergeArgs, that ranks need not give
-/// alike, and why.
+/// A field of the options or the arguments of a layer, a merge across ranks or a reshard that ranks
+/// need not give alike, and why.
 struct OwnField {
   const char* name;
   const char* why;

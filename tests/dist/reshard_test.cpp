@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
+#include "tests/dist/replay.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/key_place.hpp"
 #include "tests/support/message.hpp"
@@ -292,6 +293,34 @@ TEST_F(ReshardTest, InOnePlace) {
     reshard.wait();
     cache.write(gets);
     EXPECT_TRUE(cache.is_right()) << "form " << static_cast<int>(form);
+  }
+}
+
+/// On a GPU a graph moves what lies there when it is replayed.
+TEST_F(ReshardTest, AMoveIsCapturedOnceAndRepeated) {
+  ReshardOptions o{.kv_heads = 2, .head_dim = 16, .dtype = bf16, .lengths = {500, 61}};
+  o.from = {.rule = {Layout::zigzag}, .ranks = world.size()};
+  o.to = {.rule = {Layout::striped}, .ranks = world.size()};
+  const auto had = positions_of(o.from, world.rank(), o.lengths);
+  const auto gets = positions_of(o.to, world.rank(), o.lengths);
+  const Cache from(Form::rows, shape_of(o), had, true, world.device(), own);
+  const Cache blank(Form::rows, shape_of(o), had, false, world.device(), own);
+  Cache to(Form::pages, shape_of(o), gets, false, world.device(), own);
+  Reshard reshard(world, o);
+  Replay move(world.device(), [&](Stream stream) {
+    reshard.run({from.tensors(), to.tensors()}, stream);
+  });
+  Replay clear(world.device(), [&](Stream stream) {
+    reshard.run({blank.tensors(), to.tensors()}, stream);
+  });
+  to.write(gets);
+  for (int round = 0; round < 3; ++round) {
+    clear.eager();
+    reshard.wait(clear.stream());
+    EXPECT_FALSE(to.is_right());
+    move.again();
+    reshard.wait(move.stream());
+    EXPECT_TRUE(to.is_right()) << "round " << round;
   }
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "kernels/batch_rows.hpp"
+#include "kernels/merge_params.hpp"
 #include "kernels/row_word.hpp"
 #include "kernels/tensors.hpp"
 
@@ -52,6 +53,7 @@ struct MoveKeysParams {
   int kv_heads = 1;
   int head_dim = 0;
   int value_dim = 0;
+  RunHeaders headers;  // where ranks mean different runs, nothing is written (CUDA)
 };
 
 /// The keys, or the values, of such a move.

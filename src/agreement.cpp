@@ -127,6 +127,8 @@ RunDescription::RunDescription(const MergeArgs& args, const MergeOptions& option
   if (!options.scatter_heads) array("out_scale", {args.out_scale.data, 1, 1, 0, 4}, 'f');
 }
 
+RunDescription::RunDescription(std::uint32_t reshard) { number("reshard", reshard); }
+
 std::uint64_t RunDescription::hash() const {
   // Which field comes next follows from the values before it, so the names need no part in it.
   std::uint64_t hash = 0;

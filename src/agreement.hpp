@@ -42,6 +42,10 @@ class RunDescription {
   /// Describes a merge across ranks, whose arguments were checked.
   RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
 
+  /// Describes a run of a reshard, by its number among the layers. Its options were compared when
+  /// it was made, and what a run is given is a rank's own.
+  explicit RunDescription(std::uint32_t reshard);
+
   /// The hash of all but the contents of arrays.
   std::uint64_t hash() const;
   /// The arrays whose contents must be alike too, for AttentionKernels::digest.

@@ -4,16 +4,21 @@
 //     old cache -> rows           one kernel; those of part d are for rank + d
 //     part d    -> rank + d       a shift by each distance d, all at once
 //     part d    -> new cache      a kernel for each distance; part 0 has not travelled
+//
+// What ranks say of the run goes ahead of the keys, and nothing is written where it differs.
 #include "longspan/reshard.hpp"
 
 #include <fmt/format.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
+#include "src/agreed_runs.hpp"
+#include "src/agreement.hpp"
 #include "src/check_reshard.hpp"
 #include "src/device_guard.hpp"
 #include "src/layer_memory.hpp"
@@ -31,11 +36,6 @@ ReshardOptions resolved(ReshardOptions o, int ranks) {
     if (cache->ranks == 0) cache->ranks = ranks - cache->first_rank;
   return o;
 }
-
-/// The log of runs that differ in nothing that ranks must give alike.
-struct PlainLog final : comm::RunLog {
-  NamedValues describe(std::uint32_t) const override { return {}; }
-};
 
 template <class T>
 Buffer uploaded(Device device, const std::vector<T>& values) {
@@ -64,9 +64,10 @@ struct Reshard::Impl {
   SideMemory leaving, arriving;
   LayerMemory memory;
   std::byte* rows = nullptr;              // [plan.rows] the keys of all heads, then their values
-  std::vector<std::string> steps;         // [ranks] names of the shifts
+  std::vector<std::string> steps;         // [ranks] names of the agreement and of the shifts
   std::vector<comm::Transfer> transfers;  // [ranks]
-  std::uint32_t layer = 0, last_run = 0;
+  std::optional<AgreedRuns> agreed;
+  RunDescription meaning;  // of every run
 
   Impl(const Communicator& communicator, const ReshardOptions& asked)
       : world(communicator),
@@ -78,16 +79,30 @@ struct Reshard::Impl {
     agree(world, describe(options), "making of the reshard");
     check_options(options, world.size());
     kernels = make_kernels(world, options.threads);
-    for (int d = 0; d < world.size(); ++d)
-      steps.push_back(fmt::format("{}, distance {} of {}", kStep, d, world.size() - 1));
     plan = plan_reshard(options, world.rank(), world.size());
+    agreed.emplace(comm::transport_of(world), *kernels, false, kStep);
     memory.allocate([this](Parts& parts) { lay_out(parts); }, [this] { upload_plan(); });
-    layer = comm::transport_of(world).enlist(std::make_shared<PlainLog>());
+    agreed->enlist();
+    meaning = RunDescription(agreed->layer());
+    name_steps();
   }
 
-  void lay_out(Parts& parts) { rows = parts.take(bytes_of(plan.rows)); }
+  void lay_out(Parts& parts) {
+    rows = parts.take(bytes_of(plan.rows));
+    agreed->lay_out(parts);
+  }
+
+  /// The number of the reshard is in the names, so that an error shows which one a rank is at.
+  void name_steps() {
+    const std::uint32_t layer = agreed->layer();
+    steps.push_back(fmt::format("{} of layer {}, agreement", kStep, layer));
+    for (int d = 1; d < world.size(); ++d)
+      steps.push_back(
+          fmt::format("{} of layer {}, distance {} of {}", kStep, layer, d, world.size() - 1));
+  }
 
   void upload_plan() {
+    agreed->allocate();
     leaving = SideMemory(world.device(), plan.leaving);
     arriving = SideMemory(world.device(), plan.arriving);
   }
@@ -113,8 +128,8 @@ struct Reshard::Impl {
 
   /// Moves the keys of so many runs of a list.
   void move(const Buffer& runs, std::int64_t first, std::int64_t count,
-            const kernels::KeyStore& from, const kernels::KeyStore& to, Stream stream) const {
-    if (count == 0) return;
+            const kernels::KeyStore& from, const kernels::KeyStore& to, Stream stream,
+            const kernels::RunHeaders& headers = {}) const {
     kernels->move_keys({.from = from,
                         .to = to,
                         .runs = static_cast<const kernels::KeyRun*>(runs.data()) + first,
@@ -122,13 +137,16 @@ struct Reshard::Impl {
                         .dtype = options.dtype,
                         .kv_heads = options.kv_heads,
                         .head_dim = options.head_dim,
-                        .value_dim = options.of_values()},
+                        .value_dim = options.of_values(),
+                        .headers = headers},
                        stream);
   }
 
-  void unpack(int d, const kernels::KeyStore& to, Stream stream) const {
+  /// Writes the keys of a part, if ranks mean the same run.
+  void unpack(int d, const kernels::KeyStore& to, const kernels::RunHeaders& headers,
+              Stream stream) const {
     const ReshardPlan::Part& part = plan.arriving.parts[d];
-    move(arriving.runs, part.first_run, part.runs, travelling(), to, stream);
+    move(arriving.runs, part.first_run, part.runs, travelling(), to, stream, headers);
   }
 
   void start_transfer(int d, Stream stream) {
@@ -138,15 +156,24 @@ struct Reshard::Impl {
                                                          stream, steps[d].c_str());
   }
 
-  void run(const kernels::KeyStore& from, const kernels::KeyStore& to, Stream stream) {
-    comm::transport_of(world).begin({layer, ++last_run});
+  void pack(const kernels::KeyStore& from, Stream stream) const {
     move(leaving.runs, 0, static_cast<std::int64_t>(plan.leaving.runs.size()), from, travelling(),
          stream);
+  }
+
+  void run(const kernels::KeyStore& from, const kernels::KeyStore& to, Stream stream) {
+    pack(from, stream);
+    if (world.size() == 1) return unpack(0, to, {}, stream);
+    const AgreedRuns::Begun begun = agreed->begin(meaning, stream);
+    kernels->say(begun.say, stream);
+    comm::Transfer word = comm::transport_of(world).start_all_gather(nullptr, nullptr, 0, stream,
+                                                                     steps[0].c_str(), begun.said);
     for (int d = 1; d < world.size(); ++d) start_transfer(d, stream);
-    unpack(0, to, stream);
+    word.wait(stream);
+    unpack(0, to, begun.headers, stream);
     for (int d = 1; d < world.size(); ++d) {
       transfers[d].wait(stream);
-      unpack(d, to, stream);
+      unpack(d, to, begun.headers, stream);
     }
   }
 
@@ -168,12 +195,14 @@ void Reshard::run(const ReshardArgs& args, Stream stream) {
   const trace::Range range("longspan reshard");
   const DeviceGuard guard(impl_->world.gpu());
   const kernels::KeyStore from = impl_->view(args.from, false), to = impl_->view(args.to, true);
+  impl_->agreed->check();
   impl_->run(from, to, stream);
 }
 
 void Reshard::wait(Stream stream) {
   const DeviceGuard guard(impl_->world.gpu());
   comm::transport_of(impl_->world).wait(stream, kStep);
+  impl_->agreed->check();
 }
 
 const ReshardOptions& Reshard::options() const { return impl_->given; }

@@ -94,7 +94,9 @@ class Reshard {
   /// captured in a CUDA graph. On the host the work is done when it returns. Throws InputError,
   /// before anything is queued, for tensors that do not fit, and on the host for block tables that
   /// name no page of the cache, or one page twice where it is written. (On a GPU keys of entries
-  /// that are no page are left out.) One Reshard is used on one stream at a time.
+  /// that are no page are left out.) Throws UsageError or RankError, on every rank, where ranks
+  /// run different Reshards, at once or from the run before; nothing is written then. One
+  /// Reshard is used on one stream at a time.
   void run(const ReshardArgs& args, Stream stream = {});
 
   /// Blocks until the stream is done, at most for the communicator's deadline. Errors that arose

@@ -26,6 +26,16 @@ constexpr Layout kLayouts[] = {Layout::contiguous, Layout::ranges, Layout::zigza
                                Layout::interleaved};
 constexpr Form kCacheForms[] = {Form::rows, Form::batch, Form::pages, Form::x_packed};
 
+template <class E>
+std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error.what();
+  }
+  return "not refused";
+}
+
 class ReshardTest : public ::testing::Test {
  protected:
   const Communicator world = test_world();
@@ -253,14 +263,26 @@ TEST_F(ReshardTest, WhatRanksGiveDifferentlyIsAnErrorOnAll) {
   const Reshard made(world, o);
 }
 
-template <class E>
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  }
-  return "not refused";
+TEST_F(ReshardTest, RanksThatRunDifferentReshardsWriteNothing) {
+  if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  ReshardOptions o{.kv_heads = 2, .head_dim = 16, .dtype = bf16, .lengths = {300, 40}};
+  o.from = {.rule = {Layout::zigzag}, .ranks = world.size()};
+  o.to = {.rule = {Layout::striped}, .ranks = world.size()};
+  ReshardOptions other = o;  // as many keys for every rank
+  std::swap(other.lengths[0], other.lengths[1]);
+  Reshard one(world, o), two(world, other);
+  const bool is_other = world.rank() == world.size() - 1;
+  const std::vector<std::int64_t>& lengths = is_other ? other.lengths : o.lengths;
+  const KnownCache from(Form::rows, shape_of(o), positions_of(o.from, world.rank(), lengths), true,
+                        world.device(), own);
+  const KnownCache to(Form::pages, shape_of(o), positions_of(o.to, world.rank(), lengths), false,
+                      world.device(), own);
+  const std::string said = refusal<Error>([&] {
+    (is_other ? two : one).run({from.tensors(), to.tensors()});
+    (is_other ? two : one).wait();
+  });
+  EXPECT_THAT(said, HasSubstr("'reshard"));
+  EXPECT_TRUE(to.is_right()) << "nothing was written";
 }
 
 TEST_F(ReshardTest, OptionsThatMakeNoSense) {

@@ -2,7 +2,10 @@
 // of keys, and its threads the words of a row: as wide as lie together at both places.
 #include "kernels/move_keys.hpp"
 
+#include <algorithm>
+
 #include "kernels/cuda/combine/merge.hpp"
+#include "kernels/cuda/combine/run_headers.cuh"
 #include "kernels/cuda/common/launch.hpp"
 
 namespace longspan::kernels::cuda {
@@ -14,6 +17,7 @@ constexpr int kRuns = 8;  // of a block
 /// Moves the keys or the values. threadIdx.y is a run, threadIdx.x the words of its rows.
 template <class Word>
 __global__ void move_keys_kernel(const __grid_constant__ MoveKeysParams p, bool is_values) {
+  if (are_of_different_runs(p.headers)) return;
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kRuns + threadIdx.y;
   if (item >= p.count) return;
   const KeyRun run = p.runs[item];
@@ -39,7 +43,8 @@ __global__ void move_keys_kernel(const __grid_constant__ MoveKeysParams p, bool 
 }
 
 void move(const MoveKeysParams& p, bool is_values, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((p.count + kRuns - 1) / kRuns));
+  const std::int64_t blocks = std::max<std::int64_t>((p.count + kRuns - 1) / kRuns, 1);
+  const dim3 grid(static_cast<unsigned>(blocks));
   const LaunchConfig how{grid, dim3(kWarp, kRuns), stream};
   switch (move_word(p, is_values ? values_of(p) : keys_of(p))) {
     case 16:
@@ -58,7 +63,7 @@ void move(const MoveKeysParams& p, bool is_values, cudaStream_t stream) {
 }  // namespace
 
 void move_keys(const MoveKeysParams& p, cudaStream_t stream) {
-  if (p.count <= 0) return;
+  if (p.count <= 0 && p.headers.said == nullptr) return;
   move(p, false, stream);
   if (p.from.v.data != nullptr && p.to.v.data != nullptr) move(p, true, stream);
 }

@@ -11,6 +11,7 @@
 #include "kernels/digest.hpp"
 #include "kernels/epilogue.hpp"
 #include "kernels/exchange.hpp"
+#include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
 #include "longspan/types.hpp"
 
@@ -96,6 +97,7 @@ class RowKernels {
   virtual void key_starts(const KeyStartParams& params, Stream stream) const = 0;
   virtual void row_starts(const RowStartParams& params, Stream stream) const = 0;
   virtual void copy_keys(const CopyKeysParams& params, Stream stream) const = 0;
+  virtual void move_keys(const MoveKeysParams& params, Stream stream) const = 0;
 };
 
 /// The kernels that serving engines ask of one rank, and a layer of its cache.

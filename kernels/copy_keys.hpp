@@ -7,12 +7,14 @@
 // block table that no visible key needs may hold anything; the other rows of `to` are not written.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "kernels/batch_rows.hpp"
 #include "kernels/faults.hpp"
 #include "kernels/geometry.hpp"
+#include "kernels/row_word.hpp"
 #include "kernels/tensors.hpp"
 
 namespace longspan::kernels {
@@ -70,20 +72,11 @@ LONGSPAN_HD inline KeyPlace place_of(const CopyKeysParams& p, int b, std::int64_
   return place;
 }
 
-/// The widest word, up to 16 bytes, in which rows of `copy` can be moved: it divides addresses,
-/// strides, and what lies together.
+/// The widest word in which rows of `copy` can be moved, to rows side by side.
 inline int copy_word(const KeyCopy& copy, const Pages& pages, int element_bytes) {
-  const KvRows& from = copy.from;
-  if (from.dim_stride != 1) return element_bytes;
-  std::int64_t strides = from.row_stride | from.head_stride | copy.dim;
-  if (pages) strides |= from.page_stride;
-  if (!from.dense()) strides |= from.chunk | from.chunk_stride;
-  const std::int64_t all = strides * element_bytes |
-                           static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(from.data)) |
-                           static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(copy.to));
-  int word = 16;
-  while (word > element_bytes && all % word != 0) word /= 2;
-  return word;
+  const KvRows to(copy.to, copy.dim, copy.dim);
+  return std::min(row_word(copy.from, static_cast<bool>(pages), copy.dim, element_bytes),
+                  row_word(to, false, copy.dim, element_bytes));
 }
 
 }  // namespace longspan::kernels

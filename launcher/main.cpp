@@ -21,6 +21,7 @@
 #include "launcher/options.hpp"
 #include "launcher/output_file.hpp"
 #include "launcher/plan.hpp"
+#include "launcher/reshard.hpp"
 #include "launcher/run.hpp"
 #include "launcher/scale_bench.hpp"
 #include "launcher/speech.hpp"
@@ -60,6 +61,8 @@ int perform(const Communicator& world, const CommandLine& line) {
       return calibrate(world, line);
     case Action::plan:
       return plan(world, line);
+    case Action::reshard:
+      return reshard(world, line);
     case Action::list_strategies:
       text = strategies_text();
       break;

@@ -8,6 +8,7 @@
 
 #include "launcher/help.hpp"
 #include "launcher/numbers.hpp"
+#include "launcher/read_shard.hpp"
 #include "longspan/limits.hpp"
 #include "longspan/version.hpp"
 
@@ -458,32 +459,7 @@ void simplify_help(CLI::App& app) {
   }
 }
 
-/// Reads the parts of --shard; returns false where it is none of `allowed`.
-bool read_shard(const std::string& shard, std::initializer_list<Layout> allowed, Layout& layout,
-                std::int64_t& block) {
-  const std::string rule = shard.substr(0, shard.find(':'));
-  bool known = false;
-  for (Layout candidate : allowed) {
-    if (rule == name(candidate)) layout = candidate, known = true;
-  }
-  const bool has_block = rule.size() != shard.size();
-  const std::string text = has_block ? shard.substr(rule.size() + 1) : "128";
-  return known && (!has_block || layout == Layout::interleaved) && read_number(text, block) &&
-         block >= 1 && block <= kMost;
-}
-
-template <class AnyOptions>
-void read_rule(AnyOptions& o) {
-  if (!read_shard(o.shard,
-                  {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved},
-                  o.layout, o.block))
-    throw CLI::ValidationError(
-        "--shard", fmt::format("{} is none of contiguous, zigzag, striped, interleaved, "
-                               "interleaved:BLOCK with a block of 1 to {} keys",
-                               in_quotes(o.shard), kMost));
-}
-
-void read_shard(DecodeOptions& o) {
+void read_growing_rule(DecodeOptions& o) {
   if (!read_shard(o.shard, {Layout::striped, Layout::interleaved}, o.layout, o.block))
     throw CLI::ValidationError(
         "--shard", fmt::format("{} is none of striped, interleaved, interleaved:BLOCK with a "
@@ -563,6 +539,11 @@ CommandLine parse(int argc, char** argv) {
       "plan", "What every strategy would take on a cluster, on paper: nothing runs");
   add_plan_options(*plan, line.plan);
 
+  CLI::App* reshard = app.add_subcommand(
+      "reshard", "A cache from one layout, ranks and pages to others: timed, every byte checked");
+  add_reshard_options(*reshard, line.reshard);
+  add_world_options(*reshard, line.world);
+
   CLI::App* info = app.add_subcommand("info", "Version, backends, MPI, NCCL, GPUs, strategies");
   info->add_flag("--features", line.features, "What the kernels of each device can do");
   info->add_flag("--json", line.json, "As JSON");
@@ -576,6 +557,7 @@ CommandLine parse(int argc, char** argv) {
   scale->footer(kScaleFooter);
   calibrate->footer(kCalibrateFooter);
   plan->footer(kPlanFooter);
+  reshard->footer(kReshardFooter);
 
   simplify_help(*run);
   simplify_help(*verify);
@@ -583,16 +565,18 @@ CommandLine parse(int argc, char** argv) {
   simplify_help(*scale);
   simplify_help(*calibrate);
   simplify_help(*plan);
+  simplify_help(*reshard);
   try {
     refuse_empty_values(argc, argv);
     app.parse(argc, argv);
     if (*run) {
-      read_rule(line.run);
+      read_rule("--shard", line.run.shard, line.run.layout, line.run.block);
       read_check(line.run, check);
     }
-    if (*decode) read_shard(line.decode);
-    if (*plan) read_rule(line.plan);
-    if (*scale) read_rule(line.scale);
+    if (*decode) read_growing_rule(line.decode);
+    if (*plan) read_rule("--shard", line.plan.shard, line.plan.layout, line.plan.block);
+    if (*scale) read_rule("--shard", line.scale.shard, line.scale.layout, line.scale.block);
+    if (*reshard) read_rules(line.reshard);
   } catch (const CLI::CallForHelp&) {
     line.text = app.help();
     return line;
@@ -607,6 +591,7 @@ CommandLine parse(int argc, char** argv) {
                              : *scale     ? "bench scale "
                              : *plan      ? "plan "
                              : *calibrate ? "calibrate "
+                             : *reshard   ? "reshard "
                              : *bench     ? "bench "
                                           : "");
     return line;
@@ -620,8 +605,8 @@ CommandLine parse(int argc, char** argv) {
         std::tuple{decode, Action::bench_decode, "bench decode"},
         std::tuple{scale, Action::bench_scale, "bench scale"},
         std::tuple{calibrate, Action::calibrate, "calibrate"},
-        std::tuple{plan, Action::plan, "plan"}, std::tuple{info, Action::info, "info"},
-        std::tuple{env, Action::env, "env"}}) {
+        std::tuple{plan, Action::plan, "plan"}, std::tuple{reshard, Action::reshard, "reshard"},
+        std::tuple{info, Action::info, "info"}, std::tuple{env, Action::env, "env"}}) {
     if (!*command) continue;
     line.action = action;
     line.command = name;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "launcher/reshard_options.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/exchange.hpp"
 #include "longspan/mask.hpp"
@@ -159,6 +160,7 @@ struct CommandLine {
     bench_scale,
     calibrate,
     plan,
+    reshard,
     info,
     env,
     list_strategies
@@ -174,6 +176,7 @@ struct CommandLine {
   DecodeOptions decode;
   CalibrateOptions calibrate;
   PlanOptions plan;
+  ReshardCommand reshard;
   ScaleOptions scale;
   bool json = false;      // info, env
   bool features = false;  // info

@@ -27,6 +27,9 @@ constexpr OwnField kOwnFields[] = {
     {"MergeArgs::part_scale", "as part; its scale travels with it"},
     {"MergeArgs::out", "where the result goes; its type is an option"},
     {"MergeArgs::lse", "a rank may leave it out"},
+    {"ReshardOptions::threads", "as Options::threads"},
+    {"ReshardArgs::from", "every rank has a part of its own, in a form of its own"},
+    {"ReshardArgs::to", "as from"},
 };
 
 }  // namespace
@@ -123,6 +126,8 @@ RunDescription::RunDescription(const MergeArgs& args, const MergeOptions& option
   number("tokens", count_rows(args.part));
   if (!options.scatter_heads) array("out_scale", {args.out_scale.data, 1, 1, 0, 4}, 'f');
 }
+
+RunDescription::RunDescription(std::uint32_t reshard) { number("reshard", reshard); }
 
 std::uint64_t RunDescription::hash() const {
   // Which field comes next follows from the values before it, so the names need no part in it.

@@ -19,8 +19,8 @@
 
 namespace longspan {
 
-/// A field of Options or AttentionArgs, or of MergeOptions or MergeArgs, that ranks need not give
-/// alike, and why.
+/// A field of the options or the arguments of a layer, a merge across ranks or a reshard that ranks
+/// need not give alike, and why.
 struct OwnField {
   const char* name;
   const char* why;
@@ -41,6 +41,10 @@ class RunDescription {
                  bool reads_arrays);
   /// Describes a merge across ranks, whose arguments were checked.
   RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
+
+  /// Describes a run of a reshard, by its number among the layers. Its options were compared when
+  /// it was made, and what a run is given is a rank's own.
+  explicit RunDescription(std::uint32_t reshard);
 
   /// The hash of all but the contents of arrays.
   std::uint64_t hash() const;

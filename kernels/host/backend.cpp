@@ -64,6 +64,7 @@ class HostBackend final : public Backend {
   void key_starts(const KeyStartParams& p, Stream) const override { host::key_starts(p); }
   void row_starts(const RowStartParams& p, Stream) const override { host::row_starts(p); }
   void copy_keys(const CopyKeysParams& p, Stream) const override { host::copy_keys(p, pool_); }
+  void move_keys(const MoveKeysParams& p, Stream) const override { host::move_keys(p, pool_); }
   void merge_outputs(const MergeOutputsParams& p, Stream) const override {
     host::merge_outputs(p, pool_);
   }

@@ -7,6 +7,7 @@
 #include "kernels/digest.hpp"
 #include "kernels/epilogue.hpp"
 #include "kernels/host/thread_pool.hpp"
+#include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::host {
@@ -19,6 +20,7 @@ void place_rows(const PlaceParams& params, ThreadPool& pool);
 void key_starts(const KeyStartParams& params);
 void row_starts(const RowStartParams& params);
 void copy_keys(const CopyKeysParams& params, ThreadPool& pool);
+void move_keys(const MoveKeysParams& params, ThreadPool& pool);
 void merge_outputs(const MergeOutputsParams& params, ThreadPool& pool);
 void pack_outputs(const PackOutputsParams& params, ThreadPool& pool);
 void pack_states(const PackStatesParams& params, ThreadPool& pool);

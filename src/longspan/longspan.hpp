@@ -13,6 +13,7 @@
 #include "longspan/merge.hpp"
 #include "longspan/options.hpp"
 #include "longspan/order.hpp"
+#include "longspan/reshard.hpp"
 #include "longspan/score.hpp"
 #include "longspan/serving.hpp"
 #include "longspan/shard.hpp"

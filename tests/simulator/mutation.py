@@ -61,6 +61,8 @@ FILES = {
     "gather.cu": (["cache/gather.cu"], SMALL, "*Gather*"),
     "geometry.hpp": (DECODE + PORTABLE[1:] + HOPPER, KERNELS, "*Serve*shares*"),
     "merge_outputs.cu": (["combine/merge_outputs.cu"], "gpu_merge_outputs_test", "*"),
+    "move_keys.cu": (["cache/move_keys.cu"], "gpu_move_keys_test", "*"),
+    "move_keys.hpp": (["cache/move_keys.cu"], "gpu_move_keys_test", "*"),
     "resume.cu": (["combine/resume.cu"], "gpu_state_in_test", "*"),
     "rows.cu": (["cache/rows.cu"], "gpu_rows_test", "*"),
     "segments.cu": (["combine/segments.cu"], "gpu_segments_test", "*"),

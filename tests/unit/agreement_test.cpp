@@ -1,6 +1,6 @@
-// Every field of Options and AttentionArgs, and of MergeOptions and MergeArgs, is compared between
-// ranks, or stands on the list of those that may differ. The fields are read from the headers
-// themselves, so that a new one that is neither fails here.
+// Every field of Options and AttentionArgs, of MergeOptions and MergeArgs, and of ReshardOptions
+// and ReshardArgs, is compared between ranks, or stands on the list of those that may differ. The
+// fields are read from the headers themselves, so that a new one that is neither fails here.
 #include "src/agreement.hpp"
 
 #include <gmock/gmock.h>
@@ -22,6 +22,7 @@
 
 #include "kernels/backend.hpp"
 #include "longspan/error.hpp"
+#include "src/check_reshard.hpp"
 #include "src/validate.hpp"
 
 namespace longspan {
@@ -562,6 +563,52 @@ TEST(Agreement, TheScaleOfScatteredHeadsIsARanksOwn) {
 }
 
 // ---- what is compared in part ------------------------------------------------------------------
+
+const std::map<std::string, std::function<void(ReshardOptions&)>> kReshardOptions{
+    {"kv_heads", [](ReshardOptions& o) { o.kv_heads = 8; }},
+    {"head_dim", [](ReshardOptions& o) { o.head_dim = 128, o.value_dim = 64; }},
+    {"value_dim", [](ReshardOptions& o) { o.value_dim = 0; }},
+    {"dtype", [](ReshardOptions& o) { o.dtype = fp16; }},
+    {"lengths", [](ReshardOptions& o) { o.lengths.back() = 9; }},
+    {"from.rule.layout", [](ReshardOptions& o) { o.from.rule.layout = Layout::zigzag; }},
+    {"from.rule.block", [](ReshardOptions& o) { o.from.rule.block = 64; }},
+    {"from.first_rank", [](ReshardOptions& o) { o.from.first_rank = 1; }},
+    {"from.ranks", [](ReshardOptions& o) { o.from.ranks = 3; }},
+    {"from.table",
+     [](ReshardOptions& o) {
+       o.from.table = {0, 5};
+     }},
+    {"to.rule.layout", [](ReshardOptions& o) { o.to.rule.layout = Layout::zigzag; }},
+    {"to.rule.block", [](ReshardOptions& o) { o.to.rule.block = 64; }},
+    {"to.first_rank", [](ReshardOptions& o) { o.to.first_rank = 1; }},
+    {"to.ranks", [](ReshardOptions& o) { o.to.ranks = 3; }},
+    {"to.table",
+     [](ReshardOptions& o) {
+       o.to.table = {0, 5};
+     }},
+    {"threads", [](ReshardOptions& o) { o.threads = 3; }},
+};
+
+TEST(Agreement, EveryOptionOfAReshardIsComparedOrMayDiffer) {
+  const std::vector<std::string> fields = option_fields("ReshardOptions");
+  ReshardOptions plain{.lengths = {1, 2, 3, 4, 5, 6, 7, 8}};
+  plain.from.rule.layout = plain.to.rule.layout = Layout::interleaved;
+  for (const std::string& field : fields) {
+    const auto found = kReshardOptions.find(field);
+    ASSERT_NE(found, kReshardOptions.end())
+        << "ReshardOptions::" << field << " is new: compare it in describe(), or put it on the "
+        << "list of own_fields() with the reason; then add it to this test";
+    ReshardOptions changed = plain;
+    found->second(changed);
+    expect_compared("ReshardOptions::" + field, describe(changed), describe(plain));
+  }
+  EXPECT_EQ(fields.size(), kReshardOptions.size());
+}
+
+TEST(Agreement, ThePartsOfCachesThatAreReshardedAreARanksOwn) {
+  for (const std::string& field : names_of("ReshardArgs"))
+    EXPECT_EQ(own_names().count("ReshardArgs::" + field), 1U) << field;
+}
 
 TEST(Agreement, EveryRankSaysTheSame) {
   for (const Of kind : {Of::batch, Of::one_sequence, Of::one_length, Of::sharded_queries}) {

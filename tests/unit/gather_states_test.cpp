@@ -46,6 +46,7 @@ class Notes final : public kernels::AttentionKernels, public kernels::RowKernels
   void key_starts(const kernels::KeyStartParams&, Stream) const override {}
   void row_starts(const kernels::RowStartParams&, Stream) const override {}
   void copy_keys(const kernels::CopyKeysParams&, Stream) const override {}
+  void move_keys(const kernels::MoveKeysParams&, Stream) const override {}
   std::unique_ptr<kernels::Timer> timer(int) const override { return nullptr; }
 };
 

@@ -5,6 +5,7 @@
 
 #include "kernels/copy_keys.hpp"
 #include "kernels/cuda/dispatch/attend.hpp"
+#include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::cuda {
@@ -24,6 +25,7 @@ void place_rows(const PlaceParams& params, cudaStream_t stream);
 void key_starts(const KeyStartParams& params, cudaStream_t stream);
 void row_starts(const RowStartParams& params, cudaStream_t stream);
 void copy_keys(const CopyKeysParams& params, cudaStream_t stream);
+void move_keys(const MoveKeysParams& params, cudaStream_t stream);
 void merge_outputs(const MergeOutputsParams& params, cudaStream_t stream);
 void pack_outputs(const PackOutputsParams& params, cudaStream_t stream);
 void pack_states(const PackStatesParams& params, cudaStream_t stream);

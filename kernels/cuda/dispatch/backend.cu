@@ -151,6 +151,9 @@ class CudaBackend final : public Backend {
   void copy_keys(const CopyKeysParams& p, Stream stream) const override {
     cuda::copy_keys(p, stream_of(stream));
   }
+  void move_keys(const MoveKeysParams& p, Stream stream) const override {
+    cuda::move_keys(p, stream_of(stream));
+  }
   void merge_outputs(const MergeOutputsParams& p, Stream stream) const override {
     cuda::merge_outputs(p, stream_of(stream));
   }

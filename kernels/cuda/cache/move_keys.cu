@@ -1,0 +1,71 @@
+// Moves keys and values between two places of any form (kernels/move_keys.hpp). A warp takes a run
+// of keys, and its threads the words of a row: as wide as lie together at both places.
+#include "kernels/move_keys.hpp"
+
+#include <algorithm>
+
+#include "kernels/cuda/combine/merge.hpp"
+#include "kernels/cuda/combine/run_headers.cuh"
+#include "kernels/cuda/common/launch.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kRuns = 8;  // of a block
+
+/// Moves the keys or the values. threadIdx.y is a run, threadIdx.x the words of its rows.
+template <class Word>
+__global__ void move_keys_kernel(const __grid_constant__ MoveKeysParams p, bool is_values) {
+  if (are_of_different_runs(p.headers)) return;
+  const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kRuns + threadIdx.y;
+  if (item >= p.count) return;
+  const KeyRun run = p.runs[item];
+  const KeyMove move = is_values ? values_of(p) : keys_of(p);
+  const int element_bytes = static_cast<int>(size_of(p.dtype));
+  const int at_once = static_cast<int>(sizeof(Word)) / element_bytes;  // elements of a word
+  const int words = move.dim / at_once;                                // of a head
+  for (std::int64_t i = 0; i < run.count; ++i) {
+    const CacheRow source = p.from.row(run.sequence, run.from_key + i);
+    const CacheRow target = p.to.row(run.sequence, run.to_key + i);
+    if (source.row < 0 || target.row < 0) continue;
+    const std::byte* from =
+        static_cast<const std::byte*>(move.from.data) + source.offset(move.from) * element_bytes;
+    std::byte* to = static_cast<std::byte*>(move.to.data) + target.offset(move.to) * element_bytes;
+    for (int w = static_cast<int>(threadIdx.x); w < p.kv_heads * words; w += kWarp) {
+      const int head = w / words, column = w % words * at_once;
+      const std::int64_t from_at = head * move.from.head_stride + move.from.column(column);
+      const std::int64_t to_at = head * move.to.head_stride + move.to.column(column);
+      *reinterpret_cast<Word*>(to + to_at * element_bytes) =
+          *reinterpret_cast<const Word*>(from + from_at * element_bytes);
+    }
+  }
+}
+
+void move(const MoveKeysParams& p, bool is_values, cudaStream_t stream) {
+  const std::int64_t blocks = std::max<std::int64_t>((p.count + kRuns - 1) / kRuns, 1);
+  const dim3 grid(static_cast<unsigned>(blocks));
+  const LaunchConfig how{grid, dim3(kWarp, kRuns), stream};
+  switch (move_word(p, is_values ? values_of(p) : keys_of(p))) {
+    case 16:
+      return launch_kernel(move_keys_kernel<uint4>, how, p, is_values);
+    case 8:
+      return launch_kernel(move_keys_kernel<uint2>, how, p, is_values);
+    case 4:
+      return launch_kernel(move_keys_kernel<std::uint32_t>, how, p, is_values);
+    case 2:
+      return launch_kernel(move_keys_kernel<std::uint16_t>, how, p, is_values);
+    default:
+      return launch_kernel(move_keys_kernel<std::uint8_t>, how, p, is_values);
+  }
+}
+
+}  // namespace
+
+void move_keys(const MoveKeysParams& p, cudaStream_t stream) {
+  if (p.count <= 0 && p.headers.said == nullptr) return;
+  move(p, false, stream);
+  if (p.from.v.data != nullptr && p.to.v.data != nullptr) move(p, true, stream);
+}
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,79 @@
+// Keys and values move between two places of any form, run by run, as a list says.
+//
+//     to[sequence, to_key + i] = from[sequence, from_key + i]      for i in [0, count)
+//
+// Either place is a cache, or rows side by side as they travel. Bytes stay as they are. Entries of
+// a block table that are no page of the cache are not followed: their keys are left out.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/batch_rows.hpp"
+#include "kernels/merge_params.hpp"
+#include "kernels/row_word.hpp"
+#include "kernels/tensors.hpp"
+
+namespace longspan::kernels {
+
+/// Keys that follow each other at both places.
+struct KeyRun {
+  static constexpr std::int32_t kMostKeys = 16;  // that a list gives one run, for an even load
+
+  std::int64_t from_key = 0;
+  std::int64_t to_key = 0;
+  std::int32_t sequence = 0;
+  std::int32_t count = 0;
+};
+
+/// Where the keys of a batch lie. Key i of sequence b is row i of the sequence's pages, or else row
+/// start[b] + i, or b * pitch + i.
+struct KeyStore {
+  KvRows k;
+  KvRows v;  // without data: there are no values
+  Pages pages;
+  const std::int64_t* start = nullptr;  // [batch]; or null
+  std::int64_t pitch = 0;
+
+  /// The row of the cache that key i of sequence b is.
+  LONGSPAN_HD CacheRow row(int b, std::int64_t i) const {
+    if (!pages) return {0, (start != nullptr ? start[b] : b * pitch) + i};
+    const std::int64_t page = pages.page(b, i);
+    if (page < 0 || page >= pages.count) return {};
+    return {page, i % pages.size};
+  }
+};
+
+struct MoveKeysParams {
+  KeyStore from;
+  KeyStore to;
+  const KeyRun* runs = nullptr;  // [count], no key of `to` twice
+  std::int64_t count = 0;
+  DType dtype = DType::fp32;
+  int kv_heads = 1;
+  int head_dim = 0;
+  int value_dim = 0;
+  RunHeaders headers;  // where ranks mean different runs, nothing is written (CUDA)
+};
+
+/// The keys, or the values, of such a move.
+struct KeyMove {
+  KvRows from;
+  KvRows to;
+  int dim = 0;
+};
+LONGSPAN_HD inline KeyMove keys_of(const MoveKeysParams& p) {
+  return {p.from.k, p.to.k, p.head_dim};
+}
+LONGSPAN_HD inline KeyMove values_of(const MoveKeysParams& p) {
+  return {p.from.v, p.to.v, p.value_dim};
+}
+
+/// The widest word in which rows can be moved.
+inline int move_word(const MoveKeysParams& p, const KeyMove& move) {
+  const int element_bytes = static_cast<int>(size_of(p.dtype));
+  return std::min(row_word(move.from, static_cast<bool>(p.from.pages), move.dim, element_bytes),
+                  row_word(move.to, static_cast<bool>(p.to.pages), move.dim, element_bytes));
+}
+
+}  // namespace longspan::kernels

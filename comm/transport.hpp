@@ -32,8 +32,8 @@ struct Piece {
   std::size_t sent = 0;
   void* recv = nullptr;
   std::size_t received = 0;
-  /// Where the receiver of this rank's bytes has them, as a place of this rank's own window; null:
-  /// at `recv`. Shifts into other memory have no use for it.
+  /// Where the receiver of this rank's bytes has them, as a place of this rank's own receive
+  /// buffer; null: at `recv`. Shifts into other memory have no use for it.
   void* place_there = nullptr;
 };
 
@@ -202,8 +202,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
                                            pieces[i].received, distance, stream, step);
     return transfers;
   }
-  /// The shifts into a window that are started next begin behind what the stream has now, and not
-  /// behind what it is given until then: a kernel that computes beside them is queued first.
+  /// The shifts into a receive buffer that are started next begin behind what the stream has now,
+  /// and not behind what it is given until then: a kernel that computes beside them is queued
+  /// first.
   virtual void keep_place(Stream) {}
 
   /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count],
@@ -262,7 +263,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// receive at the same place of their memory, or would, where one receives nothing. It is null on
   /// every rank, with the reason in `why`, where there is no such memory; shifts go into any other
   /// all the same. It is collective, and ends with the last pointer to it.
-  virtual std::shared_ptr<std::byte> open_window(std::size_t /*bytes*/, std::string& why) {
+  virtual std::shared_ptr<std::byte> open_receive_buffer(std::size_t /*bytes*/, std::string& why) {
     why = "no GPUs that reach each other here";
     return nullptr;
   }

@@ -101,7 +101,10 @@ class PeerBuffers {
   void abort() noexcept;
 
   /// Besides, an abort calls this, which does not throw; it may be called more than once.
-  void on_abort(std::function<void()> call) { on_abort_ = std::move(call); }
+  void on_abort(std::function<void()> call) {
+    const std::lock_guard lock(set_->mutex_);  // as an abort may come from another thread
+    on_abort_ = std::move(call);
+  }
 
  private:
   explicit PeerBuffers(std::shared_ptr<PeerBufferSet> set);

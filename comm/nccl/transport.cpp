@@ -11,7 +11,7 @@
 #include "comm/cuda/stream.hpp"
 #include "comm/nccl/control.hpp"
 #include "comm/nccl/peer_buffers.hpp"
-#include "comm/nccl/window.hpp"
+#include "comm/nccl/receive_buffer.hpp"
 #include "longspan/buffer.hpp"
 #include "src/check.hpp"
 #include "src/device_guard.hpp"
@@ -82,19 +82,20 @@ class NcclTransport final : public ControlledTransport {
     return {peer_buffers, &peer_buffers->view()};
   }
 
-  std::shared_ptr<std::byte> open_window(std::size_t bytes, std::string& why) override {
-    const std::shared_ptr<Window> window = Window::open(*this, bytes, why, peer_buffers_);
-    if (!window) return nullptr;
-    std::erase_if(windows_, [](const auto& one) { return one.expired(); });
-    windows_.push_back(window);
-    return {window, window->data()};
+  std::shared_ptr<std::byte> open_receive_buffer(std::size_t bytes, std::string& why) override {
+    const std::shared_ptr<ReceiveBuffer> buffer =
+        ReceiveBuffer::open(*this, bytes, why, peer_buffers_);
+    if (!buffer) return nullptr;
+    std::erase_if(receive_buffers_, [](const auto& one) { return one.expired(); });
+    receive_buffers_.push_back(buffer);
+    return {buffer, buffer->data()};
   }
 
   void keep_place(Stream stream) override {
     or_abort([&] { side_.keep_place(cuda(stream)); });
   }
 
-  /// By copy engines into a window, or by one kernel of NCCL's.
+  /// By copy engines into a receive buffer, or by one kernel of NCCL's.
   Transfers start_shifts(std::span<const Piece> pieces, int distance, Stream stream,
                          const char* step) override {
     const int ahead = (distance % size() + size()) % size();
@@ -237,19 +238,19 @@ class NcclTransport final : public ControlledTransport {
 
   /// Queues a shift between ranks, by a distance from 1 to size - 1.
   void queue(std::span<const Piece> pieces, int ahead, cudaStream_t stream, const char* step) {
-    const std::shared_ptr<const Window> window = window_at(pieces[0].recv);
+    const std::shared_ptr<const ReceiveBuffer> buffer = receive_buffer_at(pieces[0].recv);
     link_->queue(control(), stream, step, [&](ncclComm_t comm) {
-      if (!window) return shift(pieces, ahead, comm, stream);
-      window->shift(pieces, ahead, stream);
+      if (!buffer) return shift(pieces, ahead, comm, stream);
+      buffer->shift(pieces, ahead, stream);
       return ncclSuccess;
     });
     for (const Piece& piece : pieces) count_received(piece.received);
   }
 
-  /// The window that a shift receives into; null: it is NCCL's to do.
-  std::shared_ptr<const Window> window_at(const void* memory) const {
-    for (const auto& one : windows_)
-      if (auto window = one.lock(); window && window->holds(memory)) return window;
+  /// The receive buffer that a shift receives into; null: it is NCCL's to do.
+  std::shared_ptr<const ReceiveBuffer> receive_buffer_at(const void* memory) const {
+    for (const auto& one : receive_buffers_)
+      if (auto buffer = one.lock(); buffer && buffer->holds(memory)) return buffer;
     return nullptr;
   }
 
@@ -342,7 +343,7 @@ class NcclTransport final : public ControlledTransport {
   int gpu_;
   std::shared_ptr<PeerBufferSet> peer_buffers_ = std::make_shared<PeerBufferSet>();
   SideStream side_;
-  std::vector<std::weak_ptr<const Window>> windows_;
+  std::vector<std::weak_ptr<const ReceiveBuffer>> receive_buffers_;
   std::vector<std::weak_ptr<NcclTransport>> children_;
 };
 

@@ -9,9 +9,9 @@
 // own keys have to be copied before they can be sent, one of the two holds them: a block then comes
 // in when the one before it is no longer needed, and only the first comes beside compute.
 //
-// On GPUs that reach each other the blocks are in a window, which copy engines fill while all
-// multiprocessors compute. There the step alone says which block it fills, as a sender has to know
-// it, and a copy of own keys has a block of its own.
+// On GPUs that reach each other the blocks are in a receive buffer, which copy engines fill while
+// all multiprocessors compute. There the step alone says which block it fills, as a sender has to
+// know it, and a copy of own keys has a block of its own.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ class RingKv final : public Strategy {
   explicit RingKv(const Layer& layer)
       : layer_(layer), keys_(layer), steps_(static_cast<std::size_t>(layer.comm.size())) {
     layer_.bounds.resume = layer_.comm.size() > 1;
-    open_window();
+    open_receive_buffer();
     scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
     for (int s = 1; s < layer_.comm.size(); ++s)
       steps_[s].name = fmt::format("ring of keys, step {} of {}", s, layer_.comm.size() - 1);
@@ -45,8 +45,8 @@ class RingKv final : public Strategy {
     scratch_ = memory.take(scratch_bytes_);
     if (layer_.comm.size() == 1) return;
     keys_.lay_out(memory);
-    if (!window_) take_blocks(memory, kMostBlocks);
-    copy_ = window_ ? keys_.take_block(memory, keys_.block_rows()) : blocks_[0];
+    if (!receive_buffer_) take_blocks(memory, kMostBlocks);
+    copy_ = receive_buffer_ ? keys_.take_block(memory, keys_.block_rows()) : blocks_[0];
   }
 
   ExchangeInfo exchange() const override { return exchange_; }
@@ -68,7 +68,7 @@ class RingKv final : public Strategy {
     const int ranks = layer_.comm.size();
     run.enter(Phase::attend);
     if (ranks == 1) return run.attend_to(run.merge, Phase::merge, layer_.kernels);
-    if (window_) {  // what ranks say comes into it with their keys
+    if (receive_buffer_) {  // what ranks say comes into it with their keys
       run.say.said = words_ + layer_.comm.rank();
       run.said = words_;
       run.merge.headers.said = words_;
@@ -76,10 +76,10 @@ class RingKv final : public Strategy {
     layer_.kernels.say(run.say, run.stream);
     keys_.begin(run, "ring of keys, counts");
     const KeyBlock own = own_block(run);
-    last_ = plan(run, !window_ && own.k == copy_.k);
+    last_ = plan(run, !receive_buffer_ && own.k == copy_.k);
 
     comm::Transfer word;  // what ranks say of the run, where neither counts nor steps say it
-    if (!window_ && run.arrays.keys.layout != Layout::listed) {
+    if (!receive_buffer_ && run.arrays.keys.layout != Layout::listed) {
       run.enter(Phase::exchange);
       word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream,
                                           "ring of keys, agreement", run.said);
@@ -89,7 +89,7 @@ class RingKv final : public Strategy {
       // The result is made of what all ranks mean alike.
       if (step == last_) hear_all(run, step, own, word);
       int next = next_step(step);
-      if (window_ && step == last_) next = ranks;
+      if (receive_buffer_ && step == last_) next = ranks;
       attend_beside(run, step, next, own, coming);
       if (next == ranks) break;
       run.enter(Phase::exchange);
@@ -108,8 +108,9 @@ class RingKv final : public Strategy {
     int block = 0;  // that it fills
   };
 
-  /// Opens a window for the blocks where the GPUs reach each other, or they are not asked to.
-  void open_window() {
+  /// Opens a receive buffer for the blocks where the GPUs reach each other, or they are not asked
+  /// to.
+  void open_receive_buffer() {
     const Options& options = layer_.options;
     if (layer_.comm.size() == 1 || options.exchange == Exchange::gather) return;
     const int count = std::min(kMostBlocks, layer_.comm.size() - 1);
@@ -119,14 +120,14 @@ class RingKv final : public Strategy {
     };
     Parts counted;
     take(counted);
-    window_ = layer_.comm.open_window(counted.bytes, exchange_.reason);
-    if (!window_ && options.exchange != Exchange::automatic)
+    receive_buffer_ = layer_.comm.open_receive_buffer(counted.bytes, exchange_.reason);
+    if (!receive_buffer_ && options.exchange != Exchange::automatic)
       throw Unsupported(
           fmt::format("exchange {} was asked for, and cannot be had here: {}. Take auto or gather.",
                       name(options.exchange), exchange_.reason));
-    if (!window_) return;
+    if (!receive_buffer_) return;
     exchange_.by = Exchange::peer_buffers;
-    Parts memory{window_.get()};
+    Parts memory{receive_buffer_.get()};
     take(memory);
   }
 
@@ -161,7 +162,7 @@ class RingKv final : public Strategy {
       Step& step = steps_[s];
       step.sends = keys_.are_seen(run, rank_at(s), own);
       step.receives = keys_.are_seen(run, own, rank_at(-s));
-      step.block = window_ ? (s - 1) % count : copied ? 1 : received % count;
+      step.block = receive_buffer_ ? (s - 1) % count : copied ? 1 : received % count;
       if (!step.receives) continue;
       ++received;
       last = s;
@@ -172,15 +173,16 @@ class RingKv final : public Strategy {
   /// The next step in which something moves here; the number of ranks where there is none.
   int next_step(int step) const {
     do ++step;
-    while (step < layer_.comm.size() && !window_ && !steps_[step].sends && !steps_[step].receives);
+    while (step < layer_.comm.size() && !receive_buffer_ && !steps_[step].sends &&
+           !steps_[step].receives);
     return step;
   }
 
-  /// Waits for the words of all ranks. In a window they come with the steps, and so this rank moves
-  /// all that is left.
+  /// Waits for the words of all ranks. In a receive buffer they come with the steps, and so this
+  /// rank moves all that is left.
   void hear_all(const Run& run, int step, const KeyBlock& own, comm::Transfer& word) const {
     word.wait(run.stream);
-    if (!window_) return;
+    if (!receive_buffer_) return;
     for (step = next_step(step); step < layer_.comm.size(); step = next_step(step))
       start(run, step, own).wait(run.stream);
   }
@@ -194,7 +196,7 @@ class RingKv final : public Strategy {
     const bool waits = moves && step > 0 && share_a_block(steps_[step], steps_[next]);
     const bool beside = moves && !waits;
     // Copy engines need no place among the multiprocessors, and the kernel is what takes longest.
-    const bool kernel_first = beside && window_ && attends;
+    const bool kernel_first = beside && receive_buffer_ && attends;
     if (kernel_first) layer_.comm.keep_place(run.stream);
     if (beside && !kernel_first) coming = start(run, next, own);
     if (attends) {
@@ -205,8 +207,8 @@ class RingKv final : public Strategy {
     if (waits || kernel_first) coming = start(run, next, own);
   }
 
-  /// Starts what moves in a step: keys, values, where listed keys stand, and, into a window, what
-  /// this rank says of the run.
+  /// Starts what moves in a step: keys, values, where listed keys stand, and, into a receive
+  /// buffer, what this rank says of the run.
   comm::Transfers start(const Run& run, int step, const KeyBlock& own) const {
     const Step& how = steps_[step];
     const KeyBlock& to = blocks_[how.block];
@@ -223,7 +225,7 @@ class RingKv final : public Strategy {
     move(own.k, to.k, keys_.key_bytes());
     move(own.v, to.v, keys_.value_bytes());
     if (to.positions != nullptr) move(own.positions, to.positions, sizeof(std::int64_t));
-    if (window_)
+    if (receive_buffer_)
       pieces[count++] = {words_ + rank, sizeof *words_, words_ + from, sizeof *words_,
                          words_ + rank};
     return layer_.comm.start_shifts({pieces.data(), count}, step, run.stream, how.name.c_str());
@@ -264,10 +266,11 @@ class RingKv final : public Strategy {
   std::byte* state_ = nullptr;       // one slot
   std::byte* scratch_ = nullptr;     // AttentionKernels::attend_scratch
   std::size_t scratch_bytes_ = 0;
-  std::vector<KeyBlock> blocks_;       // that keys come into
-  KeyBlock copy_;                      // of this rank's own keys
-  std::shared_ptr<std::byte> window_;  // of blocks and words; null: blocks are the layer's memory
-  std::uint64_t* words_ = nullptr;     // [ranks] what each rank says of the run
+  std::vector<KeyBlock> blocks_;  // that keys come into
+  KeyBlock copy_;                 // of this rank's own keys
+  std::shared_ptr<std::byte>
+      receive_buffer_;              // of blocks and words; null: blocks are the layer's memory
+  std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run
   ExchangeInfo exchange_;
 };
 

@@ -314,23 +314,23 @@ TEST_F(NcclTransportTest, ShiftsWhatDiffersInSizeAndCounts) {
       std::chrono::seconds(20), 3);
 }
 
-/// Every rank sends another number of bytes, at some distances none, to another place of the window
-/// in every turn.
-TEST_F(NcclTransportTest, ShiftsIntoWindows) {
+/// Every rank sends another number of bytes, at some distances none, to another place of the
+/// receive buffer in every turn.
+TEST_F(NcclTransportTest, ShiftsIntoReceiveBuffers) {
   constexpr int kSize = 3, kMost = 8, kTurns = 12;
   run(
       [&](int rank, Transport& world) {
         std::string why;
-        const auto window = world.open_window(2 * kMost * sizeof(int), why);
-        ASSERT_TRUE(window) << why;
+        const auto buffer = world.open_receive_buffer(2 * kMost * sizeof(int), why);
+        ASSERT_TRUE(buffer) << why;
         const std::uint64_t before = world.received_bytes();
         std::uint64_t due = 0;
         for (int turn = 0; turn < kTurns; ++turn) {
           const int distance = turn % (2 * kSize) - kSize;
           const auto sent_by = [&](int one) { return (one + turn / 4) % kSize * (kMost / 2); };
           const int from = ((rank - distance) % kSize + kSize) % kSize;
-          auto* const at = reinterpret_cast<int*>(window.get()) + turn % 2 * kMost;
-          std::fill_n(reinterpret_cast<int*>(window.get()), 2 * kMost, -1);
+          auto* const at = reinterpret_cast<int*>(buffer.get()) + turn % 2 * kMost;
+          std::fill_n(reinterpret_cast<int*>(buffer.get()), 2 * kMost, -1);
           const std::vector<int> mine(static_cast<std::size_t>(sent_by(rank)), 100 * rank + turn);
           const auto received = static_cast<std::size_t>(sent_by(from)) * sizeof(int);
           world
@@ -340,11 +340,11 @@ TEST_F(NcclTransportTest, ShiftsIntoWindows) {
           for (int i = 0; i < 2 * kMost; ++i) {
             const int place = i - turn % 2 * kMost;
             const bool came = place >= 0 && place < sent_by(from);
-            EXPECT_EQ(reinterpret_cast<int*>(window.get())[i], came ? 100 * from + turn : -1)
+            EXPECT_EQ(reinterpret_cast<int*>(buffer.get())[i], came ? 100 * from + turn : -1)
                 << "turn " << turn << ", place " << i;
           }
           if (from != rank) due += received;
-          world.gather("", "end of the turn");  // as the window is filled anew
+          world.gather("", "end of the turn");  // as the receive buffer is filled anew
         }
         EXPECT_EQ(world.received_bytes() - before, due);
       },
@@ -353,21 +353,21 @@ TEST_F(NcclTransportTest, ShiftsIntoWindows) {
 }
 
 /// A call that fails on one rank is everybody's reason, and a shift into other memory is NCCL's.
-TEST_F(NcclTransportTest, AWindowThatOneRankCannotOpenIsNobodys) {
+TEST_F(NcclTransportTest, AReceiveBufferThatOneRankCannotOpenIsNobodys) {
   int failures = 0;
   for (int call = 1; call < 60; ++call) {
     run([&](int rank, Transport& world) {
       if (rank == 1) stand_in::fail_call(call);
       std::string why;
-      const auto window = world.open_window(64, why);
+      const auto buffer = world.open_receive_buffer(64, why);
       const bool failed = rank == 1 && !stand_in::failed_call().empty();
       if (rank == 1) stand_in::fail_call(0);
-      EXPECT_EQ(window == nullptr, !why.empty());
-      if (failed && !window) {
+      EXPECT_EQ(buffer == nullptr, !why.empty());
+      if (failed && !buffer) {
         EXPECT_THAT(why, HasSubstr("rank 1: "));
         ++failures;
       }
-      const auto both = world.gather(window ? "open" : why, "what came of it");
+      const auto both = world.gather(buffer ? "open" : why, "what came of it");
       EXPECT_EQ(both[0], both[1]);
     });
     EXPECT_EQ(stand_in::offences(), 0);

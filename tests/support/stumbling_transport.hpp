@@ -39,8 +39,8 @@ class StumblingTransport final : public comm::Transport {
   std::shared_ptr<comm::Transport> split(int color, int key) override {
     return inner().split(color, key);
   }
-  std::shared_ptr<std::byte> open_window(std::size_t bytes, std::string& why) override {
-    return inner().open_window(bytes, why);
+  std::shared_ptr<std::byte> open_receive_buffer(std::size_t bytes, std::string& why) override {
+    return inner().open_receive_buffer(bytes, why);
   }
   std::uint32_t enlist(const std::shared_ptr<const comm::RunLog>& log) override {
     return inner().enlist(log);

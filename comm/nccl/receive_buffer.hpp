@@ -1,12 +1,12 @@
-// A window of each rank: memory that the copy engines of all ranks' GPUs write (CUDA IPC over
-// NVLink or PCIe peer access). A shift into it takes no multiprocessor from the kernels that run
-// beside it, as NCCL's do.
+// A receive buffer of each rank: memory that the copy engines of all ranks' GPUs write (CUDA IPC
+// over NVLink or PCIe peer access). A shift into it takes no multiprocessor from the kernels that
+// run beside it, as NCCL's do.
 //
 //     receiver: raise `free` at the sender             ... wait `here`, lower it
 //     sender:   wait `free`, lower it, copy, raise `here` at the receiver
 //
 // Each pair of ranks has the two flags of its distance. The sender copies to where it itself would
-// receive, so all ranks of a shift receive at the same place of their windows.
+// receive, so all ranks of a shift receive at the same place of their receive buffers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,29 +21,29 @@
 
 namespace longspan::comm {
 
-class Window {
+class ReceiveBuffer {
  public:
-  /// Opens the windows. It is collective. It gives null on every rank, with the reason in `why`,
-  /// where peer buffers cannot be had, or a GPU cannot wait for flags in its streams.
-  static std::shared_ptr<Window> open(Transport& world, std::size_t bytes, std::string& why,
-                                      std::shared_ptr<PeerBufferSet> set);
+  /// Opens the receive buffers. It is collective. It gives null on every rank, with the reason in
+  /// `why`, where peer buffers cannot be had, or a GPU cannot wait for flags in its streams.
+  static std::shared_ptr<ReceiveBuffer> open(Transport& world, std::size_t bytes, std::string& why,
+                                             std::shared_ptr<PeerBufferSet> set);
 
   /// Waits for the work of the GPU, past the deadline not for what waits in a stream for a peer.
-  ~Window();
-  Window(const Window&) = delete;
-  Window& operator=(const Window&) = delete;
+  ~ReceiveBuffer();
+  ReceiveBuffer(const ReceiveBuffer&) = delete;
+  ReceiveBuffer& operator=(const ReceiveBuffer&) = delete;
 
   std::byte* data() const { return base(rank()); }
   bool holds(const void* memory) const;
 
-  /// Queues a shift of pieces into this window, by a distance from 1 to ranks - 1.
+  /// Queues a shift of pieces into this receive buffer, by a distance from 1 to ranks - 1.
   void shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const;
 
  private:
   enum class Flag { free, here };
 
-  Window(std::unique_ptr<PeerBuffers> buffers, std::size_t bytes,
-         std::chrono::milliseconds deadline);
+  ReceiveBuffer(std::unique_ptr<PeerBuffers> buffers, std::size_t bytes,
+                std::chrono::milliseconds deadline);
   void prepare();
 
   int rank() const { return buffers_->view().rank; }

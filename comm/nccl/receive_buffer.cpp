@@ -1,4 +1,4 @@
-#include "comm/nccl/window.hpp"
+#include "comm/nccl/receive_buffer.hpp"
 
 #include <algorithm>
 #include <future>
@@ -25,19 +25,21 @@ std::size_t place_of_flags(std::size_t bytes) {
 
 }  // namespace
 
-std::shared_ptr<Window> Window::open(Transport& world, std::size_t bytes, std::string& why,
-                                     std::shared_ptr<PeerBufferSet> set) {
+std::shared_ptr<ReceiveBuffer> ReceiveBuffer::open(Transport& world, std::size_t bytes,
+                                                   std::string& why,
+                                                   std::shared_ptr<PeerBufferSet> set) {
   auto buffers =
       PeerBuffers::open(world, place_of_flags(bytes) + kFlags * kFlagBytes, why, std::move(set));
   if (!buffers) return nullptr;
-  const std::shared_ptr<Window> window(new Window(std::move(buffers), bytes, world.deadline()));
-  why =
-      first_failure(world.gather(failure_of([&] { window->prepare(); }), "opening of the windows"));
-  return why.empty() ? window : nullptr;
+  const std::shared_ptr<ReceiveBuffer> buffer(
+      new ReceiveBuffer(std::move(buffers), bytes, world.deadline()));
+  why = first_failure(
+      world.gather(failure_of([&] { buffer->prepare(); }), "opening of the receive buffers"));
+  return why.empty() ? buffer : nullptr;
 }
 
 /// This rank's flags as an abort sees them, and a stream that never waits.
-struct Window::OwnFlags {
+struct ReceiveBuffer::OwnFlags {
   std::byte* first = nullptr;
   int device = 0;
   cudaStream_t stream = nullptr;
@@ -71,8 +73,8 @@ struct Window::OwnFlags {
   }
 };
 
-Window::Window(std::unique_ptr<PeerBuffers> buffers, std::size_t bytes,
-               std::chrono::milliseconds deadline)
+ReceiveBuffer::ReceiveBuffer(std::unique_ptr<PeerBuffers> buffers, std::size_t bytes,
+                             std::chrono::milliseconds deadline)
     : buffers_(std::move(buffers)),
       bytes_(bytes),
       deadline_(deadline),
@@ -80,14 +82,14 @@ Window::Window(std::unique_ptr<PeerBuffers> buffers, std::size_t bytes,
   own_->first = flag(Flag::free, rank(), 0);
 }
 
-void Window::prepare() {
+void ReceiveBuffer::prepare() {
   own_->prepare();
   buffers_->on_abort([own = own_] { own->free(); });
 }
 
 /// A stream that waits for a peer which does not come is freed by a clock, where nobody watches it
 /// any more: what a graph repeats has no other watch.
-Window::~Window() {
+ReceiveBuffer::~ReceiveBuffer() {
   const DeviceGuard guard(own_->device);
   std::promise<void> done;
   std::thread clock;
@@ -102,17 +104,17 @@ Window::~Window() {
   if (clock.joinable()) clock.join();
 }
 
-bool Window::holds(const void* memory) const {
+bool ReceiveBuffer::holds(const void* memory) const {
   const auto* const at = static_cast<const std::byte*>(memory);
   return at >= data() && at < data() + bytes_;
 }
 
-std::byte* Window::flag(Flag which, int rank, int distance) const {
+std::byte* ReceiveBuffer::flag(Flag which, int rank, int distance) const {
   const std::size_t index = static_cast<std::size_t>(2 * distance) + (which == Flag::here ? 1 : 0);
   return base(rank) + place_of_flags(bytes_) + index * kFlagBytes;
 }
 
-void Window::shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const {
+void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const {
   const int to = (rank() + distance) % ranks(), from = (rank() - distance + ranks()) % ranks();
   const auto moves = [&](std::size_t Piece::*bytes) {
     return std::any_of(pieces.begin(), pieces.end(), [&](const Piece& p) { return p.*bytes > 0; });

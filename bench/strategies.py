@@ -6,7 +6,8 @@
 
 `longspan calibrate` measures the constants of the cost model first, into a file of this run. Then
 `longspan bench scale` measures prefill, chunks and decode of a grid of lengths, heads and groups by every
-strategy that serves, each checked against float64. Two files of records:
+strategy that serves, and `longspan run` documents packed into one batch, all checked against float64. Two files
+of records:
 
     strategies-<machine>   efficiency of each strategy against one rank, the phases' shares of its time, bytes
                            received against the formula
@@ -16,6 +17,7 @@ strategy that serves, each checked against float64. Two files of records:
 import argparse
 import os
 import pathlib
+import statistics
 import tempfile
 
 import longspan_command
@@ -27,6 +29,9 @@ LENGTHS = {"host": {"prefill": [512, 1024, 2048, 4096], "chunk": [2048, 8192, 16
                     "decode": [8192, 131072, 1048576]}}
 # Efficiency that is wanted of the fastest strategy, two ranks against one: processors, 8 heads of 64.
 TARGETS = {("prefill", 4096): 0.93, ("prefill", 16384): 0.97, ("decode", 131072): 0.90}
+# Packed documents, each dealt out by itself: lengths, heads, dim, type and the efficiency that is wanted of two ranks.
+DOCUMENTS = {"host": ([256, 8192, 640, 3072, 1280, 384, 5120, 2048], 8, 64, "fp32", 0.90),
+             "cuda": ([65536, 1024, 8192, 32768, 2048, 16384, 4096, 1024], 16, 128, "bf16", 0.93)}
 WITHIN = 0.95  # of the fastest: what auto is to reach
 
 
@@ -46,7 +51,8 @@ def arguments():
 
 def scale(args, options, ranks):
     """The rows of `longspan bench scale`."""
-    return longspan_command.run(args.command, [*options, "--threads", 1, "--backend", args.backend], max(ranks),
+    threads = ["--threads", 1] if args.backend == "host" else []
+    return longspan_command.run(args.command, [*options, *threads, "--backend", args.backend], max(ranks),
                                 args.launcher, what=("bench", "scale"))["rows"]
 
 
@@ -96,6 +102,7 @@ def main():
                 rows = scale(args, [*common, "--phases", phase, "--kv", kv, "--ranks", 1, 2, "--shard",
                                     "interleaved" if phase == "decode" else "zigzag"], [2])
                 save(args, *judge(args, rows, 8, 8, machine, TARGETS))
+        save(args, documents(args, 2, machine), [])
         for pair in [] if args.targets_only else args.heads:
             heads, kv_heads = map(int, pair.split("/"))
             for ranks in (r for r in args.ranks if r > 1):
@@ -113,9 +120,31 @@ def main():
               f"{1 / min(r['ratio'] for r in chosen):.3f} times its time")
 
 
+def documents(args, ranks, machine):
+    """Records of packed documents; one rank and every strategy on all, in turns."""
+    lengths, heads, dim, dtype, wanted = DOCUMENTS[args.backend]
+    common = ["--lengths", *lengths, "--heads", heads, "--dim", dim, "--dtype", dtype, "--causal", "--threads", 1,
+              "--backend", args.backend, "--iterations", args.iterations, "--warmup", 2, "--check", 4]
+    names = ["ring-kv", "gather-kv", "ring-q", "scatter-states", "heads", "gather-states"]
+    times = {}
+    for _ in range(3):
+        for name in [None, *names]:
+            shared = ["--shard", "zigzag", "--shard-queries", "--strategy", name] if name else []
+            found = longspan_command.run(args.command, [*common, *shared], ranks if name else 1, args.launcher)
+            times.setdefault(name, []).append(found["time_ms"]["median"])
+    times = {name: statistics.median(values) for name, values in times.items()}
+    best = min(names, key=times.get)
+    return [records.record("strategies", {"phase": "documents", "ranks": ranks, "kv_len": sum(lengths),
+                                          "tokens": sum(lengths), "heads": heads, "kv_heads": heads, "dim": dim,
+                                          "dtype": dtype, "causal": True, "strategy": name},
+                           "efficiency", round(times[None] / times[name] / ranks, 3),
+                           target=wanted if name == best and ranks == 2 else None, machine=machine) for name in names]
+
+
 def calibrate(args, ranks, heads, kv_heads):
     """Measures the constants, on as many ranks as will work beside each other."""
-    options = ["calibrate", "--threads", "1", "--backend", args.backend, "--heads", str(heads), "--kv-heads",
+    threads = ["--threads", "1"] if args.backend == "host" else []
+    options = ["calibrate", *threads, "--backend", args.backend, "--heads", str(heads), "--kv-heads",
                str(kv_heads), "--out", os.environ["LONGSPAN_MACHINE"]]
     start = args.launcher.format(ranks=ranks).split()
     longspan_command.subprocess.run([*start, args.command, *options], env=longspan_command.environment(), check=True,

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/cuda/stream_flags.hpp"
 #include "kernels/simulated/include/kernels/cuda/common/launch.hpp"
 #include "kernels/simulated/runtime/faults.hpp"
 #include "kernels/simulated/runtime/memory.hpp"
@@ -20,6 +21,8 @@
 namespace longspan::simulated {
 namespace {
 
+using comm::FlagOperation;
+using comm::queue_flags;
 using kernels::cuda::launch_kernel;
 using kernels::cuda::LaunchConfig;
 
@@ -113,6 +116,49 @@ TEST(Streams, DoNotWaitForEachOther) {
     return word.at(0);
   };
   EXPECT_THAT(found_in_schedules(order), ::testing::IsSupersetOf({12, 21}));
+}
+
+TEST(Streams, WaitForFlags) {
+  const auto order = [] {
+    const GpuInts word(1), flag(2);
+    auto* const raised = reinterpret_cast<std::byte*>(flag.data);
+    const OwnStream one, other;
+    queue_flags(one, {{FlagOperation::wait, raised}, {FlagOperation::lower, raised}});
+    launch_kernel(append, {1, 1, one}, word.data, 1);
+    EXPECT_EQ(cudaStreamQuery(one), cudaErrorNotReady);
+    launch_kernel(append, {1, 1, other}, word.data, 2);
+    queue_flags(other, {{FlagOperation::raise, raised}});
+    EXPECT_EQ(cudaStreamSynchronize(one), cudaSuccess);
+    EXPECT_EQ(flag.at(0), 0);
+    static_cast<void>(cudaGetLastError());
+    return word.at(0);
+  };
+  EXPECT_EQ(found_in_schedules(order), std::set{21});
+}
+
+TEST(Streams, DoNotWaitForFreedFlags) {
+  const GpuInts word(1), flag(2);
+  auto* const freed = reinterpret_cast<std::byte*>(flag.data);
+  const OwnStream one, other;
+  for (int i = 0; i < 2; ++i)
+    queue_flags(one, {{FlagOperation::wait, freed}, {FlagOperation::lower, freed}});
+  launch_kernel(append, {1, 1, one}, word.data, 1);
+  queue_flags(other, {{FlagOperation::free, freed}});
+  works(cudaStreamSynchronize(one));
+  EXPECT_EQ(word.at(0), 1);
+}
+
+TEST(Streams, TakeNoFlagsThatLieElsewhere) {
+  const GpuInts flag(2);
+  const OwnStream stream;
+  std::uint64_t of_the_host = 0;
+  EXPECT_THROW(
+      queue_flags(stream, {{FlagOperation::wait, reinterpret_cast<std::byte*>(&of_the_host)}}),
+      BackendError);
+  EXPECT_THROW(
+      queue_flags(stream, {{FlagOperation::wait, reinterpret_cast<std::byte*>(flag.data) + 4}}),
+      BackendError);
+  static_cast<void>(cudaGetLastError());
 }
 
 TEST(Streams, WaitForEvents) {
@@ -287,6 +333,28 @@ TEST(Captures, AreReplayed) {
   works(cudaEventDestroy(fork));
   works(cudaEventDestroy(join));
   static_cast<void>(cudaGetLastError());
+}
+
+TEST(Captures, TakeFlagsIn) {
+  const GpuInts word(1), flag(2);
+  auto* const raised = reinterpret_cast<std::byte*>(flag.data);
+  const OwnStream stream, other;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  works(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  queue_flags(stream, {{FlagOperation::wait, raised}, {FlagOperation::lower, raised}});
+  launch_kernel(append, {1, 1, stream}, word.data, 1);
+  works(cudaStreamEndCapture(stream, &graph));
+  works(cudaGraphInstantiate(&replay, graph, 0));
+  works(cudaGraphDestroy(graph));
+  for (int i = 0; i < 2; ++i) {
+    works(cudaGraphLaunch(replay, stream));
+    launch_kernel(append, {1, 1, other}, word.data, 2);
+    queue_flags(other, {{FlagOperation::raise, raised}});
+    works(cudaStreamSynchronize(stream));
+  }
+  works(cudaGraphExecDestroy(replay));
+  EXPECT_EQ(word.at(0), 2121);
 }
 
 TEST(Captures, DoNotAllowWhatWaits) {

@@ -216,7 +216,8 @@ struct Attention::Impl {
     p.tokens = count_rows(args.out);
     p.dtype = options.dtypes.of_out();
     p.out_scale = {arrays.out_scale};
-    if (!options.queries && part != ResultPart::rows)  // else a map says which rows there are
+    const bool dealt = options.queries && world.size() > 1;  // then a strategy knows which rows
+    if (!dealt && part != ResultPart::rows)
       p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr,
                  nullptr,      args.skip_decode};
     p.out = token_rows_of(args.out);

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;
 constexpr std::size_t kFlagBytes = 8;
-constexpr std::size_t kFlags = 2 * PeerView::kMostRanks;
+constexpr std::size_t kFlags = 2 * std::size_t{PeerView::kMostRanks};
 
 std::size_t place_of_flags(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -110,7 +110,7 @@ bool ReceiveBuffer::holds(const void* memory) const {
 }
 
 std::byte* ReceiveBuffer::flag(Flag which, int rank, int distance) const {
-  const std::size_t index = static_cast<std::size_t>(2 * distance) + (which == Flag::here ? 1 : 0);
+  const std::size_t index = 2 * static_cast<std::size_t>(distance) + (which == Flag::here ? 1 : 0);
   return base(rank) + place_of_flags(bytes_) + index * kFlagBytes;
 }
 

@@ -121,7 +121,7 @@ def interrupted(comm, who, q, k, v):
     import time
 
     if comm.rank != who:
-        time.sleep(4)  # longer than the other takes to be interrupted, on a busy machine too
+        time.sleep(10)  # longer than the other takes to be interrupted, on a busy machine too
         try:
             comm.barrier("after it")
         except longspan.RankError as error:

@@ -77,7 +77,9 @@ def points_of(files):
         where += f", {case['scaling']} scaling, {case['shard']}"
     else:
         points, where = of_records(files), figures.machine(name)
-    points = sorted((p for p in points if p["ranks"] > 1), key=lambda p: (STAGES.index(p["phase"]), p["ranks"]))
+    # Packed documents have one length, of which no curve can be drawn.
+    points = sorted((p for p in points if p["ranks"] > 1 and p["phase"] in STAGES),
+                    key=lambda p: (STAGES.index(p["phase"]), p["ranks"]))
     return points, f"{where}: {points[0]['dtype']}, dim {points[0]['dim']}" if points else where
 
 

@@ -202,9 +202,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
                                            pieces[i].received, distance, stream, step);
     return transfers;
   }
-  /// The shifts into a receive buffer that are started next begin behind what the stream has now,
-  /// and not behind what it is given until then: a kernel that computes beside them is queued
-  /// first.
+  /// The transfer that is started next begins behind what the stream has now, and not behind what
+  /// it is given until then, on GPUs: a kernel that computes beside it is queued first, as suits
+  /// shifts into a receive buffer.
   virtual void keep_place(Stream) {}
 
   /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count],

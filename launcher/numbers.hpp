@@ -77,4 +77,17 @@ inline CLI::Validator file_name() {
       "");
 }
 
+/// Options of what is timed: how many runs, and how many ahead of them, from `least_warmup` on.
+template <class AnyOptions>
+void add_run_counts(CLI::App& app, AnyOptions& o, int least_warmup, const std::string& group) {
+  app.add_option("--iterations", o.iterations, "Timed runs")
+      ->transform(whole(1, 1000000))
+      ->group(group)
+      ->capture_default_str();
+  app.add_option("--warmup", o.warmup, "Runs before them")
+      ->transform(whole(least_warmup, 1000000))
+      ->group(group)
+      ->capture_default_str();
+}
+
 }  // namespace longspan::launcher

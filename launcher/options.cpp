@@ -239,14 +239,7 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
       ->group(spread);
 
   const std::string measure = "Measuring and checking";
-  app.add_option("--iterations", o.iterations, "Timed runs")
-      ->transform(whole(1, 1000000))
-      ->group(measure)
-      ->capture_default_str();
-  app.add_option("--warmup", o.warmup, "Runs before them")
-      ->transform(whole(0, 1000000))
-      ->group(measure)
-      ->capture_default_str();
+  add_run_counts(app, o, 0, measure);
   app.add_option("--check", check, "Rows to compare with the float64 oracle: a number, all, or off")
       ->group(measure)
       ->capture_default_str();
@@ -428,14 +421,7 @@ void add_scale_options(CLI::App& app, ScaleOptions& o) {
       ->transform(whole(1, 65536))
       ->group(spread);
   const char* measure = "Measuring and checking";
-  app.add_option("--iterations", o.iterations, "Timed runs")
-      ->transform(whole(1, 1000000))
-      ->group(measure)
-      ->capture_default_str();
-  app.add_option("--warmup", o.warmup, "Runs before them")
-      ->transform(whole(1, 1000000))
-      ->group(measure)
-      ->capture_default_str();
+  add_run_counts(app, o, 1, measure);
   app.add_option("--check", o.check, "Rows of each run to compare with the float64 oracle")
       ->transform(whole(std::int64_t{0}, std::int64_t{65536}))
       ->group(measure)

@@ -70,14 +70,7 @@ void add_reshard_options(CLI::App& app, ReshardCommand& o) {
       ->capture_default_str();
 
   const char* measure = "Measuring";
-  app.add_option("--iterations", o.iterations, "Timed runs")
-      ->transform(whole(1, 1000000))
-      ->group(measure)
-      ->capture_default_str();
-  app.add_option("--warmup", o.warmup, "Runs before them")
-      ->transform(whole(0, 1000000))
-      ->group(measure)
-      ->capture_default_str();
+  add_run_counts(app, o, 0, measure);
   app.add_option("--json", o.json, "The measured record")
       ->check(file_name())
       ->type_name("FILE")

@@ -53,6 +53,13 @@ bool folds_as_one_rank(const Options& options, int ranks) {
   return shard.layout == Layout::contiguous && shard.keeps_order();
 }
 
+void require_exchange(const Options& options, bool is_had, const std::string& why) {
+  if (!is_had && options.exchange != Exchange::automatic)
+    throw Unsupported(
+        fmt::format("exchange {} was asked for, and cannot be had here: {}. Take auto or gather.",
+                    name(options.exchange), why));
+}
+
 std::string refuse_parts(const Options& options) {
   if (options.results.part == ResultPart::all) return "";
   return fmt::format("it does not give results by {} to ranks that hold all the queries",

@@ -5,23 +5,12 @@
 
 #include <array>
 
-#include "src/check.hpp"
+#include "src/driver_function.hpp"
 
 namespace longspan::comm {
 namespace {
 
 constexpr std::size_t kMostOperations = 4;
-
-/// The driver's function, without linking the driver's library.
-auto batch_operation() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  LONGSPAN_CUDA(cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function, 12000,
-                                                 cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess)
-    throw BackendError("CUDA: this driver has no cuStreamBatchMemOp: update it to 525 or newer");
-  return reinterpret_cast<decltype(&cuStreamBatchMemOp)>(function);
-}
 
 CUdeviceptr address(const std::byte* at) { return reinterpret_cast<CUdeviceptr>(at); }
 
@@ -44,7 +33,7 @@ CUstreamBatchMemOpParams parameters(const FlagOperation& operation) {
 }  // namespace
 
 void queue_flags(cudaStream_t stream, std::initializer_list<FlagOperation> operations) {
-  static const auto queue = batch_operation();
+  static const auto queue = driver_function<decltype(&cuStreamBatchMemOp)>("cuStreamBatchMemOp");
   std::array<CUstreamBatchMemOpParams, kMostOperations> batch{};
   unsigned count = 0;
   for (const FlagOperation& operation : operations) batch.at(count++) = parameters(operation);

@@ -15,8 +15,7 @@ namespace longspan::comm {
 struct FlagOperation {
   enum Kind { raise, lower, wait, free };
   Kind kind;
-  std::byte*
-      flag;  // 64 bits, aligned; of this GPU, or for raise of another one that this one reaches
+  std::byte* flag;  // 64 bits, aligned; of this GPU, or, for raise, of one that it reaches
 };
 
 /// Queues operations, one after the other. What a stream writes before it raises a flag is seen by

@@ -50,10 +50,7 @@ class GatherStates final : public Strategy {
       else
         why = fmt::format("not on the {}", name(layer_.kernels.device()));
     }
-    if (!peers_ && options.exchange != Exchange::automatic)
-      throw Unsupported(
-          fmt::format("exchange {} was asked for, and cannot be had here: {}. Take auto or gather.",
-                      name(options.exchange), why));
+    require_exchange(options, peers_ != nullptr, why);
     if (!peers_) {
       exchange_.reason = why;
       return;

@@ -121,10 +121,7 @@ class RingKv final : public Strategy {
     Parts counted;
     take(counted);
     receive_buffer_ = layer_.comm.open_receive_buffer(counted.bytes, exchange_.reason);
-    if (!receive_buffer_ && options.exchange != Exchange::automatic)
-      throw Unsupported(
-          fmt::format("exchange {} was asked for, and cannot be had here: {}. Take auto or gather.",
-                      name(options.exchange), exchange_.reason));
+    require_exchange(options, receive_buffer_ != nullptr, exchange_.reason);
     if (!receive_buffer_) return;
     exchange_.by = Exchange::peer_buffers;
     Parts memory{receive_buffer_.get()};

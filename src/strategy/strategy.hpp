@@ -121,6 +121,10 @@ bool folds_as_one_rank(const Options& options, int ranks);
 /// options ask for; empty where it can.
 std::string refuse_parts(const Options& options);
 
+/// Throws Unsupported where the options ask by name for a way between GPUs that cannot be had, with
+/// the reason `why`.
+void require_exchange(const Options& options, bool is_had, const std::string& why);
+
 /// The bytes of a row of the queries, and of a row's states.
 double query_row_bytes(const Options& options);
 double state_row_bytes(const Options& options);

@@ -14,6 +14,7 @@
 #include "longspan/longspan.hpp"
 #include "tests/dist/replay.hpp"
 #include "tests/dist/world.hpp"
+#include "tests/support/draw_cache_ranks.hpp"
 #include "tests/support/known_cache.hpp"
 #include "tests/support/message.hpp"
 
@@ -22,8 +23,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr Layout kLayouts[] = {Layout::contiguous, Layout::ranges, Layout::zigzag, Layout::striped,
-                               Layout::interleaved};
 constexpr Form kCacheForms[] = {Form::rows, Form::batch, Form::pages, Form::x_packed};
 
 template <class E>
@@ -49,17 +48,8 @@ class ReshardTest : public ::testing::Test {
   }
 
   CacheRanks draw_ranks(Layout layout, const std::vector<std::int64_t>& lengths) {
-    CacheRanks cache{.rule = {layout, 1 + below(40)}};
-    cache.first_rank = static_cast<int>(below(world.size()));
-    cache.ranks = static_cast<int>(1 + below(world.size() - cache.first_rank));
-    for (const std::int64_t n : lengths) {
-      if (layout != Layout::ranges) break;
-      std::vector<std::int64_t> cuts{0, n};
-      for (int r = 1; r < cache.ranks; ++r) cuts.push_back(below(n + 1));
-      std::sort(cuts.begin(), cuts.end());
-      cache.table.insert(cache.table.end(), cuts.begin(), cuts.end());
-    }
-    return cache;
+    return draw_cache_ranks(layout, world.size(), lengths,
+                            [this](std::int64_t n) { return below(n); });
   }
 
   Form draw_form() { return kCacheForms[own() % std::size(kCacheForms)]; }
@@ -117,8 +107,8 @@ class ReshardTest : public ::testing::Test {
 };
 
 TEST_F(ReshardTest, FromEveryLayoutToEveryLayout) {
-  for (const Layout from : kLayouts)
-    for (const Layout to : kLayouts)
+  for (const Layout from : kReshardLayouts)
+    for (const Layout to : kReshardLayouts)
       for (int draw = 0; draw < 2; ++draw) {
         ReshardOptions o{.kv_heads = 2,
                          .head_dim = 16,

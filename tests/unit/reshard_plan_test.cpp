@@ -11,13 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/draw_cache_ranks.hpp"
 #include "tests/support/fresh_seed.hpp"
 
 namespace longspan {
 namespace {
 
-constexpr Layout kLayouts[] = {Layout::contiguous, Layout::ranges, Layout::zigzag, Layout::striped,
-                               Layout::interleaved};
+using tests::kReshardLayouts;
 
 class ReshardPlanTest : public ::testing::Test {
  protected:
@@ -26,17 +26,8 @@ class ReshardPlanTest : public ::testing::Test {
   }
 
   CacheRanks draw_ranks(Layout layout, int world, const std::vector<std::int64_t>& lengths) {
-    CacheRanks cache{.rule = {layout, 1 + below(40)}};
-    cache.first_rank = static_cast<int>(below(world));
-    cache.ranks = static_cast<int>(1 + below(world - cache.first_rank));
-    for (const std::int64_t n : lengths) {
-      if (layout != Layout::ranges) break;
-      std::vector<std::int64_t> cuts{0, n};
-      for (int r = 1; r < cache.ranks; ++r) cuts.push_back(below(n + 1));
-      std::sort(cuts.begin(), cuts.end());
-      cache.table.insert(cache.table.end(), cuts.begin(), cuts.end());
-    }
-    return cache;
+    return tests::draw_cache_ranks(layout, world, lengths,
+                                   [this](std::int64_t n) { return below(n); });
   }
 
   const unsigned seed_ = tests::fresh_seed();
@@ -71,8 +62,8 @@ std::vector<Key> keys_of(const ReshardOptions& o, const ReshardPlan::Side& side,
 }
 
 TEST_F(ReshardPlanTest, EveryKeyGoesOnceToWhereItBelongs) {
-  for (const Layout from : kLayouts)
-    for (const Layout to : kLayouts)
+  for (const Layout from : kReshardLayouts)
+    for (const Layout to : kReshardLayouts)
       for (int draw = 0; draw < 4; ++draw) {
         const int world = static_cast<int>(1 + below(6));
         ReshardOptions o{.lengths = {below(900), 0, below(20), 1 + below(300)}};

@@ -5,28 +5,14 @@
 #include <string>
 
 #include "longspan/error.hpp"
-#include "src/check.hpp"
+#include "src/driver_function.hpp"
 
 namespace longspan::kernels::cuda {
-namespace {
-
-/// The driver's function, without linking the driver's library.
-auto tensor_map_encoder() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  LONGSPAN_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                 cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess)
-    throw BackendError(
-        "CUDA: this driver has no cuTensorMapEncodeTiled: update it to 525 or newer");
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-}
-
-}  // namespace
 
 CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimension> dimensions,
                        CUtensorMapL2promotion promotion) {
-  static const auto encode = tensor_map_encoder();
+  static const auto encode =
+      driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   constexpr std::size_t kMost = 5;
   const std::size_t rank = dimensions.size();
   const cuuint64_t bytes = static_cast<cuuint64_t>(size_of(dtype));

@@ -16,6 +16,7 @@
 #include "kernels/cuda/dispatch/attend.hpp"
 #include "longspan/error.hpp"
 #include "src/check.hpp"
+#include "src/divided_up.hpp"
 
 namespace longspan::kernels::sm90 {
 namespace {
@@ -98,11 +99,9 @@ int attribute(cudaDeviceAttr name) {
   return value;
 }
 
-std::int64_t divided_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
-
 /// The number of heads that walk together: their keys and values on this rank fit half of L2, or
 /// they have a few waves of work tiles, as the longest tiles of the last heads begin late.
-unsigned section_of(const AttendParams& params, unsigned slots) {
+unsigned section_of(const AttendParams& params, unsigned slots, int multiprocessors) {
   const std::int64_t l2_bytes = attribute(cudaDevAttrL2CacheSize);
   const std::int64_t keys = std::max({divided_up(params.shard.length, params.shard.ranks),
                                       params.tokens / params.batch.size, std::int64_t{1}});
@@ -111,7 +110,7 @@ unsigned section_of(const AttendParams& params, unsigned slots) {
       std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.head_dim * 2 * bytes));
   constexpr std::int64_t kWaves = 3;
   const std::int64_t group = params.heads / params.kv_heads;
-  const std::int64_t busy = kWaves * attribute(cudaDevAttrMultiProcessorCount) / (slots * group);
+  const std::int64_t busy = kWaves * multiprocessors / (slots * group);
   const std::int64_t most = std::min<std::int64_t>(std::max(busy, resident), params.kv_heads);
   const std::int64_t sections = divided_up(std::int64_t{params.kv_heads}, most);
   return static_cast<unsigned>(divided_up(std::int64_t{params.kv_heads}, sections) * group);
@@ -144,7 +143,8 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   const std::int64_t slots = params.batch.query_start ? params.tokens / T::kRows + params.batch.size
                                                       : (params.tokens + T::kRows - 1) / T::kRows;
   call.slots = static_cast<unsigned>(slots);
-  call.section = section_of(params, call.slots);
+  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  call.section = section_of(params, call.slots, multiprocessors);
   call.work_tiles = call.slots * static_cast<unsigned>(params.heads);
   call.next = reinterpret_cast<unsigned*>(params.ticket);
   call.softcap = softcap_of(params.score);
@@ -153,8 +153,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
     LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
   }
 
-  const unsigned blocks =
-      std::min(call.work_tiles, static_cast<unsigned>(attribute(cudaDevAttrMultiProcessorCount)));
+  const unsigned blocks = std::min(call.work_tiles, static_cast<unsigned>(multiprocessors));
   LONGSPAN_CUDA(cudaFuncSetAttribute(attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      sizeof(Shared<T>)));
   cuda::launch_kernel(attend_kernel<T>, {blocks, T::kThreads, stream, sizeof(Shared<T>)}, call);

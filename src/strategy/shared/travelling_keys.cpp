@@ -5,11 +5,10 @@
 #include <algorithm>
 
 #include "longspan/error.hpp"
+#include "src/divided_up.hpp"
 
 namespace longspan {
 namespace {
-
-std::int64_t divided_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
 
 /// Whether some of the receiver's rows of sequence b see some of the owner's keys. Where both stand
 /// at ascending positions, so do the ends of what rows see, and the hull of all rows answers most

@@ -268,8 +268,10 @@ void check_one_call(const AttentionArgs& args) {
   require(is_count(heads), "q is {}: {} heads; there is at least 1", shape_text(q), heads);
   require(is_count(q.shape[q.dims - 1]), "q is {}: a head dim of {}; it is at least 1",
           shape_text(q), q.shape[q.dims - 1]);
-  require(args.out.dims >= 3 && is_count(args.out.shape[args.out.dims - 1]),
-          "out is {}; [tokens, heads, value_dim] is wanted", shape_text(args.out));
+  const Tensor& out = args.out;
+  require((out.dims == 3 || out.dims == 4) && is_count(out.shape[out.dims - 1]),
+          "out is {}; [tokens, heads, value_dim] is wanted, or [batch, heads, tokens, value_dim]",
+          shape_text(out));
   require(is_count(kv_heads), "k is {}: {} kv_heads; there is at least 1", shape_text(k), kv_heads);
   require(heads % kv_heads == 0, "q is {} and k is {}: heads {} must be a multiple of kv_heads {}",
           shape_text(q), shape_text(k), heads, kv_heads);

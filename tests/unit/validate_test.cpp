@@ -277,6 +277,22 @@ TEST(Validate, RunsOverAPagedCache) {
   for (float value : one.out) ASSERT_FLOAT_EQ(value, 0.25f);
 }
 
+TEST(Validate, NumbersOfDimsOfTheCallWithoutALayer) {
+  struct Given {
+    const char* name;
+    Tensor AttentionArgs::*tensor;
+  };
+  for (const int dims : {-1, 0, 2, 7, 1000})
+    for (const Given& given :
+         {Given{"q is", &AttentionArgs::q}, Given{"k is", &AttentionArgs::k},
+          Given{"v ", &AttentionArgs::v}, Given{"out is", &AttentionArgs::out}}) {
+      Paged p;
+      AttentionArgs args = p.args();
+      (args.*given.tensor).dims = dims;
+      expect_refused<InputError>(given.name, [&] { attend(self(), args, {.threads = 1}); });
+    }
+}
+
 TEST(Validate, BlockTables) {
   refuse_run("block_table[1][2] is 9", [](AttentionArgs&, Paged& p) { p.table[6] = 9; });
   refuse_run("block_table[0][1] is -1", [](AttentionArgs&, Paged& p) { p.table[1] = -1; });

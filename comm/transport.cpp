@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <utility>
+
 #include "longspan/error.hpp"
 
 namespace longspan::comm {
@@ -19,6 +21,21 @@ Collective Transport::shift_of(const void* send, std::size_t sent, void* recv, s
           .bytes = sent,
           .received = received,
           .place = distance};
+}
+
+const Levels& Transport::levels(int ranks_per_node) {
+  const auto known = levels_.find(ranks_per_node);
+  if (known != levels_.end()) return known->second;
+  const int node = rank() / ranks_per_node, place = rank() % ranks_per_node;
+  Levels made{split(node, place), split(place, node)};
+  return levels_.emplace(ranks_per_node, std::move(made)).first->second;
+}
+
+std::uint64_t Transport::received_bytes() const {
+  std::uint64_t all = received_bytes_;
+  for (const auto& [ranks_per_node, levels] : levels_)
+    all += levels.node->received_bytes() + levels.nodes->received_bytes();
+  return all;
 }
 
 Collective Transport::from_root(void* data, std::size_t bytes, int root) const {

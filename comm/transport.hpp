@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -122,6 +123,14 @@ class Transfers {
   std::array<Transfer, kMost> parts_;
 };
 
+class Transport;
+
+/// Two communicators of a rank where the ranks are nodes of neighbours.
+struct Levels {
+  std::shared_ptr<Transport> node;   // the ranks of its node
+  std::shared_ptr<Transport> nodes;  // of every node the rank that has its place there
+};
+
 class Transport : public std::enable_shared_from_this<Transport> {
  public:
   virtual ~Transport() = default;
@@ -130,6 +139,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
   virtual Device device() const = 0;
   /// This rank's GPU; -1 on processors. The caller of a collective has made it current.
   virtual int gpu() const { return -1; }
+  /// The ranks that share a machine, where every machine has as many and they are neighbours; else
+  /// 0. All ranks give the same answer.
+  virtual int ranks_per_node() const { return size(); }
   virtual std::chrono::milliseconds deadline() const = 0;
   virtual std::string describe() const = 0;
   /// The name of a rank in messages: "5", or "1 (5 of all)" in what was split from another
@@ -248,6 +260,11 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// at a time.
   virtual std::shared_ptr<Transport> split(int color, int key) = 0;
 
+  /// Splits the ranks into nodes of so many neighbours, which divide them, and across the nodes.
+  /// The first call is collective, as split is, and all layers share what it made: a communicator
+  /// between GPUs takes memory and seconds.
+  const Levels& levels(int ranks_per_node);
+
   /// Gives memory of every rank that kernels of all ranks can write, for exchanges of one layer; or
   /// null on every rank, with the reason in `why`. It is collective. wait() reports what those
   /// kernels find wrong. The memory ends with the last pointer to it.
@@ -296,9 +313,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
 
   /// The bytes that this rank's data collectives have brought from other ranks: what was asked for,
   /// without headers and without what is said of the run. On processors they are counted as they
-  /// come, on GPUs as the transfer is queued (one that a graph repeats counts once). What was split
-  /// from this transport counts its own.
-  std::uint64_t received_bytes() const { return received_bytes_; }
+  /// come, on GPUs as the transfer is queued (one that a graph repeats counts once). What levels()
+  /// made is counted with them; what was split from this transport otherwise counts its own.
+  std::uint64_t received_bytes() const;
 
  protected:
   friend class Transfer;
@@ -339,6 +356,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
   static Collective sum_of(const void* send, void* recv, std::size_t count, DType dtype);
 
   std::uint64_t received_bytes_ = 0;
+  std::map<int, Levels> levels_;  // by the ranks of a node
 };
 
 inline Transfer::~Transfer() {

@@ -1,7 +1,8 @@
 // Keys and values that travel are copied out of a cache of any form to rows side by side.
 //
 //     to[start[b] + i]           = local key i of sequence b, as a rank sends its share
-//     to[start[b] + position(i)] = the same in the order of the sequence, as they are gathered
+//     to[start[b] + position(i)] = the same in the order of the sequence, as they are gathered: of
+//                                  all ranks, or of neighbours, whose keys are a part of it
 //
 // Elements stay as they are stored. In pages only what some row sees is read, as the entries of a
 // block table that no visible key needs may hold anything; the other rows of `to` are not written.
@@ -29,8 +30,9 @@ struct CopyKeysParams {
   std::byte* to_v = nullptr;  // [rows, kv_heads, value_dim]; null: no values
   const std::int64_t* to_start = nullptr;  // [batch] first row of each sequence; null: 0
   bool by_position = false;                // else the keys of a sequence follow each other
-  std::int64_t rows = 0;                   // of `to`; what would go past them is not copied
-  std::int64_t longest = 0;                // no sequence has more keys on this rank
+  Shard part;  // by position: the share of each sequence that `to` has, which may be all of it
+  std::int64_t rows = 0;     // of `to`; what would go past them is not copied
+  std::int64_t longest = 0;  // no sequence has more keys on this rank
 };
 
 /// The keys, or the values, of such a copy.
@@ -66,7 +68,10 @@ LONGSPAN_HD inline KeyPlace place_of(const CopyKeysParams& p, int b, std::int64_
   const Geometry& g = p.geometry;
   const std::int64_t start = p.to_start != nullptr ? p.to_start[b] : 0;
   std::int64_t to = start + i;
-  if (p.by_position) to = start + g.shard.for_sequence(b).position(i, g.batch.keys(b, g.shard));
+  if (p.by_position) {
+    const std::int64_t length = g.batch.keys(b, g.shard);
+    to = start + p.part.before(g.shard.for_sequence(b).position(i, length), length);
+  }
   KeyPlace place{{0, g.batch.first_key(b) + i}, to >= 0 && to < p.rows ? to : -1};
   if (p.pages) place.from = {p.pages.page(b, i), i % p.pages.size};
   return place;

@@ -106,14 +106,26 @@ inline CheckParams checks_of(const AttendParams& p, std::int64_t slot_count) {
           .sequence_rows = p.q.gap.rows};
 }
 
-/// Tells where sharded query rows stand in the whole q. Rank p's i-th row of the batch is row map[p
-/// * capacity + i] of the whole, -1 past its last.
+/// Tells where sharded query rows stand in the whole q, or in the part of it that neighbouring
+/// ranks hold together. The i-th row of the batch that rank first + p has is row map[p * capacity +
+/// i], -1 past its last.
 struct MapParams {
   Shard shard;  // of the query rows; rank is ignored
   Batch batch;  // query_start of the whole q; kv_len is not read
   int ranks = 1;
   std::int64_t capacity = 0;
   std::int64_t* map = nullptr;  // [ranks, capacity]
+  int first = 0;
+  Shard part;                                // of the rows, that `ranks` ranks hold together
+  const std::int32_t* part_start = nullptr;  // [batch + 1] of its sequences, where it is not all
+
+  /// The row of the i-th that `own` has of sequence b.
+  LONGSPAN_HD std::int64_t row(const Shard& own, int b, std::int64_t i) const {
+    const std::int64_t length = batch.query_len(b, shard.length);
+    const std::int64_t position = own.position(i, length);
+    if (part.ranks == 1) return batch.first_row(b) + position;
+    return (part_start != nullptr ? part_start[b] : 0) + part.before(position, length);
+  }
 };
 
 /// to[map[i]] = from[i] where map[i] is one of `places`; a null map copies. Rows have any size, at

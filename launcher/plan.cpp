@@ -21,12 +21,6 @@
 namespace longspan::launcher {
 namespace {
 
-struct Row {
-  std::string name;
-  Forecast forecast;
-  double received_far = 0;  // of the received bytes, those from other nodes
-};
-
 /// A cluster, and what it is asked for.
 class Cluster {
  public:
@@ -38,7 +32,8 @@ class Cluster {
                 .head_dim = shape.dim,
                 .dtypes = {.compute = dtype_named(shape.dtype)},
                 .mask = o.mask,
-                .keys = {o.layout, o.block}};
+                .keys = {o.layout, o.block},
+                .ranks_per_node = per_node_};
     const std::int64_t tokens = o.tokens > 0 ? o.tokens : o.keys;
     // Few rows are everybody's, as in decode; many are shared.
     if (ranks_ > 1 && tokens >= 64 * std::int64_t{ranks_}) options_.queries = options_.keys;
@@ -53,14 +48,8 @@ class Cluster {
   bool shares_rows() const { return options_.queries.has_value(); }
   const Options& options() const { return options_; }
 
-  std::vector<Row> rows() const {
-    std::vector<Row> rows;
-    const double far = ranks_ == 1 ? 0 : static_cast<double>(ranks_ - per_node_) / (ranks_ - 1);
-    for (Forecast& f : forecast(options_, {ranks_, per_node_}, size_, machine_)) {
-      const double bytes = far * f.cost.received_bytes;
-      rows.push_back({f.strategy->name, std::move(f), bytes});
-    }
-    return rows;
+  std::vector<Forecast> rows() const {
+    return forecast(options_, {ranks_, per_node_}, size_, machine_);
   }
 
   /// Bytes of inputs and outputs on a rank.
@@ -100,7 +89,7 @@ std::string time_text(double seconds) {
 }
 
 std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& machine,
-                  const std::vector<Row>& rows, const Row* best) {
+                  const std::vector<Forecast>& rows, const Forecast* best) {
   const Options& options = cluster.options();
   std::string text = fmt::format(
       "# longspan {} plan | {} nodes of {} ranks | constants: {}\n# keys {} | query rows {}, {} | "
@@ -113,34 +102,32 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
                       "strategy", "time", "attend", "exchange", "hidden", "merge", "received",
                       "from nodes", "memory", "balance", "efficiency");
   const double ideal = cluster.ideal();
-  for (const Row& r : rows) {
-    const Forecast& f = r.forecast;
-    text += fmt::format("{}{:<17}", &r == best ? ">" : " ", r.name);
+  for (const Forecast& f : rows) {
+    text += fmt::format("{}{:<17}", &f == best ? ">" : " ", f.strategy->name);
     if (!f.refusal.empty()) {
       text += fmt::format("  no: {}\n", f.refusal);
       continue;
     }
-    text += fmt::format(
-        "{:>11}{:>11}{:>11}{:>11}{:>9}{:>12}{:>12}{:>12}{:>9.3f}{:>11.3f}\n",
-        time_text(f.seconds()), time_text(f.attend), time_text(f.exchange), time_text(f.hidden),
-        time_text(f.merge), text_of(f.cost.received_bytes), text_of(r.received_far),
-        text_of(cluster.tensors() + f.cost.workspace_bytes), f.balance, ideal / f.seconds());
+    text += fmt::format("{:>11}{:>11}{:>11}{:>11}{:>9}{:>12}{:>12}{:>12}{:>9.3f}{:>11.3f}\n",
+                        time_text(f.seconds()), time_text(f.attend), time_text(f.exchange),
+                        time_text(f.hidden), time_text(f.merge), text_of(f.cost.received_bytes),
+                        text_of(f.far_bytes), text_of(cluster.tensors() + f.cost.workspace_bytes),
+                        f.balance, ideal / f.seconds());
   }
   return text +
          "# memory: inputs, outputs and workspace of a rank, but for the scratch of kernels\n";
 }
 
 nlohmann::ordered_json record(const PlanOptions& o, const Cluster& cluster,
-                              const std::vector<Row>& rows, const Row* best) {
+                              const std::vector<Forecast>& rows, const Forecast* best) {
   nlohmann::ordered_json json{{"longspan", LONGSPAN_VERSION},
                               {"nodes", o.nodes},
                               {"gpus_per_node", o.gpus_per_node},
                               {"keys", o.keys},
                               {"tokens", o.tokens > 0 ? o.tokens : o.keys},
-                              {"chosen", best ? best->name : ""}};
-  for (const Row& r : rows) {
-    const Forecast& f = r.forecast;
-    nlohmann::ordered_json one{{"strategy", r.name}, {"refusal", f.refusal}};
+                              {"chosen", best ? best->strategy->name : ""}};
+  for (const Forecast& f : rows) {
+    nlohmann::ordered_json one{{"strategy", f.strategy->name}, {"refusal", f.refusal}};
     if (f.refusal.empty()) {
       one["seconds"] = f.seconds();
       one["attend_s"] = f.attend;
@@ -149,7 +136,7 @@ nlohmann::ordered_json record(const PlanOptions& o, const Cluster& cluster,
       one["merge_s"] = f.merge;
       one["balance"] = f.balance;
       one["received_bytes"] = f.cost.received_bytes;
-      one["received_from_nodes_bytes"] = r.received_far;
+      one["received_from_nodes_bytes"] = f.far_bytes;
       one["memory_bytes"] = cluster.tensors() + f.cost.workspace_bytes;
       one["efficiency"] = cluster.ideal() / f.seconds();
     }
@@ -179,11 +166,10 @@ int plan(const Communicator& control, const CommandLine& line) {
     if (!o.json.empty()) json.emplace(o.json);
     const Machine machine = machine_of(o);
     const Cluster cluster(o, machine);
-    const std::vector<Row> rows = cluster.rows();
-    const Row* best = nullptr;
-    for (const Row& r : rows)
-      if (r.forecast.refusal.empty() && (!best || r.forecast.seconds() < best->forecast.seconds()))
-        best = &r;
+    const std::vector<Forecast> rows = cluster.rows();
+    const Forecast* best = nullptr;
+    for (const Forecast& f : rows)
+      if (f.refusal.empty() && (!best || f.seconds() < best->seconds())) best = &f;
     say(table(o, cluster, machine, rows, best),
         json && json->is_standard_output() ? stderr : stdout);
     if (!json) return;

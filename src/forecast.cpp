@@ -7,6 +7,7 @@
 
 #include "longspan/options.hpp"
 #include "longspan/strategy.hpp"
+#include "src/strategy/shared/node_ranks.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -146,14 +147,16 @@ std::vector<Sequences> batch_of(const RunSize& size) {
   return some;
 }
 
-/// The seconds that bytes take from the ranks of the own node and of others. Every other rank is
-/// heard alike.
-double transfer_seconds(double bytes, const Topology& topology, const Machine& machine) {
-  if (topology.ranks == 1) return 0;
-  const int own = topology.ranks_per_node > 0 ? std::min(topology.ranks_per_node, topology.ranks)
-                                              : topology.ranks;
-  const double far = static_cast<double>(topology.ranks - own) / (topology.ranks - 1);
-  return bytes * ((1 - far) / machine.link_bytes_per_s + far / machine.node_link_bytes_per_s);
+/// The part of the other ranks that are of other nodes.
+double far_part(const Topology& topology) {
+  if (topology.ranks == 1 || topology.ranks_per_node == 0) return 0;
+  const int own = std::min(topology.ranks_per_node, topology.ranks);
+  return static_cast<double>(topology.ranks - own) / (topology.ranks - 1);
+}
+
+/// The seconds that bytes take, some of them from other nodes.
+double transfer_seconds(double bytes, double far_bytes, const Machine& machine) {
+  return (bytes - far_bytes) / machine.link_bytes_per_s + far_bytes / machine.node_link_bytes_per_s;
 }
 
 double key_row_bytes(const Options& o) {
@@ -165,17 +168,23 @@ void predict(Forecast& f, const Options& o, const Topology& topology, const RunS
   const StrategyEntry& entry = entry_of(*f.strategy);
   const std::vector<Sequences> batch = batch_of(size);
   const Balanced by = entry.balanced(o);
-  f.balance = balance_of(by == Balanced::by_queries ? o.queries.value_or(Sharding{}) : o.keys, by,
-                         o.mask, batch, topology.ranks);
+  const bool two_levels = f.cost.far_bytes >= 0;
+  Sharding dealt = by == Balanced::by_queries ? o.queries.value_or(Sharding{}) : o.keys;
+  if (two_levels) dealt = of_nodes(dealt, o.ranks_per_node);
+  f.balance =
+      balance_of(dealt, by, o.mask, batch, topology.ranks / (two_levels ? o.ranks_per_node : 1));
   const double flops = 2.0 * o.heads * (o.head_dim + o.of_values()) * visible_pairs(o.mask, batch);
   const RunCost& cost = f.cost;
   f.attend = cost.calls * machine.call_s + f.balance * cost.work * flops / machine.flops_per_s +
              cost.keys_read * size.keys * key_row_bytes(o) / machine.key_bytes_per_s;
-  const bool far = topology.ranks_per_node > 0 && topology.ranks > topology.ranks_per_node;
-  const double overlapped = transfer_seconds(cost.overlapped_bytes, topology, machine);
+  // Of two levels, what travels beside the attention is what the nodes exchange.
+  const double far = far_part(topology);
+  f.far_bytes = two_levels ? cost.far_bytes : far * cost.received_bytes;
+  const double overlapped = transfer_seconds(
+      cost.overlapped_bytes, (two_levels ? 1 : far) * cost.overlapped_bytes, machine);
   f.hidden = std::min(overlapped * machine.overlap, f.attend);
-  f.exchange = cost.messages * (far ? machine.node_latency_s : machine.latency_s) +
-               transfer_seconds(cost.received_bytes, topology, machine) - f.hidden;
+  f.exchange = cost.messages * (far > 0 ? machine.node_latency_s : machine.latency_s) +
+               transfer_seconds(cost.received_bytes, f.far_bytes, machine) - f.hidden;
   f.merge =
       cost.merged_bytes / machine.merge_bytes_per_s + cost.copied_bytes / machine.copy_bytes_per_s;
 }
@@ -212,8 +221,11 @@ std::vector<Forecast> consider(const Options& options, int ranks, const RunSize&
   return all;
 }
 
-std::vector<Forecast> forecast(const Options& options, const Topology& topology,
-                               const RunSize& size, const Machine& machine) {
+std::vector<Forecast> forecast(const Options& given, const Topology& topology, const RunSize& size,
+                               const Machine& machine) {
+  Options options = given;
+  if (options.ranks_per_node == 0)
+    options.ranks_per_node = topology.ranks_per_node > 0 ? topology.ranks_per_node : topology.ranks;
   std::vector<Forecast> all = consider(options, topology.ranks, size, machine.device);
   for (Forecast& f : all)
     if (f.refusal.empty()) predict(f, options, topology, size, machine);

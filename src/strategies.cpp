@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "longspan/attention.hpp"
@@ -28,6 +29,7 @@ struct Registry {
 #define LONGSPAN_STRATEGY(name) entries.push_back(name());
 #include "src/strategy/all.inc"
 #undef LONGSPAN_STRATEGY
+    for (StrategyEntry& entry : two_level_strategies()) entries.push_back(std::move(entry));
     std::sort(entries.begin(), entries.end(), [](const StrategyEntry& a, const StrategyEntry& b) {
       return a.preference < b.preference;
     });
@@ -107,8 +109,10 @@ bool takes_forecast(const Options& options, int ranks) {
 const StrategyInfo& choose_strategy(const Options& options, int ranks, const Machine& machine) {
   const bool any = options.strategy == "auto", predicted = takes_forecast(options, ranks);
   const RunSize size = largest_run(options, ranks);
-  const std::vector<Forecast> all = predicted ? forecast(options, {.ranks = ranks}, size, machine)
-                                              : consider(options, ranks, size, machine.device);
+  const std::vector<Forecast> all =
+      predicted ? forecast(options, {.ranks = ranks, .ranks_per_node = options.ranks_per_node},
+                           size, machine)
+                : consider(options, ranks, size, machine.device);
   const Forecast* best = nullptr;
   for (const Forecast& f : all) {
     if (!f.refusal.empty()) continue;

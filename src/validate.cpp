@@ -102,6 +102,9 @@ void check_options(const Options& o, int ranks) {
         fmt::format(
             "exchange of number {} is none of automatic, peer_buffers, peer_buffers_apart, gather",
             static_cast<int>(o.exchange)));
+  usage(o.ranks_per_node >= 0,
+        fmt::format("ranks_per_node {} is negative; 0 means those that share a machine",
+                    o.ranks_per_node));
   usage(o.limits.max_batch >= 1, fmt::format("max_batch {} is below 1", o.limits.max_batch));
   const auto refuse = [](const std::string& what) { throw UsageError(what); };
   check_mask(o.mask, refuse);
@@ -178,6 +181,7 @@ NamedValues describe(const Options& o) {
                   {"invariant", yes_no(o.invariant)},
                   {"check_arrays", yes_no(o.debug.check_arrays)},
                   {"strategy", o.strategy},
+                  {"ranks_per_node", fmt::to_string(o.ranks_per_node)},
                   {"exchange", name(o.exchange)}};
   for (auto& sharding : describe_shardings(o)) all.push_back(std::move(sharding));
   return all;

@@ -13,6 +13,18 @@ std::string count(int n, const char* noun) {
   return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
 }
 
+/// See Place::ranks_per_node.
+int even_nodes(const std::vector<std::string>& hosts) {
+  const auto per_node = std::count(hosts.begin(), hosts.end(), hosts.front());
+  std::set<std::string> seen;
+  for (auto node = hosts.begin(); node != hosts.end(); node += per_node) {
+    if (hosts.end() - node < per_node || !seen.insert(*node).second ||
+        std::count(node, node + per_node, *node) != per_node)
+      return 0;
+  }
+  return static_cast<int>(per_node);
+}
+
 }  // namespace
 
 std::string this_host() {
@@ -29,7 +41,7 @@ Place find_place(Control& control) {
   const auto here = hosts.begin() + control.rank();
   return {static_cast<int>(std::set<std::string>(hosts.begin(), hosts.end()).size()),
           static_cast<int>(std::count(hosts.begin(), here, mine)),
-          static_cast<int>(std::count(hosts.begin(), hosts.end(), mine))};
+          static_cast<int>(std::count(hosts.begin(), hosts.end(), mine)), even_nodes(hosts)};
 }
 
 std::string describe(int ranks, const Place& place) {

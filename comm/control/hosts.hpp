@@ -11,6 +11,7 @@ struct Place {
   int nodes = 1;
   int local_rank = 0;  // among the ranks of this machine, in rank order
   int local_size = 1;
+  int ranks_per_node = 0;  // where every machine has as many, and they are neighbours; else 0
 };
 
 /// The name and boot of this machine: cloned machines, and containers, may share a name, but not a

@@ -62,6 +62,7 @@ class MpiTransport final : public ControlledTransport {
         place_(find_place(this->control())) {}
 
   Device device() const override { return Device::host; }
+  int ranks_per_node() const override { return place_.ranks_per_node; }
   std::string describe() const override {
     return library_name() + " | " + comm::describe(size(), place_);
   }

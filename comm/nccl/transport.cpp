@@ -67,6 +67,7 @@ class NcclTransport final : public ControlledTransport {
   }
 
   Device device() const override { return Device::cuda; }
+  int ranks_per_node() const override { return place_.ranks_per_node; }
   int gpu() const override { return gpu_; }
   std::string describe() const override {
     return fmt::format("{} | {} | {}", library_name(), name_of_gpu(gpu_),

@@ -58,6 +58,7 @@ class TcpTransport final : public ControlledTransport {
   ~TcpTransport() override { mesh_->cancel(group_); }
 
   Device device() const override { return Device::host; }
+  int ranks_per_node() const override { return place_.ranks_per_node; }
   std::string describe() const override { return "TCP | " + comm::describe(size(), place_); }
   void wait(Stream, const char* step) override { control().check(step, milliseconds(0)); }
 

@@ -9,14 +9,13 @@ namespace longspan::kernels::host {
 
 void map_rows(const MapParams& p) {
   for (int rank = 0; rank < p.ranks; ++rank) {
-    const Shard shard = p.shard.with_rank(rank);
+    const Shard shard = p.shard.with_rank(p.first + rank);
     std::int64_t* map = p.map + rank * p.capacity;
     std::int64_t count = 0;
     for (int b = 0; b < p.batch.size; ++b) {
       const std::int64_t len = p.batch.query_len(b, p.shard.length);
       const std::int64_t own = std::min(shard.local_len(len), p.capacity - count);
-      for (std::int64_t i = 0; i < own; ++i)
-        map[count++] = p.batch.first_row(b) + shard.position(i, len);
+      for (std::int64_t i = 0; i < own; ++i) map[count++] = p.row(shard, b, i);
     }
     std::fill(map + count, map + p.capacity, -1);
   }

@@ -119,6 +119,9 @@ struct Options {
   bool invariant = false;
 
   std::string strategy = "auto";            ///< a name of strategies()
+  /// Of strategies of two levels ("heads+ring-kv"): so many neighbouring ranks, which divide all of
+  /// them, are a node. 0: those that share a machine, where every machine has as many.
+  int ranks_per_node = 0;
   Exchange exchange = Exchange::automatic;  ///< of states, between GPUs; the same bits every way
 
   int threads = 0;   ///< host: 0 takes LONGSPAN_THREADS, or this rank's share of the node's cores

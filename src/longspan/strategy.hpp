@@ -48,6 +48,8 @@ struct RunSize {
 struct RunCost {
   double received_bytes = 0;    ///< from the other ranks
   double workspace_bytes = 0;   ///< of the layer, but for the scratch of its kernels
+  double far_bytes = -1;        ///< of received_bytes, what comes from other nodes; below 0: every
+                                ///< other rank is heard alike
   double overlapped_bytes = 0;  ///< of received_bytes, what travels while the rank computes
   double messages = 0;          ///< transfers that wait for one another: each costs a latency
   double work = 1;              ///< of the whole attention, the part that a rank computes where
@@ -74,6 +76,7 @@ struct Forecast {
   std::string refusal;                     ///< why it cannot serve such a layer; empty: it can
   std::string reservation;                 ///< why "auto" leaves it out, although it could
   RunCost cost;                            ///< what it takes, with what follows, where it can
+  double far_bytes = 0;                    ///< of the received bytes, what comes from other nodes
   double balance = 1;                      ///< the work of the rank that has most, over the mean
   double attend = 0;                       ///< attention over what a rank has
   double exchange = 0;                     ///< what travels, as far as nothing hides it

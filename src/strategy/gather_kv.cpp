@@ -56,7 +56,7 @@ class GatherKv final : public Strategy {
   void queue(Run& run) const override {
     run.enter(Phase::attend);
     if (layer_.comm.size() > 1) {
-      layer_.kernels.say(run.say, run.stream);
+      run.say_to(layer_.kernels);
       keys_.begin(run, "gather of keys, counts");
       run.enter(Phase::exchange);
       gather_keys(run);
@@ -134,8 +134,9 @@ class GatherKv final : public Strategy {
       return layer_.comm.all_gather(slot(rank), slots, static_cast<std::size_t>(most * row_bytes),
                                     run.stream, step, run.said);
     }
-    comm::Transfer word =
-        layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream, step, run.said);
+    comm::Transfer word;
+    if (run.said)
+      word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream, step, run.said);
     for (int s = 1; s < ranks; ++s) {
       const int from = (rank - s + ranks) % ranks;
       open_[static_cast<std::size_t>(s)] =

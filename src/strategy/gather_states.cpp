@@ -80,7 +80,7 @@ class GatherStates final : public Strategy {
     const bool alone = layer_.comm.size() == 1;  // then no state has to travel
     const kernels::StateSlots& states = run.attend.state;
     const bool by_peer_buffers = peers_ != nullptr && states.rows <= peer_buffer_rows_;
-    if (!alone && !by_peer_buffers) kernels.say(run.say, run.stream);
+    if (!alone && !by_peer_buffers) run.say_to(kernels);
     if (rows_.are_dealt()) {
       run.enter(Phase::exchange);
       rows_.gather(run);

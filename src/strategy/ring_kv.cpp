@@ -73,13 +73,13 @@ class RingKv final : public Strategy {
       run.said = words_;
       run.merge.headers.said = words_;
     }
-    layer_.kernels.say(run.say, run.stream);
+    run.say_to(layer_.kernels);
     keys_.begin(run, "ring of keys, counts");
     const KeyBlock own = own_block(run);
     last_ = plan(run, !receive_buffer_ && own.k == copy_.k);
 
     comm::Transfer word;  // what ranks say of the run, where neither counts nor steps say it
-    if (!receive_buffer_ && run.arrays.keys.layout != Layout::listed) {
+    if (run.said && !receive_buffer_ && run.arrays.keys.layout != Layout::listed) {
       run.enter(Phase::exchange);
       word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream,
                                           "ring of keys, agreement", run.said);

@@ -69,13 +69,15 @@ class RingQ final : public Strategy {
     const kernels::AttentionKernels& kernels = layer_.kernels;
     run.enter(Phase::attend);
     if (ranks() == 1) return run.attend_to(run.merge, Phase::merge, kernels);
-    kernels.say(run.say, run.stream);
+    run.say_to(kernels);
     append_new_keys(layer_, run);
     find_starts(run);
     plan(run);
 
     run.enter(Phase::exchange);
-    layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "ring of queries, agreement", run.said);
+    if (run.said)
+      layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "ring of queries, agreement",
+                             run.said);
     if (own_rows(run) == sent_)
       layer_.rows.place_rows({static_cast<const std::byte*>(run.args.q.data), sent_, nullptr,
                               run.args.q.shape[0], rows_.row_bytes()},

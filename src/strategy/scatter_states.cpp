@@ -62,7 +62,7 @@ class ScatterStates final : public Strategy {
 
   void queue(Run& run) const override {
     const kernels::AttentionKernels& kernels = layer_.kernels;
-    if (!alone()) kernels.say(run.say, run.stream);
+    if (!alone()) run.say_to(kernels);
     if (rows_.are_dealt()) {
       run.enter(Phase::exchange);
       rows_.gather(run);

@@ -49,11 +49,16 @@ struct Run {
   // This rank's word about its run: kernels' `say` writes it to said[rank], and it travels with the
   // data.
   kernels::SayParams say;
-  std::uint64_t* said = nullptr;  // [ranks]
+  std::uint64_t* said = nullptr;  // [ranks]; null: it has been compared
 
   // prepare() says that the rows of all ranks see this rank's keys, and not its own alone: what is
   // checked of pages is then what all of them need.
   bool keys_travel = false;
+
+  /// Says this rank's word, where the ranks of the strategy have something to compare.
+  void say_to(const kernels::AttentionKernels& with) const {
+    if (said != nullptr) with.say(say, stream);
+  }
 
   bool timed = false;  // on this rank, and maybe on no other: what travels must not depend on it
   std::function<void(Phase)> enter;  // marks that the stream has come to the start of a phase
@@ -112,6 +117,9 @@ struct StrategyEntry {
   RunCost (*cost)(const Options& options, int ranks, const RunSize& size);
   std::unique_ptr<Strategy> (*make)(const Layer& layer);
 };
+
+/// The strategies of two levels, one inside of a node and another between nodes.
+std::vector<StrategyEntry> two_level_strategies();
 
 /// Whether that is so where whole sequences are brought to a rank: the cuts between ranks are then
 /// cuts of the tree by which one rank folds a contiguous sequence.

@@ -113,6 +113,7 @@ TEST(StrategyBytes, AreThoseOfTheTable) {
       c.shape.query_len = {12 * ranks};
       c.shape.kv_len = {128 * ranks};
       if (by_rows) c.queries = Dealt{{Layout::striped}, {}, {}};
+      if (ranks % 2 == 0 && ranks > 2) c.ranks_per_node = 2;
       HostProblem problem(c.shape, 1);
       CaseRun run(world, c, problem);
       const Options options = run.options(info.name);

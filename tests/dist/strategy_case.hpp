@@ -41,7 +41,8 @@ struct StrategyCase {
   Dealt keys;
   std::optional<Dealt> queries;
   bool sinks = false;
-  bool grows = false;  // the keys of the query rows come as new ones
+  bool grows = false;      // the keys of the query rows come as new ones
+  int ranks_per_node = 0;  // of strategies of two levels; 0: the ranks have one node
 
   std::string text() const {
     std::ostringstream s;
@@ -52,7 +53,7 @@ struct StrategyCase {
       << " window " << shape.mask.window << "," << shape.mask.right << " softcap " << shape.softcap
       << (shape.alibi ? " alibi" : "") << (shape.qq ? " qq" : "") << (sinks ? " sinks" : "")
       << (shape.documents.empty() ? "" : " documents") << (shape.causal.empty() ? "" : " flags")
-      << (grows ? " grows" : "") << " q";
+      << (grows ? " grows" : "") << " nodes of " << ranks_per_node << " q";
     for (auto n : shape.query_len) s << " " << n;
     s << " kv";
     for (auto n : shape.kv_len) s << " " << n;
@@ -154,10 +155,20 @@ class Draw {
     bool fits = !s.kv_dtype && c.keys.rule.layout != Layout::listed;
     for (int b = 0; b < batch; ++b) fits = fits && s.query_len[b] <= s.kv_len[b];
     c.grows = fits && (s.page == 0 || all_new_rows_are_seen) && one_in(2);
+    c.ranks_per_node = draw_nodes();
     return c;
   }
 
   std::mt19937_64& random() { return random_; }
+
+  /// A number of neighbours that divides the ranks in several nodes of several ranks, if there is
+  /// one.
+  int draw_nodes() {
+    std::vector<int> some;
+    for (int n = 2; n < ranks_; ++n)
+      if (ranks_ % n == 0) some.push_back(n);
+    return some.empty() ? 0 : some[static_cast<std::size_t>(below(std::ssize(some)))];
+  }
 
  private:
   void deal_out(StrategyCase& c) {
@@ -249,6 +260,7 @@ class CaseRun {
               .score = {.softcap = s.softcap},
               .keys = case_.keys.rule,
               .strategy = strategy,
+              .ranks_per_node = case_.ranks_per_node,
               .threads = 1,
               .debug = {.profile = true}};  // of any number of phases
     if (s.alibi) o.score.alibi = *s.alibi;

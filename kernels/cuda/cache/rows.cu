@@ -56,7 +56,7 @@ __global__ void padded_key_starts_kernel(const __grid_constant__ KeyStartParams 
 __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
   auto& scan = arch::shared_variable<Scan::TempStorage>();
   auto& starts = arch::shared_variable<std::int64_t[kThreads + 1]>();
-  const Shard shard = p.shard.with_rank(static_cast<int>(blockIdx.y));
+  const Shard shard = p.shard.with_rank(p.first + static_cast<int>(blockIdx.y));
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   std::int64_t before = 0, row = -1;
   for (int first = 0; first < p.batch.size; first += kThreads) {
@@ -72,9 +72,7 @@ __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
     before += total;
     if (row >= 0 || i < starts[0] || i >= starts[kThreads]) continue;
     const int own = last_start(kThreads, i, [&](int b) { return starts[b]; });
-    const int sequence = first + own;
-    row = p.batch.first_row(sequence) +
-          shard.position(i - starts[own], p.batch.query_len(sequence, p.shard.length));
+    row = p.row(shard, first + own, i - starts[own]);
   }
   if (i < p.capacity) p.map[blockIdx.y * p.capacity + i] = row;
 }

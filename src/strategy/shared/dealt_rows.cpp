@@ -15,18 +15,15 @@ double most_result_rows(const Options& o, int ranks, const RunSize& size) {
   return static_cast<double>(rule.resolve(rows, 0, ranks).max_local_len(rows));
 }
 
-std::int64_t DealtRows::row_bytes() const {
-  return std::int64_t{layer_.bounds.heads} * layer_.bounds.head_dim *
-         static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
-}
+namespace {
 
-/// No rank has more than an even share of each sequence and what the rule leaves uneven: one row of
-/// a striped layout, two of zigzag, a block, or segments of 128 (one for the cut between ranks and
-/// one for the end of the sequence).
-std::int64_t DealtRows::bound(std::int64_t rows, std::int64_t sequences) const {
-  const int ranks = layer_.comm.size();
+/// Bounds the rows that a rank has of so many rows of so many sequences. No rank has more than an
+/// even share of each sequence and what the rule leaves uneven: one row of a striped layout, two of
+/// zigzag, a block, or segments of 128 (one for the cut between ranks and one for the end of the
+/// sequence).
+std::int64_t bound(const Sharding& rule, int ranks, std::int64_t rows, std::int64_t sequences) {
   std::int64_t uneven = 0;
-  switch (rule().layout) {
+  switch (rule.layout) {
     case Layout::striped:
       uneven = 1;
       break;
@@ -34,7 +31,7 @@ std::int64_t DealtRows::bound(std::int64_t rows, std::int64_t sequences) const {
       uneven = 2;
       break;
     case Layout::interleaved:
-      uneven = rule().block;
+      uneven = rule.block;
       break;
     case Layout::contiguous:
       uneven = std::int64_t{2} * kSegment;
@@ -46,9 +43,17 @@ std::int64_t DealtRows::bound(std::int64_t rows, std::int64_t sequences) const {
   return std::min(rows, rows / ranks + sequences * (uneven + 1));
 }
 
+}  // namespace
+
+std::int64_t DealtRows::row_bytes() const {
+  return std::int64_t{layer_.bounds.heads} * layer_.bounds.head_dim *
+         static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
+}
+
 std::int64_t DealtRows::most_capacity() const {
   if (are_gathered()) return layer_.options.limits.max_tokens;
-  return bound(layer_.options.limits.max_tokens, layer_.options.limits.max_batch);
+  return bound(rule(), layer_.comm.size(), layer_.options.limits.max_tokens,
+               layer_.options.limits.max_batch);
 }
 
 bool DealtRows::are_counted(const Run& run) const {
@@ -61,13 +66,25 @@ bool DealtRows::are_counted(const Run& run) const {
 std::int64_t DealtRows::rows_of(const Run& run, int rank) const {
   const Shard& rows = run.arrays.queries;
   if (!are_counted(run))
-    return std::min(bound(rows.length, run.arrays.batch), layer_.options.limits.max_tokens);
+    return std::min(bound(rule(), layer_.comm.size(), rows.length, run.arrays.batch),
+                    layer_.options.limits.max_tokens);
   const Shard own = rows.with_rank(rank);
   const std::int32_t* const start = run.arrays.query_start;
   std::int64_t count = start == nullptr ? own.local_len(rows.length) : 0;
   for (int b = 0; start != nullptr && b < run.arrays.batch; ++b)
     count += own.local_len(start[b + 1] - start[b]);
   return std::min(count, most_capacity());
+}
+
+std::int64_t DealtRows::rows_of_node(const Run& run) const {
+  const Shard& rows = run.arrays.queries;
+  if (!are_counted(run))
+    return std::min(
+        bound(of_nodes(rule(), mapped_.count), mapped_.nodes, rows.length, run.arrays.batch),
+        layer_.options.limits.max_tokens * (are_gathered() ? mapped_.count : 1));
+  std::int64_t count = 0;
+  for (int p = 0; p < mapped_.count; ++p) count += rows_of(run, mapped_.first + p);
+  return count;
 }
 
 std::int64_t DealtRows::capacity(const Run& run) const {
@@ -78,9 +95,12 @@ std::int64_t DealtRows::capacity(const Run& run) const {
 }
 
 void DealtRows::lay_out_map(Parts& memory) {
-  if (are_dealt())
-    map_ = memory.take_array<std::int64_t>(static_cast<std::size_t>(layer_.comm.size()) *
-                                           static_cast<std::size_t>(most_capacity()));
+  if (!are_dealt()) return;
+  map_ = memory.take_array<std::int64_t>(static_cast<std::size_t>(mapped_.count) *
+                                         static_cast<std::size_t>(most_capacity()));
+  if (mapped_.nodes > 1)
+    part_start_ = memory.take_array<std::int32_t>(
+        static_cast<std::size_t>(layer_.options.limits.max_batch) + 1);
 }
 
 void DealtRows::lay_out(Parts& memory) {
@@ -107,10 +127,17 @@ void DealtRows::make_map(Run& run) const {
   const Shard& rows = run.arrays.queries;
   const std::int64_t most = capacity(run);
   if (rows.layout == Layout::listed)
-    layer_.comm.all_gather(rows.table, map_, static_cast<std::size_t>(most) * sizeof(std::int64_t),
-                           run.stream, "gather of query positions", run.said);
-  else
-    layer_.rows.map_rows({rows, run.attend.batch, rows.ranks, most, map_}, run.stream);
+    return layer_.comm.all_gather(rows.table, map_,
+                                  static_cast<std::size_t>(most) * sizeof(std::int64_t), run.stream,
+                                  "gather of query positions", run.said);
+  kernels::MapParams params{rows, run.attend.batch, mapped_.count, most, map_, mapped_.first};
+  params.part = part_of_node(rows, mapped_);
+  if (mapped_.nodes > 1 && run.arrays.query_start != nullptr) {
+    layer_.rows.row_starts({params.part, run.arrays.query_start, run.arrays.batch, part_start_},
+                           run.stream);
+    params.part_start = part_start_;
+  }
+  layer_.rows.map_rows(params, run.stream);
 }
 
 void DealtRows::gather(Run& run) const {

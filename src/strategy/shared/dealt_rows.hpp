@@ -5,6 +5,7 @@
 //     my rows  ->  [ranks, capacity] rows, as they come  ->  [tokens] rows, in order
 #pragma once
 
+#include "src/strategy/shared/node_ranks.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -18,9 +19,12 @@ class DealtRows {
  public:
   /// What is dealt out: the rows of sharded queries, which are gathered; or, of replicated ones,
   /// the rows of the result (Options::results), or nothing.
-  explicit DealtRows(const Layer& layer) : layer_(layer) {}
+  explicit DealtRows(const Layer& layer) : DealtRows(layer, NodeRanks::all(layer.comm.size())) {}
+  /// The same, with a map of a node's rows alone, for who has make_map and brings rows here by
+  /// itself.
+  DealtRows(const Layer& layer, const NodeRanks& mapped) : layer_(layer), mapped_(mapped) {}
 
-  /// Takes memory for the map alone, for who has make_map and brings rows here by itself.
+  /// Takes memory for the map alone.
   void lay_out_map(Parts& memory);
   /// Queues the map.
   void make_map(Run& run) const;
@@ -38,6 +42,8 @@ class DealtRows {
   /// The rows that rank `rank` has in a run, as far as every rank knows it: on a GPU a bound for
   /// batches, whose lengths lie there, and always for listed rows.
   std::int64_t rows_of(const Run& run, int rank) const;
+  /// The rows that the node of this rank has, known likewise.
+  std::int64_t rows_of_node(const Run& run) const;
   /// The most that any rank has, known likewise.
   std::int64_t capacity(const Run& run) const;
 
@@ -47,11 +53,12 @@ class DealtRows {
   /// Queues the map, and where queries are sharded brings every rank's rows here.
   void gather(Run& run) const;
 
-  /// [ranks, capacity] the row of the whole q of each rank's rows, -1 past its last.
+  /// [ranks, capacity] the row of the whole q of each rank's rows, or of the part of it that a node
+  /// has; -1 past its last.
   const std::int64_t* map() const { return map_; }
   /// [capacity] this rank's part of the map.
   const std::int64_t* own_map(const Run& run) const {
-    return map_ + layer_.comm.rank() * capacity(run);
+    return map_ + (layer_.comm.rank() - mapped_.first) * capacity(run);
   }
   /// The bytes of a row of queries, [heads, dim].
   std::int64_t row_bytes() const;
@@ -60,13 +67,14 @@ class DealtRows {
   const Sharding& rule() const {
     return are_gathered() ? *layer_.options.queries : layer_.options.results.rows;
   }
-  std::int64_t bound(std::int64_t rows, std::int64_t sequences) const;
   bool are_counted(const Run& run) const;
 
   Layer layer_;
+  NodeRanks mapped_;
   std::byte* gathered_ = nullptr;  // [ranks, capacity, row_bytes]
   std::byte* ordered_ = nullptr;   // [tokens, row_bytes]
   std::int64_t* map_ = nullptr;
+  std::int32_t* part_start_ = nullptr;  // [batch + 1] of a node's rows
 };
 
 }  // namespace longspan

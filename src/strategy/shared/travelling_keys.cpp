@@ -224,14 +224,14 @@ void TravellingKeys::find_starts(const Run& run, int rank, const KeyBlock& block
       run.stream);
 }
 
-void TravellingKeys::find_whole_starts(const Run& run, const KeyBlock& block) const {
+void TravellingKeys::find_whole_starts(const Run& run, const KeyBlock& block,
+                                       const Shard& part) const {
   if (run.arrays.batch > 1)
-    layer_.rows.key_starts({Shard{}, run.arrays.kv_len, 0, run.arrays.batch, block.start},
-                           run.stream);
+    layer_.rows.key_starts({part, run.arrays.kv_len, 0, run.arrays.batch, block.start}, run.stream);
 }
 
 void TravellingKeys::copy_in_order(const Run& run, int rank, const KeyBlock& from,
-                                   const KeyBlock& to) const {
+                                   const KeyBlock& to, const Shard& part) const {
   kernels::CopyKeysParams copy;
   copy.geometry = rows_of_all_ranks(run);
   copy.geometry.shard = shard_of(run, rank, from);
@@ -243,7 +243,9 @@ void TravellingKeys::copy_in_order(const Run& run, int rank, const KeyBlock& fro
   copy.to_v = to.v;
   copy.to_start = run.arrays.batch > 1 ? to.start : nullptr;
   copy.by_position = true;
-  copy.rows = layer_.bounds.max_kv_len * run.arrays.batch;
+  copy.part = part;
+  copy.rows = most_keys_of_a_rank({part.layout, part.block}, layer_.bounds.max_kv_len, part.ranks) *
+              run.arrays.batch;
   copy.longest = longest(rank);
   layer_.rows.copy_keys(copy, run.stream);
 }

@@ -74,11 +74,12 @@ class TravellingKeys {
   /// Makes the starts of the sequences in a block that rank `rank` has filled.
   void find_starts(const Run& run, int rank, const KeyBlock& block) const;
 
-  /// Makes the starts of whole sequences, one after the other.
-  void find_whole_starts(const Run& run, const KeyBlock& block) const;
-  /// Copies the block of rank `rank` to where its keys stand in whole sequences. A null part of
-  /// `to` leaves keys or values out.
-  void copy_in_order(const Run& run, int rank, const KeyBlock& from, const KeyBlock& to) const;
+  /// Makes the starts of whole sequences, or of such a part of each, one after the other.
+  void find_whole_starts(const Run& run, const KeyBlock& block, const Shard& part = {}) const;
+  /// Copies the block of rank `rank` to where its keys stand in whole sequences, or in such a part
+  /// of each. A null part of `to` leaves keys or values out.
+  void copy_in_order(const Run& run, int rank, const KeyBlock& from, const KeyBlock& to,
+                     const Shard& part = {}) const;
 
   /// What attends to, or copies from, the block of rank `rank`.
   kernels::KvRows keys_in(const KeyBlock& block) const;

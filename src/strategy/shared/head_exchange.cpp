@@ -1,0 +1,328 @@
+#include "src/strategy/shared/head_exchange.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "longspan/error.hpp"
+
+namespace longspan {
+namespace {
+
+using kernels::PackOutputsParams;
+
+std::int64_t aligned(std::int64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+/// Rows of some heads: `from` has them from its head `first` on.
+kernels::TokenRows heads_from(kernels::TokenRows from, int first, DType dtype) {
+  from.data = static_cast<std::byte*>(from.data) +
+              first * from.head_stride * static_cast<std::int64_t>(size_of(dtype));
+  return from;
+}
+
+kernels::TokenRows dense(std::byte* data, int heads, int dim) {
+  return {data, std::int64_t{heads} * dim, dim};
+}
+
+Layer of_own_heads(const Layer& layer, const HeadShare& share, std::int64_t tokens) {
+  Layer own = layer;
+  own.bounds.tokens = tokens;
+  own.bounds.heads = share.query.size();
+  own.bounds.kv_heads = share.kv.size();
+  return own;
+}
+
+}  // namespace
+
+HeadExchange::HeadExchange(const Layer& layer, const NodeRanks& ranks, comm::Transport& comm)
+    : layer_(layer),
+      ranks_(ranks),
+      comm_(comm),
+      share_(head_share(layer.bounds.heads, layer.bounds.kv_heads, comm.rank(), comm.size())),
+      most_(most_heads(layer.bounds.heads, layer.bounds.kv_heads, comm.size())),
+      rows_(layer, ranks),
+      own_layer_(
+          of_own_heads(layer, share_,
+                       layer.options.limits.max_tokens * (rows_.are_gathered() ? ranks.count : 1))),
+      keys_(layer),
+      own_keys_(own_layer_) {}
+
+void HeadExchange::lay_out(Parts& memory) {
+  const kernels::AttendParams& own = own_layer_.bounds;
+  keys_.lay_out(memory);
+  rows_.lay_out_map(memory);
+  const std::int64_t slot = std::max({rows_.are_gathered() ? query_slot(rows_.most_capacity()) : 0,
+                                      key_slot(keys_.block_rows(), 0),
+                                      key_slot(keys_.block_rows(), 1), most_finished_bytes()});
+  leaving_ = memory.take(at(peers() * slot));
+  arriving_ = memory.take(at(peers() * slot));
+  if (rows_.are_gathered())
+    queries_ = memory.take(at(own.tokens * own.heads * own.head_dim * query_bytes()));
+  if (rows_.are_dealt()) finished_ = memory.take(at(finished(own.tokens, comm_.rank()).bytes()));
+  copied_ = keys_.take_block(memory, keys_.block_rows());
+  starts_ = memory.take_array<std::int64_t>(at(std::int64_t{peers()} * own.batch.size));
+  const Sharding& rule = layer_.options.keys;
+  const std::int64_t most = ranks_.nodes == 1 ? own.max_kv_len
+                                              : most_keys_of_a_rank(of_nodes(rule, ranks_.count),
+                                                                    own.max_kv_len, ranks_.nodes);
+  ordered_ = own_keys_.take_block(memory, most * own.batch.size);
+}
+
+void HeadExchange::prepare(Run& run, const char* strategy) const {
+  if (run.arrays.keys.layout == Layout::listed)
+    throw Unsupported(
+        fmt::format("strategy {} does not take listed keys; gather-states does", strategy));
+  if (run.arrays.keys.length > layer_.bounds.max_kv_len)
+    throw InputError(fmt::format("total_keys is {}; the layer was made for {} (max_kv_len)",
+                                 run.arrays.keys.length, layer_.bounds.max_kv_len));
+  run.keys_travel = true;
+  rows_.prepare(run);
+}
+
+void HeadExchange::bring(Run& run) const {
+  keys_.begin(run, "exchange of keys, counts");
+  run.enter(Phase::exchange);
+  rows_.make_map(run);
+  if (rows_.are_gathered()) exchange_queries(run);
+  exchange_keys(run);
+  take_own_heads(run);
+  if (ranks_.nodes > 1) take_rows_of_node(run);
+  if (!by_heads()) point_at_finished(run);
+}
+
+void HeadExchange::take_back(Run& run, const kernels::MergeParams& asked) const {
+  if (by_heads()) return;
+  if (rows_.are_dealt())
+    return_rows(run, asked);
+  else
+    gather_heads(run, asked);
+}
+
+std::int64_t HeadExchange::query_slot(std::int64_t rows) const {
+  return aligned(rows * most_.query * layer_.bounds.head_dim * query_bytes());
+}
+
+std::int64_t HeadExchange::key_slot(std::int64_t rows, int i) const {
+  return aligned(rows * most_.kv * dim_of(i) * key_bytes());
+}
+
+FinishedSlot HeadExchange::finished(std::int64_t rows, int peer) const {
+  return {rows, share_of(peer).query.size(), layer_.bounds.value_dim,
+          layer_.options.dtypes.of_out()};
+}
+
+std::int64_t HeadExchange::finished_slot(std::int64_t rows) const {
+  return FinishedSlot{rows, most_.query, layer_.bounds.value_dim, layer_.options.dtypes.of_out()}
+      .bytes();
+}
+
+std::int64_t HeadExchange::most_finished_bytes() const {
+  if (by_heads()) return 0;
+  return finished_slot(rows_.are_dealt() ? rows_.most_capacity() : own_layer_.bounds.tokens);
+}
+
+/// Sends the rows of `from` to every rank, to each those of its heads (share.*range).
+void HeadExchange::pack_heads(const Run& run, const kernels::TokenRows& from, std::int64_t rows,
+                              int dim, DType dtype, HeadRange HeadShare::*range,
+                              std::int64_t slot) const {
+  for (int p = 0; p < peers(); ++p) {
+    const HeadRange heads = share_of(p).*range;
+    PackOutputsParams pack;
+    pack.tokens = rows;
+    pack.heads = heads.size();
+    pack.dim = dim;
+    pack.dtype = dtype;
+    pack.from = heads_from(from, heads.begin, dtype);
+    pack.to = dense(leaving_ + p * slot, heads.size(), dim);
+    layer_.rows.pack_outputs(pack, run.stream);
+  }
+}
+
+/// Brings all rows of this rank's heads, in the order of the whole q, or of the node's part of it.
+void HeadExchange::exchange_queries(Run& run) const {
+  const int dim = layer_.bounds.head_dim, heads = own_layer_.bounds.heads;
+  const std::int64_t most = rows_.capacity(run), slot = query_slot(most);
+  pack_heads(run, dense(static_cast<std::byte*>(run.args.q.data), layer_.bounds.heads, dim),
+             std::min(run.args.q.shape[0], most), dim, layer_.bounds.q_dtype, &HeadShare::query,
+             slot);
+  comm_.all_to_all(leaving_, arriving_, at(slot), run.stream, "exchange of queries", run.said);
+  PackOutputsParams place;
+  place.tokens = peers() * most;
+  place.heads = heads;
+  place.dim = dim;
+  place.dtype = layer_.bounds.q_dtype;
+  place.from = dense(arriving_, heads, dim);
+  place.from.gap = {slot / query_bytes() - most * heads * dim, static_cast<std::uint32_t>(most)};
+  place.to = dense(queries_, heads, dim);
+  place.map = rows_.map();
+  layer_.rows.pack_outputs(place, run.stream);
+}
+
+/// Brings all keys and values of this rank's kv heads, in the order of whole sequences, or of the
+/// node's part of them.
+void HeadExchange::exchange_keys(Run& run) const {
+  std::int64_t most = 0;
+  for (int p = 0; p < peers(); ++p) most = std::max(most, keys_.rows_of(run, ranks_.first + p));
+  KeyBlock own = copied_;
+  if (keys_.must_copy(run))
+    keys_.copy_to(run, copied_);
+  else
+    own = keys_.in_place(run);
+  const std::int64_t rows = keys_.rows_of(run, layer_.comm.rank());
+  const Shard part = part_of_node(run.arrays.keys, ranks_);
+  run.attend.pages = {};
+  run.attend.kv_heads = own_layer_.bounds.kv_heads;
+  for (int p = 0; p < peers(); ++p)
+    own_keys_.find_starts(run, ranks_.first + p, {.start = starts_of(p)});
+  own_keys_.find_whole_starts(run, ordered_, part);
+  for (int i = 0; i < 2; ++i) {
+    const std::int64_t slot = key_slot(most, i);
+    pack_heads(run, dense(i == 0 ? own.k : own.v, layer_.bounds.kv_heads, dim_of(i)), rows,
+               dim_of(i), layer_.bounds.kv_dtype, &HeadShare::kv, slot);
+    comm_.all_to_all(leaving_, arriving_, at(slot), run.stream,
+                     i == 0 ? "exchange of keys" : "exchange of values", run.said);
+    for (int p = 0; p < peers(); ++p) {
+      KeyBlock from{.start = starts_of(p)}, to = ordered_;
+      (i == 0 ? from.k : from.v) = arriving_ + p * slot;
+      (i == 0 ? to.v : to.k) = nullptr;
+      own_keys_.copy_in_order(run, ranks_.first + p, from, to, part);
+    }
+  }
+  run.attend.k = own_keys_.keys_in(ordered_);
+  run.attend.v = own_keys_.values_in(ordered_);
+  run.attend.batch.key_start = run.arrays.batch > 1 ? ordered_.start : nullptr;
+  run.attend.batch.key_pitch = 0;
+  run.attend.shard = part;
+}
+
+/// Makes the attention that of this rank's heads.
+void HeadExchange::take_own_heads(Run& run) const {
+  const auto scales = [&](Scales all) {
+    if (all && all.per_head) all.data += share_.kv.begin;
+    return all;
+  };
+  kernels::AttendParams& p = run.attend;
+  p.heads = share_.query.size();
+  p.q = rows_.are_gathered() ? dense(queries_, p.heads, p.head_dim)
+                             : heads_from(p.q, share_.query.begin, p.q_dtype);
+  p.q_scale = scales(p.q_scale);
+  p.k_scale = scales(p.k_scale);
+  p.v_scale = scales(p.v_scale);
+  p.bias.slopes = floats_from(p.bias.slopes, share_.query.begin);
+  run.merge.heads = p.heads;
+  run.merge.state_heads = run.merge.first_head = 0;
+  run.merge.sinks = floats_from(run.arrays.sinks, share_.query.begin);
+  run.merge.tokens = p.tokens;
+  run.merge.batch = p.batch;
+}
+
+/// Makes of an attention with all rows one with those that the node has of them, of which the
+/// result is made too.
+void HeadExchange::take_rows_of_node(Run& run) const {
+  if (!rows_.are_dealt()) return;
+  const Shard part = part_of_node(run.arrays.queries, ranks_);
+  const std::int64_t rows = rows_.rows_of_node(run);
+  run.merge.tokens = rows;
+  run.merge.batch = {};
+  if (!rows_.are_gathered()) return;
+  kernels::AttendParams& p = run.attend;
+  p.tokens = rows;
+  p.queries = part;
+  std::swap(p.batch.query_start, p.batch.whole_query_start);
+}
+
+/// Lets the attention write its rows where they travel from. What ranks say of the run is compared
+/// ahead of the result, so that the attention may end in finished rows.
+void HeadExchange::point_at_finished(Run& run) const {
+  const FinishedSlot slot = finished(run.merge.tokens, comm_.rank());
+  std::byte* const to =
+      rows_.are_dealt() ? finished_ : arriving_ + comm_.rank() * finished_slot(run.merge.tokens);
+  run.merge.headers = {};
+  run.merge.out = slot.out(to);
+  run.merge.lse = slot.lse(to);
+}
+
+/// Takes the finished rows to the ranks whose they are, and puts what comes side by side.
+void HeadExchange::return_rows(Run& run, const kernels::MergeParams& asked) const {
+  const std::int64_t most = rows_.capacity(run), bytes = finished_slot(most);
+  PackOutputsParams pack = finished(run.merge.tokens, comm_.rank()).take_from(finished_, 1);
+  const FinishedSlot leaving = finished(most, comm_.rank());
+  const auto apart = static_cast<std::uint32_t>(most);
+  pack.tokens = peers() * most;
+  pack.map = rows_.map();
+  pack.map_of = PackOutputsParams::MapOf::sources;
+  pack.to = leaving.out(leaving_);
+  pack.to.gap = {
+      bytes / static_cast<std::int64_t>(size_of(pack.dtype)) - most * pack.heads * pack.dim, apart};
+  pack.to_lse = leaving.lse(leaving_);
+  pack.to_lse.gap = {bytes / 4 - most * pack.heads, apart};
+  pack.headers = asked.headers;
+  layer_.rows.pack_outputs(pack, run.stream);
+  comm_.all_to_all(leaving_, arriving_, at(bytes), run.stream, "exchange of results");
+  for (int p = 0; p < peers(); ++p) {
+    PackOutputsParams place = finished(most, p).take_from(arriving_ + p * bytes, 1);
+    place.tokens = std::min(most, asked.tokens);
+    place.map = rows_.own_map(run);
+    place.map_of = PackOutputsParams::MapOf::presence;
+    put(place, p, asked, run.stream);
+  }
+}
+
+/// Brings the finished rows of all ranks' heads here.
+void HeadExchange::gather_heads(Run& run, const kernels::MergeParams& asked) const {
+  const std::int64_t rows = run.merge.tokens, bytes = finished_slot(rows);
+  comm_.all_gather(arriving_ + comm_.rank() * bytes, arriving_, at(bytes), run.stream,
+                   "gather of results");
+  for (int p = 0; p < peers(); ++p) {
+    PackOutputsParams place = finished(rows, p).take_from(arriving_ + p * bytes, 1);
+    place.batch = asked.batch;
+    put(place, p, asked, run.stream);
+  }
+}
+
+/// Puts rows of the heads of a rank into the result.
+void HeadExchange::put(PackOutputsParams place, int peer, const kernels::MergeParams& asked,
+                       Stream stream) const {
+  const int first = share_of(peer).query.begin;
+  place.to = heads_from(asked.out, first, place.dtype);
+  place.to_lse = asked.lse;
+  place.headers = asked.headers;
+  if (asked.lse.data != nullptr) place.to_lse.data += first * asked.lse.head_stride;
+  layer_.rows.pack_outputs(place, stream);
+}
+
+/// Counts, for the most heads of a rank: slots of one size for what leaves and arrives, rows of all
+/// ranks, their keys in order, and this rank's keys, which are copied from pages.
+RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {
+  const double own_rows = o.queries ? size.most_tokens : most_result_rows(o, ranks, size);
+  const double rows = o.queries ? ranks * own_rows : size.tokens;
+  const MostHeads most = most_heads(o.heads, o.kv_heads, ranks);
+  const bool by_heads = o.results.part == ResultPart::heads,
+             dealt = o.queries || o.results.part == ResultPart::rows;
+  const auto aligned = [](double bytes) { return std::ceil(bytes / 16) * 16; };
+  const auto finished = [&](double tokens) {
+    return static_cast<double>(FinishedSlot{static_cast<std::int64_t>(tokens), most.query,
+                                            o.of_values(), o.dtypes.of_out()}
+                                   .bytes());
+  };
+  const double query = static_cast<double>(size_of(o.dtypes.of_query())) * most.query * o.head_dim;
+  const double key = static_cast<double>(size_of(o.dtypes.of_kv())) * most.kv;
+  const double block = most_keys_of_a_rank(o.keys, size.keys, ranks);
+  const double queries = o.queries ? aligned(own_rows * query) : 0;
+  const double keys = aligned(block * key * o.head_dim),
+               values = aligned(block * key * o.of_values());
+  const double results = by_heads ? 0 : finished(dealt ? own_rows : rows);
+  return {
+      .received_bytes = (ranks - 1) * (queries + keys + values + results),
+      .workspace_bytes = 2 * ranks * std::max({queries, keys, values, results}) +
+                         (o.queries ? rows * query : 0) +
+                         (dealt ? finished(rows) + ranks * own_rows * sizeof(std::int64_t) : 0) +
+                         block * key_row_bytes(o) + size.keys * key * (o.head_dim + o.of_values()),
+      .messages = 2.0 + (o.queries ? 1 : 0) + (by_heads ? 0 : 1),
+      .work = static_cast<double>(most.query) / o.heads,
+      .keys_read = static_cast<double>(most.kv) / o.kv_heads,
+      .copied_bytes = 2 * ranks * (queries + keys + values + results)};
+}
+
+}  // namespace longspan

@@ -1,0 +1,102 @@
+// The exchange by which ranks share work by heads: all ranks of a layer, or those of a node.
+//
+//     my rows of q, k, v, all heads  ->  all rows, my heads  ->  an attention  ->  my rows, all
+//     heads
+//
+// Three all-to-alls bring queries, keys and values, and one takes finished rows back. Replicated
+// queries need not travel: then results by heads are there at once, and whole ones are gathered.
+// Where the ranks are those of a node, "all rows" are those that the node has.
+#pragma once
+
+#include "src/strategy/shared/dealt_rows.hpp"
+#include "src/strategy/shared/finished_rows.hpp"
+#include "src/strategy/shared/head_shares.hpp"
+#include "src/strategy/shared/node_ranks.hpp"
+#include "src/strategy/shared/travelling_keys.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+class HeadExchange {
+ public:
+  /// Among `ranks` of the layer, which `comm` connects.
+  HeadExchange(const Layer& layer, const NodeRanks& ranks, comm::Transport& comm);
+
+  /// The most rows that its attention has of the queries, and keys of a sequence.
+  std::int64_t most_tokens() const { return own_layer_.bounds.tokens; }
+  /// The heads of this rank.
+  const HeadShare& share() const { return share_; }
+
+  void lay_out(Parts& memory);
+
+  /// Describes the run to what checks it, as one of all rows. Throws Unsupported and InputError, on
+  /// every rank, for a run that cannot be shared by heads.
+  void prepare(Run& run, const char* strategy) const;
+
+  /// Queues what brings rows and keys here, and makes the attention that of this rank's heads.
+  /// Its result goes where finished rows leave from, unless the rank gets these heads alone.
+  void bring(Run& run) const;
+
+  /// Queues what takes finished rows to the ranks whose they are; `asked` is the merge as it was
+  /// asked for.
+  void take_back(Run& run, const kernels::MergeParams& asked) const;
+
+ private:
+  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+  int peers() const { return comm_.size(); }
+  HeadShare share_of(int peer) const {
+    return head_share(layer_.bounds.heads, layer_.bounds.kv_heads, peer, peers());
+  }
+  bool by_heads() const { return layer_.options.results.part == ResultPart::heads; }
+  int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }
+  std::int64_t query_bytes() const {
+    return static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
+  }
+  std::int64_t key_bytes() const {
+    return static_cast<std::int64_t>(size_of(layer_.bounds.kv_dtype));
+  }
+
+  // Bytes from one rank to one rank: equal ones, for the most heads.
+  std::int64_t query_slot(std::int64_t rows) const;
+  std::int64_t key_slot(std::int64_t rows, int i) const;
+  std::int64_t finished_slot(std::int64_t rows) const;
+  std::int64_t most_finished_bytes() const;
+  /// Finished rows of the heads of one rank; slots are for the most heads.
+  FinishedSlot finished(std::int64_t rows, int peer) const;
+
+  void pack_heads(const Run& run, const kernels::TokenRows& from, std::int64_t rows, int dim,
+                  DType dtype, HeadRange HeadShare::*range, std::int64_t slot) const;
+  void exchange_queries(Run& run) const;
+  void exchange_keys(Run& run) const;
+  void take_own_heads(Run& run) const;
+  void take_rows_of_node(Run& run) const;
+  void point_at_finished(Run& run) const;
+  void return_rows(Run& run, const kernels::MergeParams& asked) const;
+  void gather_heads(Run& run, const kernels::MergeParams& asked) const;
+  void put(kernels::PackOutputsParams place, int peer, const kernels::MergeParams& asked,
+           Stream stream) const;
+  std::int64_t* starts_of(int peer) const {
+    return starts_ + std::int64_t{peer} * layer_.bounds.batch.size;
+  }
+
+  Layer layer_;
+  NodeRanks ranks_;
+  comm::Transport& comm_;
+  HeadShare share_;
+  MostHeads most_;
+  DealtRows rows_;
+  Layer own_layer_;                 // as the attention of this rank's heads sees it
+  TravellingKeys keys_, own_keys_;  // of all kv heads; of this rank's
+  std::byte* leaving_ = nullptr;    // [peers] slots of rows, or finished rows
+  std::byte* arriving_ = nullptr;   // likewise
+  std::byte* queries_ = nullptr;    // [tokens, own heads, head_dim], with sharded queries
+  std::byte* finished_ = nullptr;   // FinishedSlot of all rows, where rows are dealt out
+  KeyBlock copied_;                 // this rank's keys, all kv heads, where they must be copied
+  std::int64_t* starts_ = nullptr;  // [peers, batch] first row of each sequence of a rank's keys
+  KeyBlock ordered_;                // whole sequences, or a node's part of them, own kv heads
+};
+
+/// What the exchange costs among `ranks`, of which `size` says how much they have together.
+RunCost head_exchange_cost(const Options& options, int ranks, const RunSize& size);
+
+}  // namespace longspan

@@ -1,0 +1,221 @@
+// Strategies of two levels: the ranks of a node share the work by heads, over the fast links inside
+// of it, and what they hold together is one rank's share of another strategy between the nodes, as
+// in USP and in TransformerEngine's "a2a+p2p".
+//
+//     my rows, all heads  ->  the node's rows, my heads  ->  the other strategy, between the ranks
+//     that have these heads, one of every node  ->  my rows, all heads
+#include <fmt/format.h>
+
+#include <memory>
+
+#include "longspan/error.hpp"
+#include "src/strategy/shared/head_exchange.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+StrategyEntry gather_states();
+StrategyEntry scatter_states();
+StrategyEntry ring_kv();
+StrategyEntry gather_kv();
+StrategyEntry ring_q();
+
+namespace {
+
+bool is_by_table(const Sharding& dealt) {
+  return dealt.layout == Layout::ranges || dealt.layout == Layout::listed;
+}
+
+/// The options of the attention between nodes, of such heads.
+Options between_nodes(const Options& options, HeadShare share) {
+  const int per_node = options.ranks_per_node;
+  Options o = options;
+  o.heads = share.query.size();
+  o.kv_heads = share.kv.size();
+  o.keys = of_nodes(options.keys, per_node);
+  if (options.queries) {
+    o.queries = of_nodes(*options.queries, per_node);
+    o.limits.max_tokens *= per_node;
+  }
+  if (options.results.part == ResultPart::rows)
+    o.results.rows = of_nodes(options.results.rows, per_node);
+  o.exchange = Exchange::gather;
+  return o;
+}
+
+class HeadsAnd final : public Strategy {
+ public:
+  HeadsAnd(const Layer& layer, const StrategyEntry& entry, const char* name)
+      : layer_(layer),
+        name_(name),
+        ranks_(NodeRanks::of(layer.comm.rank(), layer.comm.size(), layer.options.ranks_per_node)),
+        levels_(layer.comm.levels(ranks_.count)),
+        exchange_(layer, ranks_, *levels_.node),
+        options_(between_nodes(layer.options, exchange_.share())),
+        between_(entry.make(layer_between_nodes())) {}
+
+  void lay_out(Parts& memory) override {
+    exchange_.lay_out(memory);
+    between_->lay_out(memory);
+  }
+
+  void open(std::uint32_t layer) override { between_->open(layer); }
+
+  ExchangeInfo exchange() const override { return {Exchange::gather}; }
+
+  int most_marks() const override { return between_->most_marks() + Strategy::most_marks(); }
+
+  void prepare(Run& run) const override { exchange_.prepare(run, name_); }
+
+  void queue(Run& run) const override {
+    // What ranks say of the run is compared among all of them, as two that never meet may differ.
+    run.enter(Phase::exchange);
+    run.say_to(layer_.kernels);
+    layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "agreement on the run", run.said);
+    run.said = nullptr;
+    const kernels::MergeParams asked = run.merge;
+    exchange_.bring(run);
+    attend_between_nodes(run);
+    run.enter(Phase::exchange);
+    exchange_.take_back(run, asked);
+  }
+
+ private:
+  Layer layer_between_nodes() const {
+    Layer layer{options_,       layer_.kernels, layer_.rows,
+                *levels_.nodes, layer_.bounds,  layer_.serving};
+    layer.bounds.tokens = options_.limits.max_tokens;
+    layer.bounds.heads = options_.heads;
+    layer.bounds.kv_heads = options_.kv_heads;
+    layer.bounds.shard.rank = ranks_.node();
+    layer.bounds.shard.ranks = ranks_.nodes;
+    return layer;
+  }
+
+  /// Runs the other strategy as a layer of one rank a node would.
+  void attend_between_nodes(Run& run) const {
+    AttentionArgs args = run.args;
+    RunArrays arrays = run.arrays;
+    const kernels::AttendParams& p = run.attend;
+    args.q = Tensor(p.q.data, p.q_dtype, {p.tokens, p.heads, p.head_dim});
+    args.q.device = run.args.q.device;
+    arrays.keys = p.shard;
+    if (options_.queries || options_.results.part == ResultPart::rows)
+      arrays.queries = part_of_node(arrays.queries, ranks_);
+    arrays.q_scale = p.q_scale;
+    arrays.k_scale = p.k_scale;
+    arrays.v_scale = p.v_scale;
+    arrays.slopes = p.bias.slopes;
+    arrays.sinks = run.merge.sinks;
+    Run own{.args = args,
+            .arrays = arrays,
+            .stream = run.stream,
+            .attend = run.attend,
+            .merge = run.merge,
+            .timed = run.timed,
+            .enter = run.enter};
+    between_->prepare(own);
+    between_->queue(own);
+  }
+
+  Layer layer_;
+  const char* name_;
+  NodeRanks ranks_;
+  const comm::Levels& levels_;
+  HeadExchange exchange_;
+  Options options_;  // between nodes
+  std::unique_ptr<Strategy> between_;
+};
+
+/// Why two levels cannot serve such a layer, whatever the strategy between nodes is.
+std::string refuse_levels(const Options& o, int ranks) {
+  const int per_node = o.ranks_per_node;
+  if (per_node == 0)
+    return "Options::ranks_per_node is not given, and nodes are not known to have as many ranks "
+           "each, "
+           "side by side";
+  if (ranks % per_node != 0)
+    return fmt::format("nodes of {} ranks (Options::ranks_per_node) do not divide {} ranks",
+                       per_node, ranks);
+  if (per_node == ranks) return "all ranks are of one node";
+  if (per_node == 1) return "every rank has a node of its own";
+  if (o.heads < per_node)
+    return fmt::format("it shares a node's work by heads, and {} heads are fewer than {} ranks",
+                       o.heads, per_node);
+  if (o.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
+  if (o.exchange != Exchange::automatic && o.exchange != Exchange::gather)
+    return fmt::format("it sends rows, and does not take exchange {}", name(o.exchange));
+  if (is_by_table(o.keys) || (o.queries && is_by_table(*o.queries)) ||
+      (o.results.part == ResultPart::rows && is_by_table(o.results.rows)))
+    return "it takes keys and rows that are dealt out by a rule, and not by a table";
+  if (o.results.part == ResultPart::heads) return "it does not give results by heads";
+  return "";
+}
+
+HeadShare most_of(const Options& o) {
+  const MostHeads most = most_heads(o.heads, o.kv_heads, o.ranks_per_node);
+  return {{0, most.query}, {0, most.kv}};
+}
+
+/// The cost of the exchange among the ranks of a node, and of the strategy between nodes for what a
+/// node has.
+RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, const RunSize& size) {
+  const int per_node = o.ranks_per_node, nodes = ranks / per_node;
+  RunSize node = size;
+  node.keys = most_keys_of_a_rank(of_nodes(o.keys, per_node), size.keys, nodes);
+  if (o.results.part == ResultPart::rows) node.tokens /= nodes;  // that its ranks get
+  RunCost cost = head_exchange_cost(o, per_node, node);
+  RunSize all = size;
+  all.most_tokens *= per_node;
+  const RunCost other = between.cost(between_nodes(o, most_of(o)), nodes, all);
+  cost.far_bytes = other.received_bytes;
+  cost.received_bytes += other.received_bytes;
+  cost.workspace_bytes += other.workspace_bytes;
+  cost.overlapped_bytes = other.overlapped_bytes;
+  cost.messages += other.messages + 1;  // and the agreement
+  cost.work *= other.work;
+  cost.calls = other.calls;
+  cost.keys_read *= other.keys_read;
+  cost.merged_bytes = other.merged_bytes;
+  cost.copied_bytes += other.copied_bytes;
+  return cost;
+}
+
+constexpr char kGatherStates[] = "heads+gather-states", kGatherKv[] = "heads+gather-kv",
+               kRingKv[] = "heads+ring-kv", kScatterStates[] = "heads+scatter-states",
+               kRingQ[] = "heads+ring-q";
+
+template <StrategyEntry (*other)(), const char* own_name>
+StrategyEntry heads_and(const char* received) {
+  StrategyEntry entry = other();
+  entry.info.name = own_name;
+  entry.info.received = received;
+  entry.info.result = "its own rows, or all";
+  entry.preference += 10;
+  entry.keeps_order = [](const Options&, int) { return false; };
+  entry.takes_tables = false;
+  entry.refusal = [](const Options& o, int ranks) {
+    if (std::string why = refuse_levels(o, ranks); !why.empty()) return why;
+    const std::string why = other().refusal(between_nodes(o, most_of(o)), ranks / o.ranks_per_node);
+    return why.empty() ? why : "between nodes, " + why;
+  };
+  entry.cost = [](const Options& o, int ranks, const RunSize& size) {
+    return cost_with(other(), o, ranks, size);
+  };
+  entry.make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+    return std::make_unique<HeadsAnd>(layer, other(), own_name);
+  };
+  return entry;
+}
+
+}  // namespace
+
+std::vector<StrategyEntry> two_level_strategies() {
+  return {heads_and<gather_states, kGatherStates>("near + (N-1) T heads/G 4 (value_dim + 2)"),
+          heads_and<gather_kv, kGatherKv>("near + (N-1)/N S kv_heads/G (head_dim + value_dim) b"),
+          heads_and<ring_kv, kRingKv>("near + (N-1)/N S kv_heads/G (head_dim + value_dim) b"),
+          heads_and<scatter_states, kScatterStates>("near + (N-1)/N T heads/G 4 (value_dim + 2)"),
+          heads_and<ring_q, kRingQ>("near + (N-1)/N T heads/G (head_dim b + 4 (value_dim + 2))")};
+}
+
+}  // namespace longspan

@@ -7,11 +7,11 @@
 namespace longspan::launcher {
 
 std::string explanation(std::span<const Forecast> forecasts, const std::string& chosen) {
-  std::string text = fmt::format("# {:<16}{:>12}{:>11}{:>11}{:>11}{:>11}{:>10}{:>13}{:>13}\n",
+  std::string text = fmt::format("# {:<21}{:>12}{:>11}{:>11}{:>11}{:>11}{:>10}{:>13}{:>13}\n",
                                  "predicted", "time (ms)", "attend", "exchange", "hidden", "merge",
                                  "balance", "received", "workspace");
   for (const Forecast& f : forecasts) {
-    text += fmt::format("#{}{:<16}", chosen == f.strategy->name ? ">" : " ", f.strategy->name);
+    text += fmt::format("#{}{:<21}", chosen == f.strategy->name ? ">" : " ", f.strategy->name);
     if (!f.refusal.empty()) {
       text += fmt::format("  no: {}\n", f.refusal);
       continue;

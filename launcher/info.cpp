@@ -14,11 +14,15 @@ namespace longspan::launcher {
 using nlohmann::ordered_json;
 
 std::string strategies_text() {
-  std::string text = fmt::format("{:<16}{:<28}{:<28}{}\n", "strategy", "queries a rank holds",
+  std::string text = fmt::format("{:<21}{:<28}{:<28}{}\n", "strategy", "queries a rank holds",
                                  "result a rank gets", "bytes received per rank");
   for (const StrategyInfo& s : strategies())
-    text += fmt::format("{:<16}{:<28}{:<28}{}\n", s.name, s.queries, s.result, s.received);
-  return text + "P ranks, T query rows, S keys, b bytes of a key's element\n";
+    text += fmt::format("{:<21}{:<28}{:<28}{}\n", s.name, s.queries, s.result, s.received);
+  return text +
+         "P ranks, T query rows, S keys, b bytes of a key's element; of two levels N nodes of G "
+         "ranks, "
+         "and\nnear (G-1)/(G P) (T heads + S kv_heads) (head_dim + value_dim) b from the own "
+         "node\n";
 }
 
 std::string info_text(const std::string& world, bool json) {

@@ -108,6 +108,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                 .alibi = o.alibi == name(Alibi::query) ? Alibi::query : Alibi::context},
       .invariant = o.invariant,
       .strategy = o.strategy,
+      .ranks_per_node = o.ranks_per_node,
       .exchange = world.exchange,
       .threads = world.threads,
       .debug = {.profile = true}};

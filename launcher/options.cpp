@@ -234,6 +234,10 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--strategy", o.strategy, "How states travel; see --list-strategies")
       ->group(spread)
       ->capture_default_str();
+  app.add_option("--ranks-per-node", o.ranks_per_node,
+                 "So many ranks are a node to strategies of two levels [those of a machine]")
+      ->transform(whole(1, 65536))
+      ->group(spread);
   app.add_flag("--explain", o.explain,
                "Print what every strategy is predicted to take, or why it cannot serve")
       ->group(spread);
@@ -415,6 +419,10 @@ void add_scale_options(CLI::App& app, ScaleOptions& o) {
                  "interleaved[:block]")
       ->group(spread)
       ->capture_default_str();
+  app.add_option("--ranks-per-node", o.ranks_per_node,
+                 "So many ranks are a node to strategies of two levels [those of a machine]")
+      ->transform(whole(1, 65536))
+      ->group(spread);
   app.add_option("--strategies", o.strategies, "Some of --list-strategies [every one that serves]")
       ->group(spread);
   app.add_option("--ranks", o.ranks, "How many of the ranks take part [1, 2, 4 ... and all]")

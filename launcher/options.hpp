@@ -57,7 +57,8 @@ struct RunOptions {
   bool shard_queries = false;
   bool invariant = false;
   std::string strategy = "auto";
-  bool explain = false;  // print why
+  int ranks_per_node = 0;  // 0: those that share a machine
+  bool explain = false;    // print why
 
   // These are for measuring and checking.
   int iterations = 5;
@@ -143,6 +144,7 @@ struct ScaleOptions {
   std::string shard = "zigzag";
   Layout layout = Layout::zigzag;
   std::int64_t block = kSegment;
+  int ranks_per_node = 0;               // 0: those that share a machine
   std::vector<std::string> strategies;  // empty: every one that serves
   std::vector<int> ranks;               // empty: 1, 2, 4 ... and all
   int iterations = 5;

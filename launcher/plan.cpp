@@ -78,7 +78,7 @@ class Cluster {
 
 std::string text_of(double bytes) {
   constexpr double kTiB = 0x1p40;
-  return bytes < 64 * kTiB ? size_text(static_cast<std::size_t>(bytes))
+  return bytes < 8 * kTiB ? size_text(static_cast<std::size_t>(bytes))
                            : fmt::format("{:.4g} TiB", bytes / kTiB);
 }
 
@@ -98,12 +98,12 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
       o.tokens > 0 ? o.tokens : o.keys, cluster.shares_rows() ? "sharded" : "replicated",
       options.heads, options.kv_heads, options.head_dim, name(options.dtypes.compute),
       options.mask.causal ? "causal" : "full");
-  text += fmt::format("#{:<17}{:>11}{:>11}{:>11}{:>11}{:>11}{:>12}{:>12}{:>12}{:>9}{:>11}\n",
+  text += fmt::format("#{:<21}{:>11}{:>11}{:>11}{:>11}{:>11}{:>12}{:>12}{:>12}{:>9}{:>11}\n",
                       "strategy", "time", "attend", "exchange", "hidden", "merge", "received",
                       "from nodes", "memory", "balance", "efficiency");
   const double ideal = cluster.ideal();
   for (const Forecast& f : rows) {
-    text += fmt::format("{}{:<17}", &f == best ? ">" : " ", f.strategy->name);
+    text += fmt::format("{}{:<21}", &f == best ? ">" : " ", f.strategy->name);
     if (!f.refusal.empty()) {
       text += fmt::format("  no: {}\n", f.refusal);
       continue;

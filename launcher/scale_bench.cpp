@@ -130,6 +130,7 @@ class ScaleBench {
     options.shard = o_.shard;
     options.layout = o_.layout;
     options.block = o_.block;
+    options.ranks_per_node = o_.ranks_per_node;
     options.shard_queries = c.phase == "prefill" && n > 1;
     options.iterations = o_.iterations;
     options.warmup = o_.warmup;

@@ -44,7 +44,7 @@ std::string header(const ScaleReport& r) {
       r.weak ? "weak" : "strong", o.dtype, o.heads, o.kv_heads, o.dim, o.batch, r.shard,
       r.backend == name(Device::host) ? fmt::format("threads {} | ", r.threads) : "", r.seed);
   return text + fmt::format(
-                    "#{:<8}{:>6}{:>10}{:>9}  {:<16}{:>10}{:>10}{:>10}{:>11}{:>8}{:>9}{:>7}{:>9}"
+                    "#{:<8}{:>6}{:>10}{:>9}  {:<21}{:>10}{:>10}{:>10}{:>11}{:>8}{:>9}{:>7}{:>9}"
                     "{:>12}{:>12}{:>12}{:>7}\n",
                     "phase", "ranks", "kv", "tokens", "strategy", "time (ms)", "min", "predicted",
                     "efficiency", "attend%", "exchange%", "merge%", "balance", "received",
@@ -53,7 +53,7 @@ std::string header(const ScaleReport& r) {
 
 std::string row(const ScaleRow& r) {
   std::string text =
-      fmt::format(" {:<8}{:>6}{:>10}{:>9} {}{:<16}", r.phase, r.ranks, r.kv, r.tokens,
+      fmt::format(" {:<8}{:>6}{:>10}{:>9} {}{:<21}", r.phase, r.ranks, r.kv, r.tokens,
                   r.chosen && r.fastest ? "*"
                   : r.chosen            ? ">"
                   : r.fastest           ? "*"

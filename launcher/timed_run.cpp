@@ -9,10 +9,12 @@ namespace longspan::launcher {
 std::vector<Forecast> settle_strategy(const Communicator& world, Problem& problem) {
   std::vector<Forecast> all;
   together(world, "choice of the strategy", [&] {
+    int& per_node = problem.options.ranks_per_node;
+    if (per_node == 0) per_node = world.ranks_per_node();
     const Options options = problem.layer_options(world.size());
     const Machine machine = shared_machine(world);
     problem.options.strategy = choose_strategy(options, world.size(), machine).name;
-    all = forecast(options, {.ranks = world.size()}, problem.run_size(world.size()), machine);
+    all = forecast(options, {world.size(), per_node}, problem.run_size(world.size()), machine);
   });
   return all;
 }

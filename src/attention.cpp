@@ -77,8 +77,7 @@ struct Attention::Impl {
     const DeviceGuard guard(world.gpu());
     agree(world, describe(options), "making of the layer");
     check_options(options, world.size());
-    if (options.ranks_per_node == 0)
-      options.ranks_per_node = comm::transport_of(world).ranks_per_node();
+    if (options.ranks_per_node == 0) options.ranks_per_node = world.ranks_per_node();
     info = &choose_strategy(world, options);
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());

@@ -31,6 +31,7 @@ Device Communicator::device() const { return transport_->device(); }
 int Communicator::gpu() const { return transport_->gpu(); }
 void Communicator::make_current() const { set_current_gpu(gpu()); }
 std::chrono::milliseconds Communicator::deadline() const { return transport_->deadline(); }
+int Communicator::ranks_per_node() const { return transport_->ranks_per_node(); }
 std::string Communicator::describe() const { return transport_->describe(); }
 
 std::vector<std::string> Communicator::gather(const std::string& mine,

@@ -143,7 +143,9 @@ Machine shared_machine(const Communicator& world) {
   return machine_from(text.substr(line + 1), text.substr(1, line - 1), world.device());
 }
 
-const StrategyInfo& choose_strategy(const Communicator& world, const Options& options) {
+const StrategyInfo& choose_strategy(const Communicator& world, const Options& given) {
+  Options options = given;
+  if (options.ranks_per_node == 0) options.ranks_per_node = world.ranks_per_node();
   const bool predicted = takes_forecast(options, world.size());
   return choose_strategy(options, world.size(),
                          predicted ? shared_machine(world) : built_in_machine(world.device()));

@@ -13,7 +13,8 @@ std::string count(int n, const char* noun) {
   return std::to_string(n) + " " + noun + (n == 1 ? "" : "s");
 }
 
-/// See Place::ranks_per_node.
+}  // namespace
+
 int even_nodes(const std::vector<std::string>& hosts) {
   const auto per_node = std::count(hosts.begin(), hosts.end(), hosts.front());
   std::set<std::string> seen;
@@ -24,8 +25,6 @@ int even_nodes(const std::vector<std::string>& hosts) {
   }
   return static_cast<int>(per_node);
 }
-
-}  // namespace
 
 std::string this_host() {
   char name[256] = "";

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "comm/control/control.hpp"
 
@@ -11,12 +12,16 @@ struct Place {
   int nodes = 1;
   int local_rank = 0;  // among the ranks of this machine, in rank order
   int local_size = 1;
-  int ranks_per_node = 0;  // where every machine has as many, and they are neighbours; else 0
+  int ranks_per_node = 0;  // of every machine (even_nodes)
 };
 
 /// The name and boot of this machine: cloned machines, and containers, may share a name, but not a
 /// boot.
 std::string this_host();
+
+/// The ranks of a machine, of which `hosts` has every rank's, where all machines have as many and
+/// they are neighbours; else 0.
+int even_nodes(const std::vector<std::string>& hosts);
 
 /// Finds this rank's place among the machines. It is collective.
 Place find_place(Control& control);

@@ -91,6 +91,7 @@ def attend(
     invariant: bool = False,
     exchange: str = "auto",
     strategy: str = "auto",
+    ranks_per_node: int = 0,
     return_lse: bool = False,
     out: Array | None = None,
     lse: Array | None = None,
@@ -144,6 +145,8 @@ def attend(
         invariant: the same bits for 1, 2, 4 ... 64 ranks also where that is not the fastest.
         exchange: how states travel between GPUs: "auto", "peer-buffers", "peer-buffers-apart", "gather".
         strategy: a name of strategies().
+        ranks_per_node: of strategies of two levels, such as "heads+ring-kv": so many neighbouring
+            ranks are a node; 0 is those that share a machine.
         return_lse: return (out, lse).
         out: [tokens, heads, value_dim] or with batch, as q; written in place of a new array.
         lse: [tokens, heads] or [batch, tokens, heads] float32, natural logarithms; likewise.
@@ -176,7 +179,7 @@ def attend(
         k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, total_keys,
         total_queries, key_table, query_table, False, return_lse, out, lse, stream, comm,
         softmax_scale, window_size, softcap, keys, queries, invariant, exchange, strategy,
-        max_seqlen_q, max_seqlen_k, results)
+        max_seqlen_q, max_seqlen_k, results, ranks_per_node)
 
 
 class Attention:
@@ -193,7 +196,7 @@ class Attention:
         dtype: of the products: "float32", "float16" or "bfloat16", or such a dtype of NumPy or
             torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as fp8.
         causal, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
-            exchange: as in attend.
+            exchange, ranks_per_node: as in attend.
         alibi: what slopes multiply: "query", the distance of query and key, or "context", the
             distance to the first query, as serving engines do.
         max_queries: most query rows in one run, over the batch (with `queries`: on one rank).
@@ -226,12 +229,12 @@ class Attention:
                  max_seqlen_k: int = 0, max_seqlen_q: int = 0, invariant: bool = False,
                  strategy: str = "auto", exchange: str = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
-                 fp8_products: bool = False):
+                 fp8_products: bool = False, ranks_per_node: int = 0):
         self._layer = _core.layer(
             comm, heads, kv_heads, head_dim, value_dim, dtype, q_dtype, kv_dtype, out_dtype, causal,
             softmax_scale, window_size, softcap, alibi, keys, queries, results, max_queries,
             max_batch, max_seqlen_k, max_seqlen_q, invariant, strategy, exchange, threads, check_arrays,
-            profile, tf32, fp8_products)
+            profile, tf32, fp8_products, ranks_per_node)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,

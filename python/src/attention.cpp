@@ -38,7 +38,7 @@ constexpr std::size_t kGiven = sizeof(Given) / sizeof(nb::handle);
 /// What attend() is told besides.
 struct Asked {
   nb::handle comm, softmax_scale, window_size, softcap, keys, queries, invariant, exchange,
-      strategy, max_seqlen_q, max_seqlen_k, results;
+      strategy, max_seqlen_q, max_seqlen_k, results, ranks_per_node;
 };
 constexpr std::size_t kAsked = sizeof(Asked) / sizeof(nb::handle);
 
@@ -359,6 +359,7 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
   o.invariant = flag(asked.invariant, "invariant");
   o.exchange = exchange_of(asked.exchange);
   o.strategy = text(asked.strategy, "strategy");
+  o.ranks_per_node = small(integer(asked.ranks_per_node, "ranks_per_node"), "ranks_per_node");
   o.limits.max_kv_len = std::max<std::int64_t>(0, count_of(asked.max_seqlen_k, "max_seqlen_k"));
   o.limits.max_query_len = std::max<std::int64_t>(0, count_of(asked.max_seqlen_q, "max_seqlen_q"));
   const Tensor& lengths = call.cache_seqlens.tensor();
@@ -506,7 +507,7 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
                   nb::handle max_batch, nb::handle max_seqlen_k, nb::handle max_seqlen_q,
                   nb::handle invariant, nb::handle strategy, nb::handle exchange,
                   nb::handle threads, nb::handle check_arrays, nb::handle profile, nb::handle tf32,
-                  nb::handle fp8_products) {
+                  nb::handle fp8_products, nb::handle ranks_per_node) {
   Options o;
   o.heads = small(integer(heads, "heads"), "heads");
   o.kv_heads = kv_heads.is_none() ? o.heads : small(integer(kv_heads, "kv_heads"), "kv_heads");
@@ -529,6 +530,7 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
   o.limits.max_query_len = integer(max_seqlen_q, "max_seqlen_q");
   o.invariant = flag(invariant, "invariant");
   o.strategy = text(strategy, "strategy");
+  o.ranks_per_node = small(integer(ranks_per_node, "ranks_per_node"), "ranks_per_node");
   o.exchange = exchange_of(exchange);
   o.threads = small(integer(threads, "threads"), "threads");
   o.debug.check_arrays = flag(check_arrays, "check_arrays");

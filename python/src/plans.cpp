@@ -27,7 +27,7 @@ auto fields(const Options& o) {
                     o.score.scale, o.score.softcap, o.limits.max_tokens, o.limits.max_batch,
                     o.limits.max_kv_len, o.limits.max_query_len, fields(o.keys),
                     o.queries.has_value(), fields(o.queries.value_or(Sharding{})), o.results.part,
-                    fields(o.results.rows), o.invariant, o.exchange);
+                    fields(o.results.rows), o.invariant, o.exchange, o.ranks_per_node);
 }
 
 /// The entry that fits, or else a new one; it comes first, and the last of too many goes.

@@ -55,6 +55,9 @@ class Communicator {
   /// The longest wait for a peer at any step.
   std::chrono::milliseconds deadline() const;
 
+  /// The ranks that share a machine, where every machine has as many and they are neighbours, which
+  /// strategies of two levels take for a node; else 0. All ranks give the same answer.
+  int ranks_per_node() const;
   /// One line for people: "Open MPI 4.1.4 | 4 ranks, 1 node".
   std::string describe() const;
 

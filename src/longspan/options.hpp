@@ -118,7 +118,7 @@ struct Options {
   /// 2, 4 ... 64 ranks. The host and short queries keep it always.
   bool invariant = false;
 
-  std::string strategy = "auto";            ///< a name of strategies()
+  std::string strategy = "auto";  ///< a name of strategies()
   /// Of strategies of two levels ("heads+ring-kv"): so many neighbouring ranks, which divide all of
   /// them, are a node. 0: those that share a machine, where every machine has as many.
   int ranks_per_node = 0;

@@ -109,7 +109,7 @@ RunCost cost(const Options& o, int ranks, const RunSize& size) {
 
 StrategyEntry heads() {
   return {.info = {"heads", "all rows, or its own rows", "all, its rows, or its heads",
-                   "(P-1)/P (T heads + S kv_heads) (head_dim + value_dim) b"},
+                   "(P-1)/P^2 (T heads + S kv_heads) (head_dim + value_dim) b"},
           .preference = 6,
           .keeps_order = folds_as_one_rank,
           .takes_tables = false,

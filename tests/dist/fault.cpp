@@ -4,7 +4,8 @@
 //
 // Without EXCHANGE the step is a collective of the communicator; with "peer-buffers" or "gather" it
 // is a run of a layer whose states travel so, and with "graph" the replay of one. With "ring" it is
-// a run of ring-kv, in which the victim gets as far as the beginning of the second step.
+// a run of ring-kv, in which the victim gets as far as the beginning of the second step, and with
+// "levels" one of heads+ring-kv on nodes of two ranks, in which it gets as far as the first.
 //
 //     stop       the victim stops (SIGSTOP) and never comes to the exchange
 //     stop-ring  the same, seen through a ring: not every rank waits for the victim itself
@@ -153,18 +154,23 @@ class Drafts {
 /// A layer whose keys travel around the ranks.
 class Ring {
  public:
-  explicit Ring(const Communicator& world)
-      : rows_(zeroed(world.device(), kTokens * kDim * 4)),
+  /// With several ranks in a node each has a head, and the nodes are the ring.
+  Ring(const Communicator& world, int per_node)
+      : heads_(per_node),
+        rows_(zeroed(world.device(), kTokens * heads_ * kDim * 4)),
         out_(zeroed(world.device(), rows_.bytes())),
-        layer_(world, {.head_dim = kDim,
+        layer_(world, {.heads = heads_,
+                       .kv_heads = heads_,
+                       .head_dim = kDim,
                        .dtypes = {.compute = DType::fp32},
                        .limits = {.max_tokens = kTokens, .max_kv_len = kTokens * world.size()},
                        .keys = {Layout::striped},
                        .queries = Sharding{Layout::striped},
-                       .strategy = "ring-kv"}) {}
+                       .strategy = per_node > 1 ? "heads+ring-kv" : "ring-kv",
+                       .ranks_per_node = per_node}) {}
 
   void run() {
-    const Tensor rows(rows_.data(), DType::fp32, {kTokens, 1, kDim}, layer_.world().device());
+    const Tensor rows(rows_.data(), DType::fp32, {kTokens, heads_, kDim}, layer_.world().device());
     Tensor out = rows;
     out.data = out_.data();
     const std::int64_t all = kTokens * layer_.world().size();
@@ -175,6 +181,7 @@ class Ring {
 
  private:
   static constexpr std::int64_t kTokens = 300, kDim = 64;
+  int heads_;
   Buffer rows_, out_;
   Attention layer_;
 };
@@ -204,7 +211,7 @@ bool misbehave(const std::string& mode, Drafts& drafts) {
 }
 
 /// The victim does not begin its second step; of two ranks, which have one step, that one.
-void run_ring(const Communicator& world, const std::string& mode) {
+void run_ring(const Communicator& world, const std::string& mode, int per_node) {
   const bool victim = world.rank() == world.size() - 1;
   const auto stumbling = std::make_shared<tests::StumblingTransport>(world, [&] {
     std::fflush(nullptr);
@@ -212,10 +219,10 @@ void run_ring(const Communicator& world, const std::string& mode) {
     if (mode == "stop") stop();
     std::raise(SIGKILL);
   });
-  Ring ring(victim ? Communicator(stumbling) : world);
+  Ring ring(victim ? Communicator(stumbling) : world, per_node);
   for (int turn = 0; turn < 3; ++turn) ring.run();
   began = Clock::now();
-  stumbling->stumble_at(world.size() > 2 ? 2 : 1);
+  stumbling->stumble_at(world.size() > 2 * per_node ? 2 : 1);
   ring.run();
   world.barrier("the end");
 }
@@ -239,7 +246,8 @@ void run(const Asked& asked) {
   if (mode == "crowded-end") none.emplace();
   const bool victim = ranks.world.rank() == ranks.world.size() - 1;
   ranks.exchange("warm up");
-  if (asked.exchange == "ring") return run_ring(ranks.world, mode);
+  if (asked.exchange == "ring") return run_ring(ranks.world, mode, 1);
+  if (asked.exchange == "levels") return run_ring(ranks.world, mode, 2);
   std::optional<Drafts> drafts;
   if (!asked.exchange.empty()) {
     drafts.emplace(ranks.world, asked);

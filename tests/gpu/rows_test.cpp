@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "longspan/error.hpp"
+#include "src/strategy/shared/node_ranks.hpp"
 #include "tests/gpu/gpu_case.hpp"
 
 namespace longspan::test {
@@ -217,6 +218,43 @@ TEST(Rows, MapAndPlace) {
           ASSERT_EQ(std::memcmp(&placed[at], &from[i * kRowBytes], kRowBytes), 0);
         }
       }
+}
+
+TEST(Rows, OfANodeStandWhereTheHostFindsThem) {
+  LONGSPAN_NEEDS_GPU();
+  const auto backend = kernels::cuda_backend();
+  const auto host = kernels::host_backend(1);
+  for (int batch : {1, 4, 300})
+    for (const Shard& rule : {Shard::contiguous(0, 0, 6), Shard::striped(0, 0, 6),
+                              Shard::zigzag(0, 0, 6), Shard::interleaved(0, 0, 6, 16)}) {
+      std::vector<std::int32_t> starts{0};
+      for (int b = 0; b < batch; ++b)
+        starts.push_back(starts.back() + static_cast<std::int32_t>(rng()() % 400));
+      const NodeRanks node = NodeRanks::of(4, 6, 2);
+      const std::int64_t capacity = starts.back() + 3;
+      const auto count = static_cast<std::size_t>(capacity * node.count);
+      std::vector<std::int32_t> part_start(starts.size());
+      std::vector<std::int64_t> expected(count);
+      kernels::MapParams p;
+      p.shard = rule;
+      p.batch = {batch, starts.data(), nullptr, nullptr};
+      p.ranks = node.count;
+      p.first = node.first;
+      p.part = part_of_node(rule, node);
+      p.capacity = capacity;
+      host->row_starts({p.part, starts.data(), batch, part_start.data()}, {});
+      p.part_start = part_start.data();
+      p.map = expected.data();
+      host->map_rows(p, {});
+
+      const OnGpu<std::int32_t> query_start(starts), parts(part_start);
+      OnGpu<std::int64_t> map(count);
+      p.batch.query_start = query_start.data();
+      p.part_start = parts.data();
+      p.map = map.data();
+      backend->map_rows(p, {});
+      ASSERT_EQ(map.values(count), expected) << name(rule.layout) << " batch " << batch;
+    }
 }
 
 TEST(Refusals, ByName) {

@@ -3,6 +3,7 @@
 // table. And the starts of sharded query rows.
 #pragma once
 
+#include "src/strategy/shared/node_ranks.hpp"
 #include "tests/support/host_problem.hpp"
 #include "tests/support/on_device.hpp"
 
@@ -10,12 +11,16 @@ namespace longspan::tests {
 
 class CopyKeys : public OnDevice {
  protected:
-  /// Local keys of every rank of the rule, by their order and by position, against one element
-  /// after the other. `gap`: rows between the sequences of the result.
-  void expect_copied(const HostShape& shape, const Shard& rule, bool by_position) {
+  /// Local keys of every rank of the rule, by their order or by position, against one element after
+  /// the other. With `per_node` the positions are those in what so many neighbouring ranks hold.
+  void expect_copied(const HostShape& shape, const Shard& rule, bool by_position,
+                     int per_node = 0) {
     HostProblem problem(shape, static_cast<std::uint32_t>(below(1 << 30)));
     constexpr std::int64_t kGap = 3;
     for (const Shard& shard : HostProblem::on_all(rule)) {
+      const NodeRanks node = per_node == 0 ? NodeRanks::all(shard.ranks)
+                                           : NodeRanks::of(shard.rank, shard.ranks, per_node);
+      const Shard part = part_of_node(shard, node);
       Local local = problem.local(shard);
       kernels::AttendParams p = problem.params(shard, {}, 0);
       local.give(p);
@@ -40,7 +45,7 @@ class CopyKeys : public OnDevice {
               !seen[static_cast<std::size_t>(b)][static_cast<std::size_t>(position)])
             continue;  // NaN in pages, 0xff all of it
           const std::int64_t to = (to_start[static_cast<std::size_t>(b)] +
-                                   (by_position ? position : i)) *
+                                   (by_position ? part.before(position, shape.kv_len[b]) : i)) *
                                   row,
                              from = (problem.key_start[b] + position) * problem.kv_stride() * size;
           std::memcpy(expected_k.data() + to, problem.k.bytes.data() + from,
@@ -76,6 +81,7 @@ class CopyKeys : public OnDevice {
       copy.to_v = to_v.data();
       copy.to_start = starts.data();
       copy.by_position = by_position;
+      copy.part = part;
       copy.rows = rows;
       copy.longest = *std::max_element(shape.kv_len.begin(), shape.kv_len.end());
       backend().copy_keys(copy, {});
@@ -133,6 +139,12 @@ TEST_F(CopyKeys, OfEveryShardInItsOrderAndByPosition) {
       for (const bool by_position : {false, true}) {
         SCOPED_TRACE(std::string(name(rule.layout)) + (by_position ? " by position" : ""));
         expect_copied(s, rule, by_position);
+      }
+    for (const Shard& rule : {Shard::contiguous(0, 0, 6), Shard::zigzag(0, 0, 6),
+                              Shard::striped(0, 0, 6), Shard::interleaved(0, 0, 6, 16)})
+      for (const int per_node : {2, 3}) {
+        SCOPED_TRACE(std::string(name(rule.layout)) + " nodes of " + std::to_string(per_node));
+        expect_copied(s, rule, true, per_node);
       }
   }
 }

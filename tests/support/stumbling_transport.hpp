@@ -1,5 +1,5 @@
 // A rank that comes to grief in the middle of what it does: its transport is another one, but for
-// one shift, which it does not begin.
+// one shift, which it does not begin: of its own, or of what was split from it.
 #pragma once
 
 #include <functional>
@@ -17,10 +17,10 @@ namespace longspan::tests {
 class StumblingTransport final : public comm::Transport {
  public:
   StumblingTransport(Communicator whole, std::function<void()> stumble)
-      : whole_(std::move(whole)), stumble_(std::move(stumble)) {}
+      : StumblingTransport(std::move(whole), std::move(stumble), std::make_shared<int>(0)) {}
 
   /// Calls `stumble` in place of the n-th shift from now on, of one piece or several.
-  void stumble_at(int shift) { left_ = shift; }
+  void stumble_at(int shift) { *left_ = shift; }
 
   comm::Transfers start_shifts(std::span<const comm::Piece> pieces, int distance, Stream stream,
                                const char* step) override {
@@ -37,7 +37,9 @@ class StumblingTransport final : public comm::Transport {
   std::string describe() const override { return inner().describe(); }
   std::string name_of(int rank) const override { return inner().name_of(rank); }
   std::shared_ptr<comm::Transport> split(int color, int key) override {
-    return inner().split(color, key);
+    const auto part = whole_.split(color, key);
+    if (!part) return nullptr;
+    return std::shared_ptr<comm::Transport>(new StumblingTransport(*part, stumble_, left_));
   }
   std::shared_ptr<std::byte> open_receive_buffer(std::size_t bytes, std::string& why) override {
     return inner().open_receive_buffer(bytes, why);
@@ -58,11 +60,15 @@ class StumblingTransport final : public comm::Transport {
 
  protected:
   int start(const comm::Collective& c, Stream stream, const char* step) override {
-    const bool is_shift = c.kind == comm::Collective::shift;
-    if (is_shift) count_shift();
-    open_.push_back(
-        is_shift ? inner().start_shift(c.send, c.bytes, c.recv, c.received, c.place, stream, step)
-                 : inner().start_all_gather(c.send, c.recv, c.bytes, stream, step, c.said));
+    if (c.kind == comm::Collective::shift) {
+      count_shift();
+      open_.push_back(
+          inner().start_shift(c.send, c.bytes, c.recv, c.received, c.place, stream, step));
+    } else if (c.kind == comm::Collective::all_to_all) {
+      open_.push_back(inner().start_all_to_all(c.send, c.recv, c.bytes, stream, step, c.said));
+    } else {
+      open_.push_back(inner().start_all_gather(c.send, c.recv, c.bytes, stream, step, c.said));
+    }
     return static_cast<int>(open_.size()) - 1;
   }
   void finish(int number, Stream stream) override { of(number).wait(stream); }
@@ -70,15 +76,18 @@ class StumblingTransport final : public comm::Transport {
   void drop(int number) noexcept override { of(number) = {}; }
 
  private:
+  StumblingTransport(Communicator whole, std::function<void()> stumble, std::shared_ptr<int> left)
+      : whole_(std::move(whole)), stumble_(std::move(stumble)), left_(std::move(left)) {}
+
   void count_shift() {
-    if (left_ > 0 && --left_ == 0) stumble_();
+    if (*left_ > 0 && --*left_ == 0) stumble_();
   }
   comm::Transport& inner() const { return comm::transport_of(whole_); }
   comm::Transfer& of(int number) { return open_[static_cast<std::size_t>(number)]; }
 
   Communicator whole_;
   std::function<void()> stumble_;
-  int left_ = 0;
+  std::shared_ptr<int> left_;
   std::vector<comm::Transfer> open_;
 };
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "src/strategy/shared/node_ranks.hpp"
 #include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
@@ -213,6 +214,40 @@ TEST_F(HostMerge, MapsPlacesAndStarts) {
       for (; i < (r + 1) * capacity; ++i) EXPECT_EQ(map[i], -1);
     }
   }
+
+  // Of the ranks of a node, rows stand in what the node has of each sequence.
+  for (const Shard& shard : {Shard::striped(16, 0, 6), Shard::zigzag(16, 0, 6)})
+    for (int first = 0; first < 6; first += 2) {
+      kernels::MapParams p;
+      p.shard = shard;
+      p.batch = {3, query_start.data(), nullptr, nullptr};
+      p.ranks = 2;
+      p.first = first;
+      p.part = part_of_node(shard, NodeRanks::of(first, 6, 2));
+      std::vector<std::int32_t> part_start(4, -7);
+      backend_->row_starts({p.part, query_start.data(), 3, part_start.data()}, {});
+      p.part_start = part_start.data();
+      std::vector<std::int64_t> map(2 * capacity, -7);
+      p.capacity = capacity;
+      p.map = map.data();
+      backend_->map_rows(p, {});
+      std::vector<int> seen(part_start.back(), 0);
+      for (int r = 0; r < 2; ++r) {
+        const Shard own = shard.with_rank(first + r);
+        std::int64_t i = r * capacity;
+        for (int b = 0; b < 3; ++b) {
+          const std::int64_t length = query_start[b + 1] - query_start[b];
+          for (std::int64_t j = 0; j < own.local_len(length); ++j, ++i) {
+            ASSERT_GE(map[i], part_start[b]);
+            ASSERT_LT(map[i], part_start[b + 1]);
+            EXPECT_EQ(p.part.position(map[i] - part_start[b], length), own.position(j, length));
+            ++seen.at(map[i]);
+          }
+        }
+        for (; i < (r + 1) * capacity; ++i) EXPECT_EQ(map[i], -1);
+      }
+      EXPECT_EQ(seen, std::vector<int>(seen.size(), 1));
+    }
 
   const std::vector<std::int32_t> kv_len = {1000, 0, 3, 500};
   std::vector<std::int64_t> start(4, -7);

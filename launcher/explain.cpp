@@ -6,12 +6,14 @@
 
 namespace longspan::launcher {
 
-std::string explanation(std::span<const Forecast> forecasts, const std::string& chosen) {
+std::string explanation(std::span<const Forecast> forecasts, const Options& options, int ranks) {
   std::string text = fmt::format("# {:<21}{:>12}{:>11}{:>11}{:>11}{:>11}{:>10}{:>13}{:>13}\n",
                                  "predicted", "time (ms)", "attend", "exchange", "hidden", "merge",
                                  "balance", "received", "workspace");
   for (const Forecast& f : forecasts) {
-    text += fmt::format("#{}{:<21}", chosen == f.strategy->name ? ">" : " ", f.strategy->name);
+    if (!f.strategy->is_for_nodes_of(options.ranks_per_node, ranks)) continue;
+    text += fmt::format("#{}{:<21}", options.strategy == f.strategy->name ? ">" : " ",
+                        f.strategy->name);
     if (!f.refusal.empty()) {
       text += fmt::format("  no: {}\n", f.refusal);
       continue;

@@ -9,6 +9,6 @@
 namespace longspan::launcher {
 
 /// A line for each strategy, that begins with '#'; `chosen` is marked.
-std::string explanation(std::span<const Forecast> forecasts, const std::string& chosen);
+std::string explanation(std::span<const Forecast> forecasts, const Options& options, int ranks);
 
 }  // namespace longspan::launcher

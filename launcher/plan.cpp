@@ -49,7 +49,10 @@ class Cluster {
   const Options& options() const { return options_; }
 
   std::vector<Forecast> rows() const {
-    return forecast(options_, {ranks_, per_node_}, size_, machine_);
+    std::vector<Forecast> all = forecast(options_, {ranks_, per_node_}, size_, machine_);
+    std::erase_if(
+        all, [this](const Forecast& f) { return !f.strategy->is_for_nodes_of(per_node_, ranks_); });
+    return all;
   }
 
   /// Bytes of inputs and outputs on a rank.
@@ -79,7 +82,7 @@ class Cluster {
 std::string text_of(double bytes) {
   constexpr double kTiB = 0x1p40;
   return bytes < 8 * kTiB ? size_text(static_cast<std::size_t>(bytes))
-                           : fmt::format("{:.4g} TiB", bytes / kTiB);
+                          : fmt::format("{:.4g} TiB", bytes / kTiB);
 }
 
 std::string time_text(double seconds) {

@@ -115,7 +115,7 @@ int run(const Communicator& control, const CommandLine& line) {
   std::optional<Trial> trial;
   together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
   Report report = describe(world, *problem, o, trial->layer());
-  if (rank == 0 && o.explain) say(explanation(forecasts, problem->options.strategy), table);
+  if (rank == 0 && o.explain) say(explanation(forecasts, problem->options, world.size()), table);
   if (rank == 0) say(header(report), table);
   measure(world, *problem, time_runs(world, *trial, o.warmup, o.iterations), report);
 

@@ -91,7 +91,7 @@ class ScaleBench {
     const std::size_t count = n == 1 ? 1 : strategies().size();  // alone all do the same
     for (std::size_t i = 0; i < count; ++i) {
       const char* strategy = strategies()[i].name;
-      if (n > 1 && !is_asked_for(strategy)) continue;
+      if (n > 1 && !is_asked_for(strategies()[i], n)) continue;
       progress.say(
           fmt::format("{} of {} keys on {} ranks by {}", c.phase, options.kv, n, strategy));
       together(world_, "measurement", [&] {
@@ -114,9 +114,14 @@ class ScaleBench {
   }
 
  private:
-  bool is_asked_for(const std::string& strategy) const {
-    return o_.strategies.empty() ||
-           std::find(o_.strategies.begin(), o_.strategies.end(), strategy) != o_.strategies.end();
+  /// Of two levels on one node nothing is asked unless by name.
+  bool is_asked_for(const StrategyInfo& strategy, int ranks) const {
+    if (o_.strategies.empty()) {
+      const int per_node = o_.ranks_per_node;
+      return strategy.is_for_nodes_of(per_node > 0 ? per_node : world_.ranks_per_node(), ranks);
+    }
+    return std::find(o_.strategies.begin(), o_.strategies.end(), strategy.name) !=
+           o_.strategies.end();
   }
 
   RunOptions options_of(const Case& c, int n) const {

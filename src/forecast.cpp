@@ -168,7 +168,7 @@ void predict(Forecast& f, const Options& o, const Topology& topology, const RunS
   const StrategyEntry& entry = entry_of(*f.strategy);
   const std::vector<Sequences> batch = batch_of(size);
   const Balanced by = entry.balanced(o);
-  const bool two_levels = f.cost.far_bytes >= 0;
+  const bool two_levels = f.strategy->levels == 2;
   Sharding dealt = by == Balanced::by_queries ? o.queries.value_or(Sharding{}) : o.keys;
   if (two_levels) dealt = of_nodes(dealt, o.ranks_per_node);
   f.balance =

@@ -23,6 +23,12 @@ struct StrategyInfo {
   const char* result;    ///< what a rank gets
   const char* received;  ///< bytes received per rank; P ranks, T query rows, S keys, b bytes of a
                          ///< key's element
+  int levels = 1;        ///< 2: one strategy inside of a node, another between nodes
+
+  /// Whether it has what it is for where `ranks` ranks are nodes of so many (0: of unknown ones).
+  bool is_for_nodes_of(int ranks_per_node, int ranks) const {
+    return levels == 1 || (ranks_per_node > 1 && ranks_per_node < ranks);
+  }
 };
 
 /// Every strategy of this build, in the order of preference.

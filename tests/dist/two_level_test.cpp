@@ -47,7 +47,7 @@ Options options_of(const std::string& strategy, const Problem& problem, const Co
 
 std::vector<Shape> shapes_of_heads() {
   return {
-      {.heads = 8, .kv_heads = 8, .q_lens = {130}, .kv_lens = {700}, .mask = {.causal = true}},
+      {.heads = 8, .kv_heads = 8, .q_lens = {60}, .kv_lens = {700}, .mask = {.causal = true}},
       {.heads = 14, .kv_heads = 2, .dim = 24, .dtype = DType::bf16, .q_lens = {9}, .sinks = true},
       {.heads = 9,
        .kv_heads = 3,

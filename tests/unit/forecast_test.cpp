@@ -168,6 +168,39 @@ TEST(Forecast, FarRanksAreHeardByTheLinkBetweenNodes) {
   }
 }
 
+TEST(Forecast, TwoLevelsBringFromOtherNodesThePartOfARanksHeads) {
+  constexpr int kRanks = 16, kPerNode = 8;
+  const Options options = prefill(65536, kRanks, Layout::zigzag);
+  const RunSize size = largest_run(options, kRanks);
+  const Machine machine = built_in_machine(Device::cuda);
+  const auto all = forecast(options, {.ranks = kRanks, .ranks_per_node = kPerNode}, size, machine);
+  const Forecast &one = of(all, "ring-kv"), &two = of(all, "heads+ring-kv");
+  ASSERT_EQ(two.refusal, "");
+  EXPECT_EQ(one.strategy->levels, 1);
+  EXPECT_EQ(two.strategy->levels, 2);
+  // 15/16 of all keys, 8/15 of them from the other node; and half of them, of one head in eight.
+  EXPECT_NEAR(one.far_bytes / two.far_bytes, 8, 0.01);
+  EXPECT_LT(two.cost.received_bytes, one.cost.received_bytes);
+  EXPECT_LT(two.exchange, one.exchange + one.hidden);
+  EXPECT_NEAR(two.balance, 1, 0.03);
+  // Of contiguous shares of two nodes the last one has 3/4 of the pairs.
+  const Options uneven = prefill(65536, kRanks, Layout::contiguous);
+  const auto contiguous =
+      forecast(uneven, {.ranks = kRanks, .ranks_per_node = kPerNode}, size, machine);
+  EXPECT_NEAR(of(contiguous, "heads+ring-kv").balance, 1.5, 0.01);
+}
+
+TEST(Forecast, TwoLevelsAreNothingForOneNode) {
+  const Options options = prefill(65536, 8, Layout::zigzag);
+  const RunSize size = largest_run(options, 8);
+  const Machine machine = built_in_machine(Device::cuda);
+  for (const Topology& topology :
+       {Topology{8, 0}, Topology{8, 8}, Topology{8, 1}, Topology{8, 3}, Topology{1, 0}})
+    for (const Forecast& f : forecast(options, topology, size, machine))
+      EXPECT_EQ(f.refusal.empty(), f.strategy->levels == 1)
+          << f.strategy->name << " on " << topology.ranks << " by " << topology.ranks_per_node;
+}
+
 TEST(Forecast, TakesThousandsOfRanks) {
   const Options options = prefill(1'000'000'000, 4096, Layout::zigzag);
   for (const Forecast& f : forecast_of(options, 4096)) {

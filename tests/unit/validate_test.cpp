@@ -100,6 +100,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
   expect_refused<Unsupported>("fp8_products with softcap 30", [&] { check_options(taken); });
   refuse("max_kv_len -1", [](Options& o) { o.limits.max_kv_len = -1; });
   refuse("max_query_len -1", [](Options& o) { o.limits.max_query_len = -1; });
+  refuse("ranks_per_node -1", [](Options& o) { o.ranks_per_node = -1; });
   refuse("max_workspace -1", [](Options& o) { o.limits.max_workspace = -1; });
   refuse("exchange of number 4 is none of automatic, peer_buffers, peer_buffers_apart, gather",
          [](Options& o) { o.exchange = static_cast<Exchange>(4); });
@@ -189,6 +190,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"max_kv_len", [](Options& o) { o.limits.max_kv_len = 9; }},
       {"max_query_len", [](Options& o) { o.limits.max_query_len = 9; }},
       {"max_workspace", [](Options& o) { o.limits.max_workspace = 1 << 30; }},
+      {"ranks_per_node", [](Options& o) { o.ranks_per_node = 2; }},
       {"keys", [](Options& o) { o.keys.layout = Layout::striped; }},
       {"queries", [](Options& o) { o.queries = Sharding{}; }},
       {"results", [](Options& o) { o.results.part = ResultPart::heads; }},

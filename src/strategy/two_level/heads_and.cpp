@@ -1,6 +1,6 @@
 // Strategies of two levels: the ranks of a node share the work by heads, over the fast links inside
 // of it, and what they hold together is one rank's share of another strategy between the nodes, as
-// in USP and in TransformerEngine's "a2a+p2p".
+// in USP (arXiv 2405.07719) and in TransformerEngine's "a2a+p2p".
 //
 //     my rows, all heads  ->  the node's rows, my heads  ->  the other strategy, between the ranks
 //     that have these heads, one of every node  ->  my rows, all heads
@@ -224,6 +224,7 @@ StrategyEntry heads_and(const char* received) {
   StrategyEntry entry = other();
   entry.info.name = own_name;
   entry.info.received = received;
+  entry.info.levels = 2;
   entry.info.result = "its own rows, or all";
   entry.preference += 10;
   entry.keeps_order = [](const Options&, int) { return false; };

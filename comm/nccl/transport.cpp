@@ -50,10 +50,11 @@ class NcclTransport final : public ControlledTransport {
         gpu_(current_gpu()) {}
 
   /// Ends NCCL's communicator, which waits for the peers, and says that all have closed the peer
-  /// buffers. A rank that has not closed them does not come to it.
+  /// buffers. A rank that has not closed them does not come to it. One that has failed, or was split
+  /// from one that has, may have work that never ends: it waits for nobody.
   ~NcclTransport() override {
     control().flush();
-    if (peer_buffers_->failed()) link_->abort();
+    if (control().fate().failed() || peer_buffers_->failed()) link_->abort();
     peer_buffers_->end(link_->end());
     if (control().fate().failed()) side_.abandon();
   }

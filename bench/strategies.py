@@ -11,7 +11,11 @@ of records:
 
     strategies-<machine>   efficiency of each strategy against one rank, the phases' shares of its time, bytes
                            received against the formula
-    auto-<machine>         the time of auto's choice against that of the fastest strategy, for each problem
+    auto-<machine>         the time of auto's choice against that of the fastest strategy, for each problem: of those
+                           that auto may take there, and of all, which may give other bits
+
+All of it is measured in rounds, and the time of a strategy is its best round's median: a machine that others use
+changes its speed between two of them.
 """
 
 import argparse
@@ -43,17 +47,36 @@ def arguments():
     parser.add_argument("--machine", default="cpu", help="name for the records")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--heads", nargs="+", default=["8/8", "8/2", "16/4"], help="query heads / kv heads")
-    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="[5 on processors, 1 on GPUs, whose starts take longest]")
     parser.add_argument("--targets-only", action="store_true", help="only the problems that have a target")
     records.add_arguments(parser)
     return longspan_command.parse(parser)
 
 
 def scale(args, options, ranks):
-    """The rows of `longspan bench scale`."""
+    """The rows of `longspan bench scale`, each of its best round, and the efficiency of these."""
     threads = ["--threads", 1] if args.backend == "host" else []
-    return longspan_command.run(args.command, [*options, *threads, "--backend", args.backend], max(ranks),
-                                args.launcher, what=("bench", "scale"))["rows"]
+    best = {}
+    for _ in range(args.rounds):
+        for row in longspan_command.run(args.command, [*options, *threads, "--backend", args.backend], max(ranks),
+                                        args.launcher, what=("bench", "scale"))["rows"]:
+            key = (*problem(row), row["strategy"])
+            if key not in best or (not row["no"] and time(row) < time(best[key])):
+                best[key] = row | {"chosen": best.get(key, row)["chosen"]}
+    alone = {(phase, kv): time(row) for (phase, ranks, kv, _), row in best.items() if ranks == 1}
+    for row in best.values():
+        if not row["no"]:
+            row["efficiency"] = alone[row["phase"], row["kv_len"]] / row["ranks"] / time(row)
+    return list(best.values())
+
+
+def problem(row):
+    return row["phase"], row["ranks"], row["kv_len"]
+
+
+def time(row):
+    return row["time_ms"]["median"]
 
 
 def case_of(args, row, heads, kv_heads):
@@ -69,7 +92,9 @@ def judge(args, rows, heads, kv_heads, machine, targets):
         if row["no"] or row["ranks"] == 1:
             continue
         case = case_of(args, row, heads, kv_heads) | {"strategy": row["strategy"]}
-        wanted = targets.get((row["phase"], row["kv_len"])) if row["fastest"] and row["ranks"] == 2 else None
+        rivals = [r for r in rows if not r["no"] and problem(r) == problem(row)]
+        fastest = min(rivals, key=time)
+        wanted = targets.get((row["phase"], row["kv_len"])) if row is fastest and row["ranks"] == 2 else None
         strategies.append(records.record("strategies", case, "efficiency", round(row["efficiency"], 3), target=wanted,
                                          machine=machine))
         strategies += [records.record("strategies", case, f"{phase} share", round(share, 4), machine=machine)
@@ -81,16 +106,19 @@ def judge(args, rows, heads, kv_heads, machine, targets):
                                              machine=machine))
         if not row["chosen"]:
             continue
-        best = next(r for r in rows if r["fastest"] and all(r[k] == row[k] for k in ("phase", "ranks", "kv_len")))
-        auto.append(records.record(
-            "auto", case, "us", round(row["time_ms"]["median"] * 1e3, 1), peer=f"fastest: {best['strategy']}",
-            peer_value=round(best["time_ms"]["median"] * 1e3, 1),
-            ratio=round(best["time_ms"]["median"] / row["time_ms"]["median"], 3), target=WITHIN, machine=machine))
+        for metric, best, target in (
+                ("us", min((r for r in rivals if not r["not_by_auto"]), key=time), WITHIN),
+                ("us, of any bits", fastest, None)):
+            auto.append(records.record(
+                "auto", case, metric, round(time(row) * 1e3, 1), peer=f"fastest: {best['strategy']}",
+                peer_value=round(time(best) * 1e3, 1), ratio=round(time(best) / time(row), 3), target=target,
+                machine=machine))
     return strategies, auto
 
 
 def main():
     args = arguments()
+    args.rounds = args.rounds or (5 if args.backend == "host" else 1)
     machine = records.host_machine(args.command) if args.backend == "host" else None
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LONGSPAN_MACHINE"] = str(pathlib.Path(folder) / "measured.machine")
@@ -114,6 +142,7 @@ def main():
                                              TARGETS if (heads, kv_heads) == (8, 8) else {})
                     save(args, strategies, auto)
                     chosen += auto
+    chosen = [r for r in chosen if r["target"]]
     if chosen:
         near = sum(r["met"] for r in chosen)
         print(f"# auto: within 5 % of the fastest in {near} of {len(chosen)}; at worst "

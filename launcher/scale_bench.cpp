@@ -147,6 +147,7 @@ class ScaleBench {
     ScaleRow r{.phase = c.phase,
                .strategy = f.strategy->name,
                .no = f.refusal,
+               .not_by_auto = f.reservation,
                .ranks = part.size(),
                .kv = options.kv,
                .tokens = options.tokens,

@@ -16,6 +16,7 @@ ordered_json to_json(const ScaleRow& r) {
                     {"tokens", r.tokens}, {"strategy", r.strategy}, {"no", r.no},
                     {"chosen", r.chosen}, {"fastest", r.fastest}};
   if (!r.no.empty()) return json;
+  json["not_by_auto"] = r.not_by_auto;
   json["time_ms"] = to_json(r.time);
   json["predicted_ms"] = r.predicted;
   json["balance"] = r.balance;

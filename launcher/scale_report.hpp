@@ -14,7 +14,8 @@ namespace longspan::launcher {
 /// One problem on so many ranks by one strategy.
 struct ScaleRow {
   std::string phase, strategy;
-  std::string no;  // why it does not serve; then the rest is empty
+  std::string no;           // why it does not serve; then the rest is empty
+  std::string not_by_auto;  // why "auto" leaves it out, although it serves
   int ranks = 1;
   std::int64_t kv = 0, tokens = 0;
   bool chosen = false;   // by "auto"

@@ -81,6 +81,25 @@ def test_parts_of_the_result(ranks, rng, strategy, results):
     assert rows == (7 if results not in ("heads", "all") else 7 * ranks.size)
 
 
+def test_two_levels(rng):
+    """Two nodes of two ranks, over TCP: heads inside of a node, another strategy between them."""
+    q, (k, v) = numbers(rng, (30, 6, 32)), numbers(rng, (2, 90, 2, 32))
+    right = attention(q, k, v, causal=True)[0]
+    made = Ranks(4)
+    options = dict(causal=True, ranks_per_node=2, max_seqlen_k=90)
+    for strategy in longspan.strategies():
+        if "+" not in strategy:
+            continue
+        found = made.values(jobs.attend_sharded, q, k, v, "zigzag", "striped", dict(options, strategy=strategy))
+        for out, _ in found:
+            assert_close(out, right)
+    for rank, (out, _, same) in enumerate(made.values(jobs.attend_parts, q, k, v, "striped",
+                                                      dict(options, strategy="heads+scatter-states"))):
+        assert same
+        assert_close(out, right[rank::4])
+    assert made.end() == [0] * 4
+
+
 def test_a_cache_that_grows(ranks, rng):
     prompt = numbers(rng, (2, 50, 2, 32))
     q, (k, v) = numbers(rng, (20, 4, 32)), numbers(rng, (2, 20, 2, 32))

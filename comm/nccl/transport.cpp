@@ -50,8 +50,8 @@ class NcclTransport final : public ControlledTransport {
         gpu_(current_gpu()) {}
 
   /// Ends NCCL's communicator, which waits for the peers, and says that all have closed the peer
-  /// buffers. A rank that has not closed them does not come to it. One that has failed, or was split
-  /// from one that has, may have work that never ends: it waits for nobody.
+  /// buffers. A rank that has not closed them does not come to it. One that has failed, or was
+  /// split from one that has, may have work that never ends: it waits for nobody.
   ~NcclTransport() override {
     control().flush();
     if (control().fate().failed() || peer_buffers_->failed()) link_->abort();

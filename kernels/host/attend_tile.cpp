@@ -251,21 +251,22 @@ class TileRun {
   /// then not all the right ones.
   template <class Visit>
   void for_few_keys(Range keys, int first, std::int64_t head_stride, int dim, Visit&& visit) {
-    constexpr std::int64_t kAhead = 16 << 10;  // bytes, at least
+    constexpr std::int64_t kAhead = 16 << 10, kMost = 32 << 10;  // bytes
     with_type(p_.kv_dtype, [&]<class T>(const T*) {
-      const std::int64_t size = sizeof(T), stretch = kFewKeys * tile_.kv_heads * dim * size;
-      const int ahead = kFewKeys * static_cast<int>(std::clamp<std::int64_t>(kAhead / stretch, 1,
-                                                                             kSegment / kFewKeys));
+      const std::int64_t size = sizeof(T), of_key = tile_.kv_heads * dim * size;
+      const int stretch = tile_.kv_heads == 1 || kFewKeys * of_key <= kMost ? kFewKeys : 16;
+      const int ahead = static_cast<int>(
+          std::clamp<std::int64_t>(kAhead / (stretch * of_key) * stretch, stretch, kSegment));
       FewKeys few;
-      for (int j = keys.begin; j < keys.end; j += kFewKeys) {
-        few.count = std::min(kFewKeys, keys.end - j);
+      for (int j = keys.begin; j < keys.end; j += stretch) {
+        few.count = std::min(stretch, keys.end - j);
         for (int head = 0; head < tile_.kv_heads; ++head) {
           const auto row = [&](int i) {
             const std::byte* of_first = order_[std::min(first + j + i, 3 * kSegment - 1)];
             return of_first ? of_first + head * head_stride * size
                             : reinterpret_cast<const std::byte*>(kZeros);
           };
-          for (int i = 0; i < kFewKeys; ++i) {
+          for (int i = 0; i < few.count; ++i) {
             few.rows[i] = row(i);
             few.ahead[i] = row(i + ahead);
           }

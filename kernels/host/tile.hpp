@@ -14,7 +14,7 @@ namespace longspan::kernels::host {
 inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
 inline constexpr int kTileRows = 144;  // most rows of a tile
 inline constexpr int kFewRows = 8;     // a tile of so few reads keys and values where they lie
-inline constexpr int kFewKeys = 32;    // that such a tile reads of each head in turn
+inline constexpr int kFewKeys = 32;    // most that such a tile reads of each head in turn
 inline constexpr int kPanel = 64;      // columns of a packed panel
 inline constexpr int kRowsAhead = 16;  // of prefetches of keys
 

@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Processors: `longspan run` in one process beside PyTorch's scaled_dot_product_attention, fp32.
+"""Processors: `longspan run` in one process beside PyTorch's scaled_dot_product_attention.
 
     python3 -m venv .venv && .venv/bin/pip install torch
     .venv/bin/python bench/host_vs_torch.py
 
-Both sides have the same cores and are measured in turns; a side's figure is the median over the
-rounds of its best time in a round, so that other work on the machine weighs little. Prefill counts
-4 heads kv^2 dim operations, half of them when causal.
+Both sides have the same cores and are measured in turns; a side's figure is the best time of all
+rounds, so that other work on the machine weighs little. Prefill counts 4 heads kv^2 dim operations,
+half of them when causal, and is in TFLOP/s. Decode counts the bytes of keys and values once, and is
+in GB/s; beside it stands the speed at which the same threads read memory in the same turns: the
+better one of a plain sum and a dot product over 1 GiB. An fp8 cache (e4m3) has that alone.
 Records go to host-<machine>.jsonl.
 """
 
 import argparse
 import itertools
 import os
-import statistics
 import time
 
 import torch
@@ -23,49 +24,108 @@ import longspan_command
 import records
 import torch_host
 
-TARGET = 0.8  # of PyTorch's speed, in prefill
 HEADS = 8
-PREFILL = list(itertools.product([64, 128], [4096, 8192, 16384], [False, True]))  # dim, kv, causal
-DECODE = [(64, 65536), (128, 65536)]  # dim, kv
+PREFILL_TARGET, DECODE_TARGET = 1.2, 1.0  # of PyTorch's speed
+READ_TARGET = 0.85  # of the speed of reading memory, in decode
+READ = "plain read"
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BYTES = {"fp32": 4, "bf16": 2, "e4m3": 1}
 
 
-def torch_seconds(dim, kv, tokens, causal, iterations):
-    q = torch.randn(1, HEADS, tokens, dim)
-    k, v = (torch.randn(1, HEADS, kv, dim) for _ in range(2))
+def prefill_cases():
+    for dtype, dim, kv, causal in itertools.product(["fp32", "bf16"], [64, 128],
+                                                    [128, 1024, 4096, 8192, 16384], [False, True]):
+        yield {"kv_heads": HEADS, "dim": dim, "dtype": dtype, "tokens": kv, "kv_len": kv,
+               "causal": causal}
+
+
+def decode_cases(threads):
+    def case(dtype, dim, group, kv, count):
+        return {"kv_heads": HEADS // group, "dim": dim, "dtype": dtype, "tokens": 1, "kv_len": kv,
+                "causal": False, "threads": count}
+    counts = sorted({1, threads})
+    for count, dtype, dim, group in itertools.product(counts, BYTES, [64, 128, 256], [1, 4, 8]):
+        yield case(dtype, dim, group, 32768, count)
+    for count, dtype, kv in itertools.product(counts, BYTES, [1024, 8192, 131072]):
+        yield case(dtype, 128, 1, kv, count)
+
+
+def best(run, iterations):
+    """The best time of some runs, after one that warms up."""
     times = []
+    for _ in range(iterations + 1):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+class Memory:
+    """How fast threads read more memory than a cache has. Either operation may be held up by its own
+    arithmetic, so the better one counts."""
+
+    def __init__(self):
+        self.halves = torch.ones(2 ** 27), torch.ones(2 ** 27)
+
+    def gb_s(self, threads):
+        torch.set_num_threads(threads)
+        size = self.halves[0].numel() * 4 / 1e9
+        return max(size / best(self.halves[0].sum, 3),
+                   2 * size / best(lambda: torch.dot(*self.halves), 3))
+
+
+def torch_seconds(case, iterations):
+    if case["dtype"] not in TORCH_DTYPE:
+        return None
+    torch.set_num_threads(case["threads"])
+    dtype = TORCH_DTYPE[case["dtype"]]
+    q = torch.randn(1, HEADS, case["tokens"], case["dim"]).to(dtype)
+    k, v = (torch.randn(1, case["kv_heads"], case["kv_len"], case["dim"]).to(dtype)
+            for _ in range(2))
     with torch.no_grad():
-        for _ in range(iterations + 1):
-            start = time.perf_counter()
-            F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-            times.append(time.perf_counter() - start)
-    return min(times[1:])  # the first one warms up
+        return best(lambda: F.scaled_dot_product_attention(
+            q, k, v, is_causal=case["causal"], enable_gqa=case["kv_heads"] < HEADS), iterations)
 
 
-def longspan_seconds(command, dim, kv, tokens, causal, iterations, threads):
+def longspan_seconds(command, case, iterations):
+    cache = ["--qkv-dtype", case["dtype"]] if case["dtype"] == "e4m3" else []
     run = longspan_command.run(command, [
-        "--backend", "host", "--threads", threads, "--heads", HEADS, "--dim", dim, "--kv", kv,
-        "--tokens", tokens, "--dtype", "fp32", "--check", 1, "--warmup", 1,
-        "--iterations", iterations, *(["--causal"] if causal else [])])
+        "--backend", "host", "--threads", case["threads"], "--heads", HEADS,
+        "--kv-heads", case["kv_heads"], "--dim", case["dim"], "--kv", case["kv_len"],
+        "--tokens", case["tokens"], "--dtype", "bf16" if cache else case["dtype"], *cache,
+        "--check", 1, "--warmup", 1, "--iterations", iterations,
+        *(["--causal"] if case["causal"] else [])])
     if not run["check"]["right"]:
         raise SystemExit(f"wrong result: {run}")
     return run["time_ms"]["min"] / 1000
 
 
-def compare(args, dim, kv, tokens, causal, target):
-    ours, theirs = [], []
+def compare(args, case):
+    """Records of a case: beside PyTorch and, in decode, beside the sum."""
+    decode = case["tokens"] == 1
+    work = 4 * HEADS * case["tokens"] * case["kv_len"] * case["dim"] / (2 if case["causal"] else 1)
+    bytes_read = 2 * case["kv_heads"] * case["kv_len"] * case["dim"] * BYTES[case["dtype"]]
+    amount, metric = (bytes_read / 1e9, "GB/s") if decode else (work / 1e12, "TFLOP/s")
+    # Short runs are repeated, for about as long as the long ones take.
+    iterations = max(args.iterations, min(200, int(2e9 / work if not decode else 1e9 / bytes_read)))
+    sides = {}
+
+    def measured(side, value):
+        if value is not None:
+            sides[side] = max(sides.get(side, 0), value)
     for _ in range(args.rounds):
-        ours.append(longspan_seconds(args.command, dim, kv, tokens, causal, args.iterations,
-                                     args.threads))
-        theirs.append(torch_seconds(dim, kv, tokens, causal, args.iterations))
-    flop = 4 * HEADS * tokens * kv * dim * (0.5 if causal else 1)
-    mine, peer = (flop / statistics.median(side) / 1e12 for side in (ours, theirs))
-    print(f"{dim:>5} {kv:>7} {tokens:>7}  {'causal' if causal else 'full':<7}{mine:9.3f} {peer:9.3f} "
-          f"{mine / peer:7.2f}", flush=True)
-    case = {"heads": HEADS, "kv_heads": HEADS, "dim": dim, "dtype": "fp32", "batch": 1,
-            "tokens": tokens, "kv_len": kv, "ranks": 1, "threads": args.threads, "causal": causal}
-    return records.record("host", case, "TFLOP/s", round(mine, 4), peer="PyTorch",
-                          peer_value=round(peer, 4), ratio=round(mine / peer, 3), target=target,
-                          machine=args.host)
+        measured("longspan", amount / longspan_seconds(args.command, case, iterations))
+        seconds = torch_seconds(case, iterations)
+        measured("PyTorch", seconds and amount / seconds)
+        if decode:
+            measured(READ, args.memory.gb_s(case["threads"]))
+    mine = sides.pop("longspan")
+    targets = {"PyTorch": DECODE_TARGET if decode else PREFILL_TARGET, READ: READ_TARGET}
+    named = {"heads": HEADS, "batch": 1, "ranks": 1} | case
+    return [records.record("host", named, metric, round(mine, 4), peer=peer,
+                           peer_value=round(value, 4), ratio=round(mine / value, 3),
+                           target=targets[peer], machine=args.host)
+            for peer, value in sides.items()]
 
 
 def main():
@@ -73,26 +133,39 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     longspan_command.add_command(parser)
     parser.add_argument("--machine", default="cpu")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
+                        help="of prefill; decode has one, too")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=2, help="timed runs of a side in a round")
+    parser.add_argument("--iterations", type=int, default=2,
+                        help="least timed runs of a side in a round")
     parser.add_argument("--most-keys", type=int, default=1 << 20, help="leave longer cases out")
+    parser.add_argument("--only", choices=["prefill", "decode"])
     records.add_arguments(parser)
     args = longspan_command.parse(parser)
-    torch.set_num_threads(args.threads)
-    args.host = torch_host.machine(args.command)
+    args.memory = Memory()
+    args.host = torch_host.machine(args.command) | {"memory_read_gb_s": {
+        str(n): round(args.memory.gb_s(n), 1) for n in sorted({1, args.threads})}}
     print(f"# {args.host['cpu']}, {args.host['cores']} cores, {args.host['simd']}; PyTorch "
-          f"{torch.__version__}, {args.host['pytorch_simd']}, {args.host['pytorch_math']}")
-
-    print(f"# longspan beside PyTorch {torch.__version__}: {HEADS} heads, fp32, {args.threads} "
-          f"threads, median of {args.rounds} rounds\n"
-          f"#{'dim':>4} {'kv':>7} {'tokens':>7}  {'mask':<7}{'longspan':>9} {'PyTorch':>9} {'ratio':>7}"
-          "   (TFLOP/s)")
-    cases = [(dim, kv, kv, causal, TARGET) for dim, kv, causal in PREFILL]
-    cases += [(dim, kv, 1, False, None) for dim, kv in DECODE]
+          f"{torch.__version__}, {args.host['pytorch_simd']}, {args.host['pytorch_math']}\n"
+          f"# GB/s of reading memory by threads: {args.host['memory_read_gb_s']}; best of {args.rounds} "
+          f"rounds\n"
+          f"#dtype {'dim':>4} {'kvh':>3} {'kv':>7} {'tokens':>7} threads mask {'longspan':>9} "
+          f"{'peer':>9} {'ratio':>6}")
+    cases = []
+    if args.only != "prefill":
+        cases += decode_cases(args.threads)
+    if args.only != "decode":
+        cases += [case | {"threads": args.threads} for case in prefill_cases()]
     for case in cases:
-        if case[1] <= args.most_keys:
-            records.write("host", args.machine, [compare(args, *case)], args.results)
+        if case["kv_len"] > args.most_keys:
+            continue
+        found = compare(args, case)
+        for r in found:
+            print(f"{case['dtype']:<6} {case['dim']:>4} {case['kv_heads']:>3} {case['kv_len']:>7} "
+                  f"{case['tokens']:>7} {case['threads']:>7} {'causal' if case['causal'] else 'full':<6}"
+                  f"{r['ours']:9.3f} {r['peer_value']:9.3f} {r['ratio']:6.2f} {r['metric']:<8}"
+                  f"{r['peer']}{'' if r['met'] else '  NOT MET'}", flush=True)
+        records.write("host", args.machine, found, args.results)
 
 
 if __name__ == "__main__":

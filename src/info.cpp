@@ -1,6 +1,8 @@
 // Tells facts about the build and the machine, asked from each library that is part of the build.
 #include "longspan/info.hpp"
 
+#include "kernels/host/targets.hpp"
+//
 #include <fmt/format.h>
 #include <hwy/targets.h>
 #include <unistd.h>
@@ -8,13 +10,15 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <thread>
+#include <iterator>
+#include <sstream>
 
 #include "comm/libraries.hpp"
 #include "kernels/features.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/version.hpp"
 #include "src/check.hpp"
+#include "src/cores.hpp"
 #include "src/env.hpp"
 #include "src/peer_view.hpp"
 
@@ -27,9 +31,10 @@ namespace {
 
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
-/// The best instruction set that the host kernels can use here.
+/// The instruction set that the host kernels use here: the best one that they are built for and the
+/// processor has.
 std::string instruction_set() {
-  const auto targets = static_cast<std::uint64_t>(hwy::SupportedTargets());
+  const auto targets = static_cast<std::uint64_t>(hwy::SupportedTargets() & HWY_TARGETS);
   return hwy::TargetName(static_cast<std::int64_t>(std::uint64_t{1} << std::countr_zero(targets)));
 }
 
@@ -111,12 +116,22 @@ int gpu_count() {
 int host_threads(const Communicator& world, int asked) {
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);
+  std::string mine = host.data();
+  for (const int core : affinity()) mine += fmt::format(" {}", core);
   // This is done always, since ranks may be set up differently.
-  const std::vector<std::string> hosts = world.gather(host.data(), "count of ranks on a node");
+  const std::vector<std::string> all = world.gather(mine, "cores of ranks on a node");
   if (asked == 0) asked = Env::read().threads;
   if (asked > 0) return asked;
-  const auto neighbours = static_cast<int>(std::count(hosts.begin(), hosts.end(), host.data()));
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / neighbours);
+  std::vector<std::vector<int>> cores;  // of the ranks on this node
+  int own = 0;
+  for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
+    std::istringstream words(all[rank]);
+    std::string name;
+    if (!(words >> name) || name != host.data()) continue;
+    if (rank == world.rank()) own = static_cast<int>(cores.size());
+    cores.emplace_back(std::istream_iterator<int>(words), std::istream_iterator<int>());
+  }
+  return fair_share(cores, own, own_quota());
 }
 
 std::vector<FeatureInfo> features() {
@@ -129,8 +144,7 @@ std::vector<FeatureInfo> features() {
 Rows system_info() {
   Rows rows{{"longspan", LONGSPAN_VERSION},
             {"compiler", __VERSION__},
-            {"host",
-             fmt::format("{}, {} cores", instruction_set(), std::thread::hardware_concurrency())}};
+            {"host", fmt::format("{}, {} cores", instruction_set(), usable_cores())}};
   add_mpi(rows);
   add_gpus(rows);
   return rows;

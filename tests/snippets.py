@@ -121,6 +121,10 @@ def described(machine):
         text += f"; PyTorch {machine['pytorch']}"
         if machine.get("pytorch_simd"):
             text += f" with {machine['pytorch_simd']} ({machine['pytorch_math']})"
+    if machine.get("memory_read_gb_s"):
+        text += "; memory is read at " + ", ".join(
+            f"{speed} GB/s with {threads} thread{'s' * (threads != '1')}"
+            for threads, speed in machine["memory_read_gb_s"].items())
     return text
 
 

@@ -28,8 +28,8 @@ struct Layout {
   int parts;  // most parts, over all tiles
 
   Layout(const AttendParams& p, int threads)
-      : rows(static_cast<int>(std::min<std::int64_t>(
-            kTileRows, std::max<std::int64_t>(1, p.tokens) * p.heads / p.kv_heads))),
+      : rows(static_cast<int>(
+            std::min<std::int64_t>(kTileRows, std::max<std::int64_t>(1, p.tokens) * p.heads))),
         tiles_bytes(round_up((p.batch.size + 1) * sizeof(std::int64_t))),
         space_bytes(round_up(std::max(TileSpace::bytes(p, rows, kUsualLevels),
                                       TileSpace::bytes(p, 1, kMostLevels)))),
@@ -70,12 +70,17 @@ class AttendRun {
     const std::size_t room = layout_.space_bytes - TileSpace::fixed_bytes(p);
     rows_ = static_cast<int>(
         std::min<std::size_t>(layout_.rows, room / TileSpace::row_bytes(p, levels_)));
+    int most_parts = 1;
+    while (2 * most_parts <= leaves && 2 * most_parts * kSegmentsPerPart <= segments)
+      most_parts *= 2;
+    const bool side_by_side = reads_in_place(p) && p.k.head_stride < p.k.row_stride;
+    heads_ = side_by_side ? p.kv_heads : 1;
+    while (heads_ > 1 && p.batch.size * head_groups(heads_) * most_parts < layout_.parts)
+      heads_ = (heads_ + 1) / 2;
     first_tile_[0] = 0;
     for (int b = 0; b < p.batch.size; ++b)
-      first_tile_[b + 1] = first_tile_[b] + tiles_per_head(Sequence(p, b)) * p.kv_heads;
-    while (2 * parts_ * tiles() <= layout_.parts && 2 * parts_ <= leaves &&
-           2 * parts_ * kSegmentsPerPart <= segments)
-      parts_ *= 2;
+      first_tile_[b + 1] = first_tile_[b] + tiles_of(Sequence(p, b));
+    while (2 * parts_ * tiles() <= layout_.parts && 2 * parts_ <= most_parts) parts_ *= 2;
   }
 
   void operator()(ThreadPool& pool) {
@@ -86,8 +91,8 @@ class AttendRun {
       attend_tile(p_, tile, space);
       pause(thread);
       if (parts_ == 1) return store(tile, p_.slot, space.stats, space.o);
-      std::copy_n(space.stats, tile.rows, part_stats(item));
-      std::copy_n(space.o, tile.rows * padded_, part_o(item));
+      std::copy_n(space.stats, tile.states(), part_stats(item));
+      std::copy_n(space.o, tile.states() * padded_, part_o(item));
     });
     if (parts_ == 1) return;
     pool.run(tiles(), [this](std::int64_t index, int) {
@@ -96,7 +101,7 @@ class AttendRun {
       for (int distance = 1; distance < parts_; distance *= 2)
         for (std::int64_t a = first; a < first + parts_; a += 2 * distance)
           fold_states(part_stats(a), part_o(a), part_stats(a + distance), part_o(a + distance),
-                      tile.rows, padded_);
+                      tile.states(), padded_);
       store(tile, p_.slot, part_stats(first), part_o(first));
     });
   }
@@ -128,6 +133,20 @@ class AttendRun {
     return (s.query_len * group_ + rows_ - 1) / rows_;
   }
 
+  int head_groups(int heads) const { return (p_.kv_heads + heads - 1) / heads; }
+
+  /// The kv heads of a tile. Where few rows read the keys, the heads of a key lie side by side in
+  /// memory, and are read together.
+  int heads_of(const Sequence& s) const {
+    const std::int64_t rows = s.query_len * group_;
+    if (rows == 0 || rows > kFewRows) return 1;
+    return std::clamp(static_cast<int>(rows_ / rows), 1, heads_);
+  }
+
+  std::int64_t tiles_of(const Sequence& s) const {
+    return tiles_per_head(s) * head_groups(heads_of(s));
+  }
+
   /// Gives a tile by its number. Tiles of one kv head follow each other, so that threads share its
   /// keys in the cache; later rows come first, since a causal mask gives them the most work.
   Tile at(std::int64_t index, int part) const {
@@ -136,8 +155,10 @@ class AttendRun {
     const Sequence s(p_, b);
     const std::int64_t per_head = tiles_per_head(s), within = index - first_tile_[b];
     const std::int64_t first = (per_head - 1 - within % per_head) * rows_;
+    const int heads = heads_of(s), head = static_cast<int>(within / per_head) * heads;
     return {s,
-            static_cast<int>(within / per_head),
+            head,
+            std::min(heads, p_.kv_heads - head),
             first,
             static_cast<int>(std::min<std::int64_t>(rows_, s.query_len * group_ - first)),
             s.order.leaves * part / parts_,
@@ -154,16 +175,18 @@ class AttendRun {
 
   /// Stores states in the rows' slot; with `resume`, folds them onto what stands there.
   void store(const Tile& tile, int slot, const Stats* stats, const float* o) const {
-    for (int r = 0; r < tile.rows; ++r) {
-      const std::int64_t token = tile.sequence.first_row + (tile.first + r) / group_;
-      const std::int64_t row = token * p_.heads + tile.kv_head * group_ + (tile.first + r) % group_;
+    for (int i = 0; i < tile.states(); ++i) {
+      const std::int64_t of_head = tile.first + i % tile.rows;
+      const std::int64_t token = tile.sequence.first_row + of_head / group_;
+      const int kv_head = tile.kv_head + i / tile.rows;
+      const std::int64_t row = token * p_.heads + kv_head * group_ + of_head % group_;
       Stats& to_stats = p_.state.stats(slot)[row];
       float* to = p_.state.o(slot, row);
-      const float* from = o + r * padded_;
+      const float* from = o + i * padded_;
       if (p_.resume) {
-        fold_states(&to_stats, to, stats + r, from, 1, p_.value_dim);
+        fold_states(&to_stats, to, stats + i, from, 1, p_.value_dim);
       } else {
-        to_stats = stats[r];
+        to_stats = stats[i];
         std::copy_n(from, p_.value_dim, to);
       }
     }
@@ -178,6 +201,7 @@ class AttendRun {
   std::byte* const spaces_;
   std::byte* const part_states_;
   int rows_ = 1;    // of a tile
+  int heads_ = 1;   // most kv heads of a tile of few rows
   int levels_ = 1;  // of its stack
   int parts_ = 1;   // of a tile
 };

@@ -13,9 +13,11 @@
 #include "hwy/foreach_target.h"  // first
 //
 #include <algorithm>
+#include <optional>
 
 #include "hwy/highway.h"
 #include "kernels/host/bias-inl.hpp"
+#include "kernels/host/few_rows-inl.hpp"
 #include "kernels/host/fold_stack.hpp"
 #include "kernels/host/key_rows.hpp"
 #include "kernels/host/multiply-inl.hpp"
@@ -119,83 +121,171 @@ class TileRun {
         visible_(params, tile),
         bias_(params, tile),
         padded_(TileSpace::padded(params.value_dim)),
-        blocks_((tile.rows + kBlockRows - 1) / kBlockRows) {}
+        blocks_((tile.rows + kBlockRows - 1) / kBlockRows),
+        few_(kHasFewRows && tile.rows <= kFewRows && reads_in_place(params)) {}
 
   void operator()() {
-    pack_queries();
+    for (int head = 0; head < tile_.kv_heads; ++head) pack_queries(head);
     FoldStack stack;
     const auto merge = [this](int a, int b) {
-      fold_states(stats(a), o(a, 0), stats(b), o(b, 0), tile_.rows, padded_);
+      fold_states(stats(a), o(a, 0), stats(b), o(b, 0), tile_.states(), padded_);
     };
-    visible_.for_each_segment([&](std::uint64_t index, const Segment& segment) {
-      attend_segment(segment, stack.push(index, merge));
+    // A segment waits for the next one, which it prefetches.
+    std::optional<Segment> segment;
+    int level = 0;
+    visible_.for_each_segment([&](std::uint64_t index, const Segment& next) {
+      if (segment) attend_segment(*segment, level, &next);
+      level = stack.push(index, merge);
+      segment = next;
     });
+    if (segment) attend_segment(*segment, level, nullptr);
     if (stack.finish(merge)) return;
-    std::fill_n(stats(0), tile_.rows, empty_stats());
-    std::fill_n(o(0, 0), tile_.rows * padded_, 0.0f);
+    std::fill_n(stats(0), tile_.states(), empty_stats());
+    std::fill_n(o(0, 0), tile_.states() * padded_, 0.0f);
   }
 
  private:
+  // Row r of head h has place h * rows + r among the states of a level, and in q.
   Stats* stats(int level) const { return space_.stats + level * space_.rows; }
-  float* o(int level, int row) const {
-    return space_.o + (std::int64_t{level} * space_.rows + row) * padded_;
+  float* o(int level, int place) const {
+    return space_.o + (std::int64_t{level} * space_.rows + place) * padded_;
   }
-  float* scores(int row) const { return space_.scores + row * kSegment; }
+  float* scores(int place) const { return space_.scores + place * kSegment; }
   int rows_of(int block) const { return std::min(kBlockRows, tile_.rows - block * kBlockRows); }
 
-  void pack_queries() {
-    const int group = p_.heads / p_.kv_heads;
-    const float scale = p_.scale(tile_.kv_head);
+  void pack_queries(int head) {
+    const int group = p_.heads / p_.kv_heads, kv_head = tile_.kv_head + head;
+    const float scale = p_.scale(kv_head);
     const float factor = p_.score.softcap == 0.0f ? scale * kLog2E : scale / p_.score.softcap;
     with_type(p_.q_dtype, [&]<class T>(const T*) {
       for (int r = 0; r < tile_.rows; ++r) {
         const std::int64_t row = tile_.first + r;
         const T* q =
-            p_.q.at<T>(tile_.sequence.first_row + row / group, tile_.kv_head * group + row % group);
-        pack_query(q, factor, p_.head_dim, space_.q + r * p_.head_dim);
+            p_.q.at<T>(tile_.sequence.first_row + row / group, kv_head * group + row % group);
+        pack_query(q, factor, p_.head_dim, q_of(head) + r * p_.head_dim);
       }
     });
   }
+  float* q_of(int head) const { return space_.q + head * tile_.rows * p_.head_dim; }
 
-  /// Finds and packs the keys that some row sees.
-  void pack_segment(const Segment& segment, Range any) {
-    rows_.clear();
-    const auto find = [&](int begin, int end) {
-      rows_.find(p_, tile_.sequence, tile_.kv_head, segment.first, begin, end);
-    };
-    if (visible_.listed()) {
-      for (int j = any.begin; j < any.end; ++j)
-        if (visible_.some_row_sees(segment.first + j)) find(j, j + 1);
-    } else {  // and the next ones, for prefetches
-      find(any.begin, static_cast<int>(std::min<std::int64_t>(any.end + kRowsAhead,
-                                                              visible_.end() - segment.first)));
-    }
-    with_type(p_.kv_dtype, [&]<class T>(const T*) {
-      pack_keys<T>(p_.k, rows_.k(), aligned(any), p_.head_dim, space_.k);
-      pack_values<T>(p_.v, rows_.v(), any, p_.value_dim, space_.v);
-    });
-  }
-
-  /// Writes the state of one segment to `level`.
-  void attend_segment(const Segment& segment, int level) {
-    Range any{kSegment, 0};  // the keys seen by some row
+  /// The keys of a segment that some row sees, and those that each block of rows sees.
+  Range see(const Segment& segment) {
+    Range any{kSegment, 0};
     for (int block = 0; block < blocks_; ++block) {
       const int row = block * kBlockRows;
       const Range keys = seen_[block] = visible_.keys(segment, row, row + rows_of(block) - 1);
       if (keys.begin == keys.end) continue;
       any = {std::min(any.begin, keys.begin), std::max(any.end, keys.end)};
     }
-    pack_segment(segment, any);
-    multiply_queries_keys();
-    if (p_.bias) bias_.start(segment);
-    for (int r = 0; r < tile_.rows; ++r) {
-      const Range keys = aligned(seen_[r / kBlockRows]);
-      if (p_.score.softcap != 0.0f) cap(scores(r), keys, p_.score.softcap);
-      if (p_.bias) bias_.add(r, keys, scores(r));
-      visible_.hide(segment, r, keys, scores(r));
-      stats(level)[r] = weigh(scores(r), keys);
+    return any;
+  }
+
+  /// Finds the keys that some row sees, and `ahead` more.
+  void find(const Segment& segment, int head, Range any, int ahead) {
+    rows_.clear();
+    const auto find = [&](int begin, int end) {
+      rows_.find(p_, tile_.sequence, tile_.kv_head + head, segment.first, begin, end);
+    };
+    if (visible_.listed()) {
+      for (int j = any.begin; j < any.end; ++j)
+        if (visible_.some_row_sees(segment.first + j)) find(j, j + 1);
+    } else {
+      find(any.begin, static_cast<int>(
+                          std::min<std::int64_t>(any.end + ahead, visible_.end() - segment.first)));
     }
-    multiply_weights_values(level);
+  }
+
+  void pack_keys_and_values(Range any) {
+    with_type(p_.kv_dtype, [&]<class T>(const T*) {
+      pack_keys<T>(p_.k, rows_.k(), aligned(any), p_.head_dim, space_.k);
+      pack_values<T>(p_.v, rows_.v(), any, p_.value_dim, space_.v);
+    });
+  }
+
+  /// Writes the states of one segment to `level`.
+  void attend_segment(const Segment& segment, int level, const Segment* next) {
+    const Range any = see(segment);
+    if (p_.bias) bias_.start(segment);
+    if (!few_) {
+      find(segment, 0, any, kRowsAhead);
+      pack_keys_and_values(any);
+      multiply_queries_keys();
+      weigh_rows(segment, level, 0);
+      multiply_weights_values(level);
+      return finish_rows(segment, any, level, 0);
+    }
+    attend_few(segment, any, level, next);
+  }
+
+  /// The same for few rows of all heads. Keys, and then values, are read a few at a time, of one
+  /// head after the other, which is the order in which they lie where heads are side by side.
+  void attend_few(const Segment& segment, Range any, int level, const Segment* next) {
+    if (!found_) find(segment, 0, any, 0);
+    std::copy_n(rows_.k(), kSegment, order_);
+    std::copy_n(rows_.v(), kSegment, order_ + kSegment);
+    found_ = next != nullptr;
+    if (found_)
+      find(*next, 0, see(*next), 0);
+    else
+      rows_.clear();
+    std::copy_n(rows_.k(), kSegment, order_ + 2 * kSegment);
+    std::fill_n(seen_, blocks_, any);  // by all rows, since all are computed together
+
+    for_few_keys(aligned(any), 0, p_.k.head_stride, p_.head_dim,
+                 [&]<class T>(int head, int j, const FewKeys& keys) {
+                   score_few<T>(keys, p_.head_dim, q_of(head), tile_.rows,
+                                scores(head * tile_.rows) + j);
+                 });
+    for (int head = 0; head < tile_.kv_heads; ++head) weigh_rows(segment, level, head);
+    std::fill_n(o(level, 0), tile_.states() * padded_, 0.0f);
+    for_few_keys(any, kSegment, p_.v.head_stride, p_.value_dim,
+                 [&]<class T>(int head, int j, const FewKeys& values) {
+                   weigh_few<T>(values, p_.value_dim, scores(head * tile_.rows) + j, tile_.rows,
+                                o(level, head * tile_.rows), padded_);
+                 });
+    for (int head = 0; head < tile_.kv_heads; ++head) finish_rows(segment, any, level, head);
+  }
+
+  /// Calls visit<T>(head, j, rows j, j + 1 ...) for stretches of `keys`, whose rows are order_ from
+  /// `first` on. What lies ahead is prefetched; it may be of another dim or stride, whose lines are
+  /// then not all the right ones.
+  template <class Visit>
+  void for_few_keys(Range keys, int first, std::int64_t head_stride, int dim, Visit&& visit) {
+    constexpr std::int64_t kAhead = 16 << 10, kMost = 32 << 10;  // bytes
+    with_type(p_.kv_dtype, [&]<class T>(const T*) {
+      const std::int64_t size = sizeof(T), of_key = tile_.kv_heads * dim * size;
+      const int stretch = tile_.kv_heads == 1 || kFewKeys * of_key <= kMost ? kFewKeys : 16;
+      const int ahead = static_cast<int>(
+          std::clamp<std::int64_t>(kAhead / (stretch * of_key) * stretch, stretch, kSegment));
+      FewKeys few;
+      for (int j = keys.begin; j < keys.end; j += stretch) {
+        few.count = std::min(stretch, keys.end - j);
+        for (int head = 0; head < tile_.kv_heads; ++head) {
+          const auto row = [&](int i) {
+            const std::byte* of_first = order_[std::min(first + j + i, 3 * kSegment - 1)];
+            return of_first ? of_first + head * head_stride * size
+                            : reinterpret_cast<const std::byte*>(kZeros);
+          };
+          for (int i = 0; i < few.count; ++i) {
+            few.rows[i] = row(i);
+            few.ahead[i] = row(i + ahead);
+          }
+          visit.template operator()<T>(head, j, few);
+        }
+      }
+    });
+  }
+
+  /// Makes weights of the scores of a head's rows.
+  void weigh_rows(const Segment& segment, int level, int head) {
+    for (int r = 0; r < tile_.rows; ++r) {
+      const int place = head * tile_.rows + r;
+      const Range keys = aligned(seen_[r / kBlockRows]);
+      if (p_.score.softcap != 0.0f) cap(scores(place), keys, p_.score.softcap);
+      if (p_.bias) bias_.add(tile_.kv_head + head, r, keys, scores(place));
+      visible_.hide(segment, r, keys, scores(place));
+      stats(level)[place] = weigh(scores(place), keys);
+    }
   }
 
   // Panels are the outer loop and blocks of rows the inner one: so a panel stays in the first-level
@@ -225,13 +315,28 @@ class TileRun {
                  padded_, rows_of(block), std::min(kPanel, padded_ - column));
       }
     }
-    for (int r = 0; r < tile_.rows; ++r)
-      if (!all_finite(o(level, r), padded_))
-        multiply_seen(scores(r), space_.v, seen_[r / kBlockRows], o(level, r), padded_);
+  }
+
+  /// Mends rows of a head that a key which they do not see made infinite or NaN, and scales all.
+  void finish_rows(const Segment& segment, Range any, int level, int head) {
+    bool packed = !few_;
+    float* const of_head = o(level, head * tile_.rows);
+    for (int r = 0; r < tile_.rows; ++r) {
+      if (all_finite(of_head + r * padded_, padded_)) continue;
+      if (!packed) {
+        find(segment, head, any, 0);
+        pack_keys_and_values(any);
+        packed = true;
+        found_ = false;
+      }
+      multiply_seen(scores(head * tile_.rows + r), space_.v, seen_[r / kBlockRows],
+                    of_head + r * padded_, padded_);
+    }
     // This is done here, and not when the state is stored: a rank's state and a virtual rank's then
     // differ in nothing, so the bits do not depend on the ranks whatever the factor.
     if (p_.v_scale)
-      for (int r = 0; r < tile_.rows; ++r) multiply_row(p_.v_scale[tile_.kv_head], o(level, r));
+      for (int r = 0; r < tile_.rows; ++r)
+        multiply_row(p_.v_scale[tile_.kv_head + head], of_head + r * padded_);
   }
 
   void multiply_row(float factor, float* row) const {
@@ -240,14 +345,20 @@ class TileRun {
       hn::StoreU(hn::Mul(hn::LoadU(d, row + c), hn::Set(d, factor)), d, row + c);
   }
 
+  /// A row of any type, where there is none.
+  static constexpr float kZeros[kMaxHeadDim] = {};
+
   const AttendParams& p_;
   const Tile& tile_;
   const TileSpace& space_;
   const Visible visible_;
-  KeyRows rows_;
+  KeyRows rows_;        // of the segment at hand or, with few rows, of the next one
+  bool found_ = false;  // by the segment before
+  const std::byte* order_[3 * kSegment];  // of few rows: keys, values, and the next segment's keys
   SegmentBias bias_;
   const int padded_;
   const int blocks_;                                       // of kBlockRows rows
+  const bool few_;                                         // keys and values are not packed
   Range seen_[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, in the segment at hand
 };
 

@@ -4,12 +4,12 @@
 #include <chrono>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "kernels/features.hpp"
 #include "kernels/host/host.hpp"
 #include "longspan/error.hpp"
+#include "src/cores.hpp"
 #include "src/env.hpp"
 
 namespace longspan::kernels {
@@ -99,8 +99,7 @@ class HostBackend final : public Backend {
 
 std::unique_ptr<Backend> host_backend(int threads) {
   if (threads <= 0) threads = Env::read().threads;
-  if (threads <= 0) threads = static_cast<int>(std::thread::hardware_concurrency());
-  return std::make_unique<HostBackend>(threads > 0 ? threads : 1);
+  return std::make_unique<HostBackend>(threads > 0 ? threads : usable_cores());
 }
 
 }  // namespace longspan::kernels

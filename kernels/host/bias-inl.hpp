@@ -46,11 +46,11 @@ class SegmentBias {
     std::fill(column_ + segment.keys, column_ + kSegment, column_[segment.keys - 1]);
   }
 
-  /// Adds the biases to the scores of the tile's row `row`. `keys` is aligned to 16.
-  void add(int row, Range keys, float* scores) {
+  /// Adds the biases to the scores of the tile's row `row` of a kv head. `keys` is aligned to 16.
+  void add(int kv_head, int row, Range keys, float* scores) {
     const int group = p_.heads / p_.kv_heads;
     const std::int64_t index = p_.query_index(tile_.sequence.index, (tile_.first + row) / group);
-    const int head = static_cast<int>(tile_.kv_head * group + (tile_.first + row) % group);
+    const int head = static_cast<int>(kv_head * group + (tile_.first + row) % group);
     if (!in_32_bits_) return add_each(index, head, keys, scores);
     if (index != index_) {  // the heads of a group share a row of qq_bias
       index_ = index;

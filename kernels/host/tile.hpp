@@ -1,6 +1,7 @@
-// A tile is some query rows of one kv head (tokens times the group's heads) on some leaves of the
-// fixed order (order.hpp). It is what one thread computes at a time, with all of its memory in a
-// TileSpace that stays in the core's cache. What a tile holds does not change the bits of a row.
+// A tile is some query rows of one kv head (tokens times the group's heads), or few rows of each of
+// several, on some leaves of the fixed order (order.hpp). It is what one thread computes at a time,
+// with all of its memory in a TileSpace that stays in the core's cache. What a tile holds does not
+// change the bits of a row.
 #pragma once
 
 #include <cstddef>
@@ -12,6 +13,8 @@ namespace longspan::kernels::host {
 
 inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
 inline constexpr int kTileRows = 144;  // most rows of a tile
+inline constexpr int kFewRows = 8;     // a tile of so few reads keys and values where they lie
+inline constexpr int kFewKeys = 32;    // most that such a tile reads of each head in turn
 inline constexpr int kPanel = 64;      // columns of a packed panel
 inline constexpr int kRowsAhead = 16;  // of prefetches of keys
 
@@ -47,12 +50,19 @@ struct Sequence {
 
 struct Tile {
   Sequence sequence;
-  int kv_head;
-  std::int64_t first;  // of the sequence's rows of this kv head: token * group + head in the group
-  int rows;
+  int kv_head, kv_heads;  // the first one, and how many: one, but for tiles of few rows
+  std::int64_t first;  // of the sequence's rows of each kv head: token * group + head in the group
+  int rows;            // of each kv head
   int first_leaf, last_leaf;  // leaves [first_leaf, last_leaf)
   Interval keys;              // local keys: all of the sequence's, or a part (KeyParts)
+
+  int states() const { return rows * kv_heads; }
 };
+
+/// Whether keys and values can be read where they lie, without packing, by tiles of few rows.
+inline bool reads_in_place(const AttendParams& p) {
+  return p.k.dense() && p.v.dense() && p.head_dim % 16 == 0 && p.value_dim % 16 == 0;
+}
 
 /// A tile's memory. In o, value_dim is padded to 16, so that a vector never reads past a row.
 struct TileSpace {

@@ -18,7 +18,9 @@ std::vector<std::pair<std::string, std::string>> system_info();
 int gpu_count();
 
 /// Host threads of this rank: `asked`, or where that is 0 LONGSPAN_THREADS, or else its share of
-/// the node's cores; at least 1. Collective.
+/// the node's cores: ranks share those that they may all run on, and have those to themselves that
+/// they are pinned to alone; no more than its share of the container's quota; at least 1.
+/// Collective.
 int host_threads(const Communicator& world, int asked = 0);
 
 /// Something that attention can be asked for, and which kernels do it. What they do not do, they

@@ -49,7 +49,9 @@ def arguments():
     parser.add_argument("--heads", nargs="+", default=["8/8", "8/2", "16/4"], help="query heads / kv heads")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--rounds", type=int, help="[5 on processors, 1 on GPUs, whose starts take longest]")
-    parser.add_argument("--targets-only", action="store_true", help="only the problems that have a target")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--targets-only", action="store_true", help="only the problems that have a target")
+    some.add_argument("--grid-only", action="store_true", help="only the grid that auto is judged by")
     records.add_arguments(parser)
     return longspan_command.parse(parser)
 
@@ -124,13 +126,14 @@ def main():
         os.environ["LONGSPAN_MACHINE"] = str(pathlib.Path(folder) / "measured.machine")
         common = ["--warmup", 4, "--iterations", args.iterations]  # the first runs find their memory cold
         chosen = []
-        if args.backend == "host":
+        if args.backend == "host" and not args.grid_only:
             calibrate(args, 2, 8, 8)
             for phase, kv in TARGETS:
                 rows = scale(args, [*common, "--phases", phase, "--kv", kv, "--ranks", 1, 2, "--shard",
                                     "interleaved" if phase == "decode" else "zigzag"], [2])
                 save(args, *judge(args, rows, 8, 8, machine, TARGETS))
-        save(args, documents(args, 2, machine), [])
+        if not args.grid_only:
+            save(args, documents(args, 2, machine), [])
         for pair in [] if args.targets_only else args.heads:
             heads, kv_heads = map(int, pair.split("/"))
             for ranks in (r for r in args.ranks if r > 1):

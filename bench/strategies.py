@@ -47,7 +47,8 @@ def arguments():
     parser.add_argument("--machine", default="cpu", help="name for the records")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--heads", nargs="+", default=["8/8", "8/2", "16/4"], help="query heads / kv heads")
-    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--phases", nargs="+", default=["prefill", "chunk", "decode"], help="of the grid")
+    parser.add_argument("--iterations", type=int, default=5, help="in a round; of decode, which is short, 5 times as many")
     parser.add_argument("--rounds", type=int, help="[5 on processors, 1 on GPUs, whose starts take longest]")
     some = parser.add_mutually_exclusive_group()
     some.add_argument("--targets-only", action="store_true", help="only the problems that have a target")
@@ -139,8 +140,11 @@ def main():
             for ranks in (r for r in args.ranks if r > 1):
                 calibrate(args, ranks, heads, kv_heads)
                 for phase, lengths in LENGTHS[args.backend].items():
-                    rows = scale(args, [*common, "--phases", phase, "--kv", *lengths, "--heads", heads, "--kv-heads",
-                                        kv_heads, "--ranks", 1, ranks], [ranks])
+                    if phase not in args.phases:
+                        continue
+                    count = args.iterations * (5 if phase == "decode" else 1)
+                    rows = scale(args, ["--warmup", 4, "--iterations", count, "--phases", phase, "--kv", *lengths,
+                                        "--heads", heads, "--kv-heads", kv_heads, "--ranks", 1, ranks], [ranks])
                     strategies, auto = judge(args, rows, heads, kv_heads, machine,
                                              TARGETS if (heads, kv_heads) == (8, 8) else {})
                     save(args, strategies, auto)

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 #include <vector>
 
 #include "longspan/attention.hpp"
@@ -29,7 +28,8 @@ struct Registry {
 #define LONGSPAN_STRATEGY(name) entries.push_back(name());
 #include "src/strategy/all.inc"
 #undef LONGSPAN_STRATEGY
-    for (StrategyEntry& entry : two_level_strategies()) entries.push_back(std::move(entry));
+    const std::vector<StrategyEntry> two_levels = two_level_strategies();
+    entries.insert(entries.end(), two_levels.begin(), two_levels.end());
     std::sort(entries.begin(), entries.end(), [](const StrategyEntry& a, const StrategyEntry& b) {
       return a.preference < b.preference;
     });

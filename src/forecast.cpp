@@ -72,10 +72,6 @@ double visible_pairs(const Mask& mask, const std::vector<Sequences>& batch) {
   return pairs;
 }
 
-bool is_by_table(const Sharding& dealt) {
-  return dealt.layout == Layout::ranges || dealt.layout == Layout::listed;
-}
-
 /// The visible pairs of a rank, whose part of each sequence is dealt out by the same rule.
 double pairs_of_rank(const Sharding& dealt, bool by_keys, const Mask& mask,
                      const std::vector<Sequences>& batch, int rank, int ranks) {

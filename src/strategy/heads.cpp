@@ -82,12 +82,7 @@ class Heads final : public Strategy {
 
 std::string refusal(const Options& o, int ranks) {
   if (ranks == 1) return "";
-  if (o.heads < ranks)
-    return fmt::format("it shares the work by heads, and {} heads are fewer than {} ranks", o.heads,
-                       ranks);
-  if (o.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
-  if (o.exchange != Exchange::automatic && o.exchange != Exchange::gather)
-    return fmt::format("it sends rows, and does not take exchange {}", name(o.exchange));
+  if (std::string why = refuse_head_exchange(o, ranks); !why.empty()) return why;
   if (o.results.part == ResultPart::heads && !are_result_heads(o.heads, o.kv_heads, ranks))
     return fmt::format(
         "results by heads of {} heads and {} kv heads on {} ranks cut through groups "

@@ -1,7 +1,7 @@
 // A strategy decides what travels between ranks: states, queries, or keys. Each is a class in a
 // file of its own in this folder, src/strategy/<name>.cpp, which ends with the function of that
-// name that the registry (src/strategies.cpp) finds by itself. Strategies are the same for every
-// backend and name no library.
+// name that the registry (src/strategies.cpp) finds by itself; those of two levels are made of them
+// (two_level/). Strategies are the same for every backend and name no library.
 //
 //     make:  lay_out (twice: to count, then for good) -> open
 //     run:   prepare -> queue                              (nothing allocated, nothing waited for)
@@ -98,6 +98,11 @@ class Strategy {
   /// Queues the run. The result is written whole, on every rank.
   virtual void queue(Run& run) const = 0;
 };
+
+/// Whether positions are dealt out by a table, and not by a rule alone.
+constexpr bool is_by_table(const Sharding& dealt) {
+  return dealt.layout == Layout::ranges || dealt.layout == Layout::listed;
+}
 
 /// What the ranks share, which decides how even their work is.
 enum class Balanced { by_keys, by_queries, evenly };

@@ -7,6 +7,7 @@
 
 #include "longspan/longspan.hpp"
 #include "tests/dist/layer_run.hpp"
+#include "tests/dist/refused_layer.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -113,14 +114,8 @@ TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
   if (world.size() == 1) GTEST_SKIP() << "alone no key has to travel";
   const Options good{
       .dtypes = {.compute = DType::fp32}, .limits = {.max_kv_len = 10}, .strategy = "gather-kv"};
-  const auto refused = [&](Options options, const char* word) {
-    try {
-      Attention(world, options);
-      FAIL() << "made a layer, in spite of " << word;
-    } catch (const Unsupported& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("gather-states"));
-    }
+  const auto refused = [&](const Options& options, const char* word) {
+    expect_refused_layer(world, options, word);
   };
   Options bad = good;
   bad.limits.max_kv_len = 0;

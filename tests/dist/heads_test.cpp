@@ -9,6 +9,7 @@
 #include "longspan/longspan.hpp"
 #include "src/strategy/shared/head_shares.hpp"
 #include "tests/dist/layer_run.hpp"
+#include "tests/dist/refused_layer.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -176,14 +177,8 @@ TEST(Heads, RefusesByNameWhatAnotherStrategyCould) {
                      .limits = {.max_kv_len = 10},
                      .strategy = "heads"};
   EXPECT_STREQ(Attention(world, good).strategy().name, "heads");
-  const auto refused = [&](Options options, const char* word) {
-    try {
-      Attention(world, options);
-      FAIL() << "made a layer, in spite of " << word;
-    } catch (const Unsupported& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("could: gather-states"));
-    }
+  const auto refused = [&](const Options& options, const char* word) {
+    expect_refused_layer(world, options, word);
   };
   Options bad = good;
   bad.limits.max_kv_len = 0;

@@ -8,6 +8,7 @@
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
 #include "tests/dist/layer_run.hpp"
+#include "tests/dist/refused_layer.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -134,14 +135,8 @@ TEST(RingQ, RefusesByNameWhatAnotherStrategyCould) {
                      .queries = Sharding{Layout::zigzag},
                      .strategy = "ring-q"};
   EXPECT_STREQ(Attention(world, good).strategy().name, "ring-q");
-  const auto refused = [&](Options options, const char* word) {
-    try {
-      Attention(world, options);
-      FAIL() << "made a layer, in spite of " << word;
-    } catch (const Unsupported& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("could: gather-states"));
-    }
+  const auto refused = [&](const Options& options, const char* word) {
+    expect_refused_layer(world, options, word);
   };
   Options bad = good;
   bad.queries.reset();

@@ -11,6 +11,7 @@
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
 #include "tests/dist/layer_run.hpp"
+#include "tests/dist/refused_layer.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -114,14 +115,8 @@ TEST_F(TwoLevels, AreRefusedByNameWhereTheyCannotServe) {
                      .strategy = "heads+gather-states",
                      .ranks_per_node = nodes_of(world.size()).front()};
   EXPECT_STREQ(Attention(world, good).strategy().name, "heads+gather-states");
-  const auto refused = [&](Options options, const char* word) {
-    try {
-      Attention(world, options);
-      FAIL() << "made a layer, in spite of " << word;
-    } catch (const Unsupported& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr(word));
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("could: gather-states"));
-    }
+  const auto refused = [&](const Options& options, const char* word) {
+    expect_refused_layer(world, options, word);
   };
   Options bad = good;
   bad.limits.max_kv_len = 0;

@@ -10,7 +10,7 @@ double most_result_rows(const Options& o, int ranks, const RunSize& size) {
   if (o.results.part == ResultPart::heads) return size.tokens;
   if (o.results.part == ResultPart::all) return std::ceil(size.tokens / ranks);
   const Sharding& rule = o.results.rows;
-  if (rule.layout == Layout::ranges || rule.layout == Layout::listed) return size.tokens;
+  if (is_by_table(rule)) return size.tokens;
   const auto rows = static_cast<std::int64_t>(std::min(size.tokens, 1e12));
   return static_cast<double>(rule.resolve(rows, 0, ranks).max_local_len(rows));
 }

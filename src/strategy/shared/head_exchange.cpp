@@ -292,6 +292,16 @@ void HeadExchange::put(PackOutputsParams place, int peer, const kernels::MergePa
   layer_.rows.pack_outputs(place, stream);
 }
 
+std::string refuse_head_exchange(const Options& o, int ranks) {
+  if (o.heads < ranks)
+    return fmt::format("it shares the work by heads, and {} heads are fewer than {} ranks", o.heads,
+                       ranks);
+  if (o.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
+  if (o.exchange != Exchange::automatic && o.exchange != Exchange::gather)
+    return fmt::format("it sends rows, and does not take exchange {}", name(o.exchange));
+  return "";
+}
+
 /// Counts, for the most heads of a rank: slots of one size for what leaves and arrives, rows of all
 /// ranks, their keys in order, and this rank's keys, which are copied from pages.
 RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {

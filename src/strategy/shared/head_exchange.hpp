@@ -8,6 +8,8 @@
 // Where the ranks are those of a node, "all rows" are those that the node has.
 #pragma once
 
+#include <string>
+
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/finished_rows.hpp"
 #include "src/strategy/shared/head_shares.hpp"
@@ -95,6 +97,9 @@ class HeadExchange {
   std::int64_t* starts_ = nullptr;  // [peers, batch] first row of each sequence of a rank's keys
   KeyBlock ordered_;                // whole sequences, or a node's part of them, own kv heads
 };
+
+/// Why so many ranks cannot share the work of such a layer by heads; empty where they can.
+std::string refuse_head_exchange(const Options& options, int ranks);
 
 /// What the exchange costs among `ranks`, of which `size` says how much they have together.
 RunCost head_exchange_cost(const Options& options, int ranks, const RunSize& size);

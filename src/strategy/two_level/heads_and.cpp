@@ -22,10 +22,6 @@ StrategyEntry ring_q();
 
 namespace {
 
-bool is_by_table(const Sharding& dealt) {
-  return dealt.layout == Layout::ranges || dealt.layout == Layout::listed;
-}
-
 /// The options of the attention between nodes, of such heads.
 Options between_nodes(const Options& options, HeadShare share) {
   const int per_node = options.ranks_per_node;
@@ -87,8 +83,8 @@ class HeadsAnd final : public Strategy {
  private:
   /// Does what travels on one of the two levels. Who waits in vain there may wait for one that
   /// waits on the other level: all ranks of the layer meet, then, and so find the one that does not
-  /// come. Where they all do, this is the end of the layer's ranks all the same, who hear of it at
-  /// once; `whole` gives a rank's number in the layer.
+  /// come. Where they all come, the layer's communicator ends all the same, so that every rank
+  /// hears of the failure at once. `whole` gives a rank's number in the layer.
   template <class Whole, class Work>
   void or_end_all(const Whole& whole, const Work& work) const {
     try {
@@ -165,20 +161,14 @@ class HeadsAnd final : public Strategy {
 std::string refuse_levels(const Options& o, int ranks) {
   const int per_node = o.ranks_per_node;
   if (per_node == 0)
-    return "Options::ranks_per_node is not given, and nodes are not known to have as many ranks "
-           "each, "
-           "side by side";
+    return "Options::ranks_per_node is not given, and not every node is known to have as many "
+           "ranks, side by side";
   if (ranks % per_node != 0)
     return fmt::format("nodes of {} ranks (Options::ranks_per_node) do not divide {} ranks",
                        per_node, ranks);
   if (per_node == ranks) return "all ranks are of one node";
   if (per_node == 1) return "every rank has a node of its own";
-  if (o.heads < per_node)
-    return fmt::format("it shares a node's work by heads, and {} heads are fewer than {} ranks",
-                       o.heads, per_node);
-  if (o.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
-  if (o.exchange != Exchange::automatic && o.exchange != Exchange::gather)
-    return fmt::format("it sends rows, and does not take exchange {}", name(o.exchange));
+  if (std::string why = refuse_head_exchange(o, per_node); !why.empty()) return why;
   if (is_by_table(o.keys) || (o.queries && is_by_table(*o.queries)) ||
       (o.results.part == ResultPart::rows && is_by_table(o.results.rows)))
     return "it takes keys and rows that are dealt out by a rule, and not by a table";

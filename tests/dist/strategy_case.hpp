@@ -14,6 +14,7 @@
 
 #include "comm/control/wire.hpp"
 #include "longspan/longspan.hpp"
+#include "tests/dist/node_sizes.hpp"
 #include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
@@ -155,18 +156,15 @@ class Draw {
     bool fits = !s.kv_dtype && c.keys.rule.layout != Layout::listed;
     for (int b = 0; b < batch; ++b) fits = fits && s.query_len[b] <= s.kv_len[b];
     c.grows = fits && (s.page == 0 || all_new_rows_are_seen) && one_in(2);
-    c.ranks_per_node = draw_nodes();
+    c.ranks_per_node = draw_ranks_per_node();
     return c;
   }
 
   std::mt19937_64& random() { return random_; }
 
-  /// A number of neighbours that divides the ranks in several nodes of several ranks, if there is
-  /// one.
-  int draw_nodes() {
-    std::vector<int> some;
-    for (int n = 2; n < ranks_; ++n)
-      if (ranks_ % n == 0) some.push_back(n);
+  /// Of several nodes of several ranks, if the ranks can be that; else 0.
+  int draw_ranks_per_node() {
+    const std::vector<int> some = node_sizes(ranks_);
     return some.empty() ? 0 : some[static_cast<std::size_t>(below(std::ssize(some)))];
   }
 

@@ -11,20 +11,13 @@
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
 #include "tests/dist/layer_run.hpp"
+#include "tests/dist/node_sizes.hpp"
 #include "tests/dist/refused_layer.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
 namespace longspan::tests {
 namespace {
-
-/// Numbers of ranks that make several nodes of several ranks.
-std::vector<int> nodes_of(int ranks) {
-  std::vector<int> some;
-  for (int n = 2; n < ranks; ++n)
-    if (ranks % n == 0) some.push_back(n);
-  return some;
-}
 
 std::vector<std::string> strategies_of_two_levels() {
   std::vector<std::string> names;
@@ -66,7 +59,7 @@ std::vector<Shape> shapes_of_heads() {
 class TwoLevels : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (nodes_of(test_world().size()).empty())
+    if (node_sizes(test_world().size()).empty())
       GTEST_SKIP() << "these ranks make no nodes of several ranks";
   }
 };
@@ -74,7 +67,7 @@ class TwoLevels : public ::testing::Test {
 TEST_F(TwoLevels, GiveResultsWholeAndByRows) {
   const Communicator world = test_world();
   const std::uint64_t seed = shared_seed(world);
-  for (const int per_node : nodes_of(world.size()))
+  for (const int per_node : node_sizes(world.size()))
     for (const std::string& strategy : strategies_of_two_levels())
       for (const Shape& shape : in_time(shapes_of_heads())) {
         const Problem problem(shape, seed);
@@ -97,7 +90,7 @@ TEST_F(TwoLevels, GiveResultsWholeAndByRows) {
 
 TEST_F(TwoLevels, ShareTheirCommunicators) {
   const Communicator world = test_world();
-  const int per_node = nodes_of(world.size()).front();
+  const int per_node = node_sizes(world.size()).front();
   const comm::Levels& levels = comm::transport_of(world).levels(per_node);
   EXPECT_EQ(levels.node->size(), per_node);
   EXPECT_EQ(levels.node->rank(), world.rank() % per_node);
@@ -113,7 +106,7 @@ TEST_F(TwoLevels, AreRefusedByNameWhereTheyCannotServe) {
                      .dtypes = {.compute = DType::fp32},
                      .limits = {.max_kv_len = 10},
                      .strategy = "heads+gather-states",
-                     .ranks_per_node = nodes_of(world.size()).front()};
+                     .ranks_per_node = node_sizes(world.size()).front()};
   EXPECT_STREQ(Attention(world, good).strategy().name, "heads+gather-states");
   const auto refused = [&](const Options& options, const char* word) {
     expect_refused_layer(world, options, word);
@@ -161,7 +154,7 @@ TEST_F(TwoLevels, CompareWhatRanksMeanWhoNeverMeet) {
       const Shard rows = Shard::striped(30, world.rank(), world.size());
       try {
         run(world, problem, Shard::zigzag(count, world.rank(), world.size()),
-            options_of(strategy, problem, world, nodes_of(world.size()).front()), rows);
+            options_of(strategy, problem, world, node_sizes(world.size()).front()), rows);
         FAIL() << "ranks disagreed and nobody said so";
       } catch (const UsageError& error) {
         EXPECT_THAT(error.what(),

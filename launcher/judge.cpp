@@ -66,16 +66,22 @@ RowMajor whole_head(const Source& source, const std::vector<float>& scale, std::
   return matrix;
 }
 
-/// Compares the answer with the oracle for row t of sequence b, which is row i of the answer, and
-/// one head.
-Findings compare(const Problem& problem, const Answer& answer, std::size_t i, int b, std::int64_t t,
-                 int head, const RowMajor& keys, const RowMajor& values) {
+/// What the oracle says of one row and head, and how far from it an answer may be.
+struct Expected {
+  Exact exact;
+  Eigen::VectorXf plain;
+  Rounding rounding;
+};
+
+/// The unit in which an answer's elements are stored.
+double unit_of(const Problem& problem) { return problem.out_scale != 0 ? problem.out_scale : 1.0; }
+
+/// Asks the oracle for row t of sequence b, which is row `at` of the whole q, and one head.
+Expected expect(const Problem& problem, std::int64_t at, int b, std::int64_t t, int head,
+                const RowMajor& keys, const RowMajor& values) {
   const Options& o = problem.options;
-  const DType out_dtype = problem.out_dtype();
-  const double unit = problem.out_scale != 0 ? problem.out_scale : 1.0;
-  const int value_dim = problem.value_dim();
   std::vector<float> row(o.head_dim);
-  problem.q.read(answer.rows[i], std::int64_t{head} * o.head_dim, o.head_dim, row.data());
+  problem.q.read(at, std::int64_t{head} * o.head_dim, o.head_dim, row.data());
   const double factor = factor_of(problem.q_scale, head / (o.heads / o.kv_heads));
   Eigen::VectorXd q(o.head_dim);
   for (int d = 0; d < o.head_dim; ++d) q[d] = factor * load(row.data(), problem.q.dtype, d);
@@ -84,15 +90,25 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
 
   const Interval visible = problem.visible(b, problem.kv_lens[b] - problem.q_lens[b] + t);
   const std::vector<double> bias = problem.bias(b, t, head);
-  const Exact exact =
+  Exact exact =
       attend_exactly(q, keys, values, visible, problem.scale(), o.score.softcap, sink, bias);
-  const Eigen::VectorXf plain =
+  Eigen::VectorXf plain =
       attend_plainly(q, keys, values, visible, static_cast<float>(problem.scale()), o.score.softcap,
                      sink, o.dtypes.fp8_products ? DType::e4m3 : o.dtypes.compute,
-                     Stored{out_dtype, static_cast<float>(unit)}, bias);
-  const Rounding rounding =
-      rounding_of(q, keys, values, visible, problem.scale(), o.score.softcap, bias, exact,
-                  o.dtypes.fp8_products ? kFp8ScoreUnit : kScoreUnit);
+                     Stored{problem.out_dtype(), static_cast<float>(unit_of(problem))}, bias);
+  Rounding rounding = rounding_of(q, keys, values, visible, problem.scale(), o.score.softcap, bias,
+                                  exact, o.dtypes.fp8_products ? kFp8ScoreUnit : kScoreUnit);
+  return {std::move(exact), std::move(plain), std::move(rounding)};
+}
+
+/// Compares row i and one head of an answer with what is expected there.
+Findings compare(const Problem& problem, const Answer& answer, std::size_t i, int head,
+                 const Expected& expected) {
+  const auto& [exact, plain, rounding] = expected;
+  const Options& o = problem.options;
+  const DType out_dtype = problem.out_dtype();
+  const double unit = unit_of(problem);
+  const int value_dim = problem.value_dim();
 
   Findings f;
   const std::int64_t at = static_cast<std::int64_t>(i) * o.heads + head;
@@ -114,10 +130,13 @@ Findings compare(const Problem& problem, const Answer& answer, std::size_t i, in
   return f;
 }
 
-/// Examines this rank's part of the (kv head, row) pairs.
-Findings examine(const Communicator& world, const Problem& problem, const Answer& answer) {
+/// Examines this rank's part of the (kv head, row) pairs. All answers are of these rows of the
+/// whole q, and the oracle is asked once for all of them.
+std::vector<Findings> examine(const Communicator& world, const Problem& problem,
+                              const std::vector<Answer>& answers,
+                              const std::vector<std::int64_t>& of_q) {
   const Options& o = problem.options;
-  const auto rows = static_cast<std::int64_t>(answer.rows.size());
+  const auto rows = static_cast<std::int64_t>(of_q.size());
   const std::int64_t pairs = o.kv_heads * rows;
   const std::int64_t begin = pairs * world.rank() / world.size();
   const std::int64_t end = pairs * (world.rank() + 1) / world.size();
@@ -125,31 +144,89 @@ Findings examine(const Communicator& world, const Problem& problem, const Answer
   const auto key_start = problem.key_start();
   const int group = o.heads / o.kv_heads;
 
-  Findings found;
+  std::vector<Findings> found(answers.size());
   for (std::int64_t at = begin; at < end;) {
     // A stretch of pairs has one kv head and one sequence, so its keys are read once.
     const auto kv_head = static_cast<int>(at / rows);
     int b = 0;
-    while (answer.rows[at % rows] >= query_start[b + 1]) ++b;
+    while (of_q[at % rows] >= query_start[b + 1]) ++b;
     std::int64_t stop = at;
-    while (stop < end && stop / rows == kv_head && answer.rows[stop % rows] < query_start[b + 1])
-      ++stop;
+    while (stop < end && stop / rows == kv_head && of_q[stop % rows] < query_start[b + 1]) ++stop;
 
     const std::int64_t kv_len = problem.kv_lens[b];
     const RowMajor keys =
         whole_head(problem.k, problem.k_scale, key_start[b], kv_len, kv_head, o.threads);
     const RowMajor values =
         whole_head(problem.v, problem.v_scale, key_start[b], kv_len, kv_head, o.threads);
-    std::vector<Findings> parts((stop - at) * group);
+    std::vector<std::vector<Findings>> parts((stop - at) * group);
     parallel_for(static_cast<std::int64_t>(parts.size()), o.threads, [&](std::int64_t p) {
       const std::int64_t i = (at + p / group) % rows;
-      parts[p] = compare(problem, answer, i, b, answer.rows[i] - query_start[b],
-                         static_cast<int>(std::int64_t{kv_head} * group + p % group), keys, values);
+      const int head = static_cast<int>(std::int64_t{kv_head} * group + p % group);
+      const Expected expected =
+          expect(problem, of_q[i], b, of_q[i] - query_start[b], head, keys, values);
+      for (const Answer& answer : answers)
+        parts[p].push_back(compare(problem, answer, i, head, expected));
     });
-    for (const Findings& part : parts) found.add(part);
+    for (const std::vector<Findings>& part : parts)
+      for (std::size_t a = 0; a < answers.size(); ++a) found[a].add(part[a]);
     at = stop;
   }
   return found;
+}
+
+/// Judges by what all ranks found. It is collective.
+Judgement conclude(const Communicator& world, const Problem& problem, const Findings& mine,
+                   std::int64_t rows) {
+  using nlohmann::json;
+  const bool fp32 = problem.options.dtypes.compute == DType::fp32;
+  Findings all;
+  const json sums{mine.error2,
+                  mine.exact2,
+                  mine.bound2,
+                  mine.exact_max,
+                  mine.plain,
+                  mine.lse,
+                  mine.wrong_lse,
+                  mine.farthest_lse.error,
+                  mine.farthest_lse.bound};
+  const auto bytes_of = [](const json& value) {  // keeps infinities, which text would not
+    const std::vector<std::uint8_t> bytes = json::to_cbor(value);
+    return std::string(bytes.begin(), bytes.end());
+  };
+  for (const std::string& text : world.gather(bytes_of(sums), "gather of errors")) {
+    const json s = json::from_cbor(text);
+    all.add({{}, s[0], s[1], s[2], s[3], s[4], s[5], {s[7], s[8]}, s[6]});
+  }
+  Judgement j;
+  j.rows = rows;
+  j.plain_error = all.plain;
+  j.bound = std::max(2 * all.plain, fp32 ? kNormBound * all.exact_max : 0.0);
+  const double norm = all.exact2 > 0 ? std::sqrt(all.exact2) : 1;
+  j.relative_error = std::sqrt(all.error2) / norm;
+  if (fp32) j.relative_bound = std::max(kNormBound, std::sqrt(all.bound2) / norm);
+  j.lse_error = all.lse;
+  j.lse = all.farthest_lse;
+  j.wrong_lse = all.wrong_lse;
+
+  double max_error = 0;
+  Farthest farthest;
+  std::int64_t wrong = 0;
+  for (const auto& [error, bound] : mine.errors) {
+    const Farthest one{error, std::max(j.bound, bound)};
+    max_error = std::max(max_error, error);
+    farthest.add(one);
+    wrong += !(one.error <= one.bound);
+  }
+  const json found{max_error, wrong, farthest.error, farthest.bound};
+  for (const std::string& text : world.gather(bytes_of(found), "gather of wrong elements")) {
+    const json s = json::from_cbor(text);
+    j.max_error = std::max(j.max_error, s[0].get<double>());
+    j.wrong_elements += s[1].get<std::int64_t>();
+    j.element.add({s[2], s[3]});
+  }
+  j.wrong = j.wrong_elements + j.wrong_lse;
+  j.right = j.wrong == 0 && (!fp32 || j.relative_error <= j.relative_bound);
+  return j;
 }
 
 }  // namespace
@@ -186,60 +263,19 @@ std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count
 
 Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
                 const std::vector<std::int64_t>& rows) {
-  using nlohmann::json;
-  const bool fp32 = problem.options.dtypes.compute == DType::fp32;
-  const Answer whole = gather_rows(world, problem, answer, rows);
-  Findings mine;
-  together(world, "comparison with float64", [&] { mine = examine(world, problem, whole); });
+  return judge_gathered(world, problem, {gather_rows(world, problem, answer, rows)}, rows).front();
+}
 
-  Findings all;
-  const json sums{mine.error2,
-                  mine.exact2,
-                  mine.bound2,
-                  mine.exact_max,
-                  mine.plain,
-                  mine.lse,
-                  mine.wrong_lse,
-                  mine.farthest_lse.error,
-                  mine.farthest_lse.bound};
-  const auto bytes_of = [](const json& value) {  // keeps infinities, which text would not
-    const std::vector<std::uint8_t> bytes = json::to_cbor(value);
-    return std::string(bytes.begin(), bytes.end());
-  };
-  for (const std::string& text : world.gather(bytes_of(sums), "gather of errors")) {
-    const json s = json::from_cbor(text);
-    all.add({{}, s[0], s[1], s[2], s[3], s[4], s[5], {s[7], s[8]}, s[6]});
-  }
-  Judgement j;
-  j.rows = static_cast<std::int64_t>(rows.size());
-  j.plain_error = all.plain;
-  j.bound = std::max(2 * all.plain, fp32 ? kNormBound * all.exact_max : 0.0);
-  const double norm = all.exact2 > 0 ? std::sqrt(all.exact2) : 1;
-  j.relative_error = std::sqrt(all.error2) / norm;
-  if (fp32) j.relative_bound = std::max(kNormBound, std::sqrt(all.bound2) / norm);
-  j.lse_error = all.lse;
-  j.lse = all.farthest_lse;
-  j.wrong_lse = all.wrong_lse;
-
-  double max_error = 0;
-  Farthest farthest;
-  std::int64_t wrong = 0;
-  for (const auto& [error, bound] : mine.errors) {
-    const Farthest one{error, std::max(j.bound, bound)};
-    max_error = std::max(max_error, error);
-    farthest.add(one);
-    wrong += !(one.error <= one.bound);
-  }
-  const json found{max_error, wrong, farthest.error, farthest.bound};
-  for (const std::string& text : world.gather(bytes_of(found), "gather of wrong elements")) {
-    const json s = json::from_cbor(text);
-    j.max_error = std::max(j.max_error, s[0].get<double>());
-    j.wrong_elements += s[1].get<std::int64_t>();
-    j.element.add({s[2], s[3]});
-  }
-  j.wrong = j.wrong_elements + j.wrong_lse;
-  j.right = j.wrong == 0 && (!fp32 || j.relative_error <= j.relative_bound);
-  return j;
+std::vector<Judgement> judge_gathered(const Communicator& world, const Problem& problem,
+                                      const std::vector<Answer>& answers,
+                                      const std::vector<std::int64_t>& rows) {
+  std::vector<Findings> mine;
+  together(world, "comparison with float64",
+           [&] { mine = examine(world, problem, answers, rows); });
+  std::vector<Judgement> judgements;
+  for (const Findings& of_one : mine)
+    judgements.push_back(conclude(world, problem, of_one, static_cast<std::int64_t>(rows.size())));
+  return judgements;
 }
 
 void Farthest::add(const Farthest& other) {

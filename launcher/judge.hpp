@@ -54,6 +54,12 @@ std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count
 Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
                 const std::vector<std::int64_t>& rows);
 
+/// Judges several answers to one problem, of which gather_rows has these rows: the oracle is asked
+/// once. It is collective.
+std::vector<Judgement> judge_gathered(const Communicator& world, const Problem& problem,
+                                      const std::vector<Answer>& answers,
+                                      const std::vector<std::int64_t>& rows);
+
 /// The worse of two judgements of other rows.
 Judgement worse(const Judgement& a, const Judgement& b);
 

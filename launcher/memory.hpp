@@ -25,25 +25,37 @@ Tensor array(const Buffer& buffer, Device device) {
           device};
 }
 
+/// Has `fill` write device memory as if it were host memory.
+template <class Fill>
+void refill(Device device, Buffer& buffer, const Fill& fill) {
+  if (device == Device::host) {
+    fill(static_cast<std::byte*>(buffer.data()));
+  } else if (buffer.bytes() > 0) {
+    std::vector<std::byte> staging(buffer.bytes());
+    fill(staging.data());
+    buffer.upload(staging.data());
+  }
+}
+
 /// Makes device memory that `fill` writes as if it were host memory.
 template <class Fill>
 Buffer filled(Device device, std::size_t bytes, const Fill& fill) {
   Buffer buffer(device, bytes);
-  if (device == Device::host) {
-    fill(static_cast<std::byte*>(buffer.data()));
-  } else if (bytes > 0) {
-    std::vector<std::byte> staging(bytes);
-    fill(staging.data());
-    buffer.upload(staging.data());
-  }
+  refill(device, buffer, fill);
   return buffer;
 }
 
-/// Makes device memory with all bits set: a NaN in every dtype.
-inline Buffer poisoned(Device device, std::size_t bytes) {
-  return filled(device, bytes, [&](std::byte* to) {
-    if (bytes > 0) std::memset(to, 0xff, bytes);
+/// Sets all bits of device memory: a NaN in every dtype.
+inline void poison(Device device, Buffer& buffer) {
+  refill(device, buffer, [&](std::byte* to) {
+    if (buffer.bytes() > 0) std::memset(to, 0xff, buffer.bytes());
   });
+}
+
+inline Buffer poisoned(Device device, std::size_t bytes) {
+  Buffer buffer(device, bytes);
+  poison(device, buffer);
+  return buffer;
 }
 
 }  // namespace longspan::launcher

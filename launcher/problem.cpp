@@ -148,7 +148,7 @@ Trial::Trial(const Communicator& world, const Problem& problem)
     : problem_(problem),
       world_(world),
       rows_(rows_on(problem, world.rank(), world.size())),
-      layer_(world, problem.layer_options(world.size())) {
+      layer_(std::in_place, world, problem.layer_options(world.size())) {
   const Options& o = problem.options;
   const Device device = world.device();
   const auto own_rows = static_cast<std::int64_t>(rows_.size());
@@ -304,8 +304,17 @@ Buffer Trial::keys_in_place(const Source& source) const {
 }
 
 void Trial::run() {
-  layer_.run(args_);
-  layer_.wait();
+  layer_->run(args_);
+  layer_->wait();
+}
+
+void Trial::take_strategy(const std::string& name) {
+  Options options = problem_.layer_options(world_.size());
+  options.strategy = name;
+  layer_.reset();  // before the memory of another
+  poison(world_.device(), out_);
+  poison(world_.device(), lse_);
+  layer_.emplace(world_, options);
 }
 
 Answer Trial::answer() const {
@@ -314,7 +323,7 @@ Answer Trial::answer() const {
   if (!rows_.empty()) {
     out_.download(answer.out.data());
     lse_.download(answer.lse.data());
-    unite_nans(answer.out, layer_.options().dtypes.of_out());
+    unite_nans(answer.out, layer_->options().dtypes.of_out());
   }
   return answer;
 }

@@ -88,7 +88,10 @@ class Trial {
 
   /// Runs once and waits. Outputs are NaN before the first run.
   void run();
-  Attention& layer() { return layer_; }
+  /// Makes the layer anew with another strategy; the arrays stay, and outputs are NaN again. It is
+  /// collective. Where the strategy refuses (Unsupported) there is no layer until the next call.
+  void take_strategy(const std::string& name);
+  Attention& layer() { return *layer_; }
   Answer answer() const;
 
  private:
@@ -101,7 +104,7 @@ class Trial {
   Communicator world_;
   Shard shard_;                     // of the keys; its table is in host memory
   std::vector<std::int64_t> rows_;  // this rank's rows of the whole q
-  Attention layer_;
+  std::optional<Attention> layer_;
   Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_, slopes_, qq_bias_,
       causal_, documents_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_;
   std::vector<std::int32_t> table_;  // the pages of each sequence: [batch, columns_]

@@ -83,21 +83,40 @@ class ScaleBench {
     std::optional<Problem> problem;
     std::vector<Forecast> forecasts;
     std::vector<ScaleRow> rows;
+    const std::size_t count = n == 1 ? 1 : strategies().size();  // alone all do the same
+    const auto is_measured = [&](std::size_t i) {
+      return n == 1 || is_asked_for(strategies()[i], n);
+    };
     together(world_, "making of a problem", [&] {
       if (!part) return;
       problem = make_problem(options, line_.world);
       forecasts = settle_strategy(*part, *problem);
+      for (std::size_t i = 0; i < count; ++i)
+        if (is_measured(i) && forecasts[i].refusal.empty())
+          require_memory(*part, demand_by(*part, *problem, strategies()[i].name));
     });
-    const std::size_t count = n == 1 ? 1 : strategies().size();  // alone all do the same
+    std::optional<Trial> trial;  // one for all strategies, which differ in its layer
+    std::vector<Answer> answers;
+    std::vector<std::size_t> row_of_answer;
     for (std::size_t i = 0; i < count; ++i) {
       const char* strategy = strategies()[i].name;
-      if (n > 1 && !is_asked_for(strategies()[i], n)) continue;
+      if (!is_measured(i)) continue;
       progress.say(
           fmt::format("{} of {} keys on {} ranks by {}", c.phase, options.kv, n, strategy));
       together(world_, "measurement", [&] {
-        if (part) rows.push_back(measure(*part, c, options, *problem, forecasts[i]));
+        if (!part) return;
+        rows.push_back(measure(*part, c, options, *problem, forecasts[i], trial));
+        if (o_.check == 0 || !rows.back().no.empty()) return;
+        answers.push_back(gather_rows(*part, *problem, trial->answer(), checked_rows(*problem)));
+        row_of_answer.push_back(rows.size() - 1);
       });
     }
+    trial.reset();
+    together(world_, "comparison with float64", [&] {
+      if (answers.empty()) return;
+      const auto judged = judge_gathered(*part, *problem, answers, checked_rows(*problem));
+      for (std::size_t a = 0; a < judged.size(); ++a) rows[row_of_answer[a]].check = judged[a];
+    });
     mark_fastest(rows);
     progress.clear();
     for (ScaleRow& r : rows) compare_with_one_rank(r);
@@ -142,8 +161,18 @@ class ScaleBench {
     return options;
   }
 
+  Demand demand_by(const Communicator& part, Problem problem, const std::string& strategy) const {
+    problem.options.strategy = strategy;
+    return demand_of(part, problem, o_.check);
+  }
+
+  std::vector<std::int64_t> checked_rows(const Problem& problem) const {
+    return sample_rows(problem, o_.check, line_.world.seed);
+  }
+
+  /// Makes the trial where there is none yet, else gives it a layer of the strategy.
   ScaleRow measure(const Communicator& part, const Case& c, const RunOptions& options,
-                   const Problem& settled, const Forecast& f) const {
+                   const Problem& settled, const Forecast& f, std::optional<Trial>& trial) const {
     ScaleRow r{.phase = c.phase,
                .strategy = f.strategy->name,
                .no = f.refusal,
@@ -155,10 +184,9 @@ class ScaleBench {
     if (!r.no.empty()) return r;
     Problem problem = settled;
     problem.options.strategy = r.strategy;
-    require_memory(part, demand_of(part, problem, o_.check));
-    std::optional<Trial> trial;
     try {
-      trial.emplace(part, problem);
+      if (!trial) trial.emplace(part, settled);
+      trial->take_strategy(r.strategy);
       trial->run();
     } catch (const Unsupported& error) {  // all ranks refuse alike
       r.no = error.what();
@@ -178,9 +206,6 @@ class ScaleBench {
     r.merge = report.merge;
     r.received_bytes = f.cost.received_bytes;
     r.workspace_bytes = report.workspace_bytes;
-    if (o_.check > 0)
-      r.check =
-          judge(part, problem, trial->answer(), sample_rows(problem, o_.check, line_.world.seed));
     return r;
   }
 

@@ -130,6 +130,18 @@ TEST_P(JudgeTest, FindsTheExactAnswerRight) {
   EXPECT_LE(j.max_error, j.bound);
 }
 
+TEST_P(JudgeTest, JudgesEachOfSeveralAnswers) {
+  const std::vector<std::int64_t> rows = sample_rows(problem_, -1, 0);
+  const double bound = judge_all(problem_, answer_).bound;
+  const Answer exact = answer_;
+  add(2 * kHeads * kDim + 1, static_cast<float>(4 * bound));
+  const auto judged = judge_gathered(self(), problem_, {exact, answer_, exact}, rows);
+  ASSERT_EQ(judged.size(), 3u);
+  EXPECT_TRUE(judged[0].right);
+  EXPECT_EQ(judged[1].wrong, 1);
+  EXPECT_TRUE(judged[2].right);
+}
+
 TEST_P(JudgeTest, FindsOneElementWrong) {
   const double bound = judge_all(problem_, answer_).bound;
   add(3 * kHeads * kDim + 5, static_cast<float>(4 * bound));

@@ -9,51 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "tests/gpu/fp8_products.hpp"
 #include "tests/gpu/serving_ranks.hpp"
 
 namespace longspan::tests {
 namespace {
-
-/// Everything in e4m3, one key after the other.
-Serving in_e4m3(Serving s) {
-  if (s.dtype == DType::fp32) s.dtype = DType::bf16;
-  s.q_dtype = s.kv_dtype = DType::e4m3;
-  s.page = 0;
-  return s;
-}
-
-void set(std::vector<std::byte>& elements, std::size_t i, float value) {
-  launcher::store(elements.data(), DType::e4m3, static_cast<std::int64_t>(i), value);
-  ASSERT_EQ(launcher::load(elements.data(), DType::e4m3, static_cast<std::int64_t>(i)), value);
-}
-
-/// Scores of -2 to 2 in base 2, so that weights are powers of two, and values of -2 to 2: all sums
-/// are whole numbers of few bits. Scales are powers of two, another for each head. A tensor core
-/// keeps 14 bits of a sum; sums of weights of at most 192 keys have 12 or fewer.
-ServingProblem exact_problem(Serving s, std::uint64_t seed) {
-  s = in_e4m3(s);
-  s.scale = kLn2;
-  s.per_head_scales = true;
-  ServingProblem p(s, seed);
-  std::mt19937_64 random(seed);
-  const auto sign = [&] { return random() % 2 ? 1.0f : -1.0f; };
-  for (auto* scales : {&p.q_scale, &p.k_scale, &p.v_scale})
-    for (float& scale : *scales) scale = std::exp2(static_cast<float>(random() % 7) - 3);
-  const auto dim = static_cast<std::size_t>(s.dim);
-  const auto head = [&](std::size_t i, int heads) {
-    return i / dim % static_cast<unsigned>(heads);
-  };
-  const auto group = static_cast<unsigned>(s.heads / s.kv_heads);
-  for (std::size_t i = 0; i < p.q.size(); ++i)
-    set(p.q, i, sign() / p.q_scale[head(i, s.heads) / group]);
-  std::fill(p.k.begin(), p.k.end(), std::byte{});
-  for (std::size_t row = 0; row < p.k.size(); row += dim)
-    for (int one = 0; one < 2; ++one)
-      set(p.k, row + random() % dim, sign() / p.k_scale[head(row, s.kv_heads)]);
-  for (std::size_t i = 0; i < p.v.size(); ++i)
-    set(p.v, i, (static_cast<float>(random() % 5) - 2) / p.v_scale[head(i, s.kv_heads)]);
-  return p;
-}
 
 /// One rank, through the layer: the kernel finishes the rows itself.
 ServingResult run_option(const ServingProblem& problem, bool fp8_products) {
@@ -64,14 +24,6 @@ ServingResult run_option(const ServingProblem& problem, bool fp8_products) {
   layer.run(arrays.args());
   layer.wait();
   return arrays.result();
-}
-
-void expect_exact(const ServingProblem& problem, const ServingResult& found, std::int64_t sampled) {
-  const Tolerance tolerance{2e-5, problem.shape.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11, 2e-6};
-  const Verdict verdict =
-      judge(problem, found.out, found.lse, problem.all_rows(), tolerance, sampled);
-  EXPECT_TRUE(verdict.right()) << verdict.wrong << " of " << verdict.compared
-                               << " wrong: " << verdict.first;
 }
 
 /// Both ends of the kernel: states, merged, and finished rows. Finished ones have one rank.

@@ -131,7 +131,7 @@ def _place(comm, rank, ranks):
 def _gathered(part: Array, comm: Communicator) -> list[Array]:
     """Every rank's part, of arrays on processors."""
     torch = sys.modules.get("torch")
-    if comm.device != "cpu":
+    if comm.device != "cpu" or getattr(getattr(part, "device", None), "type", "cpu") != "cpu":
         raise UnsupportedError("unshard gathers on processors only; gather the parts with your "
                                "framework, and give them as a list")
     import numpy
@@ -150,7 +150,7 @@ def _gathered(part: Array, comm: Communicator) -> list[Array]:
         shape = tuple(int(n) for n in shape.strip(b"()").split(b",") if n.strip())
         if is_torch:
             flat = torch.frombuffer(bytearray(memory), dtype=torch.uint8) if memory else \
-                torch.empty(0, dtype=torch.uint8)
+                torch.empty(0, dtype=torch.uint8, device="cpu")
             made.append(flat.view(dtype).reshape(shape))
         else:
             made.append(numpy.frombuffer(memory, dtype=dtype).reshape(shape))

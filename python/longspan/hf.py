@@ -67,8 +67,8 @@ class _ShardedLayer(CacheLayerMixin):
         super().__init__()
         self.index, self.name, self.layout = index, cache._name, cache._layout
         self.capacity, self.max_cache_len = cache._capacity, cache._max_cache_len
-        self.length = torch.zeros((), dtype=torch.int64)  # tokens of each sequence, over all ranks
-        self.lengths = torch.zeros(0, dtype=torch.int32)  # [batch], the same
+        self.length = torch.zeros((), dtype=torch.int64, device="cpu")  # tokens of each sequence, over all ranks
+        self.lengths = torch.zeros(0, dtype=torch.int32, device="cpu")  # [batch], the same
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Memory for as many sequences as come first."""

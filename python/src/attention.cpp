@@ -539,6 +539,7 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
 }
 
 /// For bench/python_overhead.py: microseconds of a run in C++, the arrays read and the layer made.
+/// On a GPU these are of queueing it.
 double time_attend(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle repeats) {
   const Array a(q, "q"), b(k, "k"), c(v, "v"), o(out, "out");
   const AttentionArgs args{.q = a.required().tensor(),
@@ -546,17 +547,18 @@ double time_attend(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb:
                            .v = c.required().tensor(),
                            .out = o.required().tensor(),
                            .total_keys = b.tensor().shape[0]};
-  Attention layer(self(), {.heads = small(args.q.shape[1], "heads of q"),
-                           .kv_heads = small(args.k.shape[1], "heads of k"),
-                           .head_dim = small(args.q.shape[2], "columns of q"),
-                           .dtypes = {.compute = args.q.dtype},
-                           .mask = {.causal = true},
-                           .limits = {.max_tokens = args.q.shape[0]}});
+  Attention layer(self(args.q.device, a.gpu()), {.heads = small(args.q.shape[1], "heads of q"),
+                                                 .kv_heads = small(args.k.shape[1], "heads of k"),
+                                                 .head_dim = small(args.q.shape[2], "columns of q"),
+                                                 .dtypes = {.compute = args.q.dtype},
+                                                 .mask = {.causal = true},
+                                                 .limits = {.max_tokens = args.q.shape[0]}});
   const std::int64_t count = integer(repeats, "repeats");
   const nb::gil_scoped_release released;
   const auto begin = std::chrono::steady_clock::now();
   for (std::int64_t i = 0; i < count; ++i) layer.run(args);
   const std::chrono::duration<double, std::micro> spent = std::chrono::steady_clock::now() - begin;
+  layer.wait();
   return spent.count() / static_cast<double>(count);
 }
 

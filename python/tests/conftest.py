@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import device
+
+device.take_device()
 # Where CI is set the draws are the same in every run: a change is to blame for what fails.
 hypothesis.settings.register_profile("here", deadline=None, max_examples=80, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("here")
@@ -19,10 +22,10 @@ def rng():
 
 @pytest.fixture(scope="session")
 def torch_ranks():
-    """Four processes of torch.distributed, for all tests that need them."""
+    """Four processes of torch.distributed, or one a GPU, for all tests that need them."""
     pytest.importorskip("torch")
     from torch_ranks import TorchRanks
 
-    made = TorchRanks(4)
+    made = TorchRanks(device.most_ranks())
     yield made
-    assert made.end() == [0] * 4
+    assert made.end() == [0] * made.size

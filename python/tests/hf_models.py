@@ -3,6 +3,8 @@
 import torch
 import transformers
 
+from device import DEVICE
+
 SMALL = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1,
              eos_token_id=None, attn_implementation="longspan", tie_word_embeddings=False)
@@ -37,4 +39,4 @@ def model(kind, attention="longspan"):
 
 
 def prompt(tokens, batch=1, seed=7):
-    return torch.randint(2, 61, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(2, 61, (batch, tokens), generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)

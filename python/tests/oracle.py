@@ -3,11 +3,19 @@
 import numpy as np
 
 
+def host(a):
+    """What NumPy takes: a tensor may lie on a GPU, or have a type that NumPy has not."""
+    if not hasattr(a, "detach"):
+        return np.asarray(a)
+    a = a.detach().cpu()
+    return np.asarray(a.double() if a.is_floating_point() and a.element_size() < 4 else a)
+
+
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
               sinks=None, documents=None):
     """(out, lse) of one sequence: q [tokens, heads, dim], k and v [keys, kv_heads, dim]. The query
     rows are the last positions of the sequence."""
-    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    q, k, v = (host(a).astype(np.float64) for a in (q, k, v))
     tokens, heads, dim = q.shape
     keys, kv_heads, value_dim = len(k), k.shape[1], v.shape[2]
     group = heads // kv_heads
@@ -53,7 +61,11 @@ TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 
 def assert_close(found, wanted, dtype="float32"):
-    found = np.asarray(found).astype(np.float64)
+    found = host(found).astype(np.float64)
     assert found.shape == wanted.shape
     tolerance = TOLERANCE[dtype]
     np.testing.assert_allclose(found, wanted, rtol=4 * tolerance, atol=4 * tolerance)
+
+
+def assert_lse_close(found, wanted):
+    np.testing.assert_allclose(host(found), wanted, rtol=1e-5, atol=2e-5)

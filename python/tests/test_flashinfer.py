@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import longspan
+from device import tensor
 from longspan import flashinfer
-from oracle import assert_close, attention
+from oracle import assert_close, attention, host
 from test_attend import DTYPES, numbers
 from test_vllm import merged, states, with_junk
 
@@ -171,20 +172,20 @@ def test_tensors(rng):
     torch = pytest.importorskip("torch")
     outs, lses = states(rng, 9, 4, 32)
     right, right_lse = merged(outs, lses, base=2)
-    (a, b), (la, lb) = ([torch.from_numpy(x) for x in both] for both in (outs, lses))
+    (a, b), (la, lb) = ([tensor(x) for x in both] for both in (outs, lses))
     v, s = flashinfer.merge_state(a, la, b, lb)
     assert_close(v, right)
-    np.testing.assert_allclose(s, right_lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(host(s), right_lse, rtol=1e-5, atol=1e-5)
     mask = torch.arange(9) % 2 == 0
     kept = a.clone(), la.clone()
     flashinfer.merge_state_in_place(a, la, b, lb, mask)
     assert_close(a[mask], right[::2])
-    assert kept[0][~mask].numpy().tobytes() == a[~mask].numpy().tobytes() and torch.equal(kept[1][~mask], la[~mask])
+    assert host(kept[0][~mask]).tobytes() == host(a[~mask]).tobytes() and torch.equal(kept[1][~mask], la[~mask])
     q, k = torch.randn(4, 4, 32), torch.randn(2, 50, 32).transpose(0, 1)
     out, lse = flashinfer.single_prefill_with_kv_cache(q, k, k, causal=True, return_lse=True)
     right, right_lse = attention(q, k, k, causal=True)
     assert_close(out, right)
-    np.testing.assert_allclose(lse, right_lse / np.log(2), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(host(lse), right_lse / np.log(2), rtol=2e-5, atol=2e-5)
     out = flashinfer.single_decode_with_kv_cache(q[-1], k.transpose(0, 1), k.transpose(0, 1), "HND")
     assert_close(out, right[-1])
     small = flashinfer.single_prefill_with_kv_cache(*(x.to(torch.float8_e4m3fn) for x in (q, k, k)),

@@ -10,9 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import device
 import longspan
+from device import tensor
 from longspan import sglang, vllm
-from oracle import assert_close, attention
+from oracle import assert_close, attention, host
 from ranks import Ranks
 from test_attend import DTYPES, numbers, paged
 
@@ -456,37 +458,37 @@ def test_tensors(rng):
     torch = pytest.importorskip("torch")
     (a, b), (la, lb) = states(rng, 9, 4, 32)
     right = merged((a, b), (la, lb))[0]
-    tensors = [torch.from_numpy(x.copy()) for x in (a, la.T, b, lb.T)]
+    tensors = [tensor(x.copy()) for x in (a, la.T, b, lb.T)]
     output = torch.full((9, 4, 32), torch.nan)
     vllm.merge_attn_states(output, *tensors)
     assert_close(output, right)
     small = torch.zeros(9, 4, 32, dtype=torch.float8_e4m3fn)
     vllm.merge_attn_states(small, *tensors, output_scale=torch.tensor([0.05]))
-    np.testing.assert_allclose(small.float().numpy() * 0.05, right, rtol=2 ** -4 + 1e-6, atol=1e-4)
+    np.testing.assert_allclose(host(small) * 0.05, right, rtol=2 ** -4 + 1e-6, atol=1e-4)
 
     rows, caches, table = paged(rng, LENGTHS)
-    caches = [torch.from_numpy(c).to(torch.float8_e4m3fn) for c in caches]
-    q = torch.from_numpy(numbers(rng, (sum(NEW), 4, 32))).bfloat16()
+    caches = [tensor(c).to(torch.float8_e4m3fn) for c in caches]
+    q = tensor(numbers(rng, (sum(NEW), 4, 32))).bfloat16()
     out = torch.full_like(q, torch.nan)
     scale = torch.tensor(0.5).expand(4, 2)  # as vLLM's layers hand them over
     vllm.unified_attention(q, *caches, out, torch.tensor(STARTS, dtype=torch.int32), 7,
                            torch.tensor(LENGTHS, dtype=torch.int32), 90, 32 ** -0.5, True, (-1, -1),
-                           torch.from_numpy(table), 0, None, scale, scale, kv_quant_mode=1)
-    right = np.concatenate([attention(q[a:b].float(), *(0.5 * x.astype(E4M3).astype(np.float64) for x in rows[i]),
+                           tensor(table), 0, None, scale, scale, kv_quant_mode=1)
+    right = np.concatenate([attention(q[a:b], *(0.5 * x.astype(E4M3).astype(np.float64) for x in rows[i]),
                                       causal=True)[0] for i, (a, b) in enumerate(zip(STARTS, STARTS[1:]))])
-    assert_close(out.float(), right, "bfloat16")
+    assert_close(out, right, "bfloat16")
 
     rows, caches, table = paged(rng, CACHED)
-    stored = [torch.from_numpy(c.view(np.uint8)) for c in packed([c.astype(E5M2) for c in caches], 16)]
+    stored = [tensor(c.view(np.uint8)) for c in packed([c.astype(E5M2) for c in caches], 16)]
     q, (k, v) = torch.randn(12, 4, 32).bfloat16(), torch.randn(2, 12, 2, 32).bfloat16()
     o = torch.full_like(q, torch.nan)
-    vllm.context_attention_fwd(q, k, v, o, "fp8_e5m2", *stored, torch.from_numpy(table), torch.from_numpy(BEGIN),
+    vllm.context_attention_fwd(q, k, v, o, "fp8_e5m2", *stored, tensor(table), tensor(BEGIN),
                                torch.tensor([94, 7, 34], dtype=torch.int32), 94, 7, torch.ones(1), torch.ones(1))
     for b in range(3):
         own = slice(BEGIN[b], BEGIN[b + 1])
-        both = [np.concatenate([old.astype(E5M2).astype(np.float64), new[own].double().numpy()])
+        both = [np.concatenate([old.astype(E5M2).astype(np.float64), host(new[own])])
                 for old, new in zip(rows[b], (k, v))]
-        assert_close(o[own].float(), attention(q[own].float(), *both, causal=True)[0], "bfloat16")
+        assert_close(o[own], attention(q[own], *both, causal=True)[0], "bfloat16")
     with pytest.raises(longspan.UnsupportedError, match="^output requires grad"):
         vllm.merge_attn_states(torch.zeros(9, 4, 32, requires_grad=True), *tensors)
 
@@ -495,19 +497,22 @@ def of_process_group(rank, size, store, outs, lses, found):
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    device.take_device(rank)
+    dist.init_process_group(device.BACKEND, init_method=f"file://{store}", rank=rank, world_size=size)
     half = dist.new_group([1, 0])
-    out, lse = torch.from_numpy(outs[rank]).bfloat16(), torch.from_numpy(lses[rank])
+    out, lse = tensor(outs[rank]).bfloat16(), tensor(lses[rank])
     coordinator = types.SimpleNamespace(device_group=dist.group.WORLD, world_size=size, rank_in_group=rank)
     made = [vllm.cp_lse_ag_out_rs(out, lse, group, return_lse=True) for group in (coordinator, half, coordinator)]
     assert all(torch.equal(a[0], made[0][0]) for a in made)
     assert longspan.torch.communicator(half).plans == longspan.torch.communicator().plans == 1
-    found.put((rank, made[0][0].float().numpy(), made[0][1].numpy()))
+    found.put((rank, host(made[0][0]), host(made[0][1])))
     dist.destroy_process_group()
 
 
 def test_cp_lse_ag_out_rs_of_process_groups(rng, tmp_path):
     pytest.importorskip("longspan.torch", exc_type=ImportError)
+    if device.most_ranks() < 2:
+        pytest.skip("2 GPUs are wanted")
     outs, lses = states(rng, 5, 6, 32)
     outs = [o.astype(ml_dtypes.bfloat16).astype(np.float32) for o in outs]
     context = multiprocessing.get_context("spawn")

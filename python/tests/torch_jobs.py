@@ -11,13 +11,16 @@ import torch.nn.functional as F
 
 import longspan
 import longspan.torch as lt
-from oracle import TOLERANCE, attention
+from device import DEVICE
+from oracle import TOLERANCE, assert_lse_close, attention, host
 
 sdpa_before = F.scaled_dot_product_attention  # a reference that was taken early
 
 
 def randn(seed, *shape, dtype="float32"):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
+    """The same on every rank, wherever it lies."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return made.to(DEVICE, getattr(torch, dtype))
 
 
 def inputs(seed, batch, heads, kv_heads, tokens, keys, dim, dtype="float32"):
@@ -28,19 +31,19 @@ def inputs(seed, batch, heads, kv_heads, tokens, keys, dim, dtype="float32"):
 
 def wanted(q, k, v, **options):
     """[batch, heads, tokens, dim] in float64, and lse [batch, heads, tokens]."""
-    pairs = [attention(*(np.asarray(t[b].double().transpose(0, 1)) for t in (q, k, v)), **options)
+    pairs = [attention(*(t[b].transpose(0, 1) for t in (q, k, v)), **options)
              for b in range(q.shape[0])]
     return np.stack([out for out, _ in pairs]).swapaxes(1, 2), np.stack([lse for _, lse in pairs]).swapaxes(1, 2)
 
 
 def close(found, right, dtype="float32"):
-    found = np.asarray(found.double())
+    found = host(found)
     assert found.shape == right.shape, (found.shape, right.shape)
     np.testing.assert_allclose(found, right, rtol=4 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
 
 
 def mesh_of(group):
-    return dist.DeviceMesh.from_group(group, "cpu")
+    return dist.DeviceMesh.from_group(group, DEVICE)
 
 
 # ---- PyTorch's own tests of context parallelism, on ours ---------------------------------------
@@ -81,7 +84,7 @@ class Block(torch.nn.Module):
 
     def __init__(self, heads=4, dim=16):
         super().__init__()
-        generator = torch.Generator().manual_seed(5)
+        generator = torch.Generator(DEVICE).manual_seed(5)
         self.heads, self.dim = heads, dim
         self.qkv = torch.nn.Parameter(torch.randn(heads * dim, 3 * heads * dim, generator=generator) * 0.1)
         self.out = torch.nn.Parameter(torch.randn(heads * dim, heads * dim, generator=generator) * 0.1)
@@ -178,7 +181,7 @@ def decode(group, total_keys, compiled):
             attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
         out, lse = attend(q, own_k, own_v)
         close(out, right)
-        np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+        assert_lse_close(lse, right_lse)
     with lt.context_parallel(group, layout="striped", queries=None, causal_alignment="lower_right"):
         out = sdpa_before(q, own_k, own_v, is_causal=True, enable_gqa=True)
     close(out, right)
@@ -187,7 +190,7 @@ def decode(group, total_keys, compiled):
 def grow(group, layout):
     """A cache of one sequence that grows: the operators append and attend_append, compiled."""
     rank, ranks = group.rank(), group.size()
-    name = lt._groups.name_of(None, group, "cpu")
+    name = lt._groups.name_of(None, group, DEVICE)
     q, k, v = inputs(4, 1, 4, 2, 12, 60, 16)
     right, _ = wanted(q, k, v, causal=True)
     q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
@@ -225,10 +228,10 @@ def any_shape(group, cases):
             options["softcap"] = same["softcap"] = 5.0
         if case["slopes"]:
             options["slopes"] = rng.uniform(0, 0.1, case["heads"]).astype(np.float32)
-            same["alibi_slopes"] = torch.from_numpy(options["slopes"])
+            same["alibi_slopes"] = torch.from_numpy(options["slopes"]).to(DEVICE)
         if case["sinks"]:
             same["sinks"] = randn(case["seed"], case["heads"])
-            options["sinks"] = same["sinks"].numpy()
+            options["sinks"] = host(same["sinks"])
         right, right_lse = wanted(q, k, v, causal=case["causal"], **options)
         layer = lt.ContextParallelAttention(group, layout=case["layout"], causal=case["causal"],
                                             format=case["format"], strategy=case["strategy"], **same)
@@ -245,7 +248,7 @@ def any_shape(group, cases):
         if case["format"] == "bthd":
             out, lse = out.transpose(1, 2), lse.transpose(1, 2)
         close(out, right, case["dtype"])
-        np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+        assert_lse_close(lse, right_lse)
 
 
 def documents(group, layout, strategy):
@@ -279,7 +282,7 @@ def contiguous_by_chunk(group, tokens):
 
 def sub_meshes(world):
     """A mesh of two dimensions: each context parallel group by itself, at the same time."""
-    mesh = dist.init_device_mesh("cpu", (2, world.size() // 2), mesh_dim_names=("dp", "cp"))
+    mesh = dist.init_device_mesh(DEVICE, (2, world.size() // 2), mesh_dim_names=("dp", "cp"))
     try:
         lt.communicator(mesh)
     except longspan.InputError as error:
@@ -303,7 +306,7 @@ def kept(group):
     comm = lt.communicator(group)
     assert comm is lt.communicator(group) and (comm.rank, comm.size) == (group.rank(), group.size())
     plain = torch.get_default_device()
-    name = lt._groups.name_of(comm, None, "cpu")
+    name = lt._groups.name_of(comm, None, DEVICE)
     comm.close()
     try:
         lt._groups.known(name).comm.barrier()
@@ -367,7 +370,7 @@ def rows_differ(group):
 
 def groups_differ(world, deadline):
     """Ranks that mean different groups: nobody waits for ever."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = dist.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("a", "b"))
     mine = mesh["a"] if world.rank() == 0 else mesh["b"]
     return raised(lambda: lt.communicator(mine, deadline=deadline))
 

@@ -1,4 +1,4 @@
-"""Processes that are ranks of torch.distributed (gloo), and wait for jobs: a job is a function of a
+"""Processes that are ranks of torch.distributed, and wait for jobs: a job is a function of a
 module, called on the first ranks with the process group of these. Whoever waits has a deadline."""
 
 import multiprocessing
@@ -8,11 +8,16 @@ import tempfile
 import time
 import traceback
 
+import device
+import pytest
+
 LIMIT = 150  # seconds of a job; the machine may be busy
 
 
 class TorchRanks:
     def __init__(self, size, deadline=30.0):
+        if size > device.most_ranks():
+            pytest.skip(f"{size} GPUs are wanted")
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.size, self.pipes, self.processes = size, [], []
@@ -28,6 +33,8 @@ class TorchRanks:
     def __call__(self, count, job, *args):
         """[("value", what job(group, *args) returned) or ("error", what it raised), or ("dead", None)]
         of the first `count` ranks."""
+        if count > device.most_ranks():
+            pytest.skip(f"{count} GPUs are wanted")
         for pipe in self.pipes[:count]:
             pipe.send((count, job, args))
         results = [None] * count
@@ -87,7 +94,8 @@ def _serve(pipe, rank, size, folder, deadline):
     from longspan.torch import _groups
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    device.take_device(rank)
+    dist.init_process_group(device.BACKEND, init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     groups = {n: dist.new_group(range(n)) for n in range(1, size)}
     groups[size] = dist.group.WORLD
     while (asked := pipe.recv()) is not None:

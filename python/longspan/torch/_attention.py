@@ -10,7 +10,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from longspan import Communicator, InputError, Sharding, UnsupportedError
 
-from ._groups import known, name_of
+from ._groups import alone_name, known, name_of
 from ._layouts import layout_text, shard_of, unshard_of
 from ._ops import ATTEND as _attend, ATTEND_LSE as _attend_lse
 
@@ -204,7 +204,8 @@ class ContextParallelAttention(torch.nn.Module):
     Args:
         group: the ranks: a ProcessGroup, a DeviceMesh of one dimension, or None (the default group).
         comm: in place of `group`, a longspan.Communicator.
-        device: "cpu" or "cuda", where the group has both; None takes what the group says.
+        device: "cpu" or "cuda", where the group has both; None takes what the group says, and without
+            ranks the device of each call's tensors.
         format: "bhtd": tensors are [batch, heads, tokens, dim], as torch has them; "bthd": [batch,
             tokens, heads, dim], as flash-attention has them.
         layout: how tokens are dealt out: "zigzag", "striped", "interleaved:64" or "contiguous". For
@@ -240,6 +241,11 @@ class ContextParallelAttention(torch.nn.Module):
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.register_buffer("sinks", sinks, persistent=False)
         self._name = name_of(comm, group, device or "")
+        self._anywhere = device is None and comm is None and known(self._name).group is None
+
+    def _name_on(self, device: str) -> str:
+        """The communicator for tensors there: one process alone goes where they lie."""
+        return alone_name(device) if self._anywhere else self._name
 
     @property
     def comm(self) -> Communicator:
@@ -271,7 +277,8 @@ class ContextParallelAttention(torch.nn.Module):
         buffers = self._buffers
         try:
             _refuse_grad(query, key, value)
-            return _run(query, key, value, heads_dim, return_lse, self._name, self.layout, queries, self.causal,
+            return _run(query, key, value, heads_dim, return_lse, self._name_on(query.device.type), self.layout,
+                        queries, self.causal,
                         self.softmax_scale, self.window_size, self.softcap, buffers["alibi_slopes"],
                         buffers["sinks"], documents, cache_seqlens, total_keys, total_queries, False,
                         self.invariant, self.strategy)

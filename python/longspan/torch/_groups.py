@@ -129,7 +129,7 @@ def exchange_over(group, deadline: float, step: str):
         try:
             with torch.no_grad():
                 sizes = [int(n) for n in gather(torch.tensor([len(mine)], dtype=torch.int64, device=device))]
-                padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+                padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
                 if mine:
                     padded[:len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
                 return [bytes(part[:n].tolist()) for part, n in zip(gather(padded.to(device)), sizes)]

@@ -1,0 +1,32 @@
+"""Where tensors of PyTorch lie in the tests: LONGSPAN_TEST_DEVICE, "cpu" or "cuda". On GPUs every rank has its own,
+the ranks are those of NCCL, and a test of more ranks than there are GPUs is skipped."""
+
+import os
+
+DEVICE = os.environ.get("LONGSPAN_TEST_DEVICE", "cpu")
+BACKEND = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def most_ranks():
+    if DEVICE == "cpu":
+        return 4
+    import torch
+
+    return min(4, torch.cuda.device_count())
+
+
+def tensor(values):
+    """A tensor there of an array of NumPy."""
+    import torch
+
+    return torch.from_numpy(values).to(DEVICE)
+
+
+def take_device(rank=0):
+    """What torch makes without a device lies on this rank's from now on."""
+    if DEVICE == "cpu":
+        return
+    import torch
+
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"{DEVICE}:{rank}")

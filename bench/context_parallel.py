@@ -21,6 +21,8 @@ import tempfile
 import longspan_command
 import records
 
+MEMORY = 1.2  # at most: what a rank takes, of its q, k, v, out and two blocks of keys and values
+
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
@@ -95,6 +97,9 @@ def judge(bench, args, pair, rounds, peers, machine=None):
         case = {"heads": heads, "kv_heads": kv_heads, "dim": bench.dim, "dtype": bench.dtype, "tokens": tokens,
                 "causal": True, "ranks": args.ranks}
 
+        size = {"fp32": 4}.get(bench.dtype, 2) * bench.dim * tokens / args.ranks  # of a head's rows on a rank
+        arrays, block = 2 * size * (heads + kv_heads), 2 * size * kv_heads
+
         def say(name, ms, one, more=""):
             print(f"{pair:>6} {tokens:>8} {name:<44}{ms:>10.3f} ms   efficiency {one / ms / args.ranks:6.3f}{more}",
                   flush=True)
@@ -109,6 +114,10 @@ def judge(bench, args, pair, rounds, peers, machine=None):
             target = bench.targets.get((args.ranks, tokens)) if name == best else None
             add(name, "efficiency", round(alone / ms / args.ranks, 3), target=target)
             add(name, "ms", round(ms, 4))
+            workspace = max(r["workspace_bytes"] for r in rows
+                            if r["ranks"] == args.ranks and r["strategy"] == name)
+            add(name, "memory", round((arrays + workspace) / (arrays + 2 * block), 3),
+                target=MEMORY if name == best else None, less_is_better=True)
         for name, ms in medians((r["name"], r["ms"]) for r in theirs if "ms" in r).items():
             say(name, ms, their_alone[name], f"   (one {bench.one}: {their_alone[name]:.3f} ms)")
             add(best, "ms", round(times[best], 4), peer=name, peer_value=round(ms, 4), ratio=round(ms / times[best], 3))

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What a Python call costs more than the same call in C++: small arrays, on one rank, on processors.
+"""What a Python call costs more than the same call in C++: small arrays, on one rank.
 
 A step of attention over a few keys takes microseconds itself, so the difference of two such times is
 what the binding takes: reading the arrays, finding the layer, making the result. Both are measured in
 this process, in turn: the call in C++ is timed by the extension module, over the same layer.
 
-    python3 bench/python_overhead.py [--results bench/results]
+    python3 bench/python_overhead.py [--results bench/results]                on processors
+    python3 bench/python_overhead.py --backend cuda --machine h200            on a GPU: of queueing it
 """
 
 import argparse
@@ -27,7 +28,7 @@ TARGET = 15.0  # microseconds, on the machine of the records
 OPERATOR_TARGET = 20.0  # through an operator of torch
 
 
-def case_arrays(kind):
+def case_arrays(kind, backend):
     rng = np.random.default_rng(0)
     shape = (1, 2, 16), (8, 1, 16), (8, 1, 16)
     arrays = [rng.standard_normal(s, dtype=np.float32) for s in shape]
@@ -39,14 +40,24 @@ def case_arrays(kind):
         arrays = [torch.from_numpy(a) for a in arrays]
         if kind == "torch bfloat16":
             arrays = [a.to(torch.bfloat16) for a in arrays]
+        arrays = [a.to({"host": "cpu"}.get(backend, backend)) for a in arrays]
     return arrays
 
 
-def microseconds(call, repeats):
+def finish(backend):
+    """What is queued is done, so that the queue is never full."""
+    if backend == "cuda":
+        import torch
+        torch.cuda.synchronize()
+
+
+def microseconds(call, repeats, backend):
     begin = time.perf_counter_ns()
     for _ in range(repeats):
         call()
-    return (time.perf_counter_ns() - begin) / repeats / 1000
+    spent = time.perf_counter_ns() - begin
+    finish(backend)
+    return spent / repeats / 1000
 
 
 def operator_cases(q, k, v, comm):
@@ -55,7 +66,7 @@ def operator_cases(q, k, v, comm):
     from longspan.torch import ContextParallelAttention, scaled_dot_product_attention
     from longspan.torch._groups import name_of
 
-    name, attend = name_of(comm, None, "cpu"), torch.ops.longspan.attend.default
+    name, attend = name_of(comm, None, q.device.type), torch.ops.longspan.attend.default
     layer = ContextParallelAttention(comm=comm, causal=True)
     heads_first = [t.transpose(0, 1) for t in (q, k, v)]  # [heads, tokens, dim], as torch has them
     return {
@@ -66,9 +77,9 @@ def operator_cases(q, k, v, comm):
     }
 
 
-def measure(kind, results):
-    q, k, v = case_arrays(kind)
-    comm = longspan.alone()
+def measure(kind, backend, machine, results):
+    q, k, v = case_arrays(kind, backend)
+    comm = longspan.alone({"host": "cpu"}.get(backend, backend))
     out = longspan.attend(q, k, v, comm=comm, causal=True)
     layer = longspan.Attention(comm, heads=2, kv_heads=1, head_dim=16,
                                dtype="bfloat16" if "bfloat16" in kind else "float32", causal=True)
@@ -88,28 +99,30 @@ def measure(kind, results):
         call()
         python, cpp = [], []
         for _ in range(101):  # in turn, so that what else the machine does meets both
-            python.append(microseconds(call, 100))
+            python.append(microseconds(call, 100, backend))
             cpp.append(_core.time_attend(q, k, v, out, 100))
         more = statistics.median(a - b for a, b in zip(python, cpp))
         made.append(records.record("python", {"call": name, "arrays": kind}, "us", round(more, 2),
                                    target=targets[name], less_is_better=True,
-                                   machine=records.host_machine()))
+                                   machine=records.host_machine() if backend == "host" else None))
         print(f"{kind:16} {name:20} Python {statistics.median(python):7.2f} us, C++ "
               f"{statistics.median(cpp):6.2f} us: {more:6.2f} us more")
-    records.write("python", "cpu", made, results)
+    records.write("python", machine, made, results)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     records.add_arguments(parser)
+    parser.add_argument("--backend", default="host", choices=["host", "cuda"])
+    parser.add_argument("--machine", default="cpu", help="name for the records")
     options = parser.parse_args()
-    kinds = ["numpy float32", "numpy bfloat16"]
+    kinds = ["numpy float32", "numpy bfloat16"] if options.backend == "host" else []
     if importlib.util.find_spec("torch"):
         kinds += ["torch float32", "torch bfloat16"]
     else:
         print("torch is not here: its tensors are left out")
     for kind in kinds:
-        measure(kind, options.results)
+        measure(kind, options.backend, options.machine, options.results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""A model whose tokens are sharded over GPUs: longspan's context_parallel beside PyTorch's, in one run.
+
+    python3 bench/model_vs_torch.py --machine h200x2 --ranks 2
+
+The model is a stack of Llama's layers (RMSNorm, rotary positions, attention by F.scaled_dot_product_attention,
+SwiGLU) in bf16 with random weights, whole on every GPU; its forward is the same code under both, and alone on one
+GPU. torchrun starts the ranks, and each side is measured once in a round, in turns. What both give is compared with
+the model on one GPU: the largest difference over the largest magnitude. Records go to model-<machine>.jsonl.
+"""
+
+import argparse
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import records
+
+LAYERS, DIM = 4, 128
+WITHIN = 0.05  # of the largest output: bf16 through four layers, by kernels that round elsewhere
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", required=True, help="name for the records")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--heads", nargs="+", default=["16/16", "32/8"], help="query heads / kv heads")
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    records.add_arguments(parser)
+    return parser.parse_args()
+
+
+def model_of(heads, kv_heads, tokens, device):
+    import torch
+    import torch.nn.functional as F
+
+    width = heads * DIM
+    generator = torch.Generator(device).manual_seed(0)
+
+    def matrix(rows, columns):
+        made = torch.randn(rows, columns, generator=generator, device=device) * rows ** -0.5
+        return torch.nn.Parameter(made.to(torch.bfloat16), requires_grad=False)
+
+    def norm(x):
+        return F.rms_norm(x, (width,))
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = matrix(width, (heads + 2 * kv_heads) * DIM)
+            self.out = matrix(width, width)
+            self.up, self.down = matrix(width, 4 * width), matrix(2 * width, width)
+
+        def forward(self, x, angles):
+            batch, rows, _ = x.shape
+            qkv = (norm(x) @ self.qkv).view(batch, rows, -1, DIM).transpose(1, 2)
+            q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+            cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            q, k = (torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+                    for a, b in (t.chunk(2, -1) for t in (q, k)))
+            y = F.scaled_dot_product_attention(q, k, v.contiguous(), is_causal=True, enable_gqa=heads != kv_heads)
+            x = x + y.transpose(1, 2).reshape(batch, rows, -1) @ self.out
+            gate, up = (norm(x) @ self.up).chunk(2, -1)
+            return x + (F.silu(gate) * up) @ self.down
+
+    layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
+    x = torch.randn(1, tokens, width, generator=generator, device=device).to(torch.bfloat16)
+    frequencies = 500000.0 ** (-torch.arange(0, DIM, 2, device=device) / DIM)
+    angles = torch.arange(tokens, device=device)[:, None] * frequencies
+
+    def forward(x, angles):
+        for layer in layers:
+            x = layer(x, angles)
+        return x
+
+    return forward, x, angles
+
+
+def rank(args):
+    import longspan.torch
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    try:
+        import torch.distributed.tensor.experimental._context_parallel._attention as theirs
+    except ImportError:
+        import torch.distributed.tensor.experimental._attention as theirs
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+
+    def milliseconds(work):
+        """The median on the slowest rank, and what the last call gave."""
+        for _ in range(2):
+            work()
+        torch.cuda.synchronize()
+        dist.barrier()
+        times = []
+        for _ in range(args.iterations):
+            begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            begin.record()
+            out = work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        slowest = torch.tensor(statistics.median(times), device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return slowest.item(), out
+
+    def by_longspan(forward, x, angles):
+        own = [x.clone(), angles.clone()]
+        with longspan.torch.context_parallel(mesh, buffers=own, buffer_seq_dims=[1, 0], no_restore_buffers=own):
+            ms, out = milliseconds(lambda: forward(*own))
+        return ms, longspan.torch.context_parallel_unshard(mesh, [out], [1])[0]
+
+    def by_torch(method, backend):
+        def run(forward, x, angles):
+            theirs.set_rotate_method(method)
+            theirs._cp_options.enable_load_balance = True
+            own = [x.clone(), angles.clone()]
+            with sdpa_kernel(backend), context_parallel(mesh, buffers=own, buffer_seq_dims=[1, 0],
+                                                        no_restore_buffers=set(own)):
+                ms, out = milliseconds(lambda: forward(*own))
+            return ms, context_parallel_unshard(mesh, [out], [1])[0]
+        return run
+
+    sides = {"longspan": by_longspan, "PyTorch allgather, cuDNN": by_torch("allgather", SDPBackend.CUDNN_ATTENTION),
+             "PyTorch alltoall, cuDNN": by_torch("alltoall", SDPBackend.CUDNN_ATTENTION)}
+
+    @torch.no_grad()
+    def measure(shape):
+        forward, x, angles = model_of(*shape, device)
+        times, errors, alone = {}, {}, []
+        for number in range(args.rounds):
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                ms, right = milliseconds(lambda: forward(x, angles))
+            alone.append(ms)
+            for name, run in sides.items():
+                try:
+                    ms, out = run(forward, x, angles)
+                except (RuntimeError, ValueError, NotImplementedError) as error:
+                    if name == "longspan":
+                        raise
+                    errors[name] = str(error).splitlines()[0][:120]
+                    continue
+                times.setdefault(name, []).append(ms)
+                if number == 0:
+                    off = (out.float() - right.float()).abs().max() / right.float().abs().max()
+                    errors[name] = round(off.item(), 5)
+        return (statistics.median(alone), {n: statistics.median(t) for n, t in times.items()}, errors)
+
+    for pair in args.heads:
+        for tokens in args.tokens:
+            shape = (*map(int, pair.split("/")), tokens)
+            found = judge(args, shape, *measure(shape))
+            torch.cuda.empty_cache()
+            if dist.get_rank() == 0:  # kept from case to case: a later one may have no memory
+                records.write("model", args.machine, found, args.results)
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def judge(args, shape, alone, times, errors):
+    """The records of a case; the same on every rank."""
+    heads, kv_heads, tokens = shape
+    case = {"layers": LAYERS, "heads": heads, "kv_heads": kv_heads, "dim": DIM, "dtype": "bf16", "tokens": tokens,
+            "ranks": args.ranks}
+    ours, found = times["longspan"], []
+    for name, error in errors.items():
+        if name not in times:
+            print(f"# {name} refuses {shape}: {error}")
+        elif not error <= WITHIN:
+            raise SystemExit(f"{name} is off by {error} of the largest output, {shape}")
+    for name, ms in times.items():
+        if int(os.environ["RANK"]) == 0:
+            print(f"{heads:>3}/{kv_heads:<3}{tokens:>8} {name:<28}{ms:>10.3f} ms   efficiency "
+                  f"{alone / ms / args.ranks:.3f}   off by {errors[name]}", flush=True)
+        if name != "longspan":
+            found.append(records.record("model", case, "ms", round(ours, 3), peer=name, peer_value=round(ms, 3),
+                                        ratio=round(ms / ours, 3), target=1.0))
+    found.append(records.record("model", case, "efficiency", round(alone / ours / args.ranks, 3)))
+    return found
+
+
+def main():
+    args = arguments()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a process of torchrun
+        return rank(args)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
+            str(pathlib.Path(__file__).resolve()), *sys.argv[1:]]
+    sys.exit(subprocess.run(line, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@
 #include <optional>
 #include <sstream>
 
+#include "launcher/judge.hpp"
 #include "launcher/replays.hpp"
 #include "launcher/world.hpp"
 
@@ -123,10 +124,10 @@ std::string mostly(const Demand::Parts& parts) {
 constexpr const char* kAdvice =
     "Take fewer or shorter sequences, fewer query rows or fewer heads, or more nodes";
 
-/// The bytes that the oracle takes: the keys and values of one head in float64, and weights of some
-/// rows.
+/// The bytes that the oracle takes: the keys and values of some heads in float64, and weights of
+/// some rows.
 double oracle(const Options& o, double kv_len, int threads) {
-  const double columns = o.head_dim + o.of_values();
+  const double columns = (o.head_dim + o.of_values()) * heads_at_once(o, kv_len);
   return kv_len * 8.0 * (columns + 8.0 * std::max(1, threads));
 }
 

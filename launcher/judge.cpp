@@ -7,6 +7,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <thread>
 
 #include "launcher/elements.hpp"
 #include "launcher/oracle.hpp"
@@ -144,33 +145,53 @@ std::vector<Findings> examine(const Communicator& world, const Problem& problem,
   const auto key_start = problem.key_start();
   const int group = o.heads / o.kv_heads;
 
-  std::vector<Findings> found(answers.size());
+  // A stretch of pairs has one kv head and one sequence, so its keys are read once.
+  struct Stretch {
+    int kv_head, sequence;
+    std::int64_t begin, end;
+  };
+  std::vector<Stretch> stretches;
+  std::int64_t longest = 0;
   for (std::int64_t at = begin; at < end;) {
-    // A stretch of pairs has one kv head and one sequence, so its keys are read once.
-    const auto kv_head = static_cast<int>(at / rows);
-    int b = 0;
-    while (of_q[at % rows] >= query_start[b + 1]) ++b;
-    std::int64_t stop = at;
-    while (stop < end && stop / rows == kv_head && of_q[stop % rows] < query_start[b + 1]) ++stop;
-
-    const std::int64_t kv_len = problem.kv_lens[b];
-    const RowMajor keys =
-        whole_head(problem.k, problem.k_scale, key_start[b], kv_len, kv_head, o.threads);
-    const RowMajor values =
-        whole_head(problem.v, problem.v_scale, key_start[b], kv_len, kv_head, o.threads);
-    std::vector<std::vector<Findings>> parts((stop - at) * group);
-    parallel_for(static_cast<std::int64_t>(parts.size()), o.threads, [&](std::int64_t p) {
-      const std::int64_t i = (at + p / group) % rows;
-      const int head = static_cast<int>(std::int64_t{kv_head} * group + p % group);
-      const Expected expected =
-          expect(problem, of_q[i], b, of_q[i] - query_start[b], head, keys, values);
-      for (const Answer& answer : answers)
-        parts[p].push_back(compare(problem, answer, i, head, expected));
-    });
-    for (const std::vector<Findings>& part : parts)
-      for (std::size_t a = 0; a < answers.size(); ++a) found[a].add(part[a]);
-    at = stop;
+    Stretch s{static_cast<int>(at / rows), 0, at, at};
+    while (of_q[at % rows] >= query_start[s.sequence + 1]) ++s.sequence;
+    while (s.end < end && s.end / rows == s.kv_head &&
+           of_q[s.end % rows] < query_start[s.sequence + 1])
+      ++s.end;
+    longest = std::max<std::int64_t>(longest, problem.kv_lens[s.sequence]);
+    at = s.end;
+    stretches.push_back(s);
   }
+
+  const auto count = static_cast<std::int64_t>(stretches.size());
+  const int all_threads =
+      o.threads > 0 ? o.threads : static_cast<int>(std::thread::hardware_concurrency());
+  const int at_once =
+      std::max(1, std::min({heads_at_once(o, static_cast<double>(longest)), all_threads,
+                            static_cast<int>(std::min<std::int64_t>(count, all_threads))}));
+  const int threads = std::max(1, all_threads / at_once);
+  std::vector<std::vector<std::vector<Findings>>> parts(stretches.size());  // by pair, by answer
+  parallel_for(count, at_once, [&](std::int64_t number) {
+    const Stretch& s = stretches[number];
+    const std::int64_t first_key = key_start[s.sequence], kv_len = problem.kv_lens[s.sequence];
+    const RowMajor keys =
+        whole_head(problem.k, problem.k_scale, first_key, kv_len, s.kv_head, threads);
+    const RowMajor values =
+        whole_head(problem.v, problem.v_scale, first_key, kv_len, s.kv_head, threads);
+    parts[number].resize((s.end - s.begin) * group);
+    parallel_for((s.end - s.begin) * group, threads, [&](std::int64_t p) {
+      const std::int64_t i = (s.begin + p / group) % rows;
+      const int head = static_cast<int>(std::int64_t{s.kv_head} * group + p % group);
+      const Expected expected = expect(problem, of_q[i], s.sequence,
+                                       of_q[i] - query_start[s.sequence], head, keys, values);
+      for (const Answer& answer : answers)
+        parts[number][p].push_back(compare(problem, answer, i, head, expected));
+    });
+  });
+  std::vector<Findings> found(answers.size());
+  for (const auto& of_stretch : parts)
+    for (const std::vector<Findings>& of_pair : of_stretch)
+      for (std::size_t a = 0; a < answers.size(); ++a) found[a].add(of_pair[a]);
   return found;
 }
 
@@ -230,6 +251,13 @@ Judgement conclude(const Communicator& world, const Problem& problem, const Find
 }
 
 }  // namespace
+
+int heads_at_once(const Options& options, double kv_len) {
+  constexpr double kMost = 1 << 30;
+  const double columns = options.head_dim + options.of_values();
+  return static_cast<int>(
+      std::clamp(kMost / (std::max(1.0, kv_len) * 8 * columns), 1.0, 1.0 * options.kv_heads));
+}
 
 std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count,
                                       std::uint64_t seed) {

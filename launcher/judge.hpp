@@ -50,6 +50,10 @@ struct Judgement {
 std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count,
                                       std::uint64_t seed);
 
+/// How many kv heads a rank judges side by side: as many as 1 GiB holds of keys and values in
+/// float64, and at least one.
+int heads_at_once(const Options& options, double kv_len);
+
 /// Judges an answer. It is collective.
 Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
                 const std::vector<std::int64_t>& rows);

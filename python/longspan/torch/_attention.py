@@ -107,8 +107,9 @@ def scaled_dot_product_attention(
         total_keys, total_queries: tokens over all ranks. None asks the ranks, which costs a round of
             messages in each call; given, a contiguous cut is that of torch.tensor_split.
         invariant: the same bits for 1, 2, 4 ... ranks.
-        strategy: a name of longspan.strategies(); "auto" sends what is fewer bytes: keys and
-            values, or query rows and states.
+        strategy: a name of longspan.strategies(); "auto" takes on GPUs what the cost model finds
+            fastest, and sends on processors what is fewer bytes: keys and values, or query rows and
+            states.
         return_lse: return (out, lse), lse [batch, heads, tokens] float32, natural logarithms.
 
     Raises:

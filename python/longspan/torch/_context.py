@@ -16,7 +16,7 @@ from ._attention import scaled_dot_product_attention
 from ._groups import known, name_of
 from ._layouts import layout_text, shard_of, unshard_of
 
-_STRATEGIES = {"allgather": "gather-kv", "alltoall": "gather-states"}
+_ROTATE_METHODS = ("allgather", "alltoall")
 _rotate_method = "allgather"
 _open = threading.local()  # .layouts: of the contexts that this thread is in
 
@@ -24,9 +24,10 @@ _open = threading.local()  # .layouts: of the contexts that this thread is in
 def set_rotate_method(rotate_method: str) -> None:
     """How attention inside context_parallel travels, for all contexts that are opened from now on.
 
-    "allgather", which is the default: keys and values are gathered, where the layout and the device
-    allow it. "alltoall": no rank ever holds the keys of another; query rows and partial states travel
-    instead. Both are exact.
+    "allgather", which is the default: keys and values travel where that is fastest: on processors they
+    are gathered where the layout allows it, on GPUs longspan's cost model chooses (strategy "auto").
+    "alltoall": no rank ever holds the keys of another; query rows and partial states travel instead.
+    Both are exact.
 
     Raises:
         UnsupportedError: another name; PyTorch raises NotImplementedError, which it is.
@@ -35,7 +36,7 @@ def set_rotate_method(rotate_method: str) -> None:
     >>> longspan.torch.set_rotate_method("allgather")
     """
     global _rotate_method
-    if rotate_method not in _STRATEGIES:
+    if rotate_method not in _ROTATE_METHODS:
         raise UnsupportedError(f"rotate_method is {rotate_method!r}; 'allgather' and 'alltoall' are supported")
     _rotate_method = rotate_method
 
@@ -161,12 +162,11 @@ def _device_of(buffers: Sequence[Tensor]) -> str:
 
 
 def _strategy_for(layout: str, device: str) -> str:
-    """gather-kv has no contiguous keys of any cut on GPUs, and no large blocks."""
-    rule, _, block = layout.partition(":")
-    if _rotate_method == "allgather" and ((rule == "contiguous" and device == "cuda") or
-                                          (block and int(block) > 512)):
+    """gather-kv takes no large blocks."""
+    block = layout.partition(":")[2]
+    if _rotate_method == "alltoall" or (block and int(block) > 512):
         return "gather-states"
-    return _STRATEGIES[_rotate_method]
+    return "auto" if device == "cuda" else "gather-kv"
 
 
 @torch.no_grad()

@@ -101,8 +101,9 @@ def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
     options |= dict(queries=of_rows.layout, total_queries=of_rows.total)
     if of_rows.table is not None:
         options["query_table"] = torch.tensor(of_rows.table, device=q.device)
-    gathers_keys = options["strategy"] == "gather-kv" or (
-        options["strategy"] == "auto" and _keys_are_less(world.size, q, k, v, of_keys, of_rows))
+    gathers_keys = options["strategy"] == "gather-kv" or (  # on GPUs the library chooses
+        options["strategy"] == "auto" and q.device.type == "cpu" and _keys_are_less(
+            world.size, q, k, v, of_keys, of_rows))
     if gathers_keys:
         options |= dict(strategy="gather-kv", max_seqlen_k=_rounded(of_keys.total))
     if options.get("documents") is not None and batch > 1:
@@ -156,8 +157,6 @@ def _shares(world, q, k, keys, queries, total_keys, total_queries) -> tuple[Leng
 def _keys_are_less(ranks: int, q, k, v, keys: Lengths, rows: Lengths) -> bool:
     """Whether keys and values are fewer bytes on the way than query rows and states, and can be sent."""
     if keys.layout.layout == "interleaved" and keys.layout.block > _MOST_BLOCK:
-        return False
-    if q.device.type == "cuda" and keys.table is not None:
         return False
     heads, dim, value_dim = q.shape[-2], q.shape[-1], v.shape[-1]
     sent_keys = keys.total * k.shape[-2] * (dim + value_dim) * k.element_size() / ranks

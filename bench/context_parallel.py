@@ -42,6 +42,7 @@ def parser_of(doc, tokens, heads, iterations, rounds):
     parser.add_argument("--tokens", type=int, nargs="+", default=tokens)
     parser.add_argument("--heads", nargs="+", default=heads, help="query heads / kv heads")
     parser.add_argument("--iterations", type=int, default=iterations)
+    parser.add_argument("--warmup", type=int, default=3, help="of ours (less where a run takes seconds)")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--only-ours", action="store_true",
                         help="without PyTorch (of lengths that it has no memory for)")
@@ -70,7 +71,7 @@ def run_ours(bench, args, pair):
     return longspan_command.run(
         args.command, [*bench.options, "--phases", "prefill", "--kv", *args.tokens, "--heads", heads, "--kv-heads",
                        kv_heads, "--dim", bench.dim, "--dtype", bench.dtype, "--ranks", 1, args.ranks, "--shard",
-                       "zigzag", "--warmup", 3, "--iterations", args.iterations, *chosen],
+                       "zigzag", "--warmup", args.warmup, "--iterations", args.iterations, *chosen],
         args.ranks, args.launcher, what=("bench", "scale"))["rows"]
 
 

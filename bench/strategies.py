@@ -102,7 +102,7 @@ def judge(args, rows, heads, kv_heads, machine, targets):
                                          machine=machine))
         strategies += [records.record("strategies", case, f"{phase} share", round(share, 4), machine=machine)
                        for phase, share in row["split"].items()]
-        if row["received_bytes"]:
+        if row["received_bytes"] and row["counted_bytes"]:  # GPUs' own copies are counted by nobody
             strategies.append(records.record("strategies", case, "received bytes", row["counted_bytes"],
                                              peer="formula", peer_value=row["received_bytes"],
                                              ratio=round(row["received_bytes"] / row["counted_bytes"], 4),
@@ -134,6 +134,7 @@ def main():
                                     "interleaved" if phase == "decode" else "zigzag"], [2])
                 save(args, *judge(args, rows, 8, 8, machine, TARGETS))
         if not args.grid_only:
+            calibrate(args, 2, *[DOCUMENTS[args.backend][1]] * 2)
             save(args, documents(args, 2, machine), [])
         for pair in [] if args.targets_only else args.heads:
             heads, kv_heads = map(int, pair.split("/"))

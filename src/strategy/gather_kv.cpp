@@ -57,7 +57,7 @@ class GatherKv final : public Strategy {
     run.enter(Phase::attend);
     if (layer_.comm.size() > 1) {
       run.say_to(layer_.kernels);
-      keys_.begin(run, "gather of keys, counts");
+      keys_.begin(run);
       run.enter(Phase::exchange);
       gather_keys(run);
       run.enter(Phase::attend);

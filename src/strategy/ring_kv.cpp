@@ -74,12 +74,12 @@ class RingKv final : public Strategy {
       run.merge.headers.said = words_;
     }
     run.say_to(layer_.kernels);
-    keys_.begin(run, "ring of keys, counts");
+    keys_.begin(run);
     const KeyBlock own = own_block(run);
     last_ = plan(run, !receive_buffer_ && own.k == copy_.k);
 
-    comm::Transfer word;  // what ranks say of the run, where neither counts nor steps say it
-    if (run.said && !receive_buffer_ && run.arrays.keys.layout != Layout::listed) {
+    comm::Transfer word;  // what ranks say of the run, where no step says it
+    if (run.said && !receive_buffer_) {
       run.enter(Phase::exchange);
       word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream,
                                           "ring of keys, agreement", run.said);

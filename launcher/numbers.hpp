@@ -12,7 +12,17 @@
 #include <string>
 #include <string_view>
 
+#include "longspan/limits.hpp"
+
 namespace longspan::launcher {
+
+constexpr std::int64_t kMostRows = std::numeric_limits<std::int32_t>::max();  // and keys
+constexpr int kMostHeads = 65536;
+
+/// Says what --dim takes.
+inline std::string dim_text() {
+  return fmt::format("Of a head: {0} to {1} in steps of {0}", kHeadDimStep, kMaxHeadDim);
+}
 
 /// Quotes what was given, short enough for one line.
 inline std::string in_quotes(const std::string& text) {

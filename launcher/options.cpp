@@ -20,9 +20,6 @@ constexpr const char* kAbout =
     "across ranks. Start it alone, or on several ranks with mpirun, torchrun or\n"
     "srun.";
 
-constexpr std::int64_t kMost = 2147483647;  // of keys, of rows
-constexpr int kMostHeads = 65536;
-
 constexpr const char* kStatus = R"(Exit status
   0  success                            5  wrong result: outside the tolerance
   1  a defect of longspan               6  a rank died or gave up
@@ -68,25 +65,6 @@ constexpr const char* kDecodeFooter = R"(Examples
   mpirun -np 2 longspan bench decode --kv 8192 16384 --batch 2
       two lengths, two sequences)";
 
-constexpr const char* kScaleFooter = R"(Examples
-  mpirun -np 4 longspan bench scale
-      prefill, a chunk and a decode step on 1, 2 and 4 ranks, by every strategy;
-      > marks what auto would take, * what was fastest
-  mpirun -np 2 longspan bench scale --phases prefill --kv 4096 16384 --csv t.csv
-      two lengths of prefill, the table as a file too)";
-
-constexpr const char* kCalibrateFooter = R"(Examples
-  mpirun -np 4 longspan calibrate
-      measures for some seconds on four ranks, and saves
-  LONGSPAN_MACHINE=here.machine mpirun -np 2 longspan calibrate --dtype fp16
-      saves to a file, which longspan reads while that variable names it)";
-
-constexpr const char* kPlanFooter = R"(Examples
-  longspan plan --nodes 128 --gpus-per-node 8 --keys 1000000000 --causal
-      a billion keys on 1,024 GPUs
-  longspan plan --keys 131072 --tokens 1 --heads 64 --kv-heads 8
-      one decode step on eight)";
-
 /// Takes what --backend may be. Only those who work on longspan itself run the command on simulated
 /// GPUs, so the help does not name them.
 CLI::Validator backend_name() {
@@ -112,8 +90,6 @@ std::vector<std::string> exchange_names() {
   return names;
 }
 
-const std::string kDimText =
-    fmt::format("Of a head: {0} to {1} in steps of {0}", kHeadDimStep, kMaxHeadDim);
 const std::string kValueDimText = fmt::format(
     "Of a head of values: {0} to {1} in steps of {0} [--dim]", kHeadDimStep, kMaxValueDim);
 
@@ -175,7 +151,7 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
 
   const std::string made = "Inputs made from a seed (when no files are given)";
   const auto size = [&](const char* name, auto& value, std::int64_t least, const std::string& what,
-                        std::int64_t most = kMost) {
+                        std::int64_t most = kMostRows) {
     return app.add_option(name, value, what)
         ->transform(whole(least, most))
         ->excludes(q)
@@ -187,23 +163,23 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   auto* batch = size("--batch", o.batch, 1, "Sequences");
   app.add_option("--lengths", o.lengths,
                  "Keys of each of several sequences, all of them query rows too, packed")
-      ->transform(whole(std::int64_t{0}, kMost))
+      ->transform(whole(std::int64_t{0}, kMostRows))
       ->excludes(q, kv, tokens, batch)
       ->group(made);
   size("--heads", o.heads, 1, "Query heads", kMostHeads);
   size("--kv-heads", o.kv_heads, 1, "Heads of keys and values; divides --heads [--heads]",
        kMostHeads);
-  size("--dim", o.dim, 1, kDimText, kMostHeads);
+  size("--dim", o.dim, 1, dim_text(), kMostHeads);
   size("--value-dim", o.value_dim, 1, kValueDimText, kMostHeads);
 
   const std::string attention = "The attention";
   app.add_flag("--causal", o.mask.causal, "A row sees no key behind its own position")
       ->group(attention);
   app.add_option("--window", o.mask.window, "Keys to the left that a row sees, its own included")
-      ->transform(whole(std::int64_t{1}, kMost))
+      ->transform(whole(std::int64_t{1}, kMostRows))
       ->group(attention);
   app.add_option("--right", o.mask.right, "Keys to the right that a row sees")
-      ->transform(whole(std::int64_t{0}, kMost))
+      ->transform(whole(std::int64_t{0}, kMostRows))
       ->group(attention);
   app.add_option("--scale", o.scale, "Of q.k [1 / sqrt(head_dim)]")
       ->check(single_precision(false))
@@ -281,7 +257,7 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   app.add_option("--kv", o.kv,
                  "Keys of a sequence before the first step; several give a row of the table each "
                  "[131072 on GPUs, 16384 on processors]")
-      ->transform(whole(std::int64_t{0}, kMost))
+      ->transform(whole(std::int64_t{0}, kMostRows))
       ->group(step);
   app.add_flag("--weak", o.weak, "--kv is for each rank: a sequence has ranks times as many")
       ->group(step);
@@ -289,7 +265,7 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   number("--batch", o.batch, 1, 65536, "Sequences", step);
   number("--heads", o.heads, 1, 65536, "Query heads", step);
   number("--kv-heads", o.kv_heads, 1, 65536, "Heads of keys and values; divides --heads", step);
-  number("--dim", o.dim, 1, 65536, kDimText, step);
+  number("--dim", o.dim, 1, 65536, dim_text(), step);
   app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16")
       ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
       ->group(step)
@@ -334,110 +310,6 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
       ->group(measure);
 }
 
-void add_shape_options(CLI::App& app, ShapeOptions& o, const char* group) {
-  const auto number = [&](const char* name, int& value, const std::string& what) {
-    return app.add_option(name, value, what)->transform(whole(1, kMostHeads))->group(group);
-  };
-  number("--heads", o.heads, "Query heads")->capture_default_str();
-  number("--kv-heads", o.kv_heads, "Heads of keys and values; divides --heads [--heads]");
-  number("--dim", o.dim, kDimText + " [128 on GPUs, 64 on processors]");
-  app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16 [bf16 on GPUs, fp32 on processors]")
-      ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
-      ->group(group);
-}
-
-CLI::Option* add_file_option(CLI::App& app, const char* name, std::string& file, const char* what,
-                             const char* group) {
-  return app.add_option(name, file, what)->check(file_name())->type_name("FILE")->group(group);
-}
-
-void add_calibrate_options(CLI::App& app, CalibrateOptions& o) {
-  add_shape_options(app, o.shape, "What is measured");
-  add_file_option(app, "--out", o.out,
-                  "Where the constants go [LONGSPAN_MACHINE, or else the user's settings]",
-                  "Output (written by rank 0 after success, or not at all)");
-}
-
-void add_plan_options(CLI::App& app, PlanOptions& o) {
-  const char* cluster = "The cluster";
-  app.add_option("--nodes", o.nodes, "Nodes")
-      ->transform(whole(1, 65536))
-      ->group(cluster)
-      ->capture_default_str();
-  app.add_option("--gpus-per-node", o.gpus_per_node, "Ranks on a node")
-      ->transform(whole(1, 1024))
-      ->group(cluster)
-      ->capture_default_str();
-  add_file_option(app, "--machine", o.machine,
-                  "Constants of a rank, as `longspan calibrate` writes them [of an H200]", cluster);
-  const char* work = "The attention";
-  app.add_option("--keys", o.keys, "Keys of the sequence")
-      ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
-      ->group(work)
-      ->capture_default_str();
-  app.add_option("--tokens", o.tokens, "Query rows, the last of it [--keys]")
-      ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
-      ->group(work);
-  add_shape_options(app, o.shape, work);
-  app.add_flag("--causal", o.mask.causal, "A row sees no key behind its own position")->group(work);
-  app.add_option("--window", o.mask.window, "Keys to the left that a row sees, its own included")
-      ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
-      ->group(work);
-  const char* spread = "How it is spread over the ranks";
-  app.add_option("--shard", o.shard, "contiguous, zigzag, striped, interleaved[:block]")
-      ->group(spread)
-      ->capture_default_str();
-  app.add_option("--max-workspace", o.max_workspace, "Bytes of workspace on a rank [no limit]")
-      ->transform(whole(std::int64_t{1}, std::int64_t{1} << 48))
-      ->group(spread);
-  add_file_option(app, "--json", o.json, "The plan as a record", "Output");
-}
-
-void add_scale_options(CLI::App& app, ScaleOptions& o) {
-  const char* work = "What is measured";
-  app.add_option("--phases", o.phases, "prefill (as many rows as keys), chunk, decode (one row)")
-      ->check(CLI::IsMember({"prefill", "chunk", "decode"}))
-      ->group(work)
-      ->default_str("all");
-  app.add_option("--kv", o.kv, "Keys of a sequence; several give a row of the table each")
-      ->transform(whole(std::int64_t{1}, kMost))
-      ->group(work);
-  app.add_option("--chunk", o.chunk, "Query rows of a chunk")
-      ->transform(whole(std::int64_t{1}, kMost))
-      ->group(work)
-      ->capture_default_str();
-  app.add_flag("--weak", o.weak, "--kv is for each rank: a sequence has ranks times as many")
-      ->group(work);
-  app.add_option("--batch", o.batch, "Sequences")
-      ->transform(whole(1, 65536))
-      ->group(work)
-      ->capture_default_str();
-  add_shape_options(app, o.shape, work);
-  const char* spread = "How it is spread over the ranks";
-  app.add_option("--shard", o.shard,
-                 "Of the keys, and in prefill of the rows: contiguous, zigzag, striped, "
-                 "interleaved[:block]")
-      ->group(spread)
-      ->capture_default_str();
-  app.add_option("--ranks-per-node", o.ranks_per_node,
-                 "So many ranks are a node to strategies of two levels [those of a machine]")
-      ->transform(whole(1, 65536))
-      ->group(spread);
-  app.add_option("--strategies", o.strategies, "Some of --list-strategies [every one that serves]")
-      ->group(spread);
-  app.add_option("--ranks", o.ranks, "How many of the ranks take part [1, 2, 4 ... and all]")
-      ->transform(whole(1, 65536))
-      ->group(spread);
-  const char* measure = "Measuring and checking";
-  add_run_counts(app, o, 1, measure);
-  app.add_option("--check", o.check, "Rows of each run to compare with the float64 oracle")
-      ->transform(whole(std::int64_t{0}, std::int64_t{65536}))
-      ->group(measure)
-      ->capture_default_str();
-  add_file_option(app, "--json", o.json, "The measured records", measure);
-  add_file_option(app, "--csv", o.csv, "The table as comma-separated values", measure);
-}
-
 /// Makes the help show what to type and what holds otherwise, not CLI11's types and relations.
 void simplify_help(CLI::App& app) {
   for (CLI::Option* option : app.get_options()) {
@@ -458,7 +330,7 @@ void read_growing_rule(DecodeOptions& o) {
     throw CLI::ValidationError(
         "--shard", fmt::format("{} is none of striped, interleaved, interleaved:BLOCK with a "
                                "block of 1 to {} keys; other cuts move when a sequence grows",
-                               in_quotes(o.shard), kMost));
+                               in_quotes(o.shard), kMostRows));
 }
 
 void read_check(RunOptions& o, const std::string& check) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "launcher/model_options.hpp"
 #include "launcher/reshard_options.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/exchange.hpp"
@@ -101,56 +102,6 @@ struct DecodeOptions {
   int check = 4;          // samples that are compared with float64
   bool no_alone = false;  // else rank 0 does the whole problem alone, too
   std::string json;
-};
-
-/// The shape of the attention that the commands below predict or measure.
-struct ShapeOptions {
-  int heads = 8;
-  int kv_heads = 0;   // 0: heads
-  int dim = 0;        // 0: 128 on GPUs, 64 on processors
-  std::string dtype;  // empty: bf16 on GPUs, fp32 on processors
-};
-
-/// The options of `longspan calibrate`.
-struct CalibrateOptions {
-  ShapeOptions shape;
-  std::string out;  // empty: machine_file of the device
-};
-
-/// The options of `longspan plan`.
-struct PlanOptions {
-  int nodes = 1;
-  int gpus_per_node = 8;
-  std::int64_t keys = 1 << 20;
-  std::int64_t tokens = 0;  // query rows; 0: as many as keys
-  ShapeOptions shape;
-  Mask mask;
-  std::string shard = "zigzag";
-  Layout layout = Layout::zigzag;
-  std::int64_t block = kSegment;
-  std::int64_t max_workspace = 0;  // bytes; 0: no limit
-  std::string machine;             // a file of constants; empty: an H200
-  std::string json;
-};
-
-/// The options of `longspan bench scale`.
-struct ScaleOptions {
-  std::vector<std::string> phases = {"prefill", "chunk", "decode"};
-  std::vector<std::int64_t> kv;  // empty: by the phase and the device
-  std::int64_t chunk = 512;      // query rows of a chunk
-  bool weak = false;             // kv is for each rank
-  int batch = 1;
-  ShapeOptions shape;
-  std::string shard = "zigzag";
-  Layout layout = Layout::zigzag;
-  std::int64_t block = kSegment;
-  int ranks_per_node = 0;               // 0: those that share a machine
-  std::vector<std::string> strategies;  // empty: every one that serves
-  std::vector<int> ranks;               // empty: 1, 2, 4 ... and all
-  int iterations = 5;
-  int warmup = 1;
-  std::int64_t check = 4;
-  std::string json, csv;
 };
 
 struct CommandLine {

@@ -3,16 +3,10 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <limits>
 
 #include "launcher/numbers.hpp"
 
 namespace longspan::launcher {
-namespace {
-
-constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-
-}  // namespace
 
 bool read_shard(const std::string& text, std::initializer_list<Layout> allowed, Layout& layout,
                 std::int64_t& block) {
@@ -24,7 +18,7 @@ bool read_shard(const std::string& text, std::initializer_list<Layout> allowed, 
   const bool has_block = rule.size() != text.size();
   const std::string keys = has_block ? text.substr(rule.size() + 1) : "128";
   return known && (!has_block || layout == Layout::interleaved) && read_number(keys, block) &&
-         block >= 1 && block <= kMost;
+         block >= 1 && block <= kMostRows;
 }
 
 void read_rule(const char* option, const std::string& text, Layout& layout, std::int64_t& block) {
@@ -33,7 +27,7 @@ void read_rule(const char* option, const std::string& text, Layout& layout, std:
     throw CLI::ValidationError(
         option, fmt::format("{} is none of contiguous, zigzag, striped, interleaved, "
                             "interleaved:BLOCK with a block of 1 to {} keys",
-                            in_quotes(text), kMost));
+                            in_quotes(text), kMostRows));
 }
 
 }  // namespace longspan::launcher

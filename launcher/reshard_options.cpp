@@ -3,16 +3,12 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <limits>
 
 #include "launcher/numbers.hpp"
 #include "launcher/read_shard.hpp"
 
 namespace longspan::launcher {
 namespace {
-
-constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr int kMostHeads = 65536;
 
 void add_cache(CLI::App& app, CacheOptions& o, const std::string& side, const char* group) {
   const auto option = [&](const std::string& rest, auto& value, const char* what) {
@@ -40,7 +36,7 @@ void add_reshard_options(CLI::App& app, ReshardCommand& o) {
 
   const char* keys = "Its keys and values, made from a seed";
   auto* kv = app.add_option("--kv", o.kv, "Keys of a sequence")
-                 ->transform(whole(std::int64_t{0}, kMost))
+                 ->transform(whole(std::int64_t{0}, kMostRows))
                  ->group(keys)
                  ->capture_default_str();
   auto* batch = app.add_option("--batch", o.batch, "Sequences")
@@ -48,7 +44,7 @@ void add_reshard_options(CLI::App& app, ReshardCommand& o) {
                     ->group(keys)
                     ->capture_default_str();
   app.add_option("--lengths", o.lengths, "Keys of each of several sequences")
-      ->transform(whole(std::int64_t{0}, kMost))
+      ->transform(whole(std::int64_t{0}, kMostRows))
       ->excludes(kv, batch)
       ->group(keys);
   app.add_option("--kv-heads", o.kv_heads, "Heads of keys and values")

@@ -62,7 +62,7 @@ void RunDescription::array(const char* name, const kernels::DigestArray& where, 
   for (int i = 0; i < array.shown; ++i) array.first[i] = where.bits(i);
 }
 
-/// Adds the bounds of every rank. A listed table is one rank's own.
+/// Adds the bounds of every rank. A listed table is one rank's own (listed_positions.hpp).
 void RunDescription::table(const char* name, const Shard& shard, std::int64_t batch) {
   const std::int64_t ends = std::int64_t{shard.ranks} + 1;
   if (shard.layout == Layout::ranges) array(name, {shard.table, ends, batch, ends, 8}, 'i');

@@ -22,6 +22,7 @@
 #include "src/device_guard.hpp"
 #include "src/faults.hpp"
 #include "src/layer_memory.hpp"
+#include "src/listed_positions.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
 #include "src/trace.hpp"
@@ -65,6 +66,7 @@ struct Attention::Impl {
   std::optional<PhaseClock> clock;
   LayerMemory memory;
   std::optional<AgreedRuns> runs;
+  std::optional<ListedPositions> listed;
   std::int64_t* key_start = nullptr;  // [max_batch]
   Buffer ticket;                      // AttendParams::ticket; CUDA only
   std::unique_ptr<Strategy> strategy;
@@ -84,9 +86,10 @@ struct Attention::Impl {
     strategy = entry_of(*info).make(
         {options, *kernels, *kernels, comm::transport_of(world), bounds(), *kernels});
     if (options.debug.profile) {
-      const int marks = strategy->most_marks();
+      const int marks = strategy->most_marks() + 1;
       clock.emplace(kernels->timer(marks), marks);
     }
+    listed.emplace(comm::transport_of(world), options);
     allocate();
     strategy->open(runs->layer());
     exchange = strategy->exchange();
@@ -111,6 +114,14 @@ struct Attention::Impl {
     run.say = begun.say;
     run.said = begun.said;
     run.merge.headers = begun.headers;
+  }
+
+  /// Checks that the ranks list every position once, where a table says which they have.
+  void check_listed(Run& run) {
+    if (!listed->are_checked()) return;
+    run.enter(Phase::exchange);
+    run.say_to(*kernels);
+    listed->check(run);
   }
 
   /// The largest run that the options allow.
@@ -328,6 +339,7 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   kernels::CheckParams checks = checks_of(run.attend, checked.cache.keys);
   if (run.keys_travel) checks.geometry = rows_of_all_ranks(run);
   layer.check_arrays(checks, stream);
+  layer.check_listed(run);
   if (args.new_k) layer.give_new_keys(run.attend, append_of(args), checked, stream);
   layer.strategy->queue(run);
   run.enter(Phase::merge);  // the end of the last phase

@@ -4,144 +4,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <utility>
+#include <vector>
 
 #include "longspan/options.hpp"
 #include "longspan/strategy.hpp"
 #include "src/strategy/shared/node_ranks.hpp"
 #include "src/strategy/strategy.hpp"
+#include "src/visible_work.hpp"
 
 namespace longspan {
 namespace {
-
-/// Sequences of a run that are alike. Their rows are the last positions.
-struct Sequences {
-  std::int64_t rows = 0, keys = 0;  // of each of them
-  double count = 1;
-
-  std::int64_t first_row() const { return keys - rows; }
-};
-
-double length(const Interval& interval) {
-  return interval.empty() ? 0.0 : static_cast<double>(interval.end - interval.begin);
-}
-
-/// The keys that the row at a position sees.
-double seen_by_row(const Mask& mask, const Sequences& s, std::int64_t position) {
-  return length(mask.visible(position, s.keys));
-}
-
-/// The rows that see the key at a position.
-double seen_by_key(const Mask& mask, const Sequences& s, std::int64_t position) {
-  Interval rows{s.first_row(), s.keys};
-  if (mask.causal)
-    rows.begin = std::max(rows.begin, position);
-  else if (mask.right >= 0)
-    rows.begin = std::max(rows.begin, position - mask.right);
-  if (mask.window > 0) rows.end = std::min(rows.end, position + mask.window);
-  return length(rows);
-}
-
-/// Walks over `count` positions in cells of equal size, whose middle stands for all of them.
-template <class Visit>
-void for_cells(std::int64_t count, std::int64_t cells, const Visit& visit) {
-  cells = std::min(count, cells);
-  for (std::int64_t c = 0; c < cells; ++c) {
-    const std::int64_t begin = count * c / cells, end = count * (c + 1) / cells;
-    visit(begin, end, (begin + end - 1) / 2);
-  }
-}
-
-constexpr std::int64_t kCells = 4096;
-
-/// In a batch of sequences that differ, each has its part of the cells, but no fewer than this.
-constexpr std::int64_t kLeastCells = 64;
-
-std::int64_t cells_of_each(std::int64_t cells, const std::vector<Sequences>& batch) {
-  return std::max(kLeastCells, cells / static_cast<std::int64_t>(batch.size()));
-}
-
-/// The visible pairs of a row and a key.
-double visible_pairs(const Mask& mask, const std::vector<Sequences>& batch) {
-  double pairs = 0;
-  for (const Sequences& s : batch)
-    for_cells(s.rows, cells_of_each(kCells, batch),
-              [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
-                pairs += s.count * static_cast<double>(end - begin) *
-                         seen_by_row(mask, s, s.first_row() + middle);
-              });
-  return pairs;
-}
-
-/// The visible pairs of a rank, whose part of each sequence is dealt out by the same rule.
-double pairs_of_rank(const Sharding& dealt, bool by_keys, const Mask& mask,
-                     const std::vector<Sequences>& batch, int rank, int ranks) {
-  const std::int64_t cells = cells_of_each(std::max(kCells, 8 * std::int64_t{ranks}), batch);
-  double own = 0;
-  for (const Sequences& s : batch) {
-    const std::int64_t count = by_keys ? s.keys : s.rows;
-    const Shard shard = dealt.resolve(count, rank, ranks);
-    for_cells(count, cells, [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
-      const std::int64_t held = shard.before(end, count) - shard.before(begin, count);
-      if (held == 0) return;
-      own +=
-          s.count * static_cast<double>(held) *
-          (by_keys ? seen_by_key(mask, s, middle) : seen_by_row(mask, s, s.first_row() + middle));
-    });
-  }
-  return own;
-}
-
-/// The visible pairs of the rank that has most of them, over the mean. Of thousands of ranks some
-/// are looked at, the first and the last among them.
-double balance_of(const Sharding& dealt, Balanced by, const Mask& mask,
-                  const std::vector<Sequences>& batch, int ranks) {
-  constexpr int kRanks = 256;
-  if (by == Balanced::evenly || ranks == 1 || is_by_table(dealt)) return 1;
-  const int looked_at = std::min(ranks, kRanks);
-  double most = 0, sum = 0;
-  for (int i = 0; i < looked_at; ++i) {
-    const int rank =
-        looked_at == 1 ? 0 : static_cast<int>(std::int64_t{ranks - 1} * i / (looked_at - 1));
-    const double own = pairs_of_rank(dealt, by == Balanced::by_keys, mask, batch, rank, ranks);
-    most = std::max(most, own);
-    sum += own;
-  }
-  return sum > 0 ? most * looked_at / sum : 1;
-}
-
-/// The sequences of a run, those that are alike together. Of hundreds of lengths the middle one of
-/// neighbours stands for them.
-std::vector<Sequences> batch_of(const RunSize& size) {
-  constexpr std::size_t kLengths = 256;
-  const auto seen = [](std::int64_t rows, std::int64_t keys, double count) {
-    return Sequences{std::min(rows, keys), keys, count};  // rows past the keys see nothing
-  };
-  if (size.each.empty()) {
-    const double count = std::max(1.0, size.sequences);
-    return {seen(std::llround(size.tokens / count), std::llround(size.keys / count), count)};
-  }
-  std::vector<Sequences> all;
-  for (const SequenceSize& one : size.each) all.push_back(seen(one.rows, one.keys, 1));
-  std::sort(all.begin(), all.end(), [](const Sequences& a, const Sequences& b) {
-    return a.keys != b.keys ? a.keys < b.keys : a.rows < b.rows;
-  });
-  std::vector<Sequences> alike;
-  for (const Sequences& one : all) {
-    if (!alike.empty() && alike.back().keys == one.keys && alike.back().rows == one.rows)
-      ++alike.back().count;
-    else
-      alike.push_back(one);
-  }
-  if (alike.size() <= kLengths) return alike;
-  std::vector<Sequences> some;
-  for (std::size_t i = 0; i < kLengths; ++i) {
-    const std::size_t begin = alike.size() * i / kLengths, end = alike.size() * (i + 1) / kLengths;
-    Sequences& stands = some.emplace_back(alike[(begin + end - 1) / 2]);
-    stands.count = 0;
-    for (std::size_t j = begin; j < end; ++j) stands.count += alike[j].count;
-  }
-  return some;
-}
 
 /// The part of the other ranks that are of other nodes.
 double far_part(const Topology& topology) {
@@ -159,17 +33,38 @@ double key_row_bytes(const Options& o) {
   return static_cast<double>(size_of(o.dtypes.of_kv())) * o.kv_heads * (o.head_dim + o.of_values());
 }
 
-void predict(Forecast& f, const Options& o, const Topology& topology, const RunSize& size,
-             const Machine& machine) {
-  const StrategyEntry& entry = entry_of(*f.strategy);
-  const std::vector<Sequences> batch = batch_of(size);
-  const Balanced by = entry.balanced(o);
+/// What there is to compute in a run, and how evenly strategies share it: many alike, so that each
+/// way is looked at once.
+class Work {
+ public:
+  Work(const Options& options, int ranks, const RunSize& size)
+      : options_(options), ranks_(ranks), batch_(sequences_of(size)) {}
+
+  double flops() const {
+    const Options& o = options_;
+    return 2.0 * o.heads * (o.head_dim + o.of_values()) * visible_pairs(o.mask, batch_);
+  }
+  double balance(Balanced by, int levels) {
+    const auto [known, is_new] = balances_.try_emplace({by, levels}, 1.0);
+    if (!is_new) return known->second;
+    const Options& o = options_;
+    Sharding dealt = by == Balanced::by_queries ? o.queries.value_or(Sharding{}) : o.keys;
+    if (levels == 2) dealt = of_nodes(dealt, o.ranks_per_node);
+    return known->second = balance_of(dealt, by, o.mask, batch_, o.heads / o.kv_heads,
+                                      ranks_ / (levels == 2 ? o.ranks_per_node : 1));
+  }
+
+ private:
+  const Options& options_;
+  int ranks_;
+  std::vector<Sequences> batch_;
+  std::map<std::pair<Balanced, int>, double> balances_;
+};
+
+void predict(Forecast& f, Work& work, double flops, const Options& o, const Topology& topology,
+             const RunSize& size, const Machine& machine) {
   const bool two_levels = f.strategy->levels == 2;
-  Sharding dealt = by == Balanced::by_queries ? o.queries.value_or(Sharding{}) : o.keys;
-  if (two_levels) dealt = of_nodes(dealt, o.ranks_per_node);
-  f.balance =
-      balance_of(dealt, by, o.mask, batch, topology.ranks / (two_levels ? o.ranks_per_node : 1));
-  const double flops = 2.0 * o.heads * (o.head_dim + o.of_values()) * visible_pairs(o.mask, batch);
+  f.balance = work.balance(entry_of(*f.strategy).balanced(o), f.strategy->levels);
   const RunCost& cost = f.cost;
   f.attend = cost.calls * machine.call_s + f.balance * cost.work * flops / machine.flops_per_s +
              cost.keys_read * size.keys * key_row_bytes(o) / machine.key_bytes_per_s;
@@ -223,8 +118,10 @@ std::vector<Forecast> forecast(const Options& given, const Topology& topology, c
   if (options.ranks_per_node == 0)
     options.ranks_per_node = topology.ranks_per_node > 0 ? topology.ranks_per_node : topology.ranks;
   std::vector<Forecast> all = consider(options, topology.ranks, size, machine.device);
+  Work work(options, topology.ranks, size);
+  const double flops = work.flops();
   for (Forecast& f : all)
-    if (f.refusal.empty()) predict(f, options, topology, size, machine);
+    if (f.refusal.empty()) predict(f, work, flops, options, topology, size, machine);
   return all;
 }
 

@@ -15,6 +15,7 @@ from ._communicators import alone, from_environment, from_exchange, from_mpi4py
 from ._core import Communicator, Shard, Sharding, __version__
 from ._errors import (BackendError, InputError, InternalError, LongspanError, RankError,
                       UnsupportedError, UsageError)
+from ._reshard import Reshard, Traffic, reshard
 from ._serving import (Segments, append_kv, context_attention, cross_rank_merge, merge_attn_states,
                        merge_state, merge_states, reduce_segments, segmented_attention)
 from ._shards import shard, unshard
@@ -61,8 +62,8 @@ _os.register_at_fork(after_in_child=_after_fork)
 
 __all__ = [
     "Attention", "BackendError", "Communicator", "InputError", "InternalError", "LongspanError",
-    "Phases", "RankError", "Segments", "Shard", "Sharding", "UnsupportedError", "UsageError",
+    "Phases", "RankError", "Reshard", "Segments", "Shard", "Sharding", "Traffic", "UnsupportedError", "UsageError",
     "alone", "append_kv", "attend", "context_attention", "cross_rank_merge", "environment", "features",
     "from_environment", "from_exchange", "from_mpi4py", "info", "merge_attn_states", "merge_state", "merge_states",
-    "reduce_segments", "segmented_attention", "shard", "strategies", "unshard", "__version__",
+    "reduce_segments", "reshard", "segmented_attention", "shard", "strategies", "unshard", "__version__",
 ]

@@ -26,17 +26,6 @@ struct OwnShard {
   std::int64_t count() const { return get().local_len(shard.length); }
 };
 
-std::vector<std::int64_t> values_of(const Array& array, const char* name) {
-  std::vector<std::int64_t> values;
-  if (!array) return values;
-  const Tensor& t = array.tensor();
-  if (t.device != Device::host || t.dims != 1 || t.dtype != DType::int64)
-    throw InputError(std::string(name) + " is no vector of int64 on processors");
-  for (std::int64_t i = 0; i < t.shape[0]; ++i)
-    values.push_back(static_cast<const std::int64_t*>(t.data)[i * t.stride[0]]);
-  return values;
-}
-
 OwnShard resolve(const Sharding& sharding, nb::handle length, nb::handle rank, nb::handle ranks,
                  nb::handle table) {
   const std::int64_t all = integer(length, "length"), count = integer(ranks, "ranks"),
@@ -113,6 +102,17 @@ std::string repr(const Sharding& s) {
 }
 
 }  // namespace
+
+std::vector<std::int64_t> values_of(const Array& array, const char* name) {
+  std::vector<std::int64_t> values;
+  if (!array) return values;
+  const Tensor& t = array.tensor();
+  if (t.device != Device::host || t.dims != 1 || t.dtype != DType::int64)
+    throw InputError(std::string(name) + " is no vector of int64 on processors");
+  for (std::int64_t i = 0; i < t.shape[0]; ++i)
+    values.push_back(static_cast<const std::int64_t*>(t.data)[i * t.stride[0]]);
+  return values;
+}
 
 void bind_shards(nb::module_& m) {
   nb::class_<OwnShard>(m, "Shard",

@@ -3,7 +3,16 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
+#include <vector>
+
+#include "python/src/arrays.hpp"
+
 namespace longspan::python {
+
+/// The numbers of a table, none where it was not given. InputError for what is no vector of int64
+/// on processors.
+std::vector<std::int64_t> values_of(const Array& array, const char* name);
 
 void bind_shards(nanobind::module_& m);
 

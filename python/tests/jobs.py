@@ -42,6 +42,37 @@ def grow(comm, prompt, steps):
     return np.concatenate(made)
 
 
+def listed(comm, q, k, v, tables):
+    """Every rank's own keys stand where its table says."""
+    own = tables[comm.rank]
+    return longspan.attend(q, k[own], v[own], comm=comm, keys="listed", key_table=own, total_keys=len(k))
+
+
+def reshard(comm, k, v, lengths, given):
+    """From the ranks' shards to pages of 4 keys on the last rank alone: these, and what travelled."""
+    last, total = comm.size - 1, sum(lengths)
+    rows = [longspan.Sharding(given["keys"]).shard(n, comm.rank, comm.size) for n in lengths]
+    starts = np.cumsum([0, *lengths[:-1]])
+    mine = np.concatenate([np.asarray(s.positions()) + start for s, start in zip(rows, starts)])
+    to_k = to_v = table = None
+    if comm.rank == last:
+        pages = [-(-n // 4) for n in lengths]
+        order = np.random.default_rng(1).permutation(sum(pages)).astype(np.int32)
+        table = np.zeros((len(lengths), max(pages)), np.int32)
+        for b, count in enumerate(pages):
+            table[b, :count] = order[sum(pages[:b]):sum(pages[:b]) + count]
+        to_k, to_v = np.full((2, sum(pages), 4, *k.shape[1:]), np.nan, k.dtype)
+    traffic = longspan.reshard(k[mine], v[mine], to_k, to_v, comm=comm, lengths=lengths,
+                               kv_heads=k.shape[1], head_dim=k.shape[2], dtype=k.dtype,
+                               to_ranks=range(last, last + 1), to_block_table=table, **given)
+    if comm.rank != last:
+        return None, None, traffic
+    found = [np.concatenate([to[table[b]].reshape(-1, *k.shape[1:])[:n] for b, n in enumerate(lengths)])
+             for to in (to_k, to_v)]
+    assert len(found[0]) == total
+    return *found, traffic
+
+
 def merge(comm, parts, lses, options):
     """Every rank has the whole arrays, and gives its own part."""
     return longspan.cross_rank_merge(parts[comm.rank], lses[comm.rank], comm=comm, **options)

@@ -151,6 +151,33 @@ def overlapping():
     return attend(memory[:6], out=memory[3:9])
 
 
+def reshard(k=K, v=V, to_k=None, to_v=None, **given):
+    made = [np.empty_like(K) if one is None else one for one in (to_k, to_v)]
+    given = {"lengths": [len(K)], "kv_heads": K.shape[1], "head_dim": K.shape[2], "dtype": K.dtype, **given}
+    return longspan.reshard(k, v, *made, **given)
+
+
+@pytest.mark.parametrize("given, error, says", [
+    (dict(ranks=1), TypeError, "ranks is of type 'int'; a range"),
+    (dict(to_ranks=range(0, 2, 2)), INPUT, "to_ranks is range"),
+    (dict(to_ranks=range(0)), INPUT, "to_ranks is range"),
+    (dict(ranks=range(0, 2)), longspan.LongspanError, "2 ranks"),
+    (dict(keys="listed"), UNSUPPORTED, "listed"),
+    (dict(to_keys="spiral"), INPUT, "to_keys is 'spiral'"),
+    (dict(lengths=[len(K) + 1]), INPUT, "from: k has 20 keys"),
+    (dict(lengths="many"), TypeError, "lengths"),
+    (dict(lengths=[-1]), longspan.LongspanError, "-1"),
+    (dict(kv_heads=2.5), TypeError, "kv_heads is of type 'float'"),
+    (dict(head_dim=-1), INPUT, "head_dim is -1"),
+    (dict(dtype="float32", to_k=K.astype(np.float64)), INPUT, "to_k has elements of type float64"),
+    (dict(k=None), INPUT, "from: k"),
+])
+def test_moves_that_make_no_sense(given, error, says):
+    with pytest.raises(error, match=says):
+        reshard(**given)
+    assert reshard().kept == K.nbytes + V.nbytes
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_wrong_is_named(name):
     call, error, says = CASES[name]

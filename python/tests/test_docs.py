@@ -45,7 +45,7 @@ def test_everything_is_documented():
         assert getattr(longspan, name).__doc__, name
     for module in map(importlib.import_module, PEERS):
         assert module.__doc__ and all(getattr(module, name).__doc__ for name in module.__all__)
-    for what in (longspan.Attention, longspan.Communicator, longspan.Sharding, longspan.Shard):
+    for what in (longspan.Attention, longspan.Communicator, longspan.Reshard, longspan.Sharding, longspan.Shard):
         for name, member in vars(what).items():
             if not name.startswith("_") and name not in ("layout", "block", "rank", "ranks"):
                 assert member.__doc__, f"{what.__name__}.{name}"

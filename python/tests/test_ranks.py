@@ -109,6 +109,32 @@ def test_a_cache_that_grows(ranks, rng):
         assert_close(out, right)
 
 
+def test_listed_keys_that_overlap_or_are_missing(ranks, rng):
+    q, (k, v) = numbers(rng, (3, 4, 32)), numbers(rng, (2, 90, 2, 32))
+    tables = np.array_split(rng.permutation(90), ranks.size)
+    right = attention(q, k, v)[0]
+    for out in ranks.values(jobs.listed, q, k, v, tables):
+        assert_close(out, right)
+    wrong = [table.copy() for table in tables]
+    taken, wrong[0][0] = int(wrong[0][0]), wrong[-1][0]
+    for kind, error in ranks(jobs.listed, q, k, v, wrong):
+        assert kind == "error" and type(error) is longspan.InputError
+        assert (f"position {taken} is listed by no rank" in str(error)
+                or f"position {wrong[0][0]} is listed by rank 0 and rank {ranks.size - 1}" in str(error))
+    ranks.values(jobs.listed, q, k, v, tables)  # and they go on
+
+
+@pytest.mark.parametrize("keys", ["contiguous", "zigzag", "striped"])
+def test_a_cache_moves_to_pages_of_one_rank(ranks, rng, keys):
+    lengths = [50, 0, 7, 133]
+    k, v = numbers(rng, (2, sum(lengths), 2, 32))
+    found = ranks.values(jobs.reshard, k, v, lengths, dict(keys=keys))
+    assert (found[-1][0] == k).all() and (found[-1][1] == v).all()
+    traffic = [one[2] for one in found]
+    assert sum(t.sent for t in traffic) == traffic[-1].received
+    assert traffic[-1].received + traffic[-1].kept == k.nbytes + v.nbytes
+
+
 def test_the_merge_of_finished_results(ranks, rng):
     """Over keys that each rank has: some of the ranks have none."""
     q, (k, v) = numbers(rng, (5, 6, 32)), numbers(rng, (2, 90, 6, 32))

@@ -73,9 +73,11 @@ struct AttentionArgs {
   Tensor kv_len = {};       ///< [batch] int32 keys of the whole sequences, on all ranks
   Tensor block_table = {};  ///< [batch or more, columns] int32 pages of each sequence; optional
   Tensor key_table = {};  ///< int64. Keys of layout ranges: [batch, ranks + 1]; listed: [keys] the
-                          ///< position of each of the rank's own keys
+                          ///< position of each of the rank's own keys, and all ranks together list
+                          ///< each once, which is checked on processors
   Tensor query_table = {};  ///< likewise of the queries, or of results by rows; ranges: [ranks +
-                            ///< 1]; listed: [max_tokens], -1 past the rank's last row
+                            ///< 1]; listed: [max_tokens], -1 past the rank's last row (of
+                            ///< results a row may be listed by several ranks, or by none)
 
   /// As in Append: the keys of these rows of q (with sharded queries: of the whole q), on every
   /// rank, so that one call appends and runs. Optional: k and v have them already.

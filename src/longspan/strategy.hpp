@@ -83,7 +83,8 @@ struct Forecast {
   std::string reservation;                 ///< why "auto" leaves it out, although it could
   RunCost cost;                            ///< what it takes, with what follows, where it can
   double far_bytes = 0;                    ///< of the received bytes, what comes from other nodes
-  double balance = 1;                      ///< the work of the rank that has most, over the mean
+  double balance = 1;                      ///< the visible tiles, 128 rows by 128 keys, of the rank
+                                           ///< that has most of them, over the mean
   double attend = 0;                       ///< attention over what a rank has
   double exchange = 0;                     ///< what travels, as far as nothing hides it
   double hidden = 0;                       ///< what travels behind the attention

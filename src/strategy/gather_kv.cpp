@@ -7,8 +7,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
+#include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -21,14 +23,12 @@ class GatherKv final : public Strategy {
       : layer_(layer), keys_(layer), open_(static_cast<std::size_t>(layer.comm.size())) {
     layer_.bounds.shard.rank = 0;  // that of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
-    scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
+    states_.emplace(layer_.kernels, layer_.bounds);
   }
 
   void lay_out(Parts& memory) override {
     const kernels::AttendParams& bounds = layer_.bounds;
-    state_ = memory.take(static_cast<std::size_t>(
-        kernels::StateSlots::bytes(bounds.tokens * bounds.heads, bounds.value_dim)));
-    scratch_ = memory.take(scratch_bytes_);
+    states_->lay_out(memory);
     if (layer_.comm.size() == 1) return;
     keys_.lay_out(memory);
     const auto rows = static_cast<std::size_t>(layer_.comm.size() * keys_.block_rows());
@@ -46,18 +46,14 @@ class GatherKv final : public Strategy {
   void prepare(Run& run) const override {
     keys_.check(run, "gather-kv");
     run.keys_travel = layer_.comm.size() > 1;
-    run.attend.scratch = scratch_;
-    run.attend.scratch_bytes = scratch_bytes_;
-    run.attend.state = {state_, run.attend.tokens * layer_.bounds.heads, layer_.bounds.value_dim,
-                        1};
-    run.merge.states = run.attend.state;
+    states_->give(run);
   }
 
   void queue(Run& run) const override {
     run.enter(Phase::attend);
     if (layer_.comm.size() > 1) {
       run.say_to(layer_.kernels);
-      keys_.begin(run, "gather of keys, counts");
+      keys_.begin(run);
       run.enter(Phase::exchange);
       gather_keys(run);
       run.enter(Phase::attend);
@@ -149,9 +145,7 @@ class GatherKv final : public Strategy {
   Layer layer_;
   TravellingKeys keys_;
   mutable std::vector<comm::Transfer> open_;  // by distance
-  std::byte* state_ = nullptr;                // one slot
-  std::byte* scratch_ = nullptr;              // AttentionKernels::attend_scratch
-  std::size_t scratch_bytes_ = 0;
+  std::optional<StateMemory> states_;         // one slot
   std::byte* gathered_ = nullptr;      // [ranks, rows of a rank, row_bytes] of keys, then of values
   std::int64_t* starts_ = nullptr;     // [ranks, batch] of the sequences in each rank's slot
   std::int64_t* positions_ = nullptr;  // [ranks, rows of a rank] of listed keys; else null

@@ -6,9 +6,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "longspan/error.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
+#include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -18,15 +20,11 @@ class GatherStates final : public Strategy {
  public:
   explicit GatherStates(const Layer& layer) : layer_(layer), rows_(layer) {
     layer_.bounds.tokens = rows_.most_tokens();
-    scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
+    states_.emplace(layer_.kernels, layer_.bounds, layer_.comm.size());
   }
 
   void lay_out(Parts& memory) override {
-    const kernels::AttendParams& bounds = layer_.bounds;
-    const auto ranks = static_cast<std::size_t>(layer_.comm.size());
-    states_ = memory.take(ranks * static_cast<std::size_t>(kernels::StateSlots::bytes(
-                                      bounds.tokens * bounds.heads, bounds.value_dim)));
-    scratch_ = memory.take(scratch_bytes_);
+    states_->lay_out(memory);
     rows_.lay_out(memory);
   }
 
@@ -63,15 +61,9 @@ class GatherStates final : public Strategy {
   ExchangeInfo exchange() const override { return exchange_; }
 
   void prepare(Run& run) const override {
-    const kernels::AttendParams& bounds = layer_.bounds;
     rows_.prepare(run);
     if (rows_.are_dealt()) run.merge.rows = rows_.own_map(run);
-    run.attend.scratch = scratch_;
-    run.attend.scratch_bytes = scratch_bytes_;
-    run.attend.state = {states_, run.attend.tokens * bounds.heads, bounds.value_dim,
-                        layer_.comm.size()};
-    run.attend.slot = layer_.comm.rank();
-    run.merge.states = run.attend.state;
+    states_->give(run, layer_.comm.rank());
     run.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
   }
 
@@ -113,9 +105,7 @@ class GatherStates final : public Strategy {
 
   Layer layer_;
   DealtRows rows_;
-  std::size_t scratch_bytes_ = 0;
-  std::byte* states_ = nullptr;            // [ranks] slots of the most rows
-  std::byte* scratch_ = nullptr;           // AttentionKernels::attend_scratch
+  std::optional<StateMemory> states_;      // [ranks] slots
   std::shared_ptr<const PeerView> peers_;  // null: states are gathered
   std::int64_t peer_buffer_rows_ = 0;      // most states that go by peer buffers
   ExchangeInfo exchange_;

@@ -10,6 +10,7 @@
 
 #include "longspan/error.hpp"
 #include "src/strategy/shared/head_exchange.hpp"
+#include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -26,13 +27,11 @@ class Heads final : public Strategy {
       own_.heads = exchange_->share().query.size();
       own_.kv_heads = exchange_->share().kv.size();
     }
-    scratch_bytes_ = layer_.kernels.attend_scratch(own_);
+    states_.emplace(layer_.kernels, own_);
   }
 
   void lay_out(Parts& memory) override {
-    state_ = memory.take(static_cast<std::size_t>(
-        kernels::StateSlots::bytes(own_.tokens * own_.heads, own_.value_dim)));
-    scratch_ = memory.take(scratch_bytes_);
+    states_->lay_out(memory);
     if (exchange_) exchange_->lay_out(memory);
   }
 
@@ -43,11 +42,7 @@ class Heads final : public Strategy {
       exchange_->prepare(run, "heads");
     else
       prepare_alone(run);
-    run.attend.scratch = scratch_;
-    run.attend.scratch_bytes = scratch_bytes_;
-    run.attend.state = {state_, run.attend.tokens * own_.heads, own_.value_dim, 1};
-    run.attend.slot = 0;
-    run.merge.states = run.attend.state;
+    states_->give(run);
   }
 
   void queue(Run& run) const override {
@@ -75,9 +70,7 @@ class Heads final : public Strategy {
   Layer layer_;
   std::optional<HeadExchange> exchange_;  // of several ranks
   kernels::AttendParams own_;             // the largest attention, of this rank's heads
-  std::size_t scratch_bytes_ = 0;
-  std::byte* state_ = nullptr;    // one slot
-  std::byte* scratch_ = nullptr;  // AttentionKernels::attend_scratch
+  std::optional<StateMemory> states_;     // one slot
 };
 
 std::string refusal(const Options& o, int ranks) {

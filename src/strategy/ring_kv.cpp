@@ -17,8 +17,10 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -33,16 +35,13 @@ class RingKv final : public Strategy {
       : layer_(layer), keys_(layer), steps_(static_cast<std::size_t>(layer.comm.size())) {
     layer_.bounds.resume = layer_.comm.size() > 1;
     open_receive_buffer();
-    scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
+    states_.emplace(layer_.kernels, layer_.bounds);
     for (int s = 1; s < layer_.comm.size(); ++s)
       steps_[s].name = fmt::format("ring of keys, step {} of {}", s, layer_.comm.size() - 1);
   }
 
   void lay_out(Parts& memory) override {
-    const kernels::AttendParams& bounds = layer_.bounds;
-    state_ = memory.take(static_cast<std::size_t>(
-        kernels::StateSlots::bytes(bounds.tokens * bounds.heads, bounds.value_dim)));
-    scratch_ = memory.take(scratch_bytes_);
+    states_->lay_out(memory);
     if (layer_.comm.size() == 1) return;
     keys_.lay_out(memory);
     if (!receive_buffer_) take_blocks(memory, kMostBlocks);
@@ -57,11 +56,7 @@ class RingKv final : public Strategy {
   void prepare(Run& run) const override {
     keys_.check(run, "ring-kv");
     run.keys_travel = layer_.comm.size() > 1;
-    run.attend.scratch = scratch_;
-    run.attend.scratch_bytes = scratch_bytes_;
-    run.attend.state = {state_, run.attend.tokens * layer_.bounds.heads, layer_.bounds.value_dim,
-                        1};
-    run.merge.states = run.attend.state;
+    states_->give(run);
   }
 
   void queue(Run& run) const override {
@@ -74,12 +69,12 @@ class RingKv final : public Strategy {
       run.merge.headers.said = words_;
     }
     run.say_to(layer_.kernels);
-    keys_.begin(run, "ring of keys, counts");
+    keys_.begin(run);
     const KeyBlock own = own_block(run);
     last_ = plan(run, !receive_buffer_ && own.k == copy_.k);
 
-    comm::Transfer word;  // what ranks say of the run, where neither counts nor steps say it
-    if (run.said && !receive_buffer_ && run.arrays.keys.layout != Layout::listed) {
+    comm::Transfer word;  // what ranks say of the run, where no step says it
+    if (run.said && !receive_buffer_) {
       run.enter(Phase::exchange);
       word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream,
                                           "ring of keys, agreement", run.said);
@@ -260,11 +255,9 @@ class RingKv final : public Strategy {
   TravellingKeys keys_;
   mutable std::vector<Step> steps_;  // of the run at hand, by distance
   mutable int last_ = 0;             // the step of the run at hand whose keys end it; 0: its own do
-  std::byte* state_ = nullptr;       // one slot
-  std::byte* scratch_ = nullptr;     // AttentionKernels::attend_scratch
-  std::size_t scratch_bytes_ = 0;
-  std::vector<KeyBlock> blocks_;  // that keys come into
-  KeyBlock copy_;                 // of this rank's own keys
+  std::optional<StateMemory> states_;  // one slot
+  std::vector<KeyBlock> blocks_;       // that keys come into
+  KeyBlock copy_;                      // of this rank's own keys
   std::shared_ptr<std::byte>
       receive_buffer_;              // of blocks and words; null: blocks are the layer's memory
   std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run

@@ -13,10 +13,12 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "longspan/error.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
+#include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -27,7 +29,7 @@ class RingQ final : public Strategy {
  public:
   explicit RingQ(const Layer& layer)
       : layer_(layer), rows_(layer), steps_(static_cast<std::size_t>(ranks())) {
-    scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
+    states_.emplace(layer_.kernels, layer_.bounds, ranks());
     for (int s = 1; s < ranks(); ++s) {
       steps_[at(s)].rows = fmt::format("ring of queries, step {} of {}", s, ranks() - 1);
       steps_[at(s)].states = fmt::format("ring of states, step {} of {}", s, ranks() - 1);
@@ -36,12 +38,11 @@ class RingQ final : public Strategy {
 
   void lay_out(Parts& memory) override {
     const std::int64_t most = layer_.bounds.tokens, batch = layer_.bounds.batch.size;
-    states_ = take_slots(memory, ranks());
-    scratch_ = memory.take(scratch_bytes_);
+    states_->lay_out(memory);
     if (ranks() == 1) return;
     starts_ = memory.take_array<std::int32_t>(at(ranks() * (batch + 1)));
     if (layer_.kernels.device() != Device::host) sent_ = memory.take(at(most * rows_.row_bytes()));
-    for (std::byte*& slot : leaving_) slot = take_slots(memory, 1);
+    for (std::byte*& slot : leaving_) slot = take_slot(memory);
     for (std::byte*& rows : visiting_) rows = memory.take(at(most * rows_.row_bytes()));
   }
 
@@ -51,17 +52,12 @@ class RingQ final : public Strategy {
   int most_marks() const override { return 3 * ranks() + 4; }
 
   void prepare(Run& run) const override {
-    const kernels::AttendParams& bounds = layer_.bounds;
     check(run);
-    run.keys_travel = ranks() > 1;  // rows of all ranks see the keys of this one
-    run.attend.scratch = scratch_;
-    run.attend.scratch_bytes = scratch_bytes_;
+    run.keys_travel = ranks() > 1;
     std::int64_t rows = run.attend.tokens;  // of a slot: as many as the others take for this rank's
     if (ranks() > 1) rows = rows_.rows_of(run, rank());
     run.attend.tokens = std::min(run.attend.tokens, rows);
-    run.attend.state = {states_, rows * bounds.heads, bounds.value_dim, ranks()};
-    run.attend.slot = layer_.comm.rank();
-    run.merge.states = run.attend.state;
+    states_->give(run, rank(), rows);
     run.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
   }
 
@@ -116,10 +112,10 @@ class RingQ final : public Strategy {
   int guest(int s) const { return (rank() - s + ranks()) % ranks(); }
   int host(int s) const { return (rank() + s) % ranks(); }
 
-  std::byte* take_slots(Parts& memory, int slots) const {
+  std::byte* take_slot(Parts& memory) const {
     const kernels::AttendParams& bounds = layer_.bounds;
     return memory.take(
-        at(slots) * at(kernels::StateSlots::bytes(bounds.tokens * bounds.heads, bounds.value_dim)));
+        at(kernels::StateSlots::bytes(bounds.tokens * bounds.heads, bounds.value_dim)));
   }
 
   void check(const Run& run) const {
@@ -223,10 +219,8 @@ class RingQ final : public Strategy {
 
   Layer layer_;
   DealtRows rows_;
-  mutable std::vector<Step> steps_;  // of the run at hand, by distance
-  std::size_t scratch_bytes_ = 0;
-  std::byte* states_ = nullptr;           // [ranks] slots of this rank's rows
-  std::byte* scratch_ = nullptr;          // AttentionKernels::attend_scratch
+  mutable std::vector<Step> steps_;       // of the run at hand, by distance
+  std::optional<StateMemory> states_;     // [ranks] slots of this rank's rows
   std::int32_t* starts_ = nullptr;        // [ranks, batch + 1]
   std::byte* sent_ = nullptr;             // on GPUs: this rank's rows, up to a bound
   std::array<std::byte*, 2> leaving_{};   // a slot of a guest's rows each

@@ -9,9 +9,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/finished_rows.hpp"
+#include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -21,15 +23,14 @@ class ScatterStates final : public Strategy {
  public:
   explicit ScatterStates(const Layer& layer) : layer_(layer), rows_(layer) {
     layer_.bounds.tokens = rows_.most_tokens();
-    scratch_bytes_ = layer_.kernels.attend_scratch(layer_.bounds);
+    states_.emplace(layer_.kernels, layer_.bounds);
   }
 
   void lay_out(Parts& memory) override {
     const kernels::AttendParams& bounds = layer_.bounds;
     const auto ranks = static_cast<std::size_t>(comm().size());
     const std::int64_t tokens = bounds.tokens;
-    state_ = take_slot(memory, tokens * bounds.heads, 1);
-    scratch_ = memory.take(scratch_bytes_);
+    states_->lay_out(memory);
     rows_.lay_out(memory);
     if (alone()) return;
     const std::int64_t part = rows_.are_dealt() ? rows_.most_capacity() * bounds.heads
@@ -47,11 +48,7 @@ class ScatterStates final : public Strategy {
   void prepare(Run& run) const override {
     const kernels::AttendParams& bounds = layer_.bounds;
     rows_.prepare(run);
-    run.attend.scratch = scratch_;
-    run.attend.scratch_bytes = scratch_bytes_;
-    run.attend.state = {state_, run.attend.tokens * bounds.heads, bounds.value_dim, 1};
-    run.attend.slot = 0;
-    run.merge.states = run.attend.state;
+    states_->give(run);
     run.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
     if (rows_.are_dealt()) run.merge.rows = rows_.own_map(run);
     if (alone()) return;
@@ -159,13 +156,11 @@ class ScatterStates final : public Strategy {
 
   Layer layer_;
   DealtRows rows_;
-  std::size_t scratch_bytes_ = 0;
-  std::byte* state_ = nullptr;        // one slot of all rows
-  std::byte* scratch_ = nullptr;      // AttentionKernels::attend_scratch
-  std::byte* leaving_ = nullptr;      // [ranks] slots, each rank's part of this rank's states
-  std::byte* arriving_ = nullptr;     // [ranks] slots, every rank's states of this rank's part
-  std::int64_t* even_map_ = nullptr;  // [ranks, share of the rows], where all get the whole result
-  std::byte* finished_ = nullptr;     // [ranks] Slot
+  std::optional<StateMemory> states_;  // one slot of all rows
+  std::byte* leaving_ = nullptr;       // [ranks] slots, each rank's part of this rank's states
+  std::byte* arriving_ = nullptr;      // [ranks] slots, every rank's states of this rank's part
+  std::int64_t* even_map_ = nullptr;   // [ranks, share of the rows], where all get the whole result
+  std::byte* finished_ = nullptr;      // [ranks] Slot
 };
 
 std::string refusal(const Options& options, int ranks) {

@@ -55,6 +55,9 @@ struct Run {
   // checked of pages is then what all of them need.
   bool keys_travel = false;
 
+  // [ranks] how many keys each rank lists; null where keys are dealt out by a rule, and on GPUs.
+  const std::int64_t* listed_keys = nullptr;
+
   /// Says this rank's word, where the ranks of the strategy have something to compare.
   void say_to(const kernels::AttentionKernels& with) const {
     if (said != nullptr) with.say(say, stream);

@@ -56,7 +56,7 @@ struct OneRun {
   Array<float> q, keys, out, sinks, slopes, bias;
   Array<std::int32_t> start, lens;
   Array<std::uint8_t> causal;
-  Array<std::int64_t> documents, ranges, row_ranges;
+  Array<std::int64_t> documents, ranges, row_ranges, listed;
   AttentionArgs args;
 
   explicit OneRun(const Communicator& world)
@@ -74,7 +74,8 @@ struct OneRun {
         causal(device, {1, 0}),
         documents(device, {0, 100, 600}),
         ranges(device, table(ranks, kKeys)),
-        row_ranges(device, row_table(ranks)) {
+        row_ranges(device, row_table(ranks)),
+        listed(device, {rank}) {
     args.query_start = start.view();
     args.kv_len = lens.view();
     set_tokens(kTokens);
@@ -127,6 +128,14 @@ const std::vector<Case> kCases{
        r.args.key_table = r.ranges.view();
      },
      [](OneRun& r) { r.ranges.set(1, 10); }, true, [](Options& o) { o.keys = {Layout::ranges}; }},
+    // What ranks list is judged by the length that all of them mean.
+    {"length of listed keys", "'total_keys' differs between ranks",
+     [](OneRun& r) {
+       r.one_sequence(r.ranks);
+       r.args.key_table = r.listed.view();
+     },
+     [](OneRun& r) { r.args.total_keys += 1; }, false,
+     [](Options& o) { o.keys = {Layout::listed}; }},
     {"tokens", "'rows of q' differs between ranks", [](OneRun& r) { r.one_sequence(); },
      [](OneRun& r) { r.set_tokens(kTokens - 1); }},
     {"batch", "'batch' differs between ranks", nothing,

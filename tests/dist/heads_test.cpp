@@ -8,6 +8,7 @@
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
 #include "src/strategy/shared/head_shares.hpp"
+#include "tests/dist/head_shapes.hpp"
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/refused_layer.hpp"
 #include "tests/dist/world.hpp"
@@ -23,24 +24,12 @@ Options options_of(const char* strategy, const Problem& problem, const Communica
   return options;
 }
 
-/// Of at least as many heads as there are ranks: with kv heads for each, too few of them, and
-/// numbers that no number of ranks divides.
-std::vector<Shape> shapes_of_heads() {
-  return {
-      {.heads = 8, .kv_heads = 8, .q_lens = {130}, .kv_lens = {700}, .mask = {.causal = true}},
-      {.heads = 14, .kv_heads = 2, .dim = 24, .dtype = DType::bf16, .q_lens = {9}, .sinks = true},
-      {.heads = 9,
-       .kv_heads = 3,
-       .dim = 40,
-       .value_dim = 72,
-       .q_lens = {1, 0, 17, 40},
-       .kv_lens = {333, 50, 0, 40},
-       .mask = {.causal = true}},
-      {.heads = 22, .kv_heads = 11, .dim = 8, .q_lens = {5}, .kv_lens = {513}, .softcap = 20.0f},
-      {.heads = 7, .kv_heads = 1, .dtype = DType::fp16, .q_lens = {33}, .mask = {.window = 50}},
-      {.heads = 8, .kv_heads = 4, .q_lens = {4}, .kv_lens = {0}},
-      {.heads = 8, .kv_heads = 1, .q_lens = {0}, .kv_lens = {20}},
-  };
+/// And of more kv heads than any of them, in groups.
+std::vector<Shape> all_shapes() {
+  std::vector<Shape> all = shapes_of_heads();
+  all.push_back(
+      {.heads = 22, .kv_heads = 11, .dim = 8, .q_lens = {5}, .kv_lens = {513}, .softcap = 20.0f});
+  return all;
 }
 
 std::string trace(const Problem& problem, std::uint64_t seed) {
@@ -58,7 +47,7 @@ Result alone(const Problem& problem) {
 TEST(Heads, GivesTheWholeResultToEveryRank) {
   const Communicator world = test_world();
   const std::uint64_t seed = shared_seed(world);
-  for (const Shape& shape : in_time(shapes_of_heads())) {
+  for (const Shape& shape : in_time(all_shapes())) {
     const Problem problem(shape, seed);
     SCOPED_TRACE(trace(problem, seed));
     const Result single = alone(problem);
@@ -76,7 +65,7 @@ TEST(Heads, GivesTheWholeResultToEveryRank) {
 TEST(Heads, GivesTheRowsOfShardedQueriesAndOfResultsByRows) {
   const Communicator world = test_world();
   const std::uint64_t seed = shared_seed(world);
-  for (const Shape& shape : in_time(shapes_of_heads())) {
+  for (const Shape& shape : in_time(all_shapes())) {
     const Problem problem(shape, seed);
     SCOPED_TRACE(trace(problem, seed));
     const Result single = alone(problem);
@@ -102,7 +91,7 @@ TEST(Heads, GivesResultsByHeadsWhereTheyAreItsOwn) {
   const Communicator world = test_world();
   const std::uint64_t seed = shared_seed(world);
   int given = 0;
-  for (const Shape& shape : in_time(shapes_of_heads())) {
+  for (const Shape& shape : in_time(all_shapes())) {
     const Problem problem(shape, seed);
     SCOPED_TRACE(trace(problem, seed));
     Options options = options_of("heads", problem, world);

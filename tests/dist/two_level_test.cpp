@@ -10,6 +10,7 @@
 
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
+#include "tests/dist/head_shapes.hpp"
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/node_sizes.hpp"
 #include "tests/dist/refused_layer.hpp"
@@ -37,23 +38,6 @@ Options options_of(const std::string& strategy, const Problem& problem, const Co
   options.ranks_per_node = per_node;
   options.limits.max_kv_len = 1001;
   return options;
-}
-
-std::vector<Shape> shapes_of_heads() {
-  return {
-      {.heads = 8, .kv_heads = 8, .q_lens = {60}, .kv_lens = {700}, .mask = {.causal = true}},
-      {.heads = 14, .kv_heads = 2, .dim = 24, .dtype = DType::bf16, .q_lens = {9}, .sinks = true},
-      {.heads = 9,
-       .kv_heads = 3,
-       .dim = 40,
-       .value_dim = 72,
-       .q_lens = {1, 0, 17, 40},
-       .kv_lens = {333, 50, 0, 40},
-       .mask = {.causal = true}},
-      {.heads = 7, .kv_heads = 1, .dtype = DType::fp16, .q_lens = {33}, .mask = {.window = 50}},
-      {.heads = 8, .kv_heads = 4, .q_lens = {4}, .kv_lens = {0}},
-      {.heads = 8, .kv_heads = 1, .q_lens = {0}, .kv_lens = {20}},
-  };
 }
 
 class TwoLevels : public ::testing::Test {

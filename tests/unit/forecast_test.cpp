@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -46,7 +47,7 @@ TEST(Forecast, KnowsHowEvenTheWorkIs) {
         if (!f.refusal.empty()) continue;
         EXPECT_NEAR(f.balance, 1, 0.03) << f.strategy->name;
       }
-    // The last of P contiguous shares of the rows sees (2 P - 1) / P^2 of all pairs, and so is the
+    // The last of P contiguous shares of the rows sees (2 P - 1) / P^2 of all tiles, and so is the
     // first share of the keys seen.
     for (const Forecast& f : forecast_of(prefill(kKeys, ranks, Layout::contiguous), ranks)) {
       if (f.balance == 1) continue;
@@ -61,20 +62,140 @@ TEST(Forecast, KnowsHowEvenTheWorkIs) {
   for (const Forecast& f : forecast_of(full, 4)) EXPECT_NEAR(f.balance, 1, 0.01);
 }
 
-/// The pairs of a rank of a causal batch, counted one by one: of its rows, or of its keys.
-double pairs(Layout layout, const std::vector<SequenceSize>& batch, bool by_keys, int rank,
-             int ranks) {
-  double own = 0;
+/// The tiles of 128 packed rows by 128 keys of a rank, counted one by one: of its own keys and all
+/// rows, or of its own rows and all keys.
+double tiles(const Sharding& dealt, const Mask& mask, const std::vector<SequenceSize>& batch,
+             bool by_keys, int group, int rank, int ranks) {
+  double all = 0;
   for (const SequenceSize& s : batch) {
-    const Shard shard = Sharding{layout}.resolve(by_keys ? s.keys : s.rows, rank, ranks);
     const std::int64_t count = by_keys ? s.keys : s.rows, first = s.keys - s.rows;
-    for (std::int64_t i = 0; i < shard.local_len(count); ++i) {
-      const std::int64_t position = shard.position(i, count);
-      own +=
-          static_cast<double>(by_keys ? s.keys - std::max(first, position) : first + position + 1);
+    const Shard shard = dealt.resolve(count, rank, ranks);
+    std::vector<std::int64_t> own;
+    for (std::int64_t i = 0; i < shard.local_len(count); ++i)
+      own.push_back(shard.position(i, count));
+    const std::int64_t rows = by_keys ? s.rows : std::ssize(own);
+    std::int64_t row_tile = -1;
+    std::vector<bool> seen;  // tiles of keys, by some row of the tile
+    const auto count_seen = [&] {
+      all += static_cast<double>(std::count(seen.begin(), seen.end(), true));
+    };
+    for (std::int64_t packed = 0; packed < rows * group; ++packed) {
+      if (packed / 128 != row_tile) {
+        count_seen();
+        row_tile = packed / 128;
+        seen.assign(static_cast<std::size_t>(s.keys / 128 + 1), false);
+      }
+      const std::int64_t row = packed / group;
+      const std::int64_t at = first + (by_keys ? row : own[static_cast<std::size_t>(row)]);
+      Interval keys = mask.visible(at, s.keys);
+      if (by_keys) {
+        const auto local = [&](std::int64_t key) {
+          return std::lower_bound(own.begin(), own.end(), key) - own.begin();
+        };
+        keys = {local(keys.begin), local(keys.end)};
+      }
+      for (std::int64_t tile = keys.begin / 128; tile * 128 < keys.end; ++tile)
+        if (keys.begin < keys.end) seen[static_cast<std::size_t>(tile)] = true;
+    }
+    count_seen();
+  }
+  return all;
+}
+
+/// The most tiles of a rank over the mean.
+double balance(const Sharding& dealt, const Mask& mask, const std::vector<SequenceSize>& batch,
+               bool by_keys, int group, int ranks) {
+  double most = 0, sum = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const double own = tiles(dealt, mask, batch, by_keys, group, rank, ranks);
+    most = std::max(most, own);
+    sum += own;
+  }
+  return sum > 0 ? most * ranks / sum : 1;
+}
+
+/// The visible pairs of a causal batch.
+double pairs(const std::vector<SequenceSize>& batch) {
+  double all = 0;
+  for (const SequenceSize& s : batch)
+    all += static_cast<double>(s.rows) * static_cast<double>(2 * s.keys - s.rows + 1) / 2;
+  return all;
+}
+
+RunSize size_of(const std::vector<SequenceSize>& batch, int ranks) {
+  RunSize size{.sequences = static_cast<double>(batch.size()), .each = batch};
+  for (const SequenceSize& s : batch) {
+    size.tokens += static_cast<double>(s.rows);
+    size.keys += static_cast<double>(s.keys);
+  }
+  size.most_tokens = size.tokens / ranks;
+  return size;
+}
+
+TEST(Forecast, TheBalanceIsOfVisibleTiles) {
+  std::mt19937_64 random(20);
+  const auto below = [&](std::int64_t n) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n));
+  };
+  for (int turn = 0; turn < 100; ++turn) {
+    const int ranks = static_cast<int>(2 + below(7)), group = static_cast<int>(1 + below(9));
+    Options options = prefill(4000, ranks, Layout::contiguous);
+    options.heads = options.kv_heads * group;
+    Mask& mask = options.mask;
+    mask.causal = below(2) == 0;
+    if (below(2) == 0) mask.window = 1 + below(below(2) == 0 ? 300 : 3000);
+    if (below(3) == 0) mask.right = below(500);
+    std::vector<SequenceSize> batch(static_cast<std::size_t>(1 + below(4)));
+    for (SequenceSize& s : batch) {
+      s.keys = below(3) == 0 ? below(300) : below(4000);
+      s.rows = below(3) == 0 ? s.keys : below(s.keys + 1);
+    }
+    for (const Sharding dealt :
+         {Sharding{Layout::contiguous}, Sharding{Layout::zigzag}, Sharding{Layout::striped},
+          Sharding{Layout::interleaved, 128}, Sharding{Layout::interleaved, 1 + below(300)}}) {
+      SCOPED_TRACE(std::to_string(turn) + " " + name(dealt.layout) + " ranks " +
+                   std::to_string(ranks) + " group " + std::to_string(group) + " causal " +
+                   std::to_string(mask.causal) + " window " + std::to_string(mask.window) +
+                   " right " + std::to_string(mask.right));
+      options.keys = dealt;
+      options.queries = dealt;
+      const auto all = forecast(options, {.ranks = ranks}, size_of(batch, ranks),
+                                built_in_machine(Device::host));
+      EXPECT_NEAR(of(all, "gather-kv").balance, balance(dealt, mask, batch, false, group, ranks),
+                  1e-12);
+      EXPECT_NEAR(of(all, "gather-states").balance, balance(dealt, mask, batch, true, group, ranks),
+                  1e-12);
     }
   }
-  return own;
+}
+
+/// Of more tiles than are looked at, some stand for the others.
+TEST(Forecast, TheBalanceOfLongSharesIsNearThatOfAllTiles) {
+  constexpr std::int64_t kKeys = 3'000'000;
+  for (const std::int64_t window : {std::int64_t{0}, std::int64_t{50'000}})
+    for (const Layout layout : {Layout::contiguous, Layout::zigzag}) {
+      Options options = prefill(kKeys, 2, layout);
+      options.mask.window = window;
+      const auto all = forecast_of(options, 2);
+      // Rows of neighbouring tiles see nearly the same, so one row in each tells.
+      const auto sampled = [&](bool by_keys) {
+        double most = 0, sum = 0;
+        for (int rank = 0; rank < 2; ++rank) {
+          const Shard shard = Sharding{layout}.resolve(kKeys, rank, 2);
+          double own = 0;
+          for (std::int64_t i = 0; i < shard.local_len(kKeys); i += 128) {
+            const std::int64_t at = shard.position(i, kKeys);
+            const std::int64_t reach = window > 0 ? window : kKeys;
+            own += static_cast<double>(std::min(reach, by_keys ? kKeys - at : at + 1));
+          }
+          most = std::max(most, own);
+          sum += own;
+        }
+        return most * 2 / sum;
+      };
+      EXPECT_NEAR(of(all, "gather-kv").balance, sampled(false), 0.002) << name(layout);
+      EXPECT_NEAR(of(all, "gather-states").balance, sampled(true), 0.002) << name(layout);
+    }
 }
 
 TEST(Forecast, DocumentsAreDealtOutOneByOne) {
@@ -84,13 +205,8 @@ TEST(Forecast, DocumentsAreDealtOutOneByOne) {
     for (const Layout layout :
          {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved})
       for (const std::size_t documents : {std::size_t{3}, std::size_t{6}, batch.size()}) {
-        RunSize size{.sequences = static_cast<double>(documents)};
-        size.each.assign(batch.begin(), batch.begin() + documents);
-        for (const SequenceSize& s : size.each) {
-          size.tokens += static_cast<double>(s.rows);
-          size.keys += static_cast<double>(s.keys);
-        }
-        size.most_tokens = size.tokens / ranks;
+        const RunSize size =
+            size_of({batch.begin(), batch.begin() + static_cast<std::ptrdiff_t>(documents)}, ranks);
         Machine machine = built_in_machine(Device::host);
         machine.call_s = 0;
         machine.key_bytes_per_s = 1e30;
@@ -98,16 +214,11 @@ TEST(Forecast, DocumentsAreDealtOutOneByOne) {
         const auto all = forecast(options, {.ranks = ranks}, size, machine);
         for (const char* name : {"gather-kv", "gather-states"}) {
           const Forecast& f = of(all, name);
-          double most = 0, sum = 0;
-          for (int rank = 0; rank < ranks; ++rank) {
-            const double own =
-                pairs(layout, size.each, name == std::string("gather-states"), rank, ranks);
-            most = std::max(most, own);
-            sum += own;
-          }
-          EXPECT_NEAR(f.balance, most * ranks / sum, 0.01 * f.balance)
+          const bool by_keys = name == std::string("gather-states");
+          EXPECT_NEAR(f.balance, balance({layout}, options.mask, size.each, by_keys, 1, ranks),
+                      0.01 * f.balance)
               << name << " " << longspan::name(layout) << " ranks " << ranks << " " << documents;
-          const double flops = 2.0 * 8 * 128 * sum;
+          const double flops = 2.0 * 8 * 128 * pairs(size.each);
           EXPECT_NEAR(f.attend, f.balance * f.cost.work * flops / machine.flops_per_s,
                       0.01 * f.attend);
         }
@@ -130,20 +241,17 @@ TEST(Forecast, DocumentsOfOneLengthAreABatchThatIsAlike) {
 TEST(Forecast, OfThousandsOfLengthsSomeStandForTheOthers) {
   const Options options = prefill(20000, 8, Layout::contiguous);
   RunSize size{.sequences = 10000};
-  double exact = 0, most = 0;
-  for (std::int64_t n = 1; n <= 10000; ++n) {
-    size.each.push_back({n, n});
-    exact += 0.5 * static_cast<double>(n * (n + 1));
-  }
-  for (int rank = 0; rank < 8; ++rank)
-    most = std::max(most, pairs(Layout::contiguous, size.each, false, rank, 8));
+  std::vector<SequenceSize> some;
+  for (std::int64_t n = 1; n <= 10000; ++n) size.each.push_back({n, n});
+  for (std::int64_t n = 7; n <= 10000; n += 13) some.push_back({n, n});
+  const double exact = pairs(size.each);
   size.tokens = size.keys = 10000.0 * 10001 / 2;
   Machine machine = built_in_machine(Device::host);
   machine.call_s = 0;
   machine.key_bytes_per_s = 1e30;
   const auto all = forecast(options, {.ranks = 8}, size, machine);
   const Forecast& f = of(all, "gather-kv");
-  EXPECT_NEAR(f.balance, most * 8 / exact, 0.01);
+  EXPECT_NEAR(f.balance, balance({Layout::contiguous}, options.mask, some, false, 1, 8), 0.01);
   EXPECT_NEAR(f.attend, f.balance * f.cost.work * 2.0 * 8 * 128 * exact / machine.flops_per_s,
               0.01 * f.attend);
 }
@@ -183,7 +291,7 @@ TEST(Forecast, TwoLevelsBringFromOtherNodesThePartOfARanksHeads) {
   EXPECT_LT(two.cost.received_bytes, one.cost.received_bytes);
   EXPECT_LT(two.exchange, one.exchange + one.hidden);
   EXPECT_NEAR(two.balance, 1, 0.03);
-  // Of contiguous shares of two nodes the last one has 3/4 of the pairs.
+  // Of contiguous shares of two nodes the last one has 3/4 of the tiles.
   const Options uneven = prefill(65536, kRanks, Layout::contiguous);
   const auto contiguous =
       forecast(uneven, {.ranks = kRanks, .ranks_per_node = kPerNode}, size, machine);

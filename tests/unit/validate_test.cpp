@@ -8,6 +8,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
@@ -443,6 +444,12 @@ TEST(Validate, TablesOfKeys) {
         },
         listed);
   refuse_run(
+      "key_table: position 1 is listed by no rank",
+      [](AttentionArgs& r, Paged& p) {
+        r = p.one_sequence(), r.key_table = Tensor(p.numbers.data(), {2});
+      },
+      listed);
+  refuse_run(
       "key_table is [2, 2]; [any number] is wanted",
       [](AttentionArgs& r, Paged& p) {
         r = p.one_sequence(), r.key_table = Tensor(p.numbers.data(), {2, 2});
@@ -456,7 +463,7 @@ TEST(Validate, TablesOfKeys) {
       },
       listed);
 
-  Paged batch, one, some;
+  Paged batch, one, all;
   AttentionArgs a = batch.args();
   a.key_table = Tensor(batch.numbers.data(), {2, 2});
   Attention(self(), ranges).run(a);
@@ -465,10 +472,12 @@ TEST(Validate, TablesOfKeys) {
   a.key_table = Tensor(one.numbers.data() + 2, {2});
   Attention(self(), ranges).run(a);
   EXPECT_FLOAT_EQ(one.out.back(), 0.25f);
-  a = some.one_sequence();
-  a.key_table = Tensor(some.numbers.data(), {2});
+  a = all.one_sequence();
+  all.numbers.resize(33);
+  std::iota(all.numbers.rbegin(), all.numbers.rend(), 0);
+  a.key_table = Tensor(all.numbers.data(), {33});
   Attention(self(), listed).run(a);
-  EXPECT_FLOAT_EQ(some.out.back(), 0.25f);
+  EXPECT_FLOAT_EQ(all.out.back(), 0.25f);
 }
 
 TEST(Validate, TablesOfQueries) {
@@ -530,6 +539,12 @@ TEST(Validate, TablesOfQueries) {
       "query_table[3] is 1; of 4 rows (total_tokens) this rank has 3, and past them stands -1",
       [&](AttentionArgs& r, Paged& p) {
         rows(r, p, 4), p.numbers = {3, 2, 0, 1}, r.q.shape[0] = r.out.shape[0] = 3;
+      },
+      listed);
+  refuse_run(
+      "query_table: position 1 is listed by no rank",
+      [&](AttentionArgs& r, Paged& p) {
+        rows(r, p, 4), p.numbers = {0, 2, 2, 3};
       },
       listed);
   refuse_run(

@@ -81,7 +81,7 @@ void HeadExchange::prepare(Run& run, const char* strategy) const {
 }
 
 void HeadExchange::bring(Run& run) const {
-  keys_.begin(run, "exchange of keys, counts");
+  keys_.begin(run);
   run.enter(Phase::exchange);
   rows_.make_map(run);
   if (rows_.are_gathered()) exchange_queries(run);

@@ -127,7 +127,6 @@ KeyBlock TravellingKeys::take_block(Parts& memory, std::int64_t rows) const {
 void TravellingKeys::lay_out(Parts& memory) {
   row_starts_ =
       memory.take_array<std::int32_t>(static_cast<std::size_t>(layer_.bounds.batch.size) + 1);
-  counts_ = memory.take_array<std::int64_t>(static_cast<std::size_t>(layer_.comm.size()));
 }
 
 void TravellingKeys::check(const Run& run, const char* strategy) const {
@@ -147,7 +146,7 @@ bool TravellingKeys::knows_lengths(const Run& run) const {
   return longspan::knows_lengths(run, layer_.kernels.device());
 }
 
-void TravellingKeys::begin(Run& run, const char* step) const {
+void TravellingKeys::begin(Run& run) const {
   append_new_keys(layer_, run);
   const Shard& rows = run.attend.queries;
   if (rows.ranks > 1 && run.arrays.query_start != nullptr) {
@@ -158,20 +157,10 @@ void TravellingKeys::begin(Run& run, const char* step) const {
     run.merge.batch.size = run.arrays.batch;
     run.merge.batch.query_start = row_starts_;
   }
-  if (!is_listed()) return;
-  counts_[layer_.comm.rank()] = run.arrays.keys.listed;
-  layer_.comm.all_gather(counts_ + layer_.comm.rank(), counts_, sizeof *counts_, run.stream, step,
-                         run.said);
-  std::int64_t all = 0;
-  for (int p = 0; p < layer_.comm.size(); ++p) all += counts_[p];
-  if (all != run.arrays.keys.length)
-    throw InputError(
-        fmt::format("the ranks have {} listed keys in all; the sequence has {} (total_keys)", all,
-                    run.arrays.keys.length));
 }
 
 std::int64_t TravellingKeys::rows_of(const Run& run, int rank) const {
-  if (is_listed()) return counts_[rank];
+  if (is_listed()) return run.listed_keys[rank];
   if (!knows_lengths(run)) return most_keys_ * run.arrays.batch;
   const Shard shard = run.arrays.keys.with_rank(rank);
   std::int64_t rows = 0;
@@ -213,7 +202,7 @@ void TravellingKeys::copy_to(const Run& run, const KeyBlock& block) const {
   copy.to_v = block.v;
   copy.to_start = run.arrays.batch > 1 ? block.start : nullptr;
   copy.rows = rows_of(run, own);
-  copy.longest = longest(own);
+  copy.longest = longest(run, own);
   layer_.rows.copy_keys(copy, run.stream);
 }
 
@@ -246,7 +235,7 @@ void TravellingKeys::copy_in_order(const Run& run, int rank, const KeyBlock& fro
   copy.part = part;
   copy.rows = most_keys_of_a_rank({part.layout, part.block}, layer_.bounds.max_kv_len, part.ranks) *
               run.arrays.batch;
-  copy.longest = longest(rank);
+  copy.longest = longest(run, rank);
   layer_.rows.copy_keys(copy, run.stream);
 }
 
@@ -261,7 +250,7 @@ Shard TravellingKeys::shard_of(const Run& run, int rank, const KeyBlock& block) 
   Shard shard = run.arrays.keys.with_rank(rank);
   if (is_listed()) {
     shard.table = block.positions;
-    shard.listed = counts_[rank];
+    shard.listed = run.listed_keys[rank];
   }
   return shard;
 }

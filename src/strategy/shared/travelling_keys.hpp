@@ -55,9 +55,9 @@ class TravellingKeys {
   /// Throws Unsupported, on every rank, for a run whose keys cannot travel. `strategy` is who asks.
   void check(const Run& run, const char* strategy) const;
 
-  /// Makes the run's keys ready to be sent: new ones are in the cache, own rows have their starts,
-  /// and, for listed keys, every rank has said how many it has. `step` names the exchange of that.
-  void begin(Run& run, const char* step) const;
+  /// Makes the run's keys ready to be sent: new ones are in the cache, and own rows have their
+  /// starts.
+  void begin(Run& run) const;
 
   /// The rows that rank `rank` sends to others in this run: what it has, or their bound.
   std::int64_t rows_of(const Run& run, int rank) const;
@@ -99,13 +99,14 @@ class TravellingKeys {
   bool knows_lengths(const Run& run) const;
 
   /// A bound of the keys that rank `rank` has of any sequence.
-  std::int64_t longest(int rank) const { return is_listed() ? counts_[rank] : most_keys_; }
+  std::int64_t longest(const Run& run, int rank) const {
+    return is_listed() ? run.listed_keys[rank] : most_keys_;
+  }
 
   Layer layer_;
   std::int64_t most_keys_;              // of a sequence, on any rank
   std::int64_t block_rows_;             // of all sequences
   std::int32_t* row_starts_ = nullptr;  // [batch + 1] of this rank's share of the queries
-  std::int64_t* counts_ = nullptr;      // [ranks] of listed keys
 };
 
 }  // namespace longspan

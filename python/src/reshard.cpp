@@ -1,0 +1,115 @@
+#include "python/src/reshard.hpp"
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "longspan/error.hpp"
+#include "longspan/reshard.hpp"
+#include "python/src/arrays.hpp"
+#include "python/src/communicators.hpp"
+#include "python/src/shards.hpp"
+#include "python/src/words.hpp"
+
+namespace longspan::python {
+namespace {
+
+int small(nb::handle given, const char* name) {
+  const std::int64_t n = integer(given, name);
+  if (n < 0 || n > std::numeric_limits<int>::max())
+    throw InputError(std::string(name) + " is " + std::to_string(n) +
+                     "; 0 to 2^31 - 1 are possible");
+  return static_cast<int>(n);
+}
+
+/// Those of one side: `count` ranks from `first` on, 0 for all that there are.
+CacheRanks cache_ranks(nb::handle keys, const char* keys_name, nb::handle first, nb::handle count,
+                       const char* ranks_name, nb::handle table, const char* table_name) {
+  CacheRanks made;
+  made.rule = sharding_of(keys, keys_name);
+  made.first_rank = small(first, ranks_name);
+  made.ranks = small(count, ranks_name);
+  made.table = values_of(Array(table, table_name, DType::int64), table_name);
+  return made;
+}
+
+class Move {
+ public:
+  Move(nb::handle comm, const ReshardOptions& options) : held_(nb::borrow(comm)) {
+    comm_of(held_).alone(
+        [&](const Communicator& world) { move_ = std::make_unique<Reshard>(world, options); });
+  }
+  Move(const Move&) = delete;
+  Move& operator=(const Move&) = delete;
+
+  void run(nb::handle k, nb::handle v, nb::handle block_table, nb::handle to_k, nb::handle to_v,
+           nb::handle to_block_table, nb::handle stream) {
+    const Array keys(k, "k"), values(v, "v"), table(block_table, "block_table"),
+        to_keys(to_k, "to_k"), to_values(to_v, "to_v"), to_table(to_block_table, "to_block_table");
+    if (to_keys) to_keys.writable();
+    if (to_values) to_values.writable();
+    const int gpu = comm_of(held_).world().gpu();
+    for (const auto& [array, name] : {std::pair{&keys, "k"}, std::pair{&values, "v"},
+                                      std::pair{&to_keys, "to_k"}, std::pair{&to_values, "to_v"}})
+      if (*array && gpu >= 0 && array->gpu() >= 0 && array->gpu() != gpu)
+        throw InputError(std::string(name) + " lies on GPU " + std::to_string(array->gpu()) +
+                         ", and the communicator on GPU " + std::to_string(gpu));
+    const ReshardArgs args{.from = {keys.tensor(), values.tensor(), table.tensor()},
+                           .to = {to_keys.tensor(), to_values.tensor(), to_table.tensor()}};
+    const Array& any = keys ? keys : to_keys;
+    const Stream queue = any ? stream_of(stream, any) : Stream{};
+    comm_of(held_).alone([&](const Communicator&) { move_->run(args, queue); });
+  }
+
+  void wait(nb::handle stream) {
+    Stream queue;
+    if (!stream.is_none())
+      queue.handle =
+          reinterpret_cast<void*>(static_cast<std::uintptr_t>(integer(stream, "stream")));
+    comm_of(held_).alone([&](const Communicator&) { move_->wait(queue); });
+  }
+
+  nb::object comm() { return held_; }
+  std::size_t workspace_bytes() { return move_->workspace_bytes(); }
+  nb::tuple traffic() {
+    const ReshardTraffic t = move_->traffic();
+    return nb::make_tuple(t.sent, t.received, t.kept);
+  }
+
+ private:
+  nb::object held_;
+  std::unique_ptr<Reshard> move_;
+};
+
+Move* make_move(nb::handle comm, nb::handle lengths, nb::handle kv_heads, nb::handle head_dim,
+                nb::handle value_dim, nb::handle dtype, nb::handle keys, nb::handle first,
+                nb::handle count, nb::handle table, nb::handle to_keys, nb::handle to_first,
+                nb::handle to_count, nb::handle to_table, nb::handle threads) {
+  ReshardOptions o;
+  o.lengths = values_of(Array(lengths, "lengths", DType::int64), "lengths");
+  o.kv_heads = small(kv_heads, "kv_heads");
+  o.head_dim = small(head_dim, "head_dim");
+  if (!value_dim.is_none()) o.value_dim = small(value_dim, "value_dim");
+  o.dtype = dtype_of(dtype, "dtype");
+  o.from = cache_ranks(keys, "keys", first, count, "ranks", table, "key_table");
+  o.to = cache_ranks(to_keys, "to_keys", to_first, to_count, "to_ranks", to_table, "to_key_table");
+  o.threads = small(threads, "threads");
+  const nb::object held = comm_or_default(comm, Device::host, -1);
+  return new Move(held, o);
+}
+
+}  // namespace
+
+void bind_reshard(nb::module_& m) {
+  nb::class_<Move> move(m, "Move");
+  def_by_position(move, "run", &Move::run);
+  def_by_position(move, "wait", &Move::wait);
+  move.def("comm", &Move::comm)
+      .def("workspace_bytes", &Move::workspace_bytes)
+      .def("traffic", &Move::traffic);
+  def_by_position(m, "move", &make_move);
+}
+
+}  // namespace longspan::python

@@ -1,0 +1,47 @@
+// What the attention of every strategy writes: slots of states, of one rank or of several, and the
+// scratch of its kernels.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+class StateMemory {
+ public:
+  /// For attentions up to `largest`, with so many slots of its states.
+  StateMemory(const kernels::AttentionKernels& kernels, const kernels::AttendParams& largest,
+              int slots = 1)
+      : heads_(largest.heads),
+        value_dim_(largest.value_dim),
+        slots_(slots),
+        slot_bytes_(static_cast<std::size_t>(
+            kernels::StateSlots::bytes(largest.tokens * largest.heads, largest.value_dim))),
+        scratch_bytes_(kernels.attend_scratch(largest)) {}
+
+  void lay_out(Parts& memory) {
+    states_ = memory.take(static_cast<std::size_t>(slots_) * slot_bytes_);
+    scratch_ = memory.take(scratch_bytes_);
+  }
+
+  /// Lets the attention of a run write its states to slot `slot`, of `rows` rows, and the merge
+  /// read all slots.
+  void give(Run& run, int slot, std::int64_t rows) const {
+    run.attend.scratch = scratch_;
+    run.attend.scratch_bytes = scratch_bytes_;
+    run.attend.state = {states_, rows * heads_, value_dim_, slots_};
+    run.attend.slot = slot;
+    run.merge.states = run.attend.state;
+  }
+  void give(Run& run, int slot = 0) const { give(run, slot, run.attend.tokens); }
+
+ private:
+  int heads_, value_dim_, slots_;
+  std::size_t slot_bytes_, scratch_bytes_;
+  std::byte* states_ = nullptr;   // [slots] of the most rows
+  std::byte* scratch_ = nullptr;  // AttentionKernels::attend_scratch
+};
+
+}  // namespace longspan

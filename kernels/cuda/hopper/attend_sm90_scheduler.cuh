@@ -144,6 +144,10 @@ class Scheduler {
     if (lane_ == 0) {
       tile.rows = rows;
       tile.tiles = passes ? 1 : (keys + T::kKeys - 1) / T::kKeys;
+      if constexpr (T::kFixedOrder) {  // segments that some row sees
+        const int first = limits[0] / T::kKeys * T::kKeys;
+        if (busy) tile.tiles = (limits[2 * rows - 1] - first + T::kKeys - 1) / T::kKeys;
+      }
     }
     __syncwarp();
     return {b, context_len, rows, passes, busy};
@@ -160,6 +164,10 @@ class Scheduler {
     // of pages, before the first visible one.
     tile.clear = tile.first_key + limits[0] > 0 && !found.passes && !has_pages<T>(call_) ? limits[0]
                                                                                          : INT_MIN;
+    if constexpr (T::kFixedOrder)
+      shared_.waiting.order[work_.stage] =
+          params_.shard.for_sequence(found.sequence)
+              .order(params_.batch.keys(found.sequence, params_.shard));
     if constexpr (T::kScores == Scores::any)
       find_alibi(params_.bias, params_.is_causal(found.sequence), shared_.key_positions, tile.head,
                  found.context_len, static_cast<int>(params_.query_index(found.sequence, tile.row)),

@@ -41,6 +41,16 @@ __device__ int find_work_tile(const Call& call, unsigned index, WorkTile& tile) 
   return b;
 }
 
+/// The lse of a row that sees no key: its sink, in the fixed order with the bits of a merge.
+template <class T>
+__device__ float empty_lse(const Floats& sinks, int head) {
+  if (!sinks) return -INFINITY;
+  if constexpr (T::kFixedOrder)
+    return longspan::finish(sink_stats(sinks[head])).lse;
+  else
+    return sinks[head];
+}
+
 /// One warp writes the rows that see no key on this rank: their empty state, or their finished
 /// zeros. Rows that began from a state keep it. (Where they end finished they do not come here.)
 template <class T>
@@ -62,7 +72,7 @@ __device__ void store_empty(const Call& call, const WorkTile& tile) {
     if (!finish)
       params.state.stats(params.slot)[at] = empty_stats();
     else if (finished.lse.data)
-      *finished.lse.at(token, tile.head) = finished.sinks ? finished.sinks[tile.head] : -INFINITY;
+      *finished.lse.at(token, tile.head) = empty_lse<T>(finished.sinks, tile.head);
   }
 }
 

@@ -102,6 +102,7 @@ class SegmentProducer {
       shared_.k_empty[stage_.stage].wait(stage_.parity ^ 1);
       shared_.waiting.segments[stage_.stage] = {first, walk.step};
     }
+    __syncwarp();  // the stage is empty
     return __shfl_sync(0xffffffff, first, 0);
   }
 
@@ -116,7 +117,8 @@ class SegmentProducer {
     if (begins) bring_queries();
     // The values before the last ones need nothing of this segment, so the wait for their place may
     // stand between the copies of its keys and their announcement.
-    shared_.v_empty[stage].wait(stage_.parity ^ 1);
+    if (lane_ == 0) shared_.v_empty[stage].wait(stage_.parity ^ 1);
+    __syncwarp();
     const bool copies_v = !whole || call_.sources.v != Brings::boxes;
     bring(copies_v, shared_.v[stage], call_.v, call_.params.v, call_.sources.v,
           shared_.v_full[stage], first);

@@ -141,6 +141,9 @@ class ConsumerInOrder : Consumer<T> {
     wgmma_wait<0>();
     const FoldStep step = end_scores();
     make_weights();
+    // The turn's barrier stands behind this wait, which is a loop: ptxas moves a barrier up to the
+    // head of its basic block, and the weights would be made within the turn.
+    shared.v_full[at_.stage()].wait(at_.parity());
     Base::wait_turn();
     multiply_values(product);
     newest_ = gather(stats_);
@@ -183,7 +186,6 @@ class ConsumerInOrder : Consumer<T> {
 
   __device__ __forceinline__ void multiply_values(Accumulators& product) {  // = P V
     const int stage = at_.stage();
-    shared.v_full[stage].wait(at_.parity());
     forget(product);
     wgmma_begin();
     multiply_pv<T>(product, p, shared.v[stage], false);

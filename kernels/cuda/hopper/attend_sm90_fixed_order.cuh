@@ -81,11 +81,11 @@ class ConsumerInOrder : Consumer<T> {
     if (!wait_work()) return;
     begin_scores();
     for (;;) {
-      FoldStep step = attend_segment<false>(o);
+      FoldStep step = attend_segment<false>();
       fold_waiting(step);
       while (step.then() == Waits::held) {  // in o
         held_ = spread(newest_);
-        step = attend_segment<true>(second_);
+        step = attend_segment<true>();
         fold_waiting(step);
       }
       if (step.then() == Waits::nowhere) {
@@ -134,20 +134,22 @@ class ConsumerInOrder : Consumer<T> {
     Base::begin_scores();
   }
 
-  /// Attends the segment whose scores are under way; `product` becomes its O, and stats_ its
-  /// statistics. Then the scores of the next one are under way.
+  /// Attends the segment whose scores are under way, and asks for those of the next one. The newest
+  /// state, in o and newest_, is that of the segment, or, with kMeetsHeld, its merge with the state
+  /// that is held in o.
   template <bool kMeetsHeld>
-  __device__ __forceinline__ FoldStep attend_segment(Accumulators& product) {
+  __device__ __forceinline__ FoldStep attend_segment() {
     wgmma_wait<0>();
     const FoldStep step = end_scores();
     make_weights();
-    // The turn's barrier stands behind this wait, which is a loop: ptxas moves a barrier up to the
-    // head of its basic block, and the weights would be made within the turn.
-    shared.v_full[at_.stage()].wait(at_.parity());
-    Base::wait_turn();
-    multiply_values(product);
-    newest_ = gather(stats_);
-    if constexpr (kMeetsHeld) merge_held();
+    if constexpr (kMeetsHeld) {
+      const Mergings mergings(newest_, gather(held_));
+      multiply_values(second_);
+#pragma unroll
+      for (int i = 0; i < T::kDim / 2; ++i) o[i] = mergings.of(i)(o[i], second_[i]);
+    } else {
+      multiply_values(o);
+    }
     at_.next_segment();
     if (step.then() != Waits::nowhere) {
       wait_keys();
@@ -173,19 +175,24 @@ class ConsumerInOrder : Consumer<T> {
     return step;
   }
 
-  /// s becomes weights.
+  /// s becomes weights, and newest_ the statistics of the segment.
   __device__ __forceinline__ void make_weights() {
     work.stage = at_.work_stage();
     whole = shared.work[work.stage].whole;
     Base::mask(-INFINITY);
     softmax = {};
     softmax.update(s, score_factor<T>(call), ratio);
-    stats_ = spread({softmax.stats(0), softmax.stats(1)});
+    newest_ = {softmax.stats(0), softmax.stats(1)};
     round_weights<typename T::Element>(p, s);
   }
 
-  __device__ __forceinline__ void multiply_values(Accumulators& product) {  // = P V
+  /// product = P V. A turn at the tensor cores begins here.
+  __device__ __forceinline__ void multiply_values(Accumulators& product) {
     const int stage = at_.stage();
+    // The turn's barrier stands behind this wait, which is a loop: ptxas moves a barrier up to the
+    // head of its basic block, and the weights would be made within the turn.
+    shared.v_full[stage].wait(at_.parity());
+    Base::wait_turn();
     forget(product);
     wgmma_begin();
     multiply_pv<T>(product, p, shared.v[stage], false);
@@ -196,13 +203,6 @@ class ConsumerInOrder : Consumer<T> {
   }
 
   // ---- states
-
-  /// o = merge(the state that is held, second_).
-  __device__ __forceinline__ void merge_held() {
-    const Mergings mergings(newest_, gather(held_));
-#pragma unroll
-    for (int i = 0; i < T::kDim / 2; ++i) o[i] = mergings.of(i)(o[i], second_[i]);
-  }
 
   /// The newest state, in o, folds with those that wait near and far.
   __device__ __forceinline__ void fold_waiting(FoldStep step) {
@@ -361,9 +361,8 @@ class ConsumerInOrder : Consumer<T> {
 
   Accumulators& second_;  // of a segment while an older state is held in o
   Progress at_;
-  float stats_ = 0, held_ = 0, near_ = 0;  // statistics of the newest segment, and of what is held
-                                           // and waits near, spread
-  RowStats newest_;                        // of the newest state
+  float held_ = 0, near_ = 0;  // the statistics of what is held and of what waits near, spread
+  RowStats newest_;            // those of the newest state
 };
 
 template <class T>

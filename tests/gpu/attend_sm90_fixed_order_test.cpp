@@ -362,6 +362,7 @@ TEST(AttendSm90FixedOrder, AcceptsByTheLayer) {
   EXPECT_FALSE(accepts([](auto& p) { p.shard.layout = Layout::listed; }));
   EXPECT_FALSE(accepts([](auto& p) { p.kv_dtype = DType::e4m3; }));
   EXPECT_FALSE(accepts([](auto& p) { p.parts.count = 4; }));
+  EXPECT_FALSE(accepts([](auto& p) { p.k_scale.data = static_cast<float*>(p.q.data); }));
   EXPECT_TRUE(accepts([](auto& p) { p.resume = true; }));
   EXPECT_TRUE(accepts([](auto& p) { p.pages.table = p.batch.kv_len; }));
   EXPECT_TRUE(accepts([](auto& p) { p.k.dim_stride = 16; }));

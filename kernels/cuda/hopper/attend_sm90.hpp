@@ -47,8 +47,8 @@ void attend(const AttendParams& params, const Finished& finished, int least_rows
 // ---- the fixed order (params.invariant); accepts, scratch_bytes and attend call these -----------
 
 /// Whether it is this kernel's: 16-bit elements of one type, dims from 48 to 128, layouts whose
-/// positions ascend, a positive scale, no softcap, no biases, no segments handed out. Where rows
-/// lie, in pages or at any strides, does not count.
+/// positions ascend, a positive scale, no softcap, no biases, no scales of stored elements, no
+/// segments handed out. Where rows lie, in pages or at any strides, does not count.
 bool accepts_in_order(const AttendParams& params);
 std::size_t scratch_bytes_in_order(const AttendParams& params);
 void attend_in_order(const AttendParams& params, const Finished& finished, int least_rows,

@@ -58,13 +58,14 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
 }  // namespace
 
 bool accepts_in_order(const AttendParams& params) {
-  // What decides is of the layer alone, and the same on all ranks and for all requests, as the
-  // other kernels make other bits.
+  // The other kernels make other bits, so what decides is the same on all ranks: options of the
+  // layer, and which arrays are given, but never where those lie, or how long a rank's keys are.
+  const bool scaled = params.q_scale || params.k_scale || params.v_scale;
   return runs_here() && params.dtype != DType::fp32 && params.q_dtype == params.dtype &&
          params.kv_dtype == params.dtype && params.head_dim >= 48 &&
          params.head_dim <= kFixedDim128.dim && params.head_dim == params.value_dim &&
          params.shard.layout != Layout::listed && params.score.softcap == 0.0f &&
-         params.score.scale > 0 && !params.bias && !params.parts;
+         params.score.scale > 0 && !params.bias && !scaled && !params.parts;
 }
 
 std::size_t scratch_bytes_in_order(const AttendParams& params) {

@@ -23,9 +23,7 @@ class RowCopier {
 
  public:
   __device__ RowCopier(const Bits* data, Brings how, bool has_columns)
-      : data_(data),
-        in_chunks_(how != Brings::elements && has_columns),
-        has_columns_(has_columns) {}
+      : data_(data), in_chunks_(how != Brings::elements), has_columns_(has_columns) {}
 
   /// Copies kRows rows to `tile`, the panels of which are `panel_bytes` apart. `offset(row)` is
   /// that of a row in elements, or negative where it is filled with zeros; `column(i)` that of the
@@ -44,15 +42,17 @@ class RowCopier {
         const std::int64_t from = __shfl_sync(0xffffffff, own, row);
         const bool wanted = from >= 0 && has_columns_;
         const std::uint32_t place = to + (group + row) * 128 + ((chunk ^ row) & 7) * 16;
-        if (in_chunks_ || !wanted) {
+        if (in_chunks_) {
           copy_async(place, data_ + (wanted ? from + column(0) : 0), wanted);
           continue;
         }
-        std::uint32_t words[4];
+        std::uint32_t words[4] = {};
+        if (wanted) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          words[i] = data_[from + column(2 * i)] |
-                     static_cast<std::uint32_t>(data_[from + column(2 * i + 1)]) << 16;
+          for (int i = 0; i < 4; ++i)
+            words[i] = data_[from + column(2 * i)] |
+                       static_cast<std::uint32_t>(data_[from + column(2 * i + 1)]) << 16;
+        }
         store_shared(place, make_uint4(words[0], words[1], words[2], words[3]));
       }
     }

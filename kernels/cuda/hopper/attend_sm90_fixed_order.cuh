@@ -151,16 +151,18 @@ class ConsumerInOrder : Consumer<T> {
       multiply_values(o);
     }
     at_.next_segment();
-    if (step.then() != Waits::nowhere) {
+    const bool last = step.then() == Waits::nowhere;
+    if (!last) {
       wait_keys();
     } else {
-      // The first scores of the next work tile. After the last one they are of no use, but ptxas
-      // wants no branch around them.
+      // The first scores of the next work tile, which may not be there yet, so the turn ends
+      // before. After the last one they are of no use, but ptxas wants no branch around them.
+      pass_turn();
       at_.next_work();
       wait_work();
     }
     begin_scores();
-    pass_turn();
+    if (!last) pass_turn();
     return step;
   }
 

@@ -616,12 +616,6 @@ MUTANTS = [
            "Lanes copy keys into a stage that one of them has not found empty yet.",
            old="    __syncwarp();  // the stage is empty\n",
            new=""),
-    Mutant("hopper-order-phase-gone", "kernels/cuda/hopper/attend_sm90_segments.cuh", "hopper",
-           "Lanes look for a phase of a barrier that has gone twice since lane 0 "
-           "went on.",
-           old="    if (lane_ == 0) shared_.v_empty[stage].wait(stage_.parity ^ 1);\n"
-               "    __syncwarp();\n",
-           new="    shared_.v_empty[stage].wait(stage_.parity ^ 1);\n"),
     Mutant("hopper-order-copies-unawaited", "kernels/cuda/hopper/attend_sm90_segments.cuh", "hopper",
            "Segments are announced while their copies are on their way.",
            old="      wait_copies<0>();\n"

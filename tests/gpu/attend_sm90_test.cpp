@@ -249,7 +249,6 @@ TEST(AttendSm90, AcceptsByName) {
   EXPECT_FALSE(refuses([](auto& p) { p.score.softcap = 30; }));
   EXPECT_FALSE(refuses([](auto& p) { p.bias.slopes = Floats(p.q.data, DType::fp32); }));
   EXPECT_TRUE(refuses([](auto& p) { p.score.scale = -1; }));
-  EXPECT_TRUE(refuses([](auto& p) { p.invariant = true; }));
   EXPECT_TRUE(refuses([](auto& p) { p.shard.layout = Layout::listed; }));
   EXPECT_TRUE(refuses([](auto& p) { p.pages.table = p.batch.kv_len; }));
   EXPECT_TRUE(refuses([](auto& p) { p.kv_dtype = DType::e4m3; }));

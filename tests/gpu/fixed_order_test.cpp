@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cuda/common/fold_plan.cuh"
 #include "kernels/cuda/common/view.cuh"
 #include "longspan/shard.hpp"
 
@@ -95,6 +96,80 @@ TEST(FixedOrder, WalkAndStackMakeTheTree) {
       EXPECT_EQ(tree_of(parts, 0, log2_ceil(splits)), expected) << splits << " splits";
     }
   }
+}
+
+/// What consumers make of a planned walk. `most_far` becomes the most states that wait far.
+std::string fold_of(PlannedWalk walk, int segments, int* most_far) {
+  std::string newest, held, near;
+  std::vector<std::string> far;
+  const auto take = [&](std::string& older) {
+    EXPECT_FALSE(older.empty());
+    newest = "(" + older + " " + newest + ")";
+    older.clear();
+  };
+  for (int i = 0; i < segments; ++i) {
+    walk.next();
+    newest = std::to_string(walk.segment);
+    EXPECT_EQ(walk.step.takes_held(), !held.empty()) << "what is held is taken next";
+    if (walk.step.takes_held()) take(held);
+    if (walk.step.takes_near()) take(near);
+    for (int n = walk.step.takes_far(); n > 0 && !far.empty(); --n) {
+      take(far.back());
+      far.pop_back();
+    }
+    if (walk.step.then() == Waits::held) held = newest;
+    if (walk.step.then() == Waits::near) {
+      EXPECT_TRUE(near.empty());
+      near = newest;
+    }
+    if (walk.step.then() == Waits::far) {
+      EXPECT_TRUE(near.empty()) << "what waits near is the newer one";
+      far.push_back(newest);
+    }
+    EXPECT_EQ(walk.step.then() == Waits::nowhere, i + 1 == segments);
+    *most_far = std::max(*most_far, static_cast<int>(far.size()));
+  }
+  EXPECT_TRUE(held.empty() && near.empty() && far.empty());
+  return newest;
+}
+
+TEST(FixedOrder, PlansMakeTheTree) {
+  std::mt19937 rng(std::random_device{}());
+  for (int trial = 0; trial < 2000; ++trial) {
+    const int ranks = 1 << rng() % 7, rank = static_cast<int>(rng()) & (ranks - 1);
+    const std::int64_t length = static_cast<std::int64_t>(rng() % (trial % 2 ? 3000 : 60000));
+    const Shard shard = draw_shard(rng, trial, length, rank, ranks);
+    const SegmentOrder order = shard.order(length);
+    const std::int64_t own = shard.local_len(length);
+    Interval any{0, own};
+    if (trial % 4 == 3 && own > 0) {
+      any.begin = static_cast<std::int64_t>(rng()) % own;
+      any.end = any.begin + static_cast<std::int64_t>(rng()) % (own - any.begin + 1);
+    }
+    if (any.empty()) continue;
+    const std::int64_t segments = segments_of(any.end) - any.begin / kSegment;
+    SCOPED_TRACE("length " + std::to_string(length) + ", rank " + std::to_string(rank) + " of " +
+                 std::to_string(ranks) + ", " + name(shard.layout));
+    int depth = 0, most_far = 0;
+    const std::string expected = fold_of(SegmentWalk(order, any, 0, 1), &depth);
+    EXPECT_EQ(fold_of(PlannedWalk(order, any), static_cast<int>(segments), &most_far), expected);
+    EXPECT_LE(most_far, fold_depth(length));
+  }
+}
+
+/// In a full tree a half of the states is held, and a quarter waits near.
+TEST(FixedOrder, PlansHoldWhatComesSoonest) {
+  const std::int64_t length = kSegment << 9;
+  PlannedWalk walk(Shard::contiguous(length, 0, 1).order(length), {0, length});
+  std::map<Waits, int> count;
+  for (int i = 0; i < 512; ++i) {
+    walk.next();
+    ++count[walk.step.then()];
+  }
+  EXPECT_EQ(count[Waits::held], 256);
+  EXPECT_EQ(count[Waits::near], 128);
+  EXPECT_EQ(count[Waits::far], 127);
+  EXPECT_EQ(count[Waits::nowhere], 1);
 }
 
 /// Each turn takes a split of its own, those that are held, all segments are in them, and folded by

@@ -36,7 +36,7 @@ class Sm90Run {
     out_ = OnGpu<std::byte>(static_cast<std::size_t>(rows_ * c.dim) * size_of(c.dtype));
     lse_ = OnGpu<float>(static_cast<std::size_t>(rows_));
     state_ = OnGpu<std::byte>(static_cast<std::size_t>(kernels::StateSlots::bytes(rows_, c.dim)));
-    scratch_ = OnGpu<std::byte>(kernels::sm90::kScratchBytes);
+    scratch_ = OnGpu<std::byte>(kernels::sm90::scratch_bytes(params()));
   }
 
   kernels::AttendParams params() const {

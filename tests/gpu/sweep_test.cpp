@@ -1,8 +1,8 @@
 // Random shapes of prefill and of mixed batches, 2,000 of them: dims, groups, lengths, masks, caps,
 // ALiBi, layouts, ranks and strides as they fall. What the backend chooses (on Hopper the kernel
 // for long queries, wherever it accepts the shape) against float64 on sampled rows, and against the
-// portable kernel, which `invariant` takes, on every row. The same bits from run to run; what no
-// row may see is NaN, and so is every output beforehand.
+// fixed order, of Hopper or of the portable kernel, on every row. The same bits from run to run;
+// what no row may see is NaN, and so is every output beforehand.
 //
 // LONGSPAN_SWEEP=N runs another number of shapes.
 #include <cstdlib>
@@ -168,14 +168,14 @@ void expect_alike(const Case& c, const Data& data, const Result& a, const Result
                 std::to_string(other);
     }
     EXPECT_EQ(wrong, 0) << "rows of sequence " << s
-                        << " differ from the portable kernel's: " << first << "; " << c;
+                        << " differ from those in the fixed order: " << first << "; " << c;
   }
 }
 
 struct Shape {
   Case c;
   std::unique_ptr<Data> data;
-  Result chosen, portable;
+  Result chosen, ordered;
   std::optional<Result> finished;  // attend and merge in one
   bool hopper = false;             // long queries go there
 
@@ -198,16 +198,16 @@ struct Shape {
     if (c.ranks == 1 && run.queue_finished()) finished = run.result();
     Case in_order = c;
     in_order.invariant = true;
-    portable = GpuRun(in_order, *data).run();
+    ordered = GpuRun(in_order, *data).run();
   }
 
   void judge() const {
     const int stride = 1 + static_cast<int>(c.tokens() / 12);
     expect_within_rounding(c, *data, chosen, stride);
-    expect_alike(c, *data, chosen, portable);
+    expect_alike(c, *data, chosen, ordered);
     if (!finished) return;
     expect_within_rounding(c, *data, *finished, stride);
-    expect_alike(c, *data, *finished, portable);
+    expect_alike(c, *data, *finished, ordered);
   }
 };
 

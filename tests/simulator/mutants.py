@@ -612,6 +612,54 @@ MUTANTS = [
            "A tile out of pages has landed with the copies of one of two warps.",
            old="shared.landed.k[i].init(kPageWarps);",
            new="shared.landed.k[i].init(1);"),
+    Mutant("hopper-order-stage-in-work", "kernels/cuda/hopper/attend_sm90_segments.cuh", "hopper",
+           "Lanes copy keys into a stage that one of them has not found empty yet.",
+           old="    __syncwarp();  // the stage is empty\n",
+           new=""),
+    Mutant("hopper-order-copies-unawaited", "kernels/cuda/hopper/attend_sm90_segments.cuh", "hopper",
+           "Segments are announced while their copies are on their way.",
+           old="      wait_copies<0>();\n"
+               "      fence_shared_stores();\n"
+               "      __syncwarp();\n"
+               "      if (lane_ == 0 && copies_k)",
+           new="      fence_shared_stores();\n"
+               "      __syncwarp();\n"
+               "      if (lane_ == 0 && copies_k)"),
+    Mutant("hopper-order-copies-of-other-lanes", "kernels/cuda/hopper/attend_sm90_segments.cuh",
+           "hopper",
+           "Segments are announced before the copies of other lanes have come.",
+           old="      fence_shared_stores();\n"
+               "      __syncwarp();\n"
+               "      if (lane_ == 0 && copies_k)",
+           new="      fence_shared_stores();\n"
+               "      if (lane_ == 0 && copies_k)"),
+    Mutant("hopper-order-copies-unfenced", "kernels/cuda/hopper/attend_sm90_segments.cuh", "hopper",
+           "The tensor cores read copies that are not published to them.",
+           old="      fence_shared_stores();\n"
+               "      __syncwarp();\n"
+               "      if (lane_ == 0 && copies_k)",
+           new="      __syncwarp();\n"
+               "      if (lane_ == 0 && copies_k)"),
+    Mutant("hopper-order-segment-overwritten", "kernels/cuda/hopper/attend_sm90_fixed_order.cuh",
+           "hopper",
+           "A stage is given back before every lane has read what becomes of its "
+           "segment.",
+           old="    __syncwarp();  // every lane has read the segment\n",
+           new=""),
+    Mutant("hopper-order-values-pending", "kernels/cuda/hopper/attend_sm90_fixed_order.cuh", "hopper",
+           "O folds while its product may still run.",
+           old="    wgmma_wait<0>();\n"
+               "    pin(product);\n",
+           new="    wgmma_wait<1>();\n"
+               "    pin(product);\n"),
+    Mutant("hopper-order-far-overwritten", "kernels/cuda/hopper/attend_sm90_fixed_order.cuh", "hopper",
+           "A state that waits far is overwritten by the next one.",
+           old="      at_.add_far(1);\n",
+           new=""),
+    Mutant("hopper-order-near-for-held", "kernels/cuda/common/fold_plan.cuh", "hopper",
+           "A state waits near although another one comes there before it goes.",
+           old="    } else if (after > level) {",
+           new="    } else if (after != level) {"),
     Mutant("hopper-fp8-unfenced", "kernels/cuda/hopper/attend_sm90_fp8.cuh", "hopper",
            "The tensor cores read transposed values that are not published to "
            "them.",

@@ -34,6 +34,7 @@ DECODE = ["decode/instances/decode_bf16.cu", "decode/instances/decode_bf16_any16
 PORTABLE = ["portable/instances/portable_bf16.cu", "portable/instances/portable_bf16_any16.cu"]
 SINGLE = ["portable/instances/fp32.cu", "portable/instances/fp32_any.cu"]
 HOPPER = ["hopper/attend_sm90.cu"]
+IN_ORDER = (["hopper/attend_sm90_fixed_order.cu"], KERNELS, "*in_order*")
 MERGE = ["combine/merge.cu"]
 
 # Of a family: what is compiled anew, the program, and its cases.
@@ -52,11 +53,14 @@ FAMILIES = {
 # Where the file says more than the family.
 FILES = {
     "attend.cu": (["dispatch/attend.cu"], "gpu_head_dims_test", "*Short*"),
+    "attend_sm90_fixed_order.cuh": IN_ORDER,
+    "attend_sm90_segments.cuh": IN_ORDER,
     "append.cu": (["cache/append.cu"], "gpu_append_test", "*"),
     "check_arrays.cu": (["cache/check_arrays.cu"], SMALL, "CheckSlots*"),
     "copy_keys.cu": (["cache/copy_keys.cu"], "gpu_copy_keys_test", "*"),
     "copy_keys.hpp": (["cache/copy_keys.cu"], "gpu_copy_keys_test", "*"),
     "digest.cu": (["cache/digest.cu"], SMALL, "Digest*"),
+    "fold_plan.cuh": IN_ORDER,
     "fold_tree.cuh": (MERGE, "gpu_merge_states_test", "*Sinks*"),
     "gather.cu": (["cache/gather.cu"], SMALL, "*Gather*"),
     "geometry.hpp": (DECODE + PORTABLE[1:] + HOPPER, KERNELS, "*Serve*shares*"),

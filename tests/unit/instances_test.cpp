@@ -15,7 +15,8 @@ namespace {
 constexpr int kSmall = 99 * 1024, kAmpere = 163 * 1024, kHopper = 227 * 1024;
 
 constexpr bool is_of_hopper(Family family) {
-  return family == Family::hopper || family == Family::hopper_e4m3;
+  return family == Family::hopper || family == Family::hopper_e4m3 ||
+         family == Family::hopper_in_order;
 }
 
 constexpr bool all_fit() {

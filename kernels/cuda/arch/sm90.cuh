@@ -101,6 +101,14 @@ __device__ inline void pin(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+/// The registers hold nothing that anybody reads, so that the compiler keeps none for them until
+/// they are written. No instruction comes of it.
+template <int kCount>
+__device__ inline void forget(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
+}
+
 /// The same number, but the compiler does not know how it came about.
 __device__ inline int opaque(int number) {
   asm volatile("" : "+r"(number));

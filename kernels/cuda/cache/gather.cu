@@ -176,7 +176,8 @@ std::size_t gather_room(const AttendParams& bounds) {
   contiguous.k = contiguous.v = {};
   contiguous.q = {};
   contiguous.shard = Shard::contiguous(0, 0, 1);
-  if (bounds.max_kv_len == 0 || !may_hold(bounds, Lengths::only_long) || !sm90::accepts(contiguous))
+  if (bounds.invariant || bounds.max_kv_len == 0 || !may_hold(bounds, Lengths::only_long) ||
+      !sm90::accepts(contiguous))
     return 0;
   const std::size_t keys =
       static_cast<std::size_t>((bounds.max_kv_len + kKeys - 1) / kKeys * kKeys);

@@ -274,6 +274,7 @@ std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu) {
       const Launch launch = make_launch(p, lengths, gpu);
       const std::size_t aside = is_hoppers(p, lengths) ? 0 : bytes_aside(p, launch);
       bytes = std::max(bytes, aside + launch.bytes);
+      if (is_hoppers(p, lengths)) bytes = std::max(bytes, sm90::scratch_bytes(p));
     }
   return bytes;
 }
@@ -308,6 +309,10 @@ std::size_t scratch_bound(const AttendParams& bounds, const Gpu& gpu) {
     most(choose_kernel(many, Lengths::only_short, loader, gpu));
     if (bounds.tokens > kShortQuery) most(choose_kernel(bounds, Lengths::only_long, loader, gpu));
   }
+  AttendParams longest = bounds;
+  longest.shard.length = keys;
+  if (is_hoppers(longest, Lengths::only_long))
+    bytes = std::max(bytes, sm90::scratch_bytes(longest));
   if (!bounds.resume) return bytes;
   AttendParams aside = bounds;
   aside.tokens = std::min(bounds.tokens, aside_tokens);
@@ -381,7 +386,7 @@ bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t strea
   const bool paged16 = p.pages && p.kv_dtype == p.dtype && p.q_dtype == p.dtype;
   p.pages = {};
   p.k = p.v = KvRows(g.room, std::int64_t{p.kv_heads} * p.head_dim, p.head_dim);
-  if (!paged16 || p.queries.ranks > 1 || gather_capacity(p, g.room_bytes) == 0 ||
+  if (!paged16 || p.invariant || p.queries.ranks > 1 || gather_capacity(p, g.room_bytes) == 0 ||
       !ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long))
     return false;
   p = gather_keys(g, stream);
@@ -413,6 +418,7 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
   if (is_decode(p) && !compares && queue_finished(p, Lengths::only_short, m, gpu, stream))
     return true;
   if (!ends_plainly(p, m) || !sm90::accepts(p) || !may_hold(p, Lengths::only_long)) return false;
+  if (p.invariant && p.resume) return false;
   finish_short(p, m, gpu, stream);
   sm90::attend(p, finished_of(m), kShortQuery + 1, stream);
   return true;

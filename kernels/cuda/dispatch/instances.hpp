@@ -23,10 +23,19 @@ enum class Loader : std::uint8_t {
   any8,   // the rest, which is fp8 keys and values
 };
 
-enum class Family : std::uint8_t { decode, portable, fp32, tf32, hopper, hopper_e4m3 };
+enum class Family : std::uint8_t {
+  decode,
+  portable,
+  fp32,
+  tf32,
+  hopper,
+  hopper_e4m3,
+  hopper_in_order
+};
 
 constexpr const char* name(Family family) {
-  constexpr const char* names[] = {"decode", "portable", "fp32", "tf32", "hopper", "hopper e4m3"};
+  constexpr const char* names[] = {"decode", "portable",    "fp32",           "tf32",
+                                   "hopper", "hopper e4m3", "hopper in order"};
   return names[static_cast<int>(family)];
 }
 
@@ -106,6 +115,8 @@ inline constexpr Instance kInstances[] = {
     {Family::hopper_e4m3, Loader::any8, 64, 64, 192, 128'000},
     {Family::hopper_e4m3, Loader::any8, 128, 128, 128, 163'840},
     {Family::hopper_e4m3, Loader::any8, 256, 256, 128, 202'752},
+    {Family::hopper_in_order, Loader::any16, 64, 64, 128, 117'760},
+    {Family::hopper_in_order, Loader::any16, 128, 128, 128, 232'448},
 };
 
 /// The shared memory of a block with which every instance but Hopper's fits.

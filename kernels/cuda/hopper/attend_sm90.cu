@@ -1,6 +1,6 @@
-// The host side of the Hopper kernel: it chooses the tile for a call, makes the TMA tensor maps,
-// and launches.
-#include "kernels/cuda/hopper/attend_sm90.cuh"
+// The host side of the Hopper kernel: it chooses the tile for a call and launches. The fixed order
+// has a file of its own (attend_sm90_fixed_order.cu).
+#include "kernels/cuda/hopper/attend_sm90_launch.cuh"
 
 #include <cuda_runtime.h>
 
@@ -10,40 +10,13 @@
 
 #include "kernels/cuda/common/access.hpp"
 #include "kernels/cuda/common/convert.cuh"
-#include "kernels/cuda/common/launch.hpp"
 #include "kernels/cuda/common/overlap.hpp"
-#include "kernels/cuda/common/tensor_map.hpp"
 #include "kernels/cuda/dispatch/attend.hpp"
 #include "longspan/error.hpp"
 #include "src/check.hpp"
-#include "src/divided_up.hpp"
 
 namespace longspan::kernels::sm90 {
 namespace {
-
-/// The TMA tensor map of [count rows, heads, dim] in boxes of [box_rows, 1, 128 bytes].
-CUtensorMap tensor_map_of(const Rows& rows, DType dtype, int dim, std::int64_t count, int heads,
-                          int box_rows) {
-  const int panel = 128 / static_cast<int>(size_of(dtype));
-  const cuda::MapDimension dimensions[] = {
-      {dim, 1, panel}, {count, rows.row_stride, box_rows}, {heads, rows.head_stride, 1}};
-  return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-}
-
-/// Whether the queries' sequences follow each other, or lie as a dense [batch, heads, tokens, dim].
-bool fits_query_map(const AttendParams& params) {
-  const TokenRows& q = params.q;
-  return q.gap.rows == 0 ||
-         q.gap.elements + q.gap.rows * q.row_stride == params.heads * q.head_stride;
-}
-
-/// That of the queries. Where sequences lie apart, the heads of one stand behind those of the
-/// other.
-CUtensorMap query_map_of(const AttendParams& params) {
-  const std::uint32_t apart = params.q.gap.rows;
-  return tensor_map_of(params.q, params.q_dtype, params.head_dim, apart > 0 ? apart : params.tokens,
-                       apart > 0 ? params.batch.size * params.heads : params.heads, 64);
-}
 
 /// Scales the terms of a polynomial: terms[i] x^(2 i + from) for x of `scale`, times `height`.
 /// Returns whether all are floats of full precision.
@@ -92,30 +65,6 @@ Softcap softcap_of(const Score& score) {
   return cap;
 }
 
-int attribute(cudaDeviceAttr name) {
-  int device = 0, value = 0;
-  LONGSPAN_CUDA(cudaGetDevice(&device));
-  LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, name, device));
-  return value;
-}
-
-/// The number of heads that walk together: their keys and values on this rank fit half of L2, or
-/// they have a few waves of work tiles, as the longest tiles of the last heads begin late.
-unsigned section_of(const AttendParams& params, unsigned slots, int multiprocessors) {
-  const std::int64_t l2_bytes = attribute(cudaDevAttrL2CacheSize);
-  const std::int64_t keys = std::max({divided_up(params.shard.length, params.shard.ranks),
-                                      params.tokens / params.batch.size, std::int64_t{1}});
-  const auto bytes = static_cast<std::int64_t>(size_of(params.kv_dtype));
-  const std::int64_t resident =
-      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.head_dim * 2 * bytes));
-  constexpr std::int64_t kWaves = 3;
-  const std::int64_t group = params.heads / params.kv_heads;
-  const std::int64_t busy = kWaves * multiprocessors / (slots * group);
-  const std::int64_t most = std::min<std::int64_t>(std::max(busy, resident), params.kv_heads);
-  const std::int64_t sections = divided_up(std::int64_t{params.kv_heads}, most);
-  return static_cast<unsigned>(divided_up(std::int64_t{params.kv_heads}, sections) * group);
-}
-
 template <class T>
 void launch(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
@@ -124,39 +73,16 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
       cuda::bytes_of(kE4m3 ? cuda::Family::hopper_e4m3 : cuda::Family::hopper,
                      kE4m3 ? cuda::Loader::any8 : cuda::Loader::any16, T::kDim, T::kRows);
   static_assert(kMost ? sizeof(Shared<T>) == kBytes : sizeof(Shared<T>) <= kBytes);
-  // Tiles of keys end at the last visible key, so no copy reaches past the keys, and their number,
-  // which may be known on the device only, is not needed here.
-  constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
   Call call{};
   call.q = query_map_of(params);
   if (params.pages) {
     call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
   } else {
-    call.k = tensor_map_of(params.k, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads,
-                           T::kKeys);
-    call.v = tensor_map_of(params.v, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads,
-                           T::kKeys);
+    call.k = key_map_of<T>(params, params.k);
+    call.v = key_map_of<T>(params, params.v);
   }
-  call.params = params;
-  call.finished = finished;
-  call.least_rows = least_rows;
-  const std::int64_t slots = params.batch.query_start ? params.tokens / T::kRows + params.batch.size
-                                                      : (params.tokens + T::kRows - 1) / T::kRows;
-  call.slots = static_cast<unsigned>(slots);
-  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  call.section = section_of(params, call.slots, multiprocessors);
-  call.work_tiles = call.slots * static_cast<unsigned>(params.heads);
-  call.next = reinterpret_cast<unsigned*>(params.ticket);
   call.softcap = softcap_of(params.score);
-  if (call.next == nullptr) {
-    call.next = reinterpret_cast<unsigned*>(params.scratch);
-    LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
-  }
-
-  const unsigned blocks = std::min(call.work_tiles, static_cast<unsigned>(multiprocessors));
-  LONGSPAN_CUDA(cudaFuncSetAttribute(attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     sizeof(Shared<T>)));
-  cuda::launch_kernel(attend_kernel<T>, {blocks, T::kThreads, stream, sizeof(Shared<T>)}, call);
+  launch_call<T>(call, params, finished, least_rows, stream);
 }
 
 /// Launches the tile configuration for the call's head_dim.
@@ -236,6 +162,7 @@ bool runs_here() {
 
 bool accepts(const AttendParams& params) {
   constexpr std::int64_t kMost = std::int64_t{1} << 30;
+  if (params.invariant) return accepts_in_order(params);
   AttendParams unbiased = params;  // ALiBi has an instance of its own; qq_bias has none
   unbiased.bias.slopes = {};
   if (params.pages) {
@@ -254,17 +181,23 @@ bool accepts(const AttendParams& params) {
          params.shard.layout != Layout::listed &&
          (params.fp8_products ? is_plain_e4m3(params)
                               : cuda::loader_of(unbiased) == cuda::Loader::plain) &&
-         !params.parts && params.score.scale > 0 && !params.invariant && params.tokens < kMost &&
+         !params.parts && params.score.scale > 0 && params.tokens < kMost &&
          params.shard.length < kMost;
+}
+
+std::size_t scratch_bytes(const AttendParams& params) {
+  return params.invariant ? scratch_bytes_in_order(params) : kScratchBytes;
 }
 
 void attend(const AttendParams& params, const Finished& finished, int least_rows,
             CUstream_st* stream) {
   if (params.tokens == 0 || params.batch.size == 0) return;
-  if (params.scratch_bytes < kScratchBytes)
-    throw InputError("attend needs " + std::to_string(kScratchBytes) +
-                     " bytes of scratch and was given " + std::to_string(params.scratch_bytes));
+  const std::size_t needed = scratch_bytes(params);
+  if (params.scratch_bytes < needed)
+    throw InputError("attend needs " + std::to_string(needed) + " bytes of scratch and was given " +
+                     std::to_string(params.scratch_bytes));
   if (params.batch.skip_decode) least_rows = std::max(least_rows, 2);
+  if (params.invariant) return attend_in_order(params, finished, least_rows, stream);
   const bool fp16 = params.dtype == DType::fp16;
   const auto run = params.fp8_products ? (fp16 ? choose_e4m3<__half> : choose_e4m3<__nv_bfloat16>)
                                        : (fp16 ? choose<__half> : choose<__nv_bfloat16>);

@@ -5,7 +5,8 @@
 //
 // Softcap and ALiBi change S on its way to P (attend_sm90_scores.cuh), in instances of their own.
 // So are products of e4m3 (attend_sm90_fp8.cuh), for which two warps more transpose the values and
-// consumers take other steps.
+// consumers take other steps; and the fixed order (attend_sm90_fixed_order.cuh), whose tiles of
+// keys are its segments, each with a state of its own, in the order of the tree.
 //
 // A block is a scheduler warp, a producer warp (three where keys lie in pages:
 // attend_sm90_pages.cuh), and two or three consumer warpgroups of 64 query rows each. Q, K and V
@@ -21,10 +22,12 @@
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/arch/target.cuh"
 #include "kernels/cuda/hopper/attend_sm90_16bit.cuh"
+#include "kernels/cuda/hopper/attend_sm90_fixed_order.cuh"
 #include "kernels/cuda/hopper/attend_sm90_fp8.cuh"
 #include "kernels/cuda/hopper/attend_sm90_pages.cuh"
 #include "kernels/cuda/hopper/attend_sm90_producer.cuh"
 #include "kernels/cuda/hopper/attend_sm90_scheduler.cuh"
+#include "kernels/cuda/hopper/attend_sm90_segments.cuh"
 
 namespace longspan::kernels::sm90 {
 
@@ -32,6 +35,13 @@ namespace longspan::kernels::sm90 {
 template <class T>
 __device__ __forceinline__ void produce(const Call& call, Shared<T>& shared) {
   const unsigned warp = threadIdx.x / 32;
+  if constexpr (T::kFixedOrder) {
+    if (warp == 1)
+      Scheduler<T>(call, shared).run();
+    else if (warp == 0)
+      SegmentProducer<T>(call, shared).run();
+    return;
+  }
   if (warp == 1)
     Scheduler<T>(call, shared).run();
   else if (threadIdx.x == 0 && !has_pages<T>(call))
@@ -50,8 +60,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
     Shared<T>& shared = *reinterpret_cast<Shared<T>*>(memory);
 
     if (threadIdx.x == 0) {
-      prefetch_map(&call.q);
-      if (!has_pages<T>(call)) {
+      if (!T::kFixedOrder) prefetch_map(&call.q);
+      if (!T::kFixedOrder && !has_pages<T>(call)) {
         prefetch_map(&call.k);
         prefetch_map(&call.v);
       }
@@ -65,7 +75,9 @@ __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_con
       produce(call, shared);
     } else {
       take_registers<T::kConsumerRegisters>();
-      if constexpr (T::kEightBits)
+      if constexpr (T::kFixedOrder)
+        consume_in_order(call, shared, warpgroup - 1);
+      else if constexpr (T::kEightBits)
         consume<ConsumerE4m3>(call, shared, warpgroup - 1);
       else
         consume<Consumer16Bit>(call, shared, warpgroup - 1);

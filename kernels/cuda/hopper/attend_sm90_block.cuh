@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/arch/sm90.cuh"
 #include "kernels/cuda/common/divisor.hpp"
+#include "kernels/cuda/common/fold_plan.cuh"
 #include "kernels/cuda/common/pipeline_state.cuh"
 #include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "kernels/cuda/hopper/attend_sm90_tile.cuh"
@@ -30,6 +31,21 @@ struct Softcap {
   float below[3];  // (1 + below[0] x^2 + below[1] x^4 + ...)
 };
 
+/// How rows get to shared memory.
+enum class Brings : std::uint8_t {
+  boxes,     // by TMA
+  chunks,    // 16 bytes at a time
+  elements,  // one by one
+};
+
+/// What the fixed order needs besides. Rows of any layout get to the same places in shared memory,
+/// so that it changes no bit how they come.
+struct SegmentSources {
+  Brings q, k, v;
+  std::byte* stack;  // [blocks, depth] states of a block's rows
+  int depth;         // the most states of a block that wait far
+};
+
 struct Call {
   CUtensorMap q, k, v;  // boxes of [64 rows, 128 bytes] and [kKeys keys, 128 bytes]; where
                         // sequences lie apart, q has the heads of one behind those of the other
@@ -41,7 +57,8 @@ struct Call {
   int least_rows;       // this launch leaves out sequences of fewer query rows
   unsigned* next;       // counts the work tiles taken beyond the first of each block
   Softcap softcap;
-  cuda::Divisor by_page;  // keys of a page
+  cuda::Divisor by_page;   // keys of a page
+  SegmentSources sources;  // for the fixed order
 };
 
 /// Whether keys and values come out of pages.
@@ -161,6 +178,19 @@ struct Landed {
   Barrier k[kStages], v[kStages];
 };
 
+/// What the fixed order needs besides.
+template <class T>
+struct WaitingStates {
+  float4 near[T::kQuads][T::kStateThreads];  // the O of the state that waits near
+  struct Segment {
+    int first_key;  // local
+    cuda::FoldStep step;
+  } segments[T::kStages];  // whose keys are in the stages of K
+  SegmentOrder order[2];   // of the work tiles' sequences
+  cuda::PlannedWalk walk;  // of one thread, whose warp has few registers
+};
+
+struct NoWaitingStates {};
 struct NoLanded {};
 struct NoAlibi {};
 struct NoStoredValues {};
@@ -183,6 +213,8 @@ struct Shared {
       alibi;
   [[no_unique_address]] std::conditional_t<T::kEightBits, StoredValues<T>, NoStoredValues> stored;
   [[no_unique_address]] std::conditional_t<T::kPages, Landed<T::kStages>, NoLanded> landed;
+  [[no_unique_address]] std::conditional_t<T::kFixedOrder, WaitingStates<T>, NoWaitingStates>
+      waiting;
 };
 
 inline constexpr int kPageWarps = 2;  // that copy keys and values out of pages

@@ -41,6 +41,16 @@ __device__ int find_work_tile(const Call& call, unsigned index, WorkTile& tile) 
   return b;
 }
 
+/// The lse of a row that sees no key: its sink, in the fixed order with the bits of a merge.
+template <class T>
+__device__ float empty_lse(const Floats& sinks, int head) {
+  if (!sinks) return -INFINITY;
+  if constexpr (T::kFixedOrder)
+    return longspan::finish(sink_stats(sinks[head])).lse;
+  else
+    return sinks[head];
+}
+
 /// One warp writes the rows that see no key on this rank: their empty state, or their finished
 /// zeros. Rows that began from a state keep it. (Where they end finished they do not come here.)
 template <class T>
@@ -62,7 +72,7 @@ __device__ void store_empty(const Call& call, const WorkTile& tile) {
     if (!finish)
       params.state.stats(params.slot)[at] = empty_stats();
     else if (finished.lse.data)
-      *finished.lse.at(token, tile.head) = finished.sinks ? finished.sinks[tile.head] : -INFINITY;
+      *finished.lse.at(token, tile.head) = empty_lse<T>(finished.sinks, tile.head);
   }
 }
 
@@ -144,6 +154,10 @@ class Scheduler {
     if (lane_ == 0) {
       tile.rows = rows;
       tile.tiles = passes ? 1 : (keys + T::kKeys - 1) / T::kKeys;
+      if constexpr (T::kFixedOrder) {  // segments that some row sees
+        const int first = limits[0] / T::kKeys * T::kKeys;
+        if (busy) tile.tiles = (limits[2 * rows - 1] - first + T::kKeys - 1) / T::kKeys;
+      }
     }
     __syncwarp();
     return {b, context_len, rows, passes, busy};
@@ -160,6 +174,10 @@ class Scheduler {
     // of pages, before the first visible one.
     tile.clear = tile.first_key + limits[0] > 0 && !found.passes && !has_pages<T>(call_) ? limits[0]
                                                                                          : INT_MIN;
+    if constexpr (T::kFixedOrder)
+      shared_.waiting.order[work_.stage] =
+          params_.shard.for_sequence(found.sequence)
+              .order(params_.batch.keys(found.sequence, params_.shard));
     if constexpr (T::kScores == Scores::any)
       find_alibi(params_.bias, params_.is_causal(found.sequence), shared_.key_positions, tile.head,
                  found.context_len, static_cast<int>(params_.query_index(found.sequence, tile.row)),

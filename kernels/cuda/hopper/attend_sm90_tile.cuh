@@ -33,6 +33,10 @@ inline constexpr TileShape kE4m3Dim64{.dim = 64, .consumers = 3, .keys = 160, .p
 inline constexpr TileShape kE4m3Dim128{.dim = 128, .consumers = 2, .keys = 192, .ping_pong = true};
 inline constexpr TileShape kE4m3Dim256{.dim = 256, .consumers = 2, .keys = 128, .ping_pong = true};
 
+/// The same for the fixed order, whose tiles of keys are its segments.
+inline constexpr TileShape kFixedDim64{.dim = 64, .consumers = 2, .keys = 128, .ping_pong = true};
+inline constexpr TileShape kFixedDim128{.dim = 128, .consumers = 2, .keys = 128, .ping_pong = true};
+
 /// One instance of the kernel. Result is the type of a finished output.
 template <class Element_, TileShape kShape, Scores kScores_ = Scores::plain,
           class Result_ = Element_>
@@ -45,6 +49,7 @@ struct Tile {
   static constexpr bool kPingPong = kShape.ping_pong;
   static constexpr Scores kScores = kScores_;
   static constexpr bool kEightBits = sizeof(Element) == 1;  // attend_sm90_fp8.cuh
+  static constexpr bool kFixedOrder = false;                // attend_sm90_fixed_order.cuh
 
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = 2;
@@ -78,6 +83,23 @@ struct Tile {
   // A consumer that asks for more registers than all warps have at the launch would wait for ever.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * (65536 / kThreads / 8 * 8));
+};
+
+/// An instance in the fixed order. Its producer copies rows that TMA cannot bring by itself, and
+/// needs no more registers for it.
+template <class Element, TileShape kShape>
+struct FixedOrderTile : Tile<Element, kShape> {
+  using Base = Tile<Element, kShape>;
+  static constexpr bool kFixedOrder = true;
+  static constexpr bool kPages = false;  // PageProducer's
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = 216;
+  static_assert(Base::kConsumers == 2 && Base::kKeys == 128);
+
+  // A thread's part of a state: its elements of O by fours, and the statistics of its two rows.
+  static constexpr int kQuads = Base::kDim / 8;
+  static constexpr int kStateThreads = 128 * Base::kConsumers;
+  static constexpr int kStateBytes = 16 * (kQuads + 1) * kStateThreads;  // of a block's rows
 };
 
 }  // namespace longspan::kernels::sm90

@@ -7,6 +7,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "kernels/cuda/arch/divide.cuh"
@@ -86,6 +87,12 @@ void wgmma_wait(simulated::Site site = simulated::Site::current()) {
 
 template <int kCount>
 void pin(float (&)[kCount]) {}
+
+/// Whoever reads them nevertheless gets NaN.
+template <int kCount>
+void forget(float (&registers)[kCount]) {
+  for (float& one : registers) one = std::numeric_limits<float>::quiet_NaN();
+}
 
 inline int opaque(int number) { return number; }
 

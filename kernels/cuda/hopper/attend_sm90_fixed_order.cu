@@ -1,0 +1,86 @@
+// The host side of the Hopper kernel in the fixed order: which layers it serves, where their states
+// wait, and how the rows of a call are brought.
+#include <algorithm>
+#include <cstddef>
+
+#include "kernels/cuda/combine/splits.hpp"
+#include "kernels/cuda/common/access.hpp"
+#include "kernels/cuda/common/convert.cuh"
+#include "kernels/cuda/dispatch/instances.hpp"
+#include "kernels/cuda/hopper/attend_sm90_launch.cuh"
+
+namespace longspan::kernels::sm90 {
+namespace {
+
+constexpr std::size_t kCounterBytes = 256;  // ahead of the stack; the rest keeps it aligned
+
+/// Calls run<T>() for the call's instance.
+template <class Run>
+auto with_instance(const AttendParams& params, const Run& run) {
+  const auto of = [&]<class Element>() {
+    if (params.head_dim <= kFixedDim64.dim)
+      return run.template operator()<FixedOrderTile<Element, kFixedDim64>>();
+    return run.template operator()<FixedOrderTile<Element, kFixedDim128>>();
+  };
+  return params.dtype == DType::fp16 ? of.template operator()<__half>()
+                                     : of.template operator()<__nv_bfloat16>();
+}
+
+int depth_of(const AttendParams& params) { return cuda::fold_depth(cuda::most_keys(params)); }
+
+/// How keys or values come. TMA wants rows at multiples of 16 bytes.
+Brings brings_of(const KvRows& rows, const AttendParams& params) {
+  if (!params.pages && rows.dense() && cuda::is_aligned<8>(rows, params.dtype))
+    return Brings::boxes;
+  return cuda::access_of(rows, params.pages, 2) == cuda::Access::chunks ? Brings::chunks
+                                                                        : Brings::elements;
+}
+Brings brings_of(const TokenRows& rows, const AttendParams& params) {
+  if (!cuda::is_aligned<8>(rows, params.dtype)) return Brings::elements;
+  return fits_query_map(params) ? Brings::boxes : Brings::chunks;
+}
+
+template <class T>
+void launch(const AttendParams& params, const Finished& finished, int least_rows,
+            cudaStream_t stream) {
+  static_assert(sizeof(Shared<T>) == cuda::bytes_of(cuda::Family::hopper_in_order,
+                                                    cuda::Loader::any16, T::kDim, T::kRows));
+  Call call{};
+  call.sources = {brings_of(params.q, params), brings_of(params.k, params),
+                  brings_of(params.v, params), params.scratch + kCounterBytes, depth_of(params)};
+  if (call.sources.q == Brings::boxes) call.q = query_map_of(params);
+  if (call.sources.k == Brings::boxes) call.k = key_map_of<T>(params, params.k);
+  if (call.sources.v == Brings::boxes) call.v = key_map_of<T>(params, params.v);
+  if (params.pages) call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
+  launch_call<T>(call, params, finished, least_rows, stream);
+}
+
+}  // namespace
+
+bool accepts_in_order(const AttendParams& params) {
+  // The other kernels make other bits, so what decides is the same on all ranks: options of the
+  // layer, and which arrays are given, but never where those lie, or how long a rank's keys are.
+  const bool scaled = params.q_scale || params.k_scale || params.v_scale;
+  return runs_here() && params.dtype != DType::fp32 && params.q_dtype == params.dtype &&
+         params.kv_dtype == params.dtype && params.head_dim >= 48 &&
+         params.head_dim <= kFixedDim128.dim && params.head_dim == params.value_dim &&
+         params.shard.layout != Layout::listed && params.score.softcap == 0.0f &&
+         params.score.scale > 0 && !params.bias && !scaled && !params.parts;
+}
+
+std::size_t scratch_bytes_in_order(const AttendParams& params) {
+  const std::size_t states = with_instance(params, [&]<class T>() {
+    // As many blocks as any call of so many tokens and sequences has.
+    const std::int64_t tiles = (params.tokens / T::kRows + params.batch.size) * params.heads;
+    const std::int64_t places = attribute(cudaDevAttrMultiProcessorCount);
+    return std::size_t{T::kStateBytes} * static_cast<std::size_t>(std::min(tiles, places));
+  });
+  return kCounterBytes + states * static_cast<std::size_t>(depth_of(params));
+}
+
+void attend_in_order(const AttendParams& params, const Finished& finished, int least_rows,
+                     CUstream_st* stream) {
+  with_instance(params, [&]<class T>() { launch<T>(params, finished, least_rows, stream); });
+}
+
+}  // namespace longspan::kernels::sm90

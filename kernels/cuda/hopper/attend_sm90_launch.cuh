@@ -1,0 +1,109 @@
+// What launches of the Hopper kernel have in common on the host: tensor maps, the order of work
+// tiles, the grid.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "kernels/cuda/common/launch.hpp"
+#include "kernels/cuda/common/tensor_map.hpp"
+#include "kernels/cuda/hopper/attend_sm90.cuh"
+#include "src/check.hpp"
+#include "src/divided_up.hpp"
+
+namespace longspan::kernels::sm90 {
+
+/// The TMA tensor map of [count rows, heads, dim] in boxes of [box_rows, 1, 128 bytes].
+inline CUtensorMap tensor_map_of(const Rows& rows, DType dtype, int dim, std::int64_t count,
+                                 int heads, int box_rows) {
+  const int panel = 128 / static_cast<int>(size_of(dtype));
+  const cuda::MapDimension dimensions[] = {
+      {dim, 1, panel}, {count, rows.row_stride, box_rows}, {heads, rows.head_stride, 1}};
+  return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+/// Whether the queries' sequences follow each other, or lie as a dense [batch, heads, tokens, dim].
+inline bool fits_query_map(const AttendParams& params) {
+  const TokenRows& q = params.q;
+  return q.gap.rows == 0 ||
+         q.gap.elements + q.gap.rows * q.row_stride == params.heads * q.head_stride;
+}
+
+/// That of the queries. Where sequences lie apart, the heads of one stand behind those of the
+/// other.
+inline CUtensorMap query_map_of(const AttendParams& params) {
+  const std::uint32_t apart = params.q.gap.rows;
+  return tensor_map_of(params.q, params.q_dtype, params.head_dim, apart > 0 ? apart : params.tokens,
+                       apart > 0 ? params.batch.size * params.heads : params.heads, 64);
+}
+
+/// That of contiguous keys or values. No copy reaches past the keys, and their number, which may be
+/// known on the device only, is not needed here.
+template <class T>
+CUtensorMap key_map_of(const AttendParams& params, const KvRows& rows) {
+  constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
+  return tensor_map_of(rows, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads, T::kKeys);
+}
+
+inline int attribute(cudaDeviceAttr name) {
+  int device = 0, value = 0;
+  LONGSPAN_CUDA(cudaGetDevice(&device));
+  LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, name, device));
+  return value;
+}
+
+/// The number of heads that walk together: their keys and values on this rank fit half of L2, or
+/// they have a few waves of work tiles, as the longest tiles of the last heads begin late.
+inline unsigned section_of(const AttendParams& params, unsigned slots, int multiprocessors) {
+  const std::int64_t l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  const std::int64_t keys = std::max({divided_up(params.shard.length, params.shard.ranks),
+                                      params.tokens / params.batch.size, std::int64_t{1}});
+  const auto bytes = static_cast<std::int64_t>(size_of(params.kv_dtype));
+  const std::int64_t resident =
+      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.head_dim * 2 * bytes));
+  constexpr std::int64_t kWaves = 3;
+  const std::int64_t group = params.heads / params.kv_heads;
+  const std::int64_t busy = kWaves * multiprocessors / (slots * group);
+  const std::int64_t most = std::min<std::int64_t>(std::max(busy, resident), params.kv_heads);
+  const std::int64_t sections = divided_up(std::int64_t{params.kv_heads}, most);
+  return static_cast<unsigned>(divided_up(std::int64_t{params.kv_heads}, sections) * group);
+}
+
+/// The slots of query rows, heads by heads, are the work tiles.
+template <class T>
+unsigned slots_of(const AttendParams& params) {
+  const std::int64_t slots = params.batch.query_start ? params.tokens / T::kRows + params.batch.size
+                                                      : (params.tokens + T::kRows - 1) / T::kRows;
+  return static_cast<unsigned>(slots);
+}
+
+/// The blocks, which stay.
+template <class T>
+unsigned blocks_of(const AttendParams& params) {
+  return std::min(slots_of<T>(params) * static_cast<unsigned>(params.heads),
+                  static_cast<unsigned>(attribute(cudaDevAttrMultiProcessorCount)));
+}
+
+/// Completes the call, of which the maps are there, and launches it.
+template <class T>
+void launch_call(Call& call, const AttendParams& params, const Finished& finished, int least_rows,
+                 cudaStream_t stream) {
+  call.params = params;
+  call.finished = finished;
+  call.least_rows = least_rows;
+  call.slots = slots_of<T>(params);
+  call.section = section_of(params, call.slots, attribute(cudaDevAttrMultiProcessorCount));
+  call.work_tiles = call.slots * static_cast<unsigned>(params.heads);
+  call.next = reinterpret_cast<unsigned*>(params.ticket);
+  if (call.next == nullptr) {
+    call.next = reinterpret_cast<unsigned*>(params.scratch);
+    LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
+  }
+  LONGSPAN_CUDA(cudaFuncSetAttribute(attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     sizeof(Shared<T>)));
+  cuda::launch_kernel(attend_kernel<T>,
+                      {blocks_of<T>(params), T::kThreads, stream, sizeof(Shared<T>)}, call);
+}
+
+}  // namespace longspan::kernels::sm90

@@ -5,13 +5,13 @@
 //
 //     S = Q K^T    m = max c S    P = exp2(c S - m)    l = sum P    O = P V    merge, merge ...
 //
-// A warpgroup asks for the scores of the next segment behind the values of this one, and folds
-// while they are made. Its softmax runs beside the products of the other warpgroup: they take
-// turns. (With the softmax beside the own values, as in attend_sm90_16bit.cuh, no registers are
-// left in which a state could wait.) Of the states that wait, half do so in registers, a quarter in
-// shared memory, a quarter in memory that stays in L2 (fold_plan.cuh): a state of 128 rows at dim
-// 128 takes as many bytes as the keys and values of a segment, so that all of them in L2 would be
-// twice the traffic of those, and more than L2 has.
+// A warpgroup asks for the scores of the next segment behind the values of this one, and folds with
+// what waits in memory while they are made. Its softmax runs beside the products of the other
+// warpgroup: they take turns. (With the softmax beside the own values, as in
+// attend_sm90_16bit.cuh, no registers are left in which a state could wait.) Of the states that
+// wait, half do so in registers, a quarter in shared memory, a quarter in memory that stays in L2
+// (fold_plan.cuh): a state of 128 rows at dim 128 takes as many bytes as the keys and values of a
+// segment, so that all of them in L2 would be twice the traffic of those, and more than L2 has.
 #pragma once
 
 #include "kernels/cuda/combine/row_epilogue.cuh"

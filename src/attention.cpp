@@ -135,6 +135,7 @@ struct Attention::Impl {
     p.invariant = options.invariant;
     p.tf32 = options.dtypes.tf32;
     p.fp8_products = options.dtypes.fp8_products;
+    p.bf16_products = options.dtypes.bf16_products;
     p.max_kv_len = options.limits.max_kv_len;
     p.max_query_len = options.limits.max_query_len;
     return p;

@@ -163,7 +163,6 @@ HWY_NOINLINE void pack_bf16_keys(const std::byte* const* rows, Range keys, int d
   const int depth = dim / 32;
   for (int key = keys.begin; key < keys.end; key += 16) {
     Element* tile = to + key / 16 * depth * kTile;
-    for (int i = 0; i < 16; ++i) prefetch_row<Bfloat16>(rows[key + i + kRowsAhead], dim);
     for (int d = 0; d < depth; ++d, tile += kTile) {
       __m512i r[16];
       HWY_UNROLL(16)
@@ -189,8 +188,6 @@ HWY_NOINLINE bool pack_bf16_values(const std::byte* const* rows, Range keys, int
   for (int key = keys.begin; key < keys.end; key += 2) {
     const std::byte* first = rows[key] ? rows[key] : zeros;
     const std::byte* second = rows[key + 1] ? rows[key + 1] : zeros;
-    prefetch_row<Bfloat16>(rows[key + kRowsAhead], dim);
-    prefetch_row<Bfloat16>(rows[key + 1 + kRowsAhead], dim);
     Element* pair = to + key / 32 * (dim / 16) * kTile + key % 32 / 2 * 32;
     for (int c = 0; c < dim; c += 32, pair += 2 * kTile) {
       const __m512i a = _mm512_loadu_si512(first + c * 2);

@@ -185,35 +185,53 @@ class Bf16TileRun {
       }
       const int row = block * kBf16BlockRows, rows = rows_of(block);
       std::fill_n(stats(level, row), rows, empty_stats());
-      std::fill_n(o(level, row), std::int64_t{rows} * padded(), 0.0f);
+      std::fill_n(leaf(block, level, folds), std::int64_t{rows} * padded(), 0.0f);
       fold_block(block, folds);
     }
     if (count == 0) return;
+    Ahead ahead(plain_bf16_ ? next : nullptr, p_);
+    const int lines = (ahead.lines() + count * kBf16BlockRows - 1) / (count * kBf16BlockRows);
     TileProduct values, keys = score_product(seen, active[0], 0);
     keys.run();
     for (int i = 0; i < count; ++i) {
       keys = i + 1 < count ? score_product(seen, active[i + 1], i + 1) : TileProduct();
-      weigh_block(seen, active[i], i, level, values, keys);
-      if (next != nullptr) prefetch(*next, i, count);
+      weigh_block(seen, active[i], i, level, values, keys, ahead, lines);
       if (i > 0) finish_block(seen, active[i - 1], i - 1, level, folds);
-      values = value_product(seen.by[active[i]], active[i], weights(i, 0), level);
+      values = value_product(seen.by[active[i]], active[i], weights(i, 0), level, folds);
     }
     values.run();
     finish_block(seen, active[count - 1], count - 1, level, folds);
   }
 
-  /// Prefetches part i of `parts` of the keys and values.
-  void prefetch(const Seen& seen, int i, int parts) const {
-    if (!plain_bf16_) return;
-    const auto row = [](const std::byte* at, int dim) {
-      if (at == nullptr) return;
-      for (int byte = 0; byte < 2 * dim; byte += 64) __builtin_prefetch(at + byte, 0, 2);
-    };
-    for (int key = kSegment * i / parts; key < kSegment * (i + 1) / parts; ++key) {
-      row(seen.rows.k()[key], p_.head_dim);
-      row(seen.rows.v()[key], p_.value_dim);
+  /// Prefetches the keys and values of a segment, line by line: many at once would fill the line
+  /// buffers, and loads would wait behind them.
+  class Ahead {
+   public:
+    Ahead(const Seen* seen, const AttendParams& p)
+        : bytes_{2 * p.head_dim, 2 * p.value_dim}, end_(seen != nullptr ? 2 * kSegment : 0) {
+      if (seen != nullptr) {
+        rows_[0] = seen->rows.k();
+        rows_[1] = seen->rows.v();
+      }
     }
-  }
+    int lines() const { return end_ / 2 * (bytes_[0] + bytes_[1] + 127) / 64; }
+
+    HWY_INLINE void next() {
+      if (key_ >= end_) return;
+      const int values = key_ % 2;
+      const std::byte* const row = rows_[values][key_ / 2];
+      if (row != nullptr) __builtin_prefetch(row + at_, 0, 2);
+      at_ += 64;
+      if (row == nullptr || at_ >= bytes_[values]) {
+        at_ = 0;
+        ++key_;
+      }
+    }
+
+   private:
+    const std::byte* const* rows_[2] = {};
+    int bytes_[2], end_, key_ = 0, at_ = 0;  // twice the key, values odd
+  };
 
   static int halves(int rows) { return rows > 16 ? 2 : 1; }
 
@@ -237,19 +255,20 @@ class Bf16TileRun {
             (keys.end - keys.begin) / 16};
   }
 
-  TileProduct value_product(Range keys, int block, const Element* weights, int level) const {
+  TileProduct value_product(Range keys, int block, const Element* weights, int level,
+                            const Folds& folds) const {
     return {{weights + keys.begin / 32 * kTile, 4 * kTile, kTile},
             {space_.v + keys.begin / 32 * columns_ * kTile, kTile, columns_ * kTile},
             (keys.end - keys.begin) / 32,
-            o(level, block * kBf16BlockRows),
+            leaf(block, level, folds),
             padded(),
             halves(rows_of(block)),
             columns_};
   }
 
   /// Makes the weights of a block's scores, and the two products meanwhile.
-  void weigh_block(const Seen& seen, int block, int place, int level, TileProduct& values,
-                   TileProduct& keys) {
+  void weigh_block(const Seen& seen, int block, int place, int level, TileProduct values,
+                   TileProduct keys, Ahead& ahead, int lines) {
     const int row = block * kBf16BlockRows, rows = rows_of(block);
     const int steps = values.steps() + keys.steps();
     stores_end();
@@ -262,6 +281,7 @@ class Bf16TileRun {
       }
       visible_.hide(seen.segment, row + r, {0, kSegment}, of_row);
       stats(level, row)[r] = weigh_bf16(of_row, factor, weights(place, r));
+      for (int i = 0; i < lines; ++i) ahead.next();
       for (; taken < steps * (r + 1) / rows; ++taken) {
         if (!values.done())
           values.step();
@@ -272,10 +292,15 @@ class Bf16TileRun {
     stores_end();
   }
 
+  /// Where o of a block's leaf lies: one that folds at once is not kept.
+  float* leaf(int block, int level, const Folds& folds) const {
+    return folds.count > 0 ? space_.leaf : o(level, block * kBf16BlockRows);
+  }
+
   /// What follows the products of a block.
   void finish_block(const Seen& seen, int block, int place, int level, const Folds& folds) {
     const int row = block * kBf16BlockRows, rows = rows_of(block);
-    float* const of_block = o(level, row);
+    float* const of_block = leaf(block, level, folds);
     if (!finite_) mend(seen.by[block], rows, place, of_block);
     if (p_.v_scale) {
       const __m512 scale = _mm512_set1_ps(p_.v_scale[tile_.kv_head]);
@@ -327,14 +352,28 @@ class Bf16TileRun {
     return _mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q) == 0;
   }
 
+  /// The folds of a block: fold_row for rows of 16, without a branch on which side leads.
   void fold_block(int block, const Folds& folds) {
-    const int row = block * kBf16BlockRows;
+    const int row = block * kBf16BlockRows, rows = rows_of(block);
     for (int i = 0; i < folds.count; ++i) {
       const auto [first, second] = folds.of[i];
-      for (int r = row; r < row + rows_of(block); ++r) {
+      for (int r = row; r < row + rows; ++r) {
         const Fold f = fold(*stats(first, r), *stats(second, r));
         *stats(first, r) = f.stats;
-        fold_row(f, o(first, r), o(second, r), padded());
+        if (f.take == Fold::first) continue;
+        float* const a = o(first, r);
+        const float* const b =
+            i == 0 ? space_.leaf + std::int64_t{r - row} * padded() : o(second, r);
+        if (f.take == Fold::second) {
+          std::copy_n(b, padded(), a);
+          continue;
+        }
+        const float* const high = f.take == Fold::first_high ? a : b;
+        const float* const low = f.take == Fold::first_high ? b : a;
+        const __m512 ratio = _mm512_set1_ps(f.ratio);
+        for (int c = 0; c < padded(); c += 16)
+          _mm512_store_ps(
+              a + c, _mm512_fmadd_ps(_mm512_load_ps(low + c), ratio, _mm512_load_ps(high + c)));
       }
     }
   }

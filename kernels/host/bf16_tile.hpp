@@ -19,7 +19,7 @@
 
 namespace longspan::kernels::host {
 
-inline constexpr int kBf16Rows = 384;      // most rows of a tile
+inline constexpr int kBf16Rows = 768;      // most rows of a tile
 inline constexpr int kBf16BlockRows = 32;  // rows that are computed together
 inline constexpr int kBf16Queries = 9;     // a sequence of fewer keeps the products of fp32
 
@@ -45,6 +45,7 @@ struct Bf16Space {
   Element* mended = nullptr;   // as v
   Element* weights = nullptr;  // [2][2, 4, 16, 32], of two blocks of rows
   float* scores = nullptr;     // [2][32, 128]
+  float* leaf = nullptr;       // [32, padded value_dim], where a block's leaf folds at once
   float* wide = nullptr;       // keys, and then values, in fp32 panels (pack-inl.hpp)
   float* o = nullptr;          // [levels, rows, padded value_dim]
   Stats* stats = nullptr;      // [levels, rows]
@@ -56,7 +57,8 @@ struct Bf16Space {
     const std::size_t tiles = 8 * depth(p) + 2 * 4 * columns(p) + 2 * 8;
     const std::size_t panels =
         std::max<std::size_t>(p.head_dim, TileSpace::panels(p.value_dim) * std::size_t{kPanel});
-    return tiles * kTile * sizeof(Element) + 4 * kSegment * (2 * kBf16BlockRows + panels);
+    return tiles * kTile * sizeof(Element) + 4 * kSegment * (2 * kBf16BlockRows + panels) +
+           4 * kBf16BlockRows * TileSpace::padded(p.value_dim);
   }
   static std::size_t row_bytes(const Geometry& p, int levels) {
     return depth(p) * 32 * sizeof(Element) +
@@ -77,6 +79,7 @@ struct Bf16Space {
     take(mended, 4 * columns(p) * tile);
     take(weights, 2 * 8 * tile);
     take(scores, std::int64_t{2} * kBf16BlockRows * kSegment);
+    take(leaf, std::int64_t{kBf16BlockRows} * TileSpace::padded(p.value_dim));
     take(wide,
          kSegment * std::max<std::int64_t>(p.head_dim, TileSpace::panels(p.value_dim) * kPanel));
     take(q, capacity * depth(p) * 32);

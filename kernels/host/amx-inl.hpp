@@ -80,14 +80,18 @@ class TileProduct {
     _tile_loadd(4, left, 64);
     _tile_loadd(6, right, 64);
     _tile_dpbf16ps(0, 4, 6);
-    if (columns_ > 1) {
+    if (rows_ > 1 && columns_ > 1) {
       _tile_loadd(7, right + b_.along, 64);
       _tile_dpbf16ps(1, 4, 7);
-    }
-    if (rows_ > 1) {
       _tile_loadd(5, left + a_.along, 64);
       _tile_dpbf16ps(2, 5, 6);
-      if (columns_ > 1) _tile_dpbf16ps(3, 5, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    } else if (columns_ > 1) {
+      _tile_loadd(7, right + b_.along, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    } else if (rows_ > 1) {
+      _tile_loadd(5, left + a_.along, 64);
+      _tile_dpbf16ps(2, 5, 6);
     }
     if (++d_ == depth_) store();
   }

@@ -272,7 +272,7 @@ class Bf16TileRun {
     const int row = block * kBf16BlockRows, rows = rows_of(block);
     const int steps = values.steps() + keys.steps();
     stores_end();
-    for (int r = 0, taken = 0; r < rows; ++r) {
+    for (int r = 0, due = 0; r < rows; ++r) {
       float* const of_row = scores(place, r);
       float factor = factor_;
       if (!in_one_) {
@@ -282,7 +282,7 @@ class Bf16TileRun {
       visible_.hide(seen.segment, row + r, {0, kSegment}, of_row);
       stats(level, row)[r] = weigh_bf16(of_row, factor, weights(place, r));
       for (int i = 0; i < lines; ++i) ahead.next();
-      for (; taken < steps * (r + 1) / rows; ++taken) {
+      for (due += steps; due >= rows; due -= rows) {
         if (!values.done())
           values.step();
         else

@@ -146,7 +146,7 @@ Rows system_info() {
   Rows rows{{"longspan", LONGSPAN_VERSION},
             {"compiler", __VERSION__},
             {"host", fmt::format("{}, {} cores", instruction_set(), usable_cores())},
-            {"bf16 products", fmt::format("{} (--bf16-products)", kernels::host_bf16_products())}};
+            {"bf16", fmt::format("products {} with bf16_products", kernels::host_bf16_products())}};
   add_mpi(rows);
   add_gpus(rows);
   return rows;

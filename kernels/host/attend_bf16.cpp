@@ -430,7 +430,7 @@ namespace {
 /// Whether the processor has AMX with bf16 and conversions to it, and the system lets this process
 /// use them: Linux gives the state of the registers to processes that ask.
 bool has_amx() {
-#if LONGSPAN_COMPILES_AMX && (HWY_TARGETS & HWY_AVX3)
+#if LONGSPAN_COMPILES_AMX && (HWY_TARGETS & (HWY_AVX3 | HWY_AVX3_DL))
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile)) return false;

@@ -91,7 +91,8 @@ class AttendRun {
     int most_parts = 1;
     while (2 * most_parts <= leaves && 2 * most_parts * kSegmentsPerPart <= segments)
       most_parts *= 2;
-    const bool side_by_side = reads_in_place(p) && p.k.head_stride < p.k.row_stride;
+    const bool side_by_side =
+        has_few_rows() && reads_in_place(p) && p.k.head_stride < p.k.row_stride;
     heads_ = side_by_side ? p.kv_heads : 1;
     while (heads_ > 1 && p.batch.size * head_groups(heads_) * most_parts < layout_.parts)
       heads_ = (heads_ + 1) / 2;

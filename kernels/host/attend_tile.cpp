@@ -349,6 +349,8 @@ void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& 
   TileRun(params, tile, space)();
 }
 
+bool has_few_rows() { return kHasFewRows; }
+
 }  // namespace HWY_NAMESPACE
 }  // namespace longspan::kernels::host
 HWY_AFTER_NAMESPACE();
@@ -358,6 +360,9 @@ namespace longspan::kernels::host {
 
 HWY_EXPORT(attend_tile);
 HWY_EXPORT(fold_states);
+HWY_EXPORT(has_few_rows);
+
+bool has_few_rows() { return HWY_DYNAMIC_DISPATCH(has_few_rows)(); }
 
 void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space) {
   HWY_DYNAMIC_DISPATCH(attend_tile)(params, tile, space);

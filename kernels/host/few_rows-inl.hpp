@@ -336,9 +336,14 @@ HWY_NOINLINE void weigh_few(const FewKeys& values, int dim, const float* weights
                           : kRows * 2 <= kSums ? 2
                                                : 1;
     int c = 0;
-    for (; c + kVecs * kLanes <= dim; c += kVecs * kLanes)
-      weigh_values<T, kRows, kVecs>(values, c, dim, weights, o, o_stride);
-    for (; c < dim; c += kLanes) weigh_values<T, kRows, 1>(values, c, dim, weights, o, o_stride);
+    const auto weigh = [&]<int kCount>() {
+      for (; c + kCount * kLanes <= dim; c += kCount * kLanes)
+        weigh_values<T, kRows, kCount>(values, c, dim, weights, o, o_stride);
+    };
+    weigh.template operator()<kVecs>();
+    if constexpr (kVecs > 4) weigh.template operator()<4>();
+    if constexpr (kVecs > 2) weigh.template operator()<2>();
+    weigh.template operator()<1>();
   });
 }
 #endif

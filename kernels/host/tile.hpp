@@ -108,6 +108,9 @@ struct TileSpace {
   }
 };
 
+/// Whether tiles of few rows, and so of several kv heads, can be read in place on this machine.
+bool has_few_rows();
+
 /// Leaves the state of the tile's rows in level 0 of the space.
 void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space);
 

@@ -2,6 +2,8 @@
 // there are too few tiles to keep the threads busy (decode), a tile is cut further, by leaves of
 // the fixed order. Its parts are whole subtrees, so folding them afterwards, neighbours first, is
 // the same tree.
+#include <unistd.h>
+
 #include <algorithm>
 #include <bit>
 #include <string>
@@ -22,6 +24,16 @@ constexpr int kSegmentsPerPart = 4;  // a part of fewer segments is not worth a 
 std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 int round_up(int rows, int step) { return (rows + step - 1) / step * step; }
 
+/// Whether a tile of kTileRows stays in the core's second-level cache.
+bool has_large_cache() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const bool large = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 1 << 20;
+  return large;
+#else
+  return false;
+#endif
+}
+
 /// How the scratch is laid out: [batch + 1] first tile of each sequence, then a TileSpace (or
 /// Bf16Space) per thread, then the states of parts.
 struct Layout {
@@ -30,7 +42,7 @@ struct Layout {
   int parts;  // most parts, over all tiles
 
   Layout(const AttendParams& p, int threads)
-      : rows(most_rows(p, kTileRows)),
+      : rows(most_rows(p, has_large_cache() ? kTileRows : kSmallTileRows)),
         bf16_rows(p.bf16_products ? round_up(most_rows(p, kBf16Rows), kBf16BlockRows) : 0),
         tiles_bytes(round_up((p.batch.size + 1) * sizeof(std::int64_t))),
         space_bytes(round_up(std::max(TileSpace::bytes(p, rows, kUsualLevels),
@@ -72,12 +84,13 @@ class AttendRun {
         spaces_(p.scratch + layout_.tiles_bytes),
         part_states_(spaces_ + threads * layout_.space_bytes) {
     int leaves = kVirtualRanks;
-    std::int64_t segments = 0;
+    std::int64_t segments = 0, rows = 0;
     for (int b = 0; b < p.batch.size; ++b) {
       const Sequence s(p, b);
       levels_ = std::max(levels_, levels_of(s.order));
       leaves = std::min(leaves, s.order.leaves);
       segments = std::max(segments, segments_of(s.keys));
+      rows += s.query_len * p.heads;
     }
     const std::size_t room = layout_.space_bytes - TileSpace::fixed_bytes(p);
     rows_ = static_cast<int>(
@@ -88,6 +101,14 @@ class AttendRun {
           layout_.bf16_rows,
           bf16_room / Bf16Space::row_bytes(p, levels_) / kBf16BlockRows * kBf16BlockRows));
     }
+    // Smaller tiles, where large ones are too few to even out the threads' work.
+    const std::int64_t share = rows / layout_.parts;
+    const auto even_out = [&](int most, int least, int step) {
+      if (share >= most || most <= least) return most;
+      return std::min(most, std::max(least, round_up(static_cast<int>(share), step)));
+    };
+    rows_ = even_out(rows_, kSmallTileRows, kBlockRows);
+    bf16_rows_ = even_out(bf16_rows_, 6 * kBf16BlockRows, kBf16BlockRows);
     int most_parts = 1;
     while (2 * most_parts <= leaves && 2 * most_parts * kSegmentsPerPart <= segments)
       most_parts *= 2;

@@ -256,16 +256,37 @@ HWY_INLINE __m512 exp2_floor(__m512 x) {
   return _mm512_scalef_ps(p, x);
 }
 
-/// Makes weights, rounded to bf16, of the 128 scores of a row times a positive factor; returns its
-/// max and the sum of the weights before they are rounded. 32 weights lie in a row of each tile.
-HWY_INLINE Stats weigh_bf16(const float* scores, float factor, Element* weights) {
-  constexpr int kVecs = kSegment / 16;
+/// The sum, or what else f says, of neighbours, and so on.
+template <int kVecs, class F>
+HWY_INLINE __m512 fold_vectors(const __m512 (&v)[kVecs], F f) {
+  __m512 pairs[kVecs / 2];
+  HWY_UNROLL(4)
+  for (int i = 0; i < kVecs / 2; ++i) pairs[i] = f(v[2 * i], v[2 * i + 1]);
+  if constexpr (kVecs == 2) return pairs[0];
+  if constexpr (kVecs == 4) return f(pairs[0], pairs[1]);
+  if constexpr (kVecs == 6) return f(f(pairs[0], pairs[1]), pairs[2]);
+  if constexpr (kVecs == 8) return f(f(pairs[0], pairs[1]), f(pairs[2], pairs[3]));
+}
+
+/// Makes weights, rounded to bf16, of scores times a positive factor, of which a row sees `own`;
+/// returns its max and the sum of the weights before they are rounded. 32 weights lie in a row of
+/// each tile. No row of the block sees keys past kVecs * 16, which would add exact zeros.
+template <int kVecs>
+HWY_INLINE Stats weigh_bf16(const float* scores, Range own, float factor, Element* weights) {
   __m512 s[kVecs];
   HWY_UNROLL(8)
   for (int i = 0; i < kVecs; ++i) s[i] = _mm512_load_ps(scores + i * 16);
-  const __m512 top =
-      _mm512_max_ps(_mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3])),
-                    _mm512_max_ps(_mm512_max_ps(s[4], s[5]), _mm512_max_ps(s[6], s[7])));
+  if (own.begin > 0 || own.end < kVecs * 16) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i count = _mm512_set1_epi32(own.end - own.begin);  // as unsigned
+    const __m512 hidden = _mm512_set1_ps(-infinity());
+    HWY_UNROLL(8)
+    for (int i = 0; i < kVecs; ++i) {
+      const __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(i * 16 - own.begin));
+      s[i] = _mm512_mask_mov_ps(hidden, _mm512_cmplt_epu32_mask(at, count), s[i]);
+    }
+  }
+  const __m512 top = fold_vectors(s, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
   const float max = _mm512_reduce_max_ps(top) * factor;
   // Where all keys are invisible, the weights are exp2(-inf) = 0. A NaN, lost or not by max, stays
   // in its weight.
@@ -277,9 +298,7 @@ HWY_INLINE Stats weigh_bf16(const float* scores, float factor, Element* weights)
   for (int i = 0; i < kVecs; i += 2)
     _mm512_store_si512(weights + i / 2 * kTile,
                        reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(s[i + 1], s[i])));
-  const __m512 sum =
-      _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3])),
-                    _mm512_add_ps(_mm512_add_ps(s[4], s[5]), _mm512_add_ps(s[6], s[7])));
+  const __m512 sum = fold_vectors(s, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
   return {max, _mm512_reduce_add_ps(sum)};
 }
 

@@ -14,6 +14,7 @@
 #include "hwy/foreach_target.h"  // first
 //
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "hwy/highway.h"
@@ -110,8 +111,10 @@ class Bf16TileRun {
   void pack_queries() {
     const int group = p_.heads / p_.kv_heads;
     const std::int64_t tiles = blocks_ * (kBf16BlockRows / 16);
-    std::fill_n(space_.q, tiles * depth_ * kTile, Element{0});
-    std::fill_n(space_.weights, 16 * kTile, Element{0});
+    const bool whole = p_.head_dim % 32 == 0;
+    const std::int64_t full = whole ? tile_.rows / 16 : 0;  // tiles of rows without padding
+    std::fill_n(space_.q + full * depth_ * kTile, (tiles - full) * depth_ * kTile, Element{0});
+    if (tile_.rows % kBf16BlockRows != 0) std::fill_n(space_.weights, 16 * kTile, Element{0});
     const hn::RebindToUnsigned<Lanes8> words;
     const hn::Rebind<Element, Lanes8> narrow;
     with_type(p_.q_dtype, [&]<class T>(const T*) {
@@ -120,6 +123,13 @@ class Bf16TileRun {
         const T* q =
             p_.q.at<T>(tile_.sequence.first_row + row / group, tile_.kv_head * group + row % group);
         Element* to = space_.q + r / 16 * depth_ * kTile + r % 16 * 32;
+        if constexpr (std::is_same_v<T, Bfloat16>) {
+          if (whole) {
+            for (int c = 0; c < p_.head_dim; c += 32)
+              _mm512_store_si512(to + c / 32 * kTile, _mm512_loadu_si512(q + c));
+            continue;
+          }
+        }
         for (int c = 0; c < p_.head_dim; c += kLanes8) {
           const auto bits = hn::BitCast(words, load(Lanes8(), q + c));  // all of them are bf16
           hn::StoreU(hn::DemoteTo(narrow, hn::BitCast(hn::RebindToSigned<Lanes8>(),
@@ -269,9 +279,27 @@ class Bf16TileRun {
   /// Makes the weights of a block's scores, and the two products meanwhile.
   void weigh_block(const Seen& seen, int block, int place, int level, TileProduct values,
                    TileProduct keys, Ahead& ahead, int lines) {
+    const auto weigh = [&]<int kVecs>() {
+      weigh_rows<kVecs>(seen, block, place, level, values, keys, ahead, lines);
+    };
+    stores_end();
+    const int end = seen.by[block].end;
+    if (end > 96)
+      weigh.template operator()<8>();
+    else if (end > 64)
+      weigh.template operator()<6>();
+    else if (end > 32)
+      weigh.template operator()<4>();
+    else
+      weigh.template operator()<2>();
+    stores_end();
+  }
+
+  template <int kVecs>
+  void weigh_rows(const Seen& seen, int block, int place, int level, TileProduct values,
+                  TileProduct keys, Ahead& ahead, int lines) {
     const int row = block * kBf16BlockRows, rows = rows_of(block);
     const int steps = values.steps() + keys.steps();
-    stores_end();
     for (int r = 0, due = 0; r < rows; ++r) {
       float* const of_row = scores(place, r);
       float factor = factor_;
@@ -279,8 +307,12 @@ class Bf16TileRun {
         score(row + r, seen.by[block], of_row);
         factor = 1.0f;
       }
-      visible_.hide(seen.segment, row + r, {0, kSegment}, of_row);
-      stats(level, row)[r] = weigh_bf16(of_row, factor, weights(place, r));
+      Range own = visible_.keys(seen.segment, row + r, row + r);
+      if (visible_.listed()) {
+        visible_.hide(seen.segment, row + r, {0, kSegment}, of_row);
+        own = {0, kSegment};
+      }
+      stats(level, row)[r] = weigh_bf16<kVecs>(of_row, own, factor, weights(place, r));
       for (int i = 0; i < lines; ++i) ahead.next();
       for (due += steps; due >= rows; due -= rows) {
         if (!values.done())
@@ -289,7 +321,6 @@ class Bf16TileRun {
           keys.step();
       }
     }
-    stores_end();
   }
 
   /// Where o of a block's leaf lies: one that folds at once is not kept.

@@ -151,7 +151,7 @@ using CodesOf = std::conditional_t<kByTable<T>, Codes<T>, std::tuple<> >;
 template <class T>
 inline constexpr bool kByTable = false;
 template <class T>
-using CodesOf = std::tuple<>;
+struct CodesOf {};
 #endif
 
 /// Element i of a word of T.

@@ -102,7 +102,8 @@ def torch_seconds(case, iterations):
 def longspan_seconds(command, case, iterations, ranks=1):
     cache = ["--qkv-dtype", case["dtype"]] if case["dtype"] == "e4m3" else []
     run = longspan_command.run(command, [
-        "--backend", "host", "--threads", case.get("threads", 0), "--heads", HEADS,
+        "--backend", "host", *(["--threads", case["threads"]] if "threads" in case else []),
+        "--heads", HEADS,
         "--kv-heads", case["kv_heads"], "--dim", case["dim"], "--kv", case["kv_len"],
         "--tokens", case["tokens"], "--dtype", "bf16" if cache else case["dtype"], *cache,
         "--check", 1, "--warmup", 1, "--iterations", iterations,

@@ -14,6 +14,7 @@
 #define LONGSPAN_HOST_AMX_INL
 #endif
 
+#include <atomic>
 #include <cstdint>
 
 #include "hwy/highway.h"
@@ -51,7 +52,7 @@ class TileRegisters {
 };
 
 /// Loads of tiles come after stores that stand before this. GCC's do not say that they read memory.
-HWY_INLINE void stores_end() { asm volatile("" ::: "memory"); }
+HWY_INLINE void stores_end() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 /// Where tiles of a factor lie.
 struct Operand {

@@ -9,6 +9,7 @@ rounds, so that other work on the machine weighs little. Prefill counts 4 heads 
 half of them when causal, and is in TFLOP/s. Decode counts the bytes of keys and values once, and is
 in GB/s; beside it stands the speed at which the same threads read memory in the same turns: the
 better one of a plain sum and a dot product over 1 GiB. An fp8 cache (e4m3) has that alone.
+bf16 prefill has bf16_products. With --only ranks: 2 and 4 ranks beside one with the same cores.
 Records go to host-<machine>.jsonl.
 """
 
@@ -28,6 +29,7 @@ HEADS = 8
 PREFILL_TARGET, DECODE_TARGET = 1.2, 1.0  # of PyTorch's speed
 READ_TARGET = 0.85  # of the speed of reading memory, in decode
 READ = "plain read"
+RANKS, RANKS_TARGET = [2, 4], 0.9  # of one rank's speed with the same cores
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTES = {"fp32": 4, "bf16": 2, "e4m3": 1}
 
@@ -35,8 +37,18 @@ BYTES = {"fp32": 4, "bf16": 2, "e4m3": 1}
 def prefill_cases():
     for dtype, dim, kv, causal in itertools.product(["fp32", "bf16"], [64, 128],
                                                     [128, 1024, 4096, 8192, 16384], [False, True]):
+        products = {"bf16_products": True} if dtype == "bf16" else {}
         yield {"kv_heads": HEADS, "dim": dim, "dtype": dtype, "tokens": kv, "kv_len": kv,
-               "causal": causal}
+               "causal": causal} | products
+
+
+def rank_cases():
+    """Ranks that share the cores of this machine, each with its part of the keys."""
+    for dtype, tokens, kv in itertools.product(["fp32", "bf16"], [1, 2048], [2048, 65536]):
+        if (tokens == 1) == (kv == 65536):
+            yield {"kv_heads": HEADS, "dim": 128, "dtype": dtype, "tokens": tokens, "kv_len": kv,
+                   "causal": tokens > 1} | (
+                       {"bf16_products": True} if dtype == "bf16" and tokens > 1 else {})
 
 
 def decode_cases(threads):
@@ -87,14 +99,16 @@ def torch_seconds(case, iterations):
             q, k, v, is_causal=case["causal"], enable_gqa=case["kv_heads"] < HEADS), iterations)
 
 
-def longspan_seconds(command, case, iterations):
+def longspan_seconds(command, case, iterations, ranks=1):
     cache = ["--qkv-dtype", case["dtype"]] if case["dtype"] == "e4m3" else []
     run = longspan_command.run(command, [
-        "--backend", "host", "--threads", case["threads"], "--heads", HEADS,
+        "--backend", "host", *(["--threads", case["threads"]] if "threads" in case else []),
+        "--heads", HEADS,
         "--kv-heads", case["kv_heads"], "--dim", case["dim"], "--kv", case["kv_len"],
         "--tokens", case["tokens"], "--dtype", "bf16" if cache else case["dtype"], *cache,
         "--check", 1, "--warmup", 1, "--iterations", iterations,
-        *(["--causal"] if case["causal"] else [])])
+        *(["--bf16-products"] if case.get("bf16_products") else []),
+        *(["--causal"] if case["causal"] else [])], ranks)
     if not run["check"]["right"]:
         raise SystemExit(f"wrong result: {run}")
     return run["time_ms"]["min"] / 1000
@@ -128,6 +142,24 @@ def compare(args, case):
             for peer, value in sides.items()]
 
 
+def compare_ranks(args, case):
+    """Records of 2 and 4 ranks beside one rank with the same cores, in turns; the threads of a rank
+    are its share of them."""
+    work = HEADS * case["tokens"] * case["kv_len"] * case["dim"]
+    iterations = max(args.iterations, min(50, int(2e9 / work)))
+    best_of = {}
+    for _ in range(args.rounds):
+        for ranks in [1, *RANKS]:
+            seconds = longspan_seconds(args.command, case, iterations, ranks)
+            best_of[ranks] = min(best_of.get(ranks, seconds), seconds)
+    named = {"heads": HEADS, "batch": 1} | case
+    return [records.record("host", named | {"ranks": ranks}, "us", round(best_of[ranks] * 1e6, 1),
+                           peer="one rank", peer_value=round(best_of[1] * 1e6, 1),
+                           ratio=round(best_of[1] / best_of[ranks], 3), target=RANKS_TARGET,
+                           machine=args.host)
+            for ranks in RANKS]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,7 +171,7 @@ def main():
     parser.add_argument("--iterations", type=int, default=2,
                         help="least timed runs of a side in a round")
     parser.add_argument("--most-keys", type=int, default=1 << 20, help="leave longer cases out")
-    parser.add_argument("--only", choices=["prefill", "decode"])
+    parser.add_argument("--only", choices=["prefill", "decode", "ranks"])
     records.add_arguments(parser)
     args = longspan_command.parse(parser)
     args.memory = Memory()
@@ -152,9 +184,9 @@ def main():
           f"#dtype {'dim':>4} {'kvh':>3} {'kv':>7} {'tokens':>7} threads mask {'longspan':>9} "
           f"{'peer':>9} {'ratio':>6}")
     cases = []
-    if args.only != "prefill":
+    if args.only in (None, "decode"):
         cases += decode_cases(args.threads)
-    if args.only != "decode":
+    if args.only in (None, "prefill"):
         cases += [case | {"threads": args.threads} for case in prefill_cases()]
     for case in cases:
         if case["kv_len"] > args.most_keys:
@@ -165,6 +197,13 @@ def main():
                   f"{case['tokens']:>7} {case['threads']:>7} {'causal' if case['causal'] else 'full':<6}"
                   f"{r['ours']:9.3f} {r['peer_value']:9.3f} {r['ratio']:6.2f} {r['metric']:<8}"
                   f"{r['peer']}{'' if r['met'] else '  NOT MET'}", flush=True)
+        records.write("host", args.machine, found, args.results)
+    for case in rank_cases() if args.only in (None, "ranks") else []:
+        found = compare_ranks(args, case)
+        for r in found:
+            print(f"{case['dtype']:<6} {case['dim']:>4} {case['kv_len']:>7} keys {case['tokens']:>5} "
+                  f"tokens {r['case']['ranks']} ranks {r['ours']:10.1f} us, one {r['peer_value']:10.1f} us "
+                  f"{r['ratio']:6.2f}{'' if r['met'] else '  NOT MET'}", flush=True)
         records.write("host", args.machine, found, args.results)
 
 

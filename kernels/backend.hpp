@@ -127,6 +127,10 @@ class Backend : public AttentionKernels, public RowKernels, public ServingKernel
 /// process may use.
 std::unique_ptr<Backend> host_backend(int threads = 0);
 
+/// How the host makes products of bf16 on this machine where DTypes::bf16_products lets it: "by
+/// AMX", or "in fp32" where it has no instructions for them. The bits of the two differ.
+const char* host_bf16_products();
+
 /// The kernels of the current GPU. Throws Unsupported in a build without CUDA.
 std::unique_ptr<Backend> cuda_backend();
 

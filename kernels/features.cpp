@@ -56,6 +56,9 @@ constexpr Feature kFeatures[] = {
      [](const P& p) { return p.resume; }},
     // The host's products stay exact, which the option allows.
     {"tf32", "fp32 products rounded to tf32", kBoth, kYes, kYes, [](const P& p) { return p.tf32; }},
+    // CUDA's bf16 products are such anyway.
+    {"bf16 products", "bf16 products by the processor's own instructions, weights in bf16", kBoth,
+     kYes, kYes, [](const P& p) { return p.bf16_products; }},
     {"fp8 products", "e4m3 queries, keys and values multiplied as they are; on Hopper", kLayer, kNo,
      kYes, [](const P& p) { return p.fp8_products; }},
 };

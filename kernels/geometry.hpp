@@ -62,6 +62,8 @@ struct Geometry {
   bool tf32 = false;               // fp32 products may be rounded to tf32
   bool fp8_products = false;       // e4m3 q, k and v may be multiplied as they are, weights rounded
                                    // to e4m3; scales are then positive
+  bool bf16_products = false;      // the host may make bf16 products with the processor's own
+                                   // instructions, weights rounded to bf16
   std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown. It bounds scratch only
   std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown. The kernels of
                                    // longer ones are then not launched

@@ -198,6 +198,11 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
                "Hopper: products of e4m3, weights rounded to it; with --qkv-dtype e4m3")
       ->group(attention);
 
+  app.add_flag("--bf16-products", o.bf16_products,
+               "Processors: products of bf16 by the processor's own instructions, weights rounded "
+               "to it; with --dtype bf16")
+      ->group(attention);
+
   const std::string spread = "How it is spread over the ranks";
   app.add_option("--shard", o.shard, "contiguous, zigzag, striped, interleaved[:block]")
       ->group(spread)

@@ -50,6 +50,7 @@ struct RunOptions {
   float softcap = 0;
   std::string alibi;  // context or query; empty: none
   bool fp8_products = false;
+  bool bf16_products = false;
 
   // These say how it is spread.
   std::string shard = "contiguous";  // as given

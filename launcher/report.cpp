@@ -74,6 +74,7 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.dtype = name(o.dtypes.compute);
   r.qkv_dtype = name(problem.q.dtype);
   r.fp8_products = o.dtypes.fp8_products;
+  r.bf16_products = o.dtypes.bf16_products;
   r.shard = options.shard;
   r.inputs = options.q.empty() ? problem.q.label : options.q;
   r.shard_queries = problem.queries.has_value();
@@ -131,7 +132,9 @@ std::string header(const Report& r) {
       r.softcap != 0 ? fmt::format("softcap {} ", r.softcap) : "",
       r.alibi.empty() ? "" : fmt::format("ALiBi {} ", r.alibi), r.invariant ? "invariant " : "",
       r.qkv_dtype != r.dtype ? fmt::format("q, k, v in {} ", r.qkv_dtype) : "",
-      r.fp8_products ? "products of e4m3 " : "",
+      r.fp8_products    ? "products of e4m3 "
+      : r.bf16_products ? "products of bf16 "
+                        : "",
       r.batch > 1 ? fmt::format("batch {} | ", r.batch) : "",
       r.value_dim != r.dim ? fmt::format("values of {} | ", r.value_dim) : "",
       r.ranks > 1 && r.backend == name(Device::cuda) ? fmt::format("exchange {} | ", r.exchange_by)
@@ -174,16 +177,28 @@ ordered_json to_json(const Report& r) {
                     {"backend", r.backend},
                     {"world", r.world},
                     {"exchange", r.exchange_by},
-                    {"case", {{"strategy", r.strategy},   {"ranks", r.ranks},
-                              {"kv_len", r.kv},           {"tokens", r.tokens},
-                              {"batch", r.batch},         {"heads", r.heads},
-                              {"kv_heads", r.kv_heads},   {"dim", r.dim},
-                              {"value_dim", r.value_dim}, {"dtype", r.dtype},
-                              {"qkv_dtype", r.qkv_dtype}, {"fp8_products", r.fp8_products},
-                              {"causal", r.causal},       {"window", r.window},
-                              {"softcap", r.softcap},     {"alibi", r.alibi},
-                              {"shard", r.shard},         {"shard_queries", r.shard_queries},
-                              {"invariant", r.invariant}, {"inputs", r.inputs}}},
+                    {"case",
+                     {{"strategy", r.strategy},
+                      {"ranks", r.ranks},
+                      {"kv_len", r.kv},
+                      {"tokens", r.tokens},
+                      {"batch", r.batch},
+                      {"heads", r.heads},
+                      {"kv_heads", r.kv_heads},
+                      {"dim", r.dim},
+                      {"value_dim", r.value_dim},
+                      {"dtype", r.dtype},
+                      {"qkv_dtype", r.qkv_dtype},
+                      {"fp8_products", r.fp8_products},
+                      {"bf16_products", r.bf16_products},
+                      {"causal", r.causal},
+                      {"window", r.window},
+                      {"softcap", r.softcap},
+                      {"alibi", r.alibi},
+                      {"shard", r.shard},
+                      {"shard_queries", r.shard_queries},
+                      {"invariant", r.invariant},
+                      {"inputs", r.inputs}}},
                     {"workspace_bytes", r.workspace_bytes},
                     {"time_ms", to_json(r.time)},
                     {"times_ms", r.times},

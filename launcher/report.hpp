@@ -42,6 +42,7 @@ struct Report {
   int batch = 1, heads = 1, kv_heads = 1, dim = 0, value_dim = 0;
   std::string dtype, qkv_dtype, shard, inputs;
   bool fp8_products = false;
+  bool bf16_products = false;
   bool shard_queries = false, invariant = false, causal = false;
   std::int64_t window = 0;
   float softcap = 0;

@@ -77,7 +77,9 @@ struct Attention::Impl {
   Impl(const Communicator& communicator, const Options& given)
       : world(communicator), options(given), memory(world) {
     const DeviceGuard guard(world.gpu());
-    agree(world, describe(options), "making of the layer");
+    const bool on_host = world.device() == Device::host;
+    agree(world, describe(options, on_host ? kernels::host_bf16_products() : ""),
+          "making of the layer");
     check_options(options, world.size());
     if (options.ranks_per_node == 0) options.ranks_per_node = world.ranks_per_node();
     info = &choose_strategy(world, options);
@@ -146,6 +148,7 @@ struct Attention::Impl {
     p.invariant = options.invariant;
     p.tf32 = options.dtypes.tf32;
     p.fp8_products = options.dtypes.fp8_products;
+    p.bf16_products = options.dtypes.bf16_products;
     p.max_kv_len = options.limits.max_kv_len;
     p.max_query_len = options.limits.max_query_len;
     return p;

@@ -67,6 +67,8 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
   check_score(args.score, refuse_input);
   require(!args.dtypes.tf32 || shape.dtype == DType::fp32,
           "tf32 is a way to make fp32 products; dtypes.compute is {}", name(shape.dtype));
+  require(!args.dtypes.bf16_products || shape.dtype == DType::bf16,
+          "bf16_products is a way to make bf16 products; dtypes.compute is {}", name(shape.dtype));
   if (args.dtypes.fp8_products)
     throw Unsupported(
         std::string("fp8_products is not supported by ") +

@@ -14,6 +14,7 @@
 #include <sstream>
 
 #include "comm/libraries.hpp"
+#include "kernels/backend.hpp"
 #include "kernels/features.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/version.hpp"
@@ -144,7 +145,8 @@ std::vector<FeatureInfo> features() {
 Rows system_info() {
   Rows rows{{"longspan", LONGSPAN_VERSION},
             {"compiler", __VERSION__},
-            {"host", fmt::format("{}, {} cores", instruction_set(), usable_cores())}};
+            {"host", fmt::format("{}, {} cores", instruction_set(), usable_cores())},
+            {"bf16", fmt::format("products {} with bf16_products", kernels::host_bf16_products())}};
   add_mpi(rows);
   add_gpus(rows);
   return rows;

@@ -53,6 +53,7 @@ kernels::AttendParams size_params(const Args& a, DType kv_dtype, const PagedShap
              a.score.softcap};
   p.bias.alibi = a.score.alibi;
   p.tf32 = a.dtypes.tf32;
+  p.bf16_products = a.dtypes.bf16_products;
   p.max_query_len = a.max_query_len;
   p.max_kv_len = a.max_kv_len;
   return p;

@@ -122,6 +122,9 @@ void check_options(const Options& o, int ranks) {
   usage(!o.dtypes.tf32 || o.dtypes.compute == DType::fp32,
         fmt::format("tf32 is a way to make fp32 products; dtypes.compute is {}",
                     name(o.dtypes.compute)));
+  usage(!o.dtypes.bf16_products || o.dtypes.compute == DType::bf16,
+        fmt::format("bf16_products is a way to make bf16 products; dtypes.compute is {}",
+                    name(o.dtypes.compute)));
   if (o.dtypes.fp8_products) check_fp8_products(o);
   usage(o.limits.max_query_len >= 0 &&
             o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),
@@ -155,7 +158,7 @@ NamedValues describe_shardings(const Options& o) {
                           : std::string(name(o.results.part))}};
 }
 
-NamedValues describe(const Options& o) {
+NamedValues describe(const Options& o, const std::string& bf16_products) {
   const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
   NamedValues all{{"heads", fmt::to_string(o.heads)},
                   {"kv_heads", fmt::to_string(o.kv_heads)},
@@ -167,6 +170,9 @@ NamedValues describe(const Options& o) {
                   {"dtypes.out", name(o.dtypes.of_out())},
                   {"tf32", yes_no(o.dtypes.tf32)},
                   {"fp8_products", yes_no(o.dtypes.fp8_products)},
+                  {"bf16_products", o.dtypes.bf16_products && !bf16_products.empty()
+                                        ? bf16_products
+                                        : yes_no(o.dtypes.bf16_products)},
                   {"causal", yes_no(o.mask.causal)},
                   {"window", fmt::to_string(o.mask.window)},
                   {"right", fmt::to_string(o.mask.right)},

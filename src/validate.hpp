@@ -56,7 +56,7 @@ void check_room(const Shard& shard, const CacheView& cache);
 
 /// Lists every option that ranks must give alike, as text, for agree(). agreement.hpp does the same
 /// for a run, and lists what need not be alike.
-NamedValues describe(const Options& options);
+NamedValues describe(const Options& options, const std::string& bf16_products = "");
 /// Lists those of them that say how keys and queries are dealt out.
 NamedValues describe_shardings(const Options& options);
 

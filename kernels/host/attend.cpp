@@ -2,10 +2,13 @@
 // there are too few tiles to keep the threads busy (decode), a tile is cut further, by leaves of
 // the fixed order. Its parts are whole subtrees, so folding them afterwards, neighbours first, is
 // the same tree.
+#include <unistd.h>
+
 #include <algorithm>
 #include <bit>
 #include <string>
 
+#include "kernels/host/bf16_tile.hpp"
 #include "kernels/host/host.hpp"
 #include "kernels/host/tile.hpp"
 #include "longspan/error.hpp"
@@ -19,22 +22,43 @@ constexpr int kMostLevels = 64;      // at one row
 constexpr int kSegmentsPerPart = 4;  // a part of fewer segments is not worth a fold
 
 std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+int round_up(int rows, int step) { return (rows + step - 1) / step * step; }
 
-/// How the scratch is laid out: [batch + 1] first tile of each sequence, then a TileSpace per
-/// thread, then the states of parts.
+/// Whether a tile of kTileRows stays in the core's second-level cache.
+bool has_large_cache() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const bool large = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 1 << 20;
+  return large;
+#else
+  return false;
+#endif
+}
+
+/// How the scratch is laid out: [batch + 1] first tile of each sequence, then a TileSpace (or
+/// Bf16Space) per thread, then the states of parts.
 struct Layout {
-  int rows;  // most rows of a tile
+  int rows, bf16_rows;  // most rows of a tile; 0 where there are no products of bf16
   std::size_t tiles_bytes, space_bytes, part_bytes;
   int parts;  // most parts, over all tiles
 
   Layout(const AttendParams& p, int threads)
-      : rows(static_cast<int>(
-            std::min<std::int64_t>(kTileRows, std::max<std::int64_t>(1, p.tokens) * p.heads))),
+      : rows(most_rows(p, has_large_cache() ? kTileRows : kSmallTileRows)),
+        bf16_rows(p.bf16_products ? round_up(most_rows(p, kBf16Rows), kBf16BlockRows) : 0),
         tiles_bytes(round_up((p.batch.size + 1) * sizeof(std::int64_t))),
         space_bytes(round_up(std::max(TileSpace::bytes(p, rows, kUsualLevels),
                                       TileSpace::bytes(p, 1, kMostLevels)))),
-        part_bytes(round_up(rows * (sizeof(Stats) + 4 * TileSpace::padded(p.value_dim)))),
-        parts(kPartsPerThread * threads) {}
+        part_bytes(round_up(std::max(rows, bf16_rows) *
+                            (sizeof(Stats) + 4 * TileSpace::padded(p.value_dim)))),
+        parts(kPartsPerThread * threads) {
+    if (bf16_rows > 0)
+      space_bytes = std::max(space_bytes,
+                             round_up(std::max(Bf16Space::bytes(p, bf16_rows, kUsualLevels),
+                                               Bf16Space::bytes(p, kBf16BlockRows, kMostLevels))));
+  }
+
+  static int most_rows(const AttendParams& p, std::int64_t limit) {
+    return static_cast<int>(std::min(limit, std::max<std::int64_t>(1, p.tokens) * p.heads));
+  }
 
   std::size_t total(int threads) const {
     return tiles_bytes + threads * space_bytes + parts * part_bytes;
@@ -60,20 +84,36 @@ class AttendRun {
         spaces_(p.scratch + layout_.tiles_bytes),
         part_states_(spaces_ + threads * layout_.space_bytes) {
     int leaves = kVirtualRanks;
-    std::int64_t segments = 0;
+    std::int64_t segments = 0, rows = 0;
     for (int b = 0; b < p.batch.size; ++b) {
       const Sequence s(p, b);
       levels_ = std::max(levels_, levels_of(s.order));
       leaves = std::min(leaves, s.order.leaves);
       segments = std::max(segments, segments_of(s.keys));
+      rows += s.query_len * p.heads;
     }
     const std::size_t room = layout_.space_bytes - TileSpace::fixed_bytes(p);
     rows_ = static_cast<int>(
         std::min<std::size_t>(layout_.rows, room / TileSpace::row_bytes(p, levels_)));
+    if (layout_.bf16_rows > 0) {
+      const std::size_t bf16_room = layout_.space_bytes - Bf16Space::fixed_bytes(p);
+      bf16_rows_ = static_cast<int>(std::min<std::size_t>(
+          layout_.bf16_rows,
+          bf16_room / Bf16Space::row_bytes(p, levels_) / kBf16BlockRows * kBf16BlockRows));
+    }
+    // Smaller tiles, where large ones are too few to even out the threads' work.
+    const std::int64_t share = rows / layout_.parts;
+    const auto even_out = [&](int most, int least, int step) {
+      if (share >= most || most <= least) return most;
+      return std::min(most, std::max(least, round_up(static_cast<int>(share), step)));
+    };
+    rows_ = even_out(rows_, kSmallTileRows, kBlockRows);
+    bf16_rows_ = even_out(bf16_rows_, 6 * kBf16BlockRows, kBf16BlockRows);
     int most_parts = 1;
     while (2 * most_parts <= leaves && 2 * most_parts * kSegmentsPerPart <= segments)
       most_parts *= 2;
-    const bool side_by_side = reads_in_place(p) && p.k.head_stride < p.k.row_stride;
+    const bool side_by_side =
+        has_few_rows() && reads_in_place(p) && p.k.head_stride < p.k.row_stride;
     heads_ = side_by_side ? p.kv_heads : 1;
     while (heads_ > 1 && p.batch.size * head_groups(heads_) * most_parts < layout_.parts)
       heads_ = (heads_ + 1) / 2;
@@ -87,12 +127,10 @@ class AttendRun {
     if (p_.parts) return attend_key_parts(pool);
     pool.run(tiles() * parts_, [this](std::int64_t item, int thread) {
       const Tile tile = at(item / parts_, static_cast<int>(item % parts_));
-      const TileSpace space(spaces_ + thread * layout_.space_bytes, p_, rows_, levels_);
-      attend_tile(p_, tile, space);
-      pause(thread);
-      if (parts_ == 1) return store(tile, p_.slot, space.stats, space.o);
-      std::copy_n(space.stats, tile.states(), part_stats(item));
-      std::copy_n(space.o, tile.states() * padded_, part_o(item));
+      const auto [stats, o] = attend(tile, thread);
+      if (parts_ == 1) return store(tile, p_.slot, stats, o);
+      std::copy_n(stats, tile.states(), part_stats(item));
+      std::copy_n(o, tile.states() * padded_, part_o(item));
     });
     if (parts_ == 1) return;
     pool.run(tiles(), [this](std::int64_t index, int) {
@@ -107,6 +145,28 @@ class AttendRun {
   }
 
  private:
+  struct States {
+    const Stats* stats;  // [rows]
+    const float* o;      // [rows, padded]
+  };
+
+  /// Attends a tile in the thread's memory, where its states then lie.
+  States attend(const Tile& tile, int thread) const {
+    std::byte* const memory = spaces_ + thread * layout_.space_bytes;
+    States states;
+    if (takes_bf16_products(p_, tile.sequence.index)) {
+      const Bf16Space space(memory, p_, bf16_rows_, levels_);
+      attend_bf16_tile(p_, tile, space);
+      states = {space.stats, space.o};
+    } else {
+      const TileSpace space(memory, p_, rows_, levels_);
+      attend_tile(p_, tile, space);
+      states = {space.stats, space.o};
+    }
+    pause(thread);
+    return states;
+  }
+
   /// The calling thread is the pool's first.
   void pause(int thread) const {
     if (thread == 0 && between_) between_();
@@ -121,16 +181,20 @@ class AttendRun {
       Tile tile = at(item / p_.parts.count, 0);
       tile.keys = p_.parts.of(part, tile.sequence.keys);
       tile.last_leaf = tile.sequence.order.leaves;
-      const TileSpace space(spaces_ + thread * layout_.space_bytes, p_, rows_, levels_);
-      attend_tile(p_, tile, space);
-      pause(thread);
-      store(tile, p_.slot + part, space.stats, space.o);
+      const auto [stats, o] = attend(tile, thread);
+      store(tile, p_.slot + part, stats, o);
     });
+  }
+
+  /// The rows of a sequence's tiles.
+  int rows_of(const Sequence& s) const {
+    return takes_bf16_products(p_, s.index) ? bf16_rows_ : rows_;
   }
 
   std::int64_t tiles_per_head(const Sequence& s) const {
     if (p_.batch.skips(s.query_len)) return 0;
-    return (s.query_len * group_ + rows_ - 1) / rows_;
+    const int rows = rows_of(s);
+    return (s.query_len * group_ + rows - 1) / rows;
   }
 
   int head_groups(int heads) const { return (p_.kv_heads + heads - 1) / heads; }
@@ -139,7 +203,7 @@ class AttendRun {
   /// memory, and are read together.
   int heads_of(const Sequence& s) const {
     const std::int64_t rows = s.query_len * group_;
-    if (rows == 0 || rows > kFewRows) return 1;
+    if (rows == 0 || rows > kFewRows || takes_bf16_products(p_, s.index)) return 1;
     return std::clamp(static_cast<int>(rows_ / rows), 1, heads_);
   }
 
@@ -154,20 +218,21 @@ class AttendRun {
     const int b = static_cast<int>(next - first_tile_) - 1;
     const Sequence s(p_, b);
     const std::int64_t per_head = tiles_per_head(s), within = index - first_tile_[b];
-    const std::int64_t first = (per_head - 1 - within % per_head) * rows_;
+    const int rows = rows_of(s);
+    const std::int64_t first = (per_head - 1 - within % per_head) * rows;
     const int heads = heads_of(s), head = static_cast<int>(within / per_head) * heads;
     return {s,
             head,
             std::min(heads, p_.kv_heads - head),
             first,
-            static_cast<int>(std::min<std::int64_t>(rows_, s.query_len * group_ - first)),
+            static_cast<int>(std::min<std::int64_t>(rows, s.query_len * group_ - first)),
             s.order.leaves * part / parts_,
             s.order.leaves * (part + 1) / parts_,
             {0, s.keys}};
   }
 
   Stats* part_stats(std::int64_t item) const {
-    return reinterpret_cast<Stats*>(part_o(item) + rows_ * padded_);
+    return reinterpret_cast<Stats*>(part_o(item) + std::max(rows_, bf16_rows_) * padded_);
   }
   float* part_o(std::int64_t item) const {
     return reinterpret_cast<float*>(part_states_ + item * layout_.part_bytes);
@@ -200,10 +265,11 @@ class AttendRun {
   std::int64_t* const first_tile_;  // [batch + 1]
   std::byte* const spaces_;
   std::byte* const part_states_;
-  int rows_ = 1;    // of a tile
-  int heads_ = 1;   // most kv heads of a tile of few rows
-  int levels_ = 1;  // of its stack
-  int parts_ = 1;   // of a tile
+  int rows_ = 1;       // of a tile
+  int bf16_rows_ = 0;  // of a tile with products of bf16
+  int heads_ = 1;      // most kv heads of a tile of few rows
+  int levels_ = 1;     // of its stack
+  int parts_ = 1;      // of a tile
 };
 
 }  // namespace

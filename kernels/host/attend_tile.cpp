@@ -74,13 +74,6 @@ HWY_INLINE Stats weigh(float* scores, Range keys) {
   return {max, sum_lanes(sums)};
 }
 
-HWY_INLINE void cap(float* scores, Range keys, float softcap) {
-  const Lanes d;
-  const Vec high = hn::Set(d, softcap * kLog2E);
-  for (int j = keys.begin; j < keys.end; j += kLanes)
-    hn::Store(hn::Mul(high, tanh(hn::Load(d, scores + j))), d, scores + j);
-}
-
 HWY_INLINE bool all_finite(const float* row, int n) {
   const Lanes d;
   Vec zero = hn::Zero(d);  // times a finite number: 0; times any other: NaN
@@ -182,17 +175,7 @@ class TileRun {
 
   /// Finds the keys that some row sees, and `ahead` more.
   void find(const Segment& segment, int head, Range any, int ahead) {
-    rows_.clear();
-    const auto find = [&](int begin, int end) {
-      rows_.find(p_, tile_.sequence, tile_.kv_head + head, segment.first, begin, end);
-    };
-    if (visible_.listed()) {
-      for (int j = any.begin; j < any.end; ++j)
-        if (visible_.some_row_sees(segment.first + j)) find(j, j + 1);
-    } else {
-      find(any.begin, static_cast<int>(
-                          std::min<std::int64_t>(any.end + ahead, visible_.end() - segment.first)));
-    }
+    find_seen(p_, tile_, visible_, tile_.kv_head + head, segment, any, ahead, rows_);
   }
 
   void pack_keys_and_values(Range any) {
@@ -366,6 +349,8 @@ void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& 
   TileRun(params, tile, space)();
 }
 
+bool has_few_rows() { return kHasFewRows; }
+
 }  // namespace HWY_NAMESPACE
 }  // namespace longspan::kernels::host
 HWY_AFTER_NAMESPACE();
@@ -375,6 +360,9 @@ namespace longspan::kernels::host {
 
 HWY_EXPORT(attend_tile);
 HWY_EXPORT(fold_states);
+HWY_EXPORT(has_few_rows);
+
+bool has_few_rows() { return HWY_DYNAMIC_DISPATCH(has_few_rows)(); }
 
 void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space) {
   HWY_DYNAMIC_DISPATCH(attend_tile)(params, tile, space);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/features.hpp"
+#include "kernels/host/bf16_tile.hpp"
 #include "kernels/host/host.hpp"
 #include "longspan/error.hpp"
 #include "src/cores.hpp"
@@ -96,6 +97,8 @@ class HostBackend final : public Backend {
 };
 
 }  // namespace
+
+const char* host_bf16_products() { return host::has_bf16_products() ? "by AMX" : "in fp32"; }
 
 std::unique_ptr<Backend> host_backend(int threads) {
   if (threads <= 0) threads = Env::read().threads;

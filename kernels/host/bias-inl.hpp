@@ -1,5 +1,5 @@
-// Adds ALiBi and qq_bias to one row of scores, in vectors. The arithmetic is that of
-// Bias::operator(), and so are the bits,
+// What is done to one row of scores, in vectors: softcap, and ALiBi and qq_bias. The arithmetic of
+// these is that of Bias::operator(), and so are the bits,
 //
 //     score += (slope * distance + qq[i][j]) * log2 e
 //
@@ -24,6 +24,14 @@
 HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
 namespace HWY_NAMESPACE {
+
+/// Turns scores that were divided by the softcap into capped ones of base 2.
+HWY_INLINE void cap(float* scores, Range keys, float softcap) {
+  const Lanes d;
+  const Vec high = hn::Set(d, softcap * kLog2E);
+  for (int j = keys.begin; j < keys.end; j += kLanes)
+    hn::Store(hn::Mul(high, tanh(hn::Load(d, scores + j))), d, scores + j);
+}
 
 class SegmentBias {
  public:

@@ -10,8 +10,10 @@
 #define LONGSPAN_HOST_FEW_ROWS_INL
 #endif
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <type_traits>
 
 #include "hwy/highway.h"
@@ -20,6 +22,7 @@
 #include "kernels/host/simd-inl.hpp"
 #include "kernels/host/tile.hpp"
 #include "kernels/params.hpp"
+#include "longspan/element.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
@@ -72,6 +75,85 @@ HWY_INLINE void load_words(const std::byte* const* rows, std::ptrdiff_t offset,
   words[3] = hn::BitCast(d, hn::InterleaveUpper(pairs, high01, high23));
 }
 
+#if HWY_TARGET == HWY_AVX3_DL
+template <class T>
+inline constexpr bool kByTable = std::is_same_v<T, E4m3> || std::is_same_v<T, E5m2>;
+
+/// The bytes of the bf16 that codes 0 to 127 of an fp8 are, exactly.
+struct CodeBytes {
+  alignas(64) std::uint8_t high[128], low[128];
+};
+template <class T>
+constexpr CodeBytes bytes_of_codes() {
+  CodeBytes bytes = {};
+  for (std::uint32_t code = 0; code < 128; ++code) {
+    const float value =
+        std::is_same_v<T, E4m3> ? element::widen<4, 3>(code) : element::widen<5, 2>(code);
+    bytes.high[code] = static_cast<std::uint8_t>(std::bit_cast<std::uint32_t>(value) >> 24);
+    bytes.low[code] = static_cast<std::uint8_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+  }
+  return bytes;
+}
+
+/// Turns 64 codes of an fp8 into fp32, by tables in registers.
+template <class T>
+class Codes {
+ public:
+  HWY_INLINE Codes()
+      : high_{_mm512_load_si512(kBytes.high), _mm512_load_si512(kBytes.high + 64)},
+        low_{_mm512_load_si512(kBytes.low), _mm512_load_si512(kBytes.low + 64)} {}
+
+  /// wide[i], lane j: code i of word j.
+  HWY_INLINE void widen(__m512i codes, Vec (&wide)[4]) const {
+    const __m512i first_byte = _mm512_set1_epi16(0xff), upper = _mm512_set1_epi32(0xffff0000u);
+    const __m512i magnitude = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);
+    const __m512i low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
+    // 0xf8: a | (b & c). 0xca: a ? b : c, bit by bit.
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes,
+                                                   _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+    const __m512i even =
+        _mm512_ternarylogic_epi32(first_byte, low, _mm512_slli_epi16(high, 8), 0xca);
+    const __m512i odd =
+        _mm512_ternarylogic_epi32(first_byte, _mm512_srli_epi16(low, 8), high, 0xca);
+    wide[0] = {_mm512_castsi512_ps(_mm512_slli_epi32(even, 16))};
+    wide[1] = {_mm512_castsi512_ps(_mm512_slli_epi32(odd, 16))};
+    wide[2] = {_mm512_castsi512_ps(_mm512_and_si512(even, upper))};
+    wide[3] = {_mm512_castsi512_ps(_mm512_and_si512(odd, upper))};
+  }
+
+  /// wide[i]: codes [16 i, 16 i + 16) of kVecs * 16 neighbours, kVecs 2 or 4.
+  template <int kVecs>
+  HWY_INLINE void widen_row(const T* row, Vec (&wide)[4]) const {
+    const __m512i words = _mm512_load_si512(kOrder.of);
+    if constexpr (kVecs == 4)
+      widen(_mm512_permutexvar_epi8(words, _mm512_loadu_si512(row)), wide);
+    else
+      widen(_mm512_permutexvar_epi8(words, _mm512_castsi256_si512(_mm256_loadu_si256(
+                                               reinterpret_cast<const __m256i*>(row)))),
+            wide);
+  }
+
+ private:
+  static constexpr CodeBytes kBytes = bytes_of_codes<T>();
+  struct Order {
+    alignas(64) std::uint8_t of[64];
+    constexpr Order() : of() {
+      for (int i = 0; i < 64; ++i) of[i] = static_cast<std::uint8_t>(i % 4 * 16 + i / 4);
+    }
+  };
+  static constexpr Order kOrder = {};  // byte i of word j: 16 i + j
+
+  __m512i high_[2], low_[2];
+};
+template <class T>
+using CodesOf = std::conditional_t<kByTable<T>, Codes<T>, std::tuple<> >;
+#else
+template <class T>
+inline constexpr bool kByTable = false;
+template <class T>
+struct CodesOf {};
+#endif
+
 /// Element i of a word of T.
 template <class T, int i>
 HWY_INLINE Vec element(hn::Vec<Words> word) {
@@ -107,12 +189,14 @@ class Ahead {
   std::ptrdiff_t bytes_, at_ = 0;
 };
 
-/// The scores of kGroups * kLanes keys, whose rows are fp32 or bf16. The rows `ahead` come next.
+/// The scores of kGroups * kLanes keys, whose rows are fp32, bf16 or, by table, fp8. The rows
+/// `ahead` come next.
 template <class T, int kRows, int kGroups, bool kAhead>
 HWY_INLINE void score_keys(const std::byte* const* keys, const std::byte* const* ahead, int dim,
                            const float* q, float* scores) {
   constexpr int kPerWord = 4 / sizeof(T);
   const Lanes d;
+  [[maybe_unused]] const CodesOf<T> codes;
   Ahead lines(ahead, dim * static_cast<std::ptrdiff_t>(sizeof(T)));
   Vec sums[kGroups][kRows];
   HWY_UNROLL(8)
@@ -133,6 +217,17 @@ HWY_INLINE void score_keys(const std::byte* const* keys, const std::byte* const*
       HWY_UNROLL(8)
       for (int w = 0; w < 4; ++w) {
         const float* left = q + c + w * kPerWord;
+        if constexpr (kByTable<T>) {
+          Vec wide[4];
+          codes.widen(words[w].raw, wide);
+          HWY_UNROLL(4)
+          for (int i = 0; i < 4; ++i) {
+            HWY_UNROLL(8)
+            for (int r = 0; r < kRows; ++r)
+              sums[g][r] = hn::MulAdd(hn::Set(d, left[r * dim + i]), wide[i], sums[g][r]);
+          }
+          continue;
+        }
         const Vec first = element<T, 0>(words[w]);
         HWY_UNROLL(8)
         for (int r = 0; r < kRows; ++r)
@@ -156,7 +251,7 @@ HWY_INLINE void score_keys(const std::byte* const* keys, const std::byte* const*
 /// scores[r, j] = q[r] . key j.
 template <class T>
 HWY_NOINLINE void score_few(const FewKeys& keys, int dim, const float* q, int rows, float* scores) {
-  constexpr bool kInPlace = std::is_same_v<T, float> || std::is_same_v<T, Bfloat16>;
+  constexpr bool kInPlace = sizeof(T) == 4 || std::is_same_v<T, Bfloat16> || kByTable<T>;
   with_rows<kFewRows>(rows, [&]<int kRows>() {
     // One chain of each row waits for its own sums, so there are two.
     constexpr int kGroups = kRows * kLanes <= 16 ? 2 : 1;
@@ -188,6 +283,7 @@ template <class T, int kRows, int kVecs>
 HWY_INLINE void weigh_values(const FewKeys& values, int column, int dim, const float* weights,
                              float* o, std::ptrdiff_t o_stride) {
   const Lanes d;
+  [[maybe_unused]] const CodesOf<T> codes;
   Ahead lines(values.ahead, dim * static_cast<std::ptrdiff_t>(sizeof(T)));
   Vec sums[kRows][kVecs];
   HWY_UNROLL(8)
@@ -200,8 +296,19 @@ HWY_INLINE void weigh_values(const FewKeys& values, int column, int dim, const f
     const T* value = reinterpret_cast<const T*>(values.rows[j]) + column;
     if (column == 0) lines.next_row();
     Vec right[kVecs];
-    HWY_UNROLL(8)
-    for (int v = 0; v < kVecs; ++v) right[v] = load(d, value + v * kLanes);
+    if constexpr (kByTable<T> && kVecs % 2 == 0) {
+      constexpr int kEach = kVecs % 4 == 0 ? 4 : 2;
+      HWY_UNROLL(2)
+      for (int v = 0; v < kVecs; v += kEach) {
+        Vec wide[4];
+        codes.template widen_row<kEach>(value + v * kLanes, wide);
+        HWY_UNROLL(4)
+        for (int i = 0; i < kEach; ++i) right[v + i] = wide[i];
+      }
+    } else {
+      HWY_UNROLL(8)
+      for (int v = 0; v < kVecs; ++v) right[v] = load(d, value + v * kLanes);
+    }
     HWY_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
       const Vec left = hn::Set(d, weights[r * kSegment + j]);
@@ -223,15 +330,20 @@ template <class T>
 HWY_NOINLINE void weigh_few(const FewKeys& values, int dim, const float* weights, int rows,
                             float* o, std::ptrdiff_t o_stride) {
   with_rows<kFewRows>(rows, [&]<int kRows>() {
-    constexpr int kSums = HWY_TARGET == HWY_AVX3 ? 24 : 8;  // registers for them
+    constexpr int kSums = LONGSPAN_HOST_AVX512 ? 24 : 8;  // registers for them
     constexpr int kVecs = kRows * 8 <= kSums   ? 8
                           : kRows * 4 <= kSums ? 4
                           : kRows * 2 <= kSums ? 2
                                                : 1;
     int c = 0;
-    for (; c + kVecs * kLanes <= dim; c += kVecs * kLanes)
-      weigh_values<T, kRows, kVecs>(values, c, dim, weights, o, o_stride);
-    for (; c < dim; c += kLanes) weigh_values<T, kRows, 1>(values, c, dim, weights, o, o_stride);
+    const auto weigh = [&]<int kCount>() {
+      for (; c + kCount * kLanes <= dim; c += kCount * kLanes)
+        weigh_values<T, kRows, kCount>(values, c, dim, weights, o, o_stride);
+    };
+    weigh.template operator()<kVecs>();
+    if constexpr (kVecs > 4) weigh.template operator()<4>();
+    if constexpr (kVecs > 2) weigh.template operator()<2>();
+    weigh.template operator()<1>();
   });
 }
 #endif

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels/host/tile.hpp"
+#include "kernels/host/visible.hpp"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::host {
@@ -58,5 +59,21 @@ class KeyRows {
   const std::byte* k_[kSegment + kRowsAhead];
   const std::byte* v_[kSegment + kRowsAhead];
 };
+
+/// Finds the keys `any` of a segment that some row of the tile sees, and `ahead` more.
+inline void find_seen(const AttendParams& p, const Tile& tile, const Visible& visible, int kv_head,
+                      const Segment& segment, Range any, int ahead, KeyRows& rows) {
+  rows.clear();
+  const auto find = [&](int begin, int end) {
+    rows.find(p, tile.sequence, kv_head, segment.first, begin, end);
+  };
+  if (visible.listed()) {
+    for (int j = any.begin; j < any.end; ++j)
+      if (visible.some_row_sees(segment.first + j)) find(j, j + 1);
+  } else {
+    find(any.begin,
+         static_cast<int>(std::min<std::int64_t>(any.end + ahead, visible.end() - segment.first)));
+  }
+}
 
 }  // namespace longspan::kernels::host

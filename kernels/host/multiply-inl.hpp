@@ -27,7 +27,7 @@ namespace HWY_NAMESPACE {
 
 // 6 rows by 4 vectors of sums, 4 vectors of B and one of A fill 32 registers; with 16 registers it
 // is 6 by 2.
-#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_NEON
+#if LONGSPAN_HOST_AVX512 || HWY_TARGET == HWY_NEON
 inline constexpr int kVectors = 4;
 #else
 inline constexpr int kVectors = 2;

@@ -46,7 +46,7 @@ HWY_INLINE hn::Vec<D> load(D d, const Bfloat16* from) {
 /// then it gives infinities and NaNs their exponent back.
 template <class D>
 HWY_INLINE hn::Vec<D> widen_half(D d, hn::Vec<hn::Rebind<std::uint16_t, D>> half) {
-#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2
+#if LONGSPAN_HOST_AVX512 || HWY_TARGET == HWY_AVX2
   return hn::PromoteTo(d, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), half));
 #else
   const hn::RebindToUnsigned<D> wide;

@@ -12,7 +12,8 @@
 namespace longspan::kernels::host {
 
 inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
-inline constexpr int kTileRows = 144;  // most rows of a tile
+inline constexpr int kTileRows = 384;  // most rows of a tile; 144 where the cache is small
+inline constexpr int kSmallTileRows = 144;
 inline constexpr int kFewRows = 8;     // a tile of so few reads keys and values where they lie
 inline constexpr int kFewKeys = 32;    // most that such a tile reads of each head in turn
 inline constexpr int kPanel = 64;      // columns of a packed panel
@@ -107,6 +108,9 @@ struct TileSpace {
     stats = reinterpret_cast<Stats*>(at);
   }
 };
+
+/// Whether tiles of few rows, and so of several kv heads, can be read in place on this machine.
+bool has_few_rows();
 
 /// Leaves the state of the tile's rows in level 0 of the space.
 void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space);

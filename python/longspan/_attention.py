@@ -207,6 +207,7 @@ class Attention:
         profile: time the phases of each run.
         tf32: on GPUs, float32 products may be rounded to TF32.
         fp8_products: on Hopper, long e4m3 queries may be multiplied as they are.
+        bf16_products: on processors, bfloat16 may be multiplied by the processor's own instructions.
 
     Raises:
         UsageError, UnsupportedError, RankError, TypeError: as attend.
@@ -229,12 +230,12 @@ class Attention:
                  max_seqlen_k: int = 0, max_seqlen_q: int = 0, invariant: bool = False,
                  strategy: str = "auto", exchange: str = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
-                 fp8_products: bool = False, ranks_per_node: int = 0):
+                 fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0):
         self._layer = _core.layer(
             comm, heads, kv_heads, head_dim, value_dim, dtype, q_dtype, kv_dtype, out_dtype, causal,
             softmax_scale, window_size, softcap, alibi, keys, queries, results, max_queries,
             max_batch, max_seqlen_k, max_seqlen_q, invariant, strategy, exchange, threads, check_arrays,
-            profile, tf32, fp8_products, ranks_per_node)
+            profile, tf32, fp8_products, bf16_products, ranks_per_node)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,

@@ -507,7 +507,7 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
                   nb::handle max_batch, nb::handle max_seqlen_k, nb::handle max_seqlen_q,
                   nb::handle invariant, nb::handle strategy, nb::handle exchange,
                   nb::handle threads, nb::handle check_arrays, nb::handle profile, nb::handle tf32,
-                  nb::handle fp8_products, nb::handle ranks_per_node) {
+                  nb::handle fp8_products, nb::handle bf16_products, nb::handle ranks_per_node) {
   Options o;
   o.heads = small(integer(heads, "heads"), "heads");
   o.kv_heads = kv_heads.is_none() ? o.heads : small(integer(kv_heads, "kv_heads"), "kv_heads");
@@ -519,6 +519,7 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
   if (!out_dtype.is_none()) o.dtypes.out = dtype_of(out_dtype, "out_dtype");
   o.dtypes.tf32 = flag(tf32, "tf32");
   o.dtypes.fp8_products = flag(fp8_products, "fp8_products");
+  o.dtypes.bf16_products = flag(bf16_products, "bf16_products");
   o.mask = mask_of(causal, window_size);
   o.score = score_of(softmax_scale, softcap, alibi_of(alibi));
   o.keys = sharding_of(keys, "keys");

@@ -33,6 +33,7 @@ struct HostShape {
   std::vector<std::int32_t> kv_len = {300};
   Mask mask = {};
   float softcap = 0;
+  bool bf16_products = false;
 
   std::optional<DType> q_dtype = {};  // as dtype
   std::optional<DType> kv_dtype = {};
@@ -89,6 +90,7 @@ class HostProblem {
   kernels::AttendParams params(const Shard& shard, kernels::StateSlots state, int slot) {
     kernels::AttendParams p;
     p.dtype = shape.dtype;
+    p.bf16_products = shape.bf16_products;
     p.q_dtype = q.dtype;
     p.kv_dtype = k.dtype;
     p.tokens = tokens();

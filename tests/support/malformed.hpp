@@ -319,6 +319,7 @@ class Malformed : public ::testing::Test {
               a.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 255}));
             },
             [&] { a.dtypes.tf32 = true; },
+            [&] { a.dtypes.bf16_products = true; },
             [&] {
               a.workspace.bytes = c.of<std::size_t>({0, 1, 4096});
             },

@@ -139,8 +139,8 @@ std::set<std::string> own_names() {
 TEST(Agreement, TheReaderOfHeadersFindsWhatIsThere) {
   using testing::ElementsAre;
   EXPECT_THAT(names_of("Mask"), ElementsAre("causal", "window", "right"));
-  EXPECT_THAT(names_of("DTypes"),
-              ElementsAre("compute", "query", "kv", "out", "tf32", "fp8_products"));
+  EXPECT_THAT(names_of("DTypes"), ElementsAre("compute", "query", "kv", "out", "tf32",
+                                              "fp8_products", "bf16_products"));
   EXPECT_THAT(names_of("Sharding"), ElementsAre("layout", "block"));
   EXPECT_THAT(names_of("AttentionArgs"),
               testing::IsSupersetOf({"q", "new_v", "v_scale", "query_table", "skip_decode"}));
@@ -177,6 +177,7 @@ const std::map<std::string, OptionCase> kOptions{
     {"dtypes.out", {[](Options& o) { o.dtypes.out = e4m3; }}},
     {"dtypes.tf32", {[](Options& o) { o.dtypes.tf32 = true; }}},
     {"dtypes.fp8_products", {[](Options& o) { o.dtypes.fp8_products = true; }}},
+    {"dtypes.bf16_products", {[](Options& o) { o.dtypes.bf16_products = true; }}},
     {"mask.causal", {[](Options& o) { o.mask.causal = true; }}},
     {"mask.window", {[](Options& o) { o.mask.window = 7; }}},
     {"mask.right", {[](Options& o) { o.mask.right = 7; }}},

@@ -109,6 +109,8 @@ std::vector<Change<Args>> paged_refusals() {
        [](Args& a, ServingCalls& p) { a.attention.lse.tensor.data = p.v_cache.data(); }},
       {"lse overlaps out",
        [](Args& a, ServingCalls& p) { a.attention.lse.tensor.data = p.out.data(); }},
+      {"bf16_products is a way to make bf16 products",
+       [](Args& a, ServingCalls&) { a.attention.dtypes.bf16_products = true; }},
       {"tf32 is a way to make fp32 products",
        [](Args& a, ServingCalls&) {
          a.attention.dtypes.tf32 = true;

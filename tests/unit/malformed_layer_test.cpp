@@ -208,6 +208,7 @@ TEST_F(Malformed, OptionsOfALayer) {
            [&] { o.dtypes.out = c.dtype(); },
            [&] { o.dtypes.tf32 = true; },
            [&] { o.dtypes.fp8_products = true; },
+           [&] { o.dtypes.bf16_products = true; },
            [&] { c.mask(o.mask); },
            [&] { o.score.scale = c.number(); },
            [&] { o.score.softcap = c.number(); },

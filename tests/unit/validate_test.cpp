@@ -69,6 +69,9 @@ TEST(Validate, OptionsThatMakeNoSense) {
          [](Options& o) { o.dtypes.out = bf16; });
   refuse("tf32 is a way to make fp32 products",
          [](Options& o) { o.dtypes.compute = bf16, o.dtypes.tf32 = true; });
+  for (const DType dtype : {fp32, fp16})
+    refuse("bf16_products is a way to make bf16 products",
+           [&](Options& o) { o.dtypes.compute = dtype, o.dtypes.bf16_products = true; });
   const auto fp8 = [](Options& o) {
     o.dtypes.compute = bf16, o.dtypes.query = o.dtypes.kv = e4m3, o.head_dim = 64,
     o.dtypes.fp8_products = true;
@@ -180,6 +183,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"dtypes.out", [](Options& o) { o.dtypes.out = e4m3; }},
       {"tf32", [](Options& o) { o.dtypes.tf32 = true; }},
       {"fp8_products", [](Options& o) { o.dtypes.fp8_products = true; }},
+      {"bf16_products", [](Options& o) { o.dtypes.bf16_products = true; }},
       {"causal", [](Options& o) { o.mask.causal = false; }},
       {"window", [](Options& o) { o.mask.window = 3; }},
       {"right", [](Options& o) { o.mask.right = 3; }},
@@ -213,6 +217,15 @@ TEST(Validate, RanksCompareEveryOption) {
     seen.insert(name);
   }
   for (const auto& [name, value] : before) EXPECT_TRUE(seen.contains(name)) << name;
+}
+
+// Processors that make products of bf16 in other ways give other bits: that is compared, where the
+// products were asked for.
+TEST(Validate, RanksCompareHowProductsOfBf16AreMade) {
+  Options o = options();
+  EXPECT_EQ(describe(o, "by AMX"), describe(o, "in fp32"));
+  o.dtypes.bf16_products = true;
+  EXPECT_NE(describe(o, "by AMX"), describe(o, "in fp32"));
 }
 
 /// A layer over a paged cache of one process, and a batch that fits it.

@@ -170,7 +170,7 @@ def main():
     parser.add_argument("--invariant", action="store_true", help="the fixed order too")
     parser.add_argument("--only-invariant", action="store_true", help="the fixed order alone")
     args = longspan_command.parse(parser)
-    rounds.take_turns(args, "prefill", table(args),
+    rounds.take_turns(args, "invariant" if args.only_invariant else "prefill", table(args),
                       "# dim, keys x batch x heads: longspan TFLOP/s | peers")
 
 

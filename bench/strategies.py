@@ -160,7 +160,8 @@ def main():
 def documents(args, ranks, machine):
     """Records of packed documents; one rank and every strategy on all, in turns."""
     lengths, heads, dim, dtype, wanted = DOCUMENTS[args.backend]
-    common = ["--lengths", *lengths, "--heads", heads, "--dim", dim, "--dtype", dtype, "--causal", "--threads", 1,
+    common = ["--lengths", *lengths, "--heads", heads, "--dim", dim, "--dtype", dtype, "--causal",
+              *(["--threads", 1] if args.backend == "host" else []),
               "--backend", args.backend, "--iterations", args.iterations, "--warmup", 2]
     names = ["ring-kv", "gather-kv", "ring-q", "scatter-states", "heads", "gather-states"]
     times = {}

@@ -83,7 +83,8 @@ class ContextParallelTest(CommandTest):
 
     def test_figures_of_rounds(self):
         def row(ranks, strategy, ms, no=""):
-            return {"kv_len": 8192, "ranks": ranks, "strategy": strategy, "no": no, "time_ms": {"median": ms}}
+            return {"kv_len": 8192, "ranks": ranks, "strategy": strategy, "no": no, "time_ms": {"median": ms},
+                    "workspace_bytes": 1 << 25}  # a block; q, k, v and out are two
 
         ours = [[row(1, "gather-states", one), row(2, "ring-kv", two), row(2, "heads", 9.0), row(2, "ring-q", 0, "no")]
                 for one, two in ((10.0, 6.0), (30.0, 7.0), (20.0, 80.0))]
@@ -95,7 +96,9 @@ class ContextParallelTest(CommandTest):
         self.assertEqual([(r["case"]["strategy"], r["metric"], r["ours"], r["peer_value"], r["ratio"], r["target"])
                           for r in found],
                          [("ring-kv", "efficiency", 1.429, None, None, 0.85), ("ring-kv", "ms", 7.0, None, None, None),
+                          ("ring-kv", "memory", 0.75, None, None, 1.2),
                           ("heads", "efficiency", 1.111, None, None, None), ("heads", "ms", 9.0, None, None, None),
+                          ("heads", "memory", 0.75, None, None, None),
                           ("ring-kv", "ms", 7.0, 14.0, 2.0, None)])
 
 

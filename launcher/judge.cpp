@@ -166,9 +166,9 @@ std::vector<Findings> examine(const Communicator& world, const Problem& problem,
   const auto count = static_cast<std::int64_t>(stretches.size());
   const int all_threads =
       o.threads > 0 ? o.threads : static_cast<int>(std::thread::hardware_concurrency());
-  const int at_once =
-      std::max(1, std::min({heads_at_once(o, static_cast<double>(longest)), all_threads,
-                            static_cast<int>(std::min<std::int64_t>(count, all_threads))}));
+  const std::int64_t most = std::min<std::int64_t>(count, all_threads);
+  const int at_once = static_cast<int>(std::clamp<std::int64_t>(
+      heads_at_once(o, static_cast<double>(longest)), 1, std::max<std::int64_t>(1, most)));
   const int threads = std::max(1, all_threads / at_once);
   std::vector<std::vector<std::vector<Findings>>> parts(stretches.size());  // by pair, by answer
   parallel_for(count, at_once, [&](std::int64_t number) {

@@ -144,11 +144,17 @@ std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
   return bias;
 }
 
-Trial::Trial(const Communicator& world, const Problem& problem)
+Options Trial::layer_options(const std::string& strategy) const {
+  Options options = problem_.layer_options(world_.size());
+  options.strategy = strategy;
+  return options;
+}
+
+Trial::Trial(const Communicator& world, const Problem& problem, const std::string& strategy)
     : problem_(problem),
       world_(world),
       rows_(rows_on(problem, world.rank(), world.size())),
-      layer_(std::in_place, world, problem.layer_options(world.size())) {
+      layer_(std::in_place, world, layer_options(strategy)) {
   const Options& o = problem.options;
   const Device device = world.device();
   const auto own_rows = static_cast<std::int64_t>(rows_.size());
@@ -309,12 +315,10 @@ void Trial::run() {
 }
 
 void Trial::take_strategy(const std::string& name) {
-  Options options = problem_.layer_options(world_.size());
-  options.strategy = name;
   layer_.reset();  // before the memory of another
   poison(world_.device(), out_);
   poison(world_.device(), lse_);
-  layer_.emplace(world_, options);
+  layer_.emplace(world_, layer_options(name));
 }
 
 Answer Trial::answer() const {

@@ -84,7 +84,10 @@ struct Answer {
 /// A problem that is ready to run. Making it is collective.
 class Trial {
  public:
-  Trial(const Communicator& world, const Problem& problem);
+  Trial(const Communicator& world, const Problem& problem)
+      : Trial(world, problem, problem.options.strategy) {}
+  /// With another strategy than that of the problem.
+  Trial(const Communicator& world, const Problem& problem, const std::string& strategy);
 
   /// Runs once and waits. Outputs are NaN before the first run.
   void run();
@@ -95,6 +98,7 @@ class Trial {
   Answer answer() const;
 
  private:
+  Options layer_options(const std::string& strategy) const;
   void take_features();
   Buffer keys_in_place(const Source& source) const;
   Buffer pages(const Source& source, bool values) const;

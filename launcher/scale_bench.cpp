@@ -185,8 +185,10 @@ class ScaleBench {
     Problem problem = settled;
     problem.options.strategy = r.strategy;
     try {
-      if (!trial) trial.emplace(part, settled);
-      trial->take_strategy(r.strategy);
+      if (trial)
+        trial->take_strategy(r.strategy);
+      else
+        trial.emplace(part, settled, r.strategy);
       trial->run();
     } catch (const Unsupported& error) {  // all ranks refuse alike
       r.no = error.what();

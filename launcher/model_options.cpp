@@ -113,10 +113,7 @@ void add_scale_options(CLI::App& app, ScaleOptions& o) {
                  "interleaved[:block]")
       ->group(spread)
       ->capture_default_str();
-  app.add_option("--ranks-per-node", o.ranks_per_node,
-                 "So many ranks are a node to strategies of two levels [those of a machine]")
-      ->transform(whole(1, 65536))
-      ->group(spread);
+  add_ranks_per_node(app, o.ranks_per_node, spread);
   app.add_option("--strategies", o.strategies, "Some of --list-strategies [every one that serves]")
       ->group(spread);
   app.add_option("--ranks", o.ranks, "How many of the ranks take part [1, 2, 4 ... and all]")

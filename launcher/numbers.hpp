@@ -87,6 +87,14 @@ inline CLI::Validator file_name() {
       "");
 }
 
+/// The option of what strategies of two levels take for a node.
+inline void add_ranks_per_node(CLI::App& app, int& ranks, const std::string& group) {
+  app.add_option("--ranks-per-node", ranks,
+                 "So many ranks are a node to strategies of two levels [those of a machine]")
+      ->transform(whole(1, 65536))
+      ->group(group);
+}
+
 /// Options of what is timed: how many runs, and how many ahead of them, from `least_warmup` on.
 template <class AnyOptions>
 void add_run_counts(CLI::App& app, AnyOptions& o, int least_warmup, const std::string& group) {

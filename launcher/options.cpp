@@ -215,10 +215,7 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--strategy", o.strategy, "How states travel; see --list-strategies")
       ->group(spread)
       ->capture_default_str();
-  app.add_option("--ranks-per-node", o.ranks_per_node,
-                 "So many ranks are a node to strategies of two levels [those of a machine]")
-      ->transform(whole(1, 65536))
-      ->group(spread);
+  add_ranks_per_node(app, o.ranks_per_node, spread);
   app.add_flag("--explain", o.explain,
                "Print what every strategy is predicted to take, or why it cannot serve")
       ->group(spread);

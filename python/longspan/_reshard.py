@@ -80,8 +80,9 @@ class Reshard:
         """
         self._move.run(k, v, block_table, to_k, to_v, to_block_table, stream)
 
-    def wait(self, stream: int | None = None) -> None:
-        """Waits until the stream is done, at most for the deadline, and raises what went wrong."""
+    def wait(self, stream: Any = None) -> None:
+        """Waits until the stream is done, at most for the deadline, and raises what went wrong. None
+        is the stream of the last run."""
         self._move.wait(stream)
 
     @property
@@ -131,7 +132,7 @@ def reshard(k: Array | None, v: Array | None, to_k: Array | None, to_v: Array | 
                    dtype=dtype, keys=keys, ranks=ranks, key_table=key_table, to_keys=to_keys,
                    to_ranks=to_ranks, to_key_table=to_key_table)
     move(k, v, to_k, to_v, block_table=block_table, to_block_table=to_block_table, stream=stream)
-    move.wait(stream)
+    move.wait()
     return move.traffic
 
 

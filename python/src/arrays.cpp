@@ -449,21 +449,31 @@ const char* dtype_name(DType dtype) {
 
 const char* device_name(Device device) { return device == Device::host ? "cpu" : "cuda"; }
 
+void require_gpu(const Array& array, const char* name, int gpu) {
+  if (gpu >= 0 && array && array.gpu() >= 0 && array.gpu() != gpu)
+    throw InputError(std::string(name) + " lies on GPU " + std::to_string(array.gpu()) +
+                     ", and the communicator's is GPU " + std::to_string(gpu));
+}
+
+Stream given_stream(nb::handle given) {
+  nb::object handle = nb::borrow(given);
+  for (const char* name : {"cuda_stream", "ptr"})  // torch, CuPy
+    if (nb::hasattr(given, name)) {
+      handle = given.attr(name);
+      break;
+    }
+  if (nb::hasattr(given, "__cuda_stream__"))
+    handle = nb::object(nb::object(given.attr("__cuda_stream__")())[1]);
+  return {reinterpret_cast<void*>(static_cast<std::uintptr_t>(integer(handle, "stream")))};
+}
+
 Stream stream_of(nb::handle given, const Array& like) {
   const bool on_gpu = like.tensor().device == Device::cuda;
   if (!given.is_none()) {
     if (!on_gpu)
       throw InputError(
           "stream is given, and the arrays lie on processors, where work is done at once");
-    nb::object handle = nb::borrow(given);
-    for (const char* name : {"cuda_stream", "ptr"})  // torch, CuPy
-      if (nb::hasattr(given, name)) {
-        handle = given.attr(name);
-        break;
-      }
-    if (nb::hasattr(given, "__cuda_stream__"))
-      handle = nb::object(nb::object(given.attr("__cuda_stream__")())[1]);
-    return {reinterpret_cast<void*>(static_cast<std::uintptr_t>(integer(handle, "stream")))};
+    return given_stream(given);
   }
   if (!on_gpu) return {};
   void* stream = nullptr;

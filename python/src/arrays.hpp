@@ -103,6 +103,13 @@ class Result {
 Result result_of(const Array& given, const Array& like, std::span<const std::int64_t> shape,
                  DType dtype);
 
+/// Throws InputError where an array that is given lies on another GPU than the communicator's; a
+/// negative one has none.
+void require_gpu(const Array& array, const char* name, int gpu);
+
+/// A stream of torch, CuPy or __cuda_stream__, or its handle as a number.
+Stream given_stream(nb::handle given);
+
 /// The stream of a call on CUDA: the caller's, or the one that the arrays' library works on.
 /// InputError for a stream on processors.
 Stream stream_of(nb::handle given, const Array& like);

@@ -68,13 +68,6 @@ std::int64_t count_of(nb::handle given, const char* name) {
   return count;
 }
 
-int small(std::int64_t n, const char* name) {
-  if (n < 0 || n > std::numeric_limits<std::int32_t>::max())
-    throw InputError(std::string(name) + " is " + std::to_string(n) +
-                     "; 0 to 2^31 - 1 are possible");
-  return static_cast<int>(n);
-}
-
 std::string shape_text(const Tensor& t) {
   std::string made = "[";
   for (int d = 0; d < t.dims; ++d) made += (d > 0 ? ", " : "") + std::to_string(t.shape[d]);
@@ -199,10 +192,7 @@ struct Call {
                                                         {&query_table, "query_table"},
                                                         {&given_out, "out"},
                                                         {&given_lse, "lse"}};
-    for (const auto& [array, name] : all)
-      if (*array && array->gpu() >= 0 && array->gpu() != gpu)
-        throw InputError(std::string(name) + " lies on GPU " + std::to_string(array->gpu()) +
-                         ", and the communicator's is GPU " + std::to_string(gpu));
+    for (const auto& [array, name] : all) require_gpu(*array, name, gpu);
   }
 
   /// The rows that the rank gets of each sequence, where one rule and one length say it.
@@ -483,10 +473,7 @@ class Layer {
   }
 
   void wait(nb::handle stream) {
-    Stream queue;
-    if (!stream.is_none())
-      queue.handle =
-          reinterpret_cast<void*>(static_cast<std::uintptr_t>(integer(stream, "stream")));
+    const Stream queue = stream.is_none() ? Stream{} : given_stream(stream);
     comm_of(held_).alone([&](const Communicator&) { layer_->wait(queue); });
   }
 

@@ -1,7 +1,6 @@
 #include "python/src/reshard.hpp"
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,21 +15,13 @@
 namespace longspan::python {
 namespace {
 
-int small(nb::handle given, const char* name) {
-  const std::int64_t n = integer(given, name);
-  if (n < 0 || n > std::numeric_limits<int>::max())
-    throw InputError(std::string(name) + " is " + std::to_string(n) +
-                     "; 0 to 2^31 - 1 are possible");
-  return static_cast<int>(n);
-}
-
 /// Those of one side: `count` ranks from `first` on, 0 for all that there are.
 CacheRanks cache_ranks(nb::handle keys, const char* keys_name, nb::handle first, nb::handle count,
                        const char* ranks_name, nb::handle table, const char* table_name) {
   CacheRanks made;
   made.rule = sharding_of(keys, keys_name);
-  made.first_rank = small(first, ranks_name);
-  made.ranks = small(count, ranks_name);
+  made.first_rank = small(integer(first, ranks_name), ranks_name);
+  made.ranks = small(integer(count, ranks_name), ranks_name);
   made.table = values_of(Array(table, table_name, DType::int64), table_name);
   return made;
 }
@@ -53,21 +44,16 @@ class Move {
     const int gpu = comm_of(held_).world().gpu();
     for (const auto& [array, name] : {std::pair{&keys, "k"}, std::pair{&values, "v"},
                                       std::pair{&to_keys, "to_k"}, std::pair{&to_values, "to_v"}})
-      if (*array && gpu >= 0 && array->gpu() >= 0 && array->gpu() != gpu)
-        throw InputError(std::string(name) + " lies on GPU " + std::to_string(array->gpu()) +
-                         ", and the communicator on GPU " + std::to_string(gpu));
+      require_gpu(*array, name, gpu);
     const ReshardArgs args{.from = {keys.tensor(), values.tensor(), table.tensor()},
                            .to = {to_keys.tensor(), to_values.tensor(), to_table.tensor()}};
     const Array& any = keys ? keys : to_keys;
-    const Stream queue = any ? stream_of(stream, any) : Stream{};
-    comm_of(held_).alone([&](const Communicator&) { move_->run(args, queue); });
+    queue_ = any ? stream_of(stream, any) : Stream{};
+    comm_of(held_).alone([&](const Communicator&) { move_->run(args, queue_); });
   }
 
   void wait(nb::handle stream) {
-    Stream queue;
-    if (!stream.is_none())
-      queue.handle =
-          reinterpret_cast<void*>(static_cast<std::uintptr_t>(integer(stream, "stream")));
+    const Stream queue = stream.is_none() ? queue_ : given_stream(stream);
     comm_of(held_).alone([&](const Communicator&) { move_->wait(queue); });
   }
 
@@ -81,6 +67,7 @@ class Move {
  private:
   nb::object held_;
   std::unique_ptr<Reshard> move_;
+  Stream queue_;  // of the last run
 };
 
 Move* make_move(nb::handle comm, nb::handle lengths, nb::handle kv_heads, nb::handle head_dim,
@@ -89,13 +76,13 @@ Move* make_move(nb::handle comm, nb::handle lengths, nb::handle kv_heads, nb::ha
                 nb::handle to_count, nb::handle to_table, nb::handle threads) {
   ReshardOptions o;
   o.lengths = values_of(Array(lengths, "lengths", DType::int64), "lengths");
-  o.kv_heads = small(kv_heads, "kv_heads");
-  o.head_dim = small(head_dim, "head_dim");
-  if (!value_dim.is_none()) o.value_dim = small(value_dim, "value_dim");
+  o.kv_heads = small(integer(kv_heads, "kv_heads"), "kv_heads");
+  o.head_dim = small(integer(head_dim, "head_dim"), "head_dim");
+  if (!value_dim.is_none()) o.value_dim = small(integer(value_dim, "value_dim"), "value_dim");
   o.dtype = dtype_of(dtype, "dtype");
   o.from = cache_ranks(keys, "keys", first, count, "ranks", table, "key_table");
   o.to = cache_ranks(to_keys, "to_keys", to_first, to_count, "to_ranks", to_table, "to_key_table");
-  o.threads = small(threads, "threads");
+  o.threads = small(integer(threads, "threads"), "threads");
   const nb::object held = comm_or_default(comm, Device::host, -1);
   return new Move(held, o);
 }

@@ -33,6 +33,13 @@ std::int64_t integer(nb::handle given, const char* name) {
   return value;
 }
 
+int small(std::int64_t number, const char* name) {
+  if (number < 0 || number > std::numeric_limits<std::int32_t>::max())
+    throw InputError(std::string(name) + " is " + std::to_string(number) +
+                     "; 0 to 2^31 - 1 are possible");
+  return static_cast<int>(number);
+}
+
 std::optional<std::int64_t> maybe_integer(nb::handle given, const char* name) {
   if (given.is_none()) return std::nullopt;
   return integer(given, name);

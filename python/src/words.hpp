@@ -24,6 +24,8 @@ namespace nb = nanobind;
 
 bool flag(nb::handle given, const char* name);
 std::int64_t integer(nb::handle given, const char* name);
+/// The number as an int of a size or a count. Throws InputError where it is none.
+int small(std::int64_t number, const char* name);
 std::optional<std::int64_t> maybe_integer(nb::handle given, const char* name);
 double real(nb::handle given, const char* name);
 std::optional<float> maybe_real(nb::handle given, const char* name);

@@ -67,24 +67,37 @@ Shard draw_shard(std::mt19937& rng, int trial, std::int64_t length, int rank, in
                           : Shard::striped(length, rank, ranks);
 }
 
+/// A rank's part of a sequence, and the local keys that some row sees: all, or some of them.
+struct Drawn {
+  Shard shard;
+  std::int64_t length;
+  SegmentOrder order;
+  Interval any;
+};
+
+Drawn draw(std::mt19937& rng, int trial) {
+  const int ranks = 1 << rng() % 7, rank = static_cast<int>(rng()) & (ranks - 1);
+  const std::int64_t length = static_cast<std::int64_t>(rng() % (trial % 2 ? 3000 : 60000));
+  const Shard shard = draw_shard(rng, trial, length, rank, ranks);
+  const std::int64_t own = shard.local_len(length);
+  Interval any{0, own};
+  if (trial % 4 == 3 && own > 0) {
+    any.begin = static_cast<std::int64_t>(rng()) % own;
+    any.end = any.begin + static_cast<std::int64_t>(rng()) % (own - any.begin + 1);
+  }
+  return {shard, length, shard.order(length), any};
+}
+
 TEST(FixedOrder, WalkAndStackMakeTheTree) {
   std::mt19937 rng(std::random_device{}());
   for (int trial = 0; trial < 2000; ++trial) {
-    const int ranks = 1 << rng() % 7, rank = static_cast<int>(rng()) & (ranks - 1);
-    const std::int64_t length = static_cast<std::int64_t>(rng() % (trial % 2 ? 3000 : 60000));
-    const Shard shard = draw_shard(rng, trial, length, rank, ranks);
-    const SegmentOrder order = shard.order(length);
-    const std::int64_t own = shard.local_len(length);
-    Interval any{0, own};
-    if (trial % 4 == 3 && own > 0) {
-      any.begin = static_cast<std::int64_t>(rng()) % own;
-      any.end = any.begin + static_cast<std::int64_t>(rng()) % (own - any.begin + 1);
-    }
+    const Drawn drawn = draw(rng, trial);
+    const auto& [shard, length, order, any] = drawn;
     const std::string expected =
         any.empty() ? "" : expected_of(order, any.begin / kSegment, segments_of(any.end));
     int depth = 0;
     EXPECT_EQ(fold_of(SegmentWalk(order, any, 0, 1), &depth), expected)
-        << name(shard.layout) << " " << rank << "/" << ranks << " length " << length;
+        << name(shard.layout) << " " << shard.rank << "/" << shard.ranks << " length " << length;
     EXPECT_LE(depth, fold_depth(length));
 
     for (int splits : {2, 8, 64}) {  // cut at nodes of the tree, folded neighbours first
@@ -136,20 +149,12 @@ std::string fold_of(PlannedWalk walk, int segments, int* most_far) {
 TEST(FixedOrder, PlansMakeTheTree) {
   std::mt19937 rng(std::random_device{}());
   for (int trial = 0; trial < 2000; ++trial) {
-    const int ranks = 1 << rng() % 7, rank = static_cast<int>(rng()) & (ranks - 1);
-    const std::int64_t length = static_cast<std::int64_t>(rng() % (trial % 2 ? 3000 : 60000));
-    const Shard shard = draw_shard(rng, trial, length, rank, ranks);
-    const SegmentOrder order = shard.order(length);
-    const std::int64_t own = shard.local_len(length);
-    Interval any{0, own};
-    if (trial % 4 == 3 && own > 0) {
-      any.begin = static_cast<std::int64_t>(rng()) % own;
-      any.end = any.begin + static_cast<std::int64_t>(rng()) % (own - any.begin + 1);
-    }
+    const Drawn drawn = draw(rng, trial);
+    const auto& [shard, length, order, any] = drawn;
     if (any.empty()) continue;
     const std::int64_t segments = segments_of(any.end) - any.begin / kSegment;
-    SCOPED_TRACE("length " + std::to_string(length) + ", rank " + std::to_string(rank) + " of " +
-                 std::to_string(ranks) + ", " + name(shard.layout));
+    SCOPED_TRACE("length " + std::to_string(length) + ", rank " + std::to_string(shard.rank) +
+                 " of " + std::to_string(shard.ranks) + ", " + name(shard.layout));
     int depth = 0, most_far = 0;
     const std::string expected = fold_of(SegmentWalk(order, any, 0, 1), &depth);
     EXPECT_EQ(fold_of(PlannedWalk(order, any), static_cast<int>(segments), &most_far), expected);
@@ -211,8 +216,8 @@ TEST(FixedOrder, TakenSplitsMakeTheTree) {
     one.splits = 1 << (one.numbers.leaves + one.numbers.leaf_splits);
     for (int fill = 0; fill < kFills; ++fill)
       one.numbers.worth |= (rng() % (one.numbers.leaf_splits + 1)) << 4 * fill;
-    SCOPED_TRACE("length " + std::to_string(length) + ", rank " + std::to_string(rank) + " of " +
-                 std::to_string(ranks) + ", " + name(shard.layout));
+    SCOPED_TRACE("length " + std::to_string(length) + ", rank " + std::to_string(shard.rank) +
+                 " of " + std::to_string(shard.ranks) + ", " + name(shard.layout));
     expect_tree_of(one, splits_taken(order, one.numbers), order, all);
 
     Plan several;

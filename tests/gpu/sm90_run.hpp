@@ -1,6 +1,8 @@
 // One call of the Hopper kernel by itself, and its judgement by float64.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -113,6 +115,25 @@ inline void check(const Case& c, const Data& data, int stride) {
 
 inline void check(const Case& c, int stride = 1) {
   if (!is_left_out(2 * kOnHopper * work_of(c))) check(c, Data(c), stride);
+}
+
+/// A NaN in the keys that a causal row sees stays NaN in its lse, and earlier rows have the bits of
+/// a run without it.
+inline void expect_nan_stays(const Case& c) {
+  if (is_left_out(2 * kOnHopper * work_of(c))) return;
+  SCOPED_TRACE(::testing::Message() << c);
+  Data data(c);
+  const Result clean = Sm90Run(c, data).finish();
+  constexpr int kBad = 150;
+  const auto row = static_cast<std::int64_t>(c.dim * size_of(c.dtype));
+  std::fill_n(data.k[0].begin() + kBad * row, row, std::byte{0xff});
+  const Result found = Sm90Run(c, data).finish();
+  for (std::size_t at = 0; at < found.lse.size(); ++at) {
+    if (at / c.heads < kBad)
+      EXPECT_EQ(found.lse[at], clean.lse[at]) << at;
+    else
+      EXPECT_TRUE(std::isnan(found.lse[at])) << at;
+  }
 }
 
 }  // namespace longspan::test

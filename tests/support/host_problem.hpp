@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <vector>
@@ -445,5 +446,21 @@ inline ::testing::AssertionResult is_close(const HostProblem::Error& error) {
          << "out " << error.out << " and lse " << error.lse << " (below " << kNorm
          << "), worst lse " << error.worst_lse << " (below " << kWorst << ")";
 }
+
+/// 700 positions in random order, listed by three ranks, of which the second has none.
+struct ListedKeys {
+  explicit ListedKeys(std::uint32_t seed) {
+    std::iota(positions.begin(), positions.end(), 0);
+    std::shuffle(positions.begin(), positions.end(), std::mt19937(seed));
+    shards = {Shard::at_positions(700, 0, 3, positions.data(), 450),
+              Shard::at_positions(700, 1, 3, nullptr, 0),
+              Shard::at_positions(700, 2, 3, positions.data() + 450, 250)};
+  }
+  ListedKeys(const ListedKeys&) = delete;
+  ListedKeys& operator=(const ListedKeys&) = delete;
+
+  std::vector<std::int64_t> positions = std::vector<std::int64_t>(700);
+  std::vector<Shard> shards;  // they point to the positions
+};
 
 }  // namespace longspan::tests

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 
 #include "longspan/error.hpp"
@@ -88,15 +87,10 @@ TEST_F(HostAttend, RangesWithEmptyShards) {
 }
 
 TEST_F(HostAttend, ListedInAnyOrder) {
-  std::vector<std::int64_t> positions(700);
-  std::iota(positions.begin(), positions.end(), 0);
-  std::shuffle(positions.begin(), positions.end(), std::mt19937(device_()));
-  const std::vector<Shard> shards = {Shard::at_positions(700, 0, 3, positions.data(), 450),
-                                     Shard::at_positions(700, 1, 3, nullptr, 0),
-                                     Shard::at_positions(700, 2, 3, positions.data() + 450, 250)};
+  const ListedKeys keys(device_());
   for (bool causal : {false, true})
     expect_exact({.query_len = {100}, .kv_len = {700}, .mask = {.causal = causal, .window = 50}},
-                 shards);
+                 keys.shards);
 }
 
 TEST_F(HostAttend, FarShardsAndOneKey) {

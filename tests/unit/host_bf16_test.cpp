@@ -8,7 +8,6 @@
 #include <hwy/targets.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "kernels/host/bf16_tile.hpp"
 #include "tests/support/host_problem.hpp"
@@ -165,17 +164,12 @@ TEST_F(HostBf16, PagesGiveTheBitsOfContiguousKeys) {
 }
 
 TEST_F(HostBf16, ListedInAnyOrder) {
-  std::vector<std::int64_t> positions(700);
-  std::iota(positions.begin(), positions.end(), 0);
-  std::shuffle(positions.begin(), positions.end(), std::mt19937(device_()));
-  const std::vector<Shard> shards = {Shard::at_positions(700, 0, 3, positions.data(), 450),
-                                     Shard::at_positions(700, 1, 3, nullptr, 0),
-                                     Shard::at_positions(700, 2, 3, positions.data() + 450, 250)};
+  const ListedKeys keys(device_());
   for (const bool causal : {false, true}) {
     HostShape shape = bf16_shape(100, 700);
     shape.mask = {.causal = causal, .window = 50};
     HostProblem problem(shape, device_());
-    expect_right(problem, problem.run(*backend_, shards));
+    expect_right(problem, problem.run(*backend_, keys.shards));
   }
 }
 

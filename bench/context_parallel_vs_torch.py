@@ -12,9 +12,7 @@ ranks times the time of all. Records go to context_parallel-<machine>.jsonl.
 """
 
 import json
-import os
 import pathlib
-import statistics
 
 import context_parallel
 import longspan_command
@@ -38,38 +36,17 @@ def peer(args):
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    try:
-        import torch.distributed.tensor.experimental._context_parallel._attention as cp
-    except ImportError:
-        import torch.distributed.tensor.experimental._attention as cp
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cuda", (ranks,))
+    import torch_gpu
+
+    cp = torch_gpu.pytorch_context_parallel()
+    device, mesh = torch_gpu.join()
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 
     def milliseconds(work):
-        """The median on the slowest rank."""
-        for _ in range(3):
-            work()
-        torch.cuda.synchronize()
-        dist.barrier()
-        times = []
-        for _ in range(args.iterations):
-            begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        slowest = torch.tensor(statistics.median(times), device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.item()
+        return torch_gpu.slowest_ms(work, 3, args.iterations)[0]
 
     found = []
     for pair in args.heads:
@@ -105,9 +82,7 @@ def peer(args):
                     torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         pathlib.Path(args.peer).write_text(json.dumps(found))
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+    torch_gpu.leave()
 
 
 def main():

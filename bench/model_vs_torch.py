@@ -85,35 +85,16 @@ def rank(args):
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    try:
-        import torch.distributed.tensor.experimental._context_parallel._attention as theirs
-    except ImportError:
-        import torch.distributed.tensor.experimental._attention as theirs
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    import torch_gpu
+
+    theirs = torch_gpu.pytorch_context_parallel()
+    device, mesh = torch_gpu.join()
 
     def milliseconds(work):
-        """The median on the slowest rank, and what the last call gave."""
-        for _ in range(2):
-            work()
-        torch.cuda.synchronize()
-        dist.barrier()
-        times = []
-        for _ in range(args.iterations):
-            begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-            begin.record()
-            out = work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        slowest = torch.tensor(statistics.median(times), device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.item(), out
+        return torch_gpu.slowest_ms(work, 2, args.iterations)
 
     def by_longspan(forward, x, angles):
         own = [x.clone(), angles.clone()]
@@ -164,9 +145,7 @@ def rank(args):
             torch.cuda.empty_cache()
             if dist.get_rank() == 0:  # kept from case to case: a later one may have no memory
                 records.write("model", args.machine, found, args.results)
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+    torch_gpu.leave()
 
 
 def judge(args, shape, alone, times, errors):

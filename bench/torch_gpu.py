@@ -1,8 +1,11 @@
-"""PyTorch on one GPU: times of its work, and what it moves at best."""
+"""PyTorch on GPUs: times of its work, what one moves at best, and ranks of torchrun."""
 
+import os
 import statistics
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 
 def elapsed_us(work, repeat):
@@ -18,6 +21,48 @@ def elapsed_us(work, repeat):
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000)
     return statistics.median(times)
+
+
+def join():
+    """(this rank's GPU, the mesh of all ranks), under torchrun."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device, init_device_mesh("cuda", (dist.get_world_size(),))
+
+
+def leave():
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def slowest_ms(work, warmup, iterations):
+    """(the median of a call on the slowest rank, what the last call gave). Collective."""
+    for _ in range(warmup):
+        work()
+    torch.cuda.synchronize()
+    dist.barrier()
+    times = []
+    for _ in range(iterations):
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
+        out = work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    slowest = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item(), out
+
+
+def pytorch_context_parallel():
+    """PyTorch's module of context parallelism, wherever this version has it."""
+    try:
+        import torch.distributed.tensor.experimental._context_parallel._attention as module
+    except ImportError:
+        import torch.distributed.tensor.experimental._attention as module
+    return module
 
 
 def captured(work, calls):

@@ -341,8 +341,6 @@ class Bf16TileRun {
     fold_block(block, folds);
   }
 
-  Element* weights(int row) const { return space_.weights + row / 16 * 4 * kTile + row % 16 * 32; }
-
   /// Makes scores of the products of a row: what weigh_bf16 alone does not do.
   void score(int row, Range keys, float* scores) {
     const __m512 factor = _mm512_set1_ps(factor_);
@@ -356,7 +354,7 @@ class Bf16TileRun {
   /// values of keys of weight 0.
   void mend(Range keys, int rows, int place, float* of_block) {
     for (int r = 0; r < rows; ++r) {
-      if (all_finite(of_block + r * padded())) continue;
+      if (is_finite_row(of_block + r * padded(), padded())) continue;
       for (int key = keys.begin; key < keys.end; ++key) {
         const bool zero = (weights(place, r)[key / 32 * kTile + key % 32] & 0x7fff) == 0;
         const std::int64_t at = key / 32 * columns_ * kTile + key % 32 / 2 * 32 + key % 2;
@@ -374,13 +372,6 @@ class Bf16TileRun {
         std::copy_n(space_.wide + r % 16 * 16, 16, of_block + r * padded() + c * 16);
       }
     }
-  }
-
-  bool all_finite(const float* row) const {
-    __m512 zero = _mm512_setzero_ps();  // times a finite number: 0; times any other: NaN
-    for (int c = 0; c < padded(); c += 16)
-      zero = _mm512_fmadd_ps(_mm512_load_ps(row + c), _mm512_setzero_ps(), zero);
-    return _mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q) == 0;
   }
 
   /// The folds of a block: fold_row for rows of 16, without a branch on which side leads.

@@ -74,13 +74,6 @@ HWY_INLINE Stats weigh(float* scores, Range keys) {
   return {max, sum_lanes(sums)};
 }
 
-HWY_INLINE bool all_finite(const float* row, int n) {
-  const Lanes d;
-  Vec zero = hn::Zero(d);  // times a finite number: 0; times any other: NaN
-  for (int c = 0; c < n; c += kLanes) zero = hn::MulAdd(hn::LoadU(d, row + c), hn::Zero(d), zero);
-  return hn::AllTrue(d, hn::Eq(zero, hn::Zero(d)));
-}
-
 /// Computes what multiply does, but leaves out keys of weight 0, so that NaN or infinity in the
 /// values of a key that this row does not see (and another row of the tile does) stays away from
 /// it.
@@ -305,7 +298,7 @@ class TileRun {
     bool packed = !few_;
     float* const of_head = o(level, head * tile_.rows);
     for (int r = 0; r < tile_.rows; ++r) {
-      if (all_finite(of_head + r * padded_, padded_)) continue;
+      if (is_finite_row(of_head + r * padded_, padded_)) continue;
       if (!packed) {
         find(segment, head, any, 0);
         pack_keys_and_values(any);

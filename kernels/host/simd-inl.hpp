@@ -133,6 +133,14 @@ HWY_INLINE void fold_row(const Fold& fold, float* HWY_RESTRICT a, const float* H
   for (int c = 0; c < n; ++c) a[c] = fold(a[c], b[c]);
 }
 
+/// Whether no number of a row is infinite or NaN; n is a multiple of kLanes.
+HWY_INLINE bool is_finite_row(const float* row, int n) {
+  const Lanes d;
+  Vec zero = hn::Zero(d);  // times a finite number: 0; times any other: NaN
+  for (int c = 0; c < n; c += kLanes) zero = hn::MulAdd(hn::LoadU(d, row + c), hn::Zero(d), zero);
+  return hn::AllTrue(d, hn::Eq(zero, hn::Zero(d)));
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace longspan::kernels::host
 HWY_AFTER_NAMESPACE();

@@ -301,6 +301,7 @@ std::vector<Judgement> judge_gathered(const Communicator& world, const Problem& 
   together(world, "comparison with float64",
            [&] { mine = examine(world, problem, answers, rows); });
   std::vector<Judgement> judgements;
+  judgements.reserve(mine.size());
   for (const Findings& of_one : mine)
     judgements.push_back(conclude(world, problem, of_one, static_cast<std::int64_t>(rows.size())));
   return judgements;

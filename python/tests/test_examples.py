@@ -5,13 +5,13 @@ import os
 import pathlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
 
 import longspan
+from free_port import free_port
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 LAUNCHERS = ("OMPI_COMM_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "LONGSPAN_", "MASTER_")
@@ -37,9 +37,7 @@ def run(*command):
 
 def launched(example, ranks):
     """By a launcher of our own, which sets what torchrun sets."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     common = environment() | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                               "LONGSPAN_PORT": str(port)}
     made = [subprocess.Popen([sys.executable, EXAMPLES / example / "main.py"], env=common | {"RANK": str(r)},

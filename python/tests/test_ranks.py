@@ -14,6 +14,7 @@ import pytest
 
 import jobs
 import longspan
+from free_port import free_port
 from oracle import assert_close, attention
 from ranks import Ranks
 from test_attend import numbers
@@ -302,12 +303,8 @@ def test_ranks_of_mpi4py():
 
 def test_torchrun_names(tmp_path):
     """The variables that torchrun sets, without torch: ranks meet over TCP."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     script = "import longspan; comm = longspan.from_environment()" + ATTENDS
+    port = free_port()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
     ranks = [subprocess.Popen([sys.executable, "-c", script], text=True, stdout=subprocess.PIPE,
                               cwd=pathlib.Path(__file__).parent,

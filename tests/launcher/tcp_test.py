@@ -1,5 +1,6 @@
 """Ranks without mpirun: each is started with the variables that torchrun sets, and they meet at a port."""
 
+import random
 import signal
 import socket
 import subprocess
@@ -12,9 +13,18 @@ LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "LONGSPAN_PORT
 
 
 def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    """A port that was free a moment ago, and the next one with it, which longspan takes
+    after MASTER_PORT. It lies below the ports that Linux gives to connections, or one of those
+    could take it meanwhile."""
+    while True:
+        port = random.randrange(10000, 32000)
+        try:
+            with socket.socket() as first, socket.socket() as second:
+                first.bind(("127.0.0.1", port))
+                second.bind(("127.0.0.1", port + 1))
+                return port
+        except OSError:
+            continue
 
 
 def start(rank, ranks, port, arguments, **env):

@@ -13,24 +13,13 @@
 #include <thread>
 
 #include "longspan/error.hpp"
+#include "tests/support/free_port.hpp"
 
 namespace longspan::comm {
 namespace {
 
 using std::chrono::seconds;
-
-/// A port that was free a moment ago.
-int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in here{};
-  here.sin_family = AF_INET;
-  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof here;
-  ::bind(fd, reinterpret_cast<sockaddr*>(&here), length);
-  ::getsockname(fd, reinterpret_cast<sockaddr*>(&here), &length);
-  ::close(fd);
-  return ntohs(here.sin_port);
-}
+using tests::free_port;
 
 using Work = std::function<bool(Control&)>;
 

@@ -21,6 +21,7 @@
 #include "comm/tcp/hello.hpp"
 #include "comm/tcp/hub.hpp"
 #include "longspan/error.hpp"
+#include "tests/support/free_port.hpp"
 #include "tests/support/fresh_seed.hpp"
 #include "tests/support/no_threads.hpp"
 
@@ -31,6 +32,7 @@ using namespace std::chrono_literals;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using tests::free_port;
 using Strings = std::vector<std::string>;
 
 sockaddr_in loopback(int port, const char* digits = "\x7f\0\0\1") {
@@ -57,9 +59,6 @@ Fd some_listener() {
   ::listen(fd.get(), 16);
   return fd;
 }
-
-/// A port that was free a moment ago.
-int free_port() { return port_of(some_listener().get()); }
 
 Launch launch_of(int port, int rank, int size = 2, const char* address = "localhost") {
   return {Launcher::torchrun, rank, size, address, port};

@@ -26,6 +26,7 @@
 #include "longspan/attention.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/error.hpp"
+#include "tests/support/free_port.hpp"
 #include "tests/support/stumbling_transport.hpp"
 
 namespace longspan::comm {
@@ -189,14 +190,7 @@ TEST(FromExchange, NamesWhatRanksAskForDifferently) {
 
 /// Ranks of one launcher make another communicator over the first.
 TEST(FromEnvironment, IsCalledAgain) {
-  const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in here{};
-  here.sin_family = AF_INET;
-  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof here;
-  ::bind(listener, reinterpret_cast<sockaddr*>(&here), length);
-  ::getsockname(listener, reinterpret_cast<sockaddr*>(&here), &length);
-  ::close(listener);
+  const std::string port = std::to_string(tests::free_port());
   std::vector<pid_t> ranks;
   for (int rank = 0; rank < 2; ++rank) {
     const pid_t pid = fork();
@@ -207,7 +201,7 @@ TEST(FromEnvironment, IsCalledAgain) {
         ::setenv("RANK", std::to_string(rank).c_str(), 1);
         ::setenv("WORLD_SIZE", "2", 1);
         ::setenv("MASTER_ADDR", "127.0.0.1", 1);
-        ::setenv("LONGSPAN_PORT", std::to_string(ntohs(here.sin_port)).c_str(), 1);
+        ::setenv("LONGSPAN_PORT", port.c_str(), 1);
         for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"}) ::unsetenv(name);
         for (int round = 0; round < 3; ++round) {  // one after the other, at the same port
           const Communicator first = from_environment({.deadline = 50s});

@@ -1,4 +1,4 @@
-// Products of bf16 on AMX, and how their operands are packed. A tile register has 16 rows of 64
+// Products of bf16 on AMX, and the weights between them. A tile register has 16 rows of 64
 // bytes. One instruction adds, to each fp32 of 16 x 16, the 32 products of a row on the left and a
 // column on the right, whose pairs of the depth lie side by side:
 //
@@ -57,13 +57,15 @@ HWY_INLINE void stores_end() { std::atomic_signal_fence(std::memory_order_seq_cs
 /// Where tiles of a factor lie.
 struct Operand {
   const Element* data = nullptr;
-  std::int64_t along = 0;  // elements from tile to tile of the rows of A, or of the columns of B
-  std::int64_t depth = 0;  // and of the depth
+  std::int64_t along = 0;    // elements from tile to tile of the rows of A, or of the columns of B
+  std::int64_t depth = 0;    // and of the depth
+  std::int64_t stride = 64;  // of A: bytes from row to row of a tile
 };
 
 /// C = A B, in steps, so that other work can go between them: a step adds one tile of the depth to
-/// the sums of one or two tiles of rows by as many of columns, in tile registers 0 to 3. Products
-/// follow each other; they do not overlap.
+/// the sums of one or two tiles of rows by as many of columns, in tile registers 0 to 3, or stores
+/// them: at once behind their last product it would wait for it. Products follow each other; they
+/// do not overlap.
 class TileProduct {
  public:
   TileProduct() = default;
@@ -71,30 +73,31 @@ class TileProduct {
               int columns)
       : a_(a), b_(b), c_(c), c_stride_(c_stride), depth_(depth), rows_(rows), columns_(columns) {}
 
-  int steps() const { return (columns_ + 1) / 2 * depth_; }
+  int steps() const { return (columns_ + 1) / 2 * (depth_ + 1); }
   bool done() const { return columns_ == 0; }
 
   HWY_INLINE void step() {
+    if (d_ == depth_) return store();
     if (d_ == 0) zero();
     const Element* left = a_.data + d_ * a_.depth;
     const Element* right = b_.data + d_ * b_.depth;
-    _tile_loadd(4, left, 64);
+    _tile_loadd(4, left, a_.stride);
     _tile_loadd(6, right, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (rows_ > 1 && columns_ > 1) {
       _tile_loadd(7, right + b_.along, 64);
       _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, left + a_.along, 64);
+      _tile_loadd(5, left + a_.along, a_.stride);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     } else if (columns_ > 1) {
       _tile_loadd(7, right + b_.along, 64);
       _tile_dpbf16ps(1, 4, 7);
     } else if (rows_ > 1) {
-      _tile_loadd(5, left + a_.along, 64);
+      _tile_loadd(5, left + a_.along, a_.stride);
       _tile_dpbf16ps(2, 5, 6);
     }
-    if (++d_ == depth_) store();
+    ++d_;
   }
 
   void run() {
@@ -131,120 +134,6 @@ class TileProduct {
   int d_ = 0;
 };
 
-/// 16 rows of 16 words become columns.
-HWY_INLINE void transpose_words(__m512i (&r)[16]) {
-  __m512i t[16];
-  HWY_UNROLL(16)
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  HWY_UNROLL(4)
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  // r[4 g + w] has word 4 l + w of rows 4 g ... in 128-bit lane l.
-  HWY_UNROLL(4)
-  for (int w = 0; w < 4; ++w) {
-    const __m512i a = _mm512_shuffle_i32x4(r[w], r[4 + w], 0x88);
-    const __m512i b = _mm512_shuffle_i32x4(r[8 + w], r[12 + w], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(r[w], r[4 + w], 0xdd);
-    const __m512i d = _mm512_shuffle_i32x4(r[8 + w], r[12 + w], 0xdd);
-    t[w] = _mm512_shuffle_i32x4(a, b, 0x88);
-    t[8 + w] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    t[4 + w] = _mm512_shuffle_i32x4(c, d, 0x88);
-    t[12 + w] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-  HWY_UNROLL(16)
-  for (int i = 0; i < 16; ++i) r[i] = t[i];
-}
-
-/// Packs keys of dense bf16 rows, dim a multiple of 32. `keys` is aligned to 16.
-HWY_NOINLINE void pack_bf16_keys(const std::byte* const* rows, Range keys, int dim, Element* to) {
-  alignas(64) static constexpr std::byte zeros[kMaxHeadDim * 2] = {};
-  const int depth = dim / 32;
-  for (int key = keys.begin; key < keys.end; key += 16) {
-    Element* tile = to + key / 16 * depth * kTile;
-    for (int d = 0; d < depth; ++d, tile += kTile) {
-      __m512i r[16];
-      HWY_UNROLL(16)
-      for (int i = 0; i < 16; ++i) {
-        const std::byte* row = rows[key + i] ? rows[key + i] : zeros;
-        r[i] = _mm512_loadu_si512(row + d * 64);
-      }
-      transpose_words(r);
-      HWY_UNROLL(16)
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(tile + i * 32, r[i]);
-    }
-  }
-}
-
-/// Packs values of dense bf16 rows, dim a multiple of 32; says whether all are finite. `keys` is
-/// aligned to 32.
-HWY_NOINLINE bool pack_bf16_values(const std::byte* const* rows, Range keys, int dim, Element* to) {
-  alignas(64) static constexpr std::byte zeros[kMaxValueDim * 2] = {};
-  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-  const __m512i high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  const __m512i infinite = _mm512_set1_epi16(0x7f80);
-  __mmask32 bad = 0;
-  for (int key = keys.begin; key < keys.end; key += 2) {
-    const std::byte* first = rows[key] ? rows[key] : zeros;
-    const std::byte* second = rows[key + 1] ? rows[key + 1] : zeros;
-    Element* pair = to + key / 32 * (dim / 16) * kTile + key % 32 / 2 * 32;
-    for (int c = 0; c < dim; c += 32, pair += 2 * kTile) {
-      const __m512i a = _mm512_loadu_si512(first + c * 2);
-      const __m512i b = _mm512_loadu_si512(second + c * 2);
-      bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(a, infinite), infinite) |
-             _mm512_cmpeq_epi16_mask(_mm512_and_si512(b, infinite), infinite);
-      const __m512i even = _mm512_unpacklo_epi16(a, b), odd = _mm512_unpackhi_epi16(a, b);
-      _mm512_store_si512(pair, _mm512_permutex2var_epi64(even, low, odd));
-      _mm512_store_si512(pair + kTile, _mm512_permutex2var_epi64(even, high, odd));
-    }
-  }
-  return bad == 0;
-}
-
-/// The pairs of two rows of fp32 that are bf16.
-HWY_INLINE __m512i pair_rows(const float* first, const float* second) {
-  const __m512i a = _mm512_castps_si512(_mm512_loadu_ps(first));
-  const __m512i b = _mm512_castps_si512(_mm512_loadu_ps(second));
-  return _mm512_or_si512(_mm512_srli_epi32(a, 16),
-                         _mm512_and_si512(b, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-}
-
-/// Packs keys from panels of fp32 (pack_keys).
-HWY_NOINLINE void pack_wide_keys(const float* panels, Range keys, int dim, Element* to) {
-  static constexpr float zeros[16] = {};
-  const int depth = (dim + 31) / 32;
-  for (int key = keys.begin; key < keys.end; key += 16) {
-    const float* from = panels + key / kPanel * dim * kPanel + key % kPanel;
-    Element* pair = to + key / 16 * depth * kTile;
-    for (int d = 0; d < depth * 32; d += 2, pair += 32)  // dims are multiples of 8
-      _mm512_store_si512(pair, d < dim ? pair_rows(from + d * kPanel, from + (d + 1) * kPanel)
-                                       : pair_rows(zeros, zeros));
-  }
-}
-
-/// Packs values from panels of fp32 (pack_values), and says whether all are finite.
-HWY_NOINLINE bool pack_wide_values(const float* panels, Range keys, int dim, Element* to) {
-  const __m512i infinite = _mm512_set1_epi16(0x7f80);
-  const int columns = (dim + 15) / 16;
-  __mmask32 bad = 0;
-  for (int key = keys.begin; key < keys.end; key += 2) {
-    Element* pair = to + key / 32 * columns * kTile + key % 32 / 2 * 32;
-    for (int c = 0; c < columns * 16; c += 16, pair += kTile) {
-      const float* from = panels + (c / kPanel * kSegment + key) * kPanel + c % kPanel;
-      const __m512i both = pair_rows(from, from + kPanel);
-      bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(both, infinite), infinite);
-      _mm512_store_si512(pair, both);
-    }
-  }
-  return bad == 0;
-}
-
 /// 2^x within 2 ulp, 0 at -inf. x = n + f with n the floor, f in [0, 1).
 HWY_INLINE __m512 exp2_floor(__m512 x) {
   const __m512 f = _mm512_reduce_ps(x, 0x9);
@@ -270,8 +159,8 @@ HWY_INLINE __m512 fold_vectors(const __m512 (&v)[kVecs], F f) {
 }
 
 /// Makes weights, rounded to bf16, of scores times a positive factor, of which a row sees `own`;
-/// returns its max and the sum of the weights before they are rounded. 32 weights lie in a row of
-/// each tile. No row of the block sees keys past kVecs * 16, which would add exact zeros.
+/// returns its max and the sum of the weights before they are rounded. The weights may take the
+/// place of the scores. No row of the block sees keys past kVecs * 16, which would add exact zeros.
 template <int kVecs>
 HWY_INLINE Stats weigh_bf16(const float* scores, Range own, float factor, Element* weights) {
   __m512 s[kVecs];
@@ -297,7 +186,7 @@ HWY_INLINE Stats weigh_bf16(const float* scores, Range own, float factor, Elemen
   for (int i = 0; i < kVecs; ++i) s[i] = exp2_floor(_mm512_fmsub_ps(s[i], times, shift));
   HWY_UNROLL(4)
   for (int i = 0; i < kVecs; i += 2)
-    _mm512_store_si512(weights + i / 2 * kTile,
+    _mm512_store_si512(weights + i / 2 * 32,
                        reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(s[i + 1], s[i])));
   const __m512 sum = fold_vectors(s, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
   return {max, _mm512_reduce_add_ps(sum)};

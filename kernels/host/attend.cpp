@@ -10,6 +10,7 @@
 
 #include "kernels/host/bf16_tile.hpp"
 #include "kernels/host/host.hpp"
+#include "kernels/host/packed_keys.hpp"
 #include "kernels/host/tile.hpp"
 #include "longspan/error.hpp"
 
@@ -35,10 +36,10 @@ bool has_large_cache() {
 }
 
 /// How the scratch is laid out: [batch + 1] first tile of each sequence, then a TileSpace (or
-/// Bf16Space) per thread, then the states of parts.
+/// Bf16Space) per thread, then the states of parts, then keys that are packed ahead.
 struct Layout {
   int rows, bf16_rows;  // most rows of a tile; 0 where there are no products of bf16
-  std::size_t tiles_bytes, space_bytes, part_bytes;
+  std::size_t tiles_bytes, space_bytes, part_bytes, packed_bytes;
   int parts;  // most parts, over all tiles
 
   Layout(const AttendParams& p, int threads)
@@ -49,6 +50,7 @@ struct Layout {
                                       TileSpace::bytes(p, 1, kMostLevels)))),
         part_bytes(round_up(std::max(rows, bf16_rows) *
                             (sizeof(Stats) + 4 * TileSpace::padded(p.value_dim)))),
+        packed_bytes(PackedKeys::bytes(p)),
         parts(kPartsPerThread * threads) {
     if (bf16_rows > 0)
       space_bytes = std::max(space_bytes,
@@ -61,7 +63,7 @@ struct Layout {
   }
 
   std::size_t total(int threads) const {
-    return tiles_bytes + threads * space_bytes + parts * part_bytes;
+    return tiles_bytes + threads * space_bytes + parts * part_bytes + packed_bytes;
   }
 };
 
@@ -124,15 +126,43 @@ class AttendRun {
   }
 
   void operator()(ThreadPool& pool) {
-    if (p_.parts) return attend_key_parts(pool);
-    pool.run(tiles() * parts_, [this](std::int64_t item, int thread) {
+    PackedKeys packed(p_, part_states_ + layout_.parts * layout_.part_bytes,
+                      [this](const Sequence& s) {
+                        return takes_bf16_products(p_, s.index) && tiles_per_head(s) > 1;
+                      });
+    packed_ = &packed;
+    const std::int64_t heads = std::int64_t{p_.batch.size} * p_.kv_heads;
+    for (PackedKeys::Round round{0, 0}; round.end < heads;) {
+      round = packed.round(round.end);
+      packed.pack(
+          pool, round, [this](int thread) { return bf16_space(thread).wide; }, between_);
+      const std::int64_t first = tiles_before(round.begin), end = tiles_before(round.end);
+      if (p_.parts)
+        attend_key_parts(pool, first, end);
+      else
+        attend_tiles(pool, first, end);
+    }
+    if (!p_.parts && parts_ > 1) fold_parts(pool);
+  }
+
+ private:
+  struct States {
+    const Stats* stats;  // [rows]
+    const float* o;      // [rows, padded]
+  };
+
+  void attend_tiles(ThreadPool& pool, std::int64_t first, std::int64_t end) {
+    pool.run((end - first) * parts_, [&](std::int64_t number, int thread) {
+      const std::int64_t item = first * parts_ + number;
       const Tile tile = at(item / parts_, static_cast<int>(item % parts_));
       const auto [stats, o] = attend(tile, thread);
       if (parts_ == 1) return store(tile, p_.slot, stats, o);
       std::copy_n(stats, tile.states(), part_stats(item));
       std::copy_n(o, tile.states() * padded_, part_o(item));
     });
-    if (parts_ == 1) return;
+  }
+
+  void fold_parts(ThreadPool& pool) {
     pool.run(tiles(), [this](std::int64_t index, int) {
       const Tile tile = at(index, 0);
       const std::int64_t first = index * parts_;
@@ -144,22 +174,19 @@ class AttendRun {
     });
   }
 
- private:
-  struct States {
-    const Stats* stats;  // [rows]
-    const float* o;      // [rows, padded]
-  };
+  Bf16Space bf16_space(int thread) const {
+    return {spaces_ + thread * layout_.space_bytes, p_, bf16_rows_, levels_};
+  }
 
   /// Attends a tile in the thread's memory, where its states then lie.
   States attend(const Tile& tile, int thread) const {
-    std::byte* const memory = spaces_ + thread * layout_.space_bytes;
     States states;
     if (takes_bf16_products(p_, tile.sequence.index)) {
-      const Bf16Space space(memory, p_, bf16_rows_, levels_);
-      attend_bf16_tile(p_, tile, space);
+      const Bf16Space space = bf16_space(thread);
+      attend_bf16_tile(p_, tile, packed_->of(tile), space);
       states = {space.stats, space.o};
     } else {
-      const TileSpace space(memory, p_, rows_, levels_);
+      const TileSpace space(spaces_ + thread * layout_.space_bytes, p_, rows_, levels_);
       attend_tile(p_, tile, space);
       states = {space.stats, space.o};
     }
@@ -175,8 +202,9 @@ class AttendRun {
   std::int64_t tiles() const { return first_tile_[p_.batch.size]; }
 
   /// Attends where the states of parts of the keys are results themselves, one slot each.
-  void attend_key_parts(ThreadPool& pool) {
-    pool.run(tiles() * p_.parts.count, [this](std::int64_t item, int thread) {
+  void attend_key_parts(ThreadPool& pool, std::int64_t first, std::int64_t end) {
+    pool.run((end - first) * p_.parts.count, [&](std::int64_t number, int thread) {
+      const std::int64_t item = first * p_.parts.count + number;
       const int part = static_cast<int>(item % p_.parts.count);
       Tile tile = at(item / p_.parts.count, 0);
       tile.keys = p_.parts.of(part, tile.sequence.keys);
@@ -195,6 +223,13 @@ class AttendRun {
     if (p_.batch.skips(s.query_len)) return 0;
     const int rows = rows_of(s);
     return (s.query_len * group_ + rows - 1) / rows;
+  }
+
+  /// Those before a head of a round (PackedKeys).
+  std::int64_t tiles_before(std::int64_t head) const {
+    const int b = static_cast<int>(head / p_.kv_heads),
+              within = static_cast<int>(head % p_.kv_heads);
+    return first_tile_[b] + (within > 0 ? within * tiles_per_head(Sequence(p_, b)) : 0);
   }
 
   int head_groups(int heads) const { return (p_.kv_heads + heads - 1) / heads; }
@@ -265,11 +300,12 @@ class AttendRun {
   std::int64_t* const first_tile_;  // [batch + 1]
   std::byte* const spaces_;
   std::byte* const part_states_;
-  int rows_ = 1;       // of a tile
-  int bf16_rows_ = 0;  // of a tile with products of bf16
-  int heads_ = 1;      // most kv heads of a tile of few rows
-  int levels_ = 1;     // of its stack
-  int parts_ = 1;      // of a tile
+  int rows_ = 1;                        // of a tile
+  int bf16_rows_ = 0;                   // of a tile with products of bf16
+  int heads_ = 1;                       // most kv heads of a tile of few rows
+  int levels_ = 1;                      // of its stack
+  int parts_ = 1;                       // of a tile
+  const PackedKeys* packed_ = nullptr;  // of the run
 };
 
 }  // namespace

@@ -52,19 +52,40 @@ struct Folds {
   void operator()(int a, int b) { of[count++] = {a, b}; }
 };
 
+/// The stats of 16 rows.
+struct StatsOfRows {
+  __m512 max, sum;
+
+  StatsOfRows(__m512 of_max, __m512 of_sum) : max(of_max), sum(of_sum) {}
+  explicit StatsOfRows(const Stats* rows) {
+    const __m512 low = _mm512_loadu_ps(&rows[0].max), high = _mm512_loadu_ps(&rows[8].max);
+    const __m512i evens =
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    max = _mm512_permutex2var_ps(low, evens, high);
+    sum = _mm512_permutex2var_ps(low, _mm512_add_epi32(evens, _mm512_set1_epi32(1)), high);
+  }
+  void store(Stats* rows) const {
+    const __m512i pairs = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i above = _mm512_add_epi32(pairs, _mm512_set1_epi32(8));
+    _mm512_storeu_ps(&rows[0].max, _mm512_permutex2var_ps(max, pairs, sum));
+    _mm512_storeu_ps(&rows[8].max, _mm512_permutex2var_ps(max, above, sum));
+  }
+  __mmask16 empty() const { return _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_EQ_OQ); }
+};
+
 class Bf16TileRun {
  public:
-  Bf16TileRun(const AttendParams& params, const Tile& tile, const Bf16Space& space)
+  Bf16TileRun(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
+              const Bf16Space& space)
       : p_(params),
         tile_(tile),
+        packed_(packed),
         space_(space),
         visible_(params, tile),
         bias_(params, tile),
         depth_(Bf16Space::depth(params)),
         columns_(Bf16Space::columns(params)),
-        blocks_((tile.rows + kBf16BlockRows - 1) / kBf16BlockRows),
-        plain_bf16_(params.kv_dtype == DType::bf16 && params.k.dense() && params.v.dense() &&
-                    params.head_dim % 32 == 0 && params.value_dim % 32 == 0) {
+        blocks_((tile.rows + kBf16BlockRows - 1) / kBf16BlockRows) {
     const float scale = p_.scale(tile.kv_head);
     factor_ = p_.score.softcap == 0.0f ? scale * kLog2E : scale / p_.score.softcap;
     in_one_ = p_.score.softcap == 0.0f && !p_.bias && factor_ > 0.0f;
@@ -114,7 +135,6 @@ class Bf16TileRun {
     const bool whole = p_.head_dim % 32 == 0;
     const std::int64_t full = whole ? tile_.rows / 16 : 0;  // tiles of rows without padding
     std::fill_n(space_.q + full * depth_ * kTile, (tiles - full) * depth_ * kTile, Element{0});
-    if (tile_.rows % kBf16BlockRows != 0) std::fill_n(space_.weights, 16 * kTile, Element{0});
     const hn::RebindToUnsigned<Lanes8> words;
     const hn::Rebind<Element, Lanes8> narrow;
     with_type(p_.q_dtype, [&]<class T>(const T*) {
@@ -156,29 +176,32 @@ class Bf16TileRun {
       seen.by[block] = {};
       if (keys.begin == keys.end) continue;
       any = {std::min(any.begin, keys.begin), std::max(any.end, keys.end)};
-      seen.by[block] = whole(keys);
+      seen.by[block] = Bf16Space::whole_steps(keys);
     }
     seen.segment = segment;
     seen.any = any;
-    find_seen(p_, tile_, visible_, tile_.kv_head, segment, any, 0, seen.rows);
+    if (!packed_) find_seen(p_, tile_, visible_, tile_.kv_head, segment, any, 0, seen.rows);
   }
 
-  static Range whole(Range keys) { return {keys.begin / 32 * 32, (keys.end + 31) / 32 * 32}; }
+  std::int64_t packed_number(const Segment& segment) const {
+    return segment.first / kSegment - packed_.first;
+  }
+  const Element* packed(const Segment& segment) const {
+    return packed_.elements + packed_number(segment) * Bf16Space::segment_elements(p_);
+  }
 
+  /// Finds the operands of the segment, or packs them.
   void pack(const Seen& seen) {
-    if (seen.any.begin >= seen.any.end) return;
-    const Range keys = whole(seen.any);
-    if (plain_bf16_) {
-      pack_bf16_keys(seen.rows.k(), keys, p_.head_dim, space_.k);
-      finite_ = pack_bf16_values(seen.rows.v(), keys, p_.value_dim, space_.v);
-      return;
+    if (packed_) {
+      k_ = packed(seen.segment);
+      finite_ = packed_.finite[packed_number(seen.segment)] != 0;
+    } else {
+      k_ = space_.segment;
+      if (seen.any.begin < seen.any.end)
+        finite_ = pack_bf16_segment(p_, seen.rows, Bf16Space::whole_steps(seen.any), space_.wide,
+                                    space_.segment);
     }
-    with_type(p_.kv_dtype, [&]<class T>(const T*) {
-      pack_keys<T>(p_.k, seen.rows.k(), keys, p_.head_dim, space_.wide);
-      pack_wide_keys(space_.wide, keys, p_.head_dim, space_.k);
-      pack_values<T>(p_.v, seen.rows.v(), keys, p_.value_dim, space_.wide);
-      finite_ = pack_wide_values(space_.wide, keys, p_.value_dim, space_.v);
-    });
+    v_ = k_ + Bf16Space::key_elements(p_);
   }
 
   /// Writes the states of one segment to `level`, and folds. While the softmax of a block is made,
@@ -199,8 +222,9 @@ class Bf16TileRun {
       fold_block(block, folds);
     }
     if (count == 0) return;
-    Ahead ahead(plain_bf16_ ? next : nullptr, p_);
-    const int lines = (ahead.lines() + count * kBf16BlockRows - 1) / (count * kBf16BlockRows);
+    Ahead ahead = ahead_of(next);
+    const int rows = count * kBf16BlockRows;
+    const int lines = static_cast<int>((ahead.lines() + rows - 1) / rows);
     TileProduct values, keys = score_product(seen, active[0], 0);
     keys.run();
     for (int i = 0; i < count; ++i) {
@@ -213,51 +237,74 @@ class Bf16TileRun {
     finish_block(seen, active[count - 1], count - 1, level, folds);
   }
 
-  /// Prefetches the keys and values of a segment, line by line: many at once would fill the line
-  /// buffers, and loads would wait behind them.
+  /// Prefetches what the operands of a segment are, or are made of, line by line: many at once
+  /// would fill the line buffers, and loads would wait behind them.
   class Ahead {
    public:
-    Ahead(const Seen* seen, const AttendParams& p)
-        : bytes_{2 * p.head_dim, 2 * p.value_dim}, end_(seen != nullptr ? 2 * kSegment : 0) {
-      if (seen != nullptr) {
-        rows_[0] = seen->rows.k();
-        rows_[1] = seen->rows.v();
-      }
+    Ahead() = default;
+    /// Operands that are packed.
+    Ahead(const Element* packed, const AttendParams& p)
+        : line_(packed), end_(packed + Bf16Space::segment_elements(p)) {}
+    /// Rows of keys and values, in turn.
+    Ahead(const KeyRows& rows, const AttendParams& p)
+        : rows_{rows.k(), rows.v()},
+          bytes_{2 * p.head_dim, 2 * p.value_dim},
+          rows_end_(2 * kSegment) {}
+
+    std::int64_t lines() const {
+      return (end_ - line_) / kLine +
+             rows_end_ / 2 * ((bytes_[0] + 63) / 64 + (bytes_[1] + 63) / 64);
     }
-    int lines() const { return end_ / 2 * (bytes_[0] + bytes_[1] + 127) / 64; }
 
     HWY_INLINE void next() {
-      if (key_ >= end_) return;
-      const int values = key_ % 2;
-      const std::byte* const row = rows_[values][key_ / 2];
-      if (row != nullptr) __builtin_prefetch(row + at_, 0, 2);
-      at_ += 64;
-      if (row == nullptr || at_ >= bytes_[values]) {
-        at_ = 0;
-        ++key_;
+      if (line_ < end_) {
+        __builtin_prefetch(line_);
+        line_ += kLine;
+      } else if (row_ < rows_end_) {
+        next_of_rows();
       }
     }
 
    private:
+    static constexpr int kLine = 32;  // elements
+
+    HWY_INLINE void next_of_rows() {
+      const std::byte* const row = rows_[row_ % 2][row_ / 2];
+      if (row != nullptr) __builtin_prefetch(row + at_);
+      at_ += 64;
+      if (row != nullptr && at_ < bytes_[row_ % 2]) return;
+      at_ = 0;
+      ++row_;
+    }
+
+    const Element *line_ = nullptr, *end_ = nullptr;
     const std::byte* const* rows_[2] = {};
-    int bytes_[2], end_, key_ = 0, at_ = 0;  // twice the key, values odd
+    int bytes_[2] = {}, rows_end_ = 0, row_ = 0, at_ = 0;  // rows of values are odd
   };
+
+  Ahead ahead_of(const Seen* next) const {
+    if (next == nullptr) return {};
+    if (packed_) return {packed(next->segment), p_};
+    if (packs_dense_bf16(p_)) return {next->rows, p_};
+    return {};
+  }
 
   static int halves(int rows) { return rows > 16 ? 2 : 1; }
 
-  // `place` is where scores and weights of a block lie: those of neighbours lie apart.
+  // `place` is where the scores of a block lie, whose place its weights take: those of neighbours
+  // lie apart.
   float* scores(int place, int row) const {
     return space_.scores + (place % 2 * kBf16BlockRows + row) * kSegment;
   }
   Element* weights(int place, int row) const {
-    return space_.weights + (place % 2 * 2 + row / 16) * 4 * kTile + row % 16 * 32;
+    return reinterpret_cast<Element*>(scores(place, row));
   }
 
   TileProduct score_product(const Seen& seen, int block, int place) const {
     const Range keys = seen.by[block];
     const std::int64_t along = depth_ * kTile;
     return {{space_.q + block * 2 * along, along, kTile},
-            {space_.k + keys.begin / 16 * along, along, kTile},
+            {k_ + keys.begin / 16 * along, along, kTile},
             depth_,
             scores(place, 0) + keys.begin,
             kSegment,
@@ -267,8 +314,8 @@ class Bf16TileRun {
 
   TileProduct value_product(Range keys, int block, const Element* weights, int level,
                             const Folds& folds) const {
-    return {{weights + keys.begin / 32 * kTile, 4 * kTile, kTile},
-            {space_.v + keys.begin / 32 * columns_ * kTile, kTile, columns_ * kTile},
+    return {{weights + keys.begin, 16 * 2 * kSegment, 32, 4 * kSegment},
+            {v_ + keys.begin / 32 * columns_ * kTile, kTile, columns_ * kTile},
             (keys.end - keys.begin) / 32,
             leaf(block, level, folds),
             padded(),
@@ -356,16 +403,16 @@ class Bf16TileRun {
     for (int r = 0; r < rows; ++r) {
       if (is_finite_row(of_block + r * padded(), padded())) continue;
       for (int key = keys.begin; key < keys.end; ++key) {
-        const bool zero = (weights(place, r)[key / 32 * kTile + key % 32] & 0x7fff) == 0;
+        const bool zero = (weights(place, r)[key] & 0x7fff) == 0;
         const std::int64_t at = key / 32 * columns_ * kTile + key % 32 / 2 * 32 + key % 2;
         for (int c = 0; c < columns_; ++c)
           for (int i = 0; i < 32; i += 2)
-            space_.mended[at + c * kTile + i] = zero ? Element{0} : space_.v[at + c * kTile + i];
+            space_.mended[at + c * kTile + i] = zero ? Element{0} : v_[at + c * kTile + i];
       }
       stores_end();
       const std::int64_t first = keys.begin / 32;
       for (int c = 0; c < columns_; ++c) {
-        TileProduct({weights(place, r / 16 * 16) + first * kTile, 4 * kTile, kTile},
+        TileProduct({weights(place, r / 16 * 16) + first * 32, 0, 32, 4 * kSegment},
                     {space_.mended + (first * columns_ + c) * kTile, kTile, columns_ * kTile},
                     (keys.end - keys.begin) / 32, space_.wide, 16, 1, 1)
             .run();
@@ -374,48 +421,68 @@ class Bf16TileRun {
     }
   }
 
-  /// The folds of a block: fold_row for rows of 16, without a branch on which side leads.
+  /// The folds of a block: those of fold_states.
   void fold_block(int block, const Folds& folds) {
     const int row = block * kBf16BlockRows, rows = rows_of(block);
     for (int i = 0; i < folds.count; ++i) {
       const auto [first, second] = folds.of[i];
-      for (int r = row; r < row + rows; ++r) {
-        const Fold f = fold(*stats(first, r), *stats(second, r));
-        *stats(first, r) = f.stats;
-        if (f.take == Fold::first) continue;
-        float* const a = o(first, r);
-        const float* const b =
-            i == 0 ? space_.leaf + std::int64_t{r - row} * padded() : o(second, r);
-        if (f.take == Fold::second) {
-          std::copy_n(b, padded(), a);
-          continue;
-        }
-        const float* const high = f.take == Fold::first_high ? a : b;
-        const float* const low = f.take == Fold::first_high ? b : a;
-        const __m512 ratio = _mm512_set1_ps(f.ratio);
-        for (int c = 0; c < padded(); c += 16)
-          _mm512_store_ps(
-              a + c, _mm512_fmadd_ps(_mm512_load_ps(low + c), ratio, _mm512_load_ps(high + c)));
-      }
+      Stats* const a = stats(first, row);
+      const Stats* const b = stats(second, row);
+      float* const a_o = o(first, row);
+      const float* const b_o = i == 0 ? space_.leaf : o(second, row);
+      int r = 0;
+      for (; r + 16 <= rows; r += 16)
+        if (!fold_rows(a + r, a_o + r * padded(), b + r, b_o + r * padded()))
+          fold_states(a + r, a_o + r * padded(), b + r, b_o + r * padded(), 16, padded());
+      fold_states(a + r, a_o + r * padded(), b + r, b_o + r * padded(), rows - r, padded());
     }
+  }
+
+  /// fold_states of 16 rows, without a branch on which side leads. Where a side of a row is empty
+  /// it does nothing, and says so.
+  bool fold_rows(Stats* a, float* a_o, const Stats* b, const float* b_o) const {
+    const StatsOfRows of_a(a), of_b(b);
+    if (of_a.empty() | of_b.empty()) return false;
+    const __mmask16 second = _mm512_cmp_ps_mask(of_a.max, of_b.max, _CMP_NGE_UQ);
+    const __m512 high = _mm512_mask_mov_ps(of_a.max, second, of_b.max);
+    const __m512 low = _mm512_mask_mov_ps(of_b.max, second, of_a.max);
+    alignas(64) float ratios[16];
+    _mm512_store_ps(ratios, _mm512_sub_ps(low, high));
+    for (float& ratio : ratios) ratio = ::exp2f(ratio);
+    const __m512 high_sum = _mm512_mask_mov_ps(of_a.sum, second, of_b.sum);
+    const __m512 low_sum = _mm512_mask_mov_ps(of_b.sum, second, of_a.sum);
+    StatsOfRows(high, _mm512_fmadd_ps(low_sum, _mm512_load_ps(ratios), high_sum)).store(a);
+    for (int r = 0; r < 16; ++r, a_o += padded(), b_o += padded()) {
+      const bool second_leads = (second >> r & 1) != 0;
+      const float* const leads = second_leads ? b_o : a_o;
+      const float* const follows = second_leads ? a_o : b_o;
+      const __m512 ratio = _mm512_set1_ps(ratios[r]);
+      for (int c = 0; c < padded(); c += 16)
+        _mm512_store_ps(a_o + c, _mm512_fmadd_ps(_mm512_load_ps(follows + c), ratio,
+                                                 _mm512_load_ps(leads + c)));
+    }
+    return true;
   }
 
   const AttendParams& p_;
   const Tile& tile_;
+  const PackedSegments& packed_;
   const Bf16Space& space_;
   const Visible visible_;
   Seen seen_[2];  // the segment at hand, and the next one
   SegmentBias bias_;
   const int depth_, columns_;  // tiles of a row of keys, and of values
   const int blocks_;
-  const bool plain_bf16_;  // keys and values are packed as they are
-  float factor_;           // of the scores
-  bool in_one_;            // the factor, the mask and the softmax are all there is
-  bool finite_ = true;     // the packed values
+  float factor_;                // of the scores
+  bool in_one_;                 // the factor, the mask and the softmax are all there is
+  const Element* k_ = nullptr;  // the operands of the segment at hand
+  const Element* v_ = nullptr;
+  bool finite_ = true;  // the values
 };
 
-void attend_bf16_tile(const AttendParams& params, const Tile& tile, const Bf16Space& space) {
-  Bf16TileRun(params, tile, space)();
+void attend_bf16_tile(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
+                      const Bf16Space& space) {
+  Bf16TileRun(params, tile, packed, space)();
 }
 
 bool compiles_bf16_products() { return true; }
@@ -424,7 +491,7 @@ bool compiles_bf16_products() { return true; }
 
 bool compiles_bf16_products() { return false; }
 
-void attend_bf16_tile(const AttendParams&, const Tile&, const Bf16Space&) {
+void attend_bf16_tile(const AttendParams&, const Tile&, const PackedSegments&, const Bf16Space&) {
   throw Error(ErrorKind::internal, "a tile of bf16 products, which this target does not have");
 }
 
@@ -443,8 +510,9 @@ namespace longspan::kernels::host {
 HWY_EXPORT(attend_bf16_tile);
 HWY_EXPORT(compiles_bf16_products);
 
-void attend_bf16_tile(const AttendParams& params, const Tile& tile, const Bf16Space& space) {
-  HWY_DYNAMIC_DISPATCH(attend_bf16_tile)(params, tile, space);
+void attend_bf16_tile(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
+                      const Bf16Space& space) {
+  HWY_DYNAMIC_DISPATCH(attend_bf16_tile)(params, tile, packed, space);
 }
 
 namespace {

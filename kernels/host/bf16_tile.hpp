@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/host/key_rows.hpp"
 #include "kernels/host/tile.hpp"
 
 // Whether the compiler has the instructions.
@@ -19,7 +20,7 @@
 
 namespace longspan::kernels::host {
 
-inline constexpr int kBf16Rows = 768;      // most rows of a tile
+inline constexpr int kBf16Rows = 512;      // most rows of a tile
 inline constexpr int kBf16BlockRows = 32;  // rows that are computed together
 inline constexpr int kBf16Queries = 9;     // a sequence of fewer keeps the products of fp32
 
@@ -40,11 +41,10 @@ struct Bf16Space {
 
   int rows = 0;                // capacity, a multiple of kBf16BlockRows
   Element* q = nullptr;        // [rows / 16, depth, 16, 32]
-  Element* k = nullptr;        // [8, depth, 16, 16, 2], 16 keys each
-  Element* v = nullptr;        // [4, padded value_dim / 16, 16, 16, 2], 32 keys each
-  Element* mended = nullptr;   // as v
-  Element* weights = nullptr;  // [2][2, 4, 16, 32], of two blocks of rows
-  float* scores = nullptr;     // [2][32, 128]
+  Element* segment = nullptr;  // keys [8, depth, 16, 16, 2], 16 each, and then
+                               // values [4, padded value_dim / 16, 16, 16, 2], 32 each
+  Element* mended = nullptr;   // as its values
+  float* scores = nullptr;     // [2][32, 128], of two blocks; a row's weights take its place
   float* leaf = nullptr;       // [32, padded value_dim], where a block's leaf folds at once
   float* wide = nullptr;       // keys, and then values, in fp32 panels (pack-inl.hpp)
   float* o = nullptr;          // [levels, rows, padded value_dim]
@@ -52,12 +52,21 @@ struct Bf16Space {
 
   static int depth(const Geometry& p) { return (p.head_dim + 31) / 32; }
   static int columns(const Geometry& p) { return TileSpace::padded(p.value_dim) / 16; }
+  /// The keys of whole tiles of the depth of P V.
+  static Range whole_steps(Range keys) { return {keys.begin / 32 * 32, (keys.end + 31) / 32 * 32}; }
+  static std::int64_t key_elements(const Geometry& p) { return std::int64_t{8} * depth(p) * kTile; }
+  static std::int64_t value_elements(const Geometry& p) {
+    return std::int64_t{4} * columns(p) * kTile;
+  }
+  static std::int64_t segment_elements(const Geometry& p) {
+    return key_elements(p) + value_elements(p);
+  }
 
   static std::size_t fixed_bytes(const Geometry& p) {
-    const std::size_t tiles = 8 * depth(p) + 2 * 4 * columns(p) + 2 * 8;
+    const std::size_t elements = segment_elements(p) + value_elements(p);
     const std::size_t panels =
         std::max<std::size_t>(p.head_dim, TileSpace::panels(p.value_dim) * std::size_t{kPanel});
-    return tiles * kTile * sizeof(Element) + 4 * kSegment * (2 * kBf16BlockRows + panels) +
+    return elements * sizeof(Element) + 4 * kSegment * (2 * kBf16BlockRows + panels) +
            4 * kBf16BlockRows * TileSpace::padded(p.value_dim);
   }
   static std::size_t row_bytes(const Geometry& p, int levels) {
@@ -73,11 +82,9 @@ struct Bf16Space {
       part = reinterpret_cast<T*>(memory);
       memory += count * static_cast<std::int64_t>(sizeof(T));
     };
-    const std::int64_t tile = kTile, capacity = rows;
-    take(k, 8 * depth(p) * tile);
-    take(v, 4 * columns(p) * tile);
-    take(mended, 4 * columns(p) * tile);
-    take(weights, 2 * 8 * tile);
+    const std::int64_t capacity = rows;
+    take(segment, segment_elements(p));
+    take(mended, value_elements(p));
     take(scores, std::int64_t{2} * kBf16BlockRows * kSegment);
     take(leaf, std::int64_t{kBf16BlockRows} * TileSpace::padded(p.value_dim));
     take(wide,
@@ -88,7 +95,29 @@ struct Bf16Space {
   }
 };
 
-/// Leaves the state of the tile's rows in level 0 of the space. Only where has_bf16_products().
-void attend_bf16_tile(const AttendParams& params, const Tile& tile, const Bf16Space& space);
+/// Whether keys and values are packed from bf16 rows as they lie, without a detour over fp32.
+inline bool packs_dense_bf16(const AttendParams& p) {
+  return p.kv_dtype == DType::bf16 && p.k.dense() && p.v.dense() && p.head_dim % 32 == 0 &&
+         p.value_dim % 32 == 0;
+}
+
+/// Segments of a kv head's keys that are packed ahead, for all tiles; or none.
+struct PackedSegments {
+  const Bf16Space::Element* elements = nullptr;  // [segments, segment_elements]
+  const std::uint8_t* finite = nullptr;          // [segments] whether all values are
+  std::int64_t first = 0;                        // the local segment that comes first
+
+  explicit operator bool() const { return elements != nullptr; }
+};
+
+/// Packs the keys `keys` of a segment whose rows are `rows`, and its values, as a Bf16Space has
+/// them; says whether all values are finite. `wide` is as there. Only where has_bf16_products().
+bool pack_bf16_segment(const AttendParams& params, const KeyRows& rows, Range keys, float* wide,
+                       Bf16Space::Element* to);
+
+/// Leaves the state of the tile's rows in level 0 of the space. Without `packed` the tile packs for
+/// itself. Only where has_bf16_products().
+void attend_bf16_tile(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
+                      const Bf16Space& space);
 
 }  // namespace longspan::kernels::host

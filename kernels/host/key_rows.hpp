@@ -71,8 +71,8 @@ inline void find_seen(const AttendParams& p, const Tile& tile, const Visible& vi
     for (int j = any.begin; j < any.end; ++j)
       if (visible.some_row_sees(segment.first + j)) find(j, j + 1);
   } else {
-    find(any.begin,
-         static_cast<int>(std::min<std::int64_t>(any.end + ahead, visible.end() - segment.first)));
+    find(any.begin, static_cast<int>(std::min<std::int64_t>(any.end + ahead,
+                                                            visible.any().end - segment.first)));
   }
 }
 

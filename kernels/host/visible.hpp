@@ -62,8 +62,8 @@ class Visible {
     return within(segment, {local_keys(first_row).begin, local_keys(last_row).end});
   }
 
-  /// The end of the local keys that some row may see.
-  std::int64_t end() const { return any_.end; }
+  /// The local keys that some row may see.
+  Interval any() const { return any_; }
 
   /// Whether some row sees local key `key` of the hull. In a `listed` shard the hull says little.
   bool some_row_sees(std::int64_t key) const {

@@ -100,6 +100,7 @@ class HostProblem {
     p.head_dim = p.value_dim = shape.dim;
     p.q = {q.data(), q_stride(), shape.dim};
     p.batch = {batch(), query_start.data(), shape.kv_len.data(), nullptr};
+    p.max_kv_len = *std::max_element(shape.kv_len.begin(), shape.kv_len.end());
     p.shard = shard;
     p.mask = shape.mask;
     p.score = {scale(), shape.softcap};

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "kernels/host/bf16_tile.hpp"
+#include "kernels/host/packed_keys.hpp"
 #include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
@@ -145,6 +146,30 @@ TEST_F(HostBf16, SameBitsOnEveryNumberOfRanksAndThreads) {
             problem.run_by_rows(*backend_, {rule}, Shard::striped(0, 0, ranks)).same_bits(one))
             << ranks;
     }
+  }
+}
+
+// Tiles that share keys which are packed ahead, in rounds, and tiles that pack for themselves:
+// those of few rows, and those of a sequence that is too long.
+TEST_F(HostBf16, SameBitsHoweverKeysArePacked) {
+  const int dim = 512;
+  const kernels::Geometry geometry{.head_dim = dim, .value_dim = dim};
+  const std::int64_t most = kernels::host::PackedKeys::kMostBytes /
+                            (2 * kernels::host::Bf16Space::segment_elements(geometry)) * kSegment;
+  const auto part = [&](double x) {
+    return static_cast<std::int32_t>(x * static_cast<double>(most));
+  };
+  for (const std::vector<std::int32_t>& lengths :
+       {std::vector{part(0.6)}, {part(0.3), 700, part(0.4), 150}, {part(1.1)}}) {
+    HostShape shape = bf16_shape(0, 0, dim);
+    shape.kv_len = lengths;
+    shape.query_len.assign(lengths.size(), 110);
+    shape.mask.causal = lengths.size() > 1;
+    HostProblem problem(shape, device_());
+    const Shard rule = Shard::contiguous(0, 0, 1);
+    const Result ahead = problem.run(*backend_, {rule});
+    EXPECT_TRUE(problem.run_by_rows(*backend_, {rule}, Shard::striped(0, 0, 4)).same_bits(ahead))
+        << lengths[0];
   }
 }
 

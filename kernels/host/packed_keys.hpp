@@ -1,0 +1,64 @@
+// Keys and values that are packed ahead as operands of products of bf16. Where several tiles read
+// the keys of a head, each would pack all of them again; rows of a head lie apart in memory, and
+// finding them there costs more than packing. The memory has an end: sequences and heads whose
+// segments fit into it together are a round, which is packed, and then attended, before the next.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "kernels/host/bf16_tile.hpp"
+#include "kernels/host/host.hpp"
+#include "kernels/host/thread_pool.hpp"
+#include "kernels/host/tile.hpp"
+
+namespace longspan::kernels::host {
+
+class PackedKeys {
+ public:
+  /// Heads [begin, end), counted over all sequences: b * kv_heads + head.
+  struct Round {
+    std::int64_t begin, end;
+  };
+
+  /// Rows of a sequence and kv head from which on its keys may be packed ahead.
+  static constexpr std::int64_t kLeastRows = 6 * kBf16BlockRows + 1;
+
+  /// Of packed keys: those of one head of 131,072 keys of dim 128.
+  static constexpr std::int64_t kMostBytes = 64 << 20;
+
+  static std::size_t bytes(const Geometry& bounds);
+
+  /// `packs(s)` says which sequences, of kLeastRows at least, are to be packed ahead. Those too
+  /// long for the memory are not.
+  PackedKeys(const AttendParams& params, std::byte* memory,
+             const std::function<bool(const Sequence&)>& packs);
+
+  /// The round that begins with head `begin`. It ends at no sequence that is not packed.
+  Round round(std::int64_t begin) const;
+
+  /// Packs what the round needs. wide(thread) is a Bf16Space's memory of that name; `between` is
+  /// called by the pool's first thread now and then.
+  void pack(ThreadPool& pool, Round round, const std::function<float*(int thread)>& wide,
+            const BetweenTiles& between);
+
+  /// What the round that was packed last has for a tile.
+  PackedSegments of(const Tile& tile) const;
+
+ private:
+  std::int64_t segments(int b) const { return begin_[b + 1] - begin_[b]; }
+  /// Of the heads before this one.
+  std::int64_t segments_before(std::int64_t head) const;
+  void pack(int b, std::int64_t segment, Round round, float* wide);
+
+  const AttendParams& p_;
+  std::int64_t capacity_;       // segments
+  std::int64_t* begin_;         // [batch + 1] segments of a head in the sequences before
+  std::int64_t* first_;         // [batch] the first local segment that some row sees
+  Bf16Space::Element* packed_;  // [capacity, segment_elements]
+  std::uint8_t* finite_;        // [capacity]
+  std::int64_t base_ = 0;       // segments before the round's first head
+};
+
+}  // namespace longspan::kernels::host

@@ -127,9 +127,7 @@ class AttendRun {
 
   void operator()(ThreadPool& pool) {
     PackedKeys packed(p_, part_states_ + layout_.parts * layout_.part_bytes,
-                      [this](const Sequence& s) {
-                        return takes_bf16_products(p_, s.index) && tiles_per_head(s) > 1;
-                      });
+                      [this](const Sequence& s) { return tiles_per_head(s) > 1; });
     packed_ = &packed;
     const std::int64_t heads = std::int64_t{p_.batch.size} * p_.kv_heads;
     for (PackedKeys::Round round{0, 0}; round.end < heads;) {
@@ -187,7 +185,7 @@ class AttendRun {
       states = {space.stats, space.o};
     } else {
       const TileSpace space(spaces_ + thread * layout_.space_bytes, p_, rows_, levels_);
-      attend_tile(p_, tile, space);
+      attend_tile(p_, tile, packed_->of(tile), space);
       states = {space.stats, space.o};
     }
     pause(thread);

@@ -183,18 +183,11 @@ class Bf16TileRun {
     if (!packed_) find_seen(p_, tile_, visible_, tile_.kv_head, segment, any, 0, seen.rows);
   }
 
-  std::int64_t packed_number(const Segment& segment) const {
-    return segment.first / kSegment - packed_.first;
-  }
-  const Element* packed(const Segment& segment) const {
-    return packed_.elements + packed_number(segment) * Bf16Space::segment_elements(p_);
-  }
-
   /// Finds the operands of the segment, or packs them.
   void pack(const Seen& seen) {
     if (packed_) {
-      k_ = packed(seen.segment);
-      finite_ = packed_.finite[packed_number(seen.segment)] != 0;
+      k_ = packed_.at<Element>(seen.segment.first);
+      finite_ = packed_.finite[packed_.number(seen.segment.first)] != 0;
     } else {
       k_ = space_.segment;
       if (seen.any.begin < seen.any.end)
@@ -237,14 +230,12 @@ class Bf16TileRun {
     finish_block(seen, active[count - 1], count - 1, level, folds);
   }
 
-  /// Prefetches what the operands of a segment are, or are made of, line by line: many at once
-  /// would fill the line buffers, and loads would wait behind them.
+  /// Prefetches what the operands of a segment are, or are made of, line by line.
   class Ahead {
    public:
     Ahead() = default;
     /// Operands that are packed.
-    Ahead(const Element* packed, const AttendParams& p)
-        : line_(packed), end_(packed + Bf16Space::segment_elements(p)) {}
+    explicit Ahead(LinesAhead packed) : packed_(packed) {}
     /// Rows of keys and values, in turn.
     Ahead(const KeyRows& rows, const AttendParams& p)
         : rows_{rows.k(), rows.v()},
@@ -252,39 +243,32 @@ class Bf16TileRun {
           rows_end_(2 * kSegment) {}
 
     std::int64_t lines() const {
-      return (end_ - line_) / kLine +
-             rows_end_ / 2 * ((bytes_[0] + 63) / 64 + (bytes_[1] + 63) / 64);
+      return packed_.count() + rows_end_ / 2 * ((bytes_[0] + 63) / 64 + (bytes_[1] + 63) / 64);
     }
 
-    HWY_INLINE void next() {
-      if (line_ < end_) {
-        __builtin_prefetch(line_);
-        line_ += kLine;
-      } else if (row_ < rows_end_) {
-        next_of_rows();
-      }
+    HWY_INLINE void next(int lines) {
+      packed_.next(lines);
+      for (int i = 0; i < lines && row_ < rows_end_; ++i) next_of_rows();
     }
 
    private:
-    static constexpr int kLine = 32;  // elements
-
     HWY_INLINE void next_of_rows() {
       const std::byte* const row = rows_[row_ % 2][row_ / 2];
-      if (row != nullptr) __builtin_prefetch(row + at_);
+      if (row != nullptr) hwy::Prefetch(row + at_);
       at_ += 64;
       if (row != nullptr && at_ < bytes_[row_ % 2]) return;
       at_ = 0;
       ++row_;
     }
 
-    const Element *line_ = nullptr, *end_ = nullptr;
+    LinesAhead packed_;
     const std::byte* const* rows_[2] = {};
     int bytes_[2] = {}, rows_end_ = 0, row_ = 0, at_ = 0;  // rows of values are odd
   };
 
   Ahead ahead_of(const Seen* next) const {
     if (next == nullptr) return {};
-    if (packed_) return {packed(next->segment), p_};
+    if (packed_) return Ahead({packed_.at<std::byte>(next->segment.first), packed_.bytes});
     if (packs_dense_bf16(p_)) return {next->rows, p_};
     return {};
   }
@@ -360,7 +344,7 @@ class Bf16TileRun {
         own = {0, kSegment};
       }
       stats(level, row)[r] = weigh_bf16<kVecs>(of_row, own, factor, weights(place, r));
-      for (int i = 0; i < lines; ++i) ahead.next();
+      ahead.next(lines);
       for (due += steps; due >= rows; due -= rows) {
         if (!values.done())
           values.step();

@@ -98,11 +98,20 @@ void fold_states(Stats* a_stats, float* a, const Stats* b_stats, const float* b,
   }
 }
 
+void pack_segment(const AttendParams& p, const KeyRows& rows, Range keys, float* segment) {
+  with_type(p.kv_dtype, [&]<class T>(const T*) {
+    pack_keys<T>(p.k, rows.k(), aligned(keys), p.head_dim, segment);
+    pack_values<T>(p.v, rows.v(), keys, p.value_dim, segment + TileSpace::key_floats(p));
+  });
+}
+
 class TileRun {
  public:
-  TileRun(const AttendParams& params, const Tile& tile, const TileSpace& space)
+  TileRun(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
+          const TileSpace& space)
       : p_(params),
         tile_(tile),
+        packed_(packed),
         space_(space),
         visible_(params, tile),
         bias_(params, tile),
@@ -171,11 +180,16 @@ class TileRun {
     find_seen(p_, tile_, visible_, tile_.kv_head + head, segment, any, ahead, rows_);
   }
 
-  void pack_keys_and_values(Range any) {
-    with_type(p_.kv_dtype, [&]<class T>(const T*) {
-      pack_keys<T>(p_.k, rows_.k(), aligned(any), p_.head_dim, space_.k);
-      pack_values<T>(p_.v, rows_.v(), any, p_.value_dim, space_.v);
-    });
+  /// Finds the packed keys and values of a segment, or packs them.
+  void pack(const Segment& segment, int head, Range any, int ahead) {
+    if (packed_) {
+      k_ = packed_.at<float>(segment.first);
+    } else {
+      find(segment, head, any, ahead);
+      HWY_NAMESPACE::pack_segment(p_, rows_, any, space_.segment);
+      k_ = space_.segment;
+    }
+    v_ = k_ + TileSpace::key_floats(p_);
   }
 
   /// Writes the states of one segment to `level`.
@@ -183,8 +197,12 @@ class TileRun {
     const Range any = see(segment);
     if (p_.bias) bias_.start(segment);
     if (!few_) {
-      find(segment, 0, any, kRowsAhead);
-      pack_keys_and_values(any);
+      pack(segment, 0, any, kRowsAhead);
+      ahead_ = packed_ && next != nullptr
+                   ? LinesAhead(packed_.at<std::byte>(next->first), packed_.bytes)
+                   : LinesAhead();
+      // By every product, of two panels of keys and those of values.
+      lines_ = ahead_.count() / ((2 + TileSpace::panels(p_.value_dim)) * blocks_) + 1;
       multiply_queries_keys();
       weigh_rows(segment, level, 0);
       multiply_weights_values(level);
@@ -274,9 +292,10 @@ class TileRun {
         const int begin = std::max(keys.begin, panel), end = std::min(keys.end, panel + kPanel);
         if (begin >= end) continue;
         const int row = block * kBlockRows;
-        const float* k = space_.k + panel * p_.head_dim + begin - panel;
+        const float* k = k_ + panel * p_.head_dim + begin - panel;
         multiply({space_.q + row * p_.head_dim, p_.head_dim}, {k, kPanel}, p_.head_dim,
                  scores(row) + begin, kSegment, rows_of(block), end - begin);
+        ahead_.next(lines_);
       }
     }
   }
@@ -286,9 +305,10 @@ class TileRun {
       for (int block = 0; block < blocks_; ++block) {
         const auto [begin, end] = seen_[block];
         const int row = block * kBlockRows;
-        const float* v = space_.v + column * kSegment + begin * kPanel;
+        const float* v = v_ + column * kSegment + begin * kPanel;
         multiply({scores(row) + begin, kSegment}, {v, kPanel}, end - begin, o(level, row) + column,
                  padded_, rows_of(block), std::min(kPanel, padded_ - column));
+        ahead_.next(lines_);
       }
     }
   }
@@ -300,13 +320,12 @@ class TileRun {
     for (int r = 0; r < tile_.rows; ++r) {
       if (is_finite_row(of_head + r * padded_, padded_)) continue;
       if (!packed) {
-        find(segment, head, any, 0);
-        pack_keys_and_values(any);
+        pack(segment, head, any, 0);
         packed = true;
         found_ = false;
       }
-      multiply_seen(scores(head * tile_.rows + r), space_.v, seen_[r / kBlockRows],
-                    of_head + r * padded_, padded_);
+      multiply_seen(scores(head * tile_.rows + r), v_, seen_[r / kBlockRows], of_head + r * padded_,
+                    padded_);
     }
     // This is done here, and not when the state is stored: a rank's state and a virtual rank's then
     // differ in nothing, so the bits do not depend on the ranks whatever the factor.
@@ -326,8 +345,13 @@ class TileRun {
 
   const AttendParams& p_;
   const Tile& tile_;
+  const PackedSegments& packed_;
   const TileSpace& space_;
   const Visible visible_;
+  const float* k_ = nullptr;  // of the segment at hand, packed
+  const float* v_ = nullptr;
+  LinesAhead ahead_;  // of the next one's
+  std::int64_t lines_ = 0;
   KeyRows rows_;        // of the segment at hand or, with few rows, of the next one
   bool found_ = false;  // by the segment before
   const std::byte* order_[3 * kSegment];  // of few rows: keys, values, and the next segment's keys
@@ -338,8 +362,9 @@ class TileRun {
   Range seen_[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, in the segment at hand
 };
 
-void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space) {
-  TileRun(params, tile, space)();
+void attend_tile(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
+                 const TileSpace& space) {
+  TileRun(params, tile, packed, space)();
 }
 
 bool has_few_rows() { return kHasFewRows; }
@@ -353,12 +378,18 @@ namespace longspan::kernels::host {
 
 HWY_EXPORT(attend_tile);
 HWY_EXPORT(fold_states);
+HWY_EXPORT(pack_segment);
 HWY_EXPORT(has_few_rows);
 
 bool has_few_rows() { return HWY_DYNAMIC_DISPATCH(has_few_rows)(); }
 
-void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space) {
-  HWY_DYNAMIC_DISPATCH(attend_tile)(params, tile, space);
+void pack_segment(const AttendParams& params, const KeyRows& rows, Range keys, float* segment) {
+  HWY_DYNAMIC_DISPATCH(pack_segment)(params, rows, keys, segment);
+}
+
+void attend_tile(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
+                 const TileSpace& space) {
+  HWY_DYNAMIC_DISPATCH(attend_tile)(params, tile, packed, space);
 }
 
 void fold_states(Stats* a_stats, float* a, const Stats* b_stats, const float* b, int rows,

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/host/key_rows.hpp"
 #include "kernels/host/tile.hpp"
 
 // Whether the compiler has the instructions.
@@ -100,15 +99,6 @@ inline bool packs_dense_bf16(const AttendParams& p) {
   return p.kv_dtype == DType::bf16 && p.k.dense() && p.v.dense() && p.head_dim % 32 == 0 &&
          p.value_dim % 32 == 0;
 }
-
-/// Segments of a kv head's keys that are packed ahead, for all tiles; or none.
-struct PackedSegments {
-  const Bf16Space::Element* elements = nullptr;  // [segments, segment_elements]
-  const std::uint8_t* finite = nullptr;          // [segments] whether all values are
-  std::int64_t first = 0;                        // the local segment that comes first
-
-  explicit operator bool() const { return elements != nullptr; }
-};
 
 /// Packs the keys `keys` of a segment whose rows are `rows`, and its values, as a Bf16Space has
 /// them; says whether all values are finite. `wide` is as there. Only where has_bf16_products().

@@ -38,6 +38,26 @@ HWY_INLINE void prefetch_row(const std::byte* row, int dim) {
   for (int at = 0; at < bytes; at += kLine) hwy::Prefetch(row + at);
 }
 
+/// Lines of memory that are prefetched a few at a time, beside other work: many at once would fill
+/// the line buffers, and loads would wait behind them.
+class LinesAhead {
+ public:
+  LinesAhead() = default;
+  LinesAhead(const std::byte* data, std::int64_t bytes) : at_(data), end_(data + bytes) {}
+
+  std::int64_t count() const { return (end_ - at_ + kLine - 1) / kLine; }
+  HWY_INLINE void next(std::int64_t lines) {
+    for (const std::byte* const stop = std::min(end_, at_ + lines * kLine); at_ < stop;
+         at_ += kLine)
+      hwy::Prefetch(at_);
+  }
+
+ private:
+  static constexpr std::int64_t kLine = 64;
+
+  const std::byte *at_ = nullptr, *end_ = nullptr;
+};
+
 #if HWY_TARGET != HWY_SCALAR
 /// Stores block b of four lanes to row 4 b.
 template <class D>

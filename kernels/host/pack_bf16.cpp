@@ -7,6 +7,7 @@
 //
 #include "hwy/highway.h"
 #include "kernels/host/bf16_tile.hpp"
+#include "kernels/host/key_rows.hpp"
 #include "kernels/host/pack-inl.hpp"
 #include "kernels/host/simd-inl.hpp"
 #include "longspan/error.hpp"

@@ -3,25 +3,31 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/host/bf16_tile.hpp"
+#include "kernels/host/key_rows.hpp"
 #include "kernels/host/visible.hpp"
 
 namespace longspan::kernels::host {
 namespace {
 
+bool packs_bf16(const Geometry& p) {
+  return p.bf16_products && p.dtype == DType::bf16 && has_bf16_products();
+}
+
 std::int64_t segment_bytes(const Geometry& p) {
-  return Bf16Space::segment_elements(p) * static_cast<std::int64_t>(sizeof(Bf16Space::Element));
+  return packs_bf16(p) ? Bf16Space::segment_elements(p) * std::int64_t{sizeof(Bf16Space::Element)}
+                       : TileSpace::segment_floats(p) * std::int64_t{sizeof(float)};
 }
 
 /// Segments that there is room for.
 std::int64_t capacity_of(const Geometry& p) {
   const std::int64_t rows = p.tokens * (p.heads / p.kv_heads);
-  if (!p.bf16_products || rows < PackedKeys::kLeastRows) return 0;
+  if (rows < PackedKeys::kLeastRows) return 0;
   const std::int64_t most = PackedKeys::kMostBytes / segment_bytes(p);
   if (p.max_kv_len == 0) return most;
   const std::int64_t sequences =
       std::min<std::int64_t>(p.batch.size, rows / PackedKeys::kLeastRows);
-  const std::int64_t heads = sequences * p.kv_heads;
-  return std::min(most, heads * segments_of(p.max_kv_len));
+  return std::min(most, sequences * p.kv_heads * segments_of(p.max_kv_len));
 }
 
 /// All rows of a sequence and kv head.
@@ -40,12 +46,14 @@ std::size_t PackedKeys::bytes(const Geometry& bounds) {
 }
 
 PackedKeys::PackedKeys(const AttendParams& params, std::byte* memory,
-                       const std::function<bool(const Sequence&)>& packs)
+                       const std::function<bool(const Sequence&)>& has_tiles)
     : p_(params),
+      bf16_(packs_bf16(params)),
+      bytes_(segment_bytes(params)),
       capacity_(capacity_of(params)),
-      packed_(reinterpret_cast<Bf16Space::Element*>(memory)) {
+      packed_(memory) {
   if (capacity_ == 0) return;
-  begin_ = reinterpret_cast<std::int64_t*>(memory + capacity_ * segment_bytes(p_));
+  begin_ = reinterpret_cast<std::int64_t*>(memory + capacity_ * bytes_);
   first_ = begin_ + p_.batch.size + 1;
   finite_ = reinterpret_cast<std::uint8_t*>(first_ + p_.batch.size);
   begin_[0] = 0;
@@ -54,7 +62,8 @@ PackedKeys::PackedKeys(const AttendParams& params, std::byte* memory,
     const std::int64_t rows = s.query_len * (p_.heads / p_.kv_heads);
     std::int64_t count = 0;
     first_[b] = 0;
-    if (rows >= kLeastRows && rows <= std::numeric_limits<int>::max() && packs(s)) {
+    if (rows >= kLeastRows && rows <= std::numeric_limits<int>::max() &&
+        takes_bf16_products(p_, b) == bf16_ && has_tiles(s)) {
       const Tile tile = whole(p_, s, 0);
       const Interval any = Visible(p_, tile).any();
       if (!any.empty()) {
@@ -98,7 +107,7 @@ PackedSegments PackedKeys::of(const Tile& tile) const {
   const int b = tile.sequence.index;
   if (capacity_ == 0 || segments(b) == 0) return {};
   const std::int64_t at = segments_before(std::int64_t{b} * p_.kv_heads + tile.kv_head) - base_;
-  return {packed_ + at * Bf16Space::segment_elements(p_), finite_ + at, first_[b]};
+  return {packed_ + at * bytes_, bytes_, finite_ + at, first_[b]};
 }
 
 std::int64_t PackedKeys::segments_before(std::int64_t head) const {
@@ -119,12 +128,16 @@ void PackedKeys::pack(int b, std::int64_t number, Round round, float* wide) {
   for (int head = begin; head < end; ++head) {
     const Tile tile = whole(p_, s, head);
     const Visible visible(p_, tile);
+    if (!visible.some_row_sees(segment)) continue;
     const Range any = visible.keys(segment, 0, tile.rows - 1);
-    if (any.begin == any.end) continue;
     find_seen(p_, tile, visible, head, segment, any, 0, rows);
     const std::int64_t at = segments_before(before + head) - base_ + number;
-    finite_[at] = pack_bf16_segment(p_, rows, Bf16Space::whole_steps(any), wide,
-                                    packed_ + at * Bf16Space::segment_elements(p_));
+    std::byte* const to = packed_ + at * bytes_;
+    if (bf16_)
+      finite_[at] = pack_bf16_segment(p_, rows, Bf16Space::whole_steps(any), wide,
+                                      reinterpret_cast<Bf16Space::Element*>(to));
+    else
+      pack_segment(p_, rows, any, reinterpret_cast<float*>(to));
   }
 }
 

@@ -1,14 +1,13 @@
-// Keys and values that are packed ahead as operands of products of bf16. Where several tiles read
-// the keys of a head, each would pack all of them again; rows of a head lie apart in memory, and
-// finding them there costs more than packing. The memory has an end: sequences and heads whose
-// segments fit into it together are a round, which is packed, and then attended, before the next.
+// Keys and values that are packed ahead of the tiles. Where several tiles read the keys of a head,
+// each would pack all of them again; and rows of a head lie apart in memory, so that reading them
+// there costs more than packing. The memory has an end: sequences and heads whose segments fit into
+// it together are a round, which is packed, and then attended, before the next.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 
-#include "kernels/host/bf16_tile.hpp"
 #include "kernels/host/host.hpp"
 #include "kernels/host/thread_pool.hpp"
 #include "kernels/host/tile.hpp"
@@ -22,18 +21,18 @@ class PackedKeys {
     std::int64_t begin, end;
   };
 
-  /// Rows of a sequence and kv head from which on its keys may be packed ahead.
-  static constexpr std::int64_t kLeastRows = 6 * kBf16BlockRows + 1;
-
-  /// Of packed keys: those of one head of 131,072 keys of dim 128.
+  /// A sequence and kv head of fewer rows is one tile.
+  static constexpr std::int64_t kLeastRows = kSmallTileRows + 1;
+  /// Of packed keys: in fp32 those of one head of 65,536 keys of dim 128.
   static constexpr std::int64_t kMostBytes = 64 << 20;
 
   static std::size_t bytes(const Geometry& bounds);
 
-  /// `packs(s)` says which sequences, of kLeastRows at least, are to be packed ahead. Those too
-  /// long for the memory are not.
+  /// `has_tiles(s)` says which sequences have several tiles of a kv head. All of them are packed
+  /// ahead but those too long for the memory and, in a run that takes products of bf16, those that
+  /// do not.
   PackedKeys(const AttendParams& params, std::byte* memory,
-             const std::function<bool(const Sequence&)>& packs);
+             const std::function<bool(const Sequence&)>& has_tiles);
 
   /// The round that begins with head `begin`. It ends at no sequence that is not packed.
   Round round(std::int64_t begin) const;
@@ -53,12 +52,14 @@ class PackedKeys {
   void pack(int b, std::int64_t segment, Round round, float* wide);
 
   const AttendParams& p_;
-  std::int64_t capacity_;       // segments
-  std::int64_t* begin_;         // [batch + 1] segments of a head in the sequences before
-  std::int64_t* first_;         // [batch] the first local segment that some row sees
-  Bf16Space::Element* packed_;  // [capacity, segment_elements]
-  std::uint8_t* finite_;        // [capacity]
-  std::int64_t base_ = 0;       // segments before the round's first head
+  const bool bf16_;        // as operands of bf16 products
+  std::int64_t bytes_;     // of a segment
+  std::int64_t capacity_;  // segments
+  std::int64_t* begin_;    // [batch + 1] segments of a head in the sequences before
+  std::int64_t* first_;    // [batch] the first local segment that some row sees
+  std::byte* packed_;      // [capacity, bytes]
+  std::uint8_t* finite_;   // [capacity]
+  std::int64_t base_ = 0;  // segments before the round's first head
 };
 
 }  // namespace longspan::kernels::host

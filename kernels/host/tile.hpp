@@ -11,6 +11,8 @@
 
 namespace longspan::kernels::host {
 
+class KeyRows;  // key_rows.hpp
+
 inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
 inline constexpr int kTileRows = 384;  // most rows of a tile; 144 where the cache is small
 inline constexpr int kSmallTileRows = 144;
@@ -70,20 +72,22 @@ struct TileSpace {
   int rows = 0;    // capacity
   int levels = 0;  // of the stack of states
 
-  float* q = nullptr;       // [rows, head_dim]
-  float* scores = nullptr;  // [rows, 128], which become weights
-  float* k = nullptr;       // [2, head_dim, 64]
-  float* v = nullptr;       // [value_dim / 64, 128, 64]
-  float* o = nullptr;       // [levels, rows, padded value_dim]
-  Stats* stats = nullptr;   // [levels, rows]
+  float* q = nullptr;        // [rows, head_dim]
+  float* scores = nullptr;   // [rows, 128], which become weights
+  float* segment = nullptr;  // keys [2, head_dim, 64], and then values [value_dim / 64, 128, 64]
+  float* o = nullptr;        // [levels, rows, padded value_dim]
+  Stats* stats = nullptr;    // [levels, rows]
 
   static int padded(int dim) { return (dim + 15) / 16 * 16; }
 
   static std::int64_t panels(int value_dim) { return (value_dim + kPanel - 1) / kPanel; }
 
-  static std::size_t fixed_bytes(const Geometry& p) {
-    return std::size_t{4} * kSegment * (p.head_dim + panels(p.value_dim) * kPanel);
+  static std::int64_t key_floats(const Geometry& p) { return std::int64_t{kSegment} * p.head_dim; }
+  static std::int64_t segment_floats(const Geometry& p) {
+    return key_floats(p) + kSegment * panels(p.value_dim) * kPanel;
   }
+
+  static std::size_t fixed_bytes(const Geometry& p) { return std::size_t{4} * segment_floats(p); }
   static std::size_t row_bytes(const Geometry& p, int levels) {
     return std::size_t{4} * (p.head_dim + kSegment) +
            levels * (4 * padded(p.value_dim) + sizeof(Stats));
@@ -100,8 +104,7 @@ struct TileSpace {
       at += floats;
       return part;
     };
-    k = take(std::int64_t{kSegment} * p.head_dim);
-    v = take(std::int64_t{kSegment} * panels(p.value_dim) * kPanel);
+    segment = take(segment_floats(p));
     scores = take(std::int64_t{rows} * kSegment);
     o = take(std::int64_t{levels} * rows * padded(p.value_dim));
     q = take(std::int64_t{rows} * p.head_dim);
@@ -112,8 +115,30 @@ struct TileSpace {
 /// Whether tiles of few rows, and so of several kv heads, can be read in place on this machine.
 bool has_few_rows();
 
-/// Leaves the state of the tile's rows in level 0 of the space.
-void attend_tile(const AttendParams& params, const Tile& tile, const TileSpace& space);
+/// Segments of a kv head's keys that are packed ahead, for all tiles (PackedKeys); or none.
+struct PackedSegments {
+  const std::byte* data = nullptr;  // [segments, bytes]: the `segment` of a TileSpace or Bf16Space
+  std::int64_t bytes = 0;
+  const std::uint8_t* finite = nullptr;  // [segments] what pack_bf16_segment said
+  std::int64_t first = 0;                // the local segment that comes first
+
+  explicit operator bool() const { return data != nullptr; }
+  /// The number of the segment that begins with a local key.
+  std::int64_t number(std::int64_t first_key) const { return first_key / kSegment - first; }
+  template <class T>
+  const T* at(std::int64_t first_key) const {
+    return reinterpret_cast<const T*>(data + number(first_key) * bytes);
+  }
+};
+
+/// Packs the keys `keys` of a segment whose rows are `rows`, and its values, as the `segment` of a
+/// TileSpace.
+void pack_segment(const AttendParams& params, const KeyRows& rows, Range keys, float* segment);
+
+/// Leaves the state of the tile's rows in level 0 of the space. Without `packed` the tile packs for
+/// itself.
+void attend_tile(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
+                 const TileSpace& space);
 
 /// a = fold(a, b) for each of `rows` rows; o is [rows, padded].
 void fold_states(Stats* a_stats, float* a, const Stats* b_stats, const float* b, int rows,

@@ -65,6 +65,20 @@ class Visible {
   /// The local keys that some row may see.
   Interval any() const { return any_; }
 
+  /// Whether some row may see a key of the segment. Rows that a rank has of a sequence may lie far
+  /// apart, and see nothing of what lies between.
+  bool some_row_sees(const Segment& segment) const {
+    int first = 0, last = tile_.rows;  // the first row that does not end before the segment
+    while (first < last) {
+      const int row = first + (last - first) / 2;
+      if (local_keys(row).end > segment.first)
+        last = row;
+      else
+        first = row + 1;
+    }
+    return first < tile_.rows && local_keys(first).begin < segment.first + segment.keys;
+  }
+
   /// Whether some row sees local key `key` of the hull. In a `listed` shard the hull says little.
   bool some_row_sees(std::int64_t key) const {
     return !listed_ || Interval{positions(0).begin, positions(tile_.rows - 1).end}.contains(

@@ -51,27 +51,35 @@ HWY_INLINE float sum_lanes(Vec (&lanes)[kLaneSums]) {
   return sum_halves(Lanes(), lanes[0]);
 }
 
-/// Turns the scores of a row into its weights, in place, and returns its max and sum. `keys` is
-/// aligned to 16.
-HWY_INLINE Stats weigh(float* scores, Range keys) {
+/// Turns the scores of kRows rows, 128 apart, into their weights, in place, and writes their max
+/// and sum. `keys` is aligned to 16. Rows wait for nothing but their own max, so several at once
+/// hide how long that takes.
+template <int kRows>
+HWY_INLINE void weigh(float* scores, Range keys, Stats* stats) {
   const Lanes d;
-  Vec top = hn::Set(d, -infinity());
-  for (int j = keys.begin; j < keys.end; j += kLanes) top = hn::Max(top, hn::Load(d, scores + j));
-  const float max = hn::GetLane(hn::MaxOfLanes(d, top));
-  // Where all keys are invisible, the weights are exp2(-inf) = 0. A NaN, lost or not by Max, stays
-  // in its weight.
-  const Vec shift = hn::Set(d, max == -infinity() ? 0.0f : max);
-  Vec sums[kLaneSums];
-  for (Vec& sum : sums) sum = hn::Zero(d);
+  Vec top[kRows], shift[kRows], sums[kRows][kLaneSums];
+  for (Vec& t : top) t = hn::Set(d, -infinity());
+  for (int j = keys.begin; j < keys.end; j += kLanes)
+    for (int r = 0; r < kRows; ++r)
+      top[r] = hn::Max(top[r], hn::Load(d, scores + r * kSegment + j));
+  for (int r = 0; r < kRows; ++r) {
+    const float max = stats[r].max = hn::GetLane(hn::MaxOfLanes(d, top[r]));
+    // Where all keys are invisible, the weights are exp2(-inf) = 0. A NaN, lost or not by Max,
+    // stays in its weight.
+    shift[r] = hn::Set(d, max == -infinity() ? 0.0f : max);
+    for (Vec& sum : sums[r]) sum = hn::Zero(d);
+  }
   for (int j = keys.begin; j < keys.end; j += 16) {
     for (int i = 0; i < kLaneSums; ++i) {
-      float* score = scores + j + i * kLanes;
-      const Vec weight = exp2(hn::Sub(hn::Load(d, score), shift));
-      hn::Store(weight, d, score);
-      sums[i] = hn::Add(sums[i], weight);
+      for (int r = 0; r < kRows; ++r) {
+        float* score = scores + r * kSegment + j + i * kLanes;
+        const Vec weight = exp2(hn::Sub(hn::Load(d, score), shift[r]));
+        hn::Store(weight, d, score);
+        sums[r][i] = hn::Add(sums[r][i], weight);
+      }
     }
   }
-  return {max, sum_lanes(sums)};
+  for (int r = 0; r < kRows; ++r) stats[r].sum = sum_lanes(sums[r]);
 }
 
 /// Computes what multiply does, but leaves out keys of weight 0, so that NaN or infinity in the
@@ -272,13 +280,18 @@ class TileRun {
 
   /// Makes weights of the scores of a head's rows.
   void weigh_rows(const Segment& segment, int level, int head) {
-    for (int r = 0; r < tile_.rows; ++r) {
-      const int place = head * tile_.rows + r;
-      const Range keys = aligned(seen_[r / kBlockRows]);
-      if (p_.score.softcap != 0.0f) cap(scores(place), keys, p_.score.softcap);
-      if (p_.bias) bias_.add(tile_.kv_head + head, r, keys, scores(place));
-      visible_.hide(segment, r, keys, scores(place));
-      stats(level)[place] = weigh(scores(place), keys);
+    for (int block = 0; block < blocks_; ++block) {
+      const Range keys = aligned(seen_[block]);
+      const int first = block * kBlockRows, rows = rows_of(block);
+      for (int r = first; r < first + rows; ++r) {
+        float* const of_row = scores(head * tile_.rows + r);
+        if (p_.score.softcap != 0.0f) cap(of_row, keys, p_.score.softcap);
+        if (p_.bias) bias_.add(tile_.kv_head + head, r, keys, of_row);
+        visible_.hide(segment, r, keys, of_row);
+      }
+      const int place = head * tile_.rows + first;
+      with_rows(rows,
+                [&]<int kRows>() { weigh<kRows>(scores(place), keys, stats(level) + place); });
     }
   }
 

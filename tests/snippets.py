@@ -10,9 +10,10 @@ measured. In a .md file
     <!-- records: host-cpu dim=64,128 -->                  a table of bench/results/host-cpu.jsonl
     <!-- table: longspan info --features --json -->        a table of JSON that this build prints
     <!-- range: prefill-h200 ratio peer=cuDNN -->          the least and the greatest of a figure
+    <!-- met: auto-cpu ranks=2 -->                         how many of the records that have a target meet it
 
-stands before a fenced block (a table and a range end with <!-- end -->), which must be equal to
-what the comment names. Words with = choose among records. A range stands within a line, since
+stands before a fenced block (all but the first three end with <!-- end -->), which must be equal to
+what the comment names. Words with = choose among records. The last two stand within a line, since
 Markdown ends a paragraph where a line begins with a comment. `--write` makes them equal; without it a
 difference is an error. `--bin DIR` is where the command is; without it, what comes from the command
 is left alone.
@@ -30,7 +31,7 @@ import textwrap
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- (code|output|file): (.+?) -->\n```\w*\n)(.*?)(```)", re.DOTALL)
 TABLE = re.compile(r"(<!-- (records|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-RANGE = re.compile(r"(<!-- (range): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
+PHRASE = re.compile(r"(<!-- (range|met): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def code(source, *names):
@@ -80,6 +81,13 @@ def span(what):
     values = [row[figure] for row in chosen(name, choices) if row[figure] is not None]
     ends = [f"{value:.2f}" if value < 2 else f"{value:.1f}" for value in (min(values), max(values))]
     return " to ".join(dict.fromkeys(ends))
+
+
+def met(what):
+    """`NAME [KEY=VALUE...]`: how many of how many."""
+    name, *choices = shlex.split(what)
+    rows = [row for row in chosen(name, choices) if row["target"] is not None]
+    return f"{sum(row['met'] for row in rows)} of {len(rows)}"
 
 
 def records(what):
@@ -159,12 +167,13 @@ def main():
             made = {"code": lambda: code(*what.split()), "records": lambda: records(what),
                     "file": lambda: (ROOT / what).read_text(encoding="utf-8"),
                     "output": lambda: output(what, options.bin),
-                    "table": lambda: table(what, options.bin), "range": lambda: span(what)}
+                    "table": lambda: table(what, options.bin), "range": lambda: span(what),
+                    "met": lambda: met(what)}
             return head + made[kind]() + tail
 
-        if re.search(r"^\s*<!-- range:", text, re.MULTILINE):
-            raise SystemExit(f"{path.relative_to(ROOT)}: a line begins with a range")
-        expected = RANGE.sub(current, TABLE.sub(current, BLOCK.sub(current, text)))
+        if re.search(r"^\s*<!-- (range|met):", text, re.MULTILINE):
+            raise SystemExit(f"{path.relative_to(ROOT)}: a line begins with a range, or with what is met")
+        expected = PHRASE.sub(current, TABLE.sub(current, BLOCK.sub(current, text)))
         if expected == text:
             continue
         wrong += 1

@@ -1,11 +1,28 @@
 // A run is open while items are left. A worker that wakes too late finds it closed and goes back to
 // sleep, so the caller waits only for workers that took an item. That matters when the machine has
 // more threads than cores.
+//
+// To wake a sleeping thread takes as long as the attention of some hundred tokens. So a worker
+// stays awake for a moment behind a run, in which the next one often comes, and the caller for a
+// moment behind its own last item; both let others have the core meanwhile.
 #include "kernels/host/thread_pool.hpp"
 
+#include <chrono>
 #include <exception>
 
 namespace longspan::kernels::host {
+namespace {
+
+/// Waits awake until `is_due`, but not for long.
+template <class IsDue>
+void stay_awake(IsDue is_due) {
+  using std::chrono::steady_clock;
+  constexpr std::chrono::microseconds kLongest(100);
+  for (const auto start = steady_clock::now(); !is_due() && steady_clock::now() - start < kLongest;)
+    std::this_thread::yield();
+}
+
+}  // namespace
 
 ThreadPool::ThreadPool(int threads) {
   try {
@@ -47,6 +64,7 @@ void ThreadPool::run(std::int64_t items, const void* context, Call call) {
   }
   wake_.notify_all();
   drain(0);
+  stay_awake([this] { return active_ == 0; });
   std::unique_lock lock(mutex_);
   open_ = false;
   done_.wait(lock, [this] { return active_ == 0; });
@@ -59,8 +77,9 @@ void ThreadPool::drain(int thread) {
 
 void ThreadPool::serve(int thread) {
   std::uint64_t seen = 0;
-  std::unique_lock lock(mutex_);
   while (true) {
+    stay_awake([&] { return run_ != seen || thread > most_; });
+    std::unique_lock lock(mutex_);
     wake_.wait(lock, [&] { return thread > most_ || (open_ && run_ != seen); });
     if (thread > most_) return;
     seen = run_;

@@ -51,12 +51,12 @@ class ThreadPool {
   std::vector<std::thread> workers_;
   std::mutex run_mutex_;
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards what follows; what is atomic is looked at without it, too
   std::condition_variable wake_, done_;
-  std::uint64_t run_ = 0;
-  bool open_ = false;                           // workers may still join the run
-  int most_ = std::numeric_limits<int>::max();  // workers of higher numbers leave
-  int active_ = 0;
+  std::atomic<std::uint64_t> run_{0};
+  bool open_ = false;                                       // workers may still join the run
+  std::atomic<int> most_{std::numeric_limits<int>::max()};  // workers of higher numbers leave
+  std::atomic<int> active_{0};
 
   std::int64_t items_ = 0;
   const void* context_ = nullptr;

@@ -8,7 +8,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
+#include <thread>
 #include <vector>
 
 namespace longspan::kernels::host {
@@ -31,6 +33,20 @@ TEST(ThreadPool, EveryItemOnce) {
     ThreadPool pool(threads);
     EXPECT_EQ(pool.size(), threads);
     EXPECT_TRUE(works(pool));
+  }
+}
+
+// Short runs behind each other find the workers awake, falling asleep, or asleep.
+TEST(ThreadPool, ShortRuns) {
+  ThreadPool pool(4);
+  std::atomic<int> sum = 0;
+  int wanted = 0;
+  for (int run = 0; run < 3000; ++run) {
+    if (run % 10 == 0) std::this_thread::sleep_for(std::chrono::microseconds(run % 300));
+    const int items = 2 + run % 5;
+    pool.run(items, [&](std::int64_t item, int) { sum += static_cast<int>(item) + 1; });
+    wanted += items * (items + 1) / 2;
+    ASSERT_EQ(sum, wanted) << "run " << run;
   }
 }
 

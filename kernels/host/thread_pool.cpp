@@ -24,7 +24,7 @@ void stay_awake(IsDue is_due) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads) : shares_(new Share[std::max(threads, 1)]) {
   try {
     for (int thread = 1; thread < threads; ++thread)
       workers_.emplace_back([this, thread] { serve(thread); });
@@ -55,10 +55,12 @@ void ThreadPool::run(std::int64_t items, const void* context, Call call) {
   const std::lock_guard one_at_a_time(run_mutex_);
   {
     const std::lock_guard lock(mutex_);
-    items_ = items;
     context_ = context;
     call_ = call;
-    next_ = 0;
+    for (int thread = 0; thread < size(); ++thread) {
+      shares_[thread].next = items * thread / size();
+      shares_[thread].end = items * (thread + 1) / size();
+    }
     open_ = true;
     ++run_;
   }
@@ -71,8 +73,12 @@ void ThreadPool::run(std::int64_t items, const void* context, Call call) {
 }
 
 void ThreadPool::drain(int thread) {
-  for (std::int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items_;)
-    call_(context_, item, thread);
+  for (int i = 0; i < size(); ++i) {
+    Share& share = shares_[(thread + i) % size()];
+    for (std::int64_t item;
+         (item = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;)
+      call_(context_, item, thread);
+  }
 }
 
 void ThreadPool::serve(int thread) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -58,10 +59,15 @@ class ThreadPool {
   std::atomic<int> most_{std::numeric_limits<int>::max()};  // workers of higher numbers leave
   std::atomic<int> active_{0};
 
-  std::int64_t items_ = 0;
+  /// Items that a thread takes first: in the next run they are its own again, and what they read
+  /// may still be in its cache. Then it takes those that others have left.
+  struct alignas(64) Share {
+    std::atomic<std::int64_t> next{0};
+    std::int64_t end = 0;
+  };
+  std::unique_ptr<Share[]> shares_;  // [threads]
   const void* context_ = nullptr;
   Call call_ = nullptr;
-  std::atomic<std::int64_t> next_{0};
 };
 
 }  // namespace longspan::kernels::host

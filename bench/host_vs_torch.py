@@ -43,12 +43,11 @@ def prefill_cases():
 
 
 def rank_cases():
-    """Ranks that share the cores of this machine, each with its part of the keys: an even one where
-    a causal mask would give contiguous parts unequal work."""
+    """Ranks that share the cores of this machine, each with its part of the keys."""
     for dtype, tokens, kv in itertools.product(["fp32", "bf16"], [1, 2048], [2048, 65536]):
         if (tokens == 1) == (kv == 65536):
             yield {"kv_heads": HEADS, "dim": 128, "dtype": dtype, "tokens": tokens, "kv_len": kv,
-                   "causal": tokens > 1} | ({"shard": "zigzag"} if tokens > 1 else {}) | (
+                   "causal": tokens > 1} | (
                        {"bf16_products": True} if dtype == "bf16" and tokens > 1 else {})
 
 
@@ -109,7 +108,6 @@ def longspan_seconds(command, case, iterations, ranks=1):
         "--tokens", case["tokens"], "--dtype", "bf16" if cache else case["dtype"], *cache,
         "--check", 1, "--warmup", 1, "--iterations", iterations,
         *(["--bf16-products"] if case.get("bf16_products") else []),
-        *(["--shard", case["shard"]] if "shard" in case else []),
         *(["--causal"] if case["causal"] else [])], ranks)
     if not run["check"]["right"]:
         raise SystemExit(f"wrong result: {run}")

@@ -42,8 +42,10 @@ def record(bench, case, metric, ours, *, peer=None, peer_value=None, ratio=None,
     return made | {"machine": machine} if machine else made
 
 
-def write(bench, machine, records, folder=OWN_RESULTS):
-    """Puts the records into the file, each in the place of an older one of the same case."""
+def write(bench, machine, records, folder=OWN_RESULTS, key=None):
+    """Puts the records into the file, each in the place of an older one of the same case; or of the
+    same key(record), where a case says what the measurement found."""
+    key = key or case_key
     path = pathlib.Path(folder) / f"{bench}-{machine}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {}
@@ -60,7 +62,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
-def key(r):
+def case_key(r):
     return json.dumps([r["bench"], r["case"], r["metric"], r["peer"]], sort_keys=True)
 
 

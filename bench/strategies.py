@@ -19,6 +19,7 @@ changes its speed between two of them.
 """
 
 import argparse
+import json
 import os
 import pathlib
 import statistics
@@ -196,7 +197,12 @@ def save(args, strategies, auto):
         print(f"{c['phase']:<8}{c['ranks']:>3} ranks {c['kv_len']:>8} keys {c['heads']:>3}/{c['kv_heads']:<3}"
               f"{c['strategy']:<16}{r['ratio']:>7.3f} of {r['peer']}", flush=True)
     records.write("strategies", args.machine, strategies, args.results)
-    records.write("auto", args.machine, auto, args.results)
+    records.write("auto", args.machine, auto, args.results, key=problem_key)
+
+
+def problem_key(r):
+    """Of a record of auto: a new choice, or another fastest strategy, takes the place of the old one."""
+    return json.dumps([{k: v for k, v in r["case"].items() if k != "strategy"}, r["metric"]], sort_keys=True)
 
 
 if __name__ == "__main__":

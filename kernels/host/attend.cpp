@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <optional>
 #include <string>
 
 #include "kernels/host/bf16_tile.hpp"
@@ -123,16 +124,15 @@ class AttendRun {
     for (int b = 0; b < p.batch.size; ++b)
       first_tile_[b + 1] = first_tile_[b] + tiles_of(Sequence(p, b));
     while (2 * parts_ * tiles() <= layout_.parts && 2 * parts_ <= most_parts) parts_ *= 2;
+    packed_.emplace(p_, part_states_ + layout_.parts * layout_.part_bytes,
+                    [this](const Sequence& s) { return tiles_per_head(s) > 1; });
   }
 
   void operator()(ThreadPool& pool) {
-    PackedKeys packed(p_, part_states_ + layout_.parts * layout_.part_bytes,
-                      [this](const Sequence& s) { return tiles_per_head(s) > 1; });
-    packed_ = &packed;
     const std::int64_t heads = std::int64_t{p_.batch.size} * p_.kv_heads;
     for (PackedKeys::Round round{0, 0}; round.end < heads;) {
-      round = packed.round(round.end);
-      packed.pack(
+      round = packed_->round(round.end);
+      packed_->pack(
           pool, round, [this](int thread) { return bf16_space(thread).wide; }, between_);
       const std::int64_t first = tiles_before(round.begin), end = tiles_before(round.end);
       if (p_.parts)
@@ -298,12 +298,12 @@ class AttendRun {
   std::int64_t* const first_tile_;  // [batch + 1]
   std::byte* const spaces_;
   std::byte* const part_states_;
-  int rows_ = 1;                        // of a tile
-  int bf16_rows_ = 0;                   // of a tile with products of bf16
-  int heads_ = 1;                       // most kv heads of a tile of few rows
-  int levels_ = 1;                      // of its stack
-  int parts_ = 1;                       // of a tile
-  const PackedKeys* packed_ = nullptr;  // of the run
+  int rows_ = 1;       // of a tile
+  int bf16_rows_ = 0;  // of a tile with products of bf16
+  int heads_ = 1;      // most kv heads of a tile of few rows
+  int levels_ = 1;     // of its stack
+  int parts_ = 1;      // of a tile
+  std::optional<PackedKeys> packed_;
 };
 
 }  // namespace

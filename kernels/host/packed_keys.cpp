@@ -30,10 +30,10 @@ std::int64_t capacity_of(const Geometry& p) {
   return std::min(most, sequences * p.kv_heads * segments_of(p.max_kv_len));
 }
 
-/// All rows of a sequence and kv head.
-Tile whole(const AttendParams& p, const Sequence& s, int kv_head) {
-  return {s, kv_head,        1,          0, static_cast<int>(s.query_len * (p.heads / p.kv_heads)),
-          0, s.order.leaves, {0, s.keys}};
+/// All rows of a sequence, of any kv head: all see the same keys.
+Tile whole(const AttendParams& p, const Sequence& s) {
+  const int rows = static_cast<int>(s.query_len * (p.heads / p.kv_heads));
+  return {s, 0, 1, 0, rows, 0, s.order.leaves, {0, s.keys}};
 }
 
 }  // namespace
@@ -64,7 +64,7 @@ PackedKeys::PackedKeys(const AttendParams& params, std::byte* memory,
     first_[b] = 0;
     if (rows >= kLeastRows && rows <= std::numeric_limits<int>::max() &&
         takes_bf16_products(p_, b) == bf16_ && has_tiles(s)) {
-      const Tile tile = whole(p_, s, 0);
+      const Tile tile = whole(p_, s);
       const Interval any = Visible(p_, tile).any();
       if (!any.empty()) {
         first_[b] = any.begin / kSegment;
@@ -124,12 +124,12 @@ void PackedKeys::pack(int b, std::int64_t number, Round round, float* wide) {
   const int end = static_cast<int>(std::min<std::int64_t>(round.end - before, p_.kv_heads));
   const std::int64_t first = (first_[b] + number) * kSegment;
   const Segment segment{first, static_cast<int>(std::min<std::int64_t>(kSegment, s.keys - first))};
+  const Tile tile = whole(p_, s);
+  const Visible visible(p_, tile);
+  if (!visible.some_row_sees(segment)) return;
+  const Range any = visible.keys(segment, 0, tile.rows - 1);
   KeyRows rows;
   for (int head = begin; head < end; ++head) {
-    const Tile tile = whole(p_, s, head);
-    const Visible visible(p_, tile);
-    if (!visible.some_row_sees(segment)) continue;
-    const Range any = visible.keys(segment, 0, tile.rows - 1);
     find_seen(p_, tile, visible, head, segment, any, 0, rows);
     const std::int64_t at = segments_before(before + head) - base_ + number;
     std::byte* const to = packed_ + at * bytes_;

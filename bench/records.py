@@ -42,10 +42,13 @@ def record(bench, case, metric, ours, *, peer=None, peer_value=None, ratio=None,
     return made | {"machine": machine} if machine else made
 
 
-def write(bench, machine, records, folder=OWN_RESULTS, key=None):
+def case_key(r):
+    return json.dumps([r["bench"], r["case"], r["metric"], r["peer"]], sort_keys=True)
+
+
+def write(bench, machine, records, folder=OWN_RESULTS, key=case_key):
     """Puts the records into the file, each in the place of an older one of the same case; or of the
     same key(record), where a case says what the measurement found."""
-    key = key or case_key
     path = pathlib.Path(folder) / f"{bench}-{machine}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {}
@@ -60,10 +63,6 @@ def read(path):
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-
-
-def case_key(r):
-    return json.dumps([r["bench"], r["case"], r["metric"], r["peer"]], sort_keys=True)
 
 
 def host_machine(command=None, **libraries):

@@ -18,9 +18,9 @@ import json
 import multiprocessing
 import os
 import pathlib
-import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -28,6 +28,9 @@ import torch
 import torch.distributed as dist
 
 import records
+
+sys.path.insert(0, str(records.ROOT / "python" / "tests"))
+from free_port import free_port  # noqa: E402
 
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20]  # bytes of each rank
 RANKS = [2, 4]
@@ -42,12 +45,6 @@ BLOCK = 10  # calls that are timed together
 def blocks(size):
     """In a round: some tenths of a second."""
     return max(8, min(100, (64 << 20) // size // BLOCK))
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def ours(program, ranks, size):

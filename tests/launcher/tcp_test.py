@@ -1,30 +1,18 @@
 """Ranks without mpirun: each is started with the variables that torchrun sets, and they meet at a port."""
 
-import random
+import pathlib
 import signal
-import socket
 import subprocess
+import sys
 import unittest
 
 import npy
 from command import COMMAND, OK, RANK_FAILURE, TIMEOUT, USAGE, CommandTest, environment, longspan
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python" / "tests"))
+from free_port import free_port  # noqa: E402
+
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "LONGSPAN_PORT")
-
-
-def free_port():
-    """A port that was free a moment ago, and the next one with it, which longspan takes
-    after MASTER_PORT. It lies below the ports that Linux gives to connections, or one of those
-    could take it meanwhile."""
-    while True:
-        port = random.randrange(10000, 32000)
-        try:
-            with socket.socket() as first, socket.socket() as second:
-                first.bind(("127.0.0.1", port))
-                second.bind(("127.0.0.1", port + 1))
-                return port
-        except OSError:
-            continue
 
 
 def start(rank, ranks, port, arguments, **env):

@@ -188,6 +188,8 @@ def test_tensors(rng):
     np.testing.assert_allclose(host(lse), right_lse / np.log(2), rtol=2e-5, atol=2e-5)
     out = flashinfer.single_decode_with_kv_cache(q[-1], k.transpose(0, 1), k.transpose(0, 1), "HND")
     assert_close(out, right[-1])
-    small = flashinfer.single_prefill_with_kv_cache(*(x.to(torch.float8_e4m3fn) for x in (q, k, k)),
-                                                    o_dtype=torch.bfloat16)
+    stored = [x.to(torch.float8_e4m3fn) for x in (q, k, k)]
+    small = flashinfer.single_prefill_with_kv_cache(*stored, o_dtype=torch.bfloat16)
     assert small.dtype == torch.bfloat16
+    twice = flashinfer.single_prefill_with_kv_cache(*stored, scale_v=2.0, o_dtype=torch.bfloat16)
+    assert torch.equal(twice, 2 * small)

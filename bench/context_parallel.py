@@ -116,7 +116,7 @@ def judge(bench, args, pair, rounds, peers, machine=None):
             target = bench.targets.get((args.ranks, tokens)) if name == best else None
             add(name, "efficiency", round(alone / ms / args.ranks, 3), target=target)
             add(name, "ms", round(ms, 4))
-            workspace = max(r["workspace_bytes"] for r in rows
+            workspace = max(r["workspace_bytes"] + r["peer_bytes"] for r in rows
                             if r["ranks"] == args.ranks and r["strategy"] == name)
             add(name, "memory", round((arrays + workspace) / (arrays + 2 * block), 3),
                 target=MEMORY if name == best and tokens >= MEMORY_TOKENS else None,

@@ -214,10 +214,10 @@ class Transport : public std::enable_shared_from_this<Transport> {
                                            pieces[i].received, distance, stream, step);
     return transfers;
   }
-  /// The transfer that is started next begins behind what the stream has now, and not behind what
-  /// it is given until then, on GPUs: a kernel that computes beside it is queued first, as suits
-  /// shifts into a receive buffer.
-  virtual void keep_place(Stream) {}
+  /// The transfers that are started next, so many, begin behind what the stream has now, and not
+  /// behind what it is given until then, on GPUs: a kernel that computes beside them is queued
+  /// first, as suits shifts into a receive buffer.
+  virtual void keep_place(Stream, int /*starts*/) {}
 
   /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count],
   /// of fp32, fp16 or bf16. It is in place when recv == send + rank * count.

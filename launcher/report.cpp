@@ -84,9 +84,13 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.softcap = o.score.softcap;
   r.alibi = options.alibi;
   r.lengths = options.lengths;
-  for (const std::string& bytes :
-       world.gather(fmt::to_string(layer.workspace_bytes()), "gather of workspace sizes"))
-    r.workspace_bytes = std::max<std::size_t>(r.workspace_bytes, std::stoull(bytes));
+  const std::size_t own[] = {layer.workspace_bytes(), layer.exchange().peer_bytes};
+  for (const std::string& text :
+       world.gather(ordered_json(own).dump(), "gather of workspace sizes")) {
+    const auto theirs = ordered_json::parse(text).get<std::vector<std::size_t>>();
+    r.workspace_bytes = std::max(r.workspace_bytes, theirs.at(0));
+    r.peer_bytes = std::max(r.peer_bytes, theirs.at(1));
+  }
   return r;
 }
 
@@ -200,6 +204,7 @@ ordered_json to_json(const Report& r) {
                       {"invariant", r.invariant},
                       {"inputs", r.inputs}}},
                     {"workspace_bytes", r.workspace_bytes},
+                    {"peer_bytes", r.peer_bytes},
                     {"time_ms", to_json(r.time)},
                     {"times_ms", r.times},
                     {"tflops", r.tflops},

@@ -49,6 +49,7 @@ struct Report {
   std::string alibi;                  // empty: none
   std::vector<std::int64_t> lengths;  // of the sequences, where they were given one by one
   std::size_t workspace_bytes = 0;    // of the rank that needs most
+  std::size_t peer_bytes = 0;         // besides, of memory that peers write
 
   // These say how fast it was.
   std::vector<double> times;  // ms; for each run that of the slowest rank

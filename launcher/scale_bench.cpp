@@ -208,6 +208,7 @@ class ScaleBench {
     r.merge = report.merge;
     r.received_bytes = f.cost.received_bytes;
     r.workspace_bytes = report.workspace_bytes;
+    r.peer_bytes = report.peer_bytes;
     return r;
   }
 

@@ -24,6 +24,7 @@ ordered_json to_json(const ScaleRow& r) {
   json["received_bytes"] = r.received_bytes;
   json["counted_bytes"] = r.counted_bytes;
   json["workspace_bytes"] = r.workspace_bytes;
+  json["peer_bytes"] = r.peer_bytes;
   json["efficiency"] = nullptr;
   if (r.efficiency) json["efficiency"] = *r.efficiency;
   if (r.check) json["check"] = to_json(*r.check);
@@ -96,16 +97,16 @@ std::string to_csv(const ScaleReport& report) {
   std::string text =
       "phase,ranks,kv_len,tokens,strategy,chosen,fastest,median_ms,min_ms,max_ms,predicted_ms,"
       "efficiency,attend,exchange,merge,balance,received_bytes,counted_bytes,workspace_bytes,"
-      "wrong\n";
+      "peer_bytes,wrong\n";
   for (const ScaleRow& r : report.rows) {
     if (!r.no.empty()) continue;
     text += fmt::format(
         "{},{},{},{},{},{:d},{:d},{:.6g},{:.6g},{:.6g},{:.6g},{},{:.4f},{:.4f},{:.4f},"
-        "{:.4f},{:.0f},{:.0f},{},{}\n",
+        "{:.4f},{:.0f},{:.0f},{},{},{}\n",
         r.phase, r.ranks, r.kv, r.tokens, r.strategy, r.chosen, r.fastest, r.time.median,
         r.time.min, r.time.max, r.predicted,
         r.efficiency ? fmt::format("{:.4f}", *r.efficiency) : "", r.attend, r.exchange, r.merge,
-        r.balance, r.received_bytes, r.counted_bytes, r.workspace_bytes,
+        r.balance, r.received_bytes, r.counted_bytes, r.workspace_bytes, r.peer_bytes,
         r.check ? fmt::to_string(r.check->wrong) : "");
   }
   return text;

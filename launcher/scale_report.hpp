@@ -27,6 +27,7 @@ struct ScaleRow {
   double received_bytes = 0;                   // by a rank in a run, from the formula
   double counted_bytes = 0;                    // by the rank that received most, as it counted
   std::size_t workspace_bytes = 0;
+  std::size_t peer_bytes = 0;        // besides, of memory that peers write
   std::optional<double> efficiency;  // against one rank
   std::optional<Judgement> check;
 };

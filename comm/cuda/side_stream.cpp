@@ -1,7 +1,6 @@
 #include "comm/cuda/side_stream.hpp"
 
 #include <algorithm>
-#include <utility>
 
 #include "src/check.hpp"
 
@@ -71,14 +70,17 @@ int SideStream::take() {
 }
 
 cudaStream_t SideStream::fork(cudaStream_t from) {
-  if (!std::exchange(has_place_, false)) LONGSPAN_CUDA(cudaEventRecord(begin_, from));
+  if (places_ > 0)
+    --places_;
+  else
+    LONGSPAN_CUDA(cudaEventRecord(begin_, from));
   LONGSPAN_CUDA(cudaStreamWaitEvent(stream_, begin_, 0));
   return stream_;
 }
 
-void SideStream::keep_place(cudaStream_t of) {
+void SideStream::keep_place(cudaStream_t of, int forks) {
   LONGSPAN_CUDA(cudaEventRecord(begin_, of));
-  has_place_ = true;
+  places_ = forks;
 }
 
 void SideStream::mark(int number) {

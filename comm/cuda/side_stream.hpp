@@ -25,8 +25,8 @@ class SideStream {
   int take();
   /// The stream, which from here on follows what `from` has, or had where its place was kept.
   cudaStream_t fork(cudaStream_t from);
-  /// Keeps the place of a stream for the next fork.
-  void keep_place(cudaStream_t of);
+  /// Keeps the place of a stream for so many forks to come.
+  void keep_place(cudaStream_t of, int forks);
   /// All that the stream has belongs to this transfer, or comes before it.
   void mark(int number);
   /// `to` waits for the transfer.
@@ -63,7 +63,7 @@ class SideStream {
   cudaStream_t stream_ = nullptr;
   cudaEvent_t begin_ = nullptr;  // read when it is waited for, so one is enough
   std::vector<Mark> marks_;
-  bool has_place_ = false;  // begin_ was recorded for the next fork
+  int places_ = 0;  // begin_ was recorded for so many forks
   bool is_abandoned_ = false;
 };
 

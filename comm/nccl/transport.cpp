@@ -93,8 +93,8 @@ class NcclTransport final : public ControlledTransport {
     return {buffer, buffer->data()};
   }
 
-  void keep_place(Stream stream) override {
-    or_abort([&] { side_.keep_place(cuda(stream)); });
+  void keep_place(Stream stream, int starts) override {
+    or_abort([&] { side_.keep_place(cuda(stream), starts); });
   }
 
   /// By copy engines into a receive buffer, or by one kernel of NCCL's.

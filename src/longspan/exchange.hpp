@@ -2,6 +2,7 @@
 /// How the states of a run, or its keys, travel between GPUs.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -28,6 +29,8 @@ struct ExchangeInfo {
   /// peer buffers: runs of more states (rows x heads) are gathered; 0: none is
   std::int64_t most_states = 0;
   std::string reason;  ///< gather: why not by peer buffers; empty where that is plain
+  /// Bytes on this rank that the peers write: besides the workspace, and none with gather
+  std::size_t peer_bytes = 0;
 
   /// Whether short runs go by peer buffers.
   bool has_peer_buffers() const {

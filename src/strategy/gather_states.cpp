@@ -56,6 +56,8 @@ class GatherStates final : public Strategy {
     const bool apart = options.exchange == Exchange::peer_buffers_apart;
     exchange_.by = apart ? Exchange::peer_buffers_apart : Exchange::peer_buffers;
     exchange_.most_states = peer_buffer_rows_ < most ? peer_buffer_rows_ : 0;
+    exchange_.peer_bytes = layer_.kernels.peer_buffer_bytes(
+        peer_buffer_rows_, layer_.bounds.value_dim, layer_.comm.size());
   }
 
   ExchangeInfo exchange() const override { return exchange_; }

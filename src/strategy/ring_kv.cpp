@@ -11,7 +11,9 @@
 //
 // On GPUs that reach each other the blocks are in a receive buffer, which copy engines fill while
 // all multiprocessors compute. There the step alone says which block it fills, as a sender has to
-// know it, and a copy of own keys has a block of its own.
+// know it, and a copy of own keys has a block of its own. Where the blocks of all steps are small,
+// each has its own, and all keys set out at once: then a step waits for the link alone, and not
+// for a block that a peer still attends to.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -28,6 +30,7 @@ namespace longspan {
 namespace {
 
 constexpr int kMostBlocks = 2;
+constexpr std::int64_t kSmallBytes = 64 << 20;  // of blocks for all steps, in a receive buffer
 
 class RingKv final : public Strategy {
  public:
@@ -79,17 +82,17 @@ class RingKv final : public Strategy {
       word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream,
                                           "ring of keys, agreement", run.said);
     }
-    comm::Transfers coming;
+    Moves moves(ranks);
     for (int step = 0;;) {
       // The result is made of what all ranks mean alike.
-      if (step == last_) hear_all(run, step, own, word);
+      if (step == last_) hear_all(run, step, own, word, moves);
       int next = next_step(step);
       if (receive_buffer_ && step == last_) next = ranks;
-      attend_beside(run, step, next, own, coming);
+      attend_beside(run, step, next, own, moves);
       if (next == ranks) break;
       run.enter(Phase::exchange);
       word.wait(run.stream);
-      coming.wait(run.stream);
+      moves.of(next).wait(run.stream);
       step = next;
     }
     word.wait(run.stream);
@@ -102,13 +105,23 @@ class RingKv final : public Strategy {
     bool receives = false;
     int block = 0;  // that it fills
   };
+  /// The transfers of a run.
+  struct Moves {
+    explicit Moves(int ranks) : steps(static_cast<std::size_t>(ranks)) {}
+    comm::Transfers& of(int step) { return steps[static_cast<std::size_t>(step)]; }
+
+    std::vector<comm::Transfers> steps;  // by distance
+    int started = 0;                     // the last step that has set out
+  };
 
   /// Opens a receive buffer for the blocks where the GPUs reach each other, or they are not asked
   /// to.
   void open_receive_buffer() {
     const Options& options = layer_.options;
     if (layer_.comm.size() == 1 || options.exchange == Exchange::gather) return;
-    const int count = std::min(kMostBlocks, layer_.comm.size() - 1);
+    const int steps = layer_.comm.size() - 1;
+    const std::int64_t block = keys_.block_rows() * (keys_.key_bytes() + keys_.value_bytes());
+    const int count = steps * block <= kSmallBytes ? steps : std::min(kMostBlocks, steps);
     const auto take = [&](Parts& memory) {
       take_blocks(memory, count);
       words_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(layer_.comm.size()));
@@ -119,6 +132,7 @@ class RingKv final : public Strategy {
     require_exchange(options, receive_buffer_ != nullptr, exchange_.reason);
     if (!receive_buffer_) return;
     exchange_.by = Exchange::peer_buffers;
+    exchange_.peer_bytes = counted.bytes;
     Parts memory{receive_buffer_.get()};
     take(memory);
   }
@@ -127,6 +141,9 @@ class RingKv final : public Strategy {
     blocks_.clear();
     for (int i = 0; i < count; ++i) blocks_.push_back(keys_.take_block(memory, keys_.block_rows()));
   }
+
+  /// Whether every step has a block of its own, so that all may move at once.
+  bool all_at_once() const { return receive_buffer_ && blocks_.size() + 1 == steps_.size(); }
 
   static bool share_a_block(const Step& one, const Step& other) {
     return one.receives && other.receives && one.block == other.block;
@@ -172,41 +189,48 @@ class RingKv final : public Strategy {
 
   /// Waits for the words of all ranks. In a receive buffer they come with the steps, and so this
   /// rank moves all that is left.
-  void hear_all(const Run& run, int step, const KeyBlock& own, comm::Transfer& word) const {
+  void hear_all(const Run& run, int step, const KeyBlock& own, comm::Transfer& word,
+                Moves& moves) const {
     word.wait(run.stream);
     if (!receive_buffer_) return;
-    for (step = next_step(step); step < layer_.comm.size(); step = next_step(step))
-      start(run, step, own).wait(run.stream);
+    for (step = next_step(step); step < layer_.comm.size(); step = next_step(step)) {
+      if (step > moves.started) start(run, step, own, moves);
+      moves.of(step).wait(run.stream);
+    }
   }
 
   /// Attends to the keys that step `step` has brought, those of this rank in step 0, while those of
   /// step `next` come; where they come into the same block, they come afterwards.
-  void attend_beside(Run& run, int step, int next, const KeyBlock& own,
-                     comm::Transfers& coming) const {
+  void attend_beside(Run& run, int step, int next, const KeyBlock& own, Moves& moves) const {
+    const int ranks = layer_.comm.size();
     const bool attends = step == 0 || steps_[step].receives;
-    const bool moves = next < layer_.comm.size();
-    const bool waits = moves && step > 0 && share_a_block(steps_[step], steps_[next]);
-    const bool beside = moves && !waits;
+    const bool sets_out = next < ranks && next > moves.started;
+    const int end = all_at_once() ? ranks : next + 1;  // of the steps that start now
+    const bool waits = sets_out && step > 0 && share_a_block(steps_[step], steps_[next]);
+    const bool beside = sets_out && !waits;
     // Copy engines need no place among the multiprocessors, and the kernel is what takes longest.
     const bool kernel_first = beside && receive_buffer_ && attends;
-    if (kernel_first) layer_.comm.keep_place(run.stream);
-    if (beside && !kernel_first) coming = start(run, next, own);
+    const auto start_next = [&] {
+      for (int s = next; s < end; ++s) start(run, s, own, moves);
+    };
+    if (kernel_first) layer_.comm.keep_place(run.stream, end - next);
+    if (beside && !kernel_first) start_next();
     if (attends) {
       run.enter(Phase::attend);
       if (step > 0) give(run, rank_at(-step), blocks_[steps_[step].block]);
-      attend(run, step == last_, coming);
+      attend(run, step == last_, next < ranks ? &moves.of(next) : nullptr);
     }
-    if (waits || kernel_first) coming = start(run, next, own);
+    if (waits || kernel_first) start_next();
   }
 
   /// Starts what moves in a step: keys, values, where listed keys stand, and, into a receive
   /// buffer, what this rank says of the run.
-  comm::Transfers start(const Run& run, int step, const KeyBlock& own) const {
+  void start(const Run& run, int step, const KeyBlock& own, Moves& moves) const {
     const Step& how = steps_[step];
     const KeyBlock& to = blocks_[how.block];
     const int rank = layer_.comm.rank(), from = rank_at(-step);
-    const auto bytes = [&](bool moves, int owner, std::int64_t row_bytes) {
-      return moves ? static_cast<std::size_t>(keys_.rows_of(run, owner) * row_bytes) : 0;
+    const auto bytes = [&](bool is_moved, int owner, std::int64_t row_bytes) {
+      return is_moved ? static_cast<std::size_t>(keys_.rows_of(run, owner) * row_bytes) : 0;
     };
     std::array<comm::Piece, comm::Transfers::kMost> pieces;
     std::size_t count = 0;
@@ -220,7 +244,9 @@ class RingKv final : public Strategy {
     if (receive_buffer_)
       pieces[count++] = {words_ + rank, sizeof *words_, words_ + from, sizeof *words_,
                          words_ + rank};
-    return layer_.comm.start_shifts({pieces.data(), count}, step, run.stream, how.name.c_str());
+    moves.of(step) =
+        layer_.comm.start_shifts({pieces.data(), count}, step, run.stream, how.name.c_str());
+    moves.started = step;
   }
 
   /// Makes the keys of rank `rank`, which have come, those of the run.
@@ -235,8 +261,10 @@ class RingKv final : public Strategy {
     run.attend.resume = true;
   }
 
-  void attend(Run& run, bool is_last, comm::Transfers& coming) const {
-    const kernels::BetweenTiles between = [&coming] { let_go_on(coming); };
+  void attend(Run& run, bool is_last, comm::Transfers* coming) const {
+    const kernels::BetweenTiles between = [coming] {
+      if (coming != nullptr) let_go_on(*coming);
+    };
     if (is_last)
       run.attend_to(run.merge, Phase::merge, layer_.kernels, between);
     else

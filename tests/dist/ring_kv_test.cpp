@@ -42,27 +42,51 @@ TEST(RingKv, AgreesWithFloat64) {
   }
 }
 
-/// Where GPUs reach each other copy engines bring the keys, elsewhere NCCL: the same bits.
-TEST(RingKv, GivesTheSameBitsBothWays) {
+/// A bound of the keys of a problem with which the blocks of all steps are too large to be had at
+/// once, so that two hold them in turn. It is of some use on four ranks and more.
+std::int64_t keys_for_two_blocks(const Problem& problem, int ranks) {
+  const std::int64_t key_and_value =
+      2 * std::int64_t{problem.shape.kv_heads} * problem.shape.dim * sizeof(float);
+  return (std::int64_t{66} << 20) / key_and_value * ranks / (ranks - 1);
+}
+
+/// Where GPUs reach each other copy engines bring the keys, elsewhere NCCL: the same bits, whether
+/// every step has a block of its own or not.
+TEST(RingKv, GivesTheSameBitsEveryWay) {
   const Communicator world = test_world();
   if (world.device() == Device::host) GTEST_SKIP() << "keys have one way between processors";
   Options probe{.head_dim = 64, .strategy = "gather-states"};
   const bool reach = Attention(world, probe).exchange().has_peer_buffers();
   const std::uint64_t seed = shared_seed(world);
+  std::size_t with_own_blocks = 0, with_two_blocks = 0;
   for (const Shape& shape : shapes()) {
     const Problem problem(shape, seed);
     const Shard keys{Layout::zigzag, world.rank(), world.size(), shape.kv_lens[0]};
     const Shard queries{Layout::zigzag, world.rank(), world.size(), shape.q_lens[0]};
-    Options options = ring_options(problem, world);
-    options.keys = {Layout::zigzag};
-    options.queries = Sharding{Layout::zigzag};
-    EXPECT_EQ(Attention(world, options).exchange().has_peer_buffers(), reach);
-    const Result by_copies = run(world, problem, keys, options, queries);
-    options.exchange = Exchange::gather;
-    EXPECT_EQ(Attention(world, options).exchange().by, Exchange::gather);
-    const Result by_nccl = run(world, problem, keys, options, queries);
-    EXPECT_EQ(by_copies.out, by_nccl.out) << "kv " << shape.kv_lens[0] << " seed " << seed;
+    for (const bool two_blocks : {false, true}) {
+      if (two_blocks && (world.size() < 4 || with_two_blocks > 0)) continue;
+      Options options = ring_options(problem, world);
+      options.keys = {Layout::zigzag};
+      options.queries = Sharding{Layout::zigzag};
+      if (two_blocks) options.limits.max_kv_len = keys_for_two_blocks(problem, world.size());
+      const ExchangeInfo exchange = Attention(world, options).exchange();
+      EXPECT_EQ(exchange.has_peer_buffers(), reach);
+      (two_blocks ? with_two_blocks : with_own_blocks) = exchange.peer_bytes;
+      const Result by_copies = run(world, problem, keys, options, queries);
+      options.exchange = Exchange::gather;
+      const ExchangeInfo gathering = Attention(world, options).exchange();
+      EXPECT_EQ(gathering.by, Exchange::gather);
+      EXPECT_EQ(gathering.peer_bytes, 0U);
+      const Result by_nccl = run(world, problem, keys, options, queries);
+      EXPECT_EQ(by_copies.out, by_nccl.out)
+          << "kv " << shape.kv_lens[0] << (two_blocks ? ", two blocks" : "") << " seed " << seed;
+    }
   }
+  if (!reach) return;
+  EXPECT_GT(with_own_blocks, 0U);
+  if (world.size() < 4) return;
+  EXPECT_GT(with_two_blocks, with_own_blocks);
+  EXPECT_LT(with_two_blocks, std::size_t{64} << 20);  // those of all steps would be more
 }
 
 /// A layer for a batch whose lengths change between runs, as they do out of one graph. On a GPU

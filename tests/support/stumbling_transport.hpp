@@ -27,7 +27,7 @@ class StumblingTransport final : public comm::Transport {
     count_shift();
     return inner().start_shifts(pieces, distance, stream, step);
   }
-  void keep_place(Stream stream) override { inner().keep_place(stream); }
+  void keep_place(Stream stream, int starts) override { inner().keep_place(stream, starts); }
 
   int rank() const override { return inner().rank(); }
   int size() const override { return inner().size(); }

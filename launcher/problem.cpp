@@ -84,7 +84,8 @@ Options Problem::layer_options(int ranks) const {
       .max_tokens = queries ? static_cast<std::int64_t>(run_size(ranks).most_tokens) : tokens(),
       .max_batch = batch(),
       .max_kv_len = *std::max_element(kv_lens.begin(), kv_lens.end()),
-      .max_query_len = *std::max_element(q_lens.begin(), q_lens.end())};
+      .max_query_len = *std::max_element(q_lens.begin(), q_lens.end()),
+      .dense_keys = batch() == 1 && keys.layout != Layout::ranges};
   return fitted;
 }
 

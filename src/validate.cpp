@@ -184,6 +184,7 @@ NamedValues describe(const Options& o, const std::string& bf16_products) {
                   {"max_kv_len", fmt::to_string(o.limits.max_kv_len)},
                   {"max_query_len", fmt::to_string(o.limits.max_query_len)},
                   {"max_workspace", fmt::to_string(o.limits.max_workspace)},
+                  {"dense_keys", yes_no(o.limits.dense_keys)},
                   {"invariant", yes_no(o.invariant)},
                   {"check_arrays", yes_no(o.debug.check_arrays)},
                   {"strategy", o.strategy},

@@ -55,6 +55,10 @@ struct Limits {
                                    ///< 0: unknown, which costs launches of kernels for long ones
   std::int64_t max_workspace = 0;  ///< bytes on a rank, but for the scratch of its kernels; a
                                    ///< strategy that takes more is refused. 0: no limit
+  bool dense_keys = false;  ///< k and v of every run lie dense, one sequence behind the other,
+                            ///< and the host knows their lengths: strategies that move keys
+                            ///< send them from there and refuse other runs, and ring-kv on
+                            ///< GPUs has a block less
 };
 
 /// Checks and measurements, which cost time.

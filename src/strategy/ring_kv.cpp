@@ -11,9 +11,9 @@
 //
 // On GPUs that reach each other the blocks are in a receive buffer, which copy engines fill while
 // all multiprocessors compute. There the step alone says which block it fills, as a sender has to
-// know it, and a copy of own keys has a block of its own. Where the blocks of all steps are small,
-// each has its own, and all keys set out at once: then a step waits for the link alone, and not
-// for a block that a peer still attends to.
+// know it, and a copy of own keys has a block of its own (none with Limits::dense_keys). Where the
+// blocks of all steps are small, each has its own, and all keys set out at once: then a step waits
+// for the link alone, and not for a block that a peer still attends to.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -48,7 +48,10 @@ class RingKv final : public Strategy {
     if (layer_.comm.size() == 1) return;
     keys_.lay_out(memory);
     if (!receive_buffer_) take_blocks(memory, kMostBlocks);
-    copy_ = receive_buffer_ ? keys_.take_block(memory, keys_.block_rows()) : blocks_[0];
+    if (!receive_buffer_)
+      copy_ = blocks_[0];
+    else if (!layer_.options.limits.dense_keys)
+      copy_ = keys_.take_block(memory, keys_.block_rows());
   }
 
   ExchangeInfo exchange() const override { return exchange_; }

@@ -89,6 +89,47 @@ TEST(RingKv, GivesTheSameBitsEveryWay) {
   EXPECT_LT(with_two_blocks, std::size_t{64} << 20);  // those of all steps would be more
 }
 
+/// A layer for dense keys has no block to copy them to, gives the same bits, and refuses others.
+TEST(RingKv, DenseKeysAreSentFromWhereTheyLie) {
+  const Communicator world = test_world();
+  const Device device = world.device();
+  const Problem problem(shapes().front(), shared_seed(world));
+  const Shard keys{Layout::zigzag, world.rank(), world.size(), problem.shape.kv_lens[0]};
+  const Shard queries{Layout::zigzag, world.rank(), world.size(), problem.shape.q_lens[0]};
+  Options options = ring_options(problem, world);
+  options.keys = {Layout::zigzag};
+  options.queries = Sharding{Layout::zigzag};
+  const Result found = run(world, problem, keys, options, queries);
+  const Attention any(world, options);
+  options.limits.dense_keys = true;
+  EXPECT_EQ(run(world, problem, keys, options, queries).out, found.out);
+  Attention dense(world, options);
+  if (world.size() > 1 && any.exchange().has_peer_buffers())
+    EXPECT_LT(dense.workspace_bytes(), any.workspace_bytes());
+  else
+    EXPECT_EQ(dense.workspace_bytes(), any.workspace_bytes());
+  if (world.size() == 1) return;  // no key travels
+
+  const std::int64_t rows = queries.local_len(problem.shape.q_lens[0]),
+                     held = keys.local_len(problem.shape.kv_lens[0]),
+                     row = std::int64_t{problem.shape.dim} * size_of(options.dtypes.compute);
+  Buffer q(device, rows * options.heads * row), k(device, 2 * held * options.kv_heads * row),
+      out(device, rows * options.heads * row);
+  const auto tensor = [&](const Buffer& memory, std::int64_t count, int heads) {
+    return Tensor(memory.data(), options.dtypes.compute, {count, heads, problem.shape.dim}, device);
+  };
+  AttentionArgs args{.q = tensor(q, rows, options.heads),
+                     .k = tensor(k, held, options.kv_heads),
+                     .v = tensor(k, held, options.kv_heads),
+                     .out = tensor(out, rows, options.heads),
+                     .total_keys = problem.shape.kv_lens[0],
+                     .total_tokens = problem.shape.q_lens[0]};
+  args.k.stride[0] *= 2;
+  EXPECT_THAT([&] { dense.run(args); }, testing::ThrowsMessage<InputError>(testing::HasSubstr(
+                                            "the layer was made for runs of which they can "
+                                            "(dense_keys)")));
+}
+
 /// A layer for a batch whose lengths change between runs, as they do out of one graph. On a GPU
 /// only the device knows them, and what travels has the size of the layer's limits.
 TEST(RingKv, RunsAgainWithOtherLengths) {

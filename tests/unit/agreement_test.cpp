@@ -190,6 +190,7 @@ const std::map<std::string, OptionCase> kOptions{
     {"limits.max_query_len", {[](Options& o) { o.limits.max_query_len = 5; }}},
     {"ranks_per_node", {[](Options& o) { o.ranks_per_node = 2; }}},
     {"limits.max_workspace", {[](Options& o) { o.limits.max_workspace = 1 << 30; }}},
+    {"limits.dense_keys", {[](Options& o) { o.limits.dense_keys = true; }}},
     {"keys.layout", {[](Options& o) { o.keys.layout = Layout::zigzag; }}},
     {"keys.block",
      {[](Options& o) { o.keys.block = 64; },

@@ -195,6 +195,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"max_kv_len", [](Options& o) { o.limits.max_kv_len = 9; }},
       {"max_query_len", [](Options& o) { o.limits.max_query_len = 9; }},
       {"max_workspace", [](Options& o) { o.limits.max_workspace = 1 << 30; }},
+      {"dense_keys", [](Options& o) { o.limits.dense_keys = true; }},
       {"ranks_per_node", [](Options& o) { o.ranks_per_node = 2; }},
       {"keys", [](Options& o) { o.keys.layout = Layout::striped; }},
       {"queries", [](Options& o) { o.queries = Sharding{}; }},

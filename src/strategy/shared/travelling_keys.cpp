@@ -140,6 +140,11 @@ void TravellingKeys::check(const Run& run, const char* strategy) const {
   if (run.arrays.keys.length > layer_.bounds.max_kv_len)
     throw InputError(fmt::format("total_keys is {}; the layer was made for {} (max_kv_len)",
                                  run.arrays.keys.length, layer_.bounds.max_kv_len));
+  if (layer_.options.limits.dense_keys && must_copy(run))
+    throw InputError(
+        "k and v of this run cannot be sent from where they lie (pages, strides, room between "
+        "sequences, or on a GPU lengths that only the device knows), and the layer was made for "
+        "runs of which they can (dense_keys)");
 }
 
 bool TravellingKeys::knows_lengths(const Run& run) const {

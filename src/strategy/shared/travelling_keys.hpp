@@ -52,7 +52,8 @@ class TravellingKeys {
   /// Takes what a run needs besides.
   void lay_out(Parts& memory);
 
-  /// Throws Unsupported, on every rank, for a run whose keys cannot travel. `strategy` is who asks.
+  /// Throws Unsupported, on every rank, for a run whose keys cannot travel, and InputError for one
+  /// that is beyond the layer's limits. `strategy` is who asks.
   void check(const Run& run, const char* strategy) const;
 
   /// Makes the run's keys ready to be sent: new ones are in the cache, and own rows have their

@@ -1,4 +1,5 @@
-// Implements Buffer on the host and, in a build with CUDA, on the current GPU.
+// Implements Buffer, and copies to the host, on the host and, in a build with CUDA, on the current
+// GPU.
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -8,6 +9,7 @@
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
 #include "src/device_guard.hpp"
+#include "src/read_back.hpp"
 
 namespace longspan {
 namespace {
@@ -102,6 +104,21 @@ void Buffer::download(void* host) const {
   check_host(host, bytes_);
   const DeviceGuard guard(gpu_);
   copy(device_, host, data_, bytes_);
+}
+
+bool is_captured([[maybe_unused]] Device device, [[maybe_unused]] Stream stream) {
+#if defined(LONGSPAN_HAVE_CUDA)
+  if (device == Device::cuda) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    LONGSPAN_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.handle), &capture));
+    return capture != cudaStreamCaptureStatusNone;
+  }
+#endif
+  return false;
+}
+
+void read_back(Device device, const void* from, std::size_t bytes, void* to) {
+  copy(device, to, from, bytes);
 }
 
 }  // namespace longspan

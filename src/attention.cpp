@@ -122,7 +122,7 @@ struct Attention::Impl {
   void check_listed(Run& run) {
     if (!listed->are_checked()) return;
     run.enter(Phase::exchange);
-    run.say_to(*kernels);
+    if (world.device() == Device::host) run.say_to(*kernels);
     listed->check(run);
   }
 

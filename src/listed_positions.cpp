@@ -4,11 +4,13 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "kernels/digest.hpp"
 #include "longspan/error.hpp"
 #include "src/divided_up.hpp"
+#include "src/read_back.hpp"
 
 namespace longspan {
 namespace {
@@ -42,36 +44,74 @@ ListedPositions::ListedPositions(comm::Transport& comm, const Options& options)
     : comm_(comm),
       keys_(options.keys.layout == Layout::listed),
       rows_(options.queries && options.queries->layout == Layout::listed) {
-  if (comm.device() != Device::host || !(keys_ || rows_)) return;
+  if (!(keys_ || rows_)) return;
+  if (comm.device() != Device::host && !options.debug.check_arrays) return;
   said_.resize(static_cast<std::size_t>(comm.size()));
   keys_of_rank_.resize(said_.size());
 }
 
-void ListedPositions::check(Run& run) {
-  const auto table_of = [](const Shard& shard) {
-    return std::span(shard.table, static_cast<std::size_t>(shard.listed));
+bool ListedPositions::read(const Run& run, Tables& tables) {
+  const Device device = comm_.device();
+  const bool copies = device != Device::host;
+  if (is_captured(device, run.stream)) return false;
+  if (copies) comm_.wait(run.stream, "reading of listed positions");
+  const auto table_of = [&](const Shard& shard, std::vector<std::int64_t>& copy) {
+    const std::span table(shard.table, static_cast<std::size_t>(shard.listed));
+    if (!copies) return table;
+    copy.resize(table.size());
+    read_back(device, table.data(), table.size_bytes(), copy.data());
+    return std::span<const std::int64_t>(copy);
   };
-  const Shard &keys = run.arrays.keys, &rows = run.arrays.queries;
+  if (keys_) tables.keys = table_of(run.arrays.keys, key_table_);
+  if (rows_) tables.rows = table_of(run.arrays.queries, row_table_);
+  if (copies && run.arrays.kv_len != nullptr) {
+    std::int32_t length = 0;
+    read_back(device, run.arrays.kv_len, sizeof length, &length);
+    tables.length = length;
+  } else {
+    tables.length = run.attend.batch.keys(0, run.arrays.keys);
+  }
+  return true;
+}
+
+template <class T>
+void ListedPositions::gather(const T* send, std::size_t count, T* recv, Stream stream,
+                             const char* step, std::uint64_t* said) const {
+  const std::size_t bytes = count * sizeof(T);
+  if (comm_.size() == 1) {
+    std::copy_n(send, send == recv ? 0 : count, recv);
+  } else if (comm_.device() == Device::host) {
+    comm_.all_gather(send, recv, bytes, stream, step, said);
+  } else {
+    const std::vector<std::string> all =
+        comm_.gather(std::string(reinterpret_cast<const char*>(send), bytes), step);
+    for (std::size_t p = 0; p < all.size(); ++p)
+      std::memcpy(recv + p * count, all[p].data(), std::min(bytes, all[p].size()));
+  }
+}
+
+void ListedPositions::check(Run& run) {
+  Tables tables;
+  if (!read(run, tables)) return;
   Said& own = said_[static_cast<std::size_t>(comm_.rank())];
   own = {};
-  if (keys_) own.keys = sums_of(table_of(keys));
-  if (rows_) own.rows = sums_of(table_of(rows));
-  if (comm_.size() > 1)
-    comm_.all_gather(&own, said_.data(), sizeof own, run.stream, "sums of listed positions",
-                     run.said);
-  run.said = nullptr;
+  if (keys_) own.keys = sums_of(tables.keys);
+  if (rows_) own.rows = sums_of(tables.rows);
+  gather(&own, 1, said_.data(), run.stream, "sums of listed positions", run.said);
+  const bool on_host = comm_.device() == Device::host;
+  if (on_host) run.said = nullptr;
   Said all;
   for (std::size_t p = 0; p < said_.size(); ++p) {
     all.keys.add(said_[p].keys);
     all.rows.add(said_[p].rows);
     keys_of_rank_[p] = said_[p].keys.count;
   }
-  const std::int64_t length = run.attend.batch.keys(0, keys), tokens = run.args.total_tokens;
+  const std::int64_t length = tables.length, tokens = run.args.total_tokens;
   if (keys_ && all.keys != whole_keys_.of(length))
-    find("key_table", table_of(keys), length, all.keys.count, run.stream);
+    find("key_table", tables.keys, length, all.keys.count, run.stream);
   if (rows_ && all.rows != whole_rows_.of(tokens))
-    find("query_table", table_of(rows), tokens, all.rows.count, run.stream);
-  if (keys_) run.listed_keys = keys_of_rank_.data();
+    find("query_table", tables.rows, tokens, all.rows.count, run.stream);
+  if (keys_ && on_host) run.listed_keys = keys_of_rank_.data();
 }
 
 void ListedPositions::find(const char* name, std::span<const std::int64_t> table,
@@ -95,9 +135,7 @@ void ListedPositions::find(const char* name, std::span<const std::int64_t> table
     for (const std::int64_t position : table)
       if (position >= begin && position < end)
         own[static_cast<std::size_t>((position - begin) / step)].add(position);
-    if (comm_.size() > 1)
-      comm_.all_gather(own.data(), parts.data(), own.size_bytes(), stream,
-                       "search among listed positions");
+    gather(own.data(), kParts, parts.data(), stream, "search among listed positions");
     for (part = 0; begin + step < end && is_right(part); ++part) begin += step;
     end = std::min(begin + step, end);
   }

@@ -9,7 +9,8 @@
 // another is found always, any other difference with probability 1 - 2^-64. Then the ranks narrow
 // it down together, since all of them see it, and the error names the position and who lists it.
 //
-// Tables are read here, so on GPUs nothing is checked.
+// Tables are read here, so on GPUs they are checked with Debug::check_arrays alone, which waits for
+// the stream and copies them, and never while a graph is captured.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +27,12 @@ class ListedPositions {
   /// The options say whether there is anything to check in the runs of a layer.
   ListedPositions(comm::Transport& comm, const Options& options);
 
-  /// False where no run has a listed table of keys or queries on processors.
+  /// False where no run has a listed table of keys or queries that is read.
   bool are_checked() const { return !said_.empty(); }
 
-  /// Checks the tables of a run, which is told how many keys each rank lists. It is collective, and
-  /// compares what ranks say of the run. Throws InputError, on every rank, for what two entries
-  /// list or none.
+  /// Checks the tables of a run. It is collective. On processors it also compares what ranks say of
+  /// the run, which is told how many keys each rank lists. Throws InputError, on every rank, for
+  /// what two entries list or none.
   void check(Run& run);
 
  private:
@@ -60,6 +61,18 @@ class ListedPositions {
     Sums sums_;
   };
 
+  /// One rank's tables, in memory of the host.
+  struct Tables {
+    std::span<const std::int64_t> keys, rows;
+    std::int64_t length = 0;  // of the sequence
+  };
+  /// Those of a run. False where they cannot be read now.
+  bool read(const Run& run, Tables& tables);
+  /// recv [ranks, count] = what every rank has. `said`: as of Transport::all_gather.
+  template <class T>
+  void gather(const T* send, std::size_t count, T* recv, Stream stream, const char* step,
+              std::uint64_t* said = nullptr) const;
+
   static Sums sums_of(std::span<const std::int64_t> table);
   /// Throws, on every rank, with the first position that is not listed once.
   [[noreturn]] void find(const char* name, std::span<const std::int64_t> table, std::int64_t length,
@@ -71,6 +84,7 @@ class ListedPositions {
   std::vector<Said> said_;                  // [ranks]
   std::vector<std::int64_t> keys_of_rank_;  // [ranks]
   Whole whole_keys_, whole_rows_;
+  std::vector<std::int64_t> key_table_, row_table_;  // copies of those on a GPU
 };
 
 }  // namespace longspan

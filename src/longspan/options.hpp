@@ -65,6 +65,8 @@ struct Limits {
 struct Debug {
   bool check_arrays = false;  ///< CUDA: check lengths and block tables on the GPU ahead of the
                               ///< kernels (which run nevertheless); wait() throws what was found.
+                              ///< Listed tables are read by the host, which waits for the stream,
+                              ///< and compared between ranks; run() throws what was found.
                               ///< On the host they are always checked, first
   bool profile = false;       ///< time the phases of each run; see Attention::phases
 };

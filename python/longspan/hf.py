@@ -29,7 +29,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from . import InputError, Sharding, UnsupportedError, UsageError
 from .torch._groups import alone_name, known, name_of
-from .torch._ops import APPEND as _APPEND, ATTEND as _ATTEND
+from .torch._ops import APPEND as _APPEND, attend as _attend
 
 NAME = "longspan"
 
@@ -351,15 +351,15 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         options["sinks"] = s_aux
     if layer is None or layer.index != getattr(module, "layer_idx", None) or not _is_of(layer, key):
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        return _ATTEND(q, k, v, alone_name(query.device.type), **options), None
+        return _attend(q, k, v, alone_name(query.device.type), **options), None
     options["keys"] = layer.layout
     now = layer.prefill
     q = query.transpose(1, 2)
     if now is None:
-        return _ATTEND(q, key.transpose(1, 2), value.transpose(1, 2), layer.name, cache_seqlens=layer.lengths,
+        return _attend(q, key.transpose(1, 2), value.transpose(1, 2), layer.name, cache_seqlens=layer.lengths,
                        **options), None
     held = now.before + now.rows
-    out = _ATTEND(q[:, :now.rows], key[:, :, :held].transpose(1, 2), value[:, :, :held].transpose(1, 2), layer.name,
+    out = _attend(q[:, :now.rows], key[:, :, :held].transpose(1, 2), value[:, :, :held].transpose(1, 2), layer.name,
                   queries=layer.layout, total_keys=now.end, total_queries=now.end - now.start, **options)
     if now.rows:
         return out, None

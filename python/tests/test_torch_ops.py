@@ -142,3 +142,36 @@ def test_examples_in_docstrings(name):
     with torch.device("cpu"):  # which is what they print
         runner.run(test)
     assert runner.failures == 0 and test.examples
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, which calls one by one
+def test_the_operator_is_seen_where_somebody_looks():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def call(*tensors, return_lse=False):
+        return lt.scaled_dot_product_attention(*tensors, is_causal=True, return_lse=return_lse)
+
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    plain, (_, lse) = call(q, k, v), call(q, k, v, return_lse=True)
+    with Seen() as seen:
+        assert torch.equal(call(q, k, v), plain)
+        assert torch.equal(call(q, k, v, return_lse=True)[1], lse)
+    assert {"longspan.attend.default", "longspan.attend_lse.default"} <= set(seen.names)
+    with torch.profiler.profile() as profile:
+        call(q, k, v)
+    assert "longspan::attend" in {event.key for event in profile.key_averages()}
+    with FakeTensorMode() as mode:
+        assert call(*(mode.from_tensor(t) for t in (q, k, v))).shape == plain.shape
+    several = torch.randn(3, 4, 1, 2, 9, 16)
+    assert torch.equal(torch.vmap(call)(*several), torch.stack([call(*one) for one in zip(*several)]))
+    assert call(torch.nn.Parameter(q, requires_grad=False), k, v).equal(plain)

@@ -12,7 +12,7 @@ from longspan import Communicator, InputError, Sharding, UnsupportedError
 
 from ._groups import alone_name, known, name_of
 from ._layouts import layout_text, shard_of, unshard_of
-from ._ops import ATTEND as _attend, ATTEND_LSE as _attend_lse
+from ._ops import attend as _attend, attend_lse as _attend_lse
 
 AS_KEYS = "as keys"
 

@@ -274,6 +274,37 @@ _define("append", """Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, str
         _append_kernel, _fake_append)
 
 # What longspan.torch and longspan.hf call.
-ATTEND = torch.ops.longspan.attend.default
-ATTEND_LSE = torch.ops.longspan.attend_lse.default
 APPEND = torch.ops.longspan.append.default
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, comm: str, **options):
+    """The operator attend, or what it does, where nobody looks at operators."""
+    return (_attend if _sees_no_operators(q, k, v) else torch.ops.longspan.attend.default)(q, k, v, comm, **options)
+
+
+def attend_lse(q: Tensor, k: Tensor, v: Tensor, comm: str, **options):
+    """The operator attend_lse, likewise."""
+    if _sees_no_operators(q, k, v):
+        return _attend(q, k, v, comm, return_lse=True, **options)
+    return torch.ops.longspan.attend_lse.default(q, k, v, comm, **options)
+
+
+def _watchers():
+    """Functions that are all false where no trace, mode, transform or profiler looks at operators; None where
+    this torch has not all of them."""
+    try:
+        return (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack, torch._C._get_tracing_state,
+                torch._C._functorch.peek_interpreter_stack, torch._C._autograd._profiler_enabled)
+    except AttributeError:
+        return None
+
+
+_WATCHERS = _watchers()
+
+
+def _sees_no_operators(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's dispatcher may be left out, which takes as long as all the rest of a call in Python."""
+    if torch.compiler.is_compiling() or _WATCHERS is None:
+        return False
+    return type(q) is type(k) is type(v) is Tensor and q.device.type in ("cpu", "cuda") and not any(
+        watches() for watches in _WATCHERS)

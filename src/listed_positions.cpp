@@ -90,6 +90,12 @@ void ListedPositions::gather(const T* send, std::size_t count, T* recv, Stream s
   }
 }
 
+bool ListedPositions::agree_on_length(std::int64_t most) const {
+  return std::all_of(said_.begin(), said_.end(), [&](const Said& said) {
+    return said.length == said_[0].length && said.length >= 0 && (most == 0 || said.length <= most);
+  });
+}
+
 void ListedPositions::check(Run& run) {
   Tables tables;
   if (!read(run, tables)) return;
@@ -97,9 +103,12 @@ void ListedPositions::check(Run& run) {
   own = {};
   if (keys_) own.keys = sums_of(tables.keys);
   if (rows_) own.rows = sums_of(tables.rows);
+  own.length = tables.length;
   gather(&own, 1, said_.data(), run.stream, "sums of listed positions", run.said);
   const bool on_host = comm_.device() == Device::host;
   if (on_host) run.said = nullptr;
+  // What is wrong with lengths the checks of arrays and of the run say.
+  if (!on_host && !agree_on_length(run.attend.max_kv_len)) return;
   Said all;
   for (std::size_t p = 0; p < said_.size(); ++p) {
     all.keys.add(said_[p].keys);

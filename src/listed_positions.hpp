@@ -50,6 +50,7 @@ class ListedPositions {
   /// What a rank says of its tables.
   struct Said {
     Sums keys, rows;
+    std::int64_t length = 0;  // of the sequence
   };
   /// The sums of 0 ... length - 1, from those of the run before: a step of decode adds one
   /// position.
@@ -66,6 +67,8 @@ class ListedPositions {
     std::span<const std::int64_t> keys, rows;
     std::int64_t length = 0;  // of the sequence
   };
+  /// Whether all ranks say one length, which the layer takes. An array on a GPU may hold any.
+  bool agree_on_length(std::int64_t most) const;
   /// Those of a run. False where they cannot be read now.
   bool read(const Run& run, Tables& tables);
   /// recv [ranks, count] = what every rank has. `said`: as of Transport::all_gather.

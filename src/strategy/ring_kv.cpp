@@ -47,11 +47,12 @@ class RingKv final : public Strategy {
     states_->lay_out(memory);
     if (layer_.comm.size() == 1) return;
     keys_.lay_out(memory);
-    if (!receive_buffer_) take_blocks(memory, kMostBlocks);
-    if (!receive_buffer_)
+    if (!receive_buffer_) {
+      take_blocks(memory, kMostBlocks);
       copy_ = blocks_[0];
-    else if (!layer_.options.limits.dense_keys)
+    } else if (!layer_.options.limits.dense_keys) {
       copy_ = keys_.take_block(memory, keys_.block_rows());
+    }
   }
 
   ExchangeInfo exchange() const override { return exchange_; }

@@ -12,6 +12,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "longspan/longspan.hpp"
@@ -235,9 +236,9 @@ TEST_F(ListedPositions, OfRowsBesideListedKeysAreEachOnes) {
 /// A length that is no length, in memory of a GPU, is what the check of arrays says it is.
 TEST_F(ListedPositions, OfNoLengthAreNotLookedFor) {
   if (world_.device() == Device::host) GTEST_SKIP() << "on processors it is seen ahead";
-  const StrategyInfo& any =
-      *std::find_if(strategies().begin(), strategies().end(),
-                    [](const StrategyInfo& info) { return info.name == "gather-states"; });
+  const StrategyInfo& any = *std::find_if(
+      strategies().begin(), strategies().end(),
+      [](const StrategyInfo& info) { return std::string_view(info.name) == "gather-states"; });
   for (const std::int32_t length : {-5, 1 << 30}) {
     SCOPED_TRACE(length);
     ListedRun run(world_, any, true, false, false);

@@ -6,10 +6,10 @@
 #include <string>
 #include <utility>
 
+#include "kernels/read_back.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
 #include "src/device_guard.hpp"
-#include "src/read_back.hpp"
 
 namespace longspan {
 namespace {

@@ -8,9 +8,9 @@
 #include <string>
 
 #include "kernels/digest.hpp"
+#include "kernels/read_back.hpp"
 #include "longspan/error.hpp"
 #include "src/divided_up.hpp"
-#include "src/read_back.hpp"
 
 namespace longspan {
 namespace {

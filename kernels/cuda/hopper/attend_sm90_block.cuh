@@ -2,6 +2,8 @@
 // shared memory with the barriers of its pipelines. attend_sm90.cuh has the algorithm.
 #pragma once
 
+#include <climits>
+#include <cstdint>
 #include <type_traits>
 
 #include "kernels/cuda/arch/sm90.cuh"
@@ -86,11 +88,13 @@ struct KeyPositions {
       return;
     }
     const int keys = static_cast<int>(shard.local_len(kv_len));
-    block = shard.layout == Layout::interleaved ? static_cast<int>(shard.block)
+    // Blocks may be longer than any sequence: what is past 31 bits is past all positions.
+    const auto capped = [](std::int64_t x) { return static_cast<int>(x < INT_MAX ? x : INT_MAX); };
+    block = shard.layout == Layout::interleaved ? capped(shard.block)
             : shard.layout == Layout::striped   ? 1
                                                 : 0;
-    round = block * shard.ranks;
-    start[0] = block > 0  ? block * shard.rank
+    round = capped(std::int64_t{block} * shard.ranks);
+    start[0] = block > 0  ? capped(std::int64_t{block} * shard.rank)
                : keys > 0 ? static_cast<int>(shard.position(0, kv_len))
                           : 0;
     // The second run of a zigzag begins in the upper half.

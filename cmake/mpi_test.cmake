@@ -14,6 +14,16 @@ if(LONGSPAN_SANITIZE)
   set(LONGSPAN_RANKS_TIMEOUT 900)
 endif()
 
+# longspan_mostly_waits(test ranks lock): most of the test's time goes by until deadlines, so that it
+# needs no core for each rank. Of tests with one lock one runs at a time.
+function(longspan_mostly_waits test ranks lock)
+  set(cores 1)
+  if(ranks GREATER 4)
+    set(cores 2)
+  endif()
+  set_tests_properties(${test} PROPERTIES PROCESSORS ${cores} RESOURCE_LOCK "${lock}")
+endfunction()
+
 function(longspan_mpi_test name target)
   if(NOT LONGSPAN_BUILD_TESTS)
     return()

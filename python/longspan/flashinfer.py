@@ -264,11 +264,11 @@ def _attend(q, k, v, kv_layout, causal, window_left, softcap, sm_scale, numbers,
         of_q, of_k, of_v = (_number(*named) for named in zip(("q_scale", "k_scale", "v_scale"), numbers))
         scale = scale * of_q * of_k
         if of_v != 1:
-            options["out_scale"] = _beside(q, 1 / of_v)
+            options["out_scale"] = _on_device_of(q, 1 / of_v)
     if o_dtype is not None:
         out = options["out"] = _result(q, (*q.shape[:2], v.shape[2]), o_dtype)
         if is_fp8(out):
-            options.setdefault("out_scale", _beside(q, 1.0))
+            options.setdefault("out_scale", _on_device_of(q, 1.0))
     elif is_fp8(q):
         raise InputError(f"o_dtype is None and q is {type_of(q)}; give the type of the result")
     try:
@@ -288,17 +288,17 @@ def _fp8_scales(q, k, v, scales):
             if name == "q" and len(getattr(given, "shape", ())) == 1 and given.shape[0] not in (1, k.shape[1]):
                 raise UnsupportedError(f"scale_q is {list(given.shape)}, a scale for each query head; [1] or "
                                        f"[kv_heads] ({k.shape[1]}) is supported")
-            scale = 1.0 if given is None else given
-            options[f"{name}_descale"] = _beside(array, scale) if isinstance(scale, (int, float)) else scale
+            options[f"{name}_descale"] = _on_device_of(array, 1.0 if given is None else given)
         elif given is not None:
             raise InputError(f"scale_{name} is given and {name} is {type_of(array)}; it is the scale of fp8")
     return options
 
 
-def _beside(array, number):
-    """The number on the device of the array: attend takes a number itself for work on the host alone."""
+def _on_device_of(array, number):
+    """A number on the device of the array, as attend takes numbers themselves for work on the host alone; what
+    is no number stays as it is."""
     on_cpu = 1  # kDLCPU of DLPack
-    if not hasattr(array, "__dlpack_device__") or array.__dlpack_device__()[0] == on_cpu:
+    if not isinstance(number, (int, float)) or not hasattr(array, "__dlpack_device__") or array.__dlpack_device__()[0] == on_cpu:
         return number
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):

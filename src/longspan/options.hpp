@@ -56,9 +56,9 @@ struct Limits {
   std::int64_t max_workspace = 0;  ///< bytes on a rank, but for the scratch of its kernels; a
                                    ///< strategy that takes more is refused. 0: no limit
   bool dense_keys = false;  ///< k and v of every run lie dense, one sequence behind the other,
-                            ///< and the host knows their lengths: strategies that move keys
-                            ///< send them from there and refuse other runs, and ring-kv on
-                            ///< GPUs has a block less
+                            ///< and the host knows their lengths: ring-kv and gather-kv send
+                            ///< them from there and refuse other runs, and ring-kv on GPUs has a
+                            ///< block less
 };
 
 /// Checks and measurements, which cost time.

@@ -34,6 +34,7 @@ class GatherStates final : public Strategy {
     const Options& options = layer_.options;
     const std::int64_t most = options.limits.max_tokens * options.heads;
     std::string why;
+    std::size_t bytes = 0;
     if (layer_.comm.size() == 1 || options.exchange == Exchange::gather) return;
     if (options.queries) {
       why = "queries are sharded";
@@ -41,8 +42,8 @@ class GatherStates final : public Strategy {
       why = fmt::format("results are by {}", name(options.results.part));
     } else {
       peer_buffer_rows_ = std::min(kMostRows, most);
-      const std::size_t bytes = layer_.kernels.peer_buffer_bytes(
-          peer_buffer_rows_, layer_.bounds.value_dim, layer_.comm.size());
+      bytes = layer_.kernels.peer_buffer_bytes(peer_buffer_rows_, layer_.bounds.value_dim,
+                                               layer_.comm.size());
       if (bytes > 0)
         peers_ = layer_.comm.open_peer_buffers(layer, bytes, why);
       else
@@ -56,8 +57,7 @@ class GatherStates final : public Strategy {
     const bool apart = options.exchange == Exchange::peer_buffers_apart;
     exchange_.by = apart ? Exchange::peer_buffers_apart : Exchange::peer_buffers;
     exchange_.most_states = peer_buffer_rows_ < most ? peer_buffer_rows_ : 0;
-    exchange_.peer_bytes = layer_.kernels.peer_buffer_bytes(
-        peer_buffer_rows_, layer_.bounds.value_dim, layer_.comm.size());
+    exchange_.peer_bytes = bytes;
   }
 
   ExchangeInfo exchange() const override { return exchange_; }

@@ -279,12 +279,12 @@ APPEND = torch.ops.longspan.append.default
 
 def attend(q: Tensor, k: Tensor, v: Tensor, comm: str, **options):
     """The operator attend, or what it does, where nobody looks at operators."""
-    return (_attend if _sees_no_operators(q, k, v) else torch.ops.longspan.attend.default)(q, k, v, comm, **options)
+    return (_attend if _is_unwatched(q, k, v) else torch.ops.longspan.attend.default)(q, k, v, comm, **options)
 
 
 def attend_lse(q: Tensor, k: Tensor, v: Tensor, comm: str, **options):
     """The operator attend_lse, likewise."""
-    if _sees_no_operators(q, k, v):
+    if _is_unwatched(q, k, v):
         return _attend(q, k, v, comm, return_lse=True, **options)
     return torch.ops.longspan.attend_lse.default(q, k, v, comm, **options)
 
@@ -302,7 +302,7 @@ def _watchers():
 _WATCHERS = _watchers()
 
 
-def _sees_no_operators(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _is_unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether torch's dispatcher may be left out, which takes as long as all the rest of a call in Python."""
     if torch.compiler.is_compiling() or _WATCHERS is None:
         return False

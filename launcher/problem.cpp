@@ -76,6 +76,10 @@ RunSize Problem::run_size(int ranks) const {
   return size;
 }
 
+bool Problem::keys_lie_dense() const {
+  return batch() == 1 && !cache && capacity == 0 && keys.layout != Layout::ranges;
+}
+
 Options Problem::layer_options(int ranks) const {
   Options fitted = options;
   fitted.keys = keys.rule();
@@ -85,7 +89,7 @@ Options Problem::layer_options(int ranks) const {
       .max_batch = batch(),
       .max_kv_len = *std::max_element(kv_lens.begin(), kv_lens.end()),
       .max_query_len = *std::max_element(q_lens.begin(), q_lens.end()),
-      .dense_keys = batch() == 1 && keys.layout != Layout::ranges};
+      .dense_keys = keys_lie_dense()};
   return fitted;
 }
 

@@ -53,6 +53,9 @@ struct Problem {
 
   int batch() const { return static_cast<int>(q_lens.size()); }
   RunSize run_size(int ranks) const;
+  /// Says whether every rank's keys are sent from where they lie (Limits::dense_keys): those of one
+  /// sequence, without pages or room behind it, with lengths that the host knows on a GPU as well.
+  bool keys_lie_dense() const;
   /// Gives the options of a layer that runs this on so many ranks.
   Options layer_options(int ranks) const;
   std::int64_t tokens() const;

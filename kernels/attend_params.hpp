@@ -18,6 +18,7 @@ struct Operands {
   KvRows k;     // [keys on this rank, kv_heads, head_dim], or pages
   KvRows v;     // as k, of value_dim; may be the first columns of the keys
   Pages pages;
+  KeySpans spans;  // in place of the addresses of k and v; then there are no pages
   Rows new_k;  // as in AppendParams, of `dtype`: the keys of these rows, which k and v do not have
   Rows new_v;  // yet and get here, ahead of the attention; or null
 

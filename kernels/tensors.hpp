@@ -99,6 +99,20 @@ struct Pages {
   }
 };
 
+/// Keys that lie in several places, as ranks have sent them; on processors alone. A span's rows
+/// stand side by side, from k and from v on, up to the first row of the next span.
+struct KeySpan {
+  std::int64_t first = 0;  // row, of all sequences together
+  const std::byte* k = nullptr;
+  const std::byte* v = nullptr;
+};
+struct KeySpans {
+  const KeySpan* data = nullptr;  // [count], rows ascend from 0 on; null: the keys are in one place
+  std::int64_t count = 0;
+
+  LONGSPAN_HD explicit operator bool() const { return data != nullptr; }
+};
+
 /// The states of `rows` rows in `slots` equal slots, which lie `slot_bytes` apart: one slot per
 /// rank, or per split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32; dim is
 /// the value_dim of the attention.

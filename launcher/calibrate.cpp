@@ -51,6 +51,11 @@ class Bench {
     return measure(self(world_.device()), options(tokens, kv, "auto"));
   }
   Seconds on(const Communicator& ranks, const RunOptions& o) const { return measure(ranks, o); }
+  /// What the model counts for the same.
+  RunCost cost(int ranks, const RunOptions& o) const {
+    const Problem problem = make_problem(o, line_.world);
+    return cost_of(problem.layer_options(ranks), ranks, problem.run_size(ranks));
+  }
 
  private:
   /// Repeats the run for about a second.
@@ -130,15 +135,18 @@ Link measure_link(const Bench& bench, const Communicator& ranks, Machine& m) {
   return link;
 }
 
-/// The packing of rows, as gather-kv does it: what its exchange takes beyond the transfer.
+/// The packing of rows: what an exchange that has much of it takes beyond its transfers. It is that
+/// of gather-kv on GPUs, which put keys in order, and of heads on processors, which do not.
 void measure_copies(const Bench& bench, const Communicator& ranks, const Link& link, Machine& m) {
-  const std::int64_t keys = bench.gpu() ? 131072 : 16384;
-  const RunOptions o = bench.options(1, keys, "gather-kv");
-  const double bytes = static_cast<double>(keys) * key_row_bytes(o);
-  const double received = bytes * (ranks.size() - 1) / ranks.size();
-  const double copying =
-      bench.on(ranks, o).exchange - 2 * link.latency - received / link.bytes_per_s;
-  m.copy_bytes_per_s = 2 * bytes / std::max(copying, 2 * bytes / (4 * m.key_bytes_per_s));
+  const int n = ranks.size();
+  RunOptions o =
+      bench.options(1, bench.gpu() ? 131072 : 16384, bench.gpu() ? "gather-kv" : "heads");
+  if (!bench.gpu()) o.heads = o.kv_heads = (o.kv_heads + n - 1) / n * n;  // heads deals them evenly
+  const RunCost cost = bench.cost(n, o);
+  const double bytes = bench.gpu() ? cost.ordered_bytes : cost.copied_bytes;
+  const double copying = bench.on(ranks, o).exchange - cost.messages * link.latency -
+                         cost.received_bytes / link.bytes_per_s;
+  m.copy_bytes_per_s = bytes / std::max(copying, bytes / (4 * m.key_bytes_per_s));
 }
 
 /// How much of a transfer hides: what a ring takes less than its attention and its transfers one

@@ -76,8 +76,9 @@ void predict(Forecast& f, Work& work, double flops, const Options& o, const Topo
   f.hidden = std::min(overlapped * machine.overlap, f.attend);
   f.exchange = cost.messages * (far > 0 ? machine.node_latency_s : machine.latency_s) +
                transfer_seconds(cost.received_bytes, f.far_bytes, machine) - f.hidden;
-  f.merge =
-      cost.merged_bytes / machine.merge_bytes_per_s + cost.copied_bytes / machine.copy_bytes_per_s;
+  const double copied =
+      cost.copied_bytes + (machine.device == Device::cuda ? cost.ordered_bytes : 0);
+  f.merge = cost.merged_bytes / machine.merge_bytes_per_s + copied / machine.copy_bytes_per_s;
 }
 
 std::string reservation(const StrategyEntry& entry, const Options& options, int ranks,

@@ -3,31 +3,13 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "kernels/consecutive_keys.hpp"
+
 namespace longspan {
 namespace {
 
+using kernels::consecutive_keys;
 using kernels::KeyRun;
-
-/// The keys from local key i on that stand at consecutive positions. Positions ascend, so the last
-/// of them can be searched for: twice as far until it is passed, then by halves.
-std::int64_t consecutive_keys(const Shard& shard, std::int64_t i, std::int64_t own,
-                              std::int64_t length) {
-  const std::int64_t first = shard.position(i, length);
-  const auto is_consecutive = [&](std::int64_t n) {
-    return shard.position(i + n - 1, length) == first + n - 1;
-  };
-  std::int64_t known = 1, beyond = 2;
-  while (i + beyond <= own && is_consecutive(beyond)) {
-    known = beyond;
-    beyond *= 2;
-  }
-  beyond = std::min(beyond, own - i + 1);
-  while (beyond - known > 1) {
-    const std::int64_t middle = known + (beyond - known) / 2;
-    (is_consecutive(middle) ? known : beyond) = middle;
-  }
-  return known;
-}
 
 /// The keys that two ranks have in common, of all sequences.
 std::vector<KeyRun> runs_between(const ReshardOptions& o, int from, int to) {

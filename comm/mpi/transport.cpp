@@ -101,7 +101,7 @@ class MpiTransport final : public ControlledTransport {
     open.is_taken = false;
     or_drop_all([&] {
       control().fate().check();
-      Patience patient(control().patience());
+      Patience patient(control().patience(), time_to_move(open));
       const char* step = open.step.c_str();
       while (!move(open)) {
         if (moved_) {
@@ -177,6 +177,14 @@ class MpiTransport final : public ControlledTransport {
     std::size_t left = 0;      // requests that are not complete
     std::size_t received = 0;  // bytes, when all of them are
   };
+
+  /// How long it may take to move what is open where nothing says how much of a message has come:
+  /// at 1 GB/s, which is slow for the memory of one machine.
+  static Patience::Clock::duration time_to_move(const Open& open) {
+    std::int64_t bytes = 0;
+    for (const Part& part : open.parts) bytes += part.bytes;
+    return Patience::kYields + std::chrono::nanoseconds(bytes);
+  }
 
   static void keep(const void* from, void* to, std::size_t bytes) {
     if (from != to && bytes > 0) std::memcpy(to, from, bytes);

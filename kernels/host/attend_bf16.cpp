@@ -406,7 +406,7 @@ class Bf16TileRun {
   const Tile& tile_;
   const PackedSegments& packed_;
   const Bf16Space& space_;
-  const Visible visible_;
+  const VisibleRows<kBf16Rows> visible_;
   Seen seen_[2];  // the segment at hand, and the next one
   SegmentBias bias_;
   const int depth_, columns_;  // tiles of a row of keys, and of values

@@ -360,7 +360,7 @@ class TileRun {
   const Tile& tile_;
   const PackedSegments& packed_;
   const TileSpace& space_;
-  const Visible visible_;
+  const VisibleRows<kTileRows> visible_;
   const float* k_ = nullptr;  // of the segment at hand, packed
   const float* v_ = nullptr;
   LinesAhead ahead_;  // of the next one's

@@ -30,6 +30,7 @@ class KeyRows {
   void find(const AttendParams& p, const Sequence& s, int kv_head, std::int64_t first, int begin,
             int end) {
     if (begin >= end) return;
+    if (p.spans) return find_in_spans(p, s.first_key + first + begin, kv_head, begin, end);
     if (!p.pages) return run(p, 0, s.first_key + first + begin, kv_head, begin, end);
     const std::int32_t* row_of_table = p.pages.table + s.index * p.pages.row_stride;
     std::int64_t column = (first + begin) / p.pages.size, row = (first + begin) % p.pages.size;
@@ -44,16 +45,36 @@ class KeyRows {
   /// Finds keys [begin, end), which are rows `row`, row + 1 ... of one page.
   void run(const AttendParams& p, std::int64_t page, std::int64_t row, int kv_head, int begin,
            int end) {
-    const auto place = [&](const KvRows& rows, const std::byte** to) {
-      const auto size = static_cast<std::int64_t>(size_of(p.kv_dtype));
-      const std::int64_t step = rows.row_stride * size;
-      const std::byte* at =
-          static_cast<const std::byte*>(rows.data) +
-          (page * rows.page_stride + row * rows.row_stride + kv_head * rows.head_stride) * size;
-      for (int j = begin; j < end; ++j, at += step) to[j] = at;
-    };
-    place(p.k, k_);
-    place(p.v, v_);
+    place(p, p.k, p.k.data, page, row, kv_head, begin, end, k_);
+    place(p, p.v, p.v.data, page, row, kv_head, begin, end, v_);
+  }
+
+  /// Finds keys [begin, end), which are rows `row`, row + 1 ... of all sequences.
+  void find_in_spans(const AttendParams& p, std::int64_t row, int kv_head, int begin, int end) {
+    const KeySpan* const last = p.spans.data + p.spans.count - 1;
+    const KeySpan* span =
+        std::upper_bound(p.spans.data, last + 1, row,
+                         [](std::int64_t r, const KeySpan& s) { return r < s.first; }) -
+        1;
+    for (int j = begin; j < end; ++span) {
+      const int next = span == last
+                           ? end
+                           : static_cast<int>(std::min<std::int64_t>(end, j + span[1].first - row));
+      place(p, p.k, span->k, 0, row - span->first, kv_head, j, next, k_);
+      place(p, p.v, span->v, 0, row - span->first, kv_head, j, next, v_);
+      row += next - j;
+      j = next;
+    }
+  }
+
+  static void place(const AttendParams& p, const KvRows& rows, const void* data, std::int64_t page,
+                    std::int64_t row, int kv_head, int begin, int end, const std::byte** to) {
+    const auto size = static_cast<std::int64_t>(size_of(p.kv_dtype));
+    const std::int64_t step = rows.row_stride * size;
+    const std::byte* at =
+        static_cast<const std::byte*>(data) +
+        (page * rows.page_stride + row * rows.row_stride + kv_head * rows.head_stride) * size;
+    for (int j = begin; j < end; ++j, at += step) to[j] = at;
   }
 
   const std::byte* k_[kSegment + kRowsAhead];

@@ -85,6 +85,8 @@ class Visible {
                            tile_.sequence.shard.table[key]);
   }
   bool listed() const { return listed_; }
+  /// Whether no key is seen by some rows only.
+  bool rows_see_alike() const { return any_.begin == all_.begin && any_.end == all_.end; }
 
   /// Makes the scores of the keys in `range` that the row does not see -inf.
   void hide(const Segment& segment, int row, Range range, float* scores) const {
@@ -96,6 +98,14 @@ class Visible {
     const Interval seen = positions(row);
     for (int j = own.begin; j < own.end; ++j)
       if (!seen.contains(tile_.sequence.shard.table[segment.first + j])) scores[j] = -infinity();
+  }
+
+ protected:
+  /// Finds what every row sees, into memory [rows] that lives as long as this.
+  void find_rows(Interval* found) {
+    for (int row = 0; row < tile_.rows; ++row)
+      found[row] = row > 0 && (tile_.first + row) % group_ > 0 ? found[row - 1] : local_keys(row);
+    found_ = found;
   }
 
  private:
@@ -117,6 +127,7 @@ class Visible {
   /// The hull of the local keys that a row sees; an empty one may have its end before its begin.
   Interval local_keys(int row) const {
     if (listed_) return tile_.keys;
+    if (found_ != nullptr) return found_[row];
     const Interval seen = positions(row);
     const Sequence& s = tile_.sequence;
     const auto cut = [&](std::int64_t position) {
@@ -143,6 +154,22 @@ class Visible {
   bool listed_;
   Interval any_;  // local keys that some row sees, and that all see
   Interval all_;
+  const Interval* found_ = nullptr;  // [rows] what each row sees, if it was found
+};
+
+/// The same for a tile of at most `kRows` rows that asks for every row in many segments: rows of a
+/// sharded sequence may lie so far apart that hardly a segment is seen by all of them.
+template <int kRows>
+class VisibleRows : public Visible {
+ public:
+  VisibleRows(const Geometry& params, const Tile& tile) : Visible(params, tile) {
+    if (!listed() && !rows_see_alike()) find_rows(rows_);
+  }
+  VisibleRows(const VisibleRows&) = delete;
+  VisibleRows& operator=(const VisibleRows&) = delete;
+
+ private:
+  Interval rows_[kRows];
 };
 
 }  // namespace longspan::kernels::host

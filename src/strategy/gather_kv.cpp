@@ -2,14 +2,17 @@
 //
 //     my keys and values  ->  every rank's, in the order of the sequence  ->  one attention
 //
-// A rank attends with its own rows of the queries, which shares the work, or with all of them, and
-// then has the bits of one rank alone. This is the plainest strategy: nothing overlaps.
+// GPUs copy what has come into that order. On processors the attention finds keys where they came,
+// by their spans, and own ones where they lie. A rank attends with its own rows of the queries,
+// which shares the work, or with all of them, and then has the bits of one rank alone. This is the
+// plainest strategy: nothing overlaps.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <optional>
 #include <vector>
 
+#include "kernels/consecutive_keys.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
@@ -20,7 +23,7 @@ namespace {
 class GatherKv final : public Strategy {
  public:
   explicit GatherKv(const Layer& layer)
-      : layer_(layer), keys_(layer), open_(static_cast<std::size_t>(layer.comm.size())) {
+      : layer_(layer), keys_(layer), open_(2 * static_cast<std::size_t>(layer.comm.size())) {
     layer_.bounds.shard.rank = 0;  // that of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
     states_.emplace(layer_.kernels, layer_.bounds);
@@ -31,14 +34,19 @@ class GatherKv final : public Strategy {
     states_->lay_out(memory);
     if (layer_.comm.size() == 1) return;
     keys_.lay_out(memory);
-    const auto rows = static_cast<std::size_t>(layer_.comm.size() * keys_.block_rows());
-    gathered_ = memory.take(
-        rows * static_cast<std::size_t>(std::max(keys_.key_bytes(), keys_.value_bytes())));
-    starts_ = memory.take_array<std::int64_t>(static_cast<std::size_t>(layer_.comm.size()) *
-                                              static_cast<std::size_t>(bounds.batch.size));
-    if (layer_.options.keys.layout == Layout::listed)
-      positions_ = memory.take_array<std::int64_t>(rows);
-    ordered_ = keys_.take_block(memory, bounds.max_kv_len * bounds.batch.size);
+    const auto ranks = static_cast<std::size_t>(layer_.comm.size());
+    const auto rows = static_cast<std::int64_t>(ranks) * keys_.block_rows();
+    const std::int64_t whole = bounds.max_kv_len * bounds.batch.size;
+    starts_ = memory.take_array<std::int64_t>(ranks * static_cast<std::size_t>(bounds.batch.size));
+    if (is_host()) {
+      gathered_ = keys_.take_block(memory, rows);
+      most_spans_ = whole;
+      spans_ = memory.take_array<kernels::KeySpan>(static_cast<std::size_t>(most_spans_));
+      return;
+    }
+    gathered_.k = gathered_.v = memory.take(static_cast<std::size_t>(
+        rows * std::max(keys_.key_bytes(), keys_.value_bytes())));  // one behind the other
+    ordered_ = keys_.take_block(memory, whole);
   }
 
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
@@ -62,6 +70,8 @@ class GatherKv final : public Strategy {
   }
 
  private:
+  bool is_host() const { return layer_.kernels.device() == Device::host; }
+
   /// Brings the keys of all ranks here, and makes them those of the run: the whole sequences.
   void gather_keys(Run& run) const {
     std::int64_t most = 0;
@@ -69,87 +79,139 @@ class GatherKv final : public Strategy {
       most = std::max(most, keys_.rows_of(run, p));
       keys_.find_starts(run, p, {.start = starts_of(p)});
     }
-    keys_.find_whole_starts(run, ordered_);
-    if (positions_ != nullptr)
-      exchange(run, run.arrays.keys.table, positions_, sizeof(std::int64_t), most,
-               "gather of key positions");
-    const auto bring = [&](std::byte* KeyBlock::*part, std::int64_t row_bytes, const char* step) {
-      const KeyBlock own = own_block(run, part, most * row_bytes);
-      exchange(run, own.*part, gathered_, row_bytes, most, step);
-      for (int p = 0; p < layer_.comm.size(); ++p) {
-        const bool is_own = p == layer_.comm.rank();
-        KeyBlock from = is_own ? own : block_of(p, part, most, row_bytes), to = ordered_;
-        (part == &KeyBlock::k ? to.v : to.k) = nullptr;
-        keys_.copy_in_order(run, p, from, to);
+    const KeyBlock& whole = is_host() ? gathered_ : ordered_;
+    keys_.find_whole_starts(run, whole);
+    if (is_host())
+      gather_where_they_come(run, most);
+    else
+      gather_in_order(run, most);
+    run.attend.pages = {};
+    run.attend.batch.key_start = run.arrays.batch > 1 ? whole.start : nullptr;
+    run.attend.batch.key_pitch = 0;
+    run.attend.shard = {.length = run.arrays.keys.length};
+  }
+
+  /// On processors: ranks know of one another how many keys they have, and no more travels.
+  void gather_where_they_come(Run& run, std::int64_t most) const {
+    const int ranks = layer_.comm.size(), rank = layer_.comm.rank();
+    KeyBlock own = slot_of(rank, most);
+    if (keys_.must_copy(run)) {
+      keys_.copy_to(run, own);
+      own.positions = keys_.in_place(run).positions;
+    } else {
+      own = keys_.in_place(run);
+    }
+    comm::Transfer word;
+    if (run.said)
+      word =
+          layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream, "gather of keys", run.said);
+    std::size_t count = 0;
+    for (int s = 1; s < ranks; ++s) {
+      const int from = (rank - s + ranks) % ranks;
+      const KeyBlock to = slot_of(from, most);
+      const auto start = [&](const void* sent, void* received, std::int64_t row_bytes,
+                             const char* step) {
+        const auto bytes = [&](int p) {
+          return static_cast<std::size_t>(keys_.rows_of(run, p) * row_bytes);
+        };
+        open_.resize(std::max(open_.size(), count + 1));
+        open_[count++] =
+            layer_.comm.start_shift(sent, bytes(rank), received, bytes(from), s, run.stream, step);
+      };
+      start(own.k, to.k, keys_.key_bytes(), "gather of keys");
+      start(own.v, to.v, keys_.value_bytes(), "gather of values");
+      if (to.positions != nullptr)
+        start(own.positions, to.positions, sizeof(std::int64_t), "gather of key positions");
+    }
+    word.wait(run.stream);
+    for (comm::Transfer& transfer : open_) transfer.wait(run.stream);
+    run.attend.k = keys_.keys_in({});
+    run.attend.v = keys_.values_in({});
+    run.attend.spans = {spans_, find_spans(run, own, most)};
+  }
+
+  /// Finds where all keys lie, in the order of the sequences; returns the number of spans.
+  std::int64_t find_spans(const Run& run, const KeyBlock& own, std::int64_t most) const {
+    std::int64_t count = 0;
+    for (int p = 0; p < layer_.comm.size(); ++p) {
+      const KeyBlock block = p == layer_.comm.rank() ? own : slot_of(p, most);
+      const Shard all = keys_.shard_of(run, p, block);
+      std::int64_t whole = 0;
+      for (int b = 0; b < run.arrays.batch; ++b) {
+        const Shard shard = all.for_sequence(b);
+        const std::int64_t length = run.attend.batch.keys(b, all);
+        const std::int64_t keys = shard.local_len(length);
+        const std::int64_t start = run.arrays.batch > 1 ? block.start[b] : 0;
+        for (std::int64_t i = 0; i < keys;) {
+          if (count == most_spans_)
+            throw InputError("the ranks' keys overlap: they have more than the sequences");
+          spans_[count++] = {whole + shard.position(i, length),
+                             block.k + (start + i) * keys_.key_bytes(),
+                             block.v + (start + i) * keys_.value_bytes()};
+          i += kernels::consecutive_keys(shard, i, keys, length);
+        }
+        whole += length;
       }
+    }
+    std::sort(spans_, spans_ + count, [](const kernels::KeySpan& a, const kernels::KeySpan& b) {
+      return a.first < b.first;
+    });
+    return count;
+  }
+
+  /// On GPUs: keys, and then values, come in equal slots, and are copied into their order.
+  void gather_in_order(Run& run, std::int64_t most) const {
+    const int rank = layer_.comm.rank();
+    const auto bring = [&](std::byte* KeyBlock::*part, std::int64_t row_bytes, const char* step) {
+      const auto only = [&](KeyBlock block) {
+        (part == &KeyBlock::k ? block.v : block.k) = nullptr;
+        return block;
+      };
+      std::byte* const slot = slot_of(rank, most, row_bytes, row_bytes).*part;
+      KeyBlock own = slot_of(rank, most, row_bytes, row_bytes);
+      if (keys_.must_copy(run)) {
+        keys_.copy_to(run, only(own));
+      } else {
+        own = keys_.in_place(run);
+        layer_.rows.place_rows({own.*part, slot, nullptr, keys_.rows_of(run, rank), row_bytes},
+                               run.stream);
+      }
+      layer_.comm.all_gather(slot, gathered_.*part, static_cast<std::size_t>(most * row_bytes),
+                             run.stream, step, run.said);
+      for (int p = 0; p < layer_.comm.size(); ++p)
+        keys_.copy_in_order(run, p, p == rank ? own : slot_of(p, most, row_bytes, row_bytes),
+                            only(ordered_));
     };
     bring(&KeyBlock::k, keys_.key_bytes(), "gather of keys");
     bring(&KeyBlock::v, keys_.value_bytes(), "gather of values");
     run.attend.k = keys_.keys_in(ordered_);
     run.attend.v = keys_.values_in(ordered_);
-    run.attend.pages = {};
-    run.attend.batch.key_start = run.arrays.batch > 1 ? ordered_.start : nullptr;
-    run.attend.batch.key_pitch = 0;
-    run.attend.shard = {.length = run.arrays.keys.length};
   }
 
-  /// This rank's keys, or its values, as they are sent: where they lie, or in its slot.
-  KeyBlock own_block(const Run& run, std::byte* KeyBlock::*part, std::int64_t slot_bytes) const {
-    if (!keys_.must_copy(run)) return keys_.in_place(run);
-    KeyBlock own{.start = starts_of(layer_.comm.rank()),
-                 .positions = keys_.in_place(run).positions};
-    own.*part = gathered_ + layer_.comm.rank() * slot_bytes;
-    keys_.copy_to(run, own);
-    return own;
+  /// Where the keys of a rank come to, in memory for `most` rows of each.
+  KeyBlock slot_of(int rank, std::int64_t most) const {
+    return slot_of(rank, most, keys_.key_bytes(), keys_.value_bytes());
   }
-  KeyBlock block_of(int rank, std::byte* KeyBlock::*part, std::int64_t most,
-                    std::int64_t row_bytes) const {
-    KeyBlock block{.start = starts_of(rank),
-                   .positions = positions_ == nullptr ? nullptr : positions_ + rank * most};
-    block.*part = gathered_ + rank * most * row_bytes;
-    return block;
+  KeyBlock slot_of(int rank, std::int64_t most, std::int64_t k_bytes, std::int64_t v_bytes) const {
+    const std::int64_t row = rank * most;
+    return {gathered_.k + row * k_bytes, gathered_.v + row * v_bytes, starts_of(rank),
+            gathered_.positions == nullptr ? nullptr : gathered_.positions + row};
   }
   std::int64_t* starts_of(int rank) const {
     return starts_ + std::int64_t{rank} * layer_.bounds.batch.size;
   }
 
-  /// Brings every rank's rows to its slot of `most` rows. Where ranks know of one another how many
-  /// they have, no more travels; else equal slots do, in one collective.
-  void exchange(const Run& run, const void* own, void* slots, std::int64_t row_bytes,
-                std::int64_t most, const char* step) const {
-    const int ranks = layer_.comm.size(), rank = layer_.comm.rank();
-    const auto bytes = [&](int p) {
-      return static_cast<std::size_t>(keys_.rows_of(run, p) * row_bytes);
-    };
-    const auto slot = [&](int p) { return static_cast<std::byte*>(slots) + p * most * row_bytes; };
-    if (layer_.kernels.device() != Device::host) {
-      if (own != slot(rank))
-        layer_.rows.place_rows({static_cast<const std::byte*>(own), slot(rank), nullptr,
-                                keys_.rows_of(run, rank), row_bytes},
-                               run.stream);
-      return layer_.comm.all_gather(slot(rank), slots, static_cast<std::size_t>(most * row_bytes),
-                                    run.stream, step, run.said);
-    }
-    comm::Transfer word;
-    if (run.said)
-      word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream, step, run.said);
-    for (int s = 1; s < ranks; ++s) {
-      const int from = (rank - s + ranks) % ranks;
-      open_[static_cast<std::size_t>(s)] =
-          layer_.comm.start_shift(own, bytes(rank), slot(from), bytes(from), s, run.stream, step);
-    }
-    word.wait(run.stream);
-    for (comm::Transfer& transfer : open_) transfer.wait(run.stream);
-  }
-
   Layer layer_;
   TravellingKeys keys_;
-  mutable std::vector<comm::Transfer> open_;  // by distance
-  std::optional<StateMemory> states_;         // one slot
-  std::byte* gathered_ = nullptr;      // [ranks, rows of a rank, row_bytes] of keys, then of values
+  mutable std::vector<comm::Transfer> open_;
+  std::optional<StateMemory> states_;  // one slot
+  KeyBlock gathered_;  // [ranks, rows of a rank] as they come; on GPUs keys and values have the
+                       // same memory, one behind the other. On processors its starts are those of
+                       // whole sequences
   std::int64_t* starts_ = nullptr;     // [ranks, batch] of the sequences in each rank's slot
-  std::int64_t* positions_ = nullptr;  // [ranks, rows of a rank] of listed keys; else null
-  KeyBlock ordered_;                   // whole sequences, in their order
+  kernels::KeySpan* spans_ = nullptr;  // [most_spans_] on processors
+  std::int64_t most_spans_ = 0;        // as many as there are keys
+  KeyBlock ordered_;                   // on GPUs: whole sequences, in their order
 };
 
 std::string refusal(const Options& options, int ranks) {
@@ -161,7 +223,8 @@ std::string refusal(const Options& options, int ranks) {
   return "";
 }
 
-/// Counts the keys and values of all ranks, as they come and in the order of the sequence.
+/// Counts the keys and values of all ranks, as they come and, on GPUs, in the order of the
+/// sequence. Processors take no more.
 RunCost cost(const Options& options, int ranks, const RunSize& size) {
   const double own_rows = options.queries ? size.most_tokens : size.tokens;
   const double states = own_rows * state_row_bytes(options);
@@ -174,7 +237,7 @@ RunCost cost(const Options& options, int ranks, const RunSize& size) {
                              ranks * most_keys_of_a_rank(options.keys, size.keys, ranks) * wider,
           .messages = 2,
           .work = options.queries ? 1.0 / ranks : 1.0,
-          .copied_bytes = 2 * size.keys * row};
+          .ordered_bytes = 2 * size.keys * row};
 }
 
 }  // namespace

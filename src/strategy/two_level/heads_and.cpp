@@ -202,6 +202,7 @@ RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, con
   cost.keys_read *= other.keys_read;
   cost.merged_bytes = other.merged_bytes;
   cost.copied_bytes += other.copied_bytes;
+  cost.ordered_bytes = other.ordered_bytes;
   return cost;
 }
 

@@ -54,7 +54,7 @@ class Bench {
   /// What the model counts for the same.
   RunCost cost(int ranks, const RunOptions& o) const {
     const Problem problem = make_problem(o, line_.world);
-    return cost_of(problem.layer_options(ranks), ranks, problem.run_size(ranks));
+    return cost_of(problem.layer_options(ranks), ranks, problem.run_size(ranks), world_.device());
   }
 
  private:
@@ -143,7 +143,7 @@ void measure_copies(const Bench& bench, const Communicator& ranks, const Link& l
       bench.options(1, bench.gpu() ? 131072 : 16384, bench.gpu() ? "gather-kv" : "heads");
   if (!bench.gpu()) o.heads = o.kv_heads = (o.kv_heads + n - 1) / n * n;  // heads deals them evenly
   const RunCost cost = bench.cost(n, o);
-  const double bytes = bench.gpu() ? cost.ordered_bytes : cost.copied_bytes;
+  const double bytes = cost.copied_bytes;
   const double copying = bench.on(ranks, o).exchange - cost.messages * link.latency -
                          cost.received_bytes / link.bytes_per_s;
   m.copy_bytes_per_s = bytes / std::max(copying, bytes / (4 * m.key_bytes_per_s));

@@ -156,7 +156,8 @@ Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t
   const double value_bytes = bytes(problem.v.row_bytes(), keys);
   const double result = bytes(problem.out_row_bytes() + o.heads * sizeof(float), own_rows);
   const double query_row = static_cast<double>(problem.q.row_bytes());
-  const RunCost cost = cost_of(problem.layer_options(ranks), ranks, problem.run_size(ranks));
+  const RunCost cost =
+      cost_of(problem.layer_options(ranks), ranks, problem.run_size(ranks), world.device());
 
   Demand demand;
   Demand::Parts tensors{{"keys and values", key_bytes + value_bytes},
@@ -189,7 +190,8 @@ Demand demand_of(const Communicator& world, const DecodeShape& shape) {
       {"the layer's workspace", cost_of(o, world.size(),
                                         {.tokens = rows,
                                          .keys = static_cast<double>(shape.batch) * shape.kv_len,
-                                         .sequences = static_cast<double>(shape.batch)})
+                                         .sequences = static_cast<double>(shape.batch)},
+                                        world.device())
                                     .workspace_bytes}};
   const bool gpu = world.device() == Device::cuda;
   (gpu ? demand.device : demand.host) = tensors;

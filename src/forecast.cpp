@@ -76,9 +76,8 @@ void predict(Forecast& f, Work& work, double flops, const Options& o, const Topo
   f.hidden = std::min(overlapped * machine.overlap, f.attend);
   f.exchange = cost.messages * (far > 0 ? machine.node_latency_s : machine.latency_s) +
                transfer_seconds(cost.received_bytes, f.far_bytes, machine) - f.hidden;
-  const double copied =
-      cost.copied_bytes + (machine.device == Device::cuda ? cost.ordered_bytes : 0);
-  f.merge = cost.merged_bytes / machine.merge_bytes_per_s + copied / machine.copy_bytes_per_s;
+  f.merge =
+      cost.merged_bytes / machine.merge_bytes_per_s + cost.copied_bytes / machine.copy_bytes_per_s;
 }
 
 std::string reservation(const StrategyEntry& entry, const Options& options, int ranks,
@@ -105,7 +104,7 @@ std::vector<Forecast> consider(const Options& options, int ranks, const RunSize&
     f.refusal = entry.refusal(options, ranks);
     if (!f.refusal.empty()) continue;
     f.reservation = reservation(entry, options, ranks, device);
-    f.cost = entry.cost(options, ranks, size);
+    f.cost = entry.cost(options, ranks, size, device);
     if (limit > 0 && f.cost.workspace_bytes > limit)
       f.refusal = fmt::format("it takes {:.4g} MiB of workspace, and max_workspace allows {:.4g}",
                               f.cost.workspace_bytes / (1 << 20), limit / (1 << 20));

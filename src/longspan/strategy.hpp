@@ -64,12 +64,12 @@ struct RunCost {
   double keys_read = 1;         ///< of all keys and values, the part that a rank reads
   double merged_bytes = 0;      ///< of states that a rank folds
   double copied_bytes = 0;      ///< of rows that it packs, or puts in order
-  double ordered_bytes = 0;  ///< of rows that GPUs put in order besides, and processors read where
-                             ///< they came
 };
 
-/// The cost by the strategy that `options.strategy` names; throws as choose_strategy does.
-RunCost cost_of(const Options& options, int ranks, const RunSize& size);
+/// The cost by the strategy that `options.strategy` names, on ranks that compute there; throws as
+/// choose_strategy does.
+RunCost cost_of(const Options& options, int ranks, const RunSize& size,
+                Device device = Device::host);
 
 /// How ranks are spread over nodes.
 struct Topology {
@@ -101,8 +101,7 @@ struct Forecast {
 ///     attend    calls call_s + balance work flops / flops_per_s + read bytes / key_bytes_per_s
 ///     transfer  messages latency_s + received bytes / link_bytes_per_s, each link its own
 ///     hidden    as much of the overlapped bytes' time as `overlap` allows and attend is long
-///     merge     merged bytes / merge_bytes_per_s + copied bytes (on GPUs, and those put in order)
-///               / copy_bytes_per_s
+///     merge     merged bytes / merge_bytes_per_s + copied bytes / copy_bytes_per_s
 ///
 /// It refuses what takes more workspace than Limits::max_workspace.
 std::vector<Forecast> forecast(const Options& options, const Topology& topology,

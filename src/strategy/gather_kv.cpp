@@ -224,20 +224,25 @@ std::string refusal(const Options& options, int ranks) {
 }
 
 /// Counts the keys and values of all ranks, as they come and, on GPUs, in the order of the
-/// sequence. Processors take no more.
-RunCost cost(const Options& options, int ranks, const RunSize& size) {
+/// sequence.
+RunCost cost(const Options& options, int ranks, const RunSize& size, Device device) {
   const double own_rows = options.queries ? size.most_tokens : size.tokens;
   const double states = own_rows * state_row_bytes(options);
   if (ranks == 1) return {.workspace_bytes = states};
   const double row = key_row_bytes(options);
+  const double come = ranks * most_keys_of_a_rank(options.keys, size.keys, ranks);
+  RunCost cost{.received_bytes = (ranks - 1) * size.keys / ranks * row,
+               .messages = 2,
+               .work = options.queries ? 1.0 / ranks : 1.0};
+  if (device == Device::host) {
+    cost.workspace_bytes = states + come * row + size.keys * sizeof(kernels::KeySpan);
+    return cost;
+  }
   const double wider = row * std::max(options.head_dim, options.of_values()) /
                        (options.head_dim + options.of_values());
-  return {.received_bytes = (ranks - 1) * size.keys / ranks * row,
-          .workspace_bytes = states + size.keys * row +
-                             ranks * most_keys_of_a_rank(options.keys, size.keys, ranks) * wider,
-          .messages = 2,
-          .work = options.queries ? 1.0 / ranks : 1.0,
-          .ordered_bytes = 2 * size.keys * row};
+  cost.workspace_bytes = states + come * wider + size.keys * row;
+  cost.copied_bytes = 2 * size.keys * row;
+  return cost;
 }
 
 }  // namespace

@@ -114,7 +114,7 @@ class GatherStates final : public Strategy {
 };
 
 /// Counts the slots of all ranks' states, and with sharded queries the rows of all of them, twice.
-RunCost cost(const Options& options, int ranks, const RunSize& size) {
+RunCost cost(const Options& options, int ranks, const RunSize& size, Device) {
   const double own_rows = options.queries ? size.most_tokens : 0;
   const double rows = options.queries ? ranks * own_rows : size.tokens;
   const double queries = own_rows * query_row_bytes(options);

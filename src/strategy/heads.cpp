@@ -84,7 +84,7 @@ std::string refusal(const Options& o, int ranks) {
   return "";
 }
 
-RunCost cost(const Options& o, int ranks, const RunSize& size) {
+RunCost cost(const Options& o, int ranks, const RunSize& size, Device) {
   const double own_rows = o.queries ? size.most_tokens : most_result_rows(o, ranks, size);
   const double rows = o.queries ? ranks * own_rows : size.tokens;
   if (ranks == 1 || o.heads < ranks) return {.workspace_bytes = state_slot_bytes(o, rows, o.heads)};

@@ -307,7 +307,7 @@ std::string refusal(const Options& options, int ranks) {
   return "";
 }
 
-RunCost cost(const Options& options, int ranks, const RunSize& size) {
+RunCost cost(const Options& options, int ranks, const RunSize& size, Device) {
   const double states =
       (options.queries ? size.most_tokens : size.tokens) * state_row_bytes(options);
   if (ranks == 1) return {.workspace_bytes = states};

@@ -240,7 +240,7 @@ std::string refusal(const Options& options, int ranks) {
 
 /// Counts the slots of this rank's rows, and two of guests with their rows. Where all rows see keys
 /// of all ranks everything travels; a mask leaves some of it out.
-RunCost cost(const Options& options, int ranks, const RunSize& size) {
+RunCost cost(const Options& options, int ranks, const RunSize& size, Device) {
   const double rows = options.queries ? size.most_tokens : size.tokens;
   const double slot = state_slot_bytes(options, rows, options.heads);
   if (ranks == 1) return {.workspace_bytes = slot};

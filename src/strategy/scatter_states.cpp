@@ -171,7 +171,7 @@ std::string refusal(const Options& options, int ranks) {
 
 /// Counts the rank's own states and, twice, slots of one part; with sharded queries the rows of all
 /// ranks, twice; and for a whole result the finished rows of all ranks.
-RunCost cost(const Options& o, int ranks, const RunSize& size) {
+RunCost cost(const Options& o, int ranks, const RunSize& size, Device) {
   const bool gathers_queries = o.queries.has_value();
   const bool by_heads = o.results.part == ResultPart::heads;
   const bool gathers_result = !gathers_queries && o.results.part == ResultPart::all && ranks > 1;

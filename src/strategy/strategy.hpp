@@ -122,7 +122,7 @@ struct StrategyEntry {
   Balanced (*balanced)(const Options& options);
   /// Why it cannot serve layers of such options on so many ranks; empty where it can.
   std::string (*refusal)(const Options& options, int ranks);
-  RunCost (*cost)(const Options& options, int ranks, const RunSize& size);
+  RunCost (*cost)(const Options& options, int ranks, const RunSize& size, Device device);
   std::unique_ptr<Strategy> (*make)(const Layer& layer);
 };
 

@@ -183,7 +183,8 @@ HeadShare most_of(const Options& o) {
 
 /// The cost of the exchange among the ranks of a node, and of the strategy between nodes for what a
 /// node has.
-RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, const RunSize& size) {
+RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, const RunSize& size,
+                  Device device) {
   const int per_node = o.ranks_per_node, nodes = ranks / per_node;
   RunSize node = size;
   node.keys = most_keys_of_a_rank(of_nodes(o.keys, per_node), size.keys, nodes);
@@ -191,7 +192,7 @@ RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, con
   RunCost cost = head_exchange_cost(o, per_node, node);
   RunSize all = size;
   all.most_tokens *= per_node;
-  const RunCost other = between.cost(between_nodes(o, most_of(o)), nodes, all);
+  const RunCost other = between.cost(between_nodes(o, most_of(o)), nodes, all, device);
   cost.far_bytes = other.received_bytes;
   cost.received_bytes += other.received_bytes;
   cost.workspace_bytes += other.workspace_bytes;
@@ -202,7 +203,6 @@ RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, con
   cost.keys_read *= other.keys_read;
   cost.merged_bytes = other.merged_bytes;
   cost.copied_bytes += other.copied_bytes;
-  cost.ordered_bytes = other.ordered_bytes;
   return cost;
 }
 
@@ -225,8 +225,8 @@ StrategyEntry heads_and(const char* received) {
     const std::string why = other().refusal(between_nodes(o, most_of(o)), ranks / o.ranks_per_node);
     return why.empty() ? why : "between nodes, " + why;
   };
-  entry.cost = [](const Options& o, int ranks, const RunSize& size) {
-    return cost_with(other(), o, ranks, size);
+  entry.cost = [](const Options& o, int ranks, const RunSize& size, Device device) {
+    return cost_with(other(), o, ranks, size, device);
   };
   entry.make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
     return std::make_unique<HeadsAnd>(layer, other(), own_name);

@@ -15,13 +15,8 @@ class Patience {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// How long the core is yielded before the thread sleeps, of what comes within microseconds.
-  static constexpr Clock::duration kYields = std::chrono::milliseconds(2);
-
-  /// `yields` is longer where one poll may move a part of what is waited for without saying so: who
-  /// sleeps moves nothing.
-  explicit Patience(milliseconds limit, Clock::duration yields = kYields)
-      : begin_(Clock::now()), idle_since_(begin_), limit_(limit), yields_(yields) {}
+  explicit Patience(milliseconds limit)
+      : begin_(Clock::now()), idle_since_(begin_), limit_(limit) {}
 
   /// Is called after a poll that found nothing.
   void pause() {
@@ -29,7 +24,7 @@ class Patience {
     now_ = Clock::now();
     const auto idle = now_ - idle_since_;
     if (idle < 20us) return;
-    if (idle < yields_)
+    if (idle < 2ms)
       std::this_thread::yield();
     else
       std::this_thread::sleep_for(std::clamp<Clock::duration>(idle / 64, 50us, 1ms));
@@ -57,7 +52,6 @@ class Patience {
   Clock::time_point idle_since_;
   Clock::time_point now_ = begin_;
   milliseconds limit_;
-  Clock::duration yields_;
 };
 
 }  // namespace longspan::comm

@@ -27,6 +27,8 @@ namespace longspan::comm {
 namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 30;  // MPI counts bytes in an int
+// A call of MPI that moves nothing takes less: 0.3 us through shared memory, 1 or 2 over TCP.
+constexpr std::chrono::microseconds kIdleCall{4};
 
 std::byte* at(void* base, std::size_t offset) { return static_cast<std::byte*>(base) + offset; }
 const std::byte* at(const void* base, std::size_t offset) {
@@ -101,7 +103,7 @@ class MpiTransport final : public ControlledTransport {
     open.is_taken = false;
     or_drop_all([&] {
       control().fate().check();
-      Patience patient(control().patience(), time_to_move(open));
+      Patience patient(control().patience());
       const char* step = open.step.c_str();
       while (!move(open)) {
         if (moved_) {
@@ -177,14 +179,6 @@ class MpiTransport final : public ControlledTransport {
     std::size_t left = 0;      // requests that are not complete
     std::size_t received = 0;  // bytes, when all of them are
   };
-
-  /// How long it may take to move what is open where nothing says how much of a message has come:
-  /// at 1 GB/s, which is slow for the memory of one machine.
-  static Patience::Clock::duration time_to_move(const Open& open) {
-    std::int64_t bytes = 0;
-    for (const Part& part : open.parts) bytes += part.bytes;
-    return Patience::kYields + std::chrono::nanoseconds(bytes);
-  }
 
   static void keep(const void* from, void* to, std::size_t bytes) {
     if (from != to && bytes > 0) std::memcpy(to, from, bytes);
@@ -325,11 +319,13 @@ class MpiTransport final : public ControlledTransport {
   }
 
   /// Moves what can move, of all transfers, as MPI does inside of any call. Returns true when all
-  /// of this one has come and gone. `moved_` says whether some of it has now.
+  /// of this one has come and gone. `moved_` says whether some has moved now: MPI does not tell of
+  /// a part of a message, but then the call takes longer than one that finds nothing.
   bool move(Open& open) {
     moved_ = false;
     if (open.left == 0) return true;
     int count = 0;
+    const auto begin = Patience::Clock::now();
     const int result = MPI_Testsome(static_cast<int>(open.requests.size()), open.requests.data(),
                                     &count, open.done.data(), open.statuses.data());
     if (count == MPI_UNDEFINED)
@@ -338,7 +334,7 @@ class MpiTransport final : public ControlledTransport {
       for (int i = 0; i < count; ++i)
         judge(open, open.parts[open.done[i]], open.statuses[i], result);
     open.left -= static_cast<std::size_t>(count);
-    moved_ = count > 0;
+    moved_ = count > 0 || Patience::Clock::now() - begin > kIdleCall;
     if (open.left == 0) count_received(open.received);
     return open.left == 0;
   }

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -166,6 +167,19 @@ TEST(Started, ShiftsOfWhatDiffersInSize) {
     open[i].wait({});
     EXPECT_TRUE(got[i] == expected[i]) << "distance " << i + 1;
   }
+}
+
+/// Who waits for a late rank has gone to sleep when the first part of its message comes.
+TEST(Collectives, AShiftBringsALargeMessageOfALateRank) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  const int from = (world.rank() + world.size() - 1) % world.size();
+  constexpr std::size_t kBytes = 3'000'001;
+  const Bytes mine = message(seed, world.rank(), 0, kBytes);
+  Bytes got = poison(kBytes);
+  if (world.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  comm::transport_of(world).shift(mine.data(), kBytes, got.data(), kBytes, 1, {}, "test");
+  EXPECT_TRUE(got == message(seed, from, 0, kBytes));
 }
 
 TEST(Collectives, AShiftToItselfReceivesWhatItSends) {

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -23,7 +24,7 @@ namespace {
 class GatherKv final : public Strategy {
  public:
   explicit GatherKv(const Layer& layer)
-      : layer_(layer), keys_(layer), open_(2 * static_cast<std::size_t>(layer.comm.size())) {
+      : layer_(layer), keys_(layer), open_(static_cast<std::size_t>(layer.comm.size())) {
     layer_.bounds.shard.rank = 0;  // that of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
     states_.emplace(layer_.kernels, layer_.bounds);
@@ -36,17 +37,16 @@ class GatherKv final : public Strategy {
     keys_.lay_out(memory);
     const auto ranks = static_cast<std::size_t>(layer_.comm.size());
     const auto rows = static_cast<std::int64_t>(ranks) * keys_.block_rows();
-    const std::int64_t whole = bounds.max_kv_len * bounds.batch.size;
     starts_ = memory.take_array<std::int64_t>(ranks * static_cast<std::size_t>(bounds.batch.size));
     if (is_host()) {
       gathered_ = keys_.take_block(memory, rows);
-      most_spans_ = whole;
-      spans_ = memory.take_array<kernels::KeySpan>(static_cast<std::size_t>(most_spans_));
+      ordered_.start = gathered_.start;
+      spans_ = memory.take_array<kernels::KeySpan>(static_cast<std::size_t>(most_keys()));
       return;
     }
     gathered_.k = gathered_.v = memory.take(static_cast<std::size_t>(
         rows * std::max(keys_.key_bytes(), keys_.value_bytes())));  // one behind the other
-    ordered_ = keys_.take_block(memory, whole);
+    ordered_ = keys_.take_block(memory, most_keys());
   }
 
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
@@ -71,6 +71,8 @@ class GatherKv final : public Strategy {
 
  private:
   bool is_host() const { return layer_.kernels.device() == Device::host; }
+  /// Of whole sequences.
+  std::int64_t most_keys() const { return layer_.bounds.max_kv_len * layer_.bounds.batch.size; }
 
   /// Brings the keys of all ranks here, and makes them those of the run: the whole sequences.
   void gather_keys(Run& run) const {
@@ -79,14 +81,13 @@ class GatherKv final : public Strategy {
       most = std::max(most, keys_.rows_of(run, p));
       keys_.find_starts(run, p, {.start = starts_of(p)});
     }
-    const KeyBlock& whole = is_host() ? gathered_ : ordered_;
-    keys_.find_whole_starts(run, whole);
+    keys_.find_whole_starts(run, ordered_);
     if (is_host())
       gather_where_they_come(run, most);
     else
       gather_in_order(run, most);
     run.attend.pages = {};
-    run.attend.batch.key_start = run.arrays.batch > 1 ? whole.start : nullptr;
+    run.attend.batch.key_start = run.arrays.batch > 1 ? ordered_.start : nullptr;
     run.attend.batch.key_pitch = 0;
     run.attend.shard = {.length = run.arrays.keys.length};
   }
@@ -105,26 +106,24 @@ class GatherKv final : public Strategy {
     if (run.said)
       word =
           layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream, "gather of keys", run.said);
-    std::size_t count = 0;
     for (int s = 1; s < ranks; ++s) {
       const int from = (rank - s + ranks) % ranks;
       const KeyBlock to = slot_of(from, most);
-      const auto start = [&](const void* sent, void* received, std::int64_t row_bytes,
-                             const char* step) {
+      const auto piece = [&](const void* sent, void* received, std::int64_t row_bytes) {
         const auto bytes = [&](int p) {
           return static_cast<std::size_t>(keys_.rows_of(run, p) * row_bytes);
         };
-        open_.resize(std::max(open_.size(), count + 1));
-        open_[count++] =
-            layer_.comm.start_shift(sent, bytes(rank), received, bytes(from), s, run.stream, step);
+        return comm::Piece{sent, bytes(rank), received, bytes(from)};
       };
-      start(own.k, to.k, keys_.key_bytes(), "gather of keys");
-      start(own.v, to.v, keys_.value_bytes(), "gather of values");
-      if (to.positions != nullptr)
-        start(own.positions, to.positions, sizeof(std::int64_t), "gather of key positions");
+      const std::array pieces{piece(own.k, to.k, keys_.key_bytes()),
+                              piece(own.v, to.v, keys_.value_bytes()),
+                              piece(own.positions, to.positions, sizeof(std::int64_t))};
+      const std::size_t count = to.positions != nullptr ? 3 : 2;
+      open_[static_cast<std::size_t>(s)] =
+          layer_.comm.start_shifts({pieces.data(), count}, s, run.stream, "gather of keys");
     }
     word.wait(run.stream);
-    for (comm::Transfer& transfer : open_) transfer.wait(run.stream);
+    for (comm::Transfers& transfers : open_) transfers.wait(run.stream);
     run.attend.k = keys_.keys_in({});
     run.attend.v = keys_.values_in({});
     run.attend.spans = {spans_, find_spans(run, own, most)};
@@ -143,7 +142,7 @@ class GatherKv final : public Strategy {
         const std::int64_t keys = shard.local_len(length);
         const std::int64_t start = run.arrays.batch > 1 ? block.start[b] : 0;
         for (std::int64_t i = 0; i < keys;) {
-          if (count == most_spans_)
+          if (count == most_keys())
             throw InputError("the ranks' keys overlap: they have more than the sequences");
           spans_[count++] = {whole + shard.position(i, length),
                              block.k + (start + i) * keys_.key_bytes(),
@@ -203,15 +202,13 @@ class GatherKv final : public Strategy {
 
   Layer layer_;
   TravellingKeys keys_;
-  mutable std::vector<comm::Transfer> open_;
-  std::optional<StateMemory> states_;  // one slot
+  mutable std::vector<comm::Transfers> open_;  // by distance
+  std::optional<StateMemory> states_;          // one slot
   KeyBlock gathered_;  // [ranks, rows of a rank] as they come; on GPUs keys and values have the
-                       // same memory, one behind the other. On processors its starts are those of
-                       // whole sequences
+                       // same memory, one behind the other
   std::int64_t* starts_ = nullptr;     // [ranks, batch] of the sequences in each rank's slot
-  kernels::KeySpan* spans_ = nullptr;  // [most_spans_] on processors
-  std::int64_t most_spans_ = 0;        // as many as there are keys
-  KeyBlock ordered_;                   // on GPUs: whole sequences, in their order
+  kernels::KeySpan* spans_ = nullptr;  // [most_keys()] on processors
+  KeyBlock ordered_;  // whole sequences, in their order; on processors their starts
 };
 
 std::string refusal(const Options& options, int ranks) {

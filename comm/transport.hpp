@@ -18,6 +18,7 @@
 #include "comm/control/agreement.hpp"
 #include "longspan/types.hpp"
 #include "src/peer_view.hpp"
+#include "src/strided_copy.hpp"
 
 namespace longspan {
 class Communicator;
@@ -37,6 +38,14 @@ struct Piece {
   /// buffer; null: at `recv`. Shifts into other memory have no use for it.
   void* place_there = nullptr;
 };
+
+/// Rows that a rank puts into the receive buffer of a rank, which may be its own.
+struct Put {
+  int to = 0;
+  StridedCopy copy;  // its `to` is where that rank has them, as a place of this rank's own buffer
+};
+/// Queues copies, some of them to other GPUs.
+using Copier = std::function<void(std::span<const StridedCopy>, Stream)>;
 
 /// The transport behind a communicator. It is valid as long as the communicator is.
 Transport& transport_of(const Communicator& communicator);
@@ -218,6 +227,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// behind what it is given until then, on GPUs: a kernel that computes beside them is queued
   /// first, as suits shifts into a receive buffer.
   virtual void keep_place(Stream, int /*starts*/) {}
+  /// Lets transfers begin behind all that the stream has again, where fewer were started than a
+  /// place was kept for.
+  virtual void forget_place() noexcept {}
 
   /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count],
   /// of fp32, fp16 or bf16. It is in place when recv == send + rank * count.
@@ -284,6 +296,16 @@ class Transport : public std::enable_shared_from_this<Transport> {
     why = "no GPUs that reach each other here";
     return nullptr;
   }
+
+  /// Starts an exchange through the receive buffers of which `buffer` is this rank's, and which all
+  /// ranks take part in: each puts rows anywhere into any of them, no two to one place. It has
+  /// ended when all that others put here is here, `received` bytes. Nothing is put into a buffer
+  /// before its rank's stream has come to its own start. `copier` queues the copies; an empty one
+  /// leaves them to the copy engines, which need no multiprocessor.
+  [[nodiscard]] virtual Transfers start_puts(std::span<const Put> /*puts*/,
+                                             const std::byte* /*buffer*/, std::size_t /*received*/,
+                                             const Copier& /*copier*/, Stream /*stream*/,
+                                             const char* step);
 
   /// Gives a new layer its number among those of this communicator, and keeps its log for the roll
   /// call.

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "kernels/context.hpp"
@@ -14,6 +15,7 @@
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
 #include "longspan/types.hpp"
+#include "src/strided_copy.hpp"
 
 namespace longspan::kernels {
 
@@ -93,6 +95,8 @@ class RowKernels {
   virtual void map_rows(const MapParams& params, Stream stream) const = 0;
   virtual void place_rows(const PlaceParams& params, Stream stream) const = 0;
   virtual void pack_outputs(const PackOutputsParams& params, Stream stream) const = 0;
+  /// Copies blocks that do not overlap; on a GPU those of other GPUs too, where it reaches them.
+  virtual void copy_rows(std::span<const StridedCopy> copies, Stream stream) const = 0;
   virtual void pack_states(const PackStatesParams& params, Stream stream) const = 0;
   virtual void key_starts(const KeyStartParams& params, Stream stream) const = 0;
   virtual void row_starts(const RowStartParams& params, Stream stream) const = 0;

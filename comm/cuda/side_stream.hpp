@@ -27,6 +27,7 @@ class SideStream {
   cudaStream_t fork(cudaStream_t from);
   /// Keeps the place of a stream for so many forks to come.
   void keep_place(cudaStream_t of, int forks);
+  void forget_place() noexcept { places_ = 0; }
   /// All that the stream has belongs to this transfer, or comes before it.
   void mark(int number);
   /// `to` waits for the transfer.

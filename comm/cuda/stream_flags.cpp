@@ -3,14 +3,13 @@
 #include <cuda.h>
 #include <fmt/format.h>
 
-#include <array>
+#include <algorithm>
+#include <vector>
 
 #include "src/driver_function.hpp"
 
 namespace longspan::comm {
 namespace {
-
-constexpr std::size_t kMostOperations = 4;
 
 CUdeviceptr address(const std::byte* at) { return reinterpret_cast<CUdeviceptr>(at); }
 
@@ -32,12 +31,11 @@ CUstreamBatchMemOpParams parameters(const FlagOperation& operation) {
 
 }  // namespace
 
-void queue_flags(cudaStream_t stream, std::initializer_list<FlagOperation> operations) {
+void queue_flags(cudaStream_t stream, std::span<const FlagOperation> operations) {
   static const auto queue = driver_function<decltype(&cuStreamBatchMemOp)>("cuStreamBatchMemOp");
-  std::array<CUstreamBatchMemOpParams, kMostOperations> batch{};
-  unsigned count = 0;
-  for (const FlagOperation& operation : operations) batch.at(count++) = parameters(operation);
-  const CUresult result = queue(stream, count, batch.data(), 0);
+  std::vector<CUstreamBatchMemOpParams> batch(operations.size());
+  std::transform(operations.begin(), operations.end(), batch.begin(), parameters);
+  const CUresult result = queue(stream, static_cast<unsigned>(batch.size()), batch.data(), 0);
   if (result != CUDA_SUCCESS)
     throw BackendError(
         fmt::format("CUDA: cuStreamBatchMemOp returned {}", static_cast<int>(result)));

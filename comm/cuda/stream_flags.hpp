@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <initializer_list>
+#include <span>
 
 namespace longspan::comm {
 
@@ -21,6 +22,9 @@ struct FlagOperation {
 /// Queues operations, one after the other. What a stream writes before it raises a flag is seen by
 /// whoever waited for the flag. A stream that is captured takes them into its graph. Throws
 /// BackendError where the driver cannot.
-void queue_flags(cudaStream_t stream, std::initializer_list<FlagOperation> operations);
+void queue_flags(cudaStream_t stream, std::span<const FlagOperation> operations);
+inline void queue_flags(cudaStream_t stream, std::initializer_list<FlagOperation> operations) {
+  queue_flags(stream, std::span(operations.begin(), operations.size()));
+}
 
 }  // namespace longspan::comm

@@ -5,6 +5,7 @@
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "comm/cuda/stream.hpp"
 #include "comm/cuda/stream_flags.hpp"
@@ -135,6 +136,33 @@ void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStrea
     std::byte* const here = flag(Flag::here, rank(), distance);
     queue_flags(stream, {{FlagOperation::wait, here}, {FlagOperation::lower, here}});
   }
+}
+
+void ReceiveBuffer::exchange(std::span<const Put> puts, const Copier& copier,
+                             cudaStream_t stream) const {
+  std::vector<FlagOperation> before, after, ready, arrived;
+  for (int distance = 1; distance < ranks(); ++distance) {
+    const int to = (rank() + distance) % ranks(), from = (rank() - distance + ranks()) % ranks();
+    std::byte* const freed = flag(Flag::free, rank(), distance);
+    std::byte* const here = flag(Flag::here, rank(), distance);
+    before.push_back({FlagOperation::raise, flag(Flag::free, from, distance)});
+    ready.insert(ready.end(), {{FlagOperation::wait, freed}, {FlagOperation::lower, freed}});
+    after.push_back({FlagOperation::raise, flag(Flag::here, to, distance)});
+    arrived.insert(arrived.end(), {{FlagOperation::wait, here}, {FlagOperation::lower, here}});
+  }
+  before.insert(before.end(), ready.begin(), ready.end());
+  after.insert(after.end(), arrived.begin(), arrived.end());
+  std::vector<StridedCopy> copies;
+  for (const Put& put : puts) {
+    copies.push_back(put.copy);
+    copies.back().to = base(put.to) + (put.copy.to - data());
+  }
+  queue_flags(stream, before);
+  if (copier)
+    copier(copies, {stream});
+  else
+    for (const StridedCopy& copy : copies) copy_on(stream, copy);
+  queue_flags(stream, after);
 }
 
 }  // namespace longspan::comm

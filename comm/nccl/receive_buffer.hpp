@@ -6,7 +6,9 @@
 //     sender:   wait `free`, lower it, copy, raise `here` at the receiver
 //
 // Each pair of ranks has the two flags of its distance. The sender copies to where it itself would
-// receive, so all ranks of a shift receive at the same place of their receive buffers.
+// receive, so all ranks of a shift receive at the same place of their receive buffers. In an
+// exchange of all ranks each does so with every other at once, and says for each copy where it
+// goes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,6 +40,9 @@ class ReceiveBuffer {
 
   /// Queues a shift of pieces into this receive buffer, by a distance from 1 to ranks - 1.
   void shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const;
+
+  /// Queues an exchange of all ranks with all (Transport::start_puts).
+  void exchange(std::span<const Put> puts, const Copier& copier, cudaStream_t stream) const;
 
  private:
   enum class Flag { free, here };

@@ -97,6 +97,8 @@ class NcclTransport final : public ControlledTransport {
     or_abort([&] { side_.keep_place(cuda(stream), starts); });
   }
 
+  void forget_place() noexcept override { side_.forget_place(); }
+
   /// By copy engines into a receive buffer, or by one kernel of NCCL's.
   Transfers start_shifts(std::span<const Piece> pieces, int distance, Stream stream,
                          const char* step) override {
@@ -107,6 +109,22 @@ class NcclTransport final : public ControlledTransport {
       control().fate().check();
       return side_.start(cuda(stream),
                          [&](cudaStream_t side) { queue(pieces, ahead, side, step); });
+    }));
+  }
+
+  Transfers start_puts(std::span<const Put> puts, const std::byte* into, std::size_t received,
+                       const Copier& copier, Stream stream, const char* step) override {
+    const std::shared_ptr<const ReceiveBuffer> buffer = receive_buffer_at(into);
+    if (!buffer) return Transport::start_puts(puts, into, received, copier, stream, step);
+    return together(or_abort([&] {
+      control().fate().check();
+      return side_.start(cuda(stream), [&](cudaStream_t side) {
+        link_->queue(control(), side, step, [&](ncclComm_t) {
+          buffer->exchange(puts, copier, side);
+          return ncclSuccess;
+        });
+        count_received(received);
+      });
     }));
   }
 

@@ -72,6 +72,9 @@ class HostBackend final : public Backend {
   void pack_outputs(const PackOutputsParams& p, Stream) const override {
     host::pack_outputs(p, pool_);
   }
+  void copy_rows(std::span<const StridedCopy> copies, Stream) const override {
+    host::copy_rows(copies, pool_);
+  }
   void pack_states(const PackStatesParams& p, Stream) const override {
     host::pack_states(p, pool_);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 #include "kernels/copy_keys.hpp"
 #include "kernels/digest.hpp"
@@ -9,6 +10,7 @@
 #include "kernels/host/thread_pool.hpp"
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
+#include "src/strided_copy.hpp"
 
 namespace longspan::kernels::host {
 
@@ -23,6 +25,7 @@ void copy_keys(const CopyKeysParams& params, ThreadPool& pool);
 void move_keys(const MoveKeysParams& params, ThreadPool& pool);
 void merge_outputs(const MergeOutputsParams& params, ThreadPool& pool);
 void pack_outputs(const PackOutputsParams& params, ThreadPool& pool);
+void copy_rows(std::span<const StridedCopy> copies, ThreadPool& pool);
 void pack_states(const PackStatesParams& params, ThreadPool& pool);
 void export_segments(const ExportSegmentsParams& params, ThreadPool& pool);
 void reduce_segments(const ReduceSegmentsParams& params, ThreadPool& pool);

@@ -22,6 +22,15 @@ void pack_outputs(const PackOutputsParams& p, ThreadPool& pool) {
   });
 }
 
+void copy_rows(std::span<const StridedCopy> copies, ThreadPool& pool) {
+  for (const StridedCopy& c : copies)
+    pool.run_stretches(c.rows, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t row = begin; row < end; ++row)
+        std::memcpy(c.to + row * c.to_pitch, c.from + row * c.from_pitch,
+                    static_cast<std::size_t>(c.width));
+    });
+}
+
 void pack_states(const PackStatesParams& p, ThreadPool& pool) {
   pool.run_stretches(p.moves(), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {

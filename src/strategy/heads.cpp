@@ -2,14 +2,17 @@
 //
 //     my rows, all heads  ->  all rows, my heads  ->  one attention  ->  my rows, all heads
 //
-// No state travels, and no two are merged, so the bits are those of one rank alone.
+// No state travels, and no two are merged, so the bits are those of one rank alone. Between GPUs
+// that reach each other some heads move while the rank attends with others (shared/head_waves.hpp).
 #include <fmt/format.h>
 
 #include <memory>
 #include <optional>
 
 #include "longspan/error.hpp"
+#include "src/peer_view.hpp"
 #include "src/strategy/shared/head_exchange.hpp"
+#include "src/strategy/shared/head_waves.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -23,6 +26,7 @@ class Heads final : public Strategy {
     own_.shard.ranks = 1;
     if (ranks() > 1) {
       exchange_.emplace(layer, NodeRanks::all(ranks()), layer.comm);
+      waves_.emplace(layer, *exchange_);
       own_.tokens = exchange_->most_tokens();
       own_.heads = exchange_->share().query.size();
       own_.kv_heads = exchange_->share().kv.size();
@@ -35,7 +39,12 @@ class Heads final : public Strategy {
     if (exchange_) exchange_->lay_out(memory);
   }
 
-  ExchangeInfo exchange() const override { return {Exchange::gather}; }
+  ExchangeInfo exchange() const override {
+    return waves_ ? waves_->exchange() : ExchangeInfo{Exchange::gather};
+  }
+
+  /// Two phases a wave, two ahead of them, the merge and the end.
+  int most_marks() const override { return 2 * kMostHeadWaves + 4; }
 
   void prepare(Run& run) const override {
     if (exchange_)
@@ -48,6 +57,7 @@ class Heads final : public Strategy {
   void queue(Run& run) const override {
     run.enter(Phase::attend);
     if (!exchange_) return run.attend_to(run.merge, Phase::merge, layer_.kernels);
+    if (waves_->queue(run)) return;
     run.say_to(layer_.kernels);
     const kernels::MergeParams asked = run.merge;
     exchange_->bring(run);
@@ -69,6 +79,7 @@ class Heads final : public Strategy {
 
   Layer layer_;
   std::optional<HeadExchange> exchange_;  // of several ranks
+  std::optional<HeadWaves> waves_;        // likewise, for what it takes
   kernels::AttendParams own_;             // the largest attention, of this rank's heads
   std::optional<StateMemory> states_;     // one slot
 };
@@ -76,6 +87,8 @@ class Heads final : public Strategy {
 std::string refusal(const Options& o, int ranks) {
   if (ranks == 1) return "";
   if (std::string why = refuse_head_exchange(o, ranks); !why.empty()) return why;
+  if (o.exchange == Exchange::peer_buffers_apart)
+    return fmt::format("it sends rows, and does not take exchange {}", name(o.exchange));
   if (o.results.part == ResultPart::heads && !are_result_heads(o.heads, o.kv_heads, ranks))
     return fmt::format(
         "results by heads of {} heads and {} kv heads on {} ranks cut through groups "
@@ -84,11 +97,13 @@ std::string refusal(const Options& o, int ranks) {
   return "";
 }
 
-RunCost cost(const Options& o, int ranks, const RunSize& size, Device) {
+RunCost cost(const Options& o, int ranks, const RunSize& size, Device device) {
   const double own_rows = o.queries ? size.most_tokens : most_result_rows(o, ranks, size);
   const double rows = o.queries ? ranks * own_rows : size.tokens;
   if (ranks == 1 || o.heads < ranks) return {.workspace_bytes = state_slot_bytes(o, rows, o.heads)};
-  RunCost cost = head_exchange_cost(o, ranks, size);
+  const bool in_waves = device != Device::host && ranks <= PeerView::kMostRanks && o.queries &&
+                        o.exchange != Exchange::gather && o.results.part != ResultPart::heads;
+  RunCost cost = in_waves ? head_waves_cost(o, ranks, size) : head_exchange_cost(o, ranks, size);
   cost.workspace_bytes += state_slot_bytes(o, rows, most_heads(o.heads, o.kv_heads, ranks).query);
   return cost;
 }

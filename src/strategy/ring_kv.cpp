@@ -22,6 +22,7 @@
 #include <optional>
 #include <vector>
 
+#include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
@@ -217,14 +218,17 @@ class RingKv final : public Strategy {
     const auto start_next = [&] {
       for (int s = next; s < end; ++s) start(run, s, own, moves);
     };
-    if (kernel_first) layer_.comm.keep_place(run.stream, end - next);
-    if (beside && !kernel_first) start_next();
-    if (attends) {
+    const auto attend_now = [&] {
+      if (!attends) return;
       run.enter(Phase::attend);
       if (step > 0) give(run, rank_at(-step), blocks_[steps_[step].block]);
       attend(run, step == last_, next < ranks ? &moves.of(next) : nullptr);
-    }
-    if (waits || kernel_first) start_next();
+    };
+    if (kernel_first)
+      return queue_beside(layer_.comm, run.stream, end - next, attend_now, start_next);
+    if (beside) start_next();
+    attend_now();
+    if (waits) start_next();
   }
 
   /// Starts what moves in a step: keys, values, where listed keys stand, and, into a receive

@@ -5,7 +5,8 @@
 // Without EXCHANGE the step is a collective of the communicator; with "peer-buffers" or "gather" it
 // is a run of a layer whose states travel so, and with "graph" the replay of one. With "ring" it is
 // a run of ring-kv, in which the victim gets as far as the beginning of the second step, and with
-// "levels" one of heads+ring-kv on nodes of two ranks, in which it gets as far as the first.
+// "levels" one of heads+ring-kv on nodes of two ranks, in which it gets as far as the first. With
+// "heads" it is one of heads, on GPUs, in which rows have come and finished ones do not go back.
 //
 //     stop       the victim stops (SIGSTOP) and never comes to the exchange
 //     stop-ring  the same, seen through a ring: not every rank waits for the victim itself
@@ -151,12 +152,12 @@ class Drafts {
   bool graph_, warm_ = false;
 };
 
-/// A layer whose keys travel around the ranks.
+/// A layer whose keys travel around the ranks, or whose rows go to those that have their heads.
 class Ring {
  public:
   /// With several ranks in a node each has a head, and the nodes are the ring.
-  Ring(const Communicator& world, int per_node)
-      : heads_(per_node),
+  Ring(const Communicator& world, const char* strategy, int heads, int per_node = 0)
+      : heads_(heads),
         rows_(zeroed(world.device(), kTokens * heads_ * kDim * 4)),
         out_(zeroed(world.device(), rows_.bytes())),
         layer_(world, {.heads = heads_,
@@ -164,9 +165,9 @@ class Ring {
                        .head_dim = kDim,
                        .dtypes = {.compute = DType::fp32},
                        .limits = {.max_tokens = kTokens, .max_kv_len = kTokens * world.size()},
-                       .keys = {Layout::striped},
-                       .queries = Sharding{Layout::striped},
-                       .strategy = per_node > 1 ? "heads+ring-kv" : "ring-kv",
+                       .keys = {Layout::zigzag},
+                       .queries = Sharding{Layout::zigzag},
+                       .strategy = strategy,
                        .ranks_per_node = per_node}) {}
 
   void run() {
@@ -210,8 +211,9 @@ bool misbehave(const std::string& mode, Drafts& drafts) {
   return true;
 }
 
-/// The victim does not begin its second step; of two ranks, which have one step, that one.
-void run_ring(const Communicator& world, const std::string& mode, int per_node) {
+/// The victim does not begin step `step` of a run.
+void run_ring(const Communicator& world, const std::string& mode, int step, const char* strategy,
+              int heads, int per_node = 0) {
   const bool victim = world.rank() == world.size() - 1;
   const auto stumbling = std::make_shared<tests::StumblingTransport>(world, [&] {
     std::fflush(nullptr);
@@ -219,10 +221,10 @@ void run_ring(const Communicator& world, const std::string& mode, int per_node) 
     if (mode == "stop") stop();
     std::raise(SIGKILL);
   });
-  Ring ring(victim ? Communicator(stumbling) : world, per_node);
+  Ring ring(victim ? Communicator(stumbling) : world, strategy, heads, per_node);
   for (int turn = 0; turn < 3; ++turn) ring.run();
   began = Clock::now();
-  stumbling->stumble_at(world.size() > 2 * per_node ? 2 : 1);
+  stumbling->stumble_at(step);
   ring.run();
   world.barrier("the end");
 }
@@ -246,8 +248,11 @@ void run(const Asked& asked) {
   if (mode == "crowded-end") none.emplace();
   const bool victim = ranks.world.rank() == ranks.world.size() - 1;
   ranks.exchange("warm up");
-  if (asked.exchange == "ring") return run_ring(ranks.world, mode, 1);
-  if (asked.exchange == "levels") return run_ring(ranks.world, mode, 2);
+  const int size = ranks.world.size();  // of two ranks, or nodes, a ring has one step
+  if (asked.exchange == "ring") return run_ring(ranks.world, mode, size > 2 ? 2 : 1, "ring-kv", 1);
+  if (asked.exchange == "levels")
+    return run_ring(ranks.world, mode, size > 4 ? 2 : 1, "heads+ring-kv", 2, 2);
+  if (asked.exchange == "heads") return run_ring(ranks.world, mode, 2, "heads", size);
   std::optional<Drafts> drafts;
   if (!asked.exchange.empty()) {
     drafts.emplace(ranks.world, asked);

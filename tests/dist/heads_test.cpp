@@ -3,14 +3,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
 #include "src/strategy/shared/head_shares.hpp"
+#include "src/strategy/shared/head_waves.hpp"
 #include "tests/dist/head_shapes.hpp"
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/refused_layer.hpp"
+#include "tests/dist/replay.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -111,6 +115,141 @@ TEST(Heads, GivesResultsByHeadsWhereTheyAreItsOwn) {
   EXPECT_GE(given, 2);
 }
 
+Options of_zigzag(const Problem& problem, const Communicator& world) {
+  Options options = options_of("heads", problem, world);
+  options.keys = {Layout::zigzag};
+  options.queries = Sharding{Layout::zigzag};
+  return options;
+}
+
+/// Shapes of one sequence with so many rows and heads that ranks attend in several waves: with
+/// several kv heads a rank, and with one, whose group they cut.
+std::vector<Shape> shapes_of_waves(int ranks) {
+  constexpr std::int32_t rows = 8193;
+  return {{.heads = 16 * ranks,
+           .kv_heads = 8 * ranks,
+           .dim = 8,
+           .q_lens = {rows},
+           .kv_lens = {rows},
+           .mask = {.causal = true, .window = 20}},
+          {.heads = 16 * ranks,
+           .kv_heads = ranks,
+           .dim = 8,
+           .q_lens = {rows},
+           .kv_lens = {rows + 5},
+           .mask = {.causal = true, .window = 20},
+           .sinks = true}};
+}
+
+/// GPUs that reach each other put rows where they belong, in waves of heads; elsewhere NCCL brings
+/// them: the same bits.
+TEST(Heads, GivesTheSameBitsEveryWay) {
+  const Communicator world = test_world();
+  if (world.device() == Device::host) GTEST_SKIP() << "rows have one way between processors";
+  if (world.size() == 1) GTEST_SKIP() << "alone nothing has to travel";
+  const Options probe{.head_dim = 64, .strategy = "gather-states"};
+  const bool reach = Attention(world, probe).exchange().has_peer_buffers();
+  const std::uint64_t seed = shared_seed(world);
+  std::vector<Shape> shapes = all_shapes();
+  for (const Shape& shape : shapes_of_waves(world.size())) {
+    EXPECT_GT(count_head_waves(shape.q_lens[0], shape.heads / world.size()), 1);
+    shapes.push_back(shape);
+  }
+  for (const Shape& shape : shapes) {
+    const Problem problem(shape, seed);
+    SCOPED_TRACE(trace(problem, seed));
+    for (const Layout layout : {Layout::zigzag, Layout::contiguous}) {
+      const Shard keys{layout, world.rank(), world.size(), shape.kv_lens[0]};
+      const Shard rows{Layout::zigzag, world.rank(), world.size(), shape.q_lens[0]};
+      Options options = of_zigzag(problem, world);
+      options.limits.max_kv_len = std::max(1001, shape.kv_lens[0]);
+      const ExchangeInfo exchange = Attention(world, options).exchange();
+      EXPECT_EQ(exchange.has_peer_buffers(), reach);
+      EXPECT_EQ(exchange.peer_bytes > 0, reach);
+      const Result by_puts = run(world, problem, keys, options, rows);
+      options.exchange = Exchange::gather;
+      EXPECT_EQ(Attention(world, options).exchange().by, Exchange::gather);
+      const Result by_nccl = run(world, problem, keys, options, rows);
+      EXPECT_EQ(by_puts.out, by_nccl.out);
+      EXPECT_EQ(by_puts.lse, by_nccl.lse);
+    }
+  }
+}
+
+/// Out of a graph again and again, with other rows: nothing of the run before is left in memory
+/// that the peers write.
+TEST(Heads, RunsAgainWithOtherRows) {
+  const Communicator world = test_world();
+  const Device device = world.device();
+  constexpr int kHeads = 8, kDim = 64, kRows = 150;
+  const int ranks = world.size();
+  if (kHeads < ranks) GTEST_SKIP() << "more ranks than heads";
+  const std::uint64_t seed = shared_seed(world);
+  const Shape shape{.heads = kHeads,
+                    .kv_heads = kHeads,
+                    .dim = kDim,
+                    .q_lens = {kRows},
+                    .kv_lens = {kRows},
+                    .mask = {.causal = true}};
+  const Shard own = Shard::zigzag(kRows, world.rank(), ranks);
+  const std::int64_t rows = own.local_len(kRows);
+  const std::size_t bytes = static_cast<std::size_t>(rows) * kHeads * kDim * sizeof(float);
+  Buffer q(device, bytes), k(device, bytes), v(device, bytes), out(device, bytes);
+  const auto tensor = [&](const Buffer& memory) {
+    return Tensor(memory.data(), DType::fp32, {rows, kHeads, kDim}, device);
+  };
+  const Problem first(shape, seed);
+  Options options = of_zigzag(first, world);
+  options.limits = {.max_tokens = own.max_local_len(kRows), .max_kv_len = kRows};
+  Attention layer(world, options);
+  const AttentionArgs args{.q = tensor(q),
+                           .k = tensor(k),
+                           .v = tensor(v),
+                           .out = tensor(out),
+                           .total_keys = kRows,
+                           .total_tokens = kRows};
+  Replay replay(device, [&](Stream stream) { layer.run(args, stream); });
+  for (int turn = 0; turn < 6; ++turn) {
+    const Problem problem(shape, seed + static_cast<std::uint64_t>(turn));
+    q.upload(problem.share_rows(own).data());
+    k.upload(problem.share_keys(own).data());
+    v.upload(problem.share_values(own).data());
+    out.upload(std::vector<std::byte>(bytes, std::byte{0xff}).data());
+    turn < 2 ? replay.eager() : replay.again();
+    layer.wait(replay.stream());
+    EXPECT_LE(problem.max_error(to_host(out, bytes), own_rows(problem, own)), problem.tolerance());
+  }
+}
+
+/// Every head is attended with in one wave, and every kv head has come by the wave that needs it.
+TEST(HeadWaves, HaveEveryHeadOnceAndItsKeysInTime) {
+  for (int group = 1; group <= 9; ++group)
+    for (int kv_heads = 1; kv_heads <= 9; ++kv_heads)
+      for (int waves = 1; waves <= std::min(kMostHeadWaves, group * kv_heads); ++waves) {
+        const HeadShare share{{3, 3 + group * kv_heads}, {5, 5 + kv_heads}};
+        int next = share.query.begin, next_kv = share.kv.begin;
+        for (int wave = 0; wave < waves; ++wave) {
+          const HeadWave now = head_wave(share, wave, waves);
+          if (now.heads.query.size() == 0) continue;
+          ASSERT_EQ(now.heads.query.begin, next);
+          ASSERT_EQ(now.heads.query.size() % now.heads.kv.size(), 0);
+          const int local = now.heads.query.size() / now.heads.kv.size();
+          for (int h = now.heads.query.begin; h < now.heads.query.end; ++h)
+            ASSERT_EQ(now.heads.kv.begin + (h - now.heads.query.begin) / local,
+                      share.kv.begin + (h - share.query.begin) / group);
+          if (now.needs_keys) {
+            ASSERT_EQ(now.heads.kv.begin, next_kv);
+            next_kv = now.heads.kv.end;
+          } else {
+            ASSERT_EQ(now.heads.kv.end, next_kv);
+          }
+          next = now.heads.query.end;
+        }
+        ASSERT_EQ(next, share.query.end);
+        ASSERT_EQ(next_kv, share.kv.end);
+      }
+}
+
 /// Every head has one rank, groups are even on each rank, and no rank has none.
 TEST(HeadShares, AreWholeAndOfEvenGroups) {
   for (int group = 1; group <= 9; ++group)
@@ -148,6 +287,7 @@ TEST(Heads, ReceivesWhatItsCostSays) {
     std::optional<Shard> queries, results;
     if (kind == 1) queries = striped;
     if (kind == 2) results = striped;
+    options.exchange = Exchange::gather;  // equal slots; what ranks put is what there is
     run(world, problem, keys, options, queries, results);
     options.keys = {Layout::striped};
     if (kind == 1) options.queries = Sharding{Layout::striped};
@@ -176,8 +316,8 @@ TEST(Heads, RefusesByNameWhatAnotherStrategyCould) {
   bad.heads = bad.kv_heads = 1;
   refused(bad, "1 heads are fewer than");
   bad = good;
-  bad.exchange = Exchange::peer_buffers;
-  refused(bad, "peer-buffers");
+  bad.exchange = Exchange::peer_buffers_apart;
+  refused(bad, "peer-buffers-apart");
 }
 
 TEST(Heads, ComparesWhatRanksMean) {

@@ -186,6 +186,15 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
+cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
+                              std::size_t from_pitch, std::size_t width, std::size_t height,
+                              cudaMemcpyKind, cudaStream_t) {
+  ENTER();
+  for (std::size_t row = 0; row < height; ++row)
+    std::memcpy(static_cast<std::byte*>(to) + row * to_pitch,
+                static_cast<const std::byte*>(from) + row * from_pitch, width);
+  return cudaSuccess;
+}
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
   ENTER();
   *free = *total = 0;
@@ -285,7 +294,7 @@ cudaError_t cudaEventQuery(cudaEvent_t) {
 }
 
 /// A stream is the thread that gives it work: it waits for a flag where it is told to.
-void longspan::comm::queue_flags(cudaStream_t, std::initializer_list<FlagOperation> operations) {
+void longspan::comm::queue_flags(cudaStream_t, std::span<const FlagOperation> operations) {
   if (enter(__func__) != cudaSuccess) throw BackendError("out of memory");
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   for (const FlagOperation& operation : operations) {

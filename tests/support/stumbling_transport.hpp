@@ -1,5 +1,6 @@
 // A rank that comes to grief in the middle of what it does: its transport is another one, but for
-// one shift, which it does not begin: of its own, or of what was split from it.
+// one shift, or one exchange by puts, which it does not begin: of its own, or of what was split
+// from it.
 #pragma once
 
 #include <functional>
@@ -19,7 +20,7 @@ class StumblingTransport final : public comm::Transport {
   StumblingTransport(Communicator whole, std::function<void()> stumble)
       : StumblingTransport(std::move(whole), std::move(stumble), std::make_shared<int>(0)) {}
 
-  /// Calls `stumble` in place of the n-th shift from now on, of one piece or several.
+  /// Calls `stumble` in place of the n-th of them from now on, of one piece or several.
   void stumble_at(int shift) { *left_ = shift; }
 
   comm::Transfers start_shifts(std::span<const comm::Piece> pieces, int distance, Stream stream,
@@ -27,7 +28,14 @@ class StumblingTransport final : public comm::Transport {
     count_shift();
     return inner().start_shifts(pieces, distance, stream, step);
   }
+  comm::Transfers start_puts(std::span<const comm::Put> puts, const std::byte* buffer,
+                             std::size_t received, const comm::Copier& copier, Stream stream,
+                             const char* step) override {
+    count_shift();
+    return inner().start_puts(puts, buffer, received, copier, stream, step);
+  }
   void keep_place(Stream stream, int starts) override { inner().keep_place(stream, starts); }
+  void forget_place() noexcept override { inner().forget_place(); }
 
   int rank() const override { return inner().rank(); }
   int size() const override { return inner().size(); }

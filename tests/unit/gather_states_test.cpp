@@ -42,6 +42,7 @@ class Notes final : public kernels::AttentionKernels, public kernels::RowKernels
   void map_rows(const kernels::MapParams&, Stream) const override {}
   void place_rows(const kernels::PlaceParams&, Stream) const override {}
   void pack_outputs(const kernels::PackOutputsParams&, Stream) const override {}
+  void copy_rows(std::span<const StridedCopy>, Stream) const override {}
   void pack_states(const kernels::PackStatesParams&, Stream) const override {}
   void key_starts(const kernels::KeyStartParams&, Stream) const override {}
   void row_starts(const kernels::RowStartParams&, Stream) const override {}

@@ -3,10 +3,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include <span>
+
 #include "kernels/copy_keys.hpp"
 #include "kernels/cuda/dispatch/attend.hpp"
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
+#include "src/strided_copy.hpp"
 
 namespace longspan::kernels::cuda {
 
@@ -28,6 +31,8 @@ void copy_keys(const CopyKeysParams& params, cudaStream_t stream);
 void move_keys(const MoveKeysParams& params, cudaStream_t stream);
 void merge_outputs(const MergeOutputsParams& params, cudaStream_t stream);
 void pack_outputs(const PackOutputsParams& params, cudaStream_t stream);
+/// Of blocks that do not overlap.
+void copy_rows(std::span<const StridedCopy> copies, cudaStream_t stream);
 void pack_states(const PackStatesParams& params, cudaStream_t stream);
 void export_segments(const ExportSegmentsParams& params, cudaStream_t stream);
 void reduce_segments(const ReduceSegmentsParams& params, cudaStream_t stream);

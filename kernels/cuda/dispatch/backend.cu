@@ -157,6 +157,9 @@ class CudaBackend final : public Backend {
   void merge_outputs(const MergeOutputsParams& p, Stream stream) const override {
     cuda::merge_outputs(p, stream_of(stream));
   }
+  void copy_rows(std::span<const StridedCopy> copies, Stream stream) const override {
+    cuda::copy_rows(copies, stream_of(stream));
+  }
   void pack_outputs(const PackOutputsParams& p, Stream stream) const override {
     cuda::pack_outputs(p, stream_of(stream));
   }

@@ -76,6 +76,24 @@ cudaError_t copy_async(Lock& lock, void* to, const void* from, std::size_t bytes
   return error;
 }
 
+/// Of rows between GPUs, at other steps at either end.
+cudaError_t copy_rows_async(void* to, std::size_t to_pitch, const void* from,
+                            std::size_t from_pitch, std::size_t width, std::size_t rows,
+                            cudaMemcpyKind kind, Stream* stream) {
+  if (stream == nullptr) return cudaErrorInvalidResourceHandle;
+  if (width > to_pitch || width > from_pitch) return cudaErrorInvalidPitchValue;
+  if (width == 0 || rows == 0) return cudaSuccess;
+  const Copy copy{end_of(to, (rows - 1) * to_pitch + width),
+                  end_of(from, (rows - 1) * from_pitch + width)};
+  if (const cudaError_t error = check(copy, kind); error != cudaSuccess) return error;
+  if (!copy.to.is_on_gpu || !copy.from.is_on_gpu) return cudaErrorNotSupported;
+  return submit(*stream, {.now = [=] {
+    for (std::size_t row = 0; row < rows; ++row)
+      std::memmove(static_cast<std::byte*>(to) + row * to_pitch,
+                   static_cast<const std::byte*>(from) + row * from_pitch, width);
+  }});
+}
+
 /// In the default stream. Between GPUs the host does not wait; out of pageable memory it waits for
 /// what came before, and the bytes may still be on their way when the call returns.
 cudaError_t copy_now(Lock& lock, void* to, const void* from, std::size_t bytes,
@@ -118,6 +136,15 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
                             cudaStream_t stream) {
   return call("cudaMemcpyAsync", [&](Lock& lock) {
     return copy_async(lock, to, from, bytes, kind, find_stream(stream));
+  });
+}
+
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                              size_t width, size_t height, cudaMemcpyKind kind,
+                              cudaStream_t stream) {
+  return call("cudaMemcpy2DAsync", [&](Lock&) {
+    return copy_rows_async(to, to_pitch, from, from_pitch, width, height, kind,
+                           find_stream(stream));
   });
 }
 

@@ -57,16 +57,22 @@ void HeadExchange::lay_out(Parts& memory) {
                                       key_slot(keys_.block_rows(), 1), most_finished_bytes()});
   leaving_ = memory.take(at(peers() * slot));
   arriving_ = memory.take(at(peers() * slot));
-  if (rows_.are_gathered())
-    queries_ = memory.take(at(own.tokens * own.heads * own.head_dim * query_bytes()));
+  if (ordered_.k == nullptr) lay_out_whole(memory);
   if (rows_.are_dealt()) finished_ = memory.take(at(finished(own.tokens, comm_.rank()).bytes()));
   copied_ = keys_.take_block(memory, keys_.block_rows());
   starts_ = memory.take_array<std::int64_t>(at(std::int64_t{peers()} * own.batch.size));
+  ordered_.start = memory.take_array<std::int64_t>(at(own.batch.size));
+}
+
+void HeadExchange::lay_out_whole(Parts& memory) {
+  const kernels::AttendParams& own = own_layer_.bounds;
+  if (rows_.are_gathered()) queries_ = memory.take(at(query_slot(own.tokens)));
   const Sharding& rule = layer_.options.keys;
   const std::int64_t most = ranks_.nodes == 1 ? own.max_kv_len
                                               : most_keys_of_a_rank(of_nodes(rule, ranks_.count),
                                                                     own.max_kv_len, ranks_.nodes);
-  ordered_ = own_keys_.take_block(memory, most * own.batch.size);
+  ordered_.k = memory.take(at(key_slot(most * own.batch.size, 0)));
+  ordered_.v = memory.take(at(key_slot(most * own.batch.size, 1)));
 }
 
 void HeadExchange::prepare(Run& run, const char* strategy) const {
@@ -80,13 +86,20 @@ void HeadExchange::prepare(Run& run, const char* strategy) const {
   rows_.prepare(run);
 }
 
-void HeadExchange::bring(Run& run) const {
+KeyBlock HeadExchange::ready_keys(Run& run) const {
   keys_.begin(run);
+  if (!keys_.must_copy(run)) return keys_.in_place(run);
+  keys_.copy_to(run, copied_);
+  return copied_;
+}
+
+void HeadExchange::bring(Run& run) const {
+  const KeyBlock keys = ready_keys(run);
   run.enter(Phase::exchange);
   rows_.make_map(run);
   if (rows_.are_gathered()) exchange_queries(run);
-  exchange_keys(run);
-  take_own_heads(run);
+  exchange_keys(run, keys);
+  attend_to(run, share_);
   if (ranks_.nodes > 1) take_rows_of_node(run);
   if (!by_heads()) point_at_finished(run);
 }
@@ -161,17 +174,11 @@ void HeadExchange::exchange_queries(Run& run) const {
 
 /// Brings all keys and values of this rank's kv heads, in the order of whole sequences, or of the
 /// node's part of them.
-void HeadExchange::exchange_keys(Run& run) const {
+void HeadExchange::exchange_keys(Run& run, const KeyBlock& own) const {
   std::int64_t most = 0;
   for (int p = 0; p < peers(); ++p) most = std::max(most, keys_.rows_of(run, ranks_.first + p));
-  KeyBlock own = copied_;
-  if (keys_.must_copy(run))
-    keys_.copy_to(run, copied_);
-  else
-    own = keys_.in_place(run);
   const std::int64_t rows = keys_.rows_of(run, layer_.comm.rank());
   const Shard part = part_of_node(run.arrays.keys, ranks_);
-  run.attend.pages = {};
   run.attend.kv_heads = own_layer_.bounds.kv_heads;
   for (int p = 0; p < peers(); ++p)
     own_keys_.find_starts(run, ranks_.first + p, {.start = starts_of(p)});
@@ -189,30 +196,37 @@ void HeadExchange::exchange_keys(Run& run) const {
       own_keys_.copy_in_order(run, ranks_.first + p, from, to, part);
     }
   }
-  run.attend.k = own_keys_.keys_in(ordered_);
-  run.attend.v = own_keys_.values_in(ordered_);
-  run.attend.batch.key_start = run.arrays.batch > 1 ? ordered_.start : nullptr;
-  run.attend.batch.key_pitch = 0;
-  run.attend.shard = part;
 }
 
-/// Makes the attention that of this rank's heads.
-void HeadExchange::take_own_heads(Run& run) const {
+void HeadExchange::attend_to(Run& run, const HeadShare& some) const {
   const auto scales = [&](Scales all) {
-    if (all && all.per_head) all.data += share_.kv.begin;
+    if (all && all.per_head) all.data += some.kv.begin;
+    return all;
+  };
+  const auto kv_heads_from = [&](kernels::KvRows all) {
+    const std::int64_t first = (some.kv.begin - share_.kv.begin) * all.head_stride;
+    all.data = static_cast<std::byte*>(all.data) + first * key_bytes();
     return all;
   };
   kernels::AttendParams& p = run.attend;
-  p.heads = share_.query.size();
-  p.q = rows_.are_gathered() ? dense(queries_, p.heads, p.head_dim)
-                             : heads_from(p.q, share_.query.begin, p.q_dtype);
+  p.heads = some.query.size();
+  p.kv_heads = some.kv.size();
+  p.q = rows_.are_gathered() ? heads_from(dense(queries_, share_.query.size(), p.head_dim),
+                                          some.query.begin - share_.query.begin, p.q_dtype)
+                             : heads_from(p.q, some.query.begin, p.q_dtype);
+  p.k = kv_heads_from(own_keys_.keys_in(ordered_));
+  p.v = kv_heads_from(own_keys_.values_in(ordered_));
+  p.pages = {};
+  p.batch.key_start = run.arrays.batch > 1 ? ordered_.start : nullptr;
+  p.batch.key_pitch = 0;
+  p.shard = part_of_node(run.arrays.keys, ranks_);
   p.q_scale = scales(p.q_scale);
   p.k_scale = scales(p.k_scale);
   p.v_scale = scales(p.v_scale);
-  p.bias.slopes = floats_from(p.bias.slopes, share_.query.begin);
+  p.bias.slopes = floats_from(p.bias.slopes, some.query.begin);
   run.merge.heads = p.heads;
   run.merge.state_heads = run.merge.first_head = 0;
-  run.merge.sinks = floats_from(run.arrays.sinks, share_.query.begin);
+  run.merge.sinks = floats_from(run.arrays.sinks, some.query.begin);
   run.merge.tokens = p.tokens;
   run.merge.batch = p.batch;
 }
@@ -297,8 +311,6 @@ std::string refuse_head_exchange(const Options& o, int ranks) {
     return fmt::format("it shares the work by heads, and {} heads are fewer than {} ranks", o.heads,
                        ranks);
   if (o.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
-  if (o.exchange != Exchange::automatic && o.exchange != Exchange::gather)
-    return fmt::format("it sends rows, and does not take exchange {}", name(o.exchange));
   return "";
 }
 

@@ -29,6 +29,10 @@ class HeadExchange {
   /// The heads of this rank.
   const HeadShare& share() const { return share_; }
 
+  /// Takes memory for whole sequences of the most heads that any rank has: it is laid out alike on
+  /// all ranks, for who has them put rows into each other's.
+  void lay_out_whole(Parts& memory);
+  /// Takes the rest, and that too where it has not been laid out.
   void lay_out(Parts& memory);
 
   /// Describes the run to what checks it, as one of all rows. Throws Unsupported and InputError, on
@@ -43,12 +47,25 @@ class HeadExchange {
   /// asked for.
   void take_back(Run& run, const kernels::MergeParams& asked) const;
 
- private:
-  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
-  int peers() const { return comm_.size(); }
+  // The same by parts, for who brings rows and keys here in another way (head_waves.hpp).
+
+  /// Queues the write of new keys, and a copy of this rank's keys where they cannot be sent from
+  /// where they lie. Returns them, of all kv heads.
+  KeyBlock ready_keys(Run& run) const;
+  /// Makes the attention that of some of this rank's heads over whole sequences.
+  void attend_to(Run& run, const HeadShare& heads) const;
+  /// Whole sequences of this rank's heads, [tokens, own heads, head_dim] and so on.
+  std::byte* whole_queries() const { return queries_; }
+  const KeyBlock& whole_keys() const { return ordered_; }
+  /// Room for the finished rows of all of them.
+  std::byte* finished_rows() const { return finished_; }
   HeadShare share_of(int peer) const {
     return head_share(layer_.bounds.heads, layer_.bounds.kv_heads, peer, peers());
   }
+
+ private:
+  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+  int peers() const { return comm_.size(); }
   bool by_heads() const { return layer_.options.results.part == ResultPart::heads; }
   int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }
   std::int64_t query_bytes() const {
@@ -69,8 +86,7 @@ class HeadExchange {
   void pack_heads(const Run& run, const kernels::TokenRows& from, std::int64_t rows, int dim,
                   DType dtype, HeadRange HeadShare::*range, std::int64_t slot) const;
   void exchange_queries(Run& run) const;
-  void exchange_keys(Run& run) const;
-  void take_own_heads(Run& run) const;
+  void exchange_keys(Run& run, const KeyBlock& own) const;
   void take_rows_of_node(Run& run) const;
   void point_at_finished(Run& run) const;
   void return_rows(Run& run, const kernels::MergeParams& asked) const;

@@ -169,6 +169,9 @@ std::string refuse_levels(const Options& o, int ranks) {
   if (per_node == ranks) return "all ranks are of one node";
   if (per_node == 1) return "every rank has a node of its own";
   if (std::string why = refuse_head_exchange(o, per_node); !why.empty()) return why;
+  if (o.exchange != Exchange::automatic && o.exchange != Exchange::gather)
+    return fmt::format("it sends rows within nodes, and does not take exchange {}",
+                       name(o.exchange));
   if (is_by_table(o.keys) || (o.queries && is_by_table(*o.queries)) ||
       (o.results.part == ResultPart::rows && is_by_table(o.results.rows)))
     return "it takes keys and rows that are dealt out by a rule, and not by a table";

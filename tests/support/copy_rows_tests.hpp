@@ -1,0 +1,84 @@
+// Blocks of rows are copied with any steps, widths and numbers, on every device, and nothing beside
+// them is written.
+#pragma once
+
+#include "src/strided_copy.hpp"
+#include "tests/support/on_device.hpp"
+
+namespace longspan::tests {
+
+class CopyRows : public OnDevice {
+ protected:
+  struct Shape {
+    std::int64_t width, rows, from_gap, to_gap, ahead;  // gaps: of the pitch beyond the width
+  };
+
+  /// Copies blocks in one call, each from and to a region of its own, against one row after the
+  /// other.
+  void expect_copied(const std::vector<Shape>& shapes) {
+    std::size_t bytes = 0;
+    std::vector<std::size_t> begins;
+    for (const Shape& s : shapes) {
+      begins.push_back(bytes);
+      bytes += static_cast<std::size_t>(s.ahead + s.rows * (s.width + s.from_gap + s.to_gap));
+      bytes = (bytes + 63) / 16 * 16;
+    }
+    std::vector<std::byte> from(bytes), expected(bytes, std::byte{0xff});
+    for (std::byte& byte : from) byte = static_cast<std::byte>(below(256));
+    const auto source = on_device(from);
+    const auto to = poisoned<std::byte>(bytes);
+    std::vector<StridedCopy> copies;
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      const Shape& s = shapes[i];
+      const std::int64_t from_pitch = s.width + s.from_gap, to_pitch = s.width + s.to_gap;
+      const std::size_t begin = begins[i] + static_cast<std::size_t>(s.ahead);
+      copies.push_back(
+          {source.data() + begin, to.data() + begin, from_pitch, to_pitch, s.width, s.rows});
+      for (std::int64_t row = 0; row < s.rows; ++row)
+        std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(begin) + row * from_pitch, s.width,
+                    expected.begin() + static_cast<std::ptrdiff_t>(begin) + row * to_pitch);
+    }
+    backend().copy_rows(copies, {});
+    EXPECT_EQ(to.values(), expected);
+  }
+};
+
+TEST_F(CopyRows, OfAnyWidthAtAnyAddress) {
+  for (const std::int64_t width : {1, 2, 4, 6, 8, 16, 24, 48, 250, 1024, 8192, 10000})
+    for (const std::int64_t ahead : {0, 1, 2, 4, 8, 16})
+      for (const std::int64_t gap : {0, 3, 16}) {
+        SCOPED_TRACE("width " + std::to_string(width) + " ahead " + std::to_string(ahead) +
+                     " gap " + std::to_string(gap));
+        expect_copied({{width, 37, gap, 0, ahead}, {width, 1, 0, gap, ahead}});
+      }
+}
+
+/// More blocks than one launch takes, of all sizes, none among them.
+TEST_F(CopyRows, OfManyBlocksAtOnce) {
+  std::vector<Shape> shapes;
+  for (int i = 0; i < 200; ++i)
+    shapes.push_back({16 * (1 + below(20)), below(4) == 0 ? 0 : below(300), 16 * below(3),
+                      16 * below(3), 4 * below(5)});
+  expect_copied(shapes);
+  expect_copied({});
+  expect_copied({{16, 0, 0, 0, 0}});
+  expect_copied(
+      {{256, 5000, 512, 0, 0}, {16, 1, 0, 0, 0}});  // of many blocks of threads, and of one
+}
+
+/// As wide a word as divides rows, steps and addresses, and no wider.
+TEST_F(CopyRows, InTheWidestWordThatFits) {
+  std::byte* const base = reinterpret_cast<std::byte*>(std::uintptr_t{4096});
+  const auto word = [&](std::int64_t from, std::int64_t to, std::int64_t from_pitch,
+                        std::int64_t to_pitch, std::int64_t width) {
+    return word_of({base + from, base + to, from_pitch, to_pitch, width, 2});
+  };
+  EXPECT_EQ(word(0, 0, 64, 32, 16), 16);
+  EXPECT_EQ(word(0, 0, 64, 40, 16), 8);
+  EXPECT_EQ(word(0, 0, 36, 32, 16), 4);
+  EXPECT_EQ(word(0, 2, 64, 32, 16), 2);
+  EXPECT_EQ(word(0, 0, 64, 32, 12), 4);
+  EXPECT_EQ(word(1, 0, 64, 32, 16), 1);
+}
+
+}  // namespace longspan::tests

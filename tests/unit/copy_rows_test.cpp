@@ -1,0 +1,8 @@
+// Blocks of rows, on the host.
+#include "tests/support/copy_rows_tests.hpp"
+
+namespace longspan::tests {
+
+std::unique_ptr<kernels::Backend> make_backend() { return kernels::host_backend(2); }
+
+}  // namespace longspan::tests

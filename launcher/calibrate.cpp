@@ -48,9 +48,17 @@ class Bench {
 
   /// Every rank alone, all at the same time.
   Seconds alone(std::int64_t tokens, std::int64_t kv) const {
-    return measure(self(world_.device()), options(tokens, kv, "auto"));
+    return measure(self(world_.device()), options(tokens, kv, "auto"), line_.world);
   }
-  Seconds on(const Communicator& ranks, const RunOptions& o) const { return measure(ranks, o); }
+  Seconds on(const Communicator& ranks, const RunOptions& o) const {
+    return measure(ranks, o, line_.world);
+  }
+  /// The same where all that travels does so by collectives.
+  Seconds by_collectives(const Communicator& ranks, const RunOptions& o) const {
+    WorldOptions world = line_.world;
+    world.exchange = Exchange::gather;
+    return measure(ranks, o, world);
+  }
   /// What the model counts for the same.
   RunCost cost(int ranks, const RunOptions& o) const {
     const Problem problem = make_problem(o, line_.world);
@@ -59,8 +67,8 @@ class Bench {
 
  private:
   /// Repeats the run for about a second.
-  Seconds measure(const Communicator& ranks, const RunOptions& o) const {
-    const Problem problem = make_problem(o, line_.world);
+  Seconds measure(const Communicator& ranks, const RunOptions& o, const WorldOptions& world) const {
+    const Problem problem = make_problem(o, world);
     Trial trial(ranks, problem);
     world_.barrier("start of a measurement");
     const std::vector<Sample> first = time_runs(ranks, trial, 1, 1);
@@ -127,7 +135,7 @@ Link measure_link(const Bench& bench, const Communicator& ranks, Machine& m) {
   const RunOptions few = bench.options(1, keys, "gather-states");
   const RunOptions many = bench.options(rows, keys, "gather-states");
   Link link;
-  link.latency = std::max(1e-8, bench.on(ranks, few).exchange);
+  link.latency = std::max(1e-8, bench.by_collectives(ranks, few).exchange);
   const Seconds s = bench.on(ranks, many);
   const double states = static_cast<double>(rows) * state_row_bytes(many);
   link.bytes_per_s = (n - 1) * states / std::max(1e-9, s.exchange - link.latency);
@@ -149,22 +157,29 @@ void measure_copies(const Bench& bench, const Communicator& ranks, const Link& l
   m.copy_bytes_per_s = bytes / std::max(copying, bytes / (4 * m.key_bytes_per_s));
 }
 
+/// A small transfer through buffers that GPUs write for each other: what a ring of few keys takes
+/// beyond its calls. (That of few states from the kernel that makes them takes less.)
+void measure_peers(const Bench& bench, const Communicator& ranks, Machine& m) {
+  const int n = ranks.size();
+  const std::int64_t keys = std::int64_t{256} * n;
+  RunOptions o = bench.options(keys, keys, "ring-kv");
+  o.shard_queries = true;
+  const double waits = bench.on(ranks, o).total - n * m.call_s;
+  m.peer_latency_s = std::max(1e-7, waits / (n - 1));
+}
+
 /// How much of a transfer hides: what a ring takes less than its attention and its transfers one
 /// after the other.
 void measure_overlap(const Bench& bench, const Communicator& ranks, const Link& link, Machine& m) {
-  const auto all = strategies();
-  const auto ring = std::find_if(all.begin(), all.end(), [](const StrategyInfo& s) {
-    return std::string_view(s.name) == "ring-kv";
-  });
-  if (ring == all.end()) return;
   const std::int64_t keys = bench.gpu() ? 32768 : 2048;
-  RunOptions o = bench.options(keys, keys, ring->name);
+  RunOptions o = bench.options(keys, keys, "ring-kv");
   o.shard_queries = true;
   const int n = ranks.size();
   const double attend = 4.0 * o.heads * o.dim * static_cast<double>(keys) *
                         static_cast<double>(keys) / n / m.flops_per_s;
-  const double transfer = (n - 1) * link.latency + static_cast<double>(keys) * key_row_bytes(o) *
-                                                       (n - 1) / n / link.bytes_per_s;
+  const double transfer = (n - 1) * m.peer_latency_s + static_cast<double>(keys) *
+                                                           key_row_bytes(o) * (n - 1) / n /
+                                                           link.bytes_per_s;
   const double hidden = attend + transfer - bench.on(ranks, o).total;
   m.overlap = std::clamp(hidden / std::min(attend, transfer), 0.0, 1.0);
 }
@@ -194,6 +209,8 @@ Machine measure(const Communicator& world, const CommandLine& line) {
     if (inside.size() == 1) link = whole;
   }
   measure_copies(bench, inside.size() > 1 ? inside : world, link, m);
+  m.peer_latency_s = link.latency;
+  if (inside.size() > 1 && bench.gpu()) measure_peers(bench, inside, m);
   measure_overlap(bench, inside.size() > 1 ? inside : world, link, m);
   return m;
 }

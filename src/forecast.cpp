@@ -74,8 +74,10 @@ void predict(Forecast& f, Work& work, double flops, const Options& o, const Topo
   const double overlapped = transfer_seconds(
       cost.overlapped_bytes, (two_levels ? 1 : far) * cost.overlapped_bytes, machine);
   f.hidden = std::min(overlapped * machine.overlap, f.attend);
-  f.exchange = cost.messages * (far > 0 ? machine.node_latency_s : machine.latency_s) +
-               transfer_seconds(cost.received_bytes, f.far_bytes, machine) - f.hidden;
+  const double waits = far > 0 ? cost.messages * machine.node_latency_s
+                               : (cost.messages - cost.peer_messages) * machine.latency_s +
+                                     cost.peer_messages * machine.peer_latency_s;
+  f.exchange = waits + transfer_seconds(cost.received_bytes, f.far_bytes, machine) - f.hidden;
   f.merge =
       cost.merged_bytes / machine.merge_bytes_per_s + cost.copied_bytes / machine.copy_bytes_per_s;
 }

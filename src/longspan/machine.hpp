@@ -21,8 +21,10 @@ struct Machine {
   double copy_bytes_per_s = 0;   ///< of rows that are packed, or put in order
   double call_s = 0;             ///< one more call of attention
   double latency_s = 0;          ///< one transfer between ranks of a node, however small
-  double link_bytes_per_s = 0;   ///< received from ranks of the same node
-  double node_latency_s = 0;     ///< one transfer between nodes, however small
+  double peer_latency_s =
+      0;  ///< the same on GPUs that write each other's buffers, which need no NCCL
+  double link_bytes_per_s = 0;       ///< received from ranks of the same node
+  double node_latency_s = 0;         ///< one transfer between nodes, however small
   double node_link_bytes_per_s = 0;  ///< received from other nodes
   double overlap = 0;  ///< 0 to 1: how much of a transfer costs the computation beside it nothing
 };

@@ -58,6 +58,7 @@ struct RunCost {
                                 ///< other rank is heard alike
   double overlapped_bytes = 0;  ///< of received_bytes, what travels while the rank computes
   double messages = 0;          ///< transfers that wait for one another: each costs a latency
+  double peer_messages = 0;     ///< of them, those through buffers that GPUs write for each other
   double work = 1;              ///< of the whole attention, the part that a rank computes where
                                 ///< rows and keys are dealt evenly
   double calls = 1;             ///< of attention, one behind the other
@@ -99,7 +100,8 @@ struct Forecast {
 /// Predicts a run of that size by every strategy of strategies(), in their order. The model:
 ///
 ///     attend    calls call_s + balance work flops / flops_per_s + read bytes / key_bytes_per_s
-///     transfer  messages latency_s + received bytes / link_bytes_per_s, each link its own
+///     transfer  messages latency_s + received bytes / link_bytes_per_s, each link its own; of
+///               messages that are peer_messages, peer_latency_s
 ///     hidden    as much of the overlapped bytes' time as `overlap` allows and attend is long
 ///     merge     merged bytes / merge_bytes_per_s + copied bytes / copy_bytes_per_s
 ///

@@ -16,6 +16,8 @@
 namespace longspan {
 namespace {
 
+constexpr std::int64_t kMostPeerRows = 16384;  // of states, that go through peer buffers
+
 class GatherStates final : public Strategy {
  public:
   explicit GatherStates(const Layer& layer) : layer_(layer), rows_(layer) {
@@ -30,7 +32,6 @@ class GatherStates final : public Strategy {
 
   /// Opens peer buffers for what decode and chunks exchange; past that, gathering is as fast.
   void open(std::uint32_t layer) override {
-    constexpr std::int64_t kMostRows = 16384;
     const Options& options = layer_.options;
     const std::int64_t most = options.limits.max_tokens * options.heads;
     std::string why;
@@ -41,7 +42,7 @@ class GatherStates final : public Strategy {
     } else if (options.results.part != ResultPart::all) {
       why = fmt::format("results are by {}", name(options.results.part));
     } else {
-      peer_buffer_rows_ = std::min(kMostRows, most);
+      peer_buffer_rows_ = std::min(kMostPeerRows, most);
       bytes = layer_.kernels.peer_buffer_bytes(peer_buffer_rows_, layer_.bounds.value_dim,
                                                layer_.comm.size());
       if (bytes > 0)
@@ -114,18 +115,22 @@ class GatherStates final : public Strategy {
 };
 
 /// Counts the slots of all ranks' states, and with sharded queries the rows of all of them, twice.
-RunCost cost(const Options& options, int ranks, const RunSize& size, Device) {
+RunCost cost(const Options& options, int ranks, const RunSize& size, Device device) {
   const double own_rows = options.queries ? size.most_tokens : 0;
   const double rows = options.queries ? ranks * own_rows : size.tokens;
   const double queries = own_rows * query_row_bytes(options);
   const bool whole = options.results.part == ResultPart::all;
   const double merged = options.queries ? own_rows : whole ? size.tokens : size.tokens / ranks;
   const double messages = options.queries ? 2 : 1;
+  const bool by_peers = device != Device::host && ranks > 1 && !options.queries && whole &&
+                        options.exchange != Exchange::gather &&
+                        size.tokens * options.heads <= static_cast<double>(kMostPeerRows);
   return {.received_bytes =
               (ranks - 1) * (state_slot_bytes(options, size.tokens, options.heads) + queries),
           .workspace_bytes = ranks * (state_slot_bytes(options, rows, options.heads) + 2 * queries +
                                       own_rows * sizeof(std::int64_t)),
           .messages = ranks == 1 ? 0 : messages,
+          .peer_messages = by_peers ? messages : 0,
           .work = 1.0 / ranks,
           .keys_read = 1.0 / ranks,
           .merged_bytes = ranks * merged * state_row_bytes(options),

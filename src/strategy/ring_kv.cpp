@@ -311,16 +311,18 @@ std::string refusal(const Options& options, int ranks) {
   return "";
 }
 
-RunCost cost(const Options& options, int ranks, const RunSize& size, Device) {
+RunCost cost(const Options& options, int ranks, const RunSize& size, Device device) {
   const double states =
       (options.queries ? size.most_tokens : size.tokens) * state_row_bytes(options);
   if (ranks == 1) return {.workspace_bytes = states};
   const double row = key_row_bytes(options), received = (ranks - 1) * size.keys / ranks * row;
   const double block = most_keys_of_a_rank(options.keys, size.keys, ranks);
+  const bool by_peers = device != Device::host && options.exchange != Exchange::gather;
   return {.received_bytes = received,
           .workspace_bytes = states + 2 * block * row,
           .overlapped_bytes = received,
           .messages = ranks - 1.0,
+          .peer_messages = by_peers ? ranks - 1.0 : 0,
           .work = 1.0 / ranks,
           .calls = static_cast<double>(ranks),
           .merged_bytes = (ranks - 1) * states};

@@ -11,7 +11,7 @@ import unittest
 from command import INPUT, OK, UNSUPPORTED, USAGE, CommandTest, longspan
 
 CONSTANTS = ("flops_per_s", "key_bytes_per_s", "merge_bytes_per_s", "copy_bytes_per_s", "call_s", "latency_s",
-             "link_bytes_per_s", "node_latency_s", "node_link_bytes_per_s", "overlap")
+             "peer_latency_s", "link_bytes_per_s", "node_latency_s", "node_link_bytes_per_s", "overlap")
 SMALL = ("--heads", 2, "--dim", 16)
 
 

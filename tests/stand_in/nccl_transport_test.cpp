@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -347,6 +348,60 @@ TEST_F(NcclTransportTest, ShiftsIntoReceiveBuffers) {
           world.gather("", "end of the turn");  // as the receive buffer is filled anew
         }
         EXPECT_EQ(world.received_bytes() - before, due);
+      },
+      std::chrono::seconds(20), kSize);
+  EXPECT_EQ(alive(), Alive{});
+}
+
+/// Every rank puts a column of numbers into a matrix of every rank, its own too, by copy engines
+/// and by a copier in turns; a place outside of receive buffers is refused.
+TEST_F(NcclTransportTest, PutsRowsIntoTheReceiveBuffersOfAll) {
+  constexpr int kSize = 3, kRows = 5, kTurns = 6;
+  run(
+      [&](int rank, Transport& world) {
+        std::string why;
+        const auto buffer = world.open_receive_buffer(kRows * kSize * sizeof(int), why);
+        ASSERT_TRUE(buffer) << why;
+        constexpr std::int64_t kInt = sizeof(int);
+        auto* const matrix = reinterpret_cast<int*>(buffer.get());
+        int copied = 0;
+        const Copier copier = [&](std::span<const StridedCopy> copies, Stream) {
+          for (const StridedCopy& c : copies)
+            for (std::int64_t row = 0; row < c.rows; ++row, ++copied)
+              std::memcpy(c.to + row * c.to_pitch, c.from + row * c.from_pitch,
+                          static_cast<std::size_t>(c.width));
+        };
+        const std::uint64_t before = world.received_bytes();
+        for (int turn = 0; turn < kTurns; ++turn) {
+          std::fill_n(matrix, kRows * kSize, -1);
+          std::vector<int> mine(kRows * kSize);
+          const auto value = [&](int from, int to, int row) {
+            return 1000 * turn + 100 * from + 10 * to + row;
+          };
+          std::vector<Put> puts;
+          for (int to = 0; to < kSize; ++to) {
+            for (int row = 0; row < kRows; ++row)
+              mine[static_cast<std::size_t>(to * kRows + row)] = value(rank, to, row);
+            puts.push_back({to,
+                            {reinterpret_cast<std::byte*>(mine.data() + to * kRows),
+                             buffer.get() + rank * kInt, kInt, kSize * kInt, kInt, kRows}});
+          }
+          const bool by_copier = turn % 2 == 1;
+          world
+              .start_puts(puts, buffer.get(), (kSize - 1) * kRows * kInt,
+                          by_copier ? copier : Copier{}, {}, "puts")
+              .wait({});
+          EXPECT_EQ(copied, by_copier ? kRows * kSize : 0);
+          copied = 0;
+          for (int i = 0; i < kRows * kSize; ++i)
+            EXPECT_EQ(matrix[i], value(i % kSize, rank, i / kSize)) << "turn " << turn;
+          world.gather("", "end of the turn");  // as the matrix is filled anew
+        }
+        EXPECT_EQ(world.received_bytes() - before, kTurns * (kSize - 1) * kRows * kInt);
+        const std::byte elsewhere{};
+        EXPECT_THROW(
+            static_cast<void>(world.start_puts({}, &elsewhere, 0, {}, {}, "puts elsewhere")),
+            UsageError);
       },
       std::chrono::seconds(20), kSize);
   EXPECT_EQ(alive(), Alive{});

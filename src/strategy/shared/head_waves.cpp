@@ -284,7 +284,7 @@ RunCost head_waves_cost(const Options& options, int ranks, const RunSize& size) 
                          (options.of_values() * size_of(options.dtypes.of_out()) + sizeof(float));
   cost.workspace_bytes += results;
   cost.overlapped_bytes = cost.received_bytes * (waves - 1) / waves;
-  cost.messages = 2;
+  cost.messages = cost.peer_messages = 2;
   cost.calls = waves;
   cost.copied_bytes = 2 * results;
   return cost;

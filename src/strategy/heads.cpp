@@ -102,7 +102,7 @@ RunCost cost(const Options& o, int ranks, const RunSize& size, Device device) {
   const double rows = o.queries ? ranks * own_rows : size.tokens;
   if (ranks == 1 || o.heads < ranks) return {.workspace_bytes = state_slot_bytes(o, rows, o.heads)};
   const bool in_waves = device != Device::host && ranks <= PeerView::kMostRanks && o.queries &&
-                        o.exchange != Exchange::gather && o.results.part != ResultPart::heads;
+                        o.exchange != Exchange::gather;
   RunCost cost = in_waves ? head_waves_cost(o, ranks, size) : head_exchange_cost(o, ranks, size);
   cost.workspace_bytes += state_slot_bytes(o, rows, most_heads(o.heads, o.kv_heads, ranks).query);
   return cost;

@@ -56,7 +56,7 @@ HeadWaves::HeadWaves(const Layer& layer, HeadExchange& exchange)
     : layer_(layer), exchange_(exchange) {
   const Options& options = layer_.options;
   if (options.exchange == Exchange::gather) return;
-  if (!options.queries || options.results.part == ResultPart::heads) {
+  if (!options.queries) {
     require_exchange(options, false,
                      "strategy heads puts rows of sharded queries there, and no others");
     return;
@@ -105,7 +105,8 @@ std::optional<HeadWaves::Way> HeadWaves::way_of(const Run& run) const {
   for (int p = 0; p < ranks(); ++p) {
     auto rows = stretches_of(arrays.queries.with_rank(p), way.tokens);
     auto keys = stretches_of(arrays.keys.with_rank(p), way.length);
-    if (!rows || !keys) return std::nullopt;
+    // Rows that a rank has no room for are refused there, and must not be put either.
+    if (!rows || !keys || Way::count(*rows) > layer_.options.limits.max_tokens) return std::nullopt;
     way.rows.push_back(std::move(*rows));
     way.keys.push_back(std::move(*keys));
   }
@@ -197,14 +198,15 @@ void HeadWaves::attend(Run& run, const Way& way, int wave) const {
   const HeadWave now = wave_of(rank(), wave, way.waves);
   if (now.heads.query.size() == 0) return;
   const HeadShare own = exchange_.share_of(rank());
-  const int first = now.heads.query.begin - own.query.begin;
+  const std::int64_t first = now.heads.query.begin - own.query.begin;
   exchange_.attend_to(run, now.heads);
   const DType dtype = layer_.options.dtypes.of_out();
   const FinishedSlot slot{way.tokens, own.query.size(), layer_.bounds.value_dim, dtype};
   std::byte* const rows = exchange_.finished_rows();
   run.merge.headers = {};
   run.merge.out = slot.out(rows + first * slot.dim * bytes_of(dtype));
-  run.merge.lse = {slot.lse(rows).data + first * way.tokens, 1, way.tokens};
+  run.merge.lse = {reinterpret_cast<float*>(rows + slot.lse_at()) + first * way.tokens, 1,
+                   way.tokens};
   run.enter(Phase::attend);
   run.attend_to(run.merge, Phase::exchange, layer_.kernels);
 }
@@ -222,7 +224,7 @@ comm::Transfers HeadWaves::take_back(const Run& run, const Way& way, int wave) c
       place{rows_, layer_.bounds.heads, row_bytes};
   // An lse is one row of a head.
   constexpr std::int64_t kLse = sizeof(float);
-  auto* const lse = reinterpret_cast<std::byte*>(slot.lse(exchange_.finished_rows()).data);
+  std::byte* const lse = exchange_.finished_rows() + slot.lse_at();
   std::vector<comm::Put> puts;
   for (int distance = 0; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();

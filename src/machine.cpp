@@ -21,6 +21,8 @@ struct Constant {
   double Machine::*value;
   double most = 1e30;
   bool may_be_zero = false;
+  double Machine::*otherwise =
+      nullptr;  // what it is in a file from before there was such a constant
 };
 
 constexpr std::array kConstants{
@@ -30,7 +32,9 @@ constexpr std::array kConstants{
     Constant{"copy_bytes_per_s", &Machine::copy_bytes_per_s},
     Constant{"call_s", &Machine::call_s},
     Constant{"latency_s", &Machine::latency_s},
-    Constant{"peer_latency_s", &Machine::peer_latency_s},
+    Constant{.name = "peer_latency_s",
+             .value = &Machine::peer_latency_s,
+             .otherwise = &Machine::latency_s},
     Constant{"link_bytes_per_s", &Machine::link_bytes_per_s},
     Constant{"node_latency_s", &Machine::node_latency_s},
     Constant{"node_link_bytes_per_s", &Machine::node_link_bytes_per_s},
@@ -107,8 +111,12 @@ Machine machine_from(const std::string& text, const std::string& origin, Device 
     machine.*kConstants[i].value = value_of(kConstants[i], value, origin);
     found[i] = true;
   }
-  for (std::size_t i = 0; i < kConstants.size(); ++i)
-    if (!found[i]) refuse(origin, fmt::format("no {}", kConstants[i].name));
+  for (std::size_t i = 0; i < kConstants.size(); ++i) {
+    const Constant& missing = kConstants[i];
+    if (found[i]) continue;
+    if (missing.otherwise == nullptr) refuse(origin, fmt::format("no {}", missing.name));
+    machine.*missing.value = machine.*missing.otherwise;
+  }
   return machine;
 }
 

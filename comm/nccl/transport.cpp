@@ -105,26 +105,20 @@ class NcclTransport final : public ControlledTransport {
     const int ahead = (distance % size() + size()) % size();
     if (ahead == 0 || pieces.empty())
       return Transport::start_shifts(pieces, distance, stream, step);
-    return together(or_abort([&] {
-      control().fate().check();
-      return side_.start(cuda(stream),
-                         [&](cudaStream_t side) { queue(pieces, ahead, side, step); });
-    }));
+    return together(
+        start_beside(stream, [&](cudaStream_t side) { queue(pieces, ahead, side, step); }));
   }
 
   Transfers start_puts(std::span<const Put> puts, const std::byte* into, std::size_t received,
                        const Copier& copier, Stream stream, const char* step) override {
     const std::shared_ptr<const ReceiveBuffer> buffer = receive_buffer_at(into);
     if (!buffer) return Transport::start_puts(puts, into, received, copier, stream, step);
-    return together(or_abort([&] {
-      control().fate().check();
-      return side_.start(cuda(stream), [&](cudaStream_t side) {
-        link_->queue(control(), side, step, [&](ncclComm_t) {
-          buffer->exchange(puts, copier, side);
-          return ncclSuccess;
-        });
-        count_received(received);
+    return together(start_beside(stream, [&](cudaStream_t side) {
+      link_->queue(control(), side, step, [&](ncclComm_t) {
+        buffer->exchange(puts, copier, side);
+        return ncclSuccess;
       });
+      count_received(received);
     }));
   }
 
@@ -158,10 +152,7 @@ class NcclTransport final : public ControlledTransport {
   }
 
   int start(const Collective& collective, Stream stream, const char* step) override {
-    return or_abort([&] {
-      control().fate().check();
-      return side_.start(cuda(stream), [&](cudaStream_t side) { queue(collective, side, step); });
-    });
+    return start_beside(stream, [&](cudaStream_t side) { queue(collective, side, step); });
   }
 
   void finish(int number, Stream stream) override {
@@ -222,6 +213,15 @@ class NcclTransport final : public ControlledTransport {
       if (control().fate().failed()) end_children();
       throw;
     }
+  }
+
+  /// Starts `work` on the side stream, behind what the caller's has; gives the transfer's number.
+  template <class Work>
+  int start_beside(Stream stream, const Work& work) {
+    return or_abort([&] {
+      control().fate().check();
+      return side_.start(cuda(stream), work);
+    });
   }
 
   /// Ends what was split from this one, as it has ended too.

@@ -103,9 +103,10 @@ class Strategy {
 };
 
 /// Whether positions are dealt out by a table, and not by a rule alone.
-constexpr bool is_by_table(const Sharding& dealt) {
-  return dealt.layout == Layout::ranges || dealt.layout == Layout::listed;
+constexpr bool is_by_table(Layout layout) {
+  return layout == Layout::ranges || layout == Layout::listed;
 }
+constexpr bool is_by_table(const Sharding& dealt) { return is_by_table(dealt.layout); }
 
 /// What the ranks share, which decides how even their work is.
 enum class Balanced { by_keys, by_queries, evenly };

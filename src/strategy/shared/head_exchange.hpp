@@ -59,6 +59,8 @@ class HeadExchange {
   const KeyBlock& whole_keys() const { return ordered_; }
   /// Room for the finished rows of all of them.
   std::byte* finished_rows() const { return finished_; }
+  /// Finished rows of the heads of one rank; slots are for the most heads.
+  FinishedSlot finished(std::int64_t rows, int peer) const;
   HeadShare share_of(int peer) const {
     return head_share(layer_.bounds.heads, layer_.bounds.kv_heads, peer, peers());
   }
@@ -80,8 +82,6 @@ class HeadExchange {
   std::int64_t key_slot(std::int64_t rows, int i) const;
   std::int64_t finished_slot(std::int64_t rows) const;
   std::int64_t most_finished_bytes() const;
-  /// Finished rows of the heads of one rank; slots are for the most heads.
-  FinishedSlot finished(std::int64_t rows, int peer) const;
 
   void pack_heads(const Run& run, const kernels::TokenRows& from, std::int64_t rows, int dim,
                   DType dtype, HeadRange HeadShare::*range, std::int64_t slot) const;

@@ -93,11 +93,9 @@ std::optional<std::vector<HeadWaves::Stretch>> HeadWaves::stretches_of(const Sha
 
 std::optional<HeadWaves::Way> HeadWaves::way_of(const Run& run) const {
   const RunArrays& arrays = run.arrays;
-  const auto is_by_table = [](const Shard& shard) {
-    return shard.layout == Layout::ranges || shard.layout == Layout::listed;
-  };
   if (!is_open() || arrays.batch != 1 || arrays.query_start != nullptr ||
-      arrays.kv_len != nullptr || is_by_table(arrays.keys) || is_by_table(arrays.queries))
+      arrays.kv_len != nullptr || is_by_table(arrays.keys.layout) ||
+      is_by_table(arrays.queries.layout))
     return std::nullopt;
   Way way;
   way.tokens = arrays.queries.length;
@@ -197,14 +195,13 @@ comm::Transfers HeadWaves::bring(const Run& run, const Way& way, const KeyBlock&
 void HeadWaves::attend(Run& run, const Way& way, int wave) const {
   const HeadWave now = wave_of(rank(), wave, way.waves);
   if (now.heads.query.size() == 0) return;
-  const HeadShare own = exchange_.share_of(rank());
+  const HeadShare& own = exchange_.share();
   const std::int64_t first = now.heads.query.begin - own.query.begin;
   exchange_.attend_to(run, now.heads);
-  const DType dtype = layer_.options.dtypes.of_out();
-  const FinishedSlot slot{way.tokens, own.query.size(), layer_.bounds.value_dim, dtype};
+  const FinishedSlot slot = exchange_.finished(way.tokens, rank());
   std::byte* const rows = exchange_.finished_rows();
   run.merge.headers = {};
-  run.merge.out = slot.out(rows + first * slot.dim * bytes_of(dtype));
+  run.merge.out = slot.out(rows + first * slot.dim * bytes_of(slot.dtype));
   run.merge.lse = {reinterpret_cast<float*>(rows + slot.lse_at()) + first * way.tokens, 1,
                    way.tokens};
   run.enter(Phase::attend);
@@ -214,12 +211,11 @@ void HeadWaves::attend(Run& run, const Way& way, int wave) const {
 /// Puts the finished rows of a wave's heads to the ranks whose they are. This rank's own go with
 /// the last wave.
 comm::Transfers HeadWaves::take_back(const Run& run, const Way& way, int wave) const {
-  const HeadShare own = exchange_.share_of(rank());
+  const HeadShare& own = exchange_.share();
   const bool is_last = wave + 1 == way.waves;
   const HeadRange wave_heads = wave_of(rank(), wave, way.waves).heads.query;
-  const DType dtype = layer_.options.dtypes.of_out();
-  const FinishedSlot slot{way.tokens, own.query.size(), layer_.bounds.value_dim, dtype};
-  const std::int64_t row_bytes = slot.dim * bytes_of(dtype);
+  const FinishedSlot slot = exchange_.finished(way.tokens, rank());
+  const std::int64_t row_bytes = slot.dim * bytes_of(slot.dtype);
   const DenseRows rows{exchange_.finished_rows(), slot.heads, row_bytes},
       place{rows_, layer_.bounds.heads, row_bytes};
   // An lse is one row of a head.

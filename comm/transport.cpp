@@ -23,8 +23,7 @@ Collective Transport::shift_of(const void* send, std::size_t sent, void* recv, s
           .place = distance};
 }
 
-Transfers Transport::start_puts(std::span<const Put>, const std::byte*, std::size_t, const Copier&,
-                                Stream, const char* step) {
+Transfers Transport::start_puts(const Puts&, Stream, const char* step) {
   throw UsageError(
       fmt::format("'{}': rows can be put into a receive buffer of this communicator alone.", step));
 }

@@ -43,9 +43,23 @@ struct Piece {
 struct Put {
   int to = 0;
   StridedCopy copy;  // its `to` is where that rank has them, as a place of this rank's own buffer
+  int piece = 0;     // of Puts::pieces
 };
 /// Queues copies, some of them to other GPUs.
 using Copier = std::function<void(std::span<const StridedCopy>, Stream)>;
+
+/// What a rank puts into the receive buffers of all ranks in one exchange.
+struct Puts {
+  static constexpr int kMostPieces = 16;
+
+  std::vector<Put> puts;
+  const std::byte* buffer = nullptr;  // this rank's receive buffer, which names the others'
+  std::size_t received = 0;           // bytes that the others put here
+  Copier copier;   // queues the copies; an empty one leaves them to the copy engines, which need no
+                   // multiprocessor
+  int pieces = 0;  // that leave one after the other, each with a signal for every other rank; 0:
+                   // nobody looks before the exchange has ended
+};
 
 /// The transport behind a communicator. It is valid as long as the communicator is.
 Transport& transport_of(const Communicator& communicator);
@@ -297,15 +311,16 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return nullptr;
   }
 
-  /// Starts an exchange through the receive buffers of which `buffer` is this rank's, and which all
-  /// ranks take part in: each puts rows anywhere into any of them, no two to one place. It has
-  /// ended when all that others put here is here, `received` bytes. Nothing is put into a buffer
-  /// before its rank's stream has come to its own start. `copier` queues the copies; an empty one
-  /// leaves them to the copy engines, which need no multiprocessor.
-  [[nodiscard]] virtual Transfers start_puts(std::span<const Put> /*puts*/,
-                                             const std::byte* /*buffer*/, std::size_t /*received*/,
-                                             const Copier& /*copier*/, Stream /*stream*/,
-                                             const char* step);
+  /// Starts an exchange through receive buffers, which all ranks take part in: each puts rows
+  /// anywhere into any of them, no two to one place. It has ended when all that others put here is
+  /// here. Nothing is put into a buffer before its rank's stream has come to its own start.
+  [[nodiscard]] virtual Transfers start_puts(const Puts& puts, Stream stream, const char* step);
+
+  /// Where kernels see that pieces of an exchange of this receive buffer have come: [pieces, ranks]
+  /// words in memory of the device, 0 until that rank's part of a piece is here. This rank's own
+  /// stay 0. They are for one exchange, from its start in the stream to the start of the next, and
+  /// an abort sets all of them.
+  virtual const std::uint64_t* signals_of(const std::byte* /*buffer*/) const { return nullptr; }
 
   /// Gives a new layer its number among those of this communicator, and keeps its log for the roll
   /// call.

@@ -63,6 +63,13 @@ class AttentionKernels {
   void attend(const AttendParams& params, Stream stream) const {
     attend(params, StateEpilogue{}, stream);
   }
+  /// Whether `attend` with these params and this epilogue, and their `arrivals`, may be queued
+  /// before the keys of other ranks have come. It then waits for them on the device, which needs
+  /// what brings them to run beside it: a stream that is captured does not promise that.
+  virtual bool takes_arrivals(const AttendParams& /*params*/, const MergeParams& /*epilogue*/,
+                              Stream /*stream*/) const {
+    return false;
+  }
 
   virtual void merge(const MergeParams& params, Stream stream) const = 0;
 

@@ -60,8 +60,10 @@ class Bench {
     return measure(ranks, o, world);
   }
   /// What the model counts for the same.
-  RunCost cost(int ranks, const RunOptions& o) const {
-    const Problem problem = make_problem(o, line_.world);
+  RunCost cost_by_collectives(int ranks, const RunOptions& o) const {
+    WorldOptions world = line_.world;
+    world.exchange = Exchange::gather;
+    const Problem problem = make_problem(o, world);
     return cost_of(problem.layer_options(ranks), ranks, problem.run_size(ranks), world_.device());
   }
 
@@ -144,15 +146,16 @@ Link measure_link(const Bench& bench, const Communicator& ranks, Machine& m) {
 }
 
 /// The packing of rows: what an exchange that has much of it takes beyond its transfers. It is that
-/// of gather-kv on GPUs, which put keys in order, and of heads on processors, which do not.
+/// of gather-kv on GPUs, which put in order what collectives bring, and of heads on processors,
+/// which do not.
 void measure_copies(const Bench& bench, const Communicator& ranks, const Link& link, Machine& m) {
   const int n = ranks.size();
   RunOptions o =
       bench.options(1, bench.gpu() ? 131072 : 16384, bench.gpu() ? "gather-kv" : "heads");
   if (!bench.gpu()) o.heads = o.kv_heads = (o.kv_heads + n - 1) / n * n;  // heads deals them evenly
-  const RunCost cost = bench.cost(n, o);
+  const RunCost cost = bench.cost_by_collectives(n, o);
   const double bytes = cost.copied_bytes;
-  const double copying = bench.on(ranks, o).exchange - cost.messages * link.latency -
+  const double copying = bench.by_collectives(ranks, o).exchange - cost.messages * link.latency -
                          cost.received_bytes / link.bytes_per_s;
   m.copy_bytes_per_s = bytes / std::max(copying, bytes / (4 * m.key_bytes_per_s));
 }

@@ -1,5 +1,7 @@
 #include "comm/nccl/receive_buffer.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <future>
 #include <system_error>
@@ -10,6 +12,7 @@
 #include "comm/cuda/stream.hpp"
 #include "comm/cuda/stream_flags.hpp"
 #include "comm/nccl/failures.hpp"
+#include "longspan/error.hpp"
 #include "src/check.hpp"
 #include "src/device_guard.hpp"
 
@@ -18,7 +21,9 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;
 constexpr std::size_t kFlagBytes = 8;
-constexpr std::size_t kFlags = 2 * std::size_t{PeerView::kMostRanks};
+constexpr std::size_t kShiftFlags = 2 * std::size_t{PeerView::kMostRanks};
+constexpr std::size_t kFlags =
+    kShiftFlags + std::size_t{Puts::kMostPieces} * std::size_t{PeerView::kMostRanks};
 
 std::size_t place_of_flags(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -115,6 +120,11 @@ std::byte* ReceiveBuffer::flag(Flag which, int rank, int distance) const {
   return base(rank) + place_of_flags(bytes_) + index * kFlagBytes;
 }
 
+std::byte* ReceiveBuffer::signal(int rank, int piece, int from) const {
+  const auto index = static_cast<std::size_t>(piece * ranks() + from);
+  return base(rank) + place_of_flags(bytes_) + (kShiftFlags + index) * kFlagBytes;
+}
+
 void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const {
   const int to = (rank() + distance) % ranks(), from = (rank() - distance + ranks()) % ranks();
   const auto moves = [&](std::size_t Piece::*bytes) {
@@ -138,9 +148,14 @@ void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStrea
   }
 }
 
-void ReceiveBuffer::exchange(std::span<const Put> puts, const Copier& copier,
-                             cudaStream_t stream) const {
+void ReceiveBuffer::exchange(const Puts& puts, cudaStream_t stream) const {
+  if (puts.pieces < 0 || puts.pieces > Puts::kMostPieces)
+    throw UsageError(fmt::format("An exchange of {} pieces was asked for; it may have up to {}.",
+                                 puts.pieces, Puts::kMostPieces));
   std::vector<FlagOperation> before, after, ready, arrived;
+  for (int piece = 0; piece < puts.pieces; ++piece)
+    for (int from = 0; from < ranks(); ++from)
+      before.push_back({FlagOperation::lower, signal(rank(), piece, from)});
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks(), from = (rank() - distance + ranks()) % ranks();
     std::byte* const freed = flag(Flag::free, rank(), distance);
@@ -152,17 +167,27 @@ void ReceiveBuffer::exchange(std::span<const Put> puts, const Copier& copier,
   }
   before.insert(before.end(), ready.begin(), ready.end());
   after.insert(after.end(), arrived.begin(), arrived.end());
-  std::vector<StridedCopy> copies;
-  for (const Put& put : puts) {
-    copies.push_back(put.copy);
-    copies.back().to = base(put.to) + (put.copy.to - data());
-  }
   queue_flags(stream, before);
-  if (copier)
-    copier(copies, {stream});
-  else
-    for (const StridedCopy& copy : copies) copy_on(stream, copy);
-  queue_flags(stream, after);
+  for (int piece = 0; piece < std::max(puts.pieces, 1); ++piece) {
+    std::vector<StridedCopy> copies;
+    for (const Put& put : puts.puts)
+      if (put.piece == piece) {
+        copies.push_back(put.copy);
+        copies.back().to = base(put.to) + (put.copy.to - data());
+      }
+    if (puts.copier)
+      puts.copier(copies, {stream});
+    else
+      for (const StridedCopy& copy : copies) copy_on(stream, copy);
+    if (puts.pieces == 0) break;
+    std::vector<FlagOperation> raised;
+    for (int distance = 1; distance < ranks(); ++distance)
+      raised.push_back(
+          {FlagOperation::raise, signal((rank() + distance) % ranks(), piece, rank())});
+    if (piece + 1 == puts.pieces) raised.insert(raised.end(), after.begin(), after.end());
+    queue_flags(stream, raised);
+  }
+  if (puts.pieces == 0) queue_flags(stream, after);
 }
 
 }  // namespace longspan::comm

@@ -8,7 +8,8 @@
 // Each pair of ranks has the two flags of its distance. The sender copies to where it itself would
 // receive, so all ranks of a shift receive at the same place of their receive buffers. In an
 // exchange of all ranks each does so with every other at once, and says for each copy where it
-// goes.
+// goes. Such an exchange may raise a signal behind each piece of it, for kernels that take pieces
+// as they come.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -42,7 +43,11 @@ class ReceiveBuffer {
   void shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const;
 
   /// Queues an exchange of all ranks with all (Transport::start_puts).
-  void exchange(std::span<const Put> puts, const Copier& copier, cudaStream_t stream) const;
+  void exchange(const Puts& puts, cudaStream_t stream) const;
+  /// [pieces, ranks] (Transport::signals_of).
+  const std::uint64_t* signals() const {
+    return reinterpret_cast<const std::uint64_t*>(signal(rank(), 0, 0));
+  }
 
  private:
   enum class Flag { free, here };
@@ -55,6 +60,8 @@ class ReceiveBuffer {
   int ranks() const { return buffers_->view().ranks; }
   std::byte* base(int rank) const { return buffers_->view().peer_buffer[rank]; }
   std::byte* flag(Flag which, int rank, int distance) const;
+  /// That of rank `from` at rank `rank`.
+  std::byte* signal(int rank, int piece, int from) const;
 
   struct OwnFlags;
 

@@ -109,17 +109,21 @@ class NcclTransport final : public ControlledTransport {
         start_beside(stream, [&](cudaStream_t side) { queue(pieces, ahead, side, step); }));
   }
 
-  Transfers start_puts(std::span<const Put> puts, const std::byte* into, std::size_t received,
-                       const Copier& copier, Stream stream, const char* step) override {
-    const std::shared_ptr<const ReceiveBuffer> buffer = receive_buffer_at(into);
-    if (!buffer) return Transport::start_puts(puts, into, received, copier, stream, step);
+  Transfers start_puts(const Puts& puts, Stream stream, const char* step) override {
+    const std::shared_ptr<const ReceiveBuffer> buffer = receive_buffer_at(puts.buffer);
+    if (!buffer) return Transport::start_puts(puts, stream, step);
     return together(start_beside(stream, [&](cudaStream_t side) {
       link_->queue(control(), side, step, [&](ncclComm_t) {
-        buffer->exchange(puts, copier, side);
+        buffer->exchange(puts, side);
         return ncclSuccess;
       });
-      count_received(received);
+      count_received(puts.received);
     }));
+  }
+
+  const std::uint64_t* signals_of(const std::byte* buffer) const override {
+    const std::shared_ptr<const ReceiveBuffer> found = receive_buffer_at(buffer);
+    return found ? found->signals() : nullptr;
   }
 
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {

@@ -2,10 +2,10 @@
 //
 //     my keys and values  ->  every rank's, in the order of the sequence  ->  one attention
 //
-// GPUs copy what has come into that order. On processors the attention finds keys where they came,
-// by their spans, and own ones where they lie. A rank attends with its own rows of the queries,
-// which shares the work, or with all of them, and then has the bits of one rank alone. This is the
-// plainest strategy: nothing overlaps.
+// GPUs that reach each other put keys straight into that order, and attend meanwhile
+// (shared/key_puts.hpp). Others copy what has come into it. On processors the attention finds keys
+// where they came, by their spans, and own ones where they lie. A rank attends with its own rows of
+// the queries, which shares the work, or with all of them, and then has the bits of one rank alone.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "kernels/consecutive_keys.hpp"
+#include "src/peer_view.hpp"
+#include "src/strategy/shared/key_puts.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
@@ -28,28 +30,35 @@ class GatherKv final : public Strategy {
     layer_.bounds.shard.rank = 0;  // that of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
     states_.emplace(layer_.kernels, layer_.bounds);
+    if (layer_.comm.size() > 1) puts_.emplace(layer_, keys_, most_keys());
   }
 
   void lay_out(Parts& memory) override {
-    const kernels::AttendParams& bounds = layer_.bounds;
-    states_->lay_out(memory);
-    if (layer_.comm.size() == 1) return;
+    if (layer_.comm.size() == 1) return states_->lay_out(memory);
     keys_.lay_out(memory);
     const auto ranks = static_cast<std::size_t>(layer_.comm.size());
     const auto rows = static_cast<std::int64_t>(ranks) * keys_.block_rows();
-    starts_ = memory.take_array<std::int64_t>(ranks * static_cast<std::size_t>(bounds.batch.size));
+    starts_ =
+        memory.take_array<std::int64_t>(ranks * static_cast<std::size_t>(layer_.bounds.batch.size));
     if (is_host()) {
+      states_->lay_out(memory);
       gathered_ = keys_.take_block(memory, rows);
       ordered_.start = gathered_.start;
       spans_ = memory.take_array<kernels::KeySpan>(static_cast<std::size_t>(most_keys()));
       return;
     }
+    ordered_ = puts_->is_open() ? puts_->whole_keys() : keys_.take_block(memory, most_keys());
+    // What has come is in order when the attention writes its states.
+    Parts states = memory;
+    states_->lay_out(states);
     gathered_.k = gathered_.v = memory.take(static_cast<std::size_t>(
         rows * std::max(keys_.key_bytes(), keys_.value_bytes())));  // one behind the other
-    ordered_ = keys_.take_block(memory, most_keys());
+    memory.bytes = std::max(memory.bytes, states.bytes);
   }
 
-  ExchangeInfo exchange() const override { return {Exchange::gather}; }
+  ExchangeInfo exchange() const override {
+    return puts_ ? puts_->exchange() : ExchangeInfo{Exchange::gather};
+  }
 
   void prepare(Run& run) const override {
     keys_.check(run, "gather-kv");
@@ -59,6 +68,7 @@ class GatherKv final : public Strategy {
 
   void queue(Run& run) const override {
     run.enter(Phase::attend);
+    if (puts_ && puts_->queue(run, copied_keys())) return;
     if (layer_.comm.size() > 1) {
       run.say_to(layer_.kernels);
       keys_.begin(run);
@@ -187,6 +197,11 @@ class GatherKv final : public Strategy {
     run.attend.v = keys_.values_in(ordered_);
   }
 
+  /// Room for this rank's keys, where those of the others do not come to gathered_.
+  KeyBlock copied_keys() const {
+    return {gathered_.k, gathered_.k + keys_.block_rows() * keys_.key_bytes(), starts_, nullptr};
+  }
+
   /// Where the keys of a rank come to, in memory for `most` rows of each.
   KeyBlock slot_of(int rank, std::int64_t most) const {
     return slot_of(rank, most, keys_.key_bytes(), keys_.value_bytes());
@@ -202,6 +217,7 @@ class GatherKv final : public Strategy {
 
   Layer layer_;
   TravellingKeys keys_;
+  std::optional<KeyPuts> puts_;                // of several ranks, for what it takes
   mutable std::vector<comm::Transfers> open_;  // by distance
   std::optional<StateMemory> states_;          // one slot
   KeyBlock gathered_;  // [ranks, rows of a rank] as they come; on GPUs keys and values have the
@@ -215,13 +231,13 @@ std::string refusal(const Options& options, int ranks) {
   if (std::string parts = refuse_parts(options); !parts.empty()) return parts;
   if (ranks == 1) return "";
   if (options.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
-  if (options.exchange != Exchange::automatic && options.exchange != Exchange::gather)
-    return fmt::format("it gathers keys, and does not take exchange {}", name(options.exchange));
+  if (options.exchange == Exchange::peer_buffers_apart)
+    return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";
 }
 
 /// Counts the keys and values of all ranks, as they come and, on GPUs, in the order of the
-/// sequence.
+/// sequence, which is memory that other GPUs write where they reach it.
 RunCost cost(const Options& options, int ranks, const RunSize& size, Device device) {
   const double own_rows = options.queries ? size.most_tokens : size.tokens;
   const double states = own_rows * state_row_bytes(options);
@@ -237,8 +253,13 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
   }
   const double wider = row * std::max(options.head_dim, options.of_values()) /
                        (options.head_dim + options.of_values());
-  cost.workspace_bytes = states + come * wider + size.keys * row;
-  cost.copied_bytes = 2 * size.keys * row;
+  cost.workspace_bytes = std::max(states, come * wider) + size.keys * row;
+  if (ranks <= PeerView::kMostRanks && options.exchange != Exchange::gather) {
+    cost.messages = cost.peer_messages = 1;
+    if (own_rows >= kernels::KeyArrivals::kLeastRows) cost.overlapped_bytes = cost.received_bytes;
+  } else {
+    cost.copied_bytes = 2 * size.keys * row;
+  }
   return cost;
 }
 

@@ -6,7 +6,8 @@
 // is a run of a layer whose states travel so, and with "graph" the replay of one. With "ring" it is
 // a run of ring-kv, in which the victim gets as far as the beginning of the second step, and with
 // "levels" one of heads+ring-kv on nodes of two ranks, in which it gets as far as the first. With
-// "heads" it is one of heads, on GPUs, in which rows have come and finished ones do not go back.
+// "heads" it is one of heads, on GPUs, in which rows have come and finished ones do not go back,
+// and with "keys" one of gather-kv, in which the others attend already and wait for its keys there.
 //
 //     stop       the victim stops (SIGSTOP) and never comes to the exchange
 //     stop-ring  the same, seen through a ring: not every rank waits for the victim itself
@@ -156,14 +157,16 @@ class Drafts {
 class Ring {
  public:
   /// With several ranks in a node each has a head, and the nodes are the ring.
-  Ring(const Communicator& world, const char* strategy, int heads, int per_node = 0)
+  Ring(const Communicator& world, const char* strategy, int heads, int per_node = 0,
+       DType dtype = DType::fp32)
       : heads_(heads),
+        dtype_(dtype),
         rows_(zeroed(world.device(), kTokens * heads_ * kDim * 4)),
         out_(zeroed(world.device(), rows_.bytes())),
         layer_(world, {.heads = heads_,
                        .kv_heads = heads_,
                        .head_dim = kDim,
-                       .dtypes = {.compute = DType::fp32},
+                       .dtypes = {.compute = dtype},
                        .limits = {.max_tokens = kTokens, .max_kv_len = kTokens * world.size()},
                        .keys = {Layout::zigzag},
                        .queries = Sharding{Layout::zigzag},
@@ -171,7 +174,7 @@ class Ring {
                        .ranks_per_node = per_node}) {}
 
   void run() {
-    const Tensor rows(rows_.data(), DType::fp32, {kTokens, heads_, kDim}, layer_.world().device());
+    const Tensor rows(rows_.data(), dtype_, {kTokens, heads_, kDim}, layer_.world().device());
     Tensor out = rows;
     out.data = out_.data();
     const std::int64_t all = kTokens * layer_.world().size();
@@ -183,6 +186,7 @@ class Ring {
  private:
   static constexpr std::int64_t kTokens = 300, kDim = 64;
   int heads_;
+  DType dtype_;
   Buffer rows_, out_;
   Attention layer_;
 };
@@ -213,7 +217,7 @@ bool misbehave(const std::string& mode, Drafts& drafts) {
 
 /// The victim does not begin step `step` of a run.
 void run_ring(const Communicator& world, const std::string& mode, int step, const char* strategy,
-              int heads, int per_node = 0) {
+              int heads, int per_node = 0, DType dtype = DType::fp32) {
   const bool victim = world.rank() == world.size() - 1;
   const auto stumbling = std::make_shared<tests::StumblingTransport>(world, [&] {
     std::fflush(nullptr);
@@ -221,7 +225,7 @@ void run_ring(const Communicator& world, const std::string& mode, int step, cons
     if (mode == "stop") stop();
     std::raise(SIGKILL);
   });
-  Ring ring(victim ? Communicator(stumbling) : world, strategy, heads, per_node);
+  Ring ring(victim ? Communicator(stumbling) : world, strategy, heads, per_node, dtype);
   for (int turn = 0; turn < 3; ++turn) ring.run();
   began = Clock::now();
   stumbling->stumble_at(step);
@@ -253,6 +257,8 @@ void run(const Asked& asked) {
   if (asked.exchange == "levels")
     return run_ring(ranks.world, mode, size > 4 ? 2 : 1, "heads+ring-kv", 2, 2);
   if (asked.exchange == "heads") return run_ring(ranks.world, mode, 2, "heads", size);
+  if (asked.exchange == "keys")
+    return run_ring(ranks.world, mode, 1, "gather-kv", 2, 0, DType::bf16);
   std::optional<Drafts> drafts;
   if (!asked.exchange.empty()) {
     drafts.emplace(ranks.world, asked);

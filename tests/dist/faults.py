@@ -2,7 +2,7 @@
 """Starts ranks of which one fails, and judges what the others say and how the job ends.
 
     faults.py MODE --mpirun mpirun --program dist_fault [--ranks 4] [--device host|cuda]
-                   [--exchange peer-buffers|gather|ring|levels|heads [--graph]]
+                   [--exchange peer-buffers|gather|ring|levels|heads|keys [--graph]]
 
 The deadline of the ranks is short; that of this script is long, and passing it means a hang. With
 --exchange the failure meets a run of a layer, without it a collective.
@@ -76,8 +76,8 @@ def expected(options):
                        rf"'{ring}' within the deadline of {DEADLINE_S} s")
         if options.recovery:
             return status, rf"SAW rank={{victim}} step={ring} kind=[67]: .*Rank {{victim}} "
-    if options.exchange == "heads":
-        step = r"(?:exchange of (?:rows and keys|results) by heads|attention)"
+    if options.exchange in ("heads", "keys"):
+        step = r"(?:exchange of (?:(?:rows and keys|results) by heads|keys and values)|attention)"
         said = r"did not come to" if options.mode == "stop" else ""
         return status, rf"SAW rank={{victim}} step={step} kind=[67]: .*Rank {{victim}} {said}"
     if options.exchange == "levels":  # who waits for one that waits for the victim learns of it, too
@@ -134,7 +134,8 @@ def main():
     parser.add_argument("--program", required=True)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="host")
-    parser.add_argument("--exchange", choices=["peer-buffers", "gather", "ring", "levels", "heads"], help="of a layer")
+    parser.add_argument("--exchange", choices=["peer-buffers", "gather", "ring", "levels", "heads", "keys"],
+                        help="of a layer")
     parser.add_argument("--graph", action="store_true", help="the layer's runs are replays")
     parser.add_argument("--recovery", action="store_true", help="mpirun leaves survivors alone")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of mpirun")

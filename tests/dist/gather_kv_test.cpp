@@ -8,6 +8,7 @@
 #include "longspan/longspan.hpp"
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/refused_layer.hpp"
+#include "tests/dist/replay.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -98,13 +99,134 @@ TEST(GatherKv, AloneItTakesBatchesOfSharedRows) {
   expect_exact(problem, found, all_rows(problem));
 }
 
+/// Whether the ranks' GPUs write each other's memory.
+bool reach_each_other(const Communicator& world) {
+  const Options probe{.head_dim = 64, .strategy = "gather-states"};
+  return Attention(world, probe).exchange().has_peer_buffers();
+}
+
+/// Long queries, which GPUs begin with before all keys have come, and others, which they do not;
+/// those of the last travel in more than one piece on two ranks.
+std::vector<Shape> shapes_of_puts() {
+  return {{.heads = 4,
+           .kv_heads = 2,
+           .dim = 128,
+           .dtype = DType::bf16,
+           .q_lens = {kSimulated ? 200 : 700},
+           .kv_lens = {kSimulated ? 620 : 1500},
+           .mask = {.causal = true}},
+          {.heads = 2,
+           .kv_heads = 2,
+           .dim = 64,
+           .dtype = DType::fp16,
+           .q_lens = {333},
+           .kv_lens = {333},
+           .mask = {.causal = true, .window = 100},
+           .sinks = true},
+          {.heads = 2, .dim = 128, .dtype = DType::bf16, .q_lens = {9}, .kv_lens = {600}},
+          {.heads = 2, .dim = 64, .q_lens = {60}, .kv_lens = {300}, .mask = {.causal = true}},
+          {.heads = 8,
+           .kv_heads = 8,
+           .dim = 128,
+           .dtype = DType::bf16,
+           .q_lens = {80},
+           .kv_lens = {8300},
+           .mask = {.causal = true}}};
+}
+
+/// GPUs that reach each other put keys where they are attended to, and begin before all are there;
+/// elsewhere NCCL brings them: the same bits.
+TEST(GatherKv, GivesTheSameBitsEveryWay) {
+  const Communicator world = test_world();
+  if (world.device() == Device::host) GTEST_SKIP() << "keys have one way between processors";
+  if (world.size() == 1) GTEST_SKIP() << "alone nothing has to travel";
+  const bool reach = reach_each_other(world);
+  const std::uint64_t seed = shared_seed(world);
+  for (const Shape& shape : shapes_of_puts()) {
+    const Problem problem(shape, seed);
+    const std::int64_t length = shape.kv_lens[0];
+    for (const Layout layout : {Layout::zigzag, Layout::contiguous, Layout::striped}) {
+      for (const bool sharded : {true, false}) {
+        const bool once = length > 8000;  // for the time it takes
+        if (once && !(sharded && layout == Layout::zigzag)) continue;
+        SCOPED_TRACE(std::string(name(layout)) + " kv " + std::to_string(length) + " dim " +
+                     std::to_string(shape.dim) + " seed " + std::to_string(seed));
+        const Shard keys{layout, world.rank(), world.size(), length};
+        std::optional<Shard> rows;
+        if (sharded) rows = Shard::zigzag(shape.q_lens[0], world.rank(), world.size());
+        Options options = gathered_options(problem, world);
+        options.invariant = false;
+        const ExchangeInfo exchange = Attention(world, options).exchange();
+        EXPECT_EQ(exchange.has_peer_buffers(), reach);
+        EXPECT_EQ(exchange.peer_bytes > 0, reach);
+        const Result by_puts = run(world, problem, keys, options, rows);
+        options.exchange = Exchange::gather;
+        EXPECT_EQ(Attention(world, options).exchange().by, Exchange::gather);
+        const Result by_nccl = run(world, problem, keys, options, rows);
+        EXPECT_EQ(by_puts.out, by_nccl.out);
+        EXPECT_EQ(by_puts.lse, by_nccl.lse);
+        expect_exact(problem, by_puts, sharded ? own_rows(problem, *rows) : all_rows(problem));
+      }
+    }
+  }
+}
+
+/// One layer again and again, also out of a graph, with other keys: nothing of the run before is
+/// left in memory that the peers write, nor are its signals.
+TEST(GatherKv, RunsAgainWithOtherKeys) {
+  const Communicator world = test_world();
+  const Device device = world.device();
+  constexpr int kHeads = 2, kDim = 128, kRows = 600;
+  const std::uint64_t seed = shared_seed(world);
+  const Shape shape{.heads = kHeads,
+                    .kv_heads = kHeads,
+                    .dim = kDim,
+                    .dtype = DType::bf16,
+                    .q_lens = {kRows},
+                    .kv_lens = {kRows},
+                    .mask = {.causal = true}};
+  const Shard own = Shard::zigzag(kRows, world.rank(), world.size());
+  const std::int64_t rows = own.local_len(kRows);
+  const std::size_t bytes = static_cast<std::size_t>(rows) * kHeads * kDim * size_of(DType::bf16);
+  Buffer q(device, bytes), k(device, bytes), v(device, bytes), out(device, bytes);
+  const auto tensor = [&](const Buffer& memory) {
+    return Tensor(memory.data(), DType::bf16, {rows, kHeads, kDim}, device);
+  };
+  Options options = gathered_options(Problem(shape, seed), world);
+  options.invariant = false;
+  options.keys = {Layout::zigzag};
+  options.queries = Sharding{Layout::zigzag};
+  options.limits = {.max_tokens = own.max_local_len(kRows), .max_kv_len = kRows};
+  Attention layer(world, options);
+  const AttentionArgs args{.q = tensor(q),
+                           .k = tensor(k),
+                           .v = tensor(v),
+                           .out = tensor(out),
+                           .total_keys = kRows,
+                           .total_tokens = kRows};
+  Replay replay(device, [&](Stream stream) { layer.run(args, stream); });
+  for (int turn = 0; turn < 8; ++turn) {
+    const Problem problem(shape, seed + static_cast<std::uint64_t>(turn));
+    q.upload(problem.share_rows(own).data());
+    k.upload(problem.share_keys(own).data());
+    v.upload(problem.share_values(own).data());
+    out.upload(std::vector<std::byte>(bytes, std::byte{0xff}).data());
+    turn % 4 < 2 ? replay.eager() : replay.again();
+    layer.wait(replay.stream());
+    EXPECT_LE(problem.max_error(to_host(out, bytes), own_rows(problem, own)), problem.tolerance());
+  }
+}
+
 TEST(GatherKv, SaysWhatItIs) {
   const Communicator world = test_world();
   const Attention layer(
       world,
       {.dtypes = {.compute = DType::fp32}, .limits = {.max_kv_len = 10}, .strategy = "gather-kv"});
   EXPECT_STREQ(layer.strategy().name, "gather-kv");
-  EXPECT_EQ(layer.exchange().by, Exchange::gather);
+  if (world.device() == Device::host || world.size() == 1)
+    EXPECT_EQ(layer.exchange().by, Exchange::gather);
+  else
+    EXPECT_EQ(layer.exchange().has_peer_buffers(), reach_each_other(world));
   const Attention plain(world, {.dtypes = {.compute = DType::fp32}, .limits = {.max_kv_len = 10}});
   EXPECT_STREQ(plain.strategy().name, "gather-states");
 }
@@ -121,8 +243,13 @@ TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
   bad.limits.max_kv_len = 0;
   refused(bad, "max_kv_len");
   bad = good;
+  bad.exchange = Exchange::peer_buffers_apart;
+  refused(bad, "peer-buffers-apart");
   bad.exchange = Exchange::peer_buffers;
-  refused(bad, "peer-buffers");
+  if (reach_each_other(world))
+    EXPECT_EQ(Attention(world, bad).exchange().by, Exchange::peer_buffers);
+  else
+    EXPECT_THROW(Attention(world, bad), Unsupported);
 }
 
 TEST(GatherKv, RefusesRunsByNameOnEveryRankAndGoesOn) {

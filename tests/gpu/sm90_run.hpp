@@ -58,13 +58,22 @@ class Sm90Run {
 
   /// The result as the kernel finishes it.
   Result finish() {
+    kernels::sm90::attend(params(), poisoned(), 0, nullptr);
+    return result();
+  }
+  /// Where the kernel finishes it, in memory that has nothing yet.
+  kernels::sm90::Finished poisoned() {
     poison();
     kernels::sm90::Finished finished;
     finished.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
     finished.lse = {lse_.data(), c_.heads, 1};
     finished.sinks = c_.sinks ? sinks_.data() : nullptr;
-    kernels::sm90::attend(params(), finished, 0, nullptr);
-    return result();
+    return finished;
+  }
+  /// What stands there when the GPU is done.
+  Result result() const {
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    return {out_.values(out_.buffer.bytes()), lse_.values(static_cast<std::size_t>(rows_))};
   }
 
   /// The result out of the state that the kernel writes.
@@ -91,10 +100,6 @@ class Sm90Run {
     lse_.poison();
     state_.poison();
     scratch_.poison();
-  }
-  Result result() const {
-    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    return {out_.values(out_.buffer.bytes()), lse_.values(static_cast<std::size_t>(rows_))};
   }
 
   Case c_;

@@ -388,8 +388,11 @@ TEST_F(NcclTransportTest, PutsRowsIntoTheReceiveBuffersOfAll) {
           }
           const bool by_copier = turn % 2 == 1;
           world
-              .start_puts(puts, buffer.get(), (kSize - 1) * kRows * kInt,
-                          by_copier ? copier : Copier{}, {}, "puts")
+              .start_puts({.puts = puts,
+                           .buffer = buffer.get(),
+                           .received = (kSize - 1) * kRows * kInt,
+                           .copier = by_copier ? copier : Copier{}},
+                          {}, "puts")
               .wait({});
           EXPECT_EQ(copied, by_copier ? kRows * kSize : 0);
           copied = 0;
@@ -400,7 +403,7 @@ TEST_F(NcclTransportTest, PutsRowsIntoTheReceiveBuffersOfAll) {
         EXPECT_EQ(world.received_bytes() - before, kTurns * (kSize - 1) * kRows * kInt);
         const std::byte elsewhere{};
         EXPECT_THROW(
-            static_cast<void>(world.start_puts({}, &elsewhere, 0, {}, {}, "puts elsewhere")),
+            static_cast<void>(world.start_puts({.buffer = &elsewhere}, {}, "puts elsewhere")),
             UsageError);
       },
       std::chrono::seconds(20), kSize);

@@ -28,11 +28,12 @@ class StumblingTransport final : public comm::Transport {
     count_shift();
     return inner().start_shifts(pieces, distance, stream, step);
   }
-  comm::Transfers start_puts(std::span<const comm::Put> puts, const std::byte* buffer,
-                             std::size_t received, const comm::Copier& copier, Stream stream,
-                             const char* step) override {
+  comm::Transfers start_puts(const comm::Puts& puts, Stream stream, const char* step) override {
     count_shift();
-    return inner().start_puts(puts, buffer, received, copier, stream, step);
+    return inner().start_puts(puts, stream, step);
+  }
+  const std::uint64_t* signals_of(const std::byte* buffer) const override {
+    return inner().signals_of(buffer);
   }
   void keep_place(Stream stream, int starts) override { inner().keep_place(stream, starts); }
   void forget_place() noexcept override { inner().forget_place(); }

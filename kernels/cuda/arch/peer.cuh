@@ -49,6 +49,13 @@ __device__ inline std::uint64_t load_whole(const std::uint64_t* from) {
   return value;
 }
 
+/// What its writer, here or on another GPU, wrote before the word is seen behind this.
+__device__ inline std::uint64_t load_acquire(const std::uint64_t* from) {
+  std::uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 /// Loads that leave `value` alone unless `wanted`: without a branch, so that several are on their
 /// way at once.
 __device__ inline void load_volatile_if(bool wanted, const void* from, uint4& value) {

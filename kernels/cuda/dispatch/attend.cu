@@ -424,6 +424,13 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
   return true;
 }
 
+bool takes_arrivals(const AttendParams& p, const MergeParams& m) {
+  static_assert(KeyArrivals::kLeastRows == kShortQuery + 1);
+  return p.arrivals != nullptr && p.shard.ranks == 1 && m.states.slots == 1 && m.rows == nullptr &&
+         ends_plainly(p, m) && may_hold(p, Lengths::only_long) &&
+         !may_hold(p, Lengths::only_short) && sm90::takes_arrivals(p);
+}
+
 bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu& gpu,
                       cudaStream_t stream) {
   if (!is_decode(p) || e.merge.states.rows != p.tokens * p.heads || push_of(e) != Push::one_trip)

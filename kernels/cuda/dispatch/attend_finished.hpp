@@ -16,6 +16,9 @@ namespace longspan::kernels::cuda {
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                      cudaStream_t stream);
 
+/// Whether attend_finished takes a call whose keys still come (p.arrivals).
+bool takes_arrivals(const AttendParams& p, const MergeParams& m);
+
 /// Queues attend and exchange where all sequences are short, their keys are split and one trip is
 /// what the size asks for: the fold of the splits then pushes the states. Returns false where that
 /// is not so, and nothing is queued.

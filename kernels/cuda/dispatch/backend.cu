@@ -105,6 +105,11 @@ class CudaBackend final : public Backend {
               const EpilogueBegins& begins, const BetweenTiles&) const override {
     check(params);
     AttendParams p = params;
+    const auto* const result = std::get_if<MergeParams>(&given);
+    if (p.arrivals != nullptr && (result == nullptr || !takes_arrivals(p, *result, stream)))
+      throw InputError(
+          "attend was given keys that still come (arrivals) for a call whose kernel "
+          "does not wait for them; ask takes_arrivals first");
     if (p.new_k.data != nullptr && !cuda::writes_new_keys(p)) {
       append(append_of(p), stream);
       p.new_k = p.new_v = {};
@@ -116,6 +121,12 @@ class CudaBackend final : public Backend {
     cuda::attend(p, gpu_, stream_of(stream));
     queue(epilogue, stream, begins);
     return false;
+  }
+  bool takes_arrivals(const AttendParams& p, const MergeParams& m, Stream stream) const override {
+    if (!cuda::takes_arrivals(p, m)) return false;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    LONGSPAN_CUDA(cudaStreamIsCapturing(stream_of(stream), &capture));
+    return capture == cudaStreamCaptureStatusNone;
   }
   void merge(const MergeParams& p, Stream stream) const override {
     cuda::merge(p, stream_of(stream));

@@ -81,6 +81,12 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
     call.k = key_map_of<T>(params, params.k);
     call.v = key_map_of<T>(params, params.v);
   }
+  if (params.arrivals != nullptr) {
+    static_assert(T::kKeys <= KeyArrivals::kMargin);
+    call.arrivals = *params.arrivals;
+    call.own_k = key_map_of<T>(params, call.arrivals.k);
+    call.own_v = key_map_of<T>(params, call.arrivals.v);
+  }
   call.softcap = softcap_of(params.score);
   launch_call<T>(call, params, finished, least_rows, stream);
 }
@@ -183,6 +189,15 @@ bool accepts(const AttendParams& params) {
                               : cuda::loader_of(unbiased) == cuda::Loader::plain) &&
          !params.parts && params.score.scale > 0 && params.tokens < kMost &&
          params.shard.length < kMost;
+}
+
+bool takes_arrivals(const AttendParams& params) {
+  AttendParams own = params;  // what holds for the keys of others has to hold for the own ones
+  own.k = params.arrivals->k;
+  own.v = params.arrivals->v;
+  return params.batch.size == 1 && params.batch.query_start == nullptr && !params.pages &&
+         !params.invariant && !params.resume && params.new_k.data == nullptr && accepts(params) &&
+         accepts(own);
 }
 
 std::size_t scratch_bytes(const AttendParams& params) {

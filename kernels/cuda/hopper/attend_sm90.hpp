@@ -32,6 +32,10 @@ bool runs_here();
 /// accepts_in_order says. Everything else is the portable kernel's.
 bool accepts(const AttendParams& params);
 
+/// Whether attend may be queued for one sequence while keys of other ranks still come
+/// (AttendParams::arrivals). The fixed order and pages have producers that do not wait.
+bool takes_arrivals(const AttendParams& params);
+
 /// Bytes of AttendParams::scratch that attend needs, but for the fixed order.
 inline constexpr std::size_t kScratchBytes = 16;
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/arch/sm90.cuh"
 #include "kernels/cuda/common/divisor.hpp"
 #include "kernels/cuda/common/fold_plan.cuh"
@@ -56,12 +57,24 @@ struct Call {
   unsigned slots;       // tiles of query rows over the batch, some of them empty
   unsigned section;     // heads walked together, so that their keys and values stay in L2
   unsigned work_tiles;  // slots x heads
+  unsigned own_slots;   // the first slots, whose rows see no key that still comes: they go first
   int least_rows;       // this launch leaves out sequences of fewer query rows
   unsigned* next;       // counts the work tiles taken beyond the first of each block
   Softcap softcap;
-  cuda::Divisor by_page;   // keys of a page
-  SegmentSources sources;  // for the fixed order
+  CUtensorMap own_k, own_v;  // as k and v, of arrivals.k and v
+  KeyArrivals arrivals;      // or none: then all keys are there
+  cuda::Divisor by_page;     // keys of a page
+  SegmentSources sources;    // for the fixed order
 };
+
+/// One thread waits until the part of every other rank in a piece is here, for TMA too.
+__device__ inline void await_arrival(const KeyArrivals& arrivals, int piece) {
+  for (int rank = 0; rank < arrivals.ranks; ++rank)
+    if (rank != arrivals.rank)
+      while (cuda::arch::load_acquire(arrivals.signals + piece * arrivals.ranks + rank) == 0) {
+      }
+  cuda::arch::publish_to_tma();
+}
 
 /// Whether keys and values come out of pages.
 template <class T>

@@ -78,6 +78,30 @@ unsigned slots_of(const AttendParams& params) {
   return static_cast<unsigned>(slots);
 }
 
+/// The slots, from the first on, whose rows see keys of this rank alone, as far as the host can
+/// tell. What rows see ends further on from row to row.
+template <class T>
+unsigned own_slots_of(const AttendParams& params) {
+  const KeyArrivals* const arrivals = params.arrivals;
+  if (arrivals == nullptr || arrivals->stretches == 0 || arrivals->own[0].position > 0 ||
+      params.documents || params.batch.causal != nullptr || params.queries.layout == Layout::ranges)
+    return 0;
+  const auto are_own = [&](unsigned slots) {
+    const std::int64_t length = params.shard.length, last = std::int64_t{slots} * T::kRows - 1;
+    return params.visible(0, params.query_position(0, last, length), length).end <=
+           arrivals->own[0].count;
+  };
+  unsigned found = 0, most = static_cast<unsigned>(params.tokens / T::kRows);
+  while (found < most) {
+    const unsigned middle = found + (most - found + 1) / 2;
+    if (are_own(middle))
+      found = middle;
+    else
+      most = middle - 1;
+  }
+  return found;
+}
+
 /// The blocks, which stay.
 template <class T>
 unsigned blocks_of(const AttendParams& params) {
@@ -95,6 +119,7 @@ void launch_call(Call& call, const AttendParams& params, const Finished& finishe
   call.slots = slots_of<T>(params);
   call.section = section_of(params, call.slots, attribute(cudaDevAttrMultiProcessorCount));
   call.work_tiles = call.slots * static_cast<unsigned>(params.heads);
+  call.own_slots = own_slots_of<T>(params);
   call.next = reinterpret_cast<unsigned*>(params.ticket);
   if (call.next == nullptr) {
     call.next = reinterpret_cast<unsigned*>(params.scratch);

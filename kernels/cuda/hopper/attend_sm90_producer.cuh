@@ -42,6 +42,7 @@ class Producer {
       const WorkTile& tile = shared_.work[work.stage];
       const int tiles = tile.tiles, row = tile.query_row, head = tile.query_head;
       kv_head_ = tile.kv_head;
+      first_seen_ = tile.first_key + tile.some.begin;
       int key = tile.first_key + tile.some.end;
       shared_.work_empty[work.stage].arrive();
       if (tiles == 0) return;
@@ -62,17 +63,38 @@ class Producer {
 
  private:
   __device__ __forceinline__ void load_k(int key) {
-    load(shared_.k[k_.stage], &call_.k, shared_.k_full[k_.stage], shared_.k_empty[k_.stage], k_,
-         key);
+    const CUtensorMap* const map = finds_own(key) ? &call_.own_k : &call_.k;
+    load(shared_.k[k_.stage], map, shared_.k_full[k_.stage], shared_.k_empty[k_.stage], k_, key);
   }
 
   /// Values of e4m3 go to the warps that transpose them.
   __device__ __forceinline__ void load_v(int key) {
+    const CUtensorMap* const map = finds_own(key) ? &call_.own_v : &call_.v;
     if constexpr (T::kEightBits)
-      load(shared_.stored.v, &call_.v, shared_.stored.full, shared_.stored.empty, v_, key);
+      load(shared_.stored.v, map, shared_.stored.full, shared_.stored.empty, v_, key);
     else
-      load(shared_.v[v_.stage], &call_.v, shared_.v_full[v_.stage], shared_.v_empty[v_.stage], v_,
-           key);
+      load(shared_.v[v_.stage], map, shared_.v_full[v_.stage], shared_.v_empty[v_.stage], v_, key);
+  }
+
+  /// Whether all keys of a tile that some row sees are this rank's own, beside those of others that
+  /// still come; `key` then becomes their row. Else the keys of others are there on return.
+  __device__ __forceinline__ bool finds_own(int& key) {
+    const KeyArrivals& arrivals = call_.arrivals;
+    if (!arrivals) return false;
+    const int seen = max(key, first_seen_), end = key + T::kKeys;
+#pragma unroll 1
+    for (int i = 0; i < arrivals.stretches; ++i) {
+      const KeyArrivals::Stretch& own = arrivals.own[i];
+      if (seen < own.position || end > own.position + own.count) continue;
+      key += own.first - own.position;
+      return true;
+    }
+    const int piece = kv_head_ / arrivals.heads;
+    if ((arrived_ >> piece & 1) == 0) {
+      await_arrival(arrivals, 1 + piece);
+      arrived_ |= 1u << piece;
+    }
+    return false;
   }
 
   template <class Buffer, class State>
@@ -93,6 +115,8 @@ class Producer {
   PipelineState<T::kStages> k_;
   PipelineState<T::kEightBits ? 1 : T::kStages> v_;
   int kv_head_;
+  int first_seen_;        // of the keys, by some row of the work tile
+  unsigned arrived_ = 0;  // a bit for each piece of KeyArrivals
 };
 
 }  // namespace longspan::kernels::sm90

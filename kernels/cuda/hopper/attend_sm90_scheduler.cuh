@@ -18,17 +18,25 @@ __device__ int first_slot(const Batch& batch, int b) {
 
 /// Finds the index-th work tile and returns its sequence. Work tiles stand in sections of
 /// heads, in each the slots from the last (the longest under a causal mask) to the first, in each
-/// slot the section's heads.
+/// slot the section's heads. Ahead of all sections are the slots that wait for no other rank's
+/// keys.
 template <class T>
 __device__ int find_work_tile(const Call& call, unsigned index, WorkTile& tile) {
   const AttendParams& params = call.params;
-  const unsigned section_tiles = call.slots * call.section;
-  const unsigned first_head = index / section_tiles * call.section;
-  const unsigned heads = min(call.section, params.heads - first_head);
+  unsigned slots = call.own_slots, section = params.heads, below = 0;
+  if (index >= slots * section) {
+    index -= slots * section;
+    below = slots;
+    slots = call.slots - slots;
+    section = call.section;
+  }
+  const unsigned section_tiles = slots * section;
+  const unsigned first_head = index / section_tiles * section;
+  const unsigned heads = min(section, params.heads - first_head);
   const unsigned rest = index % section_tiles;
   tile.head = static_cast<int>(first_head + rest % heads);
   tile.kv_head = tile.head / (params.heads / params.kv_heads);
-  const int slot = static_cast<int>(call.slots - 1 - rest / heads);
+  const int slot = static_cast<int>(below + slots - 1 - rest / heads);
 
   const int b = last_start(params.batch.size, slot,
                            [&](int i) { return first_slot<T::kRows>(params.batch, i); });
@@ -87,6 +95,7 @@ class Scheduler {
 
   __device__ __forceinline__ void run() {
     if (lane_ == 0) shared_.key_positions.sequence = -1;
+    if (call_.arrivals && call_.finished.headers.said != nullptr) await_arrival(call_.arrivals, 0);
     const bool differs = cuda::are_of_different_runs(call_.finished.headers, lane_ == 0);
     for (unsigned index = differs ? call_.work_tiles : blockIdx.x; index < call_.work_tiles;) {
       shared_.work_empty[work_.stage].wait(work_.parity ^ 1);

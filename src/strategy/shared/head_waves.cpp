@@ -1,9 +1,10 @@
 #include "src/strategy/shared/head_waves.hpp"
 
 #include <algorithm>
+#include <utility>
 
-#include "kernels/consecutive_keys.hpp"
 #include "src/strategy/shared/queue_beside.hpp"
+#include "src/strategy/shared/stretches.hpp"
 
 namespace longspan {
 namespace {
@@ -43,13 +44,8 @@ struct HeadWaves::Way {
   std::int64_t tokens = 0, length = 0;           // of the sequence: rows, and keys
   int waves = 1;
 
-  static std::int64_t count(const std::vector<Stretch>& stretches) {
-    std::int64_t all = 0;
-    for (const Stretch& one : stretches) all += one.count;
-    return all;
-  }
-  std::int64_t rows_of(int rank) const { return count(rows[static_cast<std::size_t>(rank)]); }
-  std::int64_t keys_of(int rank) const { return count(keys[static_cast<std::size_t>(rank)]); }
+  std::int64_t rows_of(int rank) const { return count_rows(rows[at(rank)]); }
+  std::int64_t keys_of(int rank) const { return count_rows(keys[at(rank)]); }
 };
 
 HeadWaves::HeadWaves(const Layer& layer, HeadExchange& exchange)
@@ -79,18 +75,6 @@ HeadWaves::HeadWaves(const Layer& layer, HeadExchange& exchange)
   take(memory);
 }
 
-std::optional<std::vector<HeadWaves::Stretch>> HeadWaves::stretches_of(const Shard& shard,
-                                                                       std::int64_t length) {
-  std::vector<Stretch> found;
-  const std::int64_t own = shard.local_len(length);
-  for (std::int64_t first = 0; first < own; first += found.back().count) {
-    if (found.size() == kMostStretches) return std::nullopt;
-    found.push_back({first, kernels::consecutive_keys(shard, first, own, length),
-                     shard.position(first, length)});
-  }
-  return found;
-}
-
 std::optional<HeadWaves::Way> HeadWaves::way_of(const Run& run) const {
   const RunArrays& arrays = run.arrays;
   if (!is_open() || arrays.batch != 1 || arrays.query_start != nullptr ||
@@ -104,7 +88,7 @@ std::optional<HeadWaves::Way> HeadWaves::way_of(const Run& run) const {
     auto rows = stretches_of(arrays.queries.with_rank(p), way.tokens);
     auto keys = stretches_of(arrays.keys.with_rank(p), way.length);
     // Rows that a rank has no room for are refused there, and must not be put either.
-    if (!rows || !keys || Way::count(*rows) > layer_.options.limits.max_tokens) return std::nullopt;
+    if (!rows || !keys || count_rows(*rows) > layer_.options.limits.max_tokens) return std::nullopt;
     way.rows.push_back(std::move(*rows));
     way.keys.push_back(std::move(*keys));
   }
@@ -187,7 +171,7 @@ comm::Transfers HeadWaves::bring(const Run& run, const Way& way, const KeyBlock&
   std::int64_t received = (way.tokens - way.rows_of(rank())) * mine.heads.query.size() * q_bytes;
   if (mine.needs_keys)
     received += (way.length - way.keys_of(rank())) * mine.heads.kv.size() * (k_bytes + v_bytes);
-  return start(run, puts, received, wave > 0, "exchange of rows and keys by heads");
+  return start(run, std::move(puts), received, wave > 0, "exchange of rows and keys by heads");
 }
 
 /// Attends with a wave's heads; the rows end where they leave from, [tokens, own heads, value_dim],
@@ -243,7 +227,7 @@ comm::Transfers HeadWaves::take_back(const Run& run, const Way& way, int wave) c
     if (p != rank())
       received +=
           way.rows_of(rank()) * wave_of(p, wave, way.waves).heads.query.size() * (row_bytes + kLse);
-  return start(run, puts, received, !is_last, "exchange of results by heads");
+  return start(run, std::move(puts), received, !is_last, "exchange of results by heads");
 }
 
 /// Copies finished rows, as they have come, into the result.
@@ -262,16 +246,15 @@ void HeadWaves::put_result(const Run& run, const Way& way,
   layer_.rows.pack_outputs(place, run.stream);
 }
 
-comm::Transfers HeadWaves::start(const Run& run, const std::vector<comm::Put>& puts,
-                                 std::int64_t received, bool beside_attention,
-                                 const char* step) const {
-  comm::Copier by_kernel;
+comm::Transfers HeadWaves::start(const Run& run, std::vector<comm::Put> rows, std::int64_t received,
+                                 bool beside_attention, const char* step) const {
+  comm::Puts puts{
+      .puts = std::move(rows), .buffer = receive_buffer_.get(), .received = at(received)};
   if (!beside_attention)
-    by_kernel = [this](std::span<const StridedCopy> copies, Stream stream) {
+    puts.copier = [this](std::span<const StridedCopy> copies, Stream stream) {
       layer_.rows.copy_rows(copies, stream);
     };
-  return layer_.comm.start_puts(puts, receive_buffer_.get(), at(received), by_kernel, run.stream,
-                                step);
+  return layer_.comm.start_puts(puts, run.stream, step);
 }
 
 RunCost head_waves_cost(const Options& options, int ranks, const RunSize& size) {

@@ -50,16 +50,8 @@ class HeadWaves {
   bool queue(Run& run) const;
 
  private:
-  /// Neighbouring rows, or keys, of a rank.
-  struct Stretch {
-    std::int64_t first;  // among those of the rank
-    std::int64_t count;
-    std::int64_t position;  // in the sequence
-  };
   struct Way;  // of a run
 
-  static constexpr std::size_t kMostStretches = 4;
-  static std::optional<std::vector<Stretch>> stretches_of(const Shard& shard, std::int64_t length);
   std::optional<Way> way_of(const Run& run) const;
 
   int ranks() const { return layer_.comm.size(); }
@@ -72,7 +64,7 @@ class HeadWaves {
   void attend(Run& run, const Way& way, int wave) const;
   comm::Transfers take_back(const Run& run, const Way& way, int wave) const;
   void put_result(const Run& run, const Way& way, const kernels::MergeParams& asked) const;
-  comm::Transfers start(const Run& run, const std::vector<comm::Put>& puts, std::int64_t received,
+  comm::Transfers start(const Run& run, std::vector<comm::Put> rows, std::int64_t received,
                         bool beside_attention, const char* step) const;
 
   Layer layer_;

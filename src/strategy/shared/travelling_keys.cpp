@@ -98,6 +98,21 @@ bool may_see(const Run& run, Device device, int receiver, int owner) {
   return false;
 }
 
+Interval keys_seen(const Run& run, Device device, int receiver) {
+  const std::int64_t length = run.arrays.keys.length;
+  if (!knows_masks(run, device)) return {0, length};
+  const kernels::Geometry all = rows_of_all_ranks(run);
+  const Shard rows =
+      run.attend.queries.ranks == 1 ? Shard{} : run.attend.queries.with_rank(receiver);
+  const std::int64_t whole_rows = all.batch.query_len(0, all.tokens),
+                     own = rows.local_len(whole_rows);
+  if (own == 0) return {0, 0};
+  const auto seen = [&](std::int64_t row) {
+    return all.visible(0, length - whole_rows + rows.position(row, whole_rows), length);
+  };
+  return {seen(0).begin, seen(own - 1).end};
+}
+
 void append_new_keys(const Layer& layer, Run& run) {
   if (run.attend.new_k.data == nullptr) return;
   kernels::AppendParams append = append_of(run.attend);

@@ -38,6 +38,10 @@ kernels::Geometry rows_of_all_ranks(const Run& run);
 /// lengths and masks on `device`. All ranks give the same answer.
 bool may_see(const Run& run, Device device, int receiver, int owner);
 
+/// The keys of the one sequence from the first to the last that rows of `receiver` see, or all of
+/// them where this processor cannot tell on `device`. All ranks give the same answer.
+Interval keys_seen(const Run& run, Device device, int receiver);
+
 /// Queues the write of new keys into the cache, where they must be there before a run.
 void append_new_keys(const Layer& layer, Run& run);
 

@@ -78,6 +78,13 @@ inline std::uint64_t load_whole(const std::uint64_t* from,
   return words[0];
 }
 
+inline std::uint64_t load_acquire(const std::uint64_t* from,
+                                  simulated::Site site = simulated::Site::current()) {
+  std::uint64_t words[1];
+  peer::load(from, words, "ld.acquire", site);
+  return words[0];
+}
+
 /// Loads that leave `value` alone unless `wanted`.
 inline void load_volatile_if(bool wanted, const void* from, uint4& value,
                              simulated::Site site = simulated::Site::current()) {

@@ -1,0 +1,187 @@
+#include "src/strategy/shared/key_puts.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "src/divided_up.hpp"
+#include "src/strategy/shared/queue_beside.hpp"
+
+namespace longspan {
+namespace {
+
+/// In pieces of how many kv heads the `bytes` of a rank's keys travel: the first piece must come
+/// while an attention is busy with own keys, and each costs the host and a copy engine two
+/// microseconds a copy.
+int heads_of_a_piece(int kv_heads, double bytes) {
+  constexpr double kPieceBytes = 16 << 20;
+  constexpr int kMostPieces = kernels::KeyArrivals::kMostPieces;
+  const int pieces =
+      std::clamp(static_cast<int>(std::min(bytes / kPieceBytes, 1e6)), 1, kMostPieces);
+  return static_cast<int>(divided_up(kv_heads, pieces));
+}
+
+}  // namespace
+
+KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows)
+    : layer_(layer),
+      keys_(keys),
+      piece_heads_(heads_of_a_piece(
+          layer.bounds.kv_heads,
+          static_cast<double>(keys.block_rows() * (keys.key_bytes() + keys.value_bytes())))) {
+  const Options& options = layer_.options;
+  if (options.exchange == Exchange::gather) return;
+  const auto take = [&](Parts& memory) {
+    whole_ = keys_.take_block(memory, rows);
+    words_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(ranks()));
+  };
+  Parts counted;
+  take(counted);
+  receive_buffer_ = layer_.comm.open_receive_buffer(counted.bytes, info_.reason);
+  require_exchange(options, is_open(), info_.reason);
+  if (!is_open()) return;
+  info_.by = Exchange::peer_buffers;
+  info_.peer_bytes = counted.bytes;
+  Parts memory{receive_buffer_.get()};
+  take(memory);
+}
+
+std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
+  const RunArrays& arrays = run.arrays;
+  if (!is_open() || arrays.batch != 1 || arrays.query_start != nullptr ||
+      arrays.kv_len != nullptr || is_by_table(arrays.keys.layout) ||
+      is_by_table(arrays.queries.layout) ||
+      arrays.keys.length > std::numeric_limits<std::int32_t>::max())
+    return std::nullopt;
+  Ways ways;
+  for (int p = 0; p < ranks(); ++p) {
+    auto keys = stretches_of(arrays.keys.with_rank(p), arrays.keys.length);
+    if (!keys) return std::nullopt;
+    ways.push_back(std::move(*keys));
+  }
+  return ways;
+}
+
+bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
+  const std::optional<Ways> ways = ways_of(run);
+  if (!ways) return false;
+  const std::vector<Stretch>& stretches = (*ways)[static_cast<std::size_t>(rank())];
+  run.say.said = words_ + rank();
+  run.said = words_;
+  run.merge.headers.said = words_;
+  run.say_to(layer_.kernels);
+  keys_.begin(run);
+  KeyBlock own = copied;
+  if (keys_.must_copy(run))
+    keys_.copy_to(run, copied);
+  else
+    own = keys_.in_place(run);
+
+  const kernels::KeyArrivals arrivals = arrivals_of(stretches, own);
+  run.attend.k = keys_.keys_in(whole_);
+  run.attend.v = keys_.values_in(whole_);
+  run.attend.pages = {};
+  run.attend.batch.key_start = nullptr;
+  run.attend.batch.key_pitch = 0;
+  run.attend.shard = {.length = run.arrays.keys.length};
+  run.attend.arrivals = &arrivals;
+  const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge, run.stream);
+  if (!begins) run.attend.arrivals = nullptr;
+
+  run.enter(Phase::exchange);
+  comm::Transfers coming;
+  queue_beside(
+      layer_.comm, run.stream, 1,
+      [&] {
+        copy_own(run, stretches, own,
+                 begins ? kernels::KeyArrivals::kMargin : run.arrays.keys.length);
+      },
+      [&] { coming = start(run, *ways, own); });
+  if (!begins) coming.wait(run.stream);
+  run.enter(Phase::attend);
+  run.attend_to(run.merge, Phase::merge, layer_.kernels);
+  coming.wait(run.stream);
+  return true;
+}
+
+kernels::KeyArrivals KeyPuts::arrivals_of(const std::vector<Stretch>& own,
+                                          const KeyBlock& keys) const {
+  static_assert(kMostStretches <= kernels::KeyArrivals::kMostStretches);
+  kernels::KeyArrivals arrivals;
+  arrivals.signals = layer_.comm.signals_of(receive_buffer_.get());
+  arrivals.rank = rank();
+  arrivals.ranks = ranks();
+  arrivals.heads = piece_heads_;
+  arrivals.k = keys_.keys_in(keys);
+  arrivals.v = keys_.values_in(keys);
+  for (const Stretch& one : own)
+    arrivals.own[arrivals.stretches++] = {static_cast<int>(one.position),
+                                          static_cast<int>(one.count), static_cast<int>(one.first)};
+  return arrivals;
+}
+
+/// Copies own keys to where whole sequences have them: of each stretch the first and the last
+/// `most`.
+void KeyPuts::copy_own(const Run& run, const std::vector<Stretch>& own, const KeyBlock& keys,
+                       std::int64_t most) const {
+  std::vector<StridedCopy> copies;
+  const auto copy = [&](std::int64_t first, std::int64_t position, std::int64_t count) {
+    const auto rows = [&](const std::byte* from, std::byte* to, std::int64_t bytes) {
+      copies.push_back({from + first * bytes, to + position * bytes, bytes, bytes, bytes, count});
+    };
+    rows(keys.k, whole_.k, keys_.key_bytes());
+    rows(keys.v, whole_.v, keys_.value_bytes());
+  };
+  for (const Stretch& one : own) {
+    if (one.count <= 2 * most) {
+      copy(one.first, one.position, one.count);
+      continue;
+    }
+    const std::int64_t rest = one.count - most;
+    copy(one.first, one.position, most);
+    copy(one.first + rest, one.position + rest, most);
+  }
+  if (!copies.empty()) layer_.rows.copy_rows(copies, run.stream);
+}
+
+/// Puts this rank's word and its keys to all others, piece by piece (KeyArrivals). Keys that no row
+/// there sees go last, as a piece of their own that nobody waits for.
+comm::Transfers KeyPuts::start(const Run& run, const Ways& ways, const KeyBlock& own) const {
+  const int kv_heads = layer_.bounds.kv_heads;
+  const int pieces = static_cast<int>(divided_up(kv_heads, piece_heads_)), unseen = 1 + pieces;
+  const std::vector<Stretch>& stretches = ways[static_cast<std::size_t>(rank())];
+  comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = unseen + 1};
+  for (int distance = 1; distance < ranks(); ++distance) {
+    const int to = (rank() + distance) % ranks();
+    auto* const word = reinterpret_cast<std::byte*>(words_ + rank());
+    const std::int64_t size = sizeof *words_;
+    puts.puts.push_back({to, {word, word, size, size, size, 1}, 0});
+
+    const Interval seen = keys_seen(run, layer_.kernels.device(), to);
+    const auto put = [&](const Stretch& one, HeadRange heads, int piece) {
+      const auto rows = [&](const std::byte* from, std::byte* place, std::int64_t bytes) {
+        const std::int64_t head = bytes / kv_heads, first = heads.begin * head;
+        puts.puts.push_back(
+            {to,
+             {from + one.first * bytes + first, place + one.position * bytes + first, bytes, bytes,
+              heads.size() * head, one.count},
+             piece});
+      };
+      rows(own.k, whole_.k, keys_.key_bytes());
+      rows(own.v, whole_.v, keys_.value_bytes());
+    };
+    for (const Stretch& one : stretches) {
+      if (one.position >= seen.end || one.position + one.count <= seen.begin) {
+        put(one, {0, kv_heads}, unseen);
+        continue;
+      }
+      for (int piece = 0; piece < pieces; ++piece)
+        put(one, {piece * piece_heads_, std::min((piece + 1) * piece_heads_, kv_heads)}, 1 + piece);
+    }
+  }
+  const std::int64_t others = run.arrays.keys.length - count_rows(stretches);
+  puts.received = static_cast<std::size_t>(others * (keys_.key_bytes() + keys_.value_bytes()));
+  return layer_.comm.start_puts(puts, run.stream, "exchange of keys and values");
+}
+
+}  // namespace longspan

@@ -1,0 +1,62 @@
+// Keys and values of all ranks, put by each rank straight to where every other has the whole
+// sequence, between GPUs that reach each other:
+//
+//     copy engines   piece 0 comes    piece 1    ...
+//     attention      ................................   waits on the GPU for what it reads next
+//
+// Own keys are read where they lie. Work tiles that see no others go first, and the rest begin with
+// the keys around their rows, which are mostly own ones, so that there is work from the start.
+// Pieces are some heads each. Where the kernel of a run cannot wait for pieces, the run waits for
+// all of them first.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "src/strategy/shared/stretches.hpp"
+#include "src/strategy/shared/travelling_keys.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+class KeyPuts {
+ public:
+  /// Opens the receive buffers, for `rows` keys of whole sequences, where the options do not ask
+  /// for another way and there can be some. It is collective.
+  KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows);
+
+  bool is_open() const { return receive_buffer_ != nullptr; }
+  const ExchangeInfo& exchange() const { return info_; }
+  /// Memory for whole sequences; of runs that this does not take, too.
+  const KeyBlock& whole_keys() const { return whole_; }
+
+  /// Queues a run, result and all; or nothing, and returns false, where it is none of those that
+  /// this takes: of one sequence, whose length the host knows, and of which every rank has a few
+  /// stretches of neighbouring keys. All ranks do alike. `copied` is memory for this rank's keys,
+  /// where they cannot be sent from where they lie.
+  bool queue(Run& run, const KeyBlock& copied) const;
+
+ private:
+  using Ways = std::vector<std::vector<Stretch>>;  // of each rank's keys
+
+  int ranks() const { return layer_.comm.size(); }
+  int rank() const { return layer_.comm.rank(); }
+
+  std::optional<Ways> ways_of(const Run& run) const;
+  kernels::KeyArrivals arrivals_of(const std::vector<Stretch>& own, const KeyBlock& keys) const;
+  void copy_own(const Run& run, const std::vector<Stretch>& own, const KeyBlock& keys,
+                std::int64_t most) const;
+  comm::Transfers start(const Run& run, const Ways& ways, const KeyBlock& own) const;
+
+  Layer layer_;
+  const TravellingKeys& keys_;
+  int piece_heads_;  // kv heads of a piece
+  std::shared_ptr<std::byte> receive_buffer_;
+  KeyBlock whole_;
+  std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run
+  ExchangeInfo info_;
+};
+
+}  // namespace longspan

@@ -1,0 +1,18 @@
+#include "src/strategy/shared/stretches.hpp"
+
+#include "kernels/consecutive_keys.hpp"
+
+namespace longspan {
+
+std::optional<std::vector<Stretch>> stretches_of(const Shard& shard, std::int64_t length) {
+  std::vector<Stretch> found;
+  const std::int64_t own = shard.local_len(length);
+  for (std::int64_t first = 0; first < own; first += found.back().count) {
+    if (found.size() == kMostStretches) return std::nullopt;
+    found.push_back({first, kernels::consecutive_keys(shard, first, own, length),
+                     shard.position(first, length)});
+  }
+  return found;
+}
+
+}  // namespace longspan

@@ -1,0 +1,32 @@
+// The rows, or keys, of a rank that are neighbours in their sequence, and so travel together.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "longspan/shard.hpp"
+
+namespace longspan {
+
+struct Stretch {
+  std::int64_t first;  // among those of the rank
+  std::int64_t count;
+  std::int64_t position;  // in the sequence
+};
+
+/// A rank that has more of them sends them in another way.
+inline constexpr std::size_t kMostStretches = 4;
+
+/// What the rank of `shard` has of a sequence of `length`, or nothing where it is in too many
+/// stretches.
+std::optional<std::vector<Stretch>> stretches_of(const Shard& shard, std::int64_t length);
+
+inline std::int64_t count_rows(const std::vector<Stretch>& stretches) {
+  std::int64_t all = 0;
+  for (const Stretch& one : stretches) all += one.count;
+  return all;
+}
+
+}  // namespace longspan

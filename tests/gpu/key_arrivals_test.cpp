@@ -1,0 +1,276 @@
+// Attention that begins before the keys of other ranks have come (KeyArrivals): against float64 and
+// the bits of a call that has all keys. What comes late is NaN until then, and so is all that the
+// call must not read.
+#include <gmock/gmock.h>
+
+#include <chrono>
+#include <numeric>
+#include <string>
+#include <thread>
+
+#include "comm/cuda/stream_flags.hpp"
+#include "longspan/error.hpp"
+#include "tests/gpu/sm90_run.hpp"
+#include "tests/support/simulated.hpp"
+
+namespace longspan::test {
+namespace {
+
+using kernels::KeyArrivals;
+
+/// A stream that waits for no other.
+class OwnStream {
+ public:
+  OwnStream() {
+    EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+  }
+  ~OwnStream() { EXPECT_EQ(cudaStreamDestroy(stream_), cudaSuccess); }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  operator cudaStream_t() const { return stream_; }
+  void wait() const { EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+/// One rank's call, and the others, which send it their keys in pieces of some heads.
+class LateKeys {
+ public:
+  LateKeys(const Case& c, const Data& data, const Shard& shard, int piece_heads)
+      : c_(c),
+        shard_(shard),
+        length_(c.kv_lens[0]),
+        whole_(c, data),
+        k_(data.k[0].size()),
+        v_(data.v[0].size()),
+        all_k_(data.k[0]),
+        all_v_(data.v[0]) {
+    arrivals_.rank = shard.rank;
+    arrivals_.ranks = shard.ranks;
+    arrivals_.heads = piece_heads;
+    signals_ = OnGpu<std::uint64_t>(
+        std::vector<std::uint64_t>(static_cast<std::size_t>((1 + pieces()) * shard.ranks), 0));
+    arrivals_.signals = signals_.data();
+    std::vector<std::byte> k, v;
+    for (std::int64_t i = 0; i < shard.local_len(length_); ++i) {
+      const std::int64_t position = shard.position(i, length_);
+      KeyArrivals::Stretch* last = arrivals_.own + arrivals_.stretches - 1;
+      if (arrivals_.stretches == 0 || position != last->position + last->count)
+        arrivals_.own[arrivals_.stretches++] = {static_cast<int>(position), 1, static_cast<int>(i)};
+      else
+        ++last->count;
+      for (auto [to, from] : {std::pair{&k, &data.k[0]}, std::pair{&v, &data.v[0]}})
+        to->insert(to->end(), from->begin() + position * row(),
+                   from->begin() + (position + 1) * row());
+    }
+    own_k_ = OnGpu<std::byte>(k);
+    own_v_ = OnGpu<std::byte>(v);
+    arrivals_.k = rows_of(own_k_);
+    arrivals_.v = rows_of(own_v_);
+  }
+
+  const KeyArrivals& arrivals() const { return arrivals_; }
+  int pieces() const { return (c_.kv_heads + arrivals_.heads - 1) / arrivals_.heads; }
+
+  kernels::AttendParams params() const {
+    kernels::AttendParams p = whole_.params();
+    p.k = rows_of(k_);
+    p.v = rows_of(v_);
+    p.batch = {};
+    p.shard = {.length = length_};
+    p.arrivals = &arrivals_;
+    return p;
+  }
+
+  /// Queues the call first, and then what it waits for.
+  Result run() {
+    OwnStream computes, sends;
+    copy_margins(computes);
+    const kernels::sm90::Finished finished = whole_.poisoned();
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // as these streams wait for no other
+    kernels::sm90::attend(params(), finished, 0, computes);
+    if (!tests::kSimulated && shard_.local_len(length_) < length_) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      EXPECT_EQ(cudaStreamQuery(computes), cudaErrorNotReady) << "it did not wait";
+    }
+    for (int piece = 0; piece <= pieces(); ++piece)
+      for (int rank = 0; rank < shard_.ranks; ++rank)
+        if (rank != shard_.rank) send(piece, rank, sends);
+    sends.wait();
+    computes.wait();
+    return whole_.result();
+  }
+
+ private:
+  std::int64_t row() const {
+    return std::int64_t{c_.kv_heads} * c_.dim * static_cast<std::int64_t>(size_of(c_.dtype));
+  }
+  kernels::KvRows rows_of(const OnGpu<std::byte>& memory) const {
+    return {memory.data(), std::int64_t{c_.kv_heads} * c_.dim, c_.dim};
+  }
+
+  void copy_margins(cudaStream_t stream) {
+    for (int i = 0; i < arrivals_.stretches; ++i) {
+      const KeyArrivals::Stretch& own = arrivals_.own[i];
+      const int count = std::min(own.count, KeyArrivals::kMargin);
+      for (const int from : {0, own.count - count})
+        for (const auto& [to, keys] : {std::pair{&k_, &own_k_}, std::pair{&v_, &own_v_}})
+          EXPECT_EQ(cudaMemcpyAsync(to->data() + (own.position + from) * row(),
+                                    keys->data() + (own.first + from) * row(),
+                                    static_cast<std::size_t>(count * row()),
+                                    cudaMemcpyDeviceToDevice, stream),
+                    cudaSuccess);
+    }
+  }
+
+  void send(int piece, int rank, cudaStream_t stream) {
+    const Shard shard = shard_.with_rank(rank);
+    const int first = (piece - 1) * arrivals_.heads;
+    const int heads = std::min(arrivals_.heads, c_.kv_heads - first);
+    const auto head = static_cast<std::size_t>(row() / c_.kv_heads);
+    for (std::int64_t i = 0; piece > 0 && i < shard.local_len(length_); ++i) {
+      const std::int64_t at =
+          shard.position(i, length_) * row() + first * static_cast<std::int64_t>(head);
+      for (const auto& [to, from] : {std::pair{&k_, &all_k_}, std::pair{&v_, &all_v_}})
+        EXPECT_EQ(cudaMemcpyAsync(to->data() + at, from->data() + at,
+                                  static_cast<std::size_t>(heads) * head, cudaMemcpyDeviceToDevice,
+                                  stream),
+                  cudaSuccess);
+    }
+    comm::queue_flags(
+        stream, {{comm::FlagOperation::raise,
+                  reinterpret_cast<std::byte*>(signals_.data() + piece * shard_.ranks + rank)}});
+  }
+
+  Case c_;
+  Shard shard_;
+  std::int64_t length_;
+  Sm90Run whole_;           // has queries and results
+  OnGpu<std::byte> k_, v_;  // as the call sees them
+  OnGpu<std::byte> all_k_, all_v_, own_k_, own_v_;
+  OnGpu<std::uint64_t> signals_;
+  KeyArrivals arrivals_;
+};
+
+void expect_as_if_all_were_there(const Case& c, const Shard& shard, int piece_heads,
+                                 int stride = 3) {
+  if (is_left_out(2 * kOnHopper * work_of(c))) return;
+  SCOPED_TRACE(::testing::Message() << c << " rank " << shard.rank << " of " << shard.ranks << " "
+                                    << name(shard.layout) << ", heads of a piece " << piece_heads);
+  const Data data(c);
+  LateKeys late(c, data, shard, piece_heads);
+  ASSERT_TRUE(kernels::sm90::takes_arrivals(late.params()));
+  const Result found = late.run();
+  expect_within_rounding(c, data, found, stride);
+  const Result whole = Sm90Run(c, data).finish();
+  EXPECT_EQ(found.out, whole.out);
+  EXPECT_EQ(found.lse, whole.lse);
+}
+
+TEST(KeyArrivals, EveryRankOfEveryLayoutInOneAndSeveralPieces) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int ranks : {2, 3})
+    for (int rank = 0; rank < ranks; ++rank)
+      for (const Layout layout : {Layout::zigzag, Layout::contiguous})
+        for (const int piece_heads : {1, 2, 4}) {
+          const Case c{.heads = 8,
+                       .kv_heads = 4,
+                       .dim = rank == 0 ? 128 : 64,
+                       .q_lens = {140},
+                       .kv_lens = {reduced(2300, 1100)},
+                       .mask = {.causal = rank != 1},
+                       .seed = fresh_seed()};
+          expect_as_if_all_were_there(c, {layout, rank, ranks, c.kv_lens[0]}, piece_heads);
+        }
+}
+
+// Stretches shorter than a tile of keys, than two margins, of one key, and none at all.
+TEST(KeyArrivals, StretchesOfAnyLength) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int kv_len : {17, 40, 159, 161, 385, 700})
+    for (const int ranks : {2, 8})
+      for (const int rank : {0, ranks - 1}) {
+        const Case c{.heads = 2,
+                     .kv_heads = 2,
+                     .dim = 128,
+                     .q_lens = {17},
+                     .kv_lens = {kv_len},
+                     .mask = {.causal = true},
+                     .sinks = true,
+                     .seed = fresh_seed()};
+        expect_as_if_all_were_there(c, {Layout::zigzag, rank, ranks, kv_len}, 1);
+        expect_as_if_all_were_there(c, {Layout::contiguous, rank, ranks, kv_len}, 2);
+      }
+}
+
+TEST(KeyArrivals, EveryMaskTileAndWayToScore) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const DType dtype : {DType::bf16, DType::fp16})
+    for (const int dim : {64, 80, 96, 128, 192, 256})
+      for (const Mask& mask : kMasks)
+        for (const float softcap : {0.0f, 20.0f}) {
+          Case c{.dtype = dtype,
+                 .heads = 3,
+                 .kv_heads = 3,
+                 .dim = dim,
+                 .q_lens = {250},
+                 .kv_lens = {900},
+                 .mask = mask,
+                 .softcap = softcap,
+                 .seed = fresh_seed()};
+          if (softcap == 0.0f && mask.window == 0) c.alibi = Alibi::query;
+          expect_as_if_all_were_there(c, {Layout::zigzag, dim % 3 == 0 ? 0 : 1, 2, 900}, 2, 7);
+        }
+}
+
+/// Which calls may begin early, and that others say so.
+TEST(KeyArrivals, AreForCallsWhoseKernelWaits) {
+  LONGSPAN_NEEDS_HOPPER();
+  const Case c{.q_lens = {40}, .kv_lens = {300}, .seed = fresh_seed()};
+  const Data data(c);
+  const LateKeys late(c, data, {Layout::zigzag, 0, 2, 300}, 1);
+  const auto backend = kernels::cuda_backend();
+  OwnStream stream;
+  kernels::MergeParams result;
+  result.states = late.params().state;
+  result.heads = c.heads;
+  result.tokens = c.tokens();
+  result.dtype = c.dtype;
+  OnGpu<std::byte> out(static_cast<std::size_t>(c.tokens() * c.heads * c.dim) * size_of(c.dtype));
+  result.out = {out.data(), std::int64_t{c.heads} * c.dim, c.dim};
+  const auto takes = [&](const auto& change) {
+    kernels::AttendParams p = late.params();
+    kernels::MergeParams m = result;
+    change(p, m);
+    const bool taken = backend->takes_arrivals(p, m, {stream});
+    if (!taken && p.arrivals != nullptr) {
+      EXPECT_THROW(backend->attend(p, m, {stream}), InputError);
+    }
+    return taken;
+  };
+  using Attend = kernels::AttendParams;
+  using Merge = kernels::MergeParams;
+  EXPECT_TRUE(takes([](Attend&, Merge&) {}));
+  EXPECT_FALSE(takes([](Attend& p, Merge&) { p.arrivals = nullptr; }));
+  EXPECT_FALSE(takes([](Attend& p, Merge&) { p.tokens = KeyArrivals::kLeastRows - 1; }));
+  EXPECT_TRUE(takes([](Attend& p, Merge&) { p.tokens = KeyArrivals::kLeastRows; }));
+  EXPECT_FALSE(takes([](Attend& p, Merge&) { p.invariant = true; }));
+  EXPECT_FALSE(takes([](Attend& p, Merge&) { p.resume = true; }));
+  EXPECT_FALSE(takes([](Attend& p, Merge&) { p.shard.ranks = 2; }));
+  EXPECT_FALSE(takes([](Attend& p, Merge&) { p.score.scale = -1; }));
+  EXPECT_FALSE(takes([](Attend&, Merge& m) { m.dtype = DType::fp32; }));
+  KeyArrivals odd = late.arrivals();  // own keys at an address that TMA does not take
+  odd.k.data = static_cast<std::byte*>(odd.k.data) + 2;
+  EXPECT_FALSE(takes([&](Attend& p, Merge&) { p.arrivals = &odd; }));
+  EXPECT_THROW(backend->attend(late.params(), {stream}), InputError);
+
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  EXPECT_FALSE(takes([](Attend&, Merge&) {}));
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+}
+
+}  // namespace
+}  // namespace longspan::test

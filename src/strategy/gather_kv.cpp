@@ -256,7 +256,11 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
   cost.workspace_bytes = std::max(states, come * wider) + size.keys * row;
   if (ranks <= PeerView::kMostRanks && options.exchange != Exchange::gather) {
     cost.messages = cost.peer_messages = 1;
-    if (own_rows >= kernels::KeyArrivals::kLeastRows) cost.overlapped_bytes = cost.received_bytes;
+    const int pieces = count_key_pieces(options.kv_heads, come / ranks * row);
+    // While the first piece comes, rows attend to own keys, of which few ranks have much.
+    const double awaited = 1 - 1.5 / ranks;
+    if (own_rows >= kernels::KeyArrivals::kLeastRows)
+      cost.overlapped_bytes = cost.received_bytes * (1 - awaited / pieces);
   } else {
     cost.copied_bytes = 2 * size.keys * row;
   }

@@ -52,6 +52,8 @@ class LateKeys {
     signals_ = OnGpu<std::uint64_t>(
         std::vector<std::uint64_t>(static_cast<std::size_t>((1 + pieces()) * shard.ranks), 0));
     arrivals_.signals = signals_.data();
+    words_ = OnGpu<std::uint64_t>(static_cast<std::size_t>(shard.ranks));
+    report_ = OnGpu<std::uint64_t>(std::vector<std::uint64_t>{0});
     std::vector<std::byte> k, v;
     for (std::int64_t i = 0; i < shard.local_len(length_); ++i) {
       const std::int64_t position = shard.position(i, length_);
@@ -83,11 +85,14 @@ class LateKeys {
     return p;
   }
 
-  /// Queues the call first, and then what it waits for.
-  Result run() {
+  /// Queues the call first, and then what it waits for. The ranks say `words` of the run.
+  Result run(const std::vector<std::uint64_t>& words) {
     OwnStream computes, sends;
     copy_margins(computes);
-    const kernels::sm90::Finished finished = whole_.poisoned();
+    const OnGpu<std::uint64_t> said(words);
+    send_word(said, shard_.rank, computes);
+    kernels::sm90::Finished finished = whole_.poisoned();
+    finished.headers = {words_.data(), shard_.rank, shard_.ranks, kRun, report_.data()};
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // as these streams wait for no other
     kernels::sm90::attend(params(), finished, 0, computes);
     if (!tests::kSimulated && shard_.local_len(length_) < length_) {
@@ -96,11 +101,21 @@ class LateKeys {
     }
     for (int piece = 0; piece <= pieces(); ++piece)
       for (int rank = 0; rank < shard_.ranks; ++rank)
-        if (rank != shard_.rank) send(piece, rank, sends);
+        if (rank != shard_.rank) {
+          if (piece == 0) send_word(said, rank, sends);
+          send(piece, rank, sends);
+        }
     sends.wait();
     computes.wait();
     return whole_.result();
   }
+  Result run() {
+    return run(std::vector<std::uint64_t>(static_cast<std::size_t>(shard_.ranks), 11));
+  }
+
+  /// What the call said of the words.
+  std::uint64_t report() const { return report_.values(1)[0]; }
+  static constexpr std::uint32_t kRun = 5;
 
  private:
   std::int64_t row() const {
@@ -122,6 +137,12 @@ class LateKeys {
                                     cudaMemcpyDeviceToDevice, stream),
                     cudaSuccess);
     }
+  }
+
+  void send_word(const OnGpu<std::uint64_t>& said, int rank, cudaStream_t stream) {
+    EXPECT_EQ(cudaMemcpyAsync(words_.data() + rank, said.data() + rank, sizeof(std::uint64_t),
+                              cudaMemcpyDeviceToDevice, stream),
+              cudaSuccess);
   }
 
   void send(int piece, int rank, cudaStream_t stream) {
@@ -149,7 +170,7 @@ class LateKeys {
   Sm90Run whole_;           // has queries and results
   OnGpu<std::byte> k_, v_;  // as the call sees them
   OnGpu<std::byte> all_k_, all_v_, own_k_, own_v_;
-  OnGpu<std::uint64_t> signals_;
+  OnGpu<std::uint64_t> signals_, words_, report_;
   KeyArrivals arrivals_;
 };
 
@@ -166,6 +187,7 @@ void expect_as_if_all_were_there(const Case& c, const Shard& shard, int piece_he
   const Result whole = Sm90Run(c, data).finish();
   EXPECT_EQ(found.out, whole.out);
   EXPECT_EQ(found.lse, whole.lse);
+  EXPECT_EQ(late.report(), 0u);
 }
 
 TEST(KeyArrivals, EveryRankOfEveryLayoutInOneAndSeveralPieces) {
@@ -222,6 +244,21 @@ TEST(KeyArrivals, EveryMaskTileAndWayToScore) {
           if (softcap == 0.0f && mask.window == 0) c.alibi = Alibi::query;
           expect_as_if_all_were_there(c, {Layout::zigzag, dim % 3 == 0 ? 0 : 1, 2, 900}, 2, 7);
         }
+}
+
+/// What ranks say of the run comes late too, and is compared before anything is written.
+TEST(KeyArrivals, CompareWhatRanksSay) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int other : {0, 2}) {
+    const Case c{.q_lens = {140}, .kv_lens = {1000}, .seed = fresh_seed()};
+    const Data data(c);
+    LateKeys late(c, data, {Layout::zigzag, 1, 3, 1000}, 1);
+    std::vector<std::uint64_t> words(3, 11);
+    words[static_cast<std::size_t>(other)] = 12;
+    const Result found = late.run(words);
+    EXPECT_EQ(late.report(), kernels::RunHeaders::reported(LateKeys::kRun, other));
+    EXPECT_THAT(found.out, ::testing::Each(std::byte{0xff}));
+  }
 }
 
 /// Which calls may begin early, and that others say so.

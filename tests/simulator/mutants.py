@@ -26,7 +26,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# family: decode, portable, fp32, tf32, hopper, exchange, merge or other. breaks: what goes wrong.
+# family: decode, portable, fp32, tf32, hopper, arrivals, exchange, merge or other. breaks: what goes wrong.
 Mutant = collections.namedtuple("Mutant", "name file family breaks old new")
 
 MUTANTS = [
@@ -520,6 +520,30 @@ MUTANTS = [
            "Queries are there with half of their bytes.",
            old="shared.q_full[c].arrive_expecting(kBytes);",
            new="shared.q_full[c].arrive_expecting(kBytes / 2);"),
+    Mutant("arrivals-unawaited", "kernels/cuda/hopper/attend_sm90_producer.cuh", "arrivals",
+           "Keys of other ranks are read before they have come.",
+           old="      await_arrival(arrivals, 1 + piece);\n",
+           new=""),
+    Mutant("arrivals-of-the-first-piece", "kernels/cuda/hopper/attend_sm90_producer.cuh", "arrivals",
+           "The first piece that has come stands for all of them.",
+           old="(arrived_ >> piece & 1) == 0",
+           new="arrived_ == 0"),
+    Mutant("arrivals-own-too-far", "kernels/cuda/hopper/attend_sm90_producer.cuh", "arrivals",
+           "A tile that ends among the keys of others is taken for one of own keys.",
+           old="end > own.position + own.count",
+           new="key >= own.position + own.count"),
+    Mutant("arrivals-of-one-rank", "kernels/cuda/hopper/attend_sm90_block.cuh", "arrivals",
+           "The keys of one rank stand for those of all.",
+           old="for (int rank = 0; rank < arrivals.ranks; ++rank)",
+           new="for (int rank = 0; rank < arrivals.ranks && rank <= (arrivals.rank == 0); ++rank)"),
+    Mutant("arrivals-words-unawaited", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "arrivals",
+           "What ranks say of the run is compared before it has come.",
+           old="    if (call_.arrivals && call_.finished.headers.said != nullptr) await_arrival(call_.arrivals, 0);\n",
+           new=""),
+    Mutant("arrivals-unpublished", "kernels/cuda/hopper/attend_sm90_block.cuh", "arrivals",
+           "TMA reads keys whose arrival it has not been told of.",
+           old="  cuda::arch::publish_to_tma();\n",
+           new=""),
     Mutant("hopper-queries-overwritten", "kernels/cuda/hopper/attend_sm90_producer.cuh", "hopper",
            "The next item's queries overwrite those that a consumer still "
            "multiplies.",

@@ -46,6 +46,7 @@ FAMILIES = {
     "fp32": (SINGLE, KERNELS, "Single/*:*Serve*single*:*Serve*fp32_*"),
     "tf32": (["portable/instances/fp32_tf32.cu"], "gpu_tf32_test", "*"),
     "hopper": (HOPPER, KERNELS, "*Hopper*:*Serve*hopper*:*Behind*hopper*"),
+    "arrivals": (HOPPER, "gpu_key_arrivals_test", "*"),
     "exchange": (["exchange/exchange.cu", "exchange/exchange_parts.cu", "dispatch/backend.cu"],
                  EXCHANGE, "*"),
     "merge": (MERGE, KERNELS, "Decode/*:Single/*:*Serve*portable_*:*Serve*fp32_*"),

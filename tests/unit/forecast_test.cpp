@@ -295,9 +295,10 @@ TEST(Forecast, PeerBuffersHaveALatencyOfTheirOwn) {
   };
   EXPECT_LT(exchange("ring-kv"), 1);
   EXPECT_LT(exchange("heads"), 1);
-  EXPECT_GT(exchange("gather-kv"), 2);
+  EXPECT_LT(exchange("gather-kv"), 1);
   EXPECT_GT(exchange("gather-states"), 2);
   options.exchange = Exchange::gather;
+  EXPECT_GT(exchange("gather-kv"), 2);
   EXPECT_GT(exchange("ring-kv"), 3);
   EXPECT_GT(exchange("heads"), 3);
   options.exchange = Exchange::automatic;
@@ -373,8 +374,9 @@ TEST(Choose, DecodeOverLongCachesMovesStates) {
     EXPECT_STREQ(choose_strategy(options, 4, built_in_machine(device)).name, "gather-states");
 }
 
-/// Measured on two H100s: 97 us by ring-kv and 344 by gather-kv, which auto took once; on four
-/// H200s heads takes 0.28 ms and ring-kv 0.36.
+/// Measured on two H100s: 96 us for 4,096 tokens of 8/1 heads by gather-kv, which took 344 by
+/// collectives, and 313 us for 8,192 of 16/16, where ring-kv takes 335; on four H200s heads takes
+/// 0.28 ms and ring-kv 0.36.
 TEST(Choose, ShortPrefillOnGpusGoesWithoutCollectives) {
   const auto choice = [](std::int64_t keys, int ranks, int heads, int kv_heads) {
     Options options = prefill(keys, ranks, Layout::zigzag);
@@ -384,9 +386,8 @@ TEST(Choose, ShortPrefillOnGpusGoesWithoutCollectives) {
     options.dtypes.compute = DType::bf16;
     return std::string(choose_strategy(options, ranks, gpus()).name);
   };
-  EXPECT_EQ(choice(4096, 2, 8, 1), "ring-kv");
-  EXPECT_EQ(choice(8192, 2, 8, 1), "ring-kv");
-  EXPECT_EQ(choice(8192, 2, 16, 16), "ring-kv");
+  EXPECT_EQ(choice(4096, 2, 8, 1), "gather-kv");
+  EXPECT_EQ(choice(8192, 2, 16, 16), "gather-kv");
   EXPECT_EQ(choice(8192, 4, 16, 16), "heads");
 }
 

@@ -8,27 +8,19 @@
 #include "src/strategy/shared/queue_beside.hpp"
 
 namespace longspan {
-namespace {
 
-/// In pieces of how many kv heads the `bytes` of a rank's keys travel: the first piece must come
-/// while an attention is busy with own keys, and each costs the host and a copy engine two
-/// microseconds a copy.
-int heads_of_a_piece(int kv_heads, double bytes) {
+int count_key_pieces(int kv_heads, double bytes) {
   constexpr double kPieceBytes = 16 << 20;
-  constexpr int kMostPieces = kernels::KeyArrivals::kMostPieces;
-  const int pieces =
-      std::clamp(static_cast<int>(std::min(bytes / kPieceBytes, 1e6)), 1, kMostPieces);
-  return static_cast<int>(divided_up(kv_heads, pieces));
+  const double most = std::min(kernels::KeyArrivals::kMostPieces, kv_heads);
+  return static_cast<int>(std::clamp(bytes / kPieceBytes, 1.0, most));
 }
 
-}  // namespace
-
 KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows)
-    : layer_(layer),
-      keys_(keys),
-      piece_heads_(heads_of_a_piece(
-          layer.bounds.kv_heads,
-          static_cast<double>(keys.block_rows() * (keys.key_bytes() + keys.value_bytes())))) {
+    : layer_(layer), keys_(keys) {
+  const int kv_heads = layer_.bounds.kv_heads;
+  const std::int64_t bytes = keys_.block_rows() * (keys_.key_bytes() + keys_.value_bytes());
+  piece_heads_ = static_cast<int>(
+      divided_up(kv_heads, count_key_pieces(kv_heads, static_cast<double>(bytes))));
   const Options& options = layer_.options;
   if (options.exchange == Exchange::gather) return;
   const auto take = [&](Parts& memory) {

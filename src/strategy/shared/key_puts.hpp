@@ -21,6 +21,11 @@
 
 namespace longspan {
 
+/// In how many pieces of some kv heads each the `bytes` of a rank's keys and values travel: the
+/// first piece must come while an attention is busy with own keys, and each costs the host and a
+/// copy engine two microseconds a copy.
+int count_key_pieces(int kv_heads, double bytes);
+
 class KeyPuts {
  public:
   /// Opens the receive buffers, for `rows` keys of whole sequences, where the options do not ask
@@ -52,7 +57,7 @@ class KeyPuts {
 
   Layer layer_;
   const TravellingKeys& keys_;
-  int piece_heads_;  // kv heads of a piece
+  int piece_heads_ = 1;  // kv heads of a piece
   std::shared_ptr<std::byte> receive_buffer_;
   KeyBlock whole_;
   std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run

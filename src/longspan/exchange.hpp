@@ -12,8 +12,8 @@ namespace longspan {
 enum class Exchange : std::uint8_t {
   automatic,     ///< peer buffers where the GPUs reach each other, else gather
   peer_buffers,  ///< a kernel writes into the peers' memory and merges; for short queries it is the
-                 ///< one that ends the attention, too. Of ring-kv and heads: copy engines write
-                 ///< into it
+                 ///< one that ends the attention, too. Of ring-kv, gather-kv and heads: copy
+                 ///< engines write into it
   peer_buffers_apart,  ///< peer buffers, always by a kernel of its own
   gather,              ///< NCCL (or MPI), then a merge
 };

@@ -88,12 +88,12 @@ class LateKeys {
   /// Queues the call first, and then what it waits for. The ranks say `words` of the run.
   Result run(const std::vector<std::uint64_t>& words) {
     OwnStream computes, sends;
-    copy_margins(computes);
     const OnGpu<std::uint64_t> said(words);
-    send_word(said, shard_.rank, computes);
     kernels::sm90::Finished finished = whole_.poisoned();
     finished.headers = {words_.data(), shard_.rank, shard_.ranks, kRun, report_.data()};
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // as these streams wait for no other
+    copy_margins(computes);
+    send_word(said, shard_.rank, computes);
     kernels::sm90::attend(params(), finished, 0, computes);
     if (!tests::kSimulated && shard_.local_len(length_) < length_) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));

@@ -410,6 +410,51 @@ TEST_F(NcclTransportTest, PutsRowsIntoTheReceiveBuffersOfAll) {
   EXPECT_EQ(alive(), Alive{});
 }
 
+/// Each piece of an exchange raises a signal at every other rank, which the next exchange lowers,
+/// and an abort raises all that there are.
+TEST_F(NcclTransportTest, PutsOfSeveralPiecesRaiseSignals) {
+  constexpr int kSize = 3, kPieces = 4;
+  run(
+      [&](int rank, Transport& world) {
+        std::string why;
+        const auto buffer = world.open_receive_buffer(kPieces * kSize * sizeof(int), why);
+        ASSERT_TRUE(buffer) << why;
+        const std::uint64_t* const signals = world.signals_of(buffer.get());
+        ASSERT_NE(signals, nullptr);
+        const std::byte elsewhere{};
+        EXPECT_EQ(world.signals_of(&elsewhere), nullptr);
+        constexpr std::int64_t kInt = sizeof(int);
+        const auto* const came = reinterpret_cast<const int*>(buffer.get());
+        for (int turn = 0; turn < 5; ++turn) {
+          const int pieces = turn % 2 == 0 ? kPieces : kPieces - 1;
+          std::vector<int> mine(kPieces, 10 * turn + rank);
+          Puts puts{.buffer = buffer.get(),
+                    .received = static_cast<std::size_t>((kSize - 1) * pieces * kInt),
+                    .pieces = pieces};
+          for (int to = 0; to < kSize; ++to)
+            for (int piece = pieces - 1; piece >= 0; --piece)  // they need not stand in their order
+              puts.puts.push_back(
+                  {to,
+                   {reinterpret_cast<std::byte*>(mine.data() + piece),
+                    buffer.get() + (piece * kSize + rank) * kInt, kInt, kInt, kInt, 1},
+                   piece});
+          world.start_puts(puts, {}, "puts in pieces").wait({});
+          for (int piece = 0; piece < pieces; ++piece)
+            for (int from = 0; from < kSize; ++from) {
+              EXPECT_EQ(came[piece * kSize + from], 10 * turn + from) << "turn " << turn;
+              EXPECT_EQ(signals[piece * kSize + from] != 0, from != rank) << "turn " << turn;
+            }
+          world.gather("", "end of the turn");
+        }
+        Puts too_many{.buffer = buffer.get(), .pieces = Puts::kMostPieces + 1};
+        EXPECT_THROW(static_cast<void>(world.start_puts(too_many, {}, "too many")), UsageError);
+        world.gather("", "before the end");
+        world.abort("that is all");
+        for (int i = 0; i < Puts::kMostPieces * kSize; ++i) EXPECT_NE(signals[i], 0u) << i;
+      },
+      std::chrono::seconds(20), kSize);
+}
+
 /// A call that fails on one rank is everybody's reason, and a shift into other memory is NCCL's.
 TEST_F(NcclTransportTest, AReceiveBufferThatOneRankCannotOpenIsNobodys) {
   int failures = 0;

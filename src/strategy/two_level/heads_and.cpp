@@ -195,7 +195,9 @@ RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, con
   RunCost cost = head_exchange_cost(o, per_node, node);
   RunSize all = size;
   all.most_tokens *= per_node;
-  const RunCost other = between.cost(between_nodes(o, most_of(o)), nodes, all, device);
+  Options far = between_nodes(o, most_of(o));
+  far.exchange = Exchange::gather;  // GPUs of different nodes do not reach each other
+  const RunCost other = between.cost(far, nodes, all, device);
   cost.far_bytes = other.received_bytes;
   cost.received_bytes += other.received_bytes;
   cost.workspace_bytes += other.workspace_bytes;

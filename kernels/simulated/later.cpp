@@ -556,6 +556,11 @@ std::uint64_t fetch_word(const void* from, int bytes, Site site) {
   return bytes == 8 ? __atomic_load_n(static_cast<const std::uint64_t*>(from), __ATOMIC_RELAXED)
                     : __atomic_load_n(static_cast<const std::uint32_t*>(from), __ATOMIC_RELAXED);
 }
+std::uint64_t acquire_word(const void* from, int bytes, Site site) {
+  const std::uint64_t word = fetch_word(from, bytes, site);
+  acquire_at(from);
+  return word;
+}
 void fence_words(Site site) {
   may_yield(site);
   const Quiet quiet;

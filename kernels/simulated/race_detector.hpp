@@ -94,6 +94,18 @@ inline void note_write([[maybe_unused]] void* to, [[maybe_unused]] std::size_t b
 #endif
 }
 
+/// Orders by a word of memory: who acquires there knows what whoever released there knew.
+inline void release_at([[maybe_unused]] void* address) {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  __tsan_release(address);
+#endif
+}
+inline void acquire_at([[maybe_unused]] const void* address) {
+#ifdef LONGSPAN_SIMULATED_TSAN
+  __tsan_acquire(const_cast<void*>(address));
+#endif
+}
+
 /// Memory that begins anew, as another's: who had it before has nothing to do with who has it now.
 /// Whole pages; their contents are lost.
 void forget_accesses(void* memory, std::size_t bytes);

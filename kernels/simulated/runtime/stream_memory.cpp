@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/simulated/race_detector.hpp"
 #include "kernels/simulated/runtime/calls.hpp"
 #include "kernels/simulated/runtime/memory.hpp"
 #include "kernels/simulated/runtime/streams.hpp"
@@ -48,6 +49,7 @@ Poll walk(const std::vector<Word>& words) {
     for (; next < words.size(); ++next) {
       const Word& word = words[next];
       if (!word.is_awaited) {
+        release_at(word.place);
         at<std::uint32_t>(word.place).store(static_cast<std::uint32_t>(word.value));
         continue;
       }

@@ -80,9 +80,8 @@ inline std::uint64_t load_whole(const std::uint64_t* from,
 
 inline std::uint64_t load_acquire(const std::uint64_t* from,
                                   simulated::Site site = simulated::Site::current()) {
-  std::uint64_t words[1];
-  peer::load(from, words, "ld.acquire", site);
-  return words[0];
+  peer::check(from, sizeof *from, "ld.acquire", site);
+  return simulated::acquire_word(from, sizeof *from, site);
 }
 
 /// Loads that leave `value` alone unless `wanted`.

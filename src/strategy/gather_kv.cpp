@@ -48,12 +48,14 @@ class GatherKv final : public Strategy {
       return;
     }
     ordered_ = puts_->is_open() ? puts_->whole_keys() : keys_.take_block(memory, most_keys());
-    // What has come is in order when the attention writes its states.
-    Parts states = memory;
-    states_->lay_out(states);
+    states_->lay_out_scratch(memory);
+    // What has come is in order when an attention writes states, and own keys that were copied are
+    // read until the end of attentions that write none.
+    Parts slots = memory;
+    states_->lay_out_slots(slots);
     gathered_.k = gathered_.v = memory.take(static_cast<std::size_t>(
         rows * std::max(keys_.key_bytes(), keys_.value_bytes())));  // one behind the other
-    memory.bytes = std::max(memory.bytes, states.bytes);
+    memory.bytes = std::max(memory.bytes, slots.bytes);
   }
 
   ExchangeInfo exchange() const override {

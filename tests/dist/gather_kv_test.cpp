@@ -171,6 +171,56 @@ TEST(GatherKv, GivesTheSameBitsEveryWay) {
   }
 }
 
+/// Keys and values side by side in one array are copied before they are sent; that copy has its own
+/// memory until the attention has ended, which reads own keys there.
+TEST(GatherKv, TakesKeysAndValuesOfOneArray) {
+  const Communicator world = test_world();
+  const Device device = world.device();
+  constexpr int kHeads = 2, kDim = 128, kRows = 150, kKeys = 700;
+  const Problem problem({.heads = kHeads,
+                         .kv_heads = kHeads,
+                         .dim = kDim,
+                         .dtype = DType::bf16,
+                         .q_lens = {kRows},
+                         .kv_lens = {kKeys},
+                         .mask = {.causal = true}},
+                        shared_seed(world));
+  const Shard own = Shard::zigzag(kKeys, world.rank(), world.size()),
+              rows = Shard::zigzag(kRows, world.rank(), world.size());
+  constexpr std::size_t kRowBytes = std::size_t{kHeads} * kDim * 2;
+  const std::vector<std::byte> k = problem.share_keys(own), v = problem.share_values(own);
+  std::vector<std::byte> both;
+  for (std::size_t at = 0; at < k.size(); at += kRowBytes)
+    for (const auto* from : {&k, &v})
+      both.insert(both.end(), from->data() + at, from->data() + at + kRowBytes);
+  const Buffer q = to_device(world, problem.share_rows(rows)), kv = to_device(world, both),
+               out = to_device(world, std::vector<std::byte>(q.bytes(), std::byte{0xff}));
+  const auto tensor = [&](const Buffer& memory, const Shard& shard, std::int64_t length) {
+    return Tensor(memory.data(), DType::bf16, {shard.local_len(length), kHeads, kDim}, device);
+  };
+  Tensor keys = tensor(kv, own, kKeys);
+  keys.stride[0] *= 2;
+  Tensor values = keys;
+  values.data = static_cast<std::byte*>(kv.data()) + kRowBytes;
+  Options options = gathered_options(problem, world);
+  options.invariant = false;
+  options.keys = {Layout::zigzag};
+  options.queries = Sharding{Layout::zigzag};
+  options.limits.max_tokens = rows.max_local_len(kRows);
+  Attention layer(world, options);
+  layer.run({.q = tensor(q, rows, kRows),
+             .k = keys,
+             .v = values,
+             .out = tensor(out, rows, kRows),
+             .total_keys = kKeys,
+             .total_tokens = kRows});
+  layer.wait();
+  const auto bytes = static_cast<std::size_t>(rows.local_len(kRows)) * kRowBytes;
+  const std::vector<std::byte> found = to_host(out, bytes);
+  EXPECT_LE(problem.max_error(found, own_rows(problem, rows)), problem.tolerance());
+  EXPECT_EQ(found, run(world, problem, own, options, rows).out);  // of keys that need no copy
+}
+
 /// One layer again and again, also out of a graph, with other keys: nothing of the run before is
 /// left in memory that the peers write, nor are its signals.
 TEST(GatherKv, RunsAgainWithOtherKeys) {

@@ -22,9 +22,15 @@ class StateMemory {
         scratch_bytes_(kernels.attend_scratch(largest)) {}
 
   void lay_out(Parts& memory) {
-    states_ = memory.take(static_cast<std::size_t>(slots_) * slot_bytes_);
-    scratch_ = memory.take(scratch_bytes_);
+    lay_out_slots(memory);
+    lay_out_scratch(memory);
   }
+  /// The same by parts: slots are written where an attention does not end in a result, and the
+  /// scratch by every attention.
+  void lay_out_slots(Parts& memory) {
+    states_ = memory.take(static_cast<std::size_t>(slots_) * slot_bytes_);
+  }
+  void lay_out_scratch(Parts& memory) { scratch_ = memory.take(scratch_bytes_); }
 
   /// Lets the attention of a run write its states to slot `slot`, of `rows` rows, and the merge
   /// read all slots.

@@ -98,22 +98,13 @@ class GatherKv final : public Strategy {
       gather_where_they_come(run, most);
     else
       gather_in_order(run, most);
-    run.attend.pages = {};
-    run.attend.batch.key_start = run.arrays.batch > 1 ? ordered_.start : nullptr;
-    run.attend.batch.key_pitch = 0;
-    run.attend.shard = {.length = run.arrays.keys.length};
+    keys_.attend_to(run, ordered_, {.length = run.arrays.keys.length});
   }
 
   /// On processors: ranks know of one another how many keys they have, and no more travels.
   void gather_where_they_come(Run& run, std::int64_t most) const {
     const int ranks = layer_.comm.size(), rank = layer_.comm.rank();
-    KeyBlock own = slot_of(rank, most);
-    if (keys_.must_copy(run)) {
-      keys_.copy_to(run, own);
-      own.positions = keys_.in_place(run).positions;
-    } else {
-      own = keys_.in_place(run);
-    }
+    const KeyBlock own = keys_.own_keys(run, slot_of(rank, most));
     comm::Transfer word;
     if (run.said)
       word =
@@ -136,8 +127,6 @@ class GatherKv final : public Strategy {
     }
     word.wait(run.stream);
     for (comm::Transfers& transfers : open_) transfers.wait(run.stream);
-    run.attend.k = keys_.keys_in({});
-    run.attend.v = keys_.values_in({});
     run.attend.spans = {spans_, find_spans(run, own, most)};
   }
 
@@ -195,8 +184,6 @@ class GatherKv final : public Strategy {
     };
     bring(&KeyBlock::k, keys_.key_bytes(), "gather of keys");
     bring(&KeyBlock::v, keys_.value_bytes(), "gather of values");
-    run.attend.k = keys_.keys_in(ordered_);
-    run.attend.v = keys_.values_in(ordered_);
   }
 
   /// Room for this rank's keys, where those of the others do not come to gathered_.

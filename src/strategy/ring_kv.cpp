@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "src/strategy/shared/queue_beside.hpp"
+#include "src/strategy/shared/receive_memory.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
@@ -71,14 +72,11 @@ class RingKv final : public Strategy {
     const int ranks = layer_.comm.size();
     run.enter(Phase::attend);
     if (ranks == 1) return run.attend_to(run.merge, Phase::merge, layer_.kernels);
-    if (receive_buffer_) {  // what ranks say comes into it with their keys
-      run.say.said = words_ + layer_.comm.rank();
-      run.said = words_;
-      run.merge.headers.said = words_;
-    }
+    // What ranks say comes into the receive buffer with their keys.
+    if (receive_buffer_) run.compare_in(words_, layer_.comm.rank());
     run.say_to(layer_.kernels);
     keys_.begin(run);
-    const KeyBlock own = own_block(run);
+    const KeyBlock own = keys_.own_keys(run, copy_);
     last_ = plan(run, !receive_buffer_ && own.k == copy_.k);
 
     comm::Transfer word;  // what ranks say of the run, where no step says it
@@ -122,24 +120,14 @@ class RingKv final : public Strategy {
   /// Opens a receive buffer for the blocks where the GPUs reach each other, or they are not asked
   /// to.
   void open_receive_buffer() {
-    const Options& options = layer_.options;
-    if (layer_.comm.size() == 1 || options.exchange == Exchange::gather) return;
+    if (layer_.comm.size() == 1 || layer_.options.exchange == Exchange::gather) return;
     const int steps = layer_.comm.size() - 1;
     const std::int64_t block = keys_.block_rows() * (keys_.key_bytes() + keys_.value_bytes());
     const int count = steps * block <= kSmallBytes ? steps : std::min(kMostBlocks, steps);
-    const auto take = [&](Parts& memory) {
+    receive_buffer_ = open_receive_memory(layer_, exchange_, [&](Parts& memory) {
       take_blocks(memory, count);
       words_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(layer_.comm.size()));
-    };
-    Parts counted;
-    take(counted);
-    receive_buffer_ = layer_.comm.open_receive_buffer(counted.bytes, exchange_.reason);
-    require_exchange(options, receive_buffer_ != nullptr, exchange_.reason);
-    if (!receive_buffer_) return;
-    exchange_.by = Exchange::peer_buffers;
-    exchange_.peer_bytes = counted.bytes;
-    Parts memory{receive_buffer_.get()};
-    take(memory);
+    });
   }
 
   void take_blocks(Parts& memory, int count) {
@@ -156,15 +144,6 @@ class RingKv final : public Strategy {
 
   int rank_at(int distance) const {
     return (layer_.comm.rank() + distance + layer_.comm.size()) % layer_.comm.size();
-  }
-
-  /// This rank's keys as they are sent.
-  KeyBlock own_block(const Run& run) const {
-    if (!keys_.must_copy(run)) return keys_.in_place(run);
-    keys_.copy_to(run, copy_);
-    KeyBlock own = copy_;
-    own.positions = keys_.in_place(run).positions;
-    return own;
   }
 
   /// Finds what moves in each step; returns the last step that brings keys, or 0. `copied`: the
@@ -260,12 +239,7 @@ class RingKv final : public Strategy {
   /// Makes the keys of rank `rank`, which have come, those of the run.
   void give(Run& run, int rank, const KeyBlock& block) const {
     keys_.find_starts(run, rank, block);
-    run.attend.k = keys_.keys_in(block);
-    run.attend.v = keys_.values_in(block);
-    run.attend.pages = {};
-    run.attend.batch.key_start = run.arrays.batch > 1 ? block.start : nullptr;
-    run.attend.batch.key_pitch = 0;
-    run.attend.shard = keys_.shard_of(run, rank, block);
+    keys_.attend_to(run, block, keys_.shard_of(run, rank, block));
     run.attend.resume = true;
   }
 

@@ -58,6 +58,13 @@ struct Run {
   // [ranks] how many keys each rank lists; null where keys are dealt out by a rule, and on GPUs.
   const std::int64_t* listed_keys = nullptr;
 
+  /// Has words travel in memory that other GPUs write, and the kernel that writes the result
+  /// compare them there.
+  void compare_in(std::uint64_t* words, int rank) {
+    say.said = words + rank;
+    said = words;
+    merge.headers.said = words;
+  }
   /// Says this rank's word, where the ranks of the strategy have something to compare.
   void say_to(const kernels::AttentionKernels& with) const {
     if (said != nullptr) with.say(say, stream);

@@ -8,7 +8,7 @@
 #include "longspan/longspan.hpp"
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/refused_layer.hpp"
-#include "tests/dist/replay.hpp"
+#include "tests/dist/run_again.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -225,46 +225,22 @@ TEST(GatherKv, TakesKeysAndValuesOfOneArray) {
 /// left in memory that the peers write, nor are its signals.
 TEST(GatherKv, RunsAgainWithOtherKeys) {
   const Communicator world = test_world();
-  const Device device = world.device();
-  constexpr int kHeads = 2, kDim = 128, kRows = 600;
   const std::uint64_t seed = shared_seed(world);
-  const Shape shape{.heads = kHeads,
-                    .kv_heads = kHeads,
-                    .dim = kDim,
+  const Shape shape{.heads = 2,
+                    .kv_heads = 2,
+                    .dim = 128,
                     .dtype = DType::bf16,
-                    .q_lens = {kRows},
-                    .kv_lens = {kRows},
+                    .q_lens = {600},
+                    .kv_lens = {600},
                     .mask = {.causal = true}};
-  const Shard own = Shard::zigzag(kRows, world.rank(), world.size());
-  const std::int64_t rows = own.local_len(kRows);
-  const std::size_t bytes = static_cast<std::size_t>(rows) * kHeads * kDim * size_of(DType::bf16);
-  Buffer q(device, bytes), k(device, bytes), v(device, bytes), out(device, bytes);
-  const auto tensor = [&](const Buffer& memory) {
-    return Tensor(memory.data(), DType::bf16, {rows, kHeads, kDim}, device);
-  };
   Options options = gathered_options(Problem(shape, seed), world);
   options.invariant = false;
   options.keys = {Layout::zigzag};
   options.queries = Sharding{Layout::zigzag};
-  options.limits = {.max_tokens = own.max_local_len(kRows), .max_kv_len = kRows};
-  Attention layer(world, options);
-  const AttentionArgs args{.q = tensor(q),
-                           .k = tensor(k),
-                           .v = tensor(v),
-                           .out = tensor(out),
-                           .total_keys = kRows,
-                           .total_tokens = kRows};
-  Replay replay(device, [&](Stream stream) { layer.run(args, stream); });
-  for (int turn = 0; turn < 8; ++turn) {
-    const Problem problem(shape, seed + static_cast<std::uint64_t>(turn));
-    q.upload(problem.share_rows(own).data());
-    k.upload(problem.share_keys(own).data());
-    v.upload(problem.share_values(own).data());
-    out.upload(std::vector<std::byte>(bytes, std::byte{0xff}).data());
-    turn % 4 < 2 ? replay.eager() : replay.again();
-    layer.wait(replay.stream());
-    EXPECT_LE(problem.max_error(to_host(out, bytes), own_rows(problem, own)), problem.tolerance());
-  }
+  options.limits = {.max_tokens = Shard::zigzag(600, 0, world.size()).max_local_len(600),
+                    .max_kv_len = 600};
+  expect_right_again_and_again(world, shape, options, seed,
+                               {true, true, false, false, true, true, false, false});
 }
 
 TEST(GatherKv, SaysWhatItIs) {

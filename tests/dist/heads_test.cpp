@@ -14,7 +14,7 @@
 #include "tests/dist/head_shapes.hpp"
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/refused_layer.hpp"
-#include "tests/dist/replay.hpp"
+#include "tests/dist/run_again.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -182,45 +182,20 @@ TEST(Heads, GivesTheSameBitsEveryWay) {
 /// that the peers write.
 TEST(Heads, RunsAgainWithOtherRows) {
   const Communicator world = test_world();
-  const Device device = world.device();
-  constexpr int kHeads = 8, kDim = 64, kRows = 150;
-  const int ranks = world.size();
-  if (kHeads < ranks) GTEST_SKIP() << "more ranks than heads";
+  constexpr int kHeads = 8, kRows = 150;
+  if (kHeads < world.size()) GTEST_SKIP() << "more ranks than heads";
   const std::uint64_t seed = shared_seed(world);
   const Shape shape{.heads = kHeads,
                     .kv_heads = kHeads,
-                    .dim = kDim,
+                    .dim = 64,
                     .q_lens = {kRows},
                     .kv_lens = {kRows},
                     .mask = {.causal = true}};
-  const Shard own = Shard::zigzag(kRows, world.rank(), ranks);
-  const std::int64_t rows = own.local_len(kRows);
-  const std::size_t bytes = static_cast<std::size_t>(rows) * kHeads * kDim * sizeof(float);
-  Buffer q(device, bytes), k(device, bytes), v(device, bytes), out(device, bytes);
-  const auto tensor = [&](const Buffer& memory) {
-    return Tensor(memory.data(), DType::fp32, {rows, kHeads, kDim}, device);
-  };
-  const Problem first(shape, seed);
-  Options options = of_zigzag(first, world);
-  options.limits = {.max_tokens = own.max_local_len(kRows), .max_kv_len = kRows};
-  Attention layer(world, options);
-  const AttentionArgs args{.q = tensor(q),
-                           .k = tensor(k),
-                           .v = tensor(v),
-                           .out = tensor(out),
-                           .total_keys = kRows,
-                           .total_tokens = kRows};
-  Replay replay(device, [&](Stream stream) { layer.run(args, stream); });
-  for (int turn = 0; turn < 6; ++turn) {
-    const Problem problem(shape, seed + static_cast<std::uint64_t>(turn));
-    q.upload(problem.share_rows(own).data());
-    k.upload(problem.share_keys(own).data());
-    v.upload(problem.share_values(own).data());
-    out.upload(std::vector<std::byte>(bytes, std::byte{0xff}).data());
-    turn < 2 ? replay.eager() : replay.again();
-    layer.wait(replay.stream());
-    EXPECT_LE(problem.max_error(to_host(out, bytes), own_rows(problem, own)), problem.tolerance());
-  }
+  Options options = of_zigzag(Problem(shape, seed), world);
+  options.limits = {.max_tokens = Shard::zigzag(kRows, 0, world.size()).max_local_len(kRows),
+                    .max_kv_len = kRows};
+  expect_right_again_and_again(world, shape, options, seed,
+                               {true, true, false, false, false, false});
 }
 
 /// Every head is attended with in one wave, and every kv head has come by the wave that needs it.

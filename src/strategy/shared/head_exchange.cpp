@@ -88,9 +88,7 @@ void HeadExchange::prepare(Run& run, const char* strategy) const {
 
 KeyBlock HeadExchange::ready_keys(Run& run) const {
   keys_.begin(run);
-  if (!keys_.must_copy(run)) return keys_.in_place(run);
-  keys_.copy_to(run, copied_);
-  return copied_;
+  return keys_.own_keys(run, copied_);
 }
 
 void HeadExchange::bring(Run& run) const {
@@ -214,12 +212,9 @@ void HeadExchange::attend_to(Run& run, const HeadShare& some) const {
   p.q = rows_.are_gathered() ? heads_from(dense(queries_, share_.query.size(), p.head_dim),
                                           some.query.begin - share_.query.begin, p.q_dtype)
                              : heads_from(p.q, some.query.begin, p.q_dtype);
-  p.k = kv_heads_from(own_keys_.keys_in(ordered_));
-  p.v = kv_heads_from(own_keys_.values_in(ordered_));
-  p.pages = {};
-  p.batch.key_start = run.arrays.batch > 1 ? ordered_.start : nullptr;
-  p.batch.key_pitch = 0;
-  p.shard = part_of_node(run.arrays.keys, ranks_);
+  own_keys_.attend_to(run, ordered_, part_of_node(run.arrays.keys, ranks_));
+  p.k = kv_heads_from(p.k);
+  p.v = kv_heads_from(p.v);
   p.q_scale = scales(p.q_scale);
   p.k_scale = scales(p.k_scale);
   p.v_scale = scales(p.v_scale);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "src/strategy/shared/queue_beside.hpp"
+#include "src/strategy/shared/receive_memory.hpp"
 #include "src/strategy/shared/stretches.hpp"
 
 namespace longspan {
@@ -58,29 +59,17 @@ HeadWaves::HeadWaves(const Layer& layer, HeadExchange& exchange)
     return;
   }
   const std::int64_t rows = options.limits.max_tokens * options.heads;
-  const auto take = [&](Parts& memory) {
+  receive_buffer_ = open_receive_memory(layer_, info_, [&](Parts& memory) {
     exchange_.lay_out_whole(memory);
     rows_ = memory.take(at(rows * layer_.bounds.value_dim * bytes_of(options.dtypes.of_out())));
     lse_ = memory.take(at(rows * std::int64_t{sizeof(float)}));
     words_ = memory.take_array<std::uint64_t>(at(ranks()));
-  };
-  Parts counted;
-  take(counted);
-  receive_buffer_ = layer_.comm.open_receive_buffer(counted.bytes, info_.reason);
-  require_exchange(options, is_open(), info_.reason);
-  if (!is_open()) return;
-  info_.by = Exchange::peer_buffers;
-  info_.peer_bytes = counted.bytes;
-  Parts memory{receive_buffer_.get()};
-  take(memory);
+  });
 }
 
 std::optional<HeadWaves::Way> HeadWaves::way_of(const Run& run) const {
   const RunArrays& arrays = run.arrays;
-  if (!is_open() || arrays.batch != 1 || arrays.query_start != nullptr ||
-      arrays.kv_len != nullptr || is_by_table(arrays.keys.layout) ||
-      is_by_table(arrays.queries.layout))
-    return std::nullopt;
+  if (!is_open() || !is_one_known_sequence(arrays)) return std::nullopt;
   Way way;
   way.tokens = arrays.queries.length;
   way.length = arrays.keys.length;
@@ -101,9 +90,7 @@ bool HeadWaves::queue(Run& run) const {
   const std::optional<Way> found = way_of(run);
   if (!found) return false;
   const Way& way = *found;
-  run.say.said = words_ + rank();
-  run.said = words_;
-  run.merge.headers.said = words_;
+  run.compare_in(words_, rank());
   run.say_to(layer_.kernels);
   const KeyBlock own = exchange_.ready_keys(run);
   run.enter(Phase::exchange);

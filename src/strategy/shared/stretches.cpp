@@ -1,6 +1,7 @@
 #include "src/strategy/shared/stretches.hpp"
 
 #include "kernels/consecutive_keys.hpp"
+#include "src/strategy/strategy.hpp"
 
 namespace longspan {
 
@@ -13,6 +14,11 @@ std::optional<std::vector<Stretch>> stretches_of(const Shard& shard, std::int64_
                      shard.position(first, length)});
   }
   return found;
+}
+
+bool is_one_known_sequence(const RunArrays& arrays) {
+  return arrays.batch == 1 && arrays.query_start == nullptr && arrays.kv_len == nullptr &&
+         !is_by_table(arrays.keys.layout) && !is_by_table(arrays.queries.layout);
 }
 
 }  // namespace longspan

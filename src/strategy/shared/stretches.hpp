@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "longspan/shard.hpp"
+#include "src/run_arrays.hpp"
 
 namespace longspan {
 
@@ -22,6 +23,10 @@ inline constexpr std::size_t kMostStretches = 4;
 /// What the rank of `shard` has of a sequence of `length`, or nothing where it is in too many
 /// stretches.
 std::optional<std::vector<Stretch>> stretches_of(const Shard& shard, std::int64_t length);
+
+/// Whether a run is of one sequence whose length the host knows, and rows and keys are dealt out by
+/// a rule: then all ranks know what each of them has.
+bool is_one_known_sequence(const RunArrays& arrays);
 
 inline std::int64_t count_rows(const std::vector<Stretch>& stretches) {
   std::int64_t all = 0;

@@ -10,6 +10,17 @@
 namespace longspan {
 namespace {
 
+/// What row `row` of the receiver's, of sequence b, sees.
+Interval seen_by(const kernels::Geometry& g, int b, const Shard& rows, std::int64_t whole_rows,
+                 std::int64_t row, std::int64_t kv_len) {
+  return g.visible(b, kv_len - whole_rows + rows.position(row, whole_rows), kv_len);
+}
+
+/// The receiver's share of the query rows.
+Shard rows_of_receiver(const Run& run, int receiver) {
+  return run.attend.queries.ranks == 1 ? Shard{} : run.attend.queries.with_rank(receiver);
+}
+
 /// Whether some of the receiver's rows of sequence b see some of the owner's keys. Where both stand
 /// at ascending positions, so do the ends of what rows see, and the hull of all rows answers most
 /// questions.
@@ -17,9 +28,7 @@ bool sees_some(const kernels::Geometry& g, int b, const Shard& rows, std::int64_
                const Shard& owner, std::int64_t kv_len) {
   const std::int64_t own = rows.local_len(whole_rows);
   if (own == 0 || owner.local_len(kv_len) == 0) return false;
-  const auto seen = [&](std::int64_t row) {
-    return g.visible(b, kv_len - whole_rows + rows.position(row, whole_rows), kv_len);
-  };
+  const auto seen = [&](std::int64_t row) { return seen_by(g, b, rows, whole_rows, row, kv_len); };
   const auto holds = [&](std::int64_t begin, std::int64_t end) {
     return begin < end && owner.before(end, kv_len) > owner.before(begin, kv_len);
   };
@@ -86,8 +95,7 @@ kernels::Geometry rows_of_all_ranks(const Run& run) {
 bool may_see(const Run& run, Device device, int receiver, int owner) {
   if (!knows_masks(run, device)) return true;
   const kernels::Geometry all = rows_of_all_ranks(run);
-  const Shard rows =
-      run.attend.queries.ranks == 1 ? Shard{} : run.attend.queries.with_rank(receiver);
+  const Shard rows = rows_of_receiver(run, receiver);
   const Shard keys = run.arrays.keys.with_rank(owner);
   for (int b = 0; b < run.arrays.batch; ++b) {
     const std::int64_t query_len = all.batch.query_len(b, all.tokens);
@@ -102,15 +110,12 @@ Interval keys_seen(const Run& run, Device device, int receiver) {
   const std::int64_t length = run.arrays.keys.length;
   if (!knows_masks(run, device)) return {0, length};
   const kernels::Geometry all = rows_of_all_ranks(run);
-  const Shard rows =
-      run.attend.queries.ranks == 1 ? Shard{} : run.attend.queries.with_rank(receiver);
+  const Shard rows = rows_of_receiver(run, receiver);
   const std::int64_t whole_rows = all.batch.query_len(0, all.tokens),
                      own = rows.local_len(whole_rows);
   if (own == 0) return {0, 0};
-  const auto seen = [&](std::int64_t row) {
-    return all.visible(0, length - whole_rows + rows.position(row, whole_rows), length);
-  };
-  return {seen(0).begin, seen(own - 1).end};
+  return {seen_by(all, 0, rows, whole_rows, 0, length).begin,
+          seen_by(all, 0, rows, whole_rows, own - 1, length).end};
 }
 
 void append_new_keys(const Layer& layer, Run& run) {
@@ -224,6 +229,24 @@ void TravellingKeys::copy_to(const Run& run, const KeyBlock& block) const {
   copy.rows = rows_of(run, own);
   copy.longest = longest(run, own);
   layer_.rows.copy_keys(copy, run.stream);
+}
+
+KeyBlock TravellingKeys::own_keys(const Run& run, const KeyBlock& room) const {
+  const KeyBlock lying = in_place(run);
+  if (!must_copy(run)) return lying;
+  copy_to(run, room);
+  KeyBlock own = room;
+  own.positions = lying.positions;
+  return own;
+}
+
+void TravellingKeys::attend_to(Run& run, const KeyBlock& block, const Shard& shard) const {
+  run.attend.k = keys_in(block);
+  run.attend.v = values_in(block);
+  run.attend.pages = {};
+  run.attend.batch.key_start = run.arrays.batch > 1 ? block.start : nullptr;
+  run.attend.batch.key_pitch = 0;
+  run.attend.shard = shard;
 }
 
 void TravellingKeys::find_starts(const Run& run, int rank, const KeyBlock& block) const {

@@ -76,6 +76,10 @@ class TravellingKeys {
   KeyBlock in_place(const Run& run) const;
   /// Copies this rank's keys to `block`.
   void copy_to(const Run& run, const KeyBlock& block) const;
+  /// This rank's keys as they can be sent: where they lie, or copied to `room`.
+  KeyBlock own_keys(const Run& run, const KeyBlock& room) const;
+  /// Makes the keys of the run those of a block, which `shard` says the places of.
+  void attend_to(Run& run, const KeyBlock& block, const Shard& shard) const;
   /// Makes the starts of the sequences in a block that rank `rank` has filled.
   void find_starts(const Run& run, int rank, const KeyBlock& block) const;
 

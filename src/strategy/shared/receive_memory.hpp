@@ -1,0 +1,30 @@
+// The memory of a strategy that other GPUs write, where they reach this one.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+/// Opens a receive buffer for the parts that lay_out(memory) takes, and lays them out in it;
+/// `lay_out` is called once before, to count. It is null where there can be none, with the reason
+/// in `info`, which else says how large it is. It is collective. Throws Unsupported where the
+/// options ask for one that cannot be had.
+template <class LayOut>
+std::shared_ptr<std::byte> open_receive_memory(const Layer& layer, ExchangeInfo& info,
+                                               const LayOut& lay_out) {
+  Parts counted;
+  lay_out(counted);
+  std::shared_ptr<std::byte> buffer = layer.comm.open_receive_buffer(counted.bytes, info.reason);
+  require_exchange(layer.options, buffer != nullptr, info.reason);
+  if (!buffer) return nullptr;
+  info.by = Exchange::peer_buffers;
+  info.peer_bytes = counted.bytes;
+  Parts memory{buffer.get()};
+  lay_out(memory);
+  return buffer;
+}
+
+}  // namespace longspan

@@ -316,11 +316,15 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// here. Nothing is put into a buffer before its rank's stream has come to its own start.
   [[nodiscard]] virtual Transfers start_puts(const Puts& puts, Stream stream, const char* step);
 
-  /// Where kernels see that pieces of an exchange of this receive buffer have come: [pieces, ranks]
-  /// words in memory of the device, 0 until that rank's part of a piece is here. This rank's own
-  /// stay 0. They are for one exchange, from its start in the stream to the start of the next, and
-  /// an abort sets all of them.
-  virtual const std::uint64_t* signals_of(const std::byte* /*buffer*/) const { return nullptr; }
+  /// Lowers the signals of so many pieces of this receive buffer, in the order of the stream, and
+  /// says where kernels see them: [pieces, ranks] words in memory of the device, 0 until that
+  /// rank's part of a piece is here. This rank's own stay 0, and an abort sets all of them. It
+  /// comes before the exchange is started, or its place kept (keep_place): a kernel that is queued
+  /// behind it sees no signal of an exchange before. Null where there are none.
+  virtual const std::uint64_t* lower_signals(const std::byte* /*buffer*/, int /*pieces*/,
+                                             Stream /*stream*/) {
+    return nullptr;
+  }
 
   /// Gives a new layer its number among those of this communicator, and keeps its log for the roll
   /// call.

@@ -125,6 +125,22 @@ std::byte* ReceiveBuffer::signal(int rank, int piece, int from) const {
   return base(rank) + place_of_flags(bytes_) + (kShiftFlags + index) * kFlagBytes;
 }
 
+void ReceiveBuffer::check_pieces(int pieces) const {
+  if (pieces < 0 || pieces > Puts::kMostPieces)
+    throw UsageError(fmt::format("An exchange of {} pieces was asked for; it may have up to {}.",
+                                 pieces, Puts::kMostPieces));
+}
+
+const std::uint64_t* ReceiveBuffer::lower_signals(int pieces, cudaStream_t stream) const {
+  check_pieces(pieces);
+  std::vector<FlagOperation> lowered;
+  for (int piece = 0; piece < pieces; ++piece)
+    for (int from = 0; from < ranks(); ++from)
+      lowered.push_back({FlagOperation::lower, signal(rank(), piece, from)});
+  if (!lowered.empty()) queue_flags(stream, lowered);
+  return reinterpret_cast<const std::uint64_t*>(signal(rank(), 0, 0));
+}
+
 void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const {
   const int to = (rank() + distance) % ranks(), from = (rank() - distance + ranks()) % ranks();
   const auto moves = [&](std::size_t Piece::*bytes) {
@@ -149,13 +165,8 @@ void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStrea
 }
 
 void ReceiveBuffer::exchange(const Puts& puts, cudaStream_t stream) const {
-  if (puts.pieces < 0 || puts.pieces > Puts::kMostPieces)
-    throw UsageError(fmt::format("An exchange of {} pieces was asked for; it may have up to {}.",
-                                 puts.pieces, Puts::kMostPieces));
+  check_pieces(puts.pieces);
   std::vector<FlagOperation> before, after, ready, arrived;
-  for (int piece = 0; piece < puts.pieces; ++piece)
-    for (int from = 0; from < ranks(); ++from)
-      before.push_back({FlagOperation::lower, signal(rank(), piece, from)});
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks(), from = (rank() - distance + ranks()) % ranks();
     std::byte* const freed = flag(Flag::free, rank(), distance);
@@ -168,7 +179,8 @@ void ReceiveBuffer::exchange(const Puts& puts, cudaStream_t stream) const {
   before.insert(before.end(), ready.begin(), ready.end());
   after.insert(after.end(), arrived.begin(), arrived.end());
   queue_flags(stream, before);
-  for (int piece = 0; piece < std::max(puts.pieces, 1); ++piece) {
+  const int turns = std::max(puts.pieces, 1);
+  for (int piece = 0; piece < turns; ++piece) {
     std::vector<StridedCopy> copies;
     for (const Put& put : puts.puts)
       if (put.piece == piece) {
@@ -179,15 +191,13 @@ void ReceiveBuffer::exchange(const Puts& puts, cudaStream_t stream) const {
       puts.copier(copies, {stream});
     else
       for (const StridedCopy& copy : copies) copy_on(stream, copy);
-    if (puts.pieces == 0) break;
     std::vector<FlagOperation> raised;
-    for (int distance = 1; distance < ranks(); ++distance)
+    for (int distance = 1; puts.pieces > 0 && distance < ranks(); ++distance)
       raised.push_back(
           {FlagOperation::raise, signal((rank() + distance) % ranks(), piece, rank())});
-    if (piece + 1 == puts.pieces) raised.insert(raised.end(), after.begin(), after.end());
+    if (piece + 1 == turns) raised.insert(raised.end(), after.begin(), after.end());
     queue_flags(stream, raised);
   }
-  if (puts.pieces == 0) queue_flags(stream, after);
 }
 
 }  // namespace longspan::comm

@@ -44,10 +44,8 @@ class ReceiveBuffer {
 
   /// Queues an exchange of all ranks with all (Transport::start_puts).
   void exchange(const Puts& puts, cudaStream_t stream) const;
-  /// [pieces, ranks] (Transport::signals_of).
-  const std::uint64_t* signals() const {
-    return reinterpret_cast<const std::uint64_t*>(signal(rank(), 0, 0));
-  }
+  /// Queues the lowering of signals (Transport::lower_signals).
+  const std::uint64_t* lower_signals(int pieces, cudaStream_t stream) const;
 
  private:
   enum class Flag { free, here };
@@ -60,6 +58,7 @@ class ReceiveBuffer {
   int ranks() const { return buffers_->view().ranks; }
   std::byte* base(int rank) const { return buffers_->view().peer_buffer[rank]; }
   std::byte* flag(Flag which, int rank, int distance) const;
+  void check_pieces(int pieces) const;
   /// That of rank `from` at rank `rank`.
   std::byte* signal(int rank, int piece, int from) const;
 

@@ -121,9 +121,10 @@ class NcclTransport final : public ControlledTransport {
     }));
   }
 
-  const std::uint64_t* signals_of(const std::byte* buffer) const override {
+  const std::uint64_t* lower_signals(const std::byte* buffer, int pieces, Stream stream) override {
     const std::shared_ptr<const ReceiveBuffer> found = receive_buffer_at(buffer);
-    return found ? found->signals() : nullptr;
+    if (!found) return nullptr;
+    return or_abort([&] { return found->lower_signals(pieces, cuda(stream)); });
   }
 
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {

@@ -410,8 +410,8 @@ TEST_F(NcclTransportTest, PutsRowsIntoTheReceiveBuffersOfAll) {
   EXPECT_EQ(alive(), Alive{});
 }
 
-/// Each piece of an exchange raises a signal at every other rank, which the next exchange lowers,
-/// and an abort raises all that there are.
+/// Each piece of an exchange raises a signal at every other rank, which lowers it ahead of the next
+/// one, and an abort raises all that there are.
 TEST_F(NcclTransportTest, PutsOfSeveralPiecesRaiseSignals) {
   constexpr int kSize = 3, kPieces = 4;
   run(
@@ -419,10 +419,10 @@ TEST_F(NcclTransportTest, PutsOfSeveralPiecesRaiseSignals) {
         std::string why;
         const auto buffer = world.open_receive_buffer(kPieces * kSize * sizeof(int), why);
         ASSERT_TRUE(buffer) << why;
-        const std::uint64_t* const signals = world.signals_of(buffer.get());
+        const std::uint64_t* const signals = world.lower_signals(buffer.get(), kPieces, {});
         ASSERT_NE(signals, nullptr);
         const std::byte elsewhere{};
-        EXPECT_EQ(world.signals_of(&elsewhere), nullptr);
+        EXPECT_EQ(world.lower_signals(&elsewhere, kPieces, {}), nullptr);
         const auto is_raised = [&](int i) {  // as other threads raise them
           return std::atomic_ref(const_cast<std::uint64_t&>(signals[i])).load() != 0;
         };
@@ -441,6 +441,8 @@ TEST_F(NcclTransportTest, PutsOfSeveralPiecesRaiseSignals) {
                    {reinterpret_cast<std::byte*>(mine.data() + piece),
                     buffer.get() + (piece * kSize + rank) * kInt, kInt, kInt, kInt, 1},
                    piece});
+          EXPECT_EQ(world.lower_signals(buffer.get(), pieces, {}), signals);
+          for (int i = 0; i < pieces * kSize; ++i) EXPECT_FALSE(is_raised(i)) << "turn " << turn;
           world.start_puts(puts, {}, "puts in pieces").wait({});
           for (int piece = 0; piece < pieces; ++piece)
             for (int from = 0; from < kSize; ++from) {

@@ -32,8 +32,8 @@ class StumblingTransport final : public comm::Transport {
     count_shift();
     return inner().start_puts(puts, stream, step);
   }
-  const std::uint64_t* signals_of(const std::byte* buffer) const override {
-    return inner().signals_of(buffer);
+  const std::uint64_t* lower_signals(const std::byte* buffer, int pieces, Stream stream) override {
+    return inner().lower_signals(buffer, pieces, stream);
   }
   void keep_place(Stream stream, int starts) override { inner().keep_place(stream, starts); }
   void forget_place() noexcept override { inner().forget_place(); }

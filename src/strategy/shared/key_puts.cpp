@@ -6,6 +6,7 @@
 
 #include "src/divided_up.hpp"
 #include "src/strategy/shared/queue_beside.hpp"
+#include "src/strategy/shared/receive_memory.hpp"
 
 namespace longspan {
 
@@ -21,28 +22,20 @@ KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t ro
   const std::int64_t bytes = keys_.block_rows() * (keys_.key_bytes() + keys_.value_bytes());
   piece_heads_ = static_cast<int>(
       divided_up(kv_heads, count_key_pieces(kv_heads, static_cast<double>(bytes))));
-  const Options& options = layer_.options;
-  if (options.exchange == Exchange::gather) return;
-  const auto take = [&](Parts& memory) {
+  if (layer_.options.exchange == Exchange::gather) return;
+  receive_buffer_ = open_receive_memory(layer_, info_, [&](Parts& memory) {
     whole_ = keys_.take_block(memory, rows);
     words_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(ranks()));
-  };
-  Parts counted;
-  take(counted);
-  receive_buffer_ = layer_.comm.open_receive_buffer(counted.bytes, info_.reason);
-  require_exchange(options, is_open(), info_.reason);
-  if (!is_open()) return;
-  info_.by = Exchange::peer_buffers;
-  info_.peer_bytes = counted.bytes;
-  Parts memory{receive_buffer_.get()};
-  take(memory);
+  });
+}
+
+int KeyPuts::pieces() const {
+  return 2 + static_cast<int>(divided_up(layer_.bounds.kv_heads, piece_heads_));
 }
 
 std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
   const RunArrays& arrays = run.arrays;
-  if (!is_open() || arrays.batch != 1 || arrays.query_start != nullptr ||
-      arrays.kv_len != nullptr || is_by_table(arrays.keys.layout) ||
-      is_by_table(arrays.queries.layout) ||
+  if (!is_open() || !is_one_known_sequence(arrays) ||
       arrays.keys.length > std::numeric_limits<std::int32_t>::max())
     return std::nullopt;
   Ways ways;
@@ -58,24 +51,12 @@ bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
   const std::optional<Ways> ways = ways_of(run);
   if (!ways) return false;
   const std::vector<Stretch>& stretches = (*ways)[static_cast<std::size_t>(rank())];
-  run.say.said = words_ + rank();
-  run.said = words_;
-  run.merge.headers.said = words_;
+  run.compare_in(words_, rank());
   run.say_to(layer_.kernels);
   keys_.begin(run);
-  KeyBlock own = copied;
-  if (keys_.must_copy(run))
-    keys_.copy_to(run, copied);
-  else
-    own = keys_.in_place(run);
-
-  const kernels::KeyArrivals arrivals = arrivals_of(stretches, own);
-  run.attend.k = keys_.keys_in(whole_);
-  run.attend.v = keys_.values_in(whole_);
-  run.attend.pages = {};
-  run.attend.batch.key_start = nullptr;
-  run.attend.batch.key_pitch = 0;
-  run.attend.shard = {.length = run.arrays.keys.length};
+  const KeyBlock own = keys_.own_keys(run, copied);
+  keys_.attend_to(run, whole_, {.length = run.arrays.keys.length});
+  const kernels::KeyArrivals arrivals = arrivals_of(run, stretches, own);
   run.attend.arrivals = &arrivals;
   const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge, run.stream);
   if (!begins) run.attend.arrivals = nullptr;
@@ -96,11 +77,13 @@ bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
   return true;
 }
 
-kernels::KeyArrivals KeyPuts::arrivals_of(const std::vector<Stretch>& own,
+/// What the attention waits for; the signals of runs before are lowered ahead of it, and of what
+/// raises them.
+kernels::KeyArrivals KeyPuts::arrivals_of(const Run& run, const std::vector<Stretch>& own,
                                           const KeyBlock& keys) const {
   static_assert(kMostStretches <= kernels::KeyArrivals::kMostStretches);
   kernels::KeyArrivals arrivals;
-  arrivals.signals = layer_.comm.signals_of(receive_buffer_.get());
+  arrivals.signals = layer_.comm.lower_signals(receive_buffer_.get(), pieces(), run.stream);
   arrivals.rank = rank();
   arrivals.ranks = ranks();
   arrivals.heads = piece_heads_;
@@ -140,9 +123,9 @@ void KeyPuts::copy_own(const Run& run, const std::vector<Stretch>& own, const Ke
 /// there sees go last, as a piece of their own that nobody waits for.
 comm::Transfers KeyPuts::start(const Run& run, const Ways& ways, const KeyBlock& own) const {
   const int kv_heads = layer_.bounds.kv_heads;
-  const int pieces = static_cast<int>(divided_up(kv_heads, piece_heads_)), unseen = 1 + pieces;
+  const int unseen = pieces() - 1;
   const std::vector<Stretch>& stretches = ways[static_cast<std::size_t>(rank())];
-  comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = unseen + 1};
+  comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = pieces()};
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();
     auto* const word = reinterpret_cast<std::byte*>(words_ + rank());
@@ -167,7 +150,7 @@ comm::Transfers KeyPuts::start(const Run& run, const Ways& ways, const KeyBlock&
         put(one, {0, kv_heads}, unseen);
         continue;
       }
-      for (int piece = 0; piece < pieces; ++piece)
+      for (int piece = 0; 1 + piece < unseen; ++piece)
         put(one, {piece * piece_heads_, std::min((piece + 1) * piece_heads_, kv_heads)}, 1 + piece);
     }
   }

@@ -49,8 +49,12 @@ class KeyPuts {
   int ranks() const { return layer_.comm.size(); }
   int rank() const { return layer_.comm.rank(); }
 
+  /// Of an exchange: the word, the kv heads, and what nobody sees.
+  int pieces() const;
+
   std::optional<Ways> ways_of(const Run& run) const;
-  kernels::KeyArrivals arrivals_of(const std::vector<Stretch>& own, const KeyBlock& keys) const;
+  kernels::KeyArrivals arrivals_of(const Run& run, const std::vector<Stretch>& own,
+                                   const KeyBlock& keys) const;
   void copy_own(const Run& run, const std::vector<Stretch>& own, const KeyBlock& keys,
                 std::int64_t most) const;
   comm::Transfers start(const Run& run, const Ways& ways, const KeyBlock& own) const;

@@ -3,13 +3,14 @@
 // call must not read.
 #include <gmock/gmock.h>
 
+#include <algorithm>
 #include <chrono>
-#include <numeric>
 #include <string>
 #include <thread>
 
 #include "comm/cuda/stream_flags.hpp"
 #include "longspan/error.hpp"
+#include "src/strategy/shared/stretches.hpp"
 #include "tests/gpu/sm90_run.hpp"
 #include "tests/support/simulated.hpp"
 
@@ -34,10 +35,10 @@ class OwnStream {
   cudaStream_t stream_ = nullptr;
 };
 
-/// One rank's call, and the others, which send it their keys in pieces of some heads.
+/// One rank's call, and the others, which send it their keys in some pieces each.
 class LateKeys {
  public:
-  LateKeys(const Case& c, const Data& data, const Shard& shard, int piece_heads)
+  LateKeys(const Case& c, const Data& data, const Shard& shard, int pieces)
       : c_(c),
         shard_(shard),
         length_(c.kv_lens[0]),
@@ -48,20 +49,24 @@ class LateKeys {
         all_v_(data.v[0]) {
     arrivals_.rank = shard.rank;
     arrivals_.ranks = shard.ranks;
-    arrivals_.heads = piece_heads;
+    for (int rank = 0; rank < shard.ranks; ++rank) {
+      const auto stretches = stretches_of(shard.with_rank(rank), length_);
+      EXPECT_TRUE(stretches);
+      portions_.push_back(in_portions(*stretches, pieces));
+      pieces_ = std::max(pieces_, portions_.back().size());
+      if (rank == shard.rank) own_ = *stretches;
+    }
+    for (int rank = 0; rank < shard.ranks; ++rank) add_portions(rank);
+    std::sort(arrivals_.portion, arrivals_.portion + arrivals_.portions,
+              [](const auto& a, const auto& b) { return a.begin > b.begin; });
     signals_ = OnGpu<std::uint64_t>(
-        std::vector<std::uint64_t>(static_cast<std::size_t>((1 + pieces()) * shard.ranks), 0));
+        std::vector<std::uint64_t>((1 + pieces_) * static_cast<std::size_t>(shard.ranks), 0));
     arrivals_.signals = signals_.data();
     words_ = OnGpu<std::uint64_t>(static_cast<std::size_t>(shard.ranks));
     report_ = OnGpu<std::uint64_t>(std::vector<std::uint64_t>{0});
     std::vector<std::byte> k, v;
     for (std::int64_t i = 0; i < shard.local_len(length_); ++i) {
       const std::int64_t position = shard.position(i, length_);
-      KeyArrivals::Stretch* last = arrivals_.own + arrivals_.stretches - 1;
-      if (arrivals_.stretches == 0 || position != last->position + last->count)
-        arrivals_.own[arrivals_.stretches++] = {static_cast<int>(position), 1, static_cast<int>(i)};
-      else
-        ++last->count;
       for (auto [to, from] : {std::pair{&k, &data.k[0]}, std::pair{&v, &data.v[0]}})
         to->insert(to->end(), from->begin() + position * row(),
                    from->begin() + (position + 1) * row());
@@ -73,7 +78,6 @@ class LateKeys {
   }
 
   const KeyArrivals& arrivals() const { return arrivals_; }
-  int pieces() const { return (c_.kv_heads + arrivals_.heads - 1) / arrivals_.heads; }
 
   kernels::AttendParams params() const {
     kernels::AttendParams p = whole_.params();
@@ -99,7 +103,7 @@ class LateKeys {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
       EXPECT_EQ(cudaStreamQuery(computes), cudaErrorNotReady) << "it did not wait";
     }
-    for (int piece = 0; piece <= pieces(); ++piece)
+    for (std::size_t piece = 0; piece <= pieces_; ++piece)
       for (int rank = 0; rank < shard_.ranks; ++rank)
         if (rank != shard_.rank) {
           if (piece == 0) send_word(said, rank, sends);
@@ -125,11 +129,25 @@ class LateKeys {
     return {memory.data(), std::int64_t{c_.kv_heads} * c_.dim, c_.dim};
   }
 
+  /// A rank's portions among those of all, with the signals of their pieces.
+  void add_portions(int rank) {
+    const auto add = [&](const Stretch& one, std::int64_t place) {
+      arrivals_.portion[arrivals_.portions++] = {static_cast<int>(one.position),
+                                                 static_cast<int>(place)};
+    };
+    if (rank == shard_.rank) {
+      for (const Stretch& one : own_) add(one, one.first);
+      return;
+    }
+    int signal = rank;
+    for (const Stretch& one : portions_[static_cast<std::size_t>(rank)])
+      add(one, ~(signal += shard_.ranks));
+  }
+
   void copy_margins(cudaStream_t stream) {
-    for (int i = 0; i < arrivals_.stretches; ++i) {
-      const KeyArrivals::Stretch& own = arrivals_.own[i];
-      const int count = std::min(own.count, KeyArrivals::kMargin);
-      for (const int from : {0, own.count - count})
+    for (const Stretch& own : own_) {
+      const std::int64_t count = std::min<std::int64_t>(own.count, KeyArrivals::kMargin);
+      for (const std::int64_t from : {std::int64_t{0}, own.count - count})
         for (const auto& [to, keys] : {std::pair{&k_, &own_k_}, std::pair{&v_, &own_v_}})
           EXPECT_EQ(cudaMemcpyAsync(to->data() + (own.position + from) * row(),
                                     keys->data() + (own.first + from) * row(),
@@ -145,23 +163,20 @@ class LateKeys {
               cudaSuccess);
   }
 
-  void send(int piece, int rank, cudaStream_t stream) {
-    const Shard shard = shard_.with_rank(rank);
-    const int first = (piece - 1) * arrivals_.heads;
-    const int heads = std::min(arrivals_.heads, c_.kv_heads - first);
-    const auto head = static_cast<std::size_t>(row() / c_.kv_heads);
-    for (std::int64_t i = 0; piece > 0 && i < shard.local_len(length_); ++i) {
-      const std::int64_t at =
-          shard.position(i, length_) * row() + first * static_cast<std::int64_t>(head);
+  void send(std::size_t piece, int rank, cudaStream_t stream) {
+    const auto& portions = portions_[static_cast<std::size_t>(rank)];
+    if (piece > 0 && piece <= portions.size()) {
+      const Stretch& one = portions[piece - 1];
       for (const auto& [to, from] : {std::pair{&k_, &all_k_}, std::pair{&v_, &all_v_}})
-        EXPECT_EQ(cudaMemcpyAsync(to->data() + at, from->data() + at,
-                                  static_cast<std::size_t>(heads) * head, cudaMemcpyDeviceToDevice,
-                                  stream),
-                  cudaSuccess);
+        EXPECT_EQ(
+            cudaMemcpyAsync(to->data() + one.position * row(), from->data() + one.position * row(),
+                            static_cast<std::size_t>(one.count * row()), cudaMemcpyDeviceToDevice,
+                            stream),
+            cudaSuccess);
     }
-    comm::queue_flags(
-        stream, {{comm::FlagOperation::raise,
-                  reinterpret_cast<std::byte*>(signals_.data() + piece * shard_.ranks + rank)}});
+    const auto index = static_cast<std::int64_t>(piece) * shard_.ranks + rank;
+    comm::queue_flags(stream, {{comm::FlagOperation::raise,
+                                reinterpret_cast<std::byte*>(signals_.data() + index)}});
   }
 
   Case c_;
@@ -171,16 +186,18 @@ class LateKeys {
   OnGpu<std::byte> k_, v_;  // as the call sees them
   OnGpu<std::byte> all_k_, all_v_, own_k_, own_v_;
   OnGpu<std::uint64_t> signals_, words_, report_;
+  std::vector<Stretch> own_;
+  std::vector<std::vector<Stretch>> portions_;  // of each rank
+  std::size_t pieces_ = 0;                      // the most of them
   KeyArrivals arrivals_;
 };
 
-void expect_as_if_all_were_there(const Case& c, const Shard& shard, int piece_heads,
-                                 int stride = 3) {
+void expect_as_if_all_were_there(const Case& c, const Shard& shard, int pieces, int stride = 3) {
   if (is_left_out(2 * kOnHopper * work_of(c))) return;
   SCOPED_TRACE(::testing::Message() << c << " rank " << shard.rank << " of " << shard.ranks << " "
-                                    << name(shard.layout) << ", heads of a piece " << piece_heads);
+                                    << name(shard.layout) << ", pieces " << pieces);
   const Data data(c);
-  LateKeys late(c, data, shard, piece_heads);
+  LateKeys late(c, data, shard, pieces);
   ASSERT_TRUE(kernels::sm90::takes_arrivals(late.params()));
   const Result found = late.run();
   expect_within_rounding(c, data, found, stride);
@@ -195,7 +212,7 @@ TEST(KeyArrivals, EveryRankOfEveryLayoutInOneAndSeveralPieces) {
   for (const int ranks : {2, 3})
     for (int rank = 0; rank < ranks; ++rank)
       for (const Layout layout : {Layout::zigzag, Layout::contiguous})
-        for (const int piece_heads : {1, 2, 4}) {
+        for (const int pieces : {1, 3, KeyArrivals::kMostPieces}) {
           const Case c{.heads = 8,
                        .kv_heads = 4,
                        .dim = rank == 0 ? 128 : 64,
@@ -203,7 +220,7 @@ TEST(KeyArrivals, EveryRankOfEveryLayoutInOneAndSeveralPieces) {
                        .kv_lens = {reduced(2300, 1100)},
                        .mask = {.causal = rank != 1},
                        .seed = fresh_seed()};
-          expect_as_if_all_were_there(c, {layout, rank, ranks, c.kv_lens[0]}, piece_heads);
+          expect_as_if_all_were_there(c, {layout, rank, ranks, c.kv_lens[0]}, pieces);
         }
 }
 

@@ -67,13 +67,17 @@ struct Call {
   SegmentSources sources;    // for the fixed order
 };
 
-/// One thread waits until the part of every other rank in a piece is here, for TMA too.
-__device__ inline void await_arrival(const KeyArrivals& arrivals, int piece) {
-  for (int rank = 0; rank < arrivals.ranks; ++rank)
-    if (rank != arrivals.rank)
-      while (cuda::arch::load_acquire(arrivals.signals + piece * arrivals.ranks + rank) == 0) {
-      }
+/// One thread waits until what a signal stands for is here, for TMA too.
+__device__ inline void await_signal(const KeyArrivals& arrivals, int signal) {
+  while (cuda::arch::load_acquire(arrivals.signals + signal) == 0) {
+  }
   cuda::arch::publish_to_tma();
+}
+
+/// One thread waits until every other rank has said what it means by the run.
+__device__ inline void await_words(const KeyArrivals& arrivals) {
+  for (int rank = 0; rank < arrivals.ranks; ++rank)
+    if (rank != arrivals.rank) await_signal(arrivals, rank);
 }
 
 /// Whether keys and values come out of pages.

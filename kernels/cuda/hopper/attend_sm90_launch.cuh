@@ -83,13 +83,16 @@ unsigned slots_of(const AttendParams& params) {
 template <class T>
 unsigned own_slots_of(const AttendParams& params) {
   const KeyArrivals* const arrivals = params.arrivals;
-  if (arrivals == nullptr || arrivals->stretches == 0 || arrivals->own[0].position > 0 ||
-      params.documents || params.batch.causal != nullptr || params.queries.layout == Layout::ranges)
+  if (arrivals == nullptr || params.documents || params.batch.causal != nullptr ||
+      params.queries.layout == Layout::ranges)
     return 0;
+  const KeyArrivals::Portion* const first = arrivals->portion + arrivals->portions - 1;
+  if (!first->is_own()) return 0;
+  const std::int64_t length = params.shard.length,
+                     own = arrivals->portions > 1 ? first[-1].begin : length;
   const auto are_own = [&](unsigned slots) {
-    const std::int64_t length = params.shard.length, last = std::int64_t{slots} * T::kRows - 1;
-    return params.visible(0, params.query_position(0, last, length), length).end <=
-           arrivals->own[0].count;
+    const std::int64_t last = std::int64_t{slots} * T::kRows - 1;
+    return params.visible(0, params.query_position(0, last, length), length).end <= own;
   };
   unsigned found = 0, most = static_cast<unsigned>(params.tokens / T::kRows);
   while (found < most) {

@@ -43,58 +43,71 @@ class Producer {
       const int tiles = tile.tiles, row = tile.query_row, head = tile.query_head;
       kv_head_ = tile.kv_head;
       first_seen_ = tile.first_key + tile.some.begin;
+      portion_ = 0;
       int key = tile.first_key + tile.some.end;
       shared_.work_empty[work.stage].arrive();
       if (tiles == 0) return;
       if (tiles < kWantedEarly) shared_.work_wanted.arrive();
 
-      load_k(key -= T::kKeys);
+      KeyTile keys = find(key -= T::kKeys);
+      load_k(keys);
       load_queries(call_, shared_, row, head, q_parity);
       q_parity ^= 1;
       for (int i = 1; i < tiles; ++i) {
         if (i == tiles + 1 - kWantedEarly) shared_.work_wanted.arrive();
-        load_k(key - T::kKeys);
-        load_v(key);
-        key -= T::kKeys;
+        const KeyTile next = find(key -= T::kKeys);
+        load_k(next);
+        load_v(keys);
+        keys = next;
       }
-      load_v(key);
+      load_v(keys);
     }
   }
 
  private:
-  __device__ __forceinline__ void load_k(int key) {
-    const CUtensorMap* const map = finds_own(key) ? &call_.own_k : &call_.k;
-    load(shared_.k[k_.stage], map, shared_.k_full[k_.stage], shared_.k_empty[k_.stage], k_, key);
+  /// Where a tile of keys is read from: a row of k and v, or of the own ones.
+  struct KeyTile {
+    int row;
+    bool own;
+  };
+
+  __device__ __forceinline__ void load_k(KeyTile keys) {
+    const CUtensorMap* const map = keys.own ? &call_.own_k : &call_.k;
+    load(shared_.k[k_.stage], map, shared_.k_full[k_.stage], shared_.k_empty[k_.stage], k_,
+         keys.row);
   }
 
   /// Values of e4m3 go to the warps that transpose them.
-  __device__ __forceinline__ void load_v(int key) {
-    const CUtensorMap* const map = finds_own(key) ? &call_.own_v : &call_.v;
+  __device__ __forceinline__ void load_v(KeyTile keys) {
+    const CUtensorMap* const map = keys.own ? &call_.own_v : &call_.v;
     if constexpr (T::kEightBits)
-      load(shared_.stored.v, map, shared_.stored.full, shared_.stored.empty, v_, key);
+      load(shared_.stored.v, map, shared_.stored.full, shared_.stored.empty, v_, keys.row);
     else
-      load(shared_.v[v_.stage], map, shared_.v_full[v_.stage], shared_.v_empty[v_.stage], v_, key);
+      load(shared_.v[v_.stage], map, shared_.v_full[v_.stage], shared_.v_empty[v_.stage], v_,
+           keys.row);
   }
 
-  /// Whether all keys of a tile that some row sees are this rank's own, beside those of others that
-  /// still come; `key` then becomes their row. Else the keys of others are there on return.
-  __device__ __forceinline__ bool finds_own(int& key) {
+  /// Finds the tile of keys from `key` on, and returns when it is there: own keys alone where they
+  /// lie, and all others among those that come, once the portions of them that some row sees have
+  /// come. A work tile asks for its last tile of keys first, and then leftwards.
+  __device__ __forceinline__ KeyTile find(int key) {
     const KeyArrivals& arrivals = call_.arrivals;
-    if (!arrivals) return false;
+    if (!arrivals) return {key, false};
     const int seen = max(key, first_seen_), end = key + T::kKeys;
-#pragma unroll 1
-    for (int i = 0; i < arrivals.stretches; ++i) {
-      const KeyArrivals::Stretch& own = arrivals.own[i];
-      if (seen < own.position || end > own.position + own.count) continue;
-      key += own.first - own.position;
-      return true;
-    }
-    const int piece = kv_head_ / arrivals.heads;
-    if ((arrived_ >> piece & 1) == 0) {
-      await_arrival(arrivals, 1 + piece);
-      arrived_ |= 1u << piece;
-    }
-    return false;
+    while (arrivals.portion[portion_].begin >= end) ++portion_;
+    const KeyArrivals::Portion last = arrivals.portion[portion_];
+    if (last.is_own() && last.begin <= seen) return {last.place + key - last.begin, true};
+    int i = portion_;
+    await_portion(i);
+    while (arrivals.portion[i].begin > seen) await_portion(++i);
+    return {key, false};
+  }
+
+  __device__ __forceinline__ void await_portion(int i) {
+    const KeyArrivals::Portion portion = call_.arrivals.portion[i];
+    if (portion.is_own() || (arrived_ >> i & 1) != 0) return;
+    await_signal(call_.arrivals, portion.signal());
+    arrived_ |= std::uint64_t{1} << i;
   }
 
   template <class Buffer, class State>
@@ -115,8 +128,9 @@ class Producer {
   PipelineState<T::kStages> k_;
   PipelineState<T::kEightBits ? 1 : T::kStages> v_;
   int kv_head_;
-  int first_seen_;        // of the keys, by some row of the work tile
-  unsigned arrived_ = 0;  // a bit for each piece of KeyArrivals
+  int first_seen_;             // of the keys, by some row of the work tile
+  int portion_ = 0;            // of KeyArrivals, that has the last key of the tile found last
+  std::uint64_t arrived_ = 0;  // a bit for each portion
 };
 
 }  // namespace longspan::kernels::sm90

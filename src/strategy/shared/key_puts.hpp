@@ -5,9 +5,9 @@
 //     attention      ................................   waits on the GPU for what it reads next
 //
 // Own keys are read where they lie. Work tiles that see no others go first, and the rest begin with
-// the keys around their rows, which are mostly own ones, so that there is work from the start.
-// Pieces are some heads each. Where the kernel of a run cannot wait for pieces, the run waits for
-// all of them first.
+// the keys around their rows, which are mostly own ones, so that there is work from the start. They
+// walk to the first key of the sequence, and so the last keys leave first. Where the kernel of a
+// run cannot wait for pieces, the run waits for all of them first.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,10 @@
 
 namespace longspan {
 
-/// In how many pieces of some kv heads each the `bytes` of a rank's keys and values travel: the
-/// first piece must come while an attention is busy with own keys, and each costs the host and a
-/// copy engine two microseconds a copy.
-int count_key_pieces(int kv_heads, double bytes);
+/// In how many pieces the `bytes` of a rank's keys and values travel, if they are no more stretches
+/// than that: the first must come while an attention is busy with own keys, and each costs the host
+/// and a copy engine two microseconds a copy.
+int count_key_pieces(double bytes);
 
 class KeyPuts {
  public:
@@ -44,24 +44,25 @@ class KeyPuts {
   bool queue(Run& run, const KeyBlock& copied) const;
 
  private:
-  using Ways = std::vector<std::vector<Stretch>>;  // of each rank's keys
+  /// Which keys a rank has, and the portions of them that it sends one after the other.
+  struct Way {
+    std::vector<Stretch> stretches, portions;
+  };
+  using Ways = std::vector<Way>;  // of each rank
 
   int ranks() const { return layer_.comm.size(); }
   int rank() const { return layer_.comm.rank(); }
 
-  /// Of an exchange: the word, the kv heads, and what nobody sees.
-  int pieces() const;
+  static int count_pieces(const Ways& ways);
 
   std::optional<Ways> ways_of(const Run& run) const;
-  kernels::KeyArrivals arrivals_of(const Run& run, const std::vector<Stretch>& own,
-                                   const KeyBlock& keys) const;
-  void copy_own(const Run& run, const std::vector<Stretch>& own, const KeyBlock& keys,
+  kernels::KeyArrivals arrivals_of(const Run& run, const Ways& ways, const KeyBlock& own) const;
+  void copy_own(const Run& run, const std::vector<Stretch>& stretches, const KeyBlock& own,
                 std::int64_t most) const;
   comm::Transfers start(const Run& run, const Ways& ways, const KeyBlock& own) const;
 
   Layer layer_;
   const TravellingKeys& keys_;
-  int piece_heads_ = 1;  // kv heads of a piece
   std::shared_ptr<std::byte> receive_buffer_;
   KeyBlock whole_;
   std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run

@@ -11,18 +11,21 @@ namespace longspan::comm {
 
 using std::chrono::milliseconds;
 
+/// Counts how long a thread has waited. From one poll to the next no more than kMostAtOnce counts:
+/// a process that was stopped, with its machine perhaps, has not waited meanwhile, and must not
+/// blame others for its own silence.
 class Patience {
  public:
   using Clock = std::chrono::steady_clock;
+  static constexpr milliseconds kMostAtOnce{100};
 
-  explicit Patience(milliseconds limit)
-      : begin_(Clock::now()), idle_since_(begin_), limit_(limit) {}
+  explicit Patience(milliseconds limit) : seen_(Clock::now()), limit_(limit) {}
 
   /// Is called after a poll that found nothing.
   void pause() {
     using namespace std::chrono_literals;
-    now_ = Clock::now();
-    const auto idle = now_ - idle_since_;
+    count();
+    const auto idle = waited_ - busy_until_;
     if (idle < 20us) return;
     if (idle < 2ms)
       std::this_thread::yield();
@@ -34,23 +37,32 @@ class Patience {
   template <class Sleep>
   void pause(const Sleep& sleep) {
     using namespace std::chrono_literals;
-    now_ = Clock::now();
-    const auto idle = now_ - idle_since_;
+    count();
+    const auto idle = waited_ - busy_until_;
     if (idle < 20us) return;
     sleep(std::clamp<milliseconds>(std::chrono::duration_cast<milliseconds>(idle / 16), 1ms, 20ms));
-    now_ = Clock::now();
+    count();
   }
 
   /// Is called after a poll that found something.
-  void progress() { idle_since_ = now_ = Clock::now(); }
+  void progress() {
+    count();
+    busy_until_ = waited_;
+  }
 
-  milliseconds waited() const { return std::chrono::duration_cast<milliseconds>(now_ - begin_); }
-  bool over() const { return now_ - begin_ >= limit_; }
+  milliseconds waited() const { return std::chrono::duration_cast<milliseconds>(waited_); }
+  bool over() const { return waited_ >= limit_; }
 
  private:
-  Clock::time_point begin_;
-  Clock::time_point idle_since_;
-  Clock::time_point now_ = begin_;
+  void count() {
+    const Clock::time_point now = Clock::now();
+    waited_ += std::min<Clock::duration>(now - seen_, kMostAtOnce);
+    seen_ = now;
+  }
+
+  Clock::time_point seen_;
+  Clock::duration waited_{};
+  Clock::duration busy_until_{};
   milliseconds limit_;
 };
 

@@ -12,7 +12,9 @@
 
 #include <algorithm>
 #include <cctype>
+#include <chrono>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <numeric>
 #include <sstream>
@@ -27,8 +29,17 @@ namespace longspan::comm {
 namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 30;  // MPI counts bytes in an int
-// A call of MPI that copies some of a message takes longer, and one that finds nothing less.
+// A call of MPI that finds nothing takes less, or where everything takes long a few times what the
+// shortest one took; a call that copies some of a message takes longer.
 constexpr std::chrono::microseconds kIdleCall{4};
+constexpr int kTimesIdle = 4;
+
+/// What this thread has computed. Time in which others had its core does not count.
+std::chrono::nanoseconds time_of_thread() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+}
 
 std::byte* at(void* base, std::size_t offset) { return static_cast<std::byte*>(base) + offset; }
 const std::byte* at(const void* base, std::size_t offset) {
@@ -106,11 +117,11 @@ class MpiTransport final : public ControlledTransport {
       Patience patient(control().patience());
       const char* step = open.step.c_str();
       while (!move(open)) {
+        control().check(step, patient.waited());
         if (moved_) {
           patient.progress();
           continue;
         }
-        control().check(step, patient.waited());
         if (patient.over()) control().timed_out(step, patient.waited());
         patient.pause();
       }
@@ -320,12 +331,12 @@ class MpiTransport final : public ControlledTransport {
 
   /// Moves what can move, of all transfers, as MPI does inside of any call. Returns true when all
   /// of this one has come and gone. `moved_` says whether some has moved now: MPI does not tell of
-  /// a part of a message, but then the call takes longer than one that finds nothing.
+  /// a part of a message, but then the call takes the thread longer than one that finds nothing.
   bool move(Open& open) {
     moved_ = false;
     if (open.left == 0) return true;
     int count = 0;
-    const auto begin = Patience::Clock::now();
+    const auto begin = time_of_thread();
     const int result = MPI_Testsome(static_cast<int>(open.requests.size()), open.requests.data(),
                                     &count, open.done.data(), open.statuses.data());
     if (count == MPI_UNDEFINED)
@@ -334,7 +345,10 @@ class MpiTransport final : public ControlledTransport {
       for (int i = 0; i < count; ++i)
         judge(open, open.parts[open.done[i]], open.statuses[i], result);
     open.left -= static_cast<std::size_t>(count);
-    moved_ = count > 0 || Patience::Clock::now() - begin > kIdleCall;
+    const auto took = time_of_thread() - begin;
+    shortest_call_ = std::min(shortest_call_, took);
+    moved_ = count > 0 ||
+             took > std::max<std::chrono::nanoseconds>(kIdleCall, kTimesIdle * shortest_call_);
     if (open.left == 0) count_received(open.received);
     return open.left == 0;
   }
@@ -422,6 +436,7 @@ class MpiTransport final : public ControlledTransport {
   Place place_;
   std::vector<std::unique_ptr<Open>> open_;  // by number
   bool moved_ = false;
+  std::chrono::nanoseconds shortest_call_ = std::chrono::seconds(1);
   bool is_dropped_ = false;
 };
 

@@ -87,12 +87,13 @@ class TcpTransport final : public ControlledTransport {
       Patience patient(control().patience());
       const char* step = open.step.c_str();
       while (open.left > 0) {
-        if (mesh_->progress()) {
+        const bool moved = mesh_->progress();
+        control().check(step, patient.waited());
+        if (moved) {
           patient.progress();
           continue;
         }
         find_trouble(open);
-        control().check(step, patient.waited());
         if (patient.over()) control().timed_out(step, patient.waited());
         patient.pause([&](milliseconds limit) { mesh_->wait(limit); });
       }

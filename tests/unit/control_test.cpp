@@ -11,6 +11,7 @@
 #include <random>
 #include <thread>
 
+#include "comm/control/patience.hpp"
 #include "comm/control/wire.hpp"
 #include "longspan/error.hpp"
 #include "tests/support/fresh_seed.hpp"
@@ -59,6 +60,26 @@ void expect_damage(const Letter& letter) {
     EXPECT_THAT(error.what(), HasSubstr("rank 2"));
   }
   EXPECT_TRUE(control->fate().failed());
+}
+
+TEST(Patience, EndsAtItsLimit) {
+  Patience patient(50ms);
+  while (!patient.over()) patient.pause();
+  EXPECT_GE(patient.waited(), 50ms);
+  patient.progress();
+  EXPECT_TRUE(patient.over()) << "what came late does not undo that";
+}
+
+TEST(Patience, DoesNotCountWhileTheProcessIsStopped) {
+  Patience patient(1s);
+  std::this_thread::sleep_for(1500ms);
+  patient.pause();
+  EXPECT_FALSE(patient.over());
+  EXPECT_LE(patient.waited(), Patience::kMostAtOnce);
+  std::this_thread::sleep_for(1500ms);
+  patient.pause([](milliseconds limit) { std::this_thread::sleep_for(limit); });
+  EXPECT_FALSE(patient.over());
+  EXPECT_LE(patient.waited(), 3 * Patience::kMostAtOnce);
 }
 
 TEST(Letters, OfThisVersionAreUnderstood) {

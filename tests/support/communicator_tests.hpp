@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -675,9 +676,7 @@ TEST(Disagreement, DifferentStepsOfAGatherAreNamed) {
   EXPECT_THAT(error.what(), HasSubstr("'right'"));
 }
 
-TEST(Deadline, ARankThatWaitsElsewhereIsNamed) {
-  const Communicator world = impatient_world();
-  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+void expect_one_that_waits_elsewhere_is_named(const Communicator& world) {
   const int odd = world.size() - 1;
   std::vector<int> got(world.size());
   const RankError error = failure_of(world, [&] {
@@ -690,6 +689,28 @@ TEST(Deadline, ARankThatWaitsElsewhereIsNamed) {
   EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
   EXPECT_EQ(error.rank(), odd);
   EXPECT_THAT(error.what(), HasSubstr("'elsewhere'"));
+}
+
+TEST(Deadline, ARankThatWaitsElsewhereIsNamed) {
+  const Communicator world = impatient_world();
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  expect_one_that_waits_elsewhere_is_named(world);
+}
+
+/// Where others want every core, each call takes as long as one that moves data.
+TEST(Deadline, ARankThatWaitsElsewhereIsNamedOnABusyMachineToo) {
+  const Communicator world = impatient_world();
+  if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
+  std::atomic<bool> stop = false;
+  std::vector<std::thread> busy;
+  for (unsigned i = 0; i < std::max(std::thread::hardware_concurrency(), 1u); ++i)
+    busy.emplace_back([&] {
+      while (!stop) {
+      }
+    });
+  expect_one_that_waits_elsewhere_is_named(world);
+  stop = true;
+  for (std::thread& one : busy) one.join();
 }
 
 /// The absent rank does something else for longer than the deadline; it hears the verdict when it

@@ -64,8 +64,9 @@ class AttentionKernels {
     attend(params, StateEpilogue{}, stream);
   }
   /// Whether `attend` with these params and this epilogue, and their `arrivals`, may be queued
-  /// before the keys of other ranks have come. It then waits for them on the device, which needs
-  /// what brings them to run beside it: a stream that is captured does not promise that.
+  /// before what comes from other ranks is here, and end at the epilogue's `places`, if there are
+  /// any. It then waits on the device, which needs what brings the rest to run beside it: a stream
+  /// that is captured does not promise that.
   virtual bool takes_arrivals(const AttendParams& /*params*/, const MergeParams& /*epilogue*/,
                               Stream /*stream*/) const {
     return false;

@@ -1,4 +1,5 @@
-// Keys and values that other ranks still send while an attention with them already runs.
+// Keys and values, and queries too, that other ranks still send while an attention with them
+// already runs.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +15,15 @@ namespace longspan::kernels {
 ///
 /// Where k and v have the own keys is memory that need not be written, but for the kMargin keys at
 /// each end of a stretch of them: a tile may have both own keys and those of others.
+///
+/// Queries that come likewise, for all rows of the sequence, come to AttendParams::q. Own ones are
+/// there from the start.
 struct KeyArrivals {
-  /// Neighbouring keys of one rank.
+  /// Neighbouring keys, or queries, of one rank.
   struct Portion {
     int begin;  // position of the first; they end where the portion before this one begins
-    int place;  // of own keys: the row of the first in k and v below; else ~index of a signal
+    int place;  // of own keys: the row of the first in k and v below; of own queries 0; of those of
+                // others: ~index of a signal
 
     LONGSPAN_HD bool is_own() const { return place >= 0; }
     LONGSPAN_HD int signal() const { return ~place; }
@@ -37,6 +42,8 @@ struct KeyArrivals {
   KvRows k, v;  // the own keys, [keys on this rank, kv_heads, head_dim], and their values
   Portion portion[kMostPortions] = {};  // of the whole sequence, from its last key to its first
   int portions = 0;
+  Portion query_portion[kMostPortions] = {};  // likewise of the queries
+  int query_portions = 0;                     // 0: all queries are here
 
   LONGSPAN_HD explicit operator bool() const { return signals != nullptr; }
 };

@@ -6,6 +6,7 @@
 
 #include "kernels/attend_params.hpp"
 #include "kernels/geometry.hpp"
+#include "kernels/row_places.hpp"
 #include "kernels/tensors.hpp"
 #include "longspan/element.hpp"
 #include "longspan/order.hpp"
@@ -68,6 +69,9 @@ struct MergeParams {
   TokenRows out;       // [tokens, heads, dim]
   TokenLse lse;        // [tokens, heads], natural log; with data null where it is not wanted
   RunHeaders headers;  // of states that were gathered
+  // Where the rows end in several ranks' memory, in the host's memory and read by the call; only
+  // beside AttendParams::arrivals, where AttentionKernels::takes_arrivals says so. Else null.
+  const RowPlaces* places = nullptr;
 
   /// The row of the state of (token, head), once `rows` has said that there is one.
   LONGSPAN_HD std::int64_t state_row(std::int64_t token, int head) const {

@@ -153,8 +153,7 @@ void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStrea
     queue_flags(stream, {{FlagOperation::wait, freed}, {FlagOperation::lower, freed}});
     for (const Piece& piece : pieces) {
       const void* const place = piece.place_there ? piece.place_there : piece.recv;
-      copy_on(stream, piece.send, base(to) + (static_cast<const std::byte*>(place) - data()),
-              piece.sent);
+      copy_on(stream, piece.send, place_at(place, to), piece.sent);
     }
     queue_flags(stream, {{FlagOperation::raise, flag(Flag::here, to, distance)}});
   }
@@ -185,7 +184,7 @@ void ReceiveBuffer::exchange(const Puts& puts, cudaStream_t stream) const {
     for (const Put& put : puts.puts)
       if (put.piece == piece) {
         copies.push_back(put.copy);
-        copies.back().to = base(put.to) + (put.copy.to - data());
+        copies.back().to = place_at(put.copy.to, put.to);
       }
     if (puts.copier)
       puts.copier(copies, {stream});

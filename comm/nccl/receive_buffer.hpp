@@ -46,6 +46,10 @@ class ReceiveBuffer {
   void exchange(const Puts& puts, cudaStream_t stream) const;
   /// Queues the lowering of signals (Transport::lower_signals).
   const std::uint64_t* lower_signals(int pieces, cudaStream_t stream) const;
+  /// Where this rank writes what `rank` has at `place` of this rank's own buffer.
+  std::byte* place_at(const void* place, int rank) const {
+    return base(rank) + (static_cast<const std::byte*>(place) - data());
+  }
 
  private:
   enum class Flag { free, here };

@@ -127,6 +127,11 @@ class NcclTransport final : public ControlledTransport {
     return or_abort([&] { return found->lower_signals(pieces, cuda(stream)); });
   }
 
+  std::byte* place_at(std::byte* place, int rank) override {
+    const std::shared_ptr<const ReceiveBuffer> found = receive_buffer_at(place);
+    return found ? found->place_at(place, rank) : nullptr;
+  }
+
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
     return or_abort([&] { return ControlledTransport::gather(mine, step); });
   }

@@ -3,7 +3,7 @@
 //     my rows, all heads  ->  all rows, my heads  ->  one attention  ->  my rows, all heads
 //
 // No state travels, and no two are merged, so the bits are those of one rank alone. Between GPUs
-// that reach each other some heads move while the rank attends with others (shared/head_waves.hpp).
+// that reach each other rows move while the rank attends with others (shared/head_puts.hpp).
 #include <fmt/format.h>
 
 #include <memory>
@@ -12,7 +12,7 @@
 #include "longspan/error.hpp"
 #include "src/peer_view.hpp"
 #include "src/strategy/shared/head_exchange.hpp"
-#include "src/strategy/shared/head_waves.hpp"
+#include "src/strategy/shared/head_puts.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -26,7 +26,7 @@ class Heads final : public Strategy {
     own_.shard.ranks = 1;
     if (ranks() > 1) {
       exchange_.emplace(layer, NodeRanks::all(ranks()), layer.comm);
-      waves_.emplace(layer, *exchange_);
+      puts_.emplace(layer, *exchange_);
       own_.tokens = exchange_->most_tokens();
       own_.heads = exchange_->share().query.size();
       own_.kv_heads = exchange_->share().kv.size();
@@ -40,11 +40,8 @@ class Heads final : public Strategy {
   }
 
   ExchangeInfo exchange() const override {
-    return waves_ ? waves_->exchange() : ExchangeInfo{Exchange::gather};
+    return puts_ ? puts_->exchange() : ExchangeInfo{Exchange::gather};
   }
-
-  /// Two phases a wave, two ahead of them, the merge and the end.
-  int most_marks() const override { return 2 * kMostHeadWaves + 4; }
 
   void prepare(Run& run) const override {
     if (exchange_)
@@ -57,7 +54,7 @@ class Heads final : public Strategy {
   void queue(Run& run) const override {
     run.enter(Phase::attend);
     if (!exchange_) return run.attend_to(run.merge, Phase::merge, layer_.kernels);
-    if (waves_->queue(run)) return;
+    if (puts_->queue(run)) return;
     run.say_to(layer_.kernels);
     const kernels::MergeParams asked = run.merge;
     exchange_->bring(run);
@@ -79,7 +76,7 @@ class Heads final : public Strategy {
 
   Layer layer_;
   std::optional<HeadExchange> exchange_;  // of several ranks
-  std::optional<HeadWaves> waves_;        // likewise, for what it takes
+  std::optional<HeadPuts> puts_;          // likewise, for what it takes
   kernels::AttendParams own_;             // the largest attention, of this rank's heads
   std::optional<StateMemory> states_;     // one slot
 };
@@ -101,9 +98,9 @@ RunCost cost(const Options& o, int ranks, const RunSize& size, Device device) {
   const double own_rows = o.queries ? size.most_tokens : most_result_rows(o, ranks, size);
   const double rows = o.queries ? ranks * own_rows : size.tokens;
   if (ranks == 1 || o.heads < ranks) return {.workspace_bytes = state_slot_bytes(o, rows, o.heads)};
-  const bool in_waves = device != Device::host && ranks <= PeerView::kMostRanks && o.queries &&
-                        o.exchange != Exchange::gather;
-  RunCost cost = in_waves ? head_waves_cost(o, ranks, size) : head_exchange_cost(o, ranks, size);
+  const bool by_puts = device != Device::host && ranks <= PeerView::kMostRanks && o.queries &&
+                       o.exchange != Exchange::gather;
+  RunCost cost = by_puts ? head_puts_cost(o, ranks, size) : head_exchange_cost(o, ranks, size);
   cost.workspace_bytes += state_slot_bytes(o, rows, most_heads(o.heads, o.kv_heads, ranks).query);
   return cost;
 }

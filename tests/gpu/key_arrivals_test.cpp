@@ -1,16 +1,18 @@
-// Attention that begins before the keys of other ranks have come (KeyArrivals): against float64 and
-// the bits of a call that has all keys. What comes late is NaN until then, and so is all that the
-// call must not read.
+// Attention that begins before the keys, and queries, of other ranks have come (KeyArrivals), and
+// whose rows end in the memory of several ranks (RowPlaces): against float64 and the bits of a call
+// that has all keys. What comes late is NaN until then, and so is all that the call must not read.
 #include <gmock/gmock.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "comm/cuda/stream_flags.hpp"
 #include "longspan/error.hpp"
-#include "src/strategy/shared/stretches.hpp"
+#include "src/strategy/shared/sent_rows.hpp"
 #include "tests/gpu/sm90_run.hpp"
 #include "tests/support/simulated.hpp"
 
@@ -35,56 +37,63 @@ class OwnStream {
   cudaStream_t stream_ = nullptr;
 };
 
-/// One rank's call, and the others, which send it their keys in some pieces each.
-class LateKeys {
+/// What of a call other ranks have to do with.
+enum class Others {
+  send_keys,  // as in gather-kv
+  send_all    // as in heads: keys and queries, and they get the finished rows
+};
+
+/// One rank's call, and the others, which send it what is theirs in some pieces each.
+class LateRows {
  public:
-  LateKeys(const Case& c, const Data& data, const Shard& shard, int pieces)
+  LateRows(const Case& c, const Data& data, const Shard& shard, int pieces, Others others)
       : c_(c),
         shard_(shard),
-        length_(c.kv_lens[0]),
+        others_(others),
         whole_(c, data),
+        q_(data.q.size()),
         k_(data.k[0].size()),
         v_(data.v[0].size()),
+        all_q_(data.q),
         all_k_(data.k[0]),
         all_v_(data.v[0]) {
-    arrivals_.rank = shard.rank;
-    arrivals_.ranks = shard.ranks;
     for (int rank = 0; rank < shard.ranks; ++rank) {
-      const auto stretches = stretches_of(shard.with_rank(rank), length_);
-      EXPECT_TRUE(stretches);
-      portions_.push_back(in_portions(*stretches, pieces));
-      pieces_ = std::max(pieces_, portions_.back().size());
-      if (rank == shard.rank) own_ = *stretches;
+      keys_.emplace_back(*stretches_of(shard.with_rank(rank), keys()), pieces);
+      rows_.emplace_back(*stretches_of(shard.with_rank(rank), rows()), pieces);
     }
-    for (int rank = 0; rank < shard.ranks; ++rank) add_portions(rank);
-    std::sort(arrivals_.portion, arrivals_.portion + arrivals_.portions,
-              [](const auto& a, const auto& b) { return a.begin > b.begin; });
+    pieces_ = std::max(most_portions(keys_), most_portions(rows_));
     signals_ = OnGpu<std::uint64_t>(
         std::vector<std::uint64_t>((1 + pieces_) * static_cast<std::size_t>(shard.ranks), 0));
-    arrivals_.signals = signals_.data();
     words_ = OnGpu<std::uint64_t>(static_cast<std::size_t>(shard.ranks));
     report_ = OnGpu<std::uint64_t>(std::vector<std::uint64_t>{0});
     std::vector<std::byte> k, v;
-    for (std::int64_t i = 0; i < shard.local_len(length_); ++i) {
-      const std::int64_t position = shard.position(i, length_);
+    for (const Stretch& one : own(keys_))
       for (auto [to, from] : {std::pair{&k, &data.k[0]}, std::pair{&v, &data.v[0]}})
-        to->insert(to->end(), from->begin() + position * row(),
-                   from->begin() + (position + 1) * row());
-    }
+        to->insert(to->end(), from->begin() + one.position * key_bytes(),
+                   from->begin() + (one.position + one.count) * key_bytes());
     own_k_ = OnGpu<std::byte>(k);
     own_v_ = OnGpu<std::byte>(v);
+    arrivals_.signals = signals_.data();
+    arrivals_.rank = shard.rank;
+    arrivals_.ranks = shard.ranks;
     arrivals_.k = rows_of(own_k_);
     arrivals_.v = rows_of(own_v_);
+    arrivals_.portions = list_portions(keys_, shard.rank, arrivals_.portion);
+    if (others == Others::send_all) {
+      arrivals_.query_portions = list_portions(rows_, shard.rank, arrivals_.query_portion);
+      find_places();
+    }
   }
 
   const KeyArrivals& arrivals() const { return arrivals_; }
 
   kernels::AttendParams params() const {
     kernels::AttendParams p = whole_.params();
+    if (others_ == Others::send_all) p.q.data = q_.data();
     p.k = rows_of(k_);
     p.v = rows_of(v_);
     p.batch = {};
-    p.shard = {.length = length_};
+    p.shard = {.length = keys()};
     p.arrivals = &arrivals_;
     return p;
   }
@@ -95,11 +104,15 @@ class LateKeys {
     const OnGpu<std::uint64_t> said(words);
     kernels::sm90::Finished finished = whole_.poisoned();
     finished.headers = {words_.data(), shard_.rank, shard_.ranks, kRun, report_.data()};
+    if (others_ == Others::send_all) {
+      there_.poison();
+      finished.places = places_;
+    }
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // as these streams wait for no other
-    copy_margins(computes);
+    copy_own(computes);
     send_word(said, shard_.rank, computes);
     kernels::sm90::attend(params(), finished, 0, computes);
-    if (!tests::kSimulated && shard_.local_len(length_) < length_) {
+    if (!tests::kSimulated && count_rows(own(keys_)) < keys()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
       EXPECT_EQ(cudaStreamQuery(computes), cudaErrorNotReady) << "it did not wait";
     }
@@ -111,7 +124,10 @@ class LateKeys {
         }
     sends.wait();
     computes.wait();
-    return whole_.result();
+    const Result here = whole_.result();
+    if (others_ == Others::send_keys) return here;
+    EXPECT_THAT(here.out, ::testing::Each(std::byte{0xff}));
+    return gathered(here);
   }
   Result run() {
     return run(std::vector<std::uint64_t>(static_cast<std::size_t>(shard_.ranks), 11));
@@ -122,39 +138,78 @@ class LateKeys {
   static constexpr std::uint32_t kRun = 5;
 
  private:
-  std::int64_t row() const {
-    return std::int64_t{c_.kv_heads} * c_.dim * static_cast<std::int64_t>(size_of(c_.dtype));
+  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+  std::int64_t keys() const { return c_.kv_lens[0]; }
+  std::int64_t rows() const { return c_.q_lens[0]; }
+  std::int64_t element() const { return static_cast<std::int64_t>(size_of(c_.dtype)); }
+  std::int64_t key_bytes() const { return std::int64_t{c_.kv_heads} * c_.dim * element(); }
+  std::int64_t query_bytes() const { return std::int64_t{c_.heads} * c_.dim * element(); }
+  const std::vector<Stretch>& own(const std::vector<SentRows>& all) const {
+    return all[at(shard_.rank)].stretches;
   }
   kernels::KvRows rows_of(const OnGpu<std::byte>& memory) const {
     return {memory.data(), std::int64_t{c_.kv_heads} * c_.dim, c_.dim};
   }
 
-  /// A rank's portions among those of all, with the signals of their pieces.
-  void add_portions(int rank) {
-    const auto add = [&](const Stretch& one, std::int64_t place) {
-      arrivals_.portion[arrivals_.portions++] = {static_cast<int>(one.position),
-                                                 static_cast<int>(place)};
-    };
-    if (rank == shard_.rank) {
-      for (const Stretch& one : own_) add(one, one.first);
-      return;
+  /// Every rank gets rows and lse of its own: the last rank's come first, and behind each rank's
+  /// rows [rows, heads, dim] stand their lse [heads, rows].
+  void find_places() {
+    std::int64_t bytes = 0;
+    starts_.resize(at(shard_.ranks));
+    for (int rank = shard_.ranks - 1; rank >= 0; --rank) {
+      starts_[at(rank)] = bytes;
+      const std::int64_t count = count_rows(rows_[at(rank)].stretches);
+      bytes += (count * (query_bytes() + c_.heads * 4) + 15) / 16 * 16;
     }
-    int signal = rank;
-    for (const Stretch& one : portions_[static_cast<std::size_t>(rank)])
-      add(one, ~(signal += shard_.ranks));
+    there_ = OnGpu<std::byte>(at(bytes));
+    for (std::int64_t row = 0; row < rows(); ++row)
+      for (int rank = 0; rank < shard_.ranks; ++rank)
+        for (const Stretch& one : rows_[at(rank)].stretches)
+          if (one.position == row)  // so that they ascend
+            places_.stretch[places_.stretches++] = {
+                static_cast<int>(row),
+                there_.data() + starts_[at(rank)] + one.first * query_bytes(),
+                reinterpret_cast<float*>(there_.data() + lse_at(rank)) + one.first,
+                count_rows(rows_[at(rank)].stretches)};
+  }
+  /// Where a rank's lse are, in bytes.
+  std::int64_t lse_at(int rank) const {
+    return starts_[at(rank)] + count_rows(rows_[at(rank)].stretches) * query_bytes();
   }
 
-  void copy_margins(cudaStream_t stream) {
-    for (const Stretch& own : own_) {
-      const std::int64_t count = std::min<std::int64_t>(own.count, KeyArrivals::kMargin);
-      for (const std::int64_t from : {std::int64_t{0}, own.count - count})
-        for (const auto& [to, keys] : {std::pair{&k_, &own_k_}, std::pair{&v_, &own_v_}})
-          EXPECT_EQ(cudaMemcpyAsync(to->data() + (own.position + from) * row(),
-                                    keys->data() + (own.first + from) * row(),
-                                    static_cast<std::size_t>(count * row()),
-                                    cudaMemcpyDeviceToDevice, stream),
-                    cudaSuccess);
+  /// The rows of all ranks, in the order of the sequence.
+  Result gathered(Result result) const {
+    const std::vector<std::byte> there = there_.values(there_.buffer.bytes());
+    for (int rank = 0; rank < shard_.ranks; ++rank) {
+      const std::int64_t count = count_rows(rows_[at(rank)].stretches);
+      for (const Stretch& one : rows_[at(rank)].stretches)
+        for (std::int64_t i = 0; i < one.count; ++i) {
+          std::copy_n(there.begin() + starts_[at(rank)] + (one.first + i) * query_bytes(),
+                      query_bytes(), result.out.begin() + (one.position + i) * query_bytes());
+          for (int h = 0; h < c_.heads; ++h)
+            std::memcpy(&result.lse[at((one.position + i) * c_.heads + h)],
+                        there.data() + lse_at(rank) + (h * count + one.first + i) * 4, 4);
+        }
     }
+    return result;
+  }
+
+  static void copy(std::byte* to, const std::byte* from, std::int64_t bytes, cudaStream_t stream) {
+    EXPECT_EQ(cudaMemcpyAsync(to, from, at(bytes), cudaMemcpyDeviceToDevice, stream), cudaSuccess);
+  }
+
+  /// What has to be there of own queries and keys.
+  void copy_own(cudaStream_t stream) {
+    if (others_ == Others::send_all)
+      for (const Stretch& one : own(rows_)) send_rows(one, stream);
+    for (const Stretch& one : ends_of(own(keys_), KeyArrivals::kMargin))
+      for (const auto& [to, from] : {std::pair{&k_, &own_k_}, std::pair{&v_, &own_v_}})
+        copy(to->data() + one.position * key_bytes(), from->data() + one.first * key_bytes(),
+             one.count * key_bytes(), stream);
+  }
+  void send_rows(const Stretch& one, cudaStream_t stream) {
+    const std::int64_t first = one.position * query_bytes();
+    copy(q_.data() + first, all_q_.data() + first, one.count * query_bytes(), stream);
   }
 
   void send_word(const OnGpu<std::uint64_t>& said, int rank, cudaStream_t stream) {
@@ -164,16 +219,16 @@ class LateKeys {
   }
 
   void send(std::size_t piece, int rank, cudaStream_t stream) {
-    const auto& portions = portions_[static_cast<std::size_t>(rank)];
-    if (piece > 0 && piece <= portions.size()) {
-      const Stretch& one = portions[piece - 1];
-      for (const auto& [to, from] : {std::pair{&k_, &all_k_}, std::pair{&v_, &all_v_}})
-        EXPECT_EQ(
-            cudaMemcpyAsync(to->data() + one.position * row(), from->data() + one.position * row(),
-                            static_cast<std::size_t>(one.count * row()), cudaMemcpyDeviceToDevice,
-                            stream),
-            cudaSuccess);
-    }
+    const auto& keys = keys_[at(rank)].portions;
+    const auto& rows = rows_[at(rank)].portions;
+    if (piece > 0 && piece <= keys.size())
+      for (const auto& [to, from] : {std::pair{&k_, &all_k_}, std::pair{&v_, &all_v_}}) {
+        const Stretch& one = keys[piece - 1];
+        copy(to->data() + one.position * key_bytes(), from->data() + one.position * key_bytes(),
+             one.count * key_bytes(), stream);
+      }
+    if (others_ == Others::send_all && piece > 0 && piece <= rows.size())
+      send_rows(rows[piece - 1], stream);
     const auto index = static_cast<std::int64_t>(piece) * shard_.ranks + rank;
     comm::queue_flags(stream, {{comm::FlagOperation::raise,
                                 reinterpret_cast<std::byte*>(signals_.data() + index)}});
@@ -181,30 +236,36 @@ class LateKeys {
 
   Case c_;
   Shard shard_;
-  std::int64_t length_;
-  Sm90Run whole_;           // has queries and results
-  OnGpu<std::byte> k_, v_;  // as the call sees them
-  OnGpu<std::byte> all_k_, all_v_, own_k_, own_v_;
+  Others others_;
+  Sm90Run whole_;               // has queries and results
+  OnGpu<std::byte> q_, k_, v_;  // as the call sees them
+  OnGpu<std::byte> all_q_, all_k_, all_v_, own_k_, own_v_;
   OnGpu<std::uint64_t> signals_, words_, report_;
-  std::vector<Stretch> own_;
-  std::vector<std::vector<Stretch>> portions_;  // of each rank
-  std::size_t pieces_ = 0;                      // the most of them
+  std::vector<SentRows> keys_, rows_;  // of each rank
+  std::size_t pieces_ = 0;             // the most portions of one
+  OnGpu<std::byte> there_;             // rows and lse of all ranks
+  std::vector<std::int64_t> starts_;   // of each rank in it
+  kernels::RowPlaces places_;
   KeyArrivals arrivals_;
 };
 
 void expect_as_if_all_were_there(const Case& c, const Shard& shard, int pieces, int stride = 3) {
-  if (is_left_out(2 * kOnHopper * work_of(c))) return;
-  SCOPED_TRACE(::testing::Message() << c << " rank " << shard.rank << " of " << shard.ranks << " "
-                                    << name(shard.layout) << ", pieces " << pieces);
+  if (is_left_out(4 * kOnHopper * work_of(c))) return;
   const Data data(c);
-  LateKeys late(c, data, shard, pieces);
-  ASSERT_TRUE(kernels::sm90::takes_arrivals(late.params()));
-  const Result found = late.run();
-  expect_within_rounding(c, data, found, stride);
   const Result whole = Sm90Run(c, data).finish();
-  EXPECT_EQ(found.out, whole.out);
-  EXPECT_EQ(found.lse, whole.lse);
-  EXPECT_EQ(late.report(), 0u);
+  for (const Others others : {Others::send_keys, Others::send_all}) {
+    SCOPED_TRACE(::testing::Message()
+                 << c << " rank " << shard.rank << " of " << shard.ranks << " "
+                 << name(shard.layout) << ", pieces " << pieces
+                 << (others == Others::send_all ? " of keys and queries" : " of keys"));
+    LateRows late(c, data, shard, pieces, others);
+    ASSERT_TRUE(kernels::sm90::takes_arrivals(late.params()));
+    const Result found = late.run();
+    expect_within_rounding(c, data, found, stride);
+    EXPECT_EQ(found.out, whole.out);
+    EXPECT_EQ(found.lse, whole.lse);
+    EXPECT_EQ(late.report(), 0u);
+  }
 }
 
 TEST(KeyArrivals, EveryRankOfEveryLayoutInOneAndSeveralPieces) {
@@ -269,11 +330,11 @@ TEST(KeyArrivals, CompareWhatRanksSay) {
   for (const int other : {0, 2}) {
     const Case c{.q_lens = {140}, .kv_lens = {1000}, .seed = fresh_seed()};
     const Data data(c);
-    LateKeys late(c, data, {Layout::zigzag, 1, 3, 1000}, 1);
+    LateRows late(c, data, {Layout::zigzag, 1, 3, 1000}, 1, Others::send_keys);
     std::vector<std::uint64_t> words(3, 11);
     words[static_cast<std::size_t>(other)] = 12;
     const Result found = late.run(words);
-    EXPECT_EQ(late.report(), kernels::RunHeaders::reported(LateKeys::kRun, other));
+    EXPECT_EQ(late.report(), kernels::RunHeaders::reported(LateRows::kRun, other));
     EXPECT_THAT(found.out, ::testing::Each(std::byte{0xff}));
   }
 }
@@ -283,7 +344,7 @@ TEST(KeyArrivals, AreForCallsWhoseKernelWaits) {
   LONGSPAN_NEEDS_HOPPER();
   const Case c{.q_lens = {40}, .kv_lens = {300}, .seed = fresh_seed()};
   const Data data(c);
-  const LateKeys late(c, data, {Layout::zigzag, 0, 2, 300}, 1);
+  const LateRows late(c, data, {Layout::zigzag, 0, 2, 300}, 1, Others::send_keys);
   const auto backend = kernels::cuda_backend();
   OwnStream stream;
   kernels::MergeParams result;
@@ -318,6 +379,13 @@ TEST(KeyArrivals, AreForCallsWhoseKernelWaits) {
   odd.k.data = static_cast<std::byte*>(odd.k.data) + 2;
   EXPECT_FALSE(takes([&](Attend& p, Merge&) { p.arrivals = &odd; }));
   EXPECT_THROW(backend->attend(late.params(), {stream}), InputError);
+  kernels::RowPlaces places;  // for a call that ends in one place
+  EXPECT_TRUE(takes([&](Attend&, Merge& m) { m.places = &places; }));
+  kernels::AttendParams all_here = late.params();
+  all_here.arrivals = nullptr;
+  kernels::MergeParams elsewhere = result;
+  elsewhere.places = &places;
+  EXPECT_THROW(backend->attend(all_here, elsewhere, {stream}), InputError);
 
   ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
   EXPECT_FALSE(takes([](Attend&, Merge&) {}));

@@ -460,6 +460,32 @@ TEST_F(NcclTransportTest, PutsOfSeveralPiecesRaiseSignals) {
       std::chrono::seconds(20), kSize);
 }
 
+/// What a kernel of one rank writes at a place of another rank's buffer is there after an exchange
+/// of no copies.
+TEST_F(NcclTransportTest, KernelsWriteIntoTheReceiveBuffersOfOthers) {
+  constexpr int kSize = 3;
+  run(
+      [&](int rank, Transport& world) {
+        std::string why;
+        const auto buffer = world.open_receive_buffer(kSize * sizeof(int), why);
+        ASSERT_TRUE(buffer) << why;
+        auto* const own = reinterpret_cast<int*>(buffer.get());
+        EXPECT_EQ(world.place_at(buffer.get(), rank), buffer.get());
+        std::byte elsewhere{};
+        EXPECT_EQ(world.place_at(&elsewhere, rank), nullptr);
+        for (int turn = 0; turn < 3; ++turn) {
+          for (int to = 0; to < kSize; ++to)
+            *reinterpret_cast<int*>(world.place_at(reinterpret_cast<std::byte*>(own + rank), to)) =
+                100 * turn + 10 * rank + to;
+          world.start_puts({.buffer = buffer.get()}, {}, "end of the rows").wait({});
+          for (int from = 0; from < kSize; ++from)
+            EXPECT_EQ(own[from], 100 * turn + 10 * from + rank) << "turn " << turn;
+          world.gather("", "end of the turn");
+        }
+      },
+      std::chrono::seconds(20), kSize);
+}
+
 /// A call that fails on one rank is everybody's reason, and a shift into other memory is NCCL's.
 TEST_F(NcclTransportTest, AReceiveBufferThatOneRankCannotOpenIsNobodys) {
   int failures = 0;

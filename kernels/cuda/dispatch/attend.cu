@@ -371,7 +371,9 @@ bool ends_plainly(const AttendParams& p, const MergeParams& m) {
   return m.dtype == p.dtype && m.out_scale.data == nullptr && is_aligned<8>(m.out, m.dtype);
 }
 
-sm90::Finished finished_of(const MergeParams& m) { return {m.out, m.lse, m.sinks, m.headers}; }
+sm90::Finished finished_of(const MergeParams& m) {
+  return {m.out, m.lse, m.sinks, m.headers, m.places != nullptr ? *m.places : RowPlaces{}};
+}
 
 }  // namespace
 

@@ -106,10 +106,12 @@ class CudaBackend final : public Backend {
     check(params);
     AttendParams p = params;
     const auto* const result = std::get_if<MergeParams>(&given);
-    if (p.arrivals != nullptr && (result == nullptr || !takes_arrivals(p, *result, stream)))
+    const bool comes_or_goes =
+        p.arrivals != nullptr || (result != nullptr && result->places != nullptr);
+    if (comes_or_goes && (result == nullptr || !takes_arrivals(p, *result, stream)))
       throw InputError(
-          "attend was given keys that still come (arrivals) for a call whose kernel "
-          "does not wait for them; ask takes_arrivals first");
+          "attend was given keys that still come (arrivals), or rows that end at several ranks "
+          "(places), for a call whose kernel does not take them; ask takes_arrivals first");
     if (p.new_k.data != nullptr && !cuda::writes_new_keys(p)) {
       append(append_of(p), stream);
       p.new_k = p.new_v = {};

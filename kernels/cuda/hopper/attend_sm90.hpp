@@ -18,6 +18,7 @@ struct Finished {
   TokenLse lse;        // [tokens, heads], natural log; with data null where it is not wanted
   Floats sinks;        // [heads], natural units; or null
   RunHeaders headers;  // of what was gathered; where they differ, nothing is attended or written
+  RowPlaces places;    // or none: all rows end in `out` and `lse`
 };
 
 /// Whether this build and the current GPU have the kernel.
@@ -32,8 +33,10 @@ bool runs_here();
 /// accepts_in_order says. Everything else is the portable kernel's.
 bool accepts(const AttendParams& params);
 
-/// Whether attend may be queued for one sequence while keys of other ranks still come
-/// (AttendParams::arrivals). The fixed order and pages have producers that do not wait.
+/// Whether attend may be queued for one sequence while keys, or queries, of other ranks still come
+/// (AttendParams::arrivals), and its rows may end in several ranks' memory (Finished::places). The
+/// fixed order and pages have producers that do not wait, and the fixed order an epilogue of its
+/// own.
 bool takes_arrivals(const AttendParams& params);
 
 /// Bytes of AttendParams::scratch that attend needs, but for the fixed order.

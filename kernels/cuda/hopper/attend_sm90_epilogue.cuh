@@ -90,6 +90,23 @@ __device__ inline uint4 gather_eight(const std::uint32_t (&w)[4]) {
   return {y[0], y[1], y[2], y[3]};
 }
 
+/// Where one row of a head ends that is finished.
+template <class Result>
+struct FinishedRow {
+  Result* out;
+  float* lse;  // null: not wanted
+};
+template <class Result>
+__device__ FinishedRow<Result> finished_row(const Finished& finished, std::int64_t row, int head) {
+  if (!finished.places)
+    return {finished.out.template at<Result>(row, head),
+            finished.lse.data ? finished.lse.at(row, head) : nullptr};
+  const RowPlaces::Stretch& there = finished.places.of(row);
+  const std::int64_t at = row - there.begin;
+  return {reinterpret_cast<Result*>(there.out) + finished.out.Rows::offset(at, head),
+          there.lse + head * there.lse_head_stride + at};
+}
+
 /// The epilogue of one row that ends finished, in the dtype of the result.
 template <class T>
 __device__ void store_finished(const Call& call, const Shared<T>& shared, int stage, int row,
@@ -111,10 +128,9 @@ __device__ void store_finished(const Call& call, const Shared<T>& shared, int st
   const Finish finish = longspan::finish(stats);
   const float factor = is_empty(stats) ? 0.0f : of_o * shrunk / stats.sum;
   const int t = threadIdx.x % 4;
-  if (exists && t == 0 && finished.lse.data) *finished.lse.at(at, tile.head) = finish.lse;
-
   using Result = typename T::Result;
-  Result* to = finished.out.template at<Result>(at, tile.head);
+  const FinishedRow<Result> to = finished_row<Result>(finished, at, tile.head);
+  if (exists && t == 0 && to.lse != nullptr) *to.lse = finish.lse;
 #pragma unroll
   for (int j = 0; j < T::kDim / 8; j += 4) {
     std::uint32_t pairs[4];
@@ -125,7 +141,7 @@ __device__ void store_finished(const Call& call, const Shared<T>& shared, int st
     }
     const uint4 eight = gather_eight(pairs);
     const int column = 8 * (j + t);
-    if (exists && column < call.params.head_dim) *reinterpret_cast<uint4*>(to + column) = eight;
+    if (exists && column < call.params.head_dim) *reinterpret_cast<uint4*>(to.out + column) = eight;
   }
 }
 

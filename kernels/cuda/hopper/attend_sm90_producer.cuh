@@ -40,7 +40,7 @@ class Producer {
     for (PipelineState<2> work;; work.advance()) {
       shared_.work_full[work.stage].wait(work.parity);
       const WorkTile& tile = shared_.work[work.stage];
-      const int tiles = tile.tiles, row = tile.query_row, head = tile.query_head;
+      const int tiles = tile.tiles, row = tile.query_row, head = tile.query_head, rows = tile.rows;
       kv_head_ = tile.kv_head;
       first_seen_ = tile.first_key + tile.some.begin;
       portion_ = 0;
@@ -51,6 +51,7 @@ class Producer {
 
       KeyTile keys = find(key -= T::kKeys);
       load_k(keys);
+      await_queries(row, rows);
       load_queries(call_, shared_, row, head, q_parity);
       q_parity ^= 1;
       for (int i = 1; i < tiles; ++i) {
@@ -97,17 +98,31 @@ class Producer {
     while (arrivals.portion[portion_].begin >= end) ++portion_;
     const KeyArrivals::Portion last = arrivals.portion[portion_];
     if (last.is_own() && last.begin <= seen) return {last.place + key - last.begin, true};
-    int i = portion_;
-    await_portion(i);
-    while (arrivals.portion[i].begin > seen) await_portion(++i);
+    await_from(arrivals.portion + portion_, seen);
     return {key, false};
   }
 
-  __device__ __forceinline__ void await_portion(int i) {
-    const KeyArrivals::Portion portion = call_.arrivals.portion[i];
-    if (portion.is_own() || (arrived_ >> i & 1) != 0) return;
+  /// Waits for the queries of a work tile.
+  __device__ __forceinline__ void await_queries(int row, int rows) {
+    const KeyArrivals& arrivals = call_.arrivals;
+    if (arrivals.query_portions == 0) return;
+    const KeyArrivals::Portion* portion = arrivals.query_portion;
+    while (portion->begin >= row + rows) ++portion;
+    await_from(portion, row);
+  }
+
+  /// Waits for a portion and those behind it that reach down to `first`.
+  __device__ __forceinline__ void await_from(const KeyArrivals::Portion* portion, int first) {
+    await_portion(*portion);
+    while (portion->begin > first) await_portion(*++portion);
+  }
+
+  __device__ __forceinline__ void await_portion(const KeyArrivals::Portion& portion) {
+    if (portion.is_own()) return;
+    const std::uint64_t bit = std::uint64_t{1} << (portion.signal() - call_.arrivals.ranks);
+    if ((arrived_ & bit) != 0) return;
     await_signal(call_.arrivals, portion.signal());
-    arrived_ |= std::uint64_t{1} << i;
+    arrived_ |= bit;
   }
 
   template <class Buffer, class State>
@@ -130,7 +145,7 @@ class Producer {
   int kv_head_;
   int first_seen_;             // of the keys, by some row of the work tile
   int portion_ = 0;            // of KeyArrivals, that has the last key of the tile found last
-  std::uint64_t arrived_ = 0;  // a bit for each portion
+  std::uint64_t arrived_ = 0;  // a bit for each signal behind the words
 };
 
 }  // namespace longspan::kernels::sm90

@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/combine/run_headers.cuh"
 #include "kernels/cuda/common/view.cuh"
+#include "kernels/cuda/hopper/attend_sm90_epilogue.cuh"
 #include "kernels/cuda/hopper/attend_sm90_scores.cuh"
 
 namespace longspan::kernels::sm90 {
@@ -71,16 +72,17 @@ __device__ void store_empty(const Call& call, const WorkTile& tile) {
 #pragma unroll 1
   for (int row = 0; row < tile.rows; ++row) {
     const std::int64_t token = tile.first_row + row, at = token * params.heads + tile.head;
-    void* to = params.state.o(params.slot, at);
-    if (finish) to = finished.out.template at<typename T::Result>(token, tile.head);
+    FinishedRow<typename T::Result> end{};
+    if (finish) end = finished_row<typename T::Result>(finished, token, tile.head);
+    void* const to = finish ? static_cast<void*>(end.out) : params.state.o(params.slot, at);
 #pragma unroll 1
     for (int i = lane; i < params.head_dim / (finish ? 8 : 4); i += 32)
       static_cast<uint4*>(to)[i] = {};
     if (lane > 0) continue;
     if (!finish)
       params.state.stats(params.slot)[at] = empty_stats();
-    else if (finished.lse.data)
-      *finished.lse.at(token, tile.head) = empty_lse<T>(finished.sinks, tile.head);
+    else if (end.lse != nullptr)
+      *end.lse = empty_lse<T>(finished.sinks, tile.head);
   }
 }
 

@@ -47,7 +47,7 @@ class HeadExchange {
   /// asked for.
   void take_back(Run& run, const kernels::MergeParams& asked) const;
 
-  // The same by parts, for who brings rows and keys here in another way (head_waves.hpp).
+  // The same by parts, for who brings rows and keys here in another way (head_puts.hpp).
 
   /// Queues the write of new keys, and a copy of this rank's keys where they cannot be sent from
   /// where they lie. Returns them, of all kv heads.

@@ -28,29 +28,6 @@ constexpr HeadShare head_share(int heads, int kv_heads, int rank, int ranks) {
   return {{kv * group + part.begin, kv * group + part.end}, {kv, kv + 1}};
 }
 
-/// One of `waves` parts of a rank's heads, which it attends with one after the other. Where it has
-/// kv heads enough, a part has whole groups; else each kv head's group is cut, and the first of its
-/// parts is where the kv head is needed first. A rank with few heads has none in the last ones.
-struct HeadWave {
-  HeadShare heads;
-  bool needs_keys = true;  // that no wave before it has needed
-};
-constexpr HeadWave head_wave(const HeadShare& share, int wave, int waves) {
-  const int kv_heads = share.kv.size(), group = share.query.size() / kv_heads;
-  if (kv_heads >= waves) {
-    const HeadRange part = result_heads(kv_heads, wave, waves);
-    return {{{share.query.begin + part.begin * group, share.query.begin + part.end * group},
-             {share.kv.begin + part.begin, share.kv.begin + part.end}}};
-  }
-  const int cuts = waves / kv_heads < group ? waves / kv_heads : group;
-  const int kv = wave / cuts;
-  if (kv >= kv_heads) return {{{share.query.end, share.query.end}, {share.kv.end, share.kv.end}}};
-  const HeadRange part = result_heads(group, wave % cuts, cuts);
-  const int first = share.query.begin + kv * group;
-  return {{{first + part.begin, first + part.end}, {share.kv.begin + kv, share.kv.begin + kv + 1}},
-          wave % cuts == 0};
-}
-
 /// The most heads that a rank has of either kind.
 struct MostHeads {
   int query = 0;

@@ -4,7 +4,6 @@
 #include <limits>
 #include <utility>
 
-#include "src/divided_up.hpp"
 #include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
 
@@ -12,17 +11,8 @@ namespace longspan {
 
 using kernels::KeyArrivals;
 
-int count_key_pieces(double bytes) {
-  constexpr double kPieceBytes = 16 << 20;
-  return static_cast<int>(std::clamp<double>(bytes / kPieceBytes, 2, KeyArrivals::kMostPieces));
-}
-
 /// Of an exchange: what ranks say of the run, the portions, and keys that nobody sees.
-int KeyPuts::count_pieces(const Ways& ways) {
-  std::size_t most = 0;
-  for (const Way& way : ways) most = std::max(most, way.portions.size());
-  return 2 + static_cast<int>(most);
-}
+int KeyPuts::count_pieces(const Ways& ways) { return 2 + static_cast<int>(most_portions(ways)); }
 
 KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows)
     : layer_(layer), keys_(keys) {
@@ -43,7 +33,7 @@ std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
     auto keys = stretches_of(arrays.keys.with_rank(p), arrays.keys.length);
     if (!keys) return std::nullopt;
     const std::int64_t bytes = count_rows(*keys) * (keys_.key_bytes() + keys_.value_bytes());
-    ways.push_back({*keys, in_portions(*keys, count_key_pieces(static_cast<double>(bytes)))});
+    ways.emplace_back(*keys, count_portions(static_cast<double>(bytes)));
   }
   return ways;
 }
@@ -80,8 +70,6 @@ bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
 /// What the attention waits for; the signals of runs before are lowered ahead of it, and of what
 /// raises them.
 KeyArrivals KeyPuts::arrivals_of(const Run& run, const Ways& ways, const KeyBlock& own) const {
-  static_assert(PeerView::kMostRanks * KeyArrivals::kMostPieces <= KeyArrivals::kMostPortions);
-  static_assert(kMostStretches <= KeyArrivals::kMostPieces);
   KeyArrivals arrivals;
   arrivals.signals =
       layer_.comm.lower_signals(receive_buffer_.get(), count_pieces(ways), run.stream);
@@ -89,20 +77,7 @@ KeyArrivals KeyPuts::arrivals_of(const Run& run, const Ways& ways, const KeyBloc
   arrivals.ranks = ranks();
   arrivals.k = keys_.keys_in(own);
   arrivals.v = keys_.values_in(own);
-  const auto add = [&](const Stretch& one, int place) {
-    arrivals.portion[arrivals.portions++] = {static_cast<int>(one.position), place};
-  };
-  for (int p = 0; p < ranks(); ++p) {
-    const Way& way = ways[static_cast<std::size_t>(p)];
-    if (p == rank()) {
-      for (const Stretch& one : way.stretches) add(one, static_cast<int>(one.first));
-      continue;
-    }
-    int signal = p;
-    for (const Stretch& one : way.portions) add(one, ~(signal += ranks()));
-  }
-  std::sort(arrivals.portion, arrivals.portion + arrivals.portions,
-            [](const auto& a, const auto& b) { return a.begin > b.begin; });
+  arrivals.portions = list_portions(ways, rank(), arrivals.portion);
   return arrivals;
 }
 
@@ -111,21 +86,13 @@ KeyArrivals KeyPuts::arrivals_of(const Run& run, const Ways& ways, const KeyBloc
 void KeyPuts::copy_own(const Run& run, const std::vector<Stretch>& stretches, const KeyBlock& own,
                        std::int64_t most) const {
   std::vector<StridedCopy> copies;
-  const auto copy = [&](std::int64_t first, std::int64_t position, std::int64_t count) {
+  for (const Stretch& one : ends_of(stretches, most)) {
     const auto rows = [&](const std::byte* from, std::byte* to, std::int64_t bytes) {
-      copies.push_back({from + first * bytes, to + position * bytes, bytes, bytes, bytes, count});
+      copies.push_back({from + one.first * bytes, to + one.position * bytes, bytes, bytes, bytes,
+                        one.count});
     };
     rows(own.k, whole_.k, keys_.key_bytes());
     rows(own.v, whole_.v, keys_.value_bytes());
-  };
-  for (const Stretch& one : stretches) {
-    if (one.count <= 2 * most) {
-      copy(one.first, one.position, one.count);
-      continue;
-    }
-    const std::int64_t rest = one.count - most;
-    copy(one.first, one.position, most);
-    copy(one.first + rest, one.position + rest, most);
   }
   if (!copies.empty()) layer_.rows.copy_rows(copies, run.stream);
 }
@@ -133,7 +100,7 @@ void KeyPuts::copy_own(const Run& run, const std::vector<Stretch>& stretches, co
 /// Puts this rank's word and its keys to all others, piece by piece (KeyArrivals). Keys that no row
 /// there sees go last, as a piece of their own that nobody waits for.
 comm::Transfers KeyPuts::start(const Run& run, const Ways& ways, const KeyBlock& own) const {
-  const Way& way = ways[static_cast<std::size_t>(rank())];
+  const SentRows& way = ways[static_cast<std::size_t>(rank())];
   comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = count_pieces(ways)};
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();

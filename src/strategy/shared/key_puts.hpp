@@ -15,16 +15,11 @@
 #include <optional>
 #include <vector>
 
-#include "src/strategy/shared/stretches.hpp"
+#include "src/strategy/shared/sent_rows.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
-
-/// In how many pieces the `bytes` of a rank's keys and values travel, if they are no more stretches
-/// than that: the first must come while an attention is busy with own keys, and each costs the host
-/// and a copy engine two microseconds a copy.
-int count_key_pieces(double bytes);
 
 class KeyPuts {
  public:
@@ -44,11 +39,7 @@ class KeyPuts {
   bool queue(Run& run, const KeyBlock& copied) const;
 
  private:
-  /// Which keys a rank has, and the portions of them that it sends one after the other.
-  struct Way {
-    std::vector<Stretch> stretches, portions;
-  };
-  using Ways = std::vector<Way>;  // of each rank
+  using Ways = std::vector<SentRows>;  // of each rank
 
   int ranks() const { return layer_.comm.size(); }
   int rank() const { return layer_.comm.rank(); }

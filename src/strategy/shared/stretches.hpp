@@ -24,11 +24,6 @@ inline constexpr std::size_t kMostStretches = 4;
 /// stretches.
 std::optional<std::vector<Stretch>> stretches_of(const Shard& shard, std::int64_t length);
 
-/// The same rows in portions that leave one after the other, from the last row of the sequence to
-/// its first: up to `most` of about the same length, or the stretches themselves where these are as
-/// many or more.
-std::vector<Stretch> in_portions(std::vector<Stretch> stretches, int most);
-
 /// Whether a run is of one sequence whose length the host knows, and rows and keys are dealt out by
 /// a rule: then all ranks know what each of them has.
 bool is_one_known_sequence(const RunArrays& arrays);

@@ -1,5 +1,5 @@
 // The stretches of keys that a rank has, and the portions in which it sends them.
-#include "src/strategy/shared/stretches.hpp"
+#include "src/strategy/shared/sent_rows.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,349 @@
+#include "src/strategy/shared/head_puts.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "src/strategy/shared/queue_beside.hpp"
+#include "src/strategy/shared/receive_memory.hpp"
+
+namespace longspan {
+namespace {
+
+using kernels::KeyArrivals;
+using kernels::RowPlaces;
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
+
+/// A tensor [rows, heads, columns], dense, of which blocks of some rows and some heads are moved.
+struct DenseRows {
+  std::byte* data;
+  int heads;
+  std::int64_t head_bytes;  // of one head of one row
+
+  std::int64_t pitch() const { return heads * head_bytes; }
+  std::byte* at(std::int64_t row, int head) const {
+    return data + row * pitch() + head * head_bytes;
+  }
+};
+
+/// The copy of `heads` heads of `rows` rows, which begin at (from_row, from_head) and (to_row,
+/// to_head).
+StridedCopy block(const DenseRows& from, std::int64_t from_row, int from_head, const DenseRows& to,
+                  std::int64_t to_row, int to_head, std::int64_t rows, int heads) {
+  return {from.at(from_row, from_head),
+          to.at(to_row, to_head),
+          from.pitch(),
+          to.pitch(),
+          heads * from.head_bytes,
+          rows};
+}
+
+/// A rank's rows of one tensor, and where whole sequences of some heads of it are.
+struct Travelling {
+  DenseRows own;
+  std::byte* whole;
+  HeadRange HeadShare::*range;
+
+  /// The copy of rows to the rank of `heads`, or to the same place here.
+  StridedCopy copy(const Stretch& rows, const HeadShare& share) const {
+    const HeadRange heads = share.*range;
+    return block(own, rows.first, heads.begin, {whole, heads.size(), own.head_bytes}, rows.position,
+                 0, rows.count, heads.size());
+  }
+  std::int64_t row_bytes(const HeadShare& share) const {
+    return (share.*range).size() * own.head_bytes;
+  }
+};
+
+/// Queries, keys and values.
+struct Operands {
+  Travelling q, k, v;
+};
+
+Operands operands_of(const Layer& layer, const HeadExchange& exchange, const Run& run,
+                     const KeyBlock& own) {
+  const kernels::AttendParams& all = layer.bounds;
+  const KeyBlock& whole = exchange.whole_keys();
+  return {
+      {{static_cast<std::byte*>(run.args.q.data), all.heads, all.head_dim * bytes_of(all.q_dtype)},
+       exchange.whole_queries(),
+       &HeadShare::query},
+      {{own.k, all.kv_heads, all.head_dim * bytes_of(all.kv_dtype)}, whole.k, &HeadShare::kv},
+      {{own.v, all.kv_heads, all.value_dim * bytes_of(all.kv_dtype)}, whole.v, &HeadShare::kv}};
+}
+
+}  // namespace
+
+/// Which rank has which rows and keys.
+struct HeadPuts::Way {
+  std::vector<SentRows> rows, keys;     // of each rank
+  std::int64_t tokens = 0, length = 0;  // of the sequence: rows, and keys
+
+  std::int64_t rows_of(int rank) const { return count_rows(rows[at(rank)].stretches); }
+  std::size_t portions() const { return std::max(most_portions(rows), most_portions(keys)); }
+  /// What ranks say of the run, and the portions.
+  int pieces() const { return 1 + static_cast<int>(portions()); }
+};
+
+HeadPuts::HeadPuts(const Layer& layer, HeadExchange& exchange)
+    : layer_(layer), exchange_(exchange) {
+  const Options& options = layer_.options;
+  if (options.exchange == Exchange::gather) return;
+  if (!options.queries) {
+    require_exchange(options, false,
+                     "strategy heads puts rows of sharded queries there, and no others");
+    return;
+  }
+  const std::int64_t rows = options.limits.max_tokens * options.heads;
+  receive_buffer_ = open_receive_memory(layer_, info_, [&](Parts& memory) {
+    exchange_.lay_out_whole(memory);
+    rows_ = memory.take(at(rows * layer_.bounds.value_dim * bytes_of(options.dtypes.of_out())));
+    lse_ = memory.take(at(rows * std::int64_t{sizeof(float)}));
+    words_ = memory.take_array<std::uint64_t>(at(ranks()));
+  });
+}
+
+std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
+  const RunArrays& arrays = run.arrays;
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (!is_open() || !is_one_known_sequence(arrays) || arrays.queries.length > kMost ||
+      arrays.keys.length > kMost)
+    return std::nullopt;
+  Way way;
+  way.tokens = arrays.queries.length;
+  way.length = arrays.keys.length;
+  const kernels::AttendParams& all = layer_.bounds;
+  const std::int64_t row_bytes = all.heads * all.head_dim * bytes_of(all.q_dtype),
+                     key_bytes =
+                         all.kv_heads * (all.head_dim + all.value_dim) * bytes_of(all.kv_dtype);
+  for (int p = 0; p < ranks(); ++p) {
+    const auto rows = stretches_of(arrays.queries.with_rank(p), way.tokens);
+    const auto keys = stretches_of(arrays.keys.with_rank(p), way.length);
+    // Rows that a rank has no room for are refused there, and must not be put either.
+    if (!rows || !keys || count_rows(*rows) > layer_.options.limits.max_tokens) return std::nullopt;
+    const int most = count_portions(
+        static_cast<double>(count_rows(*rows) * row_bytes + count_rows(*keys) * key_bytes));
+    way.rows.emplace_back(*rows, most);
+    way.keys.emplace_back(*keys, most);
+  }
+  return way;
+}
+
+bool HeadPuts::queue(Run& run) const {
+  const std::optional<Way> found = way_of(run);
+  if (!found) return false;
+  const Way& way = *found;
+  run.compare_in(words_, rank());
+  run.say_to(layer_.kernels);
+  const KeyBlock own = exchange_.ready_keys(run);
+  const kernels::MergeParams asked = run.merge;
+  exchange_.attend_to(run, exchange_.share());
+  const KeyArrivals arrivals = arrivals_of(run, way, own);
+  const RowPlaces places = places_of(way);
+  end_in_place(run);
+  run.attend.arrivals = &arrivals;
+  run.merge.places = &places;
+  const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge, run.stream);
+  if (!begins) {
+    run.attend.arrivals = nullptr;
+    run.merge.places = nullptr;
+    end_where_rows_leave(run, way);
+  }
+
+  run.enter(Phase::exchange);
+  comm::Transfers first;
+  queue_beside(
+      layer_.comm, run.stream, 1,
+      [&] { copy_own(run, way, own, begins ? KeyArrivals::kMargin : way.length); },
+      [&] { first = bring(run, way, own, Portions::first); });
+  first.wait(run.stream);
+  comm::Transfers rest = bring(run, way, own, Portions::rest);
+  if (!begins) rest.wait(run.stream);
+  run.enter(Phase::attend);
+  run.attend_to(run.merge, Phase::exchange, layer_.kernels);
+  rest.wait(run.stream);
+  take_back(run, way, begins).wait(run.stream);
+  run.enter(Phase::merge);
+  put_result(run, way, asked);
+  return true;
+}
+
+/// What the attention waits for; the signals of runs before are lowered ahead of it, and of what
+/// raises them. Own keys are read where they lie.
+KeyArrivals HeadPuts::arrivals_of(const Run& run, const Way& way, const KeyBlock& own) const {
+  KeyArrivals arrivals;
+  arrivals.signals = layer_.comm.lower_signals(receive_buffer_.get(), way.pieces(), run.stream);
+  arrivals.rank = rank();
+  arrivals.ranks = ranks();
+  const auto own_heads = [&](const DenseRows& rows, int dim) {
+    return kernels::KvRows(rows.at(0, exchange_.share().kv.begin), std::int64_t{rows.heads} * dim,
+                           dim);
+  };
+  const Operands all = operands_of(layer_, exchange_, run, own);
+  arrivals.k = own_heads(all.k.own, layer_.bounds.head_dim);
+  arrivals.v = own_heads(all.v.own, layer_.bounds.value_dim);
+  arrivals.portions = list_portions(way.keys, rank(), arrivals.portion);
+  arrivals.query_portions = list_portions(way.rows, rank(), arrivals.query_portion);
+  return arrivals;
+}
+
+/// Where finished rows of this rank's heads end: at their owners, [rows, heads, value_dim].
+RowPlaces HeadPuts::places_of(const Way& way) const {
+  static_assert(PeerView::kMostRanks * kMostStretches <= RowPlaces::kMostStretches);
+  const int heads = layer_.bounds.heads, first_head = exchange_.share().query.begin;
+  const DenseRows place{rows_, heads,
+                        layer_.bounds.value_dim * bytes_of(layer_.options.dtypes.of_out())};
+  RowPlaces places;
+  for (int p = 0; p < ranks(); ++p) {
+    auto* const lse = reinterpret_cast<float*>(layer_.comm.place_at(lse_, p));
+    for (const Stretch& one : way.rows[at(p)].stretches)
+      places.stretch[places.stretches++] = {
+          static_cast<int>(one.position), layer_.comm.place_at(place.at(one.first, first_head), p),
+          lse + first_head * way.rows_of(p) + one.first, way.rows_of(p)};
+  }
+  std::sort(places.stretch, places.stretch + places.stretches,
+            [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  return places;
+}
+
+/// The attention stores its rows where places_of says, and compares what ranks say of the run, as
+/// put_result does.
+void HeadPuts::end_in_place(Run& run) const {
+  const std::int64_t dim = layer_.bounds.value_dim;
+  run.merge.out = {rows_, layer_.bounds.heads * dim, dim};
+  run.merge.lse = {reinterpret_cast<float*>(lse_), 1, 0};
+}
+
+/// The attention stores its rows where they leave from when all are finished, [tokens, own heads,
+/// value_dim], and their lse [own heads, tokens].
+void HeadPuts::end_where_rows_leave(Run& run, const Way& way) const {
+  const FinishedSlot slot = exchange_.finished(way.tokens, rank());
+  std::byte* const rows = exchange_.finished_rows();
+  run.merge.headers = {};
+  run.merge.out = slot.out(rows);
+  run.merge.lse = {reinterpret_cast<float*>(rows + slot.lse_at()), 1, way.tokens};
+}
+
+/// Copies this rank's rows of its own heads to where whole sequences have them, and of each stretch
+/// of keys the first and the last `most_keys`. A GPU copies within itself by a kernel, which beside
+/// the attention finds no place before that is done.
+void HeadPuts::copy_own(const Run& run, const Way& way, const KeyBlock& own,
+                        std::int64_t most_keys) const {
+  const Operands all = operands_of(layer_, exchange_, run, own);
+  std::vector<StridedCopy> copies;
+  for (const Stretch& one : way.rows[at(rank())].stretches)
+    copies.push_back(all.q.copy(one, exchange_.share()));
+  for (const Stretch& one : ends_of(way.keys[at(rank())].stretches, most_keys))
+    for (const Travelling* keys : {&all.k, &all.v})
+      copies.push_back(keys->copy(one, exchange_.share()));
+  if (!copies.empty()) layer_.rows.copy_rows(copies, run.stream);
+}
+
+/// Puts portions of this rank's rows and keys to the others. The first one goes by a kernel, with
+/// what this rank says of the run; the others go by copy engines, a piece each. Among those pieces
+/// the ones of what has come with the first portion are empty: a signal says that it is there.
+comm::Transfers HeadPuts::bring(const Run& run, const Way& way, const KeyBlock& own,
+                                Portions which) const {
+  const bool first = which == Portions::first;
+  const Operands all = operands_of(layer_, exchange_, run, own);
+  const HeadShare& share = exchange_.share();
+  comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = first ? 0 : way.pieces()};
+  if (first) puts.copier = copier();
+  std::int64_t received = 0;
+  for (int distance = 1; distance < ranks(); ++distance) {
+    const int to = (rank() + distance) % ranks();
+    if (first) {
+      auto* const word = reinterpret_cast<std::byte*>(words_ + rank());
+      const std::int64_t size = sizeof *words_;
+      puts.puts.push_back({to, {word, word, size, size, size, 1}});
+    }
+    const auto move = [&](const std::vector<SentRows>& sent, const Travelling& rows) {
+      const auto& leaving = sent[at(rank())].portions;
+      const auto& coming = sent[at(to)].portions;
+      const std::size_t begin = first ? 0 : 1, end = first ? 1 : way.portions();
+      for (std::size_t i = begin; i < std::min(end, leaving.size()); ++i)
+        puts.puts.push_back({to, rows.copy(leaving[i], exchange_.share_of(to)),
+                             first ? 0 : 1 + static_cast<int>(i)});
+      for (std::size_t i = begin; i < std::min(end, coming.size()); ++i)
+        received += coming[i].count * rows.row_bytes(share);
+    };
+    move(way.rows, all.q);
+    move(way.keys, all.k);
+    move(way.keys, all.v);
+  }
+  puts.received = at(received);
+  return layer_.comm.start_puts(puts, run.stream, "exchange of rows and keys by heads");
+}
+
+/// What makes copies, some of them to other GPUs, by a kernel.
+comm::Copier HeadPuts::copier() const {
+  return [this](std::span<const StridedCopy> copies, Stream stream) {
+    layer_.rows.copy_rows(copies, stream);
+  };
+}
+
+/// Ends when the finished rows of all heads are at their owners. Where the attention has not stored
+/// them there (`are_there`), they are put, this rank's own too.
+comm::Transfers HeadPuts::take_back(const Run& run, const Way& way, bool are_there) const {
+  const HeadShare& share = exchange_.share();
+  const FinishedSlot slot = exchange_.finished(way.tokens, rank());
+  const std::int64_t row_bytes = slot.dim * bytes_of(slot.dtype);
+  const DenseRows rows{exchange_.finished_rows(), slot.heads, row_bytes},
+      place{rows_, layer_.bounds.heads, row_bytes};
+  constexpr std::int64_t kLse = sizeof(float);
+  std::byte* const lse = exchange_.finished_rows() + slot.lse_at();
+  comm::Puts puts{.buffer = receive_buffer_.get(), .copier = copier()};
+  for (int distance = 0; distance < ranks() && !are_there; ++distance) {
+    const int to = (rank() + distance) % ranks();
+    const std::int64_t theirs = way.rows_of(to);
+    for (const Stretch& one : way.rows[at(to)].stretches) {
+      puts.puts.push_back({to, block(rows, one.position, 0, place, one.first, share.query.begin,
+                                     one.count, slot.heads)});
+      // An lse is one row of a head.
+      puts.puts.push_back(
+          {to,
+           {lse + one.position * kLse, lse_ + (share.query.begin * theirs + one.first) * kLse,
+            way.tokens * kLse, theirs * kLse, one.count * kLse, slot.heads}});
+    }
+  }
+  puts.received = at(way.rows_of(rank()) * (layer_.bounds.heads - slot.heads) * (row_bytes + kLse));
+  return layer_.comm.start_puts(puts, run.stream, "exchange of results by heads");
+}
+
+/// Copies finished rows, as they have come, into the result.
+void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergeParams& asked) const {
+  kernels::PackOutputsParams place;
+  place.tokens = way.rows_of(rank());
+  place.heads = layer_.bounds.heads;
+  place.dim = layer_.bounds.value_dim;
+  place.dtype = asked.dtype;
+  place.from = {rows_, std::int64_t{place.heads} * place.dim, place.dim};
+  place.from_lse = {reinterpret_cast<float*>(lse_), 1, place.tokens};
+  place.to = asked.out;
+  place.to_lse = asked.lse;
+  place.headers = asked.headers;
+  layer_.rows.pack_outputs(place, run.stream);
+}
+
+/// Beside the first portion nothing computes; the exchange of the others goes on beside the
+/// attention, and so do the finished rows.
+RunCost head_puts_cost(const Options& options, int ranks, const RunSize& size) {
+  RunCost cost = head_exchange_cost(options, ranks, size);
+  const double row = 1.0 * options.heads * options.head_dim * size_of(options.dtypes.of_query());
+  const int portions =
+      count_portions(size.most_tokens * row +
+                     most_keys_of_a_rank(options.keys, size.keys, ranks) * key_row_bytes(options));
+  const double results = size.most_tokens * options.heads *
+                         (options.of_values() * size_of(options.dtypes.of_out()) + sizeof(float));
+  const double operands = cost.received_bytes - results * (ranks - 1) / ranks;
+  cost.workspace_bytes += results;
+  if (size.tokens >= KeyArrivals::kLeastRows)
+    cost.overlapped_bytes = cost.received_bytes - operands / portions;
+  cost.messages = cost.peer_messages = 2;
+  cost.copied_bytes = 2 * results;
+  return cost;
+}
+
+}  // namespace longspan

@@ -1,0 +1,76 @@
+// The exchange by heads between GPUs that reach each other, for one sequence, beside the attention:
+//
+//     a kernel       portion 0 comes
+//     copy engines                     portion 1    portion 2   ...
+//     attention                        ............................ its rows end at their owners
+//
+// A rank puts its rows of queries, keys and values straight to where the heads' rank attends to
+// them in whole sequences: nothing is packed. The first portion, beside which nothing computes, is
+// put by a kernel; all others by copy engines, while one attention with all of the rank's heads
+// waits on the GPU for what it reads next (kernels::KeyArrivals). It stores finished rows where
+// their owners have them, and one copy there makes the result. Where the kernel of a run cannot
+// wait, or store rows at other ranks, the run waits for all portions first, and puts rows back when
+// all are finished; what ranks say to each other is the same.
+//
+// Each of P ranks gets 1 / P of the heads, as with HeadExchange, which moves what this does not
+// take.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "src/strategy/shared/head_exchange.hpp"
+#include "src/strategy/shared/sent_rows.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+class HeadPuts {
+ public:
+  /// Opens the receive buffers, where the options do not ask for another way and there can be some.
+  /// It is collective, and takes `exchange`'s memory for whole sequences into them.
+  HeadPuts(const Layer& layer, HeadExchange& exchange);
+
+  bool is_open() const { return receive_buffer_ != nullptr; }
+  const ExchangeInfo& exchange() const { return info_; }
+
+  /// Queues a run that `exchange` has prepared, result and all; or nothing, and returns false,
+  /// where it is none of those that this takes: of one sequence, whose length the host knows, and
+  /// of which every rank has a few stretches of neighbouring rows and keys. All ranks do alike.
+  bool queue(Run& run) const;
+
+ private:
+  struct Way;  // of a run
+
+  std::optional<Way> way_of(const Run& run) const;
+
+  int ranks() const { return layer_.comm.size(); }
+  int rank() const { return layer_.comm.rank(); }
+
+  kernels::KeyArrivals arrivals_of(const Run& run, const Way& way, const KeyBlock& own) const;
+  kernels::RowPlaces places_of(const Way& way) const;
+  void end_in_place(Run& run) const;
+  void end_where_rows_leave(Run& run, const Way& way) const;
+
+  void copy_own(const Run& run, const Way& way, const KeyBlock& own, std::int64_t most_keys) const;
+  enum class Portions { first, rest };
+  comm::Transfers bring(const Run& run, const Way& way, const KeyBlock& own, Portions which) const;
+  comm::Transfers take_back(const Run& run, const Way& way, bool are_there) const;
+  comm::Copier copier() const;
+  void put_result(const Run& run, const Way& way, const kernels::MergeParams& asked) const;
+
+  Layer layer_;
+  HeadExchange& exchange_;
+  std::shared_ptr<std::byte> receive_buffer_;
+  std::byte* rows_ = nullptr;       // [own rows, heads, value_dim] finished rows, as they come
+  std::byte* lse_ = nullptr;        // [heads, own rows] of them
+  std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run
+  ExchangeInfo info_;
+};
+
+/// What this costs, and HeadExchange where it does not serve.
+RunCost head_puts_cost(const Options& options, int ranks, const RunSize& size);
+
+}  // namespace longspan

@@ -326,8 +326,8 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return nullptr;
   }
 
-  /// Where kernels of this rank write what `rank` has at `place`, a place of this rank's own receive
-  /// buffer. Null where no kernel can.
+  /// Where kernels of this rank write what `rank` has at `place`, a place of this rank's own
+  /// receive buffer. Null where no kernel can.
   virtual std::byte* place_at(std::byte* /*place*/, int /*rank*/) { return nullptr; }
 
   /// Gives a new layer its number among those of this communicator, and keeps its log for the roll

@@ -88,8 +88,8 @@ void KeyPuts::copy_own(const Run& run, const std::vector<Stretch>& stretches, co
   std::vector<StridedCopy> copies;
   for (const Stretch& one : ends_of(stretches, most)) {
     const auto rows = [&](const std::byte* from, std::byte* to, std::int64_t bytes) {
-      copies.push_back({from + one.first * bytes, to + one.position * bytes, bytes, bytes, bytes,
-                        one.count});
+      copies.push_back(
+          {from + one.first * bytes, to + one.position * bytes, bytes, bytes, bytes, one.count});
     };
     rows(own.k, whole_.k, keys_.key_bytes());
     rows(own.v, whole_.v, keys_.value_bytes());

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""All that is tested and measured on several GPUs, one part after the other.
+
+    python3 bench/on_gpus.py --machine h200x4 --ranks 4 --results bench/results
+    python3 bench/on_gpus.py --machine h100x2 --ranks 2 --parts keys prefill
+
+Every part has a limit of its own, past which it is ended, with all that it started. Its output goes to
+<logs>/<part>.log, and a line says how long it took and how it ended. Exits with 1 if a part failed. Parts
+stand in the order in which a machine that is lent for half an hour should do them.
+"""
+
+import argparse
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import longspan_command
+import records
+
+BENCH = pathlib.Path(__file__).resolve().parent
+
+
+def parts(args):
+    """(name, limit in seconds, what is set in the environment, command line)"""
+    ranks, cores = str(args.ranks), str(os.cpu_count())
+    name = ["--machine", args.machine]
+    kept = [*name, "--results", args.results]
+
+    def bench(script, *options):
+        return [sys.executable, str(BENCH / f"{script}.py"), *kept, *options]
+
+    def tests(pattern):
+        return ["ctest", "--test-dir", args.build, "-L", "^gpu$", "-R", pattern, "-j", cores, "--no-tests=error",
+                "--output-on-failure"]
+
+    def soak(test):
+        program = pathlib.Path(args.build) / "tests/dist" / f"dist_{test}_test"
+        return [*shlex.split(longspan_command.MPIRUN.format(ranks=ranks)), str(program), "--gtest_filter=*Soak*"]
+
+    asked = {"LONGSPAN_TEST_DEVICE": "cuda", "LONGSPAN_SOAK": "1000000"}
+    both = ["--ranks", "1", ranks]
+    return [
+        ("keys", 150, {}, tests(r"^gpu\.(key_arrivals_test|"
+                                rf"(gather_kv_test|heads_test|fault\.(keys|heads).*)\.np{ranks})$")),
+        ("prefill", 240, {}, bench("context_parallel_vs_torch", "--ranks", ranks, "--rounds", "1", "--iterations", "7",
+                                   "--heads", "16/16", "32/8", "--strategies", "gather-kv", "heads", "ring-kv")),
+        ("exchange", 120, {}, bench("exchange_times", "--ranks", ranks)),
+        ("decode", 240, {}, bench("decode_step", *both)),
+        ("tests", 420, {}, tests(rf"np{ranks}$")),
+        ("batches", 120, {}, bench("decode_step", *both, "--batch", "8", "64")),
+        ("documents", 180, {}, bench("strategies", "--backend", "cuda", *both, "--iterations", "3", "--targets-only")),
+        ("million", 240, {}, bench("context_parallel_vs_torch", "--ranks", ranks, "--tokens", "1048576", "--heads", "8/8",
+                                   "--only-ours", "--rounds", "1", "--iterations", "2", "--warmup", "1",
+                                   "--strategies", "ring-kv", "gather-kv", "heads")),
+        ("auto", 480, {}, bench("strategies", "--backend", "cuda", *both, "--iterations", "3", "--grid-only")),
+        ("model", 120, {}, bench("model_vs_torch", "--ranks", ranks)),
+        ("soak", 240, asked, soak("exchange")),
+        ("soak-pushed", 240, asked, soak("push")),
+        ("weak", 180, {}, bench("decode_step", *both, "--scaling", "weak", "--kv", "1048576")),
+    ]
+
+
+def run(command, limit, env, log):
+    """The exit status of a command, or None where its time was over."""
+    with log.open("w") as output:
+        print(shlex.join(command), file=output, flush=True)
+        process = subprocess.Popen(command, env=longspan_command.environment() | env, stdout=output,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:  # of a part that ended by itself nothing is left, and nothing is ended
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", required=True, help="name for the records, such as h200x4")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="of all, in their order (default: all)")
+    parser.add_argument("--build", default=str(records.ROOT / "build" / "cuda"), help="build folder with the tests")
+    parser.add_argument("--logs", type=pathlib.Path, default=records.ROOT / "build" / "gpu-logs")
+    records.add_arguments(parser)
+    args = parser.parse_args()
+    args.results = str(args.results)
+    known = parts(args)
+    unknown = set(args.parts or []) - {name for name, *_ in known}
+    if unknown:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(name for name, *_ in known)}")
+    args.logs.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for name, limit, env, command in known:
+        if args.parts and name not in args.parts:
+            continue
+        begin = time.monotonic()
+        log = args.logs / f"{name}.log"
+        status = run(command, limit, env, log)
+        how = "was not done in time" if status is None else "done" if status == 0 else f"failed ({status})"
+        print(f"{time.monotonic() - begin:6.0f} s of {limit:3}  {name}: {how}", flush=True)
+        if status != 0:
+            failed = True
+            for line in log.read_text(errors="replace").splitlines()[-5:]:
+                print(f"    {line}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

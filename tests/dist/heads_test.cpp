@@ -122,7 +122,8 @@ Options of_zigzag(const Problem& problem, const Communicator& world) {
 }
 
 /// Shapes of one sequence for kernels that begin before all rows and keys have come: several kv
-/// heads of a rank, and one, whose group ranks share; other keys than rows, and a window.
+/// heads of a rank, and one, whose group ranks share; other keys than rows, and a window; no keys,
+/// and rows that see none.
 bool begins_early(const Shape& shape) { return shape.q_lens[0] > 300; }
 std::vector<Shape> shapes_that_begin_early(int ranks) {
   return {{.heads = 2 * ranks,
@@ -139,7 +140,21 @@ std::vector<Shape> shapes_that_begin_early(int ranks) {
            .q_lens = {301},
            .kv_lens = {1000},
            .mask = {.causal = true, .window = 300},
-           .sinks = true}};
+           .sinks = true},
+          {.heads = 2 * ranks,
+           .kv_heads = ranks,
+           .dim = 64,
+           .dtype = DType::bf16,
+           .q_lens = {302},
+           .kv_lens = {0},
+           .sinks = true},
+          {.heads = ranks,
+           .kv_heads = ranks,
+           .dim = 128,
+           .dtype = DType::bf16,
+           .q_lens = {700},
+           .kv_lens = {200},
+           .mask = {.causal = true}}};
 }
 
 /// GPUs that reach each other put rows where they belong while they attend; elsewhere NCCL brings
@@ -170,6 +185,7 @@ TEST(Heads, GivesTheSameBitsEveryWay) {
       const Result by_nccl = run(world, problem, keys, options, rows);
       EXPECT_EQ(by_puts.out, by_nccl.out);
       EXPECT_EQ(by_puts.lse, by_nccl.lse);
+      expect_exact(problem, by_puts, own_rows(problem, rows));
     }
   }
 }

@@ -87,13 +87,12 @@ class TcpTransport final : public ControlledTransport {
       Patience patient(control().patience());
       const char* step = open.step.c_str();
       while (open.left > 0) {
-        const bool moved = mesh_->progress();
-        control().check(step, patient.waited());
-        if (moved) {
+        if (mesh_->progress()) {
           patient.progress();
           continue;
         }
         find_trouble(open);
+        control().check(step, patient.waited());
         if (patient.over()) control().timed_out(step, patient.waited());
         patient.pause([&](milliseconds limit) { mesh_->wait(limit); });
       }

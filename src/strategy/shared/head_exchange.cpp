@@ -56,9 +56,10 @@ void HeadExchange::lay_out(Parts& memory) {
                                       key_slot(keys_.block_rows(), 0),
                                       key_slot(keys_.block_rows(), 1), most_finished_bytes()});
   leaving_ = memory.take(at(peers() * slot));
-  arriving_ = memory.take(at(peers() * slot));
+  // Finished rows have left by way of leaving_ before any arrive.
+  const std::int64_t rows = rows_.are_dealt() ? finished(own.tokens, comm_.rank()).bytes() : 0;
+  arriving_ = finished_ = memory.take(at(std::max(peers() * slot, rows)));
   if (ordered_.k == nullptr) lay_out_whole(memory);
-  if (rows_.are_dealt()) finished_ = memory.take(at(finished(own.tokens, comm_.rank()).bytes()));
   copied_ = keys_.take_block(memory, keys_.block_rows());
   starts_ = memory.take_array<std::int64_t>(at(std::int64_t{peers()} * own.batch.size));
   ordered_.start = memory.take_array<std::int64_t>(at(own.batch.size));
@@ -330,16 +331,17 @@ RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {
   const double keys = aligned(block * key * o.head_dim),
                values = aligned(block * key * o.of_values());
   const double results = by_heads ? 0 : finished(dealt ? own_rows : rows);
-  return {
-      .received_bytes = (ranks - 1) * (queries + keys + values + results),
-      .workspace_bytes = 2 * ranks * std::max({queries, keys, values, results}) +
-                         (o.queries ? rows * query : 0) +
-                         (dealt ? finished(rows) + ranks * own_rows * sizeof(std::int64_t) : 0) +
-                         block * key_row_bytes(o) + size.keys * key * (o.head_dim + o.of_values()),
-      .messages = 2.0 + (o.queries ? 1 : 0) + (by_heads ? 0 : 1),
-      .work = static_cast<double>(most.query) / o.heads,
-      .keys_read = static_cast<double>(most.kv) / o.kv_heads,
-      .copied_bytes = 2 * ranks * (queries + keys + values + results)};
+  const double leaving = ranks * std::max({queries, keys, values, results});
+  return {.received_bytes = (ranks - 1) * (queries + keys + values + results),
+          .workspace_bytes = leaving + std::max(leaving, dealt ? finished(rows) : 0) +
+                             (o.queries ? rows * query : 0) +
+                             (dealt ? ranks * own_rows * sizeof(std::int64_t) : 0) +
+                             block * key_row_bytes(o) +
+                             size.keys * key * (o.head_dim + o.of_values()),
+          .messages = 2.0 + (o.queries ? 1 : 0) + (by_heads ? 0 : 1),
+          .work = static_cast<double>(most.query) / o.heads,
+          .keys_read = static_cast<double>(most.kv) / o.kv_heads,
+          .copied_bytes = 2 * ranks * (queries + keys + values + results)};
 }
 
 }  // namespace longspan

@@ -108,7 +108,7 @@ class HeadExchange {
   std::byte* leaving_ = nullptr;    // [peers] slots of rows, or finished rows
   std::byte* arriving_ = nullptr;   // likewise
   std::byte* queries_ = nullptr;    // [tokens, own heads, head_dim], with sharded queries
-  std::byte* finished_ = nullptr;   // FinishedSlot of all rows, where rows are dealt out
+  std::byte* finished_ = nullptr;   // FinishedSlot of all rows, in the memory of arriving_
   KeyBlock copied_;                 // this rank's keys, all kv heads, where they must be copied
   std::int64_t* starts_ = nullptr;  // [peers, batch] first row of each sequence of a rank's keys
   KeyBlock ordered_;                // whole sequences, or a node's part of them, own kv heads

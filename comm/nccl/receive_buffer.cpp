@@ -121,7 +121,8 @@ std::byte* ReceiveBuffer::flag(Flag which, int rank, int distance) const {
 }
 
 std::byte* ReceiveBuffer::signal(int rank, int piece, int from) const {
-  const auto index = static_cast<std::size_t>(piece * ranks() + from);
+  const std::size_t index = static_cast<std::size_t>(piece) * static_cast<std::size_t>(ranks()) +
+                            static_cast<std::size_t>(from);
   return base(rank) + place_of_flags(bytes_) + (kShiftFlags + index) * kFlagBytes;
 }
 

@@ -115,9 +115,9 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
   way.tokens = arrays.queries.length;
   way.length = arrays.keys.length;
   const kernels::AttendParams& all = layer_.bounds;
-  const std::int64_t row_bytes = all.heads * all.head_dim * bytes_of(all.q_dtype),
-                     key_bytes =
-                         all.kv_heads * (all.head_dim + all.value_dim) * bytes_of(all.kv_dtype);
+  const std::int64_t row_bytes = std::int64_t{all.heads} * all.head_dim * bytes_of(all.q_dtype);
+  const std::int64_t key_bytes =
+      std::int64_t{all.kv_heads} * (all.head_dim + all.value_dim) * bytes_of(all.kv_dtype);
   for (int p = 0; p < ranks(); ++p) {
     const auto rows = stretches_of(arrays.queries.with_rank(p), way.tokens);
     const auto keys = stretches_of(arrays.keys.with_rank(p), way.length);

@@ -65,11 +65,10 @@ using ::testing::HasSubstr;
 Communicator host_world() { return make_world({}); }
 
 /// A world of a deadline that the test waits for. Who is silent for a quarter of it when the roll
-/// is called is blamed: the more ranks share the cores of a machine, the longer one of them may get
-/// none.
+/// is called is blamed, and of many ranks on few cores each gets one less often.
 Communicator impatient_world() {
   static const int size = host_world().size();
-  return make_world({.deadline = std::chrono::seconds(std::max(2, size))});
+  return make_world({.deadline = std::chrono::seconds(size > 4 ? 3 : 2)});
 }
 
 Bytes poison(std::size_t bytes) { return Bytes(bytes, 0xA5); }

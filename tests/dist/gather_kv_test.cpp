@@ -6,6 +6,7 @@
 #include <string>
 
 #include "longspan/longspan.hpp"
+#include "tests/dist/differing_run.hpp"
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/refused_layer.hpp"
 #include "tests/dist/run_again.hpp"
@@ -363,6 +364,10 @@ TEST(GatherKv, ComparesWhatRanksMean) {
   refused(last ? Layout::striped : Layout::contiguous, 100, false, "'keys' differs between ranks");
   refused(Layout::contiguous, 100, last, "'sinks' differs between ranks");
   refused(Layout::contiguous, last ? 99 : 100, false, "'total_keys' differs between ranks");
+}
+
+TEST(GatherKv, ComparesWhatRanksMeanWhereTheKernelBeginsEarly) {
+  expect_what_differs_is_named("gather-kv");
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
 #include "src/strategy/shared/head_shares.hpp"
+#include "tests/dist/differing_run.hpp"
 #include "tests/dist/head_shapes.hpp"
 #include "tests/dist/layer_run.hpp"
 #include "tests/dist/refused_layer.hpp"
@@ -306,6 +307,10 @@ TEST(Heads, ComparesWhatRanksMean) {
     refused(sharded, 100, last, "'sinks' differs between ranks");
     refused(sharded, last ? 99 : 100, false, "'total_keys' differs between ranks");
   }
+}
+
+TEST(Heads, ComparesWhatRanksMeanWhereTheKernelBeginsEarly) {
+  expect_what_differs_is_named("heads");
 }
 
 }  // namespace

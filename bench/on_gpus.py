@@ -27,8 +27,7 @@ BENCH = pathlib.Path(__file__).resolve().parent
 def parts(args):
     """(name, limit in seconds, what is set in the environment, command line)"""
     ranks, cores = str(args.ranks), str(os.cpu_count())
-    name = ["--machine", args.machine]
-    kept = [*name, "--results", args.results]
+    kept = ["--machine", args.machine, "--results", args.results]
 
     def bench(script, *options):
         return [sys.executable, str(BENCH / f"{script}.py"), *kept, *options]

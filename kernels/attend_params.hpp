@@ -20,7 +20,7 @@ struct Operands {
   KvRows v;     // as k, of value_dim; may be the first columns of the keys
   Pages pages;
   KeySpans spans;  // in place of the addresses of k and v; then there are no pages
-  // Where keys still come, in the host's memory and read by the call; only where
+  // Where keys, or queries, still come, in the host's memory and read by the call; only where
   // AttentionKernels::takes_arrivals says so. Else null.
   const KeyArrivals* arrivals = nullptr;
   Rows new_k;  // as in AppendParams, of `dtype`: the keys of these rows, which k and v do not have

@@ -22,8 +22,8 @@ struct KeyArrivals {
   /// Neighbouring keys, or queries, of one rank.
   struct Portion {
     int begin;  // position of the first; they end where the portion before this one begins
-    int place;  // of own keys: the row of the first in k and v below; of own queries 0; of those of
-                // others: ~index of a signal
+    int place;  // of own keys the row of the first in k and v below, of own queries any number that
+                // is not negative; of those of others ~index of a signal
 
     LONGSPAN_HD bool is_own() const { return place >= 0; }
     LONGSPAN_HD int signal() const { return ~place; }

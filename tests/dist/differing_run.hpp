@@ -15,6 +15,7 @@ namespace longspan::tests {
 
 inline void expect_what_differs_is_named(const char* strategy) {
   if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
+  if (test_world().device() == Device::host) GTEST_SKIP() << "no kernel there begins early";
   const bool last = test_world().rank() == test_world().size() - 1;
   const auto refused = [&](std::int32_t rows, std::int32_t keys, bool sinks, const char* text) {
     const Communicator world = test_world();  // a run that ranks mean differently ends its own
@@ -42,7 +43,7 @@ inline void expect_what_differs_is_named(const char* strategy) {
   refused(90, 600, last, "'sinks' differs between ranks");
   refused(90, last ? 599 : 600, false, "'total_keys' differs between ranks");
   refused(90, last ? 0 : 600, false, "'total_keys' differs between ranks");
-  refused(last ? 91 : 90, 600, false, "'total_tokens' differs between ranks");
+  refused(last ? 89 : 90, 600, false, "'total_tokens' differs between ranks");
 }
 
 }  // namespace longspan::tests

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 namespace longspan {
 namespace {
@@ -63,6 +65,35 @@ TEST(Stretches, InPortionsOfOneLength) {
   EXPECT_TRUE(portions[1] == (Stretch{400, 200, 1200}));
   EXPECT_TRUE(portions[2] == (Stretch{200, 200, 200}));
   EXPECT_TRUE(portions[3] == (Stretch{0, 200, 0}));
+}
+
+TEST(Stretches, TheirEnds) {
+  const std::vector<Stretch> ends = ends_of({{0, 20, 100}, {20, 21, 500}, {41, 3, 7}}, 10);
+  ASSERT_EQ(ends.size(), 4u);
+  EXPECT_TRUE(ends[0] == (Stretch{0, 20, 100})) << "the two ends are all of it";
+  EXPECT_TRUE(ends[1] == (Stretch{20, 10, 500}));
+  EXPECT_TRUE(ends[2] == (Stretch{31, 10, 511}));
+  EXPECT_TRUE(ends[3] == (Stretch{41, 3, 7}));
+}
+
+/// Own stretches stand whole in the list, with their rows; the portions of others with the signal
+/// of the rank in the row of their piece.
+TEST(SentRows, AreListedFromTheLastOfTheSequenceToTheFirst) {
+  const std::vector<SentRows> ranks = {
+      {{{0, 100, 0}, {100, 100, 300}}, 2}, {{{0, 100, 100}, {100, 100, 200}}, 4}, {{}, 2}};
+  EXPECT_EQ(most_portions(ranks), 4u);
+  kernels::KeyArrivals::Portion list[kernels::KeyArrivals::kMostPortions] = {};
+  const auto expect = [&](int own, const std::vector<std::pair<int, int>>& expected) {
+    ASSERT_EQ(list_portions(ranks, own, list), static_cast<int>(expected.size()));
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_EQ(list[i].begin, expected[i].first) << i;
+      EXPECT_EQ(list[i].place, expected[i].second) << i;
+    }
+  };
+  // Pieces 1, 2, ... of rank p are signals 3 + p, 6 + p, ...
+  expect(0, {{300, 100}, {250, ~4}, {200, ~7}, {150, ~10}, {100, ~13}, {0, 0}});
+  expect(1, {{300, ~3}, {200, 100}, {100, 0}, {0, ~6}});
+  expect(2, {{300, ~3}, {250, ~4}, {200, ~7}, {150, ~10}, {100, ~13}, {0, ~6}});
 }
 
 }  // namespace

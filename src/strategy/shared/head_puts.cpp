@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 
 #include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
@@ -46,7 +45,7 @@ struct Travelling {
   std::byte* whole;
   HeadRange HeadShare::*range;
 
-  /// The copy of rows to the rank of `heads`, or to the same place here.
+  /// The copy of rows to the rank of that share, or to the same place here.
   StridedCopy copy(const Stretch& rows, const HeadShare& share) const {
     const HeadRange heads = share.*range;
     return block(own, rows.first, heads.begin, {whole, heads.size(), own.head_bytes}, rows.position,
@@ -76,10 +75,11 @@ Operands operands_of(const Layer& layer, const HeadExchange& exchange, const Run
 
 }  // namespace
 
-/// Which rank has which rows and keys.
+/// Which rank has which rows and keys, and where this rank's own are.
 struct HeadPuts::Way {
   std::vector<SentRows> rows, keys;     // of each rank
   std::int64_t tokens = 0, length = 0;  // of the sequence: rows, and keys
+  Operands own = {};
 
   std::int64_t rows_of(int rank) const { return count_rows(rows[at(rank)].stretches); }
   std::size_t portions() const { return std::max(most_portions(rows), most_portions(keys)); }
@@ -132,15 +132,15 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
 }
 
 bool HeadPuts::queue(Run& run) const {
-  const std::optional<Way> found = way_of(run);
+  std::optional<Way> found = way_of(run);
   if (!found) return false;
-  const Way& way = *found;
   run.compare_in(words_, rank());
   run.say_to(layer_.kernels);
-  const KeyBlock own = exchange_.ready_keys(run);
+  found->own = operands_of(layer_, exchange_, run, exchange_.ready_keys(run));
+  const Way& way = *found;
   const kernels::MergeParams asked = run.merge;
   exchange_.attend_to(run, exchange_.share());
-  const KeyArrivals arrivals = arrivals_of(run, way, own);
+  const KeyArrivals arrivals = arrivals_of(run, way);
   const RowPlaces places = places_of(way);
   end_in_place(run);
   run.attend.arrivals = &arrivals;
@@ -156,10 +156,10 @@ bool HeadPuts::queue(Run& run) const {
   comm::Transfers first;
   queue_beside(
       layer_.comm, run.stream, 1,
-      [&] { copy_own(run, way, own, begins ? KeyArrivals::kMargin : way.length); },
-      [&] { first = bring(run, way, own, Portions::first); });
+      [&] { copy_own(run, way, begins ? KeyArrivals::kMargin : way.length); },
+      [&] { first = bring(run, way, Portions::first); });
   first.wait(run.stream);
-  comm::Transfers rest = bring(run, way, own, Portions::rest);
+  comm::Transfers rest = bring(run, way, Portions::rest);
   if (!begins) rest.wait(run.stream);
   run.enter(Phase::attend);
   run.attend_to(run.merge, Phase::exchange, layer_.kernels);
@@ -172,7 +172,7 @@ bool HeadPuts::queue(Run& run) const {
 
 /// What the attention waits for; the signals of runs before are lowered ahead of it, and of what
 /// raises them. Own keys are read where they lie.
-KeyArrivals HeadPuts::arrivals_of(const Run& run, const Way& way, const KeyBlock& own) const {
+KeyArrivals HeadPuts::arrivals_of(const Run& run, const Way& way) const {
   KeyArrivals arrivals;
   arrivals.signals = layer_.comm.lower_signals(receive_buffer_.get(), way.pieces(), run.stream);
   arrivals.rank = rank();
@@ -181,9 +181,8 @@ KeyArrivals HeadPuts::arrivals_of(const Run& run, const Way& way, const KeyBlock
     return kernels::KvRows(rows.at(0, exchange_.share().kv.begin), std::int64_t{rows.heads} * dim,
                            dim);
   };
-  const Operands all = operands_of(layer_, exchange_, run, own);
-  arrivals.k = own_heads(all.k.own, layer_.bounds.head_dim);
-  arrivals.v = own_heads(all.v.own, layer_.bounds.value_dim);
+  arrivals.k = own_heads(way.own.k.own, layer_.bounds.head_dim);
+  arrivals.v = own_heads(way.own.v.own, layer_.bounds.value_dim);
   arrivals.portions = list_portions(way.keys, rank(), arrivals.portion);
   arrivals.query_portions = list_portions(way.rows, rank(), arrivals.query_portion);
   return arrivals;
@@ -229,14 +228,12 @@ void HeadPuts::end_where_rows_leave(Run& run, const Way& way) const {
 /// Copies this rank's rows of its own heads to where whole sequences have them, and of each stretch
 /// of keys the first and the last `most_keys`. A GPU copies within itself by a kernel, which beside
 /// the attention finds no place before that is done.
-void HeadPuts::copy_own(const Run& run, const Way& way, const KeyBlock& own,
-                        std::int64_t most_keys) const {
-  const Operands all = operands_of(layer_, exchange_, run, own);
+void HeadPuts::copy_own(const Run& run, const Way& way, std::int64_t most_keys) const {
   std::vector<StridedCopy> copies;
   for (const Stretch& one : way.rows[at(rank())].stretches)
-    copies.push_back(all.q.copy(one, exchange_.share()));
+    copies.push_back(way.own.q.copy(one, exchange_.share()));
   for (const Stretch& one : ends_of(way.keys[at(rank())].stretches, most_keys))
-    for (const Travelling* keys : {&all.k, &all.v})
+    for (const Travelling* keys : {&way.own.k, &way.own.v})
       copies.push_back(keys->copy(one, exchange_.share()));
   if (!copies.empty()) layer_.rows.copy_rows(copies, run.stream);
 }
@@ -244,21 +241,15 @@ void HeadPuts::copy_own(const Run& run, const Way& way, const KeyBlock& own,
 /// Puts portions of this rank's rows and keys to the others. The first one goes by a kernel, with
 /// what this rank says of the run; the others go by copy engines, a piece each. Among those pieces
 /// the ones of what has come with the first portion are empty: a signal says that it is there.
-comm::Transfers HeadPuts::bring(const Run& run, const Way& way, const KeyBlock& own,
-                                Portions which) const {
+comm::Transfers HeadPuts::bring(const Run& run, const Way& way, Portions which) const {
   const bool first = which == Portions::first;
-  const Operands all = operands_of(layer_, exchange_, run, own);
   const HeadShare& share = exchange_.share();
   comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = first ? 0 : way.pieces()};
   if (first) puts.copier = copier();
   std::int64_t received = 0;
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();
-    if (first) {
-      auto* const word = reinterpret_cast<std::byte*>(words_ + rank());
-      const std::int64_t size = sizeof *words_;
-      puts.puts.push_back({to, {word, word, size, size, size, 1}});
-    }
+    if (first) puts.puts.push_back(put_of_word(words_ + rank(), to));
     const auto move = [&](const std::vector<SentRows>& sent, const Travelling& rows) {
       const auto& leaving = sent[at(rank())].portions;
       const auto& coming = sent[at(to)].portions;
@@ -269,9 +260,9 @@ comm::Transfers HeadPuts::bring(const Run& run, const Way& way, const KeyBlock& 
       for (std::size_t i = begin; i < std::min(end, coming.size()); ++i)
         received += coming[i].count * rows.row_bytes(share);
     };
-    move(way.rows, all.q);
-    move(way.keys, all.k);
-    move(way.keys, all.v);
+    move(way.rows, way.own.q);
+    move(way.keys, way.own.k);
+    move(way.keys, way.own.v);
   }
   puts.received = at(received);
   return layer_.comm.start_puts(puts, run.stream, "exchange of rows and keys by heads");

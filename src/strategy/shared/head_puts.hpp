@@ -49,14 +49,14 @@ class HeadPuts {
   int ranks() const { return layer_.comm.size(); }
   int rank() const { return layer_.comm.rank(); }
 
-  kernels::KeyArrivals arrivals_of(const Run& run, const Way& way, const KeyBlock& own) const;
+  kernels::KeyArrivals arrivals_of(const Run& run, const Way& way) const;
   kernels::RowPlaces places_of(const Way& way) const;
   void end_in_place(Run& run) const;
   void end_where_rows_leave(Run& run, const Way& way) const;
 
-  void copy_own(const Run& run, const Way& way, const KeyBlock& own, std::int64_t most_keys) const;
+  void copy_own(const Run& run, const Way& way, std::int64_t most_keys) const;
   enum class Portions { first, rest };
-  comm::Transfers bring(const Run& run, const Way& way, const KeyBlock& own, Portions which) const;
+  comm::Transfers bring(const Run& run, const Way& way, Portions which) const;
   comm::Transfers take_back(const Run& run, const Way& way, bool are_there) const;
   comm::Copier copier() const;
   void put_result(const Run& run, const Way& way, const kernels::MergeParams& asked) const;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 
 #include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
@@ -104,10 +103,7 @@ comm::Transfers KeyPuts::start(const Run& run, const Ways& ways, const KeyBlock&
   comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = count_pieces(ways)};
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();
-    auto* const word = reinterpret_cast<std::byte*>(words_ + rank());
-    const std::int64_t size = sizeof *words_;
-    puts.puts.push_back({to, {word, word, size, size, size, 1}, 0});
-
+    puts.puts.push_back(put_of_word(words_ + rank(), to));
     const Interval seen = keys_seen(run, layer_.kernels.device(), to);
     int piece = 0;
     for (const Stretch& one : way.portions) {

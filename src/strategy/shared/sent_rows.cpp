@@ -46,6 +46,12 @@ std::vector<Stretch> ends_of(const std::vector<Stretch>& stretches, std::int64_t
   return ends;
 }
 
+comm::Put put_of_word(std::uint64_t* word, int to) {
+  auto* const place = reinterpret_cast<std::byte*>(word);
+  constexpr std::int64_t kSize = sizeof *word;
+  return {to, {place, place, kSize, kSize, kSize, 1}};
+}
+
 std::size_t most_portions(const std::vector<SentRows>& ranks) {
   std::size_t most = 0;
   for (const SentRows& one : ranks) most = std::max(most, one.portions.size());

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
+#include "comm/transport.hpp"
 #include "kernels/key_arrivals.hpp"
 #include "src/strategy/shared/stretches.hpp"
 
@@ -31,6 +33,9 @@ struct SentRows {
   SentRows(const std::vector<Stretch>& all, int most)
       : stretches(all), portions(in_portions(all, most)) {}
 };
+
+/// The put of what this rank says of a run, a word of its receive memory, to the rank `to`.
+comm::Put put_of_word(std::uint64_t* word, int to);
 
 /// The most portions of a rank.
 std::size_t most_portions(const std::vector<SentRows>& ranks);

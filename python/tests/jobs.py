@@ -151,6 +151,8 @@ def interrupted(comm, who, q, k, v):
     import threading
     import time
 
+    # A shell that starts tests in the background has them ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if comm.rank != who:
         time.sleep(10)  # longer than the other takes to be interrupted, on a busy machine too
         try:

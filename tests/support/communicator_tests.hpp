@@ -20,6 +20,7 @@
 #include <optional>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/transport.hpp"
@@ -712,19 +713,41 @@ TEST(Deadline, ARankThatWaitsElsewhereIsNamedOnABusyMachineToo) {
   for (std::thread& one : busy) one.join();
 }
 
-/// The absent rank does something else for longer than the deadline; it hears the verdict when it
-/// comes back, also where the others have left.
-void stay_away(const Communicator& world, int me) {
-  std::this_thread::sleep_for(world.deadline() * 3 / 2);
+/// One rank does not come for longer than the deadline, and comes back when the others have their
+/// verdict: on a busy machine their patience, which counts only what they waited while they ran,
+/// may last longer than any time that it could sleep.
+class Absence {
+ public:
+  ~Absence() { over(); }
+
+  void stay_away(std::chrono::milliseconds deadline) {
+    std::this_thread::sleep_for(deadline * 3 / 2);
+    over();
+  }
+
+  /// The others have their verdict.
+  void over() {
+    if (!std::exchange(is_over_, true)) meet();
+  }
+
+ private:
+  bool is_over_ = false;
+};
+
+/// The absent rank does something else; it hears the verdict when it comes back, also where the
+/// others have left.
+void stay_away(Absence& absence, const Communicator& world, int me) {
+  absence.stay_away(world.deadline());
   const RankError error = failure_of(world, [&] { world.barrier("back again"); });
   EXPECT_EQ(error.rank(), me);
 }
 
 TEST(Deadline, ARankThatDoesNotComeIsNamed) {
+  Absence absence;  // ends after the world, for those who are there
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const int absent = world.size() / 2;
-  if (world.rank() == absent) return stay_away(world, absent);
+  if (world.rank() == absent) return stay_away(absence, world, absent);
   std::vector<int> got(world.size());
   const RankError error = failure_of(world, [&] {
     comm::transport_of(world).all_gather(&got[world.rank()], got.data(), sizeof(int), {}, "states");
@@ -736,9 +759,10 @@ TEST(Deadline, ARankThatDoesNotComeIsNamed) {
 }
 
 TEST(Deadline, TheStuckRankIsNamedThroughARing) {
+  Absence absence;  // ends after the world, for those who are there
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
-  if (world.rank() == 0) return stay_away(world, 0);
+  if (world.rank() == 0) return stay_away(absence, world, 0);
   Bytes send(1 << 20), got(1 << 20);
   const RankError error = failure_of(world, [&] {
     for (int turn = 0; turn < world.size(); ++turn)
@@ -751,13 +775,14 @@ TEST(Deadline, TheStuckRankIsNamedThroughARing) {
 /// The error names the step of the transfer that is waited for, and after it nothing is written:
 /// not for this transfer, nor for the others that were open.
 TEST(Deadline, ARankThatDoesNotComeIsNamedAtTheWaitOfATransfer) {
+  Absence absence;  // ends after the world, for those who are there
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const int absent = world.size() - 1;
   const std::size_t bytes = 1 << 20;
   Bytes send(bytes * world.size()), got(bytes * world.size()), other(bytes * world.size());
   if (world.rank() == absent) {
-    std::this_thread::sleep_for(world.deadline() * 3 / 2);
+    absence.stay_away(world.deadline());
     EXPECT_THROW(
         comm::transport_of(world).all_gather(send.data(), got.data(), bytes, {}, "too late"),
         RankError);
@@ -772,6 +797,7 @@ TEST(Deadline, ARankThatDoesNotComeIsNamedAtTheWaitOfATransfer) {
   EXPECT_EQ(error.kind(), ErrorKind::timeout);
   EXPECT_EQ(error.rank(), absent);
   EXPECT_THAT(error.what(), HasSubstr("'second'"));
+  absence.over();
   got = poison(got.size());
   other = poison(other.size());
   std::this_thread::sleep_for(std::chrono::seconds(2));
@@ -784,10 +810,11 @@ TEST(Deadline, ARankThatDoesNotComeIsNamedAtTheWaitOfATransfer) {
 }
 
 TEST(Deadline, ADroppedTransferOfARankThatDoesNotComeIsAnErrorOfTheNextCall) {
+  Absence absence;  // ends after the world, for those who are there
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const int absent = world.size() / 2;
-  if (world.rank() == absent) return stay_away(world, absent);
+  if (world.rank() == absent) return stay_away(absence, world, absent);
   auto send = std::make_unique<Bytes>(1 << 16), got = std::make_unique<Bytes>(world.size() << 16);
   {
     const comm::Transfer dropped = comm::transport_of(world).start_all_gather(
@@ -921,11 +948,12 @@ TEST(Split, ManyTimesAndLetGoInAnyOrder) {
 }
 
 TEST(Split, ARankThatDoesNotComeToItIsNamed) {
+  Absence absence;  // ends after the world, for those who are there
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const int absent = world.size() - 1;
   if (world.rank() == absent) {
-    std::this_thread::sleep_for(world.deadline() * 3 / 2);
+    absence.stay_away(world.deadline());
     EXPECT_THROW(world.barrier("back again"), RankError);
     return;
   }
@@ -937,13 +965,14 @@ TEST(Split, ARankThatDoesNotComeToItIsNamed) {
 
 /// Those of the part name the rank with both numbers, and the whole lives on.
 TEST(Split, AStoppedRankOfAPartIsNamedThereAndTheWholeLivesOn) {
+  Absence absence;  // ends after the world, for those who are there
   const Communicator world = impatient_world();
   if (world.size() < 3) GTEST_SKIP() << "takes a part of two ranks, and one besides";
   const int absent = world.size() - 1;
   const auto part = world.split(world.rank() == 0 ? -1 : 0, -world.rank());
   Bytes send(1 << 20), got(std::size_t(world.size()) << 20);
   if (world.rank() == absent) {
-    std::this_thread::sleep_for(world.deadline() * 3 / 2);
+    absence.stay_away(world.deadline());
     const RankError error = failure_of(*part, [&] { part->barrier("back again"); });
     EXPECT_EQ(error.rank(), 0);
   } else if (part) {
@@ -956,6 +985,7 @@ TEST(Split, AStoppedRankOfAPartIsNamedThereAndTheWholeLivesOn) {
                 AllOf(HasSubstr("Rank 0 (" + std::to_string(absent) + " of all) did not come"),
                       HasSubstr("'states'")));
   }
+  absence.over();
   meet();
   world.barrier("the whole lives on");
   const auto again = world.split(0);
@@ -964,12 +994,13 @@ TEST(Split, AStoppedRankOfAPartIsNamedThereAndTheWholeLivesOn) {
 
 /// Rank 0 waits for all, the others in a part; the last one is in neither.
 TEST(Split, AStoppedRankIsNamedByThoseWhoWaitForAllToo) {
+  Absence absence;  // ends after the world, for those who are there
   const Communicator world = impatient_world();
   if (world.size() < 3) GTEST_SKIP() << "takes a part of two ranks, and one besides";
   const int absent = world.size() - 1;
   const auto part = world.split(world.rank() == 0 ? -1 : 0);
   if (world.rank() == absent) {
-    std::this_thread::sleep_for(world.deadline() * 3 / 2);
+    absence.stay_away(world.deadline());
     EXPECT_THROW(world.barrier("back again"), RankError);
     EXPECT_THROW(part->barrier("back again"), RankError);
   } else if (part) {

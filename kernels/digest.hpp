@@ -40,7 +40,9 @@ struct DigestParams {
   static constexpr int kMostArrays = 16;
   DigestArray arrays[kMostArrays] = {};
   int count = 0;
-  std::uint64_t* words = nullptr;  // [count + 1]: the digest of each array, then of all of them
+  std::uint64_t* words =
+      nullptr;              // [count + 2]: the digest of each array, then of all of them; then
+  std::uint64_t stamp = 0;  // this, which the host reads first: behind it they are there
 };
 
 /// The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number

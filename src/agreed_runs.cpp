@@ -11,8 +11,7 @@ void AgreedRuns::allocate() {
     return std::shared_ptr<std::uint64_t>(bytes, reinterpret_cast<std::uint64_t*>(bytes.get()));
   };
   report_ = words(1);
-  constexpr std::size_t kWords =
-      std::size_t{RunHistory::kRuns} * (kernels::DigestParams::kMostArrays + 1);
+  constexpr std::size_t kWords = std::size_t{RunHistory::kRuns} * RunHistory::kWordsOfRun;
   history_ = std::make_shared<RunHistory>(contents_ ? words(kWords) : nullptr);
 }
 
@@ -30,7 +29,7 @@ AgreedRuns::Begun AgreedRuns::begin(const RunDescription& description, Stream st
   Begun begun;
   begun.say = {description.hash(), nullptr, said_ + comm_.rank()};
   if (std::uint64_t* words = history_->words(run)) {
-    const kernels::DigestParams arrays = description.arrays(words);
+    const kernels::DigestParams arrays = description.arrays(words, run);
     kernels_.digest(arrays, stream);
     begun.say.contents = words + arrays.count;
   }

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "longspan/element.hpp"
@@ -139,8 +140,9 @@ std::uint64_t RunDescription::hash() const {
   return hash;
 }
 
-kernels::DigestParams RunDescription::arrays(std::uint64_t* words) const {
+kernels::DigestParams RunDescription::arrays(std::uint64_t* words, std::uint64_t stamp) const {
   kernels::DigestParams p;
+  p.stamp = stamp;
   p.count = array_count_;
   p.words = words;
   for (int i = 0; i < array_count_; ++i) p.arrays[i] = arrays_[i].where;
@@ -160,7 +162,8 @@ std::string RunDescription::text_of(const Value& value) const {
   }
 }
 
-std::string RunDescription::text_of(const Array& array, const std::uint64_t* word) const {
+std::string RunDescription::text_of(const Array& array, Digests digests,
+                                    std::uint64_t digest) const {
   std::vector<std::string> shown;
   for (int i = 0; i < array.shown; ++i) {
     const std::uint64_t bits = array.first[i];
@@ -172,12 +175,20 @@ std::string RunDescription::text_of(const Array& array, const std::uint64_t* wor
       shown.push_back(fmt::to_string(static_cast<std::int64_t>(bits)));
   }
   if (array.shown == array.where.size()) return fmt::format("[{}]", fmt::join(shown, ", "));
+  if (digests == Digests::awaited) return comm::kNotKnown;
   std::string text = fmt::format("{} values", array.where.size());
   if (!shown.empty()) text = fmt::format("[{}, ...], {}", fmt::join(shown, ", "), text);
-  return word == nullptr ? text : text + fmt::format(" with digest {:016x}", *word);
+  return digests == Digests::none ? text : text + fmt::format(" with digest {:016x}", digest);
 }
 
-NamedValues RunDescription::text(const std::uint64_t* words) const {
+NamedValues RunDescription::text(const std::uint64_t* words, std::uint64_t stamp) const {
+  Digests digests = Digests::none;
+  if (words != nullptr) {  // a GPU may still write them
+    const std::uint64_t found =
+        *static_cast<const volatile std::uint64_t*>(words + array_count_ + 1);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    digests = found == stamp ? Digests::there : Digests::awaited;
+  }
   NamedValues named;
   for (int i = 0; i < count_; ++i) {
     std::string name = values_[i].name;
@@ -185,7 +196,9 @@ NamedValues RunDescription::text(const std::uint64_t* words) const {
     named.emplace_back(std::move(name), text_of(values_[i]));
   }
   for (int i = 0; i < array_count_; ++i)
-    named.emplace_back(arrays_[i].name, text_of(arrays_[i], words ? words + i : nullptr));
+    named.emplace_back(
+        arrays_[i].name,
+        text_of(arrays_[i], digests, digests == Digests::there ? words[i] : std::uint64_t{0}));
   return named;
 }
 
@@ -196,13 +209,12 @@ std::uint32_t RunHistory::add(const RunDescription& description) {
 }
 
 std::uint64_t* RunHistory::words(std::uint32_t run) const {
-  return words_ ? words_.get() + std::size_t{run % kRuns} * (kernels::DigestParams::kMostArrays + 1)
-                : nullptr;
+  return words_ ? words_.get() + std::size_t{run % kRuns} * kWordsOfRun : nullptr;
 }
 
 NamedValues RunHistory::describe(std::uint32_t run) const {
   if (run == 0 || run > last_ || last_ - run >= kRuns) return {};
-  return runs_[run % kRuns].text(words(run));
+  return runs_[run % kRuns].text(words(run), run);
 }
 
 }  // namespace longspan

@@ -48,11 +48,13 @@ class RunDescription {
 
   /// The hash of all but the contents of arrays.
   std::uint64_t hash() const;
-  /// The arrays whose contents must be alike too, for AttentionKernels::digest.
-  kernels::DigestParams arrays(std::uint64_t* words) const;
-  /// Names and values. `words` are what AttentionKernels::digest found, or null where it was not
-  /// asked.
-  NamedValues text(const std::uint64_t* words) const;
+  /// The arrays whose contents must be alike too, for AttentionKernels::digest; in `words` they are
+  /// there behind the stamp.
+  kernels::DigestParams arrays(std::uint64_t* words, std::uint64_t stamp) const;
+  /// Names and values. `words` [arrays + 2] is where AttentionKernels::digest, which was asked with
+  /// the stamp, leaves what it finds; before it has, what only the digests tell is not known
+  /// (comm::kNotKnown). With null it was not asked.
+  NamedValues text(const std::uint64_t* words, std::uint64_t stamp) const;
 
  private:
   enum class Kind : std::uint8_t { number, yes_no, given, dtype };
@@ -76,7 +78,8 @@ class RunDescription {
              DType dtype = DType::fp32);
   void table(const char* name, const Shard& shard, std::int64_t batch);
   std::string text_of(const Value& value) const;
-  std::string text_of(const Array& array, const std::uint64_t* word) const;
+  enum class Digests { none, awaited, there };
+  std::string text_of(const Array& array, Digests digests, std::uint64_t digest) const;
 
   static constexpr int kMostValues = 40;
   std::array<Value, kMostValues> values_{};
@@ -91,8 +94,9 @@ class RunDescription {
 class RunHistory final : public comm::RunLog {
  public:
   static constexpr std::uint32_t kRuns = 64;
+  static constexpr std::size_t kWordsOfRun = kernels::DigestParams::kMostArrays + 2;
 
-  /// `words` [kRuns, kMostArrays + 1] is where AttentionKernels::digest leaves what it finds, in
+  /// `words` [kRuns, kWordsOfRun] is where AttentionKernels::digest leaves what it finds, in
   /// memory that the host reads; with null, contents are not compared.
   explicit RunHistory(std::shared_ptr<std::uint64_t> words) : words_(std::move(words)) {}
 

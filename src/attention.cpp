@@ -406,7 +406,7 @@ void attend(const Communicator& world, const AttentionArgs& given, Options optio
           std::max<std::int64_t>(options.limits.max_tokens, std::stoll(rows));
   }
   const RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), world.device());
-  agree(world, RunDescription(args, arrays, options, false).text(nullptr), "attend");
+  agree(world, RunDescription(args, arrays, options, false).text(nullptr, 0), "attend");
   Attention layer(world, options);
   layer.run(given);
   layer.wait();

@@ -22,6 +22,9 @@ struct RunName {
   bool operator==(const RunName&) const = default;
 };
 
+/// The value of what a rank cannot tell yet, which differs from no other value.
+inline constexpr char kNotKnown[] = "not known yet";
+
 class RunLog {
  public:
   virtual ~RunLog() = default;

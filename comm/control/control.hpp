@@ -144,7 +144,8 @@ class Control : public std::enable_shared_from_this<Control> {
   std::map<std::uint32_t, std::weak_ptr<const RunLog>> logs_;
 };
 
-/// How two ranks' lists of names and values (in turn) differ; nothing where they are alike.
+/// How two ranks' lists of names and values (in turn) differ; nothing where they are alike, as far
+/// as both know.
 std::optional<std::string> difference(const std::vector<std::string>& one,
                                       const std::string& rank_of_one,
                                       const std::vector<std::string>& other,

@@ -64,10 +64,11 @@ class NcclControl final : public Control {
     } catch (const Error&) {
       fail(otherwise);  // the ranks could not tell each other
     }
-    for (int p = 1; p < size_; ++p)
-      if (const auto text = difference(unpack(packed[0]), name_of(0), unpack(packed[p]), name_of(p),
-                                       otherwise.step))
-        fail({ErrorKind::usage, p, otherwise.step, *text});
+    for (int q = 1; q < size_; ++q)
+      for (int p = 0; p < q; ++p)
+        if (const auto text = difference(unpack(packed[p]), name_of(p), unpack(packed[q]),
+                                         name_of(q), otherwise.step))
+          fail({ErrorKind::usage, q, otherwise.step, *text});
     fail(otherwise);
   }
 

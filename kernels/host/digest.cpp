@@ -1,6 +1,8 @@
 // Computes the digest of small arrays (kernels/digest.hpp), element after element.
 #include "kernels/digest.hpp"
 
+#include <atomic>
+
 #include "kernels/host/host.hpp"
 
 namespace longspan::kernels::host {
@@ -15,6 +17,7 @@ void digest(const DigestParams& p) {
     all += mixed_array(n, sum);
   }
   p.words[p.count] = all;
+  std::atomic_ref(p.words[p.count + 1]).store(p.stamp, std::memory_order_release);
 }
 
 }  // namespace longspan::kernels::host

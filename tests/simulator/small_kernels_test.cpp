@@ -41,11 +41,12 @@ TEST(Digest, OfArraysOfAnyShape) {
   };
   const std::vector<DigestArray> arrays = arrays_at(memory.data()), host = arrays_at(bytes.data());
   const std::size_t count = arrays.size();
-  const Buffer words = poisoned(Device::cuda, (count + 1) * sizeof(std::uint64_t));
+  const Buffer words = poisoned(Device::cuda, (count + 2) * sizeof(std::uint64_t));
   kernels::DigestParams p;
   std::copy(arrays.begin(), arrays.end(), p.arrays);
   p.count = static_cast<int>(count);
   p.words = data_of<std::uint64_t>(words);
+  p.stamp = 77;
   kernels::cuda_backend()->digest(p, {});
 
   std::vector<std::uint64_t> expected;
@@ -57,8 +58,8 @@ TEST(Digest, OfArraysOfAnyShape) {
     expected.push_back(sum);
     all += kernels::mixed_array(static_cast<int>(n), sum);
   }
-  expected.push_back(all);
-  EXPECT_EQ(on_host<std::uint64_t>(words, count + 1), expected);
+  expected.insert(expected.end(), {all, p.stamp});
+  EXPECT_EQ(on_host<std::uint64_t>(words, count + 2), expected);
 }
 
 /// Slots of an append, of which neighbours are claimed in one word.

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/control/control.hpp"
 #include "kernels/backend.hpp"
 #include "longspan/error.hpp"
 #include "src/check_reshard.hpp"
@@ -243,8 +244,8 @@ TEST(Agreement, EveryOptionIsComparedOrMayDiffer) {
 
 /// The hash that travels, contents of arrays included, as a layer on processors makes it.
 std::uint64_t said_hash(const RunDescription& run) {
-  std::vector<std::uint64_t> words(kernels::DigestParams::kMostArrays + 1);
-  const kernels::DigestParams arrays = run.arrays(words.data());
+  std::vector<std::uint64_t> words(RunHistory::kWordsOfRun);
+  const kernels::DigestParams arrays = run.arrays(words.data(), 1);
   kernels::host_backend(1)->digest(arrays, {});
   return kernels::said(run.hash(), words.data() + arrays.count);
 }
@@ -307,7 +308,7 @@ struct Everything {
     return {args, arrays_of(args, options, rank, kRanks, Device::host), options, true};
   }
   std::uint64_t said() const { return said_hash(described()); }
-  NamedValues text() const { return described().text(nullptr); }
+  NamedValues text() const { return described().text(nullptr, 0); }
 
   /// The arrays whose contents are compared.
   std::map<std::string, std::span<std::byte>> contents() {
@@ -693,6 +694,45 @@ TEST(Agreement, TextsNameTheFieldAndItsValues) {
   e.options.keys = {Layout::interleaved, 64};
   EXPECT_THAT(describe(e.options),
               testing::IsSupersetOf({Named{"keys", "interleaved:64"}, {"queries", "not sharded"}}));
+}
+
+/// Another rank may ask before the digests of a run are there: they are what differs from nothing,
+/// not a difference.
+TEST(Agreement, DigestsThatAreNotThereYetDifferFromNone) {
+  const auto packed = [](const NamedValues& named) {
+    std::vector<std::string> all;
+    for (const auto& [name, value] : named) all.insert(all.end(), {name, value});
+    return all;
+  };
+  const auto differ = [](const std::vector<std::string>& one,
+                         const std::vector<std::string>& other) {
+    return comm::difference(one, "0", other, "1", "here");
+  };
+  Everything e;
+  const RunDescription run = e.described();
+  std::vector<std::uint64_t> words(RunHistory::kWordsOfRun, 0);
+  const kernels::DigestParams arrays = run.arrays(words.data(), 7);
+  const NamedValues early = run.text(words.data(), 7);
+  EXPECT_THAT(early, testing::Contains(Named{"qq_bias", comm::kNotKnown}));
+  EXPECT_THAT(early, testing::Contains(Named{"kv_len", "[20, 30]"})) << "what the host has read";
+  kernels::host_backend(1)->digest(arrays, {});
+  const NamedValues late = run.text(words.data(), 7);
+  EXPECT_THAT(late, testing::Not(testing::Contains(Named{"qq_bias", comm::kNotKnown})));
+  EXPECT_THAT(run.text(words.data(), 8), testing::Contains(Named{"qq_bias", comm::kNotKnown}))
+      << "those of another run";
+  EXPECT_EQ(differ(packed(early), packed(late)), std::nullopt);
+  EXPECT_EQ(differ(packed(late), packed(early)), std::nullopt);
+
+  e.bias.back() += 1;
+  const RunDescription other = e.described();
+  std::vector<std::uint64_t> others(RunHistory::kWordsOfRun, 0);
+  kernels::host_backend(1)->digest(other.arrays(others.data(), 7), {});
+  const auto found = differ(packed(late), packed(other.text(others.data(), 7)));
+  ASSERT_TRUE(found);
+  EXPECT_THAT(*found, testing::HasSubstr("'qq_bias' differs"));
+  EXPECT_EQ(differ(packed(early), packed(other.text(others.data(), 7))), std::nullopt);
+  EXPECT_TRUE(differ({"one", comm::kNotKnown}, {"one", comm::kNotKnown, "two", "2"}));
+  EXPECT_TRUE(differ({"one", comm::kNotKnown, "two", "1"}, {"one", "1", "two", "2"}));
 }
 
 TEST(Agreement, ALogKeepsTheLastRuns) {

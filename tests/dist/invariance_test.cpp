@@ -97,6 +97,8 @@ std::string bits_of(const ServingProblem& p, const ServingResult& result, int at
 Options options_for(const ServingProblem& p, const Plan& plan, Device device) {
   Options o = options_for(p);
   o.invariant = device == Device::cuda && p.max_q_len() > kShort;
+  // Without `invariant` auto may choose one for a sequence alone that folds in another order.
+  if (!o.invariant) o.strategy = "gather-states";
   o.threads = plan.threads;
   o.limits.max_tokens += plan.spare;
   o.limits.max_batch += static_cast<int>(plan.spare);

@@ -10,8 +10,8 @@
 namespace longspan::kernels {
 
 /// The keys of one whole sequence, of which this rank's own lie where they are and those of the
-/// others come to AttendParams::k and v, portion by portion. The kernel waits for a portion before
-/// it reads keys of it.
+/// others come to AttendParams::k and v, in pieces of neighbouring heads. The kernel waits for a
+/// rank's piece before it reads keys of it.
 ///
 /// Where k and v have the own keys is memory that need not be written, but for the kMargin keys at
 /// each end of a stretch of them: a tile may have both own keys and those of others.
@@ -23,13 +23,13 @@ struct KeyArrivals {
   struct Portion {
     int begin;  // position of the first; they end where the portion before this one begins
     int place;  // of own keys the row of the first in k and v below, of own queries any number that
-                // is not negative; of those of others ~index of a signal
+                // is not negative; of those of others ~their rank
 
     LONGSPAN_HD bool is_own() const { return place >= 0; }
-    LONGSPAN_HD int signal() const { return ~place; }
+    LONGSPAN_HD int rank() const { return ~place; }
   };
-  static constexpr int kMostPieces = 8;     // in which a rank sends its keys, one portion in each
-  static constexpr int kMostPortions = 64;  // of all ranks
+  static constexpr int kMostPieces = 8;     // of a rank
+  static constexpr int kMostPortions = 32;  // of all ranks
   static constexpr int kMargin = 192;       // no kernel has larger tiles of keys
   static constexpr int kLeastRows = 17;     // kernels for fewer query rows do not wait
 
@@ -38,6 +38,8 @@ struct KeyArrivals {
   const std::uint64_t* signals = nullptr;
   int rank = 0;
   int ranks = 1;
+  int heads_a_piece =
+      1;  // query heads; the kv heads that they are the first to read come with them
 
   KvRows k, v;  // the own keys, [keys on this rank, kv_heads, head_dim], and their values
   Portion portion[kMostPortions] = {};  // of the whole sequence, from its last key to its first
@@ -46,6 +48,8 @@ struct KeyArrivals {
   int query_portions = 0;                     // 0: all queries are here
 
   LONGSPAN_HD explicit operator bool() const { return signals != nullptr; }
+  /// The signals [ranks] of the piece that a query head, and the kv head that it reads, are in.
+  LONGSPAN_HD int signals_of(int head) const { return (1 + head / heads_a_piece) * ranks; }
 };
 
 }  // namespace longspan::kernels

@@ -12,6 +12,7 @@
 
 #include "comm/cuda/stream_flags.hpp"
 #include "longspan/error.hpp"
+#include "src/divided_up.hpp"
 #include "src/strategy/shared/sent_rows.hpp"
 #include "tests/gpu/sm90_run.hpp"
 #include "tests/support/simulated.hpp"
@@ -58,10 +59,13 @@ class LateRows {
         all_k_(data.k[0]),
         all_v_(data.v[0]) {
     for (int rank = 0; rank < shard.ranks; ++rank) {
-      keys_.emplace_back(*stretches_of(shard.with_rank(rank), keys()), pieces);
-      rows_.emplace_back(*stretches_of(shard.with_rank(rank), rows()), pieces);
+      keys_.push_back(*stretches_of(shard.with_rank(rank), keys()));
+      rows_.push_back(*stretches_of(shard.with_rank(rank), rows()));
     }
-    pieces_ = std::max(most_portions(keys_), most_portions(rows_));
+    // A call may have queries of a group in several pieces where they come too.
+    const int unit = others == Others::send_all ? 1 : c.heads / c.kv_heads;
+    arrivals_.heads_a_piece = unit * static_cast<int>(divided_up(c.heads / unit, pieces));
+    pieces_ = at(divided_up(c.heads, arrivals_.heads_a_piece));
     signals_ = OnGpu<std::uint64_t>(
         std::vector<std::uint64_t>((1 + pieces_) * static_cast<std::size_t>(shard.ranks), 0));
     words_ = OnGpu<std::uint64_t>(static_cast<std::size_t>(shard.ranks));
@@ -144,8 +148,8 @@ class LateRows {
   std::int64_t element() const { return static_cast<std::int64_t>(size_of(c_.dtype)); }
   std::int64_t key_bytes() const { return std::int64_t{c_.kv_heads} * c_.dim * element(); }
   std::int64_t query_bytes() const { return std::int64_t{c_.heads} * c_.dim * element(); }
-  const std::vector<Stretch>& own(const std::vector<SentRows>& all) const {
-    return all[at(shard_.rank)].stretches;
+  const std::vector<Stretch>& own(const StretchesOfRanks& all) const {
+    return all[at(shard_.rank)];
   }
   kernels::KvRows rows_of(const OnGpu<std::byte>& memory) const {
     return {memory.data(), std::int64_t{c_.kv_heads} * c_.dim, c_.dim};
@@ -158,31 +162,31 @@ class LateRows {
     starts_.resize(at(shard_.ranks));
     for (int rank = shard_.ranks - 1; rank >= 0; --rank) {
       starts_[at(rank)] = bytes;
-      const std::int64_t count = count_rows(rows_[at(rank)].stretches);
+      const std::int64_t count = count_rows(rows_[at(rank)]);
       bytes += (count * (query_bytes() + c_.heads * 4) + 15) / 16 * 16;
     }
     there_ = OnGpu<std::byte>(at(bytes));
     for (std::int64_t row = 0; row < rows(); ++row)
       for (int rank = 0; rank < shard_.ranks; ++rank)
-        for (const Stretch& one : rows_[at(rank)].stretches)
+        for (const Stretch& one : rows_[at(rank)])
           if (one.position == row)  // so that they ascend
             places_.stretch[places_.stretches++] = {
                 static_cast<int>(row),
                 there_.data() + starts_[at(rank)] + one.first * query_bytes(),
                 reinterpret_cast<float*>(there_.data() + lse_at(rank)) + one.first,
-                count_rows(rows_[at(rank)].stretches)};
+                count_rows(rows_[at(rank)])};
   }
   /// Where a rank's lse are, in bytes.
   std::int64_t lse_at(int rank) const {
-    return starts_[at(rank)] + count_rows(rows_[at(rank)].stretches) * query_bytes();
+    return starts_[at(rank)] + count_rows(rows_[at(rank)]) * query_bytes();
   }
 
   /// The rows of all ranks, in the order of the sequence.
   Result gathered(Result result) const {
     const std::vector<std::byte> there = there_.values(there_.buffer.bytes());
     for (int rank = 0; rank < shard_.ranks; ++rank) {
-      const std::int64_t count = count_rows(rows_[at(rank)].stretches);
-      for (const Stretch& one : rows_[at(rank)].stretches)
+      const std::int64_t count = count_rows(rows_[at(rank)]);
+      for (const Stretch& one : rows_[at(rank)])
         for (std::int64_t i = 0; i < one.count; ++i) {
           std::copy_n(there.begin() + starts_[at(rank)] + (one.first + i) * query_bytes(),
                       query_bytes(), result.out.begin() + (one.position + i) * query_bytes());
@@ -201,15 +205,35 @@ class LateRows {
   /// What has to be there of own queries and keys.
   void copy_own(cudaStream_t stream) {
     if (others_ == Others::send_all)
-      for (const Stretch& one : own(rows_)) send_rows(one, stream);
+      for (const Stretch& one : own(rows_))
+        copy_heads(q_, all_q_, one, c_.heads, 0, c_.heads, stream);
     for (const Stretch& one : ends_of(own(keys_), KeyArrivals::kMargin))
       for (const auto& [to, from] : {std::pair{&k_, &own_k_}, std::pair{&v_, &own_v_}})
         copy(to->data() + one.position * key_bytes(), from->data() + one.first * key_bytes(),
              one.count * key_bytes(), stream);
   }
-  void send_rows(const Stretch& one, cudaStream_t stream) {
-    const std::int64_t first = one.position * query_bytes();
-    copy(q_.data() + first, all_q_.data() + first, one.count * query_bytes(), stream);
+  /// Copies the heads [begin, end) of `heads` of some rows.
+  void copy_heads(const OnGpu<std::byte>& to, const OnGpu<std::byte>& from, const Stretch& rows,
+                  int heads, int begin, int end, cudaStream_t stream) const {
+    const std::int64_t head = c_.dim * element(), row = heads * head;
+    const std::int64_t first = rows.position * row + begin * head;
+    if (begin == end || rows.count == 0) return;
+    EXPECT_EQ(cudaMemcpy2DAsync(to.data() + first, at(row), from.data() + first, at(row),
+                                at((end - begin) * head), at(rows.count), cudaMemcpyDeviceToDevice,
+                                stream),
+              cudaSuccess);
+  }
+  /// What a rank sends in one piece of heads.
+  void send_heads(std::size_t piece, int rank, cudaStream_t stream) const {
+    const int some = arrivals_.heads_a_piece, group = c_.heads / c_.kv_heads;
+    const int begin = static_cast<int>(piece - 1) * some, end = std::min(begin + some, c_.heads);
+    if (others_ == Others::send_all)
+      for (const Stretch& one : rows_[at(rank)])
+        copy_heads(q_, all_q_, one, c_.heads, begin, end, stream);
+    const auto kv = [&](int head) { return static_cast<int>(divided_up(head, group)); };
+    for (const Stretch& one : keys_[at(rank)])
+      for (const auto& [to, from] : {std::pair{&k_, &all_k_}, std::pair{&v_, &all_v_}})
+        copy_heads(*to, *from, one, c_.kv_heads, kv(begin), kv(end), stream);
   }
 
   void send_word(const OnGpu<std::uint64_t>& said, int rank, cudaStream_t stream) {
@@ -219,16 +243,7 @@ class LateRows {
   }
 
   void send(std::size_t piece, int rank, cudaStream_t stream) {
-    const auto& keys = keys_[at(rank)].portions;
-    const auto& rows = rows_[at(rank)].portions;
-    if (piece > 0 && piece <= keys.size())
-      for (const auto& [to, from] : {std::pair{&k_, &all_k_}, std::pair{&v_, &all_v_}}) {
-        const Stretch& one = keys[piece - 1];
-        copy(to->data() + one.position * key_bytes(), from->data() + one.position * key_bytes(),
-             one.count * key_bytes(), stream);
-      }
-    if (others_ == Others::send_all && piece > 0 && piece <= rows.size())
-      send_rows(rows[piece - 1], stream);
+    if (piece > 0) send_heads(piece, rank, stream);
     const auto index = static_cast<std::int64_t>(piece) * shard_.ranks + rank;
     comm::queue_flags(stream, {{comm::FlagOperation::raise,
                                 reinterpret_cast<std::byte*>(signals_.data() + index)}});
@@ -241,10 +256,10 @@ class LateRows {
   OnGpu<std::byte> q_, k_, v_;  // as the call sees them
   OnGpu<std::byte> all_q_, all_k_, all_v_, own_k_, own_v_;
   OnGpu<std::uint64_t> signals_, words_, report_;
-  std::vector<SentRows> keys_, rows_;  // of each rank
-  std::size_t pieces_ = 0;             // the most portions of one
-  OnGpu<std::byte> there_;             // rows and lse of all ranks
-  std::vector<std::int64_t> starts_;   // of each rank in it
+  StretchesOfRanks keys_, rows_;
+  std::size_t pieces_ = 0;            // in which each rank sends
+  OnGpu<std::byte> there_;            // rows and lse of all ranks
+  std::vector<std::int64_t> starts_;  // of each rank in it
   kernels::RowPlaces places_;
   KeyArrivals arrivals_;
 };

@@ -1,4 +1,4 @@
-// The stretches of keys that a rank has, and the portions in which it sends them.
+// The stretches of rows and keys that ranks have, and the pieces in which they send them.
 #include "src/strategy/shared/sent_rows.hpp"
 
 #include <gtest/gtest.h>
@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <utility>
 #include <vector>
+
+#include "src/strategy/shared/head_shares.hpp"
 
 namespace longspan {
 namespace {
@@ -28,45 +30,6 @@ TEST(Stretches, AreNotTakenWhereThereAreMany) {
   EXPECT_TRUE(stretches_of(Shard::striped(2 * static_cast<int>(kMostStretches), 0, 2), 8));
 }
 
-/// All rows once, from the last of the sequence to the first, in no more portions than may be.
-void expect_portions(const std::vector<Stretch>& stretches, int most) {
-  SCOPED_TRACE(::testing::Message() << stretches.size() << " stretches, " << most << " portions");
-  const std::vector<Stretch> portions = in_portions(stretches, most);
-  EXPECT_LE(portions.size(), std::max(static_cast<std::size_t>(most), stretches.size()));
-  EXPECT_EQ(count_rows(portions), count_rows(stretches));
-  for (std::size_t i = 0; i < portions.size(); ++i) {
-    const Stretch& one = portions[i];
-    EXPECT_GT(one.count, 0);
-    if (i > 0) {
-      EXPECT_LE(one.position + one.count, portions[i - 1].position);
-    }
-    const bool lies_in_one = std::any_of(stretches.begin(), stretches.end(), [&](const Stretch& s) {
-      return one.first >= s.first && one.first + one.count <= s.first + s.count &&
-             one.position - s.position == one.first - s.first;
-    });
-    EXPECT_TRUE(lies_in_one);
-  }
-}
-
-TEST(Stretches, InPortions) {
-  for (int most = 1; most <= 9; ++most) {
-    expect_portions({}, most);
-    expect_portions({{0, 1, 5}}, most);
-    expect_portions({{0, 1000, 0}}, most);
-    expect_portions({{0, 7, 3}, {7, 501, 900}}, most);
-    expect_portions({{0, 100, 600}, {100, 100, 0}, {200, 3, 200}, {203, 40, 300}}, most);
-  }
-}
-
-TEST(Stretches, InPortionsOfOneLength) {
-  const auto portions = in_portions({{0, 400, 0}, {400, 400, 1200}}, 4);
-  ASSERT_EQ(portions.size(), 4u);
-  EXPECT_TRUE(portions[0] == (Stretch{600, 200, 1400}));
-  EXPECT_TRUE(portions[1] == (Stretch{400, 200, 1200}));
-  EXPECT_TRUE(portions[2] == (Stretch{200, 200, 200}));
-  EXPECT_TRUE(portions[3] == (Stretch{0, 200, 0}));
-}
-
 TEST(Stretches, TheirEnds) {
   const std::vector<Stretch> ends = ends_of({{0, 20, 100}, {20, 21, 500}, {41, 3, 7}}, 10);
   ASSERT_EQ(ends.size(), 4u);
@@ -76,12 +39,10 @@ TEST(Stretches, TheirEnds) {
   EXPECT_TRUE(ends[3] == (Stretch{41, 3, 7}));
 }
 
-/// Own stretches stand whole in the list, with their rows; the portions of others with the signal
-/// of the rank in the row of their piece.
+/// Own stretches stand in the list with their rows, and those of others with their rank.
 TEST(SentRows, AreListedFromTheLastOfTheSequenceToTheFirst) {
-  const std::vector<SentRows> ranks = {
-      {{{0, 100, 0}, {100, 100, 300}}, 2}, {{{0, 100, 100}, {100, 100, 200}}, 4}, {{}, 2}};
-  EXPECT_EQ(most_portions(ranks), 4u);
+  const StretchesOfRanks ranks = {
+      {{0, 100, 0}, {100, 100, 300}}, {{0, 100, 100}, {100, 100, 200}}, {}};
   kernels::KeyArrivals::Portion list[kernels::KeyArrivals::kMostPortions] = {};
   const auto expect = [&](int own, const std::vector<std::pair<int, int>>& expected) {
     ASSERT_EQ(list_portions(ranks, own, list), static_cast<int>(expected.size()));
@@ -90,10 +51,64 @@ TEST(SentRows, AreListedFromTheLastOfTheSequenceToTheFirst) {
       EXPECT_EQ(list[i].place, expected[i].second) << i;
     }
   };
-  // Pieces 1, 2, ... of rank p are signals 3 + p, 6 + p, ...
-  expect(0, {{300, 100}, {250, ~4}, {200, ~7}, {150, ~10}, {100, ~13}, {0, 0}});
-  expect(1, {{300, ~3}, {200, 100}, {100, 0}, {0, ~6}});
-  expect(2, {{300, ~3}, {250, ~4}, {200, ~7}, {150, ~10}, {100, ~13}, {0, ~6}});
+  expect(0, {{300, 100}, {200, ~1}, {100, ~1}, {0, 0}});
+  expect(1, {{300, ~0}, {200, 100}, {100, 0}, {0, ~0}});
+  expect(2, {{300, ~0}, {200, ~1}, {100, ~1}, {0, ~0}});
+}
+
+TEST(SentRows, GoInMorePiecesTheMoreBytesTheyHave) {
+  int last = 1;
+  for (double bytes = 0; bytes < 1e12; bytes = bytes * 2 + 1) {
+    const int pieces = pieces_of_bytes(bytes);
+    EXPECT_GE(pieces, last);
+    EXPECT_LE(pieces, kernels::KeyArrivals::kMostPieces);
+    last = pieces;
+  }
+  EXPECT_EQ(pieces_of_bytes(0), 1);
+  EXPECT_EQ(last, kernels::KeyArrivals::kMostPieces);
+}
+
+/// All heads of every rank once, in order, and each kv head not after the first head that reads it.
+TEST(HeadPieces, BringEveryHeadOnce) {
+  for (int group = 1; group <= 5; ++group)
+    for (int kv_heads = 1; kv_heads <= 6; ++kv_heads)
+      for (int ranks = 1; ranks <= std::min(group * kv_heads, 8); ++ranks)
+        for (int most = 1; most <= 8; ++most) {
+          SCOPED_TRACE(::testing::Message()
+                       << group << " " << kv_heads << " " << ranks << " " << most);
+          const int heads = group * kv_heads;
+          const HeadPieces pieces(most_heads(heads, kv_heads, ranks).query, group, most, false);
+          ASSERT_LE(pieces.count, most);
+          for (int rank = 0; rank < ranks; ++rank) {
+            const HeadShare share = head_share(heads, kv_heads, rank, ranks);
+            HeadRange query{share.query.begin, share.query.begin},
+                kv{share.kv.begin, share.kv.begin};
+            for (int i = 0; i < pieces.count; ++i) {
+              const HeadShare part = pieces.of(share, i);
+              ASSERT_EQ(part.query.begin, query.end);
+              ASSERT_EQ(part.kv.begin, part.query.size() > 0 ? kv.end : part.kv.end);
+              query.end = part.query.end;
+              if (part.query.size() > 0) kv.end = part.kv.end;
+              for (int head = part.query.begin; head < part.query.end; ++head) {
+                ASSERT_EQ((head - share.query.begin) / pieces.heads, i);
+                ASSERT_LT(head / group, kv.end) << "it has not come yet";
+              }
+            }
+            ASSERT_EQ(query.end, share.query.end);
+            ASSERT_EQ(kv.end, share.kv.end);
+          }
+        }
+}
+
+TEST(HeadPieces, OfWholeGroups) {
+  const HeadPieces pieces(12, 4, 2, true);
+  EXPECT_EQ(pieces.heads, 8);
+  EXPECT_EQ(pieces.count, 2);
+  const HeadShare all{{0, 12}, {0, 3}};
+  EXPECT_EQ(pieces.of(all, 0).kv.end, 2);
+  EXPECT_EQ(pieces.of(all, 1).kv.begin, 2);
+  EXPECT_EQ(pieces.of(all, 1).kv.end, 3);
+  EXPECT_EQ(HeadPieces(4, 4, 8, true).count, 1) << "one kv head";
 }
 
 }  // namespace

@@ -54,12 +54,13 @@ struct Call {
                         // sequences lie apart, q has the heads of one behind those of the other
   AttendParams params;
   Finished finished;
-  unsigned slots;       // tiles of query rows over the batch, some of them empty
-  unsigned section;     // heads walked together, so that their keys and values stay in L2
-  unsigned work_tiles;  // slots x heads
-  unsigned own_slots;   // the first slots, whose rows see no key that still comes: they go first
-  int least_rows;       // this launch leaves out sequences of fewer query rows
-  unsigned* next;       // counts the work tiles taken beyond the first of each block
+  unsigned slots;        // tiles of query rows over the batch, some of them empty
+  unsigned section;      // heads walked together, so that their keys and values stay in L2
+  unsigned first_heads;  // a section ahead of the others: those that come first; or 0
+  unsigned work_tiles;   // slots x heads
+  unsigned own_slots;    // the first slots, whose rows see no key that still comes: they go first
+  int least_rows;        // this launch leaves out sequences of fewer query rows
+  unsigned* next;        // counts the work tiles taken beyond the first of each block
   Softcap softcap;
   CUtensorMap own_k, own_v;  // as k and v, of arrivals.k and v
   KeyArrivals arrivals;      // or none: then all keys are there

@@ -123,6 +123,8 @@ void launch_call(Call& call, const AttendParams& params, const Finished& finishe
   call.section = section_of(params, call.slots, attribute(cudaDevAttrMultiProcessorCount));
   call.work_tiles = call.slots * static_cast<unsigned>(params.heads);
   call.own_slots = own_slots_of<T>(params);
+  if (call.arrivals && call.arrivals.heads_a_piece < params.heads)
+    call.first_heads = static_cast<unsigned>(call.arrivals.heads_a_piece);
   call.next = reinterpret_cast<unsigned*>(params.ticket);
   if (call.next == nullptr) {
     call.next = reinterpret_cast<unsigned*>(params.scratch);

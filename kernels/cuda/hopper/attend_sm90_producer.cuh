@@ -42,6 +42,7 @@ class Producer {
       const WorkTile& tile = shared_.work[work.stage];
       const int tiles = tile.tiles, row = tile.query_row, head = tile.query_head, rows = tile.rows;
       kv_head_ = tile.kv_head;
+      signals_ = call_.arrivals.signals_of(tile.head);
       first_seen_ = tile.first_key + tile.some.begin;
       portion_ = 0;
       int key = tile.first_key + tile.some.end;
@@ -119,9 +120,10 @@ class Producer {
 
   __device__ __forceinline__ void await_portion(const KeyArrivals::Portion& portion) {
     if (portion.is_own()) return;
-    const std::uint64_t bit = std::uint64_t{1} << (portion.signal() - call_.arrivals.ranks);
+    const int signal = signals_ + portion.rank();
+    const std::uint64_t bit = std::uint64_t{1} << (signal - call_.arrivals.ranks);
     if ((arrived_ & bit) != 0) return;
-    await_signal(call_.arrivals, portion.signal());
+    await_signal(call_.arrivals, signal);
     arrived_ |= bit;
   }
 
@@ -144,6 +146,7 @@ class Producer {
   PipelineState<T::kEightBits ? 1 : T::kStages> v_;
   int kv_head_;
   int first_seen_;             // of the keys, by some row of the work tile
+  int signals_;                // of KeyArrivals, for the work tile's head
   int portion_ = 0;            // of KeyArrivals, that has the last key of the tile found last
   std::uint64_t arrived_ = 0;  // a bit for each signal behind the words
 };

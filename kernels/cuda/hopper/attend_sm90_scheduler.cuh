@@ -20,19 +20,24 @@ __device__ int first_slot(const Batch& batch, int b) {
 /// Finds the index-th work tile and returns its sequence. Work tiles stand in sections of
 /// heads, in each the slots from the last (the longest under a causal mask) to the first, in each
 /// slot the section's heads. Ahead of all sections are the slots that wait for no other rank's
-/// keys.
+/// keys, and then the heads that come first.
 template <class T>
 __device__ int find_work_tile(const Call& call, unsigned index, WorkTile& tile) {
   const AttendParams& params = call.params;
-  unsigned slots = call.own_slots, section = params.heads, below = 0;
+  unsigned slots = call.own_slots, section = params.heads, below = 0, first_head = 0;
   if (index >= slots * section) {
     index -= slots * section;
     below = slots;
     slots = call.slots - slots;
-    section = call.section;
+    section = call.first_heads;
+    if (index >= slots * section) {
+      index -= slots * section;
+      first_head = section;
+      section = call.section;
+    }
   }
   const unsigned section_tiles = slots * section;
-  const unsigned first_head = index / section_tiles * section;
+  first_head += index / section_tiles * section;
   const unsigned heads = min(section, params.heads - first_head);
   const unsigned rest = index % section_tiles;
   tile.head = static_cast<int>(first_head + rest % heads);

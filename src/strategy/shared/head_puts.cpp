@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
@@ -14,6 +15,13 @@ using kernels::RowPlaces;
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
+
+/// Of all heads of a rank's rows, which have so many bytes. Where that is little, one piece: then
+/// nothing computes beside the exchange, which takes no longer than what more pieces cost.
+HeadPieces pieces_of_heads(int heads, int kv_heads, int ranks, double bytes) {
+  return {most_heads(heads, kv_heads, ranks).query, heads / kv_heads, pieces_of_bytes(bytes),
+          false};
+}
 
 /// A tensor [rows, heads, columns], dense, of which blocks of some rows and some heads are moved.
 struct DenseRows {
@@ -45,11 +53,15 @@ struct Travelling {
   std::byte* whole;
   HeadRange HeadShare::*range;
 
-  /// The copy of rows to the rank of that share, or to the same place here.
+  /// The copy of rows of some heads to the rank of a share, which has those among its own, or to
+  /// the same place here.
+  StridedCopy copy(const Stretch& rows, const HeadShare& some, const HeadShare& share) const {
+    const HeadRange heads = some.*range, all = share.*range;
+    return block(own, rows.first, heads.begin, {whole, all.size(), own.head_bytes}, rows.position,
+                 heads.begin - all.begin, rows.count, heads.size());
+  }
   StridedCopy copy(const Stretch& rows, const HeadShare& share) const {
-    const HeadRange heads = share.*range;
-    return block(own, rows.first, heads.begin, {whole, heads.size(), own.head_bytes}, rows.position,
-                 0, rows.count, heads.size());
+    return copy(rows, share, share);
   }
   std::int64_t row_bytes(const HeadShare& share) const {
     return (share.*range).size() * own.head_bytes;
@@ -75,16 +87,16 @@ Operands operands_of(const Layer& layer, const HeadExchange& exchange, const Run
 
 }  // namespace
 
-/// Which rank has which rows and keys, and where this rank's own are.
+/// Which rank has which rows and keys, where this rank's own are, and in how many pieces they go.
 struct HeadPuts::Way {
-  std::vector<SentRows> rows, keys;     // of each rank
-  std::int64_t tokens = 0, length = 0;  // of the sequence: rows, and keys
+  StretchesOfRanks rows, keys;
+  std::int64_t tokens, length;  // of the sequence: rows, and keys
+  HeadPieces heads;
   Operands own = {};
 
-  std::int64_t rows_of(int rank) const { return count_rows(rows[at(rank)].stretches); }
-  std::size_t portions() const { return std::max(most_portions(rows), most_portions(keys)); }
-  /// What ranks say of the run, and the portions.
-  int pieces() const { return 1 + static_cast<int>(portions()); }
+  std::int64_t rows_of(int rank) const { return count_rows(rows[at(rank)]); }
+  /// What ranks say of the run, and the heads.
+  int pieces() const { return 1 + heads.count; }
 };
 
 HeadPuts::HeadPuts(const Layer& layer, HeadExchange& exchange)
@@ -111,24 +123,24 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
   if (!is_open() || !is_one_known_sequence(arrays) || arrays.queries.length > kMost ||
       arrays.keys.length > kMost)
     return std::nullopt;
-  Way way;
-  way.tokens = arrays.queries.length;
-  way.length = arrays.keys.length;
   const kernels::AttendParams& all = layer_.bounds;
   const std::int64_t row_bytes = std::int64_t{all.heads} * all.head_dim * bytes_of(all.q_dtype);
   const std::int64_t key_bytes =
       std::int64_t{all.kv_heads} * (all.head_dim + all.value_dim) * bytes_of(all.kv_dtype);
+  StretchesOfRanks all_rows, all_keys;
+  std::int64_t most_bytes = 0;  // that a rank has
   for (int p = 0; p < ranks(); ++p) {
-    const auto rows = stretches_of(arrays.queries.with_rank(p), way.tokens);
-    const auto keys = stretches_of(arrays.keys.with_rank(p), way.length);
+    const auto rows = stretches_of(arrays.queries.with_rank(p), arrays.queries.length);
+    const auto keys = stretches_of(arrays.keys.with_rank(p), arrays.keys.length);
     // Rows that a rank has no room for are refused there, and must not be put either.
     if (!rows || !keys || count_rows(*rows) > layer_.options.limits.max_tokens) return std::nullopt;
-    const int most = count_portions(
-        static_cast<double>(count_rows(*rows) * row_bytes + count_rows(*keys) * key_bytes));
-    way.rows.emplace_back(*rows, most);
-    way.keys.emplace_back(*keys, most);
+    most_bytes =
+        std::max(most_bytes, count_rows(*rows) * row_bytes + count_rows(*keys) * key_bytes);
+    all_rows.push_back(*rows);
+    all_keys.push_back(*keys);
   }
-  return way;
+  return Way{std::move(all_rows), std::move(all_keys), arrays.queries.length, arrays.keys.length,
+             pieces_of_heads(all.heads, all.kv_heads, ranks(), static_cast<double>(most_bytes))};
 }
 
 bool HeadPuts::queue(Run& run) const {
@@ -157,9 +169,9 @@ bool HeadPuts::queue(Run& run) const {
   queue_beside(
       layer_.comm, run.stream, 1,
       [&] { copy_own(run, way, begins ? KeyArrivals::kMargin : way.length); },
-      [&] { first = bring(run, way, Portions::first); });
+      [&] { first = bring(run, way, Which::first); });
   first.wait(run.stream);
-  comm::Transfers rest = bring(run, way, Portions::rest);
+  comm::Transfers rest = bring(run, way, Which::rest);
   if (!begins) rest.wait(run.stream);
   run.enter(Phase::attend);
   run.attend_to(run.merge, Phase::exchange, layer_.kernels);
@@ -177,6 +189,7 @@ KeyArrivals HeadPuts::arrivals_of(const Run& run, const Way& way) const {
   arrivals.signals = layer_.comm.lower_signals(receive_buffer_.get(), way.pieces(), run.stream);
   arrivals.rank = rank();
   arrivals.ranks = ranks();
+  arrivals.heads_a_piece = way.heads.heads;
   const auto own_heads = [&](const DenseRows& rows, int dim) {
     return kernels::KvRows(rows.at(0, exchange_.share().kv.begin), std::int64_t{rows.heads} * dim,
                            dim);
@@ -197,7 +210,7 @@ RowPlaces HeadPuts::places_of(const Way& way) const {
   RowPlaces places;
   for (int p = 0; p < ranks(); ++p) {
     auto* const lse = reinterpret_cast<float*>(layer_.comm.place_at(lse_, p));
-    for (const Stretch& one : way.rows[at(p)].stretches)
+    for (const Stretch& one : way.rows[at(p)])
       places.stretch[places.stretches++] = {
           static_cast<int>(one.position), layer_.comm.place_at(place.at(one.first, first_head), p),
           lse + first_head * way.rows_of(p) + one.first, way.rows_of(p)};
@@ -230,39 +243,43 @@ void HeadPuts::end_where_rows_leave(Run& run, const Way& way) const {
 /// the attention finds no place before that is done.
 void HeadPuts::copy_own(const Run& run, const Way& way, std::int64_t most_keys) const {
   std::vector<StridedCopy> copies;
-  for (const Stretch& one : way.rows[at(rank())].stretches)
+  for (const Stretch& one : way.rows[at(rank())])
     copies.push_back(way.own.q.copy(one, exchange_.share()));
-  for (const Stretch& one : ends_of(way.keys[at(rank())].stretches, most_keys))
+  for (const Stretch& one : ends_of(way.keys[at(rank())], most_keys))
     for (const Travelling* keys : {&way.own.k, &way.own.v})
       copies.push_back(keys->copy(one, exchange_.share()));
   if (!copies.empty()) layer_.rows.copy_rows(copies, run.stream);
 }
 
-/// Puts portions of this rank's rows and keys to the others. The first one goes by a kernel, with
-/// what this rank says of the run; the others go by copy engines, a piece each. Among those pieces
-/// the ones of what has come with the first portion are empty: a signal says that it is there.
-comm::Transfers HeadPuts::bring(const Run& run, const Way& way, Portions which) const {
-  const bool first = which == Portions::first;
-  const HeadShare& share = exchange_.share();
+/// Puts this rank's rows and keys to the others, some heads after the other. The first ones go by a
+/// kernel, with what this rank says of the run; the others go by copy engines, a piece each. Among
+/// those pieces the ones of what has come with the first are empty: a signal says that it is there.
+comm::Transfers HeadPuts::bring(const Run& run, const Way& way, Which which) const {
+  const bool first = which == Which::first;
   comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = first ? 0 : way.pieces()};
   if (first) puts.copier = copier();
-  std::int64_t received = 0;
+  const int begin = first ? 0 : 1, end = first ? 1 : way.heads.count;
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();
     if (first) puts.puts.push_back(put_of_word(words_ + rank(), to));
-    const auto move = [&](const std::vector<SentRows>& sent, const Travelling& rows) {
-      const auto& leaving = sent[at(rank())].portions;
-      const auto& coming = sent[at(to)].portions;
-      const std::size_t begin = first ? 0 : 1, end = first ? 1 : way.portions();
-      for (std::size_t i = begin; i < std::min(end, leaving.size()); ++i)
-        puts.puts.push_back({to, rows.copy(leaving[i], exchange_.share_of(to)),
-                             first ? 0 : 1 + static_cast<int>(i)});
-      for (std::size_t i = begin; i < std::min(end, coming.size()); ++i)
-        received += coming[i].count * rows.row_bytes(share);
-    };
-    move(way.rows, way.own.q);
-    move(way.keys, way.own.k);
-    move(way.keys, way.own.v);
+    for (int piece = begin; piece < end; ++piece) {
+      const HeadShare share = exchange_.share_of(to), some = way.heads.of(share, piece);
+      const auto put = [&](const std::vector<Stretch>& rows, const Travelling& tensor) {
+        for (const Stretch& one : rows)
+          puts.puts.push_back({to, tensor.copy(one, some, share), first ? 0 : 1 + piece});
+      };
+      put(way.rows[at(rank())], way.own.q);
+      put(way.keys[at(rank())], way.own.k);
+      put(way.keys[at(rank())], way.own.v);
+    }
+  }
+  std::int64_t received = 0;
+  for (int piece = begin; piece < end; ++piece) {
+    const HeadShare some = way.heads.of(exchange_.share(), piece);
+    const std::int64_t others_rows = way.tokens - way.rows_of(rank()),
+                       others_keys = way.length - count_rows(way.keys[at(rank())]);
+    received += others_rows * way.own.q.row_bytes(some) +
+                others_keys * (way.own.k.row_bytes(some) + way.own.v.row_bytes(some));
   }
   puts.received = at(received);
   return layer_.comm.start_puts(puts, run.stream, "exchange of rows and keys by heads");
@@ -289,7 +306,7 @@ comm::Transfers HeadPuts::take_back(const Run& run, const Way& way, bool are_the
   for (int distance = 0; distance < ranks() && !are_there; ++distance) {
     const int to = (rank() + distance) % ranks();
     const std::int64_t theirs = way.rows_of(to);
-    for (const Stretch& one : way.rows[at(to)].stretches) {
+    for (const Stretch& one : way.rows[at(to)]) {
       puts.puts.push_back({to, block(rows, one.position, 0, place, one.first, share.query.begin,
                                      one.count, slot.heads)});
       // An lse is one row of a head.
@@ -318,20 +335,20 @@ void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergePa
   layer_.rows.pack_outputs(place, run.stream);
 }
 
-/// Beside the first portion nothing computes; the exchange of the others goes on beside the
+/// Beside the first heads nothing computes; the exchange of the others goes on beside the
 /// attention, and so do the finished rows.
 RunCost head_puts_cost(const Options& options, int ranks, const RunSize& size) {
   RunCost cost = head_exchange_cost(options, ranks, size);
   const double row = 1.0 * options.heads * options.head_dim * size_of(options.dtypes.of_query());
-  const int portions =
-      count_portions(size.most_tokens * row +
-                     most_keys_of_a_rank(options.keys, size.keys, ranks) * key_row_bytes(options));
+  const double sent = size.most_tokens * row +
+                      most_keys_of_a_rank(options.keys, size.keys, ranks) * key_row_bytes(options);
+  const int pieces = pieces_of_heads(options.heads, options.kv_heads, ranks, sent).count;
   const double results = size.most_tokens * options.heads *
                          (options.of_values() * size_of(options.dtypes.of_out()) + sizeof(float));
   const double operands = cost.received_bytes - results * (ranks - 1) / ranks;
   cost.workspace_bytes += results;
   if (size.tokens >= KeyArrivals::kLeastRows)
-    cost.overlapped_bytes = cost.received_bytes - operands / portions;
+    cost.overlapped_bytes = cost.received_bytes - operands / pieces;
   cost.messages = cost.peer_messages = 2;
   cost.copied_bytes = 2 * results;
   return cost;

@@ -1,16 +1,18 @@
 // The exchange by heads between GPUs that reach each other, for one sequence, beside the attention:
 //
-//     a kernel       portion 0 comes
-//     copy engines                     portion 1    portion 2   ...
-//     attention                        ............................ its rows end at their owners
+//     a kernel       the first heads come
+//     copy engines                         the next heads    the next ...
+//     attention                            ............................ its rows end at their
+//     owners
 //
 // A rank puts its rows of queries, keys and values straight to where the heads' rank attends to
-// them in whole sequences: nothing is packed. The first portion, beside which nothing computes, is
+// them in whole sequences: nothing is packed. The first heads, beside which nothing computes, are
 // put by a kernel; all others by copy engines, while one attention with all of the rank's heads
-// waits on the GPU for what it reads next (kernels::KeyArrivals). It stores finished rows where
-// their owners have them, and one copy there makes the result. Where the kernel of a run cannot
-// wait, or store rows at other ranks, the run waits for all portions first, and puts rows back when
-// all are finished; what ranks say to each other is the same.
+// begins with those that are there, and waits on the GPU for what it reads next
+// (kernels::KeyArrivals). It stores finished rows where their owners have them, and one copy there
+// makes the result. Where the kernel of a run cannot wait, or store rows at other ranks, the run
+// waits for all heads first, and puts rows back when all are finished; what ranks say to each other
+// is the same.
 //
 // Each of P ranks gets 1 / P of the heads, as with HeadExchange, which moves what this does not
 // take.
@@ -55,8 +57,8 @@ class HeadPuts {
   void end_where_rows_leave(Run& run, const Way& way) const;
 
   void copy_own(const Run& run, const Way& way, std::int64_t most_keys) const;
-  enum class Portions { first, rest };
-  comm::Transfers bring(const Run& run, const Way& way, Portions which) const;
+  enum class Which { first, rest };
+  comm::Transfers bring(const Run& run, const Way& way, Which which) const;
   comm::Transfers take_back(const Run& run, const Way& way, bool are_there) const;
   comm::Copier copier() const;
   void put_result(const Run& run, const Way& way, const kernels::MergeParams& asked) const;

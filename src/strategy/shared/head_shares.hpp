@@ -1,8 +1,11 @@
 // Which heads each rank attends with, where ranks share the work by heads: some query heads, and
-// the kv heads that these read.
+// the kv heads that these read; and the pieces in which heads come to a rank.
 #pragma once
 
+#include <algorithm>
+
 #include "longspan/options.hpp"
+#include "src/divided_up.hpp"
 
 namespace longspan {
 
@@ -42,6 +45,32 @@ constexpr MostHeads most_heads(int heads, int kv_heads, int ranks) {
   }
   return most;
 }
+
+/// The pieces in which a rank's heads come to it, one after the other.
+struct HeadPieces {
+  int group;  // query heads that read one kv head
+  int heads;  // query heads in a piece
+  int count;  // of the rank that gets most
+
+  /// Divides up to `most` query heads of a rank into at most `pieces`; `whole_groups` leaves groups
+  /// together.
+  constexpr HeadPieces(int most, int of_group, int pieces, bool whole_groups) : group(of_group) {
+    const int unit = whole_groups ? group : 1;
+    heads = static_cast<int>(divided_up(divided_up(most, unit), pieces)) * unit;
+    count = static_cast<int>(divided_up(most, heads));
+  }
+
+  /// The heads of a share that come in the piece: some query heads, and the kv heads that these are
+  /// the first to read.
+  constexpr HeadShare of(const HeadShare& share, int piece) const {
+    const HeadRange query{std::min(share.query.begin + piece * heads, share.query.end),
+                          std::min(share.query.begin + (piece + 1) * heads, share.query.end)};
+    const auto kv = [&](int head) {
+      return head == share.query.begin ? share.kv.begin : static_cast<int>(divided_up(head, group));
+    };
+    return {query, {kv(query.begin), kv(query.end)}};
+  }
+};
 
 /// Whether every rank attends with the heads that results by heads give it.
 constexpr bool are_result_heads(int heads, int kv_heads, int ranks) {

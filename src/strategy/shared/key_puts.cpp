@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
@@ -10,8 +11,16 @@ namespace longspan {
 
 using kernels::KeyArrivals;
 
-/// Of an exchange: what ranks say of the run, the portions, and keys that nobody sees.
-int KeyPuts::count_pieces(const Ways& ways) { return 2 + static_cast<int>(most_portions(ways)); }
+/// Which keys each rank has, and in which pieces they go.
+struct KeyPuts::Ways {
+  StretchesOfRanks keys;
+  HeadShare all;  // heads
+  HeadPieces heads;
+
+  const std::vector<Stretch>& of(int rank) const { return keys[static_cast<std::size_t>(rank)]; }
+  /// What ranks say of the run, the heads, and keys that nobody sees.
+  int pieces() const { return 2 + heads.count; }
+};
 
 KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows)
     : layer_(layer), keys_(keys) {
@@ -27,20 +36,26 @@ std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
   if (!is_open() || !is_one_known_sequence(arrays) ||
       arrays.keys.length > std::numeric_limits<std::int32_t>::max())
     return std::nullopt;
-  Ways ways;
+  StretchesOfRanks keys;
+  std::int64_t most = 0;  // keys of a rank
   for (int p = 0; p < ranks(); ++p) {
-    auto keys = stretches_of(arrays.keys.with_rank(p), arrays.keys.length);
-    if (!keys) return std::nullopt;
-    const std::int64_t bytes = count_rows(*keys) * (keys_.key_bytes() + keys_.value_bytes());
-    ways.emplace_back(*keys, count_portions(static_cast<double>(bytes)));
+    auto found = stretches_of(arrays.keys.with_rank(p), arrays.keys.length);
+    if (!found) return std::nullopt;
+    most = std::max(most, count_rows(*found));
+    keys.push_back(*std::move(found));
   }
-  return ways;
+  const int heads = layer_.bounds.heads, kv_heads = layer_.bounds.kv_heads;
+  return Ways{
+      std::move(keys),
+      {{0, heads}, {0, kv_heads}},
+      pieces_of_keys(heads, kv_heads,
+                     static_cast<double>(most * (keys_.key_bytes() + keys_.value_bytes())))};
 }
 
 bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
   const std::optional<Ways> ways = ways_of(run);
   if (!ways) return false;
-  const std::vector<Stretch>& stretches = (*ways)[static_cast<std::size_t>(rank())].stretches;
+  const std::vector<Stretch>& stretches = ways->of(rank());
   run.compare_in(words_, rank());
   run.say_to(layer_.kernels);
   keys_.begin(run);
@@ -70,13 +85,13 @@ bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
 /// raises them.
 KeyArrivals KeyPuts::arrivals_of(const Run& run, const Ways& ways, const KeyBlock& own) const {
   KeyArrivals arrivals;
-  arrivals.signals =
-      layer_.comm.lower_signals(receive_buffer_.get(), count_pieces(ways), run.stream);
+  arrivals.signals = layer_.comm.lower_signals(receive_buffer_.get(), ways.pieces(), run.stream);
   arrivals.rank = rank();
   arrivals.ranks = ranks();
   arrivals.k = keys_.keys_in(own);
   arrivals.v = keys_.values_in(own);
-  arrivals.portions = list_portions(ways, rank(), arrivals.portion);
+  arrivals.heads_a_piece = ways.heads.heads;
+  arrivals.portions = list_portions(ways.keys, rank(), arrivals.portion);
   return arrivals;
 }
 
@@ -96,32 +111,44 @@ void KeyPuts::copy_own(const Run& run, const std::vector<Stretch>& stretches, co
   if (!copies.empty()) layer_.rows.copy_rows(copies, run.stream);
 }
 
-/// Puts this rank's word and its keys to all others, piece by piece (KeyArrivals). Keys that no row
-/// there sees go last, as a piece of their own that nobody waits for.
+/// Puts this rank's word and its keys to all others, some heads after the other (KeyArrivals). Keys
+/// that no row there sees go last, as a piece of their own that nobody waits for.
 comm::Transfers KeyPuts::start(const Run& run, const Ways& ways, const KeyBlock& own) const {
-  const SentRows& way = ways[static_cast<std::size_t>(rank())];
-  comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = count_pieces(ways)};
+  comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = ways.pieces()};
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();
     puts.puts.push_back(put_of_word(words_ + rank(), to));
     const Interval seen = keys_seen(run, layer_.kernels.device(), to);
-    int piece = 0;
-    for (const Stretch& one : way.portions) {
-      ++piece;
+    for (const Stretch& one : ways.of(rank())) {
       const bool is_seen = one.position < seen.end && one.position + one.count > seen.begin;
-      const auto put = [&](const std::byte* from, std::byte* place, std::int64_t bytes) {
+      const auto put = [&](int piece, const HeadRange& heads, const std::byte* from,
+                           std::byte* place, std::int64_t bytes) {
+        const std::int64_t head = bytes / layer_.bounds.kv_heads;
         puts.puts.push_back({to,
-                             {from + one.first * bytes, place + one.position * bytes, bytes, bytes,
-                              bytes, one.count},
-                             is_seen ? piece : puts.pieces - 1});
+                             {from + one.first * bytes + heads.begin * head,
+                              place + one.position * bytes + heads.begin * head, bytes, bytes,
+                              heads.size() * head, one.count},
+                             piece});
       };
-      put(own.k, whole_.k, keys_.key_bytes());
-      put(own.v, whole_.v, keys_.value_bytes());
+      const auto put_keys = [&](int piece, const HeadRange& heads) {
+        put(piece, heads, own.k, whole_.k, keys_.key_bytes());
+        put(piece, heads, own.v, whole_.v, keys_.value_bytes());
+      };
+      if (!is_seen) {
+        put_keys(puts.pieces - 1, ways.all.kv);
+        continue;
+      }
+      for (int i = 0; i < ways.heads.count; ++i) put_keys(1 + i, ways.heads.of(ways.all, i).kv);
     }
   }
-  const std::int64_t others = run.arrays.keys.length - count_rows(way.stretches);
+  const std::int64_t others = run.arrays.keys.length - count_rows(ways.of(rank()));
   puts.received = static_cast<std::size_t>(others * (keys_.key_bytes() + keys_.value_bytes()));
   return layer_.comm.start_puts(puts, run.stream, "exchange of keys and values");
+}
+
+/// Two pieces at least: the heads of the first are attended to while the others come.
+HeadPieces pieces_of_keys(int heads, int kv_heads, double bytes) {
+  return {heads, heads / kv_heads, std::max(pieces_of_bytes(bytes), 2), true};
 }
 
 }  // namespace longspan

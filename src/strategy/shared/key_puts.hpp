@@ -1,13 +1,13 @@
 // Keys and values of all ranks, put by each rank straight to where every other has the whole
 // sequence, between GPUs that reach each other:
 //
-//     copy engines   piece 0 comes    piece 1    ...
+//     copy engines   the first heads come    the next ones    ...
 //     attention      ................................   waits on the GPU for what it reads next
 //
-// Own keys are read where they lie. Work tiles that see no others go first, and the rest begin with
-// the keys around their rows, which are mostly own ones, so that there is work from the start. They
-// walk to the first key of the sequence, and so the last keys leave first. Where the kernel of a
-// run cannot wait for pieces, the run waits for all of them first.
+// Own keys are read where they lie. Work tiles that see no others go first, and then those of the
+// heads that come first. They begin with the keys around their rows, which are mostly own ones, so
+// that there is work from the start. Where the kernel of a run cannot wait for pieces, the run
+// waits for all of them first.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@
 #include <optional>
 #include <vector>
 
+#include "src/strategy/shared/head_shares.hpp"
 #include "src/strategy/shared/sent_rows.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
@@ -39,12 +40,10 @@ class KeyPuts {
   bool queue(Run& run, const KeyBlock& copied) const;
 
  private:
-  using Ways = std::vector<SentRows>;  // of each rank
+  struct Ways;  // of a run
 
   int ranks() const { return layer_.comm.size(); }
   int rank() const { return layer_.comm.rank(); }
-
-  static int count_pieces(const Ways& ways);
 
   std::optional<Ways> ways_of(const Run& run) const;
   kernels::KeyArrivals arrivals_of(const Run& run, const Ways& ways, const KeyBlock& own) const;
@@ -59,5 +58,8 @@ class KeyPuts {
   std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run
   ExchangeInfo info_;
 };
+
+/// The pieces in which keys of `bytes` leave a rank.
+HeadPieces pieces_of_keys(int heads, int kv_heads, double bytes);
 
 }  // namespace longspan

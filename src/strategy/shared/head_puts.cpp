@@ -349,7 +349,7 @@ RunCost head_puts_cost(const Options& options, int ranks, const RunSize& size) {
   cost.workspace_bytes += results;
   if (size.tokens >= KeyArrivals::kLeastRows)
     cost.overlapped_bytes = cost.received_bytes - operands / pieces;
-  cost.messages = cost.peer_messages = 2;
+  cost.messages = cost.peer_messages = 2 + (pieces - 1) * (ranks - 1);  // copies that each begin
   cost.copied_bytes = 2 * results;
   return cost;
 }

@@ -184,9 +184,8 @@ std::string RunDescription::text_of(const Array& array, Digests digests,
 NamedValues RunDescription::text(const std::uint64_t* words, std::uint64_t stamp) const {
   Digests digests = Digests::none;
   if (words != nullptr) {  // a GPU may still write them
-    const std::uint64_t found =
-        *static_cast<const volatile std::uint64_t*>(words + array_count_ + 1);
-    std::atomic_thread_fence(std::memory_order_acquire);
+    std::uint64_t& last = const_cast<std::uint64_t*>(words)[array_count_ + 1];
+    const std::uint64_t found = std::atomic_ref(last).load(std::memory_order_acquire);
     digests = found == stamp ? Digests::there : Digests::awaited;
   }
   NamedValues named;

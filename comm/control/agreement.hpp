@@ -22,8 +22,9 @@ struct RunName {
   bool operator==(const RunName&) const = default;
 };
 
-/// The value of what a rank cannot tell yet, which differs from no other value.
-inline constexpr char kNotKnown[] = "not known yet";
+/// The value of what a rank cannot tell yet, which differs from no other value. It is the SUB of
+/// ASCII, which no text of a caller is.
+inline constexpr char kNotKnown[] = "\x1a";
 
 class RunLog {
  public:

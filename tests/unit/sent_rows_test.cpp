@@ -90,7 +90,7 @@ TEST(HeadPieces, BringEveryHeadOnce) {
               query.end = part.query.end;
               if (part.query.size() > 0) kv.end = part.kv.end;
               for (int head = part.query.begin; head < part.query.end; ++head) {
-                ASSERT_EQ((head - share.query.begin) / pieces.heads, i);
+                ASSERT_EQ((head - share.query.begin) / pieces.size, i);
                 ASSERT_LT(head / group, kv.end) << "it has not come yet";
               }
             }
@@ -102,7 +102,7 @@ TEST(HeadPieces, BringEveryHeadOnce) {
 
 TEST(HeadPieces, OfWholeGroups) {
   const HeadPieces pieces(12, 4, 2, true);
-  EXPECT_EQ(pieces.heads, 8);
+  EXPECT_EQ(pieces.size, 8);
   EXPECT_EQ(pieces.count, 2);
   const HeadShare all{{0, 12}, {0, 3}};
   EXPECT_EQ(pieces.of(all, 0).kv.end, 2);

@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "src/strategy/shared/dense_rows.hpp"
 #include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
 
@@ -21,30 +22,6 @@ std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dt
 HeadPieces pieces_of_heads(int heads, int kv_heads, int ranks, double bytes) {
   return {most_heads(heads, kv_heads, ranks).query, heads / kv_heads, pieces_of_bytes(bytes),
           false};
-}
-
-/// A tensor [rows, heads, columns], dense, of which blocks of some rows and some heads are moved.
-struct DenseRows {
-  std::byte* data;
-  int heads;
-  std::int64_t head_bytes;  // of one head of one row
-
-  std::int64_t pitch() const { return heads * head_bytes; }
-  std::byte* at(std::int64_t row, int head) const {
-    return data + row * pitch() + head * head_bytes;
-  }
-};
-
-/// The copy of `heads` heads of `rows` rows, which begin at (from_row, from_head) and (to_row,
-/// to_head).
-StridedCopy block(const DenseRows& from, std::int64_t from_row, int from_head, const DenseRows& to,
-                  std::int64_t to_row, int to_head, std::int64_t rows, int heads) {
-  return {from.at(from_row, from_head),
-          to.at(to_row, to_head),
-          from.pitch(),
-          to.pitch(),
-          heads * from.head_bytes,
-          rows};
 }
 
 /// A rank's rows of one tensor, and where whole sequences of some heads of it are.
@@ -127,20 +104,13 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
   const std::int64_t row_bytes = std::int64_t{all.heads} * all.head_dim * bytes_of(all.q_dtype);
   const std::int64_t key_bytes =
       std::int64_t{all.kv_heads} * (all.head_dim + all.value_dim) * bytes_of(all.kv_dtype);
-  StretchesOfRanks all_rows, all_keys;
-  std::int64_t most_bytes = 0;  // that a rank has
-  for (int p = 0; p < ranks(); ++p) {
-    const auto rows = stretches_of(arrays.queries.with_rank(p), arrays.queries.length);
-    const auto keys = stretches_of(arrays.keys.with_rank(p), arrays.keys.length);
-    // Rows that a rank has no room for are refused there, and must not be put either.
-    if (!rows || !keys || count_rows(*rows) > layer_.options.limits.max_tokens) return std::nullopt;
-    most_bytes =
-        std::max(most_bytes, count_rows(*rows) * row_bytes + count_rows(*keys) * key_bytes);
-    all_rows.push_back(*rows);
-    all_keys.push_back(*keys);
-  }
-  return Way{std::move(all_rows), std::move(all_keys), arrays.queries.length, arrays.keys.length,
-             pieces_of_heads(all.heads, all.kv_heads, ranks(), static_cast<double>(most_bytes))};
+  auto rows = stretches_of_ranks(arrays.queries, ranks(), arrays.queries.length);
+  auto keys = stretches_of_ranks(arrays.keys, ranks(), arrays.keys.length);
+  // Rows that a rank has no room for are refused there, and must not be put either.
+  if (!rows || !keys || most_rows(*rows) > layer_.options.limits.max_tokens) return std::nullopt;
+  const std::int64_t sent = most_rows(*rows) * row_bytes + most_rows(*keys) * key_bytes;
+  return Way{*std::move(rows), *std::move(keys), arrays.queries.length, arrays.keys.length,
+             pieces_of_heads(all.heads, all.kv_heads, ranks(), static_cast<double>(sent))};
 }
 
 bool HeadPuts::queue(Run& run) const {
@@ -169,9 +139,9 @@ bool HeadPuts::queue(Run& run) const {
   queue_beside(
       layer_.comm, run.stream, 1,
       [&] { copy_own(run, way, begins ? KeyArrivals::kMargin : way.length); },
-      [&] { first = bring(run, way, Which::first); });
+      [&] { first = bring(run, way, Heads::first); });
   first.wait(run.stream);
-  comm::Transfers rest = bring(run, way, Which::rest);
+  comm::Transfers rest = bring(run, way, Heads::rest);
   if (!begins) rest.wait(run.stream);
   run.enter(Phase::attend);
   run.attend_to(run.merge, Phase::exchange, layer_.kernels);
@@ -189,7 +159,7 @@ KeyArrivals HeadPuts::arrivals_of(const Run& run, const Way& way) const {
   arrivals.signals = layer_.comm.lower_signals(receive_buffer_.get(), way.pieces(), run.stream);
   arrivals.rank = rank();
   arrivals.ranks = ranks();
-  arrivals.heads_a_piece = way.heads.heads;
+  arrivals.heads_a_piece = way.heads.size;
   const auto own_heads = [&](const DenseRows& rows, int dim) {
     return kernels::KvRows(rows.at(0, exchange_.share().kv.begin), std::int64_t{rows.heads} * dim,
                            dim);
@@ -254,8 +224,8 @@ void HeadPuts::copy_own(const Run& run, const Way& way, std::int64_t most_keys) 
 /// Puts this rank's rows and keys to the others, some heads after the other. The first ones go by a
 /// kernel, with what this rank says of the run; the others go by copy engines, a piece each. Among
 /// those pieces the ones of what has come with the first are empty: a signal says that it is there.
-comm::Transfers HeadPuts::bring(const Run& run, const Way& way, Which which) const {
-  const bool first = which == Which::first;
+comm::Transfers HeadPuts::bring(const Run& run, const Way& way, Heads which) const {
+  const bool first = which == Heads::first;
   comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = first ? 0 : way.pieces()};
   if (first) puts.copier = copier();
   const int begin = first ? 0 : 1, end = first ? 1 : way.heads.count;

@@ -57,8 +57,8 @@ class HeadPuts {
   void end_where_rows_leave(Run& run, const Way& way) const;
 
   void copy_own(const Run& run, const Way& way, std::int64_t most_keys) const;
-  enum class Which { first, rest };
-  comm::Transfers bring(const Run& run, const Way& way, Which which) const;
+  enum class Heads { first, rest };
+  comm::Transfers bring(const Run& run, const Way& way, Heads which) const;
   comm::Transfers take_back(const Run& run, const Way& way, bool are_there) const;
   comm::Copier copier() const;
   void put_result(const Run& run, const Way& way, const kernels::MergeParams& asked) const;

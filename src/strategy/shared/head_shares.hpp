@@ -49,22 +49,22 @@ constexpr MostHeads most_heads(int heads, int kv_heads, int ranks) {
 /// The pieces in which a rank's heads come to it, one after the other.
 struct HeadPieces {
   int group;  // query heads that read one kv head
-  int heads;  // query heads in a piece
+  int size;   // query heads in a piece
   int count;  // of the rank that gets most
 
   /// Divides up to `most` query heads of a rank into at most `pieces`; `whole_groups` leaves groups
   /// together.
   constexpr HeadPieces(int most, int of_group, int pieces, bool whole_groups) : group(of_group) {
     const int unit = whole_groups ? group : 1;
-    heads = static_cast<int>(divided_up(divided_up(most, unit), pieces)) * unit;
-    count = static_cast<int>(divided_up(most, heads));
+    size = static_cast<int>(divided_up(divided_up(most, unit), pieces)) * unit;
+    count = static_cast<int>(divided_up(most, size));
   }
 
   /// The heads of a share that come in the piece: some query heads, and the kv heads that these are
   /// the first to read.
   constexpr HeadShare of(const HeadShare& share, int piece) const {
-    const HeadRange query{std::min(share.query.begin + piece * heads, share.query.end),
-                          std::min(share.query.begin + (piece + 1) * heads, share.query.end)};
+    const HeadRange query{std::min(share.query.begin + piece * size, share.query.end),
+                          std::min(share.query.begin + (piece + 1) * size, share.query.end)};
     const auto kv = [&](int head) {
       return head == share.query.begin ? share.kv.begin : static_cast<int>(divided_up(head, group));
     };

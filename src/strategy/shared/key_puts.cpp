@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "src/strategy/shared/dense_rows.hpp"
 #include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
 
@@ -36,20 +37,13 @@ std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
   if (!is_open() || !is_one_known_sequence(arrays) ||
       arrays.keys.length > std::numeric_limits<std::int32_t>::max())
     return std::nullopt;
-  StretchesOfRanks keys;
-  std::int64_t most = 0;  // keys of a rank
-  for (int p = 0; p < ranks(); ++p) {
-    auto found = stretches_of(arrays.keys.with_rank(p), arrays.keys.length);
-    if (!found) return std::nullopt;
-    most = std::max(most, count_rows(*found));
-    keys.push_back(*std::move(found));
-  }
+  auto keys = stretches_of_ranks(arrays.keys, ranks(), arrays.keys.length);
+  if (!keys) return std::nullopt;
   const int heads = layer_.bounds.heads, kv_heads = layer_.bounds.kv_heads;
-  return Ways{
-      std::move(keys),
-      {{0, heads}, {0, kv_heads}},
-      pieces_of_keys(heads, kv_heads,
-                     static_cast<double>(most * (keys_.key_bytes() + keys_.value_bytes())))};
+  const std::int64_t sent = most_rows(*keys) * (keys_.key_bytes() + keys_.value_bytes());
+  return Ways{*std::move(keys),
+              {{0, heads}, {0, kv_heads}},
+              pieces_of_keys(heads, kv_heads, static_cast<double>(sent))};
 }
 
 bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
@@ -90,7 +84,7 @@ KeyArrivals KeyPuts::arrivals_of(const Run& run, const Ways& ways, const KeyBloc
   arrivals.ranks = ranks();
   arrivals.k = keys_.keys_in(own);
   arrivals.v = keys_.values_in(own);
-  arrivals.heads_a_piece = ways.heads.heads;
+  arrivals.heads_a_piece = ways.heads.size;
   arrivals.portions = list_portions(ways.keys, rank(), arrivals.portion);
   return arrivals;
 }
@@ -121,14 +115,14 @@ comm::Transfers KeyPuts::start(const Run& run, const Ways& ways, const KeyBlock&
     const Interval seen = keys_seen(run, layer_.kernels.device(), to);
     for (const Stretch& one : ways.of(rank())) {
       const bool is_seen = one.position < seen.end && one.position + one.count > seen.begin;
-      const auto put = [&](int piece, const HeadRange& heads, const std::byte* from,
-                           std::byte* place, std::int64_t bytes) {
-        const std::int64_t head = bytes / layer_.bounds.kv_heads;
-        puts.puts.push_back({to,
-                             {from + one.first * bytes + heads.begin * head,
-                              place + one.position * bytes + heads.begin * head, bytes, bytes,
-                              heads.size() * head, one.count},
-                             piece});
+      const auto put = [&](int piece, const HeadRange& heads, std::byte* from, std::byte* place,
+                           std::int64_t bytes) {
+        const int all = layer_.bounds.kv_heads;
+        puts.puts.push_back(
+            {to,
+             block({from, all, bytes / all}, one.first, heads.begin, {place, all, bytes / all},
+                   one.position, heads.begin, one.count, heads.size()),
+             piece});
       };
       const auto put_keys = [&](int piece, const HeadRange& heads) {
         put(piece, heads, own.k, whole_.k, keys_.key_bytes());

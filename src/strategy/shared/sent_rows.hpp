@@ -16,9 +16,6 @@ namespace longspan {
 /// must come early, and each costs the host and a copy engine two microseconds a copy.
 int pieces_of_bytes(double bytes);
 
-/// What each rank has of a sequence.
-using StretchesOfRanks = std::vector<std::vector<Stretch>>;
-
 /// The first and the last `most` rows of each stretch, of shorter ones all.
 std::vector<Stretch> ends_of(const std::vector<Stretch>& stretches, std::int64_t most);
 

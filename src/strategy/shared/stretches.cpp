@@ -1,5 +1,7 @@
 #include "src/strategy/shared/stretches.hpp"
 
+#include <utility>
+
 #include "kernels/consecutive_keys.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -14,6 +16,17 @@ std::optional<std::vector<Stretch>> stretches_of(const Shard& shard, std::int64_
                      shard.position(first, length)});
   }
   return found;
+}
+
+std::optional<StretchesOfRanks> stretches_of_ranks(const Shard& shard, int ranks,
+                                                   std::int64_t length) {
+  StretchesOfRanks all;
+  for (int rank = 0; rank < ranks; ++rank) {
+    std::optional<std::vector<Stretch>> found = stretches_of(shard.with_rank(rank), length);
+    if (!found) return std::nullopt;
+    all.push_back(*std::move(found));
+  }
+  return all;
 }
 
 bool is_one_known_sequence(const RunArrays& arrays) {

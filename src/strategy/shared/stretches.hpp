@@ -1,6 +1,7 @@
 // The rows, or keys, of a rank that are neighbours in their sequence, and so travel together.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -24,6 +25,13 @@ inline constexpr std::size_t kMostStretches = 4;
 /// stretches.
 std::optional<std::vector<Stretch>> stretches_of(const Shard& shard, std::int64_t length);
 
+/// What each rank has of a sequence.
+using StretchesOfRanks = std::vector<std::vector<Stretch>>;
+
+/// What each of `ranks` has by the rule of `shard`, or nothing where one is in too many stretches.
+std::optional<StretchesOfRanks> stretches_of_ranks(const Shard& shard, int ranks,
+                                                   std::int64_t length);
+
 /// Whether a run is of one sequence whose length the host knows, and rows and keys are dealt out by
 /// a rule: then all ranks know what each of them has.
 bool is_one_known_sequence(const RunArrays& arrays);
@@ -32,6 +40,13 @@ inline std::int64_t count_rows(const std::vector<Stretch>& stretches) {
   std::int64_t all = 0;
   for (const Stretch& one : stretches) all += one.count;
   return all;
+}
+
+/// The rows of the rank that has most.
+inline std::int64_t most_rows(const StretchesOfRanks& ranks) {
+  std::int64_t most = 0;
+  for (const std::vector<Stretch>& one : ranks) most = std::max(most, count_rows(one));
+  return most;
 }
 
 }  // namespace longspan

@@ -29,17 +29,23 @@ def arguments():
     parser.add_argument("--heads", default="16/16", help="query heads / kv heads")
     parser.add_argument("--strategy", default="ring-kv")
     parser.add_argument("--calls", type=int, default=4)
+    parser.add_argument("--apart", action="store_true", help="each call when the GPUs have nothing to do (default: one behind the other)")
+    parser.add_argument("--host", action="store_true", help="what the host asks CUDA for, too")
     parser.add_argument("--json", help="the activities, as a list")
     return parser.parse_args()
 
 
-def activities(trace, calls):
-    """(begin, us, stream, name) of the last call, from 0 on."""
-    found = [(e["ts"], e["dur"], e["args"].get("stream", -1), e["name"]) for e in trace["traceEvents"]
-             if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    found.sort()
+def activities(trace, calls, host):
+    """(begin, us, stream, name) of the last call, from 0 on; `host` adds what the host asks CUDA for."""
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    found = sorted((e["ts"], e["dur"], e["args"].get("stream", -1), e["name"]) for e in trace["traceEvents"]
+                   if e.get("cat") in kinds and "AllReduce" not in e["name"])  # of a barrier between calls
     last = found[len(found) // calls * (calls - 1):]
-    first = last[0][0]
+    first, end = last[0][0], max(begin + us for begin, us, *_ in last)
+    if host:
+        last += [(e["ts"], e["dur"], "host", e["name"]) for e in trace["traceEvents"]
+                 if e.get("cat") in ("cuda_runtime", "cuda_driver") and first - 100 < e["ts"] < end]
+        last.sort()
     return [(begin - first, us, stream, name) for begin, us, stream, name in last]
 
 
@@ -79,18 +85,22 @@ def main():
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             for _ in range(args.calls):
                 call()
+                if args.apart:
+                    torch.cuda.synchronize()
+                    dist.barrier()
+                    torch.cuda.synchronize()
             torch.cuda.synchronize()
     if rank == 0:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             found.export_chrome_trace(path)
             with open(path) as file:
-                last = activities(json.load(file), args.calls)
+                last = activities(json.load(file), args.calls, args.host)
         print(f"# {args.tokens} tokens, {args.heads} heads, {ranks} GPUs: us from the first activity of the call")
         for begin, us, stream, name in last:
-            print(f"{begin:>10.1f} {us:>9.1f}  stream {stream:<4}{name[:90]}")
-        kernels = [(b, b + us) for b, us, _, name in last if "Memcpy" not in name]
-        copies = [(b, b + us) for b, us, _, name in last if "Memcpy PtoP" in name]
+            print(f"{begin:>10.1f} {us:>9.1f}  stream {stream:<5}{name[:90]}")
+        kernels = [(b, b + us) for b, us, stream, name in last if stream != "host" and "Memcpy" not in name]
+        copies = [(b, b + us) for b, us, stream, name in last if stream != "host" and "Memcpy PtoP" in name]
         if copies:
             time = sum(e - b for b, e in copies)
             print(f"# copies between GPUs take {time:.1f} us, of which {sum(covered(c, kernels) for c in copies):.1f} "

@@ -7,6 +7,14 @@
 #include "longspan/error.hpp"
 
 namespace longspan::comm {
+namespace {
+
+[[noreturn]] void refuse_puts(const char* step) {
+  throw UsageError(
+      fmt::format("'{}': rows can be put into a receive buffer of this communicator alone.", step));
+}
+
+}  // namespace
 
 Collective Transport::shift_of(const void* send, std::size_t sent, void* recv, std::size_t received,
                                int distance) const {
@@ -23,9 +31,11 @@ Collective Transport::shift_of(const void* send, std::size_t sent, void* recv, s
           .place = distance};
 }
 
-Transfers Transport::start_puts(const Puts&, Stream, const char* step) {
-  throw UsageError(
-      fmt::format("'{}': rows can be put into a receive buffer of this communicator alone.", step));
+std::vector<std::uint64_t*> Transport::begin_puts(const std::byte*, Stream, const char* step) {
+  refuse_puts(step);
+}
+void Transport::end_puts(const std::byte*, std::size_t, Stream, const char* step) {
+  refuse_puts(step);
 }
 
 const Levels& Transport::levels(int ranks_per_node) {

@@ -18,7 +18,6 @@
 #include "comm/control/agreement.hpp"
 #include "longspan/types.hpp"
 #include "src/peer_view.hpp"
-#include "src/strided_copy.hpp"
 
 namespace longspan {
 class Communicator;
@@ -37,28 +36,6 @@ struct Piece {
   /// Where the receiver of this rank's bytes has them, as a place of this rank's own receive
   /// buffer; null: at `recv`. Shifts into other memory have no use for it.
   void* place_there = nullptr;
-};
-
-/// Rows that a rank puts into the receive buffer of a rank, which may be its own.
-struct Put {
-  int to = 0;
-  StridedCopy copy;  // its `to` is where that rank has them, as a place of this rank's own buffer
-  int piece = 0;     // of Puts::pieces
-};
-/// Queues copies, some of them to other GPUs.
-using Copier = std::function<void(std::span<const StridedCopy>, Stream)>;
-
-/// What a rank puts into the receive buffers of all ranks in one exchange.
-struct Puts {
-  static constexpr int kMostPieces = 16;
-
-  std::vector<Put> puts;
-  const std::byte* buffer = nullptr;  // this rank's receive buffer, which names the others'
-  std::size_t received = 0;           // bytes that the others put here
-  Copier copier;   // queues the copies; an empty one leaves them to the copy engines, which need no
-                   // multiprocessor
-  int pieces = 0;  // that leave one after the other, each with a signal for every other rank; 0:
-                   // nobody looks before the exchange has ended
 };
 
 /// The transport behind a communicator. It is valid as long as the communicator is.
@@ -311,20 +288,17 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return nullptr;
   }
 
-  /// Starts an exchange through receive buffers, which all ranks take part in: each puts rows
-  /// anywhere into any of them, no two to one place. It has ended when all that others put here is
-  /// here. Nothing is put into a buffer before its rank's stream has come to its own start.
-  [[nodiscard]] virtual Transfers start_puts(const Puts& puts, Stream stream, const char* step);
-
-  /// Lowers the signals of so many pieces of this receive buffer, in the order of the stream, and
-  /// says where kernels see them: [pieces, ranks] words in memory of the device, 0 until that
-  /// rank's part of a piece is here. This rank's own stay 0, and an abort sets all of them. It
-  /// comes before the exchange is started, or its place kept (keep_place): a kernel that is queued
-  /// behind it sees no signal of an exchange before. Null where there are none.
-  virtual const std::uint64_t* lower_signals(const std::byte* /*buffer*/, int /*pieces*/,
-                                             Stream /*stream*/) {
-    return nullptr;
-  }
+  /// An exchange through receive buffers, into which a kernel of each rank puts what belongs to the
+  /// others, no two to one place: begin_puts and end_puts are queued around it on the same stream
+  /// (MPI's post and start, complete and wait). Ahead of the kernel this waits until every rank's
+  /// stream has come here: nothing is put into a buffer before. It gives the signals of all ranks:
+  /// at each rank [ranks] words in memory of the device, 0 now, which ranks may count up there,
+  /// each its own, for kernels that wait. An abort makes all of them higher than any count.
+  [[nodiscard]] virtual std::vector<std::uint64_t*> begin_puts(const std::byte* buffer,
+                                                               Stream stream, const char* step);
+  /// Behind this all that the others have put here is here, `received` bytes.
+  virtual void end_puts(const std::byte* buffer, std::size_t received, Stream stream,
+                        const char* step);
 
   /// Where kernels of this rank write what `rank` has at `place`, a place of this rank's own
   /// receive buffer. Null where no kernel can.

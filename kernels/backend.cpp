@@ -12,6 +12,10 @@ void AttentionKernels::exchange(const ExchangeParams&, Stream) const {
                     name(device()));
 }
 
+void RowKernels::put_rows(const RowPuts&, Stream) const {
+  throw Unsupported("rows are put into other ranks' memory by GPUs alone");
+}
+
 void AttentionKernels::queue(const Epilogue& epilogue, Stream stream,
                              const EpilogueBegins& begins) const {
   if (begins && !std::holds_alternative<StateEpilogue>(epilogue)) begins();

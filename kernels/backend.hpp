@@ -14,6 +14,7 @@
 #include "kernels/exchange.hpp"
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
+#include "kernels/row_puts.hpp"
 #include "longspan/types.hpp"
 #include "src/strided_copy.hpp"
 
@@ -65,10 +66,9 @@ class AttentionKernels {
   }
   /// Whether `attend` with these params and this epilogue, and their `arrivals`, may be queued
   /// before what comes from other ranks is here, and end at the epilogue's `places`, if there are
-  /// any. It then waits on the device, which needs what brings the rest to run beside it: a stream
-  /// that is captured does not promise that.
-  virtual bool takes_arrivals(const AttendParams& /*params*/, const MergeParams& /*epilogue*/,
-                              Stream /*stream*/) const {
+  /// any. It then waits on the device.
+  virtual bool takes_arrivals(const AttendParams& /*params*/,
+                              const MergeParams& /*epilogue*/) const {
     return false;
   }
 
@@ -105,6 +105,9 @@ class RowKernels {
   virtual void pack_outputs(const PackOutputsParams& params, Stream stream) const = 0;
   /// Copies blocks that do not overlap; on a GPU those of other GPUs too, where it reaches them.
   virtual void copy_rows(std::span<const StridedCopy> copies, Stream stream) const = 0;
+  /// Puts rows into the memory of all ranks, on GPUs; an attention that is queued next may begin
+  /// beside it (KeyArrivals::behind_puts). Throws Unsupported on processors.
+  virtual void put_rows(const RowPuts& puts, Stream stream) const;
   virtual void pack_states(const PackStatesParams& params, Stream stream) const = 0;
   virtual void key_starts(const KeyStartParams& params, Stream stream) const = 0;
   virtual void row_starts(const RowStartParams& params, Stream stream) const = 0;

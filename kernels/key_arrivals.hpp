@@ -10,14 +10,14 @@
 namespace longspan::kernels {
 
 /// The keys of one whole sequence, of which this rank's own lie where they are and those of the
-/// others come to AttendParams::k and v, in pieces of neighbouring heads. The kernel waits for a
-/// rank's piece before it reads keys of it.
+/// others come to AttendParams::k and v, in pieces of neighbouring heads (RowPuts). The kernel
+/// waits for a rank's piece before it reads keys of it.
 ///
 /// Where k and v have the own keys is memory that need not be written, but for the kMargin keys at
-/// each end of a stretch of them: a tile may have both own keys and those of others.
+/// each end of a stretch of them, as a tile may have both own keys and those of others: they come
+/// as those of the others do.
 ///
-/// Queries that come likewise, for all rows of the sequence, come to AttendParams::q. Own ones are
-/// there from the start.
+/// Queries, for all rows of the sequence, come likewise to AttendParams::q, own ones too.
 struct KeyArrivals {
   /// Neighbouring keys, or queries, of one rank.
   struct Portion {
@@ -33,9 +33,10 @@ struct KeyArrivals {
   static constexpr int kMargin = 192;       // no kernel has larger tiles of keys
   static constexpr int kLeastRows = 17;     // kernels for fewer query rows do not wait
 
-  // [1 + pieces, ranks]: other than 0 once a rank's part is here. The first row is for what the
-  // ranks say of the run (RunHeaders), the others are for the pieces. This rank's own stay 0.
+  // [ranks] how much of each rank is here: what it says of the run (RunHeaders) counts as 1, and
+  // each of its pieces, which come in order.
   const std::uint64_t* signals = nullptr;
+  bool behind_puts = false;  // this rank's put_rows is what the stream has last: both run at once
   int rank = 0;
   int ranks = 1;
   int heads_a_piece =
@@ -48,8 +49,9 @@ struct KeyArrivals {
   int query_portions = 0;                     // 0: all queries are here
 
   LONGSPAN_HD explicit operator bool() const { return signals != nullptr; }
-  /// The signals [ranks] of the piece that a query head, and the kv head that it reads, are in.
-  LONGSPAN_HD int signals_of(int head) const { return (1 + head / heads_a_piece) * ranks; }
+  /// The signal of a rank once the piece is here that a query head, and the kv head that it reads,
+  /// are in.
+  LONGSPAN_HD int signal_of(int head) const { return 2 + head / heads_a_piece; }
 };
 
 }  // namespace longspan::kernels

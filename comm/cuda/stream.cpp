@@ -26,16 +26,6 @@ void copy_on(cudaStream_t stream, const void* from, void* to, std::size_t bytes)
     LONGSPAN_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
 }
 
-void copy_on(cudaStream_t stream, const StridedCopy& c) {
-  if (c.rows == 1 || (c.from_pitch == c.width && c.to_pitch == c.width))
-    return copy_on(stream, c.from, c.to, static_cast<std::size_t>(c.bytes()));
-  if (c.bytes() > 0)
-    LONGSPAN_CUDA(
-        cudaMemcpy2DAsync(c.to, static_cast<std::size_t>(c.to_pitch), c.from,
-                          static_cast<std::size_t>(c.from_pitch), static_cast<std::size_t>(c.width),
-                          static_cast<std::size_t>(c.rows), cudaMemcpyDeviceToDevice, stream));
-}
-
 void wait_for_stream(cudaStream_t stream, Patience& patient, const std::function<void()>& look) {
   for (;;) {
     const cudaError_t status = cudaStreamQuery(stream);

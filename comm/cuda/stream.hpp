@@ -9,7 +9,6 @@
 
 #include "comm/control/patience.hpp"
 #include "longspan/types.hpp"
-#include "src/strided_copy.hpp"
 
 namespace longspan::comm {
 
@@ -23,9 +22,6 @@ void check_gpu(int asked, int visible);
 
 /// Queues the copy, unless both are one place.
 void copy_on(cudaStream_t stream, const void* from, void* to, std::size_t bytes);
-
-/// Queues one by the copy engines.
-void copy_on(cudaStream_t stream, const StridedCopy& copy);
 
 /// Polls until the stream is done; `look` is called between polls and may throw.
 void wait_for_stream(cudaStream_t stream, Patience& patient, const std::function<void()>& look);

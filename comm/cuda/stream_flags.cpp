@@ -25,7 +25,7 @@ CUstreamBatchMemOpParams parameters(const FlagOperation& operation) {
   const bool frees = operation.kind == FlagOperation::free;
   p.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
   p.writeValue.address = address(operation.flag + (frees ? 4 : 0));
-  p.writeValue.value = operation.kind == FlagOperation::lower ? 0 : 1;
+  p.writeValue.value = frees ? 1 : operation.kind == FlagOperation::lower ? 0 : operation.value;
   return p;
 }
 

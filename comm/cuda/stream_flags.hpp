@@ -1,7 +1,8 @@
 // Flags in GPU memory that streams raise and wait for by themselves: no kernel waits, so none needs
 // a place on the GPU beside the kernels that compute. (CUDA calls it stream memory operations.)
 //
-// A flag is a word of 64 bits. Its low half is 1 while it is raised. Its high half is 0 until
+// A flag is a word of 64 bits. Its low half is 1 while it is raised, or more of a signal that
+// counts. Its high half is 0 until
 // somebody frees the flag, after which no wait for it takes any time.
 #pragma once
 
@@ -16,7 +17,8 @@ namespace longspan::comm {
 struct FlagOperation {
   enum Kind { raise, lower, wait, free };
   Kind kind;
-  std::byte* flag;  // 64 bits, aligned; of this GPU, or, for raise, of one that it reaches
+  std::byte* flag;     // 64 bits, aligned; of this GPU, or, for raise, of one that it reaches
+  unsigned value = 1;  // that raise gives it
 };
 
 /// Queues operations, one after the other. What a stream writes before it raises a flag is seen by

@@ -22,8 +22,7 @@ namespace {
 constexpr std::size_t kAlignment = 256;
 constexpr std::size_t kFlagBytes = 8;
 constexpr std::size_t kShiftFlags = 2 * std::size_t{PeerView::kMostRanks};
-constexpr std::size_t kFlags =
-    kShiftFlags + std::size_t{Puts::kMostPieces} * std::size_t{PeerView::kMostRanks};
+constexpr std::size_t kFlags = kShiftFlags + std::size_t{PeerView::kMostRanks};  // and signals
 
 std::size_t place_of_flags(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -120,26 +119,42 @@ std::byte* ReceiveBuffer::flag(Flag which, int rank, int distance) const {
   return base(rank) + place_of_flags(bytes_) + index * kFlagBytes;
 }
 
-std::byte* ReceiveBuffer::signal(int rank, int piece, int from) const {
-  const std::size_t index = static_cast<std::size_t>(piece) * static_cast<std::size_t>(ranks()) +
-                            static_cast<std::size_t>(from);
-  return base(rank) + place_of_flags(bytes_) + (kShiftFlags + index) * kFlagBytes;
+std::uint64_t* ReceiveBuffer::signals_at(int rank) const {
+  return reinterpret_cast<std::uint64_t*>(base(rank) + place_of_flags(bytes_) +
+                                          kShiftFlags * kFlagBytes);
 }
 
-void ReceiveBuffer::check_pieces(int pieces) const {
-  if (pieces < 0 || pieces > Puts::kMostPieces)
-    throw UsageError(fmt::format("An exchange of {} pieces was asked for; it may have up to {}.",
-                                 pieces, Puts::kMostPieces));
+std::vector<std::uint64_t*> ReceiveBuffer::signals() const {
+  std::vector<std::uint64_t*> all;
+  for (int p = 0; p < ranks(); ++p) all.push_back(signals_at(p));
+  return all;
 }
 
-const std::uint64_t* ReceiveBuffer::lower_signals(int pieces, cudaStream_t stream) const {
-  check_pieces(pieces);
-  std::vector<FlagOperation> lowered;
-  for (int piece = 0; piece < pieces; ++piece)
-    for (int from = 0; from < ranks(); ++from)
-      lowered.push_back({FlagOperation::lower, signal(rank(), piece, from)});
-  if (!lowered.empty()) queue_flags(stream, lowered);
-  return reinterpret_cast<const std::uint64_t*>(signal(rank(), 0, 0));
+void ReceiveBuffer::begin_puts(cudaStream_t stream) const {
+  std::vector<FlagOperation> operations;
+  for (int p = 0; p < ranks(); ++p)
+    operations.push_back(
+        {FlagOperation::lower, reinterpret_cast<std::byte*>(signals_at(rank()) + p)});
+  add_meeting(Flag::free, operations);
+  queue_flags(stream, operations);
+}
+
+void ReceiveBuffer::end_puts(cudaStream_t stream) const {
+  std::vector<FlagOperation> operations;
+  add_meeting(Flag::here, operations);
+  queue_flags(stream, operations);
+}
+
+/// Raises the flag at every other rank, and waits for those that these raise here.
+void ReceiveBuffer::add_meeting(Flag which, std::vector<FlagOperation>& operations) const {
+  for (int distance = 1; distance < ranks(); ++distance) {
+    const int other = which == Flag::free ? rank() - distance + ranks() : rank() + distance;
+    operations.push_back({FlagOperation::raise, flag(which, other % ranks(), distance)});
+  }
+  for (int distance = 1; distance < ranks(); ++distance) {
+    std::byte* const own = flag(which, rank(), distance);
+    operations.insert(operations.end(), {{FlagOperation::wait, own}, {FlagOperation::lower, own}});
+  }
 }
 
 void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const {
@@ -161,42 +176,6 @@ void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStrea
   if (receives) {
     std::byte* const here = flag(Flag::here, rank(), distance);
     queue_flags(stream, {{FlagOperation::wait, here}, {FlagOperation::lower, here}});
-  }
-}
-
-void ReceiveBuffer::exchange(const Puts& puts, cudaStream_t stream) const {
-  check_pieces(puts.pieces);
-  std::vector<FlagOperation> before, after, ready, arrived;
-  for (int distance = 1; distance < ranks(); ++distance) {
-    const int to = (rank() + distance) % ranks(), from = (rank() - distance + ranks()) % ranks();
-    std::byte* const freed = flag(Flag::free, rank(), distance);
-    std::byte* const here = flag(Flag::here, rank(), distance);
-    before.push_back({FlagOperation::raise, flag(Flag::free, from, distance)});
-    ready.insert(ready.end(), {{FlagOperation::wait, freed}, {FlagOperation::lower, freed}});
-    after.push_back({FlagOperation::raise, flag(Flag::here, to, distance)});
-    arrived.insert(arrived.end(), {{FlagOperation::wait, here}, {FlagOperation::lower, here}});
-  }
-  before.insert(before.end(), ready.begin(), ready.end());
-  after.insert(after.end(), arrived.begin(), arrived.end());
-  queue_flags(stream, before);
-  const int turns = std::max(puts.pieces, 1);
-  for (int piece = 0; piece < turns; ++piece) {
-    std::vector<StridedCopy> copies;
-    for (const Put& put : puts.puts)
-      if (put.piece == piece) {
-        copies.push_back(put.copy);
-        copies.back().to = place_at(put.copy.to, put.to);
-      }
-    if (puts.copier)
-      puts.copier(copies, {stream});
-    else
-      for (const StridedCopy& copy : copies) copy_on(stream, copy);
-    std::vector<FlagOperation> raised;
-    for (int distance = 1; puts.pieces > 0 && distance < ranks(); ++distance)
-      raised.push_back(
-          {FlagOperation::raise, signal((rank() + distance) % ranks(), piece, rank())});
-    if (piece + 1 == turns) raised.insert(raised.end(), after.begin(), after.end());
-    queue_flags(stream, raised);
   }
 }
 

@@ -6,10 +6,10 @@
 //     sender:   wait `free`, lower it, copy, raise `here` at the receiver
 //
 // Each pair of ranks has the two flags of its distance. The sender copies to where it itself would
-// receive, so all ranks of a shift receive at the same place of their receive buffers. In an
-// exchange of all ranks each does so with every other at once, and says for each copy where it
-// goes. Such an exchange may raise a signal behind each piece of it, for kernels that take pieces
-// as they come.
+// receive, so all ranks of a shift receive at the same place of their receive buffers. Kernels,
+// too, put rows into the receive buffers of all ranks: then each rank raises both flags at every
+// other. Besides, each rank has a signal at every rank, for kernels that take what comes piece by
+// piece.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,7 +18,9 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
+#include "comm/cuda/stream_flags.hpp"
 #include "comm/nccl/peer_buffers.hpp"
 #include "comm/transport.hpp"
 
@@ -42,10 +44,13 @@ class ReceiveBuffer {
   /// Queues a shift of pieces into this receive buffer, by a distance from 1 to ranks - 1.
   void shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const;
 
-  /// Queues an exchange of all ranks with all (Transport::start_puts).
-  void exchange(const Puts& puts, cudaStream_t stream) const;
-  /// Queues the lowering of signals (Transport::lower_signals).
-  const std::uint64_t* lower_signals(int pieces, cudaStream_t stream) const;
+  /// Queue what comes ahead of an exchange by kernels, and what comes behind it
+  /// (Transport::begin_puts).
+  void begin_puts(cudaStream_t stream) const;
+  void end_puts(cudaStream_t stream) const;
+  /// Where signals are at each rank.
+  std::vector<std::uint64_t*> signals() const;
+
   /// Where this rank writes what `rank` has at `place` of this rank's own buffer.
   std::byte* place_at(const void* place, int rank) const {
     return base(rank) + (static_cast<const std::byte*>(place) - data());
@@ -62,9 +67,8 @@ class ReceiveBuffer {
   int ranks() const { return buffers_->view().ranks; }
   std::byte* base(int rank) const { return buffers_->view().peer_buffer[rank]; }
   std::byte* flag(Flag which, int rank, int distance) const;
-  void check_pieces(int pieces) const;
-  /// That of rank `from` at rank `rank`.
-  std::byte* signal(int rank, int piece, int from) const;
+  std::uint64_t* signals_at(int rank) const;
+  void add_meeting(Flag which, std::vector<FlagOperation>& operations) const;
 
   struct OwnFlags;
 

@@ -109,22 +109,28 @@ class NcclTransport final : public ControlledTransport {
         start_beside(stream, [&](cudaStream_t side) { queue(pieces, ahead, side, step); }));
   }
 
-  Transfers start_puts(const Puts& puts, Stream stream, const char* step) override {
-    const std::shared_ptr<const ReceiveBuffer> buffer = receive_buffer_at(puts.buffer);
-    if (!buffer) return Transport::start_puts(puts, stream, step);
-    return together(start_beside(stream, [&](cudaStream_t side) {
-      link_->queue(control(), side, step, [&](ncclComm_t) {
-        buffer->exchange(puts, side);
-        return ncclSuccess;
-      });
-      count_received(puts.received);
-    }));
+  std::vector<std::uint64_t*> begin_puts(const std::byte* buffer, Stream stream,
+                                         const char* step) override {
+    const std::shared_ptr<const ReceiveBuffer> found = receive_buffer_at(buffer);
+    if (!found) return Transport::begin_puts(buffer, stream, step);
+    return or_abort([&] {  // end_puts puts the stream under watch
+      control().fate().check();
+      found->begin_puts(cuda(stream));
+      return found->signals();
+    });
   }
 
-  const std::uint64_t* lower_signals(const std::byte* buffer, int pieces, Stream stream) override {
+  void end_puts(const std::byte* buffer, std::size_t received, Stream stream,
+                const char* step) override {
     const std::shared_ptr<const ReceiveBuffer> found = receive_buffer_at(buffer);
-    if (!found) return nullptr;
-    return or_abort([&] { return found->lower_signals(pieces, cuda(stream)); });
+    if (!found) return Transport::end_puts(buffer, received, stream, step);
+    or_abort([&] {
+      link_->queue(control(), cuda(stream), step, [&](ncclComm_t) {
+        found->end_puts(cuda(stream));
+        return ncclSuccess;
+      });
+    });
+    count_received(received);
   }
 
   std::byte* place_at(std::byte* place, int rank) override {

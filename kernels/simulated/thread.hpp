@@ -100,9 +100,11 @@ void wait_for_kernels_before(Site site);
 /// address in order; from memory, or what this thread itself has sent there last.
 void send_word(void* to, std::uint64_t value, int bytes, Site site);
 std::uint64_t fetch_word(const void* from, int bytes, Site site);
-/// The same, and what its writer wrote before is seen behind it. The writer is a stream: words that
-/// kernels send order nothing.
+/// The same, and what its writer wrote before is seen behind it. The writer is a stream, or
+/// count_word: words that kernels send order nothing.
 std::uint64_t acquire_word(const void* from, int bytes, Site site);
+/// Adds 1 to the low half of a word once what this grid has sent before is there.
+void count_word(std::uint64_t* word, Site site);
 /// What this thread has sent arrives before what it sends from here on.
 void fence_words(Site site);
 

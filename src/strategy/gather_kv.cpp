@@ -245,7 +245,7 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
   cost.workspace_bytes = std::max(states, come * wider) + size.keys * row;
   if (ranks <= PeerView::kMostRanks && options.exchange != Exchange::gather) {
     const int pieces = pieces_of_keys(options.heads, options.kv_heads, come / ranks * row).count;
-    cost.messages = cost.peer_messages = pieces * (ranks - 1);  // copies that each begin
+    cost.messages = cost.peer_messages = 2;
     // While the first piece comes, rows attend to own keys, of which few ranks have much.
     const double awaited = 1 - 1.5 / ranks;
     if (own_rows >= kernels::KeyArrivals::kLeastRows)

@@ -68,6 +68,8 @@ FILES = {
     "merge_outputs.cu": (["combine/merge_outputs.cu"], "gpu_merge_outputs_test", "*"),
     "move_keys.cu": (["cache/move_keys.cu"], "gpu_move_keys_test", "*"),
     "move_keys.hpp": (["cache/move_keys.cu"], "gpu_move_keys_test", "*"),
+    "put_rows.cu": (["exchange/put_rows.cu"], "gpu_put_rows_test", "*"),
+    "row_puts.hpp": (["exchange/put_rows.cu"], "gpu_put_rows_test", "*"),
     "resume.cu": (["combine/resume.cu"], "gpu_state_in_test", "*"),
     "rows.cu": (["cache/rows.cu"], "gpu_rows_test", "*"),
     "segments.cu": (["combine/segments.cu"], "gpu_segments_test", "*"),

@@ -353,135 +353,59 @@ TEST_F(NcclTransportTest, ShiftsIntoReceiveBuffers) {
   EXPECT_EQ(alive(), Alive{});
 }
 
-/// Every rank puts a column of numbers into a matrix of every rank, its own too, by copy engines
-/// and by a copier in turns; a place outside of receive buffers is refused.
-TEST_F(NcclTransportTest, PutsRowsIntoTheReceiveBuffersOfAll) {
+/// Every rank puts a column of numbers into a matrix of every rank, its own too, and counts at
+/// every rank what it has put: as a kernel would between begin_puts, which nobody passes before all
+/// have come, and end_puts.
+TEST_F(NcclTransportTest, KernelsPutRowsIntoTheReceiveBuffersOfAll) {
   constexpr int kSize = 3, kRows = 5, kTurns = 6;
   run(
       [&](int rank, Transport& world) {
         std::string why;
         const auto buffer = world.open_receive_buffer(kRows * kSize * sizeof(int), why);
         ASSERT_TRUE(buffer) << why;
-        constexpr std::int64_t kInt = sizeof(int);
         auto* const matrix = reinterpret_cast<int*>(buffer.get());
-        int copied = 0;
-        const Copier copier = [&](std::span<const StridedCopy> copies, Stream) {
-          for (const StridedCopy& c : copies)
-            for (std::int64_t row = 0; row < c.rows; ++row, ++copied)
-              std::memcpy(c.to + row * c.to_pitch, c.from + row * c.from_pitch,
-                          static_cast<std::size_t>(c.width));
-        };
-        const std::uint64_t before = world.received_bytes();
-        for (int turn = 0; turn < kTurns; ++turn) {
-          std::fill_n(matrix, kRows * kSize, -1);
-          std::vector<int> mine(kRows * kSize);
-          const auto value = [&](int from, int to, int row) {
-            return 1000 * turn + 100 * from + 10 * to + row;
-          };
-          std::vector<Put> puts;
-          for (int to = 0; to < kSize; ++to) {
-            for (int row = 0; row < kRows; ++row)
-              mine[static_cast<std::size_t>(to * kRows + row)] = value(rank, to, row);
-            puts.push_back({to,
-                            {reinterpret_cast<std::byte*>(mine.data() + to * kRows),
-                             buffer.get() + rank * kInt, kInt, kSize * kInt, kInt, kRows}});
-          }
-          const bool by_copier = turn % 2 == 1;
-          world
-              .start_puts({.puts = puts,
-                           .buffer = buffer.get(),
-                           .received = (kSize - 1) * kRows * kInt,
-                           .copier = by_copier ? copier : Copier{}},
-                          {}, "puts")
-              .wait({});
-          EXPECT_EQ(copied, by_copier ? kRows * kSize : 0);
-          copied = 0;
-          for (int i = 0; i < kRows * kSize; ++i)
-            EXPECT_EQ(matrix[i], value(i % kSize, rank, i / kSize)) << "turn " << turn;
-          world.gather("", "end of the turn");  // as the matrix is filled anew
-        }
-        EXPECT_EQ(world.received_bytes() - before, kTurns * (kSize - 1) * kRows * kInt);
-        const std::byte elsewhere{};
-        EXPECT_THROW(
-            static_cast<void>(world.start_puts({.buffer = &elsewhere}, {}, "puts elsewhere")),
-            UsageError);
-      },
-      std::chrono::seconds(20), kSize);
-  EXPECT_EQ(alive(), Alive{});
-}
-
-/// Each piece of an exchange raises a signal at every other rank, which lowers it ahead of the next
-/// one, and an abort raises all that there are.
-TEST_F(NcclTransportTest, PutsOfSeveralPiecesRaiseSignals) {
-  constexpr int kSize = 3, kPieces = 4;
-  run(
-      [&](int rank, Transport& world) {
-        std::string why;
-        const auto buffer = world.open_receive_buffer(kPieces * kSize * sizeof(int), why);
-        ASSERT_TRUE(buffer) << why;
-        const std::uint64_t* const signals = world.lower_signals(buffer.get(), kPieces, {});
-        ASSERT_NE(signals, nullptr);
-        const std::byte elsewhere{};
-        EXPECT_EQ(world.lower_signals(&elsewhere, kPieces, {}), nullptr);
-        const auto is_raised = [&](int i) {  // as other threads raise them
-          return std::atomic_ref(const_cast<std::uint64_t&>(signals[i])).load() != 0;
-        };
-        constexpr std::int64_t kInt = sizeof(int);
-        const auto* const came = reinterpret_cast<const int*>(buffer.get());
-        for (int turn = 0; turn < 5; ++turn) {
-          const int pieces = turn % 2 == 0 ? kPieces : kPieces - 1;
-          std::vector<int> mine(kPieces, 10 * turn + rank);
-          Puts puts{.buffer = buffer.get(),
-                    .received = static_cast<std::size_t>((kSize - 1) * pieces * kInt),
-                    .pieces = pieces};
-          for (int to = 0; to < kSize; ++to)
-            for (int piece = pieces - 1; piece >= 0; --piece)  // they need not stand in their order
-              puts.puts.push_back(
-                  {to,
-                   {reinterpret_cast<std::byte*>(mine.data() + piece),
-                    buffer.get() + (piece * kSize + rank) * kInt, kInt, kInt, kInt, 1},
-                   piece});
-          EXPECT_EQ(world.lower_signals(buffer.get(), pieces, {}), signals);
-          for (int i = 0; i < pieces * kSize; ++i) EXPECT_FALSE(is_raised(i)) << "turn " << turn;
-          world.start_puts(puts, {}, "puts in pieces").wait({});
-          for (int piece = 0; piece < pieces; ++piece)
-            for (int from = 0; from < kSize; ++from) {
-              EXPECT_EQ(came[piece * kSize + from], 10 * turn + from) << "turn " << turn;
-              EXPECT_EQ(is_raised(piece * kSize + from), from != rank) << "turn " << turn;
-            }
-          world.gather("", "end of the turn");
-        }
-        Puts too_many{.buffer = buffer.get(), .pieces = Puts::kMostPieces + 1};
-        EXPECT_THROW(static_cast<void>(world.start_puts(too_many, {}, "too many")), UsageError);
-        world.gather("", "before the end");
-        world.abort("that is all");
-        for (int i = 0; i < Puts::kMostPieces * kSize; ++i) EXPECT_TRUE(is_raised(i)) << i;
-      },
-      std::chrono::seconds(20), kSize);
-}
-
-/// What a kernel of one rank writes at a place of another rank's buffer is there after an exchange
-/// of no copies.
-TEST_F(NcclTransportTest, KernelsWriteIntoTheReceiveBuffersOfOthers) {
-  constexpr int kSize = 3;
-  run(
-      [&](int rank, Transport& world) {
-        std::string why;
-        const auto buffer = world.open_receive_buffer(kSize * sizeof(int), why);
-        ASSERT_TRUE(buffer) << why;
-        auto* const own = reinterpret_cast<int*>(buffer.get());
         EXPECT_EQ(world.place_at(buffer.get(), rank), buffer.get());
         std::byte elsewhere{};
         EXPECT_EQ(world.place_at(&elsewhere, rank), nullptr);
-        for (int turn = 0; turn < 3; ++turn) {
-          for (int to = 0; to < kSize; ++to)
-            *reinterpret_cast<int*>(world.place_at(reinterpret_cast<std::byte*>(own + rank), to)) =
-                100 * turn + 10 * rank + to;
-          world.start_puts({.buffer = buffer.get()}, {}, "end of the rows").wait({});
+        constexpr std::size_t kReceived = (kSize - 1) * kRows * sizeof(int);
+        const std::uint64_t before = world.received_bytes();
+        std::vector<std::uint64_t*> signals;
+        const auto counted = [&](int p) {  // as other threads count
+          return std::atomic_ref(signals.at(static_cast<std::size_t>(rank))[p]).load();
+        };
+        for (int turn = 0; turn < kTurns; ++turn) {
+          std::fill_n(matrix, kRows * kSize, -1);
+          const auto value = [&](int from, int to, int row) {
+            return 1000 * turn + 100 * from + 10 * to + row;
+          };
+          const auto now = world.begin_puts(buffer.get(), {}, "puts");
+          ASSERT_EQ(now.size(), std::size_t{kSize});
+          if (turn > 0) {
+            EXPECT_EQ(now, signals);
+          }
+          signals = now;
+          EXPECT_LE(counted(rank), 0u) << "turn " << turn;
+          for (int to = 0; to < kSize; ++to) {
+            for (int row = 0; row < kRows; ++row)
+              *reinterpret_cast<int*>(
+                  world.place_at(reinterpret_cast<std::byte*>(matrix + row * kSize + rank), to)) =
+                  value(rank, to, row);
+            std::atomic_ref(signals[static_cast<std::size_t>(to)][rank]) += 1 + turn;
+          }
+          world.end_puts(buffer.get(), kReceived, {}, "puts");
+          for (int i = 0; i < kRows * kSize; ++i)
+            EXPECT_EQ(matrix[i], value(i % kSize, rank, i / kSize)) << "turn " << turn;
           for (int from = 0; from < kSize; ++from)
-            EXPECT_EQ(own[from], 100 * turn + 10 * from + rank) << "turn " << turn;
-          world.gather("", "end of the turn");
+            EXPECT_EQ(counted(from), static_cast<unsigned>(1 + turn));
+          world.gather("", "end of the turn");  // as the matrix is filled anew
         }
+        EXPECT_EQ(world.received_bytes() - before, kTurns * kReceived);
+        EXPECT_THROW(static_cast<void>(world.begin_puts(&elsewhere, {}, "puts elsewhere")),
+                     UsageError);
+        EXPECT_THROW(world.end_puts(&elsewhere, 1, {}, "puts elsewhere"), UsageError);
+        world.gather("", "before the end");
+        world.abort("that is all");
+        for (int from = 0; from < kSize; ++from) EXPECT_GT(counted(from), 1000u) << from;
       },
       std::chrono::seconds(20), kSize);
 }

@@ -28,13 +28,16 @@ class StumblingTransport final : public comm::Transport {
     count_shift();
     return inner().start_shifts(pieces, distance, stream, step);
   }
-  comm::Transfers start_puts(const comm::Puts& puts, Stream stream, const char* step) override {
+  std::vector<std::uint64_t*> begin_puts(const std::byte* buffer, Stream stream,
+                                         const char* step) override {
     count_shift();
-    return inner().start_puts(puts, stream, step);
+    return inner().begin_puts(buffer, stream, step);
   }
-  const std::uint64_t* lower_signals(const std::byte* buffer, int pieces, Stream stream) override {
-    return inner().lower_signals(buffer, pieces, stream);
+  void end_puts(const std::byte* buffer, std::size_t received, Stream stream,
+                const char* step) override {
+    inner().end_puts(buffer, received, stream, step);
   }
+  std::byte* place_at(std::byte* place, int rank) override { return inner().place_at(place, rank); }
   void keep_place(Stream stream, int starts) override { inner().keep_place(stream, starts); }
   void forget_place() noexcept override { inner().forget_place(); }
 

@@ -100,6 +100,24 @@ TEST(HeadPieces, BringEveryHeadOnce) {
         }
 }
 
+/// A piece has whole groups, or a group whole pieces: so the kv heads of pieces follow a rule
+/// (kernels::RowPuts::Block).
+TEST(HeadPieces, AndGroupsDivideEachOther) {
+  for (int group = 1; group <= 12; ++group)
+    for (int most = 1; most <= 3 * group; ++most)
+      for (int count = 1; count <= 8; ++count)
+        for (const bool whole : {false, true}) {
+          const HeadPieces pieces(most, group, count, whole);
+          EXPECT_TRUE(pieces.size % group == 0 || group % pieces.size == 0) << pieces.size;
+          EXPECT_LE(pieces.count, count);
+          EXPECT_GE(pieces.count * pieces.size, most);
+          EXPECT_LT((pieces.count - 1) * pieces.size, most);
+          if (whole) {
+            EXPECT_EQ(pieces.size % group, 0);
+          }
+        }
+}
+
 TEST(HeadPieces, OfWholeGroups) {
   const HeadPieces pieces(12, 4, 2, true);
   EXPECT_EQ(pieces.size, 8);

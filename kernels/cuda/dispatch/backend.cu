@@ -108,7 +108,7 @@ class CudaBackend final : public Backend {
     const auto* const result = std::get_if<MergeParams>(&given);
     const bool comes_or_goes =
         p.arrivals != nullptr || (result != nullptr && result->places != nullptr);
-    if (comes_or_goes && (result == nullptr || !takes_arrivals(p, *result, stream)))
+    if (comes_or_goes && (result == nullptr || !takes_arrivals(p, *result)))
       throw InputError(
           "attend was given keys that still come (arrivals), or rows that end at several ranks "
           "(places), for a call whose kernel does not take them; ask takes_arrivals first");
@@ -124,11 +124,8 @@ class CudaBackend final : public Backend {
     queue(epilogue, stream, begins);
     return false;
   }
-  bool takes_arrivals(const AttendParams& p, const MergeParams& m, Stream stream) const override {
-    if (!cuda::takes_arrivals(p, m)) return false;
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    LONGSPAN_CUDA(cudaStreamIsCapturing(stream_of(stream), &capture));
-    return capture == cudaStreamCaptureStatusNone;
+  bool takes_arrivals(const AttendParams& p, const MergeParams& m) const override {
+    return cuda::takes_arrivals(p, m);
   }
   void merge(const MergeParams& p, Stream stream) const override {
     cuda::merge(p, stream_of(stream));
@@ -172,6 +169,9 @@ class CudaBackend final : public Backend {
   }
   void copy_rows(std::span<const StridedCopy> copies, Stream stream) const override {
     cuda::copy_rows(copies, stream_of(stream));
+  }
+  void put_rows(const RowPuts& puts, Stream stream) const override {
+    cuda::put_rows(puts, gpu_.multiprocessors, stream_of(stream));
   }
   void pack_outputs(const PackOutputsParams& p, Stream stream) const override {
     cuda::pack_outputs(p, stream_of(stream));

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/exchange.hpp"
+#include "kernels/row_puts.hpp"
 
 namespace longspan::kernels::cuda {
 
@@ -17,6 +18,9 @@ void exchange(const ExchangeParams& p, cudaStream_t stream);
 /// number on this GPU.
 void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocessors,
                     cudaStream_t stream);
+
+/// `multiprocessors` is their number on this GPU; a few of them are taken.
+void put_rows(const RowPuts& puts, int multiprocessors, cudaStream_t stream);
 
 /// The variant that runs. Throws for what cannot be exchanged.
 Push push_of(const ExchangeParams& p);

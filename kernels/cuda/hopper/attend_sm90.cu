@@ -154,8 +154,7 @@ bool runs_here() {
 #else
   constexpr bool kBuilt = false;  // this build holds no code for sm_90a
 #endif
-  const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-  const int minor = attribute(cudaDevAttrComputeCapabilityMinor);
+  const int major = limits_of_gpu().major, minor = limits_of_gpu().minor;
   const auto ptx_version = [] {  // asked for once: it is the same on all GPUs of this capability
     using Some = Tile<__half, kDim64>;
     static const int found =

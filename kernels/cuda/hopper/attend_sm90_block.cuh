@@ -54,13 +54,12 @@ struct Call {
                         // sequences lie apart, q has the heads of one behind those of the other
   AttendParams params;
   Finished finished;
-  unsigned slots;        // tiles of query rows over the batch, some of them empty
-  unsigned section;      // heads walked together, so that their keys and values stay in L2
-  unsigned first_heads;  // a section ahead of the others: those that come first; or 0
-  unsigned work_tiles;   // slots x heads
-  unsigned own_slots;    // the first slots, whose rows see no key that still comes: they go first
-  int least_rows;        // this launch leaves out sequences of fewer query rows
-  unsigned* next;        // counts the work tiles taken beyond the first of each block
+  unsigned slots;       // tiles of query rows over the batch, some of them empty
+  unsigned section;     // heads walked together, so that their keys and values stay in L2
+  unsigned work_tiles;  // slots x heads
+  unsigned own_slots;   // the first slots, whose rows see no key that still comes
+  int least_rows;       // this launch leaves out sequences of fewer query rows
+  unsigned* next;       // counts the work tiles taken beyond the first of each block
   Softcap softcap;
   CUtensorMap own_k, own_v;  // as k and v, of arrivals.k and v
   KeyArrivals arrivals;      // or none: then all keys are there
@@ -68,9 +67,9 @@ struct Call {
   SegmentSources sources;    // for the fixed order
 };
 
-/// One thread waits until what a signal stands for is here, for TMA too.
-__device__ inline void await_signal(const KeyArrivals& arrivals, int signal) {
-  while (cuda::arch::load_acquire(arrivals.signals + signal) == 0) {
+/// One thread waits until so much of a rank is here, for TMA too.
+__device__ inline void await_signal(const KeyArrivals& arrivals, int rank, std::uint64_t signal) {
+  while (cuda::arch::load_acquire(arrivals.signals + rank) < signal) {
   }
   cuda::arch::publish_to_tma();
 }
@@ -78,7 +77,7 @@ __device__ inline void await_signal(const KeyArrivals& arrivals, int signal) {
 /// One thread waits until every other rank has said what it means by the run.
 __device__ inline void await_words(const KeyArrivals& arrivals) {
   for (int rank = 0; rank < arrivals.ranks; ++rank)
-    if (rank != arrivals.rank) await_signal(arrivals, rank);
+    if (rank != arrivals.rank) await_signal(arrivals, rank, 1);
 }
 
 /// Whether keys and values come out of pages.

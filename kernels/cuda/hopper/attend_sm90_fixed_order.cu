@@ -72,7 +72,7 @@ std::size_t scratch_bytes_in_order(const AttendParams& params) {
   const std::size_t states = with_instance(params, [&]<class T>() {
     // As many blocks as any call of so many tokens and sequences has.
     const std::int64_t tiles = (params.tokens / T::kRows + params.batch.size) * params.heads;
-    const std::int64_t places = attribute(cudaDevAttrMultiProcessorCount);
+    const std::int64_t places = limits_of_gpu().multiprocessors;
     return std::size_t{T::kStateBytes} * static_cast<std::size_t>(std::min(tiles, places));
   });
   return kCounterBytes + states * static_cast<std::size_t>(depth_of(params));

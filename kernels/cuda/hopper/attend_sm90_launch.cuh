@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/cuda/common/tensor_map.hpp"
@@ -46,17 +48,46 @@ CUtensorMap key_map_of(const AttendParams& params, const KvRows& rows) {
   return tensor_map_of(rows, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads, T::kKeys);
 }
 
-inline int attribute(cudaDeviceAttr name) {
-  int device = 0, value = 0;
+/// What the host asks of the current GPU ahead of every launch, and the driver need not be asked
+/// for again.
+struct GpuLimits {
+  int device = -1;
+  int major = 0, minor = 0;  // compute capability
+  int multiprocessors = 0;
+  int l2_bytes = 0;
+};
+inline const GpuLimits& limits_of_gpu() {
+  thread_local GpuLimits known;
+  int device = 0;
   LONGSPAN_CUDA(cudaGetDevice(&device));
-  LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, name, device));
-  return value;
+  if (device == known.device) return known;
+  const auto attribute = [&](cudaDeviceAttr name) {
+    int value = 0;
+    LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, name, device));
+    return value;
+  };
+  known = {device, attribute(cudaDevAttrComputeCapabilityMajor),
+           attribute(cudaDevAttrComputeCapabilityMinor), attribute(cudaDevAttrMultiProcessorCount),
+           attribute(cudaDevAttrL2CacheSize)};
+  return known;
+}
+
+/// Lets blocks of the kernel have their shared memory on the current GPU, the first time there.
+template <class T>
+void allow_shared_memory() {
+  static std::atomic<std::uint64_t> allowed = 0;  // a bit for each of the first GPUs
+  const int device = limits_of_gpu().device;
+  const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
+  if ((allowed.load(std::memory_order_relaxed) & bit) != 0) return;
+  LONGSPAN_CUDA(cudaFuncSetAttribute(attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     sizeof(Shared<T>)));
+  allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
 /// The number of heads that walk together: their keys and values on this rank fit half of L2, or
 /// they have a few waves of work tiles, as the longest tiles of the last heads begin late.
 inline unsigned section_of(const AttendParams& params, unsigned slots, int multiprocessors) {
-  const std::int64_t l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  const std::int64_t l2_bytes = limits_of_gpu().l2_bytes;
   const std::int64_t keys = std::max({divided_up(params.shard.length, params.shard.ranks),
                                       params.tokens / params.batch.size, std::int64_t{1}});
   const auto bytes = static_cast<std::int64_t>(size_of(params.kv_dtype));
@@ -109,7 +140,7 @@ unsigned own_slots_of(const AttendParams& params) {
 template <class T>
 unsigned blocks_of(const AttendParams& params) {
   return std::min(slots_of<T>(params) * static_cast<unsigned>(params.heads),
-                  static_cast<unsigned>(attribute(cudaDevAttrMultiProcessorCount)));
+                  static_cast<unsigned>(limits_of_gpu().multiprocessors));
 }
 
 /// Completes the call, of which the maps are there, and launches it.
@@ -120,20 +151,19 @@ void launch_call(Call& call, const AttendParams& params, const Finished& finishe
   call.finished = finished;
   call.least_rows = least_rows;
   call.slots = slots_of<T>(params);
-  call.section = section_of(params, call.slots, attribute(cudaDevAttrMultiProcessorCount));
+  call.section = section_of(params, call.slots, limits_of_gpu().multiprocessors);
   call.work_tiles = call.slots * static_cast<unsigned>(params.heads);
   call.own_slots = own_slots_of<T>(params);
-  if (call.arrivals && call.arrivals.heads_a_piece < params.heads)
-    call.first_heads = static_cast<unsigned>(call.arrivals.heads_a_piece);
   call.next = reinterpret_cast<unsigned*>(params.ticket);
   if (call.next == nullptr) {
     call.next = reinterpret_cast<unsigned*>(params.scratch);
     LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
   }
-  LONGSPAN_CUDA(cudaFuncSetAttribute(attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     sizeof(Shared<T>)));
-  cuda::launch_kernel(attend_kernel<T>,
-                      {blocks_of<T>(params), T::kThreads, stream, sizeof(Shared<T>)}, call);
+  allow_shared_memory<T>();
+  cuda::launch_kernel(
+      attend_kernel<T>,
+      {blocks_of<T>(params), T::kThreads, stream, sizeof(Shared<T>), call.arrivals.behind_puts},
+      call);
 }
 
 }  // namespace longspan::kernels::sm90

@@ -42,7 +42,7 @@ class Producer {
       const WorkTile& tile = shared_.work[work.stage];
       const int tiles = tile.tiles, row = tile.query_row, head = tile.query_head, rows = tile.rows;
       kv_head_ = tile.kv_head;
-      signals_ = call_.arrivals.signals_of(tile.head);
+      signal_ = call_.arrivals.signal_of(tile.head);
       first_seen_ = tile.first_key + tile.some.begin;
       portion_ = 0;
       int key = tile.first_key + tile.some.end;
@@ -119,12 +119,11 @@ class Producer {
   }
 
   __device__ __forceinline__ void await_portion(const KeyArrivals::Portion& portion) {
-    if (portion.is_own()) return;
-    const int signal = signals_ + portion.rank();
-    const std::uint64_t bit = std::uint64_t{1} << (signal - call_.arrivals.ranks);
-    if ((arrived_ & bit) != 0) return;
-    await_signal(call_.arrivals, signal);
-    arrived_ |= bit;
+    static_assert(KeyArrivals::kMostPieces + 1 < 16);
+    const int rank = portion.is_own() ? call_.arrivals.rank : portion.rank(), at = 4 * rank;
+    if (signal_ <= static_cast<int>(arrived_ >> at & 15)) return;
+    await_signal(call_.arrivals, rank, signal_);
+    arrived_ = (arrived_ & ~(15u << at)) | static_cast<unsigned>(signal_) << at;
   }
 
   template <class Buffer, class State>
@@ -145,10 +144,10 @@ class Producer {
   PipelineState<T::kStages> k_;
   PipelineState<T::kEightBits ? 1 : T::kStages> v_;
   int kv_head_;
-  int first_seen_;             // of the keys, by some row of the work tile
-  int signals_;                // of KeyArrivals, for the work tile's head
-  int portion_ = 0;            // of KeyArrivals, that has the last key of the tile found last
-  std::uint64_t arrived_ = 0;  // a bit for each signal behind the words
+  int first_seen_;        // of the keys, by some row of the work tile
+  int signal_;            // of a rank, once what it has of the work tile's head is here
+  int portion_ = 0;       // of KeyArrivals, that has the last key of the tile found last
+  unsigned arrived_ = 0;  // four bits for each rank: the signal that was seen there last
 };
 
 }  // namespace longspan::kernels::sm90

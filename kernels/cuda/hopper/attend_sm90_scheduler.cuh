@@ -4,6 +4,7 @@
 
 #include <climits>
 
+#include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/combine/run_headers.cuh"
 #include "kernels/cuda/common/view.cuh"
 #include "kernels/cuda/hopper/attend_sm90_epilogue.cuh"
@@ -19,27 +20,23 @@ __device__ int first_slot(const Batch& batch, int b) {
 
 /// Finds the index-th work tile and returns its sequence. Work tiles stand in sections of
 /// heads, in each the slots from the last (the longest under a causal mask) to the first, in each
-/// slot the section's heads. Ahead of all sections are the slots that wait for no other rank's
-/// keys, and then the heads that come first.
+/// slot the section's heads. In the first section the slots that wait for no other rank's keys go
+/// ahead; in the others, too, they are there when the longer ones have filled the multiprocessors
+/// unevenly.
 template <class T>
 __device__ int find_work_tile(const Call& call, unsigned index, WorkTile& tile) {
   const AttendParams& params = call.params;
-  unsigned slots = call.own_slots, section = params.heads, below = 0, first_head = 0;
-  if (index >= slots * section) {
-    index -= slots * section;
-    below = slots;
-    slots = call.slots - slots;
-    section = call.first_heads;
-    if (index >= slots * section) {
-      index -= slots * section;
-      first_head = section;
-      section = call.section;
-    }
+  const unsigned section_tiles = call.slots * call.section;
+  const unsigned first_head = index / section_tiles * call.section;
+  const unsigned heads = min(call.section, params.heads - first_head);
+  unsigned rest = index % section_tiles, slots = call.slots, below = 0;
+  if (first_head == 0 && rest < call.own_slots * heads) {
+    slots = call.own_slots;
+  } else if (first_head == 0) {
+    rest -= call.own_slots * heads;
+    below = call.own_slots;
+    slots -= below;
   }
-  const unsigned section_tiles = slots * section;
-  first_head += index / section_tiles * section;
-  const unsigned heads = min(section, params.heads - first_head);
-  const unsigned rest = index % section_tiles;
   tile.head = static_cast<int>(first_head + rest % heads);
   tile.kv_head = tile.head / (params.heads / params.kv_heads);
   const int slot = static_cast<int>(below + slots - 1 - rest / heads);
@@ -126,6 +123,8 @@ class Scheduler {
     shared_.work_empty[work_.stage].wait(work_.parity ^ 1);
     if (lane_ == 0) shared_.work[work_.stage].tiles = 0;
     shared_.work_full[work_.stage].arrive();
+    if (call_.arrivals.behind_puts)
+      cuda::arch::wait_for_kernels_before();  // so that what follows may
   }
 
  private:

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "src/strategy/shared/dense_rows.hpp"
-#include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
 
 namespace longspan {
@@ -13,12 +12,12 @@ namespace {
 
 using kernels::KeyArrivals;
 using kernels::RowPlaces;
+using kernels::RowPuts;
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
 
-/// Of all heads of a rank's rows, which have so many bytes. Where that is little, one piece: then
-/// nothing computes beside the exchange, which takes no longer than what more pieces cost.
+/// Of all heads of a rank's rows, which have so many bytes.
 HeadPieces pieces_of_heads(int heads, int kv_heads, int ranks, double bytes) {
   return {most_heads(heads, kv_heads, ranks).query, heads / kv_heads, pieces_of_bytes(bytes),
           false};
@@ -30,15 +29,11 @@ struct Travelling {
   std::byte* whole;
   HeadRange HeadShare::*range;
 
-  /// The copy of rows of some heads to the rank of a share, which has those among its own, or to
-  /// the same place here.
-  StridedCopy copy(const Stretch& rows, const HeadShare& some, const HeadShare& share) const {
-    const HeadRange heads = some.*range, all = share.*range;
-    return block(own, rows.first, heads.begin, {whole, all.size(), own.head_bytes}, rows.position,
-                 heads.begin - all.begin, rows.count, heads.size());
-  }
+  /// The copy of rows of the heads of a share to the rank that has it.
   StridedCopy copy(const Stretch& rows, const HeadShare& share) const {
-    return copy(rows, share, share);
+    const HeadRange heads = share.*range;
+    return block(own, rows.first, heads.begin, {whole, heads.size(), own.head_bytes}, rows.position,
+                 0, rows.count, heads.size());
   }
   std::int64_t row_bytes(const HeadShare& share) const {
     return (share.*range).size() * own.head_bytes;
@@ -72,8 +67,6 @@ struct HeadPuts::Way {
   Operands own = {};
 
   std::int64_t rows_of(int rank) const { return count_rows(rows[at(rank)]); }
-  /// What ranks say of the run, and the heads.
-  int pieces() const { return 1 + heads.count; }
 };
 
 HeadPuts::HeadPuts(const Layer& layer, HeadExchange& exchange)
@@ -90,7 +83,7 @@ HeadPuts::HeadPuts(const Layer& layer, HeadExchange& exchange)
     exchange_.lay_out_whole(memory);
     rows_ = memory.take(at(rows * layer_.bounds.value_dim * bytes_of(options.dtypes.of_out())));
     lse_ = memory.take(at(rows * std::int64_t{sizeof(float)}));
-    words_ = memory.take_array<std::uint64_t>(at(ranks()));
+    words_.lay_out(memory, ranks());
   });
 }
 
@@ -116,47 +109,49 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
 bool HeadPuts::queue(Run& run) const {
   std::optional<Way> found = way_of(run);
   if (!found) return false;
-  run.compare_in(words_, rank());
-  run.say_to(layer_.kernels);
+  run.compare_in(words_.said, rank());
   found->own = operands_of(layer_, exchange_, run, exchange_.ready_keys(run));
   const Way& way = *found;
   const kernels::MergeParams asked = run.merge;
   exchange_.attend_to(run, exchange_.share());
-  const KeyArrivals arrivals = arrivals_of(run, way);
+  KeyArrivals arrivals = arrivals_of(way);
   const RowPlaces places = places_of(way);
   end_in_place(run);
   run.attend.arrivals = &arrivals;
   run.merge.places = &places;
-  const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge, run.stream);
+  const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge);
   if (!begins) {
     run.attend.arrivals = nullptr;
     run.merge.places = nullptr;
     end_where_rows_leave(run, way);
   }
+  RowPuts puts = puts_of(way, begins);
+  puts.say = run.say;
 
+  constexpr const char* kStep = "exchange of rows and keys by heads";
+  std::byte* const buffer = receive_buffer_.get();
   run.enter(Phase::exchange);
-  comm::Transfers first;
-  queue_beside(
-      layer_.comm, run.stream, 1,
-      [&] { copy_own(run, way, begins ? KeyArrivals::kMargin : way.length); },
-      [&] { first = bring(run, way, Heads::first); });
-  first.wait(run.stream);
-  comm::Transfers rest = bring(run, way, Heads::rest);
-  if (!begins) rest.wait(run.stream);
-  run.enter(Phase::attend);
-  run.attend_to(run.merge, Phase::exchange, layer_.kernels);
-  rest.wait(run.stream);
-  take_back(run, way, begins).wait(run.stream);
+  arrivals.signals = words_.begin(layer_.comm, receive_buffer_, puts, run.stream, kStep);
+  if (begins) run.enter(Phase::attend);  // nothing may stand between the kernels
+  layer_.rows.put_rows(puts, run.stream);
+  if (begins) {
+    run.attend_to(run.merge, Phase::exchange, layer_.kernels);
+    layer_.comm.end_puts(buffer, received(way) + received_results(way), run.stream, kStep);
+  } else {
+    layer_.comm.end_puts(buffer, received(way), run.stream, kStep);
+    run.enter(Phase::attend);
+    run.attend_to(run.merge, Phase::exchange, layer_.kernels);
+    take_back(run, way);
+  }
   run.enter(Phase::merge);
   put_result(run, way, asked);
   return true;
 }
 
-/// What the attention waits for; the signals of runs before are lowered ahead of it, and of what
-/// raises them. Own keys are read where they lie.
-KeyArrivals HeadPuts::arrivals_of(const Run& run, const Way& way) const {
+/// What the attention waits for, but for the signals. Own keys are read where they lie.
+KeyArrivals HeadPuts::arrivals_of(const Way& way) const {
   KeyArrivals arrivals;
-  arrivals.signals = layer_.comm.lower_signals(receive_buffer_.get(), way.pieces(), run.stream);
+  arrivals.behind_puts = true;
   arrivals.rank = rank();
   arrivals.ranks = ranks();
   arrivals.heads_a_piece = way.heads.size;
@@ -208,86 +203,80 @@ void HeadPuts::end_where_rows_leave(Run& run, const Way& way) const {
   run.merge.lse = {reinterpret_cast<float*>(rows + slot.lse_at()), 1, way.tokens};
 }
 
-/// Copies this rank's rows of its own heads to where whole sequences have them, and of each stretch
-/// of keys the first and the last `most_keys`. A GPU copies within itself by a kernel, which beside
-/// the attention finds no place before that is done.
-void HeadPuts::copy_own(const Run& run, const Way& way, std::int64_t most_keys) const {
-  std::vector<StridedCopy> copies;
-  for (const Stretch& one : way.rows[at(rank())])
-    copies.push_back(way.own.q.copy(one, exchange_.share()));
-  for (const Stretch& one : ends_of(way.keys[at(rank())], most_keys))
-    for (const Travelling* keys : {&way.own.k, &way.own.v})
-      copies.push_back(keys->copy(one, exchange_.share()));
-  if (!copies.empty()) layer_.rows.copy_rows(copies, run.stream);
-}
-
-/// Puts this rank's rows and keys to the others, some heads after the other. The first ones go by a
-/// kernel, with what this rank says of the run; the others go by copy engines, a piece each. Among
-/// those pieces the ones of what has come with the first are empty: a signal says that it is there.
-comm::Transfers HeadPuts::bring(const Run& run, const Way& way, Heads which) const {
-  const bool first = which == Heads::first;
-  comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = first ? 0 : way.pieces()};
-  if (first) puts.copier = copier();
-  const int begin = first ? 0 : 1, end = first ? 1 : way.heads.count;
-  for (int distance = 1; distance < ranks(); ++distance) {
+/// What this rank puts: to every rank the rows and keys of its heads; of its own keys, where its
+/// attention reads them where they lie (`begins`), only the ends of their stretches.
+RowPuts HeadPuts::puts_of(const Way& way, bool begins) const {
+  RowPuts puts;
+  puts.pieces = way.heads.count;
+  // Several pieces have query heads of one group, or one has several groups.
+  const int group = way.heads.group, size = way.heads.size;
+  const int every = std::max(group / size, 1), kv_size = std::max(size / group, 1);
+  const std::vector<Stretch>& own = way.keys[at(rank())];
+  for (int distance = 0; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();
-    if (first) puts.puts.push_back(put_of_word(words_ + rank(), to));
-    for (int piece = begin; piece < end; ++piece) {
-      const HeadShare share = exchange_.share_of(to), some = way.heads.of(share, piece);
-      const auto put = [&](const std::vector<Stretch>& rows, const Travelling& tensor) {
-        for (const Stretch& one : rows)
-          puts.puts.push_back({to, tensor.copy(one, some, share), first ? 0 : 1 + piece});
-      };
-      put(way.rows[at(rank())], way.own.q);
-      put(way.keys[at(rank())], way.own.k);
-      put(way.keys[at(rank())], way.own.v);
-    }
+    const HeadShare share = exchange_.share_of(to);
+    const auto put = [&](const std::vector<Stretch>& rows, const Travelling& tensor, int heads,
+                         int pieces) {
+      for (const Stretch& one : rows) {
+        StridedCopy copy = tensor.copy(one, share);
+        copy.to = layer_.comm.place_at(copy.to, to);
+        puts.add(copy, heads * tensor.own.head_bytes, pieces);
+      }
+    };
+    const std::vector<Stretch> keys =
+        distance == 0 && begins ? ends_of(own, KeyArrivals::kMargin) : own;
+    put(way.rows[at(rank())], way.own.q, size, 1);
+    put(keys, way.own.k, kv_size, every);
+    put(keys, way.own.v, kv_size, every);
   }
-  std::int64_t received = 0;
-  for (int piece = begin; piece < end; ++piece) {
-    const HeadShare some = way.heads.of(exchange_.share(), piece);
-    const std::int64_t others_rows = way.tokens - way.rows_of(rank()),
-                       others_keys = way.length - count_rows(way.keys[at(rank())]);
-    received += others_rows * way.own.q.row_bytes(some) +
-                others_keys * (way.own.k.row_bytes(some) + way.own.v.row_bytes(some));
-  }
-  puts.received = at(received);
-  return layer_.comm.start_puts(puts, run.stream, "exchange of rows and keys by heads");
+  puts.divide();
+  return puts;
 }
 
-/// What makes copies, some of them to other GPUs, by a kernel.
-comm::Copier HeadPuts::copier() const {
-  return [this](std::span<const StridedCopy> copies, Stream stream) {
-    layer_.rows.copy_rows(copies, stream);
-  };
+/// The bytes of rows and keys that come here.
+std::size_t HeadPuts::received(const Way& way) const {
+  const HeadShare& share = exchange_.share();
+  const std::int64_t others_rows = way.tokens - way.rows_of(rank()),
+                     others_keys = way.length - count_rows(way.keys[at(rank())]);
+  return at(others_rows * way.own.q.row_bytes(share) +
+            others_keys * (way.own.k.row_bytes(share) + way.own.v.row_bytes(share)));
 }
 
-/// Ends when the finished rows of all heads are at their owners. Where the attention has not stored
-/// them there (`are_there`), they are put, this rank's own too.
-comm::Transfers HeadPuts::take_back(const Run& run, const Way& way, bool are_there) const {
+/// The bytes of finished rows that come here.
+std::size_t HeadPuts::received_results(const Way& way) const {
+  const std::int64_t heads = layer_.bounds.heads - exchange_.share().query.size();
+  const std::int64_t row_bytes =
+      layer_.bounds.value_dim * bytes_of(layer_.options.dtypes.of_out()) +
+      std::int64_t{sizeof(float)};
+  return at(way.rows_of(rank()) * heads * row_bytes);
+}
+
+/// Puts the finished rows of all heads to their owners, this rank's own too.
+void HeadPuts::take_back(const Run& run, const Way& way) const {
   const HeadShare& share = exchange_.share();
   const FinishedSlot slot = exchange_.finished(way.tokens, rank());
   const std::int64_t row_bytes = slot.dim * bytes_of(slot.dtype);
-  const DenseRows rows{exchange_.finished_rows(), slot.heads, row_bytes},
-      place{rows_, layer_.bounds.heads, row_bytes};
+  const DenseRows rows{exchange_.finished_rows(), slot.heads, row_bytes};
   constexpr std::int64_t kLse = sizeof(float);
   std::byte* const lse = exchange_.finished_rows() + slot.lse_at();
-  comm::Puts puts{.buffer = receive_buffer_.get(), .copier = copier()};
-  for (int distance = 0; distance < ranks() && !are_there; ++distance) {
-    const int to = (rank() + distance) % ranks();
+  std::vector<StridedCopy> copies;
+  for (int to = 0; to < ranks(); ++to) {
     const std::int64_t theirs = way.rows_of(to);
+    const DenseRows place{layer_.comm.place_at(rows_, to), layer_.bounds.heads, row_bytes};
+    std::byte* const place_of_lse = layer_.comm.place_at(lse_, to);
     for (const Stretch& one : way.rows[at(to)]) {
-      puts.puts.push_back({to, block(rows, one.position, 0, place, one.first, share.query.begin,
-                                     one.count, slot.heads)});
+      copies.push_back(
+          block(rows, one.position, 0, place, one.first, share.query.begin, one.count, slot.heads));
       // An lse is one row of a head.
-      puts.puts.push_back(
-          {to,
-           {lse + one.position * kLse, lse_ + (share.query.begin * theirs + one.first) * kLse,
-            way.tokens * kLse, theirs * kLse, one.count * kLse, slot.heads}});
+      copies.push_back({lse + one.position * kLse,
+                        place_of_lse + (share.query.begin * theirs + one.first) * kLse,
+                        way.tokens * kLse, theirs * kLse, one.count * kLse, slot.heads});
     }
   }
-  puts.received = at(way.rows_of(rank()) * (layer_.bounds.heads - slot.heads) * (row_bytes + kLse));
-  return layer_.comm.start_puts(puts, run.stream, "exchange of results by heads");
+  constexpr const char* kStep = "exchange of results by heads";
+  static_cast<void>(layer_.comm.begin_puts(receive_buffer_.get(), run.stream, kStep));
+  layer_.rows.copy_rows(copies, run.stream);
+  layer_.comm.end_puts(receive_buffer_.get(), received_results(way), run.stream, kStep);
 }
 
 /// Copies finished rows, as they have come, into the result.
@@ -319,7 +308,7 @@ RunCost head_puts_cost(const Options& options, int ranks, const RunSize& size) {
   cost.workspace_bytes += results;
   if (size.tokens >= KeyArrivals::kLeastRows)
     cost.overlapped_bytes = cost.received_bytes - operands / pieces;
-  cost.messages = cost.peer_messages = 2 + (pieces - 1) * (ranks - 1);  // copies that each begin
+  cost.messages = cost.peer_messages = 2;
   cost.copied_bytes = 2 * results;
   return cost;
 }

@@ -1,18 +1,14 @@
 // The exchange by heads between GPUs that reach each other, for one sequence, beside the attention:
 //
-//     a kernel       the first heads come
-//     copy engines                         the next heads    the next ...
-//     attention                            ............................ its rows end at their
-//     owners
+//     a few multiprocessors   the first heads go    the next    ...
+//     attention               ..............................  its rows end at their owners
 //
 // A rank puts its rows of queries, keys and values straight to where the heads' rank attends to
-// them in whole sequences: nothing is packed. The first heads, beside which nothing computes, are
-// put by a kernel; all others by copy engines, while one attention with all of the rank's heads
-// begins with those that are there, and waits on the GPU for what it reads next
-// (kernels::KeyArrivals). It stores finished rows where their owners have them, and one copy there
-// makes the result. Where the kernel of a run cannot wait, or store rows at other ranks, the run
-// waits for all heads first, and puts rows back when all are finished; what ranks say to each other
-// is the same.
+// them in whole sequences: nothing is packed. One attention with all of the rank's heads begins
+// with those that are there, and waits on the GPU for what it reads next (kernels::KeyArrivals). It
+// stores finished rows where their owners have them, and one copy there makes the result. Where the
+// kernel of a run cannot wait, or store rows at other ranks, the run waits for all heads first, and
+// puts rows back when all are finished; what ranks say to each other is the same.
 //
 // Each of P ranks gets 1 / P of the heads, as with HeadExchange, which moves what this does not
 // take.
@@ -51,24 +47,22 @@ class HeadPuts {
   int ranks() const { return layer_.comm.size(); }
   int rank() const { return layer_.comm.rank(); }
 
-  kernels::KeyArrivals arrivals_of(const Run& run, const Way& way) const;
+  kernels::KeyArrivals arrivals_of(const Way& way) const;
+  kernels::RowPuts puts_of(const Way& way, bool begins) const;
   kernels::RowPlaces places_of(const Way& way) const;
   void end_in_place(Run& run) const;
   void end_where_rows_leave(Run& run, const Way& way) const;
-
-  void copy_own(const Run& run, const Way& way, std::int64_t most_keys) const;
-  enum class Heads { first, rest };
-  comm::Transfers bring(const Run& run, const Way& way, Heads which) const;
-  comm::Transfers take_back(const Run& run, const Way& way, bool are_there) const;
-  comm::Copier copier() const;
+  std::size_t received(const Way& way) const;
+  std::size_t received_results(const Way& way) const;
+  void take_back(const Run& run, const Way& way) const;
   void put_result(const Run& run, const Way& way, const kernels::MergeParams& asked) const;
 
   Layer layer_;
   HeadExchange& exchange_;
   std::shared_ptr<std::byte> receive_buffer_;
-  std::byte* rows_ = nullptr;       // [own rows, heads, value_dim] finished rows, as they come
-  std::byte* lse_ = nullptr;        // [heads, own rows] of them
-  std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run
+  std::byte* rows_ = nullptr;  // [own rows, heads, value_dim] finished rows, as they come
+  std::byte* lse_ = nullptr;   // [heads, own rows] of them
+  PutWords words_;
   ExchangeInfo info_;
 };
 

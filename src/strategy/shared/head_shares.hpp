@@ -52,11 +52,12 @@ struct HeadPieces {
   int size;   // query heads in a piece
   int count;  // of the rank that gets most
 
-  /// Divides up to `most` query heads of a rank into at most `pieces`; `whole_groups` leaves groups
-  /// together.
+  /// Divides up to `most` query heads of a rank into at most `pieces`, of whole groups or of equal
+  /// parts of one; `whole_groups` leaves groups together.
   constexpr HeadPieces(int most, int of_group, int pieces, bool whole_groups) : group(of_group) {
-    const int unit = whole_groups ? group : 1;
-    size = static_cast<int>(divided_up(divided_up(most, unit), pieces)) * unit;
+    size = static_cast<int>(divided_up(most, pieces));
+    if (whole_groups || size > group) size = static_cast<int>(divided_up(size, group)) * group;
+    while (size < group && group % size != 0) ++size;
     count = static_cast<int>(divided_up(most, size));
   }
 

@@ -5,12 +5,12 @@
 #include <utility>
 
 #include "src/strategy/shared/dense_rows.hpp"
-#include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
 
 namespace longspan {
 
 using kernels::KeyArrivals;
+using kernels::RowPuts;
 
 /// Which keys each rank has, and in which pieces they go.
 struct KeyPuts::Ways {
@@ -19,8 +19,6 @@ struct KeyPuts::Ways {
   HeadPieces heads;
 
   const std::vector<Stretch>& of(int rank) const { return keys[static_cast<std::size_t>(rank)]; }
-  /// What ranks say of the run, the heads, and keys that nobody sees.
-  int pieces() const { return 2 + heads.count; }
 };
 
 KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows)
@@ -28,7 +26,7 @@ KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t ro
   if (layer_.options.exchange == Exchange::gather) return;
   receive_buffer_ = open_receive_memory(layer_, info_, [&](Parts& memory) {
     whole_ = keys_.take_block(memory, rows);
-    words_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(ranks()));
+    words_.lay_out(memory, ranks());
   });
 }
 
@@ -49,37 +47,38 @@ std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
 bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
   const std::optional<Ways> ways = ways_of(run);
   if (!ways) return false;
-  const std::vector<Stretch>& stretches = ways->of(rank());
-  run.compare_in(words_, rank());
-  run.say_to(layer_.kernels);
+  run.compare_in(words_.said, rank());
   keys_.begin(run);
   const KeyBlock own = keys_.own_keys(run, copied);
   keys_.attend_to(run, whole_, {.length = run.arrays.keys.length});
-  const KeyArrivals arrivals = arrivals_of(run, *ways, own);
+  KeyArrivals arrivals = arrivals_of(*ways, own);
   run.attend.arrivals = &arrivals;
-  const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge, run.stream);
+  const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge);
   if (!begins) run.attend.arrivals = nullptr;
+  RowPuts puts = puts_of(run, *ways, own, begins);
+  puts.say = run.say;
 
+  constexpr const char* kStep = "exchange of keys and values";
   run.enter(Phase::exchange);
-  comm::Transfers coming;
-  queue_beside(
-      layer_.comm, run.stream, 1,
-      [&] {
-        copy_own(run, stretches, own, begins ? KeyArrivals::kMargin : run.arrays.keys.length);
-      },
-      [&] { coming = start(run, *ways, own); });
-  if (!begins) coming.wait(run.stream);
-  run.enter(Phase::attend);
+  arrivals.signals = words_.begin(layer_.comm, receive_buffer_, puts, run.stream, kStep);
+  const auto end = [&] {
+    layer_.comm.end_puts(receive_buffer_.get(), received(run, *ways), run.stream, kStep);
+  };
+  if (begins) run.enter(Phase::attend);  // nothing may stand between the kernels
+  layer_.rows.put_rows(puts, run.stream);
+  if (!begins) {
+    end();
+    run.enter(Phase::attend);
+  }
   run.attend_to(run.merge, Phase::merge, layer_.kernels);
-  coming.wait(run.stream);
+  if (begins) end();
   return true;
 }
 
-/// What the attention waits for; the signals of runs before are lowered ahead of it, and of what
-/// raises them.
-KeyArrivals KeyPuts::arrivals_of(const Run& run, const Ways& ways, const KeyBlock& own) const {
+/// What the attention waits for, but for the signals.
+KeyArrivals KeyPuts::arrivals_of(const Ways& ways, const KeyBlock& own) const {
   KeyArrivals arrivals;
-  arrivals.signals = layer_.comm.lower_signals(receive_buffer_.get(), ways.pieces(), run.stream);
+  arrivals.behind_puts = true;
   arrivals.rank = rank();
   arrivals.ranks = ranks();
   arrivals.k = keys_.keys_in(own);
@@ -89,60 +88,54 @@ KeyArrivals KeyPuts::arrivals_of(const Run& run, const Ways& ways, const KeyBloc
   return arrivals;
 }
 
-/// Copies own keys to where whole sequences have them: of each stretch the first and the last
-/// `most`.
-void KeyPuts::copy_own(const Run& run, const std::vector<Stretch>& stretches, const KeyBlock& own,
-                       std::int64_t most) const {
-  std::vector<StridedCopy> copies;
-  for (const Stretch& one : ends_of(stretches, most)) {
-    const auto rows = [&](const std::byte* from, std::byte* to, std::int64_t bytes) {
-      copies.push_back(
-          {from + one.first * bytes, to + one.position * bytes, bytes, bytes, bytes, one.count});
-    };
-    rows(own.k, whole_.k, keys_.key_bytes());
-    rows(own.v, whole_.v, keys_.value_bytes());
-  }
-  if (!copies.empty()) layer_.rows.copy_rows(copies, run.stream);
-}
-
-/// Puts this rank's word and its keys to all others, some heads after the other (KeyArrivals). Keys
-/// that no row there sees go last, as a piece of their own that nobody waits for.
-comm::Transfers KeyPuts::start(const Run& run, const Ways& ways, const KeyBlock& own) const {
-  comm::Puts puts{.buffer = receive_buffer_.get(), .pieces = ways.pieces()};
+/// What this rank puts: to every other the keys that rows there see, and to itself, where its
+/// attention reads own keys where they lie (`begins`), the ends of its stretches; else all of them.
+RowPuts KeyPuts::puts_of(const Run& run, const Ways& ways, const KeyBlock& own, bool begins) const {
+  RowPuts puts;
+  puts.pieces = ways.heads.count;
+  const int all = layer_.bounds.kv_heads, heads = ways.heads.of(ways.all, 0).kv.size();
+  const auto put = [&](int to, const Stretch& one, std::byte* from, std::byte* place,
+                       std::int64_t bytes) {
+    const std::int64_t head_bytes = bytes / all;
+    puts.add(
+        block({from, all, head_bytes}, one.first, 0,
+              {layer_.comm.place_at(place, to), all, head_bytes}, one.position, 0, one.count, all),
+        heads * head_bytes);
+  };
+  const auto put_keys = [&](int to, const Stretch& one) {
+    put(to, one, own.k, whole_.k, keys_.key_bytes());
+    put(to, one, own.v, whole_.v, keys_.value_bytes());
+  };
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();
-    puts.puts.push_back(put_of_word(words_ + rank(), to));
-    const Interval seen = keys_seen(run, layer_.kernels.device(), to);
-    for (const Stretch& one : ways.of(rank())) {
-      const bool is_seen = one.position < seen.end && one.position + one.count > seen.begin;
-      const auto put = [&](int piece, const HeadRange& heads, std::byte* from, std::byte* place,
-                           std::int64_t bytes) {
-        const int all = layer_.bounds.kv_heads;
-        puts.puts.push_back(
-            {to,
-             block({from, all, bytes / all}, one.first, heads.begin, {place, all, bytes / all},
-                   one.position, heads.begin, one.count, heads.size()),
-             piece});
-      };
-      const auto put_keys = [&](int piece, const HeadRange& heads) {
-        put(piece, heads, own.k, whole_.k, keys_.key_bytes());
-        put(piece, heads, own.v, whole_.v, keys_.value_bytes());
-      };
-      if (!is_seen) {
-        put_keys(puts.pieces - 1, ways.all.kv);
-        continue;
-      }
-      for (int i = 0; i < ways.heads.count; ++i) put_keys(1 + i, ways.heads.of(ways.all, i).kv);
-    }
+    for (const Stretch& one : seen_by(run, to, ways.of(rank()))) put_keys(to, one);
   }
-  const std::int64_t others = run.arrays.keys.length - count_rows(ways.of(rank()));
-  puts.received = static_cast<std::size_t>(others * (keys_.key_bytes() + keys_.value_bytes()));
-  return layer_.comm.start_puts(puts, run.stream, "exchange of keys and values");
+  const std::int64_t most = begins ? KeyArrivals::kMargin : run.arrays.keys.length;
+  for (const Stretch& one : ends_of(ways.of(rank()), most)) put_keys(rank(), one);
+  puts.divide();
+  return puts;
 }
 
-/// Two pieces at least: the heads of the first are attended to while the others come.
+/// Those of which some row of a rank sees some key.
+std::vector<Stretch> KeyPuts::seen_by(const Run& run, int rank,
+                                      const std::vector<Stretch>& stretches) const {
+  const Interval seen = keys_seen(run, layer_.kernels.device(), rank);
+  std::vector<Stretch> some;
+  for (const Stretch& one : stretches)
+    if (one.position < seen.end && one.position + one.count > seen.begin) some.push_back(one);
+  return some;
+}
+
+/// The bytes that come here.
+std::size_t KeyPuts::received(const Run& run, const Ways& ways) const {
+  std::int64_t others = 0;
+  for (int p = 0; p < ranks(); ++p)
+    if (p != rank()) others += count_rows(seen_by(run, rank(), ways.of(p)));
+  return static_cast<std::size_t>(others * (keys_.key_bytes() + keys_.value_bytes()));
+}
+
 HeadPieces pieces_of_keys(int heads, int kv_heads, double bytes) {
-  return {heads, heads / kv_heads, std::max(pieces_of_bytes(bytes), 2), true};
+  return {heads, heads / kv_heads, pieces_of_bytes(bytes), true};
 }
 
 }  // namespace longspan

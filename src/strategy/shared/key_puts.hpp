@@ -1,13 +1,14 @@
 // Keys and values of all ranks, put by each rank straight to where every other has the whole
 // sequence, between GPUs that reach each other:
 //
-//     copy engines   the first heads come    the next ones    ...
-//     attention      ................................   waits on the GPU for what it reads next
+//     a few multiprocessors   the first heads go    the next ones    ...
+//     attention               ................................   waits on the GPU for what it
+//                                                                reads next
 //
-// Own keys are read where they lie. Work tiles that see no others go first, and then those of the
-// heads that come first. They begin with the keys around their rows, which are mostly own ones, so
-// that there is work from the start. Where the kernel of a run cannot wait for pieces, the run
-// waits for all of them first.
+// Own keys are read where they lie. Work tiles begin with the keys around their rows, which are
+// mostly own ones, and among the first there are some that see no others, so that there is work
+// from the start. Where the kernel of a run cannot wait for pieces, the run waits for all of them
+// first.
 #pragma once
 
 #include <cstdint>
@@ -46,16 +47,18 @@ class KeyPuts {
   int rank() const { return layer_.comm.rank(); }
 
   std::optional<Ways> ways_of(const Run& run) const;
-  kernels::KeyArrivals arrivals_of(const Run& run, const Ways& ways, const KeyBlock& own) const;
-  void copy_own(const Run& run, const std::vector<Stretch>& stretches, const KeyBlock& own,
-                std::int64_t most) const;
-  comm::Transfers start(const Run& run, const Ways& ways, const KeyBlock& own) const;
+  kernels::KeyArrivals arrivals_of(const Ways& ways, const KeyBlock& own) const;
+  kernels::RowPuts puts_of(const Run& run, const Ways& ways, const KeyBlock& own,
+                           bool begins) const;
+  std::vector<Stretch> seen_by(const Run& run, int rank,
+                               const std::vector<Stretch>& stretches) const;
+  std::size_t received(const Run& run, const Ways& ways) const;
 
   Layer layer_;
   const TravellingKeys& keys_;
   std::shared_ptr<std::byte> receive_buffer_;
   KeyBlock whole_;
-  std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run
+  PutWords words_;
   ExchangeInfo info_;
 };
 

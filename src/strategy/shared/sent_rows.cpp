@@ -7,12 +7,13 @@
 namespace longspan {
 
 using kernels::KeyArrivals;
+using kernels::RowPuts;
 
 int pieces_of_bytes(double bytes) {
 #ifdef LONGSPAN_SIMULATED
   constexpr double kPieceBytes = 32 << 10;  // as little travels there
 #else
-  constexpr double kPieceBytes = 16 << 20;
+  constexpr double kPieceBytes = 2 << 20;
 #endif
   return static_cast<int>(std::clamp<double>(bytes / kPieceBytes, 1, KeyArrivals::kMostPieces));
 }
@@ -31,10 +32,23 @@ std::vector<Stretch> ends_of(const std::vector<Stretch>& stretches, std::int64_t
   return ends;
 }
 
-comm::Put put_of_word(std::uint64_t* word, int to) {
-  auto* const place = reinterpret_cast<std::byte*>(word);
-  constexpr std::int64_t kSize = sizeof *word;
-  return {to, {place, place, kSize, kSize, kSize, 1}};
+void PutWords::lay_out(Parts& memory, int ranks) {
+  said = memory.take_array<std::uint64_t>(static_cast<std::size_t>(ranks));
+  done = memory.take_array<unsigned>(RowPuts::kMostPieces);
+}
+
+const std::uint64_t* PutWords::begin(comm::Transport& comm,
+                                     const std::shared_ptr<std::byte>& buffer, RowPuts& puts,
+                                     Stream stream, const char* step) const {
+  puts.rank = comm.rank();
+  puts.ranks = comm.size();
+  for (int p = 0; p < comm.size(); ++p)
+    puts.words[p] = reinterpret_cast<std::uint64_t*>(
+        comm.place_at(reinterpret_cast<std::byte*>(said + comm.rank()), p));
+  puts.done = done;
+  const std::vector<std::uint64_t*> signals = comm.begin_puts(buffer.get(), stream, step);
+  std::copy(signals.begin(), signals.end(), puts.signals);
+  return puts.signals[comm.rank()];
 }
 
 int list_portions(const StretchesOfRanks& ranks, int own, KeyArrivals::Portion* table) {

@@ -84,6 +84,11 @@ inline std::uint64_t load_acquire(const std::uint64_t* from,
   return simulated::acquire_word(from, sizeof *from, site);
 }
 
+inline void count_release(std::uint64_t* word, simulated::Site site = simulated::Site::current()) {
+  peer::check(word, 4, "red.release", site);
+  simulated::count_word(word, site);
+}
+
 /// Loads that leave `value` alone unless `wanted`.
 inline void load_volatile_if(bool wanted, const void* from, uint4& value,
                              simulated::Site site = simulated::Site::current()) {

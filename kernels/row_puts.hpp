@@ -1,0 +1,64 @@
+// Rows that a rank puts into the memory of all ranks by a kernel, beside which attentions wait for
+// them (KeyArrivals): keys and values, and queries too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/digest.hpp"
+#include "kernels/key_arrivals.hpp"
+#include "longspan/types.hpp"
+#include "src/peer_view.hpp"
+#include "src/strided_copy.hpp"
+
+namespace longspan::kernels {
+
+/// What a rank puts: to every other rank what that one needs, and to itself what its attention
+/// looks for there. It goes in pieces, one after the other, and behind each the rank's signal at
+/// every rank counts one more.
+struct RowPuts {
+  /// Some heads, neighbouring columns, of neighbouring rows, in parts of some heads each.
+  struct Block {
+    const std::byte* from = nullptr;
+    std::byte* to = nullptr;
+    std::int64_t from_pitch = 0;  // bytes from one row to the next
+    std::int64_t to_pitch = 0;
+    std::int64_t rows = 0;
+    int width = 0;       // bytes of a row, of all parts together
+    int part_width = 0;  // of one; the last may have less
+    int every = 1;       // part i goes with piece i * every
+    int word = 1;        // the widest that divides all of these, up to 16 bytes
+
+    /// The bytes of a row that a piece has, from piece / every * part_width on; 0 or less: none.
+    LONGSPAN_HD int width_of(int piece) const {
+      if (piece % every != 0) return 0;
+      const int rest = width - piece / every * part_width;
+      return rest < part_width ? rest : part_width;
+    }
+  };
+  // Of 8 ranks 4 stretches each of three tensors, and of the own ones the queries and both ends of
+  // keys and values.
+  static constexpr int kMostBlocks = 7 * 4 * 3 + 4 * (1 + 2 * 2);
+  static constexpr int kMostPieces = KeyArrivals::kMostPieces;
+
+  Block block[kMostBlocks] = {};
+  int blocks = 0;
+  int pieces = 0;
+  int rows_a_unit = 1;     // that a warp copies at a time
+  std::int64_t units = 0;  // of a piece: unit u is part u / blocks of the block u % blocks
+
+  int rank = 0;
+  int ranks = 0;
+  // At each rank what KeyArrivals::signals is there: this rank counts in its own place of them.
+  std::uint64_t* signals[PeerView::kMostRanks] = {};
+  SayParams say;  // what this rank says of the run (RunHeaders); with `said` null nothing
+  std::uint64_t* words[PeerView::kMostRanks] = {};  // where each rank has it, this one too
+  unsigned* done = nullptr;  // [kMostPieces] warps that are done with a piece; 0 between runs
+
+  /// Adds a copy that goes in parts of `part_width` bytes of a row.
+  void add(const StridedCopy& copy, std::int64_t part_width, int every = 1);
+  /// Divides the blocks into units, once all are there.
+  void divide();
+};
+
+}  // namespace longspan::kernels

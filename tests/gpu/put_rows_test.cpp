@@ -1,0 +1,131 @@
+// Rows that are put into the memory of several ranks, which are regions of one GPU here: all of
+// them in the place that each has, nothing beside them, and a signal at every rank for the word and
+// for each piece.
+#include <gmock/gmock.h>
+
+#include "kernels/row_puts.hpp"
+#include "tests/gpu/on_gpu.hpp"
+
+namespace longspan::tests {
+namespace {
+
+using kernels::RowPuts;
+
+class PutRows : public OnDevice {
+ protected:
+  /// A block that goes to `to`, from and to regions of its own.
+  struct Shape {
+    int to;
+    std::int64_t width, rows, from_gap, to_gap, ahead;  // gaps: of the pitch beyond the width
+    std::int64_t part_width;
+    int every = 1;
+  };
+
+  void expect_put(const std::vector<Shape>& shapes, int ranks, int rank, int pieces, bool says) {
+    std::size_t bytes = 0;
+    std::vector<std::size_t> begins;
+    for (const Shape& s : shapes) {
+      begins.push_back(bytes);
+      bytes += static_cast<std::size_t>(s.ahead + s.rows * (s.width + s.from_gap + s.to_gap));
+      bytes = (bytes + 63) / 16 * 16;
+    }
+    std::vector<std::byte> from(bytes);
+    for (std::byte& byte : from) byte = static_cast<std::byte>(below(256));
+    const auto source = on_device(from);
+    const auto count = static_cast<std::size_t>(ranks);
+    std::vector<std::vector<std::byte>> expected(count,
+                                                 std::vector<std::byte>(bytes, std::byte{0xff}));
+    std::vector<DeviceArray<std::byte>> to;
+    std::vector<DeviceArray<std::uint64_t>> signals, words;
+    for (int p = 0; p < ranks; ++p) {
+      to.push_back(poisoned<std::byte>(bytes));
+      signals.push_back(on_device(std::vector<std::uint64_t>(count, 0)));
+      words.push_back(poisoned<std::uint64_t>(count));
+    }
+    constexpr std::uint64_t kHash = 0x1234567890abcdef;
+    const auto contents = on_device(std::vector<std::uint64_t>{77});
+    const std::uint64_t seventy_seven = 77;
+    const auto done = on_device(std::vector<unsigned>(RowPuts::kMostPieces, 0));
+    RowPuts puts;
+    puts.pieces = pieces;
+    puts.rank = rank;
+    puts.ranks = ranks;
+    puts.done = done.data();
+    if (says)
+      puts.say = {kHash, contents.data(), words[static_cast<std::size_t>(rank)].data() + rank};
+    for (std::size_t p = 0; p < count; ++p) {
+      puts.signals[p] = signals[p].data();
+      puts.words[p] = words[p].data() + rank;
+    }
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      const Shape& s = shapes[i];
+      const auto at = static_cast<std::size_t>(s.to);
+      const std::int64_t from_pitch = s.width + s.from_gap, to_pitch = s.width + s.to_gap;
+      const std::size_t begin = begins[i] + static_cast<std::size_t>(s.ahead);
+      puts.add(
+          {source.data() + begin, to[at].data() + begin, from_pitch, to_pitch, s.width, s.rows},
+          s.part_width, s.every);
+      for (std::int64_t row = 0; row < s.rows; ++row)
+        std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(begin) + row * from_pitch, s.width,
+                    expected[at].begin() + static_cast<std::ptrdiff_t>(begin) + row * to_pitch);
+    }
+    puts.divide();
+    constexpr int kTurns = 2;  // what counts warps begins anew
+    for (int turn = 0; turn < kTurns; ++turn) backend().put_rows(puts, {});
+    for (std::size_t p = 0; p < count; ++p) {
+      SCOPED_TRACE("at rank " + std::to_string(p));
+      EXPECT_EQ(to[p].values(), expected[p]);
+      std::vector<std::uint64_t> counted(count, 0), said(count, ~std::uint64_t{0});
+      counted[static_cast<std::size_t>(rank)] = static_cast<std::uint64_t>(kTurns * (1 + pieces));
+      EXPECT_EQ(signals[p].values(), counted);
+      if (says) said[static_cast<std::size_t>(rank)] = kernels::said(kHash, &seventy_seven);
+      EXPECT_EQ(words[p].values(), said);
+    }
+    EXPECT_THAT(done.values(), ::testing::Each(0u));
+  }
+};
+
+/// Rows of any width, in one part and in parts that do not divide it, at any address.
+TEST_F(PutRows, OfAnyWidthInParts) {
+  for (const std::int64_t width : {1, 6, 16, 24, 80, 250, 640, 1024, 8192, 10000})
+    for (const std::int64_t ahead : {0, 2, 8, 16})
+      for (const std::int64_t gap : {0, 3, 16}) {
+        SCOPED_TRACE("width " + std::to_string(width) + " ahead " + std::to_string(ahead) +
+                     " gap " + std::to_string(gap));
+        const std::int64_t third = (width + 2) / 3;
+        expect_put({{0, width, 37, gap, 0, ahead, third},
+                    {1, width, 1, 0, gap, ahead, width},
+                    {1, width, reduced(150, 20), 16, 0, ahead, (third + 15) / 16 * 16}},
+                   2, 0, 3, true);
+      }
+}
+
+/// Parts that go with every so many pieces, several ranks, blocks of no rows, and none at all.
+TEST_F(PutRows, ToEveryRankInPieces) {
+  for (const int ranks : {1, 3, 8}) {
+    SCOPED_TRACE(std::to_string(ranks) + " ranks");
+    std::vector<Shape> shapes;
+    for (int i = 0; i < RowPuts::kMostBlocks; ++i) {
+      const int every = 1 << below(3);
+      const std::int64_t parts = 1 + below(8 / every);
+      const std::int64_t part = 16 * (1 + below(20));
+      shapes.push_back({static_cast<int>(below(ranks)), parts * part - 16 * below(2),
+                        below(4) == 0 ? 0 : below(reduced(300, 40)), 16 * below(3), 16 * below(3),
+                        4 * below(5), part, every});
+      if (shapes.back().width == 0) shapes.back().width = part;
+    }
+    expect_put(shapes, ranks, ranks - 1, RowPuts::kMostPieces, true);
+    expect_put({}, ranks, 0, 1, false);
+  }
+}
+
+TEST_F(PutRows, RefusesMoreBlocksThanALaunchTakes) {
+  RowPuts puts;
+  std::byte some[16];
+  for (int i = 0; i < RowPuts::kMostBlocks; ++i) puts.add({some, some, 16, 16, 16, 1}, 16);
+  puts.add({some, some, 16, 16, 16, 0}, 16);  // is none
+  EXPECT_THROW(puts.add({some, some, 16, 16, 16, 1}, 16), InputError);
+}
+
+}  // namespace
+}  // namespace longspan::tests

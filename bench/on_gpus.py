@@ -2,7 +2,7 @@
 """All that is tested and measured on several GPUs, one part after the other.
 
     python3 bench/on_gpus.py --machine h200x4 --ranks 4 --results bench/results
-    python3 bench/on_gpus.py --machine h100x2 --ranks 2 --parts keys prefill
+    python3 bench/on_gpus.py --machine h200x2 --ranks 2 --parts keys prefill
 
 Every part has a limit of its own, past which it is ended, with all that it started. Its output goes to
 <logs>/<part>.log, and a line says how long it took and how it ended. Exits with 1 if a part failed. Parts

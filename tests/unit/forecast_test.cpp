@@ -374,9 +374,8 @@ TEST(Choose, DecodeOverLongCachesMovesStates) {
     EXPECT_STREQ(choose_strategy(options, 4, built_in_machine(device)).name, "gather-states");
 }
 
-/// Measured on two H100s: 96 us for 4,096 tokens of 8/1 heads by gather-kv, which took 344 by
-/// collectives, and 313 us for 8,192 of 16/16, where ring-kv takes 335; on four H200s heads takes
-/// 0.28 ms, ring-kv 0.34 and gather-kv 0.44.
+/// Measured on H100s: 96 us for 4,096 tokens of 8/1 heads by gather-kv on two, which took 344 by
+/// collectives. Of the others bench/results/context_parallel-h200x2 and -h200x4 have the times.
 TEST(Choose, ShortPrefillOnGpusGoesWithoutCollectives) {
   const auto choice = [](std::int64_t keys, int ranks, int heads, int kv_heads) {
     Options options = prefill(keys, ranks, Layout::zigzag);
@@ -388,7 +387,12 @@ TEST(Choose, ShortPrefillOnGpusGoesWithoutCollectives) {
   };
   EXPECT_EQ(choice(4096, 2, 8, 1), "gather-kv");
   EXPECT_EQ(choice(8192, 2, 16, 16), "gather-kv");
+  EXPECT_EQ(choice(8192, 2, 32, 8), "gather-kv");
+  EXPECT_EQ(choice(32768, 2, 32, 8), "gather-kv");
   EXPECT_EQ(choice(8192, 4, 16, 16), "heads");
+  EXPECT_NE(choice(32768, 4, 16, 16), "gather-kv");  // 12 % slower than heads and ring-kv
+  EXPECT_EQ(choice(8192, 4, 32, 8), "gather-kv");
+  EXPECT_EQ(choice(32768, 4, 32, 8), "gather-kv");
 }
 
 TEST(Choose, WithoutALengthNothingIsPredicted) {

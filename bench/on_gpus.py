@@ -46,7 +46,7 @@ def parts(args):
     asked = {"LONGSPAN_TEST_DEVICE": "cuda", "LONGSPAN_SOAK": "1000000"}
     both = ["--ranks", "1", ranks]
     return [
-        ("keys", 150, {}, tests(r"^gpu\.(key_arrivals_test|put_rows_test|"
+        ("keys", 240, {}, tests(r"^gpu\.(key_arrivals_test|put_rows_test|"
                                 rf"(gather_kv_test|heads_test|fault\.(keys|heads).*)\.np{ranks})$")),
         ("prefill", 240, {}, bench("context_parallel_vs_torch", "--ranks", ranks, "--rounds", "1", "--iterations", "7",
                                    "--heads", "16/16", "32/8", "--strategies", "gather-kv", "heads", "ring-kv")),

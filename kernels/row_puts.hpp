@@ -36,14 +36,13 @@ struct RowPuts {
       return rest < part_width ? rest : part_width;
     }
   };
-  // Of 8 ranks 4 stretches each of three tensors, and of the own ones the queries and both ends of
-  // keys and values.
-  static constexpr int kMostBlocks = 7 * 4 * 3 + 4 * (1 + 2 * 2);
+  static constexpr int kMostBlocks = 104;
   static constexpr int kMostPieces = KeyArrivals::kMostPieces;
 
   Block block[kMostBlocks] = {};
   int blocks = 0;
   int pieces = 0;
+  bool beside = false;     // an attention is queued next that begins beside it (KeyArrivals)
   int rows_a_unit = 1;     // that a warp copies at a time
   std::int64_t units = 0;  // of a piece: unit u is part u / blocks of the block u % blocks
 

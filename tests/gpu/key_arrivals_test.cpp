@@ -128,7 +128,7 @@ class LateRows {
   /// call, which begins beside it.
   Result run_beside_puts() {
     OwnStream computes, puts;
-    const OnGpu<std::uint64_t> said(equal_words());
+    words_.poison();
     const OnGpu<unsigned> done(std::vector<unsigned>(
         static_cast<std::size_t>(shard_.ranks * kernels::RowPuts::kMostPieces), 0));
     const kernels::sm90::Finished finished = finished_rows();
@@ -136,9 +136,11 @@ class LateRows {
     for (int i = 1; i <= shard_.ranks; ++i) {
       const int rank = (shard_.rank + i) % shard_.ranks;
       const cudaStream_t stream = rank == shard_.rank ? computes : puts;
-      send_word(said, rank, stream);
-      backend->put_rows(puts_of(rank, done.data() + rank * kernels::RowPuts::kMostPieces),
-                        {stream});
+      kernels::RowPuts put = puts_of(rank, done.data() + rank * kernels::RowPuts::kMostPieces);
+      put.say = {equal_words()[at(rank)], nullptr, words_.data() + rank};
+      put.words[0] = words_.data() + rank;
+      put.beside = true;
+      backend->put_rows(put, {stream});
     }
     arrivals_.behind_puts = true;
     kernels::sm90::attend(params(), finished, 0, computes);
@@ -359,6 +361,24 @@ TEST(KeyArrivals, EveryRankOfEveryLayoutInOneAndSeveralPieces) {
                        .seed = fresh_seed()};
           expect_as_if_all_were_there(c, {layout, rank, ranks, c.kv_lens[0]}, pieces);
         }
+}
+
+/// A whole prefill, of whose rows some see own keys alone and go ahead of the others, in sections
+/// of heads.
+TEST(KeyArrivals, RowsThatSeeOwnKeysAlone) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int ranks : {2, 3})
+    for (const int heads : {1, 3}) {
+      const int rows = 2 * ranks * 150;
+      const Case c{.heads = heads,
+                   .kv_heads = heads,
+                   .dim = 128,
+                   .q_lens = {rows},
+                   .kv_lens = {rows},
+                   .mask = {.causal = true},
+                   .seed = fresh_seed()};
+      expect_as_if_all_were_there(c, {Layout::zigzag, 0, ranks, rows}, heads);
+    }
 }
 
 // Stretches shorter than a tile of keys, than two margins, of one key, and none at all.

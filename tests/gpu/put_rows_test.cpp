@@ -70,8 +70,11 @@ class PutRows : public OnDevice {
                     expected[at].begin() + static_cast<std::ptrdiff_t>(begin) + row * to_pitch);
     }
     puts.divide();
-    constexpr int kTurns = 2;  // what counts warps begins anew
-    for (int turn = 0; turn < kTurns; ++turn) backend().put_rows(puts, {});
+    constexpr int kTurns = 2;  // what counts warps begins anew, with other numbers of them
+    for (int turn = 0; turn < kTurns; ++turn) {
+      puts.beside = turn == 0;
+      backend().put_rows(puts, {});
+    }
     for (std::size_t p = 0; p < count; ++p) {
       SCOPED_TRACE("at rank " + std::to_string(p));
       EXPECT_EQ(to[p].values(), expected[p]);

@@ -19,7 +19,7 @@ void exchange(const ExchangeParams& p, cudaStream_t stream);
 void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocessors,
                     cudaStream_t stream);
 
-/// `multiprocessors` is their number on this GPU; a few of them are taken.
+/// `multiprocessors` is their number on this GPU, of which few are taken beside an attention.
 void put_rows(const RowPuts& puts, int multiprocessors, cudaStream_t stream);
 
 /// The variant that runs. Throws for what cannot be exchanged.

@@ -10,10 +10,9 @@
 namespace longspan::kernels::cuda {
 namespace {
 
-constexpr int kThreads =
-    1024;                   // a multiprocessor's share of registers: no other block is beside it
-constexpr int kAtOnce = 4;  // loads of a lane that are under way together
-constexpr int kShare = 6;   // of so many multiprocessors one puts
+constexpr int kThreads = 1024;  // few multiprocessors have many loads under way
+constexpr int kAtOnce = 4;      // of a lane
+constexpr int kShare = 6;       // beside an attention one of so many multiprocessors puts
 
 /// One warp of the grid. All of them put one piece after the other.
 class Putter {
@@ -130,14 +129,15 @@ class Putter {
 };
 
 __global__ __launch_bounds__(kThreads) void put_rows_kernel(const __grid_constant__ RowPuts puts) {
-  arch::let_next_kernel_start();
+  arch::let_next_kernel_start();  // the attention
   Putter(puts).run();
 }
 
 }  // namespace
 
 void put_rows(const RowPuts& puts, int multiprocessors, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(std::max(multiprocessors / kShare, 1));
+  const int share = puts.beside ? kShare : 1;
+  const auto blocks = static_cast<unsigned>(std::max(multiprocessors / share, 1));
   launch_kernel(put_rows_kernel, {blocks, kThreads, stream}, puts);
 }
 

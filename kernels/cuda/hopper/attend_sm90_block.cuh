@@ -74,10 +74,10 @@ __device__ inline void await_signal(const KeyArrivals& arrivals, int rank, std::
   cuda::arch::publish_to_tma();
 }
 
-/// One thread waits until every other rank has said what it means by the run.
+/// One thread waits until every rank has said what it means by the run, this one too, which says it
+/// at the same time.
 __device__ inline void await_words(const KeyArrivals& arrivals) {
-  for (int rank = 0; rank < arrivals.ranks; ++rank)
-    if (rank != arrivals.rank) await_signal(arrivals, rank, 1);
+  for (int rank = 0; rank < arrivals.ranks; ++rank) await_signal(arrivals, rank, 1);
 }
 
 /// Whether keys and values come out of pages.

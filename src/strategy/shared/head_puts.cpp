@@ -127,6 +127,7 @@ bool HeadPuts::queue(Run& run) const {
   }
   RowPuts puts = puts_of(way, begins);
   puts.say = run.say;
+  puts.beside = begins;
 
   constexpr const char* kStep = "exchange of rows and keys by heads";
   std::byte* const buffer = receive_buffer_.get();

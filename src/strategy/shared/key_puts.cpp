@@ -57,6 +57,7 @@ bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
   if (!begins) run.attend.arrivals = nullptr;
   RowPuts puts = puts_of(run, *ways, own, begins);
   puts.say = run.say;
+  puts.beside = begins;
 
   constexpr const char* kStep = "exchange of keys and values";
   run.enter(Phase::exchange);

@@ -32,6 +32,11 @@ std::vector<Stretch> ends_of(const std::vector<Stretch>& stretches, std::int64_t
   return ends;
 }
 
+// Of every other rank all stretches of three tensors, and of this one those of the queries, and
+// both ends of those of keys and values.
+static_assert(RowPuts::kMostBlocks >=
+              (PeerView::kMostRanks - 1) * kMostStretches * 3 + kMostStretches * (1 + 2 * 2));
+
 void PutWords::lay_out(Parts& memory, int ranks) {
   said = memory.take_array<std::uint64_t>(static_cast<std::size_t>(ranks));
   done = memory.take_array<unsigned>(RowPuts::kMostPieces);

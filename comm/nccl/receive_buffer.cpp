@@ -125,13 +125,14 @@ std::uint64_t* ReceiveBuffer::signals_at(int rank) const {
 }
 
 std::vector<std::uint64_t*> ReceiveBuffer::signals() const {
-  std::vector<std::uint64_t*> all;
-  for (int p = 0; p < ranks(); ++p) all.push_back(signals_at(p));
+  std::vector<std::uint64_t*> all(static_cast<std::size_t>(ranks()));
+  for (int p = 0; p < ranks(); ++p) all[static_cast<std::size_t>(p)] = signals_at(p);
   return all;
 }
 
 void ReceiveBuffer::begin_puts(cudaStream_t stream) const {
   std::vector<FlagOperation> operations;
+  operations.reserve(4 * static_cast<std::size_t>(ranks()));
   for (int p = 0; p < ranks(); ++p)
     operations.push_back(
         {FlagOperation::lower, reinterpret_cast<std::byte*>(signals_at(rank()) + p)});
@@ -141,6 +142,7 @@ void ReceiveBuffer::begin_puts(cudaStream_t stream) const {
 
 void ReceiveBuffer::end_puts(cudaStream_t stream) const {
   std::vector<FlagOperation> operations;
+  operations.reserve(3 * static_cast<std::size_t>(ranks()));
   add_meeting(Flag::here, operations);
   queue_flags(stream, operations);
 }

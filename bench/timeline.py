@@ -29,7 +29,8 @@ def arguments():
     parser.add_argument("--heads", default="16/16", help="query heads / kv heads")
     parser.add_argument("--strategy", default="ring-kv")
     parser.add_argument("--calls", type=int, default=4)
-    parser.add_argument("--apart", action="store_true", help="each call when the GPUs have nothing to do (default: one behind the other)")
+    parser.add_argument("--apart", action="store_true",
+                        help="each call when the GPUs have nothing to do (default: one behind the other)")
     parser.add_argument("--host", action="store_true", help="what the host asks CUDA for, too")
     parser.add_argument("--json", help="the activities, as a list")
     return parser.parse_args()

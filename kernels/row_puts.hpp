@@ -19,20 +19,14 @@ namespace longspan::kernels {
 struct RowPuts {
   /// Some heads, neighbouring columns, of neighbouring rows, in parts of some heads each.
   struct Block {
-    const std::byte* from = nullptr;
-    std::byte* to = nullptr;
-    std::int64_t from_pitch = 0;  // bytes from one row to the next
-    std::int64_t to_pitch = 0;
-    std::int64_t rows = 0;
-    int width = 0;       // bytes of a row, of all parts together
-    int part_width = 0;  // of one; the last may have less
-    int every = 1;       // part i goes with piece i * every
-    int word = 1;        // the widest that divides all of these, up to 16 bytes
+    StridedCopy copy;             // of all parts together
+    std::int64_t part_width = 0;  // bytes of a row; the last part may have less
+    int every = 1;                // part i goes with piece i * every
 
     /// The bytes of a row that a piece has, from piece / every * part_width on; 0 or less: none.
-    LONGSPAN_HD int width_of(int piece) const {
+    LONGSPAN_HD std::int64_t width_of(int piece) const {
       if (piece % every != 0) return 0;
-      const int rest = width - piece / every * part_width;
+      const std::int64_t rest = copy.width - piece / every * part_width;
       return rest < part_width ? rest : part_width;
     }
   };
@@ -42,9 +36,9 @@ struct RowPuts {
   Block block[kMostBlocks] = {};
   int blocks = 0;
   int pieces = 0;
-  bool beside = false;     // an attention is queued next that begins beside it (KeyArrivals)
-  int rows_a_unit = 1;     // that a warp copies at a time
-  std::int64_t units = 0;  // of a piece: unit u is part u / blocks of the block u % blocks
+  bool beside = false;           // an attention is queued next that begins beside it (KeyArrivals)
+  std::int64_t rows_a_unit = 1;  // that a warp copies at a time
+  std::int64_t units = 0;        // of a piece: unit u is part u / blocks of the block u % blocks
 
   int rank = 0;
   int ranks = 0;

@@ -2,8 +2,8 @@
 // a place on the GPU beside the kernels that compute. (CUDA calls it stream memory operations.)
 //
 // A flag is a word of 64 bits. Its low half is 1 while it is raised, or more of a signal that
-// counts. Its high half is 0 until
-// somebody frees the flag, after which no wait for it takes any time.
+// counts. Its high half is 0 until somebody frees the flag, after which no wait for it takes any
+// time.
 #pragma once
 
 #include <cuda_runtime_api.h>

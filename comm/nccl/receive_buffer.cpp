@@ -1,7 +1,5 @@
 #include "comm/nccl/receive_buffer.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <future>
 #include <system_error>
@@ -12,7 +10,6 @@
 #include "comm/cuda/stream.hpp"
 #include "comm/cuda/stream_flags.hpp"
 #include "comm/nccl/failures.hpp"
-#include "longspan/error.hpp"
 #include "src/check.hpp"
 #include "src/device_guard.hpp"
 

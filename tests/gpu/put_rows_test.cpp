@@ -5,6 +5,7 @@
 
 #include "kernels/row_puts.hpp"
 #include "tests/gpu/on_gpu.hpp"
+#include "tests/support/strided_regions.hpp"
 
 namespace longspan::tests {
 namespace {
@@ -13,22 +14,19 @@ using kernels::RowPuts;
 
 class PutRows : public OnDevice {
  protected:
-  /// A block that goes to `to`, from and to regions of its own.
+  /// A block that goes to `to`.
   struct Shape {
     int to;
-    std::int64_t width, rows, from_gap, to_gap, ahead;  // gaps: of the pitch beyond the width
+    StridedShape rows;
     std::int64_t part_width;
     int every = 1;
   };
 
   void expect_put(const std::vector<Shape>& shapes, int ranks, int rank, int pieces, bool says) {
-    std::size_t bytes = 0;
-    std::vector<std::size_t> begins;
-    for (const Shape& s : shapes) {
-      begins.push_back(bytes);
-      bytes += static_cast<std::size_t>(s.ahead + s.rows * (s.width + s.from_gap + s.to_gap));
-      bytes = (bytes + 63) / 16 * 16;
-    }
+    std::vector<StridedShape> rows;
+    for (const Shape& s : shapes) rows.push_back(s.rows);
+    const StridedRegions regions(rows);
+    const std::size_t bytes = regions.bytes;
     std::vector<std::byte> from(bytes);
     for (std::byte& byte : from) byte = static_cast<std::byte>(below(256));
     const auto source = on_device(from);
@@ -58,16 +56,10 @@ class PutRows : public OnDevice {
       puts.words[p] = words[p].data() + rank;
     }
     for (std::size_t i = 0; i < shapes.size(); ++i) {
-      const Shape& s = shapes[i];
-      const auto at = static_cast<std::size_t>(s.to);
-      const std::int64_t from_pitch = s.width + s.from_gap, to_pitch = s.width + s.to_gap;
-      const std::size_t begin = begins[i] + static_cast<std::size_t>(s.ahead);
-      puts.add(
-          {source.data() + begin, to[at].data() + begin, from_pitch, to_pitch, s.width, s.rows},
-          s.part_width, s.every);
-      for (std::int64_t row = 0; row < s.rows; ++row)
-        std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(begin) + row * from_pitch, s.width,
-                    expected[at].begin() + static_cast<std::ptrdiff_t>(begin) + row * to_pitch);
+      const auto at = static_cast<std::size_t>(shapes[i].to);
+      puts.add(regions.copy(i, source.data(), to[at].data()), shapes[i].part_width,
+               shapes[i].every);
+      regions.apply(i, from, expected[at]);
     }
     puts.divide();
     constexpr int kTurns = 2;  // what counts warps begins anew, with other numbers of them
@@ -96,9 +88,9 @@ TEST_F(PutRows, OfAnyWidthInParts) {
         SCOPED_TRACE("width " + std::to_string(width) + " ahead " + std::to_string(ahead) +
                      " gap " + std::to_string(gap));
         const std::int64_t third = (width + 2) / 3;
-        expect_put({{0, width, 37, gap, 0, ahead, third},
-                    {1, width, 1, 0, gap, ahead, width},
-                    {1, width, reduced(150, 20), 16, 0, ahead, (third + 15) / 16 * 16}},
+        expect_put({{0, {width, 37, gap, 0, ahead}, third},
+                    {1, {width, 1, 0, gap, ahead}, width},
+                    {1, {width, reduced(150, 20), 16, 0, ahead}, (third + 15) / 16 * 16}},
                    2, 0, 3, true);
       }
 }
@@ -112,10 +104,12 @@ TEST_F(PutRows, ToEveryRankInPieces) {
       const int every = 1 << below(3);
       const std::int64_t parts = 1 + below(8 / every);
       const std::int64_t part = 16 * (1 + below(20));
-      shapes.push_back({static_cast<int>(below(ranks)), parts * part - 16 * below(2),
-                        below(4) == 0 ? 0 : below(reduced(300, 40)), 16 * below(3), 16 * below(3),
-                        4 * below(5), part, every});
-      if (shapes.back().width == 0) shapes.back().width = part;
+      const std::int64_t width = parts * part - 16 * below(2);
+      shapes.push_back({static_cast<int>(below(ranks)),
+                        {width > 0 ? width : part, below(4) == 0 ? 0 : below(reduced(300, 40)),
+                         16 * below(3), 16 * below(3), 4 * below(5)},
+                        part,
+                        every});
     }
     expect_put(shapes, ranks, ranks - 1, RowPuts::kMostPieces, true);
     expect_put({}, ranks, 0, 1, false);

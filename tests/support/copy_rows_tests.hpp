@@ -4,39 +4,26 @@
 
 #include "src/strided_copy.hpp"
 #include "tests/support/on_device.hpp"
+#include "tests/support/strided_regions.hpp"
 
 namespace longspan::tests {
 
 class CopyRows : public OnDevice {
  protected:
-  struct Shape {
-    std::int64_t width, rows, from_gap, to_gap, ahead;  // gaps: of the pitch beyond the width
-  };
+  using Shape = StridedShape;
 
   /// Copies blocks in one call, each from and to a region of its own, against one row after the
   /// other.
   void expect_copied(const std::vector<Shape>& shapes) {
-    std::size_t bytes = 0;
-    std::vector<std::size_t> begins;
-    for (const Shape& s : shapes) {
-      begins.push_back(bytes);
-      bytes += static_cast<std::size_t>(s.ahead + s.rows * (s.width + s.from_gap + s.to_gap));
-      bytes = (bytes + 63) / 16 * 16;
-    }
-    std::vector<std::byte> from(bytes), expected(bytes, std::byte{0xff});
+    const StridedRegions regions(shapes);
+    std::vector<std::byte> from(regions.bytes), expected(regions.bytes, std::byte{0xff});
     for (std::byte& byte : from) byte = static_cast<std::byte>(below(256));
     const auto source = on_device(from);
-    const auto to = poisoned<std::byte>(bytes);
+    const auto to = poisoned<std::byte>(regions.bytes);
     std::vector<StridedCopy> copies;
     for (std::size_t i = 0; i < shapes.size(); ++i) {
-      const Shape& s = shapes[i];
-      const std::int64_t from_pitch = s.width + s.from_gap, to_pitch = s.width + s.to_gap;
-      const std::size_t begin = begins[i] + static_cast<std::size_t>(s.ahead);
-      copies.push_back(
-          {source.data() + begin, to.data() + begin, from_pitch, to_pitch, s.width, s.rows});
-      for (std::int64_t row = 0; row < s.rows; ++row)
-        std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(begin) + row * from_pitch, s.width,
-                    expected.begin() + static_cast<std::ptrdiff_t>(begin) + row * to_pitch);
+      copies.push_back(regions.copy(i, source.data(), to.data()));
+      regions.apply(i, from, expected);
     }
     backend().copy_rows(copies, {});
     EXPECT_EQ(to.values(), expected);

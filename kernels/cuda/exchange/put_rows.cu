@@ -5,13 +5,13 @@
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/common/launch.hpp"
+#include "kernels/cuda/exchange/copy_words.cuh"
 #include "kernels/cuda/exchange/exchange.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 1024;  // few multiprocessors have many loads under way
-constexpr int kAtOnce = 4;      // of a lane
 constexpr int kShare = 6;       // beside an attention one of so many multiprocessors puts
 
 /// One warp of the grid. All of them put one piece after the other.
@@ -35,70 +35,15 @@ class Putter {
   }
 
  private:
-  /// Where a lane is among the words of some rows. The lanes are side by side: as many of a row as
-  /// it has words, up to 32, and as many rows.
-  template <class Byte, class Word>
-  struct Cursor {
-    Byte* at;
-    int column;
-
-    __device__ void advance(int first, int columns, int words, std::int64_t step) {
-      at += columns * sizeof(Word);
-      column += columns;
-      if (column < words) return;
-      at += step - (column - first) * static_cast<int>(sizeof(Word));
-      column = first;
-    }
-  };
-
   /// Puts what a piece has of some rows of a block.
   __device__ void put(const RowPuts::Block& block, std::int64_t row, int piece) {
-    switch (block.word) {
-      case 16:
-        return put<uint4>(block, row, piece);
-      case 8:
-        return put<uint2>(block, row, piece);
-      case 4:
-        return put<std::uint32_t>(block, row, piece);
-      case 2:
-        return put<std::uint16_t>(block, row, piece);
-      default:
-        return put<std::uint8_t>(block, row, piece);
-    }
-  }
-  template <class Word>
-  __device__ void put(const RowPuts::Block& block, std::int64_t row, int piece) {
-    constexpr int kWord = sizeof(Word);
-    const int words = block.width_of(piece) / kWord;
-    const int rows =
-        static_cast<int>(min(static_cast<std::int64_t>(puts_.rows_a_unit), block.rows - row));
-    if (words <= 0 || rows <= 0) return;
-    int columns = 32;
-    while (columns / 2 >= words) columns /= 2;
-    const int side_by_side = 32 / columns, column = lane_ % columns;
-    row += lane_ / columns;
-    const std::int64_t first =
-        std::int64_t{piece / block.every} * block.part_width + std::int64_t{column} * kWord;
-    Cursor<const std::byte, Word> from{block.from + row * block.from_pitch + first, column};
-    Cursor<std::byte, Word> to{block.to + row * block.to_pitch + first, column};
-    const std::int64_t from_step = side_by_side * block.from_pitch,
-                       to_step = side_by_side * block.to_pitch;
-    int left = (words - column + columns - 1) / columns *  // in a row, and rows
-               ((rows - lane_ / columns + side_by_side - 1) / side_by_side);
-#pragma unroll 1
-    for (; left > 0; left -= kAtOnce) {
-      Word held[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (i < left) held[i] = *reinterpret_cast<const Word*>(from.at);
-        from.advance(column, columns, words, from_step);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (i < left) *reinterpret_cast<Word*>(to.at) = held[i];
-        to.advance(column, columns, words, to_step);
-      }
-    }
+    StridedCopy some = block.copy;
+    const std::int64_t column = std::int64_t{piece / block.every} * block.part_width;
+    some.from += row * some.from_pitch + column;
+    some.to += row * some.to_pitch + column;
+    some.width = block.width_of(piece);
+    some.rows = min(puts_.rows_a_unit, some.rows - row);
+    if (some.width > 0 && some.rows > 0) copy_block(some, {lane_, 32});
   }
 
   /// Tells all ranks that a piece is there, once every warp has put its part.

@@ -295,8 +295,8 @@ void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergePa
   layer_.rows.pack_outputs(place, run.stream);
 }
 
-/// Beside the first heads nothing computes; the exchange of the others goes on beside the
-/// attention, and so do the finished rows.
+/// The attention waits for the first heads; the exchange of the others goes on beside it, and so
+/// does that of the finished rows.
 RunCost head_puts_cost(const Options& options, int ranks, const RunSize& size) {
   RunCost cost = head_exchange_cost(options, ranks, size);
   const double row = 1.0 * options.heads * options.head_dim * size_of(options.dtypes.of_query());

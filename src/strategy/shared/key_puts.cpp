@@ -12,6 +12,15 @@ namespace longspan {
 using kernels::KeyArrivals;
 using kernels::RowPuts;
 
+namespace {
+
+/// Whether some key of a stretch is among those of an interval of the sequence.
+bool meets(const Stretch& one, const Interval& keys) {
+  return one.position < keys.end && one.position + one.count > keys.begin;
+}
+
+}  // namespace
+
 /// Which keys each rank has, and in which pieces they go.
 struct KeyPuts::Ways {
   StretchesOfRanks keys;
@@ -109,7 +118,9 @@ RowPuts KeyPuts::puts_of(const Run& run, const Ways& ways, const KeyBlock& own, 
   };
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();
-    for (const Stretch& one : seen_by(run, to, ways.of(rank()))) put_keys(to, one);
+    const Interval seen = keys_seen(run, layer_.kernels.device(), to);
+    for (const Stretch& one : ways.of(rank()))
+      if (meets(one, seen)) put_keys(to, one);
   }
   const std::int64_t most = begins ? KeyArrivals::kMargin : run.arrays.keys.length;
   for (const Stretch& one : ends_of(ways.of(rank()), most)) put_keys(rank(), one);
@@ -117,21 +128,13 @@ RowPuts KeyPuts::puts_of(const Run& run, const Ways& ways, const KeyBlock& own, 
   return puts;
 }
 
-/// Those of which some row of a rank sees some key.
-std::vector<Stretch> KeyPuts::seen_by(const Run& run, int rank,
-                                      const std::vector<Stretch>& stretches) const {
-  const Interval seen = keys_seen(run, layer_.kernels.device(), rank);
-  std::vector<Stretch> some;
-  for (const Stretch& one : stretches)
-    if (one.position < seen.end && one.position + one.count > seen.begin) some.push_back(one);
-  return some;
-}
-
 /// The bytes that come here.
 std::size_t KeyPuts::received(const Run& run, const Ways& ways) const {
+  const Interval seen = keys_seen(run, layer_.kernels.device(), rank());
   std::int64_t others = 0;
   for (int p = 0; p < ranks(); ++p)
-    if (p != rank()) others += count_rows(seen_by(run, rank(), ways.of(p)));
+    for (const Stretch& one : ways.of(p))
+      if (p != rank() && meets(one, seen)) others += one.count;
   return static_cast<std::size_t>(others * (keys_.key_bytes() + keys_.value_bytes()));
 }
 

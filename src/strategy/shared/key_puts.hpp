@@ -50,8 +50,6 @@ class KeyPuts {
   kernels::KeyArrivals arrivals_of(const Ways& ways, const KeyBlock& own) const;
   kernels::RowPuts puts_of(const Run& run, const Ways& ways, const KeyBlock& own,
                            bool begins) const;
-  std::vector<Stretch> seen_by(const Run& run, int rank,
-                               const std::vector<Stretch>& stretches) const;
   std::size_t received(const Run& run, const Ways& ways) const;
 
   Layer layer_;

@@ -45,6 +45,8 @@ def parser_of(doc, tokens, heads, iterations, rounds):
     parser.add_argument("--iterations", type=int, default=iterations)
     parser.add_argument("--warmup", type=int, default=3, help="of ours (less where a run takes seconds)")
     parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--graph", action="store_true",
+                        help="on GPUs: time replays of CUDA graphs, back to back, of each side")
     parser.add_argument("--only-ours", action="store_true",
                         help="without PyTorch (of lengths that it has no memory for)")
     parser.add_argument("--strategies", nargs="+", help="of ours (default: every one that serves)")
@@ -59,6 +61,8 @@ def run_peer(bench, args):
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
                 bench.script, "--machine", args.machine, "--peer", str(path), "--iterations", str(args.iterations),
                 "--tokens", *map(str, args.tokens), "--heads", *args.heads]
+        if args.graph:
+            line.append("--graph")
         if args.command:
             line += ["--command", args.command]
         env = {"OMP_NUM_THREADS": "1"} | os.environ  # torchrun would set it too, and say so
@@ -69,6 +73,8 @@ def run_peer(bench, args):
 def run_ours(bench, args, pair):
     heads, kv_heads = pair.split("/")
     chosen = ["--strategies", *args.strategies] if args.strategies else []
+    if args.graph:
+        chosen.append("--graph")
     return longspan_command.run(
         args.command, [*bench.options, "--phases", "prefill", "--kv", *args.tokens, "--heads", heads, "--kv-heads",
                        kv_heads, "--dim", bench.dim, "--dtype", bench.dtype, "--ranks", 1, args.ranks, "--shard",
@@ -97,7 +103,7 @@ def judge(bench, args, pair, rounds, peers, machine=None):
                   if (r["heads"], r["kv_heads"], r["tokens"]) == (heads, kv_heads, tokens)]
         their_alone = medians((r["name"], r["alone"]) for r in theirs)
         case = {"heads": heads, "kv_heads": kv_heads, "dim": bench.dim, "dtype": bench.dtype, "tokens": tokens,
-                "causal": True, "ranks": args.ranks}
+                "causal": True, "ranks": args.ranks} | ({"graph": True} if args.graph else {})
 
         size = {"fp32": 4}.get(bench.dtype, 2) * bench.dim * tokens / args.ranks  # of a head's rows on a rank
         arrays, block = 2 * size * (heads + kv_heads), 2 * size * kv_heads

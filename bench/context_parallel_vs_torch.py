@@ -8,7 +8,8 @@ Forward, bf16, causal, dim 128, the rows and the keys of a sequence dealt in zig
 PyTorch is started by torchrun: both of its ways to move keys and values (all-gather and all-to-all) over
 cuDNN's attention and FlashAttention-2, and its own time on one GPU. Each side is measured once in a
 round, in turns, and a figure is the median of the rounds. Efficiency is the time of one GPU over the
-ranks times the time of all. Records go to context_parallel-<machine>.jsonl.
+ranks times the time of all. With --graph the times of both sides are those of CUDA graphs that are replayed
+back to back, as a model's step is; else of calls one by one, each with the host's part. Records go to context_parallel-<machine>.jsonl.
 """
 
 import json
@@ -46,6 +47,8 @@ def peer(args):
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 
     def milliseconds(work):
+        if args.graph:
+            return torch_gpu.slowest_replay_ms(work, 3, args.iterations)
         return torch_gpu.slowest_ms(work, 3, args.iterations)[0]
 
     found = []

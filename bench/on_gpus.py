@@ -45,11 +45,16 @@ def parts(args):
 
     asked = {"LONGSPAN_TEST_DEVICE": "cuda", "LONGSPAN_SOAK": "1000000"}
     both = ["--ranks", "1", ranks]
+
+    def prefill(*options):
+        return bench("context_parallel_vs_torch", "--ranks", ranks, "--rounds", "1", "--heads", "16/16", "32/8",
+                     "--strategies", "gather-kv", "heads", "ring-kv", *options)
+
     return [
         ("keys", 240, {}, tests(r"^gpu\.(key_arrivals_test|put_rows_test|"
                                 rf"(gather_kv_test|heads_test|fault\.(keys|heads).*)\.np{ranks})$")),
-        ("prefill", 240, {}, bench("context_parallel_vs_torch", "--ranks", ranks, "--rounds", "1", "--iterations", "7",
-                                   "--heads", "16/16", "32/8", "--strategies", "gather-kv", "heads", "ring-kv")),
+        ("prefill", 240, {}, prefill("--iterations", "7")),
+        ("graphs", 240, {}, prefill("--iterations", "15", "--graph")),
         ("exchange", 120, {}, bench("exchange_times", "--ranks", ranks)),
         ("decode", 120, {}, decode("131072", "524288", "1048576")),
         ("decode-4m", 150, {}, decode("4194304")),

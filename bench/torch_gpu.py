@@ -51,9 +51,29 @@ def slowest_ms(work, warmup, iterations):
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    slowest = torch.tensor(statistics.median(times), device="cuda")
+    return of_slowest(statistics.median(times)), out
+
+
+def of_slowest(ms):
+    """The largest of the ranks' values. Collective."""
+    slowest = torch.tensor(ms, device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item(), out
+    return slowest.item()
+
+
+def slowest_replay_ms(work, warmup, iterations):
+    """The median of a replay on the slowest rank, where replays are queued back to back. Collective."""
+    replay = captured(lambda _: work(), 1)
+    replay()
+    torch.cuda.synchronize()
+    dist.barrier()
+    marks = [torch.cuda.Event(True) for _ in range(warmup + iterations + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return of_slowest(statistics.median(a.elapsed_time(b) for a, b in zip(marks[warmup:], marks[warmup + 1:])))
 
 
 def pytorch_context_parallel():

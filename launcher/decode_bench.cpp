@@ -15,6 +15,7 @@
 #include "launcher/elements.hpp"
 #include "launcher/output_file.hpp"
 #include "launcher/speech.hpp"
+#include "launcher/timed_run.hpp"
 #include "launcher/world.hpp"
 #include "longspan/info.hpp"
 
@@ -88,36 +89,15 @@ struct Timed {
   std::string exchange_by;
 };
 
-/// Takes, element by element, the largest value of the ranks.
-std::vector<double> largest(const Communicator& world, const std::vector<double>& mine,
-                            const std::string& step) {
-  std::vector<double> most = mine;
-  for (const std::string& text : world.gather(nlohmann::json(mine).dump(), step)) {
-    const auto theirs = nlohmann::json::parse(text).get<std::vector<double>>();
-    for (std::size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], theirs[i]);
-  }
-  return most;
-}
-
-/// Runs the warm-up and the timed steps, with nothing of the host between them unless they outlast
-/// the deadline.
+/// Runs the warm-up and the timed steps.
 std::vector<double> repeat(const Communicator& world, const Settings& s, DecodeStep& step,
                            DecodeStep::Part part, const Pulse& pulse) {
   const auto replays = step.repeat(part);
-  replays->queue(1);
-  step.wait();
-  const double one = largest(world, replays->milliseconds(), "time of the first step")[0];
-  const auto deadline = static_cast<double>(std::min(world.deadline(), s.deadline).count());
-  const int most = static_cast<int>(std::clamp(deadline / 4 / one, 1.0, 1000.0));
-  std::vector<double> times;
-  for (int left = s.options.warmup - 1 + s.options.iterations; left > 0; left -= most) {
-    replays->queue(std::min(left, most));
-    step.wait();
-    for (const double ms : replays->milliseconds()) times.push_back(ms);
-    pulse();
-  }
-  times.erase(times.begin(), times.end() - s.options.iterations);
-  return times;
+  return time_replays(world, *replays, s.options.warmup, s.options.iterations,
+                      std::min(world.deadline(), s.deadline), [&] {
+                        step.wait();
+                        pulse();
+                      });
 }
 
 double median_of_last(std::vector<double> values, int count) {

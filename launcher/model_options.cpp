@@ -121,6 +121,10 @@ void add_scale_options(CLI::App& app, ScaleOptions& o) {
       ->group(spread);
   const char* measure = "Measuring and checking";
   add_run_counts(app, o, 1, measure);
+  app.add_flag("--graph", o.graph,
+               "On GPUs: time replays of a CUDA graph, back to back, so that the host's part of a "
+               "launch is not counted")
+      ->group(measure);
   app.add_option("--check", o.check, "Rows of each run to compare with the float64 oracle")
       ->transform(whole(std::int64_t{0}, std::int64_t{65536}))
       ->group(measure)

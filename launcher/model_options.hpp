@@ -58,6 +58,7 @@ struct ScaleOptions {
   std::vector<int> ranks;               // empty: 1, 2, 4 ... and all
   int iterations = 5;
   int warmup = 1;
+  bool graph = false;  // what is timed is captured and replayed
   std::int64_t check = 4;
   std::string json, csv;
 };

@@ -319,10 +319,14 @@ void Trial::run() {
   layer_->wait();
 }
 
+void Trial::poison() {
+  launcher::poison(world_.device(), out_);
+  launcher::poison(world_.device(), lse_);
+}
+
 void Trial::take_strategy(const std::string& name) {
   layer_.reset();  // before the memory of another
-  poison(world_.device(), out_);
-  poison(world_.device(), lse_);
+  poison();
   layer_.emplace(world_, layer_options(name));
 }
 

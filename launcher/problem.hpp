@@ -94,6 +94,10 @@ class Trial {
 
   /// Runs once and waits. Outputs are NaN before the first run.
   void run();
+  /// Queues a run.
+  void queue(Stream stream) { layer_->run(args_, stream); }
+  /// Makes the outputs NaN again.
+  void poison();
   /// Makes the layer anew with another strategy; the arrays stay, and outputs are NaN again. It is
   /// collective. Where the strategy refuses (Unsupported) there is no layer until the next call.
   void take_strategy(const std::string& name);

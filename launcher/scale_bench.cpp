@@ -184,22 +184,23 @@ class ScaleBench {
     if (!r.no.empty()) return r;
     Problem problem = settled;
     problem.options.strategy = r.strategy;
+    std::uint64_t before = 0;
     try {
       if (trial)
         trial->take_strategy(r.strategy);
       else
         trial.emplace(part, settled, r.strategy);
+      before = part.received_bytes();
       trial->run();
     } catch (const Unsupported& error) {  // all ranks refuse alike
       r.no = error.what();
       return r;
     }
+    const auto counted = static_cast<double>(part.received_bytes() - before);
+    r.counted_bytes = largest(part, {counted}, "gather of bytes")[0];
     Report report = describe(part, problem, options, trial->layer());
-    const std::uint64_t before = part.received_bytes();
-    launcher::measure(part, problem, time_runs(part, *trial, o_.warmup, o_.iterations), report);
-    const double counted = static_cast<double>(part.received_bytes() - before);
-    for (const std::string& theirs : part.gather(fmt::to_string(counted), "gather of bytes"))
-      r.counted_bytes = std::max(r.counted_bytes, std::stod(theirs) / (o_.warmup + o_.iterations));
+    const auto time = o_.graph ? time_graph : time_runs;
+    launcher::measure(part, problem, time(part, *trial, o_.warmup, o_.iterations), report);
     r.time = report.time;
     r.predicted = f.seconds() * 1e3;
     r.balance = f.balance;
@@ -259,6 +260,8 @@ int bench_scale(const Communicator& control, const CommandLine& line) {
   });
   const Communicator world = world_for(control, line.world);
   const bool gpu = world.device() == Device::cuda;
+  if (o.graph && !gpu)
+    throw SharedError(ErrorKind::usage, "--graph: it is for GPUs; the ranks run on processors");
   const bool piped = (json && json->is_standard_output()) || (csv && csv->is_standard_output());
   std::FILE* const table = piped ? stderr : stdout;
 
@@ -268,6 +271,7 @@ int bench_scale(const Communicator& control, const CommandLine& line) {
                      .shape = run_options(o.shape, world.device()),
                      .shard = o.shard,
                      .weak = o.weak,
+                     .graph = o.graph,
                      .seed = line.world.seed};
   report.shape.batch = o.batch;
   if (world.rank() == 0) say(header(report), table);

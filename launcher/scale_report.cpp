@@ -42,8 +42,9 @@ std::string header(const ScaleReport& r) {
   const RunOptions& o = r.shape;
   std::string text = fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, r.backend, r.world);
   text += fmt::format(
-      "# {} scaling | {} heads {}/{} dim {} | batch {} | keys {} | causal | {}inputs: seed {}\n",
-      r.weak ? "weak" : "strong", o.dtype, o.heads, o.kv_heads, o.dim, o.batch, r.shard,
+      "# {} scaling{} | {} heads {}/{} dim {} | batch {} | keys {} | causal | {}inputs: seed {}\n",
+      r.weak ? "weak" : "strong", r.graph ? " in graphs" : "", o.dtype, o.heads, o.kv_heads, o.dim,
+      o.batch, r.shard,
       r.backend == name(Device::host) ? fmt::format("threads {} | ", r.threads) : "", r.seed);
   return text + fmt::format(
                     "#{:<8}{:>6}{:>10}{:>9}  {:<21}{:>10}{:>10}{:>10}{:>11}{:>8}{:>9}{:>7}{:>9}"
@@ -119,6 +120,7 @@ ordered_json to_json(const ScaleReport& r) {
                     {"world", r.world},
                     {"case",
                      {{"scaling", r.weak ? "weak" : "strong"},
+                      {"graph", r.graph},
                       {"batch", o.batch},
                       {"heads", o.heads},
                       {"kv_heads", o.kv_heads},

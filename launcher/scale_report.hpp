@@ -38,6 +38,7 @@ struct ScaleReport {
   RunOptions shape;  // heads, dims, dtype, batch
   std::string shard;
   bool weak = false;
+  bool graph = false;  // times are those of replays
   std::uint64_t seed = 0;
   std::vector<ScaleRow> rows;
 };

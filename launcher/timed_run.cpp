@@ -1,6 +1,7 @@
 #include "launcher/timed_run.hpp"
 
-#include <chrono>
+#include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "launcher/world.hpp"
 
@@ -34,6 +35,48 @@ std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmu
     samples.push_back({gpu ? phases.total() : elapsed.count(), phases});
   }
   return samples;
+}
+
+std::vector<Sample> time_graph(const Communicator& world, Trial& trial, int warmup,
+                               int iterations) {
+  trial.run();
+  const Phases phases = trial.layer().phases();
+  trial.poison();
+  const Queue queue(world.device());
+  const auto replays = queue.repeat([&](Stream stream) { trial.queue(stream); });
+  const auto wait = [&] { trial.layer().wait(queue.stream()); };
+  std::vector<Sample> samples;
+  for (const double ms : time_replays(world, *replays, warmup, iterations, world.deadline(), wait))
+    samples.push_back({ms, phases});
+  return samples;
+}
+
+std::vector<double> largest(const Communicator& world, const std::vector<double>& mine,
+                            const std::string& step) {
+  std::vector<double> most = mine;
+  for (const std::string& text : world.gather(nlohmann::json(mine).dump(), step)) {
+    const auto theirs = nlohmann::json::parse(text).get<std::vector<double>>();
+    for (std::size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], theirs[i]);
+  }
+  return most;
+}
+
+std::vector<double> time_replays(const Communicator& world, Replays& replays, int warmup,
+                                 int iterations, std::chrono::milliseconds deadline,
+                                 const std::function<void()>& wait) {
+  replays.queue(1);
+  wait();
+  const double one = largest(world, replays.milliseconds(), "time of the first replay")[0];
+  const int most =
+      static_cast<int>(std::clamp(static_cast<double>(deadline.count()) / 4 / one, 1.0, 1000.0));
+  std::vector<double> times;
+  for (int left = warmup - 1 + iterations; left > 0; left -= most) {
+    replays.queue(std::min(left, most));
+    wait();
+    for (const double ms : replays.milliseconds()) times.push_back(ms);
+  }
+  times.erase(times.begin(), times.end() - iterations);
+  return times;
 }
 
 }  // namespace longspan::launcher

@@ -1,9 +1,13 @@
 // Chooses the strategy of a run, and times it.
 #pragma once
 
+#include <chrono>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "launcher/problem.hpp"
+#include "launcher/replays.hpp"
 #include "launcher/report.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/strategy.hpp"
@@ -16,5 +20,20 @@ std::vector<Forecast> settle_strategy(const Communicator& world, Problem& proble
 
 /// Times `iterations` runs, after `warmup` others. It is collective.
 std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmup, int iterations);
+
+/// Times a run that a graph has captured, replayed back to back: what the host does to launch it is
+/// not counted. The phases are those of a run that was launched. It is collective, and for GPUs.
+std::vector<Sample> time_graph(const Communicator& world, Trial& trial, int warmup, int iterations);
+
+/// Takes, element by element, the largest value of the ranks. It is collective.
+std::vector<double> largest(const Communicator& world, const std::vector<double>& mine,
+                            const std::string& step);
+
+/// Gives the milliseconds of each of `iterations` replays, after `warmup` others, one at least. The
+/// host waits between them, by `wait`, behind the first and where many would outlast the deadline.
+/// It is collective.
+std::vector<double> time_replays(const Communicator& world, Replays& replays, int warmup,
+                                 int iterations, std::chrono::milliseconds deadline,
+                                 const std::function<void()>& wait);
 
 }  // namespace longspan::launcher

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import unittest
 
-from command import COMMAND, MPIEXEC, OK, CommandTest, environment, longspan
+from command import COMMAND, MPIEXEC, OK, USAGE, CommandTest, environment, longspan
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
@@ -57,6 +57,12 @@ class ScaleTest(CommandTest):
             self.assertGreater(p["efficiency"], 0)
             self.assertAlmostEqual(sum(p["split"].values()), 1, places=3)
         self.assertEqual([p["phase"] for p in points if p["chosen"]], ["prefill", "decode"])
+
+    def test_graphs_are_for_gpus(self):
+        path = self.path("scale.json")
+        done = longspan(0, "bench", "scale", "--backend", "host", "--kv", 64, "--graph", "--json", path)
+        self.ends(done, USAGE, "--graph", "it is for GPUs")
+        self.assertFalse(path.exists())
 
     def test_records_replace_older_ones(self):
         one = records.record("scale", {"ranks": 1}, "us", 5.0, peer="1 rank", peer_value=5.0,

@@ -54,6 +54,20 @@ class SimulatedTest(CommandTest):
         self.assertEqual(len(digests), 1)
 
     @unittest.skipUnless(HAS_SIMULATOR, "this build has no simulator")
+    def test_scale_in_graphs(self):
+        self.needs_mpi()
+        done = longspan(2, "bench", "scale", "--backend", "simulated", "--phases", "prefill", "--kv", 300,
+                        "--heads", 2, "--graph", "--iterations", 2, "--json", self.path("report.json"))
+        self.ends(done, OK)
+        report = json.loads(self.path("report.json").read_text())
+        self.assertTrue(report["case"]["graph"])
+        served = [row for row in report["rows"] if not row["no"]]
+        self.assertLess(1, len({row["strategy"] for row in served if row["ranks"] == 2}))
+        for row in served:  # what the last replay wrote over NaNs
+            self.assertEqual((row["check"]["rows"], row["check"]["wrong"]), (4, 0), row["strategy"])
+            self.assertGreater(row["time_ms"]["min"], 0)
+
+    @unittest.skipUnless(HAS_SIMULATOR, "this build has no simulator")
     def test_no_gpu(self):
         done = longspan(self.ranks, "run", "--backend", "simulated", LONGSPAN_SIMULATED_GPUS="0")
         self.ends(done, 4, "--backend simulated", "no GPU was found")

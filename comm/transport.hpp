@@ -18,6 +18,7 @@
 #include "comm/control/agreement.hpp"
 #include "longspan/types.hpp"
 #include "src/peer_view.hpp"
+#include "src/put_flags.hpp"
 
 namespace longspan {
 class Communicator;
@@ -288,15 +289,12 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return nullptr;
   }
 
-  /// An exchange through receive buffers, into which a kernel of each rank puts what belongs to the
-  /// others, no two to one place: begin_puts and end_puts are queued around it on the same stream
-  /// (MPI's post and start, complete and wait). Ahead of the kernel this waits until every rank's
-  /// stream has come here: nothing is put into a buffer before. It gives the signals of all ranks:
-  /// at each rank [ranks] words in memory of the device, 0 now, which ranks may count up there,
-  /// each its own, for kernels that wait. An abort makes all of them higher than any count.
-  [[nodiscard]] virtual std::vector<std::uint64_t*> begin_puts(const std::byte* buffer,
-                                                               Stream stream, const char* step);
-  /// Behind this all that the others have put here is here, `received` bytes.
+  /// An exchange through receive buffers, into which kernels of each rank put what belongs to the
+  /// others, no two to one place (MPI's post and start, complete and wait). It gives the counters
+  /// by which they meet, in memory of the device.
+  [[nodiscard]] virtual PutRanks begin_puts(const std::byte* buffer, const char* step);
+  /// Behind the kernels: they are watched until they end, as they wait for those of other ranks.
+  /// `received` bytes come here.
   virtual void end_puts(const std::byte* buffer, std::size_t received, Stream stream,
                         const char* step);
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/tensors.hpp"
+#include "src/put_flags.hpp"
 
 namespace longspan::kernels {
 
@@ -28,14 +29,13 @@ struct KeyArrivals {
     LONGSPAN_HD bool is_own() const { return place >= 0; }
     LONGSPAN_HD int rank() const { return ~place; }
   };
-  static constexpr int kMostPieces = 8;     // of a rank
+  static constexpr int kMostPieces = 8;  // of a rank
+  static_assert(kMostPieces + 1 < PutFlags::kRun);
   static constexpr int kMostPortions = 32;  // of all ranks
   static constexpr int kMargin = 192;       // no kernel has larger tiles of keys
   static constexpr int kLeastRows = 17;     // kernels for fewer query rows do not wait
 
-  // [ranks] how much of each rank is here: what it says of the run (RunHeaders) counts as 1, and
-  // each of its pieces, which come in order.
-  const std::uint64_t* signals = nullptr;
+  const PutFlags* flags = nullptr;  // of this rank: how much of each rank is here
   bool behind_puts = false;  // this rank's put_rows is what the stream has last: both run at once
   int rank = 0;
   int ranks = 1;
@@ -48,10 +48,10 @@ struct KeyArrivals {
   Portion query_portion[kMostPortions] = {};  // likewise of the queries
   int query_portions = 0;                     // 0: all queries are here
 
-  LONGSPAN_HD explicit operator bool() const { return signals != nullptr; }
-  /// The signal of a rank once the piece is here that a query head, and the kv head that it reads,
-  /// are in.
-  LONGSPAN_HD int signal_of(int head) const { return 2 + head / heads_a_piece; }
+  LONGSPAN_HD explicit operator bool() const { return flags != nullptr; }
+  /// What PutFlags::here has grown by once the piece of a rank is here that a query head, and the
+  /// kv head that it reads, are in. Pieces come in order.
+  LONGSPAN_HD int count_of(int head) const { return 2 + head / heads_a_piece; }
 };
 
 }  // namespace longspan::kernels

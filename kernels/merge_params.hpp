@@ -12,6 +12,7 @@
 #include "longspan/order.hpp"
 #include "longspan/state.hpp"
 #include "longspan/types.hpp"
+#include "src/put_flags.hpp"
 
 namespace longspan::kernels {
 
@@ -183,6 +184,8 @@ struct PackOutputsParams {
   MapOf map_of = MapOf::places;
   Batch batch;         // with query_start, what is not of the batch is not written (MergeParams)
   RunHeaders headers;  // of rows that were gathered
+  // Whose attentions put finished rows here: those of all ranks have ended before any is copied.
+  PutRanks putters;
 
   struct Move {
     std::int64_t from, to;  // tokens; to < 0: nothing moves

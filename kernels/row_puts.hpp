@@ -8,14 +8,14 @@
 #include "kernels/digest.hpp"
 #include "kernels/key_arrivals.hpp"
 #include "longspan/types.hpp"
-#include "src/peer_view.hpp"
+#include "src/put_flags.hpp"
 #include "src/strided_copy.hpp"
 
 namespace longspan::kernels {
 
 /// What a rank puts: to every other rank what that one needs, and to itself what its attention
-/// looks for there. It goes in pieces, one after the other, and behind each the rank's signal at
-/// every rank counts one more.
+/// looks for there. It goes in pieces, one after the other, and behind each it counts at every rank
+/// that they are here. Nothing is put before every rank has room for it.
 struct RowPuts {
   /// Some heads, neighbouring columns, of neighbouring rows, in parts of some heads each.
   struct Block {
@@ -36,14 +36,13 @@ struct RowPuts {
   Block block[kMostBlocks] = {};
   int blocks = 0;
   int pieces = 0;
-  bool beside = false;           // an attention is queued next that begins beside it (KeyArrivals)
+  // Whether an attention is queued next that begins beside it (KeyArrivals). If not, all that comes
+  // to this rank is here when it ends.
+  bool beside = false;
   std::int64_t rows_a_unit = 1;  // that a warp copies at a time
   std::int64_t units = 0;        // of a piece: unit u is part u / blocks of the block u % blocks
 
-  int rank = 0;
-  int ranks = 0;
-  // At each rank what KeyArrivals::signals is there: this rank counts in its own place of them.
-  std::uint64_t* signals[PeerView::kMostRanks] = {};
+  PutRanks among;
   SayParams say;  // what this rank says of the run (RunHeaders); with `said` null nothing
   std::uint64_t* words[PeerView::kMostRanks] = {};  // where each rank has it, this one too
   unsigned* done = nullptr;  // [kMostPieces] warps that are done with a piece; 0 between runs

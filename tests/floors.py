@@ -7,7 +7,7 @@
     3  src/*.cpp src/strategy/   anything below
     2  kernels/   comm/          floors 0 and 1 and its own; neither includes the other. The rooms of
                                  comm/ include control, nccl also cuda; none includes mpi or nccl
-    1  src/check.hpp cores.hpp env.hpp trace.hpp peer_view.hpp parts.hpp run_arrays.hpp
+    1  src/check.hpp cores.hpp env.hpp trace.hpp peer_view.hpp put_flags.hpp parts.hpp run_arrays.hpp
        device_guard.hpp divided_up.hpp driver_function.hpp strided_copy.hpp
     0  src/longspan/             std and its own; interop headers may name their library
 
@@ -26,9 +26,9 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CODE = {".cpp", ".hpp", ".cu", ".cuh", ".h"}
-FLOOR_1 = {"src/check.hpp", "src/cores.hpp", "src/env.hpp", "src/trace.hpp", "src/peer_view.hpp", "src/parts.hpp", "src/run_arrays.hpp",
-           "src/device_guard.hpp", "src/divided_up.hpp", "src/driver_function.hpp",
-           "src/strided_copy.hpp"}
+FLOOR_1 = {"src/check.hpp", "src/cores.hpp", "src/env.hpp", "src/trace.hpp", "src/peer_view.hpp",
+           "src/put_flags.hpp", "src/parts.hpp", "src/run_arrays.hpp", "src/device_guard.hpp", "src/divided_up.hpp",
+           "src/driver_function.hpp", "src/strided_copy.hpp"}
 INTEROP = {"mpi.hpp": {"mpi.h"}, "nccl.hpp": {"nccl.h"}, "dlpack.hpp": {"dlpack/dlpack.h"},
            "cuda.hpp": {"cuda_runtime_api.h"}}
 

@@ -11,6 +11,8 @@
 namespace longspan::comm {
 namespace {
 
+constexpr cuuint32_t kFreed = 0x7fffffff;
+
 CUdeviceptr address(const std::byte* at) { return reinterpret_cast<CUdeviceptr>(at); }
 
 CUstreamBatchMemOpParams parameters(const FlagOperation& operation) {
@@ -25,7 +27,9 @@ CUstreamBatchMemOpParams parameters(const FlagOperation& operation) {
   const bool frees = operation.kind == FlagOperation::free;
   p.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
   p.writeValue.address = address(operation.flag + (frees ? 4 : 0));
-  p.writeValue.value = frees ? 1 : operation.kind == FlagOperation::lower ? 0 : operation.value;
+  p.writeValue.value = frees                                    ? kFreed
+                       : operation.kind == FlagOperation::lower ? 0
+                                                                : operation.value;
   return p;
 }
 

@@ -1,9 +1,9 @@
 // Flags in GPU memory that streams raise and wait for by themselves: no kernel waits, so none needs
 // a place on the GPU beside the kernels that compute. (CUDA calls it stream memory operations.)
 //
-// A flag is a word of 64 bits. Its low half is 1 while it is raised, or more of a signal that
-// counts. Its high half is 0 until somebody frees the flag, after which no wait for it takes any
-// time.
+// A flag is a word of 64 bits. Its low half is 1 while it is raised, or what it was raised to. Its
+// high half is 0 until somebody frees the flag: then it is as large as a number with a sign can be,
+// and no wait for the flag, or for a counter in its place, takes any time.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,11 +1,11 @@
 #include "comm/nccl/receive_buffer.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <future>
 #include <system_error>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "comm/cuda/stream.hpp"
 #include "comm/cuda/stream_flags.hpp"
@@ -19,7 +19,8 @@ namespace {
 constexpr std::size_t kAlignment = 256;
 constexpr std::size_t kFlagBytes = 8;
 constexpr std::size_t kShiftFlags = 2 * std::size_t{PeerView::kMostRanks};
-constexpr std::size_t kFlags = kShiftFlags + std::size_t{PeerView::kMostRanks};  // and signals
+// What an abort frees: these, and the counters of PutFlags that others count up.
+constexpr std::size_t kFlags = kShiftFlags + offsetof(PutFlags, runs) / kFlagBytes;
 
 std::size_t place_of_flags(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -31,7 +32,8 @@ std::shared_ptr<ReceiveBuffer> ReceiveBuffer::open(Transport& world, std::size_t
                                                    std::string& why,
                                                    std::shared_ptr<PeerBufferSet> set) {
   auto buffers =
-      PeerBuffers::open(world, place_of_flags(bytes) + kFlags * kFlagBytes, why, std::move(set));
+      PeerBuffers::open(world, place_of_flags(bytes) + kShiftFlags * kFlagBytes + sizeof(PutFlags),
+                        why, std::move(set));
   if (!buffers) return nullptr;
   const std::shared_ptr<ReceiveBuffer> buffer(
       new ReceiveBuffer(std::move(buffers), bytes, world.deadline()));
@@ -116,44 +118,12 @@ std::byte* ReceiveBuffer::flag(Flag which, int rank, int distance) const {
   return base(rank) + place_of_flags(bytes_) + index * kFlagBytes;
 }
 
-std::uint64_t* ReceiveBuffer::signals_at(int rank) const {
-  return reinterpret_cast<std::uint64_t*>(base(rank) + place_of_flags(bytes_) +
-                                          kShiftFlags * kFlagBytes);
-}
-
-std::vector<std::uint64_t*> ReceiveBuffer::signals() const {
-  std::vector<std::uint64_t*> all(static_cast<std::size_t>(ranks()));
-  for (int p = 0; p < ranks(); ++p) all[static_cast<std::size_t>(p)] = signals_at(p);
-  return all;
-}
-
-void ReceiveBuffer::begin_puts(cudaStream_t stream) const {
-  std::vector<FlagOperation> operations;
-  operations.reserve(4 * static_cast<std::size_t>(ranks()));
+PutRanks ReceiveBuffer::put_ranks() const {
+  PutRanks among{.rank = rank(), .ranks = ranks()};
   for (int p = 0; p < ranks(); ++p)
-    operations.push_back(
-        {FlagOperation::lower, reinterpret_cast<std::byte*>(signals_at(rank()) + p)});
-  add_meeting(Flag::free, operations);
-  queue_flags(stream, operations);
-}
-
-void ReceiveBuffer::end_puts(cudaStream_t stream) const {
-  std::vector<FlagOperation> operations;
-  operations.reserve(3 * static_cast<std::size_t>(ranks()));
-  add_meeting(Flag::here, operations);
-  queue_flags(stream, operations);
-}
-
-/// Raises the flag at every other rank, and waits for those that these raise here.
-void ReceiveBuffer::add_meeting(Flag which, std::vector<FlagOperation>& operations) const {
-  for (int distance = 1; distance < ranks(); ++distance) {
-    const int other = which == Flag::free ? rank() - distance + ranks() : rank() + distance;
-    operations.push_back({FlagOperation::raise, flag(which, other % ranks(), distance)});
-  }
-  for (int distance = 1; distance < ranks(); ++distance) {
-    std::byte* const own = flag(which, rank(), distance);
-    operations.insert(operations.end(), {{FlagOperation::wait, own}, {FlagOperation::lower, own}});
-  }
+    among.flags[p] =
+        reinterpret_cast<PutFlags*>(base(p) + place_of_flags(bytes_) + kShiftFlags * kFlagBytes);
+  return among;
 }
 
 void ReceiveBuffer::shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const {

@@ -7,9 +7,7 @@
 //
 // Each pair of ranks has the two flags of its distance. The sender copies to where it itself would
 // receive, so all ranks of a shift receive at the same place of their receive buffers. Kernels,
-// too, put rows into the receive buffers of all ranks: then each rank raises both flags at every
-// other. Besides, each rank has a signal at every rank, for kernels that take what comes piece by
-// piece.
+// too, put rows into the receive buffers of all ranks, and meet by counters there (PutFlags).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,11 +16,10 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <vector>
 
-#include "comm/cuda/stream_flags.hpp"
 #include "comm/nccl/peer_buffers.hpp"
 #include "comm/transport.hpp"
+#include "src/put_flags.hpp"
 
 namespace longspan::comm {
 
@@ -44,12 +41,8 @@ class ReceiveBuffer {
   /// Queues a shift of pieces into this receive buffer, by a distance from 1 to ranks - 1.
   void shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const;
 
-  /// Queue what comes ahead of an exchange by kernels, and what comes behind it
-  /// (Transport::begin_puts).
-  void begin_puts(cudaStream_t stream) const;
-  void end_puts(cudaStream_t stream) const;
-  /// Where signals are at each rank.
-  std::vector<std::uint64_t*> signals() const;
+  /// The counters by which kernels meet that put rows into receive buffers.
+  PutRanks put_ranks() const;
 
   /// Where this rank writes what `rank` has at `place` of this rank's own buffer.
   std::byte* place_at(const void* place, int rank) const {
@@ -67,8 +60,6 @@ class ReceiveBuffer {
   int ranks() const { return buffers_->view().ranks; }
   std::byte* base(int rank) const { return buffers_->view().peer_buffer[rank]; }
   std::byte* flag(Flag which, int rank, int distance) const;
-  std::uint64_t* signals_at(int rank) const;
-  void add_meeting(Flag which, std::vector<FlagOperation>& operations) const;
 
   struct OwnFlags;
 

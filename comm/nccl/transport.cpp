@@ -109,26 +109,18 @@ class NcclTransport final : public ControlledTransport {
         start_beside(stream, [&](cudaStream_t side) { queue(pieces, ahead, side, step); }));
   }
 
-  std::vector<std::uint64_t*> begin_puts(const std::byte* buffer, Stream stream,
-                                         const char* step) override {
+  PutRanks begin_puts(const std::byte* buffer, const char* step) override {
     const std::shared_ptr<const ReceiveBuffer> found = receive_buffer_at(buffer);
-    if (!found) return Transport::begin_puts(buffer, stream, step);
-    return or_abort([&] {  // end_puts puts the stream under watch
-      control().fate().check();
-      found->begin_puts(cuda(stream));
-      return found->signals();
-    });
+    if (!found) return Transport::begin_puts(buffer, step);
+    control().fate().check();
+    return found->put_ranks();
   }
 
   void end_puts(const std::byte* buffer, std::size_t received, Stream stream,
                 const char* step) override {
-    const std::shared_ptr<const ReceiveBuffer> found = receive_buffer_at(buffer);
-    if (!found) return Transport::end_puts(buffer, received, stream, step);
+    if (!receive_buffer_at(buffer)) return Transport::end_puts(buffer, received, stream, step);
     or_abort([&] {
-      link_->queue(control(), cuda(stream), step, [&](ncclComm_t) {
-        found->end_puts(cuda(stream));
-        return ncclSuccess;
-      });
+      link_->queue(control(), cuda(stream), step, [](ncclComm_t) { return ncclSuccess; });
     });
     count_received(received);
   }

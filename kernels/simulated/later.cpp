@@ -561,11 +561,11 @@ std::uint64_t acquire_word(const void* from, int bytes, Site site) {
   acquire_at(from);
   return word;
 }
-void count_word(std::uint64_t* word, Site site) {
+void count_word(std::uint64_t* word, std::uint64_t more, Site site) {
   fence_words(site);
   release_at(word);
   const Quiet quiet;
-  __atomic_fetch_add(reinterpret_cast<std::uint32_t*>(word), 1u, __ATOMIC_RELEASE);
+  __atomic_fetch_add(word, more, __ATOMIC_RELEASE);
 }
 void fence_words(Site site) {
   may_yield(site);

@@ -104,7 +104,7 @@ std::uint64_t fetch_word(const void* from, int bytes, Site site);
 /// count_word: words that kernels send order nothing.
 std::uint64_t acquire_word(const void* from, int bytes, Site site);
 /// Adds 1 to the low half of a word once what this grid has sent before is there.
-void count_word(std::uint64_t* word, Site site);
+void count_word(std::uint64_t* word, std::uint64_t more, Site site);
 /// What this thread has sent arrives before what it sends from here on.
 void fence_words(Site site);
 

@@ -4,39 +4,21 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "comm/cuda/stream_flags.hpp"
 #include "longspan/error.hpp"
 #include "src/divided_up.hpp"
 #include "src/strategy/shared/sent_rows.hpp"
+#include "tests/gpu/own_stream.hpp"
 #include "tests/gpu/sm90_run.hpp"
-#include "tests/support/simulated.hpp"
 
 namespace longspan::test {
 namespace {
 
 using kernels::KeyArrivals;
-
-/// A stream that waits for no other.
-class OwnStream {
- public:
-  OwnStream() {
-    EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
-  }
-  ~OwnStream() { EXPECT_EQ(cudaStreamDestroy(stream_), cudaSuccess); }
-  OwnStream(const OwnStream&) = delete;
-  OwnStream& operator=(const OwnStream&) = delete;
-  operator cudaStream_t() const { return stream_; }
-  void wait() const { EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
 
 /// What of a call other ranks have to do with.
 enum class Others {
@@ -66,8 +48,7 @@ class LateRows {
     const int unit = others == Others::send_all ? 1 : c.heads / c.kv_heads;
     arrivals_.heads_a_piece = unit * static_cast<int>(divided_up(c.heads / unit, pieces));
     pieces_ = at(divided_up(c.heads, arrivals_.heads_a_piece));
-    signals_ =
-        OnGpu<std::uint64_t>(std::vector<std::uint64_t>(static_cast<std::size_t>(shard.ranks), 0));
+    flags_ = OnGpu<PutFlags>(std::vector<PutFlags>(static_cast<std::size_t>(shard.ranks)));
     words_ = OnGpu<std::uint64_t>(static_cast<std::size_t>(shard.ranks));
     report_ = OnGpu<std::uint64_t>(std::vector<std::uint64_t>{0});
     std::vector<std::byte> k, v;
@@ -77,7 +58,7 @@ class LateRows {
                    from->begin() + (one.position + one.count) * key_bytes());
     own_k_ = OnGpu<std::byte>(k);
     own_v_ = OnGpu<std::byte>(v);
-    arrivals_.signals = signals_.data();
+    arrivals_.flags = flags_.data() + shard.rank;
     arrivals_.rank = shard.rank;
     arrivals_.ranks = shard.ranks;
     arrivals_.k = rows_of(own_k_);
@@ -109,10 +90,7 @@ class LateRows {
     const kernels::sm90::Finished finished = finished_rows();
     send_word(said, shard_.rank, computes);
     kernels::sm90::attend(params(), finished, 0, computes);
-    if (!tests::kSimulated && count_rows(own(keys_)) < keys()) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      EXPECT_EQ(cudaStreamQuery(computes), cudaErrorNotReady) << "it did not wait";
-    }
+    if (count_rows(own(keys_)) < keys()) computes.expect_waits();
     for (std::size_t piece = 0; piece <= pieces_; ++piece)
       for (int rank = 0; rank < shard_.ranks; ++rank) {
         if (piece == 0 && rank != shard_.rank) send_word(said, rank, sends);
@@ -127,32 +105,42 @@ class LateRows {
   /// The same where a kernel of each rank puts what is that rank's, the own one right ahead of the
   /// call, which begins beside it.
   Result run_beside_puts() {
-    OwnStream computes, puts;
+    OwnStream computes;
+    std::vector<OwnStream> puts(at(shard_.ranks));  // as each waits until all have room
     words_.poison();
     const OnGpu<unsigned> done(std::vector<unsigned>(
         static_cast<std::size_t>(shard_.ranks * kernels::RowPuts::kMostPieces), 0));
+    const OnGpu<std::uint64_t> words_elsewhere(at(shard_.ranks * shard_.ranks));
     const kernels::sm90::Finished finished = finished_rows();
     const auto backend = kernels::cuda_backend();
     for (int i = 1; i <= shard_.ranks; ++i) {
       const int rank = (shard_.rank + i) % shard_.ranks;
-      const cudaStream_t stream = rank == shard_.rank ? computes : puts;
+      const cudaStream_t stream = rank == shard_.rank ? computes : puts[at(rank)];
       kernels::RowPuts put = puts_of(rank, done.data() + rank * kernels::RowPuts::kMostPieces);
       put.say = {equal_words()[at(rank)], nullptr, words_.data() + rank};
-      put.words[0] = words_.data() + rank;
+      for (int p = 0; p < shard_.ranks; ++p)
+        put.words[p] = p == shard_.rank ? words_.data() + rank
+                                        : words_elsewhere.data() + p * shard_.ranks + rank;
       put.beside = true;
       backend->put_rows(put, {stream});
     }
     arrivals_.behind_puts = true;
     kernels::sm90::attend(params(), finished, 0, computes);
     arrivals_.behind_puts = false;
-    puts.wait();
+    for (const OwnStream& stream : puts) stream.wait();
     computes.wait();
-    EXPECT_THAT(signals_.values(at(shard_.ranks)), ::testing::Each(1 + pieces_));
+    ++runs_;
+    for (const PutFlags& flags : flags_.values(at(shard_.ranks))) {
+      EXPECT_THAT(std::span(flags.here, at(shard_.ranks)), ::testing::Each(runs_ * PutFlags::kRun));
+      EXPECT_EQ(flags.runs, runs_);
+    }
     return result();
   }
 
-  /// Whether the pieces are such as a kernel puts: of whole groups, or of equal parts of one.
+  /// Whether the pieces are such as a kernel puts, of whole groups or of equal parts of one, and
+  /// the kernels of all ranks, which wait for each other, have places on one GPU beside the call.
   bool fits_puts() const {
+    if (shard_.ranks > 4) return false;
     const int some = arrivals_.heads_a_piece, group = c_.heads / c_.kv_heads;
     return some % group == 0 || group % some == 0;
   }
@@ -188,9 +176,8 @@ class LateRows {
   kernels::RowPuts puts_of(int rank, unsigned* done) const {
     kernels::RowPuts puts;
     puts.pieces = static_cast<int>(pieces_);
-    puts.rank = rank;
-    puts.ranks = 1;
-    puts.signals[0] = signals_.data();
+    puts.among = {.rank = rank, .ranks = shard_.ranks};
+    for (int p = 0; p < shard_.ranks; ++p) puts.among.flags[p] = flags_.data() + p;
     puts.done = done;
     const int some = arrivals_.heads_a_piece, group = c_.heads / c_.kv_heads;
     const std::int64_t head = c_.dim * element();
@@ -301,9 +288,10 @@ class LateRows {
 
   void send(std::size_t piece, int rank, cudaStream_t stream) {
     if (piece > 0) send_heads(piece, rank, stream);
-    comm::queue_flags(
-        stream, {{comm::FlagOperation::raise, reinterpret_cast<std::byte*>(signals_.data() + rank),
-                  static_cast<unsigned>(1 + piece)}});
+    comm::queue_flags(stream,
+                      {{comm::FlagOperation::raise,
+                        reinterpret_cast<std::byte*>(flags_.data()[shard_.rank].here + rank),
+                        static_cast<unsigned>(1 + piece)}});
   }
 
   Case c_;
@@ -312,7 +300,9 @@ class LateRows {
   Sm90Run whole_;               // has queries and results
   OnGpu<std::byte> q_, k_, v_;  // as the call sees them
   OnGpu<std::byte> all_q_, all_k_, all_v_, own_k_, own_v_;
-  OnGpu<std::uint64_t> signals_, words_, report_;
+  OnGpu<PutFlags> flags_;  // of each rank
+  OnGpu<std::uint64_t> words_, report_;
+  std::uint64_t runs_ = 0;  // beside puts
   StretchesOfRanks keys_, rows_;
   std::size_t pieces_ = 0;            // in which each rank sends
   OnGpu<std::byte> there_;            // rows and lse of all ranks
@@ -339,10 +329,12 @@ void expect_as_if_all_were_there(const Case& c, const Shard& shard, int pieces, 
     EXPECT_EQ(late.report(), 0u);
     LateRows put(c, data, shard, pieces, others);
     if (!put.fits_puts()) continue;
-    const Result beside = put.run_beside_puts();
-    EXPECT_EQ(beside.out, whole.out);
-    EXPECT_EQ(beside.lse, whole.lse);
-    EXPECT_EQ(put.report(), 0u);
+    for (int run = 0; run < 2; ++run) {  // counters go on
+      const Result beside = put.run_beside_puts();
+      EXPECT_EQ(beside.out, whole.out);
+      EXPECT_EQ(beside.lse, whole.lse);
+      EXPECT_EQ(put.report(), 0u);
+    }
   }
 }
 

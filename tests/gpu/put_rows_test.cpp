@@ -1,6 +1,6 @@
 // Rows that are put into the memory of several ranks, which are regions of one GPU here: all of
-// them in the place that each has, nothing beside them, and a signal at every rank for the word and
-// for each piece.
+// them in the place that each has, nothing beside them, and counters at every rank; and ranks that
+// wait for each other.
 #include <gmock/gmock.h>
 
 #include "kernels/row_puts.hpp"
@@ -14,6 +14,29 @@ using kernels::RowPuts;
 
 class PutRows : public OnDevice {
  protected:
+  static PutRanks among(const DeviceArray<PutFlags>& flags, int ranks, int rank) {
+    PutRanks all{.rank = rank, .ranks = ranks};
+    for (int p = 0; p < ranks; ++p) all.flags[p] = flags.data() + p;
+    return all;
+  }
+
+  /// The counters of all ranks, where all but `rank` are runs ahead.
+  static std::vector<PutFlags> of_ranks_that_are_ahead(std::size_t ranks, int rank) {
+    std::vector<PutFlags> flags(ranks);
+    PutFlags& own = flags[static_cast<std::size_t>(rank)];
+    for (int p = 0; p < static_cast<int>(ranks); ++p)
+      if (p != rank) own.free[p] = 100, own.here[p] = 100 * PutFlags::kRun;
+    return flags;
+  }
+
+  static void expect_equal(const PutFlags& one, const PutFlags& other) {
+    EXPECT_THAT(one.free, ::testing::ElementsAreArray(other.free));
+    EXPECT_THAT(one.here, ::testing::ElementsAreArray(other.here));
+    EXPECT_THAT(one.ended, ::testing::ElementsAreArray(other.ended));
+    EXPECT_EQ(one.runs, other.runs);
+    EXPECT_EQ(one.before, other.before);
+  }
+
   /// A block that goes to `to`.
   struct Shape {
     int to;
@@ -34,10 +57,10 @@ class PutRows : public OnDevice {
     std::vector<std::vector<std::byte>> expected(count,
                                                  std::vector<std::byte>(bytes, std::byte{0xff}));
     std::vector<DeviceArray<std::byte>> to;
-    std::vector<DeviceArray<std::uint64_t>> signals, words;
+    std::vector<DeviceArray<std::uint64_t>> words;
+    const auto flags = on_device(of_ranks_that_are_ahead(count, rank));
     for (int p = 0; p < ranks; ++p) {
       to.push_back(poisoned<std::byte>(bytes));
-      signals.push_back(on_device(std::vector<std::uint64_t>(count, 0)));
       words.push_back(poisoned<std::uint64_t>(count));
     }
     constexpr std::uint64_t kHash = 0x1234567890abcdef;
@@ -46,13 +69,11 @@ class PutRows : public OnDevice {
     const auto done = on_device(std::vector<unsigned>(RowPuts::kMostPieces, 0));
     RowPuts puts;
     puts.pieces = pieces;
-    puts.rank = rank;
-    puts.ranks = ranks;
+    puts.among = among(flags, ranks, rank);
     puts.done = done.data();
     if (says)
       puts.say = {kHash, contents.data(), words[static_cast<std::size_t>(rank)].data() + rank};
     for (std::size_t p = 0; p < count; ++p) {
-      puts.signals[p] = signals[p].data();
       puts.words[p] = words[p].data() + rank;
     }
     for (std::size_t i = 0; i < shapes.size(); ++i) {
@@ -67,12 +88,19 @@ class PutRows : public OnDevice {
       puts.beside = turn == 0;
       backend().put_rows(puts, {});
     }
+    std::vector<PutFlags> counted = of_ranks_that_are_ahead(count, rank);
+    for (int p = 0; p < ranks; ++p) {
+      if (p != rank) counted[static_cast<std::size_t>(p)].free[rank] = kTurns;
+      counted[static_cast<std::size_t>(p)].here[rank] = kTurns * PutFlags::kRun;
+    }
+    counted[static_cast<std::size_t>(rank)].runs = kTurns;
+    counted[static_cast<std::size_t>(rank)].before = (kTurns - 1) * PutFlags::kRun;
+    const std::vector<PutFlags> found = flags.values();
     for (std::size_t p = 0; p < count; ++p) {
       SCOPED_TRACE("at rank " + std::to_string(p));
       EXPECT_EQ(to[p].values(), expected[p]);
-      std::vector<std::uint64_t> counted(count, 0), said(count, ~std::uint64_t{0});
-      counted[static_cast<std::size_t>(rank)] = static_cast<std::uint64_t>(kTurns * (1 + pieces));
-      EXPECT_EQ(signals[p].values(), counted);
+      expect_equal(found[p], counted[p]);
+      std::vector<std::uint64_t> said(count, ~std::uint64_t{0});
       if (says) said[static_cast<std::size_t>(rank)] = kernels::said(kHash, &seventy_seven);
       EXPECT_EQ(words[p].values(), said);
     }

@@ -49,6 +49,7 @@ FAMILIES = {
     "arrivals": (HOPPER, "gpu_key_arrivals_test", "*"),
     "puts": (["exchange/put_rows.cu"], "gpu_put_rows_test", "*"),
     "beside": (["exchange/put_rows.cu"], "gpu_key_arrivals_test", "*"),
+    "meeting": (["exchange/put_rows.cu", "combine/pack_outputs.cu"], "gpu_put_flags_test", "*"),
     "exchange": (["exchange/exchange.cu", "exchange/exchange_parts.cu", "dispatch/backend.cu"],
                  EXCHANGE, "*"),
     "merge": (MERGE, KERNELS, "Decode/*:Single/*:*Serve*portable_*:*Serve*fp32_*"),

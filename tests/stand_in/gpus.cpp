@@ -308,7 +308,7 @@ void longspan::comm::queue_flags(cudaStream_t, std::span<const FlagOperation> op
         raised = 0;
         break;
       case FlagOperation::free:
-        freed = 1;
+        freed = 0x7fffffff;
         break;
       case FlagOperation::wait:
         while (raised == 0 && freed == 0) {

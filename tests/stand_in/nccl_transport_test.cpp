@@ -353,9 +353,8 @@ TEST_F(NcclTransportTest, ShiftsIntoReceiveBuffers) {
   EXPECT_EQ(alive(), Alive{});
 }
 
-/// Every rank puts a column of numbers into a matrix of every rank, its own too, and counts at
-/// every rank what it has put: as a kernel would between begin_puts, which nobody passes before all
-/// have come, and end_puts.
+/// Every rank puts a column of numbers into a matrix of every rank, its own too, and meets the
+/// others by counters, as kernels would between begin_puts and end_puts.
 TEST_F(NcclTransportTest, KernelsPutRowsIntoTheReceiveBuffersOfAll) {
   constexpr int kSize = 3, kRows = 5, kTurns = 6;
   run(
@@ -369,43 +368,47 @@ TEST_F(NcclTransportTest, KernelsPutRowsIntoTheReceiveBuffersOfAll) {
         EXPECT_EQ(world.place_at(&elsewhere, rank), nullptr);
         constexpr std::size_t kReceived = (kSize - 1) * kRows * sizeof(int);
         const std::uint64_t before = world.received_bytes();
-        std::vector<std::uint64_t*> signals;
-        const auto counted = [&](int p) {  // as other threads count
-          return std::atomic_ref(signals.at(static_cast<std::size_t>(rank))[p]).load();
+        const PutRanks among = world.begin_puts(buffer.get(), "puts");
+        PutFlags& own = *among.flags[rank];
+        const auto await = [](std::uint64_t& counter, std::uint64_t count) {
+          while (std::atomic_ref(counter).load() < count) std::this_thread::yield();
         };
         for (int turn = 0; turn < kTurns; ++turn) {
-          std::fill_n(matrix, kRows * kSize, -1);
           const auto value = [&](int from, int to, int row) {
             return 1000 * turn + 100 * from + 10 * to + row;
           };
-          const auto now = world.begin_puts(buffer.get(), {}, "puts");
-          ASSERT_EQ(now.size(), std::size_t{kSize});
-          if (turn > 0) {
-            EXPECT_EQ(now, signals);
-          }
-          signals = now;
-          EXPECT_LE(counted(rank), 0u) << "turn " << turn;
+          const PutRanks now = world.begin_puts(buffer.get(), "puts");
+          EXPECT_EQ(now.rank, rank);
+          EXPECT_EQ(now.ranks, kSize);
+          EXPECT_TRUE(std::equal(now.flags, now.flags + kSize, among.flags));
+          EXPECT_EQ(own.runs, static_cast<unsigned>(turn));
+          std::fill_n(matrix, kRows * kSize, -1);
+          for (int p = 0; p < kSize; ++p) ++std::atomic_ref(now.flags[p]->free[rank]);
+          for (int p = 0; p < kSize; ++p) await(own.free[p], own.runs + 1);
           for (int to = 0; to < kSize; ++to) {
             for (int row = 0; row < kRows; ++row)
               *reinterpret_cast<int*>(
                   world.place_at(reinterpret_cast<std::byte*>(matrix + row * kSize + rank), to)) =
                   value(rank, to, row);
-            std::atomic_ref(signals[static_cast<std::size_t>(to)][rank]) += 1 + turn;
+            std::atomic_ref(now.flags[to]->here[rank]) += PutFlags::kRun;
           }
+          ++own.runs;
+          for (int from = 0; from < kSize; ++from) await(own.here[from], own.runs * PutFlags::kRun);
           world.end_puts(buffer.get(), kReceived, {}, "puts");
           for (int i = 0; i < kRows * kSize; ++i)
             EXPECT_EQ(matrix[i], value(i % kSize, rank, i / kSize)) << "turn " << turn;
-          for (int from = 0; from < kSize; ++from)
-            EXPECT_EQ(counted(from), static_cast<unsigned>(1 + turn));
-          world.gather("", "end of the turn");  // as the matrix is filled anew
         }
         EXPECT_EQ(world.received_bytes() - before, kTurns * kReceived);
-        EXPECT_THROW(static_cast<void>(world.begin_puts(&elsewhere, {}, "puts elsewhere")),
-                     UsageError);
+        EXPECT_THAT(own.ended, ::testing::Each(0u));
+        EXPECT_THROW(static_cast<void>(world.begin_puts(&elsewhere, "puts elsewhere")), UsageError);
         EXPECT_THROW(world.end_puts(&elsewhere, 1, {}, "puts elsewhere"), UsageError);
         world.gather("", "before the end");
         world.abort("that is all");
-        for (int from = 0; from < kSize; ++from) EXPECT_GT(counted(from), 1000u) << from;
+        for (const std::uint64_t* counters : {own.free, own.here, own.ended})
+          for (int from = 0; from < PutFlags::kMostRanks; ++from)
+            EXPECT_GE(counters[from], std::uint64_t{0x7fffffff} << 32) << from;
+        EXPECT_EQ(own.runs, static_cast<unsigned>(kTurns));
+        EXPECT_THROW(static_cast<void>(world.begin_puts(buffer.get(), "puts")), Error);
       },
       std::chrono::seconds(20), kSize);
 }

@@ -56,10 +56,10 @@ __device__ inline std::uint64_t load_acquire(const std::uint64_t* from) {
   return value;
 }
 
-/// Adds 1 to the low half of a word. What this thread wrote before, and what it knows that others
-/// wrote, is seen by whoever acquires the word.
-__device__ inline void count_release(std::uint64_t* word) {
-  asm volatile("red.release.sys.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
+/// Adds to a word. What this thread wrote before, and what it knows that others wrote, is seen by
+/// whoever acquires the word.
+__device__ inline void count_release(std::uint64_t* word, std::uint64_t more) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");
 }
 
 /// Loads that leave `value` alone unless `wanted`: without a branch, so that several are on their

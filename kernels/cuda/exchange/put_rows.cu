@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/arch/peer.cuh"
+#include "kernels/cuda/common/await_count.cuh"
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/cuda/exchange/copy_words.cuh"
 #include "kernels/cuda/exchange/exchange.hpp"
@@ -14,11 +15,33 @@ namespace {
 constexpr int kThreads = 1024;  // few multiprocessors have many loads under way
 constexpr int kShare = 6;       // beside an attention one of so many multiprocessors puts
 
+/// The first block opens the run, before the attention may begin: it waits until all that the
+/// others put here before is here, and tells them that this rank has room. Every block then waits
+/// until every rank has.
+__device__ void meet(const PutRanks& among) {
+  const int lane = static_cast<int>(threadIdx.x);
+  PutFlags& own = *among.flags[among.rank];
+  const std::uint64_t runs = own.runs;  // which the last of all warps counts up
+  const bool other = lane < among.ranks && lane != among.rank;
+  if (blockIdx.x == 0 && threadIdx.x < 32) {
+    if (lane == 0) arch::store_whole(&own.before, runs * PutFlags::kRun);
+    if (other) await_count(own.here + lane, runs * PutFlags::kRun);
+    __syncwarp();
+    if (other) arch::count_release(among.flags[lane]->free + among.rank, 1);
+    __threadfence();
+  }
+  __syncthreads();
+  arch::let_next_kernel_start();
+  if (threadIdx.x < 32 && other) await_count(own.free + lane, runs + 1);
+  __syncthreads();
+}
+
 /// One warp of the grid. All of them put one piece after the other.
 class Putter {
  public:
   __device__ explicit Putter(const RowPuts& puts)
       : puts_(puts),
+        own_(*puts.among.flags[puts.among.rank]),
         lane_(static_cast<int>(threadIdx.x % 32)),
         warp_(threadIdx.x / 32 * gridDim.x + blockIdx.x),
         warps_(gridDim.x * (kThreads / 32)) {}
@@ -46,35 +69,45 @@ class Putter {
     if (some.width > 0 && some.rows > 0) copy_block(some, {lane_, 32});
   }
 
-  /// Tells all ranks that a piece is there, once every warp has put its part.
+  /// Tells all ranks that a piece is here, once every warp has put its part. The last warp of the
+  /// last piece closes the run.
   __device__ void finish(int piece) {
     __threadfence_system();
     __syncwarp();
     unsigned before = 0;
     if (lane_ == 0) before = atomicInc(puts_.done + piece, warps_ - 1);
-    if (__shfl_sync(0xffffffff, before, 0) == warps_ - 1) signal();
+    if (__shfl_sync(0xffffffff, before, 0) != warps_ - 1) return;
+    if (piece < puts_.pieces - 1) return count(1);
+    count(PutFlags::kRun - static_cast<unsigned>(puts_.pieces));
+    const std::uint64_t runs = own_.runs + 1;
+    if (!puts_.beside && lane_ < puts_.among.ranks)
+      await_count(own_.here + lane_, runs * PutFlags::kRun);
+    __syncwarp();
+    if (lane_ == 0) own_.runs = runs;
   }
 
   __device__ void put_word() {
-    if (puts_.say.said != nullptr && lane_ < puts_.ranks)
+    if (puts_.say.said != nullptr && lane_ < puts_.among.ranks)
       arch::store_whole(puts_.words[lane_], said(puts_.say.hash, puts_.say.contents));
-    signal();
+    count(1);
   }
 
-  /// What this warp knows to be put is seen by whoever sees the signal.
-  __device__ void signal() {
+  /// What this warp knows to be put is seen by whoever sees that it is counted.
+  __device__ void count(std::uint64_t more) {
     __threadfence_system();
     __syncwarp();
-    if (lane_ < puts_.ranks) arch::count_release(puts_.signals[lane_] + puts_.rank);
+    const PutRanks& among = puts_.among;
+    if (lane_ < among.ranks) arch::count_release(among.flags[lane_]->here + among.rank, more);
   }
 
   const RowPuts& puts_;
+  PutFlags& own_;
   const int lane_;
   const unsigned warp_, warps_;
 };
 
 __global__ __launch_bounds__(kThreads) void put_rows_kernel(const __grid_constant__ RowPuts puts) {
-  arch::let_next_kernel_start();  // the attention
+  meet(puts.among);
   Putter(puts).run();
 }
 

@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/arch/sm90.cuh"
+#include "kernels/cuda/common/await_count.cuh"
 #include "kernels/cuda/common/divisor.hpp"
 #include "kernels/cuda/common/fold_plan.cuh"
 #include "kernels/cuda/common/pipeline_state.cuh"
@@ -67,17 +68,22 @@ struct Call {
   SegmentSources sources;    // for the fixed order
 };
 
+/// What was here of every rank ahead of the run.
+__device__ inline std::uint64_t here_before(const KeyArrivals& arrivals) {
+  return arrivals ? cuda::arch::load_whole(&arrivals.flags->before) : 0;
+}
+
 /// One thread waits until so much of a rank is here, for TMA too.
-__device__ inline void await_signal(const KeyArrivals& arrivals, int rank, std::uint64_t signal) {
-  while (cuda::arch::load_acquire(arrivals.signals + rank) < signal) {
-  }
+__device__ inline void await_rank(const KeyArrivals& arrivals, int rank, std::uint64_t count) {
+  cuda::await_count(arrivals.flags->here + rank, count);
   cuda::arch::publish_to_tma();
 }
 
 /// One thread waits until every rank has said what it means by the run, this one too, which says it
 /// at the same time.
 __device__ inline void await_words(const KeyArrivals& arrivals) {
-  for (int rank = 0; rank < arrivals.ranks; ++rank) await_signal(arrivals, rank, 1);
+  const std::uint64_t before = here_before(arrivals);
+  for (int rank = 0; rank < arrivals.ranks; ++rank) await_rank(arrivals, rank, before + 1);
 }
 
 /// Whether keys and values come out of pages.

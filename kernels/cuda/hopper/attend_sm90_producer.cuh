@@ -33,7 +33,10 @@ template <class T>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const Call& call, Shared<T>& shared)
-      : call_(call), shared_(shared), keys_again_(cache_policy<Keep::last_to_go>()) {}
+      : call_(call),
+        shared_(shared),
+        keys_again_(cache_policy<Keep::last_to_go>()),
+        before_(here_before(call.arrivals)) {}
 
   __device__ __forceinline__ void run() {
     std::uint32_t q_parity = 0;
@@ -42,7 +45,7 @@ class Producer {
       const WorkTile& tile = shared_.work[work.stage];
       const int tiles = tile.tiles, row = tile.query_row, head = tile.query_head, rows = tile.rows;
       kv_head_ = tile.kv_head;
-      signal_ = call_.arrivals.signal_of(tile.head);
+      count_ = call_.arrivals.count_of(tile.head);
       first_seen_ = tile.first_key + tile.some.begin;
       portion_ = 0;
       int key = tile.first_key + tile.some.end;
@@ -121,9 +124,9 @@ class Producer {
   __device__ __forceinline__ void await_portion(const KeyArrivals::Portion& portion) {
     static_assert(KeyArrivals::kMostPieces + 1 < 16);
     const int rank = portion.is_own() ? call_.arrivals.rank : portion.rank(), at = 4 * rank;
-    if (signal_ <= static_cast<int>(arrived_ >> at & 15)) return;
-    await_signal(call_.arrivals, rank, signal_);
-    arrived_ = (arrived_ & ~(15u << at)) | static_cast<unsigned>(signal_) << at;
+    if (count_ <= static_cast<int>(arrived_ >> at & 15)) return;
+    await_rank(call_.arrivals, rank, before_ + static_cast<unsigned>(count_));
+    arrived_ = (arrived_ & ~(15u << at)) | static_cast<unsigned>(count_) << at;
   }
 
   template <class Buffer, class State>
@@ -141,13 +144,14 @@ class Producer {
   const Call& call_;
   Shared<T>& shared_;
   const std::uint64_t keys_again_;
+  const std::uint64_t before_;  // counts are from here on
   PipelineState<T::kStages> k_;
   PipelineState<T::kEightBits ? 1 : T::kStages> v_;
   int kv_head_;
   int first_seen_;        // of the keys, by some row of the work tile
-  int signal_;            // of a rank, once what it has of the work tile's head is here
+  int count_;             // of a rank, once what it has of the work tile's head is here
   int portion_ = 0;       // of KeyArrivals, that has the last key of the tile found last
-  unsigned arrived_ = 0;  // four bits for each rank: the signal that was seen there last
+  unsigned arrived_ = 0;  // four bits for each rank: the count that was seen there last
 };
 
 }  // namespace longspan::kernels::sm90

@@ -130,26 +130,25 @@ bool HeadPuts::queue(Run& run) const {
   puts.beside = begins;
 
   constexpr const char* kStep = "exchange of rows and keys by heads";
-  std::byte* const buffer = receive_buffer_.get();
   run.enter(Phase::exchange);
-  arrivals.signals = words_.begin(layer_.comm, receive_buffer_, puts, run.stream, kStep);
+  words_.begin(layer_.comm, receive_buffer_, puts, kStep);
+  arrivals.flags = puts.among.flags[rank()];
   if (begins) run.enter(Phase::attend);  // nothing may stand between the kernels
   layer_.rows.put_rows(puts, run.stream);
-  if (begins) {
-    run.attend_to(run.merge, Phase::exchange, layer_.kernels);
-    layer_.comm.end_puts(buffer, received(way) + received_results(way), run.stream, kStep);
-  } else {
-    layer_.comm.end_puts(buffer, received(way), run.stream, kStep);
-    run.enter(Phase::attend);
-    run.attend_to(run.merge, Phase::exchange, layer_.kernels);
+  if (!begins) run.enter(Phase::attend);
+  run.attend_to(run.merge, Phase::exchange, layer_.kernels);
+  if (!begins) {  // an exchange of its own, which no rank begins after an abort
+    puts.among = layer_.comm.begin_puts(receive_buffer_.get(), "exchange of results by heads");
     take_back(run, way);
   }
   run.enter(Phase::merge);
-  put_result(run, way, asked);
+  put_result(run, way, asked, puts.among);
+  layer_.comm.end_puts(receive_buffer_.get(), received(way) + received_results(way), run.stream,
+                       kStep);
   return true;
 }
 
-/// What the attention waits for, but for the signals. Own keys are read where they lie.
+/// What the attention waits for, but for the counters. Own keys are read where they lie.
 KeyArrivals HeadPuts::arrivals_of(const Way& way) const {
   KeyArrivals arrivals;
   arrivals.behind_puts = true;
@@ -274,14 +273,12 @@ void HeadPuts::take_back(const Run& run, const Way& way) const {
                         way.tokens * kLse, theirs * kLse, one.count * kLse, slot.heads});
     }
   }
-  constexpr const char* kStep = "exchange of results by heads";
-  static_cast<void>(layer_.comm.begin_puts(receive_buffer_.get(), run.stream, kStep));
   layer_.rows.copy_rows(copies, run.stream);
-  layer_.comm.end_puts(receive_buffer_.get(), received_results(way), run.stream, kStep);
 }
 
-/// Copies finished rows, as they have come, into the result.
-void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergeParams& asked) const {
+/// Copies finished rows, once all have come, into the result.
+void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergeParams& asked,
+                          const PutRanks& putters) const {
   kernels::PackOutputsParams place;
   place.tokens = way.rows_of(rank());
   place.heads = layer_.bounds.heads;
@@ -292,6 +289,7 @@ void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergePa
   place.to = asked.out;
   place.to_lse = asked.lse;
   place.headers = asked.headers;
+  place.putters = putters;
   layer_.rows.pack_outputs(place, run.stream);
 }
 

@@ -55,7 +55,8 @@ class HeadPuts {
   std::size_t received(const Way& way) const;
   std::size_t received_results(const Way& way) const;
   void take_back(const Run& run, const Way& way) const;
-  void put_result(const Run& run, const Way& way, const kernels::MergeParams& asked) const;
+  void put_result(const Run& run, const Way& way, const kernels::MergeParams& asked,
+                  const PutRanks& putters) const;
 
   Layer layer_;
   HeadExchange& exchange_;

@@ -70,22 +70,17 @@ bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
 
   constexpr const char* kStep = "exchange of keys and values";
   run.enter(Phase::exchange);
-  arrivals.signals = words_.begin(layer_.comm, receive_buffer_, puts, run.stream, kStep);
-  const auto end = [&] {
-    layer_.comm.end_puts(receive_buffer_.get(), received(run, *ways), run.stream, kStep);
-  };
+  words_.begin(layer_.comm, receive_buffer_, puts, kStep);
+  arrivals.flags = puts.among.flags[rank()];
   if (begins) run.enter(Phase::attend);  // nothing may stand between the kernels
   layer_.rows.put_rows(puts, run.stream);
-  if (!begins) {
-    end();
-    run.enter(Phase::attend);
-  }
+  if (!begins) run.enter(Phase::attend);
   run.attend_to(run.merge, Phase::merge, layer_.kernels);
-  if (begins) end();
+  layer_.comm.end_puts(receive_buffer_.get(), received(run, *ways), run.stream, kStep);
   return true;
 }
 
-/// What the attention waits for, but for the signals.
+/// What the attention waits for, but for the counters.
 KeyArrivals KeyPuts::arrivals_of(const Ways& ways, const KeyBlock& own) const {
   KeyArrivals arrivals;
   arrivals.behind_puts = true;

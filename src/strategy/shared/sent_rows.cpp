@@ -42,18 +42,13 @@ void PutWords::lay_out(Parts& memory, int ranks) {
   done = memory.take_array<unsigned>(RowPuts::kMostPieces);
 }
 
-const std::uint64_t* PutWords::begin(comm::Transport& comm,
-                                     const std::shared_ptr<std::byte>& buffer, RowPuts& puts,
-                                     Stream stream, const char* step) const {
-  puts.rank = comm.rank();
-  puts.ranks = comm.size();
+void PutWords::begin(comm::Transport& comm, const std::shared_ptr<std::byte>& buffer, RowPuts& puts,
+                     const char* step) const {
+  puts.among = comm.begin_puts(buffer.get(), step);
   for (int p = 0; p < comm.size(); ++p)
     puts.words[p] = reinterpret_cast<std::uint64_t*>(
         comm.place_at(reinterpret_cast<std::byte*>(said + comm.rank()), p));
   puts.done = done;
-  const std::vector<std::uint64_t*> signals = comm.begin_puts(buffer.get(), stream, step);
-  std::copy(signals.begin(), signals.end(), puts.signals);
-  return puts.signals[comm.rank()];
 }
 
 int list_portions(const StretchesOfRanks& ranks, int own, KeyArrivals::Portion* table) {

@@ -30,9 +30,8 @@ struct PutWords {
 
   void lay_out(Parts& memory, int ranks);
   /// Begins an exchange (Transport::begin_puts), and completes `puts` with what all of them have.
-  /// Gives the signals of this rank (KeyArrivals).
-  const std::uint64_t* begin(comm::Transport& comm, const std::shared_ptr<std::byte>& buffer,
-                             kernels::RowPuts& puts, Stream stream, const char* step) const;
+  void begin(comm::Transport& comm, const std::shared_ptr<std::byte>& buffer,
+             kernels::RowPuts& puts, const char* step) const;
 };
 
 /// Lists what all ranks have in `table`, for a kernel of the rank `own`. Returns the number of

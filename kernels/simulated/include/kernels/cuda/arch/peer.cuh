@@ -84,9 +84,10 @@ inline std::uint64_t load_acquire(const std::uint64_t* from,
   return simulated::acquire_word(from, sizeof *from, site);
 }
 
-inline void count_release(std::uint64_t* word, simulated::Site site = simulated::Site::current()) {
-  peer::check(word, 4, "red.release", site);
-  simulated::count_word(word, site);
+inline void count_release(std::uint64_t* word, std::uint64_t more,
+                          simulated::Site site = simulated::Site::current()) {
+  peer::check(word, sizeof *word, "red.release", site);
+  simulated::count_word(word, more, site);
 }
 
 /// Loads that leave `value` alone unless `wanted`.

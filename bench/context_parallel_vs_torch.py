@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Context-parallel prefill on several GPUs beside PyTorch's context_parallel, in one run.
 
-    python3 bench/context_parallel_vs_torch.py --machine h100x2 --ranks 2
+    python3 bench/context_parallel_vs_torch.py --machine h200x2 --ranks 2
 
 Forward, bf16, causal, dim 128, the rows and the keys of a sequence dealt in zigzag. Ours is
 `longspan bench scale --phases prefill`: every strategy, each row of it checked against float64.

@@ -99,6 +99,7 @@ def main():
     parser.add_argument("--logs", type=pathlib.Path, default=records.ROOT / "build" / "gpu-logs")
     records.add_arguments(parser)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and what it started ends with it
     args.results = str(args.results)
     known = parts(args)
     unknown = set(args.parts or []) - {name for name, *_ in known}

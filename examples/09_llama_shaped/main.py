@@ -62,7 +62,7 @@ class Model:
     def prefill(self, prompt):
         """The token that follows. Each rank runs the model on its own tokens, and keeps their keys."""
         own = CUT.shard(len(prompt), self.comm.rank, self.comm.size)
-        positions = torch.asarray(own.positions())
+        positions = torch.asarray(own.positions(), dtype=torch.int64)
 
         def attention(layer, q, k, v):
             self.cache[layer, 0, 0, :len(k)], self.cache[layer, 1, 0, :len(v)] = k, v

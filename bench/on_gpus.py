@@ -40,8 +40,16 @@ def parts(args):
         program = pathlib.Path(args.build) / "tests/dist" / f"dist_{test}_test"
         return [*shlex.split(longspan_command.MPIRUN.format(ranks=ranks)), str(program), "--gtest_filter=*Soak*"]
 
-    def decode(*kv):  # what it finds is checked in one layer: float64 on the host takes longer than the rest
-        return bench("decode_step", "--ranks", ranks, "--kv", *kv, "--", "--check", "1")
+    def decode(*kv, of=()):  # what it finds is checked in one layer: float64 on the host takes longer than the rest
+        return bench("decode_step", "--ranks", ranks, "--kv", *kv, "--", "--check", "1", *of)
+
+    def auto(*heads):
+        return bench("strategies", "--backend", "cuda", *both, "--iterations", "3", "--grid-only", "--heads", *heads)
+
+    def memcheck(test, cases="*"):
+        program = pathlib.Path(args.build) / "tests/gpu" / f"gpu_{test}"
+        return ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", str(program),
+                f"--gtest_filter={cases}"]
 
     asked = {"LONGSPAN_TEST_DEVICE": "cuda", "LONGSPAN_SOAK": "1000000"}
     both = ["--ranks", "1", ranks]
@@ -52,20 +60,27 @@ def parts(args):
 
     return [
         ("keys", 240, {}, tests(r"^gpu\.(key_arrivals_test|put_rows_test|"
-                                rf"(gather_kv_test|heads_test|fault\.(keys|heads).*)\.np{ranks})$")),
+                                rf"put_flags_test|(gather_kv_test|heads_test|fault\.(keys|heads).*)\.np{ranks})$")),
         ("prefill", 240, {}, prefill("--iterations", "7")),
         ("graphs", 240, {}, prefill("--iterations", "15", "--graph")),
         ("exchange", 120, {}, bench("exchange_times", "--ranks", ranks)),
         ("decode", 120, {}, decode("131072", "524288", "1048576")),
         ("decode-4m", 150, {}, decode("4194304")),
+        ("pages", 60, {}, decode("131072", "1048576", of=["--page", "16"])),
+        ("fp8", 60, {}, decode("131072", "1048576", of=["--kv-dtype", "e4m3"])),
+        ("slow-tests", 400, {}, tests(rf"(strategies|two_level)_test\.np{ranks}$")),
         ("tests", 590, {}, tests(rf"np{ranks}$")),
         ("batches", 120, {}, decode("131072", "524288", "--batch", "8")),
         ("documents", 180, {}, bench("strategies", "--backend", "cuda", *both, "--iterations", "3", "--targets-only")),
         ("million", 240, {}, bench("context_parallel_vs_torch", "--ranks", ranks, "--tokens", "1048576", "--heads", "8/8",
                                    "--only-ours", "--rounds", "1", "--iterations", "2", "--warmup", "1",
                                    "--strategies", "ring-kv", "gather-kv", "heads")),
-        ("auto", 480, {}, bench("strategies", "--backend", "cuda", *both, "--iterations", "3", "--grid-only")),
+        ("auto", 300, {}, auto("8/8", "8/2", "16/4")),
+        ("auto-more", 480, {}, auto("16/16", "32/8", "8/1")),
         ("model", 120, {}, bench("model_vs_torch", "--ranks", ranks)),
+        ("memcheck-puts", 120, {}, memcheck("put_rows_test")),
+        ("memcheck-meeting", 120, {}, memcheck("put_flags_test")),
+        ("memcheck-states", 240, {}, memcheck("state_in_test", "*Documents:*LargeScores:*Short*:*Fp32:*Tf32:*Parts*")),
         ("soak", 240, asked, soak("exchange")),
         ("soak-pushed", 240, asked, soak("push")),
         ("weak", 180, {}, decode("131072", "1048576", "--scaling", "weak")),

@@ -13,7 +13,7 @@ void check_vector(const Tensor& t, const char* name, std::int64_t extent, DType 
                   Device device) {
   check_tensor(t, name, dtype, device);
   require(t.dims == 1 && (extent < 0 || t.shape[0] == extent), "{} is {}; [{}] is wanted", name,
-          shape_text(t), extent < 0 ? std::string("any number") : fmt::to_string(extent));
+          shape_text(t), CountText{extent, "any number"});
   require(t.shape[0] <= 1 || t.stride[0] == 1, "{} has stride {}; it must be dense", name,
           t.stride[0]);
 }

@@ -11,9 +11,14 @@
 
 namespace longspan {
 
-std::string shape_text(const Tensor& t) {
+std::string to_string(const ShapeText& shape) {
+  const Tensor& t = shape.tensor;
   if (t.dims < 0 || t.dims > Tensor::kMaxDims) return fmt::format("of {} dimensions", t.dims);
   return fmt::format("[{}]", fmt::join(std::span(t.shape.data(), t.dims), ", "));
+}
+
+std::string to_string(const CountText& count) {
+  return count.count < 0 ? count.any : fmt::to_string(count.count);
 }
 
 namespace {
@@ -195,8 +200,8 @@ void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64
   check_tensor(t, name, dtype, device);
   require(
       t.dims == 3 && (rows < 0 || t.shape[0] == rows) && t.shape[1] == heads && t.shape[2] == dim,
-      "{} is {}; [{}, {}, {}] is wanted", name, shape_text(t),
-      rows < 0 ? std::string("tokens") : fmt::to_string(rows), heads, dim);
+      "{} is {}; [{}, {}, {}] is wanted", name, shape_text(t), CountText{rows, "tokens"}, heads,
+      dim);
   require(t.stride[2] == 1 || t.size() == 0, "{} has stride {} in its last dimension; it must be 1",
           name, t.stride[2]);
 }
@@ -207,8 +212,8 @@ void check_batch_rows(const Tensor& t, const char* name, std::int64_t rows, std:
   check_tensor(t, name, dtype, device);
   require((rows < 0 || count_rows(t) == rows) && t.shape[2] == heads && t.shape[3] == dim,
           "{} has {} sequences of {} tokens, with [{}, {}] each; {} rows of [{}, {}] are wanted",
-          name, t.shape[0], t.shape[1], t.shape[2], t.shape[3],
-          rows < 0 ? std::string("any number of") : fmt::to_string(rows), heads, dim);
+          name, t.shape[0], t.shape[1], t.shape[2], t.shape[3], CountText{rows, "any number of"},
+          heads, dim);
   require(t.stride[3] == 1 || t.size() == 0, "{} has stride {} in its last dimension; it must be 1",
           name, t.stride[3]);
 }

@@ -25,7 +25,37 @@ void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {
   if (!holds) throw InputError(fmt::format(format, std::forward<Args>(args)...));
 }
 
-std::string shape_text(const Tensor& t);
+/// A tensor's shape in a message, which is made only where a check fails: a run makes dozens of
+/// checks, and each text would take longer than all of them.
+struct ShapeText {
+  const Tensor& tensor;
+};
+inline ShapeText shape_text(const Tensor& t) { return {t}; }
+std::string to_string(const ShapeText& shape);
+
+/// A number that is wanted, or, below 0, what stands for any.
+struct CountText {
+  std::int64_t count;
+  const char* any;
+};
+std::string to_string(const CountText& count);
+
+}  // namespace longspan
+
+template <>
+struct fmt::formatter<longspan::ShapeText> : fmt::formatter<std::string> {
+  auto format(const longspan::ShapeText& shape, fmt::format_context& to) const {
+    return fmt::formatter<std::string>::format(longspan::to_string(shape), to);
+  }
+};
+template <>
+struct fmt::formatter<longspan::CountText> : fmt::formatter<std::string> {
+  auto format(const longspan::CountText& count, fmt::format_context& to) const {
+    return fmt::formatter<std::string>::format(longspan::to_string(count), to);
+  }
+};
+
+namespace longspan {
 
 /// Checks data, type and device. The type must be known, there are at most Tensor::kMaxDims
 /// dimensions, no negative extents or strides, and no more elements than 63 bits address.

@@ -404,9 +404,10 @@ TEST_F(NcclTransportTest, KernelsPutRowsIntoTheReceiveBuffersOfAll) {
         EXPECT_THROW(world.end_puts(&elsewhere, 1, {}, "puts elsewhere"), UsageError);
         world.gather("", "before the end");
         world.abort("that is all");
-        for (const std::uint64_t* counters : {own.free, own.here, own.ended})
+        for (std::uint64_t* counters : {own.free, own.here, own.ended})  // which others free too
           for (int from = 0; from < PutFlags::kMostRanks; ++from)
-            EXPECT_GE(counters[from], std::uint64_t{0x7fffffff} << 32) << from;
+            EXPECT_GE(std::atomic_ref(counters[from]).load(), std::uint64_t{0x7fffffff} << 32)
+                << from;
         EXPECT_EQ(own.runs, static_cast<unsigned>(kTurns));
         EXPECT_THROW(static_cast<void>(world.begin_puts(buffer.get(), "puts")), Error);
       },

@@ -586,7 +586,7 @@ MUTANTS = [
            new="!= 0) return;"),
     Mutant("puts-run-uncounted", "kernels/cuda/exchange/put_rows.cu", "beside",
            "A run is not counted, so that what is here of it counts for the next one.",
-           old="    if (lane_ == 0) own_.runs = runs;\n",
+           old="    if (lane_ == 0) arch::store_whole(&own_.runs, runs);\n",
            new=""),
     Mutant("puts-run-begun-late", "kernels/cuda/exchange/put_rows.cu", "beside",
            "The attention begins before it is told what was here ahead of the run.",

@@ -21,7 +21,7 @@ constexpr int kShare = 6;       // beside an attention one of so many multiproce
 __device__ void meet(const PutRanks& among) {
   const int lane = static_cast<int>(threadIdx.x);
   PutFlags& own = *among.flags[among.rank];
-  const std::uint64_t runs = own.runs;  // which the last of all warps counts up
+  const std::uint64_t runs = arch::load_whole(&own.runs);  // which the last warp counts up
   const bool other = lane < among.ranks && lane != among.rank;
   if (blockIdx.x == 0 && threadIdx.x < 32) {
     if (lane == 0) arch::store_whole(&own.before, runs * PutFlags::kRun);
@@ -79,11 +79,11 @@ class Putter {
     if (__shfl_sync(0xffffffff, before, 0) != warps_ - 1) return;
     if (piece < puts_.pieces - 1) return count(1);
     count(PutFlags::kRun - static_cast<unsigned>(puts_.pieces));
-    const std::uint64_t runs = own_.runs + 1;
+    const std::uint64_t runs = arch::load_whole(&own_.runs) + 1;
     if (!puts_.beside && lane_ < puts_.among.ranks)
       await_count(own_.here + lane_, runs * PutFlags::kRun);
     __syncwarp();
-    if (lane_ == 0) own_.runs = runs;
+    if (lane_ == 0) arch::store_whole(&own_.runs, runs);
   }
 
   __device__ void put_word() {

@@ -602,12 +602,8 @@ MUTANTS = [
            new="    if (false && lane_ < puts_.among.ranks)"),
     Mutant("puts-results-unawaited", "kernels/cuda/combine/pack_outputs.cu", "meeting",
            "Finished rows are copied before every rank has put its own.",
-           old="    await_count(own.ended + rank, own.runs);\n",
+           old="  await_count(own.ended + rank, own.runs);\n",
            new=""),
-    Mutant("puts-results-of-the-first-block", "kernels/cuda/combine/pack_outputs.cu", "meeting",
-           "Every block says that this rank's attention has ended, not one.",
-           old="    if (blockIdx.x == 0) arch::count_release",
-           new="    arch::count_release"),
     Mutant("hopper-queries-overwritten", "kernels/cuda/hopper/attend_sm90_producer.cuh", "hopper",
            "The next item's queries overwrite those that a consumer still "
            "multiplies.",

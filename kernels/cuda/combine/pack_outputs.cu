@@ -13,23 +13,21 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// Tells every rank that this one's attention has ended, and waits until theirs have.
-__device__ void meet(const PutRanks& putters) {
-  if (!putters) return;
-  const int rank = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+/// Tells every rank that this one's attention has ended, and waits until theirs have. It is a
+/// kernel of one block: blocks have no order, so those of a large grid that wait could keep out the
+/// one that tells.
+__global__ void meet_kernel(const __grid_constant__ PutRanks putters) {
+  const int rank = static_cast<int>(threadIdx.x);
+  if (rank >= putters.ranks || rank == putters.rank) return;
   PutFlags& own = *putters.flags[putters.rank];
-  if (rank < putters.ranks && rank != putters.rank) {
-    if (blockIdx.x == 0) arch::count_release(putters.flags[rank]->ended + putters.rank, 1);
-    await_count(own.ended + rank, own.runs);
-  }
-  __syncthreads();
+  arch::count_release(putters.flags[rank]->ended + putters.rank, 1);
+  await_count(own.ended + rank, own.runs);
 }
 
 /// threadIdx.x = words of a row, (blockIdx.x, threadIdx.y) = rows, numbered token * heads + head.
 template <class Word>
 __global__ __launch_bounds__(kThreads) void pack_outputs_kernel(
     const __grid_constant__ PackOutputsParams p) {
-  meet(p.putters);
   if (are_of_different_runs(p.headers)) return;
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const std::int64_t token = row / p.heads, head = row - token * p.heads;
@@ -55,8 +53,7 @@ void launch(const PackOutputsParams& p, cudaStream_t stream) {
   int columns = 1;
   while (columns < 32 && columns < words) columns *= 2;
   const dim3 block(static_cast<unsigned>(columns), static_cast<unsigned>(kThreads / columns));
-  const std::int64_t blocks =
-      std::max<std::int64_t>((p.tokens * p.heads + block.y - 1) / block.y, 1);
+  const std::int64_t blocks = (p.tokens * p.heads + block.y - 1) / block.y;
   launch_kernel(pack_outputs_kernel<Word>, {static_cast<unsigned>(blocks), block, stream}, p);
 }
 
@@ -84,7 +81,8 @@ void pack_states(const PackStatesParams& p, cudaStream_t stream) {
 }
 
 void pack_outputs(const PackOutputsParams& p, cudaStream_t stream) {
-  if (p.tokens == 0 && !p.putters) return;
+  if (p.putters) launch_kernel(meet_kernel, {1, 32, stream}, p.putters);
+  if (p.tokens == 0) return;
   switch (p.word()) {
     case 16:
       return launch<uint4>(p, stream);

@@ -45,13 +45,12 @@ def parser_of(doc, tokens, heads, iterations, rounds):
     parser.add_argument("--iterations", type=int, default=iterations)
     parser.add_argument("--warmup", type=int, default=3, help="of ours (less where a run takes seconds)")
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--graph", action="store_true",
-                        help="on GPUs: time replays of CUDA graphs, back to back, of each side")
     parser.add_argument("--only-ours", action="store_true",
                         help="without PyTorch (of lengths that it has no memory for)")
     parser.add_argument("--strategies", nargs="+", help="of ours (default: every one that serves)")
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # the file that a process of torchrun writes
     records.add_arguments(parser)
+    parser.set_defaults(graph=False)  # a bench of GPUs may have it as an option
     return parser
 
 

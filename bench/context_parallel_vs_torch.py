@@ -9,7 +9,8 @@ PyTorch is started by torchrun: both of its ways to move keys and values (all-ga
 cuDNN's attention and FlashAttention-2, and its own time on one GPU. Each side is measured once in a
 round, in turns, and a figure is the median of the rounds. Efficiency is the time of one GPU over the
 ranks times the time of all. With --graph the times of both sides are those of CUDA graphs that are replayed
-back to back, as a model's step is; else of calls one by one, each with the host's part. Records go to context_parallel-<machine>.jsonl.
+back to back, as a model's step is; else of calls one by one, each with the host's part. Records go to
+context_parallel-<machine>.jsonl.
 """
 
 import json
@@ -30,6 +31,7 @@ def arguments():
     parser = context_parallel.parser_of(__doc__, tokens=[8192, 32768, 131072], heads=["16/16", "32/8"], iterations=9,
                                         rounds=2)
     parser.add_argument("--machine", required=True, help="name for the records")
+    parser.add_argument("--graph", action="store_true", help="time replays of CUDA graphs, back to back, of each side")
     return longspan_command.parse(parser)
 
 

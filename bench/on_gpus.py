@@ -27,6 +27,8 @@ BENCH = pathlib.Path(__file__).resolve().parent
 def parts(args):
     """(name, limit in seconds, what is set in the environment, command line)"""
     ranks = str(args.ranks)
+    both = ["--ranks", "1", ranks]
+    asked = {"LONGSPAN_TEST_DEVICE": "cuda", "LONGSPAN_SOAK": "1000000"}  # of soaks
     kept = ["--machine", args.machine, "--results", args.results]
 
     def bench(script, *options):
@@ -40,8 +42,13 @@ def parts(args):
         program = pathlib.Path(args.build) / "tests/dist" / f"dist_{test}_test"
         return [*shlex.split(longspan_command.MPIRUN.format(ranks=ranks)), str(program), "--gtest_filter=*Soak*"]
 
-    def decode(*kv, of=()):  # what it finds is checked in one layer: float64 on the host takes longer than the rest
-        return bench("decode_step", "--ranks", ranks, "--kv", *kv, "--", "--check", "1", *of)
+    def decode(*kv, options=()):
+        # What it finds is checked in one layer: float64 on the host takes longer than the rest.
+        return bench("decode_step", "--ranks", ranks, "--kv", *kv, "--", "--check", "1", *options)
+
+    def prefill(*options):
+        return bench("context_parallel_vs_torch", "--ranks", ranks, "--rounds", "1", "--heads", "16/16", "32/8",
+                     "--strategies", "gather-kv", "heads", "ring-kv", *options)
 
     def auto(*heads):
         return bench("strategies", "--backend", "cuda", *both, "--iterations", "3", "--grid-only", "--heads", *heads)
@@ -51,23 +58,16 @@ def parts(args):
         return ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", str(program),
                 f"--gtest_filter={cases}"]
 
-    asked = {"LONGSPAN_TEST_DEVICE": "cuda", "LONGSPAN_SOAK": "1000000"}
-    both = ["--ranks", "1", ranks]
-
-    def prefill(*options):
-        return bench("context_parallel_vs_torch", "--ranks", ranks, "--rounds", "1", "--heads", "16/16", "32/8",
-                     "--strategies", "gather-kv", "heads", "ring-kv", *options)
-
     return [
-        ("keys", 240, {}, tests(r"^gpu\.(key_arrivals_test|put_rows_test|"
-                                rf"put_flags_test|(gather_kv_test|heads_test|fault\.(keys|heads).*)\.np{ranks})$")),
+        ("keys", 240, {}, tests(r"^gpu\.(key_arrivals_test|put_rows_test|put_flags_test|"
+                                rf"(gather_kv_test|heads_test|fault\.(keys|heads).*)\.np{ranks})$")),
         ("prefill", 240, {}, prefill("--iterations", "7")),
         ("graphs", 240, {}, prefill("--iterations", "15", "--graph")),
         ("exchange", 120, {}, bench("exchange_times", "--ranks", ranks)),
         ("decode", 120, {}, decode("131072", "524288", "1048576")),
         ("decode-4m", 150, {}, decode("4194304")),
-        ("pages", 60, {}, decode("131072", "1048576", of=["--page", "16"])),
-        ("fp8", 60, {}, decode("131072", "1048576", of=["--kv-dtype", "e4m3"])),
+        ("pages", 60, {}, decode("131072", "1048576", options=["--page", "16"])),
+        ("fp8", 60, {}, decode("131072", "1048576", options=["--kv-dtype", "e4m3"])),
         ("slow-tests", 400, {}, tests(rf"(strategies|two_level)_test\.np{ranks}$")),
         ("tests", 590, {}, tests(rf"np{ranks}$")),
         ("batches", 120, {}, decode("131072", "524288", "--batch", "8")),

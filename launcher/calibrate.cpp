@@ -86,10 +86,7 @@ class Bench {
   }
 
   static double largest(const Communicator& ranks, double mine) {
-    double most = mine;
-    for (const std::string& theirs : ranks.gather(fmt::to_string(mine), "gather of times"))
-      most = std::max(most, std::stod(theirs));
-    return most;
+    return launcher::largest(ranks, {mine}, "gather of times")[0];
   }
 
   Communicator world_;

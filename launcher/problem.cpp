@@ -315,7 +315,7 @@ Buffer Trial::keys_in_place(const Source& source) const {
 }
 
 void Trial::run() {
-  layer_->run(args_);
+  queue({});
   layer_->wait();
 }
 

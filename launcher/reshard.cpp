@@ -15,6 +15,7 @@
 #include "launcher/report.hpp"
 #include "launcher/seeded_cache.hpp"
 #include "launcher/speech.hpp"
+#include "launcher/timed_run.hpp"
 #include "launcher/world.hpp"
 #include "longspan/version.hpp"
 
@@ -103,7 +104,7 @@ struct Findings {
 std::vector<double> time_runs(const Communicator& world, Reshard& reshard, const Move& move,
                               const ReshardCommand& o) {
   const ReshardArgs args{move.from.tensors(), move.to.tensors()};
-  std::string mine;
+  std::vector<double> mine;
   for (int i = 0; i < o.warmup + o.iterations; ++i) {
     world.barrier("start of a run");
     const auto begin = std::chrono::steady_clock::now();
@@ -111,18 +112,9 @@ std::vector<double> time_runs(const Communicator& world, Reshard& reshard, const
     reshard.wait();
     const std::chrono::duration<double, std::milli> elapsed =
         std::chrono::steady_clock::now() - begin;
-    if (i >= o.warmup) mine += fmt::format("{} ", elapsed.count());
+    if (i >= o.warmup) mine.push_back(elapsed.count());
   }
-  std::vector<double> slowest(static_cast<std::size_t>(o.iterations));
-  for (const std::string& theirs : world.gather(mine, "gather of times")) {
-    std::istringstream times(theirs);
-    for (double& most : slowest) {
-      double time = 0;
-      times >> time;
-      most = std::max(most, time);
-    }
-  }
-  return slowest;
+  return largest(world, mine, "gather of times");
 }
 
 Findings findings_of(const Communicator& world, const Reshard& reshard, const Move& move,

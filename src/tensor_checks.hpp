@@ -40,20 +40,20 @@ struct CountText {
 };
 std::string to_string(const CountText& count);
 
+/// Formats what has a to_string.
+template <class Text>
+struct TextFormatter : fmt::formatter<std::string> {
+  auto format(const Text& text, fmt::format_context& to) const {
+    return fmt::formatter<std::string>::format(to_string(text), to);
+  }
+};
+
 }  // namespace longspan
 
 template <>
-struct fmt::formatter<longspan::ShapeText> : fmt::formatter<std::string> {
-  auto format(const longspan::ShapeText& shape, fmt::format_context& to) const {
-    return fmt::formatter<std::string>::format(longspan::to_string(shape), to);
-  }
-};
+struct fmt::formatter<longspan::ShapeText> : longspan::TextFormatter<longspan::ShapeText> {};
 template <>
-struct fmt::formatter<longspan::CountText> : fmt::formatter<std::string> {
-  auto format(const longspan::CountText& count, fmt::format_context& to) const {
-    return fmt::formatter<std::string>::format(longspan::to_string(count), to);
-  }
-};
+struct fmt::formatter<longspan::CountText> : longspan::TextFormatter<longspan::CountText> {};
 
 namespace longspan {
 

@@ -11,7 +11,17 @@
 namespace longspan::comm {
 namespace {
 
-constexpr cuuint32_t kFreed = 0x7fffffff;
+/// What an operation writes into its half of a flag.
+cuuint32_t written_by(const FlagOperation& operation) {
+  switch (operation.kind) {
+    case FlagOperation::raise:
+      return operation.value;
+    case FlagOperation::free:
+      return 0x7fffffff;
+    default:
+      return 0;
+  }
+}
 
 CUdeviceptr address(const std::byte* at) { return reinterpret_cast<CUdeviceptr>(at); }
 
@@ -27,9 +37,7 @@ CUstreamBatchMemOpParams parameters(const FlagOperation& operation) {
   const bool frees = operation.kind == FlagOperation::free;
   p.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
   p.writeValue.address = address(operation.flag + (frees ? 4 : 0));
-  p.writeValue.value = frees                                    ? kFreed
-                       : operation.kind == FlagOperation::lower ? 0
-                                                                : operation.value;
+  p.writeValue.value = written_by(operation);
   return p;
 }
 

@@ -25,6 +25,9 @@ constexpr std::size_t kFlags = kShiftFlags + offsetof(PutFlags, runs) / kFlagByt
 std::size_t place_of_flags(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
+std::size_t place_of_put_flags(std::size_t bytes) {
+  return place_of_flags(bytes) + kShiftFlags * kFlagBytes;
+}
 
 }  // namespace
 
@@ -32,8 +35,7 @@ std::shared_ptr<ReceiveBuffer> ReceiveBuffer::open(Transport& world, std::size_t
                                                    std::string& why,
                                                    std::shared_ptr<PeerBufferSet> set) {
   auto buffers =
-      PeerBuffers::open(world, place_of_flags(bytes) + kShiftFlags * kFlagBytes + sizeof(PutFlags),
-                        why, std::move(set));
+      PeerBuffers::open(world, place_of_put_flags(bytes) + sizeof(PutFlags), why, std::move(set));
   if (!buffers) return nullptr;
   const std::shared_ptr<ReceiveBuffer> buffer(
       new ReceiveBuffer(std::move(buffers), bytes, world.deadline()));
@@ -121,8 +123,7 @@ std::byte* ReceiveBuffer::flag(Flag which, int rank, int distance) const {
 PutRanks ReceiveBuffer::put_ranks() const {
   PutRanks among{.rank = rank(), .ranks = ranks()};
   for (int p = 0; p < ranks(); ++p)
-    among.flags[p] =
-        reinterpret_cast<PutFlags*>(base(p) + place_of_flags(bytes_) + kShiftFlags * kFlagBytes);
+    among.flags[p] = reinterpret_cast<PutFlags*>(base(p) + place_of_put_flags(bytes_));
   return among;
 }
 

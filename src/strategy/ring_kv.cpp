@@ -22,7 +22,6 @@
 #include <optional>
 #include <vector>
 
-#include "src/strategy/shared/queue_beside.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
@@ -203,11 +202,25 @@ class RingKv final : public Strategy {
       if (step > 0) give(run, rank_at(-step), blocks_[steps_[step].block]);
       attend(run, step == last_, next < ranks ? &moves.of(next) : nullptr);
     };
-    if (kernel_first)
-      return queue_beside(layer_.comm, run.stream, end - next, attend_now, start_next);
+    if (kernel_first) return queue_first(run.stream, attend_now, end - next, start_next);
     if (beside) start_next();
     attend_now();
     if (waits) start_next();
+  }
+
+  /// Queues attend(), and then start(), which starts `starts` transfers that wait for what the
+  /// stream has now, and not for the attention. Where either throws, no later transfer begins early
+  /// for it.
+  template <class Attend, class Start>
+  void queue_first(Stream stream, const Attend& attend, int starts, const Start& start) const {
+    layer_.comm.keep_place(stream, starts);
+    try {
+      attend();
+      start();
+    } catch (...) {
+      layer_.comm.forget_place();
+      throw;
+    }
   }
 
   /// Starts what moves in a step: keys, values, where listed keys stand, and, into a receive

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "src/strategy/shared/dense_rows.hpp"
-#include "src/strategy/shared/receive_memory.hpp"
+#include "src/strategy/shared/sent_rows.hpp"
 
 namespace longspan {
 namespace {
@@ -70,7 +70,7 @@ struct HeadPuts::Way {
 };
 
 HeadPuts::HeadPuts(const Layer& layer, HeadExchange& exchange)
-    : layer_(layer), exchange_(exchange) {
+    : layer_(layer), exchange_(exchange), puts_(layer, "exchange of rows and keys by heads") {
   const Options& options = layer_.options;
   if (options.exchange == Exchange::gather) return;
   if (!options.queries) {
@@ -79,11 +79,10 @@ HeadPuts::HeadPuts(const Layer& layer, HeadExchange& exchange)
     return;
   }
   const std::int64_t rows = options.limits.max_tokens * options.heads;
-  receive_buffer_ = open_receive_memory(layer_, info_, [&](Parts& memory) {
+  puts_.open([&](Parts& memory) {
     exchange_.lay_out_whole(memory);
     rows_ = memory.take(at(rows * layer_.bounds.value_dim * bytes_of(options.dtypes.of_out())));
     lse_ = memory.take(at(rows * std::int64_t{sizeof(float)}));
-    words_.lay_out(memory, ranks());
   });
 }
 
@@ -109,7 +108,7 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
 bool HeadPuts::queue(Run& run) const {
   std::optional<Way> found = way_of(run);
   if (!found) return false;
-  run.compare_in(words_.said, rank());
+  puts_.compare(run);
   found->own = operands_of(layer_, exchange_, run, exchange_.ready_keys(run));
   const Way& way = *found;
   const kernels::MergeParams asked = run.merge;
@@ -126,25 +125,14 @@ bool HeadPuts::queue(Run& run) const {
     end_where_rows_leave(run, way);
   }
   RowPuts puts = puts_of(way, begins);
-  puts.say = run.say;
-  puts.beside = begins;
-
-  constexpr const char* kStep = "exchange of rows and keys by heads";
-  run.enter(Phase::exchange);
-  words_.begin(layer_.comm, receive_buffer_, puts, kStep);
-  arrivals.flags = puts.among.flags[rank()];
-  if (begins) run.enter(Phase::attend);  // nothing may stand between the kernels
-  layer_.rows.put_rows(puts, run.stream);
-  if (!begins) run.enter(Phase::attend);
-  run.attend_to(run.merge, Phase::exchange, layer_.kernels);
+  puts_.attend_beside(run, puts, arrivals, Phase::exchange);
   if (!begins) {  // an exchange of its own, which no rank begins after an abort
-    puts.among = layer_.comm.begin_puts(receive_buffer_.get(), "exchange of results by heads");
+    puts.among = puts_.begin("exchange of results by heads");
     take_back(run, way);
   }
   run.enter(Phase::merge);
   put_result(run, way, asked, puts.among);
-  layer_.comm.end_puts(receive_buffer_.get(), received(way) + received_results(way), run.stream,
-                       kStep);
+  puts_.end(run, received(way) + received_results(way));
   return true;
 }
 
@@ -208,6 +196,7 @@ void HeadPuts::end_where_rows_leave(Run& run, const Way& way) const {
 RowPuts HeadPuts::puts_of(const Way& way, bool begins) const {
   RowPuts puts;
   puts.pieces = way.heads.count;
+  puts.beside = begins;
   // Several pieces have query heads of one group, or one has several groups.
   const int group = way.heads.group, size = way.heads.size;
   const int every = std::max(group / size, 1), kv_size = std::max(size / group, 1);

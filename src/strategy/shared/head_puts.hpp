@@ -15,12 +15,11 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <vector>
 
 #include "src/strategy/shared/head_exchange.hpp"
-#include "src/strategy/shared/sent_rows.hpp"
+#include "src/strategy/shared/put_exchange.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -31,8 +30,8 @@ class HeadPuts {
   /// It is collective, and takes `exchange`'s memory for whole sequences into them.
   HeadPuts(const Layer& layer, HeadExchange& exchange);
 
-  bool is_open() const { return receive_buffer_ != nullptr; }
-  const ExchangeInfo& exchange() const { return info_; }
+  bool is_open() const { return puts_.is_open(); }
+  const ExchangeInfo& exchange() const { return puts_.info(); }
 
   /// Queues a run that `exchange` has prepared, result and all; or nothing, and returns false,
   /// where it is none of those that this takes: of one sequence, whose length the host knows, and
@@ -60,11 +59,9 @@ class HeadPuts {
 
   Layer layer_;
   HeadExchange& exchange_;
-  std::shared_ptr<std::byte> receive_buffer_;
+  PutExchange puts_;
   std::byte* rows_ = nullptr;  // [own rows, heads, value_dim] finished rows, as they come
   std::byte* lse_ = nullptr;   // [heads, own rows] of them
-  PutWords words_;
-  ExchangeInfo info_;
 };
 
 /// What this costs, and HeadExchange where it does not serve.

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "src/strategy/shared/dense_rows.hpp"
-#include "src/strategy/shared/receive_memory.hpp"
+#include "src/strategy/shared/sent_rows.hpp"
 
 namespace longspan {
 
@@ -31,12 +31,9 @@ struct KeyPuts::Ways {
 };
 
 KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows)
-    : layer_(layer), keys_(keys) {
+    : layer_(layer), keys_(keys), exchange_(layer, "exchange of keys and values") {
   if (layer_.options.exchange == Exchange::gather) return;
-  receive_buffer_ = open_receive_memory(layer_, info_, [&](Parts& memory) {
-    whole_ = keys_.take_block(memory, rows);
-    words_.lay_out(memory, ranks());
-  });
+  exchange_.open([&](Parts& memory) { whole_ = keys_.take_block(memory, rows); });
 }
 
 std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
@@ -56,7 +53,7 @@ std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
 bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
   const std::optional<Ways> ways = ways_of(run);
   if (!ways) return false;
-  run.compare_in(words_.said, rank());
+  exchange_.compare(run);
   keys_.begin(run);
   const KeyBlock own = keys_.own_keys(run, copied);
   keys_.attend_to(run, whole_, {.length = run.arrays.keys.length});
@@ -65,18 +62,8 @@ bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
   const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge);
   if (!begins) run.attend.arrivals = nullptr;
   RowPuts puts = puts_of(run, *ways, own, begins);
-  puts.say = run.say;
-  puts.beside = begins;
-
-  constexpr const char* kStep = "exchange of keys and values";
-  run.enter(Phase::exchange);
-  words_.begin(layer_.comm, receive_buffer_, puts, kStep);
-  arrivals.flags = puts.among.flags[rank()];
-  if (begins) run.enter(Phase::attend);  // nothing may stand between the kernels
-  layer_.rows.put_rows(puts, run.stream);
-  if (!begins) run.enter(Phase::attend);
-  run.attend_to(run.merge, Phase::merge, layer_.kernels);
-  layer_.comm.end_puts(receive_buffer_.get(), received(run, *ways), run.stream, kStep);
+  exchange_.attend_beside(run, puts, arrivals, Phase::merge);
+  exchange_.end(run, received(run, *ways));
   return true;
 }
 
@@ -98,6 +85,7 @@ KeyArrivals KeyPuts::arrivals_of(const Ways& ways, const KeyBlock& own) const {
 RowPuts KeyPuts::puts_of(const Run& run, const Ways& ways, const KeyBlock& own, bool begins) const {
   RowPuts puts;
   puts.pieces = ways.heads.count;
+  puts.beside = begins;
   const int all = layer_.bounds.kv_heads, heads = ways.heads.of(ways.all, 0).kv.size();
   const auto put = [&](int to, const Stretch& one, std::byte* from, std::byte* place,
                        std::int64_t bytes) {

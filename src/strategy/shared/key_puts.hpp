@@ -12,12 +12,11 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <vector>
 
 #include "src/strategy/shared/head_shares.hpp"
-#include "src/strategy/shared/sent_rows.hpp"
+#include "src/strategy/shared/put_exchange.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -29,8 +28,8 @@ class KeyPuts {
   /// for another way and there can be some. It is collective.
   KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows);
 
-  bool is_open() const { return receive_buffer_ != nullptr; }
-  const ExchangeInfo& exchange() const { return info_; }
+  bool is_open() const { return exchange_.is_open(); }
+  const ExchangeInfo& exchange() const { return exchange_.info(); }
   /// Memory for whole sequences; of runs that this does not take, too.
   const KeyBlock& whole_keys() const { return whole_; }
 
@@ -54,10 +53,8 @@ class KeyPuts {
 
   Layer layer_;
   const TravellingKeys& keys_;
-  std::shared_ptr<std::byte> receive_buffer_;
+  PutExchange exchange_;
   KeyBlock whole_;
-  PutWords words_;
-  ExchangeInfo info_;
 };
 
 /// The pieces in which keys of `bytes` leave a rank.

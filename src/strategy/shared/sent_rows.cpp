@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/row_puts.hpp"
 #include "src/peer_view.hpp"
 
 namespace longspan {
@@ -36,20 +37,6 @@ std::vector<Stretch> ends_of(const std::vector<Stretch>& stretches, std::int64_t
 // both ends of those of keys and values.
 static_assert(RowPuts::kMostBlocks >=
               (PeerView::kMostRanks - 1) * kMostStretches * 3 + kMostStretches * (1 + 2 * 2));
-
-void PutWords::lay_out(Parts& memory, int ranks) {
-  said = memory.take_array<std::uint64_t>(static_cast<std::size_t>(ranks));
-  done = memory.take_array<unsigned>(RowPuts::kMostPieces);
-}
-
-void PutWords::begin(comm::Transport& comm, const std::shared_ptr<std::byte>& buffer, RowPuts& puts,
-                     const char* step) const {
-  puts.among = comm.begin_puts(buffer.get(), step);
-  for (int p = 0; p < comm.size(); ++p)
-    puts.words[p] = reinterpret_cast<std::uint64_t*>(
-        comm.place_at(reinterpret_cast<std::byte*>(said + comm.rank()), p));
-  puts.done = done;
-}
 
 int list_portions(const StretchesOfRanks& ranks, int own, KeyArrivals::Portion* table) {
   static_assert(PeerView::kMostRanks * kMostStretches <= KeyArrivals::kMostPortions);

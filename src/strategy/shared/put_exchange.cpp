@@ -1,0 +1,31 @@
+#include "src/strategy/shared/put_exchange.hpp"
+
+namespace longspan {
+
+using kernels::KeyArrivals;
+using kernels::RowPuts;
+
+void PutExchange::lay_out_words(Parts& memory) {
+  said_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(layer_.comm.size()));
+  done_ = memory.take_array<unsigned>(RowPuts::kMostPieces);
+}
+
+void PutExchange::attend_beside(const Run& run, RowPuts& puts, KeyArrivals& arrivals,
+                                Phase last) const {
+  comm::Transport& comm = layer_.comm;
+  run.enter(Phase::exchange);
+  puts.say = run.say;
+  puts.among = begin(step_);
+  for (int p = 0; p < comm.size(); ++p)
+    puts.words[p] = reinterpret_cast<std::uint64_t*>(
+        comm.place_at(reinterpret_cast<std::byte*>(said_ + comm.rank()), p));
+  puts.done = done_;
+  arrivals.flags = puts.among.flags[comm.rank()];
+
+  if (puts.beside) run.enter(Phase::attend);  // nothing may stand between the kernels
+  layer_.rows.put_rows(puts, run.stream);
+  if (!puts.beside) run.enter(Phase::attend);
+  run.attend_to(run.merge, last, layer_.kernels);
+}
+
+}  // namespace longspan

@@ -1,0 +1,59 @@
+// The exchange of a run whose ranks put rows into each other's receive memory by a kernel
+// (kernels::RowPuts), and the attention beside it, which waits for them there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "kernels/key_arrivals.hpp"
+#include "kernels/row_puts.hpp"
+#include "src/parts.hpp"
+#include "src/strategy/shared/receive_memory.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+class PutExchange {
+ public:
+  /// `step` names the exchange in errors.
+  PutExchange(const Layer& layer, const char* step) : layer_(layer), step_(step) {}
+
+  /// Opens receive memory for the parts that lay_out(memory) takes, as open_receive_memory does.
+  template <class LayOut>
+  void open(const LayOut& lay_out) {
+    buffer_ = open_receive_memory(layer_, info_, [&](Parts& memory) {
+      lay_out(memory);
+      lay_out_words(memory);
+    });
+  }
+  bool is_open() const { return buffer_ != nullptr; }
+  const ExchangeInfo& info() const { return info_; }
+
+  /// Has what ranks say of a run travel ahead of the rows.
+  void compare(Run& run) const { run.compare_in(said_, layer_.comm.rank()); }
+
+  /// Queues the puts, and the attention of the run up to the phase `last`: beside them where
+  /// `puts.beside` says so, and then it waits for `arrivals`, else behind them. Completes both with
+  /// what all of them have.
+  void attend_beside(const Run& run, kernels::RowPuts& puts, kernels::KeyArrivals& arrivals,
+                     Phase last) const;
+  /// The counters by which kernels meet. Throws where the communicator has failed, with `step`.
+  PutRanks begin(const char* step) const { return layer_.comm.begin_puts(buffer_.get(), step); }
+  /// Has the kernels watched until they end. `received` bytes come here.
+  void end(const Run& run, std::size_t received) const {
+    layer_.comm.end_puts(buffer_.get(), received, run.stream, step_);
+  }
+
+ private:
+  void lay_out_words(Parts& memory);
+
+  Layer layer_;
+  const char* step_;
+  std::shared_ptr<std::byte> buffer_;  // null: not open; zeroed when it is made
+  std::uint64_t* said_ = nullptr;      // [ranks] what each rank says of the run
+  unsigned* done_ = nullptr;           // kernels::RowPuts::done
+  ExchangeInfo info_;
+};
+
+}  // namespace longspan

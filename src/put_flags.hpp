@@ -32,6 +32,7 @@ struct PutFlags {
   // This rank's alone:
   std::uint64_t runs;    // of put_rows that are done
   std::uint64_t before;  // `here` of every rank ahead of the run at hand
+  std::uint32_t blocks;  // of put_rows that have begun, modulo their number
 };
 
 /// The counters of all ranks, as one of them reaches them.

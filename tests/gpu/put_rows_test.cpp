@@ -35,6 +35,7 @@ class PutRows : public OnDevice {
     EXPECT_THAT(one.ended, ::testing::ElementsAreArray(other.ended));
     EXPECT_EQ(one.runs, other.runs);
     EXPECT_EQ(one.before, other.before);
+    EXPECT_EQ(one.blocks, other.blocks);
   }
 
   /// A block that goes to `to`.

@@ -15,15 +15,23 @@ namespace {
 constexpr int kThreads = 1024;  // few multiprocessors have many loads under way
 constexpr int kShare = 6;       // beside an attention one of so many multiprocessors puts
 
-/// The first block opens the run, before the attention may begin: it waits until all that the
-/// others put here before is here, and tells them that this rank has room. Every block then waits
-/// until every rank has.
+/// Whether no block of this kernel has begun before. A warp asks, once.
+__device__ bool begins_first(PutFlags& own) {
+  unsigned earlier = 0;
+  if (threadIdx.x == 0) earlier = atomicInc(&own.blocks, gridDim.x - 1);
+  return __shfl_sync(0xffffffff, earlier, 0) == 0;
+}
+
+/// The block that begins first opens the run, before the attention may begin: it waits until all
+/// that the others put here before is here, and tells them that this rank has room. Every block
+/// then waits until every rank has. Blocks begin in any order, and one that has not begun, as work
+/// of other streams is in its way, keeps no other rank waiting.
 __device__ void meet(const PutRanks& among) {
   const int lane = static_cast<int>(threadIdx.x);
   PutFlags& own = *among.flags[among.rank];
   const std::uint64_t runs = arch::load_whole(&own.runs);  // which the last warp counts up
   const bool other = lane < among.ranks && lane != among.rank;
-  if (blockIdx.x == 0 && threadIdx.x < 32) {
+  if (threadIdx.x < 32 && begins_first(own)) {
     if (lane == 0) arch::store_whole(&own.before, runs * PutFlags::kRun);
     if (other) await_count(own.here + lane, runs * PutFlags::kRun);
     __syncwarp();

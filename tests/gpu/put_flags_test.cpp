@@ -32,6 +32,18 @@ class MeetingOfRanks : public OnDevice {
     source_ = from_.data();
     place_ = poisoned<std::byte>(kRanks * from.size());
     streams_ = std::vector<OwnStream>(kRanks);
+    load_kernels();
+  }
+
+  /// CUDA loads a kernel when it is first launched, and the launch may wait for all kernels that
+  /// run: where those wait for it in turn, as here with all ranks on one GPU, it must be there.
+  void load_kernels() const {
+    const auto alone = on_device(std::vector<PutFlags>(1));
+    const auto row = poisoned<std::byte>(2 * kWidth);
+    PutRanks nobody{.rank = 0, .ranks = 1};
+    nobody.flags[0] = alone.data();
+    copy_result(nobody, 1, row.data(), row.data() + kWidth);
+    streams_[0].wait();
   }
 
   PutRanks among(int rank) const {
@@ -71,13 +83,17 @@ class MeetingOfRanks : public OnDevice {
 
   /// Copies rows once all ranks have put theirs.
   void copy_result(int rank, std::int64_t tokens, std::byte* from, std::byte* to) const {
+    copy_result(among(rank), tokens, from, to);
+  }
+  void copy_result(const PutRanks& putters, std::int64_t tokens, std::byte* from,
+                   std::byte* to) const {
     kernels::PackOutputsParams p;
     p.tokens = tokens;
     p.dim = kWidth / 4;
     p.from = {from, kWidth / 4, 0};
     p.to = {to, kWidth / 4, 0};
-    p.putters = among(rank);
-    backend().pack_outputs(p, {streams_[at(rank)]});
+    p.putters = putters;
+    backend().pack_outputs(p, {streams_[at(putters.rank)]});
   }
 
   void set(const std::uint64_t& counter, unsigned value, cudaStream_t stream) const {

@@ -58,7 +58,6 @@ class _Prefill:
 class _ShardedLayer(CacheLayerMixin):
     """This rank's keys and values of one layer, [batch, own capacity, kv_heads, dim]."""
 
-    is_compileable = True
     is_croppable = True
     is_sliding = False
     prefill: _Prefill | None = None
@@ -66,6 +65,7 @@ class _ShardedLayer(CacheLayerMixin):
     def __init__(self, cache: "ShardedCache", index: int):
         super().__init__()
         self.index, self.name, self.layout = index, cache._name, cache._layout
+        self.is_compileable = cache._compileable  # transformers asks: generate compiles decode by itself on GPUs
         self.capacity, self.max_cache_len = cache._capacity, cache._max_cache_len
         self.length = torch.zeros((), dtype=torch.int64, device="cpu")  # tokens of each sequence, over all ranks
         self.lengths = torch.zeros(0, dtype=torch.int32, device="cpu")  # [batch], the same
@@ -183,6 +183,10 @@ class ShardedCache(Cache):
         comm: in place of `group`, a longspan.Communicator.
         block: tokens in a block. Results have the same bits on 1, 2, 4 ... ranks where 128 divides it; smaller ones
             share short prompts more evenly.
+        compileable: generate() may compile decode, which it does on GPUs by itself. That is faster, and nobody looks at
+            single steps any more: that tokens are more than max_cache_len, or differ between ranks, is not seen, and a
+            rank that dies is only reported by cache.comm.wait(). Ranks compile at their own pace, within the deadline
+            (LONGSPAN_DEADLINE_S).
 
     Raises:
         UnsupportedError: a model with chunked, linear or shared layers, or an encoder.
@@ -190,13 +194,15 @@ class ShardedCache(Cache):
         InputError: max_cache_len or block are no positive numbers.
     """
 
-    def __init__(self, model: Any, max_cache_len: int, group: Any = None, *, comm: Any = None, block: int = 128):
+    def __init__(self, model: Any, max_cache_len: int, group: Any = None, *, comm: Any = None, block: int = 128,
+                 compileable: bool = False):
         config = _config_of(model)
         if not isinstance(max_cache_len, int) or max_cache_len < 1:
             raise InputError(f"max_cache_len is {max_cache_len!r}; a positive number is wanted")
         self._rule = Sharding("interleaved", block)
         self._layout = f"interleaved:{block}"
         self._max_cache_len = max_cache_len
+        self._compileable = compileable
         self._name = name_of(comm, group, model.device.type)
         ranks = known(self._name)
         self._capacity = max(1, len(self._rule.shard(max_cache_len, ranks.rank, ranks.size)))

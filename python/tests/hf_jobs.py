@@ -71,13 +71,13 @@ def a_talk(group, kind):
         assert int(cache.get_seq_length()) == 0
 
 
-def compiled_decode(group, kind, by_generate):
-    """Decode as one graph, which is made once."""
+def compiled_decode(group, kind, by_generate, compileable=True):
+    """Decode as one graph, which is made once. Returns the number of graphs."""
     torch._dynamo.reset()
     ids = models.prompt(40)
     wanted, right = reference(kind, ids)
     model = models.model(kind)
-    cache = hf.ShardedCache(model, 64, group, block=8)
+    cache = hf.ShardedCache(model, 64, group, block=8, compileable=compileable)
     hf.prefill(model, ids, cache)
     graphs = []
 
@@ -138,15 +138,16 @@ class Dies(transformers.StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def die(group, who):
-    """A rank dies while it generates: the others' generate raises."""
+def die(group, who, compileable):
+    """A rank dies while it generates: the others' generate raises, or, where steps are compiled, their wait."""
     ids = models.prompt(20)
     model = models.model("llama")
-    cache = hf.ShardedCache(model, 64, group, block=4)
+    cache = hf.ShardedCache(model, 64, group, block=4, compileable=compileable)
     hf.prefill(model, ids, cache)
     criteria = transformers.StoppingCriteriaList([Dies(23)] if group.rank() == who else [])
     begin = time.monotonic()
     try:
         generate(model, ids, past_key_values=cache, max_new_tokens=20, stopping_criteria=criteria)
+        cache.comm.wait()
     except longspan.RankError as error:
         return error.rank, time.monotonic() - begin

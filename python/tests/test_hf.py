@@ -43,6 +43,11 @@ def test_compiled_decode(torch_ranks, ranks, kind):
         assert torch_ranks.values(ranks, jobs.compiled_decode, kind, by_generate) == [1] * ranks
 
 
+def test_generate_does_not_compile_by_itself(torch_ranks):
+    """On GPUs it would, for a cache that lets it, and nothing would look at single steps any more."""
+    assert torch_ranks.values(2, jobs.compiled_decode, "llama", True, False) == [0, 0]
+
+
 def test_sampling(torch_ranks):
     first, second = torch_ranks.values(2, jobs.sampled, [5, 5])
     assert first == second and len(first[0]) == 40
@@ -52,11 +57,12 @@ def test_sampling(torch_ranks):
         assert "input_ids differs between rank" in said
 
 
-def test_a_rank_that_dies_in_generate():
+@pytest.mark.parametrize("compileable", [False, True])  # which matters on GPUs
+def test_a_rank_that_dies_in_generate(compileable):
     from torch_ranks import TorchRanks
 
     made = TorchRanks(2)
-    (kind, value), died = made(2, jobs.die, 1)
+    (kind, value), died = made(2, jobs.die, 1, compileable)
     assert died == ("dead", None) and kind == "value", value
     who, took = value
     assert who == 1 and took < 15

@@ -13,6 +13,7 @@
 //     query_len    sequence  max_query_len         query tokens
 //     qq_width     sequence  width of the bias     query tokens
 //     segments     sequence  keys that fit         keys on this rank
+//     too_many     0         max_total_keys        keys of all sequences
 #pragma once
 
 #include <cstdint>
@@ -92,6 +93,19 @@ LONGSPAN_HD void check_new_rows(const CheckParams& check, int b, Lane own, const
     }
     check_slot(check, first_row + t, slot, report, claim);
   }
+}
+
+/// Checks what the sequences have together. One thread does it.
+template <class Report>
+LONGSPAN_HD void check_all_sequences(const CheckParams& check, const Report& report) {
+  if (check.most_keys == 0) return;
+  const Geometry& p = check.geometry;
+  std::int64_t total = 0;
+  for (int b = 0; b < p.batch.size; ++b) {
+    const std::int64_t keys = p.batch.keys(b, p.shard);
+    if (keys > 0) total += keys;
+  }
+  if (total > check.most_keys) report(Fault::too_many, 0, check.most_keys, total);
 }
 
 /// Checks everything about sequence b except given slots. Every lane may report the same fault.

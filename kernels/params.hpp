@@ -73,6 +73,7 @@ enum class Fault : std::int32_t {
   query_len,    // a sequence has more queries than max_query_len
   qq_width,     // a query is longer than the qq_bias is wide
   segments,     // segments of a given size do not hold all keys of a sequence
+  too_many,     // all sequences together have more keys than max_total_keys
 };
 
 /// The first fault that was found: which sequence or token, which column, and the value.
@@ -93,6 +94,7 @@ struct CheckParams {
   const std::int64_t* slots = nullptr;  // [tokens] of an append; or null
   std::int64_t slot_count = -1;         // rows of the cache; -1: unknown
   std::int64_t sequence_rows = 0;       // of each sequence in a q whose sequences lie apart; or 0
+  std::int64_t most_keys = 0;           // of all sequences together; 0: any number
   std::uint32_t* claimed = nullptr;     // [slot_count / 32 + 1] zeros, for overlaps; or null
   FaultReport* report = nullptr;
 };

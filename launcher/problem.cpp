@@ -88,6 +88,7 @@ Options Problem::layer_options(int ranks) const {
       .max_tokens = queries ? static_cast<std::int64_t>(run_size(ranks).most_tokens) : tokens(),
       .max_batch = batch(),
       .max_kv_len = *std::max_element(kv_lens.begin(), kv_lens.end()),
+      .max_total_keys = std::accumulate(kv_lens.begin(), kv_lens.end(), std::int64_t{0}),
       .max_query_len = *std::max_element(q_lens.begin(), q_lens.end()),
       .dense_keys = keys_lie_dense()};
   return fitted;

@@ -341,6 +341,7 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   layer.find_key_starts(checked, stream);
   kernels::CheckParams checks = checks_of(run.attend, checked.cache.keys);
   if (run.keys_travel) checks.geometry = rows_of_all_ranks(run);
+  checks.most_keys = layer.options.limits.max_total_keys;
   layer.check_arrays(checks, stream);
   layer.check_listed(run);
   if (args.new_k) layer.give_new_keys(run.attend, append_of(args), checked, stream);

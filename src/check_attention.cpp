@@ -243,6 +243,15 @@ void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& 
   }
 }
 
+/// Throws an InputError where the sequences have more keys together than the layer was made for.
+void check_total_keys(const kernels::Batch& batch, const Shard& keys, std::int64_t most) {
+  std::int64_t total = 0;
+  for (int b = 0; b < batch.size; ++b) total += batch.keys(b, keys);
+  require(most == 0 || total <= most,
+          "the sequences have {} keys together; at most {} were promised (max_total_keys)", total,
+          most);
+}
+
 void check_room(const Shard& shard, const CacheView& cache) {
   const std::int64_t own = shard.local_len(shard.length);
   require(own <= cache.room(), "rank {} holds {} of {} keys ({} layout); there is room for {}",
@@ -336,8 +345,10 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   }
   check_results(args, grows);
 
+  const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
+  if (device == Device::host || arrays.kv_len == nullptr)
+    check_total_keys(batch, arrays.keys, options.limits.max_total_keys);
   if (device == Device::host) {
-    const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
     check_lengths(batch, rows, arrays.keys, cache, options.limits.max_kv_len);
     if (grows) check_growth(batch, rows, arrays.keys);
     if (options.queries) check_own_rows(arrays, own_rows, arrays.queries);

@@ -51,6 +51,10 @@ std::string text_of(const kernels::FaultReport& r) {
           "sequence {} has {} keys and its segments hold {}: give more segments, or more keys in "
           "each (0 keys: as many as it takes)",
           r.where, r.value, r.column);
+    case Fault::too_many:
+      return fmt::format(
+          "the sequences have {} keys together; at most {} were promised (max_total_keys)", r.value,
+          r.column);
     default:
       return fmt::format("fault {} at {}, {}, {}", static_cast<int>(r.fault), r.where, r.column,
                          r.value);

@@ -134,6 +134,8 @@ RunSize largest_run(const Options& options, int ranks) {
   size.tokens = options.queries ? most * ranks : most;
   size.most_tokens = options.queries ? most : 0;
   size.keys = static_cast<double>(limits.max_kv_len) * sequences;
+  if (limits.max_total_keys > 0)
+    size.keys = std::min(size.keys, static_cast<double>(limits.max_total_keys));
   return size;
 }
 

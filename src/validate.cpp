@@ -132,6 +132,10 @@ void check_options(const Options& o, int ranks) {
                     o.limits.max_query_len));
   usage(o.limits.max_kv_len >= 0 && o.limits.max_kv_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_kv_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.limits.max_kv_len));
+  usage(
+      o.limits.max_total_keys >= 0 && o.limits.max_total_keys < std::int64_t{1} << 48,
+      fmt::format("max_total_keys {} is not in 0 to 2^48 - 1; 0 means max_kv_len of each sequence",
+                  o.limits.max_total_keys));
   usage(o.limits.max_workspace >= 0,
         fmt::format("max_workspace {} is negative; 0 means no limit", o.limits.max_workspace));
   // These are the states of one run on one rank, in numbers that cannot overflow. A machine has
@@ -182,6 +186,7 @@ NamedValues describe(const Options& o, const std::string& bf16_products) {
                   {"max_tokens", fmt::to_string(o.limits.max_tokens)},
                   {"max_batch", fmt::to_string(o.limits.max_batch)},
                   {"max_kv_len", fmt::to_string(o.limits.max_kv_len)},
+                  {"max_total_keys", fmt::to_string(o.limits.max_total_keys)},
                   {"max_query_len", fmt::to_string(o.limits.max_query_len)},
                   {"max_workspace", fmt::to_string(o.limits.max_workspace)},
                   {"dense_keys", yes_no(o.limits.dense_keys)},

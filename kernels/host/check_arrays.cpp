@@ -19,6 +19,7 @@ void check_arrays(const CheckParams& p) {
   };
   const Geometry& geometry = p.geometry;
   for (int b = 0; b < geometry.batch.size; ++b) check_sequence(p, b, {}, report, claim);
+  check_all_sequences(p, report);
   if (p.is_append && p.slots != nullptr)
     for (std::int64_t token = 0; token < geometry.tokens; ++token)
       check_slot(p, token, p.slots[token], report, claim);

@@ -202,6 +202,8 @@ class Attention:
         max_queries: most query rows in one run, over the batch (with `queries`: on one rank).
         max_batch: most sequences in one run.
         max_seqlen_k, max_seqlen_q: no sequence has more keys, or queries in one run; 0 is unknown.
+        max_total_keys: the sequences of one run have no more keys together, over all ranks; 0: each may
+            have max_seqlen_k. On GPUs strategies whose keys travel send so many.
         threads: on processors; 0 is LONGSPAN_THREADS, or this rank's share of the cores.
         check_arrays: on GPUs, check lengths and tables there; wait() raises what was found.
         profile: time the phases of each run.
@@ -227,15 +229,15 @@ class Attention:
                  alibi: str = "query", keys: str | Sharding = "contiguous",
                  queries: str | Sharding | None = None, results: str | Sharding = "all",
                  max_queries: int = 1, max_batch: int = 1,
-                 max_seqlen_k: int = 0, max_seqlen_q: int = 0, invariant: bool = False,
-                 strategy: str = "auto", exchange: str = "auto", threads: int = 0,
+                 max_seqlen_k: int = 0, max_total_keys: int = 0, max_seqlen_q: int = 0,
+                 invariant: bool = False, strategy: str = "auto", exchange: str = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
                  fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0):
         self._layer = _core.layer(
             comm, heads, kv_heads, head_dim, value_dim, dtype, q_dtype, kv_dtype, out_dtype, causal,
             softmax_scale, window_size, softcap, alibi, keys, queries, results, max_queries,
-            max_batch, max_seqlen_k, max_seqlen_q, invariant, strategy, exchange, threads, check_arrays,
-            profile, tf32, fp8_products, bf16_products, ranks_per_node)
+            max_batch, max_seqlen_k, max_total_keys, max_seqlen_q, invariant, strategy, exchange, threads,
+            check_arrays, profile, tf32, fp8_products, bf16_products, ranks_per_node)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,

@@ -491,10 +491,11 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
                   nb::handle out_dtype, nb::handle causal, nb::handle softmax_scale,
                   nb::handle window_size, nb::handle softcap, nb::handle alibi, nb::handle keys,
                   nb::handle queries, nb::handle results, nb::handle max_queries,
-                  nb::handle max_batch, nb::handle max_seqlen_k, nb::handle max_seqlen_q,
-                  nb::handle invariant, nb::handle strategy, nb::handle exchange,
-                  nb::handle threads, nb::handle check_arrays, nb::handle profile, nb::handle tf32,
-                  nb::handle fp8_products, nb::handle bf16_products, nb::handle ranks_per_node) {
+                  nb::handle max_batch, nb::handle max_seqlen_k, nb::handle max_total_keys,
+                  nb::handle max_seqlen_q, nb::handle invariant, nb::handle strategy,
+                  nb::handle exchange, nb::handle threads, nb::handle check_arrays,
+                  nb::handle profile, nb::handle tf32, nb::handle fp8_products,
+                  nb::handle bf16_products, nb::handle ranks_per_node) {
   Options o;
   o.heads = small(integer(heads, "heads"), "heads");
   o.kv_heads = kv_heads.is_none() ? o.heads : small(integer(kv_heads, "kv_heads"), "kv_heads");
@@ -515,6 +516,7 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
   o.limits.max_tokens = integer(max_queries, "max_queries");
   o.limits.max_batch = small(integer(max_batch, "max_batch"), "max_batch");
   o.limits.max_kv_len = integer(max_seqlen_k, "max_seqlen_k");
+  o.limits.max_total_keys = integer(max_total_keys, "max_total_keys");
   o.limits.max_query_len = integer(max_seqlen_q, "max_seqlen_q");
   o.invariant = flag(invariant, "invariant");
   o.strategy = text(strategy, "strategy");

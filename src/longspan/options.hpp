@@ -47,14 +47,18 @@ struct ScoreOptions {
 
 /// The largest run of a layer. Memory is allocated for it when the layer is made.
 struct Limits {
-  std::int64_t max_tokens = 1;     ///< most query rows in one run, over the batch; with sharded
-                                   ///< queries: most on one rank
-  int max_batch = 1;               ///< most sequences in one run
-  std::int64_t max_kv_len = 0;     ///< no sequence is longer; 0: unknown, which costs workspace
-  std::int64_t max_query_len = 0;  ///< no sequence has more queries in one run (1: plain decode);
-                                   ///< 0: unknown, which costs launches of kernels for long ones
-  std::int64_t max_workspace = 0;  ///< bytes on a rank, but for the scratch of its kernels; a
-                                   ///< strategy that takes more is refused. 0: no limit
+  std::int64_t max_tokens = 1;      ///< most query rows in one run, over the batch; with sharded
+                                    ///< queries: most on one rank
+  int max_batch = 1;                ///< most sequences in one run
+  std::int64_t max_kv_len = 0;      ///< no sequence is longer; 0: unknown, which costs workspace
+  std::int64_t max_total_keys = 0;  ///< the sequences of one run have no more keys together, over
+                                    ///< all ranks; 0: each may have max_kv_len. Strategies whose
+                                    ///< keys travel take memory for so many, and on GPUs, where
+                                    ///< only the device knows lengths, send as many
+  std::int64_t max_query_len = 0;   ///< no sequence has more queries in one run (1: plain decode);
+                                    ///< 0: unknown, which costs launches of kernels for long ones
+  std::int64_t max_workspace = 0;   ///< bytes on a rank, but for the scratch of its kernels; a
+                                    ///< strategy that takes more is refused. 0: no limit
   bool dense_keys = false;  ///< k and v of every run lie dense, one sequence behind the other,
                             ///< and the host knows their lengths: ring-kv and gather-kv send
                             ///< them from there and refuse other runs, and ring-kv on GPUs has a

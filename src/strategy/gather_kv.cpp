@@ -84,7 +84,9 @@ class GatherKv final : public Strategy {
  private:
   bool is_host() const { return layer_.kernels.device() == Device::host; }
   /// Of whole sequences.
-  std::int64_t most_keys() const { return layer_.bounds.max_kv_len * layer_.bounds.batch.size; }
+  std::int64_t most_keys() const {
+    return most_keys_of_a_rank({}, layer_.options.limits, layer_.bounds.batch.size, 1);
+  }
 
   /// Brings the keys of all ranks here, and makes them those of the run: the whole sequences.
   void gather_keys(Run& run) const {

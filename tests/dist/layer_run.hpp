@@ -76,6 +76,8 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
   }
   const std::size_t out_bytes = size_of(s.dtype) * results * heads * s.of_value();
   options.keys = {shard.layout, shard.block};
+  const std::int64_t all = std::accumulate(s.kv_lens.begin(), s.kv_lens.end(), std::int64_t{0});
+  if (problem.batch() > 1 && all % 2 == 1) options.limits.max_total_keys = all;  // in some cases
   if (query_shard) {
     options.queries = {query_shard->layout, query_shard->block};
     std::int64_t most = 0;

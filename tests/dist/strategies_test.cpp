@@ -130,6 +130,41 @@ TEST(StrategyBytes, AreThoseOfTheTable) {
     }
 }
 
+/// Where only the device knows the lengths of a batch, ranks send as many keys as the limits allow,
+/// and take memory for so many everywhere. The result is the same.
+TEST(StrategyBytes, OfABatchFollowMaxTotalKeys) {
+  const Communicator world = test_world();
+  if (world.size() == 1) GTEST_SKIP() << "nothing travels";
+  for (const char* name : {"ring-kv", "gather-kv", "heads"}) {
+    SCOPED_TRACE(name);
+    StrategyCase c;
+    c.shape.heads = c.shape.kv_heads = 2 * world.size();
+    c.shape.dim = 16;
+    c.shape.query_len = {60, 40, 9};
+    c.shape.kv_len = {700, 40, 9};
+    c.keys = {{Layout::zigzag}, {}, {}};
+    c.queries = Dealt{{Layout::zigzag}, {}, {}};
+    HostProblem problem(c.shape, 1);
+    CaseRun run(world, c, problem);
+    Options options = run.options(name);
+    const auto bytes = [&] {
+      const Attention layer(world, options);
+      return layer.workspace_bytes() + layer.exchange().peer_bytes;
+    };
+    options.limits.max_total_keys = 0;
+    const Result most = run.run(options);
+    const std::uint64_t received = run.received;
+    const std::size_t memory = bytes();
+    options.limits.max_total_keys = 749;
+    EXPECT_TRUE(run.run(options).same_bits(most));
+    EXPECT_LT(bytes(), memory);
+    if (world.device() == Device::host)
+      EXPECT_EQ(run.received, received);
+    else
+      EXPECT_LT(run.received, received / 2);
+  }
+}
+
 /// Under a causal mask the first ranks of contiguous shares see nothing of the last ones: what they
 /// do not see is not sent to them.
 TEST(StrategyBytes, KeysThatNobodySeesDoNotTravel) {

@@ -20,6 +20,7 @@ class CheckArrays : public OnDevice {
     std::int64_t tokens = 8, columns = 8, pages = 40;
     std::int64_t slot_count = 640;
     bool is_append = false;
+    std::int64_t most_keys = 0;
     bool claims = true;
     kernels::AttendParams attend;  // masks, shard, bias
 
@@ -43,6 +44,7 @@ class CheckArrays : public OnDevice {
     p.is_append = r.is_append;
     if (!r.slots.empty()) p.slots = slots.data();
     p.slot_count = r.slot_count;
+    p.most_keys = r.most_keys;
     if (r.claims) p.claimed = claimed.data();
     p.report = report.data();
     backend().check_arrays(p, {});
@@ -156,6 +158,14 @@ TEST_F(CheckArrays, ACacheWithoutRows) {
   r.is_append = true;
   r.slots = {-1, -1, -1, 0, -1, -1, -1, -1};
   expect_fault(r, Fault::slot, 3, 0, 0);
+}
+
+TEST_F(CheckArrays, MoreKeysTogetherThanWerePromised) {
+  Request r;
+  r.most_keys = 176;
+  expect_none(r);
+  r.most_keys = 175;
+  expect_fault(r, Fault::too_many, 0, 175, 176);
 }
 
 TEST_F(CheckArrays, SegmentsThatDoNotHoldASequence) {

@@ -188,6 +188,7 @@ const std::map<std::string, OptionCase> kOptions{
     {"limits.max_tokens", {[](Options& o) { o.limits.max_tokens = 5; }}},
     {"limits.max_batch", {[](Options& o) { o.limits.max_batch = 5; }}},
     {"limits.max_kv_len", {[](Options& o) { o.limits.max_kv_len = 5; }}},
+    {"limits.max_total_keys", {[](Options& o) { o.limits.max_total_keys = 5; }}},
     {"limits.max_query_len", {[](Options& o) { o.limits.max_query_len = 5; }}},
     {"ranks_per_node", {[](Options& o) { o.ranks_per_node = 2; }}},
     {"limits.max_workspace", {[](Options& o) { o.limits.max_workspace = 1 << 30; }}},

@@ -220,6 +220,7 @@ TEST_F(Malformed, OptionsOfALayer) {
              o.limits.max_batch = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 1000});
            },
            [&] { o.limits.max_kv_len = c.count(); },
+           [&] { o.limits.max_total_keys = c.count(); },
            [&] { o.limits.max_query_len = c.count(); },
            [&] { c.sharding(o.keys); },
            [&] { o.queries = Sharding{}; },

@@ -103,6 +103,9 @@ TEST(Validate, OptionsThatMakeNoSense) {
   taken.score.softcap = 30;
   expect_refused<Unsupported>("fp8_products with softcap 30", [&] { check_options(taken); });
   refuse("max_kv_len -1", [](Options& o) { o.limits.max_kv_len = -1; });
+  refuse("max_total_keys -1", [](Options& o) { o.limits.max_total_keys = -1; });
+  refuse("max_total_keys 281474976710656",
+         [](Options& o) { o.limits.max_total_keys = std::int64_t{1} << 48; });
   refuse("max_query_len -1", [](Options& o) { o.limits.max_query_len = -1; });
   refuse("ranks_per_node -1", [](Options& o) { o.ranks_per_node = -1; });
   refuse("max_workspace -1", [](Options& o) { o.limits.max_workspace = -1; });
@@ -193,6 +196,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"max_tokens", [](Options& o) { o.limits.max_tokens = 9; }},
       {"max_batch", [](Options& o) { o.limits.max_batch = 9; }},
       {"max_kv_len", [](Options& o) { o.limits.max_kv_len = 9; }},
+      {"max_total_keys", [](Options& o) { o.limits.max_total_keys = 9; }},
       {"max_query_len", [](Options& o) { o.limits.max_query_len = 9; }},
       {"max_workspace", [](Options& o) { o.limits.max_workspace = 1 << 30; }},
       {"dense_keys", [](Options& o) { o.limits.dense_keys = true; }},
@@ -337,6 +341,11 @@ TEST(Validate, BlockTables) {
   promised.limits.max_kv_len = 32;
   refuse_run(
       "at most 32 were promised", [](AttentionArgs&, Paged&) {}, promised);
+  Options together = options();
+  together.limits.max_total_keys = 40;
+  refuse_run(
+      "keys together; at most 40 were promised (max_total_keys)", [](AttentionArgs&, Paged&) {},
+      together);
 }
 
 TEST(Validate, LengthsOfABatch) {

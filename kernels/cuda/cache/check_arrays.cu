@@ -41,6 +41,7 @@ __global__ __launch_bounds__(kThreads) void check_sequences_kernel(
   for (int b = static_cast<int>(blockIdx.x); b < p.geometry.batch.size;
        b += static_cast<int>(gridDim.x))
     check_sequence(p, b, {threadIdx.x, kThreads}, Reporter{p.report}, Claim{p.claimed});
+  if (blockIdx.x == 0 && threadIdx.x == 0) check_all_sequences(p, Reporter{p.report});
 }
 
 __global__ __launch_bounds__(kThreads) void check_slots_kernel(

@@ -69,11 +69,11 @@ void HeadExchange::lay_out_whole(Parts& memory) {
   const kernels::AttendParams& own = own_layer_.bounds;
   if (rows_.are_gathered()) queries_ = memory.take(at(query_slot(own.tokens)));
   const Sharding& rule = layer_.options.keys;
-  const std::int64_t most = ranks_.nodes == 1 ? own.max_kv_len
-                                              : most_keys_of_a_rank(of_nodes(rule, ranks_.count),
-                                                                    own.max_kv_len, ranks_.nodes);
-  ordered_.k = memory.take(at(key_slot(most * own.batch.size, 0)));
-  ordered_.v = memory.take(at(key_slot(most * own.batch.size, 1)));
+  const std::int64_t most =
+      most_keys_of_a_rank(ranks_.nodes == 1 ? Sharding{} : of_nodes(rule, ranks_.count),
+                          layer_.options.limits, own.batch.size, ranks_.nodes);
+  ordered_.k = memory.take(at(key_slot(most, 0)));
+  ordered_.v = memory.take(at(key_slot(most, 1)));
 }
 
 void HeadExchange::prepare(Run& run, const char* strategy) const {

@@ -6,6 +6,7 @@
 
 #include "longspan/error.hpp"
 #include "src/divided_up.hpp"
+#include "src/strategy/shared/dealt_rows.hpp"
 
 namespace longspan {
 namespace {
@@ -78,6 +79,13 @@ double most_keys_of_a_rank(const Sharding& rule, double keys, int ranks) {
       most_keys_of_a_rank(rule, static_cast<std::int64_t>(std::min(keys, 1e15)), ranks));
 }
 
+std::int64_t most_keys_of_a_rank(const Sharding& rule, const Limits& limits, std::int64_t batch,
+                                 int ranks) {
+  const std::int64_t each = batch * most_keys_of_a_rank(rule, limits.max_kv_len, ranks);
+  if (limits.max_total_keys == 0) return each;
+  return std::min(each, most_rows_of_a_rank(rule, ranks, limits.max_total_keys, batch));
+}
+
 double key_row_bytes(const Options& o) {
   return static_cast<double>(size_of(o.dtypes.of_kv())) * o.kv_heads * (o.head_dim + o.of_values());
 }
@@ -132,7 +140,11 @@ TravellingKeys::TravellingKeys(const Layer& layer)
     : layer_(layer),
       most_keys_(
           most_keys_of_a_rank(layer.options.keys, layer.bounds.max_kv_len, layer.comm.size())),
-      block_rows_(most_keys_ * layer.bounds.batch.size) {}
+      block_rows_(most_rows(layer.bounds.batch.size)) {}
+
+std::int64_t TravellingKeys::most_rows(std::int64_t batch) const {
+  return most_keys_of_a_rank(layer_.options.keys, layer_.options.limits, batch, layer_.comm.size());
+}
 
 KeyBlock TravellingKeys::take_block(Parts& memory, std::int64_t rows) const {
   const auto count = static_cast<std::size_t>(rows);
@@ -186,7 +198,7 @@ void TravellingKeys::begin(Run& run) const {
 
 std::int64_t TravellingKeys::rows_of(const Run& run, int rank) const {
   if (is_listed()) return run.listed_keys[rank];
-  if (!knows_lengths(run)) return most_keys_ * run.arrays.batch;
+  if (!knows_lengths(run)) return most_rows(run.arrays.batch);
   const Shard shard = run.arrays.keys.with_rank(rank);
   std::int64_t rows = 0;
   for (int b = 0; b < run.arrays.batch; ++b)
@@ -276,8 +288,8 @@ void TravellingKeys::copy_in_order(const Run& run, int rank, const KeyBlock& fro
   copy.to_start = run.arrays.batch > 1 ? to.start : nullptr;
   copy.by_position = true;
   copy.part = part;
-  copy.rows = most_keys_of_a_rank({part.layout, part.block}, layer_.bounds.max_kv_len, part.ranks) *
-              run.arrays.batch;
+  copy.rows = most_keys_of_a_rank({part.layout, part.block}, layer_.options.limits,
+                                  run.arrays.batch, part.ranks);
   copy.longest = longest(run, rank);
   layer_.rows.copy_keys(copy, run.stream);
 }

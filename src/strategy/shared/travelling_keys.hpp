@@ -20,6 +20,9 @@ namespace longspan {
 std::int64_t most_keys_of_a_rank(const Sharding& rule, std::int64_t keys, int ranks);
 /// The same in doubles, for RunCost, of all sequences together.
 double most_keys_of_a_rank(const Sharding& rule, double keys, int ranks);
+/// Those of all sequences of a run, of which there are `batch`, within the limits of a layer.
+std::int64_t most_keys_of_a_rank(const Sharding& rule, const Limits& limits, std::int64_t batch,
+                                 int ranks);
 /// The bytes of a key and its value, of all heads.
 double key_row_bytes(const Options& options);
 
@@ -108,6 +111,8 @@ class TravellingKeys {
   bool knows_lengths(const Run& run) const;
 
   /// A bound of the keys that rank `rank` has of any sequence.
+  /// The keys of a rank in a run of so many sequences, at most.
+  std::int64_t most_rows(std::int64_t batch) const;
   std::int64_t longest(const Run& run, int rank) const {
     return is_listed() ? run.listed_keys[rank] : most_keys_;
   }

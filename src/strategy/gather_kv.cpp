@@ -221,7 +221,7 @@ class GatherKv final : public Strategy {
 std::string refusal(const Options& options, int ranks) {
   if (std::string parts = refuse_parts(options); !parts.empty()) return parts;
   if (ranks == 1) return "";
-  if (options.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
+  if (std::string keys = refuse_travelling_keys(options, ranks); !keys.empty()) return keys;
   if (options.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";

@@ -292,7 +292,7 @@ std::string refusal(const Options& options, int ranks) {
   if (ranks == 1) return "";
   if (!options.queries)
     return "it shares the work by rows of the queries, which must be sharded (Options::queries)";
-  if (options.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
+  if (std::string keys = refuse_travelling_keys(options, ranks); !keys.empty()) return keys;
   if (options.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";

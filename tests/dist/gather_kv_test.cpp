@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 
 #include "longspan/longspan.hpp"
@@ -274,6 +275,8 @@ TEST(GatherKv, RefusesByNameWhatAnotherStrategyCould) {
   Options bad = good;
   bad.limits.max_kv_len = 0;
   refused(bad, "max_kv_len");
+  bad.limits.max_kv_len = bad.limits.max_batch = std::numeric_limits<int>::max();
+  refused(bad, "max_total_keys");
   bad = good;
   bad.exchange = Exchange::peer_buffers_apart;
   refused(bad, "peer-buffers-apart");

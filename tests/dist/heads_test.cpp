@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -278,6 +279,8 @@ TEST(Heads, RefusesByNameWhatAnotherStrategyCould) {
   Options bad = good;
   bad.limits.max_kv_len = 0;
   refused(bad, "max_kv_len");
+  bad.limits.max_kv_len = bad.limits.max_batch = std::numeric_limits<int>::max();
+  refused(bad, "max_total_keys");
   bad = good;
   bad.heads = bad.kv_heads = 1;
   refused(bad, "1 heads are fewer than");

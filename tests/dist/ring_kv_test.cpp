@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 
 #include "longspan/longspan.hpp"
@@ -296,6 +297,8 @@ TEST(RingKv, RefusesByNameWhatAnotherStrategyCould) {
   Options bad = good;
   bad.limits.max_kv_len = 0;
   refused(bad, "max_kv_len");
+  bad.limits.max_kv_len = bad.limits.max_batch = std::numeric_limits<int>::max();
+  refused(bad, "max_total_keys");
   bad = good;
   bad.queries.reset();
   refused(bad, "Options::queries");

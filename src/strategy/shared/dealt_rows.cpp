@@ -37,7 +37,7 @@ std::int64_t most_rows_of_a_rank(const Sharding& rule, int ranks, std::int64_t r
     default:
       return rows;
   }
-  if (uneven >= rows) return rows;
+  if (uneven >= rows || sequences > rows / (uneven + 1)) return rows;  // and no product overflows
   return std::min(rows, rows / ranks + sequences * (uneven + 1));
 }
 

@@ -306,8 +306,7 @@ std::string refuse_head_exchange(const Options& o, int ranks) {
   if (o.heads < ranks)
     return fmt::format("it shares the work by heads, and {} heads are fewer than {} ranks", o.heads,
                        ranks);
-  if (o.limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
-  return "";
+  return refuse_travelling_keys(o, ranks);
 }
 
 /// Counts, for the most heads of a rank: slots of one size for what leaves and arrives, rows of all

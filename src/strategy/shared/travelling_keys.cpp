@@ -86,6 +86,19 @@ std::int64_t most_keys_of_a_rank(const Sharding& rule, const Limits& limits, std
   return std::min(each, most_rows_of_a_rank(rule, ranks, limits.max_total_keys, batch));
 }
 
+std::string refuse_travelling_keys(const Options& o, int ranks) {
+  const Limits& limits = o.limits;
+  if (limits.max_kv_len == 0) return "it needs max_kv_len, for its workspace";
+  const auto rows =
+      static_cast<double>(most_keys_of_a_rank(o.keys, limits, limits.max_batch, ranks));
+  const double bytes = rows * ranks * key_row_bytes(o);
+  if (bytes < 0x1p48) return "";  // more than any machine has; sums of less do not overflow
+  return fmt::format(
+      "{} sequences (max_batch) of {} keys (max_kv_len) take {:.3g} bytes; max_total_keys says how "
+      "many keys they have together",
+      limits.max_batch, limits.max_kv_len, bytes);
+}
+
 double key_row_bytes(const Options& o) {
   return static_cast<double>(size_of(o.dtypes.of_kv())) * o.kv_heads * (o.head_dim + o.of_values());
 }

@@ -23,6 +23,8 @@ double most_keys_of_a_rank(const Sharding& rule, double keys, int ranks);
 /// Those of all sequences of a run, of which there are `batch`, within the limits of a layer.
 std::int64_t most_keys_of_a_rank(const Sharding& rule, const Limits& limits, std::int64_t batch,
                                  int ranks);
+/// Why no memory can be had for keys that travel; empty where it can.
+std::string refuse_travelling_keys(const Options& options, int ranks);
 /// The bytes of a key and its value, of all heads.
 double key_row_bytes(const Options& options);
 

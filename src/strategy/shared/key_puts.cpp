@@ -31,9 +31,9 @@ struct KeyPuts::Ways {
 };
 
 KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows)
-    : layer_(layer), keys_(keys), exchange_(layer, "exchange of keys and values") {
+    : layer_(layer), keys_(keys), puts_(layer, "exchange of keys and values") {
   if (layer_.options.exchange == Exchange::gather) return;
-  exchange_.open([&](Parts& memory) { whole_ = keys_.take_block(memory, rows); });
+  puts_.open([&](Parts& memory) { whole_ = keys_.take_block(memory, rows); });
 }
 
 std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
@@ -53,7 +53,7 @@ std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
 bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
   const std::optional<Ways> ways = ways_of(run);
   if (!ways) return false;
-  exchange_.compare(run);
+  puts_.compare(run);
   keys_.begin(run);
   const KeyBlock own = keys_.own_keys(run, copied);
   keys_.attend_to(run, whole_, {.length = run.arrays.keys.length});
@@ -62,8 +62,8 @@ bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
   const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge);
   if (!begins) run.attend.arrivals = nullptr;
   RowPuts puts = puts_of(run, *ways, own, begins);
-  exchange_.attend_beside(run, puts, arrivals, Phase::merge);
-  exchange_.end(run, received(run, *ways));
+  puts_.attend_beside(run, puts, arrivals, Phase::merge);
+  puts_.end(run, received(run, *ways));
   return true;
 }
 

@@ -28,8 +28,8 @@ class KeyPuts {
   /// for another way and there can be some. It is collective.
   KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows);
 
-  bool is_open() const { return exchange_.is_open(); }
-  const ExchangeInfo& exchange() const { return exchange_.info(); }
+  bool is_open() const { return puts_.is_open(); }
+  const ExchangeInfo& exchange() const { return puts_.info(); }
   /// Memory for whole sequences; of runs that this does not take, too.
   const KeyBlock& whole_keys() const { return whole_; }
 
@@ -53,7 +53,7 @@ class KeyPuts {
 
   Layer layer_;
   const TravellingKeys& keys_;
-  PutExchange exchange_;
+  PutExchange puts_;
   KeyBlock whole_;
 };
 

@@ -123,7 +123,8 @@ inline Result run(const Communicator& world, const Problem& problem, const Shard
 
   Result result{to_host(out, out_bytes), std::vector<float>(results * heads)};
   const std::vector<std::byte> lse_bytes = to_host(lse, result.lse.size() * sizeof(float));
-  std::memcpy(result.lse.data(), lse_bytes.data(), lse_bytes.size());
+  std::copy(lse_bytes.begin(), lse_bytes.end(),
+            reinterpret_cast<std::byte*>(result.lse.data()));  // of no rows, too
   return result;
 }
 

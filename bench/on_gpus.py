@@ -68,7 +68,7 @@ def parts(args):
         ("decode-4m", 150, {}, decode("4194304")),
         ("pages", 60, {}, decode("131072", "1048576", options=["--page", "16"])),
         ("fp8", 60, {}, decode("131072", "1048576", options=["--kv-dtype", "e4m3"])),
-        ("slow-tests", 400, {}, tests(rf"(strategies|two_level)_test\.np{ranks}$")),
+        ("slow-tests", 560, {}, tests(rf"(strategies|two_level)_test\.np{ranks}$")),
         ("tests", 590, {}, tests(rf"np{ranks}$")),
         ("batches", 120, {}, decode("131072", "524288", "--batch", "8")),
         ("documents", 180, {}, bench("strategies", "--backend", "cuda", *both, "--iterations", "3", "--targets-only")),

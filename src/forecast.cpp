@@ -10,6 +10,7 @@
 
 #include "longspan/options.hpp"
 #include "longspan/strategy.hpp"
+#include "src/strategy/shared/most_rows.hpp"
 #include "src/strategy/shared/node_ranks.hpp"
 #include "src/strategy/strategy.hpp"
 #include "src/visible_work.hpp"
@@ -133,9 +134,7 @@ RunSize largest_run(const Options& options, int ranks) {
   RunSize size{.sequences = sequences};
   size.tokens = options.queries ? most * ranks : most;
   size.most_tokens = options.queries ? most : 0;
-  size.keys = static_cast<double>(limits.max_kv_len) * sequences;
-  if (limits.max_total_keys > 0)
-    size.keys = std::min(size.keys, static_cast<double>(limits.max_total_keys));
+  size.keys = static_cast<double>(most_keys(limits, limits.max_batch));
   return size;
 }
 

@@ -85,7 +85,7 @@ class GatherKv final : public Strategy {
   bool is_host() const { return layer_.kernels.device() == Device::host; }
   /// Of whole sequences.
   std::int64_t most_keys() const {
-    return most_keys_of_a_rank({}, layer_.options.limits, layer_.bounds.batch.size, 1);
+    return longspan::most_keys(layer_.options.limits, layer_.bounds.batch.size);
   }
 
   /// Brings the keys of all ranks here, and makes them those of the run: the whole sequences.

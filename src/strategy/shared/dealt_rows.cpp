@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "src/strategy/shared/most_rows.hpp"
+
 namespace longspan {
 
 double most_result_rows(const Options& o, int ranks, const RunSize& size) {
@@ -15,32 +17,6 @@ double most_result_rows(const Options& o, int ranks, const RunSize& size) {
   return static_cast<double>(rule.resolve(rows, 0, ranks).max_local_len(rows));
 }
 
-/// No rank has more than an even share of each sequence and what the rule leaves uneven: one row of
-/// a striped layout, two of zigzag, a block, or segments of 128 (one for the cut between ranks and
-/// one for the end of the sequence).
-std::int64_t most_rows_of_a_rank(const Sharding& rule, int ranks, std::int64_t rows,
-                                 std::int64_t sequences) {
-  std::int64_t uneven = 0;
-  switch (rule.layout) {
-    case Layout::striped:
-      uneven = 1;
-      break;
-    case Layout::zigzag:
-      uneven = 2;
-      break;
-    case Layout::interleaved:
-      uneven = rule.block;
-      break;
-    case Layout::contiguous:
-      uneven = std::int64_t{2} * kSegment;
-      break;
-    default:
-      return rows;
-  }
-  if (uneven >= rows || sequences > rows / (uneven + 1)) return rows;  // and no product overflows
-  return std::min(rows, rows / ranks + sequences * (uneven + 1));
-}
-
 std::int64_t DealtRows::row_bytes() const {
   return std::int64_t{layer_.bounds.heads} * layer_.bounds.head_dim *
          static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
@@ -48,8 +24,8 @@ std::int64_t DealtRows::row_bytes() const {
 
 std::int64_t DealtRows::most_capacity() const {
   if (are_gathered()) return layer_.options.limits.max_tokens;
-  return most_rows_of_a_rank(rule(), layer_.comm.size(), layer_.options.limits.max_tokens,
-                             layer_.options.limits.max_batch);
+  return most_rows_of_a_rank(rule(), layer_.options.limits.max_tokens,
+                             layer_.options.limits.max_batch, layer_.comm.size());
 }
 
 bool DealtRows::are_counted(const Run& run) const {
@@ -62,7 +38,7 @@ bool DealtRows::are_counted(const Run& run) const {
 std::int64_t DealtRows::rows_of(const Run& run, int rank) const {
   const Shard& rows = run.arrays.queries;
   if (!are_counted(run))
-    return std::min(most_rows_of_a_rank(rule(), layer_.comm.size(), rows.length, run.arrays.batch),
+    return std::min(most_rows_of_a_rank(rule(), rows.length, run.arrays.batch, layer_.comm.size()),
                     layer_.options.limits.max_tokens);
   const Shard own = rows.with_rank(rank);
   const std::int32_t* const start = run.arrays.query_start;
@@ -75,8 +51,8 @@ std::int64_t DealtRows::rows_of(const Run& run, int rank) const {
 std::int64_t DealtRows::rows_of_node(const Run& run) const {
   const Shard& rows = run.arrays.queries;
   if (!are_counted(run))
-    return std::min(most_rows_of_a_rank(of_nodes(rule(), mapped_.count), mapped_.nodes, rows.length,
-                                        run.arrays.batch),
+    return std::min(most_rows_of_a_rank(of_nodes(rule(), mapped_.count), rows.length,
+                                        run.arrays.batch, mapped_.nodes),
                     layer_.options.limits.max_tokens * (are_gathered() ? mapped_.count : 1));
   std::int64_t count = 0;
   for (int p = 0; p < mapped_.count; ++p) count += rows_of(run, mapped_.first + p);

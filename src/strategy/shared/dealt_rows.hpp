@@ -15,11 +15,6 @@ namespace longspan {
 /// rank.
 double most_result_rows(const Options& options, int ranks, const RunSize& size);
 
-/// Bounds the rows that a rank has of so many rows of so many sequences, dealt out by a rule; a
-/// table may give all rows to one rank.
-std::int64_t most_rows_of_a_rank(const Sharding& rule, int ranks, std::int64_t rows,
-                                 std::int64_t sequences);
-
 class DealtRows {
  public:
   /// What is dealt out: the rows of sharded queries, which are gathered; or, of replicated ones,

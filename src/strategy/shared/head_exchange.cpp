@@ -68,10 +68,11 @@ void HeadExchange::lay_out(Parts& memory) {
 void HeadExchange::lay_out_whole(Parts& memory) {
   const kernels::AttendParams& own = own_layer_.bounds;
   if (rows_.are_gathered()) queries_ = memory.take(at(query_slot(own.tokens)));
-  const Sharding& rule = layer_.options.keys;
-  const std::int64_t most =
-      most_keys_of_a_rank(ranks_.nodes == 1 ? Sharding{} : of_nodes(rule, ranks_.count),
-                          layer_.options.limits, own.batch.size, ranks_.nodes);
+  const Limits& limits = layer_.options.limits;
+  const std::int64_t most = ranks_.nodes == 1
+                                ? most_keys(limits, own.batch.size)
+                                : most_keys_of_a_rank(of_nodes(layer_.options.keys, ranks_.count),
+                                                      limits, own.batch.size, ranks_.nodes);
   ordered_.k = memory.take(at(key_slot(most, 0)));
   ordered_.v = memory.take(at(key_slot(most, 1)));
 }

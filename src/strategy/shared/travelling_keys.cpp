@@ -2,11 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-
 #include "longspan/error.hpp"
-#include "src/divided_up.hpp"
-#include "src/strategy/shared/dealt_rows.hpp"
 
 namespace longspan {
 namespace {
@@ -55,36 +51,6 @@ bool knows_masks(const Run& run, Device device) {
 }
 
 }  // namespace
-
-std::int64_t most_keys_of_a_rank(const Sharding& rule, std::int64_t keys, int ranks) {
-  const auto most = [&]() -> std::int64_t {
-    switch (rule.layout) {
-      case Layout::contiguous:
-        return divided_up(segments_of(keys), ranks) * kSegment;
-      case Layout::zigzag:
-        return 2 * divided_up(keys, 2 * std::int64_t{ranks});
-      case Layout::striped:
-        return divided_up(keys, ranks);
-      case Layout::interleaved:
-        return divided_up(divided_up(keys, rule.block), ranks) * rule.block;
-      default:
-        return keys;
-    }
-  };
-  return std::min(most(), keys);
-}
-
-double most_keys_of_a_rank(const Sharding& rule, double keys, int ranks) {
-  return static_cast<double>(
-      most_keys_of_a_rank(rule, static_cast<std::int64_t>(std::min(keys, 1e15)), ranks));
-}
-
-std::int64_t most_keys_of_a_rank(const Sharding& rule, const Limits& limits, std::int64_t batch,
-                                 int ranks) {
-  const std::int64_t each = batch * most_keys_of_a_rank(rule, limits.max_kv_len, ranks);
-  if (limits.max_total_keys == 0) return each;
-  return std::min(each, most_rows_of_a_rank(rule, ranks, limits.max_total_keys, batch));
-}
 
 std::string refuse_travelling_keys(const Options& o, int ranks) {
   const Limits& limits = o.limits;

@@ -11,18 +11,11 @@
 #include <cstdint>
 #include <string>
 
+#include "src/strategy/shared/most_rows.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
 
-/// A bound of the keys that any rank holds of a sequence of up to `keys` keys. Ranges and listed
-/// positions may give all of them to one rank.
-std::int64_t most_keys_of_a_rank(const Sharding& rule, std::int64_t keys, int ranks);
-/// The same in doubles, for RunCost, of all sequences together.
-double most_keys_of_a_rank(const Sharding& rule, double keys, int ranks);
-/// Those of all sequences of a run, of which there are `batch`, within the limits of a layer.
-std::int64_t most_keys_of_a_rank(const Sharding& rule, const Limits& limits, std::int64_t batch,
-                                 int ranks);
 /// Why no memory can be had for keys that travel; empty where it can.
 std::string refuse_travelling_keys(const Options& options, int ranks);
 /// The bytes of a key and its value, of all heads.

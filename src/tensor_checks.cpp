@@ -177,7 +177,12 @@ Lse batch_rows(const Lse& lse, const char* name) {
 }
 
 std::int64_t count_rows(const Tensor& t, int dims) {
-  return t.dims > dims ? t.shape[0] * t.shape[1] : t.shape[0];
+  if (t.dims <= dims) return t.shape[0];
+  if (t.shape[0] < 0 || t.shape[1] < 0) return -1;
+  std::int64_t rows = 0;
+  return __builtin_mul_overflow(t.shape[0], t.shape[1], &rows)
+             ? std::numeric_limits<std::int64_t>::max()
+             : rows;
 }
 
 void check_apart(std::initializer_list<const Tensor*> rows,
@@ -388,7 +393,8 @@ CacheView view_pages(const Tensor& k, const Tensor& v, const Tensor& table, cons
   if (k.dims == 5) {
     const std::int64_t x = k.shape[4];
     page = k.shape[3];
-    require(x >= 1 && k.shape[1] == shape.kv_heads && k.shape[2] * x == shape.head_dim,
+    require(x >= 1 && k.shape[1] == shape.kv_heads && shape.head_dim % x == 0 &&
+                k.shape[2] == shape.head_dim / x,
             "{} is {}; in x-packed pages [pages, {}, {} / x, page, x] is wanted", k_name,
             shape_text(k), shape.kv_heads, shape.head_dim);
     require(v.dims == 4 && v.shape[0] == k.shape[0] && v.shape[1] == shape.kv_heads &&
@@ -409,7 +415,9 @@ CacheView view_pages(const Tensor& k, const Tensor& v, const Tensor& table, cons
     view.v = page_rows(v);
   }
   require(page >= 1 && page <= std::numeric_limits<int>::max(),
-          "{} {} has pages of {} keys; a page has at least 1", k_name, shape_text(k), page);
+          "{} {} has pages of {} keys; a page has 1 to 2^31 - 1", k_name, shape_text(k), page);
+  require(k.shape[0] <= kMostCount, "{} {} has {} pages; 0 to 2^31 - 1 are possible", k_name,
+          shape_text(k), k.shape[0]);
   view.pages.count = k.shape[0];
   view.pages.size = static_cast<int>(page);
   view.keys = k.shape[0] * page;

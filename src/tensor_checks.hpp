@@ -81,7 +81,8 @@ Tensor batch_rows(const Tensor& t, const char* name);
 /// Views [batch, tokens, heads] likewise as [batch * tokens, heads], or leaves it.
 Lse batch_rows(const Lse& lse, const char* name);
 
-/// What batch_rows gives has so many rows.
+/// What batch_rows gives has so many rows. Of extents that nothing has checked yet the count is
+/// negative where one of them is, and at most what 63 bits hold.
 std::int64_t count_rows(const Tensor& t, int dims = 3);
 
 /// Throws InputError where tensors whose sequences lie apart do not have the same sequences. (One

@@ -801,5 +801,25 @@ TEST_F(AttendStateTest, SizesThatThereAreNot) {
   EXPECT_THROW(ops.state_bytes(4, 4, 1024), Unsupported);
 }
 
+TEST_F(AttendStateTest, NoWorkspaceForSizesThatThereAreNot) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  Call call(ops);
+  const AttendState batch = [&] {
+    AttendState a = call.a;
+    a.q = Tensor(call.q.data(), {2, 4, 2, 32});  // batch, heads, tokens, head_dim
+    return a;
+  }();
+  EXPECT_EQ(ops.workspace_bytes(batch), call.workspace.bytes());
+  // The products of two extents are past 63 bits, in both directions, or hide a sign.
+  for (const auto& [dim, extent] : std::initializer_list<std::pair<int, std::int64_t>>{
+           {0, kMost}, {0, -kMost}, {0, -2}, {0, kMost / 2}, {2, kMost}, {2, -2}, {1, kMost}}) {
+    AttendState a = batch;
+    a.q.shape[dim] = extent;
+    EXPECT_THROW(ops.workspace_bytes(a), InputError) << dim << ": " << extent;
+    a.q.shape[1] = extent;
+    EXPECT_THROW(ops.workspace_bytes(a), InputError) << dim << " and 1: " << extent;
+  }
+}
+
 }  // namespace
 }  // namespace longspan::tests

@@ -92,6 +92,11 @@ std::vector<Change<Args>> paged_refusals() {
        [](Args& a, ServingCalls& p) {
          a.attention.out_scale = Tensor(p.one.data(), {1}), p.one[0] = 0;
        }},
+      {"1099511627776 pages; 0 to 2^31 - 1 are possible",
+       [](Args& a, ServingCalls&) {  // many times the same page, which takes no memory
+         for (Tensor* t : {&a.attention.k_cache, &a.attention.v_cache})
+           t->shape[0] = std::int64_t{1} << 40, t->stride[0] = 0;
+       }},
       {"max_query_len 4294967296",
        [](Args& a, ServingCalls&) { a.attention.max_query_len = std::int64_t{1} << 32; }},
       {"block_table [2, -1] has a negative extent",

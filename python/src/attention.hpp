@@ -1,4 +1,4 @@
-// attend() and Attention in Python.
+// Binds attend().
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -9,6 +9,7 @@
 #include "python/src/attention.hpp"
 #include "python/src/communicators.hpp"
 #include "python/src/errors.hpp"
+#include "python/src/layer.hpp"
 #include "python/src/reshard.hpp"
 #include "python/src/serving.hpp"
 #include "python/src/shards.hpp"
@@ -67,6 +68,7 @@ NB_MODULE(_core, m) {
   bind_shards(m);
   bind_communicators(m);
   bind_attention(m);
+  bind_layer(m);
   bind_serving(m);
   bind_reshard(m);
   m.def("info", &info);

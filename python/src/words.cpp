@@ -95,6 +95,16 @@ ScoreOptions score_of(nb::handle softmax_scale, nb::handle softcap, Alibi alibi)
           .alibi = alibi};
 }
 
+Exchange exchange_of(nb::handle given) {
+  const std::string asked = text(given, "exchange");
+  for (const Exchange way : {Exchange::automatic, Exchange::peer_buffers,
+                             Exchange::peer_buffers_apart, Exchange::gather})
+    if (asked == name(way)) return way;
+  throw InputError("exchange is '" + asked +
+                   "'; 'auto', 'peer-buffers', 'peer-buffers-apart' and 'gather' "
+                   "are supported");
+}
+
 Sharding sharding_of(nb::handle given, const char* name) {
   Sharding made;
   if (nb::try_cast<Sharding>(given, made)) return made;

@@ -40,6 +40,9 @@ Alibi alibi_of(nb::handle given);
 
 ScoreOptions score_of(nb::handle softmax_scale, nb::handle softcap, Alibi alibi);
 
+/// "auto", "peer-buffers", "peer-buffers-apart" or "gather".
+Exchange exchange_of(nb::handle given);
+
 /// A name of a layout, or a Sharding.
 Sharding sharding_of(nb::handle given, const char* name);
 std::optional<Sharding> maybe_sharding(nb::handle given, const char* name);

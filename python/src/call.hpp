@@ -1,0 +1,105 @@
+// One run, of attend() or of a layer, as Python gives it: its arrays, which the Python functions
+// pass by position in the order of `Given`, its lengths, and where its results go.
+//
+// Arrays of four dimensions are flash-attention's, [batch, tokens, heads, head_dim]; the library
+// has them with tokens and heads exchanged.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+
+#include "longspan/attention.hpp"
+#include "python/src/arrays.hpp"
+#include "python/src/plans.hpp"
+#include "python/src/words.hpp"
+
+namespace longspan::python {
+
+/// The arguments of a run.
+struct Given {
+  nb::handle q, k, v;
+  nb::handle causal;  // a bool in attend(), flags of sequences or None in a layer
+  nb::handle cu_seqlens_q, cache_seqlens, block_table;
+  nb::handle k_new, v_new;
+  nb::handle q_descale, k_descale, v_descale, out_scale;
+  nb::handle alibi_slopes, sinks, qq_bias, documents;
+  nb::handle total_keys, total_queries, key_table, query_table;
+  nb::handle skip_decode, return_lse, out, lse, stream;
+};
+inline constexpr std::size_t kGiven = sizeof(Given) / sizeof(nb::handle);
+
+/// `Fields`, a struct of handles, from the arguments that begin with `first`.
+template <class Fields>
+Fields unpack(const nb::args& args, std::size_t first) {
+  constexpr std::size_t count = sizeof(Fields) / sizeof(nb::handle);
+  std::array<nb::handle, count> handles;
+  for (std::size_t i = 0; i < count; ++i) handles[i] = args[first + i];
+  return std::bit_cast<Fields>(handles);
+}
+
+/// A count of rows or keys, or -1 for None. Throws InputError where it is none.
+std::int64_t count_of(nb::handle given, const char* name);
+
+/// [batch, tokens, kv_heads, dim] as [batch tokens, kv_heads, dim]; anything else as it is. Throws
+/// InputError where the sequences do not follow each other in memory.
+Tensor flat(Tensor t, const char* name);
+
+/// The arrays of one run, and where its results go.
+struct Call {
+  /// TypeError for what is no array, InputError where extents do not fit each other.
+  explicit Call(const Given& g);
+
+  bool batched() const { return q.tensor().dims == 4; }
+  std::int64_t batch() const { return batched() ? q.tensor().shape[0] : 1; }
+  std::int64_t tokens() const { return q.tensor().shape[batched() ? 1 : 0]; }
+  std::int64_t heads() const { return q.tensor().shape[batched() ? 2 : 1]; }
+  std::int64_t head_dim() const { return q.tensor().shape[batched() ? 3 : 2]; }
+  std::int64_t kv_heads() const {
+    const Tensor& t = k.tensor();
+    return t.shape[t.dims == 5 ? 1 : t.dims - 2];
+  }
+  std::int64_t value_dim() const {
+    const Tensor& t = v.tensor();
+    return t.shape[k.tensor().dims == 5 ? 2 : t.dims - 1];
+  }
+  /// Keys of each sequence on this rank, where nobody says how many there are.
+  std::int64_t own_keys() const;
+
+  /// Every array on the GPU of the communicator. The device itself is checked by the library.
+  void check_gpu(int gpu) const;
+
+  /// Results, of the caller's own or new ones: the part that the rank gets.
+  void make_results(const Options& options, const Communicator& world);
+
+  /// Everything but the lengths, which may have to be asked for.
+  AttentionArgs args() const;
+
+  /// What Python gets: out, or out and lse.
+  nb::object finish();
+  bool needs_wait() const { return out.needs_wait() || lse.needs_wait(); }
+
+  Array q, k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
+      k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, key_table,
+      query_table, given_out, given_lse;
+  std::int64_t total_keys, total_queries;
+  bool skip_decode, return_lse;
+  Stream stream;
+  Result out, lse;
+};
+
+/// Lengths of the whole sequences that nobody has given: what all ranks hold together.
+struct Totals {
+  std::int64_t keys = 0, queries = 0, most_queries = 0;
+};
+
+/// Asks the other ranks where it must, which is collective. `needs_most` asks for the most query
+/// rows that a rank has, too.
+Totals totals_of(const Communicator& world, const Call& call, bool sharded_queries,
+                 bool needs_most);
+
+/// Lengths into the arguments; arrays of them where a batch has none.
+void set_lengths(AttentionArgs& args, const Call& call, const Totals& totals, bool sharded_queries,
+                 Device device, UniformArrays& arrays);
+
+}  // namespace longspan::python

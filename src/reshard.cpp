@@ -30,10 +30,11 @@ namespace {
 
 constexpr const char* kStep = "reshard";
 
-/// Options with the numbers of ranks that their defaults stand for.
+/// Options with the numbers of ranks that their defaults stand for; check_options refuses a first
+/// rank that is none.
 ReshardOptions resolved(ReshardOptions o, int ranks) {
   for (CacheRanks* cache : {&o.from, &o.to})
-    if (cache->ranks == 0) cache->ranks = ranks - cache->first_rank;
+    if (cache->ranks == 0 && cache->first_rank >= 0) cache->ranks = ranks - cache->first_rank;
   return o;
 }
 

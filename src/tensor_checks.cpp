@@ -23,19 +23,45 @@ std::string to_string(const CountText& count) {
 
 namespace {
 
+/// The dimensions of a tensor that have more than one index, in ascending order of their strides.
+struct Steps {
+  std::array<int, Tensor::kMaxDims> dims{};
+  int count = 0;
+
+  explicit Steps(const Tensor& t) {
+    for (int d = 0; d < t.dims; ++d) {
+      if (t.shape[d] <= 1) continue;
+      int at = count++;
+      for (; at > 0 && t.stride[dims[at - 1]] > t.stride[d]; --at) dims[at] = dims[at - 1];
+      dims[at] = d;
+    }
+  }
+  const int* begin() const { return dims.data(); }
+  const int* end() const { return dims.data() + count; }
+};
+
 /// The memory from the first element of a tensor to behind its last one.
 struct Span {
   const std::byte* begin;
   const std::byte* end;
-  bool dense;
+  bool has_gaps;  // there may be places that no element has
+
+  /// Whether the first or the last byte of the other is surely one of these.
+  bool shares_an_end_of(const Span& other) const {
+    return !has_gaps &&
+           ((other.begin >= begin && other.begin < end) || (other.end > begin && other.end <= end));
+  }
 };
 
 Span span_of(const Tensor& t) {
-  std::int64_t last = 0;
-  for (int d = 0; d < t.dims; ++d) last += (t.shape[d] - 1) * t.stride[d];
+  std::int64_t reach = 0;  // from the first to the last element of the smaller strides
+  bool has_gaps = false;
+  for (const int d : Steps(t)) {
+    has_gaps = has_gaps || t.stride[d] > reach + 1;
+    reach += (t.shape[d] - 1) * t.stride[d];
+  }
   const auto* begin = static_cast<const std::byte*>(t.data);
-  return {begin, begin + (last + 1) * static_cast<std::int64_t>(size_of(t.dtype)),
-          last + 1 == t.size()};
+  return {begin, begin + (reach + 1) * static_cast<std::int64_t>(size_of(t.dtype)), has_gaps};
 }
 
 /// Checks that neither the bytes of the elements nor those from the first to the last leave 63
@@ -86,17 +112,8 @@ void check_tensor(const Tensor& t, const char* name, DType dtype, Device device)
 
 void check_written(const Tensor& t, const char* name) {
   if (t.size() == 0) return;
-  std::array<int, Tensor::kMaxDims> order{};
-  int count = 0;
-  for (int d = 0; d < t.dims; ++d) {
-    if (t.shape[d] <= 1) continue;
-    int at = count++;
-    for (; at > 0 && t.stride[order[at - 1]] > t.stride[d]; --at) order[at] = order[at - 1];
-    order[at] = d;
-  }
-  std::int64_t reach = 0;  // from the first to the last element of the smaller dimensions
-  for (int i = 0; i < count; ++i) {
-    const int d = order[i];
+  std::int64_t reach = 0;  // from the first to the last element of the smaller strides
+  for (const int d : Steps(t)) {
     require(t.stride[d] > reach,
             "{} {} with strides [{}] is written, and its elements overlap: stride {} of dimension "
             "{} steps over {} elements that the smaller strides reach",
@@ -116,9 +133,8 @@ void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, co
   };
   if (in_place && out.data == in.data && out.dtype == in.dtype && same_strides()) return;
   const Span a = span_of(out), b = span_of(in);
-  const bool apart = a.end <= b.begin || b.end <= a.begin;
-  require(apart || !(a.begin == b.begin || (a.dense && b.dense)), "{} overlaps {}: {}", out_name,
-          in_name,
+  require(a.begin != b.begin && !a.shares_an_end_of(b) && !b.shares_an_end_of(a),
+          "{} overlaps {}: {}", out_name, in_name,
           in_place ? "it may be the same tensor, with the same type and strides, or lie apart"
                    : "it must lie apart");
 }

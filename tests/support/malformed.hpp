@@ -135,8 +135,8 @@ struct Memory {
     fill(q, kTokens * kHeads * kDim);
     fill(k, kPages * kPage * kKvHeads * kDim);
     fill(v, k.size() - kRoom);
-    fill(new_k, kTokens * kKvHeads * kDim);
-    fill(new_v, kTokens * kKvHeads * kDim);
+    fill(new_k, q.size() - kRoom);  // a change makes it the place of out
+    fill(new_v, q.size() - kRoom);
     fill(parts, 3 * kTokens * kHeads * kDim);
     fill(lses, 3 * kTokens * kHeads);
     fill(sinks, kHeads);

@@ -8,11 +8,13 @@
 #include <utility>
 #include <vector>
 
+#include "longspan/error.hpp"
 #include "longspan/options.hpp"
 #include "longspan/strategy.hpp"
 #include "src/strategy/shared/most_rows.hpp"
 #include "src/strategy/shared/node_ranks.hpp"
 #include "src/strategy/strategy.hpp"
+#include "src/validate.hpp"
 #include "src/visible_work.hpp"
 
 namespace longspan {
@@ -83,6 +85,33 @@ void predict(Forecast& f, Work& work, double flops, const Options& o, const Topo
       cost.merged_bytes / machine.merge_bytes_per_s + cost.copied_bytes / machine.copy_bytes_per_s;
 }
 
+void check_topology(const Topology& topology) {
+  if (topology.ranks_per_node < 0)
+    throw UsageError(fmt::format("ranks_per_node {} is negative; 0 means all on one node",
+                                 topology.ranks_per_node));
+}
+
+/// Throws UsageError for counts that are none, and for those that leave the 63 bits in which bytes
+/// of rows are counted and sequences walked over.
+void check_size(const RunSize& size, const Options& o) {
+  const auto check = [](double count, double most, const char* name) {
+    if (!(count >= 0 && count <= most))
+      throw UsageError(fmt::format("a run of {} {}; 0 to {:.3g} are possible", count, name, most));
+  };
+  constexpr double kMost = 0x1p60, kLongest = 0x1p41;
+  const double row = 4.0 * o.heads * std::max(o.head_dim, o.of_values());
+  check(size.sequences, kMost, "sequences");
+  check(size.tokens, kMost / row, "tokens");
+  check(size.most_tokens, kMost / row, "tokens of one rank (most_tokens)");
+  check(size.keys, 0x1p62, "keys");
+  const double count = std::max(1.0, size.sequences), longest = std::min(kLongest, kMost / row);
+  check(size.keys / count, longest, "keys in a sequence");
+  for (const SequenceSize& one : size.each) {
+    check(static_cast<double>(one.rows), longest, "tokens in a sequence (each)");
+    check(static_cast<double>(one.keys), longest, "keys in a sequence (each)");
+  }
+}
+
 std::string reservation(const StrategyEntry& entry, const Options& options, int ranks,
                         Device device) {
   if (ranks == 1) return "";
@@ -98,6 +127,7 @@ std::string reservation(const StrategyEntry& entry, const Options& options, int 
 
 std::vector<Forecast> consider(const Options& options, int ranks, const RunSize& size,
                                Device device) {
+  check_size(size, options);
   std::vector<Forecast> all;
   const auto limit = static_cast<double>(options.limits.max_workspace);
   for (const StrategyInfo& info : strategies()) {
@@ -117,6 +147,9 @@ std::vector<Forecast> consider(const Options& options, int ranks, const RunSize&
 
 std::vector<Forecast> forecast(const Options& given, const Topology& topology, const RunSize& size,
                                const Machine& machine) {
+  check_values(given, topology.ranks);
+  check_topology(topology);
+  check_machine(machine);
   Options options = given;
   if (options.ranks_per_node == 0)
     options.ranks_per_node = topology.ranks_per_node > 0 ? topology.ranks_per_node : topology.ranks;
@@ -128,7 +161,14 @@ std::vector<Forecast> forecast(const Options& given, const Topology& topology, c
   return all;
 }
 
+RunCost cost_of(const Options& options, int ranks, const RunSize& size, Device device) {
+  const StrategyInfo& strategy = choose_strategy(options, ranks, built_in_machine(Device::host));
+  check_size(size, options);
+  return entry_of(strategy).cost(options, ranks, size, device);
+}
+
 RunSize largest_run(const Options& options, int ranks) {
+  check_values(options, ranks);
   const Limits& limits = options.limits;
   const double most = static_cast<double>(limits.max_tokens), sequences = limits.max_batch;
   RunSize size{.sequences = sequences};

@@ -9,9 +9,11 @@
 #include <fstream>
 #include <iterator>
 #include <sstream>
+#include <string_view>
 
 #include "longspan/error.hpp"
 #include "src/env.hpp"
+#include "src/validate.hpp"
 
 namespace longspan {
 namespace {
@@ -41,6 +43,14 @@ constexpr std::array kConstants{
     Constant{"overlap", &Machine::overlap, 1.0, true},
 };
 
+bool can_be(const Constant& constant, double value) {
+  return std::isfinite(value) && value <= constant.most &&
+         (value > 0 || (value == 0 && constant.may_be_zero));
+}
+const char* wanted(const Constant& constant) {
+  return constant.may_be_zero ? "a number from 0 to 1" : "a number above 0";
+}
+
 [[noreturn]] void refuse(const std::string& origin, const std::string& what) {
   throw UsageError(
       fmt::format("{} holds {}; `longspan calibrate` writes a file anew", origin, what));
@@ -50,10 +60,8 @@ double value_of(const Constant& constant, const std::string& text, const std::st
   double value = 0;
   const char* end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end || !std::isfinite(value) || value > constant.most ||
-      !(value > 0 || (value == 0 && constant.may_be_zero)))
-    refuse(origin, fmt::format("{} '{}', which is not {}", constant.name, text,
-                               constant.may_be_zero ? "a number from 0 to 1" : "a number above 0"));
+  if (error != std::errc() || stop != end || !can_be(constant, value))
+    refuse(origin, fmt::format("{} '{}', which is not {}", constant.name, text, wanted(constant)));
   return value;
 }
 
@@ -118,6 +126,17 @@ Machine machine_from(const std::string& text, const std::string& origin, Device 
     machine.*missing.value = machine.*missing.otherwise;
   }
   return machine;
+}
+
+void check_machine(const Machine& machine) {
+  for (const Constant& c : kConstants) {
+    // A time may be 0; a rate divides.
+    const double value = machine.*c.value;
+    const bool is_rate = std::string_view(c.name).ends_with("_per_s");
+    if (!(can_be(c, value) || (value == 0 && !is_rate)))
+      throw UsageError(fmt::format("the machine '{}' has {} {}, which is not {}{}", machine.name,
+                                   c.name, value, wanted(c), is_rate ? "" : " or 0"));
+  }
 }
 
 std::string machine_file(Device device) {

@@ -123,11 +123,6 @@ const StrategyInfo& choose_strategy(const Options& options, int ranks, const Mac
   return *best->strategy;
 }
 
-RunCost cost_of(const Options& options, int ranks, const RunSize& size, Device device) {
-  return entry_of(choose_strategy(options, ranks, built_in_machine(Device::host)))
-      .cost(options, ranks, size, device);
-}
-
 Machine shared_machine(const Communicator& world) {
   // An error of reading the constants is everybody's.
   std::string mine;

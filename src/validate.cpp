@@ -14,6 +14,10 @@ namespace longspan {
 
 namespace {
 
+void usage(bool holds, const std::string& what) {
+  if (!holds) throw UsageError(what);
+}
+
 /// Throws for what no call with these options could have.
 void check_fp8_products(const Options& o) {
   const DType q = o.dtypes.of_query(), kv = o.dtypes.of_kv();
@@ -66,10 +70,9 @@ void check_score(const ScoreOptions& score, void (*refuse)(const std::string&)) 
         fmt::format("alibi of number {} is none of context, query", static_cast<int>(score.alibi)));
 }
 
-void check_options(const Options& o, int ranks) {
-  const auto usage = [](bool holds, const std::string& what) {
-    if (!holds) throw UsageError(what);
-  };
+void check_values(const Options& o, int ranks) {
+  usage(ranks >= 1 && ranks <= 1 << 20,
+        fmt::format("there are {} ranks; 1 to 2^20 are possible", ranks));
   usage(o.heads > 0 && o.kv_heads > 0 && o.heads % o.kv_heads == 0,
         fmt::format("heads {} and kv_heads {}: heads must be a multiple of kv_heads", o.heads,
                     o.kv_heads));
@@ -138,16 +141,20 @@ void check_options(const Options& o, int ranks) {
                   o.limits.max_total_keys));
   usage(o.limits.max_workspace >= 0,
         fmt::format("max_workspace {} is negative; 0 means no limit", o.limits.max_workspace));
+  usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
+}
+
+void check_options(const Options& o, int ranks) {
+  check_values(o, ranks);
   // These are the states of one run on one rank, in numbers that cannot overflow. A machine has
   // less than 2^48 bytes, which leaves every sum of sizes far inside 63 bits.
   const double rows = static_cast<double>(o.limits.max_tokens) * o.heads * (o.queries ? ranks : 1);
-  const double bytes = rows * (4.0 * value_dim + 8) * ranks;
+  const double bytes = rows * (4.0 * o.of_values() + 8) * ranks;
   usage(bytes < 0x1p48,
         fmt::format(
             "max_tokens {} with heads {} and value_dim {} on {} ranks: the states of such a run "
             "take {:.3g} bytes on each rank; give the most rows of one run",
-            o.limits.max_tokens, o.heads, value_dim, ranks, bytes));
-  usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
+            o.limits.max_tokens, o.heads, o.of_values(), ranks, bytes));
 }
 
 NamedValues describe_shardings(const Options& o) {

@@ -7,14 +7,21 @@
 #include <string>
 
 #include "longspan/attention.hpp"
+#include "longspan/machine.hpp"
 #include "src/array_checks.hpp"
 #include "src/tensor_checks.hpp"
 
 namespace longspan {
 
-/// Throws UsageError for options that make no sense, or sizes that no memory of `ranks` ranks
-/// holds, and Unsupported for what longspan cannot do.
+/// Throws UsageError for options that make no sense, and a number of ranks that is none, and
+/// Unsupported for what longspan cannot do.
+void check_values(const Options& options, int ranks);
+/// The same for options that a layer is made of: also for sizes that no memory of `ranks` ranks
+/// holds.
 void check_options(const Options& options, int ranks = 1);
+
+/// Throws UsageError for constants by which no time can be predicted.
+void check_machine(const Machine& machine);
 
 /// Check what a mask, and the numbers of a score, must be; `refuse` throws the caller's kind of
 /// error.

@@ -68,7 +68,7 @@ struct RunCost {
 };
 
 /// The cost by the strategy that `options.strategy` names, on ranks that compute there; throws as
-/// choose_strategy does.
+/// choose_strategy and forecast do.
 RunCost cost_of(const Options& options, int ranks, const RunSize& size,
                 Device device = Device::host);
 
@@ -105,18 +105,20 @@ struct Forecast {
 ///     hidden    as much of the overlapped bytes' time as `overlap` allows and attend is long
 ///     merge     merged bytes / merge_bytes_per_s + copied bytes / copy_bytes_per_s
 ///
-/// It refuses what takes more workspace than Limits::max_workspace.
+/// It refuses what takes more workspace than Limits::max_workspace. Throws UsageError for options,
+/// ranks, sizes and constants of a machine that make no sense, and Unsupported for options that no
+/// layer has.
 std::vector<Forecast> forecast(const Options& options, const Topology& topology,
                                const RunSize& size, const Machine& machine);
 
-/// The largest run that the limits of a layer on `ranks` ranks allow.
+/// The largest run that the limits of a layer on `ranks` ranks allow. Throws as forecast does.
 RunSize largest_run(const Options& options, int ranks);
 
 /// The strategy that `options.strategy` names. "auto" is the one whose forecast of largest_run is
 /// the shortest, among those that take every run of such a layer and, on processors and with
 /// Options::invariant, give the bits of gather-states; without max_kv_len it is the first of them.
-/// Throws Unsupported, with the known names, for any other name; and, with the reason and the
-/// strategies that could, for one that cannot serve such a layer.
+/// Throws as forecast does; Unsupported, with the known names, for any other name; and, with the
+/// reason and the strategies that could, for one that cannot serve such a layer.
 const StrategyInfo& choose_strategy(const Options& options, int ranks, const Machine& machine);
 
 /// The same for a layer on these ranks, by rank 0's machine_here, so that all choose alike. It is

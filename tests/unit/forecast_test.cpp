@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <random>
 #include <string>
 #include <vector>
@@ -349,6 +350,41 @@ TEST(Forecast, TakesThousandsOfRanks) {
     EXPECT_GT(f.seconds(), 0) << f.strategy->name;
     EXPECT_NEAR(f.balance, 1, 0.05) << f.strategy->name;
   }
+}
+
+TEST(Forecast, WhatMakesNoSenseIsRefusedByName) {
+  const Options good = prefill(4096, 2, Layout::zigzag);
+  const Machine machine = built_in_machine(Device::host);
+  const RunSize size = largest_run(good, 2);
+  const auto refused = [&](const char* says, const auto& change) {
+    Options o = good;
+    Topology topology{.ranks = 2};
+    RunSize run = size;
+    Machine m = machine;
+    change(o, topology, run, m);
+    EXPECT_THAT([&] { forecast(o, topology, run, m); }, ThrowsMessage<UsageError>(HasSubstr(says)));
+  };
+  EXPECT_NO_THROW(forecast(good, {.ranks = 2}, size, machine));
+  using O = Options&;
+  using T = Topology&;
+  using R = RunSize&;
+  using M = Machine&;
+  refused("kv_heads 0", [](O o, T, R, M) { o.kv_heads = 0; });
+  refused("there are 0 ranks", [](O, T t, R, M) { t.ranks = 0; });
+  refused("ranks_per_node -1", [](O, T t, R, M) { t.ranks_per_node = -1; });
+  refused("a run of nan tokens", [](O, T, R r, M) { r.tokens = NAN; });
+  refused("a run of -1 keys", [](O, T, R r, M) { r.keys = -1; });
+  refused("a run of 1e+18 tokens", [](O, T, R r, M) { r.tokens = 1e18; });
+  refused("keys in a sequence (each)", [](O, T, R r, M) { r.each = {{1, -5}}; });
+  refused("flops_per_s 0, which is not a number above 0", [](O, T, R, M m) { m.flops_per_s = 0; });
+  refused("call_s -1", [](O, T, R, M m) { m.call_s = -1; });
+  refused("overlap 2, which is not a number from 0 to 1", [](O, T, R, M m) { m.overlap = 2; });
+  EXPECT_THAT([&] { largest_run(good, 0); },
+              ThrowsMessage<UsageError>(HasSubstr("there are 0 ranks")));
+  EXPECT_THAT([&] { choose_strategy(good, -1, machine); },
+              ThrowsMessage<UsageError>(HasSubstr("there are -1 ranks")));
+  EXPECT_THAT([&] { cost_of(good, 2, {.tokens = -1}); },
+              ThrowsMessage<UsageError>(HasSubstr("a run of -1 tokens")));
 }
 
 TEST(Choose, AutoTakesTheShortestForecast) {

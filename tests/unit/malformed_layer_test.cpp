@@ -1,6 +1,9 @@
-// Random malformed arguments to a layer: its options, runs and appends, and attend().
+// Random malformed arguments to a layer: its options, runs and appends, and attend(); and to the
+// forecast of one.
 #include <numeric>
 
+#include "longspan/machine.hpp"
+#include "longspan/strategy.hpp"
 #include "tests/support/malformed.hpp"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -184,62 +187,127 @@ TEST_F(Malformed, RunsAndAppendsOfALayer) {
   }
 }
 
-TEST_F(Malformed, OptionsOfALayer) {
+class MalformedOptions : public Malformed {
+ protected:
+  /// Of options that a layer or a forecast is made of.
+  std::vector<Change> changes_of_options(Options& o) {
+    Chaos& c = chaos_;
+    return {[&c, &o] {
+              o.heads = c.of({-4, 0, 1, 3, std::numeric_limits<int>::max()});
+            },
+            [&c, &o] {
+              o.kv_heads = c.of({-2, 0, 1, 3, std::numeric_limits<int>::max()});
+            },
+            [&c, &o] {
+              o.head_dim = c.of({-32, 0, 8, 20, 64, 576, 584, std::numeric_limits<int>::max()});
+            },
+            [&c, &o] {
+              o.value_dim = c.of({-32, 0, 8, 20, 64, 512, 520});
+            },
+            [&c, &o] { o.dtypes.compute = c.dtype(); },
+            [&c, &o] { o.dtypes.query = c.dtype(); },
+            [&c, &o] { o.dtypes.kv = c.dtype(); },
+            [&c, &o] { o.dtypes.out = c.dtype(); },
+            [&c, &o] { o.dtypes.tf32 = true; },
+            [&c, &o] { o.dtypes.fp8_products = true; },
+            [&c, &o] { o.dtypes.bf16_products = true; },
+            [&c, &o] { c.mask(o.mask); },
+            [&c, &o] { o.score.scale = c.number(); },
+            [&c, &o] { o.score.softcap = c.number(); },
+            [&c, &o] {
+              o.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 255}));
+            },
+            [&c, &o] { o.limits.max_tokens = c.count(); },
+            [&c, &o] {
+              o.limits.max_batch = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 1000});
+            },
+            [&c, &o] { o.limits.max_kv_len = c.count(); },
+            [&c, &o] { o.limits.max_total_keys = c.count(); },
+            [&c, &o] { o.limits.max_query_len = c.count(); },
+            [&c, &o] { c.sharding(o.keys); },
+            [&c, &o] { o.queries = Sharding{}; },
+            [&c, &o] { c.sharding(o.queries.emplace()); },
+            [&c, &o] { c.sharding(o.results.rows); },
+            [&c, &o] {
+              o.results.part = static_cast<ResultPart>(c.of({0, 1, 2, 3, 255}));
+            },
+            [&c, &o] { o.invariant = true; },
+            [&c, &o] {
+              o.ranks_per_node = c.of({-1, 0, 1, 2, 3, std::numeric_limits<int>::max()});
+            },
+            [&c, &o] { o.strategy = "pigeon"; },
+            [&c, &o] {
+              o.exchange = c.once_in(2) ? static_cast<Exchange>(77) : Exchange::peer_buffers;
+            },
+            [&c, &o] {
+              o.threads = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 3});
+            },
+            [&c, &o] { o.debug.check_arrays = o.debug.profile = true; }};
+  }
+};
+
+TEST_F(MalformedOptions, OfALayer) {
   for (int round = 0; round < kRounds; ++round) {
     Memory m(chaos_.random);
-    Chaos& c = chaos_;
     Options o = layer_options();
     o.threads = 1;
-    apply({[&] {
-             o.heads = c.of({-4, 0, 1, 3, std::numeric_limits<int>::max()});
-           },
-           [&] {
-             o.kv_heads = c.of({-2, 0, 1, 3, std::numeric_limits<int>::max()});
-           },
-           [&] {
-             o.head_dim = c.of({-32, 0, 8, 20, 64, 576, 584, std::numeric_limits<int>::max()});
-           },
-           [&] {
-             o.value_dim = c.of({-32, 0, 8, 20, 64, 512, 520});
-           },
-           [&] { o.dtypes.compute = c.dtype(); },
-           [&] { o.dtypes.query = c.dtype(); },
-           [&] { o.dtypes.kv = c.dtype(); },
-           [&] { o.dtypes.out = c.dtype(); },
-           [&] { o.dtypes.tf32 = true; },
-           [&] { o.dtypes.fp8_products = true; },
-           [&] { o.dtypes.bf16_products = true; },
-           [&] { c.mask(o.mask); },
-           [&] { o.score.scale = c.number(); },
-           [&] { o.score.softcap = c.number(); },
-           [&] {
-             o.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 255}));
-           },
-           [&] { o.limits.max_tokens = c.count(); },
-           [&] {
-             o.limits.max_batch = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 1000});
-           },
-           [&] { o.limits.max_kv_len = c.count(); },
-           [&] { o.limits.max_total_keys = c.count(); },
-           [&] { o.limits.max_query_len = c.count(); },
-           [&] { c.sharding(o.keys); },
-           [&] { o.queries = Sharding{}; },
-           [&] { c.sharding(o.queries.emplace()); },
-           [&] { c.sharding(o.results.rows); },
-           [&] {
-             o.results.part = static_cast<ResultPart>(c.of({0, 1, 2, 3, 255}));
-           },
-           [&] { o.invariant = true; },
-           [&] { o.strategy = "pigeon"; },
-           [&] { o.exchange = c.once_in(2) ? static_cast<Exchange>(77) : Exchange::peer_buffers; },
-           [&] {
-             o.threads = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 3});
-           },
-           [&] { o.debug.check_arrays = o.debug.profile = true; }});
+    apply(changes_of_options(o));
     attempt(m, [&] {
       Attention layer(self(), o);
-      layer.run(layer_args(m, c));
+      layer.run(layer_args(m, chaos_));
       layer.wait();
+    });
+  }
+}
+
+TEST_F(MalformedOptions, OfAForecast) {
+  constexpr double Machine::*kConstants[] = {
+      &Machine::flops_per_s,           &Machine::key_bytes_per_s,  &Machine::merge_bytes_per_s,
+      &Machine::copy_bytes_per_s,      &Machine::call_s,           &Machine::latency_s,
+      &Machine::peer_latency_s,        &Machine::link_bytes_per_s, &Machine::node_latency_s,
+      &Machine::node_link_bytes_per_s, &Machine::overlap};
+  Memory m(chaos_.random);
+  Chaos& c = chaos_;
+  const auto number = [&c] {
+    return c.of({0.0, 1.0, -1.0, 33.0, 1e-300, 1e18, 1e300, double{NAN}, double{INFINITY}});
+  };
+  for (int round = 0; round < kRounds / 4; ++round) {
+    Options o = layer_options();
+    o.limits.max_kv_len = kKeys;
+    o.keys.layout = static_cast<Layout>(c.random() % 6);
+    if (c.once_in(2)) o.queries = o.keys;
+    Topology topology{.ranks = c.of({1, 2, 4}), .ranks_per_node = c.of({0, 1, 2})};
+    RunSize size{.tokens = 4, .most_tokens = 4, .keys = 60, .sequences = 2};
+    Machine machine = built_in_machine(c.once_in(2) ? Device::host : Device::cuda);
+    std::vector<Change> changes = changes_of_options(o);
+    for (const Change& change : std::initializer_list<Change>{
+             [&] {
+               topology.ranks = c.of({std::numeric_limits<int>::min(), -1, 0, 3, 1 << 20, 1 << 21});
+             },
+             [&] {
+               topology.ranks_per_node =
+                   c.of({std::numeric_limits<int>::min(), -1, 5, std::numeric_limits<int>::max()});
+             },
+             [&] { size.tokens = number(); }, [&] { size.most_tokens = number(); },
+             [&] { size.keys = number(); }, [&] { size.sequences = number(); },
+             [&] {
+               size.each.push_back({c.count(), c.count()});
+             },
+             [&] {
+               size.each.push_back({3, 40});
+             },
+             [&] { machine.*kConstants[c.random() % std::size(kConstants)] = number(); }})
+      changes.push_back(change);
+    if (!c.once_in(8)) apply(changes);
+    attempt(m, [&] {
+      for (const Forecast& f : forecast(o, topology, size, machine))
+        EXPECT_TRUE(!f.refusal.empty() || f.seconds() >= 0) << "seed " << seed_;
+    });
+    attempt(m, [&] { choose_strategy(o, topology.ranks, machine); });
+    attempt(m, [&] { cost_of(o, topology.ranks, size, machine.device); });
+    attempt(m, [&] {
+      const RunSize largest = largest_run(o, topology.ranks);
+      EXPECT_TRUE(largest.tokens >= 0 && largest.keys >= 0) << "seed " << seed_;
     });
   }
 }

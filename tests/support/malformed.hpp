@@ -30,6 +30,8 @@ namespace longspan {
 inline constexpr int kHeads = 4, kKvHeads = 2, kDim = 32, kPage = 16, kPages = 9, kColumns = 4;
 inline constexpr int kTokens = 4, kBatch = 2, kSegments = 3, kKeys = 60;
 inline constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max(), kLeast = -kMost - 1;
+inline constexpr int kMostInt = std::numeric_limits<int>::max(),
+                     kLeastInt = std::numeric_limits<int>::min();
 inline constexpr int kRounds = 4000;
 
 /// Draws what is wrong.

@@ -19,7 +19,7 @@ TEST_F(Malformed, SegmentedAttention) {
              [&] { chaos_.tensor(s.expsum); }, [&] { s.keys = chaos_.count(); },
              [&] { s.keys = 12; },
              [&] {
-               s.tile = chaos_.of({-1, 0, 1, std::numeric_limits<int>::max()});
+               s.tile = chaos_.of({-1, 0, 1, kMostInt});
              },
              [&] { s.max.data = s.expsum.data; }, [&] { s.output.data = m.out.data(); }});
     };
@@ -72,7 +72,7 @@ TEST_F(Malformed, ReduceSegments) {
            [&] { a.segments.keys = c.count(); },
            [&] { a.segments.keys = 12; },
            [&] {
-             a.segments.tile = c.of({-1, 0, 1, std::numeric_limits<int>::max()});
+             a.segments.tile = c.of({-1, 0, 1, kMostInt});
            },
            [&] { a.out_scale = Tensor(m.one.data(), {1}), m.one[0] = c.number(); },
            [&] {
@@ -171,8 +171,7 @@ TEST_F(Malformed, WhatDescribesData) {
   Memory m(chaos_.random);
   Chaos& c = chaos_;
   for (int round = 0; round < kRounds; ++round) {
-    const int rank = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 2, 7}),
-              ranks = c.of({-1, 0, 1, 2, 7, std::numeric_limits<int>::max()});
+    const int rank = c.of({kLeastInt, -1, 0, 1, 2, 7}), ranks = c.of({-1, 0, 1, 2, 7, kMostInt});
     const std::int64_t length = c.count(), block = c.count();
     attempt(m, [&] {
       const Shard shard = c.of<std::function<Shard()>>(

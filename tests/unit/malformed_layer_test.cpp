@@ -193,13 +193,13 @@ class MalformedOptions : public Malformed {
   std::vector<Change> changes_of_options(Options& o) {
     Chaos& c = chaos_;
     return {[&c, &o] {
-              o.heads = c.of({-4, 0, 1, 3, std::numeric_limits<int>::max()});
+              o.heads = c.of({-4, 0, 1, 3, kMostInt});
             },
             [&c, &o] {
-              o.kv_heads = c.of({-2, 0, 1, 3, std::numeric_limits<int>::max()});
+              o.kv_heads = c.of({-2, 0, 1, 3, kMostInt});
             },
             [&c, &o] {
-              o.head_dim = c.of({-32, 0, 8, 20, 64, 576, 584, std::numeric_limits<int>::max()});
+              o.head_dim = c.of({-32, 0, 8, 20, 64, 576, 584, kMostInt});
             },
             [&c, &o] {
               o.value_dim = c.of({-32, 0, 8, 20, 64, 512, 520});
@@ -219,7 +219,7 @@ class MalformedOptions : public Malformed {
             },
             [&c, &o] { o.limits.max_tokens = c.count(); },
             [&c, &o] {
-              o.limits.max_batch = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 1000});
+              o.limits.max_batch = c.of({kLeastInt, -1, 0, 1, 1000});
             },
             [&c, &o] { o.limits.max_kv_len = c.count(); },
             [&c, &o] { o.limits.max_total_keys = c.count(); },
@@ -233,14 +233,14 @@ class MalformedOptions : public Malformed {
             },
             [&c, &o] { o.invariant = true; },
             [&c, &o] {
-              o.ranks_per_node = c.of({-1, 0, 1, 2, 3, std::numeric_limits<int>::max()});
+              o.ranks_per_node = c.of({-1, 0, 1, 2, 3, kMostInt});
             },
             [&c, &o] { o.strategy = "pigeon"; },
             [&c, &o] {
               o.exchange = c.once_in(2) ? static_cast<Exchange>(77) : Exchange::peer_buffers;
             },
             [&c, &o] {
-              o.threads = c.of({std::numeric_limits<int>::min(), -1, 0, 1, 3});
+              o.threads = c.of({kLeastInt, -1, 0, 1, 3});
             },
             [&c, &o] { o.debug.check_arrays = o.debug.profile = true; }};
   }
@@ -282,11 +282,10 @@ TEST_F(MalformedOptions, OfAForecast) {
     std::vector<Change> changes = changes_of_options(o);
     for (const Change& change : std::initializer_list<Change>{
              [&] {
-               topology.ranks = c.of({std::numeric_limits<int>::min(), -1, 0, 3, 1 << 20, 1 << 21});
+               topology.ranks = c.of({kLeastInt, -1, 0, 3, 1 << 20, 1 << 21});
              },
              [&] {
-               topology.ranks_per_node =
-                   c.of({std::numeric_limits<int>::min(), -1, 5, std::numeric_limits<int>::max()});
+               topology.ranks_per_node = c.of({kLeastInt, -1, 5, kMostInt});
              },
              [&] { size.tokens = number(); }, [&] { size.most_tokens = number(); },
              [&] { size.keys = number(); }, [&] { size.sequences = number(); },

@@ -5,9 +5,6 @@
 namespace longspan {
 namespace {
 
-constexpr int kMostInt = std::numeric_limits<int>::max(),
-              kLeastInt = std::numeric_limits<int>::min();
-
 class MalformedReshard : public Malformed {
  protected:
   static ReshardOptions options() {

@@ -7,9 +7,6 @@
 namespace longspan {
 namespace {
 
-constexpr int kMostInt = std::numeric_limits<int>::max(),
-              kLeastInt = std::numeric_limits<int>::min();
-
 class MalformedStates : public Malformed {
  protected:
   /// Of a table of ranges, which those of Memory are too short for.

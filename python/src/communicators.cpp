@@ -42,11 +42,7 @@ Device device_of(nb::handle given) {
 
 CommOptions options_of(nb::handle device, nb::handle gpu, nb::handle deadline) {
   CommOptions options{.device = device_of(device)};
-  if (!gpu.is_none()) {
-    options.gpu = static_cast<int>(integer(gpu, "gpu"));
-    if (options.gpu < 0)
-      throw InputError("gpu is " + std::to_string(options.gpu) + "; GPUs count from 0");
-  }
+  if (!gpu.is_none()) options.gpu = small(integer(gpu, "gpu"), "gpu");
   if (!deadline.is_none()) {
     const double seconds = real(deadline, "deadline");
     if (!(seconds > 0 && seconds < 1e9))
@@ -165,9 +161,13 @@ nb::list gathered(Comm& comm, nb::handle mine, nb::handle step) {
 
 nb::object split(Comm& comm, nb::handle color, nb::handle key) {
   const auto number = [](nb::handle given, const char* name) {
-    return static_cast<int>(std::clamp<std::int64_t>(integer(given, name), -1, 2147483647));
+    const std::int64_t value = integer(given, name);
+    if (value != static_cast<std::int32_t>(value))
+      throw InputError(std::string(name) + " is " + std::to_string(value) +
+                       "; -2^31 to 2^31 - 1 are possible");
+    return static_cast<int>(value);
   };
-  const int own = number(color, "color"), place = static_cast<int>(integer(key, "key"));
+  const int own = number(color, "color"), place = number(key, "key");
   auto part = comm.alone([&](const Communicator& world) { return world.split(own, place); });
   if (!part) return nb::none();
   return nb::cast(std::make_unique<Comm>(*std::move(part)).release(),

@@ -128,6 +128,8 @@ def test_append(rng):
     (lambda a, s: longspan.segmented_attention(a, a, a, None, [3]), TypeError, "block_table is None"),
     (lambda a, s: longspan.segmented_attention(a, a, a, s, [3]), longspan.InputError, "k_cache"),
     (lambda a, s: longspan.reduce_segments((a, s, s, 0, 16), [3]), longspan.InputError, "segments.output"),
+    (lambda a, s: longspan.reduce_segments((a[:, :, None], s[..., None], s[..., None], 0, 2 ** 32 + 16), [3]),
+     longspan.InputError, "segments.tile is 4294967312"),
 ])
 def test_what_is_wrong_is_named(call, error, says):
     a, s = np.zeros((3, 2, 16), np.float32), np.zeros((3, 2), np.float32)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "src/faults.hpp"
 #include "src/validate.hpp"
 
 namespace longspan {
@@ -247,9 +248,8 @@ void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& 
 void check_total_keys(const kernels::Batch& batch, const Shard& keys, std::int64_t most) {
   std::int64_t total = 0;
   for (int b = 0; b < batch.size; ++b) total += batch.keys(b, keys);
-  require(most == 0 || total <= most,
-          "the sequences have {} keys together; at most {} were promised (max_total_keys)", total,
-          most);
+  if (most > 0 && total > most)
+    throw_fault({.fault = kernels::Fault::too_many, .column = most, .value = total});
 }
 
 void check_room(const Shard& shard, const CacheView& cache) {

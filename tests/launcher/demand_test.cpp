@@ -51,7 +51,7 @@ TEST(Demand, NoSizeOverflows) {
   EXPECT_GT(part(d.host, "keys and values"), 0x1p50);
   DecodeShape shape{.options = {.heads = 65536,
                                 .kv_heads = 65536,
-                                .head_dim = 65536,
+                                .head_dim = 512,
                                 .dtypes = {.compute = fp32}},
                     .batch = 65536,
                     .kv_len = 2147483000};

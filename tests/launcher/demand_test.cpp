@@ -49,12 +49,10 @@ TEST(Demand, NoSizeOverflows) {
     EXPECT_GE(bytes, 0) << what;
   }
   EXPECT_GT(part(d.host, "keys and values"), 0x1p50);
-  DecodeShape shape{.options = {.heads = 65536,
-                                .kv_heads = 65536,
-                                .head_dim = 512,
-                                .dtypes = {.compute = fp32}},
-                    .batch = 65536,
-                    .kv_len = 2147483000};
+  DecodeShape shape{
+      .options = {.heads = 65536, .kv_heads = 65536, .head_dim = 512, .dtypes = {.compute = fp32}},
+      .batch = 65536,
+      .kv_len = 2147483000};
   EXPECT_GT(part(demand_of(self(), shape).host, "caches"), 0x1p70);
   EXPECT_THROW(require_memory(self(), demand_of(self(), shape)), SharedError);
 }

@@ -15,10 +15,6 @@
 namespace longspan {
 namespace {
 
-void usage(bool holds, const std::string& what) {
-  if (!holds) throw UsageError(what);
-}
-
 /// A list for comparison: its first values, and a digest of all.
 std::string text_of(const std::vector<std::int64_t>& list) {
   constexpr std::size_t kShown = 6;

@@ -32,10 +32,6 @@ double transfer_seconds(double bytes, double far_bytes, const Machine& machine) 
   return (bytes - far_bytes) / machine.link_bytes_per_s + far_bytes / machine.node_link_bytes_per_s;
 }
 
-double key_row_bytes(const Options& o) {
-  return static_cast<double>(size_of(o.dtypes.of_kv())) * o.kv_heads * (o.head_dim + o.of_values());
-}
-
 /// What there is to compute in a run, and how evenly strategies share it: many alike, so that each
 /// way is looked at once.
 class Work {

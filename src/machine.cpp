@@ -5,11 +5,9 @@
 
 #include <array>
 #include <charconv>
-#include <cmath>
 #include <fstream>
 #include <iterator>
 #include <sstream>
-#include <string_view>
 
 #include "longspan/error.hpp"
 #include "src/env.hpp"
@@ -18,37 +16,39 @@
 namespace longspan {
 namespace {
 
+enum class Quantity { rate, time, part };
+
 struct Constant {
   const char* name;
   double Machine::*value;
-  double most = 1e30;
-  bool may_be_zero = false;
+  Quantity quantity;
   double Machine::*otherwise =
       nullptr;  // what it is in a file from before there was such a constant
 };
 
 constexpr std::array kConstants{
-    Constant{"flops_per_s", &Machine::flops_per_s},
-    Constant{"key_bytes_per_s", &Machine::key_bytes_per_s},
-    Constant{"merge_bytes_per_s", &Machine::merge_bytes_per_s},
-    Constant{"copy_bytes_per_s", &Machine::copy_bytes_per_s},
-    Constant{"call_s", &Machine::call_s},
-    Constant{"latency_s", &Machine::latency_s},
+    Constant{"flops_per_s", &Machine::flops_per_s, Quantity::rate},
+    Constant{"key_bytes_per_s", &Machine::key_bytes_per_s, Quantity::rate},
+    Constant{"merge_bytes_per_s", &Machine::merge_bytes_per_s, Quantity::rate},
+    Constant{"copy_bytes_per_s", &Machine::copy_bytes_per_s, Quantity::rate},
+    Constant{"call_s", &Machine::call_s, Quantity::time},
+    Constant{"latency_s", &Machine::latency_s, Quantity::time},
     Constant{.name = "peer_latency_s",
              .value = &Machine::peer_latency_s,
+             .quantity = Quantity::time,
              .otherwise = &Machine::latency_s},
-    Constant{"link_bytes_per_s", &Machine::link_bytes_per_s},
-    Constant{"node_latency_s", &Machine::node_latency_s},
-    Constant{"node_link_bytes_per_s", &Machine::node_link_bytes_per_s},
-    Constant{"overlap", &Machine::overlap, 1.0, true},
+    Constant{"link_bytes_per_s", &Machine::link_bytes_per_s, Quantity::rate},
+    Constant{"node_latency_s", &Machine::node_latency_s, Quantity::time},
+    Constant{"node_link_bytes_per_s", &Machine::node_link_bytes_per_s, Quantity::rate},
+    Constant{"overlap", &Machine::overlap, Quantity::part},
 };
 
-bool can_be(const Constant& constant, double value) {
-  return std::isfinite(value) && value <= constant.most &&
-         (value > 0 || (value == 0 && constant.may_be_zero));
+/// Whether a measurement gives such a number.
+bool can_be(Quantity quantity, double value) {
+  return quantity == Quantity::part ? value >= 0 && value <= 1 : value > 0 && value <= 1e30;
 }
-const char* wanted(const Constant& constant) {
-  return constant.may_be_zero ? "a number from 0 to 1" : "a number above 0";
+const char* wanted(Quantity quantity) {
+  return quantity == Quantity::part ? "a number from 0 to 1" : "a number above 0";
 }
 
 [[noreturn]] void refuse(const std::string& origin, const std::string& what) {
@@ -60,8 +60,9 @@ double value_of(const Constant& constant, const std::string& text, const std::st
   double value = 0;
   const char* end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end || !can_be(constant, value))
-    refuse(origin, fmt::format("{} '{}', which is not {}", constant.name, text, wanted(constant)));
+  if (error != std::errc() || stop != end || !can_be(constant.quantity, value))
+    refuse(origin,
+           fmt::format("{} '{}', which is not {}", constant.name, text, wanted(constant.quantity)));
   return value;
 }
 
@@ -130,12 +131,12 @@ Machine machine_from(const std::string& text, const std::string& origin, Device 
 
 void check_machine(const Machine& machine) {
   for (const Constant& c : kConstants) {
-    // A time may be 0; a rate divides.
     const double value = machine.*c.value;
-    const bool is_rate = std::string_view(c.name).ends_with("_per_s");
-    if (!(can_be(c, value) || (value == 0 && !is_rate)))
+    const bool is_free = c.quantity == Quantity::time && value == 0;  // as nothing measured is
+    if (!is_free && !can_be(c.quantity, value))
       throw UsageError(fmt::format("the machine '{}' has {} {}, which is not {}{}", machine.name,
-                                   c.name, value, wanted(c), is_rate ? "" : " or 0"));
+                                   c.name, value, wanted(c.quantity),
+                                   c.quantity == Quantity::time ? ", or 0" : ""));
   }
 }
 

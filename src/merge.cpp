@@ -21,6 +21,7 @@
 #include "src/check_serving.hpp"
 #include "src/device_guard.hpp"
 #include "src/layer_memory.hpp"
+#include "src/tensor_checks.hpp"
 #include "src/trace.hpp"
 
 namespace longspan {
@@ -31,9 +32,6 @@ constexpr const char* kStep = "merge across ranks";
 /// Throws UsageError for options that make no sense, or sizes that no memory holds.
 void check_options(const MergeOptions& o, LogBase base, int ranks) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  const auto usage = [](bool holds, const std::string& what) {
-    if (!holds) throw UsageError(what);
-  };
   usage(o.heads >= 1, fmt::format("heads {} is below 1", o.heads));
   usage(o.value_dim >= 1, fmt::format("value_dim {} is below 1", o.value_dim));
   usage(o.max_tokens >= 0 && o.max_tokens <= kMost,

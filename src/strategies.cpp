@@ -71,6 +71,9 @@ std::string refuse_parts(const Options& options) {
 double query_row_bytes(const Options& o) {
   return static_cast<double>(size_of(o.dtypes.of_query())) * o.heads * o.head_dim;
 }
+double key_row_bytes(const Options& o) {
+  return static_cast<double>(size_of(o.dtypes.of_kv())) * o.kv_heads * (o.head_dim + o.of_values());
+}
 double state_row_bytes(const Options& o) { return (4.0 * o.of_values() + 8.0) * o.heads; }
 
 double state_slot_bytes(const Options& o, double rows, int heads) {

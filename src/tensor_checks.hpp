@@ -25,6 +25,12 @@ void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {
   if (!holds) throw InputError(fmt::format(format, std::forward<Args>(args)...));
 }
 
+/// Throws UsageError with the text `what` unless the options hold. They are checked once, so that
+/// the text may be made ahead of the check.
+inline void usage(bool holds, const std::string& what) {
+  if (!holds) throw UsageError(what);
+}
+
 /// A tensor's shape in a message, which is made only where a check fails: a run makes dozens of
 /// checks, and each text would take longer than all of them.
 struct ShapeText {

@@ -14,10 +14,6 @@ namespace longspan {
 
 namespace {
 
-void usage(bool holds, const std::string& what) {
-  if (!holds) throw UsageError(what);
-}
-
 /// Throws for what no call with these options could have.
 void check_fp8_products(const Options& o) {
   const DType q = o.dtypes.of_query(), kv = o.dtypes.of_kv();

@@ -38,7 +38,7 @@ Fields unpack(const nb::args& args, std::size_t first) {
   return std::bit_cast<Fields>(handles);
 }
 
-/// A count of rows or keys, or -1 for None. Throws InputError where it is none.
+/// A count of rows or keys, -1 for None. Throws InputError for a number that counts nothing.
 std::int64_t count_of(nb::handle given, const char* name);
 
 /// [batch, tokens, kv_heads, dim] as [batch tokens, kv_heads, dim]; anything else as it is. Throws

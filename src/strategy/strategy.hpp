@@ -149,8 +149,10 @@ std::string refuse_parts(const Options& options);
 /// the reason `why`.
 void require_exchange(const Options& options, bool is_had, const std::string& why);
 
-/// The bytes of a row of the queries, and of a row's states.
+/// The bytes of a row of the queries, of a key and its value, and of a row's states, all of all
+/// heads.
 double query_row_bytes(const Options& options);
+double key_row_bytes(const Options& options);
 double state_row_bytes(const Options& options);
 /// The bytes of a slot of states, of so many rows of so many heads (kernels::StateSlots).
 double state_slot_bytes(const Options& options, double rows, int heads);

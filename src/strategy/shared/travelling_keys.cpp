@@ -65,10 +65,6 @@ std::string refuse_travelling_keys(const Options& o, int ranks) {
       limits.max_batch, limits.max_kv_len, bytes);
 }
 
-double key_row_bytes(const Options& o) {
-  return static_cast<double>(size_of(o.dtypes.of_kv())) * o.kv_heads * (o.head_dim + o.of_values());
-}
-
 kernels::Geometry rows_of_all_ranks(const Run& run) {
   kernels::Geometry g = run.attend;
   if (g.queries.ranks == 1) return g;

@@ -18,8 +18,6 @@ namespace longspan {
 
 /// Why no memory can be had for keys that travel; empty where it can.
 std::string refuse_travelling_keys(const Options& options, int ranks);
-/// The bytes of a key and its value, of all heads.
-double key_row_bytes(const Options& options);
 
 /// Keys and values of one rank, side by side. It does not own them.
 struct KeyBlock {

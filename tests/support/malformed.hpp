@@ -25,6 +25,11 @@
 #include "longspan/serving.hpp"
 #include "tests/support/fresh_seed.hpp"
 
+#if defined(__SANITIZE_ADDRESS__)
+/// Memory that there is not is refused by an Error, which the sanitizer is not to end first.
+extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
+#endif
+
 namespace longspan {
 
 inline constexpr int kHeads = 4, kKvHeads = 2, kDim = 32, kPage = 16, kPages = 9, kColumns = 4;

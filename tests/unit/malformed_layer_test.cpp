@@ -6,11 +6,6 @@
 #include "longspan/strategy.hpp"
 #include "tests/support/malformed.hpp"
 
-#if defined(__SANITIZE_ADDRESS__)
-/// Memory that there is not is refused by an Error, which the sanitizer is not to end first.
-extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
-#endif
-
 namespace longspan {
 namespace {
 

@@ -1,7 +1,8 @@
-// Compares the runs of one layer of several ranks, which all of them must describe alike (design
-// contract 8). A run has a name and a description, of which a hash travels with the data. What
-// differs is found by the transport, or by the kernel that merges what was gathered, and reported
-// here.
+// Compares the calls of one layer of several ranks: its making and its runs, which all of them must
+// describe alike (design contract 8). A run has a name and a description, of which a hash travels
+// with the data. It covers the layer's number, its options and the number of the run, so that ranks
+// that run two layers in different orders are found. What differs is found by the transport, or by
+// the kernel that merges what was gathered, and reported here.
 #pragma once
 
 #include <cstdint>
@@ -16,19 +17,17 @@ namespace longspan {
 
 class AgreedRuns {
  public:
-  /// With `contents`, what lies in small arrays is compared too. `step` names the work of the layer
-  /// in errors. All that is given outlives this.
-  AgreedRuns(comm::Transport& comm, const kernels::AttentionKernels& kernels, bool contents,
-             const char* step)
-      : comm_(comm), kernels_(kernels), contents_(contents), step_(step) {}
+  /// Gives the layer its number among those of the communicator, and throws UsageError on every
+  /// rank where ranks make different ones. Collective: all ranks come here, in the same order of
+  /// layers. `call` says what kind of layer it is, and names its work in errors; `options` must be
+  /// alike on all ranks. `world` and `call` outlive this.
+  AgreedRuns(const Communicator& world, const char* call, NamedValues options);
 
-  /// Takes memory that host and kernels share. It may fail on some ranks only.
-  void allocate();
+  /// Takes memory that host and kernels share, with what lies in small arrays compared too where
+  /// `contents` says so. It may fail on some ranks only. The kernels outlive this.
+  void allocate(const kernels::AttentionKernels& kernels, bool contents);
   /// Lays out the memory of the device, where what every rank says is gathered.
   void lay_out(Parts& memory);
-  /// Gives the layer its number among those of the communicator. All ranks come here, in the same
-  /// order of layers.
-  void enlist();
 
   /// False for one rank alone, whose runs are compared with no others. It then begins none.
   bool are_compared() const { return history_ != nullptr; }
@@ -48,9 +47,8 @@ class AgreedRuns {
 
  private:
   comm::Transport& comm_;
-  const kernels::AttentionKernels& kernels_;
-  bool contents_;
-  const char* step_;
+  const kernels::AttentionKernels* kernels_ = nullptr;
+  const char* call_;
   std::shared_ptr<RunHistory> history_;    // the last runs, as this rank was asked for them
   std::shared_ptr<std::uint64_t> report_;  // [1] RunHeaders::reported
   std::uint64_t* said_ = nullptr;          // [ranks]

@@ -128,8 +128,6 @@ RunDescription::RunDescription(const MergeArgs& args, const MergeOptions& option
   if (!options.scatter_heads) array("out_scale", {args.out_scale.data, 1, 1, 0, 4}, 'f');
 }
 
-RunDescription::RunDescription(std::uint32_t reshard) { number("reshard", reshard); }
-
 std::uint64_t RunDescription::hash() const {
   // Which field comes next follows from the values before it, so the names need no part in it.
   std::uint64_t hash = 0;
@@ -211,9 +209,28 @@ std::uint64_t* RunHistory::words(std::uint32_t run) const {
   return words_ ? words_.get() + std::size_t{run % kRuns} * kWordsOfRun : nullptr;
 }
 
+RunHistory::RunHistory(NamedValues made_with) {
+  for (auto& [name, value] : made_with) add_option(std::move(name), std::move(value));
+}
+
+void RunHistory::set_layer(std::uint32_t number) {
+  add_option("layer", fmt::format("number {}", number));
+}
+
+void RunHistory::add_option(std::string name, std::string value) {
+  for (const char letter : value)
+    hash_ = kernels::mix(hash_ + static_cast<unsigned char>(letter) + 1);
+  hash_ = kernels::mix(hash_);  // the end of the value; names follow from the values before them
+  made_with_.emplace_back(std::move(name), std::move(value));
+}
+
 NamedValues RunHistory::describe(std::uint32_t run) const {
-  if (run == 0 || run > last_ || last_ - run >= kRuns) return {};
-  return runs_[run % kRuns].text(words(run), run);
+  NamedValues all = made_with_;
+  if (run == 0) return all;
+  if (run > last_ || last_ - run >= kRuns) return {};
+  all.emplace_back("run of the layer", fmt::format("number {}", run));
+  for (auto& named : runs_[run % kRuns].text(words(run), run)) all.push_back(std::move(named));
+  return all;
 }
 
 }  // namespace longspan

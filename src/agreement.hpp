@@ -34,6 +34,7 @@ NamedValues describe(const MergeOptions& options, LogBase base);
 /// Describes one run as a rank was asked for it.
 class RunDescription {
  public:
+  /// Describes a run in which ranks are given nothing that must be alike, as of a reshard.
   RunDescription() = default;
   /// `reads_arrays` says that the arrays lie in memory of this processor, and that their first
   /// values are kept for the texts.
@@ -41,10 +42,6 @@ class RunDescription {
                  bool reads_arrays);
   /// Describes a merge across ranks, whose arguments were checked.
   RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
-
-  /// Describes a run of a reshard, by its number among the layers. Its options were compared when
-  /// it was made, and what a run is given is a rank's own.
-  explicit RunDescription(std::uint32_t reshard);
 
   /// The hash of all but the contents of arrays.
   std::uint64_t hash() const;
@@ -89,25 +86,39 @@ class RunDescription {
   bool reads_arrays_ = false;
 };
 
-/// The last runs of a layer, for the roll call. A run that is captured in a graph keeps its entry
-/// for as many further runs as the log holds.
+/// What a layer was made with and its last runs, for the roll call. A run that is captured in a
+/// graph keeps its entry for as many further runs as the log holds.
 class RunHistory final : public comm::RunLog {
  public:
   static constexpr std::uint32_t kRuns = 64;
   static constexpr std::size_t kWordsOfRun = kernels::DigestParams::kMostArrays + 2;
 
-  /// `words` [kRuns, kWordsOfRun] is where AttentionKernels::digest leaves what it finds, in
-  /// memory that the host reads; with null, contents are not compared.
-  explicit RunHistory(std::shared_ptr<std::uint64_t> words) : words_(std::move(words)) {}
+  /// `made_with` are the options of the layer that all ranks give alike.
+  explicit RunHistory(NamedValues made_with);
+
+  /// Sets the layer's number among those of its communicator, which is known once the history is
+  /// enlisted there.
+  void set_layer(std::uint32_t number);
+
+  /// Compares the contents of arrays too: `words` [kRuns, kWordsOfRun] is where
+  /// AttentionKernels::digest leaves what it finds, in memory that the host reads.
+  void compare_contents(std::shared_ptr<std::uint64_t> words) { words_ = std::move(words); }
 
   /// Keeps the description as the next run, whose number it returns.
   std::uint32_t add(const RunDescription& description);
+  /// The hash of the options and the number of the layer.
+  std::uint64_t hash() const { return hash_; }
   /// The run's place for digests, or null.
   std::uint64_t* words(std::uint32_t run) const;
 
+  /// The options, and for a run its number and what it was given.
   NamedValues describe(std::uint32_t run) const override;
 
  private:
+  void add_option(std::string name, std::string value);
+
+  NamedValues made_with_;
+  std::uint64_t hash_ = 0;
   std::shared_ptr<std::uint64_t> words_;
   std::array<RunDescription, kRuns> runs_;
   std::uint32_t last_ = 0;

@@ -78,8 +78,8 @@ struct Attention::Impl {
       : world(communicator), options(given), memory(world) {
     const DeviceGuard guard(world.gpu());
     const bool on_host = world.device() == Device::host;
-    agree(world, describe(options, on_host ? kernels::host_bf16_products() : ""),
-          "making of the layer");
+    runs.emplace(world, "attention",
+                 describe(options, on_host ? kernels::host_bf16_products() : ""));
     check_options(options, world.size());
     if (options.ranks_per_node == 0) options.ranks_per_node = world.ranks_per_node();
     info = &choose_strategy(world, options);
@@ -161,16 +161,14 @@ struct Attention::Impl {
   }
 
   void allocate() {
-    runs.emplace(comm::transport_of(world), *kernels, compares_contents(), "attention");
     memory.allocate([this](Parts& parts) { lay_out(parts); },
                     [this] {
-                      runs->allocate();
+                      runs->allocate(*kernels, compares_contents());
                       if (world.device() == Device::host) return;
                       const int zero = 0;
                       ticket = Buffer(world.device(), sizeof zero);
                       ticket.upload(&zero);
                     });
-    runs->enlist();
   }
 
   /// Whether the run needs to know where the first key of each sequence lies: it does for several

@@ -116,13 +116,12 @@ struct CrossRankMerge::Impl {
   Impl(const Communicator& communicator, const MergeOptions& given, LogBase log_base)
       : world(communicator), options(given), base(log_base), memory(world) {
     const DeviceGuard guard(world.gpu());
-    agree(world, describe(options, base), "making of the merge");
+    runs.emplace(world, kStep, describe(options, base));
     check_options(options, base, world.size());
     kernels = make_kernels(world, options.threads);
     kernels->merge_outputs(merge_params(0), {});  // of no tokens, to throw for too many ranks
-    runs.emplace(comm::transport_of(world), *kernels, world.device() == Device::host, kStep);
-    memory.allocate([this](Parts& parts) { lay_out(parts); }, [this] { runs->allocate(); });
-    runs->enlist();
+    memory.allocate([this](Parts& parts) { lay_out(parts); },
+                    [this] { runs->allocate(*kernels, world.device() == Device::host); });
   }
 
   int ranks() const { return world.size(); }

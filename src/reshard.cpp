@@ -68,7 +68,6 @@ struct Reshard::Impl {
   std::vector<std::string> steps;         // [ranks] names of the agreement and of the shifts
   std::vector<comm::Transfer> transfers;  // [ranks]
   std::optional<AgreedRuns> agreed;
-  RunDescription meaning;  // of every run
 
   Impl(const Communicator& communicator, const ReshardOptions& asked)
       : world(communicator),
@@ -77,14 +76,11 @@ struct Reshard::Impl {
         memory(world),
         transfers(static_cast<std::size_t>(world.size())) {
     const DeviceGuard guard(world.gpu());
-    agree(world, describe(options), "making of the reshard");
+    agreed.emplace(world, kStep, describe(options));
     check_options(options, world.size());
     kernels = make_kernels(world, options.threads);
     plan = plan_reshard(options, world.rank(), world.size());
-    agreed.emplace(comm::transport_of(world), *kernels, false, kStep);
     memory.allocate([this](Parts& parts) { lay_out(parts); }, [this] { upload_plan(); });
-    agreed->enlist();
-    meaning = RunDescription(agreed->layer());
     name_steps();
   }
 
@@ -103,7 +99,7 @@ struct Reshard::Impl {
   }
 
   void upload_plan() {
-    agreed->allocate();
+    agreed->allocate(*kernels, false);
     leaving = SideMemory(world.device(), plan.leaving);
     arriving = SideMemory(world.device(), plan.arriving);
   }
@@ -165,7 +161,7 @@ struct Reshard::Impl {
   void run(const kernels::KeyStore& from, const kernels::KeyStore& to, Stream stream) {
     pack(from, stream);
     if (world.size() == 1) return unpack(0, to, {}, stream);
-    const AgreedRuns::Begun begun = agreed->begin(meaning, stream);
+    const AgreedRuns::Begun begun = agreed->begin({}, stream);
     kernels->say(begun.say, stream);
     comm::Transfer word = comm::transport_of(world).start_all_gather(nullptr, nullptr, 0, stream,
                                                                      steps[0].c_str(), begun.said);

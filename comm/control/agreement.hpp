@@ -1,9 +1,11 @@
 // Tells what ranks must give alike. A layer keeps a log of its runs; every collective of a run
 // carries a hash of the run's description, and where two hashes differ, or a wait ends without
 // data, the roll call (control.hpp) asks the logs for the descriptions, so that the error can name
-// the field.
+// the field. The description begins with the layer: ranks that run two layers in different orders
+// are found as those that run one layer with different arguments are.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "longspan/communicator.hpp"
@@ -11,15 +13,54 @@
 namespace longspan::comm {
 
 /// Names one run of one layer. Layers of a communicator are numbered from 1 in the order in which
-/// they were made, and runs of a layer from 1 in the order in which they were queued. All ranks
-/// make the same calls in the same order, so a name means the same run everywhere. Layer 0 stands
-/// for no run.
+/// they were made, and runs of a layer from 1 in the order in which they were queued. Run 0 is the
+/// making of the layer. Layer 0 stands for no run.
 struct RunName {
   std::uint32_t layer = 0;
   std::uint32_t run = 0;
 
   explicit operator bool() const { return layer != 0; }
   bool operator==(const RunName&) const = default;
+};
+
+/// A run that ranks are asked to describe: by its place among all runs of the communicator, so that
+/// ranks in different layers are compared. A run that began too long ago has place 0, and is asked
+/// for by name.
+struct AskedRun {
+  std::uint64_t place = 0;
+  RunName name;
+
+  explicit operator bool() const { return place != 0 || bool{name}; }
+  bool operator==(const AskedRun& other) const {
+    return place == other.place && (place != 0 || name == other.name);
+  }
+};
+
+/// The last runs that a rank began on a communicator, makings of layers among them.
+class RunOrder {
+ public:
+  void add(RunName run) { last_[++count_ % kKept] = run; }
+  RunName last() const { return count_ == 0 ? RunName{} : last_[count_ % kKept]; }
+  /// The last run of this name; of those in the order it has a place.
+  AskedRun find(RunName run) const {
+    for (std::uint64_t place = count_; run && is_kept(place); --place)
+      if (last_[place % kKept] == run) return {place, run};
+    return {0, run};
+  }
+  /// This rank's run at the place that another rank asks for; none where it is not known.
+  RunName at(const AskedRun& asked) const {
+    if (asked.place == 0) return asked.name;
+    return is_kept(asked.place) ? last_[asked.place % kKept] : RunName{};
+  }
+
+ private:
+  static constexpr std::uint64_t kKept = 1024;
+  bool is_kept(std::uint64_t place) const {
+    return place > 0 && place <= count_ && count_ - place < kKept;
+  }
+
+  std::uint64_t count_ = 0;
+  std::array<RunName, kKept> last_{};
 };
 
 /// The value of what a rank cannot tell yet, which differs from no other value. It is the SUB of
@@ -29,7 +70,8 @@ inline constexpr char kNotKnown[] = "\x1a";
 class RunLog {
  public:
   virtual ~RunLog() = default;
-  /// What must be alike on all ranks in this run; empty when the log does not reach back so far.
+  /// What must be alike on all ranks in this run, or for run 0 in the making of the layer. Empty
+  /// where the log does not reach back so far.
   virtual NamedValues describe(std::uint32_t run) const = 0;
 };
 

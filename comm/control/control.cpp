@@ -1,8 +1,8 @@
 // The control plane over a mailbox. A letter's first byte says what it is:
 //     g step text      this rank's part of a gather
-//     w waited step layer run description
+//     w waited step place layer run description
 //                      I wait here and still run (the roll call), and this is what I mean by the
-//                      run that the roll is called for
+//                      run that the roll is called for (AskedRun)
 //     f failure        the communicator has ended, and why
 //     s number letter  a letter of the group of this number, which was split from this
 //                      communicator; an empty one is the last: this rank has left the group
@@ -91,13 +91,13 @@ class MailControl final : public Control {
   }
 
   [[noreturn]] void timed_out(const char* step, milliseconds waited) override {
-    call_roll(step, waited, run());
+    call_roll(step, waited, asked(run()));
     fail(verdict(step));
   }
 
   [[noreturn]] void disagree(RunName run, const Failure& otherwise) override {
     if (!run) fail(otherwise);
-    call_roll(otherwise.step.c_str(), milliseconds(0), run);
+    call_roll(otherwise.step.c_str(), milliseconds(0), asked(run));
     fail(disagreement(otherwise.step).value_or(otherwise));
   }
 
@@ -125,7 +125,7 @@ class MailControl final : public Control {
   struct Waits {
     std::string step;
     milliseconds waited;
-    RunName run = {};
+    AskedRun run = {};
     std::vector<std::string> means = {};  // names and values of the run, in turn
   };
   struct Gathered {
@@ -174,7 +174,7 @@ class MailControl final : public Control {
   /// until everyone has spoken or the time for it is over. A rank that stopped at the first
   /// difference might name another pair than its peers do: only ranks that heard the same say the
   /// same.
-  void call_roll(const char* step, milliseconds waited, RunName run) {
+  void call_roll(const char* step, milliseconds waited, AskedRun run) {
     for (const Peer& peer : peers_)
       if (peer.waits && peer.waits->run) run = peer.waits->run;  // it is asked for already
     say_where(step, waited, run);
@@ -187,12 +187,13 @@ class MailControl final : public Control {
     }
   }
 
-  void say_where(const char* step, milliseconds waited, RunName run) {
+  void say_where(const char* step, milliseconds waited, const AskedRun& run) {
     Waits own{step, waited, run};
     for (const auto& [name, value] : describe(run))
       own.means.insert(own.means.end(), {name, value});
-    post_all('w', pack(std::to_string(waited.count()), own.step, std::to_string(run.layer),
-                       std::to_string(run.run), pack_all(own.means)));
+    post_all('w', pack(std::to_string(waited.count()), own.step, std::to_string(run.place),
+                       std::to_string(run.name.layer), std::to_string(run.name.run),
+                       pack_all(own.means)));
     peers_[rank()].waits = std::move(own);
   }
 
@@ -204,7 +205,7 @@ class MailControl final : public Control {
     take();
     if (!peers_[rank()].waits &&
         std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.waits; }))
-      say_where(step, waited, run());
+      say_where(step, waited, asked(run()));
   } catch (const Error&) {  // that one has ended, and says so to whoever asks it
     if (!fate().failed()) throw;
   }
@@ -253,16 +254,17 @@ class MailControl final : public Control {
         break;
       }
       case 'w': {
-        const auto parts = unpack(body, 5);
-        constexpr long long kMost = 1'000'000'000'000;  // milliseconds: beyond any deadline
+        const auto parts = unpack(body, 6);
+        constexpr long long kMost = 1'000'000'000'000;  // milliseconds, or runs: beyond any number
         const auto number = [](const std::string& text) {
           return static_cast<std::uint32_t>(
               number_from(text, 0, std::numeric_limits<std::uint32_t>::max()));
         };
         peer.waits = Waits{parts[1],
                            milliseconds(number_from(parts[0], 0, kMost)),
-                           {number(parts[2]), number(parts[3])},
-                           unpack(parts[4])};
+                           {static_cast<std::uint64_t>(number_from(parts[2], 0, kMost)),
+                            {number(parts[3]), number(parts[4])}},
+                           unpack(parts[5])};
         break;
       }
       case 'f': {
@@ -535,7 +537,7 @@ std::optional<std::string> difference(const std::vector<std::string>& one,
     if (other[i + 1] != one[i + 1])
       return fmt::format(
           "'{}' differs between ranks at '{}': rank {} has {}, rank {} has {}. Give "
-          "every rank the same value.",
+          "every rank the same value, and the same calls in the same order.",
           one[i], step, rank_of_one, one[i + 1], rank_of_other, other[i + 1]);
   }
   if (i == one.size() && i == other.size()) return std::nullopt;

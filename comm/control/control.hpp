@@ -70,8 +70,8 @@ class Control : public std::enable_shared_from_this<Control> {
     return layers_;
   }
   /// Says that from here on this rank is in `run`.
-  void begin(RunName run) { run_ = run; }
-  RunName run() const { return run_; }
+  void begin(RunName run) { runs_.add(run); }
+  RunName run() const { return runs_.last(); }
 
   /// Ends the communicator with this failure on all ranks that can be reached.
   virtual void tell(const Failure& failure) noexcept = 0;
@@ -122,8 +122,12 @@ class Control : public std::enable_shared_from_this<Control> {
             "Rank " + name_of(rank()) + " gave up: it was interrupted at '" + step + "'."});
   }
 
-  /// What this rank was given for `run`; empty where it does not know it (any longer).
-  NamedValues describe(RunName run) const {
+  /// The run as this rank asks others for it.
+  AskedRun asked(RunName run) const { return runs_.find(run); }
+
+  /// What this rank was given for a run; empty where it does not know it (any longer).
+  NamedValues describe(const AskedRun& asked) const {
+    const RunName run = runs_.at(asked);
     const auto found = logs_.find(run.layer);
     const auto log = found == logs_.end() ? nullptr : found->second.lock();
     return log ? log->describe(run.run) : NamedValues{};
@@ -139,7 +143,7 @@ class Control : public std::enable_shared_from_this<Control> {
   std::function<bool()> gives_up_, move_;
   Patience::Clock::time_point asked_{};
   milliseconds deadline_;
-  RunName run_;
+  RunOrder runs_;
   std::uint32_t layers_ = 0;
   std::map<std::uint32_t, std::weak_ptr<const RunLog>> logs_;
 };

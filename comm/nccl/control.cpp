@@ -57,7 +57,7 @@ class NcclControl final : public Control {
   [[noreturn]] void disagree(RunName run, const Failure& otherwise) override {
     if (!run) fail(otherwise);
     std::vector<std::string> mine;
-    for (const auto& [name, value] : describe(run)) mine.insert(mine.end(), {name, value});
+    for (const auto& [name, value] : describe({0, run})) mine.insert(mine.end(), {name, value});
     std::vector<std::string> packed;
     try {
       packed = gather(pack_all(mine), "comparison of the runs");

@@ -73,6 +73,42 @@ def reshard(comm, k, v, lengths, given):
     return *found, traffic
 
 
+def calls_in_order(comm, orders, q, k, v):
+    """This rank's order of calls, each of which all ranks have made before, so that all layers are there."""
+    own_k, own_v = (longspan.shard(a, "striped", comm=comm) for a in (k, v))
+    lse = np.zeros(q.shape[:2], np.float32)
+    layers = [longspan.Attention(comm, heads=q.shape[1], head_dim=q.shape[2], dtype="float32",
+                                 max_queries=len(q), keys="striped") for _ in range(2)]
+    move = longspan.Reshard(comm, lengths=[len(k)], kv_heads=k.shape[1], head_dim=k.shape[2],
+                            dtype="float32", keys="striped", to_keys="zigzag")
+    to_k, to_v = (np.empty_like(longspan.shard(a, "zigzag", comm=comm)) for a in (k, v))
+
+    def attend(causal):
+        return longspan.attend(q, own_k, own_v, comm=comm, causal=causal, keys="striped", total_keys=len(k))
+
+    def reshard():
+        move(own_k, own_v, to_k, to_v)
+        return longspan.unshard(longspan.attend(longspan.shard(q, "zigzag", comm=comm), to_k, to_v, comm=comm,
+                                                keys="zigzag", queries="zigzag", total_keys=len(k),
+                                                total_queries=len(q)), "zigzag", comm=comm)
+
+    calls = [lambda: attend(True), lambda: attend(False),
+             lambda: layers[0](q, own_k, own_v, total_keys=len(k)),
+             lambda: layers[1](q, own_k, own_v, total_keys=len(k)),
+             lambda: longspan.cross_rank_merge(q, lse, comm=comm, base="e")[0],
+             lambda: longspan.cross_rank_merge(q, lse, comm=comm, base="e", nan_is_empty=True)[0], reshard]
+    for call in calls:
+        call()
+    return [calls[i]() for i in orders[comm.rank]]
+
+
+def makes_another(comm, q, k, v):
+    """The last rank asks for a layer that nobody has made yet."""
+    own_k, own_v = (longspan.shard(a, "striped", comm=comm) for a in (k, v))
+    for softcap in (0.0, 3.0 if comm.rank == comm.size - 1 else 0.0):
+        longspan.attend(q, own_k, own_v, comm=comm, keys="striped", total_keys=len(k), softcap=softcap)
+
+
 def merge(comm, parts, lses, options):
     """Every rank has the whole arrays, and gives its own part."""
     return longspan.cross_rank_merge(parts[comm.rank], lses[comm.rank], comm=comm, **options)

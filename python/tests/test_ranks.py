@@ -185,6 +185,49 @@ def test_ranks_that_disagree(ranks, rng):
     ranks.values(jobs.gathers)
 
 
+@pytest.mark.parametrize("orders, says", [([0, 1], "causal"), ([2, 3], "layer"), ([4, 5], "nan_is_empty")])
+def test_ranks_that_make_two_calls_in_different_orders(ranks, rng, orders, says):
+    """Also where all layers are there already, so that nothing is compared by making one."""
+    q, k, v = numbers(rng, (3, 4 * ranks.size, 2, 16))
+    for kind, error in ranks(jobs.calls_in_order, [orders] * (ranks.size - 1) + [orders[::-1]], q, k, v):
+        assert kind == "error" and isinstance(error, longspan.UsageError), error
+        assert f"'{says}' differs between ranks" in str(error)
+    ranks.values(jobs.gathers)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_calls_is_right_or_refused(ranks, seed):
+    rng = np.random.default_rng(seed)
+    q, k, v = numbers(rng, (3, 4 * ranks.size, 2, 16))
+    causal, full = (attention(q, k, v, causal=c)[0] for c in (True, False))
+    wanted = [causal, full, full, full, q, q, full]
+    order = rng.integers(0, len(wanted), 5)
+    other = order.copy()
+    if seed % 4 != 0:
+        other[rng.integers(0, 5)] = rng.integers(0, len(wanted))
+    orders = [order] * ranks.size
+    orders[rng.integers(0, ranks.size)] = other
+    found = ranks(jobs.calls_in_order, orders, q, k, v)
+    if (order == other).all():
+        for kind, results in found:
+            assert kind == "value", results
+            for i, result in zip(order, results):
+                assert_close(result, wanted[i], np.float32)
+    else:
+        for kind, error in found:
+            assert kind == "error" and isinstance(error, longspan.UsageError), error
+            assert "differs between ranks" in str(error)
+
+
+def test_a_rank_that_makes_a_layer_while_others_run_theirs(rng):
+    made = Ranks(2, deadline=1.5)
+    q, k, v = numbers(rng, (3, 8, 2, 16))
+    for kind, error in made(jobs.makes_another, q, k, v):
+        assert kind == "error" and isinstance(error, longspan.UsageError), error
+        assert "'softcap' differs between ranks" in str(error)
+    assert made.end() == [0, 0]
+
+
 def test_a_rank_that_stays_away(rng):
     made = Ranks(2, deadline=2.0)
     q, k, v = numbers(rng, (3, 5, 2, 16))

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -354,6 +355,75 @@ TEST(Agreement, OneCallComparesHowQueriesAreDealt) {
   EXPECT_THAT(told([&] { attend(world, run.args, options); }),
               ::testing::HasSubstr("'queries' differs between ranks"));
   EXPECT_FALSE(run.wrote());
+}
+
+/// Two layers that ranks run in different orders, with results of the same sizes.
+struct Pair {
+  const char* name;
+  const char* says;
+  void (*first)(Options&);
+  void (*second)(Options&);
+};
+
+TEST(Agreement, RanksThatRunTwoLayersInDifferentOrdersGetNoResult) {
+  const Pair pairs[] = {
+      {"masks", "'causal' differs between ranks", [](Options& o) { o.mask.causal = true; },
+       [](Options&) {}},
+      {"scales", "'scale' differs between ranks", [](Options& o) { o.score.scale = 2.0f; },
+       [](Options&) {}},
+      {"equal layers", "'layer' differs between ranks", [](Options&) {}, [](Options&) {}},
+  };
+  for (const StrategyInfo& strategy : strategies())
+    for (const Pair& pair : pairs) {
+      const Communicator world = test_world();
+      if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+      SCOPED_TRACE(std::string(strategy.name) + ", " + pair.name);
+      OneRun run(world);
+      run.one_sequence(kTokens * world.size());
+      Options options = options_of();
+      options.strategy = strategy.name;
+      options.keys = {Layout::striped};
+      options.queries = Sharding{Layout::striped};
+      run.args.total_tokens = kTokens * world.size();
+      Options other = options;
+      pair.first(options);
+      pair.second(other);
+      try {
+        choose_strategy(options, world.size(), Machine{});
+      } catch (const Error&) {
+        continue;  // it does not serve these ranks
+      }
+      Attention first(world, options), second(world, other);
+      const bool swapped = world.rank() == world.size() - 1;
+      const std::string text = told([&] {
+        (swapped ? second : first).run(run.args);
+        (swapped ? first : second).run(run.args);
+        first.wait();
+        second.wait();
+      });
+      EXPECT_THAT(text, ::testing::HasSubstr(pair.says));
+      EXPECT_FALSE(world.device() == Device::host && run.wrote()) << "a result of different runs";
+    }
+}
+
+/// One rank finds its layer of an earlier call, where another one makes a new one.
+TEST(Agreement, ALayerThatOneRankMakesWhileOthersRunIsNamedByWhatDiffers) {
+  using std::chrono::milliseconds;
+  const Communicator world = from_mpi(
+      MPI_COMM_WORLD,
+      {.device = wants_gpus() ? Device::cuda : Device::host, .deadline = milliseconds(1500)});
+  if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  world.make_current();
+  OneRun run(world);
+  Attention layer(world, options_of());
+  Options other = options_of();
+  other.score.softcap = 3;
+  const std::string text = told([&] {
+    if (world.rank() == world.size() - 1) Attention(world, other);
+    layer.run(run.args);
+    layer.wait();
+  });
+  EXPECT_THAT(text, ::testing::HasSubstr("'softcap' differs between ranks"));
 }
 
 TEST(Agreement, WhatMayDifferDoes) {

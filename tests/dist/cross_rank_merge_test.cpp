@@ -548,6 +548,26 @@ TEST(CrossRankMergeAgreement, EveryDifferenceOfARunIsAnErrorThatNamesIt) {
     }
 }
 
+TEST(CrossRankMergeAgreement, RanksThatRunTwoMergesInDifferentOrdersGetNoResult) {
+  for (const bool scatter : {false, true}) {
+    const Communicator world = test_world();
+    if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+    OneRun run(world, scatter);
+    MergeOptions other = run.options(scatter);
+    other.nan_is_empty = true;
+    CrossRankMerge first(world, run.options(scatter), LogBase::e), second(world, other, LogBase::e);
+    const bool swapped = world.rank() == world.size() - 1;
+    const std::string text = told([&] {
+      (swapped ? second : first).run(run.args);
+      (swapped ? first : second).run(run.args);
+      first.wait();
+      second.wait();
+    });
+    EXPECT_THAT(text, HasSubstr("'nan_is_empty' differs between ranks"));
+    EXPECT_FALSE(run.wrote()) << "a result of different runs";
+  }
+}
+
 TEST(CrossRankMergeAgreement, WhatMayDifferDoes) {
   for (const bool scatter : {false, true}) {
     const Communicator world = test_world();

@@ -736,14 +736,49 @@ TEST(Agreement, DigestsThatAreNotThereYetDifferFromNone) {
   EXPECT_TRUE(differ({"one", comm::kNotKnown, "two", "1"}, {"one", "1", "two", "2"}));
 }
 
+TEST(Agreement, LayersOfOtherOptionsOrNumbersHaveOtherHashes) {
+  const auto hash_of = [](const NamedValues& options, std::uint32_t layer) {
+    RunHistory history(options);
+    history.set_layer(layer);
+    return history.hash();
+  };
+  const std::uint64_t hash = hash_of({{"heads", "12"}, {"keys", "zigzag"}}, 1);
+  EXPECT_EQ(hash, hash_of({{"heads", "12"}, {"keys", "zigzag"}}, 1));
+  EXPECT_NE(hash, hash_of({{"heads", "12"}, {"keys", "zigzag"}}, 2));
+  EXPECT_NE(hash, hash_of({{"heads", "1"}, {"keys", "2zigzag"}}, 1));
+  EXPECT_NE(hash, hash_of({{"heads", "21"}, {"keys", "zigzag"}}, 1));
+}
+
+TEST(Agreement, RunsHaveAPlaceInTheOrderOfTheirCommunicator) {
+  comm::RunOrder mine, theirs;
+  mine.add({1, 0});
+  theirs.add({1, 0});
+  mine.add({2, 1});
+  theirs.add({1, 1});
+  EXPECT_EQ(mine.last(), (comm::RunName{2, 1}));
+  const comm::AskedRun asked = mine.find({2, 1});
+  EXPECT_EQ(asked.place, 2U);
+  EXPECT_EQ(theirs.at(asked), (comm::RunName{1, 1})) << "what this rank ran there";
+  for (int i = 0; i < 2000; ++i) mine.add({1, 5});
+  EXPECT_EQ(mine.find({2, 1}).place, 0U) << "too long ago";
+  EXPECT_EQ(mine.at({0, {2, 1}}), (comm::RunName{2, 1})) << "asked for by its name";
+  EXPECT_FALSE(mine.at(asked));
+  EXPECT_FALSE(theirs.at({3, {}})) << "not yet";
+}
+
 TEST(Agreement, ALogKeepsTheLastRuns) {
-  RunHistory history(nullptr);
+  RunHistory history(NamedValues{{"heads", "4"}});
+  history.set_layer(3);
   const Everything one(Of::one_sequence), two;
   for (std::uint32_t run = 1; run <= RunHistory::kRuns + 1; ++run)
     EXPECT_EQ(history.add((run % 2 == 0 ? one : two).described()), run);
-  EXPECT_TRUE(history.describe(0).empty());
+  EXPECT_THAT(history.describe(0),
+              testing::ElementsAre(Named{"heads", "4"}, Named{"layer", "number 3"}))
+      << "what the layer was made with";
   EXPECT_TRUE(history.describe(1).empty()) << "as many runs ago as the log keeps";
-  EXPECT_THAT(history.describe(2), testing::Contains(Named{"batch", "1"}));
+  EXPECT_THAT(history.describe(2),
+              testing::IsSupersetOf({Named{"heads", "4"}, Named{"layer", "number 3"},
+                                     Named{"run of the layer", "number 2"}, Named{"batch", "1"}}));
   EXPECT_THAT(history.describe(3), testing::Contains(Named{"batch", "2"}));
   EXPECT_TRUE(history.describe(RunHistory::kRuns + 2).empty()) << "a run that is not there yet";
 }

@@ -92,8 +92,8 @@ TEST(Letters, OfThisVersionAreUnderstood) {
 /// tokens.
 Letter roll(int from, int run, int tokens) {
   return {from, Letter::text,
-          "w" + pack(std::string("0"), std::string("states"), std::string("1"), std::to_string(run),
-                     pack(std::string("tokens"), std::to_string(tokens)))};
+          "w" + pack(std::string("0"), std::string("states"), std::string("0"), std::string("1"),
+                     std::to_string(run), pack(std::string("tokens"), std::to_string(tokens)))};
 }
 
 const Failure kOtherwise{ErrorKind::rank_failure, 1, "states", "Rank 1 sent less."};

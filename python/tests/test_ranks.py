@@ -212,7 +212,7 @@ def test_any_order_of_calls_is_right_or_refused(ranks, seed):
         for kind, results in found:
             assert kind == "value", results
             for i, result in zip(order, results):
-                assert_close(result, wanted[i], np.float32)
+                assert_close(result, wanted[i])
     else:
         for kind, error in found:
             assert kind == "error" and isinstance(error, longspan.UsageError), error

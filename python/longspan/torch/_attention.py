@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from longspan import Communicator, InputError, Sharding, UnsupportedError
+from longspan._shards import contradiction, refuse
 
 from ._groups import alone_name, known, name_of
-from ._layouts import layout_text, shard_of, unshard_of
+from ._layouts import layout_text, rule_of, shard_of, unshard_of
 from ._ops import attend as _attend, attend_lse as _attend_lse
 
 AS_KEYS = "as keys"
@@ -105,7 +106,8 @@ def scaled_dot_product_attention(
         alibi_slopes: [heads]; sinks: [heads] learned sinks.
         documents: [count + 1] int64 starts of documents packed in the one sequence of the batch.
         total_keys, total_queries: tokens over all ranks. None asks the ranks, which costs a round of
-            messages in each call; given, a contiguous cut is that of torch.tensor_split.
+            messages in each call; given, contiguous parts are those that longspan.shard cuts, at
+            multiples of 128 tokens.
         invariant: the same bits for 1, 2, 4 ... ranks.
         strategy: a name of longspan.strategies(); "auto" takes on GPUs what the cost model finds
             fastest, and sends on processors what is fewer bytes: keys and values, or query rows and
@@ -162,6 +164,11 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
     options = {"causal": causal, "keys": layout_text(keys, "keys")}
     if queries is not None:
         options["queries"] = options["keys"] if queries == AS_KEYS else layout_text(queries, "queries")
+    if not torch.compiler.is_compiling():  # views, which the operators see, are no parts that shard() made
+        refuse(contradiction(q, k, v, comm=known(name).comm, keys=rule_of(options["keys"]),
+                             queries=rule_of(options["queries"]) if queries is not None else None,
+                             cache_seqlens=cache_seqlens, total_keys=total_keys, total_queries=total_queries,
+                             tokens_dim=-2 if heads_dim == -3 else -3)[2])
     if window_size != (-1, -1):
         options["window_left"], options["window_right"] = window_size
     if scale is not None:  # what an operator is not given costs it no time

@@ -7,7 +7,7 @@ from collections import namedtuple
 from . import _core
 from ._communicators import warn_of_others
 from ._errors import InputError
-from ._shards import contradiction, refuse
+from ._shards import Place, contradiction, refuse
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 Traffic = namedtuple("Traffic", "sent received kept")
 Traffic.__doc__ = """Bytes of keys and values that one run moves, as this rank sees it: sent to other
 ranks, received from them, and kept, from its old place to the new one."""
-
-_Place = namedtuple("_Place", "rank size")  # of a rank among those that hold the cache now
 
 
 class Reshard:
@@ -89,7 +87,7 @@ class Reshard:
         if k is not None:
             world = self.comm
             held = range(world.size) if self._ranks is None else self._ranks
-            refuse(contradiction(None, k, v, comm=_Place(world.rank - held.start, len(held)), keys=self._keys,
+            refuse(contradiction(None, k, v, comm=Place(world.rank - held.start, len(held)), keys=self._keys,
                                  queries=None, block_table=block_table, total_keys=self._total)[2])
         self._move.run(k, v, block_table, to_k, to_v, to_block_table, stream)
 

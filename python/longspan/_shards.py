@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Cut = namedtuple("Cut", "rule rank ranks length dim shape")
 Cut.__doc__ = "How shard() cut an array: `length` tokens of the whole, in dimension `dim`; the part's shape."
 
+Place = namedtuple("Place", "rank size")  # of a rank among those that hold a cache
+
 _cuts: dict[int, tuple] = {}  # id() of a part: (a weak reference to it, its Cut)
 
 
@@ -37,10 +39,10 @@ def _remember(part: Array, cut: Cut) -> None:
         return
     key = id(part)
 
-    def forget(reference):
-        known = _cuts.get(key)
+    def forget(reference, cuts=_cuts):  # which is there when the module is not any more
+        known = cuts.get(key)
         if known is not None and known[0] is reference:
-            del _cuts[key]
+            del cuts[key]
 
     _cuts[key] = weakref.ref(part, forget), cut
 
@@ -103,7 +105,9 @@ def _contradiction(name: str, array: Array, argument: str, rule: Sharding | None
 def _count_of(lengths) -> int:
     """Sequences that have these lengths."""
     shape = getattr(lengths, "shape", None)
-    return (shape[0] if len(shape) == 1 else 1) if shape is not None else len(lengths)
+    if shape is not None:
+        return shape[0] if len(shape) == 1 else 1
+    return len(lengths) if isinstance(lengths, (list, tuple)) else 1
 
 
 def contradiction(q, k, v, *, comm, keys: str | Sharding, queries: str | Sharding | None, cache_seqlens=None,
@@ -113,7 +117,7 @@ def contradiction(q, k, v, *, comm, keys: str | Sharding, queries: str | Shardin
 
     q is None in an append. Where nothing is known, or keys are a cache that grows, the lengths are None.
     """
-    if not _cuts:
+    if not _cuts or not (comm is None or isinstance(comm, (Communicator, Place))):
         return None, None, None
     rule = _rule(keys, "keys")
     ranks = 1 if comm is None else comm.size
@@ -284,14 +288,14 @@ def unshard(parts: Array | Sequence[Array], keys: str | Sharding = "contiguous",
         dims = [_dimension(part, asked, f"parts[{rank}]") for rank, part in enumerate(parts)]
         for rank, part in enumerate(parts):
             _check_like(parts[0], part, dims[0], rank)
-            _check_cut(f"parts[{rank}]", part, rule, rank, len(parts), dims[0], of_heads)
+            check_cut(f"parts[{rank}]", part, rule, rank, len(parts), dims[0], of_heads)
         dim = dims[0]
     else:
         if comm is None:
             raise TypeError("parts is one array and comm is None; give the list of all ranks' parts, "
                             "or the communicator to gather them")
         dim = _dimension(parts, asked, "parts")
-        _check_cut("parts", parts, rule, comm.rank, comm.size, dim, of_heads)
+        check_cut("parts", parts, rule, comm.rank, comm.size, dim, of_heads)
         parts = _gathered(parts, "heads" if of_heads else _text(rule), dim, comm)
     return _joined(parts, rule, dim, tables)
 
@@ -348,7 +352,8 @@ def _library(array: Array) -> str:
     return type(array).__module__.partition(".")[0]
 
 
-def _check_cut(name: str, part: Array, rule: Sharding, rank: int, ranks: int, dim: int, of_heads: bool) -> None:
+def check_cut(name: str, part: Array, rule: Sharding, rank: int, ranks: int, dim: int, of_heads: bool = False) -> None:
+    """InputError where shard() cut a part of unshard() in another way."""
     cut = cut_of(part)
     if cut is None or (cut.ranks == ranks == 1 and "listed" not in (cut.rule.layout, rule.layout)):
         return

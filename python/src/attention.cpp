@@ -11,6 +11,7 @@
 #include "python/src/arrays.hpp"
 #include "python/src/call.hpp"
 #include "python/src/communicators.hpp"
+#include "python/src/lengths.hpp"
 #include "python/src/words.hpp"
 
 namespace longspan::python {

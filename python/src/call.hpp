@@ -9,13 +9,10 @@
 #include <bit>
 #include <cstdint>
 #include <list>
-#include <optional>
 #include <string>
-#include <vector>
 
 #include "longspan/attention.hpp"
 #include "python/src/arrays.hpp"
-#include "python/src/plans.hpp"
 #include "python/src/words.hpp"
 
 namespace longspan::python {
@@ -45,6 +42,9 @@ Fields unpack(const nb::args& args, std::size_t first) {
   return std::bit_cast<Fields>(handles);
 }
 
+/// "[2, 3]".
+std::string shape_text(const Tensor& t);
+
 /// Dense copies of arrays of one call, made by the library that the arrays are of.
 class DenseCopies {
  public:
@@ -57,6 +57,9 @@ class DenseCopies {
   /// The same where rows have gaps inside of them or run backwards, or sequences do not follow each
   /// other.
   void take_unless_flat(Array& array, const char* name);
+  /// The same of a k and v without pages where the sequences of a batch do not lie a whole number
+  /// of keys apart, the same in both. Values that are the first columns of the keys stay that.
+  void take_unless_cache(Array& k, Array& v);
 
  private:
   bool on_other_stream_;
@@ -124,26 +127,5 @@ struct Call {
  private:
   DenseCopies copies_;
 };
-
-/// Lengths of the whole sequences that nobody has given: what all ranks hold together.
-struct Totals {
-  std::int64_t keys = 0, queries = 0;
-  std::int64_t most_queries = 0;  // that a rank has: an upper bound, alike on all ranks
-  // [ranks + 1] where parts in rank order begin that are not those of the contiguous rule.
-  std::vector<std::int64_t> key_ends, query_ends;
-};
-
-/// Asks the other ranks where it must, which is collective. Parts of other lengths than their rule
-/// gives are an InputError on every rank, but for contiguous ones where `any_parts` allows it.
-Totals totals_of(const Communicator& world, const Call& call, const Options& options,
-                 bool any_parts);
-
-/// The numbers of query_table, -1 past them, as a layer for `entries` rows of one rank takes it.
-/// InputError for a table of other numbers than `rows`, and of numbers that no table has.
-std::vector<std::int64_t> listed_rows(const Call& call, std::int64_t rows, std::int64_t entries);
-
-/// Lengths into the arguments; arrays of them where a batch has none. `batch` of the sequences.
-void set_lengths(AttentionArgs& args, const Call& call, const Totals& totals, bool sharded_queries,
-                 std::int64_t batch, Device device, UniformArrays& arrays);
 
 }  // namespace longspan::python

@@ -8,6 +8,7 @@ import torch
 
 import longspan
 from longspan import InputError, Sharding, UnsupportedError
+from longspan._shards import check_cut
 
 from ._groups import Known, _finish
 
@@ -86,6 +87,7 @@ def unshard_of(part: torch.Tensor, text: str, known: Known, dim: int) -> torch.T
     """The whole tensor, on every rank. Collective."""
     if known.size == 1:
         return part
+    check_cut("the tensor", part, rule_of(text), known.rank, known.size, dim)
     return longspan.unshard(gather_parts(part, known, dim), rule_of(text), dim=dim)
 
 

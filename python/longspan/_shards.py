@@ -112,33 +112,35 @@ def _count_of(lengths) -> int:
 
 def contradiction(q, k, v, *, comm, keys: str | Sharding, queries: str | Sharding | None, cache_seqlens=None,
                   cu_seqlens_q=None, block_table=None, k_new=None, v_new=None, total_keys=None,
-                  total_queries=None, tokens_dim: int = -3) -> tuple[int | None, int | None, str | None]:
+                  total_queries=None, tokens_dim: int = -3, names=("q", "k", "v"), keys_name: str = "keys") -> tuple[int | None, int | None, str | None]:
     """Tokens of the arrays that k and q were cut from, and what of them contradicts a call of attention.
 
-    q is None in an append. Where nothing is known, or keys are a cache that grows, the lengths are None.
+    q is None in an append. `names` and `keys_name` are the caller's. Where nothing is known, or keys are a cache that grows, the lengths are None.
     """
     if not _cuts or not (comm is None or isinstance(comm, (Communicator, Place))):
         return None, None, None
     rule = _rule(keys, "keys")
     ranks = 1 if comm is None else comm.size
     wholes = []
-    for name, array, argument, own, total, total_name in (
-            ("k", k, "keys", rule, total_keys, "total_keys"), ("v", v, "keys", rule, total_keys, "total_keys"),
-            ("q", q, "queries", None if queries is None else _rule(queries, "queries"), total_queries,
-             "total_queries")):
+    for array, argument, own, total, total_name, name in (
+            (k, keys_name, rule, total_keys, "total_keys", names[1]),
+            (v, keys_name, rule, total_keys, "total_keys", names[2]),
+            (q, "queries", None if queries is None else _rule(queries, "queries"), total_queries, "total_queries",
+             names[0])):
+        of_keys = name != names[0]  # the same array may be both
         cut = None if array is None else cut_of(array)
-        if cut is None or (name != "q" and block_table is not None):
+        if cut is None or (of_keys and block_table is not None):
             wholes.append(None)
             continue
         packed = len(array.shape) == 3
-        if name != "q" and isinstance(cache_seqlens, (list, tuple)) and len(cache_seqlens) == 1:
+        if of_keys and isinstance(cache_seqlens, (list, tuple)) and len(cache_seqlens) == 1:
             total, total_name = cache_seqlens[0], "cache_seqlens[0]"
-        grows = name != "q" and k_new is not None
+        grows = of_keys and k_new is not None
         said = _contradiction(name, array, argument, own, comm, len(array.shape) + tokens_dim, None if grows else total,
                               total_name)
-        lengths = cu_seqlens_q if name == "q" else cache_seqlens
+        lengths = cache_seqlens if of_keys else cu_seqlens_q
         if said is None and packed and cut.ranks > 1 and lengths is not None:
-            sequences = _count_of(lengths) - (name == "q")
+            sequences = _count_of(lengths) - (not of_keys)
             if sequences > 1:
                 said = (f"{name} was cut by longspan.shard as one sequence of {cut.length} tokens, and there are "
                         f"{sequences} one after the other: cut each by itself, and join the parts")

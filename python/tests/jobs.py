@@ -200,7 +200,7 @@ CUTS = ("contiguous", "any", "zigzag", "striped", ("interleaved", 1), ("interlea
         "listed")
 
 
-def pairs(comm, seed, count, make):
+def pairs(comm, seed, count, make=np.copy):
     """Random cases in which a function takes what another one returned. `make`: NumPy array -> array."""
     rng = np.random.default_rng(seed)  # the same on every rank
     for number in range(count):
@@ -288,17 +288,6 @@ def one_of_pairs(comm, rng, batch, length, tokens, keys, rows, make):
                          dtype="float32", keys=keys.keys, key_table=keys.table, to_keys=by)
         assert (host(longspan.unshard(to_k, by, comm=comm)) == host(k)).all()
         assert (host(longspan.unshard(to_v, by, comm=comm)) == host(v)).all()
-
-
-def pairs_of_torch(comm, seed, count):
-    import torch
-
-    torch.set_num_threads(1)
-    return pairs(comm, seed, count, torch.tensor)
-
-
-def pairs_of_numpy(comm, seed, count):
-    return pairs(comm, seed, count, np.copy)
 
 
 def packed(comm, lengths, news, keys, queries, results, said):

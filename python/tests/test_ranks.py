@@ -49,15 +49,9 @@ def test_any_cut_is_exact(ranks, keys, queries, length, causal, window, dtype, s
         np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_what_a_function_returns_another_takes(ranks, library):
+def test_what_a_function_returns_another_takes(ranks):
     """All pairs: shard, attend, its parts, unshard, layers, appends, merges, moves; any cut and length."""
-    if library == "torch":
-        pytest.importorskip("torch")
-        if ranks.size != 2:
-            pytest.skip("two ranks of torch are enough")
-    job, count = (jobs.pairs_of_torch, 12) if library == "torch" else (jobs.pairs_of_numpy, 40)
-    assert ranks.values(job, 1000 + ranks.size, count) == [count] * ranks.size
+    assert ranks.values(jobs.pairs, 1000 + ranks.size, 40) == [40] * ranks.size
 
 
 @pytest.mark.parametrize("queries, results", [

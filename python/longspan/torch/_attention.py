@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from longspan import Communicator, InputError, Sharding, UnsupportedError
-from longspan._shards import contradiction, refuse
+from longspan._shards import _cuts, contradiction, refuse
 
 from ._groups import alone_name, known, name_of
 from ._layouts import layout_text, rule_of, shard_of, unshard_of
@@ -23,6 +23,18 @@ def _refuse_grad(query: Tensor, key: Tensor, value: Tensor) -> None:
         name = "query" if query.requires_grad else "key" if key.requires_grad else "value"
         raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under torch.no_grad() or "
                                f"torch.inference_mode(), or give {name}.detach()")
+
+
+def _refuse_other_cut(q, k, v, tokens_dim, name, keys, queries, cache_seqlens, total_keys, total_queries, keys_name):
+    """What longspan.shard made of tensors, and the call says otherwise. Later there are views, of which nothing is
+    known, and so it is in a trace."""
+    if torch.compiler.is_compiling() or not _cuts:
+        return
+    rule = rule_of(layout_text(keys, keys_name))
+    rows = rule if queries == AS_KEYS else None if queries is None else rule_of(layout_text(queries, "queries"))
+    refuse(contradiction(q, k, v, comm=known(name).comm, keys=rule, queries=rows, cache_seqlens=cache_seqlens,
+                         total_keys=total_keys, total_queries=total_queries, tokens_dim=tokens_dim,
+                         names=("query", "key", "value"), keys_name=keys_name)[2])
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, heads_dim: int) -> None:
@@ -138,7 +150,9 @@ def scaled_dot_product_attention(
         if not enable_gqa and query.size(-3) != key.size(-3):
             raise InputError(f"query has {query.shape[-3]} heads and key {key.shape[-3]}; enable_gqa=True allows that")
         _refuse_grad(query, key, value)
-        return _run(query, key, value, -3, return_lse, name_of(comm, group, query.device.type), keys, queries,
+        name = name_of(comm, group, query.device.type)
+        _refuse_other_cut(query, key, value, -2, name, keys, queries, None, total_keys, total_queries, "keys")
+        return _run(query, key, value, -3, return_lse, name, keys, queries,
                     is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, None, total_keys,
                     total_queries, is_causal and causal_alignment is None, invariant, strategy)
     except Exception:
@@ -164,11 +178,6 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
     options = {"causal": causal, "keys": layout_text(keys, "keys")}
     if queries is not None:
         options["queries"] = options["keys"] if queries == AS_KEYS else layout_text(queries, "queries")
-    if not torch.compiler.is_compiling():  # views, which the operators see, are no parts that shard() made
-        refuse(contradiction(q, k, v, comm=known(name).comm, keys=rule_of(options["keys"]),
-                             queries=rule_of(options["queries"]) if queries is not None else None,
-                             cache_seqlens=cache_seqlens, total_keys=total_keys, total_queries=total_queries,
-                             tokens_dim=-2 if heads_dim == -3 else -3)[2])
     if window_size != (-1, -1):
         options["window_left"], options["window_right"] = window_size
     if scale is not None:  # what an operator is not given costs it no time
@@ -285,7 +294,10 @@ class ContextParallelAttention(torch.nn.Module):
         buffers = self._buffers
         try:
             _refuse_grad(query, key, value)
-            return _run(query, key, value, heads_dim, return_lse, self._name_on(query.device.type), self.layout,
+            name = self._name_on(query.device.type)
+            _refuse_other_cut(query, key, value, -5 - heads_dim, name, self.layout, queries, cache_seqlens, total_keys,
+                              total_queries, "layout")
+            return _run(query, key, value, heads_dim, return_lse, name, self.layout,
                         queries, self.causal,
                         self.softmax_scale, self.window_size, self.softcap, buffers["alibi_slopes"],
                         buffers["sinks"], documents, cache_seqlens, total_keys, total_queries, False,

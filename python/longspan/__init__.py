@@ -11,7 +11,7 @@ import os as _os
 
 from . import _core
 from ._attention import Attention, Phases, attend, strategies
-from ._communicators import alone, from_environment, from_exchange, from_mpi4py
+from ._communicators import alone, forget_warning as _forget_warning, from_environment, from_exchange, from_mpi4py
 from ._core import Communicator, Shard, Sharding, __version__
 from ._errors import (BackendError, InputError, InternalError, LongspanError, RankError,
                       UnsupportedError, UsageError)
@@ -55,6 +55,7 @@ def environment() -> list[dict]:
 def _after_fork():
     _core.after_fork()
     _core.forget_ops()
+    _forget_warning()
 
 
 _atexit.register(_core.close_all)

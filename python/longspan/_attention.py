@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import namedtuple
 
 from . import _core
+from ._communicators import warn_of_others
 from ._core import Communicator, Sharding
 from ._errors import InputError
+from ._shards import contradiction, refuse
 
 TYPE_CHECKING = False  # as type checkers read it; importing typing would double the time of ours
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
     Array = Any  # NumPy, PyTorch, JAX, CuPy: what __dlpack__ or a buffer describes
     Numbers = Any  # a small array; or one number, or a list of them, on processors
+
+ALONE = object()  # as `comm` of attend(), of functions that attend to what they are given and say so
 
 Phases = namedtuple("Phases", "attend exchange merge")
 Phases.__doc__ = "Milliseconds of a run on this rank."
@@ -110,9 +114,12 @@ def attend(
             bfloat16 or fp8. Every rank has all of it, unless `queries` is given.
         k: this rank's keys, [keys, kv_heads, head_dim], sequence after sequence; or [batch,
             capacity, kv_heads, head_dim]; or, with a block_table, its pages [pages, page, kv_heads,
-            head_dim]. kv_heads divides heads.
+            head_dim]. kv_heads divides heads. Where the sequences of a batch do not lie a whole
+            number of keys apart (as in a transposed [keys, batch, kv_heads, head_dim]), and where
+            rows have gaps, k and v are copied; a cache that k_new is written to never is.
         v: as k, with value_dim in the last dimension.
-        comm: the ranks; None is this process alone.
+        comm: the ranks; None is this process alone. In one of several ranks of a launcher it warns,
+            once: comm=longspan.alone() says that this is meant.
         causal: a query sees keys up to its own position; or [batch] flags, one for each sequence.
             Queries are the last tokens of their sequence.
         softmax_scale: of the products; None is 1 / sqrt(head_dim).
@@ -133,14 +140,19 @@ def attend(
         documents: [count + 1] int64 starts of documents that are packed in the one sequence: a
             query sees its own.
         qq_bias: [width, width] added to the scores between the new tokens.
-        keys: how keys are dealt out to ranks: the name of a layout, or a Sharding.
-        queries: how query rows are; None is that every rank has all.
+        keys: how keys are dealt out to ranks: the name of a layout, or a Sharding. "contiguous" is
+            parts in rank order: where neither total_keys nor cache_seqlens says how many keys there
+            are, of any lengths, which the ranks are asked for; else those that longspan.shard cuts,
+            at multiples of 128 keys. Only these give the same bits on any number of ranks.
+        queries: how query rows are, likewise; None is that every rank has all. Rows of other
+            strides than a dense q has are copied.
         results: what a rank then gets of the result: "all" of it; its "heads", [heads r / P, heads
             (r + 1) / P) for rank r of P; or rows, by the name of a layout or a Sharding.
         total_keys: keys of the whole sequence (with k_new the new ones too), over all ranks, where
             cache_seqlens is not given. None asks all ranks, which costs a round of messages.
         total_queries: likewise the rows of the whole q, with `queries`.
-        key_table, query_table: int64 tables of the layouts ranges and listed.
+        key_table, query_table: int64 tables of the layouts ranges, [ranks + 1] where each rank's
+            part begins, and listed, the position of each of this rank's own.
         max_seqlen_q, max_seqlen_k: no sequence is longer; on GPUs they save workspace.
         invariant: the same bits for 1, 2, 4 ... 64 ranks also where that is not the fastest.
         exchange: how states travel between GPUs: "auto", "peer-buffers", "peer-buffers-apart", "gather".
@@ -172,13 +184,21 @@ def attend(
     >>> out.shape, lse.shape
     ((5, 8, 64), (5, 8))
     """
+    if comm is ALONE:
+        comm, of_parts = None, (None, None, None)
+    else:
+        if comm is None:
+            warn_of_others("attend")
+        of_parts = contradiction(q, k, v, comm=comm, keys=keys, queries=queries, cache_seqlens=cache_seqlens,
+                                 cu_seqlens_q=cu_seqlens_q, block_table=block_table, k_new=k_new, v_new=v_new,
+                                 total_keys=total_keys, total_queries=total_queries)
     if k_new is not None:
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
     return _core.attend(
         q, k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
         k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, total_keys,
-        total_queries, key_table, query_table, False, return_lse, out, lse, stream, comm,
-        softmax_scale, window_size, softcap, keys, queries, invariant, exchange, strategy,
+        total_queries, key_table, query_table, False, return_lse, out, lse, stream,
+        *of_parts, comm, softmax_scale, window_size, softcap, keys, queries, invariant, exchange, strategy,
         max_seqlen_q, max_seqlen_k, results, ranks_per_node)
 
 
@@ -196,7 +216,8 @@ class Attention:
         dtype: of the products: "float32", "float16" or "bfloat16", or such a dtype of NumPy or
             torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as fp8.
         causal, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
-            exchange, ranks_per_node: as in attend.
+            exchange, ranks_per_node: as in attend; but contiguous parts are always those that
+            longspan.shard cuts. Others are ranges, with a key_table and a query_table in each run.
         alibi: what slopes multiply: "query", the distance of query and key, or "context", the
             distance to the first query, as serving engines do.
         max_queries: most query rows in one run, over the batch (with `queries`: on one rank).
@@ -233,6 +254,9 @@ class Attention:
                  invariant: bool = False, strategy: str = "auto", exchange: str = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
                  fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0):
+        if comm is None:
+            warn_of_others("Attention")
+        self._dealt_out = dict(keys=keys, queries=queries)
         self._layer = _core.layer(
             comm, heads, kv_heads, head_dim, value_dim, dtype, q_dtype, kv_dtype, out_dtype, causal,
             softmax_scale, window_size, softcap, alibi, keys, queries, results, max_queries,
@@ -253,12 +277,15 @@ class Attention:
                  stream: Any = None) -> Any:
         """One run; arguments as in attend. `causal`: [batch] flags in place of the layer's.
         `skip_decode`: sequences of one query are left out, their rows untouched."""
+        of_parts = contradiction(q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens,
+                                 cu_seqlens_q=cu_seqlens_q, block_table=block_table, k_new=k_new, v_new=v_new,
+                                 total_keys=total_keys, total_queries=total_queries, **self._dealt_out)
         if k_new is not None:
             cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
         return self._layer.run(
             q, k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
             k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, total_keys,
-            total_queries, key_table, query_table, skip_decode, return_lse, out, lse, stream)
+            total_queries, key_table, query_table, skip_decode, return_lse, out, lse, stream, *of_parts)
 
     def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
@@ -275,6 +302,9 @@ class Attention:
             cache_seqlens: [batch] int32, keys before the new ones; or
             total_keys: keys of the one sequence, the new ones included.
         """
+        _, _, said = contradiction(None, k, v, comm=self._layer.comm(), block_table=block_table, k_new=k_new,
+                                   v_new=v_new, keys=self._dealt_out["keys"], queries=None)
+        refuse(said)
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
         self._layer.append(k_new, v_new, k, v, cu_seqlens_q, cache_seqlens, block_table, total_keys,
                            key_table, k_descale, v_descale, stream)

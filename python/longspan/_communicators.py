@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
+import os
+
 from . import _core
 from ._core import Communicator
+
+# What launchers tell a process: its rank, and how many there are.
+_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+              ("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+_asked = False  # whether this process has looked for them
+
+
+def warn_of_others(function: str) -> None:
+    """Warns, at most once, where a call is given no comm in one of several ranks of a launcher."""
+    global _asked
+    if _asked:
+        return
+    _asked = True
+    for rank, size in _LAUNCHERS:
+        own, count = os.environ.get(rank, ""), os.environ.get(size, "")
+        if own.isdigit() and count.isdigit() and int(count) > 1:
+            import warnings
+
+            warnings.warn(f"longspan.{function} is given no comm, and this is one of several ranks ({rank}={own}, "
+                          f"{size}={count}): it takes the keys of this process for all there are. Give "
+                          "comm=longspan.from_environment(), or comm=longspan.alone() where that is meant.",
+                          RuntimeWarning, stacklevel=3)
+            return
+
+
+def forget_warning() -> None:
+    """In the child of a fork, which may be given other variables."""
+    global _asked
+    _asked = False
 
 
 def alone(device: str = "cpu", *, gpu: int | None = None) -> Communicator:

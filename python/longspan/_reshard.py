@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import namedtuple
 
 from . import _core
+from ._communicators import warn_of_others
 from ._errors import InputError
+from ._shards import Place, contradiction, refuse
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -57,6 +59,10 @@ class Reshard:
                  key_table: Numbers | None = None, to_keys: str | Sharding = "contiguous",
                  to_ranks: range | None = None, to_key_table: Numbers | None = None,
                  threads: int = 0):
+        if comm is None:
+            warn_of_others("Reshard")
+        self._keys, self._ranks = keys, ranks
+        self._total = lengths[0] if isinstance(lengths, (list, tuple)) and len(lengths) == 1 else None
         self._move = _core.move(comm, lengths, kv_heads, head_dim, value_dim, dtype, keys,
                                 *_first_and_count(ranks, "ranks"), key_table, to_keys,
                                 *_first_and_count(to_ranks, "to_ranks"), to_key_table, threads)
@@ -78,6 +84,11 @@ class Reshard:
             InputError: arrays that do not fit, before anything is written.
             UsageError, RankError: on every rank, where ranks run different moves.
         """
+        if k is not None:
+            world = self.comm
+            held = range(world.size) if self._ranks is None else self._ranks
+            refuse(contradiction(None, k, v, comm=Place(world.rank - held.start, len(held)), keys=self._keys,
+                                 queries=None, block_table=block_table, total_keys=self._total)[2])
         self._move.run(k, v, block_table, to_k, to_v, to_block_table, stream)
 
     def wait(self, stream: Any = None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 
 from . import _core
-from ._attention import attend
+from ._attention import ALONE, attend
 from ._errors import InputError, UnsupportedError
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
 
@@ -272,7 +272,7 @@ def _attend(q, k, v, kv_layout, causal, window_left, softcap, sm_scale, numbers,
     elif is_fp8(q):
         raise InputError(f"o_dtype is None and q is {type_of(q)}; give the type of the result")
     try:
-        made = attend(q, k, v, causal=causal, window_size=(window_left, -1), softmax_scale=scale,
+        made = attend(q, k, v, comm=ALONE, causal=causal, window_size=(window_left, -1), softmax_scale=scale,
                       softcap=0.0 if softcap is None else softcap, return_lse=return_lse, **options)
     except TRANSLATED as error:
         raise in_their_words(error, _NAMES) from None

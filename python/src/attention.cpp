@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <tuple>
 #include <utility>
 
 #include "longspan/error.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/call.hpp"
 #include "python/src/communicators.hpp"
+#include "python/src/lengths.hpp"
 #include "python/src/words.hpp"
 
 namespace longspan::python {
@@ -66,22 +68,53 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
   return o;
 }
 
+bool lists_rows(const Options& o) {
+  return (o.queries && o.queries->layout == Layout::listed) ||
+         (o.results.part == ResultPart::rows && o.results.rows.layout == Layout::listed);
+}
+
 /// Sizes of the layer: rounded up, so that a sequence that grows does not need a new one each time.
 /// They are alike on all ranks.
 void set_limits(Options& o, const Call& call, const Totals& totals, Device device) {
-  if ((o.queries && o.queries->layout == Layout::listed) ||
-      (o.results.part == ResultPart::rows && o.results.rows.layout == Layout::listed))
-    o.limits.max_tokens = std::max<std::int64_t>(1, call.query_table.tensor().shape[0]);
-  else
-    o.limits.max_tokens =
-        rounded_up((o.queries ? totals.most_queries : call.tokens()) * call.batch());
+  const std::int64_t rows = o.queries ? totals.most_queries : call.tokens() * call.batch();
+  o.limits.max_tokens = rounded_up(rows);
   if (device == Device::host) return;
+  if (lists_rows(o)) {  // the table lies on the GPU, and has an entry for each row of the layer
+    o.limits.max_tokens = std::max<std::int64_t>(1, call.query_table.tensor().shape[0]);
+    if (o.limits.max_tokens < rows)
+      throw InputError("query_table has " + std::to_string(o.limits.max_tokens) +
+                       " entries; on GPUs it has one for each of " + std::to_string(rows) +
+                       " rows, the most of a rank, and -1 past this rank's own");
+  }
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (o.limits.max_kv_len == 0 && totals.keys > 0)
     o.limits.max_kv_len = std::min(kMost, rounded_up(totals.keys));
   if (o.limits.max_query_len == 0 && !call.cu_seqlens_q)
     o.limits.max_query_len =
         std::min(kMost, rounded_up(o.queries ? totals.queries : call.tokens()));
+}
+
+/// Parts in rank order that are not the contiguous rule's are ranges, of the lengths that the ranks
+/// have.
+void take_ends(Options& o, const Call& call, const Totals& totals) {
+  if (!totals.key_ends.empty()) o.keys = {Layout::ranges};
+  if (!totals.query_ends.empty()) o.queries = Sharding{Layout::ranges};
+  for (const auto& [ends, table, name] :
+       {std::tuple{&totals.key_ends, &call.key_table, "key_table"},
+        std::tuple{&totals.query_ends, &call.query_table, "query_table"}})
+    if (!ends->empty() && *table)
+      throw InputError(std::string(name) + " is given, and the layout is contiguous");
+}
+
+/// The tables of a call that it did not give as the layer takes them.
+void set_tables(AttentionArgs& run, const Options& o, const Call& call, const Totals& totals,
+                std::int64_t batch, Device device, UniformArrays& arrays) {
+  if (!totals.key_ends.empty()) run.key_table = arrays.table(device, totals.key_ends, batch);
+  if (!totals.query_ends.empty()) run.query_table = arrays.table(device, totals.query_ends);
+  if (lists_rows(o) && device == Device::host && call.query_table)
+    run.query_table = arrays.table(
+        device, listed_rows(call, o.queries ? call.tokens() : call.out.tensor().shape[0],
+                            o.limits.max_tokens));
 }
 
 nb::object attend(nb::args args) {
@@ -93,20 +126,28 @@ nb::object attend(nb::args args) {
   Comm& comm = comm_of(held);
   call.check_gpu(comm.world().gpu());
   Options options = options_of(call, given, asked);
+  call.make_readable(options.queries.has_value());
   call.make_results(options, comm.world());
   AttentionArgs run = call.args();
   comm.alone([&](const Communicator& world) {
-    const bool by_table = options.queries && (options.queries->layout == Layout::ranges ||
-                                              options.queries->layout == Layout::listed);
-    Totals totals = totals_of(world, call, options.queries.has_value(), by_table);
-    if (options.queries && !by_table)
-      totals.most_queries =
-          options.queries->resolve(totals.queries, 0, world.size()).max_local_len(totals.queries);
+    const bool sharded = options.queries.has_value();
+    const Totals totals = totals_of(world, call, options, true);
+    take_ends(options, call, totals);
     set_limits(options, call, totals, world.device());
-    Plan& plan = comm.plans().find(world, options);
-    set_lengths(run, call, totals, options.queries.has_value(), world.device(), plan.arrays);
-    plan.layer.run(run, call.stream);
-    if (call.needs_wait()) plan.layer.wait(call.stream);
+    const auto queue = [&](AttentionArgs& one, Plan& plan, std::int64_t batch) {
+      set_tables(one, options, call, totals, batch, world.device(), plan.arrays);
+      set_lengths(one, call, totals, sharded, batch, world.device(), plan.arrays);
+      plan.layer.run(one, call.stream);
+      if (call.needs_wait()) plan.layer.wait(call.stream);
+    };
+    if (totals.query_ends.empty() || call.batch() <= 1)
+      return queue(run, comm.plans().find(world, options), call.batch());
+    // A table of query rows describes one sequence.
+    options.limits.max_batch = 1;
+    for (std::int64_t b = 0; b < call.batch(); ++b) {
+      AttentionArgs one = call.args_of(b);
+      queue(one, comm.plans().find(world, options), 1);
+    }
   });
   return call.finish();
 }

@@ -1,20 +1,14 @@
 #include "python/src/call.hpp"
 
 #include <algorithm>
-#include <charconv>
 #include <span>
 #include <utility>
 
 #include "longspan/error.hpp"
+#include "python/src/lengths.hpp"
 
 namespace longspan::python {
 namespace {
-
-std::string shape_text(const Tensor& t) {
-  std::string made = "[";
-  for (int d = 0; d < t.dims; ++d) made += (d > 0 ? ", " : "") + std::to_string(t.shape[d]);
-  return made + "]";
-}
 
 /// [batch, tokens, heads, dim] <-> [batch, heads, tokens, dim]
 Tensor exchanged(Tensor t) {
@@ -24,16 +18,72 @@ Tensor exchanged(Tensor t) {
   return t;
 }
 
-/// The rows that the rank gets of each sequence, where one rule and one length say it.
-std::int64_t own_rows(const Call& call, const Sharding& rule, const Communicator& world) {
-  if (call.cu_seqlens_q || call.query_table)
-    throw InputError(
-        "out is missing: with results by rows of several sequences, or by a table, how many rows "
-        "this rank gets is not known here");
-  return rule.resolve(call.tokens(), world.rank(), world.size()).local_len(call.tokens());
+/// Whether elements stand one behind the other. An extent of 1 is never stepped over.
+bool is_dense(const Tensor& t) {
+  std::int64_t step = 1;
+  for (int d = t.dims - 1; d >= 0; --d) {
+    if (t.shape[d] == 0) return true;
+    if (t.shape[d] > 1 && t.stride[d] != step) return false;
+    step *= t.shape[d];
+  }
+  return true;
+}
+
+/// Whether the library reads each row as it lies: its elements follow each other, and no dimension
+/// runs backwards.
+bool has_plain_rows(const Tensor& t) {
+  if (t.size() == 0) return true;
+  for (int d = 0; d < t.dims; ++d)
+    if (t.stride[d] < 0) return false;
+  return t.stride[t.dims - 1] == 1 || t.shape[t.dims - 1] == 1;
+}
+
+/// Whether the sequences of [batch, capacity, kv_heads, dim] are a whole number of keys apart.
+bool is_cache(const Tensor& t) {
+  return t.dims != 4 || t.size() == 0 || (t.stride[1] > 0 && t.stride[0] % t.stride[1] == 0);
+}
+
+/// Keys from one sequence to the next.
+std::int64_t pitch_of(const Tensor& t) {
+  return t.dims == 4 && t.size() > 0 && t.stride[1] > 0 ? t.stride[0] / t.stride[1] : 0;
+}
+
+/// Whether v is the first columns of k.
+bool is_part_of(const Tensor& v, const Tensor& k) {
+  return v.data == k.data && v.dtype == k.dtype && v.dims == k.dims &&
+         std::equal(v.shape.begin(), v.shape.begin() + v.dims - 1, k.shape.begin()) &&
+         std::equal(v.stride.begin(), v.stride.begin() + v.dims, k.stride.begin()) &&
+         v.shape[v.dims - 1] <= k.shape[k.dims - 1];
+}
+
+/// Sequence b of a batch.
+Tensor sequence_of(Tensor t, std::int64_t b) {
+  t.data =
+      static_cast<char*>(t.data) + b * t.stride[0] * static_cast<std::int64_t>(size_of(t.dtype));
+  for (int d = 1; d < t.dims; ++d) {
+    t.shape[d - 1] = t.shape[d];
+    t.stride[d - 1] = t.stride[d];
+  }
+  --t.dims;
+  return t;
+}
+
+/// The same as a batch of one.
+Tensor only(Tensor t, std::int64_t b) {
+  if (!t) return t;
+  t.data =
+      static_cast<char*>(t.data) + b * t.stride[0] * static_cast<std::int64_t>(size_of(t.dtype));
+  t.shape[0] = 1;
+  return t;
 }
 
 }  // namespace
+
+std::string shape_text(const Tensor& t) {
+  std::string made = "[";
+  for (int d = 0; d < t.dims; ++d) made += (d > 0 ? ", " : "") + std::to_string(t.shape[d]);
+  return made + "]";
+}
 
 std::int64_t count_of(nb::handle given, const char* name) {
   return given.is_none() ? -1 : small(integer(given, name), name);
@@ -55,6 +105,55 @@ Tensor flat(Tensor t, const char* name) {
   t.stride[2] = t.stride[3];
   t.dims = 3;
   return t;
+}
+
+void DenseCopies::take(Array& array, const char* name) {
+  const Tensor& t = array.tensor();
+  const std::string lies = std::string(name) + " is " + shape_text(t) +
+                           " and cannot be read as it lies in memory: make it dense first";
+  if (on_other_stream_ && t.device == Device::cuda)
+    throw InputError(lies + ", on the stream that is given");
+  nb::object dense;
+  if (array.kind().name == Kind::torch) {
+    dense = array.object().attr("contiguous")();
+  } else {
+    const nb::handle type(reinterpret_cast<PyObject*>(Py_TYPE(array.object().ptr())));
+    std::string root = "numpy";
+    if (array.kind().name != Kind::numpy) {
+      root = nb::cast<std::string>(nb::object(type.attr("__module__")));
+      root = root.substr(0, root.find('.'));
+    }
+    const nb::object library = nb::module_::import_(root.c_str());
+    if (!nb::hasattr(library, "ascontiguousarray")) throw InputError(lies);
+    dense = library.attr("ascontiguousarray")(array.object());
+  }
+  made_.push_back(dense);
+  views_.emplace_back(dense, name);
+  array.tensor() = views_.back().tensor();
+}
+
+void DenseCopies::take_unless_flat(Array& array, const char* name) {
+  const Tensor& t = array.tensor();
+  if (!array) return;
+  const bool follow =
+      t.dims != 4 || t.shape[0] <= 1 || t.shape[1] == 0 || t.stride[0] == t.shape[1] * t.stride[1];
+  if (!follow || !has_plain_rows(t)) take(array, name);
+}
+
+void DenseCopies::take_unless_cache(Array& k, Array& v) {
+  const auto is_readable = [](const Array& array) {
+    return !array || (has_plain_rows(array.tensor()) && is_cache(array.tensor()));
+  };
+  const Tensor keys = k.tensor(), values = v.tensor();
+  const bool alike = !k || !v || keys.dims != values.dims || pitch_of(keys) == pitch_of(values);
+  if (is_readable(k) && is_readable(v) && alike) return;
+  if (k && !is_dense(keys)) take(k, "k");
+  if (k && v && is_part_of(values, keys)) {
+    v.tensor() = k.tensor();
+    v.tensor().shape[values.dims - 1] = values.shape[values.dims - 1];
+  } else if (v && !is_dense(values)) {
+    take(v, "v");
+  }
 }
 
 Call::Call(const Given& g)
@@ -82,8 +181,12 @@ Call::Call(const Given& g)
       given_lse(g.lse, "lse"),
       total_keys(count_of(g.total_keys, "total_keys")),
       total_queries(count_of(g.total_queries, "total_queries")),
+      whole_keys(count_of(g.whole_keys, "whole_keys")),
+      whole_queries(count_of(g.whole_queries, "whole_queries")),
+      contradiction(g.contradiction.is_none() ? "" : text(g.contradiction, "contradiction")),
       skip_decode(flag(g.skip_decode, "skip_decode")),
-      return_lse(flag(g.return_lse, "return_lse")) {
+      return_lse(flag(g.return_lse, "return_lse")),
+      copies_(g.stream) {
   const Tensor& rows = q.required().tensor();
   k.required();
   v.required();
@@ -138,6 +241,14 @@ void Call::check_gpu(int gpu) const {
   for (const auto& [array, name] : all) require_gpu(*array, name, gpu);
 }
 
+void Call::make_readable(bool sharded_queries) {
+  if (sharded_queries ? !is_dense(q.tensor()) : !has_plain_rows(q.tensor())) copies_.take(q, "q");
+  copies_.take_unless_flat(k_new, "k_new");
+  copies_.take_unless_flat(v_new, "v_new");
+  // Pages have any strides, and a copy of what is written is lost.
+  if (!block_table && !k_new) copies_.take_unless_cache(k, v);
+}
+
 void Call::make_results(const Options& options, const Communicator& world) {
   const DType dtype = options.dtypes.of_out();
   std::array<std::int64_t, 4> shape{};
@@ -181,54 +292,31 @@ AttentionArgs Call::args() const {
   return a;
 }
 
+AttentionArgs Call::args_of(std::int64_t sequence) const {
+  AttentionArgs a = args();
+  if (k.tensor().dims == 3)
+    throw InputError("k is " + shape_text(k.tensor()) + ", and q " + shape_text(q.tensor()) +
+                     ": k of a batch whose rows are dealt out in parts of any lengths is [batch, "
+                     "capacity, kv_heads, head_dim], or pages");
+  a.q = sequence_of(q.tensor(), sequence);
+  a.out = sequence_of(out.tensor(), sequence);
+  if (a.lse) a.lse = Lse::tokens_heads(sequence_of(lse.tensor(), sequence));
+  if (!block_table) {
+    a.k = sequence_of(k.tensor(), sequence);
+    a.v = sequence_of(v.tensor(), sequence);
+  }
+  for (const auto& [new_rows, to] : {std::pair{&k_new, &a.new_k}, std::pair{&v_new, &a.new_v}})
+    if (new_rows->tensor().dims == 4) *to = sequence_of(new_rows->tensor(), sequence);
+  for (Tensor* of_batch : {&a.kv_len, &a.block_table, &a.causal})
+    *of_batch = only(*of_batch, sequence);
+  if (a.key_table.dims == 2) a.key_table = only(a.key_table, sequence);
+  return a;
+}
+
 nb::object Call::finish() {
   nb::object made = out.finish();
   if (!return_lse) return made;
   return nb::make_tuple(made, lse.finish());
-}
-
-Totals totals_of(const Communicator& world, const Call& call, bool sharded_queries,
-                 bool needs_most) {
-  Totals totals{call.total_keys, call.total_queries, call.tokens()};
-  const bool ask_keys = totals.keys < 0 && !call.cache_seqlens;
-  const bool ask_rows = sharded_queries && (totals.queries < 0 || needs_most);
-  if (!ask_keys && !ask_rows) return totals;
-  const std::int64_t own[] = {ask_keys ? call.own_keys() : 0, call.tokens()};
-  if (world.size() == 1) {
-    if (ask_keys) totals.keys = own[0];
-    if (totals.queries < 0) totals.queries = own[1];
-    return totals;
-  }
-  const std::string mine = std::to_string(own[0]) + " " + std::to_string(own[1]);
-  std::int64_t keys = 0, rows = 0;
-  for (const std::string& said : world.gather(mine, "count of keys and query rows")) {
-    std::int64_t one = 0, other = 0;
-    const auto rest = std::from_chars(said.data(), said.data() + said.size(), one);
-    std::from_chars(rest.ptr + 1, said.data() + said.size(), other);
-    keys += one;
-    rows += other;
-    totals.most_queries = std::max(totals.most_queries, other);
-  }
-  if (ask_keys) totals.keys = keys;
-  if (totals.queries < 0) totals.queries = rows;
-  return totals;
-}
-
-void set_lengths(AttentionArgs& args, const Call& call, const Totals& totals, bool sharded_queries,
-                 Device device, UniformArrays& arrays) {
-  const std::int64_t batch = call.batch();
-  const std::int64_t rows = sharded_queries ? totals.queries : call.tokens();
-  if (batch > 1 && !args.query_start) args.query_start = arrays.steps(device, batch + 1, rows);
-  if (!args.kv_len) {
-    if (batch > 1)
-      args.kv_len = arrays.constant(device, batch, totals.keys);
-    else
-      args.total_keys = totals.keys;
-  } else if (call.total_keys >= 0) {
-    throw InputError("total_keys and cache_seqlens are given; lengths stand in one of them");
-  }
-  if (sharded_queries)
-    args.total_tokens = rows * (call.batched() && call.cu_seqlens_q.tensor().dims == 0 ? batch : 1);
 }
 
 }  // namespace longspan::python

@@ -8,10 +8,11 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <list>
+#include <string>
 
 #include "longspan/attention.hpp"
 #include "python/src/arrays.hpp"
-#include "python/src/plans.hpp"
 #include "python/src/words.hpp"
 
 namespace longspan::python {
@@ -26,6 +27,9 @@ struct Given {
   nb::handle alibi_slopes, sinks, qq_bias, documents;
   nb::handle total_keys, total_queries, key_table, query_table;
   nb::handle skip_decode, return_lse, out, lse, stream;
+  // What shard() has left of k and q (python/longspan/_shards.py): tokens of the arrays that they
+  // were cut from, or None, and what contradicts the call, or None.
+  nb::handle whole_keys, whole_queries, contradiction;
 };
 inline constexpr std::size_t kGiven = sizeof(Given) / sizeof(nb::handle);
 
@@ -37,6 +41,31 @@ Fields unpack(const nb::args& args, std::size_t first) {
   for (std::size_t i = 0; i < count; ++i) handles[i] = args[first + i];
   return std::bit_cast<Fields>(handles);
 }
+
+/// "[2, 3]".
+std::string shape_text(const Tensor& t);
+
+/// Dense copies of arrays of one call, made by the library that the arrays are of.
+class DenseCopies {
+ public:
+  /// `stream` is the caller's own, or None.
+  explicit DenseCopies(nb::handle stream) : on_other_stream_(!stream.is_none()) {}
+
+  /// From here on the tensor of `array` is that of a copy. InputError where none can be made: by a
+  /// library that has no function for it, or on a GPU for a stream that the library does not know.
+  void take(Array& array, const char* name);
+  /// The same where rows have gaps inside of them or run backwards, or sequences do not follow each
+  /// other.
+  void take_unless_flat(Array& array, const char* name);
+  /// The same of a k and v without pages where the sequences of a batch do not lie a whole number
+  /// of keys apart, the same in both. Values that are the first columns of the keys stay that.
+  void take_unless_cache(Array& k, Array& v);
+
+ private:
+  bool on_other_stream_;
+  std::list<nb::object> made_;
+  std::list<Array> views_;
+};
 
 /// A count of rows or keys, -1 for None. Throws InputError for a number that counts nothing.
 std::int64_t count_of(nb::handle given, const char* name);
@@ -69,11 +98,18 @@ struct Call {
   /// Every array on the GPU of the communicator. The device itself is checked by the library.
   void check_gpu(int gpu) const;
 
+  /// Takes copies of q, k, v and the new keys and values where they cannot be read as they lie:
+  /// rows that travel must be dense, and the sequences of a batch at equal steps of keys. What is
+  /// written is never copied. InputError where no copy can be made.
+  void make_readable(bool sharded_queries);
+
   /// Results, of the caller's own or new ones: the part that the rank gets.
   void make_results(const Options& options, const Communicator& world);
 
   /// Everything but the lengths, which may have to be asked for.
   AttentionArgs args() const;
+  /// The same of one sequence of a batch.
+  AttentionArgs args_of(std::int64_t sequence) const;
 
   /// What Python gets: out, or out and lse.
   nb::object finish();
@@ -82,24 +118,14 @@ struct Call {
   Array q, k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
       k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, key_table,
       query_table, given_out, given_lse;
-  std::int64_t total_keys, total_queries;
+  std::int64_t total_keys, total_queries, whole_keys, whole_queries;
+  std::string contradiction;
   bool skip_decode, return_lse;
   Stream stream;
   Result out, lse;
+
+ private:
+  DenseCopies copies_;
 };
-
-/// Lengths of the whole sequences that nobody has given: what all ranks hold together.
-struct Totals {
-  std::int64_t keys = 0, queries = 0, most_queries = 0;
-};
-
-/// Asks the other ranks where it must, which is collective. `needs_most` asks for the most query
-/// rows that a rank has, too.
-Totals totals_of(const Communicator& world, const Call& call, bool sharded_queries,
-                 bool needs_most);
-
-/// Lengths into the arguments; arrays of them where a batch has none.
-void set_lengths(AttentionArgs& args, const Call& call, const Totals& totals, bool sharded_queries,
-                 Device device, UniformArrays& arrays);
 
 }  // namespace longspan::python

@@ -9,6 +9,7 @@
 #include "python/src/arrays.hpp"
 #include "python/src/call.hpp"
 #include "python/src/communicators.hpp"
+#include "python/src/lengths.hpp"
 #include "python/src/words.hpp"
 
 namespace longspan::python {
@@ -29,12 +30,13 @@ class Layer {
     Comm& comm = comm_of(held_);
     call.check_gpu(comm.world().gpu());
     const Options& options = layer_->options();
+    call.make_readable(options.queries.has_value());
     call.make_results(options, comm.world());
     AttentionArgs run = call.args();
     comm.alone([&](const Communicator& world) {
       const bool sharded = options.queries.has_value();
-      set_lengths(run, call, totals_of(world, call, sharded, false), sharded, world.device(),
-                  arrays_);
+      set_lengths(run, call, totals_of(world, call, options, false), sharded, call.batch(),
+                  world.device(), arrays_);
       layer_->run(run, call.stream);
       if (call.needs_wait()) layer_->wait(call.stream);
     });
@@ -45,13 +47,17 @@ class Layer {
               nb::handle cu_seqlens_q, nb::handle cache_seqlens, nb::handle block_table,
               nb::handle total_keys, nb::handle key_table, nb::handle k_descale,
               nb::handle v_descale, nb::handle stream) {
-    const Array new_k(k_new, "k_new"), new_v(v_new, "v_new"), keys(k, "k"), values(v, "v"),
-        starts(cu_seqlens_q, "cu_seqlens_q", DType::int32),
+    Array new_k(k_new, "k_new"), new_v(v_new, "v_new");
+    const Array keys(k, "k"), values(v, "v"), starts(cu_seqlens_q, "cu_seqlens_q", DType::int32),
         lengths(cache_seqlens, "cache_seqlens", DType::int32), table(block_table, "block_table"),
         cut(key_table, "key_table", DType::int64), k_scale(k_descale, "k_descale", DType::fp32),
         v_scale(v_descale, "v_descale", DType::fp32);
+    DenseCopies copies(stream);
+    new_k.required();
+    copies.take_unless_flat(new_k, "k_new");
+    copies.take_unless_flat(new_v, "v_new");
     Append a;
-    a.new_k = flat(new_k.required().tensor(), "k_new");
+    a.new_k = flat(new_k.tensor(), "k_new");
     a.new_v = flat(new_v.tensor(), "v_new");
     a.k = keys.required().writable().tensor();
     a.v = values.required().writable().tensor();

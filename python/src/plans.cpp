@@ -85,6 +85,27 @@ Tensor UniformArrays::constant(Device device, std::int64_t count, std::int64_t v
   return take(device, count, value, 0);
 }
 
+Tensor UniformArrays::table(Device device, const std::vector<std::int64_t>& values,
+                            std::int64_t rows) {
+  const auto columns = static_cast<std::int64_t>(values.size());
+  const auto view = [&](const Table& t) {
+    return rows > 1 ? Tensor(t.memory.data(), DType::int64, {rows, columns}, device)
+                    : Tensor(t.memory.data(), DType::int64, {columns}, device);
+  };
+  for (auto t = tables_.begin(); t != tables_.end(); ++t)
+    if (t->rows == rows && t->values == values) {
+      tables_.splice(tables_.begin(), tables_, t);
+      return view(*t);
+    }
+  std::vector<std::int64_t> all;
+  for (std::int64_t r = 0; r < rows; ++r) all.insert(all.end(), values.begin(), values.end());
+  constexpr std::size_t kMost = 8;
+  if (tables_.size() == kMost) tables_.pop_back();
+  tables_.push_front({values, rows, Buffer(device, all.size() * sizeof all[0])});
+  tables_.front().memory.upload(all.data());
+  return view(tables_.front());
+}
+
 Plan& Plans::find(const Communicator& world, const Options& options) {
   return kept(
       plans_, [&](const Plan& plan) { return same(plan.options, options); },

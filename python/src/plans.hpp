@@ -21,6 +21,8 @@ class UniformArrays {
   Tensor steps(Device device, std::int64_t count, std::int64_t step);
   /// [count] int32, all `value`.
   Tensor constant(Device device, std::int64_t count, std::int64_t value);
+  /// [values] int64; with `rows` above 1 [rows, values], all alike.
+  Tensor table(Device device, const std::vector<std::int64_t>& values, std::int64_t rows = 1);
 
  private:
   struct Entry {
@@ -29,7 +31,14 @@ class UniformArrays {
   };
   Tensor take(Device device, std::int64_t count, std::int64_t first, std::int64_t step);
 
+  struct Table {
+    std::vector<std::int64_t> values;
+    std::int64_t rows;
+    Buffer memory;
+  };
+
   std::list<Entry> entries_;  // most recent first
+  std::list<Table> tables_;   // likewise
 };
 
 struct Plan {

@@ -8,6 +8,7 @@
 #include "longspan/error.hpp"
 #include "longspan/reshard.hpp"
 #include "python/src/arrays.hpp"
+#include "python/src/call.hpp"
 #include "python/src/communicators.hpp"
 #include "python/src/shards.hpp"
 #include "python/src/words.hpp"
@@ -37,13 +38,17 @@ class Move {
 
   void run(nb::handle k, nb::handle v, nb::handle block_table, nb::handle to_k, nb::handle to_v,
            nb::handle to_block_table, nb::handle stream) {
-    const Array keys(k, "k"), values(v, "v"), table(block_table, "block_table"),
-        to_keys(to_k, "to_k"), to_values(to_v, "to_v"), to_table(to_block_table, "to_block_table");
+    Array keys(k, "k"), values(v, "v");
+    const Array table(block_table, "block_table"), to_keys(to_k, "to_k"), to_values(to_v, "to_v"),
+        to_table(to_block_table, "to_block_table");
+    DenseCopies copies(stream);
+    if (!table) copies.take_unless_cache(keys, values);
     if (to_keys) to_keys.writable();
     if (to_values) to_values.writable();
     const int gpu = comm_of(held_).world().gpu();
-    for (const auto& [array, name] : {std::pair{&keys, "k"}, std::pair{&values, "v"},
-                                      std::pair{&to_keys, "to_k"}, std::pair{&to_values, "to_v"}})
+    using Named = std::pair<const Array*, const char*>;
+    for (const auto& [array, name] : {Named{&keys, "k"}, Named{&values, "v"},
+                                      Named{&to_keys, "to_k"}, Named{&to_values, "to_v"}})
       require_gpu(*array, name, gpu);
     const ReshardArgs args{.from = {keys.tensor(), values.tensor(), table.tensor()},
                            .to = {to_keys.tensor(), to_values.tensor(), to_table.tensor()}};

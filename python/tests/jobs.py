@@ -5,6 +5,7 @@ import os
 import numpy as np
 
 import longspan
+from oracle import assert_close, assert_lse_close, attention, host
 
 
 def attend_sharded(comm, q, k, v, keys, queries, options):
@@ -202,3 +203,212 @@ def interrupted(comm, who, q, k, v):
         longspan.attend(q, k, v, comm=comm, keys="striped", total_keys=comm.size * len(k))
     except KeyboardInterrupt:
         return time.monotonic() - begin
+
+
+class Cut:
+    """A way to deal out tokens: the layout's name or rule, and what else a call is told of it."""
+
+    def __init__(self, rng, name, length, ranks):
+        self.name, self.table, self.tables, self.own = name, None, None, None
+        self.keys = longspan.Sharding(*name) if isinstance(name, tuple) else name
+        ends = [0, *sorted(rng.integers(0, length + 1, ranks - 1).tolist()), length]
+        if name == "any":  # parts in rank order of any lengths
+            self.keys, self.own = "contiguous", [slice(a, b) for a, b in zip(ends, ends[1:])]
+        elif name == "ranges":
+            self.table = self.tables = ends
+        elif name == "listed":
+            order = rng.permutation(length)
+            self.tables = [order[a:b].astype(np.int64) for a, b in zip(ends, ends[1:])]
+
+    def part(self, array, comm, dim):
+        if self.own is not None:
+            return array[(slice(None),) * dim + (self.own[comm.rank],)]
+        return longspan.shard(array, self.keys, comm=comm, dim=dim, table=self.table_of(comm))
+
+    def table_of(self, comm):
+        return self.tables[comm.rank] if self.name == "listed" else self.table
+
+    def whole(self, part, comm, dim):
+        return longspan.unshard(part, self.keys, comm=comm, dim=dim, tables=self.tables)
+
+
+CUTS = ("contiguous", "any", "zigzag", "striped", ("interleaved", 1), ("interleaved", 3), "interleaved", "ranges",
+        "listed")
+
+
+def pairs(comm, seed, count, make=np.copy):
+    """Random cases in which a function takes what another one returned. `make`: NumPy array -> array."""
+    rng = np.random.default_rng(seed)  # the same on every rank
+    for number in range(count):
+        batch = int(rng.integers(0, 3))  # 0: three dimensions
+        length = int(rng.choice([0, 1, 2, 7, 40, 130, 300]))
+        tokens = int(rng.integers(0, min(length, 30) + 1))
+        keys, rows = (Cut(rng, CUTS[rng.integers(len(CUTS))], n, comm.size) for n in (length, tokens))
+        case = f"case {number} of seed {seed}: batch {batch}, {length} keys by {keys.name}, {tokens} rows by {rows.name}"
+        try:
+            one_of_pairs(comm, rng, batch, length, tokens, keys, rows, make)
+        except Exception as error:
+            error.add_note(case)
+            raise
+    return count
+
+
+def one_of_pairs(comm, rng, batch, length, tokens, keys, rows, make):
+    lead, dim = ((batch,), 1) if batch else ((), 0)
+    q, k, v = (make(rng.standard_normal((*lead, n, h, 16), dtype=np.float32))
+               for n, h in ((tokens, 4), (length, 2), (length, 2)))
+    causal, by = bool(rng.integers(2)), ("zigzag", "striped", longspan.Sharding("interleaved", 2))[rng.integers(3)]
+    pairs_of = [attention(*(t[b] for t in (q, k, v)), causal=causal) for b in range(batch)] if batch else None
+    right, right_lse = map(np.stack, zip(*pairs_of)) if batch else attention(q, k, v, causal=causal)
+
+    def close(out, lse):
+        assert type(out) is type(q)
+        assert_close(out, right)
+        assert_lse_close(lse, right_lse)
+
+    own_k, own_v = (keys.part(a, comm, dim) for a in (k, v))
+    for own, all_ in ((own_k, k), (own_v, v), (rows.part(q, comm, dim), q)):
+        again = (rows if all_ is q else keys).whole(own, comm, dim)
+        assert type(again) is type(all_) and (host(again) == host(all_)).all()
+        again += 1  # it is the caller's own
+    given = dict(comm=comm, causal=causal, keys=keys.keys, return_lse=True)
+    if keys.name in ("ranges", "listed"):
+        table = np.asarray(keys.table_of(comm), np.int64)
+        given["key_table"] = make(table if batch < 2 else np.stack([table] * batch))
+    if keys.name == "listed":
+        if batch > 1:
+            return  # a list describes one sequence
+        given["total_keys"] = length  # a position may be missing
+    close(*longspan.attend(q, own_k, own_v, **given))
+
+    # Rows of the queries, and parts of the result.
+    if batch < 2 or rows.name not in ("ranges", "listed"):
+        dealt = dict(given, queries=rows.keys)
+        if rows.name in ("ranges", "listed"):
+            dealt["query_table"] = make(np.asarray(rows.table_of(comm), np.int64))
+        if rows.name == "listed":
+            dealt["total_queries"] = tokens
+        out, lse = longspan.attend(rows.part(q, comm, dim), own_k, own_v, **dealt)
+        close(rows.whole(out, comm, dim), rows.whole(lse, comm, dim))
+    out, lse = longspan.attend(q, own_k, own_v, **given, results="heads")
+    close(*(longspan.unshard(a, "heads", comm=comm, dim=dim + 1) for a in (out, lse)))
+    if batch < 2:
+        out, lse = longspan.attend(q, own_k, own_v, **given, results=by)
+        close(*(longspan.unshard(a, by, comm=comm, dim=dim) for a in (out, lse)))
+    if keys.name not in ("any", "ranges", "listed"):
+        layer = longspan.Attention(comm, heads=4, kv_heads=2, head_dim=16, dtype="float32", causal=causal,
+                                   keys=keys.keys, max_queries=max(1, tokens * max(1, batch)), max_batch=max(1, batch))
+        close(*layer(q, own_k, own_v, return_lse=True))
+    if batch or length == 0:
+        return
+
+    # One sequence: states that are merged, a cache that grows, and one that moves.
+    right, right_lse = attention(q, k, v)
+    if tokens:
+        mine = longspan.attend(q, own_k[:], own_v[:], comm=longspan.alone(), return_lse=True)
+        close(*longspan.cross_rank_merge(*mine, comm=comm, base="e"))
+    if keys.name in ("striped", ("interleaved", 1), ("interleaved", 3), "interleaved"):
+        right, right_lse = attention(q, k, v, causal=True)
+        cache_k, cache_v = (make(np.full((1, length, 2, 16), np.nan, np.float32)) for _ in range(2))
+        for cache, all_ in ((cache_k, k), (cache_v, v)):
+            old = keys.part(all_[:length - tokens], comm, 0)
+            cache[0, :len(old)] = old
+        close(*longspan.attend(q, cache_k, cache_v, comm=comm, causal=True, keys=keys.keys, return_lse=True,
+                               k_new=k[length - tokens:], v_new=v[length - tokens:],
+                               cache_seqlens=[length - tokens]))
+        assert (host(cache_k[0, :len(own_k)]) == host(own_k)).all()
+    if keys.name not in ("any", "listed"):
+        to_k, to_v = (make(np.full(host(keys_of).shape, np.nan, np.float32)) for keys_of in
+                      (longspan.shard(k, by, comm=comm), longspan.shard(v, by, comm=comm)))
+        longspan.reshard(own_k, own_v, to_k, to_v, comm=comm, lengths=[length], kv_heads=2, head_dim=16,
+                         dtype="float32", keys=keys.keys, key_table=keys.table, to_keys=by)
+        assert (host(longspan.unshard(to_k, by, comm=comm)) == host(k)).all()
+        assert (host(longspan.unshard(to_v, by, comm=comm)) == host(v)).all()
+
+
+def packed(comm, lengths, news, keys, queries, results, said):
+    """Sequences one after the other, each of them dealt out by itself."""
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((sum(n), h, 16), dtype=np.float32) for n, h in ((news, 4), (lengths, 2), (lengths, 2)))
+    starts, first = np.cumsum([0, *news]).astype(np.int32), np.cumsum([0, *lengths])
+
+    def mine(rule, ends):
+        return np.concatenate([np.asarray(longspan.Sharding(*rule).shard(b - a, comm.rank, comm.size).positions()) + a
+                               for a, b in zip(ends, ends[1:])]).astype(int)
+
+    own = mine(keys, first)
+    right = np.concatenate([attention(q[a:b], k[c:d], v[c:d], causal=True)[0]
+                            for a, b, c, d in zip(starts, starts[1:], first, first[1:])])
+    options = dict(comm=comm, causal=True, keys=longspan.Sharding(*keys), cu_seqlens_q=starts, cache_seqlens=lengths)
+    rows = slice(None)
+    if queries:
+        rows = mine(queries, starts)
+        options["queries"] = longspan.Sharding(*queries)
+        if said:
+            options["total_queries"] = len(q)
+    elif results:
+        options["results"] = longspan.Sharding(*results)
+    out = longspan.attend(q[rows], k[own], v[own], **options)
+    assert_close(out, right[mine(results, starts) if results else rows])
+
+
+def contradicts(comm, what):
+    """A call that says something else than shard() did."""
+    q = np.ones((4, 2, 16), np.float32)
+    k = np.ones((40, 2, 16), np.float32)
+    batch = np.ones((2, 40, 2, 16), np.float32)
+    zigzag, given = longspan.shard(k, "zigzag", comm=comm), dict(comm=comm)
+    if what == "keys":
+        return longspan.attend(q, zigzag, zigzag, **given)
+    if what == "values":
+        return longspan.attend(q, zigzag, longspan.shard(k, "striped", comm=comm), **given, keys="zigzag")
+    if what == "a layer":
+        return longspan.Attention(comm, heads=2, head_dim=16, dtype="float32", max_queries=4)(q, zigzag, zigzag)
+    if what == "alone":
+        return longspan.attend(q, zigzag, zigzag, keys="zigzag")
+    if what == "queries":
+        return longspan.attend(longspan.shard(q, "striped", comm=comm), zigzag, zigzag, **given, keys="zigzag")
+    if what == "total":
+        return longspan.attend(q, zigzag, zigzag, **given, keys="zigzag", total_keys=41)
+    if what == "another whole":  # on one rank; told on all
+        k = longspan.shard(k if comm.rank else k[:20], "contiguous", comm=comm)
+        return longspan.attend(q, k, k, **given)
+    if what == "dimension":
+        cut = longspan.shard(np.ones((2 * comm.size, 40, 2, 16), np.float32), "striped", comm=comm)
+        return longspan.attend(batch, cut, cut, **given, keys="striped")
+    if what == "for one rank":
+        whole = longspan.shard(k, "zigzag", comm=longspan.alone())
+        return longspan.attend(q, whole, whole, **given, keys="zigzag")
+    if what == "packed":
+        return longspan.attend(q, zigzag, zigzag, **given, keys="zigzag", cu_seqlens_q=[0, 2, 4], cache_seqlens=[20, 20])
+    if what == "one rank only":
+        return longspan.attend(q, zigzag if comm.rank == 1 else zigzag.copy(), zigzag.copy(), **given)
+    if what == "all keys on every rank":
+        return longspan.attend(q, k, k, **given, keys="zigzag", total_keys=40)
+    if what == "contiguous, told":
+        own = k[40 * comm.rank // comm.size:40 * (comm.rank + 1) // comm.size]
+        return longspan.attend(q, own, own, **given, total_keys=40)
+    if what == "a layer of any parts":
+        own = k[:10 + comm.rank]
+        return longspan.Attention(comm, heads=2, head_dim=16, dtype="float32", max_queries=4)(q, own, own)
+    if what == "lengths of another layout":
+        own = k[:10 + comm.rank]
+        return longspan.attend(q, own, own, **given, keys="striped", queries=None)
+    if what == "rules differ":
+        return longspan.attend(q, k, k, **given, keys="striped" if comm.rank else "zigzag")
+    if what == "new keys":
+        cache = np.ones((1, 60, 2, 16), np.float32)
+        layer = longspan.Attention(comm, heads=2, head_dim=16, dtype="float32", keys="striped")
+        return layer.append(longspan.shard(k, "striped", comm=comm), k, cache, cache.copy(), total_keys=40)
+    if what == "a cache that moves":
+        return longspan.reshard(zigzag, zigzag, k, k, comm=comm, lengths=[40], kv_heads=2, head_dim=16, dtype="float32",
+                                keys="striped")
+    if what == "parts of unshard":
+        return longspan.unshard(zigzag, "striped", comm=comm)
+    if what == "layouts of unshard":
+        return longspan.unshard(zigzag.copy(), "striped" if comm.rank else "zigzag", comm=comm)
+    if what == "types of unshard":
+        return longspan.unshard(zigzag.astype(np.float32 if comm.rank else np.float64), "zigzag", comm=comm)
+    if what == "shapes of unshard":
+        return longspan.unshard(zigzag[:, :1 + comm.rank % 2], "zigzag", comm=comm)
+    raise ValueError(what)

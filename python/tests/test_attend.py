@@ -1,5 +1,7 @@
 """attend() on one rank against float64."""
 
+import warnings
+
 import hypothesis
 import hypothesis.strategies as st
 import ml_dtypes
@@ -79,6 +81,87 @@ def test_batches_as_flash_attention_has_them(batch, tokens, more, causal, data):
         right, right_lse = attention(q[b], k[b, :n], v[b, :n], causal=causal)
         assert_close(ragged[b], right)
         np.testing.assert_allclose(lse[b], right_lse, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("how", ["tokens first", "heads first", "backwards", "every second", "wide rows", "alike"])
+@pytest.mark.parametrize("which", ["k", "v", "both"])
+def test_any_strides_of_a_batch(rng, how, which):
+    """They are read where they lie, or copied."""
+    def strange(a):
+        if how == "tokens first":
+            return a.transpose(1, 0, 2, 3).copy().transpose(1, 0, 2, 3)
+        if how == "heads first":
+            return a.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3)
+        if how == "backwards":
+            return a[:, ::-1].copy()[:, ::-1]
+        if how == "every second":
+            return np.repeat(a, 2, 3)[..., ::2]
+        if how == "wide rows":
+            return np.repeat(a, 2, 1)[:, :-1:2]  # sequences are no whole number of keys apart
+        return np.broadcast_to(a[:1], a.shape)
+
+    q, k, v = numbers(rng, (2, 5, 4, 32)), *numbers(rng, (2, 2, 9, 2, 32))
+    if how == "alike":
+        k, v = (np.stack([a[0]] * 2) for a in (k, v))
+    given = [strange(a) if which in (name, "both") else a for name, a in (("k", k), ("v", v))]
+    for rows in (q, strange(q) if how != "alike" else q):
+        out = longspan.attend(rows, *given, causal=True)
+        for b in range(2):
+            assert_close(out[b], attention(q[b], k[b], v[b], causal=True)[0])
+
+
+def test_values_that_are_columns_of_strange_keys(rng):
+    q, k = numbers(rng, (2, 3, 4, 64)), numbers(rng, (9, 2, 1, 64)).transpose(1, 0, 2, 3)
+    out = longspan.attend(q, k, k[..., :32])
+    for b in range(2):
+        assert_close(out[b], attention(q[b], k[b], k[b, ..., :32])[0])
+
+
+def test_a_cache_that_is_written_is_never_copied(rng):
+    q, k, v = numbers(rng, (3, 2, 1, 2, 32))
+    cache = np.zeros((9, 2, 2, 32), np.float32).transpose(1, 0, 2, 3)
+    with pytest.raises(longspan.InputError, match="make the cache dense"):
+        longspan.attend(q, cache, cache.copy(), k_new=k, v_new=v, cache_seqlens=[3, 4])
+    assert not cache.any()
+    caches = np.zeros((2, 2, 9, 2, 32), np.float32)
+    new_k, new_v = (np.repeat(a, 2, 3)[..., ::2] for a in (k, v))  # but what is appended may be
+    longspan.attend(q, *caches, k_new=new_k, v_new=new_v, cache_seqlens=[3, 4])
+    assert (caches[0, 0, 3] == k[0]).all() and (caches[1, 1, 4] == v[1]).all()
+
+
+def test_one_of_several_ranks_that_is_given_no_comm(rng, monkeypatch):
+    q, k, v = numbers(rng, (3, 5, 2, 16))
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE",
+                 "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for variables, warns in (({"RANK": "0", "WORLD_SIZE": "2"}, True), ({"RANK": "0", "WORLD_SIZE": "1"}, False),
+                             ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, True),
+                             ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, True), ({"WORLD_SIZE": "2"}, False)):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            longspan._communicators.forget_warning()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                longspan.attend(q, k, v, comm=longspan.alone())
+                assert not said
+                for _ in range(2):
+                    longspan.attend(q, k, v)
+            assert len(said) == warns, variables
+            assert not said or "several ranks" in str(said[0].message) and said[0].filename == __file__
+    longspan._communicators.forget_warning()
+
+
+def test_results_by_rows_of_a_table(rng):
+    """On one rank; a table has as many entries as the rank has rows."""
+    q, k, v = numbers(rng, (3, 9, 2, 16))
+    right = attention(q, k, v)[0]
+    for table in ([3, 0, 8], [], list(range(9)), [4, -1, -1]):
+        out = longspan.attend(q, k, v, results="listed", query_table=table)
+        assert_close(out, right[[t for t in table if t >= 0]])
+    with pytest.raises(longspan.InputError, match="query_table"):
+        longspan.attend(q, k, v, results="listed", query_table=[0, 9])
+    assert_close(longspan.attend(q, k, v, results="ranges", query_table=[0, 9]), right)
 
 
 def test_sequences_one_after_the_other(rng):

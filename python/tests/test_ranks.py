@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,51 @@ def test_any_cut_is_exact(ranks, keys, queries, length, causal, window, dtype, s
         assert (np.asarray(out) == np.asarray(found[0][0])).all()
         assert_close(out, right, dtype)
         np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+
+
+def test_what_a_function_returns_another_takes(ranks):
+    """All pairs: shard, attend, its parts, unshard, layers, appends, merges, moves; any cut and length."""
+    assert ranks.values(jobs.pairs, 1000 + ranks.size, 40) == [40] * ranks.size
+
+
+@pytest.mark.parametrize("queries, results", [
+    (("striped",), None), (("zigzag",), None), (("contiguous",), None), (("interleaved", 2), None),
+    (None, ("striped",)), (None, ("zigzag",)), (None, ("interleaved", 2))])
+def test_packed_sequences_of_dealt_out_rows(ranks, queries, results):
+    """A rank may have more rows of many short sequences than of one sequence of as many rows."""
+    for lengths, news in (([1, 2, 1], [1, 2, 1]), ([9, 0, 300, 5], [3, 0, 7, 5]), ([3] * 20, [1] * 20)):
+        for said in (True, False):
+            ranks.values(jobs.packed, lengths, news, ("striped",), queries, results, said)
+
+
+@pytest.mark.parametrize("what, error, says", [
+    ("keys", longspan.InputError, "k is rank .'s part of ., as longspan.shard cut it, by 'zigzag', and keys is 'contiguous': give keys='zigzag'"),
+    ("values", longspan.InputError, "v is rank .*by 'striped', and keys is 'zigzag'"),
+    ("a layer", longspan.InputError, "give keys='zigzag'"),
+    ("alone", longspan.InputError, "comm is None.*give comm="),
+    ("queries", longspan.InputError, "q is rank .*queries is None.*give queries='striped'"),
+    ("total", longspan.InputError, "from 40 tokens, and total_keys is 41"),
+    ("another whole", longspan.InputError, "from (20|40) keys, and all ranks together have"),
+    ("dimension", longspan.InputError, "in dimension 0, and its tokens are dimension 1: give longspan.shard dim=1"),
+    ("for one rank", longspan.InputError, "for one rank.*give longspan.shard the same comm"),
+    ("packed", longspan.InputError, "one sequence of 40 tokens, and there are 2"),
+    ("one rank only", longspan.InputError, "k is rank 1's part.*give keys='zigzag'"),
+    ("all keys on every rank", longspan.InputError, "k has 40 keys on rank .*gives that rank"),
+    ("contiguous, told", longspan.InputError, "multiples of 128.*leave total_keys out"),
+    ("a layer of any parts", longspan.InputError, r"multiples of 128.*key_table=\[0, 10, 21"),
+    ("lengths of another layout", longspan.InputError, "k has .* keys on rank ., of .* on all ranks; the layout 'striped'"),
+    ("rules differ", longspan.UsageError, "'keys' differs between ranks: rank 0 has zigzag, rank 1 has striped"),
+    ("new keys", longspan.InputError, "k_new is rank .*every rank gives all new keys"),
+    ("a cache that moves", longspan.InputError, "k is rank .*give keys='zigzag'"),
+    ("parts of unshard", longspan.InputError, "parts is rank .*by 'striped' in dimension 0 is wanted"),
+    ("layouts of unshard", longspan.UsageError, "'keys' differs between ranks in unshard"),
+    ("types of unshard", longspan.UsageError, "'dtype' differs"),
+    ("shapes of unshard", longspan.InputError, "they may differ in dimension 0 alone"),
+])
+def test_calls_that_contradict_the_cut(ranks, what, error, says):
+    for rank, (kind, found) in enumerate(ranks(jobs.contradicts, what)):
+        assert kind == "error" and type(found) is error, (rank, kind, found)
+        assert re.search(says, str(found)), found
 
 
 def test_two_ranks_have_the_bits_of_one(ranks, rng):

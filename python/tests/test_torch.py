@@ -1,5 +1,8 @@
 """Tensors of PyTorch on processors, where it is installed."""
 
+import copy
+import pickle
+
 import pytest
 
 import longspan
@@ -78,11 +81,16 @@ def test_shards():
         assert torch.equal(longspan.unshard(parts, layout, dim=1), whole)
     positions = torch.asarray(longspan.Sharding("zigzag").shard(10, 1, 2).positions(), dtype=torch.int64)
     assert positions.tolist() == [2, 3, 4, 5, 6]
-    if whole.device.type == "cpu":
-        assert torch.equal(longspan.unshard(whole, "zigzag", comm=longspan.alone(), dim=1), whole)
-    else:
-        with pytest.raises(longspan.UnsupportedError, match="gathers on processors"):
-            longspan.unshard(whole, "zigzag", comm=longspan.alone(), dim=1)
+    again = longspan.unshard(whole, "zigzag", comm=longspan.alone(), dim=1)
+    assert torch.equal(again, whole) and again.device == whole.device
+    part = longspan.shard(whole, "zigzag", rank=1, ranks=2, dim=1)
+    assert longspan._shards.cut_of(part)[1:5] == (1, 2, 101, 1)
+    for made in (part[:], part.clone(), part + 0, copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert type(made) is torch.Tensor and longspan._shards.cut_of(made) is None
+    with pytest.raises(longspan.InputError, match="rank 1's part of 2.*comm is None"):
+        longspan.attend(whole[0, :, None], part, part)
+    part.data = part.data[:, :3]
+    assert longspan._shards.cut_of(part) is None
 
 
 def test_after_torch_and_before_it():

@@ -1,5 +1,7 @@
 """scaled_dot_product_attention and ContextParallelAttention on gloo ranks, against float64."""
 
+import re
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -75,6 +77,21 @@ def test_documents(torch_ranks, ranks):
 @pytest.mark.parametrize("tokens", [63, 256, 5])
 def test_contiguous_parts_of_torch_chunk(torch_ranks, tokens):
     torch_ranks.values(3, jobs.contiguous_by_chunk, tokens)
+
+
+def test_what_a_function_returns_another_takes(torch_ranks):
+    if DEVICE != "cpu":
+        pytest.skip("tables of the jobs lie on processors")
+    assert torch_ranks.values(2, jobs.pairs, 7, 12) == [12, 12]
+
+
+@pytest.mark.parametrize("what, says", [
+    ("keys", "key is rank .*by 'striped', and keys is 'zigzag'"), ("dimension", "its tokens are dimension 2"),
+    ("a layer", "by 'striped', and layout is 'zigzag': give layout='striped'"), ("unshard", "the tensor is rank .*by 'zigzag' in dimension 2 is wanted"),
+    ("total", "gives that rank")])
+def test_calls_that_contradict_the_cut(torch_ranks, what, says):
+    for kind, error in torch_ranks(2, jobs.contradicts, what):
+        assert kind == "error" and type(error) is longspan.InputError and re.search(says, str(error)), error
 
 
 def test_communicators(torch_ranks):

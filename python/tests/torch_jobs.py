@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import jobs
 import longspan
 import longspan.torch as lt
 from device import DEVICE
@@ -278,6 +279,25 @@ def contiguous_by_chunk(group, tokens):
         out = lt.scaled_dot_product_attention(*own, is_causal=True, group=group, keys="contiguous",
                                               strategy=strategy)
         close(lt.context_parallel_unshard(group, [out], [2], load_balancer="contiguous")[0], right)
+
+
+def pairs(group, seed, count):
+    return jobs.pairs(lt.communicator(group), seed, count, torch.tensor)
+
+
+def contradicts(group, what):
+    """A call that says something else than shard() did."""
+    q, k, v = inputs(3, 1, 2, 2, 40, 40, 16)
+    comm = lt.communicator(group)
+    own = [longspan.shard(t, "striped", comm=comm, dim=0 if what == "dimension" else 2) for t in (q, k, v)]
+    if what == "total":  # nobody asks the ranks, and torch.chunk cuts otherwise
+        return lt.scaled_dot_product_attention(*(t.chunk(group.size(), 2)[group.rank()] for t in (q, k, v)),
+                                               group=group, keys="contiguous", total_keys=40, total_queries=40)
+    if what == "a layer":
+        return lt.ContextParallelAttention(group)(*own)
+    if what == "unshard":
+        return lt.ContextParallelAttention(group).unshard(own[0])
+    return lt.scaled_dot_product_attention(*own, group=group)
 
 
 def sub_meshes(world):

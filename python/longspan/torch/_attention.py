@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from longspan import Communicator, InputError, Sharding, UnsupportedError
+from longspan._shards import _cuts, contradiction, refuse
 
 from ._groups import alone_name, known, name_of
-from ._layouts import layout_text, shard_of, unshard_of
+from ._layouts import layout_text, rule_of, shard_of, unshard_of
 from ._ops import attend as _attend, attend_lse as _attend_lse
 
 AS_KEYS = "as keys"
@@ -22,6 +23,18 @@ def _refuse_grad(query: Tensor, key: Tensor, value: Tensor) -> None:
         name = "query" if query.requires_grad else "key" if key.requires_grad else "value"
         raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under torch.no_grad() or "
                                f"torch.inference_mode(), or give {name}.detach()")
+
+
+def _refuse_other_cut(q, k, v, tokens_dim, name, keys, queries, cache_seqlens, total_keys, total_queries, keys_name):
+    """What longspan.shard made of tensors, and the call says otherwise. Later there are views, of which nothing is
+    known, and so it is in a trace."""
+    if torch.compiler.is_compiling() or not _cuts:
+        return
+    rule = rule_of(layout_text(keys, keys_name))
+    rows = rule if queries == AS_KEYS else None if queries is None else rule_of(layout_text(queries, "queries"))
+    refuse(contradiction(q, k, v, comm=known(name).comm, keys=rule, queries=rows, cache_seqlens=cache_seqlens,
+                         total_keys=total_keys, total_queries=total_queries, tokens_dim=tokens_dim,
+                         names=("query", "key", "value"), keys_name=keys_name)[2])
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, heads_dim: int) -> None:
@@ -105,7 +118,8 @@ def scaled_dot_product_attention(
         alibi_slopes: [heads]; sinks: [heads] learned sinks.
         documents: [count + 1] int64 starts of documents packed in the one sequence of the batch.
         total_keys, total_queries: tokens over all ranks. None asks the ranks, which costs a round of
-            messages in each call; given, a contiguous cut is that of torch.tensor_split.
+            messages in each call; given, contiguous parts are those that longspan.shard cuts, at
+            multiples of 128 tokens.
         invariant: the same bits for 1, 2, 4 ... ranks.
         strategy: a name of longspan.strategies(); "auto" takes on GPUs what the cost model finds
             fastest, and sends on processors what is fewer bytes: keys and values, or query rows and
@@ -136,7 +150,9 @@ def scaled_dot_product_attention(
         if not enable_gqa and query.size(-3) != key.size(-3):
             raise InputError(f"query has {query.shape[-3]} heads and key {key.shape[-3]}; enable_gqa=True allows that")
         _refuse_grad(query, key, value)
-        return _run(query, key, value, -3, return_lse, name_of(comm, group, query.device.type), keys, queries,
+        name = name_of(comm, group, query.device.type)
+        _refuse_other_cut(query, key, value, -2, name, keys, queries, None, total_keys, total_queries, "keys")
+        return _run(query, key, value, -3, return_lse, name, keys, queries,
                     is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, None, total_keys,
                     total_queries, is_causal and causal_alignment is None, invariant, strategy)
     except Exception:
@@ -278,7 +294,10 @@ class ContextParallelAttention(torch.nn.Module):
         buffers = self._buffers
         try:
             _refuse_grad(query, key, value)
-            return _run(query, key, value, heads_dim, return_lse, self._name_on(query.device.type), self.layout,
+            name = self._name_on(query.device.type)
+            _refuse_other_cut(query, key, value, -5 - heads_dim, name, self.layout, queries, cache_seqlens, total_keys,
+                              total_queries, "layout")
+            return _run(query, key, value, heads_dim, return_lse, name, self.layout,
                         queries, self.causal,
                         self.softmax_scale, self.window_size, self.softcap, buffers["alibi_slopes"],
                         buffers["sinks"], documents, cache_seqlens, total_keys, total_queries, False,

@@ -8,6 +8,7 @@ import torch
 
 import longspan
 from longspan import InputError, Sharding, UnsupportedError
+from longspan._shards import check_cut
 
 from ._groups import Known, _finish
 
@@ -34,12 +35,6 @@ def rule_of(text: str) -> Sharding:
     return Sharding(rule, int(block)) if block else Sharding(rule)
 
 
-def even_cut(length: int, ranks: int) -> list[int]:
-    """[ranks + 1] where the contiguous parts begin, as torch.tensor_split cuts."""
-    most, rest = divmod(length, ranks)
-    return [r * most + min(r, rest) for r in range(ranks + 1)]
-
-
 class Lengths(NamedTuple):
     """How tokens of keys or of query rows are shared."""
 
@@ -56,13 +51,10 @@ def resolve(text: str, total: int | None, own: Sequence[int] | None, ranks: int,
             raise InputError(f"{name} has {found} tokens over all ranks; {total} are said to be there")
         total = found
     rule = rule_of(text)
-    if rule.layout == "contiguous":  # in rank order, by any cut
-        if own is None:
-            cut = even_cut(total, ranks)
-        else:
-            cut = [0]
-            for n in own:
-                cut.append(cut[-1] + n)
+    if rule.layout == "contiguous" and own is not None:  # in rank order, by any cut
+        cut = [0]
+        for n in own:
+            cut.append(cut[-1] + n)
         held = [b - a for a, b in zip(cut, cut[1:])]
         if held == [len(rule.shard(total, r, ranks)) for r in range(ranks)]:
             return Lengths(total, rule, None)
@@ -76,11 +68,18 @@ def resolve(text: str, total: int | None, own: Sequence[int] | None, ranks: int,
     return Lengths(total, rule, None)
 
 
+def check_own(text: str, total: int, found: int, rank: int, ranks: int, name: str, argument: str) -> None:
+    """Compares this rank's tokens with those that its rule gives it, where nobody asks the ranks."""
+    wanted = len(rule_of(text).shard(total, rank, ranks))
+    if found != wanted:
+        raise InputError(f"{name} has {found} tokens on rank {rank}, and {argument} is {total}; the layout {text} gives "
+                         f"that rank {wanted}" + ("" if rule_of(text).layout != "contiguous" else
+                         f", as longspan.shard cuts it, at multiples of 128: leave {argument} out, so that the ranks are "
+                         "asked, and the parts may have any lengths"))
+
+
 def shard_of(tensor: torch.Tensor, text: str, rank: int, ranks: int, dim: int) -> torch.Tensor:
     """This rank's tokens: a view where they lie at even steps, else a copy."""
-    if text == "contiguous":
-        cut = even_cut(tensor.shape[dim], ranks)
-        return tensor.narrow(dim, cut[rank], cut[rank + 1] - cut[rank])
     return longspan.shard(tensor, rule_of(text), rank=rank, ranks=ranks, dim=dim)
 
 
@@ -88,10 +87,8 @@ def unshard_of(part: torch.Tensor, text: str, known: Known, dim: int) -> torch.T
     """The whole tensor, on every rank. Collective."""
     if known.size == 1:
         return part
-    parts = gather_parts(part, known, dim)
-    if text == "contiguous":
-        return torch.cat(parts, dim)
-    return longspan.unshard(parts, rule_of(text), dim=dim)
+    check_cut("the tensor", part, rule_of(text), known.rank, known.size, dim)
+    return longspan.unshard(gather_parts(part, known, dim), rule_of(text), dim=dim)
 
 
 def gather_parts(part: torch.Tensor, known: Known, dim: int) -> list[torch.Tensor]:

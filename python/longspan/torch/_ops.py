@@ -15,7 +15,7 @@ import longspan
 from longspan import InputError, UnsupportedError
 
 from ._groups import known
-from ._layouts import Lengths, resolve, rule_of
+from ._layouts import Lengths, check_own, resolve, rule_of
 
 library = torch.library.Library("longspan", "DEF")
 
@@ -146,7 +146,11 @@ def _shares(world, q, k, keys, queries, total_keys, total_queries) -> tuple[Leng
             one, other = said.split()
             own_keys.append(int(one))
             own_rows.append(int(other))
+    if own_keys is None:
+        check_own(keys, total_keys, k.shape[-3], world.rank, world.size, "k", "total_keys")
     of_keys = resolve(keys, total_keys, own_keys, world.size, "k")
+    if queries and own_rows is None:
+        check_own(queries, total_queries, q.shape[-3], world.rank, world.size, "q", "total_queries")
     if not queries:
         if own_rows is not None and len(set(own_rows)) > 1:
             raise InputError(f"q has {own_rows} rows on the ranks; without queries every rank has all of them")

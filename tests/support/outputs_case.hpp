@@ -19,6 +19,7 @@ struct OutputsCase {
   bool heads_first = false;  // layout of every lse
   bool wants_lse = true;
   bool in_place = false;
+  int place = 0;  // the part that then becomes the result: the first, or of two the second
   std::int64_t with_prefix = -1;
   std::optional<float> scale;
   bool inverse = false;
@@ -52,8 +53,9 @@ inline std::ostream& operator<<(std::ostream& out, const OutputsCase& c) {
   return out << c.parts << " parts, " << c.tokens << " x " << c.heads << " x " << c.dim << " "
              << name(c.in) << " " << (c.suffix ? name(*c.suffix) : "") << " -> " << name(c.out)
              << " base " << (c.base == LogBase::e ? "e" : "2") << " heads first " << c.heads_first
-             << " in place " << c.in_place << " with prefix " << c.with_prefix << " gaps "
-             << c.row_gap << " " << c.head_gap << " offset " << c.offset;
+             << " in place " << c.in_place << " of part " << c.place << " with prefix "
+             << c.with_prefix << " gaps " << c.row_gap << " " << c.head_gap << " offset "
+             << c.offset;
 }
 
 /// [parts, size] elements and [parts, rows] lse, on the host.
@@ -181,13 +183,17 @@ class MergeOutputs : public OnDevice {
     p.dim = c.dim;
     p.dtype = c.out;
     if (c.scale) p.out_scale = {scale.data(), c.inverse};
-    p.out = {c.in_place ? p.in[0].data
+    p.out = {c.in_place ? p.in[c.place].data
                         : own.data() + c.offset * static_cast<std::int64_t>(size_of(c.out)),
              c.row_stride(), c.head_stride()};
-    if (c.wants_lse) p.lse = c.in_place ? p.in_lse[0] : lse_view(own_lse.data());
+    if (c.wants_lse) p.lse = c.in_place ? p.in_lse[c.place] : lse_view(own_lse.data());
     backend().merge_outputs(p, {});
     OutputsResult result{c.in_place ? in.values() : own.values(),
                          c.in_place ? in_lse.values() : own_lse.values()};
+    if (c.in_place) {
+      result.out.erase(result.out.begin(), result.out.begin() + c.part_at(c.place));
+      result.lse.erase(result.lse.begin(), result.lse.begin() + c.place * c.rows());
+    }
     result.out.resize(bytes);
     result.lse.resize(static_cast<std::size_t>(c.rows()));
     return result;

@@ -87,6 +87,9 @@ def merge_state_in_place(v: Array, s: Array, v_other: Array, s_other: Array,
         check_shape("mask", mask, (v.shape[0],), "[tokens]")
         if type_of(mask) != "bool":
             raise InputError(f"mask is {type_of(mask)}; bool is wanted")
+        for name, array in (("v", v), ("s", s)):  # before one of them is written
+            if not getattr(getattr(array, "flags", None), "writeable", True):
+                raise InputError(f"{name} is read-only, and the call writes to it")
     own_s = narrow_lse("s", s)
     try:
         out, lse = _core.merge_attn_states(v, own_s, v_other, wide_lse(s_other), 2, False,
@@ -346,9 +349,10 @@ def _result(q, shape, dtype):
         if not isinstance(q, numpy.ndarray):
             raise UnsupportedError("o_dtype is given, and q is an array of neither NumPy nor torch")
         out = numpy.empty(shape, dtype)
-    if not is_fp8(out) and ("bfloat16" not in str(out.dtype) if is_fp8(q) else out.dtype != q.dtype):
-        raise UnsupportedError(f"o_dtype is {type_of(out)} and q is {type_of(q)}; the type of q is supported "
-                               "(bfloat16 for fp8), and fp8")
+    possible = ("float32", "float16", "bfloat16") if is_fp8(q) else (type_of(q),)
+    if not is_fp8(out) and type_of(out) not in possible:
+        raise UnsupportedError(f"o_dtype is {type_of(out)} and q is {type_of(q)}; {', '.join(possible)} and fp8 "
+                               "are supported")
     return out
 
 

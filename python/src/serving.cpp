@@ -356,6 +356,10 @@ struct PagedCall {
     args.sinks = sinks.tensor();
     args.slopes = slopes.tensor();
     args.qq_bias = qq_bias.tensor();
+    // Of fp8 alone the result says which products there are.
+    if (is_fp8(rows.dtype))
+      for (const Tensor* t : {&given_out.tensor(), &values, &keys})
+        if (t->dims > 0 && is_float(t->dtype) && !is_fp8(t->dtype)) args.dtypes.compute = t->dtype;
     args.q_scale = q_scale.tensor();
     args.k_scale = k_scale.tensor();
     args.v_scale = v_scale.tensor();
@@ -364,7 +368,7 @@ struct PagedCall {
   void make_results() {
     const Tensor& rows = q.tensor();
     const std::array<std::int64_t, 3> shape{rows.shape[0], rows.shape[1], value_dim};
-    out = result_of(given_out, q, shape, is_fp8(rows.dtype) ? DType::bf16 : rows.dtype);
+    out = result_of(given_out, q, shape, is_fp8(rows.dtype) ? args.dtypes.compute : rows.dtype);
     if (return_lse || given_lse) lse = result_of(given_lse, q, {shape.data(), 2}, DType::fp32);
     args.out = out.tensor();
     if (return_lse || given_lse) args.lse = Lse::tokens_heads(lse.tensor());

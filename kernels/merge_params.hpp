@@ -132,8 +132,8 @@ struct MergeOutputsParams {
   std::int64_t lse_part_stride = 0;  // the same for the lse
   LogBase base = LogBase::e;         // of every lse, and of the result's too
   bool nan_is_empty = false;
-  std::int64_t with_prefix = -1;  // with parts == 2, tokens from here on copy the suffix, and their
-                                  // prefix is not read; -1: none
+  std::int64_t with_prefix = -1;  // with parts == 2, tokens from here on copy the suffix and its
+                                  // lse, whatever they are, and their prefix is not read; -1: none
   std::int64_t tokens = 0;
   int heads = 1;
   int dim = 0;
@@ -150,9 +150,18 @@ struct MergeOutputsParams {
     const float* scale = in_scale[side(part)];
     return scale == nullptr ? 1.0f : scale[parts == 2 ? 0 : part];
   }
+  /// Whether the suffix of a token stands alone. It is copied then, and so is its lse.
+  LONGSPAN_HD bool copies_suffix(std::int64_t token) const {
+    return parts == 2 && with_prefix >= 0 && token >= with_prefix;
+  }
   /// Whether part `part` of a token is merged: a suffix that stands alone has no prefix.
   LONGSPAN_HD bool is_there(int part, std::int64_t token) const {
-    return part < parts && !(parts == 2 && part == 0 && with_prefix >= 0 && token >= with_prefix);
+    return part < parts && !(part == 0 && copies_suffix(token));
+  }
+  /// What a part of a token counts for, by its lse. One that is copied counts alone, even where its
+  /// lse is infinite or NaN.
+  LONGSPAN_HD Stats stats_of(float part_lse, std::int64_t token) const {
+    return copies_suffix(token) ? Stats{0.0f, 1.0f} : import_lse(part_lse, base, nan_is_empty);
   }
   LONGSPAN_HD float lse_of(int part, std::int64_t token, int head) const {
     return parts == 2 ? *in_lse[part].at(token, head)

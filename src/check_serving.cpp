@@ -230,6 +230,13 @@ void check_output(const PagedAttention& args, const PagedShape& shape, Device de
                 {{&args.q, "q"}, {&args.k_cache, "k_cache"}, {&args.v_cache, "v_cache"}});
 }
 
+void check_handed_out(const SegmentedAttention& args, const PagedShape& shape, Device device) {
+  require(!args.skip_decode,
+          "skip_decode is given with segments, of which it would leave some unwritten; hand out "
+          "those of all sequences");
+  check_segments(args.segments, shape.tokens, shape.heads, shape.value_dim, device);
+}
+
 void check_segments(const Segments& s, std::int64_t tokens, std::int64_t heads,
                     std::int64_t least_dim, Device device) {
   check_tensor(s.output, "segments.output", DType::fp32, device);
@@ -311,14 +318,14 @@ void check_merge(const MergeAttnStates& args, Device device) {
   check_factors(args.out_scale, "out_scale", 1, true, device);
   check_written(out, "out");
   check_overlap(out, "out", prefix, "prefix_out", true);
-  check_overlap(out, "out", suffix, "suffix_out");
+  check_overlap(out, "out", suffix, "suffix_out", true);
   check_overlap(out, "out", args.prefix_lse.tensor, "prefix_lse");
   check_overlap(out, "out", args.suffix_lse.tensor, "suffix_lse");
   if (args.out_lse) {
     const Tensor& lse = args.out_lse.tensor;
     check_written(lse, "out_lse");
     check_overlap(lse, "out_lse", args.prefix_lse.tensor, "prefix_lse", true);
-    check_overlap(lse, "out_lse", args.suffix_lse.tensor, "suffix_lse");
+    check_overlap(lse, "out_lse", args.suffix_lse.tensor, "suffix_lse", true);
     check_overlap(lse, "out_lse", out, "out");
     check_overlap(lse, "out_lse", prefix, "prefix_out");
     check_overlap(lse, "out_lse", suffix, "suffix_out");

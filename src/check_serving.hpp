@@ -31,6 +31,8 @@ void check_output(const PagedAttention& args, const PagedShape& shape, Device de
 void check_new_keys(const ContextAttention& args, const PagedShape& shape, Device device);
 void check_segments(const Segments& segments, std::int64_t tokens, std::int64_t heads,
                     std::int64_t least_dim, Device device);
+/// Checks segments that a call hands out.
+void check_handed_out(const SegmentedAttention& args, const PagedShape& shape, Device device);
 /// Checks the call, and gives its batch.
 kernels::Batch check_reduce(const ReduceSegments& args, Device device);
 void check_merge(const MergeAttnStates& args, Device device);

@@ -180,6 +180,7 @@ CallWorkspace lay_out(const kernels::Backend& backend, const SegmentedAttention&
   check_sizes(a.attention.q, shape, std::max(1, count_of(a.segments)));
   kernels::AttendParams p = size_params(a.attention, shape);
   p.parts = parts_of(a.segments);
+  p.batch.skip_decode = a.skip_decode;
   return CallWorkspace::lay_out(base, std::max(1, p.parts.count), p.tokens * p.heads, p.value_dim,
                                 backend.attend_scratch(p), 0);
 }
@@ -288,12 +289,12 @@ void ServingOps::segmented_attention(const SegmentedAttention& a, Stream stream)
   const bool hand_out = a.segments.output.dims > 0;
   const auto [cache, arrays] = check_paged(paged, shape, !hand_out, impl_->device());
   check_output(paged, shape, impl_->device());
-  if (hand_out)
-    check_segments(a.segments, shape.tokens, shape.heads, shape.value_dim, impl_->device());
+  if (hand_out) check_handed_out(a, shape, impl_->device());
 
   kernels::AttendParams p = attend_params(paged, shape, arrays);
   set_cache(p, cache);
   p.parts = parts_of(a.segments);
+  p.batch.skip_decode = a.skip_decode;
   const CallWorkspace memory = take_workspace(*impl_->backend, a, shape);
   p.state = {memory.states, p.tokens * p.heads, p.value_dim, std::max(1, p.parts.count)};
   p.scratch = memory.scratch;
@@ -407,8 +408,7 @@ void ServingOps::check(const SegmentedAttention& a, Stream stream) const {
   const DeviceGuard guard(impl_->gpu());
   const PagedShape shape = shape_of(a.attention);
   const auto [cache, arrays] = check_paged(a.attention, shape, false, impl_->device());
-  if (a.segments.output.dims > 0)
-    check_segments(a.segments, shape.tokens, shape.heads, shape.value_dim, impl_->device());
+  if (a.segments.output.dims > 0) check_handed_out(a, shape, impl_->device());
   kernels::AttendParams p = attend_params(a.attention, shape, arrays);
   set_cache(p, cache);
   p.parts = parts_of(a.segments);

@@ -98,7 +98,7 @@ int fold_parts(const MergeOutputsParams& p, std::int64_t token, int head, int fi
   for (int part = 0; part < p.parts; ++part) {
     if (!p.is_there(part, token)) continue;
     const float lse = p.lse_of(part, token, head);
-    const Stats stats = import_lse(lse, p.base, p.nan_is_empty);
+    const Stats stats = p.stats_of(lse, token);
     if (is_empty(stats)) continue;
     const int level = stack.push(static_cast<std::uint64_t>(part), merge);
     state.stats[level] = stats;

@@ -6,6 +6,8 @@ from collections import namedtuple
 
 from . import _core
 from ._attention import _after_append
+from ._errors import InputError
+from ._names import type_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +24,29 @@ segments]; keys: of a segment (0: as many tiles as fill them); tile: keys of a t
 """
 
 
+def _is_half(lse) -> bool:
+    return type_of(lse) in ("float16", "bfloat16")
+
+
+def wide_lse(lse):
+    """An lse of 16 bits as float32, which the merges read; any other as it is."""
+    if not _is_half(lse):
+        return lse
+    return lse.float() if hasattr(lse, "float") else lse.astype("float32")
+
+
+def narrow_lse(name: str, lse):
+    """Where to write an lse: a float32 array for one of 16 bits, to be copied there; any other
+    itself."""
+    if lse is None or not _is_half(lse):
+        return lse
+    strides = lse.stride() if hasattr(lse, "stride") else getattr(lse, "strides", (1,))
+    is_read_only = not getattr(getattr(lse, "flags", None), "writeable", True)
+    if is_read_only or any(not step and size > 1 for step, size in zip(strides, lse.shape)):
+        raise InputError(f"{name} is written, and it is read-only, or its elements overlap")
+    return wide_lse(lse)
+
+
 def merge_attn_states(prefix_output: Array, prefix_lse: Array, suffix_output: Array,
                       suffix_lse: Array, *, base: str | int,
                       prefill_tokens_with_context: int | None = None,
@@ -35,12 +60,13 @@ def merge_attn_states(prefix_output: Array, prefix_lse: Array, suffix_output: Ar
         prefix_output, suffix_output: [tokens, heads, value_dim], of any float type.
         prefix_lse, suffix_lse: [heads, tokens] float32. +inf and -inf mean no keys.
         base: of every logarithm, given and returned: "e" or 2. There is no default on purpose.
-        prefill_tokens_with_context: tokens from here on copy the suffix.
+        prefill_tokens_with_context: tokens from here on copy the suffix and its lse, whatever that
+            is; their prefix is not read.
         out_scale: [1] float32: out = result / out_scale. fp8 needs it.
         prefix_scale, suffix_scale: [1] float32, of fp8 parts: a stored x stands for x * scale.
         nan_is_empty: an lse of NaN means no keys; otherwise it stays NaN.
-        out: like prefix_output, of any float type; may be prefix_output itself.
-        lse: like prefix_lse; may be prefix_lse itself.
+        out: like prefix_output, of any float type; may be prefix_output or suffix_output itself.
+        lse: like prefix_lse; may be prefix_lse or suffix_lse itself.
 
     Returns:
         (out, lse)
@@ -149,7 +175,7 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
                         v_descale: Numbers | None = None, out_scale: Numbers | None = None,
                         max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                         segments: int | None = None, segment_keys: int = 0, tile: int = 16,
-                        return_lse: bool = False, out: Array | None = None,
+                        skip_decode: bool = False, return_lse: bool = False, out: Array | None = None,
                         lse: Array | None = None, stream: Any = None) -> Any:
     """Decode and short queries over a paged cache that holds all keys.
 
@@ -161,6 +187,7 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
         alibi: what slopes multiply: "context" (the distance to the first query) or "query".
         segments: hand out the states of so many segments of the keys, for reduce_segments.
         segment_keys: keys of a segment; 0: ceil(keys / (segments * tile)) tiles of `tile` keys.
+        skip_decode: sequences of one query are left out, their rows untouched; not with segments.
         others: as attend.
 
     Returns:
@@ -182,7 +209,7 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
         q, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_q, causal, softmax_scale,
         window_size, softcap, alibi_slopes, alibi, sinks, qq_bias, q_descale, k_descale, v_descale,
         out_scale, max_seqlen_q, max_seqlen_k, return_lse, out, lse, stream, segments, segment_keys,
-        tile)
+        tile, skip_decode)
     return made if segments is None else Segments(*made, segment_keys, tile)
 
 

@@ -3,10 +3,12 @@ imported.
 
     from longspan.flashinfer import merge_state, single_prefill_with_kv_cache
 
-Every log-sum-exp, given and returned, is of base 2, as FlashInfer's are. An argument that longspan
-has nothing for raises UnsupportedError with its name, unless it is what leaving it out would mean.
-Arrays are of any kind, on processors too. Empty states (-inf, +inf) count for nothing: a row of none
-but empty ones is 0 and -inf.
+Every log-sum-exp, given and returned, is of base 2, as FlashInfer's are; those of 16 bits are read as
+float32. An argument that changes the result, and that longspan has nothing for, raises
+UnsupportedError with its name, unless it is what leaving it out would mean. What only chooses among
+FlashInfer's kernels (backend, use_tensor_cores, use_fp16_qk_reduction) is taken and not read. Arrays
+are of any kind, on processors too. Empty states (-inf, +inf) count for nothing: a row of none but
+empty ones is 0 and -inf.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from . import _core
 from ._attention import ALONE, attend
 from ._errors import InputError, UnsupportedError
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
+from ._serving import narrow_lse, wide_lse
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array) -> tuple[Array, 
 
     Args:
         v_a, v_b: [tokens, heads, head_dim], of any float type, any strides.
-        s_a, s_b: [tokens, heads] float32, their log-sum-exps, base 2.
+        s_a, s_b: [tokens, heads], of float32 or 16 bits, their log-sum-exps, base 2.
 
     Returns:
         (v, s)
@@ -54,7 +57,7 @@ def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array) -> tuple[Array, 
     _check_state(v_a, s_a, "v_a", "s_a")
     _check_state(v_b, s_b, "v_b", "s_b")
     try:
-        return _core.merge_attn_states(v_a, s_a, v_b, s_b, 2, False, None, None, None, None, None, None,
+        return _core.merge_attn_states(v_a, wide_lse(s_a), v_b, wide_lse(s_b), 2, False, None, None, None, None, None, None,
                                        False, None)
     except TRANSLATED as error:
         raise in_their_words(error, _TWO) from None
@@ -66,7 +69,7 @@ def merge_state_in_place(v: Array, s: Array, v_other: Array, s_other: Array,
 
     Args:
         v, v_other: [tokens, heads, head_dim]; v is written.
-        s, s_other: [tokens, heads] float32, base 2; s is written.
+        s, s_other: [tokens, heads], of float32 or 16 bits, base 2; s is written.
         mask: [tokens] bool: rows that are False stay as they are.
 
     >>> import numpy as np
@@ -84,13 +87,20 @@ def merge_state_in_place(v: Array, s: Array, v_other: Array, s_other: Array,
         check_shape("mask", mask, (v.shape[0],), "[tokens]")
         if type_of(mask) != "bool":
             raise InputError(f"mask is {type_of(mask)}; bool is wanted")
+        for name, array in (("v", v), ("s", s)):  # before one of them is written
+            if not getattr(getattr(array, "flags", None), "writeable", True):
+                raise InputError(f"{name} is read-only, and the call writes to it")
+    own_s = narrow_lse("s", s)
     try:
-        out, lse = _core.merge_attn_states(v, s, v_other, s_other, 2, False, None if mask is not None else v,
-                                           None if mask is not None else s, None, None, None, None, False,
-                                           None)
+        out, lse = _core.merge_attn_states(v, own_s, v_other, wide_lse(s_other), 2, False,
+                                           None if mask is not None else v,
+                                           None if mask is not None else own_s, None, None, None, None,
+                                           False, None)
     except TRANSLATED as error:
         raise in_their_words(error, _IN_PLACE) from None
     if mask is None:
+        if own_s is not s:
+            s[:] = lse
         return
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(v, torch.Tensor):  # waits for nothing on a GPU
@@ -105,7 +115,7 @@ def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
 
     Args:
         v: [tokens, parts, heads, head_dim].
-        s: [tokens, parts, heads] float32, base 2.
+        s: [tokens, parts, heads], of float32 or 16 bits, base 2.
 
     Returns:
         (v [tokens, heads, head_dim], s [tokens, heads])
@@ -120,7 +130,7 @@ def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
     check_shape("v", v, (None,) * 4, "[tokens, parts, heads, head_dim]")
     check_shape("s", s, tuple(v.shape[:3]), "[tokens, parts, heads]")
     try:
-        return _core.merge_states(v, s, 2, None, None, None, None, False, None)
+        return _core.merge_states(v, wide_lse(s), 2, None, None, None, None, False, None)
     except TRANSLATED as error:
         raise in_their_words(error, {"parts": "v", "lses": "s"}) from None
 
@@ -128,6 +138,15 @@ def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
 def _check_state(v, s, v_name, s_name):
     check_shape(v_name, v, _THREE, "[tokens, heads, head_dim]")
     check_shape(s_name, s, tuple(v.shape[:2]), "[tokens, heads]")
+
+
+def _check_tuning(backend, **flags):
+    """What chooses a kernel of FlashInfer changes no result, so it is not read; its type is looked at."""
+    if not isinstance(backend, str):
+        raise TypeError(f"backend is of type '{type(backend).__name__}'; a str is wanted")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is of type '{type(value).__name__}'; a bool is wanted")
 
 
 def _refuse_positions(function, pos_encoding_mode, rope_scale, rope_theta):
@@ -145,20 +164,20 @@ def single_decode_with_kv_cache(q: Array, k: Array, v: Array, kv_layout: str = "
     """The attention of the last token of one sequence.
 
     Args:
-        q: [heads, head_dim].
+        q: [heads, head_dim]; also fp8, as the result then is.
         k, v: [keys, kv_heads, head_dim] for kv_layout "NHD", [kv_heads, keys, head_dim] for "HND";
             also fp8.
         q_scale, k_scale, v_scale: numbers that q, k and v are multiplied by; None is 1.
         window_left: keys to the left besides the token's own; -1 is no bound.
         logits_soft_cap: None and 0 are off.
         sm_scale: None is 1 / sqrt(head_dim).
+        use_tensor_cores: not read: it chooses a kernel of FlashInfer.
 
     Returns:
         out [heads, head_dim]; with return_lse (out, lse [heads]), base 2.
 
     Raises:
-        UnsupportedError: another pos_encoding_mode than "NONE", rope_scale, rope_theta,
-            use_tensor_cores.
+        UnsupportedError: another pos_encoding_mode than "NONE", rope_scale, rope_theta.
 
     >>> import numpy as np
     >>> from longspan.flashinfer import single_decode_with_kv_cache
@@ -170,11 +189,10 @@ def single_decode_with_kv_cache(q: Array, k: Array, v: Array, kv_layout: str = "
     name = "longspan.flashinfer.single_decode_with_kv_cache"
     if not (rope_scale is rope_theta is None) or pos_encoding_mode != "NONE":
         _refuse_positions(name, pos_encoding_mode, rope_scale, rope_theta)
-    if use_tensor_cores:
-        refuse(name, "it chooses a kernel of FlashInfer", use_tensor_cores=(use_tensor_cores, False))
+    _check_tuning("auto", use_tensor_cores=use_tensor_cores)
     check_shape("q", q, (None, None), "[heads, head_dim]")
     made = _attend(q[None], k, v, kv_layout, False, window_left, logits_soft_cap, sm_scale,
-                   (q_scale, k_scale, v_scale), {}, None, return_lse)
+                   (q_scale, k_scale, v_scale), {}, q.dtype if is_fp8(q) else None, return_lse)
     return (made[0][0], made[1][0]) if return_lse else made[0]
 
 
@@ -198,15 +216,15 @@ def single_prefill_with_kv_cache(q: Array, k: Array, v: Array, scale_q: Numbers 
         o_dtype: of the result; None is that of q, and an fp8 q must have another.
         causal: token i of T sees the keys up to keys - T + i.
         k_scale, v_scale: numbers that k and v are multiplied by; None is 1.
+        backend, use_fp16_qk_reduction: not read: they choose a kernel of FlashInfer.
         others: as single_decode_with_kv_cache.
 
     Returns:
         out [tokens, heads, head_dim]; with return_lse (out, lse [tokens, heads]), base 2.
 
     Raises:
-        UnsupportedError: custom_mask, packed_custom_mask, kv_cache_sf, use_fp16_qk_reduction,
-            another backend than "auto", a scale_q for each query head, and as
-            single_decode_with_kv_cache.
+        UnsupportedError: custom_mask, packed_custom_mask, kv_cache_sf, a scale_q for each query
+            head, and as single_decode_with_kv_cache.
 
     >>> import numpy as np
     >>> from longspan.flashinfer import single_prefill_with_kv_cache
@@ -218,12 +236,11 @@ def single_prefill_with_kv_cache(q: Array, k: Array, v: Array, scale_q: Numbers 
     name = "longspan.flashinfer.single_prefill_with_kv_cache"
     if not (rope_scale is rope_theta is None) or pos_encoding_mode != "NONE":
         _refuse_positions(name, pos_encoding_mode, rope_scale, rope_theta)
-    if not (custom_mask is packed_custom_mask is kv_cache_sf is None) or use_fp16_qk_reduction \
-            or backend != "auto":
+    _check_tuning(backend, use_fp16_qk_reduction=use_fp16_qk_reduction)
+    if not (custom_mask is packed_custom_mask is kv_cache_sf is None):
         refuse(name, "causal and window_left are the masks here; longspan.attend has documents and qq_bias too",
                custom_mask=(custom_mask, None), packed_custom_mask=(packed_custom_mask, None))
-        refuse(name, "leave it out", use_fp16_qk_reduction=(use_fp16_qk_reduction, False),
-               backend=(backend, "auto"), kv_cache_sf=(kv_cache_sf, None))
+        refuse(name, "leave it out", kv_cache_sf=(kv_cache_sf, None))
     check_shape("q", q, _THREE, "[tokens, heads, head_dim]")
     return _attend(q, k, v, kv_layout, causal, window_left, logits_soft_cap, sm_scale,
                    (None, k_scale, v_scale), {"q": scale_q, "k": scale_k, "v": scale_v}, o_dtype,
@@ -262,7 +279,9 @@ def _attend(q, k, v, kv_layout, causal, window_left, softcap, sm_scale, numbers,
     of_q, of_k, of_v = numbers
     if not of_q is of_k is of_v is None:
         of_q, of_k, of_v = (_number(*named) for named in zip(("q_scale", "k_scale", "v_scale"), numbers))
-        scale = scale * of_q * of_k
+        if not hasattr(scale, "__float__"):
+            raise TypeError(f"sm_scale is of type '{type(scale).__name__}'; a float is wanted")
+        scale = float(scale) * of_q * of_k
         if of_v != 1:
             options["out_scale"] = _on_device_of(q, 1 / of_v)
     if o_dtype is not None:
@@ -311,7 +330,9 @@ def _number(name, given):
     if given is None:
         return 1.0
     if not isinstance(given, (int, float)):
-        raise TypeError(f"{name} is of type '{type(given).__name__}'; a float is wanted")
+        if getattr(given, "size", None) != 1 and getattr(given, "shape", None) not in ((), (1,)):
+            raise TypeError(f"{name} is of type '{type(given).__name__}'; a float, or an array of one, is wanted")
+        given = given.item()  # of a tensor on a GPU it is waited for
     if not 0 < given < float("inf"):
         raise InputError(f"{name} is {given}; a finite number above 0 is wanted")
     return float(given)
@@ -328,9 +349,10 @@ def _result(q, shape, dtype):
         if not isinstance(q, numpy.ndarray):
             raise UnsupportedError("o_dtype is given, and q is an array of neither NumPy nor torch")
         out = numpy.empty(shape, dtype)
-    if not is_fp8(out) and ("bfloat16" not in str(out.dtype) if is_fp8(q) else out.dtype != q.dtype):
-        raise UnsupportedError(f"o_dtype is {type_of(out)} and q is {type_of(q)}; the type of q is supported "
-                               "(bfloat16 for fp8), and fp8")
+    possible = ("float32", "float16", "bfloat16") if is_fp8(q) else (type_of(q),)
+    if not is_fp8(out) and type_of(out) not in possible:
+        raise UnsupportedError(f"o_dtype is {type_of(out)} and q is {type_of(q)}; {', '.join(possible)} and fp8 "
+                               "are supported")
     return out
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from . import _core
 from ._names import TRANSLATED, check_shape, in_their_words
+from ._serving import narrow_lse, wide_lse
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ def merge_state(prefix_output: Array, prefix_lse: Array, suffix_output: Array, s
 
     Args:
         prefix_output, suffix_output: [tokens, heads, head_size], of any float type, any strides.
-        prefix_lse, suffix_lse: [tokens, heads] float32, natural. +inf and -inf mean no keys.
-        output, output_lse: written in place of new arrays; may be the prefix's.
+        prefix_lse, suffix_lse: [tokens, heads], of float32 or 16 bits, natural. +inf and -inf mean no
+            keys.
+        output, output_lse: written in place of new arrays; may be the prefix's or the suffix's.
 
     Returns:
         (output, output_lse)
@@ -41,13 +43,19 @@ def merge_state(prefix_output: Array, prefix_lse: Array, suffix_output: Array, s
     check_shape("suffix_lse", suffix_lse, tuple(prefix_output.shape[:2]), "[tokens, heads]")
     if output_lse is not None:
         check_shape("output_lse", output_lse, tuple(prefix_output.shape[:2]), "[tokens, heads]")
+    to_lse = narrow_lse("output_lse", output_lse)
     try:
-        return _core.merge_attn_states(prefix_output, prefix_lse, suffix_output, suffix_lse, "e", False,
-                                       output, output_lse, None, None, None, None, False, None)
+        out, lse = _core.merge_attn_states(prefix_output, wide_lse(prefix_lse), suffix_output,
+                                           wide_lse(suffix_lse), "e", False, output, to_lse, None, None, None,
+                                           None, False, None)
     except TRANSLATED as error:
         names = {"out": "output", "lse": "output_lse", "out_lse": "output_lse",
                  "prefix_out": "prefix_output", "suffix_out": "suffix_output"}
         raise in_their_words(error, names) from None
+    if to_lse is output_lse:
+        return out, lse
+    output_lse[:] = lse
+    return out, output_lse
 
 
 __all__ = ["merge_state"]

@@ -2,10 +2,12 @@
 
     from longspan.vllm import merge_attn_states, unified_attention
 
-in place of vllm.v1.attention.ops.merge_attn_states and its neighbours. Results are written to the
-array that the caller gives, as there. An argument that longspan has nothing for raises
-UnsupportedError with its name, unless it is what leaving it out would mean; none is ignored but
-those of which the documentation says so. All log-sum-exps are natural.
+in place of vllm.v1.attention.ops.merge_attn_states and its neighbours. Names and arguments are those
+of vLLM 0.33. Results are written to the array that the caller gives, as there. An argument that
+changes the result, and that longspan has nothing for, raises UnsupportedError with its name, unless
+it is what leaving it out would mean. Scratch memory and tuning of vLLM's kernels is taken and not
+read; each function says which arguments these are. All log-sum-exps are natural; those of 16 bits
+are read as float32.
 
 Two things differ on purpose. A row that sees no key is 0 and its log-sum-exp -inf, whatever lies in
 the parts; and sums are fp32 up to one rounding at the end. Arrays are of any kind, on processors
@@ -20,6 +22,7 @@ from . import _core
 from ._core import Communicator
 from ._errors import InputError, UnsupportedError
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
+from ._serving import narrow_lse, wide_lse
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,11 +41,14 @@ def merge_attn_states(output: Array, prefix_output: Array, prefix_lse: Array, su
     """Writes the merge of a prefix's and a suffix's attention to `output`.
 
     Args:
-        output: [tokens, heads, head_size], written; may be prefix_output. fp8 needs output_scale.
+        output: [tokens, heads, head_size], written; may be prefix_output or suffix_output. fp8 needs
+            output_scale.
         prefix_output, suffix_output: [tokens, heads, head_size], of any float type, any strides.
-        prefix_lse, suffix_lse: [heads, tokens] float32, natural. +inf and -inf mean no keys.
-        output_lse: [heads, tokens] float32, written too; may be prefix_lse.
-        prefill_tokens_with_context: tokens from here on copy the suffix and its lse.
+        prefix_lse, suffix_lse: [heads, tokens], of float32 or 16 bits, natural. +inf and -inf mean
+            no keys.
+        output_lse: likewise, written too; may be prefix_lse or suffix_lse.
+        prefill_tokens_with_context: tokens from here on copy the suffix and its lse, whatever that
+            is; their prefix is not read.
         output_scale: [1] float32, of an fp8 output: output = result / output_scale.
 
     >>> import numpy as np
@@ -62,12 +68,15 @@ def merge_attn_states(output: Array, prefix_output: Array, prefix_lse: Array, su
         check_shape("output_lse", output_lse, tuple(output.shape[1::-1]), "[heads, tokens]")
     check_shape("prefix_lse", prefix_lse, tuple(output.shape[1::-1]), "[heads, tokens]")
     check_shape("suffix_lse", suffix_lse, tuple(output.shape[1::-1]), "[heads, tokens]")
+    to_lse = narrow_lse("output_lse", output_lse)
     try:
-        _core.merge_attn_states(prefix_output, prefix_lse, suffix_output, suffix_lse, "e", True, output,
-                                output_lse, prefill_tokens_with_context, output_scale, None, None, False,
-                                None)
+        _core.merge_attn_states(prefix_output, wide_lse(prefix_lse), suffix_output, wide_lse(suffix_lse), "e",
+                                True, output, to_lse, prefill_tokens_with_context, output_scale, None, None,
+                                False, None)
     except TRANSLATED as error:
         raise in_their_words(error, _OUTPUT) from None
+    if to_lse is not output_lse:
+        output_lse[:] = to_lse
 
 
 def _one_scale(name: str, scale, cache, cache_name: str):
@@ -108,20 +117,31 @@ _UNIFIED = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k", "kv_le
             "max_query_len": "max_seqlen_q", "max_kv_len": "max_seqlen_k"}
 
 
-def _refuse_of_unified(seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
-                       softmax_segm_expsum, mm_prefix_range, rswa_prefix_lens, rswa_window, use_alibi_sqrt,
-                       k_scale_cache, v_scale_cache, chunk_lookback, use_td, mm_prefix_clamp_sliding_window):
-    refuse("longspan.vllm.unified_attention",
-           "it is scratch memory and tuning of vLLM's kernel; leave it out",
-           seq_threshold_3D=(seq_threshold_3D, None),
-           num_par_softmax_segments=(num_par_softmax_segments, None),
-           softmax_segm_output=(softmax_segm_output, None), softmax_segm_max=(softmax_segm_max, None),
-           softmax_segm_expsum=(softmax_segm_expsum, None), use_td=(use_td, False))
+def _refuse_of_unified(mm_prefix_range, rswa_prefix_lens, rswa_window, use_alibi_sqrt, k_scale_cache,
+                       v_scale_cache, chunk_lookback, window_size):
     refuse("longspan.vllm.unified_attention", "leave it out", mm_prefix_range=(mm_prefix_range, None),
            rswa_prefix_lens=(rswa_prefix_lens, None), rswa_window=(rswa_window, None),
            use_alibi_sqrt=(use_alibi_sqrt, False), k_scale_cache=(k_scale_cache, None),
-           v_scale_cache=(v_scale_cache, None), chunk_lookback=(chunk_lookback, -1),
-           mm_prefix_clamp_sliding_window=(mm_prefix_clamp_sliding_window, False))
+           v_scale_cache=(v_scale_cache, None))
+    if not isinstance(window_size, (tuple, list)) or tuple(window_size)[:1] != (-1,):  # chunks are parts of the window: without one there are none
+        refuse("longspan.vllm.unified_attention", "leave it out", chunk_lookback=(chunk_lookback, -1))
+
+
+def _window(window_size, causal):
+    """vLLM's kernel reads the left side alone. Of queries that see later keys it bounds these too."""
+    if causal is True or not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        return window_size  # what is no pair is refused where it is read
+    left, right = window_size
+    if right not in (left, 0, -1):
+        raise InputError(f"window_size is {tuple(window_size)!r} and causal is not True: the left side bounds "
+                         f"the right one too, as in vLLM; ({left}, {left}) says so")
+    return left, left
+
+
+def _flags(causal):
+    """Flags of any integer type, as vLLM's are int32."""
+    of_ints = hasattr(causal, "shape") and "int" in type_of(causal) and type_of(causal) != "uint8"
+    return causal != 0 if of_ints else causal
 
 
 def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Array, max_seqlen_q: int,
@@ -148,8 +168,9 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
         cu_seqlens_q: [sequences + 1] int32, where the rows of each sequence begin.
         max_seqlen_q, max_seqlen_k: no sequence has more rows, or keys.
         seqused_k: [sequences] int32, keys of each sequence.
-        causal: True or False, or [sequences] flags.
-        window_size: keys to the (left, right) besides the query's own; -1 is no bound.
+        causal: True or False, or [sequences] flags, bool or of any integer type.
+        window_size: (left, right), keys besides the query's own; -1 is no bound. As in vLLM the left
+            one bounds both sides where attention is not causal, and right is then left, 0 or -1.
         block_table: [sequences, columns] int32.
         softcap: 0 is off.
         q_descale, k_descale, v_descale: of fp8 arrays, one number, also expanded to [sequences,
@@ -159,10 +180,13 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
         output_scale: [1] float32, of an fp8 out: out = result / output_scale.
         qq_bias: [width, width] between the new tokens; sinks: [heads].
         kv_quant_mode: 0 (none) or 1 (fp8, one scale a tensor); None is what k is.
+        seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
+            softmax_segm_expsum, use_td: not read: scratch memory and tuning of vLLM's kernel.
+        mm_prefix_clamp_sliding_window: not read: it says how mm_prefix_range is meant.
 
     Raises:
-        UnsupportedError: the buffers of vLLM's segmented softmax (seq_threshold_3D ...), multimodal
-            prefixes, chunks, scales for each token, use_alibi_sqrt, use_td.
+        UnsupportedError: mm_prefix_range, rswa_prefix_lens, rswa_window, chunk_lookback beside a
+            window, use_alibi_sqrt, k_scale_cache, v_scale_cache, other kv_quant_modes.
 
     >>> import numpy as np
     >>> from longspan.vllm import unified_attention
@@ -175,13 +199,10 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
     >>> bool(np.isfinite(out).all())
     True
     """
-    if not (seq_threshold_3D is num_par_softmax_segments is softmax_segm_output is softmax_segm_max
-            is softmax_segm_expsum is mm_prefix_range is rswa_prefix_lens is rswa_window is k_scale_cache
-            is v_scale_cache is None) or use_td or use_alibi_sqrt or mm_prefix_clamp_sliding_window \
-            or chunk_lookback != -1:
-        _refuse_of_unified(seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
-                           softmax_segm_expsum, mm_prefix_range, rswa_prefix_lens, rswa_window, use_alibi_sqrt,
-                           k_scale_cache, v_scale_cache, chunk_lookback, use_td, mm_prefix_clamp_sliding_window)
+    if not (mm_prefix_range is rswa_prefix_lens is rswa_window is k_scale_cache is v_scale_cache is None) \
+            or use_alibi_sqrt or chunk_lookback != -1:
+        _refuse_of_unified(mm_prefix_range, rswa_prefix_lens, rswa_window, use_alibi_sqrt, k_scale_cache,
+                           v_scale_cache, chunk_lookback, window_size)
     required("out", out)
     if kv_quant_mode is not None:
         if not hasattr(kv_quant_mode, "__index__"):
@@ -199,11 +220,13 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
         q_descale = _one_scale("q_descale", q_descale, q, "q")
     k_descale = _one_scale("k_descale", k_descale, k, "k")
     v_descale = _one_scale("v_descale", v_descale, v, "v")
+    if causal is not True:
+        causal, window_size = _flags(causal), _window(window_size, causal)
     try:
         _core.segmented_attention(q, k, v, block_table, seqused_k, cu_seqlens_q, causal, softmax_scale,
                                   window_size, softcap, alibi_slopes, "context", sinks, qq_bias,
                                   q_descale, k_descale, v_descale, output_scale, max_seqlen_q,
-                                  max_seqlen_k, False, out, None, None, None, 0, 16)
+                                  max_seqlen_k, False, out, None, None, None, 0, 16, False)
     except TRANSLATED as error:
         raise in_their_words(error, _UNIFIED) from None
 
@@ -214,7 +237,8 @@ _CONTEXT = {"out": "o", "cache_seqlens": "b_seq_len", "kv_len": "b_seq_len",
             "slopes": "alibi_slopes", "softmax_scale": "sm_scale", "window_size": "sliding_window",
             "max_query_len": "max_input_len", "max_seqlen_q": "max_input_len"}
 _CACHE_TYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-_PLAIN = ("auto", "bfloat16", "float16", "half", "float32", "float")
+_PLAIN = {"auto": None, "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32",
+          "float": "float32"}
 
 
 def _cache_of_type(name: str, cache, kv_cache_dtype: str):
@@ -227,6 +251,8 @@ def _cache_of_type(name: str, cache, kv_cache_dtype: str):
                                    f"{', '.join(_CACHE_TYPES)} are supported")
         if dtype == "uint8" or "float8" in dtype:
             raise InputError(f"kv_cache_dtype is {kv_cache_dtype!r} and {name} is {dtype}; say which fp8 it is")
+        if _PLAIN[kv_cache_dtype] not in (dtype, None):
+            raise InputError(f"kv_cache_dtype is {kv_cache_dtype!r} and {name} is {dtype}; 'auto' is what it is")
         return cache
     if dtype == wanted:
         return cache
@@ -241,18 +267,22 @@ def _cache_of_type(name: str, cache, kv_cache_dtype: str):
     return cache.view(getattr(ml_dtypes, wanted))
 
 
-def context_attention_fwd(q: Array, k: Array, v: Array, o: Array, kv_cache_dtype: str, k_cache: Array,
+def context_attention_fwd(q: Array, k: Array | None, v: Array | None, o: Array, kv_cache_dtype: str,
+                          k_cache: Array,
                           v_cache: Array, b_loc: Array, b_start_loc: Array, b_seq_len: Array,
                           max_seq_len: int | None, max_input_len: int, k_scale: Numbers | None,
                           v_scale: Numbers | None, alibi_slopes: Array | None = None,
                           sliding_window: int | None = None, sm_scale: float | None = None,
                           skip_decode: bool = False, fp8_out_scale: Numbers | None = None,
-                          sinks: Array | None = None, is_block_table_ptr: bool = False) -> None:
-    """Writes the causal attention of new tokens over a paged context, and over each other, to `o`.
+                          sinks: Array | None = None, is_block_table_ptr: bool = False,
+                          interleaved_v_pack_factor: int = 0, causal: bool = True) -> None:
+    """Writes the attention of new tokens over a paged context, and over each other, to `o`.
 
     Args:
-        q, k, v: [tokens, heads or kv_heads, head_size], the new tokens of all sequences.
-        o: [tokens, heads, head_size], written; fp8 with fp8_out_scale.
+        q, k, v: [tokens, heads or kv_heads, head_size], the new tokens of all sequences. Without k
+            and v the cache has the keys of the new tokens too.
+        o: [tokens, heads, head_size], written; fp8 with fp8_out_scale. Rows past the last sequence
+            are left as they are.
         kv_cache_dtype: "auto", or "fp8", "fp8_e4m3", "fp8_e5m2", as which a cache of uint8 is read.
         k_cache: [blocks, kv_heads, head_size / x, block_size, x].
         v_cache: [blocks, kv_heads, head_size, block_size].
@@ -269,9 +299,10 @@ def context_attention_fwd(q: Array, k: Array, v: Array, o: Array, kv_cache_dtype
         skip_decode: sequences of one new token are left out, their rows untouched.
         fp8_out_scale: [1] float32: o = result / fp8_out_scale.
         sinks: [heads].
+        causal: False lets new tokens see all of their sequence. The window bounds the left side.
 
     Raises:
-        UnsupportedError: is_block_table_ptr, other kv_cache_dtypes.
+        UnsupportedError: is_block_table_ptr, an interleaved_v_pack_factor, other kv_cache_dtypes.
 
     >>> import numpy as np
     >>> from longspan.vllm import context_attention_fwd
@@ -285,8 +316,17 @@ def context_attention_fwd(q: Array, k: Array, v: Array, o: Array, kv_cache_dtype
     >>> bool(np.isfinite(o).all())
     True
     """
-    refuse("longspan.vllm.context_attention_fwd", "b_loc holds numbers of blocks",
-           is_block_table_ptr=(is_block_table_ptr, False))
+    if is_block_table_ptr or interleaved_v_pack_factor != 0:
+        refuse("longspan.vllm.context_attention_fwd", "b_loc holds numbers of blocks",
+               is_block_table_ptr=(is_block_table_ptr, False))
+        refuse("longspan.vllm.context_attention_fwd", "v_cache is [blocks, kv_heads, head_size, block_size]",
+               interleaved_v_pack_factor=(interleaved_v_pack_factor, 0))
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal is of type '{type(causal).__name__}'; a bool is wanted")
+    if (k is None) != (v is None):
+        given, missing = ("v", "k") if k is None else ("k", "v")
+        raise InputError(f"{given} is given and {missing} is None; give both, or neither where the cache has "
+                         "the keys of the new tokens")
     required("o", o)
     if not isinstance(kv_cache_dtype, str):
         raise TypeError(f"kv_cache_dtype is of type '{type(kv_cache_dtype).__name__}'; a str is wanted")
@@ -301,11 +341,14 @@ def context_attention_fwd(q: Array, k: Array, v: Array, o: Array, kv_cache_dtype
                                        or not hasattr(sliding_window, "__index__")):
         raise TypeError(f"sliding_window is of type '{type(sliding_window).__name__}'; an int is wanted")
     left = -1 if sliding_window is None or sliding_window <= 0 else int(sliding_window) - 1
+    paged = (q, k_cache, v_cache, b_loc, b_seq_len, b_start_loc, causal, sm_scale, (left, -1), 0.0,
+             alibi_slopes, "query", sinks, None, None, k_scale, v_scale, fp8_out_scale, max_input_len, None,
+             False, o, None, None)
     try:
-        _core.context_attention(q, k_cache, v_cache, b_loc, b_seq_len, b_start_loc, True, sm_scale,
-                                (left, -1), 0.0, alibi_slopes, "query", sinks, None, None, k_scale,
-                                v_scale, fp8_out_scale, max_input_len, None, False, o, None, None, k, v,
-                                skip_decode, None)
+        if k is None:
+            _core.segmented_attention(*paged, None, 0, 16, skip_decode)
+        else:
+            _core.context_attention(*paged, k, v, skip_decode, None)
     except TRANSLATED as error:
         raise in_their_words(error, _CONTEXT) from None
 
@@ -324,8 +367,62 @@ def _communicator(cp_group, array):
     return communicator(group, device="cuda" if getattr(array, "is_cuda", False) else "cpu")
 
 
+def _without_empty_shards(lse, seq_lens, query_start_loc):
+    """The lse, -inf in rows of sequences without keys here, and past the last sequence. It is a new
+    array: the caller's stays as it is."""
+    if seq_lens is None and query_start_loc is None:
+        return lse
+    check_shape("seq_lens", seq_lens, (None,), "[sequences]")
+    check_shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), "[sequences + 1]")
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(lse, torch.Tensor)
+    for name, array in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+        if type_of(array) not in ("int32", "int64"):
+            raise InputError(f"{name} is {type_of(array)}; int32 or int64 is wanted")
+        if isinstance(array, torch.Tensor if is_tensor else type(lse)) and \
+                getattr(array, "device", None) == getattr(lse, "device", None):
+            continue
+        raise InputError(f"{name} is of type '{type(array).__name__}' on {getattr(array, 'device', 'cpu')}, and "
+                         f"the lse of type '{type(lse).__name__}' on {getattr(lse, 'device', 'cpu')}; they lie "
+                         "together")
+    if is_tensor:
+        space, place = torch, {"device": lse.device}
+    else:
+        import numpy
+
+        space = numpy if isinstance(lse, numpy.ndarray) else lse.__array_namespace__()
+        place = {} if space is numpy else {"device": lse.device}
+    ends = query_start_loc[1:]
+    if _on_processors(lse) and bool((ends < query_start_loc[:-1]).any()):
+        raise InputError("query_start_loc descends; it is where the rows of each sequence begin")
+    # A row past the last sequence is of one more, which is empty.
+    sequence = space.searchsorted(ends, space.arange(lse.shape[0], dtype=ends.dtype, **place), side="right")
+    join = space.cat if is_tensor else space.concatenate if hasattr(space, "concatenate") else space.concat
+    is_empty = join([seq_lens <= 0, space.ones(1, dtype=space.bool, **place)])[sequence]
+    nothing = space.full((), -float("inf"), dtype=lse.dtype, **place)
+    return space.where(is_empty[:, None], nothing, lse)
+
+
+def _merge_across(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens, query_start_loc,
+                  scatter):
+    for name, value in (("return_lse", return_lse), ("is_lse_base_on_e", is_lse_base_on_e)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is of type '{type(value).__name__}'; a bool is wanted")
+    check_shape("cp_attn_out", cp_attn_out, (None,) * 3, "[tokens, heads, head_size]")
+    check_shape("cp_attn_lse", cp_attn_lse, tuple(cp_attn_out.shape[:2]), "[tokens, heads]")
+    part_lse = _without_empty_shards(wide_lse(cp_attn_lse), seq_lens, query_start_loc)
+    comm = _communicator(cp_group, cp_attn_out)
+    try:
+        out, lse = _core.cross_rank_merge(comm, cp_attn_out, part_lse, "e" if is_lse_base_on_e else 2, scatter,
+                                          True, None, None, None, None, None)
+    except TRANSLATED as error:
+        raise in_their_words(error, {"part": "cp_attn_out", "part_lse": "cp_attn_lse"}) from None
+    return (out, lse) if return_lse else out
+
+
 def cp_lse_ag_out_rs(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx: Any = None,
-                     return_lse: bool = False, is_lse_base_on_e: bool = True) -> Any:
+                     return_lse: bool = False, is_lse_base_on_e: bool = True, seq_lens: Array | None = None,
+                     query_start_loc: Array | None = None) -> Any:
     """The merge of every rank's attention over its own keys, and of it this rank's heads. Collective.
 
     vLLM gathers the log-sum-exps, scales its result and sums in its type; here results and
@@ -334,12 +431,17 @@ def cp_lse_ag_out_rs(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx:
 
     Args:
         cp_attn_out: [tokens, heads, head_size], of all heads.
-        cp_attn_lse: [tokens, heads] float32. -inf, +inf and NaN mean that this rank has no keys.
+        cp_attn_lse: [tokens, heads], of float32 or 16 bits. -inf, +inf and NaN mean that this rank
+            has no keys.
         cp_group: a longspan communicator; or a process group of torch, or vLLM's GroupCoordinator,
             whose communicator longspan.torch.communicator makes at the first call, and keeps.
-        ctx: of vLLM's compiler; None.
-        return_lse: return (out, lse).
+        ctx: not read: what vLLM's kernel has compiled.
+        return_lse: return (out, lse), lse in float32.
         is_lse_base_on_e: False is base 2, given and returned.
+        seq_lens: [sequences] of int32 or int64, this rank's keys of each. Where there are none, rows
+            count for nothing, whatever their lse. With query_start_loc.
+        query_start_loc: [sequences + 1] likewise, where the rows of each sequence begin. Rows past
+            the last sequence count for nothing.
 
     Returns:
         out [tokens, heads / ranks, head_size]: rank r of P has the heads [r H/P, (r+1) H/P).
@@ -350,19 +452,62 @@ def cp_lse_ag_out_rs(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx:
     >>> cp_lse_ag_out_rs(part, lse, longspan.alone()).shape
     (3, 4, 16)
     """
-    refuse("longspan.vllm.cp_lse_ag_out_rs", "nothing is compiled here", ctx=(ctx, None))
-    for name, value in (("return_lse", return_lse), ("is_lse_base_on_e", is_lse_base_on_e)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is of type '{type(value).__name__}'; a bool is wanted")
-    check_shape("cp_attn_out", cp_attn_out, (None,) * 3, "[tokens, heads, head_size]")
-    check_shape("cp_attn_lse", cp_attn_lse, tuple(cp_attn_out.shape[:2]), "[tokens, heads]")
-    comm = _communicator(cp_group, cp_attn_out)
-    try:
-        out, lse = _core.cross_rank_merge(comm, cp_attn_out, cp_attn_lse, "e" if is_lse_base_on_e else 2,
-                                          True, True, None, None, None, None, None)
-    except TRANSLATED as error:
-        raise in_their_words(error, {"part": "cp_attn_out", "part_lse": "cp_attn_lse"}) from None
-    return (out, lse) if return_lse else out
+    return _merge_across(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens,
+                         query_start_loc, True)
 
 
-__all__ = ["context_attention_fwd", "cp_lse_ag_out_rs", "merge_attn_states", "unified_attention"]
+def dcp_a2a_lse_reduce(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx: Any = None,
+                       return_lse: bool = False, is_lse_base_on_e: bool = True,
+                       seq_lens: Array | None = None, query_start_loc: Array | None = None) -> Any:
+    """The same as cp_lse_ag_out_rs, which vLLM does by all-to-all. Collective.
+
+    >>> import longspan, numpy as np
+    >>> from longspan.vllm import dcp_a2a_lse_reduce
+    >>> part, lse = np.ones((3, 4, 16), np.float32), np.zeros((3, 4), np.float32)
+    >>> dcp_a2a_lse_reduce(part, lse, longspan.alone()).shape
+    (3, 4, 16)
+    """
+    return _merge_across(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens,
+                         query_start_loc, True)
+
+
+def cp_lse_ag_out_ar(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx: Any = None,
+                     return_lse: bool = False, is_lse_base_on_e: bool = True, seq_lens: Array | None = None,
+                     query_start_loc: Array | None = None) -> Any:
+    """The same merge, of which every rank gets all heads. Collective. Arguments as cp_lse_ag_out_rs.
+
+    Returns:
+        out [tokens, heads, head_size], with the same bits on every rank; with return_lse (out, lse).
+
+    >>> import longspan, numpy as np
+    >>> from longspan.vllm import cp_lse_ag_out_ar
+    >>> part, lse = np.ones((3, 4, 16), np.float32), np.zeros((3, 4), np.float32)
+    >>> cp_lse_ag_out_ar(part, lse, longspan.alone()).shape
+    (3, 4, 16)
+    """
+    return _merge_across(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens,
+                         query_start_loc, False)
+
+
+def mask_dcp_empty_shards_(lse: Array, seq_lens: Array | None, query_start_loc: Array | None) -> None:
+    """Writes -inf to the rows of `lse` that have no keys on this rank, in place. Neither array: to none.
+
+    Args:
+        lse: [tokens, heads], of any float type.
+        seq_lens, query_start_loc: as cp_lse_ag_out_rs.
+
+    >>> import numpy as np
+    >>> from longspan.vllm import mask_dcp_empty_shards_
+    >>> lse = np.zeros((4, 1), np.float32)
+    >>> mask_dcp_empty_shards_(lse, np.array([9, 0]), np.array([0, 1, 3]))
+    >>> lse[:, 0].tolist()
+    [0.0, -inf, -inf, -inf]
+    """
+    check_shape("lse", lse, (None, None), "[tokens, heads]")
+    masked = _without_empty_shards(lse, seq_lens, query_start_loc)
+    if masked is not lse:
+        lse[:] = masked
+
+
+__all__ = ["context_attention_fwd", "cp_lse_ag_out_ar", "cp_lse_ag_out_rs", "dcp_a2a_lse_reduce",
+           "mask_dcp_empty_shards_", "merge_attn_states", "unified_attention"]

@@ -36,7 +36,11 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
     if (!is_float(t->dtype))
       throw InputError(std::string(name) + " is " + dtype_name(t->dtype) +
                        "; a float type is wanted");
-  if (!is_fp8(q.dtype)) o.dtypes.compute = q.dtype;
+  if (!is_fp8(q.dtype))
+    o.dtypes.compute = q.dtype;
+  else if (is_fp8(k.dtype) && is_fp8(call.v.tensor().dtype) && call.given_out &&
+           !is_fp8(call.given_out.tensor().dtype))
+    o.dtypes.compute = call.given_out.tensor().dtype;  // as nothing else says it
   for (const auto& [t, name] : {std::pair{&k, "k"}, {&call.v.tensor(), "v"}})
     if (!is_fp8(t->dtype) && t->dtype != o.dtypes.compute)
       throw InputError(std::string(name) + " is " + dtype_name(t->dtype) + "; " +

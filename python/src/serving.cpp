@@ -153,6 +153,9 @@ nb::object merge_attn_states(nb::handle prefix_output, nb::handle prefix_lse,
                   {&prefix_l, "prefix_lse"},
                   {&suffix, "suffix_output"},
                   {&suffix_l, "suffix_lse"},
+                  {&scale, "out_scale"},
+                  {&scale_a, "prefix_scale"},
+                  {&scale_b, "suffix_scale"},
                   {&own_out, "out"},
                   {&own_lse, "lse"}});
   const LogBase of_base = base_of(base);
@@ -192,7 +195,12 @@ nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle 
       scale(out_scale, "out_scale", DType::fp32), scales(part_scales, "part_scales", DType::fp32);
   Ops& ops = ops_for(parts);
   const Tensor &p = parts.tensor(), &l = lses.required().tensor();
-  check_same_gpu({{&parts, "v"}, {&lses, "s"}, {&own_out, "out"}, {&own_lse, "lse"}});
+  check_same_gpu({{&parts, "v"},
+                  {&lses, "s"},
+                  {&scale, "out_scale"},
+                  {&scales, "part_scales"},
+                  {&own_out, "out"},
+                  {&own_lse, "lse"}});
   if (p.dims != 4 || l.dims != 3)
     throw InputError("v has " + std::to_string(p.dims) + " dimensions and s " +
                      std::to_string(l.dims) +
@@ -222,7 +230,12 @@ nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_ls
       own_scale(part_scale, "part_scale", DType::fp32), scale(out_scale, "out_scale", DType::fp32),
       to_out(given_out, "out"), to_lse(given_lse, "lse");
   const Tensor &p = own.required().tensor(), &l = own_lse.required().tensor();
-  check_same_gpu({{&own, "part"}, {&own_lse, "part_lse"}, {&to_out, "out"}, {&to_lse, "lse"}});
+  check_same_gpu({{&own, "part"},
+                  {&own_lse, "part_lse"},
+                  {&own_scale, "part_scale"},
+                  {&scale, "out_scale"},
+                  {&to_out, "out"},
+                  {&to_lse, "lse"}});
   if (p.dims != 3 || l.dims != 2)
     throw InputError("part has " + std::to_string(p.dims) + " dimensions and part_lse " +
                      std::to_string(l.dims) +
@@ -305,6 +318,14 @@ struct PagedCall {
                     {&block_table, "block_table"},
                     {&lengths, "cache_seqlens"},
                     {&starts, "cu_seqlens_q"},
+                    {&causal, "causal"},
+                    {&slopes, "alibi_slopes"},
+                    {&sinks, "sinks"},
+                    {&qq_bias, "qq_bias"},
+                    {&q_scale, "q_descale"},
+                    {&k_scale, "k_descale"},
+                    {&v_scale, "v_descale"},
+                    {&out_scale, "out_scale"},
                     {&given_out, "out"},
                     {&given_lse, "lse"}});
     const Tensor &rows = q.tensor(), &values = v_cache.tensor(), &keys = k_cache.tensor();
@@ -335,6 +356,10 @@ struct PagedCall {
     args.sinks = sinks.tensor();
     args.slopes = slopes.tensor();
     args.qq_bias = qq_bias.tensor();
+    // Of fp8 alone the result says which products there are.
+    if (is_fp8(rows.dtype))
+      for (const Tensor* t : std::array<const Tensor*, 3>{&given_out.tensor(), &values, &keys})
+        if (t->dims > 0 && is_float(t->dtype) && !is_fp8(t->dtype)) args.dtypes.compute = t->dtype;
     args.q_scale = q_scale.tensor();
     args.k_scale = k_scale.tensor();
     args.v_scale = v_scale.tensor();
@@ -343,7 +368,7 @@ struct PagedCall {
   void make_results() {
     const Tensor& rows = q.tensor();
     const std::array<std::int64_t, 3> shape{rows.shape[0], rows.shape[1], value_dim};
-    out = result_of(given_out, q, shape, is_fp8(rows.dtype) ? DType::bf16 : rows.dtype);
+    out = result_of(given_out, q, shape, is_fp8(rows.dtype) ? args.dtypes.compute : rows.dtype);
     if (return_lse || given_lse) lse = result_of(given_lse, q, {shape.data(), 2}, DType::fp32);
     args.out = out.tensor();
     if (return_lse || given_lse) args.lse = Lse::tokens_heads(lse.tensor());
@@ -361,15 +386,16 @@ struct PagedCall {
 nb::object segmented_attention(nb::args given) {
   const auto asked = unpack<Paged>(given);
   constexpr std::size_t kPaged = sizeof(Paged) / sizeof(nb::handle);
-  if (given.size() != kPaged + 3) throw nb::type_error("see longspan.segmented_attention");
+  if (given.size() != kPaged + 4) throw nb::type_error("see longspan.segmented_attention");
   PagedCall call(asked);
   const auto segments = maybe_integer(given[kPaged], "segments");
   const std::int64_t keys = integer(given[kPaged + 1], "segment_keys"),
                      tile = integer(given[kPaged + 2], "tile");
+  const bool skip_decode = flag(given[kPaged + 3], "skip_decode");
   Ops& ops = ops_for(call.q);
   if (!segments) {
     call.make_results();
-    SegmentedAttention args{.attention = call.args};
+    SegmentedAttention args{.attention = call.args, .skip_decode = skip_decode};
     ops.run_in_workspace(args, call.stream,
                          [&](const ServingOps& o) { o.segmented_attention(args, call.stream); });
     return finished(call.out, call.lse, call.q, call.stream, call.return_lse);
@@ -389,7 +415,8 @@ nb::object segmented_attention(nb::args given) {
                                        .max = most.tensor(),
                                        .expsum = sum.tensor(),
                                        .keys = keys,
-                                       .tile = static_cast<int>(tile)}};
+                                       .tile = static_cast<int>(tile)},
+                          .skip_decode = skip_decode};
   ops.run_in_workspace(args, call.stream,
                        [&](const ServingOps& o) { o.segmented_attention(args, call.stream); });
   return nb::make_tuple(output.finish(), most.finish(), sum.finish());
@@ -408,6 +435,14 @@ nb::object reduce_segments(nb::handle output, nb::handle max, nb::handle expsum,
   m.required();
   e.required();
   lengths.required();
+  check_same_gpu({{&o, "segments.output"},
+                  {&m, "segments.max"},
+                  {&e, "segments.expsum"},
+                  {&lengths, "cache_seqlens"},
+                  {&starts, "cu_seqlens_q"},
+                  {&scale, "out_scale"},
+                  {&own_out, "out"},
+                  {&own_lse, "lse"}});
   if (states.dims != 4)
     throw InputError("segments.output has " + std::to_string(states.dims) +
                      " dimensions; [tokens, heads, segments, value_dim] is wanted");
@@ -445,7 +480,7 @@ nb::object context_attention(nb::args given) {
                         .v = v.required().tensor(),
                         .skip_decode = flag(given[kPaged + 2], "skip_decode"),
                         .out_scale_inv = scale_inv.tensor()};
-  check_same_gpu({{&call.q, "q"}, {&k, "k"}, {&v, "v"}});
+  check_same_gpu({{&call.q, "q"}, {&k, "k"}, {&v, "v"}, {&scale_inv, "out_scale_inv"}});
   ops_for(call.q).run_in_workspace(
       args, call.stream, [&](const ServingOps& o) { o.context_attention(args, call.stream); });
   return finished(call.out, call.lse, call.q, call.stream, call.return_lse);
@@ -461,7 +496,9 @@ void append_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cach
                   {&new_v, "v"},
                   {&keys, "k_cache"},
                   {&values, "v_cache"},
-                  {&slots, "slot_mapping"}});
+                  {&slots, "slot_mapping"},
+                  {&scale_k, "k_descale"},
+                  {&scale_v, "v_descale"}});
   const AppendKv args{.k = new_k.required().tensor(),
                       .v = new_v.tensor(),
                       .k_cache = keys.required().writable().tensor(),

@@ -87,11 +87,55 @@ def test_fp8(rng):
                                                   ml_dtypes.bfloat16, causal=True)
     right = attention(0.9 * wide[0], scales[:, None] * wide[1], scales[::-1, None] * wide[2], causal=True)[0]
     assert_close(out, right, "bfloat16")
+    for o_dtype in ("float32", "float16"):
+        out = flashinfer.single_prefill_with_kv_cache(q, k, v, np.float32([0.9]), scales, scales[::-1].copy(),
+                                                      o_dtype, causal=True)
+        assert out.dtype == o_dtype
+        assert_close(out, right, "float16")
     small = flashinfer.single_prefill_with_kv_cache(q, k, v, o_dtype=E4M3, v_scale=2.0)
     np.testing.assert_allclose(small.astype(np.float64), 2 * attention(*wide)[0], rtol=2 ** -4 + 1e-3, atol=4e-3)
     half = q[0].astype(np.float32).astype(ml_dtypes.bfloat16)
     out = flashinfer.single_decode_with_kv_cache(half, k, v, k_scale=0.5, v_scale=0.5)
     assert_close(out, attention(wide[0][:1], 0.5 * wide[1], 0.5 * wide[2])[0][0], "bfloat16")
+
+
+def test_tuning_changes_nothing(rng):
+    q, (k, v) = numbers(rng, (5, 4, 32)), numbers(rng, (2, 50, 2, 32))
+    right = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True)
+    for backend in ("fa2", "fa3", "cutlass"):
+        out = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, backend=backend,
+                                                      use_fp16_qk_reduction=True)
+        assert (out == right).all()
+    out = flashinfer.single_decode_with_kv_cache(q[-1], k, v, use_tensor_cores=True)
+    assert (out == flashinfer.single_decode_with_kv_cache(q[-1], k, v)).all()
+
+
+def test_decode_of_fp8_is_fp8(rng):
+    """It has no o_dtype: the result has the type of q, as in FlashInfer."""
+    q, (k, v) = numbers(rng, (4, 32)).astype(E4M3), numbers(rng, (2, 50, 2, 32)).astype(E4M3)
+    out = flashinfer.single_decode_with_kv_cache(q, k, v, q_scale=np.float32(0.5), v_scale=np.array([3.0]))
+    assert out.dtype == E4M3
+    right = attention(0.5 * q[None].astype(np.float64), k.astype(np.float64), 3 * v.astype(np.float64))[0][0]
+    np.testing.assert_allclose(out.astype(np.float64), right, rtol=2 ** -4 + 1e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_lses(rng, dtype):
+    """With as many tokens as heads, which no shape tells apart."""
+    (a, b), (la, lb) = states(rng, 4, 4, 32)
+    la, lb = (x.astype(DTYPES[dtype]) for x in (la, lb))
+    right, right_lse = merged((a, b), (la, lb), base=2)
+    for v, s in (flashinfer.merge_state(a, la, b, lb),
+                 flashinfer.merge_states(np.stack((a, b), 1), np.stack((la, lb), 1))):
+        assert_close(v, right)
+        np.testing.assert_allclose(s, right_lse, rtol=1e-5, atol=1e-5)
+    for mask in (None, np.array([True, False, True, False])):
+        v, s = a.copy(), la.copy()
+        flashinfer.merge_state_in_place(v, s, b, lb, mask)
+        rows = np.ones(4, bool) if mask is None else mask
+        assert_close(v[rows], right[rows])
+        np.testing.assert_allclose(s[rows].astype(np.float64), right_lse[rows], rtol=8e-3, atol=8e-3)
+        assert (v[~rows].tobytes(), s[~rows].tobytes()) == (a[~rows].tobytes(), la[~rows].tobytes())
 
 
 V, S = np.ones((3, 4, 16), np.float32), np.zeros((3, 4), np.float32)
@@ -118,6 +162,8 @@ CASES = {
     "s": (lambda: flashinfer.merge_state_in_place(V.copy(), S.T.copy(), V, S), INPUT, "^s is"),
     "v read-only": (lambda: flashinfer.merge_state_in_place(np.broadcast_to(V[:1], V.shape), S.copy(), V, S),
                     INPUT, "^v "),
+    "s read-only beside a mask": (lambda: flashinfer.merge_state_in_place(
+        V.copy(), np.broadcast_to(S[:1], S.shape), V, S, np.ones(3, bool)), INPUT, "^s is read-only"),
     "v_other": (lambda: flashinfer.merge_state_in_place(V.copy(), S.copy(), V[:2], S[:2]), INPUT, "^v_other is"),
     "mask's shape": (lambda: flashinfer.merge_state_in_place(V.copy(), S.copy(), V, S, np.ones(4, bool)), INPUT,
                      "^mask is .4."),
@@ -142,14 +188,16 @@ CASES = {
                                         o_dtype=ml_dtypes.bfloat16), UNSUPPORTED, "scale_q is .4."),
     "o_dtype missing": (lambda: prefill(Q.astype(E4M3)), INPUT, "o_dtype is None"),
     "o_dtype": (lambda: prefill(o_dtype=np.float16), UNSUPPORTED, "o_dtype is float16"),
-    "o_dtype of fp8": (lambda: prefill(Q.astype(E4M3), o_dtype=np.float16), UNSUPPORTED, "o_dtype is float16"),
+    "o_dtype of fp8": (lambda: prefill(Q.astype(E4M3), o_dtype=np.float64), UNSUPPORTED, "o_dtype is float64"),
     **{f"prefill {name}": (lambda name=name, value=value: prefill(**{name: value}), UNSUPPORTED, f"^{name} is")
        for name, value in dict(custom_mask=V, packed_custom_mask=V, pos_encoding_mode="ROPE_LLAMA",
-                               use_fp16_qk_reduction=True, rope_scale=1.0, rope_theta=1e4, backend="fa3",
-                               kv_cache_sf=(V, V)).items()},
+                               rope_scale=1.0, rope_theta=1e4, kv_cache_sf=(V, V)).items()},
     **{f"decode {name}": (lambda name=name, value=value: decode(**{name: value}), UNSUPPORTED, f"^{name} is")
-       for name, value in dict(pos_encoding_mode="ALIBI", use_tensor_cores=True, rope_scale=1.0,
-                               rope_theta=1e4).items()},
+       for name, value in dict(pos_encoding_mode="ALIBI", rope_scale=1.0, rope_theta=1e4).items()},
+    "backend": (lambda: prefill(backend=3), TypeError, "^backend is of type 'int'"),
+    "use_fp16_qk_reduction": (lambda: prefill(use_fp16_qk_reduction=1), TypeError, "^use_fp16_qk_reduction is of"),
+    "use_tensor_cores": (lambda: decode(use_tensor_cores=None), TypeError, "^use_tensor_cores is of type"),
+    "sm_scale beside k_scale": (lambda: decode(sm_scale="1", k_scale=0.5), TypeError, "^sm_scale is of type 'str'"),
 }
 
 

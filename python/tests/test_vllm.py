@@ -54,19 +54,16 @@ def test_merge_attn_states(tokens, heads, dim, dtype, with_lse, context, seed):
     rng = np.random.default_rng(seed)
     (a, b), (la, lb) = states(rng, tokens, heads, dim, dtype=dtype)
     right, right_lse = merged((a, b), (la, lb))
-    if context is not None:
-        right[context:], right_lse[context:] = merged((b,), (lb,))[0][context:], lb[context:]
+    if context is not None:  # copied as it is, also where it is empty
+        right[context:], right_lse[context:] = b[context:], lb[context:]
     output = np.full(a.shape, np.nan, a.dtype)
     output_lse = np.full((heads, tokens), np.nan, np.float32) if with_lse else None
     heads_first = [np.ascontiguousarray(x.T) for x in (la, lb)]
     made = vllm.merge_attn_states(output, a, heads_first[0], b, heads_first[1], output_lse, context)
     assert made is None
-    gone = ~np.isfinite(lb)
-    if context is not None:  # copied as it is
-        right[context:][gone[context:]] = output[context:][gone[context:]] = 0
     assert_close(output, right, dtype)
     if with_lse:
-        np.testing.assert_allclose(output_lse[:, :context], right_lse.T[:, :context], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(output_lse, right_lse.T, rtol=1e-5, atol=1e-5)
 
 
 def test_merge_in_place_and_on_views(rng):
@@ -80,6 +77,40 @@ def test_merge_in_place_and_on_views(rng):
     vllm.merge_attn_states(a, a, la, b, lb.T.copy(), la)
     assert_close(a, right)
     np.testing.assert_allclose(la.T, right_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_merge_in_place_of_the_suffix(rng):
+    """As vLLM's layers do, whose attention of the new tokens stands in the output already."""
+    (a, b), (la, lb) = states(rng, 9, 4, 32)
+    right, right_lse = merged((a, b), (la, lb))
+    lb = lb.T.copy()
+    vllm.merge_attn_states(b, a, la.T.copy(), b, lb, lb)
+    assert_close(b, right)
+    np.testing.assert_allclose(lb.T, right_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_merge_of_16_bit_lses(rng, dtype):
+    (a, b), (la, lb) = states(rng, 9, 4, 32)
+    la, lb = (x.astype(DTYPES[dtype]) for x in (la, lb))
+    right, right_lse = merged((a, b), (la, lb))
+    output, output_lse = np.full_like(a, np.nan), np.full((4, 9), np.nan, la.dtype)
+    vllm.merge_attn_states(output, a, la.T.copy(), b, lb.T.copy(), output_lse)
+    assert_close(output, right)
+    np.testing.assert_allclose(output_lse.astype(np.float64), right_lse.T, rtol=8e-3, atol=8e-3)
+    assert_close(sglang.merge_state(a, la, b, lb)[0], right)
+    with pytest.raises(longspan.InputError, match="^output_lse is written, and it is read-only"):
+        vllm.merge_attn_states(output, a, la.T, b, lb.T, np.broadcast_to(output_lse[:1], output_lse.shape))
+
+
+def test_as_many_tokens_as_heads(rng):
+    """No shape tells how an lse lies: vLLM's are [heads, tokens], SGLang's [tokens, heads]."""
+    (a, b), (la, lb) = states(rng, 6, 6, 32)
+    right = merged((a, b), (la, lb))[0]
+    output = np.full_like(a, np.nan)
+    vllm.merge_attn_states(output, a, la.T.copy(), b, lb.T.copy())
+    assert_close(output, right)
+    assert_close(sglang.merge_state(a, la, b, lb)[0], right)
 
 
 def test_both_empty_is_zero():
@@ -171,6 +202,37 @@ def test_unified_attention_with_biases(rng):
                 np.testing.assert_allclose(made[a:b, h], right, rtol=1e-5, atol=1e-5)
 
 
+SCRATCH = dict(seq_threshold_3D=8, num_par_softmax_segments=16, softmax_segm_output=np.ones((20, 4, 16, 32)),
+               softmax_segm_max=np.ones((20, 4, 16)), softmax_segm_expsum=np.ones((20, 4, 16)), use_td=True,
+               chunk_lookback=1, mm_prefix_clamp_sliding_window=True, mm_prefix_range=None, rswa_prefix_lens=None,
+               rswa_window=None, use_alibi_sqrt=False, k_scale_cache=None, v_scale_cache=None, kv_quant_mode=0,
+               alibi_slopes=None, output_scale=None, qq_bias=None, sinks=None)
+
+
+def test_unified_attention_as_vllm_calls_it(rng):
+    """With all arguments, of which scratch memory and tuning change nothing."""
+    _, caches, table = paged(rng, LENGTHS)
+    q = numbers(rng, (sum(NEW), 4, 32))
+    right, out = np.full_like(q, np.nan), np.full_like(q, np.nan)
+    unified(q, *caches, right, STARTS, LENGTHS, table)
+    unified(q, *caches, out, STARTS, LENGTHS, table, descales=(None, np.ones((4, 2), np.float32), 1.0), **SCRATCH)
+    assert (out == right).all()
+
+
+@pytest.mark.parametrize("causal", [False, True, np.array([1, 0, 0, 1], np.int32), np.array([0, 0, 1, 1], np.int64)])
+@pytest.mark.parametrize("window", [(11, 0), (11, 11), (2, -1), (-1, 0), (-1, -1)])
+def test_unified_attention_windows(rng, causal, window):
+    """The left side alone says how wide a window is: it bounds the right one of what is not causal."""
+    rows, caches, table = paged(rng, LENGTHS)
+    q = numbers(rng, (sum(NEW), 4, 32))
+    out = np.full(q.shape, np.nan, np.float32)
+    unified(q, *caches, out, STARTS, LENGTHS, table, causal=causal, window=window)
+    flags = np.broadcast_to(causal, 4)
+    right = np.concatenate([attention(q[a:b], *rows[i], causal=bool(flags[i]), window=(window[0], window[0]))[0]
+                            for i, (a, b) in enumerate(zip(STARTS, STARTS[1:]))])
+    assert_close(out, right)
+
+
 @pytest.mark.parametrize("scales", ["number", "one", "expanded", "equal rows", "kv heads"])
 def test_unified_attention_fp8(rng, scales):
     rows, caches, table = paged(rng, LENGTHS)
@@ -193,13 +255,15 @@ def test_unified_attention_fp8_queries(rng):
     rows, caches, table = paged(rng, LENGTHS)
     caches = [c.astype(E4M3) for c in caches]
     q = numbers(rng, (sum(NEW), 4, 32)).astype(E4M3)
-    out = np.full(q.shape, np.nan, ml_dtypes.bfloat16)
-    unified(q, *caches, out, STARTS, LENGTHS, table, descales=(0.75, 0.5, 0.25))
+    out, half = np.full(q.shape, np.nan, ml_dtypes.bfloat16), np.full(q.shape, np.nan, np.float16)
+    for made in (out, half):
+        unified(q, *caches, made, STARTS, LENGTHS, table, descales=(0.75, 0.5, 0.25))
     right = np.concatenate([
         attention(0.75 * q[a:b].astype(np.float64), 0.5 * rows[i][0].astype(E4M3).astype(np.float64),
                   0.25 * rows[i][1].astype(E4M3).astype(np.float64), causal=True)[0]
         for i, (a, b) in enumerate(zip(STARTS, STARTS[1:]))])
     assert_close(out, right, "bfloat16")
+    assert_close(half, right, "float16")
 
 
 # ---- context_attention_fwd ----------------------------------------------------------------------
@@ -240,6 +304,46 @@ def test_context_attention_fwd(rng, options, of_oracle):
         assert_close(o[own], attention(q[own], *both, causal=True, **of_oracle)[0])
 
 
+@pytest.mark.parametrize("options, of_oracle", [
+    ({}, {}),
+    ({"sliding_window": 12}, {"window": (11, -1)}),
+    ({"sinks": np.array([0.5, -1, 2, 0], np.float32)}, {"sinks": [0.5, -1, 2, 0]}),
+    ({"alibi_slopes": np.array([0.1, 0.05, 0.02, 0.01], np.float32)}, {"slopes": [0.1, 0.05, 0.02, 0.01]}),
+])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("from_cache", [False, True])
+def test_context_attention_of_all_kinds(rng, options, of_oracle, causal, from_cache):
+    """Causal or not, the new keys beside the cache or in it; and rows that are left out, or past the end."""
+    lengths = np.add(CACHED, MORE)
+    rows, caches, table = paged(rng, lengths)
+    q = numbers(rng, (14, 4, 32))
+    new = [np.concatenate([rows[b][i][CACHED[b]:] for b in range(3)] + [numbers(rng, (2, 2, 32))]) for i in (0, 1)]
+    for skip in (False, True):
+        o = np.full(q.shape, np.nan, np.float32)
+        context(rng, packed(caches), table, q, *((None, None) if from_cache else new), o, causal=causal,
+                skip_decode=skip, **options)
+        for b in range(3):
+            own = slice(BEGIN[b], BEGIN[b + 1])
+            if skip and MORE[b] == 1:
+                assert np.isnan(o[own]).all()
+            else:
+                assert_close(o[own], attention(q[own], *rows[b], causal=causal, **of_oracle)[0])
+        assert np.isnan(o[BEGIN[-1]:]).all()
+
+
+def test_context_attention_of_an_fp8_cache_alone(rng):
+    lengths = np.add(CACHED, MORE)
+    rows, caches, table = paged(rng, lengths)
+    stored = [c.view(np.uint8) for c in packed([c.astype(E4M3) for c in caches], 8)]
+    q = numbers(rng, (12, 4, 32), "bfloat16")
+    o = np.full(q.shape, np.nan, q.dtype)
+    context(rng, stored, table, q, None, None, o, "fp8", (0.5, 2.0))
+    for b in range(3):
+        own = slice(BEGIN[b], BEGIN[b + 1])
+        both = [x.astype(E4M3).astype(np.float64) * scale for x, scale in zip(rows[b], (0.5, 2.0))]
+        assert_close(o[own], attention(q[own], *both, causal=True)[0], "bfloat16")
+
+
 @pytest.mark.parametrize("name, dtype", [("fp8", E4M3), ("fp8_e4m3", E4M3), ("fp8_e5m2", E5M2)])
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_context_attention_fp8(rng, name, dtype, as_bytes):
@@ -274,6 +378,37 @@ def reduce_scatter(comm, outs, lses, base_is_e, how):
     return out, lse, comm.plans
 
 
+def of_other_names(comm, outs, lses, lengths, starts):
+    given = outs[comm.rank], lses[comm.rank], comm, object(), True
+    kept = lses[comm.rank].copy()
+    found = [merge(*given, seq_lens=lengths[comm.rank], query_start_loc=starts)
+             for merge in (vllm.cp_lse_ag_out_rs, vllm.dcp_a2a_lse_reduce, vllm.cp_lse_ag_out_ar)]
+    assert lses[comm.rank].tobytes() == kept.tobytes()
+    vllm.mask_dcp_empty_shards_(lses[comm.rank], lengths[comm.rank], starts)
+    masked = vllm.cp_lse_ag_out_ar(outs[comm.rank], lses[comm.rank], comm)
+    assert (np.asarray(masked) == np.asarray(found[2][0])).all()
+    return found
+
+
+def try_other_names(rng, ranks):
+    """A rank that has no keys of a sequence counts for nothing there, whatever its lse, which may have 16 bits."""
+    outs, lses = states(rng, 8, 6, 32, dtype="bfloat16", empty=0)
+    lses = [lse.astype(ml_dtypes.bfloat16) for lse in lses]
+    starts = np.array([0, 3, 3, 5, 6], np.int32)  # one sequence has no rows, and two rows no sequence
+    lengths = [np.array([7, 0, 0, 2], np.int32), np.array([4, 5, 6, 0], np.int64)]
+    seen = [lse.astype(np.float32) for lse in lses]
+    seen[0][3:5] = seen[1][5] = seen[0][6:] = seen[1][6:] = -np.inf
+    right, right_lse = merged(outs, seen)
+    found = ranks.values(of_other_names, outs, lses, lengths, starts)
+    for i in range(2):
+        assert_close(np.concatenate([of_rank[i][0] for of_rank in found], 1).astype(np.float32), right, "bfloat16")
+        np.testing.assert_allclose(np.concatenate([of_rank[i][1] for of_rank in found], 1), right_lse, rtol=1e-5,
+                                   atol=1e-5)
+    for of_rank in found:
+        assert_close(of_rank[2][0].astype(np.float32), right, "bfloat16")
+        np.testing.assert_allclose(of_rank[2][1], right_lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_cp_lse_ag_out_rs(rng, size):
     ranks = Ranks(size)
@@ -286,6 +421,8 @@ def test_cp_lse_ag_out_rs(rng, size):
         np.testing.assert_allclose(np.concatenate([lse for _, lse, _ in found], 1), right_lse, rtol=1e-5,
                                    atol=1e-5)
     assert [plans for _, _, plans in found] == [2] * size  # one merge for each, kept
+    if size == 2:
+        try_other_names(rng, ranks)
     if size == 3:
         kind, error = ranks(reduce_scatter, [numbers(rng, (2, 4, 8))] * 3, [numbers(rng, (2, 4))] * 3, True,
                             "communicator")[0]
@@ -296,6 +433,7 @@ def test_cp_lse_ag_out_rs(rng, size):
 # ---- what is refused ----------------------------------------------------------------------------
 
 A, L = np.ones((3, 4, 16), np.float32), np.zeros((4, 3), np.float32)
+ONE = np.ones(1, np.int32)
 _, CACHES, TABLE = paged(np.random.default_rng(0), LENGTHS)
 _, OLD, OLD_TABLE = paged(np.random.default_rng(0), CACHED)
 PACKED = packed(OLD)
@@ -334,7 +472,7 @@ CASES = {
     "suffix_lse": (lambda: merge(suffix_lse=L[:2]), INPUT, "^suffix_lse is"),
     "lse float64": (lambda: merge(suffix_lse=L.astype(np.float64)), INPUT, "^suffix_lse has"),
     "output_lse": (lambda: merge(output_lse=L.T.copy()), INPUT, "^output_lse is .3, 4."),
-    "output_lse float16": (lambda: merge(output_lse=L.astype(np.float16)), INPUT, "^output_lse is"),
+    "output_lse float64": (lambda: merge(output_lse=L.astype(np.float64)), INPUT, "^output_lse"),
     "suffix_output": (lambda: merge(suffix_output=A[:2]), INPUT, "^suffix_output is"),
     "context a float": (lambda: merge(prefill_tokens_with_context=1.5), TypeError, "prefill_tokens_with_context"),
     "unknown": (lambda: merge(stream=None), TypeError, "stream"),
@@ -366,11 +504,11 @@ CASES = {
     "kv_quant_mode 2": (lambda: attend(kv_quant_mode=2), UNSUPPORTED, "kv_quant_mode is 2"),
     "kv_quant_mode 1": (lambda: attend(kv_quant_mode=1), INPUT, "kv_quant_mode is 1"),
     **{name: (lambda name=name, value=value: attend(**{name: value}), UNSUPPORTED, f"^{name} is")
-       for name, value in dict(
-           seq_threshold_3D=8, num_par_softmax_segments=16, softmax_segm_output=A, softmax_segm_max=A,
-           softmax_segm_expsum=A, mm_prefix_range=A, rswa_prefix_lens=L, rswa_window=4, use_alibi_sqrt=True,
-           k_scale_cache=A, v_scale_cache=A, chunk_lookback=0, use_td=True,
-           mm_prefix_clamp_sliding_window=True).items()},
+       for name, value in dict(mm_prefix_range=A, rswa_prefix_lens=L, rswa_window=4, use_alibi_sqrt=True,
+                               k_scale_cache=A, v_scale_cache=A).items()},
+    "chunk_lookback": (lambda: attend(window=(15, 0), chunk_lookback=0), UNSUPPORTED, "^chunk_lookback is 0"),
+    "window": (lambda: attend(window=(11, 3), causal=False), INPUT, r"^window_size is \(11, 3\) and causal is not"),
+    "window of one side": (lambda: attend(window=(11,), causal=False), INPUT, "^window_size has 1"),
 
     "o None": (lambda: prefill(o=None), TypeError, "^o is None"),
     "o's shape": (lambda: prefill(o=NEW_Q[:3].copy()), INPUT, "^o is"),
@@ -392,9 +530,26 @@ CASES = {
     "fp8_out_scale": (lambda: prefill(fp8_out_scale=1.0), INPUT, "fp8_out_scale is given"),
     "sliding_window": (lambda: prefill(sliding_window=2.5), TypeError, "sliding_window is of type"),
     "sm_scale": (lambda: prefill(sm_scale="1"), TypeError, "sm_scale is of type"),
+    "interleaved_v_pack_factor": (lambda: prefill(interleaved_v_pack_factor=8), UNSUPPORTED,
+                                  "^interleaved_v_pack_factor is 8"),
+    "causal of a prefill": (lambda: prefill(causal=1), TypeError, "^causal is of type 'int'"),
+    "k alone": (lambda: prefill(v=None), INPUT, "^k is given and v is None"),
+    "v alone": (lambda: prefill(k=None), INPUT, "^v is given and k is None"),
+    "max_input_len of a cache alone": (lambda: vllm.context_attention_fwd(
+        NEW_Q, None, None, NEW_Q.copy(), "auto", *PACKED, OLD_TABLE, BEGIN, np.array([94, 7, 34], np.int32), 90,
+        4, 1.0, 1.0), INPUT, "max_input_len"),
+    "another type of cache": (lambda: prefill(kv_cache_dtype="bfloat16"), INPUT,
+                              "^kv_cache_dtype is 'bfloat16' and k_cache is float32"),
     "is_block_table_ptr": (lambda: prefill(is_block_table_ptr=True), UNSUPPORTED, "^is_block_table_ptr is True"),
 
-    "ctx": (lambda: scatter(ctx=object()), UNSUPPORTED, "^ctx is given"),
+    "seq_lens alone": (lambda: scatter(seq_lens=ONE), TypeError, "^query_start_loc is None"),
+    "query_start_loc alone": (lambda: scatter(query_start_loc=ONE), TypeError, "^seq_lens is None"),
+    "query_start_loc's shape": (lambda: scatter(seq_lens=ONE, query_start_loc=ONE), INPUT,
+                                r"^query_start_loc is \[1\]; \[sequences . 1\] is wanted, here \[2\]"),
+    "seq_lens' type": (lambda: scatter(seq_lens=np.ones(1, np.float32), query_start_loc=np.array([0, 3])), INPUT,
+                       "^seq_lens is float32"),
+    "query_start_loc descends": (lambda: scatter(seq_lens=ONE, query_start_loc=np.array([3, 0])), INPUT,
+                                 "^query_start_loc descends"),
     "cp_group": (lambda: scatter(group=3), TypeError, "cp_group is of type 'int'"),
     "cp_attn_lse": (lambda: scatter(lse=L), INPUT, "^cp_attn_lse is .4, 3."),
     "cp_attn_out": (lambda: scatter(out=A[0]), INPUT, "^cp_attn_out is"),
@@ -442,13 +597,12 @@ def test_any_junk_is_an_exception():
         q=NEW_Q, k=NEW_K, v=NEW_K, o=NEW_Q, kv_cache_dtype="auto", k_cache=PACKED[0], v_cache=PACKED[1],
         b_loc=OLD_TABLE, b_start_loc=BEGIN, b_seq_len=np.array([94, 7, 34], np.int32), max_seq_len=94,
         max_input_len=7, k_scale=1.0, v_scale=1.0))
-    with_junk(vllm.cp_lse_ag_out_rs, dict(cp_attn_out=A, cp_attn_lse=L.T, cp_group=longspan.alone()))
+    with_junk(vllm.cp_lse_ag_out_ar, dict(cp_attn_out=A, cp_attn_lse=L.T, cp_group=longspan.alone(),
+                                          seq_lens=ONE, query_start_loc=np.array([0, 2])))
     with_junk(sglang.merge_state, dict(prefix_output=A, prefix_lse=L.T, suffix_output=A, suffix_lse=L.T))
 
 
 def test_defaults_are_not_refused():
-    attend(seq_threshold_3D=None, mm_prefix_range=None, use_alibi_sqrt=False, chunk_lookback=-1, kv_quant_mode=0,
-           descales=(None, np.ones((4, 2), np.float32), 1.0))
     prefill(is_block_table_ptr=False, sliding_window=None, scales=(np.ones(1, np.float32), None))
 
 

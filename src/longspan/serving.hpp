@@ -35,16 +35,18 @@ struct Workspace {
 /// is of any type; an fp8 part stands for x * its scale, which it must have. Terms are fp32 and are
 /// scaled before they are added, so that finite parts have a finite merge, with one rounding at the
 /// end: fp16 and bf16 overflow to infinity there, fp8 saturates. InputError for shapes, devices and
-/// strides that do not fit, a missing scale, and an `out` that overlaps itself or an input.
+/// strides that do not fit, a missing scale, and results that overlap themselves, each other, or an
+/// input that they are not.
 struct MergeAttnStates {
-  Tensor out;         ///< [tokens, heads, dim]; may be prefix_out itself, and overlaps nothing else
-  Lse out_lse = {};   ///< optional; may be prefix_lse itself
+  Tensor out;         ///< [tokens, heads, dim]; may be prefix_out or suffix_out itself
+  Lse out_lse = {};   ///< optional; may be prefix_lse or suffix_lse itself
   Tensor prefix_out;  ///< [tokens, heads, dim]
   Lse prefix_lse;     ///< of tokens and heads
   Tensor suffix_out;  ///< [tokens, heads, dim]
   Lse suffix_lse;     ///< likewise
   std::optional<std::int64_t> prefill_tokens_with_context = {};  ///< tokens from here on copy the
-                                                                 ///< suffix and its lse
+                                                                 ///< suffix and its lse, also an
+                                                                 ///< infinite one or NaN
   Tensor out_scale = {};      ///< [1] fp32, out = result / scale; fp8 needs it
   bool nan_is_empty = false;  ///< a NaN lse counts as empty; else it stays NaN
   Tensor prefix_scale = {};   ///< [1] fp32, a stored x stands for x * scale; fp8 needs it
@@ -108,6 +110,7 @@ struct Segments {
 struct SegmentedAttention {
   PagedAttention attention;  ///< which keys, which queries
   Segments segments = {};    ///< where their states go; optional
+  bool skip_decode = false;  ///< sequences of one query are left out; not with segments
 };
 
 /// The states of segmented_attention -> out. Segments past a sequence's end are never read.

@@ -99,7 +99,7 @@ TEST_F(MergeOutputs, BaseTwoIsNotReadAsBaseE) {
 }
 
 /// A head of dim 192 takes several warps, which once raced for the lse that one of them wrote.
-TEST_F(MergeOutputs, InPlaceOnThePrefixGivesTheSameBits) {
+TEST_F(MergeOutputs, InPlaceOnEitherSideGivesTheSameBits) {
   for (DType in : {fp32, fp16, bf16})
     for (int dim : {5, 40, 64, 80, 128, 192, 256, 300})
       for (bool heads_first : {false, true})
@@ -111,7 +111,8 @@ TEST_F(MergeOutputs, InPlaceOnThePrefixGivesTheSameBits) {
           const OutputsData data = make(c);
           const OutputsResult apart = merge(c, data);
           c.in_place = true;
-          EXPECT_TRUE(merge(c, data).same_bits(apart)) << c;
+          for (c.place = 0; c.place < 2; ++c.place)
+            EXPECT_TRUE(merge(c, data).same_bits(apart)) << c;
         }
 }
 
@@ -159,6 +160,29 @@ TEST_F(MergeOutputs, TokensPastThePrefixCopyTheSuffixBitForBit) {
                       data.lse[c.rows() + c.lse_at(token, head)]);
         }
       }
+}
+
+/// A copy asks for no meaning: neither an lse that elsewhere says "no keys" nor one of NaN changes
+/// what stands there.
+TEST_F(MergeOutputs, ACopiedSuffixKeepsAnyLseAndItsRow) {
+  for (DType in : {fp32, bf16})
+    for (DType out : {in, in == fp32 ? bf16 : fp32, e4m3})
+      for (int dim : {3, 128})
+        for (bool nan_is_empty : {false, true}) {
+          OutputsCase c{.tokens = 9, .dim = dim, .in = in, .out = out, .with_prefix = 4};
+          c.nan_is_empty = nan_is_empty;
+          if (is_fp8(out)) c.scale = 0.05f;
+          OutputsData data = make(c, 0);
+          const float odd[] = {kInf, -kInf, kNaN, 3e38f};
+          for (std::int64_t i = 0; i < c.rows(); ++i) data.lse[c.rows() + i] = odd[i % 4];
+          const OutputsResult result = merge(c, data);
+          for (std::int64_t token = c.with_prefix; token < c.tokens; ++token)
+            for (int head = 0; head < c.heads; ++head) {
+              ASSERT_TRUE(row_is_right(c, data, result, token, head));
+              ASSERT_EQ(std::bit_cast<std::uint32_t>(result.lse[c.lse_at(token, head)]),
+                        std::bit_cast<std::uint32_t>(data.lse[c.rows() + c.lse_at(token, head)]));
+            }
+        }
 }
 
 /// A prefix that is not there at all: reading it would be a fault.

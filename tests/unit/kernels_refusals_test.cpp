@@ -249,6 +249,7 @@ TEST(KernelsRefusals, SegmentedAttentionRefusesByName) {
           {"segments.max is fp16", [](A& a, ServingCalls&) { a.segments.max.dtype = fp16; }},
           {"a tile has 0 keys", [](A& a, ServingCalls&) { a.segments.tile = 0; }},
           {"segments have -1 keys", [](A& a, ServingCalls&) { a.segments.keys = -1; }},
+          {"skip_decode is given with segments", [](A& a, ServingCalls&) { a.skip_decode = true; }},
           {"sequence 1 has 33 keys and its segments hold 30",
            [](A& a, ServingCalls&) { a.segments.keys = 10; }},
           {"lse and out_scale go with out", [](A& a, ServingCalls&) { a.attention.out = {}; }},
@@ -442,8 +443,10 @@ TEST(KernelsRefusals, MergeRefusesByName) {
           {"out_lse is [4, 3]", [](A& a, ServingCalls&) { a.out_lse.tensor.shape[1] = 3; }},
           {"prefill_tokens_with_context is -1",
            [](A& a, ServingCalls&) { a.prefill_tokens_with_context = -1; }},
-          {"out overlaps suffix_out: it must lie apart",
-           [](A& a, ServingCalls&) { a.out = a.suffix_out; }},
+          {"out overlaps suffix_out: it may be the same tensor",
+           [](A& a, ServingCalls& p) {
+             a.out = a.suffix_out, a.suffix_out.data = p.k_cache.data() + 1;
+           }},
           {"out overlaps prefix_out: it may be the same tensor",
            [](A& a, ServingCalls& p) { a.out = a.prefix_out, a.prefix_out.data = p.q.data() + 1; }},
           {"out overlaps prefix_out: it may be the same tensor",
@@ -451,7 +454,11 @@ TEST(KernelsRefusals, MergeRefusesByName) {
              a.out = a.prefix_out, a.out.dtype = e4m3;
              a.out_scale = Tensor(p.one.data(), {1});
            }},
-          {"out_lse overlaps suffix_lse", [](A& a, ServingCalls&) { a.out_lse = a.suffix_lse; }},
+          {"out_lse overlaps suffix_lse: it may be the same tensor",
+           [](A& a, ServingCalls&) {
+             a.out_lse = a.suffix_lse;
+             std::swap(a.out_lse.tensor.stride[0], a.out_lse.tensor.stride[1]);
+           }},
       },
       fit, [](const ServingOps& k, const A& a) { k.merge_attn_states(a, LogBase::e); });
 }

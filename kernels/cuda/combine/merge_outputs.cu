@@ -174,7 +174,7 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) suffix[i] = load_words(from + i * step);
   }
-  if (live && (p.with_prefix < 0 || token < p.with_prefix)) {
+  if (live && !p.copies_suffix(token)) {
     prefix_lse = *p.in_lse[0].at(token, head);
     const T* from = p.in[0].at<const T>(token, head) + column;
 #pragma unroll
@@ -184,7 +184,7 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
   if (writes_read_lse) __syncthreads();
   if (!live) return;
   const RowMerge merge(import_lse(prefix_lse, p.base, p.nan_is_empty),
-                       import_lse(suffix_lse, p.base, p.nan_is_empty));
+                       p.stats_of(suffix_lse, token));
   const std::int64_t at = token * p.out.row_stride + head * p.out.head_stride + column;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -253,11 +253,9 @@ struct PartColumns {
   int head;
   int column;
 
-  /// The lse as it came; -inf for a part that is not there.
-  __device__ float lse(int part) const {
-    return p.is_there(part, token) ? p.lse_of(part, token, head) : -infinity();
+  __device__ Stats stats(int part) const {
+    return p.is_there(part, token) ? p.stats_of(p.lse_of(part, token, head), token) : empty_stats();
   }
-  __device__ Stats stats(int part) const { return import_lse(lse(part), p.base, p.nan_is_empty); }
 
   __device__ Piece<kColumns> operator()(int part) const {
     Piece<kColumns> piece{stats(part), {}};
@@ -338,7 +336,7 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
         ++filled;
         last = part;
       }
-      if (filled == 1) lse = parts.lse(last);
+      if (filled == 1) lse = p.lse_of(last, token, head);
     }
   }
   if (writes_read_lse) __syncthreads();

@@ -53,6 +53,9 @@ def _after_append(cache_seqlens, new, cu_seqlens_q, name="k_new"):
         return made
     if not hasattr(cache_seqlens, "__add__") or isinstance(cache_seqlens, str):
         raise TypeError(f"cache_seqlens is of type '{type(cache_seqlens).__name__}'; an array is wanted")
+    if not isinstance(more, int) and tuple(more.shape) != tuple(getattr(cache_seqlens, "shape", more.shape)):
+        raise InputError(f"cu_seqlens_q is {list(cu_seqlens_q.shape)} and cache_seqlens "
+                         f"{list(cache_seqlens.shape)}; [batch + 1] and [batch] are wanted")
     return cache_seqlens + more
 
 

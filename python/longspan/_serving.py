@@ -71,8 +71,7 @@ def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array, *, base: str | i
     >>> float(out[0, 0, 0]), float(lse[0, 0])
     (2.0, 1.0)
     """
-    return _core.merge_attn_states(v_a, s_a, v_b, s_b, base, False, out, lse, None, None, None, None,
-                                   nan_is_empty, stream)
+    return _core.merge_state(v_a, s_a, v_b, s_b, base, nan_is_empty, out, lse, stream)
 
 
 def merge_states(v: Array, s: Array, *, base: str | int, out_scale: Numbers | None = None,

@@ -207,9 +207,9 @@ Array::Array(nb::handle object, const char* name, DType dtype, Stream stream) : 
 Array Array::table(nb::handle object, const char* name, Stream stream) {
   Array made(object, name);
   const Tensor& t = made.tensor_;
-  const bool is_backwards = t.device == Device::host &&
-                            std::any_of(t.stride.begin(), t.stride.begin() + t.dims,
-                                        [](std::int64_t stride) { return stride < 0; });
+  const bool is_backwards =
+      t.device == Device::host && std::any_of(t.stride.begin(), t.stride.begin() + t.dims,
+                                              [](std::int64_t stride) { return stride < 0; });
   if (made && (t.dtype != DType::int32 || is_backwards)) made.take_integers(DType::int32, stream);
   return made;
 }
@@ -250,9 +250,10 @@ const Array& Array::floats() const {
   const std::string name(name_);
   if (tensor_.dtype != DType::uint8)
     throw InputError(name + " is " + dtype_name(tensor_.dtype) + "; a float type is wanted");
-  throw InputError(name + " is uint8, which does not say what it holds; of bytes that are fp8 give a "
-                   "view: " + name + ".view(" +
-                   (kind_.name == Kind::torch ? "torch" : "ml_dtypes") +
+  throw InputError(name +
+                   " is uint8, which does not say what it holds; of bytes that are fp8 give a "
+                   "view: " +
+                   name + ".view(" + (kind_.name == Kind::torch ? "torch" : "ml_dtypes") +
                    ".float8_e4m3fn), or of float8_e5m2");
 }
 

@@ -104,9 +104,8 @@ Call::Call(const Given& g)
     throw InputError("q is " + shape_text(rows) + " and k is " + shape_text(keys) +
                      ": the numbers of sequences differ");
   refuse_by_sequence(alibi_slopes, "alibi_slopes", "[heads]");
-  for (const auto& [factors, name] : {std::pair{&q_descale, "q_descale"},
-                                      {&k_descale, "k_descale"},
-                                      {&v_descale, "v_descale"}})
+  for (const auto& [factors, name] :
+       {std::pair{&q_descale, "q_descale"}, {&k_descale, "k_descale"}, {&v_descale, "v_descale"}})
     refuse_by_sequence(*factors, name, "[1] or [kv_heads]");
   if (batched() && batch() == 0) leave_out_sequences();
 }

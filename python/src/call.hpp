@@ -81,9 +81,9 @@ struct Call {
 
   Array q;
   Stream stream;  // of the call
-  Array k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
-      k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, key_table,
-      query_table, given_out, given_lse;
+  Array k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale, k_descale,
+      v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, key_table, query_table,
+      given_out, given_lse;
   std::int64_t total_keys, total_queries;
   bool skip_decode, return_lse;
   Result out, lse;

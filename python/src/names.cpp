@@ -1,6 +1,7 @@
 // The one table of names. An entry is a whole word of a message, which may have dots
 // ("dtypes.out"). A name that is also a word of English is marked: it is a name only where a
-// message speaks of the argument, at its start, in single quotes, or where it overlaps another.
+// message speaks of the argument: at its start, as what differs between ranks, or as what another
+// overlaps.
 #include "python/src/names.hpp"
 
 #include <cctype>
@@ -22,10 +23,10 @@ constexpr Where kSubject = Where::as_subject;
 
 constexpr Name kNames[] = {
     // What one function calls otherwise than the rest stands ahead of what all do.
-    {attend, "dtypes.compute", "q's dtype"},
-    {attend, "dtypes.query", "q's dtype"},
-    {attend, "dtypes.kv", "the dtype of k and v"},
-    {attend, "dtypes.out", "out's dtype"},
+    {attend, "dtypes.compute", "q.dtype"},
+    {attend, "dtypes.query", "q.dtype"},
+    {attend, "dtypes.kv", "k.dtype"},
+    {attend, "dtypes.out", "out.dtype"},
     {attend, "max_tokens", "rows of q, rounded up"},
     {attend, "max_batch", "number of sequences"},
     {layer, "dtypes.compute", "dtype"},
@@ -40,8 +41,8 @@ constexpr Name kNames[] = {
     {merge_state, "suffix_lse", "s_b"},
     {merge_states, "parts", "v", kSubject},
     {merge_states, "lses", "s", kSubject},
-    {cross_rank_merge, "dtype", "part's dtype", kSubject},
-    {cross_rank_merge, "out_dtype", "out's dtype"},
+    {cross_rank_merge, "dtype", "part.dtype", kSubject},
+    {cross_rank_merge, "out_dtype", "out.dtype"},
     {cross_rank_merge, "max_tokens", "tokens of part, rounded up"},
     {cross_rank_merge, "value_dim", "columns of part", kSubject},
     {cross_rank_merge, "heads", "heads of part", kSubject},
@@ -82,9 +83,9 @@ constexpr Name kNames[] = {
     {any, "documents.count", "the number of documents"},
     {any, "qq_bias.width", "the width of qq_bias"},
     {any, "dtypes.compute", "dtype"},
-    {any, "dtypes.query", "q's dtype"},
-    {any, "dtypes.kv", "the dtype of k and v"},
-    {any, "dtypes.out", "out's dtype"},
+    {any, "dtypes.query", "q.dtype"},
+    {any, "dtypes.kv", "k.dtype"},
+    {any, "dtypes.out", "out.dtype"},
     {any, "fp32", "float32"},
     {any, "fp16", "float16"},
     {any, "bf16", "bfloat16"},
@@ -102,6 +103,17 @@ std::size_t word_length(std::string_view text) {
                                  std::islower(static_cast<unsigned char>(text[end + 1])))))
     ++end;
   return end;
+}
+
+/// The length of a quotation at the start of `rest`, which is a caller's own word and stays; 0
+/// where there is none, or where it is the name of what "differs between ranks".
+std::size_t own_word_length(std::string_view rest, std::string_view ahead) {
+  const char quote = rest[0];
+  const bool opens = ahead.empty() || ahead.ends_with(' ') || ahead.ends_with('(');
+  if (quote != '"' && (quote != '\'' || !opens)) return 0;
+  const std::size_t end = rest.find(quote, 1);
+  if (end == std::string_view::npos || rest.substr(end + 1).starts_with(" differs")) return 0;
+  return end + 1;
 }
 
 /// The entry that `rest` begins with, where `is_subject` says that it speaks of an argument; null
@@ -143,9 +155,7 @@ std::string with_python_names(const std::string& message, Function function) {
       rest = of_cache;
     }
   while (!rest.empty()) {
-    if (rest[0] == '"') {
-      const std::size_t end = rest.find('"', 1);
-      const std::size_t length = end == std::string_view::npos ? rest.size() : end + 1;
+    if (const std::size_t length = own_word_length(rest, made); length > 0) {
       made += rest.substr(0, length);
       rest.remove_prefix(length);
       continue;
@@ -169,6 +179,10 @@ std::string with_python_names(const std::string& message, Function function) {
       rest.remove_prefix(length);
     }
   }
+  // Of what was not given there is a shape without dimensions.
+  constexpr std::string_view kMissing = " [] has no data";
+  if (const std::size_t at = made.find(kMissing); at != std::string::npos)
+    made.replace(at, kMissing.size(), " is None; an array is wanted");
   return made;
 }
 

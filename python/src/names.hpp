@@ -19,8 +19,8 @@ enum class Function : std::uint8_t {
   reshard,
 };
 
-/// "kv_len[1] is -3" -> "cache_seqlens[1] is -3". What stands in double quotes is a caller's own
-/// word and stays.
+/// "kv_len[1] is -3" -> "cache_seqlens[1] is -3". What stands in quotes is a caller's own word and
+/// stays, but for the name of what differs between ranks.
 std::string with_python_names(const std::string& message, Function function = Function::any);
 
 }  // namespace longspan::python

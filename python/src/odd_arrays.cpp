@@ -57,8 +57,9 @@ void refuse_tensor(nb::handle tensor, const std::string& name) {
                       " is in a transform of torch.func (grad, jvp, vmap ...), and there is no "
                       "derivative and no rule for batches: call longspan outside of the transform");
   if (says_yes(tensor, "is_meta"))
-    throw InputError(name + " lies on the device 'meta', which has no memory; give a tensor with "
-                            "values");
+    throw InputError(name +
+                     " lies on the device 'meta', which has no memory; give a tensor with "
+                     "values");
   if (says_yes(tensor, "is_nested"))
     throw InputError(name +
                      " is nested; give one packed array with cu_seqlens_q, or a padded batch "
@@ -70,8 +71,9 @@ void refuse_tensor(nb::handle tensor, const std::string& name) {
     throw InputError(name + " is quantized (" + text_of(tensor, "dtype") + "); give " + name +
                      ".dequantize(), or fp8 with its descale");
   if (says_yes("torch", "_is_functional_tensor", tensor))
-    throw InputError(name + " is in a functionalized program, where nothing has memory: call "
-                            "longspan outside of it, or as an operator of longspan.torch");
+    throw InputError(name +
+                     " is in a functionalized program, where nothing has memory: call "
+                     "longspan outside of it, or as an operator of longspan.torch");
   if (says_yes(tensor, "_is_zerotensor"))
     throw InputError(name + " stands for zeros and has no memory; give " + name + ".clone()");
 }
@@ -111,7 +113,8 @@ Kind::Odd oddness(nb::handle type) {
 void refuse_odd(Kind::Odd odd, nb::handle array, const char* name) {
   const std::string given(name);
   if (odd == Kind::masked)
-    throw InputError(given + " is a masked array, and its memory does not say what is masked; give " +
+    throw InputError(given +
+                     " is a masked array, and its memory does not say what is masked; give " +
                      given + ".filled(0), or " + given + ".data where nothing is");
   refuse_tensor(array, given);
   throw InputError(given + " is a " + class_name(array) +
@@ -179,10 +182,10 @@ void refuse_no_memory(nb::handle array, const char* name, const std::string& why
 
 std::string type_text(dlpack::Type type) {
   constexpr const char* kSized[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
-  constexpr const char* kNamed[] = {
-      "float8_e3m4",      "float8_e4m3",   "float8_e4m3b11fnuz", "float8_e4m3fn",
-      "float8_e4m3fnuz",  "float8_e5m2",   "float8_e5m2fnuz",    "float8_e8m0fnu",
-      "float6_e2m3fn",    "float6_e3m2fn", "float4_e2m1fn"};  // from 7 on
+  constexpr const char* kNamed[] = {"float8_e3m4",     "float8_e4m3",     "float8_e4m3b11fnuz",
+                                    "float8_e4m3fn",   "float8_e4m3fnuz", "float8_e5m2",
+                                    "float8_e5m2fnuz", "float8_e8m0fnu",  "float6_e2m3fn",
+                                    "float6_e3m2fn",   "float4_e2m1fn"};  // from 7 on
   std::string text;
   if (type.code < std::size(kSized))
     text = kSized[type.code] + std::to_string(type.bits);
@@ -195,9 +198,9 @@ std::string type_text(dlpack::Type type) {
 }
 
 std::string device_text(dlpack::Place place) {
-  constexpr const char* kNames[] = {"",        "cpu",  "cuda", "pinned memory", "opencl", "",
-                                    "",        "vulkan", "metal", "vpi",        "rocm",   "rocm",
-                                    "ext_dev", "cuda", "oneapi", "webgpu",      "hexagon", "maia"};
+  constexpr const char* kNames[] = {
+      "",    "cpu",  "cuda", "pinned memory", "opencl", "",       "",       "vulkan",  "metal",
+      "vpi", "rocm", "rocm", "ext_dev",       "cuda",   "oneapi", "webgpu", "hexagon", "maia"};
   const auto type = static_cast<std::size_t>(place.type);
   if (type < std::size(kNames) && kNames[type][0] != '\0')
     return std::string("a device of kind '") + kNames[type] + "'";

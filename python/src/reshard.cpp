@@ -10,8 +10,8 @@
 #include "longspan/reshard.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/communicators.hpp"
-#include "python/src/shards.hpp"
 #include "python/src/errors.hpp"
+#include "python/src/shards.hpp"
 #include "python/src/words.hpp"
 
 namespace longspan::python {
@@ -27,16 +27,14 @@ std::vector<std::int64_t> table_of(const Array& array, const char* name, std::si
                        ", ranks + 1] is wanted");
     return values_of(array, name);
   }
-  if (t.device != Device::host || t.dims != 2 ||
-      t.shape[0] != static_cast<std::int64_t>(sequences))
+  if (t.device != Device::host || t.dims != 2 || t.shape[0] != static_cast<std::int64_t>(sequences))
     throw InputError(std::string(name) + " has " + std::to_string(t.dims) + " dimensions, and " +
                      std::to_string(t.shape[0]) + " rows; on processors [" +
                      std::to_string(sequences) + ", ranks + 1] is wanted");
   std::vector<std::int64_t> values;
   for (std::int64_t b = 0; b < t.shape[0]; ++b)
     for (std::int64_t r = 0; r < t.shape[1]; ++r)
-      values.push_back(
-          static_cast<const std::int64_t*>(t.data)[b * t.stride[0] + r * t.stride[1]]);
+      values.push_back(static_cast<const std::int64_t*>(t.data)[b * t.stride[0] + r * t.stride[1]]);
   return values;
 }
 

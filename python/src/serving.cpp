@@ -14,8 +14,8 @@
 #include "longspan/serving.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/communicators.hpp"
-#include "python/src/plans.hpp"
 #include "python/src/errors.hpp"
+#include "python/src/plans.hpp"
 #include "python/src/words.hpp"
 #if defined(LONGSPAN_HAVE_CUDA) && !defined(LONGSPAN_SIMULATED)
 #include <cuda_runtime_api.h>
@@ -94,7 +94,7 @@ Ops& ops_for(const Array& array) {
 
 LogBase base_of(nb::handle given) {
   if (PyUnicode_Check(given.ptr())) {
-    if (nb::cast<std::string>(given) == "e") return LogBase::e;
+    if (text(given, "base") == "e") return LogBase::e;
   } else if (integer(given, "base") == 2) {
     return LogBase::two;
   }
@@ -315,9 +315,8 @@ struct PagedCall {
     for (const Array* array : {&k_cache, &v_cache, &block_table, &lengths}) array->required();
     for (const Array* array : {&q, &k_cache, &v_cache, &given_out}) array->floats();
     refuse_by_sequence(slopes, "alibi_slopes", "[heads]");
-    for (const auto& [factors, name] : {std::pair{&q_scale, "q_descale"},
-                                        {&k_scale, "k_descale"},
-                                        {&v_scale, "v_descale"}})
+    for (const auto& [factors, name] :
+         {std::pair{&q_scale, "q_descale"}, {&k_scale, "k_descale"}, {&v_scale, "v_descale"}})
       refuse_by_sequence(*factors, name, "[1] or [kv_heads]");
     check_same_gpu({{&q, "q"},
                     {&k_cache, "k_cache"},

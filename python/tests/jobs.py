@@ -109,7 +109,7 @@ def disagree_in_lengths(comm, q, k, v):
 
 
 def disagree_in(comm, name, values, q, k, v):
-    longspan.attend(q, k, v, comm=comm, **{name: values[comm.rank > 0]})
+    longspan.attend(q, k, v, comm=comm, keys="striped", **{name: values[comm.rank > 0]})
 
 
 def disagree_in_dtype(comm, q, k, v):

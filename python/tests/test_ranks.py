@@ -196,7 +196,7 @@ def test_what_differs_has_its_python_name(ranks, rng):
             assert kind == "error" and isinstance(error, longspan.UsageError), error
             assert f"'{name}" in str(error)
     for kind, error in ranks(jobs.disagree_in_dtype, q, k, v):
-        assert kind == "error" and "'q's dtype' differs" in str(error), error
+        assert kind == "error" and "'q.dtype' differs" in str(error), error
     for kind, error in ranks(jobs.disagree_in_move):
         assert kind == "error" and "'to_key_table' differs" in str(error), error
 

@@ -116,24 +116,24 @@ def attend(
             head_dim]. kv_heads divides heads.
         v: as k, with value_dim in the last dimension.
         comm: the ranks; None is this process alone.
-        causal: a query sees keys up to its own position; or [batch] flags, one for each sequence.
-            Queries are the last tokens of their sequence.
+        causal: a query sees keys up to its own position; or [batch] flags, one for each sequence,
+            bool or integers. Queries are the last tokens of their sequence.
         softmax_scale: of the products; None is 1 / sqrt(head_dim).
         window_size: keys that a query sees to its (left, right), besides its own; -1 is no bound.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         alibi_slopes: [heads]; the score gets -slope * |distance|.
         sinks: [heads] learned sinks, a score each.
-        cu_seqlens_q: [batch + 1] int32, where the rows of each sequence begin in a q of three
-            dimensions.
-        cache_seqlens: [batch] int32, keys of each whole sequence, over all ranks; with k_new
-            without the new ones, as in flash-attention.
-        block_table: [batch, columns] int32, the rank's own pages of each sequence.
+        cu_seqlens_q: [batch + 1], where the rows of each sequence begin in a q of three dimensions.
+            These and all other lengths, tables and positions are int32 or int64.
+        cache_seqlens: [batch], keys of each whole sequence, over all ranks; with k_new without the
+            new ones, as in flash-attention.
+        block_table: [batch, columns], the rank's own pages of each sequence.
         k_new, v_new: the keys and values of these rows of q, [tokens, kv_heads, dim] on every rank;
             they are written to k and v first, where their positions are this rank's.
         q_descale, k_descale, v_descale: [1] or [kv_heads] float32: a stored fp8 x stands for
             x * descale.
         out_scale: [1] float32: out = result / out_scale.
-        documents: [count + 1] int64 starts of documents that are packed in the one sequence: a
+        documents: [count + 1] starts of documents that are packed in the one sequence: a
             query sees its own.
         qq_bias: [width, width] added to the scores between the new tokens.
         keys: how keys are dealt out to ranks: the name of a layout, or a Sharding.
@@ -143,7 +143,8 @@ def attend(
         total_keys: keys of the whole sequence (with k_new the new ones too), over all ranks, where
             cache_seqlens is not given. None asks all ranks, which costs a round of messages.
         total_queries: likewise the rows of the whole q, with `queries`.
-        key_table, query_table: int64 tables of the layouts ranges and listed.
+        key_table, query_table: tables of the layouts ranges ([batch, ranks + 1] starts; flat of one
+            sequence, as of queries) and listed (the position of each of the rank's own).
         max_seqlen_q, max_seqlen_k: no sequence is longer; on GPUs they save workspace.
         invariant: the same bits for 1, 2, 4 ... 64 ranks also where that is not the fastest.
         exchange: how states travel between GPUs: "auto", "peer-buffers", "peer-buffers-apart", "gather".
@@ -162,7 +163,7 @@ def attend(
     Raises:
         InputError: arrays that do not fit; the message names the argument.
         UsageError: options that make no sense, or that differ between ranks.
-        UnsupportedError: what this build, device or strategy cannot do; arrays that require grad.
+        UnsupportedError: what this build, device or strategy cannot do; a derivative.
         RankError: a rank that died or did not come, with .rank and .step.
         TypeError: an argument of the wrong Python type.
 
@@ -274,8 +275,8 @@ class Attention:
             k_new, v_new: [tokens, kv_heads, dim] or with batch, on every rank. v_new is None where v
                 is the first columns of k.
             k, v: the cache, as in attend.
-            cu_seqlens_q: [batch + 1] int32, where the new tokens of each sequence begin.
-            cache_seqlens: [batch] int32, keys before the new ones; or
+            cu_seqlens_q: [batch + 1], where the new tokens of each sequence begin.
+            cache_seqlens: [batch], keys before the new ones; or
             total_keys: keys of the one sequence, the new ones included.
         """
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)

@@ -35,8 +35,8 @@ class Reshard:
         keys: how the keys are dealt out now, any layout but listed; to_keys: how they shall be.
         ranks: the ranks that hold them now, as range(first, stop); None is all of comm. to_ranks:
             those that shall, which may be the same ones or others.
-        key_table, to_key_table: of ranges, the [ranks + 1] starts of each sequence, one after the
-            other.
+        key_table, to_key_table: of ranges, [batch, ranks + 1] starts, or flat of one sequence, as
+            attend takes them.
         threads: on processors; 0 is LONGSPAN_THREADS, or this rank's share of the cores.
 
     Raises:
@@ -72,7 +72,7 @@ class Reshard:
                 a rank that holds no key.
             to_k, to_v: where its keys shall be, likewise, and of a form of their own. What no key
                 goes to is not written. They may lie in the memory of k and v.
-            block_table, to_block_table: [batch, columns] int32, the pages of each sequence.
+            block_table, to_block_table: [batch, columns], the pages of each sequence.
 
         Raises:
             InputError: arrays that do not fit, before anything is written.

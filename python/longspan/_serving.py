@@ -155,8 +155,8 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
     Args:
         q: [tokens, heads, head_dim].
         k_cache, v_cache: pages [pages, page, kv_heads, dim], or x-packed.
-        block_table: [batch, columns] int32.
-        cache_seqlens: [batch] int32, keys of each sequence, those of q included.
+        block_table: [batch, columns].
+        cache_seqlens: [batch], keys of each sequence, those of q included.
         alibi: what slopes multiply: "context" (the distance to the first query) or "query".
         segments: hand out the states of so many segments of the keys, for reduce_segments.
         segment_keys: keys of a segment; 0: ceil(keys / (segments * tile)) tiles of `tile` keys.
@@ -212,7 +212,7 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
     Args:
         q, k, v: [tokens, heads or kv_heads, dim], the new tokens of all sequences.
         k_cache, v_cache, block_table: the paged cache, without the new tokens.
-        cache_seqlens: [batch] int32, keys of each sequence that lie in the cache.
+        cache_seqlens: [batch], keys of each sequence that lie in the cache.
         out_scale_inv: [1] float32: out = result * out_scale_inv, in place of out_scale.
         skip_decode: sequences of one query are left out, their rows untouched.
         others: as segmented_attention.
@@ -240,7 +240,7 @@ def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_ma
     Args:
         k, v: [tokens, kv_heads, dim]; v is None where v_cache is the first columns of k_cache.
         k_cache, v_cache: pages, written.
-        slot_mapping: [tokens] int64: page * page size + row; below 0 a token is not written.
+        slot_mapping: [tokens]: page * page size + row; below 0 a token is not written.
         k_descale, v_descale: [1] or [kv_heads] float32; fp8 caches store x / descale.
 
     >>> import numpy as np, longspan

@@ -132,11 +132,6 @@ Stream given_stream(nb::handle given);
 /// InputError for a stream on processors.
 Stream stream_of(nb::handle given, const Array& like);
 
-/// As NumPy and torch call it: "bfloat16".
-const char* dtype_name(DType dtype);
-/// The other way, also of the dtypes of NumPy and torch. TypeError, InputError.
-DType dtype_of(nb::handle given, const char* name);
-
 /// "cpu" or "cuda".
 const char* device_name(Device device);
 

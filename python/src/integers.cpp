@@ -6,6 +6,7 @@
 
 #include "longspan/error.hpp"
 #include "python/src/arrays.hpp"
+#include "python/src/dtypes.hpp"
 #include "python/src/odd_arrays.hpp"
 
 namespace longspan::python {

@@ -180,23 +180,6 @@ void refuse_no_memory(nb::handle array, const char* name, const std::string& why
                    "; give an array that holds its values");
 }
 
-std::string type_text(dlpack::Type type) {
-  constexpr const char* kSized[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
-  constexpr const char* kNamed[] = {"float8_e3m4",     "float8_e4m3",     "float8_e4m3b11fnuz",
-                                    "float8_e4m3fn",   "float8_e4m3fnuz", "float8_e5m2",
-                                    "float8_e5m2fnuz", "float8_e8m0fnu",  "float6_e2m3fn",
-                                    "float6_e3m2fn",   "float4_e2m1fn"};  // from 7 on
-  std::string text;
-  if (type.code < std::size(kSized))
-    text = kSized[type.code] + std::to_string(type.bits);
-  else if (type.code < std::size(kSized) + std::size(kNamed))
-    text = kNamed[type.code - std::size(kSized)];
-  else
-    text = "unknown to longspan, of " + std::to_string(type.bits) + " bits";
-  if (type.lanes != 1) text += " in vectors of " + std::to_string(type.lanes);
-  return text;
-}
-
 std::string device_text(dlpack::Place place) {
   constexpr const char* kNames[] = {
       "",    "cpu",  "cuda", "pinned memory", "opencl", "",       "",       "vulkan",  "metal",

@@ -38,8 +38,6 @@ bool is_negated(nb::handle tensor, const char* name);
 /// torch.func. `why` is what its library said.
 [[noreturn]] void refuse_no_memory(nb::handle array, const char* name, const std::string& why);
 
-/// "float8_e4m3fnuz", "complex64".
-std::string type_text(dlpack::Type type);
 /// "a device of kind 'metal'".
 std::string device_text(dlpack::Place place);
 

@@ -10,6 +10,7 @@
 #include "longspan/reshard.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/communicators.hpp"
+#include "python/src/dtypes.hpp"
 #include "python/src/errors.hpp"
 #include "python/src/shards.hpp"
 #include "python/src/words.hpp"

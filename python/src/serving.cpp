@@ -14,6 +14,7 @@
 #include "longspan/serving.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/communicators.hpp"
+#include "python/src/dtypes.hpp"
 #include "python/src/errors.hpp"
 #include "python/src/plans.hpp"
 #include "python/src/words.hpp"

@@ -12,8 +12,7 @@ TYPE_CHECKING = False  # as type checkers read it; importing typing would double
 if TYPE_CHECKING:
     from typing import Any, Sequence
 
-    Array = Any  # NumPy, PyTorch, JAX, CuPy: what __dlpack__ or a buffer describes
-    Numbers = Any  # a small array; or one number, or a list of them, on processors
+    from ._types import Alibi, Array, DType, Exchange, Layout, Numbers, Part, Strategy, Stream
 
 Phases = namedtuple("Phases", "attend exchange merge")
 Phases.__doc__ = "Milliseconds of a run on this rank."
@@ -82,9 +81,9 @@ def attend(
     out_scale: Numbers | None = None,
     documents: Numbers | None = None,
     qq_bias: Array | None = None,
-    keys: str | Sharding = "contiguous",
-    queries: str | Sharding | None = None,
-    results: str | Sharding = "all",
+    keys: Layout | Sharding = "contiguous",
+    queries: Layout | Sharding | None = None,
+    results: Part | Layout | Sharding = "all",
     total_keys: int | None = None,
     total_queries: int | None = None,
     key_table: Numbers | None = None,
@@ -92,13 +91,13 @@ def attend(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     invariant: bool = False,
-    exchange: str = "auto",
-    strategy: str = "auto",
+    exchange: Exchange = "auto",
+    strategy: Strategy = "auto",
     ranks_per_node: int = 0,
     return_lse: bool = False,
     out: Array | None = None,
     lse: Array | None = None,
-    stream: Any = None,
+    stream: Stream | None = None,
 ) -> Any:
     """out = softmax(score(q k^T)) v, exactly, over the keys of all ranks.
 
@@ -227,14 +226,14 @@ class Attention:
 
     def __init__(self, comm: Communicator | None = None, *, heads: int, head_dim: int,
                  kv_heads: int | None = None, value_dim: int | None = None,
-                 dtype: Any = "bfloat16", q_dtype: Any = None, kv_dtype: Any = None,
-                 out_dtype: Any = None, causal: bool = False, softmax_scale: float | None = None,
+                 dtype: DType = "bfloat16", q_dtype: DType | None = None, kv_dtype: DType | None = None,
+                 out_dtype: DType | None = None, causal: bool = False, softmax_scale: float | None = None,
                  window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                 alibi: str = "query", keys: str | Sharding = "contiguous",
-                 queries: str | Sharding | None = None, results: str | Sharding = "all",
+                 alibi: Alibi = "query", keys: Layout | Sharding = "contiguous",
+                 queries: Layout | Sharding | None = None, results: Part | Layout | Sharding = "all",
                  max_queries: int = 1, max_batch: int = 1,
                  max_seqlen_k: int = 0, max_total_keys: int = 0, max_seqlen_q: int = 0,
-                 invariant: bool = False, strategy: str = "auto", exchange: str = "auto", threads: int = 0,
+                 invariant: bool = False, strategy: Strategy = "auto", exchange: Exchange = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
                  fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0):
         self._layer = _core.layer(
@@ -254,7 +253,7 @@ class Attention:
                  total_queries: int | None = None, key_table: Numbers | None = None,
                  query_table: Numbers | None = None, skip_decode: bool = False,
                  return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
-                 stream: Any = None) -> Any:
+                 stream: Stream | None = None) -> Any:
         """One run; arguments as in attend. `causal`: [batch] flags in place of the layer's.
         `skip_decode`: sequences of one query are left out, their rows untouched."""
         if k_new is not None:
@@ -268,7 +267,7 @@ class Attention:
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
                block_table: Array | None = None, total_keys: int | None = None,
                key_table: Numbers | None = None, k_descale: Numbers | None = None,
-               v_descale: Numbers | None = None, stream: Any = None) -> None:
+               v_descale: Numbers | None = None, stream: Stream | None = None) -> None:
         """Writes new keys and values into this rank's k and v, where their positions are its own.
 
         Args:
@@ -283,7 +282,7 @@ class Attention:
         self._layer.append(k_new, v_new, k, v, cu_seqlens_q, cache_seqlens, block_table, total_keys,
                            key_table, k_descale, v_descale, stream)
 
-    def wait(self, stream: int | None = None) -> None:
+    def wait(self, stream: Stream | None = None) -> None:
         """Waits until the stream is done, at most for the deadline, and raises what went wrong."""
         self._layer.wait(stream)
 

@@ -9,10 +9,10 @@ from ._errors import InputError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Sequence
+    from typing import Sequence
 
-    from ._attention import Array, Numbers
     from ._core import Communicator, Sharding
+    from ._types import Array, DType, Layout, Numbers, Stream
 
 Traffic = namedtuple("Traffic", "sent received kept")
 Traffic.__doc__ = """Bytes of keys and values that one run moves, as this rank sees it: sent to other
@@ -52,9 +52,9 @@ class Reshard:
     """
 
     def __init__(self, comm: Communicator | None = None, *, lengths: Numbers, kv_heads: int,
-                 head_dim: int, value_dim: int | None = None, dtype: Any = "bfloat16",
-                 keys: str | Sharding = "contiguous", ranks: range | None = None,
-                 key_table: Numbers | None = None, to_keys: str | Sharding = "contiguous",
+                 head_dim: int, value_dim: int | None = None, dtype: DType = "bfloat16",
+                 keys: Layout | Sharding = "contiguous", ranks: range | None = None,
+                 key_table: Numbers | None = None, to_keys: Layout | Sharding = "contiguous",
                  to_ranks: range | None = None, to_key_table: Numbers | None = None,
                  threads: int = 0):
         self._move = _core.move(comm, lengths, kv_heads, head_dim, value_dim, dtype, keys,
@@ -63,7 +63,7 @@ class Reshard:
 
     def __call__(self, k: Array | None = None, v: Array | None = None, to_k: Array | None = None,
                  to_v: Array | None = None, *, block_table: Array | None = None,
-                 to_block_table: Array | None = None, stream: Any = None) -> None:
+                 to_block_table: Array | None = None, stream: Stream | None = None) -> None:
         """Moves the keys and values of one layer. Collective.
 
         Args:
@@ -80,7 +80,7 @@ class Reshard:
         """
         self._move.run(k, v, block_table, to_k, to_v, to_block_table, stream)
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Stream | None = None) -> None:
         """Waits until the stream is done, at most for the deadline, and raises what went wrong. None
         is the stream of the last run."""
         self._move.wait(stream)
@@ -103,12 +103,12 @@ class Reshard:
 
 def reshard(k: Array | None, v: Array | None, to_k: Array | None, to_v: Array | None, *,
             comm: Communicator | None = None, lengths: Sequence[int], kv_heads: int, head_dim: int,
-            value_dim: int | None = None, dtype: Any = "bfloat16",
-            keys: str | Sharding = "contiguous", ranks: range | None = None,
+            value_dim: int | None = None, dtype: DType = "bfloat16",
+            keys: Layout | Sharding = "contiguous", ranks: range | None = None,
             key_table: Numbers | None = None, block_table: Array | None = None,
-            to_keys: str | Sharding = "contiguous", to_ranks: range | None = None,
+            to_keys: Layout | Sharding = "contiguous", to_ranks: range | None = None,
             to_key_table: Numbers | None = None, to_block_table: Array | None = None,
-            stream: Any = None) -> Traffic:
+            stream: Stream | None = None) -> Traffic:
     """Moves a cache to other ranks, another layout or other pages, each key once: a Reshard that is
     made, run and waited for. Collective; a rank that holds no key before, or after, gives None.
 

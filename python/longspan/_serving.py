@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ._attention import Array, Numbers
+    from ._types import Alibi, Array, Base, DType, Numbers, OfKind, Stream
     from ._core import Communicator
 
 Segments = namedtuple("Segments", "output max expsum keys tile")
@@ -22,13 +22,13 @@ segments]; keys: of a segment (0: as many tiles as fill them); tile: keys of a t
 """
 
 
-def merge_attn_states(prefix_output: Array, prefix_lse: Array, suffix_output: Array,
-                      suffix_lse: Array, *, base: str | int,
+def merge_attn_states(prefix_output: OfKind, prefix_lse: Array, suffix_output: Array,
+                      suffix_lse: Array, *, base: Base,
                       prefill_tokens_with_context: int | None = None,
                       out_scale: Numbers | None = None, prefix_scale: Numbers | None = None,
                       suffix_scale: Numbers | None = None, nan_is_empty: bool = False,
                       out: Array | None = None, lse: Array | None = None,
-                      stream: Any = None) -> tuple[Array, Array]:
+                      stream: Stream | None = None) -> tuple[OfKind, OfKind]:
     """The merge of two finished results over different keys, as vLLM names it.
 
     Args:
@@ -57,9 +57,9 @@ def merge_attn_states(prefix_output: Array, prefix_lse: Array, suffix_output: Ar
                                    suffix_scale, nan_is_empty, stream)
 
 
-def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array, *, base: str | int,
+def merge_state(v_a: OfKind, s_a: Array, v_b: Array, s_b: Array, *, base: Base,
                 nan_is_empty: bool = False, out: Array | None = None, lse: Array | None = None,
-                stream: Any = None) -> tuple[Array, Array]:
+                stream: Stream | None = None) -> tuple[OfKind, OfKind]:
     """The same as FlashInfer names it: s_a and s_b are [tokens, heads].
 
     FlashInfer's own logarithms are of base 2.
@@ -74,10 +74,10 @@ def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array, *, base: str | i
     return _core.merge_state(v_a, s_a, v_b, s_b, base, nan_is_empty, out, lse, stream)
 
 
-def merge_states(v: Array, s: Array, *, base: str | int, out_scale: Numbers | None = None,
+def merge_states(v: OfKind, s: Array, *, base: Base, out_scale: Numbers | None = None,
                  part_scales: Numbers | None = None, nan_is_empty: bool = False,
                  out: Array | None = None, lse: Array | None = None,
-                 stream: Any = None) -> tuple[Array, Array]:
+                 stream: Stream | None = None) -> tuple[OfKind, OfKind]:
     """The merge of any number of results, as FlashInfer names it.
 
     Args:
@@ -98,11 +98,11 @@ def merge_states(v: Array, s: Array, *, base: str | int, out_scale: Numbers | No
     return _core.merge_states(v, s, base, out, lse, out_scale, part_scales, nan_is_empty, stream)
 
 
-def cross_rank_merge(part: Array, part_lse: Array, *, base: str | int,
+def cross_rank_merge(part: OfKind, part_lse: Array, *, base: Base,
                      comm: Communicator | None = None, scatter_heads: bool = False,
                      nan_is_empty: bool = False, part_scale: Numbers | None = None,
                      out_scale: Numbers | None = None, out: Array | None = None,
-                     lse: Array | None = None, stream: Any = None) -> tuple[Array, Array]:
+                     lse: Array | None = None, stream: Stream | None = None) -> tuple[OfKind, OfKind]:
     """The merge of finished results over all ranks, each over the keys of its rank. Collective.
 
     Parts fold in the order of the ranks, in fp32, with one rounding at the end.
@@ -142,14 +142,14 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
                         cache_seqlens: Numbers, *, cu_seqlens_q: Numbers | None = None,
                         causal: bool | Numbers = True, softmax_scale: float | None = None,
                         window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                        alibi_slopes: Numbers | None = None, alibi: str = "context",
+                        alibi_slopes: Numbers | None = None, alibi: Alibi = "context",
                         sinks: Numbers | None = None, qq_bias: Array | None = None,
                         q_descale: Numbers | None = None, k_descale: Numbers | None = None,
                         v_descale: Numbers | None = None, out_scale: Numbers | None = None,
                         max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                         segments: int | None = None, segment_keys: int = 0, tile: int = 16,
                         return_lse: bool = False, out: Array | None = None,
-                        lse: Array | None = None, stream: Any = None) -> Any:
+                        lse: Array | None = None, stream: Stream | None = None) -> Any:
     """Decode and short queries over a paged cache that holds all keys.
 
     Args:
@@ -185,10 +185,10 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
     return made if segments is None else Segments(*made, segment_keys, tile)
 
 
-def reduce_segments(segments: Segments, cache_seqlens: Numbers, *, dtype: Any = "bfloat16",
+def reduce_segments(segments: Segments, cache_seqlens: Numbers, *, dtype: DType = "bfloat16",
                     cu_seqlens_q: Numbers | None = None, out_scale: Numbers | None = None,
                     return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
-                    stream: Any = None) -> Any:
+                    stream: Stream | None = None) -> Any:
     """The states of segmented_attention become results. `dtype` is that of a new `out`; others as
     there. Segments past the end of a sequence are never read."""
     return _core.reduce_segments(*segments, cache_seqlens, cu_seqlens_q, dtype, out_scale, return_lse,
@@ -200,13 +200,13 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
                       cu_seqlens_q: Numbers | None = None, causal: bool | Numbers = True,
                       softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
                       softcap: float = 0.0, alibi_slopes: Numbers | None = None,
-                      alibi: str = "context", sinks: Numbers | None = None,
+                      alibi: Alibi = "context", sinks: Numbers | None = None,
                       qq_bias: Array | None = None, q_descale: Numbers | None = None,
                       k_descale: Numbers | None = None, v_descale: Numbers | None = None,
                       out_scale: Numbers | None = None, out_scale_inv: Numbers | None = None,
                       max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                       skip_decode: bool = False, return_lse: bool = False, out: Array | None = None,
-                      lse: Array | None = None, stream: Any = None) -> Any:
+                      lse: Array | None = None, stream: Stream | None = None) -> Any:
     """Chunked prefill: new tokens see the cached keys of their sequence, and each other.
 
     Args:
@@ -234,7 +234,7 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
 
 def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_mapping: Numbers, *,
               k_descale: Numbers | None = None, v_descale: Numbers | None = None,
-              stream: Any = None) -> None:
+              stream: Stream | None = None) -> None:
     """New keys and values into a paged cache, each where its slot says.
 
     Args:

@@ -11,10 +11,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Sequence
 
-    from ._attention import Array
+    from ._types import Array, Layout, Numbers, OfKind
 
 
-def _rule(layout: str | Sharding) -> Sharding:
+def _rule(layout: Layout | Sharding) -> Sharding:
     return layout if isinstance(layout, Sharding) else Sharding(layout)
 
 
@@ -46,8 +46,8 @@ def _dimension(array: Array, dim: int, name: str) -> int:
     return dim % dims
 
 
-def shard(array: Array, keys: str | Sharding = "contiguous", *, comm: Communicator | None = None,
-          rank: int | None = None, ranks: int | None = None, dim: int = 0, table=None) -> Array:
+def shard(array: OfKind, keys: Layout | Sharding = "contiguous", *, comm: Communicator | None = None,
+          rank: int | None = None, ranks: int | None = None, dim: int = 0, table: Numbers | None = None) -> OfKind:
     """This rank's part of a whole array: its tokens along `dim`, in the order of the shard.
 
     Args:
@@ -76,8 +76,8 @@ def shard(array: Array, keys: str | Sharding = "contiguous", *, comm: Communicat
     return _concatenate(_slices(array, dim, intervals), dim)
 
 
-def unshard(parts: Array | Sequence[Array], keys: str | Sharding = "contiguous", *,
-            comm: Communicator | None = None, dim: int = 0, tables=None) -> Array:
+def unshard(parts: OfKind | Sequence[OfKind], keys: Layout | Sharding = "contiguous", *,
+            comm: Communicator | None = None, dim: int = 0, tables: Numbers | Sequence[Numbers] | None = None) -> OfKind:
     """The whole array of the ranks' parts: what shard() undoes.
 
     Args:

@@ -203,7 +203,7 @@ nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle 
   const Array parts(v, "v"), lses(s, "s"), own_out(given_out, "out"), own_lse(given_lse, "lse"),
       scale(out_scale, "out_scale", DType::fp32), scales(part_scales, "part_scales", DType::fp32);
   Ops& ops = ops_for(parts);
-  const Tensor &p = parts.floats().tensor(), &l = lses.required().tensor();
+  const Tensor &p = parts.tensor(), &l = lses.required().tensor();
   check_same_gpu({{&parts, "v"}, {&lses, "s"}, {&own_out, "out"}, {&own_lse, "lse"}});
   if (p.dims != 4 || l.dims != 3)
     throw InputError("v has " + std::to_string(p.dims) + " dimensions and s " +
@@ -211,7 +211,7 @@ nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle 
                      "; [tokens, parts, heads, dim] and [tokens, parts, heads] are wanted");
   const LogBase of_base = base_of(base);
   const std::array<std::int64_t, 3> rows{p.shape[0], p.shape[2], p.shape[3]};
-  own_out.floats();
+  for (const Array* array : {&parts, &own_out}) array->floats();
   Result out = result_of(own_out, parts, rows, p.dtype);
   Result lse = result_of(own_lse, lses, {rows.data(), 2}, DType::fp32);
   const MergeStates args{.out = out.tensor(),
@@ -234,7 +234,7 @@ nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_ls
   const Array own(part, "part"), own_lse(part_lse, "part_lse"),
       own_scale(part_scale, "part_scale", DType::fp32), scale(out_scale, "out_scale", DType::fp32),
       to_out(given_out, "out"), to_lse(given_lse, "lse");
-  const Tensor &p = own.required().floats().tensor(), &l = own_lse.required().tensor();
+  const Tensor &p = own.required().tensor(), &l = own_lse.required().tensor();
   check_same_gpu({{&own, "part"}, {&own_lse, "part_lse"}, {&to_out, "out"}, {&to_lse, "lse"}});
   if (p.dims != 3 || l.dims != 2)
     throw InputError("part has " + std::to_string(p.dims) + " dimensions and part_lse " +
@@ -251,7 +251,7 @@ nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_ls
     throw InputError("part has " + std::to_string(p.shape[1]) + " heads, which " +
                      std::to_string(size) + " ranks cannot share evenly");
   const std::array<std::int64_t, 3> rows{p.shape[0], p.shape[1] / size, p.shape[2]};
-  to_out.floats();
+  for (const Array* array : {&own, &to_out}) array->floats();
   Result out = result_of(to_out, own, rows, p.dtype);
   Result lse = result_of(to_lse, own_lse, {rows.data(), 2}, DType::fp32);
   const MergeOptions options{.heads = static_cast<int>(p.shape[1]),
@@ -480,13 +480,13 @@ void append_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cach
   const Array new_v(v, "v"), keys(k_cache, "k_cache"), values(v_cache, "v_cache"),
       slots(slot_mapping, "slot_mapping", DType::int64, queue),
       scale_k(k_descale, "k_descale", DType::fp32), scale_v(v_descale, "v_descale", DType::fp32);
+  for (const Array* array : {&new_k, &new_v, &keys, &values}) array->floats();
   check_same_gpu({{&new_k, "k"},
                   {&new_v, "v"},
                   {&keys, "k_cache"},
                   {&values, "v_cache"},
                   {&slots, "slot_mapping"}});
-  for (const Array* array : {&new_k, &new_v, &keys, &values}) array->floats();
-  const AppendKv args{.k = new_k.tensor(),
+  const AppendKv args{.k = new_k.required().tensor(),
                       .v = new_v.tensor(),
                       .k_cache = keys.required().writable().tensor(),
                       .v_cache = values.required().writable().tensor(),

@@ -339,7 +339,8 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   const bool grows = args.new_k || args.new_v;
   if (grows) {
     check_new_rows(append_of(args), options, device);
-    require(args.new_k.shape[0] == rows, "new_k has {} rows; there are {} of q",
+    require(args.new_k.shape[0] == rows,
+            "new_k has {} rows; there are {} of q, and it has their keys: append others ahead",
             args.new_k.shape[0], rows);
     check_grown(args.k, args.v, args.new_k, args.new_v);
   }

@@ -14,8 +14,7 @@ TYPE_CHECKING = False  # as type checkers read it; importing typing would double
 if TYPE_CHECKING:
     from typing import Any, Sequence
 
-    Array = Any  # NumPy, PyTorch, JAX, CuPy: what __dlpack__ or a buffer describes
-    Numbers = Any  # a small array; or one number, or a list of them, on processors
+    from ._types import Alibi, Array, DType, Exchange, Layout, Numbers, Part, Strategy, Stream
 
 ALONE = object()  # as `comm` of attend(), of functions that attend to what they are given and say so
 
@@ -57,6 +56,9 @@ def _after_append(cache_seqlens, new, cu_seqlens_q, name="k_new"):
         return made
     if not hasattr(cache_seqlens, "__add__") or isinstance(cache_seqlens, str):
         raise TypeError(f"cache_seqlens is of type '{type(cache_seqlens).__name__}'; an array is wanted")
+    if not isinstance(more, int) and tuple(more.shape) != tuple(getattr(cache_seqlens, "shape", more.shape)):
+        raise InputError(f"cu_seqlens_q is {list(cu_seqlens_q.shape)} and cache_seqlens "
+                         f"{list(cache_seqlens.shape)}; [batch + 1] and [batch] are wanted")
     return cache_seqlens + more
 
 
@@ -83,9 +85,9 @@ def attend(
     out_scale: Numbers | None = None,
     documents: Numbers | None = None,
     qq_bias: Array | None = None,
-    keys: str | Sharding = "contiguous",
-    queries: str | Sharding | None = None,
-    results: str | Sharding = "all",
+    keys: Layout | Sharding = "contiguous",
+    queries: Layout | Sharding | None = None,
+    results: Part | Layout | Sharding = "all",
     total_keys: int | None = None,
     total_queries: int | None = None,
     key_table: Numbers | None = None,
@@ -93,13 +95,13 @@ def attend(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     invariant: bool = False,
-    exchange: str = "auto",
-    strategy: str = "auto",
+    exchange: Exchange = "auto",
+    strategy: Strategy = "auto",
     ranks_per_node: int = 0,
     return_lse: bool = False,
     out: Array | None = None,
     lse: Array | None = None,
-    stream: Any = None,
+    stream: Stream | None = None,
 ) -> Any:
     """out = softmax(score(q k^T)) v, exactly, over the keys of all ranks.
 
@@ -120,24 +122,24 @@ def attend(
         v: as k, with value_dim in the last dimension.
         comm: the ranks; None is this process alone. In one of several ranks of a launcher it warns,
             once: comm=longspan.alone() says that this is meant.
-        causal: a query sees keys up to its own position; or [batch] flags, one for each sequence.
-            Queries are the last tokens of their sequence.
+        causal: a query sees keys up to its own position; or [batch] flags, one for each sequence,
+            bool or integers. Queries are the last tokens of their sequence.
         softmax_scale: of the products; None is 1 / sqrt(head_dim).
         window_size: keys that a query sees to its (left, right), besides its own; -1 is no bound.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         alibi_slopes: [heads]; the score gets -slope * |distance|.
         sinks: [heads] learned sinks, a score each.
-        cu_seqlens_q: [batch + 1] int32, where the rows of each sequence begin in a q of three
-            dimensions.
-        cache_seqlens: [batch] int32, keys of each whole sequence, over all ranks; with k_new
-            without the new ones, as in flash-attention.
-        block_table: [batch, columns] int32, the rank's own pages of each sequence.
+        cu_seqlens_q: [batch + 1], where the rows of each sequence begin in a q of three dimensions.
+            These and all other lengths, tables and positions are int32 or int64.
+        cache_seqlens: [batch], keys of each whole sequence, over all ranks; with k_new without the
+            new ones, as in flash-attention.
+        block_table: [batch, columns], the rank's own pages of each sequence.
         k_new, v_new: the keys and values of these rows of q, [tokens, kv_heads, dim] on every rank;
             they are written to k and v first, where their positions are this rank's.
         q_descale, k_descale, v_descale: [1] or [kv_heads] float32: a stored fp8 x stands for
             x * descale.
         out_scale: [1] float32: out = result / out_scale.
-        documents: [count + 1] int64 starts of documents that are packed in the one sequence: a
+        documents: [count + 1] starts of documents that are packed in the one sequence: a
             query sees its own.
         qq_bias: [width, width] added to the scores between the new tokens.
         keys: how keys are dealt out to ranks: the name of a layout, or a Sharding. "contiguous" is
@@ -151,8 +153,9 @@ def attend(
         total_keys: keys of the whole sequence (with k_new the new ones too), over all ranks, where
             cache_seqlens is not given. None asks all ranks, which costs a round of messages.
         total_queries: likewise the rows of the whole q, with `queries`.
-        key_table, query_table: int64 tables of the layouts ranges, [ranks + 1] where each rank's
-            part begins, and listed, the position of each of this rank's own.
+        key_table, query_table: tables of the layouts ranges ([batch, ranks + 1], where each rank's
+            part begins; flat of one sequence, as of queries) and listed (the position of each of
+            this rank's own).
         max_seqlen_q, max_seqlen_k: no sequence is longer; on GPUs they save workspace.
         invariant: the same bits for 1, 2, 4 ... 64 ranks also where that is not the fastest.
         exchange: how states travel between GPUs: "auto", "peer-buffers", "peer-buffers-apart", "gather".
@@ -171,7 +174,7 @@ def attend(
     Raises:
         InputError: arrays that do not fit; the message names the argument.
         UsageError: options that make no sense, or that differ between ranks.
-        UnsupportedError: what this build, device or strategy cannot do; arrays that require grad.
+        UnsupportedError: what this build, device or strategy cannot do; a derivative.
         RankError: a rank that died or did not come, with .rank and .step.
         TypeError: an argument of the wrong Python type.
 
@@ -244,14 +247,14 @@ class Attention:
 
     def __init__(self, comm: Communicator | None = None, *, heads: int, head_dim: int,
                  kv_heads: int | None = None, value_dim: int | None = None,
-                 dtype: Any = "bfloat16", q_dtype: Any = None, kv_dtype: Any = None,
-                 out_dtype: Any = None, causal: bool = False, softmax_scale: float | None = None,
+                 dtype: DType = "bfloat16", q_dtype: DType | None = None, kv_dtype: DType | None = None,
+                 out_dtype: DType | None = None, causal: bool = False, softmax_scale: float | None = None,
                  window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                 alibi: str = "query", keys: str | Sharding = "contiguous",
-                 queries: str | Sharding | None = None, results: str | Sharding = "all",
+                 alibi: Alibi = "query", keys: Layout | Sharding = "contiguous",
+                 queries: Layout | Sharding | None = None, results: Part | Layout | Sharding = "all",
                  max_queries: int = 1, max_batch: int = 1,
                  max_seqlen_k: int = 0, max_total_keys: int = 0, max_seqlen_q: int = 0,
-                 invariant: bool = False, strategy: str = "auto", exchange: str = "auto", threads: int = 0,
+                 invariant: bool = False, strategy: Strategy = "auto", exchange: Exchange = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
                  fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0):
         if comm is None:
@@ -274,7 +277,7 @@ class Attention:
                  total_queries: int | None = None, key_table: Numbers | None = None,
                  query_table: Numbers | None = None, skip_decode: bool = False,
                  return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
-                 stream: Any = None) -> Any:
+                 stream: Stream | None = None) -> Any:
         """One run; arguments as in attend. `causal`: [batch] flags in place of the layer's.
         `skip_decode`: sequences of one query are left out, their rows untouched."""
         of_parts = contradiction(q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens,
@@ -291,15 +294,15 @@ class Attention:
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
                block_table: Array | None = None, total_keys: int | None = None,
                key_table: Numbers | None = None, k_descale: Numbers | None = None,
-               v_descale: Numbers | None = None, stream: Any = None) -> None:
+               v_descale: Numbers | None = None, stream: Stream | None = None) -> None:
         """Writes new keys and values into this rank's k and v, where their positions are its own.
 
         Args:
             k_new, v_new: [tokens, kv_heads, dim] or with batch, on every rank. v_new is None where v
                 is the first columns of k.
             k, v: the cache, as in attend.
-            cu_seqlens_q: [batch + 1] int32, where the new tokens of each sequence begin.
-            cache_seqlens: [batch] int32, keys before the new ones; or
+            cu_seqlens_q: [batch + 1], where the new tokens of each sequence begin.
+            cache_seqlens: [batch], keys before the new ones; or
             total_keys: keys of the one sequence, the new ones included.
         """
         _, _, said = contradiction(None, k, v, comm=self._layer.comm(), block_table=block_table, k_new=k_new,
@@ -309,7 +312,7 @@ class Attention:
         self._layer.append(k_new, v_new, k, v, cu_seqlens_q, cache_seqlens, block_table, total_keys,
                            key_table, k_descale, v_descale, stream)
 
-    def wait(self, stream: int | None = None) -> None:
+    def wait(self, stream: Stream | None = None) -> None:
         """Waits until the stream is done, at most for the deadline, and raises what went wrong."""
         self._layer.wait(stream)
 

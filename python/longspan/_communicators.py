@@ -7,6 +7,12 @@ import os
 from . import _core
 from ._core import Communicator
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, Sequence
+
+    from ._types import Device
+
 # What launchers tell a process: its rank, and how many there are.
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
               ("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
@@ -37,7 +43,7 @@ def forget_warning() -> None:
     _asked = False
 
 
-def alone(device: str = "cpu", *, gpu: int | None = None) -> Communicator:
+def alone(device: Device = "cpu", *, gpu: int | None = None) -> Communicator:
     """One process alone, on its processors or on a GPU.
 
     Calls that are given no communicator take this one.
@@ -58,7 +64,7 @@ def alone(device: str = "cpu", *, gpu: int | None = None) -> Communicator:
     return _core.alone(device, gpu)
 
 
-def from_environment(device: str = "cpu", *, gpu: int | None = None,
+def from_environment(device: Device = "cpu", *, gpu: int | None = None,
                      deadline: float | None = None) -> Communicator:
     """The ranks that the launcher started: mpirun, torchrun or srun; without one, this process alone.
 
@@ -81,7 +87,7 @@ def from_environment(device: str = "cpu", *, gpu: int | None = None,
     return _core.from_environment(device, gpu, deadline)
 
 
-def from_mpi4py(comm, device: str = "cpu", *, gpu: int | None = None,
+def from_mpi4py(comm: Any, device: Device = "cpu", *, gpu: int | None = None,
                 deadline: float | None = None) -> Communicator:
     """The ranks of a communicator of mpi4py, which stays the caller's. Collective over `comm`.
 
@@ -97,7 +103,8 @@ def from_mpi4py(comm, device: str = "cpu", *, gpu: int | None = None,
     return _core.from_mpi4py(comm, device, gpu, deadline)
 
 
-def from_exchange(rank: int, size: int, exchange, device: str = "cpu", *, gpu: int | None = None,
+def from_exchange(rank: int, size: int, exchange: Callable[[bytes], Sequence[bytes]],
+                  device: Device = "cpu", *, gpu: int | None = None,
                   deadline: float | None = None) -> Communicator:
     """Ranks that can exchange a few bytes by any way of the caller's: a process group, pipes, files.
 

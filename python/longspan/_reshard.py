@@ -11,10 +11,10 @@ from ._shards import Place, contradiction, refuse
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Sequence
+    from typing import Sequence
 
-    from ._attention import Array, Numbers
     from ._core import Communicator, Sharding
+    from ._types import Array, DType, Layout, Numbers, Stream
 
 Traffic = namedtuple("Traffic", "sent received kept")
 Traffic.__doc__ = """Bytes of keys and values that one run moves, as this rank sees it: sent to other
@@ -37,8 +37,8 @@ class Reshard:
         keys: how the keys are dealt out now, any layout but listed; to_keys: how they shall be.
         ranks: the ranks that hold them now, as range(first, stop); None is all of comm. to_ranks:
             those that shall, which may be the same ones or others.
-        key_table, to_key_table: of ranges, the [ranks + 1] starts of each sequence, one after the
-            other.
+        key_table, to_key_table: of ranges, [batch, ranks + 1] starts, or flat of one sequence, as
+            attend takes them.
         threads: on processors; 0 is LONGSPAN_THREADS, or this rank's share of the cores.
 
     Raises:
@@ -54,9 +54,9 @@ class Reshard:
     """
 
     def __init__(self, comm: Communicator | None = None, *, lengths: Numbers, kv_heads: int,
-                 head_dim: int, value_dim: int | None = None, dtype: Any = "bfloat16",
-                 keys: str | Sharding = "contiguous", ranks: range | None = None,
-                 key_table: Numbers | None = None, to_keys: str | Sharding = "contiguous",
+                 head_dim: int, value_dim: int | None = None, dtype: DType = "bfloat16",
+                 keys: Layout | Sharding = "contiguous", ranks: range | None = None,
+                 key_table: Numbers | None = None, to_keys: Layout | Sharding = "contiguous",
                  to_ranks: range | None = None, to_key_table: Numbers | None = None,
                  threads: int = 0):
         if comm is None:
@@ -69,7 +69,7 @@ class Reshard:
 
     def __call__(self, k: Array | None = None, v: Array | None = None, to_k: Array | None = None,
                  to_v: Array | None = None, *, block_table: Array | None = None,
-                 to_block_table: Array | None = None, stream: Any = None) -> None:
+                 to_block_table: Array | None = None, stream: Stream | None = None) -> None:
         """Moves the keys and values of one layer. Collective.
 
         Args:
@@ -78,7 +78,7 @@ class Reshard:
                 a rank that holds no key.
             to_k, to_v: where its keys shall be, likewise, and of a form of their own. What no key
                 goes to is not written. They may lie in the memory of k and v.
-            block_table, to_block_table: [batch, columns] int32, the pages of each sequence.
+            block_table, to_block_table: [batch, columns], the pages of each sequence.
 
         Raises:
             InputError: arrays that do not fit, before anything is written.
@@ -91,7 +91,7 @@ class Reshard:
                                  queries=None, block_table=block_table, total_keys=self._total)[2])
         self._move.run(k, v, block_table, to_k, to_v, to_block_table, stream)
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Stream | None = None) -> None:
         """Waits until the stream is done, at most for the deadline, and raises what went wrong. None
         is the stream of the last run."""
         self._move.wait(stream)
@@ -114,12 +114,12 @@ class Reshard:
 
 def reshard(k: Array | None, v: Array | None, to_k: Array | None, to_v: Array | None, *,
             comm: Communicator | None = None, lengths: Sequence[int], kv_heads: int, head_dim: int,
-            value_dim: int | None = None, dtype: Any = "bfloat16",
-            keys: str | Sharding = "contiguous", ranks: range | None = None,
+            value_dim: int | None = None, dtype: DType = "bfloat16",
+            keys: Layout | Sharding = "contiguous", ranks: range | None = None,
             key_table: Numbers | None = None, block_table: Array | None = None,
-            to_keys: str | Sharding = "contiguous", to_ranks: range | None = None,
+            to_keys: Layout | Sharding = "contiguous", to_ranks: range | None = None,
             to_key_table: Numbers | None = None, to_block_table: Array | None = None,
-            stream: Any = None) -> Traffic:
+            stream: Stream | None = None) -> Traffic:
     """Moves a cache to other ranks, another layout or other pages, each key once: a Reshard that is
     made, run and waited for. Collective; a rank that holds no key before, or after, gives None.
 

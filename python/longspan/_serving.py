@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ._attention import Array, Numbers
+    from ._types import Alibi, Array, Base, DType, Numbers, OfKind, Stream
     from ._core import Communicator
 
 Segments = namedtuple("Segments", "output max expsum keys tile")
@@ -47,13 +47,13 @@ def narrow_lse(name: str, lse):
     return wide_lse(lse)
 
 
-def merge_attn_states(prefix_output: Array, prefix_lse: Array, suffix_output: Array,
-                      suffix_lse: Array, *, base: str | int,
+def merge_attn_states(prefix_output: OfKind, prefix_lse: Array, suffix_output: Array,
+                      suffix_lse: Array, *, base: Base,
                       prefill_tokens_with_context: int | None = None,
                       out_scale: Numbers | None = None, prefix_scale: Numbers | None = None,
                       suffix_scale: Numbers | None = None, nan_is_empty: bool = False,
                       out: Array | None = None, lse: Array | None = None,
-                      stream: Any = None) -> tuple[Array, Array]:
+                      stream: Stream | None = None) -> tuple[OfKind, OfKind]:
     """The merge of two finished results over different keys, as vLLM names it.
 
     Args:
@@ -83,9 +83,9 @@ def merge_attn_states(prefix_output: Array, prefix_lse: Array, suffix_output: Ar
                                    suffix_scale, nan_is_empty, stream)
 
 
-def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array, *, base: str | int,
+def merge_state(v_a: OfKind, s_a: Array, v_b: Array, s_b: Array, *, base: Base,
                 nan_is_empty: bool = False, out: Array | None = None, lse: Array | None = None,
-                stream: Any = None) -> tuple[Array, Array]:
+                stream: Stream | None = None) -> tuple[OfKind, OfKind]:
     """The same as FlashInfer names it: s_a and s_b are [tokens, heads].
 
     FlashInfer's own logarithms are of base 2.
@@ -97,14 +97,13 @@ def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array, *, base: str | i
     >>> float(out[0, 0, 0]), float(lse[0, 0])
     (2.0, 1.0)
     """
-    return _core.merge_attn_states(v_a, s_a, v_b, s_b, base, False, out, lse, None, None, None, None,
-                                   nan_is_empty, stream)
+    return _core.merge_state(v_a, s_a, v_b, s_b, base, nan_is_empty, out, lse, stream)
 
 
-def merge_states(v: Array, s: Array, *, base: str | int, out_scale: Numbers | None = None,
+def merge_states(v: OfKind, s: Array, *, base: Base, out_scale: Numbers | None = None,
                  part_scales: Numbers | None = None, nan_is_empty: bool = False,
                  out: Array | None = None, lse: Array | None = None,
-                 stream: Any = None) -> tuple[Array, Array]:
+                 stream: Stream | None = None) -> tuple[OfKind, OfKind]:
     """The merge of any number of results, as FlashInfer names it.
 
     Args:
@@ -125,11 +124,11 @@ def merge_states(v: Array, s: Array, *, base: str | int, out_scale: Numbers | No
     return _core.merge_states(v, s, base, out, lse, out_scale, part_scales, nan_is_empty, stream)
 
 
-def cross_rank_merge(part: Array, part_lse: Array, *, base: str | int,
+def cross_rank_merge(part: OfKind, part_lse: Array, *, base: Base,
                      comm: Communicator | None = None, scatter_heads: bool = False,
                      nan_is_empty: bool = False, part_scale: Numbers | None = None,
                      out_scale: Numbers | None = None, out: Array | None = None,
-                     lse: Array | None = None, stream: Any = None) -> tuple[Array, Array]:
+                     lse: Array | None = None, stream: Stream | None = None) -> tuple[OfKind, OfKind]:
     """The merge of finished results over all ranks, each over the keys of its rank. Collective.
 
     Parts fold in the order of the ranks, in fp32, with one rounding at the end.
@@ -169,21 +168,21 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
                         cache_seqlens: Numbers, *, cu_seqlens_q: Numbers | None = None,
                         causal: bool | Numbers = True, softmax_scale: float | None = None,
                         window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                        alibi_slopes: Numbers | None = None, alibi: str = "context",
+                        alibi_slopes: Numbers | None = None, alibi: Alibi = "context",
                         sinks: Numbers | None = None, qq_bias: Array | None = None,
                         q_descale: Numbers | None = None, k_descale: Numbers | None = None,
                         v_descale: Numbers | None = None, out_scale: Numbers | None = None,
                         max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                         segments: int | None = None, segment_keys: int = 0, tile: int = 16,
                         skip_decode: bool = False, return_lse: bool = False, out: Array | None = None,
-                        lse: Array | None = None, stream: Any = None) -> Any:
+                        lse: Array | None = None, stream: Stream | None = None) -> Any:
     """Decode and short queries over a paged cache that holds all keys.
 
     Args:
         q: [tokens, heads, head_dim].
         k_cache, v_cache: pages [pages, page, kv_heads, dim], or x-packed.
-        block_table: [batch, columns] int32.
-        cache_seqlens: [batch] int32, keys of each sequence, those of q included.
+        block_table: [batch, columns].
+        cache_seqlens: [batch], keys of each sequence, those of q included.
         alibi: what slopes multiply: "context" (the distance to the first query) or "query".
         segments: hand out the states of so many segments of the keys, for reduce_segments.
         segment_keys: keys of a segment; 0: ceil(keys / (segments * tile)) tiles of `tile` keys.
@@ -213,10 +212,10 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
     return made if segments is None else Segments(*made, segment_keys, tile)
 
 
-def reduce_segments(segments: Segments, cache_seqlens: Numbers, *, dtype: Any = "bfloat16",
+def reduce_segments(segments: Segments, cache_seqlens: Numbers, *, dtype: DType = "bfloat16",
                     cu_seqlens_q: Numbers | None = None, out_scale: Numbers | None = None,
                     return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
-                    stream: Any = None) -> Any:
+                    stream: Stream | None = None) -> Any:
     """The states of segmented_attention become results. `dtype` is that of a new `out`; others as
     there. Segments past the end of a sequence are never read."""
     return _core.reduce_segments(*segments, cache_seqlens, cu_seqlens_q, dtype, out_scale, return_lse,
@@ -228,19 +227,19 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
                       cu_seqlens_q: Numbers | None = None, causal: bool | Numbers = True,
                       softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
                       softcap: float = 0.0, alibi_slopes: Numbers | None = None,
-                      alibi: str = "context", sinks: Numbers | None = None,
+                      alibi: Alibi = "context", sinks: Numbers | None = None,
                       qq_bias: Array | None = None, q_descale: Numbers | None = None,
                       k_descale: Numbers | None = None, v_descale: Numbers | None = None,
                       out_scale: Numbers | None = None, out_scale_inv: Numbers | None = None,
                       max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
                       skip_decode: bool = False, return_lse: bool = False, out: Array | None = None,
-                      lse: Array | None = None, stream: Any = None) -> Any:
+                      lse: Array | None = None, stream: Stream | None = None) -> Any:
     """Chunked prefill: new tokens see the cached keys of their sequence, and each other.
 
     Args:
         q, k, v: [tokens, heads or kv_heads, dim], the new tokens of all sequences.
         k_cache, v_cache, block_table: the paged cache, without the new tokens.
-        cache_seqlens: [batch] int32, keys of each sequence that lie in the cache.
+        cache_seqlens: [batch], keys of each sequence that lie in the cache.
         out_scale_inv: [1] float32: out = result * out_scale_inv, in place of out_scale.
         skip_decode: sequences of one query are left out, their rows untouched.
         others: as segmented_attention.
@@ -262,13 +261,13 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
 
 def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_mapping: Numbers, *,
               k_descale: Numbers | None = None, v_descale: Numbers | None = None,
-              stream: Any = None) -> None:
+              stream: Stream | None = None) -> None:
     """New keys and values into a paged cache, each where its slot says.
 
     Args:
         k, v: [tokens, kv_heads, dim]; v is None where v_cache is the first columns of k_cache.
         k_cache, v_cache: pages, written.
-        slot_mapping: [tokens] int64: page * page size + row; below 0 a token is not written.
+        slot_mapping: [tokens]: page * page size + row; below 0 a token is not written.
         k_descale, v_descale: [1] or [kv_heads] float32; fp8 caches store x / descale.
 
     >>> import numpy as np, longspan

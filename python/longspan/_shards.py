@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Sequence
 
-    from ._attention import Array
+    from ._types import Array, Layout, Numbers, OfKind
 
 Cut = namedtuple("Cut", "rule rank ranks length dim shape")
 Cut.__doc__ = "How shard() cut an array: `length` tokens of the whole, in dimension `dim`; the part's shape."
@@ -110,7 +110,7 @@ def _count_of(lengths) -> int:
     return len(lengths) if isinstance(lengths, (list, tuple)) else 1
 
 
-def contradiction(q, k, v, *, comm, keys: str | Sharding, queries: str | Sharding | None, cache_seqlens=None,
+def contradiction(q, k, v, *, comm, keys: Layout | Sharding, queries: Layout | Sharding | None, cache_seqlens=None,
                   cu_seqlens_q=None, block_table=None, k_new=None, v_new=None, total_keys=None,
                   total_queries=None, tokens_dim: int = -3, names=("q", "k", "v"), keys_name: str = "keys") -> tuple[int | None, int | None, str | None]:
     """Tokens of the arrays that k and q were cut from, and what of them contradicts a call of attention.
@@ -160,7 +160,7 @@ def refuse(said: str | None) -> None:
         raise InputError(said)
 
 
-def _rule(layout: str | Sharding, name: str) -> Sharding:
+def _rule(layout: Layout | Sharding, name: str) -> Sharding:
     if isinstance(layout, Sharding):
         return layout
     if not isinstance(layout, str):
@@ -208,8 +208,8 @@ def _dimension(array: Array, dim: int, name: str) -> int:
     return int(dim) % dims
 
 
-def shard(array: Array, keys: str | Sharding = "contiguous", *, comm: Communicator | None = None,
-          rank: int | None = None, ranks: int | None = None, dim: int = 0, table=None) -> Array:
+def shard(array: OfKind, keys: Layout | Sharding = "contiguous", *, comm: Communicator | None = None,
+          rank: int | None = None, ranks: int | None = None, dim: int = 0, table: Numbers | None = None) -> OfKind:
     """This rank's part of a whole array: its tokens along `dim`, in the order of the shard.
 
     How NumPy arrays and torch tensors were cut is remembered as long as they live: attention refuses
@@ -247,8 +247,9 @@ def shard(array: Array, keys: str | Sharding = "contiguous", *, comm: Communicat
     return part
 
 
-def unshard(parts: Array | Sequence[Array], keys: str | Sharding = "contiguous", *,
-            comm: Communicator | None = None, dim: int | None = None, tables=None) -> Array:
+def unshard(parts: OfKind | Sequence[OfKind], keys: Layout | Sharding = "contiguous", *,
+            comm: Communicator | None = None, dim: int | None = None,
+            tables: Numbers | Sequence[Numbers] | None = None) -> OfKind:
     """The whole array of the ranks' parts: what shard() undoes, and attention gave in parts.
 
     Args:

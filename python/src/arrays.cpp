@@ -1,59 +1,20 @@
 #include "python/src/arrays.hpp"
 
 #include <algorithm>
-#include <bit>
-#include <cstring>
-#include <iterator>
-#include <string_view>
 #include <utility>
 
 #include "longspan/error.hpp"
+#include "python/src/dtypes.hpp"
+#include "python/src/integers.hpp"
+#include "python/src/odd_arrays.hpp"
 #include "python/src/words.hpp"
 
 namespace longspan::python {
 namespace {
 
-struct TypeName {
-  const char* name;
-  DType dtype;
-};
-constexpr TypeName kTypes[] = {
-    {"float32", DType::fp32},       {"float16", DType::fp16},     {"bfloat16", DType::bf16},
-    {"float8_e4m3fn", DType::e4m3}, {"float8_e5m2", DType::e5m2}, {"int32", DType::int32},
-    {"int64", DType::int64},        {"uint8", DType::uint8},      {"bool", DType::uint8},
-    {"fp32", DType::fp32},          {"fp16", DType::fp16},        {"bf16", DType::bf16},
-    {"e4m3", DType::e4m3},          {"e5m2", DType::e5m2},
-};
-
-std::optional<DType> dtype_named(std::string_view name) {
-  for (const TypeName& type : kTypes)
-    if (name == type.name) return type.dtype;
-  return std::nullopt;
-}
-
-[[noreturn]] void refuse_type(const char* argument, const std::string& found) {
-  throw InputError(std::string(argument) + " has elements of type " + found +
-                   "; float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 are supported, for "
-                   "lengths and tables int32 and int64, for flags bool and uint8");
-}
-
-/// A module that somebody else has imported; null where nobody has.
-nb::object module_if_loaded(const char* name) {
-  PyObject* const modules = PyImport_GetModuleDict();  // borrowed
-  PyObject* const found = modules == nullptr ? nullptr : PyDict_GetItemString(modules, name);
-  return found == nullptr ? nb::object() : nb::borrow(found);
-}
-
-bool derives(nb::handle type, const char* module, const char* base) {
-  const nb::object loaded = module_if_loaded(module);
-  if (!loaded.is_valid() || !nb::hasattr(loaded, base)) return false;
-  const int is = PyObject_IsSubclass(type.ptr(), nb::object(loaded.attr(base)).ptr());
-  if (is < 0) throw nb::python_error();
-  return is == 1;
-}
-
 Kind find_kind(nb::handle type) {
   Kind kind;
+  kind.odd = oddness(type);
   if (derives(type, "numpy", "ndarray")) {
     kind.name = Kind::numpy;
     return kind;
@@ -85,69 +46,6 @@ Kind kind_of(nb::handle object) {
     known->emplace_back(type, kind);
   }
   return kind;
-}
-
-/// An interned name: nanobind would make a new string for each look-up.
-nb::handle interned(const char* name) {
-  return nb::steal(PyUnicode_InternFromString(name)).release();
-}
-
-std::optional<DType> dtype_of_format(const char* format, Py_ssize_t size) {
-  std::string_view code = format == nullptr ? "B" : format;
-  if (!code.empty() && std::string_view("@=<>!").find(code[0]) != std::string_view::npos) {
-    const bool is_big = code[0] == '>' || code[0] == '!';
-    if (is_big && size > 1 && std::endian::native == std::endian::little) return std::nullopt;
-    code.remove_prefix(1);
-  }
-  if (code == "f") return DType::fp32;
-  if (code == "e") return DType::fp16;
-  if (code == "B" || code == "?") return DType::uint8;
-  if (code == "i" || code == "l" || code == "q" || code == "n")
-    return size == 4 ? DType::int32 : size == 8 ? std::optional(DType::int64) : std::nullopt;
-  return std::nullopt;
-}
-
-std::optional<DType> dtype_of_dlpack(dlpack::Type type) {
-  if (type.lanes != 1) return std::nullopt;
-  if (type.code == dlpack::kFloat && type.bits == 32) return DType::fp32;
-  if (type.code == dlpack::kFloat && type.bits == 16) return DType::fp16;
-  if (type.code == dlpack::kBfloat && type.bits == 16) return DType::bf16;
-  if (type.code == dlpack::kFloat8E4m3fn && type.bits == 8) return DType::e4m3;
-  if (type.code == dlpack::kFloat8E5m2 && type.bits == 8) return DType::e5m2;
-  if (type.code == dlpack::kInt && type.bits == 32) return DType::int32;
-  if (type.code == dlpack::kInt && type.bits == 64) return DType::int64;
-  if ((type.code == dlpack::kUInt || type.code == dlpack::kBool) && type.bits == 8)
-    return DType::uint8;
-  return std::nullopt;
-}
-
-std::string text_of(dlpack::Type type) {
-  constexpr const char* names[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
-  std::string text = "type ";
-  if (type.code < std::size(names))
-    text = names[type.code];
-  else
-    text += std::to_string(type.code) + " of DLPack, ";
-  text += std::to_string(type.bits);
-  if (type.lanes != 1) text += "x" + std::to_string(type.lanes);
-  return text;
-}
-
-/// The types of ml_dtypes, which have no letter in the buffer protocol. By the dtype object, so
-/// that a name is looked at once; the objects are kept, since their address is the key.
-std::optional<DType> added_dtype(nb::handle array) {
-  static auto* known =
-      new std::vector<std::pair<PyObject*, std::optional<DType>>>;  // under the GIL
-  static const nb::handle dtype_name = interned("dtype");
-  const nb::object dtype = array.attr(dtype_name);
-  for (const auto& [seen, type] : *known)
-    if (seen == dtype.ptr()) return type;
-  const std::string name = nb::cast<std::string>(nb::str(nb::object(dtype.attr("name"))));
-  const auto type = dtype_named(name);
-  const std::optional<DType> added =
-      type && (*type == DType::bf16 || is_fp8(*type)) ? type : std::nullopt;
-  if (known->size() < 64) known->emplace_back(nb::object(dtype).release().ptr(), added);
-  return added;
 }
 
 /// The same memory as integers.
@@ -209,13 +107,28 @@ Array::Array(nb::handle object, const char* name) : name_(name) {
   if (!object.is_none()) read(object);
 }
 
-Array::Array(nb::handle object, const char* name, DType dtype) : name_(name) {
+Array::Array(nb::handle object, const char* name, DType dtype, Stream stream) : name_(name) {
   if (object.is_none()) return;
   PyObject* const o = object.ptr();
-  if (PyFloat_Check(o) || PyLong_Check(o) || PyList_Check(o) || PyTuple_Check(o))
+  if (PyFloat_Check(o) || PyLong_Check(o) || PyList_Check(o) || PyTuple_Check(o)) {
     take_numbers(object, dtype);
-  else
-    read(object);
+    return;
+  }
+  read(object);
+  if (is_float(dtype)) return;
+  const bool is_spaced =
+      tensor_.device == Device::host && tensor_.stride[tensor_.dims - 1] != 1 && tensor_.size() > 0;
+  if (tensor_.dtype != dtype || is_spaced) take_integers(dtype, stream);
+}
+
+Array Array::table(nb::handle object, const char* name, Stream stream) {
+  Array made(object, name);
+  const Tensor& t = made.tensor_;
+  const bool is_backwards =
+      t.device == Device::host && std::any_of(t.stride.begin(), t.stride.begin() + t.dims,
+                                              [](std::int64_t stride) { return stride < 0; });
+  if (made && (t.dtype != DType::int32 || is_backwards)) made.take_integers(DType::int32, stream);
+  return made;
 }
 
 Array::~Array() {
@@ -229,6 +142,7 @@ Array::Array(Array&& other) noexcept
       kind_(other.kind_),
       gpu_(other.gpu_),
       read_only_(other.read_only_),
+      is_copy_(other.is_copy_),
       has_buffer_(std::exchange(other.has_buffer_, false)),
       buffer_(other.buffer_),
       holder_(std::move(other.holder_)) {}
@@ -239,33 +153,80 @@ const Array& Array::required() const {
 }
 
 const Array& Array::writable() const {
+  if (is_copy_)
+    throw InputError(std::string(name_) +
+                     " is a lazily negated view, and the call writes to it: give a tensor that has "
+                     "memory of its own, as " +
+                     name_ + ".resolve_neg()");
   if (read_only_) throw InputError(std::string(name_) + " is read-only, and the call writes to it");
   return *this;
+}
+
+const Array& Array::floats() const {
+  if (!*this || is_float(tensor_.dtype)) return *this;
+  const std::string name(name_);
+  if (tensor_.dtype != DType::uint8)
+    throw InputError(name + " is " + dtype_name(tensor_.dtype) + "; a float type is wanted");
+  throw InputError(name +
+                   " is uint8, which does not say what it holds; of bytes that are fp8 give a "
+                   "view: " +
+                   name + ".view(" + (kind_.name == Kind::torch ? "torch" : "ml_dtypes") +
+                   ".float8_e4m3fn), or of float8_e5m2");
+}
+
+void Array::leave_out() {
+  object_ = {};
+  tensor_ = {};
 }
 
 void Array::read(nb::handle object) {
   object_ = object;
   kind_ = kind_of(object);
-  if (kind_.name == Kind::torch) {
-    static const nb::handle requires_grad = interned("requires_grad");
-    const nb::object asked = object.attr(requires_grad);
-    if (asked.ptr() == Py_True &&
-        nb::cast<bool>(module_if_loaded("torch").attr("is_grad_enabled")()))
-      throw Unsupported(std::string(name_) +
-                        " requires grad, and there is no backward pass: longspan is for inference. "
-                        "Call it under torch.no_grad(), or with " +
-                        name_ + ".detach()");
-  }
+  if (kind_.odd != Kind::plain) refuse_odd(kind_.odd, object, name_);
+  if (kind_.name != Kind::torch) return take_memory(object);
+  refuse_derivatives(object, name_);
+  if (!is_negated(object, name_)) return take_memory(object);
+  const nb::object resolved = object.attr("resolve_neg")();
+  is_copy_ = true;
+  holder_ = resolved;
+  take_memory(resolved);
+}
+
+void Array::take_memory(nb::handle source) {
   if (kind_.api != nullptr) {
-    take_exchange();
+    take_exchange(source);
   } else if (kind_.name == Kind::numpy) {
     take_buffer();
-  } else if (nb::hasattr(object, "__dlpack__")) {
-    take_capsule();
+  } else if (nb::hasattr(source, "__dlpack__")) {
+    take_capsule(source);
   } else if (!take_buffer()) {
-    wrong_type(object, name_, "an array (NumPy, or anything with __dlpack__)");
+    wrong_type(object_, name_, "an array (NumPy, or anything with __dlpack__)");
   }
   settle();
+  if (tensor_.data == nullptr) refuse_no_memory(object_, name_, "");
+}
+
+void Array::take_integers(DType dtype, Stream stream) {
+  check_integers(tensor_, dtype, name_);
+  if (tensor_.device == Device::host) {
+    const nb::bytes made = as_integers(tensor_, dtype, name_);
+    tensor_.data = const_cast<void*>(made.data());
+    holder_ = made;
+    tensor_.dtype = dtype;
+    std::int64_t step = 1;
+    for (int d = tensor_.dims - 1; d >= 0; --d) {
+      tensor_.stride[d] = step;
+      step *= std::max<std::int64_t>(1, tensor_.shape[d]);
+    }
+    return;
+  }
+  if (kind_.name != Kind::torch)
+    throw InputError(std::string(name_) + " is " + dtype_name(tensor_.dtype) +
+                     " on a GPU; convert it there: " + name_ + ".astype('" + dtype_name(dtype) +
+                     "')");
+  const nb::object made = torch_integers(object_, dtype, gpu_, stream);
+  holder_ = made;
+  take_memory(made);
 }
 
 void Array::take_numbers(nb::handle object, DType dtype) {
@@ -286,19 +247,34 @@ void Array::take_numbers(nb::handle object, DType dtype) {
       else if (value == static_cast<std::int32_t>(value))
         put(static_cast<std::int32_t>(value));
       else
-        throw InputError(std::string(name_) + " has " + std::to_string(value) +
-                         ", which is past 32 bits");
+        throw InputError(past_range(name_, value));
     }
   };
-  if (PyList_Check(object.ptr()) || PyTuple_Check(object.ptr()))
-    for (nb::handle number : object) add(number);
-  else
+  const auto is_list = [](nb::handle one) {
+    return PyList_Check(one.ptr()) || PyTuple_Check(one.ptr());
+  };
+  const auto count = [](nb::handle list) { return static_cast<std::int64_t>(nb::len(list)); };
+  std::int64_t shape[2] = {1, 0};
+  int dims = 1;
+  if (!is_list(object)) {
     add(object);
+  } else if (shape[0] = count(object); shape[0] > 0 && is_list(nb::object(object[0]))) {
+    dims = 2;
+    shape[1] = count(nb::object(object[0]));
+    for (nb::handle row : object) {
+      if (!is_list(row)) wrong_type(row, name_, "a list of lists of numbers");
+      if (count(row) != shape[1])
+        throw InputError(std::string(name_) + " has rows of " + std::to_string(shape[1]) + " and " +
+                         std::to_string(count(row)) + " numbers; all have as many");
+      for (nb::handle number : row) add(number);
+    }
+  } else {
+    for (nb::handle number : object) add(number);
+  }
   const nb::bytes made(bytes.data(), bytes.size());
   tensor_.dtype = dtype;
   tensor_.data = const_cast<void*>(made.data());
-  const auto count = static_cast<std::int64_t>(bytes.size() / size_of(dtype));
-  set_extents(tensor_, name_, 1, &count);
+  set_extents(tensor_, name_, dims, shape);
   read_only_ = true;
   holder_ = made;
 }
@@ -317,17 +293,12 @@ bool Array::take_buffer() {
   if (PyObject_GetBuffer(memory, &buffer_, PyBUF_RECORDS_RO) != 0) {
     if (kind_.name != Kind::numpy) throw nb::python_error();
     PyErr_Clear();  // there is no letter for such a type
-    refuse_type(name_, nb::cast<std::string>(nb::str(nb::object(object_.attr("dtype")))));
+    refuse_type(name_, numpy_type_text(object_));
   }
   has_buffer_ = true;
   const auto dtype = added ? added : dtype_of_format(buffer_.format, buffer_.itemsize);
   if (!dtype) {
-    if (kind_.name == Kind::numpy) {
-      const nb::object type = object_.attr("dtype");
-      const std::string order = nb::cast<std::string>(nb::str(nb::object(type.attr("byteorder"))));
-      refuse_type(name_, nb::cast<std::string>(nb::str(nb::object(type.attr("name")))) +
-                             (order == ">" ? " in the other byte order" : ""));
-    }
+    if (kind_.name == Kind::numpy) refuse_type(name_, numpy_type_text(object_));
     refuse_type(name_, std::string("'") + buffer_.format + "'");
   }
   tensor_.dtype = *dtype;
@@ -353,11 +324,11 @@ void Array::take(const dlpack::View& view) {
       gpu_ = view.place.index;
       break;
     default:
-      throw InputError(std::string(name_) + " lies on a device of DLPack's type " +
-                       std::to_string(view.place.type) + "; processors and CUDA are supported");
+      throw InputError(std::string(name_) + " lies on " + device_text(view.place) +
+                       "; processors and CUDA are supported");
   }
   const auto dtype = dtype_of_dlpack(view.type);
-  if (!dtype) refuse_type(name_, text_of(view.type));
+  if (!dtype) refuse_type(name_, type_text(view.type));
   tensor_.dtype = *dtype;
   if (view.data != nullptr) tensor_.data = static_cast<char*>(view.data) + view.byte_offset;
   set_extents(tensor_, name_, view.dims, view.shape);
@@ -365,33 +336,37 @@ void Array::take(const dlpack::View& view) {
     for (int d = 0; d < view.dims; ++d) tensor_.stride[d] = view.strides[d];
 }
 
-void Array::take_exchange() {
+void Array::take_exchange(nb::handle source) {
   dlpack::View view{};
-  if (kind_.api->view_of(object_.ptr(), &view) != 0) throw nb::python_error();
+  if (kind_.api->view_of(source.ptr(), &view) != 0) refuse_unreadable(object_, name_);
   take(view);
 }
 
-void Array::take_capsule() {
+void Array::take_capsule(nb::handle source) {
   // What is on a GPU is made ready on the stream that the call works on: CuPy's own stream, which
   // needs nothing, or the default stream (1 in this protocol).
-  const nb::object place = object_.attr("__dlpack_device__")();
-  const bool on_gpu = nb::cast<int>(nb::object(nb::int_(nb::object(place[0])))) == dlpack::kCuda;
-  nb::dict options;
-  if (on_gpu)
-    options["stream"] =
-        derives(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(object_.ptr()))), "cupy", "ndarray")
-            ? -1
-            : 1;
-  const nb::object method = object_.attr("__dlpack__");
+  const nb::handle type(reinterpret_cast<PyObject*>(Py_TYPE(source.ptr())));
+  nb::object capsule;
   try {
-    nb::dict with_version(options);
-    with_version = nb::cast<nb::dict>(nb::object(options.attr("copy")()));
-    with_version["max_version"] = nb::make_tuple(1, 1);
-    holder_ = method(**with_version);
+    const nb::object place = source.attr("__dlpack_device__")();
+    const bool on_gpu = nb::cast<int>(nb::object(nb::int_(nb::object(place[0])))) == dlpack::kCuda;
+    nb::dict options;
+    if (on_gpu) options["stream"] = derives(type, "cupy", "ndarray") ? -1 : 1;
+    const nb::object method = source.attr("__dlpack__");
+    try {
+      nb::dict with_version(options);
+      with_version = nb::cast<nb::dict>(nb::object(options.attr("copy")()));
+      with_version["max_version"] = nb::make_tuple(1, 1);
+      capsule = method(**with_version);
+    } catch (nb::python_error& error) {
+      if (!error.matches(PyExc_TypeError)) throw;
+      capsule = method(**options);  // from before DLPack 1.0
+    }
   } catch (nb::python_error& error) {
-    if (!error.matches(PyExc_TypeError)) throw;
-    holder_ = method(**options);  // from before DLPack 1.0
+    error.restore();
+    refuse_unreadable(object_, name_);
   }
+  holder_ = capsule;
   if (PyCapsule_IsValid(holder_.ptr(), "dltensor_versioned")) {
     const auto* managed = static_cast<const dlpack::ManagedVersioned*>(
         PyCapsule_GetPointer(holder_.ptr(), "dltensor_versioned"));
@@ -407,8 +382,7 @@ void Array::take_capsule() {
     throw nb::type_error((std::string(name_) + ".__dlpack__() gives no capsule of DLPack").c_str());
   }
   // Arrays of JAX never change, and do not always say so here.
-  if (derives(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(object_.ptr()))), "jax", "Array"))
-    read_only_ = true;
+  if (derives(type, "jax", "Array")) read_only_ = true;
 }
 
 void Array::settle() {
@@ -417,34 +391,10 @@ void Array::settle() {
     tensor_.shape[0] = tensor_.stride[0] = 1;
   }
   settle_strides(tensor_);
-  // An array without elements is an array that was given, wherever it lies.
+  // An array without elements is an array that was given, wherever it lies. What has elements and
+  // no memory stands for something else than its memory: take_memory() refuses it.
   static char nowhere[256];
   if (tensor_.data == nullptr && tensor_.size() == 0) tensor_.data = nowhere;
-}
-
-DType dtype_of(nb::handle given, const char* name) {
-  std::string found;
-  if (PyUnicode_Check(given.ptr())) {
-    found = nb::cast<std::string>(given);
-  } else if (PyType_Check(given.ptr())) {  // numpy.float32, ml_dtypes.bfloat16
-    found = nb::cast<std::string>(given.attr("__name__"));
-  } else if (nb::hasattr(given, "name")) {  // numpy.dtype
-    found = nb::cast<std::string>(nb::str(nb::object(given.attr("name"))));
-  } else {  // torch.bfloat16
-    found = nb::cast<std::string>(nb::str(given));
-  }
-  if (found.starts_with("torch.")) found.erase(0, 6);
-  if (const auto dtype = dtype_named(found)) return *dtype;
-  if (PyUnicode_Check(given.ptr()))
-    throw InputError(std::string(name) + " is '" + found +
-                     "'; float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 are supported");
-  wrong_type(given, name, "a dtype, as 'bfloat16'");
-}
-
-const char* dtype_name(DType dtype) {
-  for (const TypeName& type : kTypes)
-    if (type.dtype == dtype) return type.name;
-  return "no type";
 }
 
 const char* device_name(Device device) { return device == Device::host ? "cpu" : "cuda"; }
@@ -453,6 +403,16 @@ void require_gpu(const Array& array, const char* name, int gpu) {
   if (gpu >= 0 && array && array.gpu() >= 0 && array.gpu() != gpu)
     throw InputError(std::string(name) + " lies on GPU " + std::to_string(array.gpu()) +
                      ", and the communicator's is GPU " + std::to_string(gpu));
+}
+
+void refuse_by_sequence(const Array& array, const char* name, const char* wanted) {
+  if (!array || array.tensor().dims < 2) return;
+  const Tensor& t = array.tensor();
+  std::string shape;
+  for (int d = 0; d < t.dims; ++d) shape += (d > 0 ? ", " : "[") + std::to_string(t.shape[d]);
+  throw Unsupported(std::string(name) + " is " + shape +
+                    "], one row for each sequence, which is not supported; " + wanted +
+                    " is wanted: call once for each sequence, or for those that are alike");
 }
 
 Stream given_stream(nb::handle given) {

@@ -4,7 +4,8 @@
 //     torch     the exchange interface of DLPack in C, or __dlpack__ where it is older
 //     others    __dlpack__ (JAX, CuPy ...), and any buffer
 //
-// Nothing is copied. A view keeps what it sees alive.
+// A view keeps what it sees alive. Nothing is copied but small arrays of integers of another width
+// (integers.hpp), and what torch negates lazily, which has no memory of its own (odd_arrays.hpp).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -27,7 +28,10 @@ namespace nb = nanobind;
 /// What decides how an array is read, and how one like it is made. One for each Python type.
 struct Kind {
   enum Name : std::uint8_t { numpy, torch, other };
+  /// Memory that does not hold what the array stands for; such arrays are refused.
+  enum Odd : std::uint8_t { plain, masked, wrapper };
   Name name = other;
+  Odd odd = plain;
   const dlpack::ExchangeApi* api = nullptr;  // torch, where it has one
 };
 
@@ -35,12 +39,16 @@ class Array {
  public:
   Array() = default;
   /// `name` is the argument's. None is no array. TypeError for what is no array; InputError for
-  /// element types and strides that there is no tensor of; Unsupported for an array that requires
-  /// grad.
+  /// element types and strides that there is no tensor of, and for arrays whose memory does not
+  /// hold their values; Unsupported for an array whose derivative is asked for.
   Array(nb::handle object, const char* name);
-  /// A small array, for which numbers may stand too, one or a list: they become `dtype`, on the
-  /// host.
-  Array(nb::handle object, const char* name, DType dtype);
+  /// A small array, for which numbers may stand too: one, a list, or a list of lists. They become
+  /// `dtype`, on the host. Arrays of other integers become `dtype` where it is int32, int64 or
+  /// uint8 (flags): on the host, or queued on the stream of the call.
+  /// InputError for a value that `dtype` does not have, and for arrays of no integers.
+  Array(nb::handle object, const char* name, DType dtype, Stream stream = {});
+  /// The same where lists of numbers are not wanted: block tables.
+  static Array table(nb::handle object, const char* name, Stream stream);
   ~Array();
   Array(Array&& other) noexcept;
   Array& operator=(Array&&) = delete;
@@ -56,13 +64,19 @@ class Array {
   const Array& required() const;
   /// InputError for an array that may not be written to.
   const Array& writable() const;
+  /// InputError for elements of no float type, as bytes that do not say which fp8 they are.
+  const Array& floats() const;
+  /// From here on it is as one that is not given.
+  void leave_out();
 
  private:
   bool take_buffer();
   void read(nb::handle object);
+  void take_memory(nb::handle source);
   void take_numbers(nb::handle object, DType dtype);
-  void take_exchange();
-  void take_capsule();
+  void take_integers(DType dtype, Stream stream);
+  void take_exchange(nb::handle source);
+  void take_capsule(nb::handle source);
   void take(const dlpack::View& view);
   void settle();
 
@@ -72,9 +86,10 @@ class Array {
   Kind kind_;
   int gpu_ = -1;
   bool read_only_ = false;
+  bool is_copy_ = false;  // the memory is not the caller's
   bool has_buffer_ = false;
   Py_buffer buffer_{};
-  nb::object holder_;  // the capsule of __dlpack__, the bytes of numbers, an array of integers
+  nb::object holder_;  // what keeps the memory: a capsule, bytes, or an array made for the call
 };
 
 /// A result. Where the caller's kind can be made before it is written, tensor() is its memory;
@@ -107,17 +122,15 @@ Result result_of(const Array& given, const Array& like, std::span<const std::int
 /// negative one has none.
 void require_gpu(const Array& array, const char* name, int gpu);
 
+/// Throws Unsupported for factors of each sequence, [batch, ...], where one vector is `wanted`.
+void refuse_by_sequence(const Array& array, const char* name, const char* wanted);
+
 /// A stream of torch, CuPy or __cuda_stream__, or its handle as a number.
 Stream given_stream(nb::handle given);
 
 /// The stream of a call on CUDA: the caller's, or the one that the arrays' library works on.
 /// InputError for a stream on processors.
 Stream stream_of(nb::handle given, const Array& like);
-
-/// As NumPy and torch call it: "bfloat16".
-const char* dtype_name(DType dtype);
-/// The other way, also of the dtypes of NumPy and torch. TypeError, InputError.
-DType dtype_of(nb::handle given, const char* name);
 
 /// "cpu" or "cuda".
 const char* device_name(Device device);

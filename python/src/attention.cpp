@@ -11,6 +11,8 @@
 #include "python/src/arrays.hpp"
 #include "python/src/call.hpp"
 #include "python/src/communicators.hpp"
+#include "python/src/dtypes.hpp"
+#include "python/src/errors.hpp"
 #include "python/src/lengths.hpp"
 #include "python/src/words.hpp"
 
@@ -32,10 +34,6 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
   o.head_dim = small(call.head_dim(), "the last dimension of q");
   o.value_dim = small(call.value_dim(), "the last dimension of v");
   const Tensor &q = call.q.tensor(), &k = call.k.tensor();
-  for (const auto& [t, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, {&call.v.tensor(), "v"}})
-    if (!is_float(t->dtype))
-      throw InputError(std::string(name) + " is " + dtype_name(t->dtype) +
-                       "; a float type is wanted");
   if (!is_fp8(q.dtype))
     o.dtypes.compute = q.dtype;
   else if (is_fp8(k.dtype) && is_fp8(call.v.tensor().dtype) && call.given_out &&
@@ -45,9 +43,7 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
     if (!is_fp8(t->dtype) && t->dtype != o.dtypes.compute)
       throw InputError(std::string(name) + " is " + dtype_name(t->dtype) + "; " +
                        dtype_name(o.dtypes.compute) + ", as q, or fp8 is wanted");
-  if (call.given_out && !is_float(call.given_out.tensor().dtype))
-    throw InputError(std::string("out is ") + dtype_name(call.given_out.tensor().dtype) +
-                     "; a float type is wanted");
+  call.given_out.floats();
   o.dtypes.query = q.dtype;
   o.dtypes.kv = k.dtype;
   o.dtypes.out = call.given_out ? call.given_out.tensor().dtype : o.dtypes.compute;
@@ -183,7 +179,7 @@ double time_attend(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb:
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  m.def("attend", &attend);
+  def_by_position(m, "attend", &attend, Function::attend);
   def_by_position(m, "time_attend", &time_attend);
 }
 

@@ -1,6 +1,7 @@
 #include "python/src/call.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <span>
 #include <utility>
 
@@ -158,13 +159,14 @@ void DenseCopies::take_unless_cache(Array& k, Array& v) {
 
 Call::Call(const Given& g)
     : q(g.q, "q"),
+      stream(stream_of(g.stream, q.required())),
       k(g.k, "k"),
       v(g.v, "v"),
       causal(PyBool_Check(g.causal.ptr()) ? nb::none() : nb::borrow(g.causal), "causal",
-             DType::uint8),
-      cu_seqlens_q(g.cu_seqlens_q, "cu_seqlens_q", DType::int32),
-      cache_seqlens(g.cache_seqlens, "cache_seqlens", DType::int32),
-      block_table(g.block_table, "block_table"),
+             DType::uint8, stream),
+      cu_seqlens_q(g.cu_seqlens_q, "cu_seqlens_q", DType::int32, stream),
+      cache_seqlens(g.cache_seqlens, "cache_seqlens", DType::int32, stream),
+      block_table(Array::table(g.block_table, "block_table", stream)),
       k_new(g.k_new, "k_new"),
       v_new(g.v_new, "v_new"),
       q_descale(g.q_descale, "q_descale", DType::fp32),
@@ -174,9 +176,9 @@ Call::Call(const Given& g)
       alibi_slopes(g.alibi_slopes, "alibi_slopes", DType::fp32),
       sinks(g.sinks, "sinks", DType::fp32),
       qq_bias(g.qq_bias, "qq_bias"),
-      documents(g.documents, "documents", DType::int64),
-      key_table(g.key_table, "key_table", DType::int64),
-      query_table(g.query_table, "query_table", DType::int64),
+      documents(g.documents, "documents", DType::int64, stream),
+      key_table(g.key_table, "key_table", DType::int64, stream),
+      query_table(g.query_table, "query_table", DType::int64, stream),
       given_out(g.out, "out"),
       given_lse(g.lse, "lse"),
       total_keys(count_of(g.total_keys, "total_keys")),
@@ -187,9 +189,8 @@ Call::Call(const Given& g)
       skip_decode(flag(g.skip_decode, "skip_decode")),
       return_lse(flag(g.return_lse, "return_lse")),
       copies_(g.stream) {
-  const Tensor& rows = q.required().tensor();
-  k.required();
-  v.required();
+  const Tensor& rows = q.tensor();
+  for (const Array& array : {std::cref(q), std::cref(k), std::cref(v)}) array.required().floats();
   if (rows.dims != 3 && rows.dims != 4)
     throw InputError("q is " + shape_text(rows) +
                      "; [tokens, heads, head_dim] is wanted, or [batch, tokens, heads, head_dim]");
@@ -205,7 +206,21 @@ Call::Call(const Given& g)
   if (batched() && keys.dims == 4 && !block_table && keys.shape[0] != rows.shape[0])
     throw InputError("q is " + shape_text(rows) + " and k is " + shape_text(keys) +
                      ": the numbers of sequences differ");
-  stream = stream_of(g.stream, q);
+  refuse_by_sequence(alibi_slopes, "alibi_slopes", "[heads]");
+  for (const auto& [factors, name] :
+       {std::pair{&q_descale, "q_descale"}, {&k_descale, "k_descale"}, {&v_descale, "v_descale"}})
+    refuse_by_sequence(*factors, name, "[1] or [kv_heads]");
+  if (batched() && batch() == 0) leave_out_sequences();
+}
+
+void Call::leave_out_sequences() {
+  const std::int64_t heads = kv_heads(), dim = head_dim(), columns = value_dim();
+  Tensor &keys = k.tensor(), &values = v.tensor();
+  keys = {keys.data, keys.dtype, {0, heads, dim}, keys.device};
+  values = {values.data, values.dtype, {0, heads, columns}, values.device};
+  for (Array* array : {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &k_new, &v_new})
+    array->leave_out();
+  total_keys = 0;
 }
 
 std::int64_t Call::own_keys() const {

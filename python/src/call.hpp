@@ -115,16 +115,21 @@ struct Call {
   nb::object finish();
   bool needs_wait() const { return out.needs_wait() || lse.needs_wait(); }
 
-  Array q, k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
-      k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, key_table,
-      query_table, given_out, given_lse;
+  Array q;
+  Stream stream;  // of the call
+  Array k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale, k_descale,
+      v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, key_table, query_table,
+      given_out, given_lse;
   std::int64_t total_keys, total_queries, whole_keys, whole_queries;
   std::string contradiction;
   bool skip_decode, return_lse;
-  Stream stream;
   Result out, lse;
 
  private:
+  /// A batch of no sequences: one sequence without keys and queries, so that the ranks still agree
+  /// on the run, and results without elements.
+  void leave_out_sequences();
+
   DenseCopies copies_;
 };
 

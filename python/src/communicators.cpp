@@ -9,6 +9,7 @@
 
 #include "longspan/error.hpp"
 #include "python/src/arrays.hpp"
+#include "python/src/errors.hpp"
 #include "python/src/words.hpp"
 #if defined(LONGSPAN_PYTHON_MPI)
 #include "longspan/mpi.hpp"
@@ -174,14 +175,14 @@ nb::object split(Comm& comm, nb::handle color, nb::handle key) {
                   nb::rv_policy::take_ownership);
 }
 
-std::string repr(Comm& comm) {
+nb::str repr(Comm& comm) {
   try {
     const Communicator& world = comm.world();
-    return "<longspan.Communicator rank " + std::to_string(world.rank()) + " of " +
-           std::to_string(world.size()) + ", " + device_name(world.device()) + ": " +
-           world.describe() + ">";
+    return python_text("<longspan.Communicator rank " + std::to_string(world.rank()) + " of " +
+                       std::to_string(world.size()) + ", " + device_name(world.device()) + ": " +
+                       world.describe() + ">");
   } catch (const UsageError&) {
-    return "<longspan.Communicator, closed>";
+    return python_text("<longspan.Communicator, closed>");
   }
 }
 
@@ -270,7 +271,8 @@ void bind_communicators(nb::module_& m) {
           [](Comm& c) { return static_cast<double>(c.world().deadline().count()) / 1e3; },
           "Seconds that a rank waits for another at most.")
       .def(
-          "describe", [](Comm& c) { return c.world().describe(); }, "One line for people.")
+          "describe", [](Comm& c) { return python_text(c.world().describe()); },
+          "One line for people.")
       .def("gather", &gathered, nb::arg("mine").none(), nb::arg("step") = "gather",
            "Every rank's bytes, in rank order. Collective: it waits for every rank, at most for "
            "the\n"

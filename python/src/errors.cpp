@@ -1,45 +1,9 @@
 #include "python/src/errors.hpp"
 
-#include <nanobind/stl/string.h>
-
-#include <cctype>
 #include <exception>
-#include <string_view>
-#include <utility>
-
-#include "longspan/error.hpp"
 
 namespace longspan::python {
 namespace {
-
-/// The C++ name of an argument, and what the Python functions call it.
-constexpr std::pair<std::string_view, std::string_view> kNames[] = {
-    {"kv_len", "cache_seqlens"},
-    {"query_start", "cu_seqlens_q"},
-    {"new_k", "k_new"},
-    {"new_v", "v_new"},
-    {"q_scale", "q_descale"},
-    {"k_scale", "k_descale"},
-    {"v_scale", "v_descale"},
-    {"slopes", "alibi_slopes"},
-    {"total_tokens", "total_queries"},
-    {"max_kv_len", "max_seqlen_k"},
-    {"max_query_len", "max_seqlen_q"},
-    {"max_tokens", "max_queries"},
-    {"prefix_out", "prefix_output"},
-    {"suffix_out", "suffix_output"},
-    {"out_lse", "lse"},
-    {"slots", "slot_mapping"},
-    {"workspace", "workspace"},
-};
-
-bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
-
-std::string_view python_name(std::string_view word) {
-  for (const auto& [cpp, python] : kNames)
-    if (word == cpp) return python;
-  return word;
-}
 
 const char* class_of(const Error& error) {
   switch (error.kind()) {
@@ -59,36 +23,40 @@ const char* class_of(const Error& error) {
   }
 }
 
-void raise(const Error& error) {
+void raise(const Error& error, Function function) {
   const nb::object type = nb::module_::import_("longspan._errors").attr(class_of(error));
-  const std::string message = with_python_names(error.what());
+  const nb::str message = python_text(with_python_names(error.what(), function));
   if (const auto* of_rank = dynamic_cast<const RankError*>(&error)) {
-    const nb::object made = type(message, of_rank->rank(), of_rank->step());
+    const nb::object made = type(message, of_rank->rank(), python_text(of_rank->step()));
     PyErr_SetObject(type.ptr(), made.ptr());
     return;
   }
-  PyErr_SetString(type.ptr(), message.c_str());
+  PyErr_SetObject(type.ptr(), message.ptr());
 }
 
 }  // namespace
 
-std::string with_python_names(const std::string& message) {
-  std::string made;
-  for (std::size_t i = 0; i < message.size();) {
-    if (!is_word(message[i])) {
-      made += message[i++];
-      continue;
-    }
-    std::size_t end = i;
-    while (end < message.size() && is_word(message[end])) ++end;
-    const bool qualifies = message.compare(end, 2, "::") == 0;  // Options::queries: the member
-    if (qualifies)
-      end += 2;
-    else
-      made += python_name(std::string_view(message).substr(i, end - i));
-    i = end;
+nb::str python_text(std::string_view text) {
+  PyObject* const made =
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal<nb::str>(made);
+}
+
+void set_error(const Error& error, Function function) {
+  if (PyErr_Occurred() != nullptr) return;
+  // What stands in the message of an error in Python's own code is raised as it is.
+  try {
+    raise(error, function);
+  } catch (nb::python_error& failed) {
+    failed.restore();
   }
-  return made;
+}
+
+void set_error(const nb::builtin_exception& error, Function function) {
+  if (error.type() != nb::exception_type::type_error) throw error;
+  const nb::str message = python_text(with_python_names(error.what(), function));
+  PyErr_SetObject(PyExc_TypeError, message.ptr());
 }
 
 void translate_errors() {
@@ -96,13 +64,7 @@ void translate_errors() {
     try {
       std::rethrow_exception(thrown);
     } catch (const Error& error) {
-      if (PyErr_Occurred() != nullptr) return;  // the call ended because of it: KeyboardInterrupt
-      // What stands in the message of an error in Python's own code is raised as it is.
-      try {
-        raise(error);
-      } catch (nb::python_error& failed) {
-        failed.restore();
-      }
+      set_error(error, Function::any);
     }
   });
 }

@@ -1,10 +1,15 @@
-// Errors of the library as Python exceptions (longspan/_errors.py), and the names of arguments as
-// the Python functions have them.
+// Errors of the library as Python exceptions (longspan/_errors.py), in the names that arguments
+// have in Python: names.cpp has the one table of them.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include <string>
+#include <string_view>
+#include <utility>
+
+#include "longspan/error.hpp"
+#include "python/src/names.hpp"
 
 namespace longspan::python {
 
@@ -13,7 +18,60 @@ namespace nb = nanobind;
 /// From here on what the library throws reaches Python as its exceptions.
 void translate_errors();
 
-/// "kv_len[1] is -3" -> "cache_seqlens[1] is -3".
-std::string with_python_names(const std::string& message);
+/// Text of the library, the system or another rank as a str. Bytes that are no UTF-8 become U+FFFD.
+nb::str python_text(std::string_view text);
+
+/// Sets the Python exception of `error`, unless one is set already (KeyboardInterrupt, by which the
+/// call ended). The names are those of `function`.
+void set_error(const Error& error, Function function);
+/// The same of a TypeError or ValueError of the binding.
+void set_error(const nb::builtin_exception& error, Function function);
+
+/// call(), whose errors speak of arguments as `function` names them.
+template <class Call>
+auto in_words_of(Function function, const Call& call) {
+  try {
+    return call();
+  } catch (const Error& error) {
+    set_error(error, function);
+  } catch (const nb::builtin_exception& error) {
+    set_error(error, function);
+  }
+  throw nb::python_error();
+}
+
+/// A function or a method that takes all arguments by position, and None for any of them.
+template <class Scope, class Result, class... Args>
+void def_by_position(Scope& scope, const char* name, Result (*function)(Args...),
+                     Function words = Function::any) {
+  scope.def(
+      name,
+      [=](Args... args) -> Result { return in_words_of(words, [&] { return function(args...); }); },
+      (static_cast<void>(sizeof(Args*)), nb::arg().none())...);
+}
+template <class Scope, class Result, class Class, class... Args>
+void def_by_position(Scope& scope, const char* name, Result (Class::*function)(Args...),
+                     Function words = Function::any) {
+  scope.def(
+      name,
+      [=](Class& self, Args... args) -> Result {
+        return in_words_of(words, [&] { return (self.*function)(args...); });
+      },
+      (static_cast<void>(sizeof(Args*)), nb::arg().none())...);
+}
+/// The same of those that take their arguments as one tuple.
+template <class Scope>
+void def_by_position(Scope& scope, const char* name, nb::object (*function)(nb::args),
+                     Function words) {
+  scope.def(name,
+            [=](nb::args args) { return in_words_of(words, [&] { return function(args); }); });
+}
+template <class Scope, class Class>
+void def_by_position(Scope& scope, const char* name, nb::object (Class::*function)(nb::args),
+                     Function words) {
+  scope.def(name, [=](Class& self, nb::args args) {
+    return in_words_of(words, [&] { return (self.*function)(args); });
+  });
+}
 
 }  // namespace longspan::python

@@ -9,6 +9,8 @@
 #include "python/src/arrays.hpp"
 #include "python/src/call.hpp"
 #include "python/src/communicators.hpp"
+#include "python/src/dtypes.hpp"
+#include "python/src/errors.hpp"
 #include "python/src/lengths.hpp"
 #include "python/src/words.hpp"
 
@@ -47,13 +49,18 @@ class Layer {
               nb::handle cu_seqlens_q, nb::handle cache_seqlens, nb::handle block_table,
               nb::handle total_keys, nb::handle key_table, nb::handle k_descale,
               nb::handle v_descale, nb::handle stream) {
-    Array new_k(k_new, "k_new"), new_v(v_new, "v_new");
-    const Array keys(k, "k"), values(v, "v"), starts(cu_seqlens_q, "cu_seqlens_q", DType::int32),
-        lengths(cache_seqlens, "cache_seqlens", DType::int32), table(block_table, "block_table"),
-        cut(key_table, "key_table", DType::int64), k_scale(k_descale, "k_descale", DType::fp32),
-        v_scale(v_descale, "v_descale", DType::fp32);
+    Array new_k(k_new, "k_new");
+    const Stream queue = stream_of(stream, new_k.required());
+    Array new_v(v_new, "v_new");
+    const Array keys(k, "k"), values(v, "v"),
+        starts(cu_seqlens_q, "cu_seqlens_q", DType::int32, queue),
+        lengths(cache_seqlens, "cache_seqlens", DType::int32, queue),
+        table(Array::table(block_table, "block_table", queue)),
+        cut(key_table, "key_table", DType::int64, queue),
+        k_scale(k_descale, "k_descale", DType::fp32), v_scale(v_descale, "v_descale", DType::fp32);
+    for (const Array* array : {&std::as_const(new_k), &std::as_const(new_v), &keys, &values})
+      array->floats();
     DenseCopies copies(stream);
-    new_k.required();
     copies.take_unless_flat(new_k, "k_new");
     copies.take_unless_flat(new_v, "v_new");
     Append a;
@@ -68,8 +75,8 @@ class Layer {
     a.key_table = cut.tensor();
     a.k_scale = k_scale.tensor();
     a.v_scale = v_scale.tensor();
-    const Stream queue = stream_of(stream, new_k);
     const std::int64_t batch = new_k.tensor().dims == 4 ? new_k.tensor().shape[0] : 1;
+    if (batch == 0) return;  // no sequence grows; nothing is sent, so that no rank waits
     comm_of(held_).alone([&](const Communicator& world) {
       if (batch > 1 && !a.query_start)
         a.query_start = arrays_.steps(world.device(), batch + 1, new_k.tensor().shape[1]);
@@ -137,18 +144,18 @@ Layer* make_layer(nb::handle given, nb::handle heads, nb::handle kv_heads, nb::h
 
 void bind_layer(nb::module_& m) {
   nb::class_<Layer> layer(m, "Layer");
-  def_by_position(layer, "append", &Layer::append);
-  def_by_position(layer, "wait", &Layer::wait);
-  layer.def("run", &Layer::run)
-      .def("comm", &Layer::comm)
+  def_by_position(layer, "append", &Layer::append, Function::layer);
+  def_by_position(layer, "run", &Layer::run, Function::layer);
+  def_by_position(layer, "wait", &Layer::wait, Function::layer);
+  layer.def("comm", &Layer::comm)
       .def("shard",
            [](Layer& l, nb::handle length) {
              const Shard shard = l.layer().shard(integer(length, "length"));
              return nb::make_tuple(shard.length, shard.rank, shard.ranks);
            })
       .def("keys", [](Layer& l) { return l.layer().options().keys; })
-      .def("strategy", [](Layer& l) { return std::string(l.layer().strategy().name); })
-      .def("exchange", [](Layer& l) { return l.layer().exchange().describe(); })
+      .def("strategy", [](Layer& l) { return python_text(l.layer().strategy().name); })
+      .def("exchange", [](Layer& l) { return python_text(l.layer().exchange().describe()); })
       .def("workspace_bytes", [](Layer& l) { return l.layer().workspace_bytes(); })
       .def("phases", [](Layer& l) {
         const Phases p = l.layer().phases();
@@ -158,7 +165,7 @@ void bind_layer(nb::module_& m) {
         made["merge"] = p.merge;
         return made;
       });
-  def_by_position(m, "layer", &make_layer);
+  def_by_position(m, "layer", &make_layer, Function::layer);
 }
 
 }  // namespace longspan::python

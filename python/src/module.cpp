@@ -21,7 +21,7 @@ namespace {
 
 nb::dict info() {
   nb::dict made;
-  for (const auto& [name, value] : system_info()) made[name.c_str()] = value;
+  for (const auto& [name, value] : system_info()) made[name.c_str()] = python_text(value);
   return made;
 }
 
@@ -44,7 +44,7 @@ nb::list environment_rows() {
   for (const EnvironmentVariable& v : environment()) {
     nb::dict row;
     row["name"] = v.name;
-    row["value"] = v.value;
+    row["value"] = python_text(v.value);
     row["default"] = v.standard;
     row["meaning"] = v.meaning;
     rows.append(row);

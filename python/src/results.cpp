@@ -9,6 +9,7 @@
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
 #include "python/src/arrays.hpp"
+#include "python/src/dtypes.hpp"
 #include "python/src/words.hpp"
 
 namespace longspan::python {

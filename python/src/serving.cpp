@@ -14,6 +14,8 @@
 #include "longspan/serving.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/communicators.hpp"
+#include "python/src/dtypes.hpp"
+#include "python/src/errors.hpp"
 #include "python/src/plans.hpp"
 #include "python/src/words.hpp"
 #if defined(LONGSPAN_HAVE_CUDA) && !defined(LONGSPAN_SIMULATED)
@@ -93,7 +95,7 @@ Ops& ops_for(const Array& array) {
 
 LogBase base_of(nb::handle given) {
   if (PyUnicode_Check(given.ptr())) {
-    if (nb::cast<std::string>(given) == "e") return LogBase::e;
+    if (text(given, "base") == "e") return LogBase::e;
   } else if (integer(given, "base") == 2) {
     return LogBase::two;
   }
@@ -147,7 +149,8 @@ nb::object merge_attn_states(nb::handle prefix_output, nb::handle prefix_lse,
   const bool is_first = flag(heads_first, "heads_first");
   Ops& ops = ops_for(prefix);
   const Tensor &a = prefix.tensor(), &la = prefix_l.required().tensor();
-  suffix.required();
+  prefix.floats();
+  suffix.required().floats();
   suffix_l.required();
   check_same_gpu({{&prefix, "prefix_output"},
                   {&prefix_l, "prefix_lse"},
@@ -159,6 +162,7 @@ nb::object merge_attn_states(nb::handle prefix_output, nb::handle prefix_lse,
                   {&own_out, "out"},
                   {&own_lse, "lse"}});
   const LogBase of_base = base_of(base);
+  own_out.floats();
   Result out =
       result_of(own_out, prefix, {a.shape.data(), static_cast<std::size_t>(a.dims)}, a.dtype);
   Result lse = result_of(own_lse, prefix_l, {la.shape.data(), static_cast<std::size_t>(la.dims)},
@@ -178,6 +182,14 @@ nb::object merge_attn_states(nb::handle prefix_output, nb::handle prefix_lse,
   const Stream queue = stream_of(stream, prefix);
   ops.run([&](const ServingOps& o) { o.merge_attn_states(args, of_base, queue); });
   return finished(out, lse, prefix, queue, true);
+}
+
+/// The same by FlashInfer's names.
+nb::object merge_state(nb::handle v_a, nb::handle s_a, nb::handle v_b, nb::handle s_b,
+                       nb::handle base, nb::handle nan_is_empty, nb::handle given_out,
+                       nb::handle given_lse, nb::handle stream) {
+  return merge_attn_states(v_a, s_a, v_b, s_b, base, nb::handle(Py_False), given_out, given_lse,
+                           nb::none(), nb::none(), nb::none(), nb::none(), nan_is_empty, stream);
 }
 
 /// Parts in the first dimension, or in the second, as FlashInfer has them.
@@ -207,6 +219,7 @@ nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle 
                      "; [tokens, parts, heads, dim] and [tokens, parts, heads] are wanted");
   const LogBase of_base = base_of(base);
   const std::array<std::int64_t, 3> rows{p.shape[0], p.shape[2], p.shape[3]};
+  for (const Array* array : {&parts, &own_out}) array->floats();
   Result out = result_of(own_out, parts, rows, p.dtype);
   Result lse = result_of(own_lse, lses, {rows.data(), 2}, DType::fp32);
   const MergeStates args{.out = out.tensor(),
@@ -251,6 +264,7 @@ nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_ls
     throw InputError("part has " + std::to_string(p.shape[1]) + " heads, which " +
                      std::to_string(size) + " ranks cannot share evenly");
   const std::array<std::int64_t, 3> rows{p.shape[0], p.shape[1] / size, p.shape[2]};
+  for (const Array* array : {&own, &to_out}) array->floats();
   Result out = result_of(to_out, own, rows, p.dtype);
   Result lse = result_of(to_lse, own_lse, {rows.data(), 2}, DType::fp32);
   const MergeOptions options{.heads = static_cast<int>(p.shape[1]),
@@ -294,13 +308,14 @@ Fields unpack(const nb::args& args) {
 struct PagedCall {
   explicit PagedCall(const Paged& g)
       : q(g.q, "q"),
+        stream(stream_of(g.stream, q.required())),
         k_cache(g.k_cache, "k_cache"),
         v_cache(g.v_cache, "v_cache"),
-        block_table(g.block_table, "block_table"),
-        lengths(g.cache_seqlens, "cache_seqlens", DType::int32),
-        starts(g.cu_seqlens_q, "cu_seqlens_q", DType::int32),
+        block_table(Array::table(g.block_table, "block_table", stream)),
+        lengths(g.cache_seqlens, "cache_seqlens", DType::int32, stream),
+        starts(g.cu_seqlens_q, "cu_seqlens_q", DType::int32, stream),
         causal(PyBool_Check(g.causal.ptr()) ? nb::none() : nb::borrow(g.causal), "causal",
-               DType::uint8),
+               DType::uint8, stream),
         slopes(g.alibi_slopes, "alibi_slopes", DType::fp32),
         sinks(g.sinks, "sinks", DType::fp32),
         qq_bias(g.qq_bias, "qq_bias"),
@@ -311,7 +326,12 @@ struct PagedCall {
         given_out(g.out, "out"),
         given_lse(g.lse, "lse"),
         return_lse(flag(g.return_lse, "return_lse")) {
-    for (const Array* array : {&q, &k_cache, &v_cache, &block_table, &lengths}) array->required();
+    for (const Array* array : {&k_cache, &v_cache, &block_table, &lengths}) array->required();
+    for (const Array* array : {&q, &k_cache, &v_cache, &given_out}) array->floats();
+    refuse_by_sequence(slopes, "alibi_slopes", "[heads]");
+    for (const auto& [factors, name] :
+         {std::pair{&q_scale, "q_descale"}, {&k_scale, "k_descale"}, {&v_scale, "v_descale"}})
+      refuse_by_sequence(*factors, name, "[1] or [kv_heads]");
     check_same_gpu({{&q, "q"},
                     {&k_cache, "k_cache"},
                     {&v_cache, "v_cache"},
@@ -335,8 +355,6 @@ struct PagedCall {
                        " dimensions; q is [tokens, heads, head_dim], the caches are [pages, page, "
                        "kv_heads, dim] or x-packed");
     value_dim = values.shape[keys.dims == 5 ? 2 : 3];
-    stream = stream_of(g.stream, q);
-
     args.q = rows;
     args.k_cache = keys;
     args.v_cache = values;
@@ -374,11 +392,12 @@ struct PagedCall {
     if (return_lse || given_lse) args.lse = Lse::tokens_heads(lse.tensor());
   }
 
-  Array q, k_cache, v_cache, block_table, lengths, starts, causal, slopes, sinks, qq_bias, q_scale,
+  Array q;
+  Stream stream;  // of the call
+  Array k_cache, v_cache, block_table, lengths, starts, causal, slopes, sinks, qq_bias, q_scale,
       k_scale, v_scale, out_scale, given_out, given_lse;
   bool return_lse;
   std::int64_t value_dim = 0;
-  Stream stream;
   Result out, lse;
   PagedAttention args;
 };
@@ -426,12 +445,14 @@ nb::object reduce_segments(nb::handle output, nb::handle max, nb::handle expsum,
                            nb::handle tile, nb::handle cache_seqlens, nb::handle cu_seqlens_q,
                            nb::handle dtype, nb::handle out_scale, nb::handle return_lse,
                            nb::handle given_out, nb::handle given_lse, nb::handle stream) {
-  const Array o(output, "segments.output"), m(max, "segments.max"), e(expsum, "segments.expsum"),
-      lengths(cache_seqlens, "cache_seqlens", DType::int32),
-      starts(cu_seqlens_q, "cu_seqlens_q", DType::int32),
+  const Array o(output, "segments.output");
+  const Stream queue = stream_of(stream, o.required());
+  const Array m(max, "segments.max"), e(expsum, "segments.expsum"),
+      lengths(cache_seqlens, "cache_seqlens", DType::int32, queue),
+      starts(cu_seqlens_q, "cu_seqlens_q", DType::int32, queue),
       scale(out_scale, "out_scale", DType::fp32), own_out(given_out, "out"),
       own_lse(given_lse, "lse");
-  const Tensor& states = o.required().tensor();
+  const Tensor& states = o.tensor();
   m.required();
   e.required();
   lengths.required();
@@ -447,6 +468,7 @@ nb::object reduce_segments(nb::handle output, nb::handle max, nb::handle expsum,
     throw InputError("segments.output has " + std::to_string(states.dims) +
                      " dimensions; [tokens, heads, segments, value_dim] is wanted");
   const std::array<std::int64_t, 3> shape{states.shape[0], states.shape[1], states.shape[3]};
+  own_out.floats();
   Result out = result_of(own_out, o, shape, dtype_of(dtype, "dtype")), lse;
   const bool with_lse = flag(return_lse, "return_lse");
   ReduceSegments args{.segments = {.output = states,
@@ -462,7 +484,6 @@ nb::object reduce_segments(nb::handle output, nb::handle max, nb::handle expsum,
     lse = result_of(own_lse, o, {shape.data(), 2}, DType::fp32);
     args.lse = Lse::tokens_heads(lse.tensor());
   }
-  const Stream queue = stream_of(stream, o);
   ops_for(o).run([&](const ServingOps& ops) { ops.reduce_segments(args, queue); });
   return finished(out, lse, o, queue, with_lse);
 }
@@ -476,8 +497,8 @@ nb::object context_attention(nb::args given) {
       scale_inv(given[kPaged + 3], "out_scale_inv", DType::fp32);
   call.make_results();
   ContextAttention args{.attention = call.args,
-                        .k = k.required().tensor(),
-                        .v = v.required().tensor(),
+                        .k = k.required().floats().tensor(),
+                        .v = v.required().floats().tensor(),
                         .skip_decode = flag(given[kPaged + 2], "skip_decode"),
                         .out_scale_inv = scale_inv.tensor()};
   check_same_gpu({{&call.q, "q"}, {&k, "k"}, {&v, "v"}, {&scale_inv, "out_scale_inv"}});
@@ -489,9 +510,12 @@ nb::object context_attention(nb::args given) {
 void append_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache,
                nb::handle slot_mapping, nb::handle k_descale, nb::handle v_descale,
                nb::handle stream) {
-  const Array new_k(k, "k"), new_v(v, "v"), keys(k_cache, "k_cache"), values(v_cache, "v_cache"),
-      slots(slot_mapping, "slot_mapping", DType::int64),
+  const Array new_k(k, "k");
+  const Stream queue = stream_of(stream, new_k.required());
+  const Array new_v(v, "v"), keys(k_cache, "k_cache"), values(v_cache, "v_cache"),
+      slots(slot_mapping, "slot_mapping", DType::int64, queue),
       scale_k(k_descale, "k_descale", DType::fp32), scale_v(v_descale, "v_descale", DType::fp32);
+  for (const Array* array : {&new_k, &new_v, &keys, &values}) array->floats();
   check_same_gpu({{&new_k, "k"},
                   {&new_v, "v"},
                   {&keys, "k_cache"},
@@ -506,20 +530,20 @@ void append_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cach
                       .slots = slots.required().tensor(),
                       .k_scale = scale_k.tensor(),
                       .v_scale = scale_v.tensor()};
-  const Stream queue = stream_of(stream, new_k);
   ops_for(new_k).run([&](const ServingOps& o) { o.append_kv(args, queue); });
 }
 
 }  // namespace
 
 void bind_serving(nb::module_& m) {
-  def_by_position(m, "merge_attn_states", &merge_attn_states);
-  def_by_position(m, "merge_states", &merge_states);
-  def_by_position(m, "cross_rank_merge", &cross_rank_merge);
-  m.def("segmented_attention", &segmented_attention);
-  def_by_position(m, "reduce_segments", &reduce_segments);
-  m.def("context_attention", &context_attention);
-  def_by_position(m, "append_kv", &append_kv);
+  def_by_position(m, "merge_attn_states", &merge_attn_states, Function::merge_attn_states);
+  def_by_position(m, "merge_state", &merge_state, Function::merge_state);
+  def_by_position(m, "merge_states", &merge_states, Function::merge_states);
+  def_by_position(m, "cross_rank_merge", &cross_rank_merge, Function::cross_rank_merge);
+  def_by_position(m, "segmented_attention", &segmented_attention, Function::paged);
+  def_by_position(m, "reduce_segments", &reduce_segments, Function::paged);
+  def_by_position(m, "context_attention", &context_attention, Function::paged);
+  def_by_position(m, "append_kv", &append_kv, Function::paged);
   m.def("forget_ops", [] {  // in the child of a fork their threads are the parent's
     for (auto& ops : all_ops()) static_cast<void>(ops.release());
     all_ops().clear();

@@ -62,7 +62,12 @@ std::optional<float> maybe_real(nb::handle given, const char* name) {
 
 std::string text(nb::handle given, const char* name) {
   if (!PyUnicode_Check(given.ptr())) wrong_type(given, name, "a str");
-  return nb::cast<std::string>(given);
+  // What the system gave as bytes that are no text stands in a str as surrogates; so it goes back.
+  const nb::object bytes =
+      nb::steal(PyUnicode_AsEncodedString(given.ptr(), "utf-8", "surrogateescape"));
+  if (!bytes.is_valid()) throw nb::python_error();
+  const auto size = static_cast<std::size_t>(PyBytes_Size(bytes.ptr()));
+  return {PyBytes_AsString(bytes.ptr()), size};
 }
 
 Mask mask_of(nb::handle causal, nb::handle window_size) {
@@ -74,9 +79,10 @@ Mask mask_of(nb::handle causal, nb::handle window_size) {
                      " entries; (left, right) are wanted, -1 for no bound");
   const std::int64_t left = integer(nb::object(window_size[0]), "window_size[0]");
   const std::int64_t right = integer(nb::object(window_size[1]), "window_size[1]");
-  if (left < -1 || right < -1 || left == std::numeric_limits<std::int64_t>::max())
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() - 1;
+  if (left < -1 || right < -1 || left > kMost || right > kMost)
     throw InputError("window_size is (" + std::to_string(left) + ", " + std::to_string(right) +
-                     "); each is a number of keys, or -1 for no bound");
+                     "); each is a number of keys up to 2^31 - 2, or -1 for no bound");
   mask.window = left + 1;
   mask.right = right;
   return mask;
@@ -109,7 +115,7 @@ Sharding sharding_of(nb::handle given, const char* name) {
   Sharding made;
   if (nb::try_cast<Sharding>(given, made)) return made;
   if (!PyUnicode_Check(given.ptr())) wrong_type(given, name, "a Sharding, or the name of a layout");
-  const std::string asked = nb::cast<std::string>(given);
+  const std::string asked = text(given, name);
   std::string known;
   for (int i = 0; i <= static_cast<int>(Layout::listed); ++i) {
     const char* const layout = longspan::name(static_cast<Layout>(i));
@@ -126,7 +132,7 @@ std::optional<Sharding> maybe_sharding(nb::handle given, const char* name) {
 
 Results results_of(nb::handle given) {
   if (PyUnicode_Check(given.ptr())) {
-    const std::string asked = nb::cast<std::string>(given);
+    const std::string asked = text(given, "results");
     for (const ResultPart part : {ResultPart::all, ResultPart::heads})
       if (asked == name(part)) return {part};
   }

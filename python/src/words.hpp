@@ -50,14 +50,4 @@ std::optional<Sharding> maybe_sharding(nb::handle given, const char* name);
 /// "all", "heads", or rows as sharding_of takes them.
 Results results_of(nb::handle given);
 
-/// A function or a method that takes all arguments by position, and None for any of them.
-template <class Scope, class Result, class... Args>
-void def_by_position(Scope& scope, const char* name, Result (*function)(Args...)) {
-  scope.def(name, function, (static_cast<void>(sizeof(Args*)), nb::arg().none())...);
-}
-template <class Scope, class Result, class Class, class... Args>
-void def_by_position(Scope& scope, const char* name, Result (Class::*function)(Args...)) {
-  scope.def(name, function, (static_cast<void>(sizeof(Args*)), nb::arg().none())...);
-}
-
 }  // namespace longspan::python

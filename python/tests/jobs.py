@@ -145,6 +145,25 @@ def disagree_in_lengths(comm, q, k, v):
         longspan.attend(q, k, v, comm=comm, cache_seqlens=[2 + rank_has])
 
 
+def disagree_in(comm, name, values, q, k, v):
+    longspan.attend(q, k, v, comm=comm, keys="striped", **{name: values[comm.rank > 0]})
+
+
+def disagree_in_dtype(comm, q, k, v):
+    dtype = np.float16 if comm.rank else np.float32
+    longspan.attend(*(a.astype(dtype) for a in (q, k, v)), comm=comm)
+
+
+def disagree_in_move(comm):
+    starts = np.minimum(np.arange(comm.size + 1) * (comm.rank + 1), 9)
+    starts[-1] = 9
+    longspan.Reshard(comm, lengths=[9], kv_heads=1, head_dim=8, to_keys="ranges", to_key_table=starts[None])
+
+
+def attend_nothing(comm):
+    return longspan.attend(*np.zeros((3, 0, 3, 2, 16), np.float32), comm=comm).shape
+
+
 def die(comm, who, q, k, v):
     longspan.attend(q, k, v, comm=comm, keys="striped")
     if comm.rank == who:

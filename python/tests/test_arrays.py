@@ -1,4 +1,5 @@
-"""Kinds of arrays, without the libraries that they come from: stand-ins speak their protocols."""
+"""Kinds of arrays. Stand-ins speak the protocols of libraries; torch itself makes the tensors whose
+memory is not what they stand for."""
 
 import array
 import ctypes
@@ -212,3 +213,187 @@ def test_nothing_is_copied_or_kept(rng):
     del q, k, v
     gc.collect()
     assert [w() for w in watched] == [None] * 3
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_integers_of_either_width(rng, dtype):
+    """torch and NumPy make int64 where nobody says otherwise."""
+    q, k, v = numbers(rng, (3, 2, 9, 4, 16))
+    lengths = np.array([9, 5])
+    right = longspan.attend(q[:, :3], k, v, cache_seqlens=[9, 5])
+    for kind in (np.asarray, Foreign):
+        assert (longspan.attend(q[:, :3], k, v, cache_seqlens=kind(lengths.astype(dtype))) == right).all()
+    spaced = np.array([9, 77, 5, 77], dtype)[::2]
+    assert (longspan.attend(q[:, :3], k, v, cache_seqlens=spaced) == right).all()
+    table = np.arange(6, dtype=dtype).reshape(2, 3)[::-1]
+    pages = np.stack([k, v]).reshape(2, 6, 3, 4, 16)
+    assert (longspan.attend(q[:, :3], *pages, cache_seqlens=lengths, block_table=table)
+            == longspan.attend(q[:, :3], k[::-1].copy(), v[::-1].copy(), cache_seqlens=[9, 5])).all()
+    packed, starts = np.concatenate([q[0, :2], q[1, :3]]), np.array([0, 2, 5], dtype)
+    right = longspan.attend(packed, k, v, cu_seqlens_q=[0, 2, 5], cache_seqlens=[9, 5])
+    assert (longspan.attend(packed, k, v, cu_seqlens_q=starts, cache_seqlens=lengths) == right).all()
+    one = q[0], k[0], v[0]
+    assert (longspan.attend(*one, documents=np.array([0, 4, 9], dtype))
+            == longspan.attend(*one, documents=[0, 4, 9])).all()
+    for name, table in (("ranges", np.array([[0, 9]], dtype)), ("listed", np.arange(9, dtype=dtype))):
+        assert (longspan.attend(*one, keys=name, key_table=table) == longspan.attend(*one)).all()
+        assert (longspan.attend(*one, queries=name, query_table=table.ravel()) == longspan.attend(*one)).all()
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int32, np.int64])
+def test_flags_of_any_integer(rng, dtype):
+    q, k, v = numbers(rng, (3, 2, 9, 4, 16))
+    out = longspan.attend(q, k, v, causal=np.array([1, 0], dtype))
+    for b, causal in enumerate((True, False)):
+        assert_close(out[b], attention(q[b], k[b], v[b], causal=causal)[0])
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_integers_of_serving_calls(rng, dtype):
+    def made(values):
+        return np.array(values, dtype)
+
+    cache, q = numbers(rng, (2, 10, 16, 2, 64)), numbers(rng, (2, 8, 64))
+    table = np.arange(10, dtype=dtype).reshape(2, 5)
+    out = longspan.segmented_attention(q, *cache, table, made([80, 33]), cu_seqlens_q=made([0, 1, 2]),
+                                       causal=made([1, 0]))
+    right = longspan.segmented_attention(q, *cache, table.astype(np.int32), [80, 33], cu_seqlens_q=[0, 1, 2])
+    assert (out == right).all()  # one query sees all keys, causal or not
+    states = longspan.segmented_attention(q, *cache, table, made([80, 33]), cu_seqlens_q=made([0, 1, 2]), segments=4)
+    again = longspan.reduce_segments(states, made([80, 33]), cu_seqlens_q=made([0, 1, 2]), dtype="float32")
+    np.testing.assert_allclose(again, right, atol=1e-6)
+    caches = np.zeros((2, 2, 4, 16, 2, 64), np.float32)
+    for slots, to in ((made([17, -1]), caches[0]), ([17, -1], caches[1])):
+        longspan.append_kv(q[:, :2], q[:, :2], *to, slots)
+    assert (caches[0] == caches[1]).all() and caches.any()
+
+
+def test_a_batch_of_no_sequences():
+    q, k, v = np.zeros((3, 0, 3, 2, 64), np.float32)
+    pages = np.zeros((2, 4, 5, 2, 64), np.float32)
+    none = np.zeros(0, np.int64)
+    for given in (dict(), dict(causal=True), dict(cache_seqlens=none), dict(causal=np.zeros(0, bool)),
+                  dict(k_new=k, v_new=v, cache_seqlens=none), dict(queries="striped"), dict(total_keys=0)):
+        out, lse = longspan.attend(q, k, v, return_lse=True, **given)
+        assert out.shape == (0, 3, 2, 64) and lse.shape == (0, 3, 2)
+    out = longspan.attend(q, *pages, cache_seqlens=none, block_table=np.zeros((0, 7), np.int32))
+    assert out.shape == (0, 3, 2, 64)
+    layer = longspan.Attention(heads=2, head_dim=64, dtype="float32")
+    assert layer(q, k, v).shape == (0, 3, 2, 64)
+    layer.append(k, v, k, v, cache_seqlens=none)
+
+
+# ---- memory that is not what an array stands for ------------------------------------------------
+
+def test_arrays_of_numpy_that_are_not_their_memory(rng):
+    q, k, v = numbers(rng, (3, 9, 2, 16))
+    masked = np.ma.masked_array(q, q > 0)
+    other = np.dtype(ml_dtypes.bfloat16).newbyteorder()
+    for a, says in ((masked, "q is a masked array.*q.filled"), (q.astype(other), "in the other byte order"),
+                    (q.astype(q.dtype.newbyteorder()), "float32 in the other byte order"),
+                    (np.zeros(q.shape, [("x", "f4")]), "void32, of several fields")):
+        with pytest.raises(longspan.InputError, match=says):
+            longspan.attend(a, k, v)
+        with pytest.raises(longspan.InputError, match=says.replace("q", "out")):
+            longspan.attend(q, k, v, out=a)
+
+
+def test_a_negated_tensor_has_its_sign(rng):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(a) for a in numbers(rng, (3, 9, 2, 16)))
+    z = torch.complex(q, v)
+    right = longspan.attend(-q, -k, -v)
+    assert torch.equal(longspan.attend(*map(torch._neg_view, (q, k, v))), right)
+    assert torch.equal(longspan.attend(-q, -k, z.conj().imag), right)  # and strides of 2
+    merged, _ = longspan.merge_attn_states(torch._neg_view(q), q[..., 0].T, v, q[..., 0].T, base="e")
+    assert torch.equal(merged, longspan.merge_attn_states(-q, q[..., 0].T, v, q[..., 0].T, base="e")[0])
+    slots, cache = [0, 1, 2], torch.zeros(2, 1, 4, 2, 16)
+    longspan.append_kv(torch._neg_view(q[:3]), v[:3], *cache, slots)
+    assert torch.equal(cache[0, 0, :3], -q[:3]) and torch.equal(cache[1, 0, :3], v[:3])
+    for given in (dict(out=torch._neg_view(q.clone())),
+                  dict(k=torch._neg_view(k.clone()), k_new=k, v_new=v, cache_seqlens=[0])):
+        before = [t.clone() for t in given.values() if hasattr(t, "clone")]
+        with pytest.raises(longspan.InputError, match=r"(out|k) is a lazily negated view.*resolve_neg"):
+            longspan.attend(**{"q": q, "k": k, "v": v, **given})
+        assert all(map(torch.equal, before, [t for t in given.values() if hasattr(t, "clone")]))
+
+
+def odd_tensors(torch, x):
+    """By name: a tensor that stands for x, or for something else, and what is said of it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.masked import masked_tensor
+
+    class Logged(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise AssertionError("nothing is computed")
+
+    freed = x.clone()
+    freed.untyped_storage().resize_(0)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    return {
+        "conj": (x.to(torch.complex64).conj(), "elements of type complex64"),
+        "zeros": (torch._efficientzerotensor(tuple(x.shape)), "stands for zeros.*clone"),
+        "meta": (x.to("meta"), "lies on the device 'meta'"),
+        "nested": (torch.nested.nested_tensor([x, x]), "is nested; .*cu_seqlens_q"),
+        "jagged": (torch.nested.nested_tensor([x, x], layout=torch.jagged), "is nested"),
+        "sparse": (x.to_sparse(), "has the layout torch.sparse_coo.*to_dense"),
+        "csr": (x[:, 0].to_sparse_csr(), "has the layout torch.sparse_csr"),
+        "quantized": (torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "is quantized.*dequantize"),
+        "functional": (torch._to_functional_tensor(x), "in a functionalized program"),
+        "fake": (fake, "is a FakeTensor"),
+        "masked": (masked_tensor(x, x > 0), "is a MaskedTensor"),
+        "subclass": (x.as_subclass(Logged), "is a Logged"),
+        "freed": (freed, "has no memory that can be read"),
+        "fp8 of AMD": (x.to(torch.float8_e4m3fnuz), "elements of type float8_e4m3fnuz"),
+        "scales": (x.to(torch.float8_e8m0fnu), "elements of type float8_e8m0fnu"),
+        "uint16": (x.to(torch.uint16), "elements of type uint16"),
+        "float64": (x.double(), "elements of type float64"),
+        "bytes": (x.to(torch.float8_e4m3fn).view(torch.uint8), "is uint8.*view.torch.float8_e4m3fn"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_their_memory(rng):
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(numbers(rng, (9, 2, 16)))
+    for name, (odd, says) in odd_tensors(torch, x).items():
+        for given in (dict(q=odd), dict(k=odd), dict(v=odd), dict(out=odd)):
+            with pytest.raises(longspan.InputError, match=f"^{next(iter(given))}\\b.*{says}"):
+                longspan.attend(**{"q": x, "k": x, "v": x, **given})
+    for plain in (torch.nn.Parameter(x, requires_grad=False), x.as_subclass(type("Mine", (torch.Tensor,), {}))):
+        assert torch.equal(longspan.attend(plain, x, x), longspan.attend(x, x, x))
+
+
+def test_derivatives_are_refused_by_name(rng):
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(numbers(rng, (9, 2, 16)))
+
+    def attend(a):
+        return longspan.attend(x, a, x)
+
+    forward = torch.autograd.forward_ad
+    with forward.dual_level():
+        dual = forward.make_dual(x, x)
+        with pytest.raises(longspan.UnsupportedError, match="^k is a dual tensor.*unpack_dual.k"):
+            attend(dual)
+        with pytest.raises(longspan.UnsupportedError, match="^out is a dual tensor"):
+            longspan.attend(x, x, x, out=dual)
+        assert torch.equal(attend(forward.unpack_dual(dual).primal), attend(x))
+    for transformed in (lambda: torch.func.jvp(attend, (x,), (x,)), lambda: torch.func.jacfwd(attend)(x),
+                        lambda: torch.func.grad(lambda a: attend(a).sum())(x), lambda: torch.vmap(attend)(x[None])):
+        with pytest.raises(longspan.UnsupportedError, match="^k is in a transform of torch.func"):
+            transformed()
+    with pytest.raises(longspan.UnsupportedError, match="^k requires grad"):
+        attend(x.clone().requires_grad_())
+
+
+def test_tensors_of_inference_mode(rng):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(a) for a in numbers(rng, (3, 1, 9, 2, 16)))
+    with torch.inference_mode():
+        cache = torch.zeros(2, 1, 64, 2, 16)
+        out = torch.empty_like(q)
+    assert longspan.attend(q, *cache, k_new=k, v_new=v, cache_seqlens=torch.tensor([0]), out=out) is out
+    assert torch.equal(cache[0, :, :9], k) and torch.equal(out, longspan.attend(q, k, v))

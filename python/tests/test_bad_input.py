@@ -1,7 +1,11 @@
 """Bad input is a Python exception of the right type that names the argument, and nothing else
 happens: the process goes on, and right calls after it are right."""
 
+import inspect
+import os
+import pathlib
 import pickle
+import re
 import subprocess
 import sys
 
@@ -67,7 +71,27 @@ CASES = {
     "out overlaps": (lambda: overlapping(), INPUT, "out"),
     "lse float64": (lambda: attend(lse=np.empty((6, 4))), INPUT, "lse has elements of type float64"),
     # small arrays
-    "cache_seqlens int64": (lambda: attend(cache_seqlens=np.array([20])), INPUT, "cache_seqlens is int64"),
+    "cache_seqlens of float64": (lambda: attend(cache_seqlens=np.array([20.0])), INPUT, "cache_seqlens has elements"),
+    "cache_seqlens of float32": (lambda: attend(cache_seqlens=np.array([20], np.float32)), INPUT,
+                                 "cache_seqlens is float32; int32 or int64"),
+    "cache_seqlens of bytes": (lambda: attend(cache_seqlens=np.array([20], np.uint8)), INPUT,
+                               "cache_seqlens is uint8; int32 or int64"),
+    "int64 past 32 bits": (lambda: attend(cache_seqlens=np.array([2 ** 32 + 20])), INPUT,
+                           r"cache_seqlens has 4294967316; it is of 32 bits, -2\^31 to 2\^31 - 1"),
+    "page past 32 bits": (lambda: attend(k=K[None], v=V[None], cache_seqlens=[20],
+                                         block_table=np.full((1, 1), 2 ** 32)), INPUT, "block_table has 4294967296"),
+    "block_table of numbers": (lambda: attend(k=K[None], v=V[None], cache_seqlens=[20], block_table=[[0]]), TypeError,
+                               "block_table is of type 'list'"),
+    "causal of floats": (lambda: attend(causal=np.ones(1, np.float32)), INPUT, "causal is float32; bool, uint8, int32"),
+    "rows of numbers": (lambda: attend(keys="ranges", key_table=[[0, 20], [0]]), INPUT,
+                        "key_table has rows of 2 and 1 numbers"),
+    "slopes of sequences": (lambda: attend(alibi_slopes=np.ones((2, 4), np.float32)), UNSUPPORTED,
+                            r"alibi_slopes is \[2, 4\].*\[heads\] is wanted"),
+    "scales of sequences": (lambda: attend(k_descale=np.ones((2, 2), np.float32)), UNSUPPORTED,
+                            r"k_descale is \[2, 2\].*\[kv_heads\] is wanted"),
+    "fp8 as bytes": (lambda: attend(k=K.astype(np.uint8)), INPUT, r"k is uint8.*k.view\(ml_dtypes.float8_e4m3fn\)"),
+    "k_new of other rows": (lambda: attend(k=K.copy(), v=V.copy(), k_new=K[:5], v_new=V[:5], cache_seqlens=[10]), INPUT,
+                            "k_new has 5 rows; there are 6 of q"),
     "cache_seqlens too long": (lambda: attend(cache_seqlens=[21]), INPUT, "21"),
     "cache_seqlens negative": (lambda: attend(cache_seqlens=[-1]), INPUT, r"cache_seqlens.0. is -1|sequence 0"),
     "cache_seqlens past 32 bits": (lambda: attend(cache_seqlens=[2 ** 40]), INPUT, "cache_seqlens has"),
@@ -95,20 +119,24 @@ CASES = {
     "max_seqlen_k past 31 bits": (lambda: attend(max_seqlen_k=2 ** 31), INPUT,
                                   r"max_seqlen_k is 2147483648; 0 to 2\^31 - 1 are possible"),
     "total_queries without": (lambda: attend(queries="striped", total_queries=7), INPUT, "total_queries"),
-    "k_new alone": (lambda: attend(k_new=K[:6], cache_seqlens=[10]), INPUT, "v_new"),
+    "k_new alone": (lambda: attend(k_new=K[:6], cache_seqlens=[10]), INPUT, "^v_new is None"),
     "k_new into what is read-only": (lambda: attend(k=fixed(K), k_new=K[:6], v_new=V[:6], cache_seqlens=[10]),
                                      INPUT, "k is read-only"),
     # words
     "causal a string": (lambda: attend(causal="yes"), TypeError, "causal is of type 'str'"),
     "causal a number": (lambda: attend(causal=1), TypeError, "causal is of type 'int'"),
     "scale a string": (lambda: attend(softmax_scale="1"), TypeError, "softmax_scale is of type 'str'"),
-    "scale nan": (lambda: attend(softmax_scale=float("nan")), (INPUT, USAGE), "scale"),
+    "scale nan": (lambda: attend(softmax_scale=float("nan")), (INPUT, USAGE), "^softmax_scale is nan"),
+    "out's type": (lambda: attend(out=np.empty(Q.shape, np.float16)), USAGE, "out.dtype float16: it is q.dtype"),
     "softcap negative": (lambda: attend(softcap=-1.0), (INPUT, USAGE), "softcap"),
     "window an int": (lambda: attend(window_size=5), TypeError, "window_size is of type 'int'"),
     "window of three": (lambda: attend(window_size=(1, 2, 3)), INPUT, "window_size has 3"),
+    "window past 31 bits": (lambda: attend(window_size=(2 ** 31 - 1, 0)), INPUT, "window_size is .2147483647, 0."),
     "window negative": (lambda: attend(window_size=(-2, 0)), INPUT, "window_size is"),
     "window of words": (lambda: attend(window_size=("a", 0)), TypeError, "window_size.0."),
     "keys unknown": (lambda: attend(keys="spiral"), INPUT, "keys is 'spiral'"),
+    "keys of a word of the library": (lambda: attend(keys="kv_len"), INPUT, "^keys is 'kv_len'"),
+    "strategy of a word of the library": (lambda: attend(strategy="kv_len"), UNSUPPORTED, 'strategy "kv_len"'),
     "keys a number": (lambda: attend(keys=3), TypeError, "keys is of type 'int'"),
     "ranges without a table": (lambda: attend(keys="ranges"), INPUT, "key_table"),
     "exchange unknown": (lambda: attend(exchange="pigeon"), INPUT, "exchange is 'pigeon'"),
@@ -127,6 +155,9 @@ CASES = {
     "layer heads word": (lambda: longspan.Attention(heads="3", head_dim=64), TypeError, "heads is of type 'str'"),
     "layer dtype": (lambda: longspan.Attention(heads=2, head_dim=64, dtype="float12"), INPUT, "dtype is 'float12'"),
     "layer dtype word": (lambda: longspan.Attention(heads=2, head_dim=64, dtype=7), TypeError, "dtype is of type 'int'"),
+    "layer out_dtype": (lambda: longspan.Attention(heads=2, head_dim=64, out_dtype="float32"), USAGE,
+                        "^out_dtype float32: it is dtype .bfloat16. or fp8"),
+    "layer max_queries": (lambda: longspan.Attention(heads=2, head_dim=64, max_queries=-1), USAGE, "^max_queries -1"),
     "layer too many rows": (lambda: longspan.Attention(heads=4, kv_heads=2, head_dim=16, dtype="fp32")(Q, K, V),
                             INPUT, "max_queries"),
     "device": (lambda: longspan.alone("tpu"), INPUT, "device is 'tpu'"),
@@ -173,13 +204,20 @@ def reshard(k=K, v=V, to_k=None, to_v=None, **given):
     (dict(ranks=range(0, 2)), longspan.LongspanError, "2 ranks"),
     (dict(keys="listed"), UNSUPPORTED, "listed"),
     (dict(to_keys="spiral"), INPUT, "to_keys is 'spiral'"),
-    (dict(lengths=[len(K) + 1]), INPUT, "from: k has 20 keys"),
+    (dict(lengths=[len(K) + 1]), INPUT, "^k has 20 keys"),
     (dict(lengths="many"), TypeError, "lengths"),
     (dict(lengths=[-1]), longspan.LongspanError, "-1"),
     (dict(kv_heads=2.5), TypeError, "kv_heads is of type 'float'"),
     (dict(head_dim=-1), INPUT, "head_dim is -1"),
     (dict(dtype="float32", to_k=K.astype(np.float64)), INPUT, "to_k has elements of type float64"),
-    (dict(k=None), INPUT, "from: k"),
+    (dict(k=None), INPUT, "^k is None"),
+    (dict(to_v=np.empty_like(K[:9])), INPUT, r"^to_k is \[20, 2, 16\] and to_v is \[9, 2, 16\]"),
+    (dict(keys="ranges", key_table=[[0, 5]]), USAGE, r"^key_table of sequence 0 is \[0, 5\]"),
+    (dict(to_keys="ranges"), USAGE, "^to_key_table has 0 entries"),
+    (dict(keys="ranges", key_table=[0, 20, 0, 0], lengths=[20, 0]), INPUT, r"^key_table is \[4\]; of 2 sequences \[2, ran"),
+    (dict(keys="ranges", key_table=[[0, 20]] * 2), INPUT, r"^key_table has 2 dimensions, and 2 rows"),
+    (dict(block_table=np.full((1, 1), 2 ** 32)), INPUT, "^block_table has 4294967296"),
+    (dict(to_k=K.astype(np.uint8)), INPUT, "^to_k is uint8"),
 ])
 def test_moves_that_make_no_sense(given, error, says):
     with pytest.raises(error, match=says):
@@ -187,11 +225,114 @@ def test_moves_that_make_no_sense(given, error, says):
     assert reshard().kept == K.nbytes + V.nbytes
 
 
+# ---- errors speak of arguments as Python names them ---------------------------------------------
+
+HEADERS = pathlib.Path(__file__).parents[2] / "src/longspan"
+PUBLIC = [longspan.attend, longspan.Attention.__init__, longspan.Attention.__call__, longspan.Attention.append,
+          longspan.merge_attn_states, longspan.merge_state, longspan.merge_states, longspan.cross_rank_merge,
+          longspan.segmented_attention, longspan.reduce_segments, longspan.context_attention, longspan.append_kv,
+          longspan.Reshard.__init__, longspan.Reshard.__call__, longspan.shard, longspan.unshard]
+
+
+def names_of_the_library():
+    """Members of its structs that no Python function has as an argument, and what only C++ says."""
+    python = {name for function in PUBLIC for name in inspect.signature(function).parameters}
+    members = set()
+    for header in ("options", "attention", "serving", "merge", "reshard"):
+        text = (HEADERS / f"{header}.hpp").read_text()
+        members |= set(re.findall(r"^  [\w:<>]+ (\w+_\w+)(?: = .*)?;", text, re.M))
+    members -= python | {"workspace_bytes"}
+    assert {"query_start", "kv_len", "max_tokens", "new_k", "k_scale", "prefix_out"} <= members
+    return re.compile(r"\w::|\b(dtypes|limits|score|mask|debug|from|to)\.\w|\.hpp|\bof number \d|DLPack"
+                      r"|\b(fp32|fp16|bf16|e4m3|e5m2|" + "|".join(sorted(members)) + r")\b"
+                      r"|^scale |^window |^right |^slots |^parts |^lses |'(scale|window|right|dtype)'")
+
+
+OF_THE_LIBRARY = names_of_the_library()
+
+
+def assert_python_names(text):
+    found = OF_THE_LIBRARY.search(text)
+    assert found is None, f"{found[0]!r} in: {text}"
+
+
+def small(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def good_calls():
+    """function, its arguments by name: each is right as it stands."""
+    out, lse = small(3, 4, 16), small(3, 4)
+    pages = dict(k_cache=small(6, 4, 2, 16), v_cache=small(6, 4, 2, 16))
+    paged = dict(q=small(3, 4, 16), **pages, block_table=np.arange(6, dtype=np.int32).reshape(2, 3),
+                 cache_seqlens=np.array([9, 5]), cu_seqlens_q=np.array([0, 1, 3]))
+    states = longspan.segmented_attention(**paged, segments=2)
+    layer = longspan.Attention(heads=4, kv_heads=2, head_dim=16, dtype="float32", max_queries=6, max_batch=2)
+    move = longspan.Reshard(lengths=[20], kv_heads=2, head_dim=16, dtype="float32")
+    to = np.empty((2, 20, 2, 16), np.float32)
+    return {
+        "attend": (longspan.attend, dict(q=Q, k=K, v=V)),
+        "attend a batch": (longspan.attend, dict(q=small(2, 3, 4, 16), k=small(2, 9, 2, 16), v=small(2, 9, 2, 16),
+                                                 cache_seqlens=[9, 5], causal=True)),
+        "attend pages": (longspan.attend, dict(q=paged["q"], k=pages["k_cache"], v=pages["v_cache"],
+                                               **{n: paged[n] for n in ("block_table", "cache_seqlens", "cu_seqlens_q")})),
+        "attend and append": (longspan.attend, dict(q=Q, k=K.copy(), v=V.copy(), k_new=K[:6], v_new=V[:6],
+                                                    cache_seqlens=[10])),
+        "attend shards": (longspan.attend, dict(q=Q, k=K, v=V, keys="ranges", key_table=[0, 20], queries="ranges",
+                                                query_table=[0, 6], total_queries=6)),
+        "make a layer": (longspan.Attention, dict(heads=4, kv_heads=2, head_dim=16, dtype="float32")),
+        "run a layer": (layer, dict(q=Q, k=K, v=V)),
+        "append": (layer.append, dict(k_new=K[:2], v_new=V[:2], k=K.copy(), v=V.copy(), total_keys=2)),
+        "merge_attn_states": (longspan.merge_attn_states, dict(
+            prefix_output=out, prefix_lse=lse.T, suffix_output=out + 1, suffix_lse=lse.T + 1, base="e")),
+        "merge_state": (longspan.merge_state, dict(v_a=out, s_a=lse, v_b=out + 1, s_b=lse + 1, base=2)),
+        "merge_states": (longspan.merge_states, dict(v=small(3, 2, 4, 16), s=small(3, 2, 4), base="e")),
+        "cross_rank_merge": (longspan.cross_rank_merge, dict(part=out, part_lse=lse, base="e")),
+        "segmented_attention": (longspan.segmented_attention, paged),
+        "context_attention": (longspan.context_attention, dict(paged, k=small(3, 2, 16), v=small(3, 2, 16))),
+        "reduce_segments": (longspan.reduce_segments, dict(segments=states, cache_seqlens=paged["cache_seqlens"],
+                                                           cu_seqlens_q=paged["cu_seqlens_q"], dtype="float32")),
+        "append_kv": (longspan.append_kv, dict(k=K[:2], v=V[:2], **pages, slot_mapping=[3, -1])),
+        "make a move": (longspan.Reshard, dict(lengths=[20, 3], kv_heads=2, head_dim=16, dtype="float32", keys="ranges",
+                                               key_table=[[0, 20], [0, 3]])),
+        "run a move": (move, dict(k=K, v=V, to_k=to[0], to_v=to[1])),
+    }
+
+
+def wrong_values(right):
+    yield from (None, -1, 2 ** 31 - 1, 2 ** 40, float("nan"), 1e-45, "spiral", "listed", "float8_e5m2", (-5, 3), [[1], [2, 3]], [-3], object())
+    yield from (np.float32([1, 2, 3]), np.int64([2 ** 33]), np.int32([[0, 9], [7, 3]]), np.zeros((1,) * 7, np.uint8))
+    if isinstance(right, np.ndarray):
+        yield from (right[:0], right[..., :-1], right[None], right[..., ::-1], right.astype(np.uint8),
+                    right.astype(ml_dtypes.float8_e4m3fn), right.astype(np.float16), right.astype(np.float64),
+                    right.astype(np.int64) - 99, np.ma.masked_array(right, right > 0))
+
+
+def test_errors_have_the_names_of_python():
+    for name, (call, right) in good_calls().items():
+        call(**right)
+        said = 0
+        for argument in inspect.signature(call).parameters:
+            for wrong in wrong_values(right.get(argument)):
+                given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in right.items()}
+                try:
+                    call(**{**given, argument: wrong})
+                except MemoryError:
+                    pass
+                except (longspan.LongspanError, TypeError) as error:
+                    assert not isinstance(error, longspan.InternalError), (name, argument, wrong)
+                    assert_python_names(str(error))
+                    said += 1
+        assert said > 20, name
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_wrong_is_named(name):
     call, error, says = CASES[name]
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=says) as caught:
         call()
+    if "of the library" not in name:
+        assert_python_names(str(caught.value))
     assert_close(attend(causal=True), attention(Q, K, V, causal=True)[0])
 
 
@@ -238,6 +379,25 @@ print("then fine")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("k requires grad") and done.stdout.endswith("then fine\n")
+
+
+def test_text_that_is_no_utf_8():
+    """What the system holds in other bytes is shown with marks in their place."""
+    script = """
+import longspan
+print(ascii([row["value"] for row in longspan.environment() if row["name"] == "LONGSPAN_DEADLINE_S"]))
+for call in (longspan.from_environment, lambda: longspan.Sharding("a\\udcff")):
+    try:
+        call()
+    except longspan.LongspanError as e:
+        print(type(e).__name__, ascii(str(e)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
+                          env={**os.environb, b"LONGSPAN_DEADLINE_S": b"\xff5"})
+    listed, environment, layout = done.stdout.splitlines()
+    assert listed == "['\\ufffd5']"
+    assert environment.startswith("UsageError") and "LONGSPAN_DEADLINE_S='\\ufffd5'" in environment
+    assert layout.startswith("InputError") and "layout is 'a\\ufffd'" in layout
 
 
 @hypothesis.given(st.fixed_dictionaries({}, optional={

@@ -274,6 +274,27 @@ def test_a_rank_that_makes_a_layer_while_others_run_theirs(rng):
     assert made.end() == [0, 0]
 
 
+def test_what_differs_has_its_python_name(ranks, rng):
+    q, k, v = numbers(rng, (3, 5, 2, 16))
+    if ranks.size == 1:
+        pytest.skip("one rank agrees with itself")
+    for name, values in {"softmax_scale": (1.0, 2.0), "window_size": ((4, 0), (5, 0)), "softcap": (0.0, 9.0),
+                         "max_seqlen_k": (50, 60), "max_seqlen_q": (50, 60), "k_descale": (None, 2.0),
+                         "alibi_slopes": (None, [1.0, 2.0])}.items():
+        for kind, error in ranks(jobs.disagree_in, name, values, q, k, v):
+            assert kind == "error" and isinstance(error, longspan.UsageError), error
+            assert f"'{name}" in str(error)
+    for kind, error in ranks(jobs.disagree_in_dtype, q, k, v):
+        assert kind == "error" and "'q.dtype' differs" in str(error), error
+    for kind, error in ranks(jobs.disagree_in_move):
+        assert kind == "error" and "'to_key_table' differs" in str(error), error
+
+
+def test_a_batch_of_no_sequences_is_one_on_all_ranks(ranks, rng):
+    for shape in ranks.values(jobs.attend_nothing):
+        assert shape == (0, 3, 2, 16)
+
+
 def test_a_rank_that_stays_away(rng):
     made = Ranks(2, deadline=2.0)
     q, k, v = numbers(rng, (3, 5, 2, 16))

@@ -1,5 +1,6 @@
 """What setup.sh would install, configure and build on machines that this one is not: its tools are
-stand-ins, first on the PATH, that write down how they were called. And what env.sh finds."""
+stand-ins, first on the PATH, that write down how they were called. And what env.sh finds, and the
+main page of the reference names."""
 
 import glob
 import os
@@ -212,6 +213,16 @@ class EnvTest(unittest.TestCase):
         interactive = self.shell(["bash", "--norc", "-ic"], "source ./env.sh", self.clone)
         self.assertIn(f"{self.clone}/setup.sh builds it", interactive.stderr)
         self.assertEqual(self.shell(["bash", "-c"], "source ./env.sh", self.clone).stderr, "")
+
+
+class ReferenceTest(unittest.TestCase):
+    def test_its_main_page_names_every_header(self):
+        settings = (ROOT / "docs/Doxyfile").read_text(encoding="utf-8")
+        page = re.search(r"(?m)^USE_MDFILE_AS_MAINPAGE *= *(\S+)$", settings)[1]
+        self.assertIn(page, re.search(r"(?m)^INPUT *= *(.*)$", settings)[1].split())
+        named = re.findall(r"longspan/\w+\.hpp", (ROOT / page).read_text(encoding="utf-8"))
+        headers = {"longspan/" + path.name.removesuffix(".in") for path in (ROOT / "src/longspan").glob("*.hpp*")}
+        self.assertEqual(set(named), headers)
 
 
 if __name__ == "__main__":

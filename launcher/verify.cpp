@@ -11,9 +11,10 @@
 #include "launcher/families.hpp"
 #include "launcher/judge.hpp"
 #include "launcher/problem.hpp"
+#include "launcher/progress.hpp"
+#include "launcher/report.hpp"
 #include "launcher/speech.hpp"
 #include "launcher/world.hpp"
-#include "longspan/version.hpp"
 
 namespace longspan::launcher {
 namespace {
@@ -90,10 +91,12 @@ Exchange exchange_for(const Problem& problem, Exchange asked) {
   return problem.queries && asked != Exchange::gather ? Exchange::automatic : asked;
 }
 
-Verdict examine(const Communicator& world, const Family& family, const WorldOptions& options) {
+Verdict examine(const Communicator& world, const Family& family, const WorldOptions& options,
+                const char* name, Progress& progress) {
   constexpr std::int64_t kRows = 24;
   Verdict verdict;
   for (Problem problem : family.problems) {
+    progress.count(name, verdict.problems, static_cast<std::int64_t>(family.problems.size()));
     problem.options.exchange = exchange_for(problem, options.exchange);
     std::optional<Trial> trial;
     together(world, "making of the layer", [&] { trial.emplace(world, problem); });
@@ -119,8 +122,7 @@ int verify(const Communicator& control, const CommandLine& line) {
   const Communicator world = world_for(control, line.world);
   const bool speaks = world.rank() == 0;
   if (speaks) {
-    say(fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, name(world.device()),
-                    world.describe()));
+    say(title(world));
     say(fmt::format(
         "# seed {} | fp32: relative error by norm, bound 2e-6 | 16 bits: largest error over "
         "plain attention's, bound 2 | more where large scores amplify rounding\n",
@@ -131,16 +133,23 @@ int verify(const Communicator& control, const CommandLine& line) {
 
   Verdict total;
   std::string failures;
+  Progress progress(speaks);
   for (const FamilyMaker& maker : family_makers()) {
     const Family family = maker.make({world.size(), line.verify.size, line.world.seed,
                                       line.world.threads, world.device() == Device::cuda});
-    const Verdict v = examine(world, family, line.world);
+    const Verdict v = examine(world, family, line.world, maker.name, progress);
+    progress.clear();
     total.problems += v.problems;
     total.peer_buffers += v.peer_buffers;
     total.failed += v.failed;
     if (!v.first_failure.empty())
       failures += fmt::format("# {}: {}\n", maker.name, v.first_failure);
     if (!speaks) continue;
+    if (v.problems == 0) {
+      say(fmt::format(" {:<15}{:>9}{:>12}{:>14}{:>12}{:>12}{:>9}  {}\n", maker.name, 0, "-", "-",
+                      "-", "-", "-", family.why_empty));
+      continue;
+    }
     say(fmt::format(" {:<15}{:>9}{:>12.1e}{:>14.2f}{:>12.1e}{:>12.1e}{:>9}  {}\n", maker.name,
                     v.problems, v.fp32, v.ratio, v.max_error, v.lse_error, v.wrong,
                     v.failed ? fmt::format("FAIL ({} problems)", v.failed) : "pass"));

@@ -37,6 +37,10 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
   constexpr std::size_t kLongest = 64;  // no name is longer, and the table stays small
   if (word.empty() || word.size() > kLongest) return {};
   const std::size_t letters = word.size() - std::min(word.find_first_not_of('-'), word.size());
+  std::vector<std::string> longer;
+  for (const std::string& candidate : candidates)
+    if (candidate.starts_with(word)) longer.push_back(candidate);
+  if (letters >= 3 && longer.size() == 1) return longer.front();
   // A third of the letters may be wrong, and one of a short word.
   std::size_t least = std::max<std::size_t>(1, letters / 3) + 1;
   std::string best;
@@ -46,11 +50,7 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
     least = distance;
     best = candidate;
   }
-  if (!best.empty() || letters < 3) return best;
-  const auto longer =
-      std::find_if(candidates.begin(), candidates.end(),
-                   [&](const auto& candidate) { return candidate.starts_with(word); });
-  return longer == candidates.end() ? "" : *longer;
+  return best;
 }
 
 std::string suggestion(const std::string& word, const std::vector<std::string>& candidates) {

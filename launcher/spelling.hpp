@@ -7,8 +7,8 @@
 
 namespace longspan::launcher {
 
-/// The candidate that takes fewest edits (a letter more, less or other, two letters exchanged), or
-/// one that begins with `word`. Empty where none is near.
+/// The only candidate that begins with `word`, or else the one that takes fewest edits (a letter
+/// more, less or other, two letters exchanged). Empty where none is near.
 std::string nearest(const std::string& word, const std::vector<std::string>& candidates);
 
 /// "; did you mean X?", or nothing where no candidate is near.

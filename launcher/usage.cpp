@@ -135,9 +135,10 @@ std::string unfitting_options(const CLI::App& command, const std::string& otherw
   return otherwise;
 }
 
-/// An option with too many values or with none: CLI11's message begins with its name.
+/// An option with too many values or with none: CLI11's message has its name.
 std::string wrong_count(const CLI::App& command, const std::string& message) {
-  const std::string name = message.substr(0, message.find_first_of(": "));
+  const std::size_t first = std::min(message.find("--"), message.size());
+  const std::string name = message.substr(first, message.find_first_of(" :=,", first) - first);
   const CLI::Option* option = command.get_option_no_throw(name);
   if (option == nullptr) return message;
   if (option->get_items_expected_max() == 0) return fmt::format("{} takes no value", name);

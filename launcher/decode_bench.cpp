@@ -260,15 +260,18 @@ int bench_decode(const Communicator& control, const CommandLine& line) {
                       .threads = s.threads,
                       .options = o,
                       .seed = line.world.seed};
-  if (world.rank() == 0) say(title(world), table);
+  tell(
+      world, [&] { return title(world); }, table);
   Progress progress(world.rank() == 0);
   for (const std::int64_t kv : o.kv) {
     report.rows.push_back(measure_row(world, s, kv, report.exchange_by, progress));
     progress.clear();
-    if (world.rank() == 0) {
-      if (report.rows.size() == 1) say(header(report), table);
-      say(row(report, report.rows.back()), table);
-    }
+    tell(
+        world,
+        [&] {
+          return (report.rows.size() == 1 ? header(report) : "") + row(report, report.rows.back());
+        },
+        table);
     together(world, "check of the results", [&] { refuse_wrong(report.rows.back().check, ""); });
   }
   together(world, "writing of the outputs", [&] {

@@ -113,15 +113,21 @@ int run(const Communicator& control, const CommandLine& line) {
   Demand demand;
   together(world, "count of the memory", [&] { demand = demand_of(world, *problem, o.check); });
   require_memory(world, demand);
-  if (rank == 0) say(title(world) + outlook(*problem, o, forecasts, demand), table);
+  tell(
+      world, [&] { return title(world) + outlook(*problem, o, forecasts, demand); }, table);
   Progress progress(rank == 0);
   progress.say("making the arrays");
   std::optional<Trial> trial;
   together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
   Report report = describe(world, *problem, o, trial->layer());
   progress.clear();
-  if (rank == 0 && o.explain) say(explanation(forecasts, problem->options, world.size()), table);
-  if (rank == 0) say(header(report), table);
+  tell(
+      world,
+      [&] {
+        return (o.explain ? explanation(forecasts, problem->options, world.size()) : "") +
+               header(report);
+      },
+      table);
   measure(world, *problem, time_runs(world, *trial, o.warmup, o.iterations, &progress), report);
 
   const Answer answer = trial->answer();
@@ -132,7 +138,8 @@ int run(const Communicator& control, const CommandLine& line) {
     report.judgement =
         judge(world, *problem, answer, sample_rows(*problem, o.check, line.world.seed));
   progress.clear();
-  if (rank == 0) say(row(report), table);
+  tell(
+      world, [&] { return row(report); }, table);
   const bool wrong = report.judgement && !report.judgement->right;
   if (wrong && !o.write_anyway)
     throw SharedError(ErrorKind::wrong_result,

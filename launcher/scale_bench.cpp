@@ -110,8 +110,14 @@ class ScaleBench {
     mark_fastest(rows);
     progress.clear();
     for (ScaleRow& r : rows) compare_with_one_rank(r);
-    if (world_.rank() == 0)
-      for (const ScaleRow& r : rows) say(row(r), table);
+    tell(
+        world_,
+        [&] {
+          std::string text;
+          for (const ScaleRow& r : rows) text += row(r);
+          return text;
+        },
+        table);
     report_.rows.insert(report_.rows.end(), rows.begin(), rows.end());
     together(world_, "check of the results", [&] {
       for (const ScaleRow& r : rows)
@@ -263,13 +269,15 @@ int bench_scale(const Communicator& control, const CommandLine& line) {
                      .graph = o.graph,
                      .seed = line.world.seed};
   report.shape.batch = o.batch;
-  if (world.rank() == 0) say(title(world) + header(report), table);
+  tell(
+      world, [&] { return title(world) + header(report); }, table);
   const std::vector<Case> cases = cases_of(o, gpu);
   ScaleBench bench(world, line, report, cases.size() * counts.size());
   Progress progress(world.rank() == 0);
   for (const Case& c : cases)
     for (const int n : counts) bench.measure(c, n, progress, table);
-  if (world.rank() == 0) say(summary(report), table);
+  tell(
+      world, [&] { return summary(report); }, table);
   together(world, "writing of the outputs", [&] {
     const auto write = [](std::optional<OutputFile>& file, const std::string& text) {
       if (file) file->write(text.data(), text.size());

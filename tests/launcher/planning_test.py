@@ -8,7 +8,7 @@ import re
 import tempfile
 import unittest
 
-from command import INPUT, OK, UNSUPPORTED, USAGE, CommandTest, longspan
+from command import INPUT, OK, USAGE, CommandTest, longspan
 
 CONSTANTS = ("flops_per_s", "key_bytes_per_s", "merge_bytes_per_s", "copy_bytes_per_s", "call_s", "latency_s",
              "peer_latency_s", "link_bytes_per_s", "node_latency_s", "node_link_bytes_per_s", "overlap")
@@ -118,7 +118,7 @@ class PlanningTest(CommandTest):
             self.assertRegex(done.stdout, r"(?m)^#>\S+ +\d")
         for ranks in (r for r in self.rank_counts if r > 1):
             done = longspan(ranks, "run", "--kv", 300, "--tokens", 3, "--strategy", "telepathy", *SMALL)
-            self.ends(done, UNSUPPORTED, "telepathy")
+            self.ends(done, USAGE, "telepathy")
 
     def test_explain_of_documents(self):
         def attend(*lengths):

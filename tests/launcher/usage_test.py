@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import pty
-import re
 import subprocess
 import unittest
 
@@ -173,15 +172,6 @@ class ProgressTest(CommandTest):
         self.assertTrue(shown.endswith("\r\x1b[K"), repr(shown))
         self.assertNotIn("\n", shown)
         self.assertNotIn(b"\r", done.stdout)
-
-
-class VerifyTest(CommandTest):
-    def test_ranks_that_do_not_give_the_same_bits_are_not_compared(self):
-        self.needs_mpi()
-        done = longspan(3, "verify", "--quick")
-        self.ends(done, OK)
-        row = re.search(r"(?m)^ same bits .*$", done.stdout)[0]
-        self.assertRegex(row, r" 0 .* -  not compared: 1, 2, 4 ... 64 ranks give the same bits, and these are 3$")
 
 
 class OddArgumentsTest(CommandTest):

@@ -237,7 +237,7 @@ int calibrate(const Communicator& control, const CommandLine& line) {
       path = machine_file(world.device());
       if (path.empty())
         throw UsageError(
-            "neither LONGSPAN_MACHINE nor XDG_CONFIG_HOME nor HOME is set; say --out FILE");
+            "neither LONGSPAN_MACHINE nor XDG_CONFIG_HOME nor HOME is set; name a file with --out");
       std::error_code none;  // the file says what is wrong
       std::filesystem::create_directories(std::filesystem::path(path).parent_path(), none);
     }

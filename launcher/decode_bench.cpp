@@ -14,6 +14,8 @@
 #include "launcher/demand.hpp"
 #include "launcher/elements.hpp"
 #include "launcher/output_file.hpp"
+#include "launcher/progress.hpp"
+#include "launcher/report.hpp"
 #include "launcher/speech.hpp"
 #include "launcher/timed_run.hpp"
 #include "launcher/world.hpp"
@@ -192,7 +194,7 @@ Spread time_alone(const Communicator& world, const Settings& s, const DecodeShap
 }
 
 DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t kv,
-                      std::string& exchange_by) {
+                      std::string& exchange_by, Progress& progress) {
   const DecodeOptions& o = s.options;
   const int ranks = world.size();
   DecodeShape ours = shape_of(s, o.weak ? kv * ranks : kv), alone = shape_of(s, kv);
@@ -207,6 +209,8 @@ DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t
   require_memory(world, demand);
   r.cache_bytes = ours.cache_bytes(ranks);
 
+  progress.say(fmt::format("decode steps over {} keys: {} of caches, {} steps", ours.kv_len,
+                           size_text(r.caches * r.cache_bytes), s.steps()));
   const Timed t = measure(world, s, ours, true, [] {});
   exchange_by = t.exchange_by;
   r.workspace_bytes = t.workspace_bytes;
@@ -222,6 +226,7 @@ DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t
   r.digest = t.digest;
   if (!with_alone || !r.not_alone.empty() || (r.check && !r.check->right)) return r;
 
+  progress.say(fmt::format("the same over {} keys on rank 0 alone", alone.kv_len));
   r.alone = time_alone(world, s, alone);
   r.efficiency = r.alone->median / r.time.median / (o.weak ? 1 : ranks);
   return r;
@@ -255,17 +260,23 @@ int bench_decode(const Communicator& control, const CommandLine& line) {
                       .threads = s.threads,
                       .options = o,
                       .seed = line.world.seed};
+  tell(
+      world, [&] { return title(world); }, table);
+  Progress progress(world.rank() == 0);
   for (const std::int64_t kv : o.kv) {
-    report.rows.push_back(measure_row(world, s, kv, report.exchange_by));
-    if (world.rank() == 0) {
-      if (report.rows.size() == 1) say(header(report), table);
-      say(row(report, report.rows.back()), table);
-    }
+    report.rows.push_back(measure_row(world, s, kv, report.exchange_by, progress));
+    progress.clear();
+    tell(
+        world,
+        [&] {
+          return (report.rows.size() == 1 ? header(report) : "") + row(report, report.rows.back());
+        },
+        table);
     together(world, "check of the results", [&] { refuse_wrong(report.rows.back().check, ""); });
   }
   together(world, "writing of the outputs", [&] {
     if (!json) return;
-    const std::string text = to_json(report).dump(2) + "\n";
+    const std::string text = json_text(to_json(report));
     json->write(text.data(), text.size());
     json->commit();
   });

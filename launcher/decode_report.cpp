@@ -34,8 +34,7 @@ ordered_json to_json(const DecodeReport& report, const DecodeRow& r) {
 
 std::string header(const DecodeReport& r) {
   const DecodeOptions& o = r.options;
-  std::string text = fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, r.backend, r.world);
-  text += fmt::format(
+  std::string text = fmt::format(
       "# decode | {} heads {}/{} dim {} | cache {}{} | batch {}, {} new token{} each | layers {} | "
       "keys {}{} | {}inputs: seed {}\n",
       o.dtype, o.heads, o.kv_heads, o.dim, o.kv_dtype.empty() ? o.dtype : o.kv_dtype,

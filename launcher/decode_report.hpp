@@ -44,6 +44,7 @@ struct DecodeReport {
   std::vector<DecodeRow> rows;
 };
 
+/// The lines behind the title, and a row.
 std::string header(const DecodeReport& report);
 std::string row(const DecodeReport& report, const DecodeRow& row);
 nlohmann::ordered_json to_json(const DecodeReport& report);

@@ -27,11 +27,6 @@ namespace fs = std::filesystem;
 constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 constexpr double kGiB = 1 << 30;
 
-double total(const Demand::Parts& parts) {
-  return std::accumulate(parts.begin(), parts.end(), 0.0,
-                         [](double sum, const auto& part) { return sum + part.second; });
-}
-
 /// Finds the number behind a word that begins a line, as in "Name: 12 kB" or "name 12".
 std::optional<double> entry(const fs::path& path, const std::string& name) {
   std::ifstream file(path);
@@ -136,6 +131,11 @@ double oracle(const Options& o, double kv_len, int threads) {
 double available_memory() {
   const auto available = entry("/proc/meminfo", "MemAvailable:");  // in KiB
   return std::min(available ? *available * 1024 : kUnlimited, left_of_limit());
+}
+
+double total(const Demand::Parts& parts) {
+  return std::accumulate(parts.begin(), parts.end(), 0.0,
+                         [](double sum, const auto& part) { return sum + part.second; });
 }
 
 Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t checked_rows) {

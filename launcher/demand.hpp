@@ -19,6 +19,9 @@ struct Demand {
   Parts host;
 };
 
+/// The bytes of all parts.
+double total(const Demand::Parts& parts);
+
 /// The demand of `longspan run`. The kernels' own tiles, some MiB for each thread, are not counted.
 Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t checked_rows);
 

@@ -1,5 +1,7 @@
 #include "launcher/families.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -270,8 +272,13 @@ Family nans(const Sweep& sweep) {
 }
 
 Family bits(const Sweep& sweep) {
-  Family family{.problems = {}, .same_bits = true};
-  if (kVirtualRanks % sweep.ranks != 0) return family;  // it is exact, but not bitwise (docs)
+  Family family{.problems = {}, .same_bits = true, .why_empty = {}};
+  if (kVirtualRanks % sweep.ranks != 0) {  // they are exact, but not bitwise (docs)
+    family.why_empty =
+        fmt::format("not compared: 1, 2, 4 ... {} ranks give the same bits, and these are {}",
+                    kVirtualRanks, sweep.ranks);
+    return family;
+  }
   Lengths lengths{1, 127, 4097, 5000};
   if (sweep.size == VerifyOptions::Size::full) lengths.push_back(131073);
   for (DType dtype : kDTypes) {

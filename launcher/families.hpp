@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "launcher/options.hpp"
@@ -13,6 +14,7 @@ namespace longspan::launcher {
 struct Family {
   std::vector<Problem> problems;
   bool same_bits = false;  // the digest must be what one rank alone gives
+  std::string why_empty;   // why there is no problem, where there is none
 };
 
 struct Sweep {

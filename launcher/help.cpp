@@ -30,6 +30,14 @@ std::string two_columns(const std::string& left, const std::string& right) {
 
 }  // namespace
 
+std::string Help::make_option_name(const CLI::Option* option, bool positional) const {
+  const auto& names = option->get_lnames();
+  if (positional || names.empty()) return Formatter::make_option_name(option, positional);
+  std::string text;
+  for (const std::string& letter : option->get_snames()) text += "-" + letter + ",";
+  return text + "--" + names.front();
+}
+
 std::string Help::make_option(const CLI::Option* option, bool positional) const {
   return two_columns(make_option_name(option, positional) + make_option_opts(option),
                      make_option_desc(option));

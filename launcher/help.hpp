@@ -8,6 +8,8 @@ namespace longspan::launcher {
 
 class Help : public CLI::Formatter {
  public:
+  /// Leaves out the older names that an option also has.
+  std::string make_option_name(const CLI::Option* option, bool positional) const override;
   std::string make_option(const CLI::Option* option, bool positional) const override;
   std::string make_subcommand(const CLI::App* command) const override;
 };

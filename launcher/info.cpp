@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "launcher/report.hpp"
 #include "longspan/info.hpp"
 #include "longspan/strategy.hpp"
 
@@ -34,7 +35,7 @@ std::string info_text(const std::string& world, bool json) {
                                    {"queries", s.queries},
                                    {"result", s.result},
                                    {"received", s.received}});
-    return all.dump(2) + "\n";
+    return json_text(all);
   }
   std::string text;
   for (const auto& [name, value] : system_info()) text += fmt::format("{:<12}{}\n", name, value);
@@ -50,7 +51,7 @@ std::string features_text(bool json) {
                      {"asked of", f.by},
                      {"host", f.host},
                      {"cuda", f.cuda}});
-    return all.dump(2) + "\n";
+    return json_text(all);
   }
   std::string text =
       fmt::format("{:<22}{:<6}{:<6}{:<14}{}\n", "feature", "host", "cuda", "asked of", "meaning");
@@ -66,7 +67,7 @@ std::string environment_text(bool json) {
     for (const EnvironmentVariable& v : environment())
       all.push_back(
           {{"name", v.name}, {"value", v.value}, {"standard", v.standard}, {"meaning", v.meaning}});
-    return all.dump(2) + "\n";
+    return json_text(all);
   }
   std::size_t names = 0, values = 0, standards = 0;  // the widths of the columns
   std::vector<EnvironmentVariable> rows{{"variable", "value", "standard", "meaning"}};

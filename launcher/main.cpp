@@ -75,7 +75,7 @@ int perform(const Communicator& world, const CommandLine& line) {
     case Action::say:
       break;
   }
-  if (world.rank() == 0) say(text);
+  tell(world, [&] { return text; });
   return 0;
 }
 

@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 
 #include "launcher/numbers.hpp"
+#include "launcher/spelling.hpp"
 
 namespace longspan::launcher {
 namespace {
@@ -15,7 +16,7 @@ void add_shape_options(CLI::App& app, ShapeOptions& o, const char* group) {
   number("--kv-heads", o.kv_heads, "Heads of keys and values; divides --heads [--heads]");
   number("--dim", o.dim, dim_text() + " [128 on GPUs, 64 on processors]");
   app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16 [bf16 on GPUs, fp32 on processors]")
-      ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
+      ->check(one_of({"fp32", "fp16", "bf16"}))
       ->group(group);
 }
 
@@ -29,7 +30,7 @@ CLI::Option* add_file_option(CLI::App& app, const char* name, std::string& file,
 const char* const kScaleFooter = R"(Examples
   mpirun -np 4 longspan bench scale
       prefill, a chunk and a decode step on 1, 2 and 4 ranks, by every strategy;
-      > marks what auto would take, * what was fastest
+      > marks the strategy that auto takes, * the fastest
   mpirun -np 2 longspan bench scale --phases prefill --kv 4096 16384 --csv t.csv
       two lengths of prefill, the table as a file too)";
 
@@ -40,9 +41,9 @@ const char* const kCalibrateFooter = R"(Examples
       saves to a file, which longspan reads while that variable names it)";
 
 const char* const kPlanFooter = R"(Examples
-  longspan plan --nodes 128 --gpus-per-node 8 --keys 1000000000 --causal
+  longspan plan --nodes 128 --ranks-per-node 8 --kv 1000000000 --causal
       a billion keys on 1,024 GPUs
-  longspan plan --keys 131072 --tokens 1 --heads 64 --kv-heads 8
+  longspan plan --kv 131072 --tokens 1 --heads 64 --kv-heads 8
       one decode step on eight)";
 
 void add_calibrate_options(CLI::App& app, CalibrateOptions& o) {
@@ -58,29 +59,31 @@ void add_plan_options(CLI::App& app, PlanOptions& o) {
       ->transform(whole(1, 65536))
       ->group(cluster)
       ->capture_default_str();
-  app.add_option("--gpus-per-node", o.gpus_per_node, "Ranks on a node")
+  // The second names are older ones, which the help does not list.
+  app.add_option("--ranks-per-node,--gpus-per-node", o.ranks_per_node, "Ranks of a node")
       ->transform(whole(1, 1024))
       ->group(cluster)
       ->capture_default_str();
   add_file_option(app, "--machine", o.machine,
-                  "Constants of a rank, as `longspan calibrate` writes them [of an H200]", cluster);
+                  "The constants of a rank, as `longspan calibrate` saves them [an H200's]",
+                  cluster);
   const char* work = "The attention";
-  app.add_option("--keys", o.keys, "Keys of the sequence")
+  app.add_option("--kv,--keys", o.kv, "Keys of the sequence")
       ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
       ->group(work)
       ->capture_default_str();
-  app.add_option("--tokens", o.tokens, "Query rows, the last of it [--keys]")
+  app.add_option("--tokens", o.tokens, "Query rows, at its end [--kv]")
       ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
       ->group(work);
   add_shape_options(app, o.shape, work);
-  app.add_flag("--causal", o.mask.causal, "A row sees no key behind its own position")->group(work);
-  app.add_option("--window", o.mask.window, "Keys to the left that a row sees, its own included")
+  app.add_flag("--causal", o.mask.causal, "A row sees no key at a position after its own")
+      ->group(work);
+  app.add_option("--window", o.mask.window,
+                 "How many keys a row sees up to its own position, that one included")
       ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
       ->group(work);
   const char* spread = "How it is spread over the ranks";
-  app.add_option("--shard", o.shard, "contiguous, zigzag, striped, interleaved[:block]")
-      ->group(spread)
-      ->capture_default_str();
+  app.add_option("--shard", o.shard, shard_text())->group(spread)->capture_default_str();
   app.add_option("--max-workspace", o.max_workspace, "Bytes of workspace on a rank [no limit]")
       ->transform(whole(std::int64_t{1}, std::int64_t{1} << 48))
       ->group(spread);
@@ -90,7 +93,7 @@ void add_plan_options(CLI::App& app, PlanOptions& o) {
 void add_scale_options(CLI::App& app, ScaleOptions& o) {
   const char* work = "What is measured";
   app.add_option("--phases", o.phases, "prefill (as many rows as keys), chunk, decode (one row)")
-      ->check(CLI::IsMember({"prefill", "chunk", "decode"}))
+      ->check(one_of({"prefill", "chunk", "decode"}))
       ->group(work)
       ->default_str("all");
   app.add_option("--kv", o.kv, "Keys of a sequence; several give a row of the table each")
@@ -100,7 +103,8 @@ void add_scale_options(CLI::App& app, ScaleOptions& o) {
       ->transform(whole(std::int64_t{1}, kMostRows))
       ->group(work)
       ->capture_default_str();
-  app.add_flag("--weak", o.weak, "--kv is for each rank: a sequence has ranks times as many")
+  app.add_flag("--weak", o.weak,
+               "--kv counts the keys of each rank: a sequence has ranks times as many")
       ->group(work);
   app.add_option("--batch", o.batch, "Sequences")
       ->transform(whole(1, 65536))
@@ -108,24 +112,28 @@ void add_scale_options(CLI::App& app, ScaleOptions& o) {
       ->capture_default_str();
   add_shape_options(app, o.shape, work);
   const char* spread = "How it is spread over the ranks";
-  app.add_option("--shard", o.shard,
-                 "Of the keys, and in prefill of the rows: contiguous, zigzag, striped, "
-                 "interleaved[:block]")
+  app.add_option(
+         "--shard", o.shard,
+         "How the ranks share the keys, and in prefill the rows: contiguous, zigzag, striped, "
+         "interleaved[:block]")
       ->group(spread)
       ->capture_default_str();
   add_ranks_per_node(app, o.ranks_per_node, spread);
-  app.add_option("--strategies", o.strategies, "Some of --list-strategies [every one that serves]")
+  app.add_option(
+         "--strategies", o.strategies,
+         "Some of those that `longspan run --list-strategies` prints [every one that serves]")
+      ->check(one_of(strategy_names()))
       ->group(spread);
-  app.add_option("--ranks", o.ranks, "How many of the ranks take part [1, 2, 4 ... and all]")
+  app.add_option("--ranks", o.ranks, "On how many of the ranks [1, 2, 4 ... and all]")
       ->transform(whole(1, 65536))
       ->group(spread);
   const char* measure = "Measuring and checking";
   add_run_counts(app, o, 1, measure);
   app.add_flag("--graph", o.graph,
-               "On GPUs: time replays of a CUDA graph, back to back, so that the host's part of a "
-               "launch is not counted")
+               "On GPUs: time replays of a CUDA graph, back to back, without what the host does to "
+               "launch")
       ->group(measure);
-  app.add_option("--check", o.check, "Rows of each run to compare with the float64 oracle")
+  app.add_option("--check", o.check, "Rows of each run to compare with float64")
       ->transform(whole(std::int64_t{0}, std::int64_t{65536}))
       ->group(measure)
       ->capture_default_str();

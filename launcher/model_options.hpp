@@ -30,9 +30,9 @@ struct CalibrateOptions {
 
 struct PlanOptions {
   int nodes = 1;
-  int gpus_per_node = 8;
-  std::int64_t keys = 1 << 20;
-  std::int64_t tokens = 0;  // query rows; 0: as many as keys
+  int ranks_per_node = 8;
+  std::int64_t kv = 1 << 20;  // keys of the sequence
+  std::int64_t tokens = 0;    // query rows; 0: as many as kv
   ShapeOptions shape;
   Mask mask;
   std::string shard = "zigzag";

@@ -21,7 +21,12 @@ constexpr int kMostHeads = 65536;
 
 /// Says what --dim takes.
 inline std::string dim_text() {
-  return fmt::format("Of a head: {0} to {1} in steps of {0}", kHeadDimStep, kMaxHeadDim);
+  return fmt::format("Dimension of a head: {0} to {1} in steps of {0}", kHeadDimStep, kMaxHeadDim);
+}
+
+/// Says what --shard takes.
+inline std::string shard_text() {
+  return "How the ranks share the keys: contiguous, zigzag, striped, interleaved[:block]";
 }
 
 /// Quotes what was given, short enough for one line.
@@ -78,11 +83,15 @@ inline CLI::Validator single_precision(bool positive) {
       "");
 }
 
-/// Takes the name of a file. An empty one comes from a shell variable that is not set.
+/// Takes the name of a file. An empty one comes from a shell variable that is not set, and one that
+/// begins as options do is the next option, where a name was forgotten.
 inline CLI::Validator file_name() {
   return CLI::Validator(
       [](std::string& text) -> std::string {
-        return text.empty() ? "the name of the file is empty; is a variable not set?" : "";
+        if (text.empty()) return "the name of the file is empty; is a variable not set?";
+        if (!text.starts_with("--")) return {};
+        return fmt::format("{} is no name of a file; for a file of that name write ./{}",
+                           in_quotes(text), text);
       },
       "");
 }
@@ -90,7 +99,7 @@ inline CLI::Validator file_name() {
 /// The option of what strategies of two levels take for a node.
 inline void add_ranks_per_node(CLI::App& app, int& ranks, const std::string& group) {
   app.add_option("--ranks-per-node", ranks,
-                 "So many ranks are a node to strategies of two levels [those of a machine]")
+                 "Ranks of a node, for strategies of two levels [the ranks of a machine]")
       ->transform(whole(1, 65536))
       ->group(group);
 }
@@ -102,7 +111,7 @@ void add_run_counts(CLI::App& app, AnyOptions& o, int least_warmup, const std::s
       ->transform(whole(1, 1000000))
       ->group(group)
       ->capture_default_str();
-  app.add_option("--warmup", o.warmup, "Runs before them")
+  app.add_option("--warmup", o.warmup, "Runs before these, not timed")
       ->transform(whole(least_warmup, 1000000))
       ->group(group)
       ->capture_default_str();

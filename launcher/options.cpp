@@ -9,7 +9,10 @@
 #include "launcher/help.hpp"
 #include "launcher/numbers.hpp"
 #include "launcher/read_shard.hpp"
+#include "launcher/spelling.hpp"
+#include "launcher/usage.hpp"
 #include "longspan/limits.hpp"
+#include "longspan/strategy.hpp"
 #include "longspan/version.hpp"
 
 namespace longspan::launcher {
@@ -21,11 +24,16 @@ constexpr const char* kAbout =
     "srun.";
 
 constexpr const char* kStatus = R"(Exit status
-  0  success                            5  wrong result: outside the tolerance
-  1  a defect of longspan               6  a rank died or gave up
-  2  usage: options that make no sense  7  a rank did not arrive in time
-  3  input: files or tensors            8  CUDA, NCCL or MPI reported an error
-  4  not supported here, by name
+  0  success
+  1  a defect of longspan
+  2  usage: an option or a value that is wrong, that does not fit the others,
+     that differs between ranks, or that takes more memory than there is
+  3  files: one cannot be read, does not fit the others, or cannot be written
+  4  not supported by this build, this device or this strategy
+  5  wrong result: an error beyond the tolerance
+  6  a rank died or gave up
+  7  a rank did not arrive in time
+  8  CUDA, NCCL or MPI reported an error
 )";
 
 constexpr const char* kFooter = R"(Examples
@@ -41,8 +49,7 @@ docs/command.md explains the table.)";
 
 constexpr const char* kRunFooter = R"(Examples
   longspan run --kv 65536 --tokens 256 --causal
-      makes its inputs from a seed, runs, and compares 16 rows with a float64
-      oracle
+      makes its inputs from a seed, runs, and compares 16 rows with float64
   mpirun -np 4 longspan run --q q.npy --k k.npy --v v.npy --causal --out out.npy
       the same on four ranks and on your own arrays [tokens, heads, head_dim]
   mpirun -np 2 longspan run --kv 16384 --tokens 16384 --causal \
@@ -54,9 +61,9 @@ constexpr const char* kRunFooter = R"(Examples
 
 constexpr const char* kVerifyFooter = R"(Examples
   longspan verify --quick
-      shapes, shards, masks, batches and dtypes against the oracle
+      shapes, shards, masks, batches and dtypes, compared with float64
   mpirun -np 3 longspan verify --seed 7
-      other draws, on three ranks)";
+      other random problems, on three ranks)";
 
 constexpr const char* kDecodeFooter = R"(Examples
   mpirun -np 4 longspan bench decode
@@ -76,8 +83,7 @@ CLI::Validator backend_name() {
         if (text == "simulated")
           return "this build has no simulator of GPUs: configure with cmake --preset simulated";
 #endif
-        const CLI::IsMember known({"auto", "host", "cuda"});
-        return known(text);
+        return one_of({"auto", "host", "cuda"})(text);
       },
       "");
 }
@@ -91,7 +97,7 @@ std::vector<std::string> exchange_names() {
 }
 
 const std::string kValueDimText = fmt::format(
-    "Of a head of values: {0} to {1} in steps of {0} [--dim]", kHeadDimStep, kMaxValueDim);
+    "Dimension of a value: {0} to {1} in steps of {0} [--dim]", kHeadDimStep, kMaxValueDim);
 
 void add_world_options(CLI::App& app, WorldOptions& o) {
   app.add_option("--backend", o.backend,
@@ -104,15 +110,16 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
            for (const Exchange exchange : kExchanges)
              if (text == name(exchange)) o.exchange = exchange;
          },
-         "States travel between GPUs by peer buffers, by gather (NCCL), or auto: peer buffers "
-         "where the GPUs "
-         "reach each other. peer-buffers-apart: never from the kernel that makes them")
-      ->check(CLI::IsMember(exchange_names()))
+         "How states travel between GPUs: peer-buffers (each GPU writes into the others' memory), "
+         "gather (NCCL), or auto: peer-buffers where the GPUs reach each other. "
+         "peer-buffers-apart: the same, in a kernel of its own")
+      ->check(one_of(exchange_names()))
       ->default_str(name(o.exchange));
   app.add_option("--deadline", o.deadline_s,
                  "Seconds to wait for a rank at any step [LONGSPAN_DEADLINE_S, or else 60]")
       ->check(finite(0.001, 1e6));
-  app.add_option("--threads", o.threads, "Host threads of a rank [LONGSPAN_THREADS, or its share]")
+  app.add_option("--threads", o.threads,
+                 "Host threads of a rank [LONGSPAN_THREADS, or its share of the cores]")
       ->transform(whole(1, 4096));
   app.add_option("--seed", o.seed, "Seed of generated inputs")
       ->transform(whole(std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max()))
@@ -141,12 +148,13 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
       ->type_name("FILE")
       ->group(files);
   app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16 [what the files hold, or else fp32]")
-      ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
+      ->check(one_of({"fp32", "fp16", "bf16"}))
       ->group(files);
-  app.add_option("--qkv-dtype", o.qkv_dtype,
-                 "e4m3 or e5m2: q, k and v are rounded to it and stored so, with scales of 1 "
-                 "[--dtype]")
-      ->check(CLI::IsMember({"e4m3", "e5m2"}))
+  app.add_option(
+         "--qkv-dtype", o.qkv_dtype,
+         "The fp8 type in which q, k and v are stored, rounded, with scales of 1: e4m3 or e5m2 "
+         "[--dtype]")
+      ->check(one_of({"e4m3", "e5m2"}))
       ->group(files);
 
   const std::string made = "Inputs made from a seed (when no files are given)";
@@ -159,10 +167,10 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
         ->default_str(value > 0 ? fmt::to_string(value) : "");
   };
   auto* kv = size("--kv", o.kv, 0, "Keys of a sequence");
-  auto* tokens = size("--tokens", o.tokens, 0, "Query rows of a sequence, the last of it");
+  auto* tokens = size("--tokens", o.tokens, 0, "Query rows of a sequence, at its end");
   auto* batch = size("--batch", o.batch, 1, "Sequences");
   app.add_option("--lengths", o.lengths,
-                 "Keys of each of several sequences, all of them query rows too, packed")
+                 "Tokens of each of several packed sequences: each token is a key and a query row")
       ->transform(whole(std::int64_t{0}, kMostRows))
       ->excludes(q, kv, tokens, batch)
       ->group(made);
@@ -173,15 +181,16 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   size("--value-dim", o.value_dim, 1, kValueDimText, kMostHeads);
 
   const std::string attention = "The attention";
-  app.add_flag("--causal", o.mask.causal, "A row sees no key behind its own position")
+  app.add_flag("--causal", o.mask.causal, "A row sees no key at a position after its own")
       ->group(attention);
-  app.add_option("--window", o.mask.window, "Keys to the left that a row sees, its own included")
+  app.add_option("--window", o.mask.window,
+                 "How many keys a row sees up to its own position, that one included")
       ->transform(whole(std::int64_t{1}, kMostRows))
       ->group(attention);
-  app.add_option("--right", o.mask.right, "Keys to the right that a row sees")
+  app.add_option("--right", o.mask.right, "How many keys a row sees after its own position")
       ->transform(whole(std::int64_t{0}, kMostRows))
       ->group(attention);
-  app.add_option("--scale", o.scale, "Of q.k [1 / sqrt(head_dim)]")
+  app.add_option("--scale", o.scale, "Factor of the scores q.k [1 / sqrt(dim)]")
       ->check(single_precision(false))
       ->group(attention);
   app.add_option("--softcap", o.softcap,
@@ -191,45 +200,45 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--alibi", o.alibi,
                  "ALiBi by the distance from the first query row (context) or from the row's own "
                  "(query), with slopes 2^(-8 (h + 1) / heads)")
-      ->check(CLI::IsMember({"context", "query"}))
+      ->check(one_of({"context", "query"}))
       ->group(attention);
 
   app.add_flag("--fp8-products", o.fp8_products,
-               "Hopper: products of e4m3, weights rounded to it; with --qkv-dtype e4m3")
+               "On Hopper: multiply e4m3, with weights rounded to it. Needs --qkv-dtype e4m3")
       ->group(attention);
 
-  app.add_flag("--bf16-products", o.bf16_products,
-               "Processors: products of bf16 by the processor's own instructions, weights rounded "
-               "to it; with --dtype bf16")
+  app.add_flag(
+         "--bf16-products", o.bf16_products,
+         "On processors that have instructions for it: multiply bf16, with weights rounded to "
+         "it. Needs --dtype bf16")
       ->group(attention);
 
   const std::string spread = "How it is spread over the ranks";
-  app.add_option("--shard", o.shard, "contiguous, zigzag, striped, interleaved[:block]")
-      ->group(spread)
-      ->capture_default_str();
+  app.add_option("--shard", o.shard, shard_text())->group(spread)->capture_default_str();
   app.add_flag("--shard-queries", o.shard_queries,
-               "Shard queries and result by rows, as the keys; else all ranks hold them whole")
+               "Share query rows and result as the keys; otherwise every rank holds them whole")
       ->group(spread);
   app.add_flag("--invariant", o.invariant, "The same bits for 1, 2, 4 ... 64 ranks on every path")
       ->group(spread);
-  app.add_option("--strategy", o.strategy, "How states travel; see --list-strategies")
+  app.add_option("--strategy", o.strategy, "What travels: auto, or one of --list-strategies")
+      ->check(one_of(strategy_names({"auto"})))
       ->group(spread)
       ->capture_default_str();
   add_ranks_per_node(app, o.ranks_per_node, spread);
   app.add_flag("--explain", o.explain,
-               "Print what every strategy is predicted to take, or why it cannot serve")
+               "Print the predicted time of every strategy, or why it cannot be used")
       ->group(spread);
 
   const std::string measure = "Measuring and checking";
   add_run_counts(app, o, 0, measure);
-  app.add_option("--check", check, "Rows to compare with the float64 oracle: a number, all, or off")
+  app.add_option("--check", check, "Rows to compare with float64: a number, all, or off")
       ->group(measure)
       ->capture_default_str();
   app.add_flag("--write-anyway", o.write_anyway,
-               "Write the outputs even where the comparison finds the result wrong; the exit "
-               "status is 5 all the same")
+               "Write the outputs also where the comparison finds them wrong; the exit status is 5 "
+               "all the same")
       ->group(measure);
-  app.add_flag("--digest", o.digest, "Print 64 bits that stand for every bit of the output")
+  app.add_flag("--digest", o.digest, "Print a hash (64 bits) of every bit of the output")
       ->group(measure);
 
   const std::string output = "Output (written by rank 0 after success, or not at all)";
@@ -261,7 +270,8 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
                  "[131072 on GPUs, 16384 on processors]")
       ->transform(whole(std::int64_t{0}, kMostRows))
       ->group(step);
-  app.add_flag("--weak", o.weak, "--kv is for each rank: a sequence has ranks times as many")
+  app.add_flag("--weak", o.weak,
+               "--kv counts the keys of each rank: a sequence has ranks times as many")
       ->group(step);
   number("--tokens", o.tokens, 1, 8, "New tokens of each sequence in a step", step);
   number("--batch", o.batch, 1, 65536, "Sequences", step);
@@ -269,20 +279,23 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   number("--kv-heads", o.kv_heads, 1, 65536, "Heads of keys and values; divides --heads", step);
   number("--dim", o.dim, 1, 65536, dim_text(), step);
   app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16")
-      ->check(CLI::IsMember({"fp32", "fp16", "bf16"}))
+      ->check(one_of({"fp32", "fp16", "bf16"}))
       ->group(step)
       ->capture_default_str();
-  app.add_option("--kv-dtype", o.kv_dtype, "Of the cache: --dtype, e4m3 or e5m2 [--dtype]")
-      ->check(CLI::IsMember({"fp32", "fp16", "bf16", "e4m3", "e5m2"}))
+  app.add_option("--kv-dtype", o.kv_dtype,
+                 "Type of the cache: that of --dtype, e4m3 or e5m2 [--dtype]")
+      ->check(one_of({"fp32", "fp16", "bf16", "e4m3", "e5m2"}))
       ->group(step);
   number("--page", o.page, 0, 65536, "Keys in a page of the cache; 0: no pages", step);
   app.add_option("--layers", o.layers,
-                 "Of the model: each appends and attends once [32 on GPUs, 4 on processors]")
+                 "Layers of the model; in a step each appends and attends once [32 on GPUs, 4 on "
+                 "processors]")
       ->transform(whole(1, 4096))
       ->group(step);
-  app.add_option("--memory", o.memory_gib,
-                 "GiB for caches of a GPU, or of the host's ranks together; layers share caches "
-                 "in turn where not all fit [by what is free]")
+  app.add_option(
+         "--memory", o.memory_gib,
+         "GiB for the caches of a GPU, or of all ranks on the host; where not all fit, layers "
+         "share caches [from what is free]")
       ->check(finite(0.001, 1e6))
       ->group(step);
 
@@ -298,13 +311,13 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   app.add_option("--iterations", o.iterations, "Timed steps [30 on GPUs, 5 on processors]")
       ->transform(whole(1, 1000000))
       ->group(measure);
-  number("--warmup", o.warmup, 1, 1000000, "Steps before them", measure);
+  number("--warmup", o.warmup, 1, 1000000, "Steps before these, not timed", measure);
   number("--check", o.check, 0, 65536,
          "Pairs of a sequence and a kv head, in any layer, to compare with float64 before and "
          "after the timed steps",
          measure);
   app.add_flag("--no-alone", o.no_alone,
-               "Leave out the same step on rank 0 alone, which the efficiency compares with")
+               "Do not measure the step on rank 0 alone; then there is no efficiency")
       ->group(measure);
   app.add_option("--json", o.json, "The measured record")
       ->check(file_name())
@@ -330,9 +343,10 @@ void simplify_help(CLI::App& app) {
 void read_growing_rule(DecodeOptions& o) {
   if (!read_shard(o.shard, {Layout::striped, Layout::interleaved}, o.layout, o.block))
     throw CLI::ValidationError(
-        "--shard", fmt::format("{} is none of striped, interleaved, interleaved:BLOCK with a "
-                               "block of 1 to {} keys; other cuts move when a sequence grows",
-                               in_quotes(o.shard), kMostRows));
+        "--shard",
+        fmt::format("{} is none of striped, interleaved, interleaved:BLOCK with a "
+                    "block of 1 to {} keys; other layouts move keys when a sequence grows",
+                    in_quotes(o.shard), kMostRows));
 }
 
 void read_check(RunOptions& o, const std::string& check) {
@@ -351,7 +365,7 @@ void refuse_empty_values(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument.starts_with("--") && argument.find('=') == argument.size() - 1)
-      throw CLI::ValidationError(argument, "nothing stands behind the =; is a variable not set?");
+      throw CLI::ValidationError(argument, "no value follows the =; is a variable not set?");
   }
 }
 
@@ -381,13 +395,14 @@ CommandLine parse(int argc, char** argv) {
   run->add_flag("--list-strategies", list_strategies, "Print the table of strategies and end");
   add_world_options(*run, line.world);
 
-  CLI::App* verify = app.add_subcommand("verify", "A sweep against a float64 oracle");
+  CLI::App* verify = app.add_subcommand("verify", "Many problems, each compared with float64");
   bool quick = false, full = false;
-  auto* quick_flag = verify->add_flag("--quick", quick, "A few seconds");
+  auto* quick_flag = verify->add_flag("--quick", quick, "Few problems: some seconds");
   verify->add_flag("--full", full, "Larger shapes and many random problems")->excludes(quick_flag);
   add_world_options(*verify, line.world);
 
-  CLI::App* bench = app.add_subcommand("bench", "Measures a part of the work; see its commands");
+  CLI::App* bench =
+      app.add_subcommand("bench", "Measures the decode step, or how attention scales over ranks");
   bench->require_subcommand(1);
   CLI::App* decode = bench->add_subcommand(
       "decode", "The decode step of a sharded cache: append, attend, exchange, merge");
@@ -404,7 +419,7 @@ CommandLine parse(int argc, char** argv) {
   add_calibrate_options(*calibrate, line.calibrate);
   add_world_options(*calibrate, line.world);
   CLI::App* plan = app.add_subcommand(
-      "plan", "What every strategy would take on a cluster, on paper: nothing runs");
+      "plan", "Predicts the time and memory of every strategy on a cluster; nothing runs");
   add_plan_options(*plan, line.plan);
 
   CLI::App* reshard = app.add_subcommand(
@@ -452,16 +467,9 @@ CommandLine parse(int argc, char** argv) {
     line.text = "longspan " LONGSPAN_VERSION "\n";
     return line;
   } catch (const CLI::ParseError& error) {
-    line.error = fmt::format("{} (longspan {}--help lists what there is)", error.what(),
-                             *run         ? "run "
-                             : *verify    ? "verify "
-                             : *decode    ? "bench decode "
-                             : *scale     ? "bench scale "
-                             : *plan      ? "plan "
-                             : *calibrate ? "calibrate "
-                             : *reshard   ? "reshard "
-                             : *bench     ? "bench "
-                                          : "");
+    const std::string command = name_of_command(app);
+    line.error = fmt::format("{} (see longspan {}--help)", what_is_wrong(app, error, argc, argv),
+                             command.empty() ? "" : command + " ");
     return line;
   }
 

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "longspan/error.hpp"
 
@@ -70,6 +71,11 @@ fs::path without_links(fs::path path) {
   return {};
 }
 
+/// Gives the path that a name stands for.
+std::string place_of(const std::string& name) {
+  return name == kStandardOutput ? "/proc/self/fd/1" : name;
+}
+
 /// Gives the descriptor of this process that a path such as /proc/self/fd/1 names.
 std::optional<int> own_descriptor(const fs::path& path) {
   std::error_code error;
@@ -89,7 +95,8 @@ void remove_unfinished() noexcept {
     if (slot.ready) ::unlink(slot.path.data());
 }
 
-std::string identity(const std::string& path) {
+std::string identity(const std::string& name) {
+  const std::string path = place_of(name);
   struct stat status {};
   if (::stat(path.c_str(), &status) == 0) {
     if (S_ISCHR(status.st_mode)) return {};
@@ -100,9 +107,27 @@ std::string identity(const std::string& path) {
   return fmt::format("{}:{}/{}", status.st_dev, status.st_ino, target.filename().string());
 }
 
+void refuse_equal_files(std::span<const NamedFile> files) {
+  struct Seen {
+    const NamedFile* named;
+    std::string file;
+  };
+  std::vector<Seen> seen;
+  for (const NamedFile& one : files) {
+    std::string file = one.path.empty() ? "" : identity(one.path);
+    if (file.empty() && one.path == kStandardOutput) file = one.path;  // a terminal
+    if (file.empty()) continue;
+    for (const auto& [other, its_file] : seen)
+      if (one.is_output && its_file == file)
+        throw UsageError(fmt::format("{} {} and {} {} are the same file; name another",
+                                     other->option, other->path, one.option, one.path));
+    seen.push_back({&one, file});
+  }
+}
+
 OutputFile::OutputFile(std::string path, bool unnamed) : path_(std::move(path)), unnamed_(unnamed) {
   errno = 0;
-  const fs::path target = without_links(path_);
+  const fs::path target = without_links(place_of(path_));
   if (target.empty()) fail(std::strerror(errno != 0 ? errno : ENOENT));
   target_ = target;
   stream_ = own_descriptor(target).value_or(-1);
@@ -131,7 +156,8 @@ OutputFile::OutputFile(OutputFile&& other) noexcept
 OutputFile::~OutputFile() { close(); }
 
 void OutputFile::fail(const std::string& why) const {
-  throw InputError(fmt::format("{}: cannot be written: {}", path_, why));
+  throw InputError(fmt::format("{} cannot be written: {}",
+                               path_ == kStandardOutput ? "standard output" : path_ + ":", why));
 }
 void OutputFile::fail_with_errno() const { fail(std::strerror(errno)); }
 

@@ -1,18 +1,34 @@
 // Writes a file that appears whole or not at all: it is written where it has no name (or, on file
 // systems that want one, under another name beside the target), and given its name at the end.
 // Links are followed, and a file that was there keeps its mode and its owner. Devices, pipes and
-// /dev/stdout are written as such, from the first byte on.
+// /dev/stdout, also named -, are written as such, from the first byte on.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 
 namespace longspan::launcher {
 
+/// The name of standard output; ./- is a file of this name.
+constexpr const char* kStandardOutput = "-";
+
 /// Names what stands behind a path, with links followed: equal texts mean one file. Empty where
 /// that is nothing, or a character device, which several may write to.
-std::string identity(const std::string& path);
+std::string identity(const std::string& name);
+
+/// A file that an option names.
+struct NamedFile {
+  const char* option;
+  std::string path;  // empty: not given
+  bool is_output = true;
+};
+
+/// Refuses names that stand for one file, of which one is an output. Two outputs in one file would
+/// leave one of them, and an output in the place of an input would destroy what it was made from.
+/// Inputs come first. Throws UsageError.
+void refuse_equal_files(std::span<const NamedFile> files);
 
 class OutputFile {
  public:

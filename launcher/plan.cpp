@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
@@ -25,7 +26,7 @@ namespace {
 class Cluster {
  public:
   Cluster(const PlanOptions& o, const Machine& machine)
-      : machine_(machine), ranks_(o.nodes * o.gpus_per_node), per_node_(o.gpus_per_node) {
+      : machine_(machine), ranks_(o.nodes * o.ranks_per_node), per_node_(o.ranks_per_node) {
     const RunOptions shape = run_options(o.shape, Device::cuda);
     options_ = {.heads = shape.heads,
                 .kv_heads = shape.kv_heads,
@@ -34,11 +35,11 @@ class Cluster {
                 .mask = o.mask,
                 .keys = {o.layout, o.block},
                 .ranks_per_node = per_node_};
-    const std::int64_t tokens = o.tokens > 0 ? o.tokens : o.keys;
+    const std::int64_t tokens = o.tokens > 0 ? o.tokens : o.kv;
     // Few rows are everybody's, as in decode; many are shared.
     if (ranks_ > 1 && tokens >= 64 * std::int64_t{ranks_}) options_.queries = options_.keys;
     options_.limits = {.max_tokens = options_.queries ? (tokens + ranks_ - 1) / ranks_ : tokens,
-                       .max_kv_len = o.keys,
+                       .max_kv_len = o.kv,
                        .max_workspace = o.max_workspace};
     size_ = largest_run(options_, ranks_);
     size_.tokens = static_cast<double>(tokens);
@@ -85,20 +86,14 @@ std::string text_of(double bytes) {
                           : fmt::format("{:.4g} TiB", bytes / kTiB);
 }
 
-std::string time_text(double seconds) {
-  for (const auto& [unit, name] : {std::pair{3600.0, "h"}, {1.0, "s"}, {1e-3, "ms"}})
-    if (seconds >= unit) return fmt::format("{:.4g} {}", seconds / unit, name);
-  return fmt::format("{:.4g} us", seconds * 1e6);
-}
-
 std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& machine,
                   const std::vector<Forecast>& rows, const Forecast* best) {
   const Options& options = cluster.options();
   std::string text = fmt::format(
       "# longspan {} plan | {} nodes of {} ranks | constants: {}\n# keys {} | query rows {}, {} | "
       "heads {}/{} dim {} {} | {}\n",
-      LONGSPAN_VERSION, o.nodes, o.gpus_per_node, machine.name, o.keys,
-      o.tokens > 0 ? o.tokens : o.keys, cluster.shares_rows() ? "sharded" : "replicated",
+      LONGSPAN_VERSION, o.nodes, o.ranks_per_node, machine.name, o.kv,
+      o.tokens > 0 ? o.tokens : o.kv, cluster.shares_rows() ? "sharded" : "replicated",
       options.heads, options.kv_heads, options.head_dim, name(options.dtypes.compute),
       options.mask.causal ? "causal" : "full");
   text += fmt::format("#{:<21}{:>11}{:>11}{:>11}{:>11}{:>11}{:>12}{:>12}{:>12}{:>9}{:>11}\n",
@@ -125,9 +120,9 @@ nlohmann::ordered_json record(const PlanOptions& o, const Cluster& cluster,
                               const std::vector<Forecast>& rows, const Forecast* best) {
   nlohmann::ordered_json json{{"longspan", LONGSPAN_VERSION},
                               {"nodes", o.nodes},
-                              {"gpus_per_node", o.gpus_per_node},
-                              {"keys", o.keys},
-                              {"tokens", o.tokens > 0 ? o.tokens : o.keys},
+                              {"ranks_per_node", o.ranks_per_node},
+                              {"kv_len", o.kv},
+                              {"tokens", o.tokens > 0 ? o.tokens : o.kv},
                               {"chosen", best ? best->strategy->name : ""}};
   for (const Forecast& f : rows) {
     nlohmann::ordered_json one{{"strategy", f.strategy->name}, {"refusal", f.refusal}};
@@ -165,6 +160,8 @@ int plan(const Communicator& control, const CommandLine& line) {
     if (shape.heads % shape.kv_heads != 0)
       throw UsageError(fmt::format("--heads {} is not a multiple of --kv-heads {}", shape.heads,
                                    shape.kv_heads));
+    refuse_equal_files(
+        std::array<NamedFile, 2>{{{"--machine", o.machine, false}, {"--json", o.json}}});
     std::optional<OutputFile> json;
     if (!o.json.empty()) json.emplace(o.json);
     const Machine machine = machine_of(o);
@@ -176,7 +173,7 @@ int plan(const Communicator& control, const CommandLine& line) {
     say(table(o, cluster, machine, rows, best),
         json && json->is_standard_output() ? stderr : stdout);
     if (!json) return;
-    const std::string text = record(o, cluster, rows, best).dump(2) + "\n";
+    const std::string text = json_text(record(o, cluster, rows, best));
     json->write(text.data(), text.size());
     json->commit();
   });

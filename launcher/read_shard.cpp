@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 
 #include "launcher/numbers.hpp"
+#include "launcher/spelling.hpp"
 
 namespace longspan::launcher {
 
@@ -26,8 +27,9 @@ void read_rule(const char* option, const std::string& text, Layout& layout, std:
                   layout, block))
     throw CLI::ValidationError(
         option, fmt::format("{} is none of contiguous, zigzag, striped, interleaved, "
-                            "interleaved:BLOCK with a block of 1 to {} keys",
-                            in_quotes(text), kMostRows));
+                            "interleaved:BLOCK with a block of 1 to {} keys{}",
+                            in_quotes(text), kMostRows,
+                            suggestion(text, {"contiguous", "zigzag", "striped", "interleaved"})));
 }
 
 }  // namespace longspan::launcher

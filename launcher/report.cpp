@@ -127,9 +127,23 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
         (r.exchange_ms * 1e-3) / 1e9;
 }
 
+std::string title(const Communicator& world) {
+  return fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, name(world.device()),
+                     world.describe());
+}
+
+std::string json_text(const ordered_json& record) {
+  return record.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+}
+
+std::string time_text(double seconds) {
+  for (const auto& [unit, name] : {std::pair{3600.0, "h"}, {1.0, "s"}, {1e-3, "ms"}})
+    if (seconds >= unit) return fmt::format("{:.4g} {}", seconds / unit, name);
+  return fmt::format("{:.4g} us", seconds * 1e6);
+}
+
 std::string header(const Report& r) {
-  std::string text = fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, r.backend, r.world);
-  text += fmt::format(
+  std::string text = fmt::format(
       "# keys {} | queries {} | {}{}{}{}{}{}{}| {}{}{}inputs: {} | workspace {} per rank\n",
       r.shard, r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
       r.window > 0 ? fmt::format("window {} ", r.window) : "",

@@ -72,7 +72,15 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
 void measure(const Communicator& world, const Problem& problem, const std::vector<Sample>& samples,
              Report& report);
 
-/// Write the lines that begin with '#', and the row.
+/// The line that says which longspan this is, on what device, among which ranks.
+std::string title(const Communicator& world);
+/// A record as it is written. Bytes of names and variables that are not UTF-8, which JSON must be,
+/// become U+FFFD.
+std::string json_text(const nlohmann::ordered_json& record);
+/// A time with a unit that suits it.
+std::string time_text(double seconds);
+
+/// Write the other lines that begin with '#', and the row.
 std::string header(const Report& report);
 std::string row(const Report& report);
 

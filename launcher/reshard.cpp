@@ -27,8 +27,8 @@ using nlohmann::ordered_json;
 CacheRanks ranks_of(const CacheOptions& o, int world, const char* side) {
   const int ranks = o.ranks > 0 ? o.ranks : world - o.first_rank;
   if (ranks < 1 || o.first_rank > world - ranks)
-    throw UsageError(fmt::format("--{0}-first {1} and --{0}-ranks {2}: there are {3} ranks", side,
-                                 o.first_rank, o.ranks, world));
+    throw UsageError(fmt::format("--{0}-first {1} and --{0}-ranks {2}: only {3} ranks were started",
+                                 side, o.first_rank, o.ranks, world));
   return {.rule = {o.layout, o.block}, .first_rank = o.first_rank, .ranks = ranks};
 }
 
@@ -233,7 +233,7 @@ int reshard(const Communicator& control, const CommandLine& line) {
     if (world.rank() != 0) return;
     say(table(world, o, options, found), out);
     if (!json) return;
-    const std::string text = record(world, line, options, found).dump(2) + "\n";
+    const std::string text = json_text(record(world, line, options, found));
     json->write(text.data(), text.size());
     json->commit();
   });

@@ -6,17 +6,19 @@
 
 #include "launcher/numbers.hpp"
 #include "launcher/read_shard.hpp"
+#include "launcher/spelling.hpp"
 
 namespace longspan::launcher {
 namespace {
 
 void add_cache(CLI::App& app, CacheOptions& o, const std::string& side, const char* group) {
-  const auto option = [&](const std::string& rest, auto& value, const char* what) {
+  const auto option = [&](const std::string& rest, auto& value, const std::string& what) {
     return app.add_option("--" + side + rest, value, what)->group(group)->capture_default_str();
   };
-  option("", o.shard, "contiguous, zigzag, striped, interleaved[:block]");
-  option("-first", o.first_rank, "The first rank that holds it")->transform(whole(0, kMostHeads));
-  option("-ranks", o.ranks, "How many ranks do, from that one on; 0: all that there are")
+  option("", o.shard, shard_text());
+  option("-first", o.first_rank, "The first rank that holds a part")
+      ->transform(whole(0, kMostHeads));
+  option("-ranks", o.ranks, "How many ranks hold a part, the first included; 0: all that follow")
       ->transform(whole(0, kMostHeads));
   option("-page", o.page, "Keys in a page; 0: no pages")->transform(whole(0, kMostHeads));
 }
@@ -31,8 +33,8 @@ const char* const kReshardFooter = R"(Examples
       from two ranks to a third)";
 
 void add_reshard_options(CLI::App& app, ReshardCommand& o) {
-  add_cache(app, o.from, "from", "The cache that is there");
-  add_cache(app, o.to, "to", "The cache that shall be");
+  add_cache(app, o.from, "from", "The old cache");
+  add_cache(app, o.to, "to", "The new cache");
 
   const char* keys = "Its keys and values, made from a seed";
   auto* kv = app.add_option("--kv", o.kv, "Keys of a sequence")
@@ -51,17 +53,18 @@ void add_reshard_options(CLI::App& app, ReshardCommand& o) {
       ->transform(whole(1, kMostHeads))
       ->group(keys)
       ->capture_default_str();
-  app.add_option("--dim", o.dim, "Of a head, in steps of 4")
+  app.add_option("--dim", o.dim, "Dimension of a head, in steps of 4")
       ->transform(whole(4, kMostHeads))
       ->group(keys)
       ->capture_default_str();
-  app.add_option("--value-dim", o.value_dim,
-                 "Of a head of values, in steps of 4; 0: the values are the first columns of the "
-                 "keys [--dim]")
+  app.add_option(
+         "--value-dim", o.value_dim,
+         "Dimension of a value, in steps of 4; 0: the values are the first columns of the keys "
+         "[--dim]")
       ->transform(whole(0, kMostHeads))
       ->group(keys);
   app.add_option("--dtype", o.dtype, "fp32, fp16, bf16, e4m3 or e5m2")
-      ->check(CLI::IsMember({"fp32", "fp16", "bf16", "e4m3", "e5m2"}))
+      ->check(one_of({"fp32", "fp16", "bf16", "e4m3", "e5m2"}))
       ->group(keys)
       ->capture_default_str();
 

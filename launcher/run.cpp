@@ -2,10 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <cstdio>
 #include <numeric>
 #include <optional>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,6 +16,7 @@
 #include "launcher/npy.hpp"
 #include "launcher/output_file.hpp"
 #include "launcher/problem.hpp"
+#include "launcher/progress.hpp"
 #include "launcher/report.hpp"
 #include "launcher/speech.hpp"
 #include "launcher/timed_run.hpp"
@@ -23,29 +24,6 @@
 
 namespace longspan::launcher {
 namespace {
-
-/// Refuses names that stand for one file. Two outputs in one file would leave one of them, and an
-/// output in the place of an input would destroy what it was made from. Names are compared by what
-/// they stand for, as links lead to the same file.
-void refuse_equal_files(const RunOptions& o) {
-  std::vector<std::tuple<const char*, std::string, std::string>> seen;  // option, name, file
-  const auto add = [&](const char* option, const std::string& path, bool output) {
-    const std::string file = path.empty() ? std::string() : identity(path);
-    if (file.empty()) return;
-    for (const auto& [other_option, other_path, other] : seen)
-      if (output && other == file)
-        throw UsageError(fmt::format("{} {} and {} {} are the same file; name another",
-                                     other_option, other_path, option, path));
-    seen.emplace_back(option, path, file);
-  };
-  add("--q", o.q, false);
-  add("--k", o.k, false);
-  add("--v", o.v, false);
-  add("--sinks", o.sinks, false);
-  add("--out", o.out, true);
-  add("--lse", o.lse, true);
-  add("--json", o.json, true);
-}
 
 /// The files that rank 0 writes; none on other ranks.
 struct Outputs {
@@ -58,7 +36,13 @@ struct Outputs {
 
   Outputs(const RunOptions& o, int rank) {
     if (rank != 0) return;
-    refuse_equal_files(o);
+    refuse_equal_files(std::array<NamedFile, 7>{{{"--q", o.q, false},
+                                                 {"--k", o.k, false},
+                                                 {"--v", o.v, false},
+                                                 {"--sinks", o.sinks, false},
+                                                 {"--out", o.out},
+                                                 {"--lse", o.lse},
+                                                 {"--json", o.json}}});
     const auto prepare = [](std::optional<OutputFile>& file, const std::string& path) {
       if (!path.empty()) file.emplace(path);
     };
@@ -94,6 +78,23 @@ void write_arrays(const Communicator& world, const Problem& problem, const Answe
   }
 }
 
+/// What will be computed, and what that will take: a line ahead of all that may last.
+std::string outlook(const Problem& problem, const RunOptions& o,
+                    const std::vector<Forecast>& forecasts, const Demand& demand) {
+  std::int64_t keys = 0;
+  for (const std::int64_t kv_len : problem.kv_lens) keys += kv_len;
+  double seconds = 0;
+  for (const Forecast& f : forecasts)
+    if (problem.options.strategy == f.strategy->name) seconds = f.seconds();
+  const bool gpu = !demand.device.empty();
+  const int runs = o.warmup + o.iterations;
+  return fmt::format("# to do: {} query rows, {} keys, {} heads | {} on a {} | {} run{}{}\n",
+                     problem.tokens(), keys, problem.q.heads,
+                     size_text(static_cast<std::size_t>(total(gpu ? demand.device : demand.host))),
+                     gpu ? "GPU" : "rank", runs, runs == 1 ? "" : "s",
+                     seconds > 0 ? fmt::format(", predicted {} each", time_text(seconds)) : "");
+}
+
 }  // namespace
 
 int run(const Communicator& control, const CommandLine& line) {
@@ -112,31 +113,44 @@ int run(const Communicator& control, const CommandLine& line) {
   Demand demand;
   together(world, "count of the memory", [&] { demand = demand_of(world, *problem, o.check); });
   require_memory(world, demand);
+  tell(
+      world, [&] { return title(world) + outlook(*problem, o, forecasts, demand); }, table);
+  Progress progress(rank == 0);
+  progress.say("making the arrays");
   std::optional<Trial> trial;
   together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
   Report report = describe(world, *problem, o, trial->layer());
-  if (rank == 0 && o.explain) say(explanation(forecasts, problem->options, world.size()), table);
-  if (rank == 0) say(header(report), table);
-  measure(world, *problem, time_runs(world, *trial, o.warmup, o.iterations), report);
+  progress.clear();
+  tell(
+      world,
+      [&] {
+        return (o.explain ? explanation(forecasts, problem->options, world.size()) : "") +
+               header(report);
+      },
+      table);
+  measure(world, *problem, time_runs(world, *trial, o.warmup, o.iterations, &progress), report);
 
   const Answer answer = trial->answer();
   const std::uint64_t bits = digest(world, *problem, answer);
   if (o.digest) report.digest = bits;
+  if (o.check != 0) progress.say("comparing with float64");
   if (o.check != 0)
     report.judgement =
         judge(world, *problem, answer, sample_rows(*problem, o.check, line.world.seed));
-  if (rank == 0) say(row(report), table);
+  progress.clear();
+  tell(
+      world, [&] { return row(report); }, table);
   const bool wrong = report.judgement && !report.judgement->right;
   if (wrong && !o.write_anyway)
     throw SharedError(ErrorKind::wrong_result,
-                      fmt::format("{}; nothing was written (--write-anyway does, --check off does "
-                                  "not look)",
+                      fmt::format("{}; nothing was written (--write-anyway writes it all the same, "
+                                  "--check off leaves the comparison out)",
                                   complaint(*report.judgement)));
 
   write_arrays(world, *problem, answer, o, *outputs);
   together(world, "writing of the outputs", [&] {
     if (outputs->json) {
-      const std::string text = to_json(report).dump(2) + "\n";
+      const std::string text = json_text(to_json(report));
       outputs->json->write(text.data(), text.size());
     }
     for (auto* file : {&outputs->out, &outputs->lse, &outputs->json})

@@ -1,15 +1,16 @@
 #include "launcher/scale_bench.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <optional>
 
 #include "launcher/demand.hpp"
 #include "launcher/make_problem.hpp"
 #include "launcher/output_file.hpp"
+#include "launcher/progress.hpp"
 #include "launcher/scale_report.hpp"
 #include "launcher/shapes.hpp"
 #include "launcher/speech.hpp"
@@ -50,31 +51,20 @@ std::vector<int> ranks_of(const ScaleOptions& o, int all) {
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   if (ranks.back() > all)
-    throw UsageError(fmt::format("--ranks {}: there are {} ranks", ranks.back(), all));
+    throw UsageError(fmt::format("--ranks {}: only {} ranks were started", ranks.back(), all));
   return ranks;
 }
 
-/// One line on a terminal; nothing where stderr is a file or a pipe.
-class Progress {
- public:
-  Progress(bool speaks, std::size_t total) : shown_(speaks && ::isatty(2)), total_(total) {}
-  void say(const std::string& what) {
-    if (shown_) fmt::print(stderr, "\r\033[K[{}/{}] {}", ++done_, total_, what);
-    if (shown_) std::fflush(stderr);
-  }
-  void clear() const {
-    if (shown_) fmt::print(stderr, "\r\033[K");
-  }
-
- private:
-  bool shown_;
-  std::size_t total_, done_ = 0;
-};
-
 class ScaleBench {
  public:
-  ScaleBench(const Communicator& world, const CommandLine& line, ScaleReport& report)
-      : world_(world), line_(line), o_(line.scale), report_(report) {}
+  /// Of `problems` problems: each is one of the grid on one number of ranks.
+  ScaleBench(const Communicator& world, const CommandLine& line, ScaleReport& report,
+             std::size_t problems)
+      : world_(world),
+        line_(line),
+        o_(line.scale),
+        report_(report),
+        total_(problems * strategies().size()) {}
 
   /// Measures a problem on the first `n` ranks by every strategy. It is collective over all.
   void measure(const Case& c, int n, Progress& progress, std::FILE* table) {
@@ -101,8 +91,8 @@ class ScaleBench {
     for (std::size_t i = 0; i < count; ++i) {
       const char* strategy = strategies()[i].name;
       if (!is_measured(i)) continue;
-      progress.say(
-          fmt::format("{} of {} keys on {} ranks by {}", c.phase, options.kv, n, strategy));
+      progress.say(fmt::format("[{}/{}] {} of {} keys on {} ranks by {}", ++measured_, total_,
+                               c.phase, options.kv, n, strategy));
       together(world_, "measurement", [&] {
         if (!part) return;
         rows.push_back(measure(*part, c, options, *problem, forecasts[i], trial));
@@ -120,8 +110,14 @@ class ScaleBench {
     mark_fastest(rows);
     progress.clear();
     for (ScaleRow& r : rows) compare_with_one_rank(r);
-    if (world_.rank() == 0)
-      for (const ScaleRow& r : rows) say(row(r), table);
+    tell(
+        world_,
+        [&] {
+          std::string text;
+          for (const ScaleRow& r : rows) text += row(r);
+          return text;
+        },
+        table);
     report_.rows.insert(report_.rows.end(), rows.begin(), rows.end());
     together(world_, "check of the results", [&] {
       for (const ScaleRow& r : rows)
@@ -199,8 +195,10 @@ class ScaleBench {
     const auto counted = static_cast<double>(part.received_bytes() - before);
     r.counted_bytes = largest(part, {counted}, "gather of bytes")[0];
     Report report = describe(part, problem, options, trial->layer());
-    const auto time = o_.graph ? time_graph : time_runs;
-    launcher::measure(part, problem, time(part, *trial, o_.warmup, o_.iterations), report);
+    launcher::measure(part, problem,
+                      o_.graph ? time_graph(part, *trial, o_.warmup, o_.iterations)
+                               : time_runs(part, *trial, o_.warmup, o_.iterations),
+                      report);
     r.time = report.time;
     r.predicted = f.seconds() * 1e3;
     r.balance = f.balance;
@@ -239,6 +237,7 @@ class ScaleBench {
   const CommandLine& line_;
   const ScaleOptions& o_;
   ScaleReport& report_;
+  std::size_t total_, measured_ = 0;  // what may be measured, and what was
 };
 
 }  // namespace
@@ -249,19 +248,15 @@ int bench_scale(const Communicator& control, const CommandLine& line) {
   std::vector<int> counts;
   together(control, "opening of the outputs", [&] {
     counts = ranks_of(o, control.size());
-    const auto known = strategies();
-    for (const std::string& name : o.strategies)
-      if (std::none_of(known.begin(), known.end(),
-                       [&](const StrategyInfo& s) { return name == s.name; }))
-        throw UsageError(fmt::format("--strategies {}: --list-strategies has the names", name));
     if (control.rank() != 0) return;
+    refuse_equal_files(std::array<NamedFile, 2>{{{"--json", o.json}, {"--csv", o.csv}}});
     if (!o.json.empty()) json.emplace(o.json);
     if (!o.csv.empty()) csv.emplace(o.csv);
   });
   const Communicator world = world_for(control, line.world);
   const bool gpu = world.device() == Device::cuda;
   if (o.graph && !gpu)
-    throw SharedError(ErrorKind::usage, "--graph: it is for GPUs; the ranks run on processors");
+    throw SharedError(ErrorKind::usage, "--graph needs GPUs, and these ranks run on processors");
   const bool piped = (json && json->is_standard_output()) || (csv && csv->is_standard_output());
   std::FILE* const table = piped ? stderr : stdout;
 
@@ -274,18 +269,20 @@ int bench_scale(const Communicator& control, const CommandLine& line) {
                      .graph = o.graph,
                      .seed = line.world.seed};
   report.shape.batch = o.batch;
-  if (world.rank() == 0) say(header(report), table);
+  tell(
+      world, [&] { return title(world) + header(report); }, table);
   const std::vector<Case> cases = cases_of(o, gpu);
-  ScaleBench bench(world, line, report);
-  Progress progress(world.rank() == 0, cases.size() * counts.size() * strategies().size());
+  ScaleBench bench(world, line, report, cases.size() * counts.size());
+  Progress progress(world.rank() == 0);
   for (const Case& c : cases)
     for (const int n : counts) bench.measure(c, n, progress, table);
-  if (world.rank() == 0) say(summary(report), table);
+  tell(
+      world, [&] { return summary(report); }, table);
   together(world, "writing of the outputs", [&] {
     const auto write = [](std::optional<OutputFile>& file, const std::string& text) {
       if (file) file->write(text.data(), text.size());
     };
-    write(json, to_json(report).dump(2) + "\n");
+    write(json, json_text(to_json(report)));
     write(csv, to_csv(report));
     for (auto* file : {&json, &csv})
       if (*file) (*file)->commit();

@@ -40,8 +40,7 @@ bool same_problem(const ScaleRow& a, const ScaleRow& b) {
 
 std::string header(const ScaleReport& r) {
   const RunOptions& o = r.shape;
-  std::string text = fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, r.backend, r.world);
-  text += fmt::format(
+  const std::string text = fmt::format(
       "# {} scaling{} | {} heads {}/{} dim {} | batch {} | keys {} | causal | {}inputs: seed {}\n",
       r.weak ? "weak" : "strong", r.graph ? " in graphs" : "", o.dtype, o.heads, o.kv_heads, o.dim,
       o.batch, r.shard,

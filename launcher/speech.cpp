@@ -8,10 +8,28 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <string>
 
 #include "longspan/error.hpp"
 
 namespace longspan::launcher {
+namespace {
+
+/// What can be read on one line. Messages hold what was typed: a name with a line break in it, with
+/// characters that command a terminal, or of a hundred thousand letters.
+std::string printable(std::string_view text) {
+  constexpr std::size_t kFirst = 1500, kLast = 400;
+  std::string line(text);
+  if (text.size() > kFirst + kLast) line.replace(kFirst, text.size() - kFirst - kLast, " ... ");
+  for (char& c : line)
+    if (c == '\n' || c == '\t')
+      c = ' ';
+    else if (static_cast<unsigned char>(c) < ' ' || c == 127)
+      c = '?';
+  return line;
+}
+
+}  // namespace
 
 void settle_streams() {
   for (int number : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
@@ -32,6 +50,12 @@ void say(std::string_view text, std::FILE* to) {
 }
 
 void complain(std::string_view text) noexcept {
+  std::string one_line;
+  try {
+    one_line = printable(text);
+    text = one_line;
+  } catch (...) {  // no memory: it is said as it is
+  }
   // One call writes the line and its end: ranks share the stream, and what another rank says must
   // not come between the two.
   char end = '\n';

@@ -14,8 +14,9 @@ void settle_streams();
 /// Writes `text` and flushes; throws InputError where that fails.
 void say(std::string_view text, std::FILE* to = stdout);
 
-/// Writes one line on stderr, in one write. If it cannot be read there, the exit status is all
-/// there is.
+/// Writes one line on stderr, in one write; control characters in it become blanks and question
+/// marks, and the middle of a very long one is left out. If it cannot be read there, the exit
+/// status is all there is.
 void complain(std::string_view text) noexcept;
 
 }  // namespace longspan::launcher

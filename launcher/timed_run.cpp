@@ -20,11 +20,19 @@ std::vector<Forecast> settle_strategy(const Communicator& world, Problem& proble
   return all;
 }
 
-std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmup, int iterations) {
-  for (int i = 0; i < warmup; ++i) trial.run();
+std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmup, int iterations,
+                              Progress* progress) {
+  const auto show = [&](int done) {
+    if (progress) progress->count("runs", done, std::int64_t{warmup} + iterations);
+  };
+  for (int i = 0; i < warmup; ++i) {
+    show(i);
+    trial.run();
+  }
   world.barrier("start of the timed runs");
   std::vector<Sample> samples;
   for (int i = 0; i < iterations; ++i) {
+    show(warmup + i);
     const auto begin = std::chrono::steady_clock::now();
     trial.run();
     const std::chrono::duration<double, std::milli> elapsed =

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "launcher/problem.hpp"
+#include "launcher/progress.hpp"
 #include "launcher/replays.hpp"
 #include "launcher/report.hpp"
 #include "longspan/communicator.hpp"
@@ -18,8 +19,10 @@ namespace longspan::launcher {
 /// collective.
 std::vector<Forecast> settle_strategy(const Communicator& world, Problem& problem);
 
-/// Times `iterations` runs, after `warmup` others. It is collective.
-std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmup, int iterations);
+/// Times `iterations` runs, after `warmup` others, and shows how many are done where there is a
+/// `progress`. It is collective.
+std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmup, int iterations,
+                              Progress* progress = nullptr);
 
 /// Times a run that a graph has captured, replayed back to back: what the host does to launch it is
 /// not counted. The phases are those of a run that was launched. It is collective, and for GPUs.

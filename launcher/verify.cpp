@@ -11,9 +11,9 @@
 #include "launcher/families.hpp"
 #include "launcher/judge.hpp"
 #include "launcher/problem.hpp"
-#include "launcher/speech.hpp"
+#include "launcher/progress.hpp"
+#include "launcher/report.hpp"
 #include "launcher/world.hpp"
-#include "longspan/version.hpp"
 
 namespace longspan::launcher {
 namespace {
@@ -90,10 +90,12 @@ Exchange exchange_for(const Problem& problem, Exchange asked) {
   return problem.queries && asked != Exchange::gather ? Exchange::automatic : asked;
 }
 
-Verdict examine(const Communicator& world, const Family& family, const WorldOptions& options) {
+Verdict examine(const Communicator& world, const Family& family, const WorldOptions& options,
+                const char* name, Progress& progress) {
   constexpr std::int64_t kRows = 24;
   Verdict verdict;
   for (Problem problem : family.problems) {
+    progress.count(name, verdict.problems, static_cast<std::int64_t>(family.problems.size()));
     problem.options.exchange = exchange_for(problem, options.exchange);
     std::optional<Trial> trial;
     together(world, "making of the layer", [&] { trial.emplace(world, problem); });
@@ -113,44 +115,53 @@ Verdict examine(const Communicator& world, const Family& family, const WorldOpti
   return verdict;
 }
 
+std::string row(const char* name, const Family& family, const Verdict& v) {
+  if (v.problems == 0)
+    return fmt::format(" {:<15}{:>9}{:>12}{:>14}{:>12}{:>12}{:>9}  {}\n", name, 0, "-", "-", "-",
+                       "-", "-", family.why_empty);
+  return fmt::format(" {:<15}{:>9}{:>12.1e}{:>14.2f}{:>12.1e}{:>12.1e}{:>9}  {}\n", name,
+                     v.problems, v.fp32, v.ratio, v.max_error, v.lse_error, v.wrong,
+                     v.failed ? fmt::format("FAIL ({} problems)", v.failed) : "pass");
+}
+
 }  // namespace
 
 int verify(const Communicator& control, const CommandLine& line) {
   const Communicator world = world_for(control, line.world);
-  const bool speaks = world.rank() == 0;
-  if (speaks) {
-    say(fmt::format("# longspan {} | {} | {}\n", LONGSPAN_VERSION, name(world.device()),
-                    world.describe()));
-    say(fmt::format(
-        "# seed {} | fp32: relative error by norm, bound 2e-6 | 16 bits: largest error over "
-        "plain attention's, bound 2 | more where large scores amplify rounding\n",
-        line.world.seed));
-    say(fmt::format("#{:<15}{:>9}{:>12}{:>14}{:>12}{:>12}{:>9}\n", " family", "problems",
-                    "fp32 rel", "16-bit/plain", "max|err|", "lse err", "#wrong"));
-  }
+  tell(world, [&] {
+    return title(world) +
+           fmt::format(
+               "# seed {} | fp32: relative error by norm, bound 2e-6 | 16 bits: largest "
+               "error over plain attention's, bound 2 | more where large scores amplify "
+               "rounding\n#{:<15}{:>9}{:>12}{:>14}{:>12}{:>12}{:>9}\n",
+               line.world.seed, " family", "problems", "fp32 rel", "16-bit/plain", "max|err|",
+               "lse err", "#wrong");
+  });
 
   Verdict total;
   std::string failures;
+  Progress progress(world.rank() == 0);
   for (const FamilyMaker& maker : family_makers()) {
     const Family family = maker.make({world.size(), line.verify.size, line.world.seed,
                                       line.world.threads, world.device() == Device::cuda});
-    const Verdict v = examine(world, family, line.world);
+    const Verdict v = examine(world, family, line.world, maker.name, progress);
+    progress.clear();
     total.problems += v.problems;
     total.peer_buffers += v.peer_buffers;
     total.failed += v.failed;
     if (!v.first_failure.empty())
       failures += fmt::format("# {}: {}\n", maker.name, v.first_failure);
-    if (!speaks) continue;
-    say(fmt::format(" {:<15}{:>9}{:>12.1e}{:>14.2f}{:>12.1e}{:>12.1e}{:>9}  {}\n", maker.name,
-                    v.problems, v.fp32, v.ratio, v.max_error, v.lse_error, v.wrong,
-                    v.failed ? fmt::format("FAIL ({} problems)", v.failed) : "pass"));
+    tell(world, [&] { return row(maker.name, family, v); });
   }
-  if (speaks && world.size() > 1 && world.device() == Device::cuda)
-    say(fmt::format("# states travelled through peer buffers in {} of {} problems\n",
-                    total.peer_buffers, total.problems));
-  if (speaks)
-    say(fmt::format("{}# {} of {} problems passed\n", failures, total.problems - total.failed,
-                    total.problems));
+  tell(world, [&] {
+    std::string text;
+    if (world.size() > 1 && world.device() == Device::cuda)
+      text = fmt::format("# states travelled through peer buffers in {} of {} problems\n",
+                         total.peer_buffers, total.problems);
+    return text + failures +
+           fmt::format("# {} of {} problems passed\n", total.problems - total.failed,
+                       total.problems);
+  });
   if (total.failed > 0)
     throw SharedError(ErrorKind::wrong_result, fmt::format("verify: {} of {} problems failed",
                                                            total.failed, total.problems));

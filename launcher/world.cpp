@@ -8,6 +8,7 @@
 #include <optional>
 #include <sstream>
 
+#include "launcher/speech.hpp"
 #include "longspan/info.hpp"
 
 namespace longspan::launcher {
@@ -63,6 +64,12 @@ void together(const Communicator& world, const std::string& step,
     message = fmt::format("rank {}: {}{}", first, message,
                           failed > 1 ? fmt::format(" (and {} more ranks failed)", failed - 1) : "");
   throw SharedError(static_cast<ErrorKind>(kind), message);
+}
+
+void tell(const Communicator& world, const std::function<std::string()>& text, std::FILE* to) {
+  together(world, "writing to standard output", [&] {
+    if (world.rank() == 0) say(text(), to);
+  });
 }
 
 void on_first_rank(const Communicator& world, const std::string& step,

@@ -1,6 +1,7 @@
 // Lets ranks agree on their arguments, on the device, and on what went wrong.
 #pragma once
 
+#include <cstdio>
 #include <functional>
 #include <string>
 
@@ -20,6 +21,11 @@ struct SharedError : Error {
 /// collective.
 void together(const Communicator& world, const std::string& step,
               const std::function<void()>& work);
+
+/// Rank 0 writes `text` to `to`. Where that fails, as on a full disk, all ranks know. It is
+/// collective.
+void tell(const Communicator& world, const std::function<std::string()>& text,
+          std::FILE* to = stdout);
 
 /// Does `work` on rank 0 while the others wait for it; what goes wrong there is thrown on all. The
 /// work calls pulse() so often that a deadline does not pass between two calls. It is collective.

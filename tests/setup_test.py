@@ -1,10 +1,12 @@
 """What setup.sh would install, configure and build on machines that this one is not: its tools are
-stand-ins, first on the PATH, that write down how they were called."""
+stand-ins, first on the PATH, that write down how they were called. And what env.sh finds, and the
+main page of the reference names."""
 
 import glob
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import tempfile
 import unittest
@@ -152,6 +154,75 @@ class SetupTest(unittest.TestCase):
         self.tool("dpkg-query", "echo installed")
         self.dry()
         self.assertEqual(self.log.read_text(), "")
+
+
+class EnvTest(unittest.TestCase):
+    """env.sh in a folder with a blank in its name, and the command built there."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name).resolve()
+        self.clone = self.folder / "my clone"
+        self.tool = self.clone / "build/default/bin/longspan"
+        self.tool.parent.mkdir(parents=True)
+        self.tool.write_text("#!/bin/sh\necho found\n")
+        self.tool.chmod(0o755)
+        shutil.copy(ROOT / "env.sh", self.clone)
+        (self.folder / "else").mkdir()
+        (self.folder / "link.sh").symlink_to("my clone/env.sh")
+
+    def shell(self, shell, script, folder, **switches):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("LONGSPAN_", "OMPI_"))}
+        return subprocess.run([*shell, script], cwd=folder, text=True, stdin=subprocess.DEVNULL,
+                              env=env | {"PATH": "/usr/bin:/bin"} | switches, capture_output=True,
+                              timeout=60)
+
+    def test_it_finds_its_own_folder(self):
+        shells = [["bash", "-euc"]] + ([["zsh", "-euc"]] if shutil.which("zsh") else [])
+        for shell in shells:
+            for folder, name in ((self.clone, "./env.sh"), (self.folder / "else", "../my clone/env.sh"),
+                                 (self.folder, self.clone / "env.sh"), (self.folder, "./link.sh")):
+                with self.subTest(shell=shell[0], name=name):
+                    done = self.shell(shell, f"source '{name}'; longspan; echo $OMPI_MCA_rmaps_base_oversubscribe",
+                                      folder)
+                    self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "found\n1\n", ""))
+        self.tool.parent.rename(self.clone / "bin")
+        for where in (".", str(self.clone)):
+            done = self.shell(shells[0], "source '../my clone/env.sh'; longspan", self.folder / "else",
+                              LONGSPAN_BUILD_DIR=where)
+            self.assertEqual(done.stdout, "found\n", done.stderr)
+
+    def test_where_it_cannot_it_says_so(self):
+        plain = [shutil.which("dash") or "sh", "-c"]
+        if self.shell(plain, "echo $BASH_VERSION", self.folder).stdout != "\n":
+            self.skipTest("sh is bash here")
+        done = self.shell(plain, ". ./env.sh; longspan", self.clone)
+        self.assertEqual((done.stdout, done.stderr), ("found\n", ""))
+        done = self.shell(plain, ". '../my clone/env.sh'; echo $? $PATH", self.folder / "else")
+        self.assertEqual(done.stdout, "1 /usr/bin:/bin\n")
+        self.assertIn("go to the folder of env.sh", done.stderr)
+
+    def test_run_in_place_of_sourced(self):
+        done = self.shell(["bash", "-c"], "bash env.sh", self.clone)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("source ./env.sh", done.stderr)
+
+    def test_a_command_that_is_not_built(self):
+        self.tool.unlink()
+        interactive = self.shell(["bash", "--norc", "-ic"], "source ./env.sh", self.clone)
+        self.assertIn(f"{self.clone}/setup.sh builds it", interactive.stderr)
+        self.assertEqual(self.shell(["bash", "-c"], "source ./env.sh", self.clone).stderr, "")
+
+
+class ReferenceTest(unittest.TestCase):
+    def test_its_main_page_names_every_header(self):
+        settings = (ROOT / "docs/Doxyfile").read_text(encoding="utf-8")
+        page = re.search(r"(?m)^USE_MDFILE_AS_MAINPAGE *= *(\S+)$", settings)[1]
+        self.assertIn(page, re.search(r"(?m)^INPUT *= *(.*)$", settings)[1].split())
+        named = re.findall(r"longspan/\w+\.hpp", (ROOT / page).read_text(encoding="utf-8"))
+        headers = {"longspan/" + path.name.removesuffix(".in") for path in (ROOT / "src/longspan").glob("*.hpp*")}
+        self.assertEqual(set(named), headers)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ class BadInputTest(CommandTest):
         self.refused(UNSUPPORTED, "--backend cuda", extra=["--backend", "cuda"])
 
     def test_unknown_strategy(self):
-        self.refused(UNSUPPORTED, "teleport", "gather-states", extra=["--strategy", "teleport"])
+        self.refused(USAGE, "teleport", "gather-states", extra=["--strategy", "teleport"])
 
     def test_peer_buffers_on_processors(self):
         """Nothing has to travel on one rank; on more, processors have no peer buffers."""

@@ -1,0 +1,31 @@
+// One line on a terminal that says what is being done, and is replaced by the next. Where standard
+// error is a file or a pipe there is none, so that what programs read stays as it is.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace longspan::launcher {
+
+class Progress {
+ public:
+  /// Shows lines where `speaks`, on one rank of all, and standard error is a terminal.
+  explicit Progress(bool speaks);
+  /// Leaves the line empty, for what is said next.
+  ~Progress() { clear(); }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void say(const std::string& what);
+  /// Shows that `done` of `total` are done; most calls do nothing, so that it may stand between
+  /// runs that are timed.
+  void count(const char* what, std::int64_t done, std::int64_t total);
+  void clear();
+
+ private:
+  bool shown_, dirty_ = false;
+  std::chrono::steady_clock::time_point last_{};
+};
+
+}  // namespace longspan::launcher

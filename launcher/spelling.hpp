@@ -1,0 +1,23 @@
+// Finds the word that a misspelt one was probably meant to be.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+namespace longspan::launcher {
+
+/// The only candidate that begins with `word`, or else the one that takes fewest edits (a letter
+/// more, less or other, two letters exchanged). Empty where none is near.
+std::string nearest(const std::string& word, const std::vector<std::string>& candidates);
+
+/// "; did you mean X?", or nothing where no candidate is near.
+std::string suggestion(const std::string& word, const std::vector<std::string>& candidates);
+
+/// The names of the strategies, behind `others`.
+std::vector<std::string> strategy_names(std::vector<std::string> others = {});
+
+/// Takes one of `words`. The message of a refusal lists them.
+CLI::Validator one_of(std::vector<std::string> words);
+
+}  // namespace longspan::launcher

@@ -226,12 +226,12 @@ struct SegmentView {
   int padded_dim = 0;  // distance of rows of `output`; at least dim
 };
 
-/// The statistics in base 2 that `max` and `expsum` of a segment stand for. A max of -inf is an
+/// The state that `max` and `expsum` of a segment stand for, in natural units. A max of -inf is an
 /// empty segment, whatever its sum: engines leave 1 there where a window left no key. So is a sum
 /// of 0, whatever its max.
 LONGSPAN_HD inline Stats segment_stats(float max, float expsum) {
   if (max == -infinity() || expsum == 0.0f) return empty_stats();
-  return {max * kLog2E, expsum};
+  return {max, expsum};
 }
 
 /// Turns StateSlots [segments] into SegmentView. Segment 0 takes the sink. Segments past the end of

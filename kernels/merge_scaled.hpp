@@ -29,10 +29,10 @@ LONGSPAN_HD inline float merge_scaled(const MergeOutputsParams& p, std::int64_t 
   float o = 0.0f;
   for (int part = 0; part < p.parts; ++part) {
     if (!p.is_there(part, token)) continue;
-    const Stats next = import_lse(p.lse_of(part, token, head), p.base, p.nan_is_empty);
+    const Stats next = part_stats(p.lse_of(part, token, head), p.nan_is_empty);
     if (is_empty(next)) continue;
     const float value = load_element(p.row_of(part, token, head), p.dtype_of(part), column);
-    const Fold f = fold(stats, next);
+    const Fold f = fold(stats, next, p.base);
     o = f(o, value * kMergeUnit * p.scale_of(part));
     stats = f.stats;
   }

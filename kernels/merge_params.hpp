@@ -160,8 +160,8 @@ struct MergeOutputsParams {
   }
   /// What a part of a token counts for, by its lse. One that is copied counts alone, even where its
   /// lse is infinite or NaN.
-  LONGSPAN_HD Stats stats_of(float part_lse, std::int64_t token) const {
-    return copies_suffix(token) ? Stats{0.0f, 1.0f} : import_lse(part_lse, base, nan_is_empty);
+  LONGSPAN_HD Stats stats_of(float lse, std::int64_t token) const {
+    return copies_suffix(token) ? Stats{0.0f, 1.0f} : part_stats(lse, nan_is_empty);
   }
   LONGSPAN_HD float lse_of(int part, std::int64_t token, int head) const {
     return parts == 2 ? *in_lse[part].at(token, head)
@@ -235,12 +235,12 @@ struct SegmentView {
   int padded_dim = 0;  // distance of rows of `output`; at least dim
 };
 
-/// The statistics in base 2 that `max` and `expsum` of a segment stand for. A max of -inf is an
+/// The state that `max` and `expsum` of a segment stand for, in natural units. A max of -inf is an
 /// empty segment, whatever its sum: engines leave 1 there where a window left no key. So is a sum
 /// of 0, whatever its max.
 LONGSPAN_HD inline Stats segment_stats(float max, float expsum) {
   if (max == -infinity() || expsum == 0.0f) return empty_stats();
-  return {max * kLog2E, expsum};
+  return {max, expsum};
 }
 
 /// Turns StateSlots [segments] into SegmentView. Segment 0 takes the sink. Segments past the end of

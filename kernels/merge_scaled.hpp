@@ -32,7 +32,7 @@ LONGSPAN_HD inline float merge_scaled(const MergeOutputsParams& p, std::int64_t 
     const Stats next = p.stats_of(p.lse_of(part, token, head), token);
     if (is_empty(next)) continue;
     const float value = load_element(p.row_of(part, token, head), p.dtype_of(part), column);
-    const Fold f = fold(stats, next);
+    const Fold f = fold(stats, next, p.base);
     o = f(o, value * kMergeUnit * p.scale_of(part));
     stats = f.stats;
   }

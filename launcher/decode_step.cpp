@@ -155,10 +155,10 @@ void DecodeStep::make_args() {
         .query_start = append.query_start,
         .kv_len = append.kv_len,
         .block_table = append.block_table,
-        .new_k = device == Device::cuda ? append.new_k : Tensor(),
-        .new_v = device == Device::cuda ? append.new_v : Tensor(),
         .k_scale = append.k_scale,
-        .v_scale = append.v_scale};
+        .v_scale = append.v_scale,
+        .new_k = device == Device::cuda ? append.new_k : Tensor(),
+        .new_v = device == Device::cuda ? append.new_v : Tensor()};
     appends_.push_back(append);
     args_.push_back(args);
     if (own_layer_) {  // its keys end where they do, so that new ones go behind them on every rank

@@ -4,8 +4,7 @@
 
 #include <algorithm>
 #include <array>
-#include <fstream>
-#include <iterator>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -145,9 +144,10 @@ nlohmann::ordered_json record(const PlanOptions& o, const Cluster& cluster,
 
 Machine machine_of(const PlanOptions& o) {
   if (o.machine.empty()) return built_in_machine(Device::cuda);
-  std::ifstream file(o.machine);
-  if (!file) throw InputError(fmt::format("{} (--machine) cannot be opened", o.machine));
-  return machine_from({std::istreambuf_iterator<char>(file), {}}, o.machine, Device::cuda);
+  std::error_code none;
+  if (!std::filesystem::exists(o.machine, none))
+    throw InputError(fmt::format("{} (--machine) cannot be opened", o.machine));
+  return machine_in(o.machine, Device::cuda);
 }
 
 }  // namespace

@@ -93,11 +93,12 @@ void check_grown(const Tensor& k, const Tensor& v, const Tensor& new_k, const Te
 }
 
 /// Checks, on the host only, what the factors of a call hold.
-void check_factors(const RunArrays& a, int kv_heads, bool grows) {
-  check_scales(a.q_scale, "q_scale", kv_heads, false);
-  check_scales(a.k_scale, "k_scale", kv_heads, grows);
-  check_scales(a.v_scale, "v_scale", kv_heads, grows);
+void check_factors(const RunArrays& a, const Options& options, bool grows) {
+  check_scales(a.q_scale, "q_scale", options.kv_heads, false);
+  check_scales(a.k_scale, "k_scale", options.kv_heads, grows);
+  check_scales(a.v_scale, "v_scale", options.kv_heads, grows);
   check_scales({a.out_scale}, "out_scale", 1, true);
+  check_score_factors(options.score, options.head_dim, a, options.heads, options.kv_heads);
 }
 
 /// Checks the features of a run that stand beside its tensors.
@@ -324,12 +325,14 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   require(own_rows <= options.limits.max_tokens,
           "q has {} rows; the layer was made for at most {} (max_tokens)", own_rows,
           options.limits.max_tokens);
-  const RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), device);
+  RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), device);
   const CacheView cache =
       check_cache(args.k, args.v, args.block_table, arrays.batch, options, device);
+  arrays.v_scale = scales_of_values(args.k, "k", args.v, "v", arrays.k_scale, arrays.v_scale,
+                                    options.kv_heads, device);
   check_quantised(dtypes.of_query(), "q", dtypes.compute, bool{args.q_scale}, "q_scale");
   check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{args.k_scale}, "k_scale");
-  check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{args.v_scale}, "v_scale");
+  check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{arrays.v_scale}, "v_scale");
   check_quantised(dtypes.of_out(), "out", dtypes.compute, bool{args.out_scale}, "out_scale");
   check_features(args, arrays, options);
   const std::int64_t rows =
@@ -354,7 +357,7 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
     if (grows) check_growth(batch, rows, arrays.keys);
     if (options.queries) check_own_rows(arrays, own_rows, arrays.queries);
     check_documents(arrays.documents);
-    check_factors(arrays, options.kv_heads, grows);
+    check_factors(arrays, options, grows);
   } else if (arrays.kv_len == nullptr && arrays.keys.layout != Layout::ranges) {
     check_room(arrays.keys, cache);
   }
@@ -363,13 +366,15 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
 
 Checked check_append(const Append& tokens, const Options& options, const Communicator& world) {
   const Device device = world.device();
-  const RunArrays arrays = arrays_of(tokens, options, world.rank(), world.size(), device);
+  RunArrays arrays = arrays_of(tokens, options, world.rank(), world.size(), device);
   check_new_rows(tokens, options, device);
   const CacheView cache =
       check_cache(tokens.k, tokens.v, tokens.block_table, arrays.batch, options, device);
+  arrays.v_scale = scales_of_values(tokens.k, "k", tokens.v, "v", arrays.k_scale, arrays.v_scale,
+                                    options.kv_heads, device);
   const DTypes& dtypes = options.dtypes;
   check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{tokens.k_scale}, "k_scale");
-  check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{tokens.v_scale}, "v_scale");
+  check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{arrays.v_scale}, "v_scale");
   check_grown(tokens.k, tokens.v, tokens.new_k, tokens.new_v);
   if (device == Device::host) {
     const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};

@@ -64,7 +64,7 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
           "max_kv_len {} is not in 0 to 2^31 - 1; 0 means {}", args.max_kv_len,
           std::is_same_v<Args, PagedAttention> ? "what the table can hold" : "unknown");
   check_mask(args.mask, refuse_input);
-  check_score(args.score, refuse_input);
+  check_score(args.score, shape.head_dim, refuse_input);
   require(!args.dtypes.tf32 || shape.dtype == DType::fp32,
           "tf32 is a way to make fp32 products; dtypes.compute is {}", name(shape.dtype));
   require(!args.dtypes.bf16_products || shape.dtype == DType::bf16,
@@ -78,6 +78,7 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
   check_scales(arrays.q_scale, "q_scale", shape.kv_heads, false);
   check_scales(arrays.k_scale, "k_scale", shape.kv_heads, false);
   check_scales(arrays.v_scale, "v_scale", shape.kv_heads, false);
+  check_score_factors(args.score, shape.head_dim, arrays, shape.heads, shape.kv_heads);
 }
 
 /// The sizes of q, rows of a batch, over keys and values of these forms.
@@ -183,7 +184,7 @@ PagedShape shape_of(const AttendState& args) {
 
 Checked check_paged(const PagedAttention& args, const PagedShape& shape, bool needs_out,
                     Device device) {
-  const RunArrays arrays = arrays_of(args, shape.heads, shape.kv_heads, device);
+  RunArrays arrays = arrays_of(args, shape.heads, shape.kv_heads, device);
   check_rows(args.q, "q", -1, shape.heads, shape.head_dim, args.q.dtype, device);
   check_quantised(args.q.dtype, "q", shape.dtype, bool{args.q_scale}, "q_scale");
   check_quantised(args.k_cache.dtype, "k_cache", shape.dtype, bool{args.k_scale}, "k_scale");
@@ -195,8 +196,10 @@ Checked check_paged(const PagedAttention& args, const PagedShape& shape, bool ne
       args.k_cache, args.v_cache, args.block_table,
       {shape.kv_heads, shape.head_dim, shape.value_dim, args.k_cache.dtype, arrays.batch}, device,
       "k_cache", "v_cache");
+  arrays.v_scale = scales_of_values(args.k_cache, "k_cache", args.v_cache, "v_cache",
+                                    arrays.k_scale, arrays.v_scale, shape.kv_heads, device);
   kernels::check_head_dims(shape.head_dim, shape.value_dim);
-  check_quantised(args.v_cache.dtype, "v_cache", shape.dtype, bool{args.v_scale}, "v_scale");
+  check_quantised(args.v_cache.dtype, "v_cache", shape.dtype, bool{arrays.v_scale}, "v_scale");
   check_call(args, shape, arrays, device);
   if (device == Device::host) check_scales({arrays.out_scale}, "out_scale", 1, true);
   require(!needs_out || args.out.dims > 0, "out is missing");
@@ -409,7 +412,6 @@ Checked check_append(const AppendKv& args, Device device) {
   if (needs_new_values(args.v, "v", args.k_cache, "k_cache", args.v_cache, "v_cache"))
     check_rows(args.v, "v", tokens, kv_heads, value_dim, args.k.dtype, device);
   check_quantised(args.k_cache.dtype, "k_cache", args.k.dtype, bool{args.k_scale}, "k_scale");
-  check_quantised(args.v_cache.dtype, "v_cache", args.k.dtype, bool{args.v_scale}, "v_scale");
   require(args.slots || tokens == 0, "slots is missing");
   array_of<std::int64_t>(args.slots, "slots", tokens, device);
   RunArrays arrays;
@@ -420,6 +422,10 @@ Checked check_append(const AppendKv& args, Device device) {
   const CacheView cache = view_pages(args.k_cache, args.v_cache, {},
                                      {kv_heads, head_dim, value_dim, args.k_cache.dtype, 1}, device,
                                      "k_cache", "v_cache");
+  arrays.v_scale =
+      scales_of_values(args.k_cache, "k_cache", args.v_cache, "v_cache", arrays.k_scale,
+                       arrays.v_scale, static_cast<int>(kv_heads), device);
+  check_quantised(args.v_cache.dtype, "v_cache", args.k.dtype, bool{arrays.v_scale}, "v_scale");
   check_written_cache(args.k_cache, "k_cache", args.v_cache, "v_cache");
   for (const auto& [to, name] :
        {std::pair{&args.k_cache, "k_cache"}, std::pair{&args.v_cache, "v_cache"}}) {
@@ -444,7 +450,7 @@ void check_sizes(const Tensor& q, const PagedShape& shape, std::int64_t slots) {
 }
 
 Checked check_attend(const AttendState& args, const PagedShape& shape, Device device) {
-  const RunArrays arrays = arrays_of(args, shape.heads, shape.kv_heads, device);
+  RunArrays arrays = arrays_of(args, shape.heads, shape.kv_heads, device);
   check_batch_rows(args.q, "q", -1, shape.heads, shape.head_dim, args.q.dtype, device);
   check_quantised(args.q.dtype, "q", shape.dtype, bool{args.q_scale}, "q_scale");
   check_quantised(args.k.dtype, "k", shape.dtype, bool{args.k_scale}, "k_scale");
@@ -458,8 +464,10 @@ Checked check_attend(const AttendState& args, const PagedShape& shape, Device de
   const CacheView cache =
       args.block_table ? view_pages(args.k, args.v, args.block_table, wanted, device, "k", "v")
                        : view_contiguous(args.k, args.v, wanted, device);
+  arrays.v_scale = scales_of_values(args.k, "k", args.v, "v", arrays.k_scale, arrays.v_scale,
+                                    shape.kv_heads, device);
   kernels::check_head_dims(shape.head_dim, shape.value_dim);
-  check_quantised(args.v.dtype, "v", shape.dtype, bool{args.v_scale}, "v_scale");
+  check_quantised(args.v.dtype, "v", shape.dtype, bool{arrays.v_scale}, "v_scale");
   check_call(args, shape, arrays, device);
   check_state(args.state, shape.tokens, shape.heads, shape.value_dim);
   const Tensor state = bytes_of(args.state, device);

@@ -1,12 +1,17 @@
 // The constants of a machine: the built-in ones, and those of a file.
 #include "longspan/machine.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <array>
+#include <cctype>
+#include <cerrno>
 #include <charconv>
-#include <fstream>
-#include <iterator>
+#include <cstring>
+#include <optional>
 #include <sstream>
 
 #include "longspan/error.hpp"
@@ -43,12 +48,27 @@ constexpr std::array kConstants{
     Constant{"overlap", &Machine::overlap, Quantity::part},
 };
 
-/// Whether a measurement gives such a number.
-bool can_be(Quantity quantity, double value) {
-  return quantity == Quantity::part ? value >= 0 && value <= 1 : value > 0 && value <= 1e30;
+/// What a measurement gives. Within these bounds every forecast is a number.
+struct Range {
+  double least, most;
+  const char* text;
+
+  bool holds(double value) const { return value >= least && value <= most; }
+};
+const Range& range_of(Quantity quantity) {
+  static constexpr Range kRate{1, 1e30, "a rate from 1 to 1e30 in a second"};
+  static constexpr Range kTime{1e-15, 1e6, "a number of seconds from 1e-15 to 1e6"};
+  static constexpr Range kPart{0, 1, "a number from 0 to 1"};
+  return quantity == Quantity::rate ? kRate : quantity == Quantity::time ? kTime : kPart;
 }
-const char* wanted(Quantity quantity) {
-  return quantity == Quantity::part ? "a number from 0 to 1" : "a number above 0";
+
+/// Some of what stands in a file, for a message: a file of another kind may hold anything.
+std::string shown(const std::string& text) {
+  constexpr std::size_t kMost = 60;
+  std::string some = text.substr(0, kMost);
+  for (char& c : some)
+    if (std::isprint(static_cast<unsigned char>(c)) == 0) c = '?';
+  return text.size() > kMost ? some + "..." : some;
 }
 
 [[noreturn]] void refuse(const std::string& origin, const std::string& what) {
@@ -60,10 +80,52 @@ double value_of(const Constant& constant, const std::string& text, const std::st
   double value = 0;
   const char* end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end || !can_be(constant.quantity, value))
-    refuse(origin,
-           fmt::format("{} '{}', which is not {}", constant.name, text, wanted(constant.quantity)));
+  const Range& range = range_of(constant.quantity);
+  if (error != std::errc() || stop != end || !range.holds(value))
+    refuse(origin, fmt::format("{} '{}', which is not {}", constant.name, shown(text), range.text));
   return value;
+}
+
+/// A descriptor that closes itself.
+class Descriptor {
+ public:
+  explicit Descriptor(int number) : number_(number) {}
+  ~Descriptor() {
+    if (number_ >= 0) ::close(number_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int number() const { return number_; }
+
+ private:
+  int number_;
+};
+
+/// What a file holds; not given where it cannot be opened, with errno. It waits for nobody, as
+/// opening a FIFO would, and reads no more than a file of constants may have.
+std::optional<std::string> text_of_file(const std::string& path) {
+  constexpr std::size_t kMost = 64 << 10;
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY));
+  if (file.number() < 0) return std::nullopt;
+  struct stat about {};
+  if (::fstat(file.number(), &about) != 0 || !S_ISREG(about.st_mode))
+    throw UsageError(fmt::format(
+        "{} is {}; constants of a machine are read from an ordinary file, as `longspan calibrate` "
+        "writes it",
+        path, S_ISDIR(about.st_mode) ? "a folder" : "no ordinary file"));
+  std::string text(kMost + 1, '\0');
+  std::size_t found = 0;
+  while (found < text.size()) {
+    const ssize_t n = ::read(file.number(), text.data() + found, text.size() - found);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) throw UsageError(fmt::format("{} cannot be read: {}", path, std::strerror(errno)));
+    if (n == 0) break;
+    found += static_cast<std::size_t>(n);
+  }
+  if (found > kMost)
+    refuse(path, fmt::format("more than {} bytes, which no file of constants does", kMost));
+  text.resize(found);
+  return text;
 }
 
 }  // namespace
@@ -114,9 +176,10 @@ Machine machine_from(const std::string& text, const std::string& origin, Device 
     if (!(words >> name) || name.front() == '#') continue;
     std::size_t i = 0;
     while (i < kConstants.size() && name != kConstants[i].name) ++i;
-    if (i == kConstants.size()) refuse(origin, fmt::format("'{}', which is no constant", name));
+    if (i == kConstants.size())
+      refuse(origin, fmt::format("'{}', which is no constant", shown(name)));
     if (!(words >> value) || words >> more)
-      refuse(origin, fmt::format("the line '{}', which is no name and value", line));
+      refuse(origin, fmt::format("the line '{}', which is no name and value", shown(line)));
     machine.*kConstants[i].value = value_of(kConstants[i], value, origin);
     found[i] = true;
   }
@@ -133,9 +196,10 @@ void check_machine(const Machine& machine) {
   for (const Constant& c : kConstants) {
     const double value = machine.*c.value;
     const bool is_free = c.quantity == Quantity::time && value == 0;  // as nothing measured is
-    if (!is_free && !can_be(c.quantity, value))
+    const Range& range = range_of(c.quantity);
+    if (!is_free && !range.holds(value))
       throw UsageError(fmt::format("the machine '{}' has {} {}, which is not {}{}", machine.name,
-                                   c.name, value, wanted(c.quantity),
+                                   c.name, value, range.text,
                                    c.quantity == Quantity::time ? ", or 0" : ""));
   }
 }
@@ -148,18 +212,26 @@ std::string machine_file(Device device) {
   return {};
 }
 
+Machine machine_in(const std::string& path, Device device) {
+  const std::optional<std::string> text = text_of_file(path);
+  if (!text)
+    throw UsageError(fmt::format("{} cannot be opened: {}; `longspan calibrate` writes such a file",
+                                 path, std::strerror(errno)));
+  return machine_from(*text, path, device);
+}
+
 Machine machine_here(Device device) {
   const std::string path = machine_file(device);
-  std::ifstream file(path);
-  if (path.empty() || !file) {
-    if (env_text("LONGSPAN_MACHINE"))
-      throw UsageError(fmt::format(
-          "LONGSPAN_MACHINE='{}' was set, and that file cannot be opened; `longspan calibrate` "
-          "writes one",
-          path));
-    return built_in_machine(device);
+  if (env_text("LONGSPAN_MACHINE")) {
+    try {
+      return machine_in(path, device);
+    } catch (const UsageError& error) {
+      throw UsageError(fmt::format("LONGSPAN_MACHINE='{}' was set: {}", path, error.what()));
+    }
   }
-  return machine_from({std::istreambuf_iterator<char>(file), {}}, path, device);
+  if (path.empty()) return built_in_machine(device);
+  const std::optional<std::string> text = text_of_file(path);
+  return text ? machine_from(*text, path, device) : built_in_machine(device);
 }
 
 }  // namespace longspan

@@ -127,18 +127,20 @@ const StrategyInfo& choose_strategy(const Options& options, int ranks, const Mac
 }
 
 Machine shared_machine(const Communicator& world) {
-  // An error of reading the constants is everybody's.
+  // An error of reading the constants is everybody's, whatever it is.
   std::string mine;
   if (world.rank() == 0) try {
       const Machine machine = machine_here(world.device());
-      mine = "+" + machine.name + "\n" + to_text(machine);
-    } catch (const Error& error) {
+      mine = "+" + to_text(machine) + "\n" + machine.name;  // a name may have any characters
+    } catch (const std::exception& error) {
       mine = std::string("-") + error.what();
     }
   const std::string text = world.gather(mine, "constants of the machine")[0];
-  if (text.front() == '-') throw UsageError(text.substr(1));
-  const std::size_t line = text.find('\n');
-  return machine_from(text.substr(line + 1), text.substr(1, line - 1), world.device());
+  if (text.empty() || text.front() != '+')
+    throw UsageError(fmt::format("the constants of the machine of rank 0: {}",
+                                 text.empty() ? "there are none" : text.substr(1)));
+  const std::size_t gap = text.find("\n\n");
+  return machine_from(text.substr(1, gap), text.substr(gap + 2), world.device());
 }
 
 const StrategyInfo& choose_strategy(const Communicator& world, const Options& given) {

@@ -390,6 +390,48 @@ bool values_in_keys(const Tensor& k, const Tensor& v) {
          std::equal(k.stride.begin(), k.stride.begin() + k.dims, v.stride.begin());
 }
 
+namespace {
+
+/// Whether rows of v lie in rows of k: they begin at the same place, or have the same strides and
+/// some columns in common.
+bool lies_in(const Tensor& v, const Tensor& k) {
+  if (k.size() == 0 || v.size() == 0) return false;
+  if (v.data == k.data) return true;
+  if (v.dtype != k.dtype || !same_shape_but_columns(k, v) ||
+      !std::equal(k.stride.begin(), k.stride.begin() + k.dims, v.stride.begin()))
+    return false;
+  const auto bytes = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(v.data) -
+                                               reinterpret_cast<std::uintptr_t>(k.data));
+  const int last = k.dims - 1;
+  const std::int64_t step = k.stride[last] * static_cast<std::int64_t>(size_of(k.dtype));
+  return bytes > -v.shape[last] * step && bytes < k.shape[last] * step;
+}
+
+}  // namespace
+
+Scales scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name,
+                        const Scales& k_scale, const Scales& v_scale, int kv_heads, Device device) {
+  if (!v_scale && k.size() == 0 && v.size() == 0) return k_scale;
+  if (!lies_in(v, k)) return v_scale;
+  if (!v_scale) return k_scale;
+  require(bool{k_scale},
+          "v_scale is given and k_scale is not; {} lies in the memory of {}, which has one scale: "
+          "give k_scale alone",
+          v_name, k_name);
+  if (v_scale.data == k_scale.data && v_scale.per_head == k_scale.per_head) return k_scale;
+  require(device == Device::host,
+          "k_scale and v_scale are two tensors; {} lies in the memory of {}, which has one scale, "
+          "and what they hold cannot be compared on a GPU without waiting for it: give the same "
+          "tensor as both, or leave v_scale out",
+          v_name, k_name);
+  for (int h = 0; h < kv_heads; ++h)
+    require(v_scale[h] == k_scale[h],
+            "k_scale is {} and v_scale is {} of kv head {}; {} lies in the memory of {}, which has "
+            "one scale: give the same, or leave v_scale out",
+            k_scale[h], v_scale[h], h, v_name, k_name);
+  return k_scale;
+}
+
 bool needs_new_values(const Tensor& new_v, const char* new_name, const Tensor& k,
                       const char* k_name, const Tensor& v, const char* v_name) {
   const bool needed = !values_in_keys(k, v);

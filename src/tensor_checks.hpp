@@ -155,6 +155,13 @@ CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& sh
 /// same strides.
 bool values_in_keys(const Tensor& k, const Tensor& v);
 
+/// The scales of the values. Where v lies in the memory of k, as in a cache of latent keys, what is
+/// stored has one scale: that of k, which v_scale may repeat, or leave out. InputError where it is
+/// another: on the host by its values, on a GPU, where they are not in reach, by its address. A
+/// rank without keys may leave it out, too.
+Scales scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name,
+                        const Scales& k_scale, const Scales& v_scale, int kv_heads, Device device);
+
 /// Whether new values are due beside new keys. It is false where v is the first columns of k; then
 /// there must be none.
 bool needs_new_values(const Tensor& new_v, const char* new_name, const Tensor& k,

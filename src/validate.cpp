@@ -9,6 +9,7 @@
 
 #include "kernels/features.hpp"
 #include "longspan/error.hpp"
+#include "longspan/state.hpp"
 
 namespace longspan {
 
@@ -42,6 +43,11 @@ void check_fp8_products(const Options& o) {
         "fp8_products with softcap {} is not supported; leave one of them off", o.score.softcap));
 }
 
+/// The scale of the scores, its default resolved.
+float scale_of(const ScoreOptions& score, int head_dim) {
+  return score.scale.value_or(1.0f / std::sqrt(static_cast<float>(head_dim)));
+}
+
 }  // namespace
 
 void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
@@ -54,16 +60,55 @@ void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
     refuse(fmt::format("right {} is beyond 2^31 - 1; -1 means no bound", mask.right));
 }
 
-void check_score(const ScoreOptions& score, void (*refuse)(const std::string&)) {
+void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const std::string&)) {
   if (score.scale && !std::isfinite(*score.scale))
     refuse(fmt::format("scale is {}; it is a finite number, or not given: 1 / sqrt(head_dim)",
                        *score.scale));
   if (score.softcap < 0) refuse(fmt::format("softcap {} is negative; 0 means none", score.softcap));
   if (!std::isfinite(score.softcap))
     refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", score.softcap));
+  // Kernels multiply by these, and where one leaves the normal numbers a score is NaN, or has lost
+  // its digits. A scale of 0 is what it says: all scores are alike.
+  const float scale = scale_of(score, head_dim);
+  if (scale != 0 && !std::isnormal(scale * kLog2E))
+    refuse(
+        fmt::format("scale is {}; times log2(e) it is {}, which is no normal number of fp32: it "
+                    "is 0, or between 1e-38 and 2.3e38 in size",
+                    scale, scale * kLog2E));
+  if (score.softcap == 0) return;
+  if (!std::isnormal(1 / score.softcap) || !std::isnormal(score.softcap * kLog2E))
+    refuse(
+        fmt::format("softcap is {}; 1 / softcap and softcap log2(e) are {} and {}, of which "
+                    "each must be a normal number of fp32: it is between 1e-38 and 8e37, or 0 "
+                    "for none",
+                    score.softcap, 1 / score.softcap, score.softcap * kLog2E));
+  if (scale != 0 && !std::isnormal(scale / score.softcap))
+    refuse(
+        fmt::format("softcap is {} with a scale of {}; scale / softcap is {}, which is no "
+                    "normal number of fp32: give a softcap nearer to the scores, or 0 for none",
+                    score.softcap, scale, scale / score.softcap));
   if (score.alibi != Alibi::context && score.alibi != Alibi::query)
     refuse(
         fmt::format("alibi of number {} is none of context, query", static_cast<int>(score.alibi)));
+}
+
+void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,
+                         int heads, int kv_heads) {
+  const float scale = scale_of(score, head_dim);
+  const int factors = arrays.q_scale.per_head || arrays.k_scale.per_head ? kv_heads : 1;
+  for (int h = 0; h < factors && (arrays.q_scale || arrays.k_scale); ++h) {
+    const float product = scale * arrays.q_scale[h] * arrays.k_scale[h];
+    const float factor = score.softcap == 0 ? product * kLog2E : product / score.softcap;
+    require(std::isfinite(product) && std::isfinite(factor),
+            "q_scale[{}] {} and k_scale[{}] {} make {} of the scores' scale {}, which leaves fp32: "
+            "scores would be NaN",
+            h, arrays.q_scale[h], h, arrays.k_scale[h], product, scale);
+  }
+  constexpr float kMostSlope = 1e29f;  // with 2^31 positions its biases are finite in base 2
+  for (int h = 0; h < heads && arrays.slopes; ++h)
+    require(std::abs(arrays.slopes[h]) <= kMostSlope,
+            "slopes[{}] is {}; an ALiBi slope is a finite number, at most 1e29 in size", h,
+            arrays.slopes[h]);
 }
 
 void check_values(const Options& o, int ranks) {
@@ -107,7 +152,7 @@ void check_values(const Options& o, int ranks) {
   usage(o.limits.max_batch >= 1, fmt::format("max_batch {} is below 1", o.limits.max_batch));
   const auto refuse = [](const std::string& what) { throw UsageError(what); };
   check_mask(o.mask, refuse);
-  check_score(o.score, refuse);
+  check_score(o.score, o.head_dim, refuse);
   usage(is_float(o.dtypes.compute) && !is_fp8(o.dtypes.compute),
         fmt::format("dtypes.compute {}: products are of fp32, fp16 or bf16; fp8 is given as "
                     "dtypes.query, dtypes.kv or dtypes.out",

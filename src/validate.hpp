@@ -23,10 +23,15 @@ void check_options(const Options& options, int ranks = 1);
 /// Throws UsageError for constants by which no time can be predicted.
 void check_machine(const Machine& machine);
 
-/// Check what a mask, and the numbers of a score, must be; `refuse` throws the caller's kind of
-/// error.
+/// Check what a mask, and the numbers of a score over heads of `head_dim`, must be; `refuse` throws
+/// the caller's kind of error.
 void check_mask(const Mask& mask, void (*refuse)(const std::string&));
-void check_score(const ScoreOptions& score, void (*refuse)(const std::string&));
+void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const std::string&));
+
+/// Checks, on the host only, what the factors and slopes of a call make of its scores: InputError
+/// where they would leave fp32, and be NaN.
+void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,
+                         int heads, int kv_heads);
 
 /// Throws InputError for arguments of attend() that do not say what options to make of them.
 void check_one_call(const AttentionArgs& args);

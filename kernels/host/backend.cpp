@@ -1,4 +1,4 @@
-// The host as a device: it runs Highway tiles on a pool of threads that belongs to the backend.
+// The host as a device: it runs Highway tiles on its claim to the threads of the process.
 #include "kernels/backend.hpp"
 
 #include <chrono>

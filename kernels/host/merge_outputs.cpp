@@ -1,6 +1,6 @@
 // Merges finished results over disjoint keys, each an out with its lse, into one. Such a pair is
-// the state (lse, 1, out): the states fold, neighbours first, and finish as any other. Columns go
-// in blocks that fit the stack, so any dim is taken and nothing is allocated.
+// the state (lse, 1, out), in the base of its lse: the states fold, neighbours first, and finish as
+// any other. Columns go in blocks that fit the stack, so any dim is taken and nothing is allocated.
 #include "kernels/host/targets.hpp"
 // Highway compiles the rest of this file once for each target.
 #undef HWY_TARGET_INCLUDE
@@ -89,7 +89,7 @@ int fold_parts(const MergeOutputsParams& p, std::int64_t token, int head, int fi
                PartStack& state, float& only) {
   const int padded = (columns + 7) / 8 * 8;
   const auto merge = [&](int a, int b) {
-    const Fold f = fold(state.stats[a], state.stats[b]);
+    const Fold f = fold(state.stats[a], state.stats[b], p.base);
     state.stats[a] = f.stats;
     fold_row(f, state.o[a], state.o[b], padded);
   };
@@ -127,7 +127,7 @@ void merge_row(const MergeOutputsParams& p, std::int64_t token, int head, PartSt
     const int filled = fold_parts(p, token, head, first, columns, state, only);
     const Finish result = finish(state.stats[0]);
     // A part that is alone hands on its lse as it came.
-    lse = filled == 1 ? only : export_lse(state.stats[0], p.base);
+    lse = filled == 1 ? only : part_lse(state.stats[0], p.base);
     float* o = state.o[0];
     for (int c = 0; c < columns; ++c) o[c] = result(o[c]);
     if (!all_finite(o, columns))

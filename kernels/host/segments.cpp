@@ -1,6 +1,8 @@
 // Converts states per segment, as serving engines hold them, from our states and to results.
 //
 //     max = m ln 2,  expsum = l,  output = o      (m in base 2; an empty segment: -inf, 0, 0)
+//
+// Back from there they fold in natural units, so that a max of any size is what it was.
 #include <algorithm>
 #include <cmath>
 
@@ -37,7 +39,7 @@ void export_segment(const ExportSegmentsParams& p, std::int64_t row, int segment
 void reduce_row(const ReduceSegmentsParams& p, std::int64_t row, int filled) {
   constexpr int kColumns = 64;  // of one pass over the segments
   const std::int64_t token = row / p.heads, head = row % p.heads, at = row * p.from.segments;
-  Finish result{0.0f, -infinity()};
+  float lse = -infinity();
   for (int first = 0; first < p.dim; first += kColumns) {
     const int n = std::min(kColumns, p.dim - first);
     Stats stats = empty_stats();
@@ -45,18 +47,19 @@ void reduce_row(const ReduceSegmentsParams& p, std::int64_t row, int filled) {
     for (int s = 0; s < filled; ++s) {
       const Stats next = segment_stats(p.from.max[at + s], p.from.expsum[at + s]);
       if (is_empty(next)) continue;
-      const Fold f = fold(stats, next);
+      const Fold f = fold(stats, next, LogBase::e);
       const float* from = p.from.output + (at + s) * p.from.padded_dim + first;
       for (int c = 0; c < n; ++c) o[c] = f(o[c], from[c]);
       stats = f.stats;
     }
-    result = finish(stats);
+    const Finish result = finish(stats);
+    lse = part_lse(stats, LogBase::e);
     for (int c = 0; c < n; ++c)
       store_element(p.out.at<std::byte>(0, 0), p.dtype,
                     token * p.out.row_stride + head * p.out.head_stride + first + c,
                     p.out_scale(result(o[c])));
   }
-  if (p.lse.data != nullptr) *p.lse.at(token, head) = result.lse;
+  if (p.lse.data != nullptr) *p.lse.at(token, head) = lse;
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "longspan/error.hpp"
+#include "python/src/dtypes.hpp"
 
 namespace longspan::python {
 namespace {

@@ -55,9 +55,25 @@ double real(nb::handle given, const char* name) {
   return PyFloat_AsDouble(made.ptr());
 }
 
+namespace {
+
+/// A number in fp32. One that is not 0 must not become 0 there, which would mean something else.
+float single(nb::handle given, const char* name) {
+  const double value = real(given, name);
+  const auto rounded = static_cast<float>(value);
+  if (rounded == 0 && value != 0) {
+    const std::string text = nb::cast<std::string>(nb::repr(nb::float_(value)));
+    throw InputError(std::string(name) + " is " + text +
+                     ", which is below what float32 holds; give 0 where that is meant");
+  }
+  return rounded;
+}
+
+}  // namespace
+
 std::optional<float> maybe_real(nb::handle given, const char* name) {
   if (given.is_none()) return std::nullopt;
-  return static_cast<float>(real(given, name));
+  return single(given, name);
 }
 
 std::string text(nb::handle given, const char* name) {
@@ -97,7 +113,7 @@ Alibi alibi_of(nb::handle given) {
 
 ScoreOptions score_of(nb::handle softmax_scale, nb::handle softcap, Alibi alibi) {
   return {.scale = maybe_real(softmax_scale, "softmax_scale"),
-          .softcap = static_cast<float>(real(softcap, "softcap")),
+          .softcap = single(softcap, "softcap"),
           .alibi = alibi};
 }
 

@@ -21,6 +21,7 @@ from test_attend import numbers
 
 RNG = np.random.default_rng(1)
 Q, K, V = numbers(RNG, (6, 4, 16)), numbers(RNG, (20, 2, 16)), numbers(RNG, (20, 2, 16))
+LATENT = K.astype(ml_dtypes.float8_e4m3fn)  # keys whose first columns are the values
 FIXED = np.empty_like(Q)
 FIXED.flags.writeable = False
 SWAPPED = Q.astype(">f4")
@@ -129,6 +130,16 @@ CASES = {
     "scale nan": (lambda: attend(softmax_scale=float("nan")), (INPUT, USAGE), "^softmax_scale is nan"),
     "out's type": (lambda: attend(out=np.empty(Q.shape, np.float16)), USAGE, "out.dtype float16: it is q.dtype"),
     "softcap negative": (lambda: attend(softcap=-1.0), (INPUT, USAGE), "softcap"),
+    **{f"softcap {cap}": (lambda cap=cap: attend(softcap=cap), (INPUT, USAGE), "softcap is")
+       for cap in (1e-300, 1e-45, 1e-40, 1e38, 3e38)},
+    "scale tiny": (lambda: attend(softmax_scale=1e-50), (INPUT, USAGE), "softmax_scale is 1e-50"),
+    "scale huge": (lambda: attend(softmax_scale=3e38), (INPUT, USAGE), r"times log2\(e\) it is inf"),
+    "slopes not finite": (lambda: attend(alibi_slopes=[1.0, float("inf"), 0.0, 1.0]), INPUT,
+                          r"alibi_slopes.1. is inf"),
+    "two scales of one memory": (lambda: attend(k=LATENT, v=LATENT, k_descale=[2.0], v_descale=[32.0]), INPUT,
+                                 "k_descale is 2 and v_descale is 32 of kv head 0; v lies in the memory of k"),
+    "values' scale of one memory": (lambda: attend(k=LATENT, v=LATENT, v_descale=[2.0]), INPUT,
+                                    "v_descale is given and k_descale is not"),
     "window an int": (lambda: attend(window_size=5), TypeError, "window_size is of type 'int'"),
     "window of three": (lambda: attend(window_size=(1, 2, 3)), INPUT, "window_size has 3"),
     "window past 31 bits": (lambda: attend(window_size=(2 ** 31 - 1, 0)), INPUT, "window_size is .2147483647, 0."),

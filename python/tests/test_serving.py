@@ -39,6 +39,18 @@ def test_merges(rng, base):
     np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("base", ["e", 2])
+def test_merges_of_scores_of_any_size(rng, base):
+    outs = rng.standard_normal((3, 2, 1, 8)).astype(np.float32)
+    for large, small in ((3e38, 0.0), (0.0, -3e38), (-2.5e38, -3e38), (3.4e38, 3e38), (3e38, float("-inf"))):
+        lses = np.full((3, 2, 1), small, np.float32)
+        lses[1] = large
+        out, lse = longspan.merge_state(outs[0], lses[0], outs[1], lses[1], base=base)
+        assert (out == outs[1]).all() and (lse == np.float32(large)).all()
+        out, lse = longspan.merge_states(outs.swapaxes(0, 1).copy(), lses.swapaxes(0, 1).copy(), base=base)
+        assert (out == outs[1]).all() and (lse == np.float32(large)).all()
+
+
 def test_merge_in_place_and_part_of_the_tokens(rng):
     outs, lses, (right, _) = parts(rng)
     kept = outs[0].copy()

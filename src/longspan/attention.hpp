@@ -79,15 +79,16 @@ struct AttentionArgs {
                             ///< 1]; listed: [max_tokens], -1 past the rank's last row (of
                             ///< results a row may be listed by several ranks, or by none)
 
+  Tensor q_scale = {};    ///< [1] or [kv_heads] fp32, of a q of fp8, which must have it
+  Tensor k_scale = {};    ///< likewise of k
+  Tensor v_scale = {};    ///< likewise of v. Where v is the first columns of k it is k_scale: the
+                          ///< same values, on GPUs the same tensor, or left out
+  Tensor out_scale = {};  ///< [1] fp32: out = result / out_scale; optional
+
   /// As in Append: the keys of these rows of q (with sharded queries: of the whole q), on every
   /// rank, so that one call appends and runs. Optional: k and v have them already.
   Tensor new_k = {};
   Tensor new_v = {};  ///< likewise the values; left out where v is the first columns of k
-
-  Tensor q_scale = {};    ///< [1] or [kv_heads] fp32, of a q of fp8, which must have it
-  Tensor k_scale = {};    ///< likewise of k
-  Tensor v_scale = {};    ///< likewise of v
-  Tensor out_scale = {};  ///< [1] fp32: out = result / out_scale; optional
 
   Tensor sinks = {};         ///< [heads] learned sinks, of any float type; optional
   Tensor slopes = {};        ///< [heads] ALiBi, of any float type; optional
@@ -114,7 +115,7 @@ struct Append {
   Tensor block_table = {};      ///< as in AttentionArgs
   Tensor key_table = {};        ///< as in AttentionArgs
   Tensor k_scale = {};          ///< [1] or [kv_heads] fp32; a cache of fp8 stores x / scale
-  Tensor v_scale = {};          ///< likewise
+  Tensor v_scale = {};          ///< likewise; as in AttentionArgs
 };
 
 /// Milliseconds of the last run's phases on this rank; valid after wait().

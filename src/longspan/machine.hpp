@@ -34,9 +34,13 @@ struct Machine {
 Machine built_in_machine(Device device);
 
 /// The constants that hold on this machine: those of the file that LONGSPAN_MACHINE names, or else
-/// of machine_file(device) where it is there, or else the built-in ones. Throws UsageError for a
-/// file that cannot be read, and for one that LONGSPAN_MACHINE names and is not there.
+/// of machine_file(device) where it is there, or else the built-in ones. Throws UsageError as
+/// machine_in does, also for a file that LONGSPAN_MACHINE names and is not there.
 Machine machine_here(Device device);
+
+/// The constants of a file. Throws UsageError for one that cannot be read, that is no ordinary file
+/// (a folder, a FIFO, a device), or that has more than 64 KiB; and as machine_from does.
+Machine machine_in(const std::string& path, Device device);
 
 /// The same constants on every rank: those that hold on rank 0's machine. It is collective, and
 /// what machine_here throws there is thrown on all.
@@ -51,8 +55,8 @@ std::string machine_file(Device device);
 std::string to_text(const Machine& machine);
 
 /// Reads what to_text wrote; lines that begin with # are left out. Throws UsageError, which names
-/// `origin`, for an unknown name, a value that is not above 0 (overlap: 0 to 1), and a constant
-/// that is missing.
+/// `origin`, for an unknown name, a constant that is missing, and a value out of bounds: rates are
+/// 1 to 1e30 in a second, times 1e-15 to 1e6 seconds, overlap 0 to 1.
 Machine machine_from(const std::string& text, const std::string& origin, Device device);
 
 }  // namespace longspan

@@ -7,7 +7,9 @@
 /// and two states over disjoint keys merge into the state over their union. Merging is commutative
 /// (bitwise: every fma is written out, so no compiler contracts it in another way) and associative
 /// within rounding; its identity is the empty state. Scores are in base 2 here (score * log2 e), so
-/// that exponentials are exp2; logarithms are natural at every public interface.
+/// that exponentials are exp2; logarithms are natural at every public interface. Log-sum-exps that
+/// come from elsewhere fold in the base that they come in: a natural one of 3e38 has no number of
+/// base 2.
 ///
 /// The law is online softmax (Milakov and Gimelshein, arXiv 1805.02867); as an algebra of states
 /// see FlashInfer, arXiv 2501.01005, section 2.2.
@@ -27,8 +29,8 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 
 /// The two scalars of a state. Empty is `sum == 0` and only that; then max and o are never read.
 struct Stats {
-  float max;  ///< largest score, base 2
-  float sum;  ///< of exp2(score - max)
+  float max;  ///< largest score, base 2 unless what takes it is told otherwise
+  float sum;  ///< of exp(score - max), in the base of the scores
 };
 
 /// Positive infinity.
@@ -49,7 +51,7 @@ struct Fold {
   };
 
   Stats stats;  ///< of the merged state
-  float ratio;  ///< exp2(lower max - higher max); not read when one side is empty
+  float ratio;  ///< exp(lower max - higher max), in their base; not read when one side is empty
   Take take;    ///< how elements of o become one
 
   /// Element of the merged o. An empty side is skipped by selection: its payload, NaN included,
@@ -61,21 +63,40 @@ struct Fold {
   }
 };
 
-/// merge(a, b) on the scalars. A NaN on a side that is not empty stays a NaN in the result.
-LONGSPAN_HD inline Fold fold(Stats a, Stats b) {
+/// exp(low - high) in the base of the two, of which `high` is not lower. A difference past the
+/// largest number gives 0, as it should.
+LONGSPAN_HD inline float fold_ratio(float low, float high, LogBase base = LogBase::two) {
+  const float difference = low - high;
+  return ::exp2f(base == LogBase::two ? difference : difference * kLog2E);
+}
+
+/// merge(a, b) on the scalars, whose maxima are of one base. A NaN on a side that is not empty
+/// stays a NaN in the result.
+LONGSPAN_HD inline Fold fold(Stats a, Stats b, LogBase base = LogBase::two) {
   if (is_empty(a)) return {is_empty(b) ? empty_stats() : b, 0.0f, Fold::second};
   if (is_empty(b)) return {a, 0.0f, Fold::first};
   if (a.max >= b.max) {
-    const float ratio = ::exp2f(b.max - a.max);
+    const float ratio = fold_ratio(b.max, a.max, base);
     return {{a.max, ::fmaf(b.sum, ratio, a.sum)}, ratio, Fold::first_high};
   }
-  const float ratio = ::exp2f(a.max - b.max);
+  const float ratio = fold_ratio(a.max, b.max, base);
   return {{b.max, ::fmaf(a.sum, ratio, b.sum)}, ratio, Fold::second_high};
 }
 
+/// A natural score in base 2. Finite ones stay finite: those past +-2.3e38, whose number of base 2
+/// would be past the largest, become the largest.
+LONGSPAN_HD inline float to_base_2(float score) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  const float scaled = score * kLog2E;
+  if (scaled == infinity() && score != infinity()) return kLargest;
+  if (scaled == -infinity() && score != -infinity()) return -kLargest;
+  return scaled;
+}
+
 /// A learned sink is one extra state (sink, 1, 0): it takes probability and adds no value. It is
-/// merged exactly once, in finish. `sink` is a score in natural units.
-LONGSPAN_HD inline Stats sink_stats(float sink) { return {sink * kLog2E, 1.0f}; }
+/// merged exactly once, in finish. `sink` is a score in natural units; past +-2.3e38 it counts as
+/// that.
+LONGSPAN_HD inline Stats sink_stats(float sink) { return {to_base_2(sink), 1.0f}; }
 
 /// The final division: out = o / sum, lse = max + ln sum (natural). Empty gives 0 and -inf.
 struct Finish {
@@ -93,18 +114,31 @@ LONGSPAN_HD inline Finish finish(Stats s) {
   return {is_nan ? s.max : s.sum, ::fmaf(s.max, kLn2, ::logf(s.sum))};
 }
 
-/// State of a finished (out, lse) pair that comes from elsewhere; its o is `out` itself. An lse of
-/// -inf or +inf means empty (FlashAttention-2 writes +inf). NaN stays NaN unless `nan_is_empty`.
-LONGSPAN_HD inline Stats import_lse(float lse, LogBase base, bool nan_is_empty = false) {
+/// State of a finished (out, lse) pair that comes from elsewhere, in the base of its lse, which it
+/// keeps as it is; its o is `out` itself. Such states fold by fold(a, b, base). An lse of -inf or
+/// +inf means empty (FlashAttention-2 writes +inf). NaN stays NaN unless `nan_is_empty`.
+LONGSPAN_HD inline Stats part_stats(float lse, bool nan_is_empty = false) {
   if (lse == infinity() || lse == -infinity()) return empty_stats();
   if (lse != lse && nan_is_empty) return empty_stats();
-  return {base == LogBase::two ? lse : lse * kLog2E, 1.0f};
+  return {lse, 1.0f};
+}
+
+/// The lse of a state whose max is in `base`, in the same base. Empty is -inf.
+LONGSPAN_HD inline float part_lse(Stats s, LogBase base) {
+  if (is_empty(s)) return -infinity();
+  return s.max + (base == LogBase::two ? ::log2f(s.sum) : ::logf(s.sum));
+}
+
+/// part_stats in base 2, for folds with states of ours. A finite lse stays finite (to_base_2).
+LONGSPAN_HD inline Stats import_lse(float lse, LogBase base, bool nan_is_empty = false) {
+  const Stats part = part_stats(lse, nan_is_empty);
+  return base == LogBase::two || is_empty(part) ? part : Stats{to_base_2(part.max), part.sum};
 }
 
 /// The reverse: what is handed out as the lse of a state. Empty is -inf in both bases.
 LONGSPAN_HD inline float export_lse(Stats s, LogBase base) {
   if (base == LogBase::e || is_empty(s)) return finish(s).lse;
-  return s.max + ::log2f(s.sum);
+  return part_lse(s, base);
 }
 
 }  // namespace longspan

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -59,11 +60,27 @@ struct Tensor {
     }
   }
 
-  /// The same of memory whose type says what it holds. What a call only reads, it does not write,
-  /// though a view has no const.
+  /// A view with strides, in elements, as many as extents. InputError also for a number of strides
+  /// that is not that, and for a negative one.
+  Tensor(void* memory, DType type, std::initializer_list<std::int64_t> extents,
+         std::initializer_list<std::int64_t> strides, Device where = Device::host)
+      : Tensor(memory, type, extents, where) {
+    check_strides(extents.size(), strides);
+    int d = 0;
+    for (std::int64_t step : strides) stride[d++] = step;
+  }
+
+  /// The dense view of memory whose type says what it holds. What a call only reads, it does not
+  /// write, though a view has no const.
   template <Element T>
   Tensor(const T* memory, std::initializer_list<std::int64_t> extents, Device where = Device::host)
       : Tensor(const_cast<T*>(memory), dtype_of<T>(), extents, where) {}
+
+  /// The strided view likewise.
+  template <Element T>
+  Tensor(const T* memory, std::initializer_list<std::int64_t> extents,
+         std::initializer_list<std::int64_t> strides, Device where = Device::host)
+      : Tensor(const_cast<T*>(memory), dtype_of<T>(), extents, strides, where) {}
 
   /// Whether it has memory.
   explicit operator bool() const { return data != nullptr; }
@@ -92,6 +109,16 @@ struct Tensor {
                          std::to_string(extent));
       if (extent > 0) left /= extent;
     }
+  }
+  static void check_strides(std::size_t extents, std::initializer_list<std::int64_t> strides) {
+    if (strides.size() != extents)
+      throw InputError("a tensor was asked for with " + std::to_string(extents) + " extents and " +
+                       std::to_string(strides.size()) +
+                       " strides; there is one for each extent, in elements");
+    for (const std::int64_t step : strides)
+      if (step < 0)
+        throw InputError("a tensor was asked for with a stride of " + std::to_string(step) +
+                         "; strides are not negative");
   }
 };
 

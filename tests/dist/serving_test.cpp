@@ -338,7 +338,7 @@ void OnRanks::grow(Serving shape, std::int64_t block, bool at_once,
     args.v = cache.v_tensor();
     args.block_table = cache.block_table();
     args.k_scale = cache.scales(last.k_scale, cache.k_scale);
-    args.v_scale = cache.scales(last.v_scale, cache.v_scale);
+    args.v_scale = shape.values_in_keys ? args.k_scale : cache.scales(last.v_scale, cache.v_scale);
     Append append;
     append.new_k =
         Tensor(new_k.data(), shape.dtype, {now.tokens, shape.kv_heads, shape.dim}, world.device());

@@ -41,7 +41,8 @@ TEST_F(MergeOutputs, AnLseOfPlusInfinityIsEmptyAndItsNanPayloadNotRead) {
 }
 
 TEST_F(MergeOutputs, AFiniteScoreOfAnySizeSurvivesAnEmptySide) {
-  for (float lse : {-90.0f, -10000.0f, -1e30f, 1e30f}) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  for (float lse : {-90.0f, -10000.0f, -1e30f, 1e30f, 3e38f, -3e38f, kMost, -kMost}) {
     OutputsCase c{.tokens = 1, .heads = 2, .dim = 64};
     OutputsData data = make(c, 0);
     data.lse = {lse, -kInf, kInf, lse};
@@ -53,6 +54,29 @@ TEST_F(MergeOutputs, AFiniteScoreOfAnySizeSurvivesAnEmptySide) {
                 load_element(data.out.data(), fp32, c.size() + c.dim + d));
     }
   }
+}
+
+/// Once a natural lse of 3e38 became infinite in base 2, and two of -3e38 had a merge of NaN.
+TEST_F(MergeOutputs, AFiniteScoreOfAnySizeSurvivesOtherFiniteOnes) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  const std::vector<float> sizes{3e38f, -3e38f, 0.0f,     kMost,  -kMost, 2.5e38f,
+                                 3e38f, 1e38f,  -2.5e38f, -3e38f, 88.0f,  -1e30f};
+  for (LogBase base : {LogBase::e, LogBase::two})
+    for (int parts : {2, 3, 8, 20})
+      for (DType in : {fp32, bf16})
+        for (int dim : {5, 128}) {
+          OutputsCase c{.tokens = 144, .heads = 1, .dim = dim, .parts = parts, .in = in, .out = in};
+          c.base = base;
+          OutputsData data = make(c, 0);
+          for (int token = 0; token < c.tokens; ++token)
+            for (int n = 0; n < parts; ++n) {  // every pair first, then any
+              const std::size_t at = n == 0   ? token / sizes.size()
+                                     : n == 1 ? token % sizes.size()
+                                              : below(static_cast<int>(sizes.size()));
+              data.lse[n * c.rows() + token] = sizes[at];
+            }
+          expect_right(c, data, merge(c, data));
+        }
 }
 
 TEST_F(MergeOutputs, LseOfHeadsByTokensIsNotReadAsTokensByHeads) {

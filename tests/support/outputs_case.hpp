@@ -116,9 +116,9 @@ inline ExactOutput merge_exactly(const OutputsCase& c, const OutputsData& data, 
     if (lse[n] == -kInf) continue;
     const double weight = std::exp(lse[n] - top);
     sum += weight;
-    // fp32 arithmetic rounds both lse to base 2 and then their difference: a weight errs the more,
-    // the farther they are from 0. one_rounding() allows for 10 roundings.
-    const double roundings = 10 + 2 * (std::abs(lse[n]) + std::abs(top));
+    // fp32 arithmetic rounds their difference, and that to base 2: a weight errs the more, the
+    // farther they are apart. one_rounding() allows for 10 roundings.
+    const double roundings = 10 + 2 * (top - lse[n]);
     for (int d = 0; d < c.dim; ++d) {
       const double value = data.value(c, n, c.at(token, head) + d);
       exact.out[d] += weight * value;

@@ -395,6 +395,46 @@ TEST_F(Segments, AMaxOfMinusInfinityIsEmptyWhateverTheSum) {
       }
 }
 
+/// Engines hand in maxima in natural units, some of which base 2 has no number for.
+TEST_F(Segments, AFiniteMaxOfAnySizeStaysWhatItIs) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  const float sizes[] = {3e38f, -3e38f, 0.0f, kMost, -kMost, 2.5e38f, 3e38f, -2.5e38f};
+  SegmentsCase c;
+  c.kv_len = {300, 256, 1000};
+  c.rows_past = 0;
+  for (int round = 0; round < 8; ++round) {
+    Run run;
+    make(c, run);
+    export_states(c, run);
+    for (std::int64_t row = 0; row < c.rows(); ++row)
+      for (int s = 0; s < c.segments; ++s) {
+        const std::int64_t at = row * c.segments + s;
+        run.max[at] = sizes[below(8)];
+        run.expsum[at] = 1.0f + static_cast<float>(below(3));
+        for (int d = 0; d < c.dim; ++d) run.output[at * c.padded_dim + d] = normal();
+      }
+    reduce(c, run);
+    for (std::int64_t row = 0; row < c.rows(); ++row) {
+      double top = -kInf, sum = 0;
+      std::vector<double> o(c.dim);
+      for (int s = 0; s < c.segments; ++s)
+        top = std::max<double>(top, run.max[row * c.segments + s]);
+      for (int s = 0; s < c.segments; ++s) {
+        const std::int64_t at = row * c.segments + s;
+        const double weight = std::exp(run.max[at] - top);
+        sum += weight * run.expsum[at];
+        for (int d = 0; d < c.dim; ++d) o[d] += weight * run.output[at * c.padded_dim + d];
+      }
+      const float lse = run.lse[row % c.heads * c.tokens() + row / c.heads];
+      ASSERT_NEAR(lse, top + std::log(sum), 1e-6 * (1 + std::abs(top))) << row;
+      for (int d = 0; d < c.dim; ++d)
+        ASSERT_NEAR(load_element(run.out.data(), fp32, row * c.dim + d), o[d] / sum,
+                    1e-6 * (1 + std::abs(o[d])))
+            << row;
+    }
+  }
+}
+
 TEST_F(Segments, NanInASegmentStaysNan) {
   SegmentsCase c;
   Run run;

@@ -192,7 +192,7 @@ struct ServingArrays {
     a.kv_len = kv_lens();
     a.q_scale = scales(problem.q_scale, q_scale);
     a.k_scale = scales(problem.k_scale, k_scale);
-    a.v_scale = scales(problem.v_scale, v_scale);
+    a.v_scale = s.values_in_keys ? a.k_scale : scales(problem.v_scale, v_scale);
     a.sinks = small(s.sinks, sinks);
     a.slopes = small(s.alibi.has_value(), slopes);
     a.qq_bias = qq_bias();

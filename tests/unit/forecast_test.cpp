@@ -376,7 +376,12 @@ TEST(Forecast, WhatMakesNoSenseIsRefusedByName) {
   refused("a run of -1 keys", [](O, T, R r, M) { r.keys = -1; });
   refused("a run of 1e+18 tokens", [](O, T, R r, M) { r.tokens = 1e18; });
   refused("keys in a sequence (each)", [](O, T, R r, M) { r.each = {{1, -5}}; });
-  refused("flops_per_s 0, which is not a number above 0", [](O, T, R, M m) { m.flops_per_s = 0; });
+  refused("flops_per_s 0, which is not a rate from 1 to 1e30",
+          [](O, T, R, M m) { m.flops_per_s = 0; });
+  refused("key_bytes_per_s 1e-320, which is not a rate from 1 to 1e30",
+          [](O, T, R, M m) { m.key_bytes_per_s = 1e-320; });
+  refused("latency_s 1e+308, which is not a number of seconds from 1e-15 to 1e6, or 0",
+          [](O, T, R, M m) { m.latency_s = 1e308; });
   refused("call_s -1", [](O, T, R, M m) { m.call_s = -1; });
   refused("overlap 2, which is not a number from 0 to 1", [](O, T, R, M m) { m.overlap = 2; });
   EXPECT_THAT([&] { largest_run(good, 0); },

@@ -80,6 +80,18 @@ std::vector<Change<Args>> paged_refusals() {
       {"scale is nan; it is a finite number",
        [](Args& a, ServingCalls&) { a.attention.score.scale = NAN; }},
       {"scale is inf", [](Args& a, ServingCalls&) { a.attention.score.scale = INFINITY; }},
+      {"scale is 3e+38; times log2(e) it is inf",
+       [](Args& a, ServingCalls&) { a.attention.score.scale = 3e38f; }},
+      {"softcap is 1e-40; 1 / softcap and softcap log2(e) are inf",
+       [](Args& a, ServingCalls&) { a.attention.score.softcap = 1e-40f; }},
+      {"q_scale[0] 1e+30 and k_scale[0] 1e+30 make inf of the scores' scale",
+       [](Args& a, ServingCalls& p) {
+         a.attention.q_scale = a.attention.k_scale = Tensor(p.one.data(), {1}), p.one[0] = 1e30f;
+       }},
+      {"slopes[1] is inf; an ALiBi slope is a finite number",
+       [](Args& a, ServingCalls& p) {
+         a.attention.slopes = Tensor(p.sinks.data(), {kHeads}), p.sinks[1] = INFINITY;
+       }},
       {"window 9223372036854775807 is beyond",
        [](Args& a, ServingCalls&) { a.attention.mask.window = INT64_MAX; }},
       {"right 9223372036854775807 is beyond",

@@ -4,10 +4,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
+#include <utility>
 
 #include "longspan/error.hpp"
 
@@ -48,6 +51,12 @@ TEST(Machine, ATextThatMakesNoSenseIsRefusedByName) {
   };
   refused(good + "speed 3\n", "'speed'");
   refused(good + "latency_s 0\n", "latency_s '0'");
+  refused(good + "latency_s 1e308\n", "'1e308', which is not a number of seconds from 1e-15 to");
+  refused(good + "call_s 1e-320\n", "'1e-320', which is not a number of seconds from 1e-15 to");
+  refused(good + "flops_per_s 1e-320\n", "'1e-320', which is not a rate from 1 to 1e30");
+  refused(good + "flops_per_s 1e400\n", "'1e400', which is not a rate from 1 to 1e30");
+  refused(good + std::string(5000, 'x') + " 1\n", "xxx...', which is no constant");
+  refused(good + "\x80\xff 1\n", "'??', which is no constant");
   refused(good + "latency_s -1e-6\n", "latency_s");
   refused(good + "latency_s nan\n", "latency_s");
   refused(good + "latency_s 1e-6s\n", "latency_s");
@@ -88,6 +97,27 @@ TEST(Machine, HereIsTheFileThatIsNamedOrTheUsersOrBuiltIn) {
   EXPECT_EQ(machine_here(Device::host).call_s, 0.25);
   EXPECT_EQ(machine_here(Device::host).name, file);
   ::unlink(file.c_str());
+}
+
+/// None of them is waited for, and none is read without end.
+TEST(Machine, WhatIsNoFileOfConstantsIsRefused) {
+  const std::string folder = ::testing::TempDir() + "odd." + std::to_string(::getpid());
+  std::filesystem::create_directory(folder);
+  const std::string fifo = folder + "/fifo", large = folder + "/large";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  std::ofstream(large) << std::string(70 << 10, '#');
+  for (const auto& [path, word] :
+       {std::pair{folder, "is a folder"}, std::pair{fifo, "is no ordinary file"},
+        std::pair{std::string("/dev/zero"), "is no ordinary file"},
+        std::pair{large, "more than 65536 bytes"},
+        std::pair{folder + "/none", "cannot be opened: No such file"}}) {
+    EXPECT_THAT([&] { machine_in(path, Device::host); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr(path), HasSubstr(word))));
+    const Variable named("LONGSPAN_MACHINE", path);
+    EXPECT_THAT([] { machine_here(Device::host); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("LONGSPAN_MACHINE"), HasSubstr(word))));
+  }
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

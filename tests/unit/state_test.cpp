@@ -138,6 +138,45 @@ TEST(State, ImportNamesItsBase) {
   EXPECT_NEAR(finish(import_lse(0.7f, LogBase::two)).lse, 0.7 * std::log(2.0), 1e-6);
 }
 
+/// Base 2 has no number for a natural score past 2.3e38, and no infinity stands for one: two of
+/// them would differ by NaN.
+TEST(State, AFiniteScoreOfAnySizeIsFiniteInBaseTwo) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  for (const float score : {2.5e38f, 3e38f, kMost})
+    for (const float sign : {1.0f, -1.0f}) {
+      EXPECT_EQ(to_base_2(sign * score), sign * kMost);
+      for (const Stats one : {import_lse(sign * score, LogBase::e), sink_stats(sign * score)}) {
+        EXPECT_EQ(one.max, sign * kMost);
+        EXPECT_EQ(one.sum, 1.0f);
+        const Stats two = fold(one, one).stats;
+        EXPECT_EQ(two.sum, 2.0f);
+        EXPECT_TRUE(std::isfinite(finish(two).lse));
+        const State merged = merge({one, 3.0f}, {{0.0f, 1.0f}, 5.0f});
+        EXPECT_EQ(finish(merged.stats)(merged.o), sign > 0 ? 3.0f : 5.0f);
+        EXPECT_TRUE(std::isfinite(finish(merged.stats).lse));
+      }
+    }
+  EXPECT_EQ(to_base_2(infinity()), infinity());
+  EXPECT_EQ(to_base_2(-infinity()), -infinity());
+  EXPECT_TRUE(std::isnan(to_base_2(kNaN)));
+  EXPECT_EQ(to_base_2(1.5f), 1.5f * kLog2E);
+}
+
+TEST(State, FoldsOfFinishedPartsStayInTheirBase) {
+  for (const LogBase base : {LogBase::e, LogBase::two}) {
+    const float unit = base == LogBase::e ? 1.0f : kLog2E;
+    const Fold f = fold(part_stats(0.5f * unit), part_stats(-1.0f * unit), base);
+    EXPECT_NEAR(part_lse(f.stats, base), unit * std::log(std::exp(0.5) + std::exp(-1.0)), 1e-6);
+    EXPECT_NEAR(f.ratio, std::exp(-1.5), 1e-6);
+    const Stats large = fold(part_stats(3e38f), part_stats(-3e38f), base).stats;
+    EXPECT_EQ(part_lse(large, base), 3e38f);
+    EXPECT_TRUE(is_empty(part_stats(infinity())));
+    EXPECT_EQ(part_lse(part_stats(-infinity()), base), -infinity());
+    EXPECT_TRUE(std::isnan(part_lse(part_stats(kNaN), base)));
+    EXPECT_TRUE(is_empty(part_stats(kNaN, true)));
+  }
+}
+
 TEST(State, ImportReadsBothInfinitiesAsEmpty) {
   for (LogBase base : {LogBase::e, LogBase::two}) {
     EXPECT_TRUE(is_empty(import_lse(infinity(), base)));

@@ -22,6 +22,22 @@ TEST(Tensor, AnExtentOfZeroDecidesItsSize) {
   }
 }
 
+TEST(Tensor, HasTheStridesThatItWasGiven) {
+  float values[12];
+  const Tensor dense(values, {3, 4}), turned(values, {4, 3}, {1, 4});
+  EXPECT_EQ(dense.stride[0], 4);
+  EXPECT_EQ(turned.dims, 2);
+  EXPECT_EQ(turned.shape[0], 4);
+  EXPECT_EQ(turned.stride[0], 1);
+  EXPECT_EQ(turned.stride[1], 4);
+  const Tensor same(values, fp32, {2, 3}, {0, 4}, Device::cuda);
+  EXPECT_EQ(same.stride[0], 0);
+  EXPECT_EQ(same.device, Device::cuda);
+  EXPECT_THROW(Tensor(values, {4, 3}, {1}), InputError);
+  EXPECT_THROW(Tensor(values, {4, 3}, {1, 2, 3}), InputError);
+  EXPECT_THROW(Tensor(values, fp32, {4, 3}, {1, -4}), InputError);
+}
+
 TEST(Tensor, SizesThatNoMemoryHasAreRefused) {
   float one = 0;
   for (const std::int64_t extent : {std::int64_t{1} << 31, std::int64_t{1} << 62}) {

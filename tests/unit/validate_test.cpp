@@ -131,6 +131,23 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("softcap is inf", [](Options& o) { o.score.softcap = INFINITY; });
   refuse("scale is nan; it is a finite number", [](Options& o) { o.score.scale = NAN; });
   refuse("scale is -inf", [](Options& o) { o.score.scale = -INFINITY; });
+  // Kernels multiply by 1 / softcap, softcap log2(e) and scale log2(e): a NaN in silence, else.
+  for (const float softcap : {1e-45f, 1e-40f, 8e-39f, 1e38f, 3e38f})
+    refuse("softcap is ", [=](Options& o) { o.score.softcap = softcap; });
+  for (const float scale : {1e-45f, -1e-40f, 2.4e38f, -3e38f})
+    refuse("times log2(e) it is ", [=](Options& o) { o.score.scale = scale; });
+  refuse("softcap is 1e-38 with a scale of 4; scale / softcap is inf",
+         [](Options& o) { o.score = {.scale = 4.0f, .softcap = 1e-38f}; });
+  refuse("softcap is 8e+37 with a scale of 0.125; scale / softcap is ",
+         [](Options& o) { o.head_dim = 64, o.score.softcap = 8e37f; });
+  for (const ScoreOptions& score :
+       {ScoreOptions{.scale = 0.0f, .softcap = 30.0f}, ScoreOptions{.scale = 0.0f},
+        ScoreOptions{.scale = -2.3e38f}, ScoreOptions{.scale = 1e-30f, .softcap = 1e-38f},
+        ScoreOptions{.scale = 1e4f, .softcap = 8e37f}}) {
+    Options o = options();
+    o.score = score;
+    EXPECT_NO_THROW(check_options(o)) << score.softcap;
+  }
   refuse("window -1", [](Options& o) { o.mask.window = -1; });
   refuse("window 9223372036854775807 is beyond", [](Options& o) { o.mask.window = INT64_MAX; });
   refuse("right -2", [](Options& o) { o.mask.right = -2; });
@@ -286,6 +303,40 @@ void refuse_run(const char* text, const std::function<void(AttentionArgs&, Paged
   expect_refused<E>(text, [&] { layer.run(r); });
   for (float value : p.out) ASSERT_TRUE(std::isnan(value)) << text;
   EXPECT_EQ(p.k, before) << text;
+}
+
+/// What is stored once has one scale. Once v_scale was multiplied in beside it.
+TEST(Validate, ValuesInTheMemoryOfKeysHaveTheirScale) {
+  for (const int from : {0, 8}) {  // the first columns of k, and its last
+    Options given = options();
+    given.value_dim = kDim - 8;
+    given.dtypes.kv = e4m3;
+    Paged p;
+    std::vector<std::uint8_t> latent(p.k.size(), 0x38);  // 1
+    std::vector<float> two(kKvHeads, 2.0f), also_two = two, other{2.0f, 32.0f};
+    AttentionArgs args = p.args();
+    args.k = Tensor(latent.data(), e4m3, {kPages, kPage, kKvHeads, kDim});
+    args.v = args.k;
+    args.v.data = latent.data() + from;
+    args.v.shape[3] = args.out.shape[2] = kDim - 8;
+    args.k_scale = Tensor(two.data(), {kKvHeads});
+    Attention layer(self(), given);
+    for (const Tensor& v_scale :
+         {Tensor(), args.k_scale, Tensor(also_two.data(), {kKvHeads}), Tensor(two.data(), {1})}) {
+      args.v_scale = v_scale;
+      layer.run(args);
+      for (int c = 0; c < kDim - 8; ++c) ASSERT_FLOAT_EQ(p.out[c], 2.0f);
+    }
+    args.v_scale = Tensor(other.data(), {kKvHeads});
+    expect_refused<InputError>(
+        "k_scale is 2 and v_scale is 32 of kv head 1; v lies in the memory of k, which has one "
+        "scale: give the same, or leave v_scale out",
+        [&] { layer.run(args); });
+    args.k_scale = {};
+    expect_refused<InputError>("v_scale is given and k_scale is not", [&] { layer.run(args); });
+    args.v_scale = {};
+    expect_refused<InputError>("k is e4m3 and there is no k_scale", [&] { layer.run(args); });
+  }
 }
 
 TEST(Validate, RunsOverAPagedCache) {

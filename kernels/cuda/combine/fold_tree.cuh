@@ -19,15 +19,17 @@ struct Piece {
   float o[kColumns];
 };
 
-/// newer = merge(older, newer). It has the law and the bits of longspan::fold, by selections
-/// instead of branches: merges that do not need each other then go side by side.
+/// newer = merge(older, newer), whose maxima are in `base`. It has the law and the bits of
+/// longspan::fold, by selections instead of branches: merges that do not need each other then go
+/// side by side.
 template <int kColumns>
-__device__ void merge_pieces(const Piece<kColumns>& older, Piece<kColumns>& newer) {
+__device__ void merge_pieces(const Piece<kColumns>& older, Piece<kColumns>& newer,
+                             LogBase base = LogBase::two) {
   const Stats a = older.stats, b = newer.stats;
   const bool newer_leads = is_empty(a) || (!is_empty(b) && !(a.max >= b.max));
   const bool alone = is_empty(a) || is_empty(b);  // then what leads is the result
   const Stats high = newer_leads ? b : a, low = newer_leads ? a : b;
-  const float ratio = ::exp2f(low.max - high.max);
+  const float ratio = fold_ratio(low.max, high.max, base);
   newer.stats.max = is_empty(high) ? -infinity() : high.max;
   newer.stats.sum = alone ? high.sum : ::fmaf(low.sum, ratio, high.sum);
 #pragma unroll
@@ -40,13 +42,13 @@ __device__ void merge_pieces(const Piece<kColumns>& older, Piece<kColumns>& newe
 
 /// The state of the subtree over places [place, place + 2^kLevels); load(place) gives a Piece.
 template <int kLevels, class Load>
-__device__ auto fold_subtree(const Load& load, int place) {
+__device__ auto fold_subtree(const Load& load, int place, LogBase base = LogBase::two) {
   if constexpr (kLevels == 0) {
     return load(place);
   } else {
-    const auto older = fold_subtree<kLevels - 1>(load, place);
-    auto newer = fold_subtree<kLevels - 1>(load, place + (1 << (kLevels - 1)));
-    merge_pieces(older, newer);
+    const auto older = fold_subtree<kLevels - 1>(load, place, base);
+    auto newer = fold_subtree<kLevels - 1>(load, place + (1 << (kLevels - 1)), base);
+    merge_pieces(older, newer, base);
     return newer;
   }
 }
@@ -54,39 +56,41 @@ __device__ auto fold_subtree(const Load& load, int place) {
 /// Adds a group of places to a binary counter: on level k the left half of a subtree of 2^(k+1)
 /// groups waits. `newest` becomes the subtree that the group completes.
 template <int kLevel = 0, class Piece>
-__device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newest, int group) {
+__device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newest, int group,
+                      LogBase base) {
   if constexpr (kLevel < kMostLevels - kGroupLevels) {
     if ((group >> kLevel & 1) == 0) {
       waiting[kLevel] = newest;
     } else {
-      merge_pieces(waiting[kLevel], newest);
-      count<kLevel + 1>(waiting, newest, group);
+      merge_pieces(waiting[kLevel], newest, base);
+      count<kLevel + 1>(waiting, newest, group, base);
     }
   }
 }
 
 /// Gives the root of a tree over 2^levels groups of places; group(i) gives a group's Piece.
 template <class Group>
-__device__ auto fold_groups(const Group& group, int levels) {
+__device__ auto fold_groups(const Group& group, int levels, LogBase base) {
   using Piece = decltype(group(0));
   Piece waiting[kMostLevels - kGroupLevels];
   Piece newest;
   for (int index = 0; index < 1 << levels; ++index) {
     newest = group(index);
-    count(waiting, newest, index);
+    count(waiting, newest, index, base);
   }
   return newest;
 }
 
 /// Gives the root of a tree of `levels` levels; kLevels is the same, or more than kGroupLevels.
+/// `base`: of the maxima.
 template <int kLevels, class Load>
-__device__ auto fold_tree(const Load& load, int levels) {
+__device__ auto fold_tree(const Load& load, int levels, LogBase base = LogBase::two) {
   if constexpr (kLevels <= kGroupLevels) {
-    return fold_subtree<kLevels>(load, 0);
+    return fold_subtree<kLevels>(load, 0, base);
   } else {
     return fold_groups(
-        [&](int group) { return fold_subtree<kGroupLevels>(load, group << kGroupLevels); },
-        levels - kGroupLevels);
+        [&](int group) { return fold_subtree<kGroupLevels>(load, group << kGroupLevels, base); },
+        levels - kGroupLevels, base);
   }
 }
 

@@ -1,7 +1,7 @@
 // Finished results over disjoint keys, each out with its lse, become one. Such a pair is the state
-// (lse, 1, out), so that
+// (lse, 1, out) in the base of its lse, so that
 //
-//     out = (high + low * 2^(m_low - m_high)) / (1 + 2^(m_low - m_high))
+//     out = (high + low r) / (1 + r),   r = base^(lse_low - lse_high)
 //
 // for two of them. The kernel for two does little but move memory: a thread takes 16 bytes of a row
 // once or twice, has every load of both sides on its way before it uses one, and writes them once.
@@ -112,8 +112,8 @@ struct RowMerge {
   bool one_side;  // one side alone counts, or none: the lower side does not
   bool empty;
 
-  __device__ RowMerge(Stats prefix, Stats suffix)
-      : fold(longspan::fold(prefix, suffix)),
+  __device__ RowMerge(Stats prefix, Stats suffix, LogBase base)
+      : fold(longspan::fold(prefix, suffix, base)),
         suffix_leads(fold.take == Fold::second || fold.take == Fold::second_high),
         one_side(fold.take == Fold::first || fold.take == Fold::second),
         empty(is_empty(fold.stats)) {
@@ -183,8 +183,8 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
   // The threads of a row, in one block, have all read its lse before one of them writes there.
   if (writes_read_lse) __syncthreads();
   if (!live) return;
-  const RowMerge merge(import_lse(prefix_lse, p.base, p.nan_is_empty),
-                       p.stats_of(suffix_lse, token));
+  const RowMerge merge(part_stats(prefix_lse, p.nan_is_empty), p.stats_of(suffix_lse, token),
+                       p.base);
   const std::int64_t at = token * p.out.row_stride + head * p.out.head_stride + column;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -207,7 +207,7 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
   }
   if (p.lse.data != nullptr && threadIdx.x == 0) {
     // A part that is alone hands on its lse as it came.
-    *p.lse.at(token, head) = merge.empty || !merge.one_side ? export_lse(merge.fold.stats, p.base)
+    *p.lse.at(token, head) = merge.empty || !merge.one_side ? part_lse(merge.fold.stats, p.base)
                              : merge.suffix_leads           ? suffix_lse
                                                             : prefix_lse;
   }
@@ -305,7 +305,7 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
     const PartColumns<T, kColumns> parts{p, token, head, column};
     int levels = log2_ceil(p.parts);
     if (std::is_same_v<T, AnyType> && kLevels > kGroupLevels) levels = max(levels, kGroupLevels);
-    Piece<kColumns> piece = fold_tree<kLevels>(parts, levels);
+    Piece<kColumns> piece = fold_tree<kLevels>(parts, levels, p.base);
     const Finish finished = finish(piece.stats);
     if constexpr (kLevels == 1) {
       // This rounds as merge_two_kernel does, so that neither the type of a part nor where the
@@ -328,7 +328,7 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
     else
       store_as(static_cast<T*>(p.out.data) + at, piece.o);
     if (column == 0) {
-      lse = export_lse(piece.stats, p.base);
+      lse = part_lse(piece.stats, p.base);
       // A part that is alone hands on its lse as it came.
       int filled = 0, last = 0;
       for (int part = 0; part < p.parts; ++part) {

@@ -2,8 +2,9 @@
 //
 //     max = m ln 2,  expsum = l,  output = o      (m in base 2; an empty segment: -inf, 0, 0)
 //
-// In the reduction a block takes one row, since rows are few and segments many. It finds the
-// maximum and the sum of all segments first, then adds the weighted outputs.
+// Back from there they fold in natural units, so that a max of any size is what it was. In the
+// reduction a block takes one row, since rows are few and segments many. It finds the maximum and
+// the sum of all segments first, then adds the weighted outputs.
 #include <algorithm>
 
 #include "kernels/batch_rows.hpp"
@@ -102,7 +103,7 @@ __global__ __launch_bounds__(kThreads) void reduce_kernel(
   max = over_block(max, shared, greater);
   const auto weight_of = [&](Stats stats) {
     if (is_empty(stats)) return 0.0f;
-    return stats.max == max ? 1.0f : exp2f(stats.max - max);
+    return stats.max == max ? 1.0f : fold_ratio(stats.max, max, LogBase::e);
   };
   float sum = 0.0f;
   for (int s = self; s < filled; s += kThreads) {
@@ -150,7 +151,7 @@ __global__ __launch_bounds__(kThreads) void reduce_kernel(
                      token * p.out.row_stride + head * p.out.head_stride + column, o);
     }
   }
-  if (self == 0 && p.lse.data != nullptr) *p.lse.at(token, head) = finished.lse;
+  if (self == 0 && p.lse.data != nullptr) *p.lse.at(token, head) = part_lse({max, sum}, LogBase::e);
 }
 
 bool is_aligned_to_16(const SegmentView& view) {

@@ -156,7 +156,6 @@ def generate(**options):
 def test_what_is_not_supported_is_named(call, error, says):
     with pytest.raises(error, match=says):
         call()
-    hf._current.layer = None
 
 
 def prefilled():

@@ -160,8 +160,8 @@ struct MergeOutputsParams {
   }
   /// What a part of a token counts for, by its lse. One that is copied counts alone, even where its
   /// lse is infinite or NaN.
-  LONGSPAN_HD Stats stats_of(float part_lse, std::int64_t token) const {
-    return copies_suffix(token) ? Stats{0.0f, 1.0f} : import_lse(part_lse, base, nan_is_empty);
+  LONGSPAN_HD Stats stats_of(float given, std::int64_t token) const {
+    return copies_suffix(token) ? Stats{0.0f, 1.0f} : import_lse(given, base, nan_is_empty);
   }
   LONGSPAN_HD float lse_of(int part, std::int64_t token, int head) const {
     return parts == 2 ? *in_lse[part].at(token, head)

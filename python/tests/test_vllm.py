@@ -620,6 +620,16 @@ def test_tensors(rng):
     vllm.merge_attn_states(small, *tensors, output_scale=torch.tensor([0.05]))
     np.testing.assert_allclose(host(small) * 0.05, right, rtol=2 ** -4 + 1e-6, atol=1e-4)
 
+    halves = [tensors[1].bfloat16(), tensors[3].bfloat16()]
+    right, right_lse = merged((a, b), [host(lse).T for lse in halves])
+    vllm.merge_attn_states(output, tensors[0], halves[0], tensors[2], halves[1], halves[1])  # written, too
+    assert_close(output, right)
+    np.testing.assert_allclose(host(halves[1]), right_lse.T, rtol=8e-3, atol=8e-3)
+    masked = tensors[1].T.clone()
+    vllm.mask_dcp_empty_shards_(masked, torch.tensor([0, 2]), torch.tensor([0, 1, 5]))
+    assert masked[0].isneginf().all() and masked[5:].isneginf().all()
+    assert torch.equal(masked[1:5], tensors[1].T[1:5])
+
     rows, caches, table = paged(rng, LENGTHS)
     caches = [tensor(c).to(torch.float8_e4m3fn) for c in caches]
     q = tensor(numbers(rng, (sum(NEW), 4, 32))).bfloat16()
@@ -630,6 +640,14 @@ def test_tensors(rng):
                            tensor(table), 0, None, scale, scale, kv_quant_mode=1)
     right = np.concatenate([attention(q[a:b], *(0.5 * x.astype(E4M3).astype(np.float64) for x in rows[i]),
                                       causal=True)[0] for i, (a, b) in enumerate(zip(STARTS, STARTS[1:]))])
+    assert_close(out, right, "bfloat16")
+    flags = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
+    vllm.unified_attention(q, *caches, out, torch.tensor(STARTS, dtype=torch.int32), 7,
+                           torch.tensor(LENGTHS, dtype=torch.int32), 90, 32 ** -0.5, flags, (11, 0),
+                           tensor(table), 0, None, scale, scale)
+    right = np.concatenate([attention(q[a:b], *(0.5 * x.astype(E4M3).astype(np.float64) for x in rows[i]),
+                                      causal=bool(flags[i]), window=(11, 11))[0]
+                            for i, (a, b) in enumerate(zip(STARTS, STARTS[1:]))])
     assert_close(out, right, "bfloat16")
 
     rows, caches, table = paged(rng, CACHED)
@@ -658,6 +676,9 @@ def of_process_group(rank, size, store, outs, lses, found):
     coordinator = types.SimpleNamespace(device_group=dist.group.WORLD, world_size=size, rank_in_group=rank)
     made = [vllm.cp_lse_ag_out_rs(out, lse, group, return_lse=True) for group in (coordinator, half, coordinator)]
     assert all(torch.equal(a[0], made[0][0]) for a in made)
+    lengths, starts = torch.tensor([1, 0], device=out.device), torch.tensor([0, 3, 5], device=out.device)
+    some = vllm.dcp_a2a_lse_reduce(out, lse, coordinator, seq_lens=lengths, query_start_loc=starts)
+    assert torch.equal(some[:3], made[0][0][:3]) and (some[3:] == 0).all()
     assert longspan.torch.communicator(half).plans == longspan.torch.communicator().plans == 1
     found.put((rank, host(made[0][0]), host(made[0][1])))
     dist.destroy_process_group()

@@ -451,6 +451,13 @@ def attend(q=Q, k=CACHES[0], v=CACHES[1], out=Q, table=TABLE, lengths=LENGTHS, s
     return unified(q, k, v, out.copy() if out is Q else out, starts, lengths, table, **more)
 
 
+def latent(k_descale, v_descale):
+    """Values that are the first columns of the keys, which are fp8."""
+    k, out = CACHES[0].astype(E4M3), np.full((16, 4, 16), np.nan, np.float32)
+    attend(k=k, v=k[..., :16], out=out, descales=(None, k_descale, v_descale))
+    return out
+
+
 def prefill(o=NEW_Q, caches=PACKED, table=OLD_TABLE, q=NEW_Q, k=NEW_K, v=NEW_K, **more):
     return context(None, caches, table, q, k, v, o.copy() if o is NEW_Q else o, **more)
 
@@ -499,6 +506,8 @@ CASES = {
                           "no k_descale"),
     "k_descale by sequence": (lambda: attend(k=CACHES[0].astype(E4M3), v=CACHES[1].astype(E4M3), descales=(
         None, np.arange(1, 9, dtype=np.float32).reshape(4, 2), 1.0)), UNSUPPORTED, "^k_descale is .4, 2."),
+    "two scales of one memory": (lambda: latent(0.5, 2.0), INPUT,
+                                 "^k_descale is 0.5 and v_descale is 2 of kv head 0; v lies in the memory of k"),
     "output_scale": (lambda: attend(output_scale=1.0), INPUT, "^output_scale is given"),
     "by position": (lambda: vllm.unified_attention(*[None] * 17), TypeError, "positional"),
     "kv_quant_mode 2": (lambda: attend(kv_quant_mode=2), UNSUPPORTED, "kv_quant_mode is 2"),
@@ -600,6 +609,10 @@ def test_any_junk_is_an_exception():
     with_junk(vllm.cp_lse_ag_out_ar, dict(cp_attn_out=A, cp_attn_lse=L.T, cp_group=longspan.alone(),
                                           seq_lens=ONE, query_start_loc=np.array([0, 2])))
     with_junk(sglang.merge_state, dict(prefix_output=A, prefix_lse=L.T, suffix_output=A, suffix_lse=L.T))
+
+
+def test_one_scale_of_one_memory():
+    assert (latent(0.5, 0.5) == latent(np.array([0.5], np.float32), 0.5)).all()
 
 
 def test_defaults_are_not_refused():

@@ -301,13 +301,16 @@ def _attend(q, k, v, kv_layout, causal, window_left, softcap, sm_scale, numbers,
 def _fp8_scales(q, k, v, scales):
     """The arguments of attend: 1 for fp8 that has none."""
     options = {}
+    ones = None  # one array for all, as values that lie in the memory of keys have their scale
     for name, array in (("q", q), ("k", k), ("v", v)):
         given = scales.get(name)
         if is_fp8(array):
             if name == "q" and len(getattr(given, "shape", ())) == 1 and given.shape[0] not in (1, k.shape[1]):
                 raise UnsupportedError(f"scale_q is {list(given.shape)}, a scale for each query head; [1] or "
                                        f"[kv_heads] ({k.shape[1]}) is supported")
-            options[f"{name}_descale"] = _on_device_of(array, 1.0 if given is None else given)
+            if given is None:
+                given = ones = _on_device_of(array, 1.0) if ones is None else ones
+            options[f"{name}_descale"] = _on_device_of(array, given)
         elif given is not None:
             raise InputError(f"scale_{name} is given and {name} is {type_of(array)}; it is the scale of fp8")
     return options

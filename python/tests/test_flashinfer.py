@@ -140,6 +140,7 @@ def test_16_bit_lses(rng, dtype):
 
 V, S = np.ones((3, 4, 16), np.float32), np.zeros((3, 4), np.float32)
 Q, K = np.ones((3, 4, 16), np.float32), np.ones((9, 2, 16), np.float32)
+LATENT = K.astype(E4M3)  # keys and values of one memory
 INPUT, UNSUPPORTED = longspan.InputError, longspan.UnsupportedError
 
 
@@ -186,6 +187,8 @@ CASES = {
     "scale_k of no fp8": (lambda: prefill(scale_k=np.ones(2, np.float32)), INPUT, "scale_k is given and k is float32"),
     "scale_q by head": (lambda: prefill(Q.astype(E4M3), scale_q=np.ones(4, np.float32),
                                         o_dtype=ml_dtypes.bfloat16), UNSUPPORTED, "scale_q is .4."),
+    "two scales of one memory": (lambda: prefill(Q, LATENT, LATENT, scale_k=0.5, scale_v=2.0), INPUT,
+                                 "^scale_k is 0.5 and scale_v is 2 of kv head 0; v lies in the memory of k"),
     "o_dtype missing": (lambda: prefill(Q.astype(E4M3)), INPUT, "o_dtype is None"),
     "o_dtype": (lambda: prefill(o_dtype=np.float16), UNSUPPORTED, "o_dtype is float16"),
     "o_dtype of fp8": (lambda: prefill(Q.astype(E4M3), o_dtype=np.float64), UNSUPPORTED, "o_dtype is float64"),

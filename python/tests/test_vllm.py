@@ -451,6 +451,13 @@ def attend(q=Q, k=CACHES[0], v=CACHES[1], out=Q, table=TABLE, lengths=LENGTHS, s
     return unified(q, k, v, out.copy() if out is Q else out, starts, lengths, table, **more)
 
 
+def latent(k_descale, v_descale):
+    """Values that are the first columns of the keys, which are fp8."""
+    k, out = CACHES[0].astype(E4M3), np.full((16, 4, 16), np.nan, np.float32)
+    attend(k=k, v=k[..., :16], out=out, descales=(None, k_descale, v_descale))
+    return out
+
+
 def prefill(o=NEW_Q, caches=PACKED, table=OLD_TABLE, q=NEW_Q, k=NEW_K, v=NEW_K, **more):
     return context(None, caches, table, q, k, v, o.copy() if o is NEW_Q else o, **more)
 
@@ -499,6 +506,8 @@ CASES = {
                           "no k_descale"),
     "k_descale by sequence": (lambda: attend(k=CACHES[0].astype(E4M3), v=CACHES[1].astype(E4M3), descales=(
         None, np.arange(1, 9, dtype=np.float32).reshape(4, 2), 1.0)), UNSUPPORTED, "^k_descale is .4, 2."),
+    "two scales of one memory": (lambda: latent(0.5, 2.0), INPUT,
+                                 "^k_descale is 0.5 and v_descale is 2 of kv head 0; v lies in the memory of k"),
     "output_scale": (lambda: attend(output_scale=1.0), INPUT, "^output_scale is given"),
     "by position": (lambda: vllm.unified_attention(*[None] * 17), TypeError, "positional"),
     "kv_quant_mode 2": (lambda: attend(kv_quant_mode=2), UNSUPPORTED, "kv_quant_mode is 2"),
@@ -602,6 +611,10 @@ def test_any_junk_is_an_exception():
     with_junk(sglang.merge_state, dict(prefix_output=A, prefix_lse=L.T, suffix_output=A, suffix_lse=L.T))
 
 
+def test_one_scale_of_one_memory():
+    assert (latent(0.5, 0.5) == latent(np.array([0.5], np.float32), 0.5)).all()
+
+
 def test_defaults_are_not_refused():
     prefill(is_block_table_ptr=False, sliding_window=None, scales=(np.ones(1, np.float32), None))
 
@@ -620,6 +633,16 @@ def test_tensors(rng):
     vllm.merge_attn_states(small, *tensors, output_scale=torch.tensor([0.05]))
     np.testing.assert_allclose(host(small) * 0.05, right, rtol=2 ** -4 + 1e-6, atol=1e-4)
 
+    halves = [tensors[1].bfloat16(), tensors[3].bfloat16()]
+    right, right_lse = merged((a, b), [host(lse).T for lse in halves])
+    vllm.merge_attn_states(output, tensors[0], halves[0], tensors[2], halves[1], halves[1])  # written, too
+    assert_close(output, right)
+    np.testing.assert_allclose(host(halves[1]), right_lse.T, rtol=8e-3, atol=8e-3)
+    masked = tensors[1].T.clone()
+    vllm.mask_dcp_empty_shards_(masked, torch.tensor([0, 2]), torch.tensor([0, 1, 5]))
+    assert masked[0].isneginf().all() and masked[5:].isneginf().all()
+    assert torch.equal(masked[1:5], tensors[1].T[1:5])
+
     rows, caches, table = paged(rng, LENGTHS)
     caches = [tensor(c).to(torch.float8_e4m3fn) for c in caches]
     q = tensor(numbers(rng, (sum(NEW), 4, 32))).bfloat16()
@@ -630,6 +653,14 @@ def test_tensors(rng):
                            tensor(table), 0, None, scale, scale, kv_quant_mode=1)
     right = np.concatenate([attention(q[a:b], *(0.5 * x.astype(E4M3).astype(np.float64) for x in rows[i]),
                                       causal=True)[0] for i, (a, b) in enumerate(zip(STARTS, STARTS[1:]))])
+    assert_close(out, right, "bfloat16")
+    flags = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
+    vllm.unified_attention(q, *caches, out, torch.tensor(STARTS, dtype=torch.int32), 7,
+                           torch.tensor(LENGTHS, dtype=torch.int32), 90, 32 ** -0.5, flags, (11, 0),
+                           tensor(table), 0, None, scale, scale)
+    right = np.concatenate([attention(q[a:b], *(0.5 * x.astype(E4M3).astype(np.float64) for x in rows[i]),
+                                      causal=bool(flags[i]), window=(11, 11))[0]
+                            for i, (a, b) in enumerate(zip(STARTS, STARTS[1:]))])
     assert_close(out, right, "bfloat16")
 
     rows, caches, table = paged(rng, CACHED)
@@ -658,6 +689,9 @@ def of_process_group(rank, size, store, outs, lses, found):
     coordinator = types.SimpleNamespace(device_group=dist.group.WORLD, world_size=size, rank_in_group=rank)
     made = [vllm.cp_lse_ag_out_rs(out, lse, group, return_lse=True) for group in (coordinator, half, coordinator)]
     assert all(torch.equal(a[0], made[0][0]) for a in made)
+    lengths, starts = torch.tensor([1, 0], device=out.device), torch.tensor([0, 3, 5], device=out.device)
+    some = vllm.dcp_a2a_lse_reduce(out, lse, coordinator, seq_lens=lengths, query_start_loc=starts)
+    assert torch.equal(some[:3], made[0][0][:3]) and (some[3:] == 0).all()
     assert longspan.torch.communicator(half).plans == longspan.torch.communicator().plans == 1
     found.put((rank, host(made[0][0]), host(made[0][1])))
     dist.destroy_process_group()

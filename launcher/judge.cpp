@@ -343,7 +343,7 @@ std::string complaint(const Judgement& j) {
                     j.wrong_elements, j.element.error, j.element.bound));
   if (j.wrong_lse > 0)
     add(fmt::format(
-        "{} lse are farther from float64 than they may be (one by {:.1e}, bound {:.1e})",
+        "{} values of lse are farther from float64 than they may be (one by {:.1e}, bound {:.1e})",
         j.wrong_lse, j.lse.error, j.lse.bound));
   if (j.relative_bound > 0 && !(j.relative_error <= j.relative_bound))
     add(fmt::format("the relative error is {:.1e}, bound {:.1e}", j.relative_error,

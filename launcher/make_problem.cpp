@@ -27,10 +27,11 @@ void take_files(Problem& problem, const RunOptions& o) {
     require(other->dtype == q.dtype, "{} is {}, but {} is {}; the types must be equal", q.label,
             name(q.dtype), other->label, name(other->dtype));
   require(k.rows == v.rows && k.heads == v.heads,
-          "{} and {}: keys and values must have one shape but for the last number", k.label,
-          v.label);
-  require(q.dim == k.dim, "{} and {}: queries and keys must have one dim (the last number)",
-          q.label, k.label);
+          "{} and {}: keys and values must have the same shape; only the last number may differ",
+          k.label, v.label);
+  require(q.dim == k.dim,
+          "{} and {}: queries and keys must have the same head_dim, the last number", q.label,
+          k.label);
   require(q.heads % k.heads == 0,
           "{} and {}: the {} heads of the queries are not a multiple of the {} kv heads", q.label,
           k.label, q.heads, k.heads);

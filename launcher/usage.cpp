@@ -66,6 +66,9 @@ std::string unknown_command(const CLI::App& app, const CLI::App& parent, const s
     if (command->get_name() == word && path_of(*command) != word)
       return fmt::format("there is no command {}; did you mean {}?", in_quotes(word),
                          path_of(*command));
+  if (word == "help" || word == "version")
+    return fmt::format("there is no command {}; did you mean longspan --{}?", in_quotes(word),
+                       word);
   const std::string before = path_of(parent);
   const std::string typed = before.empty() ? word : before + " " + word;
   return fmt::format("there is no command {}{}; there {} {}", in_quotes(typed),

@@ -43,6 +43,7 @@ class UsageTest(CommandTest):
         self.told(["bench"], "bench is not a command by itself", "bench decode, bench scale")
         self.told(["rum"], '"rum"; did you mean run?')
         self.told(["decode"], "did you mean bench decode?")
+        self.told(["help"], "did you mean longspan --help?")
         self.told(["dance"], '"dance"', "run, verify, bench decode", absent=["mean"])
 
     def test_a_value_that_nothing_takes(self):

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -122,6 +122,8 @@ class _Forward:
 
     def __init__(self) -> None:
         self.waiting = -1  # the layer whose keys have been returned, and not been attended to
+        self.updates = 0  # of layers, counted by prefill
+        self.assisted = False  # generate with an assistant begins, and the cache holds tokens
         self.prefill: _Prefill | None = None
 
 
@@ -192,6 +194,7 @@ class _ShardedLayer(CacheLayerMixin):
             own = slice(now.before, now.before + now.rows)
             self.keys[:, :, own] = key_states[:, :, :now.rows]
             self.values[:, :, own] = value_states[:, :, :now.rows]
+            self.forward.updates += 1
         else:
             if self.index == 0 and not torch.compiler.is_compiling():
                 self._check(key_states)
@@ -222,6 +225,10 @@ class _ShardedLayer(CacheLayerMixin):
     def _check(self, key_states: Tensor) -> None:
         """That there is room, and that ranks feed the same tokens: with sampling they easily do not."""
         length, new = int(self.length), key_states.shape[2]
+        if self.forward.assisted and new > 1:
+            raise UnsupportedError(f"generate with an assistant feeds the whole prompt, and the cache holds {length} tokens "
+                                   "already; give it one that is empty: reset() it, and leave out prefill")
+        self.forward.assisted = False
         comm = known(self.name).comm
         if comm.size > 1 and new:
             self._compare(comm, length, key_states[:16, 0, -1, :4].float().flatten().tolist())
@@ -269,7 +276,7 @@ class _ShardedLayer(CacheLayerMixin):
         self.length.fill_(tokens)
         self.lengths.fill_(tokens)
         self.known = min(self.known, tokens)
-        self.forward.waiting = -1
+        self.forward.waiting, self.forward.assisted = -1, False
 
     def reset(self) -> None:
         """Forgets all tokens; the memory stays."""
@@ -350,6 +357,10 @@ class ShardedCache(Cache):
             raise UnsupportedError(f"{self._who} keeps keys in layer {layer_idx}, and its config says {len(self.layers)} "
                                    "layers; such a model is not supported by ShardedCache")
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        """What generate calls before it lets an assistant guess; then it feeds the prompt, whatever the cache holds."""
+        self._forward.assisted = self.layers[0].is_initialized and int(self.get_seq_length()) > 0
 
     @property
     def comm(self) -> Any:
@@ -447,7 +458,9 @@ def _check_prompt(model: Any, input_ids: Any, cache: ShardedCache, attention_mas
     tokens = input_ids.shape[1]
     if tokens > cache._max_cache_len:
         raise InputError(f"input_ids has {tokens} tokens; the cache was made for max_cache_len={cache._max_cache_len}")
-    run = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    run = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if not isinstance(run, PreTrainedModel):  # some call their last projection so
+        run = model.base_model
     takes = inspect.signature(run.forward).parameters
     if "position_ids" not in takes:
         raise UnsupportedError(f"{type(run).__name__} takes no position_ids, by which a rank says which tokens of the prompt "
@@ -508,7 +521,7 @@ def _prefill_step(run: Any, called: str, input_ids: Tensor, cache: ShardedCache,
     before = len(rule.shard(start, ranks.rank, ranks.size))
     if not len(rows):  # models do not take no tokens: one, which is not looked at
         rows = rows.new_zeros(1)
-    cache._forward.prefill = _Prefill(start, stop, before, len(own))
+    cache._forward.prefill, cache._forward.updates = _Prefill(start, stop, before, len(own)), 0
     try:
         run(input_ids=input_ids[:, start + rows], position_ids=(start + rows).expand(input_ids.shape[0], -1),
             use_cache=True, **{called: cache})
@@ -517,6 +530,9 @@ def _prefill_step(run: Any, called: str, input_ids: Tensor, cache: ShardedCache,
     if cache._forward.waiting >= 0:
         raise UnsupportedError(f"{cache._who}: layer {cache._forward.waiting} has not given the attention '{NAME}' the keys "
                                "that the ShardedCache returned; such a model is not supported")
+    if cache._forward.updates != len(cache.layers):
+        raise UnsupportedError(f"{cache._who} has put keys into the ShardedCache {cache._forward.updates} times, and its config "
+                               f"says {len(cache.layers)} layers; such a model is not supported")
 
 
 def _known_of(cache: ShardedCache, input_ids: Tensor) -> int:

@@ -128,6 +128,26 @@ def prompts_differ(group):
         return str(error)
 
 
+DIFFERENT = {  # what the ranks do differently before or in prefill: what each is told
+    "input_ids": "input_ids differs between rank", "chunk": "chunk differs between rank", "crop": "tokens in the cache differs",
+    "padding": "padding", "max_cache_len": "max_cache_len", "block": "block differs"}
+
+
+def prefill_differently(group, what):
+    model, ids, me = models.model("llama"), models.prompt(20), group.rank()
+    cache = hf.ShardedCache(model, 64 + me * (what == "max_cache_len"), group, block=4 << me * (what == "block"))
+    try:
+        if what != "max_cache_len":
+            hf.prefill(model, ids, cache) if what != "block" else None
+            cache.crop(-me * (what == "crop"))
+            hf.prefill(model, ids if what == "crop" else models.prompt(20, seed=me * (what == "input_ids")), cache,
+                       chunk=8 + 8 * me * (what == "chunk"),
+                       attention_mask=torch.ones_like(ids) - me * (what == "padding"))
+        model(ids, past_key_values=cache)
+    except longspan.LongspanError as error:
+        return str(error)
+
+
 class Dies(transformers.StoppingCriteria):
     def __init__(self, at):
         self.at = at

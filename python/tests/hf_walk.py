@@ -1,9 +1,9 @@
 """All causal language models of transformers, tiny and with random weights, beside transformers' own attention:
 
-    python3 python/tests/hf_walk.py [--ranks 2] [MODEL_TYPE ...]
+    python3 python/tests/hf_walk.py [MODEL_TYPE ...]
 
-Each is tried without a cache, over transformers' own cache, and over a ShardedCache with and without prefill. The
-logits of what is not refused by name are those of the attention "eager"; anything else is a failure.
+Each is tried on two ranks: without a cache, over transformers' own cache, and over a ShardedCache with and without
+prefill. The logits of what is not refused by name are those of the attention "eager"; anything else is a failure.
 """
 
 import copy
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import longspan
 import longspan.hf as hf
 
-TOKENS, FIRST = 23, 13  # of the prompt; of the first forward
+TOKENS = 23  # of the prompt
 
 SMALL = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -49,13 +49,18 @@ ALSO = {
         attention_types=[[["global", "local"], 1]]), "falcon_h1": dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8),
     "cohere_compass_text": dict(layer_types=["sliding_attention", "full_attention"]), "gemma3n_text": dict(
         num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]),
+    "xlnet": dict(d_head=8), "zaya": dict(num_experts_per_tok=1), "zamba": dict(
+        num_hidden_layers=2, layer_types=["hybrid", "mamba"]), "reformer": dict(axial_pos_embds=False),
+    "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4), ffn_config=dict(
+        ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2)),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]), "mamba2": dict(num_heads=8),
 }
 
 
 def names():
     """Models of text; those with pictures or sound have one of them as a part."""
-    return sorted(kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not CONFIG_MAPPING[kind].sub_configs)
+    return sorted(kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+                  if all(part in ("attn_config", "ffn_config") for part in CONFIG_MAPPING[kind].sub_configs))
 
 
 def config(kind, **changed):
@@ -99,18 +104,18 @@ def ours(made):
     return other
 
 
-def prompt():
-    return torch.randint(2, 61, (2, TOKENS), generator=torch.Generator().manual_seed(7))
+def prompt(tokens=TOKENS):
+    return torch.randint(2, 61, (2, tokens), generator=torch.Generator().manual_seed(7))
 
 
-def whole(made, cache=None):
-    return made(prompt(), use_cache=False).logits
+def whole(made, tokens=TOKENS):
+    return made(prompt(tokens), use_cache=False).logits
 
 
 def in_steps(made, cache):
     """A first forward, then single tokens and several."""
     ids, logits, at = prompt(), [], 0
-    for step in (FIRST, 1, 1, 5, 3):
+    for step in (TOKENS - 10, 1, 1, 5, 3):
         logits.append(made(ids[:, at:at + step], past_key_values=cache, use_cache=True).logits)
         at += step
     return torch.cat(logits, 1)
@@ -145,23 +150,36 @@ def tried(kind, group=None, **changed):
     found = {"no cache": outcome(lambda: whole(mine), right)}
     try:
         steps = in_steps(made, transformers.DynamicCache(config=text))
-    except Exception as error:
-        return found | {"steps": ("skipped", f"eager: {type(error).__name__}: {error}")}
-    found["own cache"] = outcome(lambda: in_steps(mine, transformers.DynamicCache(config=text)), steps)
+        found["own cache"] = outcome(lambda: in_steps(mine, transformers.DynamicCache(config=text)), steps)
+    except Exception as error:  # some take no cache of transformers
+        steps = right
+        found["own cache"] = "skipped", f"so does eager: {type(error).__name__}: {error}"
     cache = functools.partial(hf.ShardedCache, mine, 40, group, block=4)
     found["sharded"] = outcome(lambda: in_steps(mine, cache()), steps)
     found["prefill"] = outcome(lambda: prefilled(mine, cache()), right)
     return found
 
 
+def try_all(group, kinds):
+    """What tried() found of each, as lines."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    lines = []
+    for kind in kinds:
+        try:
+            lines += [f"{kind:24} {way:10} {what:8} {why}" for way, (what, why) in tried(kind, group).items()]
+        except Exception as error:
+            lines.append(f"{kind:24} cannot be made: {type(error).__name__}: {str(error)[:200]!r}")
+    return lines
+
+
 if __name__ == "__main__":
     import sys
 
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
+    from torch_ranks import TorchRanks
+
+    ranks = TorchRanks(2)
     for kind in sys.argv[1:] or names():
-        try:
-            for way, (what, why) in tried(kind).items():
-                print(f"{kind:24} {way:10} {what:8} {why}", flush=True)
-        except Exception as error:
-            print(f"{kind:24} cannot be made: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        here, there = ranks.values(2, try_all, [kind])
+        print(*here, *(line for line in there if line not in here), sep="\n", flush=True)
+    ranks.end()

@@ -1,5 +1,6 @@
 """transformers: prompts that are prefilled in shards, and stock generate over the cache where it is."""
 
+import concurrent.futures
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 import hf_jobs as jobs
 import hf_models as models
+import hf_walk as walk
 import longspan
 import longspan.hf as hf
 import torch
@@ -76,6 +78,116 @@ def test_one_process_and_any_cache(kind):
     ids, model, other = models.prompt(50), models.model(kind), models.model(kind, "eager")
     torch.testing.assert_close(model(ids).logits, other(ids).logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(jobs.generate(model, ids)[0], jobs.generate(other, ids)[0])
+
+
+RIGHT, REFUSED, PARTS = ["right"] * 4, ["refused"] * 4, ["right"] * 2 + ["refused"] * 2
+
+
+@pytest.mark.parametrize("kind, wanted", [  # without a cache, over transformers' own, over a ShardedCache, with prefill
+    ("qwen2", RIGHT), ("gpt2", RIGHT), ("gemma4_text", RIGHT),
+    ("deepseek_v2", PARTS), ("deepseek_v3", PARTS), ("diffllama", PARTS),  # latent keys; values in two halves
+    ("bloom", REFUSED), ("mpt", REFUSED), ("xglm", REFUSED), ("gpt_neox_japanese", REFUSED),  # attention of their own
+    ("roformer", REFUSED), ("rembert", REFUSED), ("megatron-bert", REFUSED), ("big_bird", REFUSED),
+    ("roberta", RIGHT[:3] + REFUSED[:1]),  # positions do not begin at 0
+    ("bart", RIGHT[:3] + REFUSED[:1]),  # no position_ids
+    ("openai-gpt", RIGHT[:3] + REFUSED[:1]),  # no cache
+])
+def test_models_are_right_or_refused(kind, wanted):
+    found = walk.tried(kind)
+    assert [what for what, why in found.values()] == wanted, found
+
+
+@torch.no_grad()
+def test_a_model_that_is_another_one_further_on():
+    """Compressed keys come in from 128 tokens on."""
+    model = walk.model("deepseek_v4")
+    for tokens, wanted in (23, "right"), (150, "refused"):
+        what, why = walk.outcome(lambda: walk.whole(walk.ours(model), tokens), walk.whole(model, tokens))
+        assert what == wanted, (tokens, why)
+
+
+@pytest.mark.parametrize("where", ["not given", "copied", "not both"])
+def test_keys_that_are_not_what_the_cache_returned(where):
+    """Of a module that does something else with them than to attend."""
+    cache, new = cached(), torch.randn(1, 2, 3, 8)
+    keys, values = cache.update(new, new, 0)
+    with pytest.raises(NotImplementedError, match="ShardedCache"):
+        if where == "not given":
+            cache.update(new, new, 1)
+        elif where == "copied":
+            keys.clone()
+        else:
+            hf.attention(torch.nn.Module(), new, keys, torch.zeros(values.shape), None)
+
+
+def test_threads_have_caches_of_their_own():
+    prompts = [models.prompt(n) for n in (21, 34)]
+    right = [jobs.reference("gemma2", ids)[0] for ids in prompts]
+    model = models.model("gemma2")
+
+    def generated(turn):
+        cache, ids = hf.ShardedCache(model, 64, block=4), prompts[turn % 2]
+        hf.prefill(model, ids, cache)
+        return jobs.generate(model, ids, past_key_values=cache)[0]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(generated, range(12)))
+    assert [torch.equal(tokens, right[turn % 2]) for turn, tokens in enumerate(found)] == [True] * 12
+
+
+PROMPT = models.prompt(20)
+
+
+@pytest.mark.parametrize("forgotten", [0, 50])
+@pytest.mark.parametrize("then", [
+    models.prompt(20, seed=8), models.prompt(9, seed=8), models.prompt(40, seed=8), PROMPT, PROMPT[:, :9], PROMPT[:, :1],
+    torch.cat([PROMPT[:, :10], models.prompt(15, seed=5)], 1), torch.cat([PROMPT, models.prompt(15, seed=5)], 1),
+    models.prompt(20, 2)], ids=["other", "other, shorter", "other, longer", "same", "part", "one", "begin", "longer", "batch"])
+def test_prefill_of_another_prompt(then, forgotten):
+    """What the cache holds then is that prompt, and only what is the same is kept."""
+    cache = cached(64, block=4)
+    hf.prefill(MODEL, PROMPT, cache)
+    jobs.generate(MODEL, PROMPT, past_key_values=cache)
+    cache.crop(-forgotten)
+    assert int(cache.get_seq_length()) == max(0, 24 - forgotten)
+    hf.prefill(MODEL, then, cache)
+    assert int(cache.get_seq_length()) == then.shape[1] - 1
+    assert torch.equal(jobs.generate(MODEL, then, past_key_values=cache)[0], jobs.reference("llama", then)[0])
+
+
+def test_ranks_that_prefill_differently(torch_ranks):
+    for what, says in jobs.DIFFERENT.items():
+        for text in torch_ranks.values(2, jobs.prefill_differently, what):
+            assert says in text, (what, text)
+
+
+@pytest.mark.parametrize("first, then", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_a_cache_outlives_inference_mode(first, then):
+    ids = models.prompt(20)
+    with first():
+        cache = cached(64, block=4)
+        hf.prefill(MODEL, ids, cache)
+    with then():
+        again = torch.cat([jobs.generate(MODEL, ids, past_key_values=cache)[0], models.prompt(9)], 1)
+        hf.prefill(MODEL, again, cache)
+        cache.crop(-2)
+        found = MODEL(again[:, -3:], past_key_values=cache).logits
+        right = models.model("llama", "eager")(again).logits[:, -3:]
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("of_cache", [False, True])
+@torch.no_grad()
+def test_a_model_that_is_not_causal(of_cache):
+    """The mask says what is visible, whatever the layer says of itself."""
+    ids, logits = models.prompt(20), []
+    for attention in "longspan", "eager":
+        model = models.model("llama", attention)
+        model.config.is_causal = False
+        caches = dict(longspan=lambda: hf.ShardedCache(model, 64, block=4), eager=transformers.DynamicCache)
+        options = dict(past_key_values=caches[attention]()) if of_cache else dict(use_cache=False)
+        logits.append(model(ids, **options).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 MODEL = models.model("llama")
@@ -152,15 +264,58 @@ def generate(**options):
     (lambda: hf.prefill(MODEL, IDS, cached(), chunk=0), longspan.InputError, "chunk is 0"),
     (lambda: cached().layers[0].offload(), NotImplementedError, "offload"),
     (lambda: cached().crop(3), longspan.InputError, "tokens_to_remove"),
+    (lambda: MODEL(IDS, past_key_values=prefilled(), attention_mask=torch.ones(2, 9)), longspan.InputError,
+     "attention_mask is of 9 tokens, and there are 17"),
+    (lambda: jobs.generate(MODEL, IDS[:1], past_key_values=prefilled(IDS[:1]), prompt_lookup_num_tokens=2),
+     NotImplementedError, "generate with an assistant"),
+    (lambda: MODEL(IDS, position_ids=torch.arange(9).fmod(4)[None], use_cache=False), NotImplementedError, "packed"),
+    (lambda: attend(attention_mask=mask_of(transformers.masking_utils.causal_mask_function)[..., :2]),
+     NotImplementedError, "'__getitem__' is called on the attention mask"),
+    (lambda: attend(attention_mask=hf.mask(1, 2, 2)), NotImplementedError, "3 query rows and 3 keys"),
+    (lambda: attend(attention_mask=hf.mask(1, 3, 3), sliding_window=2), NotImplementedError, "sliding_window=2"),
+    (lambda: cached().update(torch.zeros(1, 2, 3, 8), None, 0), NotImplementedError, "values NoneType"),
+    (lambda: cached().update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 2), NotImplementedError, "2 layers"),
+    (lambda: cached().layers[0].update_conv_state(torch.zeros(1)), NotImplementedError, "convolutions"),
+    (lambda: hf.prefill(MODEL, IDS[:, :0], cached()), longspan.InputError, "there is no token"),
+    (lambda: hf.prefill(MODEL, IDS, cached(), chunk=True + 0.5), longspan.InputError, "chunk is 1.5"),
+    (lambda: prefill_of_rope("dynamic", 40), NotImplementedError, "rope_type is 'dynamic'"),
+    (lambda: prefill_of_rope("longrope", 40, chunk=16), NotImplementedError, "rope_type is 'longrope'"),
+    (lambda: prefill_of_rope("longrope", 33), NotImplementedError, "rope_type is 'longrope'"),
+    (lambda: not_causal(), NotImplementedError, "not causal"),
 ])
 def test_what_is_not_supported_is_named(call, error, says):
     with pytest.raises(error, match=says):
         call()
 
 
-def prefilled():
+def prefill_of_rope(kind, tokens, **options):
+    rope = dict(rope_type=kind, rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
+    if kind == "longrope":
+        rope |= dict(long_factor=[3.0] * 4, short_factor=[1.0] * 4)
+    config = models.config("llama")
+    config.rope_parameters = rope
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cache, ids = hf.ShardedCache(model, 64, block=4), models.prompt(tokens)
+    hf.prefill(model, ids, cache, **options)
+    with torch.no_grad():
+        found = model(ids[:, -1:], past_key_values=cache).logits
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(found, model(ids).logits[:, -1:], rtol=1e-4, atol=1e-4)
+
+
+def test_rope_that_depends_on_the_length():
+    for kind, tokens in ("dynamic", 32), ("longrope", 32), ("longrope", 40):
+        prefill_of_rope(kind, tokens)
+
+
+def not_causal():
+    model = of(dict(is_causal=False))
+    hf.prefill(model, IDS, hf.ShardedCache(model, 20))
+
+
+def prefilled(ids=IDS):
     cache = cached()
-    hf.prefill(MODEL, IDS, cache)
+    hf.prefill(MODEL, ids, cache)
     return cache
 
 

@@ -89,7 +89,7 @@ class Block(torch.nn.Module):
         self.heads, self.dim = heads, dim
         self.qkv = torch.nn.Parameter(torch.randn(heads * dim, 3 * heads * dim, generator=generator) * 0.1)
         self.out = torch.nn.Parameter(torch.randn(heads * dim, heads * dim, generator=generator) * 0.1)
-        self.register_buffer("angles", torch.arange(256)[:, None] / 100.0 ** (torch.arange(dim // 2) / (dim // 2)))
+        self.register_buffer("angles", torch.arange(600)[:, None] / 100.0 ** (torch.arange(dim // 2) / (dim // 2)))
 
     def forward(self, x):  # [batch, tokens, heads dim]
         batch, tokens, _ = x.shape

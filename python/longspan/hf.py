@@ -35,7 +35,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from . import InputError, LongspanError, Sharding, UnsupportedError, UsageError
-from .torch._groups import alone_name, known, name_of
+from .torch._groups import Ranks, alone_name, known
 from .torch._ops import APPEND as _APPEND, attend as _attend
 
 NAME = "longspan"
@@ -345,7 +345,8 @@ class ShardedCache(Cache):
         self._forward = _Forward()
         self._ids: Tensor | None = None  # of the tokens that prefill computed, [batch, tokens]
         self._counts = False  # prefill has seen that the model counts positions from 0
-        self._name = name_of(comm, group, model.device.type)
+        self._ranks = Ranks(comm, group, model.device.type)
+        self._name = self._ranks.name
         ranks = known(self._name)
         self._capacity = max(1, len(self._rule.shard(max_cache_len, ranks.rank, ranks.size)))
         super().__init__(layers=[_ShardedLayer(self, i) for i in range(_layer_count(config))])

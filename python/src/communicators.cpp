@@ -251,7 +251,8 @@ nb::object comm_or_default(nb::handle given, Device device, int gpu) {
 }
 
 void bind_communicators(nb::module_& m) {
-  nb::class_<Comm>(m, "Communicator", "Who computes together; see alone and from_environment.")
+  nb::class_<Comm>(m, "Communicator", nb::is_weak_referenceable(),
+                   "Who computes together; see alone and from_environment.")
       .def_prop_ro(
           "rank", [](Comm& c) { return c.world().rank(); }, "This rank, from 0 on.")
       .def_prop_ro(

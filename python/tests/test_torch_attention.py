@@ -1,6 +1,8 @@
 """scaled_dot_product_attention and ContextParallelAttention on gloo ranks, against float64."""
 
 import re
+import subprocess
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import torch_jobs as jobs
 from device import DEVICE
+from torch.nn.attention.bias import causal_upper_left
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "interleaved:1", "interleaved:7", "interleaved")
 CASES = st.fixed_dictionaries(dict(
@@ -99,6 +102,27 @@ def test_communicators(torch_ranks):
     torch_ranks.values(2, jobs.own_communicator)
 
 
+def test_communicators_are_let_go(torch_ranks):
+    """One that was given when nobody holds it, that of a process group when it is destroyed."""
+    torch_ranks.values(2, jobs.let_go)
+    torch_ranks.values(2, jobs.destroyed)
+
+
+def test_layers_are_copied_and_pickled(torch_ranks):
+    torch_ranks.values(torch_ranks.size, jobs.copied)
+
+
+def test_names_are_of_one_process():
+    """A graph or a layer that travels to another process finds the same ranks there, or none."""
+    given = lt._groups.name_of(longspan.alone(), None, DEVICE)
+    with pytest.raises(longspan.UsageError, match="no such communicator"):
+        lt._groups.known(given)  # nobody holds it
+    script = "import longspan, longspan.torch as lt; c = longspan.alone(); print(lt._groups.name_of(c, None, 'cpu'))"
+    names = {lt._groups.name_of(longspan.alone(), None, DEVICE) for _ in range(3)}
+    names.add(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip())
+    assert len(names) == 4
+
+
 def test_strides_of_torch(rng):
     """[batch, heads, tokens, dim], dense, transposed and expanded; three dimensions."""
     q, k, v = torch.randn(3, 3, 4, 20, 16)
@@ -116,9 +140,53 @@ def test_strides_of_torch(rng):
     assert empty.shape == (0, 4, 20, 16)
 
 
+def test_sinks_and_slopes():
+    """Learned sinks are weights; slopes are constants, which neither to_empty nor a cast touches."""
+    slopes = torch.rand(4)
+    layer = lt.ContextParallelAttention(sinks=torch.nn.Parameter(torch.ones(4)), alibi_slopes=slopes)
+    other = lt.ContextParallelAttention(sinks=torch.zeros(4), alibi_slopes=slopes)
+    assert list(layer.state_dict()) == list(other.state_dict()) == ["sinks"]
+    assert isinstance(layer.sinks, torch.nn.Parameter) and [name for name, _ in layer.named_parameters()] == ["sinks"]
+    assert not list(other.parameters()) and [name for name, _ in other.named_buffers()] == ["sinks"]
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.sinks, torch.ones(4))
+    q, k, v = torch.randn(3, 2, 4, 9, 16)
+    with torch.no_grad():
+        right = lt.scaled_dot_product_attention(q, k, v, sinks=torch.ones(4), alibi_slopes=slopes)
+        for one in (layer, other):
+            assert torch.equal(one(q, k, v), right)
+            one.to("meta").to_empty(device=DEVICE)
+            one.sinks.fill_(float("nan"))
+            one.load_state_dict({"sinks": torch.ones(4)})
+            assert torch.equal(one(q, k, v), right)
+        layer.bfloat16()
+        assert layer.sinks.dtype == torch.bfloat16 and torch.equal(layer.alibi_slopes, slopes)
+        layer.sinks = torch.nn.Parameter(torch.zeros(4))
+        assert torch.equal(layer(q, k, v), lt.scaled_dot_product_attention(q, k, v, sinks=torch.zeros(4),
+                                                                           alibi_slopes=slopes))
+    with pytest.raises(longspan.UnsupportedError, match="sinks requires grad"):
+        layer(q, k, v)
+    with torch.device("meta"):
+        layer = lt.ContextParallelAttention(sinks=torch.ones(4), alibi_slopes=slopes)  # made elsewhere
+        assert torch.equal(layer.alibi_slopes, slopes)
+        with pytest.raises(longspan.InputError, match="alibi_slopes lies on 'meta'"):
+            lt.ContextParallelAttention(alibi_slopes=torch.rand(4))
+    with pytest.raises(longspan.InputError, match="alibi_slopes is a Parameter"):
+        lt.ContextParallelAttention(alibi_slopes=torch.nn.Parameter(slopes))
+
+
+def test_broadcasting():
+    """One sequence for a batch, and one head for all, as torch does."""
+    q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 4, 6, 16)
+    for a, b, c in [(q, k[:1], k[:1]), (q[:1], k, k), (q, k, k[:1]), (q, k[:, :1], k[:, :1]), (q[:, :1], k, k),
+                    (q[0], k[0, :1], k[0, :1]), (q, k[:1, :1], k[:1, :1])]:
+        right = F.scaled_dot_product_attention(a, b, c, is_causal=True)
+        torch.testing.assert_close(lt.scaled_dot_product_attention(a, b, c, is_causal=True), right, rtol=1e-5, atol=1e-5)
+
+
 def test_the_layer():
     layer = lt.ContextParallelAttention(causal=True, sinks=torch.zeros(4), format="bthd")
-    assert layer.comm.size == 1 and not layer.state_dict() and "causal=True" in repr(layer)
+    assert layer.comm.size == 1 and "causal=True" in repr(layer)
     q, k, v = torch.randn(3, 2, 9, 4, 16)
     out, lse = layer(q, k, v, return_lse=True)
     assert out.shape == q.shape and lse.shape == (2, 9, 4)
@@ -149,8 +217,13 @@ def sdpa(q=Q, k=Q, v=None, **options):
     (lambda: sdpa(k=K), longspan.InputError, "enable_gqa"),
     (lambda: sdpa(k=Q[:, :3], enable_gqa=True), longspan.InputError, "does not divide"),
     (lambda: sdpa(Q[..., :12], Q[..., :12]), (ValueError, NotImplementedError), "12"),
-    (lambda: sdpa(Q.expand(2, -1, -1, -1)), longspan.InputError, "sequences"),
+    (lambda: sdpa(Q.expand(2, -1, -1, -1), Q.expand(3, -1, -1, -1)), longspan.InputError, "sequences"),
+    (lambda: sdpa(Q[None], Q[None]), longspan.InputError, "query has 5 dimensions; 3 or 4 are wanted: unsqueeze"),
+    (lambda: sdpa(*[torch.nested.nested_tensor([Q[0]])] * 2), longspan.UnsupportedError, "query is nested"),
+    (lambda: sdpa(k=Q.to_sparse()), longspan.UnsupportedError, "key is torch.sparse_coo"),
     (lambda: sdpa(attn_mask=torch.zeros(6, 6)), longspan.UnsupportedError, "attn_mask"),
+    (lambda: sdpa(attn_mask=torch.ones(6, 6).tril().bool()), longspan.UnsupportedError, "give is_causal=True"),
+    (lambda: sdpa(Q[:, :, :3], attn_mask=causal_upper_left(3, 6)), longspan.UnsupportedError, "the first 3 keys"),
     (lambda: sdpa(dropout_p=0.5), longspan.UnsupportedError, "dropout_p"),
     (lambda: sdpa(Q[:, :, :3], is_causal=True), longspan.InputError, "3 tokens and key has 6"),
     (lambda: sdpa(causal_alignment="middle"), longspan.InputError, "causal_alignment"),

@@ -6,8 +6,10 @@ import pytest
 pytest.importorskip("torch")
 
 import longspan
+import longspan.torch
 import torch
 import torch_jobs as jobs
+from device import DEVICE
 from longspan.torch import context_parallel, context_parallel_unshard, set_rotate_method
 
 
@@ -54,6 +56,11 @@ def test_query_and_key_of_different_lengths(torch_ranks, ranks, causal):
         torch_ranks.values(ranks, jobs.cross_lengths, causal, layout)
 
 
+def test_whatever_way_attention_is_reached(torch_ranks):
+    """By the operator, and by what was traced, exported or compiled before."""
+    torch_ranks.values(2, jobs.other_ways)
+
+
 def test_sub_meshes(torch_ranks):
     torch_ranks.values(4, jobs.sub_meshes)
 
@@ -69,9 +76,14 @@ def test_buffers_of_any_kind():
     assert torch.equal(memory, whole) and torch.equal(first, whole[:20])
     assert second.sum() == 0 and second.data_ptr() != memory[20:].data_ptr()
     with torch.inference_mode():
-        x = torch.ones(3)
-        with context_parallel(None, buffers=[x], buffer_seq_dims=[0]):
-            pass
+        x = torch.ones(3, 2)
+    for mode, kept in [(True, []), (False, []), (True, [x]), (False, [x])]:  # tensors of the mode stay tensors of it
+        with torch.inference_mode(mode):
+            y = torch.ones(3, 2)
+            with context_parallel(None, buffers=[x, y], buffer_seq_dims=[0, 0], no_restore_buffers=[*kept, y]):
+                assert x.t().is_inference()
+                y += x
+        assert x.is_inference() and y.is_inference() == mode and torch.equal(y, 2 * torch.ones(3, 2))
     with pytest.raises(ZeroDivisionError):
         with context_parallel(None, buffers=[first], buffer_seq_dims=[0]):
             1 / 0
@@ -101,7 +113,7 @@ def inside(call, **options):
     (lambda: inside(lambda f: f(Q, Q, Q, X)), NotImplementedError, "attn_mask"),
     (lambda: inside(lambda f: f(Q, Q, Q, attn_mask=X)), NotImplementedError, "attn_mask"),
     (lambda: inside(lambda f: f(Q, Q, Q, dropout_p=0.1)), NotImplementedError, "dropout_p is 0.1"),
-    (lambda: inside(lambda f: f(Q, Q[:, :1], Q[:, :1])), longspan.InputError, "enable_gqa"),
+    (lambda: inside(lambda f: f(Q.repeat(1, 2, 1, 1), Q, Q)), longspan.InputError, "enable_gqa"),
     (lambda: inside(lambda f: f(Q, Q[:, :, :2], Q[:, :, :2], is_causal=True)), longspan.InputError, "upper left"),
     (lambda: inside(lambda f: f(Q.requires_grad_(), Q, Q)), NotImplementedError, "query requires grad"),
     (lambda: set_rotate_method("carousel"), NotImplementedError, "carousel"),
@@ -124,11 +136,97 @@ def test_what_would_attend_locally_is_refused():
     heads = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     x, q = torch.ones(1, 3, 16), torch.ones(1, 2, 16, 16)
-    for call, name in [(lambda f: heads(x, x, x, need_weights=False), "MultiheadAttention"),
-                       (lambda f: layer(x), "MultiheadAttention"), (lambda f: flex_attention(q, q, q), "flex_attention")]:
-        with pytest.raises(Exception, match=f"{name} inside context_parallel"):
+    weights = torch.ones(48, 16), torch.ones(48), torch.ones(16, 16), torch.ones(16)
+    whole = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+    calls = [(lambda f: heads(x, x, x, need_weights=False), "torch.nn.MultiheadAttention"),
+             (lambda f: layer(x), "torch.nn.MultiheadAttention"),
+             (lambda f: torch._native_multi_head_attention(x, x, x, 16, 2, *weights), "_native_multi_head_attention"),
+             (lambda f: torch.ops.aten._scaled_dot_product_attention_math(q, q, q), "_scaled_dot_product_attention_math"),
+             (lambda f: flex_attention(q, q, q), "flex_attention")]
+    for call, name in calls:
+        with pytest.raises(longspan.UnsupportedError, match=f"{name} inside context_parallel"):
             inside(call)
         call(None)
+    with pytest.raises(longspan.UnsupportedError, match="^flex_attention inside"):
+        inside(lambda f: whole(q, q, q, return_lse=True))
+
+
+def test_every_attention_of_torch_is_known():
+    """What a new version of torch brings is found here: it attends, is refused, or is named as harmless."""
+    from longspan.torch import _catch
+
+    harmless = {"_fused_sdp_choice"}
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, name = name.partition("::")
+        name = name.partition(".")[0]
+        if space != "aten" or name.endswith("_backward") or name in harmless:
+            continue
+        if "attention" in name or "multi_head" in name or "transformer" in name or name == "_safe_softmax":
+            assert name == "scaled_dot_product_attention" or name in _catch._LOCAL_OPERATORS, name
+
+
+@torch.no_grad()
+def test_threads():
+    """A context is of the thread that enters, as torch.no_grad is."""
+    import threading
+
+    q = torch.randn(1, 2, 4, 16)
+    found = {}
+
+    def attend(name, enters):
+        try:  # a mask of numbers is refused inside, and nowhere else
+            if enters:
+                inside(lambda f: f(q, q, q, torch.zeros(4, 4)))
+            else:
+                torch.nn.functional.scaled_dot_product_attention(q, q, q, torch.zeros(4, 4))
+            found[name] = None
+        except longspan.UnsupportedError as error:
+            found[name] = str(error)
+
+    def both(f):
+        threads = [threading.Thread(target=attend, args=pair) for pair in (("plain", False), ("own", True))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+    inside(both)
+    assert found["plain"] is None and "attn_mask" in found["own"]
+
+
+@torch.no_grad()
+def test_a_compiled_function_meets_several_contexts():
+    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 8, 16)
+    torch._dynamo.reset()
+    run = torch.compile(lambda q, k: torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True),
+                        fullgraph=True, backend="aot_eager")
+    local = run(q, k)
+    right = inside(lambda f: run(q, k), causal_alignment="lower_right")
+    assert not torch.equal(local, right)
+    with pytest.raises(longspan.InputError, match="upper left"):
+        inside(lambda f: run(q, k))
+    assert torch.equal(inside(lambda f: run(q, k), causal_alignment="lower_right"), right)
+    assert torch.equal(run(q, k), local)
+
+
+@torch.no_grad()
+def test_autocast():
+    """As torch casts for its own function: mixed types become one, float64 stays and is refused."""
+    q, k, v = torch.randn(3, 1, 2, 9, 32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for mixed in [(q, k.bfloat16(), v.bfloat16()), (q, k, v), (q.bfloat16(), k.half(), v)]:
+            right = torch.nn.functional.scaled_dot_product_attention(*mixed)
+            found = inside(lambda f: f(*mixed))
+            assert found.dtype == right.dtype == torch.bfloat16
+            torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+        layer = longspan.torch.ContextParallelAttention()
+        assert layer(q, k.bfloat16(), v).dtype == torch.bfloat16
+        with torch.autocast(DEVICE, enabled=False):
+            assert layer(q, k, v).dtype == torch.float32
+        with pytest.raises(longspan.InputError, match="float64"):
+            inside(lambda f: f(q.double(), k.double(), v.double()))
+    with pytest.raises(longspan.InputError, match="key is torch.bfloat16"):
+        inside(lambda f: f(q, k.bfloat16(), v.bfloat16()))
 
 
 def test_pytorchs_load_balancers():

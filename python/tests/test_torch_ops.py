@@ -113,6 +113,119 @@ def test_requires_grad(what):
             assert not call(**named).requires_grad
 
 
+def functions():
+    """Of [batch, heads, tokens, dim], each by another way."""
+    layer = lt.ContextParallelAttention()
+    yield lt.scaled_dot_product_attention
+    yield layer
+    yield lambda q, k, v: OPS.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ALONE).transpose(1, 2)
+    yield lambda q, k, v: OPS.attend_lse(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ALONE)[1]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_derivatives_are_refused(number):
+    """Forward mode and torch.func; torch alone would give zeros."""
+    call, (q, k, v) = list(functions())[number], torch.randn(3, 1, 2, 9, 16)
+    one = torch.ones_like(q)
+    for ask, says in [(lambda: torch.func.jvp(lambda a: call(a, k, v), (q,), (one,)), "forward mode"),
+                      (lambda: torch.func.jvp(lambda a: call(q, a, v), (k,), (one,)), "forward mode"),
+                      (lambda: torch.func.jacfwd(lambda a: call(q, k, a))(v), "forward mode"),
+                      (lambda: torch.func.grad(lambda a: call(a, k, v).sum())(q), "requires grad"),
+                      (lambda: torch.func.vjp(lambda a: call(q, a, v), k), "requires grad"),
+                      (lambda: torch.vmap(torch.func.grad(lambda a: call(a, k, v).sum()))(q[None]), "requires grad"),
+                      (lambda: torch.func.jvp(lambda a: torch.vmap(call)(a[None], k[None], v[None]), (q,), (one,)),
+                       "forward mode")]:
+        with pytest.raises(longspan.UnsupportedError, match=says):
+            ask()
+    with pytest.raises(longspan.UnsupportedError, match="forward mode"), torch.autograd.forward_ad.dual_level():
+        call(torch.autograd.forward_ad.make_dual(q, one), k, v)
+    # What no derivative is asked of is as without the transform.
+    right = call(q, k, v)
+    found, tangent = torch.func.jvp(lambda a: a + call(q, k, v).sum(), (q,), (one,))
+    assert torch.equal(found, q + right.sum()) and torch.equal(tangent, one)
+    found, tangent = torch.func.jvp(lambda a: a + call(a.detach(), k, v).sum(), (q,), (one,))
+    assert torch.equal(found, q + right.sum()) and torch.equal(tangent, one)
+
+    def without_grad(a):
+        with torch.no_grad():
+            attended = call(a, k, v)
+        return (a * attended.sum()).sum()
+
+    assert torch.allclose(torch.func.grad(without_grad)(q), right.sum().expand_as(q))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_vmap(number):
+    call = list(functions())[number]
+    q, k, v = torch.randn(3, 2, 3, 1, 2, 9, 16)
+    right = torch.stack([torch.stack([call(*one) for one in zip(*two)]) for two in zip(q, k, v)])
+    assert torch.equal(torch.vmap(torch.vmap(call))(q, k, v), right)
+    found = torch.vmap(call, in_dims=(1, None, None), out_dims=1)(q[0].movedim(0, 1), k[0, 0], v[0, 0])
+    assert torch.equal(found[:, 1], call(q[0, 1], k[0, 0], v[0, 0]))
+    assert torch.equal(torch.func.functionalize(call)(q[0, 0], k[0, 0], v[0, 0]), right[0, 0])
+
+
+def test_vmap_of_what_is_written():
+    q, k, v = arrays()
+    several, out = torch.randn(3, *q.shape), torch.zeros(3, *q.shape)
+    torch.vmap(lambda q, out: OPS.attend_out(q, k, v, ALONE, out) or out)(several, out)
+    assert torch.equal(out, torch.stack([OPS.attend(one, k, v, ALONE) for one in several]))
+    with pytest.raises(longspan.UnsupportedError, match="out is written"):
+        torch.vmap(lambda q: OPS.attend_out(q, k, v, ALONE, out[0]) or q)(several)
+
+
+def test_lazily_negated_tensors():
+    for call in functions():
+        for which in range(3):
+            tensors = [*torch.randn(3, 1, 2, 9, 16)]
+            tensors[which] = torch._neg_view(tensors[which])
+            assert torch.equal(call(*tensors), call(*(t.resolve_neg() for t in tensors)))
+    q, k, v = arrays()
+    sinks = torch._neg_view(torch.randn(4))
+    assert torch.equal(OPS.attend(q, k, v, ALONE, sinks=sinks), OPS.attend(q, k, v, ALONE, sinks=sinks.resolve_neg()))
+
+
+def views(batch, keys, heads, dim):
+    """[batch, heads, keys, dim] of every kind of stride."""
+    whole = torch.randn(batch, heads, keys, dim)
+    yield whole
+    yield torch.randn(batch, heads, keys, 2 * dim)[..., ::2]
+    yield torch.randn(batch, heads, dim, keys).transpose(-1, -2)
+    yield torch.randn(1, heads, keys, dim).expand_as(whole)
+    yield torch.randn(batch, 1, keys, dim).expand_as(whole)
+    yield torch.randn(batch, heads, 1, dim).expand_as(whole)
+    yield torch.randn(batch, heads, keys, 1).expand_as(whole)
+    yield torch.randn(1).expand_as(whole)
+    yield torch.randn(keys, batch, heads, dim).permute(1, 2, 0, 3)
+    yield torch.randn(batch, heads, 2 * keys, dim)[:, :, ::2]
+    yield torch.randn(2 * batch, heads, keys, dim)[::2]
+    yield torch.randn(whole.numel()).as_strided(whole.shape, (1, 3, 2, 1))
+
+
+@pytest.mark.parametrize("batch, keys", [(1, 1), (2, 1), (1, 5), (3, 4)])
+def test_every_stride(batch, keys):
+    """As torch takes them: pairs of unusual tensors."""
+    kinds = len(list(views(1, 1, 1, 8)))
+    for i in range(kinds):
+        for j in range(kinds):
+            for q, k, v in [(0, i, j), (i, j, 0), (i, 0, j)]:
+                q, k, v = ([*views(batch, keys, 2, 8)][n] for n in (q, k, v))
+                dense = (t.contiguous() for t in (q, k, v))  # torch's own kernel reads rows that overlap wrongly
+                right = torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True)
+                torch.testing.assert_close(lt.scaled_dot_product_attention(q, k, v, is_causal=True), right, rtol=1e-5,
+                                           atol=1e-5)
+
+
+def test_small_tensors_of_any_stride():
+    q, k, v = arrays(1)
+    for name, values in (("sinks", torch.randn(4)), ("alibi_slopes", torch.rand(4)),
+                         ("documents", torch.tensor([0, 2, 2, 9]))):
+        right = OPS.attend(q, k, v, ALONE, causal=True, **{name: values})
+        assert torch.equal(OPS.attend(q, k, v, ALONE, causal=True, **{name: values.repeat_interleave(2)[::2]}), right)
+    one = torch.ones(1)
+    assert torch.equal(OPS.attend(q, k, v, ALONE, sinks=one.expand(4)), OPS.attend(q, k, v, ALONE, sinks=torch.ones(4)))
+
+
 def test_an_unknown_communicator():
     with pytest.raises(longspan.UsageError, match="no such communicator"):
         OPS.attend(*arrays(), "longspan-none")
@@ -144,7 +257,6 @@ def test_examples_in_docstrings(name):
     assert runner.failures == 0 and test.examples
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, which calls one by one
 def test_the_operator_is_seen_where_somebody_looks():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode

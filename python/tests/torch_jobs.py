@@ -1,8 +1,12 @@
 """What tests/test_torch_*.py have their ranks do. Every rank makes the same whole tensors of a seed."""
 
 import contextlib
+import copy
+import gc
 import os
+import pickle
 import time
+import weakref
 
 import numpy as np
 import torch
@@ -300,6 +304,33 @@ def contradicts(group, what):
     return lt.scaled_dot_product_attention(*own, group=group)
 
 
+@torch.no_grad()
+def other_ways(group):
+    """What reaches attention by other ways than torch.nn.functional, and was made before the context is open."""
+    q, k, v = inputs(9, 1, 2, 2, 40, 40, 16)
+    right, _ = wanted(q, k, v, causal=True)
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    own = [longspan.shard(t, "zigzag", rank=group.rank(), ranks=group.size(), dim=2) for t in (q, k, v)]
+    torch._dynamo.reset()
+    compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager")
+    compiled(*own)
+    operator = torch.ops.aten.scaled_dot_product_attention
+    ways = [torch.jit.trace(Model(), own), torch.export.export(Model(), tuple(own)).module(), compiled,
+            lambda q, k, v: operator(q, k, v, is_causal=True),
+            lambda q, k, v: operator.default(q, k, v, None, 0.0, True)]
+    with lt.context_parallel(group):
+        for way in ways:
+            close(lt.context_parallel_unshard(group, [way(*own)], [2])[0], right)
+        with torch._C.DisableTorchFunction():
+            close(lt.context_parallel_unshard(group, [ways[-1](*own)], [2])[0], right)
+    assert not np.allclose(host(ways[0](*own)), host(longspan.shard(torch.from_numpy(right).to(own[0]), "zigzag",
+                           rank=group.rank(), ranks=group.size(), dim=2)), atol=1e-3)  # local once it is closed
+
+
 def sub_meshes(world):
     """A mesh of two dimensions: each context parallel group by itself, at the same time."""
     mesh = dist.init_device_mesh(DEVICE, (2, world.size() // 2), mesh_dim_names=("dp", "cp"))
@@ -352,6 +383,69 @@ def own_communicator(group):
     close(layer.unshard(out), wanted(q, k, v)[0])
     whole = randn(3, 5, 7, dtype="bfloat16")
     assert torch.equal(layer.unshard(layer.shard(whole, 1), 1), whole)
+
+
+def let_go(group):
+    """A communicator that was given lives as long as somebody holds it: a caller, or a layer."""
+    comm = longspan.from_exchange(group.rank(), group.size(), lt.communicator(group).gather, DEVICE)
+    before, seen = set(lt._groups._known), weakref.ref(comm)
+    q, k, v = inputs(2, 1, 2, 2, 33, 33, 16)
+    layer = lt.ContextParallelAttention(comm=comm)
+    own = [layer.shard(t) for t in (q, k, v)]
+    right = layer(*own)
+    assert torch.equal(lt.scaled_dot_product_attention(*own, comm=comm), right)
+    name = lt._groups.name_of(comm, None, DEVICE)
+    cache = torch.zeros(2, 1, 64, 2, 16)
+    new = k.transpose(1, 2).contiguous()
+    for _ in range(2):  # its layers are kept
+        torch.ops.longspan.append(new, new, *cache, name, total_keys=33, keys="interleaved:4")
+    del comm
+    gc.collect()
+    assert torch.equal(layer(*own), right) and layer.comm is seen()
+    copied = copy.deepcopy(layer)
+    del layer
+    gc.collect()
+    assert torch.equal(copied(*own), right)
+    del copied
+    gc.collect()
+    assert seen() is None and set(lt._groups._known) == before
+    said = raised(lambda: lt.scaled_dot_product_attention(*own, comm=name))
+    assert said[0] == "UsageError" and "let go" in said[1], said
+
+
+def destroyed(group):
+    """Also where somebody still holds the group."""
+    made = dist.new_group(range(group.size()), use_local_synchronization=True)
+    comm = lt.communicator(made)
+    seen = weakref.ref(comm)
+    comm.barrier()
+    del comm
+    gc.collect()
+    assert seen() is not None  # kept with the group
+    dist.destroy_process_group(made)
+    said = raised(lambda: lt.communicator(made))
+    assert said[0] == "UsageError" and "destroyed" in said[1], said
+    assert seen() is None
+    made = dist.new_group(range(group.size()), use_local_synchronization=True)
+    seen = weakref.ref(lt.communicator(made))
+    dist.destroy_process_group(made)
+    lt._groups.name_of(longspan.alone(), None, DEVICE)  # who comes next looks after those before
+    assert seen() is None
+
+
+def copied(group):
+    q = randn(0, 1, 2, 8, 16)
+    plain = lt.ContextParallelAttention(layout="contiguous", sinks=torch.nn.Parameter(torch.ones(2)))
+    part = lt.ContextParallelAttention(group, layout="contiguous")
+    for layer in (plain, part):
+        for twin in (copy.deepcopy(torch.nn.Sequential(layer))[0], copy.copy(layer)):
+            assert twin.comm is layer.comm and twin.layout == "contiguous"
+    said = raised(lambda: pickle.dumps(torch.nn.Sequential(part)))
+    assert said[0] == "UnsupportedError" and "cannot be pickled" in said[1], said
+    again = pickle.loads(pickle.dumps(plain))
+    assert again.comm is lt.communicator() is plain.comm and torch.equal(again.sinks, plain.sinks)
+    with torch.no_grad():
+        assert torch.equal(again(q, q, q), plain(q, q, q))
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------

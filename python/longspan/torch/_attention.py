@@ -11,11 +11,13 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from longspan import Communicator, InputError, Sharding, UnsupportedError
 from longspan._shards import _cuts, contradiction, refuse
 
-from ._groups import alone_name, known, name_of
+from ._groups import Ranks, known, name_of
 from ._layouts import layout_text, rule_of, shard_of, unshard_of
 from ._ops import attend as _attend, attend_lse as _attend_lse
+from ._transforms import refuse_derivative
 
 AS_KEYS = "as keys"
+AUTOCASTS = ("cpu", "cuda")  # of the devices there are here, those that have autocast
 
 
 def _refuse_grad(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -43,14 +45,21 @@ def _check(query: Tensor, key: Tensor, value: Tensor, heads_dim: int) -> None:
     for name, one in (("query", query), ("key", key), ("value", value)):
         if not isinstance(one, Tensor):
             raise TypeError(f"{name} is of type '{type(one).__name__}'; a tensor is wanted")
+        if one.is_nested or one.layout != torch.strided:
+            raise UnsupportedError(f"{name} is {'nested' if one.is_nested else one.layout}: give a dense tensor "
+                                   "(to_padded_tensor, to_dense), or one packed sequence with documents")
+        if not torch._C._functorch.is_batchedtensor(one):
+            refuse_derivative(name, one)
         if one.dim() != query.dim():
-            raise InputError(f"{name} has {one.dim()} dimensions and query {query.dim()}")
+            raise InputError(f"{name} has {one.dim()} dimensions and query {query.dim()}; give it as many "
+                             "(unsqueeze, flatten)")
         if one.device != query.device:
             raise InputError(f"{name} lies on {one.device}, and query on {query.device}")
         if one.dtype != query.dtype:
             raise InputError(f"{name} is {one.dtype}, and query is {query.dtype}")
     if query.dim() not in (3, 4):
-        raise InputError(f"query has {query.dim()} dimensions; 3 or 4 are wanted")
+        raise InputError(f"query has {query.dim()} dimensions; 3 or 4 are wanted: unsqueeze(0) adds one, flatten(0, 1) "
+                         "makes one of two batches")
     if key.shape[-1] != query.shape[-1]:
         raise InputError(f"key has {key.shape[-1]} columns and query {query.shape[-1]}")
     if value.shape[:-1] != key.shape[:-1]:
@@ -59,6 +68,28 @@ def _check(query: Tensor, key: Tensor, value: Tensor, heads_dim: int) -> None:
     heads, kv_heads = query.shape[heads_dim], key.shape[heads_dim]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise InputError(f"query has {heads} heads and key {kv_heads}, which does not divide them")
+
+
+def _cast(device: str, *tensors: Tensor) -> list[Tensor]:
+    """Under autocast, as torch casts for its own function."""
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 and t.device.type == device else t
+            for t in tensors]
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch does: one sequence is for a whole batch, and one head for all heads."""
+    if not query.dim() == key.dim() == value.dim():
+        return query, key, value  # _check names it
+    if query.dim() == 4:
+        batch = max(t.shape[0] for t in (query, key, value))
+        query, key, value = (t.expand(batch, -1, -1, -1) if t.shape[0] == 1 else t for t in (query, key, value))
+    heads, kv_heads = query.shape[-3], key.shape[-3]
+    if not enable_gqa and heads != kv_heads and 1 not in (heads, kv_heads):
+        raise InputError(f"query has {heads} heads and key {kv_heads}; enable_gqa=True allows that")
+    if heads == 1 < kv_heads:
+        query = query.expand(*query.shape[:-3], kv_heads, -1, -1)
+    return query, key, value
 
 
 def scaled_dot_product_attention(
@@ -92,7 +123,8 @@ def scaled_dot_product_attention(
     Every rank gives its own tokens and gets their result. Works eagerly and under
     torch.compile(fullgraph=True), on processors and GPUs. Nothing is copied where the tensors are
     transposes of [batch, tokens, heads, dim], as models make them; of others the query rows, and
-    with strategy gather-kv the keys and values, are copied into that order.
+    with strategy gather-kv the keys and values, are copied into that order. Any strides will do, one
+    sequence is for a whole batch and one head for all heads, and autocast casts, as with torch's own.
 
     Args:
         query: [batch, heads, tokens, dim] or [heads, tokens, dim], float32, float16 or bfloat16.
@@ -108,7 +140,7 @@ def scaled_dot_product_attention(
         enable_gqa: kv_heads may be fewer than heads.
         group: the ranks: a ProcessGroup, a DeviceMesh of one dimension, or None: the default group,
             or this process alone where torch.distributed is not initialised.
-        comm: in place of `group`, a longspan.Communicator.
+        comm: in place of `group`, a longspan.Communicator. It is the caller's: nothing here keeps it.
         keys: how keys are dealt out: "zigzag" (as context_parallel does), "striped", "interleaved:64"
             (blocks of 64), or "contiguous": parts in rank order, of any lengths.
         queries: likewise the rows of `query`; "as keys" is the same. None: every rank has all rows
@@ -127,7 +159,8 @@ def scaled_dot_product_attention(
         return_lse: return (out, lse), lse [batch, heads, tokens] float32, natural logarithms.
 
     Raises:
-        UnsupportedError: attn_mask, dropout_p, tensors that require grad while grad is enabled.
+        UnsupportedError: attn_mask, dropout_p, tensors whose derivative is asked for (they require grad while
+            grad is enabled; forward mode; torch.func.grad, jvp ...; vmap works).
         InputError: tensors that do not fit; lengths that do not fit the layout.
         UsageError: ranks differ in the options. RankError: a rank died or did not come.
 
@@ -144,14 +177,18 @@ def scaled_dot_product_attention(
         is_causal, causal_alignment = _causal_of(attn_mask, is_causal, causal_alignment)
     if dropout_p:
         raise UnsupportedError(f"dropout_p is {dropout_p}; dropout is not supported, as there is no training here")
-    if torch.compiler.is_compiling():
-        _check(query, key, value, -3)
     try:
-        if not enable_gqa and query.size(-3) != key.size(-3):
-            raise InputError(f"query has {query.shape[-3]} heads and key {key.shape[-3]}; enable_gqa=True allows that")
-        _refuse_grad(query, key, value)
-        name = name_of(comm, group, query.device.type)
+        device = query.device.type
+        name = name_of(comm, group, device)
         _refuse_other_cut(query, key, value, -2, name, keys, queries, None, total_keys, total_queries, "keys")
+        if (not enable_gqa and query.size(-3) != key.size(-3)) or (
+                query.dim() == 4 and not query.size(0) == key.size(0) == value.size(0)):
+            query, key, value = _broadcast(query, key, value, enable_gqa)
+        _refuse_grad(query, key, value)
+        if device in AUTOCASTS and torch.is_autocast_enabled(device):
+            query, key, value = _cast(device, query, key, value)
+        if torch.compiler.is_compiling():
+            _check(query, key, value, -3)
         return _run(query, key, value, -3, return_lse, name, keys, queries,
                     is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, None, total_keys,
                     total_queries, is_causal and causal_alignment is None, invariant, strategy)
@@ -162,13 +199,19 @@ def scaled_dot_product_attention(
 
 def _causal_of(attn_mask, is_causal: bool, alignment: str | None):
     if not isinstance(attn_mask, CausalBias):
-        raise UnsupportedError("attn_mask is given: masks of numbers are not supported. is_causal, window_size, "
-                               "documents, alibi_slopes and softcap say what a token sees, and "
-                               "torch.nn.attention.bias.causal_lower_right where lengths differ")
+        raise UnsupportedError("attn_mask is given: masks of numbers or flags are not supported. For a causal one (tril) "
+                               "give is_causal=True in its place, for others window_size, documents, alibi_slopes or "
+                               "softcap, and torch.nn.attention.bias.causal_lower_right where lengths differ")
     if is_causal:
         raise InputError("is_causal is given, and attn_mask too; one of them says it")
     if attn_mask.variant == CausalVariant.LOWER_RIGHT:
         return True, "lower_right"
+    rows, keys = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if rows != keys:
+        raise UnsupportedError(
+            f"attn_mask is causal_upper_left({rows}, {keys}), which counts from the first row and key; where lengths "
+            "differ, longspan counts from the last: give causal_lower_right where the rows are the last tokens" +
+            (f", or the first {rows} keys and values alone, as these rows see no others" if rows < keys else ""))
     return True, alignment
 
 
@@ -211,16 +254,33 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
     return (out.transpose(-3, -2), lse.transpose(-2, -1)) if heads_dim == -3 else (out, lse)
 
 
+def _constants(alibi_slopes: Tensor | None) -> Tensor | None:
+    if alibi_slopes is None:
+        return None
+    if isinstance(alibi_slopes, torch.nn.Parameter):
+        raise InputError("alibi_slopes is a Parameter, and they are constants here; give alibi_slopes.detach()")
+    if not isinstance(alibi_slopes, Tensor):
+        raise TypeError(f"alibi_slopes is of type '{type(alibi_slopes).__name__}'; a tensor is wanted")
+    if alibi_slopes.is_meta:
+        raise InputError("alibi_slopes lies on 'meta' and has no values; make it with device='cpu', also where the "
+                         "model is made on 'meta'")
+    return alibi_slopes.detach().clone()
+
+
 class ContextParallelAttention(torch.nn.Module):
-    """Attention of a model whose tokens are sharded across ranks. It has no weights.
+    """Attention of a model whose tokens are sharded across ranks. Its only weights are sinks, where it has some.
 
     Every rank gives the query rows, keys and values of its own tokens. Making one is collective
     over the group the first time. Nothing of it is trained: under autograd it refuses tensors that
     require grad.
 
+    copy.deepcopy gives a layer of the same ranks. One of the default group can be pickled, and is one of the
+    default group where it is unpickled; one of another group, a mesh or a communicator cannot, since no other
+    process has these: save its state_dict.
+
     Args:
         group: the ranks: a ProcessGroup, a DeviceMesh of one dimension, or None (the default group).
-        comm: in place of `group`, a longspan.Communicator.
+        comm: in place of `group`, a longspan.Communicator, which the layer holds.
         device: "cpu" or "cuda", where the group has both; None takes what the group says, and without
             ranks the device of each call's tensors.
         format: "bhtd": tensors are [batch, heads, tokens, dim], as torch has them; "bthd": [batch,
@@ -232,8 +292,11 @@ class ContextParallelAttention(torch.nn.Module):
         softmax_scale: of the products; None is 1 / sqrt(dim).
         window_size: (left, right) keys that a token sees besides its own; -1 is no bound.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
-        alibi_slopes, sinks: [heads] tensors, or None. They are buffers of the module, so that they
-            follow it to a device; they are not in its state_dict.
+        alibi_slopes: [heads], or None: constants, which the layer keeps. They follow it to a device and keep
+            their type; they are no buffer and not in its state_dict, and to_empty() leaves them as they are, since
+            no checkpoint would bring them back.
+        sinks: [heads] learned sinks, or None. A Parameter stays one, another tensor becomes a buffer; both are
+            in the state_dict. As any weight they have no values after to_empty() until load_state_dict().
         invariant, strategy: as in scaled_dot_product_attention.
 
     >>> import torch, longspan.torch
@@ -255,19 +318,25 @@ class ContextParallelAttention(torch.nn.Module):
         self.format, self.layout = format, layout_text(layout, "layout")
         self.causal, self.softmax_scale, self.softcap = causal, softmax_scale, softcap
         self.window_size, self.invariant, self.strategy = tuple(window_size), invariant, strategy
-        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
-        self.register_buffer("sinks", sinks, persistent=False)
-        self._name = name_of(comm, group, device or "")
-        self._anywhere = device is None and comm is None and known(self._name).group is None
+        self.alibi_slopes = _constants(alibi_slopes)
+        if isinstance(sinks, torch.nn.Parameter):
+            self.sinks = sinks
+        else:
+            self.register_buffer("sinks", sinks)
+        self._ranks = Ranks(comm, group, device)
 
-    def _name_on(self, device: str) -> str:
-        """The communicator for tensors there: one process alone goes where they lie."""
-        return alone_name(device) if self._anywhere else self._name
+    def _apply(self, fn, recurse: bool = True) -> "ContextParallelAttention":
+        super()._apply(fn, recurse)
+        if self.alibi_slopes is not None:  # they go along, but neither change their type nor lose their values
+            device = fn(torch.empty(0, device=self.alibi_slopes.device)).device
+            if device.type != "meta":
+                self.alibi_slopes = self.alibi_slopes.to(device)
+        return self
 
     @property
     def comm(self) -> Communicator:
         """The ranks."""
-        return known(self._name).comm
+        return known(self._ranks.name_on("")).comm
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, queries: str | None = AS_KEYS,
                 documents: Tensor | None = None, cache_seqlens: Tensor | None = None,
@@ -289,18 +358,20 @@ class ContextParallelAttention(torch.nn.Module):
             As scaled_dot_product_attention.
         """
         heads_dim = -3 if self.format == "bhtd" else -2
-        if torch.compiler.is_compiling():
-            _check(query, key, value, heads_dim)
-        buffers = self._buffers
+        sinks = self._buffers["sinks"] if "sinks" in self._buffers else self._parameters["sinks"]
         try:
             _refuse_grad(query, key, value)
-            name = self._name_on(query.device.type)
+            device = query.device.type
+            name = self._ranks.name_on(device)
             _refuse_other_cut(query, key, value, -5 - heads_dim, name, self.layout, queries, cache_seqlens, total_keys,
                               total_queries, "layout")
+            if device in AUTOCASTS and torch.is_autocast_enabled(device):
+                query, key, value = _cast(device, query, key, value)
+            if torch.compiler.is_compiling():
+                _check(query, key, value, heads_dim)
             return _run(query, key, value, heads_dim, return_lse, name, self.layout,
-                        queries, self.causal,
-                        self.softmax_scale, self.window_size, self.softcap, buffers["alibi_slopes"],
-                        buffers["sinks"], documents, cache_seqlens, total_keys, total_queries, False,
+                        queries, self.causal, self.softmax_scale, self.window_size, self.softcap, self.alibi_slopes,
+                        sinks, documents, cache_seqlens, total_keys, total_queries, False,
                         self.invariant, self.strategy)
         except Exception:
             _check(query, key, value, heads_dim)
@@ -308,12 +379,12 @@ class ContextParallelAttention(torch.nn.Module):
 
     def shard(self, whole: Tensor, dim: int | None = None) -> Tensor:
         """This rank's tokens of a whole tensor, along `dim`; None is that of the format's tokens."""
-        rank = known(self._name)
+        rank = known(self._ranks.name_on(whole.device.type))
         return shard_of(whole, self.layout, rank.rank, rank.size, self._token_dim(whole, dim))
 
     def unshard(self, part: Tensor, dim: int | None = None) -> Tensor:
         """The whole tensor of the ranks' parts, on every rank. Collective."""
-        return unshard_of(part, self.layout, known(self._name), self._token_dim(part, dim))
+        return unshard_of(part, self.layout, known(self._ranks.name_on(part.device.type)), self._token_dim(part, dim))
 
     def _token_dim(self, tensor: Tensor, dim: int | None) -> int:
         if dim is None:

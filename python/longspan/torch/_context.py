@@ -8,12 +8,11 @@ from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from longspan import InputError, Sharding, UnsupportedError
 
-from ._attention import scaled_dot_product_attention
-from ._groups import known, name_of
+from ._catch import caught
+from ._groups import Known, known, name_of
 from ._layouts import layout_text, shard_of, unshard_of
 
 _ROTATE_METHODS = ("allgather", "alltoall")
@@ -41,30 +40,6 @@ def set_rotate_method(rotate_method: str) -> None:
     _rotate_method = rotate_method
 
 
-# Functions that attend by themselves: they would see this rank's tokens alone.
-_LOCAL = {
-    torch.nn.functional.multi_head_attention_forward: "torch.nn.MultiheadAttention",
-    torch.ops.higher_order.flex_attention: "flex_attention",
-}
-
-
-class _Attention(TorchFunctionMode):
-    """Takes calls of torch's scaled_dot_product_attention, by whatever name they were reached."""
-
-    def __init__(self, name: str, options: dict):
-        super().__init__()
-        self._name, self._options = name, options
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return scaled_dot_product_attention(*args, comm=self._name, **self._options, **(kwargs or {}))
-        if func in _LOCAL:
-            raise UnsupportedError(f"{_LOCAL[func]} inside context_parallel is not supported: it would attend to this "
-                                   "rank's tokens alone. torch's scaled_dot_product_attention attends to all; windows, "
-                                   "documents and softcap are arguments of longspan.torch's")
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def context_parallel(
     mesh: Any,
@@ -84,6 +59,17 @@ def context_parallel(
     or not, without buffers, for query and key of different lengths, eagerly and under
     torch.compile(fullgraph=True). Collective, as every call of attention inside it.
 
+    Attention is found whatever way it is reached: by torch.nn.functional or torch.ops.aten, in functions that
+    were traced, exported or compiled before. What attends by itself is refused: torch.nn.MultiheadAttention,
+    flex_attention, and the operators that scaled_dot_product_attention is made of, which a graph has that was
+    taken apart (make_fx). Nobody can see attention that is written out as products and a softmax, as after
+    ExportedProgram.run_decompositions(), or that is no function of torch, as flash-attention's: it sees this
+    rank's tokens alone.
+
+    As torch.no_grad, it holds for the thread that enters, and no other: attention in a worker thread is of this
+    rank's tokens alone, unless that thread enters a context of its own. Threads of a rank that share a mesh
+    attend one after the other, in the same order on all ranks.
+
     Args:
         mesh: a DeviceMesh of one dimension, a ProcessGroup, or None: the default group.
         buffers: tensors whose tokens are dealt out: inputs, labels, tables of positions. They keep
@@ -101,7 +87,7 @@ def context_parallel(
 
     Raises:
         InputError, UnsupportedError, UsageError, RankError: as scaled_dot_product_attention; here and
-        in the calls inside.
+        in the calls inside. From a function of torch.jit they come as its RuntimeError, with their text.
 
     >>> import torch, longspan.torch
     >>> q = torch.randn(1, 2, 63, 32)
@@ -121,23 +107,29 @@ def context_parallel(
     options = dict(keys=layout, queries=queries, causal_alignment=causal_alignment, total_keys=total_tokens,
                    total_queries=total_tokens,
                    strategy=_strategy_for(layout, world.device) if queries is not None else "auto")
-    with torch.no_grad():
-        whole = [(b, b.data) for b in buffers]
-        shards = [shard_of(b.data, layout, world.rank, world.size, d).clone(memory_format=torch.contiguous_format)
-                  for b, d in zip(buffers, dims)]
+    whole = [(b, b.data) for b in buffers]
+    shards = [_own_part(b, layout, world, d) for b, d in zip(buffers, dims)]
     layouts = _open.__dict__.setdefault("layouts", [])
     layouts.append(layout)
     try:
         for buffer, shard in zip(buffers, shards):
             buffer.data = shard
         del shards
-        with _Attention(name, options):
+        with caught(name, options):
             yield
     finally:
         layouts.pop()
         for buffer, data in whole:
             if not any(buffer is one for one in kept):
                 buffer.data = data
+
+
+@torch.no_grad()
+def _own_part(buffer: Tensor, layout: str, world: Known, dim: int) -> Tensor:
+    """A tensor of inference mode has such data, whatever the mode is here, and another has not."""
+    with torch.inference_mode(buffer.is_inference()):
+        part = shard_of(buffer.data, layout, world.rank, world.size, dim)
+        return part.clone(memory_format=torch.contiguous_format)
 
 
 def _check_buffers(buffers, dims, kept) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import os
 import threading
 import time
+import uuid
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,21 +19,49 @@ from longspan import Communicator, InputError, RankError, UnsupportedError, Usag
 DEADLINE = 60.0  # seconds that ranks wait for each other to meet, where nobody says how long
 
 
-class Known(NamedTuple):
-    """A communicator as operators see it."""
+class Known:
+    """A communicator as operators see it.
 
-    comm: Communicator
-    rank: int
-    size: int
-    device: str
-    group: Any  # a weak reference to its process group; None where it has none
-    writers: dict  # its layers that append, by what they append
+    That of a process group, or of this process alone, is kept here. One that a caller gave is the
+    caller's: it is known for as long as somebody else holds it.
+    """
+
+    __slots__ = ("_comm", "key", "rank", "size", "device", "group", "writers")
+
+    def __init__(self, comm: Communicator, group: Any, is_given: bool, name: str):
+        self._comm = weakref.ref(comm, lambda _: _drop(name)) if is_given else lambda: comm
+        self.key = id(comm)
+        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
+        self.group = None if group is None else weakref.ref(group)  # its process group, where it has one
+        self.writers: dict = {}  # layers that append, by what they append
+
+    @property
+    def comm(self) -> Communicator:
+        comm = self._comm()
+        if comm is None:
+            raise UsageError("comm has been let go: nobody holds that communicator any more")
+        return comm
+
+    @property
+    def is_given(self) -> bool:
+        return isinstance(self._comm, weakref.ref)
+
+    def for_writers(self) -> Communicator:
+        """A communicator whose layers may be kept in `writers`: a layer holds its communicator, and what
+        is kept here must not hold one that a caller gave. Collective where such a one is made."""
+        if not self.is_given:
+            return self.comm
+        comm = self.comm
+        if self.size == 1:
+            return longspan.alone(self.device, gpu=comm.gpu)
+        return longspan.from_exchange(self.rank, self.size, lambda mine: comm.gather(mine, "append"), self.device,
+                                      gpu=comm.gpu, deadline=comm.deadline)
 
 
 _known: dict[str, Known] = {}  # by name
-_names: dict[int, str] = {}  # by id() of a communicator, which _known keeps alive
+_names: dict[int, str] = {}  # by id() of a communicator
 _made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {device: name}
-_counter = itertools.count()
+_uses: dict[str, int] = {}  # how many communicators had such a name
 _lock = threading.RLock()
 
 
@@ -41,24 +70,53 @@ def known(name: str) -> Known:
     try:
         return _known[name]
     except KeyError:
-        raise UsageError(f"comm is '{name}', and there is no such communicator: its process group has "
-                         "been destroyed, or it is of another process") from None
+        raise UsageError(f"comm is '{name}', and there is no such communicator in this process: it has been let go, "
+                         "its process group has been destroyed, or the name is of another process, where "
+                         "longspan.torch.communicator(group) makes that of a group") from None
 
 
-def _add(comm: Communicator, group=None) -> str:
+def _name_for(comm: Communicator, group: Any, is_given: bool) -> str:
+    """A name says whose communicator it is, as compiled and exported graphs carry it to other processes: there it
+    must mean the same ranks, or nothing."""
+    if is_given:
+        return f"longspan-{uuid.uuid4().hex}"
+    if group is None:
+        name = f"longspan-alone-{comm.device}" + ("" if comm.gpu is None else str(comm.gpu))
+    else:
+        ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+        if len(ranks) > 32:
+            ranks = hashlib.sha256(ranks.encode()).hexdigest()[:32]
+        name = f"longspan-{comm.device}-{group.group_name}-{ranks}"
+    _uses[name] = _uses.get(name, 0) + 1
+    return name if _uses[name] == 1 else f"{name}-{_uses[name]}"  # the one before it has ended
+
+
+def _add(comm: Communicator, group: Any = None, is_given: bool = False) -> str:
     with _lock:
-        name = f"longspan-{next(_counter)}"
-        _known[name] = Known(comm, comm.rank, comm.size, comm.device,
-                             None if group is None else weakref.ref(group), {})
+        _let_go()
+        name = _name_for(comm, group, is_given)
+        _known[name] = Known(comm, group, is_given, name)
         _names[id(comm)] = name
     return name
 
 
 def _drop(name: str) -> None:
-    with _lock:
-        gone = _known.pop(name, None)
-        if gone is not None:
-            _names.pop(id(gone.comm), None)
+    """Without the lock: it runs wherever a communicator or a group is let go, also while others meet."""
+    gone = _known.pop(name, None)
+    if gone is not None and _names.get(gone.key) == name:
+        del _names[gone.key]
+
+
+def _is_destroyed(group: Any) -> bool:
+    """Whether torch.distributed does not know the group any more, though somebody holds it."""
+    return group not in dist.distributed_c10d._world.pg_map
+
+
+def _let_go() -> None:
+    """Drops the communicators of process groups that have been destroyed."""
+    for group in [group for group in _made if _is_destroyed(group)]:
+        for name in _made.pop(group).values():
+            _drop(name)
 
 
 def _is_open(comm: Communicator) -> bool:
@@ -93,6 +151,9 @@ def _group_of(group_or_mesh: Any, dim: str | int | None):
     if not isinstance(given, dist.ProcessGroup):
         raise TypeError(f"group is of type '{type(given).__name__}'; a ProcessGroup, a DeviceMesh of one "
                         "dimension or None is wanted")
+    if _is_destroyed(given):
+        _let_go()
+        raise UsageError("group has been destroyed (torch.distributed.destroy_process_group)")
     return given, device
 
 
@@ -153,8 +214,8 @@ def communicator(group_or_mesh: Any = None, *, dim: str | int | None = None, dev
                  deadline: float | None = None) -> Communicator:
     """The communicator of the ranks of a process group. It needs no MPI: torchrun is enough.
 
-    The first call for a group is collective over it; the communicator is kept as long as the group
-    lives, and later calls return it. After a RankError it has ended: close() it on every rank, and
+    The first call for a group is collective over it; the communicator is kept until the group is
+    destroyed or nobody holds it, and later calls return it. After a RankError it has ended: close() it on every rank, and
     the next call makes a new one. torch's current device is left as it is.
 
     Args:
@@ -242,5 +303,45 @@ def name_of(comm: Any, group: Any, device: str) -> str:
         if not isinstance(comm, Communicator):
             raise TypeError(f"comm is of type '{type(comm).__name__}'; a longspan.Communicator is wanted")
         with _lock:
-            return _names.get(id(comm)) or _add(comm)
+            return _names.get(id(comm)) or _add(comm, is_given=True)
     return _made_for(group, None, device if device in ("cpu", "cuda") else None)
+
+
+class Ranks:
+    """The ranks of an object that lives longer than a call, whose communicator it holds.
+
+    A copy of it is of the same ranks. Pickled it is nobody's but the default group's, which is the one of
+    the process where it is unpickled: no other process has the rest.
+    """
+
+    __slots__ = ("name", "_given", "_device", "_is_default", "_is_anywhere")
+
+    def __init__(self, comm: Any, group: Any, device: str | None):
+        self.name: str | None = name_of(comm, group, device or "")
+        self._given, self._device, self._is_default = comm, device, comm is None and group is None
+        self._is_anywhere = self._is_default and device is None and known(self.name).group is None
+
+    def name_on(self, device: str) -> str:
+        """The communicator for tensors there, "" where there are none: one process alone goes where they lie."""
+        if self.name is None:  # unpickled
+            return name_of(None, None, self._device or device)
+        return alone_name(device) if self._is_anywhere and device else self.name
+
+    def __copy__(self) -> "Ranks":
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "Ranks":
+        return self
+
+    def __reduce__(self) -> tuple:
+        if not self._is_default:
+            raise UnsupportedError("what has the ranks of a process group, a mesh or a communicator cannot be pickled, as "
+                                   "no other process has them: save its state_dict, or make it without group and comm; "
+                                   "then it is of the default group, here and there")
+        return _unpickled, (self._device,)
+
+
+def _unpickled(device: str | None) -> Ranks:
+    ranks = Ranks.__new__(Ranks)
+    ranks.name, ranks._given, ranks._device, ranks._is_default, ranks._is_anywhere = None, None, device, True, False
+    return ranks

@@ -2,8 +2,8 @@
 
 Tensors are [batch, tokens, heads, dim] or [tokens, heads, dim], as longspan.attend has them; a
 communicator is given by its name (a string). Fake implementations tell shapes; what is written is
-declared. An operator's kernel refuses tensors that require grad, since there is no backward: one
-would be registered for the key Autograd, beside the kernels below.
+declared. An operator's kernel refuses tensors whose derivative is asked for, since there is none: a
+backward would be registered for the key Autograd, beside the kernels below.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 import longspan
 from longspan import InputError, UnsupportedError
 
+from . import _transforms
 from ._groups import known
 from ._layouts import Lengths, check_own, resolve, rule_of
 
@@ -30,15 +31,44 @@ _OPTIONS = """*, bool causal=False, float? softmax_scale=None, SymInt window_lef
 _MOST_BLOCK = 512  # keys of an interleaved block, which gather-kv takes
 
 
-def _follow_each_other(t: Tensor) -> bool:
-    """Whether each sequence begins where the one before it ends."""
-    return t.dim() != 4 or t.shape[0] <= 1 or t.stride(0) == t.shape[1] * t.stride(1)
+_SMALL = ("alibi_slopes", "sinks", "documents", "q_descale", "k_descale", "v_descale")
+
+
+def _dense_rows(t: Tensor) -> Tensor:
+    """The last dimension as the library reads it."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _dense(t: Tensor) -> Tensor:
+    """New keys as the library reads them: each sequence begins where the one before it ends."""
+    if t.stride(-1) == 1 and (t.dim() != 4 or t.shape[0] <= 1 or t.stride(0) == t.shape[1] * t.stride(1)):
+        return t
+    return t.contiguous()
+
+
+def _keys_as_read(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as the library reads them: rows are dense, and sequences are whole steps of keys apart, as many
+    in both."""
+    steps = k.stride()
+    if steps == v.stride() and steps[-1] == 1 and 0 not in steps and (len(steps) == 3 or steps[0] % steps[1] == 0):
+        return k, v
+    if _can_be_read(k) and _can_be_read(v) and _same_pitch(k, v):
+        return k, v
+    return k.contiguous(), v.contiguous()
+
+
+def _can_be_read(t: Tensor) -> bool:
+    steps = t.stride()
+    if steps[-1] != 1:
+        return False
+    if t.shape[-3] <= 1:  # the step between keys is that between sequences or heads
+        return 0 not in steps
+    return steps[-3] != 0 and (t.dim() == 3 or t.shape[0] <= 1 or steps[0] % steps[1] == 0)
 
 
 def _same_pitch(k: Tensor, v: Tensor) -> bool:
-    """Whether the sequences of k and v are alike apart, in tokens, as the library wants them."""
-    return k.dim() != 4 or v.dim() != 4 or k.shape[0] <= 1 or k.shape[1] <= 1 or v.stride(1) == 0 or (
-        k.stride(0) * v.stride(1) == v.stride(0) * k.stride(1) and k.stride(0) % max(1, k.stride(1)) == 0)
+    return k.dim() != 4 or v.dim() != 4 or k.shape[0] <= 1 or k.shape[1] <= 1 or (
+        k.stride(0) * v.stride(1) == v.stride(0) * k.stride(1))
 
 
 def _rounded(length: int) -> int:
@@ -52,11 +82,16 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
             block_table=None, strategy="auto", return_lse=False, out=None, k_new=None, v_new=None, **options):
     """What all operators that attend do; see longspan.attend. `options` go there as they are."""
     world = known(comm)
+    for name in _SMALL:
+        if isinstance(options.get(name), Tensor):
+            options[name] = options[name].contiguous()
     options |= dict(comm=world.comm, window_size=(window_left, window_right), return_lse=return_lse, out=out)
     if cache_seqlens is not None or block_table is not None or cu_seqlens_q is not None or k_new is not None:
         if world.size > 1 and keys == "contiguous":
             _refuse_contiguous()
-        q = q.contiguous() if queries else q
+        q = q.contiguous() if queries else _dense_rows(q)
+        if k_new is not None:
+            k_new, v_new = _dense(k_new), _dense(v_new)
         return longspan.attend(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, block_table=block_table,
             k_new=k_new, v_new=v_new, keys=rule_of(keys), queries=rule_of(queries) if queries else None,
@@ -69,8 +104,7 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
             raise InputError(f"q has {q.shape[0]} sequences and k has {k.shape[0]}")
         if q.shape[0] == 0 and out is None:
             return _results(q, v, return_lse)  # no sequences, on every rank
-        if not _same_pitch(k, v):
-            k, v = k.contiguous(), v.contiguous()
+    q, (k, v) = _dense_rows(q), _keys_as_read(k, v)
     if world.size == 1:
         if equal_lengths:
             _check_lengths(q.shape[-3], k.shape[-3] if total_keys is None else total_keys)
@@ -224,14 +258,10 @@ def _append_kernel(k_new, v_new, k, v, comm, *, cache_seqlens=None, block_table=
         if len(world.writers) >= 16:  # alike on all ranks, as the calls are
             world.writers.clear()
         layer = world.writers[key] = longspan.Attention(
-            world.comm, heads=k_new.shape[-2], head_dim=k_new.shape[-1], value_dim=v_new.shape[-1],
+            world.for_writers(), heads=k_new.shape[-2], head_dim=k_new.shape[-1], value_dim=v_new.shape[-1],
             dtype=k_new.dtype, kv_dtype=k.dtype, causal=True, keys=rule_of(keys), max_batch=batch)
     layer.append(_dense(k_new), _dense(v_new), k, v, cache_seqlens=cache_seqlens, block_table=block_table,
                  total_keys=total_keys, k_descale=k_descale, v_descale=v_descale)
-
-
-def _dense(t: Tensor) -> Tensor:
-    return t if _follow_each_other(t) else t.contiguous()
 
 
 def _fake_attend(q, k, v, comm, **options):
@@ -263,6 +293,7 @@ def _define(name: str, schema: str, kernel, fake) -> None:
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
     torch.library.register_fake(f"longspan::{name}", fake, lib=library)
+    _transforms.register(library, name)
 
 
 _define("attend", f"Tensor q, Tensor k, Tensor v, str comm, {_OPTIONS}) -> Tensor", _attend_kernel, _fake_attend)
@@ -311,4 +342,4 @@ def _is_unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if torch.compiler.is_compiling() or _WATCHERS is None:
         return False
     return type(q) is type(k) is type(v) is Tensor and q.device.type in ("cpu", "cuda") and not any(
-        watches() for watches in _WATCHERS)
+        watches() for watches in _WATCHERS) and not (q.is_neg() or k.is_neg() or v.is_neg())

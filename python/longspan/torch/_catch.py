@@ -1,0 +1,137 @@
+"""What attends inside context_parallel, whatever way it is reached.
+
+A TorchFunctionMode sees what Python calls and what torch.compile traces. What was traced before
+(torch.jit.trace, torch.export), or is C++, calls torch's dispatcher itself: kernels see it that stand at a
+dispatch key which a thread has only while it is inside. Both are of the thread that entered, as torch.no_grad is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, Iterator
+
+import torch
+from torch.nn.attention import flex_attention as _flex
+from torch.overrides import TorchFunctionMode
+
+from longspan import UnsupportedError
+
+from ._attention import scaled_dot_product_attention
+from ._ops import library
+
+# A key of torch's for extensions, which nothing in torch has: above autograd, autocast and all devices. Operators
+# without a kernel here are not held up: the key falls through, which costs them nothing.
+_KEY = "DeferredInit"
+_inside = threading.local()  # .contexts: (communicator's name, options), the innermost last
+
+# They attend by themselves, and would see this rank's tokens alone. scaled_dot_product_attention calls the first six
+# for its work: they are called by others where it was taken apart, as torch.export and make_fx do.
+_LOCAL_OPERATORS = (
+    "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_attention_math_for_mps", "_safe_softmax", "_flash_attention_forward",
+    "_flash_attention_forward_no_dropout_inplace", "_efficient_attention_forward", "_cudnn_attention_forward",
+    "_cudnn_attention_forward_no_dropout_inplace", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+    "_triton_multi_head_attention", "_triton_scaled_dot_attention")
+
+
+def _with_overloads(packet: Any) -> list:
+    return [packet, *(getattr(packet, name) for name in packet.overloads())]
+
+
+_packets = {name: getattr(torch.ops.aten, name) for name in _LOCAL_OPERATORS if hasattr(torch.ops.aten, name)}
+_SDPA = {torch.nn.functional.scaled_dot_product_attention, *_with_overloads(torch.ops.aten.scaled_dot_product_attention)}
+_LOCAL = {one: f"torch.ops.aten.{name}" for name, packet in _packets.items() for one in _with_overloads(packet)}
+_LOCAL[torch.nn.functional.multi_head_attention_forward] = "torch.nn.MultiheadAttention"
+_FLEX = torch.ops.higher_order.flex_attention
+
+
+def _said(name: str) -> str:
+    return (f"{name} inside context_parallel is not supported: it would attend to this rank's tokens alone. torch's "
+            "scaled_dot_product_attention attends to all; windows, documents and softcap are arguments of "
+            "longspan.torch's")
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, name: str, options: dict):
+        super().__init__()
+        self._name, self._options = name, options
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _SDPA:
+            return scaled_dot_product_attention(*args, comm=self._name, **self._options, **(kwargs or {}))
+        if func is _FLEX:
+            return _refuse_flex(*args)
+        if func in _LOCAL:
+            raise UnsupportedError(_said(_LOCAL[func]))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def caught(name: str, options: dict) -> Iterator[None]:
+    """Inside, this thread's attention goes to scaled_dot_product_attention of that communicator."""
+    contexts = _inside.__dict__.setdefault("contexts", [])
+    contexts.append((name, options))
+    try:
+        with _Mode(name, options), torch._C._IncludeDispatchKeyGuard(torch._C._parse_dispatch_key(_KEY)):
+            yield
+    finally:
+        contexts.pop()
+
+
+# ---- what calls the dispatcher itself ------------------------------------------------------------
+
+def _attend(*args, **kwargs):
+    contexts = getattr(_inside, "contexts", None)
+    if not contexts:  # the key came with the state of the thread that started this one
+        raise UnsupportedError("scaled_dot_product_attention in a thread that torch started inside context_parallel "
+                               "(torch.jit.fork) is not supported: call it in the thread that entered")
+    name, options = contexts[-1]
+    return scaled_dot_product_attention(*args, comm=name, **options, **kwargs)
+
+
+def _refusal(name: str):
+    def refuse(*args, **kwargs):
+        raise UnsupportedError(_said(f"torch.ops.aten.{name}"))
+
+    return refuse
+
+
+def _register() -> tuple:
+    """Kernels last as long as what is returned."""
+    every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    every.fallback(torch.library.fallthrough_kernel, _KEY)
+    aten.impl("scaled_dot_product_attention", _attend, _KEY)
+    for name, packet in _packets.items():
+        for overload in packet.overloads():
+            aten.impl(name if overload == "default" else f"{name}.{overload}", _refusal(name), _KEY)
+    return every, aten
+
+
+_registered = _register()
+
+
+# ---- flex_attention, which compiles itself: what was raised in its trace would be dynamo's error ------
+
+def _refuse_flex(query, key, value, *args):
+    said = _said("flex_attention")
+    if not torch.compiler.is_compiling():
+        raise UnsupportedError(said)
+    results = torch.ops.longspan.refuse(query, value, said)
+    return results if hasattr(_flex, "AuxRequest") else results[:2]  # those of torch before 2.9
+
+
+def _refuse(query, value, said):
+    raise UnsupportedError(said)
+
+
+def _fake_refuse(query, value, said):
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return query.new_empty([*query.shape[:-1], value.shape[-1]]), lse, lse.clone()
+
+
+library.define("refuse(Tensor query, Tensor value, str said) -> (Tensor, Tensor, Tensor)")
+library.impl("refuse", _refuse, "CompositeExplicitAutograd")
+torch.library.register_fake("longspan::refuse", _fake_refuse, lib=library)

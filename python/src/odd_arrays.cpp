@@ -134,7 +134,8 @@ void refuse_derivatives(nb::handle tensor, const char* name) {
                       name + ".detach()");
   }
   // Dual tensors are there inside of dual_level() alone, which counts its levels from 0 on.
-  const nb::object forward = module_if_loaded("torch.autograd.forward_ad");
+  static nb::handle forward;  // once it is loaded, it stays
+  if (!forward.is_valid()) forward = module_if_loaded("torch.autograd.forward_ad").release();
   if (!forward.is_valid()) return;
   static const nb::handle current_level = interned("_current_level");
   const nb::object level = nb::steal(PyObject_GetAttr(forward.ptr(), current_level.ptr()));

@@ -109,8 +109,10 @@ Communicator self(Device device = Device::host, int gpu = -1);
 
 /// The ranks that the launcher started: mpirun (MPI is initialised here if it is not yet, and
 /// finalised with the last communicator), torchrun or srun (RANK, WORLD_SIZE, MASTER_ADDR ... or
-/// their SLURM_ twins), or, when none of them is found, self(). Without MPI states travel over TCP
-/// on processors. On CUDA each rank takes CommOptions::gpu; two ranks on one GPU are refused.
+/// their SLURM_ twins), or, when none of them is found, self(). UsageError where some of a
+/// launcher's variables are set and others are missing, as the other ranks would wait for this one.
+/// Without MPI states travel over TCP on processors. On CUDA each rank takes CommOptions::gpu; two
+/// ranks on one GPU are refused.
 ///
 /// Without MPI ranks meet at one port, which one communicator has at a time: where one of them is
 /// alive, another meets over it, and so all ranks make and drop them in the same order, on one

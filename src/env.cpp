@@ -68,6 +68,8 @@ constexpr Row kRows[] = {
     {"OMPI_COMM_WORLD_SIZE", "", "set by mpirun of Open MPI: use MPI"},
     {"PMI_RANK", "", "set by mpiexec of MPICH: this rank"},
     {"PMI_SIZE", "", "set by mpiexec of MPICH: use MPI"},
+    {"PMI_JOBID", "", "set by launchers of MPI: the job, each rank of which is one process"},
+    {"PMIX_NAMESPACE", "", "likewise, with PMIx"},
     {"PMIX_RANK", "", "set by launchers with PMIx (srun --mpi=pmix): use MPI"},
     {"TORCHELASTIC_RUN_ID", "", "set by torchrun: RANK and its kin go before mpirun's"},
     {"RANK", "", "set by torchrun: this rank"},

@@ -31,6 +31,8 @@ struct CommOptions {
   int gpu = -1;
   /// Longest wait for a peer at any step; 0 takes LONGSPAN_DEADLINE_S (default 60 s).
   std::chrono::milliseconds deadline{0};
+  /// What Communicator::on_wait would be given later: it is asked while ranks meet, too.
+  std::function<bool()> on_wait = nullptr;
 };
 
 /// The ranks that compute together, seen from one of them. Copies share the transport, which ends

@@ -55,6 +55,8 @@ class ControlledTransport : public Transport {
                   "': every rank must run with the same tokens, batch, shard and options."});
   }
 
+  void end_with_parent() override { control_->end_with_parent(); }
+
   std::shared_ptr<Transport> split(int color, int key) override {
     const auto wishes = gather(control_->wish(color, key), "split of the communicator");
     return branch(control_->group_of(wishes));

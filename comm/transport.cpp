@@ -41,6 +41,8 @@ const Levels& Transport::levels(int ranks_per_node) {
   if (known != levels_.end()) return known->second;
   const int node = rank() / ranks_per_node, place = rank() % ranks_per_node;
   Levels made{split(node, place), split(place, node)};
+  made.node->end_with_parent();
+  made.nodes->end_with_parent();
   return levels_.emplace(ranks_per_node, std::move(made)).first->second;
 }
 

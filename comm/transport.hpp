@@ -264,9 +264,14 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// at a time.
   virtual std::shared_ptr<Transport> split(int color, int key) = 0;
 
+  /// Makes the end of this communicator the end of the one that it was split from too; to be called
+  /// before anything has failed. A rank that does not come is then looked for among all ranks of
+  /// that one, within the same deadline, and errors number ranks as that one does.
+  virtual void end_with_parent() {}
+
   /// Splits the ranks into nodes of so many neighbours, which divide them, and across the nodes.
   /// The first call is collective, as split is, and all layers share what it made: a communicator
-  /// between GPUs takes memory and seconds.
+  /// between GPUs takes memory and seconds. What ends one of the two ends this one.
   const Levels& levels(int ranks_per_node);
 
   /// Gives memory of every rank that kernels of all ranks can write, for exchanges of one layer; or

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <exception>
 #include <map>
 #include <optional>
 #include <sstream>
@@ -27,7 +28,8 @@ Communicator cuda_world(const Communicator& control, const CommOptions& options)
 
 void together(const Communicator& world, const std::string& step,
               const std::function<void()>& work) {
-  std::string mine;  // empty, or "<kind> <message>"
+  std::string mine;        // empty, or "<kind> <message>"
+  std::exception_ptr own;  // what may have ended the communicator, so that it can tell no more
   const auto keep = [&mine](ErrorKind kind, const char* what) {
     mine = fmt::format("{} {}", static_cast<int>(kind), what);
   };
@@ -38,6 +40,7 @@ void together(const Communicator& world, const std::string& step,
   } catch (const SharedError&) {
     throw;  // as they know it already
   } catch (const Error& error) {
+    own = std::current_exception();
     keep(error.kind(), error.what());
   } catch (const std::bad_alloc&) {
     keep(ErrorKind::backend, "not enough memory");
@@ -45,7 +48,13 @@ void together(const Communicator& world, const std::string& step,
     keep(ErrorKind::internal, error.what());
   }
 
-  const std::vector<std::string> all = world.gather(mine, step);
+  std::vector<std::string> all;
+  try {
+    all = world.gather(mine, step);
+  } catch (const Error&) {
+    if (own) std::rethrow_exception(own);
+    throw;
+  }
   std::size_t failed = 0, first = all.size();
   bool same = true;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {

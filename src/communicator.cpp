@@ -37,7 +37,7 @@ std::string Communicator::describe() const { return transport_->describe(); }
 std::vector<std::string> Communicator::gather(const std::string& mine,
                                               const std::string& step) const {
   const DeviceGuard guard(gpu());
-  return transport_->gather(mine, step);
+  return transport_->gather(mine, comm::printable(step));  // messages show it
 }
 
 std::optional<Communicator> Communicator::split(int color, int key) const {
@@ -96,7 +96,8 @@ Communicator over_tcp(const CommOptions& options, const comm::Launch& launch) {
     };
     return from_exchange(launch.rank, launch.size, gather, options);
   }
-  auto first = between(comm::tcp_control(launch, comm::deadline_of(options)), options);
+  auto first =
+      between(comm::tcp_control(launch, comm::deadline_of(options), options.on_wait), options);
   there = first;
   return Communicator(std::move(first));
 }
@@ -134,7 +135,7 @@ void agree(const Communicator& world, const NamedValues& arguments, const std::s
   for (int r = 1; r < world.size(); ++r)
     if (const auto text =
             comm::difference(first, comm::transport_of(world).name_of(0), comm::unpack(packed[r]),
-                             comm::transport_of(world).name_of(r), step))
+                             comm::transport_of(world).name_of(r), comm::printable(step)))
       throw UsageError(*text);
 }
 

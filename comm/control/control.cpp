@@ -4,6 +4,7 @@
 //                      I wait here and still run (the roll call), and this is what I mean by the
 //                      run that the roll is called for (AskedRun)
 //     f failure        the communicator has ended, and why
+//     e                to oneself, through the process that passes letters on: that it does so
 //     s number letter  a letter of the group of this number, which was split from this
 //                      communicator; an empty one is the last: this rank has left the group
 #include "comm/control/control.hpp"
@@ -91,6 +92,7 @@ class MailControl final : public Control {
   }
 
   [[noreturn]] void timed_out(const char* step, milliseconds waited) override {
+    if (whole()) whole()->timed_out(step, waited);
     call_roll(step, waited, asked(run()));
     fail(verdict(step));
   }
@@ -102,6 +104,7 @@ class MailControl final : public Control {
   }
 
   void tell(const Failure& failure) noexcept override try {
+    if (whole()) return whole()->tell(in_whole(failure));
     if (fate().failed()) return;
     fate().note(failure);
     post_all('f', to_text(failure));
@@ -178,6 +181,8 @@ class MailControl final : public Control {
     for (const Peer& peer : peers_)
       if (peer.waits && peer.waits->run) run = peer.waits->run;  // it is asked for already
     say_where(step, waited, run);
+    echo_came_ = false;
+    if (mail_->relay()) mail_->post(rank(), "e");
     Patience patient(grace());
     while (!patient.over() && count_silent() > 0) {
       take();
@@ -270,9 +275,13 @@ class MailControl final : public Control {
       case 'f': {
         const Failure failure = failure_from(body);
         if (failure.rank >= size()) throw_damage();
-        fate().note(failure);
+        fate().note(whole() ? in_whole(failure) : failure);
         break;
       }
+      case 'e':
+        if (from != rank()) throw_damage();
+        echo_came_ = true;
+        break;
       case 's': {
         auto parts = unpack(body, 2);
         const auto number = static_cast<std::uint32_t>(
@@ -340,7 +349,15 @@ class MailControl final : public Control {
 
     if (const int p = find([](const Peer& peer) { return peer.gone && !peer.waits; }); p >= 0)
       return departure(p, step);
-    if (const int p = find([](const Peer& peer) { return !peer.waits; }); p >= 0) {
+    const int silent = find([](const Peer& peer) { return !peer.waits; });
+    if (const auto relay = mail_->relay(); relay && silent >= 0 && !echo_came_)
+      return {
+          ErrorKind::timeout, *relay, step,
+          fmt::format("Rank {} did not come to '{}' within the deadline of {}. It passes on what "
+                      "ranks tell each other, and nothing comes through it, so nothing is known "
+                      "of the others. It may be stopped; LONGSPAN_DEADLINE_S sets the deadline.",
+                      *relay >= 0 ? name_of(*relay) : "0 of all", step, seconds(deadline()))};
+    if (const int p = silent; p >= 0) {
       std::vector<std::string> others;
       for (int other = p + 1; other < size(); ++other)
         if (!peers_[other].waits) others.push_back(name_of(other));
@@ -383,6 +400,7 @@ class MailControl final : public Control {
 
   std::unique_ptr<Mailbox> mail_;
   std::vector<Peer> peers_;
+  bool echo_came_ = false;  // since this rank called the roll
   Patience::Clock::time_point looked_{};
   std::shared_ptr<Family> family_;
   std::map<std::uint32_t, Line> lines_;               // of the groups that exist here
@@ -412,6 +430,12 @@ class MailControl::Branch final : public Mailbox {
 
   int rank() const override { return group_.rank; }
   int size() const override { return static_cast<int>(group_.members.size()); }
+  std::optional<int> relay() const override {
+    const auto all = parent_->mail_->relay();
+    if (!all) return std::nullopt;
+    const auto place = std::find(group_.members.begin(), group_.members.end(), *all);
+    return place == group_.members.end() ? -1 : static_cast<int>(place - group_.members.begin());
+  }
 
   void post(int to, const std::string& text) override {
     const int member = group_.members[to];
@@ -521,9 +545,16 @@ Group Control::group_of(const std::vector<std::string>& wishes) const {
 void Control::descend(Control& parent, const Group& group) {
   for (const int member : group.members)
     origins_.push_back(parent.origins_.empty() ? member : parent.origins_[member]);
+  parent_ = parent.weak_from_this();
+  members_ = group.members;
   next_number_ = parent.next_number_;
   *next_number_ = group.number + 1;
   parent.fate_->bequeath(fate_, group.members);
+}
+
+void Control::end_with_parent() {
+  whole_ = parent_.lock();
+  if (whole_) fate_ = whole_->fate_;
 }
 
 std::optional<std::string> difference(const std::vector<std::string>& one,
@@ -548,8 +579,9 @@ std::optional<std::string> difference(const std::vector<std::string>& one,
 }
 
 Failure gave_up(const Control& control, const std::string& why) {
-  return {ErrorKind::rank_failure, control.rank(), "",
-          fmt::format("Rank {} gave up: {}", control.name_of(control.rank()), why)};
+  return {
+      ErrorKind::rank_failure, control.rank(), "",
+      fmt::format("Rank {} gave up: {}", control.name_of(control.rank()), printable(why, 1000))};
 }
 
 std::unique_ptr<Control> self_control(milliseconds deadline) {

@@ -51,7 +51,7 @@ class Control : public std::enable_shared_from_this<Control> {
   [[noreturn]] virtual void timed_out(const char* step, milliseconds waited) = 0;
 
   /// See Communicator::on_wait.
-  void on_wait(std::function<bool()> gives_up) { gives_up_ = std::move(gives_up); }
+  void on_wait(std::function<bool()> gives_up) { gives_up_ = GivesUp(std::move(gives_up)); }
 
   /// Sets what moves the data of open transfers while gather waits, where calls of this process
   /// move it: a peer may come to the gather only when it has that data. move() says whether any
@@ -98,10 +98,16 @@ class Control : public std::enable_shared_from_this<Control> {
   /// end of this one.
   void descend(Control& parent, const Group& group);
 
+  /// Makes the end of this control plane the end of the one that it was split from too, for parts
+  /// that all ranks of the parent use together: who waits in vain here may wait for one that waits
+  /// in another part. So the roll is called in the parent, and a failure has the parent's numbers.
+  void end_with_parent();
+
   Fate& fate() { return *fate_; }
 
   /// Ends the communicator everywhere and throws.
   [[noreturn]] void fail(const Failure& failure) {
+    if (whole_) whole_->fail(in_whole(failure));
     tell(failure);
     fate_->fail(failure);
   }
@@ -113,11 +119,7 @@ class Control : public std::enable_shared_from_this<Control> {
   /// Is called from a loop that waits: asks the caller, ten times a second at most, whether to go
   /// on.
   void heed(const char* step) {
-    if (!gives_up_) return;
-    const auto now = Patience::Clock::now();
-    if (now - asked_ < milliseconds(100)) return;
-    asked_ = now;
-    if (gives_up_())
+    if (gives_up_.now())
       fail({ErrorKind::rank_failure, rank(), step,
             "Rank " + name_of(rank()) + " gave up: it was interrupted at '" + step + "'."});
   }
@@ -133,6 +135,13 @@ class Control : public std::enable_shared_from_this<Control> {
     return log ? log->describe(run.run) : NamedValues{};
   }
 
+  /// The parent, where this ends with it (end_with_parent); else null.
+  Control* whole() const { return whole_.get(); }
+  Failure in_whole(Failure failure) const {
+    if (failure.rank >= 0) failure.rank = members_[failure.rank];
+    return failure;
+  }
+
   /// The lowest number that no group of this rank has had.
   std::uint32_t next_number() const { return *next_number_; }
 
@@ -140,8 +149,11 @@ class Control : public std::enable_shared_from_this<Control> {
   std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   std::shared_ptr<std::uint32_t> next_number_ = std::make_shared<std::uint32_t>(1);
   std::vector<int> origins_;
-  std::function<bool()> gives_up_, move_;
-  Patience::Clock::time_point asked_{};
+  std::weak_ptr<Control> parent_;
+  std::vector<int> members_;  // by the ranks here, those in the parent
+  std::shared_ptr<Control> whole_;
+  GivesUp gives_up_;
+  std::function<bool()> move_;
   milliseconds deadline_;
   RunOrder runs_;
   std::uint32_t layers_ = 0;
@@ -176,6 +188,10 @@ class Mailbox {
   virtual ~Mailbox() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  /// The rank whose process passes on the letters between all others, and which then gets those
+  /// that a rank posts to itself back to it; -1 where it is no rank of this mailbox. Nothing where
+  /// letters go straight, and for that rank itself.
+  virtual std::optional<int> relay() const { return std::nullopt; }
   /// Posts a letter. Letters of one sender arrive in the order in which they were posted.
   virtual void post(int to, const std::string& text) = 0;
   virtual std::optional<Letter> next() = 0;

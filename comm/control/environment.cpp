@@ -6,6 +6,9 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "longspan/error.hpp"
 #include "src/env.hpp"
@@ -53,35 +56,91 @@ int meeting_port() {
   return 20000 + static_cast<int>((id_in("SLURM_JOB_ID") * 31 + id_in("SLURM_STEP_ID")) % 20000);
 }
 
-Launch met(Launcher by, int rank, int size, std::string address) {
+void check_rank(int rank, int size) {
   if (rank >= size)
     throw UsageError(
         fmt::format("The launcher set rank {} of {} ranks, which cannot be.", rank, size));
+}
+
+/// What tells a process its place among the ranks of a launcher.
+struct Variables {
+  const char* rank;
+  const char* size;
+  const char* address = nullptr;  // null: the launcher's ranks meet without it
+};
+constexpr Variables kTorch{"RANK", "WORLD_SIZE", "MASTER_ADDR"};
+constexpr Variables kOpenMpi{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"};
+constexpr Variables kMpich{"PMI_RANK", "PMI_SIZE"};
+constexpr Variables kSlurm{"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"};
+
+bool has_all(const Variables& of) {
+  return env_text(of.rank) && env_text(of.size) && (!of.address || env_text(of.address));
+}
+
+std::string list_of(const std::vector<std::string>& names, const char* one, const char* several) {
+  return fmt::format("{} {}", fmt::join(names, " and "), names.size() == 1 ? one : several);
+}
+
+/// Throws where some of a launcher's variables speak of other ranks and others are missing: a
+/// process that took itself for one alone would compute alone, while the others wait for it.
+void refuse_half(const Variables& of) {
+  const auto rank = rank_in(of.rank), size = ranks_in(of.size);
+  if ((!rank && !size) || has_all(of)) return;
+  if (size == 1 && rank.value_or(0) == 0) return;  // of one rank nothing is missing
+  std::vector<std::string> set, missing;
+  for (const char* name : {of.rank, of.size, of.address}) {
+    if (!name) continue;
+    const auto text = env_text(name);
+    if (text)
+      set.push_back(fmt::format("{}={}", name, *text));
+    else
+      missing.emplace_back(name);
+  }
+  throw UsageError(fmt::format(
+      "{}, but {}: ranks of one job have all of them. Set what is missing on every rank, or remove "
+      "the rest for a process alone.",
+      list_of(set, "is set", "are set"), list_of(missing, "is not", "are not")));
+}
+
+/// Nothing where this launcher of MPI did not start this process, as far as its variables say.
+std::optional<Launch> mpi_launch(const Variables& of) {
+  const auto rank = rank_in(of.rank), size = ranks_in(of.size);
+  if (!size || (!rank && *size > 1)) return std::nullopt;
+  check_rank(rank.value_or(0), *size);
+  return Launch{.by = Launcher::mpirun, .rank = rank.value_or(0), .size = *size};
+}
+
+Launch met(Launcher by, int rank, int size, std::string address) {
+  check_rank(rank, size);
   return {by, rank, size, std::move(address), meeting_port()};
 }
 
 }  // namespace
 
 Launch find_launch() {
-  const auto address = env_text("MASTER_ADDR");
-  const bool has_torch = env_text("RANK") && env_text("WORLD_SIZE") && address;
   const auto of_torch = [&] {
-    return met(Launcher::torchrun, *rank_in("RANK"), *ranks_in("WORLD_SIZE"), *address);
+    return met(Launcher::torchrun, *rank_in(kTorch.rank), *ranks_in(kTorch.size),
+               *env_text(kTorch.address));
   };
   // A job of mpirun may start torchrun, one on each machine: the inner launcher counts.
-  if (has_torch && env_text("TORCHELASTIC_RUN_ID")) return of_torch();
+  if (env_text("TORCHELASTIC_RUN_ID")) {
+    refuse_half(kTorch);
+    if (has_all(kTorch)) return of_torch();
+  }
 
-  if (const auto ranks = ranks_in("OMPI_COMM_WORLD_SIZE")) return {Launcher::mpirun, 0, *ranks};
-  if (const auto ranks = ranks_in("PMI_SIZE")) return {Launcher::mpirun, 0, *ranks};
-  if (env_text("PMIX_RANK"))
-    return {Launcher::mpirun, 0, ranks_in("SLURM_STEP_NUM_TASKS").value_or(0)};
+  if (const auto launch = mpi_launch(kOpenMpi)) return *launch;
+  if (const auto launch = mpi_launch(kMpich)) return *launch;
+  if (const auto rank = rank_in("PMIX_RANK"))
+    return {.by = Launcher::mpirun,
+            .rank = *rank,
+            .size = ranks_in("SLURM_STEP_NUM_TASKS").value_or(0)};
 
-  if (has_torch) return of_torch();
+  if (has_all(kTorch)) return of_torch();
 
-  // A batch script itself has SLURM_PROCID too; only a step of srun has a number of tasks.
-  const auto task = rank_in("SLURM_PROCID"), tasks = ranks_in("SLURM_STEP_NUM_TASKS");
+  // A batch script itself has SLURM_PROCID=0 too; only a step of srun has a number of tasks.
+  const auto task = rank_in(kSlurm.rank), tasks = ranks_in(kSlurm.size);
   if (task && tasks) {
-    std::string host = address.value_or("");
+    std::string host = env_text("MASTER_ADDR").value_or("");
     if (host.empty()) host = first_host(env_text("SLURM_STEP_NODELIST").value_or(""));
     if (host.empty()) host = env_text("SLURM_LAUNCH_NODE_IPADDR").value_or("");
     if (host.empty() && *tasks > 1)
@@ -89,6 +148,8 @@ Launch find_launch() {
           "srun started {} tasks, but no variable says where rank 0 is: set MASTER_ADDR.", *tasks));
     return met(Launcher::srun, *task, *tasks, host);
   }
+  for (const Variables& half : {kOpenMpi, kMpich, kTorch}) refuse_half(half);
+  if (task.value_or(0) > 0 || tasks) refuse_half(kSlurm);
   return {};
 }
 

@@ -19,7 +19,7 @@ struct Launch {
 };
 
 /// Finds the launcher. Throws UsageError where the variables are not whole numbers or do not fit
-/// together.
+/// together, and where some of those that tell a rank its place are set and others are not.
 Launch find_launch();
 
 /// The caller's deadline, or else the environment's.

@@ -57,6 +57,16 @@ void Fate::note(const Failure& failure) noexcept {
   pass_on(first_, heirs);
 }
 
+void Fate::throw_first() {
+  if (!thrown_.exchange(true)) throw_failure(first_);
+  Failure earlier{first_.kind, first_.rank, first_.step, {}};
+  const std::string at = first_.step.empty() ? "" : ", at '" + first_.step + "'";
+  if (!first_.what.empty())
+    earlier.what = "The communicator had ended before this call" + at + ": " + first_.what +
+                   " Make another communicator to go on.";
+  throw_failure(earlier);
+}
+
 void Fate::bequeath(const std::shared_ptr<Fate>& heir, std::vector<int> members) {
   std::vector<Heir> heirs{{heir, std::move(members)}};
   {

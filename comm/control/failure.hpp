@@ -1,5 +1,7 @@
-// Keeps why a communicator ended. The first failure is kept: every later call throws it again, and
-// the other ranks are told it, so that all of them end with the same error.
+// Keeps why a communicator ended. The first failure is kept, and the other ranks are told it, so
+// that all of them end with the same error. The first call that meets the end throws it as it is.
+// Later calls throw the same type, and say that the communicator had ended before them: an argument
+// that the failure names is none of theirs.
 #pragma once
 
 #include <atomic>
@@ -39,15 +41,15 @@ class Fate {
   /// Keeps the first failure and throws it.
   [[noreturn]] void fail(const Failure& failure) {
     note(failure);
-    throw_failure(first_);
+    throw_first();
   }
   /// Keeps the first failure. It takes no memory where there is none: then the words are lost, and
   /// the failure is not.
   void note(const Failure& failure) noexcept;
   /// Lets `heir` end where this ends. `members` are, by its ranks, their ranks here.
   void bequeath(const std::shared_ptr<Fate>& heir, std::vector<int> members);
-  void check() const {
-    if (failed()) throw_failure(first_);
+  void check() {
+    if (failed()) throw_first();
   }
 
  private:
@@ -55,11 +57,13 @@ class Fate {
     std::weak_ptr<Fate> fate;
     std::vector<int> members;
   };
+  [[noreturn]] void throw_first();
   static void pass_on(const Failure& failure, const std::vector<Heir>& heirs) noexcept;
 
   std::mutex mutex_;
   std::vector<Heir> heirs_;
   std::atomic<bool> failed_{false};
+  std::atomic<bool> thrown_{false};
   Failure first_;  // never written after failed_ is set
 };
 

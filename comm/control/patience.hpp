@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <thread>
+#include <utility>
 
 namespace longspan::comm {
 
@@ -64,6 +66,27 @@ class Patience {
   Clock::duration waited_{};
   Clock::duration busy_until_{};
   milliseconds limit_;
+};
+
+/// Whom a rank asks while it waits, ten times a second at most, whether it is to give up (see
+/// Communicator::on_wait).
+class GivesUp {
+ public:
+  GivesUp() = default;
+  explicit GivesUp(std::function<bool()> ask) : ask_(std::move(ask)) {}
+  const std::function<bool()>& ask() const { return ask_; }
+
+  bool now() {
+    if (!ask_) return false;
+    const auto time = Patience::Clock::now();
+    if (time - asked_ < milliseconds(100)) return false;
+    asked_ = time;
+    return ask_();
+  }
+
+ private:
+  std::function<bool()> ask_;
+  Patience::Clock::time_point asked_{};
 };
 
 }  // namespace longspan::comm

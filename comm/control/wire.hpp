@@ -28,6 +28,10 @@ inline std::string pack_all(const std::vector<std::string>& texts) {
   return packed;
 }
 
+/// A text of somebody else as it may stand in a message: control characters, and bytes that are no
+/// UTF-8, are escaped ("\x1b"), and what is longer than `most` bytes is cut, and says so.
+std::string printable(std::string_view text, std::size_t most = 500);
+
 /// Throws an internal Error, for bytes that pack did not write.
 [[noreturn]] void throw_damage();
 

@@ -18,8 +18,10 @@ namespace {
 Communicator connect(MPI_Comm comm, const CommOptions& options,
                      std::shared_ptr<MpiSession> session) {
   const milliseconds deadline = deadline_of(options);
-  auto duplicate = std::make_shared<MpiDuplicate>(comm, deadline, std::move(session));
+  auto duplicate =
+      std::make_shared<MpiDuplicate>(comm, deadline, std::move(session), options.on_wait);
   auto control = mail_control(std::make_unique<MpiMailbox>(duplicate), deadline);
+  control->on_wait(options.on_wait);
   return Communicator(options.device == Device::cuda
                           ? gpu_transport(std::move(control), options.gpu)
                           : mpi_transport(std::move(duplicate), std::move(control)));
@@ -28,7 +30,8 @@ Communicator connect(MPI_Comm comm, const CommOptions& options,
 }  // namespace
 
 Communicator from_mpirun(const CommOptions& options, int size) {
-  auto session = MpiSession::join(deadline_of(options));
+  claim_rank();
+  auto session = MpiSession::join(deadline_of(options), options.on_wait);
   if (!session) check_thread_level();  // the caller initialised MPI
   int found = 0;
   LONGSPAN_MPI(MPI_Comm_size(MPI_COMM_WORLD, &found));
@@ -50,6 +53,7 @@ Communicator from_mpi(MPI_Comm comm, CommOptions options) {
     throw UsageError(
         "from_mpi was called while MPI was not running: call MPI_Init_thread before it, or use "
         "from_environment, which does.");
+  comm::claim_rank();
   comm::check_thread_level();
   return comm::connect(comm, options, nullptr);
 }

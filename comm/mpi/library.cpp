@@ -6,6 +6,7 @@
 #include "comm/libraries.hpp"
 #include "comm/mpi/from_mpi.hpp"
 #include "comm/mpi/registration.hpp"
+#include "comm/mpi/session.hpp"
 
 namespace longspan::comm {
 namespace {
@@ -25,7 +26,8 @@ constexpr MpiLibrary kLibrary{.from_mpirun = from_mpirun, .version = version};
 
 bool register_mpi() {
   register_library(kLibrary);
-  return true;
+  static const bool remembers = (remember_forks(), true);  // once, however many objects call this
+  return remembers;
 }
 
 }  // namespace longspan::comm

@@ -1,13 +1,24 @@
 #include "comm/mpi/session.hpp"
 
 #include <fmt/format.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <condition_variable>
+#include <cstddef>
+#include <cstring>
 #include <mutex>
+#include <string>
+#include <utility>
 
 #include "comm/control/threads.hpp"
 #include "comm/mpi/mailbox.hpp"
 #include "src/check.hpp"
+#include "src/env.hpp"
 
 namespace longspan::comm {
 namespace {
@@ -27,7 +38,60 @@ const char* level_name(int level) {
   }
 }
 
+bool mpi_ran_before_fork = false;
+
+bool is_initialized() {
+  int initialized = 0;
+  MPI_Initialized(&initialized);
+  return initialized != 0;
+}
+
+/// The rank as its launcher names it, alike in all processes that inherit its variables; empty
+/// where the launcher gives jobs no names.
+std::string name_of_rank() {
+  constexpr const char* kNames[][2] = {{"PMIX_NAMESPACE", "PMIX_RANK"}, {"PMI_JOBID", "PMI_RANK"}};
+  for (const auto& [job, rank] : kNames)
+    if (env_text(job) && env_text(rank))
+      return fmt::format("longspan mpi {} {} {}", ::getuid(), *env_text(job), *env_text(rank));
+  return "";
+}
+
+[[noreturn]] void refuse_process(const char* who) {
+  throw UsageError(fmt::format(
+      "{} has started MPI for this rank already, and MPI takes one process a rank: this process "
+      "has "
+      "inherited the variables of the MPI launcher from it. Start it without them (OMPI_*, PMIX_*, "
+      "PMI_*), or let it compute alone (self(), longspan.alone()) or meet others by from_exchange.",
+      who));
+}
+
 }  // namespace
+
+void remember_forks() {
+  static_cast<void>(
+      pthread_atfork(nullptr, nullptr, [] { mpi_ran_before_fork = is_initialized(); }));
+}
+
+void claim_rank() {
+  if (mpi_ran_before_fork) refuse_process("The process that this one was forked from");
+  // A Unix socket in the namespace that has names and no files: the system takes it back when the
+  // process ends.
+  static std::mutex mutex;
+  static int claim = -1;
+  const std::lock_guard lock(mutex);
+  const std::string name = name_of_rank();
+  if (claim >= 0 || name.empty()) return;
+  sockaddr_un here{};
+  here.sun_family = AF_UNIX;
+  const std::size_t bytes = std::min(name.size(), sizeof here.sun_path - 1);
+  std::memcpy(here.sun_path + 1, name.data(), bytes);
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes);
+  claim = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (claim < 0 || ::bind(claim, reinterpret_cast<const sockaddr*>(&here), length) == 0) return;
+  const bool is_taken = errno == EADDRINUSE;
+  ::close(std::exchange(claim, -1));
+  if (is_taken && !is_initialized()) refuse_process("Another process");
+}
 
 /// What the thread and the session share. The thread says where it is, the session where it may go.
 struct MpiSession::Shared {
@@ -59,13 +123,27 @@ void MpiSession::live(Shared& shared) {
   shared.changed.notify_all();
 }
 
-MpiSession::MpiSession(std::chrono::milliseconds deadline)
+MpiSession::MpiSession(std::chrono::milliseconds deadline, const std::function<bool()>& gives_up)
     : deadline_(deadline), shared_(std::make_shared<Shared>()) {
   start_thread("MPI", [shared = shared_] { live(*shared); }).detach();
+  constexpr const char* kStep = "start MPI";
+  const auto end = Patience::Clock::now() + deadline;
+  GivesUp asked(gives_up);
   std::unique_lock lock(shared_->mutex);
-  if (!shared_->changed.wait_for(lock, deadline, [&] { return shared_->started; })) {
+  while (!shared_->changed.wait_until(lock,
+                                      std::min(end, Patience::Clock::now() + milliseconds(100)),
+                                      [&] { return shared_->started; })) {
+    const bool is_late = Patience::Clock::now() >= end;
+    lock.unlock();
+    const bool is_interrupted = asked.now();
+    lock.lock();
+    if (!is_late && !is_interrupted) continue;
     shared_->leave = true;
-    throw RankError(ErrorKind::timeout, -1, "start MPI",
+    shared_->changed.notify_all();
+    if (is_interrupted)
+      throw RankError(ErrorKind::rank_failure, -1, kStep,
+                      fmt::format("This rank gave up: it was interrupted at '{}'.", kStep));
+    throw RankError(ErrorKind::timeout, -1, kStep,
                     "MPI_Init did not return within the deadline: a rank has not started MPI, and "
                     "MPI does not say which. LONGSPAN_DEADLINE_S sets the deadline.");
   }
@@ -80,7 +158,8 @@ MpiSession::~MpiSession() {
   shared_->changed.wait_for(lock, deadline_, [&] { return shared_->ended; });
 }
 
-std::shared_ptr<MpiSession> MpiSession::join(std::chrono::milliseconds deadline) {
+std::shared_ptr<MpiSession> MpiSession::join(std::chrono::milliseconds deadline,
+                                             const std::function<bool()>& gives_up) {
   static std::mutex mutex;
   static std::weak_ptr<MpiSession> running;
   const std::lock_guard lock(mutex);
@@ -95,7 +174,7 @@ std::shared_ptr<MpiSession> MpiSession::join(std::chrono::milliseconds deadline)
         "one communicator alive for as long as more may be made, or call MPI_Init_thread "
         "yourself.");
   if (initialized) return nullptr;
-  auto session = std::make_shared<MpiSession>(deadline);
+  auto session = std::make_shared<MpiSession>(deadline, gives_up);
   LONGSPAN_MPI(session->shared_->status);
   if (session->shared_->level < MPI_THREAD_SERIALIZED)
     throw Unsupported(fmt::format(
@@ -126,16 +205,24 @@ void check_thread_level(int provided, bool on_main_thread) {
 }
 
 MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
-                           std::shared_ptr<MpiSession> session)
+                           std::shared_ptr<MpiSession> session,
+                           const std::function<bool()>& gives_up)
     : session_(std::move(session)) {
   // A tag that the caller is unlikely to use; letters travel on `comm` only when a rank is missing.
   constexpr int kRollCallTag = 30571;
   const std::string step = "make the communicator";
   Patience patient(deadline - deadline / 4);
+  GivesUp asked(gives_up);
   const auto complete = [&](MPI_Request request) {
     for (int done = 0; !done; patient.pause()) {
       LONGSPAN_MPI(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
-      if (done || !patient.over()) continue;
+      if (done) continue;
+      if (asked.now()) {
+        failed();
+        throw RankError(ErrorKind::rank_failure, -1, step,
+                        fmt::format("This rank gave up: it was interrupted at '{}'.", step));
+      }
+      if (!patient.over()) continue;
       failed();
       mail_control(std::make_unique<MpiMailbox>(comm, kRollCallTag), deadline)
           ->timed_out(step.c_str(), patient.waited());

@@ -5,6 +5,7 @@
 #include <mpi.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 
 namespace longspan::comm {
@@ -16,10 +17,12 @@ namespace longspan::comm {
 class MpiSession {
  public:
   /// Initialises MPI, or joins the session that is running; null where the caller initialised it.
-  static std::shared_ptr<MpiSession> join(std::chrono::milliseconds deadline);
+  /// `gives_up`: see CommOptions::on_wait.
+  static std::shared_ptr<MpiSession> join(std::chrono::milliseconds deadline,
+                                          const std::function<bool()>& gives_up);
 
   /// Is called by join alone.
-  explicit MpiSession(std::chrono::milliseconds deadline);
+  MpiSession(std::chrono::milliseconds deadline, const std::function<bool()>& gives_up);
   ~MpiSession();
   void failed() { failed_ = true; }
 
@@ -32,6 +35,13 @@ class MpiSession {
   std::shared_ptr<Shared> shared_;  // shared with the thread, which is left behind where MPI blocks
 };
 
+/// Notes that this process is the one that speaks for its rank of an MPI launcher. Throws
+/// UsageError where it cannot be: a process that a rank has started or forked inherits the
+/// launcher's variables, and MPI_Init would end it, or all ranks, without an error.
+void claim_rank();
+/// Is called once, before main: a process that is forked later remembers whether MPI ran before.
+void remember_forks();
+
 /// Throws UsageError where MPI was initialised for fewer threads than longspan's use of it takes:
 /// longspan computes on threads of its own, and the calling thread calls MPI.
 void check_thread_level();
@@ -43,7 +53,8 @@ class MpiDuplicate {
  public:
   /// Makes the duplicate. It is collective, and takes no longer than the deadline.
   MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
-               std::shared_ptr<MpiSession> session);
+               std::shared_ptr<MpiSession> session,
+               const std::function<bool()>& gives_up = nullptr);
   ~MpiDuplicate();
   MPI_Comm get() const { return comm_; }
   /// Leaves the communicator to MPI: a peer may still write to it, and MPI may give the number of a

@@ -14,8 +14,10 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <mutex>
 
 #include "comm/control/hosts.hpp"
+#include "comm/control/threads.hpp"
 #include "longspan/error.hpp"
 
 namespace longspan::comm {
@@ -79,14 +81,34 @@ std::vector<Fd> listen_everywhere(int port) {
   refuse("all addresses", port, error);
 }
 
+/// What `host` stands for, or nothing, with the resolver's words in `why`.
+std::vector<Address> resolve(const std::string& host, int port, int flags, std::string& why) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags;
+  const int status = host.empty()
+                         ? EAI_NONAME
+                         : getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  if (status != 0) {
+    why = status == EAI_SYSTEM ? std::strerror(errno) : gai_strerror(status);
+    return {};
+  }
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
+  std::vector<Address> addresses;
+  for (const addrinfo* one = all.get(); one; one = one->ai_next) {
+    Address address{one->ai_family, one->ai_addrlen, {}};
+    std::memcpy(&address.storage, one->ai_addr, one->ai_addrlen);
+    const bool known = std::any_of(addresses.begin(), addresses.end(), [&](const Address& other) {
+      return std::memcmp(&other.storage, &address.storage, sizeof address.storage) == 0;
+    });
+    if (!known) addresses.push_back(address);  // /etc/hosts may say it twice
+  }
+  return addresses;
+}
+
 /// A name that stands for the same address on every machine, loopback or not.
 bool same_everywhere(const std::string& host) {
-  if (host == "localhost") return true;
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_flags = AI_NUMERICHOST;
-  if (getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) return false;
-  freeaddrinfo(found);
-  return true;
+  return host == "localhost" || !numeric(host, 0).empty();
 }
 
 int port_of(const Fd& listener) {
@@ -179,32 +201,54 @@ bool Address::loopback() const {
          IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(storage).sin6_addr);
 }
 
-std::vector<Address> resolve(const std::string& host, int port, std::string& why) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  const int status = host.empty()
-                         ? EAI_NONAME
-                         : getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
-  if (status != 0) {
-    why = status == EAI_SYSTEM ? std::strerror(errno) : gai_strerror(status);
-    return {};
-  }
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
-  std::vector<Address> addresses;
-  for (const addrinfo* one = all.get(); one; one = one->ai_next) {
-    Address address{one->ai_family, one->ai_addrlen, {}};
-    std::memcpy(&address.storage, one->ai_addr, one->ai_addrlen);
-    const bool known = std::any_of(addresses.begin(), addresses.end(), [&](const Address& other) {
-      return std::memcmp(&other.storage, &address.storage, sizeof address.storage) == 0;
-    });
-    if (!known) addresses.push_back(address);  // /etc/hosts may say it twice
-  }
-  return addresses;
+std::vector<Address> numeric(const std::string& host, int port) {
+  std::string why;
+  return resolve(host, port, AI_NUMERICHOST | AI_NUMERICSERV, why);
 }
 
-std::vector<Fd> listen_at(const std::string& host, int port) {
+struct Lookup::Shared {
+  std::mutex mutex;
+  bool done = false;
+  std::vector<Address> found;
   std::string why;
-  const std::vector<Address> addresses = resolve(host, port, why);
+};
+
+Lookup::Lookup(const std::string& host, int port) : shared_(std::make_shared<Shared>()) {
+  shared_->found = numeric(host, port);
+  shared_->done = !shared_->found.empty();
+  if (shared_->done) return;
+  const auto ask = [shared = shared_, host, port] {
+    std::string why;
+    std::vector<Address> found;
+    try {
+      found = resolve(host, port, 0, why);
+    } catch (const std::exception&) {  // no memory for the answer is no answer
+    }
+    const std::lock_guard lock(shared->mutex);
+    shared->found.swap(found);
+    shared->why.swap(why);
+    shared->done = true;
+  };
+  start_thread("the look-up of a name", ask).detach();
+}
+
+bool Lookup::done() const {
+  const std::lock_guard lock(shared_->mutex);
+  return shared_->done;
+}
+
+std::vector<Address> Lookup::take(std::string& why) {
+  const std::lock_guard lock(shared_->mutex);
+  if (shared_->found.empty()) why = shared_->why;
+  return std::move(shared_->found);
+}
+
+std::vector<Fd> listen_at(const std::string& host, int port, const std::function<bool()>& wait) {
+  std::string why = "no name server has answered within the deadline";
+  std::vector<Address> addresses;
+  Lookup lookup(host, port);
+  while (!lookup.done() && wait()) continue;
+  if (lookup.done()) addresses = lookup.take(why);
   if (addresses.empty())
     throw UsageError(
         fmt::format("Rank 0 was to listen at '{}', which cannot be resolved on this machine ({}): "

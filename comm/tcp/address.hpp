@@ -8,6 +8,8 @@
 
 #include <sys/socket.h>
 
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -24,12 +26,27 @@ struct Address {
   bool loopback() const;
 };
 
-/// What `host` stands for, or nothing, with the resolver's words in `why`.
-std::vector<Address> resolve(const std::string& host, int port, std::string& why);
+/// What an address in digits stands for, without asking anybody; nothing for any other name.
+std::vector<Address> numeric(const std::string& host, int port);
 
-/// Sockets that listen. Throws UsageError for a name that stands for nothing and for a port that is
-/// taken.
-std::vector<Fd> listen_at(const std::string& host, int port);
+/// A look-up of a name. A name server may take minutes to answer, or never do: a thread of its own
+/// asks it, and is left to itself where nobody waits any more.
+class Lookup {
+ public:
+  /// Throws BackendError where no thread can be started.
+  Lookup(const std::string& host, int port);
+  bool done() const;
+  /// Once it is done: what the name stands for, or nothing, with the resolver's words in `why`.
+  std::vector<Address> take(std::string& why);
+
+ private:
+  struct Shared;
+  std::shared_ptr<Shared> shared_;
+};
+
+/// Sockets that listen. `wait` sleeps a little, and says whether there is more time for the name
+/// server. Throws UsageError for a name that stands for nothing and for a port that is taken.
+std::vector<Fd> listen_at(const std::string& host, int port, const std::function<bool()>& wait);
 
 /// What tells apart the places between which a loopback does not reach: the machine, and the
 /// network namespace on it (containers have their own).

@@ -110,8 +110,8 @@ class Meeting {
       admit();
       for (auto guest = guests_.begin(); guest != guests_.end();) {
         serve(*guest);
-        guest = guest->fd && Clock::now() - guest->since < kStay ? std::next(guest)
-                                                                 : guests_.erase(guest);
+        const bool may_stay = guest->peer >= 0 || Clock::now() - guest->since < kStay;
+        guest = guest->fd && may_stay ? std::next(guest) : guests_.erase(guest);
       }
       if (missing() == 0) break;
       control_.check(kStep, patient.waited());
@@ -192,9 +192,9 @@ class Meeting {
     if (there.is_near) {
       found = {local_address(there.local)};
     } else {
-      found = resolve(there.hosts[goal.next], there.port, goal.why);
+      found = numeric(there.hosts[goal.next], there.port);
       goal.next = (goal.next + 1) % there.hosts.size();
-      if (found.empty()) return give_up(goal, goal.why);
+      if (found.empty()) return give_up(goal, "it is no address");
     }
     const Address& address = found.front();
     Line& line = goal.line;
@@ -215,7 +215,10 @@ class Meeting {
     for (;;) {
       Fd fd(::accept4(door.listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd) return;
-      if (static_cast<int>(guests_.size()) >= kStrangers + control_.size()) guests_.pop_front();
+      // Room is made by strangers alone: a rank that was welcomed here does not come again.
+      const auto unknown = [](const Line& guest) { return guest.peer < 0; };
+      if (std::count_if(guests_.begin(), guests_.end(), unknown) >= kStrangers + control_.size())
+        guests_.erase(std::find_if(guests_.begin(), guests_.end(), unknown));
       Line& guest = guests_.emplace_back();
       guest.fd = std::move(fd);
       guest.wants = Word::hello;
@@ -230,6 +233,8 @@ class Meeting {
       if (from < 0 || !right(guest, guest.wants, from)) {
         guest.fd = Fd();
       } else if (guest.wants == Word::hello) {
+        for (Line& other : guests_)
+          if (other.peer == from) other.fd = Fd();  // it has given that one up
         guest.peer = from;
         guest.wants = Word::seated;
         guest.say(Word::welcome, control_.rank(), from, all_[from].key);

@@ -7,8 +7,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <thread>
+#include <functional>
+#include <optional>
+#include <utility>
 
+#include "comm/control/wire.hpp"
 #include "comm/tcp/address.hpp"
 #include "comm/tcp/hello.hpp"
 #include "comm/tcp/hub.hpp"
@@ -43,6 +46,7 @@ class TcpMailbox final : public Mailbox {
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
+  std::optional<int> relay() const override { return rank_ == 0 ? std::nullopt : std::optional(0); }
 
   void post(int to, const std::string& text) override {
     frames_.push({Frame::text, static_cast<std::uint32_t>(to), text});
@@ -100,11 +104,35 @@ class TcpMailbox final : public Mailbox {
   bool heard_end_of_0_ = false;
 };
 
-using Clock = Patience::Clock;
+constexpr const char* kStep = "meet rank 0";
 
-milliseconds until(Clock::time_point end) {
-  return std::max(std::chrono::duration_cast<milliseconds>(end - Clock::now()), milliseconds(0));
-}
+/// What a rank waits with until it has met rank 0: one deadline for all that it tries. It sleeps in
+/// short turns, as what happens meanwhile is real time, and asks in each whether to give up.
+class Turns {
+ public:
+  Turns(int rank, milliseconds deadline, std::function<bool()> gives_up)
+      : rank_(rank), patient_(deadline), gives_up_(std::move(gives_up)) {}
+
+  bool over() const { return patient_.over(); }
+  milliseconds waited() const { return patient_.waited(); }
+  /// Sleeps a little, less when something happens at `fd`. False when the time is over.
+  bool next(int fd = -1, short events = POLLIN) {
+    if (over()) return false;
+    patient_.pause([&](milliseconds limit) {
+      pollfd polled{fd, events, 0};
+      ::poll(&polled, 1, static_cast<int>(limit.count()));
+    });
+    if (gives_up_.now())
+      throw RankError(ErrorKind::rank_failure, rank_, kStep,
+                      fmt::format("Rank {} gave up: it was interrupted at '{}'.", rank_, kStep));
+    return !over();
+  }
+
+ private:
+  int rank_;
+  Patience patient_;
+  GivesUp gives_up_;
+};
 
 /// Rank 0, as another rank looks for it.
 struct Goal {
@@ -114,22 +142,55 @@ struct Goal {
   std::string advice;
 };
 
+/// What a name stands for. It is looked up again and again, ever more seldom: names may come late
+/// (a cluster makes them while its machines start), and addresses may change.
+class Name {
+ public:
+  Name(const std::string& host, int port) : host_(host), port_(port) {}
+
+  /// The addresses that are known by now. `why`: what the resolver says where there are none.
+  const std::vector<Address>& addresses(milliseconds now, std::string& why) {
+    if (!lookup_ && now >= due_) lookup_.emplace(host_, port_);
+    if (!lookup_) return known_;
+    if (!lookup_->done()) {
+      if (!is_answered_) why = "no name server has answered";
+      return known_;
+    }
+    is_answered_ = true;
+    if (auto found = lookup_->take(why); !found.empty()) known_ = std::move(found);
+    lookup_.reset();
+    due_ = now + pause_;
+    pause_ = std::min(2 * pause_, milliseconds(2000));
+    return known_;
+  }
+
+ private:
+  std::string host_;
+  int port_;
+  std::optional<Lookup> lookup_;
+  bool is_answered_ = false;
+  std::vector<Address> known_;
+  milliseconds due_{0}, pause_{100};
+};
+
 /// One attempt to connect and to be welcomed; nothing, and why, when it failed. Throws UsageError
 /// when rank 0 says no; where it says not now, `later` has its words.
 std::optional<Frames> try_meet(const Address& address, const Goal& goal, int rank,
-                               const std::string& hello, Clock::time_point end, std::string& why,
+                               const std::string& hello, Turns& turns, std::string& why,
                                std::string& later) {
+  constexpr milliseconds kConnect{1000};
+  const milliseconds begin = turns.waited();
   Fd fd(::socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   int error = errno;
   if (fd) {
     error = ::connect(fd.get(), address.get(), address.length) == 0 ? 0 : errno;
-    if (error == EINPROGRESS) {
+    while (error == EINPROGRESS) {
       pollfd connecting{fd.get(), POLLOUT, 0};
-      const auto longest = std::min(until(end), milliseconds(1000));
-      ::poll(&connecting, 1, static_cast<int>(longest.count()));
       socklen_t length = sizeof error;
-      getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-      if (error == 0 && !(connecting.revents & POLLOUT)) error = ETIMEDOUT;
+      if (::poll(&connecting, 1, 0) > 0)
+        getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+      else if (turns.waited() - begin >= kConnect || !turns.next(fd.get(), POLLOUT))
+        error = ETIMEDOUT;
     }
   }
   if (error != 0) {
@@ -139,8 +200,8 @@ std::optional<Frames> try_meet(const Address& address, const Goal& goal, int ran
 
   Frames frames(std::move(fd), kMostHello);
   frames.push({Frame::hello, static_cast<std::uint32_t>(rank), hello});
-  Patience patient(std::min(until(end), milliseconds(Hub::kStay)));
-  for (; !patient.over(); patient.pause()) {
+  const milliseconds said = turns.waited();
+  do {
     frames.write();
     frames.read();
     const auto frame = frames.next();
@@ -151,7 +212,6 @@ std::optional<Frames> try_meet(const Address& address, const Goal& goal, int ran
     }
     if (frame->kind == Frame::refused && frame->peer == kComeLater) {
       later = printable(frame->body);
-      std::this_thread::sleep_for(milliseconds(10));
       return std::nullopt;
     }
     if (frame->kind == Frame::refused)
@@ -167,76 +227,87 @@ std::optional<Frames> try_meet(const Address& address, const Goal& goal, int ran
     frames.push({Frame::seated});
     frames.write();
     return frames;
-  }
+  } while (turns.waited() - said < Hub::kStay && turns.next(frames.fd()));
   why = "it takes connections, but does not answer";
   return std::nullopt;
 }
 
-Frames meet(const Goal& goal, int rank, const std::string& hello, milliseconds deadline) {
+Frames meet(const Goal& goal, int rank, const std::string& hello, milliseconds deadline,
+            Turns turns) {
   std::string why, later;
   bool resolved = false;
-  const auto end = Clock::now() + deadline;
-  for (Patience patient(deadline); !patient.over(); patient.pause())
-    for (const std::string& host : goal.hosts) {
-      // Names may come late: a cluster makes them while its machines start.
-      const std::vector<Address> addresses = resolve(host, goal.port, why);
-      resolved = !addresses.empty();
+  std::vector<Name> names;
+  for (const std::string& host : goal.hosts) names.emplace_back(host, goal.port);
+  do {
+    for (Name& name : names) {
+      std::string unknown;
+      const std::vector<Address> addresses = name.addresses(turns.waited(), unknown);
+      resolved = resolved || !addresses.empty();
+      if (!unknown.empty() && !resolved) why = unknown;
       for (const Address& address : addresses)
-        if (auto frames = try_meet(address, goal, rank, hello, end, why, later))
+        if (auto frames = try_meet(address, goal, rank, hello, turns, why, later))
           return std::move(*frames);
     }
+  } while (turns.next());
   if (!resolved)
-    throw UsageError(
-        fmt::format("Rank {} is to meet rank 0 at '{}', which cannot be resolved ({}): set "
-                    "MASTER_ADDR to the name or the address of rank 0's machine.",
-                    rank, goal.hosts.front(), why));
+    throw UsageError(fmt::format(
+        "Rank {} is to meet rank 0 at '{}', which cannot be resolved within the deadline of {:g} s "
+        "({}): set MASTER_ADDR to the name or the address of rank 0's machine.",
+        rank, goal.hosts.front(), deadline.count() / 1000.0, why));
   throw RankError(
-      ErrorKind::timeout, 0, "meet rank 0",
+      ErrorKind::timeout, 0, kStep,
       fmt::format("Rank 0 did not answer at {} within the deadline of {:g} s ({}). {}", goal.name,
                   deadline.count() / 1000.0, later.empty() ? why : later, goal.advice));
 }
 
 std::unique_ptr<Control> control_of(Frames frames, std::unique_ptr<Hub> hub, int rank, int size,
-                                    milliseconds deadline) {
+                                    milliseconds deadline, std::function<bool()> gives_up) {
   if (hub) hub->set_linger(deadline);
-  return mail_control(std::make_unique<TcpMailbox>(std::move(frames), std::move(hub), rank, size),
-                      deadline);
+  auto control = mail_control(
+      std::make_unique<TcpMailbox>(std::move(frames), std::move(hub), rank, size), deadline);
+  control->on_wait(std::move(gives_up));
+  return control;
 }
 
 std::unique_ptr<Control> first_control(std::vector<Fd> listeners, const Hello& hello,
-                                       milliseconds deadline) {
+                                       milliseconds deadline, std::function<bool()> gives_up) {
   auto hub = std::make_unique<Hub>(std::move(listeners), hello);
   Frames own(hub->take_own_end(), kMostText);
-  return control_of(std::move(own), std::move(hub), 0, hello.size, deadline);
+  return control_of(std::move(own), std::move(hub), 0, hello.size, deadline, std::move(gives_up));
 }
 
 }  // namespace
 
-std::unique_ptr<Control> tcp_control(const Launch& launch, milliseconds deadline) {
+std::unique_ptr<Control> tcp_control(const Launch& launch, milliseconds deadline,
+                                     std::function<bool()> gives_up) {
   const Hello hello = hello_of(launch);
+  Turns turns(launch.rank, deadline, gives_up);
   if (launch.rank == 0)
-    return first_control(listen_at(launch.address, launch.port), hello, deadline);
+    return first_control(listen_at(launch.address, launch.port, [&] { return turns.next(); }),
+                         hello, deadline, std::move(gives_up));
   const Goal zero{fmt::format("{}:{}", launch.address, launch.port),
                   {launch.address},
                   launch.port,
                   "Set MASTER_ADDR to rank 0's machine and LONGSPAN_PORT to a free port there."};
-  return control_of(meet(zero, launch.rank, to_text(hello), deadline), nullptr, launch.rank,
-                    launch.size, deadline);
+  return control_of(meet(zero, launch.rank, to_text(hello), deadline, std::move(turns)), nullptr,
+                    launch.rank, launch.size, deadline, std::move(gives_up));
 }
 
-std::unique_ptr<Control> tcp_control(Meeting meeting, milliseconds deadline) {
+std::unique_ptr<Control> tcp_control(Meeting meeting, milliseconds deadline,
+                                     std::function<bool()> gives_up) {
   const Hello hello = hello_of({Launcher::none, meeting.rank, meeting.size, "", 0}, meeting.key);
   if (meeting.rank == 0) {
     std::vector<Fd> listeners;
     listeners.push_back(std::move(meeting.door.listener));
-    return first_control(std::move(listeners), hello, deadline);
+    return first_control(std::move(listeners), hello, deadline, std::move(gives_up));
   }
   const Goal zero{
       fmt::format("port {} of {}", meeting.door.port, fmt::join(meeting.door.hosts, ", ")),
       meeting.door.hosts, meeting.door.port,
       "Is it still running, and does a firewall between the machines let its port through?"};
-  return control_of(meet(zero, meeting.rank, to_text(hello), deadline), nullptr, meeting.rank,
-                    meeting.size, deadline);
+  Turns turns(meeting.rank, deadline, gives_up);
+  return control_of(meet(zero, meeting.rank, to_text(hello), deadline, std::move(turns)), nullptr,
+                    meeting.rank, meeting.size, deadline, std::move(gives_up));
 }
 
 }  // namespace longspan::comm

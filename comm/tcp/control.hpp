@@ -2,6 +2,7 @@
 // (torchrun, srun), or that the caller's own exchange has told the others.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -11,8 +12,10 @@
 
 namespace longspan::comm {
 
-/// Collective over the launcher's ranks.
-std::unique_ptr<Control> tcp_control(const Launch& launch, milliseconds deadline);
+/// Collective over the launcher's ranks. `gives_up` is asked while they look for each other, and
+/// from then on (Communicator::on_wait).
+std::unique_ptr<Control> tcp_control(const Launch& launch, milliseconds deadline,
+                                     std::function<bool()> gives_up = nullptr);
 
 /// Where ranks meet that have another way to tell each other.
 struct Meeting {
@@ -21,6 +24,7 @@ struct Meeting {
   Door door;        // rank 0's; of the others, where it is
   std::string key;  // what nobody else knows
 };
-std::unique_ptr<Control> tcp_control(Meeting meeting, milliseconds deadline);
+std::unique_ptr<Control> tcp_control(Meeting meeting, milliseconds deadline,
+                                     std::function<bool()> gives_up = nullptr);
 
 }  // namespace longspan::comm

@@ -143,7 +143,7 @@ std::unique_ptr<Control> exchange_control(int rank, int size, const ByteExchange
     meeting.key = where[0][1];
     meeting.door.hosts = unpack(where[0][2]);
   }
-  return tcp_control(std::move(meeting), deadline);
+  return tcp_control(std::move(meeting), deadline, options.on_wait);
 }
 
 }  // namespace longspan::comm

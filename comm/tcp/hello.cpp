@@ -16,8 +16,6 @@
 namespace longspan::comm {
 namespace {
 
-constexpr std::size_t kMostPrinted = 500;
-
 std::string name_of_run() {
   if (const auto id = env_text("TORCHELASTIC_RUN_ID")) return "torchrun " + *id;
   const auto job = env_text("SLURM_JOB_ID"), step = env_text("SLURM_STEP_ID");
@@ -71,13 +69,6 @@ std::optional<std::string> objection(const Hello& ours, const Hello& hello) {
   if (hello.rank >= ours.size)
     return fmt::format("There is no rank {} among {} ranks.", hello.rank, ours.size);
   return std::nullopt;
-}
-
-std::string printable(const std::string& text) {
-  std::string clean = text.substr(0, kMostPrinted);
-  for (char& c : clean)
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
-  return clean;
 }
 
 }  // namespace longspan::comm

@@ -32,7 +32,4 @@ Hello hello_from(const std::string& text);
 /// more than that it is wrong.
 std::optional<std::string> objection(const Hello& ours, const Hello& hello);
 
-/// Printable, and no longer than a line or two: what comes from a stranger.
-std::string printable(const std::string& text);
-
 }  // namespace longspan::comm

@@ -33,19 +33,22 @@ class Office {
   }
 
   void admit(Fd fd) {
-    const auto waits = [](const Guest& guest) { return guest.state != Guest::seated; };
-    if (std::count_if(guests_.begin(), guests_.end(), waits) >= unseated_ + Hub::kStrangers)
-      // The oldest: who says hello at once is gone from here at once.
-      drop(std::find_if(guests_.begin(), guests_.end(), waits));
+    const auto unknown = [](const Guest& guest) { return !guest.is_known(); };
+    if (std::count_if(guests_.begin(), guests_.end(), unknown) >= unseated_ + Hub::kStrangers)
+      // The oldest: who says hello at once is gone from here at once. Whoever was welcomed takes
+      // itself for a rank of the job, and is never sent away to make room.
+      drop(std::find_if(guests_.begin(), guests_.end(), unknown));
     guests_.emplace_back(Frames(std::move(fd), kMostHello));
   }
 
-  /// Moves all that can move now.
-  void serve() {
+  /// Moves all that can move now. `closing`: rank 0 has let go, and a rank that does not come to
+  /// the seat it was welcomed to must not keep this thread.
+  void serve(bool closing) {
     for (auto guest = guests_.begin(); guest != guests_.end();) {
       guest->frames.read();
       listen(*guest);
-      const bool over = guest->state != Guest::seated && Clock::now() - guest->since > Hub::kStay;
+      const bool may_stay = guest->state == Guest::seated || (guest->is_known() && !closing);
+      const bool over = !may_stay && Clock::now() - guest->since > Hub::kStay;
       guest = guest->frames.open() && !over ? std::next(guest) : drop(guest);
     }
     for (Guest& guest : guests_) {
@@ -73,6 +76,7 @@ class Office {
     enum State { stranger, welcomed, seated, refused } state = stranger;
     bool left = false;
     Clock::time_point since = Clock::now();
+    bool is_known() const { return state == welcomed || state == seated; }
   };
   using Guests = std::list<Guest>;
   struct Rank {
@@ -187,10 +191,13 @@ class Office {
   int unseated_;  // ranks without a seat
 };
 
-/// Whoever waits at the doors, but not all at once: who was let in first may speak first.
+/// Whoever waits at the doors, but not all at once: who was let in is heard before so many others
+/// come that it would have to make room.
 void open_doors(const std::vector<Fd>& listeners, Office& office) {
+  const int most =
+      std::max(1, Hub::kStrangers / static_cast<int>(std::max<std::size_t>(listeners.size(), 1)));
   for (const Fd& listener : listeners)
-    for (int came = 0; came < Hub::kStrangers; ++came) {
+    for (int came = 0; came < most; ++came) {
       Fd guest(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
       if (!guest) {
         const bool none = errno == EAGAIN || errno == EWOULDBLOCK || errno == ECONNABORTED;
@@ -281,7 +288,7 @@ void Hub::run(Shared& shared, std::vector<Fd> listeners, Fd first, const Hello& 
     ::poll(polled.data(), polled.size(), 20);
 
     open_doors(listeners, office);
-    office.serve();
+    office.serve(shared.closing);
 
     if (!shared.closing) continue;
     const auto now = Clock::now();

@@ -77,6 +77,8 @@ def from_environment(device: Device = "cpu", *, gpu: int | None = None,
             or else 60.
 
     Raises:
+        UsageError: some of a launcher's variables are set and others are missing (WORLD_SIZE without
+            RANK), or this process was started or forked by a rank of mpirun, whose MPI it cannot have.
         RankError: a rank did not come.
         UnsupportedError: what the launcher needs is not in this build.
 

@@ -34,6 +34,12 @@ std::vector<Default>& defaults() {
   return *made;
 }
 
+/// Ctrl-C: Python's own handler runs now, and what it raises is raised by the call (errors.cpp).
+bool interrupted() {
+  const nb::gil_scoped_acquire acquired;
+  return PyErr_CheckSignals() != 0;
+}
+
 Device device_of(nb::handle given) {
   const std::string asked = text(given, "device");
   if (asked == "cpu") return Device::host;
@@ -42,7 +48,7 @@ Device device_of(nb::handle given) {
 }
 
 CommOptions options_of(nb::handle device, nb::handle gpu, nb::handle deadline) {
-  CommOptions options{.device = device_of(device)};
+  CommOptions options{.device = device_of(device), .on_wait = interrupted};
   if (!gpu.is_none()) options.gpu = small(integer(gpu, "gpu"), "gpu");
   if (!deadline.is_none()) {
     const double seconds = real(deadline, "deadline");
@@ -190,12 +196,7 @@ nb::str repr(Comm& comm) {
 
 Comm::Comm(Communicator world) : world_(std::move(world)) {
   all().push_back(this);
-  // Ctrl-C: Python's own handler runs now, and what it raises is raised by the call (errors.cpp).
-  if (world_->size() > 1)
-    world_->on_wait([] {
-      const nb::gil_scoped_acquire acquired;
-      return PyErr_CheckSignals() != 0;
-    });
+  if (world_->size() > 1) world_->on_wait(interrupted);
 }
 
 Comm::~Comm() {

@@ -4,8 +4,11 @@ import os
 import pathlib
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import hypothesis
@@ -335,6 +338,46 @@ def test_interrupted_while_it_waits(rng):
     assert made.end() == [0, 0]
 
 
+@pytest.mark.parametrize("rank, listens", [(0, False), (1, False), (1, True)])
+def test_interrupted_while_it_meets(monkeypatch, rank, listens):
+    """Ctrl-C is heard while rank 0 waits for others, and while others look for it."""
+    listener = socket.create_server(("127.0.0.1", 0))  # takes connections, and says nothing
+    port = listener.getsockname()[1] if listens else free_port()
+    clear_launchers(monkeypatch)
+    for name, value in dict(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", LONGSPAN_PORT=port).items():
+        monkeypatch.setenv(name, str(value))
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        longspan.from_environment(deadline=30)
+    assert time.monotonic() - begin < 10
+    timer.join()
+    listener.close()
+
+
+def test_half_of_a_launchers_variables(monkeypatch):
+    clear_launchers(monkeypatch)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(longspan.UsageError, match="WORLD_SIZE=2 is set, but RANK and MASTER_ADDR are not"):
+        longspan.from_environment()
+
+
+def clear_launchers(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+            monkeypatch.delenv(name)
+
+
+def test_an_end_is_told_to_later_calls_as_such(rng):
+    """They do not have the argument that the first error names."""
+    made = Ranks(2)
+    for first, later in made.values(jobs.disagree_and_go_on, *numbers(rng, (3, 5, 2, 16))):
+        assert first.startswith("'cache_seqlens' differs between ranks")
+        assert later.startswith("The communicator had ended before this call, at '") and first in later
+    assert made.end() == [0, 0]
+
+
 def test_exchanges_that_fail(ranks):
     assert ranks.values(jobs.failing_exchange) == ["'no such thing'"] * ranks.size
     for what, error, says in [("text", "TypeError", "what exchange returns is of type 'str'"),
@@ -397,10 +440,28 @@ print(f"rank {comm.rank} of {comm.size} is right\n", end="", flush=True)
 """
 
 
+# A process that a rank starts has the variables of its launcher, and one that it forks its memory too.
+CHILDREN = r"""
+import os, subprocess, sys
+asks = "import longspan\ntry: longspan.from_environment()\nexcept longspan.UsageError as error: print(error)"
+child = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=60)
+assert "MPI takes one process a rank" in child.stdout and child.returncode == 0, child
+pid = os.fork()
+if pid == 0:
+    try:
+        longspan.from_environment()
+    except longspan.UsageError as error:
+        os._exit(0 if "forked from has started MPI" in str(error) else 2)
+    os._exit(1)
+assert os.waitpid(pid, 0)[1] == 0
+comm.barrier("after the children")
+"""
+
+
 @pytest.mark.skipif(not (MPIRUN and longspan._core.has_mpi), reason="this build or machine has no MPI")
 def test_ranks_of_mpirun():
     for script in ("import longspan; comm = longspan.from_environment()" + ATTENDS,
-                   "import longspan; kept = comm = longspan.from_environment()" + ATTENDS):
+                   "import longspan; kept = comm = longspan.from_environment()" + CHILDREN + ATTENDS):
         assert sorted(run_under_mpi(script).splitlines()) == [f"rank {r} of 2 is right" for r in range(2)]
 
 

@@ -31,6 +31,8 @@ struct CommOptions {
   int gpu = -1;
   /// Longest wait for a peer at any step; 0 takes LONGSPAN_DEADLINE_S (default 60 s).
   std::chrono::milliseconds deadline{0};
+  /// What Communicator::on_wait would be given later: it is asked while ranks meet, too.
+  std::function<bool()> on_wait = nullptr;
 };
 
 /// The ranks that compute together, seen from one of them. Copies share the transport, which ends
@@ -109,8 +111,10 @@ Communicator self(Device device = Device::host, int gpu = -1);
 
 /// The ranks that the launcher started: mpirun (MPI is initialised here if it is not yet, and
 /// finalised with the last communicator), torchrun or srun (RANK, WORLD_SIZE, MASTER_ADDR ... or
-/// their SLURM_ twins), or, when none of them is found, self(). Without MPI states travel over TCP
-/// on processors. On CUDA each rank takes CommOptions::gpu; two ranks on one GPU are refused.
+/// their SLURM_ twins), or, when none of them is found, self(). UsageError where some of a
+/// launcher's variables are set and others are missing, as the other ranks would wait for this one.
+/// Without MPI states travel over TCP on processors. On CUDA each rank takes CommOptions::gpu; two
+/// ranks on one GPU are refused.
 ///
 /// Without MPI ranks meet at one port, which one communicator has at a time: where one of them is
 /// alive, another meets over it, and so all ranks make and drop them in the same order, on one

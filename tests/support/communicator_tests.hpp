@@ -569,7 +569,8 @@ TEST(Agree, NamesTheArgumentAndBothValuesOnEveryRank) {
   }
 }
 
-/// Runs `work` and expects it to fail; then that every later call fails alike.
+/// Runs `work` and expects it to fail; then that every later call fails alike, and says that the
+/// communicator had ended before it.
 RankError failure_of(const Communicator& world, const std::function<void()>& work) {
   try {
     work();
@@ -579,8 +580,10 @@ RankError failure_of(const Communicator& world, const std::function<void()>& wor
         world.barrier("after the failure");
         ADD_FAILURE() << "a failed communicator went on";
       } catch (const RankError& same) {
-        EXPECT_STREQ(same.what(), error.what());
+        EXPECT_THAT(same.what(),
+                    AllOf(HasSubstr("had ended before this call"), HasSubstr(error.what())));
         EXPECT_EQ(same.rank(), error.rank());
+        EXPECT_EQ(same.step(), error.step());
       }
     }
     return error;

@@ -143,6 +143,19 @@ TEST(Wire, GivesBackWhatWasPacked) {
   EXPECT_TRUE(comm::unpack("").empty());
 }
 
+TEST(Wire, TextsOfOthersAreShownWithoutWhatTerminalsObey) {
+  const auto shown = [](std::string_view text) { return comm::printable(text); };
+  EXPECT_EQ(shown("plain text, Größe \xe2\x82\xac"), "plain text, Größe \xe2\x82\xac");
+  EXPECT_EQ(shown("a\n\tb\x1b[31m\x7f"), "a\\n\\tb\\x1b[31m\\x7f");
+  EXPECT_EQ(shown(std::string_view("\0", 1)), "\\x00");
+  EXPECT_EQ(shown("\xff\xc3"), "\\xff\\xc3");                             // no UTF-8
+  EXPECT_EQ(shown("\xc0\x80\xed\xa0\x80"), "\\xc0\\x80\\xed\\xa0\\x80");  // nor is this
+  EXPECT_EQ(shown("\xc2\x9b"), "\\xc2\\x9b");                             // begins commands, too
+  const std::string cut = shown(std::string(3018, 'x'));
+  EXPECT_EQ(cut, std::string(500, 'x') + "... (cut, of 3018 bytes)");
+  EXPECT_EQ(shown(std::string(500, 'x')), std::string(500, 'x'));
+}
+
 TEST(Wire, RefusesDamage) {
   for (const char* damaged : {"5:abc", "abc", ":", "-1:", "3", "99999999999999999999:a"})
     EXPECT_THROW(comm::unpack(damaged), Error) << damaged;

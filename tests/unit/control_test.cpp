@@ -6,8 +6,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <random>
 #include <thread>
 
@@ -232,8 +234,46 @@ TEST(Failures, TheFirstIsKeptWhoeverLooks) {
       });
     start = true;
     for (std::thread& thread : threads) thread.join();
-    for (const std::string& what : seen) EXPECT_EQ(what, seen[0]);
+    // One of them throws it first, and the others say that it had come to that.
+    const auto first = std::min_element(
+        seen.begin(), seen.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
+    for (auto what = seen.begin(); what != seen.end(); ++what)
+      EXPECT_EQ(*what, what == first ? *first
+                                     : "The communicator had ended before this call, at 'step': " +
+                                           *first + " Make another communicator to go on.");
     EXPECT_THROW(fate.check(), RankError);
+  }
+}
+
+/// What a later call throws is of the same type, and nobody takes its text for one about that call.
+TEST(Failures, AreToldAsEarlierOnesToLaterCalls) {
+  const auto control = control_with({roll(1, 5, 4), roll(2, 5, 3)});
+  const auto text_of = [&](const std::function<void()>& call) -> std::string {
+    try {
+      call();
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "no UsageError";
+  };
+  const std::string first = text_of([&] { control->disagree({1, 5}, kOtherwise); });
+  EXPECT_THAT(first, ::testing::StartsWith("'tokens' differs between ranks at 'states'"));
+  for (int again = 0; again < 2; ++again)
+    EXPECT_THAT(text_of([&] { control->gather("", "another step"); }),
+                ::testing::AllOf(::testing::StartsWith(
+                                     "The communicator had ended before this call, at 'states'"),
+                                 HasSubstr(first), HasSubstr("Make another communicator")));
+  Fate without_step;
+  without_step.note({ErrorKind::rank_failure, 1, "", "Rank 1 gave up."});
+  EXPECT_THROW(without_step.check(), RankError);
+  try {
+    without_step.check();
+    ADD_FAILURE() << "went on";
+  } catch (const RankError& error) {
+    EXPECT_STREQ(error.what(),
+                 "The communicator had ended before this call: Rank 1 gave up. Make another "
+                 "communicator to go on.");
+    EXPECT_EQ(error.rank(), 1);
   }
 }
 

@@ -139,14 +139,74 @@ Launch launch_of(const Set& set) {
 
 TEST(Launch, NothingSetIsOneProcess) {
   EXPECT_EQ(launch_of({}).by, Launcher::none);
-  EXPECT_EQ(launch_of({{"RANK", "1"}, {"WORLD_SIZE", "2"}}).by, Launcher::none);
+  // Neither does what says nothing of other ranks.
+  EXPECT_EQ(launch_of({{"MASTER_ADDR", "head"}, {"MASTER_PORT", "29500"}}).by, Launcher::none);
+  EXPECT_EQ(launch_of({{"WORLD_SIZE", "1"}}).by, Launcher::none);
+  EXPECT_EQ(launch_of({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).size, 1);
+  EXPECT_EQ(launch_of({{"SLURM_PROCID", "0"}}).by, Launcher::none);  // the batch script itself
+}
+
+/// A process that would compute alone while the others of its job wait for it.
+TEST(Launch, HalfOfALaunchersVariablesAreRefused) {
+  struct Case {
+    Set set;
+    std::vector<const char*> says;
+  };
+  const Case cases[] = {
+      {{{"WORLD_SIZE", "2"}}, {"WORLD_SIZE=2 is set", "RANK and MASTER_ADDR are not"}},
+      {{{"RANK", "1"}}, {"RANK=1 is set", "WORLD_SIZE and MASTER_ADDR are not"}},
+      {{{"RANK", "0"}}, {"RANK=0 is set", "WORLD_SIZE"}},
+      {{{"RANK", "1"}, {"WORLD_SIZE", "2"}},
+       {"RANK=1 and WORLD_SIZE=2 are set", "MASTER_ADDR is not"}},
+      {{{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "head"}},
+       {"WORLD_SIZE=2 and MASTER_ADDR=head are set", "RANK is not"}},
+      {{{"RANK", "1"}, {"MASTER_ADDR", "head"}, {"TORCHELASTIC_RUN_ID", "none"}},
+       {"RANK=1", "WORLD_SIZE is not"}},
+      // mpirun started torchrun, the inner one counts, and its variables are half there.
+      {{{"RANK", "1"},
+        {"TORCHELASTIC_RUN_ID", "none"},
+        {"OMPI_COMM_WORLD_RANK", "0"},
+        {"OMPI_COMM_WORLD_SIZE", "2"}},
+       {"RANK=1", "WORLD_SIZE and MASTER_ADDR are not"}},
+      {{{"SLURM_STEP_NUM_TASKS", "2"}}, {"SLURM_STEP_NUM_TASKS=2 is set", "SLURM_PROCID is not"}},
+      {{{"SLURM_PROCID", "3"}}, {"SLURM_PROCID=3 is set", "SLURM_STEP_NUM_TASKS is not"}},
+      {{{"OMPI_COMM_WORLD_RANK", "0"}},
+       {"OMPI_COMM_WORLD_RANK=0 is set", "OMPI_COMM_WORLD_SIZE is not"}},
+      {{{"OMPI_COMM_WORLD_SIZE", "2"}}, {"OMPI_COMM_WORLD_RANK is not"}},
+      {{{"PMI_RANK", "0"}}, {"PMI_RANK=0 is set", "PMI_SIZE is not"}},
+      {{{"PMI_SIZE", "2"}}, {"PMI_SIZE=2 is set", "PMI_RANK is not"}},
+  };
+  for (const auto& [set, says] : cases) {
+    std::string shown;
+    for (const auto& [name, value] : set) shown += name + "=" + value + " ";
+    SCOPED_TRACE(shown);
+    try {
+      launch_of(set);
+      ADD_FAILURE() << "was taken";
+    } catch (const UsageError& error) {
+      for (const char* words : says) EXPECT_THAT(error.what(), HasSubstr(words));
+      EXPECT_THAT(error.what(), HasSubstr("every rank"));
+    }
+  }
+}
+
+/// What another launcher has set completely says who this process is.
+TEST(Launch, HalfOfOnesVariablesBesideAllOfAnothers) {
+  Set set = {{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NODELIST", "n"}};
+  set["WORLD_SIZE"] = "2";  // a batch script that exports it for programs that ask for it
+  EXPECT_EQ(launch_of(set).by, Launcher::srun);
+  set = {{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"RANK", "1"}};
+  EXPECT_EQ(launch_of(set).by, Launcher::mpirun);
+  set = {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}, {"PMI_RANK", "0"}};
+  EXPECT_EQ(launch_of(set).by, Launcher::torchrun);
 }
 
 TEST(Launch, Mpirun) {
-  const Launch open_mpi = launch_of({{"OMPI_COMM_WORLD_SIZE", "4"}});
+  const Launch open_mpi = launch_of({{"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_RANK", "2"}});
   EXPECT_EQ(open_mpi.by, Launcher::mpirun);
   EXPECT_EQ(open_mpi.size, 4);
-  EXPECT_EQ(launch_of({{"PMI_SIZE", "3"}}).size, 3);
+  EXPECT_EQ(open_mpi.rank, 2);
+  EXPECT_EQ(launch_of({{"PMI_SIZE", "3"}, {"PMI_RANK", "0"}}).size, 3);
   EXPECT_EQ(launch_of({{"PMIX_RANK", "1"}, {"SLURM_STEP_NUM_TASKS", "8"}}).size, 8);
 }
 
@@ -166,6 +226,7 @@ TEST(Launch, Torchrun) {
   EXPECT_EQ(launch_of(set).port, 7000);
 
   set["OMPI_COMM_WORLD_SIZE"] = "2";  // mpirun started torchrun: the inner one counts
+  set["OMPI_COMM_WORLD_RANK"] = "0";
   EXPECT_EQ(launch_of(set).by, Launcher::torchrun);
   set.erase("TORCHELASTIC_RUN_ID");  // a script under mpirun that set RANK for somebody else
   EXPECT_EQ(launch_of(set).by, Launcher::mpirun);
@@ -198,6 +259,7 @@ TEST(Launch, Srun) {
   EXPECT_EQ(launch_of(set).address, "10.0.0.1");
   set["MASTER_ADDR"] = "head";
   EXPECT_EQ(launch_of(set).address, "head");
+  set["SLURM_PROCID"] = "0";
   set.erase("SLURM_STEP_NUM_TASKS");  // the batch script itself
   EXPECT_EQ(launch_of(set).by, Launcher::none);
 }
@@ -257,7 +319,13 @@ TEST(Launch, RefusesNumbersThatCannotBe) {
   for (const char* size : {"0", "-4", "2147483648", "1000001"})
     EXPECT_THROW(launch_of({{"RANK", "0"}, {"WORLD_SIZE", size}, {"MASTER_ADDR", "a"}}), UsageError)
         << size;
-  EXPECT_THROW(launch_of({{"OMPI_COMM_WORLD_SIZE", "four"}}), UsageError);
+  EXPECT_THROW(launch_of({{"OMPI_COMM_WORLD_SIZE", "four"}, {"OMPI_COMM_WORLD_RANK", "0"}}),
+               UsageError);
+  EXPECT_THROW(launch_of({{"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_RANK", "4"}}),
+               UsageError);
+  EXPECT_THROW(launch_of({{"PMIX_RANK", "one"}}), UsageError);
+  EXPECT_THROW(launch_of({{"WORLD_SIZE", "some"}}), UsageError);
+  EXPECT_THROW(launch_of({{"RANK", "-1"}}), UsageError);
   EXPECT_THROW(launch_of({{"RANK", "4"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "a"}}), UsageError);
   EXPECT_THROW(launch_of({{"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "2"}}), UsageError);
 }

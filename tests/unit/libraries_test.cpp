@@ -49,7 +49,7 @@ TEST(Libraries, NeitherIsLinkedUnlessAskedFor) {
 }
 
 TEST(Libraries, RanksOfMpirunAreToldWhatToLink) {
-  const Variable ranks("OMPI_COMM_WORLD_SIZE", "2");
+  const Variable ranks("OMPI_COMM_WORLD_SIZE", "2"), rank("OMPI_COMM_WORLD_RANK", "0");
   try {
     from_environment();
     ADD_FAILURE() << "went on";
@@ -90,7 +90,7 @@ TEST(Libraries, WhatIsRegisteredIsFound) {
                                                  },
                                              .version = [] { return std::string("a test's MPI"); }};
   comm::register_library(kLibrary);
-  const Variable ranks("OMPI_COMM_WORLD_SIZE", "3");
+  const Variable ranks("OMPI_COMM_WORLD_SIZE", "3"), rank("OMPI_COMM_WORLD_RANK", "0");
   from_environment();
   EXPECT_EQ(asked, 3);
   EXPECT_EQ(row("MPI"), "a test's MPI");

@@ -218,6 +218,41 @@ TEST_P(Faults, AStoppedRankIsNamedWhereverTheOthersWait) {
   expect_all_well(statuses, victim);
 }
 
+/// Parts that all ranks use together, as strategies of two levels do: who waits in one of them
+/// waits for a rank that waits in another one. The rank that is stopped is named, also where it is
+/// the one through which letters go, and none that is well; and that takes one deadline.
+TEST(Tcp, AStoppedRankIsNamedInPartsThatEndTogether) {
+  for (const int victim : {0, 3}) {
+    const auto statuses = run_ranks(4, milliseconds(1500), [&](Control& control) {
+      const auto node = part_of(control, control.rank() / 2);
+      const auto nodes = part_of(control, control.rank() % 2);
+      node->end_with_parent();
+      nodes->end_with_parent();
+      meet(control);
+      if (control.rank() == victim) raise(SIGSTOP);
+      const auto begin = Patience::Clock::now();
+      try {
+        for (int turn = 0; turn < 3; ++turn) {
+          node->gather("", "in the node");
+          nodes->gather("", "between nodes");
+        }
+      } catch (const RankError& error) {
+        const std::string said = error.what(), name = "Rank " + std::to_string(victim) + " ";
+        const bool is_right = error.kind() == ErrorKind::timeout && error.rank() == victim &&
+                              said.starts_with(name + "did not come to '" + error.step() + "'") &&
+                              (error.step() == "in the node" || error.step() == "between nodes") &&
+                              said.find("nor did") == std::string::npos &&
+                              control.fate().failed() &&
+                              Patience::Clock::now() - begin < milliseconds(2600);
+        if (!is_right) fprintf(stderr, "rank %d: %s\n", control.rank(), error.what());
+        return is_right;
+      }
+      return false;
+    });
+    expect_all_well(statuses, victim);
+  }
+}
+
 TEST_P(Faults, WhoGivesUpTellsTheOthersWhy) {
   const int size = GetParam();
   expect_all_well(run_ranks(size, seconds(50), [&](Control& control) {

@@ -1,17 +1,22 @@
 // How ranks find each other over TCP, among strangers: whoever talks to rank 0's port, or stands
 // where rank 0 should be, costs little, ends nothing, and is told why where it is a rank.
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <random>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -25,15 +30,45 @@
 #include "tests/support/fresh_seed.hpp"
 #include "tests/support/no_threads.hpp"
 
+namespace {
+/// Look-ups of a name that ends in ".silent", and what they wait for: a name server that does not
+/// answer.
+std::atomic<int> silent_lookups{0};
+std::atomic<int> all_lookups{0};              // of names, and not of addresses in digits
+auto& name_server = *new std::promise<void>;  // look-ups that it keeps waiting outlive the tests
+auto& answered = *new std::shared_future<void>(name_server.get_future().share());
+}  // namespace
+
+/// In place of the system's, which it calls for other names.
+extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo* hints,
+                           addrinfo** found) {
+  const bool asks = !(hints && hints->ai_flags & AI_NUMERICHOST);
+  if (asks) ++all_lookups;
+  if (asks && name && std::string_view(name).ends_with(".silent")) {
+    ++silent_lookups;
+    answered.wait();
+    return EAI_AGAIN;
+  }
+  static const auto real =
+      reinterpret_cast<decltype(&getaddrinfo)>(::dlsym(RTLD_NEXT, "getaddrinfo"));
+  return real(name, service, hints, found);
+}
+
 namespace longspan::comm {
 namespace {
 
 using namespace std::chrono_literals;
+using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using tests::free_port;
 using Strings = std::vector<std::string>;
+
+constexpr auto kWait = [] {
+  std::this_thread::sleep_for(1ms);
+  return true;
+};
 
 sockaddr_in loopback(int port, const char* digits = "\x7f\0\0\1") {
   sockaddr_in address{};
@@ -220,6 +255,59 @@ TEST(Seats, AreForConnectionsThatLive) {
   expect_meeting(*zero, port);
 }
 
+/// Whoever is welcomed stays, however many come behind it: it takes itself for a rank by then.
+TEST(Seats, AreKeptForWhoIsWelcomed) {
+  const int port = free_port();
+  const auto zero = tcp_control(launch_of(port, 0), 50s);
+  Stranger one(port);
+  one.say(hello_text(port, 1));
+  ASSERT_EQ(one.hear(16), header(Frame::welcome, 1, 0));
+  std::vector<Stranger> idle;
+  for (int i = 0; i < 100; ++i) idle.emplace_back(port);
+  EXPECT_TRUE(idle.front().is_hung_up_on());
+  one.say(framed(Frame::seated, 0) +
+          framed(Frame::text, 0, "g" + pack(std::string("meet"), std::string("b"))));
+  EXPECT_EQ(zero->gather("a", "meet"), (Strings{"a", "b"}));
+}
+
+/// Who connects and resets the connection, again and again, as fast as it can.
+class Flood {
+ public:
+  explicit Flood(int port) {
+    for (int i = 0; i < 2; ++i)
+      threads_.emplace_back([this, port] {
+        while (!stop_) {
+          const Fd fd(::socket(AF_INET, SOCK_STREAM, 0));
+          const linger reset{1, 0};
+          ::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+          const sockaddr_in there = loopback(port);
+          ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&there), sizeof there);
+          ++came_;
+        }
+      });
+  }
+  ~Flood() {
+    stop_ = true;
+    for (std::thread& thread : threads_) thread.join();
+    EXPECT_GT(came_, 0);
+  }
+
+ private:
+  std::atomic<bool> stop_{false};
+  std::atomic<long> came_{0};
+  std::vector<std::thread> threads_;
+};
+
+TEST(Strangers, WhoComeInAFloodKeepNobodyOut) {
+  for (int meeting = 0; meeting < 10; ++meeting) {
+    const int port = free_port();
+    const auto zero = tcp_control(launch_of(port, 0), 50s);
+    const Flood flood(port);
+    std::this_thread::sleep_for(5ms);
+    expect_meeting(*zero, port);
+  }
+}
+
 TEST(Seats, AreTakenOnceAndTheSecondIsToldSo) {
   const int port = free_port();
   const auto zero = tcp_control(launch_of(port, 0, 3), 50s);
@@ -251,7 +339,7 @@ TEST(Refusals, NameTheFieldAndBothValues) {
   {
     const Variable other("TORCHELASTIC_RUN_ID", "friday\n");
     EXPECT_THAT(refusal_of(launch_of(port, 1)),
-                AllOf(HasSubstr("run differs"), HasSubstr("tuesday"), HasSubstr("friday?'")));
+                AllOf(HasSubstr("run differs"), HasSubstr("tuesday"), HasSubstr("friday\\n'")));
   }
   const Variable again("TORCHELASTIC_RUN_ID", "tuesday");
   Hello old = hello_of(launch_of(port, 1));
@@ -410,6 +498,89 @@ TEST(Guests, ComeAgainWhereTheWelcomeIsLate) {
   EXPECT_THROW(control->gather("", "meet"), RankError);  // rank 0 left
 }
 
+/// What a call takes that must end at its deadline of 1.5 s. The bound is short of twice that.
+template <class Call>
+void expect_end_in_time(const Call& call) {
+  const auto begin = std::chrono::steady_clock::now();
+  call();
+  const auto took = std::chrono::steady_clock::now() - begin;
+  EXPECT_GE(took, 1400ms);
+  EXPECT_LT(took, 2600ms);
+}
+
+TEST(Guests, OfWhoSaysNothingEndAtTheDeadline) {
+  Impostor impostor([](Stranger&, int) {});
+  expect_end_in_time([&] {
+    try {
+      tcp_control(launch_of(impostor.port(), 1), 1500ms);
+      ADD_FAILURE() << "met";
+    } catch (const RankError& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::timeout);
+      EXPECT_EQ(error.rank(), 0);
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("within the deadline of 1.5 s"),
+                                      HasSubstr("it takes connections, but does not answer")));
+    }
+  });
+}
+
+/// Whom a look-up waits for, and who is asked to give up meanwhile.
+TEST(Names, ThatNoServerAnswersForEndAtTheDeadline) {
+  for (const int rank : {0, 1}) {
+    const int before = silent_lookups;
+    expect_end_in_time([&] {
+      try {
+        tcp_control(launch_of(free_port(), rank, 2, "head.silent"), 1500ms);
+        ADD_FAILURE() << "met";
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(),
+                    AllOf(HasSubstr("head.silent"), HasSubstr("no name server has answered"),
+                          HasSubstr("MASTER_ADDR")));
+      }
+    });
+    EXPECT_EQ(silent_lookups, before + 1) << "one question at a time";
+  }
+}
+
+/// A rank that finds nobody looks the name up again, and does not keep the name server busy.
+TEST(Names, AreLookedUpEverMoreSeldom) {
+  const std::string nowhere(80, 'x');  // longer than a name may be: no server is asked
+  for (const char* host : {nowhere.c_str(), "localhost"}) {
+    const int before = all_lookups;
+    EXPECT_THROW(tcp_control(launch_of(free_port(), 1, 2, host), 800ms), Error);
+    EXPECT_GE(all_lookups - before, 2) << host;
+    EXPECT_LE(all_lookups - before, 5) << host;
+  }
+}
+
+TEST(Guests, AskTheirCallerWhetherToGoOn) {
+  Impostor silent([](Stranger&, int) {});
+  struct Case {
+    const char* host;
+    int port;
+    int rank;
+  };
+  for (const Case& one :
+       {Case{"localhost", silent.port(), 1}, Case{"localhost", free_port(), 1},
+        Case{"head.silent", free_port(), 1}, Case{"head.silent", free_port(), 0}}) {
+    SCOPED_TRACE(one.host);
+    int asked = 0;
+    try {
+      tcp_control(launch_of(one.port, one.rank, 2, one.host), 60s, [&] { return ++asked == 3; });
+      ADD_FAILURE() << "met";
+    } catch (const RankError& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
+      EXPECT_EQ(error.rank(), one.rank);
+      EXPECT_THAT(error.what(), HasSubstr("gave up: it was interrupted at 'meet rank 0'"));
+    }
+    EXPECT_EQ(asked, 3);
+  }
+  // And so does rank 0, which waits for the others.
+  bool enough = false;
+  const auto zero = tcp_control(launch_of(free_port(), 0), 60s, [&] { return enough; });
+  enough = true;
+  EXPECT_THROW(zero->gather("", "meet"), RankError);
+}
+
 TEST(Addresses, ThatNobodyHasAreSaidToBeSo) {
   const std::string nowhere(80, 'x');  // longer than a name may be: no server is asked
   for (const int rank : {0, 1}) {
@@ -425,7 +596,7 @@ TEST(Addresses, ThatNobodyHasAreSaidToBeSo) {
 
 TEST(Addresses, AreListenedOnAlone) {
   const int port = free_port();
-  const auto listeners = listen_at("127.0.0.2", port);
+  const auto listeners = listen_at("127.0.0.2", port, kWait);
   EXPECT_EQ(listeners.size(), 1u);
   EXPECT_TRUE(Stranger(port, "\x7f\0\0\2").connected());
   EXPECT_FALSE(Stranger(port).connected());
@@ -433,7 +604,7 @@ TEST(Addresses, AreListenedOnAlone) {
 
 TEST(Addresses, OfOtherMachinesMeanEveryAddressOfThisOne) {
   const int port = free_port();
-  const auto listeners = listen_at("192.0.2.1", port);  // for documentation: nobody has it
+  const auto listeners = listen_at("192.0.2.1", port, kWait);  // for documentation: nobody has it
   EXPECT_TRUE(Stranger(port).connected());
   EXPECT_TRUE(Stranger(port, "\x7f\0\0\2").connected());
 }
@@ -441,7 +612,7 @@ TEST(Addresses, OfOtherMachinesMeanEveryAddressOfThisOne) {
 TEST(Addresses, ThatAreTakenAreRefused) {
   const Fd taken = some_listener();
   try {
-    listen_at("127.0.0.1", port_of(taken.get()));
+    listen_at("127.0.0.1", port_of(taken.get()), kWait);
     ADD_FAILURE() << "listens";
   } catch (const UsageError& error) {
     EXPECT_THAT(error.what(), HasSubstr("LONGSPAN_PORT"));
@@ -451,7 +622,7 @@ TEST(Addresses, ThatAreTakenAreRefused) {
 TEST(Hub, WithoutAThreadIsATypedError) {
   const int port = free_port();
   const Hello hello = hello_of(launch_of(port, 0));
-  auto listeners = listen_at("localhost", port);
+  auto listeners = listen_at("localhost", port, kWait);
   const tests::NoThreads none;
   EXPECT_THROW(Hub(std::move(listeners), hello), BackendError);
 }

@@ -202,7 +202,9 @@ TEST(FromEnvironment, IsCalledAgain) {
         ::setenv("WORLD_SIZE", "2", 1);
         ::setenv("MASTER_ADDR", "127.0.0.1", 1);
         ::setenv("LONGSPAN_PORT", port.c_str(), 1);
-        for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"}) ::unsetenv(name);
+        for (const char* name :
+             {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK"})
+          ::unsetenv(name);
         for (int round = 0; round < 3; ++round) {  // one after the other, at the same port
           const Communicator first = from_environment({.deadline = 50s});
           const Communicator second = from_environment({.deadline = 50s});

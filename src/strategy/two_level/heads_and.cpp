@@ -70,44 +70,22 @@ class HeadsAnd final : public Strategy {
     layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "agreement on the run", run.said);
     run.said = nullptr;
     const kernels::MergeParams asked = run.merge;
-    const auto in_node = [this](int rank) { return ranks_.first + rank; };
-    const auto of_nodes = [this](int rank) {
-      return rank * ranks_.count + layer_.comm.rank() - ranks_.first;
-    };
-    or_end_all(in_node, [&] { exchange_.bring(run); });
-    or_end_all(of_nodes, [&] { attend_between_nodes(run); });
+    or_end_all([&] { exchange_.bring(run); });
+    or_end_all([&] { attend_between_nodes(run); });
     run.enter(Phase::exchange);
-    or_end_all(in_node, [&] { exchange_.take_back(run, asked); });
+    or_end_all([&] { exchange_.take_back(run, asked); });
   }
 
  private:
-  /// Does what travels on one of the two levels. Who waits in vain there may wait for one that
-  /// waits on the other level: all ranks of the layer meet, then, and so find the one that does not
-  /// come. Where they all come, the layer's communicator ends all the same, so that every rank
-  /// hears of the failure at once. `whole` gives a rank's number in the layer.
-  template <class Whole, class Work>
-  void or_end_all(const Whole& whole, const Work& work) const {
+  /// Does what travels on one of the two levels. What ends a level ends the layer's communicator,
+  /// so every rank hears of the failure at once; what else goes wrong here must end it too.
+  template <class Work>
+  void or_end_all(const Work& work) const {
     try {
       work();
-    } catch (const RankError& error) {
-      find_missing(error);
-      layer_.comm.abort(error.what());
-      throw RankError(error.kind(), error.rank() < 0 ? -1 : whole(error.rank()), error.step(),
-                      error.what());
     } catch (const std::exception& error) {
       layer_.comm.abort(error.what());
       throw;
-    }
-  }
-
-  /// Throws where a rank does not come to the meeting after a failure.
-  void find_missing(const RankError& failure) const {
-    try {
-      layer_.comm.gather("", "meeting after a failed exchange");
-    } catch (const RankError& missing) {
-      throw RankError(
-          missing.kind(), missing.rank(), failure.step(),
-          fmt::format("{} Before, at '{}': {}", missing.what(), failure.step(), failure.what()));
     }
   }
 

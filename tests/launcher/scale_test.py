@@ -61,7 +61,7 @@ class ScaleTest(CommandTest):
     def test_graphs_are_for_gpus(self):
         path = self.path("scale.json")
         done = longspan(0, "bench", "scale", "--backend", "host", "--kv", 64, "--graph", "--json", path)
-        self.ends(done, USAGE, "--graph", "it is for GPUs")
+        self.ends(done, USAGE, "--graph needs GPUs")
         self.assertFalse(path.exists())
 
     def test_records_replace_older_ones(self):

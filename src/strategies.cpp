@@ -131,7 +131,7 @@ Machine shared_machine(const Communicator& world) {
   std::string mine;
   if (world.rank() == 0) try {
       const Machine machine = machine_here(world.device());
-      mine = "+" + to_text(machine) + "\n" + machine.name;  // a name may have any characters
+      mine = fmt::format("+{}\n{}", to_text(machine), machine.name);  // a name may be any text
     } catch (const std::exception& error) {
       mine = std::string("-") + error.what();
     }

@@ -23,6 +23,13 @@ std::int64_t entry(const Tensor& t, std::int64_t i) {
                                  : static_cast<const std::int64_t*>(t.data)[i * t.stride[0]];
 }
 
+/// From entry i to the next, where a table ascends; at most what is far more than there can be.
+std::int64_t step(const Tensor& t, std::int64_t i) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 40;
+  const std::int64_t from = std::clamp<std::int64_t>(entry(t, i), 0, kMost);
+  return std::clamp<std::int64_t>(entry(t, i + 1), from, kMost) - from;
+}
+
 /// Rows that a rank has by a rule, of all sequences: `rows` are those of a packed batch, or of each
 /// sequence. No value where only a GPU can read how many they are, or only the rank itself knows.
 std::optional<std::int64_t> rows_of_rank(const Call& call, const Sharding& rule, std::int64_t rows,
@@ -31,13 +38,13 @@ std::optional<std::int64_t> rows_of_rank(const Call& call, const Sharding& rule,
   if (rule.layout == Layout::listed) return std::nullopt;
   if (rule.layout == Layout::ranges) {
     if (!is_readable(ends) || ends.shape[0] != std::int64_t{ranks} + 1) return std::nullopt;
-    return std::max<std::int64_t>(0, entry(ends, std::int64_t{rank} + 1) - entry(ends, rank));
+    return step(ends, rank);
   }
   if (!call.cu_seqlens_q) return rule.resolve(rows, rank, ranks).local_len(rows) * call.batch();
   if (!is_readable(starts)) return std::nullopt;
   std::int64_t held = 0;
   for (std::int64_t b = 0; b + 1 < starts.shape[0]; ++b) {
-    const std::int64_t length = std::max<std::int64_t>(0, entry(starts, b + 1) - entry(starts, b));
+    const std::int64_t length = step(starts, b);
     held += rule.resolve(length, rank, ranks).local_len(length);
   }
   return held;
@@ -178,8 +185,10 @@ void check_own_part(const Call& call, const Sharding& rule, const Communicator& 
 
 }  // namespace
 
-/// The rows that the rank gets of each sequence.
 std::int64_t own_rows(const Call& call, const Sharding& rule, const Communicator& world) {
+  if ((rule.layout == Layout::listed || rule.layout == Layout::ranges) && !call.query_table)
+    throw InputError(std::string("query_table is None, and results are ") + name(rule.layout) +
+                     ": the rows that this rank gets");
   if (rule.layout == Layout::listed && is_readable(call.query_table.tensor())) {
     const Tensor& table = call.query_table.tensor();
     std::int64_t count = 0;

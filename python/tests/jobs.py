@@ -322,9 +322,8 @@ def one_of_pairs(comm, rng, batch, length, tokens, keys, rows, make):
         close(rows.whole(out, comm, dim), rows.whole(lse, comm, dim))
     out, lse = longspan.attend(q, own_k, own_v, **given, results="heads")
     close(*(longspan.unshard(a, "heads", comm=comm, dim=dim + 1) for a in (out, lse)))
-    if batch < 2:
-        out, lse = longspan.attend(q, own_k, own_v, **given, results=by)
-        close(*(longspan.unshard(a, by, comm=comm, dim=dim) for a in (out, lse)))
+    out, lse = longspan.attend(q, own_k, own_v, **given, results=by)
+    close(*(longspan.unshard(a, by, comm=comm, dim=dim) for a in (out, lse)))
     if keys.name not in ("any", "ranges", "listed"):
         layer = longspan.Attention(comm, heads=4, kv_heads=2, head_dim=16, dtype="float32", causal=causal,
                                    keys=keys.keys, max_queries=max(1, tokens * max(1, batch)), max_batch=max(1, batch))

@@ -102,7 +102,7 @@ class Block(torch.nn.Module):
         q, k = (torch.cat([t[..., ::2] * angles.cos() - t[..., 1::2] * angles.sin(),
                            t[..., ::2] * angles.sin() + t[..., 1::2] * angles.cos()], -1) for t in (q, k))
         y = sdpa_before(q, k, v, is_causal=True)
-        return x + y.transpose(1, 2).reshape(batch, tokens, -1) @ self.out
+        return x + y.transpose(1, 2).reshape(batch, tokens, self.heads * self.dim) @ self.out  # a rank may have no tokens
 
 
 def model_with_positions(group, tokens, compiled, layout):

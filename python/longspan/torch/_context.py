@@ -78,7 +78,8 @@ def context_parallel(
         no_restore_buffers: those of them that stay sharded afterwards, which saves their memory.
         layout: how tokens are dealt out: "zigzag", which is PyTorch's default too (head-tail load
             balance), "striped", "interleaved:64" or "contiguous": in rank order, as PyTorch's without
-            load balance, but cut at multiples of 128 tokens.
+            load balance, but cut at multiples of 128 tokens, so that of a short sequence some ranks
+            have none. Models that cannot run on no tokens want another layout there.
         queries: "as keys": rows of query are dealt out likewise. None: every rank has all rows.
         causal_alignment: what is_causal means where query and key have different lengths; None
             refuses it, "lower_right" says that the rows are the last tokens.

@@ -149,7 +149,7 @@ class BenchDecodeTest(CommandTest):
                     self.ends(longspan(ranks, *small(*extra)), status, *words)
         self.ends(longspan(0, "bench", "decode", "--dim", 20), UNSUPPORTED, "dim 20")
         self.ends(longspan(0, "bench", "decode", "--heads", 3, "--kv-heads", 2), USAGE, "heads 3")
-        self.ends(longspan(0, "bench"), USAGE, "subcommand")
+        self.ends(longspan(0, "bench"), USAGE, "not a command by itself")
         self.ends(longspan(0, "bench", "encode"), USAGE, "bench")
 
     def test_ranks_disagree(self):

@@ -67,6 +67,9 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
   if (score.softcap < 0) refuse(fmt::format("softcap {} is negative; 0 means none", score.softcap));
   if (!std::isfinite(score.softcap))
     refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", score.softcap));
+  if (score.alibi != Alibi::context && score.alibi != Alibi::query)
+    refuse(
+        fmt::format("alibi of number {} is none of context, query", static_cast<int>(score.alibi)));
   // Kernels multiply by these, and where one leaves the normal numbers a score is NaN, or has lost
   // its digits. A scale of 0 is what it says: all scores are alike.
   const float scale = scale_of(score, head_dim);
@@ -87,9 +90,6 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
         fmt::format("softcap is {} with a scale of {}; scale / softcap is {}, which is no "
                     "normal number of fp32: give a softcap nearer to the scores, or 0 for none",
                     score.softcap, scale, scale / score.softcap));
-  if (score.alibi != Alibi::context && score.alibi != Alibi::query)
-    refuse(
-        fmt::format("alibi of number {} is none of context, query", static_cast<int>(score.alibi)));
 }
 
 void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,

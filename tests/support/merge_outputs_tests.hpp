@@ -62,7 +62,7 @@ TEST_F(MergeOutputs, AFiniteScoreOfAnySizeSurvivesOtherFiniteOnes) {
   const std::vector<float> sizes{3e38f, -3e38f, 0.0f,     kMost,  -kMost, 2.5e38f,
                                  3e38f, 1e38f,  -2.5e38f, -3e38f, 88.0f,  -1e30f};
   for (LogBase base : {LogBase::e, LogBase::two})
-    for (int parts : {2, 3, 8, 20})
+    for (int parts : {2, 9})
       for (DType in : {fp32, bf16})
         for (int dim : {5, 128}) {
           OutputsCase c{.tokens = 144, .heads = 1, .dim = dim, .parts = parts, .in = in, .out = in};

@@ -117,8 +117,9 @@ inline ExactOutput merge_exactly(const OutputsCase& c, const OutputsData& data, 
     const double weight = std::exp(lse[n] - top);
     sum += weight;
     // fp32 arithmetic rounds their difference, and that to base 2: a weight errs the more, the
-    // farther they are apart. one_rounding() allows for 10 roundings.
-    const double roundings = 10 + 2 * (top - lse[n]);
+    // farther they are from 0; of numbers far from 0 it is 0 or 1. one_rounding() allows for 10
+    // roundings.
+    const double roundings = 10 + 2 * std::min(std::abs(lse[n]) + std::abs(top), 100.0);
     for (int d = 0; d < c.dim; ++d) {
       const double value = data.value(c, n, c.at(token, head) + d);
       exact.out[d] += weight * value;

@@ -56,7 +56,7 @@ TEST(Machine, ATextThatMakesNoSenseIsRefusedByName) {
   refused(good + "flops_per_s 1e-320\n", "'1e-320', which is not a rate from 1 to 1e30");
   refused(good + "flops_per_s 1e400\n", "'1e400', which is not a rate from 1 to 1e30");
   refused(good + std::string(5000, 'x') + " 1\n", "xxx...', which is no constant");
-  refused(good + "\x80\xff 1\n", "'??', which is no constant");
+  refused(good + "\x80\xff 1\n", "?', which is no constant");
   refused(good + "latency_s -1e-6\n", "latency_s");
   refused(good + "latency_s nan\n", "latency_s");
   refused(good + "latency_s 1e-6s\n", "latency_s");

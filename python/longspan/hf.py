@@ -19,6 +19,7 @@ attention "longspan" may read (_Sealed). Their type says what they are, so nothi
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import inspect
 import itertools
@@ -34,7 +35,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from . import InputError, LongspanError, Sharding, UnsupportedError, UsageError
+from . import InputError, Sharding, UnsupportedError, UsageError
 from .torch._groups import Ranks, alone_name, known
 from .torch._ops import APPEND as _APPEND, attend as _attend
 
@@ -132,7 +133,7 @@ class _Share:
 
     def __init__(self, cache: "ShardedCache", index: int):
         self.index, self.name, self.layout, self.forward = index, cache._name, cache._layout, cache._forward
-        self.lengths = torch.zeros(0, dtype=torch.int32, device="cpu")  # [batch], tokens over all ranks
+        self.lengths: Tensor  # [batch], tokens over all ranks
         self.new = 0  # tokens that came last
 
 
@@ -157,14 +158,27 @@ class _ShardedLayer(CacheLayerMixin):
         self.is_compileable = cache._compileable  # transformers asks: generate compiles decode by itself on GPUs
         self.capacity, self.max_cache_len = cache._capacity, cache._max_cache_len
         self.known = 0  # tokens, the first ones, whose ids the cache has
-        self.forward, self.share, number = cache._forward, _Share(cache, index), next(_numbers)
-        _shares[number] = self.share
-        weakref.finalize(self, _shares.pop, number, None)
-        self.of_keys, self.of_values = (type("_Held", (_Held,), dict(who=self.who, number=number, part=part))
-                                        for part in ("keys", "values"))
+        self.forward, self.share = cache._forward, _Share(cache, index)
         with _lasting():
             self.length = torch.zeros((), dtype=torch.int64, device="cpu")  # tokens of each sequence, over all ranks
-            self.lengths = self.share.lengths
+            self.lengths = self.share.lengths = torch.zeros(0, dtype=torch.int32, device="cpu")  # [batch], the same
+        self._register()
+
+    def _register(self) -> None:
+        """Types of its own for what update() returns."""
+        number = next(_numbers)
+        _shares[number] = self.share
+        weakref.finalize(self, _shares.pop, number, None)
+        self._types = tuple(type("_Held", (_Held,), dict(who=self.who, number=number, part=part))
+                            for part in ("keys", "values"))
+
+    def __deepcopy__(self, memo: dict) -> "_ShardedLayer":
+        """Of a cache that is copied, so that a prompt is computed once for several answers."""
+        made = memo[id(self)] = object.__new__(type(self))
+        with _lasting():
+            vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name != "_types"})
+        made._register()
+        return made
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Memory for as many sequences as come first."""
@@ -203,7 +217,8 @@ class _ShardedLayer(CacheLayerMixin):
             self.length.add_(key_states.shape[2])
             self.lengths.add_(key_states.shape[2])
         self.share.new, self.forward.waiting = key_states.shape[2], self.index
-        return self.keys.detach().as_subclass(self.of_keys), self.values.detach().as_subclass(self.of_values)
+        of_keys, of_values = self._types
+        return self.keys.detach().as_subclass(of_keys), self.values.detach().as_subclass(of_values)
 
     def _check_shapes(self, key_states: Any, value_states: Any) -> None:
         shapes = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (key_states, value_states)]
@@ -423,7 +438,7 @@ def prefill(model: Any, input_ids: Tensor, cache: ShardedCache, *, attention_mas
         raise TypeError(f"cache is of type '{type(cache).__name__}'; a ShardedCache is wanted")
     try:
         run, called = _check_prompt(model, input_ids, cache, attention_mask, chunk)
-    except (LongspanError, TypeError) as error:
+    except Exception as error:
         if cache.comm.size > 1:  # the others wait for this rank
             cache.comm.gather(json.dumps({"error": f"{error}"}).encode(), "comparison of prompts")
         raise
@@ -552,7 +567,7 @@ def _compare_prompts(cache: ShardedCache, input_ids: Tensor, start: int, chunk: 
     for rank, said in enumerate(comm.gather(json.dumps(mine).encode(), "comparison of prompts")):
         other = json.loads(said)
         if "error" in other:
-            raise UsageError(f"rank {rank} gave prefill something else: {other['error']}")
+            raise UsageError(f"prefill was refused on rank {rank}, and not on rank {comm.rank}: {other['error']}")
         for name, value in mine.items():
             if other[name] != value:
                 found = "" if name == "input_ids" else f" ({value} and {other[name]})"
@@ -642,6 +657,9 @@ def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask
         if sliding_window is not None and window != sliding_window:
             raise UnsupportedError(f"{type(module).__name__} has sliding_window={sliding_window}, and its mask {window}; "
                                    "which of them holds is not clear")
+    elif causal and rows != keys and rows > 1:  # transformers' own attentions differ in what they do then
+        raise UnsupportedError(f"{type(module).__name__} is causal, and has {rows} query rows, {keys} keys and no mask: which "
+                               "keys a row sees is not clear")
     if share is not None and share.forward.prefill is not None and not causal:
         _refuse("prefill of layers that are not causal")
     if window is None:

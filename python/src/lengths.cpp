@@ -237,7 +237,8 @@ Totals totals_of(const Communicator& world, const Call& call, const Options& opt
       sharded ? text_of(*options.queries) : "None",
       call.contradiction};
   std::vector<Said> all;
-  for (const std::string& text : world.gather(own.text(), "count of keys and query rows"))
+  for (const std::string& text : world.gather(
+           own.text(), "count of keys and query rows (total_keys or total_queries is not given)"))
     all.push_back(Said::of(text));
   check_said(all, world.rank());
   std::int64_t keys = 0, rows = 0;

@@ -1,6 +1,7 @@
 """transformers: prompts that are prefilled in shards, and stock generate over the cache where it is."""
 
 import concurrent.futures
+import copy
 import subprocess
 import sys
 
@@ -176,6 +177,17 @@ def test_a_cache_outlives_inference_mode(first, then):
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
+def test_copies_of_a_cache():
+    """A prompt is computed once, and answered twice."""
+    begin, first = cached(64, block=4), torch.cat([PROMPT, models.prompt(5)], 1)
+    hf.prefill(MODEL, PROMPT, begin)
+    second = copy.deepcopy(begin)
+    for cache, ids in (begin, first), (second, PROMPT), (copy.deepcopy(begin), first):
+        hf.prefill(MODEL, ids, cache)
+        assert torch.equal(jobs.generate(MODEL, ids, past_key_values=cache)[0], jobs.reference("llama", ids)[0])
+    assert int(second.get_seq_length()) == 24 and int(begin.get_seq_length()) == 29
+
+
 @pytest.mark.parametrize("of_cache", [False, True])
 @torch.no_grad()
 def test_a_model_that_is_not_causal(of_cache):
@@ -281,6 +293,9 @@ def generate(**options):
     (lambda: prefill_of_rope("dynamic", 40), NotImplementedError, "rope_type is 'dynamic'"),
     (lambda: prefill_of_rope("longrope", 40, chunk=16), NotImplementedError, "rope_type is 'longrope'"),
     (lambda: prefill_of_rope("longrope", 33), NotImplementedError, "rope_type is 'longrope'"),
+    (lambda: hf.attention(torch.nn.Module(), *torch.zeros(2, 1, 2, 3, 8).unbind(), torch.zeros(1, 2, 3, 8), None)
+     and hf.attention(torch.nn.Module(), torch.zeros(1, 2, 3, 8), *torch.zeros(2, 1, 2, 4, 8).unbind(), None),
+     NotImplementedError, "3 query rows, 4 keys and no mask"),
     (lambda: not_causal(), NotImplementedError, "not causal"),
 ])
 def test_what_is_not_supported_is_named(call, error, says):

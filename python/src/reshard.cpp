@@ -69,8 +69,7 @@ class Move {
     queue_ = any ? stream_of(stream, any) : Stream{};
     const Array table(Array::table(block_table, "block_table", queue_)),
         to_table(Array::table(to_block_table, "to_block_table", queue_));
-    for (const Array* array :
-         {&std::as_const(keys), &std::as_const(values), &to_keys, &to_values})
+    for (const Array* array : {&std::as_const(keys), &std::as_const(values), &to_keys, &to_values})
       array->floats();
     DenseCopies copies(stream);
     if (!table) copies.take_unless_cache(keys, values);

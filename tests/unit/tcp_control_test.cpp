@@ -229,7 +229,10 @@ TEST(Tcp, AStoppedRankIsNamedInPartsThatEndTogether) {
       node->end_with_parent();
       nodes->end_with_parent();
       meet(control);
-      if (control.rank() == victim) raise(SIGSTOP);
+      if (control.rank() == victim) {
+        std::this_thread::sleep_for(milliseconds(300));  // what rank 0 passes on has left
+        raise(SIGSTOP);
+      }
       const auto begin = Patience::Clock::now();
       try {
         for (int turn = 0; turn < 3; ++turn) {

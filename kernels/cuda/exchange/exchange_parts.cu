@@ -97,7 +97,8 @@ __device__ Piece<4> fold_planes(const PartLoad& load, const Parts& parts,
     return fold_slots<kGroup>(load.stats + at, load.o + at, load.slot_bytes,
                               [&](int i) { return taken.hold(first + in_plane + i); });
   };
-  Piece<4> state = kAlone > kGroup ? fold_groups(group_of, alone - kGroup) : group_of(0);
+  Piece<4> state =
+      kAlone > kGroup ? fold_groups(group_of, alone - kGroup, LogBase::two) : group_of(0);
   fold_threads(state, waiting, threadIdx.z, blockDim.z, thread(), blockDim.y * blockDim.x);
   return state;
 }

@@ -34,11 +34,6 @@ _MOST_BLOCK = 512  # keys of an interleaved block, which gather-kv takes
 _SMALL = ("alibi_slopes", "sinks", "documents", "q_descale", "k_descale", "v_descale")
 
 
-def _dense_rows(t: Tensor) -> Tensor:
-    """The last dimension as the library reads it."""
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
 def _dense(t: Tensor) -> Tensor:
     """New keys as the library reads them: each sequence begins where the one before it ends."""
     if t.stride(-1) == 1 and (t.dim() != 4 or t.shape[0] <= 1 or t.stride(0) == t.shape[1] * t.stride(1)):
@@ -83,13 +78,14 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
     """What all operators that attend do; see longspan.attend. `options` go there as they are."""
     world = known(comm)
     for name in _SMALL:
-        if isinstance(options.get(name), Tensor):
+        if name in options and isinstance(options[name], Tensor):
             options[name] = options[name].contiguous()
     options |= dict(comm=world.comm, window_size=(window_left, window_right), return_lse=return_lse, out=out)
     if cache_seqlens is not None or block_table is not None or cu_seqlens_q is not None or k_new is not None:
         if world.size > 1 and keys == "contiguous":
             _refuse_contiguous()
-        q = q.contiguous() if queries else _dense_rows(q)
+        if queries or q.stride(-1) != 1:
+            q = q.contiguous()
         if k_new is not None:
             k_new, v_new = _dense(k_new), _dense(v_new)
         return longspan.attend(
@@ -104,7 +100,9 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
             raise InputError(f"q has {q.shape[0]} sequences and k has {k.shape[0]}")
         if q.shape[0] == 0 and out is None:
             return _results(q, v, return_lse)  # no sequences, on every rank
-    q, (k, v) = _dense_rows(q), _keys_as_read(k, v)
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    k, v = _keys_as_read(k, v)
     if world.size == 1:
         if equal_lengths:
             _check_lengths(q.shape[-3], k.shape[-3] if total_keys is None else total_keys)
@@ -341,5 +339,7 @@ def _is_unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether torch's dispatcher may be left out, which takes as long as all the rest of a call in Python."""
     if torch.compiler.is_compiling() or _WATCHERS is None:
         return False
-    return type(q) is type(k) is type(v) is Tensor and q.device.type in ("cpu", "cuda") and not any(
-        watches() for watches in _WATCHERS) and not (q.is_neg() or k.is_neg() or v.is_neg())
+    if not type(q) is type(k) is type(v) is Tensor or any(watches() for watches in _WATCHERS):
+        return False
+    device = q.device.type  # a lazily negated tensor is resolved by the dispatcher on GPUs, by the library elsewhere
+    return device == "cpu" or (device == "cuda" and not (q.is_neg() or k.is_neg() or v.is_neg()))

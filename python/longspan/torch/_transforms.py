@@ -90,11 +90,11 @@ def _each(op, given: dict, written: list, interpreter) -> Any:
     with interpreter.lower():
         if size is None:
             return op(**given)
-        made = [op(**given | {name: value[i] for name, value in split.items()}) for i in range(size)]
-        if made[0] is not None:
-            made = torch.stack(made) if isinstance(made[0], Tensor) else [torch.stack(one) for one in zip(*made)]
-    return None if isinstance(made, list) and made[0] is None else _mapped(
-        lambda one: _functorch._add_batch_dim(one, 0, level), made)
+        each = [op(**given | {name: value[i] for name, value in split.items()}) for i in range(size)]
+        if each[0] is None:  # it writes
+            return None
+        made = torch.stack(each) if isinstance(each[0], Tensor) else [torch.stack(parts) for parts in zip(*each)]
+    return _mapped(lambda one: _functorch._add_batch_dim(one, 0, level), made)
 
 
 def _functional(op, given: dict, written: list, interpreter) -> Any:

@@ -46,6 +46,19 @@ def test_compiled_decode(torch_ranks, ranks, kind):
         assert torch_ranks.values(ranks, jobs.compiled_decode, kind, by_generate) == [1] * ranks
 
 
+@torch.no_grad()
+def test_a_compiled_step_serves_any_cache():
+    torch._dynamo.reset()
+    model, other = models.model("llama"), models.model("llama", "eager")
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    for tokens in 20, 23, 26:
+        ids = models.prompt(tokens, seed=tokens)
+        cache = hf.ShardedCache(model, 64, block=4, compileable=True)
+        hf.prefill(model, ids, cache)
+        found = step(ids[:, -1:].clone(), past_key_values=cache).logits
+        torch.testing.assert_close(found, other(ids).logits[:, -1:], rtol=1e-4, atol=1e-4)
+
+
 def test_generate_does_not_compile_by_itself(torch_ranks):
     """On GPUs it would, for a cache that lets it, and nothing would look at single steps any more."""
     assert torch_ranks.values(2, jobs.compiled_decode, "llama", True, False) == [0, 0]

@@ -87,10 +87,10 @@ LONGSPAN_HD inline Fold fold(Stats a, Stats b, LogBase base = LogBase::two) {
 /// would be past the largest, become the largest.
 LONGSPAN_HD inline float to_base_2(float score) {
   constexpr float kLargest = std::numeric_limits<float>::max();
-  const float scaled = score * kLog2E;
-  if (scaled == infinity() && score != infinity()) return kLargest;
-  if (scaled == -infinity() && score != -infinity()) return -kLargest;
-  return scaled;
+  constexpr float kMost = kLargest / kLog2E * (1.0f - 0x1p-23f);  // its number is below kLargest
+  if (score > kMost && score < infinity()) return kLargest;
+  if (score < -kMost && score > -infinity()) return -kLargest;
+  return score * kLog2E;
 }
 
 /// A learned sink is one extra state (sink, 1, 0): it takes probability and adds no value. It is

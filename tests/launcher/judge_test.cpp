@@ -227,7 +227,7 @@ TEST_P(ScaleTest, FindsAnLseWrongAtAnyScale) {
     const Judgement j = judge_all(problem_, answer_);
     EXPECT_FALSE(j.right) << scale;
     EXPECT_EQ(j.wrong_lse, 1) << scale;
-    EXPECT_NE(complaint(j).find("1 lse are farther"), std::string::npos) << complaint(j);
+    EXPECT_NE(complaint(j).find("1 values of lse are farther"), std::string::npos) << complaint(j);
   }
 }
 

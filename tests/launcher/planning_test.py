@@ -74,7 +74,7 @@ class PlanningTest(CommandTest):
         file = self.folder / "bad"
         file.write_text("flops_per_s fast\n")
         self.ends(longspan(0, "plan", "--machine", file), USAGE, "flops_per_s 'fast'")
-        file.write_text("".join(f"{name} 0.5\n" for name in CONSTANTS))
+        file.write_text("".join(f"{name} 1\n" for name in CONSTANTS))
         done, _, served = self.plan("--machine", file, "--kv", 1000, "--ranks-per-node", 2)
         self.assertIn(str(file), done.stdout)
         self.assertGreater(served["gather-kv"]["attend_s"], 1e6)

@@ -156,7 +156,7 @@ class ProgressTest(CommandTest):
             done = longspan(ranks, "run", *SMALL)
             self.ends(done, OK)
             self.assertRegex(done.stdout.splitlines()[1], r"^# to do: 2 query rows, 40 keys, 2 heads \| "
-                                                          r"[\d.]+ \S+ on a rank \| 1 run, predicted [\d.]+ \S+ each$")
+                                                          r"[\d.]+ \S+ on a (rank|GPU) \| 1 run, predicted [\d.]+ \S+ each$")
             self.assertEqual(done.stderr if ranks == 0 else "", "")
 
     def test_a_terminal_sees_progress_and_is_left_clean(self):

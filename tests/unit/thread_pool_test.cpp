@@ -112,12 +112,18 @@ TEST(ThreadPool, NoRunWaitsForAnother) {
 
 TEST(ThreadPool, WhatTheCallerThrowsEndsTheRun) {
   const ThreadPool pool(4);
-  for (int i = 0; i < 200; ++i)
+  for (int i = 0; i < 200; ++i) {
+    std::atomic<bool> thrown = false;
     EXPECT_THROW(pool.run(1000,
                           [&](std::int64_t, int thread) {
-                            if (thread == 0) throw std::runtime_error("between");
+                            if (thread == 0) {
+                              thrown = true;
+                              throw std::runtime_error("between");
+                            }
+                            while (!thrown) std::this_thread::yield();  // some are left for it
                           }),
                  std::runtime_error);
+  }
   EXPECT_TRUE(works(pool));
 }
 

@@ -95,8 +95,7 @@ std::string unexpected_value(const CLI::App& command, const std::string& value, 
   const CLI::Option* option = nullptr;  // the last one ahead of the value
   for (int i = 1; i < argc && argv[i] != value; ++i)
     if (looks_like_option(argv[i])) option = command.get_option_no_throw(option_in(argv[i]));
-  const std::string text =
-      fmt::format("{} stands behind no option that takes it", in_quotes(value));
+  std::string text = fmt::format("{} stands behind no option that takes it", in_quotes(value));
   if (option == nullptr) return text;
   return fmt::format("{}: {} takes {}", text, option->get_name(),
                      option->get_items_expected_max() == 0 ? "no value" : "one value");
@@ -156,7 +155,7 @@ std::string name_of_command(const CLI::App& app) { return path_of(last_command(a
 std::string what_is_wrong(const CLI::App& app, const CLI::ParseError& error, int argc,
                           char** argv) {
   const CLI::App& command = last_command(app);
-  const std::string message = error.what();
+  std::string message = error.what();
   if (dynamic_cast<const CLI::ExtrasError*>(&error)) return unexpected(app, argc, argv);
   if (dynamic_cast<const CLI::RequiredError*>(&error)) return missing_command(app, argc, argv);
   if (dynamic_cast<const CLI::ExcludesError*>(&error) ||

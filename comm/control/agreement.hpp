@@ -41,7 +41,7 @@ class RunOrder {
  public:
   void add(RunName run) { last_[++count_ % kKept] = run; }
   RunName last() const { return count_ == 0 ? RunName{} : last_[count_ % kKept]; }
-  /// The last run of this name; of those in the order it has a place.
+  /// The latest run of this name, with its place where the order still has it.
   AskedRun find(RunName run) const {
     for (std::uint64_t place = count_; run && is_kept(place); --place)
       if (last_[place % kKept] == run) return {place, run};

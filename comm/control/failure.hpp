@@ -1,7 +1,7 @@
 // Keeps why a communicator ended. The first failure is kept, and the other ranks are told it, so
 // that all of them end with the same error. The first call that meets the end throws it as it is.
-// Later calls throw the same type, and say that the communicator had ended before them: an argument
-// that the failure names is none of theirs.
+// Later calls throw the same type, and say that the communicator had ended before them: they may
+// not have the argument that the failure names.
 #pragma once
 
 #include <atomic>

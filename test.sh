@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
-# Sets up (setup.sh has the switches) and runs every test; what needs a GPU is skipped, with the
-# reason, where there is none. Arguments go to ctest: ./test.sh -L unit, ./test.sh -R shard; with
-# arguments, and with LONGSPAN_PYTHON=OFF, the Python package is left out.
+# Sets up (setup.sh has the switches) and runs the tests that every change needs; `./test.sh all` runs
+# all that CI runs, and tests/long.sh has those for a release. What needs a GPU is skipped, with the
+# reason, where there is none. Other arguments go to ctest: ./test.sh -L unit, ./test.sh -R shard; with
+# them, and with LONGSPAN_PYTHON=OFF, the Python package is left out.
 set -euo pipefail
 cd "$(dirname "$0")"
 source ./setup.sh all
 
-without=()
-[ -z "${LONGSPAN_SKIP_SETUP:-}" ] || without=(-LE packaging) # these build, so they need a set-up
+python=${LONGSPAN_PYTHON:-ON} tier=quick without=(more long)
+case ${1:-} in
+  '') ;;
+  all) tier=all without=(long) && shift ;;
+  *) without=() ;;
+esac
+[ $# -eq 0 ] || python=OFF
+[ -z "${LONGSPAN_SKIP_SETUP:-}" ] || python=OFF without+=(packaging) # these build
+labels=$(IFS='|' && echo "${without[*]}")
 # Twice the cores: many tests wait, for ranks that start, that are stopped, or that are dead.
 ctest --test-dir "$build" --no-tests=error --output-on-failure --parallel "$((2 * $(nproc)))" \
-  "${without[@]}" "$@"
-
-if [ $# -eq 0 ] && [ -z "${LONGSPAN_SKIP_SETUP:-}" ] && [ "${LONGSPAN_PYTHON:-ON}" != OFF ]; then
-  python/test.sh "$build"
-fi
+  ${labels:+-LE "^($labels)$"} "$@"
+[ "$python" = OFF ] || LONGSPAN_TEST_TIER=$tier python/test.sh "$build"

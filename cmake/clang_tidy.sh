@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# clang-tidy (.clang-tidy) over the C++ files that a build folder compiles: those of src, comm,
-# launcher and kernels/host, or the ones that are named. Fails where there is a finding.
-#   cmake/clang_tidy.sh [files...]          LONGSPAN_BUILD_DIR: build/default
+# clang-tidy (.clang-tidy) over the C++ files of a build for processors, each by itself: those of src,
+# comm, launcher and kernels/host, or the ones that are named. Fails where there is a finding.
+#   cmake/clang_tidy.sh [files...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+cmake --preset host -B build/tidy -DLONGSPAN_FAST_BUILD=OFF >/dev/null
 # A file that is compiled in several ways, for tests with stand-ins, is looked at once.
 once=$(mktemp -d)
 trap 'rm -r "$once"' EXIT
-python3 - "${LONGSPAN_BUILD_DIR:-build/default}/compile_commands.json" "$once" "$@" >"$once/files" <<'EOF'
+python3 - build/tidy/compile_commands.json "$once" "$@" >"$once/files" <<'EOF'
 import json, os, pathlib, re, sys
 source, folder, *named = sys.argv[1:]
 commands = {}

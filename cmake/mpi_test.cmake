@@ -14,6 +14,26 @@ if(LONGSPAN_SANITIZE)
   set(LONGSPAN_RANKS_TIMEOUT 900)
 endif()
 
+# Tests have tiers. Those without a label of one are what every change needs (./test.sh); CI runs those
+# of the label `more` as well (./test.sh all); those of the label `long` run before a release
+# (tests/long.sh). longspan_tier(tier tests...) is for tests of the folder that calls it.
+function(longspan_tier tier)
+  foreach(test IN LISTS ARGN)
+    set_property(TEST ${test} APPEND PROPERTY LABELS ${tier})
+  endforeach()
+endfunction()
+
+# longspan_tier_of_ranks(ranks variable): two and three ranks show most of what can be wrong. Seven,
+# on fewer cores, take minutes, and few tests have shown anything there that four do not.
+function(longspan_tier_of_ranks ranks variable)
+  set(${variable} "" PARENT_SCOPE)
+  if(ranks EQUAL 1 OR ranks EQUAL 4)
+    set(${variable} more PARENT_SCOPE)
+  elseif(ranks GREATER 4)
+    set(${variable} long PARENT_SCOPE)
+  endif()
+endfunction()
+
 # longspan_mostly_waits(test ranks lock): most of the test's time goes by until deadlines, so that it
 # needs no core for each rank. Of tests with one lock one runs at a time.
 function(longspan_mostly_waits test ranks lock)
@@ -33,7 +53,9 @@ function(longspan_mpi_test name target)
              COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} ${MPIEXEC_PREFLAGS}
                      $<TARGET_FILE:${target}> ${MPIEXEC_POSTFLAGS})
     set_tests_properties(${name}.np${ranks} PROPERTIES
-      LABELS dist TIMEOUT ${LONGSPAN_RANKS_TIMEOUT} PROCESSORS ${ranks} SKIP_RETURN_CODE 77
+      TIMEOUT ${LONGSPAN_RANKS_TIMEOUT} PROCESSORS ${ranks} SKIP_RETURN_CODE 77
       ENVIRONMENT "${LONGSPAN_MPI_TEST_ENV}")
+    longspan_tier_of_ranks(${ranks} tier)
+    set_tests_properties(${name}.np${ranks} PROPERTIES LABELS "dist;${tier}")
   endforeach()
 endfunction()

@@ -17,19 +17,19 @@ namespace {
 
 constexpr DType kDTypes[] = {fp32, fp16, bf16};
 using Random = std::mt19937_64;
-using Lengths = std::vector<std::int32_t>;
+using Lens = std::vector<std::int32_t>;
 
 int below(Random& random, int n) { return static_cast<int>(random() % n); }
 
 template <class T>
-T one_of(Random& random, std::initializer_list<T> values) {
+T pick(Random& random, std::initializer_list<T> values) {
   return values.begin()[random() % values.size()];
 }
 
 struct Shape {
   DType dtype = fp32;
   int heads = 4, kv_heads = 2, dim = 64, value_dim = 0;  // value_dim 0 stands for dim
-  Lengths q_lens{9}, kv_lens{1300};
+  Lens q_lens{9}, kv_lens{1300};
 };
 
 Problem make(const Sweep& sweep, const Shape& shape, std::uint64_t salt) {
@@ -105,19 +105,19 @@ Cut rule(std::pair<Layout, std::int64_t> layout) {
 Shape any_shape(Random& random, DType dtype, int longest) {
   Shape shape;
   shape.dtype = dtype;
-  const auto [heads, kv_heads] = one_of<std::pair<int, int>>(
+  const auto [heads, kv_heads] = pick<std::pair<int, int>>(
       random, {{1, 1}, {4, 2}, {6, 1}, {8, 8}, {5, 5}, {8, 2}, {12, 4}});
   shape.heads = heads;
   shape.kv_heads = kv_heads;
-  shape.dim = one_of(random, {8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256});
+  shape.dim = pick(random, {8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256});
   if (below(random, 4) == 0) {  // also draws values of another width, and wide heads
-    const auto [dim, value_dim] = one_of<std::pair<int, int>>(
+    const auto [dim, value_dim] = pick<std::pair<int, int>>(
         random, {{192, 128}, {576, 512}, {512, 512}, {264, 264}, {128, 40}, {40, 136}, {8, 512}});
     shape.dim = dim;
     shape.value_dim = value_dim;
   }
-  shape.q_lens = {one_of(random, {1, 2, 3, 16, 17, 65, 130})};
-  shape.kv_lens = {one_of(random, {1, 2, 127, 128, 129, 256, 300, 1000, longest})};
+  shape.q_lens = {pick(random, {1, 2, 3, 16, 17, 65, 130})};
+  shape.kv_lens = {pick(random, {1, 2, 127, 128, 129, 256, 300, 1000, longest})};
   return shape;
 }
 
@@ -162,7 +162,7 @@ Family masks(const Sweep& sweep) {
       {.right = 0},     {.right = 3},  {.window = 40, .right = 5}};
   for (DType dtype : kDTypes) {
     for (const Mask& mask : all) {
-      for (const Lengths& q_lens : {Lengths{7}, Lengths{150}}) {
+      for (const Lens& q_lens : {Lens{7}, Lens{150}}) {
         Problem p = make(sweep, {.dtype = dtype, .q_lens = q_lens, .kv_lens = {700}}, 300);
         p.options.mask = mask;
         family.problems.push_back(std::move(p));
@@ -194,7 +194,7 @@ Family scores(const Sweep& sweep) {
 
 Family batches(const Sweep& sweep) {
   Family family;
-  const Lengths q_lens{3, 1, 0, 5, 40, 2}, kv_lens{500, 1, 77, 0, 1000, 129};
+  const Lens q_lens{3, 1, 0, 5, 40, 2}, kv_lens{500, 1, 77, 0, 1000, 129};
   for (DType dtype : kDTypes) {
     for (const auto& layout : kRules) {
       for (bool padded : {false, true}) {
@@ -279,7 +279,7 @@ Family bits(const Sweep& sweep) {
                     kVirtualRanks, sweep.ranks);
     return family;
   }
-  Lengths lengths{1, 127, 4097, 5000};
+  Lens lengths{1, 127, 4097, 5000};
   if (sweep.size == VerifyOptions::Size::full) lengths.push_back(131073);
   for (DType dtype : kDTypes) {
     for (const std::int32_t kv : lengths) {
@@ -477,14 +477,14 @@ Family serving(const Sweep& sweep) {
       for (int b = 0; b < batch; ++b) p.causal.push_back(chance(2));
     if (chance(2)) {
       const bool fp8_q = chance(2);
-      quantise(p, fp8_q ? std::optional(one_of(random, {e4m3, e5m2})) : std::nullopt,
-               one_of(random, {e4m3, e5m2}), chance(2), i);
+      quantise(p, fp8_q ? std::optional(pick(random, {e4m3, e5m2})) : std::nullopt,
+               pick(random, {e4m3, e5m2}), chance(2), i);
     }
     if (dtype != fp32 && chance(3)) {
       p.options.dtypes.out = e4m3;
       p.out_scale = 0.04f;
     }
-    const int page = one_of(random, {0, 1, 8, 16, 64, 544});
+    const int page = pick(random, {0, 1, 8, 16, 64, 544});
     p.cache = {page, page > 0 && chance(2)};
     const bool shards_queries = chance(3);
     p.options.invariant = chance(2);

@@ -289,8 +289,8 @@ class TileRun {
         visible_.hide(segment, r, keys, of_row);
       }
       const int place = head * tile_.rows + first;
-      with_rows(rows,
-                [&]<int kRows>() { weigh<kRows>(scores(place), keys, stats(level) + place); });
+      with_rows<kBlockRows>(
+          rows, [&]<int kRows>() { weigh<kRows>(scores(place), keys, stats(level) + place); });
     }
   }
 

@@ -14,7 +14,6 @@
 
 #include "hwy/highway.h"
 #include "kernels/host/few_rows-inl.hpp"
-#include "kernels/host/multiply-inl.hpp"
 #include "kernels/host/pack-inl.hpp"
 #include "kernels/host/simd-inl.hpp"
 #include "longspan/element.hpp"

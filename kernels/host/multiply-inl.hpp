@@ -69,19 +69,10 @@ HWY_INLINE void multiply_block(Matrix a, Matrix b, int depth, float* c, std::ptr
   }
 }
 
-/// Calls f<rows>() for rows in [1, kBlockRows].
-template <int kRows = kBlockRows, class F>
-HWY_INLINE void with_rows(int rows, F&& f) {
-  if constexpr (kRows > 1) {
-    if (rows < kRows) return with_rows<kRows - 1>(rows, f);
-  }
-  f.template operator()<kRows>();
-}
-
 /// C = A B, with rows <= kBlockRows and columns a multiple of 16.
 HWY_NOINLINE void multiply(Matrix a, Matrix b, int depth, float* c, std::ptrdiff_t c_stride,
                            int rows, int columns) {
-  with_rows(rows, [&]<int kRows>() {
+  with_rows<kBlockRows>(rows, [&]<int kRows>() {
     int n = 0;
     for (; n + kVectors * kLanes <= columns; n += kVectors * kLanes)
       multiply_block<kRows, kVectors>(a, {b.at(0, n), b.stride}, depth, c + n, c_stride);

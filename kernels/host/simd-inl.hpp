@@ -112,6 +112,15 @@ HWY_INLINE Vec exp2(Vec x) {
 
 HWY_INLINE Vec tanh(Vec x) { return hn::Tanh(Lanes(), x); }
 
+/// Calls f<rows>() for rows in [1, kRows].
+template <int kRows, class F>
+HWY_INLINE void with_rows(int rows, F&& f) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return with_rows<kRows - 1>(rows, f);
+  }
+  f.template operator()<kRows>();
+}
+
 /// Folds elements [0, n): a = fold(a, b). n is a multiple of 8.
 HWY_INLINE void fold_row(const Fold& fold, float* HWY_RESTRICT a, const float* HWY_RESTRICT b,
                          int n) {

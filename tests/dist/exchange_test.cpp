@@ -24,6 +24,7 @@
 #include "launcher/nans.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/on_peer_buffers.hpp"
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/message.hpp"
 #include "tests/support/simulated.hpp"
 
@@ -232,7 +233,7 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
       kernels::cuda::exchange(
           {view, merge_of(c, m, false), c.rows, 1, kVariants[i % std::size(kVariants)]}, stream_);
   });
-  std::mt19937 random(std::random_device{}());
+  std::mt19937 random(fresh_seed());
   for (long done = 0; done < epochs; done += kBatch) {
     if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
     ok(cudaMemsetAsync(static_cast<std::byte*>(m.out.data()) + kCanary, 0xA5, m.out_bytes,

@@ -26,6 +26,7 @@
 #include "launcher/graph.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/on_peer_buffers.hpp"
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/message.hpp"
 #include "tests/support/simulated.hpp"
 
@@ -371,7 +372,7 @@ TEST_F(PushTest, SoakWithDelaysAndRanksThatDiffer) {
         backend_->attend(step.attend(), e, on);
     }
   });
-  std::mt19937 random(std::random_device{}());
+  std::mt19937 random(fresh_seed());
   for (long done = 0; done < epochs; done += kBatch) {
     if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
     for (const Step::Result& one : found)

@@ -12,6 +12,7 @@
 #include "kernels/cuda/common/fold_plan.cuh"
 #include "kernels/cuda/common/view.cuh"
 #include "longspan/shard.hpp"
+#include "tests/support/fresh_seed.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -89,7 +90,7 @@ Drawn draw(std::mt19937& rng, int trial) {
 }
 
 TEST(FixedOrder, WalkAndStackMakeTheTree) {
-  std::mt19937 rng(std::random_device{}());
+  std::mt19937 rng(tests::fresh_seed());
   for (int trial = 0; trial < 2000; ++trial) {
     const Drawn drawn = draw(rng, trial);
     const auto& [shard, length, order, any] = drawn;
@@ -147,7 +148,7 @@ std::string fold_of(PlannedWalk walk, int segments, int* most_far) {
 }
 
 TEST(FixedOrder, PlansMakeTheTree) {
-  std::mt19937 rng(std::random_device{}());
+  std::mt19937 rng(tests::fresh_seed());
   for (int trial = 0; trial < 2000; ++trial) {
     const Drawn drawn = draw(rng, trial);
     const auto& [shard, length, order, any] = drawn;
@@ -202,7 +203,7 @@ void expect_tree_of(const Plan& plan, const SplitsTaken& taken, const SegmentOrd
 
 /// Those that the length of one sequence is worth, and those of several sequences, cut or not.
 TEST(FixedOrder, TakenSplitsMakeTheTree) {
-  std::mt19937 rng(std::random_device{}());
+  std::mt19937 rng(tests::fresh_seed());
   for (int trial = 0; trial < 2000; ++trial) {
     const int ranks = 1 << rng() % 6, rank = static_cast<int>(rng()) & (ranks - 1);
     const std::int64_t length = static_cast<std::int64_t>(rng() % (trial % 2 ? 3000 : 300000));

@@ -307,7 +307,7 @@ TEST_F(MergeOutputs, APartOfAnotherTypeCountsAsItsValues) {
 TEST_F(MergeOutputs, TheMergeOfFiniteValuesIsFinite) {
   const float most = std::numeric_limits<float>::max();
   for (DType in : {fp32, bf16})
-    for (DType out : {in, fp32, bf16})
+    for (DType out : {fp32, bf16})
       for (int parts : {1, 2, 3, 8, 100})
         for (int dim : {5, 128}) {
           OutputsCase c{.tokens = 40, .heads = 2, .dim = dim, .parts = parts, .in = in, .out = out};

@@ -6,9 +6,11 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <numeric>
 #include <optional>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "launcher/elements.hpp"
@@ -68,37 +70,65 @@ class Problem {
     return share(out, shard, shape.q_lens, shape.heads * shape.of_value());
   }
 
-  /// Exact answer of one (token, head), the token counted over the batch.
-  launcher::Exact exact(std::int64_t token, int head) const {
-    int b = 0;
-    while (token >= query_start[b + 1]) ++b;
-    const std::int64_t kv_len = shape.kv_lens[b];
-    const std::int64_t first =
-        std::accumulate(shape.kv_lens.begin(), shape.kv_lens.begin() + b, std::int64_t{0});
-    const std::int64_t position = kv_len - shape.q_lens[b] + (token - query_start[b]);
-    const int kv_head = head / (shape.heads / shape.kv_heads);
-    Eigen::VectorXd row(shape.dim);
-    for (int d = 0; d < shape.dim; ++d)
-      row[d] = launcher::load(q.data(), shape.dtype, (token * shape.heads + head) * shape.dim + d);
-    std::optional<double> sink;
-    if (shape.sinks) sink = sinks[head];
-    return launcher::attend_exactly(row, matrix(k, first, kv_len, kv_head, shape.dim),
-                                    matrix(v, first, kv_len, kv_head, shape.of_value()),
-                                    shape.mask.visible(position, kv_len),
-                                    1.0 / std::sqrt(shape.dim), shape.softcap, sink);
-  }
+  /// Exact answers, each of one (token, head), the token counted over the batch. It keeps the
+  /// sequences that it widened to float64, which takes longer than to attend a row to one.
+  class Oracle {
+   public:
+    explicit Oracle(const Problem& problem) : problem_(problem) {}
+
+    launcher::Exact operator()(std::int64_t token, int head) {
+      const Shape& shape = problem_.shape;
+      int b = 0;
+      while (token >= problem_.query_start[b + 1]) ++b;
+      const std::int64_t kv_len = shape.kv_lens[b];
+      const std::int64_t position = kv_len - shape.q_lens[b] + (token - problem_.query_start[b]);
+      Eigen::VectorXd row(shape.dim);
+      for (int d = 0; d < shape.dim; ++d)
+        row[d] = launcher::load(problem_.q.data(), shape.dtype,
+                                (token * shape.heads + head) * shape.dim + d);
+      std::optional<double> sink;
+      if (shape.sinks) sink = problem_.sinks[head];
+      const Wide& wide = sequence(b, head / (shape.heads / shape.kv_heads));
+      return launcher::attend_exactly(row, wide.keys, wide.values,
+                                      shape.mask.visible(position, kv_len),
+                                      1.0 / std::sqrt(shape.dim), shape.softcap, sink);
+    }
+
+   private:
+    struct Wide {
+      launcher::RowMajor keys, values;  // [kv_len, dim], [kv_len, value_dim]
+    };
+
+    const Wide& sequence(int b, int kv_head) {
+      const auto [found, is_new] = sequences_.try_emplace({b, kv_head});
+      if (is_new) {
+        const Shape& shape = problem_.shape;
+        const std::int64_t first =
+            std::accumulate(shape.kv_lens.begin(), shape.kv_lens.begin() + b, std::int64_t{0});
+        found->second.keys =
+            problem_.matrix(problem_.k, first, shape.kv_lens[b], kv_head, shape.dim);
+        found->second.values =
+            problem_.matrix(problem_.v, first, shape.kv_lens[b], kv_head, shape.of_value());
+      }
+      return found->second;
+    }
+
+    const Problem& problem_;
+    std::map<std::pair<int, int>, Wide> sequences_;  // by sequence and kv head
+  };
 
   /// Largest |out - exact| over one rank's rows: out [rows.size(), heads, value_dim], where row i
   /// is the token rows[i]. Also checks empty rows (zeros) and returns infinity on a NaN.
   double max_error(const std::vector<std::byte>& out, const std::vector<std::int64_t>& rows) const {
+    Oracle exact(*this);
     double worst = 0;
     for (std::size_t i = 0; i < rows.size(); ++i)
       for (int h = 0; h < shape.heads; ++h) {
         const launcher::Exact e = exact(rows[i], h);
         for (int d = 0; d < shape.of_value(); ++d) {
           const std::int64_t row = static_cast<std::int64_t>(i) * shape.heads + h;
-          const double found = launcher::load(out.data(), shape.dtype, row * shape.of_value() + d);
-          const double error = std::fabs(found - e.out[d]);
+          const double value = launcher::load(out.data(), shape.dtype, row * shape.of_value() + d);
+          const double error = std::fabs(value - e.out[d]);
           if (!(error <= worst)) worst = std::isnan(error) ? HUGE_VAL : error;
         }
       }

@@ -14,6 +14,7 @@
 #include "comm/control/wire.hpp"
 #include "comm/transport.hpp"
 #include "longspan/error.hpp"
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/no_threads.hpp"
 
 namespace longspan {
@@ -27,7 +28,7 @@ TEST(Self, EveryCollectiveIsACopy) {
   EXPECT_EQ(world.size(), 1);
   EXPECT_EQ(world.device(), Device::host);
   std::vector<unsigned> send(1000), got;
-  std::mt19937 random(std::random_device{}());
+  std::mt19937 random(tests::fresh_seed());
   for (unsigned& value : send) value = random();
   const std::size_t bytes = send.size() * sizeof(unsigned);
 
@@ -53,7 +54,7 @@ TEST(Self, SumsAndBroadcastsAreCopiesToo) {
   const Communicator world = self();
   comm::Transport& transport = comm::transport_of(world);
   std::vector<std::uint16_t> send(1001), got(1001, 0xA5A5);
-  std::mt19937 random(std::random_device{}());
+  std::mt19937 random(tests::fresh_seed());
   for (auto& value : send) value = static_cast<std::uint16_t>(random());
   transport.reduce_scatter(send.data(), got.data(), send.size(), bf16, {}, "sum");
   EXPECT_EQ(got, send);

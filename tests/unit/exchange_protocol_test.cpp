@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/cuda/exchange/peer_buffer_layout.hpp"
+#include "tests/support/fresh_seed.hpp"
 
 namespace longspan {
 namespace {
@@ -59,7 +60,7 @@ class Model {
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < kRanks; ++rank)
       ranks.emplace_back([&, rank] {
-        std::mt19937 random(std::random_device{}());
+        std::mt19937 random(tests::fresh_seed());
         std::uint32_t epoch = first_;
         for (int e = 0; e < exchanges; ++e) {
           epoch = next_epoch(epoch);

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "longspan/error.hpp"
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
@@ -14,11 +15,10 @@ namespace {
 class HostAttend : public ::testing::Test {
  protected:
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
-  std::random_device device_;
 
   void expect_exact(const HostShape& shape, const std::vector<Shard>& shards,
                     const std::vector<float>* sinks = nullptr) {
-    const std::uint32_t seed = device_();
+    const std::uint32_t seed = fresh_seed();
     HostProblem problem(shape, seed);
     EXPECT_TRUE(is_close(problem.error(problem.run(*backend_, shards, sinks), sinks)))
         << "seed " << seed;
@@ -47,7 +47,7 @@ TEST_F(HostAttend, EveryDimAndType) {
 }
 
 TEST_F(HostAttend, RandomShapes) {
-  std::mt19937 random(device_());
+  std::mt19937 random(fresh_seed());
   const auto draw = [&](int low, int high) {
     return std::uniform_int_distribution<int>(low, high)(random);
   };
@@ -87,7 +87,7 @@ TEST_F(HostAttend, RangesWithEmptyShards) {
 }
 
 TEST_F(HostAttend, ListedInAnyOrder) {
-  const ListedKeys keys(device_());
+  const ListedKeys keys(fresh_seed());
   for (bool causal : {false, true})
     expect_exact({.query_len = {100}, .kv_len = {700}, .mask = {.causal = causal, .window = 50}},
                  keys.shards);
@@ -105,7 +105,7 @@ TEST_F(HostAttend, FarShardsAndOneKey) {
 }
 
 TEST_F(HostAttend, LargeScores) {
-  HostProblem problem({.dim = 32, .query_len = {4}, .kv_len = {400}}, device_());
+  HostProblem problem({.dim = 32, .query_len = {4}, .kv_len = {400}}, fresh_seed());
   for (std::int64_t i = 0; i < problem.tokens() * problem.q_stride(); ++i)
     problem.q.set(i, static_cast<float>(problem.q[i]) * 300.0f);
   const auto error = problem.error(problem.run(*backend_));
@@ -118,7 +118,7 @@ TEST_F(HostAttend, UnseenKeysMayBeAnything) {
   for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
     HostProblem problem(
         {.query_len = {9, 5}, .kv_len = {600, 4}, .mask = {.causal = true, .window = 70}},
-        device_());
+        fresh_seed());
     const Result clean = problem.run(*backend_);
     // Sequence 0: rows at 591 ... 599 with a window of 70 see from 522 on.
     for (std::int64_t key = 0; key < 522; ++key)
@@ -136,7 +136,8 @@ TEST_F(HostAttend, UnseenKeysMayBeAnything) {
 // More than the contract asks: a row is clean of every key that it does not see itself.
 TEST_F(HostAttend, KeysOfOtherRowsStayAway) {
   for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
-    HostProblem problem({.query_len = {100}, .kv_len = {300}, .mask = {.causal = true}}, device_());
+    HostProblem problem({.query_len = {100}, .kv_len = {300}, .mask = {.causal = true}},
+                        fresh_seed());
     const Result clean = problem.run(*backend_);
     for (std::int64_t c = 0; c < problem.kv_stride(); ++c) {
       problem.k.set(250 * problem.kv_stride() + c, poison);
@@ -159,7 +160,7 @@ TEST_F(HostAttend, KeysOfOtherRowsStayAway) {
 TEST_F(HostAttend, NanInAQueryStaysInItsRow) {
   for (float softcap : {0.0f, 20.0f}) {
     HostProblem problem({.heads = 6, .query_len = {50}, .kv_len = {520}, .softcap = softcap},
-                        device_());
+                        fresh_seed());
     const Result clean = problem.run(*backend_);
     const int dim = problem.shape.dim;
     problem.q.set(17 * problem.q_stride() + 2 * dim + 5, kNan);  // token 17, head 2
@@ -179,7 +180,7 @@ TEST_F(HostAttend, NanInAQueryStaysInItsRow) {
 // A key whose score is -inf is an invisible key; with no other, the row is empty.
 TEST_F(HostAttend, MinusInfinityIsInvisible) {
   HostProblem problem({.heads = 2, .kv_heads = 1, .dim = 16, .query_len = {1}, .kv_len = {200}},
-                      device_());
+                      fresh_seed());
   for (std::int64_t i = 0; i < 2 * 16; ++i) problem.q.set(i, 1.0f);
   HostProblem without = problem;
   for (std::int64_t key = 0; key < 200; ++key)
@@ -197,7 +198,7 @@ TEST_F(HostAttend, MinusInfinityIsInvisible) {
 }
 
 TEST_F(HostAttend, RowsPastTheBatchAreNotTouched) {
-  HostProblem problem({.query_len = {3}, .kv_len = {200}}, device_());
+  HostProblem problem({.query_len = {3}, .kv_len = {200}}, fresh_seed());
   const std::int64_t rows = (problem.tokens() + 2) * problem.shape.heads;
   std::vector<std::byte> memory(kernels::StateSlots::bytes(rows, problem.shape.dim),
                                 std::byte{0xff});

@@ -11,6 +11,7 @@
 
 #include "kernels/host/bf16_tile.hpp"
 #include "kernels/host/packed_keys.hpp"
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/host_problem.hpp"
 #include "tests/support/sanitized.hpp"
 
@@ -45,7 +46,6 @@ class HostBf16 : public ::testing::Test {
   }
 
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
-  std::random_device device_;
 };
 
 TEST_F(HostBf16, EveryDim) {
@@ -55,7 +55,7 @@ TEST_F(HostBf16, EveryDim) {
     for (const bool causal : {false, true}) {
       HostShape shape = bf16_shape(70, 300, dim);
       shape.mask.causal = causal;
-      HostProblem problem(shape, device_());
+      HostProblem problem(shape, fresh_seed());
       const Result result = problem.run(*backend_);
       expect_right(problem, result);
       expect_rounded_weights(problem, result);
@@ -69,7 +69,7 @@ TEST_F(HostBf16, EveryLength) {
       SCOPED_TRACE(::testing::Message() << queries << " queries, " << keys << " keys");
       HostShape shape = bf16_shape(queries, std::max(queries, keys), 32);
       shape.mask.causal = (queries + keys) % 2 == 0;
-      HostProblem problem(shape, device_());
+      HostProblem problem(shape, fresh_seed());
       expect_right(problem, problem.run(*backend_));
     }
 }
@@ -96,7 +96,7 @@ TEST_F(HostBf16, EachFeature) {
     SCOPED_TRACE(name);
     HostShape shape = bf16_shape(150, 400);
     change(shape);
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     expect_right(problem, problem.run(*backend_));
     const std::vector<float> sinks(shape.heads, 0.5f);
     expect_right(problem, problem.run(*backend_, {Shard::contiguous(400, 0, 1)}, &sinks), &sinks);
@@ -108,7 +108,7 @@ TEST_F(HostBf16, BatchesOfLongAndShortSequences) {
   shape.query_len = {1, 200, 8, 0, 9, 40};
   shape.kv_len = {500, 300, 100, 7, 9, 1000};
   shape.mask.causal = true;
-  HostProblem problem(shape, device_());
+  HostProblem problem(shape, fresh_seed());
   const Result result = problem.run(*backend_);
   expect_right(problem, result);
   // Short sequences keep the products of fp32, whatever is beside them.
@@ -129,7 +129,7 @@ TEST_F(HostBf16, SameBitsOnEveryNumberOfRanksAndThreads) {
   for (const bool causal : {false, true}) {
     HostShape shape = bf16_shape(217, 3000, 40);
     shape.mask.causal = causal;
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     for (const Shard& rule : {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 1, 128)}) {
       const Result one = problem.run(*backend_, {rule});
       expect_right(problem, one);
@@ -168,7 +168,7 @@ TEST_F(HostBf16, SameBitsHoweverKeysArePacked) {
     shape.kv_len = lengths;
     shape.query_len.assign(lengths.size(), 110);
     shape.mask.causal = lengths.size() > 1;
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     const Shard rule = Shard::contiguous(0, 0, 1);
     const Result ahead = problem.run(*backend_, {rule});
     EXPECT_TRUE(problem.run_by_rows(*backend_, {rule}, Shard::striped(0, 0, 4)).same_bits(ahead))
@@ -192,11 +192,11 @@ TEST_F(HostBf16, PagesGiveTheBitsOfContiguousKeys) {
 }
 
 TEST_F(HostBf16, ListedInAnyOrder) {
-  const ListedKeys keys(device_());
+  const ListedKeys keys(fresh_seed());
   for (const bool causal : {false, true}) {
     HostShape shape = bf16_shape(100, 700);
     shape.mask = {.causal = causal, .window = 50};
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     expect_right(problem, problem.run(*backend_, keys.shards));
   }
 }
@@ -205,7 +205,7 @@ TEST_F(HostBf16, ListedInAnyOrder) {
 TEST_F(HostBf16, KeysOfOtherRowsStayAway) {
   HostShape shape = bf16_shape(128, 128);
   shape.mask.causal = true;
-  HostProblem problem(shape, device_());
+  HostProblem problem(shape, fresh_seed());
   const Result clean = problem.run(*backend_);
   for (const float bad : {kNan, std::numeric_limits<float>::infinity()}) {
     HostProblem spoilt(problem);
@@ -225,7 +225,7 @@ TEST_F(HostBf16, KeysOfOtherRowsStayAway) {
 
 TEST_F(HostBf16, ScalesOfZeroAndBelow) {
   for (const float scale : {0.0f, -0.3f}) {
-    HostProblem problem(bf16_shape(40, 300), device_());
+    HostProblem problem(bf16_shape(40, 300), fresh_seed());
     problem.shape.scales = true;
     problem.q_scale = {scale * std::sqrt(64.0f)}, problem.k_scale = problem.v_scale = {1};
     expect_right(problem, problem.run(*backend_));
@@ -235,12 +235,11 @@ TEST_F(HostBf16, ScalesOfZeroAndBelow) {
 class HostBf16Anywhere : public ::testing::Test {
  protected:
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
-  std::random_device device_;
 };
 
 // Without the instructions the option changes no bit.
 TEST_F(HostBf16Anywhere, WithoutTheInstructionsProductsAreOfFp32) {
-  HostProblem problem(bf16_shape(60, 500), device_());
+  HostProblem problem(bf16_shape(60, 500), fresh_seed());
   HostProblem plain(problem);
   plain.shape.bf16_products = false;
   for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
@@ -259,7 +258,7 @@ TEST_F(HostBf16Anywhere, OtherTypesKeepTheirProducts) {
   for (const DType dtype : {fp32, fp16}) {
     HostShape shape = bf16_shape(60, 500);
     shape.dtype = dtype;
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     EXPECT_LT(problem.error(problem.run(*backend_)).out, 2e-6);
   }
 }

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "longspan/error.hpp"
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
@@ -37,14 +38,13 @@ std::string describe(const Shard& s) {
 class HostFeatures : public ::testing::Test {
  protected:
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
-  std::random_device device_;
 
   void expect_exact(HostProblem& problem, const std::vector<Shard>& shards,
                     const std::vector<float>* sinks = nullptr) {
     EXPECT_TRUE(is_close(problem.error(problem.run(*backend_, shards, sinks), sinks)));
   }
   void expect_exact(const HostShape& shape, const std::vector<Shard>& shards) {
-    const std::uint32_t seed = device_();
+    const std::uint32_t seed = fresh_seed();
     SCOPED_TRACE(describe(shape) + " " + describe(shards[0]) + " seed " + std::to_string(seed));
     HostProblem problem(shape, seed);
     expect_exact(problem, shards);
@@ -135,7 +135,7 @@ TEST_F(HostFeatures, AllTogether) {
         HostShape shape = everything();
         shape.kv_dtype = kv_dtype;
         shape.store = store;
-        const std::uint32_t seed = device_();
+        const std::uint32_t seed = fresh_seed();
         SCOPED_TRACE(describe(shape) + " " + describe(shard) + " seed " + std::to_string(seed));
         HostProblem problem(shape, seed);
         expect_exact(problem, HostProblem::on_all(shard), &sinks);
@@ -160,7 +160,7 @@ TEST_F(HostFeatures, EveryGroupAndDim) {
 
 TEST_F(HostFeatures, AtRandom) {
   for (int trial = 0; trial < tests::trials(150); ++trial) {
-    const std::uint32_t seed = device_();
+    const std::uint32_t seed = fresh_seed();
     SCOPED_TRACE("shape of seed " + std::to_string(seed));
     std::mt19937 random(seed);
     const auto draw = [&](int low, int high) {
@@ -210,7 +210,7 @@ TEST_F(HostFeatures, PagesGiveTheBitsOfContiguousKeys) {
     shape.dtype = is_fp8(kv_dtype) ? fp16 : kv_dtype;
     shape.kv_dtype = kv_dtype;
     shape.mask.window = 200;
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     for (const Shard& shard : {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 2, 16)}) {
       problem.shape.page = 0;
       const Result contiguous = problem.run(*backend_, HostProblem::on_all(shard));
@@ -228,7 +228,7 @@ TEST_F(HostFeatures, PagesGiveTheBitsOfContiguousKeys) {
 
 TEST_F(HostFeatures, PagesMayRepeat) {
   HostShape shape{.query_len = {9, 3}, .kv_len = {640, 640}, .page = 32};
-  HostProblem problem(shape, device_());
+  HostProblem problem(shape, fresh_seed());
   const std::int64_t row = problem.kv_stride() * 4;
   for (Array* a : {&problem.k, &problem.v})  // 64 keys, twenty times
     for (std::int64_t key = 64; key < 1280; ++key)
@@ -247,7 +247,7 @@ TEST_F(HostFeatures, RanksGiveTheSameBits) {
     for (Store store : {Store::rows, Store::x_packed}) {
       shape.alibi = alibi;
       shape.store = store;
-      HostProblem problem(shape, device_());
+      HostProblem problem(shape, fresh_seed());
       for (const Shard& rule : {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 1, 128)}) {
         const Result one = problem.run(*backend_, {rule});
         EXPECT_TRUE(is_close(problem.error(one)));
@@ -293,7 +293,7 @@ TEST_F(HostFeatures, RangesOfABatch) {
 TEST_F(HostFeatures, ListedKeysInPages) {
   std::vector<std::int64_t> positions(700);
   std::iota(positions.begin(), positions.end(), 0);
-  std::shuffle(positions.begin(), positions.end(), std::mt19937(device_()));
+  std::shuffle(positions.begin(), positions.end(), std::mt19937(fresh_seed()));
   const std::vector<Shard> shards = {Shard::at_positions(700, 0, 2, positions.data(), 450),
                                      Shard::at_positions(700, 1, 2, positions.data() + 450, 250)};
   for (int page : {1, 2, 16}) {
@@ -312,7 +312,7 @@ TEST_F(HostFeatures, EachPartHoldsItsKeys) {
     HostShape shape{.query_len = {40}, .kv_len = {555}, .mask = {.causal = true, .window = 400}};
     shape.parts = parts;
     shape.page = 16;
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     for (int s = 0; s < parts.count; ++s) {
       problem.only = parts.of(s, 555);
       const auto error =
@@ -325,7 +325,7 @@ TEST_F(HostFeatures, EachPartHoldsItsKeys) {
 TEST_F(HostFeatures, SoftcapFarAboveTheCap) {
   for (float cap : {0.01f, 0.05f, 1.0f}) {  // |score / cap| from 0 to 1000 and more
     HostShape shape{.query_len = {20}, .kv_len = {400}, .softcap = cap};
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     for (std::int64_t t = 0; t < 20; ++t)
       for (int c = 0; c < 4 * 64; ++c)
         problem.q.set(t * problem.q_stride() + c,
@@ -338,7 +338,7 @@ TEST_F(HostFeatures, SoftcapFarAboveTheCap) {
 TEST_F(HostFeatures, HiddenKeysStayAway) {
   for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
     HostShape shape{.query_len = {12}, .kv_len = {200}, .mask = {.causal = true}, .qq = true};
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     const std::int64_t stride = problem.qq_width() + HostProblem::kGap;
     for (int t = 6; t < 12; ++t)  // rows 6 ... 11 do not see the key of token 5
       problem.qq.set(t * stride + 5, -std::numeric_limits<float>::infinity());
@@ -359,7 +359,7 @@ TEST_F(HostFeatures, HiddenKeysStayAway) {
   }
   HostShape shape{
       .query_len = {5}, .kv_len = {200}, .mask = {.causal = true, .window = 1}, .qq = true};
-  HostProblem problem(shape, device_());
+  HostProblem problem(shape, fresh_seed());
   problem.qq.set(2 * (problem.qq_width() + HostProblem::kGap) + 2,
                  -std::numeric_limits<float>::infinity());
   const Result result = problem.run(*backend_);
@@ -374,7 +374,7 @@ TEST_F(HostFeatures, FarPositions) {
     HostShape shape{.query_len = {30}, .kv_len = {300}, .mask = {.causal = true, .window = 250}};
     shape.alibi = alibi;
     shape.qq = true;
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     const auto attend = [&](std::int64_t before) {
       const std::vector<std::int64_t> table = {0, before, before + 300};
       const Shard shard = Shard::ranges(before + 300, 1, 2, table.data());
@@ -395,7 +395,7 @@ TEST_F(HostFeatures, FarPositions) {
 }
 
 TEST_F(HostFeatures, AnyStridesOfQueries) {
-  HostProblem problem({.query_len = {9}, .kv_len = {200}}, device_());
+  HostProblem problem({.query_len = {9}, .kv_len = {200}}, fresh_seed());
   const Result result = problem.run(*backend_);
   const int heads = problem.shape.heads, dim = problem.shape.dim;
   Array turned(fp32, heads * 11 * (dim + 3));  // [heads, 11 tokens, dim + 3]
@@ -425,7 +425,7 @@ TEST_F(HostFeatures, SkippedSequencesAreNotTouched) {
   HostShape shape = mixed();
   shape.page = 16;
   shape.skip_decode = true;
-  HostProblem problem(shape, device_());
+  HostProblem problem(shape, fresh_seed());
   const std::int64_t rows = problem.tokens() * shape.heads;
   std::vector<std::byte> memory(kernels::StateSlots::bytes(rows, shape.dim), std::byte{0xff});
   const kernels::StateSlots state{memory.data(), rows, shape.dim, 1};
@@ -445,7 +445,7 @@ TEST_F(HostFeatures, SkippedSequencesAreNotTouched) {
 
 // Products stay exact, which the option allows.
 TEST_F(HostFeatures, Tf32ChangesNothing) {
-  HostProblem problem({}, device_());
+  HostProblem problem({}, fresh_seed());
   auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);
   p.tf32 = p.invariant = true;
   EXPECT_NO_THROW(backend_->check(p));
@@ -453,7 +453,7 @@ TEST_F(HostFeatures, Tf32ChangesNothing) {
 
 // Weights rounded to e4m3 are nothing that the host does, and it says so.
 TEST_F(HostFeatures, Fp8ProductsAreRefused) {
-  HostProblem problem({}, device_());
+  HostProblem problem({}, fresh_seed());
   auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);
   p.fp8_products = true;
   try {

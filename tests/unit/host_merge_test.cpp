@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "src/strategy/shared/node_ranks.hpp"
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
@@ -81,7 +82,7 @@ class HostMerge : public ::testing::Test {
   }
 
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
-  std::mt19937 random_{std::random_device{}()};
+  std::mt19937 random_{fresh_seed()};
   std::vector<std::byte> memory_;
   kernels::StateSlots states_;
   std::int64_t rows_ = 0;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <string>
 
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
@@ -43,7 +44,6 @@ class HostOrder : public ::testing::Test {
   }
 
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
-  std::random_device device_;
 };
 
 TEST_F(HostOrder, SameBitsOnEveryNumberOfRanks) {
@@ -52,7 +52,7 @@ TEST_F(HostOrder, SameBitsOnEveryNumberOfRanks) {
     for (bool causal : {false, true}) {
       HostShape shape = few_rows(kv_len);
       shape.mask.causal = causal;
-      HostProblem problem(shape, device_());
+      HostProblem problem(shape, fresh_seed());
       for (const Shard& rule : {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 1, 128),
                                 Shard::interleaved(0, 0, 1, 256)}) {
         const Result one = problem.run(*backend_, {rule});
@@ -71,7 +71,7 @@ TEST_F(HostOrder, SameBitsOnEveryNumberOfRanks) {
 
 // Otherwise the test above could not fail: another cut of the same keys gives other bits.
 TEST_F(HostOrder, OtherCutsAreExactWithOtherBits) {
-  HostProblem problem(few_rows(5000), device_());
+  HostProblem problem(few_rows(5000), fresh_seed());
   const Result one = problem.run(*backend_);
   for (int ranks : {3, 7}) {
     const Result other =
@@ -86,7 +86,7 @@ TEST_F(HostOrder, SameBitsOnEveryNumberOfThreads) {
   for (std::int32_t tokens : {1, 300}) {
     HostShape shape{.heads = 6, .kv_heads = 2, .dim = 72, .query_len = {tokens}, .kv_len = {9000}};
     shape.mask.causal = true;
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     for (const Shard& shard :
          {Shard::contiguous(0, 0, 1), Shard::interleaved(0, 0, 1), Shard::striped(0, 0, 1)}) {
       const Result one = problem.run(*kernels::host_backend(1), {shard});
@@ -120,7 +120,7 @@ TEST_F(HostOrder, SameBitsWhateverTheRowsBesideIt) {
     shape.kv_len = {3000};
     shape.mask = {.causal = true, .window = 1700};
     shape.softcap = dtype == bf16 ? 30.0f : 0.0f;
-    HostProblem whole(shape, device_());
+    HostProblem whole(shape, fresh_seed());
     const std::vector<Shard> rule = {Shard::interleaved(0, 0, 1)};
     const Result all = whole.run(*backend_, rule);
     for (const auto& [first, count] :
@@ -138,7 +138,7 @@ TEST_F(HostOrder, SameBitsWhateverTheRowsBesideIt) {
 TEST_F(HostOrder, SameBitsWhateverTheBatch) {
   HostShape shape{.query_len = {4, 0, 130, 1}, .kv_len = {700, 90, 2000, 33}};
   shape.mask.causal = true;
-  HostProblem batch(shape, device_());
+  HostProblem batch(shape, fresh_seed());
   const Result all = batch.run(*backend_);
   const std::int64_t row = std::int64_t{shape.heads} * shape.dim;
   for (int b = 0; b < 4; ++b) {
@@ -165,7 +165,7 @@ TEST_F(HostOrder, EveryInstructionSet) {
     for (DType dtype : {fp32, fp16, bf16}) {
       shape.softcap = softcap;
       shape.dtype = dtype;
-      HostProblem problem(shape, device_());
+      HostProblem problem(shape, fresh_seed());
       expect_exact_on_every_instruction_set(problem);
     }
   }
@@ -183,7 +183,7 @@ TEST_F(HostOrder, EveryInstructionSetHasEveryFeature) {
       shape.kv_dtype = kv_dtype;
       shape.store = store;
       shape.alibi = store == Store::rows ? Alibi::query : Alibi::context;
-      HostProblem problem(shape, device_());
+      HostProblem problem(shape, fresh_seed());
       expect_exact_on_every_instruction_set(problem);
     }
   }
@@ -194,7 +194,7 @@ TEST_F(HostOrder, EveryInstructionSetReadsEveryFp8Code) {
   for (DType kv_dtype : {e4m3, e5m2}) {
     HostShape shape{.heads = 1, .kv_heads = 1, .dim = 256, .query_len = {1}, .kv_len = {1}};
     shape.kv_dtype = kv_dtype;
-    HostProblem problem(shape, device_());
+    HostProblem problem(shape, fresh_seed());
     for (int code = 0; code < 256; ++code) problem.v.bytes[code] = static_cast<std::byte>(code);
     for (int page : {0, 4}) {
       problem.shape.page = page;
@@ -220,7 +220,7 @@ TEST_F(HostOrder, EveryCodeOfFp8OnEveryInstructionSet) {
         HostShape shape{.heads = 256 / dim * group, .kv_heads = 256 / dim, .dim = dim};
         shape.kv_dtype = kv_dtype;
         shape.query_len = shape.kv_len = {1};
-        HostProblem problem(shape, device_());
+        HostProblem problem(shape, fresh_seed());
         for (int code = 0; code < 256; ++code) {
           problem.k.bytes[code] = std::byte{0};
           problem.v.bytes[code] = static_cast<std::byte>(code);

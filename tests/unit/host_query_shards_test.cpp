@@ -8,6 +8,7 @@
 #include <numeric>
 #include <string>
 
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/host_problem.hpp"
 #include "tests/support/query_shards_refusals.hpp"
 
@@ -32,7 +33,7 @@ class QueryShards : public ::testing::Test {
   }
 
   void expect_exact(const HostShape& shape) {
-    const std::uint32_t seed = device_();
+    const std::uint32_t seed = fresh_seed();
     HostProblem problem(shape, seed);
     for (const Shard& keys : {Shard::contiguous(0, 0, 1), Shard::zigzag(0, 0, 2),
                               Shard::striped(0, 0, 3), Shard::interleaved(0, 0, 4, 16)}) {
@@ -56,7 +57,6 @@ class QueryShards : public ::testing::Test {
   }
 
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
-  std::random_device device_;
 };
 
 TEST_F(QueryShards, EachFeatureAlone) {
@@ -105,10 +105,10 @@ TEST_F(QueryShards, Documents) {
 
 TEST_F(QueryShards, KeysInAnyOrder) {
   HostProblem problem({.query_len = {150}, .kv_len = {300}, .mask = {.causal = true, .window = 90}},
-                      device_());
+                      fresh_seed());
   std::vector<std::int64_t> positions(300);
   std::iota(positions.begin(), positions.end(), 0);
-  std::shuffle(positions.begin(), positions.end(), std::mt19937(device_()));
+  std::shuffle(positions.begin(), positions.end(), std::mt19937(fresh_seed()));
   const std::vector<Shard> shards = {Shard::at_positions(300, 0, 2, positions.data(), 170),
                                      Shard::at_positions(300, 1, 2, positions.data() + 170, 130)};
   for (const Shard& rows : {Shard::zigzag(0, 0, 3), Shard::striped(0, 0, 2)})
@@ -117,7 +117,7 @@ TEST_F(QueryShards, KeysInAnyOrder) {
 
 /// Without arrays the length of the shard says how many rows all ranks have.
 TEST_F(QueryShards, OneSequenceByItsLength) {
-  HostProblem problem({.query_len = {50}, .kv_len = {80}, .mask = {.causal = true}}, device_());
+  HostProblem problem({.query_len = {50}, .kv_len = {80}, .mask = {.causal = true}}, fresh_seed());
   const Result whole = problem.run(*backend_);
   const Shard rows = Shard::striped(50, 1, 2);
   const std::int64_t count = rows.local_len(50), row = std::int64_t{4} * 64;

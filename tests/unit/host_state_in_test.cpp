@@ -5,6 +5,7 @@
 #include <random>
 #include <string>
 
+#include "tests/support/fresh_seed.hpp"
 #include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
@@ -13,12 +14,11 @@ namespace {
 class HostStateIn : public ::testing::Test {
  protected:
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
-  std::random_device device_;
 
   /// The chain begins with nothing, and with empty states; the order of the shards is free.
   void expect_exact(const HostShape& shape, std::vector<Shard> shards,
                     const std::vector<float>* sinks = nullptr) {
-    const std::uint32_t seed = device_();
+    const std::uint32_t seed = fresh_seed();
     SCOPED_TRACE("seed " + std::to_string(seed));
     HostProblem problem(shape, seed);
     const Result first = problem.run_chain(*backend_, shards, sinks);
@@ -84,11 +84,11 @@ TEST_F(HostStateIn, Features) {
 // its own untouched.
 TEST_F(HostStateIn, RowsWithoutKeysKeepTheirState) {
   const HostShape shape{.query_len = {4, 1}, .kv_len = {40, 50}, .skip_decode = true};
-  HostProblem problem(shape, device_());
+  HostProblem problem(shape, fresh_seed());
   const std::int64_t rows = problem.tokens() * shape.heads;
   std::vector<std::byte> memory(kernels::StateSlots::bytes(rows, shape.dim));
   const kernels::StateSlots state{memory.data(), rows, shape.dim, 1};
-  std::mt19937 random(device_());
+  std::mt19937 random(fresh_seed());
   std::normal_distribution<float> normal;
   for (std::int64_t row = 0; row < rows; ++row) {
     state.stats(0)[row] = {normal(random), std::exp(normal(random))};

@@ -1,7 +1,7 @@
-# Precompiled headers. To parse the headers of the standard library, of fmt or of GoogleTest takes
-# longer than to compile most of our files, so it is done once for all files of a kind. No header of
-# this project is among them: a change to one rebuilds those files that include it. A file includes
-# what it uses all the same; clang-tidy (cmake/clang_tidy.sh) sees it without these.
+# Precompiled headers and unity builds. To parse the headers of the standard library, of fmt or of
+# GoogleTest takes longer than to compile most of our files, so it is done once for all files of a
+# kind. No header of this project is among them: a change to one rebuilds those files that include it.
+# A file includes what it uses all the same; cmake/clang_tidy.sh compiles each by itself.
 set(LONGSPAN_STD_HEADERS <algorithm> <array> <atomic> <bit> <cerrno> <charconv> <chrono> <climits>
     <cmath> <condition_variable> <cstddef> <cstdint> <cstdio> <cstdlib> <cstring> <exception>
     <functional> <initializer_list> <iterator> <limits> <memory> <mutex> <new> <numeric> <optional>
@@ -10,7 +10,7 @@ set(LONGSPAN_STD_HEADERS <algorithm> <array> <atomic> <bit> <cerrno> <charconv> 
 
 # ccache keeps what is compiled with them only where it is told that their text decides, not their
 # time, and where GCC says which of them it read.
-if(LONGSPAN_PRECOMPILE AND CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
+if(LONGSPAN_FAST_BUILD AND CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros
                                   ${CMAKE_CXX_COMPILER_LAUNCHER})
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
@@ -21,7 +21,7 @@ endif()
 # longspan_precompiled(name OPTIONS ... LIBRARIES ... HEADERS ...): a target that holds the headers,
 # for those whose options and definitions are the same; PROGRAM: for programs, whose code has -fPIE.
 function(longspan_precompiled name)
-  if(NOT LONGSPAN_PRECOMPILE)
+  if(NOT LONGSPAN_FAST_BUILD)
     return()
   endif()
   cmake_parse_arguments(PARSE_ARGV 1 arg PROGRAM "" "OPTIONS;LIBRARIES;HEADERS")
@@ -35,6 +35,13 @@ function(longspan_precompiled name)
   endif()
   list(TRANSFORM arg_HEADERS REPLACE "(.+)" "$<$<COMPILE_LANGUAGE:CXX>:\\1>")
   target_precompile_headers(${name} PRIVATE ${arg_HEADERS})
+endfunction()
+
+# longspan_compile_together(target n): the target's sources are compiled n at a time.
+function(longspan_compile_together target n)
+  if(LONGSPAN_FAST_BUILD)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${n})
+  endif()
 endfunction()
 
 # longspan_use_precompiled(target name): the files of the target see the headers of `name`.

@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# The long tests, by hand before a release: new seeds, all mutants, 1,000 schedules a case, and a
+# soak. `.ci/run` has the rest.
+#
+#   tests/long.sh [PARTS...]    default: all of them, hours on two cores
+#
+#   seeds       every test of a release build with new seeds and whole grids
+#   malformed   malformed calls with new seeds under ASan and UBSan, for an hour
+#   threads     unit and comm tests under ThreadSanitizer
+#   schedules   the CUDA kernels in the simulator: every test, 1,000 schedules a case, and under
+#               ThreadSanitizer
+#   mutants     defects that the tests of ranks, and the simulator, have to find
+#   cuda        the CUDA part for every architecture of a release
+#   soak        a million exchanges between GPUs; needs at least two
+#
+# LONGSPAN_LONG=SHORT tries all parts for minutes, not hours. A part that fails does not keep the
+# next ones from running. The last lines say what passed, with its time; the log of a part is in
+# build/long. docs/testing.md has the last result.
+# shellcheck disable=SC2317 # the parts are called by their names
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+export LC_ALL=C.UTF-8 LONGSPAN_TEST_SEEDS=new
+
+all=(seeds malformed threads schedules mutants cuda soak)
+parts=("${@:-${all[@]}}")
+minutes=60 schedules=1000 soak=1000000
+if [ "${LONGSPAN_LONG:-}" = SHORT ]; then minutes=2 schedules=10 soak=1000; fi
+jobs=$(nproc)
+out=build/long
+mkdir -p "$out"
+
+preset() { # name, targets...
+  local name=$1
+  shift
+  cmake --preset "$name" >/dev/null && cmake --build "build/$name" ${1:+--target "$@"}
+}
+
+seeds() { LONGSPAN_FULL_GRID=1 LONGSPAN_PYTHON_TORCH=1 ./test.sh all; }
+
+malformed() {
+  local end=$((SECONDS + 60 * minutes)) program failed=0
+  preset asan unit_tests || return
+  export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 ASAN_OPTIONS=allocator_may_return_null=1
+  while [ "$SECONDS" -lt "$end" ]; do
+    for program in build/asan/tests/unit_malformed_*_test; do
+      # A program says its seed; LONGSPAN_TEST_SEED repeats it.
+      "$program" >"$out/malformed.last" 2>&1 || { cat "$out/malformed.last"; failed=1; }
+    done
+  done
+  return "$failed"
+}
+
+threads() { preset tsan unit_tests comm_tests && ctest --preset tsan --parallel "$jobs"; }
+
+schedules() {
+  preset simulated gpu_tests longspan_command || return
+  ctest --preset simulated --parallel 1 && tests/simulate.py --schedules "$schedules" || return
+  preset simulated-tsan simulator_{kernels,exchange,small_kernels,race}_test || return
+  TSAN_OPTIONS=halt_on_error=1:exitcode=66:history_size=4 \
+    setarch -R build/simulated-tsan/tests/simulator/simulator_race_test || return
+  tests/simulate.py --build build/simulated-tsan --schedules "$((schedules / 100 + 1))" --together
+}
+
+mutants() {
+  tests/mutation.py || return
+  preset simulated gpu_tests && preset simulated-tsan || return
+  tests/simulator/mutation.py --schedules "$((schedules / 10))" --out "$out/mutants.jsonl"
+}
+
+cuda() { cmake --preset cuda -B build/cuda-all >/dev/null && cmake --build build/cuda-all; }
+
+soak() {
+  local gpus
+  gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+  if [ "$gpus" -lt 2 ]; then
+    echo "a soak needs two GPUs, and $gpus are seen"
+    return 77
+  fi
+  LONGSPAN_SOAK=$soak LONGSPAN_TEST_DEVICE=cuda \
+    ctest --test-dir build/default --no-tests=error -R '^gpu\.(exchange|push)_test\.np2$'
+}
+
+for part in "${parts[@]}"; do
+  [[ " ${all[*]} " == *" $part "* ]] || {
+    echo "tests/long.sh: there is no part '$part'; the parts are ${all[*]}" >&2
+    exit 2
+  }
+done
+status=0 summary=''
+for part in "${parts[@]}"; do
+  began=$SECONDS
+  printf '==== %s, log in %s/%s.log\n' "$part" "$out" "$part"
+  ($part) >"$out/$part.log" 2>&1
+  case $? in
+    0) result=passed ;;
+    77) result="left out: $(tail -n 1 "$out/$part.log")" ;;
+    *) result=FAILED status=1 ;;
+  esac
+  summary+=$(printf '\n%-10s %6d s  %s' "$part" $((SECONDS - began)) "$result")
+done
+printf '\n%s, commit %s%s\n' "$(date -u +%F)" "$(git rev-parse --short HEAD)" "$summary" |
+  tee "$out/summary.txt"
+exit $status

@@ -6,6 +6,10 @@ set -euo pipefail
 cd "$(dirname "$0")"
 source ./setup.sh all
 
+work=$(mktemp -d) # what tests leave behind goes with it
+trap 'rm -rf "$work"' EXIT
+export TMPDIR=$work
+
 without=()
 [ -z "${LONGSPAN_SKIP_SETUP:-}" ] || without=(-LE packaging) # these build, so they need a set-up
 # Twice the cores: many tests wait, for ranks that start, that are stopped, or that are dead.

@@ -38,6 +38,10 @@ class Bench {
 
   bool gpu() const { return gpu_; }
 
+  /// The most that a measurement's median came to over its least time: 1 where nothing else has the
+  /// machine.
+  double spread() const { return spread_; }
+
   RunOptions options(std::int64_t tokens, std::int64_t kv, const char* strategy) const {
     RunOptions o = run_options(line_.calibrate.shape, world_.device());
     o.tokens = tokens;
@@ -81,6 +85,8 @@ class Bench {
       const double phases[] = {s.phases.attend, s.phases.exchange, s.phases.merge, s.time};
       for (std::size_t i = 0; i < times.size(); ++i) times[i].push_back(phases[i] * 1e-3);
     }
+    const Spread total = spread_of(times[3]);
+    spread_ = std::max(spread_, largest(world_, total.median / std::max(total.min, 1e-9)));
     return {largest(world_, median(times[0])), -largest(ranks, -median(times[1])),
             largest(world_, median(times[2])), largest(world_, median(times[3]))};
   }
@@ -92,6 +98,7 @@ class Bench {
   Communicator world_;
   const CommandLine& line_;
   bool gpu_;
+  mutable double spread_ = 1;
 };
 
 double key_row_bytes(const RunOptions& o) {
@@ -184,8 +191,7 @@ void measure_overlap(const Bench& bench, const Communicator& ranks, const Link& 
   m.overlap = std::clamp(hidden / std::min(attend, transfer), 0.0, 1.0);
 }
 
-Machine measure(const Communicator& world, const CommandLine& line) {
-  const Bench bench(world, line);
+Machine measure(const Communicator& world, const Bench& bench) {
   Machine m = built_in_machine(world.device());
   measure_attention(bench, m);
   if (world.size() == 1) return m;
@@ -218,11 +224,19 @@ Machine measure(const Communicator& world, const CommandLine& line) {
 std::string remarks(const Communicator& world, const CommandLine& line) {
   const RunOptions o = run_options(line.calibrate.shape, world.device());
   std::string text =
-      fmt::format("# longspan {} calibrate | {} | {}\n# {} heads {}/{} dim {} | {:%F}\n",
-                  LONGSPAN_VERSION, name(world.device()), world.describe(), o.dtype, o.heads,
-                  o.kv_heads, o.dim, fmt::gmtime(std::time(nullptr)));
+      fmt::format("# longspan {} calibrate | {} | {}\n# {} heads {}/{} dim {}\n", LONGSPAN_VERSION,
+                  name(world.device()), world.describe(), o.dtype, o.heads, o.kv_heads, o.dim);
   if (world.size() == 1) text += "# one rank: what is between ranks is built in, not measured\n";
   return text;
+}
+
+/// A larger spread comes of other work, or of more ranks than cores.
+constexpr double kLargestSpread = 2;
+
+/// When it was measured, and how evenly.
+std::string measured_now(double spread) {
+  return fmt::format("{:%F}, spread {:.2f}{}", fmt::gmtime(std::time(nullptr)), spread,
+                     spread > kLargestSpread ? ": the machine was busy" : "");
 }
 
 }  // namespace
@@ -244,14 +258,20 @@ int calibrate(const Communicator& control, const CommandLine& line) {
     file.emplace(path);
   });
   Machine machine;
-  together(world, "measurement", [&] { machine = measure(world, line); });
+  const Bench bench(world, line);
+  together(world, "measurement", [&] { machine = measure(world, bench); });
+  machine.measured = measured_now(bench.spread());
   // Rank 0's figures are everybody's: they are the slowest rank's.
   const std::string text = remarks(world, line) + to_text(machine);
   together(world, "writing of the outputs", [&] {
     if (!file) return;
     file->write(text.data(), text.size());
     file->commit();
-    if (!file->is_standard_output()) say(text + fmt::format("# saved to {}\n", path));
+    if (file->is_standard_output()) return;
+    say(text + fmt::format("# saved to {}\n", path));
+    if (bench.spread() > kLargestSpread)
+      say("# the times differ too much to choose by: measure again when the machine is idle, on no "
+          "more ranks than it has cores\n");
   });
   return 0;
 }

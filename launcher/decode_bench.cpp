@@ -260,8 +260,9 @@ int bench_decode(const Communicator& control, const CommandLine& line) {
                       .threads = s.threads,
                       .options = o,
                       .seed = line.world.seed};
+  report.machine = constants_of(world);
   tell(
-      world, [&] { return title(world); }, table);
+      world, [&] { return title(world) + constants_line(report.machine); }, table);
   Progress progress(world.rank() == 0);
   for (const std::int64_t kv : o.kv) {
     report.rows.push_back(measure_row(world, s, kv, report.exchange_by, progress));

@@ -77,6 +77,7 @@ ordered_json to_json(const DecodeReport& r) {
                     {"backend", r.backend},
                     {"world", r.world},
                     {"exchange", r.exchange_by},
+                    {"constants", to_json(r.machine)},
                     {"case",
                      {{"ranks", r.ranks},
                       {"scaling", o.weak ? "weak" : "strong"},

@@ -38,6 +38,7 @@ struct DecodeRow {
 
 struct DecodeReport {
   std::string backend, world, exchange_by;
+  Machine machine;  // by whose constants the strategy was chosen
   int ranks = 1, threads = 1;
   DecodeOptions options;  // with no choice left open
   std::uint64_t seed = 0;

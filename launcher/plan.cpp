@@ -91,7 +91,7 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
   std::string text = fmt::format(
       "# longspan {} plan | {} nodes of {} ranks | constants: {}\n# keys {} | query rows {}, {} | "
       "heads {}/{} dim {} {} | {}\n",
-      LONGSPAN_VERSION, o.nodes, o.ranks_per_node, machine.name, o.kv,
+      LONGSPAN_VERSION, o.nodes, o.ranks_per_node, origin_of(machine), o.kv,
       o.tokens > 0 ? o.tokens : o.kv, cluster.shares_rows() ? "sharded" : "replicated",
       options.heads, options.kv_heads, options.head_dim, name(options.dtypes.compute),
       options.mask.causal ? "causal" : "full");
@@ -115,11 +115,12 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
          "# memory: inputs, outputs and workspace of a rank, but for the scratch of kernels\n";
 }
 
-nlohmann::ordered_json record(const PlanOptions& o, const Cluster& cluster,
+nlohmann::ordered_json record(const PlanOptions& o, const Cluster& cluster, const Machine& machine,
                               const std::vector<Forecast>& rows, const Forecast* best) {
   nlohmann::ordered_json json{{"longspan", LONGSPAN_VERSION},
                               {"nodes", o.nodes},
                               {"ranks_per_node", o.ranks_per_node},
+                              {"constants", to_json(machine)},
                               {"kv_len", o.kv},
                               {"tokens", o.tokens > 0 ? o.tokens : o.kv},
                               {"chosen", best ? best->strategy->name : ""}};
@@ -173,7 +174,7 @@ int plan(const Communicator& control, const CommandLine& line) {
     say(table(o, cluster, machine, rows, best),
         json && json->is_standard_output() ? stderr : stdout);
     if (!json) return;
-    const std::string text = json_text(record(o, cluster, rows, best));
+    const std::string text = json_text(record(o, cluster, machine, rows, best));
     json->write(text.data(), text.size());
     json->commit();
   });

@@ -43,6 +43,10 @@ ordered_json to_json(const Judgement& j) {
           {"right", j.right}};
 }
 
+ordered_json to_json(const Machine& machine) {
+  return {{"from", machine.name}, {"measured", machine.measured}};
+}
+
 std::string size_text(std::size_t bytes) {
   const double value = static_cast<double>(bytes);
   if (bytes < std::size_t{1} << 20) return fmt::format("{:.1f} KiB", value / (1 << 10));
@@ -132,6 +136,10 @@ std::string title(const Communicator& world) {
                      world.describe());
 }
 
+std::string constants_line(const Machine& machine) {
+  return fmt::format("# constants: {}\n", origin_of(machine));
+}
+
 std::string json_text(const ordered_json& record) {
   return record.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
 }
@@ -217,6 +225,7 @@ ordered_json to_json(const Report& r) {
                       {"shard_queries", r.shard_queries},
                       {"invariant", r.invariant},
                       {"inputs", r.inputs}}},
+                    {"constants", to_json(r.machine)},
                     {"workspace_bytes", r.workspace_bytes},
                     {"peer_bytes", r.peer_bytes},
                     {"time_ms", to_json(r.time)},

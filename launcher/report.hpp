@@ -10,6 +10,7 @@
 #include "launcher/judge.hpp"
 #include "launcher/options.hpp"
 #include "launcher/problem.hpp"
+#include "longspan/machine.hpp"
 
 namespace longspan::launcher {
 
@@ -27,6 +28,8 @@ double median(std::vector<double> values);
 Spread spread_of(const std::vector<double>& values);
 nlohmann::ordered_json to_json(const Spread& spread);
 nlohmann::ordered_json to_json(const Judgement& judgement);
+/// Where the constants come from.
+nlohmann::ordered_json to_json(const Machine& machine);
 
 /// Make texts for tables: "2.00 GiB", and milliseconds with the digits that matter.
 std::string size_text(std::size_t bytes);
@@ -50,6 +53,7 @@ struct Report {
   std::vector<std::int64_t> lengths;  // of the sequences, where they were given one by one
   std::size_t workspace_bytes = 0;    // of the rank that needs most
   std::size_t peer_bytes = 0;         // besides, of memory that peers write
+  Machine machine;                    // by whose constants the strategy was chosen
 
   // These say how fast it was.
   std::vector<double> times;  // ms; for each run that of the slowest rank
@@ -74,6 +78,8 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
 
 /// The line that says which longspan this is, on what device, among which ranks.
 std::string title(const Communicator& world);
+/// The line that says where the constants come from.
+std::string constants_line(const Machine& machine);
 /// A record as it is written. Bytes of names and variables that are not UTF-8, which JSON must be,
 /// become U+FFFD.
 std::string json_text(const nlohmann::ordered_json& record);

@@ -109,22 +109,28 @@ int run(const Communicator& control, const CommandLine& line) {
   std::FILE* const table = outputs->take_standard_output() ? stderr : stdout;
 
   const Communicator world = world_for(control, line.world);
-  const std::vector<Forecast> forecasts = settle_strategy(world, *problem);
+  const Prediction predicted = settle_strategy(world, *problem);
   Demand demand;
   together(world, "count of the memory", [&] { demand = demand_of(world, *problem, o.check); });
   require_memory(world, demand);
   tell(
-      world, [&] { return title(world) + outlook(*problem, o, forecasts, demand); }, table);
+      world,
+      [&] {
+        return title(world) + outlook(*problem, o, predicted.forecasts, demand) +
+               constants_line(predicted.machine);
+      },
+      table);
   Progress progress(rank == 0);
   progress.say("making the arrays");
   std::optional<Trial> trial;
   together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
   Report report = describe(world, *problem, o, trial->layer());
+  report.machine = predicted.machine;
   progress.clear();
   tell(
       world,
       [&] {
-        return (o.explain ? explanation(forecasts, problem->options, world.size()) : "") +
+        return (o.explain ? explanation(predicted.forecasts, problem->options, world.size()) : "") +
                header(report);
       },
       table);

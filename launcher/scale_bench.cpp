@@ -80,7 +80,7 @@ class ScaleBench {
     together(world_, "making of a problem", [&] {
       if (!part) return;
       problem = make_problem(options, line_.world);
-      forecasts = settle_strategy(*part, *problem);
+      forecasts = settle_strategy(*part, *problem).forecasts;
       for (std::size_t i = 0; i < count; ++i)
         if (is_measured(i) && forecasts[i].refusal.empty())
           require_memory(*part, demand_by(*part, *problem, strategies()[i].name));
@@ -269,8 +269,9 @@ int bench_scale(const Communicator& control, const CommandLine& line) {
                      .graph = o.graph,
                      .seed = line.world.seed};
   report.shape.batch = o.batch;
+  report.machine = constants_of(world);
   tell(
-      world, [&] { return title(world) + header(report); }, table);
+      world, [&] { return title(world) + constants_line(report.machine) + header(report); }, table);
   const std::vector<Case> cases = cases_of(o, gpu);
   ScaleBench bench(world, line, report, cases.size() * counts.size());
   Progress progress(world.rank() == 0);

@@ -117,6 +117,7 @@ ordered_json to_json(const ScaleReport& r) {
   ordered_json json{{"longspan", LONGSPAN_VERSION},
                     {"backend", r.backend},
                     {"world", r.world},
+                    {"constants", to_json(r.machine)},
                     {"case",
                      {{"scaling", r.weak ? "weak" : "strong"},
                       {"graph", r.graph},

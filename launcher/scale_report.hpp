@@ -34,6 +34,7 @@ struct ScaleRow {
 
 struct ScaleReport {
   std::string backend, world;
+  Machine machine;  // by whose constants "auto" chooses
   int threads = 1;
   RunOptions shape;  // heads, dims, dtype, batch
   std::string shard;

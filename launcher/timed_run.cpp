@@ -7,17 +7,24 @@
 
 namespace longspan::launcher {
 
-std::vector<Forecast> settle_strategy(const Communicator& world, Problem& problem) {
-  std::vector<Forecast> all;
+Prediction settle_strategy(const Communicator& world, Problem& problem) {
+  Prediction made;
   together(world, "choice of the strategy", [&] {
     int& per_node = problem.options.ranks_per_node;
     if (per_node == 0) per_node = world.ranks_per_node();
     const Options options = problem.layer_options(world.size());
-    const Machine machine = shared_machine(world);
-    problem.options.strategy = choose_strategy(options, world.size(), machine).name;
-    all = forecast(options, {world.size(), per_node}, problem.run_size(world.size()), machine);
+    made.machine = shared_machine(world);
+    problem.options.strategy = choose_strategy(options, world.size(), made.machine).name;
+    made.forecasts =
+        forecast(options, {world.size(), per_node}, problem.run_size(world.size()), made.machine);
   });
-  return all;
+  return made;
+}
+
+Machine constants_of(const Communicator& world) {
+  Machine machine;
+  together(world, "constants of the machine", [&] { machine = shared_machine(world); });
+  return machine;
 }
 
 std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmup, int iterations,

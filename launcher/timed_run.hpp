@@ -11,13 +11,23 @@
 #include "launcher/replays.hpp"
 #include "launcher/report.hpp"
 #include "longspan/communicator.hpp"
+#include "longspan/machine.hpp"
 #include "longspan/strategy.hpp"
 
 namespace longspan::launcher {
 
+/// What every strategy is predicted to take, by the constants of a machine.
+struct Prediction {
+  std::vector<Forecast> forecasts;
+  Machine machine;
+};
+
 /// Predicts the run by every strategy, and puts the one that "auto" stands for in its place. It is
 /// collective.
-std::vector<Forecast> settle_strategy(const Communicator& world, Problem& problem);
+Prediction settle_strategy(const Communicator& world, Problem& problem);
+
+/// The constants by which layers on these ranks choose. It is collective.
+Machine constants_of(const Communicator& world);
 
 /// Times `iterations` runs, after `warmup` others, and shows how many are done where there is a
 /// `progress`. It is collective.

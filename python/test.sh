@@ -31,4 +31,11 @@ options=(-C "cmake.define.LONGSPAN_PREBUILT=$build/prefix" -C "build-dir=$build/
 cmake --install "$build" --prefix "$build/prefix" >/dev/null
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
   --force-reinstall . "${options[@]}"
+
+# What tests write goes with this folder; what makes the next run faster, or is a case that failed, is
+# kept in BUILD.
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export TMPDIR=$work HYPOTHESIS_STORAGE_DIRECTORY=$build/hypothesis PYTHONDONTWRITEBYTECODE=1
+export TORCHINDUCTOR_CACHE_DIR=$build/inductor
 "$venv/bin/python" -m pytest --quiet python/tests "$@"

@@ -17,6 +17,8 @@
 #include "kernels/backend.hpp"
 #include "kernels/features.hpp"
 #include "longspan/communicator.hpp"
+#include "longspan/error.hpp"
+#include "longspan/machine.hpp"
 #include "longspan/version.hpp"
 #include "src/check.hpp"
 #include "src/cores.hpp"
@@ -103,6 +105,19 @@ void add_gpus(Rows& rows) {
 }
 #endif
 
+/// Where the constants come from by which "auto" chooses here.
+std::string constants() {
+  const auto of = [](Device device) -> std::string {
+    try {
+      return origin_of(machine_here(device));
+    } catch (const Error& error) {
+      return error.what();
+    }
+  };
+  if (gpu_count() == 0) return of(Device::host);
+  return fmt::format("host: {}; cuda: {}", of(Device::host), of(Device::cuda));
+}
+
 }  // namespace
 
 int gpu_count() {
@@ -149,6 +164,7 @@ Rows system_info() {
             {"bf16", fmt::format("products {} with bf16_products", kernels::host_bf16_products())}};
   add_mpi(rows);
   add_gpus(rows);
+  rows.emplace_back("constants", constants());
   return rows;
 }
 

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <optional>
 #include <sstream>
+#include <string_view>
 
 #include "longspan/error.hpp"
 #include "src/env.hpp"
@@ -62,7 +63,10 @@ const Range& range_of(Quantity quantity) {
   return quantity == Quantity::rate ? kRate : quantity == Quantity::time ? kTime : kPart;
 }
 
-/// Some of what stands in a file, for a message: a file of another kind may hold anything.
+/// The remark of a file that says when its constants were measured.
+constexpr std::string_view kMeasured = "# measured ";
+
+/// Some of what stands in a file, for people: a file of another kind may hold anything.
 std::string shown(const std::string& text) {
   constexpr std::size_t kMost = 60;
   std::string some = text.substr(0, kMost);
@@ -160,8 +164,13 @@ Machine built_in_machine(Device device) {
           .overlap = 0.0};
 }
 
+std::string origin_of(const Machine& machine) {
+  return machine.name + (machine.measured.empty() ? "" : ", measured " + machine.measured);
+}
+
 std::string to_text(const Machine& machine) {
   std::string text;
+  if (!machine.measured.empty()) text = fmt::format("{}{}\n", kMeasured, shown(machine.measured));
   for (const Constant& c : kConstants) text += fmt::format("{} {:.4g}\n", c.name, machine.*c.value);
   return text;
 }
@@ -173,6 +182,7 @@ Machine machine_from(const std::string& text, const std::string& origin, Device 
   for (std::string line; std::getline(lines, line);) {
     std::istringstream words(line);
     std::string name, value, more;
+    if (line.starts_with(kMeasured)) machine.measured = shown(line.substr(kMeasured.size()));
     if (!(words >> name) || name.front() == '#') continue;
     std::size_t i = 0;
     while (i < kConstants.size() && name != kConstants[i].name) ++i;

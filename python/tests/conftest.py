@@ -9,6 +9,11 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import device
 
+# No constants of the user are read (tests/settings.cmake).
+os.environ["XDG_CONFIG_HOME"] = os.devnull
+os.environ.pop("LONGSPAN_MACHINE", None)
+# Cases that failed are kept where what is built is, not among the sources.
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(pathlib.Path(__file__).parents[2] / "build" / "hypothesis"))
 device.take_device()
 # Where CI is set the draws are the same in every run: a change is to blame for what fails.
 hypothesis.settings.register_profile("here", deadline=None, max_examples=80, derandomize="CI" in os.environ)

@@ -11,7 +11,8 @@ namespace longspan {
 
 class Communicator;
 
-/// Version, backends, instruction set, MPI, NCCL, GPUs and the links between them.
+/// Version, backends, instruction set, MPI, NCCL, GPUs and the links between them, and where the
+/// machine's constants come from.
 std::vector<std::pair<std::string, std::string>> system_info();
 
 /// GPUs that this process can use; 0 in a build without CUDA.

@@ -15,6 +15,7 @@ class Communicator;
 struct Machine {
   Device device = Device::host;  ///< where ranks compute
   std::string name;              ///< of the constants: "built in", or the file that they come from
+  std::string measured;          ///< when, and how evenly, where the file says so
   double flops_per_s = 0;        ///< of attention with many query rows
   double key_bytes_per_s = 0;    ///< of keys and values, read for few query rows
   double merge_bytes_per_s = 0;  ///< of states that are folded
@@ -51,12 +52,16 @@ Machine shared_machine(const Communicator& world);
 /// neither is known.
 std::string machine_file(Device device);
 
-/// One line for each constant, its name and its value, as machine_from reads it.
+/// Where the constants come from, for people: the name, and what is known of the measurement.
+std::string origin_of(const Machine& machine);
+
+/// One line for each constant, its name and its value, as machine_from reads it, behind a remark of
+/// when they were measured where that is known.
 std::string to_text(const Machine& machine);
 
-/// Reads what to_text wrote; lines that begin with # are left out. Throws UsageError, which names
-/// `origin`, for an unknown name, a constant that is missing, and a value out of bounds: rates are
-/// 1 to 1e30 in a second, times 1e-15 to 1e6 seconds, overlap 0 to 1.
+/// Reads what to_text wrote; other lines that begin with # are left out. Throws UsageError, which
+/// names `origin`, for an unknown name, a constant that is missing, and a value out of bounds:
+/// rates are 1 to 1e30 in a second, times 1e-15 to 1e6 seconds, overlap 0 to 1.
 Machine machine_from(const std::string& text, const std::string& origin, Device device);
 
 }  // namespace longspan

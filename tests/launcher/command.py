@@ -10,6 +10,10 @@ import unittest
 COMMAND = os.environ.get("LONGSPAN_COMMAND", "longspan")
 MPIEXEC = os.environ.get("LONGSPAN_MPIEXEC", "")
 
+# No constants of the user are read, and none can be saved (tests/settings.cmake), also without ctest.
+os.environ["XDG_CONFIG_HOME"] = os.devnull
+os.environ.pop("LONGSPAN_MACHINE", None)
+
 # mpirun's own files: two mpiruns that start at once in the same folder can hinder each other.
 SESSIONS = tempfile.TemporaryDirectory(prefix="ls")
 

@@ -49,6 +49,7 @@ class DocumentsTest(CommandTest):
         self.environment = {name: value for name, value in os.environ.items()
                             if not name.startswith(("OMPI_", "LONGSPAN_"))}
         self.environment["OMPI_MCA_orte_tmpdir_base"] = SESSIONS.name
+        self.environment["XDG_CONFIG_HOME"] = str(self.path("settings"))  # where `calibrate` saves
 
     def types(self, lines):
         return subprocess.run(["bash", "-euc", "\n".join(map(short, lines))], cwd=self.folder,
@@ -75,6 +76,7 @@ class DocumentsTest(CommandTest):
             lines = [line for line in lines if "plot.py" not in line]
         self.runs(["source ./env.sh", *lines])
         self.assertEqual(npy.load(self.path("lse.npy"))[1], (9, 4))
+        self.assertEqual(len(list(self.path("settings/longspan").glob("*.machine"))), 1)
         # A user's records are the user's.
         self.assertTrue(self.path("build/results/scale-cpu.jsonl").exists())
         self.assertFalse(self.path("bench/results").exists())

@@ -3,10 +3,9 @@
 import csv
 import json
 import os
-import pathlib
 import re
-import tempfile
 import unittest
+from unittest import mock
 
 from command import INPUT, OK, USAGE, CommandTest, longspan
 
@@ -17,15 +16,13 @@ SMALL = ("--heads", 2, "--dim", 16)
 
 class PlanningTest(CommandTest):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-        os.environ["XDG_CONFIG_HOME"] = folder.name  # no constants of the user
-        self.addCleanup(os.environ.pop, "XDG_CONFIG_HOME")
+        super().setUp()
+        settings = mock.patch.dict(os.environ, XDG_CONFIG_HOME=str(self.folder))
+        settings.start()
+        self.addCleanup(settings.stop)
 
     def named(self, file):
         os.environ["LONGSPAN_MACHINE"] = str(file)
-        self.addCleanup(os.environ.pop, "LONGSPAN_MACHINE", None)
 
     def plan(self, *options):
         done = longspan(0, "plan", *options, "--json", self.folder / "plan.json")
@@ -92,14 +89,43 @@ class PlanningTest(CommandTest):
             found = dict(line.split() for line in file.read_text().splitlines() if not line.startswith("#"))
             self.assertEqual(set(found), set(CONSTANTS))
             self.assertIn("one rank" if ranks < 2 else f"{ranks} ranks", file.read_text())
+            measured = re.search(r"(?m)^# measured (\d{4}-\d\d-\d\d, spread [\d.]+(: the machine was busy)?)$",
+                                 file.read_text())
+            self.assertEqual(bool(measured[2]), "measure again" in done.stdout, done.stdout)
             self.named(file)
-            done = longspan(ranks, "run", "--kv", 500, "--tokens", 3, "--explain", *SMALL)
-            self.ends(done, OK)
-            self.assertIn("gather-states", done.stdout)
+            self.says(ranks, f"{file}, measured {measured[1]}", {"from": str(file), "measured": measured[1]})
+
+    def says(self, ranks, text, record):
+        """All that choose by constants say which: for people, and in their records."""
+        short = ("--iterations", 1, "--threads", 1, "--backend", "host", *SMALL)
+        commands = (["run", "--kv", 500, "--tokens", 3, *short],
+                    ["bench", "scale", "--kv", 64, "--phases", "decode", *short],
+                    ["bench", "decode", "--kv", 64, "--layers", 1, "--kv-heads", 1, *short])
+        for command in commands:
+            with self.subTest(command=command, ranks=ranks):
+                done = longspan(ranks, *command, "--json", self.folder / "said.json")
+                self.ends(done, OK)
+                self.assertEqual(re.findall("(?m)^# constants: (.*)$", done.stdout), [text])
+                self.assertEqual(json.loads((self.folder / "said.json").read_text())["constants"], record)
+        self.assertIn(text, json.loads(longspan(ranks, "info", "--json").stdout)["constants"])
+        self.assertRegex(longspan(ranks, "info").stdout, f"(?m)^constants .*{re.escape(text)}")
+
+    def test_where_constants_come_from(self):
+        for ranks in self.rank_counts:
+            self.says(ranks, "built in, of one core", {"from": "built in, of one core", "measured": ""})
+        _, found, _ = self.plan()
+        self.assertEqual(found["constants"], {"from": "built in, of an H200", "measured": ""})
+        self.named(self.folder / "bad")
+        done = longspan(0, "info")
+        self.ends(done, OK)
+        self.assertRegex(done.stdout, "(?m)^constants .*bad.* cannot be opened")
 
     def test_calibrate_saves_where_the_command_looks(self):
-        self.ends(longspan(0, "calibrate", "--threads", 1, *SMALL), OK)
-        self.assertTrue((self.folder / "longspan" / "host.machine").exists())
+        host = ("--threads", 1, "--backend", "host", *SMALL)
+        self.ends(longspan(0, "calibrate", *host), OK)
+        file = self.folder / "longspan" / "host.machine"
+        done = longspan(0, "run", "--kv", 100, "--tokens", 1, *host)
+        self.assertIn(f"# constants: {file}, measured ", done.stdout)
 
     def test_constants_that_make_no_sense(self):
         file = self.folder / "bad"
@@ -154,6 +180,18 @@ class PlanningTest(CommandTest):
     def test_scale_that_makes_no_sense(self):
         self.ends(longspan(0, "bench", "scale", "--ranks", 99), USAGE, "--ranks 99")
         self.ends(longspan(0, "bench", "scale", "--strategies", "telepathy"), USAGE, "telepathy")
+
+
+class UsersConstantsTest(CommandTest):
+    def test_tests_neither_read_nor_write_them(self):
+        file = self.path(".config/longspan/host.machine")
+        file.parent.mkdir(parents=True)
+        file.write_text("speed 3\n")
+        done = longspan(0, "run", "--kv", 100, "--tokens", 1, *SMALL, HOME=str(self.folder))
+        self.ends(done, OK)
+        self.assertIn("# constants: built in", done.stdout)
+        self.ends(longspan(0, "calibrate", *SMALL, HOME=str(self.folder)), INPUT, "/dev/null/longspan/")
+        self.assertEqual(file.read_text(), "speed 3\n")
 
 
 if __name__ == "__main__":

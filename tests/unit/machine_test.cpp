@@ -33,6 +33,21 @@ TEST(Machine, ATextGivesBackItsConstants) {
   }
 }
 
+TEST(Machine, ATextSaysWhenItWasMeasured) {
+  Machine machine = built_in_machine(Device::host);
+  EXPECT_EQ(origin_of(machine), "built in, of one core");
+  machine.measured = "2026-11-28, spread 1.20";
+  const Machine again =
+      machine_from("# longspan calibrate\n" + to_text(machine), "there", Device::host);
+  EXPECT_EQ(again.measured, machine.measured);
+  EXPECT_EQ(to_text(again), to_text(machine));
+  EXPECT_EQ(origin_of(again), "there, measured 2026-11-28, spread 1.20");
+  // It is shown to people, and stays one line.
+  machine.measured = "today\n\x1b[2J" + std::string(100, 'x');
+  const std::string shown = machine_from(to_text(machine), "there", Device::host).measured;
+  EXPECT_THAT(shown, AllOf(::testing::StartsWith("today??[2Jxxx"), ::testing::EndsWith("x...")));
+}
+
 /// A file that `longspan calibrate` wrote before it told two latencies apart goes on to serve.
 TEST(Machine, AnOlderTextHasOneLatency) {
   std::string text = to_text(built_in_machine(Device::cuda));

@@ -22,9 +22,8 @@ using enum Function;
 constexpr Where kSubject = Where::as_subject;
 
 #if !defined(LONGSPAN_HAVE_CUDA)
-constexpr std::string_view kHowToGetCuda =
-    LONGSPAN_WITHOUT_CUDA
-    " when it was built. `LONGSPAN_CUDA=ON pip install .` in its sources builds the CUDA part";
+constexpr std::string_view kHowToGetCuda = LONGSPAN_WITHOUT_CUDA
+    ". `LONGSPAN_CUDA=ON pip install .` in its repository builds the CUDA part";
 #endif
 
 constexpr Name kNames[] = {

@@ -234,48 +234,47 @@ class TileRun {
     std::fill_n(seen_, blocks_, any);  // by all rows, since all are computed together
 
     for_few_keys(aligned(any), 0, p_.k.head_stride, p_.head_dim,
-                 [&]<class T>(int head, int j, const FewKeys& keys) {
-                   score_few<T>(keys, p_.head_dim, q_of(head), tile_.rows,
-                                scores(head * tile_.rows) + j);
+                 [&](int head, int j, const FewKeys& keys) {
+                   score_few(p_.kv_dtype, keys, p_.head_dim, q_of(head), tile_.rows,
+                             scores(head * tile_.rows) + j);
                  });
     for (int head = 0; head < tile_.kv_heads; ++head) weigh_rows(segment, level, head);
     std::fill_n(o(level, 0), tile_.states() * padded_, 0.0f);
     for_few_keys(any, kSegment, p_.v.head_stride, p_.value_dim,
-                 [&]<class T>(int head, int j, const FewKeys& values) {
-                   weigh_few<T>(values, p_.value_dim, scores(head * tile_.rows) + j, tile_.rows,
-                                o(level, head * tile_.rows), padded_);
+                 [&](int head, int j, const FewKeys& values) {
+                   weigh_few(p_.kv_dtype, values, p_.value_dim, scores(head * tile_.rows) + j,
+                             tile_.rows, o(level, head * tile_.rows), padded_);
                  });
     for (int head = 0; head < tile_.kv_heads; ++head) finish_rows(segment, any, level, head);
   }
 
-  /// Calls visit<T>(head, j, rows j, j + 1 ...) for stretches of `keys`, whose rows are order_ from
+  /// Calls visit(head, j, rows j, j + 1 ...) for stretches of `keys`, whose rows are order_ from
   /// `first` on. What lies ahead is prefetched; it may be of another dim or stride, whose lines are
   /// then not all the right ones.
   template <class Visit>
   void for_few_keys(Range keys, int first, std::int64_t head_stride, int dim, Visit&& visit) {
     constexpr std::int64_t kAhead = 16 << 10, kMost = 32 << 10;  // bytes
-    with_type(p_.kv_dtype, [&]<class T>(const T*) {
-      const std::int64_t size = sizeof(T), of_key = tile_.kv_heads * dim * size;
-      const int stretch = tile_.kv_heads == 1 || kFewKeys * of_key <= kMost ? kFewKeys : 16;
-      const int ahead = static_cast<int>(
-          std::clamp<std::int64_t>(kAhead / (stretch * of_key) * stretch, stretch, kSegment));
-      FewKeys few;
-      for (int j = keys.begin; j < keys.end; j += stretch) {
-        few.count = std::min(stretch, keys.end - j);
-        for (int head = 0; head < tile_.kv_heads; ++head) {
-          const auto row = [&](int i) {
-            const std::byte* of_first = order_[std::min(first + j + i, 3 * kSegment - 1)];
-            return of_first ? of_first + head * head_stride * size
-                            : reinterpret_cast<const std::byte*>(kZeros);
-          };
-          for (int i = 0; i < few.count; ++i) {
-            few.rows[i] = row(i);
-            few.ahead[i] = row(i + ahead);
-          }
-          visit.template operator()<T>(head, j, few);
+    const std::int64_t size = static_cast<std::int64_t>(size_of(p_.kv_dtype)),
+                       of_key = tile_.kv_heads * dim * size;
+    const int stretch = tile_.kv_heads == 1 || kFewKeys * of_key <= kMost ? kFewKeys : 16;
+    const int ahead = static_cast<int>(
+        std::clamp<std::int64_t>(kAhead / (stretch * of_key) * stretch, stretch, kSegment));
+    FewKeys few;
+    for (int j = keys.begin; j < keys.end; j += stretch) {
+      few.count = std::min(stretch, keys.end - j);
+      for (int head = 0; head < tile_.kv_heads; ++head) {
+        const auto row = [&](int i) {
+          const std::byte* of_first = order_[std::min(first + j + i, 3 * kSegment - 1)];
+          return of_first ? of_first + head * head_stride * size
+                          : reinterpret_cast<const std::byte*>(kZeros);
+        };
+        for (int i = 0; i < few.count; ++i) {
+          few.rows[i] = row(i);
+          few.ahead[i] = row(i + ahead);
         }
+        visit(head, j, few);
       }
-    });
+    }
   }
 
   /// Makes weights of the scores of a head's rows.

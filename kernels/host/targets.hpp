@@ -1,19 +1,26 @@
 // Names the instruction sets that the host kernels are built for; the best one of the machine is
 // chosen when they run. It is to be included before Highway. On x86 they are AVX-512 with the
-// permutations of bytes of Ice Lake (AVX3_DL; tables for fp8) and without, AVX2, SSE4 and the plain
+// permutations of bytes of Ice Lake (AVX3_DL; tables for fp8) and without, AVX2 and the plain
 // baseline.
 //
 // Both AVX-512 and AVX2 give the same bits: every sum is either one chain in a given order or has a
-// shape of 16 lanes, whatever the width of a vector. Below AVX2 there is no fused multiply-add, so
-// the bits there are others (and again the same for SSE4 and the baseline).
+// shape of 16 lanes, whatever the width of a vector. The baseline has no fused multiply-add, so the
+// bits there are others.
 #pragma once
 
 // Highway builds for it only where it is asked to.
 #define HWY_WANT_AVX3_DL 1
 
-// These gain nothing over their neighbours, or have vectors of a length that is not known when
-// compiling.
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+// These gain nothing over their neighbours, are of processors without AVX2 (from before 2013), or
+// have vectors of a length that is not known when compiling.
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 
 // Whether the target at hand has vectors of 512 bits and 32 registers of them.
 #define LONGSPAN_HOST_AVX512 (HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL)
+
+// Whether the target at hand reads keys and values of few rows where they lie (few_rows-inl.hpp).
+// The baseline of x86 is not worth the time to compile, and the scalar target has no blocks of
+// lanes to transpose in; they pack as for many rows, to the same bits.
+#define LONGSPAN_HOST_FEW_ROWS \
+  (HWY_TARGET != HWY_SCALAR && (LONGSPAN_HOST_AVX512 || HWY_TARGET == HWY_AVX2 || !HWY_ARCH_X86))

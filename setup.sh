@@ -37,10 +37,8 @@ libgmock-dev        -        GoogleTest, its matchers
 librapidcheck-dev   -        RapidCheck: tests of laws
 libblis-dev         -        BLIS: matrix products of an example'
 
-say() { printf 'longspan: %s\n' "$*"; }
-fail() { say "$*" >&2; exit 1; }
+source cmake/choose_cuda.sh # say, fail, is_older, choose_cuda
 step() { if [ -n "$dry" ]; then say "would run: $*"; else "$@"; fi; }
-is_older() { [ "$1" != "$2" ] && [ "$(printf '%s\n' "$@" | sort -V | head -n 1)" = "$1" ]; }
 
 is_here() { # package, command
   if [ "$2" != - ]; then command -v "$2" >/dev/null; return; fi
@@ -76,8 +74,6 @@ install_missing() {
     'universe: add-apt-repository universe). Elsewhere install them from their own projects, then' \
     'set LONGSPAN_SKIP_INSTALL=1.'
 }
-
-source cmake/choose_cuda.sh # choose_cuda
 
 build_targets() {
   local found options=()

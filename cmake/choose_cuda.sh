@@ -1,6 +1,11 @@
 # shellcheck shell=bash
-# What the scripts build for GPUs: code for those of this machine and for no others, since every
-# architecture costs minutes. Sourced by setup.sh, whose head has the switches.
+# What the scripts and pip build for GPUs: code for those of this machine and for no others, since
+# every architecture costs minutes. Sourced by setup.sh, whose head has the switches, and run by
+# choose_cuda.cmake for the Python package: four lines on stdout, and on stderr what it says.
+
+say() { printf 'longspan: %s\n' "$*"; }
+fail() { say "$*" >&2; exit 1; }
+is_older() { [ "$1" != "$2" ] && [ "$(printf '%s\n' "$@" | sort -V | head -n 1)" = "$1" ]; }
 
 # Compute capabilities of the NVIDIA GPUs that can be used here ("8.0 9.0"), `unknown` for one that
 # nothing describes. /proc/driver/nvidia is no sign of a GPU: a container without any sees it too.
@@ -34,12 +39,15 @@ architecture_of() {
   if [ -n "$code" ]; then echo "$code-real"; else echo "$ptx-virtual"; fi
 }
 
-# Sets `cuda` and `architectures` (empty: those of CMakeLists.txt), and says why.
+# Sets `cuda`, `architectures` (empty: those of CMakeLists.txt), and where cuda is OFF `why`; says so.
 choose_cuda() {
-  local gpus gpu nvcc release codes=() why=''
-  cuda=${LONGSPAN_CUDA:-AUTO} architectures=${LONGSPAN_CUDA_ARCHITECTURES:-}
+  local gpus gpu nvcc release codes=()
+  cuda=${LONGSPAN_CUDA:-AUTO} architectures=${LONGSPAN_CUDA_ARCHITECTURES:-} why=''
   case $cuda in
-    OFF) say 'building for processors only, as LONGSPAN_CUDA says'; return ;;
+    OFF)
+      why='LONGSPAN_CUDA=OFF was asked for'
+      say 'building for processors only, as LONGSPAN_CUDA says'
+      return ;;
     ON) ;;
     AUTO) [ -z "$architectures" ] || cuda=ON ;;
     *) fail "LONGSPAN_CUDA is $cuda, and can be ON, OFF or AUTO" ;;
@@ -49,6 +57,7 @@ choose_cuda() {
   [ -z "$nvcc" ] || export CUDACXX=$nvcc
   if [ "$cuda" = AUTO ]; then
     if [ -z "$gpus" ]; then
+      why='no NVIDIA GPU was seen'
       say 'no NVIDIA GPU is seen: building for processors only. LONGSPAN_CUDA=ON builds the CUDA'
       say 'part too, for the architectures that LONGSPAN_CUDA_ARCHITECTURES names.'
       cuda=OFF
@@ -58,13 +67,12 @@ choose_cuda() {
     if [ "$gpus" != unknown ] && is_older "${gpus##* }" 8.0; then
       why='compute capability 8.0 is the oldest that longspan has code for'
     elif [ -z "$nvcc" ]; then
-      why='nvcc was not found: install the CUDA toolkit, 12.5 or newer, and run this again'
+      why='nvcc was not found (install the CUDA toolkit, 12.5 or newer)'
     elif is_older "${release:-0}" 12.5; then
-      why="$nvcc is ${release:-of no known release}, and 12.5 is needed: install a newer one"
+      why="$nvcc is ${release:-of no known release}, and 12.5 is needed"
     fi
     if [ -n "$why" ]; then
-      say "a GPU is seen (compute capability $gpus), but $why"
-      say 'building for processors only'
+      say "a GPU is seen (compute capability $gpus), but $why: building for processors only"
       cuda=OFF
       return
     fi
@@ -78,3 +86,9 @@ choose_cuda() {
   say "building the CUDA part for ${architectures:-every architecture in CMakeLists.txt} (GPUs here:" \
     "${gpus:-none}; LONGSPAN_CUDA_ARCHITECTURES chooses others)"
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  set -euo pipefail
+  choose_cuda >&2
+  printf '%s\n' "$cuda" "$architectures" "${CUDACXX:-}" "$why"
+fi

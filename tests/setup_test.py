@@ -1,6 +1,6 @@
-"""What setup.sh would install, configure and build on machines that this one is not: its tools are
-stand-ins, first on the PATH, that write down how they were called. And what env.sh finds, and the
-main page of the reference names."""
+"""What setup.sh would install, configure and build, and pip build, on machines that this one is not:
+its tools are stand-ins, first on the PATH, that write down how they were called. And what env.sh
+finds, and the main page of the reference names."""
 
 import glob
 import os
@@ -21,7 +21,7 @@ NEWEST = NVCC.format(release="13.0", known="75 80 86 87 89 90 100 103 110 120 12
 NO_GPU = not glob.glob("/dev/nvidia[0-9]*") and not os.path.exists("/usr/lib/wsl/lib/nvidia-smi")
 
 
-class SetupTest(unittest.TestCase):
+class StandInTest(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -39,15 +39,18 @@ class SetupTest(unittest.TestCase):
     def gpus(self, *capabilities):
         self.tool("nvidia-smi", SMI % "".join(f"{c}\\n" for c in capabilities))
 
-    def sh(self, script="./setup.sh", **switches):
+    def sh(self, *command, **switches):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("LONGSPAN_", "CUDA"))}
         env |= {"PATH": f"{self.tools}:/usr/bin:/bin", "CUDA_PATH": "/nowhere", "LOG": str(self.log)}
-        return subprocess.run(["bash", script], cwd=ROOT, env=env | switches, text=True,
+        return subprocess.run(command or ["bash", "./setup.sh"], cwd=ROOT, env=env | switches, text=True,
                               stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+
+
+class SetupTest(StandInTest):
 
     def dry(self, script="./setup.sh", **switches):
         """(LONGSPAN_CUDA, architectures, targets) of the commands that would run, and all lines."""
-        done = self.sh(script, LONGSPAN_DRY_RUN="1", **switches)
+        done = self.sh("bash", script, LONGSPAN_DRY_RUN="1", **switches)
         self.assertEqual(done.returncode, 0, done.stderr)
         cuda = re.search(r"would run: cmake .*-DLONGSPAN_CUDA=(\w+)", done.stdout)[1]
         named = re.search(r"would run: cmake .*-DLONGSPAN_CUDA_ARCHITECTURES=(\S+)", done.stdout)
@@ -154,6 +157,83 @@ class SetupTest(unittest.TestCase):
         self.tool("dpkg-query", "echo installed")
         self.dry()
         self.assertEqual(self.log.read_text(), "")
+
+
+@unittest.skipUnless(shutil.which("cmake"), "there is no CMake")
+class PipTest(StandInTest):
+    """The choice that python/CMakeLists.txt makes, by the file that it includes."""
+
+    def choice(self, *defined, **switches):
+        """(LONGSPAN_CUDA, architectures) that the library is configured with, and all lines."""
+        script = self.tools / "choice.cmake"
+        script.write_text(f"include({ROOT}/cmake/choose_cuda.cmake)\n"
+                          'message("chosen ${LONGSPAN_CUDA} (${LONGSPAN_CUDA_ARCHITECTURES})")\n'
+                          'message("asked anew ${chosen}")\n'
+                          'message("without CUDA as ${LONGSPAN_WITHOUT_CUDA}")\n'
+                          'message("nvcc $ENV{CUDACXX}")\n')
+        done = self.sh(shutil.which("cmake"), *(f"-D{d}" for d in defined), "-P", str(script),
+                       **switches)
+        said = done.stdout + done.stderr
+        self.assertEqual(done.returncode, 0, said)
+        return re.search(r"(?m)^chosen (\S*) \((.*)\)$", said).groups(), said
+
+    @unittest.skipUnless(NO_GPU, "a GPU is here")
+    def test_without_a_gpu_processors_only(self):
+        self.tool("nvcc", NEWEST)
+        chosen, said = self.choice()
+        self.assertEqual(chosen, ("OFF", ""))
+        self.assertIn("no NVIDIA GPU is seen: building for processors only. LONGSPAN_CUDA=ON", said)
+        self.assertIn("without CUDA as no NVIDIA GPU was seen\n", said)
+        self.assertIn("asked anew LONGSPAN_CUDA;LONGSPAN_CUDA_ARCHITECTURES\n", said)
+
+    def test_a_gpu_gets_its_own_architecture(self):
+        self.tool("nvcc", NEWEST)
+        self.gpus("9.0", "8.0")
+        chosen, said = self.choice()
+        self.assertEqual(chosen, ("AUTO", "80-real;90a-real"))
+        self.assertIn("without CUDA as \n", said)
+        self.assertIn(f"nvcc {self.tools}/nvcc\n", said)
+
+    def test_a_gpu_that_cannot_be_built_for(self):
+        self.tool("nvcc", NEWEST)
+        self.gpus("7.5")
+        chosen, said = self.choice()
+        self.assertEqual(chosen, ("OFF", ""))
+        self.assertRegex(said, "without CUDA as .*8.0 is the oldest")
+
+    def test_what_is_asked_for_comes_first(self):
+        self.tool("nvcc", NEWEST)
+        both = "80-real;90a-real"
+        for defined, switches, wanted in (
+                ([], {"LONGSPAN_CUDA": "ON"}, ("ON", "")),
+                ([], {"LONGSPAN_CUDA_ARCHITECTURES": both}, ("ON", both)),
+                (["LONGSPAN_CUDA=ON"], {}, ("ON", "")),
+                (["LONGSPAN_CUDA=ON"], {"LONGSPAN_CUDA": "OFF"}, ("ON", "")),
+                (["LONGSPAN_CUDA=OFF"], {"LONGSPAN_CUDA": "ON"}, ("OFF", "")),
+                ([f"LONGSPAN_CUDA_ARCHITECTURES={both}"], {}, ("ON", both)),
+                ([f"LONGSPAN_CUDA_ARCHITECTURES={both}"], {"LONGSPAN_CUDA_ARCHITECTURES": "100"},
+                 ("ON", both))):
+            with self.subTest(defined=defined, switches=switches):
+                if wanted == ("ON", "") and not NO_GPU:
+                    self.skipTest("a GPU is here")
+                chosen, said = self.choice(*defined, **switches)
+                self.assertEqual(chosen, wanted, said)
+                for name in (d.split("=")[0] for d in defined):
+                    self.assertNotRegex(said, rf"asked anew (.*;)?{name}(;.*)?\n")
+        self.gpus("8.9")
+        self.assertEqual(self.choice("LONGSPAN_CUDA=ON")[0], ("ON", "89-real"))
+        self.tool("other_nvcc", NEWEST)
+        other = str(self.tools / "other_nvcc")
+        self.assertIn(f"nvcc {other}\n", self.choice(f"CMAKE_CUDA_COMPILER={other}")[1])
+        with self.assertRaisesRegex(AssertionError, "LONGSPAN_CUDA is maybe, and can be"):
+            self.choice("LONGSPAN_CUDA=maybe")
+
+    def test_without_bash_processors_only(self):
+        self.gpus("9.0")
+        chosen, said = self.choice("LONGSPAN_BASH=NO")
+        self.assertEqual(chosen, ("OFF", ""))
+        self.assertIn("bash, which looks for a GPU, was not found: building for processors", said)
+        self.assertEqual(self.choice("LONGSPAN_BASH=NO", LONGSPAN_CUDA="ON")[0], ("ON", ""))
 
 
 class EnvTest(unittest.TestCase):

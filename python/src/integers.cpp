@@ -12,8 +12,8 @@
 namespace longspan::python {
 namespace {
 
-constexpr std::int64_t kLeast = std::numeric_limits<std::int32_t>::min(),
-                       kMost = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t kLeastInt32 = std::numeric_limits<std::int32_t>::min(),
+                       kMostInt32 = std::numeric_limits<std::int32_t>::max();
 
 std::int64_t element(const Tensor& t, std::int64_t at) {
   if (t.dtype == DType::int64) return static_cast<const std::int64_t*>(t.data)[at];
@@ -63,7 +63,7 @@ nb::bytes as_integers(const Tensor& t, DType wanted, const char* name) {
   } else if (wanted == DType::int32) {
     auto* to = reinterpret_cast<std::int32_t*>(memory);
     for_each(t, [&](std::int64_t value) {
-      if (value < kLeast || value > kMost) throw InputError(past_range(name, value));
+      if (value < kLeastInt32 || value > kMostInt32) throw InputError(past_range(name, value));
       *to++ = static_cast<std::int32_t>(value);
     });
   } else {
@@ -79,7 +79,7 @@ nb::object torch_integers(nb::handle tensor, DType wanted, int gpu, Stream strea
     if (wanted == DType::uint8) return tensor.attr("ne")(0);  // bool, a byte each
     const nb::object type = torch.attr(dtype_name(wanted));
     if (wanted == DType::int64) return tensor.attr("to")(type);
-    return nb::object(tensor.attr("clamp")(kLeast, kMost)).attr("to")(type);
+    return nb::object(tensor.attr("clamp")(kLeastInt32, kMostInt32)).attr("to")(type);
   };
   const nb::object cuda = torch.attr("cuda");
   const auto handle = reinterpret_cast<std::uintptr_t>(stream.handle);

@@ -10,6 +10,7 @@
 #include "python/src/communicators.hpp"
 #include "python/src/errors.hpp"
 #include "python/src/layer.hpp"
+#include "python/src/names.hpp"
 #include "python/src/reshard.hpp"
 #include "python/src/serving.hpp"
 #include "python/src/shards.hpp"
@@ -21,7 +22,8 @@ namespace {
 
 nb::dict info() {
   nb::dict made;
-  for (const auto& [name, value] : system_info()) made[name.c_str()] = python_text(value);
+  for (const auto& [name, value] : system_info())
+    made[name.c_str()] = python_text(name == "CUDA" ? with_python_names(value) : value);
   return made;
 }
 

@@ -21,6 +21,11 @@ struct Name {
 using enum Function;
 constexpr Where kSubject = Where::as_subject;
 
+#if !defined(LONGSPAN_HAVE_CUDA)
+constexpr std::string_view kHowToGetCuda = LONGSPAN_WITHOUT_CUDA
+    ". `LONGSPAN_CUDA=ON pip install .` in its repository builds the CUDA part";
+#endif
+
 constexpr Name kNames[] = {
     // What one function calls otherwise than the rest stands ahead of what all do.
     {attend, "dtypes.compute", "q.dtype"},
@@ -91,6 +96,12 @@ constexpr Name kNames[] = {
     {any, "bf16", "bfloat16"},
     {any, "e4m3", "float8_e4m3fn"},
     {any, "e5m2", "float8_e5m2"},
+#if !defined(LONGSPAN_HAVE_CUDA)
+    // What the library asks of who configures it, as who runs pip does it.
+    {any, "configure with -DLONGSPAN_CUDA=ON", kHowToGetCuda},
+    {any, "rebuild with -DLONGSPAN_CUDA=ON", kHowToGetCuda},
+    {any, "device host", "device 'cpu'"},
+#endif
 };
 
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }

@@ -96,11 +96,6 @@ nb::list intervals(const OwnShard& own) {
   return made;
 }
 
-std::string repr(const Sharding& s) {
-  return std::string("Sharding('") + name(s.layout) + "'" +
-         (s.layout == Layout::interleaved ? ", block=" + std::to_string(s.block) : "") + ")";
-}
-
 }  // namespace
 
 std::vector<std::int64_t> values_of(const Array& array, const char* name) {
@@ -169,7 +164,10 @@ void bind_shards(nb::module_& m) {
            [](const Sharding& s) {
              return nb::make_tuple(nb::type<Sharding>(), nb::make_tuple(name(s.layout), s.block));
            })
-      .def("__repr__", &repr);
+      .def("__repr__", [](const Sharding& s) {
+        return std::string("Sharding('") + name(s.layout) + "'" +
+               (s.layout == Layout::interleaved ? ", block=" + std::to_string(s.block) : "") + ")";
+      });
 }
 
 }  // namespace longspan::python

@@ -358,8 +358,11 @@ def test_the_classes():
 def test_cuda_where_there_is_none():
     if "not built in" not in longspan.info()["CUDA"]:
         pytest.skip("this build has CUDA")
-    with pytest.raises(UNSUPPORTED, match="CUDA"):
+    how = r"[a-z].*\. `LONGSPAN_CUDA=ON pip install \.` in its repository builds the CUDA part"
+    assert re.fullmatch("not built in: " + how, longspan.info()["CUDA"])
+    with pytest.raises(UNSUPPORTED, match=f"built without CUDA: {how}, or use device 'cpu'") as caught:
         longspan.alone("cuda")
+    assert_python_names(str(caught.value))
 
 
 def test_requires_grad():

@@ -1,0 +1,40 @@
+# What choose_cuda.sh chooses, for the package that pip builds: sets LONGSPAN_CUDA and
+# LONGSPAN_CUDA_ARCHITECTURES here, ahead of the cache, and LONGSPAN_WITHOUT_CUDA, why there is no
+# CUDA part (or empty). What was asked for by -C cmake.define comes first, then the environment.
+# `chosen` has the names of which the cache holds no wish: what the library puts there is none.
+set(chosen "")
+foreach(name LONGSPAN_CUDA LONGSPAN_CUDA_ARCHITECTURES)
+  if(DEFINED CACHE{${name}})
+    set(ENV{${name}} "$CACHE{${name}}")
+  else()
+    list(APPEND chosen ${name})
+  endif()
+endforeach()
+if(CMAKE_CUDA_COMPILER)
+  set(ENV{CUDACXX} "${CMAKE_CUDA_COMPILER}")
+endif()
+
+find_program(LONGSPAN_BASH bash)
+mark_as_advanced(LONGSPAN_BASH)
+if(LONGSPAN_BASH)
+  execute_process(COMMAND ${LONGSPAN_BASH} ${CMAKE_CURRENT_LIST_DIR}/choose_cuda.sh
+                  RESULT_VARIABLE failed OUTPUT_VARIABLE choice ERROR_VARIABLE said)
+  string(STRIP "${said}" said)
+  if(failed OR NOT choice MATCHES "^([A-Z]+)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n$")
+    message(FATAL_ERROR "${said}")
+  endif()
+  set(LONGSPAN_CUDA ${CMAKE_MATCH_1})
+  set(LONGSPAN_WITHOUT_CUDA "${CMAKE_MATCH_4}")
+  if(CMAKE_MATCH_2)
+    set(LONGSPAN_CUDA_ARCHITECTURES "${CMAKE_MATCH_2}")
+  endif()
+  set(ENV{CUDACXX} "${CMAKE_MATCH_3}")
+  message(STATUS "${said}")
+elseif("$ENV{LONGSPAN_CUDA}" MATCHES "^(ON|OFF)$")
+  set(LONGSPAN_CUDA $ENV{LONGSPAN_CUDA})
+else()
+  set(LONGSPAN_CUDA OFF)
+  set(LONGSPAN_WITHOUT_CUDA "bash, which looks for a GPU, was not found")
+  message(STATUS "longspan: ${LONGSPAN_WITHOUT_CUDA}: building for processors only. "
+                 "LONGSPAN_CUDA=ON builds the CUDA part too.")
+endif()

@@ -7,7 +7,6 @@ set -euo pipefail
 cd "$(dirname "$0")"
 source ./setup.sh all
 
-<<<<<<< HEAD
 python=${LONGSPAN_PYTHON:-ON} tier=quick without=(more long)
 case ${1:-} in
   '') ;;
@@ -17,14 +16,9 @@ esac
 [ $# -eq 0 ] || python=OFF
 [ -z "${LONGSPAN_SKIP_SETUP:-}" ] || python=OFF without+=(packaging) # these build
 labels=$(IFS='|' && echo "${without[*]}")
-=======
 work=$(mktemp -d) # what tests leave behind goes with it
 trap 'rm -rf "$work"' EXIT
 export TMPDIR=$work
-
-without=()
-[ -z "${LONGSPAN_SKIP_SETUP:-}" ] || without=(-LE packaging) # these build, so they need a set-up
->>>>>>> w-constants
 # Twice the cores: many tests wait, for ranks that start, that are stopped, or that are dead.
 ctest --test-dir "$build" --no-tests=error --output-on-failure --parallel "$((2 * $(nproc)))" \
   ${labels:+-LE "^($labels)$"} "$@"

@@ -105,8 +105,8 @@ Cut rule(std::pair<Layout, std::int64_t> layout) {
 Shape any_shape(Random& random, DType dtype, int longest) {
   Shape shape;
   shape.dtype = dtype;
-  const auto [heads, kv_heads] = pick<std::pair<int, int>>(
-      random, {{1, 1}, {4, 2}, {6, 1}, {8, 8}, {5, 5}, {8, 2}, {12, 4}});
+  const auto [heads, kv_heads] =
+      pick<std::pair<int, int>>(random, {{1, 1}, {4, 2}, {6, 1}, {8, 8}, {5, 5}, {8, 2}, {12, 4}});
   shape.heads = heads;
   shape.kv_heads = kv_heads;
   shape.dim = pick(random, {8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256});

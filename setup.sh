@@ -107,6 +107,9 @@ settle_in() {
   old_source=$(sed -n 's/^CMAKE_HOME_DIRECTORY:INTERNAL=//p' "$cache")
   here=$(cd "$build" && pwd)
   if [ "$old_build" = "$here" ] && [ "$old_source" = "$PWD" ]; then return; fi
+  [ "$old_build" != "$here" ] || [ ! -e "$old_source/CMakeLists.txt" ] ||
+    fail "LONGSPAN_SKIP_SETUP is set, and $here is the build of $old_source: run the script there, or" \
+      'copy the folder to this one first'
   find "$build" \( -name CTestTestfile.cmake -o -name CMakeCache.txt -o -name '*_tests*.cmake' \) \
     -exec sed -i "s|$old_build|$here|g; s|$old_source|$PWD|g" {} +
 }

@@ -128,6 +128,31 @@ class SetupTest(StandInTest):
         self.assertEqual(wrong.returncode, 1)
         self.assertIn("LONGSPAN_CUDA is maybe", wrong.stderr)
 
+    def carried(self, build, source):
+        """A folder that seems to be the build `build` of `source`, and what a script says to it."""
+        folder = self.tools / "carried"
+        folder.mkdir()
+        cache = folder / "CMakeCache.txt"
+        text = f"CMAKE_CACHEFILE_DIR:INTERNAL={build or folder}\nCMAKE_HOME_DIRECTORY:INTERNAL={source}\n"
+        cache.write_text(text)
+        done = self.sh(LONGSPAN_SKIP_SETUP="1", LONGSPAN_BUILD_DIR=str(folder))
+        return done, cache.read_text(), text
+
+    def test_a_build_that_was_carried_here_is_settled(self):
+        done, found, _ = self.carried("/elsewhere/build", "/elsewhere")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn(f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n", found)
+        self.assertNotIn("elsewhere", found)
+
+    def test_the_build_of_another_checkout_is_left_alone(self):
+        other = self.tools / "checkout"
+        other.mkdir()
+        (other / "CMakeLists.txt").touch()
+        done, found, before = self.carried(None, other)
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertIn(f"is the build of {other}: run the script there", done.stderr)
+        self.assertEqual(found, before)
+
     def test_the_demo_builds_the_command_alone(self):
         self.assertEqual(self.dry("./demo.sh")[0][2], "longspan_command")
         self.assertEqual(self.dry("./test.sh")[0][2], "all")

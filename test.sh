@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up (setup.sh has the switches) and runs the tests that every change needs; `./test.sh all` runs
-# all that CI runs, and tests/long.sh has those for a release. What needs a GPU is skipped, with the
+# all that CI runs, and `./test.sh long`, for a release, those that take long too (tests/long.sh). What needs a GPU is skipped, with the
 # reason, where there is none. Other arguments go to ctest: ./test.sh -L unit, ./test.sh -R shard; with
 # them, and with LONGSPAN_PYTHON=OFF, the Python package is left out.
 set -euo pipefail
@@ -11,6 +11,7 @@ python=${LONGSPAN_PYTHON:-ON} tier=quick without=(more long)
 case ${1:-} in
   '') ;;
   all) tier=all without=(long) && shift ;;
+  long) tier=long without=() && shift ;;
   *) without=() ;;
 esac
 [ $# -eq 0 ] || python=OFF

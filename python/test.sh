@@ -11,7 +11,7 @@ build=$(cd "$build" && pwd)
 shift $(($# > 0))
 venv=$build/venv
 
-packages=(scikit-build-core nanobind numpy ml_dtypes pytest hypothesis)
+packages=(scikit-build-core nanobind numpy ml_dtypes pytest pytest-xdist hypothesis)
 ! command -v mpirun >/dev/null || packages+=(mpi4py)
 [ -z "${LONGSPAN_PYTHON_TORCH:-}" ] || packages+=(torch transformers)
 fail() {
@@ -38,4 +38,6 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export TMPDIR=$work HYPOTHESIS_STORAGE_DIRECTORY=$build/hypothesis PYTHONDONTWRITEBYTECODE=1
 export TORCHINDUCTOR_CACHE_DIR=$build/inductor
+# All of them on all cores; those that are asked for in one process.
+[ $# -gt 0 ] || set -- --numprocesses "$(nproc)" --dist loadfile
 "$venv/bin/python" -m pytest --quiet python/tests "$@"

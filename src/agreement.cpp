@@ -1,3 +1,4 @@
+#include "longspan/score.hpp"
 #include "src/agreement.hpp"
 
 #include <fmt/format.h>

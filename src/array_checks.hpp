@@ -3,6 +3,8 @@
 #pragma once
 
 #include "longspan/attention.hpp"
+#include "longspan/element.hpp"
+#include "longspan/score.hpp"
 #include "longspan/serving.hpp"
 #include "src/run_arrays.hpp"
 

@@ -6,7 +6,7 @@
 #
 #   seeds       every test of a release build with new seeds and whole grids
 #   malformed   malformed calls with new seeds under ASan and UBSan, for an hour
-#   threads     unit and comm tests under ThreadSanitizer
+#   sanitizers  all unit and comm tests under ASan and UBSan, and under ThreadSanitizer
 #   schedules   the CUDA kernels in the simulator: every test, 1,000 schedules a case, and under
 #               ThreadSanitizer
 #   mutants     defects that the tests of ranks, and the simulator, have to find
@@ -21,7 +21,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 export LC_ALL=C.UTF-8 LONGSPAN_TEST_SEEDS=new
 
-all=(seeds malformed threads schedules mutants cuda soak)
+all=(seeds malformed sanitizers schedules mutants cuda soak)
 parts=("${@:-${all[@]}}")
 minutes=60 schedules=1000 soak=1000000
 if [ "${LONGSPAN_LONG:-}" = SHORT ]; then minutes=2 schedules=10 soak=1000; fi
@@ -35,7 +35,7 @@ preset() { # name, targets...
   cmake --preset "$name" >/dev/null && cmake --build "build/$name" ${1:+--target "$@"}
 }
 
-seeds() { LONGSPAN_FULL_GRID=1 LONGSPAN_PYTHON_TORCH=1 ./test.sh all; }
+seeds() { LONGSPAN_FULL_GRID=1 LONGSPAN_PYTHON_TORCH=1 ./test.sh long; }
 
 malformed() {
   local end=$((SECONDS + 60 * minutes)) program failed=0
@@ -50,7 +50,16 @@ malformed() {
   return "$failed"
 }
 
-threads() { preset tsan unit_tests comm_tests && ctest --preset tsan --parallel "$jobs"; }
+sanitizers() {
+  local name
+  for name in asan tsan; do
+    preset "$name" unit_tests comm_tests || return
+  done
+  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 ASAN_OPTIONS=allocator_may_return_null=1 \
+    ctest --test-dir build/asan -L '^(unit|comm)$' --output-on-failure --parallel "$jobs" || return
+  TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1:ignore_noninstrumented_modules=1:die_after_fork=0 \
+    ctest --test-dir build/tsan -L '^(unit|comm)$' --output-on-failure --parallel "$jobs"
+}
 
 schedules() {
   preset simulated gpu_tests longspan_command || return

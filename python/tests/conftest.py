@@ -22,6 +22,17 @@ hypothesis.settings.register_profile("here", deadline=None, max_examples=80, der
 hypothesis.settings.load_profile("here")
 
 
+# The tiers of docs/testing.md. Who calls pytest by hand has those of CI.
+LEFT_OUT = {"quick": ("more", "long"), "all": ("long",), "long": ()}[os.environ.get("LONGSPAN_TEST_TIER", "all")]
+
+
+def pytest_collection_modifyitems(config, items):
+    left_out = [item for item in items if any(item.get_closest_marker(tier) for tier in LEFT_OUT)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture
 def rng(request):
     name = request.node.nodeid.encode()

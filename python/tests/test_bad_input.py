@@ -317,6 +317,7 @@ def wrong_values(right):
                     right.astype(np.int64) - 99, np.ma.masked_array(right, right > 0))
 
 
+@pytest.mark.more
 def test_errors_have_the_names_of_python():
     for name, (call, right) in good_calls().items():
         call(**right)

@@ -73,6 +73,7 @@ def test_under_mpirun():
           "07_python", 4)
 
 
+@pytest.mark.more
 @needs_torch
 @pytest.mark.parametrize("example, ranks", [("08_torchrun", 4), ("09_llama_shaped", 4), ("09_llama_shaped", 1)])
 def test_under_torchrun(example, ranks):

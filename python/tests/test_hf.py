@@ -39,7 +39,8 @@ def test_chunks_batches_and_turns(torch_ranks, kind):
     torch_ranks.values(2, jobs.a_talk, kind)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.more
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_decode(torch_ranks, ranks, kind):
     for by_generate in (False, True):
@@ -73,6 +74,7 @@ def test_sampling(torch_ranks):
         assert "input_ids differs between rank" in said
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("compileable", [False, True])  # which matters on GPUs
 def test_a_rank_that_dies_in_generate(compileable):
     from torch_ranks import TorchRanks
@@ -355,6 +357,7 @@ def test_assisted_generation():
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.more
 def test_importing_longspan_imports_no_transformers():
     script = "import longspan, longspan.torch, sys; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,

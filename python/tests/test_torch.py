@@ -93,6 +93,7 @@ def test_shards():
     assert longspan._shards.cut_of(part) is None
 
 
+@pytest.mark.more
 def test_after_torch_and_before_it():
     import subprocess
     import sys

@@ -262,6 +262,7 @@ def test_ranks_that_disagree(torch_ranks):
             assert name == error and says in text and took < 10, text
 
 
+@pytest.mark.more
 def test_ranks_that_end():
     """After these a communicator, or a rank, has ended: processes of their own."""
     from torch_ranks import TorchRanks
@@ -286,6 +287,7 @@ def test_ranks_that_end():
     assert made.end() == [0, 7, 0, 7]
 
 
+@pytest.mark.more
 def test_groups_that_differ():
     from torch_ranks import TorchRanks
 

@@ -70,6 +70,7 @@ def test_any_shape(batch, tokens, more, dim, causal, dtype, seed):
         assert_lse_close(lse[b], right_lse)
 
 
+@pytest.mark.more
 def test_compiled_by_inductor():
     """One graph, with everything around it, of sizes that change."""
     def model(q, k, v, k_new, cache):
@@ -231,6 +232,7 @@ def test_an_unknown_communicator():
         OPS.attend(*arrays(), "longspan-none")
 
 
+@pytest.mark.more
 def test_both_import_orders():
     """longspan alone does not bring torch; longspan.torch works before torch and after it."""
     for order, brought in (("import longspan", False), ("import longspan.torch", True),

@@ -10,7 +10,6 @@
 #include "longspan/exchange.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/order.hpp"
-#include "longspan/score.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/types.hpp"
 

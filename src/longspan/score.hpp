@@ -8,6 +8,7 @@
 
 #include "longspan/element.hpp"
 #include "longspan/state.hpp"
+#include "longspan/types.hpp"
 
 namespace longspan {
 
@@ -22,16 +23,6 @@ struct Score {
     return softcap * kLog2E * ::tanhf(product * (scale / softcap));
   }
 };
-
-/// Which distance ALiBi multiplies by the head's slope.
-enum class Alibi : std::uint8_t {
-  context,  ///< slope * (j - context_len): as serving engines do. Shifts the lse, so states merge
-            ///< only with states of the same context length
-  query,    ///< -slope * |i - j|: as published (Press et al., arXiv 2108.12409)
-};
-
-/// "context" or "query".
-constexpr const char* name(Alibi alibi) { return alibi == Alibi::context ? "context" : "query"; }
 
 /// Bias between the new tokens of a sequence, one matrix for all sequences: row = the query's index
 /// in its sequence, column = key position - context_len; keys of the context have none. An entry of

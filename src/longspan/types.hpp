@@ -1,5 +1,6 @@
 /// \file
-/// The small vocabulary: element types, devices, streams, log bases.
+/// The small vocabulary: element types, devices, streams, log bases, and which distance ALiBi
+/// multiplies.
 #pragma once
 
 #include <cstddef>
@@ -67,6 +68,16 @@ enum class Device : std::uint8_t {
 
 /// "host" or "cuda".
 constexpr const char* name(Device device) { return device == Device::host ? "host" : "cuda"; }
+
+/// Which distance ALiBi multiplies by the head's slope.
+enum class Alibi : std::uint8_t {
+  context,  ///< slope * (j - context_len): as serving engines do. Shifts the lse, so states merge
+            ///< only with states of the same context length
+  query,    ///< -slope * |i - j|: as published (Press et al., arXiv 2108.12409)
+};
+
+/// "context" or "query".
+constexpr const char* name(Alibi alibi) { return alibi == Alibi::context ? "context" : "query"; }
 
 /// The queue that work is ordered on: a cudaStream_t on CUDA; on the host work is done at once and
 /// the handle is not read.

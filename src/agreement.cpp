@@ -1,4 +1,3 @@
-#include "longspan/score.hpp"
 #include "src/agreement.hpp"
 
 #include <fmt/format.h>

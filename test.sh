@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sets up (setup.sh has the switches) and runs the tests that every change needs; `./test.sh all` runs
-# all that CI runs, and `./test.sh long`, for a release, those that take long too (tests/long.sh). What needs a GPU is skipped, with the
-# reason, where there is none. Other arguments go to ctest: ./test.sh -L unit, ./test.sh -R shard; with
-# them, and with LONGSPAN_PYTHON=OFF, the Python package is left out.
+# Sets up (setup.sh has the switches) and runs the tests that every change needs. `./test.sh all` runs
+# all that CI runs; `./test.sh long` runs those for a release too (tests/long.sh). What needs a GPU is
+# skipped, with the reason, where there is none. Other arguments go to ctest: ./test.sh -L unit,
+# ./test.sh -R shard; with them, and with LONGSPAN_PYTHON=OFF, the Python package is left out.
 set -euo pipefail
 cd "$(dirname "$0")"
 source ./setup.sh all

@@ -16,15 +16,10 @@ endif()
 
 # Tests have tiers. Those without a label of one are what every change needs (./test.sh); CI runs those
 # of the label `more` as well (./test.sh all); those of the label `long` run before a release
-# (tests/long.sh). longspan_tier(tier tests...) is for tests of the folder that calls it.
-function(longspan_tier tier)
-  foreach(test IN LISTS ARGN)
-    set_property(TEST ${test} APPEND PROPERTY LABELS ${tier})
-  endforeach()
-endfunction()
-
-# longspan_tier_of_ranks(ranks variable): two and three ranks show most of what can be wrong. Seven,
-# on fewer cores, take minutes, and few tests have shown anything there that four do not.
+# (tests/long.sh).
+#
+# longspan_tier_of_ranks(ranks variable): two and three ranks show most of what can be wrong. Seven
+# ranks on fewer cores take minutes, and few tests have shown anything there that four do not.
 function(longspan_tier_of_ranks ranks variable)
   set(${variable} "" PARENT_SCOPE)
   if(ranks EQUAL 1 OR ranks EQUAL 4)

@@ -17,7 +17,7 @@ namespace {
 
 constexpr DType kDTypes[] = {fp32, fp16, bf16};
 using Random = std::mt19937_64;
-using Lens = std::vector<std::int32_t>;
+using LengthList = std::vector<std::int32_t>;
 
 int below(Random& random, int n) { return static_cast<int>(random() % n); }
 
@@ -29,7 +29,7 @@ T pick(Random& random, std::initializer_list<T> values) {
 struct Shape {
   DType dtype = fp32;
   int heads = 4, kv_heads = 2, dim = 64, value_dim = 0;  // value_dim 0 stands for dim
-  Lens q_lens{9}, kv_lens{1300};
+  LengthList q_lens{9}, kv_lens{1300};
 };
 
 Problem make(const Sweep& sweep, const Shape& shape, std::uint64_t salt) {
@@ -162,7 +162,7 @@ Family masks(const Sweep& sweep) {
       {.right = 0},     {.right = 3},  {.window = 40, .right = 5}};
   for (DType dtype : kDTypes) {
     for (const Mask& mask : all) {
-      for (const Lens& q_lens : {Lens{7}, Lens{150}}) {
+      for (const LengthList& q_lens : {LengthList{7}, LengthList{150}}) {
         Problem p = make(sweep, {.dtype = dtype, .q_lens = q_lens, .kv_lens = {700}}, 300);
         p.options.mask = mask;
         family.problems.push_back(std::move(p));
@@ -194,7 +194,7 @@ Family scores(const Sweep& sweep) {
 
 Family batches(const Sweep& sweep) {
   Family family;
-  const Lens q_lens{3, 1, 0, 5, 40, 2}, kv_lens{500, 1, 77, 0, 1000, 129};
+  const LengthList q_lens{3, 1, 0, 5, 40, 2}, kv_lens{500, 1, 77, 0, 1000, 129};
   for (DType dtype : kDTypes) {
     for (const auto& layout : kRules) {
       for (bool padded : {false, true}) {
@@ -279,7 +279,7 @@ Family bits(const Sweep& sweep) {
                     kVirtualRanks, sweep.ranks);
     return family;
   }
-  Lens lengths{1, 127, 4097, 5000};
+  LengthList lengths{1, 127, 4097, 5000};
   if (sweep.size == VerifyOptions::Size::full) lengths.push_back(131073);
   for (DType dtype : kDTypes) {
     for (const std::int32_t kv : lengths) {

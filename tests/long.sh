@@ -15,7 +15,7 @@
 #
 # LONGSPAN_LONG=SHORT tries all parts for minutes, not hours. A part that fails does not keep the
 # next ones from running. The last lines say what passed, with its time; the log of a part is in
-# build/long. docs/testing.md has the last result.
+# build/long.
 # shellcheck disable=SC2317 # the parts are called by their names
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -38,14 +38,10 @@ preset() { # name, targets...
 seeds() { LONGSPAN_FULL_GRID=1 LONGSPAN_PYTHON_TORCH=1 ./test.sh long; }
 
 malformed() {
-  local end=$((SECONDS + 60 * minutes)) program failed=0
+  local end=$((SECONDS + 60 * minutes)) failed=0
   preset asan unit_tests || return
-  export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 ASAN_OPTIONS=allocator_may_return_null=1
-  while [ "$SECONDS" -lt "$end" ]; do
-    for program in build/asan/tests/unit_malformed_*_test; do
-      # A program says its seed; LONGSPAN_TEST_SEED repeats it.
-      "$program" >"$out/malformed.last" 2>&1 || { cat "$out/malformed.last"; failed=1; }
-    done
+  while [ "$SECONDS" -lt "$end" ]; do # a program says its seed; LONGSPAN_TEST_SEED repeats it
+    ctest --preset asan -R '^unit\.malformed_' --parallel "$jobs" || failed=1
   done
   return "$failed"
 }
@@ -53,12 +49,8 @@ malformed() {
 sanitizers() {
   local name
   for name in asan tsan; do
-    preset "$name" unit_tests comm_tests || return
+    preset "$name" unit_tests comm_tests && ctest --preset "$name-all" --parallel "$jobs" || return
   done
-  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 ASAN_OPTIONS=allocator_may_return_null=1 \
-    ctest --test-dir build/asan -L '^(unit|comm)$' --output-on-failure --parallel "$jobs" || return
-  TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1:ignore_noninstrumented_modules=1:die_after_fork=0 \
-    ctest --test-dir build/tsan -L '^(unit|comm)$' --output-on-failure --parallel "$jobs"
 }
 
 schedules() {

@@ -1,7 +1,7 @@
 // The two products of a tile of a few rows (decode), straight from the cache: packing pays where
 // many rows share it, and here it would take longer than reading the keys. The arithmetic is that
 // of multiply-inl.hpp, a chain in the order of the depth for each element, and so are the bits.
-// few_rows.cpp has them, compiled beside attend_tile.cpp: each of both takes its time.
+// They are in few_rows.cpp, apart from attend_tile.cpp, so that both compile at the same time.
 #include "kernels/host/targets.hpp"
 
 #if defined(LONGSPAN_HOST_FEW_ROWS_INL) == defined(HWY_TARGET_TOGGLE)

@@ -97,7 +97,7 @@ constexpr Name kNames[] = {
     {any, "e4m3", "float8_e4m3fn"},
     {any, "e5m2", "float8_e5m2"},
 #if !defined(LONGSPAN_HAVE_CUDA)
-    // What the library asks of who configures it, as who runs pip does it.
+    // The library tells its builder how to get CUDA; a user of pip does it otherwise.
     {any, "configure with -DLONGSPAN_CUDA=ON", kHowToGetCuda},
     {any, "rebuild with -DLONGSPAN_CUDA=ON", kHowToGetCuda},
     {any, "device host", "device 'cpu'"},

@@ -47,6 +47,9 @@ class ControlledTransport : public Transport {
     return control_->enlist(log);
   }
   void begin(RunName run) override { control_->begin(run); }
+  void refuse(const NamedValues& given, const std::string& why) override {
+    control_->refuse(given, why);
+  }
   void disagree(RunName run, int other, const char* step) override {
     control_->disagree(
         run, {ErrorKind::usage, other, step,

@@ -312,6 +312,8 @@ class Transport : public std::enable_shared_from_this<Transport> {
   virtual std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) = 0;
   /// Says that the collectives that follow belong to this run.
   virtual void begin(RunName run) = 0;
+  /// Tells the other ranks what this rank was given for its next run, and why it refused that.
+  virtual void refuse(const NamedValues& given, const std::string& why) = 0;
   /// Throws a UsageError, on every rank, that names what differs, where `rank` was given something
   /// else for `run` than this rank, as was seen at `step`.
   virtual void disagree(RunName run, int rank, const char* step) = 0;

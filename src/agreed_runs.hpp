@@ -10,6 +10,7 @@
 
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
+#include "longspan/error.hpp"
 #include "src/agreement.hpp"
 #include "src/parts.hpp"
 
@@ -41,6 +42,22 @@ class AgreedRuns {
   };
   /// Names the next run to the transport, and queues the digest of its arrays.
   Begun begin(const RunDescription& description, Stream stream);
+
+  /// Calls check(), which checks the arguments of the next run. Where it throws, the other ranks
+  /// are told why, and what this rank was given: given() is its RunDescription. They may wait in
+  /// that run.
+  template <class Check, class Given>
+  auto checked(Check check, Given given) const {
+    try {
+      return check();
+    } catch (const Error& error) {
+      try {
+        if (history_) comm_.refuse(history_->describe_next(given()), error.what());
+      } catch (...) {  // the caller hears of the first error; the others meet their deadline
+      }
+      throw;
+    }
+  }
 
   /// Throws, on every rank, an error with what a merge found to differ.
   void check() const;

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
+#include <utility>
 #include <vector>
 
 #include "longspan/element.hpp"
@@ -69,9 +71,7 @@ void RunDescription::table(const char* name, const Shard& shard, std::int64_t ba
   if (shard.layout == Layout::ranges) array(name, {shard.table, ends, batch, ends, 8}, 'i');
 }
 
-RunDescription::RunDescription(const AttentionArgs& args, const RunArrays& a, const Options& o,
-                               bool reads_arrays)
-    : reads_arrays_(reads_arrays) {
+RunDescription::RunDescription(const AttentionArgs& args, const Options& o) {
   // What is always asked comes first, so that lists of two ranks go on alike until a value differs.
   const auto given = [&](const char* name, const Tensor& tensor) {
     number(name, static_cast<bool>(tensor), Kind::given);
@@ -90,13 +90,19 @@ RunDescription::RunDescription(const AttentionArgs& args, const RunArrays& a, co
   given("slopes", args.slopes);
   given("qq_bias", args.qq_bias);
   given("documents", args.documents);
-  number("batch", a.batch);
+  number("batch", batch_of(args.kv_len));
   number("skip_decode", args.skip_decode, Kind::yes_no);
   if (o.queries)
     number("total_tokens", args.total_tokens);
   else
     number("rows of q", count_rows(args.q));
   if (!args.kv_len) number("total_keys", args.total_keys);
+}
+
+RunDescription::RunDescription(const AttentionArgs& args, const RunArrays& a, const Options& o,
+                               bool reads_arrays)
+    : RunDescription(args, o) {
+  reads_arrays_ = reads_arrays;
   table("key_table", a.keys, a.batch);
   table("query_table", a.queries, 1);
   array("query_start", {a.query_start, std::int64_t{a.batch} + 1, 1, 0, 4}, 'i');
@@ -120,11 +126,15 @@ RunDescription::RunDescription(const AttentionArgs& args, const RunArrays& a, co
   if (a.documents) number("documents.count", a.documents.count);
 }
 
-RunDescription::RunDescription(const MergeArgs& args, const MergeOptions& options,
-                               bool reads_arrays)
-    : reads_arrays_(reads_arrays) {
+RunDescription::RunDescription(const MergeArgs& args) {
   number("out_scale", bool{args.out_scale}, Kind::given);
   number("tokens", count_rows(args.part));
+}
+
+RunDescription::RunDescription(const MergeArgs& args, const MergeOptions& options,
+                               bool reads_arrays)
+    : RunDescription(args) {
+  reads_arrays_ = reads_arrays;
   if (!options.scatter_heads) array("out_scale", {args.out_scale.data, 1, 1, 0, 4}, 'f');
 }
 
@@ -225,11 +235,19 @@ void RunHistory::add_option(std::string name, std::string value) {
 }
 
 NamedValues RunHistory::describe(std::uint32_t run) const {
-  NamedValues all = made_with_;
-  if (run == 0) return all;
+  if (run == 0) return made_with_;
   if (run > last_ || last_ - run >= kRuns) return {};
+  return describe(run, runs_[run % kRuns].text(words(run), run));
+}
+
+NamedValues RunHistory::describe_next(const RunDescription& refused) const {
+  return describe(last_ + 1, refused.text(nullptr, 0));
+}
+
+NamedValues RunHistory::describe(std::uint32_t run, NamedValues given) const {
+  NamedValues all = made_with_;
   all.emplace_back("run of the layer", fmt::format("number {}", run));
-  for (auto& named : runs_[run % kRuns].text(words(run), run)) all.push_back(std::move(named));
+  std::move(given.begin(), given.end(), std::back_inserter(all));
   return all;
 }
 

@@ -42,6 +42,10 @@ class RunDescription {
                  bool reads_arrays);
   /// Describes a merge across ranks, whose arguments were checked.
   RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
+  /// Describes the same as far as it is known without a look at the arrays, or at whether the
+  /// arguments are right.
+  RunDescription(const AttentionArgs& args, const Options& options);
+  explicit RunDescription(const MergeArgs& args);
 
   /// The hash of all but the contents of arrays.
   std::uint64_t hash() const;
@@ -113,8 +117,11 @@ class RunHistory final : public comm::RunLog {
 
   /// The options, and for a run its number and what it was given.
   NamedValues describe(std::uint32_t run) const override;
+  /// The same for what would have been the next run, and was refused.
+  NamedValues describe_next(const RunDescription& refused) const;
 
  private:
+  NamedValues describe(std::uint32_t run, NamedValues given) const;
   void add_option(std::string name, std::string value);
 
   NamedValues made_with_;

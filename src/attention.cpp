@@ -330,10 +330,12 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   const AttentionArgs args = with_batch_rows(given);
   Impl& layer = *impl_;
   const DeviceGuard guard(layer.world.gpu());
-  const Checked checked = check_attention(args, layer.options, layer.world);
+  const auto described = [&] { return RunDescription(args, layer.options); };
+  const Checked checked = layer.runs->checked(
+      [&] { return check_attention(args, layer.options, layer.world); }, described);
   layer.runs->check();
   Run run = layer.make_run(args, checked, stream);
-  layer.kernels->check(run.attend);
+  layer.runs->checked([&] { layer.kernels->check(run.attend); }, described);
   layer.begin(run);
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(checked, stream);

@@ -243,7 +243,9 @@ void CrossRankMerge::run(const MergeArgs& given, Stream stream) {
   args.out = batch_rows(given.out, "out");
   args.lse = batch_rows(given.lse, "lse");
   const DeviceGuard guard(impl_->world.gpu());
-  check_merge(args, impl_->options, impl_->ranks(), impl_->world.device());
+  impl_->runs->checked(
+      [&] { check_merge(args, impl_->options, impl_->ranks(), impl_->world.device()); },
+      [&] { return RunDescription(args); });
   impl_->runs->check();
   if (impl_->ranks() == 1) return impl_->finish(args, stream);
   impl_->run(args, stream);

@@ -41,6 +41,8 @@ class RunOrder {
  public:
   void add(RunName run) { last_[++count_ % kKept] = run; }
   RunName last() const { return count_ == 0 ? RunName{} : last_[count_ % kKept]; }
+  /// The number of runs that began: the place of the last one.
+  std::uint64_t count() const { return count_; }
   /// The latest run of this name, with its place where the order still has it.
   AskedRun find(RunName run) const {
     for (std::uint64_t place = count_; run && is_kept(place); --place)

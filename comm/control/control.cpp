@@ -3,6 +3,8 @@
 //     w waited step place layer run description
 //                      I wait here and still run (the roll call), and this is what I mean by the
 //                      run that the roll is called for (AskedRun)
+//     r place why description
+//                      I refused the call that would have been my run of this place
 //     f failure        the communicator has ended, and why
 //     e                to oneself, through the process that passes letters on: that it does so
 //     s number letter  a letter of the group of this number, which was split from this
@@ -21,6 +23,8 @@ namespace longspan::comm {
 namespace {
 
 constexpr const char* kSameOrder = "every rank must make the same calls in the same order.";
+constexpr long long kMostNumber =
+    1'000'000'000'000;  // of milliseconds or runs: beyond any real one
 
 std::string seconds(milliseconds time) { return fmt::format("{:g} s", time.count() / 1000.0); }
 
@@ -103,6 +107,12 @@ class MailControl final : public Control {
     fail(disagreement(otherwise.step).value_or(otherwise));
   }
 
+  void refuse(const NamedValues& given, const std::string& why) override {
+    if (fate().failed()) return;
+    const Refused& own = peers_[rank()].refused.emplace(place() + 1, why, in_turn(given));
+    post_all('r', pack(std::to_string(own.place), own.why, pack_all(own.given)));
+  }
+
   void tell(const Failure& failure) noexcept override try {
     if (whole()) return whole()->tell(in_whole(failure));
     if (fate().failed()) return;
@@ -131,6 +141,11 @@ class MailControl final : public Control {
     AskedRun run = {};
     std::vector<std::string> means = {};  // names and values of the run, in turn
   };
+  struct Refused {
+    std::uint64_t place;
+    std::string why;
+    std::vector<std::string> given;  // names and values, in turn
+  };
   struct Gathered {
     std::string step;
     std::string text;
@@ -141,6 +156,7 @@ class MailControl final : public Control {
     bool gone = false;
     bool left = false;  // gone, but it said so
     std::optional<Waits> waits;
+    std::optional<Refused> refused;  // the last call that it refused
   };
 
   milliseconds grace() const {
@@ -193,9 +209,7 @@ class MailControl final : public Control {
   }
 
   void say_where(const char* step, milliseconds waited, const AskedRun& run) {
-    Waits own{step, waited, run};
-    for (const auto& [name, value] : describe(run))
-      own.means.insert(own.means.end(), {name, value});
+    Waits own{step, waited, run, in_turn(describe(run))};
     post_all('w', pack(std::to_string(waited.count()), own.step, std::to_string(run.place),
                        std::to_string(run.name.layer), std::to_string(run.name.run),
                        pack_all(own.means)));
@@ -218,6 +232,12 @@ class MailControl final : public Control {
   void answer_relatives(const char* step, milliseconds waited) {
     for (MailControl* relative : *family_)
       if (relative != this) relative->answer(step, waited);
+  }
+
+  static std::vector<std::string> in_turn(const NamedValues& values) {
+    std::vector<std::string> list;
+    for (const auto& [name, value] : values) list.insert(list.end(), {name, value});
+    return list;
   }
 
   void give(Line& line, int from, Mailbox::Letter::Kind kind, std::string body) {
@@ -260,16 +280,21 @@ class MailControl final : public Control {
       }
       case 'w': {
         const auto parts = unpack(body, 6);
-        constexpr long long kMost = 1'000'000'000'000;  // milliseconds, or runs: beyond any number
         const auto number = [](const std::string& text) {
           return static_cast<std::uint32_t>(
               number_from(text, 0, std::numeric_limits<std::uint32_t>::max()));
         };
         peer.waits = Waits{parts[1],
-                           milliseconds(number_from(parts[0], 0, kMost)),
-                           {static_cast<std::uint64_t>(number_from(parts[2], 0, kMost)),
+                           milliseconds(number_from(parts[0], 0, kMostNumber)),
+                           {static_cast<std::uint64_t>(number_from(parts[2], 0, kMostNumber)),
                             {number(parts[3]), number(parts[4])}},
                            unpack(parts[5])};
+        break;
+      }
+      case 'r': {
+        auto parts = unpack(body, 3);
+        peer.refused = Refused{static_cast<std::uint64_t>(number_from(parts[0], 1, kMostNumber)),
+                               printable(parts[1], 1000), unpack(parts[2])};
         break;
       }
       case 'f': {
@@ -322,9 +347,33 @@ class MailControl final : public Control {
   }
 
   Failure departure(int p, const std::string& step) const {
-    return {ErrorKind::rank_failure, p, step,
-            fmt::format("Rank {} {} before '{}' was done. Its own output says why.", name_of(p),
-                        peers_[p].left ? "left" : "died", step)};
+    return unless_refused({ErrorKind::rank_failure, p, step,
+                           fmt::format("Rank {} {} before '{}' was done. Its own output says why.",
+                                       name_of(p), peers_[p].left ? "left" : "died", step)});
+  }
+
+  /// The failure of a rank that does not come. Where it refused its call of the run that others
+  /// are in, the failure says so, and what differs between the two calls.
+  Failure unless_refused(Failure absent) const {
+    const auto& refused = peers_[absent.rank].refused;
+    if (!refused) return absent;
+    int witness = rank();
+    AskedRun run = asked(this->run());
+    std::vector<std::string> means = in_turn(describe(run));
+    for (int p = 0; p < size(); ++p) {  // in a roll call every rank takes the same one
+      const auto& waits = peers_[p].waits;
+      if (p == absent.rank || !waits || waits->means.empty()) continue;
+      witness = p, run = waits->run, means = waits->means;
+      break;
+    }
+    if (run.place != refused->place) return absent;
+    means.resize(std::min(means.size(), refused->given.size()));  // it was refused before the rest
+    const auto text = comm::difference(means, name_of(witness), refused->given,
+                                       name_of(absent.rank), absent.step);
+    if (text) absent = {ErrorKind::usage, absent.rank, absent.step, *text};
+    absent.what +=
+        fmt::format(" Rank {} refused this call: {}", name_of(absent.rank), refused->why);
+    return absent;
   }
 
   int count_silent() const {
@@ -361,17 +410,17 @@ class MailControl final : public Control {
       std::vector<std::string> others;
       for (int other = p + 1; other < size(); ++other)
         if (!peers_[other].waits) others.push_back(name_of(other));
-      return late(
+      return unless_refused(late(
           p,
           fmt::format(
               "did not come to '{}' within the deadline of {}{}", step, seconds(deadline()),
-              others.empty() ? "" : fmt::format(" (nor did ranks {})", fmt::join(others, ", "))));
+              others.empty() ? "" : fmt::format(" (nor did ranks {})", fmt::join(others, ", ")))));
     }
     const std::string& usual = usual_step();
     if (const int p = find([&](const Peer& peer) { return peer.waits->step != usual; }); p >= 0)
-      return {ErrorKind::rank_failure, p, step,
-              fmt::format("Rank {} waits at '{}' while others wait at '{}': {}", name_of(p),
-                          peers_[p].waits->step, usual, kSameOrder)};
+      return unless_refused({ErrorKind::rank_failure, p, step,
+                             fmt::format("Rank {} waits at '{}' while others wait at '{}': {}",
+                                         name_of(p), peers_[p].waits->step, usual, kSameOrder)});
     const auto [last, first] = std::minmax_element(
         peers_.begin(), peers_.end(),
         [](const Peer& a, const Peer& b) { return a.waits->waited < b.waits->waited; });

@@ -73,6 +73,11 @@ class Control : public std::enable_shared_from_this<Control> {
   void begin(RunName run) { runs_.add(run); }
   RunName run() const { return runs_.last(); }
 
+  /// Tells the other ranks that this one refused the call that would have been its next run: what
+  /// it was given, as far as this is known, and why. It waits for nobody and ends nothing. A rank
+  /// that waits in that run, and never meets this one there, can then say what differs.
+  virtual void refuse(const NamedValues&, const std::string& /*why*/) {}
+
   /// Ends the communicator with this failure on all ranks that can be reached.
   virtual void tell(const Failure& failure) noexcept = 0;
 
@@ -126,6 +131,9 @@ class Control : public std::enable_shared_from_this<Control> {
 
   /// The run as this rank asks others for it.
   AskedRun asked(RunName run) const { return runs_.find(run); }
+
+  /// The place of the last run that this rank began.
+  std::uint64_t place() const { return runs_.count(); }
 
   /// What this rank was given for a run; empty where it does not know it (any longer).
   NamedValues describe(const AskedRun& asked) const {

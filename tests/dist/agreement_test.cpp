@@ -408,14 +408,19 @@ TEST(Agreement, RanksThatRunTwoLayersInDifferentOrdersGetNoResult) {
     }
 }
 
+/// A world where it takes a second to find that a rank does not come.
+Communicator impatient_world() {
+  Communicator world =
+      from_mpi(MPI_COMM_WORLD, {.device = wants_gpus() ? Device::cuda : Device::host,
+                                .deadline = std::chrono::milliseconds(1500)});
+  world.make_current();
+  return world;
+}
+
 /// One rank finds its layer of an earlier call, where another one makes a new one.
 TEST(Agreement, ALayerThatOneRankMakesWhileOthersRunIsNamedByWhatDiffers) {
-  using std::chrono::milliseconds;
-  const Communicator world = from_mpi(
-      MPI_COMM_WORLD,
-      {.device = wants_gpus() ? Device::cuda : Device::host, .deadline = milliseconds(1500)});
+  const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
-  world.make_current();
   OneRun run(world);
   Attention layer(world, options_of());
   Options other = options_of();
@@ -426,6 +431,68 @@ TEST(Agreement, ALayerThatOneRankMakesWhileOthersRunIsNamedByWhatDiffers) {
     layer.wait();
   });
   EXPECT_THAT(text, ::testing::HasSubstr("'softcap' differs between ranks"));
+}
+
+/// One rank refuses its call before anything travels; the others wait for it there.
+TEST(Agreement, ACallThatOneRankRefusesIsNamedByWhatDiffers) {
+  struct Refused {
+    const char* says;
+    void (*victim)(AttentionArgs&);
+  };
+  const Refused cases[] = {
+      {"'skip_decode' differs between ranks", [](AttentionArgs& a) { a.skip_decode = true; }},
+      {"'total_keys' differs between ranks", [](AttentionArgs& a) { a.total_keys = -1; }},
+      {"'total_tokens' differs between ranks", [](AttentionArgs& a) { a.total_tokens = 1 << 20; }},
+      {"did not come to", [](AttentionArgs& a) { a.k.stride[0] = -1; }},
+  };
+  for (const Refused& one : cases) {
+    SCOPED_TRACE(one.says);
+    const Communicator world = impatient_world();
+    if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+    const int victim = world.size() - 1;
+    const bool refuses = world.rank() == victim;
+    OneRun run(world);
+    run.one_sequence(kTokens * world.size());
+    run.args.total_tokens = kTokens * world.size();
+    Options options = options_of();
+    options.queries = Sharding{Layout::striped};
+    Attention layer(world, options);
+    layer.run(run.args);
+    layer.wait();
+    if (refuses) one.victim(run.args);
+    std::string text;
+    try {
+      layer.run(run.args);
+      layer.wait();
+    } catch (const Error& error) {
+      text = error.what();
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+    if (refuses) {
+      EXPECT_THAT(text, ::testing::Not(::testing::HasSubstr("differs"))) << "it waits for nobody";
+      continue;
+    }
+    EXPECT_THAT(text, ::testing::HasSubstr(one.says));
+    EXPECT_THAT(text,
+                ::testing::HasSubstr("Rank " + std::to_string(victim) + " refused this call: "));
+  }
+}
+
+/// What it refused was its own business, and it calls again.
+TEST(Agreement, ARankThatCallsAgainAfterARefusalIsWaitedFor) {
+  const Communicator world = test_world();
+  OneRun run(world);
+  Attention layer(world, options_of());
+  for (int turn = 0; turn < 3; ++turn) {
+    if (world.rank() == world.size() - 1) {
+      AttentionArgs wrong = run.args;
+      wrong.k.stride[0] = -1;
+      EXPECT_THROW(layer.run(wrong), InputError);
+    }
+    layer.run(run.args);
+    layer.wait();
+  }
+  EXPECT_TRUE(run.wrote());
 }
 
 TEST(Agreement, WhatMayDifferDoes) {

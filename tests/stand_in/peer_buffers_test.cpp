@@ -51,6 +51,7 @@ class ThreadTransport final : public Transport {
   std::shared_ptr<Transport> split(int, int) override { return nullptr; }
   std::uint32_t enlist(const std::shared_ptr<const RunLog>&) override { return 1; }
   void begin(RunName) override {}
+  void refuse(const NamedValues&, const std::string&) override {}
   void disagree(RunName, int, const char*) override {}
   void wait(Stream, const char*) override {}
   void abort(const std::string&) noexcept override {}

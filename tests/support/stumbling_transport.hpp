@@ -59,6 +59,9 @@ class StumblingTransport final : public comm::Transport {
     return inner().enlist(log);
   }
   void begin(comm::RunName run) override { inner().begin(run); }
+  void refuse(const NamedValues& given, const std::string& why) override {
+    inner().refuse(given, why);
+  }
   void disagree(comm::RunName run, int rank, const char* step) override {
     inner().disagree(run, rank, step);
   }

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <random>
 #include <thread>
 
@@ -23,6 +24,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using Letter = Mailbox::Letter;
 
 /// Rank 0, whose letters the test writes. Nothing comes in place of one that is from rank 0.
@@ -134,6 +136,79 @@ TEST(RollCall, HeardWhileOneWaitsNamesTheFieldToo) {
   EXPECT_THROW(control->gather("", "states"), UsageError);
 }
 
+/// Knows one run.
+class OneRun final : public RunLog {
+ public:
+  explicit OneRun(int tokens) : tokens_(tokens) {}
+  NamedValues describe(std::uint32_t) const override {
+    return {{"tokens", std::to_string(tokens_)}, {"kv_len", "[1, 2]"}};
+  }
+
+ private:
+  int tokens_;
+};
+
+/// What rank 1 says of a call with so many tokens, which it refused as its run of this place.
+Letter refused(int place, int tokens) {
+  return {1, Letter::text,
+          "r" + pack(std::to_string(place), std::string("no such thing"),
+                     pack(std::string("tokens"), std::to_string(tokens)))};
+}
+
+/// Rank 0 is in its first run, with 4 tokens, and hears these letters there.
+Failure heard_in_a_run(std::deque<Letter> letters) {
+  const auto control = control_with(std::move(letters), 100ms);
+  const auto log = std::make_shared<OneRun>(4);
+  control->begin({control->enlist(log), 1});
+  try {
+    control->gather("", "states");
+    ADD_FAILURE() << "went on";
+    return {};
+  } catch (const RankError& error) {
+    return {error.kind(), error.rank(), error.step(), error.what()};
+  } catch (const UsageError& error) {
+    return {error.kind(), -1, "", error.what()};
+  }
+}
+
+TEST(Refusals, NameWhatDiffersWhereTheRankLeft) {
+  const Failure failure =
+      heard_in_a_run({refused(1, 5), {1, Letter::left, ""}, {2, Letter::left, ""}});
+  EXPECT_EQ(failure.kind, ErrorKind::usage);
+  EXPECT_THAT(failure.what, HasSubstr("'tokens' differs between ranks at 'states': rank 0 has 4, "
+                                      "rank 1 has 5."));
+  EXPECT_THAT(failure.what, HasSubstr("Rank 1 refused this call: no such thing"));
+}
+
+TEST(Refusals, NameWhatDiffersWhereTheRankStaysSilent) {
+  const Failure failure = heard_in_a_run({refused(1, 5)});
+  EXPECT_EQ(failure.kind, ErrorKind::usage);
+  EXPECT_THAT(failure.what, HasSubstr("rank 0 has 4, rank 1 has 5."));
+}
+
+TEST(Refusals, OfWhatIsAlikeAreToldAsTheReason) {
+  const Failure failure = heard_in_a_run({refused(1, 4), {1, Letter::left, ""}});
+  EXPECT_EQ(failure.kind, ErrorKind::rank_failure);
+  EXPECT_EQ(failure.rank, 1);
+  EXPECT_THAT(failure.what, HasSubstr("Rank 1 left before 'states' was done."));
+  EXPECT_THAT(failure.what, HasSubstr("Rank 1 refused this call: no such thing"));
+}
+
+TEST(Refusals, OfAnotherRunSayNothing) {
+  const Failure failure = heard_in_a_run({refused(2, 5), {1, Letter::left, ""}});
+  EXPECT_EQ(failure.kind, ErrorKind::rank_failure);
+  EXPECT_THAT(failure.what, Not(HasSubstr("refused")));
+}
+
+TEST(Refusals, EndNothingByThemselves) {
+  const auto control = control_with({refused(1, 5),
+                                     {1, Letter::text, "g" + pack(std::string("meet"), "one")},
+                                     {2, Letter::text, "g" + pack(std::string("meet"), "two")}});
+  const auto log = std::make_shared<OneRun>(4);
+  control->begin({control->enlist(log), 1});
+  EXPECT_EQ(control->gather("zero", "meet"), (std::vector<std::string>{"zero", "one", "two"}));
+}
+
 TEST(Letters, ThatNoRankWritesAreErrorsByName) {
   const std::string step = "meet";
   for (const std::string& body : {
@@ -154,9 +229,12 @@ TEST(Letters, ThatNoRankWritesAreErrorsByName) {
            "f" + pack(std::string("99"), std::string("1"), step, step),  // no such kind of error
            "f" + pack(std::string("7"), std::string("3"), step, step),   // no such rank
            "f" + pack(std::string("7"), std::string("-2"), step, step),
-           std::string("s"),                    // of no group
-           "s" + pack(std::string("1")),        // no letter
-           "s" + pack(std::string("0"), step),  // groups are counted from 1
+           "r" + pack(std::string("1"), step),        // refused, and no description
+           "r" + pack(std::string("0"), step, step),  // places are counted from 1
+           "r" + pack(std::string("1"), step, step),  // no list of names and values
+           std::string("s"),                          // of no group
+           "s" + pack(std::string("1")),              // no letter
+           "s" + pack(std::string("0"), step),        // groups are counted from 1
            "s" + pack(std::string("one"), step),
        }) {
     SCOPED_TRACE(body);

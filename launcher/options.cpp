@@ -120,7 +120,7 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
       ->check(finite(0.001, 1e6));
   app.add_option("--threads", o.threads,
                  "Host threads of a rank [LONGSPAN_THREADS, or its share of the cores]")
-      ->transform(whole(1, 4096));
+      ->transform(whole(1, kMostThreads));
   app.add_option("--seed", o.seed, "Seed of generated inputs")
       ->transform(whole(std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max()))
       ->capture_default_str();

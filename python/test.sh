@@ -38,6 +38,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export TMPDIR=$work HYPOTHESIS_STORAGE_DIRECTORY=$build/hypothesis PYTHONDONTWRITEBYTECODE=1
 export TORCHINDUCTOR_CACHE_DIR=$build/inductor
+# Several processes share the cores. Threads of OpenMP that wait for one that has none make a small
+# product take a hundred times as long.
+export OMP_NUM_THREADS=1
 # All of them on all cores; those that are asked for in one process.
 [ $# -gt 0 ] || set -- --numprocesses "$(nproc)" --dist loadfile
 "$venv/bin/python" -m pytest --quiet python/tests "$@"

@@ -11,6 +11,7 @@
 #include "kernels/digest.hpp"
 #include "longspan/error.hpp"
 #include "src/tensor_checks.hpp"
+#include "src/validate.hpp"
 
 namespace longspan {
 namespace {
@@ -177,7 +178,7 @@ void check_options(const ReshardOptions& o, int ranks) {
   usage(bytes < 0x1p48, fmt::format("lengths of {:.3g} keys in all, with kv_heads {}, head_dim {} "
                                     "and value_dim {}: such a cache takes {:.3g} bytes",
                                     keys, o.kv_heads, o.head_dim, o.of_values(), bytes));
-  usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
+  check_threads(o.threads);
   check_ranks(o.from, o, ranks, "from");
   check_ranks(o.to, o, ranks, "to");
 }

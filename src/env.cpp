@@ -10,6 +10,7 @@
 
 #include "longspan/error.hpp"
 #include "longspan/info.hpp"
+#include "longspan/limits.hpp"
 
 namespace longspan {
 namespace {
@@ -38,7 +39,8 @@ void read_deadline(const char* name, const std::string& text, Env& env) {
 }
 
 void read_threads(const char* name, const std::string& text, Env& env) {
-  env.threads = number(name, text, 0, 4096, "a whole number from 0 to 4096");
+  static_assert(kMostThreads == 4096);
+  env.threads = number(name, text, 0, kMostThreads, "a whole number from 0 to 4096");
 }
 
 void read_port(const char* name, const std::string& text, Env& env) {

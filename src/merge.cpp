@@ -23,6 +23,7 @@
 #include "src/layer_memory.hpp"
 #include "src/tensor_checks.hpp"
 #include "src/trace.hpp"
+#include "src/validate.hpp"
 
 namespace longspan {
 namespace {
@@ -45,7 +46,7 @@ void check_options(const MergeOptions& o, LogBase base, int ranks) {
         fmt::format("scatter_heads: {} heads cannot be dealt out to {} ranks, which must divide "
                     "them",
                     o.heads, ranks));
-  usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
+  check_threads(o.threads);
   const double bytes =
       static_cast<double>(o.max_tokens) * o.heads * (4.0 * o.value_dim + 4) * ranks;
   usage(bytes < 0x1p48,

@@ -210,10 +210,9 @@ std::size_t words_of_claims(const CacheView& cache) {
 }  // namespace
 
 ServingOps::Impl::Impl(Device device, int threads, int gpu) : alone(self(device, gpu)) {
+  check_threads(threads);
   const DeviceGuard guard(alone.gpu());
   backend = device == Device::cuda ? kernels::cuda_backend() : kernels::host_backend(threads);
-  if (threads < 0)
-    throw UsageError(fmt::format("threads {} is negative; 0 means by itself", threads));
 }
 
 void ServingOps::Impl::check_and_wait(kernels::CheckParams p, Stream stream) const {

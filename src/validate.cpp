@@ -9,6 +9,7 @@
 
 #include "kernels/features.hpp"
 #include "longspan/error.hpp"
+#include "longspan/limits.hpp"
 #include "longspan/state.hpp"
 
 namespace longspan {
@@ -182,7 +183,12 @@ void check_values(const Options& o, int ranks) {
                   o.limits.max_total_keys));
   usage(o.limits.max_workspace >= 0,
         fmt::format("max_workspace {} is negative; 0 means no limit", o.limits.max_workspace));
-  usage(o.threads >= 0, fmt::format("threads {} is negative; 0 means by itself", o.threads));
+  check_threads(o.threads);
+}
+
+void check_threads(int threads) {
+  usage(threads >= 0 && threads <= kMostThreads,
+        fmt::format("threads {} is not in 0 to {}; 0 means by itself", threads, kMostThreads));
 }
 
 void check_options(const Options& o, int ranks) {

@@ -20,6 +20,9 @@ void check_values(const Options& options, int ranks);
 /// holds.
 void check_options(const Options& options, int ranks = 1);
 
+/// Throws UsageError for a number of host threads that a rank cannot be asked for.
+void check_threads(int threads);
+
 /// Throws UsageError for constants by which no time can be predicted.
 void check_machine(const Machine& machine);
 

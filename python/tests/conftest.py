@@ -33,6 +33,14 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_runtest_logreport(report):
+    """Names what fails at once: a run that is stopped prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        why = getattr(report.longrepr, "reprcrash", None)
+        print(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s): {why.message if why else ''}"[:1000],
+              file=sys.__stderr__, flush=True)
+
+
 @pytest.fixture
 def rng(request):
     name = request.node.nodeid.encode()

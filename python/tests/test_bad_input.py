@@ -317,8 +317,13 @@ def wrong_values(right):
                     right.astype(np.int64) - 99, np.ma.masked_array(right, right > 0))
 
 
+def count_threads():
+    return len(list(pathlib.Path("/proc/self/task").iterdir()))
+
+
 @pytest.mark.more
 def test_errors_have_the_names_of_python():
+    threads = count_threads()
     for name, (call, right) in good_calls().items():
         call(**right)
         said = 0
@@ -334,6 +339,7 @@ def test_errors_have_the_names_of_python():
                     assert_python_names(str(error))
                     said += 1
         assert said > 20, name
+    assert count_threads() < threads + 20  # none took 2^31 - 1 for a number of threads
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -235,7 +235,7 @@ class MalformedOptions : public Malformed {
               o.exchange = c.once_in(2) ? static_cast<Exchange>(77) : Exchange::peer_buffers;
             },
             [&c, &o] {
-              o.threads = c.of({kLeastInt, -1, 0, 1, 3});
+              o.threads = c.of({kLeastInt, -1, 0, 1, 3, kMostInt});
             },
             [&c, &o] { o.debug.check_arrays = o.debug.profile = true; }};
   }

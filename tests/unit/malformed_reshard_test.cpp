@@ -117,7 +117,7 @@ TEST_F(MalformedReshard, OptionsOfAMove) {
           o.lengths[0] = c.of<std::int64_t>({kLeast, -1, 0, 34, std::int64_t{1} << 42, kMost});
         },
         [&] {
-          o.threads = c.of({kLeastInt, -1, 0, 1, 3});
+          o.threads = c.of({kLeastInt, -1, 0, 1, 3, kMostInt});
         }};
     for (CacheRanks* side : {&o.from, &o.to})
       for (const Change& change : std::initializer_list<Change>{

@@ -265,7 +265,7 @@ TEST_F(MalformedStates, OptionsOfAMergeAcrossRanks) {
            [&] { o.max_tokens = c.once_in(2) ? c.count() : std::int64_t{1} << 31; },
            [&] { o.scatter_heads = true; }, [&] { o.nan_is_empty = true; },
            [&] {
-             o.threads = c.of({kLeastInt, -1, 0, 1, 3});
+             o.threads = c.of({kLeastInt, -1, 0, 1, 3, kMostInt});
            },
            [&] {
              base = static_cast<LogBase>(c.of({0, 1, 2, 255}));

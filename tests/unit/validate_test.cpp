@@ -171,6 +171,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
   });
   refuse("alibi of number 7", [](Options& o) { o.score.alibi = static_cast<Alibi>(7); });
   refuse("threads -1", [](Options& o) { o.threads = -1; });
+  refuse("threads 2147483647 is not in 0 to 4096", [](Options& o) { o.threads = 2147483647; });
   // No rank has so much memory, and no size of it may wrap.
   refuse("the states of such a run take", [](Options& o) {
     o.heads = o.kv_heads = std::numeric_limits<int>::max(), o.limits.max_tokens = 1 << 30;

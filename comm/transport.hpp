@@ -17,8 +17,8 @@
 
 #include "comm/control/agreement.hpp"
 #include "longspan/types.hpp"
-#include "src/peer_view.hpp"
-#include "src/put_flags.hpp"
+#include "src/base/peer_view.hpp"
+#include "src/base/put_flags.hpp"
 
 namespace longspan {
 class Communicator;

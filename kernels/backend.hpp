@@ -16,7 +16,7 @@
 #include "kernels/params.hpp"
 #include "kernels/row_puts.hpp"
 #include "longspan/types.hpp"
-#include "src/strided_copy.hpp"
+#include "src/base/strided_copy.hpp"
 
 namespace longspan::kernels {
 

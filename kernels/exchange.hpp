@@ -10,7 +10,7 @@
 
 #include "kernels/digest.hpp"
 #include "kernels/params.hpp"
-#include "src/peer_view.hpp"
+#include "src/base/peer_view.hpp"
 
 namespace longspan::kernels {
 

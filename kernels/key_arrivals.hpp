@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "kernels/tensors.hpp"
-#include "src/put_flags.hpp"
+#include "src/base/put_flags.hpp"
 
 namespace longspan::kernels {
 

@@ -9,7 +9,7 @@
 #include "kernels/read_back.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
-#include "src/device_guard.hpp"
+#include "src/base/device_guard.hpp"
 
 namespace longspan {
 namespace {

@@ -12,7 +12,7 @@
 #include "longspan/order.hpp"
 #include "longspan/state.hpp"
 #include "longspan/types.hpp"
-#include "src/put_flags.hpp"
+#include "src/base/put_flags.hpp"
 
 namespace longspan::kernels {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "longspan/error.hpp"
-#include "src/divided_up.hpp"
+#include "src/base/divided_up.hpp"
 
 namespace longspan::kernels {
 

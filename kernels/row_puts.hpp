@@ -8,8 +8,8 @@
 #include "kernels/digest.hpp"
 #include "kernels/key_arrivals.hpp"
 #include "longspan/types.hpp"
-#include "src/put_flags.hpp"
-#include "src/strided_copy.hpp"
+#include "src/base/put_flags.hpp"
+#include "src/base/strided_copy.hpp"
 
 namespace longspan::kernels {
 

@@ -4,17 +4,16 @@
     5  examples/ bench/ python/  public headers; bench/ also the launcher's and comm/transport.hpp,
                                  python/ also its own
     4  launcher/                 public headers and its own
-    3  src/*.cpp src/strategy/   anything below
+    3  src/<room>/               the rooms of SRC below, each on those before it
     2  kernels/   comm/          floors 0 and 1 and its own; neither includes the other. The rooms of
                                  comm/ include control, nccl also cuda; none includes mpi or nccl
-    1  src/check.hpp cores.hpp env.hpp trace.hpp peer_view.hpp put_flags.hpp parts.hpp run_arrays.hpp
-       device_guard.hpp divided_up.hpp driver_function.hpp strided_copy.hpp
+    1  src/base/                 what kernels/ and comm/ need too; floor 0 and its own
     0  src/longspan/             std and its own; interop headers may name their library
 
 and habits that keep the floors clean: strategies name no library, of the library only comm/mpi and
 comm/nccl include the headers of MPI and NCCL, PTX stays in
 kernels/cuda/arch/, as does what only nvcc understands, kernels start by kernels/cuda/common/launch.hpp,
-and only src/env.cpp reads the environment.
+and only src/base/env.cpp reads the environment.
 
 The Python modules of bench/ import each other without circles, and no script is imported.
 """
@@ -26,9 +25,18 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CODE = {".cpp", ".hpp", ".cu", ".cuh", ".h"}
-FLOOR_1 = {"src/check.hpp", "src/cores.hpp", "src/env.hpp", "src/trace.hpp", "src/peer_view.hpp",
-           "src/put_flags.hpp", "src/parts.hpp", "src/run_arrays.hpp", "src/device_guard.hpp", "src/divided_up.hpp",
-           "src/driver_function.hpp", "src/strided_copy.hpp"}
+# The rooms of src/, and those of them that each may include besides itself.
+SRC = {
+    "base": set(),
+    "arguments": {"base"},
+    "strategy": {"base", "arguments"},
+    "agreement": {"base", "arguments", "strategy"},
+    "forecast": {"base", "arguments", "strategy"},
+    "layer": {"base", "arguments", "strategy", "agreement"},
+    "serving": {"base", "arguments"},
+    "reshard": {"base", "arguments", "agreement", "layer"},
+    "communicator": {"base"},
+}
 INTEROP = {"mpi.hpp": {"mpi.h"}, "nccl.hpp": {"nccl.h"}, "dlpack.hpp": {"dlpack/dlpack.h"},
            "cuda.hpp": {"cuda_runtime_api.h"}}
 
@@ -52,7 +60,11 @@ MAY_ENTER = {
     "mpi": {None, "control", "mpi"},
     "nccl": {None, "control", "cuda", "nccl"},
     None: {None, "control"},
-    "src": {None, "control", "tcp"},
+    "communicator": {None, "control", "tcp"},
+    "agreement": {None, "control"},
+    "reshard": {None, "control"},
+    "layer": {None},
+    "serving": {None},
     "strategy": {None},
 }
 OWNERS = {"mpi.h": ("comm/mpi/",), "nccl.h": ("comm/nccl/", "kernels/simulated/")}
@@ -71,13 +83,10 @@ GETENV = re.compile(r"\bgetenv\s*\(")
 
 def floor_of(path):
     """The floor a file stands on, by its name: the part of the tree that it belongs to."""
-    if path.startswith("src/longspan/"):
-        return "public"
-    if path in FLOOR_1 or path.replace(".cpp", ".hpp") in FLOOR_1:
-        return "base"
-    if path.startswith("src/strategy/"):
-        return "strategy"
-    return path.split("/")[0]
+    parts = path.split("/")
+    if parts[0] != "src":
+        return parts[0]
+    return "public" if parts[1] == "longspan" else parts[1]
 
 
 def room_of(path):
@@ -91,11 +100,9 @@ def room_of(path):
 # What a quoted include may name, besides the public headers, which everyone may.
 MAY_INCLUDE = {
     "public": set(),
-    "base": {"base"},
+    **{room: {room} | others | ({"kernels", "comm"} if room != "base" else set()) for room, others in SRC.items()},
     "kernels": {"base", "kernels"},
     "comm": {"base", "comm"},
-    "strategy": {"base", "kernels", "comm", "strategy"},
-    "src": {"base", "kernels", "comm", "strategy", "src"},
     "launcher": {"launcher"},
     "examples": {"examples"},
     "bench": {"bench", "launcher"},
@@ -106,6 +113,8 @@ MAY_INCLUDE = {
 def judge(path, line):
     """Why this line does not belong into this file, or None."""
     floor = floor_of(path)
+    if floor not in MAY_INCLUDE:
+        return f"a file of src/ stands in one of its rooms: {', '.join(SRC)}"
     include = INCLUDE.match(line)
     if include:
         bracket, name = include.groups()
@@ -113,7 +122,7 @@ def judge(path, line):
             if name.startswith("longspan/"):
                 return None
             target = floor_of(name)
-            if target in FOREIGN and floor in ("kernels", "src"):
+            if target in FOREIGN and floor in ("kernels", "communicator"):
                 return None
             if target not in MAY_INCLUDE:
                 return f'"{name}" does not name its floor'
@@ -123,14 +132,14 @@ def judge(path, line):
                 return None
             if target not in MAY_INCLUDE[floor]:
                 return f"{floor} may not include {target}"
-            if target == "comm" and room_of(name) not in MAY_ENTER[room_of(path)]:
+            if target == "comm" and room_of(name) not in MAY_ENTER.get(room_of(path), ()):
                 return f"{room_of(path) or 'comm'} may not include comm/{room_of(name) or ''}"
         elif name.startswith("longspan/"):
             return 'own headers are included in quotes' if floor != "examples" else None
         elif floor == "public" and not STANDARD.fullmatch(name):
             if name not in INTEROP.get(path.split("/")[-1], ()):
                 return f"a public header includes the standard library only, not <{name}>"
-        elif floor in ("base", "kernels", "comm", "strategy", "src") and name in OWNERS:
+        elif floor in ("kernels", "comm", *SRC) and name in OWNERS:
             if not path.startswith(OWNERS[name]):
                 return f"<{name}> is included in {' and '.join(OWNERS[name])} only"
     if floor == "strategy" and LIBRARY.search(line):
@@ -142,8 +151,8 @@ def judge(path, line):
     if (path.startswith("kernels/cuda/") and not path.startswith("kernels/cuda/arch/")
             and NVCC.search(line.split("//")[0].rstrip())):
         return "what only nvcc understands stands in kernels/cuda/arch/ only"
-    if GETENV.search(line) and path != "src/env.cpp":
-        return "only src/env.cpp reads the environment"
+    if GETENV.search(line) and path != "src/base/env.cpp":
+        return "only src/base/env.cpp reads the environment"
     return None
 
 
@@ -153,10 +162,15 @@ CASES = [
     ("src/longspan/state.hpp", "#include <mpi.h>", False),
     ("src/longspan/mpi.hpp", "#include <mpi.h>", True),
     ("src/longspan/state.hpp", '#include "kernels/params.hpp"', False),
-    ("src/trace.hpp", "#include <nvtx3/nvtx3.hpp>", True),
-    ("src/env.hpp", '#include "comm/transport.hpp"', False),
+    ("src/base/trace.hpp", "#include <nvtx3/nvtx3.hpp>", True),
+    ("src/base/env.hpp", '#include "comm/transport.hpp"', False),
+    ("src/base/env.hpp", '#include "src/arguments/validate.hpp"', False),
+    ("src/arguments/validate.cpp", '#include "src/base/env.hpp"', True),
+    ("src/arguments/validate.cpp", '#include "src/layer/layer_memory.hpp"', False),
+    ("src/reshard/reshard.cpp", '#include "src/layer/layer_memory.hpp"', True),
+    ("src/attention.cpp", '#include "src/base/env.hpp"', False),
     ("kernels/host/attend.cpp", '#include "kernels/params.hpp"', True),
-    ("kernels/host/attend.cpp", '#include "src/check.hpp"', True),
+    ("kernels/host/attend.cpp", '#include "src/base/check.hpp"', True),
     ("kernels/host/attend.cpp", '#include "hwy/highway.h"', True),
     ("kernels/host/attend.cpp", '#include "comm/transport.hpp"', False),
     ("kernels/host/attend.cpp", '#include "src/strategy/strategy.hpp"', False),
@@ -169,33 +183,33 @@ CASES = [
     ("comm/nccl/link.cpp", '#include "comm/cuda/stream.hpp"', True),
     ("comm/control/control.cpp", '#include "comm/tcp/hub.hpp"', False),
     ("comm/libraries.cpp", '#include "comm/mpi/from_mpi.hpp"', False),
-    ("src/communicator.cpp", '#include "comm/tcp/control.hpp"', True),
-    ("src/communicator.cpp", '#include "comm/mpi/from_mpi.hpp"', False),
-    ("src/info.cpp", "#include <mpi.h>", False),
-    ("src/info.cpp", "#include <cuda_runtime_api.h>", True),
+    ("src/communicator/communicator.cpp", '#include "comm/tcp/control.hpp"', True),
+    ("src/communicator/communicator.cpp", '#include "comm/mpi/from_mpi.hpp"', False),
+    ("src/communicator/info.cpp", "#include <mpi.h>", False),
+    ("src/communicator/info.cpp", "#include <cuda_runtime_api.h>", True),
     ("src/strategy/ring.cpp", '#include "comm/control/control.hpp"', False),
-    ("src/attention.cpp", '#include "comm/transport.hpp"', True),
-    ("src/attention.cpp", '#include "launcher/oracle.hpp"', False),
+    ("src/layer/attention.cpp", '#include "comm/transport.hpp"', True),
+    ("src/layer/attention.cpp", '#include "launcher/judge/oracle.hpp"', False),
     ("src/strategy/ring.cpp", "// queued behind NCCL", False),
     ("src/strategy/ring.cpp", "// the compiler simplifies this", True),
-    ("launcher/main.cpp", '#include "kernels/params.hpp"', False),
-    ("launcher/main.cpp", "#include <CLI/CLI.hpp>", True),
-    ("launcher/main.cpp", '#include "kernels/cuda/common/launch.hpp"', False),
-    ("launcher/growing.cu", '#include "kernels/cuda/common/launch.hpp"', True),
-    ("launcher/growing.cu", '#include "kernels/params.hpp"', False),
+    ("launcher/command/main.cpp", '#include "kernels/params.hpp"', False),
+    ("launcher/command/main.cpp", "#include <CLI/CLI.hpp>", True),
+    ("launcher/command/main.cpp", '#include "kernels/cuda/common/launch.hpp"', False),
+    ("launcher/problem/growing.cu", '#include "kernels/cuda/common/launch.hpp"', True),
+    ("launcher/problem/growing.cu", '#include "kernels/params.hpp"', False),
     ("kernels/cuda/cache/rows.cu", "  map_rows_kernel<<<grid, kThreads, 0, stream>>>(p);", False),
     ("kernels/cuda/cache/rows.cu", "  launch_kernel(map_rows_kernel, {grid, kThreads, stream}, p);", True),
-    ("examples/01/main.cpp", '#include "launcher/oracle.hpp"', False),
+    ("examples/01/main.cpp", '#include "launcher/judge/oracle.hpp"', False),
     ("examples/01/main.cpp", "#include <longspan/state.hpp>", True),
-    ("bench/merge.cpp", '#include "src/check.hpp"', False),
+    ("bench/merge.cpp", '#include "src/base/check.hpp"', False),
     ("python/src/attention.cpp", '#include "python/src/arrays.hpp"', True),
     ("python/src/attention.cpp", '#include "longspan/attention.hpp"', True),
-    ("python/src/attention.cpp", '#include "src/validate.hpp"', False),
-    ("bench/timing.hpp", '#include "launcher/graph.hpp"', True),
+    ("python/src/attention.cpp", '#include "src/arguments/validate.hpp"', False),
+    ("bench/timing.hpp", '#include "launcher/bench/graph.hpp"', True),
     ("bench/tcp_gather.cpp", '#include "comm/transport.hpp"', True),
     ("bench/tcp_gather.cpp", '#include "comm/tcp/mesh.hpp"', False),
     ("examples/01/main.cpp", '#include "comm/transport.hpp"', False),
-    ("launcher/graph.hpp", '#include "bench/timing.hpp"', False),
+    ("launcher/bench/graph.hpp", '#include "bench/timing.hpp"', False),
     ("kernels/cuda/attend.cuh", '  asm volatile("mma.sync ...");', False),
     ("kernels/cuda/arch/mma.cuh", '  asm volatile("mma.sync ...");', True),
     ("kernels/cuda/cache/rows.cu", "  __shared__ int sum;", False),
@@ -212,7 +226,7 @@ CASES = [
     ("kernels/cuda/arch/shared.cuh", "  __shared__ T variable;", True),
     ("kernels/memory.cpp", "#if defined(LONGSPAN_HAVE_CUDA)", True),
     ("comm/mpi/mpi.cpp", 'std::getenv("RANK")', False),
-    ("src/env.cpp", 'std::getenv("RANK")', True),
+    ("src/base/env.cpp", 'std::getenv("RANK")', True),
 ]
 
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "longspan/error.hpp"
-#include "src/env.hpp"
+#include "src/base/env.hpp"
 
 namespace longspan::comm {
 namespace {

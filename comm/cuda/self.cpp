@@ -6,7 +6,7 @@
 #include "comm/gpu.hpp"
 #include "longspan/error.hpp"
 #include "longspan/info.hpp"
-#include "src/device_guard.hpp"
+#include "src/base/device_guard.hpp"
 
 namespace longspan::comm {
 namespace {

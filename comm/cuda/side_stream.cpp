@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::comm {
 namespace {

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include "longspan/error.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::comm {
 

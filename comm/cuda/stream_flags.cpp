@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "src/driver_function.hpp"
+#include "src/base/driver_function.hpp"
 
 namespace longspan::comm {
 namespace {

@@ -9,7 +9,7 @@
 #include "comm/mpi/mailbox.hpp"
 #include "comm/mpi/transport.hpp"
 #include "longspan/mpi.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan {
 namespace comm {

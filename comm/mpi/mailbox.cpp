@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <climits>
 
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::comm {
 

@@ -17,8 +17,8 @@
 
 #include "comm/control/threads.hpp"
 #include "comm/mpi/mailbox.hpp"
-#include "src/check.hpp"
-#include "src/env.hpp"
+#include "src/base/check.hpp"
+#include "src/base/env.hpp"
 
 namespace longspan::comm {
 namespace {

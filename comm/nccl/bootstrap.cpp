@@ -9,9 +9,9 @@
 #include "comm/cuda/stream.hpp"
 #include "comm/nccl/transport.hpp"
 #include "longspan/info.hpp"
-#include "src/check.hpp"
-#include "src/device_guard.hpp"
-#include "src/env.hpp"
+#include "src/base/check.hpp"
+#include "src/base/device_guard.hpp"
+#include "src/base/env.hpp"
 
 namespace longspan::comm {
 namespace {

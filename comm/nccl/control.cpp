@@ -10,7 +10,7 @@
 
 #include "comm/control/wire.hpp"
 #include "longspan/buffer.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::comm {
 namespace {

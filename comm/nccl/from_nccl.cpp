@@ -11,8 +11,8 @@
 #include "comm/control/threads.hpp"
 #include "comm/nccl/control.hpp"
 #include "comm/nccl/transport.hpp"
-#include "src/device_guard.hpp"
-#include "src/env.hpp"
+#include "src/base/device_guard.hpp"
+#include "src/base/env.hpp"
 
 namespace longspan {
 namespace comm {

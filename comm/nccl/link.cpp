@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "comm/cuda/stream.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::comm {
 namespace {

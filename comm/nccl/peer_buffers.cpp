@@ -13,8 +13,8 @@
 #include "comm/control/hosts.hpp"
 #include "comm/control/wire.hpp"
 #include "comm/nccl/failures.hpp"
-#include "src/check.hpp"
-#include "src/device_guard.hpp"
+#include "src/base/check.hpp"
+#include "src/base/device_guard.hpp"
 
 namespace longspan::comm {
 namespace {

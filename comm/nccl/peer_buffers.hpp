@@ -1,6 +1,6 @@
 // Makes memory that every rank of a node can write: a peer buffer of each rank, mapped into all
-// processes (CUDA IPC over NVLink or PCIe peer access). src/peer_view.hpp says what a kernel does
-// with it.
+// processes (CUDA IPC over NVLink or PCIe peer access). src/base/peer_view.hpp says what a kernel
+// does with it.
 //
 // Memory that a peer has mapped must not be freed, and there is no moment at which all ranks let go
 // of a layer together. So a rank that lets go closes its own mappings of the others, keeps its own
@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "comm/transport.hpp"
-#include "src/peer_view.hpp"
+#include "src/base/peer_view.hpp"
 
 namespace longspan::comm {
 

@@ -10,8 +10,8 @@
 #include "comm/cuda/stream.hpp"
 #include "comm/cuda/stream_flags.hpp"
 #include "comm/nccl/failures.hpp"
-#include "src/check.hpp"
-#include "src/device_guard.hpp"
+#include "src/base/check.hpp"
+#include "src/base/device_guard.hpp"
 
 namespace longspan::comm {
 namespace {

@@ -19,7 +19,7 @@
 
 #include "comm/nccl/peer_buffers.hpp"
 #include "comm/transport.hpp"
-#include "src/put_flags.hpp"
+#include "src/base/put_flags.hpp"
 
 namespace longspan::comm {
 

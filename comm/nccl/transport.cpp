@@ -13,8 +13,8 @@
 #include "comm/nccl/peer_buffers.hpp"
 #include "comm/nccl/receive_buffer.hpp"
 #include "longspan/buffer.hpp"
-#include "src/check.hpp"
-#include "src/device_guard.hpp"
+#include "src/base/check.hpp"
+#include "src/base/device_guard.hpp"
 
 namespace longspan::comm {
 namespace {

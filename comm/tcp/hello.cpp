@@ -11,7 +11,7 @@
 #include "comm/tcp/key.hpp"
 #include "longspan/error.hpp"
 #include "longspan/version.hpp"
-#include "src/env.hpp"
+#include "src/base/env.hpp"
 
 namespace longspan::comm {
 namespace {

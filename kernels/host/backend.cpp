@@ -10,8 +10,8 @@
 #include "kernels/host/bf16_tile.hpp"
 #include "kernels/host/host.hpp"
 #include "longspan/error.hpp"
-#include "src/cores.hpp"
-#include "src/env.hpp"
+#include "src/base/cores.hpp"
+#include "src/base/env.hpp"
 
 namespace longspan::kernels {
 namespace {

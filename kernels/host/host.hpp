@@ -10,7 +10,7 @@
 #include "kernels/host/thread_pool.hpp"
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
-#include "src/strided_copy.hpp"
+#include "src/base/strided_copy.hpp"
 
 namespace longspan::kernels::host {
 

@@ -4,7 +4,7 @@
 #include <random>
 
 #include "kernels/simulated/state.hpp"
-#include "src/env.hpp"
+#include "src/base/env.hpp"
 
 namespace longspan::simulated {
 namespace {

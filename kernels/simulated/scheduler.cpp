@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "kernels/simulated/state.hpp"
-#include "src/env.hpp"
+#include "src/base/env.hpp"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>

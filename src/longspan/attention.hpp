@@ -38,7 +38,7 @@
 namespace longspan {
 
 /// One run. Ranks give the same but for what is their own: keys, values, pages, the strides of q,
-/// and where the result goes (docs/architecture.md has the list); wait(), or on processors run(),
+/// and where the result goes (docs/ranks.md has the list); wait(), or on processors run(),
 /// throws a UsageError on every rank where they do not. Tensors are views on the layer's device,
 /// and their memory must live until the stream has passed them. Lengths and tables are read on the
 /// stream, so a captured graph replays with new ones.

@@ -1,7 +1,7 @@
 // A strategy decides what travels between ranks: states, queries, or keys. Each is a class in a
 // file of its own in this folder, src/strategy/<name>.cpp, which ends with the function of that
-// name that the registry (src/strategies.cpp) finds by itself; those of two levels are made of them
-// (two_level/). Strategies are the same for every backend and name no library.
+// name that the registry (src/strategy/registry.cpp) finds by itself; those of two levels are made
+// of them (two_level/). Strategies are the same for every backend and name no library.
 //
 //     make:  lay_out (twice: to count, then for good) -> open
 //     run:   prepare -> queue                              (nothing allocated, nothing waited for)
@@ -17,8 +17,8 @@
 #include "kernels/params.hpp"
 #include "longspan/attention.hpp"
 #include "longspan/strategy.hpp"
-#include "src/parts.hpp"
-#include "src/run_arrays.hpp"
+#include "src/arguments/run_arrays.hpp"
+#include "src/base/parts.hpp"
 
 namespace longspan {
 
@@ -28,11 +28,9 @@ enum class Phase : int { attend, exchange, merge };
 /// A layer as its strategy sees it. All of it outlives the strategy.
 struct Layer {
   const Options& options;
-  const kernels::AttentionKernels& kernels;
-  const kernels::RowKernels& rows;
+  const kernels::Backend& kernels;
   comm::Transport& comm;
   kernels::AttendParams bounds;  // the largest run that the options allow, of the rank's own rows
-  const kernels::ServingKernels& serving;  // for new keys, where they must be there before a run
 };
 
 /// A run, whose arguments were checked.
@@ -70,6 +68,17 @@ struct Run {
     if (said != nullptr) with.say(say, stream);
   }
 
+  /// The geometry of the rows of all ranks, which are those that see the keys of this one.
+  kernels::Geometry all_rows() const {
+    kernels::Geometry g = attend;
+    if (g.queries.ranks == 1) return g;
+    g.tokens = args.total_tokens;
+    g.batch.query_start = arrays.query_start;
+    g.batch.whole_query_start = nullptr;
+    g.queries = {};
+    return g;
+  }
+
   bool timed = false;  // on this rank, and maybe on no other: what travels must not depend on it
   std::function<void(Phase)> enter;  // marks that the stream has come to the start of a phase
 
@@ -103,10 +112,10 @@ class Strategy {
 
   /// Fills in where the states of `run` are, and queues nothing. Throws Unsupported for a run that
   /// the strategy cannot take.
-  virtual void prepare(Run& run) const = 0;
+  virtual void prepare(Run& run) = 0;
 
   /// Queues the run. The result is written whole, on every rank.
-  virtual void queue(Run& run) const = 0;
+  virtual void queue(Run& run) = 0;
 };
 
 /// Whether positions are dealt out by a table, and not by a rule alone.

@@ -620,7 +620,7 @@ TEST(CrossRankMergeRefusals, OptionsThatMakeNoSense) {
   refused({.max_tokens = -1}, LogBase::e, "max_tokens -1 is not in 0");
   refused({.dtype = DType::int32}, LogBase::e, "dtype is int32, which is no float type");
   refused({.out_dtype = DType::uint8}, LogBase::e, "out_dtype is uint8, which is no float type");
-  refused({.threads = -1}, LogBase::e, "threads -1 is negative");
+  refused({.threads = -1}, LogBase::e, "threads -1 is not in 0 to 4096");
   refused({}, static_cast<LogBase>(7), "base of number 7");
   refused({.heads = 1 << 20, .value_dim = 512, .max_tokens = 1 << 30}, LogBase::e,
           "give the most tokens of one run");

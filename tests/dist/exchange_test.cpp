@@ -20,8 +20,8 @@
 
 #include "kernels/backend.hpp"
 #include "kernels/cuda/exchange/exchange.hpp"
-#include "launcher/graph.hpp"
-#include "launcher/nans.hpp"
+#include "launcher/bench/graph.hpp"
+#include "launcher/judge/nans.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/on_peer_buffers.hpp"
 #include "tests/support/fresh_seed.hpp"

@@ -37,7 +37,7 @@
 
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
-#include "src/env.hpp"
+#include "src/base/env.hpp"
 #include "tests/dist/replay.hpp"
 #include "tests/support/no_threads.hpp"
 #include "tests/support/stumbling_transport.hpp"

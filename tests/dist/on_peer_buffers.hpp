@@ -16,7 +16,7 @@
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "kernels/cuda/exchange/exchange.hpp"
-#include "launcher/graph.hpp"
+#include "launcher/bench/graph.hpp"
 #include "tests/dist/world.hpp"
 
 namespace longspan::tests {

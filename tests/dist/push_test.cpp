@@ -23,7 +23,7 @@
 #include "kernels/backend.hpp"
 #include "kernels/cuda/dispatch/attend_finished.hpp"
 #include "kernels/cuda/exchange/exchange.hpp"
-#include "launcher/graph.hpp"
+#include "launcher/bench/graph.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/dist/on_peer_buffers.hpp"
 #include "tests/support/fresh_seed.hpp"

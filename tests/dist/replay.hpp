@@ -8,7 +8,7 @@
 
 #include "longspan/types.hpp"
 #ifdef LONGSPAN_HAVE_CUDA
-#include "launcher/graph.hpp"
+#include "launcher/bench/graph.hpp"
 #endif
 
 namespace longspan::tests {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "kernels/backend.hpp"
-#include "launcher/elements.hpp"
+#include "launcher/problem/elements.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/support/fresh_seed.hpp"
 #include "tests/support/reduced.hpp"

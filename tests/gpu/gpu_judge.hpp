@@ -5,7 +5,7 @@
 #include <limits>
 #include <span>
 
-#include "launcher/oracle.hpp"
+#include "launcher/judge/oracle.hpp"
 #include "tests/gpu/gpu_run.hpp"
 #include "tests/support/rounding.hpp"
 

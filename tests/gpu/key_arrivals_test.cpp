@@ -10,7 +10,7 @@
 
 #include "comm/cuda/stream_flags.hpp"
 #include "longspan/error.hpp"
-#include "src/divided_up.hpp"
+#include "src/base/divided_up.hpp"
 #include "src/strategy/shared/sent_rows.hpp"
 #include "tests/gpu/own_stream.hpp"
 #include "tests/gpu/sm90_run.hpp"

@@ -1,13 +1,13 @@
 // The decode step that `longspan bench decode` times, and the checks that hold it: they must pass
 // for a step that was done, and fail for one that was not.
-#include "launcher/decode_step.hpp"
+#include "launcher/bench/decode_step.hpp"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
 
-#include "launcher/memory.hpp"
-#include "launcher/world.hpp"
+#include "launcher/problem/memory.hpp"
+#include "launcher/problem/world.hpp"
 #include "tests/support/fresh_seed.hpp"
 
 namespace longspan::launcher {

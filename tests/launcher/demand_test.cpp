@@ -1,6 +1,6 @@
 // Memory is counted before it is taken: the figures are those of the tensors, no size overflows
 // them, and too much is refused with them.
-#include "launcher/demand.hpp"
+#include "launcher/problem/demand.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <numeric>
 #include <string>
 
-#include "launcher/world.hpp"
+#include "launcher/problem/world.hpp"
 
 namespace longspan::launcher {
 namespace {

@@ -1,6 +1,6 @@
 // The judge must be able to find an answer wrong, and the inputs must not depend on who reads them:
 // what `longspan verify` says rests on both.
-#include "launcher/judge.hpp"
+#include "launcher/judge/judge.hpp"
 
 #include <gtest/gtest.h>
 
@@ -11,8 +11,8 @@
 #include <numeric>
 #include <set>
 
-#include "launcher/elements.hpp"
-#include "launcher/oracle.hpp"
+#include "launcher/judge/oracle.hpp"
+#include "launcher/problem/elements.hpp"
 
 namespace longspan::launcher {
 namespace {

@@ -1,6 +1,6 @@
 // Input files that are not what they seem: shorter than a moment ago, without an end, or with a
 // header that only looks like one.
-#include "launcher/npy.hpp"
+#include "launcher/io/npy.hpp"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

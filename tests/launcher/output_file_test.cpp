@@ -1,6 +1,6 @@
 // A file appears whole or not at all, whatever stands at its name: nothing, a file, a link, a pipe;
 // and on file systems that cannot write a file without a name as on those that can.
-#include "launcher/output_file.hpp"
+#include "launcher/io/output_file.hpp"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // What the command asks of a layer for the problem at hand: a promise that does not hold is refused
 // by the layer when it runs.
-#include "launcher/problem.hpp"
+#include "launcher/problem/problem.hpp"
 
 #include <gtest/gtest.h>
 

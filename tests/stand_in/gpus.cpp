@@ -100,7 +100,9 @@ void keep_streams_busy(bool busy) { streams_are_busy = busy; }
 
 }  // namespace longspan::stand_in
 
-int longspan::gpu_count() { return stand_in::kDevices; }  // of src/info.cpp, which is not linked
+int longspan::gpu_count() {
+  return stand_in::kDevices;
+}  // of src/communicator/info.cpp, which is not linked
 
 using namespace longspan::stand_in;
 

@@ -2,7 +2,7 @@
 // them is written.
 #pragma once
 
-#include "src/strided_copy.hpp"
+#include "src/base/strided_copy.hpp"
 #include "tests/support/on_device.hpp"
 #include "tests/support/strided_regions.hpp"
 

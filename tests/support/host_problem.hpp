@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "kernels/backend.hpp"
-#include "launcher/oracle.hpp"
+#include "launcher/judge/oracle.hpp"
 #include "tests/support/host_pages.hpp"
 #include "tests/support/sanitized.hpp"
 

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "launcher/elements.hpp"
-#include "launcher/oracle.hpp"
+#include "launcher/judge/oracle.hpp"
+#include "launcher/problem/elements.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/types.hpp"

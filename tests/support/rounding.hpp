@@ -7,7 +7,7 @@
 #include <cmath>
 #include <span>
 
-#include "launcher/oracle.hpp"
+#include "launcher/judge/oracle.hpp"
 
 namespace longspan::tests {
 

@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "launcher/elements.hpp"
-#include "launcher/oracle.hpp"
+#include "launcher/judge/oracle.hpp"
+#include "launcher/problem/elements.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/score.hpp"
 #include "longspan/shard.hpp"

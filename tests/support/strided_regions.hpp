@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "src/strided_copy.hpp"
+#include "src/base/strided_copy.hpp"
 
 namespace longspan::tests {
 

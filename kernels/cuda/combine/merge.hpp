@@ -9,7 +9,7 @@
 #include "kernels/cuda/dispatch/attend.hpp"
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
-#include "src/strided_copy.hpp"
+#include "src/base/strided_copy.hpp"
 
 namespace longspan::kernels::cuda {
 

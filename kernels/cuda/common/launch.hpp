@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::kernels::cuda {
 

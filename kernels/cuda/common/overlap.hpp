@@ -5,7 +5,7 @@
 
 #include "kernels/cuda/common/code.hpp"
 #include "kernels/cuda/common/launch.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::kernels::cuda {
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "longspan/error.hpp"
-#include "src/driver_function.hpp"
+#include "src/base/driver_function.hpp"
 
 namespace longspan::kernels::cuda {
 

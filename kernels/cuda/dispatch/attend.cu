@@ -21,7 +21,7 @@
 #include "kernels/cuda/exchange/exchange.hpp"
 #include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "kernels/cuda/portable/attend_tf32.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {

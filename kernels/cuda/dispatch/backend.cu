@@ -18,7 +18,7 @@
 #include "kernels/cuda/exchange/exchange.hpp"
 #include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "kernels/features.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::kernels {
 namespace {

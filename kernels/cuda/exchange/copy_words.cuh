@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "src/strided_copy.hpp"
+#include "src/base/strided_copy.hpp"
 
 namespace longspan::kernels::cuda {
 

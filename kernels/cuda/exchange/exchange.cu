@@ -20,7 +20,7 @@
 #include "kernels/cuda/common/overlap.hpp"
 #include "kernels/cuda/exchange/exchange_words.cuh"
 #include "longspan/limits.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {

@@ -13,7 +13,7 @@
 #include "kernels/cuda/common/overlap.hpp"
 #include "kernels/cuda/dispatch/attend.hpp"
 #include "longspan/error.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::kernels::sm90 {
 namespace {

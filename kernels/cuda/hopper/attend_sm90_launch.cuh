@@ -11,8 +11,8 @@
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/cuda/common/tensor_map.hpp"
 #include "kernels/cuda/hopper/attend_sm90.cuh"
-#include "src/check.hpp"
-#include "src/divided_up.hpp"
+#include "src/base/check.hpp"
+#include "src/base/divided_up.hpp"
 
 namespace longspan::kernels::sm90 {
 

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "src/env.hpp"
+#include "src/base/env.hpp"
 
 namespace longspan::simulated {
 namespace {

@@ -105,11 +105,11 @@ void DealtRows::make_map(Run& run) const {
   kernels::MapParams params{rows, run.attend.batch, mapped_.count, most, map_, mapped_.first};
   params.part = part_of_node(rows, mapped_);
   if (mapped_.nodes > 1 && run.arrays.query_start != nullptr) {
-    layer_.rows.row_starts({params.part, run.arrays.query_start, run.arrays.batch, part_start_},
-                           run.stream);
+    layer_.kernels.row_starts({params.part, run.arrays.query_start, run.arrays.batch, part_start_},
+                              run.stream);
     params.part_start = part_start_;
   }
-  layer_.rows.map_rows(params, run.stream);
+  layer_.kernels.map_rows(params, run.stream);
 }
 
 void DealtRows::gather(Run& run) const {
@@ -118,12 +118,12 @@ void DealtRows::gather(Run& run) const {
   const Shard& rows = run.arrays.queries;
   const std::int64_t most = capacity(run), slot_bytes = most * row_bytes();
   std::byte* const mine = gathered_ + rows.rank * slot_bytes;
-  layer_.rows.place_rows({static_cast<const std::byte*>(run.args.q.data), mine, nullptr,
-                          std::min(run.args.q.shape[0], most), row_bytes()},
-                         run.stream);
+  layer_.kernels.place_rows({static_cast<const std::byte*>(run.args.q.data), mine, nullptr,
+                             std::min(run.args.q.shape[0], most), row_bytes()},
+                            run.stream);
   layer_.comm.all_gather(mine, gathered_, static_cast<std::size_t>(slot_bytes), run.stream,
                          "gather of queries", run.said);
-  layer_.rows.place_rows(
+  layer_.kernels.place_rows(
       {gathered_, ordered_, map_, rows.ranks * most, row_bytes(), run.attend.tokens}, run.stream);
 }
 

@@ -148,7 +148,7 @@ void HeadExchange::pack_heads(const Run& run, const kernels::TokenRows& from, st
     pack.dtype = dtype;
     pack.from = heads_from(from, heads.begin, dtype);
     pack.to = dense(leaving_ + p * slot, heads.size(), dim);
-    layer_.rows.pack_outputs(pack, run.stream);
+    layer_.kernels.pack_outputs(pack, run.stream);
   }
 }
 
@@ -169,7 +169,7 @@ void HeadExchange::exchange_queries(Run& run) const {
   place.from.gap = {slot / query_bytes() - most * heads * dim, static_cast<std::uint32_t>(most)};
   place.to = dense(queries_, heads, dim);
   place.map = rows_.map();
-  layer_.rows.pack_outputs(place, run.stream);
+  layer_.kernels.pack_outputs(place, run.stream);
 }
 
 /// Brings all keys and values of this rank's kv heads, in the order of whole sequences, or of the
@@ -269,7 +269,7 @@ void HeadExchange::return_rows(Run& run, const kernels::MergeParams& asked) cons
   pack.to_lse = leaving.lse(leaving_);
   pack.to_lse.gap = {bytes / 4 - most * pack.heads, apart};
   pack.headers = asked.headers;
-  layer_.rows.pack_outputs(pack, run.stream);
+  layer_.kernels.pack_outputs(pack, run.stream);
   comm_.all_to_all(leaving_, arriving_, at(bytes), run.stream, "exchange of results");
   for (int p = 0; p < peers(); ++p) {
     PackOutputsParams place = finished(most, p).take_from(arriving_ + p * bytes, 1);
@@ -300,7 +300,7 @@ void HeadExchange::put(PackOutputsParams place, int peer, const kernels::MergePa
   place.to_lse = asked.lse;
   place.headers = asked.headers;
   if (asked.lse.data != nullptr) place.to_lse.data += first * asked.lse.head_stride;
-  layer_.rows.pack_outputs(place, stream);
+  layer_.kernels.pack_outputs(place, stream);
 }
 
 std::string refuse_head_exchange(const Options& o, int ranks) {

@@ -262,7 +262,7 @@ void HeadPuts::take_back(const Run& run, const Way& way) const {
                         way.tokens * kLse, theirs * kLse, one.count * kLse, slot.heads});
     }
   }
-  layer_.rows.copy_rows(copies, run.stream);
+  layer_.kernels.copy_rows(copies, run.stream);
 }
 
 /// Copies finished rows, once all have come, into the result.
@@ -279,7 +279,7 @@ void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergePa
   place.to_lse = asked.lse;
   place.headers = asked.headers;
   place.putters = putters;
-  layer_.rows.pack_outputs(place, run.stream);
+  layer_.kernels.pack_outputs(place, run.stream);
 }
 
 /// The attention waits for the first heads; the exchange of the others goes on beside it, and so

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "longspan/options.hpp"
-#include "src/divided_up.hpp"
+#include "src/base/divided_up.hpp"
 
 namespace longspan {
 

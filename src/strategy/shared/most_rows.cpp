@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "src/divided_up.hpp"
+#include "src/base/divided_up.hpp"
 
 namespace longspan {
 

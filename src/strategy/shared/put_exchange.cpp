@@ -23,7 +23,7 @@ void PutExchange::attend_beside(const Run& run, RowPuts& puts, KeyArrivals& arri
   arrivals.flags = puts.among.flags[comm.rank()];
 
   if (puts.beside) run.enter(Phase::attend);  // nothing may stand between the kernels
-  layer_.rows.put_rows(puts, run.stream);
+  layer_.kernels.put_rows(puts, run.stream);
   if (!puts.beside) run.enter(Phase::attend);
   run.attend_to(run.merge, last, layer_.kernels);
 }

@@ -8,7 +8,7 @@
 
 #include "kernels/key_arrivals.hpp"
 #include "kernels/row_puts.hpp"
-#include "src/parts.hpp"
+#include "src/base/parts.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
 #include "src/strategy/strategy.hpp"
 

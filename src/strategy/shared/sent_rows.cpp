@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "kernels/row_puts.hpp"
-#include "src/peer_view.hpp"
+#include "src/base/peer_view.hpp"
 
 namespace longspan {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "longspan/shard.hpp"
-#include "src/run_arrays.hpp"
+#include "src/arguments/run_arrays.hpp"
 
 namespace longspan {
 

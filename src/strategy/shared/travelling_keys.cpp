@@ -65,19 +65,9 @@ std::string refuse_travelling_keys(const Options& o, int ranks) {
       limits.max_batch, limits.max_kv_len, bytes);
 }
 
-kernels::Geometry rows_of_all_ranks(const Run& run) {
-  kernels::Geometry g = run.attend;
-  if (g.queries.ranks == 1) return g;
-  g.tokens = run.args.total_tokens;
-  g.batch.query_start = run.arrays.query_start;
-  g.batch.whole_query_start = nullptr;
-  g.queries = {};
-  return g;
-}
-
 bool may_see(const Run& run, Device device, int receiver, int owner) {
   if (!knows_masks(run, device)) return true;
-  const kernels::Geometry all = rows_of_all_ranks(run);
+  const kernels::Geometry all = run.all_rows();
   const Shard rows = rows_of_receiver(run, receiver);
   const Shard keys = run.arrays.keys.with_rank(owner);
   for (int b = 0; b < run.arrays.batch; ++b) {
@@ -92,7 +82,7 @@ bool may_see(const Run& run, Device device, int receiver, int owner) {
 Interval keys_seen(const Run& run, Device device, int receiver) {
   const std::int64_t length = run.arrays.keys.length;
   if (!knows_masks(run, device)) return {0, length};
-  const kernels::Geometry all = rows_of_all_ranks(run);
+  const kernels::Geometry all = run.all_rows();
   const Shard rows = rows_of_receiver(run, receiver);
   const std::int64_t whole_rows = all.batch.query_len(0, all.tokens),
                      own = rows.local_len(whole_rows);
@@ -104,10 +94,10 @@ Interval keys_seen(const Run& run, Device device, int receiver) {
 void append_new_keys(const Layer& layer, Run& run) {
   if (run.attend.new_k.data == nullptr) return;
   kernels::AppendParams append = append_of(run.attend);
-  const kernels::Geometry all = rows_of_all_ranks(run);
+  const kernels::Geometry all = run.all_rows();
   append.tokens = all.tokens;
   append.batch = all.batch;
-  layer.serving.append(append, run.stream);
+  layer.kernels.append(append, run.stream);
   run.attend.new_k = run.attend.new_v = {};
 }
 
@@ -162,7 +152,7 @@ void TravellingKeys::begin(Run& run) const {
   append_new_keys(layer_, run);
   const Shard& rows = run.attend.queries;
   if (rows.ranks > 1 && run.arrays.query_start != nullptr) {
-    layer_.rows.row_starts(
+    layer_.kernels.row_starts(
         {rows, run.arrays.query_start, run.arrays.batch, row_starts_, run.attend.tokens},
         run.stream);
     run.attend.batch.query_start = row_starts_;
@@ -206,7 +196,7 @@ void TravellingKeys::copy_to(const Run& run, const KeyBlock& block) const {
   const int own = layer_.comm.rank();
   if (run.arrays.batch > 1) find_starts(run, own, block);
   kernels::CopyKeysParams copy;
-  copy.geometry = rows_of_all_ranks(run);
+  copy.geometry = run.all_rows();
   copy.k = run.attend.k;
   copy.v = run.attend.v;
   copy.pages = run.attend.pages;
@@ -215,7 +205,7 @@ void TravellingKeys::copy_to(const Run& run, const KeyBlock& block) const {
   copy.to_start = run.arrays.batch > 1 ? block.start : nullptr;
   copy.rows = rows_of(run, own);
   copy.longest = longest(run, own);
-  layer_.rows.copy_keys(copy, run.stream);
+  layer_.kernels.copy_keys(copy, run.stream);
 }
 
 KeyBlock TravellingKeys::own_keys(const Run& run, const KeyBlock& room) const {
@@ -238,7 +228,7 @@ void TravellingKeys::attend_to(Run& run, const KeyBlock& block, const Shard& sha
 
 void TravellingKeys::find_starts(const Run& run, int rank, const KeyBlock& block) const {
   if (run.arrays.batch == 1) return;
-  layer_.rows.key_starts(
+  layer_.kernels.key_starts(
       {run.arrays.keys.with_rank(rank), run.arrays.kv_len, 0, run.arrays.batch, block.start},
       run.stream);
 }
@@ -246,13 +236,14 @@ void TravellingKeys::find_starts(const Run& run, int rank, const KeyBlock& block
 void TravellingKeys::find_whole_starts(const Run& run, const KeyBlock& block,
                                        const Shard& part) const {
   if (run.arrays.batch > 1)
-    layer_.rows.key_starts({part, run.arrays.kv_len, 0, run.arrays.batch, block.start}, run.stream);
+    layer_.kernels.key_starts({part, run.arrays.kv_len, 0, run.arrays.batch, block.start},
+                              run.stream);
 }
 
 void TravellingKeys::copy_in_order(const Run& run, int rank, const KeyBlock& from,
                                    const KeyBlock& to, const Shard& part) const {
   kernels::CopyKeysParams copy;
-  copy.geometry = rows_of_all_ranks(run);
+  copy.geometry = run.all_rows();
   copy.geometry.shard = shard_of(run, rank, from);
   copy.geometry.batch.key_start = run.arrays.batch > 1 ? from.start : nullptr;
   copy.geometry.batch.key_pitch = 0;
@@ -266,7 +257,7 @@ void TravellingKeys::copy_in_order(const Run& run, int rank, const KeyBlock& fro
   copy.rows = most_keys_of_a_rank({part.layout, part.block}, layer_.options.limits,
                                   run.arrays.batch, part.ranks);
   copy.longest = longest(run, rank);
-  layer_.rows.copy_keys(copy, run.stream);
+  layer_.kernels.copy_keys(copy, run.stream);
 }
 
 kernels::KvRows TravellingKeys::keys_in(const KeyBlock& block) const {

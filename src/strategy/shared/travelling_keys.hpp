@@ -27,9 +27,6 @@ struct KeyBlock {
   std::int64_t* positions = nullptr;  // [rows] of listed keys; else null
 };
 
-/// The geometry of the rows of all ranks, which are those that see the keys of this one.
-kernels::Geometry rows_of_all_ranks(const Run& run);
-
 /// Whether the receiver's query rows may see keys of the owner, by what this processor can tell of
 /// lengths and masks on `device`. All ranks give the same answer.
 bool may_see(const Run& run, Device device, int receiver, int owner);

@@ -61,9 +61,9 @@ class HeadsAnd final : public Strategy {
 
   int most_marks() const override { return between_->most_marks() + Strategy::most_marks(); }
 
-  void prepare(Run& run) const override { exchange_.prepare(run, name_); }
+  void prepare(Run& run) override { exchange_.prepare(run, name_); }
 
-  void queue(Run& run) const override {
+  void queue(Run& run) override {
     // What ranks say of the run is compared among all of them, as two that never meet may differ.
     run.enter(Phase::exchange);
     run.say_to(layer_.kernels);
@@ -90,8 +90,7 @@ class HeadsAnd final : public Strategy {
   }
 
   Layer layer_between_nodes() const {
-    Layer layer{options_,       layer_.kernels, layer_.rows,
-                *levels_.nodes, layer_.bounds,  layer_.serving};
+    Layer layer{options_, layer_.kernels, *levels_.nodes, layer_.bounds};
     layer.bounds.tokens = options_.limits.max_tokens;
     layer.bounds.heads = options_.heads;
     layer.bounds.kv_heads = options_.kv_heads;

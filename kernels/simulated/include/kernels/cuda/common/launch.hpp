@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "kernels/simulated/runtime/launches.hpp"
-#include "src/check.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::kernels::cuda {
 

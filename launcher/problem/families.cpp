@@ -1,0 +1,510 @@
+#include "launcher/problem/families.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <utility>
+
+namespace longspan::launcher {
+namespace {
+
+constexpr DType kDTypes[] = {fp32, fp16, bf16};
+using Random = std::mt19937_64;
+using LengthList = std::vector<std::int32_t>;
+
+int below(Random& random, int n) { return static_cast<int>(random() % n); }
+
+template <class T>
+T pick(Random& random, std::initializer_list<T> values) {
+  return values.begin()[random() % values.size()];
+}
+
+struct Shape {
+  DType dtype = fp32;
+  int heads = 4, kv_heads = 2, dim = 64, value_dim = 0;  // value_dim 0 stands for dim
+  LengthList q_lens{9}, kv_lens{1300};
+};
+
+Problem make(const Sweep& sweep, const Shape& shape, std::uint64_t salt) {
+  const int value_dim = shape.value_dim > 0 ? shape.value_dim : shape.dim;
+  Problem p;
+  p.options = {.heads = shape.heads,
+               .kv_heads = shape.kv_heads,
+               .head_dim = shape.dim,
+               .value_dim = value_dim,
+               .dtypes = {.compute = shape.dtype},
+               .threads = sweep.threads};
+  p.q_lens = shape.q_lens;
+  p.kv_lens = shape.kv_lens;
+  const std::int64_t keys = p.key_start().back();
+  const std::uint64_t seed = sweep.seed * 1000003 + salt;
+  p.q = generated(seed, 0, shape.dtype, p.tokens(), shape.heads, shape.dim);
+  p.k = generated(seed, 1, shape.dtype, keys, shape.kv_heads, shape.dim);
+  p.v = generated(seed, 2, shape.dtype, keys, shape.kv_heads, value_dim);
+  return p;
+}
+
+std::vector<float> draw_sinks(const Problem& p, std::uint64_t seed) {
+  const Source source = generated(seed, 3, fp32, 1, p.options.heads, 4);
+  std::vector<float> values(std::size_t{4} * p.options.heads);
+  source.read(0, 0, static_cast<std::int64_t>(values.size()), values.data());
+  values.resize(p.options.heads);
+  return values;
+}
+
+/// Gives the source with NaN in the rows that `spoiled` picks.
+Source with_nan(Source source, std::function<bool(std::int64_t)> spoiled) {
+  const auto read = source.read;
+  const std::size_t size = size_of(source.dtype);
+  source.read = [=](std::int64_t row, std::int64_t first, std::int64_t count, void* to) {
+    if (spoiled(row))
+      std::memset(to, 0xff, count * size);
+    else
+      read(row, first, count, to);
+  };
+  return source;
+}
+
+/// Draws uneven ranges, some of them empty.
+std::vector<std::int64_t> uneven(Random& random, std::int64_t length, int ranks) {
+  std::vector<std::int64_t> table{0, length};
+  for (int r = 1; r < ranks; ++r)
+    table.push_back(below(random, 3) == 0 ? 0 : static_cast<std::int64_t>(random() % (length + 1)));
+  std::sort(table.begin(), table.end());
+  return table;
+}
+
+/// Shuffles all positions and deals them to ranks at random.
+std::vector<std::vector<std::int64_t>> dealt(Random& random, std::int64_t length, int ranks) {
+  std::vector<std::int64_t> all(length);
+  std::iota(all.begin(), all.end(), std::int64_t{0});
+  std::shuffle(all.begin(), all.end(), random);
+  std::vector<std::vector<std::int64_t>> on(ranks);
+  for (const std::int64_t position : all) on[random() % ranks].push_back(position);
+  return on;
+}
+
+constexpr std::pair<Layout, std::int64_t> kRules[] = {
+    {Layout::contiguous, kSegment},  {Layout::zigzag, kSegment}, {Layout::striped, kSegment},
+    {Layout::interleaved, kSegment}, {Layout::interleaved, 48},  {Layout::interleaved, 512}};
+
+Cut rule(std::pair<Layout, std::int64_t> layout) {
+  Cut cut;
+  cut.layout = layout.first;
+  cut.block = layout.second;
+  return cut;
+}
+
+Shape any_shape(Random& random, DType dtype, int longest) {
+  Shape shape;
+  shape.dtype = dtype;
+  const auto [heads, kv_heads] =
+      pick<std::pair<int, int>>(random, {{1, 1}, {4, 2}, {6, 1}, {8, 8}, {5, 5}, {8, 2}, {12, 4}});
+  shape.heads = heads;
+  shape.kv_heads = kv_heads;
+  shape.dim = pick(random, {8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256});
+  if (below(random, 4) == 0) {  // also draws values of another width, and wide heads
+    const auto [dim, value_dim] = pick<std::pair<int, int>>(
+        random, {{192, 128}, {576, 512}, {512, 512}, {264, 264}, {128, 40}, {40, 136}, {8, 512}});
+    shape.dim = dim;
+    shape.value_dim = value_dim;
+  }
+  shape.q_lens = {pick(random, {1, 2, 3, 16, 17, 65, 130})};
+  shape.kv_lens = {pick(random, {1, 2, 127, 128, 129, 256, 300, 1000, longest})};
+  return shape;
+}
+
+Family shapes(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 1);
+  for (DType dtype : kDTypes) {
+    for (int i = 0; i < sweep.pick(4, 12, 40); ++i)
+      family.problems.push_back(
+          make(sweep, any_shape(random, dtype, sweep.pick(2000, 4097, 20001)), 100 + i));
+  }
+  return family;
+}
+
+Family shards(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 2);
+  for (DType dtype : kDTypes) {
+    const Shape shape{.dtype = dtype, .q_lens = {20}, .kv_lens = {sweep.pick(1300, 3001, 20001)}};
+    for (const auto& layout : kRules) {
+      Problem p = make(sweep, shape, 200);
+      p.options.mask.causal = true;
+      p.keys = rule(layout);
+      family.problems.push_back(std::move(p));
+    }
+    for (Layout layout : {Layout::ranges, Layout::listed}) {
+      Problem p = make(sweep, shape, 201);
+      p.options.mask.causal = true;
+      p.keys.layout = layout;
+      p.keys.ranges = uneven(random, shape.kv_lens[0], sweep.ranks);
+      p.keys.listed = dealt(random, shape.kv_lens[0], sweep.ranks);
+      family.problems.push_back(std::move(p));
+    }
+  }
+  return family;
+}
+
+Family masks(const Sweep& sweep) {
+  Family family;
+  const Mask all[] = {
+      {.causal = true}, {.window = 1}, {.window = 100},           {.causal = true, .window = 150},
+      {.right = 0},     {.right = 3},  {.window = 40, .right = 5}};
+  for (DType dtype : kDTypes) {
+    for (const Mask& mask : all) {
+      for (const LengthList& q_lens : {LengthList{7}, LengthList{150}}) {
+        Problem p = make(sweep, {.dtype = dtype, .q_lens = q_lens, .kv_lens = {700}}, 300);
+        p.options.mask = mask;
+        family.problems.push_back(std::move(p));
+      }
+    }
+    // There are more rows than keys: the first rows stand before the sequence.
+    Problem p = make(sweep, {.dtype = dtype, .q_lens = {90}, .kv_lens = {50}}, 301);
+    p.options.mask.causal = true;
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
+Family scores(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (int kind = 0; kind < 5; ++kind) {
+      Problem p = make(sweep, {.dtype = dtype}, 400);
+      p.options.mask.causal = true;
+      if (kind == 0) p.options.score.scale = 0.5f;
+      if (kind == 1 || kind == 4) p.options.score.softcap = 2.0f;
+      if (kind == 2) p.options.score.softcap = 50.0f;
+      if (kind >= 3) p.sinks = draw_sinks(p, sweep.seed);
+      family.problems.push_back(std::move(p));
+    }
+  }
+  return family;
+}
+
+Family batches(const Sweep& sweep) {
+  Family family;
+  const LengthList q_lens{3, 1, 0, 5, 40, 2}, kv_lens{500, 1, 77, 0, 1000, 129};
+  for (DType dtype : kDTypes) {
+    for (const auto& layout : kRules) {
+      for (bool padded : {false, true}) {
+        Problem p = make(sweep, {.dtype = dtype, .q_lens = q_lens, .kv_lens = kv_lens}, 500);
+        p.options.mask.causal = true;
+        p.keys = rule(layout);
+        if (padded) p.capacity = 1024;
+        family.problems.push_back(std::move(p));
+      }
+    }
+  }
+  return family;
+}
+
+Family sharded_queries(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const auto& layout : kRules) {
+      Problem p = make(sweep, {.dtype = dtype, .q_lens = {600}, .kv_lens = {900}}, 600);
+      p.options.mask.causal = true;
+      p.keys = rule(layout);
+      p.queries = p.keys;
+      family.problems.push_back(std::move(p));
+    }
+    Problem p =
+        make(sweep, {.dtype = dtype, .q_lens = {30, 1, 150}, .kv_lens = {300, 5, 400}}, 601);
+    p.options.mask.causal = true;
+    p.queries = rule({Layout::striped, kSegment});
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
+Family empties(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const std::int32_t keys : {0, 1, std::max(0, sweep.ranks - 1)}) {
+      for (const auto& layout : kRules) {
+        Problem p = make(sweep, {.dtype = dtype, .q_lens = {3}, .kv_lens = {keys}}, 700);
+        p.keys = rule(layout);
+        family.problems.push_back(std::move(p));
+      }
+    }
+    Problem p = make(sweep, {.dtype = dtype, .q_lens = {3}, .kv_lens = {0}}, 701);
+    p.sinks = draw_sinks(p, sweep.seed);  // a sink is alone: out = 0, lse = sink
+    family.problems.push_back(std::move(p));
+    family.problems.push_back(make(sweep, {.dtype = dtype, .q_lens = {0}, .kv_lens = {10}}, 702));
+    for (int full = 0; full < sweep.ranks; ++full) {
+      Problem q = make(sweep, {.dtype = dtype, .q_lens = {3}, .kv_lens = {200}}, 703);
+      q.keys.layout = Layout::ranges;  // one rank holds everything
+      q.keys.ranges.assign(sweep.ranks + 1, 0);
+      std::fill(q.keys.ranges.begin() + full + 1, q.keys.ranges.end(), 200);
+      family.problems.push_back(std::move(q));
+    }
+  }
+  return family;
+}
+
+Family nans(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const auto& layout : kRules) {
+      Problem p = make(sweep, {.dtype = dtype, .q_lens = {12}, .kv_lens = {700}}, 800);
+      p.options.mask = {.causal = true, .window = 90};
+      p.keys = rule(layout);
+      p.q = with_nan(p.q, [](std::int64_t row) { return row == 5; });
+      const std::int64_t unseen = 700 - 12 - 90 + 1;  // keys that lie before every window
+      const auto spoiled = [unseen](std::int64_t key) { return key < unseen; };
+      p.k = with_nan(p.k, spoiled);
+      p.v = with_nan(p.v, spoiled);
+      family.problems.push_back(std::move(p));
+    }
+  }
+  return family;
+}
+
+Family bits(const Sweep& sweep) {
+  Family family{.problems = {}, .same_bits = true, .why_empty = {}};
+  if (kVirtualRanks % sweep.ranks != 0) {  // they are exact, but not bitwise (docs)
+    family.why_empty =
+        fmt::format("not compared: 1, 2, 4 ... {} ranks give the same bits, and these are {}",
+                    kVirtualRanks, sweep.ranks);
+    return family;
+  }
+  LengthList lengths{1, 127, 4097, 5000};
+  if (sweep.size == VerifyOptions::Size::full) lengths.push_back(131073);
+  for (DType dtype : kDTypes) {
+    for (const std::int32_t kv : lengths) {
+      for (const std::pair<Layout, std::int64_t>& layout :
+           {std::pair{Layout::contiguous, std::int64_t{kSegment}},
+            {Layout::interleaved, std::int64_t{kSegment}},
+            {Layout::interleaved, std::int64_t{2} * kSegment}}) {
+        Problem p = make(sweep, {.dtype = dtype, .q_lens = {5}, .kv_lens = {kv}}, 900);
+        p.options.mask.causal = true;
+        p.options.invariant = true;
+        p.keys = rule(layout);
+        family.problems.push_back(std::move(p));
+      }
+    }
+  }
+  return family;
+}
+
+Family everything(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 10);
+  for (int i = 0; i < sweep.pick(12, 40, 300); ++i) {
+    Shape shape = any_shape(random, kDTypes[i % 3], sweep.pick(1500, 3000, 9000));
+    const int batch = 1 + below(random, 3);
+    for (int b = 1; b < batch; ++b) {
+      shape.q_lens.push_back(below(random, 30));
+      shape.kv_lens.push_back(below(random, 700));
+    }
+    Problem p = make(sweep, shape, 1000 + i);
+    p.options.mask.causal = below(random, 2) == 0;
+    if (below(random, 3) == 0) p.options.mask.window = 1 + below(random, 400);
+    if (below(random, 4) == 0) p.options.mask.right = below(random, 100);
+    if (below(random, 3) == 0) p.options.score.softcap = 5.0f;
+    if (below(random, 3) == 0) p.sinks = draw_sinks(p, i);
+    const bool shards_queries = below(random, 3) == 0;
+    p.options.invariant = below(random, 2) == 0;
+    p.keys = rule(kRules[below(random, std::size(kRules))]);
+    p.queries = rule(kRules[below(random, std::size(kRules))]);
+    if (!shards_queries) p.queries.reset();
+    if (below(random, 3) == 0)
+      p.capacity = 1 + *std::max_element(shape.kv_lens.begin(), shape.kv_lens.end());
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
+/// Draws sequences as a server has them: decode, drafts, a chunk of prefill, an idle one.
+Shape serving_shape(DType dtype) {
+  Shape shape;
+  shape.dtype = dtype;
+  shape.q_lens = {1, 6, 40, 0};
+  shape.kv_lens = {500, 133, 300, 70};
+  return shape;
+}
+
+constexpr std::int64_t kDeals[] = {1, 16, 64, kSegment};  // blocks of an interleaved cache
+
+Family paged(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const int page : {1, 8, 16, 32, 64, 128, 256, 544}) {
+      for (const bool x_packed : {false, true}) {
+        Problem p = make(sweep, serving_shape(dtype), 1100 + page);
+        p.options.mask.causal = true;
+        p.cache = {page, x_packed};
+        p.keys = rule({Layout::interleaved, kDeals[family.problems.size() % std::size(kDeals)]});
+        if (family.problems.size() % 5 == 0) p.keys = rule({Layout::contiguous, kSegment});
+        family.problems.push_back(std::move(p));
+      }
+    }
+  }
+  return family;
+}
+
+std::vector<float> draw(std::uint64_t seed, std::uint32_t tensor, std::int64_t count) {
+  const Source source = generated(seed, tensor, fp32, 1, 1, static_cast<int>((count + 3) / 4 * 4));
+  std::vector<float> values(source.dim);
+  source.read(0, 0, source.dim, values.data());
+  values.resize(count);
+  return values;
+}
+
+void take_slopes(Problem& p, Alibi alibi) {
+  p.options.score.alibi = alibi;
+  for (int h = 0; h < p.options.heads; ++h)
+    p.slopes.push_back(
+        std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(p.options.heads)));
+}
+
+/// Makes a tree of drafts: each hangs on an earlier one, and sees nothing of other branches.
+void take_drafts(Problem& p, std::uint64_t seed) {
+  p.qq_width = *std::max_element(p.q_lens.begin(), p.q_lens.end());
+  p.qq_bias = draw(seed, 5, p.qq_width * p.qq_width);
+  for (std::int64_t t = 1; t < p.qq_width; ++t) {
+    const std::int64_t parent = (t - 1) / 2;
+    for (std::int64_t u = 0; u < t; ++u)
+      if (u > parent || (u < parent && std::isinf(p.qq_bias[parent * p.qq_width + u])))
+        p.qq_bias[t * p.qq_width + u] = -std::numeric_limits<float>::infinity();
+  }
+}
+
+/// Makes q, k and v fp8, or those of them that are asked for.
+void quantise(Problem& p, std::optional<DType> q, std::optional<DType> kv, bool per_head,
+              std::uint64_t seed) {
+  const int count = per_head ? p.options.kv_heads : 1;
+  const auto scales = [&](std::uint32_t tensor) {
+    std::vector<float> values = draw(seed, tensor, count);
+    for (float& value : values) value = 0.3f + 0.2f * std::abs(value);
+    return values;
+  };
+  if (q) {
+    p.q_scale = scales(6);
+    p.q = quantised(p.q, *q, p.q_scale);
+    p.options.dtypes.query = q;
+  }
+  if (kv) {
+    p.k_scale = scales(7);
+    p.v_scale = scales(8);
+    p.k = quantised(p.k, *kv, p.k_scale);
+    p.v = quantised(p.v, *kv, p.v_scale);
+    p.options.dtypes.kv = kv;
+  }
+}
+
+Family biases(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (int kind = 0; kind < 6; ++kind) {
+      Problem p = make(sweep, serving_shape(dtype), 1200 + kind);
+      p.options.mask.causal = kind != 1;
+      if (kind == 0) take_slopes(p, Alibi::context);
+      if (kind == 1) take_slopes(p, Alibi::query);
+      if (kind == 2 || kind == 3) take_drafts(p, sweep.seed + kind);
+      if (kind == 3) take_slopes(p, Alibi::context);
+      if (kind == 4) p.causal = {0, 1, 0, 1};
+      if (kind == 5) {
+        p = make(sweep, {.dtype = dtype, .q_lens = {70}, .kv_lens = {700}}, 1206);
+        p.options.mask.causal = true;
+        p.documents = {0, 100, 640, 641, 700};
+      }
+      for (const auto& layout : {kRules[0], kRules[4]}) {
+        p.keys = rule(layout);
+        family.problems.push_back(p);
+      }
+    }
+  }
+  return family;
+}
+
+Family fp8(const Sweep& sweep) {
+  Family family;
+  for (DType dtype : kDTypes) {
+    for (const DType kv : {e4m3, e5m2}) {
+      for (const bool per_head : {false, true}) {
+        for (const bool fp8_q : {false, true}) {
+          Problem p = make(sweep, serving_shape(dtype), 1300);
+          p.options.mask.causal = true;
+          quantise(p, fp8_q ? std::optional(kv) : std::nullopt, kv, per_head, sweep.seed);
+          p.keys = rule({Layout::interleaved, 16});
+          if (fp8_q) p.cache = {32, per_head};
+          family.problems.push_back(std::move(p));
+        }
+      }
+    }
+    if (dtype == fp32) continue;
+    Problem p = make(sweep, serving_shape(dtype), 1301);
+    p.options.dtypes.out = e4m3;
+    p.out_scale = 0.04f;
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
+/// Draws a sharded paged cache at random, with everything that can be asked of it.
+Family serving(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 14);
+  const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
+  for (int i = 0; i < sweep.pick(9, 40, 300); ++i) {
+    const DType dtype = kDTypes[i % 3];
+    Shape shape = any_shape(random, dtype, sweep.pick(1500, 3000, 9000));
+    const int batch = 1 + below(random, 4);
+    for (int b = 1; b < batch; ++b) {
+      shape.q_lens.push_back(chance(3) ? 1 : below(random, 30));
+      shape.kv_lens.push_back(shape.q_lens.back() + below(random, 700));
+    }
+    Problem p = make(sweep, shape, 1400 + i);
+    p.options.mask.causal = !chance(3);
+    if (chance(2)) p.options.mask.window = 1 + below(random, 400);
+    if (chance(2)) p.options.score.softcap = 5.0f;
+    if (chance(2)) p.sinks = draw_sinks(p, i);
+    if (chance(2)) take_slopes(p, chance(2) ? Alibi::context : Alibi::query);
+    if (chance(2)) take_drafts(p, i);
+    if (chance(3))
+      for (int b = 0; b < batch; ++b) p.causal.push_back(chance(2));
+    if (chance(2)) {
+      const bool fp8_q = chance(2);
+      quantise(p, fp8_q ? std::optional(pick(random, {e4m3, e5m2})) : std::nullopt,
+               pick(random, {e4m3, e5m2}), chance(2), i);
+    }
+    if (dtype != fp32 && chance(3)) {
+      p.options.dtypes.out = e4m3;
+      p.out_scale = 0.04f;
+    }
+    const int page = pick(random, {0, 1, 8, 16, 64, 544});
+    p.cache = {page, page > 0 && chance(2)};
+    const bool shards_queries = chance(3);
+    p.options.invariant = chance(2);
+    p.queries = rule(kRules[below(random, std::size(kRules))]);
+    if (!shards_queries) p.queries.reset();
+    p.keys = rule({Layout::interleaved, kDeals[below(random, std::size(kDeals))]});
+    if (chance(4)) p.keys = rule({Layout::contiguous, kSegment});
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
+constexpr FamilyMaker kMakers[] = {
+    {"shapes", shapes},   {"shards", shards},           {"masks", masks},   {"scores", scores},
+    {"batches", batches}, {"queries", sharded_queries}, {"empty", empties}, {"nan", nans},
+    {"same bits", bits},  {"everything", everything},   {"paged", paged},   {"biases", biases},
+    {"fp8", fp8},         {"serving", serving}};
+
+}  // namespace
+
+std::span<const FamilyMaker> family_makers() { return kMakers; }
+
+}  // namespace longspan::launcher

@@ -1,0 +1,48 @@
+// Finds the rows of a tensor in a file, or makes them from a seed. Any rank can read any part of a
+// tensor, so it reads its own shard to compute and whatever rows it checks, and nothing travels.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "launcher/io/npy.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan::launcher {
+
+/// A tensor [rows, heads, dim] of one type.
+struct Source {
+  DType dtype = DType::fp32;
+  std::int64_t rows = 0;
+  int heads = 0;
+  int dim = 0;
+  std::string label;  // for messages
+
+  /// Copies `count` elements of a row, from element `first` of its heads * dim, to `to`. `first`
+  /// and `count` are multiples of 4.
+  std::function<void(std::int64_t row, std::int64_t first, std::int64_t count, void* to)> read;
+
+  std::int64_t row_size() const { return std::int64_t{heads} * dim; }
+  std::size_t row_bytes() const { return static_cast<std::size_t>(row_size()) * size_of(dtype); }
+};
+
+/// Draws values uniform in [-sqrt 3, sqrt 3): mean 0, variance 1. Element i of tensor t is a word
+/// of Philox4x32-10 with the seed as key and (i / 4, t) as counter. It is a function of the seed
+/// and the global index alone, the same for every number of ranks and on every machine.
+Source generated(std::uint64_t seed, std::uint32_t tensor, DType dtype, std::int64_t rows,
+                 int heads, int dim);
+
+/// Gives the source as fp8 stores it: x / scale, rounded. `scale` is [1], or one for each of so
+/// many equal groups of its heads.
+Source quantised(Source source, DType to, const std::vector<float>& scale);
+
+/// Reads the tensor in a file; throws InputError where it is not [rows, heads, dim].
+Source from_file(const NpyFile& file, const std::string& label);
+
+/// Calls f(i) for i in [0, count), on up to `threads` threads, each with one range of i.
+void parallel_for(std::int64_t count, int threads, const std::function<void(std::int64_t)>& f);
+
+}  // namespace longspan::launcher

@@ -1,0 +1,418 @@
+#include "launcher/problem/problem.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <utility>
+
+#include "launcher/judge/nans.hpp"
+#include "launcher/problem/memory.hpp"
+#include "launcher/problem/world.hpp"
+
+namespace longspan::launcher {
+namespace {
+
+template <class T>
+std::vector<T> starts(const std::vector<std::int32_t>& lengths) {
+  std::vector<T> start(lengths.size() + 1);
+  std::partial_sum(lengths.begin(), lengths.end(), start.begin() + 1, std::plus<T>());
+  return start;
+}
+
+/// Lists the rows of the whole q that a rank holds, in its order.
+std::vector<std::int64_t> rows_on(const Problem& problem, int rank, int ranks) {
+  std::vector<std::int64_t> rows;
+  if (!problem.queries) {
+    rows.resize(problem.tokens());
+    std::iota(rows.begin(), rows.end(), std::int64_t{0});
+    return rows;
+  }
+  const auto start = problem.query_start();
+  for (int b = 0; b < problem.batch(); ++b) {
+    const std::int64_t length = problem.q_lens[b];
+    const Shard shard = problem.queries->on(rank, ranks, length);
+    for (std::int64_t i = 0; i < shard.local_len(length); ++i)
+      rows.push_back(start[b] + shard.position(i, length));
+  }
+  return rows;
+}
+
+/// The elements in a chunk of x-packed keys: 16 bytes, or less where they do not divide the dim.
+std::int64_t chunk_of(DType dtype, int dim) {
+  int chunk = static_cast<int>(16 / size_of(dtype));
+  while (dim % chunk != 0) chunk /= 2;
+  return chunk;
+}
+
+/// The finaliser of splitmix64: every bit of the input moves about half of the output's.
+std::uint64_t mix(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+RunSize Problem::run_size(int ranks) const {
+  RunSize size{.tokens = static_cast<double>(tokens()),
+               .keys = static_cast<double>(key_start().back()),
+               .sequences = static_cast<double>(batch())};
+  for (int rank = 0; queries && rank < ranks; ++rank) {
+    double rows = 0;
+    for (const std::int64_t length : q_lens)
+      rows += static_cast<double>(queries->on(rank, ranks, length).local_len(length));
+    size.most_tokens = std::max(size.most_tokens, rows);
+  }
+  const auto differ = [](const std::vector<std::int32_t>& lengths) {
+    return std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) !=
+           lengths.end();
+  };
+  if (differ(q_lens) || differ(kv_lens))
+    for (int b = 0; b < batch(); ++b) size.each.push_back({q_lens[b], kv_lens[b]});
+  return size;
+}
+
+bool Problem::keys_lie_dense() const {
+  return batch() == 1 && !cache && capacity == 0 && keys.layout != Layout::ranges;
+}
+
+Options Problem::layer_options(int ranks) const {
+  Options fitted = options;
+  fitted.keys = keys.rule();
+  if (queries) fitted.queries = queries->rule();
+  fitted.limits = {
+      .max_tokens = queries ? static_cast<std::int64_t>(run_size(ranks).most_tokens) : tokens(),
+      .max_batch = batch(),
+      .max_kv_len = *std::max_element(kv_lens.begin(), kv_lens.end()),
+      .max_total_keys = std::accumulate(kv_lens.begin(), kv_lens.end(), std::int64_t{0}),
+      .max_query_len = *std::max_element(q_lens.begin(), q_lens.end()),
+      .dense_keys = keys_lie_dense()};
+  return fitted;
+}
+
+Shard Cut::on(int rank, int ranks, std::int64_t length) const {
+  if (layout == Layout::ranges) return Shard::ranges(length, rank, ranks, ranges.data());
+  if (layout == Layout::listed)
+    return Shard::at_positions(length, rank, ranks, listed[rank].data(),
+                               static_cast<std::int64_t>(listed[rank].size()));
+  return {layout, rank, ranks, length, block};
+}
+
+std::int64_t Problem::tokens() const {
+  return std::accumulate(q_lens.begin(), q_lens.end(), std::int64_t{0});
+}
+std::vector<std::int32_t> Problem::query_start() const { return starts<std::int32_t>(q_lens); }
+std::vector<std::int64_t> Problem::key_start() const { return starts<std::int64_t>(kv_lens); }
+
+double Problem::scale() const {
+  return options.score.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.head_dim)));
+}
+
+double Problem::visible_pairs() const {
+  double pairs = 0;
+  for (int b = 0; b < batch(); ++b) {
+    for (std::int64_t t = 0; t < q_lens[b]; ++t) {
+      const Interval seen = visible(b, kv_lens[b] - q_lens[b] + t);
+      if (!seen.empty()) pairs += static_cast<double>(seen.end - seen.begin);
+    }
+  }
+  return pairs;
+}
+
+Interval Problem::visible(int b, std::int64_t position) const {
+  Mask rule = options.mask;
+  if (!causal.empty()) rule.causal = causal[b] != 0;
+  Interval seen = rule.visible(position, kv_lens[b]);
+  if (documents.empty()) return seen;
+  const auto next = std::upper_bound(documents.begin(), documents.end(), position);
+  if (next == documents.begin() || next == documents.end()) return {position, position};
+  return {std::max(seen.begin, *(next - 1)), std::min(seen.end, *next)};
+}
+
+std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
+  if (slopes.empty() && qq_bias.empty()) return {};
+  std::vector<double> bias(kv_lens[b]);
+  const std::int64_t context = kv_lens[b] - q_lens[b];
+  for (std::int64_t j = 0; j < kv_lens[b]; ++j) {
+    const std::int64_t column = j - context;  // counted from the first new token
+    if (!slopes.empty()) {
+      const double distance = static_cast<double>(
+          options.score.alibi == Alibi::context ? column : -std::abs(context + t - j));
+      bias[j] += slopes[head] * distance;
+    }
+    if (!qq_bias.empty() && column >= 0 && column < qq_width)
+      bias[j] += qq_bias[t * qq_width + column];
+  }
+  return bias;
+}
+
+Options Trial::layer_options(const std::string& strategy) const {
+  Options options = problem_.layer_options(world_.size());
+  options.strategy = strategy;
+  return options;
+}
+
+Trial::Trial(const Communicator& world, const Problem& problem, const std::string& strategy)
+    : problem_(problem),
+      world_(world),
+      rows_(rows_on(problem, world.rank(), world.size())),
+      layer_(std::in_place, world, layer_options(strategy)) {
+  const Options& o = problem.options;
+  const Device device = world.device();
+  const auto own_rows = static_cast<std::int64_t>(rows_.size());
+
+  // These are the lengths and shards, as the device reads them.
+  const bool one = problem.batch() == 1;
+  shard_ = problem.keys.on(world.rank(), world.size(), problem.kv_lens[0]);
+  if (shard_.layout == Layout::ranges) key_table_ = on_device(device, problem.keys.ranges);
+  if (shard_.layout == Layout::listed)
+    key_table_ = on_device(device, problem.keys.listed[world.rank()]);
+  query_start_ = on_device(device, problem.query_start());
+  kv_len_ = on_device(device, problem.kv_lens);
+  sinks_ = on_device(device, problem.sinks);
+
+  q_ = filled(device, problem.q.row_bytes() * own_rows, [&](std::byte* to) {
+    parallel_for(own_rows, o.threads, [&](std::int64_t i) {
+      problem.q.read(rows_[i], 0, problem.q.row_size(), to + i * problem.q.row_bytes());
+    });
+  });
+  out_ = poisoned(device, own_rows * problem.out_row_bytes());
+  lse_ = poisoned(device, own_rows * o.heads * sizeof(float));
+
+  if (problem.cache) {
+    const std::int64_t page = problem.cache.page;
+    for (const std::int64_t length : problem.kv_lens)
+      columns_ = std::max(columns_, (shard_.local_len(length) + page - 1) / page);
+    columns_ += 1;  // for a column that no row needs
+    // Pages have an order that no layout has: every third comes first, then the others.
+    pages_ = columns_ * problem.batch() + 2;
+    std::vector<std::int32_t> order(pages_);
+    for (std::int64_t first = 0, i = 0; first < 3; ++first)
+      for (std::int64_t p = first; p < pages_; p += 3) order[i++] = static_cast<std::int32_t>(p);
+    table_.assign(columns_ * problem.batch(), -1);
+    std::size_t next = 0;
+    for (int b = 0; b < problem.batch(); ++b)
+      for (std::int64_t i = 0; i * page < shard_.local_len(problem.kv_lens[b]); ++i)
+        table_[b * columns_ + i] = order[next++];
+    block_table_ = on_device(device, table_);
+    k_ = pages(problem.k, false);
+    v_ = pages(problem.v, true);
+    args_.k = page_view(k_.data(), false);
+    args_.v = page_view(v_.data(), true);
+    args_.block_table = {
+        static_cast<const std::int32_t*>(block_table_.data()), {problem.batch(), columns_}, device};
+  } else {
+    k_ = keys_in_place(problem.k);
+    v_ = keys_in_place(problem.v);
+    const auto view = [&](const Buffer& memory, const Source& source) {
+      if (problem.capacity > 0)
+        return Tensor(memory.data(), source.dtype,
+                      {problem.batch(), problem.capacity, o.kv_heads, source.dim}, device);
+      const auto rows = static_cast<std::int64_t>(memory.bytes() / source.row_bytes());
+      return Tensor(memory.data(), source.dtype, {rows, o.kv_heads, source.dim}, device);
+    };
+    args_.k = view(k_, problem.k);
+    args_.v = view(v_, problem.v);
+  }
+  args_.q = Tensor(q_.data(), problem.q.dtype, {own_rows, o.heads, o.head_dim}, device);
+  args_.out =
+      Tensor(out_.data(), problem.out_dtype(), {own_rows, o.heads, problem.value_dim()}, device);
+  args_.lse = Lse::tokens_heads(Tensor(lse_.data(), DType::fp32, {own_rows, o.heads}, device));
+  if (key_table_.bytes() > 0) args_.key_table = array<std::int64_t>(key_table_, device);
+  if (one) args_.total_keys = problem.kv_lens[0];
+  if (!one) args_.query_start = array<std::int32_t>(query_start_, device);
+  if (!one) args_.kv_len = array<std::int32_t>(kv_len_, device);
+  if (!problem.sinks.empty()) args_.sinks = array<float>(sinks_, device);
+  if (problem.queries) args_.total_tokens = problem.tokens();
+  take_features();
+}
+
+void Trial::take_features() {
+  const Problem& p = problem_;
+  const Device device = world_.device();
+  const auto floats = [&](Buffer& buffer, const std::vector<float>& values) {
+    buffer = on_device(device, values);
+    return values.empty() ? Tensor() : array<float>(buffer, device);
+  };
+  args_.slopes = floats(slopes_, p.slopes);
+  args_.q_scale = floats(q_scale_, p.q_scale);
+  args_.k_scale = floats(k_scale_, p.k_scale);
+  args_.v_scale = floats(v_scale_, p.v_scale);
+  if (p.out_scale != 0) args_.out_scale = floats(out_scale_, {p.out_scale});
+  if (!p.qq_bias.empty()) {
+    qq_bias_ = on_device(device, p.qq_bias);
+    args_.qq_bias = {static_cast<const float*>(qq_bias_.data()), {p.qq_width, p.qq_width}, device};
+  }
+  causal_ = on_device(device, p.causal);
+  documents_ = on_device(device, p.documents);
+  if (!p.causal.empty()) args_.causal = array<std::uint8_t>(causal_, device);
+  if (!p.documents.empty()) args_.documents = array<std::int64_t>(documents_, device);
+}
+
+Tensor Trial::page_view(void* data, bool values) const {
+  const Options& o = problem_.options;
+  const DType dtype = problem_.k.dtype;
+  const Device device = world_.device();
+  const std::int64_t page = problem_.cache.page, x = chunk_of(dtype, o.head_dim);
+  const int dim = (values ? problem_.v : problem_.k).dim;
+  if (!problem_.cache.x_packed) return Tensor(data, dtype, {pages_, page, o.kv_heads, dim}, device);
+  if (values) return Tensor(data, dtype, {pages_, o.kv_heads, dim, page}, device);
+  return Tensor(data, dtype, {pages_, o.kv_heads, o.head_dim / x, page, x}, device);
+}
+
+Buffer Trial::pages(const Source& source, bool values) const {
+  const Options& o = problem_.options;
+  const std::size_t size = size_of(source.dtype);
+  const std::int64_t page = problem_.cache.page, x = chunk_of(source.dtype, source.dim);
+  const int dim = source.dim;
+  const auto place = [&](std::int64_t row, std::int64_t head, std::int64_t d) {
+    if (!problem_.cache.x_packed) return (row * o.kv_heads + head) * dim + d;
+    if (values) return (head * dim + d) * page + row;
+    return ((head * (dim / x) + d / x) * page + row) * x + d % x;
+  };
+  const std::size_t page_bytes = page * source.row_bytes();
+  const auto start = problem_.key_start();
+  return filled(world_.device(), pages_ * page_bytes, [&](std::byte* to) {
+    std::memset(to, 0xff, pages_ * page_bytes);
+    for (int b = 0; b < problem_.batch(); ++b) {
+      const std::int64_t length = problem_.kv_lens[b];
+      parallel_for(shard_.local_len(length), o.threads, [&](std::int64_t i) {
+        std::vector<std::byte> row(source.row_bytes());
+        source.read(start[b] + shard_.position(i, length), 0, source.row_size(), row.data());
+        std::byte* const own = to + table_[b * columns_ + i / page] * page_bytes;
+        for (std::int64_t h = 0; h < o.kv_heads; ++h)
+          for (std::int64_t d = 0; d < dim; ++d)
+            std::memcpy(own + place(i % page, h, d) * size, row.data() + (h * dim + d) * size,
+                        size);
+      });
+    }
+  });
+}
+
+Buffer Trial::keys_in_place(const Source& source) const {
+  const std::size_t row_bytes = source.row_bytes();
+  const auto start = problem_.key_start();
+  std::int64_t packed = 0;
+  for (const std::int64_t length : problem_.kv_lens) packed += shard_.local_len(length);
+  const std::int64_t slots = problem_.capacity > 0 ? problem_.capacity * problem_.batch() : packed;
+
+  return filled(world_.device(), slots * row_bytes, [&](std::byte* to) {
+    if (problem_.capacity > 0) std::memset(to, 0xff, slots * row_bytes);
+    std::int64_t first = 0;
+    for (int b = 0; b < problem_.batch(); ++b) {
+      const std::int64_t length = problem_.kv_lens[b], own = shard_.local_len(length);
+      if (problem_.capacity > 0) first = b * problem_.capacity;
+      parallel_for(own, problem_.options.threads, [&](std::int64_t i) {
+        source.read(start[b] + shard_.position(i, length), 0, source.row_size(),
+                    to + (first + i) * row_bytes);
+      });
+      first += own;
+    }
+  });
+}
+
+void Trial::run() {
+  queue({});
+  layer_->wait();
+}
+
+void Trial::poison() {
+  launcher::poison(world_.device(), out_);
+  launcher::poison(world_.device(), lse_);
+}
+
+void Trial::take_strategy(const std::string& name) {
+  layer_.reset();  // before the memory of another
+  poison();
+  layer_.emplace(world_, layer_options(name));
+}
+
+Answer Trial::answer() const {
+  Answer answer{rows_, std::vector<std::byte>(out_.bytes()),
+                std::vector<float>(lse_.bytes() / sizeof(float))};
+  if (!rows_.empty()) {
+    out_.download(answer.out.data());
+    lse_.download(answer.lse.data());
+    unite_nans(answer.out, layer_->options().dtypes.of_out());
+  }
+  return answer;
+}
+
+Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
+                   const std::vector<std::int64_t>& rows) {
+  const std::size_t row_bytes = problem.out_row_bytes(),
+                    lse_bytes = sizeof(float) * problem.q.heads;
+  Answer whole{rows, std::vector<std::byte>(rows.size() * row_bytes),
+               std::vector<float>(rows.size() * problem.q.heads)};
+  const auto place_of = [&](std::int64_t row) -> std::ptrdiff_t {
+    const auto at = std::lower_bound(rows.begin(), rows.end(), row);
+    return at == rows.end() || *at != row ? -1 : at - rows.begin();
+  };
+  const auto place = [&](std::ptrdiff_t at, const void* out, const void* lse) {
+    std::memcpy(whole.out.data() + at * row_bytes, out, row_bytes);
+    std::memcpy(whole.lse.data() + at * problem.q.heads, lse, lse_bytes);
+  };
+
+  std::string mine;  // records of place, out and lse
+  for (std::size_t i = 0; i < answer.rows.size(); ++i) {
+    const std::ptrdiff_t at = place_of(answer.rows[i]);
+    if (at < 0) continue;
+    const std::byte* out = answer.out.data() + i * row_bytes;
+    const float* lse = answer.lse.data() + i * problem.q.heads;
+    if (!problem.queries) {
+      place(at, out, lse);
+      continue;
+    }
+    mine.append(reinterpret_cast<const char*>(&at), sizeof at);
+    mine.append(reinterpret_cast<const char*>(out), row_bytes);
+    mine.append(reinterpret_cast<const char*>(lse), lse_bytes);
+  }
+  if (!problem.queries) return whole;
+
+  for (const std::string& records : world.gather(mine, "gather of result rows")) {
+    for (std::size_t i = 0; i < records.size();
+         i += sizeof(std::ptrdiff_t) + row_bytes + lse_bytes) {
+      std::ptrdiff_t at;
+      std::memcpy(&at, records.data() + i, sizeof at);
+      const char* out = records.data() + i + sizeof at;
+      place(at, out, out + row_bytes);
+    }
+  }
+  return whole;
+}
+
+std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer) {
+  // The digest is a sum over rows, each hashed with its place in the whole, so it needs no order of
+  // ranks.
+  const std::size_t row_bytes = problem.out_row_bytes();
+  std::vector<std::uint64_t> hashes(answer.rows.size());
+  parallel_for(static_cast<std::int64_t>(hashes.size()), problem.options.threads,
+               [&](std::int64_t i) {
+                 std::uint64_t hash = mix(answer.rows[i] + 1);
+                 for (std::size_t at = 0; at < row_bytes; at += sizeof(std::uint64_t)) {
+                   std::uint64_t word;
+                   std::memcpy(&word, answer.out.data() + i * row_bytes + at, sizeof word);
+                   hash = mix(hash ^ word) + at;
+                 }
+                 hashes[i] = hash;
+               });
+  const std::uint64_t mine = std::accumulate(hashes.begin(), hashes.end(), std::uint64_t{0});
+
+  std::uint64_t sum = 0;
+  const std::vector<std::string> all = world.gather(fmt::to_string(mine), "digest of the result");
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    sum += std::stoull(all[rank]);
+    if (!problem.queries && all[rank] != all[0])
+      throw SharedError(ErrorKind::wrong_result,
+                        fmt::format("the results of ranks 0 and {} differ in their bits; with "
+                                    "replicated queries they must be equal: a defect of longspan",
+                                    rank));
+  }
+  return problem.queries ? sum : mine;
+}
+
+}  // namespace longspan::launcher

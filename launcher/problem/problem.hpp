@@ -1,0 +1,135 @@
+// One attention problem on a world of ranks: whole sequences by their sources, this rank's share of
+// them in device memory, the layer, and the rows of the answer that this rank gets.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launcher/problem/inputs.hpp"
+#include "longspan/longspan.hpp"
+
+namespace longspan::launcher {
+
+/// Tells how a sequence is cut, seen from any rank.
+struct Cut {
+  Layout layout = Layout::contiguous;
+  std::int64_t block = kSegment;                  // for interleaved
+  std::vector<std::int64_t> ranges;               // for ranges: [ranks + 1]
+  std::vector<std::vector<std::int64_t>> listed;  // for listed: positions on each rank
+
+  Sharding rule() const { return {layout, block}; }
+  /// The share of a rank; its table, if any, is this cut's own (in host memory).
+  Shard on(int rank, int ranks, std::int64_t length) const;
+};
+
+/// Tells how the keys lie in memory; without pages they lie one after the other.
+struct CacheLayout {
+  int page = 0;           // keys in a page; 0: no pages
+  bool x_packed = false;  // as in attention.hpp
+
+  explicit operator bool() const { return page > 0; }
+};
+
+struct Problem {
+  Options options;  // limits are taken from the lengths, keys and queries from the cuts
+  std::vector<std::int32_t> q_lens{1}, kv_lens{1};  // of each sequence
+  Source q;                                         // [sum of q_lens, heads, head_dim]
+  Source k, v;                 // [sum of kv_lens, kv_heads, head_dim or value_dim]
+  std::vector<float> sinks;    // [heads], or none
+  std::vector<float> slopes;   // [heads] ALiBi, or none
+  std::vector<float> qq_bias;  // [qq_width, qq_width], or none
+  std::int64_t qq_width = 0;
+  std::vector<std::uint8_t> causal;     // of each sequence, in place of the mask's; or none
+  std::vector<std::int64_t> documents;  // the starts and the end in the one sequence; or none
+  std::vector<float> q_scale, k_scale, v_scale;  // [1] or [kv_heads], where sources are fp8
+  float out_scale = 0;                           // out = result / out_scale; 0: none
+  CacheLayout cache;
+  Cut keys;
+  std::optional<Cut> queries;  // where queries are sharded
+  std::int64_t capacity = 0;   // > 0: k and v lie in [batch, capacity], NaN behind each sequence
+
+  int batch() const { return static_cast<int>(q_lens.size()); }
+  RunSize run_size(int ranks) const;
+  /// Says whether every rank's keys are sent from where they lie (Limits::dense_keys): those of one
+  /// sequence, without pages or room behind it, with lengths that the host knows on a GPU as well.
+  bool keys_lie_dense() const;
+  /// Gives the options of a layer that runs this on so many ranks.
+  Options layer_options(int ranks) const;
+  std::int64_t tokens() const;
+  /// The first row of each sequence and, last, their sum.
+  std::vector<std::int32_t> query_start() const;
+  std::vector<std::int64_t> key_start() const;
+  double scale() const;
+  int value_dim() const { return options.of_values(); }
+  DType out_dtype() const { return options.dtypes.of_out(); }
+  std::size_t out_row_bytes() const {
+    return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * value_dim();
+  }
+  Interval visible(int b, std::int64_t position) const;
+  /// The numbers that are added to the scores of row t of sequence b: [kv_len]; empty where there
+  /// are none.
+  std::vector<double> bias(int b, std::int64_t t, int head) const;
+  /// The number of (row, key) pairs that the mask lets through, each with 2 heads (head_dim +
+  /// value_dim) operations of floating point.
+  double visible_pairs() const;
+};
+
+/// The part of the answer that this rank got.
+struct Answer {
+  std::vector<std::int64_t> rows;  // of the whole q
+  std::vector<std::byte> out;      // [rows, heads, value_dim] in the problem's out dtype
+  std::vector<float> lse;          // [rows, heads]
+};
+
+/// A problem that is ready to run. Making it is collective.
+class Trial {
+ public:
+  Trial(const Communicator& world, const Problem& problem)
+      : Trial(world, problem, problem.options.strategy) {}
+  /// With another strategy than that of the problem.
+  Trial(const Communicator& world, const Problem& problem, const std::string& strategy);
+
+  /// Runs once and waits. Outputs are NaN before the first run.
+  void run();
+  /// Queues a run.
+  void queue(Stream stream) { layer_->run(args_, stream); }
+  /// Makes the outputs NaN again.
+  void poison();
+  /// Makes the layer anew with another strategy; the arrays stay, and outputs are NaN again. It is
+  /// collective. Where the strategy refuses (Unsupported) there is no layer until the next call.
+  void take_strategy(const std::string& name);
+  Attention& layer() { return *layer_; }
+  Answer answer() const;
+
+ private:
+  Options layer_options(const std::string& strategy) const;
+  void take_features();
+  Buffer keys_in_place(const Source& source) const;
+  Buffer pages(const Source& source, bool values) const;
+  Tensor page_view(void* data, bool values) const;
+
+  const Problem& problem_;
+  Communicator world_;
+  Shard shard_;                     // of the keys; its table is in host memory
+  std::vector<std::int64_t> rows_;  // this rank's rows of the whole q
+  std::optional<Attention> layer_;
+  Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_, slopes_, qq_bias_,
+      causal_, documents_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_;
+  std::vector<std::int32_t> table_;  // the pages of each sequence: [batch, columns_]
+  std::int64_t columns_ = 0, pages_ = 0;
+  AttentionArgs args_;
+};
+
+/// Gathers the given rows (of the whole q, ascending) on every rank, whichever has them. It is
+/// collective.
+Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
+                   const std::vector<std::int64_t>& rows);
+
+/// Gives 64 bits that stand for every bit of the whole output, however it is spread over ranks. It
+/// is collective, and throws a SharedError (wrong_result) where ranks hold different copies.
+std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer);
+
+}  // namespace longspan::launcher

@@ -1,0 +1,134 @@
+// Describes what ranks must give alike in a run of a layer (design contract 8). One walk over the
+// fields of AttentionArgs makes the hash that travels with the data and the texts of the error, so
+// that neither can know a field that the other does not. What the options fix is compared once,
+// when the layer is made (validate.hpp); what may differ between ranks is the written list below.
+// A merge across ranks has the same, with fewer fields.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "comm/control/agreement.hpp"
+#include "kernels/digest.hpp"
+#include "longspan/attention.hpp"
+#include "longspan/merge.hpp"
+#include "src/arguments/array_checks.hpp"
+
+namespace longspan {
+
+/// A field of the options or the arguments of a layer, a merge across ranks or a reshard that ranks
+/// need not give alike, and why.
+struct OwnField {
+  const char* name;
+  const char* why;
+};
+std::span<const OwnField> own_fields();
+
+/// The options of a merge across ranks that ranks must give alike; those of a layer are in
+/// validate.hpp.
+NamedValues describe(const MergeOptions& options, LogBase base);
+
+/// Describes one run as a rank was asked for it.
+class RunDescription {
+ public:
+  /// Describes a run in which ranks are given nothing that must be alike, as of a reshard.
+  RunDescription() = default;
+  /// `reads_arrays` says that the arrays lie in memory of this processor, and that their first
+  /// values are kept for the texts.
+  RunDescription(const AttentionArgs& args, const RunArrays& arrays, const Options& options,
+                 bool reads_arrays);
+  /// Describes a merge across ranks, whose arguments were checked.
+  RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
+  /// Describes the same as far as it is known without a look at the arrays, or at whether the
+  /// arguments are right.
+  RunDescription(const AttentionArgs& args, const Options& options);
+  explicit RunDescription(const MergeArgs& args);
+
+  /// The hash of all but the contents of arrays.
+  std::uint64_t hash() const;
+  /// The arrays whose contents must be alike too, for AttentionKernels::digest; in `words` they are
+  /// there behind the stamp.
+  kernels::DigestParams arrays(std::uint64_t* words, std::uint64_t stamp) const;
+  /// Names and values. `words` [arrays + 2] is where AttentionKernels::digest, which was asked with
+  /// the stamp, leaves what it finds; before it has, what only the digests tell is not known
+  /// (comm::kNotKnown). With null it was not asked.
+  NamedValues text(const std::uint64_t* words, std::uint64_t stamp) const;
+
+ private:
+  enum class Kind : std::uint8_t { number, yes_no, given, dtype };
+  struct Value {
+    const char* name;
+    std::int64_t value;
+    Kind kind;
+  };
+  struct Array {
+    static constexpr int kShown = 6;
+    const char* name;
+    kernels::DigestArray where;
+    char type;  // i: signed, u: unsigned, or f: floats of `dtype`
+    DType dtype;
+    std::array<std::uint64_t, kShown> first;  // bits
+    int shown;
+  };
+
+  void number(const char* name, std::int64_t value, Kind kind = Kind::number);
+  void array(const char* name, const kernels::DigestArray& where, char type,
+             DType dtype = DType::fp32);
+  void table(const char* name, const Shard& shard, std::int64_t batch);
+  std::string text_of(const Value& value) const;
+  enum class Digests { none, awaited, there };
+  std::string text_of(const Array& array, Digests digests, std::uint64_t digest) const;
+
+  static constexpr int kMostValues = 40;
+  std::array<Value, kMostValues> values_{};
+  int count_ = 0;
+  std::array<Array, kernels::DigestParams::kMostArrays> arrays_{};
+  int array_count_ = 0;
+  bool reads_arrays_ = false;
+};
+
+/// What a layer was made with and its last runs, for the roll call. A run that is captured in a
+/// graph keeps its entry for as many further runs as the log holds.
+class RunHistory final : public comm::RunLog {
+ public:
+  static constexpr std::uint32_t kRuns = 64;
+  static constexpr std::size_t kWordsOfRun = kernels::DigestParams::kMostArrays + 2;
+
+  /// `made_with` are the options of the layer that all ranks give alike.
+  explicit RunHistory(NamedValues made_with);
+
+  /// Sets the layer's number among those of its communicator, which is known once the history is
+  /// enlisted there.
+  void set_layer(std::uint32_t number);
+
+  /// Compares the contents of arrays too: `words` [kRuns, kWordsOfRun] is where
+  /// AttentionKernels::digest leaves what it finds, in memory that the host reads.
+  void compare_contents(std::shared_ptr<std::uint64_t> words) { words_ = std::move(words); }
+
+  /// Keeps the description as the next run, whose number it returns.
+  std::uint32_t add(const RunDescription& description);
+  /// The hash of the options and the number of the layer.
+  std::uint64_t hash() const { return hash_; }
+  /// The run's place for digests, or null.
+  std::uint64_t* words(std::uint32_t run) const;
+
+  /// The options, and for a run its number and what it was given.
+  NamedValues describe(std::uint32_t run) const override;
+  /// The same for what would have been the next run, and was refused.
+  NamedValues describe_next(const RunDescription& refused) const;
+
+ private:
+  NamedValues describe(std::uint32_t run, NamedValues given) const;
+  void add_option(std::string name, std::string value);
+
+  NamedValues made_with_;
+  std::uint64_t hash_ = 0;
+  std::shared_ptr<std::uint64_t> words_;
+  std::array<RunDescription, kRuns> runs_;
+  std::uint32_t last_ = 0;
+};
+
+}  // namespace longspan

@@ -1,0 +1,242 @@
+#include "src/arguments/array_checks.hpp"
+
+#include "src/arguments/tensor_checks.hpp"
+
+namespace longspan {
+namespace {
+
+/// Whether a tensor was meant to be given: what has extents was, even where its memory is null.
+bool is_given(const Tensor& t) { return t.data != nullptr || t.dims != 0; }
+
+/// Checks a vector without gaps.
+void check_vector(const Tensor& t, const char* name, std::int64_t extent, DType dtype,
+                  Device device) {
+  check_tensor(t, name, dtype, device);
+  require(t.dims == 1 && (extent < 0 || t.shape[0] == extent), "{} is {}; [{}] is wanted", name,
+          shape_text(t), CountText{extent, "any number"});
+  require(t.shape[0] <= 1 || t.stride[0] == 1, "{} has stride {}; it must be dense", name,
+          t.stride[0]);
+}
+
+void check_float(const Tensor& t, const char* name) {
+  require(is_float(t.dtype), "{} is {}; a float type is wanted", name, longspan::name(t.dtype));
+}
+
+/// A share of the positions of each sequence, by a rule and its table.
+struct Share {
+  const Sharding& rule;
+  const char* name;  // of the option
+  const Tensor& table;
+  const char* table_name;
+  std::int64_t length;   // of the one sequence, where it is known
+  std::int64_t listed;   // positions on this rank, where the table is `listed`
+  std::int64_t entries;  // which such a table has
+  bool ranges_of_batch;  // there is a row of ranges for each sequence
+};
+
+Shard resolve(const Share& share, int batch, int rank, int ranks, Device device) {
+  const Layout layout = share.rule.layout;
+  const bool listed = layout == Layout::listed, ranges = layout == Layout::ranges;
+  require(batch == 1 || !(listed || (ranges && !share.ranges_of_batch)),
+          "{} are {}, which describes one sequence; the batch has {}", share.name, name(layout),
+          batch);
+  const Tensor& table = share.table;
+  require(listed || ranges || !table, "{} is given, and {} are {}, which takes no table",
+          share.table_name, share.name, name(layout));
+  require(!ranges || table,
+          "{} are ranges, and there is no {}: the bounds of each rank's positions", share.name,
+          share.table_name);
+  // A table of keys may be left out where the rank has none; those of queries travel.
+  require(!listed || table || (share.entries < 0 && share.listed <= 0),
+          "{} are listed, and there is no {}: the position of each", share.name, share.table_name);
+  const std::int64_t* positions = nullptr;
+  if (ranges && table.dims == 2) {
+    const std::int64_t ends = std::int64_t{ranks} + 1;
+    check_tensor(table, share.table_name, DType::int64, device);
+    require(share.ranges_of_batch && table.shape[0] == batch && table.shape[1] == ends &&
+                (ends == 1 || table.stride[1] == 1) && (batch == 1 || table.stride[0] == ends),
+            "{} is {}; a dense [{}, {}] is wanted", share.table_name, shape_text(table), batch,
+            ends);
+    positions = static_cast<const std::int64_t*>(table.data);
+  } else if (ranges) {
+    require(batch == 1, "{} is {}; a batch of {} sequences needs [{}, {}]", share.table_name,
+            shape_text(table), batch, batch, ranks + 1);
+    positions = array_of<std::int64_t>(table, share.table_name, std::int64_t{ranks} + 1, device);
+  } else if (listed && table) {
+    positions = array_of<std::int64_t>(table, share.table_name, share.entries, device);
+  }
+  return {
+      layout, rank, ranks, share.length, share.rule.block, positions, listed ? share.listed : 0};
+}
+
+/// Checks the fields that a run and an append have in common.
+template <class Args>
+RunArrays common_arrays(const Args& args, const Options& options, int rank, int ranks,
+                        Device device) {
+  RunArrays a;
+  a.batch = batch_of(args.kv_len);
+  require(a.batch <= options.limits.max_batch,
+          "kv_len is {}: {} sequences; the layer was made for 1 to {} (max_batch)",
+          shape_text(args.kv_len), a.batch, options.limits.max_batch);
+  require(a.batch == 1 || args.query_start, "a batch of {} sequences needs query_start", a.batch);
+  require(!args.kv_len || args.total_keys == 0,
+          "total_keys is {} and kv_len is given; lengths stand in one of them", args.total_keys);
+  require(args.total_keys >= 0 && args.total_keys <= kMostCount,
+          "total_keys is {}; 0 to 2^31 - 1 are supported", args.total_keys);
+  a.query_start =
+      array_of<std::int32_t>(args.query_start, "query_start", std::int64_t{a.batch} + 1, device);
+  a.kv_len = array_of<std::int32_t>(args.kv_len, "kv_len", a.batch, device);
+  const std::int64_t listed = args.key_table ? args.key_table.shape[0] : 0;
+  a.keys = resolve(
+      {options.keys, "keys", args.key_table, "key_table", args.total_keys, listed, -1, true},
+      a.batch, rank, ranks, device);
+  a.k_scale = scales_of(args.k_scale, "k_scale", options.kv_heads, device);
+  a.v_scale = scales_of(args.v_scale, "v_scale", options.kv_heads, device);
+  return a;
+}
+
+}  // namespace
+
+template <Element T>
+const T* array_of(const Tensor& t, const char* name, std::int64_t extent, Device device) {
+  if (!is_given(t)) return nullptr;
+  check_vector(t, name, extent, dtype_of<T>(), device);
+  return static_cast<const T*>(t.data);
+}
+template const float* array_of(const Tensor&, const char*, std::int64_t, Device);
+template const std::int32_t* array_of(const Tensor&, const char*, std::int64_t, Device);
+template const std::int64_t* array_of(const Tensor&, const char*, std::int64_t, Device);
+template const std::uint8_t* array_of(const Tensor&, const char*, std::int64_t, Device);
+
+int batch_of(const Tensor& kv_len) {
+  if (kv_len.dims == 0) return 1;
+  require(kv_len.dims == 1 && kv_len.shape[0] >= 1 && kv_len.shape[0] <= kMostCount,
+          "kv_len is {}; [batch] of 1 to 2^31 - 1 sequences is wanted", shape_text(kv_len));
+  return static_cast<int>(kv_len.shape[0]);
+}
+
+Floats floats_of(const Tensor& t, const char* name, std::int64_t extent, Device device) {
+  if (!is_given(t)) return {};
+  check_float(t, name);
+  check_vector(t, name, extent, t.dtype, device);
+  return {t.data, t.dtype};
+}
+
+Scales scales_of(const Tensor& t, const char* name, int kv_heads, Device device) {
+  if (!is_given(t)) return {};
+  check_vector(t, name, t.dims == 1 && t.shape[0] == 1 ? 1 : kv_heads, DType::fp32, device);
+  return {static_cast<const float*>(t.data), t.shape[0] > 1};
+}
+
+QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device) {
+  if (!is_given(t)) return {};
+  check_float(t, "qq_bias");
+  check_tensor(t, "qq_bias", t.dtype, device);
+  require(t.dims == 2 && t.shape[0] >= 1 && t.shape[0] == t.shape[1],
+          "qq_bias is {}; a matrix [width, width] of at least 1 is wanted", shape_text(t));
+  constexpr std::int64_t kMostWidth = std::int64_t{1} << 40;
+  const std::int64_t width = t.shape[0], row_stride = width > 1 ? t.stride[0] : width;
+  require(width <= kMostWidth && row_stride <= kMostWidth,
+          "qq_bias has width {} and a row stride of {}; at most 2^40 are supported", width,
+          row_stride);
+  require(t.stride[1] == 1 || width == 1,
+          "qq_bias has stride {} in its last dimension; it must be 1", t.stride[1]);
+  require(row_stride >= width,
+          "qq_bias has rows of {} entries and a row stride of {}; the stride is at least the width",
+          width, row_stride);
+  require(width >= longest_query,
+          "qq_bias is [{}, {}]; a query of {} tokens needs [{}, {}] at least", width, width,
+          longest_query, longest_query, longest_query);
+  return {Floats(t.data, t.dtype), width, row_stride};
+}
+
+Documents documents_of(const Tensor& t, Device device) {
+  if (!is_given(t)) return {};
+  const std::int64_t* start = array_of<std::int64_t>(t, "documents", -1, device);
+  require(t.shape[0] >= 1, "documents is {}; it has the start of each, and the end of the last",
+          shape_text(t));
+  return {start, t.shape[0] - 1};
+}
+
+RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank, int ranks,
+                    Device device) {
+  RunArrays a = common_arrays(args, options, rank, ranks, device);
+  if (options.queries)
+    a.queries = resolve({*options.queries, "queries", args.query_table, "query_table",
+                         args.total_tokens, count_rows(args.q), options.limits.max_tokens, false},
+                        a.batch, rank, ranks, device);
+  else if (options.results.part == ResultPart::rows)
+    a.queries =
+        resolve({options.results.rows, "results", args.query_table, "query_table",
+                 count_rows(args.q), count_rows(args.out), options.limits.max_tokens, false},
+                a.batch, rank, ranks, device);
+  require(options.queries || args.total_tokens == 0,
+          "total_tokens is given, and the layer's queries are not sharded (Options::queries)");
+  require(
+      options.queries || options.results.part == ResultPart::rows || !args.query_table,
+      "query_table is given, and neither the layer's queries nor its results are sharded by rows "
+      "(Options::queries, Options::results)");
+  a.causal = array_of<std::uint8_t>(args.causal, "causal", a.batch, device);
+  a.documents = documents_of(args.documents, device);
+  a.sinks = floats_of(args.sinks, "sinks", options.heads, device);
+  a.slopes = floats_of(args.slopes, "slopes", options.heads, device);
+  a.qq_bias = qq_bias_of(args.qq_bias, options.queries || args.query_start ? 0 : count_rows(args.q),
+                         device);
+  a.q_scale = scales_of(args.q_scale, "q_scale", options.kv_heads, device);
+  a.out_scale = array_of<float>(args.out_scale, "out_scale", 1, device);
+  return a;
+}
+
+RunArrays arrays_of(const Append& append, const Options& options, int rank, int ranks,
+                    Device device) {
+  return common_arrays(append, options, rank, ranks, device);
+}
+
+namespace {
+
+/// Checks the fields that all attention on one rank has, without the sinks.
+template <class Args>
+RunArrays call_arrays(const Args& args, std::int64_t tokens, int heads, int kv_heads,
+                      Device device) {
+  RunArrays a;
+  a.batch = batch_of(args.kv_len);
+  require(a.batch == 1 || args.query_start, "a batch of {} sequences needs query_start", a.batch);
+  a.query_start =
+      array_of<std::int32_t>(args.query_start, "query_start", std::int64_t{a.batch} + 1, device);
+  a.kv_len = array_of<std::int32_t>(args.kv_len, "kv_len", a.batch, device);
+  a.causal = array_of<std::uint8_t>(args.causal, "causal", a.batch, device);
+  a.slopes = floats_of(args.slopes, "slopes", heads, device);
+  a.qq_bias = qq_bias_of(args.qq_bias, args.query_start ? 0 : tokens, device);
+  a.q_scale = scales_of(args.q_scale, "q_scale", kv_heads, device);
+  a.k_scale = scales_of(args.k_scale, "k_scale", kv_heads, device);
+  a.v_scale = scales_of(args.v_scale, "v_scale", kv_heads, device);
+  return a;
+}
+
+}  // namespace
+
+RunArrays arrays_of(const PagedAttention& args, int heads, int kv_heads, Device device) {
+  require(bool{args.kv_len}, "kv_len is missing: the length of each sequence, new tokens included");
+  RunArrays a = call_arrays(args, count_rows(args.q), heads, kv_heads, device);
+  a.sinks = floats_of(args.sinks, "sinks", heads, device);
+  a.out_scale = array_of<float>(args.out_scale, "out_scale", 1, device);
+  return a;
+}
+
+RunArrays arrays_of(const AttendState& args, int heads, int kv_heads, Device device) {
+  RunArrays a = call_arrays(args, count_rows(args.q), heads, kv_heads, device);
+  require(!args.kv_len || args.total_keys == 0,
+          "total_keys is {} and kv_len is given; lengths stand in one of them", args.total_keys);
+  require(args.total_keys >= 0 && args.total_keys <= kMostCount,
+          "total_keys is {}; 0 to 2^31 - 1 are supported", args.total_keys);
+  // It is resolved without a table first, to see that there is such a rank before the table is
+  // measured by it.
+  args.keys.resolve(args.total_keys, args.rank, args.ranks);
+  const std::int64_t listed = args.key_table ? args.key_table.shape[0] : 0;
+  a.keys =
+      resolve({args.keys, "keys", args.key_table, "key_table", args.total_keys, listed, -1, true},
+              a.batch, args.rank, args.ranks, device);
+  return a;
+}
+
+}  // namespace longspan

@@ -1,0 +1,45 @@
+// Checks the small arrays of a call in type, extents, strides and device. The caller gives them as
+// tensors, and kernels take them as pointers (run_arrays.hpp).
+#pragma once
+
+#include "longspan/attention.hpp"
+#include "longspan/element.hpp"
+#include "longspan/score.hpp"
+#include "longspan/serving.hpp"
+#include "src/arguments/run_arrays.hpp"
+
+namespace longspan {
+
+/// Checks the arrays and resolves the shards for rank `rank` of `ranks`. Throws InputError, which
+/// names the array that does not fit.
+RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank, int ranks,
+                    Device device);
+RunArrays arrays_of(const Append& append, const Options& options, int rank, int ranks,
+                    Device device);
+
+/// Checks the arrays of a call over a paged cache, whose rank holds all keys. kv_len must be given.
+RunArrays arrays_of(const PagedAttention& args, int heads, int kv_heads, Device device);
+
+/// Checks the arrays of a call over some keys of each sequence, whose shard is resolved.
+RunArrays arrays_of(const AttendState& args, int heads, int kv_heads, Device device);
+
+// ---- one array ---------------------------------------------------------------------------------
+
+/// Checks a dense array [extent]; gives null where `t` is not given. With `extent` < 0 any extent
+/// is right.
+template <Element T>
+const T* array_of(const Tensor& t, const char* name, std::int64_t extent, Device device);
+
+/// The sequences of a call: as many as kv_len has entries, or one. Only its shape is read.
+int batch_of(const Tensor& kv_len);
+
+/// Checks an array [extent] of any float type.
+Floats floats_of(const Tensor& t, const char* name, std::int64_t extent, Device device);
+/// Checks an array [1] or [kv_heads] of fp32.
+Scales scales_of(const Tensor& t, const char* name, int kv_heads, Device device);
+/// Checks an array [width, width] of any float type; width is at least `longest_query`.
+QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device);
+/// Checks an array [count + 1] of int64.
+Documents documents_of(const Tensor& t, Device device);
+
+}  // namespace longspan

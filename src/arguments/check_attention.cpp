@@ -1,0 +1,391 @@
+// Checks one run, and one append.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "src/arguments/faults.hpp"
+#include "src/arguments/validate.hpp"
+
+namespace longspan {
+namespace {
+
+constexpr std::int64_t kMostKeys = std::numeric_limits<std::int32_t>::max();
+
+/// Checks the table of sequence b, on the host only.
+void check_table(const Shard& shard, int b, std::int64_t kv_len) {
+  if (shard.layout == Layout::ranges) {
+    require(shard.table[0] == 0 && shard.table[shard.ranks] == kv_len,
+            "the table of ranges of sequence {} runs from {} to {}; the sequence has keys 0 to {}",
+            b, shard.table[0], shard.table[shard.ranks], kv_len);
+    for (int r = 0; r < shard.ranks; ++r)
+      require(shard.table[r] <= shard.table[r + 1],
+              "the table of ranges of sequence {} descends at rank {}", b, r);
+  }
+  if (shard.layout == Layout::listed)
+    for (std::int64_t i = 0; i < shard.listed; ++i)
+      require(shard.table[i] >= 0 && shard.table[i] < kv_len,
+              "listed key {} stands at position {}; the sequence has {} keys", i, shard.table[i],
+              kv_len);
+}
+
+/// Checks the documents, on the host only.
+void check_documents(const Documents& documents) {
+  for (std::int64_t d = 0; d < documents.count; ++d)
+    require(documents.start[d] <= documents.start[d + 1],
+            "documents descend at document {}: {} to {}", d, documents.start[d],
+            documents.start[d + 1]);
+}
+
+CacheView check_cache(const Tensor& k, const Tensor& v, const Tensor& table, int batch,
+                      const Options& options, Device device) {
+  const CacheShape shape{options.kv_heads, options.head_dim, options.of_values(),
+                         options.dtypes.of_kv(), batch};
+  return table ? view_pages(k, v, table, shape, device, "k", "v")
+               : view_contiguous(k, v, shape, device);
+}
+
+/// Checks new keys and values, and where they can go.
+void check_new_rows(const Append& a, const Options& options, Device device) {
+  check_rows(a.new_k, "new_k", -1, options.kv_heads, options.head_dim, options.dtypes.compute,
+             device);
+  if (needs_new_values(a.new_v, "new_v", a.k, "k", a.v, "v"))
+    check_rows(a.new_v, "new_v", a.new_k.shape[0], options.kv_heads, options.of_values(),
+               options.dtypes.compute, device);
+  if (options.keys.layout == Layout::listed)
+    throw Unsupported(
+        "append to listed keys is not supported: their table says where the keys that are there "
+        "stand, not where new ones go; write them with ServingOps::append_kv");
+}
+
+/// Checks that lengths count the new keys, of which there are `rows` in all.
+void check_growth(const kernels::Batch& batch, std::int64_t rows, const Shard& shard) {
+  for (int b = 0; b < batch.size; ++b) {
+    const std::int64_t added = batch.query_len(b, rows), keys = batch.keys(b, shard);
+    require(added <= keys, "sequence {} gets {} new keys and has kv_len {}, which must count them",
+            b, added, keys);
+  }
+}
+
+/// Checks what a run writes, and that it is nothing that the run reads.
+void check_results(const AttentionArgs& r, bool grows) {
+  check_written(r.out, "out");
+  if (r.lse) check_written(r.lse.tensor, "lse");
+  if (r.lse) check_overlap(r.lse.tensor, "lse", r.out, "out");
+  for (const auto& [in, name] : {std::pair{&r.q, "q"}, std::pair{&r.k, "k"}, std::pair{&r.v, "v"},
+                                 std::pair{&r.new_k, "new_k"}, std::pair{&r.new_v, "new_v"}}) {
+    if (!*in) continue;
+    check_overlap(r.out, "out", *in, name);
+    if (r.lse) check_overlap(r.lse.tensor, "lse", *in, name);
+  }
+  if (!grows) return;
+  check_overlap(r.k, "k", r.q, "q");
+  check_overlap(r.v, "v", r.q, "q");
+}
+
+/// Checks a cache that grows, whose keys and values are written.
+void check_grown(const Tensor& k, const Tensor& v, const Tensor& new_k, const Tensor& new_v) {
+  check_written_cache(k, "k", v, "v");
+  for (const auto& [to, name] : {std::pair{&k, "k"}, std::pair{&v, "v"}}) {
+    check_overlap(*to, name, new_k, "new_k");
+    if (new_v) check_overlap(*to, name, new_v, "new_v");
+  }
+}
+
+/// Checks, on the host only, what the factors of a call hold.
+void check_factors(const RunArrays& a, const Options& options, bool grows) {
+  check_scales(a.q_scale, "q_scale", options.kv_heads, false);
+  check_scales(a.k_scale, "k_scale", options.kv_heads, grows);
+  check_scales(a.v_scale, "v_scale", options.kv_heads, grows);
+  check_scales({a.out_scale}, "out_scale", 1, true);
+  check_score_factors(options.score, options.head_dim, a, options.heads, options.kv_heads);
+}
+
+/// Checks the features of a run that stand beside its tensors.
+void check_features(const AttentionArgs& args, const RunArrays& arrays, const Options& options) {
+  require(!args.documents || arrays.batch == 1,
+          "documents are packed in one sequence; the batch has {}", arrays.batch);
+  if (args.skip_decode && (options.queries || options.results.part == ResultPart::rows))
+    throw Unsupported(
+        fmt::format("skip_decode with {} is not supported: a rank cannot leave out rows whose "
+                    "place only the others know; give the sequences of several queries only",
+                    options.queries ? "sharded queries" : "results by rows"));
+}
+
+/// Checks what the table of `own` rows holds, on the host only. There are `rows` of all ranks,
+/// which `whole` counts.
+void check_row_table(const Shard& own, std::int64_t rows, std::int64_t entries, const char* whole) {
+  if (own.layout == Layout::ranges) {
+    require(own.table[0] == 0 && own.table[own.ranks] == rows,
+            "query_table runs from {} to {}; there are rows 0 to {} ({})", own.table[0],
+            own.table[own.ranks], rows, whole);
+    for (int r = 0; r < own.ranks; ++r)
+      require(own.table[r] <= own.table[r + 1], "query_table descends at rank {}", r);
+  }
+  if (own.layout != Layout::listed) return;
+  const std::int64_t held = own.listed;
+  for (std::int64_t i = 0; i < std::min(held, entries); ++i)
+    require(own.table[i] >= 0 && own.table[i] < rows,
+            "query_table[{}] is {}; of {} rows ({}) there are 0 to {}", i, own.table[i], rows,
+            whole, rows - 1);
+  for (std::int64_t i = held; i < entries; ++i)
+    require(own.table[i] == -1,
+            "query_table[{}] is {}; of {} rows ({}) this rank has {}, and past them stands -1", i,
+            own.table[i], rows, whole, held);
+}
+
+/// Checks sharded queries; returns the rows of the whole q, of which this rank has its share.
+std::int64_t check_query_shard(const AttentionArgs& args, const RunArrays& arrays,
+                               const Options& options, const Communicator& world) {
+  const std::int64_t rows = args.total_tokens;
+  require(rows >= 0 && rows <= options.limits.max_tokens * world.size(),
+          "total_tokens is {}; the layer was made for at most {} on each of {} ranks", rows,
+          options.limits.max_tokens, world.size());
+  require(args.q.dims == 3, "q of sharded queries must be dense; its sequences lie apart");
+  require(args.q.stride[1] == options.head_dim &&
+              args.q.stride[0] == std::int64_t{options.heads} * options.head_dim,
+          "q of sharded queries must be dense; its strides are {} and {}", args.q.stride[0],
+          args.q.stride[1]);
+  const Shard& own = arrays.queries;
+  if (world.device() == Device::host)
+    check_row_table(own, rows, options.limits.max_tokens, "total_tokens");
+  if (arrays.batch == 1 && (world.device() == Device::host || own.layout != Layout::ranges))
+    require(own.local_len(rows) == args.q.shape[0],
+            "the {} layout of queries gives rank {} {} of {} rows (total_tokens); q has {}",
+            name(own.layout), world.rank(), own.local_len(rows), rows, args.q.shape[0]);
+  return rows;
+}
+
+/// Checks that out and lse have the heads that the rank gets of the result, and rows.
+void check_result_tensors(const AttentionArgs& args, const Options& options,
+                          const Communicator& world) {
+  const ResultPart part = options.results.part;
+  const bool by_rows = part == ResultPart::rows;
+  const int heads = part == ResultPart::heads
+                        ? result_heads(options.heads, world.rank(), world.size()).size()
+                        : options.heads;
+  check_batch_rows(args.out, "out", by_rows ? -1 : count_rows(args.q), heads, options.of_values(),
+                   options.dtypes.of_out(), world.device());
+  const std::int64_t rows = count_rows(args.out);
+  require(rows <= options.limits.max_tokens,
+          "{} has {} rows; the layer was made for at most {} (max_tokens)", by_rows ? "out" : "q",
+          rows, options.limits.max_tokens);
+  if (args.lse) check_batch_lse(args.lse, "lse", rows, heads, world.device());
+  if (!by_rows) return check_apart({&args.q, &args.out}, {&args.lse});
+  require(rows <= count_rows(args.q), "out has {} rows of results by rows; q has {}", rows,
+          count_rows(args.q));
+  require(args.out.dims == 3 && (!args.lse || args.lse.tensor.dims == 2),
+          "out and lse of results by rows have rows at equal steps; their sequences lie apart");
+}
+
+/// Checks that the rows of results by rows are those that the rank gets.
+void check_result_rows(const AttentionArgs& args, const RunArrays& arrays, const Options& options,
+                       Device device) {
+  const Shard& own = arrays.queries;
+  const std::int64_t rows = count_rows(args.q), found = count_rows(args.out);
+  const bool host = device == Device::host;
+  if (host) check_row_table(own, rows, options.limits.max_tokens, "of q");
+  if (!host && (arrays.batch > 1 || own.layout == Layout::ranges)) return;
+  std::int64_t held = own.local_len(rows);
+  if (arrays.query_start != nullptr && host) {
+    check_starts({arrays.batch, arrays.query_start, arrays.kv_len}, rows);
+    held = 0;
+    for (int b = 0; b < arrays.batch; ++b)
+      held += own.local_len(arrays.query_start[b + 1] - arrays.query_start[b]);
+  }
+  require(arrays.query_start == nullptr ? held == found : held <= found,
+          "the {} layout of results gives rank {} {} of {} rows of q; out has {}", name(own.layout),
+          own.rank, held, rows, found);
+}
+
+/// Checks, on the host only, that this rank has its share of the rows of each sequence.
+void check_own_rows(const RunArrays& arrays, std::int64_t rows, const Shard& own) {
+  if (arrays.query_start == nullptr || own.layout == Layout::listed) return;
+  std::int64_t share = 0;
+  for (int b = 0; b < arrays.batch; ++b)
+    share += own.local_len(arrays.query_start[b + 1] - arrays.query_start[b]);
+  require(
+      share <= rows,
+      "the {} layout of queries gives rank {} {} rows of the sequences of query_start; q has {}",
+      name(own.layout), own.rank, share, rows);
+}
+
+}  // namespace
+
+void check_starts(const kernels::Batch& batch, std::int64_t rows) {
+  if (batch.query_start == nullptr) return;
+  const std::int32_t* start = batch.query_start;
+  require(start[0] == 0, "query_start[0] is {}; it must be 0", start[0]);
+  for (int b = 0; b < batch.size; ++b)
+    require(start[b] <= start[b + 1], "query_start descends at sequence {}: {} to {}", b, start[b],
+            start[b + 1]);
+  require(start[batch.size] <= rows, "query_start ends at row {}; there are {} rows",
+          start[batch.size], rows);
+}
+
+void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
+                   const CacheView& cache, std::int64_t max_kv_len) {
+  check_starts(batch, rows);
+  std::int64_t packed_keys = 0;
+  for (int b = 0; b < batch.size; ++b) {
+    const std::int64_t kv_len = batch.keys(b, shard);
+    require(kv_len >= 0, "kv_len[{}] is {}; lengths are not negative", b, kv_len);
+    require(max_kv_len == 0 || kv_len <= max_kv_len,
+            "sequence {} has {} keys; at most {} were promised (max_kv_len)", b, kv_len,
+            max_kv_len);
+    const Shard own = shard.for_sequence(b);
+    check_table(own, b, kv_len);
+    const std::int64_t local = own.local_len(kv_len);
+    packed_keys += local;
+    require((cache.packed ? packed_keys : local) <= cache.room(),
+            "sequence {} has {} keys, of which rank {} holds {} ({} layout); there is room for {} "
+            "in {}",
+            b, kv_len, own.rank, local, name(own.layout), cache.room(),
+            cache.pages ? "its row of block_table" : "k and v");
+  }
+}
+
+/// Throws an InputError where the sequences have more keys together than the layer was made for.
+void check_total_keys(const kernels::Batch& batch, const Shard& keys, std::int64_t most) {
+  std::int64_t total = 0;
+  for (int b = 0; b < batch.size; ++b) total += batch.keys(b, keys);
+  if (most > 0 && total > most)
+    throw_fault({.fault = kernels::Fault::too_many, .column = most, .value = total});
+}
+
+void check_room(const Shard& shard, const CacheView& cache) {
+  const std::int64_t own = shard.local_len(shard.length);
+  require(own <= cache.room(), "rank {} holds {} of {} keys ({} layout); there is room for {}",
+          shard.rank, own, shard.length, name(shard.layout), cache.room());
+}
+
+void check_one_call(const AttentionArgs& args) {
+  const Tensor &q = args.q, &k = args.k;
+  require(q.dims == 3 || q.dims == 4,
+          "q is {}; [tokens, heads, head_dim] is wanted, or [batch, heads, tokens, head_dim]",
+          shape_text(q));
+  require(
+      k.dims >= 3 && k.dims <= 5,
+      "k is {}; [keys, kv_heads, head_dim] is wanted, or [batch, capacity, kv_heads, head_dim], or "
+      "pages "
+      "with a block_table",
+      shape_text(k));
+  const std::int64_t kv_heads = k.shape[k.dims == 5 ? 1 : k.dims - 2];
+  const auto is_count = [](std::int64_t n) {
+    return n >= 1 && n <= std::numeric_limits<std::int32_t>::max();
+  };
+  const std::int64_t heads = q.shape[q.dims - 2], rows = count_rows(q);
+  require(is_count(heads), "q is {}: {} heads; there is at least 1", shape_text(q), heads);
+  require(is_count(q.shape[q.dims - 1]), "q is {}: a head dim of {}; it is at least 1",
+          shape_text(q), q.shape[q.dims - 1]);
+  const Tensor& out = args.out;
+  require((out.dims == 3 || out.dims == 4) && is_count(out.shape[out.dims - 1]),
+          "out is {}; [tokens, heads, value_dim] is wanted, or [batch, heads, tokens, value_dim]",
+          shape_text(out));
+  require(is_count(kv_heads), "k is {}: {} kv_heads; there is at least 1", shape_text(k), kv_heads);
+  require(heads % kv_heads == 0, "q is {} and k is {}: heads {} must be a multiple of kv_heads {}",
+          shape_text(q), shape_text(k), heads, kv_heads);
+  for (const auto& [t, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, std::pair{&args.v, "v"},
+                                std::pair{&args.out, "out"}})
+    require(is_float(t->dtype), "{} has a type of number {}, which is no float type", name,
+            static_cast<int>(t->dtype));
+  require(rows >= 0 && rows <= kMostKeys, "q is {}: {} rows; there are 0 to 2^31 - 1",
+          shape_text(q), rows);
+}
+
+AttentionArgs with_batch_rows(const AttentionArgs& args) {
+  AttentionArgs flat = args;
+  flat.q = batch_rows(args.q, "q");
+  flat.out = batch_rows(args.out, "out");
+  flat.lse = batch_rows(args.lse, "lse");
+  return flat;
+}
+
+Append append_of(const AttentionArgs& args) {
+  return {.new_k = args.new_k,
+          .new_v = args.new_v,
+          .k = args.k,
+          .v = args.v,
+          .total_keys = args.total_keys,
+          .query_start = args.query_start,
+          .kv_len = args.kv_len,
+          .block_table = args.block_table,
+          .key_table = args.key_table,
+          .k_scale = args.k_scale,
+          .v_scale = args.v_scale};
+}
+
+Checked check_attention(const AttentionArgs& args, const Options& options,
+                        const Communicator& world) {
+  const Device device = world.device();
+  const DTypes& dtypes = options.dtypes;
+  check_batch_rows(args.q, "q", -1, options.heads, options.head_dim, dtypes.of_query(), device);
+  const std::int64_t own_rows = count_rows(args.q);
+  check_result_tensors(args, options, world);
+  require(own_rows <= options.limits.max_tokens,
+          "q has {} rows; the layer was made for at most {} (max_tokens)", own_rows,
+          options.limits.max_tokens);
+  RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), device);
+  const CacheView cache =
+      check_cache(args.k, args.v, args.block_table, arrays.batch, options, device);
+  arrays.v_scale = scales_of_values(args.k, "k", args.v, "v", arrays.k_scale, arrays.v_scale,
+                                    options.kv_heads, device);
+  check_quantised(dtypes.of_query(), "q", dtypes.compute, bool{args.q_scale}, "q_scale");
+  check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{args.k_scale}, "k_scale");
+  check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{arrays.v_scale}, "v_scale");
+  check_quantised(dtypes.of_out(), "out", dtypes.compute, bool{args.out_scale}, "out_scale");
+  check_features(args, arrays, options);
+  const std::int64_t rows =
+      options.queries ? check_query_shard(args, arrays, options, world) : own_rows;
+  if (options.results.part == ResultPart::rows) check_result_rows(args, arrays, options, device);
+
+  const bool grows = args.new_k || args.new_v;
+  if (grows) {
+    check_new_rows(append_of(args), options, device);
+    require(args.new_k.shape[0] == rows,
+            "new_k has {} rows; there are {} of q, and it has their keys: append others ahead",
+            args.new_k.shape[0], rows);
+    check_grown(args.k, args.v, args.new_k, args.new_v);
+  }
+  check_results(args, grows);
+
+  const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
+  if (device == Device::host || arrays.kv_len == nullptr)
+    check_total_keys(batch, arrays.keys, options.limits.max_total_keys);
+  if (device == Device::host) {
+    check_lengths(batch, rows, arrays.keys, cache, options.limits.max_kv_len);
+    if (grows) check_growth(batch, rows, arrays.keys);
+    if (options.queries) check_own_rows(arrays, own_rows, arrays.queries);
+    check_documents(arrays.documents);
+    check_factors(arrays, options, grows);
+  } else if (arrays.kv_len == nullptr && arrays.keys.layout != Layout::ranges) {
+    check_room(arrays.keys, cache);
+  }
+  return {cache, arrays};
+}
+
+Checked check_append(const Append& tokens, const Options& options, const Communicator& world) {
+  const Device device = world.device();
+  RunArrays arrays = arrays_of(tokens, options, world.rank(), world.size(), device);
+  check_new_rows(tokens, options, device);
+  const CacheView cache =
+      check_cache(tokens.k, tokens.v, tokens.block_table, arrays.batch, options, device);
+  arrays.v_scale = scales_of_values(tokens.k, "k", tokens.v, "v", arrays.k_scale, arrays.v_scale,
+                                    options.kv_heads, device);
+  const DTypes& dtypes = options.dtypes;
+  check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{tokens.k_scale}, "k_scale");
+  check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{arrays.v_scale}, "v_scale");
+  check_grown(tokens.k, tokens.v, tokens.new_k, tokens.new_v);
+  if (device == Device::host) {
+    const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
+    check_lengths(batch, tokens.new_k.shape[0], arrays.keys, cache, options.limits.max_kv_len);
+    check_growth(batch, tokens.new_k.shape[0], arrays.keys);
+    check_scales(arrays.k_scale, "k_scale", options.kv_heads, true);
+    check_scales(arrays.v_scale, "v_scale", options.kv_heads, true);
+  } else if (arrays.kv_len == nullptr && arrays.keys.layout != Layout::ranges) {
+    check_room(arrays.keys, cache);
+  }
+  return {cache, arrays};
+}
+
+}  // namespace longspan

@@ -1,0 +1,256 @@
+#include "src/arguments/validate.hpp"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "kernels/features.hpp"
+#include "longspan/error.hpp"
+#include "longspan/limits.hpp"
+#include "longspan/state.hpp"
+
+namespace longspan {
+
+namespace {
+
+/// Throws for what no call with these options could have.
+void check_fp8_products(const Options& o) {
+  const DType q = o.dtypes.of_query(), kv = o.dtypes.of_kv();
+  if (q != DType::e4m3 || kv != DType::e4m3)
+    throw UsageError(
+        fmt::format("fp8_products multiplies e4m3 by e4m3; dtypes.query is {} and dtypes.kv is {}: "
+                    "give both as "
+                    "e4m3, or leave fp8_products off",
+                    name(q), name(kv)));
+  if (o.dtypes.compute == DType::fp32)
+    throw UsageError(
+        "fp8_products with dtypes.compute fp32: take bf16 or fp16, of which what is not multiplied "
+        "as e4m3 "
+        "is, and in which results are by default");
+  if (o.invariant)
+    throw UsageError(
+        "fp8_products with invariant: products of e4m3 have no fixed order; leave one of them off");
+  const int value_dim = o.of_values();
+  if (o.head_dim < 48 || o.head_dim > 256 || o.head_dim % 16 != 0 || value_dim != o.head_dim)
+    throw Unsupported(
+        fmt::format("fp8_products with head_dim {} and value_dim {}: equal ones of 48 to 256 in "
+                    "steps of 16 are supported; leave it off",
+                    o.head_dim, value_dim));
+  if (o.score.softcap != 0)
+    throw Unsupported(fmt::format(
+        "fp8_products with softcap {} is not supported; leave one of them off", o.score.softcap));
+}
+
+/// The scale of the scores, its default resolved.
+float scale_of(const ScoreOptions& score, int head_dim) {
+  return score.scale.value_or(1.0f / std::sqrt(static_cast<float>(head_dim)));
+}
+
+}  // namespace
+
+void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (mask.window < 0) refuse(fmt::format("window {} is negative; 0 means no window", mask.window));
+  if (mask.window > kMost)
+    refuse(fmt::format("window {} is beyond 2^31 - 1; 0 means no window", mask.window));
+  if (mask.right < -1) refuse(fmt::format("right {} is below -1; -1 means no bound", mask.right));
+  if (mask.right > kMost)
+    refuse(fmt::format("right {} is beyond 2^31 - 1; -1 means no bound", mask.right));
+}
+
+void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const std::string&)) {
+  if (score.scale && !std::isfinite(*score.scale))
+    refuse(fmt::format("scale is {}; it is a finite number, or not given: 1 / sqrt(head_dim)",
+                       *score.scale));
+  if (score.softcap < 0) refuse(fmt::format("softcap {} is negative; 0 means none", score.softcap));
+  if (!std::isfinite(score.softcap))
+    refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", score.softcap));
+  if (score.alibi != Alibi::context && score.alibi != Alibi::query)
+    refuse(
+        fmt::format("alibi of number {} is none of context, query", static_cast<int>(score.alibi)));
+  // Kernels multiply by these, and where one leaves the normal numbers a score is NaN, or has lost
+  // its digits. A scale of 0 is what it says: all scores are alike.
+  const float scale = scale_of(score, head_dim);
+  if (scale != 0 && !std::isnormal(scale * kLog2E))
+    refuse(
+        fmt::format("scale is {}; times log2(e) it is {}, which is no normal number of fp32: it "
+                    "is 0, or between 1e-38 and 2.3e38 in size",
+                    scale, scale * kLog2E));
+  if (score.softcap == 0) return;
+  if (!std::isnormal(1 / score.softcap) || !std::isnormal(score.softcap * kLog2E))
+    refuse(
+        fmt::format("softcap is {}; 1 / softcap and softcap log2(e) are {} and {}, of which "
+                    "each must be a normal number of fp32: it is between 1e-38 and 8e37, or 0 "
+                    "for none",
+                    score.softcap, 1 / score.softcap, score.softcap * kLog2E));
+  if (scale != 0 && !std::isnormal(scale / score.softcap))
+    refuse(
+        fmt::format("softcap is {} with a scale of {}; scale / softcap is {}, which is no "
+                    "normal number of fp32: give a softcap nearer to the scores, or 0 for none",
+                    score.softcap, scale, scale / score.softcap));
+}
+
+void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,
+                         int heads, int kv_heads) {
+  const float scale = scale_of(score, head_dim);
+  const int factors = arrays.q_scale.per_head || arrays.k_scale.per_head ? kv_heads : 1;
+  for (int h = 0; h < factors && (arrays.q_scale || arrays.k_scale); ++h) {
+    const float product = scale * arrays.q_scale[h] * arrays.k_scale[h];
+    const float factor = score.softcap == 0 ? product * kLog2E : product / score.softcap;
+    require(std::isfinite(product) && std::isfinite(factor),
+            "q_scale[{}] {} and k_scale[{}] {} make {} of the scores' scale {}, which leaves fp32: "
+            "scores would be NaN",
+            h, arrays.q_scale[h], h, arrays.k_scale[h], product, scale);
+  }
+  constexpr float kMostSlope = 1e29f;  // with 2^31 positions its biases are finite in base 2
+  for (int h = 0; h < heads && arrays.slopes; ++h)
+    require(std::abs(arrays.slopes[h]) <= kMostSlope,
+            "slopes[{}] is {}; an ALiBi slope is a finite number, at most 1e29 in size", h,
+            arrays.slopes[h]);
+}
+
+void check_values(const Options& o, int ranks) {
+  usage(ranks >= 1 && ranks <= 1 << 20,
+        fmt::format("there are {} ranks; 1 to 2^20 are possible", ranks));
+  usage(o.heads > 0 && o.kv_heads > 0 && o.heads % o.kv_heads == 0,
+        fmt::format("heads {} and kv_heads {}: heads must be a multiple of kv_heads", o.heads,
+                    o.kv_heads));
+  const int value_dim = o.of_values();
+  kernels::check_head_dims(o.head_dim, value_dim);
+  usage(o.limits.max_tokens >= 0 && o.limits.max_tokens <= std::numeric_limits<std::int32_t>::max(),
+        fmt::format("max_tokens {} is not in 0 to 2^31 - 1", o.limits.max_tokens));
+  const auto check_sharding = [&](const Sharding& s, const char* what) {
+    usage(s.layout <= Layout::listed, fmt::format("{} have a layout of number {}, which is none",
+                                                  what, static_cast<int>(s.layout)));
+    usage(s.block >= 1 && s.block <= std::numeric_limits<std::int32_t>::max(),
+          fmt::format("{} have blocks of {}; a block has 1 to 2^31 - 1", what, s.block));
+  };
+  check_sharding(o.keys, "keys");
+  if (o.queries) check_sharding(*o.queries, "queries");
+  usage(o.results.part <= ResultPart::heads,
+        fmt::format("results have a part of number {}, which is none of all, rows, heads",
+                    static_cast<int>(o.results.part)));
+  if (o.results.part == ResultPart::rows) check_sharding(o.results.rows, "results");
+  usage(!o.queries || o.results.part == ResultPart::all,
+        fmt::format("results by {} with sharded queries: a rank gets the rows that it holds; leave "
+                    "one of Options::queries and Options::results out",
+                    name(o.results.part)));
+  usage(
+      o.results.part != ResultPart::heads || o.heads >= ranks,
+      fmt::format("results by heads: {} heads cannot be dealt out to {} ranks, each of which gets "
+                  "one at least; take results by rows, or all",
+                  o.heads, ranks));
+  usage(o.exchange <= Exchange::gather,
+        fmt::format(
+            "exchange of number {} is none of automatic, peer_buffers, peer_buffers_apart, gather",
+            static_cast<int>(o.exchange)));
+  usage(o.ranks_per_node >= 0,
+        fmt::format("ranks_per_node {} is negative; 0 means those that share a machine",
+                    o.ranks_per_node));
+  usage(o.limits.max_batch >= 1, fmt::format("max_batch {} is below 1", o.limits.max_batch));
+  const auto refuse = [](const std::string& what) { throw UsageError(what); };
+  check_mask(o.mask, refuse);
+  check_score(o.score, o.head_dim, refuse);
+  usage(is_float(o.dtypes.compute) && !is_fp8(o.dtypes.compute),
+        fmt::format("dtypes.compute {}: products are of fp32, fp16 or bf16; fp8 is given as "
+                    "dtypes.query, dtypes.kv or dtypes.out",
+                    name(o.dtypes.compute)));
+  for (const auto& [given, what] :
+       {std::pair{o.dtypes.query, "dtypes.query"}, std::pair{o.dtypes.kv, "dtypes.kv"},
+        std::pair{o.dtypes.out, "dtypes.out"}})
+    usage(!given || *given == o.dtypes.compute || *given == DType::e4m3 || *given == DType::e5m2,
+          fmt::format("{} {}: it is dtypes.compute ({}) or fp8", what,
+                      name(given.value_or(o.dtypes.compute)), name(o.dtypes.compute)));
+  usage(!o.dtypes.tf32 || o.dtypes.compute == DType::fp32,
+        fmt::format("tf32 is a way to make fp32 products; dtypes.compute is {}",
+                    name(o.dtypes.compute)));
+  usage(!o.dtypes.bf16_products || o.dtypes.compute == DType::bf16,
+        fmt::format("bf16_products is a way to make bf16 products; dtypes.compute is {}",
+                    name(o.dtypes.compute)));
+  if (o.dtypes.fp8_products) check_fp8_products(o);
+  usage(o.limits.max_query_len >= 0 &&
+            o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),
+        fmt::format("max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown",
+                    o.limits.max_query_len));
+  usage(o.limits.max_kv_len >= 0 && o.limits.max_kv_len <= std::numeric_limits<std::int32_t>::max(),
+        fmt::format("max_kv_len {} is not in 0 to 2^31 - 1; 0 means unknown", o.limits.max_kv_len));
+  usage(
+      o.limits.max_total_keys >= 0 && o.limits.max_total_keys < std::int64_t{1} << 48,
+      fmt::format("max_total_keys {} is not in 0 to 2^48 - 1; 0 means max_kv_len of each sequence",
+                  o.limits.max_total_keys));
+  usage(o.limits.max_workspace >= 0,
+        fmt::format("max_workspace {} is negative; 0 means no limit", o.limits.max_workspace));
+  check_threads(o.threads);
+}
+
+void check_threads(int threads) {
+  usage(threads >= 0 && threads <= kMostThreads,
+        fmt::format("threads {} is not in 0 to {}; 0 means by itself", threads, kMostThreads));
+}
+
+void check_options(const Options& o, int ranks) {
+  check_values(o, ranks);
+  // These are the states of one run on one rank, in numbers that cannot overflow. A machine has
+  // less than 2^48 bytes, which leaves every sum of sizes far inside 63 bits.
+  const double rows = static_cast<double>(o.limits.max_tokens) * o.heads * (o.queries ? ranks : 1);
+  const double bytes = rows * (4.0 * o.of_values() + 8) * ranks;
+  usage(bytes < 0x1p48,
+        fmt::format(
+            "max_tokens {} with heads {} and value_dim {} on {} ranks: the states of such a run "
+            "take {:.3g} bytes on each rank; give the most rows of one run",
+            o.limits.max_tokens, o.heads, o.of_values(), ranks, bytes));
+}
+
+NamedValues describe_shardings(const Options& o) {
+  const auto text_of = [](const Sharding& s) {
+    return s.layout == Layout::interleaved ? fmt::format("{}:{}", name(s.layout), s.block)
+                                           : std::string(name(s.layout));
+  };
+  return {{"keys", text_of(o.keys)},
+          {"queries", o.queries ? text_of(*o.queries) : "not sharded"},
+          {"results", o.results.part == ResultPart::rows
+                          ? fmt::format("rows, {}", text_of(o.results.rows))
+                          : std::string(name(o.results.part))}};
+}
+
+NamedValues describe(const Options& o, const std::string& bf16_products) {
+  const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
+  NamedValues all{{"heads", fmt::to_string(o.heads)},
+                  {"kv_heads", fmt::to_string(o.kv_heads)},
+                  {"head_dim", fmt::to_string(o.head_dim)},
+                  {"value_dim", fmt::to_string(o.of_values())},
+                  {"dtypes.compute", name(o.dtypes.compute)},
+                  {"dtypes.query", name(o.dtypes.of_query())},
+                  {"dtypes.kv", name(o.dtypes.of_kv())},
+                  {"dtypes.out", name(o.dtypes.of_out())},
+                  {"tf32", yes_no(o.dtypes.tf32)},
+                  {"fp8_products", yes_no(o.dtypes.fp8_products)},
+                  {"bf16_products", o.dtypes.bf16_products && !bf16_products.empty()
+                                        ? bf16_products
+                                        : yes_no(o.dtypes.bf16_products)},
+                  {"causal", yes_no(o.mask.causal)},
+                  {"window", fmt::to_string(o.mask.window)},
+                  {"right", fmt::to_string(o.mask.right)},
+                  {"scale", o.score.scale ? fmt::format("{}", *o.score.scale) : "1/sqrt(head_dim)"},
+                  {"softcap", fmt::format("{}", o.score.softcap)},
+                  {"alibi", name(o.score.alibi)},
+                  {"max_tokens", fmt::to_string(o.limits.max_tokens)},
+                  {"max_batch", fmt::to_string(o.limits.max_batch)},
+                  {"max_kv_len", fmt::to_string(o.limits.max_kv_len)},
+                  {"max_total_keys", fmt::to_string(o.limits.max_total_keys)},
+                  {"max_query_len", fmt::to_string(o.limits.max_query_len)},
+                  {"max_workspace", fmt::to_string(o.limits.max_workspace)},
+                  {"dense_keys", yes_no(o.limits.dense_keys)},
+                  {"invariant", yes_no(o.invariant)},
+                  {"check_arrays", yes_no(o.debug.check_arrays)},
+                  {"strategy", o.strategy},
+                  {"ranks_per_node", fmt::to_string(o.ranks_per_node)},
+                  {"exchange", name(o.exchange)}};
+  for (auto& sharding : describe_shardings(o)) all.push_back(std::move(sharding));
+  return all;
+}
+
+}  // namespace longspan

@@ -1,0 +1,78 @@
+// Checks what must hold before anything runs. Each refusal names what was asked, what was found,
+// and what to do.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "longspan/attention.hpp"
+#include "longspan/machine.hpp"
+#include "src/arguments/array_checks.hpp"
+#include "src/arguments/tensor_checks.hpp"
+
+namespace longspan {
+
+/// Throws UsageError for options that make no sense, and a number of ranks that is none, and
+/// Unsupported for what longspan cannot do.
+void check_values(const Options& options, int ranks);
+/// The same for options that a layer is made of: also for sizes that no memory of `ranks` ranks
+/// holds.
+void check_options(const Options& options, int ranks = 1);
+
+/// Throws UsageError for a number of host threads that a rank cannot be asked for.
+void check_threads(int threads);
+
+/// Throws UsageError for constants by which no time can be predicted.
+void check_machine(const Machine& machine);
+
+/// Check what a mask, and the numbers of a score over heads of `head_dim`, must be; `refuse` throws
+/// the caller's kind of error.
+void check_mask(const Mask& mask, void (*refuse)(const std::string&));
+void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const std::string&));
+
+/// Checks, on the host only, what the factors and slopes of a call make of its scores: InputError
+/// where they would leave fp32, and be NaN.
+void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,
+                         int heads, int kv_heads);
+
+/// Throws InputError for arguments of attend() that do not say what options to make of them.
+void check_one_call(const AttentionArgs& args);
+
+/// What was checked, as kernels see it.
+struct Checked {
+  CacheView cache;  // this rank's
+  RunArrays arrays;
+};
+
+/// Gives the same arguments with q, out and lse as batch_rows() views them.
+AttentionArgs with_batch_rows(const AttentionArgs& args);
+
+/// Throws InputError for tensors and arrays that do not fit the options or each other. On the host
+/// lengths and tables are checked too; on a GPU they are not in reach. What lies in block tables is
+/// left to ServingKernels::check_arrays.
+Checked check_attention(const AttentionArgs& args, const Options& options,
+                        const Communicator& world);
+/// AttentionArgs::new_k and new_v, with the cache that they belong to.
+Append append_of(const AttentionArgs& args);
+Checked check_append(const Append& tokens, const Options& options, const Communicator& world);
+
+/// Checks query_start alone, on the host only. `rows` are those of the whole q.
+void check_starts(const kernels::Batch& batch, std::int64_t rows);
+
+/// Checks, on the host only, query_start and the lengths of a batch whose keys lie in `cache` as
+/// `shard` says. `rows` are those of the whole q. With max_kv_len 0 there is no bound.
+void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
+                   const CacheView& cache, std::int64_t max_kv_len);
+
+/// Checks what a rule alone tells of the one sequence, when its length is in the shard. It is not
+/// for ranges, whose table may lie on a GPU.
+void check_room(const Shard& shard, const CacheView& cache);
+
+/// Lists every option that ranks must give alike, as text, for agree(). agreement.hpp does the same
+/// for a run, and lists what need not be alike.
+NamedValues describe(const Options& options, const std::string& bf16_products = "");
+/// Lists those of them that say how keys and queries are dealt out.
+NamedValues describe_shardings(const Options& options);
+
+}  // namespace longspan

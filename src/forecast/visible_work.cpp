@@ -1,0 +1,191 @@
+#include "src/forecast/visible_work.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+
+#include "src/base/divided_up.hpp"
+
+namespace longspan {
+namespace {
+
+constexpr std::int64_t kTile = 128;  // rows, and keys
+
+double length(const Interval& interval) {
+  return interval.empty() ? 0.0 : static_cast<double>(interval.end - interval.begin);
+}
+
+/// The keys that the row at a position sees.
+double seen_by_row(const Mask& mask, const Sequences& s, std::int64_t position) {
+  return length(mask.visible(position, s.keys));
+}
+
+/// The positions of the rows that see the key at a position.
+Interval rows_that_see(const Mask& mask, const Sequences& s, std::int64_t position) {
+  Interval rows{s.first_row(), s.keys};
+  if (mask.causal)
+    rows.begin = std::max(rows.begin, position);
+  else if (mask.right >= 0)
+    rows.begin = std::max(rows.begin, position - mask.right);
+  if (mask.window > 0) rows.end = std::min(rows.end, position + mask.window);
+  return rows;
+}
+
+/// Walks over `count` positions in cells of equal size, whose middle stands for all of them.
+template <class Visit>
+void for_cells(std::int64_t count, std::int64_t cells, const Visit& visit) {
+  cells = std::min(count, cells);
+  for (std::int64_t c = 0; c < cells; ++c) {
+    const std::int64_t begin = count * c / cells, end = count * (c + 1) / cells;
+    visit(begin, end, (begin + end - 1) / 2);
+  }
+}
+
+constexpr std::int64_t kCells = 4096;  // of a walk over a sequence, or over the tiles of a rank
+constexpr std::int64_t kAllCells = 64 * kCells;  // of all ranks that are looked at
+
+/// In a batch of sequences that differ, each has its part of the cells, but no fewer than this.
+constexpr std::int64_t kLeastCells = 64;
+
+std::int64_t cells_of_each(std::int64_t cells, const std::vector<Sequences>& batch) {
+  return std::max(kLeastCells, cells / static_cast<std::int64_t>(batch.size()));
+}
+
+/// What one rank has of a sequence, cut into tiles, and what of the other side of the pairs sees
+/// it: of keys the rows, of rows the keys. Both ends of what sees a position ascend with the
+/// position.
+class Share {
+ public:
+  Share(const Shard& own, bool by_keys, const Mask& mask, const Sequences& sequence, int group)
+      : own_(own),
+        by_keys_(by_keys),
+        mask_(mask),
+        sequence_(sequence),
+        own_heads_(by_keys ? 1 : group),
+        other_heads_(by_keys ? group : 1),
+        whole_(by_keys ? sequence.keys : sequence.rows),
+        count_(own.local_len(whole_)) {}
+
+  std::int64_t tiles() const { return divided_up(count_ * own_heads_, kTile); }
+
+  /// The tiles of the other side that its tile `tile` makes visible tiles with.
+  double visible_with(std::int64_t tile) const {
+    std::int64_t counted = 0;
+    return static_cast<double>(touched(tile * kTile / own_heads_,
+                                       std::min(count_, divided_up((tile + 1) * kTile, own_heads_)),
+                                       counted));
+  }
+
+ private:
+  std::int64_t position(std::int64_t i) const {
+    return own_.position(i, whole_) + (by_keys_ ? 0 : sequence_.first_row());
+  }
+  Interval seen(std::int64_t i) const {
+    return by_keys_ ? rows_that_see(mask_, sequence_, position(i))
+                    : mask_.visible(position(i), sequence_.keys);
+  }
+
+  /// The tiles of the other side, from `counted` on, which what the rank has at [begin, end) sees
+  /// or is seen by; `counted` is then behind them. Where that is one interval, its ends tell.
+  std::int64_t touched(std::int64_t begin, std::int64_t end, std::int64_t& counted) const {
+    const Interval first = seen(begin), last = seen(end - 1);
+    const bool consecutive = position(end - 1) - position(begin) == end - 1 - begin;
+    if (end - begin > 1 && !consecutive && last.begin > first.end) {
+      const std::int64_t middle = begin + (end - begin) / 2;
+      const std::int64_t before = touched(begin, middle, counted);
+      return before + touched(middle, end, counted);
+    }
+    if (last.end <= first.begin) return 0;
+    const std::int64_t origin = by_keys_ ? sequence_.first_row() : 0;
+    const std::int64_t from = std::max(counted, (first.begin - origin) * other_heads_ / kTile);
+    counted = std::max(counted, divided_up((last.end - origin) * other_heads_, kTile));
+    return std::max<std::int64_t>(0, counted - from);
+  }
+
+  Shard own_;
+  bool by_keys_;
+  const Mask& mask_;
+  const Sequences& sequence_;
+  std::int64_t own_heads_, other_heads_;  // of a packed row, of a key
+  std::int64_t whole_, count_;            // positions of all ranks, and of this one
+};
+
+double tiles_of_rank(const Sharding& dealt, bool by_keys, const Mask& mask,
+                     const std::vector<Sequences>& batch, int group, int rank, int ranks,
+                     std::int64_t cells) {
+  double own = 0;
+  for (const Sequences& s : batch) {
+    const Share share(dealt.resolve(by_keys ? s.keys : s.rows, rank, ranks), by_keys, mask, s,
+                      group);
+    for_cells(share.tiles(), cells_of_each(cells, batch),
+              [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
+                own += s.count * static_cast<double>(end - begin) * share.visible_with(middle);
+              });
+  }
+  return own;
+}
+
+}  // namespace
+
+std::vector<Sequences> sequences_of(const RunSize& size) {
+  constexpr std::size_t kLengths = 256;
+  const auto seen = [](std::int64_t rows, std::int64_t keys, double count) {
+    return Sequences{std::min(rows, keys), keys, count};  // rows past the keys see nothing
+  };
+  if (size.each.empty()) {
+    const double count = std::max(1.0, size.sequences);
+    return {seen(std::llround(size.tokens / count), std::llround(size.keys / count), count)};
+  }
+  std::vector<Sequences> all;
+  for (const SequenceSize& one : size.each) all.push_back(seen(one.rows, one.keys, 1));
+  std::sort(all.begin(), all.end(), [](const Sequences& a, const Sequences& b) {
+    return a.keys != b.keys ? a.keys < b.keys : a.rows < b.rows;
+  });
+  std::vector<Sequences> alike;
+  for (const Sequences& one : all) {
+    if (!alike.empty() && alike.back().keys == one.keys && alike.back().rows == one.rows)
+      ++alike.back().count;
+    else
+      alike.push_back(one);
+  }
+  if (alike.size() <= kLengths) return alike;
+  std::vector<Sequences> some;
+  for (std::size_t i = 0; i < kLengths; ++i) {
+    const std::size_t begin = alike.size() * i / kLengths, end = alike.size() * (i + 1) / kLengths;
+    Sequences& stands = some.emplace_back(alike[(begin + end - 1) / 2]);
+    stands.count = 0;
+    for (std::size_t j = begin; j < end; ++j) stands.count += alike[j].count;
+  }
+  return some;
+}
+
+double visible_pairs(const Mask& mask, const std::vector<Sequences>& batch) {
+  double pairs = 0;
+  for (const Sequences& s : batch)
+    for_cells(s.rows, cells_of_each(kCells, batch),
+              [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
+                pairs += s.count * static_cast<double>(end - begin) *
+                         seen_by_row(mask, s, s.first_row() + middle);
+              });
+  return pairs;
+}
+
+double balance_of(const Sharding& dealt, Balanced by, const Mask& mask,
+                  const std::vector<Sequences>& batch, int group, int ranks) {
+  constexpr int kRanks = 256;
+  if (by == Balanced::evenly || ranks == 1 || is_by_table(dealt)) return 1;
+  const int looked_at = std::min(ranks, kRanks);
+  const std::int64_t cells = std::min(kCells, kAllCells / looked_at);
+  double most = 0, sum = 0;
+  for (int i = 0; i < looked_at; ++i) {
+    const int rank =
+        looked_at == 1 ? 0 : static_cast<int>(std::int64_t{ranks - 1} * i / (looked_at - 1));
+    const double own =
+        tiles_of_rank(dealt, by == Balanced::by_keys, mask, batch, group, rank, ranks, cells);
+    most = std::max(most, own);
+    sum += own;
+  }
+  return sum > 0 ? most * looked_at / sum : 1;
+}
+
+}  // namespace longspan

@@ -1,0 +1,414 @@
+// The layer: it checks, gives the strategy its memory, and hands each run to it.
+//
+//     make:  options -> agree between ranks -> kernels, strategy, memory
+//     run:   args -> check -> Run -> strategy             (nothing allocated, nothing waited for)
+#include "longspan/attention.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "comm/transport.hpp"
+#include "kernels/backend.hpp"
+#include "longspan/buffer.hpp"
+#include "longspan/error.hpp"
+#include "src/agreement/agreed_runs.hpp"
+#include "src/agreement/agreement.hpp"
+#include "src/agreement/listed_positions.hpp"
+#include "src/arguments/faults.hpp"
+#include "src/arguments/validate.hpp"
+#include "src/base/device_guard.hpp"
+#include "src/base/trace.hpp"
+#include "src/layer/layer_memory.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+namespace {
+
+/// Sets marks on a stream at the start of each phase of a run, and measures the time between them.
+class PhaseClock {
+ public:
+  PhaseClock(std::unique_ptr<kernels::Timer> timer, int marks)
+      : timer_(std::move(timer)), phases_(static_cast<std::size_t>(marks)) {}
+
+  void restart() { count_ = 0; }
+  void mark(Phase phase, Stream stream) {
+    timer_->mark(count_, stream);
+    phases_.at(static_cast<std::size_t>(count_++)) = phase;
+  }
+  Phases read() const {
+    std::array<double, 3> spent{};
+    for (int i = 0; i + 1 < count_; ++i)
+      spent[static_cast<std::size_t>(phases_[static_cast<std::size_t>(i)])] +=
+          timer_->milliseconds(i, i + 1);
+    return {spent[0], spent[1], spent[2]};
+  }
+
+ private:
+  std::unique_ptr<kernels::Timer> timer_;
+  std::vector<Phase> phases_;
+  int count_ = 0;
+};
+
+}  // namespace
+
+struct Attention::Impl {
+  Communicator world;
+  Options options;
+  const StrategyInfo* info = nullptr;
+  std::unique_ptr<kernels::Backend> kernels;
+  std::optional<PhaseClock> clock;
+  LayerMemory memory;
+  std::optional<AgreedRuns> runs;
+  std::optional<ListedPositions> listed;
+  std::int64_t* key_start = nullptr;  // [max_batch]
+  Buffer ticket;                      // AttendParams::ticket; CUDA only
+  std::unique_ptr<Strategy> strategy;
+  ExchangeInfo exchange;
+  FaultBox faults;                     // on CUDA, with check_arrays
+  std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache once
+
+  Impl(const Communicator& communicator, const Options& given)
+      : world(communicator), options(given), memory(world) {
+    const DeviceGuard guard(world.gpu());
+    const bool on_host = world.device() == Device::host;
+    runs.emplace(world, "attention",
+                 describe(options, on_host ? kernels::host_bf16_products() : ""));
+    check_options(options, world.size());
+    if (options.ranks_per_node == 0) options.ranks_per_node = world.ranks_per_node();
+    info = &choose_strategy(world, options);
+    kernels = make_kernels(world, options.threads);
+    kernels->check(bounds());
+    strategy = entry_of(*info).make({options, *kernels, comm::transport_of(world), bounds()});
+    if (options.debug.profile) {
+      const int marks = strategy->most_marks() + 1;
+      clock.emplace(kernels->timer(marks), marks);
+    }
+    listed.emplace(comm::transport_of(world), options);
+    allocate();
+    strategy->open(runs->layer());
+    exchange = strategy->exchange();
+    if (options.debug.check_arrays && world.device() == Device::cuda)
+      faults = FaultBox(Device::cuda);
+  }
+
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  /// Whether the contents of small arrays are compared too: where that costs no look at GPU memory,
+  /// or was asked for.
+  bool compares_contents() const {
+    return world.device() == Device::host || options.debug.check_arrays;
+  }
+
+  /// Says what this rank was given for the run.
+  void begin(Run& run) {
+    if (!runs->are_compared()) return;
+    const AgreedRuns::Begun begun =
+        runs->begin({run.args, run.arrays, options, world.device() == Device::host}, run.stream);
+    run.say = begun.say;
+    run.said = begun.said;
+    run.merge.headers = begun.headers;
+  }
+
+  /// Checks that the ranks list every position once, where a table says which they have.
+  void check_listed(Run& run) {
+    if (!listed->are_checked()) return;
+    run.enter(Phase::exchange);
+    if (world.device() == Device::host) run.say_to(*kernels);
+    listed->check(run);
+  }
+
+  /// The largest run that the options allow.
+  kernels::AttendParams bounds() const {
+    kernels::AttendParams p;
+    p.dtype = options.dtypes.compute;
+    p.q_dtype = options.dtypes.of_query();
+    p.kv_dtype = options.dtypes.of_kv();
+    p.tokens = options.limits.max_tokens;
+    p.heads = options.heads;
+    p.kv_heads = options.kv_heads;
+    p.head_dim = options.head_dim;
+    p.value_dim = options.of_values();
+    p.batch.size = options.limits.max_batch;
+    p.shard.rank = world.rank();
+    p.shard.ranks = world.size();
+    p.mask = options.mask;
+    p.score.scale =
+        options.score.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.head_dim)));
+    p.score.softcap = options.score.softcap;
+    p.bias.alibi = options.score.alibi;
+    p.invariant = options.invariant;
+    p.tf32 = options.dtypes.tf32;
+    p.fp8_products = options.dtypes.fp8_products;
+    p.bf16_products = options.dtypes.bf16_products;
+    p.max_kv_len = options.limits.max_kv_len;
+    p.max_query_len = options.limits.max_query_len;
+    return p;
+  }
+
+  void lay_out(Parts& parts) {
+    strategy->lay_out(parts);
+    key_start = parts.take_array<std::int64_t>(static_cast<std::size_t>(options.limits.max_batch));
+    runs->lay_out(parts);
+  }
+
+  void allocate() {
+    memory.allocate([this](Parts& parts) { lay_out(parts); },
+                    [this] {
+                      runs->allocate(*kernels, compares_contents());
+                      if (world.device() == Device::host) return;
+                      const int zero = 0;
+                      ticket = Buffer(world.device(), sizeof zero);
+                      ticket.upload(&zero);
+                    });
+  }
+
+  /// Whether the run needs to know where the first key of each sequence lies: it does for several
+  /// sequences, one after the other.
+  bool needs_key_start(const Checked& run) const {
+    return run.arrays.batch > 1 && run.cache.packed;
+  }
+  void find_key_starts(const Checked& run, Stream stream) const {
+    if (needs_key_start(run))
+      kernels->key_starts(
+          {run.arrays.keys, run.arrays.kv_len, run.cache.pitch, run.arrays.batch, key_start},
+          stream);
+  }
+
+  kernels::AttendParams attend_params(const AttentionArgs& args, const Checked& run) const {
+    const RunArrays& arrays = run.arrays;
+    const CacheView& cache = run.cache;
+    kernels::AttendParams p = bounds();
+    p.tokens = count_rows(args.q);
+    p.q = token_rows_of(args.q);
+    p.k = cache.k;
+    p.v = cache.v;
+    p.pages = cache.pages;
+    p.q_scale = arrays.q_scale;
+    p.k_scale = arrays.k_scale;
+    p.v_scale = arrays.v_scale;
+    p.batch = {arrays.batch,
+               arrays.query_start,
+               arrays.kv_len,
+               needs_key_start(run) ? key_start : nullptr,
+               arrays.causal,
+               args.skip_decode,
+               cache.pages ? 0 : cache.pitch};
+    if (options.queries) {
+      p.queries = arrays.queries;
+      if (world.size() > 1) std::swap(p.batch.query_start, p.batch.whole_query_start);
+    }
+    p.shard = arrays.keys;
+    p.documents = arrays.documents;
+    p.bias.slopes = arrays.slopes;
+    p.bias.qq = arrays.qq_bias;
+    p.ticket = static_cast<int*>(ticket.data());
+    return p;
+  }
+
+  kernels::MergeParams merge_params(const AttentionArgs& args, const RunArrays& arrays) const {
+    const ResultPart part = options.results.part;
+    kernels::MergeParams p;
+    p.heads = options.heads;
+    p.sinks = arrays.sinks;
+    if (part == ResultPart::heads) {
+      const HeadRange own = result_heads(options.heads, world.rank(), world.size());
+      p.heads = own.size();
+      p.state_heads = options.heads;
+      p.first_head = own.begin;
+      p.sinks = floats_from(arrays.sinks, own.begin);
+    }
+    p.tokens = count_rows(args.out);
+    p.dtype = options.dtypes.of_out();
+    p.out_scale = {arrays.out_scale};
+    const bool dealt = options.queries && world.size() > 1;  // then a strategy knows which rows
+    if (!dealt && part != ResultPart::rows)
+      p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr,
+                 nullptr,      args.skip_decode};
+    p.out = token_rows_of(args.out);
+    p.lse = token_lse_of(args.lse);
+    return p;
+  }
+
+  kernels::AppendParams append_params(const Append& tokens, const Checked& run) const {
+    const RunArrays& arrays = run.arrays;
+    const CacheView& cache = run.cache;
+    kernels::AppendParams p;
+    p.dtype = options.dtypes.compute;
+    p.kv_dtype = options.dtypes.of_kv();
+    p.tokens = tokens.new_k.shape[0];
+    p.kv_heads = options.kv_heads;
+    p.head_dim = options.head_dim;
+    p.value_dim = options.of_values();
+    p.new_k = rows_of(tokens.new_k);
+    if (tokens.new_v) p.new_v = rows_of(tokens.new_v);
+    p.k = cache.k;
+    p.v = cache.v;
+    p.pages = cache.pages;
+    p.batch = {arrays.batch, arrays.query_start, arrays.kv_len,
+               needs_key_start(run) ? key_start : nullptr};
+    p.batch.key_pitch = cache.pages ? 0 : cache.pitch;
+    p.shard = arrays.keys;
+    p.k_scale = arrays.k_scale;
+    p.v_scale = arrays.v_scale;
+    return p;
+  }
+
+  kernels::CheckParams append_checks(const kernels::AppendParams& append,
+                                     const CacheView& cache) const {
+    kernels::CheckParams p;
+    p.geometry = bounds();
+    p.geometry.tokens = append.tokens;
+    p.geometry.batch = append.batch;
+    p.geometry.shard = append.shard;
+    p.pages = append.pages;
+    p.geometry.max_query_len = 0;  // a promise about queries; a longer prompt may be appended
+    p.is_append = true;
+    p.slot_count = cache.keys;
+    return p;
+  }
+
+  /// Checks the arrays where they lie: at once on the host, and on CUDA ahead of the kernels, for
+  /// wait() to report, when the options ask for it.
+  void check_arrays(kernels::CheckParams p, Stream stream) {
+    if (world.device() == Device::cuda) {
+      if (!faults) return;
+      p.report = faults.report();
+      kernels->check_arrays(p, stream);
+      return;
+    }
+    kernels::FaultReport found;
+    if (p.is_append) {
+      claimed.assign(static_cast<std::size_t>(p.slot_count / 32 + 1), 0);
+      p.claimed = claimed.data();
+    }
+    p.report = &found;
+    kernels->check_arrays(p, stream);
+    throw_fault(found);
+  }
+
+  /// Lets attention write the new keys into the cache.
+  void give_new_keys(kernels::AttendParams& attend, const Append& tokens, const Checked& run,
+                     Stream stream) {
+    const kernels::AppendParams p = append_params(tokens, run);
+    check_arrays(append_checks(p, run.cache), stream);
+    attend.new_k = p.new_k;
+    attend.new_v = p.new_v;
+  }
+
+  Run make_run(const AttentionArgs& args, const Checked& checked, Stream stream) {
+    Run run{.args = args,
+            .arrays = checked.arrays,
+            .stream = stream,
+            .attend = attend_params(args, checked),
+            .merge = merge_params(args, checked.arrays),
+            .timed = clock.has_value(),
+            .enter = [this, stream](Phase phase) {
+              if (clock) clock->mark(phase, stream);
+            }};
+    strategy->prepare(run);
+    return run;
+  }
+};
+
+Attention::Attention(const Communicator& world, const Options& options)
+    : impl_(std::make_unique<Impl>(world, options)) {}
+Attention::~Attention() = default;
+Attention::Attention(Attention&&) noexcept = default;
+Attention& Attention::operator=(Attention&&) noexcept = default;
+
+void Attention::run(const AttentionArgs& given, Stream stream) {
+  const trace::Range range("longspan run");
+  const AttentionArgs args = with_batch_rows(given);
+  Impl& layer = *impl_;
+  const DeviceGuard guard(layer.world.gpu());
+  const auto described = [&] { return RunDescription(args, layer.options); };
+  const Checked checked = layer.runs->checked(
+      [&] { return check_attention(args, layer.options, layer.world); }, described);
+  layer.runs->check();
+  Run run = layer.make_run(args, checked, stream);
+  layer.runs->checked([&] { layer.kernels->check(run.attend); }, described);
+  layer.begin(run);
+  if (layer.clock) layer.clock->restart();
+  layer.find_key_starts(checked, stream);
+  kernels::CheckParams checks = checks_of(run.attend, checked.cache.keys);
+  if (run.keys_travel) checks.geometry = run.all_rows();
+  checks.most_keys = layer.options.limits.max_total_keys;
+  layer.check_arrays(checks, stream);
+  layer.check_listed(run);
+  if (args.new_k) layer.give_new_keys(run.attend, append_of(args), checked, stream);
+  layer.strategy->queue(run);
+  run.enter(Phase::merge);  // the end of the last phase
+}
+
+void Attention::append(const Append& tokens, Stream stream) {
+  const trace::Range range("longspan append");
+  Impl& layer = *impl_;
+  const DeviceGuard guard(layer.world.gpu());
+  const Checked checked = check_append(tokens, layer.options, layer.world);
+  layer.find_key_starts(checked, stream);
+  const kernels::AppendParams p = layer.append_params(tokens, checked);
+  layer.check_arrays(layer.append_checks(p, checked.cache), stream);
+  layer.kernels->append(p, stream);
+}
+
+void Attention::wait(Stream stream) {
+  const DeviceGuard guard(impl_->world.gpu());
+  comm::transport_of(impl_->world).wait(stream, "attention");
+  impl_->runs->check();
+  if (impl_->faults) impl_->faults.read();
+}
+
+const Options& Attention::options() const { return impl_->options; }
+const Communicator& Attention::world() const { return impl_->world; }
+const StrategyInfo& Attention::strategy() const { return *impl_->info; }
+Shard Attention::shard(std::int64_t length) const {
+  const Sharding& keys = impl_->options.keys;
+  if (keys.layout == Layout::ranges || keys.layout == Layout::listed)
+    throw UsageError(fmt::format(
+        "the keys of this layer are {}: their table says what a rank holds, not the rule alone",
+        name(keys.layout)));
+  return keys.resolve(length, impl_->world.rank(), impl_->world.size());
+}
+const ExchangeInfo& Attention::exchange() const { return impl_->exchange; }
+std::size_t Attention::workspace_bytes() const { return impl_->memory.bytes(); }
+
+Phases Attention::phases() const { return impl_->clock ? impl_->clock->read() : Phases{}; }
+
+void attend(const Communicator& world, const AttentionArgs& given, Options options) {
+  const AttentionArgs args = with_batch_rows(given);
+  check_one_call(args);
+  agree(world, describe_shardings(options), "attend");  // what follows depends on it
+  const Tensor& q = args.q;
+  options.heads = static_cast<int>(q.shape[q.dims - 2]);
+  const Tensor& k = args.k;
+  options.kv_heads = static_cast<int>(k.shape[k.dims == 5 ? 1 : k.dims - 2]);
+  options.head_dim = static_cast<int>(q.shape[q.dims - 1]);
+  options.value_dim = static_cast<int>(args.out.shape[args.out.dims - 1]);
+  if (!is_fp8(q.dtype)) options.dtypes.compute = q.dtype;
+  options.dtypes.query = q.dtype;
+  options.dtypes.kv = k.dtype;
+  options.dtypes.out = args.out.dtype;
+  options.limits.max_batch = batch_of(args.kv_len);
+  options.limits.max_tokens = count_rows(q);
+  if (options.queries) {
+    options.limits.max_tokens = 0;
+    for (const std::string& rows :
+         world.gather(std::to_string(count_rows(q)), "count of query rows"))
+      options.limits.max_tokens =
+          std::max<std::int64_t>(options.limits.max_tokens, std::stoll(rows));
+  }
+  const RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), world.device());
+  agree(world, RunDescription(args, arrays, options, false).text(nullptr, 0), "attend");
+  Attention layer(world, options);
+  layer.run(given);
+  layer.wait();
+}
+
+}  // namespace longspan

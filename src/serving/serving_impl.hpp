@@ -1,0 +1,79 @@
+// What lies behind ServingOps, and what its calls share.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kernels/backend.hpp"
+#include "longspan/communicator.hpp"
+#include "longspan/serving.hpp"
+#include "src/arguments/check_serving.hpp"
+
+namespace longspan {
+
+struct ServingOps::Impl {
+  Communicator alone;  // waits, with its deadline
+  std::unique_ptr<kernels::Backend> backend;
+  std::mutex claims;                   // calls are const, and may come from several threads
+  std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache once
+
+  Impl(Device device, int threads, int gpu);
+
+  Device device() const { return alone.device(); }
+  int gpu() const { return alone.gpu(); }
+  bool on_host() const { return device() == Device::host; }
+
+  /// Checks the arrays where they lie, and waits.
+  void check_and_wait(kernels::CheckParams p, Stream stream) const;
+  /// Checks them on the host before anything is written.
+  void check_at_once(kernels::CheckParams p) const;
+  void check_sequences(const kernels::AttendParams& p, const CacheView& cache,
+                       std::int64_t max_kv_len) const;
+};
+
+/// Describes the attention of a call as far as its sizes go, which is what a workspace depends on.
+/// max_kv_len is left out where the call leaves it open.
+template <class Args>
+kernels::AttendParams size_params(const Args& a, DType kv_dtype, const PagedShape& shape) {
+  kernels::AttendParams p;
+  p.dtype = shape.dtype;
+  p.q_dtype = a.q.dtype;
+  p.kv_dtype = kv_dtype;
+  p.tokens = shape.tokens;
+  p.heads = shape.heads;
+  p.kv_heads = shape.kv_heads;
+  p.head_dim = shape.head_dim;
+  p.value_dim = shape.value_dim;
+  p.batch.size = batch_of(a.kv_len);
+  p.mask = a.mask;
+  p.score = {a.score.scale.value_or(1.0f / std::sqrt(static_cast<float>(shape.head_dim))),
+             a.score.softcap};
+  p.bias.alibi = a.score.alibi;
+  p.tf32 = a.dtypes.tf32;
+  p.bf16_products = a.dtypes.bf16_products;
+  p.max_query_len = a.max_query_len;
+  p.max_kv_len = a.max_kv_len;
+  return p;
+}
+
+/// Sets what a call has beside its keys and values.
+inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArrays& arrays) {
+  p.q = token_rows_of(q);
+  p.q_scale = arrays.q_scale;
+  p.k_scale = arrays.k_scale;
+  p.v_scale = arrays.v_scale;
+  p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr, arrays.causal};
+  p.bias.slopes = arrays.slopes;
+  p.bias.qq = arrays.qq_bias;
+}
+
+inline void set_cache(kernels::AttendParams& p, const CacheView& cache) {
+  p.k = cache.k;
+  p.v = cache.v;
+  p.pages = cache.pages;
+}
+
+}  // namespace longspan

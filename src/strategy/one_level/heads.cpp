@@ -1,0 +1,124 @@
+// The strategy heads: ranks share the work by heads, as DeepSpeed-Ulysses does.
+//
+//     my rows, all heads  ->  all rows, my heads  ->  one attention  ->  my rows, all heads
+//
+// No state travels, and no two are merged, so the bits are those of one rank alone. Between GPUs
+// that reach each other rows move while the rank attends with others (shared/head_puts.hpp).
+#include <fmt/format.h>
+
+#include <memory>
+#include <optional>
+
+#include "longspan/error.hpp"
+#include "src/base/peer_view.hpp"
+#include "src/strategy/shared/head_exchange.hpp"
+#include "src/strategy/shared/head_puts.hpp"
+#include "src/strategy/shared/state_memory.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+namespace {
+
+class Heads final : public Strategy {
+ public:
+  explicit Heads(const Layer& layer) : layer_(layer), own_(layer.bounds) {
+    own_.shard.rank = 0;  // that of the attention, which has all keys
+    own_.shard.ranks = 1;
+    if (ranks() > 1) {
+      exchange_.emplace(layer, NodeRanks::all(ranks()), layer.comm);
+      puts_.emplace(layer, *exchange_);
+      own_.tokens = exchange_->most_tokens();
+      own_.heads = exchange_->share().query.size();
+      own_.kv_heads = exchange_->share().kv.size();
+    }
+    states_.emplace(layer_.kernels, own_);
+  }
+
+  void lay_out(Parts& memory) override {
+    states_->lay_out(memory);
+    if (exchange_) exchange_->lay_out(memory);
+  }
+
+  ExchangeInfo exchange() const override {
+    return puts_ ? puts_->exchange() : ExchangeInfo{Exchange::gather};
+  }
+
+  void prepare(Run& run) override {
+    if (exchange_)
+      exchange_->prepare(run, "heads");
+    else
+      prepare_alone(run);
+    states_->give(run);
+  }
+
+  void queue(Run& run) override {
+    run.enter(Phase::attend);
+    if (!exchange_) return run.attend_to(run.merge, Phase::merge, layer_.kernels);
+    if (puts_->queue(run)) return;
+    run.say_to(layer_.kernels);
+    const kernels::MergeParams asked = run.merge;
+    exchange_->bring(run);
+    run.enter(Phase::attend);
+    run.attend_to(run.merge, Phase::exchange, layer_.kernels);
+    exchange_->take_back(run, asked);
+  }
+
+ private:
+  int ranks() const { return layer_.comm.size(); }
+
+  void prepare_alone(Run& run) const {
+    if (run.arrays.queries.layout == Layout::listed)
+      throw Unsupported(
+          "strategy heads does not take listed query rows on one rank; gather-states does");
+    if (layer_.options.queries || layer_.options.results.part == ResultPart::rows)  // all of them
+      run.merge.batch = {run.arrays.batch, run.arrays.query_start, run.arrays.kv_len};
+  }
+
+  Layer layer_;
+  std::optional<HeadExchange> exchange_;  // of several ranks
+  std::optional<HeadPuts> puts_;          // likewise, for what it takes
+  kernels::AttendParams own_;             // the largest attention, of this rank's heads
+  std::optional<StateMemory> states_;     // one slot
+};
+
+std::string refusal(const Options& o, int ranks) {
+  if (ranks == 1) return "";
+  if (std::string why = refuse_head_exchange(o, ranks); !why.empty()) return why;
+  if (o.exchange == Exchange::peer_buffers_apart)
+    return fmt::format("it sends rows, and does not take exchange {}", name(o.exchange));
+  if (o.results.part == ResultPart::heads && !are_result_heads(o.heads, o.kv_heads, ranks))
+    return fmt::format(
+        "results by heads of {} heads and {} kv heads on {} ranks cut through groups "
+        "of heads that read one kv head, or are not the heads that it works on",
+        o.heads, o.kv_heads, ranks);
+  return "";
+}
+
+RunCost cost(const Options& o, int ranks, const RunSize& size, Device device) {
+  const double own_rows = o.queries ? size.most_tokens : most_result_rows(o, ranks, size);
+  const double rows = o.queries ? ranks * own_rows : size.tokens;
+  if (ranks == 1 || o.heads < ranks) return {.workspace_bytes = state_slot_bytes(o, rows, o.heads)};
+  const bool by_puts = device != Device::host && ranks <= PeerView::kMostRanks && o.queries &&
+                       o.exchange != Exchange::gather;
+  RunCost cost = by_puts ? head_puts_cost(o, ranks, size) : head_exchange_cost(o, ranks, size);
+  cost.workspace_bytes += state_slot_bytes(o, rows, most_heads(o.heads, o.kv_heads, ranks).query);
+  return cost;
+}
+
+}  // namespace
+
+StrategyEntry heads() {
+  return {.info = {"heads", "all rows, or its own rows", "all, its rows, or its heads",
+                   "(P-1)/P^2 (T heads + S kv_heads) (head_dim + value_dim) b"},
+          .preference = 6,
+          .keeps_order = folds_as_one_rank,
+          .takes_tables = false,
+          .balanced = [](const Options&) { return Balanced::evenly; },
+          .refusal = refusal,
+          .cost = cost,
+          .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+            return std::make_unique<Heads>(layer);
+          }};
+}
+
+}  // namespace longspan

@@ -1,11 +1,13 @@
 // The oracle: attention of one query row in float64, with the softmax materialised. It is naive on
-// purpose, and shares no code with the kernels but the meaning of a mask.
+// purpose, and calls no code of the library: which keys a row sees is written here once more.
 //
 //     s_j = score(q . k_j) + bias_j for visible j,  p = exp(s - max s),  out = sum p_j v_j / sum p
 #pragma once
 
 #include <Eigen/Core>
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <optional>
 #include <span>
@@ -15,6 +17,31 @@
 namespace longspan::launcher {
 
 using RowMajor = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+
+/// The keys that the query at `position` of a sequence of `kv_len` keys sees: those j with
+///
+///     0 <= j < kv_len,   causal: j <= position,   window w > 0: position - j < w,
+///     right r >= 0, not causal: j - position <= r,   and of the query's document.
+///
+/// Document d of `documents`, where there are some, has the positions from documents[d] up to
+/// documents[d + 1]. A position outside of all sees nothing.
+inline Interval seen_keys(const Mask& mask, std::int64_t position, std::int64_t kv_len,
+                          std::span<const std::int64_t> documents = {}) {
+  Interval seen{0, kv_len};
+  const auto no_earlier = [&](std::int64_t first) { seen.begin = std::max(seen.begin, first); };
+  const auto no_later = [&](std::int64_t last) { seen.end = std::min(seen.end, last + 1); };
+  if (mask.causal) no_later(position);
+  if (!mask.causal && mask.right >= 0) no_later(position + mask.right);
+  if (mask.window > 0) no_earlier(position - mask.window + 1);
+  if (documents.empty()) return seen;
+  for (std::size_t d = 0; d + 1 < documents.size(); ++d) {
+    if (position < documents[d] || position >= documents[d + 1]) continue;
+    no_earlier(documents[d]);
+    no_later(documents[d + 1] - 1);
+    return seen;
+  }
+  return {position, position};
+}
 
 struct Exact {
   Eigen::VectorXd out;  // [dim]

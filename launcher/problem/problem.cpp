@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "launcher/judge/nans.hpp"
+#include "launcher/judge/oracle.hpp"
 #include "launcher/problem/memory.hpp"
 #include "launcher/problem/world.hpp"
 
@@ -126,11 +127,7 @@ double Problem::visible_pairs() const {
 Interval Problem::visible(int b, std::int64_t position) const {
   Mask rule = options.mask;
   if (!causal.empty()) rule.causal = causal[b] != 0;
-  Interval seen = rule.visible(position, kv_lens[b]);
-  if (documents.empty()) return seen;
-  const auto next = std::upper_bound(documents.begin(), documents.end(), position);
-  if (next == documents.begin() || next == documents.end()) return {position, position};
-  return {std::max(seen.begin, *(next - 1)), std::min(seen.end, *next)};
+  return seen_keys(rule, position, kv_lens[b], documents);
 }
 
 std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/backend.hpp"
+#include "launcher/judge/oracle.hpp"
 #include "launcher/problem/elements.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/support/fresh_seed.hpp"
@@ -128,7 +129,7 @@ struct Case {
   Interval visible(std::size_t b, std::int64_t t) const {
     Mask rule = mask;
     if (!causal.empty()) rule.causal = causal[b] != 0;
-    return rule.visible(kv_lens[b] - q_lens[b] + t, kv_lens[b]);
+    return launcher::seen_keys(rule, kv_lens[b] - q_lens[b] + t, kv_lens[b]);
   }
 };
 

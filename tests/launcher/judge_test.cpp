@@ -59,7 +59,7 @@ Answer answer_by(const Problem& p, const Row& attend) {
         k.row(j) = row_of(p.k, j, h / 2);
         v.row(j) = row_of(p.v, j, h / 2);
       }
-      const Interval seen = p.options.mask.visible(kKeys - kTokens + t, kKeys);
+      const Interval seen = seen_keys(p.options.mask, kKeys - kTokens + t, kKeys);
       const Eigen::VectorXd q = row_of(p.q, t, h);
       double lse = attend_exactly(q, k, v, seen, p.scale()).lse;
       const Eigen::VectorXd out = attend(q, k, v, seen, lse);

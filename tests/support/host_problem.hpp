@@ -349,18 +349,11 @@ class HostProblem {
     return *std::max_element(shape.query_len.begin(), shape.query_len.end()) + 3;
   }
 
-  /// The mask in words of its own.
   Interval visible(int b, std::int64_t t) const {
     Mask mask = shape.mask;
     if (!shape.causal.empty()) mask.causal = shape.causal[b] != 0;
     const std::int64_t position = shape.kv_len[b] - shape.query_len[b] + t;
-    const Interval seen = mask.visible(position, shape.kv_len[b]);
-    if (shape.documents.empty()) return seen;
-    for (std::size_t d = 0; d + 1 < shape.documents.size(); ++d)
-      if (shape.documents[d] <= position && position < shape.documents[d + 1])
-        return {std::max(seen.begin, shape.documents[d]),
-                std::min(seen.end, shape.documents[d + 1])};
-    return {};
+    return launcher::seen_keys(mask, position, shape.kv_len[b], shape.documents);
   }
 
   /// [batch][kv_len] whether some row sees the key.

@@ -90,7 +90,7 @@ class Problem {
       if (shape.sinks) sink = problem_.sinks[head];
       const Wide& wide = sequence(b, head / (shape.heads / shape.kv_heads));
       return launcher::attend_exactly(row, wide.keys, wide.values,
-                                      shape.mask.visible(position, kv_len),
+                                      launcher::seen_keys(shape.mask, position, kv_len),
                                       1.0 / std::sqrt(shape.dim), shape.softcap, sink);
     }
 

@@ -126,15 +126,7 @@ class ServingProblem {
   Interval visible(int b, std::int64_t position) const {
     Mask rule = shape.mask;
     if (!shape.causal.empty()) rule.causal = shape.causal[b] != 0;
-    Interval seen = rule.visible(position, shape.kv_lens[b]);
-    if (!shape.documents.empty()) {
-      Interval own{position, position};  // outside of all documents: nothing
-      for (std::size_t d = 0; d + 1 < shape.documents.size(); ++d)
-        if (position >= shape.documents[d] && position < shape.documents[d + 1])
-          own = {shape.documents[d], shape.documents[d + 1]};
-      seen = {std::max(seen.begin, own.begin), std::min(seen.end, own.end)};
-    }
-    return seen;
+    return launcher::seen_keys(rule, position, shape.kv_lens[b], shape.documents);
   }
 
   /// The new keys or values of every sequence, of `dtype`: rows as q's [tokens, kv_heads, dim].

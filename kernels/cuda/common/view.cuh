@@ -267,16 +267,6 @@ LONGSPAN_HD inline bool sees(const View& view, const Interval& row, std::int64_t
              : view.any.contains(local_key) && row.contains(view.table[local_key]);
 }
 
-/// The offset in k or v, in elements, at which the row of a local key of one head begins.
-LONGSPAN_HD inline std::int64_t key_offset(const KvRows& source, const Pages& pages,
-                                           const Sequence& sequence, std::int64_t local_key,
-                                           int kv_head) {
-  const std::int64_t head = kv_head * source.head_stride;
-  if (!pages) return head + (sequence.first_key + local_key) * source.row_stride;
-  return head + pages.page(sequence.index, local_key) * source.page_stride +
-         local_key % pages.size * source.row_stride;
-}
-
 /// The cut of the fixed order's tree that a work tile takes. Parts of the keys take the whole tree,
 /// as their views cut them already. `leaf_splits` is that of SplitsTaken.
 struct TreeCut {

@@ -1,0 +1,44 @@
+// Which keys the oracle says that a row sees, against the definition, key by key.
+#include "launcher/judge/oracle.hpp"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace longspan::launcher {
+namespace {
+
+bool same_document(const std::vector<std::int64_t>& starts, std::int64_t i, std::int64_t j) {
+  if (starts.empty()) return true;
+  for (std::size_t d = 0; d + 1 < starts.size(); ++d)
+    if (starts[d] <= i && i < starts[d + 1]) return starts[d] <= j && j < starts[d + 1];
+  return false;
+}
+
+bool sees(const Mask& m, std::int64_t i, std::int64_t j, std::int64_t kv_len) {
+  if (j < 0 || j >= kv_len) return false;
+  if (m.causal && j > i) return false;
+  if (m.window > 0 && i - j >= m.window) return false;
+  return m.causal || m.right < 0 || j - i <= m.right;
+}
+
+TEST(Oracle, SeesWhatTheDefinitionSays) {
+  const std::vector<std::vector<std::int64_t>> documents{{}, {0, 3, 3, 9}, {2, 4, 7}};
+  for (const auto& starts : documents)
+    for (const bool causal : {false, true})
+      for (const std::int64_t window : {0, 1, 3, 100})
+        for (const std::int64_t right : {-1, 0, 2})
+          for (const std::int64_t kv_len : {0, 1, 9})
+            for (std::int64_t i = -5; i < 15; ++i)
+              for (std::int64_t j = -1; j < 12; ++j) {
+                const Mask mask{causal, window, right};
+                const Interval seen = seen_keys(mask, i, kv_len, starts);
+                EXPECT_EQ(seen.begin <= j && j < seen.end,
+                          sees(mask, i, j, kv_len) && same_document(starts, i, j))
+                    << "causal " << causal << " window " << window << " right " << right << " i "
+                    << i << " j " << j << " of " << kv_len << ", documents " << starts.size();
+              }
+}
+
+}  // namespace
+}  // namespace longspan::launcher

@@ -109,7 +109,8 @@ class MailControl final : public Control {
 
   void refuse(const NamedValues& given, const std::string& why) override {
     if (fate().failed()) return;
-    const Refused& own = peers_[rank()].refused.emplace(place() + 1, why, in_turn(given));
+    peers_[rank()].refused = Refused{place() + 1, why, in_turn(given)};
+    const Refused& own = *peers_[rank()].refused;
     post_all('r', pack(std::to_string(own.place), own.why, pack_all(own.given)));
   }
 

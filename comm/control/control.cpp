@@ -109,8 +109,10 @@ class MailControl final : public Control {
 
   void refuse(const NamedValues& given, const std::string& why) override {
     if (fate().failed()) return;
-    peers_[rank()].refused = Refused{place() + 1, why, in_turn(given)};
-    const Refused& own = *peers_[rank()].refused;
+    const Refused own{place() + 1, why, in_turn(given)};
+    auto& last = peers_[rank()].refused;
+    if (last == own) return;  // who calls in a loop tells it once
+    last = own;
     post_all('r', pack(std::to_string(own.place), own.why, pack_all(own.given)));
   }
 
@@ -146,6 +148,8 @@ class MailControl final : public Control {
     std::uint64_t place;
     std::string why;
     std::vector<std::string> given;  // names and values, in turn
+
+    bool operator==(const Refused&) const = default;
   };
   struct Gathered {
     std::string step;

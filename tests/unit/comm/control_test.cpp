@@ -13,6 +13,8 @@
 #include <memory>
 #include <random>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "comm/control/patience.hpp"
 #include "comm/control/wire.hpp"
@@ -33,7 +35,8 @@ class Written final : public Mailbox {
   Written(std::deque<Letter> letters, int size) : letters_(std::move(letters)), size_(size) {}
   int rank() const override { return 0; }
   int size() const override { return size_; }
-  void post(int, const std::string&) override {}
+  void post(int, const std::string& text) override { posted.push_back(text); }
+  std::vector<std::string> posted;
   std::optional<Letter> next() override {
     if (letters_.empty()) return std::nullopt;
     Letter letter = letters_.front();
@@ -198,6 +201,16 @@ TEST(Refusals, OfAnotherRunSayNothing) {
   const Failure failure = heard_in_a_run({refused(2, 5), {1, Letter::left, ""}});
   EXPECT_EQ(failure.kind, ErrorKind::rank_failure);
   EXPECT_THAT(failure.what, Not(HasSubstr("refused")));
+}
+
+TEST(Refusals, OfOneCallAgainAndAgainAreToldOnce) {
+  auto mailbox = std::make_unique<Written>(std::deque<Letter>{}, 3);
+  const Written& written = *mailbox;
+  const auto control = mail_control(std::move(mailbox), 1s);
+  for (int i = 0; i < 5; ++i) control->refuse({{"tokens", "4"}}, "no such thing");
+  EXPECT_EQ(written.posted.size(), 2u) << "one letter for each of the others";
+  control->refuse({{"tokens", "5"}}, "no such thing");
+  EXPECT_EQ(written.posted.size(), 4u);
 }
 
 TEST(Refusals, EndNothingByThemselves) {

@@ -4,7 +4,8 @@
 //                      I wait here and still run (the roll call), and this is what I mean by the
 //                      run that the roll is called for (AskedRun)
 //     r place why description
-//                      I refused the call that would have been my run of this place
+//                      I refused the call that would have been my run of this place; without
+//                      anything: I called again, and have begun that run
 //     f failure        the communicator has ended, and why
 //     e                to oneself, through the process that passes letters on: that it does so
 //     s number letter  a letter of the group of this number, which was split from this
@@ -23,8 +24,8 @@ namespace longspan::comm {
 namespace {
 
 constexpr const char* kSameOrder = "every rank must make the same calls in the same order.";
-constexpr long long kMostNumber =
-    1'000'000'000'000;  // of milliseconds or runs: beyond any real one
+/// No letter has as many milliseconds or runs.
+constexpr long long kMostNumber = 1'000'000'000'000;
 
 std::string seconds(milliseconds time) { return fmt::format("{:g} s", time.count() / 1000.0); }
 
@@ -107,6 +108,14 @@ class MailControl final : public Control {
     fail(disagreement(otherwise.step).value_or(otherwise));
   }
 
+  void begin(RunName run) override {
+    Control::begin(run);
+    auto& refused = peers_[rank()].refused;
+    if (!refused) return;
+    refused.reset();
+    if (!fate().failed()) post_all('r', "");
+  }
+
   void refuse(const NamedValues& given, const std::string& why) override {
     if (fate().failed()) return;
     const Refused own{place() + 1, why, in_turn(given)};
@@ -161,7 +170,7 @@ class MailControl final : public Control {
     bool gone = false;
     bool left = false;  // gone, but it said so
     std::optional<Waits> waits;
-    std::optional<Refused> refused;  // the last call that it refused
+    std::optional<Refused> refused;  // the last call, where it refused that
   };
 
   milliseconds grace() const {
@@ -297,6 +306,10 @@ class MailControl final : public Control {
         break;
       }
       case 'r': {
+        if (body.empty()) {
+          peer.refused.reset();
+          break;
+        }
         auto parts = unpack(body, 3);
         peer.refused = Refused{static_cast<std::uint64_t>(number_from(parts[0], 1, kMostNumber)),
                                printable(parts[1], 1000), unpack(parts[2])};

@@ -70,7 +70,7 @@ class Control : public std::enable_shared_from_this<Control> {
     return layers_;
   }
   /// Says that from here on this rank is in `run`.
-  void begin(RunName run) { runs_.add(run); }
+  virtual void begin(RunName run) { runs_.add(run); }
   RunName run() const { return runs_.last(); }
 
   /// Tells the other ranks that this one refused the call that would have been its next run: what

@@ -100,9 +100,8 @@ void keep_streams_busy(bool busy) { streams_are_busy = busy; }
 
 }  // namespace longspan::stand_in
 
-int longspan::gpu_count() {
-  return stand_in::kDevices;
-}  // of src/communicator/info.cpp, which is not linked
+// Of src/communicator/info.cpp, which is not linked.
+int longspan::gpu_count() { return stand_in::kDevices; }
 
 using namespace longspan::stand_in;
 

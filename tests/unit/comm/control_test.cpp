@@ -213,6 +213,24 @@ TEST(Refusals, OfOneCallAgainAndAgainAreToldOnce) {
   EXPECT_EQ(written.posted.size(), 4u);
 }
 
+TEST(Refusals, AreTakenBackByTheRunThatFollows) {
+  const Failure failure =
+      heard_in_a_run({refused(1, 5), {1, Letter::text, "r"}, {1, Letter::left, ""}});
+  EXPECT_EQ(failure.kind, ErrorKind::rank_failure);
+  EXPECT_THAT(failure.what, Not(HasSubstr("refused")));
+
+  auto mailbox = std::make_unique<Written>(std::deque<Letter>{}, 2);
+  const Written& written = *mailbox;
+  const auto control = mail_control(std::move(mailbox), 1s);
+  control->begin({1, 1});
+  EXPECT_TRUE(written.posted.empty()) << "there is nothing to take back";
+  control->refuse({{"tokens", "4"}}, "no such thing");
+  control->begin({1, 2});
+  control->begin({1, 3});
+  ASSERT_EQ(written.posted.size(), 2u);
+  EXPECT_EQ(written.posted[1], "r");
+}
+
 TEST(Refusals, EndNothingByThemselves) {
   const auto control = control_with({refused(1, 5),
                                      {1, Letter::text, "g" + pack(std::string("meet"), "one")},

@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "tests/support/sees.hpp"
+
 namespace longspan::launcher {
 namespace {
 
@@ -13,13 +15,6 @@ bool same_document(const std::vector<std::int64_t>& starts, std::int64_t i, std:
   for (std::size_t d = 0; d + 1 < starts.size(); ++d)
     if (starts[d] <= i && i < starts[d + 1]) return starts[d] <= j && j < starts[d + 1];
   return false;
-}
-
-bool sees(const Mask& m, std::int64_t i, std::int64_t j, std::int64_t kv_len) {
-  if (j < 0 || j >= kv_len) return false;
-  if (m.causal && j > i) return false;
-  if (m.window > 0 && i - j >= m.window) return false;
-  return m.causal || m.right < 0 || j - i <= m.right;
 }
 
 TEST(Oracle, SeesWhatTheDefinitionSays) {
@@ -34,7 +29,7 @@ TEST(Oracle, SeesWhatTheDefinitionSays) {
                 const Mask mask{causal, window, right};
                 const Interval seen = seen_keys(mask, i, kv_len, starts);
                 EXPECT_EQ(seen.begin <= j && j < seen.end,
-                          sees(mask, i, j, kv_len) && same_document(starts, i, j))
+                          tests::sees(mask, i, j, kv_len) && same_document(starts, i, j))
                     << "causal " << causal << " window " << window << " right " << right << " i "
                     << i << " j " << j << " of " << kv_len << ", documents " << starts.size();
               }

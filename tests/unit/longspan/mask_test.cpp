@@ -4,14 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "longspan/score.hpp"
+#include "tests/support/sees.hpp"
 
 namespace longspan {
 namespace {
-
-bool by_definition(const Mask& m, std::int64_t i, std::int64_t j, std::int64_t kv_len) {
-  return 0 <= j && j < kv_len && (!m.causal || j <= i) && (m.window == 0 || i - j < m.window) &&
-         (m.causal || m.right < 0 || j - i <= m.right);
-}
 
 TEST(Mask, IntervalIsWhatTheDefinitionSays) {
   for (bool causal : {false, true})
@@ -21,7 +17,7 @@ TEST(Mask, IntervalIsWhatTheDefinitionSays) {
           for (std::int64_t i = -5; i < 15; ++i)
             for (std::int64_t j = -1; j < 12; ++j) {
               const Mask mask{causal, window, right};
-              EXPECT_EQ(mask.visible(i, kv_len).contains(j), by_definition(mask, i, j, kv_len))
+              EXPECT_EQ(mask.visible(i, kv_len).contains(j), tests::sees(mask, i, j, kv_len))
                   << "causal " << causal << " window " << window << " right " << right << " i " << i
                   << " j " << j << " of " << kv_len;
             }

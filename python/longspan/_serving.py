@@ -184,7 +184,7 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
         block_table: [batch, columns].
         cache_seqlens: [batch], keys of each sequence, those of q included.
         alibi: what slopes multiply: "context" (the distance to the first query) or "query".
-        segments: hand out the states of so many segments of the keys, for reduce_segments.
+        segments: hand out the states of so many segments of the keys, for reduce_segments; at most 65536.
         segment_keys: keys of a segment; 0: ceil(keys / (segments * tile)) tiles of `tile` keys.
         skip_decode: sequences of one query are left out, their rows untouched; not with segments.
         others: as attend.

@@ -63,7 +63,7 @@ class _Sealed(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
         if func.__name__ in _SAME:
             return args[0]
@@ -607,7 +607,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         options["softcap"] = softcap
     if s_aux is not None:
         options["sinks"] = s_aux
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     if share is None:
         return _attend(q, k, v, alone_name(query.device.type), **options), None
@@ -676,8 +676,6 @@ def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = ca
     Causal masks, windows over them and masks of everything are made. Others, and padding, are refused.
     """
     config = others.get("config")
-    if attention_mask is not None:
-        _check_padding(attention_mask, kv_offset + kv_length)
     causal, window = mask_function is not bidirectional_mask_function, None
     if causal and mask_function is not causal_mask_function:
         _check_kind(mask_function, q_length, others, config)
@@ -685,6 +683,8 @@ def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = ca
     if causal and q_offset is not None and kv_offset is not q_offset and (
             isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length):
         _refuse("a cache with room to spare, such as StaticCache,")
+    if attention_mask is not None:  # of a cache with room it has less than all keys
+        _check_padding(attention_mask, kv_offset + kv_length)
     device = others.get("device") or (None if attention_mask is None else attention_mask.device)
     return torch.empty((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length).as_subclass(
         _mask_type(type(config).__name__, causal, window))

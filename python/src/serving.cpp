@@ -422,9 +422,11 @@ nb::object segmented_attention(nb::args given) {
   if (call.given_out || call.given_lse || call.return_lse)
     throw InputError(
         "segments is given: their states are handed out, and there is no out and no lse");
-  if (*segments < 1 || *segments > 2147483647 || tile < 1 || tile > 2147483647)
-    throw InputError("segments is " + std::to_string(*segments) + " and tile " +
-                     std::to_string(tile) + "; each is at least 1");
+  if (*segments < 1 || *segments > kMostSegments)
+    throw InputError("segments is " + std::to_string(*segments) + "; it is from 1 to " +
+                     std::to_string(kMostSegments));
+  if (tile < 1 || tile > 2147483647)
+    throw InputError("tile is " + std::to_string(tile) + "; it is from 1 to 2147483647");
   const Tensor& rows = call.q.tensor();
   const std::array<std::int64_t, 4> shape{rows.shape[0], rows.shape[1], *segments, call.value_dim};
   Result output(call.q, shape, DType::fp32), most(call.q, {shape.data(), 3}, DType::fp32),

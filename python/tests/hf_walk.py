@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import longspan
 import longspan.hf as hf
+from device import DEVICE
 
 TOKENS = 23  # of the prompt
 
@@ -105,7 +106,7 @@ def ours(made):
 
 
 def prompt(tokens=TOKENS):
-    return torch.randint(2, 61, (2, tokens), generator=torch.Generator().manual_seed(7))
+    return torch.randint(2, 61, (2, tokens), generator=torch.Generator().manual_seed(7), device="cpu").to(DEVICE)
 
 
 def whole(made, tokens=TOKENS):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import longspan
+from device import tensor
 from oracle import assert_close, attention
 from test_attend import numbers
 
@@ -300,7 +301,7 @@ def test_arrays_of_numpy_that_are_not_their_memory(rng):
 
 def test_a_negated_tensor_has_its_sign(rng):
     torch = pytest.importorskip("torch")
-    q, k, v = (torch.from_numpy(a) for a in numbers(rng, (3, 9, 2, 16)))
+    q, k, v = map(tensor, numbers(rng, (3, 9, 2, 16)))
     z = torch.complex(q, v)
     right = longspan.attend(-q, -k, -v)
     assert torch.equal(longspan.attend(*map(torch._neg_view, (q, k, v))), right)
@@ -391,7 +392,7 @@ def test_derivatives_are_refused_by_name(rng):
 
 def test_tensors_of_inference_mode(rng):
     torch = pytest.importorskip("torch")
-    q, k, v = (torch.from_numpy(a) for a in numbers(rng, (3, 1, 9, 2, 16)))
+    q, k, v = map(tensor, numbers(rng, (3, 1, 9, 2, 16)))
     with torch.inference_mode():
         cache = torch.zeros(2, 1, 64, 2, 16)
         out = torch.empty_like(q)

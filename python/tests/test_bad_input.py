@@ -342,6 +342,17 @@ def test_errors_have_the_names_of_python():
     assert count_threads() < threads + 20  # none took 2^31 - 1 for a number of threads
 
 
+@pytest.mark.parametrize("given, says", [
+    (dict(segments=0), "segments is 0; it is from 1 to 65536"),
+    (dict(segments=2 ** 31 - 1), "segments is 2147483647; it is from 1 to 65536"),  # some systems promise its memory
+    (dict(segments=2, tile=0), "tile is 0; it is from 1"),
+])
+def test_segments_that_make_no_sense(given, says):
+    call, right = good_calls()["segmented_attention"]
+    with pytest.raises(INPUT, match=says):
+        call(**right, **given)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_wrong_is_named(name):
     call, error, says = CASES[name]

@@ -18,12 +18,13 @@ from torch.overrides import TorchFunctionMode
 from longspan import UnsupportedError
 
 from ._attention import scaled_dot_product_attention
+from ._groups import Ranks
 from ._ops import library
 
 # A key of torch's for extensions, which nothing in torch has: above autograd, autocast and all devices. Operators
 # without a kernel here are not held up: the key falls through, which costs them nothing.
 _KEY = "DeferredInit"
-_inside = threading.local()  # .contexts: (communicator's name, options), the innermost last
+_inside = threading.local()  # .contexts: (ranks, options), the innermost last
 
 # They attend by themselves, and would see this rank's tokens alone. scaled_dot_product_attention calls the first six
 # for its work: they are called by others where it was taken apart, as torch.export and make_fx do.
@@ -54,14 +55,21 @@ def _said(name: str) -> str:
             "longspan.torch's")
 
 
+def _attend_on(ranks: Ranks, options: dict, *args, **kwargs):
+    """A process alone attends where the query lies."""
+    query = args[0] if args else kwargs.get("query")
+    device = query.device.type if isinstance(query, torch.Tensor) else ""
+    return scaled_dot_product_attention(*args, comm=ranks.name_on(device), **options, **kwargs)
+
+
 class _Mode(TorchFunctionMode):
-    def __init__(self, name: str, options: dict):
+    def __init__(self, ranks: Ranks, options: dict):
         super().__init__()
-        self._name, self._options = name, options
+        self._ranks, self._options = ranks, options
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _SDPA:
-            return scaled_dot_product_attention(*args, comm=self._name, **self._options, **(kwargs or {}))
+            return _attend_on(self._ranks, self._options, *args, **(kwargs or {}))
         if func is _FLEX:
             return _refuse_flex(*args)
         if func in _LOCAL:
@@ -70,12 +78,12 @@ class _Mode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def caught(name: str, options: dict) -> Iterator[None]:
-    """Inside, this thread's attention goes to scaled_dot_product_attention of that communicator."""
+def caught(ranks: Ranks, options: dict) -> Iterator[None]:
+    """Inside, this thread's attention goes to scaled_dot_product_attention of those ranks."""
     contexts = _inside.__dict__.setdefault("contexts", [])
-    contexts.append((name, options))
+    contexts.append((ranks, options))
     try:
-        with _Mode(name, options), torch._C._IncludeDispatchKeyGuard(torch._C._parse_dispatch_key(_KEY)):
+        with _Mode(ranks, options), torch._C._IncludeDispatchKeyGuard(torch._C._parse_dispatch_key(_KEY)):
             yield
     finally:
         contexts.pop()
@@ -88,8 +96,7 @@ def _attend(*args, **kwargs):
     if not contexts:  # the key came with the state of the thread that started this one
         raise UnsupportedError("scaled_dot_product_attention in a thread that torch started inside context_parallel "
                                "(torch.jit.fork) is not supported: call it in the thread that entered")
-    name, options = contexts[-1]
-    return scaled_dot_product_attention(*args, comm=name, **options, **kwargs)
+    return _attend_on(*contexts[-1], *args, **kwargs)
 
 
 def _refusal(name: str):

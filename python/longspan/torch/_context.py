@@ -12,7 +12,7 @@ from torch import Tensor
 from longspan import InputError, Sharding, UnsupportedError
 
 from ._catch import caught
-from ._groups import Known, known, name_of
+from ._groups import Known, Ranks, known, name_of
 from ._layouts import layout_text, shard_of, unshard_of
 
 _ROTATE_METHODS = ("allgather", "alltoall")
@@ -103,8 +103,8 @@ def context_parallel(
     kept = [] if no_restore_buffers is None else list(no_restore_buffers)
     layout = layout_text(layout, "layout")
     dims = _check_buffers(buffers, dims, kept)
-    name = name_of(None, mesh, _device_of(buffers))
-    world = known(name)
+    ranks = Ranks(None, mesh, _device_of(buffers))
+    world = known(ranks.name)
     options = dict(keys=layout, queries=queries, causal_alignment=causal_alignment, total_keys=total_tokens,
                    total_queries=total_tokens,
                    strategy=_strategy_for(layout, world.device) if queries is not None else "auto")
@@ -116,7 +116,7 @@ def context_parallel(
         for buffer, shard in zip(buffers, shards):
             buffer.data = shard
         del shards
-        with caught(name, options):
+        with caught(ranks, options):
             yield
     finally:
         layouts.pop()
@@ -151,8 +151,8 @@ def _check_buffers(buffers, dims, kept) -> list[int]:
     return [d % b.dim() for b, d in zip(buffers, dims)]
 
 
-def _device_of(buffers: Sequence[Tensor]) -> str:
-    return buffers[0].device.type if buffers else ""
+def _device_of(buffers: Sequence[Tensor]) -> str | None:
+    return buffers[0].device.type if buffers else None
 
 
 def _strategy_for(layout: str, device: str) -> str:
